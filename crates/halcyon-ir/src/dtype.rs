@@ -1,0 +1,373 @@
+//! Element types. One row per type: everything that depends on the type alone is a column of [`ROWS`].
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// Element type of a tensor.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum DType {
+    Bool,
+    U8,
+    U16,
+    U32,
+    U64,
+    I8,
+    I16,
+    I32,
+    I64,
+    F16,
+    BF16,
+    F32,
+    F64,
+}
+
+/// What kind of number a type holds.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub enum Class {
+    Bool,
+    Uint,
+    Int,
+    Float,
+}
+
+/// Facts of one element type.
+#[derive(Clone, Copy, Debug)]
+pub struct Row {
+    pub dtype: DType,
+    pub name: &'static str,
+    /// Bits one element takes in memory; types under 8 bits are packed.
+    pub bits: u32,
+    pub class: Class,
+    /// `TensorProto.DataType` of ONNX (onnx.proto3).
+    pub onnx: i32,
+    /// Name in a safetensors header.
+    pub safetensors: &'static str,
+    /// NumPy array-protocol type string, little endian; `None` where NumPy has no such type.
+    pub npy: Option<&'static str>,
+}
+
+macro_rules! rows {
+    ($($d:ident $name:literal $bits:literal $class:ident $onnx:literal $st:literal $npy:expr;)*) => {
+        /// One row per element type, in the order of [`DType`].
+        pub const ROWS: &[Row] = &[$(Row {
+            dtype: DType::$d, name: $name, bits: $bits, class: Class::$class, onnx: $onnx, safetensors: $st, npy: $npy,
+        }),*];
+    };
+}
+
+rows! {
+    Bool "bool" 8  Bool  9  "BOOL" Some("|b1");
+    U8   "u8"   8  Uint  2  "U8"   Some("|u1");
+    U16  "u16"  16 Uint  4  "U16"  Some("<u2");
+    U32  "u32"  32 Uint  12 "U32"  Some("<u4");
+    U64  "u64"  64 Uint  13 "U64"  Some("<u8");
+    I8   "i8"   8  Int   3  "I8"   Some("|i1");
+    I16  "i16"  16 Int   5  "I16"  Some("<i2");
+    I32  "i32"  32 Int   6  "I32"  Some("<i4");
+    I64  "i64"  64 Int   7  "I64"  Some("<i8");
+    F16  "f16"  16 Float 10 "F16"  Some("<f2");
+    BF16 "bf16" 16 Float 16 "BF16" None;
+    F32  "f32"  32 Float 1  "F32"  Some("<f4");
+    F64  "f64"  64 Float 11 "F64"  Some("<f8");
+}
+
+impl DType {
+    /// All element types.
+    pub fn all() -> impl Iterator<Item = DType> {
+        ROWS.iter().map(|r| r.dtype)
+    }
+
+    /// The facts of this type.
+    pub fn row(self) -> &'static Row {
+        &ROWS[self as usize]
+    }
+
+    pub fn name(self) -> &'static str {
+        self.row().name
+    }
+
+    pub fn bits(self) -> u32 {
+        self.row().bits
+    }
+
+    pub fn class(self) -> Class {
+        self.row().class
+    }
+
+    pub fn is_float(self) -> bool {
+        self.class() == Class::Float
+    }
+
+    /// Signed or unsigned integer (not bool).
+    pub fn is_int(self) -> bool {
+        matches!(self.class(), Class::Int | Class::Uint)
+    }
+
+    /// Bytes that `n` elements take, rounded up to whole bytes.
+    pub fn bytes(self, n: usize) -> usize {
+        (n as u128 * self.bits() as u128).div_ceil(8) as usize
+    }
+
+    /// Bytes of one element.
+    pub fn size(self) -> usize {
+        self.bytes(1)
+    }
+
+    /// The type arithmetic runs in: half floats compute in f32, small integers in 32 bits (wrapping on store).
+    pub fn compute(self) -> DType {
+        match self {
+            DType::F16 | DType::BF16 => DType::F32,
+            DType::U8 | DType::U16 => DType::U32,
+            DType::I8 | DType::I16 => DType::I32,
+            d => d,
+        }
+    }
+
+    /// Type sums are accumulated in: the compute type.
+    pub fn accum(self) -> DType {
+        self.compute()
+    }
+
+    pub fn from_name(name: &str) -> Option<DType> {
+        ROWS.iter().find(|r| r.name == name).map(|r| r.dtype)
+    }
+
+    pub fn from_onnx(code: i32) -> Option<DType> {
+        ROWS.iter().find(|r| r.onnx == code).map(|r| r.dtype)
+    }
+
+    /// Smallest and largest value of an integer type (bool is 0..=1); infinite for floats.
+    pub fn range(self) -> (f64, f64) {
+        match (self.class(), self.bits()) {
+            (Class::Bool, _) => (0.0, 1.0),
+            (Class::Uint, b) => (0.0, (2f64).powi(b as i32) - 1.0),
+            (Class::Int, b) => (-(2f64).powi(b as i32 - 1), (2f64).powi(b as i32 - 1) - 1.0),
+            (Class::Float, _) => (f64::NEG_INFINITY, f64::INFINITY),
+        }
+    }
+}
+
+impl fmt::Debug for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl fmt::Display for DType {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// One value of any element type, held exactly. Equality and hashing are by bits, so NaN equals itself.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub enum Scalar {
+    Bool(bool),
+    I(i64),
+    U(u64),
+    F(f64),
+}
+
+impl Scalar {
+    pub fn as_f64(self) -> f64 {
+        match self {
+            Scalar::Bool(b) => b as u8 as f64,
+            Scalar::I(i) => i as f64,
+            Scalar::U(u) => u as f64,
+            Scalar::F(f) => f,
+        }
+    }
+
+    /// Integer value, wrapping; floats saturate and NaN is 0 (Rust `as`).
+    pub fn as_i64(self) -> i64 {
+        match self {
+            Scalar::Bool(b) => b as i64,
+            Scalar::I(i) => i,
+            Scalar::U(u) => u as i64,
+            Scalar::F(f) => f as i64,
+        }
+    }
+
+    pub fn as_bool(self) -> bool {
+        match self {
+            Scalar::Bool(b) => b,
+            Scalar::I(i) => i != 0,
+            Scalar::U(u) => u != 0,
+            Scalar::F(f) => f != 0.0,
+        }
+    }
+
+    /// The value after a cast to `dtype` with the rules of the `Cast` op: to bool is `!= 0`; between integers
+    /// wraps; float to integer truncates and saturates (NaN is 0); to a float rounds to nearest even.
+    pub fn cast(self, dtype: DType) -> Scalar {
+        match dtype.class() {
+            Class::Bool => Scalar::Bool(self.as_bool()),
+            Class::Float => {
+                let v = self.as_f64();
+                Scalar::F(match dtype {
+                    DType::F16 => half::f16::from_f64(v).to_f64(),
+                    DType::BF16 => half::bf16::from_f64(v).to_f64(),
+                    DType::F32 => match self {
+                        // A direct integer conversion rounds once.
+                        Scalar::I(i) => (i as f32) as f64,
+                        Scalar::U(u) => (u as f32) as f64,
+                        _ => (v as f32) as f64,
+                    },
+                    _ => v,
+                })
+            }
+            Class::Int => {
+                let (lo, hi) = dtype.range();
+                let v = match self {
+                    Scalar::F(f) if f.is_nan() => 0,
+                    Scalar::F(f) => f.clamp(lo, hi) as i64,
+                    s => s.as_i64(),
+                };
+                let sh = 64 - dtype.bits();
+                Scalar::I((v << sh) >> sh)
+            }
+            Class::Uint => {
+                let (lo, hi) = dtype.range();
+                let v = match self {
+                    Scalar::F(f) if f.is_nan() => 0,
+                    Scalar::F(f) => f.clamp(lo, hi) as u64,
+                    Scalar::U(u) => u,
+                    s => s.as_i64() as u64,
+                };
+                let sh = 64 - dtype.bits();
+                Scalar::U((v << sh) >> sh)
+            }
+        }
+    }
+
+    /// Little-endian bytes of the value as `dtype` (which the value is cast to first).
+    pub fn to_bytes(self, dtype: DType) -> [u8; 8] {
+        let mut out = [0u8; 8];
+        let n = dtype.size();
+        let raw: [u8; 8] = match (self.cast(dtype), dtype) {
+            (Scalar::F(f), DType::F16) => (half::f16::from_f64(f).to_bits() as u64).to_le_bytes(),
+            (Scalar::F(f), DType::BF16) => (half::bf16::from_f64(f).to_bits() as u64).to_le_bytes(),
+            (Scalar::F(f), DType::F32) => ((f as f32).to_bits() as u64).to_le_bytes(),
+            (Scalar::F(f), _) => f.to_bits().to_le_bytes(),
+            (Scalar::Bool(b), _) => (b as u64).to_le_bytes(),
+            (Scalar::I(i), _) => i.to_le_bytes(),
+            (Scalar::U(u), _) => u.to_le_bytes(),
+        };
+        out[..n].copy_from_slice(&raw[..n]);
+        out
+    }
+
+    /// Reads one little-endian value of `dtype` from the start of `b`, which must hold it.
+    pub fn from_bytes(dtype: DType, b: &[u8]) -> Scalar {
+        let mut w = [0u8; 8];
+        w[..dtype.size()].copy_from_slice(&b[..dtype.size()]);
+        let u = u64::from_le_bytes(w);
+        match dtype {
+            DType::Bool => Scalar::Bool(u != 0),
+            DType::F16 => Scalar::F(half::f16::from_bits(u as u16).to_f64()),
+            DType::BF16 => Scalar::F(half::bf16::from_bits(u as u16).to_f64()),
+            DType::F32 => Scalar::F(f32::from_bits(u as u32) as f64),
+            DType::F64 => Scalar::F(f64::from_bits(u)),
+            d if d.class() == Class::Int => {
+                let sh = 64 - d.bits();
+                Scalar::I(((u << sh) as i64) >> sh)
+            }
+            _ => Scalar::U(u),
+        }
+    }
+
+    fn key(self) -> (u8, u64) {
+        match self {
+            Scalar::Bool(b) => (0, b as u64),
+            Scalar::I(i) => (1, i as u64),
+            Scalar::U(u) => (2, u),
+            Scalar::F(f) => (3, f.to_bits()),
+        }
+    }
+}
+
+impl PartialEq for Scalar {
+    fn eq(&self, o: &Self) -> bool {
+        self.key() == o.key()
+    }
+}
+impl Eq for Scalar {}
+impl std::hash::Hash for Scalar {
+    fn hash<H: std::hash::Hasher>(&self, h: &mut H) {
+        self.key().hash(h)
+    }
+}
+
+macro_rules! from {
+    ($($t:ty => $v:ident as $c:ty),*) => {$(
+        impl From<$t> for Scalar { fn from(x: $t) -> Scalar { Scalar::$v(x as $c) } }
+    )*};
+}
+from!(bool => Bool as bool, i8 => I as i64, i16 => I as i64, i32 => I as i64, i64 => I as i64, u8 => U as u64,
+    u16 => U as u64, u32 => U as u64, u64 => U as u64, usize => U as u64, f32 => F as f64, f64 => F as f64);
+
+/// A Rust type that is the element of a tensor.
+pub trait Element: Copy + Send + Sync + 'static {
+    const DTYPE: DType;
+    fn to_scalar(self) -> Scalar;
+    fn from_scalar(s: Scalar) -> Self;
+}
+macro_rules! element {
+    ($($t:ty => $d:ident, |$s:ident| $from:expr, |$x:ident| $to:expr;)*) => {$(
+        impl Element for $t {
+            const DTYPE: DType = DType::$d;
+            fn to_scalar(self) -> Scalar { let $x = self; $to }
+            fn from_scalar($s: Scalar) -> Self { $from }
+        }
+    )*};
+}
+element! {
+    bool => Bool, |s| s.as_bool(), |x| Scalar::Bool(x);
+    u8 => U8, |s| s.as_i64() as u8, |x| Scalar::U(x as u64);
+    u16 => U16, |s| s.as_i64() as u16, |x| Scalar::U(x as u64);
+    u32 => U32, |s| s.as_i64() as u32, |x| Scalar::U(x as u64);
+    u64 => U64, |s| match s { Scalar::U(u) => u, s => s.as_i64() as u64 }, |x| Scalar::U(x);
+    i8 => I8, |s| s.as_i64() as i8, |x| Scalar::I(x as i64);
+    i16 => I16, |s| s.as_i64() as i16, |x| Scalar::I(x as i64);
+    i32 => I32, |s| s.as_i64() as i32, |x| Scalar::I(x as i64);
+    i64 => I64, |s| s.as_i64(), |x| Scalar::I(x);
+    half::f16 => F16, |s| half::f16::from_f64(s.as_f64()), |x| Scalar::F(x.to_f64());
+    half::bf16 => BF16, |s| half::bf16::from_f64(s.as_f64()), |x| Scalar::F(x.to_f64());
+    f32 => F32, |s| s.as_f64() as f32, |x| Scalar::F(x as f64);
+    f64 => F64, |s| s.as_f64(), |x| Scalar::F(x);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn rows_are_in_enum_order_and_codes_are_unique() {
+        for (i, r) in ROWS.iter().enumerate() {
+            assert_eq!(r.dtype as usize, i);
+            assert_eq!(DType::from_onnx(r.onnx), Some(r.dtype));
+            assert_eq!(DType::from_name(r.name), Some(r.dtype));
+        }
+    }
+
+    #[test]
+    fn scalar_bytes_round_trip() {
+        for d in DType::all() {
+            for v in [0.0, 1.0, 2.0, -3.0, 100.0] {
+                let s = Scalar::F(v).cast(d);
+                assert_eq!(Scalar::from_bytes(d, &s.to_bytes(d)), s, "{d} {v}");
+            }
+        }
+    }
+
+    #[test]
+    fn casts_wrap_saturate_and_round() {
+        assert_eq!(Scalar::I(300).cast(DType::U8), Scalar::U(44));
+        assert_eq!(Scalar::I(200).cast(DType::I8), Scalar::I(-56));
+        assert_eq!(Scalar::F(1e9).cast(DType::I8), Scalar::I(127));
+        assert_eq!(Scalar::F(f64::NAN).cast(DType::I32), Scalar::I(0));
+        assert_eq!(Scalar::F(-2.7).cast(DType::I32), Scalar::I(-2));
+        assert_eq!(Scalar::F(1.0 + 1.0 / 512.0).cast(DType::BF16), Scalar::F(1.0));
+    }
+}

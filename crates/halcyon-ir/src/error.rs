@@ -1,0 +1,219 @@
+//! Errors carry facts and the next step.
+
+use crate::dtype::DType;
+use std::fmt;
+use std::sync::Arc;
+
+pub type Result<T, E = Error> = std::result::Result<T, E>;
+
+/// Where a node came from: a caller's file and line, an ONNX node, a module path.
+#[derive(Clone, PartialEq, Eq, Hash, serde::Serialize, serde::Deserialize, Default)]
+pub struct Span(pub Option<Arc<str>>);
+
+impl Span {
+    pub fn new(s: impl Into<Arc<str>>) -> Span {
+        Span(Some(s.into()))
+    }
+
+    /// The source location of the caller.
+    #[track_caller]
+    pub fn caller() -> Span {
+        Span::location(std::panic::Location::caller())
+    }
+
+    pub fn location(l: &std::panic::Location<'_>) -> Span {
+        Span::new(format!("{}:{}", l.file(), l.line()))
+    }
+
+    pub fn as_str(&self) -> &str {
+        self.0.as_deref().unwrap_or("")
+    }
+}
+
+impl fmt::Display for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.0.as_deref().unwrap_or("an unnamed place"))
+    }
+}
+
+impl fmt::Debug for Span {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Span({self})")
+    }
+}
+
+/// One op that something (an importer, a device) cannot run.
+#[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
+pub struct UnsupportedOp {
+    pub op: String,
+    /// Domain and version of the operator set it belongs to; empty for our own ops.
+    pub domain: String,
+    pub opset: i64,
+    pub nodes: Vec<String>,
+    pub backend: String,
+    pub reason: String,
+}
+
+impl fmt::Display for UnsupportedOp {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let domain = if self.domain.is_empty() {
+            "ai.onnx"
+        } else {
+            &self.domain
+        };
+        write!(
+            f,
+            "{} ({domain}, opset {}) in {}",
+            self.op,
+            self.opset,
+            self.nodes.join(", ")
+        )?;
+        if !self.backend.is_empty() {
+            write!(f, " on {}", self.backend)?;
+        }
+        write!(f, ": {}", self.reason)
+    }
+}
+
+/// What went wrong, with what the reader needs to act.
+#[derive(Clone, Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Shapes that do not go together.
+    #[error("{op}: {what} (at {at})")]
+    Shape { op: String, what: String, at: Span },
+    /// An op asked for an element type it does not take.
+    #[error("{op}: element type {dtype} is not accepted, {want} (at {at})")]
+    DType {
+        op: String,
+        dtype: DType,
+        want: String,
+        at: Span,
+    },
+    /// An argument out of its range.
+    #[error("{op}: {what} (at {at})")]
+    Argument { op: String, what: String, at: Span },
+    /// Not supported yet; names the thing.
+    #[error("not supported yet: {what}. {next}")]
+    Unsupported { what: String, next: String },
+    /// Ops of a model that cannot run, all of them.
+    #[error("{} unsupported op{}:\n{}", .0.len(), if .0.len() == 1 { "" } else { "s" },
+        .0.iter().map(|u| format!("  {u}")).collect::<Vec<_>>().join("\n"))]
+    UnsupportedOps(Vec<UnsupportedOp>),
+    /// A backend, library or device that is not there.
+    #[error("{backend} is not available: {reason}. Tried: {}. {fix}",
+        if .tried.is_empty() { "nothing".into() } else { .tried.join("; ") })]
+    Unavailable {
+        backend: String,
+        tried: Vec<String>,
+        reason: String,
+        fix: String,
+    },
+    /// The device has no room.
+    #[error(
+        "out of memory on {device}: {requested} bytes asked for ({what}), {free} free of {total}. {next}"
+    )]
+    OutOfMemory {
+        device: String,
+        what: String,
+        requested: u64,
+        free: u64,
+        total: u64,
+        next: String,
+    },
+    /// A call into a driver failed.
+    #[error("{call} failed on {device}: {code}. {next}")]
+    Driver {
+        device: String,
+        call: String,
+        code: String,
+        next: String,
+    },
+    /// A kernel source was refused by its compiler.
+    #[error("kernel {kernel} does not compile on {device}:\n{log}")]
+    Compile {
+        device: String,
+        kernel: String,
+        log: String,
+    },
+    /// A handle whose storage was given away.
+    #[error("this tensor was donated to {by}; keep a copy or do not donate it")]
+    Donated { by: Span },
+    /// Two devices in one op.
+    #[error("{op}: operands are on {a} and {b}; move one with to() (at {at})")]
+    MixedDevices {
+        op: String,
+        a: String,
+        b: String,
+        at: Span,
+    },
+    /// A kernel met an index outside its range (and clamped it).
+    #[error("index out of range in {op} (at {at}): the valid range is {range}")]
+    Index { op: String, range: String, at: Span },
+    /// A file that is not what it should be.
+    #[error("{file}: {what}")]
+    Format { file: String, what: String },
+    #[error("{path}: {what}")]
+    Io { path: String, what: String },
+    /// Our own bug, with what to report.
+    #[error("internal error: {0}. Please report this with the model and command that led here")]
+    Internal(String),
+}
+
+impl Error {
+    #[track_caller]
+    pub fn shape(op: impl Into<String>, what: impl Into<String>) -> Error {
+        Error::Shape {
+            op: op.into(),
+            what: what.into(),
+            at: Span::default(),
+        }
+    }
+
+    pub fn argument(op: impl Into<String>, what: impl Into<String>) -> Error {
+        Error::Argument {
+            op: op.into(),
+            what: what.into(),
+            at: Span::default(),
+        }
+    }
+
+    pub fn unsupported(what: impl Into<String>, next: impl Into<String>) -> Error {
+        Error::Unsupported {
+            what: what.into(),
+            next: next.into(),
+        }
+    }
+
+    pub fn internal(what: impl Into<String>) -> Error {
+        Error::Internal(what.into())
+    }
+
+    /// Fills in the place, where it is still empty.
+    pub fn at(mut self, span: &Span) -> Error {
+        match &mut self {
+            Error::Shape { at, .. }
+            | Error::DType { at, .. }
+            | Error::Argument { at, .. }
+            | Error::MixedDevices { at, .. }
+            | Error::Index { at, .. }
+                if at.0.is_none() =>
+            {
+                *at = span.clone()
+            }
+            _ => {}
+        }
+        self
+    }
+
+    /// Exit code of the command: 2 usage, 3 unsupported, 4 unavailable, 5 out of memory, 1 other.
+    pub fn exit_code(&self) -> i32 {
+        match self {
+            Error::Argument { .. } => 2,
+            Error::Unsupported { .. } | Error::UnsupportedOps(_) => 3,
+            Error::Unavailable { .. } => 4,
+            Error::OutOfMemory { .. } => 5,
+            _ => 1,
+        }
+    }
+}
