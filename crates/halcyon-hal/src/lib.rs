@@ -1,1 +1,231 @@
-//! halcyon-hal
+//! Hardware abstraction layer: drivers, devices, memory, selection. All FFI of the project is here.
+//!
+//! The contract, which every driver keeps and `tests/conformance.rs` checks:
+//! - Probing never panics. A missing library is [`Error::Unavailable`] with everything that was tried and what to do.
+//! - A device is in order: commands of one [`Device::submit`] and of successive ones act as if run one after another.
+//!   [`Device::read`] waits for what was submitted before it.
+//! - The caller validates shapes and bindings ([`halcyon_ir::kernel`]'s verifier); a device validates sizes of buffers, and
+//!   gives typed errors for what only the driver can know (memory, compile logs, a lost device).
+//! - Buffers hold undefined bytes when allocated. Bytes past the end are never touched by a correct kernel.
+//! - A kernel that meets a bad index clamps it and sets the device's fault word, see [`Device::take_fault`].
+
+pub mod backend;
+#[cfg(feature = "cpu")]
+pub mod cpu;
+pub mod noop;
+#[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]
+pub mod opencl;
+pub mod pool;
+pub mod registry;
+pub mod select;
+
+pub use backend::BackendType;
+pub use halcyon_ir::error::{Error, Result};
+pub use halcyon_ir::target::{Caps, Declined, LibraryCall, LibraryKernel, Operand, Target};
+
+use halcyon_ir::Scalar;
+use halcyon_ir::kernel::Kernel;
+use serde::{Deserialize, Serialize};
+use std::any::Any;
+use std::collections::BTreeMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Facts about a device, read from the driver; `None` where it does not tell.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct DeviceInfo {
+    pub backend: BackendType,
+    /// `cpu:0`, `opencl:1`.
+    pub id: String,
+    pub index: usize,
+    pub name: String,
+    pub vendor: String,
+    pub driver_version: Option<String>,
+    /// Bytes.
+    pub total_memory: Option<u64>,
+    pub free_memory: Option<u64>,
+    pub compute_capability: Option<String>,
+    pub compute_units: Option<u32>,
+    pub unified_memory: bool,
+    /// A CPU pretending to be a GPU (PoCL, lavapipe): never chosen unless named.
+    pub software: bool,
+    /// Whatever else the driver tells, by its own names.
+    pub properties: BTreeMap<String, String>,
+}
+
+/// What an allocation is for.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Tag {
+    Weights,
+    Activations,
+    State,
+    Workspace,
+    Io,
+}
+
+/// Device memory. Dropping it returns it to the device's pool.
+pub trait Buffer: Send + Sync + fmt::Debug {
+    fn bytes(&self) -> usize;
+    fn as_any(&self) -> &dyn Any;
+}
+pub type BufferRef = Arc<dyn Buffer>;
+
+/// A compiled kernel.
+pub trait Program: Send + Sync + fmt::Debug {
+    fn name(&self) -> &str;
+    /// The source the device's compiler got, where there is one.
+    fn source(&self) -> Option<&str> {
+        None
+    }
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// One piece of submitted work.
+#[derive(Debug)]
+pub enum Command<'a> {
+    /// Buffers in the kernel's order; `params` in the kernel's order. A fault is reported as `fault`.
+    Launch { program: &'a Arc<dyn Program>, groups: [u32; 3], buffers: &'a [BufferRef], params: &'a [Scalar], fault: u32 },
+    /// Buffers: inputs, outputs, then the workspace if the kernel wants one. `args` are the plan's run-time arguments.
+    Library { kernel: &'a Arc<dyn LibraryKernel>, buffers: &'a [BufferRef], args: &'a [Scalar], fault: u32 },
+    Copy { src: &'a BufferRef, src_offset: usize, dst: &'a BufferRef, dst_offset: usize, bytes: usize },
+}
+
+/// Device time of one command, when profiling is on.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Timing {
+    pub nanoseconds: u64,
+}
+
+/// What a device did since it was opened. Every number is counted where the work happens.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Counters {
+    /// Kernels built by the device's compiler or interpreter.
+    pub compiles: u64,
+    /// Kernels found in the disk cache.
+    pub compile_cache_hits: u64,
+    pub launches: u64,
+    pub library_calls: u64,
+    pub uploads: u64,
+    pub uploaded_bytes: u64,
+    pub downloads: u64,
+    pub downloaded_bytes: u64,
+    pub device_copies: u64,
+    /// Requests to the driver or the system (not those that the pool served).
+    pub allocations: u64,
+}
+
+/// The live form of [`Counters`].
+#[derive(Debug, Default)]
+pub struct Counts {
+    pub compiles: AtomicU64,
+    pub compile_cache_hits: AtomicU64,
+    pub launches: AtomicU64,
+    pub library_calls: AtomicU64,
+    pub uploads: AtomicU64,
+    pub uploaded_bytes: AtomicU64,
+    pub downloads: AtomicU64,
+    pub downloaded_bytes: AtomicU64,
+    pub device_copies: AtomicU64,
+    pub allocations: AtomicU64,
+}
+
+impl Counts {
+    pub fn add(c: &AtomicU64, n: u64) {
+        c.fetch_add(n, Ordering::Relaxed);
+    }
+
+    pub fn snapshot(&self) -> Counters {
+        let g = |c: &AtomicU64| c.load(Ordering::Relaxed);
+        Counters {
+            compiles: g(&self.compiles),
+            compile_cache_hits: g(&self.compile_cache_hits),
+            launches: g(&self.launches),
+            library_calls: g(&self.library_calls),
+            uploads: g(&self.uploads),
+            uploaded_bytes: g(&self.uploaded_bytes),
+            downloads: g(&self.downloads),
+            downloaded_bytes: g(&self.downloaded_bytes),
+            device_copies: g(&self.device_copies),
+            allocations: g(&self.allocations),
+        }
+    }
+}
+
+/// Bytes of a device's memory in use by this process, through this device.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct MemoryStats {
+    /// Held by live buffers.
+    pub allocated: u64,
+    /// Highest value of `allocated`.
+    pub peak: u64,
+    /// Freed buffers that the pool keeps.
+    pub cached: u64,
+    /// The cap, if one was set, else the device's memory where known.
+    pub limit: Option<u64>,
+    pub by_tag: BTreeMap<Tag, u64>,
+}
+
+/// Settings for opening a device.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Options {
+    /// Worker threads of the CPU device, the caller included. `None`: one per core the process may use.
+    pub threads: Option<usize>,
+    /// Bytes that live buffers may take.
+    pub memory_limit: Option<u64>,
+    /// Directory for compiled programs. `None`: the user's cache directory.
+    pub cache_dir: Option<PathBuf>,
+    /// Times every command.
+    pub profile: bool,
+}
+
+/// A family of devices reached through one runtime library.
+pub trait Driver: Send + Sync + fmt::Debug {
+    fn kind(&self) -> BackendType;
+    /// The devices there are, or [`Error::Unavailable`].
+    fn probe(&self) -> Result<Vec<DeviceInfo>>;
+    fn open(&self, index: usize, options: &Options) -> Result<Arc<dyn Device>>;
+}
+
+/// An open device.
+pub trait Device: Target + Send + Sync + fmt::Debug {
+    fn info(&self) -> &DeviceInfo;
+    fn counters(&self) -> Counters;
+    fn memory(&self) -> MemoryStats;
+
+    /// At least `bytes` bytes (0 gives a valid empty buffer).
+    fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef>;
+
+    /// A buffer over host memory without a copy, where the device shares it. The memory is never written.
+    fn import(&self, _data: Arc<dyn halcyon_ir::data::Bytes>) -> Option<BufferRef> {
+        None
+    }
+
+    /// Copies host bytes into a buffer, in order with submitted work.
+    fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()>;
+    /// Waits for submitted work, then copies out.
+    fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()>;
+
+    fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>>;
+    /// Enqueues the commands in order.
+    fn submit(&self, commands: &[Command<'_>]) -> Result<()>;
+    fn synchronize(&self) -> Result<()>;
+    /// Waits, then takes the id of the first fault since the last call.
+    fn take_fault(&self) -> Result<Option<u32>>;
+    /// Device times of the commands submitted since the last call, in order; empty unless opened with `profile`.
+    fn take_timings(&self) -> Result<Vec<Timing>> {
+        Ok(vec![])
+    }
+
+    /// Gives cached memory back to the system; returns the bytes freed.
+    fn empty_cache(&self) -> u64;
+    fn as_target(&self) -> &dyn Target;
+}
+
+impl DeviceInfo {
+    /// Memory in GiB (1024³ bytes).
+    pub fn memory_gb(&self) -> Option<f64> {
+        self.total_memory.map(|b| b as f64 / (1u64 << 30) as f64)
+    }
+}

@@ -1,8 +1,23 @@
 //! Graph, passes, kernel IR and renderers. No FFI and no `unsafe`.
+//!
+//! Read in this order: [`dtype`], [`shape`], [`scalar_op`], [`op`], [`graph`], [`composite`], then the passes and the kernel IR.
 #![forbid(unsafe_code)]
+pub mod composite;
+pub mod custom;
+pub mod data;
 pub mod dtype;
 pub mod error;
+pub mod fused;
+pub mod graph;
+pub mod layout;
+pub mod op;
 pub mod scalar_op;
-pub use dtype::{DType, Scalar};
-pub use error::{Error, Result};
+pub mod shape;
+pub mod target;
+pub use data::ConstData;
+pub use dtype::{DType, Element, Scalar};
+pub use error::{Error, Result, Span};
+pub use graph::{Graph, NodeId};
+pub use op::Op;
 pub use scalar_op::ScalarOp;
+pub use shape::{Bindings, Dim, Dims, Shape, TensorType};

@@ -1,0 +1,98 @@
+//! Ops of the user's: the op set is open.
+
+use crate::data::ConstData;
+use crate::error::{Error, Result};
+use crate::graph::{Graph, NodeId};
+use crate::shape::TensorType;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use std::collections::HashMap;
+use std::fmt;
+use std::hash::{Hash, Hasher};
+use std::sync::{Arc, LazyLock, RwLock};
+
+/// One operation from user code. It joins fusion boundaries, the sanitizer and the op table like a built-in op.
+pub trait CustomOp: Send + Sync + fmt::Debug {
+    /// Unique name, for example `mycrate.swirl`. Attributes belong into [`CustomOp::key`].
+    fn name(&self) -> &str;
+    /// Distinguishes two ops of one name that need different kernels (attribute values, say).
+    fn key(&self) -> String {
+        String::new()
+    }
+    /// Result type for operand types.
+    fn infer(&self, inputs: &[TensorType]) -> Result<TensorType>;
+    /// The definition, on the host, used for level O0's check and where a device has nothing better.
+    fn reference(&self, inputs: &[ConstData]) -> Result<ConstData>;
+    /// Nodes for the gradients of the operands, given operands, result and its gradient; `None` where there is none.
+    fn gradient(
+        &self,
+        _g: &mut Graph,
+        _inputs: &[NodeId],
+        _out: NodeId,
+        _grad: NodeId,
+    ) -> Result<Vec<Option<NodeId>>> {
+        Err(Error::unsupported(
+            format!("the gradient of {}", self.name()),
+            "Implement CustomOp::gradient",
+        ))
+    }
+}
+
+/// A handle on a custom op. Serialises as its name, so loading needs it [`register`]ed.
+#[derive(Clone)]
+pub struct Custom(Arc<dyn CustomOp>);
+
+static REGISTRY: LazyLock<RwLock<HashMap<(String, String), Arc<dyn CustomOp>>>> =
+    LazyLock::new(Default::default);
+
+/// Makes the op known to the loader of serialised graphs.
+pub fn register(op: Arc<dyn CustomOp>) {
+    REGISTRY
+        .write()
+        .unwrap_or_else(|e| e.into_inner())
+        .insert((op.name().into(), op.key()), op);
+}
+
+impl Custom {
+    pub fn new(op: Arc<dyn CustomOp>) -> Custom {
+        Custom(op)
+    }
+
+    pub fn op(&self) -> &Arc<dyn CustomOp> {
+        &self.0
+    }
+}
+
+impl PartialEq for Custom {
+    fn eq(&self, o: &Self) -> bool {
+        self.0.name() == o.0.name() && self.0.key() == o.0.key()
+    }
+}
+impl Eq for Custom {}
+impl Hash for Custom {
+    fn hash<H: Hasher>(&self, h: &mut H) {
+        self.0.name().hash(h);
+        self.0.key().hash(h);
+    }
+}
+impl fmt::Debug for Custom {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Custom({} {})", self.0.name(), self.0.key())
+    }
+}
+impl Serialize for Custom {
+    fn serialize<S: Serializer>(&self, s: S) -> std::result::Result<S::Ok, S::Error> {
+        (self.0.name(), self.0.key()).serialize(s)
+    }
+}
+impl<'de> Deserialize<'de> for Custom {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> std::result::Result<Custom, D::Error> {
+        let id = <(String, String)>::deserialize(d)?;
+        let r = REGISTRY.read().unwrap_or_else(|e| e.into_inner());
+        r.get(&id).cloned().map(Custom).ok_or_else(|| {
+            serde::de::Error::custom(format!(
+                "custom op {} is not registered; call custom::register first",
+                id.0
+            ))
+        })
+    }
+}

@@ -1,0 +1,139 @@
+//! What the lowering asks of a device.
+
+use crate::dtype::DType;
+use crate::fused::Fused;
+use crate::layout::View;
+use crate::op::Op;
+use serde::{Deserialize, Serialize};
+use std::any::Any;
+use std::fmt;
+use std::sync::Arc;
+
+/// Limits and abilities of a device.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Caps {
+    /// Storage types that kernels can load and store.
+    pub storage: Vec<DType>,
+    /// Arithmetic in 64-bit floats.
+    pub f64: bool,
+    /// 64-bit integers.
+    pub i64: bool,
+    /// f16 arithmetic (storage alone does not need it).
+    pub f16_arithmetic: bool,
+    /// Width of a subgroup; `None` where subgroup operations are missing.
+    pub subgroup: Option<u32>,
+    pub max_workgroup: u32,
+    /// Bytes of workgroup memory.
+    pub workgroup_memory: u32,
+    /// Buffers one kernel may bind.
+    pub max_bindings: u32,
+    pub max_binding_bytes: u64,
+    pub max_groups: u32,
+    /// Alignment of a buffer offset, bytes.
+    pub offset_alignment: u32,
+    /// Compute units (cores), as the driver tells.
+    pub compute_units: u32,
+    /// The device is a CPU, so kernels should give each work-item long contiguous runs.
+    pub is_cpu: bool,
+}
+
+impl Caps {
+    /// A device with every ability and generous limits, for the interpreter and for snapshots.
+    pub fn generous() -> Caps {
+        Caps {
+            storage: DType::all().collect(),
+            f64: true,
+            i64: true,
+            f16_arithmetic: false,
+            subgroup: None,
+            max_workgroup: 256,
+            workgroup_memory: 32 << 10,
+            max_bindings: 32,
+            max_binding_bytes: u64::MAX,
+            max_groups: 65_535,
+            offset_alignment: 1,
+            compute_units: 1,
+            is_cpu: false,
+        }
+    }
+}
+
+/// Type and place of an operand inside its buffer.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct Operand {
+    pub dtype: DType,
+    pub view: View,
+}
+
+/// How exact f32 matrix work must be.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum MatmulPrecision {
+    /// f32 products, f32 sums.
+    #[default]
+    Highest,
+    /// TF32 or better.
+    High,
+    /// bf16 products or better.
+    Medium,
+}
+
+/// One piece of work that a device may have a kernel of its own for.
+#[derive(Clone, Copy, Debug)]
+pub enum Work<'a> {
+    Op(&'a Op),
+    Fused(&'a Fused),
+}
+
+/// Inputs may have any view; outputs are dense unless the work is fused (whose views are inside it; operands are then whole
+/// buffers). With [`LibraryCall::in_place`], output 0 shares the buffer of input 0.
+#[derive(Clone, Copy, Debug)]
+pub struct LibraryCall<'a> {
+    pub work: Work<'a>,
+    pub inputs: &'a [Operand],
+    pub outputs: &'a [Operand],
+    pub precision: MatmulPrecision,
+    pub in_place: bool,
+}
+
+/// Why a device has no kernel for a call.
+#[derive(Clone, Debug, Default)]
+pub struct Declined {
+    pub reason: String,
+    /// Inputs that would have to be dense for the device to take the call; empty when nothing would help.
+    pub dense: Vec<usize>,
+}
+
+impl Declined {
+    pub fn because(reason: impl Into<String>) -> Declined {
+        Declined {
+            reason: reason.into(),
+            dense: vec![],
+        }
+    }
+
+    /// The device would take the call if these inputs were dense.
+    pub fn needs_dense(inputs: impl IntoIterator<Item = usize>) -> Declined {
+        Declined {
+            reason: "operands must be dense".into(),
+            dense: inputs.into_iter().collect(),
+        }
+    }
+}
+
+/// A device's own kernel, ready to run. The device that made it runs it.
+pub trait LibraryKernel: Send + Sync + fmt::Debug {
+    /// For traces and receipts, for example `cpu.gemm.avx512`.
+    fn name(&self) -> &str;
+    /// Scratch bytes one run needs.
+    fn workspace(&self) -> usize {
+        0
+    }
+    fn as_any(&self) -> &dyn Any;
+}
+
+/// The lowering's view of a device.
+pub trait Target {
+    fn caps(&self) -> &Caps;
+    /// Asks for a kernel of the device's own. Support and execution are one value, so they cannot disagree.
+    fn library(&self, call: &LibraryCall<'_>) -> Result<Arc<dyn LibraryKernel>, Declined>;
+}
