@@ -3,7 +3,10 @@
 use crate::data::ConstData;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, NodeId};
+use crate::kernel::{Kernel, Launch};
+use crate::layout::View;
 use crate::shape::TensorType;
+use crate::target::Caps;
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use std::collections::HashMap;
 use std::fmt;
@@ -34,6 +37,10 @@ pub trait CustomOp: Send + Sync + fmt::Debug {
             format!("the gradient of {}", self.name()),
             "Implement CustomOp::gradient",
         ))
+    }
+    /// A kernel for dense operands followed by the dense result, or `None` to run [`CustomOp::reference`] on the host.
+    fn kernel(&self, _inputs: &[View], _output: &View, _caps: &Caps) -> Result<Option<(Kernel, Launch)>> {
+        Ok(None)
     }
 }
 

@@ -9,6 +9,7 @@ pub mod dtype;
 pub mod error;
 pub mod fused;
 pub mod graph;
+pub mod kernel;
 pub mod layout;
 pub mod op;
 pub mod scalar_op;

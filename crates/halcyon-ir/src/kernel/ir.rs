@@ -1,0 +1,502 @@
+//! The kernel IR: a structured statement tree over a hash-consed arena of pure expressions.
+//!
+//! Everything that reads memory or a mutable variable is a statement ([`Stmt::Read`]) that names its result once, so
+//! an expression is pure: it may be evaluated anywhere its operands are visible, once or many times. Storage types are
+//! separate from compute types: a load converts to [`DType::compute`], a store converts back.
+
+use crate::dtype::{Class, DType, Scalar};
+use crate::scalar_op::{Rule, ScalarOp};
+use serde::{Deserialize, Serialize};
+use std::hash::{Hash, Hasher};
+
+/// Type a value is computed in.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, Serialize, Deserialize)]
+pub enum Ty {
+    Bool,
+    I32,
+    U32,
+    I64,
+    U64,
+    F32,
+    F64,
+    F32x2,
+    F32x4,
+}
+
+impl Ty {
+    /// The compute type of a storage type.
+    pub fn of(d: DType) -> Ty {
+        match d.compute() {
+            DType::Bool => Ty::Bool,
+            DType::I32 | DType::I8 | DType::I16 => Ty::I32,
+            DType::U32 | DType::U8 | DType::U16 => Ty::U32,
+            DType::I64 => Ty::I64,
+            DType::U64 => Ty::U64,
+            DType::F64 => Ty::F64,
+            DType::F32 | DType::F16 | DType::BF16 => Ty::F32,
+        }
+    }
+
+    /// Element type of the value; for vectors, of one lane.
+    pub fn dtype(self) -> DType {
+        match self {
+            Ty::Bool => DType::Bool,
+            Ty::I32 => DType::I32,
+            Ty::U32 => DType::U32,
+            Ty::I64 => DType::I64,
+            Ty::U64 => DType::U64,
+            Ty::F32 | Ty::F32x2 | Ty::F32x4 => DType::F32,
+            Ty::F64 => DType::F64,
+        }
+    }
+
+    pub fn lanes(self) -> usize {
+        match self {
+            Ty::F32x2 => 2,
+            Ty::F32x4 => 4,
+            _ => 1,
+        }
+    }
+
+    pub fn is_int(self) -> bool {
+        matches!(self, Ty::I32 | Ty::U32 | Ty::I64 | Ty::U64)
+    }
+
+    pub fn is_float(self) -> bool {
+        self.dtype().class() == Class::Float
+    }
+
+    /// Bytes in workgroup memory.
+    pub fn size(self) -> usize {
+        // A bool takes a whole word there.
+        if self == Ty::Bool { 4 } else { self.dtype().size() * self.lanes() }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Ty::F32x2 => "f32x2",
+            Ty::F32x4 => "f32x4",
+            t => t.dtype().name(),
+        }
+    }
+}
+
+/// Bits of a scalar as type `ty` (after a cast to it), zero-extended.
+pub fn const_bits(ty: Ty, v: Scalar) -> u64 {
+    u64::from_le_bytes(v.to_bytes(ty.dtype()))
+}
+
+/// The scalar that `bits` hold as `ty`.
+pub fn const_scalar(ty: Ty, bits: u64) -> Scalar {
+    Scalar::from_bytes(ty.dtype(), &bits.to_le_bytes())
+}
+
+macro_rules! ids {
+    ($($(#[$m:meta])* $n:ident),*) => {$(
+        $(#[$m])*
+        #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+        pub struct $n(pub u32);
+        impl $n {
+            pub fn ix(self) -> usize {
+                self.0 as usize
+            }
+        }
+    )*};
+}
+ids! {
+    /// An expression of [`Kernel::exprs`].
+    ExprId,
+    /// A value that is set once: a let, a read or a loop counter.
+    ValueId,
+    /// A mutable variable.
+    VarId,
+    /// A global buffer.
+    BufId,
+    /// A run-time scalar.
+    ParamId,
+    /// A workgroup array.
+    LocalId,
+    /// A per-item array.
+    PrivateId
+}
+
+/// Position of the work-item. All have type i32.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub enum Id {
+    /// Index in the workgroup along a dimension.
+    Local(u8),
+    /// Index of the workgroup along a dimension.
+    Group(u8),
+    /// Number of workgroups along a dimension.
+    Groups(u8),
+    /// Index in the subgroup. Subgroups are runs of the linear local index.
+    Lane,
+    /// Work-items in a subgroup.
+    SubgroupSize,
+}
+
+/// A pure expression.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub enum Expr {
+    Const { ty: Ty, bits: u64 },
+    Param(ParamId),
+    Id(Id),
+    Value(ValueId),
+    /// A scalar op; unused operands repeat the first. On vectors: neg, add, sub, mul, div, fma only.
+    Op(ScalarOp, [ExprId; 3]),
+    /// Quotient of integers that are not negative by a positive one (index arithmetic: no check).
+    IDiv(ExprId, ExprId),
+    /// Remainder, as [`Expr::IDiv`].
+    IRem(ExprId, ExprId),
+    /// [`Scalar::cast`] to a storage type, held in its compute type: rounds, wraps or saturates to it.
+    Cast(DType, ExprId),
+    /// Same bits as another type of the same width.
+    Bitcast(Ty, ExprId),
+    /// `acc + sum of a[i] * b[i]` over four bytes of two words (i8 by i8, into i32).
+    Dot4I8 { a: ExprId, b: ExprId, acc: ExprId },
+    /// A vector of equal lanes.
+    Splat(Ty, ExprId),
+    /// One lane of a vector.
+    Lane(ExprId, u8),
+    /// A vector of the first lanes given.
+    Vector(Ty, [ExprId; 4]),
+}
+
+impl Expr {
+    /// Operands, in order.
+    pub fn operands(&self) -> smallvec::SmallVec<[ExprId; 4]> {
+        let mut v = smallvec::SmallVec::new();
+        match *self {
+            Expr::Const { .. } | Expr::Param(_) | Expr::Id(_) | Expr::Value(_) => {}
+            Expr::Op(op, x) => v.extend(x[..op.arity()].iter().copied()),
+            Expr::IDiv(a, b) | Expr::IRem(a, b) => v.extend([a, b]),
+            Expr::Cast(_, a) | Expr::Bitcast(_, a) | Expr::Splat(_, a) | Expr::Lane(a, _) => v.push(a),
+            Expr::Dot4I8 { a, b, acc } => v.extend([a, b, acc]),
+            Expr::Vector(t, x) => v.extend(x[..t.lanes()].iter().copied()),
+        }
+        v
+    }
+
+    /// Whether writing it twice costs nothing.
+    pub fn is_leaf(&self) -> bool {
+        matches!(self, Expr::Const { .. } | Expr::Param(_) | Expr::Id(_) | Expr::Value(_))
+    }
+}
+
+/// How a subgroup combines one value of each work-item.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub enum Reduce {
+    Add,
+    Mul,
+    Min,
+    Max,
+}
+
+impl Reduce {
+    pub fn op(self) -> ScalarOp {
+        match self {
+            Reduce::Add => ScalarOp::Add,
+            Reduce::Mul => ScalarOp::Mul,
+            Reduce::Min => ScalarOp::Min,
+            Reduce::Max => ScalarOp::Max,
+        }
+    }
+
+    /// Neutral element in type `d`.
+    pub fn identity(self, d: DType) -> Scalar {
+        let (lo, hi) = match d {
+            DType::I64 => return Scalar::I([0, 1, i64::MAX, i64::MIN][self as usize]),
+            DType::U64 => return Scalar::U([0, 1, u64::MAX, 0][self as usize]),
+            d => d.range(),
+        };
+        Scalar::F(match self {
+            Reduce::Add => 0.0,
+            Reduce::Mul => 1.0,
+            Reduce::Min => hi,
+            Reduce::Max => lo,
+        })
+        .cast(d)
+    }
+}
+
+/// A read that depends on when it happens. With a guard that is false nothing is read and the result is zero.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub enum Read {
+    /// One element, converted to the compute type.
+    Global { buf: BufId, index: ExprId, guard: Option<ExprId> },
+    /// `lanes(ty)` elements of an f32 buffer; the index counts vectors and the address is aligned to them.
+    Vector { buf: BufId, ty: Ty, index: ExprId },
+    /// A 32-bit word of any buffer, as u32; the index counts words.
+    Word { buf: BufId, index: ExprId },
+    Local { arr: LocalId, index: ExprId },
+    Private { arr: PrivateId, index: ExprId },
+    Var(VarId),
+    /// The same value for all work-items of the subgroup. Needs workgroup-uniform control flow.
+    SubgroupReduce { op: Reduce, value: ExprId },
+    /// The value that lane `lane xor mask` gives. Needs workgroup-uniform control flow.
+    SubgroupShuffleXor { value: ExprId, mask: ExprId },
+    /// The value that a lane gives. Needs workgroup-uniform control flow.
+    SubgroupShuffle { value: ExprId, lane: ExprId },
+}
+
+/// A row-major tile in a workgroup array.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct Tile {
+    pub arr: LocalId,
+    pub offset: ExprId,
+    pub stride: ExprId,
+}
+
+/// A statement.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub enum Stmt {
+    /// Evaluates an expression here.
+    Let { dst: ValueId, expr: ExprId },
+    Read { dst: ValueId, read: Read },
+    /// Declares a mutable variable.
+    Var { var: VarId, init: ExprId },
+    Set { var: VarId, value: ExprId },
+    /// Converts to the storage type: rounds to nearest even, or wraps.
+    Store { buf: BufId, index: ExprId, value: ExprId },
+    /// `lanes` elements of an f32 buffer; the index counts vectors.
+    StoreVector { buf: BufId, index: ExprId, value: ExprId },
+    /// A 32-bit word of any buffer.
+    StoreWord { buf: BufId, index: ExprId, value: ExprId },
+    StoreLocal { arr: LocalId, index: ExprId, value: ExprId },
+    StorePrivate { arr: PrivateId, index: ExprId, value: ExprId },
+    /// Adds to an i32 or u32 element; the result, where asked for, is the value before.
+    AtomicAdd { buf: BufId, index: ExprId, value: ExprId, dst: Option<ValueId> },
+    /// `for (var = start; var < end; var += step)`, with a positive step.
+    For { var: ValueId, start: ExprId, end: ExprId, step: ExprId, body: Vec<Stmt> },
+    If { cond: ExprId, then: Vec<Stmt>, els: Vec<Stmt> },
+    /// All work-items of the group wait; orders workgroup memory, and global memory if asked.
+    Barrier { global: bool },
+    /// Sets word `index` of an u32 buffer to a code unless it is already set (a bad index was met and clamped).
+    SetError { buf: BufId, index: ExprId, code: ExprId },
+    /// `c += a b` over f32 tiles of `shape` = (m, n, k) in workgroup memory, done by one subgroup together.
+    TileMma { shape: [u8; 3], a: Tile, b: Tile, c: Tile },
+}
+
+/// A global buffer.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct BufferDecl {
+    /// Storage type.
+    pub dtype: DType,
+    pub write: bool,
+}
+
+/// A run-time scalar. Its name is for launches and messages only; rendered names are positional.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct ParamDecl {
+    pub name: String,
+    pub ty: Ty,
+}
+
+impl Hash for ParamDecl {
+    fn hash<H: Hasher>(&self, h: &mut H) {
+        self.ty.hash(h)
+    }
+}
+
+/// An array in workgroup or private memory.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct ArrayDecl {
+    pub ty: Ty,
+    pub len: u32,
+}
+
+/// A kernel. Sizes, strides and offsets are parameters, so one kernel serves every shape.
+#[derive(Clone, PartialEq, Eq, Debug, Serialize, Deserialize)]
+pub struct Kernel {
+    /// Template name, a C identifier. Not part of the program key.
+    pub name: String,
+    pub buffers: Vec<BufferDecl>,
+    pub params: Vec<ParamDecl>,
+    pub locals: Vec<ArrayDecl>,
+    pub privates: Vec<ArrayDecl>,
+    pub workgroup: [u32; 3],
+    /// No written buffer shares memory with another buffer.
+    pub noalias: bool,
+    pub exprs: Vec<Expr>,
+    /// Types of the values and variables.
+    pub values: Vec<Ty>,
+    pub vars: Vec<Ty>,
+    pub body: Vec<Stmt>,
+}
+
+impl Hash for Kernel {
+    fn hash<H: Hasher>(&self, h: &mut H) {
+        self.buffers.hash(h);
+        self.params.hash(h);
+        self.locals.hash(h);
+        self.privates.hash(h);
+        self.workgroup.hash(h);
+        self.noalias.hash(h);
+        self.exprs.hash(h);
+        self.values.hash(h);
+        self.vars.hash(h);
+        self.body.hash(h);
+    }
+}
+
+/// FNV-1a with 128 bits (Fowler, Noll, Vo): the same on every platform and in every process.
+struct Fnv(u128);
+
+impl Hasher for Fnv {
+    fn finish(&self) -> u64 {
+        self.0 as u64
+    }
+    fn write(&mut self, bytes: &[u8]) {
+        for &b in bytes {
+            self.0 = (self.0 ^ b as u128).wrapping_mul(0x0000_0000_0100_0000_0000_0000_0000_013B);
+        }
+    }
+    fn write_u32(&mut self, i: u32) {
+        self.write(&i.to_le_bytes())
+    }
+    fn write_u64(&mut self, i: u64) {
+        self.write(&i.to_le_bytes())
+    }
+    fn write_usize(&mut self, i: usize) {
+        self.write(&(i as u64).to_le_bytes())
+    }
+    fn write_isize(&mut self, i: isize) {
+        self.write(&(i as i64).to_le_bytes())
+    }
+}
+
+impl Kernel {
+    /// Program key: equal for kernels that render to the same text up to their name.
+    pub fn key(&self) -> u128 {
+        let mut h = Fnv(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d);
+        self.hash(&mut h);
+        h.0
+    }
+
+    pub fn expr(&self, e: ExprId) -> Expr {
+        self.exprs[e.ix()]
+    }
+
+    pub fn items(&self) -> u32 {
+        self.workgroup.iter().product()
+    }
+
+    /// Bytes of workgroup memory.
+    pub fn local_bytes(&self) -> usize {
+        self.locals.iter().map(|l| l.ty.size() * l.len as usize).sum()
+    }
+
+    /// Type of each expression. The kernel must have been verified (types of ill-formed expressions are arbitrary).
+    pub fn types(&self) -> Vec<Ty> {
+        let mut t: Vec<Ty> = Vec::with_capacity(self.exprs.len());
+        for e in &self.exprs {
+            let ty = type_of(e, &|x| t.get(x.ix()).copied().unwrap_or(Ty::I32), self);
+            t.push(ty);
+        }
+        t
+    }
+
+    /// Calls `f` on every statement, outer before inner.
+    pub fn walk<'a>(&'a self, f: &mut dyn FnMut(&'a Stmt)) {
+        fn go<'a>(b: &'a [Stmt], f: &mut dyn FnMut(&'a Stmt)) {
+            for s in b {
+                f(s);
+                match s {
+                    Stmt::For { body, .. } => go(body, f),
+                    Stmt::If { then, els, .. } => {
+                        go(then, f);
+                        go(els, f);
+                    }
+                    _ => {}
+                }
+            }
+        }
+        go(&self.body, f)
+    }
+
+    /// Whether any subgroup operation occurs.
+    pub fn uses_subgroups(&self) -> bool {
+        let mut yes = self.exprs.iter().any(|e| matches!(e, Expr::Id(Id::Lane | Id::SubgroupSize)));
+        self.walk(&mut |s| {
+            yes |= matches!(
+                s,
+                Stmt::Read {
+                    read: Read::SubgroupReduce { .. }
+                        | Read::SubgroupShuffle { .. }
+                        | Read::SubgroupShuffleXor { .. },
+                    ..
+                } | Stmt::TileMma { .. }
+            )
+        });
+        yes
+    }
+
+    /// Whether a type occurs in the values, variables, parameters or arrays.
+    pub fn uses_ty(&self, ty: Ty) -> bool {
+        self.values.contains(&ty)
+            || self.vars.contains(&ty)
+            || self.params.iter().any(|p| p.ty == ty)
+            || self.locals.iter().chain(&self.privates).any(|a| a.ty == ty)
+            || self.types().contains(&ty)
+    }
+}
+
+/// Type of one expression whose operands' types are known.
+pub(crate) fn type_of(e: &Expr, ty: &dyn Fn(ExprId) -> Ty, k: &Kernel) -> Ty {
+    match *e {
+        Expr::Const { ty, .. } => ty,
+        Expr::Param(p) => k.params.get(p.ix()).map_or(Ty::I32, |p| p.ty),
+        Expr::Id(_) => Ty::I32,
+        Expr::Value(v) => k.values.get(v.ix()).copied().unwrap_or(Ty::I32),
+        Expr::Op(op, x) => match op.row().rule {
+            Rule::Test => Ty::Bool,
+            Rule::Same => ty(x[0]),
+            Rule::Select => ty(x[1]),
+        },
+        Expr::IDiv(a, _) | Expr::IRem(a, _) => ty(a),
+        Expr::Cast(d, _) => Ty::of(d),
+        Expr::Bitcast(t, _) | Expr::Splat(t, _) | Expr::Vector(t, _) => t,
+        Expr::Dot4I8 { .. } => Ty::I32,
+        Expr::Lane(..) => Ty::F32,
+    }
+}
+
+impl Stmt {
+    /// Expressions the statement itself evaluates (not those of its blocks).
+    pub fn exprs(&self) -> smallvec::SmallVec<[ExprId; 6]> {
+        let mut v: smallvec::SmallVec<[ExprId; 6]> = smallvec::SmallVec::new();
+        match self {
+            Stmt::Let { expr, .. } => v.push(*expr),
+            Stmt::Read { read, .. } => match *read {
+                Read::Global { index, guard, .. } => {
+                    v.push(index);
+                    v.extend(guard);
+                }
+                Read::Vector { index, .. }
+                | Read::Word { index, .. }
+                | Read::Local { index, .. }
+                | Read::Private { index, .. } => v.push(index),
+                Read::Var(_) => {}
+                Read::SubgroupReduce { value, .. } => v.push(value),
+                Read::SubgroupShuffleXor { value, mask: m } | Read::SubgroupShuffle { value, lane: m } => {
+                    v.extend([value, m])
+                }
+            },
+            Stmt::Var { init: x, .. } | Stmt::Set { value: x, .. } => v.push(*x),
+            Stmt::Store { index, value, .. }
+            | Stmt::StoreVector { index, value, .. }
+            | Stmt::StoreWord { index, value, .. }
+            | Stmt::StoreLocal { index, value, .. }
+            | Stmt::StorePrivate { index, value, .. }
+            | Stmt::AtomicAdd { index, value, .. } => v.extend([*index, *value]),
+            Stmt::For { start, end, step, .. } => v.extend([*start, *end, *step]),
+            Stmt::If { cond, .. } => v.push(*cond),
+            Stmt::Barrier { .. } => {}
+            Stmt::SetError { index, code, .. } => v.extend([*index, *code]),
+            Stmt::TileMma { a, b, c, .. } => {
+                v.extend([a.offset, a.stride, b.offset, b.stride, c.offset, c.stride])
+            }
+        }
+        v
+    }
+}
