@@ -1,6 +1,7 @@
 //! Kernels: the IR (its builder, verifier, interpreter and templates follow).
 
 pub mod ir;
+pub mod lower;
 pub use ir::*;
 
 use crate::dtype::Scalar;
