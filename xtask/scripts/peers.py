@@ -56,6 +56,10 @@ class Numpy:
             a, b = matrix(np, size[0], size[0]), matrix(np, size[0], size[0])
             out = np.empty_like(a)
             return (lambda: np.dot(a, b, out=out)), None
+        if item == "ceiling.read":
+            # 256 MiB read once by a scalar product of an array with itself.
+            x = np.ones(1 << 26, np.float32)
+            return (lambda: np.dot(x, x)), x.nbytes
         if item == "ceiling.copy":
             # 256 MiB from one buffer to another, each thread its share; counted as read plus written.
             source = np.ones(1 << 26, np.float32)

@@ -13,9 +13,9 @@
 //! 4. The end of its input ends the child.
 //!
 //! Items, all float32:
-//! - `gemm.N`: C = A B, all N x N. B is a weight and may be packed beforehand, A is not.
-//! - `gemv.RxC`: y = A x with A [R, C].
-//! - `chain.RxC`: y = silu(x) * w + b with x [R, C], and w and b [C] broadcast over rows.
+//! - `gemm.N`: `C = A B`, all N x N. B is a weight and may be packed beforehand, A is not.
+//! - `gemv.RxC`: `y = A x` with A of R x C.
+//! - `chain.RxC`: `y = silu(x) * w + b` with x of R x C, and w and b of length C broadcast over rows.
 //! - `ceiling.fma`, `ceiling.read`, `ceiling.copy`: the machine's own limits with N threads: fused multiply-adds in registers
 //!   (work in FLOP), reading memory far larger than the caches (bytes), copying it (bytes read plus written). Their answers also carry
 //!   `"work": W`, the amount done in `seconds`.

@@ -138,24 +138,24 @@ pub fn run(command: &mut Command) -> Result<(), String> {
     run_watching(command, |_| ())
 }
 
-/// Like [`run`]; `watch` also sees every line of standard output.
+/// Like [`run`]; `watch` also sees every line. Both of the command's streams go through one pipe, so that their order is kept.
 pub fn run_watching(command: &mut Command, mut watch: impl FnMut(&str)) -> Result<(), String> {
     println!("    $ {}", line(command));
-    let mut child = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .spawn()
-        .map_err(|e| format!("`{}` did not start: {e}", program(command)))?;
-    if let Some(stdout) = child.stdout.take() {
-        let mut reader = BufReader::new(stdout);
-        let mut bytes = Vec::new();
-        // Bytes, not lines of text: a compiler's message need not be UTF-8.
-        while reader.read_until(b'\n', &mut bytes).map_err(|e| e.to_string())? > 0 {
-            let mut out = std::io::stdout().lock();
-            let _ = out.write_all(&bytes).and_then(|()| out.flush());
-            watch(String::from_utf8_lossy(&bytes).trim_end());
-            bytes.clear();
-        }
+    let (reader, writer) = std::io::pipe().map_err(|e| format!("no pipe: {e}"))?;
+    let errors = writer.try_clone().map_err(|e| format!("no pipe: {e}"))?;
+    let child = command.stdin(Stdio::null()).stdout(writer).stderr(errors).spawn();
+    // The command keeps its ends of the pipe, and the pipe does not end before they are gone.
+    command.stdout(Stdio::null()).stderr(Stdio::null());
+    let mut child = child.map_err(|e| format!("`{}` did not start: {e}", program(command)))?;
+    let mut reader = BufReader::new(reader);
+    let mut bytes = Vec::new();
+    // Bytes, not text: a compiler's message need not be UTF-8.
+    while reader.read_until(b'\n', &mut bytes).map_err(|e| e.to_string())? > 0 {
+        let mut out = std::io::stdout().lock();
+        // A closed terminal is no reason to stop the work.
+        let _ = out.write_all(&bytes).and_then(|()| out.flush());
+        watch(String::from_utf8_lossy(&bytes).trim_end());
+        bytes.clear();
     }
     let status = child.wait().map_err(|e| e.to_string())?;
     if status.success() {
@@ -181,13 +181,13 @@ pub fn retry(mut work: impl FnMut() -> Result<(), String>) -> Result<(), String>
     last
 }
 
+/// The start of the command line, for messages.
 fn program(command: &Command) -> String {
-    let first = command
-        .get_args()
-        .next()
-        .map(|a| format!(" {}", a.to_string_lossy()))
-        .unwrap_or_default();
-    format!("{}{first}", command.get_program().to_string_lossy())
+    let whole = line(command);
+    match whole.char_indices().nth(60) {
+        Some((at, _)) => format!("{}...", &whole[..at]),
+        None => whole,
+    }
 }
 
 fn line(command: &Command) -> String {
@@ -205,7 +205,10 @@ fn line(command: &Command) -> String {
             ));
         }
     }
-    out.push_str(&short(command.get_program()));
+    // Cargo is called by its full path; its name says as much.
+    let program = std::path::Path::new(command.get_program());
+    let cargo = program.file_stem().filter(|name| *name == "cargo");
+    out.push_str(&short(cargo.unwrap_or(command.get_program())));
     for arg in command.get_args() {
         out.push(' ');
         out.push_str(&short(arg));

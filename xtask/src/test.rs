@@ -282,9 +282,9 @@ fn cargo_tests(command: &mut Command) -> Outcome {
 
 fn doc(context: &Context) -> Outcome {
     let mut command = context.cargo();
-    command
-        .env("RUSTDOCFLAGS", "-D warnings")
-        .args(["doc", "--workspace", "--no-deps"]);
+    // The command's pages would overwrite the library's: both are called halcyon.
+    let args = ["doc", "--workspace", "--exclude", "halcyon-cli", "--no-deps"];
+    command.env("RUSTDOCFLAGS", "-D warnings").args(args);
     context.outcome(run(&mut command).map(|()| String::new()))
 }
 
