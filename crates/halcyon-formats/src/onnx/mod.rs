@@ -1,0 +1,4 @@
+//! ONNX models and tensors.
+
+pub mod proto;
+pub mod tensor;
