@@ -14,7 +14,7 @@ pub mod npz;
 pub mod onnx;
 pub mod safetensors;
 pub mod sniff;
-pub use data::TensorData;
+pub use halcyon_ir::ConstData;
 
 use halcyon_ir::Error;
 use std::path::Path;

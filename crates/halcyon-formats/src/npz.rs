@@ -1,7 +1,7 @@
 //! NumPy's `.npz`: a zip archive of `.npy` members (PKWARE APPNOTE 6.3, the parts NumPy writes: stored and deflated
 //! members, zip64 sizes). A stored member stays a slice of the file.
 
-use crate::{TensorData, bad, npy};
+use crate::{ConstData, bad, npy};
 use bytes::Bytes;
 use flate2::Crc;
 use halcyon_ir::{Error, Result};
@@ -85,7 +85,7 @@ impl Npz {
     ///
     /// # Errors
     /// [`Error::Argument`] if there is none of this name, else as [`npy::parse`].
-    pub fn get(&self, name: &str) -> Result<TensorData> {
+    pub fn get(&self, name: &str) -> Result<ConstData> {
         let m = self.members.iter().find(|m| m.name == name).ok_or_else(|| {
             let have = self.names().collect::<Vec<_>>().join(", ");
             Error::argument("npz", format!("{} has no array '{name}', only {have}", self.file))
@@ -209,12 +209,12 @@ fn zip64(mut extra: &[u8], m: &mut Member) -> Option<()> {
 
 /// Writes arrays as an archive of stored members, as `numpy.savez` does. Errors as [`npy::write`]; members or an
 /// archive past 4 GiB, and names past 64 KiB, are [`Error::Unsupported`].
-pub fn write(path: &Path, arrays: &[(&str, &TensorData)]) -> Result<()> {
+pub fn write(path: &Path, arrays: &[(&str, &ConstData)]) -> Result<()> {
     std::fs::write(path, encode(arrays)?).map_err(|e| crate::io(path, e))
 }
 
 /// The archive [`write`] writes.
-pub fn encode(arrays: &[(&str, &TensorData)]) -> Result<Vec<u8>> {
+pub fn encode(arrays: &[(&str, &ConstData)]) -> Result<Vec<u8>> {
     let big = || Error::unsupported("an .npz archive past 4 GiB", "Write each array as its own .npy");
     let mut out = Vec::new();
     let mut central = Vec::new();
@@ -266,14 +266,14 @@ mod tests {
     use super::*;
     use std::io::Write;
 
-    fn sample() -> (TensorData, TensorData) {
-        let a = TensorData::from_slice(&[2, 2], &[1f32, 2.0, 3.0, 4.0]).unwrap();
-        let b = TensorData::from_slice(&[1000], &[7i64; 1000]).unwrap();
+    fn sample() -> (ConstData, ConstData) {
+        let a = ConstData::from_slice(&[2, 2], &[1f32, 2.0, 3.0, 4.0]).unwrap();
+        let b = ConstData::from_slice(&[1000], &[7i64; 1000]).unwrap();
         (a, b)
     }
 
     /// Rewrites the only stored member as a deflated one.
-    fn deflated(t: &TensorData) -> Vec<u8> {
+    fn deflated(t: &ConstData) -> Vec<u8> {
         let body = npy::encode(t).unwrap();
         let mut z = flate2::write::DeflateEncoder::new(Vec::new(), flate2::Compression::best());
         z.write_all(&body).unwrap();
@@ -302,7 +302,7 @@ mod tests {
         assert_eq!(z.names().collect::<Vec<_>>(), ["a", "b"]);
         assert_eq!(z.get("a").unwrap(), a);
         assert_eq!(z.get("b").unwrap(), b);
-        assert!(f.as_ptr_range().contains(&z.get("b").unwrap().bytes.as_ptr()));
+        assert!(f.as_ptr_range().contains(&z.get("b").unwrap().bytes().as_ptr()));
         assert!(matches!(z.get("c"), Err(Error::Argument { .. })));
         assert_eq!(
             Npz::parse(encode(&[]).unwrap().into(), "t")

@@ -4,7 +4,7 @@
 //! The header is checked here in full rather than by the `safetensors` crate, whose end-of-buffer sum can overflow on a
 //! hostile header. As the format demands, tensors must cover the data without holes or overlaps.
 
-use crate::{TensorData, bad};
+use crate::{ConstData, bad};
 use bytes::Bytes;
 use halcyon_ir::dtype::ROWS;
 use halcyon_ir::{Error, Result};
@@ -110,7 +110,7 @@ impl SafeTensors {
     /// # Errors
     /// [`Error::Argument`] if there is none of this name; [`Error::Unsupported`] for an element type that has no row in
     /// [`halcyon_ir::DType`].
-    pub fn get(&self, name: &str) -> Result<TensorData> {
+    pub fn get(&self, name: &str) -> Result<ConstData> {
         let i = self
             .tensors
             .get(name)
@@ -121,9 +121,9 @@ impl SafeTensors {
                 "Convert it to a type of the dtype table",
             )
         })?;
-        TensorData::new(
+        crate::data::from_bytes(
             row.dtype,
-            i.shape.clone(),
+            &i.shape,
             self.body.slice(i.data_offsets.0..i.data_offsets.1),
         )
     }
@@ -188,11 +188,11 @@ mod tests {
         assert_eq!(s.names().collect::<Vec<_>>(), ["a", "b", "e"]);
         assert_eq!(s.metadata()["format"], "pt");
         let b = s.get("b").unwrap();
-        assert_eq!(b.to_vec::<f32>().unwrap(), [0.0, 1.0]);
-        assert_eq!(b.bytes.as_ptr(), f[f.len() - 8..].as_ptr());
+        assert_eq!(b.to_vec::<f32>(), [0.0, 1.0]);
+        assert_eq!(b.bytes().as_ptr(), f[f.len() - 8..].as_ptr());
         let a = s.get("a").unwrap();
         assert_eq!((a.dtype, a.dims.as_slice()), (DType::BF16, &[1, 1][..]));
-        assert!(s.get("e").unwrap().is_empty());
+        assert!(s.get("e").unwrap().bytes().is_empty());
         assert!(matches!(s.get("zz"), Err(Error::Argument { .. })));
     }
 

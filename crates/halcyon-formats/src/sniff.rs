@@ -114,12 +114,12 @@ fn varint(b: &mut &[u8]) -> Option<u64> {
 mod tests {
     use super::*;
     use crate::onnx::proto::{GraphProto, ModelProto, TensorProto};
-    use crate::{TensorData, npy, npz, onnx};
+    use crate::{ConstData, npy, npz, onnx};
     use prost::Message;
 
     #[test]
     fn kinds_by_content() {
-        let t = TensorData::from_slice(&[2, 2], &[1f32, 2.0, 3.0, 4.0]).unwrap();
+        let t = ConstData::from_slice(&[2, 2], &[1f32, 2.0, 3.0, 4.0]).unwrap();
         assert_eq!(kind(&npy::encode(&t).unwrap()), Some(Kind::Npy));
         assert_eq!(kind(&npz::encode(&[("a", &t)]).unwrap()), Some(Kind::Npz));
         let pb = onnx::tensor::encode(&t, "x");

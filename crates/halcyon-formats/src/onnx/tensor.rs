@@ -1,7 +1,7 @@
-//! ONNX tensors: `TensorProto` to [`TensorData`] and back, external data, `.pb` files.
+//! ONNX tensors: `TensorProto` to [`ConstData`] and back, external data, `.pb` files.
 
 use super::proto::{EXTERNAL, TensorProto};
-use crate::{TensorData, bad};
+use crate::{ConstData, bad};
 use bytes::Bytes;
 use halcyon_ir::{DType, Error, Result};
 use prost::Message;
@@ -147,7 +147,7 @@ pub fn sizes(dims: &[i64], what: &str) -> Result<Vec<usize>> {
 /// # Errors
 /// [`Error::Format`] if sizes, type and data disagree or external data is not where it should be;
 /// [`Error::Unsupported`] for element types without a row in [`DType`] and for segmented tensors; [`Error::Io`].
-pub fn decode(t: &TensorProto, external: &External, file: &str) -> Result<TensorData> {
+pub fn decode(t: &TensorProto, external: &External, file: &str) -> Result<ConstData> {
     let what = if t.name.is_empty() {
         file.to_string()
     } else {
@@ -176,7 +176,7 @@ pub fn decode(t: &TensorProto, external: &External, file: &str) -> Result<Tensor
             format!("{dtype}{dims:?} takes {want} bytes, {} stored", bytes.len()),
         ));
     }
-    TensorData::new(dtype, dims, bytes)
+    crate::data::from_bytes(dtype, &dims, bytes)
 }
 
 /// The typed field that holds elements of `dtype` (the comments of TensorProto in onnx.proto).
@@ -218,31 +218,31 @@ fn typed(t: &TensorProto, dtype: DType, what: &str) -> Result<Bytes> {
 }
 
 /// A tensor as a message, with its bytes in `raw_data`.
-pub fn encode(t: &TensorData, name: &str) -> TensorProto {
+pub fn encode(t: &ConstData, name: &str) -> TensorProto {
     TensorProto {
         dims: t.dims.iter().map(|&d| d as i64).collect(),
         data_type: t.dtype.row().onnx,
         name: name.into(),
-        raw_data: Some(t.bytes.clone()),
+        raw_data: Some(Bytes::copy_from_slice(t.bytes())),
         ..Default::default()
     }
 }
 
 /// Reads a `.pb` tensor file: its name, which may be empty, and its value. Errors as [`decode`].
-pub fn read_pb(path: &Path) -> Result<(String, TensorData)> {
+pub fn read_pb(path: &Path) -> Result<(String, ConstData)> {
     let file = path.display().to_string();
     parse_pb(crate::mmap::open(path)?, &External::beside(path), &file)
 }
 
 /// As [`read_pb`], of bytes in memory.
-pub fn parse_pb(data: Bytes, external: &External, file: &str) -> Result<(String, TensorData)> {
+pub fn parse_pb(data: Bytes, external: &External, file: &str) -> Result<(String, ConstData)> {
     let t = TensorProto::decode(data).map_err(|e| bad(file, format!("not an ONNX tensor: {e}")))?;
     let value = decode(&t, external, file)?;
     Ok((t.name, value))
 }
 
 /// Writes a `.pb` tensor file.
-pub fn write_pb(path: &Path, name: &str, t: &TensorData) -> Result<()> {
+pub fn write_pb(path: &Path, name: &str, t: &ConstData) -> Result<()> {
     std::fs::write(path, encode(t, name).encode_to_vec()).map_err(|e| crate::io(path, e))
 }
 
