@@ -16,6 +16,7 @@ pub mod lower;
 pub mod op;
 pub mod passes;
 pub mod plan;
+pub mod reference;
 pub mod scalar_op;
 pub mod shape;
 pub mod target;
