@@ -508,8 +508,8 @@ pub(crate) struct Collector {
     /// Tensor of each node, by node number.
     pub(crate) order: Vec<Tensor>,
     /// Tensors of the graph's inputs, in order.
-    leaves: Vec<Tensor>,
-    args: Vec<Scalar>,
+    pub(crate) leaves: Vec<Tensor>,
+    pub(crate) args: Vec<Scalar>,
     /// Look through evaluated tensors that keep their operands.
     pub(crate) through_history: bool,
 }
