@@ -12,6 +12,7 @@ pub mod graph;
 pub mod kernel;
 pub mod layout;
 pub mod op;
+pub mod render;
 pub mod scalar_op;
 pub mod shape;
 pub mod target;
