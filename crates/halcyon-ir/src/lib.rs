@@ -17,6 +17,7 @@ pub mod op;
 pub mod passes;
 pub mod plan;
 pub mod reference;
+pub mod render;
 pub mod scalar_op;
 pub mod shape;
 pub mod target;
