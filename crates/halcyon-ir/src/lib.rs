@@ -9,6 +9,7 @@ pub mod data;
 pub mod dtype;
 pub mod error;
 pub mod fused;
+pub mod grad;
 pub mod graph;
 pub mod kernel;
 pub mod layout;
