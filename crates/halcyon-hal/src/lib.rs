@@ -1,1 +1,1 @@
-//! halcyon-hal
+pub mod cpu;
