@@ -1,0 +1,3 @@
+//! The CPU backend's native kernels.
+pub mod sys;
+pub mod vmath;
