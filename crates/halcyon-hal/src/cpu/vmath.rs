@@ -8,7 +8,7 @@
 //! NaN goes through, infinities and overflow give what C99 gives. Errors against f64, in units of the last place, are
 //! bounded by the tests below. Denormal results are exact to their last place unless the thread flushes to zero.
 
-use super::sys::{Isa, dispatch};
+use super::sys::dispatch;
 use halcyon_ir::ScalarOp;
 use std::f32::consts::{FRAC_PI_2, LN_2, LOG2_E, PI};
 
@@ -680,6 +680,7 @@ dispatch! {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::sys::Isa;
 
     /// Distance from the f64 truth in units of the last place of the nearest f32.
     fn ulps(got: f32, want: f64) -> f64 {
