@@ -670,11 +670,11 @@ fn apply2_body<const FMA: bool>(op: ScalarOp, x: &mut [f32], y: &[f32]) -> bool 
 
 dispatch! {
     /// Replaces each element by `op` of it. Gives false, and changes nothing, when the op is not a function of this file.
-    pub fn apply(isa, op: ScalarOp, x: &mut [f32]) -> bool = apply_body
+    pub fn apply[][](isa, op: ScalarOp, x: &mut [f32]) -> bool = apply_body
 }
 dispatch! {
     /// `x = op(x, y)` element by element over the shorter length, for `Pow` and `Atan2`; false for any other op.
-    pub fn apply2(isa, op: ScalarOp, x: &mut [f32], y: &[f32]) -> bool = apply2_body
+    pub fn apply2[][](isa, op: ScalarOp, x: &mut [f32], y: &[f32]) -> bool = apply2_body
 }
 
 #[cfg(test)]

@@ -839,6 +839,27 @@ pub(crate) unsafe fn gemm_panels<T: Storage, P: Panels>(
     unsafe { drive(on, isa, &cut, m, n, k, a, b, c, epi, scratch.ptr()) }
 }
 
+/// Floats of scratch that [`panels_inline`] needs.
+pub(crate) fn inline_floats(isa: Isa, m: usize, n: usize, k: usize) -> usize {
+    Cut::new(isa, m, n, k, 1).floats().next_multiple_of(1024)
+}
+
+/// The packed product on the calling thread. `buf` holds [`inline_floats`].
+pub(crate) unsafe fn panels_inline<T: Storage, P: Panels>(
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: &Left<'_, T>,
+    b: &P,
+    c: MatMut<f32>,
+    epi: Epilogue,
+    buf: *mut f32,
+) {
+    // SAFETY: the caller's.
+    unsafe { drive(None, isa, &Cut::new(isa, m, n, k, 1), m, n, k, a, b, c, epi, buf) }
+}
+
 /// `C = act(alpha A B + beta C + bias)` in f32, `A` m x k, `B` k x n, any strides. A and B may be f32, f16 or bf16.
 ///
 /// Sums are in f32, in an order that depends on the shape alone.
