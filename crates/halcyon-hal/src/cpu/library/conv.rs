@@ -4,6 +4,7 @@
 //! into the product's packing buffers. One-by-one kernels skip the gathering, depthwise kernels run row by row. Spread inputs
 //! (transposed convolution) and other element types take the row-by-row path with their accumulation type.
 
+use super::elem::Elem;
 use super::gemm::gemm_panels;
 use super::gemm::{
     Epilogue, Left, Mat, MatMut, PackElem, Packed, Panels, gemm, gemm_packed_a, inline_floats, panels_inline,
@@ -13,7 +14,6 @@ pub use super::window::Window;
 use crate::cpu::sys::{Isa, dispatch};
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 use halcyon_ir::{Error, Result};
-use half::{bf16, f16};
 
 /// A convolution's sizes.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
@@ -312,39 +312,8 @@ struct Together<F>(F);
 // SAFETY: the closure only computes addresses; their use is checked where they are dereferenced.
 unsafe impl<F> Sync for Together<F> {}
 
-/// Element types of the row-by-row path.
-pub trait ConvElem: Copy + Send + Sync + 'static {
-    /// What sums are kept in.
-    type Acc: Copy + Send + Sync + Default + PartialOrd;
-    fn up(self) -> Self::Acc;
-    fn down(a: Self::Acc) -> Self;
-    /// `a * b + c`.
-    fn mul_add<const FMA: bool>(a: Self::Acc, b: Self::Acc, c: Self::Acc) -> Self::Acc;
-}
-macro_rules! conv_elem {
-    ($($t:ty => $acc:ty, |$x:ident| $up:expr, |$a:ident| $down:expr;)*) => {$(
-        impl ConvElem for $t {
-            type Acc = $acc;
-            #[inline(always)]
-            fn up(self) -> $acc { let $x = self; $up }
-            #[inline(always)]
-            fn down($a: $acc) -> $t { $down }
-            #[inline(always)]
-            fn mul_add<const FMA: bool>(a: $acc, b: $acc, c: $acc) -> $acc {
-                if FMA { a.mul_add(b, c) } else { a * b + c }
-            }
-        }
-    )*};
-}
-conv_elem! {
-    f32 => f32, |x| x, |a| a;
-    f64 => f64, |x| x, |a| a;
-    f16 => f32, |x| x.to_f32(), |a| f16::from_f32(a);
-    bf16 => f32, |x| x.to_f32(), |a| bf16::from_f32(a);
-}
-
 /// One output row of one channel.
-struct Row<'a, T: ConvElem> {
+struct Row<'a, T: Elem> {
     conv: &'a Conv,
     /// First input channel of the group, and this output channel's weights.
     x: &'a [T],
@@ -358,7 +327,7 @@ struct Row<'a, T: ConvElem> {
 }
 
 #[inline(always)]
-fn row_body<const FMA: bool, T: ConvElem>(r: Row<'_, T>) {
+fn row_body<const FMA: bool, T: Elem>(r: Row<'_, T>) {
     let w = &r.conv.window;
     r.acc.fill(r.bias);
     let taps = w.kernel_size();
@@ -404,14 +373,14 @@ fn row_body<const FMA: bool, T: ConvElem>(r: Row<'_, T>) {
     }
 }
 dispatch! {
-    fn row[T: ConvElem][T](isa, r: Row<'_, T>) = row_body
+    fn row[T: Elem][T](isa, r: Row<'_, T>) = row_body
 }
 
-/// Convolution row by row, any geometry, in f32, f64, f16 or bf16 (halves are summed in f32 and rounded once).
+/// Convolution row by row, any geometry and element type (halves are summed in f32 and rounded once, integers wrap).
 ///
 /// # Safety
 /// As [`conv_f32`].
-pub unsafe fn conv_rows<T: ConvElem>(
+pub unsafe fn conv_rows<T: Elem>(
     team: &Team,
     isa: Isa,
     conv: &Conv,

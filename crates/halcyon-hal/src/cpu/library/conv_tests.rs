@@ -1,6 +1,7 @@
 //! Convolutions against f64, for every instruction set here, between guard pages.
 
 use super::conv::*;
+use super::elem::Elem;
 use super::testing::*;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::Team;
@@ -115,7 +116,7 @@ fn convolutions_follow_f64_between_guard_pages() {
 }
 
 /// The row-by-row path in one element type; `eps` is its rounding.
-fn check_rows<T: ConvElem>(rng: &mut Rng, isa: Isa, conv: fn(f32) -> T, wide: fn(T) -> f64, eps: f64) {
+fn check_rows<T: Elem>(rng: &mut Rng, isa: Isa, conv: fn(f32) -> T, wide: fn(T) -> f64, eps: f64) {
     let team = Team::new(2);
     for round in 0..30 {
         let c = random_conv(rng, round % 2 == 0);

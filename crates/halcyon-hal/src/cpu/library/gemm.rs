@@ -50,7 +50,7 @@ impl<T> Mat<T> {
         }
     }
 
-    fn offset(self, by: isize) -> Mat<T> {
+    pub(crate) fn offset(self, by: isize) -> Mat<T> {
         // `wrapping`: an empty matrix may come with any pointer.
         Mat {
             ptr: self.ptr.wrapping_offset(by),
@@ -97,7 +97,7 @@ impl<T> MatMut<T> {
         }
     }
 
-    fn offset(self, by: isize) -> MatMut<T> {
+    pub(crate) fn offset(self, by: isize) -> MatMut<T> {
         MatMut {
             ptr: self.ptr.wrapping_offset(by),
             ..self

@@ -278,25 +278,47 @@ pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(
         let (j0, j1) = (part * chunk, ((part + 1) * chunk).min(n));
         let w = job.get();
         let buf = bufs.get().wrapping_add(worker * m * chunk);
-        macro_rules! rows {
-            ($($m:literal)*) => {
-                // SAFETY: columns of different parts are disjoint, a worker's buffer is its own.
-                unsafe {
-                    match m {
-                        $($m if w.b.cs == 1 => rows_form::<B, $m>(isa, w, j0, j1, buf),
-                        $m => cols_form::<B, $m>(isa, w, j0, j1),)*
-                        _ => {}
-                    }
-                }
-            };
-        }
-        rows!(1 2 3 4 5 6 7 8);
+        // SAFETY: columns of different parts are disjoint, a worker's buffer is its own.
+        unsafe { columns(isa, m, w, j0, j1, buf) };
     };
     if parallel {
         team.run_with(parts, &f);
     } else {
         (0..parts).for_each(|p| f(0, p));
     }
+}
+
+/// [`few_rows`] on the calling thread, with `a` as `m` contiguous rows of `k`. `buf` holds `m * n` floats.
+pub(crate) unsafe fn few_rows_inline<B: Storage>(
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: *const f32,
+    b: Mat<B>,
+    c: MatMut<f32>,
+    epi: Epilogue,
+    buf: *mut f32,
+) {
+    // SAFETY: the caller's.
+    unsafe { columns(isa, m, &Job { k, a, b, c, epi }, 0, n, buf) }
+}
+
+/// Columns `j0..j1` in the form that B's layout asks for.
+unsafe fn columns<B: Storage>(isa: Isa, m: usize, w: &Job<B>, j0: usize, j1: usize, buf: *mut f32) {
+    macro_rules! rows {
+        ($($m:literal)*) => {
+            // SAFETY: the caller's.
+            unsafe {
+                match m {
+                    $($m if w.b.cs == 1 => rows_form::<B, $m>(isa, w, j0, j1, buf),
+                    $m => cols_form::<B, $m>(isa, w, j0, j1),)*
+                    _ => {}
+                }
+            }
+        };
+    }
+    rows!(1 2 3 4 5 6 7 8);
 }
 
 /// Lets a job's pointers cross threads.

@@ -5,6 +5,7 @@
 //! Partial loads and stores touch only the lanes asked for.
 
 use super::gemm::{Tile, micro};
+use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
 /// Vectors of f32.
@@ -403,8 +404,10 @@ pub(crate) trait Storage: Copy + Send + Sync + 'static {
     /// The first `n <= W` elements, zeros after them.
     unsafe fn load_part<S: Simd>(p: *const Self, n: usize) -> S::V;
     fn widen(self) -> f32;
-    /// Rounds to nearest, ties to even.
-    fn narrow(x: f32) -> Self;
+    /// Widens the whole of `src`; `dst` has its length.
+    fn widen_slice(src: &[Self], dst: &mut [f32]);
+    /// Rounds to nearest, ties to even; the lengths are equal.
+    fn narrow_slice(src: &[f32], dst: &mut [Self]);
 }
 
 impl Storage for f32 {
@@ -424,8 +427,12 @@ impl Storage for f32 {
         self
     }
     #[inline(always)]
-    fn narrow(x: f32) -> f32 {
-        x
+    fn widen_slice(src: &[f32], dst: &mut [f32]) {
+        dst.copy_from_slice(src);
+    }
+    #[inline(always)]
+    fn narrow_slice(src: &[f32], dst: &mut [f32]) {
+        dst.copy_from_slice(src);
     }
 }
 
@@ -453,9 +460,11 @@ macro_rules! half_storage {
             fn widen(self) -> f32 {
                 self.to_f32()
             }
-            #[inline(always)]
-            fn narrow(x: f32) -> $t {
-                $t::from_f32(x)
+            fn widen_slice(src: &[$t], dst: &mut [f32]) {
+                src.convert_to_f32_slice(dst);
+            }
+            fn narrow_slice(src: &[f32], dst: &mut [$t]) {
+                dst.convert_from_f32_slice(src);
             }
         }
     };
