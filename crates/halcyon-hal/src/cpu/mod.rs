@@ -3,6 +3,7 @@
 mod device;
 pub mod library;
 mod memory;
+pub mod peak;
 mod program;
 pub mod sys;
 pub mod team;

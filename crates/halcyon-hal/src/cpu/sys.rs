@@ -62,30 +62,31 @@ impl Isa {
     }
 }
 
-/// Defines a function that runs `$body::<FMA>(args)` compiled for the given instruction set. The body must be a
-/// generic `#[inline(always)]` function over `const FMA: bool`.
+/// Defines a function that runs `$body::<FMA, ..>(args)` compiled for the given instruction set. The body must be an
+/// `#[inline(always)]` function, generic over `const FMA: bool` first. The two bracketed lists are further generic parameters,
+/// declared and named.
 macro_rules! dispatch {
-    ($(#[$doc:meta])* $vis:vis fn $name:ident($isa:ident $(, $arg:ident: $ty:ty)*) $(-> $ret:ty)? = $body:ident) => {
+    ($(#[$doc:meta])* $vis:vis fn $name:ident [$($g:tt)*] [$($u:tt)*] ($isa:ident $(, $arg:ident: $ty:ty)* $(,)?) $(-> $ret:ty)? = $body:ident) => {
         $(#[$doc])*
-        $vis fn $name($isa: $crate::cpu::sys::Isa $(, $arg: $ty)*) $(-> $ret)? {
+        $vis fn $name<$($g)*>($isa: $crate::cpu::sys::Isa $(, $arg: $ty)*) $(-> $ret)? {
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
-            fn avx512($($arg: $ty),*) $(-> $ret)? {
-                $body::<true>($($arg),*)
+            fn avx512<$($g)*>($($arg: $ty),*) $(-> $ret)? {
+                $body::<true, $($u)*>($($arg),*)
             }
             #[cfg(target_arch = "x86_64")]
             #[target_feature(enable = "avx2,fma,f16c")]
-            fn avx2($($arg: $ty),*) $(-> $ret)? {
-                $body::<true>($($arg),*)
+            fn avx2<$($g)*>($($arg: $ty),*) $(-> $ret)? {
+                $body::<true, $($u)*>($($arg),*)
             }
             match $isa.check() {
                 // SAFETY: `check` has verified that this processor has the features.
                 #[cfg(target_arch = "x86_64")]
-                $crate::cpu::sys::Isa::Avx512 => unsafe { avx512($($arg),*) },
+                $crate::cpu::sys::Isa::Avx512 => unsafe { avx512::<$($u)*>($($arg),*) },
                 // SAFETY: as above.
                 #[cfg(target_arch = "x86_64")]
-                $crate::cpu::sys::Isa::Avx2 => unsafe { avx2($($arg),*) },
-                _ => $body::<{ cfg!(target_arch = "aarch64") }>($($arg),*),
+                $crate::cpu::sys::Isa::Avx2 => unsafe { avx2::<$($u)*>($($arg),*) },
+                _ => $body::<{ cfg!(target_arch = "aarch64") }, $($u)*>($($arg),*),
             }
         }
     };

@@ -8,7 +8,7 @@
 //! NaN goes through, infinities and overflow give what C99 gives. Errors against f64, in units of the last place, are
 //! bounded by the tests below. Denormal results are exact to their last place unless the thread flushes to zero.
 
-use super::sys::{Isa, dispatch};
+use super::sys::dispatch;
 use halcyon_ir::ScalarOp;
 use std::f32::consts::{FRAC_PI_2, LN_2, LOG2_E, PI};
 
@@ -670,16 +670,17 @@ fn apply2_body<const FMA: bool>(op: ScalarOp, x: &mut [f32], y: &[f32]) -> bool 
 
 dispatch! {
     /// Replaces each element by `op` of it. Gives false, and changes nothing, when the op is not a function of this file.
-    pub fn apply(isa, op: ScalarOp, x: &mut [f32]) -> bool = apply_body
+    pub fn apply[][](isa, op: ScalarOp, x: &mut [f32]) -> bool = apply_body
 }
 dispatch! {
     /// `x = op(x, y)` element by element over the shorter length, for `Pow` and `Atan2`; false for any other op.
-    pub fn apply2(isa, op: ScalarOp, x: &mut [f32], y: &[f32]) -> bool = apply2_body
+    pub fn apply2[][](isa, op: ScalarOp, x: &mut [f32], y: &[f32]) -> bool = apply2_body
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::cpu::sys::Isa;
 
     /// Distance from the f64 truth in units of the last place of the nearest f32.
     fn ulps(got: f32, want: f64) -> f64 {

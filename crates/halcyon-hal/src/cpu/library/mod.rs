@@ -1,6 +1,22 @@
 //! Native kernels, and the table that finds one for a call.
 
+pub mod attention;
+pub mod conv;
+#[cfg(test)]
+mod conv_tests;
 pub(crate) mod copy;
+pub mod elem;
+pub mod gemm;
+#[cfg(test)]
+mod gemm_tests;
+pub mod gemv;
+pub mod matmul_any;
+pub mod pool;
+pub(crate) mod simd;
+pub mod softmax;
+#[cfg(test)]
+pub(crate) mod testing;
+pub mod window;
 
 use crate::cpu::memory::Ptr;
 use crate::cpu::sys::Isa;

@@ -465,5 +465,5 @@ fn iota_body<const V: bool>(dtype: DType, base: i64, r: Rect, d: &mut [u64]) {
 }
 dispatch! {
     /// `base + i rs + j cs` in lanes of `dtype`; `d` has a word for each element.
-    pub(super) fn iota(isa, dtype: DType, base: i64, r: Rect, d: &mut [u64]) = iota_body
+    pub(super) fn iota [] [] (isa, dtype: DType, base: i64, r: Rect, d: &mut [u64]) = iota_body
 }

@@ -126,7 +126,7 @@ fn f32_body<const FMA: bool>(op: ScalarOp, d: &mut [f32], a: &[f32], b: &[f32], 
     }
 }
 dispatch! {
-    fn f32_op(isa, op: ScalarOp, d: &mut [f32], a: &[f32], b: &[f32], c: &[f32]) = f32_body
+    fn f32_op [] [] (isa, op: ScalarOp, d: &mut [f32], a: &[f32], b: &[f32], c: &[f32]) = f32_body
 }
 
 #[inline(always)]
@@ -154,7 +154,7 @@ fn f64_body<const FMA: bool>(op: ScalarOp, d: &mut [f64], a: &[f64], b: &[f64], 
     }
 }
 dispatch! {
-    fn f64_op(isa, op: ScalarOp, d: &mut [f64], a: &[f64], b: &[f64], c: &[f64]) = f64_body
+    fn f64_op [] [] (isa, op: ScalarOp, d: &mut [f64], a: &[f64], b: &[f64], c: &[f64]) = f64_body
 }
 
 /// Comparisons of any type.
@@ -182,7 +182,7 @@ macro_rules! float_tests {
                 op => tests!(op d a b),
             }
         }
-        dispatch! { fn $name(isa, op: ScalarOp, d: &mut [u8], a: &[$t], b: &[$t]) = $body }
+        dispatch! { fn $name [] [] (isa, op: ScalarOp, d: &mut [u8], a: &[$t], b: &[$t]) = $body }
     };
 }
 float_tests!(f32 f32_test_body f32_test);
@@ -248,7 +248,7 @@ macro_rules! ints {
                 }
             }
         }
-        dispatch! { fn $name(isa, op: ScalarOp, d: &mut [$t], a: &[$t], b: &[$t], c: &[$t]) = $body }
+        dispatch! { fn $name [] [] (isa, op: ScalarOp, d: &mut [$t], a: &[$t], b: &[$t], c: &[$t]) = $body }
         #[inline(always)]
         fn $tbody<const FMA: bool>(op: ScalarOp, d: &mut [u8], a: &[$t], b: &[$t]) {
             tests!(op d a b)
@@ -272,7 +272,7 @@ fn bool_body<const FMA: bool>(op: ScalarOp, d: &mut [u8], a: &[u8], b: &[u8]) {
         op => tests!(op d a b),
     }
 }
-dispatch! { fn bool_op(isa, op: ScalarOp, d: &mut [u8], a: &[u8], b: &[u8]) = bool_body }
+dispatch! { fn bool_op [] [] (isa, op: ScalarOp, d: &mut [u8], a: &[u8], b: &[u8]) = bool_body }
 
 macro_rules! selects {
     ($($t:ident $body:ident $name:ident;)*) => {$(
@@ -280,7 +280,7 @@ macro_rules! selects {
         fn $body<const FMA: bool>(d: &mut [$t], c: &[u8], a: &[$t], b: &[$t]) {
             tri!(d c a b, |q, x, y| if q != 0 { x } else { y })
         }
-        dispatch! { fn $name(isa, d: &mut [$t], c: &[u8], a: &[$t], b: &[$t]) = $body }
+        dispatch! { fn $name [] [] (isa, d: &mut [$t], c: &[u8], a: &[$t], b: &[$t]) = $body }
     )*};
 }
 selects! { u8 sel8_body sel8; u16 sel16_body sel16; u32 sel32_body sel32; u64 sel64_body sel64; }
@@ -297,7 +297,7 @@ fn wrap_body<const FMA: bool>(dtype: DType, d: &mut [u32]) {
 }
 dispatch! {
     /// Wraps 32-bit lanes to the small integer type they stand for.
-    pub(super) fn wrap(isa, dtype: DType, d: &mut [u32]) = wrap_body
+    pub(super) fn wrap [] [] (isa, dtype: DType, d: &mut [u32]) = wrap_body
 }
 
 /// `n` values at `p`.

@@ -100,7 +100,7 @@ macro_rules! lanes {
                 ReduceKind::Min => rows(s, x, acc, $hi, $min, wide, $amin),
             }
         }
-        dispatch! { fn $name(isa, kind: ReduceKind, s: Shape, x: &[$t], acc: &mut [$a]) = $body }
+        dispatch! { fn $name [] [] (isa, kind: ReduceKind, s: Shape, x: &[$t], acc: &mut [$a]) = $body }
     )*};
 }
 lanes! {
