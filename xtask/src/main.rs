@@ -1,1 +1,84 @@
-fn main() {}
+//! Everything around the crates: `cargo xtask test` proves a checkout on a fresh machine, `cargo xtask bench` measures it
+//! against its peers.
+
+mod bench;
+mod machine;
+mod report;
+mod test;
+mod testdata;
+
+use std::path::{Path, PathBuf};
+use std::process::ExitCode;
+
+const USAGE: &str = "\
+Usage: cargo xtask <command>
+
+  test [--fast] [--no-install] [--only STEP]... [--list]
+      Install what the tests need, then run all of them.
+      --fast        only formatting, clippy and the tests
+      --no-install  install nothing; what is missing is skipped and named
+      --only STEP   just this step (repeatable); --list names the steps
+      With HALCYON_REQUIRE_LANES=1 or CI=true nothing may be skipped for want of a library.
+
+  bench peers [--rounds N] [--only ITEM]... [--with torch] [--threads N]
+      Measure against the peers, interleaved, in one run.
+";
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let args: Vec<&str> = args.iter().map(String::as_str).collect();
+    let result = match args.split_first() {
+        Some((&"test", rest)) => test::all(rest),
+        Some((&"bench", rest)) => match rest.split_first() {
+            Some((&"peers", rest)) => bench::peers(rest),
+            _ => Err(Failure::Usage("bench has one form: `bench peers`".into())),
+        },
+        Some((&("help" | "-h" | "--help"), _)) => {
+            print!("{USAGE}");
+            Ok(true)
+        }
+        Some((other, _)) => Err(Failure::Usage(format!("no command `{other}`"))),
+        None => Err(Failure::Usage("a command is needed".into())),
+    };
+    match result {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(Failure::Usage(message)) => {
+            eprint!("{message}\n\n{USAGE}");
+            ExitCode::from(2)
+        }
+        Err(Failure::Other(message)) => {
+            eprintln!("{message}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// Why a command did not run to its end.
+#[derive(Debug)]
+pub enum Failure {
+    /// The command line is wrong: exit code 2.
+    Usage(String),
+    /// Anything else: exit code 1.
+    Other(String),
+}
+
+impl From<String> for Failure {
+    fn from(message: String) -> Self {
+        Failure::Other(message)
+    }
+}
+
+/// The workspace's root: the folder above this crate's.
+pub fn root() -> PathBuf {
+    let here = Path::new(env!("CARGO_MANIFEST_DIR"));
+    here.parent().unwrap_or(here).to_path_buf()
+}
+
+/// The build folder: `CARGO_TARGET_DIR` when set, else `target`.
+pub fn target_dir() -> PathBuf {
+    match std::env::var_os("CARGO_TARGET_DIR") {
+        Some(dir) => root().join(dir),
+        None => root().join("target"),
+    }
+}

@@ -69,7 +69,11 @@ impl Ty {
     /// Bytes in workgroup memory.
     pub fn size(self) -> usize {
         // A bool takes a whole word there.
-        if self == Ty::Bool { 4 } else { self.dtype().size() * self.lanes() }
+        if self == Ty::Bool {
+            4
+        } else {
+            self.dtype().size() * self.lanes()
+        }
     }
 
     pub fn name(self) -> &'static str {
@@ -138,7 +142,10 @@ pub enum Id {
 /// A pure expression.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Expr {
-    Const { ty: Ty, bits: u64 },
+    Const {
+        ty: Ty,
+        bits: u64,
+    },
     Param(ParamId),
     Id(Id),
     Value(ValueId),
@@ -153,7 +160,11 @@ pub enum Expr {
     /// Same bits as another type of the same width.
     Bitcast(Ty, ExprId),
     /// `acc + sum of a[i] * b[i]` over four bytes of two words (i8 by i8, into i32).
-    Dot4I8 { a: ExprId, b: ExprId, acc: ExprId },
+    Dot4I8 {
+        a: ExprId,
+        b: ExprId,
+        acc: ExprId,
+    },
     /// A vector of equal lanes.
     Splat(Ty, ExprId),
     /// One lane of a vector.
@@ -179,7 +190,10 @@ impl Expr {
 
     /// Whether writing it twice costs nothing.
     pub fn is_leaf(&self) -> bool {
-        matches!(self, Expr::Const { .. } | Expr::Param(_) | Expr::Id(_) | Expr::Value(_))
+        matches!(
+            self,
+            Expr::Const { .. } | Expr::Param(_) | Expr::Id(_) | Expr::Value(_)
+        )
     }
 }
 
@@ -223,20 +237,46 @@ impl Reduce {
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Read {
     /// One element, converted to the compute type.
-    Global { buf: BufId, index: ExprId, guard: Option<ExprId> },
+    Global {
+        buf: BufId,
+        index: ExprId,
+        guard: Option<ExprId>,
+    },
     /// `lanes(ty)` elements of an f32 buffer; the index counts vectors and the address is aligned to them.
-    Vector { buf: BufId, ty: Ty, index: ExprId },
+    Vector {
+        buf: BufId,
+        ty: Ty,
+        index: ExprId,
+    },
     /// A 32-bit word of any buffer, as u32; the index counts words.
-    Word { buf: BufId, index: ExprId },
-    Local { arr: LocalId, index: ExprId },
-    Private { arr: PrivateId, index: ExprId },
+    Word {
+        buf: BufId,
+        index: ExprId,
+    },
+    Local {
+        arr: LocalId,
+        index: ExprId,
+    },
+    Private {
+        arr: PrivateId,
+        index: ExprId,
+    },
     Var(VarId),
     /// The same value for all work-items of the subgroup. Needs workgroup-uniform control flow.
-    SubgroupReduce { op: Reduce, value: ExprId },
+    SubgroupReduce {
+        op: Reduce,
+        value: ExprId,
+    },
     /// The value that lane `lane xor mask` gives. Needs workgroup-uniform control flow.
-    SubgroupShuffleXor { value: ExprId, mask: ExprId },
+    SubgroupShuffleXor {
+        value: ExprId,
+        mask: ExprId,
+    },
     /// The value that a lane gives. Needs workgroup-uniform control flow.
-    SubgroupShuffle { value: ExprId, lane: ExprId },
+    SubgroupShuffle {
+        value: ExprId,
+        lane: ExprId,
+    },
 }
 
 /// A row-major tile in a workgroup array.
@@ -251,30 +291,88 @@ pub struct Tile {
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Stmt {
     /// Evaluates an expression here.
-    Let { dst: ValueId, expr: ExprId },
-    Read { dst: ValueId, read: Read },
+    Let {
+        dst: ValueId,
+        expr: ExprId,
+    },
+    Read {
+        dst: ValueId,
+        read: Read,
+    },
     /// Declares a mutable variable.
-    Var { var: VarId, init: ExprId },
-    Set { var: VarId, value: ExprId },
+    Var {
+        var: VarId,
+        init: ExprId,
+    },
+    Set {
+        var: VarId,
+        value: ExprId,
+    },
     /// Converts to the storage type: rounds to nearest even, or wraps.
-    Store { buf: BufId, index: ExprId, value: ExprId },
+    Store {
+        buf: BufId,
+        index: ExprId,
+        value: ExprId,
+    },
     /// `lanes` elements of an f32 buffer; the index counts vectors.
-    StoreVector { buf: BufId, index: ExprId, value: ExprId },
+    StoreVector {
+        buf: BufId,
+        index: ExprId,
+        value: ExprId,
+    },
     /// A 32-bit word of any buffer.
-    StoreWord { buf: BufId, index: ExprId, value: ExprId },
-    StoreLocal { arr: LocalId, index: ExprId, value: ExprId },
-    StorePrivate { arr: PrivateId, index: ExprId, value: ExprId },
+    StoreWord {
+        buf: BufId,
+        index: ExprId,
+        value: ExprId,
+    },
+    StoreLocal {
+        arr: LocalId,
+        index: ExprId,
+        value: ExprId,
+    },
+    StorePrivate {
+        arr: PrivateId,
+        index: ExprId,
+        value: ExprId,
+    },
     /// Adds to an i32 or u32 element; the result, where asked for, is the value before.
-    AtomicAdd { buf: BufId, index: ExprId, value: ExprId, dst: Option<ValueId> },
+    AtomicAdd {
+        buf: BufId,
+        index: ExprId,
+        value: ExprId,
+        dst: Option<ValueId>,
+    },
     /// `for (var = start; var < end; var += step)`, with a positive step.
-    For { var: ValueId, start: ExprId, end: ExprId, step: ExprId, body: Vec<Stmt> },
-    If { cond: ExprId, then: Vec<Stmt>, els: Vec<Stmt> },
+    For {
+        var: ValueId,
+        start: ExprId,
+        end: ExprId,
+        step: ExprId,
+        body: Vec<Stmt>,
+    },
+    If {
+        cond: ExprId,
+        then: Vec<Stmt>,
+        els: Vec<Stmt>,
+    },
     /// All work-items of the group wait; orders workgroup memory, and global memory if asked.
-    Barrier { global: bool },
+    Barrier {
+        global: bool,
+    },
     /// Sets word `index` of an u32 buffer to a code unless it is already set (a bad index was met and clamped).
-    SetError { buf: BufId, index: ExprId, code: ExprId },
+    SetError {
+        buf: BufId,
+        index: ExprId,
+        code: ExprId,
+    },
     /// `c += a b` over f32 tiles of `shape` = (m, n, k) in workgroup memory, done by one subgroup together.
-    TileMma { shape: [u8; 3], a: Tile, b: Tile, c: Tile },
+    TileMma {
+        shape: [u8; 3],
+        a: Tile,
+        b: Tile,
+        c: Tile,
+    },
 }
 
 /// A global buffer.
@@ -416,7 +514,10 @@ impl Kernel {
 
     /// Whether any subgroup operation occurs.
     pub fn uses_subgroups(&self) -> bool {
-        let mut yes = self.exprs.iter().any(|e| matches!(e, Expr::Id(Id::Lane | Id::SubgroupSize)));
+        let mut yes = self
+            .exprs
+            .iter()
+            .any(|e| matches!(e, Expr::Id(Id::Lane | Id::SubgroupSize)));
         self.walk(&mut |s| {
             yes |= matches!(
                 s,

@@ -1,9 +1,16 @@
-//! Kernels: the IR (its builder, verifier, interpreter and templates follow).
+//! Kernels: the IR, its builder, verifier and interpreter, and the templates that build kernels.
 
+pub mod builder;
 pub mod ir;
+pub mod lower;
+pub mod verify;
+
+pub use builder::{Buf, Builder, E, Local, Private, Var};
 pub use ir::*;
+pub use verify::{verify, verify_for};
 
 use crate::dtype::Scalar;
+use crate::error::{Error, Result};
 use serde::{Deserialize, Serialize};
 
 /// How a kernel is launched: groups along each dimension, and a value for each parameter in order.
@@ -11,4 +18,64 @@ use serde::{Deserialize, Serialize};
 pub struct Launch {
     pub groups: [u32; 3],
     pub params: Vec<Scalar>,
+}
+
+impl Launch {
+    /// Orders named parameter values as the kernel declares them. Offsets `o<buffer>` default to 0.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] if a value is missing, unknown or does not fit its type.
+    pub fn bind(k: &Kernel, groups: [u32; 3], values: &[(&str, Scalar)]) -> Result<Launch> {
+        if let Some((n, _)) = values
+            .iter()
+            .find(|(n, _)| !k.params.iter().any(|p| p.name == *n))
+        {
+            return Err(Error::internal(format!("kernel {} has no parameter {n}", k.name)));
+        }
+        let params = k
+            .params
+            .iter()
+            .map(|p| {
+                let v = match values.iter().find(|(n, _)| *n == p.name) {
+                    Some((_, v)) => *v,
+                    // The device puts the node's number in for `fault`.
+                    None if p.name == "fault" || is_offset(&p.name) => Scalar::U(0),
+                    None => {
+                        return Err(Error::internal(format!(
+                            "kernel {}: parameter {} not given",
+                            k.name, p.name
+                        )));
+                    }
+                };
+                let c = v.cast(p.ty.dtype());
+                if p.ty.is_int() && c.as_f64() != v.as_f64() {
+                    let what = format!(
+                        "kernel {}: {} = {v:?} does not fit {}",
+                        k.name,
+                        p.name,
+                        p.ty.name()
+                    );
+                    return Err(Error::internal(what));
+                }
+                Ok(c)
+            })
+            .collect::<Result<Vec<_>>>()?;
+        Ok(Launch { groups, params })
+    }
+
+    /// A grid of at least `n` groups, folded to two dimensions where one does not hold them:
+    /// the linear index is `group.y * groups.x + group.x`, and kernels check it against their size.
+    pub fn fold(n: u64, max_groups: u32) -> [u32; 3] {
+        let max = max_groups.clamp(1, 65_535) as u64;
+        if n <= max {
+            return [n.max(1) as u32, 1, 1];
+        }
+        let rows = n.div_ceil(max);
+        [n.div_ceil(rows) as u32, rows as u32, 1]
+    }
+}
+
+fn is_offset(name: &str) -> bool {
+    name.strip_prefix('o')
+        .is_some_and(|d| !d.is_empty() && d.bytes().all(|c| c.is_ascii_digit()))
 }

@@ -1,0 +1,18 @@
+//! ONNX models and tensors.
+//!
+//! [`Model::open`] maps and decodes a file, [`Model::check`] lists what of it is unsupported before any weight is touched,
+//! [`Model::import`] builds its graph for given input shapes. Operators are rows in [`ops`].
+
+mod build;
+mod host;
+mod import;
+mod model;
+mod node;
+pub mod ops;
+pub mod proto;
+pub mod tensor;
+
+pub use build::{Builder, Value};
+pub use import::Imported;
+pub use model::{Model, Port};
+pub use node::Call;

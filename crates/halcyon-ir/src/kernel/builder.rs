@@ -1,0 +1,852 @@
+//! Writes kernels with Rust as the macro language: expression handles with operators, closures for blocks.
+//!
+//! Reads and `let`s are emitted where they are called, so program order is memory order; pure expressions are
+//! hash-consed and rendered once per block that uses them. A misuse is remembered and returned by [`Builder::finish`].
+
+use super::ir::*;
+use crate::dtype::{DType, Scalar};
+use crate::error::{Error, Result};
+use crate::scalar_op::ScalarOp;
+use std::cell::RefCell;
+use std::collections::HashMap;
+
+#[derive(Debug)]
+struct Inner {
+    k: Kernel,
+    types: Vec<Ty>,
+    cons: HashMap<Expr, ExprId>,
+    blocks: Vec<Vec<Stmt>>,
+    error: Option<String>,
+}
+
+/// Builds one kernel. `ix` is the type of indexes and offsets: i32, or i64 for tensors past 2^31 elements.
+#[derive(Debug)]
+pub struct Builder {
+    inner: RefCell<Inner>,
+    ix: Ty,
+}
+
+/// An expression under construction.
+#[derive(Clone, Copy, Debug)]
+pub struct E<'a> {
+    b: &'a Builder,
+    pub id: ExprId,
+}
+
+/// A global buffer, with the element offset that its accesses add.
+#[derive(Clone, Copy, Debug)]
+pub struct Buf {
+    pub id: BufId,
+    pub dtype: DType,
+    offset: Option<ExprId>,
+}
+
+/// A mutable variable.
+#[derive(Clone, Copy, Debug)]
+pub struct Var<'a> {
+    b: &'a Builder,
+    id: VarId,
+}
+
+/// A workgroup array.
+#[derive(Clone, Copy, Debug)]
+pub struct Local<'a> {
+    b: &'a Builder,
+    pub id: LocalId,
+}
+
+/// A per-item array.
+#[derive(Clone, Copy, Debug)]
+pub struct Private<'a> {
+    b: &'a Builder,
+    id: PrivateId,
+}
+
+/// The device's fault word (a bad index was met and clamped).
+#[derive(Clone, Copy, Debug)]
+pub struct Fault<'a> {
+    b: &'a Builder,
+    buf: BufId,
+    code: ExprId,
+}
+
+impl Fault<'_> {
+    /// Sets the word to the launch's `fault` unless it is set.
+    pub fn set(self) {
+        let index = self.b.index(0).id;
+        self.b.emit(Stmt::SetError {
+            buf: self.buf,
+            index,
+            code: self.code,
+        })
+    }
+}
+
+/// An expression, or a literal that takes the type of the other operand.
+pub trait Operand<'a> {
+    fn operand(self, b: &'a Builder, like: Ty) -> E<'a>;
+}
+
+impl<'a> Operand<'a> for E<'a> {
+    fn operand(self, _: &'a Builder, _: Ty) -> E<'a> {
+        self
+    }
+}
+
+macro_rules! literal {
+    ($($t:ty),*) => {$(
+        impl<'a> Operand<'a> for $t {
+            fn operand(self, b: &'a Builder, like: Ty) -> E<'a> {
+                b.constant(like, Scalar::from(self))
+            }
+        }
+    )*};
+}
+literal!(i32, i64, u32, u64, usize, f32, f64, bool);
+
+impl Builder {
+    /// A kernel called `name` (a C identifier) with indexes in i32.
+    pub fn new(name: &str, workgroup: [u32; 3]) -> Builder {
+        Builder::with_index(name, workgroup, Ty::I32)
+    }
+
+    /// As [`Builder::new`], with indexes and offsets of type `ix`.
+    pub fn with_index(name: &str, workgroup: [u32; 3], ix: Ty) -> Builder {
+        let k = Kernel {
+            name: name.to_string(),
+            buffers: vec![],
+            params: vec![],
+            locals: vec![],
+            privates: vec![],
+            workgroup,
+            noalias: true,
+            exprs: vec![],
+            values: vec![],
+            vars: vec![],
+            body: vec![],
+        };
+        let inner = Inner {
+            k,
+            types: vec![],
+            cons: HashMap::new(),
+            blocks: vec![vec![]],
+            error: None,
+        };
+        Builder {
+            inner: RefCell::new(inner),
+            ix,
+        }
+    }
+
+    /// Written buffers may be the same memory as a buffer that is read (element by element, in place).
+    pub fn may_alias(&self) {
+        self.inner.borrow_mut().k.noalias = false
+    }
+
+    pub fn ix(&self) -> Ty {
+        self.ix
+    }
+
+    fn fail(&self, what: impl Into<String>) {
+        let mut i = self.inner.borrow_mut();
+        if i.error.is_none() {
+            i.error = Some(what.into());
+        }
+    }
+
+    fn emit(&self, s: Stmt) {
+        if let Some(b) = self.inner.borrow_mut().blocks.last_mut() {
+            b.push(s)
+        }
+    }
+
+    fn add(&self, e: Expr) -> E<'_> {
+        let mut i = self.inner.borrow_mut();
+        if let Some(&id) = i.cons.get(&e) {
+            return E { b: self, id };
+        }
+        let ty = type_of(&e, &|x| i.types[x.ix()], &i.k);
+        let id = ExprId(i.k.exprs.len() as u32);
+        i.k.exprs.push(e);
+        i.types.push(ty);
+        i.cons.insert(e, id);
+        E { b: self, id }
+    }
+
+    fn value(&self, ty: Ty) -> (ValueId, E<'_>) {
+        let v = {
+            let mut i = self.inner.borrow_mut();
+            i.k.values.push(ty);
+            ValueId(i.k.values.len() as u32 - 1)
+        };
+        (v, self.add(Expr::Value(v)))
+    }
+
+    fn handle(&self, id: ExprId) -> E<'_> {
+        E { b: self, id }
+    }
+
+    /// A constant of type `ty` (the value is cast to it); on vector types all lanes.
+    pub fn constant(&self, ty: Ty, v: impl Into<Scalar>) -> E<'_> {
+        if ty.lanes() > 1 {
+            let x = self.constant(Ty::F32, v);
+            return self.add(Expr::Splat(ty, x.id));
+        }
+        self.add(Expr::Const {
+            ty,
+            bits: const_bits(ty, v.into()),
+        })
+    }
+
+    /// An index constant.
+    pub fn index(&self, v: i64) -> E<'_> {
+        self.constant(self.ix, v)
+    }
+
+    /// Declares a run-time scalar. Launches give it by name.
+    pub fn param(&self, name: &str, ty: Ty) -> E<'_> {
+        let p = {
+            let mut i = self.inner.borrow_mut();
+            i.k.params.push(ParamDecl {
+                name: name.to_string(),
+                ty,
+            });
+            ParamId(i.k.params.len() as u32 - 1)
+        };
+        self.add(Expr::Param(p))
+    }
+
+    /// Declares a size, stride or offset parameter of the index type.
+    pub fn size(&self, name: &str) -> E<'_> {
+        self.param(name, self.ix)
+    }
+
+    /// Declares a buffer whose accesses start at element parameter `o<position>`.
+    pub fn buffer(&self, dtype: DType, write: bool) -> Buf {
+        let n = self.inner.borrow().k.buffers.len();
+        let off = self.size(&format!("o{n}"));
+        Buf {
+            offset: Some(off.id),
+            ..self.raw_buffer(dtype, write)
+        }
+    }
+
+    /// A read-only [`Builder::buffer`].
+    pub fn input(&self, dtype: DType) -> Buf {
+        self.buffer(dtype, false)
+    }
+
+    /// A written [`Builder::buffer`].
+    pub fn output(&self, dtype: DType) -> Buf {
+        self.buffer(dtype, true)
+    }
+
+    /// Declares a buffer without an offset parameter.
+    pub fn raw_buffer(&self, dtype: DType, write: bool) -> Buf {
+        let mut i = self.inner.borrow_mut();
+        let id = BufId(i.k.buffers.len() as u32);
+        i.k.buffers.push(BufferDecl { dtype, write });
+        Buf {
+            id,
+            dtype,
+            offset: None,
+        }
+    }
+
+    /// Declares a workgroup array.
+    pub fn local(&self, ty: Ty, len: u32) -> Local<'_> {
+        let mut i = self.inner.borrow_mut();
+        i.k.locals.push(ArrayDecl { ty, len });
+        Local {
+            b: self,
+            id: LocalId(i.k.locals.len() as u32 - 1),
+        }
+    }
+
+    /// Declares a per-item array.
+    pub fn private(&self, ty: Ty, len: u32) -> Private<'_> {
+        let mut i = self.inner.borrow_mut();
+        i.k.privates.push(ArrayDecl { ty, len });
+        Private {
+            b: self,
+            id: PrivateId(i.k.privates.len() as u32 - 1),
+        }
+    }
+
+    fn id(&self, id: Id) -> E<'_> {
+        self.add(Expr::Id(id)).to(self.ix)
+    }
+
+    /// Index in the workgroup along a dimension, in the index type; likewise below.
+    pub fn local_id(&self, d: u8) -> E<'_> {
+        self.id(Id::Local(d))
+    }
+
+    pub fn group_id(&self, d: u8) -> E<'_> {
+        self.id(Id::Group(d))
+    }
+
+    pub fn groups(&self, d: u8) -> E<'_> {
+        self.id(Id::Groups(d))
+    }
+
+    /// Index in the subgroup, i32.
+    pub fn lane(&self) -> E<'_> {
+        self.add(Expr::Id(Id::Lane))
+    }
+
+    /// Work-items in a subgroup, i32.
+    pub fn subgroup_size(&self) -> E<'_> {
+        self.add(Expr::Id(Id::SubgroupSize))
+    }
+
+    /// Linear index of the group in a grid that [`super::Launch::fold`] may have folded to two dimensions.
+    pub fn linear_group(&self) -> E<'_> {
+        self.group_id(1) * self.groups(0) + self.group_id(0)
+    }
+
+    /// Linear index of the work-item over a folded grid of one-dimensional groups.
+    pub fn linear_id(&self) -> E<'_> {
+        let n = self.inner.borrow().k.workgroup[0];
+        self.linear_group() * n + self.local_id(0)
+    }
+
+    /// A scalar op; operands in order. Folds constants and integer identities.
+    pub fn op(&self, op: ScalarOp, x: &[E<'_>]) -> E<'_> {
+        if x.len() != op.arity() {
+            self.fail(format!(
+                "{} takes {} operands, got {}",
+                op.name(),
+                op.arity(),
+                x.len()
+            ));
+            return self.constant(Ty::I32, 0);
+        }
+        let g = |i: usize| x.get(i).unwrap_or(&x[0]).id;
+        let ids = [g(0), g(1), g(2)];
+        if let Some(folded) = self.fold(op, &ids[..op.arity()]) {
+            return folded;
+        }
+        self.add(Expr::Op(op, ids))
+    }
+
+    fn konst(&self, e: ExprId) -> Option<(Ty, Scalar)> {
+        match self.inner.borrow().k.exprs[e.ix()] {
+            Expr::Const { ty, bits } => Some((ty, const_scalar(ty, bits))),
+            _ => None,
+        }
+    }
+
+    fn fold(&self, op: ScalarOp, x: &[ExprId]) -> Option<E<'_>> {
+        let ty = self.inner.borrow().types[x[if op == ScalarOp::Select { 1 } else { 0 }].ix()];
+        let c: Vec<Option<Scalar>> = x.iter().map(|&e| self.konst(e).map(|c| c.1)).collect();
+        if op == ScalarOp::Select {
+            if let Some(b) = c[0] {
+                return Some(self.handle(if b.as_bool() { x[1] } else { x[2] }));
+            }
+        }
+        if !ty.is_int() && ty != Ty::Bool {
+            return None;
+        }
+        if op.takes(ty.dtype()) && c.iter().all(|c| c.is_some()) {
+            let v: Vec<Scalar> = c.iter().flatten().copied().collect();
+            let out = op.result(ty.dtype());
+            return Some(self.constant(Ty::of(out), op.eval(ty.dtype(), &v)));
+        }
+        let is = |i: usize, n: i64| c.get(i).is_some_and(|s| s.is_some_and(|s| s.as_i64() == n));
+        let pick = match op {
+            ScalarOp::Add if is(0, 0) => x[1],
+            ScalarOp::Add | ScalarOp::Sub if is(1, 0) => x[0],
+            ScalarOp::Mul if is(0, 1) || is(1, 0) => x[1],
+            ScalarOp::Mul if is(1, 1) || is(0, 0) => x[0],
+            ScalarOp::And if ty == Ty::Bool && is(0, 1) => x[1],
+            ScalarOp::And if ty == Ty::Bool && is(1, 1) => x[0],
+            _ => return None,
+        };
+        Some(self.handle(pick))
+    }
+
+    /// Evaluates `e` here and names the result.
+    pub fn let_<'a>(&'a self, e: E<'a>) -> E<'a> {
+        let (dst, v) = self.value(e.ty());
+        self.emit(Stmt::Let { dst, expr: e.id });
+        v
+    }
+
+    /// Declares a mutable variable.
+    pub fn var<'a>(&'a self, init: E<'a>) -> Var<'a> {
+        let var = {
+            let ty = init.ty();
+            let mut i = self.inner.borrow_mut();
+            i.k.vars.push(ty);
+            VarId(i.k.vars.len() as u32 - 1)
+        };
+        self.emit(Stmt::Var { var, init: init.id });
+        Var { b: self, id: var }
+    }
+
+    /// Declares a mutable variable that starts as a constant.
+    pub fn var_of(&self, ty: Ty, v: impl Into<Scalar>) -> Var<'_> {
+        self.var(self.constant(ty, v))
+    }
+
+    fn read(&self, ty: Ty, read: Read) -> E<'_> {
+        let (dst, v) = self.value(ty);
+        self.emit(Stmt::Read { dst, read });
+        v
+    }
+
+    fn at<'a>(&'a self, buf: Buf, index: impl Operand<'a>) -> ExprId {
+        let i = index.operand(self, self.ix);
+        match buf.offset {
+            Some(o) => (self.handle(o) + i).id,
+            None => i.id,
+        }
+    }
+
+    /// Reads one element in its compute type.
+    pub fn load<'a>(&'a self, buf: Buf, index: impl Operand<'a>) -> E<'a> {
+        let index = self.at(buf, index);
+        self.read(
+            Ty::of(buf.dtype),
+            Read::Global {
+                buf: buf.id,
+                index,
+                guard: None,
+            },
+        )
+    }
+
+    /// Reads one element where `guard` holds; zero elsewhere.
+    pub fn load_if<'a>(&'a self, buf: Buf, index: impl Operand<'a>, guard: E<'a>) -> E<'a> {
+        let index = self.at(buf, index);
+        self.read(
+            Ty::of(buf.dtype),
+            Read::Global {
+                buf: buf.id,
+                index,
+                guard: Some(guard.id),
+            },
+        )
+    }
+
+    /// Reads a vector of an f32 buffer declared with [`Builder::raw_buffer`]; the index counts vectors.
+    pub fn load_vector<'a>(&'a self, buf: Buf, ty: Ty, index: impl Operand<'a>) -> E<'a> {
+        let index = self.at(buf, index);
+        self.read(
+            ty,
+            Read::Vector {
+                buf: buf.id,
+                ty,
+                index,
+            },
+        )
+    }
+
+    /// Reads a raw 32-bit word; the index counts words (and the buffer's offset, if it has one, too).
+    pub fn load_word<'a>(&'a self, buf: Buf, index: impl Operand<'a>) -> E<'a> {
+        let index = self.at(buf, index);
+        self.read(Ty::U32, Read::Word { buf: buf.id, index })
+    }
+
+    /// Writes one element, converted to the storage type.
+    pub fn store<'a>(&'a self, buf: Buf, index: impl Operand<'a>, value: impl Operand<'a>) {
+        let index = self.at(buf, index);
+        let value = value.operand(self, Ty::of(buf.dtype)).id;
+        self.emit(Stmt::Store {
+            buf: buf.id,
+            index,
+            value,
+        })
+    }
+
+    pub fn store_vector<'a>(&'a self, buf: Buf, index: impl Operand<'a>, value: E<'a>) {
+        let index = self.at(buf, index);
+        self.emit(Stmt::StoreVector {
+            buf: buf.id,
+            index,
+            value: value.id,
+        })
+    }
+
+    pub fn store_word<'a>(&'a self, buf: Buf, index: impl Operand<'a>, value: impl Operand<'a>) {
+        let index = self.at(buf, index);
+        let value = value.operand(self, Ty::U32).id;
+        self.emit(Stmt::StoreWord {
+            buf: buf.id,
+            index,
+            value,
+        })
+    }
+
+    /// Adds atomically to an i32 or u32 element.
+    pub fn atomic_add<'a>(&'a self, buf: Buf, index: impl Operand<'a>, value: impl Operand<'a>) {
+        let index = self.at(buf, index);
+        let value = value.operand(self, Ty::of(buf.dtype)).id;
+        self.emit(Stmt::AtomicAdd {
+            buf: buf.id,
+            index,
+            value,
+            dst: None,
+        })
+    }
+
+    /// Adds atomically and gives the value before.
+    pub fn fetch_add<'a>(&'a self, buf: Buf, index: impl Operand<'a>, value: impl Operand<'a>) -> E<'a> {
+        let index = self.at(buf, index);
+        let value = value.operand(self, Ty::of(buf.dtype)).id;
+        let (dst, v) = self.value(Ty::of(buf.dtype));
+        self.emit(Stmt::AtomicAdd {
+            buf: buf.id,
+            index,
+            value,
+            dst: Some(dst),
+        });
+        v
+    }
+
+    /// Declares the device's fault word, which must come after all other buffers, and the parameter `fault`.
+    pub fn fault(&self) -> Fault<'_> {
+        Fault {
+            buf: self.raw_buffer(DType::U32, true).id,
+            code: self.param("fault", Ty::U32).id,
+            b: self,
+        }
+    }
+
+    fn block(&self, f: impl FnOnce()) -> Vec<Stmt> {
+        self.inner.borrow_mut().blocks.push(vec![]);
+        f();
+        self.inner.borrow_mut().blocks.pop().unwrap_or_default()
+    }
+
+    /// `for (i = start; i < end; i += step)`; the counter has the index type.
+    pub fn for_<'a>(
+        &'a self,
+        start: impl Operand<'a>,
+        end: impl Operand<'a>,
+        step: impl Operand<'a>,
+        f: impl FnOnce(E<'a>),
+    ) {
+        let [s, e] = [start.operand(self, self.ix), end.operand(self, self.ix)];
+        let p = step.operand(self, self.ix);
+        let (var, v) = self.value(self.ix);
+        let body = self.block(|| f(v));
+        self.emit(Stmt::For {
+            var,
+            start: s.id,
+            end: e.id,
+            step: p.id,
+            body,
+        })
+    }
+
+    pub fn if_(&self, cond: E<'_>, f: impl FnOnce()) {
+        let then = self.block(f);
+        self.emit(Stmt::If {
+            cond: cond.id,
+            then,
+            els: vec![],
+        })
+    }
+
+    pub fn if_else(&self, cond: E<'_>, f: impl FnOnce(), g: impl FnOnce()) {
+        let (then, els) = (self.block(f), self.block(g));
+        self.emit(Stmt::If {
+            cond: cond.id,
+            then,
+            els,
+        })
+    }
+
+    /// All work-items of the group wait; orders workgroup memory.
+    pub fn barrier(&self) {
+        self.emit(Stmt::Barrier { global: false })
+    }
+
+    /// As [`Builder::barrier`], and orders global memory among the group.
+    pub fn barrier_global(&self) {
+        self.emit(Stmt::Barrier { global: true })
+    }
+
+    /// Combines `value` over the subgroup.
+    pub fn subgroup_reduce<'a>(&'a self, op: Reduce, value: E<'a>) -> E<'a> {
+        self.read(value.ty(), Read::SubgroupReduce { op, value: value.id })
+    }
+
+    pub fn shuffle_xor<'a>(&'a self, value: E<'a>, mask: impl Operand<'a>) -> E<'a> {
+        let mask = mask.operand(self, Ty::I32).id;
+        self.read(
+            value.ty(),
+            Read::SubgroupShuffleXor {
+                value: value.id,
+                mask,
+            },
+        )
+    }
+
+    pub fn shuffle<'a>(&'a self, value: E<'a>, lane: impl Operand<'a>) -> E<'a> {
+        let lane = lane.operand(self, Ty::I32).id;
+        self.read(
+            value.ty(),
+            Read::SubgroupShuffle {
+                value: value.id,
+                lane,
+            },
+        )
+    }
+
+    /// `c += a b` over f32 tiles in workgroup memory.
+    pub fn tile_mma(&self, shape: [u8; 3], a: Tile, b: Tile, c: Tile) {
+        self.emit(Stmt::TileMma { shape, a, b, c })
+    }
+
+    /// `acc + sum a[i] * b[i]` over the four signed bytes of two u32 words.
+    pub fn dot4_i8<'a>(&'a self, a: E<'a>, b: E<'a>, acc: E<'a>) -> E<'a> {
+        self.add(Expr::Dot4I8 {
+            a: a.id,
+            b: b.id,
+            acc: acc.id,
+        })
+    }
+
+    /// A vector of the lanes given: two or four of them.
+    pub fn vector(&self, lanes: &[E<'_>]) -> E<'_> {
+        let ty = if lanes.len() == 2 { Ty::F32x2 } else { Ty::F32x4 };
+        if lanes.len() != ty.lanes() {
+            self.fail("a vector has two or four lanes");
+            return self.constant(ty, 0.0);
+        }
+        let g = |i: usize| lanes.get(i).unwrap_or(&lanes[0]).id;
+        self.add(Expr::Vector(ty, [g(0), g(1), g(2), g(3)]))
+    }
+
+    /// Combines `value` over a one-dimensional workgroup of a power of two items, and gives the result to all of them:
+    /// a tree over `scratch`, an array of at least as many items as the group and of the value's type. Deterministic.
+    pub fn group_reduce<'a>(&'a self, op: Reduce, value: E<'a>, scratch: Local<'a>) -> E<'a> {
+        let n = self.inner.borrow().k.workgroup[0];
+        if !n.is_power_of_two() {
+            self.fail("group_reduce needs a power of two of work-items");
+        }
+        let me = self.local_id(0);
+        self.barrier();
+        scratch.store(me, value);
+        self.barrier();
+        let mut step = n / 2;
+        while step > 0 {
+            self.if_(me.lt(step), || {
+                let (a, b) = (scratch.load(me), scratch.load(me + step));
+                scratch.store(me, self.op(op.op(), &[a, b]));
+            });
+            self.barrier();
+            step /= 2;
+        }
+        scratch.load(0)
+    }
+
+    /// Verifies and returns the kernel.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] that names the kernel and what is wrong with it.
+    pub fn finish(self) -> Result<Kernel> {
+        let mut i = self.inner.into_inner();
+        if let Some(what) = i.error {
+            return Err(Error::argument(format!("kernel {}", i.k.name), what));
+        }
+        i.k.body = i.blocks.pop().unwrap_or_default();
+        super::verify::verify(&i.k)?;
+        Ok(i.k)
+    }
+}
+
+impl<'a> E<'a> {
+    pub fn ty(self) -> Ty {
+        self.b.inner.borrow().types[self.id.ix()]
+    }
+
+    fn two(self, op: ScalarOp, x: impl Operand<'a>) -> E<'a> {
+        let x = x.operand(self.b, self.ty());
+        self.b.op(op, &[self, x])
+    }
+
+    /// Converts between numeric compute types; nothing if it already has the type.
+    pub fn to(self, ty: Ty) -> E<'a> {
+        if self.ty() == ty {
+            return self;
+        }
+        if ty.lanes() > 1 {
+            return self.b.add(Expr::Splat(ty, self.id));
+        }
+        self.cast(ty.dtype())
+    }
+
+    /// [`Scalar::cast`] to a storage type, held in its compute type.
+    pub fn cast(self, d: DType) -> E<'a> {
+        if let Some((_, v)) = self.b.konst(self.id) {
+            return self.b.constant(Ty::of(d), v.cast(d));
+        }
+        if self.ty().dtype() == d {
+            return self;
+        }
+        self.b.add(Expr::Cast(d, self.id))
+    }
+
+    pub fn bitcast(self, ty: Ty) -> E<'a> {
+        if self.ty() == ty {
+            self
+        } else {
+            self.b.add(Expr::Bitcast(ty, self.id))
+        }
+    }
+
+    /// One lane of a vector.
+    pub fn lane(self, i: u8) -> E<'a> {
+        self.b.add(Expr::Lane(self.id, i))
+    }
+
+    /// Quotient of index arithmetic: the dividend is not negative, the divisor positive.
+    pub fn idiv(self, x: impl Operand<'a>) -> E<'a> {
+        let x = x.operand(self.b, self.ty());
+        match (self.b.konst(self.id), self.b.konst(x.id)) {
+            (_, Some((_, s))) if s.as_i64() == 1 => self,
+            (Some((t, a)), Some((_, s))) if s.as_i64() > 0 => self.b.constant(t, a.as_i64() / s.as_i64()),
+            _ => self.b.add(Expr::IDiv(self.id, x.id)),
+        }
+    }
+
+    /// Remainder of index arithmetic, as [`E::idiv`].
+    pub fn imod(self, x: impl Operand<'a>) -> E<'a> {
+        let x = x.operand(self.b, self.ty());
+        match (self.b.konst(self.id), self.b.konst(x.id)) {
+            (_, Some((t, s))) if s.as_i64() == 1 => self.b.constant(t, 0),
+            (Some((t, a)), Some((_, s))) if s.as_i64() > 0 => self.b.constant(t, a.as_i64() % s.as_i64()),
+            _ => self.b.add(Expr::IRem(self.id, x.id)),
+        }
+    }
+
+    /// The integer quotient rounded up, as [`E::idiv`].
+    pub fn div_ceil(self, x: impl Operand<'a>) -> E<'a> {
+        let x = x.operand(self.b, self.ty());
+        (self + x - 1).idiv(x)
+    }
+
+    /// On a bool: one of two values of one type.
+    pub fn select(self, yes: E<'a>, no: impl Operand<'a>) -> E<'a> {
+        let no = no.operand(self.b, yes.ty());
+        self.b.op(ScalarOp::Select, &[self, yes, no])
+    }
+
+    pub fn fma(self, x: impl Operand<'a>, y: impl Operand<'a>) -> E<'a> {
+        let (x, y) = (x.operand(self.b, self.ty()), y.operand(self.b, self.ty()));
+        self.b.op(ScalarOp::Fma, &[self, x, y])
+    }
+
+    /// `self * x + y`: fused where the type is a float.
+    pub fn mul_add(self, x: E<'a>, y: E<'a>) -> E<'a> {
+        if self.ty().is_float() {
+            self.fma(x, y)
+        } else {
+            self * x + y
+        }
+    }
+
+    pub fn exp(self) -> E<'a> {
+        self.b.op(ScalarOp::Exp, &[self])
+    }
+
+    pub fn log(self) -> E<'a> {
+        self.b.op(ScalarOp::Log, &[self])
+    }
+
+    pub fn rsqrt(self) -> E<'a> {
+        self.b.op(ScalarOp::Rsqrt, &[self])
+    }
+
+    pub fn is_nan(self) -> E<'a> {
+        self.b.op(ScalarOp::IsNan, &[self])
+    }
+}
+
+macro_rules! methods {
+    ($($f:ident $op:ident),*) => {
+        impl<'a> E<'a> {$(
+            pub fn $f(self, x: impl Operand<'a>) -> E<'a> {
+                self.two(ScalarOp::$op, x)
+            }
+        )*}
+    };
+}
+methods!(lt Lt, le Le, gt Gt, ge Ge, equals Eq, differs Ne, and And, or Or, xor Xor, min Min, max Max, shl Shl, shr Shr);
+
+macro_rules! operators {
+    ($($tr:ident $f:ident $op:ident),*) => {$(
+        impl<'a, R: Operand<'a>> std::ops::$tr<R> for E<'a> {
+            type Output = E<'a>;
+            fn $f(self, x: R) -> E<'a> {
+                self.two(ScalarOp::$op, x)
+            }
+        }
+    )*};
+}
+operators!(Add add Add, Sub sub Sub, Mul mul Mul, Div div Div, Rem rem Rem);
+
+impl<'a> std::ops::Neg for E<'a> {
+    type Output = E<'a>;
+    fn neg(self) -> E<'a> {
+        self.b.op(ScalarOp::Neg, &[self])
+    }
+}
+
+impl<'a> std::ops::Not for E<'a> {
+    type Output = E<'a>;
+    fn not(self) -> E<'a> {
+        self.b.op(ScalarOp::Not, &[self])
+    }
+}
+
+impl<'a> Var<'a> {
+    /// The value now.
+    pub fn get(self) -> E<'a> {
+        let ty = self.b.inner.borrow().k.vars[self.id.ix()];
+        self.b.read(ty, Read::Var(self.id))
+    }
+
+    pub fn set(self, v: impl Operand<'a>) {
+        let ty = self.b.inner.borrow().k.vars[self.id.ix()];
+        let value = v.operand(self.b, ty).id;
+        self.b.emit(Stmt::Set { var: self.id, value })
+    }
+}
+
+macro_rules! array {
+    ($t:ident, $list:ident, $read:ident, $store:ident) => {
+        impl<'a> $t<'a> {
+            fn ty(self) -> Ty {
+                self.b.inner.borrow().k.$list[self.id.ix()].ty
+            }
+
+            pub fn load(self, index: impl Operand<'a>) -> E<'a> {
+                let index = index.operand(self.b, self.b.ix).id;
+                self.b.read(
+                    self.ty(),
+                    Read::$read {
+                        arr: self.id,
+                        index,
+                    },
+                )
+            }
+
+            pub fn store(self, index: impl Operand<'a>, value: impl Operand<'a>) {
+                let index = index.operand(self.b, self.b.ix).id;
+                let value = value.operand(self.b, self.ty()).id;
+                self.b.emit(Stmt::$store {
+                    arr: self.id,
+                    index,
+                    value,
+                })
+            }
+        }
+    };
+}
+array!(Local, locals, Local, StoreLocal);
+array!(Private, privates, Private, StorePrivate);

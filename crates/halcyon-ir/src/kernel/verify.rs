@@ -1,0 +1,535 @@
+//! What must hold of a kernel before anything renders or runs it.
+
+use super::ir::*;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::scalar_op::{Rule, ScalarOp};
+
+/// Checks the limits of a device as well as [`verify`].
+///
+/// # Errors
+/// [`Error::Unsupported`] that names the limit.
+pub fn verify_for(k: &Kernel, caps: &crate::target::Caps) -> Result<()> {
+    verify(k)?;
+    let over = |what: String| {
+        Err(Error::unsupported(
+            format!("kernel {}: {what}", k.name),
+            "Choose a smaller tile or another device",
+        ))
+    };
+    if k.items() > caps.max_workgroup {
+        return over(format!(
+            "{} work-items in a group, the device takes {}",
+            k.items(),
+            caps.max_workgroup
+        ));
+    }
+    if k.local_bytes() > caps.workgroup_memory as usize {
+        return over(format!(
+            "{} bytes of workgroup memory, the device has {}",
+            k.local_bytes(),
+            caps.workgroup_memory
+        ));
+    }
+    if k.buffers.len() > caps.max_bindings as usize {
+        return over(format!(
+            "{} buffers, the device binds {}",
+            k.buffers.len(),
+            caps.max_bindings
+        ));
+    }
+    let bad = k.buffers.iter().find(|b| !caps.storage.contains(&b.dtype));
+    if let Some(b) = bad {
+        return over(format!(
+            "a buffer of {}, which the device does not store",
+            b.dtype
+        ));
+    }
+    let i64s = k.uses_ty(Ty::I64) || k.uses_ty(Ty::U64);
+    if i64s && !caps.i64 {
+        return over("64-bit integers on a device without them".into());
+    }
+    let f64s = k.uses_ty(Ty::F64) || k.buffers.iter().any(|b| b.dtype == DType::F64);
+    if f64s && !caps.f64 {
+        return Err(Error::unsupported(
+            format!("kernel {}: f64 on a device without it", k.name),
+            "Use f32 or another device",
+        ));
+    }
+    Ok(())
+}
+
+/// Checks types, scopes, access rights, constant bounds of workgroup and private arrays, and that barriers and subgroup
+/// operations are reached by all work-items of a group or none.
+///
+/// # Errors
+/// [`Error::Argument`] that names the kernel and the fault.
+pub fn verify(k: &Kernel) -> Result<()> {
+    let fail = |what: String| Err(Error::argument(format!("kernel {}", k.name), what));
+    if k.items() == 0 {
+        return fail("the workgroup is empty".into());
+    }
+    let mut c = k.name.chars();
+    if !c.next().is_some_and(|c| c.is_ascii_alphabetic()) || !c.all(|c| c.is_ascii_alphanumeric() || c == '_')
+    {
+        return fail("the name is not a C identifier".into());
+    }
+    if k.uses_subgroups() && k.items() % 64 != 0 {
+        return fail("subgroup operations need whole subgroups of up to 64 work-items in a group".into());
+    }
+    for (i, a) in k.locals.iter().chain(&k.privates).enumerate() {
+        if a.len == 0 {
+            return fail(format!("array {i} is empty"));
+        }
+    }
+    if k.params.iter().any(|p| p.ty == Ty::Bool || p.ty.lanes() > 1) {
+        return fail("a parameter is a scalar number".into());
+    }
+    let mut types: Vec<Ty> = Vec::with_capacity(k.exprs.len());
+    for (i, e) in k.exprs.iter().enumerate() {
+        if let Some(bad) = e.operands().iter().find(|o| o.ix() >= i) {
+            return fail(format!("expression {i} uses {} before it exists", bad.0));
+        }
+        if let Err(what) = check_expr(e, &types, k) {
+            return fail(format!("expression {i} ({e:?}): {what}"));
+        }
+        types.push(type_of(e, &|x| types[x.ix()], k));
+    }
+    let mut v = Verifier {
+        k,
+        types: &types,
+        visible: vec![false; k.values.len()],
+        defined: vec![false; k.values.len()],
+        vars: vec![false; k.vars.len()],
+        value_div: vec![false; k.values.len()],
+        var_div: vec![false; k.vars.len()],
+        position: 0,
+        changed: false,
+        judge: false,
+        in_scope: vec![false; k.exprs.len()],
+        div_memo: vec![None; k.exprs.len()],
+    };
+    // Divergence of a variable can flow backwards through a loop, so it is iterated to its fixed point before barriers
+    // are judged. Each round marks at least one more variable.
+    loop {
+        v.reset();
+        v.block(&k.body, false).or_else(&fail)?;
+        if !v.changed {
+            break;
+        }
+    }
+    v.reset();
+    v.judge = true;
+    v.block(&k.body, false).or_else(&fail)
+}
+
+fn check_expr(e: &Expr, t: &[Ty], k: &Kernel) -> std::result::Result<(), String> {
+    let ty = |x: ExprId| t[x.ix()];
+    match *e {
+        Expr::Const { ty, .. } if ty.lanes() > 1 => Err("a constant is a scalar".into()),
+        Expr::Param(p) if p.ix() >= k.params.len() => Err("no such parameter".into()),
+        Expr::Value(v) if v.ix() >= k.values.len() => Err("no such value".into()),
+        Expr::Id(Id::Local(d) | Id::Group(d) | Id::Groups(d)) if d > 2 => Err("no such dimension".into()),
+        Expr::Op(op, x) => {
+            let n = op.arity();
+            let (data, cond) = match op.row().rule {
+                Rule::Select => (&x[1..3], Some(x[0])),
+                _ => (&x[..n], None),
+            };
+            if cond.is_some_and(|c| ty(c) != Ty::Bool) {
+                return Err("the condition is not a bool".into());
+            }
+            let d = ty(data[0]);
+            if data.iter().any(|&x| ty(x) != d) {
+                return Err(format!(
+                    "operand types differ: {:?}",
+                    data.iter().map(|&x| ty(x)).collect::<Vec<_>>()
+                ));
+            }
+            let vector_ops = [
+                ScalarOp::Neg,
+                ScalarOp::Add,
+                ScalarOp::Sub,
+                ScalarOp::Mul,
+                ScalarOp::Div,
+                ScalarOp::Fma,
+            ];
+            if d.lanes() > 1 && !vector_ops.contains(&op) {
+                return Err(format!("{} has no vector form", op.name()));
+            }
+            if !op.takes(d.dtype()) {
+                Err(format!("{} does not take {}", op.name(), d.name()))
+            } else {
+                Ok(())
+            }
+        }
+        Expr::IDiv(a, b) | Expr::IRem(a, b) if ty(a) != ty(b) || !ty(a).is_int() => {
+            Err("index division needs two integers of one type".into())
+        }
+        Expr::Cast(_, a) if ty(a).lanes() > 1 => Err("a vector is not cast".into()),
+        Expr::Bitcast(to, a) => {
+            let from = ty(a);
+            let ok = to != Ty::Bool && from != Ty::Bool && to.lanes() == 1 && from.lanes() == 1;
+            if ok && to.size() == from.size() {
+                Ok(())
+            } else {
+                Err("bitcast between different widths".into())
+            }
+        }
+        Expr::Dot4I8 { a, b, acc } if ty(a) != Ty::U32 || ty(b) != Ty::U32 || ty(acc) != Ty::I32 => {
+            Err("dot4 takes u32, u32 and i32".into())
+        }
+        Expr::Splat(t, a) if t.lanes() == 1 || ty(a) != Ty::F32 => Err("splat of a non-f32".into()),
+        Expr::Lane(a, i) if i as usize >= ty(a).lanes() || ty(a).lanes() == 1 => Err("no such lane".into()),
+        Expr::Vector(t, x) if t.lanes() == 1 || x[..t.lanes()].iter().any(|&x| ty(x) != Ty::F32) => {
+            Err("a vector has f32 lanes".into())
+        }
+        _ => Ok(()),
+    }
+}
+
+struct Verifier<'a> {
+    k: &'a Kernel,
+    types: &'a [Ty],
+    visible: Vec<bool>,
+    defined: Vec<bool>,
+    vars: Vec<bool>,
+    /// Whether a value may differ between the work-items of a group.
+    value_div: Vec<bool>,
+    var_div: Vec<bool>,
+    position: usize,
+    changed: bool,
+    judge: bool,
+    /// Expressions known to be in scope until a block ends.
+    in_scope: Vec<bool>,
+    /// Divergence of expressions met so far; values are set once, so it stays true for a round.
+    div_memo: Vec<Option<bool>>,
+}
+
+type Check = std::result::Result<(), String>;
+
+impl Verifier<'_> {
+    fn reset(&mut self) {
+        self.visible.fill(false);
+        self.defined.fill(false);
+        self.vars.fill(false);
+        self.value_div.fill(false);
+        self.in_scope.fill(false);
+        self.div_memo.fill(None);
+        self.position = 0;
+        self.changed = false;
+    }
+
+    fn divergent(&mut self, e: ExprId) -> bool {
+        if let Some(d) = self.div_memo[e.ix()] {
+            return d;
+        }
+        let d = match self.k.expr(e) {
+            Expr::Id(Id::Local(_) | Id::Lane) => true,
+            Expr::Value(v) => self.value_div[v.ix()],
+            x => x.operands().iter().any(|&o| self.divergent(o)),
+        };
+        self.div_memo[e.ix()] = Some(d);
+        d
+    }
+
+    /// All values an expression needs are in scope.
+    fn scope(&mut self, e: ExprId) -> Check {
+        if self.in_scope[e.ix()] {
+            return Ok(());
+        }
+        match self.k.expr(e) {
+            Expr::Value(v) if !self.visible[v.ix()] => return Err(format!("value {} is not in scope", v.0)),
+            x => x.operands().iter().try_for_each(|&o| self.scope(o))?,
+        }
+        self.in_scope[e.ix()] = true;
+        Ok(())
+    }
+
+    fn want(&self, e: ExprId, ty: Ty, what: &str) -> Check {
+        let got = self.types[e.ix()];
+        if got == ty {
+            Ok(())
+        } else {
+            Err(format!("{what} is {}, not {}", got.name(), ty.name()))
+        }
+    }
+
+    fn integer(&self, e: ExprId) -> Check {
+        let got = self.types[e.ix()];
+        if got.is_int() {
+            Ok(())
+        } else {
+            Err(format!("an index is {}, not an integer", got.name()))
+        }
+    }
+
+    fn buffer(&self, b: BufId, write: bool) -> std::result::Result<DType, String> {
+        let d = self
+            .k
+            .buffers
+            .get(b.ix())
+            .ok_or_else(|| format!("no buffer {}", b.0))?;
+        if write && !d.write {
+            return Err(format!("buffer {} is read-only", b.0));
+        }
+        Ok(d.dtype)
+    }
+
+    fn array(&self, list: &[ArrayDecl], i: usize, index: ExprId) -> std::result::Result<Ty, String> {
+        let a = list.get(i).ok_or_else(|| format!("no array {i}"))?;
+        self.integer(index)?;
+        if let Expr::Const { ty, bits } = self.k.expr(index) {
+            let v = const_scalar(ty, bits).as_i64();
+            if v < 0 || v >= a.len as i64 {
+                return Err(format!("index {v} of array {i}, which has {} elements", a.len));
+            }
+        }
+        Ok(a.ty)
+    }
+
+    fn define(&mut self, v: ValueId, ty: Ty, div: bool) -> Check {
+        let want = *self
+            .k
+            .values
+            .get(v.ix())
+            .ok_or_else(|| format!("no value {}", v.0))?;
+        if std::mem::replace(&mut self.defined[v.ix()], true) {
+            return Err(format!("value {} is set twice", v.0));
+        }
+        if want != ty {
+            return Err(format!("value {} is {}, set to {}", v.0, want.name(), ty.name()));
+        }
+        self.visible[v.ix()] = true;
+        self.value_div[v.ix()] = div;
+        Ok(())
+    }
+
+    fn set_var(&mut self, v: VarId, value: ExprId, div: bool) -> Check {
+        let ty = *self
+            .k
+            .vars
+            .get(v.ix())
+            .ok_or_else(|| format!("no variable {}", v.0))?;
+        self.want(value, ty, "the value of a variable")?;
+        if (div || self.divergent(value)) && !self.var_div[v.ix()] {
+            self.var_div[v.ix()] = true;
+            self.changed = true;
+        }
+        Ok(())
+    }
+
+    fn uniform(&self, div: bool, what: &str) -> Check {
+        if div && self.judge {
+            return Err(format!("{what} in control flow that differs between work-items"));
+        }
+        Ok(())
+    }
+
+    fn block(&mut self, b: &[Stmt], div: bool) -> Check {
+        let (visible, vars) = (self.visible.clone(), self.vars.clone());
+        for s in b {
+            let at = self.position;
+            self.position += 1;
+            self.stmt(s, div).map_err(|e| {
+                if e.starts_with("statement") {
+                    e
+                } else {
+                    format!("statement {at}: {e}")
+                }
+            })?;
+        }
+        self.visible = visible;
+        self.vars = vars;
+        self.in_scope.fill(false);
+        Ok(())
+    }
+
+    fn stmt(&mut self, s: &Stmt, div: bool) -> Check {
+        for e in s.exprs() {
+            if e.ix() >= self.types.len() {
+                return Err(format!("no expression {}", e.0));
+            }
+            self.scope(e)?;
+        }
+        let ty = |v: &Self, e: ExprId| v.types[e.ix()];
+        match *s {
+            Stmt::Let { dst, expr } => {
+                let d = self.divergent(expr);
+                self.define(dst, ty(self, expr), d)
+            }
+            Stmt::Read { dst, read } => {
+                let (t, d) = self.read(read, div)?;
+                self.define(dst, t, d)
+            }
+            Stmt::Var { var, init } => {
+                self.set_var(var, init, div)?;
+                self.vars[var.ix()] = true;
+                Ok(())
+            }
+            Stmt::Set { var, value } => {
+                self.set_var(var, value, div)?;
+                if self.vars[var.ix()] {
+                    Ok(())
+                } else {
+                    Err(format!("variable {} is not in scope", var.0))
+                }
+            }
+            Stmt::Store { buf, index, value } => {
+                let d = self.buffer(buf, true)?;
+                self.integer(index)?;
+                self.want(value, Ty::of(d), "the stored value")
+            }
+            Stmt::StoreVector { buf, index, value } => {
+                if self.buffer(buf, true)? != DType::F32 || ty(self, value).lanes() == 1 {
+                    return Err("a vector store needs an f32 buffer and a vector".into());
+                }
+                self.integer(index)
+            }
+            Stmt::StoreWord { buf, index, value } => {
+                self.buffer(buf, true)?;
+                self.integer(index)?;
+                self.want(value, Ty::U32, "the stored word")
+            }
+            Stmt::StoreLocal { arr, index, value } => {
+                let t = self.array(&self.k.locals, arr.ix(), index)?;
+                self.want(value, t, "the stored value")
+            }
+            Stmt::StorePrivate { arr, index, value } => {
+                let t = self.array(&self.k.privates, arr.ix(), index)?;
+                self.want(value, t, "the stored value")
+            }
+            Stmt::AtomicAdd {
+                buf,
+                index,
+                value,
+                dst,
+            } => {
+                let d = self.buffer(buf, true)?;
+                if !matches!(d, DType::I32 | DType::U32) {
+                    return Err(format!("atomic add on {d}: only i32 and u32 have it"));
+                }
+                self.integer(index)?;
+                self.want(value, Ty::of(d), "the added value")?;
+                dst.map_or(Ok(()), |v| self.define(v, Ty::of(d), true))
+            }
+            Stmt::For {
+                var,
+                start,
+                end,
+                step,
+                ref body,
+            } => {
+                let t = ty(self, start);
+                self.integer(start)?;
+                self.want(end, t, "the end of a loop")?;
+                self.want(step, t, "the step of a loop")?;
+                if let Expr::Const { ty, bits } = self.k.expr(step) {
+                    if const_scalar(ty, bits).as_f64() <= 0.0 {
+                        return Err("the step of a loop is not positive".into());
+                    }
+                }
+                let d = [start, end, step].iter().any(|&e| self.divergent(e));
+                self.define(var, t, d)?;
+                let r = self.block(body, div || d);
+                self.visible[var.ix()] = false;
+                r
+            }
+            Stmt::If {
+                cond,
+                ref then,
+                ref els,
+            } => {
+                self.want(cond, Ty::Bool, "a condition")?;
+                let d = div || self.divergent(cond);
+                self.block(then, d)?;
+                self.block(els, d)
+            }
+            Stmt::Barrier { .. } => self.uniform(div, "a barrier"),
+            Stmt::SetError { buf, index, code } => {
+                if self.buffer(buf, true)? != DType::U32 {
+                    return Err("the error word is u32".into());
+                }
+                self.integer(index)?;
+                self.want(code, Ty::U32, "the error code")
+            }
+            Stmt::TileMma { shape, a, b, c } => {
+                if shape.contains(&0) {
+                    return Err("an empty tile".into());
+                }
+                for t in [a, b, c] {
+                    if self.array(&self.k.locals, t.arr.ix(), t.offset)? != Ty::F32 {
+                        return Err("a tile is f32".into());
+                    }
+                    self.integer(t.stride)?;
+                }
+                self.uniform(div, "a tile multiply")
+            }
+        }
+    }
+
+    fn read(&mut self, r: Read, div: bool) -> std::result::Result<(Ty, bool), String> {
+        Ok(match r {
+            Read::Global { buf, index, guard } => {
+                let d = self.buffer(buf, false)?;
+                self.integer(index)?;
+                if let Some(g) = guard {
+                    self.want(g, Ty::Bool, "a guard")?;
+                }
+                // A buffer no one writes gives all work-items that read one place the same value.
+                let same = !self.k.buffers[buf.ix()].write && self.k.noalias;
+                (
+                    Ty::of(d),
+                    !same || self.divergent(index) || guard.is_some_and(|g| self.divergent(g)),
+                )
+            }
+            Read::Vector { buf, ty, index } => {
+                if self.buffer(buf, false)? != DType::F32 || ty.lanes() == 1 {
+                    return Err("a vector read needs an f32 buffer and a vector type".into());
+                }
+                self.integer(index)?;
+                (ty, true)
+            }
+            Read::Word { buf, index } => {
+                self.buffer(buf, false)?;
+                self.integer(index)?;
+                (Ty::U32, true)
+            }
+            // Workgroup memory after a barrier is the same for all, but that is not proved here except for what a
+            // group reduction leaves: a place that does not depend on the work-item.
+            Read::Local { arr, index } => (
+                self.array(&self.k.locals, arr.ix(), index)?,
+                div || self.divergent(index),
+            ),
+            Read::Private { arr, index } => (self.array(&self.k.privates, arr.ix(), index)?, true),
+            Read::Var(v) => {
+                let ty = *self
+                    .k
+                    .vars
+                    .get(v.ix())
+                    .ok_or_else(|| format!("no variable {}", v.0))?;
+                if !self.vars[v.ix()] {
+                    return Err(format!("variable {} is not in scope", v.0));
+                }
+                (ty, self.var_div[v.ix()])
+            }
+            Read::SubgroupReduce { value, .. } => {
+                let t = self.types[value.ix()];
+                if t == Ty::Bool || t.lanes() > 1 {
+                    return Err("a subgroup reduction takes a scalar number".into());
+                }
+                self.uniform(div, "a subgroup reduction")?;
+                (t, true)
+            }
+            Read::SubgroupShuffle { value, lane: m } | Read::SubgroupShuffleXor { value, mask: m } => {
+                let t = self.types[value.ix()];
+                if t == Ty::Bool || t.lanes() > 1 {
+                    return Err("a shuffle takes a scalar number".into());
+                }
+                self.want(m, Ty::I32, "a lane")?;
+                self.uniform(div, "a shuffle")?;
+                (t, true)
+            }
+        })
+    }
+}

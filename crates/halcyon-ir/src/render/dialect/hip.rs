@@ -1,0 +1,48 @@
+//! HIP C++ for hipRTC: CUDA's spelling, with `_Float16`, subgroups of the wave's size and no inline assembly.
+
+use super::cuda;
+use super::{Dialect, Language};
+
+pub static DIALECT: Dialect = Dialect {
+    language: Language::Hip,
+    vector_ops: "",
+    subgroup_size: "((int)warpSize)",
+    shuffle_xor: "__shfl_xor($0, $1)",
+    shuffle: "__shfl($0, $1)",
+    storage: [
+        "unsigned char",
+        "unsigned char",
+        "unsigned short",
+        "unsigned int",
+        "unsigned long long",
+        "signed char",
+        "short",
+        "int",
+        "long long",
+        "_Float16",
+        "unsigned short",
+        "float",
+        "double",
+    ],
+    load_f16: "(float)$p[$i]",
+    store_f16: "$p[$i] = (_Float16)($v);",
+    helpers: &[
+        (
+            "h_round_f16_f32",
+            "float @(float x) {\n    return (float)(_Float16)x;\n}\n",
+        ),
+        (
+            "h_round_f16_f64",
+            "float @(double x) {\n    return (float)(_Float16)x;\n}\n",
+        ),
+        (
+            "h_fma_f32x2",
+            "float2 @(float2 x, float2 y, float2 z) {\n    return x * y + z;\n}\n",
+        ),
+        (
+            "h_fma_f32x4",
+            "float4 @(float4 x, float4 y, float4 z) {\n    return x * y + z;\n}\n",
+        ),
+    ],
+    ..cuda::DIALECT_BASE
+};

@@ -1,0 +1,119 @@
+#!/usr/bin/env python3
+"""An independent judge of `halcyon conformance`: it must not be able to pass by looking at the answers.
+
+Needs numpy, onnx; HALCYON_BIN (the command) and HALCYON_TESTDATA (what altered_conformance.py wrote).
+Usage: check_conformance.py [--backend NAME] [--limit N]
+
+1. Every case is run by `halcyon run` in a folder that holds its model and inputs but no expectation; the saved outputs are
+   compared here, in NumPy. A case that `halcyon run` calls unsupported (exit code 3) counts as skipped.
+2. `halcyon conformance onnx` on the unaltered cases finds none wrong, and agrees case by case with 1.
+3. On the copy with fifty altered expectations it finds exactly those fifty wrong.
+Last line: `N passed, N failed, N skipped`.
+"""
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+import onnx
+from onnx import TensorProto, numpy_helper
+
+UNSUPPORTED = 3
+
+
+def file_name(name):
+    """The file in which `run --output-dir` saves an output: its name with what a file name cannot hold replaced."""
+    return "".join(c if c.isalnum() or c in "._-" else "_" for c in name) + ".npy"
+
+
+def judge(command, backend, case, scratch):
+    """("passed" | "wrong" | "unsupported" | "error", reason) of one case, from its saved outputs."""
+    model = onnx.load(str(case / "model.onnx"))
+    work = scratch / case.name
+    work.mkdir()
+    shutil.copy(case / "model.onnx", work)
+    arguments = [command, "run", str(work / "model.onnx"), "--backend", backend, "--output-dir", str(work / "out")]
+    stored = {t.name for t in model.graph.initializer}
+    for i, info in enumerate(v for v in model.graph.input if v.name not in stored):
+        source = case / "test_data_set_0" / f"input_{i}.pb"
+        shutil.copy(source, work)
+        arguments += ["--input", f"{info.name}={work / source.name}"]
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    if done.returncode == UNSUPPORTED:
+        return "unsupported", done.stderr.strip().splitlines()[-1:]
+    if done.returncode != 0:
+        return "error", f"exit {done.returncode}: {done.stderr.strip()[-300:]}"
+    tolerance = json.loads((case / "tolerance.json").read_text())
+    for i, info in enumerate(model.graph.output):
+        proto = TensorProto.FromString((case / "test_data_set_0" / f"output_{i}.pb").read_bytes())
+        expected = numpy_helper.to_array(proto)
+        path = work / "out" / file_name(info.name)
+        if not path.is_file():
+            return "error", f"output `{info.name}` was not saved as {path.name}"
+        got = np.load(path)
+        if got.dtype != expected.dtype or got.shape != expected.shape:
+            return "wrong", f"{info.name}: {got.dtype}{got.shape}, expected {expected.dtype}{expected.shape}"
+        if not np.allclose(got, expected, rtol=tolerance["rtol"], atol=tolerance["atol"], equal_nan=True):
+            return "wrong", f"{info.name}: largest difference {np.abs(got.astype(float) - expected.astype(float)).max()}"
+    return "passed", ""
+
+
+def conformance(command, backend, folder):
+    done = subprocess.run(
+        [command, "conformance", "onnx", str(folder), "--backend", backend, "--json"], capture_output=True, text=True
+    )
+    try:
+        report = json.loads(done.stdout)
+    except json.JSONDecodeError:
+        sys.exit(f"`conformance --json` (exit {done.returncode}) printed no JSON: {done.stdout[:200]} {done.stderr[-300:]}")
+    return {case["name"].split("/")[-1]: case["status"] for case in report["cases"]}, report["total"]
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--limit", type=int)
+    options = parser.parse_args()
+    command = os.environ["HALCYON_BIN"]
+    data = pathlib.Path(os.environ["HALCYON_TESTDATA"])
+    cases = sorted(path for path in (data / "conformance").iterdir() if path.is_dir())[: options.limit]
+
+    totals = {"passed": 0, "wrong": 0, "unsupported": 0, "error": 0}
+    verdicts = {}
+    with tempfile.TemporaryDirectory() as scratch:
+        for case in cases:
+            verdicts[case.name], reason = judge(command, options.backend, case, pathlib.Path(scratch))
+            totals[verdicts[case.name]] += 1
+            if verdicts[case.name] in ("wrong", "error"):
+                print(f"{case.name}: {verdicts[case.name]}: {reason}")
+    print(f"judged from saved outputs on {options.backend}: {totals}")
+    passed, failed, skipped = totals["passed"], totals["wrong"] + totals["error"], totals["unsupported"]
+
+    own, total = conformance(command, options.backend, data / "conformance")
+    print(f"the command's own verdict: {total}")
+    for name, verdict in verdicts.items():
+        if own.get(name) != verdict:
+            print(f"{name}: `conformance` says {own.get(name)}, the saved outputs say {verdict}")
+            failed += 1
+    failed += total["wrong"]
+
+    own, total = conformance(command, options.backend, data / "conformance_altered")
+    wrong = sorted(name for name, status in own.items() if status == "wrong")
+    altered = (data / "conformance_altered.txt").read_text().split()
+    print(f"with {len(altered)} altered expectations: {total}")
+    if wrong == altered:
+        passed += 1
+    else:
+        failed += 1
+        print(f"not found: {sorted(set(altered) - set(wrong))}; wrongly accused: {sorted(set(wrong) - set(altered))}")
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,205 @@
+#!/usr/bin/env python3
+"""The peers' side of `cargo xtask bench peers`: one engine, driven by the protocol that xtask/src/bench.rs describes.
+
+Usage: peers.py --engine numpy|onnxruntime|torch --threads N                  (serves until its input ends)
+       peers.py --engine onnxruntime --threads N --start MODEL INPUT.npy      (one answer from a fresh process)
+"""
+import argparse
+import json
+import os
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+FILL = 0.03  # seconds that one request's runs should fill together
+
+
+def timed(run):
+    """Seconds per run: the mean over as many runs as fill FILL, at least one; the caller warmed up."""
+    runs, begin = 0, time.perf_counter()
+    while True:
+        run()
+        runs += 1
+        spent = time.perf_counter() - begin
+        if spent >= FILL:
+            return spent / runs
+
+
+def matrix(np, *shape):
+    return np.random.default_rng(0).standard_normal(shape, dtype=np.float32)
+
+
+def parse(item):
+    """`gemm.512` -> ("gemm", [512]); `gemv.14336x4096` -> ("gemv", [14336, 4096])."""
+    kind, _, size = item.partition(".")
+    return kind, [int(n) for n in size.split("x")] if size and size[0].isdigit() else size
+
+
+class Numpy:
+    """OpenBLAS products, and memory ceilings with one NumPy call per thread."""
+
+    def __init__(self, threads):
+        import numpy as np
+
+        self.np, self.threads = np, threads
+        self.pool = ThreadPoolExecutor(threads)
+        self.name = f"numpy {np.__version__}"
+
+    def prepare(self, item):
+        np = self.np
+        kind, size = parse(item)
+        if kind == "gemv":
+            a, x = matrix(np, *size), matrix(np, size[1])
+            out = np.empty(size[0], np.float32)
+            return (lambda: np.dot(a, x, out=out)), None
+        if kind == "gemm":
+            a, b = matrix(np, size[0], size[0]), matrix(np, size[0], size[0])
+            out = np.empty_like(a)
+            return (lambda: np.dot(a, b, out=out)), None
+        if item == "ceiling.read":
+            # 256 MiB read once by a scalar product of an array with itself.
+            x = np.ones(1 << 26, np.float32)
+            return (lambda: np.dot(x, x)), x.nbytes
+        if item == "ceiling.copy":
+            # 256 MiB from one buffer to another, each thread its share; counted as read plus written.
+            source = np.ones(1 << 26, np.float32)
+            target = np.zeros_like(source)
+            parts = list(zip(np.array_split(target, self.threads), np.array_split(source, self.threads)))
+            copy = lambda part: np.copyto(part[0], part[1])
+            return (lambda: list(self.pool.map(copy, parts))), 2 * source.nbytes
+        return None
+
+
+class OnnxRuntime:
+    def __init__(self, threads):
+        import onnxruntime
+
+        self.ort, self.threads = onnxruntime, threads
+        self.name = f"onnxruntime {onnxruntime.__version__}"
+
+    def session(self, model):
+        options = self.ort.SessionOptions()
+        options.intra_op_num_threads = self.threads
+        options.log_severity_level = 3
+        return self.ort.InferenceSession(model, options, providers=["CPUExecutionProvider"])
+
+    def prepare(self, item):
+        import numpy as np
+        from onnx import TensorProto, helper, numpy_helper
+
+        kind, size = parse(item)
+        value = helper.make_tensor_value_info
+        node = helper.make_node
+        if kind == "gemm":
+            n = size[0]
+            # The right side is a weight, so the engine packs it once.
+            nodes, shape, out_shape = [node("MatMul", ["x", "b"], ["y"])], [n, n], [n, n]
+            weights = {"b": matrix(np, n, n)}
+        elif kind == "gemv":
+            nodes, shape, out_shape = [node("MatMul", ["x", "b"], ["y"])], [1, size[1]], [1, size[0]]
+            weights = {"b": np.ascontiguousarray(matrix(np, *size).T)}
+        elif kind == "chain":
+            rows, columns = size
+            nodes = [node("Sigmoid", ["x"], ["s"]), node("Mul", ["x", "s"], ["t"]), node("Mul", ["t", "w"], ["u"]),
+                     node("Add", ["u", "b"], ["y"])]
+            shape = out_shape = [rows, columns]
+            weights = {"w": matrix(np, columns), "b": matrix(np, columns)}
+        else:
+            return None
+        graph = helper.make_graph(
+            nodes, "item", [value("x", TensorProto.FLOAT, shape)], [value("y", TensorProto.FLOAT, out_shape)],
+            [numpy_helper.from_array(v, k) for k, v in weights.items()],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+        model.ir_version = 8
+        session = self.session(model.SerializeToString())
+        # Input and output stay bound to the same memory: nothing but the product is timed.
+        x = self.ort.OrtValue.ortvalue_from_numpy(matrix(np, *shape))
+        y = self.ort.OrtValue.ortvalue_from_numpy(np.empty(out_shape, np.float32))
+        binding = session.io_binding()
+        binding.bind_ortvalue_input("x", x)
+        binding.bind_ortvalue_output("y", y)
+        return (lambda: session.run_with_iobinding(binding)), None
+
+    def start(self, model, source):
+        import numpy as np
+
+        session = self.session(model)
+        return session.run(None, {session.get_inputs()[0].name: np.load(source)})[0].argmax()
+
+
+class Torch:
+    def __init__(self, threads):
+        import torch
+
+        self.torch = torch
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(False)
+        torch.manual_seed(0)
+        self.name = f"torch {torch.__version__}"
+
+    def prepare(self, item):
+        torch = self.torch
+        kind, size = parse(item)
+        if kind == "gemm":
+            a, b = torch.randn(size[0], size[0]), torch.randn(size[0], size[0])
+            out = torch.empty_like(a)
+            return (lambda: torch.mm(a, b, out=out)), None
+        if kind == "gemv":
+            a, x, out = torch.randn(*size), torch.randn(size[1]), torch.empty(size[0])
+            return (lambda: torch.mv(a, x, out=out)), None
+        if kind == "chain":
+            x, w, b = torch.randn(*size), torch.randn(size[1]), torch.randn(size[1])
+            t = torch.empty_like(x)
+
+            def chain():
+                torch.sigmoid(x, out=t)
+                t.mul_(x).mul_(w).add_(b)
+
+            return chain, None
+        return None
+
+
+ENGINES = {"numpy": Numpy, "onnxruntime": OnnxRuntime, "torch": Torch}
+
+
+def serve(engine):
+    def answer(**fields):
+        print(json.dumps(fields), flush=True)
+
+    answer(name=engine.name)
+    current, prepared = None, None
+    for line in sys.stdin:
+        item = line.strip()
+        if item != current:
+            # One item at a time keeps memory small and caches honest.
+            current, prepared = item, None
+            prepared = engine.prepare(item)
+            if prepared:
+                prepared[0]()
+                prepared[0]()
+        if not prepared:
+            answer(unsupported=item)
+            continue
+        run, work = prepared
+        run()
+        answer(seconds=timed(run), **({"work": work} if work else {}))
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--engine", choices=ENGINES, required=True)
+    parser.add_argument("--threads", type=int, required=True)
+    parser.add_argument("--start", nargs=2, metavar=("MODEL", "INPUT"))
+    options = parser.parse_args()
+    for name in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        os.environ[name] = str(options.threads)
+    engine = ENGINES[options.engine](options.threads)
+    if options.start:
+        print(engine.start(*options.start))
+    else:
+        serve(engine)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,481 @@
+//! `cargo xtask bench peers`: ours against the peers, interleaved in one run.
+//!
+//! # Protocol
+//! Every side is a child process that serves measurements on its standard streams, one JSON object a line.
+//! - Ours: `target/release/examples/spine_bench --serve --threads N` (an example of the `halcyon` package).
+//! - Peers: `python xtask/scripts/peers.py --engine E --threads N`.
+//!
+//! 1. The child starts by printing `{"name": "onnxruntime 1.31.1"}`: who it is, with its version.
+//! 2. We write one item's name and a newline. The child prepares the item when it differs from the one before (data from a
+//!    normal distribution, packing, compiling, two warm-up runs: none of it timed; what the previous item held is freed), then runs it as often as
+//!    fills 30 ms, at least once, and answers `{"seconds": S}`: the mean wall time of one run. Memory is kept between runs.
+//! 3. An item it does not have is answered `{"unsupported": "reason"}`.
+//! 4. The end of its input ends the child.
+//!
+//! Items, all float32:
+//! - `gemm.N`: `C = A B`, all N x N. B is a weight and may be packed beforehand, A is not.
+//! - `gemv.RxC`: `y = A x` with A of R x C.
+//! - `chain.RxC`: `y = silu(x) * w + b` with x of R x C, and w and b of length C broadcast over rows.
+//! - `ceiling.fma`, `ceiling.read`, `ceiling.copy`: the machine's own limits with N threads: fused multiply-adds in registers
+//!   (work in FLOP), reading memory far larger than the caches (bytes), copying it (bytes read plus written). Their answers also carry
+//!   `"work": W`, the amount done in `seconds`.
+//!
+//! `start` is no request: we start a process that classifies one image and exits, and take the wall time. Ours is
+//! `halcyon run MODEL --input FILE`. The model is ours (`models/digits.onnx`); with `HALCYON_MNIST` naming a folder with `mnist.onnx`
+//! and `digit-7.npy` it is that one.
+//!
+//! The sides take turns within each round, in an order that rotates, with a pause so that one side's spinning threads do not run into the next
+//! one's turn. Reported are medians, the median of the rounds' ratios, and ours as a share of the best ceiling any side has shown.
+
+use crate::Failure;
+use crate::machine::{Requirements, Venv};
+use crate::report::run;
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Write};
+use std::path::{Path, PathBuf};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+use std::time::{Duration, Instant};
+
+const PAUSE: Duration = Duration::from_millis(60);
+
+/// What an item's work is counted in, and so which ceiling it is held against.
+#[derive(Debug, Clone, Copy, PartialEq)]
+enum Work {
+    /// Floating-point operations against `ceiling.fma`.
+    Flops(f64),
+    /// Bytes against `ceiling.read`.
+    Read(f64),
+    /// Bytes read and written against `ceiling.copy`.
+    Copy(f64),
+    /// Wall time only.
+    Start,
+}
+
+const ITEMS: &[(&str, Work)] = &[
+    ("gemm.512", Work::Flops(2.0 * 512.0 * 512.0 * 512.0)),
+    ("gemm.1024", Work::Flops(2.0 * 1024.0 * 1024.0 * 1024.0)),
+    ("gemm.2048", Work::Flops(2.0 * 2048.0 * 2048.0 * 2048.0)),
+    ("gemm.4096", Work::Flops(2.0 * 4096.0 * 4096.0 * 4096.0)),
+    ("gemv.4096x4096", Work::Read(4.0 * 4096.0 * 4096.0)),
+    ("gemv.14336x4096", Work::Read(4.0 * 14336.0 * 4096.0)),
+    ("chain.4096x4096", Work::Copy(8.0 * 4096.0 * 4096.0)),
+    ("start", Work::Start),
+];
+
+impl Work {
+    fn ceiling(self) -> Option<&'static str> {
+        match self {
+            Work::Flops(_) => Some("ceiling.fma"),
+            Work::Read(_) => Some("ceiling.read"),
+            Work::Copy(_) => Some("ceiling.copy"),
+            Work::Start => None,
+        }
+    }
+
+    /// Giga-operations or gigabytes per second.
+    fn rate(self, seconds: f64) -> Option<f64> {
+        match self {
+            Work::Flops(n) | Work::Read(n) | Work::Copy(n) => Some(n / seconds / 1e9),
+            Work::Start => None,
+        }
+    }
+
+    fn unit(self) -> &'static str {
+        match self {
+            Work::Flops(_) => "GFLOP/s",
+            Work::Read(_) | Work::Copy(_) => "GB/s",
+            Work::Start => "",
+        }
+    }
+}
+
+/// One side of the comparison.
+struct Side {
+    name: String,
+    child: Child,
+    requests: Option<ChildStdin>,
+    answers: BufReader<ChildStdout>,
+    /// The process that gives one answer and exits; None: this side does not take part in `start`.
+    start: Option<Vec<PathBuf>>,
+}
+
+impl Side {
+    fn spawn(mut command: Command, start: Option<Vec<PathBuf>>) -> Result<Side, String> {
+        let program = command.get_program().to_string_lossy().into_owned();
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .map_err(|e| format!("`{program}` did not start: {e}"))?;
+        let requests = child.stdin.take();
+        let stdout = child.stdout.take().ok_or("no pipe from the child")?;
+        let mut side = Side {
+            name: program,
+            child,
+            requests,
+            answers: BufReader::new(stdout),
+            start,
+        };
+        let hello = side.read()?;
+        side.name = hello["name"]
+            .as_str()
+            .ok_or(format!("`{}` did not say its name: {hello}", side.name))?
+            .into();
+        Ok(side)
+    }
+
+    fn read(&mut self) -> Result<Value, String> {
+        let mut line = String::new();
+        let read = self
+            .answers
+            .read_line(&mut line)
+            .map_err(|e| format!("{}: {e}", self.name))?;
+        if read == 0 {
+            return Err(format!("{} ended without an answer", self.name));
+        }
+        serde_json::from_str(&line).map_err(|e| format!("{} answered `{}`: {e}", self.name, line.trim()))
+    }
+
+    fn ask(&mut self, item: &str) -> Result<Value, String> {
+        let requests = self.requests.as_mut().ok_or("the child takes no requests")?;
+        writeln!(requests, "{item}")
+            .and_then(|()| requests.flush())
+            .map_err(|e| format!("{}: {e}", self.name))?;
+        self.read()
+    }
+
+    /// Seconds for one run of the item; None when this side does not have it.
+    fn measure(&mut self, item: &str, work: Work) -> Result<Option<f64>, String> {
+        if work == Work::Start {
+            let Some((program, args)) = self.start.as_deref().and_then(<[PathBuf]>::split_first) else {
+                return Ok(None);
+            };
+            let begin = Instant::now();
+            let out = Command::new(program)
+                .args(args)
+                .output()
+                .map_err(|e| format!("{}: {e}", program.display()))?;
+            let seconds = begin.elapsed().as_secs_f64();
+            if !out.status.success() {
+                let why = String::from_utf8_lossy(&out.stderr).into_owned();
+                return Err(format!("{} ended with {}: {why}", program.display(), out.status));
+            }
+            return Ok(Some(seconds));
+        }
+        let answer = self.ask(item)?;
+        if !answer["unsupported"].is_null() {
+            return Ok(None);
+        }
+        match answer["seconds"].as_f64() {
+            Some(seconds) if seconds > 0.0 => Ok(Some(seconds)),
+            _ => Err(format!("{} answered {answer} for {item}", self.name)),
+        }
+    }
+}
+
+impl Drop for Side {
+    fn drop(&mut self) {
+        // The end of its input tells the child to end.
+        drop(self.requests.take());
+        let _ = self.child.wait();
+    }
+}
+
+struct Options {
+    rounds: usize,
+    threads: usize,
+    only: Vec<String>,
+    torch: bool,
+}
+
+impl Options {
+    fn parse(args: &[&str]) -> Result<Options, Failure> {
+        let cores = std::thread::available_parallelism().map_or(1, usize::from);
+        let mut options = Options {
+            rounds: 15,
+            threads: cores,
+            only: Vec::new(),
+            torch: false,
+        };
+        let mut args = args.iter();
+        while let Some(flag) = args.next() {
+            let value = || Failure::Usage(format!("{flag} needs a value that fits"));
+            let next = args.next().ok_or_else(value)?;
+            match *flag {
+                "--rounds" => options.rounds = next.parse().ok().filter(|&n| n > 0).ok_or_else(value)?,
+                "--threads" => options.threads = next.parse().ok().filter(|&n| n > 0).ok_or_else(value)?,
+                "--only" if ITEMS.iter().any(|(name, _)| name.starts_with(next)) => {
+                    options.only.push(next.to_string())
+                }
+                "--with" if *next == "torch" => options.torch = true,
+                "--only" | "--with" => return Err(value()),
+                _ => return Err(Failure::Usage(format!("`bench peers` has no option `{flag}`"))),
+            }
+        }
+        Ok(options)
+    }
+}
+
+pub fn peers(args: &[&str]) -> Result<bool, Failure> {
+    let options = Options::parse(args)?;
+    let mut requirements = vec![Requirements {
+        file: "requirements-peers.txt",
+        flags: &[],
+    }];
+    if options.torch {
+        requirements.push(Requirements {
+            file: "requirements-torch.txt",
+            flags: &[],
+        });
+    }
+    let venv = Venv::new(if options.torch {
+        "venv-peers-torch"
+    } else {
+        "venv-peers"
+    });
+    println!("peers' environment: {}", venv.prepare(&requirements)?);
+    run(
+        Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+            .current_dir(crate::root())
+            .args([
+                "build",
+                "--release",
+                "-p",
+                "halcyon-cli",
+                "-p",
+                "halcyon",
+                "--bin",
+                "halcyon",
+                "--example",
+                "spine_bench",
+            ]),
+    )?;
+
+    let mut sides = spawn_sides(&options, &venv)?;
+    let names: Vec<String> = sides.iter().map(|side| side.name.clone()).collect();
+    println!(
+        "{} threads, {} rounds, interleaved: {}",
+        options.threads,
+        options.rounds,
+        names.join(" | ")
+    );
+
+    let items: Vec<_> = ITEMS
+        .iter()
+        .filter(|(name, _)| {
+            options.only.is_empty() || options.only.iter().any(|only| name.starts_with(only.as_str()))
+        })
+        .collect();
+    let ceilings = measure_ceilings(&mut sides, &items)?;
+    let mut rows = Vec::new();
+    for &&(item, work) in &items {
+        let rounds = interleave(&mut sides, item, work, options.rounds)?;
+        rows.push(report_item(item, work, &names, &rounds, &ceilings));
+    }
+    let record = json!({"threads": options.threads, "rounds": options.rounds, "sides": names, "items": rows,
+        "ceilings": ceilings.iter().map(|c| json!({"name": c.0, "giga_per_second": c.1, "by": c.2})).collect::<Vec<_>>()});
+    let path = crate::target_dir().join("bench-peers.json");
+    std::fs::write(&path, format!("{record:#}\n")).map_err(|e| format!("{}: {e}", path.display()))?;
+    println!("written to {}", path.display());
+    Ok(true)
+}
+
+/// Ours first, then the peers.
+fn spawn_sides(options: &Options, venv: &Venv) -> Result<Vec<Side>, String> {
+    let threads = options.threads.to_string();
+    let release = crate::target_dir().join("release");
+    let (model, image, array) = start_input(venv)?;
+    let mut ours = Command::new(
+        release
+            .join("examples")
+            .join(format!("spine_bench{}", std::env::consts::EXE_SUFFIX)),
+    );
+    ours.args(["--serve", "--threads", &threads]);
+    let start: Vec<PathBuf> = [
+        release.join(format!("halcyon{}", std::env::consts::EXE_SUFFIX)),
+        "run".into(),
+        model.clone(),
+        "--input".into(),
+        image,
+        "--threads".into(),
+        threads.clone().into(),
+    ]
+    .into();
+    let mut sides = vec![Side::spawn(ours, Some(start))?];
+    let script = crate::root().join("xtask/scripts/peers.py");
+    let engines = ["onnxruntime", "numpy"]
+        .into_iter()
+        .chain(options.torch.then_some("torch"));
+    for engine in engines {
+        let args: Vec<PathBuf> = [
+            script.clone(),
+            "--engine".into(),
+            engine.into(),
+            "--threads".into(),
+            threads.clone().into(),
+        ]
+        .into();
+        let mut command = Command::new(venv.python());
+        command.args(&args);
+        let start = (engine == "onnxruntime").then(|| {
+            let once = ["--start".into(), model.clone(), array.clone()];
+            [venv.python()].into_iter().chain(args).chain(once).collect()
+        });
+        sides.push(Side::spawn(command, start)?);
+    }
+    Ok(sides)
+}
+
+/// The model for `start`, with its input as our command takes it and as an array for the peer.
+fn start_input(venv: &Venv) -> Result<(PathBuf, PathBuf, PathBuf), String> {
+    if let Some(dir) = std::env::var_os("HALCYON_MNIST").map(PathBuf::from) {
+        let array = dir.join("digit-7.npy");
+        return Ok((dir.join("mnist.onnx"), array.clone(), array));
+    }
+    let models = crate::root().join("models");
+    let array = crate::target_dir().join("digit-7.npy");
+    let code = "import numpy as np, sys; d = np.load(sys.argv[1]); i = int(np.flatnonzero(d['test_labels'] == 7)[0]); \
+                np.save(sys.argv[2], (d['test_images'][i] / 16).astype(np.float32)[None, None])";
+    let mut command = Command::new(venv.python());
+    command.args([
+        Path::new("-c"),
+        Path::new(code),
+        &models.join("digits.npz"),
+        &array,
+    ]);
+    let status = command.status().map_err(|e| format!("the peers' Python: {e}"))?;
+    if !status.success() {
+        return Err(format!("the sample for `start` was not written: {status}"));
+    }
+    Ok((models.join("digits.onnx"), models.join("digit-7.png"), array))
+}
+
+/// The machine's limits in giga-units per second: the best any side showed, and who.
+type Ceilings = Vec<(&'static str, f64, String)>;
+
+fn measure_ceilings(sides: &mut [Side], items: &[&(&str, Work)]) -> Result<Ceilings, String> {
+    let mut ceilings: Ceilings = Vec::new();
+    for name in ["ceiling.fma", "ceiling.read", "ceiling.copy"] {
+        if !items.iter().any(|(_, work)| work.ceiling() == Some(name)) {
+            continue;
+        }
+        for side in sides.iter_mut() {
+            let mut best = 0.0_f64;
+            for _ in 0..5 {
+                let answer = side.ask(name)?;
+                let (Some(seconds), Some(work)) = (answer["seconds"].as_f64(), answer["work"].as_f64())
+                else {
+                    break;
+                };
+                best = best.max(work / seconds / 1e9);
+                std::thread::sleep(PAUSE);
+            }
+            if best == 0.0 {
+                continue;
+            }
+            println!("{name}: {best:.1} G/s by {}", side.name);
+            match ceilings.iter_mut().find(|c| c.0 == name) {
+                Some(known) if known.1 < best => *known = (name, best, side.name.clone()),
+                Some(_) => (),
+                None => ceilings.push((name, best, side.name.clone())),
+            }
+        }
+    }
+    Ok(ceilings)
+}
+
+/// Seconds per round and side; an empty list for a side that does not have the item.
+fn interleave(sides: &mut [Side], item: &str, work: Work, rounds: usize) -> Result<Vec<Vec<f64>>, String> {
+    let mut seconds = vec![Vec::new(); sides.len()];
+    let mut absent = vec![false; sides.len()];
+    for round in 0..rounds {
+        for turn in 0..sides.len() {
+            let at = (round + turn) % sides.len();
+            if absent[at] {
+                continue;
+            }
+            match sides[at].measure(item, work)? {
+                Some(time) => seconds[at].push(time),
+                None => absent[at] = true,
+            }
+            std::thread::sleep(PAUSE);
+        }
+    }
+    Ok(seconds)
+}
+
+fn report_item(item: &str, work: Work, names: &[String], rounds: &[Vec<f64>], ceilings: &Ceilings) -> Value {
+    let ours = &rounds[0];
+    let mut sides = Vec::new();
+    println!("{item}");
+    for (name, times) in names.iter().zip(rounds) {
+        let Some(time) = median(times.clone()) else {
+            continue;
+        };
+        let rate = work.rate(time);
+        let share = rate.and_then(|rate| {
+            let ceiling = ceilings.iter().find(|c| Some(c.0) == work.ceiling())?;
+            Some(rate / ceiling.1)
+        });
+        // How many times faster than this side ours is, round by round.
+        let ratio = median(
+            times
+                .iter()
+                .zip(ours)
+                .map(|(theirs, ours)| theirs / ours)
+                .collect(),
+        );
+        let mut line = format!("  {name:<24} {:>10.3} ms", time * 1e3);
+        if let Some(rate) = rate {
+            line.push_str(&format!("  {rate:>7.1} {}", work.unit()));
+        }
+        if let Some(share) = share {
+            line.push_str(&format!("  {:>5.1} % of the ceiling", share * 100.0));
+        }
+        if let Some(ratio) = ratio.filter(|_| name != &names[0]) {
+            line.push_str(&format!("  ours is {ratio:.2}x as fast"));
+        }
+        println!("{line}");
+        sides.push(
+            json!({"name": name, "median_seconds": time, "giga_per_second": rate, "share_of_ceiling": share,
+            "ours_times_as_fast": ratio, "seconds": times}),
+        );
+    }
+    json!({"item": item, "sides": sides})
+}
+
+/// The middle value; the mean of the middle two for an even count.
+fn median(mut values: Vec<f64>) -> Option<f64> {
+    values.sort_by(f64::total_cmp);
+    let n = values.len();
+    if n == 0 {
+        None
+    } else {
+        Some((values[(n - 1) / 2] + values[n / 2]) / 2.0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn medians() {
+        assert_eq!(median(vec![]), None);
+        assert_eq!(median(vec![3.0, 1.0, 2.0]), Some(2.0));
+        assert_eq!(median(vec![4.0, 1.0, 2.0, 3.0]), Some(2.5));
+    }
+
+    #[test]
+    fn options_are_checked() {
+        assert!(Options::parse(&["--rounds", "0"]).is_err());
+        assert!(Options::parse(&["--only", "nothing"]).is_err());
+        assert!(Options::parse(&["--only"]).is_err());
+        assert_eq!(
+            Options::parse(&["--only", "gemm", "--rounds", "3"])
+                .map(|o| o.rounds)
+                .ok(),
+            Some(3)
+        );
+    }
+}

