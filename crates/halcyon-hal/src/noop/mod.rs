@@ -1,0 +1,1 @@
+#[derive(Debug)] pub struct NoopDriver; impl crate::Driver for NoopDriver { fn kind(&self)->crate::BackendType{crate::BackendType::Noop} fn probe(&self)->crate::Result<Vec<crate::DeviceInfo>>{Ok(vec![])} fn open(&self,_:usize,_:&crate::Options)->crate::Result<std::sync::Arc<dyn crate::Device>>{Err(crate::Error::internal("temp"))} }
