@@ -6,10 +6,14 @@
 mod build;
 mod host;
 mod import;
+#[cfg(test)]
+mod import_tests;
 mod model;
 mod node;
 pub mod ops;
 pub mod proto;
+#[cfg(test)]
+mod reference;
 pub mod tensor;
 
 pub use build::{Builder, Value};

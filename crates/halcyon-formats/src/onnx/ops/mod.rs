@@ -14,8 +14,6 @@ use halcyon_ir::Result;
 
 /// Newest version of the default operator set that the rows were read against.
 pub const LATEST: i64 = 28;
-/// Oldest one: before it, broadcasting and several attributes meant something else.
-pub const OLDEST: i64 = 7;
 
 /// Builds the results of a node, at least as many as the model reads.
 pub type Build = fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>;
