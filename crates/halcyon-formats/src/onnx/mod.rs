@@ -15,6 +15,8 @@ pub mod proto;
 #[cfg(test)]
 mod reference;
 pub mod tensor;
+#[cfg(test)]
+mod test_models;
 
 pub use build::{Builder, Value};
 pub use import::Imported;

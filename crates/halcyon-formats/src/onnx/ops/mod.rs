@@ -6,6 +6,9 @@ mod nn;
 mod pool;
 mod reduce;
 mod shape;
+#[cfg(test)]
+#[path = "tests.rs"]
+mod version_tests;
 mod view;
 
 use super::build::{Builder, Value};
