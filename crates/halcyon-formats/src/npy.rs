@@ -2,7 +2,7 @@
 //!
 //! Read: bool, integers and floats of [`DType`], C and Fortran order, both byte orders; the result is row-major and
 //! little endian, and is a slice of the file where that needs no conversion. Written: version 1, C order, little endian.
-//! NumPy has no bf16, so writing one is a typed error; [`ConstData::cast`] to f32 first, which is exact.
+//! NumPy has no bf16, so writing one is a typed error; [`crate::data::cast`] to f32 first, which is exact.
 
 use crate::{ConstData, bad};
 use bytes::Bytes;

@@ -213,7 +213,7 @@ pub fn write(path: &Path, arrays: &[(&str, &ConstData)]) -> Result<()> {
     std::fs::write(path, encode(arrays)?).map_err(|e| crate::io(path, e))
 }
 
-/// The archive [`write`] writes.
+/// The archive [`write()`] writes.
 pub fn encode(arrays: &[(&str, &ConstData)]) -> Result<Vec<u8>> {
     let big = || Error::unsupported("an .npz archive past 4 GiB", "Write each array as its own .npy");
     let mut out = Vec::new();

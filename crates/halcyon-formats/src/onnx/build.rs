@@ -1,11 +1,12 @@
 //! What importer functions build with: the graph's ops, evaluated at once where all operands are small known values.
 
 use super::host::{self, Host, Num, flat, small, symbolic};
-use halcyon_ir::op::ReduceKind;
+use halcyon_ir::op::{Op, ReduceKind};
 use halcyon_ir::{
     ConstData, DType, Dim, Dims, Error, Graph, NodeId, Result, Scalar, ScalarOp, Shape, Span, TensorType,
 };
 use std::cell::OnceCell;
+use std::collections::BTreeSet;
 use std::rc::Rc;
 
 /// A value of the model during import.
@@ -94,6 +95,8 @@ impl From<Host> for Value {
 #[derive(Debug, Default)]
 pub struct Builder {
     pub g: Graph,
+    /// Run-time inputs behind the last value that had to be known and was not.
+    pub(super) missing: BTreeSet<u32>,
 }
 
 /// One axis of a slice, resolved.
@@ -354,17 +357,25 @@ impl Builder {
     }
 
     /// Elements that must be known now: axes, sizes, repeats. `what` names them in errors.
-    pub fn known<'v>(&self, v: &'v Value, what: &str) -> Result<&'v Host> {
-        v.host().ok_or_else(|| {
-            Error::unsupported(
-                format!("{what} computed at run time"),
-                "Only values that follow from constants and shapes can be used here",
-            )
-        })
+    pub fn known<'v>(&mut self, v: &'v Value, what: &str) -> Result<&'v Host> {
+        if let Some(h) = v.host() {
+            return Ok(h);
+        }
+        if let Slot::Node(n) = v.slot {
+            let live = self.g.live(&[n]);
+            let inputs = self.g.nodes().iter().zip(live).filter(|(_, live)| *live);
+            self.missing = inputs
+                .filter_map(|(n, _)| if let Op::Input(k) = n.op { Some(k) } else { None })
+                .collect();
+        }
+        Err(Error::unsupported(
+            format!("{what} computed at run time"),
+            "Only values that follow from constants and shapes can be used here",
+        ))
     }
 
     /// As [`Builder::known`], as integers.
-    pub fn known_ints(&self, v: &Value, what: &str) -> Result<Vec<i64>> {
+    pub fn known_ints(&mut self, v: &Value, what: &str) -> Result<Vec<i64>> {
         let h = self.known(v, what)?;
         let one = |n: &Num| match n {
             Num::Is(s) => Ok(s.as_i64()),
@@ -374,7 +385,7 @@ impl Builder {
     }
 
     /// As [`Builder::known`], of a single element.
-    pub fn known_scalar(&self, v: &Value, what: &str) -> Result<Scalar> {
+    pub fn known_scalar(&mut self, v: &Value, what: &str) -> Result<Scalar> {
         match self.known(v, what)?.vals[..] {
             [Num::Is(s)] => Ok(s),
             [Num::Size(d)] => Err(symbolic(d)),

@@ -209,13 +209,19 @@ pub fn eval(op: ScalarOp, d: DType, x: &[Num]) -> Option<Num> {
     if let Some(s) = x.iter().map(|n| n.known()).collect::<Option<Vec<Scalar>>>() {
         return Some(Num::Is(op.eval(d, &s)));
     }
+    // Sizes are held in 64 bits; constants that could overflow them are left to the device.
+    if x.iter()
+        .any(|n| n.known().is_some_and(|s| s.as_i64().unsigned_abs() > 1 << 40))
+    {
+        return None;
+    }
     let truth = |b: bool| Some(Num::Is(Scalar::Bool(b)));
     match (op, x) {
         (ScalarOp::Select, [c, a, b]) => Some(if c.known()?.as_bool() { *a } else { *b }),
         (ScalarOp::Add, [Num::Size(a), Num::Is(b)] | [Num::Is(b), Num::Size(a)]) => {
             Some(Num::size(a.offset(b.as_i64())))
         }
-        (ScalarOp::Sub, [Num::Size(a), Num::Is(b)]) => Some(Num::size(a.offset(b.as_i64().checked_neg()?))),
+        (ScalarOp::Sub, [Num::Size(a), Num::Is(b)]) => Some(Num::size(a.offset(-b.as_i64()))),
         (ScalarOp::Eq, [a, b]) => truth(equal(*a, *b)?),
         (ScalarOp::Ne, [a, b]) => truth(!equal(*a, *b)?),
         // A size is never negative.

@@ -1,14 +1,16 @@
 //! From a model's nodes to a graph.
 
 use super::build::{Builder, Value};
+use super::host::small;
 use super::model::{Model, Port};
 use super::node::Call;
 use super::ops;
 use super::proto::NodeProto;
 use super::tensor;
 use crate::bad;
-use halcyon_ir::{Bindings, Dim, Error, Graph, Result, Shape, Span, TensorType};
-use std::collections::{BTreeSet, HashMap, HashSet};
+use crate::data::byte_len;
+use halcyon_ir::{Bindings, ConstData, Dim, Error, Graph, Result, Shape, Span, TensorType};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 
 /// A model as a graph. Inputs and outputs of the graph have the model's names and order.
 #[derive(Clone, Debug)]
@@ -16,6 +18,8 @@ pub struct Imported {
     pub graph: Graph,
     pub inputs: Vec<String>,
     pub outputs: Vec<String>,
+    /// Inputs whose value is built into the graph. They are still declared, and ignored.
+    pub fixed: Vec<String>,
 }
 
 /// A node's name, or its op and place where it has none.
@@ -27,16 +31,66 @@ pub fn node_name(n: &NodeProto, index: usize) -> String {
     }
 }
 
-/// Builds the graph of a model whose operators are all supported.
-pub fn import(m: &Model, shapes: &[(&str, Shape)]) -> Result<Imported> {
-    let g = m.graph()?;
+/// Builds the graph of a model whose operators are all supported. Each time a value that must be known depends on inputs
+/// whose values are at hand, building starts again with those fixed.
+pub fn import(m: &Model, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Imported> {
     let ports = m.inputs()?;
-    let mut b = Builder::default();
+    let mut fixed: BTreeMap<&str, &ConstData> = BTreeMap::new();
+    loop {
+        let mut b = Builder::default();
+        let e = match build(m, &ports, shapes, &fixed, &mut b) {
+            Ok(graph) => {
+                return Ok(Imported {
+                    graph,
+                    inputs: ports.iter().map(|p| p.name.clone()).collect(),
+                    outputs: m.graph()?.output.iter().map(|o| o.name.clone()).collect(),
+                    fixed: fixed.into_keys().map(String::from).collect(),
+                });
+            }
+            Err(e) => e,
+        };
+        let before = fixed.len();
+        for k in &b.missing {
+            let name = ports.get(*k as usize).map(|p| p.name.as_str());
+            match values
+                .iter()
+                .find(|(n, v)| Some(*n) == name && small(v.dtype, &v.dims))
+            {
+                Some((n, v)) => fixed.insert(n, v),
+                None => return Err(e),
+            };
+        }
+        if fixed.len() == before {
+            return Err(e);
+        }
+    }
+}
+
+fn build<'m>(
+    m: &'m Model,
+    ports: &'m [Port],
+    shapes: &[(&str, Shape)],
+    fixed: &BTreeMap<&str, &ConstData>,
+    b: &mut Builder,
+) -> Result<Graph> {
+    let g = m.graph()?;
     let mut values: HashMap<&str, Value> = HashMap::new();
-    for (p, shape) in ports.iter().zip(input_shapes(m, &ports, shapes)?) {
+    for (p, shape) in ports.iter().zip(input_shapes(m, ports, shapes)?) {
         b.g.span = Span::new(p.name.as_str());
-        let id = b.g.input(&p.name, TensorType::new(p.dtype, shape));
-        let v = b.value(id);
+        let ty = TensorType::new(p.dtype, shape);
+        addressable(&ty).map_err(|e| e.at(&b.g.span))?;
+        let id = b.g.input(&p.name, ty.clone());
+        let v = match fixed.get(p.name.as_str()) {
+            None => b.value(id),
+            Some(v) => {
+                let v = Value::weight((*v).clone(), &p.name);
+                if v.ty != ty {
+                    let what = format!("input '{}' is {ty}, but its value is {}", p.name, v.ty);
+                    return Err(Error::argument("import", what));
+                }
+                v
+            }
+        };
         if values.insert(&p.name, v).is_some() {
             return Err(bad(&m.file, format!("input '{}' is declared twice", p.name)));
         }
@@ -80,7 +134,7 @@ pub fn import(m: &Model, shapes: &[(&str, Shape)]) -> Result<Imported> {
             external: &m.external,
             file: &m.file,
         };
-        let out = (row.build)(&mut b, &call).map_err(|e| locate(e.at(&b.g.span), &name))?;
+        let out = (row.build)(b, &call).map_err(|e| locate(e.at(&b.g.span), &name))?;
         for (k, o) in n.output.iter().enumerate().filter(|(_, o)| !o.is_empty()) {
             let v = out.get(k).cloned().ok_or_else(|| {
                 Error::unsupported(
@@ -88,6 +142,7 @@ pub fn import(m: &Model, shapes: &[(&str, Shape)]) -> Result<Imported> {
                     "Leave that result out of the model",
                 )
             })?;
+            addressable(&v.ty).map_err(|e| e.at(&b.g.span))?;
             values.insert(o, v);
         }
     }
@@ -104,11 +159,16 @@ pub fn import(m: &Model, shapes: &[(&str, Shape)]) -> Result<Imported> {
         b.g.output(&o.name, id);
     }
     b.g.span = Span::default();
-    Ok(Imported {
-        graph: b.g,
-        inputs: ports.iter().map(|p| p.name.clone()).collect(),
-        outputs: g.output.iter().map(|o| o.name.clone()).collect(),
-    })
+    Ok(std::mem::take(&mut b.g))
+}
+
+/// Refuses types whose known sizes alone are more than memory can hold.
+fn addressable(t: &TensorType) -> Result<()> {
+    let known: Vec<usize> = t.shape.iter().filter_map(|d| d.known()).collect();
+    match byte_len(t.dtype, &known) {
+        Some(_) => Ok(()),
+        None => Err(Error::shape("import", format!("{t} is too large to address"))),
+    }
 }
 
 /// Names the node in an error that has no place of its own.
@@ -268,4 +328,3 @@ fn order(m: &Model) -> Result<Vec<usize>> {
     }
     Ok(out)
 }
-

@@ -6,11 +6,17 @@
 mod build;
 mod host;
 mod import;
+#[cfg(test)]
+mod import_tests;
 mod model;
 mod node;
 pub mod ops;
 pub mod proto;
+#[cfg(test)]
+mod reference;
 pub mod tensor;
+#[cfg(test)]
+mod test_models;
 
 pub use build::{Builder, Value};
 pub use import::Imported;

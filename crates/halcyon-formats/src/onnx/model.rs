@@ -7,7 +7,7 @@ use super::tensor::{self, External};
 use crate::bad;
 use bytes::Bytes;
 use halcyon_ir::error::UnsupportedOp;
-use halcyon_ir::{DType, Dim, Error, Result, Shape};
+use halcyon_ir::{ConstData, DType, Dim, Error, Result, Shape};
 use prost::Message;
 use std::collections::{BTreeMap, HashSet};
 use std::path::Path;
@@ -193,9 +193,8 @@ impl Model {
         let Some(row) = ops::find(&n.domain, &n.op_type) else {
             return Some("the importer has no such operator".into());
         };
-        let since = row.since.max(ops::OLDEST);
-        if opset < since {
-            return Some(format!("supported from operator set {since} on"));
+        if opset < row.since {
+            return Some(format!("supported from operator set {} on", row.since));
         }
         if opset > ops::LATEST {
             return Some(format!("operator sets after {} are not known", ops::LATEST));
@@ -215,9 +214,17 @@ impl Model {
     ///
     /// # Errors
     /// As [`Model::check`]; [`Error::Argument`] and [`Error::Shape`] for shapes that do not fit the declared ones or the
-    /// operators; [`Error::Format`] for values that are missing, defined twice or defined in a cycle.
+    /// operators; [`Error::Format`] for values that are missing, defined twice or defined in a cycle;
+    /// [`Error::Unsupported`] where a shape depends on the value of an input.
     pub fn import(&self, shapes: &[(&str, Shape)]) -> Result<Imported> {
+        self.import_with(shapes, &[])
+    }
+
+    /// As [`Model::import`], for models in which inputs steer shapes (the target of a Reshape, the axes of a reduction). Where
+    /// one does, its value is taken from `values` and built into the graph, which then holds for that value alone:
+    /// [`Imported::fixed`] names these inputs. Other values are ignored.
+    pub fn import_with(&self, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Imported> {
         self.check("")?;
-        import::import(self, shapes)
+        import::import(self, shapes, values)
     }
 }

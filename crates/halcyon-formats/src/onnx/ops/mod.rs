@@ -6,6 +6,9 @@ mod nn;
 mod pool;
 mod reduce;
 mod shape;
+#[cfg(test)]
+#[path = "tests.rs"]
+mod version_tests;
 mod view;
 
 use super::build::{Builder, Value};
@@ -14,8 +17,6 @@ use halcyon_ir::Result;
 
 /// Newest version of the default operator set that the rows were read against.
 pub const LATEST: i64 = 28;
-/// Oldest one: before it, broadcasting and several attributes meant something else.
-pub const OLDEST: i64 = 7;
 
 /// Builds the results of a node, at least as many as the model reads.
 pub type Build = fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>;

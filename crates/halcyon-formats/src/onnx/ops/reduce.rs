@@ -36,7 +36,7 @@ pub const ROWS: &[Row] = &[
 ];
 
 /// Axes and whether they are kept. The axes became an operand in version 13 for ReduceSum, in 18 for the others.
-fn axes(b: &Builder, c: &Call<'_>) -> Result<(Vec<usize>, bool)> {
+fn axes(b: &mut Builder, c: &Call<'_>) -> Result<(Vec<usize>, bool)> {
     let rank = c.arg(0)?.rank();
     let keep = c.flag("keepdims", true)?;
     let operand = c.opset >= if c.node.op_type == "ReduceSum" { 13 } else { 18 };

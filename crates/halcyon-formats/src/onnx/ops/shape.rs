@@ -46,7 +46,7 @@ fn constant(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 /// A shape given as an integer vector.
-pub fn shape_of(b: &Builder, c: &Call<'_>, v: &Value, what: &str) -> Result<Shape> {
+pub fn shape_of(b: &mut Builder, c: &Call<'_>, v: &Value, what: &str) -> Result<Shape> {
     let h = b.known(v, what)?;
     h.vals
         .iter()
@@ -92,7 +92,7 @@ fn count(start: Scalar, limit: Scalar, delta: Scalar, float: bool) -> Option<usi
 /// `start + i * delta`. `stash_type` matters only where additions are repeated, which they are not here.
 fn range(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (first, limit, delta) = (c.arg(0)?, c.arg(1)?, c.arg(2)?);
-    let num = |v: &Value| match b.known(v, "a bound of Range")?.vals[..] {
+    let mut num = |v: &Value| match b.known(v, "a bound of Range")?.vals[..] {
         [n] => Ok(n),
         _ => Err(c.invalid(format!("a bound is a scalar, not {}", v.ty))),
     };

@@ -119,7 +119,7 @@ fn transpose(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 /// Axes as an attribute before version 13, as an operand from it on.
-fn given_axes(b: &Builder, c: &Call<'_>) -> Result<Option<Vec<i64>>> {
+fn given_axes(b: &mut Builder, c: &Call<'_>) -> Result<Option<Vec<i64>>> {
     match (c.opset >= 13, c.opt(1)) {
         (true, Some(v)) => b.known_ints(v, "axes").map(Some),
         (true, None) => Ok(None),
@@ -235,12 +235,15 @@ fn slice(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             None,
         )
     } else {
-        let ints = |i: usize, what: &str| c.opt(i).map(|v| b.known_ints(v, what)).transpose();
         (
             b.known(c.arg(1)?, "the start of Slice")?.vals.clone(),
             b.known(c.arg(2)?, "the end of Slice")?.vals.clone(),
-            ints(3, "the axes of Slice")?,
-            ints(4, "the steps of Slice")?,
+            c.opt(3)
+                .map(|v| b.known_ints(v, "the axes of Slice"))
+                .transpose()?,
+            c.opt(4)
+                .map(|v| b.known_ints(v, "the steps of Slice"))
+                .transpose()?,
         )
     };
     let axes = c.axes(
@@ -342,7 +345,7 @@ fn tile(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 /// Elements to add before and after each axis, negative to remove.
-fn paddings(b: &Builder, c: &Call<'_>, rank: usize) -> Result<Vec<(i64, i64)>> {
+fn paddings(b: &mut Builder, c: &Call<'_>, rank: usize) -> Result<Vec<(i64, i64)>> {
     let pads = if c.opset < 11 {
         c.ints("pads")?
             .ok_or_else(|| c.invalid("attribute 'pads' is missing"))?
@@ -418,7 +421,8 @@ fn mirrored(c: &Call<'_>, mode: &str, n: Dim, lo: i64, hi: i64) -> Result<Value>
         )
     })? as i64;
     let total = size + lo + hi;
-    if size == 0 || total < 0 {
+    // The places are listed one by one here.
+    if size == 0 || !(0..=1 << 24).contains(&total) {
         return Err(c.invalid(format!(
             "an axis of {size} cannot be padded by {lo} and {hi} in mode '{mode}'"
         )));
