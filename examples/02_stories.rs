@@ -9,7 +9,7 @@ use halcyon_formats::safetensors::SafeTensors;
 use std::path::Path;
 
 /// A Llama's sizes (Hugging Face names).
-#[derive(serde::Deserialize)]
+#[derive(Debug, serde::Deserialize)]
 pub struct Config {
     hidden_size: usize,
     num_hidden_layers: usize,
@@ -20,6 +20,7 @@ pub struct Config {
     rope_theta: f64,
 }
 
+#[derive(Debug)]
 struct Layer {
     attn_norm: Tensor,
     /// Projections, transposed to [in, out] once.
@@ -36,6 +37,7 @@ struct Layer {
     v_cache: State,
 }
 
+#[derive(Debug)]
 pub struct Llama {
     backend: Backend,
     config: Config,
@@ -49,7 +51,10 @@ pub struct Llama {
 }
 
 fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T> {
-    let io = |what: String| Error::Io { path: path.display().to_string(), what };
+    let io = |what: String| Error::Io {
+        path: path.display().to_string(),
+        what,
+    };
     let text = std::fs::read_to_string(path).map_err(|e| io(e.to_string()))?;
     serde_json::from_str(&text).map_err(|e| io(e.to_string()))
 }
@@ -86,10 +91,12 @@ impl Llama {
             })
             .collect::<Result<Vec<_>>>()?;
         // Rotary embedding (Su et al. 2021), in the half-split order of Hugging Face's Llama.
-        let angle = |p: usize, j: usize| p as f64 * config.rope_theta.powf(-2.0 * (j % (hd / 2)) as f64 / hd as f64);
+        let angle =
+            |p: usize, j: usize| p as f64 * config.rope_theta.powf(-2.0 * (j % (hd / 2)) as f64 / hd as f64);
         let table = |f: fn(f64) -> f64| {
-            let v: Vec<f32> =
-                (0..config.max_position_embeddings * hd).map(|i| f(angle(i / hd, i % hd)) as f32).collect();
+            let v: Vec<f32> = (0..config.max_position_embeddings * hd)
+                .map(|i| f(angle(i / hd, i % hd)) as f32)
+                .collect();
             Tensor::from_slice(backend, [config.max_position_embeddings, hd], &v)
         };
         Ok(Llama {
@@ -112,12 +119,19 @@ impl Llama {
         let b = &self.backend;
         let pos = Tensor::scalar(b, DType::I32, position);
         let at = pos.reshape([1]);
-        let mut x = self.embed.gather(&Tensor::scalar(b, DType::I32, token).reshape([1]), 0);
+        let mut x = self
+            .embed
+            .gather(&Tensor::scalar(b, DType::I32, token).reshape([1]), 0);
         let (cos, sin) = (self.cos.gather(&at, 0), self.sin.gather(&at, 0));
         // Keys after this position do not exist yet.
         let seen = Tensor::arange(b, c.max_position_embeddings, DType::I32).le(&pos);
-        let (zero, ninf) = (Tensor::scalar(b, DType::F32, 0.0), Tensor::scalar(b, DType::F32, f64::NEG_INFINITY));
-        let mask = seen.select(&zero, &ninf).reshape([1, 1, 1, c.max_position_embeddings]);
+        let (zero, ninf) = (
+            Tensor::scalar(b, DType::F32, 0.0),
+            Tensor::scalar(b, DType::F32, f64::NEG_INFINITY),
+        );
+        let mask = seen
+            .select(&zero, &ninf)
+            .reshape([1, 1, 1, c.max_position_embeddings]);
         let rotate = |t: &Tensor| {
             let (lo, hi) = (t.narrow(-1, 0, hd / 2), t.narrow(-1, hd / 2, hd / 2));
             t * &cos + Tensor::concat(&[&-hi, &lo], 2) * &sin
@@ -134,12 +148,14 @@ impl Llama {
             let n = x.rms_norm(&l.mlp_norm, c.rms_norm_eps);
             x = x + (n.matmul(&l.gate).silu() * n.matmul(&l.up)).matmul(&l.down);
         }
-        Ok(x.rms_norm(&self.norm, c.rms_norm_eps).matmul(&self.head).squeeze(0))
+        Ok(x.rms_norm(&self.norm, c.rms_norm_eps)
+            .matmul(&self.head)
+            .squeeze(0))
     }
 }
 
 /// What the models folder says should come out.
-#[derive(serde::Deserialize)]
+#[derive(Debug, serde::Deserialize)]
 pub struct Expected {
     pub prompt_ids: Vec<u32>,
     pub greedy_ids: Vec<u32>,
@@ -147,6 +163,7 @@ pub struct Expected {
     pub last_logits: Vec<f64>,
 }
 
+#[derive(Debug)]
 pub struct Decoded {
     pub ids: Vec<u32>,
     /// Logits after the prompt.
@@ -158,17 +175,28 @@ pub struct Decoded {
 /// Feeds the prompt token by token, then takes the likeliest token `n` times.
 pub fn decode(backend: &Backend, dir: &Path, prompt: &[u32], n: usize) -> Result<Decoded> {
     let model = Llama::load(backend, dir)?;
-    let mut out = Decoded { ids: vec![], logits: vec![], made: vec![] };
-    let mut token = *prompt.first().ok_or_else(|| Error::argument("decode", "the prompt is empty"))?;
+    let mut out = Decoded {
+        ids: vec![],
+        logits: vec![],
+        made: vec![],
+    };
+    let mut token = *prompt
+        .first()
+        .ok_or_else(|| Error::argument("decode", "the prompt is empty"))?;
     for position in 0..prompt.len() + n - 1 {
         let logits = model.step(token, position)?.to_vec::<f32>()?;
         let (s, c) = (backend.cache_stats(), backend.counters());
-        out.made.push((s.plans_built, c.compiles + c.compile_cache_hits, c.allocations));
+        out.made
+            .push((s.plans_built, c.compiles + c.compile_cache_hits, c.allocations));
         if position + 1 < prompt.len() {
             token = prompt[position + 1];
             continue;
         }
-        token = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map_or(0, |(i, _)| i as u32);
+        token = logits
+            .iter()
+            .enumerate()
+            .max_by(|a, b| a.1.total_cmp(b.1))
+            .map_or(0, |(i, _)| i as u32);
         if out.ids.is_empty() {
             out.logits = logits;
         }
@@ -181,21 +209,51 @@ pub fn decode(backend: &Backend, dir: &Path, prompt: &[u32], n: usize) -> Result
 fn main() -> Result<()> {
     let mut args = std::env::args().skip(1);
     let Some(dir) = args.next() else {
-        println!("usage: 02_stories DIR [BACKEND]; DIR holds model.safetensors, config.json and expected.json");
+        println!(
+            "usage: 02_stories DIR [BACKEND]; DIR holds model.safetensors, config.json and expected.json"
+        );
         return Ok(());
     };
     let backend = Backend::new(args.next().unwrap_or_else(|| "cpu".into()).parse()?)?;
     println!("{}", backend.selection());
     let expected: Expected = read_json(&Path::new(&dir).join("expected.json"))?;
     let start = std::time::Instant::now();
-    let d = decode(&backend, Path::new(&dir), &expected.prompt_ids, expected.greedy_ids.len())?;
+    let d = decode(
+        &backend,
+        Path::new(&dir),
+        &expected.prompt_ids,
+        expected.greedy_ids.len(),
+    )?;
     let t = start.elapsed().as_secs_f64();
     let s = backend.cache_stats();
-    println!("{} steps in {t:.3} s; plans built {}, programs {}, kernels compiled {}", d.made.len(), s.plans_built, s.programs, backend.counters().compiles);
-    println!("after the second token: {} plans and {} kernels more", d.made[d.made.len() - 1].0 - d.made[1].0, d.made[d.made.len() - 1].1 - d.made[1].1);
-    let same = d.ids.iter().zip(&expected.greedy_ids).filter(|(a, b)| a == b).count();
-    let worst = d.logits.iter().zip(&expected.last_logits).map(|(a, b)| (*a as f64 - b).abs()).fold(0.0, f64::max);
-    println!("{same} of {} tokens as expected, logits within {worst:.1e}", expected.greedy_ids.len());
+    println!(
+        "{} steps in {t:.3} s; plans built {}, programs {}, kernels compiled {}",
+        d.made.len(),
+        s.plans_built,
+        s.programs,
+        backend.counters().compiles
+    );
+    println!(
+        "after the second token: {} plans and {} kernels more",
+        d.made[d.made.len() - 1].0 - d.made[1].0,
+        d.made[d.made.len() - 1].1 - d.made[1].1
+    );
+    let same = d
+        .ids
+        .iter()
+        .zip(&expected.greedy_ids)
+        .filter(|(a, b)| a == b)
+        .count();
+    let worst = d
+        .logits
+        .iter()
+        .zip(&expected.last_logits)
+        .map(|(a, b)| (*a as f64 - b).abs())
+        .fold(0.0, f64::max);
+    println!(
+        "{same} of {} tokens as expected, logits within {worst:.1e}",
+        expected.greedy_ids.len()
+    );
     println!("expected text: {}", expected.greedy_text);
     Ok(())
 }

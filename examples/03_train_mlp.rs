@@ -9,6 +9,7 @@ use std::path::Path;
 /// Start values of the layers, in order `w0, b0, w1, b1`.
 pub type Weights = Vec<halcyon::ConstData>;
 
+#[derive(Debug)]
 pub struct Run {
     /// Loss before each step.
     pub losses: Vec<f64>,
@@ -18,24 +19,40 @@ pub struct Run {
 }
 
 /// `steps` of plain SGD, batches of `batch` consecutive rows that wrap around.
-pub fn train(backend: &Backend, data: &Path, start: &Weights, steps: usize, batch: usize, rate: f64) -> Result<Run> {
+pub fn train(
+    backend: &Backend,
+    data: &Path,
+    start: &Weights,
+    steps: usize,
+    batch: usize,
+    rate: f64,
+) -> Result<Run> {
     let file = Npz::open(data)?;
-    let images = Tensor::from_data(backend, file.get("train_images")?)?;
+    let images = Tensor::from_data(backend, &file.get("train_images")?)?;
     let rows = images.dims()?[0];
     let images = images.reshape([rows, 64]).cast(DType::F32) * (1.0 / 16.0);
-    let labels = Tensor::from_data(backend, file.get("train_labels")?)?.cast(DType::I32);
+    let labels = Tensor::from_data(backend, &file.get("train_labels")?)?.cast(DType::I32);
     eval(&[images.clone(), labels.clone()])?;
 
-    let params: Vec<State> =
-        start.iter().map(|d| Ok(State::new(Tensor::from_data(backend, d)?))).collect::<Result<_>>()?;
-    let mut run = Run { losses: vec![], weights: vec![], plans: vec![] };
+    let params: Vec<State> = start
+        .iter()
+        .map(|d| Ok(State::new(Tensor::from_data(backend, d)?)))
+        .collect::<Result<_>>()?;
+    let mut run = Run {
+        losses: vec![],
+        weights: vec![],
+        plans: vec![],
+    };
     for s in 0..steps {
         // The first row and the rate are arguments of the plan: every step runs the same one.
         let first = Tensor::scalar(backend, DType::I32, (s * batch) % rows);
         let n = Tensor::scalar(backend, DType::I32, rows);
         let index = (Tensor::arange(backend, batch, DType::I32) + first).rem(&n);
         let (x, y) = (images.gather(&index, 0), labels.gather(&index, 0));
-        let leaves: Vec<Tensor> = params.iter().map(|p| p.value().requires_grad()).collect::<Result<_>>()?;
+        let leaves: Vec<Tensor> = params
+            .iter()
+            .map(|p| p.value().requires_grad())
+            .collect::<Result<_>>()?;
         let (loss, grads) = value_and_grad(&leaves, |w| {
             let hidden = (x.matmul(&w[0]) + &w[1]).relu();
             Ok((hidden.matmul(&w[2]) + &w[3]).cross_entropy(&y))
@@ -84,7 +101,16 @@ fn main() -> Result<()> {
     let start = std::time::Instant::now();
     let run = train(&backend, &data, &initial()?, 200, 64, 0.1)?;
     let last = run.losses.len() - 1;
-    println!("loss {:.4} -> {:.4} in {} steps, {:.2} s", run.losses[0], run.losses[last], last + 1, start.elapsed().as_secs_f64());
-    println!("plans built: {} after step 2, {} at the end", run.plans[1], run.plans[last]);
+    println!(
+        "loss {:.4} -> {:.4} in {} steps, {:.2} s",
+        run.losses[0],
+        run.losses[last],
+        last + 1,
+        start.elapsed().as_secs_f64()
+    );
+    println!(
+        "plans built: {} after step 2, {} at the end",
+        run.plans[1], run.plans[last]
+    );
     Ok(())
 }

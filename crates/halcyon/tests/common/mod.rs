@@ -29,7 +29,10 @@ pub fn open(test: &str, kind: BackendType, level: Level) -> Option<Backend> {
 
 /// Every device that computes and is there.
 pub fn devices(test: &str, level: Level) -> Vec<Backend> {
-    [BackendType::Cpu, BackendType::OpenCl].into_iter().filter_map(|k| open(test, k, level)).collect()
+    [BackendType::Cpu, BackendType::OpenCl]
+        .into_iter()
+        .filter_map(|k| open(test, k, level))
+        .collect()
 }
 
 /// The folder of models with known outputs that may lie beside the repository.
@@ -51,7 +54,11 @@ pub fn testdata(test: &str, name: &str) -> Option<PathBuf> {
     if dir.is_dir() {
         return Some(dir);
     }
-    assert!(std::env::var("HALCYON_REQUIRE_LANES").map_or(true, |v| v != "1"), "{} is missing", dir.display());
+    assert!(
+        std::env::var("HALCYON_REQUIRE_LANES").map_or(true, |v| v != "1"),
+        "{} is missing",
+        dir.display()
+    );
     skip(test, "generated test data is absent; `cargo xtask test` makes it");
     None
 }
@@ -61,9 +68,14 @@ pub struct Rng(u64);
 
 impl Rng {
     pub fn fresh(test: &str) -> Rng {
-        let seed = std::env::var("HALCYON_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(|| {
-            std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).map_or(1, |d| d.as_nanos() as u64)
-        });
+        let seed = std::env::var("HALCYON_SEED")
+            .ok()
+            .and_then(|s| s.parse().ok())
+            .unwrap_or_else(|| {
+                std::time::SystemTime::now()
+                    .duration_since(std::time::UNIX_EPOCH)
+                    .map_or(1, |d| d.as_nanos() as u64)
+            });
         println!("{test}: HALCYON_SEED={seed}");
         Rng(seed | 1)
     }
