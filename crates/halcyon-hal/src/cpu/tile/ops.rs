@@ -253,7 +253,7 @@ macro_rules! ints {
         fn $tbody<const FMA: bool>(op: ScalarOp, d: &mut [u8], a: &[$t], b: &[$t]) {
             tests!(op d a b)
         }
-        dispatch! { fn $tname(isa, op: ScalarOp, d: &mut [u8], a: &[$t], b: &[$t]) = $tbody }
+        dispatch! { fn $tname [] [] (isa, op: ScalarOp, d: &mut [u8], a: &[$t], b: &[$t]) = $tbody }
     };
 }
 ints!(i32 i32_body i32_op i32_tbody i32_test, |x| x.signum(), |x| x.wrapping_abs());
