@@ -6,8 +6,9 @@
 
 use super::gemm::{Epilogue, Left, Mat, MatMut, inline_floats, panels_inline};
 use super::gemv::{ROWS, few_rows_inline, fits};
-use super::softmax::{max_of, sum_of};
-use crate::cpu::sys::{Isa, dispatch};
+use super::simd::{Simd, dispatch_simd};
+use super::softmax::{exp_in_place, max_of};
+use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 use crate::cpu::vmath;
 
@@ -53,7 +54,7 @@ const BK: usize = 256;
 
 /// Folds a block of scores into the running maximum `m`, sum `l` and output `o`; scores become weights.
 #[inline(always)]
-fn fold_body<const FMA: bool>(
+unsafe fn fold_body<S: Simd>(
     s: &mut [f32],
     cols: usize,
     m: &mut [f32],
@@ -62,7 +63,8 @@ fn fold_body<const FMA: bool>(
     dv: usize,
 ) {
     for (i, row) in s.chunks_exact_mut(cols).enumerate() {
-        let top = max_of(row);
+        // SAFETY: the caller is compiled for S.
+        let top = unsafe { max_of::<S>(row) };
         let new = if top > m[i] { top } else { m[i] };
         if new == f32::NEG_INFINITY {
             // Everything so far is masked (or NaN, which must not be lost).
@@ -73,11 +75,9 @@ fn fold_body<const FMA: bool>(
             }
             continue;
         }
-        for v in row.iter_mut() {
-            *v = vmath::exp::<FMA>(*v - new);
-        }
-        let keep = vmath::exp::<FMA>(m[i] - new);
-        l[i] = vmath::fma::<FMA>(l[i], keep, sum_of(row, |v| v));
+        let keep = vmath::exp::<false>(m[i] - new);
+        // SAFETY: the caller is compiled for S.
+        l[i] = l[i] * keep + unsafe { exp_in_place::<S>(row, new) };
         if keep != 1.0 {
             for v in &mut o[i * dv..(i + 1) * dv] {
                 *v *= keep;
@@ -86,8 +86,8 @@ fn fold_body<const FMA: bool>(
         m[i] = new;
     }
 }
-dispatch! {
-    fn fold[][](isa, s: &mut [f32], cols: usize, m: &mut [f32], l: &mut [f32], o: &mut [f32], dv: usize) = fold_body
+dispatch_simd! {
+    unsafe fn fold[][](isa, s: &mut [f32], cols: usize, m: &mut [f32], l: &mut [f32], o: &mut [f32], dv: usize) = fold_body
 }
 
 /// Scratch of one thread.

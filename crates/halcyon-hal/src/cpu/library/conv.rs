@@ -9,7 +9,7 @@ use super::gemm::gemm_panels;
 use super::gemm::{
     Epilogue, Left, Mat, MatMut, PackElem, Packed, Panels, gemm, gemm_packed_a, inline_floats, panels_inline,
 };
-use super::simd::Simd;
+use super::simd::{Simd, dispatch_simd};
 pub use super::window::Window;
 use crate::cpu::sys::{Isa, dispatch};
 use crate::cpu::team::{SharedConst, SharedMut, Team};
@@ -67,7 +67,11 @@ impl Conv {
         self.c_in == self.groups
     }
     fn by_rows(&self) -> bool {
-        self.is_depthwise() && self.c_out / self.groups < 4 || self.window.input_dilation != [1; 3]
+        let w = &self.window;
+        // The unrolling keeps offsets inside a plane in 32 bits.
+        self.is_depthwise() && self.c_out / self.groups < 4
+            || w.input_dilation != [1; 3]
+            || u32::try_from(w.in_size()).is_err()
     }
 }
 
@@ -113,87 +117,152 @@ struct Unrolled {
     w: Window,
 }
 
+/// A piece of a panel's row: `n` elements from `from` (in the channel's plane) to column `to`.
+#[derive(Clone, Copy, Default)]
+struct Piece {
+    from: u32,
+    to: u8,
+    n: u8,
+}
+
+/// What one tap puts into a panel: pieces `first..last` of the list, which fill the row or not.
+#[derive(Clone, Copy, Default)]
+struct Tap {
+    first: u16,
+    last: u16,
+    full: bool,
+}
+
+/// Room for the pieces of a panel; kernels with more are worked out in several goes.
+const PIECES: usize = 256;
+const TAPS: usize = 64;
+
+impl Unrolled {
+    /// Pieces of taps `t0..` for the panel's columns, as many taps as fit the lists; gives their number.
+    fn taps(
+        &self,
+        t0: usize,
+        j: usize,
+        cols: usize,
+        nr: usize,
+        pieces: &mut [Piece; PIECES],
+        taps: &mut [Tap; TAPS],
+    ) -> usize {
+        let w = &self.w;
+        let [_, oh, ow] = w.output;
+        let [ih, iw] = [w.input[1], w.input[2]];
+        let (mut used, mut done) = (0, 0);
+        // A row of the panel takes at most one piece per column.
+        while done < TAPS && t0 + done < w.kernel_size() && used + cols <= PIECES {
+            let t = t0 + done;
+            let (td, th, tw) = (
+                t / (w.kernel[1] * w.kernel[2]),
+                t / w.kernel[2] % w.kernel[1],
+                t % w.kernel[2],
+            );
+            let (lo, hi) = w.span(2, tw);
+            let (first, mut filled, mut c) = (used, 0, 0);
+            while c < cols {
+                let p = j + c;
+                let ox = p % ow;
+                let len = (ow - ox).min(cols - c);
+                let (a, b) = (ox.max(lo), (ox + len).min(hi));
+                if let (Some(d), Some(h), true) =
+                    (w.read(0, p / ow / oh, td), w.read(1, p / ow % oh, th), a < b)
+                {
+                    let from = (d * ih + h) * iw + w.at(2, a, tw) as usize;
+                    pieces[used] = Piece {
+                        from: from as u32,
+                        to: (c + a - ox) as u8,
+                        n: (b - a) as u8,
+                    };
+                    used += 1;
+                    filled += b - a;
+                }
+                c += len;
+            }
+            taps[done] = Tap {
+                first: first as u16,
+                last: used as u16,
+                full: filled == nr,
+            };
+            done += 1;
+        }
+        done
+    }
+}
+
 impl Panels for Unrolled {
     #[inline(always)]
     unsafe fn pack<S: Simd>(&self, k0: usize, kc: usize, j: usize, cols: usize, nr: usize, dst: *mut f32) {
-        let w = &self.w;
-        let [_, oh, ow] = w.output;
-        // Runs of columns within one output row: first column of the panel, length, and output position.
-        let mut runs = [(0usize, 0usize, 0usize, 0usize, 0usize); 32];
-        let mut count = 0;
-        let mut c = 0;
-        while c < cols {
-            let p = j + c;
-            let x = p % ow;
-            let len = (ow - x).min(cols - c);
-            runs[count] = (c, len, p / ow / oh, p / ow % oh, x);
-            count += 1;
-            c += len;
-        }
-        let taps = w.kernel_size();
-        let (mut ch, mut tap) = (k0 / taps, k0 % taps);
-        let [ih, iw] = [w.input[1], w.input[2]];
-        let step = w.stride[2];
-        // SAFETY: reads are clipped to the input, writes stay in the panel.
-        unsafe {
-            for k in 0..kc {
-                let row = dst.add(k * nr);
-                for v in 0..nr / S::W {
-                    S::store(row.add(v * S::W), S::zero());
-                }
-                let (td, th, tw) = (
-                    tap / (w.kernel[1] * w.kernel[2]),
-                    tap / w.kernel[2] % w.kernel[1],
-                    tap % w.kernel[2],
-                );
-                let plane = self.x.0.add(ch * w.in_size());
-                for &(at, len, od, oh, ox) in &runs[..count] {
-                    let (d, h) = (w.at(0, od, td), w.at(1, oh, th));
-                    if d < 0 || d >= w.input[0] as isize || h < 0 || h >= ih as isize {
-                        continue;
-                    }
-                    let line = plane.add((d as usize * ih + h as usize) * iw);
-                    let first = w.at(2, ox, tw);
-                    // Columns lo..hi of the run are inside the line.
-                    let s = step as isize;
-                    let lo = if first >= 0 {
-                        0
-                    } else {
-                        (((-first) + s - 1) / s) as usize
-                    };
-                    let room = iw as isize - first;
-                    let hi = if room <= 0 {
-                        0
-                    } else {
-                        len.min(((room + s - 1) / s) as usize)
-                    };
-                    if lo >= hi {
-                        continue;
-                    }
-                    let src = line.offset(first + (lo * step) as isize);
-                    let out = row.add(at + lo);
-                    let n = hi - lo;
-                    if step == 1 {
-                        let mut i = 0;
-                        while i + S::W <= n {
-                            S::store(out.add(i), S::load(src.add(i)));
-                            i += S::W;
+        let mut pieces = [Piece::default(); PIECES];
+        let mut taps = [Tap::default(); TAPS];
+        let (all, plane, step) = (self.w.kernel_size(), self.w.in_size(), self.w.stride[2]);
+        let mut t0 = 0;
+        while t0 < all {
+            let n = self.taps(t0, j, cols, nr, &mut pieces, &mut taps);
+            // Rows k = c * all + t of the block for taps t0..t0 + n, channel by channel.
+            let mut c = k0 / all;
+            while c * all + t0 < k0 + kc {
+                // SAFETY: pieces lie inside a channel's plane and inside a row of the panel.
+                unsafe {
+                    let src = self.x.0.add(c * plane);
+                    for t in 0..n {
+                        let k = c * all + t0 + t;
+                        if k < k0 || k >= k0 + kc {
+                            continue;
                         }
-                        if i < n {
-                            S::store_part(out.add(i), S::load_part(src.add(i), n - i), n - i);
+                        let row = dst.add((k - k0) * nr);
+                        let tap = taps[t];
+                        if !tap.full {
+                            for v in 0..S::NV {
+                                S::store(row.add(v * S::W), S::zero());
+                            }
                         }
-                    } else {
-                        for i in 0..n {
-                            *out.add(i) = *src.add(i * step);
+                        for p in &pieces[tap.first as usize..tap.last as usize] {
+                            copy_piece::<S>(
+                                src.add(p.from as usize),
+                                step,
+                                p.n as usize,
+                                row.add(p.to as usize),
+                            );
                         }
                     }
                 }
-                tap += 1;
-                if tap == taps {
-                    tap = 0;
-                    ch += 1;
-                }
+                c += 1;
             }
+            t0 += n;
+        }
+    }
+}
+
+/// Copies every `step`-th of the elements at `src` to `n` places in a row.
+#[inline(always)]
+unsafe fn copy_piece<S: Simd>(src: *const f32, step: usize, n: usize, out: *mut f32) {
+    // SAFETY: the caller's.
+    unsafe {
+        if step > 2 {
+            for i in 0..n {
+                *out.add(i) = *src.add(i * step);
+            }
+            return;
+        }
+        let mut i = 0;
+        while i < n {
+            let lanes = (n - i).min(S::W);
+            let v = if step == 2 {
+                S::load_even(src.add(2 * i), lanes)
+            } else if lanes == S::W {
+                S::load(src.add(i))
+            } else {
+                S::load_part(src.add(i), lanes)
+            };
+            if lanes == S::W {
+                S::store(out.add(i), v);
+            } else {
+                S::store_part(out.add(i), v, lanes);
+            }
+            i += lanes;
         }
     }
 }
@@ -221,7 +290,12 @@ pub unsafe fn conv_f32(
     }
     if conv.by_rows() {
         // SAFETY: the caller's.
-        return unsafe { conv_rows(team, isa, conv, x, w, bias, relu, y) };
+        unsafe {
+            if conv.is_depthwise() && conv.window.stride[2] == 1 && conv.window.input_dilation == [1; 3] {
+                return depthwise(team, isa, conv, x, w, bias, relu, y);
+            }
+            return conv_rows(team, isa, conv, x, w, bias, relu, y);
+        }
     }
     if let Some(p) = packed {
         let same = (p.conv.c_in, p.conv.c_out, p.conv.groups, p.conv.window.kernel);
@@ -305,6 +379,136 @@ pub unsafe fn conv_f32(
             }
         }
     }
+}
+
+/// One output line of a depthwise convolution whose width has stride 1.
+struct DepthLine<'a> {
+    w: &'a Window,
+    /// The channel's plane and weights.
+    x: *const f32,
+    taps: *const f32,
+    bias: f32,
+    relu: bool,
+    od: usize,
+    oh: usize,
+    y: *mut f32,
+}
+
+/// Every tap of a vector of outputs in registers, in the order of the taps; outputs near the edges leave out the taps that
+/// miss the line.
+#[inline(always)]
+unsafe fn depth_body<S: Simd>(l: &DepthLine<'_>) {
+    let w = l.w;
+    let [kd, kh, kw] = w.kernel;
+    let (ih, iw, ow) = (w.input[1], w.input[2], w.output[2]);
+    // Outputs for which every tap is inside.
+    let (mut lo, mut hi) = (0, ow);
+    for t in 0..kw {
+        let (a, b) = w.span(2, t);
+        (lo, hi) = (lo.max(a), hi.min(b));
+    }
+    let (lo, hi) = (lo.min(ow), hi.max(lo.min(ow)));
+    let first = w.at(2, 0, 0);
+    // SAFETY: taps outside the plane are skipped; partial vectors touch only what exists.
+    unsafe {
+        let edge = |o: usize| {
+            let mut s = l.bias;
+            for td in 0..kd {
+                let Some(d) = w.read(0, l.od, td) else { continue };
+                for th in 0..kh {
+                    let Some(h) = w.read(1, l.oh, th) else { continue };
+                    let line = l.x.add((d * ih + h) * iw);
+                    for tw in 0..kw {
+                        if let Some(i) = w.read(2, o, tw) {
+                            s = crate::cpu::vmath::fma_as(
+                                S::FMA,
+                                *line.add(i),
+                                *l.taps.add((td * kh + th) * kw + tw),
+                                s,
+                            );
+                        }
+                    }
+                }
+            }
+            *l.y.add(o) = if l.relu && s < 0.0 { 0.0 } else { s };
+        };
+        (0..lo).for_each(edge);
+        let mut o = lo;
+        while o < hi {
+            let n = (hi - o).min(S::W);
+            let mut s = S::splat(l.bias);
+            for td in 0..kd {
+                let Some(d) = w.read(0, l.od, td) else { continue };
+                for th in 0..kh {
+                    let Some(h) = w.read(1, l.oh, th) else { continue };
+                    let p = l.x.add((d * ih + h) * iw).offset(o as isize + first);
+                    let taps = l.taps.add((td * kh + th) * kw);
+                    for tw in 0..kw {
+                        let q = p.add(tw * w.dilation[2]);
+                        let v = if n == S::W { S::load(q) } else { S::load_part(q, n) };
+                        s = S::fma(v, S::splat(*taps.add(tw)), s);
+                    }
+                }
+            }
+            if l.relu {
+                s = S::relu(s);
+            }
+            S::store_part(l.y.add(o), s, n);
+            o += n;
+        }
+        (hi..ow).for_each(edge);
+    }
+}
+dispatch_simd! {
+    unsafe fn depth_line[][](isa, l: &DepthLine<'_>) = depth_body
+}
+
+/// Depthwise convolution with stride 1 along the width.
+unsafe fn depthwise(
+    team: &Team,
+    isa: Isa,
+    conv: &Conv,
+    x: *const f32,
+    w: *const f32,
+    bias: *const f32,
+    relu: bool,
+    y: *mut f32,
+) {
+    let win = &conv.window;
+    let (ow, per_plane, multiplier) = (
+        win.output[2],
+        win.out_size() / win.output[2],
+        conv.c_out / conv.groups,
+    );
+    let (xs, ws, bs, ys) = (SharedConst(x), SharedConst(w), SharedConst(bias), SharedMut(y));
+    let lines = conv.batch * conv.c_out * per_plane;
+    let parts = if conv.macs() < 100_000 {
+        1
+    } else {
+        lines.min(team.threads() * 8)
+    };
+    team.run(parts, &|part| {
+        for line in lines * part / parts..lines * (part + 1) / parts {
+            let (plane, l) = (line / per_plane, line % per_plane);
+            let (image, co) = (plane / conv.c_out, plane % conv.c_out);
+            // SAFETY: the caller's operands; lines of different parts are disjoint.
+            unsafe {
+                let job = DepthLine {
+                    w: win,
+                    x: xs
+                        .get()
+                        .add((image * conv.c_in + co / multiplier) * win.in_size()),
+                    taps: ws.get().add(co * win.kernel_size()),
+                    bias: if bs.0.is_null() { 0.0 } else { *bs.get().add(co) },
+                    relu,
+                    od: l / win.output[1],
+                    oh: l % win.output[1],
+                    y: ys.get().add(line * ow),
+                };
+                depth_line(isa, &job);
+            }
+        }
+    });
 }
 
 /// Lets a closure over raw pointers cross threads.

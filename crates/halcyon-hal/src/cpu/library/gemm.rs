@@ -200,11 +200,12 @@ pub(crate) enum Store {
     Other,
 }
 
-/// `MR x (NV W)` sums over `kc` steps of packed panels, kept in registers, then stored through the epilogue.
+/// `R x (NV W)` sums over `kc` steps of packed panels, kept in registers, then stored through the epilogue. R is less than the
+/// panel's MR where only so many rows exist; each sum is the same whatever R.
 ///
 /// `a[k * MR + i]` and `b[k * NV * W + j]` are readable for `k < kc`; the tile's rows and columns that exist are writable.
 #[inline(always)]
-pub(crate) unsafe fn micro<S: Simd, const MR: usize, const NV: usize>(
+pub(crate) unsafe fn micro<S: Simd, const R: usize, const MR: usize, const NV: usize>(
     kc: usize,
     a: *const f32,
     b: *const f32,
@@ -212,14 +213,14 @@ pub(crate) unsafe fn micro<S: Simd, const MR: usize, const NV: usize>(
 ) {
     // SAFETY: the caller's pointers; `out` says how much of the tile exists.
     unsafe {
-        let mut acc = [[S::zero(); NV]; MR];
+        let mut acc = [[S::zero(); NV]; R];
         let (mut a, mut b) = (a, b);
         for _ in 0..kc {
             let mut bv = [S::zero(); NV];
             for v in 0..NV {
                 bv[v] = S::load(b.add(v * S::W));
             }
-            for i in 0..MR {
+            for i in 0..R {
                 let x = S::splat(*a.add(i));
                 for v in 0..NV {
                     acc[i][v] = S::fma(x, bv[v], acc[i][v]);
@@ -230,35 +231,35 @@ pub(crate) unsafe fn micro<S: Simd, const MR: usize, const NV: usize>(
         }
         // Loops over the accumulators have constant bounds and no exits, or the compiler would keep them in memory.
         let nr = NV * S::W;
-        let full = out.cs == 1 && out.rows == MR && out.cols == nr;
+        let full = out.cs == 1 && out.rows == R && out.cols == nr;
         if full && out.store == Store::Plain {
-            for i in 0..MR {
+            for i in 0..R {
                 for v in 0..NV {
                     S::store(out.c.offset(i as isize * out.rs).add(v * S::W), acc[i][v]);
                 }
             }
         } else if full && out.store == Store::Add {
-            for i in 0..MR {
+            for i in 0..R {
                 for v in 0..NV {
                     let p = out.c.offset(i as isize * out.rs).add(v * S::W);
                     S::store(p, S::add(acc[i][v], S::load(p)));
                 }
             }
         } else {
-            let mut sums = [[[0f32; 16]; NV]; MR];
-            for i in 0..MR {
+            let mut sums = [[[0f32; 16]; NV]; R];
+            for i in 0..R {
                 for v in 0..NV {
                     S::store(sums[i][v].as_mut_ptr(), acc[i][v]);
                 }
             }
-            store_tile::<S, MR, NV>(&sums, out);
+            store_tile::<S, R, NV>(&sums, out);
         }
     }
 }
 
 /// Stores sums through the epilogue, element order and rounding as in the fast paths of [`micro`].
 #[inline(always)]
-unsafe fn store_tile<S: Simd, const MR: usize, const NV: usize>(sums: &[[[f32; 16]; NV]; MR], out: &Tile) {
+unsafe fn store_tile<S: Simd, const R: usize, const NV: usize>(sums: &[[[f32; 16]; NV]; R], out: &Tile) {
     let e = &out.epi;
     // SAFETY: the caller's pointers; rows and columns that do not exist are not touched.
     unsafe {

@@ -34,6 +34,21 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
     /// `max(a, 0)` that keeps NaN.
     unsafe fn relu(a: Self::V) -> Self::V;
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
+    /// The larger; `b` where `a` is NaN.
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    /// `p[0], p[2], ..`: `n <= W` lanes, zeros after them. Reads nothing past `p[2 (n - 1)]`.
+    #[inline(always)]
+    unsafe fn load_even(p: *const f32, n: usize) -> Self::V {
+        let mut t = [0f32; 16];
+        // SAFETY: the caller's; W <= 16.
+        unsafe {
+            for i in 0..n {
+                t[i] = *p.add(2 * i);
+            }
+            Self::load(t.as_ptr())
+        }
+    }
     /// Converts W halves.
     unsafe fn load_f16(p: *const f16) -> Self::V;
     /// Converts W bfloats.
@@ -77,6 +92,19 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     }
 }
 
+/// The micro-kernel with as many rows as a third, two thirds or all of the panel's.
+macro_rules! tile_of_rows {
+    ($kc:expr, $a:expr, $b:expr, $out:expr) => {
+        if $out.rows > Self::MR * 2 / 3 {
+            micro::<Self, { Self::MR }, { Self::MR }, { Self::NV }>($kc, $a, $b, $out)
+        } else if $out.rows > Self::MR / 3 {
+            micro::<Self, { Self::MR * 2 / 3 }, { Self::MR }, { Self::NV }>($kc, $a, $b, $out)
+        } else {
+            micro::<Self, { Self::MR / 3 }, { Self::MR }, { Self::NV }>($kc, $a, $b, $out)
+        }
+    };
+}
+
 /// Plain arrays, which compilers turn into the baseline's vectors.
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
@@ -91,7 +119,7 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
         // SAFETY: the caller's.
-        unsafe { micro::<Self, { Self::MR }, { Self::NV }>(kc, a, b, out) }
+        unsafe { tile_of_rows!(kc, a, b, out) }
     }
 
     #[inline(always)]
@@ -137,6 +165,14 @@ impl Simd for Portable {
                 a[i] * b[i] + c[i]
             }
         })
+    }
+    #[inline(always)]
+    unsafe fn sub(a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        std::array::from_fn(|i| a[i] - b[i])
+    }
+    #[inline(always)]
+    unsafe fn max(a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        std::array::from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] })
     }
     #[inline(always)]
     unsafe fn relu(a: [f32; 4]) -> [f32; 4] {
@@ -191,7 +227,7 @@ mod x86 {
         #[inline(always)]
         unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
             // SAFETY: the caller's.
-            unsafe { micro::<Self, { Self::MR }, { Self::NV }>(kc, a, b, out) }
+            unsafe { tile_of_rows!(kc, a, b, out) }
         }
 
         #[inline(always)]
@@ -225,6 +261,14 @@ mod x86 {
         #[inline(always)]
         unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
             unsafe { _mm256_fmadd_ps(a, b, c) }
+        }
+        #[inline(always)]
+        unsafe fn sub(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_sub_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn max(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_max_ps(a, b) }
         }
         #[inline(always)]
         unsafe fn relu(a: __m256) -> __m256 {
@@ -265,7 +309,7 @@ mod x86 {
         #[inline(always)]
         unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
             // SAFETY: the caller's.
-            unsafe { micro::<Self, { Self::MR }, { Self::NV }>(kc, a, b, out) }
+            unsafe { tile_of_rows!(kc, a, b, out) }
         }
 
         #[inline(always)]
@@ -299,6 +343,14 @@ mod x86 {
         #[inline(always)]
         unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
             unsafe { _mm512_fmadd_ps(a, b, c) }
+        }
+        #[inline(always)]
+        unsafe fn sub(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_sub_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn max(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_max_ps(a, b) }
         }
         #[inline(always)]
         unsafe fn relu(a: __m512) -> __m512 {

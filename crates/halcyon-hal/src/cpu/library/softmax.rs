@@ -1,64 +1,77 @@
 //! Softmax, log-softmax, layer and RMS normalisation over contiguous rows.
 //!
 //! Storage is f32, f16 or bf16; the arithmetic is f32 with the exponential of [`crate::cpu::vmath`] (under 1.5 ulp). Sums run
-//! in 16 lanes that are added up at the end, so they depend on the row's length alone.
+//! in the lanes of four registers that are added up at the end, in an order that depends on the row's length alone.
 
 use super::gemm::PackElem;
-use crate::cpu::sys::{Isa, dispatch};
+use super::simd::{Simd, dispatch_simd};
+use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 use crate::cpu::vmath;
 
-const LANES: usize = 16;
-
-/// Adds up lanes by halving.
+/// Sum over the row of `f` of each vector, in four registers that are added up at the end. `f` maps 0 to 0.
 #[inline(always)]
-fn fold(mut t: [f32; LANES]) -> f32 {
-    let mut h = LANES / 2;
-    while h > 0 {
-        for i in 0..h {
-            t[i] += t[i + h];
+pub(crate) unsafe fn sum_of<S: Simd>(x: &[f32], f: impl Fn(S::V) -> S::V) -> f32 {
+    // SAFETY: inside the slice; the caller is compiled for S.
+    unsafe {
+        let p = x.as_ptr();
+        let mut acc = [S::zero(); 4];
+        let mut i = 0;
+        while i + 4 * S::W <= x.len() {
+            for (u, a) in acc.iter_mut().enumerate() {
+                *a = S::add(*a, f(S::load(p.add(i + u * S::W))));
+            }
+            i += 4 * S::W;
         }
-        h /= 2;
-    }
-    t[0]
-}
-
-/// Sum of `f(x)` over the row.
-#[inline(always)]
-pub(crate) fn sum_of(x: &[f32], f: impl Fn(f32) -> f32) -> f32 {
-    let mut a = [0f32; LANES];
-    let mut b = [0f32; LANES];
-    let (pairs, rest) = x.as_chunks::<{ 2 * LANES }>();
-    for c in pairs {
-        for i in 0..LANES {
-            a[i] += f(c[i]);
-            b[i] += f(c[LANES + i]);
+        while i < x.len() {
+            let n = (x.len() - i).min(S::W);
+            acc[0] = S::add(acc[0], f(S::load_part(p.add(i), n)));
+            i += n;
         }
+        S::sum(S::add(S::add(acc[0], acc[1]), S::add(acc[2], acc[3])))
     }
-    for (i, v) in rest.iter().enumerate() {
-        a[i % LANES] += f(*v);
-    }
-    for i in 0..LANES {
-        a[i] += b[i];
-    }
-    fold(a)
 }
 
 /// Largest element, passing over NaN; -inf for an empty row.
 #[inline(always)]
-pub(crate) fn max_of(x: &[f32]) -> f32 {
-    let mut a = [f32::NEG_INFINITY; LANES];
-    let (chunks, rest) = x.as_chunks::<LANES>();
-    for c in chunks {
-        for i in 0..LANES {
-            a[i] = if c[i] > a[i] { c[i] } else { a[i] };
+pub(crate) unsafe fn max_of<S: Simd>(x: &[f32]) -> f32 {
+    // SAFETY: inside the slice; the caller is compiled for S.
+    unsafe {
+        let p = x.as_ptr();
+        let mut acc = [S::splat(f32::NEG_INFINITY); 4];
+        let mut i = 0;
+        while i + 4 * S::W <= x.len() {
+            for (u, a) in acc.iter_mut().enumerate() {
+                *a = S::max(S::load(p.add(i + u * S::W)), *a);
+            }
+            i += 4 * S::W;
         }
+        while i + S::W <= x.len() {
+            acc[0] = S::max(S::load(p.add(i)), acc[0]);
+            i += S::W;
+        }
+        let mut t = [f32::NEG_INFINITY; 64];
+        for (u, a) in acc.iter().enumerate() {
+            S::store(t.as_mut_ptr().add(u * S::W), *a);
+        }
+        t.iter()
+            .chain(&x[i..])
+            .fold(f32::NEG_INFINITY, |m, &v| if v > m { v } else { m })
     }
-    for (i, v) in rest.iter().enumerate() {
-        a[i] = if *v > a[i] { *v } else { a[i] };
+}
+
+/// Replaces each `x` by `exp(x - m)` and gives the sum.
+#[inline(always)]
+pub(crate) unsafe fn exp_in_place<S: Simd>(x: &mut [f32], m: f32) -> f32 {
+    for v in x.iter_mut() {
+        *v = if S::FMA {
+            vmath::exp::<true>(*v - m)
+        } else {
+            vmath::exp::<false>(*v - m)
+        };
     }
-    a.iter()
-        .fold(f32::NEG_INFINITY, |m, &v| if v > m { v } else { m })
+    // SAFETY: the caller's.
+    unsafe { sum_of::<S>(x, |v| v) }
 }
 
 /// A row kernel.
@@ -72,37 +85,46 @@ enum Kind {
 
 /// One row; `scale` and `shift` are empty or as long as the row.
 #[inline(always)]
-fn row_body<const FMA: bool>(kind: Kind, x: &[f32], y: &mut [f32], scale: &[f32], shift: &[f32]) {
+unsafe fn row_body<S: Simd>(kind: Kind, x: &[f32], y: &mut [f32], scale: &[f32], shift: &[f32]) {
     let n = x.len() as f32;
-    let (center, factor) = match kind {
-        Kind::Softmax => {
-            let m = max_of(x);
-            for (y, x) in y.iter_mut().zip(x) {
-                *y = vmath::exp::<FMA>(*x - m);
+    // SAFETY: slices of one length; the caller is compiled for S.
+    let (center, factor) = unsafe {
+        match kind {
+            Kind::Softmax => {
+                y.copy_from_slice(x);
+                let r = 1.0 / exp_in_place::<S>(y, max_of::<S>(x));
+                for y in y {
+                    *y *= r;
+                }
+                return;
             }
-            let r = 1.0 / sum_of(y, |v| v);
-            for y in y {
-                *y *= r;
+            Kind::LogSoftmax => {
+                let m = max_of::<S>(x);
+                y.copy_from_slice(x);
+                let l = vmath::log::<false>(exp_in_place::<S>(y, m));
+                for (y, x) in y.iter_mut().zip(x) {
+                    *y = (*x - m) - l;
+                }
+                return;
             }
-            return;
+            Kind::Layer { eps } => {
+                let mean = sum_of::<S>(x, |v| v) / n;
+                // The partial vector's empty lanes would add the square of the mean.
+                let c = S::splat(mean);
+                let square = |v: S::V| {
+                    let d = S::sub(v, c);
+                    S::mul(d, d)
+                };
+                let whole = x.len() / S::W * S::W;
+                let mut rest = 0.0;
+                for v in &x[whole..] {
+                    rest += (*v - mean) * (*v - mean);
+                }
+                let var = (sum_of::<S>(&x[..whole], square) + rest) / n;
+                (mean, 1.0 / (var + eps).sqrt())
+            }
+            Kind::Rms { eps } => (0.0, 1.0 / (sum_of::<S>(x, |v| S::mul(v, v)) / n + eps).sqrt()),
         }
-        Kind::LogSoftmax => {
-            let m = max_of(x);
-            for (y, x) in y.iter_mut().zip(x) {
-                *y = vmath::exp::<FMA>(*x - m);
-            }
-            let l = vmath::log::<FMA>(sum_of(y, |v| v));
-            for (y, x) in y.iter_mut().zip(x) {
-                *y = (*x - m) - l;
-            }
-            return;
-        }
-        Kind::Layer { eps } => {
-            let mean = sum_of(x, |v| v) / n;
-            let var = sum_of(x, |v| (v - mean) * (v - mean)) / n;
-            (mean, 1.0 / (var + eps).sqrt())
-        }
-        Kind::Rms { eps } => (0.0, 1.0 / (sum_of(x, |v| v * v) / n + eps).sqrt()),
     };
     match (scale.is_empty(), shift.is_empty()) {
         (true, true) => y.iter_mut().zip(x).for_each(|(y, x)| *y = (*x - center) * factor),
@@ -113,25 +135,26 @@ fn row_body<const FMA: bool>(kind: Kind, x: &[f32], y: &mut [f32], scale: &[f32]
         }
         (true, false) => {
             for ((y, x), b) in y.iter_mut().zip(x).zip(shift) {
-                *y = vmath::fma::<FMA>(*x - center, factor, *b);
+                *y = (*x - center) * factor + *b;
             }
         }
         (false, false) => {
             for (((y, x), s), b) in y.iter_mut().zip(x).zip(scale).zip(shift) {
-                *y = vmath::fma::<FMA>((*x - center) * factor, *s, *b);
+                *y = (*x - center) * factor * *s + *b;
             }
         }
     }
 }
 
 #[inline(always)]
-fn rows_body<const FMA: bool>(kind: Kind, n: usize, x: &[f32], y: &mut [f32], scale: &[f32], shift: &[f32]) {
+unsafe fn rows_body<S: Simd>(kind: Kind, n: usize, x: &[f32], y: &mut [f32], scale: &[f32], shift: &[f32]) {
     for (x, y) in x.chunks_exact(n).zip(y.chunks_exact_mut(n)) {
-        row_body::<FMA>(kind, x, y, scale, shift);
+        // SAFETY: the caller's.
+        unsafe { row_body::<S>(kind, x, y, scale, shift) };
     }
 }
-dispatch! {
-    fn rows_f32[][](isa, kind: Kind, n: usize, x: &[f32], y: &mut [f32], scale: &[f32], shift: &[f32]) = rows_body
+dispatch_simd! {
+    unsafe fn rows_f32[][](isa, kind: Kind, n: usize, x: &[f32], y: &mut [f32], scale: &[f32], shift: &[f32]) = rows_body
 }
 
 /// Runs a row kernel over `rows` rows of `n`.
