@@ -129,8 +129,10 @@ struct Use {
     /// `None`: a buffer is needed.
     group: Option<u32>,
     via_view: bool,
-    /// A reshape or pad lies between, which an expression cannot be pushed through.
-    blocked: bool,
+    /// A reshape lies between, which an expression cannot be pushed through.
+    reshaped: bool,
+    /// A pad lies between, whose value is not the expression's.
+    padded: bool,
     expands: bool,
 }
 
@@ -327,16 +329,17 @@ impl<'a> Lowerer<'a> {
                 Op::Input(_) | Op::Const(_) => {}
                 Op::Full(_) | Op::Arg(_) | Op::Iota { .. } => {
                     let iota = matches!(node.op, Op::Iota { .. });
-                    self.root[i] = mine.iter().any(|u| {
-                        u.group.is_none() || u.blocked && iota || u.blocked && !self.reshape_only(id)
-                    });
+                    // Other readers compute a literal for themselves.
+                    self.root[i] = mine
+                        .iter()
+                        .any(|u| u.group.is_none() || u.padded || u.reshaped && iota);
                 }
                 op if op.is_view() => {
                     let x = node.inputs[0];
                     let grows = matches!(op, Op::Expand)
                         && self.dims[i].iter().product::<usize>()
                             > self.dims[x.index()].iter().product::<usize>();
-                    let blocks = matches!(op, Op::Reshape | Op::Pad { .. });
+                    let (reshapes, pads) = (matches!(op, Op::Reshape), matches!(op, Op::Pad { .. }));
                     if mine.iter().any(|u| u.group.is_none()) && self.g.outputs().iter().any(|o| o.node == id)
                     {
                         // A view that is an output becomes a copy.
@@ -345,7 +348,8 @@ impl<'a> Lowerer<'a> {
                         uses[x.index()].push(Use {
                             group,
                             via_view: true,
-                            blocked: blocks,
+                            reshaped: reshapes,
+                            padded: pads,
                             expands: grows,
                         });
                     } else {
@@ -353,7 +357,8 @@ impl<'a> Lowerer<'a> {
                             uses[x.index()].push(Use {
                                 group: u.group,
                                 via_view: true,
-                                blocked: u.blocked || blocks,
+                                reshaped: u.reshaped || reshapes,
+                                padded: u.padded || pads,
                                 expands: u.expands || grows,
                             });
                         }
@@ -366,9 +371,9 @@ impl<'a> Lowerer<'a> {
                         fuse && group.is_some_and(|gr| {
                             let gr = &groups[gr as usize];
                             gr.members < MAX_MEMBERS && gr.loads + node.inputs.len() <= max_loads
-                        }) && mine
-                            .iter()
-                            .all(|u| u.group == group && !u.blocked && !u.expands && (one || !u.via_view));
+                        }) && mine.iter().all(|u| {
+                            u.group == group && !u.reshaped && !u.padded && !u.expands && (one || !u.via_view)
+                        });
                     let group = if joins {
                         self.inlined += 1;
                         if let Some(gr) = group.and_then(|g| groups.get_mut(g as usize)) {
@@ -404,12 +409,6 @@ impl<'a> Lowerer<'a> {
                 }
             }
         }
-    }
-
-    /// Whether no pad lies above a literal: reshapes of a literal are free.
-    fn reshape_only(&self, id: NodeId) -> bool {
-        matches!(self.g.node(id).op, Op::Full(_) | Op::Arg(_))
-            && !self.g.nodes().iter().any(|n| matches!(n.op, Op::Pad { .. }))
     }
 
     fn path_of(&self, id: NodeId) -> Path {

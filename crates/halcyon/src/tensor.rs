@@ -655,53 +655,62 @@ pub fn eval(outputs: &[Tensor]) -> Result<()> {
 impl Collector {
     /// What the plan must compute beyond what was asked for, and which leaves it may overwrite.
     fn results(&self, asked: &[&Tensor]) -> (Vec<Tensor>, Vec<bool>) {
-        let n = self.order.len();
+        let key = |t: &Tensor| Arc::as_ptr(&t.0);
         let mut out: Vec<Tensor> = vec![];
         let mut have: HashSet<*const Node> = HashSet::new();
-        let add = |t: &Tensor, out: &mut Vec<Tensor>, have: &mut HashSet<*const Node>| {
-            if !t.is_ready() && have.insert(Arc::as_ptr(&t.0)) {
+        let mut add = |t: &Tensor| {
+            if !t.is_ready() && have.insert(key(t)) {
                 out.push(t.clone());
             }
         };
-        for t in asked {
-            add(t, &mut out, &mut have);
+        asked.iter().for_each(|t| add(t));
+        // References to each node from inside: operands of this plan's nodes, and this collector's own.
+        let mut readers: HashMap<*const Node, usize> = HashMap::new();
+        let mut own: HashMap<*const Node, usize> = HashMap::new();
+        for t in self.order.iter().chain(&self.leaves) {
+            *own.entry(key(t)).or_default() += 1;
         }
-        // References to each node from inside this plan: operands, and the collector's own.
-        let mut inside: HashMap<*const Node, usize> = HashMap::new();
-        for i in 0..n {
-            for x in self.order[i].0.lock().inputs.iter() {
-                *inside.entry(Arc::as_ptr(&x.0)).or_default() += 1;
-            }
-        }
-        let keep = asked.iter().any(|t| t.0.tracked && !t.0.of_gradient);
+        let mut distinct: Vec<&Tensor> = vec![];
         let mut seen: HashSet<*const Node> = HashSet::new();
-        for i in 0..n {
-            let t = &self.order[i];
-            if !seen.insert(Arc::as_ptr(&t.0)) {
-                continue;
-            }
-            let residual = keep && t.0.tracked && !t.0.of_gradient && !t.0.op.is_view() && !t.0.op.is_leaf();
-            if t.0.state.load(Ordering::Relaxed) || residual {
-                add(t, &mut out, &mut have);
+        for t in &self.order {
+            if seen.insert(key(t)) {
+                distinct.push(t);
+                for x in &t.0.lock().inputs {
+                    *readers.entry(key(x)).or_default() += 1;
+                }
             }
         }
+        let inside =
+            |t: &Tensor| readers.get(&key(t)).copied().unwrap_or(0) + own.get(&key(t)).copied().unwrap_or(0);
+        let held_elsewhere = |t: &Tensor| Arc::strong_count(&t.0) > inside(t);
+
+        let keep = asked.iter().any(|t| t.0.tracked && !t.0.of_gradient);
+        for t in &distinct {
+            let residual = keep && t.0.tracked && !t.0.of_gradient && !t.0.op.is_view() && !t.0.op.is_leaf();
+            let version = t.0.state.load(Ordering::Relaxed) && held_elsewhere(t);
+            if residual || version {
+                add(t);
+            }
+        }
+
+        let updated: HashSet<NodeId> = self
+            .graph
+            .nodes()
+            .iter()
+            .filter(|n| matches!(n.op, Op::UpdateSlice { .. }))
+            .map(|n| n.inputs[0])
+            .collect();
         let mut donated = vec![false; self.leaves.len()];
+        let mut stale = vec![false; self.graph.nodes().len()];
         for (k, leaf) in self.leaves.iter().enumerate() {
-            let key = Arc::as_ptr(&leaf.0);
+            let id = self.ids[&key(leaf)];
             let asked_for = leaf.0.donate.load(Ordering::Relaxed);
-            let updates = self
-                .graph
-                .nodes()
-                .iter()
-                .any(|n| matches!(n.op, Op::UpdateSlice { .. }) && n.inputs[0] == self.ids[&key]);
-            if !asked_for && !updates {
+            if !asked_for && !updated.contains(&id) {
                 continue;
             }
-            let plan_readers = inside.get(&key).copied().unwrap_or(0);
-            let all_readers = leaf.0.readers.load(Ordering::Relaxed);
-            // `order` and `leaves` hold one reference each.
-            let held_elsewhere = Arc::strong_count(&leaf.0) > plan_readers + 2;
-            if all_readers > plan_readers || (held_elsewhere && !asked_for) {
+            let outside =
+                leaf.0.readers.load(Ordering::Relaxed) > readers.get(&key(leaf)).copied().unwrap_or(0);
+            if outside || (held_elsewhere(leaf) && !asked_for) {
                 // Something outside this plan still reads the old value: the plan copies.
                 leaf.0
                     .backend
@@ -709,26 +718,19 @@ impl Collector {
                     .stats
                     .state_copies
                     .fetch_add(1, Ordering::Relaxed);
-                continue;
+            } else {
+                donated[k] = true;
+                stale[id.index()] = true;
             }
-            donated[k] = true;
-            // Nodes of this plan that read the old value and may be asked for later run now.
-            let mut depends = vec![false; n];
-            depends[self.ids[&key].index()] = true;
-            for i in 0..n.min(self.graph.nodes().len()) {
-                let id = NodeId(i as u32);
-                if depends[i] || !self.graph.node(id).inputs.iter().any(|x| depends[x.index()]) {
-                    continue;
-                }
-                let t = &self.order[i];
-                if have.contains(&Arc::as_ptr(&t.0)) {
-                    continue;
-                }
-                depends[i] = true;
-                let refs = inside.get(&Arc::as_ptr(&t.0)).copied().unwrap_or(0);
-                let mine = self.order.iter().filter(|o| Arc::ptr_eq(&o.0, &t.0)).count();
-                if Arc::strong_count(&t.0) > refs + mine {
-                    add(t, &mut out, &mut have);
+        }
+        // Nodes of this plan that depend on a value about to be overwritten, and that someone may ask for later, run now.
+        if donated.contains(&true) {
+            for (i, n) in self.graph.nodes().iter().enumerate() {
+                if !stale[i] && n.inputs.iter().any(|x| stale[x.index()]) {
+                    stale[i] = true;
+                    if held_elsewhere(&self.order[i]) {
+                        add(&self.order[i]);
+                    }
                 }
             }
         }
