@@ -13,6 +13,7 @@ pub mod graph;
 pub mod kernel;
 pub mod layout;
 pub mod op;
+pub mod passes;
 pub mod reference;
 pub mod scalar_op;
 pub mod shape;
