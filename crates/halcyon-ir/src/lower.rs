@@ -308,7 +308,8 @@ impl<'a> Lowerer<'a> {
         let need = Use {
             group: None,
             via_view: false,
-            blocked: false,
+            reshaped: false,
+            padded: false,
             expands: false,
         };
         for o in self.g.outputs() {

@@ -3,6 +3,7 @@
 pub mod cse;
 pub mod fold;
 pub mod inline;
+pub mod rebuild;
 pub mod simplify;
 
 use crate::composite::Composite;
@@ -115,7 +116,10 @@ pub fn optimize(
 }
 
 #[cfg(test)]
-mod tests {
+mod tests;
+
+#[cfg(test)]
+mod level_tests {
     use super::*;
 
     #[test]
