@@ -191,7 +191,7 @@ impl Target for CpuDevice {
     }
 
     fn library(&self, call: &LibraryCall<'_>) -> Result<Arc<dyn LibraryKernel>, Declined> {
-        library::find(self.isa, self.team.threads(), call).map(|k| Arc::new(k) as Arc<dyn LibraryKernel>)
+        library::find(self.isa, call).map(|k| Arc::new(k) as Arc<dyn LibraryKernel>)
     }
 }
 

@@ -1,6 +1,7 @@
 //! Native kernels, and the table that finds one for a call.
 
 pub mod attention;
+mod calls;
 pub mod conv;
 #[cfg(test)]
 mod conv_tests;
@@ -10,10 +11,15 @@ pub mod gemm;
 #[cfg(test)]
 mod gemm_tests;
 pub mod gemv;
+mod gather;
 pub mod matmul_any;
+mod num;
 pub mod pool;
+mod scan;
+mod scatter;
 pub(crate) mod simd;
 pub mod softmax;
+mod sort;
 #[cfg(test)]
 pub(crate) mod testing;
 pub mod window;
@@ -53,7 +59,7 @@ impl<'a> Fault<'a> {
 
 /// What a kernel gets when it runs. The buffers have been checked against the call it was made for.
 pub(crate) struct Run<'a> {
-    /// Inputs, outputs, then the workspace.
+    /// Inputs, then outputs.
     pub bufs: &'a [Ptr],
     pub args: &'a [Scalar],
     pub team: &'a Team,
@@ -75,14 +81,13 @@ pub(crate) struct CpuKernel {
     name: String,
     needs: SmallVec<[Need; 8]>,
     in_place: bool,
-    workspace: usize,
     args: usize,
     body: Body,
 }
 
 impl fmt::Debug for CpuKernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CpuKernel").field("name", &self.name).field("workspace", &self.workspace).finish_non_exhaustive()
+        f.debug_struct("CpuKernel").field("name", &self.name).finish_non_exhaustive()
     }
 }
 
@@ -110,13 +115,7 @@ impl CpuKernel {
         for o in call.outputs {
             needs.push(Need { bytes: extent(o)?, write: true });
         }
-        Ok(CpuKernel { name: name.into(), needs, in_place: call.in_place, workspace: 0, args: 0, body: Box::new(body) })
-    }
-
-    /// Adds scratch memory, bound after the outputs.
-    pub(crate) fn with_workspace(mut self, bytes: usize) -> CpuKernel {
-        self.workspace = bytes;
-        self
+        Ok(CpuKernel { name: name.into(), needs, in_place: call.in_place, args: 0, body: Box::new(body) })
     }
 
     /// The number of run-time arguments the body reads.
@@ -127,15 +126,14 @@ impl CpuKernel {
 
     fn check(&self, r: &Run<'_>) -> Result<()> {
         let bad = |w: String| Err(Error::argument(self.name.as_str(), w));
-        let want = self.needs.len() + usize::from(self.workspace > 0);
+        let want = self.needs.len();
         if r.bufs.len() != want {
             return bad(format!("{} buffers were bound, {want} are needed", r.bufs.len()));
         }
         if r.args.len() < self.args {
             return bad(format!("{} run-time arguments were given, {} are needed", r.args.len(), self.args));
         }
-        let work = Need { bytes: self.workspace, write: true };
-        for (i, (b, n)) in r.bufs.iter().zip(self.needs.iter().chain([&work])).enumerate() {
+        for (i, (b, n)) in r.bufs.iter().zip(&self.needs).enumerate() {
             if b.bytes < n.bytes {
                 return bad(format!("buffer {i} has {} bytes, {} are needed", b.bytes, n.bytes));
             }
@@ -171,17 +169,13 @@ impl LibraryKernel for CpuKernel {
     fn name(&self) -> &str {
         &self.name
     }
-    fn workspace(&self) -> usize {
-        self.workspace
-    }
     fn as_any(&self) -> &dyn Any {
         self
     }
 }
 
 /// A kernel for the call, or why there is none.
-pub(crate) fn find(isa: Isa, threads: usize, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
-    let _ = threads;
+pub(crate) fn find(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
     let op = match call.work {
         Work::Fused(f) => return tile::kernel(isa, f, call),
         Work::Op(op) => op,
@@ -191,8 +185,28 @@ pub(crate) fn find(isa: Isa, threads: usize, call: &LibraryCall<'_>) -> Result<C
     if !masked.is_empty() {
         return Err(Declined::needs_dense(masked));
     }
+    if call.outputs.len() != 1 || !call.outputs[0].view.is_dense() {
+        return Err(Declined::because("one dense output is needed"));
+    }
+    if call.in_place && !matches!(op, Op::UpdateSlice { .. } | Op::ScatterElements { .. } | Op::ScatterRows { .. }) {
+        return Err(Declined::because("this op does not run in place"));
+    }
+    // One row per op.
     match op {
+        Op::Matmul => calls::matmul(isa, call),
+        Op::Conv(c) => calls::conv(isa, call, c),
+        Op::Pool(p) => calls::pooling(call, p),
+        Op::PoolGrad(p) => calls::pool_grad(call, p),
+        Op::Gather { axis } => gather::rows(call, *axis),
+        Op::GatherElements { axis } => gather::elements(call, *axis),
+        Op::ScatterElements { axis, kind } => scatter::elements(call, *axis, *kind),
+        Op::ScatterRows { axis, kind } => scatter::rows(call, *axis, *kind),
+        Op::UpdateSlice { axis } => scatter::update_slice(call, *axis),
+        Op::ArgReduce { max, axis, last, .. } => sort::arg_reduce(call, *max, *axis, *last),
+        Op::ArgSort { axis, descending } => sort::arg_sort(call, *axis, *descending),
+        Op::Scan { kind, axis, exclusive, reverse } => scan::scan(call, *kind, *axis, *exclusive, *reverse),
+        Op::Composite(c) => calls::composite(isa, call, c),
         Op::Custom(_) => Err(Declined::because("custom ops bring their own kernels")),
-        _ => Err(Declined::because(format!("the CPU has no kernel for {}", op.name()))),
+        _ => Err(Declined::because(format!("{} runs as a fused kernel", op.name()))),
     }
 }

@@ -367,7 +367,7 @@ macro_rules! cast_from {
         }
     }};
 }
-cast_from!(f32 f32_body from_f32, |x| x, narrow, |x, to| x);
+cast_from!(f32 f32_body from_f32, |x| x, narrow, |x, _to| x);
 cast_from!(f64 f64_body from_f64, |x| x as f32, wide, |x, to| half_of(to, x));
 cast_from!(i32 i32_body from_i32, |x| x as f32, wide, |x, to| half_of(to, x as f64));
 cast_from!(u32 u32_body from_u32, |x| x as f32, wide, |x, to| half_of(to, x as f64));

@@ -126,14 +126,17 @@ pub(super) fn run(p: &Plan, r: &Run<'_>) {
         });
         return;
     }
-    let ws = SharedMut(r.bufs[r.bufs.len() - 1].ptr as *mut u64);
+    // The device runs one command at a time, so nobody waits here.
+    let mut partials = p.partials.lock().unwrap_or_else(|e| e.into_inner());
+    partials.resize(p.partial_words(), 0);
+    let ws = SharedMut(partials.as_mut_ptr());
     r.team.ranges(units, grain, &|a, b| {
         with_worker(p, r, |w| {
             for u in a..b {
                 let (t, c) = (u / p.chunks, u % p.chunks);
                 w.task(t, c * p.chunk, ((c + 1) * p.chunk).min(p.task_blocks));
                 for o in 0..p.outs.len() {
-                    // SAFETY: the workspace has `width` words per unit and this part alone has this unit.
+                    // SAFETY: there are `width` words per unit and this part alone has this unit.
                     unsafe {
                         std::ptr::copy_nonoverlapping(w.acc_of(o), ws.get().add(u * width + o * p.width), p.width);
                     }

@@ -8,6 +8,7 @@ use halcyon_ir::layout::{View, collapse};
 use halcyon_ir::op::ReduceKind;
 use halcyon_ir::scalar_op::Rule;
 use halcyon_ir::{DType, ScalarOp};
+use std::sync::Mutex;
 
 /// Axes of a plan: those of the space, and a row axis of size 1 where blocks have one row.
 pub(super) const MAX_AXES: usize = MAX_RANK + 2;
@@ -128,6 +129,8 @@ pub(super) struct Plan {
     pub width: usize,
     /// Nothing to do, or only identities to write.
     pub empty: bool,
+    /// Results of the pieces of a reduction that is cut; kept between runs.
+    pub partials: Mutex<Vec<u64>>,
 }
 
 fn declined<T>(why: impl Into<String>) -> Result<T, Declined> {
@@ -274,12 +277,13 @@ impl Plan {
             inputs: call.inputs.len(),
             raw,
             axes,
+            partials: Mutex::default(),
         })
     }
 
-    /// Bytes for the partial results of a reduction that is cut.
-    pub(super) fn workspace(&self) -> usize {
-        if self.chunks > 1 { self.tasks * self.chunks * self.outs.len() * self.width * 8 } else { 0 }
+    /// Words for the results of pieces.
+    pub(super) fn partial_words(&self) -> usize {
+        self.tasks * self.chunks * self.outs.len() * self.width
     }
 
     /// The lane a register of type `d` has.
