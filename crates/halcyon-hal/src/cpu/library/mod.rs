@@ -8,6 +8,7 @@ pub mod gemm;
 #[cfg(test)]
 mod gemm_tests;
 pub mod gemv;
+pub mod mat;
 pub mod matmul_any;
 pub mod pool;
 pub(crate) mod simd;
