@@ -4,12 +4,14 @@ use halcyon_hal::cpu::library::attention::{Attention, Heads, attention};
 use halcyon_hal::cpu::library::conv::{Conv, ConvWeights, Window, conv_f32};
 use halcyon_hal::cpu::library::gemm::{Epilogue, Mat, MatMut, gemm};
 use halcyon_hal::cpu::library::gemv::gemv;
+use halcyon_hal::cpu::library::matmul_any::gemm_any;
 use halcyon_hal::cpu::library::softmax::{layer_norm, softmax};
 use halcyon_hal::cpu::peak;
 use halcyon_hal::cpu::sys::Isa;
 use halcyon_hal::cpu::team::{SharedConst, SharedMut, Team};
 use halcyon_hal::cpu::vmath;
 use halcyon_ir::ScalarOp;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Instant;
 
 /// Best time of `f` in seconds over at least `reps` runs.
@@ -38,7 +40,17 @@ fn main() {
     let threads = std::env::args().nth(1).and_then(|s| s.parse().ok()).unwrap_or(2);
     let team = Team::new(threads);
     let isa = Isa::best();
-    let hand_off = best(2000, || team.run(threads, &|_| {}));
+    // Parts that wait for each other, so that every thread takes one.
+    let here = AtomicUsize::new(0);
+    let hand_off = best(5000, || {
+        here.store(0, Ordering::SeqCst);
+        team.run(team.threads(), &|_| {
+            here.fetch_add(1, Ordering::SeqCst);
+            while here.load(Ordering::SeqCst) < team.threads() {
+                std::thread::yield_now();
+            }
+        });
+    });
     println!(
         "{} threads, {}, hand-off {:.2} us",
         team.threads(),
@@ -93,6 +105,26 @@ fn main() {
             flops / t / 1e9,
             100.0 * flops / t / top,
             top / 1e9
+        );
+    }
+
+    for n in [256, 1024] {
+        let a: Vec<f64> = data(n * n).into_iter().map(f64::from).collect();
+        let mut c = vec![0f64; n * n];
+        let i: Vec<i8> = a.iter().map(|v| (v * 100.0) as i8).collect();
+        let mut ci = vec![0i32; n * n];
+        // SAFETY: the vectors have the sizes of the matrices.
+        let (t, ti) = unsafe {
+            let (m, o) = (Mat::rows(a.as_ptr(), n), MatMut::rows(c.as_mut_ptr(), n));
+            let t = best(5, || gemm_any::<f64, f64>(&team, isa, n, n, n, m, m, o));
+            let (m, o) = (Mat::rows(i.as_ptr(), n), MatMut::rows(ci.as_mut_ptr(), n));
+            (t, best(5, || gemm_any::<i8, i32>(&team, isa, n, n, n, m, m, o)))
+        };
+        let ops = 2e-9 * (n * n * n) as f64;
+        println!(
+            "gemm_any {n}^3  f64 {:.1} GFLOP/s  i8 to i32 {:.1} Gop/s",
+            ops / t,
+            ops / ti
         );
     }
 

@@ -237,7 +237,7 @@ impl Team {
         s.next.store(0, Ordering::Relaxed);
         let g = s.gate.load(Ordering::Relaxed);
         s.gate
-            .store((g / GENERATION + 1) * GENERATION | OPEN, Ordering::SeqCst);
+            .store(((g / GENERATION + 1) * GENERATION) | OPEN, Ordering::SeqCst);
         for (flag, t) in s.asleep.iter().zip(&self.wake).take(parts - 1) {
             if flag.load(Ordering::SeqCst) && flag.swap(false, Ordering::SeqCst) {
                 t.unpark();
@@ -249,7 +249,7 @@ impl Team {
         while g & INSIDE != 0 {
             std::hint::spin_loop();
             spins += 1;
-            if spins % 4096 == 0 {
+            if spins.is_multiple_of(4096) {
                 std::thread::yield_now();
             }
             g = s.gate.load(Ordering::Acquire);

@@ -149,7 +149,7 @@ pub unsafe fn attention(
     y: Heads<SharedMut<f32>>,
 ) {
     assert!(
-        a.kv_heads > 0 && a.heads % a.kv_heads == 0,
+        a.kv_heads > 0 && a.heads.is_multiple_of(a.kv_heads),
         "{} heads over {} key heads",
         a.heads,
         a.kv_heads

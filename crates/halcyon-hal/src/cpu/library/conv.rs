@@ -30,7 +30,7 @@ impl Conv {
     /// # Errors
     /// `Argument` when the groups do not divide the channels.
     pub fn new(batch: usize, c_in: usize, c_out: usize, groups: usize, window: Window) -> Result<Conv> {
-        if groups == 0 || c_in % groups != 0 || c_out % groups != 0 {
+        if groups == 0 || !c_in.is_multiple_of(groups) || !c_out.is_multiple_of(groups) {
             return Err(Error::argument(
                 "conv",
                 format!("{groups} groups do not divide {c_in} input and {c_out} output channels"),
@@ -562,7 +562,7 @@ fn row_body<const FMA: bool, T: Elem>(r: Row<'_, T>) {
                     } else {
                         for (i, a) in acc.iter_mut().enumerate() {
                             let p = first + i * s;
-                            if p % spread == 0 {
+                            if p.is_multiple_of(spread) {
                                 *a = T::mul_add::<FMA>(line[p / spread].up(), f, *a);
                             }
                         }

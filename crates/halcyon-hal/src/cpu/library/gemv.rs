@@ -93,7 +93,7 @@ unsafe fn rows_body<S: Simd, T: Storage, const M: usize>(w: &Job<T>, j0: usize, 
         // As many steps at once as leave their multipliers in registers.
         macro_rules! steps {
             ($kb:literal) => {
-                while k + $kb <= w.k {
+                while w.k - k >= $kb {
                     axpy::<S, T, M, $kb>(
                         w.a.add(k),
                         w.k,
@@ -190,7 +190,7 @@ unsafe fn cols_body<S: Simd, T: Storage, const M: usize>(w: &Job<T>, j0: usize, 
     unsafe {
         macro_rules! columns {
             ($j:ident $r:literal $u:literal) => {
-                while $j + $r <= j1 {
+                while j1 - $j >= $r {
                     let s = dots::<S, T, M, $r, $u>(w, $j);
                     for i in 0..M {
                         for r in 0..$r {

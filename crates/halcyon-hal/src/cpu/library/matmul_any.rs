@@ -186,13 +186,11 @@ mod tests {
     use super::*;
     use half::{bf16, f16};
 
-    fn check<T: Elem, O: Elem<Acc = T::Acc>>(
+    fn check<T: Elem, O: Elem<Acc = T::Acc> + Default>(
         rng: &mut Rng,
         make: fn(&mut Rng) -> T,
         same: &dyn Fn(O, &[(T, T)]),
-    ) where
-        O: Default,
-    {
+    ) {
         for threads in [1, 3] {
             let team = Team::new(threads);
             for isa in Isa::available() {

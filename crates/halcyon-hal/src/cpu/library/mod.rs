@@ -12,6 +12,7 @@ pub mod gemm;
 mod gemm_tests;
 pub mod gemv;
 mod gather;
+pub mod mat;
 pub mod matmul_any;
 mod num;
 pub mod pool;

@@ -4,7 +4,7 @@
 //! (`dispatch_simd!` makes one): that is the safety condition of every `unsafe fn` here, beside those of its pointers.
 //! Partial loads and stores touch only the lanes asked for.
 
-use super::gemm::{Tile, micro};
+use super::mat::{Tile, micro};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
@@ -66,7 +66,7 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
-    /// The matrix micro-kernel with this type's MR and NV; see [`super::gemm::micro`].
+    /// The matrix micro-kernel with this type's MR and NV; see [`super::mat::micro`].
     unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile);
 
     #[inline(always)]

@@ -60,6 +60,20 @@ pub(crate) unsafe fn max_of<S: Simd>(x: &[f32]) -> f32 {
     }
 }
 
+/// `y[i] = exp(x[i] - m)`; gives the sum.
+#[inline(always)]
+unsafe fn exp_minus<S: Simd>(x: &[f32], m: f32, y: &mut [f32]) -> f32 {
+    for (y, x) in y.iter_mut().zip(x) {
+        *y = if S::FMA {
+            vmath::exp::<true>(*x - m)
+        } else {
+            vmath::exp::<false>(*x - m)
+        };
+    }
+    // SAFETY: the caller's.
+    unsafe { sum_of::<S>(y, |v| v) }
+}
+
 /// Replaces each `x` by `exp(x - m)` and gives the sum.
 #[inline(always)]
 pub(crate) unsafe fn exp_in_place<S: Simd>(x: &mut [f32], m: f32) -> f32 {
@@ -91,8 +105,7 @@ unsafe fn row_body<S: Simd>(kind: Kind, x: &[f32], y: &mut [f32], scale: &[f32],
     let (center, factor) = unsafe {
         match kind {
             Kind::Softmax => {
-                y.copy_from_slice(x);
-                let r = 1.0 / exp_in_place::<S>(y, max_of::<S>(x));
+                let r = 1.0 / exp_minus::<S>(x, max_of::<S>(x), y);
                 for y in y {
                     *y *= r;
                 }
@@ -100,8 +113,7 @@ unsafe fn row_body<S: Simd>(kind: Kind, x: &[f32], y: &mut [f32], scale: &[f32],
             }
             Kind::LogSoftmax => {
                 let m = max_of::<S>(x);
-                y.copy_from_slice(x);
-                let l = vmath::log::<false>(exp_in_place::<S>(y, m));
+                let l = vmath::log::<false>(exp_minus::<S>(x, m, y));
                 for (y, x) in y.iter_mut().zip(x) {
                     *y = (*x - m) - l;
                 }

@@ -130,6 +130,10 @@ impl Window {
     #[inline(always)]
     pub(crate) fn read(&self, axis: usize, o: usize, t: usize) -> Option<usize> {
         let p = self.at(axis, o, t);
+        // Division is slow, and this is the common case.
+        if self.input_dilation[axis] == 1 {
+            return (p >= 0 && p < self.input[axis] as isize).then_some(p as usize);
+        }
         let s = self.input_dilation[axis] as isize;
         (p >= 0 && p % s == 0 && p / s < self.input[axis] as isize).then_some((p / s) as usize)
     }
@@ -140,8 +144,9 @@ impl Window {
         let s = self.stride[axis] as isize;
         let off = self.at(axis, 0, t);
         let end = (self.input[axis] as isize - 1) * self.input_dilation[axis] as isize + 1;
-        let lo = if off >= 0 { 0 } else { (-off + s - 1) / s };
-        let hi = if end <= off { 0 } else { (end - off + s - 1) / s };
+        let up = |v: isize| if s == 1 { v } else { (v + s - 1) / s };
+        let lo = if off >= 0 { 0 } else { up(-off) };
+        let hi = if end <= off { 0 } else { up(end - off) };
         let out = self.output[axis] as isize;
         (lo.min(out) as usize, hi.clamp(lo.min(out), out) as usize)
     }
