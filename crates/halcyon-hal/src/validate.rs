@@ -31,7 +31,7 @@ pub struct Signature {
     /// As declared; with a fault word as the last one, which a launch does not bring.
     pub buffers: Vec<BufferDecl>,
     pub params: Vec<ParamDecl>,
-    /// Whether the kernel can set the fault word.
+    /// Whether the kernel has the fault word.
     pub faults: bool,
     fault_param: Option<usize>,
 }
@@ -44,37 +44,38 @@ pub struct Argument {
 }
 
 impl Signature {
+    /// What launches of a verified kernel must bring.
+    ///
     /// # Errors
     /// [`Error::Internal`] where a kernel that can fault lacks the fault word or the `fault` parameter.
     pub fn of(k: &Kernel) -> Result<Signature> {
-        let mut faults = false;
+        let mut sets = false;
         let mut elsewhere = false;
         k.walk(&mut |s| {
             if let Stmt::SetError { buf, .. } = s {
-                faults = true;
+                sets = true;
                 elsewhere |= buf.ix() + 1 != k.buffers.len();
             }
         });
+        // A kernel may declare the word and then find no use for it.
         let fault_param = k.params.iter().position(|p| p.name == "fault");
+        let faults = sets || fault_param.is_some();
         if faults {
             let word = k.buffers.last().is_some_and(|b| b.write && b.dtype == DType::U32) && !elsewhere;
             if !word || fault_param.is_none_or(|p| k.params[p].ty != Ty::U32) {
                 return Err(Error::internal(format!(
-                    "kernel {} sets errors, so its last buffer must be the fault word (u32, written) and it needs a u32 \
+                    "kernel {} reports faults, so its last buffer must be the fault word (u32, written) and it needs a u32 \
                      parameter named fault",
                     k.name
                 )));
             }
-        }
-        if let Some(p) = k.params.iter().find(|p| p.ty.lanes() > 1) {
-            return Err(Error::internal(format!("kernel {}: parameter {} is a vector", k.name, p.name)));
         }
         Ok(Signature {
             name: k.name.clone(),
             buffers: k.buffers.clone(),
             params: k.params.clone(),
             faults,
-            fault_param: fault_param.filter(|_| faults),
+            fault_param,
         })
     }
 

@@ -33,9 +33,6 @@ macro_rules! api {
                 })
             }
         }
-
-        /// Names of the functions that the library must have.
-        pub const FUNCTIONS: &[&str] = &[$(stringify!($name)),*];
     };
 }
 
@@ -69,7 +66,6 @@ api! {
     clEnqueueCopyBuffer(Handle, Handle, Handle, usize, usize, usize, u32, *const Handle, *mut Handle) -> i32;
     clFlush(Handle) -> i32;
     clFinish(Handle) -> i32;
-    clWaitForEvents(u32, *const Handle) -> i32;
     clGetEventProfilingInfo(Handle, u32, usize, *mut c_void, *mut usize) -> i32;
     clReleaseEvent(Handle) -> i32;
 }

@@ -122,9 +122,9 @@ pub fn affine(dtype: DType) -> Kernel {
     b.finish().unwrap()
 }
 
-/// Writes each parameter to the first element of its own buffer; the types alternate in size.
+/// All types a parameter may have (numbers). Writes each to the first element of its own buffer; the types alternate in size.
 pub fn params_of_every_type(f64: bool) -> (Kernel, Vec<Ty>) {
-    let mut types = vec![Ty::I32, Ty::I64, Ty::Bool, Ty::U64, Ty::U32, Ty::F32, Ty::Bool, Ty::I64, Ty::F32];
+    let mut types = vec![Ty::I32, Ty::I64, Ty::U64, Ty::U32, Ty::F32, Ty::I64, Ty::F32];
     if f64 {
         types.extend([Ty::F64, Ty::I32, Ty::F64]);
     }
@@ -154,13 +154,13 @@ pub fn gather() -> Kernel {
     let b = Builder::new("gather_checked", [16, 1, 1]);
     let (table, index) = (b.raw_buffer(DType::F32, false), b.raw_buffer(DType::I32, false));
     let out = b.raw_buffer(DType::F32, true);
-    let fault = b.raw_buffer(DType::U32, true);
-    let (n, len, id) = (b.size("n"), b.size("len"), b.param("fault", Ty::U32));
+    let (n, len) = (b.size("n"), b.size("len"));
+    let fault = b.fault();
     let i = b.linear_id();
     b.if_(i.lt(len), || {
         let j = b.load(index, i);
         let bad = j.lt(0).or(j.ge(n));
-        b.if_(bad, || b.set_error(fault, id));
+        b.if_(bad, || fault.set());
         let clamped = j.max(0).min(n - 1);
         b.store(out, i, b.load(table, clamped));
     });
