@@ -9,7 +9,10 @@ use smallvec::SmallVec;
 pub fn range(call: &str, size: usize, offset: usize, bytes: usize) -> Result<()> {
     match offset.checked_add(bytes) {
         Some(end) if end <= size => Ok(()),
-        _ => Err(Error::argument(call, format!("{bytes} bytes at offset {offset} do not fit a buffer of {size} bytes"))),
+        _ => Err(Error::argument(
+            call,
+            format!("{bytes} bytes at offset {offset} do not fit a buffer of {size} bytes"),
+        )),
     }
 }
 
@@ -18,7 +21,10 @@ pub fn copy(src: [usize; 2], dst: [usize; 2], bytes: usize, same: bool) -> Resul
     range("copy", src[0], src[1], bytes)?;
     range("copy", dst[0], dst[1], bytes)?;
     if same && src[1].abs_diff(dst[1]) < bytes {
-        let what = format!("ranges of {bytes} bytes at {} and {} of one buffer overlap", src[1], dst[1]);
+        let what = format!(
+            "ranges of {bytes} bytes at {} and {} of one buffer overlap",
+            src[1], dst[1]
+        );
         return Err(Error::argument("copy", what));
     }
     Ok(())
@@ -88,20 +94,38 @@ impl Signature {
     ///
     /// # Errors
     /// [`Error::Internal`] that names the kernel and what does not fit.
-    pub fn arguments(&self, buffers: usize, params: &[Scalar], fault: u32) -> Result<SmallVec<[Argument; 16]>> {
+    pub fn arguments(
+        &self,
+        buffers: usize,
+        params: &[Scalar],
+        fault: u32,
+    ) -> Result<SmallVec<[Argument; 16]>> {
         let wrong = |what: String| Error::internal(format!("launch of {}: {what}", self.name));
         if buffers != self.bound() {
             return Err(wrong(format!("{buffers} buffers given, {} wanted", self.bound())));
         }
         if params.len() != self.params.len() {
-            return Err(wrong(format!("{} parameters given, {} wanted", params.len(), self.params.len())));
+            return Err(wrong(format!(
+                "{} parameters given, {} wanted",
+                params.len(),
+                self.params.len()
+            )));
         }
         if self.faults && fault == 0 {
-            return Err(wrong("it can fault, but its fault id is 0, which means no fault".into()));
+            return Err(wrong(
+                "it can fault, but its fault id is 0, which means no fault".into(),
+            ));
         }
         let argument = |(i, (p, v)): (usize, (&ParamDecl, &Scalar))| {
-            let v = if self.fault_param == Some(i) { Scalar::U(fault as u64) } else { *v };
-            Argument { ty: p.ty, bits: const_bits(p.ty, v) }
+            let v = if self.fault_param == Some(i) {
+                Scalar::U(fault as u64)
+            } else {
+                *v
+            };
+            Argument {
+                ty: p.ty,
+                bits: const_bits(p.ty, v),
+            }
         };
         Ok(self.params.iter().zip(params).enumerate().map(argument).collect())
     }
