@@ -33,7 +33,13 @@ pub fn cast(from: DType, to: DType) -> Kernel {
 pub fn scalar(op: ScalarOp, d: DType) -> Kernel {
     let b = Builder::new("scalar", [64, 1, 1]);
     let x: Vec<Buf> = (0..op.arity())
-        .map(|i| b.input(if i == 0 && op.row().rule == Rule::Select { DType::Bool } else { d }))
+        .map(|i| {
+            b.input(if i == 0 && op.row().rule == Rule::Select {
+                DType::Bool
+            } else {
+                d
+            })
+        })
         .collect();
     let y = b.output(op.result(d));
     let n = b.size("n");
@@ -76,7 +82,10 @@ pub fn subgroup(ty: DType) -> Kernel {
     let size = b.output(DType::I32);
     let i = b.linear_id();
     let v = b.load(x, i);
-    for (k, op) in [Reduce::Add, Reduce::Mul, Reduce::Min, Reduce::Max].into_iter().enumerate() {
+    for (k, op) in [Reduce::Add, Reduce::Mul, Reduce::Min, Reduce::Max]
+        .into_iter()
+        .enumerate()
+    {
         b.store(y, i * 6 + k, b.subgroup_reduce(op, v));
     }
     b.store(y, i * 6 + 4, b.shuffle_xor(v, 1));
@@ -107,7 +116,8 @@ pub fn everything() -> Kernel {
     b.barrier_global();
     let pair = b.vector(&[tile.load((me + 1).imod(64)), stack.load(3)]);
     let quad = b.load_vector(v, Ty::F32x4, g);
-    let quad = quad.fma(b.constant(Ty::F32x4, 2.0), -quad) + quad * b.vector(&[pair.lane(0), pair.lane(1), pair.lane(0), pair.lane(1)]);
+    let quad = quad.fma(b.constant(Ty::F32x4, 2.0), -quad)
+        + quad * b.vector(&[pair.lane(0), pair.lane(1), pair.lane(0), pair.lane(1)]);
     b.store_vector(w, g, quad / b.constant(Ty::F32x4, 4.0) - quad);
     let a = b.load_word(packed, g);
     let dot = b.dot4_i8(a, a.xor(0x0101_0101u32), b.constant(Ty::I32, 3));
@@ -128,7 +138,10 @@ pub fn everything() -> Kernel {
 pub fn constants() -> Kernel {
     let b = Builder::new("constants", [1, 1, 1]);
     let f = b.raw_buffer(DType::F32, true);
-    for (i, v) in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 1e-45, 3.4e38, -0.1].into_iter().enumerate() {
+    for (i, v) in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 1e-45, 3.4e38, -0.1]
+        .into_iter()
+        .enumerate()
+    {
         b.store(f, i, b.constant(Ty::F32, v));
     }
     let l = b.raw_buffer(DType::I64, true);
@@ -145,7 +158,15 @@ pub fn constants() -> Kernel {
 /// Every scalar op on every type it takes, of the compute types.
 pub fn all_scalars(f64: bool) -> Vec<Kernel> {
     let mut out = vec![];
-    for d in [DType::Bool, DType::I32, DType::U32, DType::I64, DType::U64, DType::F32, DType::F64] {
+    for d in [
+        DType::Bool,
+        DType::I32,
+        DType::U32,
+        DType::I64,
+        DType::U64,
+        DType::F32,
+        DType::F64,
+    ] {
         for r in ROWS.iter().filter(|r| r.op.takes(d) && (f64 || d != DType::F64)) {
             out.push(scalar(r.op, d));
         }
