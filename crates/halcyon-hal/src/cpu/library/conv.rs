@@ -9,6 +9,7 @@ use super::gemm::gemm_panels;
 use super::gemm::{
     Epilogue, Left, Mat, MatMut, PackElem, Packed, Panels, gemm, gemm_packed_a, inline_floats, panels_inline,
 };
+use super::gemv::ROWS;
 use super::simd::{Simd, dispatch_simd};
 pub use super::window::Window;
 use crate::cpu::sys::{Isa, dispatch};
@@ -337,7 +338,9 @@ pub unsafe fn conv_f32(
     };
     let item = &Together(item);
     // Several images or groups: whole products per thread; else all threads on one product.
-    if items >= 2 * team.threads() && m * n * k < 64 << 20 {
+    // (Products that `gemm` does without panels stay with it: the choice must not reach the numbers.)
+    let few = conv.window.is_pointwise() && packed.is_none() && m.min(n) <= ROWS;
+    if items >= 2 * team.threads() && m * n * k < 64 << 20 && !few {
         let each = inline_floats(isa, m, n, k);
         let scratch = team.scratch(each * team.threads());
         let buf = SharedMut(scratch.ptr());
