@@ -143,8 +143,9 @@ impl CpuDevice {
                     .ok_or_else(|| Error::argument("launch", "the program belongs to another device"))?;
                 let at: Vec<Ptr> =
                     buffers.iter().map(|b| CpuBuffer::of(&**b, p.name()).map(CpuBuffer::at)).collect::<Result<_>>()?;
+                p.run(*groups, &at, params, *fault, &self.fault)?;
                 Counts::add(&self.counts.launches, 1);
-                p.run(*groups, &at, params, *fault, &self.fault)
+                Ok(())
             }
             Command::Library { kernel, buffers, args, fault } => {
                 let k: &CpuKernel = kernel
@@ -159,8 +160,8 @@ impl CpuDevice {
             }
             Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
                 let (s, d) = (CpuBuffer::of(&***src, "copy")?.at(), CpuBuffer::of(&***dst, "copy")?.at());
-                check_range("copy", &s, *src_offset, *bytes)?;
-                check_range("copy", &d, *dst_offset, *bytes)?;
+                let same = std::ptr::eq(s.ptr, d.ptr);
+                crate::validate::copy([s.bytes, *src_offset], [d.bytes, *dst_offset], *bytes, same)?;
                 check_writable("copy", &d)?;
                 Counts::add(&self.counts.device_copies, 1);
                 // SAFETY: both ranges are inside their buffers, the destination is writable, and the lock keeps others out.
@@ -241,6 +242,7 @@ impl Device for CpuDevice {
     }
 
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
+        halcyon_ir::kernel::verify_for(kernel, &self.caps)?;
         let p = CpuProgram::new(kernel)?;
         Counts::add(&self.counts.compiles, 1);
         Ok(Arc::new(p))
