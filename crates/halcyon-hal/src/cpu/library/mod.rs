@@ -23,6 +23,8 @@ pub mod softmax;
 mod sort;
 #[cfg(test)]
 pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
 pub mod window;
 
 use crate::cpu::memory::Ptr;

@@ -13,7 +13,7 @@ mod ops;
 mod plan;
 mod reduce;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use super::library::CpuKernel;
 use super::sys::Isa;
