@@ -7,6 +7,7 @@ pub mod run;
 pub mod trace;
 
 use crate::args::{BackendArgs, InputArgs};
+use crate::report;
 use crate::source::{self, Input};
 use halcyon::{Backend, ConstData, Result, Shape};
 use halcyon_formats::onnx::{Imported, Model};
@@ -103,10 +104,22 @@ pub fn backend_json(b: &Backend) -> Value {
     })
 }
 
-/// Why a device was chosen, one line and one more for each that was not.
+/// Why a device was chosen, and a line for every reason that others were not.
 pub fn backend_text(b: &Backend) -> String {
-    format!(
-        "backend  {}\n",
-        b.selection().to_string().replace('\n', "\n       ")
-    )
+    let s = b.selection();
+    let mut out = format!("backend  {} ({}): {}\n", b.id(), b.info().name, s.rule);
+    let mut reasons: Vec<(String, Vec<&str>)> = vec![];
+    for c in &s.candidates {
+        let Some(why) = &c.rejected else { continue };
+        let why = report::reason(c.backend, why);
+        let who = c.device.as_deref().unwrap_or(c.backend.id());
+        match reasons.iter_mut().find(|(r, _)| *r == why) {
+            Some((_, v)) => v.push(who),
+            None => reasons.push((why, vec![who])),
+        }
+    }
+    for (why, who) in reasons {
+        out += &format!("         not {}: {}\n", who.join(", "), why.replace('\n', " "));
+    }
+    out
 }
