@@ -120,6 +120,8 @@ impl Fill {
 pub enum Tol {
     /// Equal to the typed reference in every bit, except that any NaN will do.
     Exact,
+    /// Equal in value to the typed reference: like `Exact`, but the zeros are alike.
+    Equal,
     /// Units of the type's epsilon, relative to the reference's magnitude.
     Ulps(f64),
     /// Sums (or products) of this many terms: relative to the same op on the operands' magnitudes.
