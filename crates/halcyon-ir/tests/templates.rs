@@ -720,7 +720,7 @@ fn scans_sorts_extremes_and_concatenation() {
                 if keep {
                     out[axis] = 1
                 } else {
-                    drop(out.remove(axis))
+                    out.remove(axis);
                 }
                 let want: Vec<f64> = indices(&shape)
                     .iter()
