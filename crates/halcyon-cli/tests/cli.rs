@@ -373,7 +373,7 @@ fn help_has_examples_and_a_version_is_told() {
 fn trace_shows_graph_passes_plan_and_times() {
     let d = halcyon(&["trace", "models/digits.onnx", "--backend", "cpu"]).ok();
     for part in [
-        "graph (", "%0 = ", "image", "passes\n", "fusion", "plan (", "scratch ", "times\n", "import",
+        "graph (", "%0: ", "image", "passes\n", "fusion", "plan (", "scratch ", "times\n", "import",
     ] {
         assert!(d.out.contains(part), "{part}: {}", d.out);
     }
