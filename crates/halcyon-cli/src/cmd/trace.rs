@@ -87,16 +87,7 @@ impl Trace<'_> {
         out += &backend_text(&l.backend);
         // Writing to a string does not fail.
         let _ = writeln!(out, "level    {}", l.backend.level());
-        for i in &l.inputs {
-            let _ = writeln!(
-                out,
-                "input    {} {}{:?} from {}",
-                i.name,
-                i.data.dtype,
-                i.data.dims.as_slice(),
-                i.source
-            );
-        }
+        out += &l.input_text();
         let g = &l.imported.graph;
         let _ = writeln!(out, "\ngraph ({} nodes)\n{g}", g.nodes().len());
         let _ = write!(out, "passes\n{}", receipts_text(&plan.receipts));
