@@ -186,7 +186,6 @@ fn wrong_inputs_say_what_is_right() {
     run(&[&path("f64.npy"), "zeros"]).fails(1, &["input 'a'", "f64", "takes f32", "astype(\"f4\")"]);
     run(&[&path("four.npy"), "zeros"]).fails(1, &["'a'", "[n, 3]", "[1, 4]"]);
     run(&["zeros:2x3", "zeros:5x3"]).fails(1, &["'b'"]);
-    run(&["models/digit-7.png", "zeros"]).fails(1, &["'a'"]);
 }
 
 #[test]
@@ -373,7 +372,7 @@ fn help_has_examples_and_a_version_is_told() {
 fn trace_shows_graph_passes_plan_and_times() {
     let d = halcyon(&["trace", "models/digits.onnx", "--backend", "cpu"]).ok();
     for part in [
-        "graph (", "%0 = ", "image", "passes\n", "fusion", "plan (", "scratch ", "times\n", "import",
+        "graph (", "%0: ", "image", "passes\n", "fusion", "plan (", "scratch ", "times\n", "import",
     ] {
         assert!(d.out.contains(part), "{part}: {}", d.out);
     }

@@ -68,13 +68,14 @@ pub fn load(path: &Path, a: &InputArgs, b: &BackendArgs, fill: bool, profile: bo
     })
 }
 
-/// The model's graph for inputs of these shapes.
+/// The model's graph for inputs of these shapes. Where an input steers a shape, the graph holds for its value.
 pub fn import(model: &Model, inputs: &[Input]) -> Result<Imported> {
     let shapes: Vec<(&str, Shape)> = inputs
         .iter()
         .map(|i| (i.name.as_str(), Shape::from(&i.data.dims)))
         .collect();
-    model.import(&shapes)
+    let values: Vec<(&str, ConstData)> = inputs.iter().map(|i| (i.name.as_str(), i.data.clone())).collect();
+    model.import_with(&shapes, &values)
 }
 
 impl Loaded {
@@ -82,11 +83,36 @@ impl Loaded {
         self.inputs.iter().map(|i| i.data.clone()).collect()
     }
 
+    /// A line for each input.
+    pub fn input_text(&self) -> String {
+        let mut out = String::new();
+        for i in &self.inputs {
+            let fixed = match self.imported.fixed.contains(&i.name) {
+                true => " (steers a shape: the plan holds for this value)",
+                false => "",
+            };
+            out += &format!(
+                "input    {} {}{:?} from {}{fixed}\n",
+                i.name,
+                i.data.dtype,
+                i.data.dims.as_slice(),
+                i.source
+            );
+        }
+        out
+    }
+
     pub fn input_json(&self) -> Value {
-        self.inputs
-            .iter()
-            .map(|i| json!({ "name": i.name, "dtype": i.data.dtype, "shape": i.data.dims.as_slice(), "source": i.source }))
-            .collect()
+        let one = |i: &Input| {
+            json!({
+                "name": i.name,
+                "dtype": i.data.dtype,
+                "shape": i.data.dims.as_slice(),
+                "source": i.source,
+                "steers_shape": self.imported.fixed.contains(&i.name),
+            })
+        };
+        self.inputs.iter().map(one).collect()
     }
 }
 

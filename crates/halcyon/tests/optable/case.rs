@@ -16,6 +16,8 @@ pub enum Fill {
     Range(f64, f64),
     /// Also NaN, infinities, both zeros, the smallest normal and the largest number of the type.
     Special,
+    /// `Special` without the largest number, where partial results must not overflow.
+    NonFinite,
     /// Few different values, so that many are equal.
     Ties,
     /// Integers from `lo` up to, not including, `hi`.
@@ -101,15 +103,16 @@ impl Fill {
             Fill::Ties => Scalar::I(rng.below(4) as i64),
             _ if d == DType::Bool => Scalar::Bool(rng.below(2) == 1),
             Fill::Range(lo, hi) if float => Scalar::F(rng.uniform(*lo, *hi)),
-            Fill::Special if float => {
+            Fill::Special | Fill::NonFinite if float => {
                 let (max, min) = extremes(d);
+                let max = if matches!(self, Fill::Special) { max } else { 2.0 };
                 let list = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.0, -0.0, 1.0, -1.0, 0.5, min, -min, max, -max];
                 match list.get(rng.below(18)) {
                     Some(v) => Scalar::F(*v),
                     None => Scalar::F(rng.uniform(-9.0, 9.0)),
                 }
             }
-            Fill::Range(..) | Fill::Special => any_int(d, rng),
+            Fill::Range(..) | Fill::Special | Fill::NonFinite => any_int(d, rng),
         };
         v.cast(d)
     }
@@ -126,6 +129,8 @@ pub enum Tol {
     Ulps(f64),
     /// Sums (or products) of this many terms: relative to the same op on the operands' magnitudes.
     Sum(usize),
+    /// The same, where the result's type holds every partial sum.
+    Each(usize),
     /// Units of the type's epsilon, relative to the tensor's largest magnitude.
     Norm(f64),
 }

@@ -71,6 +71,12 @@ pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Res
                 .map(|(v, s)| once * v.as_f64().abs() + c * s.as_f64().abs() + tiny)
                 .collect()
         }
+        Tol::Each(k) => {
+            let m: Vec<ConstData> = inputs.iter().map(magnitudes).collect::<Result<_>>()?;
+            let scale = reference::eval_f64(g, &m, args)?.remove(0);
+            let c = e * (1.0 + (k as f64).sqrt());
+            scale.scalars().map(|s| c * s.as_f64().abs() + tiny).collect()
+        }
         Tol::Norm(u) => {
             let top = value.scalars().map(|s| s.as_f64().abs()).filter(|v| v.is_finite()).fold(0.0, f64::max);
             vec![u * e * top + tiny; value.numel()]
