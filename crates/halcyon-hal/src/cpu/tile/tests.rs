@@ -603,8 +603,8 @@ fn reductions_of_every_kind_and_layout() {
             for dev in &devs {
                 // Sums cancel, so their errors are measured against what was added; every factor of a product may round.
                 let slack = match kind {
-                    // In f64 the reference rounds as often.
-                    ReduceKind::Sum if d == DType::F64 => (4.0, shape.iter().product::<usize>() as f64),
+                    // In f64 the reference, one running sum, is the one that rounds more.
+                    ReduceKind::Sum if d == DType::F64 => (64.0, shape.iter().product::<usize>() as f64),
                     ReduceKind::Sum => (4.0, 2.0 * (shape.iter().product::<usize>() as f64).sqrt()),
                     ReduceKind::Prod => (64.0, 0.0),
                     _ => (0.0, 0.0),
