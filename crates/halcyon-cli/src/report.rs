@@ -34,7 +34,7 @@ pub fn note(text: &str) {
 
 /// What an error says, without a place where it has none.
 pub fn message(e: &Error) -> String {
-    e.to_string().replace(" (at an unnamed place)", "")
+    e.to_string()
 }
 
 /// Why a backend is not there, below or beside its name: without the name, and without a list of what was tried where that is

@@ -33,16 +33,76 @@ pub struct Row {
 }
 
 pub const ROWS: &[Row] = &[
-    Row { backend: BackendType::Auto, id: "auto", vendor: "", priority: None, aliases: &[] },
-    Row { backend: BackendType::Cuda, id: "cuda", vendor: "nvidia", priority: Some(100), aliases: &["nvidia"] },
-    Row { backend: BackendType::Rocm, id: "rocm", vendor: "amd", priority: Some(90), aliases: &["amd", "hip"] },
-    Row { backend: BackendType::Metal, id: "metal", vendor: "apple", priority: Some(88), aliases: &["mps"] },
-    Row { backend: BackendType::Tpu, id: "tpu", vendor: "google", priority: Some(85), aliases: &["xla"] },
-    Row { backend: BackendType::Intel, id: "intel", vendor: "intel", priority: Some(80), aliases: &["xpu", "oneapi"] },
-    Row { backend: BackendType::OpenCl, id: "opencl", vendor: "opencl", priority: Some(60), aliases: &["cl"] },
-    Row { backend: BackendType::WebGpu, id: "webgpu", vendor: "webgpu", priority: Some(50), aliases: &["wgpu", "vulkan"] },
-    Row { backend: BackendType::Cpu, id: "cpu", vendor: "cpu", priority: Some(0), aliases: &["host"] },
-    Row { backend: BackendType::Noop, id: "noop", vendor: "", priority: None, aliases: &[] },
+    Row {
+        backend: BackendType::Auto,
+        id: "auto",
+        vendor: "",
+        priority: None,
+        aliases: &[],
+    },
+    Row {
+        backend: BackendType::Cuda,
+        id: "cuda",
+        vendor: "nvidia",
+        priority: Some(100),
+        aliases: &["nvidia"],
+    },
+    Row {
+        backend: BackendType::Rocm,
+        id: "rocm",
+        vendor: "amd",
+        priority: Some(90),
+        aliases: &["amd", "hip"],
+    },
+    Row {
+        backend: BackendType::Metal,
+        id: "metal",
+        vendor: "apple",
+        priority: Some(88),
+        aliases: &["mps"],
+    },
+    Row {
+        backend: BackendType::Tpu,
+        id: "tpu",
+        vendor: "google",
+        priority: Some(85),
+        aliases: &["xla"],
+    },
+    Row {
+        backend: BackendType::Intel,
+        id: "intel",
+        vendor: "intel",
+        priority: Some(80),
+        aliases: &["xpu", "oneapi"],
+    },
+    Row {
+        backend: BackendType::OpenCl,
+        id: "opencl",
+        vendor: "opencl",
+        priority: Some(60),
+        aliases: &["cl"],
+    },
+    Row {
+        backend: BackendType::WebGpu,
+        id: "webgpu",
+        vendor: "webgpu",
+        priority: Some(50),
+        aliases: &["wgpu", "vulkan"],
+    },
+    Row {
+        backend: BackendType::Cpu,
+        id: "cpu",
+        vendor: "cpu",
+        priority: Some(0),
+        aliases: &["host"],
+    },
+    Row {
+        backend: BackendType::Noop,
+        id: "noop",
+        vendor: "",
+        priority: None,
+        aliases: &[],
+    },
 ];
 
 impl BackendType {
@@ -69,10 +129,19 @@ impl FromStr for BackendType {
     type Err = Error;
     fn from_str(s: &str) -> Result<BackendType> {
         let l = s.trim().to_ascii_lowercase();
-        ROWS.iter().find(|r| r.id == l || r.aliases.contains(&l.as_str())).map(|r| r.backend).ok_or_else(|| {
-            let names: Vec<&str> = ROWS.iter().flat_map(|r| std::iter::once(r.id).chain(r.aliases.iter().copied())).collect();
-            Error::argument("backend", format!("\"{s}\" is not a backend; valid names are {}", names.join(", ")))
-        })
+        ROWS.iter()
+            .find(|r| r.id == l || r.aliases.contains(&l.as_str()))
+            .map(|r| r.backend)
+            .ok_or_else(|| {
+                let names: Vec<&str> = ROWS
+                    .iter()
+                    .flat_map(|r| std::iter::once(r.id).chain(r.aliases.iter().copied()))
+                    .collect();
+                Error::argument(
+                    "backend",
+                    format!("\"{s}\" is not a backend; valid names are {}", names.join(", ")),
+                )
+            })
     }
 }
 

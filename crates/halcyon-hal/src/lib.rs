@@ -91,10 +91,27 @@ pub enum Command<'a> {
     /// Buffers in the kernel's order; `params` in the kernel's order. A kernel that can fault (`Stmt::SetError`) has the
     /// fault word (u32) as its last buffer, which the device binds itself, and a parameter named `fault`, for which the
     /// device passes this command's `fault`.
-    Launch { program: &'a Arc<dyn Program>, groups: [u32; 3], buffers: &'a [BufferRef], params: &'a [Scalar], fault: u32 },
+    Launch {
+        program: &'a Arc<dyn Program>,
+        groups: [u32; 3],
+        buffers: &'a [BufferRef],
+        params: &'a [Scalar],
+        fault: u32,
+    },
     /// Buffers: inputs, outputs, then the workspace if the kernel wants one. `args` are the plan's run-time arguments.
-    Library { kernel: &'a Arc<dyn LibraryKernel>, buffers: &'a [BufferRef], args: &'a [Scalar], fault: u32 },
-    Copy { src: &'a BufferRef, src_offset: usize, dst: &'a BufferRef, dst_offset: usize, bytes: usize },
+    Library {
+        kernel: &'a Arc<dyn LibraryKernel>,
+        buffers: &'a [BufferRef],
+        args: &'a [Scalar],
+        fault: u32,
+    },
+    Copy {
+        src: &'a BufferRef,
+        src_offset: usize,
+        dst: &'a BufferRef,
+        dst_offset: usize,
+        bytes: usize,
+    },
 }
 
 /// Device time of one command, when profiling is on.

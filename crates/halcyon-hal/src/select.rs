@@ -30,7 +30,12 @@ impl fmt::Display for Selection {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{} ({}): {}", self.device.id, self.device.name, self.rule)?;
         for c in self.candidates.iter().filter(|c| c.rejected.is_some()) {
-            write!(f, "\n  not {}: {}", c.device.as_deref().unwrap_or(c.backend.id()), c.rejected.as_deref().unwrap_or(""))?;
+            write!(
+                f,
+                "\n  not {}: {}",
+                c.device.as_deref().unwrap_or(c.backend.id()),
+                c.rejected.as_deref().unwrap_or("")
+            )?;
         }
         Ok(())
     }
@@ -50,18 +55,30 @@ pub fn discover() -> Vec<BackendReport> {
     backend::ROWS
         .iter()
         .filter(|r| r.priority.is_some())
-        .map(|r| {
-            match registry::driver(r.backend).and_then(|d| d.probe()) {
-                Ok(devices) => BackendReport { id: r.backend, available: !devices.is_empty(), reason: devices.is_empty().then(|| "the driver lists no device".into()), devices },
-                Err(e) => BackendReport { id: r.backend, available: false, reason: Some(e.to_string()), devices: vec![] },
-            }
+        .map(|r| match registry::driver(r.backend).and_then(|d| d.probe()) {
+            Ok(devices) => BackendReport {
+                id: r.backend,
+                available: !devices.is_empty(),
+                reason: devices.is_empty().then(|| "the driver lists no device".into()),
+                devices,
+            },
+            Err(e) => BackendReport {
+                id: r.backend,
+                available: false,
+                reason: Some(e.to_string()),
+                devices: vec![],
+            },
         })
         .collect()
 }
 
 /// Opens the device asked for. An explicit backend is that backend or an error; `Auto` takes the highest priority that is
 /// there, never a software GPU.
-pub fn open(requested: BackendType, index: Option<usize>, options: &Options) -> Result<(Arc<dyn Device>, Selection)> {
+pub fn open(
+    requested: BackendType,
+    index: Option<usize>,
+    options: &Options,
+) -> Result<(Arc<dyn Device>, Selection)> {
     if requested != BackendType::Auto {
         let d = registry::driver(requested)?;
         let infos = d.probe()?;
@@ -73,10 +90,21 @@ pub fn open(requested: BackendType, index: Option<usize>, options: &Options) -> 
             fix: format!("Choose one of 0..{} with --device", infos.len()),
         })?;
         let rule = format!("{requested} was asked for");
-        return Ok((d.open(i, options)?, Selection { requested, device: info, rule, candidates: vec![] }));
+        return Ok((
+            d.open(i, options)?,
+            Selection {
+                requested,
+                device: info,
+                rule,
+                candidates: vec![],
+            },
+        ));
     }
     if index.is_some() {
-        return Err(Error::argument("device", "a device number needs a backend; give --backend too"));
+        return Err(Error::argument(
+            "device",
+            "a device number needs a backend; give --backend too",
+        ));
     }
     let mut rows: Vec<&backend::Row> = backend::ROWS.iter().filter(|r| r.priority.is_some()).collect();
     rows.sort_by_key(|r| std::cmp::Reverse(r.priority));
@@ -93,7 +121,14 @@ pub fn open(requested: BackendType, index: Option<usize>, options: &Options) -> 
             })
         };
         if let Some((_, d, p)) = &chosen {
-            note(None, Some(format!("priority {} is below {}'s {p}", r.priority.unwrap_or(0), d.id)));
+            note(
+                None,
+                Some(format!(
+                    "priority {} is below {}'s {p}",
+                    r.priority.unwrap_or(0),
+                    d.id
+                )),
+            );
             continue;
         }
         let driver = match registry::driver(r.backend) {
@@ -108,9 +143,18 @@ pub fn open(requested: BackendType, index: Option<usize>, options: &Options) -> 
             Ok(infos) => {
                 for info in infos {
                     if chosen.is_some() {
-                        note(Some(&info), Some("an earlier device of this backend was chosen".into()));
+                        note(
+                            Some(&info),
+                            Some("an earlier device of this backend was chosen".into()),
+                        );
                     } else if info.software {
-                        note(Some(&info), Some(format!("{} runs on the CPU; a software device is used only when named", info.name)));
+                        note(
+                            Some(&info),
+                            Some(format!(
+                                "{} runs on the CPU; a software device is used only when named",
+                                info.name
+                            )),
+                        );
                     } else {
                         match driver.open(info.index, options) {
                             Ok(d) => {
@@ -127,11 +171,22 @@ pub fn open(requested: BackendType, index: Option<usize>, options: &Options) -> 
     match chosen {
         Some((d, device, p)) => {
             let rule = format!("highest priority ({p}) of the backends that are there");
-            Ok((d, Selection { requested, device, rule, candidates }))
+            Ok((
+                d,
+                Selection {
+                    requested,
+                    device,
+                    rule,
+                    candidates,
+                },
+            ))
         }
         None => Err(Error::Unavailable {
             backend: "auto".into(),
-            tried: candidates.iter().map(|c| format!("{}: {}", c.backend, c.rejected.as_deref().unwrap_or(""))).collect(),
+            tried: candidates
+                .iter()
+                .map(|c| format!("{}: {}", c.backend, c.rejected.as_deref().unwrap_or("")))
+                .collect(),
             reason: "no backend has a device".into(),
             fix: "Build with the feature \"cpu\", which needs nothing else".into(),
         }),

@@ -42,6 +42,11 @@ impl fmt::Debug for Span {
     }
 }
 
+/// ` (at …)`, or nothing where the place is not known.
+fn place(at: &Span) -> String {
+    at.0.as_ref().map_or_else(String::new, |s| format!(" (at {s})"))
+}
+
 /// One op that something (an importer, a device) cannot run.
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct UnsupportedOp {
@@ -80,10 +85,10 @@ impl fmt::Display for UnsupportedOp {
 #[non_exhaustive]
 pub enum Error {
     /// Shapes that do not go together.
-    #[error("{op}: {what} (at {at})")]
+    #[error("{op}: {what}{}", place(at))]
     Shape { op: String, what: String, at: Span },
     /// An op asked for an element type it does not take.
-    #[error("{op}: element type {dtype} is not accepted, {want} (at {at})")]
+    #[error("{op}: element type {dtype} is not accepted, {want}{}", place(at))]
     DType {
         op: String,
         dtype: DType,
@@ -91,7 +96,7 @@ pub enum Error {
         at: Span,
     },
     /// An argument out of its range.
-    #[error("{op}: {what} (at {at})")]
+    #[error("{op}: {what}{}", place(at))]
     Argument { op: String, what: String, at: Span },
     /// Not supported yet; names the thing.
     #[error("not supported yet: {what}. {next}")]
@@ -140,7 +145,7 @@ pub enum Error {
     #[error("this tensor was donated to {by}; keep a copy or do not donate it")]
     Donated { by: Span },
     /// Two devices in one op.
-    #[error("{op}: operands are on {a} and {b}; move one with to() (at {at})")]
+    #[error("{op}: operands are on {a} and {b}; move one with to(){}", place(at))]
     MixedDevices {
         op: String,
         a: String,
@@ -148,7 +153,7 @@ pub enum Error {
         at: Span,
     },
     /// A kernel met an index outside its range (and clamped it).
-    #[error("index out of range in {op} (at {at}): the valid range is {range}")]
+    #[error("index out of range in {op}{}: the valid range is {range}", place(at))]
     Index { op: String, range: String, at: Span },
     /// A file that is not what it should be.
     #[error("{file}: {what}")]

@@ -37,12 +37,20 @@ pub struct In {
 
 /// An operand of the row's type with values in (-3, 3).
 pub fn x<const N: usize>(dims: [usize; N]) -> In {
-    In { dims: dims.to_vec(), dtype: None, fill: Fill::Range(-3.0, 3.0) }
+    In {
+        dims: dims.to_vec(),
+        dtype: None,
+        fill: Fill::Range(-3.0, 3.0),
+    }
 }
 
 /// An index operand.
 pub fn ix<const N: usize>(dims: [usize; N], lo: i64, hi: i64) -> In {
-    In { dims: dims.to_vec(), dtype: Some(DType::I64), fill: Fill::Index(lo, hi) }
+    In {
+        dims: dims.to_vec(),
+        dtype: Some(DType::I64),
+        fill: Fill::Index(lo, hi),
+    }
 }
 
 impl In {
@@ -106,7 +114,20 @@ impl Fill {
             Fill::Special | Fill::NonFinite if float => {
                 let (max, min) = extremes(d);
                 let max = if matches!(self, Fill::Special) { max } else { 2.0 };
-                let list = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.0, -0.0, 1.0, -1.0, 0.5, min, -min, max, -max];
+                let list = [
+                    f64::NAN,
+                    f64::INFINITY,
+                    f64::NEG_INFINITY,
+                    0.0,
+                    -0.0,
+                    1.0,
+                    -1.0,
+                    0.5,
+                    min,
+                    -min,
+                    max,
+                    -max,
+                ];
                 match list.get(rng.below(18)) {
                     Some(v) => Scalar::F(*v),
                     None => Scalar::F(rng.uniform(-9.0, 9.0)),
@@ -155,7 +176,15 @@ pub fn case(
     ins: impl Into<Vec<In>>,
     build: impl Fn(&mut Graph, &[NodeId]) -> Result<NodeId> + Send + Sync + 'static,
 ) -> Case {
-    Case { label: label.into(), ins: ins.into(), args: vec![], build: Arc::new(build), tol: None, only: vec![], grad: false }
+    Case {
+        label: label.into(),
+        ins: ins.into(),
+        args: vec![],
+        build: Arc::new(build),
+        tol: None,
+        only: vec![],
+        grad: false,
+    }
 }
 
 impl Case {
@@ -184,7 +213,10 @@ impl Case {
         let mut g = Graph::new();
         let mut ids: Vec<NodeId> = vec![];
         for (i, o) in self.ins.iter().enumerate() {
-            ids.push(g.input(&format!("x{i}"), TensorType::new(o.dtype.unwrap_or(d), o.dims.as_slice())));
+            ids.push(g.input(
+                &format!("x{i}"),
+                TensorType::new(o.dtype.unwrap_or(d), o.dims.as_slice()),
+            ));
         }
         for a in &self.args {
             ids.push(g.arg(*a));
@@ -208,7 +240,12 @@ pub struct Row {
 }
 
 pub fn row(name: impl Into<String>, dtypes: Vec<DType>, tol: Tol, cases: impl Into<Vec<Case>>) -> Row {
-    Row { name: name.into(), dtypes, tol, cases: cases.into() }
+    Row {
+        name: name.into(),
+        dtypes,
+        tol,
+        cases: cases.into(),
+    }
 }
 
 pub fn floats() -> Vec<DType> {

@@ -2,8 +2,8 @@
 
 use super::case::{Case, Row, Tol, extremes};
 use crate::common::Rng;
-use halcyon::ir::reference;
 use halcyon::ir::Graph;
+use halcyon::ir::reference;
 use halcyon::{Backend, ConstData, DType, Result, Scalar, Session};
 use std::sync::Arc;
 
@@ -42,17 +42,29 @@ fn magnitudes(c: &ConstData) -> Result<ConstData> {
     if !c.dtype.is_float() {
         return Ok(c.clone());
     }
-    let bytes: Vec<u8> =
-        c.scalars().flat_map(|s| Scalar::F(s.as_f64().abs()).to_bytes(c.dtype)[..c.dtype.size()].to_vec()).collect();
+    let bytes: Vec<u8> = c
+        .scalars()
+        .flat_map(|s| Scalar::F(s.as_f64().abs()).to_bytes(c.dtype)[..c.dtype.size()].to_vec())
+        .collect();
     ConstData::new(c.dtype, &c.dims, Arc::new(bytes))
 }
 
 pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Result<Expected> {
     let out = g.dtype(g.outputs()[0].node);
     let typed = matches!(tol, Tol::Exact | Tol::Equal) || !out.is_float();
-    let value = if typed { reference::eval(g, inputs, args)? } else { reference::eval_f64(g, inputs, args)? }.remove(0);
+    let value = if typed {
+        reference::eval(g, inputs, args)?
+    } else {
+        reference::eval_f64(g, inputs, args)?
+    }
+    .remove(0);
     if typed {
-        return Ok(Expected { slack: vec![], value, exact: true, zeros: matches!(tol, Tol::Exact) });
+        return Ok(Expected {
+            slack: vec![],
+            value,
+            exact: true,
+            zeros: matches!(tol, Tol::Exact),
+        });
     }
     // Half types compute in f32 and round once.
     let (e, ec) = (eps(out), eps(out.compute()));
@@ -60,7 +72,10 @@ pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Res
     let tiny = extremes(out).1;
     let slack: Vec<f64> = match tol {
         Tol::Exact | Tol::Equal => vec![],
-        Tol::Ulps(u) => value.scalars().map(|s| (once + u * ec) * s.as_f64().abs().max(1e-3) + tiny).collect(),
+        Tol::Ulps(u) => value
+            .scalars()
+            .map(|s| (once + u * ec) * s.as_f64().abs().max(1e-3) + tiny)
+            .collect(),
         Tol::Sum(k) => {
             let m: Vec<ConstData> = inputs.iter().map(magnitudes).collect::<Result<_>>()?;
             let scale = reference::eval_f64(g, &m, args)?.remove(0);
@@ -78,11 +93,20 @@ pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Res
             scale.scalars().map(|s| c * s.as_f64().abs() + tiny).collect()
         }
         Tol::Norm(u) => {
-            let top = value.scalars().map(|s| s.as_f64().abs()).filter(|v| v.is_finite()).fold(0.0, f64::max);
+            let top = value
+                .scalars()
+                .map(|s| s.as_f64().abs())
+                .filter(|v| v.is_finite())
+                .fold(0.0, f64::max);
             vec![u * e * top + tiny; value.numel()]
         }
     };
-    Ok(Expected { value, slack, exact: false, zeros: false })
+    Ok(Expected {
+        value,
+        slack,
+        exact: false,
+        zeros: false,
+    })
 }
 
 impl Expected {
@@ -114,7 +138,10 @@ impl Expected {
             None => Ok(()),
             Some((i, g, w)) => {
                 let slack = self.slack.get(i).copied().unwrap_or(0.0);
-                Err(format!("{bad} of {} wrong, first at {i}: {g:?}, should be {w:?} ± {slack:.1e}", got.numel()))
+                Err(format!(
+                    "{bad} of {} wrong, first at {i}: {g:?}, should be {w:?} ± {slack:.1e}",
+                    got.numel()
+                ))
             }
         }
     }
@@ -148,7 +175,11 @@ impl Tally {
         let at = |b: &str| format!("{} {d} [{}] {b}", row.name, case.label);
         let prepared = case.graph(d).and_then(|g| {
             let inputs = case.inputs(d, rng)?;
-            let args: Vec<Scalar> = case.args.iter().map(|a| Scalar::F(rng.uniform(-9.0, 9.0)).cast(*a)).collect();
+            let args: Vec<Scalar> = case
+                .args
+                .iter()
+                .map(|a| Scalar::F(rng.uniform(-9.0, 9.0)).cast(*a))
+                .collect();
             let want = expect(&g, &inputs, &args, case.tol.unwrap_or(row.tol))?;
             Ok((g, inputs, args, want))
         });
@@ -163,7 +194,8 @@ impl Tally {
                 Err(e) => Err(e.to_string()),
             };
             if let Err(e) = result {
-                self.failures.push(format!("{}: {e}", at(&format!("{} {}", b.id(), b.level()))));
+                self.failures
+                    .push(format!("{}: {e}", at(&format!("{} {}", b.id(), b.level()))));
             }
         }
     }
@@ -177,7 +209,10 @@ impl Tally {
         }
         // A few of every row, so that one broken op does not hide the others.
         let mut of_row: std::collections::BTreeMap<&str, usize> = Default::default();
-        let few: usize = std::env::var("HALCYON_FAILURES").ok().and_then(|v| v.parse().ok()).unwrap_or(3);
+        let few: usize = std::env::var("HALCYON_FAILURES")
+            .ok()
+            .and_then(|v| v.parse().ok())
+            .unwrap_or(3);
         let list: Vec<&str> = self
             .failures
             .iter()
@@ -188,7 +223,12 @@ impl Tally {
             })
             .map(|s| s.as_str())
             .collect();
-        panic!("{what}: {} failures in {} cases, among them\n{}", self.failures.len(), self.cases, list.join("\n"));
+        panic!(
+            "{what}: {} failures in {} cases, among them\n{}",
+            self.failures.len(),
+            self.cases,
+            list.join("\n")
+        );
     }
 }
 

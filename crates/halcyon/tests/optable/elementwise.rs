@@ -40,7 +40,11 @@ fn scalar(op: ScalarOp) -> Row {
     let one = |label: &str, dims: Vec<usize>| case(label, operands(op, &[dims], domain), build);
     let mut cases = vec![one("257", vec![257]), one("7x33", vec![7, 33])];
     if r.on.contains('f') {
-        cases.push(case("special", operands(op, &[vec![311]], |_| Fill::Special), build));
+        cases.push(case(
+            "special",
+            operands(op, &[vec![311]], |_| Fill::Special),
+            build,
+        ));
     }
     // One of each class for shapes that make programs of their own.
     let few = |c: Case| c.only(FEW);
@@ -69,10 +73,49 @@ fn casts() -> Vec<Row> {
         let build = move |g: &mut Graph, x: &[NodeId]| g.cast(x[0], to);
         // Values around the ends of every integer type, halves for rounding, and what only floats have.
         let ends = Fill::Values(vec![
-            0.5, 1.5, 2.5, -0.5, -1.5, 0.99, -0.99, 126.5, 127.0, 128.0, -128.0, -129.0, 255.0, 256.0, 300.0, 32767.0, 32768.0,
-            -32769.0, 65504.0, 65535.0, 65536.0, 2147483520.0, 2147483647.0, 2147483648.0, -2147483904.0, 4294967040.0,
-            4294967296.0, 9.2e18, 9.3e18, -9.3e18, 1.8e19, 1.9e19, 1e-7, 3e-8, 1e-40, 1.0009765625, 1.00048828125, 2049.0,
-            2051.0, 257.0, 259.0, 16777217.0, 16777219.0,
+            0.5,
+            1.5,
+            2.5,
+            -0.5,
+            -1.5,
+            0.99,
+            -0.99,
+            126.5,
+            127.0,
+            128.0,
+            -128.0,
+            -129.0,
+            255.0,
+            256.0,
+            300.0,
+            32767.0,
+            32768.0,
+            -32769.0,
+            65504.0,
+            65535.0,
+            65536.0,
+            2147483520.0,
+            2147483647.0,
+            2147483648.0,
+            -2147483904.0,
+            4294967040.0,
+            4294967296.0,
+            9.2e18,
+            9.3e18,
+            -9.3e18,
+            1.8e19,
+            1.9e19,
+            1e-7,
+            3e-8,
+            1e-40,
+            1.0009765625,
+            1.00048828125,
+            2049.0,
+            2051.0,
+            257.0,
+            259.0,
+            16777217.0,
+            16777219.0,
         ]);
         out.push(row(
             format!("cast to {to}"),
@@ -89,16 +132,32 @@ fn casts() -> Vec<Row> {
         let y = g.cast(x[0], DType::F64)?;
         g.cast(y, DType::F32)
     };
-    out.push(row("cast", vec![DType::F32], Tol::Exact, [case("there and back", [x([6])], widen).grad()]));
+    out.push(row(
+        "cast",
+        vec![DType::F32],
+        Tol::Exact,
+        [case("there and back", [x([6])], widen).grad()],
+    ));
     for to in DType::all() {
-        let from: Vec<DType> = DType::all().filter(|d| *d != to && d.bits() == to.bits()).collect();
+        let from: Vec<DType> = DType::all()
+            .filter(|d| *d != to && d.bits() == to.bits())
+            .collect();
         if from.is_empty() {
             continue;
         }
         let build = move |g: &mut Graph, x: &[NodeId]| g.bitcast(x[0], to);
         // A bool is 0 or 1, so other bytes are not one.
-        let fill = if to == DType::Bool { Fill::Values(vec![0.0, 1.0, 1.0]) } else { Fill::Range(-900.0, 900.0) };
-        out.push(row(format!("bitcast to {to}"), from, Tol::Exact, [case("any", [x([257]).fill(fill)], build)]));
+        let fill = if to == DType::Bool {
+            Fill::Values(vec![0.0, 1.0, 1.0])
+        } else {
+            Fill::Range(-900.0, 900.0)
+        };
+        out.push(row(
+            format!("bitcast to {to}"),
+            from,
+            Tol::Exact,
+            [case("any", [x([257]).fill(fill)], build)],
+        ));
     }
     out
 }
@@ -116,7 +175,9 @@ fn leaves() -> Vec<Row> {
     };
     let constant = |g: &mut Graph, x: &[NodeId]| -> Result<NodeId> {
         let d = like(g, x[0]);
-        let bytes: Vec<u8> = (0..40).flat_map(|i| Scalar::I(i * 7 - 50).to_bytes(d)[..d.size()].to_vec()).collect();
+        let bytes: Vec<u8> = (0..40)
+            .flat_map(|i| Scalar::I(i * 7 - 50).to_bytes(d)[..d.size()].to_vec())
+            .collect();
         let c = g.constant(ConstData::new(d, &[4, 10], Arc::new(bytes))?);
         let t = g.transpose(c, 0, 1)?;
         g.select_any(t)
@@ -126,16 +187,26 @@ fn leaves() -> Vec<Row> {
             "iota",
             numbers(),
             Tol::Exact,
-            [case("first", [x([1])], iota(0)), case("middle", [x([1])], iota(1)), case("last", [x([1])], iota(2))],
+            [
+                case("first", [x([1])], iota(0)),
+                case("middle", [x([1])], iota(1)),
+                case("last", [x([1])], iota(2)),
+            ],
         ),
         row(
             "full",
             all(),
             Tol::Exact,
             [
-                case("3", [x([1])], |g: &mut Graph, x: &[NodeId]| Ok(g.full(like(g, x[0]), [5usize, 7], 3.0))),
-                case("empty", [x([1])], |g: &mut Graph, x: &[NodeId]| Ok(g.full(like(g, x[0]), [5usize, 0], 3.0))),
-                case("rank 0", [x([1])], |g: &mut Graph, x: &[NodeId]| Ok(g.full(like(g, x[0]), Vec::<usize>::new(), -2.5))),
+                case("3", [x([1])], |g: &mut Graph, x: &[NodeId]| {
+                    Ok(g.full(like(g, x[0]), [5usize, 7], 3.0))
+                }),
+                case("empty", [x([1])], |g: &mut Graph, x: &[NodeId]| {
+                    Ok(g.full(like(g, x[0]), [5usize, 0], 3.0))
+                }),
+                case("rank 0", [x([1])], |g: &mut Graph, x: &[NodeId]| {
+                    Ok(g.full(like(g, x[0]), Vec::<usize>::new(), -2.5))
+                }),
             ],
         ),
         row("const", all(), Tol::Exact, [case("permuted", [x([1])], constant)]),
@@ -146,7 +217,11 @@ fn leaves() -> Vec<Row> {
             DType::all()
                 .map(|d| {
                     let mut c = case(format!("of {d}"), [x([1])], |g: &mut Graph, x: &[NodeId]| {
-                        g.push(Op::Expand, &[x[1]], Some(TensorType::new(g.dtype(x[1]), [3usize, 5])))
+                        g.push(
+                            Op::Expand,
+                            &[x[1]],
+                            Some(TensorType::new(g.dtype(x[1]), [3usize, 5])),
+                        )
                     });
                     c.args = vec![d];
                     c

@@ -15,10 +15,27 @@ const MAX_ELEMENTS: usize = 6000;
 
 /// Ops with derivatives of at most about one, so that rounding errors stay small however long the chain is.
 const UNARY: &[ScalarOp] = &[
-    ScalarOp::Neg, ScalarOp::Abs, ScalarOp::Tanh, ScalarOp::Sigmoid, ScalarOp::Sin, ScalarOp::Cos, ScalarOp::Silu,
-    ScalarOp::Relu, ScalarOp::Erf, ScalarOp::Atan, ScalarOp::Gelu, ScalarOp::GeluTanh, ScalarOp::Asinh,
+    ScalarOp::Neg,
+    ScalarOp::Abs,
+    ScalarOp::Tanh,
+    ScalarOp::Sigmoid,
+    ScalarOp::Sin,
+    ScalarOp::Cos,
+    ScalarOp::Silu,
+    ScalarOp::Relu,
+    ScalarOp::Erf,
+    ScalarOp::Atan,
+    ScalarOp::Gelu,
+    ScalarOp::GeluTanh,
+    ScalarOp::Asinh,
 ];
-const BINARY: &[ScalarOp] = &[ScalarOp::Add, ScalarOp::Sub, ScalarOp::Mul, ScalarOp::Max, ScalarOp::Min];
+const BINARY: &[ScalarOp] = &[
+    ScalarOp::Add,
+    ScalarOp::Sub,
+    ScalarOp::Mul,
+    ScalarOp::Max,
+    ScalarOp::Min,
+];
 
 struct Maker<'a> {
     g: Graph,
@@ -29,13 +46,24 @@ struct Maker<'a> {
 
 /// A graph of about `nodes` ops and its inputs.
 pub fn graph(nodes: usize, rng: &mut Rng) -> Result<(Graph, Vec<ConstData>)> {
-    let mut m = Maker { g: Graph::new(), rng, values: vec![], inputs: vec![] };
+    let mut m = Maker {
+        g: Graph::new(),
+        rng,
+        values: vec![],
+        inputs: vec![],
+    };
     let sizes = [1, 2, 3, 5, 7, 8, 16, 33];
-    let shape: Vec<usize> = (0..1 + m.rng.below(3)).map(|_| sizes[m.rng.below(sizes.len())]).collect();
+    let shape: Vec<usize> = (0..1 + m.rng.below(3))
+        .map(|_| sizes[m.rng.below(sizes.len())])
+        .collect();
     for k in 0..2 + m.rng.below(3) {
         // One operand broadcasts against the others now and then.
-        let dims: Vec<usize> = shape.iter().map(|d| if m.rng.below(5) == 0 { 1 } else { *d }).collect();
-        let id = m.g.input(&format!("x{k}"), TensorType::new(DType::F32, dims.as_slice()));
+        let dims: Vec<usize> = shape
+            .iter()
+            .map(|d| if m.rng.below(5) == 0 { 1 } else { *d })
+            .collect();
+        let id =
+            m.g.input(&format!("x{k}"), TensorType::new(DType::F32, dims.as_slice()));
         m.inputs.push(id);
         m.values.push(id);
     }
@@ -47,9 +75,16 @@ pub fn graph(nodes: usize, rng: &mut Rng) -> Result<(Graph, Vec<ConstData>)> {
     }
     // Everything that nothing reads is an output, so nothing is optimised away; a few inner values are outputs too.
     let mut read = vec![false; m.g.nodes().len()];
-    m.g.nodes().iter().for_each(|n| n.inputs.iter().for_each(|i| read[i.index()] = true));
-    let outs: Vec<NodeId> =
-        m.values.clone().into_iter().filter(|v| !read[v.index()] || m.rng.below(8) == 0).take(6).collect();
+    m.g.nodes()
+        .iter()
+        .for_each(|n| n.inputs.iter().for_each(|i| read[i.index()] = true));
+    let outs: Vec<NodeId> = m
+        .values
+        .clone()
+        .into_iter()
+        .filter(|v| !read[v.index()] || m.rng.below(8) == 0)
+        .take(6)
+        .collect();
     for (k, o) in outs.iter().enumerate() {
         m.g.output(&format!("y{k}"), *o);
     }
@@ -84,7 +119,10 @@ impl Maker<'_> {
     fn partner(&mut self, x: NodeId) -> NodeId {
         for _ in 0..8 {
             let y = self.pick();
-            let small = |s: Shape| s.known().is_some_and(|d| d.iter().product::<usize>() <= MAX_ELEMENTS);
+            let small = |s: Shape| {
+                s.known()
+                    .is_some_and(|d| d.iter().product::<usize>() <= MAX_ELEMENTS)
+            };
             if self.g.shape(x).broadcast(self.g.shape(y)).is_ok_and(small) {
                 return y;
             }
@@ -105,7 +143,11 @@ impl Maker<'_> {
                 let (y, op) = (self.partner(x), BINARY[self.rng.below(BINARY.len())]);
                 let z = self.g.scalar(op, &[x, y])?;
                 // Products are squashed, so that powers do not build up.
-                if op == ScalarOp::Mul { self.g.tanh(z) } else { Ok(z) }
+                if op == ScalarOp::Mul {
+                    self.g.tanh(z)
+                } else {
+                    Ok(z)
+                }
             }
             7 => {
                 let k = self.rng.uniform(-1.0, 1.0);
@@ -118,7 +160,12 @@ impl Maker<'_> {
                 let z = self.g.lit(i, 0.1);
                 let c = self.g.lt(i, z)?;
                 let y = self.partner(x);
-                match self.g.shape(c).broadcast(self.g.shape(x)).and_then(|s| s.broadcast(self.g.shape(y))) {
+                match self
+                    .g
+                    .shape(c)
+                    .broadcast(self.g.shape(x))
+                    .and_then(|s| s.broadcast(self.g.shape(y)))
+                {
                     Ok(_) => self.g.select(c, x, y),
                     Err(_) => self.g.abs(x),
                 }
@@ -200,15 +247,29 @@ pub fn check(seed: u64, backends: &[Backend]) -> std::result::Result<(), String>
     let mut rng = Rng::new(seed);
     let nodes = 5 + rng.below(36);
     let (g, inputs) = graph(nodes, &mut rng).map_err(|e| format!("graph {seed}: {e}"))?;
-    let want = reference::eval_f64(&g, &inputs, &[]).map_err(|e| format!("graph {seed}: reference: {e}\n{g}"))?;
+    let want =
+        reference::eval_f64(&g, &inputs, &[]).map_err(|e| format!("graph {seed}: reference: {e}\n{g}"))?;
     for b in backends {
-        let got = run(b, &g, &inputs, &[]).map_err(|e| format!("graph {seed} on {} {}: {e}\n{g}", b.id(), b.level()))?;
+        let got = run(b, &g, &inputs, &[])
+            .map_err(|e| format!("graph {seed} on {} {}: {e}\n{g}", b.id(), b.level()))?;
         for (k, (y, w)) in got.iter().zip(&want).enumerate() {
             let w: Vec<f64> = w.to_vec();
             let top = w.iter().fold(1e-2f64, |a, v| a.max(v.abs()));
-            let off = y.to_vec::<f64>().iter().zip(&w).map(|(a, b)| (a - b).abs()).fold(0.0, |a, e| if e.is_nan() { f64::INFINITY } else { f64::max(a, e) });
+            let off = y
+                .to_vec::<f64>()
+                .iter()
+                .zip(&w)
+                .map(|(a, b)| (a - b).abs())
+                .fold(
+                    0.0,
+                    |a, e| if e.is_nan() { f64::INFINITY } else { f64::max(a, e) },
+                );
             if y.numel() != w.len() || off > 2e-5 * top {
-                return Err(format!("graph {seed} on {} {}: output {k} is off by {off:.2e} of {top:.2e}\n{g}", b.id(), b.level()));
+                return Err(format!(
+                    "graph {seed} on {} {}: output {k} is off by {off:.2e} of {top:.2e}\n{g}",
+                    b.id(),
+                    b.level()
+                ));
             }
         }
     }

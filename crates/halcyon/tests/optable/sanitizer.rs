@@ -1,8 +1,8 @@
 //! A device with no kernels of its own: everything runs as kernel IR on the interpreter, which watches every access.
 
 use halcyon::hal::{
-    BackendType, Buffer, BufferRef, Caps, Command, Counters, Declined, Device, DeviceInfo, LibraryCall, LibraryKernel, MemoryStats,
-    Program, Tag, Target, select::Selection,
+    BackendType, Buffer, BufferRef, Caps, Command, Counters, Declined, Device, DeviceInfo, LibraryCall,
+    LibraryKernel, MemoryStats, Program, Tag, Target, select::Selection,
 };
 use halcyon::ir::kernel::interp::{Interp, Memory, Options};
 use halcyon::ir::kernel::{BufId, Kernel, Launch};
@@ -32,7 +32,9 @@ impl Buffer for HostBuffer {
 }
 
 fn host(b: &BufferRef) -> Result<&HostBuffer> {
-    b.as_any().downcast_ref().ok_or_else(|| Error::internal("a buffer of another device"))
+    b.as_any()
+        .downcast_ref()
+        .ok_or_else(|| Error::internal("a buffer of another device"))
 }
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -105,7 +107,10 @@ impl Sanitizer {
                 software: true,
                 properties: Default::default(),
             },
-            caps: Caps { subgroup: Some(subgroup), ..Caps::generous() },
+            caps: Caps {
+                subgroup: Some(subgroup),
+                ..Caps::generous()
+            },
             subgroup,
             seed: AtomicU64::new(seed),
             fault: AtomicU32::new(0),
@@ -114,7 +119,14 @@ impl Sanitizer {
         }
     }
 
-    fn launch(&self, p: &Checked, groups: [u32; 3], buffers: &[BufferRef], params: &[Scalar], fault: u32) -> Result<()> {
+    fn launch(
+        &self,
+        p: &Checked,
+        groups: [u32; 3],
+        buffers: &[BufferRef],
+        params: &[Scalar],
+        fault: u32,
+    ) -> Result<()> {
         let hosts: Vec<&HostBuffer> = buffers.iter().map(host).collect::<Result<_>>()?;
         let mut distinct: Vec<&HostBuffer> = vec![];
         let mut which = vec![];
@@ -125,12 +137,23 @@ impl Sanitizer {
                 distinct.push(h);
             }
         }
-        let twice = (0..hosts.len()).any(|i| p.kernel.buffers[i].write && hosts.iter().filter(|h| std::ptr::eq(**h, hosts[i])).count() > 1);
+        let twice = (0..hosts.len()).any(|i| {
+            p.kernel.buffers[i].write && hosts.iter().filter(|h| std::ptr::eq(**h, hosts[i])).count() > 1
+        });
         if twice && p.kernel.noalias {
-            lock(&self.reports).push(format!("{} says its buffers are distinct, but one is bound twice", p.kernel.name));
+            lock(&self.reports).push(format!(
+                "{} says its buffers are distinct, but one is bound twice",
+                p.kernel.name
+            ));
         }
-        let poisoned = (0..hosts.len()).filter(|i| !hosts[*i].written.load(Ordering::Relaxed)).map(|i| BufId(i as u32)).collect();
-        let mut m = Bound { store: distinct.iter().map(|d| lock(&d.data).clone()).collect(), which };
+        let poisoned = (0..hosts.len())
+            .filter(|i| !hosts[*i].written.load(Ordering::Relaxed))
+            .map(|i| BufId(i as u32))
+            .collect();
+        let mut m = Bound {
+            store: distinct.iter().map(|d| lock(&d.data).clone()).collect(),
+            which,
+        };
         let mut params = params.to_vec();
         if p.faults {
             m.which.push(m.store.len());
@@ -151,7 +174,10 @@ impl Sanitizer {
         if out.faults > 0 {
             let mut r = lock(&self.reports);
             for report in &out.reports {
-                r.push(format!("{} in groups {groups:?}, subgroups of {}: {report}", p.kernel.name, self.subgroup));
+                r.push(format!(
+                    "{} in groups {groups:?}, subgroups of {}: {report}",
+                    p.kernel.name, self.subgroup
+                ));
             }
         }
         if p.faults
@@ -159,7 +185,9 @@ impl Sanitizer {
         {
             let id = word.iter().rev().fold(0u32, |a, b| a << 8 | *b as u32);
             if id != 0 {
-                let _ = self.fault.compare_exchange(0, id, Ordering::Relaxed, Ordering::Relaxed);
+                let _ = self
+                    .fault
+                    .compare_exchange(0, id, Ordering::Relaxed, Ordering::Relaxed);
             }
         }
         for (d, v) in distinct.iter().zip(m.store) {
@@ -188,13 +216,20 @@ impl Device for Sanitizer {
         &self.info
     }
     fn counters(&self) -> Counters {
-        Counters { launches: self.launches.load(Ordering::Relaxed), ..Counters::default() }
+        Counters {
+            launches: self.launches.load(Ordering::Relaxed),
+            ..Counters::default()
+        }
     }
     fn memory(&self) -> MemoryStats {
         MemoryStats::default()
     }
     fn alloc(&self, bytes: usize, _: Tag) -> Result<BufferRef> {
-        Ok(Arc::new(HostBuffer { data: Mutex::new(vec![GARBAGE; bytes]), bytes, written: AtomicBool::new(false) }))
+        Ok(Arc::new(HostBuffer {
+            data: Mutex::new(vec![GARBAGE; bytes]),
+            bytes,
+            written: AtomicBool::new(false),
+        }))
     }
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
         let h = host(dst)?;
@@ -208,16 +243,35 @@ impl Device for Sanitizer {
     }
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
         let faults = kernel.params.iter().any(|p| p.name == "fault");
-        Ok(Arc::new(Checked { interp: Interp::new(kernel)?, kernel: kernel.clone(), faults }))
+        Ok(Arc::new(Checked {
+            interp: Interp::new(kernel)?,
+            kernel: kernel.clone(),
+            faults,
+        }))
     }
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         for c in commands {
             match c {
-                Command::Launch { program, groups, buffers, params, fault } => {
-                    let p: &Checked = program.as_any().downcast_ref().ok_or_else(|| Error::internal("a program of another device"))?;
+                Command::Launch {
+                    program,
+                    groups,
+                    buffers,
+                    params,
+                    fault,
+                } => {
+                    let p: &Checked = program
+                        .as_any()
+                        .downcast_ref()
+                        .ok_or_else(|| Error::internal("a program of another device"))?;
                     self.launch(p, *groups, buffers, params, *fault)?;
                 }
-                Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
+                Command::Copy {
+                    src,
+                    src_offset,
+                    dst,
+                    dst_offset,
+                    bytes,
+                } => {
                     let mut b = vec![0; *bytes];
                     self.read(src, *src_offset, &mut b)?;
                     self.write(dst, *dst_offset, &b)?;

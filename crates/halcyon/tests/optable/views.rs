@@ -3,7 +3,7 @@
 use super::case::*;
 use halcyon::ir::graph::{Graph, NodeId};
 use halcyon::ir::op::ReduceKind;
-use halcyon::{Dim, DType, Result, Shape};
+use halcyon::{DType, Dim, Result, Shape};
 
 pub fn slice(g: &mut Graph, x: NodeId, start: &[usize], step: &[i64], len: &[usize]) -> Result<NodeId> {
     let d = |v: &[usize]| v.iter().map(|n| Dim::from(*n)).collect::<Vec<_>>();
@@ -89,10 +89,18 @@ pub fn rows() -> Vec<Row> {
             all(),
             Tol::Exact,
             [
-                case("part", [x([7, 9])], |g, x| slice(g, x[0], &[2, 1], &[1, 1], &[4, 5])).grad(),
-                case("steps", [x([7, 9])], |g, x| slice(g, x[0], &[6, 0], &[-2, 3], &[4, 3])).grad(),
+                case("part", [x([7, 9])], |g, x| {
+                    slice(g, x[0], &[2, 1], &[1, 1], &[4, 5])
+                })
+                .grad(),
+                case("steps", [x([7, 9])], |g, x| {
+                    slice(g, x[0], &[6, 0], &[-2, 3], &[4, 3])
+                })
+                .grad(),
                 case("flip", [x([7, 9])], |g, x| g.flip(x[0], &[0, 1])),
-                case("nothing", [x([7, 9])], |g, x| slice(g, x[0], &[2, 1], &[1, 1], &[0, 5])),
+                case("nothing", [x([7, 9])], |g, x| {
+                    slice(g, x[0], &[2, 1], &[1, 1], &[0, 5])
+                }),
                 case("narrow", [x([7, 9])], |g, x| g.narrow(x[0], 1, 8usize, 1usize)),
             ],
         ),
@@ -101,15 +109,22 @@ pub fn rows() -> Vec<Row> {
             all(),
             Tol::Exact,
             [
-                case("both sides", [x([3, 5])], |g, x| g.pad(x[0], &[1, 0], &[2, 3], 1.0)).grad(),
+                case("both sides", [x([3, 5])], |g, x| {
+                    g.pad(x[0], &[1, 0], &[2, 3], 1.0)
+                })
+                .grad(),
                 case("1-D", [x([33])], |g, x| g.pad(x[0], &[3], &[4], 0.0)),
                 case("rank 0", [x([])], |g, x| g.pad(x[0], &[], &[], 1.0)),
-                case("of nothing", [x([0, 2])], |g, x| g.pad(x[0], &[2, 0], &[1, 1], 1.0)),
+                case("of nothing", [x([0, 2])], |g, x| {
+                    g.pad(x[0], &[2, 0], &[1, 1], 1.0)
+                }),
                 case("twice, two values", [x([3, 5])], |g, x| {
                     let p = g.pad(x[0], &[1, 1], &[1, 1], 1.0)?;
                     g.pad(p, &[0, 2], &[2, 0], 0.0)
                 }),
-                case("minus infinity", [x([3, 5])], |g, x| g.pad(x[0], &[1, 1], &[1, 1], f64::NEG_INFINITY)),
+                case("minus infinity", [x([3, 5])], |g, x| {
+                    g.pad(x[0], &[1, 1], &[1, 1], f64::NEG_INFINITY)
+                }),
             ],
         ),
         row(
@@ -118,14 +133,27 @@ pub fn rows() -> Vec<Row> {
             Tol::Exact,
             [
                 case("last", [x([3, 5]), x([3, 2])], |g, x| g.concat(x, 1)).grad(),
-                case("first, an empty part", [x([3, 5]), x([0, 5]), x([2, 5])], |g, x| g.concat(x, 0)),
+                case(
+                    "first, an empty part",
+                    [x([3, 5]), x([0, 5]), x([2, 5])],
+                    |g, x| g.concat(x, 0),
+                ),
                 case("only empty parts", [x([0, 5]), x([0, 5])], |g, x| g.concat(x, 0)),
-                case("one operand twice", [x([3, 5])], |g, x| g.concat(&[x[0], x[0]], 1)),
+                case("one operand twice", [x([3, 5])], |g, x| {
+                    g.concat(&[x[0], x[0]], 1)
+                }),
                 case("views", [x([5, 3]), x([3, 5])], |g, x| {
                     let (t, f) = (g.transpose(x[0], 0, 1)?, g.flip(x[1], &[1])?);
                     g.concat(&[t, f], 0)
                 }),
-                case("many", (0..40).map(|i| super::case::x([1 + i % 3, 2])).collect::<Vec<_>>(), |g, x| g.concat(x, 0)).only(FEW),
+                case(
+                    "many",
+                    (0..40)
+                        .map(|i| super::case::x([1 + i % 3, 2]))
+                        .collect::<Vec<_>>(),
+                    |g, x| g.concat(x, 0),
+                )
+                .only(FEW),
             ],
         ),
     ];
@@ -137,29 +165,45 @@ pub fn rows() -> Vec<Row> {
     let mut gather = vec![];
     let mut softmax = vec![];
     for (name, look) in LOOKS {
-        add.push(case(*name, [x([6, 8]), x([4, 6])], move |g, x| {
-            let v = look(g, x[0])?;
-            g.add(v, x[1])
-        }).grad());
-        select.push(case(*name, [x([6, 8]), x([6, 8]), x([4, 6])], move |g, x| {
-            let (a, b) = (look(g, x[0])?, look(g, x[1])?);
-            let c = g.lt(a, b)?;
-            g.select(c, b, x[2])
-        }).only(&any[..3]));
-        for axis in [0, 1] {
-            reduce.push(case(format!("{name}, axis {axis}"), [x([6, 8])], move |g, x| {
+        add.push(
+            case(*name, [x([6, 8]), x([4, 6])], move |g, x| {
                 let v = look(g, x[0])?;
-                g.reduce(ReduceKind::Sum, v, &[axis], false)
-            }).tol(Tol::Sum(6)));
+                g.add(v, x[1])
+            })
+            .grad(),
+        );
+        select.push(
+            case(*name, [x([6, 8]), x([6, 8]), x([4, 6])], move |g, x| {
+                let (a, b) = (look(g, x[0])?, look(g, x[1])?);
+                let c = g.lt(a, b)?;
+                g.select(c, b, x[2])
+            })
+            .only(&any[..3]),
+        );
+        for axis in [0, 1] {
+            reduce.push(
+                case(format!("{name}, axis {axis}"), [x([6, 8])], move |g, x| {
+                    let v = look(g, x[0])?;
+                    g.reduce(ReduceKind::Sum, v, &[axis], false)
+                })
+                .tol(Tol::Sum(6)),
+            );
         }
-        matmul.push(case(*name, [x([6, 8]), x([6, 5])], move |g, x| {
-            let v = look(g, x[0])?;
-            g.matmul(v, x[1])
-        }).tol(Tol::Sum(6)).grad());
-        matmul.push(case(format!("{name}, right"), [x([3, 4]), x([6, 8])], move |g, x| {
-            let v = look(g, x[1])?;
-            g.matmul(x[0], v)
-        }).tol(Tol::Sum(4)));
+        matmul.push(
+            case(*name, [x([6, 8]), x([6, 5])], move |g, x| {
+                let v = look(g, x[0])?;
+                g.matmul(v, x[1])
+            })
+            .tol(Tol::Sum(6))
+            .grad(),
+        );
+        matmul.push(
+            case(format!("{name}, right"), [x([3, 4]), x([6, 8])], move |g, x| {
+                let v = look(g, x[1])?;
+                g.matmul(x[0], v)
+            })
+            .tol(Tol::Sum(4)),
+        );
         gather.push(case(*name, [x([6, 8]), ix([2, 3], -4, 4)], move |g, x| {
             let v = look(g, x[0])?;
             g.gather(v, x[1], 0)
@@ -174,6 +218,11 @@ pub fn rows() -> Vec<Row> {
     out.push(row("reduce_sum of views", any.to_vec(), Tol::Sum(6), reduce));
     out.push(row("matmul of views", any.to_vec(), Tol::Sum(6), matmul));
     out.push(row("gather of views", any.to_vec(), Tol::Exact, gather));
-    out.push(row("softmax of views", vec![DType::F32], Tol::Norm(16.0), softmax));
+    out.push(row(
+        "softmax of views",
+        vec![DType::F32],
+        Tol::Norm(16.0),
+        softmax,
+    ));
     out
 }
