@@ -1,0 +1,265 @@
+//! Which nodes get buffers, which join their reader's kernel, and which views are strides.
+
+use super::*;
+
+/// Members that one fused kernel may have. Bounds recursion, compile time and registers.
+pub(super) const MAX_MEMBERS: usize = 64;
+
+/// A use of a node's value by a group of fused nodes, or by something that needs a buffer.
+#[derive(Clone, Copy)]
+pub(super) struct Use {
+    /// `None`: a buffer is needed.
+    pub(super) group: Option<u32>,
+    pub(super) via_view: bool,
+    /// A reshape lies between, which an expression cannot be pushed through.
+    pub(super) reshaped: bool,
+    /// A pad lies between, whose value is not the expression's.
+    pub(super) padded: bool,
+    pub(super) expands: bool,
+}
+
+#[derive(Default)]
+pub(super) struct Group {
+    pub(super) members: usize,
+    pub(super) loads: usize,
+}
+
+/// A step of the way from a value to the point that reads it.
+#[derive(Clone)]
+pub(super) enum Path {
+    Permute(SmallVec<[usize; 4]>),
+    Expand(Dims),
+    Slice {
+        start: Dims,
+        step: SmallVec<[isize; 6]>,
+        len: Dims,
+    },
+    Pad(SmallVec<[usize; 4]>, SmallVec<[usize; 4]>),
+    Reshape(Dims),
+}
+
+impl Path {
+    pub(super) fn apply(&self, v: &View) -> Option<View> {
+        Some(match self {
+            Path::Permute(p) => v.permute(p),
+            Path::Expand(s) => v.expand(s),
+            Path::Slice { start, step, len } => v.slice(start, step, len),
+            Path::Pad(lo, hi) => v.pad(lo, hi),
+            Path::Reshape(s) => v.reshape(s)?,
+        })
+    }
+}
+
+/// A value in a buffer: the node that owns the buffer, how to read it, and what masked elements are.
+#[derive(Clone)]
+pub(super) struct Placed {
+    pub(super) base: NodeId,
+    pub(super) view: View,
+    pub(super) fill: Option<Scalar>,
+}
+
+impl Lowerer<'_> {
+    /// Decides which nodes get buffers, readers first.
+    pub(super) fn decide(&mut self) {
+        let n = self.g.nodes().len();
+        let mut uses: Vec<SmallVec<[Use; 2]>> = vec![smallvec![]; n];
+        let mut groups: Vec<Group> = vec![];
+        let max_loads = (self.target.caps().max_bindings as usize)
+            .saturating_sub(3)
+            .clamp(2, 24);
+        let fuse = self.options.passes.does(FUSION);
+        let need = Use {
+            group: None,
+            via_view: false,
+            reshaped: false,
+            padded: false,
+            expands: false,
+        };
+        for o in self.g.outputs() {
+            uses[o.node.index()].push(need);
+        }
+        for i in (0..n).rev() {
+            if !self.live[i] {
+                continue;
+            }
+            let id = NodeId(i as u32);
+            let node = self.g.node(id);
+            let mine = std::mem::take(&mut uses[i]);
+            let new_group = |groups: &mut Vec<Group>, loads: usize| {
+                groups.push(Group { members: 1, loads });
+                Some(groups.len() as u32 - 1)
+            };
+            match &node.op {
+                Op::Input(_) | Op::Const(_) => {}
+                Op::Full(_) | Op::Arg(_) | Op::Iota { .. } => {
+                    let iota = matches!(node.op, Op::Iota { .. });
+                    // Other readers compute a literal for themselves.
+                    self.root[i] = mine
+                        .iter()
+                        .any(|u| u.group.is_none() || u.padded || u.reshaped && iota);
+                }
+                op if op.is_view() => {
+                    let x = node.inputs[0];
+                    let grows = matches!(op, Op::Expand)
+                        && self.dims[i].iter().product::<usize>()
+                            > self.dims[x.index()].iter().product::<usize>();
+                    let (reshapes, pads) = (matches!(op, Op::Reshape), matches!(op, Op::Pad { .. }));
+                    if mine.iter().any(|u| u.group.is_none()) && self.g.outputs().iter().any(|o| o.node == id)
+                    {
+                        // A view that is an output becomes a copy.
+                        self.root[i] = true;
+                        let group = new_group(&mut groups, 1);
+                        uses[x.index()].push(Use {
+                            group,
+                            via_view: true,
+                            reshaped: reshapes,
+                            padded: pads,
+                            expands: grows,
+                        });
+                    } else {
+                        for u in mine {
+                            uses[x.index()].push(Use {
+                                group: u.group,
+                                via_view: true,
+                                reshaped: u.reshaped || reshapes,
+                                padded: u.padded || pads,
+                                expands: u.expands || grows,
+                            });
+                        }
+                    }
+                }
+                Op::Scalar(_) | Op::Cast | Op::Bitcast => {
+                    let group = mine.first().and_then(|u| u.group);
+                    let one = mine.len() == 1;
+                    let joins =
+                        fuse && group.is_some_and(|gr| {
+                            let gr = &groups[gr as usize];
+                            gr.members < MAX_MEMBERS && gr.loads + node.inputs.len() <= max_loads
+                        }) && mine.iter().all(|u| {
+                            u.group == group && !u.reshaped && !u.padded && !u.expands && (one || !u.via_view)
+                        });
+                    let group = if joins {
+                        self.inlined += 1;
+                        if let Some(gr) = group.and_then(|g| groups.get_mut(g as usize)) {
+                            gr.members += 1;
+                            gr.loads += node
+                                .inputs
+                                .iter()
+                                .filter(|x| !self.is_literal(**x))
+                                .count()
+                                .saturating_sub(1);
+                        }
+                        group
+                    } else {
+                        self.root[i] = true;
+                        new_group(&mut groups, node.inputs.len())
+                    };
+                    for x in &node.inputs {
+                        uses[x.index()].push(Use { group, ..need });
+                    }
+                }
+                Op::Reduce { .. } | Op::Concat { .. } => {
+                    self.root[i] = true;
+                    for x in &node.inputs {
+                        let group = new_group(&mut groups, 1);
+                        uses[x.index()].push(Use { group, ..need });
+                    }
+                }
+                _ => {
+                    self.root[i] = true;
+                    for x in &node.inputs {
+                        uses[x.index()].push(need);
+                    }
+                }
+            }
+        }
+    }
+
+    pub(super) fn path_of(&self, id: NodeId) -> Path {
+        let out = self.dims[id.index()].clone();
+        match &self.g.node(id).op {
+            Op::Permute(p) => Path::Permute(p.clone()),
+            Op::Expand => Path::Expand(out),
+            Op::Slice(a) => Path::Slice {
+                start: a.iter().map(|a| a.start.known().unwrap_or(0)).collect(),
+                step: a.iter().map(|a| a.step as isize).collect(),
+                len: out,
+            },
+            Op::Pad { lo, hi, .. } => Path::Pad(lo.clone(), hi.clone()),
+            _ => Path::Reshape(out),
+        }
+    }
+
+    /// Resolves views of buffers; where a view cannot be expressed, its operand becomes a copy.
+    pub(super) fn place_views(&mut self) {
+        for id in self.g.ids() {
+            let i = id.index();
+            let node = self.g.node(id);
+            if !self.live[i] || !node.op.is_view() {
+                continue;
+            }
+            let x = node.inputs[0];
+            let Some(from) = self.placement(x) else { continue };
+            let path = self.path_of(id);
+            let fill = match &node.op {
+                Op::Pad { value, .. } => Some(*value),
+                _ => from.fill,
+            };
+            let clash = from.view.mask.is_some() && fill != from.fill;
+            match path.apply(&from.view).filter(|_| !clash) {
+                Some(view) => {
+                    self.placed[i] = Some(Placed {
+                        base: from.base,
+                        view,
+                        fill,
+                    })
+                }
+                None => {
+                    self.root[x.index()] = true;
+                    if let Some(view) = path.apply(&View::dense(&self.dims[x.index()])) {
+                        self.placed[i] = Some(Placed { base: x, view, fill });
+                    }
+                }
+            }
+        }
+    }
+
+    /// Where a node's value can be read from memory; `None` for fused expressions.
+    pub(super) fn placement(&self, id: NodeId) -> Option<Placed> {
+        if self.has_buffer(id) {
+            return Some(Placed {
+                base: id,
+                view: View::dense(&self.dims[id.index()]),
+                fill: None,
+            });
+        }
+        self.placed[id.index()].clone()
+    }
+
+    /// For every base, the last root (in node order) whose step reads it.
+    pub(super) fn find_last_reads(&mut self) {
+        // A fused node is read when its root is: propagate the reading root backwards.
+        let n = self.g.nodes().len();
+        let mut reader: Vec<u32> = vec![0; n];
+        for o in self.g.outputs() {
+            reader[o.node.index()] = u32::MAX;
+        }
+        for i in (0..n).rev().filter(|&i| self.live[i]) {
+            let id = NodeId(i as u32);
+            let at = if self.root[i] { i as u32 } else { reader[i] };
+            self.last_read[i] = reader[i];
+            for x in self.g.node(id).inputs.iter() {
+                reader[x.index()] = reader[x.index()].max(at);
+            }
+        }
+        // Bases are read through their views.
+        for i in (0..n).rev() {
+            if let Some(p) = &self.placed[i]
+                && !self.root[i]
+            {
+                let b = p.base.index();
+                self.last_read[b] = self.last_read[b].max(self.last_read[i]);
+            }
+        }
+    }
+}

@@ -1,0 +1,446 @@
+//! Building fused kernels.
+
+use super::*;
+use crate::layout::collapse;
+use crate::scalar_op::ScalarOp;
+
+/// A fused kernel under construction.
+pub(super) struct Body {
+    pub(super) loads: Vec<Load>,
+    pub(super) sources: Vec<NodeId>,
+    pub(super) params: Vec<(DType, Param)>,
+    pub(super) instrs: Vec<Instr>,
+    pub(super) memo: HashMap<(NodeId, usize), Reg>,
+    pub(super) paths: Vec<Vec<Path>>,
+    pub(super) nodes: usize,
+}
+
+impl Lowerer<'_> {
+    /// A step that copies a view into a dense buffer.
+    pub(super) fn copy(&mut self, id: NodeId, from: &Placed) -> Result<BufId> {
+        let dims: Dims = from.view.shape.clone();
+        let dtype = self.g.dtype(id);
+        let b = self.new_buffer(dtype, &dims);
+        if dims.iter().product::<usize>() == 0 {
+            return Ok(b);
+        }
+        let mut body = Body::new();
+        let r = self.load(&mut body, from.clone(), dtype, &[]);
+        self.finish(
+            id,
+            body,
+            r,
+            dims.clone(),
+            0,
+            None,
+            View::dense(&dims),
+            b,
+            "copy".into(),
+        )?;
+        Ok(b)
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn fused(
+        &mut self,
+        root: NodeId,
+        value: NodeId,
+        path: Option<Path>,
+        space: Dims,
+        reduced: usize,
+        reduce: Option<ReduceKind>,
+        out: View,
+        b: BufId,
+    ) -> Result<()> {
+        let mut body = Body::new();
+        body.paths.push(path.into_iter().collect());
+        let r = self.emit(&mut body, value, 0, value == root)?;
+        let name = self.g.node(root).op.name();
+        self.finish(root, body, r, space, reduced, reduce, out, b, name)
+    }
+
+    /// Adds the instructions that compute `id` as seen through path number `path`. `own`: compute it even if it has a buffer.
+    pub(super) fn emit(&self, body: &mut Body, id: NodeId, path: usize, own: bool) -> Result<Reg> {
+        if let Some(r) = body.memo.get(&(id, path)) {
+            return Ok(*r);
+        }
+        let node = self.g.node(id);
+        let dtype = node.ty.dtype;
+        let through = body.paths[path].clone();
+        let r = match &node.op {
+            Op::Full(v) => {
+                let p = body.param(dtype, Param::Literal(*v));
+                body.instr(InstrKind::Param(p), dtype, &[])
+            }
+            Op::Arg(k) => {
+                let p = body.param(dtype, Param::Arg(*k));
+                body.instr(InstrKind::Param(p), dtype, &[])
+            }
+            Op::Iota { axis } => self.iota(body, id, *axis, dtype, &through)?,
+            _ if !own && self.placement(id).is_some() => {
+                let p = self
+                    .placement(id)
+                    .ok_or_else(|| Error::internal("placement vanished"))?;
+                self.load(body, p, dtype, &through)
+            }
+            op if op.is_view() => {
+                let x = node.inputs[0];
+                match self.placed[id.index()].clone() {
+                    Some(p) => self.load(body, p, dtype, &through),
+                    None => {
+                        let mut longer = vec![self.path_of(id)];
+                        longer.extend(through);
+                        body.paths.push(longer);
+                        let k = body.paths.len() - 1;
+                        self.emit(body, x, k, false)?
+                    }
+                }
+            }
+            Op::Scalar(s) => {
+                body.nodes += 1;
+                let a: SmallVec<[Reg; 3]> = node
+                    .inputs
+                    .iter()
+                    .map(|x| self.emit(body, *x, path, false))
+                    .collect::<Result<_>>()?;
+                body.instr(InstrKind::Op(*s), dtype, &a)
+            }
+            Op::Cast | Op::Bitcast => {
+                body.nodes += 1;
+                let a = self.emit(body, node.inputs[0], path, false)?;
+                body.instr(
+                    if node.op == Op::Cast {
+                        InstrKind::Cast
+                    } else {
+                        InstrKind::Bitcast
+                    },
+                    dtype,
+                    &[a],
+                )
+            }
+            op => return Err(Error::internal(format!("{} cannot be fused", op.name()))),
+        };
+        body.memo.insert((id, path), r);
+        Ok(r)
+    }
+
+    pub(super) fn load(&self, body: &mut Body, p: Placed, dtype: DType, through: &[Path]) -> Reg {
+        let mut view = p.view;
+        for step in through {
+            if let Some(v) = step.apply(&view) {
+                view = v;
+            }
+        }
+        let fill = view
+            .mask
+            .is_some()
+            .then(|| body.param(dtype, Param::Literal(p.fill.unwrap_or(Scalar::I(0).cast(dtype)))));
+        let input = match body.sources.iter().position(|s| *s == p.base) {
+            Some(k) => k,
+            None => {
+                body.sources.push(p.base);
+                body.sources.len() - 1
+            }
+        } as u32;
+        let load = Load {
+            input,
+            dtype,
+            view,
+            fill,
+        };
+        let k = match body.loads.iter().position(|l| *l == load) {
+            Some(k) => k,
+            None => {
+                body.loads.push(load);
+                body.loads.len() - 1
+            }
+        };
+        body.instr(InstrKind::Load(k as u32), dtype, &[])
+    }
+
+    /// An index is an affine function of the point: the strides of a view over a virtual tensor say which.
+    pub(super) fn iota(
+        &self,
+        body: &mut Body,
+        id: NodeId,
+        axis: usize,
+        dtype: DType,
+        through: &[Path],
+    ) -> Result<Reg> {
+        let dims = &self.dims[id.index()];
+        let mut v = View {
+            shape: dims.clone(),
+            strides: smallvec![0; dims.len()],
+            offset: 0,
+            mask: None,
+        };
+        v.strides[axis] = 1;
+        for p in through {
+            v = p
+                .apply(&v)
+                .ok_or_else(|| Error::internal("an index was seen through a reshape"))?;
+        }
+        let mut sum = None;
+        for (k, s) in v.strides.iter().enumerate().filter(|(_, s)| **s != 0) {
+            let mut t = body.instr(InstrKind::Iota(k as u32), dtype, &[]);
+            if *s != 1 {
+                let p = body.param(dtype, Param::Literal(Scalar::I(*s as i64).cast(dtype)));
+                let c = body.instr(InstrKind::Param(p), dtype, &[]);
+                t = body.instr(InstrKind::Op(ScalarOp::Mul), dtype, &[t, c]);
+            }
+            sum = Some(match sum {
+                None => t,
+                Some(u) => body.instr(InstrKind::Op(ScalarOp::Add), dtype, &[u, t]),
+            });
+        }
+        if v.offset != 0 || sum.is_none() {
+            let p = body.param(dtype, Param::Literal(Scalar::I(v.offset as i64).cast(dtype)));
+            let c = body.instr(InstrKind::Param(p), dtype, &[]);
+            sum = Some(match sum {
+                None => c,
+                Some(u) => body.instr(InstrKind::Op(ScalarOp::Add), dtype, &[u, c]),
+            });
+        }
+        sum.ok_or_else(|| Error::internal("an index without terms"))
+    }
+
+    #[allow(clippy::too_many_arguments)]
+    pub(super) fn finish(
+        &mut self,
+        root: NodeId,
+        body: Body,
+        value: Reg,
+        space: Dims,
+        reduced: usize,
+        reduce: Option<ReduceKind>,
+        out: View,
+        b: BufId,
+        name: String,
+    ) -> Result<()> {
+        let mut f = Fused {
+            reduced,
+            loads: body.loads,
+            params: body.params,
+            body: body.instrs,
+            outs: vec![Out {
+                value,
+                dtype: self.g.dtype(root),
+                reduce,
+                view: out,
+            }],
+            space,
+        };
+        collapse_fused(&mut f);
+        if f.space.len() > MAX_RANK {
+            let what = format!(
+                "an element-wise kernel over {} axes that do not merge ({name} at {})",
+                f.space.len(),
+                self.g.node(root).span
+            );
+            return Err(Error::unsupported(
+                what,
+                format!("Reshape so that at most {MAX_RANK} axes remain"),
+            ));
+        }
+        let f = Arc::new(f);
+        let inputs: Vec<Operand> = body
+            .sources
+            .iter()
+            .map(|s| Operand {
+                dtype: self.g.dtype(*s),
+                view: View::dense(&self.dims[s.index()]),
+            })
+            .collect();
+        let bytes = self.plan.buffers[b.0 as usize].bytes;
+        let dtype = self.g.dtype(root);
+        let outputs = [Operand {
+            dtype,
+            view: View::dense(&[bytes / dtype.size().max(1)]),
+        }];
+        let mut buffers: Vec<BufId> = body
+            .sources
+            .iter()
+            .map(|s| self.buffer_of(*s))
+            .collect::<Result<_>>()?;
+        buffers.push(b);
+        let call = LibraryCall {
+            work: Work::Fused(&f),
+            inputs: &inputs,
+            outputs: &outputs,
+            precision: self.options.precision,
+            in_place: false,
+        };
+        let work = match self.target.library(&call) {
+            Ok(k) => StepWork::Library(k),
+            Err(_) => {
+                let (kernel, launch) = kernel_lower::lower_fused(&f, self.target.caps())
+                    .map_err(|e| e.at(&self.g.node(root).span))?;
+                kernel_work(kernel, launch, Some(&f))
+            }
+        };
+        let (flops, moved) = (f.flops(), f.bytes());
+        let op = if body.nodes > 1 {
+            format!("{name}+{}", body.nodes - 1)
+        } else {
+            name
+        };
+        self.plan.steps.push(Step {
+            work,
+            buffers,
+            outputs: 1,
+            op,
+            span: self.g.node(root).span.clone(),
+            range: String::new(),
+            flops,
+            bytes: moved,
+            nodes: body.nodes.max(1),
+            fused: Some(f),
+        });
+        Ok(())
+    }
+}
+
+impl Body {
+    pub(super) fn new() -> Body {
+        Body {
+            loads: vec![],
+            sources: vec![],
+            params: vec![],
+            instrs: vec![],
+            memo: HashMap::new(),
+            paths: vec![],
+            nodes: 0,
+        }
+    }
+
+    pub(super) fn param(&mut self, dtype: DType, p: Param) -> u32 {
+        // Equal arguments share a parameter. Literals do not: which of them are equal must not change the program.
+        if let (Param::Arg(_), Some(k)) = (p, self.params.iter().position(|q| *q == (dtype, p))) {
+            return k as u32;
+        }
+        self.params.push((dtype, p));
+        self.params.len() as u32 - 1
+    }
+
+    pub(super) fn instr(&mut self, kind: InstrKind, dtype: DType, args: &[Reg]) -> Reg {
+        self.instrs.push(Instr {
+            kind,
+            dtype,
+            args: args.into(),
+        });
+        self.instrs.len() as Reg - 1
+    }
+}
+
+pub(super) fn kernel_work(kernel: Kernel, launch: Launch, fused: Option<&Fused>) -> StepWork {
+    let arg = |k: usize| match fused
+        .and_then(|f| kernel_lower::fused_param(&kernel, k).and_then(|p| f.params.get(p)))
+    {
+        Some((_, Param::Arg(a))) => Some(*a),
+        _ => None,
+    };
+    let params = launch
+        .params
+        .iter()
+        .enumerate()
+        .map(|(k, v)| (*v, arg(k)))
+        .collect();
+    StepWork::Kernel {
+        kernel: Arc::new(kernel),
+        groups: launch.groups,
+        params,
+    }
+}
+
+/// Merges axes that every view of the kernel walks alike.
+pub(super) fn collapse_fused(f: &mut Fused) {
+    let outer = f.space.len() - f.reduced;
+    let axis_view = |k: usize, f: &Fused| {
+        let mut v = View {
+            shape: f.space.clone(),
+            strides: smallvec![0; f.space.len()],
+            offset: 0,
+            mask: None,
+        };
+        v.strides[k] = 1;
+        v
+    };
+    let used: Vec<u32> = f
+        .body
+        .iter()
+        .filter_map(|i| {
+            if let InstrKind::Iota(k) = i.kind {
+                Some(k)
+            } else {
+                None
+            }
+        })
+        .collect();
+    let mut pseudo: Vec<View> = used.iter().map(|k| axis_view(*k as usize, f)).collect();
+    let mut outs: Vec<View> = f
+        .outs
+        .iter()
+        .map(|o| {
+            let mut v = View {
+                shape: f.space.clone(),
+                strides: o.view.strides.clone(),
+                offset: o.view.offset,
+                mask: None,
+            };
+            v.strides.resize(f.space.len(), 0);
+            v
+        })
+        .collect();
+    let mut views: Vec<&mut View> = f
+        .loads
+        .iter_mut()
+        .map(|l| &mut l.view)
+        .chain(&mut outs)
+        .chain(&mut pseudo)
+        .collect();
+    let border = collapse(&mut views, outer);
+    let space = outs[0].shape.clone();
+    f.reduced = space.len() - border;
+    for (o, v) in f.outs.iter_mut().zip(outs) {
+        o.view = View {
+            shape: v.shape[..border].into(),
+            strides: v.strides[..border].into(),
+            offset: v.offset,
+            mask: None,
+        };
+    }
+    // A reduction over axes of size 1 only still has to be one.
+    if f.reduced == 0 && f.outs.iter().any(|o| o.reduce.is_some()) {
+        f.loads.iter_mut().for_each(|l| {
+            l.view.shape.push(1);
+            l.view.strides.push(0);
+            if let Some(m) = &mut l.view.mask {
+                m.push((0, 1));
+            }
+        });
+        f.space = space;
+        f.space.push(1);
+        f.reduced = 1;
+    } else {
+        f.space = space;
+    }
+    let map: HashMap<u32, Option<u32>> = used
+        .iter()
+        .zip(&pseudo)
+        .map(|(k, v)| (*k, v.strides.iter().position(|s| *s == 1).map(|p| p as u32)))
+        .collect();
+    let mut zeros = vec![];
+    for i in &mut f.body {
+        if let InstrKind::Iota(k) = i.kind {
+            i.kind = match map.get(&k).copied().flatten() {
+                Some(n) => InstrKind::Iota(n),
+                None => {
+                    // The axis has size 1: the index is 0.
+                    zeros.push((i.dtype, Param::Literal(Scalar::I(0).cast(i.dtype))));
+                    InstrKind::Param((f.params.len() + zeros.len() - 1) as u32)
+                }
+            };
+        }
+    }
+    f.params.extend(zeros);
+}

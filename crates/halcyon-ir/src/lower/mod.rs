@@ -1,0 +1,329 @@
+//! Lowering: a graph with concrete shapes becomes a [`Plan`] for a device.
+//!
+//! Element-wise nodes join the kernel of their only reader (fusion); views become strides of the reader's loads; every
+//! other node gets a buffer and a step. The decision runs backwards over the graph (readers first), so it needs no search
+//! and no recursion over the whole graph.
+
+mod decide;
+mod fuse;
+mod slots;
+mod structured;
+
+use crate::dtype::{DType, Scalar};
+use crate::error::{Error, Result};
+use crate::fused::{Fused, Instr, InstrKind, Load, MAX_RANK, Out, Param, Reg};
+use crate::graph::{Graph, NodeId};
+use crate::kernel::{Kernel, Launch, lower as kernel_lower};
+use crate::layout::View;
+use crate::op::{Op, ReduceKind};
+use crate::passes::{self, COMPOSITES, FUSION, IN_PLACE, PassOptions};
+use crate::plan::{BufId, BufferSpec, HostWork, Plan, PlanOutput, Receipt, Step, StepWork, Storage};
+use crate::shape::Dims;
+use crate::target::{Declined, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Target, Work};
+use decide::{Path, Placed};
+use fuse::{Body, kernel_work};
+use smallvec::{SmallVec, smallvec};
+use std::collections::HashMap;
+use std::sync::Arc;
+
+/// What the caller knows beyond the graph.
+#[derive(Clone, Debug, Default)]
+pub struct LowerOptions {
+    pub passes: PassOptions,
+    pub precision: MatmulPrecision,
+    /// Inputs (by number) whose storage the plan may overwrite.
+    pub donated: Vec<bool>,
+}
+
+/// Optimises and lowers. The graph must have no symbols left.
+pub fn lower(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Result<Plan> {
+    let claims = |c: &crate::composite::Composite| {
+        let dense = |n: NodeId| -> Option<Operand> {
+            Some(Operand {
+                dtype: c.body.dtype(n),
+                view: View::dense(&c.body.shape(n).known()?),
+            })
+        };
+        let ins: Option<Vec<Operand>> = c.body.inputs().iter().map(|i| dense(i.node)).collect();
+        let out = c.result().ok().and_then(dense);
+        match (ins, out) {
+            (Some(i), Some(o)) => {
+                let op = Op::Composite(Arc::new(c.clone()));
+                select(target, &op, &i, &[o], options.precision, false).is_ok()
+            }
+            _ => false,
+        }
+    };
+    let (g, receipts) = passes::optimize(graph, &options.passes, &claims)?;
+    let mut plan = Lowerer::new(&g, target, options)?.run()?;
+    plan.receipts.splice(0..0, receipts);
+    if options.passes.does(COMPOSITES) {
+        let missed: Vec<String> = graph
+            .nodes()
+            .iter()
+            .filter_map(|n| match &n.op {
+                Op::Composite(c) if !claims(c) => Some(c.name.to_string()),
+                _ => None,
+            })
+            .collect();
+        if !missed.is_empty() {
+            plan.warnings.push(format!(
+                "{COMPOSITES}: the device has no kernel for {} of them ({})",
+                missed.len(),
+                dedup(missed)
+            ));
+        }
+    }
+    Ok(plan)
+}
+
+fn dedup(mut v: Vec<String>) -> String {
+    v.sort();
+    v.dedup();
+    v.join(", ")
+}
+
+/// How a device does one op.
+enum Chosen {
+    Library(Arc<dyn LibraryKernel>),
+    /// Generated kernels; bindings name operands (inputs first, then outputs, then temporaries).
+    Kernels(kernel_lower::Lowered),
+}
+
+/// The device's own kernel if it has one, else a template of the kernel IR.
+fn select(
+    target: &dyn Target,
+    op: &Op,
+    inputs: &[Operand],
+    outputs: &[Operand],
+    precision: MatmulPrecision,
+    in_place: bool,
+) -> Result<Chosen, Declined> {
+    let call = LibraryCall {
+        work: Work::Op(op),
+        inputs,
+        outputs,
+        precision,
+        in_place,
+    };
+    let library = match target.library(&call) {
+        Ok(k) => return Ok(Chosen::Library(k)),
+        Err(d) => d,
+    };
+    match kernel_lower::lower_op(op, inputs, outputs, in_place, target.caps()) {
+        Ok(k) => Ok(Chosen::Kernels(k)),
+        Err(d) => {
+            let dense = if library.dense.is_empty() {
+                d.dense
+            } else {
+                library.dense
+            };
+            Err(Declined {
+                reason: format!("library: {}; kernel IR: {}", library.reason, d.reason),
+                dense,
+            })
+        }
+    }
+}
+
+struct Lowerer<'a> {
+    g: &'a Graph,
+    target: &'a dyn Target,
+    options: &'a LowerOptions,
+    live: Vec<bool>,
+    dims: Vec<Dims>,
+    /// The node has a buffer of its own.
+    root: Vec<bool>,
+    /// Views that are resolved to a buffer.
+    placed: Vec<Option<Placed>>,
+    /// Buffer of a root or of an input or constant.
+    buffer: Vec<Option<BufId>>,
+    inlined: usize,
+    plan: Plan,
+    /// Step after which a base is read no more is unknown until the end, so in-place asks by node order.
+    last_read: Vec<u32>,
+    in_place: usize,
+}
+
+impl<'a> Lowerer<'a> {
+    fn new(g: &'a Graph, target: &'a dyn Target, options: &'a LowerOptions) -> Result<Lowerer<'a>> {
+        let n = g.nodes().len();
+        let dims = g
+            .nodes()
+            .iter()
+            .map(|n| n.ty.shape.dims().map_err(|e| e.at(&n.span)))
+            .collect::<Result<_>>()?;
+        let roots: Vec<NodeId> = g.outputs().iter().map(|o| o.node).collect();
+        Ok(Lowerer {
+            g,
+            target,
+            options,
+            live: g.live(&roots),
+            dims,
+            root: vec![false; n],
+            placed: vec![None; n],
+            buffer: vec![None; n],
+            inlined: 0,
+            plan: Plan {
+                args: g.args().to_vec(),
+                ..Plan::default()
+            },
+            last_read: vec![0; n],
+            in_place: 0,
+        })
+    }
+
+    fn run(mut self) -> Result<Plan> {
+        self.decide();
+        self.place_views();
+        self.find_last_reads();
+        for id in self.g.ids().collect::<Vec<_>>() {
+            if self.live[id.index()] {
+                self.emit_root(id)?;
+            }
+        }
+        let outputs: Vec<NodeId> = self.g.outputs().iter().map(|o| o.node).collect();
+        let mut taken: Vec<BufId> = vec![];
+        for (k, id) in outputs.iter().enumerate() {
+            let mut b = self.buffer_of(*id)?;
+            // An output that is an input or a constant as it stands, or that is listed twice, is copied.
+            let own = matches!(self.plan.buffers[b.0 as usize].storage, Storage::Slot(_))
+                || self.updated_in_place(*id);
+            if !own || taken.contains(&b) {
+                let p = Placed {
+                    base: *id,
+                    view: View::dense(&self.dims[id.index()]),
+                    fill: None,
+                };
+                b = self.copy(*id, &p)?;
+            }
+            taken.push(b);
+            let spec = &mut self.plan.buffers[b.0 as usize];
+            if !matches!(spec.storage, Storage::Input(_)) {
+                spec.storage = Storage::Output(k as u32);
+            }
+            self.plan.outputs.push(PlanOutput {
+                buffer: b,
+                dtype: self.g.dtype(*id),
+                dims: self.dims[id.index()].clone(),
+            });
+        }
+        self.assign_slots();
+        let fused = self.inlined;
+        if fused > 0 && self.options.passes.does(FUSION) {
+            self.plan.receipts.push(Receipt::new(FUSION, fused));
+        }
+        if self.in_place > 0 {
+            self.plan.receipts.push(Receipt::new(IN_PLACE, self.in_place));
+        }
+        Ok(self.plan)
+    }
+
+    fn is_literal(&self, id: NodeId) -> bool {
+        matches!(self.g.node(id).op, Op::Full(_) | Op::Arg(_) | Op::Iota { .. })
+    }
+
+    fn is_expr(&self, id: NodeId) -> bool {
+        matches!(self.g.node(id).op, Op::Scalar(_) | Op::Cast | Op::Bitcast)
+    }
+
+    fn has_buffer(&self, id: NodeId) -> bool {
+        self.root[id.index()] || matches!(self.g.node(id).op, Op::Input(_) | Op::Const(_))
+    }
+
+    fn updated_in_place(&self, id: NodeId) -> bool {
+        matches!(self.g.node(id).op, Op::UpdateSlice { .. })
+    }
+
+    fn new_buffer(&mut self, dtype: DType, dims: &[usize]) -> BufId {
+        let bytes = dtype.bytes(dims.iter().product());
+        self.plan.buffers.push(BufferSpec {
+            bytes,
+            storage: Storage::Slot(u32::MAX),
+        });
+        BufId(self.plan.buffers.len() as u32 - 1)
+    }
+
+    fn buffer_of(&mut self, id: NodeId) -> Result<BufId> {
+        if let Some(b) = self.buffer[id.index()] {
+            return Ok(b);
+        }
+        let bytes = self.g.dtype(id).bytes(self.dims[id.index()].iter().product());
+        let storage = match &self.g.node(id).op {
+            Op::Input(k) => Storage::Input(*k),
+            Op::Const(c) => {
+                self.plan.consts.push(c.clone());
+                Storage::Const(self.plan.consts.len() as u32 - 1)
+            }
+            op => {
+                return Err(Error::internal(format!(
+                    "{} is read before it is computed",
+                    op.name()
+                )));
+            }
+        };
+        self.plan.buffers.push(BufferSpec { bytes, storage });
+        let b = BufId(self.plan.buffers.len() as u32 - 1);
+        self.buffer[id.index()] = Some(b);
+        Ok(b)
+    }
+
+    fn emit_root(&mut self, id: NodeId) -> Result<()> {
+        let i = id.index();
+        if !self.root[i] {
+            return Ok(());
+        }
+        let node = self.g.node(id);
+        let dims = self.dims[i].clone();
+        match &node.op {
+            Op::Reduce { kind, axes, .. } => {
+                let b = self.new_buffer(node.ty.dtype, &dims);
+                self.buffer[i] = Some(b);
+                if dims.iter().product::<usize>() == 0 {
+                    return Ok(());
+                }
+                let x = node.inputs[0];
+                let mut perm: SmallVec<[usize; 4]> = (0..self.dims[x.index()].len())
+                    .filter(|k| !axes.contains(k))
+                    .collect();
+                perm.extend(axes.iter().copied());
+                let space: Dims = perm.iter().map(|&k| self.dims[x.index()][k]).collect();
+                let view = View::dense(&space[..space.len() - axes.len()]);
+                self.fused(
+                    id,
+                    x,
+                    Some(Path::Permute(perm)),
+                    space,
+                    axes.len(),
+                    Some(*kind),
+                    view,
+                    b,
+                )
+            }
+            Op::Concat { axis } => {
+                let b = self.new_buffer(node.ty.dtype, &dims);
+                self.buffer[i] = Some(b);
+                let mut at = 0;
+                for x in node.inputs.clone() {
+                    let part = self.dims[x.index()].clone();
+                    if part.iter().product::<usize>() > 0 {
+                        let start: Dims = (0..dims.len()).map(|k| if k == *axis { at } else { 0 }).collect();
+                        let view = View::dense(&dims).slice(&start, &vec![1; dims.len()], &part);
+                        self.fused(id, x, None, part.clone(), 0, None, view, b)?;
+                    }
+                    at += part[*axis];
+                }
+                Ok(())
+            }
+            op if self.is_literal(id) || self.is_expr(id) || op.is_view() => {
+                let b = self.new_buffer(node.ty.dtype, &dims);
+                if dims.iter().product::<usize>() > 0 {
+                    self.fused(id, id, None, dims.clone(), 0, None, View::dense(&dims), b)?;
+                }
+                self.buffer[i] = Some(b);
+                Ok(())
+            }
+            _ => self.structured(id),
+        }
+    }
+}

@@ -1,0 +1,252 @@
+//! Structured ops: operands into buffers, then the device's own kernel or a template.
+
+use super::*;
+
+impl Lowerer<'_> {
+    pub(super) fn structured(&mut self, id: NodeId) -> Result<()> {
+        let i = id.index();
+        let node = self.g.node(id).clone();
+        let out_dims = self.dims[i].clone();
+        let empty = out_dims.iter().product::<usize>() == 0;
+        let contracted_empty = node.op == Op::Matmul && self.dims[node.inputs[0].index()].last() == Some(&0);
+        if empty {
+            self.buffer[i] = Some(self.new_buffer(node.ty.dtype, &out_dims));
+            return Ok(());
+        }
+        if contracted_empty {
+            // A sum of no products.
+            let b = self.new_buffer(node.ty.dtype, &out_dims);
+            self.buffer[i] = Some(b);
+            let mut body = Body::new();
+            let p = body.param(node.ty.dtype, Param::Literal(Scalar::I(0).cast(node.ty.dtype)));
+            let r = body.instr(InstrKind::Param(p), node.ty.dtype, &[]);
+            return self.finish(
+                id,
+                body,
+                r,
+                out_dims.clone(),
+                0,
+                None,
+                View::dense(&out_dims),
+                b,
+                node.op.name(),
+            );
+        }
+        let mut bufs: Vec<BufId> = vec![];
+        let mut ops: Vec<Operand> = vec![];
+        for x in &node.inputs {
+            let p = self
+                .placement(*x)
+                .ok_or_else(|| Error::internal(format!("operand of {} has no buffer", node.op.name())))?;
+            let dtype = self.g.dtype(*x);
+            if p.view.mask.is_some() {
+                bufs.push(self.copy(*x, &p)?);
+                ops.push(Operand {
+                    dtype,
+                    view: View::dense(&p.view.shape),
+                });
+            } else {
+                bufs.push(self.buffer_of(p.base)?);
+                ops.push(Operand { dtype, view: p.view });
+            }
+        }
+        let output = Operand {
+            dtype: node.ty.dtype,
+            view: View::dense(&out_dims),
+        };
+        let in_place = self.may_overwrite(id, &node.op, &node.inputs, &ops);
+        let precision = self.options.precision;
+        if let Op::Custom(c) = &node.op {
+            return self.custom(id, c.clone(), bufs, ops, output);
+        }
+        let mut chosen = select(
+            self.target,
+            &node.op,
+            &ops,
+            std::slice::from_ref(&output),
+            precision,
+            in_place,
+        );
+        if let Err(d) = &chosen
+            && !d.dense.is_empty()
+        {
+            for k in d.dense.clone() {
+                if k < ops.len() && !ops[k].view.is_dense() {
+                    let p = self
+                        .placement(node.inputs[k])
+                        .ok_or_else(|| Error::internal("operand without placement"))?;
+                    bufs[k] = self.copy(node.inputs[k], &p)?;
+                    ops[k].view = View::dense(&ops[k].view.shape.clone());
+                }
+            }
+            chosen = select(
+                self.target,
+                &node.op,
+                &ops,
+                std::slice::from_ref(&output),
+                precision,
+                in_place,
+            );
+        }
+        let chosen = chosen.map_err(|d| {
+            let types: Vec<String> = ops
+                .iter()
+                .map(|o| format!("{}{:?}", o.dtype, o.view.shape.as_slice()))
+                .collect();
+            let what = format!(
+                "{} on {} (at {}): {}",
+                node.op.name(),
+                types.join(" × "),
+                node.span,
+                d.reason
+            );
+            Error::unsupported(what, "Run it on the cpu backend, or write it as other ops")
+        })?;
+        let b = if in_place {
+            self.in_place += 1;
+            bufs[0]
+        } else {
+            self.new_buffer(node.ty.dtype, &out_dims)
+        };
+        self.buffer[i] = Some(b);
+        let (flops, bytes) = crate::cost::of(&node.op, &ops, &output);
+        let range = match &node.op {
+            Op::Gather { axis }
+            | Op::GatherElements { axis }
+            | Op::ScatterElements { axis, .. }
+            | Op::ScatterRows { axis, .. } => {
+                let n = ops[0].view.shape[*axis];
+                format!("-{n}..{n}")
+            }
+            Op::UpdateSlice { axis } => {
+                format!("0..={}", ops[0].view.shape[*axis] - ops[1].view.shape[*axis])
+            }
+            _ => String::new(),
+        };
+        let step = |work, buffers, outputs| Step {
+            work,
+            buffers,
+            outputs,
+            op: node.op.name(),
+            span: node.span.clone(),
+            range: range.clone(),
+            flops,
+            bytes,
+            nodes: 1,
+            fused: None,
+        };
+        match chosen {
+            Chosen::Library(k) => {
+                self.plan.workspace = self.plan.workspace.max(k.workspace());
+                bufs.push(b);
+                self.plan.steps.push(step(StepWork::Library(k), bufs, 1));
+            }
+            Chosen::Kernels(low) => {
+                bufs.push(b);
+                for t in &low.temps {
+                    let bytes = *t;
+                    self.plan.buffers.push(BufferSpec {
+                        bytes,
+                        storage: Storage::Slot(u32::MAX),
+                    });
+                    bufs.push(BufId(self.plan.buffers.len() as u32 - 1));
+                }
+                let n = low.steps.len().max(1) as u64;
+                for (kernel, launch, binds) in low.steps {
+                    let written = kernel.buffers.iter().zip(&binds).filter(|(d, _)| d.write).count();
+                    let mut order: Vec<usize> = (0..binds.len()).collect();
+                    // Read operands first, written ones last, as `Step` wants them for liveness; the kernel's own order is kept
+                    // because templates declare written buffers last.
+                    order.sort_by_key(|&k| kernel.buffers[k].write);
+                    if order.iter().enumerate().any(|(a, b)| a != *b) {
+                        return Err(Error::internal(format!(
+                            "kernel {} declares a written buffer before a read one",
+                            kernel.name
+                        )));
+                    }
+                    let mut s = step(
+                        kernel_work(kernel, launch, None),
+                        binds.iter().map(|k| bufs[*k]).collect(),
+                        written,
+                    );
+                    s.flops /= n;
+                    s.bytes /= n;
+                    self.plan.steps.push(s);
+                }
+            }
+        }
+        Ok(())
+    }
+
+    pub(super) fn custom(
+        &mut self,
+        id: NodeId,
+        c: crate::custom::Custom,
+        bufs: Vec<BufId>,
+        ops: Vec<Operand>,
+        output: Operand,
+    ) -> Result<()> {
+        let node = self.g.node(id).clone();
+        let mut bufs = bufs;
+        let mut ops = ops;
+        for k in 0..ops.len() {
+            if !ops[k].view.is_dense() {
+                let p = self
+                    .placement(node.inputs[k])
+                    .ok_or_else(|| Error::internal("operand without placement"))?;
+                bufs[k] = self.copy(node.inputs[k], &p)?;
+                ops[k].view = View::dense(&ops[k].view.shape.clone());
+            }
+        }
+        let b = self.new_buffer(node.ty.dtype, &self.dims[id.index()].clone());
+        self.buffer[id.index()] = Some(b);
+        bufs.push(b);
+        let views: Vec<View> = ops.iter().map(|o| o.view.clone()).collect();
+        let (flops, bytes) = crate::cost::of(&node.op, &ops, &output);
+        let work = match c.op().kernel(&views, &output.view, self.target.caps())? {
+            Some((kernel, launch)) => kernel_work(kernel, launch, None),
+            None => {
+                self.plan
+                    .warnings
+                    .push(format!("{} runs on the host: it has no kernel", c.op().name()));
+                StepWork::Host(Box::new(HostWork {
+                    op: c,
+                    inputs: ops,
+                    output,
+                }))
+            }
+        };
+        self.plan.steps.push(Step {
+            work,
+            buffers: bufs,
+            outputs: 1,
+            op: node.op.name(),
+            span: node.span,
+            range: String::new(),
+            flops,
+            bytes,
+            nodes: 1,
+            fused: None,
+        });
+        Ok(())
+    }
+
+    /// Whether an update may write into its base: the base is scratch of this plan or donated, whole, and nobody reads it later.
+    pub(super) fn may_overwrite(&mut self, id: NodeId, op: &Op, inputs: &[NodeId], ops: &[Operand]) -> bool {
+        if !matches!(op, Op::UpdateSlice { .. }) || !ops[0].view.is_dense() {
+            return false;
+        }
+        let Some(p) = self.placement(inputs[0]) else {
+            return false;
+        };
+        let free = match &self.g.node(p.base).op {
+            Op::Input(k) => self.options.donated.get(*k as usize).copied().unwrap_or(false),
+            Op::Const(_) => false,
+            _ => true,
+        };
+        let reads_twice = inputs[1..]
+            .iter()
+            .any(|x| self.placement(*x).is_some_and(|q| q.base == p.base));
+        free && !reads_twice && self.last_read[p.base.index()] <= id.0
+    }
+}
