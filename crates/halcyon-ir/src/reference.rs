@@ -1,0 +1,745 @@
+//! The definition of every op, on the host: slow and right. Level O0 is checked against it, the constant folder runs on it, and
+//! [`eval_f64`] is the float64 reference of the op tests.
+//!
+//! Semantics: a node's elements are rounded to its type after every op; sums, products of sums and scans of floats accumulate in
+//! f64 and round once; integers wrap in their type. Where a device clamps an index and reports it, this returns
+//! [`Error::Index`]. An average over a window wholly in the padding is 0.
+
+use crate::composite::Composite;
+use crate::data::ConstData;
+use crate::dtype::{Class, DType, Scalar};
+use crate::error::{Error, Result};
+use crate::graph::{Graph, NodeId};
+use crate::op::{Op, ReduceKind, ScatterKind};
+use crate::scalar_op::{Rule, ScalarOp};
+use crate::shape::{Dims, Shape, TensorType};
+use std::cmp::Ordering;
+use std::sync::Arc;
+
+mod index;
+mod window;
+
+/// Elements widened to 64 bits: floats exactly; bool, signed and unsigned integers as `i64` (u64 by its bits).
+#[derive(Clone, Debug)]
+enum Vals {
+    F(Vec<f64>),
+    I(Vec<i64>),
+}
+
+#[derive(Clone, Debug)]
+struct Tensor {
+    dtype: DType,
+    dims: Dims,
+    v: Vals,
+}
+
+/// Rebuilds the values with the same code for both representations.
+macro_rules! each {
+    ($v:expr, |$x:ident| $e:expr) => {
+        match $v {
+            Vals::F($x) => Vals::F($e),
+            Vals::I($x) => Vals::I($e),
+        }
+    };
+}
+
+fn mixed() -> Error {
+    Error::internal("reference: operands of one op are float and integer")
+}
+
+/// Rounds to nearest even in the float type `d`.
+fn round(d: DType, v: f64) -> f64 {
+    match d {
+        DType::F16 => half::f16::from_f64(v).to_f64(),
+        DType::BF16 => half::bf16::from_f64(v).to_f64(),
+        DType::F32 => v as f32 as f64,
+        _ => v,
+    }
+}
+
+/// Wraps to the integer type `d`; to bool is `!= 0`.
+fn wrap(d: DType, v: i64) -> i64 {
+    let sh = 64 - d.bits();
+    match d.class() {
+        Class::Bool => (v != 0) as i64,
+        Class::Uint => ((v as u64) << sh >> sh) as i64,
+        _ => (v << sh) >> sh,
+    }
+}
+
+fn widen(d: DType, v: i64) -> i128 {
+    if d == DType::U64 {
+        v as u64 as i128
+    } else {
+        v as i128
+    }
+}
+
+fn to_scalar(d: DType, v: i64) -> Scalar {
+    match d.class() {
+        Class::Bool => Scalar::Bool(v != 0),
+        Class::Uint => Scalar::U(v as u64),
+        _ => Scalar::I(v),
+    }
+}
+
+fn of_scalar(s: Scalar) -> i64 {
+    match s {
+        Scalar::U(u) => u as i64,
+        s => s.as_i64(),
+    }
+}
+
+impl Vals {
+    fn splat(d: DType, n: usize, v: Scalar) -> Vals {
+        if d.is_float() {
+            Vals::F(vec![v.cast(d).as_f64(); n])
+        } else {
+            Vals::I(vec![of_scalar(v.cast(d)); n])
+        }
+    }
+
+    fn float(d: DType, mut v: Vec<f64>) -> Vals {
+        if d != DType::F64 {
+            v.iter_mut().for_each(|x| *x = round(d, *x));
+        }
+        Vals::F(v)
+    }
+
+    fn pick(&self, at: &[usize]) -> Vals {
+        each!(self, |x| at.iter().map(|&p| x[p]).collect())
+    }
+}
+
+impl Tensor {
+    fn read(c: &ConstData) -> Tensor {
+        let b = c.bytes();
+        macro_rules! ints {
+            ($t:ty) => {
+                Vals::I(
+                    b.chunks_exact(size_of::<$t>())
+                        .map(|x| x.try_into().map_or(0, <$t>::from_le_bytes) as i64)
+                        .collect(),
+                )
+            };
+        }
+        macro_rules! floats {
+            ($t:ty, $f:expr) => {
+                Vals::F(
+                    b.chunks_exact(size_of::<$t>())
+                        .map(|x| $f(x.try_into().map_or(0, <$t>::from_le_bytes)))
+                        .collect(),
+                )
+            };
+        }
+        let v = match c.dtype {
+            DType::Bool => Vals::I(b.iter().map(|x| (*x != 0) as i64).collect()),
+            DType::U8 => ints!(u8),
+            DType::U16 => ints!(u16),
+            DType::U32 => ints!(u32),
+            DType::U64 => ints!(u64),
+            DType::I8 => ints!(i8),
+            DType::I16 => ints!(i16),
+            DType::I32 => ints!(i32),
+            DType::I64 => ints!(i64),
+            DType::F16 => floats!(u16, |u| half::f16::from_bits(u).to_f64()),
+            DType::BF16 => floats!(u16, |u| half::bf16::from_bits(u).to_f64()),
+            DType::F32 => floats!(u32, |u| f32::from_bits(u) as f64),
+            DType::F64 => floats!(u64, f64::from_bits),
+        };
+        Tensor {
+            dtype: c.dtype,
+            dims: c.dims.clone(),
+            v,
+        }
+    }
+
+    fn write(&self) -> Result<ConstData> {
+        let n = self.dtype.size();
+        let b: Vec<u8> = match (&self.v, self.dtype) {
+            (Vals::F(v), DType::F16) => v
+                .iter()
+                .flat_map(|x| half::f16::from_f64(*x).to_le_bytes())
+                .collect(),
+            (Vals::F(v), DType::BF16) => v
+                .iter()
+                .flat_map(|x| half::bf16::from_f64(*x).to_le_bytes())
+                .collect(),
+            (Vals::F(v), DType::F32) => v.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
+            (Vals::F(v), _) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
+            (Vals::I(v), _) => {
+                let mut b = Vec::with_capacity(v.len() * n);
+                v.iter().for_each(|x| b.extend_from_slice(&x.to_le_bytes()[..n]));
+                b
+            }
+        };
+        ConstData::new(self.dtype, &self.dims, Arc::new(b))
+    }
+
+    fn ints(&self) -> Result<&[i64]> {
+        match &self.v {
+            Vals::I(v) => Ok(v),
+            Vals::F(_) => Err(mixed()),
+        }
+    }
+}
+
+/// Evaluates one op on host data. `ty` is the node's type, `args` are the values of the graph's arguments.
+///
+/// Errors: `Input`, which has no value of its own; symbolic shapes; an index out of range; what a custom op returns.
+pub fn eval_op(op: &Op, inputs: &[&ConstData], ty: &TensorType, args: &[Scalar]) -> Result<ConstData> {
+    let x: Vec<Tensor> = inputs.iter().map(|c| Tensor::read(c)).collect();
+    let refs: Vec<&Tensor> = x.iter().collect();
+    run(op, &refs, ty, args)?.write()
+}
+
+/// Evaluates a graph on host data; returns the outputs' values in order. `inputs` are in the order of [`Graph::inputs`], `args`
+/// of [`Graph::args`]. A symbolic graph is bound to the inputs' shapes first. A value is dropped after its last use.
+pub fn eval(graph: &Graph, inputs: &[ConstData], args: &[Scalar]) -> Result<Vec<ConstData>> {
+    let shapes: Vec<Shape> = inputs.iter().map(|c| Shape::from(&c.dims)).collect();
+    if !graph.nodes().iter().all(|n| n.ty.shape.known().is_some()) {
+        return eval(&graph.bind(&graph.solve(&shapes)?)?, inputs, args);
+    }
+    if inputs.len() != graph.inputs().len() || args.len() < graph.args().len() {
+        return Err(Error::argument(
+            "eval",
+            format!(
+                "{} inputs and {} arguments are declared, {} and {} given",
+                graph.inputs().len(),
+                graph.args().len(),
+                inputs.len(),
+                args.len()
+            ),
+        ));
+    }
+    for (spec, c) in graph.inputs().iter().zip(inputs) {
+        let got = TensorType::new(c.dtype, &c.dims);
+        if *graph.ty(spec.node) != got {
+            let want = graph.ty(spec.node);
+            return Err(Error::shape(
+                "input",
+                format!("input \"{}\" is {got}, declared {want}", spec.name),
+            ));
+        }
+    }
+    let x: Vec<Tensor> = inputs.iter().map(Tensor::read).collect();
+    run_graph(graph, x, args)?.iter().map(Tensor::write).collect()
+}
+
+/// [`eval`] with every float computed and kept in f64: the reference that rounding errors are measured against. Float inputs are
+/// widened, float outputs are f64.
+pub fn eval_f64(graph: &Graph, inputs: &[ConstData], args: &[Scalar]) -> Result<Vec<ConstData>> {
+    let x: Vec<ConstData> = inputs.iter().map(widened).collect::<Result<_>>()?;
+    eval(&promote(graph)?, &x, args)
+}
+
+fn widened(c: &ConstData) -> Result<ConstData> {
+    if c.dtype.is_float() && c.dtype != DType::F64 {
+        let t = Tensor::read(c);
+        return Tensor {
+            dtype: DType::F64,
+            ..t
+        }
+        .write();
+    }
+    Ok(c.clone())
+}
+
+/// The graph with every float type replaced by f64. Literals keep the value that their type rounded them to. Errors: a bitcast
+/// between a float and an integer, whose sizes then differ.
+pub fn promote(graph: &Graph) -> Result<Graph> {
+    let up = |d: DType| if d.is_float() { DType::F64 } else { d };
+    let mut g = Graph::new();
+    let mut map: Vec<NodeId> = Vec::with_capacity(graph.nodes().len());
+    // Inputs and arguments come first, so that their numbers stay theirs.
+    let mut inputs = vec![];
+    for i in graph.inputs() {
+        let t = graph.ty(i.node);
+        g.span = graph.node(i.node).span.clone();
+        inputs.push(g.input(&i.name, TensorType::new(up(t.dtype), &t.shape)));
+    }
+    let args: Vec<NodeId> = graph.args().iter().map(|d| g.arg(up(*d))).collect();
+    for n in graph.nodes() {
+        g.span = n.span.clone();
+        let want = TensorType::new(up(n.ty.dtype), &n.ty.shape);
+        let op = match &n.op {
+            Op::Input(k) => {
+                map.push(lookup(&inputs, *k)?);
+                continue;
+            }
+            Op::Arg(k) => {
+                map.push(lookup(&args, *k)?);
+                continue;
+            }
+            Op::Const(c) => Op::Const(widened(c)?),
+            Op::Composite(c) => Op::Composite(Arc::new(Composite {
+                name: c.name.clone(),
+                attrs: c.attrs.clone(),
+                body: promote(&c.body)?,
+            })),
+            o => o.clone(),
+        };
+        let ins: Vec<NodeId> = n.inputs.iter().map(|i| map[i.index()]).collect();
+        map.push(g.push(op, &ins, Some(want))?);
+    }
+    for o in graph.outputs() {
+        g.output(&o.name, map[o.node.index()]);
+    }
+    for &(i, o) in graph.states() {
+        g.state(i, o)?;
+    }
+    g.span = graph.span.clone();
+    Ok(g)
+}
+
+fn lookup(v: &[NodeId], k: u32) -> Result<NodeId> {
+    v.get(k as usize)
+        .copied()
+        .ok_or_else(|| Error::internal("a node names an input or argument that is not declared"))
+}
+
+fn run_graph(g: &Graph, inputs: Vec<Tensor>, args: &[Scalar]) -> Result<Vec<Tensor>> {
+    let roots: Vec<NodeId> = g.outputs().iter().map(|o| o.node).collect();
+    let live = g.live(&roots);
+    let mut uses = vec![0u32; g.nodes().len()];
+    roots.iter().for_each(|r| uses[r.index()] += 1);
+    for (n, _) in g.nodes().iter().zip(&live).filter(|(_, l)| **l) {
+        n.inputs.iter().for_each(|i| uses[i.index()] += 1);
+    }
+    let mut inputs: Vec<Option<Tensor>> = inputs.into_iter().map(Some).collect();
+    let mut vals: Vec<Option<Tensor>> = vec![None; g.nodes().len()];
+    let lost = || Error::internal("reference: a value is missing");
+    for (i, n) in g.nodes().iter().enumerate().filter(|(i, _)| live[*i]) {
+        let y = match n.op {
+            Op::Input(k) => inputs
+                .get_mut(k as usize)
+                .and_then(Option::take)
+                .ok_or_else(lost)?,
+            _ => {
+                let x: Vec<&Tensor> = n
+                    .inputs
+                    .iter()
+                    .map(|i| vals[i.index()].as_ref().ok_or_else(lost))
+                    .collect::<Result<_>>()?;
+                run(&n.op, &x, &n.ty, args).map_err(|e| e.at(&n.span))?
+            }
+        };
+        for x in &n.inputs {
+            uses[x.index()] -= 1;
+            if uses[x.index()] == 0 {
+                vals[x.index()] = None;
+            }
+        }
+        vals[i] = Some(y);
+    }
+    roots
+        .iter()
+        .map(|r| {
+            uses[r.index()] -= 1;
+            let v = &mut vals[r.index()];
+            if uses[r.index()] == 0 { v.take() } else { v.clone() }.ok_or_else(lost)
+        })
+        .collect()
+}
+
+fn run(op: &Op, x: &[&Tensor], ty: &TensorType, args: &[Scalar]) -> Result<Tensor> {
+    let dims = ty.shape.dims()?;
+    let n: usize = dims.iter().product();
+    let d = ty.dtype;
+    let need = if op.is_leaf() { 0 } else { 1 };
+    if x.len() < need {
+        return Err(Error::argument(op.name(), "operands are missing"));
+    }
+    let v = match op {
+        Op::Input(_) => {
+            return Err(Error::argument(
+                "input",
+                "has no value of its own; evaluate the graph",
+            ));
+        }
+        Op::Arg(k) => Vals::splat(
+            d,
+            n,
+            *args
+                .get(*k as usize)
+                .ok_or_else(|| Error::argument("arg", format!("no value given for argument {k}")))?,
+        ),
+        Op::Const(c) => return Ok(Tensor::read(c)),
+        Op::Full(s) => Vals::splat(d, n, *s),
+        Op::Iota { axis } => {
+            let mut st = vec![0i64; dims.len()];
+            st[*axis] = 1;
+            let at = index::walk(&dims, &st, 0);
+            if d.is_float() {
+                Vals::float(d, at.iter().map(|p| *p as f64).collect())
+            } else {
+                Vals::I(at.iter().map(|p| wrap(d, *p as i64)).collect())
+            }
+        }
+        Op::Scalar(s) => scalar(*s, x)?,
+        Op::Cast => cast(x[0], d),
+        Op::Bitcast => {
+            let c = x[0].write()?;
+            return Ok(Tensor::read(&ConstData::new(d, &dims, c.owner())?));
+        }
+        Op::Reduce { kind, axes, .. } => reduce(*kind, axes, x[0], n),
+        Op::Scan {
+            kind,
+            axis,
+            exclusive,
+            reverse,
+        } => scan(*kind, *axis, *exclusive, *reverse, x[0]),
+        Op::ArgReduce { max, axis, last, .. } => arg_reduce(*max, *axis, *last, x[0]),
+        Op::ArgSort { axis, descending } => arg_sort(*axis, *descending, x[0]),
+        Op::Matmul => window::matmul(x[0], x[1])?,
+        Op::Conv(c) => window::conv(c, x[0], x[1], &dims)?,
+        Op::Pool(p) => window::pool(p, x[0], &dims),
+        Op::PoolGrad(p) => window::pool_grad(p, x[0], x[1], x[2])?,
+        Op::Gather { axis } => x[0].v.pick(&index::rows(op, &x[0].dims, x[1], *axis)?),
+        Op::GatherElements { axis } => x[0].v.pick(&index::elements(op, &x[0].dims, x[1], *axis)?),
+        Op::ScatterElements { axis, kind } => {
+            scatter(*kind, x[0], x[2], &index::elements(op, &x[0].dims, x[1], *axis)?)?
+        }
+        Op::ScatterRows { axis, kind } => {
+            scatter(*kind, x[0], x[2], &index::rows(op, &x[0].dims, x[1], *axis)?)?
+        }
+        Op::UpdateSlice { axis } => {
+            let at = index::update(op, &dims, x[1], x[2], *axis)?;
+            scatter(ScatterKind::Set, x[0], x[1], &at)?
+        }
+        Op::Reshape => x[0].v.clone(),
+        Op::Permute(p) => {
+            let s = index::strides(&x[0].dims);
+            let st: Vec<i64> = p.iter().map(|k| s[*k]).collect();
+            x[0].v.pick(&index::walk(&dims, &st, 0))
+        }
+        Op::Expand => {
+            let (s, skip) = (index::strides(&x[0].dims), dims.len() - x[0].dims.len());
+            let st: Vec<i64> = (0..dims.len())
+                .map(|k| {
+                    if k < skip || x[0].dims[k - skip] == 1 {
+                        0
+                    } else {
+                        s[k - skip]
+                    }
+                })
+                .collect();
+            x[0].v.pick(&index::walk(&dims, &st, 0))
+        }
+        Op::Slice(axes) => {
+            let s = index::strides(&x[0].dims);
+            let mut base = 0;
+            let mut st = vec![];
+            for (k, a) in axes.iter().enumerate() {
+                let start = a
+                    .start
+                    .known()
+                    .ok_or_else(|| Error::shape("slice", "a symbolic start; bind it first"))?;
+                base += start as i64 * s[k];
+                st.push(a.step * s[k]);
+            }
+            x[0].v.pick(&index::walk(&dims, &st, base))
+        }
+        Op::Pad { lo, value, .. } => {
+            let s = index::strides(&dims);
+            let base = lo.iter().zip(&s).map(|(l, s)| *l as i64 * s).sum();
+            let blank = Tensor {
+                dtype: d,
+                dims: dims.clone(),
+                v: Vals::splat(d, n, *value),
+            };
+            scatter(ScatterKind::Set, &blank, x[0], &index::walk(&x[0].dims, &s, base))?
+        }
+        Op::Concat { axis } => {
+            let s = index::strides(&dims);
+            let mut out = Tensor {
+                dtype: d,
+                dims: dims.clone(),
+                v: Vals::splat(d, n, Scalar::I(0)),
+            };
+            let mut start = 0;
+            for t in x {
+                let at = index::walk(&t.dims, &s, start * s[*axis]);
+                out.v = scatter(ScatterKind::Set, &out, t, &at)?;
+                start += t.dims[*axis] as i64;
+            }
+            out.v
+        }
+        Op::Composite(c) => {
+            let v = run_graph(&c.body, x.iter().map(|t| (*t).clone()).collect(), &[])?;
+            return v
+                .into_iter()
+                .next()
+                .ok_or_else(|| Error::internal("a composite has no result"));
+        }
+        Op::Custom(c) => {
+            let ins: Vec<ConstData> = x.iter().map(|t| t.write()).collect::<Result<_>>()?;
+            let y = c.op().reference(&ins)?;
+            if y.dtype != d || y.dims != dims {
+                return Err(Error::shape(
+                    op.name(),
+                    format!(
+                        "the reference returned {}, the type rule says {ty}",
+                        TensorType::new(y.dtype, &y.dims)
+                    ),
+                ));
+            }
+            return Ok(Tensor::read(&y));
+        }
+    };
+    Ok(Tensor { dtype: d, dims, v })
+}
+
+fn scalar(op: ScalarOp, x: &[&Tensor]) -> Result<Vals> {
+    let row = op.row();
+    if row.rule == Rule::Select {
+        let c = x[0].ints()?;
+        return Ok(match (&x[1].v, &x[2].v) {
+            (Vals::F(a), Vals::F(b)) => Vals::F(blend(c, a, b)),
+            (Vals::I(a), Vals::I(b)) => Vals::I(blend(c, a, b)),
+            _ => return Err(mixed()),
+        });
+    }
+    let d = x[0].dtype;
+    let missing = || Error::internal(format!("{} has no value on {d}", op.name()));
+    match &x[0].v {
+        Vals::F(a) => {
+            let f = row.float.ok_or_else(missing)?;
+            let get = |i: usize| match x.get(i).map(|t| &t.v) {
+                Some(Vals::F(v)) => Ok(v.as_slice()),
+                _ => Err(mixed()),
+            };
+            let v: Vec<f64> = match row.arity {
+                1 => a.iter().map(|a| f(*a, 0.0, 0.0)).collect(),
+                2 => a.iter().zip(get(1)?).map(|(a, b)| f(*a, *b, 0.0)).collect(),
+                _ => (a.iter().zip(get(1)?).zip(get(2)?))
+                    .map(|((a, b), c)| f(*a, *b, *c))
+                    .collect(),
+            };
+            Ok(if row.rule == Rule::Test {
+                Vals::I(v.iter().map(|v| (*v != 0.0) as i64).collect())
+            } else {
+                Vals::float(d, v)
+            })
+        }
+        Vals::I(a) => {
+            let f = row.int.ok_or_else(missing)?;
+            let w = |v: i64| widen(d, v);
+            let out = op.result(d);
+            // `not` on bool is the only op whose integer value leaves 0 and 1.
+            let fit = |v: i128| {
+                if d == DType::Bool {
+                    (v & 1) as i64
+                } else {
+                    wrap(out, v as i64)
+                }
+            };
+            Ok(Vals::I(match row.arity {
+                1 => a.iter().map(|a| fit(f(w(*a), 0, 0))).collect(),
+                2 => a
+                    .iter()
+                    .zip(x[1].ints()?)
+                    .map(|(a, b)| fit(f(w(*a), w(*b), 0)))
+                    .collect(),
+                _ => (a.iter().zip(x[1].ints()?).zip(x[2].ints()?))
+                    .map(|((a, b), c)| fit(f(w(*a), w(*b), w(*c))))
+                    .collect(),
+            }))
+        }
+    }
+}
+
+fn blend<T: Copy>(c: &[i64], a: &[T], b: &[T]) -> Vec<T> {
+    c.iter()
+        .zip(a.iter().zip(b))
+        .map(|(c, (a, b))| if *c != 0 { *a } else { *b })
+        .collect()
+}
+
+fn cast(x: &Tensor, d: DType) -> Vals {
+    match &x.v {
+        Vals::F(v) if d.is_float() => Vals::float(d, v.clone()),
+        Vals::F(v) => Vals::I(v.iter().map(|v| of_scalar(Scalar::F(*v).cast(d))).collect()),
+        Vals::I(v) if d.is_float() => Vals::F(
+            v.iter()
+                .map(|v| to_scalar(x.dtype, *v).cast(d).as_f64())
+                .collect(),
+        ),
+        Vals::I(v) => Vals::I(v.iter().map(|v| wrap(d, *v)).collect()),
+    }
+}
+
+/// How two partial results of floats combine.
+fn fold_f(kind: ReduceKind) -> impl Fn(f64, f64) -> f64 + Copy {
+    let max = ScalarOp::Max.row().float;
+    let min = ScalarOp::Min.row().float;
+    move |a, b| match (kind, max, min) {
+        (ReduceKind::Sum, ..) => a + b,
+        (ReduceKind::Prod, ..) => a * b,
+        (ReduceKind::Max, Some(f), _) | (ReduceKind::Min, _, Some(f)) => f(a, b, 0.0),
+        _ => f64::NAN,
+    }
+}
+
+fn fold_i(kind: ReduceKind, d: DType) -> impl Fn(i64, i64) -> i64 + Copy {
+    move |a, b| match kind {
+        ReduceKind::Sum => wrap(d, a.wrapping_add(b)),
+        ReduceKind::Prod => wrap(d, a.wrapping_mul(b)),
+        ReduceKind::Max => {
+            if widen(d, a) >= widen(d, b) {
+                a
+            } else {
+                b
+            }
+        }
+        ReduceKind::Min => {
+            if widen(d, a) <= widen(d, b) {
+                a
+            } else {
+                b
+            }
+        }
+    }
+}
+
+fn reduce(kind: ReduceKind, axes: &[usize], x: &Tensor, n: usize) -> Vals {
+    let kept: Dims = (0..x.dims.len())
+        .map(|k| if axes.contains(&k) { 1 } else { x.dims[k] })
+        .collect();
+    let s = index::strides(&kept);
+    let st: Vec<i64> = (0..s.len())
+        .map(|k| if axes.contains(&k) { 0 } else { s[k] })
+        .collect();
+    let at = index::walk(&x.dims, &st, 0);
+    let first = kind.identity(x.dtype);
+    match &x.v {
+        Vals::F(v) => {
+            let (mut out, f) = (vec![first.as_f64(); n], fold_f(kind));
+            at.iter().zip(v).for_each(|(p, v)| out[*p] = f(out[*p], *v));
+            Vals::float(x.dtype, out)
+        }
+        Vals::I(v) => {
+            let (mut out, f) = (vec![of_scalar(first); n], fold_i(kind, x.dtype));
+            at.iter().zip(v).for_each(|(p, v)| out[*p] = f(out[*p], *v));
+            Vals::I(out)
+        }
+    }
+}
+
+fn scan(kind: ReduceKind, axis: usize, exclusive: bool, reverse: bool, x: &Tensor) -> Vals {
+    let first = kind.identity(x.dtype);
+    match &x.v {
+        Vals::F(v) => Vals::float(
+            x.dtype,
+            running(v, &x.dims, axis, exclusive, reverse, first.as_f64(), fold_f(kind)),
+        ),
+        Vals::I(v) => Vals::I(running(
+            v,
+            &x.dims,
+            axis,
+            exclusive,
+            reverse,
+            of_scalar(first),
+            fold_i(kind, x.dtype),
+        )),
+    }
+}
+
+fn running<T: Copy>(
+    v: &[T],
+    dims: &[usize],
+    axis: usize,
+    exclusive: bool,
+    reverse: bool,
+    first: T,
+    f: impl Fn(T, T) -> T,
+) -> Vec<T> {
+    let mut out = v.to_vec();
+    index::lines(dims, axis, |start, step, len| {
+        let mut acc = first;
+        for j in 0..len {
+            let p = start + step * if reverse { len - 1 - j } else { j };
+            let next = f(acc, v[p]);
+            out[p] = if exclusive { acc } else { next };
+            acc = next;
+        }
+    });
+    out
+}
+
+/// Order of elements with NaN as the largest.
+fn order(x: &Tensor) -> impl Fn(usize, usize) -> Ordering + '_ {
+    move |a, b| match &x.v {
+        Vals::F(v) => v[a]
+            .partial_cmp(&v[b])
+            .unwrap_or_else(|| v[a].is_nan().cmp(&v[b].is_nan())),
+        Vals::I(v) => widen(x.dtype, v[a]).cmp(&widen(x.dtype, v[b])),
+    }
+}
+
+fn arg_reduce(max: bool, axis: usize, last: bool, x: &Tensor) -> Vals {
+    let nan = |p: usize| matches!(&x.v, Vals::F(v) if v[p].is_nan());
+    let cmp = order(x);
+    let mut out = vec![];
+    index::lines(&x.dims, axis, |start, step, len| {
+        let mut best = 0;
+        for j in 1..len {
+            let (a, b) = (start + best * step, start + j * step);
+            let c = match (nan(a), nan(b)) {
+                (true, true) => Ordering::Equal,
+                (true, false) => Ordering::Less,
+                (false, true) => Ordering::Greater,
+                _ if max => cmp(b, a),
+                _ => cmp(a, b),
+            };
+            if c == Ordering::Greater || (last && c == Ordering::Equal) {
+                best = j;
+            }
+        }
+        out.push(best as i64);
+    });
+    Vals::I(out)
+}
+
+fn arg_sort(axis: usize, descending: bool, x: &Tensor) -> Vals {
+    let cmp = order(x);
+    let mut out = vec![0; x.dims.iter().product()];
+    index::lines(&x.dims, axis, |start, step, len| {
+        let mut ord: Vec<usize> = (0..len).collect();
+        // Stable both ways: equal elements keep their order.
+        ord.sort_by(|a, b| {
+            let c = cmp(start + a * step, start + b * step);
+            if descending { c.reverse() } else { c }
+        });
+        for (j, o) in ord.into_iter().enumerate() {
+            out[start + j * step] = o as i64;
+        }
+    });
+    Vals::I(out)
+}
+
+fn scatter(kind: ScatterKind, base: &Tensor, upd: &Tensor, at: &[usize]) -> Result<Vals> {
+    fn put<T: Copy>(base: &[T], upd: &[T], at: &[usize], f: impl Fn(T, T) -> T) -> Vec<T> {
+        let mut out = base.to_vec();
+        at.iter().zip(upd).for_each(|(p, u)| out[*p] = f(out[*p], *u));
+        out
+    }
+    let fold = match kind {
+        ScatterKind::Set => None,
+        ScatterKind::Add => Some(ReduceKind::Sum),
+        ScatterKind::Mul => Some(ReduceKind::Prod),
+        ScatterKind::Max => Some(ReduceKind::Max),
+        ScatterKind::Min => Some(ReduceKind::Min),
+    };
+    let d = base.dtype;
+    Ok(match (&base.v, &upd.v, fold) {
+        (Vals::F(b), Vals::F(u), None) => Vals::F(put(b, u, at, |_, u| u)),
+        (Vals::I(b), Vals::I(u), None) => Vals::I(put(b, u, at, |_, u| u)),
+        (Vals::F(b), Vals::F(u), Some(k)) => Vals::float(d, put(b, u, at, fold_f(k))),
+        (Vals::I(b), Vals::I(u), Some(k)) => Vals::I(put(b, u, at, fold_i(k, d))),
+        _ => return Err(mixed()),
+    })
+}
+
+#[cfg(test)]
+mod tests;

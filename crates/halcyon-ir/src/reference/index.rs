@@ -1,0 +1,114 @@
+//! Where elements lie.
+
+use super::Tensor;
+use crate::error::{Error, Result};
+use crate::op::Op;
+
+/// Row-major strides.
+pub(super) fn strides(dims: &[usize]) -> Vec<i64> {
+    let mut s = vec![1i64; dims.len()];
+    for k in (1..dims.len()).rev() {
+        s[k - 1] = s[k] * dims[k] as i64;
+    }
+    s
+}
+
+/// `base + Σ index·stride` for every index of `dims`, in row-major order.
+pub(super) fn walk(dims: &[usize], strides: &[i64], base: i64) -> Vec<usize> {
+    let n: usize = dims.iter().product();
+    let mut out = Vec::with_capacity(n);
+    let Some(last) = dims.len().checked_sub(1) else {
+        return vec![base as usize];
+    };
+    if n == 0 {
+        return out;
+    }
+    let (mut idx, mut at) = (vec![0usize; dims.len()], base);
+    loop {
+        out.extend((0..dims[last] as i64).map(|j| (at + j * strides[last]) as usize));
+        let mut k = last;
+        loop {
+            if k == 0 {
+                return out;
+            }
+            k -= 1;
+            idx[k] += 1;
+            at += strides[k];
+            if idx[k] < dims[k] {
+                break;
+            }
+            at -= strides[k] * dims[k] as i64;
+            idx[k] = 0;
+        }
+    }
+}
+
+/// Calls `f(start, step, len)` for every line along `axis`, in row-major order of the other axes.
+pub(super) fn lines(dims: &[usize], axis: usize, mut f: impl FnMut(usize, usize, usize)) {
+    let inner: usize = dims[axis + 1..].iter().product();
+    let outer: usize = dims[..axis].iter().product();
+    for a in 0..outer {
+        for b in 0..inner {
+            f(a * dims[axis] * inner + b, inner, dims[axis]);
+        }
+    }
+}
+
+/// `index` as a place in `0..n`; negative ones count from the end.
+fn place(op: &Op, index: i64, n: usize) -> Result<usize> {
+    let i = if index < 0 { index + n as i64 } else { index };
+    usize::try_from(i)
+        .ok()
+        .filter(|i| *i < n)
+        .ok_or_else(|| Error::Index {
+            op: op.name(),
+            range: format!("-{n}..{n}, got {index}"),
+            at: Default::default(),
+        })
+}
+
+/// Element of `x` that every element of a [`Op::Gather`] comes from.
+pub(super) fn rows(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<Vec<usize>> {
+    let inner: usize = x[axis + 1..].iter().product();
+    let outer: usize = x[..axis].iter().product();
+    let idx: Vec<usize> = index
+        .ints()?
+        .iter()
+        .map(|i| place(op, *i, x[axis]))
+        .collect::<Result<_>>()?;
+    let mut out = Vec::with_capacity(outer * idx.len() * inner);
+    for a in 0..outer {
+        for i in &idx {
+            let at = (a * x[axis] + i) * inner;
+            out.extend(at..at + inner);
+        }
+    }
+    Ok(out)
+}
+
+/// Element of `x` that every element of a [`Op::GatherElements`] comes from.
+pub(super) fn elements(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<Vec<usize>> {
+    let mut st = strides(x);
+    let along = st[axis] as usize;
+    st[axis] = 0;
+    let mut at = walk(&index.dims, &st, 0);
+    for (p, i) in at.iter_mut().zip(index.ints()?) {
+        *p += place(op, *i, x[axis])? * along;
+    }
+    Ok(at)
+}
+
+/// Element of the base that every element of an update slice goes to.
+pub(super) fn update(op: &Op, base: &[usize], upd: &Tensor, pos: &Tensor, axis: usize) -> Result<Vec<usize>> {
+    let at = pos.ints()?.first().copied().unwrap_or(0);
+    let room = (base[axis] - upd.dims[axis]) as i64;
+    if !(0..=room).contains(&at) {
+        return Err(Error::Index {
+            op: op.name(),
+            range: format!("0..={room}, got {at}"),
+            at: Default::default(),
+        });
+    }
+    let st = strides(base);
+    Ok(walk(&upd.dims, &st, at * st[axis]))
+}
