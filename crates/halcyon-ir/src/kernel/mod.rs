@@ -1,6 +1,7 @@
 //! Kernels: the IR, its builder, verifier and interpreter, and the templates that build kernels.
 
 pub mod builder;
+pub mod interp;
 pub mod ir;
 pub mod lower;
 pub mod verify;

@@ -21,7 +21,7 @@ pub fn without_subgroups(kernel: &Kernel) -> Kernel {
     if !kernel.uses_subgroups() {
         return kernel.clone();
     }
-    let mut k = kernel.clone();
+    let mut k = Kernel { exprs: vec![], ..kernel.clone() };
     let mut add = |e: Expr| {
         k.exprs.push(e);
         ExprId(k.exprs.len() as u32 - 1)
@@ -41,10 +41,8 @@ pub fn without_subgroups(kernel: &Kernel) -> Kernel {
     let linear = op2(&mut add, ScalarOp::Add, ids[0], yx);
     let width = int(WIDTH, &mut add);
     let lane = add(Expr::IRem(linear, width));
-    // Expressions that ask for the lane or the size now mean these. Operands precede their users in the arena, and
-    // these come last, so users are pointed at copies that follow.
-    let old = kernel.exprs.len();
-    let mut map: Vec<ExprId> = Vec::with_capacity(old);
+    // Expressions that ask for the lane or the size now mean these.
+    let mut map: Vec<ExprId> = Vec::with_capacity(kernel.exprs.len());
     for e in &kernel.exprs {
         let id = match *e {
             Expr::Id(Id::Lane) => lane,

@@ -1,0 +1,146 @@
+//! Shadow memory: who touched each byte last, and when.
+
+use super::Fault;
+use crate::kernel::ir::BufId;
+
+const NOBODY: u32 = u32::MAX;
+/// Several work-items of one group and epoch.
+const MANY: u32 = u32::MAX - 1;
+/// Work-items of several groups.
+const GROUPS: u32 = u32::MAX - 2;
+
+#[derive(Clone, Copy)]
+struct Cell {
+    writer: u32,
+    write_epoch: u32,
+    reader: u32,
+    read_epoch: u32,
+    /// Group of the reader, where `reader` is [`MANY`].
+    read_group: u32,
+    set: bool,
+    atomic: bool,
+}
+
+const CLEAN: Cell = Cell {
+    writer: NOBODY,
+    write_epoch: 0,
+    reader: NOBODY,
+    read_epoch: 0,
+    read_group: 0,
+    set: false,
+    atomic: false,
+};
+
+pub(super) struct Shadow {
+    global: Vec<Vec<Cell>>,
+    local: Vec<Cell>,
+    global_epoch: u32,
+    local_epoch: u32,
+}
+
+type Found = Option<(Fault, Option<u32>)>;
+
+impl Cell {
+    fn read(&mut self, item: u32, items: u32, epoch: u32) -> Found {
+        let group = item / items;
+        let mut found = None;
+        let w = self.writer;
+        if w != NOBODY && w != item && (w / items != group || self.write_epoch == epoch) {
+            found = Some((Fault::Race, Some(w)));
+        }
+        if !self.set {
+            found = Some((Fault::Uninitialised, None));
+        }
+        let other = self.reader != NOBODY && self.reader != GROUPS && {
+            let g = if self.reader == MANY { self.read_group } else { self.reader / items };
+            g != group
+        };
+        if self.reader == GROUPS || other {
+            self.reader = GROUPS;
+        } else if self.reader == NOBODY || self.read_epoch != epoch {
+            self.reader = item;
+        } else if self.reader != item {
+            self.reader = MANY;
+        }
+        self.read_epoch = epoch;
+        self.read_group = group;
+        found
+    }
+
+    fn write(&mut self, item: u32, items: u32, epoch: u32, atomic: bool) -> Found {
+        let group = item / items;
+        let mut found = None;
+        let w = self.writer;
+        let both_atomic = atomic && self.atomic;
+        if w != NOBODY && w != item && !both_atomic && (w / items != group || self.write_epoch == epoch) {
+            found = Some((Fault::Race, Some(w)));
+        }
+        match self.reader {
+            NOBODY => {}
+            GROUPS => found = Some((Fault::Race, None)),
+            MANY if self.read_group != group || self.read_epoch == epoch => found = Some((Fault::Race, None)),
+            MANY => {}
+            r if r != item && (r / items != group || self.read_epoch == epoch) => {
+                found = Some((Fault::Race, Some(r)))
+            }
+            _ => {}
+        }
+        self.writer = item;
+        self.write_epoch = epoch;
+        self.set = true;
+        self.atomic = atomic;
+        found
+    }
+}
+
+impl Shadow {
+    pub(super) fn new(sizes: &[usize], poisoned: &[BufId], local_words: usize) -> Shadow {
+        let global = sizes
+            .iter()
+            .enumerate()
+            .map(|(i, &n)| vec![Cell { set: !poisoned.iter().any(|p| p.ix() == i), ..CLEAN }; n])
+            .collect();
+        Shadow { global, local: vec![CLEAN; local_words], global_epoch: 0, local_epoch: 0 }
+    }
+
+    pub(super) fn new_group(&mut self) {
+        self.local.fill(CLEAN);
+        // Work of one group is told from another's by the item; epochs only have to differ within a group.
+        self.global_epoch = 0;
+        self.local_epoch = 0;
+    }
+
+    pub(super) fn barrier(&mut self, global: bool) {
+        self.local_epoch += 1;
+        self.global_epoch += global as u32;
+    }
+
+    pub(super) fn read(&mut self, buf: usize, at: usize, bytes: usize, item: u32, items: u32) -> Found {
+        let epoch = self.global_epoch;
+        let cells = &mut self.global[buf][at..at + bytes];
+        cells.iter_mut().fold(None, |found, c| c.read(item, items, epoch).or(found))
+    }
+
+    pub(super) fn write(
+        &mut self,
+        buf: usize,
+        at: usize,
+        bytes: usize,
+        item: u32,
+        items: u32,
+        atomic: bool,
+    ) -> Found {
+        let epoch = self.global_epoch;
+        let cells = &mut self.global[buf][at..at + bytes];
+        cells.iter_mut().fold(None, |found, c| c.write(item, items, epoch, atomic).or(found))
+    }
+
+    /// `item` is the index in the group: workgroup memory is seen by one group.
+    pub(super) fn read_local(&mut self, word: usize, item: u32) -> Found {
+        self.local[word].read(item, MANY, self.local_epoch)
+    }
+
+    pub(super) fn write_local(&mut self, word: usize, item: u32) -> Found {
+        self.local[word].write(item, MANY, self.local_epoch, false)
+    }
+}
