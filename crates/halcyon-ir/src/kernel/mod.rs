@@ -4,6 +4,7 @@ pub mod builder;
 pub mod interp;
 pub mod ir;
 pub mod lower;
+pub mod templates;
 pub mod verify;
 
 pub use builder::{Buf, Builder, E, Local, Private, Var};

@@ -1,0 +1,5 @@
+//! Hand-written kernels of the structured ops, one file each. Sizes, strides and offsets are parameters, so an op's
+//! kernels differ only by element types, a rank class and a few flags.
+
+mod common;
+pub mod matmul;
