@@ -138,3 +138,30 @@ fn bind(k: &Kernel, args: &Args, groups: usize, caps: &Caps) -> Result<Launch, D
 pub(super) fn items(want: u32, caps: &Caps) -> u32 {
     want.min(caps.max_workgroup).max(1)
 }
+
+/// Splits a linear index into coordinates, innermost (last) axis of `dims` first to go.
+pub(super) fn unravel<'a>(b: &'a Builder, index: E<'a>, dims: &[E<'a>]) -> Vec<E<'a>> {
+    let mut rest = index;
+    let mut out = vec![];
+    for (i, d) in dims.iter().enumerate().rev() {
+        if i == 0 {
+            out.push(rest);
+        } else {
+            out.push(b.let_(rest.imod(*d)));
+            rest = b.let_(rest.idiv(*d));
+        }
+    }
+    out.reverse();
+    out
+}
+
+/// `v` with `with` in front, three entries in all: windows over one or two axes get unit axes.
+pub(super) fn three<T: Copy>(v: impl IntoIterator<Item = T>, with: T) -> [T; 3] {
+    let mut out = [with; 3];
+    let v: Vec<T> = v.into_iter().take(3).collect();
+    let lead = 3 - v.len();
+    for (i, x) in v.into_iter().enumerate() {
+        out[lead + i] = x;
+    }
+    out
+}

@@ -2,4 +2,6 @@
 //! kernels differ only by element types, a rank class and a few flags.
 
 mod common;
+pub mod conv;
 pub mod matmul;
+pub mod pool;
