@@ -4,4 +4,6 @@
 mod conv;
 mod harness;
 mod matmul;
+mod norm;
 mod pool;
+mod softmax;

@@ -4,4 +4,7 @@
 mod common;
 pub mod conv;
 pub mod matmul;
+pub mod norm;
 pub mod pool;
+mod rows;
+pub mod softmax;
