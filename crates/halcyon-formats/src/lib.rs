@@ -1,1 +1,36 @@
-//! halcyon-formats
+//! Model and tensor files: ONNX, safetensors and NumPy.
+//!
+//! Contract of the crate:
+//! - Every parser distrusts its input. Lengths and offsets are checked against the file before anything is sliced or
+//!   allocated, and what is refused is an [`halcyon_ir::Error::Format`] that names file and place.
+//! - Weights are not copied. A file is mapped once ([`mmap::open`]) and every tensor of it is a slice of that map. Such
+//!   a slice need not be aligned to its element type.
+//! - A file's kind is read from its content ([`sniff::kind`]), never from its name alone.
+#![deny(unsafe_code)]
+pub mod data;
+pub mod mmap;
+pub mod npy;
+pub mod npz;
+pub mod onnx;
+pub mod safetensors;
+pub mod sniff;
+pub use halcyon_ir::ConstData;
+
+use halcyon_ir::Error;
+use std::path::Path;
+
+/// An [`Error::Format`] about `file`.
+pub(crate) fn bad(file: &str, what: impl Into<String>) -> Error {
+    Error::Format {
+        file: file.into(),
+        what: what.into(),
+    }
+}
+
+/// An [`Error::Io`] about `path`.
+pub(crate) fn io(path: &Path, e: std::io::Error) -> Error {
+    Error::Io {
+        path: path.display().to_string(),
+        what: e.to_string(),
+    }
+}

@@ -10,6 +10,8 @@
 //! - A kernel that meets a bad index clamps it and sets the device's fault word, see [`Device::take_fault`].
 
 pub mod backend;
+#[cfg(not(target_arch = "wasm32"))]
+pub mod cache;
 #[cfg(feature = "cpu")]
 pub mod cpu;
 pub mod noop;
@@ -18,6 +20,7 @@ pub mod opencl;
 pub mod pool;
 pub mod registry;
 pub mod select;
+mod validate;
 
 pub use backend::BackendType;
 pub use halcyon_ir::error::{Error, Result};

@@ -3,6 +3,7 @@
 //! Read in this order: [`dtype`], [`shape`], [`scalar_op`], [`op`], [`graph`], [`composite`], then the passes and the kernel IR.
 #![forbid(unsafe_code)]
 pub mod composite;
+pub mod cost;
 pub mod custom;
 pub mod data;
 pub mod dtype;
@@ -12,7 +13,10 @@ pub mod grad;
 pub mod graph;
 pub mod kernel;
 pub mod layout;
+pub mod lower;
 pub mod op;
+pub mod passes;
+pub mod plan;
 pub mod reference;
 pub mod render;
 pub mod scalar_op;

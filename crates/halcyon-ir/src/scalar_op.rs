@@ -341,6 +341,11 @@ mod tests {
             ScalarOp::Not.eval(DType::Bool, &[Scalar::Bool(true)]),
             Scalar::Bool(false)
         );
-        assert!(ScalarOp::Max.eval(DType::F32, &[Scalar::F(f64::NAN), Scalar::F(1.0)]).as_f64().is_nan());
+        assert!(
+            ScalarOp::Max
+                .eval(DType::F32, &[Scalar::F(f64::NAN), Scalar::F(1.0)])
+                .as_f64()
+                .is_nan()
+        );
     }
 }

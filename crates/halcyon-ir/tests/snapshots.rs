@@ -21,7 +21,11 @@ fn check(name: &str, k: &Kernel) {
             std::fs::write(&path, &text).unwrap();
         }
         let want = std::fs::read_to_string(&path).unwrap_or_default();
-        assert!(want == text, "{} differs; review it with UPDATE_SNAPSHOTS=1\n{text}", path.display());
+        assert!(
+            want == text,
+            "{} differs; review it with UPDATE_SNAPSHOTS=1\n{text}",
+            path.display()
+        );
     }
 }
 
@@ -57,5 +61,8 @@ fn a_batch_has_each_kernel_and_helper_once() {
 #[test]
 fn metal_has_no_f64_and_says_so() {
     let e = render(&common::axpy(DType::F64), Language::Metal).unwrap_err();
-    assert!(matches!(&e, Error::Unsupported { what, .. } if what.contains("f64") && what.contains("Metal")), "{e}");
+    assert!(
+        matches!(&e, Error::Unsupported { what, .. } if what.contains("f64") && what.contains("Metal")),
+        "{e}"
+    );
 }

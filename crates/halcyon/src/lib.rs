@@ -1,1 +1,47 @@
-//! halcyon
+//! Halcyon: one contract between machine-learning code and hardware.
+//!
+//! ```
+//! use halcyon::prelude::*;
+//! # fn main() -> halcyon::Result<()> {
+//! let backend = Backend::cpu()?;
+//! let x = Tensor::from_slice(&backend, [2, 2], &[1.0f32, 2.0, 3.0, 4.0])?;
+//! let y = (x.matmul(&x) + 1.0).relu();
+//! assert_eq!(y.to_vec::<f32>()?, [8.0, 11.0, 16.0, 23.0]);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Tensors are lazy handles: an operation checks shapes and types at once and runs nothing. Reading a value, [`Tensor::eval`]
+//! or [`eval`] runs what it needs as one plan. Operators chain without `?`: an error is kept in the tensor, with the caller's
+//! line, and returned by the first call that can fail.
+#![forbid(unsafe_code)]
+
+pub mod backend;
+pub mod executable;
+pub mod gradient;
+mod lru;
+pub mod ops;
+pub mod session;
+pub mod state;
+pub mod tensor;
+
+pub use backend::{Backend, BackendBuilder};
+pub use executable::Executable;
+pub use gradient::{Gradients, value_and_grad};
+pub use halcyon_hal as hal;
+pub use halcyon_hal::{BackendType, Counters, DeviceInfo, MemoryStats};
+pub use halcyon_ir as ir;
+pub use halcyon_ir::error::{Error, Result};
+pub use halcyon_ir::passes::Level;
+pub use halcyon_ir::target::MatmulPrecision;
+pub use halcyon_ir::{ConstData, DType, Dim, Element, Scalar, Shape};
+pub use session::Session;
+pub use state::State;
+pub use tensor::{Tensor, eval};
+
+/// What most programs need.
+pub mod prelude {
+    pub use crate::{
+        Backend, BackendType, DType, Level, Result, Scalar, Shape, State, Tensor, eval, value_and_grad,
+    };
+}

@@ -632,15 +632,15 @@ impl Builder {
         self.barrier();
         scratch.store(me, value);
         self.barrier();
-        let mut step = n / 2;
-        while step > 0 {
+        // A loop and not a chain: every barrier in the text costs compile time.
+        self.for_(0, n.ilog2(), 1, |k| {
+            let step = self.constant(Ty::U32, n / 2).shr(k.to(Ty::U32)).to(self.ix);
             self.if_(me.lt(step), || {
                 let (a, b) = (scratch.load(me), scratch.load(me + step));
                 scratch.store(me, self.op(op.op(), &[a, b]));
             });
             self.barrier();
-            step /= 2;
-        }
+        });
         scratch.load(0)
     }
 

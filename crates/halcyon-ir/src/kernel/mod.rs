@@ -1,13 +1,22 @@
 //! Kernels: the IR, its builder, verifier and interpreter, and the templates that build kernels.
 
+mod attention;
 pub mod builder;
+mod chain;
+mod conv;
+mod gather;
 pub mod interp;
 pub mod ir;
 pub mod lower;
+mod matmul;
+mod pool;
+mod rows;
+mod scan;
+mod template;
 pub mod templates;
 pub mod verify;
 
-pub use builder::{Buf, Builder, E, Local, Private, Var};
+pub use builder::{Buf, Builder, E, Fault, Local, Private, Var};
 pub use ir::*;
 pub use verify::{verify, verify_for};
 

@@ -252,7 +252,7 @@ fn f64_evaluation_does_not_round_and_composites_run() {
     let y = g.softmax(x, 1).unwrap();
     g.output("y", y);
     let c = ConstData::from_slice(&[1, 3], &[1.0, 2.0, 3.0].map(half::f16::from_f64)).unwrap();
-    let y = eval_f64(&g, &[c.clone()], &[]).unwrap();
+    let y = eval_f64(&g, std::slice::from_ref(&c), &[]).unwrap();
     let e: Vec<f64> = [1.0f64, 2.0, 3.0].iter().map(|v| (v - 3.0).exp()).collect();
     let s: f64 = e.iter().sum();
     for (a, b) in got(&y[0]).iter().zip(&e) {

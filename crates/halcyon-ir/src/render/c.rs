@@ -422,6 +422,7 @@ impl<'a> Writer<'a> {
                 let l = match dtype {
                     DType::F16 => d.store_f16.replace("$p", &p).replace("$i", &i).replace("$v", &v),
                     DType::BF16 => format!("{p}[{i}] = h_f32_bf16({v});"),
+                    t if t == t.compute() && t != DType::Bool => format!("{p}[{i}] = {v};"),
                     t => format!("{p}[{i}] = ({})({v});", d.element(t)),
                 };
                 self.line(&l)

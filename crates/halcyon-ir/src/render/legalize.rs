@@ -21,7 +21,10 @@ pub fn without_subgroups(kernel: &Kernel) -> Kernel {
     if !kernel.uses_subgroups() {
         return kernel.clone();
     }
-    let mut k = Kernel { exprs: vec![], ..kernel.clone() };
+    let mut k = Kernel {
+        exprs: vec![],
+        ..kernel.clone()
+    };
     let mut add = |e: Expr| {
         k.exprs.push(e);
         ExprId(k.exprs.len() as u32 - 1)

@@ -1,9 +1,14 @@
 //! Kernels that between them use every node of the IR.
 #![allow(dead_code)]
 
+use halcyon_ir::graph::Graph;
+use halcyon_ir::kernel::lower::lower_op;
 use halcyon_ir::kernel::*;
+use halcyon_ir::layout::View;
+use halcyon_ir::op::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
 use halcyon_ir::scalar_op::{ROWS, Rule};
-use halcyon_ir::{DType, ScalarOp};
+use halcyon_ir::target::{Caps, Operand};
+use halcyon_ir::{DType, NodeId, ScalarOp, TensorType};
 
 /// `y = a x + y` over `n` elements, of any number type.
 pub fn axpy(d: DType) -> Kernel {
@@ -33,7 +38,13 @@ pub fn cast(from: DType, to: DType) -> Kernel {
 pub fn scalar(op: ScalarOp, d: DType) -> Kernel {
     let b = Builder::new("scalar", [64, 1, 1]);
     let x: Vec<Buf> = (0..op.arity())
-        .map(|i| b.input(if i == 0 && op.row().rule == Rule::Select { DType::Bool } else { d }))
+        .map(|i| {
+            b.input(if i == 0 && op.row().rule == Rule::Select {
+                DType::Bool
+            } else {
+                d
+            })
+        })
         .collect();
     let y = b.output(op.result(d));
     let n = b.size("n");
@@ -76,7 +87,10 @@ pub fn subgroup(ty: DType) -> Kernel {
     let size = b.output(DType::I32);
     let i = b.linear_id();
     let v = b.load(x, i);
-    for (k, op) in [Reduce::Add, Reduce::Mul, Reduce::Min, Reduce::Max].into_iter().enumerate() {
+    for (k, op) in [Reduce::Add, Reduce::Mul, Reduce::Min, Reduce::Max]
+        .into_iter()
+        .enumerate()
+    {
         b.store(y, i * 6 + k, b.subgroup_reduce(op, v));
     }
     b.store(y, i * 6 + 4, b.shuffle_xor(v, 1));
@@ -107,7 +121,8 @@ pub fn everything() -> Kernel {
     b.barrier_global();
     let pair = b.vector(&[tile.load((me + 1).imod(64)), stack.load(3)]);
     let quad = b.load_vector(v, Ty::F32x4, g);
-    let quad = quad.fma(b.constant(Ty::F32x4, 2.0), -quad) + quad * b.vector(&[pair.lane(0), pair.lane(1), pair.lane(0), pair.lane(1)]);
+    let quad = quad.fma(b.constant(Ty::F32x4, 2.0), -quad)
+        + quad * b.vector(&[pair.lane(0), pair.lane(1), pair.lane(0), pair.lane(1)]);
     b.store_vector(w, g, quad / b.constant(Ty::F32x4, 4.0) - quad);
     let a = b.load_word(packed, g);
     let dot = b.dot4_i8(a, a.xor(0x0101_0101u32), b.constant(Ty::I32, 3));
@@ -128,7 +143,10 @@ pub fn everything() -> Kernel {
 pub fn constants() -> Kernel {
     let b = Builder::new("constants", [1, 1, 1]);
     let f = b.raw_buffer(DType::F32, true);
-    for (i, v) in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 1e-45, 3.4e38, -0.1].into_iter().enumerate() {
+    for (i, v) in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 1e-45, 3.4e38, -0.1]
+        .into_iter()
+        .enumerate()
+    {
         b.store(f, i, b.constant(Ty::F32, v));
     }
     let l = b.raw_buffer(DType::I64, true);
@@ -145,7 +163,15 @@ pub fn constants() -> Kernel {
 /// Every scalar op on every type it takes, of the compute types.
 pub fn all_scalars(f64: bool) -> Vec<Kernel> {
     let mut out = vec![];
-    for d in [DType::Bool, DType::I32, DType::U32, DType::I64, DType::U64, DType::F32, DType::F64] {
+    for d in [
+        DType::Bool,
+        DType::I32,
+        DType::U32,
+        DType::I64,
+        DType::U64,
+        DType::F32,
+        DType::F64,
+    ] {
         for r in ROWS.iter().filter(|r| r.op.takes(d) && (f64 || d != DType::F64)) {
             out.push(scalar(r.op, d));
         }
@@ -162,6 +188,163 @@ pub fn all_casts(f64: bool) -> Vec<Kernel> {
         .collect()
 }
 
+/// Every template on every type it takes.
+pub fn templates(f64: bool) -> Vec<Kernel> {
+    let mut out = vec![];
+    let caps = Caps {
+        f64,
+        ..Caps::generous()
+    };
+    let mut add = |op: Op, x: &[(DType, &[usize])], d: DType, shape: &[usize]| {
+        let o = |d: DType, s: &[usize]| Operand {
+            dtype: d,
+            view: View::dense(s),
+        };
+        let x: Vec<Operand> = x.iter().map(|(d, s)| o(*d, s)).collect();
+        match lower_op(&op, &x, &[o(d, shape)], false, &caps) {
+            Ok(l) => out.extend(l.steps.into_iter().map(|s| s.0)),
+            Err(e) => panic!("{} on {d}: {}", op.name(), e.reason),
+        }
+    };
+    let composite = |d: DType, n: usize, f: &dyn Fn(&mut Graph, &[NodeId]) -> NodeId| -> Op {
+        let mut g = Graph::new();
+        let s: &[usize] = if n == 3 { &[2, 2, 4, 4] } else { &[4, 4] };
+        let x: Vec<NodeId> = (0..n).map(|_| g.input("x", TensorType::new(d, s))).collect();
+        let id = f(&mut g, &x);
+        g.node(id).op.clone()
+    };
+    for d in DType::all().filter(|&d| f64 || d != DType::F64) {
+        let s: &[usize] = &[4, 4];
+        let i = (DType::I64, s);
+        add(Op::Gather { axis: 0 }, &[(d, s), (DType::I32, &[3])], d, &[3, 4]);
+        add(Op::GatherElements { axis: 1 }, &[(d, s), i], d, s);
+        add(
+            Op::UpdateSlice { axis: 0 },
+            &[(d, s), (d, &[1, 4]), (DType::I64, &[])],
+            d,
+            s,
+        );
+        add(Op::Concat { axis: 1 }, &[(d, s), (d, s)], d, &[4, 8]);
+        add(
+            Op::ArgSort {
+                axis: 1,
+                descending: true,
+            },
+            &[(d, s)],
+            DType::I64,
+            s,
+        );
+        add(
+            Op::ArgReduce {
+                max: true,
+                axis: 1,
+                keep: false,
+                last: true,
+            },
+            &[(d, s)],
+            DType::I64,
+            &[4],
+        );
+        if d == DType::Bool {
+            continue;
+        }
+        for kind in [ScatterKind::Set, ScatterKind::Add, ScatterKind::Min] {
+            add(Op::ScatterElements { axis: 1, kind }, &[(d, s), i, (d, s)], d, s);
+        }
+        add(
+            Op::ScatterRows {
+                axis: 0,
+                kind: ScatterKind::Mul,
+            },
+            &[(d, s), (DType::I32, &[3]), (d, &[3, 4])],
+            d,
+            s,
+        );
+        add(
+            Op::Scan {
+                kind: ReduceKind::Sum,
+                axis: 0,
+                exclusive: true,
+                reverse: true,
+            },
+            &[(d, s)],
+            d,
+            s,
+        );
+        add(Op::Matmul, &[(d, s), (d, s)], d, s);
+        add(Op::Matmul, &[(d, &[64, 64]), (d, &[64, 64])], d, &[64, 64]);
+        add(Op::Matmul, &[(d, &[1, 300]), (d, &[300, 1])], d, &[1, 1]);
+        let kinds = [
+            PoolKind::Max,
+            PoolKind::Avg {
+                count_include_pad: true,
+            },
+        ];
+        for kind in kinds.into_iter().filter(|k| d.is_float() || *k == PoolKind::Max) {
+            let two = || [2, 2].as_slice().into();
+            let p = Pool {
+                kind,
+                kernel: two(),
+                stride: two(),
+                pad: [(0, 0), (0, 0)].as_slice().into(),
+                dilation: two(),
+            };
+            let (x, y): (&[usize], &[usize]) = (&[1, 2, 5, 5], &[1, 2, 2, 2]);
+            add(Op::Pool(p.clone()), &[(d, x)], d, y);
+            if d.is_float() {
+                add(Op::PoolGrad(p), &[(d, x), (d, y), (d, y)], d, x);
+            }
+        }
+        if !d.is_float() {
+            continue;
+        }
+        add(
+            Op::Conv(Conv::new(2)),
+            &[(d, &[1, 2, 4, 4]), (d, &[3, 2, 3, 3])],
+            d,
+            &[1, 3, 2, 2],
+        );
+        let c = Conv {
+            input_dilation: [2, 2].as_slice().into(),
+            ..Conv::new(2)
+        };
+        add(
+            Op::Conv(c),
+            &[(d, &[1, 2, 4, 4]), (d, &[3, 2, 3, 3])],
+            d,
+            &[1, 3, 5, 5],
+        );
+        add(
+            composite(d, 1, &|g, x| g.softmax(x[0], 1).unwrap()),
+            &[(d, s)],
+            d,
+            s,
+        );
+        add(
+            composite(d, 1, &|g, x| g.log_softmax(x[0], 1).unwrap()),
+            &[(d, s)],
+            d,
+            s,
+        );
+        add(
+            composite(d, 2, &|g, x| g.rms_norm(x[0], x[1], 1e-5).unwrap()),
+            &[(d, s), (d, s)],
+            d,
+            s,
+        );
+        let layer = composite(d, 2, &|g, x| {
+            g.layer_norm(x[0], x[1], Some(x[1]), 1, 1e-5).unwrap()
+        });
+        add(layer, &[(d, s), (d, s), (d, s)], d, s);
+        let q: &[usize] = &[2, 2, 4, 4];
+        let att = composite(d, 3, &|g, x| {
+            g.attention(x[0], x[1], x[2], None, true, 0.5).unwrap()
+        });
+        add(att, &[(d, q), (d, q), (d, q)], d, q);
+    }
+    out
+}
+
 /// Kernels for the compile tests of a language.
 pub fn everything_for(f64: bool) -> Vec<Kernel> {
     let mut k = vec![everything(), constants()];
@@ -172,6 +355,7 @@ pub fn everything_for(f64: bool) -> Vec<Kernel> {
     for d in [DType::F32, DType::I32, DType::U32] {
         k.push(subgroup(d));
     }
+    k.extend(templates(f64));
     k.extend(all_scalars(f64));
     k.extend(all_casts(f64));
     k

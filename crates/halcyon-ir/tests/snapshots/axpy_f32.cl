@@ -21,6 +21,6 @@ void axpy(
         const float v0 = b0[(p0 + t0)];
         const int t1 = (p1 + t0);
         const float v1 = b1[t1];
-        b1[t1] = (float)(h_fma_f32(v0, p3, v1));
+        b1[t1] = h_fma_f32(v0, p3, v1);
     }
 }

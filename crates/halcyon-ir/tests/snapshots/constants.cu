@@ -7,15 +7,15 @@ constants(
     int* __restrict__ b2,
     unsigned long long* __restrict__ b3)
 {
-    b0[0] = (float)(__uint_as_float(0x7f800000u));
-    b0[1] = (float)(__uint_as_float(0xff800000u));
-    b0[2] = (float)(__uint_as_float(0x7fc00000u));
-    b0[3] = (float)(1e-45f);
-    b0[4] = (float)(3.4e38f);
-    b0[5] = (float)((-0.1f));
-    b1[0] = (long long)((-9223372036854775807ll - 1ll));
-    b1[1] = (long long)(9223372036854775807ll);
-    b2[0] = (int)((-2147483647 - 1));
-    b2[1] = (int)((-7));
-    b3[0] = (unsigned long long)(18446744073709551615ull);
+    b0[0] = __uint_as_float(0x7f800000u);
+    b0[1] = __uint_as_float(0xff800000u);
+    b0[2] = __uint_as_float(0x7fc00000u);
+    b0[3] = 1e-45f;
+    b0[4] = 3.4e38f;
+    b0[5] = (-0.1f);
+    b1[0] = (-9223372036854775807ll - 1ll);
+    b1[1] = 9223372036854775807ll;
+    b2[0] = (-2147483647 - 1);
+    b2[1] = (-7);
+    b3[0] = 18446744073709551615ull;
 }

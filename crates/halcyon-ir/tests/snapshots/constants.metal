@@ -13,15 +13,15 @@ kernel void constants(
     uint h_lane [[thread_index_in_simdgroup]],
     uint h_width [[threads_per_simdgroup]])
 {
-    b0[0] = (float)(as_type<float>(0x7f800000u));
-    b0[1] = (float)(as_type<float>(0xff800000u));
-    b0[2] = (float)(as_type<float>(0x7fc00000u));
-    b0[3] = (float)(1e-45f);
-    b0[4] = (float)(3.4e38f);
-    b0[5] = (float)((-0.1f));
-    b1[0] = (long)((-9223372036854775807l - 1l));
-    b1[1] = (long)(9223372036854775807l);
-    b2[0] = (int)((-2147483647 - 1));
-    b2[1] = (int)((-7));
-    b3[0] = (ulong)(18446744073709551615ul);
+    b0[0] = as_type<float>(0x7f800000u);
+    b0[1] = as_type<float>(0xff800000u);
+    b0[2] = as_type<float>(0x7fc00000u);
+    b0[3] = 1e-45f;
+    b0[4] = 3.4e38f;
+    b0[5] = (-0.1f);
+    b1[0] = (-9223372036854775807l - 1l);
+    b1[1] = 9223372036854775807l;
+    b2[0] = (-2147483647 - 1);
+    b2[1] = (-7);
+    b3[0] = 18446744073709551615ul;
 }

@@ -14,6 +14,6 @@ void scalar(
     const int t0 = (((((int)get_group_id(1) * (int)get_num_groups(0)) + (int)get_group_id(0)) * 64) + (int)get_local_id(0));
     if ((t0 < p2)) {
         const float v0 = b0[(p0 + t0)];
-        b1[(p1 + t0)] = (float)(h_gelu_f32(v0));
+        b1[(p1 + t0)] = h_gelu_f32(v0);
     }
 }

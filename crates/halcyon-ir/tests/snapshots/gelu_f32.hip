@@ -14,6 +14,6 @@ scalar(
     const int t0 = (((((int)blockIdx.y * (int)gridDim.x) + (int)blockIdx.x) * 64) + (int)threadIdx.x);
     if ((t0 < p2)) {
         const float v0 = b0[(p0 + t0)];
-        b1[(p1 + t0)] = (float)(h_gelu_f32(v0));
+        b1[(p1 + t0)] = h_gelu_f32(v0);
     }
 }

@@ -37,6 +37,6 @@ kernel void scalar(
     const int t0 = (((((int)h_group.y * (int)h_groups.x) + (int)h_group.x) * 64) + (int)h_item.x);
     if ((t0 < p2)) {
         const float v0 = b0[(p0 + t0)];
-        b1[(p1 + t0)] = (float)(h_gelu_f32(v0));
+        b1[(p1 + t0)] = h_gelu_f32(v0);
     }
 }

@@ -25,6 +25,6 @@ kernel void scalar(
     if ((t0 < p3)) {
         const int v0 = b0[(p0 + t0)];
         const int v1 = b1[(p1 + t0)];
-        b2[(p2 + t0)] = (int)(h_imod_i32(v0, v1));
+        b2[(p2 + t0)] = h_imod_i32(v0, v1);
     }
 }

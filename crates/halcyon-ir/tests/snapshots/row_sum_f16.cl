@@ -2,6 +2,9 @@
 static inline float h_max_f32(float x, float y) {
     return x > y || x != x ? x : y;
 }
+static inline uint h_shr_u32(uint x, uint y) {
+    return y < 32 ? x >> y : 0;
+}
 
 __kernel __attribute__((reqd_work_group_size(64, 1, 1)))
 void row_sum(
@@ -28,105 +31,33 @@ void row_sum(
     barrier(CLK_LOCAL_MEM_FENCE);
     l0[(int)get_local_id(0)] = v4;
     barrier(CLK_LOCAL_MEM_FENCE);
-    const bool t1 = ((int)get_local_id(0) < 32);
-    if (t1) {
-        const float v5 = l0[(int)get_local_id(0)];
-        const int t2 = ((int)get_local_id(0) + 32);
-        const float v6 = l0[t2];
-        l0[(int)get_local_id(0)] = (v5 + v6);
+    for (int v5 = 0; v5 < 6; v5 += 1) {
+        const int t1 = ((int)(h_shr_u32(32u, ((uint)(v5)))));
+        if (((int)get_local_id(0) < t1)) {
+            const float v6 = l0[(int)get_local_id(0)];
+            const float v7 = l0[((int)get_local_id(0) + t1)];
+            l0[(int)get_local_id(0)] = (v6 + v7);
+        }
+        barrier(CLK_LOCAL_MEM_FENCE);
     }
+    const float v8 = l0[0];
+    const float v9 = m1;
     barrier(CLK_LOCAL_MEM_FENCE);
-    const bool t3 = ((int)get_local_id(0) < 16);
-    if (t3) {
-        const float v7 = l0[(int)get_local_id(0)];
-        const int t4 = ((int)get_local_id(0) + 16);
-        const float v8 = l0[t4];
-        l0[(int)get_local_id(0)] = (v7 + v8);
+    l0[(int)get_local_id(0)] = v9;
+    barrier(CLK_LOCAL_MEM_FENCE);
+    for (int v10 = 0; v10 < 6; v10 += 1) {
+        const int t2 = ((int)(h_shr_u32(32u, ((uint)(v10)))));
+        if (((int)get_local_id(0) < t2)) {
+            const float v11 = l0[(int)get_local_id(0)];
+            const float v12 = l0[((int)get_local_id(0) + t2)];
+            l0[(int)get_local_id(0)] = h_max_f32(v11, v12);
+        }
+        barrier(CLK_LOCAL_MEM_FENCE);
     }
-    barrier(CLK_LOCAL_MEM_FENCE);
-    const bool t5 = ((int)get_local_id(0) < 8);
-    if (t5) {
-        const float v9 = l0[(int)get_local_id(0)];
-        const int t6 = ((int)get_local_id(0) + 8);
-        const float v10 = l0[t6];
-        l0[(int)get_local_id(0)] = (v9 + v10);
-    }
-    barrier(CLK_LOCAL_MEM_FENCE);
-    const bool t7 = ((int)get_local_id(0) < 4);
-    if (t7) {
-        const float v11 = l0[(int)get_local_id(0)];
-        const int t8 = ((int)get_local_id(0) + 4);
-        const float v12 = l0[t8];
-        l0[(int)get_local_id(0)] = (v11 + v12);
-    }
-    barrier(CLK_LOCAL_MEM_FENCE);
-    const bool t9 = ((int)get_local_id(0) < 2);
-    if (t9) {
-        const float v13 = l0[(int)get_local_id(0)];
-        const int t10 = ((int)get_local_id(0) + 2);
-        const float v14 = l0[t10];
-        l0[(int)get_local_id(0)] = (v13 + v14);
-    }
-    barrier(CLK_LOCAL_MEM_FENCE);
-    const bool t11 = ((int)get_local_id(0) < 1);
-    if (t11) {
-        const float v15 = l0[(int)get_local_id(0)];
-        const int t12 = ((int)get_local_id(0) + 1);
-        const float v16 = l0[t12];
-        l0[(int)get_local_id(0)] = (v15 + v16);
-    }
-    barrier(CLK_LOCAL_MEM_FENCE);
-    const float v17 = l0[0];
-    const float v18 = m1;
-    barrier(CLK_LOCAL_MEM_FENCE);
-    l0[(int)get_local_id(0)] = v18;
-    barrier(CLK_LOCAL_MEM_FENCE);
-    if (t1) {
-        const float v19 = l0[(int)get_local_id(0)];
-        const int t13 = ((int)get_local_id(0) + 32);
-        const float v20 = l0[t13];
-        l0[(int)get_local_id(0)] = h_max_f32(v19, v20);
-    }
-    barrier(CLK_LOCAL_MEM_FENCE);
-    if (t3) {
-        const float v21 = l0[(int)get_local_id(0)];
-        const int t14 = ((int)get_local_id(0) + 16);
-        const float v22 = l0[t14];
-        l0[(int)get_local_id(0)] = h_max_f32(v21, v22);
-    }
-    barrier(CLK_LOCAL_MEM_FENCE);
-    if (t5) {
-        const float v23 = l0[(int)get_local_id(0)];
-        const int t15 = ((int)get_local_id(0) + 8);
-        const float v24 = l0[t15];
-        l0[(int)get_local_id(0)] = h_max_f32(v23, v24);
-    }
-    barrier(CLK_LOCAL_MEM_FENCE);
-    if (t7) {
-        const float v25 = l0[(int)get_local_id(0)];
-        const int t16 = ((int)get_local_id(0) + 4);
-        const float v26 = l0[t16];
-        l0[(int)get_local_id(0)] = h_max_f32(v25, v26);
-    }
-    barrier(CLK_LOCAL_MEM_FENCE);
-    if (t9) {
-        const float v27 = l0[(int)get_local_id(0)];
-        const int t17 = ((int)get_local_id(0) + 2);
-        const float v28 = l0[t17];
-        l0[(int)get_local_id(0)] = h_max_f32(v27, v28);
-    }
-    barrier(CLK_LOCAL_MEM_FENCE);
-    if (t11) {
-        const float v29 = l0[(int)get_local_id(0)];
-        const int t18 = ((int)get_local_id(0) + 1);
-        const float v30 = l0[t18];
-        l0[(int)get_local_id(0)] = h_max_f32(v29, v30);
-    }
-    barrier(CLK_LOCAL_MEM_FENCE);
-    const float v31 = l0[0];
+    const float v13 = l0[0];
     if (((int)get_local_id(0) == 0)) {
-        const int t19 = (((int)get_group_id(1) * (int)get_num_groups(0)) + (int)get_group_id(0));
-        vstore_half_rte(v17, (p1 + t19), b1);
-        vstore_half_rte(v31, (p2 + t19), b2);
+        const int t3 = (((int)get_group_id(1) * (int)get_num_groups(0)) + (int)get_group_id(0));
+        vstore_half_rte(v8, (p1 + t3), b1);
+        vstore_half_rte(v13, (p2 + t3), b2);
     }
 }

@@ -7,6 +7,9 @@ static __device__ __forceinline__ float h_f16_f32(unsigned short x) {
 static __device__ __forceinline__ float h_max_f32(float x, float y) {
     return x > y || x != x ? x : y;
 }
+static __device__ __forceinline__ unsigned int h_shr_u32(unsigned int x, unsigned int y) {
+    return y < 32 ? x >> y : 0;
+}
 static __device__ __forceinline__ unsigned short h_f32_f16(float x) {
     unsigned short r;
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(r) : "f"(x));
@@ -38,105 +41,33 @@ row_sum(
     __syncthreads();
     l0[(int)threadIdx.x] = v4;
     __syncthreads();
-    const bool t1 = ((int)threadIdx.x < 32);
-    if (t1) {
-        const float v5 = l0[(int)threadIdx.x];
-        const int t2 = ((int)threadIdx.x + 32);
-        const float v6 = l0[t2];
-        l0[(int)threadIdx.x] = (v5 + v6);
+    for (int v5 = 0; v5 < 6; v5 += 1) {
+        const int t1 = ((int)(h_shr_u32(32u, ((unsigned int)(v5)))));
+        if (((int)threadIdx.x < t1)) {
+            const float v6 = l0[(int)threadIdx.x];
+            const float v7 = l0[((int)threadIdx.x + t1)];
+            l0[(int)threadIdx.x] = (v6 + v7);
+        }
+        __syncthreads();
     }
+    const float v8 = l0[0];
+    const float v9 = m1;
     __syncthreads();
-    const bool t3 = ((int)threadIdx.x < 16);
-    if (t3) {
-        const float v7 = l0[(int)threadIdx.x];
-        const int t4 = ((int)threadIdx.x + 16);
-        const float v8 = l0[t4];
-        l0[(int)threadIdx.x] = (v7 + v8);
+    l0[(int)threadIdx.x] = v9;
+    __syncthreads();
+    for (int v10 = 0; v10 < 6; v10 += 1) {
+        const int t2 = ((int)(h_shr_u32(32u, ((unsigned int)(v10)))));
+        if (((int)threadIdx.x < t2)) {
+            const float v11 = l0[(int)threadIdx.x];
+            const float v12 = l0[((int)threadIdx.x + t2)];
+            l0[(int)threadIdx.x] = h_max_f32(v11, v12);
+        }
+        __syncthreads();
     }
-    __syncthreads();
-    const bool t5 = ((int)threadIdx.x < 8);
-    if (t5) {
-        const float v9 = l0[(int)threadIdx.x];
-        const int t6 = ((int)threadIdx.x + 8);
-        const float v10 = l0[t6];
-        l0[(int)threadIdx.x] = (v9 + v10);
-    }
-    __syncthreads();
-    const bool t7 = ((int)threadIdx.x < 4);
-    if (t7) {
-        const float v11 = l0[(int)threadIdx.x];
-        const int t8 = ((int)threadIdx.x + 4);
-        const float v12 = l0[t8];
-        l0[(int)threadIdx.x] = (v11 + v12);
-    }
-    __syncthreads();
-    const bool t9 = ((int)threadIdx.x < 2);
-    if (t9) {
-        const float v13 = l0[(int)threadIdx.x];
-        const int t10 = ((int)threadIdx.x + 2);
-        const float v14 = l0[t10];
-        l0[(int)threadIdx.x] = (v13 + v14);
-    }
-    __syncthreads();
-    const bool t11 = ((int)threadIdx.x < 1);
-    if (t11) {
-        const float v15 = l0[(int)threadIdx.x];
-        const int t12 = ((int)threadIdx.x + 1);
-        const float v16 = l0[t12];
-        l0[(int)threadIdx.x] = (v15 + v16);
-    }
-    __syncthreads();
-    const float v17 = l0[0];
-    const float v18 = m1;
-    __syncthreads();
-    l0[(int)threadIdx.x] = v18;
-    __syncthreads();
-    if (t1) {
-        const float v19 = l0[(int)threadIdx.x];
-        const int t13 = ((int)threadIdx.x + 32);
-        const float v20 = l0[t13];
-        l0[(int)threadIdx.x] = h_max_f32(v19, v20);
-    }
-    __syncthreads();
-    if (t3) {
-        const float v21 = l0[(int)threadIdx.x];
-        const int t14 = ((int)threadIdx.x + 16);
-        const float v22 = l0[t14];
-        l0[(int)threadIdx.x] = h_max_f32(v21, v22);
-    }
-    __syncthreads();
-    if (t5) {
-        const float v23 = l0[(int)threadIdx.x];
-        const int t15 = ((int)threadIdx.x + 8);
-        const float v24 = l0[t15];
-        l0[(int)threadIdx.x] = h_max_f32(v23, v24);
-    }
-    __syncthreads();
-    if (t7) {
-        const float v25 = l0[(int)threadIdx.x];
-        const int t16 = ((int)threadIdx.x + 4);
-        const float v26 = l0[t16];
-        l0[(int)threadIdx.x] = h_max_f32(v25, v26);
-    }
-    __syncthreads();
-    if (t9) {
-        const float v27 = l0[(int)threadIdx.x];
-        const int t17 = ((int)threadIdx.x + 2);
-        const float v28 = l0[t17];
-        l0[(int)threadIdx.x] = h_max_f32(v27, v28);
-    }
-    __syncthreads();
-    if (t11) {
-        const float v29 = l0[(int)threadIdx.x];
-        const int t18 = ((int)threadIdx.x + 1);
-        const float v30 = l0[t18];
-        l0[(int)threadIdx.x] = h_max_f32(v29, v30);
-    }
-    __syncthreads();
-    const float v31 = l0[0];
+    const float v13 = l0[0];
     if (((int)threadIdx.x == 0)) {
-        const int t19 = (((int)blockIdx.y * (int)gridDim.x) + (int)blockIdx.x);
-        b1[(p1 + t19)] = h_f32_f16(v17);
-        b2[(p2 + t19)] = h_f32_f16(v31);
+        const int t3 = (((int)blockIdx.y * (int)gridDim.x) + (int)blockIdx.x);
+        b1[(p1 + t3)] = h_f32_f16(v8);
+        b2[(p2 + t3)] = h_f32_f16(v13);
     }
 }

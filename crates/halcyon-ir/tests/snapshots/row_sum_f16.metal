@@ -4,6 +4,9 @@ using namespace metal;
 static inline float h_max_f32(float x, float y) {
     return x > y || x != x ? x : y;
 }
+static inline uint h_shr_u32(uint x, uint y) {
+    return y < 32 ? x >> y : 0;
+}
 
 kernel void row_sum(
     device const half* b0 [[buffer(0)]],
@@ -34,105 +37,33 @@ kernel void row_sum(
     threadgroup_barrier(mem_flags::mem_threadgroup);
     l0[(int)h_item.x] = v4;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    const bool t1 = ((int)h_item.x < 32);
-    if (t1) {
-        const float v5 = l0[(int)h_item.x];
-        const int t2 = ((int)h_item.x + 32);
-        const float v6 = l0[t2];
-        l0[(int)h_item.x] = (v5 + v6);
+    for (int v5 = 0; v5 < 6; v5 += 1) {
+        const int t1 = ((int)(h_shr_u32(32u, ((uint)(v5)))));
+        if (((int)h_item.x < t1)) {
+            const float v6 = l0[(int)h_item.x];
+            const float v7 = l0[((int)h_item.x + t1)];
+            l0[(int)h_item.x] = (v6 + v7);
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
     }
+    const float v8 = l0[0];
+    const float v9 = m1;
     threadgroup_barrier(mem_flags::mem_threadgroup);
-    const bool t3 = ((int)h_item.x < 16);
-    if (t3) {
-        const float v7 = l0[(int)h_item.x];
-        const int t4 = ((int)h_item.x + 16);
-        const float v8 = l0[t4];
-        l0[(int)h_item.x] = (v7 + v8);
+    l0[(int)h_item.x] = v9;
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    for (int v10 = 0; v10 < 6; v10 += 1) {
+        const int t2 = ((int)(h_shr_u32(32u, ((uint)(v10)))));
+        if (((int)h_item.x < t2)) {
+            const float v11 = l0[(int)h_item.x];
+            const float v12 = l0[((int)h_item.x + t2)];
+            l0[(int)h_item.x] = h_max_f32(v11, v12);
+        }
+        threadgroup_barrier(mem_flags::mem_threadgroup);
     }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    const bool t5 = ((int)h_item.x < 8);
-    if (t5) {
-        const float v9 = l0[(int)h_item.x];
-        const int t6 = ((int)h_item.x + 8);
-        const float v10 = l0[t6];
-        l0[(int)h_item.x] = (v9 + v10);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    const bool t7 = ((int)h_item.x < 4);
-    if (t7) {
-        const float v11 = l0[(int)h_item.x];
-        const int t8 = ((int)h_item.x + 4);
-        const float v12 = l0[t8];
-        l0[(int)h_item.x] = (v11 + v12);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    const bool t9 = ((int)h_item.x < 2);
-    if (t9) {
-        const float v13 = l0[(int)h_item.x];
-        const int t10 = ((int)h_item.x + 2);
-        const float v14 = l0[t10];
-        l0[(int)h_item.x] = (v13 + v14);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    const bool t11 = ((int)h_item.x < 1);
-    if (t11) {
-        const float v15 = l0[(int)h_item.x];
-        const int t12 = ((int)h_item.x + 1);
-        const float v16 = l0[t12];
-        l0[(int)h_item.x] = (v15 + v16);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    const float v17 = l0[0];
-    const float v18 = m1;
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    l0[(int)h_item.x] = v18;
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (t1) {
-        const float v19 = l0[(int)h_item.x];
-        const int t13 = ((int)h_item.x + 32);
-        const float v20 = l0[t13];
-        l0[(int)h_item.x] = h_max_f32(v19, v20);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (t3) {
-        const float v21 = l0[(int)h_item.x];
-        const int t14 = ((int)h_item.x + 16);
-        const float v22 = l0[t14];
-        l0[(int)h_item.x] = h_max_f32(v21, v22);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (t5) {
-        const float v23 = l0[(int)h_item.x];
-        const int t15 = ((int)h_item.x + 8);
-        const float v24 = l0[t15];
-        l0[(int)h_item.x] = h_max_f32(v23, v24);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (t7) {
-        const float v25 = l0[(int)h_item.x];
-        const int t16 = ((int)h_item.x + 4);
-        const float v26 = l0[t16];
-        l0[(int)h_item.x] = h_max_f32(v25, v26);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (t9) {
-        const float v27 = l0[(int)h_item.x];
-        const int t17 = ((int)h_item.x + 2);
-        const float v28 = l0[t17];
-        l0[(int)h_item.x] = h_max_f32(v27, v28);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    if (t11) {
-        const float v29 = l0[(int)h_item.x];
-        const int t18 = ((int)h_item.x + 1);
-        const float v30 = l0[t18];
-        l0[(int)h_item.x] = h_max_f32(v29, v30);
-    }
-    threadgroup_barrier(mem_flags::mem_threadgroup);
-    const float v31 = l0[0];
+    const float v13 = l0[0];
     if (((int)h_item.x == 0)) {
-        const int t19 = (((int)h_group.y * (int)h_groups.x) + (int)h_group.x);
-        b1[(p1 + t19)] = (half)(v17);
-        b2[(p2 + t19)] = (half)(v31);
+        const int t3 = (((int)h_group.y * (int)h_groups.x) + (int)h_group.x);
+        b1[(p1 + t3)] = (half)(v8);
+        b2[(p2 + t3)] = (half)(v13);
     }
 }

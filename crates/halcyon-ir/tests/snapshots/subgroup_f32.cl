@@ -34,7 +34,7 @@ void subgroup(
     const float v1 = m0;
     barrier(CLK_LOCAL_MEM_FENCE);
     const int t3 = (t0 * 6);
-    b1[(p1 + t3)] = (float)(v1);
+    b1[(p1 + t3)] = v1;
     l0[t1] = v0;
     barrier(CLK_LOCAL_MEM_FENCE);
     float m1 = 1.0f;
@@ -46,7 +46,7 @@ void subgroup(
     }
     const float v2 = m1;
     barrier(CLK_LOCAL_MEM_FENCE);
-    b1[(p1 + (t3 + 1))] = (float)(v2);
+    b1[(p1 + (t3 + 1))] = v2;
     l0[t1] = v0;
     barrier(CLK_LOCAL_MEM_FENCE);
     float m2 = as_float(0x7f800000u);
@@ -58,7 +58,7 @@ void subgroup(
     }
     const float v3 = m2;
     barrier(CLK_LOCAL_MEM_FENCE);
-    b1[(p1 + (t3 + 2))] = (float)(v3);
+    b1[(p1 + (t3 + 2))] = v3;
     l0[t1] = v0;
     barrier(CLK_LOCAL_MEM_FENCE);
     float m3 = as_float(0xff800000u);
@@ -70,17 +70,17 @@ void subgroup(
     }
     const float v4 = m3;
     barrier(CLK_LOCAL_MEM_FENCE);
-    b1[(p1 + (t3 + 3))] = (float)(v4);
+    b1[(p1 + (t3 + 3))] = v4;
     l0[t1] = v0;
     barrier(CLK_LOCAL_MEM_FENCE);
     const int t7 = h_urem_i32(t1, 32);
     const float v5 = l0[((t1 - t7) + (t7 ^ 1))];
     barrier(CLK_LOCAL_MEM_FENCE);
-    b1[(p1 + (t3 + 4))] = (float)(v5);
+    b1[(p1 + (t3 + 4))] = v5;
     l0[t1] = v0;
     barrier(CLK_LOCAL_MEM_FENCE);
     const float v6 = l0[((t1 - t7) + ((32 - 1) - t7))];
     barrier(CLK_LOCAL_MEM_FENCE);
-    b1[(p1 + (t3 + 5))] = (float)(v6);
-    b2[(p2 + t0)] = (int)(32);
+    b1[(p1 + (t3 + 5))] = v6;
+    b2[(p2 + t0)] = 32;
 }

@@ -53,16 +53,16 @@ kernel void subgroup(
     const float v0 = b0[(p0 + t0)];
     const float v1 = h_subgroup_add_f32(v0, ((int)h_width));
     const int t1 = (t0 * 6);
-    b1[(p1 + t1)] = (float)(v1);
+    b1[(p1 + t1)] = v1;
     const float v2 = h_subgroup_mul_f32(v0, ((int)h_width));
-    b1[(p1 + (t1 + 1))] = (float)(v2);
+    b1[(p1 + (t1 + 1))] = v2;
     const float v3 = h_subgroup_min_f32(v0, ((int)h_width));
-    b1[(p1 + (t1 + 2))] = (float)(v3);
+    b1[(p1 + (t1 + 2))] = v3;
     const float v4 = h_subgroup_max_f32(v0, ((int)h_width));
-    b1[(p1 + (t1 + 3))] = (float)(v4);
+    b1[(p1 + (t1 + 3))] = v4;
     const float v5 = simd_shuffle_xor(v0, (ushort)(1));
-    b1[(p1 + (t1 + 4))] = (float)(v5);
+    b1[(p1 + (t1 + 4))] = v5;
     const float v6 = simd_shuffle(v0, (ushort)(((((int)h_width) - 1) - ((int)h_lane))));
-    b1[(p1 + (t1 + 5))] = (float)(v6);
-    b2[(p2 + t0)] = (int)(((int)h_width));
+    b1[(p1 + (t1 + 5))] = v6;
+    b2[(p2 + t0)] = ((int)h_width);
 }

@@ -35,6 +35,6 @@ scalar(
         const unsigned int v0 = b0[(p0 + t0)];
         const unsigned int v1 = b1[(p1 + t0)];
         const unsigned int v2 = b2[(p2 + t0)];
-        b3[(p3 + t0)] = (unsigned int)(h_threefry_u32(v0, v1, v2));
+        b3[(p3 + t0)] = h_threefry_u32(v0, v1, v2);
     }
 }

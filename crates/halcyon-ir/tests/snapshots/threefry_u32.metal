@@ -41,6 +41,6 @@ kernel void scalar(
         const uint v0 = b0[(p0 + t0)];
         const uint v1 = b1[(p1 + t0)];
         const uint v2 = b2[(p2 + t0)];
-        b3[(p3 + t0)] = (uint)(h_threefry_u32(v0, v1, v2));
+        b3[(p3 + t0)] = h_threefry_u32(v0, v1, v2);
     }
 }

@@ -61,7 +61,13 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Options {
-        Options { subgroup: 32, seed: None, sanitize: false, poisoned: vec![], max_reports: 64 }
+        Options {
+            subgroup: 32,
+            seed: None,
+            sanitize: false,
+            poisoned: vec![],
+            max_reports: 64,
+        }
     }
 }
 
@@ -103,7 +109,11 @@ pub struct Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:?} at {:?}[{}] by item {}", self.fault, self.space, self.index, self.item)?;
+        write!(
+            f,
+            "{:?} at {:?}[{}] by item {}",
+            self.fault, self.space, self.index, self.item
+        )?;
         if let Some(o) = self.other {
             write!(f, " (and item {o})")?;
         }
@@ -135,7 +145,10 @@ impl Interp {
     /// As [`verify`].
     pub fn new(k: &Kernel) -> Result<Interp> {
         verify(k)?;
-        Ok(Interp { code: Code::new(k), kernel: k.clone() })
+        Ok(Interp {
+            code: Code::new(k),
+            kernel: k.clone(),
+        })
     }
 
     /// Runs a launch. Buffers are in the kernel's order.
@@ -147,7 +160,11 @@ impl Interp {
         let k = &self.kernel;
         let bad = |what: String| Error::argument(format!("kernel {}", k.name), what);
         if launch.params.len() != k.params.len() {
-            return Err(bad(format!("{} parameters given, it has {}", launch.params.len(), k.params.len())));
+            return Err(bad(format!(
+                "{} parameters given, it has {}",
+                launch.params.len(),
+                k.params.len()
+            )));
         }
         if !o.subgroup.is_power_of_two() || o.subgroup > 64 {
             return Err(bad(format!("subgroups of {}", o.subgroup)));
@@ -167,7 +184,9 @@ impl Interp {
         let mut rng = o.seed.map(|s| s.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
         let total = launch.groups.iter().map(|&g| g as u64).product::<u64>();
         let sizes: Vec<usize> = (0..k.buffers.len()).map(|b| memory.len(b)).collect();
-        let shadow = o.sanitize.then(|| Shadow::new(&sizes, &o.poisoned, self.code.local_words));
+        let shadow = o
+            .sanitize
+            .then(|| Shadow::new(&sizes, &o.poisoned, self.code.local_words));
         let mut run = Run {
             code: &self.code,
             kernel: k,
@@ -177,7 +196,14 @@ impl Interp {
             regs,
             locals: vec![0; self.code.local_words],
             privates: vec![0; files * self.code.private_words],
-            private_set: vec![false; if o.sanitize { files * self.code.private_words } else { 0 }],
+            private_set: vec![
+                false;
+                if o.sanitize {
+                    files * self.code.private_words
+                } else {
+                    0
+                }
+            ],
             pcs: vec![0; items],
             item: 0,
             base: 0,
@@ -320,7 +346,14 @@ impl<M: Memory + ?Sized> Run<'_, M> {
         self.out.faults += 1;
         if self.out.reports.len() < self.max_reports {
             let (item, statement) = (self.global_item(), self.code.statements[pc]);
-            self.out.reports.push(Report { fault, space, index, item, other, statement });
+            self.out.reports.push(Report {
+                fault,
+                space,
+                index,
+                item,
+                other,
+                statement,
+            });
         }
     }
 
@@ -338,7 +371,9 @@ impl<M: Memory + ?Sized> Run<'_, M> {
     }
 
     fn load(&mut self, buf: u32, index: i64, bytes: usize, pc: usize) -> u64 {
-        let Some(at) = self.place(buf, index, bytes, pc) else { return 0 };
+        let Some(at) = self.place(buf, index, bytes, pc) else {
+            return 0;
+        };
         if let Some(s) = &mut self.shadow {
             let item = (self.group * self.kernel.items() as u64 + self.item as u64) as u32;
             let found = s.read(buf as usize, at, bytes, item, self.kernel.items());
@@ -350,7 +385,9 @@ impl<M: Memory + ?Sized> Run<'_, M> {
     }
 
     fn store(&mut self, buf: u32, index: i64, bytes: usize, v: u64, atomic: bool, pc: usize) {
-        let Some(at) = self.place(buf, index, bytes, pc) else { return };
+        let Some(at) = self.place(buf, index, bytes, pc) else {
+            return;
+        };
         if let Some(s) = &mut self.shadow {
             let item = (self.group * self.kernel.items() as u64 + self.item as u64) as u32;
             let found = s.write(buf as usize, at, bytes, item, self.kernel.items(), atomic);
@@ -374,11 +411,19 @@ impl<M: Memory + ?Sized> Run<'_, M> {
     fn private_place(&mut self, arr: u32, index: i64, pc: usize) -> Option<usize> {
         let a = self.kernel.privates[arr as usize];
         if index < 0 || index >= a.len as i64 {
-            self.report(Fault::OutOfBounds, Space::Private(PrivateId(arr)), index, None, pc);
+            self.report(
+                Fault::OutOfBounds,
+                Space::Private(PrivateId(arr)),
+                index,
+                None,
+                pc,
+            );
             return None;
         }
         let file = if self.code.sync { self.item } else { 0 };
-        Some(file * self.code.private_words + self.code.privates[arr as usize] + index as usize * a.ty.lanes())
+        Some(
+            file * self.code.private_words + self.code.privates[arr as usize] + index as usize * a.ty.lanes(),
+        )
     }
 
     /// Runs the current work-item until it ends or has to wait.
@@ -413,7 +458,13 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                         self.set(d + l, self.get(a + l));
                     }
                 }
-                Ins::Load { dst, buf, dtype, index, guard } => {
+                Ins::Load {
+                    dst,
+                    buf,
+                    dtype,
+                    index,
+                    guard,
+                } => {
                     let v = if guard != NONE && self.get(guard) == 0 {
                         0
                     } else {
@@ -422,7 +473,12 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                     };
                     self.set(dst, v)
                 }
-                Ins::LoadVector { dst, buf, lanes, index } => {
+                Ins::LoadVector {
+                    dst,
+                    buf,
+                    lanes,
+                    index,
+                } => {
                     let i = (self.get(index) as i64).wrapping_mul(lanes as i64);
                     for l in 0..lanes as u32 {
                         let v = self.load(buf, i + l as i64, 4, pc);
@@ -433,7 +489,12 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                     let v = self.load(buf, self.get(index) as i64, 4, pc);
                     self.set(dst, v)
                 }
-                Ins::LoadLocal { dst, arr, lanes, index } => {
+                Ins::LoadLocal {
+                    dst,
+                    arr,
+                    lanes,
+                    index,
+                } => {
                     let p = self.local_place(arr, self.get(index) as i64, pc);
                     for l in 0..lanes as usize {
                         let v = p.map_or(0, |p| self.locals[p + l]);
@@ -446,7 +507,12 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                         self.report(fault, Space::Local(LocalId(arr)), index, other, pc);
                     }
                 }
-                Ins::LoadPrivate { dst, arr, lanes, index } => {
+                Ins::LoadPrivate {
+                    dst,
+                    arr,
+                    lanes,
+                    index,
+                } => {
                     let i = self.get(index) as i64;
                     let p = self.private_place(arr, i, pc);
                     if let Some(p) = p
@@ -459,11 +525,21 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                         self.set(dst + l as u32, v);
                     }
                 }
-                Ins::Store { buf, dtype, index, value } => {
+                Ins::Store {
+                    buf,
+                    dtype,
+                    index,
+                    value,
+                } => {
                     let v = scalar::store(dtype, self.get(value));
                     self.store(buf, self.get(index) as i64, dtype.size(), v, false, pc)
                 }
-                Ins::StoreVector { buf, lanes, index, value } => {
+                Ins::StoreVector {
+                    buf,
+                    lanes,
+                    index,
+                    value,
+                } => {
                     let i = (self.get(index) as i64).wrapping_mul(lanes as i64);
                     for l in 0..lanes as u32 {
                         self.store(buf, i + l as i64, 4, self.get(value + l), false, pc);
@@ -472,7 +548,12 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                 Ins::StoreWord { buf, index, value } => {
                     self.store(buf, self.get(index) as i64, 4, self.get(value), false, pc)
                 }
-                Ins::StoreLocal { arr, lanes, index, value } => {
+                Ins::StoreLocal {
+                    arr,
+                    lanes,
+                    index,
+                    value,
+                } => {
                     let i = self.get(index) as i64;
                     if let Some(p) = self.local_place(arr, i, pc) {
                         for l in 0..lanes as usize {
@@ -485,7 +566,12 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                         }
                     }
                 }
-                Ins::StorePrivate { arr, lanes, index, value } => {
+                Ins::StorePrivate {
+                    arr,
+                    lanes,
+                    index,
+                    value,
+                } => {
                     if let Some(p) = self.private_place(arr, self.get(index) as i64, pc) {
                         for l in 0..lanes as usize {
                             self.privates[p + l] = self.get(value + l as u32);
@@ -495,7 +581,13 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                         }
                     }
                 }
-                Ins::AtomicAdd { dst, buf, dtype, index, value } => {
+                Ins::AtomicAdd {
+                    dst,
+                    buf,
+                    dtype,
+                    index,
+                    value,
+                } => {
                     let i = self.get(index) as i64;
                     if let Some(at) = self.place(buf, i, 4, pc) {
                         let old = self.memory.load(buf as usize, at, 4);
@@ -576,7 +668,12 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                     }
                 }
             }
-            Ins::Shuffle { xor, dst, value, lane } => {
+            Ins::Shuffle {
+                xor,
+                dst,
+                value,
+                lane,
+            } => {
                 let all: Vec<u64> = (0..n).map(|i| self.regs[at(i, value, regs)]).collect();
                 for i in 0..n {
                     let l = self.regs[at(i, lane, regs)] as i64 as usize;
@@ -596,7 +693,9 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                 for i in 0..m {
                     for j in 0..n {
                         let ci = place(tiles[2], i, j, self);
-                        let Some(c) = self.local_place(tiles[2].0, ci, pc) else { continue };
+                        let Some(c) = self.local_place(tiles[2].0, ci, pc) else {
+                            continue;
+                        };
                         let mut acc = f32::from_bits(self.locals[c] as u32);
                         for x in 0..k {
                             let (ai, bi) = (place(tiles[0], i, x, self), place(tiles[1], x, j, self));
@@ -624,4 +723,3 @@ impl<M: Memory + ?Sized> Run<'_, M> {
 pub fn run(k: &Kernel, launch: &Launch, buffers: &mut [Vec<u8>], o: &Options) -> Result<Outcome> {
     Interp::new(k)?.run(launch, buffers, o)
 }
-

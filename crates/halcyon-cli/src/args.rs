@@ -1,0 +1,294 @@
+//! Arguments, and what several commands share.
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+use halcyon::ir::passes;
+use halcyon::{Backend, BackendType, Error, Level, Result};
+use std::path::PathBuf;
+
+#[derive(Parser, Debug)]
+#[command(name = "halcyon", version, about = "Runs machine-learning models on the hardware that is there", after_help = TOP)]
+pub struct Cli {
+    #[command(subcommand)]
+    pub command: Command,
+}
+
+const TOP: &str = "\
+Exit codes: 0 done, 1 error, 2 usage, 3 not supported, 4 backend not available, 5 out of memory.
+Environment: HALCYON_LOG=info prints log lines to stderr.
+
+Examples:
+  halcyon run models/digits.onnx --input models/digit-7.png --top-k 3
+  halcyon devices
+  halcyon trace models/digits.onnx";
+
+#[derive(Subcommand, Debug)]
+pub enum Command {
+    /// Runs an ONNX model
+    Run(RunArgs),
+    /// Lists backends with their devices, or the reason they have none
+    Devices(DevicesArgs),
+    /// Runs a folder of test cases and compares the results
+    Conformance(ConformanceArgs),
+    /// Shows a model's graph, what the passes did, the chosen kernels, their source and the times
+    Trace(TraceArgs),
+    /// Probes a driver and prints what it found as JSON
+    #[command(name = "__probe", hide = true)]
+    Probe(ProbeArgs),
+}
+
+/// Which device, and how it is used.
+#[derive(Args, Debug, Clone)]
+pub struct BackendArgs {
+    /// Backend: auto takes the best that is there; any other name is that backend or an error
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub backend: String,
+    /// Number of the backend's device (see `halcyon devices`)
+    #[arg(long, value_name = "N")]
+    pub device: Option<usize>,
+    /// How far the optimiser may go: O0 (none, debug) or O1 (conservative)
+    #[arg(long, value_name = "LEVEL", default_value = "O1")]
+    pub level: String,
+    /// Threads of the CPU device
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Most memory that live buffers may take: bytes, or a number with K, M or G (powers of 1024)
+    #[arg(long, value_name = "SIZE")]
+    pub memory_limit: Option<String>,
+    /// Switches a transformation off, by the name a receipt gives it; repeatable
+    #[arg(long, value_name = "NAME")]
+    pub without: Vec<String>,
+}
+
+impl BackendArgs {
+    pub fn kind(&self) -> Result<BackendType> {
+        self.backend.parse()
+    }
+
+    pub fn level(&self) -> Result<Level> {
+        self.level.parse()
+    }
+
+    /// Opens the device.
+    pub fn open(&self, profile: bool) -> Result<Backend> {
+        self.open_at(self.level()?, None, profile)
+    }
+
+    /// As [`BackendArgs::open`], at another level and with one more transformation switched off.
+    pub fn open_at(&self, level: Level, without: Option<&str>, profile: bool) -> Result<Backend> {
+        let mut b = Backend::builder().backend_type(self.kind()?).level(level).profile(profile);
+        if let Some(n) = self.device {
+            b = b.device(n);
+        }
+        if let Some(n) = self.threads {
+            b = b.num_threads(n);
+        }
+        if let Some(s) = &self.memory_limit {
+            b = b.memory_limit(bytes(s)?);
+        }
+        for name in self.without.iter().map(String::as_str).chain(without) {
+            b = b.without(transformation(name)?);
+        }
+        b.build()
+    }
+
+    /// Refuses what [`BackendArgs::open`] would refuse without looking at a device.
+    pub fn check(&self) -> Result<()> {
+        self.kind()?;
+        self.level()?;
+        self.memory_limit.as_deref().map(bytes).transpose()?;
+        self.without.iter().try_for_each(|n| transformation(n).map(drop))
+    }
+}
+
+const TRANSFORMATIONS: &[&str] = &[
+    passes::FOLD,
+    passes::SIMPLIFY,
+    passes::CSE,
+    passes::FUSION,
+    passes::COMPOSITES,
+    passes::IN_PLACE,
+];
+
+fn transformation(name: &str) -> Result<&'static str> {
+    TRANSFORMATIONS.iter().find(|t| **t == name).copied().ok_or_else(|| {
+        Error::argument(
+            "--without",
+            format!("\"{name}\" is not a transformation; there are {}", TRANSFORMATIONS.join(", ")),
+        )
+    })
+}
+
+/// `4096`, `512M`, `2G`.
+fn bytes(s: &str) -> Result<u64> {
+    let t = s.trim();
+    let (digits, shift) = match t.char_indices().last() {
+        Some((i, 'k' | 'K')) => (&t[..i], 10),
+        Some((i, 'm' | 'M')) => (&t[..i], 20),
+        Some((i, 'g' | 'G')) => (&t[..i], 30),
+        _ => (t, 0),
+    };
+    digits
+        .parse::<u64>()
+        .ok()
+        .and_then(|n| n.checked_mul(1 << shift))
+        .ok_or_else(|| Error::argument("--memory-limit", format!("\"{s}\" is no size; write 4096, 512M or 2G")))
+}
+
+/// What the model is given.
+#[derive(Args, Debug, Clone)]
+pub struct InputArgs {
+    /// [NAME=]SOURCE: an .npy, .npz or ONNX .pb file, a PNG or JPEG image, or random|zeros|ones[:SHAPE] (1x3x8x8);
+    /// without a NAME, inputs are taken in the model's order
+    #[arg(long = "input", short = 'i', value_name = "[NAME=]SOURCE")]
+    pub inputs: Vec<String>,
+    /// Start of the random numbers for `random`
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// Size an image is brought to, instead of the model's
+    #[arg(long, value_name = "WxH")]
+    pub image_size: Option<String>,
+    /// Subtracted from an image's values, which are in 0..1: one number, or one per channel
+    #[arg(long, value_name = "A[,B,C]", value_delimiter = ',', allow_hyphen_values = true)]
+    pub image_mean: Vec<f64>,
+    /// What an image's values are divided by after that: one number, or one per channel
+    #[arg(long, value_name = "A[,B,C]", value_delimiter = ',')]
+    pub image_std: Vec<f64>,
+    /// Order of an image's axes, instead of the one that the model's shape suggests
+    #[arg(long, value_name = "ORDER")]
+    pub image_layout: Option<ImageLayout>,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ImageLayout {
+    Nchw,
+    Nhwc,
+}
+
+#[derive(Args, Debug)]
+#[command(after_help = RUN)]
+pub struct RunArgs {
+    /// ONNX model; external data is looked for beside it
+    pub model: PathBuf,
+    #[command(flatten)]
+    pub input: InputArgs,
+    #[command(flatten)]
+    pub backend: BackendArgs,
+    /// Saves every output there as NAME.npy (characters other than letters, digits and ._- become _)
+    #[arg(long, value_name = "DIR")]
+    pub output_dir: Option<PathBuf>,
+    /// Prints the N largest values of every row of the first output
+    #[arg(long, value_name = "N")]
+    pub top_k: Option<usize>,
+    /// Names of the classes for --top-k, one a line
+    #[arg(long, value_name = "FILE", requires = "top_k")]
+    pub labels: Option<PathBuf>,
+    /// Runs N times and reports the median, minimum and maximum
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    pub repeat: u32,
+    /// Measures what each transformation gained and how far the result is from level O0
+    #[arg(long)]
+    pub receipts: bool,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const RUN: &str = "\
+Images: values are scaled to 0..1, then (x - mean) / std. Grey or colour follows the model's channels, the size its shape.
+random: floats uniform in 0..1, integers uniform in 0..9, bool either; the same for the same --seed.
+
+Examples:
+  halcyon run models/digits.onnx --input models/digit-7.png --top-k 3 --labels models/digits-labels.txt
+  halcyon run model.onnx --input image=photo.jpg --image-mean 0.485,0.456,0.406 --image-std 0.229,0.224,0.225
+  halcyon run encoder.onnx --input ids=ids.npy --input mask=ones --output-dir out
+  halcyon run model.onnx --input random:1x3x224x224 --backend opencl --level O1 --repeat 20 --receipts";
+
+#[derive(Args, Debug)]
+#[command(after_help = "Examples:\n  halcyon devices\n  halcyon devices --json")]
+pub struct DevicesArgs {
+    /// Prints one JSON array: id, available, reason and devices of every backend
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Args, Debug)]
+pub struct ConformanceArgs {
+    #[command(subcommand)]
+    pub suite: Suite,
+}
+
+#[derive(Subcommand, Debug)]
+pub enum Suite {
+    /// Cases in the layout of the ONNX backend tests
+    Onnx(OnnxArgs),
+}
+
+#[derive(Args, Debug)]
+#[command(after_help = CONFORMANCE)]
+pub struct OnnxArgs {
+    /// Folder of cases, at any depth
+    pub dir: PathBuf,
+    #[command(flatten)]
+    pub backend: BackendArgs,
+    /// Only the first N cases by name
+    #[arg(long, value_name = "N")]
+    pub limit: Option<usize>,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const CONFORMANCE: &str = "\
+A case is a folder of model.onnx, test_data_set_*/input_N.pb and output_N.pb, and optionally tolerance.json with \"rtol\" and
+\"atol\" (1e-3 and 1e-7 without). Element types and shapes must be the expected ones, integers and booleans equal, floats within
+atol + rtol * |expected|; NaN equals NaN. Exit code 0 if no case is wrong and none fails.
+
+Examples:
+  halcyon conformance onnx target/testdata/conformance
+  halcyon conformance onnx target/testdata/conformance --backend opencl --limit 40 --json";
+
+#[derive(Args, Debug)]
+#[command(after_help = "Inputs that are not given are filled as by `random`, symbolic sizes with 1.\n\n\
+Examples:\n  halcyon trace models/digits.onnx\n  halcyon trace models/digits.onnx --backend opencl --level O0 --json")]
+pub struct TraceArgs {
+    /// ONNX model
+    pub model: PathBuf,
+    #[command(flatten)]
+    pub input: InputArgs,
+    #[command(flatten)]
+    pub backend: BackendArgs,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+#[derive(Args, Debug)]
+pub struct ProbeArgs {
+    pub backend: String,
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::CommandFactory;
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn sizes() {
+        assert_eq!(bytes("4096").ok(), Some(4096));
+        assert_eq!(bytes("512M").ok(), Some(512 << 20));
+        for bad in ["", "G", "-1", "1.5G", "99999999999G"] {
+            assert_eq!(bytes(bad).unwrap_err().exit_code(), 2, "{bad}");
+        }
+    }
+
+    #[test]
+    fn transformations_are_known_by_name() {
+        assert!(transformation("fusion").is_ok());
+        assert!(transformation("luck").unwrap_err().to_string().contains("constant folding"));
+    }
+}

@@ -1,0 +1,279 @@
+//! `halcyon conformance`: test cases with expected outputs.
+
+use super::import;
+use crate::args::{ConformanceArgs, OnnxArgs, Suite};
+use crate::report::{self, Progress, number};
+use crate::source::Input;
+use halcyon::{Backend, ConstData, Error, Result, Session};
+use halcyon_formats::onnx::{Model, Port, tensor};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::cell::RefCell;
+use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
+use std::path::{Path, PathBuf};
+use std::time::Instant;
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+enum Status {
+    Passed,
+    /// It ran, and the result is not the expected one.
+    Wrong,
+    /// It names something that is not supported.
+    Unsupported,
+    /// It did not run, or its files are broken.
+    Error,
+}
+
+#[derive(Debug, Serialize)]
+struct Case {
+    name: String,
+    status: Status,
+    reason: String,
+}
+
+/// What the ONNX project's own test runner uses where a case says nothing.
+#[derive(Clone, Copy, Debug, Deserialize)]
+#[serde(default)]
+struct Tolerance {
+    rtol: f64,
+    atol: f64,
+}
+
+impl Default for Tolerance {
+    fn default() -> Tolerance {
+        Tolerance { rtol: 1e-3, atol: 1e-7 }
+    }
+}
+
+pub fn main(a: &ConformanceArgs) -> Result<u8> {
+    match &a.suite {
+        Suite::Onnx(a) => onnx(a),
+    }
+}
+
+fn onnx(a: &OnnxArgs) -> Result<u8> {
+    a.backend.check()?;
+    let mut folders = vec![];
+    find(&a.dir, &mut folders)?;
+    folders.sort();
+    if folders.is_empty() {
+        return Err(Error::argument("conformance", format!("no folder under {} holds a model.onnx", a.dir.display())));
+    }
+    folders.truncate(a.limit.unwrap_or(usize::MAX));
+    let backend = a.backend.open(false)?;
+
+    let start = Instant::now();
+    let mut progress = Progress::new("case", folders.len() as u64);
+    let hook = take_hook();
+    set_hook(Box::new(|p| PANIC.set(p.location().map(|l| format!(" at {}:{}", l.file(), l.line())))));
+    let cases: Vec<Case> = folders
+        .iter()
+        .map(|dir| {
+            let (status, reason) = judge(&backend, dir);
+            progress.step();
+            Case { name: case_name(&a.dir, dir), status, reason }
+        })
+        .collect();
+    set_hook(hook);
+    progress.finish();
+
+    let count = |s: Status| cases.iter().filter(|c| c.status == s).count();
+    let (passed, wrong) = (count(Status::Passed), count(Status::Wrong));
+    let (unsupported, error) = (count(Status::Unsupported), count(Status::Error));
+    if a.json {
+        report::print_json(&json!({
+            "total": { "passed": passed, "wrong": wrong, "unsupported": unsupported, "error": error },
+            "cases": cases,
+        }))?;
+    } else {
+        let mut rows = vec![];
+        for c in cases.iter().filter(|c| c.status != Status::Passed) {
+            let what = match c.status {
+                Status::Wrong => "wrong",
+                Status::Unsupported => "unsupported",
+                _ => "error",
+            };
+            rows.push(vec![what.to_string(), c.name.clone(), c.reason.replace('\n', " ")]);
+        }
+        report::print(&format!(
+            "{}{} cases on {} at {} in {}: {passed} passed, {wrong} wrong, {unsupported} unsupported, {error} error\n",
+            report::table(&rows),
+            cases.len(),
+            backend.id(),
+            backend.level(),
+            report::time(start.elapsed()),
+        ))?;
+    }
+    Ok(if wrong + error == 0 { 0 } else { 1 })
+}
+
+thread_local! {
+    /// Place of the last panic of this thread.
+    static PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
+}
+
+/// Folders with a model, at any depth. Links to folders are not followed, so that there is an end.
+fn find(dir: &Path, out: &mut Vec<PathBuf>) -> Result<()> {
+    let io = |e: std::io::Error| Error::Io { path: dir.display().to_string(), what: e.to_string() };
+    if dir.join("model.onnx").is_file() {
+        out.push(dir.to_path_buf());
+        return Ok(());
+    }
+    for entry in std::fs::read_dir(dir).map_err(io)? {
+        let entry = entry.map_err(io)?;
+        if entry.file_type().map_err(io)?.is_dir() {
+            find(&entry.path(), out)?;
+        }
+    }
+    Ok(())
+}
+
+/// Path below the folder that was given, with `/` on every system.
+fn case_name(root: &Path, dir: &Path) -> String {
+    let below = dir.strip_prefix(root).unwrap_or(dir);
+    let parts: Vec<_> = below.components().map(|c| c.as_os_str().to_string_lossy()).collect();
+    match parts.is_empty() {
+        true => root.file_name().unwrap_or(root.as_os_str()).to_string_lossy().into_owned(),
+        false => parts.join("/"),
+    }
+}
+
+fn judge(backend: &Backend, dir: &Path) -> (Status, String) {
+    // A bug in one case must not hide the others; the backend's locks survive a panic.
+    match catch_unwind(AssertUnwindSafe(|| run(backend, dir))) {
+        Ok(Ok(None)) => (Status::Passed, String::new()),
+        Ok(Ok(Some(difference))) => (Status::Wrong, difference),
+        Ok(Err(e)) => {
+            let status = match e {
+                Error::Unsupported { .. } | Error::UnsupportedOps(_) => Status::Unsupported,
+                _ => Status::Error,
+            };
+            (status, report::message(&e))
+        }
+        Err(p) => {
+            let at = PANIC.take().unwrap_or_default();
+            (Status::Error, format!("panic{at}: {}", report::panic_text(p.as_ref())))
+        }
+    }
+}
+
+/// The first difference, if there is one.
+fn run(backend: &Backend, dir: &Path) -> Result<Option<String>> {
+    let broken = |what: String| Error::Format { file: dir.display().to_string(), what };
+    let tolerance = match std::fs::read_to_string(dir.join("tolerance.json")) {
+        Ok(text) => serde_json::from_str(&text).map_err(|e| broken(format!("tolerance.json: {e}")))?,
+        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Tolerance::default(),
+        Err(e) => return Err(broken(format!("tolerance.json: {e}"))),
+    };
+    let model = Model::open(&dir.join("model.onnx"))?;
+    model.check(backend.info().backend.id())?;
+    let (ports, results) = (model.inputs()?, model.outputs()?);
+    let mut sets: Vec<PathBuf> = std::fs::read_dir(dir)
+        .map_err(|e| broken(e.to_string()))?
+        .filter_map(|e| Some(e.ok()?.path()))
+        .filter(|p| p.is_dir() && p.file_name().is_some_and(|n| n.to_string_lossy().starts_with("test_data_set_")))
+        .collect();
+    sets.sort();
+    if sets.is_empty() {
+        return Err(broken("there is no test_data_set_0".into()));
+    }
+    for set in &sets {
+        let inputs = read(set, "input", &ports)?
+            .into_iter()
+            .map(|(p, data)| Input { name: p.name.clone(), source: String::new(), data })
+            .collect::<Vec<_>>();
+        if inputs.len() < ports.len() {
+            return Err(broken(format!("{} inputs for the {} of the model", inputs.len(), ports.len())));
+        }
+        let expected = read(set, "output", &results)?;
+        if expected.is_empty() {
+            return Err(broken("no output is expected, so nothing is tested".into()));
+        }
+        let imported = import(&model, &inputs)?;
+        let data: Vec<ConstData> = inputs.into_iter().map(|i| i.data).collect();
+        let got = Session::new(backend, imported.graph).run(&data)?;
+        for ((port, want), got) in expected.iter().zip(&got) {
+            if let Some(d) = difference(got, want, tolerance) {
+                return Ok(Some(format!("{}: {d}", port.name)));
+            }
+        }
+    }
+    Ok(None)
+}
+
+/// `input_0.pb`, `input_1.pb`, … as far as there are ports and files.
+fn read<'a>(set: &Path, kind: &str, ports: &'a [Port]) -> Result<Vec<(&'a Port, ConstData)>> {
+    let mut out = vec![];
+    for (i, p) in ports.iter().enumerate() {
+        let path = set.join(format!("{kind}_{i}.pb"));
+        if !path.is_file() {
+            break;
+        }
+        out.push((p, tensor::read_pb(&path)?.1));
+    }
+    Ok(out)
+}
+
+/// How a result differs from the expected one: `|got - want| <= atol + rtol * |want|` for floats, NaN and infinities equal
+/// themselves; everything else exactly.
+fn difference(got: &ConstData, want: &ConstData, t: Tolerance) -> Option<String> {
+    if got.dtype != want.dtype || got.dims != want.dims {
+        return Some(format!(
+            "{}{:?}, expected {}{:?}",
+            got.dtype,
+            got.dims.as_slice(),
+            want.dtype,
+            want.dims.as_slice()
+        ));
+    }
+    let float = got.dtype.is_float();
+    let (mut count, mut worst) = (0, None);
+    for (i, (g, w)) in got.scalars().zip(want.scalars()).enumerate() {
+        // 64-bit integers do not fit a double, so they are compared as they are.
+        let (same, by) = if float {
+            let (g, w) = (g.as_f64(), w.as_f64());
+            let by = (g - w).abs();
+            (g == w || g.is_nan() && w.is_nan() || by <= t.atol + t.rtol * w.abs() && w.is_finite(), by)
+        } else {
+            (g == w, (g.as_f64() - w.as_f64()).abs())
+        };
+        if !same {
+            count += 1;
+            let by = if by.is_nan() { f64::INFINITY } else { by };
+            if worst.is_none_or(|(b, ..)| by > b) {
+                worst = Some((by, i, g.as_f64(), w.as_f64()));
+            }
+        }
+    }
+    let (_, i, g, w) = worst?;
+    Some(format!("{count} of {} values differ, the most [{i}]: {}, expected {}", got.numel(), number(g), number(w)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn comparison_is_exact_where_it_must_be() {
+        let t = Tolerance::default();
+        let f = |v: &[f32]| ConstData::from_slice(&[v.len()], v).unwrap();
+        let i = |v: &[i64]| ConstData::from_slice(&[v.len()], v).unwrap();
+        assert_eq!(difference(&f(&[1.0, f32::NAN, f32::INFINITY]), &f(&[1.0009, f32::NAN, f32::INFINITY]), t), None);
+        assert!(difference(&f(&[1.0]), &f(&[1.0021]), t).is_some());
+        assert!(difference(&f(&[1e30]), &f(&[f32::INFINITY]), t).is_some());
+        assert!(difference(&f(&[f32::NAN]), &f(&[1.0]), t).is_some());
+        assert!(difference(&f(&[1.0]), &f(&[f32::NAN]), t).is_some());
+        // These differ by one, and are the same double.
+        let big = (1i64 << 60) + 1;
+        assert!(difference(&i(&[big]), &i(&[big - 1]), t).is_some());
+        assert!(difference(&i(&[1]), &f(&[1.0]), t).unwrap().contains("expected f32[1]"));
+        assert!(difference(&f(&[1.0]), &f(&[]), t).is_some());
+    }
+
+    #[test]
+    fn names_are_paths_below_the_root() {
+        assert_eq!(case_name(Path::new("a/b"), Path::new("a/b/c/d")), "c/d");
+        assert_eq!(case_name(Path::new("a/b"), Path::new("a/b")), "b");
+    }
+}

@@ -1,0 +1,389 @@
+//! `halcyon run`: a model once or often, with a report.
+
+use super::{Loaded, backend_json, backend_text, load};
+use crate::args::RunArgs;
+use crate::report::{self, Progress, ms, number, size, spread, summary, table, time};
+use halcyon::ir::plan::{Plan, Receipt};
+use halcyon::{ConstData, DType, Error, Level, Result, Session};
+use halcyon_formats::{data, npy};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// Rows of an output that `--top-k` prints; JSON has all of them.
+const ROWS: usize = 8;
+/// Runs a receipt's gain is the median of.
+const RECEIPT_RUNS: usize = 5;
+
+pub fn main(a: &RunArgs) -> Result<u8> {
+    let labels = a.labels.as_deref().map(read_labels).transpose()?;
+    let loaded = load(&a.model, &a.input, &a.backend, false, false)?;
+    let inputs = loaded.data();
+    let session = Session::new(&loaded.backend, loaded.imported.graph.clone());
+
+    let start = Instant::now();
+    let exe = session.prepare(&inputs)?;
+    let compile = start.elapsed();
+
+    let mut times = Vec::with_capacity(a.repeat as usize);
+    let mut outputs = vec![];
+    let mut progress = Progress::new("run", a.repeat.into());
+    for _ in 0..a.repeat {
+        let start = Instant::now();
+        outputs = session.run(&inputs)?;
+        times.push(start.elapsed());
+        progress.step();
+    }
+    progress.finish();
+
+    let receipts = if a.receipts {
+        report::note("measuring receipts: every transformation with and without, and level O0");
+        session.measure_receipts(&inputs, RECEIPT_RUNS, |without| match without {
+            None => a.backend.open_at(Level::O0, None, false),
+            name => a.backend.open_at(a.backend.level()?, name, false),
+        })?
+    } else {
+        exe.plan().receipts.clone()
+    };
+    let names = &loaded.imported.outputs;
+    let files = match &a.output_dir {
+        Some(dir) => save(dir, names, &outputs)?,
+        None => vec![],
+    };
+    let top = match a.top_k {
+        Some(k) => Some(top_k(k, names, &outputs, labels.as_deref())?),
+        None => None,
+    };
+    let done = Done { a, loaded: &loaded, plan: exe.plan(), outputs: &outputs, receipts: &receipts, times, compile, files, top };
+    if a.json { report::print_json(&done.json())? } else { report::print(&done.text())? }
+    Ok(0)
+}
+
+/// Everything a run has to tell.
+struct Done<'a> {
+    a: &'a RunArgs,
+    loaded: &'a Loaded,
+    plan: &'a Plan,
+    outputs: &'a [ConstData],
+    receipts: &'a [Receipt],
+    times: Vec<Duration>,
+    compile: Duration,
+    files: Vec<PathBuf>,
+    top: Option<Top>,
+}
+
+impl Done<'_> {
+    fn text(&self) -> String {
+        let mut out = String::new();
+        let l = self.loaded;
+        // Writing to a string does not fail.
+        let _ = writeln!(out, "model    {}", self.a.model.display());
+        out += &backend_text(&l.backend);
+        let _ = writeln!(out, "level    {}", l.backend.level());
+        for i in &l.inputs {
+            let _ = writeln!(out, "input    {} {}{:?} from {}", i.name, i.data.dtype, i.data.dims.as_slice(), i.source);
+        }
+        if let Some(top) = &self.top {
+            out += &top.text();
+        }
+        for (name, x) in l.imported.outputs.iter().zip(self.outputs) {
+            let _ = writeln!(out, "output   {name} {}{:?}  {}", x.dtype, x.dims.as_slice(), summary(x).text(x));
+        }
+        for f in &self.files {
+            let _ = writeln!(out, "saved    {}", f.display());
+        }
+        let _ = writeln!(
+            out,
+            "times    load {}, open device {}, read inputs {}, compile {}",
+            time(l.times.load),
+            time(l.times.open),
+            time(l.times.inputs),
+            time(self.compile)
+        );
+        let (median, min, max) = spread(&self.times);
+        match self.times.len() {
+            1 => {
+                let _ = writeln!(out, "run      {} (inputs and outputs copied)", time(median));
+            }
+            n => {
+                let _ = writeln!(
+                    out,
+                    "run      median {}, min {}, max {} of {n}; the first {} (inputs and outputs copied)",
+                    time(median),
+                    time(min),
+                    time(max),
+                    time(self.times[0])
+                );
+            }
+        }
+        let _ = writeln!(
+            out,
+            "memory   {}device buffers at most {}",
+            report::peak_memory().map_or(String::new(), |b| format!("process at most {}, ", size(b))),
+            size(l.backend.memory().peak)
+        );
+        if self.a.receipts {
+            out += "receipts\n";
+            out += &receipts_text(self.receipts);
+        }
+        for w in &self.plan.warnings {
+            let _ = writeln!(out, "warning  {w}");
+        }
+        out
+    }
+
+    fn json(&self) -> Value {
+        let l = self.loaded;
+        let outputs: Vec<Value> = l
+            .imported
+            .outputs
+            .iter()
+            .zip(self.outputs)
+            .enumerate()
+            .map(|(i, (name, x))| {
+                let mut v = json!({ "name": name, "dtype": x.dtype, "shape": x.dims.as_slice(), "summary": summary(x).json(x) });
+                if let Some(f) = self.files.get(i) {
+                    v["file"] = json!(f);
+                }
+                v
+            })
+            .collect();
+        let (median, min, max) = spread(&self.times);
+        json!({
+            "model": self.a.model,
+            "backend": backend_json(&l.backend),
+            "inputs": l.input_json(),
+            "outputs": outputs,
+            "top_k": self.top.as_ref().map(Top::json),
+            "times_ms": {
+                "load": ms(l.times.load),
+                "open_device": ms(l.times.open),
+                "read_inputs": ms(l.times.inputs),
+                "compile": ms(self.compile),
+                "run": {
+                    "first": ms(self.times[0]), "median": ms(median), "min": ms(min), "max": ms(max), "runs": self.times.len(),
+                },
+            },
+            "memory": { "process_peak_bytes": report::peak_memory(), "device": memory_json(&l.backend.memory()) },
+            "counters": l.backend.counters(),
+            "caches": l.backend.cache_stats(),
+            "receipts": self.receipts,
+            "warnings": self.plan.warnings,
+        })
+    }
+}
+
+fn memory_json(m: &halcyon::MemoryStats) -> Value {
+    let tags: BTreeMap<String, u64> = m.by_tag.iter().map(|(t, b)| (format!("{t:?}").to_lowercase(), *b)).collect();
+    json!({ "allocated": m.allocated, "peak": m.peak, "cached": m.cached, "limit": m.limit, "by_tag": tags })
+}
+
+/// Receipts as a table. What was not measured is left out.
+pub fn receipts_text(receipts: &[Receipt]) -> String {
+    if receipts.is_empty() {
+        return "  no transformation applied\n".into();
+    }
+    let mut rows = vec![vec!["transformation".to_string(), "applied".into(), "gain".into(), "error against O0".into()]];
+    rows.extend(receipts.iter().map(|r| {
+        vec![
+            r.transformation.clone(),
+            r.count.to_string(),
+            r.gain.map_or("not measured".into(), |g| format!("{g:.2}x")),
+            r.error.map_or("not measured".into(), |e| format!("{e:.2e}")),
+        ]
+    }));
+    table(&rows)
+}
+
+/// File of an output: its name with what a file name may not hold replaced.
+fn file_name(output: &str) -> String {
+    let keep = |c: char| c.is_alphanumeric() || "._-".contains(c);
+    output.chars().map(|c| if keep(c) { c } else { '_' }).collect::<String>() + ".npy"
+}
+
+fn save(dir: &Path, names: &[String], outputs: &[ConstData]) -> Result<Vec<PathBuf>> {
+    std::fs::create_dir_all(dir).map_err(|e| Error::Io { path: dir.display().to_string(), what: e.to_string() })?;
+    let mut files: Vec<PathBuf> = vec![];
+    for (name, x) in names.iter().zip(outputs) {
+        let path = dir.join(file_name(name));
+        if files.contains(&path) {
+            return Err(Error::unsupported(
+                format!("two outputs would be saved as {}", path.display()),
+                "Rename one of them in the model",
+            ));
+        }
+        if x.dtype == DType::BF16 {
+            report::note(&format!("warning: NumPy has no bf16; {} holds the same values as f32", path.display()));
+            npy::write(&path, &data::cast(x, DType::F32)?)?;
+        } else {
+            npy::write(&path, x)?;
+        }
+        files.push(path);
+    }
+    Ok(files)
+}
+
+fn read_labels(path: &Path) -> Result<Vec<String>> {
+    let text = std::fs::read_to_string(path)
+        .map_err(|e| Error::Io { path: path.display().to_string(), what: e.to_string() })?;
+    Ok(text.lines().map(|l| l.trim().to_string()).collect())
+}
+
+/// What the values of a row are taken for.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Scores {
+    Probabilities,
+    LogProbabilities,
+    Other,
+}
+
+#[derive(Debug)]
+struct Entry {
+    index: usize,
+    label: Option<String>,
+    value: f64,
+    /// Of 1.
+    share: f64,
+}
+
+/// The largest values of every row of an output.
+#[derive(Debug)]
+struct Top {
+    output: String,
+    rows: Vec<(Scores, Vec<Entry>)>,
+}
+
+/// Takes the last axis of the first output as classes.
+fn top_k(k: usize, names: &[String], outputs: &[ConstData], labels: Option<&[String]>) -> Result<Top> {
+    let (Some(name), Some(x)) = (names.first(), outputs.first()) else {
+        return Err(Error::argument("--top-k", "the model has no output"));
+    };
+    let classes = x.dims.last().copied().unwrap_or(1);
+    if let Some(l) = labels
+        && l.len() != classes
+    {
+        return Err(Error::argument(
+            "--labels",
+            format!("{} names for the {classes} classes of {name} {}{:?}", l.len(), x.dtype, x.dims.as_slice()),
+        ));
+    }
+    let values: Vec<f64> = x.scalars().map(|s| s.as_f64()).collect();
+    let rows = values
+        .chunks_exact(classes.max(1))
+        .map(|row| {
+            let (kind, shares) = shares(row);
+            let mut order: Vec<usize> = (0..row.len()).collect();
+            // NaN comes last, and equal values stay in order.
+            order.sort_by(|&i, &j| {
+                let key = |v: f64| if v.is_nan() { f64::NEG_INFINITY } else { v };
+                key(row[j]).total_cmp(&key(row[i]))
+            });
+            let label = |i: usize| labels.and_then(|l| l.get(i)).cloned();
+            let top = order
+                .into_iter()
+                .take(k)
+                .map(|i| Entry { index: i, label: label(i), value: row[i], share: shares[i] })
+                .collect();
+            (kind, top)
+        })
+        .collect();
+    Ok(Top { output: name.clone(), rows })
+}
+
+/// The share of each class: the value itself where the row is a distribution, its exponential where it is the logarithm of
+/// one, else the softmax.
+fn shares(row: &[f64]) -> (Scores, Vec<f64>) {
+    let near_one = |s: f64| (s - 1.0).abs() < 1e-3;
+    let exp: Vec<f64> = row.iter().map(|v| v.exp()).collect();
+    if row.iter().all(|v| (0.0..=1.001).contains(v)) && near_one(row.iter().sum()) {
+        (Scores::Probabilities, row.to_vec())
+    } else if row.iter().all(|v| *v <= 1e-3) && near_one(exp.iter().sum()) {
+        (Scores::LogProbabilities, exp)
+    } else {
+        let max = row.iter().copied().fold(f64::NEG_INFINITY, f64::max);
+        let e: Vec<f64> = row.iter().map(|v| (v - max).exp()).collect();
+        let sum: f64 = e.iter().sum();
+        (Scores::Other, e.iter().map(|v| v / sum).collect())
+    }
+}
+
+impl Top {
+    fn text(&self) -> String {
+        let mut out = String::new();
+        for (i, (kind, top)) in self.rows.iter().take(ROWS).enumerate() {
+            let column = match kind {
+                Scores::Probabilities => "probability",
+                Scores::LogProbabilities => "probability (exp)",
+                Scores::Other => "softmax",
+            };
+            let _ = match self.rows.len() {
+                1 => writeln!(out, "top {} of {}", top.len(), self.output),
+                n => writeln!(out, "top {} of {}, row {i} of {n}", top.len(), self.output),
+            };
+            let mut rows = vec![vec!["rank".into(), "class".into(), column.to_string(), "value".into()]];
+            rows.extend(top.iter().enumerate().map(|(rank, e)| {
+                vec![
+                    format!("{}.", rank + 1),
+                    e.label.as_ref().map_or(e.index.to_string(), |l| format!("{l} ({})", e.index)),
+                    format!("{:.2} %", e.share * 100.0),
+                    number(e.value),
+                ]
+            }));
+            out += &table(&rows);
+        }
+        if self.rows.len() > ROWS {
+            let _ = writeln!(out, "  and {} more rows (--json has them)", self.rows.len() - ROWS);
+        }
+        out
+    }
+
+    fn json(&self) -> Value {
+        let entry = |e: &Entry| json!({ "index": e.index, "label": e.label, "value": e.value, "share": e.share });
+        let rows: Vec<Value> = self.rows.iter().map(|(_, r)| r.iter().map(entry).collect()).collect();
+        let kinds: Vec<&str> = self
+            .rows
+            .iter()
+            .map(|(k, _)| match k {
+                Scores::Probabilities => "probabilities",
+                Scores::LogProbabilities => "log-probabilities",
+                Scores::Other => "softmax",
+            })
+            .collect();
+        json!({ "output": self.output, "share_is": kinds, "rows": rows })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn file_names_hold_nothing_odd() {
+        assert_eq!(file_name("a/b:c.1-x_y é"), "a_b_c.1-x_y_é.npy");
+        assert_eq!(file_name(".."), "...npy");
+    }
+
+    #[test]
+    fn shares_follow_the_kind_of_scores() {
+        assert_eq!(shares(&[0.25, 0.75]).0, Scores::Probabilities);
+        let (k, v) = shares(&[0.25f64.ln(), 0.75f64.ln()]);
+        assert!(k == Scores::LogProbabilities && (v[1] - 0.75).abs() < 1e-12);
+        let (k, v) = shares(&[1000.0, 1000.0 + 3f64.ln()]);
+        assert!(k == Scores::Other && (v[1] - 0.75).abs() < 1e-9);
+    }
+
+    #[test]
+    fn top_k_sorts_every_row_and_checks_labels() {
+        let x = ConstData::from_slice(&[2, 3], &[0.1f32, 0.7, 0.2, f32::NAN, 5.0, 6.0]).unwrap();
+        let names = ["p".to_string()];
+        let labels = ["a", "b", "c"].map(String::from);
+        let t = top_k(2, &names, std::slice::from_ref(&x), Some(&labels)).unwrap();
+        let of = |r: usize| t.rows[r].1.iter().map(|e| e.index).collect::<Vec<_>>();
+        assert_eq!((of(0), of(1)), (vec![1, 2], vec![2, 1]));
+        assert_eq!(t.rows[0].1[0].label.as_deref(), Some("b"));
+        let e = top_k(2, &names, &[x], Some(&labels[..2])).unwrap_err();
+        assert!(e.to_string().contains("2 names for the 3 classes"), "{e}");
+    }
+}

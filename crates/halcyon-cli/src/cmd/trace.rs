@@ -1,0 +1,209 @@
+//! `halcyon trace`: what becomes of a model, from its graph to its kernels.
+
+use super::{Loaded, backend_json, backend_text, load, run::receipts_text};
+use crate::args::TraceArgs;
+use crate::report::{self, ms, table, time};
+use halcyon::ir::Op;
+use halcyon::ir::lower::lower;
+use halcyon::ir::plan::StepWork;
+use halcyon::{Executable, Graph, Result, Session};
+use serde_json::{Value, json};
+use std::fmt::Write;
+use std::time::{Duration, Instant};
+
+pub fn main(a: &TraceArgs) -> Result<u8> {
+    let loaded = load(&a.model, &a.input, &a.backend, true, true)?;
+    let (backend, graph) = (&loaded.backend, &loaded.imported.graph);
+    let inputs = loaded.data();
+
+    // Once on its own for its time; the session below lowers again.
+    let start = Instant::now();
+    lower(graph, backend.device().as_target(), &backend.lower_options())?;
+    let lowering = start.elapsed();
+
+    let session = Session::new(backend, graph.clone());
+    let start = Instant::now();
+    let exe = session.prepare(&inputs)?;
+    let prepare = start.elapsed();
+
+    // The first run pays for what a device does late; the second is the one that is shown.
+    let start = Instant::now();
+    session.run(&inputs)?;
+    let first = start.elapsed();
+    let buffers = session.upload(&inputs)?;
+    backend.synchronize()?;
+    backend.device().take_timings()?;
+    let start = Instant::now();
+    exe.run(backend, &buffers, &[])?;
+    backend.synchronize()?;
+    let second = start.elapsed();
+    let timings = backend.device().take_timings()?;
+    let device_only = exe.plan().steps.iter().all(|s| !matches!(s.work, StepWork::Host(_)));
+    let steps = (device_only && timings.len() == exe.plan().steps.len())
+        .then(|| timings.iter().map(|t| Duration::from_nanos(t.nanoseconds)).collect::<Vec<_>>());
+
+    let done = Trace { a, loaded: &loaded, exe: &exe, lowering, prepare, first, second, steps };
+    if a.json { report::print_json(&done.json())? } else { report::print(&done.text())? }
+    Ok(0)
+}
+
+struct Trace<'a> {
+    a: &'a TraceArgs,
+    loaded: &'a Loaded,
+    exe: &'a Executable,
+    lowering: Duration,
+    prepare: Duration,
+    first: Duration,
+    second: Duration,
+    /// Device time of each step, where the device measures it.
+    steps: Option<Vec<Duration>>,
+}
+
+impl Trace<'_> {
+    fn text(&self) -> String {
+        let (l, plan) = (self.loaded, self.exe.plan());
+        let mut out = format!("model    {}\n", self.a.model.display());
+        out += &backend_text(&l.backend);
+        // Writing to a string does not fail.
+        let _ = writeln!(out, "level    {}", l.backend.level());
+        for i in &l.inputs {
+            let _ = writeln!(out, "input    {} {}{:?} from {}", i.name, i.data.dtype, i.data.dims.as_slice(), i.source);
+        }
+        let _ = write!(out, "\ngraph ({} nodes)\n{}", l.imported.graph.nodes().len(), graph_text(&l.imported.graph));
+        let _ = write!(out, "\npasses\n{}", receipts_text(&plan.receipts));
+        for w in &plan.warnings {
+            let _ = writeln!(out, "  warning: {w}");
+        }
+        let _ = writeln!(out, "\nplan ({} steps)\n{plan}", plan.steps.len());
+        for (name, source) in self.exe.sources() {
+            let _ = writeln!(out, "\nsource of {name}\n{}", source.trim_end());
+        }
+        out += "\ntimes\n";
+        out += &table(&[
+            vec!["import".into(), time(l.times.load)],
+            vec!["open device".into(), time(l.times.open)],
+            vec!["passes and lowering, alone".into(), time(self.lowering)],
+            vec!["prepare: the same, programs and weights".into(), time(self.prepare)],
+            vec!["first run, inputs and outputs copied".into(), time(self.first)],
+            vec!["second run, on the device".into(), time(self.second)],
+        ]);
+        match &self.steps {
+            Some(t) => {
+                out += "\ndevice time by step, second run\n";
+                let rows: Vec<Vec<String>> = plan
+                    .steps
+                    .iter()
+                    .zip(t)
+                    .enumerate()
+                    .map(|(i, (s, t))| {
+                        let rate = |n: u64| n as f64 / t.as_secs_f64().max(1e-12) / 1e9;
+                        vec![
+                            i.to_string(),
+                            s.op.clone(),
+                            s.work.kernel_name(),
+                            time(*t),
+                            format!("{:.1} GFLOP/s", rate(s.flops)),
+                            format!("{:.1} GB/s", rate(s.bytes)),
+                        ]
+                    })
+                    .collect();
+                out += &table(&rows);
+            }
+            None => out += "  no times by step: this device does not measure them, or the host took part\n",
+        }
+        out
+    }
+
+    fn json(&self) -> Value {
+        let (l, plan) = (self.loaded, self.exe.plan());
+        let g = &l.imported.graph;
+        let nodes: Vec<Value> = g
+            .ids()
+            .map(|id| {
+                let n = g.node(id);
+                json!({
+                    "id": id.0,
+                    "op": op_text(&n.op),
+                    "inputs": n.inputs.iter().map(|i| i.0).collect::<Vec<_>>(),
+                    "dtype": n.ty.dtype,
+                    "shape": n.ty.shape.to_string(),
+                    "span": n.span.0,
+                })
+            })
+            .collect();
+        let steps: Vec<Value> = plan
+            .steps
+            .iter()
+            .enumerate()
+            .map(|(i, s)| {
+                json!({
+                    "op": s.op,
+                    "kernel": s.work.kernel_name(),
+                    "span": s.span.0,
+                    "nodes": s.nodes,
+                    "flops": s.flops,
+                    "bytes": s.bytes,
+                    "device_ms": self.steps.as_ref().and_then(|t| t.get(i)).map(|t| ms(*t)),
+                })
+            })
+            .collect();
+        let sources: Vec<Value> =
+            self.exe.sources().into_iter().map(|(n, s)| json!({ "name": n, "source": s })).collect();
+        json!({
+            "model": self.a.model,
+            "backend": backend_json(&l.backend),
+            "inputs": l.input_json(),
+            "graph": {
+                "nodes": nodes,
+                "outputs": g.outputs().iter().map(|o| json!({ "name": &*o.name, "node": o.node.0 })).collect::<Vec<_>>(),
+            },
+            "receipts": plan.receipts,
+            "warnings": plan.warnings,
+            "plan": {
+                "steps": steps,
+                "scratch_bytes": plan.scratch(),
+                "constant_bytes": plan.const_bytes(),
+                "flops": plan.flops(),
+                "bytes": plan.bytes(),
+            },
+            "sources": sources,
+            "times_ms": {
+                "load": ms(l.times.load),
+                "open_device": ms(l.times.open),
+                "lower": ms(self.lowering),
+                "prepare": ms(self.prepare),
+                "first_run": ms(self.first),
+                "second_run": ms(self.second),
+            },
+        })
+    }
+}
+
+/// The op with its attributes; what belongs to a constant's data is left out.
+fn op_text(op: &Op) -> String {
+    let mut s = format!("{op:?}");
+    const LONGEST: usize = 120;
+    if let Some((i, _)) = s.char_indices().nth(LONGEST) {
+        s.truncate(i);
+        s.push('…');
+    }
+    s
+}
+
+/// One line for every node, then the outputs.
+fn graph_text(g: &Graph) -> String {
+    let mut out = String::new();
+    for id in g.ids() {
+        let n = g.node(id);
+        let ins: Vec<String> = n.inputs.iter().map(|i| format!("%{}", i.0)).collect();
+        let _ = write!(out, "  %{} = {}({}) : {}", id.0, op_text(&n.op), ins.join(", "), n.ty);
+        let _ = match &n.span.0 {
+            Some(s) => writeln!(out, "  # {s}"),
+            None => writeln!(out),
+        };
+    }
+    for o in g.outputs() {
+        let _ = writeln!(out, "  {} = %{}", o.name, o.node.0);
+    }
+    out
+}

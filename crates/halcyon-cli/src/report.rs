@@ -1,0 +1,300 @@
+//! What commands print: results on stdout, progress and errors on stderr.
+
+use halcyon::{ConstData, Error, Result};
+use indicatif::{ProgressBar, ProgressStyle};
+use serde_json::{Value, json};
+use std::any::Any;
+use std::fmt::Write as _;
+use std::io::{ErrorKind, IsTerminal, Write};
+use std::time::{Duration, Instant};
+
+/// Writes a command's result. A reader that has gone away is no error.
+pub fn print(text: &str) -> Result<()> {
+    let mut out = std::io::stdout().lock();
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        Err(e) if e.kind() != ErrorKind::BrokenPipe => {
+            Err(Error::Io { path: "standard output".into(), what: e.to_string() })
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Writes a command's result as JSON, indented.
+pub fn print_json(v: &Value) -> Result<()> {
+    let text = serde_json::to_string_pretty(v).map_err(|e| Error::internal(e.to_string()))?;
+    print(&(text + "\n"))
+}
+
+/// A line for the user that is no part of the result.
+pub fn note(text: &str) {
+    // Nothing is left to tell the user when stderr is closed.
+    let _ = writeln!(std::io::stderr(), "{text}");
+}
+
+/// What an error says, without a place where it has none.
+pub fn message(e: &Error) -> String {
+    e.to_string().replace(" (at an unnamed place)", "")
+}
+
+pub fn print_error(e: &Error, json: bool) {
+    let message = message(e);
+    if json {
+        let (kind, facts) = facts(e);
+        print_error_json(kind, &message, facts, e.exit_code());
+    } else {
+        note(&format!("error: {message}"));
+    }
+}
+
+pub fn print_error_json(kind: &str, message: &str, facts: Value, code: i32) {
+    let v = json!({ "error": { "kind": kind, "message": message, "facts": facts }, "exit_code": code });
+    if let Err(e) = print_json(&v) {
+        note(&format!("error: {e}"));
+    }
+}
+
+/// The kind of an error and what it holds besides its message.
+fn facts(e: &Error) -> (&'static str, Value) {
+    match e {
+        Error::Shape { op, at, .. } => ("Shape", json!({ "op": op, "at": at.as_str() })),
+        Error::DType { op, dtype, want, at } => {
+            ("DType", json!({ "op": op, "dtype": dtype, "want": want, "at": at.as_str() }))
+        }
+        Error::Argument { op, at, .. } => ("Argument", json!({ "op": op, "at": at.as_str() })),
+        Error::Unsupported { what, next } => ("Unsupported", json!({ "what": what, "next": next })),
+        Error::UnsupportedOps(ops) => ("UnsupportedOps", json!({ "ops": ops })),
+        Error::Unavailable { backend, tried, reason, fix } => {
+            ("Unavailable", json!({ "backend": backend, "tried": tried, "reason": reason, "fix": fix }))
+        }
+        Error::OutOfMemory { device, what, requested, free, total, next } => (
+            "OutOfMemory",
+            json!({ "device": device, "what": what, "requested": requested, "free": free, "total": total, "next": next }),
+        ),
+        Error::Driver { device, call, code, .. } => ("Driver", json!({ "device": device, "call": call, "code": code })),
+        Error::Compile { device, kernel, log } => ("Compile", json!({ "device": device, "kernel": kernel, "log": log })),
+        Error::Index { op, range, at } => ("Index", json!({ "op": op, "range": range, "at": at.as_str() })),
+        Error::Format { file, .. } => ("Format", json!({ "file": file })),
+        Error::Io { path, .. } => ("Io", json!({ "path": path })),
+        Error::Internal(_) => ("Internal", Value::Null),
+        _ => ("Error", Value::Null),
+    }
+}
+
+/// The text of a caught panic.
+pub fn panic_text(p: &(dyn Any + Send)) -> String {
+    p.downcast_ref::<&str>()
+        .map(|s| s.to_string())
+        .or_else(|| p.downcast_ref::<String>().cloned())
+        .unwrap_or_else(|| "a panic without a message".into())
+}
+
+/// `1.23 ms`.
+pub fn time(t: Duration) -> String {
+    match t.as_secs_f64() {
+        s if s >= 1.0 => format!("{s:.2} s"),
+        s if s >= 1e-3 => format!("{:.2} ms", s * 1e3),
+        s => format!("{:.1} µs", s * 1e6),
+    }
+}
+
+pub fn ms(t: Duration) -> f64 {
+    t.as_secs_f64() * 1e3
+}
+
+/// `12.3 MiB`.
+pub fn size(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let (mut v, mut u) = (bytes as f64, 0);
+    while v >= 1024.0 && u + 1 < UNITS.len() {
+        v /= 1024.0;
+        u += 1;
+    }
+    if u == 0 { format!("{bytes} B") } else { format!("{v:.1} {}", UNITS[u]) }
+}
+
+/// A field of `/proc/...` in kB, as bytes.
+fn proc_field(file: &str, field: &str) -> Option<u64> {
+    let text = std::fs::read_to_string(file).ok()?;
+    let line = text.lines().find_map(|l| l.strip_prefix(field)?.strip_prefix(':'))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
+/// The most memory this process has had resident, where the system tells (Linux).
+pub fn peak_memory() -> Option<u64> {
+    proc_field("/proc/self/status", "VmHWM")
+}
+
+/// Bytes of memory that can still be used, and all, where the system tells (Linux).
+pub fn host_memory() -> Option<(u64, u64)> {
+    Some((proc_field("/proc/meminfo", "MemAvailable")?, proc_field("/proc/meminfo", "MemTotal")?))
+}
+
+/// Median, smallest and largest of some times, which must not be empty.
+pub fn spread(times: &[Duration]) -> (Duration, Duration, Duration) {
+    let mut t = times.to_vec();
+    t.sort();
+    (t[t.len() / 2], t[0], t[t.len() - 1])
+}
+
+/// Columns of text, each as wide as its widest cell.
+pub fn table(rows: &[Vec<String>]) -> String {
+    let mut widths: Vec<usize> = vec![];
+    for r in rows {
+        for (i, c) in r.iter().enumerate() {
+            let n = c.chars().count();
+            match widths.get_mut(i) {
+                Some(w) => *w = (*w).max(n),
+                None => widths.push(n),
+            }
+        }
+    }
+    let mut out = String::new();
+    for r in rows {
+        let mut line = String::from("  ");
+        for (c, w) in r.iter().zip(&widths) {
+            let pad = w - c.chars().count();
+            line.push_str(c);
+            line.push_str(&" ".repeat(pad + 2));
+        }
+        let _ = writeln!(out, "{}", line.trim_end());
+    }
+    out
+}
+
+/// What an output holds, in figures.
+#[derive(Debug)]
+pub struct Summary {
+    /// Over the values that are numbers; `None` where there is none.
+    pub min: Option<f64>,
+    pub max: Option<f64>,
+    pub mean: Option<f64>,
+    pub nan: usize,
+}
+
+/// Values that are printed whole.
+pub const SMALL: usize = 16;
+
+pub fn summary(x: &ConstData) -> Summary {
+    let (mut min, mut max, mut sum, mut n, mut nan) = (f64::INFINITY, f64::NEG_INFINITY, 0f64, 0usize, 0usize);
+    for v in x.scalars().map(|s| s.as_f64()) {
+        if v.is_nan() {
+            nan += 1;
+        } else {
+            (min, max, sum, n) = (min.min(v), max.max(v), sum + v, n + 1);
+        }
+    }
+    let some = |v: f64| (n > 0).then_some(v);
+    Summary { min: some(min), max: some(max), mean: some(sum / n.max(1) as f64), nan }
+}
+
+/// A number as short as six digits allow.
+pub fn number(v: f64) -> String {
+    if v == 0.0 || v.is_finite() && v.fract() == 0.0 && v.abs() < 1e15 {
+        format!("{v}")
+    } else if v.abs() >= 1e6 || v.abs() < 1e-4 {
+        format!("{v:.5e}")
+    } else {
+        let digits = (5 - v.abs().log10().floor() as i32).max(0) as usize;
+        format!("{v:.digits$}")
+    }
+}
+
+impl Summary {
+    pub fn text(&self, x: &ConstData) -> String {
+        let mut s = match (self.min, self.max, self.mean) {
+            (Some(a), Some(b), Some(m)) => format!("min {}  max {}  mean {}", number(a), number(b), number(m)),
+            _ if x.numel() == 0 => "empty".into(),
+            _ => "no number".into(),
+        };
+        if self.nan > 0 {
+            let _ = write!(s, "  NaN {} of {}", self.nan, x.numel());
+        }
+        if x.numel() <= SMALL && x.numel() > 0 {
+            let v: Vec<String> = x.scalars().map(|s| number(s.as_f64())).collect();
+            let _ = write!(s, "  [{}]", v.join(", "));
+        }
+        s
+    }
+
+    /// JSON has no NaN and no infinities: they are null.
+    pub fn json(&self, x: &ConstData) -> Value {
+        let values = (x.numel() <= SMALL).then(|| x.scalars().map(|s| s.as_f64()).collect::<Vec<_>>());
+        json!({ "min": self.min, "max": self.max, "mean": self.mean, "nan": self.nan, "values": values })
+    }
+}
+
+/// Progress of a loop on stderr: a bar on a terminal, now and then a line elsewhere.
+#[derive(Debug)]
+pub struct Progress {
+    what: &'static str,
+    bar: Option<ProgressBar>,
+    total: u64,
+    done: u64,
+    next: u64,
+    last: Instant,
+}
+
+impl Progress {
+    pub fn new(what: &'static str, total: u64) -> Progress {
+        let bar = std::io::stderr().is_terminal().then(|| {
+            let style = ProgressStyle::with_template("{msg} [{bar:40}] {pos}/{len} {eta}");
+            let bar = ProgressBar::new(total).with_message(what);
+            match style {
+                Ok(s) => bar.with_style(s.progress_chars("=> ")),
+                Err(_) => bar,
+            }
+        });
+        Progress { what, bar, total, done: 0, next: total.div_ceil(10).max(1), last: Instant::now() }
+    }
+
+    pub fn step(&mut self) {
+        self.done += 1;
+        if let Some(b) = &self.bar {
+            b.inc(1);
+        } else if self.total > 1 && (self.done >= self.next || self.last.elapsed() > Duration::from_secs(5)) {
+            note(&format!("{} {}/{}", self.what, self.done, self.total));
+            self.next = self.done + self.total.div_ceil(10).max(1);
+            self.last = Instant::now();
+        }
+    }
+
+    pub fn finish(self) {
+        if let Some(b) = self.bar {
+            b.finish_and_clear();
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn figures() {
+        assert_eq!(number(0.0), "0");
+        assert_eq!(number(-3.0), "-3");
+        assert_eq!(number(0.123456789), "0.123457");
+        assert_eq!(number(12.3456789), "12.3457");
+        assert_eq!(number(1.5e-7), "1.50000e-7");
+        assert_eq!(number(f64::INFINITY), "inf");
+        assert_eq!(number(f64::NAN), "NaN");
+        assert_eq!(size(1023), "1023 B");
+        assert_eq!(size(3 << 20), "3.0 MiB");
+        assert_eq!(time(Duration::from_micros(1500)), "1.50 ms");
+    }
+
+    #[test]
+    fn summaries_leave_nan_out_and_count_it() {
+        let x = ConstData::from_slice(&[4], &[1f32, f32::NAN, 3.0, 2.0]).unwrap();
+        let s = summary(&x);
+        assert_eq!((s.min, s.max, s.mean, s.nan), (Some(1.0), Some(3.0), Some(2.0), 1));
+        let empty = ConstData::from_slice::<f32>(&[0], &[]).unwrap();
+        assert_eq!(summary(&empty).text(&empty), "empty");
+    }
+
+    #[test]
+    fn tables_line_up() {
+        let t = table(&[vec!["a".into(), "bb".into()], vec!["ccc".into(), "µ".into()]]);
+        assert_eq!(t, "  a    bb\n  ccc  µ\n");
+    }
+}

@@ -1,0 +1,406 @@
+//! Inputs of a model, from what `--input` names.
+
+use crate::args::InputArgs;
+use crate::{image, report};
+use halcyon::{ConstData, DType, Dim, Error, Result, Shape};
+use halcyon_formats::npz::Npz;
+use halcyon_formats::onnx::{Port, tensor};
+use halcyon_formats::sniff::{self, Kind};
+use halcyon_formats::{data, mmap, npy};
+use halcyon_ir::error::Span;
+use halcyon_ir::{Bindings, Scalar};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+/// One input of a run.
+#[derive(Debug)]
+pub struct Input {
+    pub name: String,
+    /// Where it came from, for the report.
+    pub source: String,
+    pub data: ConstData,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Fill {
+    Random,
+    Zeros,
+    Ones,
+}
+
+#[derive(Debug)]
+enum Spec {
+    Fill(Fill, Option<Vec<usize>>),
+    File(PathBuf),
+}
+
+/// The inputs of a model in its order. With `fill`, inputs that are not given are random; else they are an error.
+///
+/// # Errors
+/// [`Error::Argument`] for names the model lacks, inputs given twice or not at all; [`Error::DType`] for data of another type than the
+/// model takes; errors of the file formats.
+pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> {
+    let mut slots: Vec<Option<Input>> = ports.iter().map(|_| None).collect();
+    let mut fills: Vec<(usize, String, Fill, Option<Vec<usize>>)> = vec![];
+    let mut taken = vec![false; ports.len()];
+    let mut unnamed = vec![];
+    for text in &a.inputs {
+        match split(ports, text)? {
+            (None, spec) => unnamed.push((text, spec)),
+            (Some(i), spec) => {
+                take(&mut taken, ports, i)?;
+                match spec {
+                    Spec::Fill(f, dims) => fills.push((i, text.clone(), f, dims)),
+                    Spec::File(path) => slots[i] = Some(named_file(&ports[i], &path, a)?),
+                }
+            }
+        }
+    }
+    // Archives name their inputs themselves; what is left goes to the inputs that are left.
+    let mut rest = vec![];
+    for (text, spec) in unnamed {
+        match spec {
+            Spec::File(path) if kind(&path)?.1 == Some(Kind::Npz) => {
+                let z = Npz::open(&path)?;
+                let matching: Vec<usize> =
+                    (0..ports.len()).filter(|&i| z.names().any(|n| n == ports[i].name)).collect();
+                if matching.is_empty() {
+                    return Err(Error::argument(
+                        "--input",
+                        format!(
+                            "no array of {} has the name of an input: it has {}, the model takes {}",
+                            path.display(),
+                            z.names().collect::<Vec<_>>().join(", "),
+                            names(ports)
+                        ),
+                    ));
+                }
+                for i in matching {
+                    take(&mut taken, ports, i)?;
+                    slots[i] = Some(from_archive(&z, &ports[i].name, &ports[i], &path)?);
+                }
+            }
+            spec => rest.push((text, spec)),
+        }
+    }
+    for (text, spec) in rest {
+        let i = taken.iter().position(|t| !t).ok_or_else(|| {
+            Error::argument(
+                "--input",
+                format!("{text} is one too many: the model takes {}", names(ports)),
+            )
+        })?;
+        take(&mut taken, ports, i)?;
+        match spec {
+            Spec::Fill(f, dims) => fills.push((i, text.clone(), f, dims)),
+            Spec::File(path) => slots[i] = Some(named_file(&ports[i], &path, a)?),
+        }
+    }
+    let missing: Vec<&Port> = ports.iter().zip(&taken).filter(|(_, t)| !**t).map(|(p, _)| p).collect();
+    if !missing.is_empty() {
+        if !fill {
+            return Err(missing_error(&missing));
+        }
+        let open = (0..ports.len()).filter(|&i| !taken[i]);
+        fills.extend(open.map(|i| (i, "random (not given)".into(), Fill::Random, None)));
+    }
+    // Symbols that the other inputs settle have that size here too.
+    let mut known = Bindings::new();
+    for (p, s) in ports.iter().zip(&slots) {
+        if let (Some(shape), Some(x)) = (&p.shape, s) {
+            shape.iter().zip(&x.data.dims).for_each(|(d, n)| settle(*d, *n, &mut known));
+        }
+    }
+    for (i, text, f, dims) in fills {
+        let p = &ports[i];
+        let dims = match (dims, &p.shape) {
+            (Some(d), _) => d,
+            (None, Some(s)) => default_dims(s, &mut known)?,
+            (None, None) => {
+                return Err(Error::argument(
+                    "--input",
+                    format!("input '{0}' declares no shape; give one, as in --input {0}=zeros:1x8", p.name),
+                ));
+            }
+        };
+        let data = filled(f, p.dtype, &dims, a.seed.wrapping_add(i as u64))?;
+        slots[i] = Some(Input { name: p.name.clone(), source: text, data });
+    }
+    slots.into_iter().map(|s| s.ok_or_else(|| Error::internal("an input was lost"))).collect()
+}
+
+fn names(ports: &[Port]) -> String {
+    match ports {
+        [] => "no input".into(),
+        _ => ports.iter().map(|p| p.name.as_str()).collect::<Vec<_>>().join(", "),
+    }
+}
+
+fn take(taken: &mut [bool], ports: &[Port], i: usize) -> Result<()> {
+    if std::mem::replace(&mut taken[i], true) {
+        return Err(Error::argument("--input", format!("input '{}' is given twice", ports[i].name)));
+    }
+    Ok(())
+}
+
+/// The input a text names, if it names one, and its source.
+fn split(ports: &[Port], text: &str) -> Result<(Option<usize>, Spec)> {
+    let Some((name, rest)) = text.split_once('=') else {
+        return Ok((None, spec(text)?));
+    };
+    match ports.iter().position(|p| p.name == name) {
+        Some(i) => Ok((Some(i), spec(rest)?)),
+        // A path may hold the sign too.
+        None if Path::new(text).exists() => Ok((None, Spec::File(text.into()))),
+        None => Err(Error::argument(
+            "--input",
+            format!("the model has no input '{name}'; it takes {}", names(ports)),
+        )),
+    }
+}
+
+fn spec(text: &str) -> Result<Spec> {
+    let (word, dims) = match text.split_once(':') {
+        Some((w, d)) => (w, Some(d)),
+        None => (text, None),
+    };
+    let fill = match word {
+        "random" => Fill::Random,
+        "zeros" => Fill::Zeros,
+        "ones" => Fill::Ones,
+        _ => return Ok(Spec::File(text.into())),
+    };
+    Ok(Spec::Fill(fill, dims.map(dimensions).transpose()?))
+}
+
+/// `1x3x8x8`, `1,3,8,8`; nothing is a scalar.
+fn dimensions(text: &str) -> Result<Vec<usize>> {
+    if text.is_empty() {
+        return Ok(vec![]);
+    }
+    text.split(['x', ','])
+        .map(|d| d.trim().parse())
+        .collect::<std::result::Result<_, _>>()
+        .map_err(|_| Error::argument("--input", format!("\"{text}\" is no shape; write 1x3x8x8")))
+}
+
+fn kind(path: &Path) -> Result<(impl AsRef<[u8]> + use<>, Option<Kind>)> {
+    let bytes = mmap::open(path)?;
+    let kind = sniff::kind(&bytes);
+    Ok((bytes, kind))
+}
+
+/// The value of an input from a file. Its kind is read from its content.
+fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
+    let (bytes, kind) = kind(path)?;
+    let source = path.display().to_string();
+    let value = match kind {
+        Some(Kind::Npy) => npy::read(path)?,
+        Some(Kind::OnnxTensor) => tensor::read_pb(path)?.1,
+        Some(Kind::Npz) => {
+            let z = Npz::open(path)?;
+            let mut all = z.names();
+            let name = match (all.next(), all.next()) {
+                _ if z.names().any(|n| n == p.name) => p.name.clone(),
+                (Some(only), None) => only.to_string(),
+                _ => {
+                    return Err(Error::argument(
+                        "--input",
+                        format!(
+                            "{source} has several arrays and none is called '{}': {}",
+                            p.name,
+                            z.names().collect::<Vec<_>>().join(", ")
+                        ),
+                    ));
+                }
+            };
+            return from_archive(&z, &name, p, path);
+        }
+        Some(Kind::Png | Kind::Jpeg) => {
+            let (data, note) = image::read(bytes.as_ref(), p, a, &source)?;
+            return Ok(Input { name: p.name.clone(), source: format!("{source} ({note})"), data });
+        }
+        other => {
+            let what = other.map_or("a file of unknown kind".into(), |k| format!("a file of kind \"{k}\""));
+            return Err(Error::Format {
+                file: source,
+                what: format!("{what} is no input; give .npy, .npz, an ONNX .pb tensor, PNG or JPEG"),
+            });
+        }
+    };
+    check_dtype(p, &value, &source)?;
+    Ok(Input { name: p.name.clone(), source, data: value })
+}
+
+fn from_archive(z: &Npz, array: &str, p: &Port, path: &Path) -> Result<Input> {
+    let source = format!("{}[{array}]", path.display());
+    let data = z.get(array)?;
+    check_dtype(p, &data, &source)?;
+    Ok(Input { name: p.name.clone(), source, data })
+}
+
+/// Data is never converted: a conversion that loses nothing in one file loses something in the next.
+fn check_dtype(p: &Port, x: &ConstData, source: &str) -> Result<()> {
+    if x.dtype == p.dtype {
+        return Ok(());
+    }
+    let how = match p.dtype.row().npy {
+        Some(d) => format!("save it so, in NumPy with a.astype(\"{}\")", d.trim_start_matches(['<', '|'])),
+        None => "NumPy lacks that type, so give an ONNX .pb tensor".into(),
+    };
+    Err(Error::DType {
+        op: format!("input '{}'", p.name),
+        dtype: x.dtype,
+        want: format!("the model takes {} and data is not converted: {how}", p.dtype),
+        at: Span::new(source),
+    })
+}
+
+fn missing_error(missing: &[&Port]) -> Error {
+    let lines: Vec<String> = missing
+        .iter()
+        .map(|p| {
+            let shape = p.shape.as_ref().map_or("[any shape]".into(), Shape::to_string);
+            let dims = match &p.shape {
+                Some(s) if s.rank() > 0 => s.iter().map(|d| d.known().unwrap_or(1).to_string()).collect::<Vec<_>>().join("x"),
+                Some(_) => String::new(),
+                None => "1x8".into(),
+            };
+            let (name, dtype) = (&p.name, p.dtype);
+            format!("  {name} {dtype}{shape}    --input {name}=FILE.npy or --input {name}=random:{dims}")
+        })
+        .collect();
+    Error::argument("--input", format!("inputs of the model that are not given:\n{}", lines.join("\n")))
+}
+
+/// Notes the size of a dimension that is one symbol.
+fn settle(d: Dim, n: usize, known: &mut Bindings) {
+    let mut names = BTreeSet::new();
+    d.symbols(&mut names);
+    if let Some(name) = names.pop_first()
+        && names.is_empty()
+        && d == Dim::sym(&name)
+    {
+        known.entry(name).or_insert(n);
+    }
+}
+
+/// The declared shape with the sizes that are known and 1 for the other symbols.
+fn default_dims(s: &Shape, known: &mut Bindings) -> Result<Vec<usize>> {
+    let mut names = BTreeSet::new();
+    s.iter().for_each(|d| d.symbols(&mut names));
+    for n in names {
+        known.entry(n).or_insert(1);
+    }
+    Ok(s.bind(known)?.dims()?.to_vec())
+}
+
+/// SplitMix64 (Steele, Lea, Flood 2014).
+struct Random(u64);
+
+impl Random {
+    fn next(&mut self) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut z = self.0;
+        z = (z ^ (z >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        z = (z ^ (z >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        z ^ (z >> 31)
+    }
+}
+
+fn filled(f: Fill, dtype: DType, dims: &[usize], seed: u64) -> Result<ConstData> {
+    let bytes = data::byte_len(dtype, dims)
+        .ok_or_else(|| Error::argument("--input", format!("{dtype}{dims:?} is too large to address")))?;
+    let no_room = |free: u64, total: u64| Error::OutOfMemory {
+        device: "the host".into(),
+        what: format!("an input {dtype}{dims:?}"),
+        requested: bytes as u64,
+        free,
+        total,
+        next: "Give a smaller shape".into(),
+    };
+    // The system grants more than it has and ends the process later, so it is asked first where it tells.
+    if let Some((free, total)) = report::host_memory()
+        && bytes as u64 > free
+    {
+        return Err(no_room(free, total));
+    }
+    let mut out: Vec<u8> = vec![];
+    out.try_reserve_exact(bytes).map_err(|_| no_room(0, 0))?;
+    let size = dtype.size();
+    let mut r = Random(seed);
+    for _ in 0..bytes / size {
+        let v = match (f, dtype) {
+            (Fill::Zeros, _) => Scalar::U(0),
+            (Fill::Ones, _) => Scalar::U(1),
+            (Fill::Random, DType::Bool) => Scalar::Bool(r.next() & 1 == 1),
+            (Fill::Random, d) if d.is_int() => Scalar::U(r.next() % 10),
+            // 24 bits, which every value of f32 holds exactly, so none rounds up to 1.
+            (Fill::Random, _) => Scalar::F((r.next() >> 40) as f64 / (1u64 << 24) as f64),
+        };
+        out.extend_from_slice(&v.to_bytes(dtype)[..size]);
+    }
+    ConstData::new(dtype, dims, Arc::new(out))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use clap::Parser;
+
+    #[derive(Parser, Debug)]
+    struct Args {
+        #[command(flatten)]
+        input: InputArgs,
+    }
+
+    fn inputs(specs: &[&str]) -> InputArgs {
+        let words = ["x"].into_iter().chain(specs.iter().flat_map(|s| ["--input", *s]));
+        Args::try_parse_from(words).unwrap().input
+    }
+
+    fn ports() -> Vec<Port> {
+        let port = |name: &str, shape: Shape| Port { name: name.into(), dtype: DType::I64, shape: Some(shape) };
+        vec![port("ids", ["b", "s"].into()), port("mask", ["b", "s"].into())]
+    }
+
+    #[test]
+    fn unnamed_inputs_take_what_is_left_and_symbols_are_shared() {
+        let v = resolve(&ports(), &inputs(&["ones:2x5", "ids=random:2x5"]), false).unwrap();
+        assert_eq!(v[1].data.to_vec::<i64>(), [1; 10]);
+        assert!(v[0].data.to_vec::<i64>().iter().all(|x| (0..10).contains(x)));
+
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("a=b.npy");
+        npy::write(&path, &ConstData::from_slice(&[1, 3], &[4i64, 5, 6]).unwrap()).unwrap();
+        let v = resolve(&ports(), &inputs(&[path.to_str().unwrap(), "ones"]), false).unwrap();
+        assert_eq!(v[0].data.to_vec::<i64>(), [4, 5, 6]);
+        assert_eq!(v[1].data.dims.as_slice(), [1, 3]);
+    }
+
+    #[test]
+    fn random_depends_on_the_seed_alone() {
+        let f = |seed| filled(Fill::Random, DType::F32, &[1000], seed).unwrap().to_vec::<f32>();
+        assert_eq!(f(3), f(3));
+        assert_ne!(f(3), f(4));
+        let mean = f(3).iter().sum::<f32>() / 1000.0;
+        assert!(f(3).iter().all(|x| (0.0..1.0).contains(x)) && (mean - 0.5).abs() < 0.05, "{mean}");
+    }
+
+    #[test]
+    fn wrong_inputs_are_usage_errors_that_name_the_right_ones() {
+        for (specs, part) in [
+            (&["idz=zeros"][..], "it takes ids, mask"),
+            (&["ids=zeros"], "--input mask=random:1x1"),
+            (&["zeros", "zeros", "zeros"], "one too many"),
+            (&["ids=zeros", "ids=ones"], "given twice"),
+            (&["zeros:2y3", "zeros"], "is no shape"),
+        ] {
+            let e = resolve(&ports(), &inputs(specs), false).unwrap_err();
+            assert!(e.to_string().contains(part) && e.exit_code() == 2, "{specs:?}: {e}");
+        }
+        let e = resolve(&ports(), &inputs(&["zeros:100000000x100000", "ones"]), false).unwrap_err();
+        assert_eq!(e.exit_code(), 5, "{e}");
+    }
+}

@@ -1,0 +1,78 @@
+//! Building [`ConstData`], the host tensor of every format here.
+
+use bytes::Bytes;
+use halcyon_ir::{ConstData, DType, Error, Result, Scalar};
+use std::sync::Arc;
+
+/// Bytes that a dense tensor takes, or `None` if that (with every size of zero taken as one, so that strides fit as
+/// well) is more than an allocation can hold.
+pub fn byte_len(dtype: DType, dims: &[usize]) -> Option<usize> {
+    let bound = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d.max(1)))?;
+    let bits = bound.checked_mul(dtype.bits() as usize)?;
+    if bits.div_ceil(8) > isize::MAX as usize {
+        return None;
+    }
+    Some(if dims.contains(&0) { 0 } else { bits.div_ceil(8) })
+}
+
+/// Row-major little-endian bytes as a tensor, without a copy.
+///
+/// # Errors
+/// [`Error::Shape`] if `bytes` is not exactly what `dtype` and `dims` take, or they are too large to address.
+pub fn from_bytes(dtype: DType, dims: &[usize], bytes: Bytes) -> Result<ConstData> {
+    if byte_len(dtype, dims).is_none() {
+        return Err(Error::shape(
+            "data",
+            format!("{dtype}{dims:?} is too large to address"),
+        ));
+    }
+    ConstData::new(dtype, dims, Arc::new(bytes))
+}
+
+/// Casts each value to `dtype`. Errors as [`from_bytes`].
+pub fn from_scalars(
+    dtype: DType,
+    dims: &[usize],
+    values: impl IntoIterator<Item = Scalar>,
+) -> Result<ConstData> {
+    let size = dtype.size();
+    let mut bytes = Vec::new();
+    for v in values {
+        bytes.extend_from_slice(&v.to_bytes(dtype)[..size]);
+    }
+    from_bytes(dtype, dims, bytes.into())
+}
+
+/// The tensor with every element cast by [`Scalar::cast`].
+pub fn cast(t: &ConstData, dtype: DType) -> Result<ConstData> {
+    if dtype == t.dtype {
+        Ok(t.clone())
+    } else {
+        from_scalars(dtype, &t.dims, t.scalars())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn length_must_match_and_sizes_must_fit() {
+        assert!(from_bytes(DType::F32, &[2, 3], Bytes::from(vec![0; 24])).is_ok());
+        assert!(from_bytes(DType::F32, &[2, 3], Bytes::from(vec![0; 23])).is_err());
+        assert!(from_bytes(DType::U8, &[0, 1 << 40, 1 << 40], Bytes::new()).is_err());
+        assert_eq!(byte_len(DType::F32, &[]), Some(4));
+        assert_eq!(byte_len(DType::F32, &[0, 7]), Some(0));
+        assert_eq!(byte_len(DType::F32, &[usize::MAX, 2]), None);
+        assert_eq!(byte_len(DType::F64, &[1 << 61]), None);
+        // A zero must not hide sizes whose strides overflow.
+        assert_eq!(byte_len(DType::U8, &[0, 1 << 40, 1 << 40]), None);
+    }
+
+    #[test]
+    fn casts() {
+        let t = ConstData::from_slice(&[2, 2], &[1.5f32, -2.0, 3.0, 400.0]).unwrap();
+        assert_eq!(cast(&t, DType::I8).unwrap().to_vec::<i8>(), [1, -2, 3, 127]);
+        assert_eq!(cast(&t, DType::F32).unwrap().key(), t.key());
+    }
+}

@@ -1,0 +1,62 @@
+//! A file as bytes, without reading it.
+
+use bytes::Bytes;
+use halcyon_ir::{Error, Result};
+use std::fs::File;
+use std::path::Path;
+
+/// Maps a whole file read-only. Slices of the result share the map, which is released with the last of them.
+///
+/// The file must not be truncated while it is mapped: the operating system ends a process that then reads the missing
+/// pages. Bytes changed by others meanwhile may be seen.
+///
+/// # Errors
+/// [`Error::Io`] if the file cannot be opened or mapped, or is not a regular file (a device or pipe has no end).
+#[allow(unsafe_code)]
+pub fn open(path: &Path) -> Result<Bytes> {
+    let err = |e| crate::io(path, e);
+    // Asked before opening, because opening a pipe waits for its writer.
+    let meta = std::fs::metadata(path).map_err(err)?;
+    if !meta.is_file() {
+        return Err(Error::Io {
+            path: path.display().to_string(),
+            what: "not a regular file".into(),
+        });
+    }
+    let file = File::open(path).map_err(err)?;
+    if meta.len() == 0 {
+        return Ok(Bytes::new());
+    }
+    // SAFETY: the map is private to this process and read-only, and its bytes are only ever read as plain integers and
+    // floats, for which every bit pattern is valid. Truncation by another process is outside what any mapping can
+    // guard against; the function's documentation names it.
+    let map = unsafe { memmap2::Mmap::map(&file) }.map_err(err)?;
+    Ok(Bytes::from_owner(map))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn maps_content_and_keeps_it_after_the_path_is_gone() {
+        let dir = tempfile::tempdir().unwrap();
+        let p = dir.path().join("f");
+        std::fs::write(&p, b"hello").unwrap();
+        let b = open(&p).unwrap();
+        let tail = b.slice(1..);
+        drop(b);
+        std::fs::remove_file(&p).unwrap();
+        assert_eq!(&tail[..], b"ello");
+    }
+
+    #[test]
+    fn empty_missing_and_irregular_files() {
+        let dir = tempfile::tempdir().unwrap();
+        let p = dir.path().join("f");
+        std::fs::write(&p, b"").unwrap();
+        assert!(open(&p).unwrap().is_empty());
+        assert!(matches!(open(&dir.path().join("none")), Err(Error::Io { .. })));
+        assert!(matches!(open(dir.path()), Err(Error::Io { .. })));
+    }
+}

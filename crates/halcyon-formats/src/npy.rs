@@ -1,0 +1,394 @@
+//! NumPy's `.npy`, format versions 1 to 3 (numpy.lib.format).
+//!
+//! Read: bool, integers and floats of [`DType`], C and Fortran order, both byte orders; the result is row-major and
+//! little endian, and is a slice of the file where that needs no conversion. Written: version 1, C order, little endian.
+//! NumPy has no bf16, so writing one is a typed error; [`crate::data::cast`] to f32 first, which is exact.
+
+use crate::{ConstData, bad};
+use bytes::Bytes;
+use halcyon_ir::dtype::ROWS;
+use halcyon_ir::{DType, Error, Result};
+use std::path::Path;
+
+const MAGIC: &[u8] = b"\x93NUMPY";
+
+/// Reads a file. See [`parse`].
+pub fn read(path: &Path) -> Result<ConstData> {
+    parse(crate::mmap::open(path)?, &path.display().to_string())
+}
+
+/// Reads an `.npy` image; `file` names it in errors.
+///
+/// # Errors
+/// [`Error::Format`] for anything malformed, [`Error::Unsupported`] for element types without a row in [`DType`].
+pub fn parse(data: Bytes, file: &str) -> Result<ConstData> {
+    let short = || bad(file, "the .npy header is cut short");
+    if !data.starts_with(MAGIC) {
+        return Err(bad(file, "not an .npy file: the magic bytes are missing"));
+    }
+    let byte = |i: usize| data.get(i).copied().map(usize::from).ok_or_else(short);
+    let (start, len) = match byte(6)? {
+        1 => (10, byte(8)? | byte(9)? << 8),
+        2 | 3 => (12, byte(8)? | byte(9)? << 8 | byte(10)? << 16 | byte(11)? << 24),
+        v => return Err(bad(file, format!("unknown .npy format version {v}"))),
+    };
+    let end = start + len;
+    let text = data.get(start..end).ok_or_else(short)?;
+    let text = std::str::from_utf8(text).map_err(|_| bad(file, "the .npy header is not text"))?;
+    let h = Header::parse(text).map_err(|what| bad(file, format!(".npy header: {what}")))?;
+    let (dtype, big) = element_type(&h.descr)?;
+
+    let want = crate::data::byte_len(dtype, &h.shape)
+        .ok_or_else(|| bad(file, format!("shape {:?} is too large to address", h.shape)))?;
+    let body = data.slice(end..);
+    if body.len() != want {
+        let n = body.len();
+        return Err(bad(
+            file,
+            format!("{dtype}{:?} takes {want} bytes, the file holds {n}", h.shape),
+        ));
+    }
+    let body = if big && dtype.size() > 1 {
+        swap(&body, dtype.size())
+    } else {
+        body
+    };
+    let body = if h.fortran && h.shape.len() > 1 {
+        from_fortran(&body, dtype.size(), &h.shape)
+    } else {
+        body
+    };
+    crate::data::from_bytes(dtype, &h.shape, body)
+}
+
+/// The `.npy` image of a tensor.
+///
+/// # Errors
+/// [`Error::Unsupported`] for element types NumPy lacks (bf16).
+pub fn encode(t: &ConstData) -> Result<Vec<u8>> {
+    let Some(descr) = t.dtype.row().npy else {
+        return Err(Error::unsupported(
+            format!("writing {} as .npy: NumPy has no such type", t.dtype),
+            "Cast it to f32 first",
+        ));
+    };
+    let mut shape = t
+        .dims
+        .iter()
+        .map(|d| d.to_string())
+        .collect::<Vec<_>>()
+        .join(", ");
+    if t.dims.len() == 1 {
+        shape.push(',');
+    }
+    let mut head = format!("{{'descr': '{descr}', 'fortran_order': False, 'shape': ({shape}), }}");
+    // The data starts at a multiple of 64 bytes.
+    let total = (MAGIC.len() + 4 + head.len() + 1).next_multiple_of(64);
+    head.push_str(&" ".repeat(total - MAGIC.len() - 4 - head.len() - 1));
+    head.push('\n');
+    let len = u16::try_from(head.len())
+        .map_err(|_| Error::shape(".npy", format!("{} dimensions do not fit a header", t.dims.len())))?;
+    let mut out = Vec::with_capacity(total + t.bytes().len());
+    out.extend_from_slice(MAGIC);
+    out.extend_from_slice(&[1, 0]);
+    out.extend_from_slice(&len.to_le_bytes());
+    out.extend_from_slice(head.as_bytes());
+    out.extend_from_slice(t.bytes());
+    Ok(out)
+}
+
+/// Writes a file. Errors as [`encode`], or [`Error::Io`].
+pub fn write(path: &Path, t: &ConstData) -> Result<()> {
+    std::fs::write(path, encode(t)?).map_err(|e| crate::io(path, e))
+}
+
+/// Element type of an array-protocol type string and whether it is big endian.
+fn element_type(descr: &str) -> Result<(DType, bool)> {
+    let unsupported = || {
+        Error::unsupported(
+            format!(".npy element type '{descr}'"),
+            "Save the array as bool, int8-64, uint8-64 or float16-64",
+        )
+    };
+    let (order, kind) = match descr.as_bytes().first() {
+        Some(b'<' | b'>' | b'|' | b'=') => descr.split_at(1),
+        _ => return Err(unsupported()),
+    };
+    let row = ROWS
+        .iter()
+        .find(|r| r.npy.is_some_and(|n| &n[1..] == kind))
+        .ok_or_else(unsupported)?;
+    // '=' is the byte order of the machine that reads.
+    Ok((
+        row.dtype,
+        order == ">" || order == "=" && cfg!(target_endian = "big"),
+    ))
+}
+
+fn swap(b: &[u8], size: usize) -> Bytes {
+    let mut v = b.to_vec();
+    v.chunks_exact_mut(size).for_each(|e| e.reverse());
+    v.into()
+}
+
+/// Column-major bytes to row-major.
+fn from_fortran(b: &[u8], size: usize, dims: &[usize]) -> Bytes {
+    let mut out = Vec::with_capacity(b.len());
+    let mut strides = Vec::with_capacity(dims.len());
+    let mut s = 1;
+    for d in dims {
+        strides.push(s);
+        s *= d;
+    }
+    let mut index = vec![0; dims.len()];
+    for _ in 0..b.len() / size {
+        let at: usize = index.iter().zip(&strides).map(|(i, s)| i * s).sum();
+        out.extend_from_slice(&b[at * size..][..size]);
+        for d in (0..dims.len()).rev() {
+            index[d] += 1;
+            if index[d] < dims[d] {
+                break;
+            }
+            index[d] = 0;
+        }
+    }
+    out.into()
+}
+
+/// The header's three keys. The text is a Python dict literal of a fixed form; this reads that form and nothing more.
+struct Header {
+    descr: String,
+    fortran: bool,
+    shape: Vec<usize>,
+}
+
+struct Text<'a>(&'a str);
+
+impl<'a> Text<'a> {
+    fn eat(&mut self, token: &str) -> bool {
+        self.0 = self.0.trim_start();
+        match self.0.strip_prefix(token) {
+            Some(rest) => {
+                self.0 = rest;
+                true
+            }
+            None => false,
+        }
+    }
+
+    fn need(&mut self, token: &str) -> Result<(), String> {
+        match self.eat(token) {
+            true => Ok(()),
+            false => Err(format!(
+                "'{token}' expected before '{}'",
+                self.0.chars().take(20).collect::<String>()
+            )),
+        }
+    }
+
+    fn string(&mut self) -> Result<&'a str, String> {
+        let quote = if self.eat("'") {
+            '\''
+        } else {
+            self.need("\"")?;
+            '"'
+        };
+        let (s, rest) = self.0.split_once(quote).ok_or("a string does not end")?;
+        self.0 = rest;
+        Ok(s)
+    }
+
+    fn size(&mut self) -> Result<usize, String> {
+        self.0 = self.0.trim_start();
+        let n = self.0.find(|c: char| !c.is_ascii_digit()).unwrap_or(self.0.len());
+        let (digits, rest) = self.0.split_at(n);
+        self.0 = rest;
+        // Python 2 wrote long integers with a suffix.
+        self.eat("L");
+        digits.parse().map_err(|_| {
+            format!(
+                "'{digits}{}' is no size",
+                rest.chars().take(8).collect::<String>()
+            )
+        })
+    }
+}
+
+impl Header {
+    fn parse(text: &str) -> Result<Header, String> {
+        let (mut descr, mut fortran, mut shape) = (None, None, None);
+        let mut t = Text(text);
+        t.need("{")?;
+        while !t.eat("}") {
+            let key = t.string()?;
+            t.need(":")?;
+            match key {
+                "descr" => {
+                    if t.eat("[") {
+                        return Err("structured element types are not supported".into());
+                    }
+                    descr = Some(t.string()?.to_string());
+                }
+                "fortran_order" => {
+                    let yes = t.eat("True");
+                    if !yes {
+                        t.need("False")?;
+                    }
+                    fortran = Some(yes);
+                }
+                "shape" => {
+                    t.need("(")?;
+                    let mut dims = Vec::new();
+                    while !t.eat(")") {
+                        dims.push(t.size()?);
+                        if !t.eat(",") {
+                            t.need(")")?;
+                            break;
+                        }
+                    }
+                    shape = Some(dims);
+                }
+                other => return Err(format!("unknown key '{other}'")),
+            }
+            if !t.eat(",") {
+                t.need("}")?;
+                break;
+            }
+        }
+        if !t.0.trim().is_empty() {
+            return Err("text after the dict".into());
+        }
+        Ok(Header {
+            descr: descr.ok_or("'descr' is missing")?,
+            fortran: fortran.ok_or("'fortran_order' is missing")?,
+            shape: shape.ok_or("'shape' is missing")?,
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use halcyon_ir::Dims;
+
+    fn file(version: u8, head: &str, body: &[u8]) -> Bytes {
+        let mut v = MAGIC.to_vec();
+        v.extend([version, 0]);
+        match version {
+            1 => v.extend((head.len() as u16).to_le_bytes()),
+            _ => v.extend((head.len() as u32).to_le_bytes()),
+        }
+        v.extend(head.as_bytes());
+        v.extend(body);
+        v.into()
+    }
+
+    fn head(descr: &str, fortran: &str, shape: &str) -> String {
+        format!("{{'descr': '{descr}', 'fortran_order': {fortran}, 'shape': {shape}, }}\n")
+    }
+
+    #[test]
+    fn every_numpy_type_round_trips() {
+        for d in DType::all() {
+            for dims in [vec![], vec![3], vec![2, 3], vec![0, 4]] {
+                let n = dims.iter().product::<usize>();
+                let t = crate::data::from_scalars(d, &dims, (0..n).map(|i| (i as f64 - 1.0).into())).unwrap();
+                match encode(&t) {
+                    Ok(b) => {
+                        assert_eq!(parse(b.clone().into(), "t").unwrap(), t);
+                        assert_eq!((b.len() - t.bytes().len()) % 64, 0);
+                    }
+                    Err(Error::Unsupported { .. }) => assert_eq!(d, DType::BF16),
+                    Err(e) => panic!("{e}"),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn versions_orders_and_endianness() {
+        // Column-major [[0, 1, 2], [3, 4, 5]].
+        let body: Vec<u8> = [0i16, 3, 1, 4, 2, 5]
+            .iter()
+            .flat_map(|v| v.to_be_bytes())
+            .collect();
+        for version in [1, 2, 3] {
+            let t = parse(file(version, &head(">i2", "True", "(2, 3)"), &body), "t").unwrap();
+            assert_eq!(t.to_vec::<i16>(), [0, 1, 2, 3, 4, 5]);
+        }
+        let t = parse(
+            file(1, "{\"shape\": (1,), 'fortran_order':False,'descr':'|u1'}", &[7]),
+            "t",
+        )
+        .unwrap();
+        assert_eq!((t.dims.as_slice(), t.to_vec::<u8>()), (&[1][..], vec![7]));
+        assert_eq!(
+            parse(file(1, &head("<f8", "False", "()"), &[0; 8]), "t")
+                .unwrap()
+                .dims,
+            Dims::new()
+        );
+    }
+
+    #[test]
+    fn row_major_little_endian_data_is_not_copied() {
+        let f = file(1, &head("<f4", "False", "(2,)"), &[0; 8]);
+        let t = parse(f.clone(), "t").unwrap();
+        assert_eq!(t.bytes().as_ptr(), f[f.len() - 8..].as_ptr());
+    }
+
+    #[test]
+    fn attacks_are_typed_errors() {
+        let ok = file(1, &head("<f4", "False", "(2,)"), &[0; 8]);
+        for n in 0..ok.len() {
+            assert!(
+                matches!(parse(ok.slice(..n), "t"), Err(Error::Format { .. })),
+                "cut at {n}"
+            );
+        }
+        let bad_heads = [
+            head("<f4", "False", "(18446744073709551615, 2)"),
+            head("<f4", "False", "(4611686018427387904,)"),
+            head("<f4", "False", "(99999999999999999999999,)"),
+            head("<f4", "False", "(0, 4611686018427387904, 64)"),
+            head("<f4", "False", "(-2,)"),
+            head("<f4", "False", "(3,)"),
+            head("<f4", "False", "(2"),
+            head("<f4", "Maybe", "(2,)"),
+            head("<f4", "False", "(2,)") + "x",
+            "{'descr': '<f4', 'shape': (2,)}".into(),
+            "{'descr': [('a', '<f4')], 'fortran_order': False, 'shape': (2,)}".into(),
+            "{'descr': '<f4".into(),
+            "[".repeat(60_000),
+            String::new(),
+        ];
+        for h in bad_heads {
+            assert!(
+                matches!(parse(file(1, &h, &[0; 8]), "t"), Err(Error::Format { .. })),
+                "{h}"
+            );
+        }
+        for d in ["<f16", "<c8", "|O", "<U4", "|V2", "", "f4"] {
+            assert!(
+                matches!(
+                    parse(file(1, &head(d, "False", "(2,)"), &[0; 8]), "t"),
+                    Err(Error::Unsupported { .. })
+                ),
+                "{d}"
+            );
+        }
+        // A header length past the end of the file.
+        let mut v = MAGIC.to_vec();
+        v.extend([2, 0, 0xff, 0xff, 0xff, 0xff]);
+        assert!(matches!(parse(v.into(), "t"), Err(Error::Format { .. })));
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn random_bytes_never_panic(v in proptest::collection::vec(0u8.., 0..200)) {
+            let mut f = MAGIC.to_vec();
+            f.extend(v);
+            let _ = parse(f.into(), "t");
+        }
+    }
+}

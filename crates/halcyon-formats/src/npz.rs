@@ -1,0 +1,375 @@
+//! NumPy's `.npz`: a zip archive of `.npy` members (PKWARE APPNOTE 6.3, the parts NumPy writes: stored and deflated
+//! members, zip64 sizes). A stored member stays a slice of the file.
+
+use crate::{ConstData, bad, npy};
+use bytes::Bytes;
+use flate2::Crc;
+use halcyon_ir::{Error, Result};
+use std::io::Read;
+use std::path::Path;
+
+const LOCAL: u32 = 0x0403_4b50;
+const CENTRAL: u32 = 0x0201_4b50;
+const END: u32 = 0x0605_4b50;
+const END64: u32 = 0x0606_4b50;
+const END64_LOCATOR: u32 = 0x0706_4b50;
+/// Deflate cannot expand further than this (a stored length code of 258 bytes per 2 bits).
+const MAX_RATIO: u64 = 1032;
+
+/// An open archive.
+#[derive(Debug)]
+pub struct Npz {
+    file: String,
+    data: Bytes,
+    members: Vec<Member>,
+}
+
+#[derive(Debug)]
+struct Member {
+    name: String,
+    method: u16,
+    crc: u32,
+    packed: u64,
+    size: u64,
+    header: u64,
+}
+
+fn u16_at(b: &[u8], at: usize) -> Option<u16> {
+    b.get(at..at.checked_add(2)?)?
+        .try_into()
+        .ok()
+        .map(u16::from_le_bytes)
+}
+fn u32_at(b: &[u8], at: usize) -> Option<u32> {
+    b.get(at..at.checked_add(4)?)?
+        .try_into()
+        .ok()
+        .map(u32::from_le_bytes)
+}
+fn u64_at(b: &[u8], at: usize) -> Option<u64> {
+    b.get(at..at.checked_add(8)?)?
+        .try_into()
+        .ok()
+        .map(u64::from_le_bytes)
+}
+
+impl Npz {
+    /// # Errors
+    /// [`Error::Io`], or [`Error::Format`] if the archive's directory is malformed.
+    pub fn open(path: &Path) -> Result<Npz> {
+        Npz::parse(crate::mmap::open(path)?, &path.display().to_string())
+    }
+
+    /// As [`Npz::open`], of an archive in memory; `file` names it in errors.
+    pub fn parse(data: Bytes, file: &str) -> Result<Npz> {
+        let members =
+            directory(&data).ok_or_else(|| bad(file, "the zip directory is missing or cut short"))?;
+        let mut names: Vec<&str> = members.iter().map(|m| m.name.as_str()).collect();
+        names.sort_unstable();
+        if let Some(w) = names.windows(2).find(|w| w[0] == w[1]) {
+            return Err(bad(file, format!("two members are called '{}'", w[0])));
+        }
+        Ok(Npz {
+            file: file.into(),
+            data,
+            members,
+        })
+    }
+
+    /// Names of the arrays, without `.npy`, in the order of the archive.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.members.iter().map(|m| m.name.as_str())
+    }
+
+    /// Reads one array.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there is none of this name, else as [`npy::parse`].
+    pub fn get(&self, name: &str) -> Result<ConstData> {
+        let m = self.members.iter().find(|m| m.name == name).ok_or_else(|| {
+            let have = self.names().collect::<Vec<_>>().join(", ");
+            Error::argument("npz", format!("{} has no array '{name}', only {have}", self.file))
+        })?;
+        npy::parse(self.member(m)?, &format!("{}[{name}]", self.file))
+    }
+
+    fn member(&self, m: &Member) -> Result<Bytes> {
+        let fail = |what: &str| bad(&self.file, format!("member '{}': {what}", m.name));
+        let local = (|| {
+            let at = usize::try_from(m.header).ok()?;
+            let head = self.data.get(at..at.checked_add(30)?)?;
+            (u32_at(head, 0)? == LOCAL).then_some(())?;
+            let flags = u16_at(head, 6)?;
+            let skip = 30 + u16_at(head, 26)? as usize + u16_at(head, 28)? as usize;
+            let start = at.checked_add(skip)?;
+            let end = start.checked_add(usize::try_from(m.packed).ok()?)?;
+            (end <= self.data.len()).then(|| (flags, self.data.slice(start..end)))
+        })();
+        let (flags, packed) = local.ok_or_else(|| fail("its header or data lies outside the file"))?;
+        if flags & 1 != 0 {
+            return Err(fail("encrypted"));
+        }
+        let body = match m.method {
+            0 if m.packed == m.size => packed,
+            0 => return Err(fail("stored with two different sizes")),
+            8 => {
+                if m.size > m.packed.saturating_mul(MAX_RATIO).saturating_add(64) {
+                    return Err(fail("claims to unpack to more than deflate can hold"));
+                }
+                let mut out = Vec::with_capacity(m.size as usize);
+                // One byte more than claimed, to notice a member that is longer.
+                flate2::read::DeflateDecoder::new(&packed[..])
+                    .take(m.size + 1)
+                    .read_to_end(&mut out)
+                    .map_err(|e| fail(&format!("damaged: {e}")))?;
+                if out.len() as u64 != m.size {
+                    return Err(fail("unpacks to another size than it claims"));
+                }
+                Bytes::from(out)
+            }
+            other => return Err(fail(&format!("compression method {other} is not supported"))),
+        };
+        if crc(&body) != m.crc {
+            return Err(fail("checksum mismatch"));
+        }
+        Ok(body)
+    }
+}
+
+fn crc(b: &[u8]) -> u32 {
+    let mut c = Crc::new();
+    c.update(b);
+    c.sum()
+}
+
+/// Reads the central directory; `None` if any part of it lies outside the file.
+fn directory(b: &[u8]) -> Option<Vec<Member>> {
+    // The end record is the last 22 bytes, unless a comment of up to 65,535 bytes follows it.
+    let last = b.len().checked_sub(22)?;
+    let end = (last.saturating_sub(65_535)..=last)
+        .rev()
+        .find(|&at| u32_at(b, at) == Some(END) && u16_at(b, at + 20) == Some((last - at) as u16))?;
+    let mut count = u16_at(b, end + 10)? as u64;
+    let mut at = u32_at(b, end + 16)? as u64;
+    if let Some(locator) = end.checked_sub(20)
+        && u32_at(b, locator)? == END64_LOCATOR
+    {
+        let end64 = usize::try_from(u64_at(b, locator + 8)?).ok()?;
+        (u32_at(b, end64)? == END64).then_some(())?;
+        count = u64_at(b, end64.checked_add(32)?)?;
+        at = u64_at(b, end64.checked_add(48)?)?;
+    }
+    let mut at = usize::try_from(at).ok()?;
+    // Each entry takes 46 bytes or more, so a hostile count ends at the end of the file.
+    let mut members = Vec::new();
+    for _ in 0..count {
+        let e = b.get(at..)?;
+        (u32_at(e, 0)? == CENTRAL).then_some(())?;
+        let (name, extra, comment) = (
+            u16_at(e, 28)? as usize,
+            u16_at(e, 30)? as usize,
+            u16_at(e, 32)? as usize,
+        );
+        let mut m = Member {
+            name: std::str::from_utf8(e.get(46..46 + name)?).ok()?.to_string(),
+            method: u16_at(e, 10)?,
+            crc: u32_at(e, 16)?,
+            packed: u32_at(e, 20)? as u64,
+            size: u32_at(e, 24)? as u64,
+            header: u32_at(e, 42)? as u64,
+        };
+        zip64(e.get(46 + name..46 + name + extra)?, &mut m)?;
+        at = at.checked_add(46 + name + extra + comment)?;
+        if let Some(array) = m.name.strip_suffix(".npy") {
+            m.name = array.to_string();
+            members.push(m);
+        }
+    }
+    Some(members)
+}
+
+/// Replaces sizes that did not fit 32 bits by those of the zip64 extra field.
+fn zip64(mut extra: &[u8], m: &mut Member) -> Option<()> {
+    while extra.len() >= 4 {
+        let (id, len) = (u16_at(extra, 0)?, u16_at(extra, 2)? as usize);
+        let body = extra.get(4..4 + len)?;
+        if id == 1 {
+            let mut at = 0;
+            for v in [&mut m.size, &mut m.packed, &mut m.header] {
+                if *v == u32::MAX as u64 {
+                    *v = u64_at(body, at)?;
+                    at += 8;
+                }
+            }
+        }
+        extra = &extra[4 + len..];
+    }
+    Some(())
+}
+
+/// Writes arrays as an archive of stored members, as `numpy.savez` does. Errors as [`npy::write`]; members or an
+/// archive past 4 GiB, and names past 64 KiB, are [`Error::Unsupported`].
+pub fn write(path: &Path, arrays: &[(&str, &ConstData)]) -> Result<()> {
+    std::fs::write(path, encode(arrays)?).map_err(|e| crate::io(path, e))
+}
+
+/// The archive [`write()`] writes.
+pub fn encode(arrays: &[(&str, &ConstData)]) -> Result<Vec<u8>> {
+    let big = || Error::unsupported("an .npz archive past 4 GiB", "Write each array as its own .npy");
+    let mut out = Vec::new();
+    let mut central = Vec::new();
+    for (name, t) in arrays {
+        let body = npy::encode(t)?;
+        let name = format!("{name}.npy");
+        let header = u32::try_from(out.len()).map_err(|_| big())?;
+        let size = u32::try_from(body.len()).map_err(|_| big())?;
+        // Shared by both headers: version, flags (UTF-8 name), method, time, date, checksum, sizes, name, no extra.
+        let mut common = Vec::new();
+        common.extend(20u16.to_le_bytes());
+        common.extend(0x0800u16.to_le_bytes());
+        common.extend(0u16.to_le_bytes());
+        // MS-DOS time 00:00, date 1980-01-01, so that equal content gives equal files.
+        common.extend([0, 0, 0x21, 0]);
+        common.extend(crc(&body).to_le_bytes());
+        common.extend(size.to_le_bytes());
+        common.extend(size.to_le_bytes());
+        common.extend(u16::try_from(name.len()).map_err(|_| big())?.to_le_bytes());
+        common.extend(0u16.to_le_bytes());
+        out.extend(LOCAL.to_le_bytes());
+        out.extend(&common);
+        out.extend(name.as_bytes());
+        out.extend(body);
+        central.extend(CENTRAL.to_le_bytes());
+        central.extend(20u16.to_le_bytes());
+        central.extend(&common);
+        // Comment length, disk, internal and external attributes.
+        central.extend([0; 10]);
+        central.extend(header.to_le_bytes());
+        central.extend(name.as_bytes());
+    }
+    let at = u32::try_from(out.len()).map_err(|_| big())?;
+    let len = u32::try_from(central.len()).map_err(|_| big())?;
+    let count = u16::try_from(arrays.len()).map_err(|_| big())?;
+    out.extend(&central);
+    out.extend(END.to_le_bytes());
+    out.extend([0; 4]);
+    out.extend(count.to_le_bytes());
+    out.extend(count.to_le_bytes());
+    out.extend(len.to_le_bytes());
+    out.extend(at.to_le_bytes());
+    out.extend([0; 2]);
+    Ok(out)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    fn sample() -> (ConstData, ConstData) {
+        let a = ConstData::from_slice(&[2, 2], &[1f32, 2.0, 3.0, 4.0]).unwrap();
+        let b = ConstData::from_slice(&[1000], &[7i64; 1000]).unwrap();
+        (a, b)
+    }
+
+    /// Rewrites the only stored member as a deflated one.
+    fn deflated(t: &ConstData) -> Vec<u8> {
+        let body = npy::encode(t).unwrap();
+        let mut z = flate2::write::DeflateEncoder::new(Vec::new(), flate2::Compression::best());
+        z.write_all(&body).unwrap();
+        let packed = z.finish().unwrap();
+        let stored = encode(&[("b", t)]).unwrap();
+        let head = 30 + "b.npy".len();
+        let mut out = stored[..head].to_vec();
+        out[8] = 8;
+        out[18..22].copy_from_slice(&(packed.len() as u32).to_le_bytes());
+        out.extend(&packed);
+        let at = out.len() as u32;
+        let mut tail = stored[head + body.len()..].to_vec();
+        tail[10] = 8;
+        tail[20..24].copy_from_slice(&(packed.len() as u32).to_le_bytes());
+        let n = tail.len();
+        tail[n - 6..n - 2].copy_from_slice(&at.to_le_bytes());
+        out.extend(tail);
+        out
+    }
+
+    #[test]
+    fn stored_round_trip_without_a_copy() {
+        let (a, b) = sample();
+        let f = Bytes::from(encode(&[("a", &a), ("b", &b)]).unwrap());
+        let z = Npz::parse(f.clone(), "t").unwrap();
+        assert_eq!(z.names().collect::<Vec<_>>(), ["a", "b"]);
+        assert_eq!(z.get("a").unwrap(), a);
+        assert_eq!(z.get("b").unwrap(), b);
+        assert!(f.as_ptr_range().contains(&z.get("b").unwrap().bytes().as_ptr()));
+        assert!(matches!(z.get("c"), Err(Error::Argument { .. })));
+        assert_eq!(
+            Npz::parse(encode(&[]).unwrap().into(), "t")
+                .unwrap()
+                .names()
+                .count(),
+            0
+        );
+    }
+
+    #[test]
+    fn deflated_members_are_read() {
+        let (_, b) = sample();
+        assert_eq!(Npz::parse(deflated(&b).into(), "t").unwrap().get("b").unwrap(), b);
+    }
+
+    #[test]
+    fn attacks_are_typed_errors() {
+        let (a, b) = sample();
+        let ok = Bytes::from(encode(&[("a", &a)]).unwrap());
+        for n in 0..ok.len() {
+            assert!(Npz::parse(ok.slice(..n), "t").is_err(), "cut at {n}");
+        }
+        let refused = |v: Vec<u8>, name: &str| {
+            let r = Npz::parse(v.into(), "t").and_then(|z| z.get(name));
+            assert!(matches!(r, Err(Error::Format { .. })), "{r:?}");
+        };
+        let central = ok.windows(4).position(|w| w == CENTRAL.to_le_bytes()).unwrap();
+        let edit = |at: usize, with: &[u8]| {
+            let mut v = ok.to_vec();
+            v[at..at + with.len()].copy_from_slice(with);
+            v
+        };
+        // Sizes and offsets past the end, a wrong checksum, an unknown method, an encrypted member.
+        refused(edit(central + 20, &[0xfe; 8]), "a");
+        refused(edit(central + 42, &[0xfe; 4]), "a");
+        refused(edit(central + 16, &[1, 2, 3, 4]), "a");
+        refused(edit(central + 10, &[99, 0]), "a");
+        refused(edit(6, &[1]), "a");
+        // A directory outside the file, and more entries than it has.
+        refused(edit(ok.len() - 6, &[0xff; 4]), "a");
+        refused(edit(ok.len() - 12, &[0xff; 2]), "a");
+        // A deflated member that claims too much, and one that holds more than it claims.
+        let z = deflated(&b);
+        let at = z.windows(4).position(|w| w == CENTRAL.to_le_bytes()).unwrap();
+        let mut bomb = z.clone();
+        bomb[at + 24..at + 28].copy_from_slice(&0xf000_0000u32.to_le_bytes());
+        refused(bomb, "b");
+        let mut long = z.clone();
+        long[at + 24..at + 28].copy_from_slice(&100u32.to_le_bytes());
+        refused(long, "b");
+        // Two members of one name.
+        assert!(Npz::parse(encode(&[("a", &a), ("a", &a)]).unwrap().into(), "t").is_err());
+    }
+
+    proptest::proptest! {
+        #[test]
+        fn flipped_bytes_never_panic(at in 0usize..400, with in 0u8..) {
+            let (a, b) = sample();
+            let mut v = encode(&[("a", &a)]).unwrap();
+            let n = v.len();
+            v[at % n] = with;
+            let _ = Npz::parse(v.into(), "t").and_then(|z| z.get("a"));
+            let mut v = deflated(&b);
+            let n = v.len();
+            v[at % n] = with;
+            let _ = Npz::parse(v.into(), "t").and_then(|z| z.get("b"));
+        }
+    }
+}

@@ -1,0 +1,484 @@
+//! What importer functions build with: the graph's ops, evaluated at once where all operands are small known values.
+
+use super::host::{self, Host, Num, flat, small, symbolic};
+use halcyon_ir::op::{Op, ReduceKind};
+use halcyon_ir::{
+    ConstData, DType, Dim, Dims, Error, Graph, NodeId, Result, Scalar, ScalarOp, Shape, Span, TensorType,
+};
+use std::cell::OnceCell;
+use std::collections::BTreeSet;
+use std::rc::Rc;
+
+/// A value of the model during import.
+#[derive(Clone, Debug)]
+pub struct Value {
+    pub ty: TensorType,
+    slot: Slot,
+}
+
+#[derive(Clone, Debug)]
+enum Slot {
+    Node(NodeId),
+    Constant(Rc<Constant>),
+}
+
+/// Becomes a node of the graph when something needs it there, once.
+#[derive(Debug)]
+struct Constant {
+    name: Span,
+    data: Data,
+    node: OnceCell<NodeId>,
+    host: OnceCell<Option<Host>>,
+}
+
+#[derive(Debug)]
+enum Data {
+    Bytes(ConstData),
+    Host(Host),
+}
+
+impl Value {
+    fn constant(ty: TensorType, name: Span, data: Data) -> Value {
+        let c = Constant {
+            name,
+            data,
+            node: OnceCell::new(),
+            host: OnceCell::new(),
+        };
+        Value {
+            ty,
+            slot: Slot::Constant(Rc::new(c)),
+        }
+    }
+
+    /// A weight, under its name.
+    pub fn weight(data: ConstData, name: &str) -> Value {
+        Value::constant(
+            TensorType::new(data.dtype, &data.dims),
+            Span::new(name),
+            Data::Bytes(data),
+        )
+    }
+
+    pub fn rank(&self) -> usize {
+        self.ty.shape.rank()
+    }
+
+    pub fn shape(&self) -> &Shape {
+        &self.ty.shape
+    }
+
+    pub fn dtype(&self) -> DType {
+        self.ty.dtype
+    }
+
+    /// The elements, where the value is known and small.
+    pub fn host(&self) -> Option<&Host> {
+        match &self.slot {
+            Slot::Node(_) => None,
+            Slot::Constant(c) => match &c.data {
+                Data::Host(h) => Some(h),
+                Data::Bytes(b) => c.host.get_or_init(|| Host::of(b)).as_ref(),
+            },
+        }
+    }
+}
+
+impl From<Host> for Value {
+    fn from(h: Host) -> Value {
+        let ty = TensorType::new(h.dtype, &h.dims[..]);
+        Value::constant(ty, Span::default(), Data::Host(h))
+    }
+}
+
+/// The graph under construction. Methods take and give [`Value`]s; each folds where it can.
+#[derive(Debug, Default)]
+pub struct Builder {
+    pub g: Graph,
+    /// Run-time inputs behind the last value that had to be known and was not.
+    pub(super) missing: BTreeSet<u32>,
+}
+
+/// One axis of a slice, resolved.
+#[derive(Clone, Copy, Debug)]
+pub struct Range {
+    pub start: Dim,
+    pub step: i64,
+    pub len: Dim,
+}
+
+impl Builder {
+    /// The node of a value.
+    pub fn id(&mut self, v: &Value) -> Result<NodeId> {
+        let c = match &v.slot {
+            Slot::Node(n) => return Ok(*n),
+            Slot::Constant(c) => c.clone(),
+        };
+        if let Some(n) = c.node.get() {
+            return Ok(*n);
+        }
+        let here = self.g.span.clone();
+        if c.name.0.is_some() {
+            self.g.span = c.name.clone();
+        }
+        let made = match &c.data {
+            Data::Bytes(b) => Ok(self.g.constant(b.clone())),
+            Data::Host(h) => match h.uniform() {
+                Some(s) => Ok(self.g.full(h.dtype, v.ty.shape.clone(), s)),
+                None if h.vals.iter().all(|n| n.known().is_some()) => h.data().map(|d| self.g.constant(d)),
+                None => self.sizes(h),
+            },
+        };
+        self.g.span = here;
+        let n = made?;
+        Ok(*c.node.get_or_init(|| n))
+    }
+
+    /// Elements of which some are symbolic sizes, as a node. A size is computed as the sum of that many ones.
+    fn sizes(&mut self, h: &Host) -> Result<NodeId> {
+        let mut parts = Vec::with_capacity(h.vals.len());
+        for v in &h.vals {
+            parts.push(match v {
+                Num::Is(s) => self.g.full(h.dtype, [1usize], *s),
+                Num::Size(d) => {
+                    let ones = self.g.full(h.dtype, [*d], 1i64);
+                    self.g.sum(ones, &[0], true)?
+                }
+            });
+        }
+        let all = self.g.concat(&parts, 0)?;
+        self.g.reshape(all, &h.dims[..])
+    }
+
+    pub fn ids(&mut self, v: &[&Value]) -> Result<Vec<NodeId>> {
+        v.iter().map(|v| self.id(v)).collect()
+    }
+
+    pub fn value(&self, n: NodeId) -> Value {
+        Value {
+            ty: self.g.ty(n).clone(),
+            slot: Slot::Node(n),
+        }
+    }
+
+    /// A scalar of the type of `like`.
+    pub fn lit(&self, like: &Value, v: impl Into<Scalar>) -> Value {
+        Host::scalar(like.dtype(), v).into()
+    }
+
+    /// `v` everywhere.
+    pub fn full(&mut self, dtype: DType, shape: &Shape, v: Scalar) -> Value {
+        let v = v.cast(dtype);
+        if let Some(dims) = shape.known()
+            && small(dtype, &dims)
+        {
+            let n = dims.iter().product();
+            return Host {
+                dtype,
+                dims: dims.to_vec(),
+                vals: vec![Num::Is(v); n],
+            }
+            .into();
+        }
+        let n = self.g.full(dtype, shape, v);
+        self.value(n)
+    }
+
+    /// Index along the only axis.
+    pub fn iota(&mut self, dtype: DType, n: Dim) -> Result<Value> {
+        if let Some(n) = n.known()
+            && small(dtype, &[n])
+        {
+            let vals = (0..n).map(|i| Num::Is(Scalar::from(i).cast(dtype))).collect();
+            return Ok(Host {
+                dtype,
+                dims: vec![n],
+                vals,
+            }
+            .into());
+        }
+        let n = self.g.iota(dtype, [n], 0)?;
+        Ok(self.value(n))
+    }
+
+    /// A scalar op with NumPy broadcasting.
+    pub fn scalar(&mut self, op: ScalarOp, x: &[&Value]) -> Result<Value> {
+        if let Some(h) = fold_scalar(op, x) {
+            return Ok(h.into());
+        }
+        let ids = self.ids(x)?;
+        let n = self.g.scalar(op, &ids)?;
+        Ok(self.value(n))
+    }
+
+    pub fn cast(&mut self, x: &Value, dtype: DType) -> Result<Value> {
+        if x.dtype() == dtype {
+            return Ok(x.clone());
+        }
+        if let Some(h) = x.host().and_then(|h| h.cast(dtype)) {
+            return Ok(h.into());
+        }
+        let id = self.id(x)?;
+        let n = self.g.cast(id, dtype)?;
+        Ok(self.value(n))
+    }
+
+    pub fn reshape(&mut self, x: &Value, shape: impl Into<Shape>) -> Result<Value> {
+        let shape = shape.into();
+        if shape == x.ty.shape {
+            return Ok(x.clone());
+        }
+        if let (Some(h), Some(dims)) = (x.host(), shape.known())
+            && dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) == Some(h.vals.len())
+        {
+            return Ok(Host {
+                dims: dims.to_vec(),
+                ..h.clone()
+            }
+            .into());
+        }
+        let id = self.id(x)?;
+        let n = self.g.reshape(id, shape)?;
+        Ok(self.value(n))
+    }
+
+    pub fn permute(&mut self, x: &Value, perm: &[usize]) -> Result<Value> {
+        if let Some(h) = x.host()
+            && is_permutation(perm, h.dims.len())
+        {
+            let dims = perm.iter().map(|&p| h.dims[p]).collect();
+            let mut from = vec![0; perm.len()];
+            let out = h.map(dims, |at| {
+                perm.iter().zip(at).for_each(|(&p, &i)| from[p] = i);
+                Some(flat(&h.dims, from.iter().copied()))
+            });
+            if let Some(h) = out {
+                return Ok(h.into());
+            }
+        }
+        let id = self.id(x)?;
+        let n = self.g.permute(id, perm)?;
+        Ok(self.value(n))
+    }
+
+    /// NumPy broadcasting to `shape`.
+    pub fn expand(&mut self, x: &Value, shape: &Shape) -> Result<Value> {
+        if let (Some(h), Some(dims)) = (x.host(), shape.known())
+            && small(h.dtype, &dims)
+            && let Some(h) = h.expand(&dims)
+        {
+            return Ok(h.into());
+        }
+        let id = self.id(x)?;
+        let n = self.g.expand(id, shape)?;
+        Ok(self.value(n))
+    }
+
+    /// One range per axis.
+    pub fn slice(&mut self, x: &Value, ranges: &[Range]) -> Result<Value> {
+        let known: Option<Vec<(usize, usize)>> = ranges
+            .iter()
+            .map(|r| Some((r.start.known()?, r.len.known()?)))
+            .collect();
+        if let (Some(h), Some(k)) = (x.host(), known)
+            && k.len() == h.dims.len()
+        {
+            let out = h.map(k.iter().map(|r| r.1).collect(), |at| {
+                let mut from = Vec::with_capacity(at.len());
+                for (d, (&i, r)) in at.iter().zip(ranges).enumerate() {
+                    let p = i64::try_from(k[d].0)
+                        .ok()?
+                        .checked_add(r.step.checked_mul(i as i64)?)?;
+                    from.push(usize::try_from(p).ok().filter(|p| *p < h.dims[d])?);
+                }
+                Some(flat(&h.dims, from.into_iter()))
+            });
+            if let Some(h) = out {
+                return Ok(h.into());
+            }
+        }
+        let id = self.id(x)?;
+        let start: Vec<Dim> = ranges.iter().map(|r| r.start).collect();
+        let step: Vec<i64> = ranges.iter().map(|r| r.step).collect();
+        let len: Vec<Dim> = ranges.iter().map(|r| r.len).collect();
+        let n = self.g.slice(id, &start, &step, &len)?;
+        Ok(self.value(n))
+    }
+
+    /// `len` elements from `start` along one axis, which must exist.
+    pub fn narrow(&mut self, x: &Value, axis: usize, start: Dim, len: Dim) -> Result<Value> {
+        let mut r: Vec<Range> = x
+            .shape()
+            .iter()
+            .map(|&len| Range {
+                start: Dim::from(0),
+                step: 1,
+                len,
+            })
+            .collect();
+        if let Some(r) = r.get_mut(axis) {
+            (r.start, r.len) = (start, len);
+        }
+        self.slice(x, &r)
+    }
+
+    pub fn concat(&mut self, x: &[&Value], axis: usize) -> Result<Value> {
+        let hosts: Option<Vec<&Host>> = x.iter().map(|v| v.host()).collect();
+        if let Some(h) = hosts.and_then(|h| fold_concat(&h, axis)) {
+            return Ok(h.into());
+        }
+        let ids = self.ids(x)?;
+        let n = self.g.concat(&ids, axis)?;
+        Ok(self.value(n))
+    }
+
+    pub fn gather(&mut self, x: &Value, index: &Value, axis: usize) -> Result<Value> {
+        if let (Some(h), Some(i)) = (x.host(), index.host())
+            && let Some(h) = fold_gather(h, i, axis)
+        {
+            return Ok(h.into());
+        }
+        let ids = self.ids(&[x, index])?;
+        let n = self.g.gather(ids[0], ids[1], axis)?;
+        Ok(self.value(n))
+    }
+
+    pub fn reduce(&mut self, kind: ReduceKind, x: &Value, axes: &[usize], keep: bool) -> Result<Value> {
+        if let Some(h) = x.host()
+            && axes.iter().all(|&a| a < h.dims.len())
+            && !(h.dtype == DType::Bool && matches!(kind, ReduceKind::Sum | ReduceKind::Prod))
+            && let Some(h) = h.reduce(kind, axes, keep)
+        {
+            return Ok(h.into());
+        }
+        let id = self.id(x)?;
+        let n = self.g.reduce(kind, id, axes, keep)?;
+        Ok(self.value(n))
+    }
+
+    /// Elements that must be known now: axes, sizes, repeats. `what` names them in errors.
+    pub fn known<'v>(&mut self, v: &'v Value, what: &str) -> Result<&'v Host> {
+        if let Some(h) = v.host() {
+            return Ok(h);
+        }
+        if let Slot::Node(n) = v.slot {
+            let live = self.g.live(&[n]);
+            let inputs = self.g.nodes().iter().zip(live).filter(|(_, live)| *live);
+            self.missing = inputs
+                .filter_map(|(n, _)| if let Op::Input(k) = n.op { Some(k) } else { None })
+                .collect();
+        }
+        Err(Error::unsupported(
+            format!("{what} computed at run time"),
+            "Only values that follow from constants and shapes can be used here",
+        ))
+    }
+
+    /// As [`Builder::known`], as integers.
+    pub fn known_ints(&mut self, v: &Value, what: &str) -> Result<Vec<i64>> {
+        let h = self.known(v, what)?;
+        let one = |n: &Num| match n {
+            Num::Is(s) => Ok(s.as_i64()),
+            Num::Size(d) => Err(symbolic(*d)),
+        };
+        h.vals.iter().map(one).collect()
+    }
+
+    /// As [`Builder::known`], of a single element.
+    pub fn known_scalar(&mut self, v: &Value, what: &str) -> Result<Scalar> {
+        match self.known(v, what)?.vals[..] {
+            [Num::Is(s)] => Ok(s),
+            [Num::Size(d)] => Err(symbolic(d)),
+            _ => Err(Error::shape(what, format!("one element expected, not {}", v.ty)).at(&self.g.span)),
+        }
+    }
+}
+
+fn is_permutation(perm: &[usize], rank: usize) -> bool {
+    let mut seen = vec![false; rank];
+    perm.len() == rank
+        && perm
+            .iter()
+            .all(|&p| p < rank && !std::mem::replace(&mut seen[p], true))
+}
+
+fn fold_scalar(op: ScalarOp, x: &[&Value]) -> Option<Host> {
+    let first = usize::from(halcyon_ir::graph::has_condition(op));
+    let d = x.get(first)?.dtype();
+    // What the type rule refuses is left to the graph, which says so.
+    let typed = x[first..].iter().all(|v| v.dtype() == d) && (first == 0 || x[0].dtype() == DType::Bool);
+    if !op.takes(d) || !typed || x.len() != op.arity() {
+        return None;
+    }
+    let hosts: Vec<&Host> = x.iter().map(|v| v.host()).collect::<Option<_>>()?;
+    let shape = x[1..]
+        .iter()
+        .try_fold(x[0].ty.shape.clone(), |s, v| s.broadcast(v.shape()))
+        .ok()?;
+    let dims: Dims = shape.known()?;
+    if !small(d, &dims) {
+        return None;
+    }
+    let wide: Vec<Host> = hosts.iter().map(|h| h.expand(&dims)).collect::<Option<_>>()?;
+    let vals = (0..wide[0].vals.len())
+        .map(|i| host::eval(op, d, &wide.iter().map(|h| h.vals[i]).collect::<Vec<_>>()))
+        .collect::<Option<_>>()?;
+    Some(Host {
+        dtype: op.result(d),
+        dims: dims.to_vec(),
+        vals,
+    })
+}
+
+fn fold_concat(x: &[&Host], axis: usize) -> Option<Host> {
+    let first = x.first()?;
+    let outside = |h: &Host| {
+        h.dtype == first.dtype
+            && h.dims.len() == first.dims.len()
+            && (0..h.dims.len()).all(|k| k == axis || h.dims[k] == first.dims[k])
+    };
+    if axis >= first.dims.len() || !x.iter().all(|h| outside(h)) {
+        return None;
+    }
+    let mut dims = first.dims.clone();
+    dims[axis] = x.iter().map(|h| h.dims[axis]).sum();
+    let rows: usize = dims[..axis].iter().product();
+    let mut vals = Vec::new();
+    for r in 0..rows {
+        for h in x {
+            let n: usize = h.dims[axis..].iter().product();
+            vals.extend_from_slice(&h.vals[r * n..(r + 1) * n]);
+        }
+    }
+    small(first.dtype, &dims).then_some(Host {
+        dtype: first.dtype,
+        dims,
+        vals,
+    })
+}
+
+fn fold_gather(x: &Host, index: &Host, axis: usize) -> Option<Host> {
+    let n = *x.dims.get(axis)?;
+    if !index.dtype.is_int() {
+        return None;
+    }
+    let r = index.dims.len();
+    let dims: Vec<usize> = [&x.dims[..axis], &index.dims, &x.dims[axis + 1..]].concat();
+    if !small(x.dtype, &dims) {
+        return None;
+    }
+    x.map(dims, |at| {
+        let i = index.vals[flat(&index.dims, at[axis..axis + r].iter().copied())]
+            .known()?
+            .as_i64();
+        let i = usize::try_from(if i < 0 { i.checked_add(n as i64)? } else { i })
+            .ok()
+            .filter(|i| *i < n)?;
+        let from = at[..axis]
+            .iter()
+            .copied()
+            .chain([i])
+            .chain(at[axis + r..].iter().copied());
+        Some(flat(&x.dims, from))
+    })
+}

@@ -1,0 +1,417 @@
+//! Models built in code, imported, and run by the plain evaluator.
+
+use super::proto::*;
+use super::tensor::External;
+use super::test_models::*;
+use super::{Model, reference};
+use bytes::Bytes;
+use halcyon_ir::{ConstData, DType, Dim, Error, Op, Shape};
+use prost::Message;
+
+fn mlp() -> ModelProto {
+    let nodes = vec![
+        node("Gemm", &["x", "w", "b"], &["h"])
+            .int("transB", 1)
+            .float("alpha", 2.0),
+        node("Relu", &["h"], &["y"]),
+    ];
+    let w = t(&[2, 3], &[1f32, 0.0, -1.0, 0.5, 0.5, 0.5]);
+    model(
+        17,
+        port("x", DType::F32, &["n", "3"]),
+        nodes,
+        &[("w", w), ("b", t(&[2], &[0.0f32, 1.0]))],
+    )
+}
+
+#[test]
+fn a_model_runs_and_keeps_names_spans_and_order() {
+    let m = open(mlp());
+    assert_eq!(m.opset(""), 17);
+    assert_eq!(
+        m.inputs().unwrap()[0].shape,
+        Some(Shape::from([Dim::sym("n"), 3.into()]))
+    );
+    let i = m.import(&[("x", [1usize, 3].into())]).unwrap();
+    assert_eq!(
+        (&i.inputs[..], &i.outputs[..]),
+        (&["x".to_string()][..], &["y".to_string()][..])
+    );
+    let g = &i.graph;
+    assert_eq!(g.node(g.outputs()[0].node).span.as_str(), "Relu-y");
+    assert!(
+        g.nodes()
+            .iter()
+            .any(|n| matches!(n.op, Op::Const(_)) && n.span.as_str() == "b")
+    );
+    let y = reference::run(g, &[t(&[1, 3], &[1f32, 2.0, 4.0])]).remove(0);
+    assert_eq!(y.to_vec::<f64>(), [0.0, 8.0]);
+}
+
+#[test]
+fn symbolic_shapes_survive_and_bind() {
+    let i = import(mlp()).unwrap();
+    let y = i.graph.outputs()[0].node;
+    assert_eq!(i.graph.shape(y), &Shape::from([Dim::sym("n"), 2.into()]));
+    let b = i.graph.solve(&[[5usize, 3].into()]).unwrap();
+    assert_eq!(i.graph.bind(&b).unwrap().shape(y), &Shape::from([5usize, 2]));
+}
+
+/// `reshape(x, [x.shape[0] * 2, -1])`, and ones of a computed shape.
+fn shape_arithmetic() -> ModelProto {
+    let nodes = vec![
+        node("Shape", &["x"], &["s"]),
+        node("Gather", &["s", "zero"], &["n"]).int("axis", 0),
+        node("Mul", &["n", "two"], &["n2"]),
+        node("Unsqueeze", &["n2", "axis0"], &["n2v"]),
+        node("Concat", &["n2v", "minus"], &["target"]).int("axis", 0),
+        node("Equal", &["target", "minus"], &["open"]),
+        node("Where", &["open", "minus", "target"], &["target2"]),
+        node("Reshape", &["x", "target2"], &["r"]),
+        node("Range", &["zero", "n2", "one"], &["i"]),
+        node("Cast", &["i"], &["f"]).int("to", 1),
+        node("Unsqueeze", &["f", "axis1"], &["fv"]),
+        node("Add", &["r", "fv"], &["y"]),
+    ];
+    let w = [
+        ("zero", t(&[], &[0i64])),
+        ("one", t(&[], &[1i64])),
+        ("two", t(&[], &[2i64])),
+        ("axis0", ints(&[0])),
+        ("axis1", ints(&[1])),
+        ("minus", ints(&[-1])),
+    ];
+    model(17, port("x", DType::F32, &["n", "4"]), nodes, &w)
+}
+
+#[test]
+fn shape_arithmetic_is_done_at_import() {
+    let m = open(shape_arithmetic());
+    let i = m.import(&[("x", [1usize, 4].into())]).unwrap();
+    let allowed = ["input", "reshape", "const", "expand", "add"];
+    for n in i.graph.nodes() {
+        assert!(allowed.contains(&n.op.name().as_str()), "{}", i.graph);
+    }
+    let x = t(&[1, 4], &[1f32, 2.0, 3.0, 4.0]);
+    let y = reference::run(&i.graph, std::slice::from_ref(&x)).remove(0);
+    assert_eq!(
+        (&y.dims[..], y.to_vec::<f64>()),
+        (&[2, 2][..], vec![1.0, 2.0, 4.0, 5.0])
+    );
+    // The same with the size left open until later.
+    let g = m.import(&[]).unwrap().graph;
+    assert_eq!(
+        g.shape(g.outputs()[0].node),
+        &Shape::from([Dim::sym("n").mul(2.into()), 2.into()])
+    );
+    let g = g.bind(&g.solve(&[[1usize, 4].into()]).unwrap()).unwrap();
+    assert_eq!(reference::run(&g, &[x]), [y]);
+}
+
+#[test]
+fn a_symbolic_size_can_be_data() {
+    let nodes = vec![
+        node("Shape", &["x"], &["s"]),
+        node("Cast", &["s"], &["f"]).int("to", 1),
+        node("Mul", &["x", "f"], &["y"]),
+    ];
+    let g = import(model(17, port("x", DType::F32, &["n"]), nodes, &[]))
+        .unwrap()
+        .graph;
+    let g = g.bind(&g.solve(&[[3usize].into()]).unwrap()).unwrap();
+    let y = reference::run(&g, &[t(&[3], &[1f32, 2.0, 3.0])]).remove(0);
+    assert_eq!(y.to_vec::<f64>(), [3.0, 6.0, 9.0]);
+}
+
+#[test]
+fn all_unsupported_operators_are_listed_before_weights_are_read() {
+    let mut m = mlp();
+    let g = m.graph.as_mut().unwrap();
+    // A weight that cannot be read: it would be an I/O error.
+    g.initializer[0].data_location = EXTERNAL;
+    g.initializer[0].raw_data = None;
+    let mut other = node("Fancy", &["h"], &["c"]);
+    other.domain = "com.example".into();
+    let mut nameless = node("LSTM", &["h"], &["b"]);
+    nameless.name = String::new();
+    g.node.extend([
+        node("LSTM", &["h"], &["a"]),
+        nameless,
+        other,
+        node("Relu", &["h"], &["d"]).int("turbo", 1),
+        node("Gelu", &["h"], &["e"]),
+    ]);
+    let m = open(m);
+    let Err(Error::UnsupportedOps(u)) = m.check("cpu") else {
+        panic!()
+    };
+    let got: Vec<(&str, &str, i64, Vec<&str>)> = u
+        .iter()
+        .map(|u| {
+            (
+                &*u.op,
+                &*u.domain,
+                u.opset,
+                u.nodes.iter().map(String::as_str).collect(),
+            )
+        })
+        .collect();
+    assert_eq!(
+        got,
+        [
+            ("LSTM", "", 17, vec!["LSTM-a", "LSTM#3"]),
+            ("Fancy", "com.example", 0, vec!["Fancy-c"]),
+            ("Relu", "", 17, vec!["Relu-d"]),
+            ("Gelu", "", 17, vec!["Gelu-e"]),
+        ]
+    );
+    assert!(u.iter().all(|u| u.backend == "cpu"));
+    assert!(u[2].reason.contains("turbo") && u[3].reason.contains("20"));
+    assert!(matches!(m.import(&[]), Err(Error::UnsupportedOps(_))));
+}
+
+fn format_error(m: ModelProto, part: &str) {
+    match import(m) {
+        Err(Error::Format { what, .. }) => assert!(what.contains(part), "{what}"),
+        r => panic!("{r:?}"),
+    }
+}
+
+fn with(f: impl FnOnce(&mut GraphProto)) -> ModelProto {
+    let mut m = mlp();
+    f(m.graph.as_mut().unwrap());
+    m
+}
+
+#[test]
+fn malformed_graphs_are_typed_errors() {
+    format_error(
+        with(|g| g.node[0].input[0] = "ghost".into()),
+        "Gemm-h reads 'ghost'",
+    );
+    format_error(with(|g| g.output[0].name = "ghost".into()), "'ghost'");
+    format_error(with(|g| g.node[0].input[2] = "y".into()), "cycle: Gemm-h, Relu-y");
+    format_error(with(|g| g.node[1].output[0] = "h".into()), "another source");
+    format_error(with(|g| g.node[1].output[0] = "w".into()), "another source");
+    format_error(with(|g| g.initializer[1].name = "w".into()), "twice");
+    format_error(with(|g| g.input.push(g.input[0].clone())), "twice");
+    format_error(with(|g| g.initializer[0].data_location = EXTERNAL), "location");
+    format_error(with(|g| g.input[0].r#type = None), "no type");
+    assert!(Model::new(ModelProto::default(), External::none(), "m").is_err());
+    // Wrong attribute type, missing operand, wrong operand shapes.
+    for m in [
+        with(|g| g.node[0].attribute[0].r#type = attribute::FLOAT),
+        with(|g| g.node[1].input[0] = String::new()),
+        with(|g| g.node[0].attribute.clear()),
+    ] {
+        let e = import(m).unwrap_err();
+        assert!(matches!(e, Error::Argument { .. } | Error::Shape { .. }), "{e:?}");
+    }
+}
+
+#[test]
+fn nodes_may_come_in_any_order_and_dead_ones_are_left_out() {
+    let m = with(|g| {
+        g.node.reverse();
+        g.node.push(node("Exp", &["h"], &["unused"]));
+    });
+    let i = import(m).unwrap();
+    assert!(!i.graph.nodes().iter().any(|n| n.span.as_str() == "Exp-unused"));
+    assert_eq!(i.graph.nodes().len(), import(mlp()).unwrap().graph.nodes().len());
+}
+
+#[test]
+fn weights_stay_in_the_file() {
+    let f = Bytes::from(mlp().encode_to_vec());
+    let m = Model::parse(f.clone(), External::none(), "m").unwrap();
+    let g = m.import(&[]).unwrap().graph;
+    let weights: Vec<&ConstData> = g
+        .nodes()
+        .iter()
+        .filter_map(|n| if let Op::Const(c) = &n.op { Some(c) } else { None })
+        .collect();
+    assert_eq!(weights.len(), 2);
+    // The matrix is transposed by the graph, not here; the small bias may be either.
+    assert!(
+        weights
+            .iter()
+            .any(|w| f.as_ptr_range().contains(&w.bytes().as_ptr()))
+    );
+}
+
+#[test]
+fn external_weights_are_mapped_and_checked() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("m.onnx");
+    let big = t(&[3, 100], &[0.5f32; 300]);
+    let entry = |k: &str, v: &str| StringStringEntryProto {
+        key: k.into(),
+        value: v.into(),
+    };
+    let mut m = model(
+        17,
+        port("x", DType::F32, &["1", "3"]),
+        vec![node("MatMul", &["x", "w"], &["y"])],
+        &[("w", big.clone())],
+    );
+    let w = &mut m.graph.as_mut().unwrap().initializer[0];
+    w.raw_data = None;
+    w.data_location = EXTERNAL;
+    w.external_data = vec![entry("location", "w.bin"), entry("offset", "8")];
+    std::fs::write(&path, m.encode_to_vec()).unwrap();
+    let open = || Model::open(&path).unwrap().import(&[]);
+    assert!(matches!(open(), Err(Error::Io { .. })));
+    std::fs::write(dir.path().join("w.bin"), [&[0; 8], big.bytes()].concat()).unwrap();
+    let y = reference::run(&open().unwrap().graph, &[t(&[1, 3], &[1f32, 1.0, 2.0])]).remove(0);
+    assert_eq!((y.numel(), y.get(99).unwrap().as_f64()), (100, 2.0));
+    std::fs::write(dir.path().join("w.bin"), big.bytes()).unwrap();
+    assert!(matches!(open(), Err(Error::Format { .. })));
+}
+
+#[test]
+fn given_shapes_must_fit() {
+    let two = with(|g| {
+        g.input.push(port("z", DType::F32, &["n", "2"]));
+        g.node.push(node("Add", &["y", "z"], &["sum"]));
+        g.output[0].name = "sum".into();
+    });
+    let m = open(two);
+    // The size of one input determines the other's.
+    let g = m.import(&[("x", [4usize, 3].into())]).unwrap().graph;
+    assert_eq!(g.shape(g.inputs()[1].node), &Shape::from([4usize, 2]));
+    for s in [
+        vec![("q", Shape::from([4usize]))],
+        vec![("x", [4usize].into())],
+        vec![("x", [4usize, 5].into())],
+        vec![("x", [4usize, 3].into()), ("z", [5usize, 2].into())],
+        vec![("x", [usize::MAX >> 1, 3].into())],
+    ] {
+        let e = m.import(&s).unwrap_err();
+        assert!(
+            matches!(e, Error::Argument { .. } | Error::Shape { .. }),
+            "{s:?}: {e:?}"
+        );
+    }
+}
+
+#[test]
+fn inputs_that_steer_shapes_are_fixed_by_value() {
+    let mut m = model(
+        17,
+        port("x", DType::F32, &["2", "3"]),
+        vec![node("Reshape", &["x", "s"], &["y"])],
+        &[],
+    );
+    m.graph
+        .as_mut()
+        .unwrap()
+        .input
+        .push(port("s", DType::I64, &["2"]));
+    let m = open(m);
+    assert!(matches!(m.import(&[]), Err(Error::Unsupported { .. })));
+    let x = t(&[2, 3], &[0f32; 6]);
+    let i = m.import_with(&[], &[("x", x), ("s", ints(&[3, -1]))]).unwrap();
+    assert_eq!(i.fixed, ["s"]);
+    assert_eq!(i.graph.inputs().len(), 2);
+    assert_eq!(
+        i.graph.shape(i.graph.outputs()[0].node),
+        &Shape::from([3usize, 2])
+    );
+    let wrong = m.import_with(&[], &[("s", t(&[2], &[3i32, 2]))]);
+    assert!(matches!(wrong, Err(Error::Argument { .. })));
+}
+
+#[test]
+fn what_is_not_a_tensor_is_named() {
+    let seq = TypeProto {
+        value: Some(TypeValue::Sequence(Box::default())),
+    };
+    assert!(matches!(
+        import(with(|g| g.input[0].r#type = Some(seq))),
+        Err(Error::Unsupported { .. })
+    ));
+    assert!(matches!(
+        import(with(|g| g.sparse_initializer.push(SparseTensorProto::default()))),
+        Err(Error::Unsupported { .. })
+    ));
+    let mut m = mlp();
+    m.functions.push(FunctionProto {
+        name: "Relu".into(),
+        ..Default::default()
+    });
+    assert!(matches!(import(m), Err(Error::UnsupportedOps(u)) if u[0].reason.contains("functions")));
+    let mut m = mlp();
+    m.opset_import[0].version = 99;
+    assert!(matches!(import(m), Err(Error::UnsupportedOps(u)) if u.len() == 2));
+}
+
+#[test]
+fn attack_deep_nesting() {
+    let mut g = GraphProto::default();
+    for _ in 0..200 {
+        let n = node("If", &["x"], &["y"]).attr("b", attribute::GRAPH, |a| a.g = Some(Box::new(g)));
+        g = GraphProto {
+            node: vec![n],
+            ..Default::default()
+        };
+    }
+    let f = ModelProto {
+        graph: Some(g),
+        ..Default::default()
+    }
+    .encode_to_vec();
+    assert!(matches!(
+        Model::parse(f.into(), External::none(), "m"),
+        Err(Error::Format { .. })
+    ));
+}
+
+#[test]
+fn attack_sizes_that_do_not_fit_memory() {
+    let huge = ints(&[1 << 40, 1 << 40]);
+    for n in [
+        node("Expand", &["x", "w"], &["y"]),
+        node("ConstantOfShape", &["w"], &["y"]),
+        node("Tile", &["x", "w"], &["y"]),
+    ] {
+        let m = model(
+            17,
+            port("x", DType::F32, &["1", "1"]),
+            vec![n],
+            &[("w", huge.clone())],
+        );
+        assert!(matches!(import(m), Err(Error::Shape { .. })));
+    }
+    let x = port("x", DType::F32, &["9223372036854775807", "9223372036854775807"]);
+    assert!(matches!(
+        import(model(17, x, vec![node("Relu", &["x"], &["y"])], &[])),
+        Err(Error::Shape { .. })
+    ));
+    let w = [
+        ("a", t(&[], &[0i64])),
+        ("b", t(&[], &[i64::MAX])),
+        ("c", t(&[], &[1i64])),
+        ("z", t(&[], &[0i64])),
+    ];
+    for step in ["c", "z"] {
+        let n = vec![node("Range", &["a", "b", step], &["y"])];
+        assert!(matches!(
+            import(model(17, port("x", DType::F32, &[]), n, &w)),
+            Err(Error::Argument { .. })
+        ));
+    }
+}
+
+proptest::proptest! {
+    #[test]
+    fn damaged_models_never_panic(at in 0usize..2000, with in 0u8..) {
+        for m in [mlp(), shape_arithmetic()] {
+            let mut f = m.encode_to_vec();
+            let n = f.len();
+            f[at % n] = with;
+            if let Ok(m) = Model::parse(f.into(), External::none(), "m") {
+                let _ = (m.inputs(), m.outputs(), m.import(&[("x", [2usize, 4].into())]), m.import(&[]));
+            }
+        }
+    }
+}

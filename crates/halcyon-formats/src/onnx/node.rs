@@ -1,0 +1,173 @@
+//! One node of the model as importer functions see it.
+
+use super::build::Value;
+use super::proto::{AttributeProto, NodeProto, attribute};
+use super::tensor::{self, External};
+use crate::bad;
+use halcyon_ir::{ConstData, DType, Error, Result, Span};
+
+/// A node with its operands. Attribute readers fail on a wrong type, and give `None` or the default where there is none.
+#[derive(Debug)]
+pub struct Call<'a> {
+    pub node: &'a NodeProto,
+    /// The node's name, or its op and place where it has none.
+    pub name: &'a str,
+    /// Version of the operator set the node belongs to.
+    pub opset: i64,
+    pub inputs: &'a [Option<Value>],
+    pub(super) external: &'a External,
+    pub(super) file: &'a str,
+}
+
+impl<'a> Call<'a> {
+    /// Operand `i`, which must be there.
+    pub fn arg(&self, i: usize) -> Result<&'a Value> {
+        self.opt(i)
+            .ok_or_else(|| self.invalid(format!("operand {i} is missing")))
+    }
+
+    /// Operand `i`, where it is there.
+    pub fn opt(&self, i: usize) -> Option<&'a Value> {
+        self.inputs.get(i).and_then(|v| v.as_ref())
+    }
+
+    /// All operands, none of which may be missing.
+    pub fn args(&self) -> Result<Vec<&'a Value>> {
+        (0..self.inputs.len()).map(|i| self.arg(i)).collect()
+    }
+
+    /// Whether something may read result `i`.
+    pub fn wants(&self, i: usize) -> bool {
+        self.node.output.get(i).is_some_and(|o| !o.is_empty())
+    }
+
+    fn attr(&self, name: &str, kind: i32) -> Result<Option<&'a AttributeProto>> {
+        match self.node.attribute.iter().find(|a| a.name == name) {
+            // Models before IR version 2 leave the type out.
+            Some(a) if a.r#type == kind || a.r#type == 0 => Ok(Some(a)),
+            Some(a) => Err(self.invalid(format!(
+                "attribute '{name}' has type {}, expected {kind}",
+                a.r#type
+            ))),
+            None => Ok(None),
+        }
+    }
+
+    pub fn int(&self, name: &str, default: i64) -> Result<i64> {
+        Ok(self.attr(name, attribute::INT)?.map_or(default, |a| a.i))
+    }
+
+    pub fn flag(&self, name: &str, default: bool) -> Result<bool> {
+        Ok(self.int(name, default.into())? != 0)
+    }
+
+    pub fn float(&self, name: &str, default: f32) -> Result<f32> {
+        Ok(self.attr(name, attribute::FLOAT)?.map_or(default, |a| a.f))
+    }
+
+    pub fn opt_float(&self, name: &str) -> Result<Option<f32>> {
+        Ok(self.attr(name, attribute::FLOAT)?.map(|a| a.f))
+    }
+
+    pub fn opt_int(&self, name: &str) -> Result<Option<i64>> {
+        Ok(self.attr(name, attribute::INT)?.map(|a| a.i))
+    }
+
+    pub fn floats(&self, name: &str) -> Result<Option<&'a [f32]>> {
+        Ok(self.attr(name, attribute::FLOATS)?.map(|a| &a.floats[..]))
+    }
+
+    pub fn ints(&self, name: &str) -> Result<Option<&'a [i64]>> {
+        Ok(self.attr(name, attribute::INTS)?.map(|a| &a.ints[..]))
+    }
+
+    /// Non-negative sizes, `default` for each of `n` where the attribute is missing.
+    pub fn sizes(&self, name: &str, n: usize, default: usize) -> Result<Vec<usize>> {
+        let Some(v) = self.ints(name)? else {
+            return Ok(vec![default; n]);
+        };
+        if v.len() != n {
+            return Err(self.invalid(format!(
+                "attribute '{name}' has {} entries, expected {n}",
+                v.len()
+            )));
+        }
+        v.iter()
+            .map(|&s| {
+                usize::try_from(s)
+                    .ok()
+                    .filter(|s| *s <= i32::MAX as usize)
+                    .ok_or_else(|| self.invalid(format!("attribute '{name}' holds {s}, which is no size")))
+            })
+            .collect()
+    }
+
+    pub fn string(&self, name: &str, default: &'static str) -> Result<&'a str> {
+        match self.attr(name, attribute::STRING)? {
+            None => Ok(default),
+            Some(a) => {
+                std::str::from_utf8(&a.s).map_err(|_| self.invalid(format!("attribute '{name}' is not text")))
+            }
+        }
+    }
+
+    pub fn tensor(&self, name: &str) -> Result<Option<ConstData>> {
+        let Some(a) = self.attr(name, attribute::TENSOR)? else {
+            return Ok(None);
+        };
+        let t =
+            a.t.as_ref()
+                .ok_or_else(|| self.invalid(format!("attribute '{name}' holds no tensor")))?;
+        tensor::decode(t, self.external, &format!("{}: {}", self.file, self.name)).map(Some)
+    }
+
+    /// An attribute that holds an element type.
+    pub fn dtype(&self, name: &str) -> Result<Option<DType>> {
+        let Some(code) = self.opt_int(name)? else {
+            return Ok(None);
+        };
+        let what = format!("{}: {}", self.file, self.name);
+        let code = i32::try_from(code).map_err(|_| bad(&what, format!("{code} is not an element type")))?;
+        tensor::dtype(code, &what).map(Some)
+    }
+
+    /// An axis of a shape of `rank`, negative from the end.
+    pub fn axis(&self, axis: i64, rank: usize) -> Result<usize> {
+        let a = if axis < 0 {
+            axis.checked_add(rank as i64)
+        } else {
+            Some(axis)
+        };
+        a.and_then(|a| usize::try_from(a).ok())
+            .filter(|a| *a < rank)
+            .ok_or_else(|| self.invalid(format!("axis {axis} is outside the {rank} axes of the operand")))
+    }
+
+    /// Distinct axes, in the order given.
+    pub fn axes(&self, axes: &[i64], rank: usize) -> Result<Vec<usize>> {
+        let v = axes
+            .iter()
+            .map(|&a| self.axis(a, rank))
+            .collect::<Result<Vec<_>>>()?;
+        match (0..v.len()).find(|&i| v[..i].contains(&v[i])) {
+            Some(i) => Err(self.invalid(format!("axis {} appears twice", v[i]))),
+            None => Ok(v),
+        }
+    }
+
+    /// The node breaks the operator's definition.
+    pub fn invalid(&self, what: impl Into<String>) -> Error {
+        Error::argument(&self.node.op_type, what).at(&Span::new(self.name))
+    }
+
+    /// The node asks for a part of the operator that is not there.
+    pub fn unsupported(&self, what: &str, next: &str) -> Error {
+        Error::unsupported(
+            format!(
+                "{what} of {} (opset {}) in {}",
+                self.node.op_type, self.opset, self.name
+            ),
+            next,
+        )
+    }
+}

@@ -1,0 +1,191 @@
+//! Pooling, and the windows that convolution shares with it.
+
+use super::reduce::mean_over;
+use super::{Row, one, row};
+use crate::onnx::build::{Builder, Value};
+use crate::onnx::node::Call;
+use halcyon_ir::op::{Pool, PoolKind, ReduceKind};
+use halcyon_ir::{Dim, Result};
+
+pub const ROWS: &[Row] = &[
+    row(
+        "AveragePool",
+        7,
+        &[
+            "auto_pad",
+            "ceil_mode",
+            "count_include_pad",
+            "dilations",
+            "kernel_shape",
+            "pads",
+            "strides",
+        ],
+        average,
+    ),
+    row("GlobalAveragePool", 1, &[], |b, c| {
+        let axes = spatial(c)?;
+        one(mean_over(b, c.arg(0)?, &axes, true)?)
+    }),
+    row("GlobalMaxPool", 1, &[], |b, c| {
+        let axes = spatial(c)?;
+        one(b.reduce(ReduceKind::Max, c.arg(0)?, &axes, true)?)
+    }),
+    row(
+        "MaxPool",
+        1,
+        // The storage order concerns the second result only, which is refused.
+        &[
+            "auto_pad",
+            "ceil_mode",
+            "dilations",
+            "kernel_shape",
+            "pads",
+            "storage_order",
+            "strides",
+        ],
+        max,
+    ),
+];
+
+/// How a kernel moves over the spatial axes.
+#[derive(Debug)]
+pub struct Window {
+    pub stride: Vec<usize>,
+    pub dilation: Vec<usize>,
+    pub pad: Vec<(usize, usize)>,
+}
+
+/// Spatial axes of the operand.
+fn spatial(c: &Call<'_>) -> Result<Vec<usize>> {
+    let x = c.arg(0)?;
+    if x.rank() < 3 {
+        return Err(c.invalid(format!("input {}: [n, c, …] expected", x.ty)));
+    }
+    Ok((2..x.rank()).collect())
+}
+
+/// Reads `strides`, `dilations`, `pads` and `auto_pad` for input sizes `x`.
+pub fn window(c: &Call<'_>, x: &[Dim], kernel: &[usize]) -> Result<Window> {
+    let n = x.len();
+    let (stride, dilation) = (c.sizes("strides", n, 1)?, c.sizes("dilations", n, 1)?);
+    if kernel.iter().chain(&stride).chain(&dilation).any(|&v| v == 0) {
+        return Err(c.invalid("kernel, stride and dilation must be at least 1"));
+    }
+    let pads = c.sizes("pads", 2 * n, 0)?;
+    let pad = match c.string("auto_pad", "NOTSET")? {
+        "NOTSET" | "" => (0..n).map(|k| (pads[k], pads[n + k])).collect(),
+        "VALID" => vec![(0, 0); n],
+        auto @ ("SAME_UPPER" | "SAME_LOWER") => (0..n)
+            .map(|k| {
+                // Enough padding for ceil(x / stride) results, the odd one at the end or at the start.
+                let x = known(c, x[k])?;
+                let reach = reach(c, kernel[k], dilation[k])?;
+                let total = (x.div_ceil(stride[k]).saturating_sub(1) * stride[k] + reach).saturating_sub(x);
+                let (small, large) = (total / 2, total - total / 2);
+                Ok(if auto == "SAME_UPPER" {
+                    (small, large)
+                } else {
+                    (large, small)
+                })
+            })
+            .collect::<Result<_>>()?,
+        other => return Err(c.invalid(format!("auto_pad '{other}' is not known"))),
+    };
+    Ok(Window {
+        stride,
+        dilation,
+        pad,
+    })
+}
+
+fn known(c: &Call<'_>, d: Dim) -> Result<usize> {
+    d.known().ok_or_else(|| {
+        c.unsupported(
+            &format!("padding that depends on the symbolic size {d}"),
+            "Give concrete input shapes",
+        )
+    })
+}
+
+/// Elements that a dilated kernel spans. Kernel sizes and dilations fit 31 bits, so this fits.
+fn reach(c: &Call<'_>, kernel: usize, dilation: usize) -> Result<usize> {
+    (kernel - 1)
+        .checked_mul(dilation)
+        .and_then(|v| v.checked_add(1))
+        .filter(|v| *v <= i32::MAX as usize)
+        .ok_or_else(|| c.invalid("the dilated kernel is too large"))
+}
+
+/// Kernel and window of a pool. In ceiling mode the end padding changes so that the last, partial window counts; a window
+/// that would start in the end padding does not.
+fn pool(c: &Call<'_>, kind: PoolKind) -> Result<Pool> {
+    spatial(c)?;
+    let x = &c.arg(0)?.shape()[2..];
+    if c.ints("kernel_shape")?.is_none() {
+        return Err(c.invalid("attribute 'kernel_shape' is missing"));
+    }
+    let kernel = c.sizes("kernel_shape", x.len(), 1)?;
+    let mut w = window(c, x, &kernel)?;
+    if c.flag("ceil_mode", false)? {
+        for k in 0..x.len() {
+            let (lo, hi) = w.pad[k];
+            let (n, reach) = (known(c, x[k])?, reach(c, kernel[k], w.dilation[k])?);
+            let room = (n + lo + hi)
+                .checked_sub(reach)
+                .ok_or_else(|| c.invalid(format!("a window of {reach} does not fit into {}", n + lo + hi)))?;
+            let mut out = room.div_ceil(w.stride[k]) + 1;
+            if (out - 1) * w.stride[k] >= n + lo {
+                out -= 1;
+            }
+            w.pad[k].1 = (out.saturating_sub(1) * w.stride[k] + reach).saturating_sub(n + lo);
+        }
+    }
+    Ok(Pool {
+        kind,
+        kernel: kernel.into(),
+        stride: w.stride.into(),
+        pad: w.pad.into(),
+        dilation: w.dilation.into(),
+    })
+}
+
+fn max(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    if c.wants(1) {
+        return Err(c.unsupported("the Indices result", "Leave the second result out"));
+    }
+    let p = pool(c, PoolKind::Max)?;
+    let x = b.id(c.arg(0)?)?;
+    let n = b.g.pool(x, p)?;
+    one(b.value(n))
+}
+
+fn average(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let mut p = pool(
+        c,
+        PoolKind::Avg {
+            count_include_pad: false,
+        },
+    )?;
+    let mut x = b.id(c.arg(0)?)?;
+    if c.flag("count_include_pad", false)? {
+        // Padding counts, but not what ceiling mode adds to it: the first kind becomes explicit, the second stays.
+        let w = window(c, &c.arg(0)?.shape()[2..], &p.kernel)?;
+        let (mut lo, mut hi) = (vec![0; 2], vec![0; 2]);
+        for (k, given) in w.pad.iter().enumerate() {
+            let end = given.1.min(p.pad[k].1);
+            lo.push(given.0);
+            hi.push(end);
+            p.pad[k] = (0, p.pad[k].1 - end);
+        }
+        if p.pad.iter().all(|e| *e == (0, 0)) {
+            p.kind = PoolKind::Avg {
+                count_include_pad: true,
+            };
+            p.pad = lo[2..].iter().copied().zip(hi[2..].iter().copied()).collect();
+        } else {
+            x = b.g.pad(x, &lo, &hi, 0.0)?;
+        }
+    }
+    let n = b.g.pool(x, p)?;
+    one(b.value(n))
+}

@@ -1,0 +1,130 @@
+//! Reductions.
+
+use super::{Row, one, row};
+use crate::onnx::build::{Builder, Value};
+use crate::onnx::host::symbolic;
+use crate::onnx::node::Call;
+use halcyon_ir::ScalarOp as S;
+use halcyon_ir::op::ReduceKind as R;
+use halcyon_ir::{DType, Dim, Result, Shape};
+
+const ATTRS: &[&str] = &["axes", "keepdims", "noop_with_empty_axes"];
+const ARG: &[&str] = &["axis", "keepdims", "select_last_index"];
+
+pub const ROWS: &[Row] = &[
+    row("ArgMax", 1, ARG, |b, c| arg(b, c, true)),
+    row("ArgMin", 1, ARG, |b, c| arg(b, c, false)),
+    row("CumSum", 11, &["exclusive", "reverse"], cumsum),
+    row("ReduceL1", 1, ATTRS, |b, c| {
+        reduce(b, c, R::Sum, Some(S::Abs), None)
+    }),
+    row("ReduceL2", 1, ATTRS, |b, c| {
+        reduce(b, c, R::Sum, Some(S::Mul), Some(S::Sqrt))
+    }),
+    row("ReduceLogSum", 1, ATTRS, |b, c| {
+        reduce(b, c, R::Sum, None, Some(S::Log))
+    }),
+    row("ReduceLogSumExp", 1, ATTRS, log_sum_exp),
+    row("ReduceMax", 1, ATTRS, |b, c| reduce(b, c, R::Max, None, None)),
+    row("ReduceMean", 1, ATTRS, mean),
+    row("ReduceMin", 1, ATTRS, |b, c| reduce(b, c, R::Min, None, None)),
+    row("ReduceProd", 1, ATTRS, |b, c| reduce(b, c, R::Prod, None, None)),
+    row("ReduceSum", 1, ATTRS, |b, c| reduce(b, c, R::Sum, None, None)),
+    row("ReduceSumSquare", 1, ATTRS, |b, c| {
+        reduce(b, c, R::Sum, Some(S::Mul), None)
+    }),
+];
+
+/// Axes and whether they are kept. The axes became an operand in version 13 for ReduceSum, in 18 for the others.
+fn axes(b: &mut Builder, c: &Call<'_>) -> Result<(Vec<usize>, bool)> {
+    let rank = c.arg(0)?.rank();
+    let keep = c.flag("keepdims", true)?;
+    let operand = c.opset >= if c.node.op_type == "ReduceSum" { 13 } else { 18 };
+    let given = match (operand, c.opt(1)) {
+        (true, Some(v)) => b.known_ints(v, "axes of a reduction")?,
+        (true, None) => vec![],
+        (false, _) => c.ints("axes")?.unwrap_or(&[]).to_vec(),
+    };
+    if given.is_empty() && !(operand && c.flag("noop_with_empty_axes", false)?) {
+        return Ok(((0..rank).collect(), keep));
+    }
+    Ok((c.axes(&given, rank)?, keep))
+}
+
+/// `after(reduce(before(x)))`; a binary `before` takes x twice.
+fn reduce(b: &mut Builder, c: &Call<'_>, kind: R, before: Option<S>, after: Option<S>) -> Result<Vec<Value>> {
+    let (axes, keep) = axes(b, c)?;
+    let x = c.arg(0)?;
+    let x = match before {
+        Some(op) if op.arity() == 2 => b.scalar(op, &[x, x])?,
+        Some(op) => b.scalar(op, &[x])?,
+        None => x.clone(),
+    };
+    let y = b.reduce(kind, &x, &axes, keep)?;
+    match after {
+        // Roots and logarithms of integers are taken in f64 and truncated, since the result has the operand's type.
+        Some(op) if !y.dtype().is_float() => {
+            let f = b.cast(&y, DType::F64)?;
+            let r = b.scalar(op, &[&f])?;
+            one(b.cast(&r, y.dtype())?)
+        }
+        Some(op) => one(b.scalar(op, &[&y])?),
+        None => one(y),
+    }
+}
+
+fn mean(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let (axes, keep) = axes(b, c)?;
+    one(mean_over(b, c.arg(0)?, &axes, keep)?)
+}
+
+/// Mean over `axes`, whose sizes must be known.
+pub fn mean_over(b: &mut Builder, x: &Value, axes: &[usize], keep: bool) -> Result<Value> {
+    let n = axes.iter().fold(Dim::from(1), |n, &a| n.mul(x.shape()[a]));
+    let n = n.known().ok_or_else(|| symbolic(n))?;
+    let sum = b.reduce(R::Sum, x, axes, keep)?;
+    let n = b.lit(&sum, n);
+    b.scalar(S::Div, &[&sum, &n])
+}
+
+/// `m + ln Σ exp(x - m)` with `m` the maximum, or 0 where that is infinite.
+fn log_sum_exp(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let (axes, keep) = axes(b, c)?;
+    let to = c.arg(0)?.dtype();
+    let x = b.cast(c.arg(0)?, if to.is_float() { to } else { DType::F64 })?;
+    let top = b.reduce(R::Max, &x, &axes, true)?;
+    let (inf, zero) = (b.scalar(S::IsInf, &[&top])?, b.lit(&x, 0.0));
+    let top = b.scalar(S::Select, &[&inf, &zero, &top])?;
+    let d = b.scalar(S::Sub, &[&x, &top])?;
+    let e = b.scalar(S::Exp, &[&d])?;
+    let s = b.reduce(R::Sum, &e, &axes, true)?;
+    let l = b.scalar(S::Log, &[&s])?;
+    let mut y = b.scalar(S::Add, &[&l, &top])?;
+    if !keep {
+        let left: Shape = (0..y.rank())
+            .filter(|k| !axes.contains(k))
+            .map(|k| y.shape()[k])
+            .collect();
+        y = b.reshape(&y, left)?;
+    }
+    one(b.cast(&y, to)?)
+}
+
+fn arg(b: &mut Builder, c: &Call<'_>, max: bool) -> Result<Vec<Value>> {
+    let x = c.arg(0)?;
+    let axis = c.axis(c.int("axis", 0)?, x.rank())?;
+    let (keep, last) = (c.flag("keepdims", true)?, c.flag("select_last_index", false)?);
+    let id = b.id(x)?;
+    let n = b.g.argreduce(max, id, axis, keep, last)?;
+    one(b.value(n))
+}
+
+fn cumsum(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let x = c.arg(0)?;
+    let axis = b.known_scalar(c.arg(1)?, "the axis of CumSum")?;
+    let axis = c.axis(axis.as_i64(), x.rank())?;
+    let (exclusive, reverse) = (c.flag("exclusive", false)?, c.flag("reverse", false)?);
+    let id = b.id(x)?;
+    let n = b.g.scan(R::Sum, id, axis, exclusive, reverse)?;
+    one(b.value(n))
+}

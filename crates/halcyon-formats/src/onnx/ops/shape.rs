@@ -1,0 +1,133 @@
+//! Constants and shape arithmetic.
+
+use super::{Row, one, row};
+use crate::onnx::build::{Builder, Value};
+use crate::onnx::host::{Host, Num, eval, symbolic};
+use crate::onnx::node::Call;
+use halcyon_ir::ScalarOp as S;
+use halcyon_ir::{ConstData, DType, Dim, Result, Scalar, Shape};
+
+pub const ROWS: &[Row] = &[
+    row(
+        "Constant",
+        1,
+        &["value", "value_float", "value_floats", "value_int", "value_ints"],
+        constant,
+    ),
+    row("ConstantOfShape", 9, &["value"], constant_of_shape),
+    row("Range", 11, &["stash_type"], range),
+    row("Shape", 1, &["start", "end"], shape),
+    row("Size", 1, &[], |_, c| {
+        let n = Num::size(c.arg(0)?.shape().numel());
+        one(Host {
+            dtype: DType::I64,
+            dims: vec![],
+            vals: vec![n],
+        }
+        .into())
+    }),
+];
+
+fn constant(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let data = if let Some(t) = c.tensor("value")? {
+        t
+    } else if let Some(v) = c.opt_float("value_float")? {
+        ConstData::from_slice(&[], &[v])?
+    } else if let Some(v) = c.floats("value_floats")? {
+        ConstData::from_slice(&[v.len()], v)?
+    } else if let Some(v) = c.opt_int("value_int")? {
+        ConstData::from_slice(&[], &[v])?
+    } else if let Some(v) = c.ints("value_ints")? {
+        ConstData::from_slice(&[v.len()], v)?
+    } else {
+        return Err(c.invalid("no value is given"));
+    };
+    one(Value::weight(data, c.name))
+}
+
+/// A shape given as an integer vector.
+pub fn shape_of(b: &mut Builder, c: &Call<'_>, v: &Value, what: &str) -> Result<Shape> {
+    let h = b.known(v, what)?;
+    h.vals
+        .iter()
+        .map(|n| {
+            n.dim()
+                .ok_or_else(|| c.invalid(format!("{what} has a negative size")))
+        })
+        .collect()
+}
+
+fn constant_of_shape(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let shape = shape_of(b, c, c.arg(0)?, "the shape of ConstantOfShape")?;
+    let (dtype, v) = match c.tensor("value")? {
+        None => (DType::F32, Scalar::F(0.0)),
+        Some(t) => match t.get(0) {
+            Some(v) if t.numel() == 1 => (t.dtype, v),
+            _ => return Err(c.invalid("the value has one element")),
+        },
+    };
+    one(b.full(dtype, &shape, v))
+}
+
+/// Number of steps of `delta` from `start` below (or above, going down) `limit`. `None` if there is no end.
+fn count(start: Scalar, limit: Scalar, delta: Scalar, float: bool) -> Option<usize> {
+    let n = if float {
+        ((limit.as_f64() - start.as_f64()) / delta.as_f64()).ceil()
+    } else {
+        let (s, l, d) = (
+            start.as_i64() as i128,
+            limit.as_i64() as i128,
+            delta.as_i64() as i128,
+        );
+        // Ceiling of a quotient of two signs.
+        let (span, step) = if d < 0 { (s - l, -d) } else { (l - s, d) };
+        if step == 0 {
+            return None;
+        }
+        (span.max(0) as u128).div_ceil(step as u128) as f64
+    };
+    (n <= i32::MAX as f64).then_some(n.max(0.0) as usize)
+}
+
+/// `start + i * delta`. `stash_type` matters only where additions are repeated, which they are not here.
+fn range(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let (first, limit, delta) = (c.arg(0)?, c.arg(1)?, c.arg(2)?);
+    let mut num = |v: &Value| match b.known(v, "a bound of Range")?.vals[..] {
+        [n] => Ok(n),
+        _ => Err(c.invalid(format!("a bound is a scalar, not {}", v.ty))),
+    };
+    let (s, l, d) = (num(first)?, num(limit)?, num(delta)?);
+    let dtype = first.dtype();
+    let n = match (s, l, d) {
+        (Num::Is(s), Num::Is(l), Num::Is(d)) => {
+            Dim::from(count(s, l, d, dtype.is_float()).ok_or_else(|| c.invalid("the range has no end"))?)
+        }
+        (_, _, Num::Is(d)) if d.as_i64() == 1 => eval(S::Sub, dtype, &[l, s])
+            .and_then(Num::dim)
+            .ok_or_else(|| c.unsupported("these symbolic bounds", "Give concrete input shapes"))?,
+        (Num::Size(n), ..) | (_, Num::Size(n), _) | (.., Num::Size(n)) => return Err(symbolic(n)),
+    };
+    let mut y = b.iota(dtype, n)?;
+    if d != Num::Is(Scalar::I(1).cast(dtype)) {
+        let delta = b.reshape(delta, Shape::scalar())?;
+        y = b.scalar(S::Mul, &[&y, &delta])?;
+    }
+    if s != Num::Is(Scalar::I(0).cast(dtype)) {
+        let first = b.reshape(first, Shape::scalar())?;
+        y = b.scalar(S::Add, &[&y, &first])?;
+    }
+    one(y)
+}
+
+/// Sizes from `start` to `end`, which count from the end where negative and are clamped.
+fn shape(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let x = c.arg(0)?;
+    let r = x.rank() as i64;
+    let clamp = |v: i64| (if v < 0 { v.saturating_add(r) } else { v }).clamp(0, r) as usize;
+    let (start, end) = match c.opset {
+        15.. => (clamp(c.int("start", 0)?), clamp(c.opt_int("end")?.unwrap_or(r))),
+        _ => (0, x.rank()),
+    };
+    let dims = x.shape().get(start..end).unwrap_or(&[]);
+    one(Host::ints(dims.iter().map(|d| Num::size(*d)).collect()).into())
+}

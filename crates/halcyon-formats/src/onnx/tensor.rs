@@ -1,0 +1,251 @@
+//! ONNX tensors: `TensorProto` to [`ConstData`] and back, external data, `.pb` files.
+
+use super::proto::{EXTERNAL, TensorProto};
+use crate::{ConstData, bad};
+use bytes::Bytes;
+use halcyon_ir::{DType, Error, Result};
+use prost::Message;
+use std::collections::HashMap;
+use std::path::{Component, Path, PathBuf};
+use std::sync::Mutex;
+
+/// The folder that a model's external data lies in, with the files of it that are mapped.
+#[derive(Debug, Default)]
+pub struct External {
+    dir: Option<PathBuf>,
+    maps: Mutex<HashMap<PathBuf, Bytes>>,
+}
+
+impl External {
+    /// External data beside the model file `model`.
+    pub fn beside(model: &Path) -> External {
+        External {
+            dir: Some(model.parent().unwrap_or(Path::new("")).to_path_buf()),
+            maps: Mutex::default(),
+        }
+    }
+
+    /// For a model that is not a file: every external tensor is an error.
+    pub fn none() -> External {
+        External::default()
+    }
+
+    /// The bytes `t` names. `want` is what its type and sizes take.
+    ///
+    /// The location must be a relative path that stays in the model's folder by its text. A symbolic link in that
+    /// folder is followed, since only the owner of the machine can have put it there.
+    fn slice(&self, t: &TensorProto, want: usize, what: &str) -> Result<Bytes> {
+        let fail = |why: String| bad(what, why);
+        let entry = |key: &str| {
+            t.external_data
+                .iter()
+                .find(|e| e.key == key)
+                .map(|e| e.value.as_str())
+        };
+        let number = |key: &str| match entry(key) {
+            None => Ok(None),
+            Some(v) => v
+                .parse::<usize>()
+                .map(Some)
+                .map_err(|_| fail(format!("external {key} '{v}' is no size"))),
+        };
+        let location = entry("location").ok_or_else(|| fail("external data without a location".into()))?;
+        let dir = self
+            .dir
+            .as_ref()
+            .ok_or_else(|| fail("external data, but the model is not a file".into()))?;
+        // Backslashes and drive letters mean something on one system and nothing on another: refused on all.
+        let plain = !location.is_empty()
+            && !location.contains(['\\', ':', '\0'])
+            && Path::new(location)
+                .components()
+                .all(|c| matches!(c, Component::Normal(_) | Component::CurDir));
+        if !plain {
+            return Err(fail(format!(
+                "external location '{location}' leaves the model's folder"
+            )));
+        }
+        let offset = number("offset")?.unwrap_or(0);
+        let path = dir.join(location);
+        let mut maps = self
+            .maps
+            .lock()
+            .map_err(|_| Error::internal("a thread ended while mapping weights"))?;
+        let map = match maps.get(&path) {
+            Some(m) => m,
+            None => {
+                let m = crate::mmap::open(&path)?;
+                maps.entry(path.clone()).or_insert(m)
+            }
+        };
+        let rest = map.len().checked_sub(offset).ok_or_else(|| {
+            fail(format!(
+                "external offset {offset} is past the {} bytes of {location}",
+                map.len()
+            ))
+        })?;
+        // Without a length the tensor takes what it needs.
+        let length = number("length")?.unwrap_or(want);
+        if length != want {
+            return Err(fail(format!(
+                "external length {length}, but the tensor takes {want} bytes"
+            )));
+        }
+        if length > rest {
+            return Err(fail(format!(
+                "external bytes {offset}..+{length} are past the {} bytes of {location}",
+                map.len()
+            )));
+        }
+        Ok(map.slice(offset..offset + length))
+    }
+}
+
+/// Names of `TensorProto.DataType` that have no row in [`DType`].
+const OTHER_TYPES: &[(i32, &str)] = &[
+    (8, "string"),
+    (14, "complex64"),
+    (15, "complex128"),
+    (17, "float8e4m3fn"),
+    (18, "float8e4m3fnuz"),
+    (19, "float8e5m2"),
+    (20, "float8e5m2fnuz"),
+    (21, "uint4"),
+    (22, "int4"),
+    (23, "float4e2m1"),
+    (24, "float8e8m0"),
+    (25, "uint2"),
+    (26, "int2"),
+];
+
+/// The element type of an ONNX type code.
+///
+/// # Errors
+/// [`Error::Unsupported`] for ONNX types we lack, [`Error::Format`] for numbers ONNX lacks; `what` names the tensor.
+pub fn dtype(code: i32, what: &str) -> Result<DType> {
+    DType::from_onnx(code).ok_or_else(|| match OTHER_TYPES.iter().find(|(c, _)| *c == code) {
+        Some((_, name)) => Error::unsupported(
+            format!("element type {name} of {what}"),
+            "Export the model with another element type",
+        ),
+        None => bad(what, format!("{code} is not an ONNX element type")),
+    })
+}
+
+/// Sizes as `usize`.
+///
+/// # Errors
+/// [`Error::Format`] for negative sizes; `what` names the tensor.
+pub fn sizes(dims: &[i64], what: &str) -> Result<Vec<usize>> {
+    dims.iter()
+        .map(|&d| usize::try_from(d).map_err(|_| bad(what, format!("{dims:?} has a negative size"))))
+        .collect()
+}
+
+/// Reads a tensor. `file` names its file in errors.
+///
+/// # Errors
+/// [`Error::Format`] if sizes, type and data disagree or external data is not where it should be;
+/// [`Error::Unsupported`] for element types without a row in [`DType`] and for segmented tensors; [`Error::Io`].
+pub fn decode(t: &TensorProto, external: &External, file: &str) -> Result<ConstData> {
+    let what = if t.name.is_empty() {
+        file.to_string()
+    } else {
+        format!("{file}: tensor '{}'", t.name)
+    };
+    let dtype = dtype(t.data_type, &what)?;
+    let dims = sizes(&t.dims, &what)?;
+    let want = crate::data::byte_len(dtype, &dims)
+        .ok_or_else(|| bad(&what, format!("{dtype}{dims:?} is too large to address")))?;
+    if t.segment.is_some() {
+        return Err(Error::unsupported(
+            format!("{what} is stored in segments"),
+            "Save the model again in one piece",
+        ));
+    }
+    let bytes = if t.data_location == EXTERNAL {
+        external.slice(t, want, &what)?
+    } else if let Some(raw) = &t.raw_data {
+        raw.clone()
+    } else {
+        typed(t, dtype, &what)?
+    };
+    if bytes.len() != want {
+        return Err(bad(
+            &what,
+            format!("{dtype}{dims:?} takes {want} bytes, {} stored", bytes.len()),
+        ));
+    }
+    crate::data::from_bytes(dtype, &dims, bytes)
+}
+
+/// The typed field that holds elements of `dtype` (the comments of TensorProto in onnx.proto).
+fn typed(t: &TensorProto, dtype: DType, what: &str) -> Result<Bytes> {
+    fn pack<T: Copy, const N: usize>(v: &[T], f: impl Fn(T) -> [u8; N]) -> Bytes {
+        v.iter().flat_map(|&x| f(x)).collect::<Vec<u8>>().into()
+    }
+    // Narrow types are stored one to an integer, which must be in their range. Half floats are stored as their bits.
+    let narrow = |lo: i32, hi: i32, size: usize| {
+        let mut out = Vec::with_capacity(t.int32_data.len() * size);
+        for &v in &t.int32_data {
+            if v < lo || v > hi {
+                return Err(bad(what, format!("{v} does not fit {dtype}")));
+            }
+            out.extend_from_slice(&v.to_le_bytes()[..size]);
+        }
+        Ok(Bytes::from(out))
+    };
+    Ok(match dtype {
+        DType::F32 => pack(&t.float_data, f32::to_le_bytes),
+        DType::F64 => pack(&t.double_data, f64::to_le_bytes),
+        DType::I64 => pack(&t.int64_data, i64::to_le_bytes),
+        DType::U64 => pack(&t.uint64_data, u64::to_le_bytes),
+        DType::I32 => pack(&t.int32_data, i32::to_le_bytes),
+        DType::U32 => {
+            let narrow: std::result::Result<Vec<u32>, _> =
+                t.uint64_data.iter().map(|&v| u32::try_from(v)).collect();
+            pack(
+                &narrow.map_err(|_| bad(what, "a value does not fit u32"))?,
+                u32::to_le_bytes,
+            )
+        }
+        DType::Bool => narrow(0, 1, 1)?,
+        DType::U8 => narrow(0, u8::MAX.into(), 1)?,
+        DType::I8 => narrow(i8::MIN.into(), i8::MAX.into(), 1)?,
+        DType::I16 => narrow(i16::MIN.into(), i16::MAX.into(), 2)?,
+        DType::U16 | DType::F16 | DType::BF16 => narrow(0, u16::MAX.into(), 2)?,
+    })
+}
+
+/// A tensor as a message, with its bytes in `raw_data`.
+pub fn encode(t: &ConstData, name: &str) -> TensorProto {
+    TensorProto {
+        dims: t.dims.iter().map(|&d| d as i64).collect(),
+        data_type: t.dtype.row().onnx,
+        name: name.into(),
+        raw_data: Some(Bytes::copy_from_slice(t.bytes())),
+        ..Default::default()
+    }
+}
+
+/// Reads a `.pb` tensor file: its name, which may be empty, and its value. Errors as [`decode`].
+pub fn read_pb(path: &Path) -> Result<(String, ConstData)> {
+    let file = path.display().to_string();
+    parse_pb(crate::mmap::open(path)?, &External::beside(path), &file)
+}
+
+/// As [`read_pb`], of bytes in memory.
+pub fn parse_pb(data: Bytes, external: &External, file: &str) -> Result<(String, ConstData)> {
+    let t = TensorProto::decode(data).map_err(|e| bad(file, format!("not an ONNX tensor: {e}")))?;
+    let value = decode(&t, external, file)?;
+    Ok((t.name, value))
+}
+
+/// Writes a `.pb` tensor file.
+pub fn write_pb(path: &Path, name: &str, t: &ConstData) -> Result<()> {
+    std::fs::write(path, encode(t, name).encode_to_vec()).map_err(|e| crate::io(path, e))
+}
+
+#[cfg(test)]
+#[path = "tensor_tests.rs"]
+mod tests;

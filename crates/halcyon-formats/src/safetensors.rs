@@ -1,0 +1,310 @@
+//! Safetensors files: an 8-byte length, a JSON header, then the tensors back to back
+//! (the format section of the huggingface/safetensors README).
+//!
+//! The header is checked here in full rather than by the `safetensors` crate, whose end-of-buffer sum can overflow on a
+//! hostile header. As the format demands, tensors must cover the data without holes or overlaps.
+
+use crate::{ConstData, bad};
+use bytes::Bytes;
+use halcyon_ir::dtype::ROWS;
+use halcyon_ir::{Error, Result};
+use serde::Deserialize;
+use serde::de::{Deserializer, Error as _, MapAccess, Visitor};
+use std::collections::{BTreeMap, HashSet};
+use std::fmt;
+use std::path::Path;
+
+/// Longest header read, the format's own bound.
+const MAX_HEADER: u64 = 100_000_000;
+
+/// An open file. Tensors are slices of it.
+#[derive(Debug)]
+pub struct SafeTensors {
+    file: String,
+    body: Bytes,
+    metadata: BTreeMap<String, String>,
+    tensors: BTreeMap<String, Info>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Info {
+    dtype: String,
+    shape: Vec<usize>,
+    data_offsets: (usize, usize),
+}
+
+impl SafeTensors {
+    /// # Errors
+    /// [`Error::Io`], or [`Error::Format`] if the header is malformed or does not describe the rest of the file exactly.
+    pub fn open(path: &Path) -> Result<SafeTensors> {
+        SafeTensors::parse(crate::mmap::open(path)?, &path.display().to_string())
+    }
+
+    /// As [`SafeTensors::open`], of a file in memory; `file` names it in errors.
+    pub fn parse(data: Bytes, file: &str) -> Result<SafeTensors> {
+        let fail = |what: String| bad(file, format!("safetensors header: {what}"));
+        let len = data
+            .first_chunk::<8>()
+            .map(|b| u64::from_le_bytes(*b))
+            .ok_or_else(|| fail("the file is shorter than its length field".into()))?;
+        if len > MAX_HEADER || len > data.len() as u64 - 8 {
+            return Err(fail(format!("{len} bytes claimed in a file of {}", data.len())));
+        }
+        let start = 8 + len as usize;
+        let header: Header = serde_json::from_slice(&data[8..start]).map_err(|e| fail(e.to_string()))?;
+        let body = data.slice(start..);
+
+        let mut order: Vec<(&String, &Info)> = header.tensors.iter().collect();
+        order.sort_by_key(|(_, i)| i.data_offsets);
+        let mut at = 0;
+        for (name, i) in order {
+            let (from, to) = i.data_offsets;
+            let wrong = |what: String| bad(file, format!("tensor '{name}': {what}"));
+            if from != at || to < from || to > body.len() {
+                return Err(wrong(format!(
+                    "bytes {from}..{to} do not follow byte {at} within the {} of the file",
+                    body.len()
+                )));
+            }
+            // Sub-byte and 8-bit float rows of the format that we lack are told apart when they are read.
+            if let Some(row) = ROWS.iter().find(|r| r.safetensors == i.dtype) {
+                let want = crate::data::byte_len(row.dtype, &i.shape);
+                if want != Some(to - from) {
+                    return Err(wrong(format!(
+                        "{}{:?} does not take {} bytes",
+                        i.dtype,
+                        i.shape,
+                        to - from
+                    )));
+                }
+            }
+            at = to;
+        }
+        if at != body.len() {
+            return Err(fail(format!(
+                "{} bytes at the end belong to no tensor",
+                body.len() - at
+            )));
+        }
+        Ok(SafeTensors {
+            file: file.into(),
+            body,
+            metadata: header.metadata,
+            tensors: header.tensors,
+        })
+    }
+
+    /// Names of the tensors, sorted.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.keys().map(String::as_str)
+    }
+
+    /// The free-form metadata of the header.
+    pub fn metadata(&self) -> &BTreeMap<String, String> {
+        &self.metadata
+    }
+
+    /// One tensor, without a copy.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] if there is none of this name; [`Error::Unsupported`] for an element type that has no row in
+    /// [`halcyon_ir::DType`].
+    pub fn get(&self, name: &str) -> Result<ConstData> {
+        let i = self
+            .tensors
+            .get(name)
+            .ok_or_else(|| Error::argument("safetensors", format!("{} has no tensor '{name}'", self.file)))?;
+        let row = ROWS.iter().find(|r| r.safetensors == i.dtype).ok_or_else(|| {
+            Error::unsupported(
+                format!("element type {} of tensor '{name}' in {}", i.dtype, self.file),
+                "Convert it to a type of the dtype table",
+            )
+        })?;
+        crate::data::from_bytes(
+            row.dtype,
+            &i.shape,
+            self.body.slice(i.data_offsets.0..i.data_offsets.1),
+        )
+    }
+}
+
+struct Header {
+    metadata: BTreeMap<String, String>,
+    tensors: BTreeMap<String, Info>,
+}
+
+impl<'de> Deserialize<'de> for Header {
+    fn deserialize<D: Deserializer<'de>>(d: D) -> std::result::Result<Header, D::Error> {
+        struct V;
+        impl<'de> Visitor<'de> for V {
+            type Value = Header;
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object of tensors")
+            }
+            fn visit_map<A: MapAccess<'de>>(self, mut m: A) -> std::result::Result<Header, A::Error> {
+                let mut h = Header {
+                    metadata: BTreeMap::new(),
+                    tensors: BTreeMap::new(),
+                };
+                // JSON lets a key appear twice; readers would differ on which one counts.
+                let mut seen = HashSet::new();
+                while let Some(key) = m.next_key::<String>()? {
+                    if !seen.insert(key.clone()) {
+                        return Err(A::Error::custom(format!("'{key}' appears twice")));
+                    }
+                    if key == "__metadata__" {
+                        h.metadata = m.next_value()?;
+                    } else {
+                        h.tensors.insert(key, m.next_value()?);
+                    }
+                }
+                Ok(h)
+            }
+        }
+        d.deserialize_map(V)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use halcyon_ir::DType;
+
+    fn file(header: &str, body: &[u8]) -> Bytes {
+        let mut v = (header.len() as u64).to_le_bytes().to_vec();
+        v.extend(header.as_bytes());
+        v.extend(body);
+        v.into()
+    }
+
+    #[test]
+    fn reads_tensors_without_copies() {
+        let f = file(
+            r#"{"__metadata__":{"format":"pt"},"b":{"dtype":"F32","shape":[2],"data_offsets":[2,10]},"a":{"dtype":"BF16","shape":[1,1],"data_offsets":[0,2]},"e":{"dtype":"I64","shape":[0,3],"data_offsets":[10,10]}}"#,
+            &[0x80, 0x3f, 0, 0, 0, 0, 0, 0, 0x80, 0x3f],
+        );
+        let s = SafeTensors::parse(f.clone(), "t").unwrap();
+        assert_eq!(s.names().collect::<Vec<_>>(), ["a", "b", "e"]);
+        assert_eq!(s.metadata()["format"], "pt");
+        let b = s.get("b").unwrap();
+        assert_eq!(b.to_vec::<f32>(), [0.0, 1.0]);
+        assert_eq!(b.bytes().as_ptr(), f[f.len() - 8..].as_ptr());
+        let a = s.get("a").unwrap();
+        assert_eq!((a.dtype, a.dims.as_slice()), (DType::BF16, &[1, 1][..]));
+        assert!(s.get("e").unwrap().bytes().is_empty());
+        assert!(matches!(s.get("zz"), Err(Error::Argument { .. })));
+    }
+
+    #[test]
+    fn every_element_type_is_mapped() {
+        for d in DType::all() {
+            let h = format!(
+                r#"{{"t":{{"dtype":"{}","shape":[3],"data_offsets":[0,{}]}}}}"#,
+                d.row().safetensors,
+                d.bytes(3)
+            );
+            let s = SafeTensors::parse(file(&h, &vec![0; d.bytes(3)]), "t").unwrap();
+            assert_eq!(s.get("t").unwrap().dtype, d);
+        }
+        let h = r#"{"t":{"dtype":"F8_E4M3","shape":[3],"data_offsets":[0,3]}}"#;
+        let s = SafeTensors::parse(file(h, &[0; 3]), "t").unwrap();
+        assert!(matches!(s.get("t"), Err(Error::Unsupported { .. })));
+    }
+
+    fn refused(header: &str, body: usize) {
+        let r = SafeTensors::parse(file(header, &vec![0; body]), "t");
+        assert!(matches!(r, Err(Error::Format { .. })), "{header}: {r:?}");
+    }
+
+    #[test]
+    fn attack_truncated() {
+        let f = file(
+            r#"{"t":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#,
+            &[0; 4],
+        );
+        for n in 0..f.len() {
+            assert!(
+                matches!(SafeTensors::parse(f.slice(..n), "t"), Err(Error::Format { .. })),
+                "cut at {n}"
+            );
+        }
+    }
+
+    #[test]
+    fn attack_header_length_beyond_the_file() {
+        for n in [3u64, 100_000_001, u64::MAX, u64::MAX - 7] {
+            let mut v = n.to_le_bytes().to_vec();
+            v.extend(b"{}");
+            assert!(
+                matches!(SafeTensors::parse(v.into(), "t"), Err(Error::Format { .. })),
+                "{n}"
+            );
+        }
+    }
+
+    #[test]
+    fn attack_overlaps_holes_and_tails() {
+        let two = |a: &str, b: &str| {
+            format!(
+                r#"{{"a":{{"dtype":"U8","shape":[4],"data_offsets":{a}}},"b":{{"dtype":"U8","shape":[4],"data_offsets":{b}}}}}"#
+            )
+        };
+        refused(&two("[0,4]", "[0,4]"), 4);
+        refused(&two("[0,4]", "[3,7]"), 7);
+        refused(&two("[0,4]", "[5,9]"), 9);
+        refused(&two("[0,4]", "[4,8]"), 9);
+        refused(&two("[0,4]", "[4,8]"), 7);
+        refused(&two("[4,0]", "[4,8]"), 8);
+    }
+
+    #[test]
+    fn attack_sizes_that_overflow() {
+        for (shape, offsets) in [
+            ("[18446744073709551615]", "[0,18446744073709551615]"),
+            ("[18446744073709551616]", "[0,4]"),
+            ("[4611686018427387904,4]", "[0,0]"),
+            ("[-1]", "[0,4]"),
+            ("[4]", "[-4,0]"),
+            ("[5]", "[0,4]"),
+            ("[1.5]", "[0,4]"),
+        ] {
+            refused(
+                &format!(r#"{{"t":{{"dtype":"U8","shape":{shape},"data_offsets":{offsets}}}}}"#),
+                4,
+            );
+        }
+        // A sum that wraps around to the true length of the file.
+        let body = 4u64;
+        let head =
+            r#"{"t":{"dtype":"U8","shape":[NNNNNNNNNNNNNNNNNNNN],"data_offsets":[0,NNNNNNNNNNNNNNNNNNNN]}}"#;
+        let wrap = (body).wrapping_sub(8 + head.len() as u64);
+        refused(
+            &head.replace("NNNNNNNNNNNNNNNNNNNN", &wrap.to_string()),
+            body as usize,
+        );
+    }
+
+    #[test]
+    fn attack_duplicate_and_malformed_headers() {
+        refused(
+            r#"{"t":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"t":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#,
+            4,
+        );
+        for h in [
+            "",
+            "[]",
+            "{",
+            "null",
+            r#"{"t":1}"#,
+            r#"{"t":{"dtype":"U8"}}"#,
+            r#"{"__metadata__":{"a":1}}"#,
+        ] {
+            refused(h, 0);
+        }
+        refused(
+            &format!("{}{}", "{\"a\":".repeat(100_000), "}".repeat(100_000)),
+            0,
+        );
+    }
+}

@@ -1,0 +1,290 @@
+//! Speed of the CPU kernels beside what this machine can do: `cargo run --release -p halcyon-hal --example cpu_kernels [threads]`.
+
+use halcyon_hal::cpu::library::attention::{Attention, Heads, attention};
+use halcyon_hal::cpu::library::conv::{Conv, ConvWeights, Window, conv_f32};
+use halcyon_hal::cpu::library::gemm::{Epilogue, Mat, MatMut, gemm};
+use halcyon_hal::cpu::library::gemv::gemv;
+use halcyon_hal::cpu::library::matmul_any::gemm_any;
+use halcyon_hal::cpu::library::softmax::{layer_norm, softmax};
+use halcyon_hal::cpu::peak;
+use halcyon_hal::cpu::sys::Isa;
+use halcyon_hal::cpu::team::{SharedConst, SharedMut, Team};
+use halcyon_hal::cpu::vmath;
+use halcyon_ir::ScalarOp;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Instant;
+
+/// Best time of `f` in seconds over at least `reps` runs.
+fn best(reps: usize, mut f: impl FnMut()) -> f64 {
+    f();
+    (0..reps)
+        .map(|_| {
+            let t = Instant::now();
+            f();
+            t.elapsed().as_secs_f64()
+        })
+        .fold(f64::MAX, f64::min)
+}
+
+fn data(n: usize) -> Vec<f32> {
+    let mut s = 1u32;
+    (0..n)
+        .map(|_| {
+            s = s.wrapping_mul(1664525).wrapping_add(1013904223);
+            (s >> 8) as f32 / (1 << 23) as f32 - 1.0
+        })
+        .collect()
+}
+
+fn main() {
+    let threads = std::env::args().nth(1).and_then(|s| s.parse().ok()).unwrap_or(2);
+    let team = Team::new(threads);
+    let isa = Isa::best();
+    // Parts that wait for each other, so that every thread takes one.
+    let here = AtomicUsize::new(0);
+    let hand_off = best(5000, || {
+        here.store(0, Ordering::SeqCst);
+        team.run(team.threads(), &|_| {
+            here.fetch_add(1, Ordering::SeqCst);
+            while here.load(Ordering::SeqCst) < team.threads() {
+                std::thread::yield_now();
+            }
+        });
+    });
+    println!(
+        "{} threads, {}, hand-off {:.2} us",
+        team.threads(),
+        isa.name(),
+        hand_off * 1e6
+    );
+
+    for (m, n, k) in if std::env::args().nth(2).is_some() {
+        vec![]
+    } else {
+        vec![
+            (256, 256, 256),
+            (512, 512, 512),
+            (1024, 1024, 1024),
+            (2048, 2048, 2048),
+            (4096, 4096, 4096),
+            (64, 64, 64),
+            (128, 768, 768),
+            (128, 3072, 768),
+            (4096, 64, 4096),
+            (16, 4096, 4096),
+            (64, 4096, 4096),
+        ]
+    } {
+        let (a, b) = (data(m * k), data(k * n));
+        let mut c = vec![0f32; m * n];
+        let flops = 2.0 * (m * n * k) as f64;
+        let reps = (4e10 / flops).clamp(4.0, 300.0) as usize;
+        // The peak is measured in between, since other work on the machine moves both.
+        let (mut t, mut top) = (f64::MAX, 0f64);
+        for _ in 0..3 {
+            top = top.max(peak::fma_flops(&team, isa));
+            t = t.min(best(reps.div_ceil(3), || {
+                // SAFETY: the vectors have the sizes of the matrices.
+                unsafe {
+                    gemm(
+                        &team,
+                        isa,
+                        m,
+                        n,
+                        k,
+                        Mat::rows(a.as_ptr(), k),
+                        Mat::rows(b.as_ptr(), n),
+                        MatMut::rows(c.as_mut_ptr(), n),
+                        Epilogue::default(),
+                    )
+                }
+            }));
+        }
+        println!(
+            "gemm {m:5} {n:5} {k:5}  {:8.1} GFLOP/s  {:5.1} % of the FMA peak ({:.0})",
+            flops / t / 1e9,
+            100.0 * flops / t / top,
+            top / 1e9
+        );
+    }
+
+    for n in [256, 1024] {
+        let a: Vec<f64> = data(n * n).into_iter().map(f64::from).collect();
+        let mut c = vec![0f64; n * n];
+        let i: Vec<i8> = a.iter().map(|v| (v * 100.0) as i8).collect();
+        let mut ci = vec![0i32; n * n];
+        // SAFETY: the vectors have the sizes of the matrices.
+        let (t, ti) = unsafe {
+            let (m, o) = (Mat::rows(a.as_ptr(), n), MatMut::rows(c.as_mut_ptr(), n));
+            let t = best(5, || gemm_any::<f64, f64>(&team, isa, n, n, n, m, m, o));
+            let (m, o) = (Mat::rows(i.as_ptr(), n), MatMut::rows(ci.as_mut_ptr(), n));
+            (t, best(5, || gemm_any::<i8, i32>(&team, isa, n, n, n, m, m, o)))
+        };
+        let ops = 2e-9 * (n * n * n) as f64;
+        println!(
+            "gemm_any {n}^3  f64 {:.1} GFLOP/s  i8 to i32 {:.1} Gop/s",
+            ops / t,
+            ops / ti
+        );
+    }
+
+    for (m, k) in [(4096, 4096), (14336, 4096), (1024, 1024)] {
+        let (a, x) = (data(m * k), data(m.max(k)));
+        let h: Vec<half::bf16> = a.iter().map(|v| half::bf16::from_f32(*v)).collect();
+        let mut y = vec![0f32; m.max(k)];
+        let bytes = (m * k * 4) as f64;
+        let (mut t, mut tt, mut th, mut top) = (f64::MAX, f64::MAX, f64::MAX, 0f64);
+        for _ in 0..3 {
+            top = top.max(peak::read_bandwidth(&team, isa, m * k * 4));
+            let am = Mat::rows(a.as_ptr(), k);
+            let hm = Mat::rows(h.as_ptr(), k);
+            let (x, y, e) = (x.as_ptr(), y.as_mut_ptr(), Epilogue::default());
+            // SAFETY: the vectors have the sizes of the operands.
+            unsafe {
+                t = t.min(best(10, || gemv(&team, isa, m, k, am, x, 1, y, e)));
+                tt = tt.min(best(10, || gemv(&team, isa, k, m, am.t(), x, 1, y, e)));
+                th = th.min(best(10, || gemv(&team, isa, m, k, hm, x, 1, y, e)));
+            }
+        }
+        println!(
+            "gemv {m:5} {k:5}  A x {:5.1} GB/s ({:4.1} %)  x A {:5.1} GB/s ({:4.1} %)  bf16 A x {:5.1} GB/s ({:4.1} %)  of {:.1}",
+            bytes / t / 1e9,
+            100.0 * bytes / t / top,
+            bytes / tt / 1e9,
+            100.0 * bytes / tt / top,
+            bytes / 2.0 / th / 1e9,
+            50.0 * bytes / th / top,
+            top / 1e9
+        );
+    }
+
+    // Batch, channels in and out, groups, image, kernel, stride, padding: layers of ResNet-50, SqueezeNet and MobileNet.
+    for (b, ci, co, g, hw, k, s, p) in [
+        (1, 3, 64, 1, 224, 7, 2, 3),
+        (1, 64, 64, 1, 56, 3, 1, 1),
+        (1, 64, 256, 1, 56, 1, 1, 0),
+        (1, 128, 128, 1, 28, 3, 1, 1),
+        (1, 128, 128, 1, 56, 3, 2, 1),
+        (1, 256, 256, 1, 14, 3, 1, 1),
+        (1, 512, 512, 1, 7, 3, 1, 1),
+        (1, 16, 64, 1, 55, 3, 1, 1),
+        (1, 64, 16, 1, 55, 1, 1, 0),
+        (8, 64, 64, 1, 28, 3, 1, 1),
+        (1, 128, 128, 128, 56, 3, 1, 1),
+    ] {
+        let Ok(w) = Window::new(&[hw, hw], &[k, k], &[s, s], &[1, 1], &[(p, p), (p, p)], &[1, 1]) else {
+            continue;
+        };
+        let Ok(c) = Conv::new(b, ci, co, g, w) else {
+            continue;
+        };
+        let (x, w, bias) = (data(c.input_len()), data(c.weight_len()), data(co));
+        let mut y = vec![0f32; c.output_len()];
+        let flops = 2.0 * c.macs() as f64;
+        let (mut t, mut top) = (f64::MAX, 0f64);
+        // SAFETY: the vectors have the lengths that `c` states.
+        unsafe {
+            let packed = ConvWeights::new(isa, &c, w.as_ptr());
+            for _ in 0..3 {
+                top = top.max(peak::fma_flops(&team, isa));
+                t = t.min(best(20, || {
+                    let (x, w, y) = (x.as_ptr(), w.as_ptr(), y.as_mut_ptr());
+                    conv_f32(&team, isa, &c, x, w, packed.as_ref(), bias.as_ptr(), true, y)
+                }));
+            }
+        }
+        println!(
+            "conv {b}x{ci:3}->{co:3}/{g:3} {hw:3}^2 {k}x{k} s{s}  {:7.1} GFLOP/s  {:5.1} % of {:.0}, {:.3} ms",
+            flops / t / 1e9,
+            100.0 * flops / t / top,
+            top / 1e9,
+            t * 1e3
+        );
+    }
+
+    for (rows, n) in [(512, 512), (4096, 4096)] {
+        let x = data(rows * n);
+        let mut y = vec![0f32; rows * n];
+        let top = peak::triad_bandwidth(&team, isa, rows * n * 12);
+        let (px, py) = (x.as_ptr(), y.as_mut_ptr());
+        let scale = data(n);
+        // SAFETY: the vectors have the lengths of the rows.
+        let (a, b) = unsafe {
+            let a = best(20, || softmax(&team, isa, rows, n, px, py));
+            (
+                a,
+                best(20, || {
+                    layer_norm(&team, isa, rows, n, px, py, &scale, &scale, 1e-5)
+                }),
+            )
+        };
+        let gb = (rows * n * 8) as f64 / 1e9;
+        println!(
+            "rows {rows} x {n}  softmax {:.1} GB/s  layer norm {:.1} GB/s  triad {:.1}",
+            gb / a,
+            gb / b,
+            top / 1e9
+        );
+    }
+
+    for (queries, keys, causal) in [(512, 512, false), (2048, 2048, true), (1, 2048, false)] {
+        let a = Attention {
+            batch: 1,
+            heads: 8,
+            kv_heads: 8,
+            queries,
+            keys,
+            d: 64,
+            dv: 64,
+            scale: 0.125,
+            causal,
+        };
+        let (q, k, v) = (data(8 * queries * 64), data(8 * keys * 64), data(8 * keys * 64));
+        let mut y = vec![0f32; 8 * queries * 64];
+        let heads = |p: &[f32], n: usize| {
+            let strides = [8 * n * 64, n * 64, 64, 1].map(|s| s as isize);
+            Heads {
+                ptr: SharedConst(p.as_ptr()),
+                strides,
+            }
+        };
+        let (q, k, v) = (heads(&q, queries), heads(&k, keys), heads(&v, keys));
+        let out = Heads {
+            ptr: SharedMut(y.as_mut_ptr()),
+            strides: q.strides,
+        };
+        // SAFETY: the vectors have the lengths of the operands.
+        let t = best(20, || unsafe {
+            attention(&team, isa, &a, q, k, v, None, &[], out)
+        });
+        let flops = 4.0 * (8 * queries * keys * 64) as f64 / if causal { 2.0 } else { 1.0 };
+        println!(
+            "attention {queries} x {keys} causal {causal}  {:.1} GFLOP/s  {:.3} ms",
+            flops / t / 1e9,
+            t * 1e3
+        );
+    }
+
+    let (n, mut out) = (1 << 12, Vec::new());
+    for op in [
+        ScalarOp::Exp,
+        ScalarOp::Log,
+        ScalarOp::Tanh,
+        ScalarOp::Sigmoid,
+        ScalarOp::Silu,
+        ScalarOp::Gelu,
+        ScalarOp::Erf,
+        ScalarOp::Sin,
+        ScalarOp::Sqrt,
+    ] {
+        let x = data(n);
+        let mut y = x.clone();
+        let copy = best(200, || y.copy_from_slice(&x));
+        let t = best(200, || {
+            y.copy_from_slice(&x);
+            vmath::apply(isa, op, &mut y);
+        });
+        out.push(format!("{} {:.2}", op.name(), (t - copy) * 1e9 / n as f64));
+    }
+    println!("ns per element on one thread: {}", out.join(", "));
+}

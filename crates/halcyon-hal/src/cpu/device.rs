@@ -1,0 +1,282 @@
+//! The CPU device: runs commands at once, one after another, on its team of threads.
+
+use super::library::{self, CpuKernel, Fault, Run};
+use super::memory::{CpuBuffer, HostSource, Ptr};
+use super::program::CpuProgram;
+use super::sys::Isa;
+use super::team::Team;
+use crate::pool::Pool;
+use crate::{
+    BackendType, BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Error, LibraryCall,
+    LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing,
+};
+use halcyon_ir::DType;
+use halcyon_ir::data::Bytes;
+use halcyon_ir::kernel::Kernel;
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
+
+/// Threads the process may use.
+fn cores() -> usize {
+    std::thread::available_parallelism().map_or(1, |n| n.get())
+}
+
+/// `key: value` lines of a file under /proc; empty where there is none.
+fn proc_file(path: &str) -> BTreeMap<String, String> {
+    let text = std::fs::read_to_string(path).unwrap_or_default();
+    let mut m = BTreeMap::new();
+    for (k, v) in text.lines().filter_map(|l| l.split_once(':')) {
+        // The first of several processors speaks for all.
+        m.entry(k.trim().to_string()).or_insert_with(|| v.trim().to_string());
+    }
+    m
+}
+
+/// Facts about the machine.
+pub(crate) fn describe() -> DeviceInfo {
+    let cpu = proc_file("/proc/cpuinfo");
+    let mem = proc_file("/proc/meminfo");
+    let kib = |k: &str| -> Option<u64> { mem.get(k)?.strip_suffix(" kB")?.trim().parse::<u64>().ok()?.checked_mul(1024) };
+    let mut properties = BTreeMap::new();
+    properties.insert("architecture".into(), std::env::consts::ARCH.to_string());
+    properties.insert("simd".into(), Isa::best().name().to_string());
+    if let Some(flags) = cpu.get("flags").or_else(|| cpu.get("Features")) {
+        let simd = ["sse4", "avx", "fma", "f16c", "amx", "asimd", "neon", "sve", "bf16", "i8mm"];
+        let listed: Vec<&str> = flags.split(' ').filter(|f| simd.iter().any(|s| f.contains(s))).collect();
+        properties.insert("features".into(), listed.join(" "));
+    }
+    for (k, name) in [("cpu MHz", "clock_mhz"), ("cache size", "cache")] {
+        if let Some(v) = cpu.get(k) {
+            properties.insert(name.into(), v.clone());
+        }
+    }
+    DeviceInfo {
+        backend: BackendType::Cpu,
+        id: "cpu:0".into(),
+        index: 0,
+        name: cpu
+            .get("model name")
+            .or_else(|| cpu.get("Hardware"))
+            .cloned()
+            .unwrap_or_else(|| format!("{} processor", std::env::consts::ARCH)),
+        vendor: cpu.get("vendor_id").cloned().unwrap_or_else(|| "unknown".into()),
+        driver_version: None,
+        total_memory: kib("MemTotal"),
+        free_memory: kib("MemAvailable"),
+        compute_capability: None,
+        compute_units: Some(cores() as u32),
+        unified_memory: true,
+        software: false,
+        properties,
+    }
+}
+
+/// The processor as a device.
+#[derive(Debug)]
+pub struct CpuDevice {
+    info: DeviceInfo,
+    caps: Caps,
+    team: Team,
+    isa: Isa,
+    pool: Arc<Pool<HostSource>>,
+    counts: Arc<Counts>,
+    /// The first bad index met: the id its command came with; 0 is none.
+    fault: AtomicU32,
+    profile: bool,
+    /// Held while commands or copies run: the device is in order.
+    queue: Mutex<Vec<Timing>>,
+}
+
+impl CpuDevice {
+    pub fn new(options: &Options) -> CpuDevice {
+        let mut info = describe();
+        let team = Team::new(options.threads.unwrap_or_else(cores));
+        info.properties.insert("threads".into(), team.threads().to_string());
+        let counts = Arc::new(Counts::default());
+        let limit = options.memory_limit.or(info.total_memory);
+        let caps = Caps {
+            storage: DType::all().collect(),
+            f64: true,
+            i64: true,
+            f16_arithmetic: false,
+            subgroup: None,
+            max_workgroup: 256,
+            workgroup_memory: 256 << 10,
+            max_bindings: 1 << 16,
+            max_binding_bytes: u64::MAX,
+            max_groups: u32::MAX,
+            offset_alignment: 8,
+            compute_units: team.threads() as u32,
+            is_cpu: true,
+        };
+        CpuDevice {
+            caps,
+            team,
+            isa: Isa::best(),
+            pool: Pool::new(HostSource, info.id.clone(), limit, counts.clone()),
+            info,
+            counts,
+            fault: AtomicU32::new(0),
+            profile: options.profile,
+            queue: Mutex::new(vec![]),
+        }
+    }
+
+    /// Threads that work on a command, the caller's included.
+    pub fn threads(&self) -> usize {
+        self.team.threads()
+    }
+
+    fn turn(&self) -> MutexGuard<'_, Vec<Timing>> {
+        // What a panicking kernel leaves behind is a partly written buffer, not a broken queue.
+        self.queue.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn run(&self, c: &Command<'_>) -> Result<()> {
+        match c {
+            Command::Launch { program, groups, buffers, params, fault } => {
+                let p: &CpuProgram = program
+                    .as_any()
+                    .downcast_ref()
+                    .ok_or_else(|| Error::argument("launch", "the program belongs to another device"))?;
+                let at: Vec<Ptr> =
+                    buffers.iter().map(|b| CpuBuffer::of(&**b, p.name()).map(CpuBuffer::at)).collect::<Result<_>>()?;
+                Counts::add(&self.counts.launches, 1);
+                p.run(*groups, &at, params, *fault, &self.fault)
+            }
+            Command::Library { kernel, buffers, args, fault } => {
+                let k: &CpuKernel = kernel
+                    .as_any()
+                    .downcast_ref()
+                    .ok_or_else(|| Error::argument("library call", "the kernel belongs to another device"))?;
+                let at: smallvec::SmallVec<[Ptr; 8]> =
+                    buffers.iter().map(|b| CpuBuffer::of(&**b, k.name()).map(CpuBuffer::at)).collect::<Result<_>>()?;
+                Counts::add(&self.counts.library_calls, 1);
+                let fault = Fault::new(&self.fault, *fault);
+                k.run(&Run { bufs: &at, args, team: &self.team, isa: self.isa, fault })
+            }
+            Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
+                let (s, d) = (CpuBuffer::of(&***src, "copy")?.at(), CpuBuffer::of(&***dst, "copy")?.at());
+                check_range("copy", &s, *src_offset, *bytes)?;
+                check_range("copy", &d, *dst_offset, *bytes)?;
+                check_writable("copy", &d)?;
+                Counts::add(&self.counts.device_copies, 1);
+                // SAFETY: both ranges are inside their buffers, the destination is writable, and the lock keeps others out.
+                unsafe { library::copy::bytes(&self.team, s.ptr.add(*src_offset), d.ptr.add(*dst_offset), *bytes) };
+                Ok(())
+            }
+        }
+    }
+}
+
+fn check_range(op: &str, p: &Ptr, offset: usize, bytes: usize) -> Result<()> {
+    match offset.checked_add(bytes) {
+        Some(end) if end <= p.bytes => Ok(()),
+        _ => Err(Error::argument(
+            op,
+            format!("{bytes} bytes from {offset} reach past the end of a buffer of {}", p.bytes),
+        )),
+    }
+}
+
+pub(crate) fn check_writable(op: &str, p: &Ptr) -> Result<()> {
+    if p.read_only { Err(Error::argument(op, "the buffer holds imported data, which is read only")) } else { Ok(()) }
+}
+
+impl Target for CpuDevice {
+    fn caps(&self) -> &Caps {
+        &self.caps
+    }
+
+    fn library(&self, call: &LibraryCall<'_>) -> Result<Arc<dyn LibraryKernel>, Declined> {
+        library::find(self.isa, call).map(|k| Arc::new(k) as Arc<dyn LibraryKernel>)
+    }
+}
+
+impl Device for CpuDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn counters(&self) -> Counters {
+        self.counts.snapshot()
+    }
+
+    fn memory(&self) -> MemoryStats {
+        self.pool.stats()
+    }
+
+    fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
+        Ok(Arc::new(CpuBuffer::pooled(self.pool.alloc(bytes, tag)?)))
+    }
+
+    /// Takes data whose address is a multiple of 8, the largest element.
+    fn import(&self, data: Arc<dyn Bytes>) -> Option<BufferRef> {
+        CpuBuffer::lent(data).map(|b| Arc::new(b) as BufferRef)
+    }
+
+    fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
+        let _turn = self.turn();
+        let d = CpuBuffer::of(&**dst, "write")?.at();
+        check_range("write", &d, offset, src.len())?;
+        check_writable("write", &d)?;
+        Counts::add(&self.counts.uploads, 1);
+        Counts::add(&self.counts.uploaded_bytes, src.len() as u64);
+        // SAFETY: inside the buffer; the host's slice cannot overlap memory that only the device hands out.
+        unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), d.ptr.add(offset), src.len()) };
+        Ok(())
+    }
+
+    fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
+        let _turn = self.turn();
+        let s = CpuBuffer::of(&**src, "read")?.at();
+        check_range("read", &s, offset, dst.len())?;
+        Counts::add(&self.counts.downloads, 1);
+        Counts::add(&self.counts.downloaded_bytes, dst.len() as u64);
+        // SAFETY: inside the buffer; an exclusive slice of the host overlaps nothing.
+        unsafe { std::ptr::copy_nonoverlapping(s.ptr.add(offset), dst.as_mut_ptr(), dst.len()) };
+        Ok(())
+    }
+
+    fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
+        let p = CpuProgram::new(kernel)?;
+        Counts::add(&self.counts.compiles, 1);
+        Ok(Arc::new(p))
+    }
+
+    fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
+        let mut timings = self.turn();
+        for c in commands {
+            let start = self.profile.then(Instant::now);
+            self.run(c)?;
+            if let Some(s) = start {
+                timings.push(Timing { nanoseconds: s.elapsed().as_nanos() as u64 });
+            }
+        }
+        Ok(())
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        drop(self.turn());
+        Ok(())
+    }
+
+    fn take_fault(&self) -> Result<Option<u32>> {
+        let _turn = self.turn();
+        Ok(Some(self.fault.swap(0, Ordering::AcqRel)).filter(|f| *f != 0))
+    }
+
+    fn take_timings(&self) -> Result<Vec<Timing>> {
+        Ok(std::mem::take(&mut *self.turn()))
+    }
+
+    fn empty_cache(&self) -> u64 {
+        self.pool.trim()
+    }
+
+    fn as_target(&self) -> &dyn Target {
+        self
+    }
+}

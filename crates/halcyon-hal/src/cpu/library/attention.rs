@@ -1,0 +1,440 @@
+//! Scaled dot-product attention without the matrix of scores (Milakov and Gimelshein, "Online normalizer calculation for
+//! softmax", 2018; Dao et al., "FlashAttention", 2022): blocks of keys, a running maximum and a running sum per row.
+//!
+//! The query heads that share a key head are rows of one product, so that keys and values are read once for all of them.
+//! Keys are never split among threads: results depend on the shape alone.
+
+use super::gemm::{Epilogue, Left, Mat, MatMut, inline_floats, panels_inline};
+use super::gemv::{ROWS, few_rows_inline, fits};
+use super::simd::{Simd, dispatch_simd};
+use super::softmax::{exp_in_place, max_of};
+use crate::cpu::sys::Isa;
+use crate::cpu::team::{SharedConst, SharedMut, Team};
+use crate::cpu::vmath;
+
+/// An operand `[batch, head, position, feature]` with its strides in elements.
+#[derive(Clone, Copy, Debug)]
+pub struct Heads<P> {
+    pub ptr: P,
+    pub strides: [isize; 4],
+}
+
+impl<T> Heads<SharedConst<T>> {
+    fn at(&self, b: usize, h: usize, s: usize, d: usize) -> *const T {
+        let o = [b, h, s, d]
+            .iter()
+            .zip(self.strides)
+            .map(|(i, t)| *i as isize * t)
+            .sum();
+        self.ptr.get().wrapping_offset(o)
+    }
+}
+
+/// Sizes and options.
+#[derive(Clone, Copy, Debug)]
+pub struct Attention {
+    pub batch: usize,
+    /// Query heads; a multiple of `kv_heads`. Query head `h` reads key head `h * kv_heads / heads`.
+    pub heads: usize,
+    pub kv_heads: usize,
+    pub queries: usize,
+    pub keys: usize,
+    /// Features of queries and keys, and of values.
+    pub d: usize,
+    pub dv: usize,
+    /// Multiplies the scores, before the mask is added.
+    pub scale: f32,
+    /// Query `i` sees keys up to `i + keys - queries`, `keys` being the valid ones.
+    pub causal: bool,
+}
+
+/// Rows and keys of a block.
+const BQ: usize = 96;
+const BK: usize = 256;
+
+/// Folds a block of scores into the running maximum `m`, sum `l` and output `o`; scores become weights.
+#[inline(always)]
+unsafe fn fold_body<S: Simd>(
+    s: &mut [f32],
+    cols: usize,
+    m: &mut [f32],
+    l: &mut [f32],
+    o: &mut [f32],
+    dv: usize,
+) {
+    for (i, row) in s.chunks_exact_mut(cols).enumerate() {
+        // SAFETY: the caller is compiled for S.
+        let top = unsafe { max_of::<S>(row) };
+        let new = if top > m[i] { top } else { m[i] };
+        if new == f32::NEG_INFINITY {
+            // Everything so far is masked (or NaN, which must not be lost).
+            let nan = row.iter().any(|v| v.is_nan());
+            row.fill(0.0);
+            if nan {
+                l[i] = f32::NAN;
+            }
+            continue;
+        }
+        let keep = vmath::exp::<false>(m[i] - new);
+        // SAFETY: the caller is compiled for S.
+        l[i] = l[i] * keep + unsafe { exp_in_place::<S>(row, new) };
+        if keep != 1.0 {
+            for v in &mut o[i * dv..(i + 1) * dv] {
+                *v *= keep;
+            }
+        }
+        m[i] = new;
+    }
+}
+dispatch_simd! {
+    unsafe fn fold[][](isa, s: &mut [f32], cols: usize, m: &mut [f32], l: &mut [f32], o: &mut [f32], dv: usize) = fold_body
+}
+
+/// Scratch of one thread.
+struct Layout {
+    rows: usize,
+    cols: usize,
+    gemm: usize,
+}
+
+impl Layout {
+    fn new(isa: Isa, a: &Attention) -> Layout {
+        let rows = (a.heads / a.kv_heads * a.queries).min(BQ);
+        let cols = a.keys.min(BK);
+        let gemm = inline_floats(isa, rows, cols, a.d).max(inline_floats(isa, rows, a.dv, cols));
+        Layout {
+            rows,
+            cols,
+            gemm: gemm.max(ROWS * cols.max(a.dv)),
+        }
+    }
+    /// Offsets of queries, scores, output, maxima, sums, product buffer, and the end.
+    fn offsets(&self, a: &Attention) -> [usize; 7] {
+        let mut at = [0; 7];
+        let sizes = [
+            self.rows * a.d,
+            self.rows * self.cols,
+            self.rows * a.dv,
+            self.rows,
+            self.rows,
+            self.gemm,
+        ];
+        for (i, s) in sizes.iter().enumerate() {
+            at[i + 1] = at[i] + s.next_multiple_of(64);
+        }
+        at
+    }
+}
+
+/// `y = softmax(scale q k^T + mask) v` per batch and head.
+///
+/// `mask` is added to the scores (`[batch, heads, queries, keys]`, stride 0 where it repeats). `lengths` says how many keys
+/// are valid: empty for all, one number for every batch, or one per batch; larger numbers count as all. A row that sees no
+/// key, or whose scores are all -inf, is NaN, as the definition has it.
+///
+/// # Safety
+/// Every element of the operands is readable (of `k` and `v` up to the valid length) and of `y` writable; `y` overlaps nothing.
+///
+/// # Panics
+/// When `heads` is not a multiple of `kv_heads`, or `lengths` has another number of entries.
+pub unsafe fn attention(
+    team: &Team,
+    isa: Isa,
+    a: &Attention,
+    q: Heads<SharedConst<f32>>,
+    k: Heads<SharedConst<f32>>,
+    v: Heads<SharedConst<f32>>,
+    mask: Option<Heads<SharedConst<f32>>>,
+    lengths: &[usize],
+    y: Heads<SharedMut<f32>>,
+) {
+    assert!(
+        a.kv_heads > 0 && a.heads.is_multiple_of(a.kv_heads),
+        "{} heads over {} key heads",
+        a.heads,
+        a.kv_heads
+    );
+    assert!(
+        lengths.len() <= 1 || lengths.len() == a.batch,
+        "{} lengths for {} batches",
+        lengths.len(),
+        a.batch
+    );
+    let group = a.heads / a.kv_heads;
+    let all_rows = group * a.queries;
+    if a.batch * all_rows * a.dv == 0 {
+        return;
+    }
+    let layout = Layout::new(isa, a);
+    let at = layout.offsets(a);
+    let blocks = all_rows.div_ceil(layout.rows);
+    let scratch = team.scratch(at[6] * team.threads());
+    let buf = SharedMut(scratch.ptr());
+    let parts = a.batch * a.kv_heads * blocks;
+    let work = parts
+        .saturating_mul(layout.rows)
+        .saturating_mul(a.keys)
+        .saturating_mul(a.d + a.dv);
+    let body = |worker: usize, part: usize| {
+        // The last rows see most keys under a causal mask: longest first evens out the end.
+        let block = blocks - 1 - part % blocks;
+        let (b, hk) = (part / blocks / a.kv_heads, part / blocks % a.kv_heads);
+        let (r0, r1) = (block * layout.rows, ((block + 1) * layout.rows).min(all_rows));
+        let rows = r1 - r0;
+        let valid = match lengths {
+            [] => a.keys,
+            [n] => (*n).min(a.keys),
+            many => many[b].min(a.keys),
+        };
+        // Head and position of a row of this block, and how many keys it sees.
+        let place = |i: usize| (hk * group + (r0 + i) / a.queries, (r0 + i) % a.queries);
+        let sees = |i: usize| {
+            let n = if a.causal {
+                (place(i).1 + 1 + valid).saturating_sub(a.queries)
+            } else {
+                valid
+            };
+            n.min(valid)
+        };
+        let most = (0..rows).map(sees).max().unwrap_or(0);
+        let own = buf.get().wrapping_add(worker * at[6]);
+        // SAFETY: a worker's scratch is its own; the slices are disjoint pieces of it, zeroed before use; operands by the
+        // caller's promise.
+        unsafe {
+            let piece = |i: usize, n: usize| {
+                let p = own.add(at[i]);
+                std::ptr::write_bytes(p, 0, n);
+                std::slice::from_raw_parts_mut(p, n)
+            };
+            let qs = piece(0, rows * a.d);
+            let scores = piece(1, rows * layout.cols);
+            let o = piece(2, rows * a.dv);
+            let m = piece(3, rows);
+            let l = piece(4, rows);
+            let product = own.add(at[5]);
+            m.fill(f32::NEG_INFINITY);
+            for i in 0..rows {
+                let (h, s) = place(i);
+                for d in 0..a.d {
+                    qs[i * a.d + d] = *q.at(b, h, s, d) * a.scale;
+                }
+            }
+            let mut k0 = 0;
+            while k0 < most {
+                let cols = (most - k0).min(layout.cols);
+                let kt = Mat {
+                    ptr: k.at(b, hk, k0, 0),
+                    rs: k.strides[3],
+                    cs: k.strides[2],
+                };
+                let vm = Mat {
+                    ptr: v.at(b, hk, k0, 0),
+                    rs: v.strides[2],
+                    cs: v.strides[3],
+                };
+                let out = MatMut::rows(scores.as_mut_ptr(), cols);
+                product_inline(isa, rows, cols, a.d, qs.as_ptr(), kt, out, 0.0, product);
+                let scores = &mut scores[..rows * cols];
+                for i in 0..rows {
+                    let row = &mut scores[i * cols..(i + 1) * cols];
+                    if let Some(mask) = &mask {
+                        let (h, s) = place(i);
+                        let step = mask.strides[3];
+                        let p = mask.at(b, h, s, k0);
+                        for (j, x) in row.iter_mut().enumerate().take(sees(i).saturating_sub(k0)) {
+                            *x += *p.offset(j as isize * step);
+                        }
+                    }
+                    let seen = sees(i).saturating_sub(k0).min(cols);
+                    row[seen..].fill(f32::NEG_INFINITY);
+                }
+                fold(isa, scores, cols, m, l, o, a.dv);
+                let out = MatMut::rows(o.as_mut_ptr(), a.dv);
+                product_inline(isa, rows, a.dv, cols, scores.as_ptr(), vm, out, 1.0, product);
+                k0 += cols;
+            }
+            for i in 0..rows {
+                let (h, s) = place(i);
+                for d in 0..a.dv {
+                    let o_at: isize = [b, h, s, d]
+                        .iter()
+                        .zip(y.strides)
+                        .map(|(i, t)| *i as isize * t)
+                        .sum();
+                    *y.ptr.get().offset(o_at) = o[i * a.dv + d] / l[i];
+                }
+            }
+        }
+    };
+    if work < 200_000 {
+        (0..parts).for_each(|p| body(0, p));
+    } else {
+        team.run_with(parts, &body);
+    }
+}
+
+/// `c = a b + beta c` on this thread; `a` has `m` contiguous rows.
+unsafe fn product_inline(
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: *const f32,
+    b: Mat<f32>,
+    c: MatMut<f32>,
+    beta: f32,
+    buf: *mut f32,
+) {
+    let epi = Epilogue {
+        beta,
+        ..Epilogue::default()
+    };
+    // SAFETY: the caller's.
+    unsafe {
+        if fits(m, &b) {
+            few_rows_inline(isa, m, n, k, a, b, c, epi, buf)
+        } else {
+            panels_inline(isa, m, n, k, &Left::Plain(Mat::rows(a, k)), &b, c, epi, buf)
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::testing::*;
+    use super::*;
+
+    /// Strides of `[b, h, s, d]`, or of `[b, s, h, d]` in memory.
+    fn strides(b_s_h_d: bool, h: usize, s: usize, d: usize) -> [isize; 4] {
+        let t = if b_s_h_d {
+            [s * h * d, d, h * d, 1]
+        } else {
+            [h * s * d, s * d, d, 1]
+        };
+        t.map(|v| v as isize)
+    }
+
+    fn at(s: [isize; 4], i: [usize; 4]) -> usize {
+        i.iter().zip(s).map(|(i, t)| i * t as usize).sum()
+    }
+
+    #[test]
+    fn attention_follows_f64_between_guard_pages() {
+        let mut rng = Rng::new();
+        for threads in [1, 2] {
+            let team = Team::new(threads);
+            for isa in Isa::available() {
+                for round in 0..60 {
+                    let kv_heads = 1 + rng.below(3);
+                    let a = Attention {
+                        batch: 1 + rng.below(2),
+                        heads: kv_heads * (1 + rng.below(3)),
+                        kv_heads,
+                        queries: [1, 1, 3, 20, 101][rng.below(5)],
+                        keys: [1, 5, 33, 256, 300][rng.below(5)],
+                        d: [1, 8, 17, 32][rng.below(4)],
+                        dv: [1, 8, 19, 32][rng.below(4)],
+                        scale: 0.7,
+                        causal: rng.below(2) == 0,
+                    };
+                    let side = [Side::Start, Side::End][rng.below(2)];
+                    let seq_major = rng.below(2) == 0;
+                    let q = Guarded::new(&rng.vec(a.batch * a.heads * a.queries * a.d), side);
+                    let k = Guarded::new(&rng.vec(a.batch * kv_heads * a.keys * a.d), side);
+                    let v = Guarded::new(&rng.vec(a.batch * kv_heads * a.keys * a.dv), side);
+                    let y = Guarded::new(&vec![f32::MAX; a.batch * a.heads * a.queries * a.dv], side);
+                    let sq = strides(seq_major, a.heads, a.queries, a.d);
+                    let sk = strides(seq_major, kv_heads, a.keys, a.d);
+                    let sv = strides(seq_major, kv_heads, a.keys, a.dv);
+                    let sy = strides(seq_major, a.heads, a.queries, a.dv);
+                    // A mask per batch and key that hides a third, or one per score.
+                    let (mut mv, sm) = match round % 3 {
+                        0 => (vec![], [0; 4]),
+                        1 => (rng.vec(a.batch * a.keys), [a.keys as isize, 0, 0, 1]),
+                        // Shared by the batch.
+                        _ => {
+                            let [_, h, s, t] = strides(false, a.heads, a.queries, a.keys);
+                            (rng.vec(a.heads * a.queries * a.keys), [0, h, s, t])
+                        }
+                    };
+                    for m in &mut mv {
+                        if *m > 0.3 {
+                            *m = f32::NEG_INFINITY;
+                        }
+                    }
+                    let mask = Guarded::new(&mv, side);
+                    let lengths: Vec<usize> = match rng.below(3) {
+                        0 => vec![],
+                        1 => vec![rng.below(a.keys + 2)],
+                        _ => (0..a.batch).map(|_| rng.below(a.keys + 1)).collect(),
+                    };
+                    let head = |p, strides| Heads {
+                        ptr: SharedConst(p),
+                        strides,
+                    };
+                    let with_mask = (!mv.is_empty()).then(|| head(mask.ptr(), sm));
+                    // SAFETY: the guarded vectors cover the operands.
+                    unsafe {
+                        let out = Heads {
+                            ptr: SharedMut(y.mut_ptr()),
+                            strides: sy,
+                        };
+                        attention(
+                            &team,
+                            isa,
+                            &a,
+                            head(q.ptr(), sq),
+                            head(k.ptr(), sk),
+                            head(v.ptr(), sv),
+                            with_mask,
+                            &lengths,
+                            out,
+                        );
+                    }
+                    for (b, h, s) in (0..a.batch)
+                        .flat_map(|b| (0..a.heads).flat_map(move |h| (0..a.queries).map(move |s| (b, h, s))))
+                    {
+                        let hk = h * a.kv_heads / a.heads;
+                        let valid = match &lengths[..] {
+                            [] => a.keys,
+                            [n] => *n.min(&a.keys),
+                            n => n[b],
+                        };
+                        let w: Vec<f64> = (0..valid)
+                            .map(|j| {
+                                if a.causal && j + a.queries > s + valid {
+                                    return f64::NEG_INFINITY;
+                                }
+                                let dot: f64 = (0..a.d)
+                                    .map(|d| {
+                                        q.slice()[at(sq, [b, h, s, d])] as f64
+                                            * k.slice()[at(sk, [b, hk, j, d])] as f64
+                                    })
+                                    .sum();
+                                let m = if mv.is_empty() {
+                                    0.0
+                                } else {
+                                    mv[at(sm, [b, h, s, j])] as f64
+                                };
+                                dot * a.scale as f64 + m
+                            })
+                            .collect();
+                        let top = w.iter().fold(f64::NEG_INFINITY, |m, v| m.max(*v));
+                        let sum: f64 = w.iter().map(|v| (v - top).exp()).sum();
+                        for d in 0..a.dv {
+                            let p =
+                                |j: usize| (w[j] - top).exp() / sum * v.slice()[at(sv, [b, hk, j, d])] as f64;
+                            let want: f64 = if valid == 0 {
+                                f64::NAN
+                            } else {
+                                (0..valid).map(p).sum()
+                            };
+                            let got = y.slice()[at(sy, [b, h, s, d])];
+                            close(got, want, 1.0, 3e-6, &(isa, &a, &lengths, round, b, h, s, d));
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,474 @@
+//! From calls to the kernels for matrices, convolution, pooling, rows and attention.
+
+use super::attention::{Attention, Heads, attention};
+use super::conv::{Conv, conv_f32, conv_rows};
+use super::gemm::{Epilogue, Mat, MatMut, gemm, gemm_batched};
+use super::matmul_any::{gemm_any, gemm_rounded};
+use super::num::{Num, Wide, with_type};
+use super::pool::{Pool, pool};
+use super::softmax;
+use super::window::Window;
+use super::{CpuKernel, Run};
+use crate::cpu::sys::Isa;
+use crate::cpu::team::{SharedConst, SharedMut};
+use crate::{Declined, LibraryCall, Operand};
+use half::{bf16, f16};
+use halcyon_ir::composite::Composite;
+use halcyon_ir::layout::{View, collapse};
+use halcyon_ir::op::{self, PoolKind};
+use halcyon_ir::{DType, Result as IrResult};
+
+/// The first element of an operand.
+fn ptr<T>(r: &Run<'_>, buf: usize, v: &View) -> *const T {
+    (r.bufs[buf].ptr as *const T).wrapping_offset(v.offset)
+}
+
+/// Refuses operands that do not lie densely (at any offset).
+fn dense(call: &LibraryCall<'_>, which: &[usize]) -> Result<(), Declined> {
+    let bad: Vec<usize> = which.iter().copied().filter(|&i| !call.inputs[i].view.has_dense_strides()).collect();
+    if bad.is_empty() { Ok(()) } else { Err(Declined::needs_dense(bad)) }
+}
+
+fn reason<T>(r: IrResult<T>) -> Result<T, Declined> {
+    r.map_err(|e| Declined::because(e.to_string()))
+}
+
+/// Sizes and strides of a matrix product, `batch` of them.
+#[derive(Clone, Debug)]
+struct Product {
+    m: usize,
+    n: usize,
+    k: usize,
+    a: View,
+    b: View,
+    /// Batch axes outside the last one: sizes, and strides of a, b and c.
+    outer: Vec<[isize; 4]>,
+    /// The last batch axis.
+    batch: usize,
+    step: [isize; 3],
+}
+
+impl Product {
+    fn new(a: &View, b: &View) -> Product {
+        let rank = a.rank();
+        let (mut m, k, n) = (a.shape[rank - 2], a.shape[rank - 1], b.shape[rank - 1]);
+        let head = |v: &View| View {
+            shape: v.shape[..rank - 2].into(),
+            strides: v.strides[..rank - 2].into(),
+            offset: 0,
+            mask: None,
+        };
+        let mut c = head(&View::dense(&[&a.shape[..rank - 2], &[m, n][..]].concat()));
+        let (mut ba, mut bb) = (head(a), head(b));
+        collapse(&mut [&mut ba, &mut bb, &mut c], rank - 2);
+        let axis = |i: usize| [ba.shape[i] as isize, ba.strides[i], bb.strides[i], c.strides[i]];
+        let mut outer: Vec<[isize; 4]> = (0..ba.rank()).map(axis).collect();
+        let [mut batch, sa, sb, sc] = outer.pop().unwrap_or([1, 0, 0, 0]);
+        // One weight for a whole batch: the rows of the batch follow each other, so it is one product.
+        if sb == 0 && batch > 1 && sa == m as isize * a.strides[rank - 2] && n > 0 {
+            m *= batch as usize;
+            batch = 1;
+        }
+        Product { m, n, k, a: a.clone(), b: b.clone(), outer, batch: batch as usize, step: [sa, sb, sc] }
+    }
+
+    /// Offsets of each group of products that the last batch axis steps through.
+    fn groups(&self, mut f: impl FnMut(isize, isize, isize)) {
+        let total: isize = self.outer.iter().map(|o| o[0]).product();
+        for g in 0..total {
+            let (mut left, mut at) = (g, [0isize; 3]);
+            for o in self.outer.iter().rev() {
+                let i = left % o[0];
+                left /= o[0];
+                (0..3).for_each(|x| at[x] += i * o[x + 1]);
+            }
+            f(at[0], at[1], at[2]);
+        }
+    }
+
+    fn mats<T>(&self, r: &Run<'_>) -> (Mat<T>, Mat<T>) {
+        let rank = self.a.rank();
+        let mat = |buf: usize, v: &View| Mat { ptr: ptr::<T>(r, buf, v), rs: v.strides[rank - 2], cs: v.strides[rank - 1] };
+        (mat(0, &self.a), mat(1, &self.b))
+    }
+}
+
+fn moved<T>(m: Mat<T>, by: isize) -> Mat<T> {
+    Mat { ptr: m.ptr.wrapping_offset(by), ..m }
+}
+
+/// Matrix product of any views and number types. f32 and halves sum in f32, f64 in f64, integers wrap.
+pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
+    let [a, b] = call.inputs else { return Err(Declined::because("two operands are needed")) };
+    if a.view.rank() < 2 || a.view.rank() != b.view.rank() || a.dtype != b.dtype {
+        return Err(Declined::because("operands of one type and rank, at least 2, are needed"));
+    }
+    let p = Product::new(&a.view, &b.view);
+    let (d, size) = (a.dtype, call.outputs[0].dtype.bytes(call.outputs[0].view.numel()));
+    let fits = p.m.min(p.n) <= super::gemv::ROWS;
+    let name = match d {
+        DType::F32 => format!("cpu.{}.{}", if fits { "gemv" } else { "gemm" }, isa.name()),
+        d => format!("cpu.gemm.{d}"),
+    };
+    if d == DType::Bool {
+        return Err(Declined::because("bools are not multiplied"));
+    }
+    CpuKernel::new(name, call, move |r| {
+        if p.k == 0 {
+            // SAFETY: the kernel's checks.
+            unsafe { std::ptr::write_bytes(r.bufs[2].ptr, 0, size) };
+            return;
+        }
+        macro_rules! each {
+            ($t:ty, |$a:ident, $b:ident, $c:ident| $e:expr) => {{
+                let (ma, mb) = p.mats::<$t>(r);
+                let c = r.bufs[2].ptr as *mut $t;
+                p.groups(|x, y, z| {
+                    for i in 0..p.batch as isize {
+                        let $a = moved(ma, x + i * p.step[0]);
+                        let $b = moved(mb, y + i * p.step[1]);
+                        let $c = c.wrapping_offset(z + i * p.step[2]);
+                        // SAFETY: the kernel's checks: views stay in their buffers, the result is dense and shared with nothing.
+                        unsafe { $e };
+                    }
+                });
+            }};
+        }
+        let (team, isa, epi) = (r.team, r.isa, Epilogue::default());
+        let (m, n, k) = (p.m, p.n, p.k);
+        macro_rules! any {
+            ($t:ty) => {
+                each!($t, |a, b, c| gemm_any(team, isa, m, n, k, a, b, MatMut::rows(c, n)))
+            };
+        }
+        match d {
+            DType::F32 if p.batch == 1 => each!(f32, |a, b, c| gemm(team, isa, m, n, k, a, b, MatMut::rows(c, n), epi)),
+            DType::F32 => {
+                let (ma, mb) = p.mats::<f32>(r);
+                let c = r.bufs[2].ptr as *mut f32;
+                p.groups(|x, y, z| {
+                    let (a, b) = ((moved(ma, x), p.step[0]), (moved(mb, y), p.step[1]));
+                    let c = (MatMut::rows(c.wrapping_offset(z), n), p.step[2]);
+                    // SAFETY: as above.
+                    unsafe { gemm_batched(team, isa, p.batch, m, n, k, a, b, c, epi) };
+                });
+            }
+            DType::F16 => each!(f16, |a, b, c| gemm_rounded(team, isa, m, n, k, a, b, c, n, epi)),
+            DType::BF16 => each!(bf16, |a, b, c| gemm_rounded(team, isa, m, n, k, a, b, c, n, epi)),
+            DType::F64 => any!(f64),
+            DType::I8 => any!(i8),
+            DType::I16 => any!(i16),
+            DType::I32 => any!(i32),
+            DType::I64 => any!(i64),
+            DType::U8 => any!(u8),
+            DType::U16 => any!(u16),
+            DType::U32 => any!(u32),
+            DType::U64 => any!(u64),
+            DType::Bool => {}
+        }
+    })
+}
+
+pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &op::Conv) -> Result<CpuKernel, Declined> {
+    let [x, w] = call.inputs else { return Err(Declined::because("two operands are needed")) };
+    dense(call, &[0, 1])?;
+    let (xs, ws) = (&x.view.shape, &w.view.shape);
+    let pads: Vec<(isize, isize)> = c.pad.iter().map(|p| (p.0 as isize, p.1 as isize)).collect();
+    let window = reason(Window::new(&xs[2..], &ws[2..], &c.stride, &c.dilation, &pads, &c.input_dilation))?;
+    let conv = reason(Conv::new(xs[0], xs[1], ws[0], c.groups, window))?;
+    if conv.output_len() != call.outputs[0].view.numel() {
+        return Err(Declined::because("the output has another size"));
+    }
+    let (d, xv, wv) = (x.dtype, x.view.clone(), w.view.clone());
+    let name = if d == DType::F32 { format!("cpu.conv.{}", isa.name()) } else { format!("cpu.conv.{d}") };
+    if !d.is_float() {
+        return Err(Declined::because("a float type is needed"));
+    }
+    CpuKernel::new(name, call, move |r| {
+        let y = r.bufs[2].ptr;
+        macro_rules! rows {
+            ($t:ty) => {{
+                let (x, w) = (ptr::<$t>(r, 0, &xv), ptr::<$t>(r, 1, &wv));
+                // SAFETY: the kernel's checks: dense operands inside their buffers, an output shared with nothing.
+                unsafe { conv_rows(r.team, r.isa, &conv, x, w, std::ptr::null(), false, y as *mut $t) }
+            }};
+        }
+        match d {
+            DType::F32 => {
+                let (x, w) = (ptr::<f32>(r, 0, &xv), ptr::<f32>(r, 1, &wv));
+                // SAFETY: as above.
+                unsafe { conv_f32(r.team, r.isa, &conv, x, w, None, std::ptr::null(), false, y as *mut f32) }
+            }
+            DType::F16 => rows!(f16),
+            DType::BF16 => rows!(bf16),
+            _ => rows!(f64),
+        }
+    })
+}
+
+fn pool_window(p: &op::Pool, x: &Operand) -> Result<Window, Declined> {
+    let pads: Vec<(isize, isize)> = p.pad.iter().map(|p| (p.0 as isize, p.1 as isize)).collect();
+    let ones = vec![1; p.kernel.len()];
+    reason(Window::new(&x.view.shape[2..], &p.kernel, &p.stride, &p.dilation, &pads, &ones))
+}
+
+fn pool_kind(p: &op::Pool) -> Pool {
+    match p.kind {
+        PoolKind::Max => Pool::Max,
+        PoolKind::Avg { count_include_pad } => Pool::Average { count_include_pad },
+    }
+}
+
+pub(crate) fn pooling(call: &LibraryCall<'_>, p: &op::Pool) -> Result<CpuKernel, Declined> {
+    let [x] = call.inputs else { return Err(Declined::because("one operand is needed")) };
+    dense(call, &[0])?;
+    let window = pool_window(p, x)?;
+    let planes = x.view.shape[0] * x.view.shape[1];
+    if planes * window.out_size() != call.outputs[0].view.numel() {
+        return Err(Declined::because("the output has another size"));
+    }
+    let (kind, d, v) = (pool_kind(p), x.dtype, x.view.clone());
+    CpuKernel::new("cpu.pool", call, move |r| {
+        // SAFETY: the kernel's checks: a dense operand inside its buffer, an output shared with nothing.
+        with_type!(d, T => unsafe { pool(r.team, r.isa, kind, planes, &window, ptr::<T>(r, 0, &v), r.bufs[1].ptr as *mut T) })
+    })
+}
+
+/// Operands x, y, dy. A plane of the gradient is summed in f64 and rounded once.
+pub(crate) fn pool_grad(call: &LibraryCall<'_>, p: &op::Pool) -> Result<CpuKernel, Declined> {
+    let [x, _, dy] = call.inputs else { return Err(Declined::because("three operands are needed")) };
+    dense(call, &[0, 2])?;
+    if !x.dtype.is_float() {
+        return Err(Declined::because("a float type is needed"));
+    }
+    let window = pool_window(p, x)?;
+    let planes = x.view.shape[0] * x.view.shape[1];
+    if planes * window.out_size() != dy.view.numel() {
+        return Err(Declined::because("dy has another size"));
+    }
+    let (kind, d, xv, gv) = (pool_kind(p), x.dtype, x.view.clone(), dy.view.clone());
+    CpuKernel::new("cpu.pool_grad", call, move |r| {
+        with_type!(d, T => {
+            let (xs, gs) = (SharedConst(ptr::<T>(r, 0, &xv)), SharedConst(ptr::<T>(r, 2, &gv)));
+            let out = SharedMut(r.bufs[3].ptr as *mut T);
+            let (n_in, n_out) = (window.in_size(), window.out_size());
+            r.team.ranges(planes, (8192 / (n_out * window.kernel_size()).max(1)).max(1), &|a, b| {
+                let mut acc = vec![0f64; n_in];
+                for q in a..b {
+                    acc.fill(0.0);
+                    // SAFETY: the kernel's checks; planes are disjoint.
+                    unsafe {
+                        let x = std::slice::from_raw_parts(xs.get().add(q * n_in), n_in);
+                        let g = std::slice::from_raw_parts(gs.get().add(q * n_out), n_out);
+                        plane_grad(&window, kind, x, g, &mut acc);
+                        for (i, v) in acc.iter().enumerate() {
+                            *out.get().add(q * n_in + i) = T::narrow(<<T as Num>::W as Wide>::from_f64(*v));
+                        }
+                    }
+                }
+            });
+        })
+    })
+}
+
+/// Adds each window's share of the gradient to the elements it came from.
+fn plane_grad<T: Num>(w: &Window, kind: Pool, x: &[T], g: &[T], acc: &mut [f64]) {
+    let mut o = 0;
+    for od in 0..w.output[0] {
+        for oh in 0..w.output[1] {
+            for ow in 0..w.output[2] {
+                let dy = g[o].wide().as_f64();
+                o += 1;
+                let mut best: Option<usize> = None;
+                let mut inside: smallvec::SmallVec<[usize; 32]> = smallvec::SmallVec::new();
+                for kd in 0..w.kernel[0] {
+                    for kh in 0..w.kernel[1] {
+                        for kw in 0..w.kernel[2] {
+                            let at = (w.read(0, od, kd), w.read(1, oh, kh), w.read(2, ow, kw));
+                            let (Some(d), Some(h), Some(c)) = at else { continue };
+                            let i = (d * w.input[1] + h) * w.input[2] + c;
+                            if kind == Pool::Max {
+                                // The first that no later one exceeds; NaN is the largest.
+                                let larger = |b: usize| x[i].wide().order(x[b].wide()).is_gt();
+                                best = best.filter(|b| !larger(*b)).or(Some(i));
+                            } else {
+                                inside.push(i);
+                            }
+                        }
+                    }
+                }
+                match kind {
+                    Pool::Max => {
+                        if let Some(b) = best {
+                            acc[b] += dy;
+                        }
+                    }
+                    Pool::Average { count_include_pad } => {
+                        let n = if count_include_pad { w.kernel_size() } else { inside.len() };
+                        inside.iter().for_each(|i| acc[*i] += dy / n.max(1) as f64);
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// Row kernels run in f32: on f32 and the halves.
+fn row_type(d: DType) -> Result<(), Declined> {
+    match d {
+        DType::F32 | DType::F16 | DType::BF16 => Ok(()),
+        d => Err(Declined::because(format!("row kernels compute in f32, not in {d}"))),
+    }
+}
+
+macro_rules! row_call {
+    ($d:expr, $t:ident => $e:expr) => {
+        match $d {
+            DType::F16 => { type $t = f16; $e }
+            DType::BF16 => { type $t = bf16; $e }
+            _ => { type $t = f32; $e }
+        }
+    };
+}
+
+fn soft(isa: Isa, call: &LibraryCall<'_>, axis: usize, log: bool) -> Result<CpuKernel, Declined> {
+    let [x] = call.inputs else { return Err(Declined::because("one operand is needed")) };
+    row_type(x.dtype)?;
+    if axis + 1 != x.view.rank() {
+        return Err(Declined::because("the axis is not the last one"));
+    }
+    dense(call, &[0])?;
+    let n = x.view.shape[axis];
+    let (rows, d, v) = (x.view.numel() / n.max(1), x.dtype, x.view.clone());
+    let name = format!("cpu.{}.{}", if log { "log_softmax" } else { "softmax" }, isa.name());
+    CpuKernel::new(name, call, move |r| {
+        row_call!(d, T => {
+            let (x, y) = (ptr::<T>(r, 0, &v), r.bufs[1].ptr as *mut T);
+            // SAFETY: the kernel's checks: a dense operand inside its buffer, an output shared with nothing.
+            unsafe {
+                if log {
+                    softmax::log_softmax(r.team, r.isa, rows, n, x, y)
+                } else {
+                    softmax::softmax(r.team, r.isa, rows, n, x, y)
+                }
+            }
+        })
+    })
+}
+
+/// A vector of `n` elements as f32: where it lies, or widened.
+fn floats<'a>(r: &Run<'a>, buf: usize, v: &View, d: DType, n: usize, room: &'a mut Vec<f32>) -> &'a [f32] {
+    // SAFETY (of the blocks): the kernel's checks: `n` dense elements inside the buffer.
+    match d {
+        DType::F16 => room.extend(unsafe { std::slice::from_raw_parts(ptr::<f16>(r, buf, v), n) }.iter().map(|x| x.to_f32())),
+        DType::BF16 => {
+            room.extend(unsafe { std::slice::from_raw_parts(ptr::<bf16>(r, buf, v), n) }.iter().map(|x| x.to_f32()))
+        }
+        _ => return unsafe { std::slice::from_raw_parts(ptr::<f32>(r, buf, v), n) },
+    }
+    room
+}
+
+fn norm(isa: Isa, call: &LibraryCall<'_>, axis: usize, eps: f32, centred: bool) -> Result<CpuKernel, Declined> {
+    let Some(x) = call.inputs.first() else { return Err(Declined::because("operands are needed")) };
+    row_type(x.dtype)?;
+    let Some(row) = x.view.shape.get(axis..) else { return Err(Declined::because("no such axis")) };
+    // Scale and bias of other shapes broadcast, which the body does.
+    let ones = |v: &View| v.shape.iter().rev().skip(row.len()).all(|n| *n == 1);
+    let fits = |o: &Operand| o.view.rank() >= row.len() && o.view.shape.ends_with(row) && ones(&o.view) && o.dtype == x.dtype;
+    if call.inputs.len() < 2 || !call.inputs[1..].iter().all(fits) {
+        return Err(Declined::because("scale and bias must have the shape of a row"));
+    }
+    dense(call, &(0..call.inputs.len()).collect::<Vec<_>>())?;
+    let n: usize = row.iter().product();
+    let (rows, d) = (x.view.numel() / n.max(1), x.dtype);
+    let views: Vec<View> = call.inputs.iter().map(|o| o.view.clone()).collect();
+    let name = format!("cpu.{}.{}", if centred { "layer_norm" } else { "rms_norm" }, isa.name());
+    CpuKernel::new(name, call, move |r| {
+        let (mut s, mut b) = (vec![], vec![]);
+        let scale = floats(r, 1, &views[1], d, n, &mut s);
+        let shift = views.get(2).map_or(&[][..], |v| floats(r, 2, v, d, n, &mut b));
+        row_call!(d, T => {
+            let (x, y) = (ptr::<T>(r, 0, &views[0]), r.bufs[views.len()].ptr as *mut T);
+            // SAFETY: the kernel's checks: a dense operand inside its buffer, an output shared with nothing.
+            unsafe {
+                if centred {
+                    softmax::layer_norm(r.team, r.isa, rows, n, x, y, scale, shift, eps)
+                } else {
+                    softmax::rms_norm(r.team, r.isa, rows, n, x, y, scale, eps)
+                }
+            }
+        })
+    })
+}
+
+fn attend(isa: Isa, call: &LibraryCall<'_>, causal: bool, scale: f32) -> Result<CpuKernel, Declined> {
+    let ([q, k, v] | [q, k, v, _]) = call.inputs else { return Err(Declined::because("three or four operands are needed")) };
+    if call.inputs.iter().any(|o| o.dtype != DType::F32) {
+        return Err(Declined::because("attention is for f32"));
+    }
+    if call.inputs[..3].iter().any(|o| o.view.rank() != 4) {
+        return Err(Declined::because("operands [b, h, s, d] are needed"));
+    }
+    let a = Attention {
+        batch: q.view.shape[0],
+        heads: q.view.shape[1],
+        kv_heads: k.view.shape[1],
+        queries: q.view.shape[2],
+        keys: k.view.shape[2],
+        d: q.view.shape[3],
+        dv: v.view.shape[3],
+        scale,
+        causal,
+    };
+    let kv = [a.batch, a.kv_heads, a.keys];
+    if a.kv_heads == 0 || a.heads % a.kv_heads != 0 || k.view.shape[..3] != kv || v.view.shape[..3] != kv || k.view.shape[3] != a.d {
+        return Err(Declined::because("the operands' shapes do not go together"));
+    }
+    let mask = match call.inputs.get(3) {
+        Some(m) if m.view.rank() > 4 => return Err(Declined::because("the mask has more than four axes")),
+        Some(m) => Some(m.view.expand(&[a.batch, a.heads, a.queries, a.keys])),
+        None => None,
+    };
+    let views = [q.view.clone(), k.view.clone(), v.view.clone()];
+    let out = View::dense(&[a.batch, a.heads, a.queries, a.dv]);
+    let last = call.inputs.len();
+    fn strides(v: &View) -> [isize; 4] {
+        [v.strides[0], v.strides[1], v.strides[2], v.strides[3]]
+    }
+    CpuKernel::new(format!("cpu.attention.{}", isa.name()), call, move |r| {
+        let heads = |i: usize, v: &View| Heads { ptr: SharedConst(ptr::<f32>(r, i, v)), strides: strides(v) };
+        let y = Heads { ptr: SharedMut(r.bufs[last].ptr as *mut f32), strides: strides(&out) };
+        // SAFETY: the kernel's checks: views inside their buffers, an output shared with nothing.
+        unsafe {
+            attention(
+                r.team,
+                r.isa,
+                &a,
+                heads(0, &views[0]),
+                heads(1, &views[1]),
+                heads(2, &views[2]),
+                mask.as_ref().map(|m| heads(3, m)),
+                &[],
+                y,
+            )
+        }
+    })
+}
+
+/// Composites with a kernel of their own; the others are replaced by their bodies.
+pub(crate) fn composite(isa: Isa, call: &LibraryCall<'_>, c: &Composite) -> Result<CpuKernel, Declined> {
+    let axis = || c.int("axis").and_then(|a| usize::try_from(a).ok()).ok_or_else(|| Declined::because("no axis"));
+    let eps = || c.float("eps").map(|e| e as f32).ok_or_else(|| Declined::because("no epsilon"));
+    match &*c.name {
+        "softmax" => soft(isa, call, axis()?, false),
+        "log_softmax" => soft(isa, call, axis()?, true),
+        "layer_norm" => norm(isa, call, axis()?, eps()?, true),
+        "rms_norm" => norm(isa, call, call.inputs.first().map_or(0, |x| x.view.rank().saturating_sub(1)), eps()?, false),
+        "attention" => {
+            let scale = c.float("scale").ok_or_else(|| Declined::because("no scale"))?;
+            attend(isa, call, c.flag("causal"), scale as f32)
+        }
+        name => Err(Declined::because(format!("the CPU runs {name} as its parts"))),
+    }
+}

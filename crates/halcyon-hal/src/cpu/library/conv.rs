@@ -1,0 +1,658 @@
+//! Convolution over one to three spatial axes: NC[DHW] input, OI[DHW] weights, groups.
+//!
+//! f32 runs as a matrix product whose right operand (the unrolled input) is never stored: its panels are gathered straight
+//! into the product's packing buffers. One-by-one kernels skip the gathering, depthwise kernels run row by row. Spread inputs
+//! (transposed convolution) and other element types take the row-by-row path with their accumulation type.
+
+use super::elem::Elem;
+use super::gemm::gemm_panels;
+use super::gemm::{
+    Epilogue, Left, Mat, MatMut, PackElem, Packed, Panels, gemm, gemm_packed_a, inline_floats, panels_inline,
+};
+use super::simd::{Simd, dispatch_simd};
+pub use super::window::Window;
+use crate::cpu::sys::{Isa, dispatch};
+use crate::cpu::team::{SharedConst, SharedMut, Team};
+use halcyon_ir::{Error, Result};
+
+/// A convolution's sizes.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Conv {
+    pub batch: usize,
+    /// Channels of the input and output, over all groups.
+    pub c_in: usize,
+    pub c_out: usize,
+    pub groups: usize,
+    pub window: Window,
+}
+
+impl Conv {
+    /// # Errors
+    /// `Argument` when the groups do not divide the channels.
+    pub fn new(batch: usize, c_in: usize, c_out: usize, groups: usize, window: Window) -> Result<Conv> {
+        if groups == 0 || !c_in.is_multiple_of(groups) || !c_out.is_multiple_of(groups) {
+            return Err(Error::argument(
+                "conv",
+                format!("{groups} groups do not divide {c_in} input and {c_out} output channels"),
+            ));
+        }
+        Ok(Conv {
+            batch,
+            c_in,
+            c_out,
+            groups,
+            window,
+        })
+    }
+
+    /// Elements of the input, weights (`[c_out, c_in / groups, kernel..]`) and output.
+    pub fn input_len(&self) -> usize {
+        self.batch * self.c_in * self.window.in_size()
+    }
+    pub fn weight_len(&self) -> usize {
+        self.c_out * self.k()
+    }
+    pub fn output_len(&self) -> usize {
+        self.batch * self.c_out * self.window.out_size()
+    }
+    /// Multiply-adds.
+    pub fn macs(&self) -> usize {
+        self.batch * self.c_out * self.window.out_size() * self.k()
+    }
+    /// Length of one output's sum.
+    fn k(&self) -> usize {
+        self.c_in / self.groups * self.window.kernel_size()
+    }
+    fn is_depthwise(&self) -> bool {
+        self.c_in == self.groups
+    }
+    fn by_rows(&self) -> bool {
+        let w = &self.window;
+        // The unrolling keeps offsets inside a plane in 32 bits.
+        self.is_depthwise() && self.c_out / self.groups < 4
+            || w.input_dilation != [1; 3]
+            || u32::try_from(w.in_size()).is_err()
+    }
+}
+
+/// Weights packed once for many calls.
+#[derive(Debug)]
+pub struct ConvWeights {
+    conv: Conv,
+    isa: Isa,
+    groups: Vec<Packed>,
+}
+
+impl ConvWeights {
+    /// Packs `[c_out, c_in / groups, kernel..]` weights; `None` where the convolution reads them as they are. Batch and
+    /// spatial sizes may differ between calls.
+    ///
+    /// # Safety
+    /// `conv.weight_len()` elements are readable.
+    pub unsafe fn new<T: PackElem>(isa: Isa, conv: &Conv, w: *const T) -> Option<ConvWeights> {
+        if conv.by_rows() {
+            return None;
+        }
+        let (m, k) = (conv.c_out / conv.groups, conv.k());
+        let groups = (0..conv.groups)
+            // SAFETY: the caller's weights hold every group.
+            .map(|g| unsafe { Packed::a(isa, Mat::rows(w.wrapping_add(g * m * k), k), m, k) })
+            .collect();
+        Some(ConvWeights {
+            conv: *conv,
+            isa,
+            groups,
+        })
+    }
+
+    /// Bytes of memory it keeps.
+    pub fn bytes(&self) -> usize {
+        self.groups.iter().map(Packed::bytes).sum()
+    }
+}
+
+/// The unrolled input of one image and group as a matrix: row `(c, tap)`, column `(od, oh, ow)`.
+struct Unrolled {
+    x: SharedConst<f32>,
+    w: Window,
+}
+
+/// A piece of a panel's row: `n` elements from `from` (in the channel's plane) to column `to`.
+#[derive(Clone, Copy, Default)]
+struct Piece {
+    from: u32,
+    to: u8,
+    n: u8,
+}
+
+/// What one tap puts into a panel: pieces `first..last` of the list, which fill the row or not.
+#[derive(Clone, Copy, Default)]
+struct Tap {
+    first: u16,
+    last: u16,
+    full: bool,
+}
+
+/// Room for the pieces of a panel; kernels with more are worked out in several goes.
+const PIECES: usize = 256;
+const TAPS: usize = 64;
+
+impl Unrolled {
+    /// Pieces of taps `t0..` for the panel's columns, as many taps as fit the lists; gives their number.
+    fn taps(
+        &self,
+        t0: usize,
+        j: usize,
+        cols: usize,
+        nr: usize,
+        pieces: &mut [Piece; PIECES],
+        taps: &mut [Tap; TAPS],
+    ) -> usize {
+        let w = &self.w;
+        let [_, oh, ow] = w.output;
+        let [ih, iw] = [w.input[1], w.input[2]];
+        let (mut used, mut done) = (0, 0);
+        // A row of the panel takes at most one piece per column.
+        while done < TAPS && t0 + done < w.kernel_size() && used + cols <= PIECES {
+            let t = t0 + done;
+            let (td, th, tw) = (
+                t / (w.kernel[1] * w.kernel[2]),
+                t / w.kernel[2] % w.kernel[1],
+                t % w.kernel[2],
+            );
+            let (lo, hi) = w.span(2, tw);
+            let (first, mut filled, mut c) = (used, 0, 0);
+            while c < cols {
+                let p = j + c;
+                let ox = p % ow;
+                let len = (ow - ox).min(cols - c);
+                let (a, b) = (ox.max(lo), (ox + len).min(hi));
+                if let (Some(d), Some(h), true) =
+                    (w.read(0, p / ow / oh, td), w.read(1, p / ow % oh, th), a < b)
+                {
+                    let from = (d * ih + h) * iw + w.at(2, a, tw) as usize;
+                    pieces[used] = Piece {
+                        from: from as u32,
+                        to: (c + a - ox) as u8,
+                        n: (b - a) as u8,
+                    };
+                    used += 1;
+                    filled += b - a;
+                }
+                c += len;
+            }
+            taps[done] = Tap {
+                first: first as u16,
+                last: used as u16,
+                full: filled == nr,
+            };
+            done += 1;
+        }
+        done
+    }
+}
+
+impl Panels for Unrolled {
+    #[inline(always)]
+    unsafe fn pack<S: Simd>(&self, k0: usize, kc: usize, j: usize, cols: usize, nr: usize, dst: *mut f32) {
+        let mut pieces = [Piece::default(); PIECES];
+        let mut taps = [Tap::default(); TAPS];
+        let (all, plane, step) = (self.w.kernel_size(), self.w.in_size(), self.w.stride[2]);
+        let mut t0 = 0;
+        while t0 < all {
+            let n = self.taps(t0, j, cols, nr, &mut pieces, &mut taps);
+            // Rows k = c * all + t of the block for taps t0..t0 + n, channel by channel.
+            let mut c = k0 / all;
+            while c * all + t0 < k0 + kc {
+                // SAFETY: pieces lie inside a channel's plane and inside a row of the panel.
+                unsafe {
+                    let src = self.x.0.add(c * plane);
+                    for t in 0..n {
+                        let k = c * all + t0 + t;
+                        if k < k0 || k >= k0 + kc {
+                            continue;
+                        }
+                        let row = dst.add((k - k0) * nr);
+                        let tap = taps[t];
+                        if !tap.full {
+                            for v in 0..S::NV {
+                                S::store(row.add(v * S::W), S::zero());
+                            }
+                        }
+                        for p in &pieces[tap.first as usize..tap.last as usize] {
+                            copy_piece::<S>(
+                                src.add(p.from as usize),
+                                step,
+                                p.n as usize,
+                                row.add(p.to as usize),
+                            );
+                        }
+                    }
+                }
+                c += 1;
+            }
+            t0 += n;
+        }
+    }
+}
+
+/// Copies every `step`-th of the elements at `src` to `n` places in a row.
+#[inline(always)]
+unsafe fn copy_piece<S: Simd>(src: *const f32, step: usize, n: usize, out: *mut f32) {
+    // SAFETY: the caller's.
+    unsafe {
+        if step > 2 {
+            for i in 0..n {
+                *out.add(i) = *src.add(i * step);
+            }
+            return;
+        }
+        let mut i = 0;
+        while i < n {
+            let lanes = (n - i).min(S::W);
+            let v = if step == 2 {
+                S::load_even(src.add(2 * i), lanes)
+            } else if lanes == S::W {
+                S::load(src.add(i))
+            } else {
+                S::load_part(src.add(i), lanes)
+            };
+            if lanes == S::W {
+                S::store(out.add(i), v);
+            } else {
+                S::store_part(out.add(i), v, lanes);
+            }
+            i += lanes;
+        }
+    }
+}
+
+/// `y = act(conv(x, w) + bias)` in f32. `bias` has `c_out` elements or is null. `packed` are the same weights packed.
+///
+/// # Safety
+/// The pointers cover the lengths that `conv` states; `y` overlaps nothing else.
+///
+/// # Panics
+/// When `packed` belongs to another convolution.
+pub unsafe fn conv_f32(
+    team: &Team,
+    isa: Isa,
+    conv: &Conv,
+    x: *const f32,
+    w: *const f32,
+    packed: Option<&ConvWeights>,
+    bias: *const f32,
+    relu: bool,
+    y: *mut f32,
+) {
+    if conv.output_len() == 0 {
+        return;
+    }
+    if conv.by_rows() {
+        // SAFETY: the caller's.
+        unsafe {
+            if conv.is_depthwise() && conv.window.stride[2] == 1 && conv.window.input_dilation == [1; 3] {
+                return depthwise(team, isa, conv, x, w, bias, relu, y);
+            }
+            return conv_rows(team, isa, conv, x, w, bias, relu, y);
+        }
+    }
+    if let Some(p) = packed {
+        let same = (p.conv.c_in, p.conv.c_out, p.conv.groups, p.conv.window.kernel);
+        assert!(
+            same == (conv.c_in, conv.c_out, conv.groups, conv.window.kernel),
+            "weights packed for another convolution"
+        );
+    }
+    let isa = packed.map_or(isa, |p| p.isa);
+    let (m, k, n) = (conv.c_out / conv.groups, conv.k(), conv.window.out_size());
+    let c_group = conv.c_in / conv.groups;
+    let items = conv.batch * conv.groups;
+    let (xs, ys, ws) = (SharedConst(x), SharedMut(y), SharedConst(w));
+    // Operands of image `i / groups`, group `i % groups`.
+    let item = |i: usize| {
+        let g = i % conv.groups;
+        let x = xs.get().wrapping_add(i * c_group * conv.window.in_size());
+        let y = MatMut::rows(ys.get().wrapping_add(i * m * n), n);
+        let epi = Epilogue {
+            bias_row: SharedConst(if bias.is_null() {
+                bias
+            } else {
+                bias.wrapping_add(g * m)
+            }),
+            relu,
+            ..Epilogue::default()
+        };
+        let a = match packed {
+            Some(p) => Left::Packed(&p.groups[g]),
+            None => Left::Plain(Mat::rows(ws.get().wrapping_add(g * m * k), k)),
+        };
+        (a, x, y, epi)
+    };
+    let item = &Together(item);
+    // Several images or groups: whole products per thread; else all threads on one product.
+    if items >= 2 * team.threads() && m * n * k < 64 << 20 {
+        let each = inline_floats(isa, m, n, k);
+        let scratch = team.scratch(each * team.threads());
+        let buf = SharedMut(scratch.ptr());
+        let parts = if conv.macs() < 300_000 {
+            1
+        } else {
+            items.min(team.threads() * 8)
+        };
+        team.run_with(parts, &|worker, part| {
+            for i in items * part / parts..items * (part + 1) / parts {
+                let (a, x, y, epi) = (item.0)(i);
+                // SAFETY: the caller's; items write different planes; a worker's scratch is its own.
+                unsafe {
+                    let buf = buf.get().add(worker * each);
+                    if conv.window.is_pointwise() {
+                        panels_inline(isa, m, n, k, &a, &Mat::rows(x, n), y, epi, buf);
+                    } else {
+                        let b = Unrolled {
+                            x: SharedConst(x),
+                            w: conv.window,
+                        };
+                        panels_inline(isa, m, n, k, &a, &b, y, epi, buf);
+                    }
+                }
+            }
+        });
+        return;
+    }
+    for i in 0..items {
+        let (a, x, y, epi) = (item.0)(i);
+        // SAFETY: the caller's.
+        unsafe {
+            if conv.window.is_pointwise() {
+                let b = Mat::rows(x, n);
+                match a {
+                    Left::Plain(a) => gemm(team, isa, m, n, k, a, b, y, epi),
+                    Left::Packed(a) => gemm_packed_a(team, m, n, k, a, b, y, epi),
+                }
+            } else {
+                let b = Unrolled {
+                    x: SharedConst(x),
+                    w: conv.window,
+                };
+                gemm_panels(team, isa, m, n, k, &a, &b, y, epi);
+            }
+        }
+    }
+}
+
+/// One output line of a depthwise convolution whose width has stride 1.
+struct DepthLine<'a> {
+    w: &'a Window,
+    /// The channel's plane and weights.
+    x: *const f32,
+    taps: *const f32,
+    bias: f32,
+    relu: bool,
+    od: usize,
+    oh: usize,
+    y: *mut f32,
+}
+
+/// Every tap of a vector of outputs in registers, in the order of the taps; outputs near the edges leave out the taps that
+/// miss the line.
+#[inline(always)]
+unsafe fn depth_body<S: Simd>(l: &DepthLine<'_>) {
+    let w = l.w;
+    let [kd, kh, kw] = w.kernel;
+    let (ih, iw, ow) = (w.input[1], w.input[2], w.output[2]);
+    // Outputs for which every tap is inside.
+    let (mut lo, mut hi) = (0, ow);
+    for t in 0..kw {
+        let (a, b) = w.span(2, t);
+        (lo, hi) = (lo.max(a), hi.min(b));
+    }
+    let (lo, hi) = (lo.min(ow), hi.max(lo.min(ow)));
+    let first = w.at(2, 0, 0);
+    // SAFETY: taps outside the plane are skipped; partial vectors touch only what exists.
+    unsafe {
+        let edge = |o: usize| {
+            let mut s = l.bias;
+            for td in 0..kd {
+                let Some(d) = w.read(0, l.od, td) else { continue };
+                for th in 0..kh {
+                    let Some(h) = w.read(1, l.oh, th) else { continue };
+                    let line = l.x.add((d * ih + h) * iw);
+                    for tw in 0..kw {
+                        if let Some(i) = w.read(2, o, tw) {
+                            s = crate::cpu::vmath::fma_as(
+                                S::FMA,
+                                *line.add(i),
+                                *l.taps.add((td * kh + th) * kw + tw),
+                                s,
+                            );
+                        }
+                    }
+                }
+            }
+            *l.y.add(o) = if l.relu && s < 0.0 { 0.0 } else { s };
+        };
+        (0..lo).for_each(edge);
+        let mut o = lo;
+        while o < hi {
+            let n = (hi - o).min(S::W);
+            let mut s = S::splat(l.bias);
+            for td in 0..kd {
+                let Some(d) = w.read(0, l.od, td) else { continue };
+                for th in 0..kh {
+                    let Some(h) = w.read(1, l.oh, th) else { continue };
+                    let p = l.x.add((d * ih + h) * iw).offset(o as isize + first);
+                    let taps = l.taps.add((td * kh + th) * kw);
+                    for tw in 0..kw {
+                        let q = p.add(tw * w.dilation[2]);
+                        let v = if n == S::W { S::load(q) } else { S::load_part(q, n) };
+                        s = S::fma(v, S::splat(*taps.add(tw)), s);
+                    }
+                }
+            }
+            if l.relu {
+                s = S::relu(s);
+            }
+            S::store_part(l.y.add(o), s, n);
+            o += n;
+        }
+        (hi..ow).for_each(edge);
+    }
+}
+dispatch_simd! {
+    unsafe fn depth_line[][](isa, l: &DepthLine<'_>) = depth_body
+}
+
+/// Depthwise convolution with stride 1 along the width.
+unsafe fn depthwise(
+    team: &Team,
+    isa: Isa,
+    conv: &Conv,
+    x: *const f32,
+    w: *const f32,
+    bias: *const f32,
+    relu: bool,
+    y: *mut f32,
+) {
+    let win = &conv.window;
+    let (ow, per_plane, multiplier) = (
+        win.output[2],
+        win.out_size() / win.output[2],
+        conv.c_out / conv.groups,
+    );
+    let (xs, ws, bs, ys) = (SharedConst(x), SharedConst(w), SharedConst(bias), SharedMut(y));
+    let lines = conv.batch * conv.c_out * per_plane;
+    let parts = if conv.macs() < 100_000 {
+        1
+    } else {
+        lines.min(team.threads() * 8)
+    };
+    team.run(parts, &|part| {
+        for line in lines * part / parts..lines * (part + 1) / parts {
+            let (plane, l) = (line / per_plane, line % per_plane);
+            let (image, co) = (plane / conv.c_out, plane % conv.c_out);
+            // SAFETY: the caller's operands; lines of different parts are disjoint.
+            unsafe {
+                let job = DepthLine {
+                    w: win,
+                    x: xs
+                        .get()
+                        .add((image * conv.c_in + co / multiplier) * win.in_size()),
+                    taps: ws.get().add(co * win.kernel_size()),
+                    bias: if bs.0.is_null() { 0.0 } else { *bs.get().add(co) },
+                    relu,
+                    od: l / win.output[1],
+                    oh: l % win.output[1],
+                    y: ys.get().add(line * ow),
+                };
+                depth_line(isa, &job);
+            }
+        }
+    });
+}
+
+/// Lets a closure over raw pointers cross threads.
+struct Together<F>(F);
+// SAFETY: the closure only computes addresses; their use is checked where they are dereferenced.
+unsafe impl<F> Sync for Together<F> {}
+
+/// One output row of one channel.
+struct Row<'a, T: Elem> {
+    conv: &'a Conv,
+    /// First input channel of the group, and this output channel's weights.
+    x: &'a [T],
+    w: &'a [T],
+    bias: T::Acc,
+    relu: bool,
+    od: usize,
+    oh: usize,
+    acc: &'a mut [T::Acc],
+    y: &'a mut [T],
+}
+
+#[inline(always)]
+fn row_body<const FMA: bool, T: Elem>(r: Row<'_, T>) {
+    let w = &r.conv.window;
+    r.acc.fill(r.bias);
+    let taps = w.kernel_size();
+    for c in 0..r.conv.c_in / r.conv.groups {
+        let plane = &r.x[c * w.in_size()..][..w.in_size()];
+        for td in 0..w.kernel[0] {
+            let Some(d) = w.read(0, r.od, td) else { continue };
+            for th in 0..w.kernel[1] {
+                let Some(h) = w.read(1, r.oh, th) else { continue };
+                let line = &plane[(d * w.input[1] + h) * w.input[2]..][..w.input[2]];
+                for tw in 0..w.kernel[2] {
+                    let f = r.w[c * taps + (td * w.kernel[1] + th) * w.kernel[2] + tw].up();
+                    let (lo, hi) = w.span(2, tw);
+                    if lo >= hi {
+                        continue;
+                    }
+                    let first = w.at(2, lo, tw) as usize;
+                    let (s, spread) = (w.stride[2], w.input_dilation[2]);
+                    let acc = &mut r.acc[lo..hi];
+                    if s == 1 && spread == 1 {
+                        for (a, x) in acc.iter_mut().zip(&line[first..]) {
+                            *a = T::mul_add::<FMA>(x.up(), f, *a);
+                        }
+                    } else if spread == 1 {
+                        for (a, x) in acc.iter_mut().zip(line[first..].iter().step_by(s)) {
+                            *a = T::mul_add::<FMA>(x.up(), f, *a);
+                        }
+                    } else {
+                        for (i, a) in acc.iter_mut().enumerate() {
+                            let p = first + i * s;
+                            if p.is_multiple_of(spread) {
+                                *a = T::mul_add::<FMA>(line[p / spread].up(), f, *a);
+                            }
+                        }
+                    }
+                }
+            }
+        }
+    }
+    for (y, &a) in r.y.iter_mut().zip(r.acc.iter()) {
+        let zero = T::Acc::default();
+        *y = T::down(if r.relu && a < zero { zero } else { a });
+    }
+}
+dispatch! {
+    fn row[T: Elem][T](isa, r: Row<'_, T>) = row_body
+}
+
+/// Convolution row by row, any geometry and element type (halves are summed in f32 and rounded once, integers wrap).
+///
+/// # Safety
+/// As [`conv_f32`].
+pub unsafe fn conv_rows<T: Elem>(
+    team: &Team,
+    isa: Isa,
+    conv: &Conv,
+    x: *const T,
+    w: *const T,
+    bias: *const T,
+    relu: bool,
+    y: *mut T,
+) {
+    let win = &conv.window;
+    let out = win.out_size();
+    let planes = conv.batch * conv.c_out;
+    if planes * out == 0 {
+        return;
+    }
+    let (k, c_group, m) = (conv.k(), conv.c_in / conv.groups, conv.c_out / conv.groups);
+    let ow = win.output[2];
+    let lines = planes * (out / ow);
+    // Floats for one row of sums, whatever their type.
+    let each = (ow * size_of::<T::Acc>()).div_ceil(4).next_multiple_of(16);
+    let scratch = team.scratch(each * team.threads());
+    let buf = SharedMut(scratch.ptr());
+    let (xs, ws, bs, ys) = (SharedConst(x), SharedConst(w), SharedConst(bias), SharedMut(y));
+    let work = conv.macs();
+    let parts = if work < 100_000 {
+        1
+    } else {
+        lines.min(team.threads() * 8)
+    };
+    team.run_with(parts, &|worker, part| {
+        // SAFETY: the caller's operands; lines of different parts are disjoint; a worker's sums are its own and are
+        // written before they are read.
+        unsafe {
+            let acc = buf.get().add(worker * each) as *mut T::Acc;
+            for i in 0..ow {
+                acc.add(i).write(T::Acc::default());
+            }
+            let acc = std::slice::from_raw_parts_mut(acc, ow);
+            for line in lines * part / parts..lines * (part + 1) / parts {
+                let (plane, l) = (line / (out / ow), line % (out / ow));
+                let (image, co) = (plane / conv.c_out, plane % conv.c_out);
+                let x = xs
+                    .get()
+                    .add((image * conv.c_in + co / m * c_group) * win.in_size());
+                let x = std::slice::from_raw_parts(x, c_group * win.in_size());
+                let w = std::slice::from_raw_parts(ws.get().add(co * k), k);
+                let bias = if bs.0.is_null() {
+                    T::Acc::default()
+                } else {
+                    (*bs.get().add(co)).up()
+                };
+                let y = std::slice::from_raw_parts_mut(ys.get().add(line * ow), ow);
+                let (od, oh) = (l / win.output[1], l % win.output[1]);
+                row(
+                    isa,
+                    Row {
+                        conv,
+                        x,
+                        w,
+                        bias,
+                        relu,
+                        od,
+                        oh,
+                        acc: &mut *acc,
+                        y,
+                    },
+                );
+            }
+        }
+    });
+}

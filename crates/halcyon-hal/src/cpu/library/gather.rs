@@ -1,0 +1,98 @@
+//! Reading by index.
+
+use super::num::{Indices, Walk, place, with_size};
+use super::{CpuKernel, Run};
+use crate::cpu::team::{SharedConst, SharedMut};
+use crate::{Declined, LibraryCall};
+use halcyon_ir::layout::View;
+
+/// Elements below which one thread works alone.
+const GRAIN: usize = 16 << 10;
+
+/// A view without one axis, and what that axis was.
+pub(crate) fn without(v: &View, axis: usize) -> (Walk, usize, isize) {
+    let keep = |k: &usize| *k != axis;
+    let shape: Vec<usize> = (0..v.rank()).filter(keep).map(|k| v.shape[k]).collect();
+    let strides: Vec<isize> = (0..v.rank()).filter(keep).map(|k| v.strides[k]).collect();
+    (Walk::of(&shape, &strides, v.offset), v.shape[axis], v.strides[axis])
+}
+
+/// `out[a.., i.., b..] = x[a.., index[i..], b..]`.
+pub(crate) fn rows(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKernel, Declined> {
+    let [x, index] = call.inputs else { return Err(Declined::because("two operands are needed")) };
+    let (n, stride) = (x.view.shape[axis], x.view.strides[axis]);
+    let idx = Indices::new(index.dtype, &index.view);
+    let before = Walk::of(&x.view.shape[..axis], &x.view.strides[..axis], x.view.offset);
+    let after = Walk::of(&x.view.shape[axis + 1..], &x.view.strides[axis + 1..], 0);
+    let total = before.numel * idx.walk.numel * after.numel;
+    if n == 0 && total > 0 {
+        return Err(Declined::because("there is nothing to gather from"));
+    }
+    let d = x.dtype;
+    CpuKernel::new("cpu.gather", call, move |r| {
+        // SAFETY: the kernel's checks: views stay inside their buffers, the output is dense and shared with nothing.
+        with_size!(d, T => unsafe { run_rows::<T>(r, n, stride, &idx, &before, &after) })
+    })
+}
+
+unsafe fn run_rows<T: Copy + Send + Sync>(
+    r: &Run<'_>,
+    n: usize,
+    stride: isize,
+    idx: &Indices,
+    before: &Walk,
+    after: &Walk,
+) {
+    let (b, rows) = (after.numel, before.numel * idx.walk.numel);
+    let (src, dst) = (SharedConst(r.bufs[0].ptr as *const T), SharedMut(r.bufs[2].ptr as *mut T));
+    let ip = SharedConst(r.bufs[1].ptr as *const u8);
+    let run = after.run().max(1);
+    r.team.ranges(if b == 0 { 0 } else { rows }, GRAIN.div_ceil(b.max(1)), &|from, to| {
+        for q in from..to {
+            // SAFETY: the caller's; every part writes its own rows.
+            unsafe {
+                let i = place(idx.get(ip.get(), q % idx.walk.numel), n, r.fault);
+                let s = src.get().offset(before.at(q / idx.walk.numel) + i as isize * stride);
+                let d = dst.get().add(q * b);
+                for j in 0..b / run {
+                    let s = s.offset(after.at(j * run));
+                    if run == 1 {
+                        *d.add(j) = *s;
+                    } else {
+                        std::ptr::copy_nonoverlapping(s, d.add(j * run), run);
+                    }
+                }
+            }
+        }
+    });
+}
+
+/// `out[i..] = x[i.. with i_axis = index[i..]]`.
+pub(crate) fn elements(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKernel, Declined> {
+    let [x, index] = call.inputs else { return Err(Declined::because("two operands are needed")) };
+    let (n, stride) = (x.view.shape[axis], x.view.strides[axis]);
+    let idx = Indices::new(index.dtype, &index.view);
+    // Positions in x of the index's points, the axis left out.
+    let mut strides = x.view.strides.clone();
+    strides[axis] = 0;
+    let at = Walk::of(&index.view.shape, &strides, x.view.offset);
+    if n == 0 && at.numel > 0 {
+        return Err(Declined::because("there is nothing to gather from"));
+    }
+    let d = x.dtype;
+    CpuKernel::new("cpu.gather_elements", call, move |r| {
+        with_size!(d, T => {
+            let (src, dst) = (SharedConst(r.bufs[0].ptr as *const T), SharedMut(r.bufs[2].ptr as *mut T));
+            let ip = SharedConst(r.bufs[1].ptr as *const u8);
+            r.team.ranges(at.numel, GRAIN, &|a, b| {
+                for q in a..b {
+                    // SAFETY: the kernel's checks; the index is not larger than x outside the axis; elements are disjoint.
+                    unsafe {
+                        let i = place(idx.get(ip.get(), q), n, r.fault);
+                        *dst.get().add(q) = *src.get().offset(at.at(q) + i as isize * stride);
+                    }
+                }
+            });
+        })
+    })
+}

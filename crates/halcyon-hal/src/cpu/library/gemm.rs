@@ -1,0 +1,746 @@
+//! Matrix multiplication, `C = alpha A B + beta C`.
+//!
+//! f32 runs on packed panels and one register-blocked micro-kernel (Goto and van de Geijn, "Anatomy of high-performance
+//! matrix multiplication", 2008), with the loops turned so that a panel of A stays in the first cache level and a chunk of
+//! B's columns in the second. A is packed once for all threads, each thread packs the columns of B it multiplies. f16 and
+//! bf16 are widened while packing. K is cut into blocks that depend on K alone and is never split among threads, so
+//! results do not depend on the number of threads.
+
+use super::gemv;
+use super::mat::Tile;
+pub use super::mat::{Epilogue, Mat, MatMut};
+use super::simd::{Simd, Storage, dispatch_simd};
+use crate::cpu::sys::Isa;
+use crate::cpu::team::{SharedMut, Team};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// `dst[k * width + r] = src[r * rs + k * ks]` for `r < rows`, zeros for `rows <= r < width`, `k < kc`.
+#[inline(always)]
+pub(crate) unsafe fn pack<S: Simd, T: Storage>(
+    src: *const T,
+    rs: isize,
+    ks: isize,
+    rows: usize,
+    width: usize,
+    kc: usize,
+    dst: *mut f32,
+) {
+    // SAFETY: the caller's pointers.
+    unsafe {
+        if rows < width {
+            for k in 0..kc {
+                for r in rows..width {
+                    *dst.add(k * width + r) = 0.0;
+                }
+            }
+        }
+        if rs == 1 {
+            for k in 0..kc {
+                let (s, d) = (src.offset(k as isize * ks), dst.add(k * width));
+                let mut r = 0;
+                while r + S::W <= rows {
+                    S::store(d.add(r), T::load::<S>(s.add(r)));
+                    r += S::W;
+                }
+                if r < rows {
+                    S::store_part(d.add(r), T::load_part::<S>(s.add(r), rows - r), rows - r);
+                }
+            }
+        } else if ks == 1 && T::IS_F32 {
+            let src = src as *const f32;
+            let mut r = 0;
+            while r < rows {
+                let n = (rows - r).min(S::W);
+                S::transpose(src.offset(r as isize * rs), rs, n, kc, dst.add(r), width);
+                r += n;
+            }
+        } else {
+            for r in 0..rows {
+                let s = src.offset(r as isize * rs);
+                for k in 0..kc {
+                    *dst.add(k * width + r) = (*s.offset(k as isize * ks)).widen();
+                }
+            }
+        }
+    }
+}
+
+/// Micro-tile of an instruction set: rows and columns.
+pub(crate) fn tile_of(isa: Isa) -> (usize, usize) {
+    use super::simd::Portable;
+    fn of<S: Simd>() -> (usize, usize) {
+        (S::MR, S::NV * S::W)
+    }
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => of::<super::simd::Avx512>(),
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => of::<super::simd::Avx2>(),
+        _ => of::<Portable>(),
+    }
+}
+
+/// K is cut evenly into the fewest blocks of at most this many steps.
+const KC: usize = 512;
+/// Columns of B a thread packs at a time, in panels, and rows of A packed at a time.
+const CHUNK_PANELS: usize = 8;
+const MB: usize = 6144;
+/// Products smaller than this many multiply-adds stay on the calling thread.
+const SERIAL: usize = 300_000;
+
+fn k_blocks(k: usize) -> usize {
+    k.div_ceil(KC).max(1)
+}
+fn k_block(k: usize, i: usize) -> (usize, usize) {
+    let n = k_blocks(k);
+    (k * i / n, k * (i + 1) / n)
+}
+/// The longest block.
+fn kc_max(k: usize) -> usize {
+    k.div_ceil(k_blocks(k))
+}
+
+/// Where panels of B come from.
+pub(crate) trait Panels: Sync {
+    /// Packs columns `j .. j + cols` and steps `k0 .. k0 + kc` as `dst[k * nr + c]`, with zeros up to `nr`.
+    unsafe fn pack<S: Simd>(&self, k0: usize, kc: usize, j: usize, cols: usize, nr: usize, dst: *mut f32);
+    /// Packs columns `j..end`, panel after panel.
+    #[inline(always)]
+    unsafe fn pack_chunk<S: Simd>(
+        &self,
+        k0: usize,
+        kc: usize,
+        j: usize,
+        end: usize,
+        nr: usize,
+        dst: *mut f32,
+    ) {
+        let (mut j, mut dst) = (j, dst);
+        while j < end {
+            // SAFETY: the caller's.
+            unsafe { self.pack::<S>(k0, kc, j, (end - j).min(nr), nr, dst) };
+            j += nr;
+            dst = dst.wrapping_add(nr * kc);
+        }
+    }
+    /// The panel when it is packed already.
+    fn ready(&self, _k0: usize, _kc: usize, _j: usize) -> *const f32 {
+        std::ptr::null()
+    }
+}
+
+impl<T: Storage> Panels for Mat<T> {
+    #[inline(always)]
+    unsafe fn pack<S: Simd>(&self, k0: usize, kc: usize, j: usize, cols: usize, nr: usize, dst: *mut f32) {
+        // SAFETY: the caller's matrix covers the block.
+        unsafe {
+            let p = self.ptr.offset(k0 as isize * self.rs + j as isize * self.cs);
+            pack::<S, T>(p, self.cs, self.rs, cols, nr, kc, dst)
+        }
+    }
+
+    #[inline(always)]
+    unsafe fn pack_chunk<S: Simd>(
+        &self,
+        k0: usize,
+        kc: usize,
+        j: usize,
+        end: usize,
+        nr: usize,
+        dst: *mut f32,
+    ) {
+        let full = if self.cs == 1 { (end - j) / nr } else { 0 };
+        // SAFETY: the caller's.
+        unsafe {
+            // Row by row across the panels: the longer contiguous reads are what the prefetchers want.
+            for k in 0..if full > 0 { kc } else { 0 } {
+                let s = self.ptr.offset((k0 + k) as isize * self.rs).add(j);
+                for q in 0..full {
+                    for v in 0..S::NV {
+                        let at = v * S::W;
+                        S::store(dst.add((q * kc + k) * nr + at), T::load::<S>(s.add(q * nr + at)));
+                    }
+                }
+            }
+            for (q, j) in (j..end).step_by(nr).enumerate().skip(full) {
+                self.pack::<S>(k0, kc, j, (end - j).min(nr), nr, dst.add(q * nr * kc));
+            }
+        }
+    }
+}
+
+/// An operand packed once for many products: weights.
+#[derive(Debug)]
+pub struct Packed {
+    data: Vec<f32>,
+    /// Index of the first aligned float.
+    start: usize,
+    isa: Isa,
+    /// Panel width (rows of A or columns of B), extent along it, and K.
+    width: usize,
+    extent: usize,
+    k: usize,
+}
+
+impl Packed {
+    fn new<T: Storage>(
+        isa: Isa,
+        src: *const T,
+        rs: isize,
+        ks: isize,
+        extent: usize,
+        width: usize,
+        k: usize,
+    ) -> Packed {
+        let panels = extent.div_ceil(width);
+        let len = panels * width * k;
+        let mut data = vec![0f32; len + 16];
+        let start = data.as_ptr().align_offset(64).min(16);
+        for b in 0..k_blocks(k) {
+            let (k0, k1) = k_block(k, b);
+            for p in 0..panels {
+                let rows = (extent - p * width).min(width);
+                let at = start + k0 * panels * width + p * width * (k1 - k0);
+                let s = src.wrapping_offset((p * width) as isize * rs + k0 as isize * ks);
+                // SAFETY: the caller's matrix covers the block; `data` holds every panel.
+                unsafe { pack_one(isa, s, rs, ks, rows, width, k1 - k0, data[at..].as_mut_ptr()) };
+            }
+        }
+        Packed {
+            data,
+            start,
+            isa,
+            width,
+            extent,
+            k,
+        }
+    }
+
+    /// Packs the left operand, `m x k`.
+    ///
+    /// # Safety
+    /// Every element of the matrix is readable.
+    pub unsafe fn a<T: PackElem>(isa: Isa, a: Mat<T>, m: usize, k: usize) -> Packed {
+        Packed::new(isa, a.ptr, a.rs, a.cs, m, tile_of(isa).0, k)
+    }
+
+    /// Packs the right operand, `k x n`.
+    ///
+    /// # Safety
+    /// Every element of the matrix is readable.
+    pub unsafe fn b<T: PackElem>(isa: Isa, b: Mat<T>, k: usize, n: usize) -> Packed {
+        Packed::new(isa, b.ptr, b.cs, b.rs, n, tile_of(isa).1, k)
+    }
+
+    /// Bytes of memory it keeps.
+    pub fn bytes(&self) -> usize {
+        self.data.len() * 4
+    }
+
+    fn panel(&self, k0: usize, kc: usize, i: usize) -> *const f32 {
+        let panels = self.extent.div_ceil(self.width);
+        self.data[self.start + k0 * panels * self.width + i / self.width * self.width * kc..].as_ptr()
+    }
+}
+
+impl Panels for Packed {
+    unsafe fn pack<S: Simd>(&self, _: usize, _: usize, _: usize, _: usize, _: usize, _: *mut f32) {}
+    fn ready(&self, k0: usize, kc: usize, j: usize) -> *const f32 {
+        self.panel(k0, kc, j)
+    }
+}
+
+/// Element types that are multiplied in f32: f32, f16 and bf16.
+#[allow(private_bounds)]
+pub trait PackElem: Storage {}
+impl PackElem for f32 {}
+impl PackElem for half::f16 {}
+impl PackElem for half::bf16 {}
+
+dispatch_simd! {
+    unsafe fn pack_one[T: Storage][T](isa, src: *const T, rs: isize, ks: isize, rows: usize, width: usize, kc: usize, dst: *mut f32) = pack
+}
+dispatch_simd! {
+    unsafe fn pack_panel[P: Panels][P](isa, b: &P, k0: usize, kc: usize, j: usize, cols: usize, nr: usize, dst: *mut f32) = pack_panel_body
+}
+#[inline(always)]
+unsafe fn pack_panel_body<S: Simd, P: Panels>(
+    b: &P,
+    k0: usize,
+    kc: usize,
+    j: usize,
+    cols: usize,
+    nr: usize,
+    dst: *mut f32,
+) {
+    // SAFETY: the caller's.
+    unsafe { b.pack::<S>(k0, kc, j, cols, nr, dst) }
+}
+
+/// The left operand of the driver.
+pub(crate) enum Left<'a, T> {
+    Plain(Mat<T>),
+    Packed(&'a Packed),
+}
+
+/// One block of K for a range of rows: what the tile tasks share.
+struct Block<'a, P> {
+    /// Packed panels of A; panel p at `a + p * mr * kc`.
+    a: *const f32,
+    k0: usize,
+    kc: usize,
+    /// Rows of this block and its first row in C.
+    m: usize,
+    i0: usize,
+    b: &'a P,
+    /// All of B packed for this block of K, or null.
+    shared_b: *const f32,
+    n: usize,
+    c: MatMut<f32>,
+    epi: Epilogue,
+}
+
+dispatch_simd! {
+    /// Tiles of rows `p0..p1` (in panels of A) and columns `q0..q1` (in panels of B); `buf` holds a chunk of packed B.
+    unsafe fn tiles[P: Panels][P](isa, w: &Block<'_, P>, p0: usize, p1: usize, q0: usize, q1: usize, buf: *mut f32) = tiles_body
+}
+
+#[inline(always)]
+unsafe fn tiles_body<S: Simd, P: Panels>(
+    w: &Block<'_, P>,
+    p0: usize,
+    p1: usize,
+    q0: usize,
+    q1: usize,
+    buf: *mut f32,
+) {
+    let (mr, nr, kc) = (S::MR, S::NV * S::W, w.kc);
+    let panel = |q: usize| -> *const f32 {
+        let r = w.b.ready(w.k0, kc, q * nr);
+        if !r.is_null() {
+            r
+        } else if !w.shared_b.is_null() {
+            w.shared_b.wrapping_add(q * nr * kc)
+        } else {
+            buf.wrapping_add((q - q0) * nr * kc)
+        }
+    };
+    let own = w.shared_b.is_null() && w.b.ready(w.k0, kc, 0).is_null();
+    // SAFETY: the driver sized the buffers; tiles stay inside C.
+    unsafe {
+        if own {
+            w.b.pack_chunk::<S>(w.k0, kc, q0 * nr, (q1 * nr).min(w.n), nr, buf);
+        }
+        let store = w.epi.store();
+        for p in p0..p1 {
+            let a = w.a.add(p * mr * kc);
+            let i = w.i0 + p * mr;
+            for q in q0..q1 {
+                let j = q * nr;
+                let out = Tile {
+                    c: w.c.ptr.offset(i as isize * w.c.rs + j as isize * w.c.cs),
+                    rs: w.c.rs,
+                    cs: w.c.cs,
+                    rows: (w.m - p * mr).min(mr),
+                    cols: (w.n - j).min(nr),
+                    i,
+                    j,
+                    store,
+                    epi: w.epi,
+                };
+                S::tile(kc, a, panel(q), &out);
+            }
+        }
+    }
+}
+
+/// How a product is cut; a function of the shape and the number of threads. Only the cut of K reaches the numbers.
+struct Cut {
+    mr: usize,
+    nr: usize,
+    threads: usize,
+    kc: usize,
+    /// Rows packed at a time.
+    mb: usize,
+    n_panels: usize,
+    chunk: usize,
+    chunks: usize,
+    /// B is packed once for all, because rows are split among threads.
+    share_b: bool,
+}
+
+impl Cut {
+    fn new(isa: Isa, m: usize, n: usize, k: usize, threads: usize) -> Cut {
+        let (mr, nr) = tile_of(isa);
+        let n_panels = n.div_ceil(nr);
+        let threads = if m.saturating_mul(n).saturating_mul(k) < SERIAL {
+            1
+        } else {
+            threads
+        };
+        let mb = m.next_multiple_of(mr).min(MB / mr * mr);
+        let share_b = threads > 1 && n_panels < 2 * threads;
+        let chunk = if share_b {
+            n_panels.max(1)
+        } else if threads == 1 {
+            CHUNK_PANELS.min(n_panels).max(1)
+        } else {
+            (n_panels / (2 * threads)).clamp(1, CHUNK_PANELS)
+        };
+        let chunks = n_panels.div_ceil(chunk);
+        Cut {
+            mr,
+            nr,
+            threads,
+            kc: kc_max(k),
+            mb,
+            n_panels,
+            chunk,
+            chunks,
+            share_b,
+        }
+    }
+
+    fn a_floats(&self) -> usize {
+        self.mb * self.kc
+    }
+    fn b_floats(&self) -> usize {
+        if self.share_b {
+            self.n_panels * self.nr * self.kc
+        } else {
+            self.threads * self.chunk * self.nr * self.kc
+        }
+    }
+    fn floats(&self) -> usize {
+        self.a_floats() + self.b_floats()
+    }
+}
+
+/// Runs parts on the team, or here when there is one thread in the cut.
+fn spread(team: Option<&Team>, parts: usize, f: &(dyn Fn(usize, usize) + Sync)) {
+    match team {
+        Some(t) => t.run_with(parts, f),
+        None => (0..parts).for_each(|p| f(0, p)),
+    }
+}
+
+/// The packed product. `buf` holds `cut.floats()`.
+unsafe fn drive<T: Storage, P: Panels>(
+    team: Option<&Team>,
+    isa: Isa,
+    cut: &Cut,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: &Left<'_, T>,
+    b: &P,
+    c: MatMut<f32>,
+    epi: Epilogue,
+    buf: *mut f32,
+) {
+    let a_buf = SharedMut(buf);
+    let b_buf = SharedMut(buf.wrapping_add(cut.a_floats()));
+    let (mr, nr) = (cut.mr, cut.nr);
+    let mut i0 = 0;
+    while i0 < m {
+        let mb = (m - i0).min(cut.mb);
+        let panels = mb.div_ceil(mr);
+        for kb in 0..k_blocks(k) {
+            let (k0, k1) = k_block(k, kb);
+            let kc = k1 - k0;
+            let a_packed = match a {
+                Left::Packed(p) => p.panel(k0, kc, i0),
+                Left::Plain(mat) => {
+                    let parts = panels.div_ceil(4).min(cut.threads * 4);
+                    let share = if cut.share_b { cut.n_panels } else { 0 };
+                    spread(team, parts + share, &|_, part| {
+                        if part >= parts {
+                            let q = part - parts;
+                            // SAFETY: panel q of B is inside the matrix, and its place in the buffer is this part's alone.
+                            unsafe {
+                                let dst = b_buf.get().add(q * nr * kc);
+                                pack_panel(isa, b, k0, kc, q * nr, (n - q * nr).min(nr), nr, dst);
+                            }
+                            return;
+                        }
+                        for p in panels * part / parts..panels * (part + 1) / parts {
+                            let i = p * mr;
+                            // SAFETY: as above, for panel p of A.
+                            unsafe {
+                                let s = mat.ptr.offset((i0 + i) as isize * mat.rs + k0 as isize * mat.cs);
+                                let dst = a_buf.get().add(i * kc);
+                                pack_one(isa, s, mat.rs, mat.cs, (mb - i).min(mr), mr, kc, dst);
+                            }
+                        }
+                    });
+                    a_buf.get() as *const f32
+                }
+            };
+            if cut.share_b && matches!(a, Left::Packed(_)) {
+                spread(team, cut.n_panels, &|_, q| {
+                    // SAFETY: as above.
+                    unsafe {
+                        let dst = b_buf.get().add(q * nr * kc);
+                        pack_panel(isa, b, k0, kc, q * nr, (n - q * nr).min(nr), nr, dst);
+                    }
+                });
+            }
+            let block = Block {
+                a: a_packed,
+                k0,
+                kc,
+                m: mb,
+                i0,
+                b,
+                shared_b: if cut.share_b {
+                    b_buf.get() as *const f32
+                } else {
+                    std::ptr::null()
+                },
+                n,
+                c,
+                epi: epi.for_block(kb == 0, kb + 1 == k_blocks(k)),
+            };
+            let block = Shared(&block);
+            let row_parts = if cut.share_b {
+                panels.div_ceil(2).min(cut.threads * 4)
+            } else {
+                1
+            };
+            spread(team, cut.chunks * row_parts, &|worker, part| {
+                let (ci, ri) = (part % cut.chunks, part / cut.chunks);
+                let (q0, q1) = (ci * cut.chunk, ((ci + 1) * cut.chunk).min(cut.n_panels));
+                let (p0, p1) = (panels * ri / row_parts, panels * (ri + 1) / row_parts);
+                let own = b_buf.get().wrapping_add(if cut.share_b {
+                    0
+                } else {
+                    worker * cut.chunk * nr * kc
+                });
+                // SAFETY: parts cover disjoint tiles of C; the buffer of a worker is its own.
+                unsafe { tiles(isa, block.get(), p0, p1, q0, q1, own) };
+            });
+        }
+        i0 += mb;
+    }
+}
+
+/// Lets a reference to raw pointers cross threads.
+struct Shared<'a, T>(&'a T);
+// SAFETY: what it refers to is read only, and its pointers are used under the driver's rules.
+unsafe impl<T> Sync for Shared<'_, T> {}
+impl<'a, T> Shared<'a, T> {
+    fn get(&self) -> &'a T {
+        self.0
+    }
+}
+
+/// The packed product on a team, with its scratch memory.
+pub(crate) unsafe fn gemm_panels<T: Storage, P: Panels>(
+    team: &Team,
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: &Left<'_, T>,
+    b: &P,
+    c: MatMut<f32>,
+    epi: Epilogue,
+) {
+    let mut cut = Cut::new(isa, m, n, k, team.threads());
+    cut.share_b &= b.ready(0, 1, 0).is_null();
+    let scratch = team.scratch(cut.floats());
+    let on = (cut.threads > 1).then_some(team);
+    // SAFETY: the caller's matrices; the scratch is as large as the cut asks.
+    unsafe { drive(on, isa, &cut, m, n, k, a, b, c, epi, scratch.ptr()) }
+}
+
+/// Floats of scratch that [`panels_inline`] needs.
+pub(crate) fn inline_floats(isa: Isa, m: usize, n: usize, k: usize) -> usize {
+    Cut::new(isa, m, n, k, 1).floats().next_multiple_of(1024)
+}
+
+/// The packed product on the calling thread. `buf` holds [`inline_floats`].
+pub(crate) unsafe fn panels_inline<T: Storage, P: Panels>(
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: &Left<'_, T>,
+    b: &P,
+    c: MatMut<f32>,
+    epi: Epilogue,
+    buf: *mut f32,
+) {
+    // SAFETY: the caller's.
+    unsafe { drive(None, isa, &Cut::new(isa, m, n, k, 1), m, n, k, a, b, c, epi, buf) }
+}
+
+/// `C = act(alpha A B + beta C + bias)` in f32, `A` m x k, `B` k x n, any strides. A and B may be f32, f16 or bf16.
+///
+/// Sums are in f32, in an order that depends on the shape alone.
+///
+/// # Safety
+/// Every element of A, B and the biases is readable and every element of C writable (readable too unless beta is 0); C
+/// overlaps neither A, B nor itself.
+pub unsafe fn gemm<A: PackElem, B: PackElem>(
+    team: &Team,
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<A>,
+    b: Mat<B>,
+    c: MatMut<f32>,
+    epi: Epilogue,
+) {
+    if m == 0 || n == 0 {
+        return;
+    }
+    // SAFETY: the caller's.
+    unsafe {
+        if m <= n && gemv::fits(m, &b) {
+            return gemv::few_rows(team, isa, m, n, k, a, b, c, epi);
+        }
+        if gemv::fits(n, &a.t()) {
+            // The transposed product has few rows.
+            let epi = Epilogue {
+                bias_row: epi.bias_col,
+                bias_col: epi.bias_row,
+                ..epi
+            };
+            return gemv::few_rows(team, isa, n, m, k, b.t(), a.t(), c.t(), epi);
+        }
+        if gemv::fits(m, &b) {
+            return gemv::few_rows(team, isa, m, n, k, a, b, c, epi);
+        }
+        gemm_panels(team, isa, m, n, k, &Left::Plain(a), &b, c, epi)
+    }
+}
+
+/// [`gemm`] with the right operand packed by [`Packed::b`].
+///
+/// # Safety
+/// As [`gemm`].
+///
+/// # Panics
+/// When `b` was packed for another shape or instruction set, or as a left operand.
+pub unsafe fn gemm_packed<A: PackElem>(
+    team: &Team,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<A>,
+    b: &Packed,
+    c: MatMut<f32>,
+    epi: Epilogue,
+) {
+    assert!(
+        b.extent == n && b.k == k && b.width == tile_of(b.isa).1,
+        "the packed operand is for another product"
+    );
+    if m == 0 || n == 0 {
+        return;
+    }
+    // SAFETY: the caller's.
+    unsafe { gemm_panels(team, b.isa, m, n, k, &Left::Plain(a), b, c, epi) }
+}
+
+/// [`gemm`] with the left operand packed by [`Packed::a`].
+///
+/// # Safety
+/// As [`gemm`].
+///
+/// # Panics
+/// When `a` was packed for another shape or instruction set, or as a right operand.
+pub unsafe fn gemm_packed_a<B: PackElem>(
+    team: &Team,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: &Packed,
+    b: Mat<B>,
+    c: MatMut<f32>,
+    epi: Epilogue,
+) {
+    assert!(
+        a.extent == m && a.k == k && a.width == tile_of(a.isa).0,
+        "the packed operand is for another product"
+    );
+    if m == 0 || n == 0 {
+        return;
+    }
+    // SAFETY: the caller's.
+    unsafe { gemm_panels(team, a.isa, m, n, k, &Left::<f32>::Packed(a), &b, c, epi) }
+}
+
+/// `batch` products whose operands lie `stride` elements apart (0 repeats an operand).
+///
+/// # Safety
+/// As [`gemm`], for every product; the results do not overlap.
+pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
+    team: &Team,
+    isa: Isa,
+    batch: usize,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: (Mat<A>, isize),
+    b: (Mat<B>, isize),
+    c: (MatMut<f32>, isize),
+    epi: Epilogue,
+) {
+    if m == 0 || n == 0 || batch == 0 {
+        return;
+    }
+    let one = Cut::new(isa, m, n, k, 1);
+    let (c, c_stride) = c;
+    let work = m.saturating_mul(n).saturating_mul(k);
+    let item = |i: usize| {
+        let i = i as isize;
+        (a.0.offset(i * a.1), b.0.offset(i * b.1), c.offset(i * c_stride))
+    };
+    // Large products, or fewer than threads, share each product; otherwise each thread takes whole products.
+    if batch < team.threads() || work > 64 << 20 {
+        for i in 0..batch {
+            let (a, b, c) = item(i);
+            // SAFETY: the caller's.
+            unsafe { gemm(team, isa, m, n, k, a, b, c, epi) };
+        }
+        return;
+    }
+    let threads = team.threads();
+    let each = one.floats().next_multiple_of(1024);
+    let scratch = team.scratch(each * threads);
+    let buf = SharedMut(scratch.ptr());
+    let groups = if work.saturating_mul(batch) < SERIAL {
+        1
+    } else {
+        batch.min(threads * 8)
+    };
+    let next = AtomicUsize::new(0);
+    team.run_with(groups, &|worker, _| {
+        loop {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            if i >= batch {
+                break;
+            }
+            let (a, b, c) = item(i);
+            // SAFETY: the caller's; the worker's piece of the scratch is its own.
+            unsafe {
+                drive(
+                    None,
+                    isa,
+                    &one,
+                    m,
+                    n,
+                    k,
+                    &Left::Plain(a),
+                    &b,
+                    c,
+                    epi,
+                    buf.get().add(worker * each),
+                );
+            }
+        }
+    });
+}

@@ -1,0 +1,292 @@
+//! Matrices in memory, what happens to a product on its way there, and the register-blocked micro-kernel of [`super::gemm`].
+
+use super::simd::Simd;
+use crate::cpu::team::SharedConst;
+
+/// A matrix in memory: element `(i, j)` is at `ptr[i * rs + j * cs]`. Strides count elements and may be zero or negative.
+#[derive(Debug)]
+pub struct Mat<T> {
+    pub ptr: *const T,
+    pub rs: isize,
+    pub cs: isize,
+}
+
+impl<T> Clone for Mat<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for Mat<T> {}
+// SAFETY: only read through; whoever dereferences it has promised that it is readable.
+unsafe impl<T: Sync> Send for Mat<T> {}
+// SAFETY: as above.
+unsafe impl<T: Sync> Sync for Mat<T> {}
+
+impl<T> Mat<T> {
+    /// Row-major with `rs` elements from row to row.
+    pub fn rows(ptr: *const T, rs: usize) -> Mat<T> {
+        Mat {
+            ptr,
+            rs: rs as isize,
+            cs: 1,
+        }
+    }
+
+    /// The transpose, sharing memory.
+    pub fn t(self) -> Mat<T> {
+        Mat {
+            ptr: self.ptr,
+            rs: self.cs,
+            cs: self.rs,
+        }
+    }
+
+    pub(crate) fn offset(self, by: isize) -> Mat<T> {
+        // `wrapping`: an empty matrix may come with any pointer.
+        Mat {
+            ptr: self.ptr.wrapping_offset(by),
+            ..self
+        }
+    }
+}
+
+/// Where a product goes: element `(i, j)` at `ptr[i * rs + j * cs]`.
+#[derive(Debug)]
+pub struct MatMut<T> {
+    pub ptr: *mut T,
+    pub rs: isize,
+    pub cs: isize,
+}
+
+impl<T> Clone for MatMut<T> {
+    fn clone(&self) -> Self {
+        *self
+    }
+}
+impl<T> Copy for MatMut<T> {}
+// SAFETY: whoever dereferences it promises that threads write disjoint places.
+unsafe impl<T: Send> Send for MatMut<T> {}
+// SAFETY: as above.
+unsafe impl<T: Send> Sync for MatMut<T> {}
+
+impl<T> MatMut<T> {
+    /// Row-major with `rs` elements from row to row.
+    pub fn rows(ptr: *mut T, rs: usize) -> MatMut<T> {
+        MatMut {
+            ptr,
+            rs: rs as isize,
+            cs: 1,
+        }
+    }
+
+    /// The transpose, sharing memory.
+    pub fn t(self) -> MatMut<T> {
+        MatMut {
+            ptr: self.ptr,
+            rs: self.cs,
+            cs: self.rs,
+        }
+    }
+
+    pub(crate) fn offset(self, by: isize) -> MatMut<T> {
+        MatMut {
+            ptr: self.ptr.wrapping_offset(by),
+            ..self
+        }
+    }
+}
+
+/// What happens to the product on its way to memory: `C = act(alpha A B + beta C + bias)`.
+#[derive(Clone, Copy, Debug)]
+pub struct Epilogue {
+    pub alpha: f32,
+    /// With 0, C is not read (it may hold NaN).
+    pub beta: f32,
+    /// One value per row of C (m of them), or null.
+    pub bias_row: SharedConst<f32>,
+    /// One value per column of C (n of them), or null.
+    pub bias_col: SharedConst<f32>,
+    pub relu: bool,
+}
+
+impl Default for Epilogue {
+    fn default() -> Self {
+        let none = SharedConst(std::ptr::null());
+        Epilogue {
+            alpha: 1.0,
+            beta: 0.0,
+            bias_row: none,
+            bias_col: none,
+            relu: false,
+        }
+    }
+}
+
+impl Epilogue {
+    pub(crate) fn store(&self) -> Store {
+        if self.alpha != 1.0 || !self.bias_row.0.is_null() || !self.bias_col.0.is_null() || self.relu {
+            Store::Other
+        } else if self.beta == 0.0 {
+            Store::Plain
+        } else if self.beta == 1.0 {
+            Store::Add
+        } else {
+            Store::Other
+        }
+    }
+
+    /// The part of the epilogue that block `first..last` of K does.
+    pub(crate) fn for_block(self, first: bool, last: bool) -> Epilogue {
+        let none = SharedConst(std::ptr::null());
+        Epilogue {
+            alpha: self.alpha,
+            beta: if first { self.beta } else { 1.0 },
+            bias_row: if last { self.bias_row } else { none },
+            bias_col: if last { self.bias_col } else { none },
+            relu: last && self.relu,
+        }
+    }
+
+    /// Value of one element, `sum` being its dot product. `c` is read only if beta is not 0.
+    #[inline(always)]
+    pub(crate) unsafe fn scalar(&self, sum: f32, c: *const f32, i: usize, j: usize) -> f32 {
+        // SAFETY: the caller's pointers cover (i, j).
+        unsafe {
+            let mut v = self.alpha * sum;
+            if self.beta != 0.0 {
+                v += self.beta * *c;
+            }
+            if !self.bias_row.0.is_null() {
+                v += *self.bias_row.0.add(i);
+            }
+            if !self.bias_col.0.is_null() {
+                v += *self.bias_col.0.add(j);
+            }
+            if self.relu && v < 0.0 { 0.0 } else { v }
+        }
+    }
+}
+
+/// A tile of C and what to do with the sums.
+pub(crate) struct Tile {
+    pub c: *mut f32,
+    pub rs: isize,
+    pub cs: isize,
+    /// Rows and columns of the tile that exist.
+    pub rows: usize,
+    pub cols: usize,
+    /// Row and column of the tile in C, for the biases.
+    pub i: usize,
+    pub j: usize,
+    pub store: Store,
+    pub epi: Epilogue,
+}
+
+/// The common epilogues, which full tiles do straight from registers.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Store {
+    Plain,
+    /// `C += A B`.
+    Add,
+    Other,
+}
+
+/// `R x (NV W)` sums over `kc` steps of packed panels, kept in registers, then stored through the epilogue. R is less than the
+/// panel's MR where only so many rows exist; each sum is the same whatever R.
+///
+/// `a[k * MR + i]` and `b[k * NV * W + j]` are readable for `k < kc`; the tile's rows and columns that exist are writable.
+#[inline(always)]
+pub(crate) unsafe fn micro<S: Simd, const R: usize, const MR: usize, const NV: usize>(
+    kc: usize,
+    a: *const f32,
+    b: *const f32,
+    out: &Tile,
+) {
+    // SAFETY: the caller's pointers; `out` says how much of the tile exists.
+    unsafe {
+        let mut acc = [[S::zero(); NV]; R];
+        let (mut a, mut b) = (a, b);
+        for _ in 0..kc {
+            let mut bv = [S::zero(); NV];
+            for v in 0..NV {
+                bv[v] = S::load(b.add(v * S::W));
+            }
+            for i in 0..R {
+                let x = S::splat(*a.add(i));
+                for v in 0..NV {
+                    acc[i][v] = S::fma(x, bv[v], acc[i][v]);
+                }
+            }
+            a = a.add(MR);
+            b = b.add(NV * S::W);
+        }
+        // Loops over the accumulators have constant bounds and no exits, or the compiler would keep them in memory.
+        let nr = NV * S::W;
+        let full = out.cs == 1 && out.rows == R && out.cols == nr;
+        if full && out.store == Store::Plain {
+            for i in 0..R {
+                for v in 0..NV {
+                    S::store(out.c.offset(i as isize * out.rs).add(v * S::W), acc[i][v]);
+                }
+            }
+        } else if full && out.store == Store::Add {
+            for i in 0..R {
+                for v in 0..NV {
+                    let p = out.c.offset(i as isize * out.rs).add(v * S::W);
+                    S::store(p, S::add(acc[i][v], S::load(p)));
+                }
+            }
+        } else {
+            let mut sums = [[[0f32; 16]; NV]; R];
+            for i in 0..R {
+                for v in 0..NV {
+                    S::store(sums[i][v].as_mut_ptr(), acc[i][v]);
+                }
+            }
+            store_tile::<S, R, NV>(&sums, out);
+        }
+    }
+}
+
+/// Stores sums through the epilogue, element order and rounding as in the fast paths of [`micro`].
+#[inline(always)]
+unsafe fn store_tile<S: Simd, const R: usize, const NV: usize>(sums: &[[[f32; 16]; NV]; R], out: &Tile) {
+    let e = &out.epi;
+    // SAFETY: the caller's pointers; rows and columns that do not exist are not touched.
+    unsafe {
+        let alpha = S::splat(e.alpha);
+        let beta = S::splat(e.beta);
+        for i in 0..out.rows {
+            let row = out.c.offset(i as isize * out.rs);
+            for v in 0..NV {
+                let n = out.cols.saturating_sub(v * S::W).min(S::W);
+                if n == 0 {
+                    break;
+                }
+                if out.cs != 1 {
+                    for l in 0..n {
+                        let j = v * S::W + l;
+                        let p = row.offset(j as isize * out.cs);
+                        *p = e.scalar(sums[i][v][l], p, out.i + i, out.j + j);
+                    }
+                    continue;
+                }
+                let p = row.add(v * S::W);
+                let mut x = S::mul(S::load(sums[i][v].as_ptr()), alpha);
+                if e.beta != 0.0 {
+                    x = S::fma(S::load_part(p, n), beta, x);
+                }
+                if !e.bias_row.0.is_null() {
+                    x = S::add(x, S::splat(*e.bias_row.0.add(out.i + i)));
+                }
+                if !e.bias_col.0.is_null() {
+                    x = S::add(x, S::load_part(e.bias_col.0.add(out.j + v * S::W), n));
+                }
+                if e.relu {
+                    x = S::relu(x);
+                }
+                S::store_part(p, x, n);
+            }
+        }
+    }
+}

@@ -1,0 +1,213 @@
+//! Native kernels, and the table that finds one for a call.
+
+pub mod attention;
+mod calls;
+pub mod conv;
+#[cfg(test)]
+mod conv_tests;
+pub(crate) mod copy;
+pub mod elem;
+pub mod gemm;
+#[cfg(test)]
+mod gemm_tests;
+pub mod gemv;
+mod gather;
+pub mod mat;
+pub mod matmul_any;
+mod num;
+pub mod pool;
+mod scan;
+mod scatter;
+pub(crate) mod simd;
+pub mod softmax;
+mod sort;
+#[cfg(test)]
+pub(crate) mod testing;
+pub mod window;
+
+use crate::cpu::memory::Ptr;
+use crate::cpu::sys::Isa;
+use crate::cpu::team::Team;
+use crate::cpu::tile;
+use crate::{Declined, Error, LibraryCall, LibraryKernel, Operand, Result};
+use halcyon_ir::Scalar;
+use halcyon_ir::op::Op;
+use halcyon_ir::target::Work;
+use smallvec::SmallVec;
+use std::any::Any;
+use std::fmt;
+use std::sync::atomic::{AtomicU32, Ordering};
+
+/// Where a kernel reports a bad index.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Fault<'a> {
+    word: &'a AtomicU32,
+    id: u32,
+}
+
+impl<'a> Fault<'a> {
+    pub(crate) fn new(word: &'a AtomicU32, id: u32) -> Fault<'a> {
+        Fault { word, id }
+    }
+
+    /// Keeps the first fault.
+    #[cold]
+    pub(crate) fn set(&self) {
+        // A fault that was there before is the one to report.
+        let _ = self.word.compare_exchange(0, self.id, Ordering::AcqRel, Ordering::Relaxed);
+    }
+}
+
+/// What a kernel gets when it runs. The buffers have been checked against the call it was made for.
+pub(crate) struct Run<'a> {
+    /// Inputs, then outputs.
+    pub bufs: &'a [Ptr],
+    pub args: &'a [Scalar],
+    pub team: &'a Team,
+    pub isa: Isa,
+    pub fault: Fault<'a>,
+}
+
+type Body = Box<dyn Fn(&Run<'_>) + Send + Sync>;
+
+/// What a kernel needs of a buffer.
+#[derive(Clone, Copy, Debug)]
+struct Need {
+    bytes: usize,
+    write: bool,
+}
+
+/// A kernel made for one call.
+pub(crate) struct CpuKernel {
+    name: String,
+    needs: SmallVec<[Need; 8]>,
+    in_place: bool,
+    args: usize,
+    body: Body,
+}
+
+impl fmt::Debug for CpuKernel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CpuKernel").field("name", &self.name).finish_non_exhaustive()
+    }
+}
+
+/// Bytes a buffer must have for every element of the operand to be inside it.
+fn extent(o: &Operand) -> Result<usize, Declined> {
+    match o.view.range() {
+        None => Ok(0),
+        Some((lo, hi)) if lo >= 0 => Ok(o.dtype.bytes(hi as usize + 1)),
+        Some(_) => Err(Declined::because("a view begins before its buffer")),
+    }
+}
+
+impl CpuKernel {
+    /// A kernel for `call` whose `body` may rely on this: inputs and outputs are as large as their views reach, outputs can
+    /// be written and share no buffer with another operand, except output 0 with input 0 when the call is in place.
+    pub(crate) fn new(
+        name: impl Into<String>,
+        call: &LibraryCall<'_>,
+        body: impl Fn(&Run<'_>) + Send + Sync + 'static,
+    ) -> Result<CpuKernel, Declined> {
+        let mut needs = SmallVec::new();
+        for (i, o) in call.inputs.iter().enumerate() {
+            needs.push(Need { bytes: extent(o)?, write: call.in_place && i == 0 });
+        }
+        for o in call.outputs {
+            needs.push(Need { bytes: extent(o)?, write: true });
+        }
+        Ok(CpuKernel { name: name.into(), needs, in_place: call.in_place, args: 0, body: Box::new(body) })
+    }
+
+    /// The number of run-time arguments the body reads.
+    pub(crate) fn with_args(mut self, n: usize) -> CpuKernel {
+        self.args = n;
+        self
+    }
+
+    fn check(&self, r: &Run<'_>) -> Result<()> {
+        let bad = |w: String| Err(Error::argument(self.name.as_str(), w));
+        let want = self.needs.len();
+        if r.bufs.len() != want {
+            return bad(format!("{} buffers were bound, {want} are needed", r.bufs.len()));
+        }
+        if r.args.len() < self.args {
+            return bad(format!("{} run-time arguments were given, {} are needed", r.args.len(), self.args));
+        }
+        for (i, (b, n)) in r.bufs.iter().zip(&self.needs).enumerate() {
+            if b.bytes < n.bytes {
+                return bad(format!("buffer {i} has {} bytes, {} are needed", b.bytes, n.bytes));
+            }
+            if n.write {
+                super::device::check_writable(&self.name, b)?;
+            }
+        }
+        let outputs = self.needs.iter().filter(|n| n.write).count() - usize::from(self.in_place);
+        let first = self.needs.len() - outputs;
+        for (o, b) in r.bufs.iter().enumerate().skip(first) {
+            let shares = |(i, x): (usize, &Ptr)| {
+                let pair = self.in_place && i == 0 && o == first;
+                x.ptr == b.ptr && !pair && x.bytes > 0 && b.bytes > 0
+            };
+            if r.bufs[..o].iter().enumerate().any(shares) {
+                return bad(format!("buffer {o} is written and bound twice"));
+            }
+        }
+        if self.in_place && r.bufs[0].ptr != r.bufs[first].ptr {
+            return bad("output 0 must be input 0's buffer".into());
+        }
+        Ok(())
+    }
+
+    pub(crate) fn run(&self, r: &Run<'_>) -> Result<()> {
+        self.check(r)?;
+        (self.body)(r);
+        Ok(())
+    }
+}
+
+impl LibraryKernel for CpuKernel {
+    fn name(&self) -> &str {
+        &self.name
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// A kernel for the call, or why there is none.
+pub(crate) fn find(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
+    let op = match call.work {
+        Work::Fused(f) => return tile::kernel(isa, f, call),
+        Work::Op(op) => op,
+    };
+    // Only the reader of a mask knows what it reads outside.
+    let masked: SmallVec<[usize; 4]> = (0..call.inputs.len()).filter(|&i| call.inputs[i].view.mask.is_some()).collect();
+    if !masked.is_empty() {
+        return Err(Declined::needs_dense(masked));
+    }
+    if call.outputs.len() != 1 || !call.outputs[0].view.is_dense() {
+        return Err(Declined::because("one dense output is needed"));
+    }
+    if call.in_place && !matches!(op, Op::UpdateSlice { .. } | Op::ScatterElements { .. } | Op::ScatterRows { .. }) {
+        return Err(Declined::because("this op does not run in place"));
+    }
+    // One row per op.
+    match op {
+        Op::Matmul => calls::matmul(isa, call),
+        Op::Conv(c) => calls::conv(isa, call, c),
+        Op::Pool(p) => calls::pooling(call, p),
+        Op::PoolGrad(p) => calls::pool_grad(call, p),
+        Op::Gather { axis } => gather::rows(call, *axis),
+        Op::GatherElements { axis } => gather::elements(call, *axis),
+        Op::ScatterElements { axis, kind } => scatter::elements(call, *axis, *kind),
+        Op::ScatterRows { axis, kind } => scatter::rows(call, *axis, *kind),
+        Op::UpdateSlice { axis } => scatter::update_slice(call, *axis),
+        Op::ArgReduce { max, axis, last, .. } => sort::arg_reduce(call, *max, *axis, *last),
+        Op::ArgSort { axis, descending } => sort::arg_sort(call, *axis, *descending),
+        Op::Scan { kind, axis, exclusive, reverse } => scan::scan(call, *kind, *axis, *exclusive, *reverse),
+        Op::Composite(c) => calls::composite(isa, call, c),
+        Op::Custom(_) => Err(Declined::because("custom ops bring their own kernels")),
+        _ => Err(Declined::because(format!("{} runs as a fused kernel", op.name()))),
+    }
+}

@@ -1,0 +1,53 @@
+//! Running reductions along an axis.
+
+use super::CpuKernel;
+use super::gather::without;
+use super::num::{Num, Wide, with_type};
+use crate::cpu::team::{SharedConst, SharedMut};
+use crate::{Declined, LibraryCall};
+use halcyon_ir::layout::View;
+use halcyon_ir::op::ReduceKind;
+
+/// Elements below which one thread works alone.
+const GRAIN: usize = 16 << 10;
+
+/// Each line is walked by one thread in order; floats are kept in f64 on the way and rounded where they are written.
+pub(crate) fn scan(
+    call: &LibraryCall<'_>,
+    kind: ReduceKind,
+    axis: usize,
+    exclusive: bool,
+    reverse: bool,
+) -> Result<CpuKernel, Declined> {
+    let [x] = call.inputs else { return Err(Declined::because("one operand is needed")) };
+    let (lines, len, step) = without(&x.view, axis);
+    let (outs, _, ostep) = without(&View::dense(&x.view.shape), axis);
+    let d = x.dtype;
+    CpuKernel::new("cpu.scan", call, move |r| {
+        with_type!(d, T => {
+            let (s, o) = (SharedConst(r.bufs[0].ptr as *const T), SharedMut(r.bufs[1].ptr as *mut T));
+            let first = <<T as Num>::W as Wide>::from_scalar(kind.identity(d));
+            r.team.ranges(if len == 0 { 0 } else { lines.numel }, GRAIN.div_ceil(len.max(1)), &|a, b| {
+                for l in a..b {
+                    let (s0, o0) = (lines.at(l), outs.at(l));
+                    let mut acc = first;
+                    for j in 0..len {
+                        let j = if reverse { len - 1 - j } else { j } as isize;
+                        // SAFETY: the kernel's checks; lines are disjoint.
+                        unsafe {
+                            let v = (*s.get().offset(s0 + j * step)).wide();
+                            let next = match kind {
+                                ReduceKind::Sum => acc.add(v),
+                                ReduceKind::Prod => acc.mul(v),
+                                ReduceKind::Max => acc.larger(v),
+                                ReduceKind::Min => acc.smaller(v),
+                            };
+                            *o.get().offset(o0 + j * ostep) = T::narrow(if exclusive { acc } else { next });
+                            acc = next;
+                        }
+                    }
+                }
+            });
+        })
+    })
+}

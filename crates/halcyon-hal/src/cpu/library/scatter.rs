@@ -1,0 +1,181 @@
+//! Writing by index, and into a slice. Updates of one place are applied in index order by one thread.
+
+use super::gather::without;
+use super::num::{Indices, Num, Walk, Wide, place, with_size, with_type};
+use super::{CpuKernel, Run, copy};
+use crate::cpu::team::{SharedConst, SharedMut};
+use crate::{Declined, LibraryCall};
+use halcyon_ir::layout::dense_strides;
+use halcyon_ir::op::ScatterKind;
+
+/// Updates below which one thread works alone.
+const GRAIN: usize = 8 << 10;
+
+/// Puts one update in its place.
+#[inline(always)]
+unsafe fn put<T: Num>(kind: ScatterKind, d: *mut T, u: T) {
+    // SAFETY: the caller's element.
+    unsafe {
+        let old = || (*d).wide();
+        *d = match kind {
+            ScatterKind::Set => u,
+            ScatterKind::Add => T::narrow(old().add(u.wide())),
+            ScatterKind::Mul => T::narrow(old().mul(u.wide())),
+            ScatterKind::Max => T::narrow(old().larger(u.wide())),
+            ScatterKind::Min => T::narrow(old().smaller(u.wide())),
+        }
+    }
+}
+
+/// Copies the base to the output, unless they are one buffer.
+unsafe fn start<T: Copy + Send + Sync>(r: &Run<'_>, base: &Walk) {
+    let (s, d) = (r.bufs[0].ptr as *const T, r.bufs[3].ptr as *mut T);
+    if !std::ptr::eq(s, d) {
+        // SAFETY: the kernel's checks: the base's view is inside its buffer, the output is dense and shared with nothing.
+        unsafe { copy::view(r.team, s, base, d) };
+    }
+}
+
+/// In place, the base has to be the dense output already.
+fn in_place_ok(call: &LibraryCall<'_>) -> Result<(), Declined> {
+    if call.in_place && !call.inputs[0].view.is_dense() {
+        return Err(Declined::because("in place, the base must be dense"));
+    }
+    Ok(())
+}
+
+/// `out = base; out[i.. with i_axis = index[i..]] op= updates[i..]`.
+pub(crate) fn elements(call: &LibraryCall<'_>, axis: usize, kind: ScatterKind) -> Result<CpuKernel, Declined> {
+    let [base, index, updates] = call.inputs else { return Err(Declined::because("three operands are needed")) };
+    in_place_ok(call)?;
+    let from = Walk::new(&base.view);
+    let out = dense_strides(&base.view.shape);
+    let n = base.view.shape[axis];
+    // Lines along the axis: no two lines share a place.
+    let (il, len, istep) = without(&index.view, axis);
+    let (ul, _, ustep) = without(&updates.view, axis);
+    let lines: Vec<usize> = (0..index.view.rank()).filter(|k| *k != axis).map(|k| index.view.shape[k]).collect();
+    let line_strides: Vec<isize> = (0..out.len()).filter(|k| *k != axis).map(|k| out[k]).collect();
+    let ol = Walk::of(&lines, &line_strides, 0);
+    if n == 0 && len * il.numel > 0 {
+        return Err(Declined::because("there is nothing to scatter into"));
+    }
+    let (step, d) = (out[axis], base.dtype);
+    // Reads the index at an explicit position.
+    let one = Indices::new(index.dtype, &halcyon_ir::layout::View::dense(&[]));
+    let isize_of = index.dtype.size() as isize;
+    CpuKernel::new("cpu.scatter_elements", call, move |r| {
+        with_type!(d, T => {
+            // SAFETY: see `start`.
+            unsafe { start::<T>(r, &from) };
+            let (u, o) = (SharedConst(r.bufs[2].ptr as *const T), SharedMut(r.bufs[3].ptr as *mut T));
+            let ip = SharedConst(r.bufs[1].ptr as *const u8);
+            r.team.ranges(if len == 0 { 0 } else { il.numel }, GRAIN.div_ceil(len.max(1)), &|a, b| {
+                for l in a..b {
+                    let (i0, u0, o0) = (il.at(l), ul.at(l), ol.at(l));
+                    for j in 0..len as isize {
+                        // SAFETY: the kernel's checks; lines are disjoint.
+                        unsafe {
+                            let i = one.get(ip.get().offset((i0 + j * istep) * isize_of), 0);
+                            let at = o0 + place(i, n, r.fault) as isize * step;
+                            put(kind, o.get().offset(at), *u.get().offset(u0 + j * ustep));
+                        }
+                    }
+                }
+            });
+        })
+    })
+}
+
+/// `out = base; out[a.., index[i..], b..] op= updates[a.., i.., b..]`.
+pub(crate) fn rows(call: &LibraryCall<'_>, axis: usize, kind: ScatterKind) -> Result<CpuKernel, Declined> {
+    let [base, index, updates] = call.inputs else { return Err(Declined::because("three operands are needed")) };
+    in_place_ok(call)?;
+    let from = Walk::new(&base.view);
+    let idx = Indices::new(index.dtype, &index.view);
+    let ups = Walk::new(&updates.view);
+    let n = base.view.shape[axis];
+    let outer: usize = base.view.shape[..axis].iter().product();
+    let inner: usize = base.view.shape[axis + 1..].iter().product();
+    let count = idx.walk.numel;
+    if n == 0 && outer * count * inner > 0 {
+        return Err(Declined::because("there is nothing to scatter into"));
+    }
+    let d = base.dtype;
+    CpuKernel::new("cpu.scatter_rows", call, move |r| {
+        with_type!(d, T => {
+            // SAFETY: see `start`.
+            unsafe { start::<T>(r, &from) };
+            let (u, o) = (SharedConst(r.bufs[2].ptr as *const T), SharedMut(r.bufs[3].ptr as *mut T));
+            let ip = SharedConst(r.bufs[1].ptr as *const u8);
+            // A part owns columns of the places it writes, so that updates of one place keep their order.
+            let columns = if count == 0 { 0 } else { outer * inner };
+            r.team.ranges(columns, GRAIN.div_ceil(count.max(1)), &|a, b| {
+                let mut c = a;
+                while c < b {
+                    let (p, q) = (c / inner, c % inner);
+                    let width = (inner - q).min(b - c);
+                    for i in 0..count {
+                        // SAFETY: the kernel's checks; columns are disjoint.
+                        unsafe {
+                            let row = place(idx.get(ip.get(), i), n, r.fault);
+                            let to = o.get().add((p * n + row) * inner + q);
+                            let first = (p * count + i) * inner + q;
+                            if ups.is_contiguous() {
+                                let s = u.get().offset(ups.at(first));
+                                for j in 0..width {
+                                    put(kind, to.add(j), *s.add(j));
+                                }
+                            } else {
+                                for j in 0..width {
+                                    put(kind, to.add(j), *u.get().offset(ups.at(first + j)));
+                                }
+                            }
+                        }
+                    }
+                    c += width;
+                }
+            });
+        })
+    })
+}
+
+/// `out = base; out[.., p .. p + len, ..] = update` along the axis, `p` a device scalar. In place only the update is written.
+pub(crate) fn update_slice(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKernel, Declined> {
+    let [base, update, position] = call.inputs else { return Err(Declined::because("three operands are needed")) };
+    in_place_ok(call)?;
+    let from = Walk::new(&base.view);
+    let up = Walk::new(&update.view);
+    let pos = Indices::new(position.dtype, &position.view);
+    let (n, len) = (base.view.shape[axis], update.view.shape[axis]);
+    let Some(room) = n.checked_sub(len) else { return Err(Declined::because("the update is longer than the base")) };
+    let inner: usize = base.view.shape[axis + 1..].iter().product();
+    let outer: usize = base.view.shape[..axis].iter().product();
+    let d = base.dtype;
+    CpuKernel::new("cpu.update_slice", call, move |r| {
+        with_size!(d, T => {
+            // SAFETY: see `start`; the position is a scalar of its buffer.
+            let p = unsafe {
+                start::<T>(r, &from);
+                pos.get(r.bufs[2].ptr, 0)
+            };
+            if p < 0 || p as u64 > room as u64 {
+                r.fault.set();
+            }
+            let p = p.clamp(0, room as i64) as usize;
+            let (u, o) = (SharedConst(r.bufs[1].ptr as *const T), SharedMut(r.bufs[3].ptr as *mut T));
+            let each = len * inner;
+            let run = if each % up.run().max(1) == 0 { up.run().max(1) } else { 1 };
+            r.team.ranges(if each == 0 { 0 } else { outer * (each / run) }, (GRAIN / run).max(1), &|a, b| {
+                for q in a..b {
+                    let i = q * run;
+                    // SAFETY: the kernel's checks; runs are disjoint and stay in the slice.
+                    unsafe {
+                        let to = o.get().add((i / each * n + p) * inner + i % each);
+                        std::ptr::copy_nonoverlapping(u.get().offset(up.at(i)), to, run);
+                    }
+                }
+            });
+        })
+    })
+}

@@ -1,0 +1,558 @@
+//! One vector type per instruction set, behind one trait, so that each kernel is written once.
+//!
+//! The methods are `#[inline(always)]` and must be reached from a function compiled for the instruction set
+//! (`dispatch_simd!` makes one): that is the safety condition of every `unsafe fn` here, beside those of its pointers.
+//! Partial loads and stores touch only the lanes asked for.
+
+use super::mat::{Tile, micro};
+use half::slice::HalfFloatSliceExt;
+use half::{bf16, f16};
+
+/// Vectors of f32.
+pub(crate) trait Simd: Copy + Send + Sync + 'static {
+    /// A register of [`Simd::W`] lanes.
+    type V: Copy;
+    /// Lanes.
+    const W: usize;
+    /// Rows of the matrix micro-kernel, chosen with [`Simd::NV`] so that the accumulators stay in registers.
+    const MR: usize;
+    /// Vectors of a row of the micro-kernel.
+    const NV: usize;
+    /// Whether multiply-add is one rounding.
+    const FMA: bool;
+
+    unsafe fn splat(x: f32) -> Self::V;
+    unsafe fn load(p: *const f32) -> Self::V;
+    unsafe fn store(p: *mut f32, v: Self::V);
+    /// The first `n <= W` lanes; the others are 0.
+    unsafe fn load_part(p: *const f32, n: usize) -> Self::V;
+    /// The first `n <= W` lanes.
+    unsafe fn store_part(p: *mut f32, v: Self::V, n: usize);
+    unsafe fn add(a: Self::V, b: Self::V) -> Self::V;
+    unsafe fn mul(a: Self::V, b: Self::V) -> Self::V;
+    /// `a * b + c`.
+    unsafe fn fma(a: Self::V, b: Self::V, c: Self::V) -> Self::V;
+    /// `max(a, 0)` that keeps NaN.
+    unsafe fn relu(a: Self::V) -> Self::V;
+    unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
+    /// The larger; `b` where `a` is NaN.
+    unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    /// `p[0], p[2], ..`: `n <= W` lanes, zeros after them. Reads nothing past `p[2 (n - 1)]`.
+    #[inline(always)]
+    unsafe fn load_even(p: *const f32, n: usize) -> Self::V {
+        let mut t = [0f32; 16];
+        // SAFETY: the caller's; W <= 16.
+        unsafe {
+            for i in 0..n {
+                t[i] = *p.add(2 * i);
+            }
+            Self::load(t.as_ptr())
+        }
+    }
+    /// Converts W halves.
+    unsafe fn load_f16(p: *const f16) -> Self::V;
+    /// Converts W bfloats.
+    unsafe fn load_bf16(p: *const bf16) -> Self::V;
+    /// `dst[k * stride + r] = src[r * rs + k]` for `r < rows`, `k < kc`, where `rows <= W`.
+    unsafe fn transpose(src: *const f32, rs: isize, rows: usize, kc: usize, dst: *mut f32, stride: usize) {
+        // SAFETY: the caller's.
+        unsafe {
+            for r in 0..rows {
+                let s = src.offset(r as isize * rs);
+                for k in 0..kc {
+                    *dst.add(k * stride + r) = *s.add(k);
+                }
+            }
+        }
+    }
+
+    /// The matrix micro-kernel with this type's MR and NV; see [`super::mat::micro`].
+    unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile);
+
+    #[inline(always)]
+    unsafe fn zero() -> Self::V {
+        // SAFETY: the caller's.
+        unsafe { Self::splat(0.0) }
+    }
+
+    /// Sum of the lanes by halving: lane i + W/2 onto lane i, and so on. The same order on every call.
+    #[inline(always)]
+    unsafe fn sum(v: Self::V) -> f32 {
+        let mut t = [0f32; 16];
+        // SAFETY: W <= 16.
+        unsafe { Self::store(t.as_mut_ptr(), v) };
+        let mut h = Self::W / 2;
+        while h > 0 {
+            for i in 0..h {
+                t[i] += t[i + h];
+            }
+            h /= 2;
+        }
+        t[0]
+    }
+}
+
+/// The micro-kernel with as many rows as a third, two thirds or all of the panel's.
+macro_rules! tile_of_rows {
+    ($kc:expr, $a:expr, $b:expr, $out:expr) => {
+        if $out.rows > Self::MR * 2 / 3 {
+            micro::<Self, { Self::MR }, { Self::MR }, { Self::NV }>($kc, $a, $b, $out)
+        } else if $out.rows > Self::MR / 3 {
+            micro::<Self, { Self::MR * 2 / 3 }, { Self::MR }, { Self::NV }>($kc, $a, $b, $out)
+        } else {
+            micro::<Self, { Self::MR / 3 }, { Self::MR }, { Self::NV }>($kc, $a, $b, $out)
+        }
+    };
+}
+
+/// Plain arrays, which compilers turn into the baseline's vectors.
+#[derive(Clone, Copy)]
+pub(crate) struct Portable;
+
+impl Simd for Portable {
+    type V = [f32; 4];
+    const W: usize = 4;
+    const MR: usize = if cfg!(target_arch = "aarch64") { 8 } else { 4 };
+    const NV: usize = 2;
+    const FMA: bool = cfg!(target_arch = "aarch64");
+
+    #[inline(always)]
+    unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
+        // SAFETY: the caller's.
+        unsafe { tile_of_rows!(kc, a, b, out) }
+    }
+
+    #[inline(always)]
+    unsafe fn splat(x: f32) -> [f32; 4] {
+        [x; 4]
+    }
+    #[inline(always)]
+    unsafe fn load(p: *const f32) -> [f32; 4] {
+        // SAFETY: the caller's pointer covers 4 floats.
+        unsafe { std::ptr::read_unaligned(p as *const [f32; 4]) }
+    }
+    #[inline(always)]
+    unsafe fn store(p: *mut f32, v: [f32; 4]) {
+        // SAFETY: the caller's pointer covers 4 floats.
+        unsafe { std::ptr::write_unaligned(p as *mut [f32; 4], v) }
+    }
+    #[inline(always)]
+    unsafe fn load_part(p: *const f32, n: usize) -> [f32; 4] {
+        // SAFETY: only lanes below n are read.
+        std::array::from_fn(|i| if i < n { unsafe { *p.add(i) } } else { 0.0 })
+    }
+    #[inline(always)]
+    unsafe fn store_part(p: *mut f32, v: [f32; 4], n: usize) {
+        for i in 0..n.min(4) {
+            // SAFETY: only lanes below n are written.
+            unsafe { *p.add(i) = v[i] };
+        }
+    }
+    #[inline(always)]
+    unsafe fn add(a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        std::array::from_fn(|i| a[i] + b[i])
+    }
+    #[inline(always)]
+    unsafe fn mul(a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        std::array::from_fn(|i| a[i] * b[i])
+    }
+    #[inline(always)]
+    unsafe fn fma(a: [f32; 4], b: [f32; 4], c: [f32; 4]) -> [f32; 4] {
+        std::array::from_fn(|i| {
+            if Self::FMA {
+                a[i].mul_add(b[i], c[i])
+            } else {
+                a[i] * b[i] + c[i]
+            }
+        })
+    }
+    #[inline(always)]
+    unsafe fn sub(a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        std::array::from_fn(|i| a[i] - b[i])
+    }
+    #[inline(always)]
+    unsafe fn max(a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        std::array::from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    unsafe fn relu(a: [f32; 4]) -> [f32; 4] {
+        a.map(|x| if x < 0.0 { 0.0 } else { x })
+    }
+    #[inline(always)]
+    unsafe fn load_f16(p: *const f16) -> [f32; 4] {
+        // SAFETY: the caller's pointer covers 4 halves.
+        std::array::from_fn(|i| unsafe { p.add(i).read_unaligned() }.to_f32())
+    }
+    #[inline(always)]
+    unsafe fn load_bf16(p: *const bf16) -> [f32; 4] {
+        // SAFETY: the caller's pointer covers 4 bfloats.
+        std::array::from_fn(|i| f32::from_bits((unsafe { p.add(i).read_unaligned() }.to_bits() as u32) << 16))
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use x86::{Avx2, Avx512};
+
+#[cfg(target_arch = "x86_64")]
+mod x86 {
+    use super::{Simd, Tile, micro};
+    use half::f16;
+    use std::arch::x86_64::*;
+
+    /// 8 lanes.
+    #[derive(Clone, Copy)]
+    pub(crate) struct Avx2;
+
+    #[inline(always)]
+    unsafe fn mask8(n: usize) -> __m256i {
+        // SAFETY: AVX2 by the trait's condition.
+        unsafe {
+            _mm256_cmpgt_epi32(
+                _mm256_set1_epi32(n as i32),
+                _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
+            )
+        }
+    }
+
+    // SAFETY (of every block below): the trait's condition, that the caller is compiled for these instructions, and the
+    // caller's promise about its pointers.
+    #[allow(clippy::undocumented_unsafe_blocks)]
+    impl Simd for Avx2 {
+        type V = __m256;
+        const W: usize = 8;
+        const MR: usize = 6;
+        const NV: usize = 2;
+        const FMA: bool = true;
+
+        #[inline(always)]
+        unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
+            // SAFETY: the caller's.
+            unsafe { tile_of_rows!(kc, a, b, out) }
+        }
+
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> __m256 {
+            unsafe { _mm256_set1_ps(x) }
+        }
+        #[inline(always)]
+        unsafe fn load(p: *const f32) -> __m256 {
+            unsafe { _mm256_loadu_ps(p) }
+        }
+        #[inline(always)]
+        unsafe fn store(p: *mut f32, v: __m256) {
+            unsafe { _mm256_storeu_ps(p, v) }
+        }
+        #[inline(always)]
+        unsafe fn load_part(p: *const f32, n: usize) -> __m256 {
+            unsafe { _mm256_maskload_ps(p, mask8(n)) }
+        }
+        #[inline(always)]
+        unsafe fn store_part(p: *mut f32, v: __m256, n: usize) {
+            unsafe { _mm256_maskstore_ps(p, mask8(n), v) }
+        }
+        #[inline(always)]
+        unsafe fn add(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_add_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn mul(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_mul_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn fma(a: __m256, b: __m256, c: __m256) -> __m256 {
+            unsafe { _mm256_fmadd_ps(a, b, c) }
+        }
+        #[inline(always)]
+        unsafe fn sub(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_sub_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn max(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_max_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn relu(a: __m256) -> __m256 {
+            // The second operand is returned when one is NaN.
+            unsafe { _mm256_max_ps(_mm256_setzero_ps(), a) }
+        }
+        #[inline(always)]
+        unsafe fn load_f16(p: *const f16) -> __m256 {
+            unsafe { _mm256_cvtph_ps(_mm_loadu_si128(p as *const __m128i)) }
+        }
+        #[inline(always)]
+        unsafe fn load_bf16(p: *const half::bf16) -> __m256 {
+            unsafe {
+                let h = _mm256_cvtepu16_epi32(_mm_loadu_si128(p as *const __m128i));
+                _mm256_castsi256_ps(_mm256_slli_epi32::<16>(h))
+            }
+        }
+    }
+
+    /// 16 lanes.
+    #[derive(Clone, Copy)]
+    pub(crate) struct Avx512;
+
+    #[inline(always)]
+    fn mask16(n: usize) -> __mmask16 {
+        ((1u32 << n) - 1) as __mmask16
+    }
+
+    // SAFETY (of every block below): as for AVX2.
+    #[allow(clippy::undocumented_unsafe_blocks)]
+    impl Simd for Avx512 {
+        type V = __m512;
+        const W: usize = 16;
+        const MR: usize = 12;
+        const NV: usize = 2;
+        const FMA: bool = true;
+
+        #[inline(always)]
+        unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
+            // SAFETY: the caller's.
+            unsafe { tile_of_rows!(kc, a, b, out) }
+        }
+
+        #[inline(always)]
+        unsafe fn splat(x: f32) -> __m512 {
+            unsafe { _mm512_set1_ps(x) }
+        }
+        #[inline(always)]
+        unsafe fn load(p: *const f32) -> __m512 {
+            unsafe { _mm512_loadu_ps(p) }
+        }
+        #[inline(always)]
+        unsafe fn store(p: *mut f32, v: __m512) {
+            unsafe { _mm512_storeu_ps(p, v) }
+        }
+        #[inline(always)]
+        unsafe fn load_part(p: *const f32, n: usize) -> __m512 {
+            unsafe { _mm512_maskz_loadu_ps(mask16(n), p) }
+        }
+        #[inline(always)]
+        unsafe fn store_part(p: *mut f32, v: __m512, n: usize) {
+            unsafe { _mm512_mask_storeu_ps(p, mask16(n), v) }
+        }
+        #[inline(always)]
+        unsafe fn add(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_add_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn mul(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_mul_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn fma(a: __m512, b: __m512, c: __m512) -> __m512 {
+            unsafe { _mm512_fmadd_ps(a, b, c) }
+        }
+        #[inline(always)]
+        unsafe fn sub(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_sub_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn max(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_max_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn relu(a: __m512) -> __m512 {
+            unsafe { _mm512_max_ps(_mm512_setzero_ps(), a) }
+        }
+        #[inline(always)]
+        unsafe fn load_f16(p: *const f16) -> __m512 {
+            unsafe { _mm512_cvtph_ps(_mm256_loadu_si256(p as *const __m256i)) }
+        }
+        #[inline(always)]
+        unsafe fn load_bf16(p: *const half::bf16) -> __m512 {
+            unsafe {
+                let h = _mm512_cvtepu16_epi32(_mm256_loadu_si256(p as *const __m256i));
+                _mm512_castsi512_ps(_mm512_slli_epi32::<16>(h))
+            }
+        }
+
+        #[inline(always)]
+        unsafe fn transpose(
+            src: *const f32,
+            rs: isize,
+            rows: usize,
+            kc: usize,
+            dst: *mut f32,
+            stride: usize,
+        ) {
+            unsafe {
+                let mut k = 0;
+                while k < kc {
+                    let nk = (kc - k).min(16);
+                    let m = mask16(nk);
+                    let mut r = [_mm512_setzero_ps(); 16];
+                    if rows == 16 {
+                        for i in 0..16 {
+                            r[i] = _mm512_maskz_loadu_ps(m, src.offset(i as isize * rs).add(k));
+                        }
+                    } else {
+                        for i in 0..rows {
+                            r[i] = _mm512_maskz_loadu_ps(m, src.offset(i as isize * rs).add(k));
+                        }
+                    }
+                    let t = transpose16(r);
+                    let w = mask16(rows);
+                    if nk == 16 {
+                        for i in 0..16 {
+                            _mm512_mask_storeu_ps(dst.add((k + i) * stride), w, t[i]);
+                        }
+                    } else {
+                        for i in 0..nk {
+                            _mm512_mask_storeu_ps(dst.add((k + i) * stride), w, t[i]);
+                        }
+                    }
+                    k += 16;
+                }
+            }
+        }
+    }
+
+    /// Transposes a 16x16 block in registers: pairs, then quads, then 128-bit blocks twice.
+    #[inline(always)]
+    unsafe fn transpose16(r: [__m512; 16]) -> [__m512; 16] {
+        // SAFETY: AVX-512 by the trait's condition.
+        unsafe {
+            let z = _mm512_setzero_ps();
+            let mut a = [z; 16];
+            for i in 0..8 {
+                a[2 * i] = _mm512_unpacklo_ps(r[2 * i], r[2 * i + 1]);
+                a[2 * i + 1] = _mm512_unpackhi_ps(r[2 * i], r[2 * i + 1]);
+            }
+            // b[4 g + c] holds, per 128-bit block q, column 4 q + c of rows 4 g .. 4 g + 4.
+            let mut b = [z; 16];
+            for g in 0..4 {
+                let p = |v: __m512| _mm512_castps_pd(v);
+                let f = |v: __m512d| _mm512_castpd_ps(v);
+                b[4 * g] = f(_mm512_unpacklo_pd(p(a[4 * g]), p(a[4 * g + 2])));
+                b[4 * g + 1] = f(_mm512_unpackhi_pd(p(a[4 * g]), p(a[4 * g + 2])));
+                b[4 * g + 2] = f(_mm512_unpacklo_pd(p(a[4 * g + 1]), p(a[4 * g + 3])));
+                b[4 * g + 3] = f(_mm512_unpackhi_pd(p(a[4 * g + 1]), p(a[4 * g + 3])));
+            }
+            let mut t = [z; 16];
+            for c in 0..4 {
+                let (r0, r1, r2, r3) = (b[c], b[4 + c], b[8 + c], b[12 + c]);
+                let x0 = _mm512_shuffle_f32x4::<0x88>(r0, r1);
+                let x1 = _mm512_shuffle_f32x4::<0xdd>(r0, r1);
+                let x2 = _mm512_shuffle_f32x4::<0x88>(r2, r3);
+                let x3 = _mm512_shuffle_f32x4::<0xdd>(r2, r3);
+                t[c] = _mm512_shuffle_f32x4::<0x88>(x0, x2);
+                t[8 + c] = _mm512_shuffle_f32x4::<0xdd>(x0, x2);
+                t[4 + c] = _mm512_shuffle_f32x4::<0x88>(x1, x3);
+                t[12 + c] = _mm512_shuffle_f32x4::<0xdd>(x1, x3);
+            }
+            t
+        }
+    }
+}
+
+/// Storage types that are computed with in f32.
+pub(crate) trait Storage: Copy + Send + Sync + 'static {
+    /// True for f32 itself.
+    const IS_F32: bool;
+    /// W elements.
+    unsafe fn load<S: Simd>(p: *const Self) -> S::V;
+    /// The first `n <= W` elements, zeros after them.
+    unsafe fn load_part<S: Simd>(p: *const Self, n: usize) -> S::V;
+    fn widen(self) -> f32;
+    /// Widens the whole of `src`; `dst` has its length.
+    fn widen_slice(src: &[Self], dst: &mut [f32]);
+    /// Rounds to nearest, ties to even; the lengths are equal.
+    fn narrow_slice(src: &[f32], dst: &mut [Self]);
+}
+
+impl Storage for f32 {
+    const IS_F32: bool = true;
+    #[inline(always)]
+    unsafe fn load<S: Simd>(p: *const f32) -> S::V {
+        // SAFETY: the caller's.
+        unsafe { S::load(p) }
+    }
+    #[inline(always)]
+    unsafe fn load_part<S: Simd>(p: *const f32, n: usize) -> S::V {
+        // SAFETY: the caller's.
+        unsafe { S::load_part(p, n) }
+    }
+    #[inline(always)]
+    fn widen(self) -> f32 {
+        self
+    }
+    #[inline(always)]
+    fn widen_slice(src: &[f32], dst: &mut [f32]) {
+        dst.copy_from_slice(src);
+    }
+    #[inline(always)]
+    fn narrow_slice(src: &[f32], dst: &mut [f32]) {
+        dst.copy_from_slice(src);
+    }
+}
+
+macro_rules! half_storage {
+    ($t:ident $load:ident) => {
+        impl Storage for $t {
+            const IS_F32: bool = false;
+            #[inline(always)]
+            unsafe fn load<S: Simd>(p: *const $t) -> S::V {
+                // SAFETY: the caller's.
+                unsafe { S::$load(p) }
+            }
+            #[inline(always)]
+            unsafe fn load_part<S: Simd>(p: *const $t, n: usize) -> S::V {
+                let mut t = [$t::ZERO; 16];
+                // SAFETY: only n elements are read from the caller's pointer; W <= 16.
+                unsafe {
+                    for i in 0..n {
+                        t[i] = *p.add(i);
+                    }
+                    S::$load(t.as_ptr())
+                }
+            }
+            #[inline(always)]
+            fn widen(self) -> f32 {
+                self.to_f32()
+            }
+            fn widen_slice(src: &[$t], dst: &mut [f32]) {
+                src.convert_to_f32_slice(dst);
+            }
+            fn narrow_slice(src: &[f32], dst: &mut [$t]) {
+                dst.convert_from_f32_slice(src);
+            }
+        }
+    };
+}
+half_storage!(f16 load_f16);
+half_storage!(bf16 load_bf16);
+
+/// Defines an unsafe function that runs `$body::<S, ..>(args)`, generic over the [`Simd`] type, compiled for `isa`. The two
+/// bracketed lists are the further generic parameters, declared and named: `f[T: Storage][T](isa, ...) = body`.
+macro_rules! dispatch_simd {
+    ($(#[$doc:meta])* $vis:vis unsafe fn $name:ident [$($g:tt)*] [$($u:tt)*] ($isa:ident $(, $arg:ident: $ty:ty)* $(,)?) = $body:ident) => {
+        $(#[$doc])*
+        $vis unsafe fn $name<$($g)*>($isa: $crate::cpu::sys::Isa $(, $arg: $ty)*) {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+            unsafe fn avx512<$($g)*>($($arg: $ty),*) {
+                // SAFETY: the caller's condition.
+                unsafe { $body::<$crate::cpu::library::simd::Avx512, $($u)*>($($arg),*) }
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            unsafe fn avx2<$($g)*>($($arg: $ty),*) {
+                // SAFETY: the caller's condition.
+                unsafe { $body::<$crate::cpu::library::simd::Avx2, $($u)*>($($arg),*) }
+            }
+            // SAFETY: `check` has verified the features; the rest is the caller's condition.
+            unsafe {
+                match $isa.check() {
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::cpu::sys::Isa::Avx512 => avx512::<$($u)*>($($arg),*),
+                    #[cfg(target_arch = "x86_64")]
+                    $crate::cpu::sys::Isa::Avx2 => avx2::<$($u)*>($($arg),*),
+                    _ => $body::<$crate::cpu::library::simd::Portable, $($u)*>($($arg),*),
+                }
+            }
+        }
+    };
+}
+pub(crate) use dispatch_simd;

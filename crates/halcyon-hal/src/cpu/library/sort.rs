@@ -1,0 +1,85 @@
+//! Order along an axis: positions of extremes, and stable sorts.
+
+use super::CpuKernel;
+use super::gather::without;
+use super::num::{Num, Wide, with_type};
+use crate::cpu::team::{SharedConst, SharedMut};
+use crate::{Declined, LibraryCall};
+use halcyon_ir::layout::View;
+use std::cmp::Ordering;
+
+/// Elements below which one thread works alone.
+const GRAIN: usize = 16 << 10;
+
+/// Index of the largest or smallest element of each line. NaN is the extreme of both; of equals the first, or the last.
+pub(crate) fn arg_reduce(call: &LibraryCall<'_>, max: bool, axis: usize, last: bool) -> Result<CpuKernel, Declined> {
+    let [x] = call.inputs else { return Err(Declined::because("one operand is needed")) };
+    let (lines, len, step) = without(&x.view, axis);
+    if len == 0 {
+        return Err(Declined::because("the axis is empty"));
+    }
+    let d = x.dtype;
+    CpuKernel::new(if max { "cpu.argmax" } else { "cpu.argmin" }, call, move |r| {
+        with_type!(d, T => {
+            let (s, o) = (SharedConst(r.bufs[0].ptr as *const T), SharedMut(r.bufs[1].ptr as *mut i64));
+            r.team.ranges(lines.numel, GRAIN.div_ceil(len), &|a, b| {
+                for l in a..b {
+                    // SAFETY: the kernel's checks; each line has its own result.
+                    unsafe {
+                        let line = s.get().offset(lines.at(l));
+                        *o.get().add(l) = extreme(line, step, len, max, last) as i64;
+                    }
+                }
+            });
+        })
+    })
+}
+
+/// # Safety
+/// `len > 0` elements lie `step` apart from `line` on.
+#[inline(always)]
+unsafe fn extreme<T: Num>(line: *const T, step: isize, len: usize, max: bool, last: bool) -> usize {
+    // SAFETY: the caller's.
+    let at = |j: usize| unsafe { (*line.offset(j as isize * step)).wide() };
+    let (mut best, mut value) = (0, at(0));
+    for j in 1..len {
+        let v = at(j);
+        let c = match (value.is_nan(), v.is_nan()) {
+            (false, false) if max => v.order(value),
+            (false, false) => value.order(v),
+            (a, b) => b.cmp(&a),
+        };
+        if c == Ordering::Greater || (last && c == Ordering::Equal) {
+            (best, value) = (j, v);
+        }
+    }
+    best
+}
+
+/// Stable order of each line, NaN as the largest.
+pub(crate) fn arg_sort(call: &LibraryCall<'_>, axis: usize, descending: bool) -> Result<CpuKernel, Declined> {
+    let [x] = call.inputs else { return Err(Declined::because("one operand is needed")) };
+    let (lines, len, step) = without(&x.view, axis);
+    let (outs, _, ostep) = without(&View::dense(&x.view.shape), axis);
+    let d = x.dtype;
+    CpuKernel::new("cpu.argsort", call, move |r| {
+        with_type!(d, T => {
+            let (s, o) = (SharedConst(r.bufs[0].ptr as *const T), SharedMut(r.bufs[1].ptr as *mut i64));
+            // Sorting costs more than reading.
+            r.team.ranges(if len == 0 { 0 } else { lines.numel }, (GRAIN / 8).div_ceil(len.max(1)), &|a, b| {
+                let mut keys: Vec<(<T as Num>::W, i64)> = Vec::with_capacity(len);
+                for l in a..b {
+                    let (s0, o0) = (lines.at(l), outs.at(l));
+                    keys.clear();
+                    // SAFETY: the kernel's checks; lines are disjoint.
+                    keys.extend((0..len).map(|j| unsafe { ((*s.get().offset(s0 + j as isize * step)).wide(), j as i64) }));
+                    keys.sort_by(|x, y| if descending { y.0.order(x.0) } else { x.0.order(y.0) });
+                    for (j, k) in keys.iter().enumerate() {
+                        // SAFETY: as above.
+                        unsafe { *o.get().offset(o0 + j as isize * ostep) = k.1 };
+                    }
+                }
+            });
+        })
+    })
+}

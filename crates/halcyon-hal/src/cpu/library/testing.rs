@@ -1,0 +1,152 @@
+//! What the kernels' tests share: fresh random numbers and memory that faults one byte outside an operand.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Random numbers that differ from run to run; the seed is printed when a test fails.
+pub(crate) struct Rng(u64);
+
+impl Rng {
+    pub(crate) fn new() -> Rng {
+        static COUNT: AtomicU64 = AtomicU64::new(0);
+        let t = std::time::SystemTime::now()
+            .duration_since(std::time::UNIX_EPOCH)
+            .map_or(1, |d| d.as_nanos() as u64);
+        let seed = t ^ COUNT.fetch_add(0x9e37_79b9_7f4a_7c15, Ordering::Relaxed);
+        println!("seed {seed}");
+        Rng(seed | 1)
+    }
+
+    /// Xorshift* (Vigna, "An experimental exploration of Marsaglia's xorshift generators", 2016).
+    pub(crate) fn bits(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    /// In -1..1.
+    pub(crate) fn f32(&mut self) -> f32 {
+        (self.bits() >> 40) as f32 / (1u64 << 23) as f32 - 1.0
+    }
+
+    pub(crate) fn below(&mut self, n: usize) -> usize {
+        (self.bits() >> 33) as usize % n
+    }
+
+    pub(crate) fn vec(&mut self, n: usize) -> Vec<f32> {
+        (0..n).map(|_| self.f32()).collect()
+    }
+}
+
+/// `|got - want| <= tol * scale`, with NaN equal to NaN.
+#[track_caller]
+pub(crate) fn close(got: f32, want: f64, scale: f64, tol: f64, what: &dyn std::fmt::Debug) {
+    if want.is_nan() && got.is_nan() || got as f64 == want {
+        return;
+    }
+    assert!(
+        (got as f64 - want).abs() <= tol * scale,
+        "{got} against {want} (scale {scale}) in {what:?}"
+    );
+}
+
+/// Which end of its pages an operand touches.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Side {
+    /// The byte before the first faults.
+    Start,
+    /// The byte after the last faults.
+    End,
+}
+
+/// Memory of exactly `n` elements with an inaccessible page on each side, one of them adjacent to the elements.
+pub(crate) struct Guarded<T> {
+    base: *mut u8,
+    bytes: usize,
+    ptr: *mut T,
+    n: usize,
+}
+
+#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
+mod os {
+    use std::ffi::{c_int, c_void};
+    unsafe extern "C" {
+        fn mmap(
+            addr: *mut c_void,
+            len: usize,
+            prot: c_int,
+            flags: c_int,
+            fd: c_int,
+            offset: i64,
+        ) -> *mut c_void;
+        fn mprotect(addr: *mut c_void, len: usize, prot: c_int) -> c_int;
+        fn munmap(addr: *mut c_void, len: usize) -> c_int;
+    }
+    /// Readable and writable bytes from `PAGE` to `len - PAGE`, nothing around.
+    pub(super) fn map(len: usize) -> *mut u8 {
+        // PROT_NONE = 0, PROT_READ | PROT_WRITE = 3, MAP_PRIVATE | MAP_ANONYMOUS = 0x22.
+        // SAFETY: a fresh private mapping.
+        unsafe {
+            let p = mmap(std::ptr::null_mut(), len, 0, 0x22, -1, 0);
+            assert!(p as isize != -1, "mmap");
+            assert_eq!(mprotect(p.byte_add(super::PAGE), len - 2 * super::PAGE, 3), 0);
+            p as *mut u8
+        }
+    }
+    pub(super) fn unmap(p: *mut u8, len: usize) {
+        // SAFETY: mapped above.
+        unsafe { munmap(p as *mut c_void, len) };
+    }
+}
+
+/// Elsewhere the operands lie in plain memory and the tests check values only.
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+mod os {
+    pub(super) fn map(len: usize) -> *mut u8 {
+        Box::leak(vec![0u64; len / 8].into_boxed_slice()).as_mut_ptr() as *mut u8
+    }
+    pub(super) fn unmap(_: *mut u8, _: usize) {}
+}
+
+/// A multiple of every page size in use.
+const PAGE: usize = 65536;
+
+impl<T: Copy> Guarded<T> {
+    pub(crate) fn new(data: &[T], side: Side) -> Guarded<T> {
+        let len = std::mem::size_of_val(data);
+        let bytes = len.next_multiple_of(PAGE) + 2 * PAGE;
+        let base = os::map(bytes);
+        let at = match side {
+            Side::Start => PAGE,
+            Side::End => bytes - PAGE - len,
+        };
+        let ptr = base.wrapping_add(at) as *mut T;
+        // SAFETY: `len` accessible bytes start at `ptr`.
+        unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), ptr, data.len()) };
+        Guarded {
+            base,
+            bytes,
+            ptr,
+            n: data.len(),
+        }
+    }
+
+    pub(crate) fn ptr(&self) -> *const T {
+        self.ptr
+    }
+
+    pub(crate) fn mut_ptr(&self) -> *mut T {
+        self.ptr
+    }
+
+    pub(crate) fn slice(&self) -> &[T] {
+        // SAFETY: initialised in `new`.
+        unsafe { std::slice::from_raw_parts(self.ptr, self.n) }
+    }
+}
+
+impl<T> Drop for Guarded<T> {
+    fn drop(&mut self) {
+        os::unmap(self.base, self.bytes);
+    }
+}

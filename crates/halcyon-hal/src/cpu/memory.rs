@@ -1,0 +1,136 @@
+//! Memory of the CPU device: host allocations from the pool, or host data that was lent to it.
+
+use crate::pool::{Block, Source};
+use crate::{Buffer, Error, Result};
+use halcyon_ir::data::Bytes;
+use std::alloc::Layout;
+use std::any::Any;
+use std::fmt;
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+/// Alignment of small allocations: a cache line, which is also the widest vector.
+const LINE: usize = 64;
+/// Allocations of at least this size are aligned to it, so that the system can back them with huge pages.
+const HUGE: usize = 2 << 20;
+
+/// Zeroed memory of the process. Zeroed, because reading bytes that nothing has written is undefined in Rust, whatever the
+/// contract of a device says about them; large blocks come from the system as zero pages and cost nothing more.
+pub(crate) struct HostMemory {
+    base: NonNull<u8>,
+    layout: Layout,
+    start: NonNull<u8>,
+}
+
+// SAFETY: plain memory, owned.
+unsafe impl Send for HostMemory {}
+// SAFETY: accesses go through raw pointers, ordered by the device.
+unsafe impl Sync for HostMemory {}
+
+impl HostMemory {
+    fn new(bytes: usize) -> Option<HostMemory> {
+        let align = if bytes >= HUGE { HUGE } else { LINE };
+        // Over-allocated and aligned by hand: an aligned request would be cleared by hand instead of mapped as zeros.
+        let layout = Layout::from_size_align(bytes.checked_add(align)?, 16).ok()?;
+        // SAFETY: the size is not zero.
+        let base = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) })?;
+        let skip = base.as_ptr().align_offset(align);
+        // SAFETY: `skip < align`, and `align` more bytes than asked for were allocated.
+        let start = NonNull::new(unsafe { base.as_ptr().add(skip) })?;
+        Some(HostMemory { base, layout, start })
+    }
+}
+
+impl Drop for HostMemory {
+    fn drop(&mut self) {
+        // SAFETY: allocated with this layout.
+        unsafe { std::alloc::dealloc(self.base.as_ptr(), self.layout) }
+    }
+}
+
+impl fmt::Debug for HostMemory {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostMemory({:?}, {} bytes)", self.start, self.layout.size())
+    }
+}
+
+/// The process's allocator as a source of the pool.
+#[derive(Debug)]
+pub(crate) struct HostSource;
+
+impl Source for HostSource {
+    type Raw = HostMemory;
+    fn allocate(&self, bytes: usize) -> std::result::Result<HostMemory, String> {
+        HostMemory::new(bytes).ok_or_else(|| "the system has no memory left".into())
+    }
+}
+
+enum Storage {
+    Pooled(Block<HostSource>),
+    /// Read only.
+    Lent(Arc<dyn Bytes>),
+}
+
+/// A buffer of the CPU device.
+pub(crate) struct CpuBuffer(Storage);
+
+/// Where a buffer lies. Whoever follows the pointer holds the device's lock and has checked the length.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Ptr {
+    pub ptr: *mut u8,
+    pub bytes: usize,
+    pub read_only: bool,
+}
+
+// SAFETY: an address; following it is unsafe.
+unsafe impl Send for Ptr {}
+// SAFETY: as above.
+unsafe impl Sync for Ptr {}
+
+impl CpuBuffer {
+    pub(crate) fn pooled(block: Block<HostSource>) -> CpuBuffer {
+        CpuBuffer(Storage::Pooled(block))
+    }
+
+    /// Host data as a buffer, where its address suits every element type.
+    pub(crate) fn lent(data: Arc<dyn Bytes>) -> Option<CpuBuffer> {
+        (data.bytes().as_ptr() as usize).is_multiple_of(8).then(|| CpuBuffer(Storage::Lent(data)))
+    }
+
+    pub(crate) fn at(&self) -> Ptr {
+        match &self.0 {
+            Storage::Pooled(b) => Ptr {
+                ptr: b.raw().map_or(std::ptr::dangling_mut(), |r| r.start.as_ptr()),
+                bytes: b.bytes(),
+                read_only: false,
+            },
+            Storage::Lent(d) => {
+                let b = d.bytes();
+                Ptr { ptr: b.as_ptr() as *mut u8, bytes: b.len(), read_only: true }
+            }
+        }
+    }
+
+    /// Downcasts what a caller hands in.
+    pub(crate) fn of<'a>(b: &'a dyn Buffer, what: &str) -> Result<&'a CpuBuffer> {
+        b.as_any().downcast_ref().ok_or_else(|| Error::argument(what, "the buffer belongs to another device"))
+    }
+}
+
+impl Buffer for CpuBuffer {
+    fn bytes(&self) -> usize {
+        self.at().bytes
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+impl fmt::Debug for CpuBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Storage::Pooled(b) => b.fmt(f),
+            Storage::Lent(d) => write!(f, "Lent({} bytes)", d.bytes().len()),
+        }
+    }
+}

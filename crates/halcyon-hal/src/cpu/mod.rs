@@ -1,0 +1,42 @@
+//! The CPU backend: native kernels, a tile executor for fused work, and the kernel IR's interpreter for the rest.
+
+mod device;
+pub mod library;
+mod memory;
+pub mod peak;
+mod program;
+pub mod sys;
+pub mod team;
+pub mod tile;
+pub mod vmath;
+
+pub use device::CpuDevice;
+
+use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
+use std::sync::Arc;
+
+/// The machine's processor as a device. Always there.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct CpuDriver;
+
+impl Driver for CpuDriver {
+    fn kind(&self) -> BackendType {
+        BackendType::Cpu
+    }
+
+    fn probe(&self) -> Result<Vec<DeviceInfo>> {
+        Ok(vec![device::describe()])
+    }
+
+    fn open(&self, index: usize, options: &Options) -> Result<Arc<dyn Device>> {
+        if index != 0 {
+            return Err(Error::Unavailable {
+                backend: "cpu".into(),
+                tried: vec!["cpu:0".into()],
+                reason: format!("there is no device {index}"),
+                fix: "Use device 0, which is the whole machine".into(),
+            });
+        }
+        Ok(Arc::new(CpuDevice::new(options)))
+    }
+}

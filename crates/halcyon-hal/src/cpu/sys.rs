@@ -1,0 +1,277 @@
+//! What the processor can do: instruction sets, cache sizes, and the flush-to-zero mode of the calling thread.
+
+use std::marker::PhantomData;
+use std::path::Path;
+use std::sync::OnceLock;
+
+/// Instruction sets the native kernels are compiled for. Ordered from least to most capable on one architecture.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
+pub enum Isa {
+    /// Whatever the target's baseline gives (SSE2 on x86-64, NEON on aarch64); multiply and add round separately on x86.
+    Portable,
+    /// AVX2 with FMA and F16C.
+    Avx2,
+    /// AVX-512 F, BW, DQ, VL.
+    Avx512,
+}
+
+impl Isa {
+    /// The best set this processor and its operating system support. Detected once.
+    pub fn best() -> Isa {
+        static BEST: OnceLock<Isa> = OnceLock::new();
+        *BEST.get_or_init(|| *Isa::available().last().unwrap_or(&Isa::Portable))
+    }
+
+    /// Every set that can run here, least capable first.
+    pub fn available() -> Vec<Isa> {
+        #[allow(unused_mut)]
+        let mut v = vec![Isa::Portable];
+        #[cfg(target_arch = "x86_64")]
+        {
+            let avx2 = is_x86_feature_detected!("avx2")
+                && is_x86_feature_detected!("fma")
+                && is_x86_feature_detected!("f16c");
+            if avx2 {
+                v.push(Isa::Avx2);
+            }
+            if avx2
+                && is_x86_feature_detected!("avx512f")
+                && is_x86_feature_detected!("avx512bw")
+                && is_x86_feature_detected!("avx512dq")
+                && is_x86_feature_detected!("avx512vl")
+            {
+                v.push(Isa::Avx512);
+            }
+        }
+        v
+    }
+
+    /// Panics when the set cannot run here, so that a safe function may take an `Isa` and still be sound.
+    #[inline]
+    pub(crate) fn check(self) -> Isa {
+        assert!(self <= Isa::best(), "{self:?} is not available on this processor");
+        self
+    }
+
+    /// Short name for reports.
+    pub fn name(self) -> &'static str {
+        match self {
+            Isa::Portable if cfg!(target_arch = "aarch64") => "neon",
+            Isa::Portable => "portable",
+            Isa::Avx2 => "avx2+fma",
+            Isa::Avx512 => "avx512",
+        }
+    }
+}
+
+/// Sizes of the data caches in bytes, as one core sees them.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct Caches {
+    pub l1: usize,
+    pub l2: usize,
+    /// The last level, shared by several cores; 0 where there is none or nobody tells.
+    pub l3: usize,
+    /// Whether the system told these sizes; otherwise they are typical ones.
+    pub known: bool,
+}
+
+impl Caches {
+    /// Sizes for this machine: from the system on Linux, typical ones elsewhere. Detected once.
+    pub fn get() -> Caches {
+        static CACHES: OnceLock<Caches> = OnceLock::new();
+        *CACHES.get_or_init(|| Caches::read(Path::new("/sys/devices/system/cpu/cpu0/cache")))
+    }
+
+    /// Reads `index*/{level,type,size}` under a folder laid out as Linux does.
+    fn read(dir: &Path) -> Caches {
+        let mut c = Caches {
+            l1: 32 << 10,
+            l2: 512 << 10,
+            l3: 0,
+            known: false,
+        };
+        for i in 0..8 {
+            let text = |name: &str| std::fs::read_to_string(dir.join(format!("index{i}/{name}"))).ok();
+            let (Some(level), Some(kind), Some(size)) = (text("level"), text("type"), text("size")) else {
+                break;
+            };
+            let Some(bytes) = parse_size(size.trim()) else {
+                continue;
+            };
+            match (level.trim(), kind.trim()) {
+                ("1", "Data" | "Unified") => c.l1 = bytes,
+                ("2", "Data" | "Unified") => c.l2 = bytes,
+                ("3", "Data" | "Unified") => c.l3 = bytes,
+                _ => continue,
+            }
+            c.known = true;
+        }
+        c
+    }
+}
+
+/// `48K`, `1M`, or plain bytes.
+fn parse_size(s: &str) -> Option<usize> {
+    let (digits, unit) = match s.as_bytes().last()? {
+        b'K' => (&s[..s.len() - 1], 1 << 10),
+        b'M' => (&s[..s.len() - 1], 1 << 20),
+        b'G' => (&s[..s.len() - 1], 1 << 30),
+        _ => (s, 1),
+    };
+    digits.parse::<usize>().ok()?.checked_mul(unit)
+}
+
+/// Processors this process may use; 1 where the system does not say.
+pub fn processors() -> usize {
+    std::thread::available_parallelism().map_or(1, |n| n.get())
+}
+
+/// While it lives, the calling thread replaces denormal operands and results by zero, which streams of tiny numbers need to
+/// keep their speed. Acts on x86-64 and aarch64, and does nothing elsewhere. The mode is the thread's own: take one guard per part.
+#[derive(Debug)]
+pub struct FlushToZero {
+    before: u64,
+    /// The mode belongs to the thread.
+    _not_send: PhantomData<*const ()>,
+}
+
+impl FlushToZero {
+    #[allow(clippy::new_without_default)]
+    #[inline]
+    pub fn new() -> FlushToZero {
+        let before = control();
+        set_control(before | FLUSH);
+        FlushToZero {
+            before,
+            _not_send: PhantomData,
+        }
+    }
+}
+
+impl Drop for FlushToZero {
+    #[inline]
+    fn drop(&mut self) {
+        set_control(self.before);
+    }
+}
+
+/// FTZ (bit 15) and DAZ (bit 6) of MXCSR.
+#[cfg(target_arch = "x86_64")]
+const FLUSH: u64 = 1 << 15 | 1 << 6;
+/// FZ of FPCR.
+#[cfg(target_arch = "aarch64")]
+const FLUSH: u64 = 1 << 24;
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+const FLUSH: u64 = 0;
+
+#[cfg(target_arch = "x86_64")]
+#[inline]
+fn control() -> u64 {
+    let mut v = 0u32;
+    // SAFETY: stores MXCSR into `v`.
+    unsafe { std::arch::asm!("stmxcsr [{}]", in(reg) &mut v, options(nostack, preserves_flags)) };
+    v as u64
+}
+
+#[cfg(target_arch = "x86_64")]
+#[inline]
+fn set_control(v: u64) {
+    let v = v as u32;
+    // SAFETY: a value read from MXCSR with at most the flush bits changed. The compiler assumes the default mode when it
+    // folds constants, which can differ in denormals only: what the guard's user has asked to give up.
+    unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &v, options(nostack, preserves_flags, readonly)) };
+}
+
+#[cfg(target_arch = "aarch64")]
+#[inline]
+fn control() -> u64 {
+    let v: u64;
+    // SAFETY: reads FPCR.
+    unsafe { std::arch::asm!("mrs {}, fpcr", out(reg) v, options(nomem, nostack, preserves_flags)) };
+    v
+}
+
+#[cfg(target_arch = "aarch64")]
+#[inline]
+fn set_control(v: u64) {
+    // SAFETY: a value read from FPCR with at most the flush bit changed; denormals alone are affected.
+    unsafe { std::arch::asm!("msr fpcr, {}", in(reg) v, options(nomem, nostack, preserves_flags)) };
+}
+
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn control() -> u64 {
+    0
+}
+#[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+fn set_control(_: u64) {}
+
+/// Defines a function that runs `$body::<FMA, ..>(args)` compiled for the given instruction set. The body must be an
+/// `#[inline(always)]` function, generic over `const FMA: bool` first. The two bracketed lists are further generic parameters,
+/// declared and named.
+macro_rules! dispatch {
+    ($(#[$doc:meta])* $vis:vis fn $name:ident [$($g:tt)*] [$($u:tt)*] ($isa:ident $(, $arg:ident: $ty:ty)* $(,)?) $(-> $ret:ty)? = $body:ident) => {
+        $(#[$doc])*
+        $vis fn $name<$($g)*>($isa: $crate::cpu::sys::Isa $(, $arg: $ty)*) $(-> $ret)? {
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c")]
+            fn avx512<$($g)*>($($arg: $ty),*) $(-> $ret)? {
+                $body::<true, $($u)*>($($arg),*)
+            }
+            #[cfg(target_arch = "x86_64")]
+            #[target_feature(enable = "avx2,fma,f16c")]
+            fn avx2<$($g)*>($($arg: $ty),*) $(-> $ret)? {
+                $body::<true, $($u)*>($($arg),*)
+            }
+            match $isa.check() {
+                // SAFETY: `check` has verified that this processor has the features.
+                #[cfg(target_arch = "x86_64")]
+                $crate::cpu::sys::Isa::Avx512 => unsafe { avx512::<$($u)*>($($arg),*) },
+                // SAFETY: as above.
+                #[cfg(target_arch = "x86_64")]
+                $crate::cpu::sys::Isa::Avx2 => unsafe { avx2::<$($u)*>($($arg),*) },
+                _ => $body::<{ cfg!(target_arch = "aarch64") }, $($u)*>($($arg),*),
+            }
+        }
+    };
+}
+pub(crate) use dispatch;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::hint::black_box;
+
+    #[test]
+    #[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+    fn flushing_lasts_as_long_as_its_guard() {
+        let half = || black_box(f32::MIN_POSITIVE) * black_box(0.5);
+        assert!(half() > 0.0);
+        {
+            let _outer = FlushToZero::new();
+            assert_eq!(half(), 0.0);
+            {
+                let _inner = FlushToZero::new();
+            }
+            assert_eq!(half(), 0.0);
+        }
+        assert!(half() > 0.0);
+    }
+
+    #[test]
+    fn sizes_are_read_as_the_system_writes_them() {
+        assert_eq!(parse_size("48K"), Some(48 << 10));
+        assert_eq!(parse_size("1M"), Some(1 << 20));
+        assert_eq!(parse_size("512"), Some(512));
+        assert_eq!(parse_size("K"), None);
+        assert_eq!(parse_size(""), None);
+        assert!(!Caches::read(Path::new("/nowhere")).known);
+        let c = Caches::get();
+        assert!(c.l1 >= 4096 && c.l2 >= c.l1, "{c:?}");
+    }
+
+    #[test]
+    fn the_best_set_is_available() {
+        assert_eq!(Isa::available().last(), Some(&Isa::best()));
+        assert!(processors() > 0);
+    }
+}

@@ -1,0 +1,457 @@
+//! Running a plan.
+
+use super::BLOCK;
+use super::convert::{self, Rect};
+use super::ops;
+use super::plan::{Affine, Kind, Load, MAX_AXES, Out, Plan};
+use super::reduce;
+use crate::cpu::library::Run;
+use crate::cpu::sys::Isa;
+use crate::cpu::team::SharedMut;
+use halcyon_ir::Scalar;
+use halcyon_ir::fused::Param;
+use smallvec::SmallVec;
+use std::cell::Cell;
+
+/// Elements that make a part worth handing to another thread.
+const GRAIN: usize = 32 << 10;
+/// Bytes of a block register.
+const SLOT: usize = BLOCK * 8;
+
+/// A cache line of scratch memory.
+#[derive(Clone, Copy)]
+#[repr(C, align(64))]
+struct Line([u64; 8]);
+
+thread_local! {
+    /// Block registers of this thread, kept between runs.
+    static SCRATCH: Cell<Vec<Line>> = const { Cell::new(Vec::new()) };
+}
+
+/// What a thread needs to run blocks.
+struct Worker<'a> {
+    p: &'a Plan,
+    r: &'a Run<'a>,
+    isa: Isa,
+    /// Where each register is at the moment.
+    regs: SmallVec<[*mut u8; 32]>,
+    /// Position of each load and output at the current block.
+    loads: SmallVec<[isize; 8]>,
+    iotas: SmallVec<[isize; 2]>,
+    outs: SmallVec<[isize; 4]>,
+    /// Position whose value a uniform load's slot holds.
+    held: SmallVec<[isize; 8]>,
+    /// Block number along each axis.
+    pos: [usize; MAX_AXES],
+    /// One more block, for conversions on the way out.
+    spare: *mut u8,
+    acc: *mut u64,
+}
+
+/// The value of a parameter in this run.
+fn param(p: &Plan, r: &Run<'_>, i: usize) -> Scalar {
+    match p.params[i].1 {
+        Param::Literal(s) => s,
+        // The kernel's check has counted the arguments.
+        Param::Arg(a) => r.args[a as usize],
+    }
+}
+
+/// Runs `f` with a worker set up for this thread.
+fn with_worker(p: &Plan, r: &Run<'_>, f: impl FnOnce(&mut Worker<'_>)) {
+    let mut mem = SCRATCH.take();
+    let accs = p.outs.iter().filter(|o| o.reduce.is_some()).count();
+    let need = (p.slot_count + 1 + accs) * SLOT / size_of::<Line>();
+    if mem.len() < need {
+        mem.resize(need, Line([0; 8]));
+    }
+    let base = mem.as_mut_ptr() as *mut u8;
+    // SAFETY (of the additions): inside the memory sized above.
+    let slot = |i: usize| unsafe { base.add(i * SLOT) };
+    let mut w = Worker {
+        p,
+        r,
+        isa: r.isa,
+        regs: p.slots.iter().map(|s| s.map_or(base, slot)).collect(),
+        loads: SmallVec::from_elem(0, p.loads.len()),
+        iotas: SmallVec::from_elem(0, p.iotas.len()),
+        outs: SmallVec::from_elem(0, p.outs.len()),
+        held: SmallVec::from_elem(isize::MIN, p.loads.len()),
+        pos: [0; MAX_AXES],
+        spare: slot(p.slot_count),
+        acc: slot(p.slot_count + 1) as *mut u64,
+    };
+    for &(reg, i) in &p.pinned {
+        let d = p.params[i].0;
+        // SAFETY: a slot holds a block of any lane.
+        unsafe { convert::splat(p.lane(d).size(), convert::lane_bits(d, p.raw, param(p, r, i)), w.regs[reg], BLOCK) };
+    }
+    let before = p.floats.then(super::flush::on);
+    f(&mut w);
+    if let Some(b) = before {
+        super::flush::restore(b);
+    }
+    if p.outs.iter().any(|o| o.stream) {
+        convert::fence();
+    }
+    SCRATCH.set(mem);
+}
+
+/// Runs the plan on the team.
+pub(super) fn run(p: &Plan, r: &Run<'_>) {
+    if p.outs.iter().all(|o| o.reduce.is_none()) {
+        if p.empty {
+            return;
+        }
+        let block = p.axes[p.axes.len() - 2].step * p.axes[p.axes.len() - 1].step;
+        r.team.ranges(p.tasks, (GRAIN / block).max(1), &|a, b| with_worker(p, r, |w| w.blocks(a, b)));
+        return;
+    }
+    if p.outer.iter().any(|&k| p.axes[k].dim == 0) {
+        return;
+    }
+    let width = p.width * p.outs.len();
+    let work: usize = p.axes.iter().map(|a| a.dim).product();
+    // Tasks by size: a part should have GRAIN elements.
+    let units = p.tasks * p.chunks;
+    let grain = (GRAIN * units / work.max(1)).max(1);
+    if p.chunks == 1 {
+        r.team.ranges(units, grain, &|a, b| {
+            with_worker(p, r, |w| {
+                for t in a..b {
+                    w.task(t, 0, p.task_blocks);
+                    w.finish();
+                }
+            })
+        });
+        return;
+    }
+    // The device runs one command at a time, so nobody waits here.
+    let mut partials = p.partials.lock().unwrap_or_else(|e| e.into_inner());
+    partials.resize(p.partial_words(), 0);
+    let ws = SharedMut(partials.as_mut_ptr());
+    r.team.ranges(units, grain, &|a, b| {
+        with_worker(p, r, |w| {
+            for u in a..b {
+                let (t, c) = (u / p.chunks, u % p.chunks);
+                w.task(t, c * p.chunk, ((c + 1) * p.chunk).min(p.task_blocks));
+                for o in 0..p.outs.len() {
+                    // SAFETY: there are `width` words per unit and this part alone has this unit.
+                    unsafe {
+                        std::ptr::copy_nonoverlapping(w.acc_of(o), ws.get().add(u * width + o * p.width), p.width);
+                    }
+                }
+            }
+        })
+    });
+    with_worker(p, r, |w| {
+        for t in 0..p.tasks {
+            w.seek(t, 0);
+            for (o, out) in p.outs.iter().enumerate() {
+                w.clear(o);
+                for c in 0..p.chunks {
+                    let u = t * p.chunks + c;
+                    // SAFETY: written above; the accumulators are this thread's own.
+                    let (from, acc) = unsafe {
+                        (
+                            std::slice::from_raw_parts(ws.get().add(u * width + o * p.width), p.width),
+                            std::slice::from_raw_parts_mut(w.acc_of(o), p.width),
+                        )
+                    };
+                    if let Some(kind) = out.reduce {
+                        reduce::combine(w.isa, p.lane(out.from), kind, from, acc);
+                    }
+                }
+            }
+            w.finish();
+        }
+    });
+}
+
+fn place(a: &Affine, pos: &[usize]) -> isize {
+    a.base + pos.iter().zip(&a.hop).map(|(p, h)| *p as isize * h).sum::<isize>()
+}
+
+impl Worker<'_> {
+    fn acc_of(&self, out: usize) -> *mut u64 {
+        // SAFETY: one slot per output was set aside.
+        unsafe { self.acc.add(out * BLOCK) }
+    }
+
+    /// Goes to block `inner` of task `outer`.
+    fn seek(&mut self, outer: usize, inner: usize) {
+        for (list, mut flat) in [(&self.p.outer, outer), (&self.p.inner, inner)] {
+            for &k in list.iter().rev() {
+                let n = self.p.axes[k].count.max(1);
+                self.pos[k] = flat % n;
+                flat /= n;
+            }
+        }
+        let pos = &self.pos[..self.p.axes.len()];
+        for (o, l) in self.loads.iter_mut().zip(&self.p.loads) {
+            *o = place(&l.at, pos);
+        }
+        for (o, i) in self.iotas.iter_mut().zip(&self.p.iotas) {
+            *o = place(&i.at, pos);
+        }
+        for (o, x) in self.outs.iter_mut().zip(&self.p.outs) {
+            *o = place(&x.at, pos);
+        }
+    }
+
+    /// Goes to the next block along the given axes.
+    #[inline]
+    fn advance(&mut self, list: &[usize]) {
+        for &k in list.iter().rev() {
+            self.pos[k] += 1;
+            let back = self.pos[k] == self.p.axes[k].count;
+            let by = if back { 1 - self.p.axes[k].count as isize } else { 1 };
+            for (o, l) in self.loads.iter_mut().zip(&self.p.loads) {
+                *o += by * l.at.hop[k];
+            }
+            for (o, i) in self.iotas.iter_mut().zip(&self.p.iotas) {
+                *o += by * i.at.hop[k];
+            }
+            for (o, x) in self.outs.iter_mut().zip(&self.p.outs) {
+                *o += by * x.at.hop[k];
+            }
+            if !back {
+                return;
+            }
+            self.pos[k] = 0;
+        }
+    }
+
+    /// Rows and columns of the current block.
+    #[inline]
+    fn extent(&self) -> (usize, usize) {
+        let n = self.p.axes.len();
+        let of = |k: usize| {
+            let a = &self.p.axes[k];
+            a.step.min(a.dim - self.pos[k] * a.step)
+        };
+        (of(n - 2), of(n - 1))
+    }
+
+    /// Elementwise: blocks `a..b`.
+    fn blocks(&mut self, a: usize, b: usize) {
+        let p = self.p;
+        self.seek(a, 0);
+        for i in a..b {
+            let (rows, cols) = self.extent();
+            for (o, out) in p.outs.iter().enumerate() {
+                if out.direct {
+                    self.regs[out.value] = self.out_ptr(o, out);
+                }
+            }
+            self.steps(rows, cols);
+            for (o, out) in p.outs.iter().enumerate() {
+                if !out.direct {
+                    self.store(o, out, rows, cols);
+                }
+            }
+            if i + 1 < b {
+                self.advance(&p.outer);
+            }
+        }
+    }
+
+    fn out_ptr(&self, o: usize, out: &Out) -> *mut u8 {
+        let at = self.outs[o] * out.dtype.size() as isize;
+        // SAFETY: the plan has checked that the view stays inside the operand, whose buffer the kernel has checked.
+        unsafe { self.r.bufs[self.p.inputs + o].ptr.offset(at) }
+    }
+
+    fn store(&self, o: usize, out: &Out, rows: usize, cols: usize) {
+        let (row, col) = (self.p.axes.len() - 2, self.p.axes.len() - 1);
+        let r = Rect { rows, cols, rs: out.at.stride[row], cs: out.at.stride[col], pitch: cols };
+        let (src, dst) = (self.regs[out.value], self.out_ptr(o, out));
+        let n = rows * cols;
+        // SAFETY: the register holds the block; the rectangle is inside the output (see `out_ptr`) and this part's own. In
+        // place, a register that lies in the input is the output's own memory at the same place, which a copy allows.
+        unsafe {
+            if out.stream {
+                let same = self.p.raw || out.dtype.compute() == out.dtype;
+                let flat = Rect { rows: 1, cols: n, rs: 0, cs: 1, pitch: n };
+                if same {
+                    convert::stream(self.isa, src, dst, n * out.dtype.size());
+                } else {
+                    convert::store(self.isa, out.dtype, false, src, self.spare, flat);
+                    convert::stream(self.isa, self.spare, dst, n * out.dtype.size());
+                }
+            } else if src != dst {
+                convert::store(self.isa, out.dtype, self.p.raw, src, dst, r);
+            }
+        }
+    }
+
+    /// Runs the instructions on the current block.
+    #[inline]
+    fn steps(&mut self, rows: usize, cols: usize) {
+        let p = self.p;
+        let n = rows * cols;
+        for s in &p.steps {
+            match s.kind {
+                Kind::Load(l) => self.load(l, &p.loads[l], s.dst, rows, cols),
+                Kind::Iota(i) => {
+                    let a = &p.iotas[i];
+                    let (row, col) = (p.axes.len() - 2, p.axes.len() - 1);
+                    let r = Rect { rows, cols, rs: a.at.stride[row], cs: a.at.stride[col], pitch: cols };
+                    // SAFETY: a slot holds a block of words.
+                    let d = unsafe { ops::slm(self.slot(s.dst), BLOCK) };
+                    convert::iota(self.isa, a.dtype, self.iotas[i] as i64, r, d);
+                }
+                // SAFETY (of the three): the operands were made by earlier steps and hold `n` lanes; the destination is a
+                // slot that no operand has, or the output, which shares memory with no operand.
+                Kind::Op(op, d) => unsafe {
+                    let x = s.args.map(|a| self.regs[a] as *const u8);
+                    ops::apply(self.isa, op, d, n, self.regs[s.dst], x);
+                },
+                Kind::Cast(from, to) => unsafe {
+                    convert::cast(self.isa, from, to, self.regs[s.args[0]], self.regs[s.dst], n);
+                },
+                Kind::Bitcast(from, to) => unsafe {
+                    convert::bitcast(self.isa, from, to, self.regs[s.args[0]], self.regs[s.dst], n);
+                },
+            }
+        }
+    }
+
+    /// The slot of a register.
+    fn slot(&self, reg: usize) -> *mut u8 {
+        // Slots are laid out from the start of the scratch memory; the spare block follows the last one.
+        let i = self.p.slots[reg].unwrap_or(0);
+        // SAFETY: inside the scratch memory.
+        unsafe { self.spare.sub((self.p.slot_count - i) * SLOT) }
+    }
+
+    /// Brings a block of an operand into a register, or points the register at it.
+    #[inline]
+    fn load(&mut self, i: usize, l: &Load, reg: usize, rows: usize, cols: usize) {
+        let (row, col) = (self.p.axes.len() - 2, self.p.axes.len() - 1);
+        let size = l.dtype.size() as isize;
+        let base = self.r.bufs[l.input].ptr;
+        let at = self.loads[i];
+        let mut rect = Rect { rows, cols, rs: l.at.stride[row], cs: l.at.stride[col], pitch: cols };
+        if let Some(m) = &l.mask {
+            let mut inside = true;
+            for k in 0..row {
+                inside &= self.pos[k] >= m.inside[k].0 && self.pos[k] < m.inside[k].1;
+            }
+            // The part of a range of the block that is inside.
+            let part = |k: usize, n: usize| {
+                let start = self.pos[k] * self.p.axes[k].step;
+                let clip = |x: usize| x.saturating_sub(start).min(n);
+                (clip(m.inside[k].0), clip(m.inside[k].1))
+            };
+            let ((r0, r1), (c0, c1)) = (part(row, rows), part(col, cols));
+            if !inside || (r0, r1, c0, c1) != (0, rows, 0, cols) {
+                let d = self.slot(reg);
+                self.regs[reg] = d;
+                let fill = m.fill.map_or(Scalar::I(0), |p| param(self.p, self.r, p));
+                let lane = self.p.lane(l.dtype);
+                // SAFETY: a slot holds a block of any lane; only elements inside the mask are read, and those are inside
+                // the operand.
+                unsafe {
+                    convert::splat(lane.size(), convert::lane_bits(l.dtype, self.p.raw, fill), d, rows * cols);
+                    if inside && r0 < r1 && c0 < c1 {
+                        rect.rows = r1 - r0;
+                        rect.cols = c1 - c0;
+                        let from = at + r0 as isize * rect.rs + c0 as isize * rect.cs;
+                        let to = d.add((r0 * cols + c0) * lane.size());
+                        convert::load(self.isa, l.dtype, self.p.raw, base.offset(from * size), rect, to);
+                    }
+                }
+                return;
+            }
+        }
+        // SAFETY: without a mask, or wholly inside it, every element of the block is inside the operand.
+        let src = unsafe { base.offset(at * size) };
+        if l.direct {
+            self.regs[reg] = src;
+            return;
+        }
+        let d = self.slot(reg);
+        self.regs[reg] = d;
+        if l.uniform {
+            if self.held[i] == at {
+                return;
+            }
+            self.held[i] = at;
+            // The whole slot: later blocks may be longer than this one.
+            rect = Rect { rows: 1, cols: BLOCK, rs: 0, cs: 0, pitch: BLOCK };
+        }
+        // SAFETY: as above; a slot holds a block of any lane.
+        unsafe { convert::load(self.isa, l.dtype, self.p.raw, src, rect, d) };
+    }
+
+    /// Sets the accumulators of an output to the reduction's identity.
+    fn clear(&mut self, o: usize) {
+        let out = &self.p.outs[o];
+        if let Some(kind) = out.reduce {
+            let id = reduce::acc_bits(self.p.lane(out.from), kind.identity(out.from));
+            // SAFETY: a slot of words.
+            unsafe { std::slice::from_raw_parts_mut(self.acc_of(o), self.p.width) }.fill(id);
+        }
+    }
+
+    /// Reduces blocks `a..b` of task `t` into the accumulators.
+    fn task(&mut self, t: usize, a: usize, b: usize) {
+        let p = self.p;
+        for o in 0..p.outs.len() {
+            self.clear(o);
+        }
+        self.seek(t, a);
+        let (row, col) = (p.axes.len() - 2, p.axes.len() - 1);
+        for i in a..b {
+            let (rows, cols) = self.extent();
+            self.steps(rows, cols);
+            let shape =
+                reduce::Shape { rows, cols, row_reduced: p.axes[row].reduced, col_reduced: p.axes[col].reduced };
+            for (o, out) in p.outs.iter().enumerate() {
+                if let Some(kind) = out.reduce {
+                    // SAFETY: the register holds the block; the accumulators are this thread's own.
+                    unsafe {
+                        let acc = std::slice::from_raw_parts_mut(self.acc_of(o), p.width);
+                        reduce::accumulate(self.isa, p.lane(out.from), kind, shape, self.regs[out.value], acc);
+                    }
+                }
+            }
+            if i + 1 < b {
+                self.advance(&p.inner);
+            }
+        }
+    }
+
+    /// Writes the accumulators of the current task.
+    fn finish(&mut self) {
+        let p = self.p;
+        let (row, col) = (p.axes.len() - 2, p.axes.len() - 1);
+        let of = |k: usize| {
+            let a = &p.axes[k];
+            if a.reduced { 1 } else { a.step.min(a.dim - self.pos[k] * a.step) }
+        };
+        let (rows, cols) = (of(row), of(col));
+        for (o, out) in p.outs.iter().enumerate() {
+            // The reduced axes are where the task ended; an output does not move along them.
+            let dst = self.out_ptr(o, out);
+            let acc = self.acc_of(o);
+            for r in 0..rows {
+                for c in 0..cols {
+                    let at = (r as isize * out.at.stride[row] + c as isize * out.at.stride[col]) * out.dtype.size() as isize;
+                    // SAFETY: the accumulator is one of the task's, the element one of its outputs.
+                    unsafe {
+                        let bits = *acc.add(r * cols + c);
+                        let d = dst.offset(at);
+                        if out.dtype == halcyon_ir::DType::F32 && out.from == out.dtype {
+                            *(d as *mut f32) = f64::from_bits(bits) as f32;
+                        } else {
+                            let v = reduce::acc_value(out.from, bits).to_bytes(out.dtype);
+                            std::ptr::copy_nonoverlapping(v.as_ptr(), d, out.dtype.size());
+                        }
+                    }
+                }
+            }
+        }
+    }
+}

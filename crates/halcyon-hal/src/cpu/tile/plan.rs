@@ -1,0 +1,538 @@
+//! Compiling a fused chain for the executor.
+
+use super::BLOCK;
+use super::lane::Lane;
+use crate::{Declined, LibraryCall};
+use halcyon_ir::fused::{Fused, InstrKind, MAX_RANK, Param};
+use halcyon_ir::layout::{View, collapse};
+use halcyon_ir::op::ReduceKind;
+use halcyon_ir::scalar_op::Rule;
+use halcyon_ir::{DType, ScalarOp};
+use std::sync::Mutex;
+
+/// Axes of a plan: those of the space, and a row axis of size 1 where blocks have one row.
+pub(super) const MAX_AXES: usize = MAX_RANK + 2;
+/// Outputs larger than this are written past the caches, which saves reading the lines first.
+const STREAM_BYTES: usize = 24 << 20;
+/// A reduction with fewer independent tasks than this is cut along the reduced axes too...
+const FEW_TASKS: usize = 32;
+/// ...into pieces of this many elements, if it has more than four of them.
+const CHUNK: usize = 16 << 10;
+/// Most pieces of one task.
+const MAX_CHUNKS: usize = 256;
+
+/// An axis of the space. The last two make the block: rows and columns.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Axis {
+    pub dim: usize,
+    /// Elements a block takes.
+    pub step: usize,
+    /// Blocks along the axis.
+    pub count: usize,
+    pub reduced: bool,
+}
+
+/// A position in memory, as a function of the place in the space.
+#[derive(Clone, Debug)]
+pub(super) struct Affine {
+    pub base: isize,
+    /// Elements per step along each axis.
+    pub stride: [isize; MAX_AXES],
+    /// Elements per block along each axis.
+    pub hop: [isize; MAX_AXES],
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Load {
+    pub input: usize,
+    pub dtype: DType,
+    pub at: Affine,
+    pub mask: Option<Mask>,
+    /// Used where it lies.
+    pub direct: bool,
+    /// One value for the whole block, kept while it stays the same.
+    pub uniform: bool,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Mask {
+    pub inside: [(usize, usize); MAX_AXES],
+    /// Parameter that is read outside.
+    pub fill: Option<usize>,
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Iota {
+    pub dtype: DType,
+    pub at: Affine,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(super) enum Kind {
+    Load(usize),
+    Iota(usize),
+    /// With the type of its operands.
+    Op(ScalarOp, DType),
+    Cast(DType, DType),
+    Bitcast(DType, DType),
+}
+
+/// One instruction over a block. Registers are numbers of instructions of the fused chain.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Step {
+    pub kind: Kind,
+    pub dst: usize,
+    pub args: [usize; 3],
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Out {
+    pub value: usize,
+    /// Type of the value, before the conversion to `dtype`.
+    pub from: DType,
+    pub dtype: DType,
+    pub at: Affine,
+    pub reduce: Option<ReduceKind>,
+    /// The last instruction writes to memory itself.
+    pub direct: bool,
+    pub stream: bool,
+}
+
+/// A compiled chain.
+#[derive(Debug)]
+pub(super) struct Plan {
+    pub axes: Vec<Axis>,
+    /// Axes walked in order by tasks (elementwise: by blocks) and, inside a task, along a reduction.
+    pub outer: Vec<usize>,
+    pub inner: Vec<usize>,
+    /// Number of tasks, blocks of a task, and how many of those make a piece.
+    pub tasks: usize,
+    pub task_blocks: usize,
+    pub chunk: usize,
+    pub chunks: usize,
+    pub loads: Vec<Load>,
+    pub iotas: Vec<Iota>,
+    pub params: Vec<(DType, Param)>,
+    /// Registers that hold a parameter.
+    pub pinned: Vec<(usize, usize)>,
+    pub steps: Vec<Step>,
+    pub outs: Vec<Out>,
+    /// Block slot of each register.
+    pub slots: Vec<Option<usize>>,
+    pub slot_count: usize,
+    pub inputs: usize,
+    /// Nothing is computed: values move as raw bits.
+    pub raw: bool,
+    /// Floats are computed, so that denormal results may be flushed.
+    pub floats: bool,
+    /// Accumulators a task may have per output.
+    pub width: usize,
+    /// Nothing to do, or only identities to write.
+    pub empty: bool,
+    /// Results of the pieces of a reduction that is cut; kept between runs.
+    pub partials: Mutex<Vec<u64>>,
+}
+
+fn declined<T>(why: impl Into<String>) -> Result<T, Declined> {
+    Err(Declined::because(why))
+}
+
+impl Plan {
+    pub(super) fn new(f: &Fused, call: &LibraryCall<'_>) -> Result<Plan, Declined> {
+        check(f, call)?;
+        let raw = is_copy(f);
+        let (mut steps, pinned, values) = instructions(f, raw)?;
+        fuse_multiply_add(&mut steps, f);
+        drop_dead(&mut steps, f);
+
+        // Everything that has a place: loads, indices, outputs.
+        let rank = f.space.len();
+        let mut views: Vec<View> = f.loads.iter().map(|l| l.view.clone()).collect();
+        let mut iotas = vec![];
+        for s in &steps {
+            if let Kind::Iota(axis) = s.kind {
+                let mut v = View::dense(&f.space);
+                v.strides.iter_mut().enumerate().for_each(|(k, s)| *s = (k == axis) as isize);
+                iotas.push((s.dst, v));
+            }
+        }
+        views.extend(iotas.iter().map(|i| i.1.clone()));
+        let first_out = views.len();
+        for o in &f.outs {
+            let mut v = o.view.clone();
+            v.shape = f.space.clone();
+            v.strides.resize(rank, 0);
+            views.push(v);
+        }
+        let mut refs: Vec<&mut View> = views.iter_mut().collect();
+        let border = if rank == 0 { 0 } else { collapse(&mut refs, rank - f.reduced) };
+        let dims = views[first_out].shape.clone();
+        if dims.len() > MAX_RANK {
+            return declined(format!("{} axes after collapsing, at most {MAX_RANK} are supported", dims.len()));
+        }
+
+        let shape = block_shape(f, &views, first_out, border);
+        // The block's axes come last.
+        let mut order: Vec<usize> = (0..dims.len()).filter(|k| Some(*k) != shape.row && Some(*k) != shape.col).collect();
+        let mut axes: Vec<Axis> =
+            order.iter().map(|&k| Axis { dim: dims[k], step: 1, count: dims[k], reduced: k >= border }).collect();
+        for (k, step) in [(shape.row, shape.rows), (shape.col, shape.cols)] {
+            order.push(k.unwrap_or(usize::MAX));
+            let dim = k.map_or(1, |k| dims[k]);
+            axes.push(Axis { dim, step, count: dim.div_ceil(step), reduced: k.is_some_and(|k| k >= border) });
+        }
+        let affine = |v: &View| {
+            let mut a = Affine { base: v.offset, stride: [0; MAX_AXES], hop: [0; MAX_AXES] };
+            for (i, &k) in order.iter().enumerate().filter(|(_, k)| **k != usize::MAX) {
+                a.stride[i] = v.strides[k];
+                a.hop[i] = v.strides[k].wrapping_mul(axes[i].step as isize);
+            }
+            a
+        };
+        let (row, col) = (axes.len() - 2, axes.len() - 1);
+        let whole = axes[col].step == axes[col].dim;
+        let contiguous =
+            |a: &Affine| a.stride[col] == 1 && (axes[row].step == 1 || (whole && a.stride[row] == axes[col].dim as isize));
+        let loads: Vec<Load> = f
+            .loads
+            .iter()
+            .zip(&views)
+            .map(|(l, v)| {
+                let at = affine(v);
+                let mask = v.mask.as_ref().map(|m| {
+                    let mut inside = [(0, 1); MAX_AXES];
+                    for (i, &k) in order.iter().enumerate().filter(|(_, k)| **k != usize::MAX) {
+                        inside[i] = m[k];
+                    }
+                    Mask { inside, fill: l.fill.map(|p| p as usize) }
+                });
+                Load {
+                    input: l.input as usize,
+                    dtype: l.dtype,
+                    direct: contiguous(&at) && (raw || l.dtype.compute() == l.dtype),
+                    uniform: mask.is_none() && at.stride[row] == 0 && at.stride[col] == 0,
+                    at,
+                    mask,
+                }
+            })
+            .collect();
+        let n_loads = f.loads.len();
+        let mut iota_list = vec![];
+        for (i, (dst, _)) in iotas.iter().enumerate() {
+            iota_list.push(Iota { dtype: f.body[*dst].dtype, at: affine(&views[n_loads + i]) });
+            for s in &mut steps {
+                if s.dst == *dst {
+                    s.kind = Kind::Iota(i);
+                }
+            }
+        }
+        let mut direct_taken = vec![false; values];
+        let outs: Vec<Out> = f
+            .outs
+            .iter()
+            .zip(&views[first_out..])
+            .map(|(o, v)| {
+                let (value, at) = (o.value as usize, affine(v));
+                let from = f.body[value].dtype;
+                let dense = o.reduce.is_none() && contiguous(&at);
+                let stream = dense && o.dtype.bytes(o.view.numel()) >= STREAM_BYTES && cfg!(target_arch = "x86_64") && !call.in_place;
+                let computed = matches!(f.body[value].kind, InstrKind::Op(_) | InstrKind::Cast | InstrKind::Bitcast);
+                let same = from == o.dtype && from.compute() == from;
+                let direct = dense && !stream && computed && same && !call.in_place && !direct_taken[value];
+                direct_taken[value] |= direct;
+                Out { value, from, dtype: o.dtype, at, reduce: o.reduce, direct, stream }
+            })
+            .collect();
+
+        let split = |reduced: bool| (0..axes.len()).filter(|&k| axes[k].reduced == reduced).collect::<Vec<_>>();
+        let (outer, inner) = (split(false), split(true));
+        let count = |list: &[usize]| list.iter().map(|&k| axes[k].count).product::<usize>();
+        let (tasks, task_blocks) = (count(&outer), count(&inner));
+        let per_block = axes[row].step * axes[col].step;
+        let (mut chunk, mut chunks) = (task_blocks.max(1), 1);
+        if f.reduced > 0 && tasks < FEW_TASKS && task_blocks.saturating_mul(per_block) > 4 * CHUNK {
+            chunk = CHUNK.div_ceil(per_block).max(task_blocks.div_ceil(MAX_CHUNKS));
+            chunks = task_blocks.div_ceil(chunk);
+        }
+        let keep = |k: usize| if axes[k].reduced { 1 } else { axes[k].step };
+        let (slots, slot_count) = registers(&steps, &pinned, &loads, &outs, values);
+        Ok(Plan {
+            width: keep(row) * keep(col),
+            empty: axes.iter().any(|a| a.dim == 0),
+            outer,
+            inner,
+            tasks,
+            task_blocks,
+            chunk,
+            chunks,
+            loads,
+            iotas: iota_list,
+            params: f.params.clone(),
+            pinned,
+            floats: !raw && f.body.iter().any(|i| matches!(i.dtype.compute(), DType::F32 | DType::F64)),
+            steps,
+            outs,
+            slots,
+            slot_count,
+            inputs: call.inputs.len(),
+            raw,
+            axes,
+            partials: Mutex::default(),
+        })
+    }
+
+    /// Words for the results of pieces.
+    pub(super) fn partial_words(&self) -> usize {
+        self.tasks * self.chunks * self.outs.len() * self.width
+    }
+
+    /// The lane a register of type `d` has.
+    pub(super) fn lane(&self, d: DType) -> Lane {
+        if self.raw { Lane::raw(d) } else { Lane::of(d) }
+    }
+}
+
+/// Refuses what a lowering should not have made, so that the executor may rely on it.
+fn check(f: &Fused, call: &LibraryCall<'_>) -> Result<(), Declined> {
+    let outer = f.space.len().checked_sub(f.reduced);
+    let Some(outer) = outer.map(|n| &f.space[..n]) else { return declined("more reduced axes than axes") };
+    let inside = |v: &View, numel: usize| v.range().is_none_or(|(lo, hi)| lo >= 0 && (hi as usize) < numel);
+    for l in &f.loads {
+        let Some(o) = call.inputs.get(l.input as usize) else { return declined("a load of an input that is not there") };
+        // Operands are whole buffers of their type.
+        if l.view.shape != f.space || l.dtype != o.dtype || !inside(&l.view, o.view.numel()) {
+            return declined("a load's view does not fit its operand");
+        }
+        if l.view.mask.is_some() && l.fill.is_none_or(|p| p as usize >= f.params.len()) {
+            return declined("a masked load without a fill value");
+        }
+        if call.in_place && l.input == 0 && f.outs.first().is_none_or(|o| o.view != l.view || o.dtype.size() != l.dtype.size()) {
+            return declined("in place, output 0 must be written where input 0 is read");
+        }
+    }
+    if f.outs.len() != call.outputs.len() || f.outs.is_empty() {
+        return declined("one output buffer per result is needed");
+    }
+    for (o, w) in f.outs.iter().zip(call.outputs) {
+        if o.view.shape[..] != *outer || o.view.mask.is_some() || o.dtype != w.dtype || !inside(&o.view, w.view.numel()) {
+            return declined("a result's view does not fit its operand");
+        }
+        if o.reduce.is_some() != (f.reduced > 0) || o.value as usize >= f.body.len() {
+            return declined("a result without its value or reduction");
+        }
+        if o.reduce.is_none() && f.body[o.value as usize].dtype != o.dtype {
+            return declined("a result whose type is not its value's; cast first");
+        }
+    }
+    Ok(())
+}
+
+/// Loads and outputs only, of equal types.
+fn is_copy(f: &Fused) -> bool {
+    f.body.iter().all(|i| matches!(i.kind, InstrKind::Load(_) | InstrKind::Param(_)))
+        && f.outs.iter().all(|o| o.reduce.is_none())
+}
+
+/// Steps of the body, the registers of its parameters, and the number of registers.
+fn instructions(f: &Fused, raw: bool) -> Result<(Vec<Step>, Vec<(usize, usize)>, usize), Declined> {
+    let (mut steps, mut pinned) = (vec![], vec![]);
+    for (dst, i) in f.body.iter().enumerate() {
+        let mut args = [0; 3];
+        for (k, a) in i.args.iter().take(3).enumerate() {
+            if *a as usize >= dst {
+                return declined("an instruction that uses a later one");
+            }
+            args[k] = *a as usize;
+        }
+        let arity = |n: usize| if i.args.len() == n { Ok(()) } else { declined("a wrong number of operands") };
+        let of = |k: usize| f.body[args[k]].dtype;
+        let kind = match i.kind {
+            InstrKind::Param(p) => {
+                if f.params.get(p as usize).is_none_or(|p| p.0 != i.dtype) {
+                    return declined("a parameter that is not there or of another type");
+                }
+                pinned.push((dst, p as usize));
+                continue;
+            }
+            InstrKind::Load(l) => {
+                if f.loads.get(l as usize).is_none_or(|l| l.dtype != i.dtype) {
+                    return declined("a load that is not there or of another type");
+                }
+                Kind::Load(l as usize)
+            }
+            InstrKind::Iota(a) => {
+                if a as usize >= f.space.len() {
+                    return declined("an index along an axis that is not there");
+                }
+                Kind::Iota(a as usize)
+            }
+            InstrKind::Op(op) => {
+                arity(op.arity())?;
+                let d = if op.row().rule == Rule::Select { of(1) } else { of(0) };
+                let same = (0..op.arity()).all(|k| of(k) == d || (k == 0 && op.row().rule == Rule::Select && of(0) == DType::Bool));
+                if !op.takes(d) || !same || op.result(d) != i.dtype {
+                    return declined(format!("{} on {d} giving {}", op.name(), i.dtype));
+                }
+                // Unused operands repeat the first.
+                for k in op.arity()..3 {
+                    args[k] = args[0];
+                }
+                Kind::Op(op, d)
+            }
+            InstrKind::Cast => {
+                arity(1)?;
+                Kind::Cast(of(0), i.dtype)
+            }
+            InstrKind::Bitcast => {
+                arity(1)?;
+                if of(0).bits() != i.dtype.bits() {
+                    return declined("a bitcast between types of different sizes");
+                }
+                Kind::Bitcast(of(0), i.dtype)
+            }
+        };
+        steps.push(Step { kind, dst, args });
+    }
+    debug_assert!(!raw || steps.iter().all(|s| matches!(s.kind, Kind::Load(_))));
+    Ok((steps, pinned, f.body.len()))
+}
+
+impl Step {
+    /// The registers it reads.
+    pub(super) fn reads(&self) -> &[usize] {
+        match self.kind {
+            Kind::Load(_) | Kind::Iota(_) => &[],
+            Kind::Op(op, _) => &self.args[..op.arity()],
+            Kind::Cast(..) | Kind::Bitcast(..) => &self.args[..1],
+        }
+    }
+}
+
+/// `a * b + c` where the product has no other use becomes one instruction.
+fn fuse_multiply_add(steps: &mut [Step], f: &Fused) {
+    let mut uses = vec![0; f.body.len()];
+    for s in steps.iter() {
+        s.reads().iter().for_each(|r| uses[*r] += 1);
+    }
+    f.outs.iter().for_each(|o| uses[o.value as usize] += 1);
+    for i in 0..steps.len() {
+        let Kind::Op(ScalarOp::Add, d) = steps[i].kind else { continue };
+        if !d.is_float() {
+            continue;
+        }
+        let [x, y, _] = steps[i].args;
+        let product = |r: usize| {
+            let p = steps[..i].iter().find(|p| p.dst == r && uses[r] == 1)?;
+            matches!(p.kind, Kind::Op(ScalarOp::Mul, _)).then_some(p.args)
+        };
+        if let Some((m, c)) = product(x).map(|m| (m, y)).or_else(|| product(y).map(|m| (m, x))) {
+            steps[i].kind = Kind::Op(ScalarOp::Fma, d);
+            steps[i].args = [m[0], m[1], c];
+        }
+    }
+}
+
+/// Keeps what an output needs.
+fn drop_dead(steps: &mut Vec<Step>, f: &Fused) {
+    let mut live = vec![false; f.body.len()];
+    f.outs.iter().for_each(|o| live[o.value as usize] = true);
+    for s in steps.iter().rev() {
+        if live[s.dst] {
+            s.reads().iter().for_each(|r| live[*r] = true);
+        }
+    }
+    steps.retain(|s| live[s.dst]);
+}
+
+/// The two axes that make blocks, and their sizes.
+struct BlockShape {
+    row: Option<usize>,
+    col: Option<usize>,
+    rows: usize,
+    cols: usize,
+}
+
+fn block_shape(f: &Fused, views: &[View], first_out: usize, border: usize) -> BlockShape {
+    let dims = &views[first_out].shape;
+    if dims.is_empty() {
+        return BlockShape { row: None, col: None, rows: 1, cols: 1 };
+    }
+    // Views of memory: loads, and outputs along the axes they have.
+    let memory = || views[..f.loads.len()].iter().map(|v| (v, false)).chain(views[first_out..].iter().map(|v| (v, true)));
+    let score = |k: usize| -> i32 {
+        memory()
+            .map(|(v, out)| match v.strides[k] {
+                _ if out && k >= border => 1,
+                1 => 2,
+                0 | -1 => 1,
+                _ => 0,
+            })
+            .sum()
+    };
+    let col = (0..dims.len()).max_by_key(|&k| (score(k), k)).unwrap_or(dims.len() - 1);
+    let n = dims[col].max(1);
+    // An operand that walks across memory along the columns is read in squares, so that its cache lines are used whole.
+    let crosses = |v: &View, j: usize| v.strides[col].abs() > 1 && v.strides[j].abs() == 1;
+    let across = |j: usize| memory().filter(|(v, out)| !(*out && (j >= border || col >= border)) && crosses(v, j)).count();
+    let others = || (0..dims.len()).filter(|&j| j != col && dims[j] > 1);
+    if n >= 8
+        && let Some(j) = others().filter(|&j| across(j) > 0 && dims[j] >= 8).max_by_key(|&j| across(j))
+    {
+        return BlockShape { row: Some(j), col: Some(col), rows: 16.min(dims[j]), cols: 16.min(n) };
+    }
+    if n <= BLOCK / 2 {
+        let follows = |j: usize| memory().filter(|(v, _)| v.strides[j] == v.strides[col] * n as isize).count();
+        if let Some(j) = others().max_by_key(|&j| (follows(j), j)) {
+            return BlockShape { row: Some(j), col: Some(col), rows: (BLOCK / n).min(dims[j]), cols: n };
+        }
+    }
+    // Even pieces, in whole vectors.
+    let cols = if n <= BLOCK { n } else { n.div_ceil(n.div_ceil(BLOCK)).next_multiple_of(16) };
+    BlockShape { row: None, col: Some(col), rows: 1, cols }
+}
+
+/// Gives each register a block slot. A slot is free again after the last use of its register; the destination of an
+/// instruction never shares a slot with an operand. Parameters and values kept between blocks have slots of their own.
+fn registers(
+    steps: &[Step],
+    pinned: &[(usize, usize)],
+    loads: &[Load],
+    outs: &[Out],
+    values: usize,
+) -> (Vec<Option<usize>>, usize) {
+    let mut last = vec![0; values];
+    for (i, s) in steps.iter().enumerate() {
+        s.reads().iter().for_each(|r| last[*r] = i);
+    }
+    outs.iter().for_each(|o| last[o.value] = usize::MAX);
+    let kept = |s: &Step| matches!(s.kind, Kind::Load(l) if loads[l].uniform);
+    let mut slots = vec![None; values];
+    let mut count = 0;
+    let mut fresh = || {
+        count += 1;
+        count - 1
+    };
+    for (r, _) in pinned {
+        slots[*r] = Some(fresh());
+    }
+    for s in steps.iter().filter(|s| kept(s)) {
+        slots[s.dst] = Some(fresh());
+    }
+    let mut free: Vec<usize> = vec![];
+    for (i, s) in steps.iter().enumerate() {
+        if slots[s.dst].is_none() {
+            slots[s.dst] = Some(free.pop().unwrap_or_else(&mut fresh));
+        }
+        let mut done: Vec<usize> = s.reads().iter().copied().filter(|r| last[*r] == i).collect();
+        done.dedup();
+        done.sort();
+        done.dedup();
+        for r in done {
+            let lasting = pinned.iter().any(|p| p.0 == r) || steps.iter().any(|t| t.dst == r && kept(t));
+            if !lasting {
+                free.extend(slots[r]);
+            }
+        }
+    }
+    (slots, count)
+}

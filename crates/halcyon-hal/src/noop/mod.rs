@@ -1,0 +1,284 @@
+//! A device that computes nothing: it holds real memory, verifies kernels, checks every command and counts. What a launch would
+//! have written is filled with [`POISON`], so nobody takes it for a result. It is used only when named.
+
+use crate::pool::{Block, Pool, Source};
+use crate::validate::{self, Signature};
+use crate::{
+    BackendType, Buffer, BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Driver, Error,
+    LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing,
+};
+use halcyon_ir::kernel::{Kernel, verify_for};
+use std::any::Any;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
+
+/// What every byte of a buffer is after a launch that would have written it: NaN in the float types, -1 in the signed ones.
+pub const POISON: u8 = 0xFF;
+
+/// The driver that computes nothing.
+#[derive(Debug)]
+pub struct NoopDriver;
+
+impl Driver for NoopDriver {
+    fn kind(&self) -> BackendType {
+        BackendType::Noop
+    }
+
+    fn probe(&self) -> Result<Vec<DeviceInfo>> {
+        Ok(vec![info()])
+    }
+
+    fn open(&self, index: usize, options: &Options) -> Result<Arc<dyn Device>> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        if index != 0 {
+            return Err(Error::Unavailable {
+                backend: BackendType::Noop.id().into(),
+                tried: vec![info().id],
+                reason: format!("there is no device {index}"),
+                fix: "Use device 0".into(),
+            });
+        }
+        let info = info();
+        let counts = Arc::new(Counts::default());
+        Ok(Arc::new(NoopDevice {
+            pool: Pool::new(HostMemory, info.id.clone(), options.memory_limit, counts.clone()),
+            info,
+            caps: Caps::generous(),
+            counts,
+            programs: Mutex::default(),
+            timings: options.profile.then(Mutex::default),
+            number: NEXT.fetch_add(1, Ordering::Relaxed),
+        }))
+    }
+}
+
+fn info() -> DeviceInfo {
+    DeviceInfo {
+        backend: BackendType::Noop,
+        id: format!("{}:0", BackendType::Noop.id()),
+        index: 0,
+        name: "Halcyon noop (computes nothing)".into(),
+        vendor: String::new(),
+        driver_version: Some(env!("CARGO_PKG_VERSION").into()),
+        total_memory: None,
+        free_memory: None,
+        compute_capability: None,
+        compute_units: None,
+        unified_memory: true,
+        software: true,
+        properties: BTreeMap::new(),
+    }
+}
+
+struct HostMemory;
+
+impl Source for HostMemory {
+    type Raw = Mutex<Vec<u8>>;
+
+    fn allocate(&self, bytes: usize) -> std::result::Result<Self::Raw, String> {
+        let mut v = vec![];
+        v.try_reserve_exact(bytes).map_err(|e| e.to_string())?;
+        v.resize(bytes, POISON);
+        Ok(Mutex::new(v))
+    }
+}
+
+struct NoopBuffer {
+    block: Block<HostMemory>,
+    owner: u64,
+}
+
+impl NoopBuffer {
+    fn lock(&self) -> Result<MutexGuard<'_, Vec<u8>>> {
+        let raw = self.block.raw().ok_or_else(|| Error::internal("a buffer was used after its release"))?;
+        Ok(raw.lock().unwrap_or_else(|e| e.into_inner()))
+    }
+}
+
+impl fmt::Debug for NoopBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.block.fmt(f)
+    }
+}
+
+impl Buffer for NoopBuffer {
+    fn bytes(&self) -> usize {
+        self.block.bytes()
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// A verified kernel.
+#[derive(Debug)]
+struct NoopProgram {
+    signature: Signature,
+    owner: u64,
+}
+
+impl Program for NoopProgram {
+    fn name(&self) -> &str {
+        &self.signature.name
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+#[derive(Debug)]
+struct NoopDevice {
+    info: DeviceInfo,
+    caps: Caps,
+    counts: Arc<Counts>,
+    pool: Arc<Pool<HostMemory>>,
+    programs: Mutex<HashMap<u128, Arc<NoopProgram>>>,
+    /// Where profiling is on.
+    timings: Option<Mutex<Vec<Timing>>>,
+    number: u64,
+}
+
+impl NoopDevice {
+    fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a NoopBuffer> {
+        b.as_any().downcast_ref::<NoopBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
+            Error::argument(call, format!("{b:?} does not belong to this opening of {}", self.info.id))
+        })
+    }
+
+    fn run(&self, command: &Command<'_>) -> Result<()> {
+        match command {
+            Command::Launch { program, groups, buffers, params, fault } => {
+                let p = program.as_any().downcast_ref::<NoopProgram>().filter(|p| p.owner == self.number);
+                let p = p.ok_or_else(|| {
+                    Error::argument("launch", format!("{} was compiled for another device", program.name()))
+                })?;
+                p.signature.arguments(buffers.len(), params, *fault)?;
+                let own = buffers.iter().map(|b| self.buffer("launch", b)).collect::<Result<Vec<_>>>()?;
+                if groups.contains(&0) {
+                    return Ok(());
+                }
+                for (b, _) in own.iter().zip(&p.signature.buffers).filter(|(_, d)| d.write) {
+                    b.lock()?.fill(POISON);
+                }
+                Counts::add(&self.counts.launches, 1);
+                Ok(())
+            }
+            Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
+                let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
+                let same = std::ptr::eq(from, to);
+                validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
+                if *bytes == 0 {
+                    return Ok(());
+                }
+                let (s, d) = (*src_offset..src_offset + bytes, *dst_offset..dst_offset + bytes);
+                if same {
+                    to.lock()?.copy_within(s, d.start);
+                } else {
+                    let data = from.lock()?[s].to_vec();
+                    to.lock()?[d].copy_from_slice(&data);
+                }
+                Counts::add(&self.counts.device_copies, 1);
+                Ok(())
+            }
+            Command::Library { kernel, .. } => {
+                Err(Error::argument("submit", format!("{} is another device's kernel", kernel.name())))
+            }
+        }
+    }
+}
+
+impl Target for NoopDevice {
+    fn caps(&self) -> &Caps {
+        &self.caps
+    }
+
+    fn library(&self, _: &LibraryCall<'_>) -> std::result::Result<Arc<dyn LibraryKernel>, Declined> {
+        Err(Declined::because("this device computes nothing"))
+    }
+}
+
+impl Device for NoopDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn counters(&self) -> Counters {
+        self.counts.snapshot()
+    }
+
+    fn memory(&self) -> MemoryStats {
+        self.pool.stats()
+    }
+
+    fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
+        Ok(Arc::new(NoopBuffer { block: self.pool.alloc(bytes, tag)?, owner: self.number }))
+    }
+
+    fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
+        let b = self.buffer("write", dst)?;
+        validate::range("write", dst.bytes(), offset, src.len())?;
+        b.lock()?[offset..offset + src.len()].copy_from_slice(src);
+        Counts::add(&self.counts.uploads, 1);
+        Counts::add(&self.counts.uploaded_bytes, src.len() as u64);
+        Ok(())
+    }
+
+    fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
+        let b = self.buffer("read", src)?;
+        validate::range("read", src.bytes(), offset, dst.len())?;
+        dst.copy_from_slice(&b.lock()?[offset..offset + dst.len()]);
+        Counts::add(&self.counts.downloads, 1);
+        Counts::add(&self.counts.downloaded_bytes, dst.len() as u64);
+        Ok(())
+    }
+
+    fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
+        let mut programs = self.programs.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(p) = programs.get(&kernel.key()) {
+            return Ok(p.clone());
+        }
+        verify_for(kernel, &self.caps)?;
+        let p = Arc::new(NoopProgram { signature: Signature::of(kernel)?, owner: self.number });
+        programs.insert(kernel.key(), p.clone());
+        Counts::add(&self.counts.compiles, 1);
+        Ok(p)
+    }
+
+    fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
+        for c in commands {
+            let start = Instant::now();
+            self.run(c)?;
+            if let Some(t) = &self.timings {
+                let nanoseconds = start.elapsed().as_nanos() as u64;
+                t.lock().unwrap_or_else(|e| e.into_inner()).push(Timing { nanoseconds });
+            }
+        }
+        Ok(())
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        Ok(())
+    }
+
+    fn take_fault(&self) -> Result<Option<u32>> {
+        Ok(None)
+    }
+
+    fn take_timings(&self) -> Result<Vec<Timing>> {
+        let Some(t) = &self.timings else { return Ok(vec![]) };
+        Ok(std::mem::take(&mut *t.lock().unwrap_or_else(|e| e.into_inner())))
+    }
+
+    fn empty_cache(&self) -> u64 {
+        self.pool.trim()
+    }
+
+    fn as_target(&self) -> &dyn Target {
+        self
+    }
+}

@@ -1,0 +1,237 @@
+//! Platforms and devices: what there is, and what it says about itself.
+
+use super::sys::{self, Api, Handle};
+use crate::{BackendType, Caps, DeviceInfo, Error, Result};
+use halcyon_ir::DType;
+use std::ffi::c_void;
+
+/// One device of one platform.
+#[derive(Clone, Copy, Debug)]
+pub struct Adapter {
+    pub api: &'static Api,
+    pub platform: Handle,
+    pub device: Handle,
+    pub index: usize,
+}
+
+// SAFETY: platform and device handles are plain names inside the library, valid for its lifetime, and every query on them may
+// run on any thread (OpenCL 1.2, appendix A.2).
+unsafe impl Send for Adapter {}
+// SAFETY: as above.
+unsafe impl Sync for Adapter {}
+
+/// Bytes of an information query that is asked for its size first; `query(size, value, size_ret)`.
+pub fn query_bytes(query: impl Fn(usize, *mut c_void, *mut usize) -> i32) -> std::result::Result<Vec<u8>, i32> {
+    let mut n = 0usize;
+    match query(0, std::ptr::null_mut(), &mut n) {
+        sys::SUCCESS => {}
+        c => return Err(c),
+    }
+    let mut out = vec![0u8; n];
+    if n == 0 {
+        return Ok(out);
+    }
+    match query(n, out.as_mut_ptr().cast(), std::ptr::null_mut()) {
+        sys::SUCCESS => Ok(out),
+        c => Err(c),
+    }
+}
+
+/// Text up to its terminator.
+pub fn text(mut b: Vec<u8>) -> String {
+    if let Some(n) = b.iter().position(|&c| c == 0) {
+        b.truncate(n);
+    }
+    String::from_utf8_lossy(&b).trim().to_string()
+}
+
+fn unavailable(api: &Api, tried: Vec<String>, reason: String) -> Error {
+    let mut t = vec![api.library.clone()];
+    t.extend(tried);
+    Error::Unavailable { backend: "opencl".into(), tried: t, reason, fix: sys::fix() }
+}
+
+impl Adapter {
+    /// Every device of every platform of the library. A platform without devices is skipped.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] where there is none, with each platform and what it said.
+    pub fn all(api: &'static Api) -> Result<Vec<Adapter>> {
+        let mut n = 0u32;
+        // SAFETY: asking for the count: no entries, no list.
+        let code = unsafe { (api.clGetPlatformIDs)(0, std::ptr::null_mut(), &mut n) };
+        if code != sys::SUCCESS && code != sys::PLATFORM_NOT_FOUND_KHR {
+            return Err(unavailable(api, vec![], format!("clGetPlatformIDs gave {}", sys::code_name(code))));
+        }
+        if code == sys::PLATFORM_NOT_FOUND_KHR || n == 0 {
+            return Err(unavailable(api, vec![], "the library is there, but no driver is registered with it".into()));
+        }
+        let mut platforms: Vec<Handle> = vec![std::ptr::null_mut(); n as usize];
+        // SAFETY: the list has `n` places.
+        let code = unsafe { (api.clGetPlatformIDs)(n, platforms.as_mut_ptr(), &mut n) };
+        if code != sys::SUCCESS {
+            return Err(unavailable(api, vec![], format!("clGetPlatformIDs gave {}", sys::code_name(code))));
+        }
+        platforms.truncate(n as usize);
+        let mut out = vec![];
+        let mut said = vec![];
+        for platform in platforms {
+            let mut n = 0u32;
+            // SAFETY: `platform` comes from the library; asking for the count.
+            let code = unsafe { (api.clGetDeviceIDs)(platform, sys::DEVICE_TYPE_ALL, 0, std::ptr::null_mut(), &mut n) };
+            let mut devices: Vec<Handle> = vec![std::ptr::null_mut(); n as usize];
+            let code = match code {
+                sys::SUCCESS if n > 0 => {
+                    // SAFETY: the list has `n` places.
+                    unsafe { (api.clGetDeviceIDs)(platform, sys::DEVICE_TYPE_ALL, n, devices.as_mut_ptr(), &mut n) }
+                }
+                sys::SUCCESS => sys::DEVICE_NOT_FOUND,
+                c => c,
+            };
+            if code != sys::SUCCESS {
+                said.push(format!("platform {}: {}", platform_text(api, platform, sys::PLATFORM_NAME), sys::code_name(code)));
+                continue;
+            }
+            devices.truncate(n as usize);
+            for device in devices {
+                let a = Adapter { api, platform, device, index: out.len() };
+                let off = [
+                    (sys::DEVICE_AVAILABLE, "it is not available"),
+                    (sys::DEVICE_COMPILER_AVAILABLE, "it has no compiler"),
+                ];
+                match off.iter().find(|(p, _)| a.bool(*p) == Some(false)) {
+                    Some((_, why)) => said.push(format!("{}: {why}", a.string(sys::DEVICE_NAME).unwrap_or_default())),
+                    None => out.push(a),
+                }
+            }
+        }
+        if out.is_empty() { Err(unavailable(api, said, "no platform has a usable device".into())) } else { Ok(out) }
+    }
+
+    pub fn id(&self) -> String {
+        format!("{}:{}", BackendType::OpenCl.id(), self.index)
+    }
+
+    fn bytes(&self, param: u32) -> Option<Vec<u8>> {
+        // SAFETY: the device comes from the library, and `query_bytes` gives a buffer of the size it passes.
+        query_bytes(|n, p, r| unsafe { (self.api.clGetDeviceInfo)(self.device, param, n, p, r) }).ok()
+    }
+
+    fn string(&self, param: u32) -> Option<String> {
+        self.bytes(param).map(text).filter(|s| !s.is_empty())
+    }
+
+    /// An integer of 4 or 8 bytes.
+    fn number(&self, param: u32) -> Option<u64> {
+        let b = self.bytes(param)?;
+        match b.len() {
+            4 => Some(u32::from_ne_bytes(b.try_into().ok()?) as u64),
+            n if n >= 8 => Some(u64::from_ne_bytes(b[..8].try_into().ok()?)),
+            _ => None,
+        }
+    }
+
+    fn bool(&self, param: u32) -> Option<bool> {
+        self.number(param).map(|n| n != 0)
+    }
+
+    /// Facts as the driver tells them.
+    pub fn info(&self) -> DeviceInfo {
+        let extensions = self.string(sys::DEVICE_EXTENSIONS).unwrap_or_default();
+        let has = |e: &str| extensions.split_whitespace().any(|x| x == e);
+        let kind = self.number(sys::DEVICE_TYPE).unwrap_or(0);
+        let kinds = [
+            (sys::DEVICE_TYPE_CPU, "CPU"),
+            (sys::DEVICE_TYPE_GPU, "GPU"),
+            (sys::DEVICE_TYPE_ACCELERATOR, "accelerator"),
+        ];
+        let kind_names: Vec<&str> = kinds.iter().filter(|k| kind & k.0 != 0).map(|k| k.1).collect();
+        let texts = [
+            ("type", Some(kind_names.join(", "))),
+            ("platform", Some(platform_text(self.api, self.platform, sys::PLATFORM_NAME))),
+            ("platform_version", Some(platform_text(self.api, self.platform, sys::PLATFORM_VERSION))),
+            ("version", self.string(sys::DEVICE_VERSION)),
+            ("opencl_c_version", self.string(sys::DEVICE_OPENCL_C_VERSION)),
+            ("profile", self.string(sys::DEVICE_PROFILE)),
+            ("max_clock_mhz", self.number(sys::DEVICE_MAX_CLOCK_FREQUENCY).map(|n| n.to_string())),
+            ("max_allocation_bytes", self.number(sys::DEVICE_MAX_MEM_ALLOC_SIZE).map(|n| n.to_string())),
+            ("library", Some(self.api.library.clone())),
+            ("extensions", Some(extensions.clone())),
+        ];
+        let nv = has("cl_nv_device_attribute_query");
+        let compute_capability = || {
+            let major = self.number(sys::DEVICE_COMPUTE_CAPABILITY_MAJOR_NV)?;
+            let minor = self.number(sys::DEVICE_COMPUTE_CAPABILITY_MINOR_NV)?;
+            Some(format!("{major}.{minor}"))
+        };
+        let amd = has("cl_amd_device_attribute_query");
+        DeviceInfo {
+            backend: BackendType::OpenCl,
+            id: self.id(),
+            index: self.index,
+            name: self.string(sys::DEVICE_NAME).unwrap_or_else(|| "unnamed OpenCL device".into()),
+            vendor: self.string(sys::DEVICE_VENDOR).unwrap_or_default(),
+            driver_version: self.string(sys::DRIVER_VERSION),
+            total_memory: self.number(sys::DEVICE_GLOBAL_MEM_SIZE),
+            free_memory: if amd { self.number(sys::DEVICE_GLOBAL_FREE_MEMORY_AMD).map(|k| k << 10) } else { None },
+            compute_capability: if nv { compute_capability() } else { None },
+            compute_units: self.number(sys::DEVICE_MAX_COMPUTE_UNITS).map(|n| n as u32),
+            unified_memory: self.bool(sys::DEVICE_HOST_UNIFIED_MEMORY).unwrap_or(false),
+            software: kind & sys::DEVICE_TYPE_CPU != 0,
+            properties: texts
+                .into_iter()
+                .filter_map(|(k, v)| v.filter(|v| !v.is_empty()).map(|v| (k.to_string(), v)))
+                .collect(),
+        }
+    }
+
+    /// Options for the compiler: nothing that loosens arithmetic, and IEEE division and roots where the device has them.
+    pub fn build_options(&self) -> &'static str {
+        let config = self.number(sys::DEVICE_SINGLE_FP_CONFIG).unwrap_or(0);
+        if config & sys::FP_CORRECTLY_ROUNDED_DIVIDE_SQRT != 0 {
+            "-cl-std=CL1.2 -cl-fp32-correctly-rounded-divide-sqrt"
+        } else {
+            "-cl-std=CL1.2"
+        }
+    }
+
+    /// Limits and abilities, from the driver; where it does not answer, the least that OpenCL 1.2 allows.
+    pub fn caps(&self) -> Caps {
+        let u32_of = |p: u32, least: u64| self.number(p).unwrap_or(least).min(u32::MAX as u64) as u32;
+        let full = self.string(sys::DEVICE_PROFILE).is_none_or(|p| p == "FULL_PROFILE");
+        let extensions = self.string(sys::DEVICE_EXTENSIONS).unwrap_or_default();
+        let i64 = full || extensions.split_whitespace().any(|e| e == "cles_khr_int64");
+        let f64 = self.number(sys::DEVICE_DOUBLE_FP_CONFIG).unwrap_or(0) != 0;
+        let storage = DType::all()
+            .filter(|d| match d {
+                DType::F64 => f64,
+                DType::I64 | DType::U64 => i64,
+                _ => true,
+            })
+            .collect();
+        // Arguments share a space of at least 1024 bytes; half of it is left to scalars.
+        let arguments = u32_of(sys::DEVICE_MAX_PARAMETER_SIZE, 1024);
+        Caps {
+            storage,
+            f64,
+            i64,
+            f16_arithmetic: false,
+            // Sub-groups are an extension whose width is known only per kernel.
+            subgroup: None,
+            max_workgroup: u32_of(sys::DEVICE_MAX_WORK_GROUP_SIZE, 1),
+            workgroup_memory: u32_of(sys::DEVICE_LOCAL_MEM_SIZE, 32 << 10),
+            max_bindings: arguments / 2 / size_of::<Handle>() as u32,
+            max_binding_bytes: self.number(sys::DEVICE_MAX_MEM_ALLOC_SIZE).unwrap_or(128 << 20),
+            // Group indexes are i32 in kernels; OpenCL itself has no smaller limit.
+            max_groups: 65_535,
+            offset_alignment: 1,
+            compute_units: u32_of(sys::DEVICE_MAX_COMPUTE_UNITS, 1),
+            is_cpu: self.number(sys::DEVICE_TYPE).unwrap_or(0) & sys::DEVICE_TYPE_CPU != 0,
+        }
+    }
+}
+
+fn platform_text(api: &Api, platform: Handle, param: u32) -> String {
+    // SAFETY: the platform comes from the library, and `query_bytes` gives a buffer of the size it passes.
+    query_bytes(|n, p, r| unsafe { (api.clGetPlatformInfo)(platform, param, n, p, r) }).map(text).unwrap_or_default()
+}

@@ -1,0 +1,316 @@
+//! An open OpenCL device.
+
+use super::adapter::Adapter;
+use super::memory::{self, ClBuffer, ClSource};
+use super::program::{Builder, ClProgram};
+use super::queue::Queue;
+use super::sys::{self, Owned};
+use crate::cache::{self, DiskCache};
+use crate::pool::Pool;
+use crate::validate::{self, Signature};
+use crate::{
+    BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Error, LibraryCall, LibraryKernel,
+    MemoryStats, Options, Program, Result, Tag, Target, Timing,
+};
+use halcyon_ir::kernel::{Kernel, verify_for};
+use halcyon_ir::render::{self, Language};
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+
+/// Programs kept in memory; beyond it those that nothing else holds are dropped.
+const MANY_PROGRAMS: usize = 2048;
+
+/// One context, queue and pool.
+#[derive(Debug)]
+pub struct OpenClDevice {
+    adapter: Adapter,
+    info: DeviceInfo,
+    caps: Caps,
+    counts: Arc<Counts>,
+    context: Arc<Owned>,
+    queue: Queue,
+    pool: Arc<Pool<ClSource>>,
+    programs: Mutex<HashMap<u128, Arc<ClProgram>>>,
+    disk: Option<DiskCache>,
+    /// Tells its buffers and programs from those of other devices.
+    number: u64,
+}
+
+impl OpenClDevice {
+    pub fn open(adapter: Adapter, options: &Options) -> Result<OpenClDevice> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let (api, info, caps) = (adapter.api, adapter.info(), adapter.caps());
+        let properties = [sys::CONTEXT_PLATFORM, adapter.platform as isize, 0];
+        let mut code = 0;
+        // SAFETY: the properties end in zero, and the device is one of the platform's.
+        let raw = unsafe {
+            (api.clCreateContext)(properties.as_ptr(), 1, &adapter.device, None, std::ptr::null_mut(), &mut code)
+        };
+        // SAFETY: a context created just now, released by its own function.
+        let context = unsafe { Owned::new(raw, code, api.clReleaseContext) }
+            .map_err(|c| sys::driver_error(&info.id, "clCreateContext", c))?;
+        let context = Arc::new(context);
+        let word = memory::buffer(api, &context, 4).map_err(|c| sys::driver_error(&info.id, "clCreateBuffer", c))?;
+        let queue = Queue::new(api, &context, adapter.device, word, &info.id, options.profile)?;
+        let counts = Arc::new(Counts::default());
+        let source = ClSource { api, context: context.clone(), max: caps.max_binding_bytes };
+        let limit = options.memory_limit.or(info.total_memory);
+        let pool = Pool::new(source, info.id.clone(), limit, counts.clone());
+        let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join("opencl"));
+        Ok(OpenClDevice {
+            adapter,
+            info,
+            caps,
+            counts,
+            context,
+            queue,
+            pool,
+            programs: Mutex::default(),
+            disk: dir.map(|d| DiskCache::new(d, cache::DEFAULT_LIMIT)),
+            number: NEXT.fetch_add(1, Ordering::Relaxed),
+        })
+    }
+
+    fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a ClBuffer> {
+        b.as_any().downcast_ref::<ClBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
+            Error::argument(call, format!("{b:?} does not belong to this opening of {}", self.info.id))
+        })
+    }
+
+    /// Compiles source text, or takes its binary from the disk cache.
+    fn build(&self, name: &str, text: &str, entry: &str, items: u32) -> Result<Owned> {
+        let b = Builder {
+            adapter: &self.adapter,
+            context: &self.context,
+            id: &self.info.id,
+            options: self.adapter.build_options(),
+        };
+        let platform = self.info.properties.get("platform_version").map_or("", |s| s.as_str());
+        let device_version = self.info.properties.get("version").map_or("", |s| s.as_str());
+        // The text stands for the kernel's key: it also changes when a renderer does.
+        let key = cache::digest(&[
+            text.as_bytes(),
+            b.options.as_bytes(),
+            self.info.name.as_bytes(),
+            self.info.driver_version.as_deref().unwrap_or("").as_bytes(),
+            device_version.as_bytes(),
+            platform.as_bytes(),
+            env!("CARGO_PKG_VERSION").as_bytes(),
+        ]);
+        if let Some(disk) = &self.disk
+            && let Some(binary) = disk.get(key)
+        {
+            match b.from_binary(&binary).map(|p| b.kernel(&p, entry, items)) {
+                Some(Ok(k)) => {
+                    Counts::add(&self.counts.compile_cache_hits, 1);
+                    return Ok(k);
+                }
+                _ => {
+                    tracing::warn!(kernel = name, "the driver refuses a cached program; it is built again");
+                    disk.remove(key);
+                }
+            }
+        }
+        let start = std::time::Instant::now();
+        let program = b.from_source(name, text)?;
+        let kernel = b.kernel(&program, entry, items)?;
+        Counts::add(&self.counts.compiles, 1);
+        tracing::debug!(kernel = name, device = %self.info.id, elapsed = ?start.elapsed(), "compiled");
+        if let Some(disk) = &self.disk
+            && let Some(binary) = b.binary(&program)
+        {
+            disk.put(key, &binary);
+        }
+        Ok(kernel)
+    }
+
+    fn copy(
+        &self,
+        s: &mut super::queue::Submission<'_>,
+        src: &BufferRef,
+        src_offset: usize,
+        dst: &BufferRef,
+        dst_offset: usize,
+        bytes: usize,
+    ) -> Result<()> {
+        let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
+        validate::copy([src.bytes(), src_offset], [dst.bytes(), dst_offset], bytes, std::ptr::eq(from, to))?;
+        s.copy(from, src_offset, to, dst_offset, bytes)?;
+        if bytes > 0 {
+            Counts::add(&self.counts.device_copies, 1);
+        }
+        Ok(())
+    }
+}
+
+impl Target for OpenClDevice {
+    fn caps(&self) -> &Caps {
+        &self.caps
+    }
+
+    fn library(&self, _: &LibraryCall<'_>) -> std::result::Result<Arc<dyn LibraryKernel>, Declined> {
+        Err(Declined::because("OpenCL has no vendor library; kernels are generated"))
+    }
+}
+
+impl Device for OpenClDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn counters(&self) -> Counters {
+        self.counts.snapshot()
+    }
+
+    fn memory(&self) -> MemoryStats {
+        self.pool.stats()
+    }
+
+    fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
+        Ok(Arc::new(ClBuffer { block: self.pool.alloc(bytes, tag)?, owner: self.number }))
+    }
+
+    fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
+        let b = self.buffer("write", dst)?;
+        validate::range("write", dst.bytes(), offset, src.len())?;
+        self.queue.write(b, offset, src)?;
+        Counts::add(&self.counts.uploads, 1);
+        Counts::add(&self.counts.uploaded_bytes, src.len() as u64);
+        Ok(())
+    }
+
+    fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
+        let b = self.buffer("read", src)?;
+        validate::range("read", src.bytes(), offset, dst.len())?;
+        self.queue.read(b, offset, dst)?;
+        Counts::add(&self.counts.downloads, 1);
+        Counts::add(&self.counts.downloaded_bytes, dst.len() as u64);
+        Ok(())
+    }
+
+    fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
+        let key = kernel.key();
+        // The lock is held while compiling, so that two threads do not build one kernel twice.
+        let mut programs = self.programs.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(p) = programs.get(&key) {
+            return Ok(p.clone());
+        }
+        verify_for(kernel, &self.caps)?;
+        let signature = Signature::of(kernel)?;
+        let source = render::render(kernel, Language::OpenCl)?;
+        let entry = source.entries.first().ok_or_else(|| Error::internal("a rendered kernel without an entry"))?;
+        let object = self.build(&kernel.name, &source.text, entry, kernel.items())?;
+        let program = Arc::new(ClProgram {
+            signature,
+            workgroup: kernel.workgroup,
+            kernel: object,
+            source: source.text,
+            owner: self.number,
+        });
+        if programs.len() >= MANY_PROGRAMS {
+            programs.retain(|_, p| Arc::strong_count(p) > 1);
+        }
+        programs.insert(key, program.clone());
+        Ok(program)
+    }
+
+    fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
+        let mut s = self.queue.begin();
+        for c in commands {
+            match c {
+                Command::Launch { program, groups, buffers, params, fault } => {
+                    let p = program.as_any().downcast_ref::<ClProgram>().filter(|p| p.owner == self.number);
+                    let p = p.ok_or_else(|| {
+                        Error::argument("launch", format!("{} was compiled for another device", program.name()))
+                    })?;
+                    let arguments = p.signature.arguments(buffers.len(), params, *fault)?;
+                    let own = |b| self.buffer("launch", b);
+                    let buffers = buffers.iter().map(own).collect::<Result<smallvec::SmallVec<[_; 16]>>>()?;
+                    s.launch(p, *groups, &buffers, &arguments)?;
+                    if !groups.contains(&0) {
+                        Counts::add(&self.counts.launches, 1);
+                    }
+                }
+                Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
+                    self.copy(&mut s, src, *src_offset, dst, *dst_offset, *bytes)?
+                }
+                Command::Library { kernel, .. } => {
+                    return Err(Error::argument("submit", format!("{} is another device's kernel", kernel.name())));
+                }
+            }
+        }
+        s.flush()
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.queue.finish()
+    }
+
+    fn take_fault(&self) -> Result<Option<u32>> {
+        self.queue.take_fault()
+    }
+
+    fn take_timings(&self) -> Result<Vec<Timing>> {
+        self.queue.take_timings()
+    }
+
+    fn empty_cache(&self) -> u64 {
+        self.pool.trim()
+    }
+
+    fn as_target(&self) -> &dyn Target {
+        self
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn device(options: &Options) -> Option<OpenClDevice> {
+        let adapters = match sys::load().and_then(Adapter::all) {
+            Ok(a) => a,
+            Err(e) => {
+                assert!(std::env::var_os("HALCYON_REQUIRE_LANES").is_none(), "{e}");
+                eprintln!("skipped: {e}");
+                return None;
+            }
+        };
+        Some(OpenClDevice::open(adapters[0], options).unwrap())
+    }
+
+    #[test]
+    fn what_the_compiler_refuses_is_an_error_with_its_log() {
+        let dir = tempfile::tempdir().unwrap();
+        let o = Options { cache_dir: Some(dir.path().into()), ..Default::default() };
+        let Some(d) = device(&o) else { return };
+        let bad = "__kernel void broken(__global float* x) { x[0] = undeclared_name; }";
+        let e = d.build("broken", bad, "broken", 1).unwrap_err();
+        let Error::Compile { device, kernel, log } = &e else { panic!("{e}") };
+        assert!(device == &d.info.id && kernel == "broken" && log.contains("undeclared_name"), "{e}");
+        assert_eq!(d.counters().compiles, 0);
+        let e = d.build("k", "__kernel void k(__global float* x) { x[0] = 1; }", "other", 1).unwrap_err();
+        assert!(e.to_string().contains("clCreateKernel(other)"), "{e}");
+    }
+
+    #[test]
+    fn a_cached_program_that_the_driver_refuses_is_built_again() {
+        let dir = tempfile::tempdir().unwrap();
+        let o = Options { cache_dir: Some(dir.path().into()), ..Default::default() };
+        let text = "__kernel void k(__global float* x) { x[0] = 1; }";
+        let Some(d) = device(&o) else { return };
+        d.build("k", text, "k", 1).unwrap();
+        let warm = device(&o).unwrap();
+        warm.build("k", text, "k", 1).unwrap();
+        assert_eq!((warm.counters().compiles, warm.counters().compile_cache_hits), (0, 1));
+        // An entry that is whole, but holds no program.
+        let files: Vec<_> = std::fs::read_dir(dir.path().join("opencl")).unwrap().flatten().map(|e| e.path()).collect();
+        let [file] = &files[..] else { panic!("{files:?}") };
+        let key = u128::from_str_radix(file.file_stem().unwrap().to_str().unwrap(), 16).unwrap();
+        DiskCache::new(dir.path().join("opencl"), cache::DEFAULT_LIMIT).put(key, b"no program");
+        let again = device(&o).unwrap();
+        again.build("k", text, "k", 1).unwrap();
+        assert_eq!((again.counters().compiles, again.counters().compile_cache_hits), (1, 0));
+    }
+}

@@ -1,0 +1,170 @@
+//! Programs: rendered, compiled or taken from the disk cache.
+
+use super::adapter::{self, Adapter};
+use super::sys::{self, Handle, Owned};
+use crate::validate::Signature;
+use crate::{Error, Program, Result};
+use std::any::Any;
+use std::ffi::{CString, c_char, c_void};
+
+/// A compiled kernel and what its launches must bring.
+#[derive(Debug)]
+pub struct ClProgram {
+    pub signature: Signature,
+    pub workgroup: [u32; 3],
+    /// The kernel object. Its arguments are set under the lock of the queue.
+    pub kernel: Owned,
+    pub source: String,
+    /// Number of the device that it belongs to.
+    pub owner: u64,
+}
+
+impl Program for ClProgram {
+    fn name(&self) -> &str {
+        &self.signature.name
+    }
+
+    fn source(&self) -> Option<&str> {
+        Some(&self.source)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// Builds programs of one device.
+#[derive(Debug)]
+pub struct Builder<'a> {
+    pub adapter: &'a Adapter,
+    pub context: &'a Owned,
+    pub id: &'a str,
+    pub options: &'a str,
+}
+
+impl Builder<'_> {
+    /// Compiles source text.
+    ///
+    /// # Errors
+    /// [`Error::Compile`] with the compiler's log.
+    pub fn from_source(&self, name: &str, text: &str) -> Result<Owned> {
+        let api = self.adapter.api;
+        let (pointer, length) = (text.as_ptr().cast::<c_char>(), text.len());
+        let mut code = 0;
+        // SAFETY: one string with its length; the library copies it.
+        let raw = unsafe { (api.clCreateProgramWithSource)(self.context.raw(), 1, &pointer, &length, &mut code) };
+        // SAFETY: a program created just now, released by its own function.
+        let program = unsafe { Owned::new(raw, code, api.clReleaseProgram) }
+            .map_err(|c| sys::driver_error(self.id, "clCreateProgramWithSource", c))?;
+        match self.build(&program)? {
+            sys::SUCCESS => Ok(program),
+            sys::BUILD_PROGRAM_FAILURE => {
+                let log = self.log(&program);
+                Err(Error::Compile { device: self.id.into(), kernel: name.into(), log })
+            }
+            c => Err(sys::driver_error(self.id, "clBuildProgram", c)),
+        }
+    }
+
+    /// A program from what [`Builder::binary`] gave; `None` where the driver does not take it (any more).
+    pub fn from_binary(&self, binary: &[u8]) -> Option<Owned> {
+        let api = self.adapter.api;
+        let (pointer, length) = (binary.as_ptr(), binary.len());
+        let (mut status, mut code) = (0, 0);
+        let device = self.adapter.device;
+        // SAFETY: one device, one binary with its length; the library copies it and checks its form.
+        let raw = unsafe {
+            (api.clCreateProgramWithBinary)(self.context.raw(), 1, &device, &length, &pointer, &mut status, &mut code)
+        };
+        // SAFETY: a program created just now, released by its own function.
+        let program = unsafe { Owned::new(raw, code, api.clReleaseProgram) }.ok()?;
+        (status == sys::SUCCESS && self.build(&program).ok()? == sys::SUCCESS).then_some(program)
+    }
+
+    fn build(&self, program: &Owned) -> Result<i32> {
+        let options = CString::new(self.options).map_err(|e| Error::internal(e.to_string()))?;
+        let device: Handle = self.adapter.device;
+        // SAFETY: the program and the device are live, the options end in zero, and no callback is given, so the call waits.
+        Ok(unsafe {
+            (self.adapter.api.clBuildProgram)(program.raw(), 1, &device, options.as_ptr(), None, std::ptr::null_mut())
+        })
+    }
+
+    fn log(&self, program: &Owned) -> String {
+        let api = self.adapter.api;
+        let query = |n: usize, p: *mut c_void, r: *mut usize| {
+            // SAFETY: `query_bytes` gives a buffer of the size it passes.
+            unsafe {
+                (api.clGetProgramBuildInfo)(program.raw(), self.adapter.device, sys::PROGRAM_BUILD_LOG, n, p, r)
+            }
+        };
+        let log = adapter::query_bytes(query).map(adapter::text).unwrap_or_default();
+        if log.is_empty() { "the compiler gave no log".into() } else { log }
+    }
+
+    /// The driver's binary of a built program; `None` where it gives none.
+    pub fn binary(&self, program: &Owned) -> Option<Vec<u8>> {
+        let api = self.adapter.api;
+        let mut size = 0usize;
+        let word = size_of::<usize>();
+        // SAFETY: the program is of one device, so the answer is one size.
+        let code = unsafe {
+            (api.clGetProgramInfo)(
+                program.raw(),
+                sys::PROGRAM_BINARY_SIZES,
+                word,
+                (&raw mut size).cast(),
+                std::ptr::null_mut(),
+            )
+        };
+        if code != sys::SUCCESS || size == 0 {
+            return None;
+        }
+        let mut out = vec![0u8; size];
+        let mut pointer = out.as_mut_ptr();
+        // SAFETY: one pointer, to a buffer of the size that the driver asked for.
+        let code = unsafe {
+            (api.clGetProgramInfo)(
+                program.raw(),
+                sys::PROGRAM_BINARIES,
+                size_of::<*mut u8>(),
+                (&raw mut pointer).cast(),
+                std::ptr::null_mut(),
+            )
+        };
+        (code == sys::SUCCESS).then_some(out)
+    }
+
+    /// The entry point of a built program, which must take groups of `items` work-items.
+    pub fn kernel(&self, program: &Owned, entry: &str, items: u32) -> Result<Owned> {
+        let api = self.adapter.api;
+        let name = CString::new(entry).map_err(|e| Error::internal(e.to_string()))?;
+        let mut code = 0;
+        // SAFETY: the program is built and the name ends in zero.
+        let raw = unsafe { (api.clCreateKernel)(program.raw(), name.as_ptr(), &mut code) };
+        // SAFETY: a kernel created just now, released by its own function.
+        let kernel = unsafe { Owned::new(raw, code, api.clReleaseKernel) }
+            .map_err(|c| sys::driver_error(self.id, &format!("clCreateKernel({entry})"), c))?;
+        let mut limit = 0usize;
+        let word = size_of::<usize>();
+        // SAFETY: the answer is one size.
+        let code = unsafe {
+            (api.clGetKernelWorkGroupInfo)(
+                kernel.raw(),
+                self.adapter.device,
+                sys::KERNEL_WORK_GROUP_SIZE,
+                word,
+                (&raw mut limit).cast(),
+                std::ptr::null_mut(),
+            )
+        };
+        sys::check(self.id, "clGetKernelWorkGroupInfo", code)?;
+        if limit < items as usize {
+            return Err(Error::unsupported(
+                format!("kernel {entry} on {}: its groups have {items} work-items, it can have {limit}", self.id),
+                "Choose another device",
+            ));
+        }
+        Ok(kernel)
+    }
+}

@@ -1,0 +1,320 @@
+//! The in-order queue of a device.
+
+use super::memory::ClBuffer;
+use super::program::ClProgram;
+use super::sys::{self, Api, Handle, Owned};
+use crate::validate::Argument;
+use crate::{Error, Result, Timing};
+use halcyon_ir::kernel::Ty;
+use std::ffi::c_void;
+use std::sync::{Mutex, MutexGuard};
+
+/// Finished timings kept as numbers beyond this many waiting events.
+const MANY_EVENTS: usize = 4096;
+
+#[derive(Debug, Default)]
+struct State {
+    done: Vec<Timing>,
+    events: Vec<Option<Owned>>,
+    /// A kernel that can fault ran since the fault word was last read.
+    may_have_faulted: bool,
+}
+
+/// One in-order queue and the fault word of its device.
+#[derive(Debug)]
+pub struct Queue {
+    api: &'static Api,
+    raw: Owned,
+    fault: Owned,
+    id: String,
+    profile: bool,
+    state: Mutex<State>,
+}
+
+/// The submission of one list of commands; holds the queue's lock.
+#[derive(Debug)]
+pub struct Submission<'a> {
+    queue: &'a Queue,
+    state: MutexGuard<'a, State>,
+}
+
+impl Queue {
+    pub fn new(
+        api: &'static Api,
+        context: &Owned,
+        device: Handle,
+        fault: Owned,
+        id: &str,
+        profile: bool,
+    ) -> Result<Queue> {
+        let mut code = 0;
+        let properties = if profile { sys::QUEUE_PROFILING_ENABLE } else { 0 };
+        // SAFETY: a live context and one of its devices.
+        let raw = unsafe { (api.clCreateCommandQueue)(context.raw(), device, properties, &mut code) };
+        // SAFETY: a queue created just now, released by its own function.
+        let raw = unsafe { Owned::new(raw, code, api.clReleaseCommandQueue) }
+            .map_err(|c| sys::driver_error(id, "clCreateCommandQueue", c))?;
+        let q = Queue { api, raw, fault, id: id.into(), profile, state: Mutex::default() };
+        q.write_raw(q.fault.raw(), 0, &0u32.to_ne_bytes())?;
+        Ok(q)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Every update leaves the state whole, so a panic elsewhere does not damage it.
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn check(&self, call: &str, code: i32) -> Result<()> {
+        if code == sys::MEM_OBJECT_ALLOCATION_FAILURE {
+            return Err(Error::OutOfMemory {
+                device: self.id.clone(),
+                what: format!("{call} gave {}: the driver had put the allocation off until now", sys::code_name(code)),
+                requested: 0,
+                free: 0,
+                total: 0,
+                next: "Use a smaller batch, or set a memory limit below what is free".into(),
+            });
+        }
+        sys::check(&self.id, call, code)
+    }
+
+    fn write_raw(&self, dst: Handle, offset: usize, src: &[u8]) -> Result<()> {
+        // SAFETY: the caller checked the range; the call waits, so `src` outlives the copy.
+        let code = unsafe {
+            (self.api.clEnqueueWriteBuffer)(
+                self.raw.raw(),
+                dst,
+                sys::TRUE,
+                offset,
+                src.len(),
+                src.as_ptr().cast(),
+                0,
+                std::ptr::null(),
+                std::ptr::null_mut(),
+            )
+        };
+        self.check("clEnqueueWriteBuffer", code)
+    }
+
+    fn read_raw(&self, src: Handle, offset: usize, dst: &mut [u8]) -> Result<()> {
+        // SAFETY: the caller checked the range; the call waits, so `dst` outlives the copy.
+        let code = unsafe {
+            (self.api.clEnqueueReadBuffer)(
+                self.raw.raw(),
+                src,
+                sys::TRUE,
+                offset,
+                dst.len(),
+                dst.as_mut_ptr().cast(),
+                0,
+                std::ptr::null(),
+                std::ptr::null_mut(),
+            )
+        };
+        self.check("clEnqueueReadBuffer", code)
+    }
+
+    /// Copies host bytes to a range that was checked, after all submitted work.
+    pub fn write(&self, dst: &ClBuffer, offset: usize, src: &[u8]) -> Result<()> {
+        if src.is_empty() { Ok(()) } else { self.write_raw(raw(dst)?, offset, src) }
+    }
+
+    /// Copies a range that was checked to the host, after all submitted work.
+    pub fn read(&self, src: &ClBuffer, offset: usize, dst: &mut [u8]) -> Result<()> {
+        if dst.is_empty() { self.finish() } else { self.read_raw(raw(src)?, offset, dst) }
+    }
+
+    pub fn begin(&self) -> Submission<'_> {
+        Submission { queue: self, state: self.lock() }
+    }
+
+    pub fn finish(&self) -> Result<()> {
+        // SAFETY: the queue is live.
+        self.check("clFinish", unsafe { (self.api.clFinish)(self.raw.raw()) })
+    }
+
+    /// Waits, then takes and clears the fault word.
+    pub fn take_fault(&self) -> Result<Option<u32>> {
+        let mut s = self.lock();
+        self.finish()?;
+        if !s.may_have_faulted {
+            return Ok(None);
+        }
+        let mut word = [0; 4];
+        self.read_raw(self.fault.raw(), 0, &mut word)?;
+        let id = u32::from_ne_bytes(word);
+        if id != 0 {
+            self.write_raw(self.fault.raw(), 0, &0u32.to_ne_bytes())?;
+        }
+        s.may_have_faulted = false;
+        Ok((id != 0).then_some(id))
+    }
+
+    /// Waits, then takes the times of all commands since the last call.
+    pub fn take_timings(&self) -> Result<Vec<Timing>> {
+        let mut s = self.lock();
+        self.settle(&mut s)?;
+        Ok(std::mem::take(&mut s.done))
+    }
+
+    /// Turns events into times.
+    fn settle(&self, s: &mut State) -> Result<()> {
+        if s.events.is_empty() {
+            return Ok(());
+        }
+        self.finish()?;
+        for e in std::mem::take(&mut s.events) {
+            let nanoseconds = match &e {
+                Some(e) => self.stamp(e, sys::PROFILING_COMMAND_END)?.saturating_sub(self.stamp(e, sys::PROFILING_COMMAND_START)?),
+                None => 0,
+            };
+            s.done.push(Timing { nanoseconds });
+        }
+        Ok(())
+    }
+
+    fn stamp(&self, e: &Owned, which: u32) -> Result<u64> {
+        let mut t = 0u64;
+        // SAFETY: the answer is one 64-bit number.
+        let code = unsafe {
+            (self.api.clGetEventProfilingInfo)(e.raw(), which, 8, (&raw mut t).cast(), std::ptr::null_mut())
+        };
+        self.check("clGetEventProfilingInfo", code)?;
+        Ok(t)
+    }
+}
+
+fn raw(b: &ClBuffer) -> Result<Handle> {
+    b.block.raw().map(|o| o.raw()).ok_or_else(|| Error::internal("a buffer was used after its release"))
+}
+
+impl Submission<'_> {
+    /// Keeps the event of an enqueued command; `None` for a command that had nothing to do.
+    fn note(&mut self, event: Option<Handle>) -> Result<()> {
+        if !self.queue.profile {
+            return Ok(());
+        }
+        let event = match event {
+            // SAFETY: the enqueue call gave us this event, and with it one reference.
+            Some(raw) => Some(unsafe { Owned::new(raw, sys::SUCCESS, self.queue.api.clReleaseEvent) }.map_err(|c| {
+                sys::driver_error(&self.queue.id, "clEnqueue…", c)
+            })?),
+            None => None,
+        };
+        self.state.events.push(event);
+        if self.state.events.len() >= MANY_EVENTS {
+            self.queue.settle(&mut self.state)?;
+        }
+        Ok(())
+    }
+
+    /// Sets all arguments and enqueues the kernel. The number and types were checked against its signature.
+    pub fn launch(
+        &mut self,
+        p: &ClProgram,
+        groups: [u32; 3],
+        buffers: &[&ClBuffer],
+        arguments: &[Argument],
+    ) -> Result<()> {
+        let (q, k) = (self.queue, p.kernel.raw());
+        if groups.contains(&0) {
+            return self.note(None);
+        }
+        let mut at = 0u32;
+        let mut set = |bytes: usize, value: *const c_void| {
+            // SAFETY: the library copies `bytes` bytes from `value` before it returns. No other thread sets arguments of this
+            // kernel meanwhile: the queue's lock is held.
+            let code = unsafe { (q.api.clSetKernelArg)(k, at, bytes, value) };
+            if code != sys::SUCCESS {
+                q.check(&format!("clSetKernelArg({}, {at})", p.signature.name), code)?;
+            }
+            at += 1;
+            Ok::<(), Error>(())
+        };
+        for b in buffers {
+            let h = raw(b)?;
+            set(size_of::<Handle>(), (&raw const h).cast())?;
+        }
+        if p.signature.faults {
+            let h = q.fault.raw();
+            set(size_of::<Handle>(), (&raw const h).cast())?;
+        }
+        for a in arguments {
+            match a.ty {
+                Ty::I64 | Ty::U64 | Ty::F64 => set(8, (&raw const a.bits).cast())?,
+                _ => {
+                    let word = a.bits as u32;
+                    set(4, (&raw const word).cast())?
+                }
+            }
+        }
+        let local = p.workgroup.map(|n| n as usize);
+        let mut global = [0usize; 3];
+        for d in 0..3 {
+            global[d] = (groups[d] as usize).checked_mul(local[d]).ok_or_else(|| {
+                Error::unsupported(format!("a grid of {groups:?} groups of {local:?}"), "Use a smaller batch")
+            })?;
+        }
+        let mut event: Handle = std::ptr::null_mut();
+        let out = if q.profile { &raw mut event } else { std::ptr::null_mut() };
+        // SAFETY: the queue and kernel are live, all arguments are set, and the sizes have three dimensions. Buffers stay alive:
+        // the queue keeps what it has enqueued, and the pool hands a freed buffer only to later commands of this queue.
+        let code = unsafe {
+            (q.api.clEnqueueNDRangeKernel)(
+                q.raw.raw(),
+                k,
+                3,
+                std::ptr::null(),
+                global.as_ptr(),
+                local.as_ptr(),
+                0,
+                std::ptr::null(),
+                out,
+            )
+        };
+        if code != sys::SUCCESS {
+            q.check(&format!("clEnqueueNDRangeKernel({}, {global:?} in {local:?})", p.signature.name), code)?;
+        }
+        self.state.may_have_faulted |= p.signature.faults;
+        self.note(q.profile.then_some(event))
+    }
+
+    /// Copies between ranges that were checked and do not overlap.
+    pub fn copy(
+        &mut self,
+        src: &ClBuffer,
+        src_offset: usize,
+        dst: &ClBuffer,
+        dst_offset: usize,
+        bytes: usize,
+    ) -> Result<()> {
+        if bytes == 0 {
+            return self.note(None);
+        }
+        let q = self.queue;
+        let mut event: Handle = std::ptr::null_mut();
+        let out = if q.profile { &raw mut event } else { std::ptr::null_mut() };
+        // SAFETY: both buffers are live and the ranges lie inside them.
+        let code = unsafe {
+            (q.api.clEnqueueCopyBuffer)(
+                q.raw.raw(),
+                raw(src)?,
+                raw(dst)?,
+                src_offset,
+                dst_offset,
+                bytes,
+                0,
+                std::ptr::null(),
+                out,
+            )
+        };
+        q.check("clEnqueueCopyBuffer", code)?;
+        self.note(q.profile.then_some(event))
+    }
+
+    /// Hands what was enqueued to the device.
+    pub fn flush(self) -> Result<()> {
+        // SAFETY: the queue is live.
+        self.queue.check("clFlush", unsafe { (self.queue.api.clFlush)(self.queue.raw.raw()) })
+    }
+}

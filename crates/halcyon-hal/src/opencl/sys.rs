@@ -1,0 +1,374 @@
+//! The OpenCL library: loaded at run time, one table of its functions, its constants, and its error codes in words.
+//!
+//! Values are those of Khronos' `CL/cl.h`. A binding crate is not used because the ones there are fall through to the system's
+//! library when the named one does not load, and reduce the loader's reason to a number.
+
+use crate::{Error, Result};
+use std::collections::BTreeMap;
+use std::ffi::{c_char, c_void};
+use std::sync::Mutex;
+
+pub type Handle = *mut c_void;
+
+macro_rules! api {
+    ($($name:ident($($t:ty),*) -> $r:ty;)*) => {
+        /// The functions that this driver calls, from one loaded library that is never unloaded.
+        #[allow(non_snake_case)]
+        pub struct Api {
+            /// The name or path that was loaded.
+            pub library: String,
+            $(pub $name: unsafe extern "system" fn($($t),*) -> $r,)*
+        }
+
+        impl Api {
+            /// Every function of the table, or the name of one that the library lacks.
+            fn resolve(lib: &libloading::Library, library: String) -> std::result::Result<Api, &'static str> {
+                Ok(Api {
+                    library,
+                    $($name: {
+                        // SAFETY: the type is the one that the OpenCL specification gives this function.
+                        let f = unsafe { lib.get::<unsafe extern "system" fn($($t),*) -> $r>(concat!(stringify!($name), "\0").as_bytes()) };
+                        *f.map_err(|_| stringify!($name))?
+                    },)*
+                })
+            }
+        }
+
+        /// Names of the functions that the library must have.
+        pub const FUNCTIONS: &[&str] = &[$(stringify!($name)),*];
+    };
+}
+
+type Notify = Option<unsafe extern "system" fn(Handle, *mut c_void)>;
+type ContextNotify = Option<unsafe extern "system" fn(*const c_char, *const c_void, usize, *mut c_void)>;
+
+api! {
+    clGetPlatformIDs(u32, *mut Handle, *mut u32) -> i32;
+    clGetPlatformInfo(Handle, u32, usize, *mut c_void, *mut usize) -> i32;
+    clGetDeviceIDs(Handle, u64, u32, *mut Handle, *mut u32) -> i32;
+    clGetDeviceInfo(Handle, u32, usize, *mut c_void, *mut usize) -> i32;
+    clCreateContext(*const isize, u32, *const Handle, ContextNotify, *mut c_void, *mut i32) -> Handle;
+    clReleaseContext(Handle) -> i32;
+    clCreateCommandQueue(Handle, Handle, u64, *mut i32) -> Handle;
+    clReleaseCommandQueue(Handle) -> i32;
+    clCreateBuffer(Handle, u64, usize, *mut c_void, *mut i32) -> Handle;
+    clReleaseMemObject(Handle) -> i32;
+    clCreateProgramWithSource(Handle, u32, *const *const c_char, *const usize, *mut i32) -> Handle;
+    clCreateProgramWithBinary(Handle, u32, *const Handle, *const usize, *const *const u8, *mut i32, *mut i32) -> Handle;
+    clBuildProgram(Handle, u32, *const Handle, *const c_char, Notify, *mut c_void) -> i32;
+    clGetProgramInfo(Handle, u32, usize, *mut c_void, *mut usize) -> i32;
+    clGetProgramBuildInfo(Handle, Handle, u32, usize, *mut c_void, *mut usize) -> i32;
+    clReleaseProgram(Handle) -> i32;
+    clCreateKernel(Handle, *const c_char, *mut i32) -> Handle;
+    clReleaseKernel(Handle) -> i32;
+    clSetKernelArg(Handle, u32, usize, *const c_void) -> i32;
+    clGetKernelWorkGroupInfo(Handle, Handle, u32, usize, *mut c_void, *mut usize) -> i32;
+    clEnqueueNDRangeKernel(Handle, Handle, u32, *const usize, *const usize, *const usize, u32, *const Handle, *mut Handle) -> i32;
+    clEnqueueReadBuffer(Handle, Handle, u32, usize, usize, *mut c_void, u32, *const Handle, *mut Handle) -> i32;
+    clEnqueueWriteBuffer(Handle, Handle, u32, usize, usize, *const c_void, u32, *const Handle, *mut Handle) -> i32;
+    clEnqueueCopyBuffer(Handle, Handle, Handle, usize, usize, usize, u32, *const Handle, *mut Handle) -> i32;
+    clFlush(Handle) -> i32;
+    clFinish(Handle) -> i32;
+    clWaitForEvents(u32, *const Handle) -> i32;
+    clGetEventProfilingInfo(Handle, u32, usize, *mut c_void, *mut usize) -> i32;
+    clReleaseEvent(Handle) -> i32;
+}
+
+impl std::fmt::Debug for Api {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Api({})", self.library)
+    }
+}
+
+/// An object of the library that is released when dropped. Contexts, queues, buffers, programs and kernels keep what they depend
+/// on alive themselves (by OpenCL's own reference counts), so the order of drops does not matter.
+pub struct Owned {
+    raw: Handle,
+    release: unsafe extern "system" fn(Handle) -> i32,
+}
+
+// SAFETY: OpenCL objects may be used and released from any thread; the one exception, setting the arguments of a kernel, is made
+// under the lock of the queue (OpenCL 1.2, appendix A.2).
+unsafe impl Send for Owned {}
+// SAFETY: as above.
+unsafe impl Sync for Owned {}
+
+impl Owned {
+    /// Takes over one reference to `raw`, or gives the code that the creating call left in `code`.
+    ///
+    /// # Safety
+    /// Where `code` is success, `raw` must be a live object whose reference is the caller's, and `release` its release function.
+    pub unsafe fn new(
+        raw: Handle,
+        code: i32,
+        release: unsafe extern "system" fn(Handle) -> i32,
+    ) -> std::result::Result<Owned, i32> {
+        match code {
+            SUCCESS if raw.is_null() => Err(OUT_OF_HOST_MEMORY),
+            SUCCESS => Ok(Owned { raw, release }),
+            c => Err(c),
+        }
+    }
+
+    pub fn raw(&self) -> Handle {
+        self.raw
+    }
+}
+
+impl Drop for Owned {
+    fn drop(&mut self) {
+        // SAFETY: by `new`, one reference to a live object is ours, and it is given back once.
+        let code = unsafe { (self.release)(self.raw) };
+        if code != SUCCESS {
+            tracing::warn!(code = %code_name(code), "an OpenCL object could not be released");
+        }
+    }
+}
+
+impl std::fmt::Debug for Owned {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "{:p}", self.raw)
+    }
+}
+
+pub const TRUE: u32 = 1;
+pub const DEVICE_TYPE_CPU: u64 = 1 << 1;
+pub const DEVICE_TYPE_GPU: u64 = 1 << 2;
+pub const DEVICE_TYPE_ACCELERATOR: u64 = 1 << 3;
+pub const DEVICE_TYPE_ALL: u64 = 0xFFFF_FFFF;
+pub const PLATFORM_VERSION: u32 = 0x0901;
+pub const PLATFORM_NAME: u32 = 0x0902;
+pub const DEVICE_TYPE: u32 = 0x1000;
+pub const DEVICE_MAX_COMPUTE_UNITS: u32 = 0x1002;
+pub const DEVICE_MAX_WORK_GROUP_SIZE: u32 = 0x1004;
+pub const DEVICE_MAX_CLOCK_FREQUENCY: u32 = 0x100C;
+pub const DEVICE_MAX_MEM_ALLOC_SIZE: u32 = 0x1010;
+pub const DEVICE_MAX_PARAMETER_SIZE: u32 = 0x1017;
+pub const DEVICE_GLOBAL_MEM_SIZE: u32 = 0x101F;
+pub const DEVICE_LOCAL_MEM_SIZE: u32 = 0x1023;
+pub const DEVICE_AVAILABLE: u32 = 0x1027;
+pub const DEVICE_COMPILER_AVAILABLE: u32 = 0x1028;
+pub const DEVICE_NAME: u32 = 0x102B;
+pub const DEVICE_VENDOR: u32 = 0x102C;
+pub const DRIVER_VERSION: u32 = 0x102D;
+pub const DEVICE_PROFILE: u32 = 0x102E;
+pub const DEVICE_VERSION: u32 = 0x102F;
+pub const DEVICE_EXTENSIONS: u32 = 0x1030;
+pub const DEVICE_SINGLE_FP_CONFIG: u32 = 0x101B;
+/// A bit of the above.
+pub const FP_CORRECTLY_ROUNDED_DIVIDE_SQRT: u64 = 1 << 7;
+pub const DEVICE_DOUBLE_FP_CONFIG: u32 = 0x1032;
+pub const DEVICE_HOST_UNIFIED_MEMORY: u32 = 0x1035;
+pub const DEVICE_OPENCL_C_VERSION: u32 = 0x103D;
+/// With `cl_nv_device_attribute_query`.
+pub const DEVICE_COMPUTE_CAPABILITY_MAJOR_NV: u32 = 0x4000;
+pub const DEVICE_COMPUTE_CAPABILITY_MINOR_NV: u32 = 0x4001;
+/// With `cl_amd_device_attribute_query`; KiB.
+pub const DEVICE_GLOBAL_FREE_MEMORY_AMD: u32 = 0x4039;
+pub const CONTEXT_PLATFORM: isize = 0x1084;
+pub const QUEUE_PROFILING_ENABLE: u64 = 1 << 1;
+pub const MEM_READ_WRITE: u64 = 1 << 0;
+pub const PROGRAM_BINARY_SIZES: u32 = 0x1165;
+pub const PROGRAM_BINARIES: u32 = 0x1166;
+pub const PROGRAM_BUILD_LOG: u32 = 0x1183;
+pub const KERNEL_WORK_GROUP_SIZE: u32 = 0x11B0;
+pub const PROFILING_COMMAND_START: u32 = 0x1282;
+pub const PROFILING_COMMAND_END: u32 = 0x1283;
+
+pub const SUCCESS: i32 = 0;
+pub const DEVICE_NOT_FOUND: i32 = -1;
+pub const MEM_OBJECT_ALLOCATION_FAILURE: i32 = -4;
+pub const OUT_OF_HOST_MEMORY: i32 = -6;
+pub const BUILD_PROGRAM_FAILURE: i32 = -11;
+pub const PLATFORM_NOT_FOUND_KHR: i32 = -1001;
+
+/// Symbolic name of an error code.
+pub fn code_name(code: i32) -> String {
+    let s = match code {
+        0 => "CL_SUCCESS",
+        -1 => "CL_DEVICE_NOT_FOUND",
+        -2 => "CL_DEVICE_NOT_AVAILABLE",
+        -3 => "CL_COMPILER_NOT_AVAILABLE",
+        -4 => "CL_MEM_OBJECT_ALLOCATION_FAILURE",
+        -5 => "CL_OUT_OF_RESOURCES",
+        -6 => "CL_OUT_OF_HOST_MEMORY",
+        -7 => "CL_PROFILING_INFO_NOT_AVAILABLE",
+        -8 => "CL_MEM_COPY_OVERLAP",
+        -11 => "CL_BUILD_PROGRAM_FAILURE",
+        -12 => "CL_MAP_FAILURE",
+        -13 => "CL_MISALIGNED_SUB_BUFFER_OFFSET",
+        -14 => "CL_EXEC_STATUS_ERROR_FOR_EVENTS_IN_WAIT_LIST",
+        -15 => "CL_COMPILE_PROGRAM_FAILURE",
+        -16 => "CL_LINKER_NOT_AVAILABLE",
+        -17 => "CL_LINK_PROGRAM_FAILURE",
+        -19 => "CL_KERNEL_ARG_INFO_NOT_AVAILABLE",
+        -30 => "CL_INVALID_VALUE",
+        -31 => "CL_INVALID_DEVICE_TYPE",
+        -32 => "CL_INVALID_PLATFORM",
+        -33 => "CL_INVALID_DEVICE",
+        -34 => "CL_INVALID_CONTEXT",
+        -35 => "CL_INVALID_QUEUE_PROPERTIES",
+        -36 => "CL_INVALID_COMMAND_QUEUE",
+        -37 => "CL_INVALID_HOST_PTR",
+        -38 => "CL_INVALID_MEM_OBJECT",
+        -42 => "CL_INVALID_BINARY",
+        -43 => "CL_INVALID_BUILD_OPTIONS",
+        -44 => "CL_INVALID_PROGRAM",
+        -45 => "CL_INVALID_PROGRAM_EXECUTABLE",
+        -46 => "CL_INVALID_KERNEL_NAME",
+        -47 => "CL_INVALID_KERNEL_DEFINITION",
+        -48 => "CL_INVALID_KERNEL",
+        -49 => "CL_INVALID_ARG_INDEX",
+        -50 => "CL_INVALID_ARG_VALUE",
+        -51 => "CL_INVALID_ARG_SIZE",
+        -52 => "CL_INVALID_KERNEL_ARGS",
+        -53 => "CL_INVALID_WORK_DIMENSION",
+        -54 => "CL_INVALID_WORK_GROUP_SIZE",
+        -55 => "CL_INVALID_WORK_ITEM_SIZE",
+        -56 => "CL_INVALID_GLOBAL_OFFSET",
+        -57 => "CL_INVALID_EVENT_WAIT_LIST",
+        -58 => "CL_INVALID_EVENT",
+        -59 => "CL_INVALID_OPERATION",
+        -61 => "CL_INVALID_BUFFER_SIZE",
+        -63 => "CL_INVALID_GLOBAL_WORK_SIZE",
+        -64 => "CL_INVALID_PROPERTY",
+        -1001 => "CL_PLATFORM_NOT_FOUND_KHR",
+        -9999 => "NVIDIA: illegal read or write to a buffer",
+        _ => return format!("OpenCL error {code}"),
+    };
+    format!("{s} ({code})")
+}
+
+fn next_step(code: i32) -> &'static str {
+    match code {
+        -2 | -33 | -36 => "The device may be lost or taken by another process; start again, and look at the system's log",
+        -3 => "Install the driver's compiler, or choose another device",
+        MEM_OBJECT_ALLOCATION_FAILURE | -5 | OUT_OF_HOST_MEMORY => {
+            "Use a smaller batch or free memory on the device; a driver also says this after a kernel that ran too long"
+        }
+        -54 | -55 => "The device's limit for this kernel is lower than the one it reported; please report the device",
+        _ => "Please report this with `halcyon devices --json`; --backend cpu does not need this driver",
+    }
+}
+
+/// [`Error::Driver`] for a call that returned `code`.
+pub fn driver_error(device: &str, call: &str, code: i32) -> Error {
+    Error::Driver { device: device.into(), call: call.into(), code: code_name(code), next: next_step(code).into() }
+}
+
+/// Fails unless `code` is success.
+pub fn check(device: &str, call: &str, code: i32) -> Result<()> {
+    if code == SUCCESS { Ok(()) } else { Err(driver_error(device, call, code)) }
+}
+
+/// What to do where there is no OpenCL.
+pub fn fix() -> String {
+    let s = if cfg!(target_os = "linux") {
+        "Install a GPU driver with OpenCL and the loader (apt-get install ocl-icd-libopencl1), or PoCL to run on the CPU \
+         (apt-get install pocl-opencl-icd ocl-icd-libopencl1), or name a library in HALCYON_OPENCL_LIBRARY"
+    } else if cfg!(target_os = "windows") {
+        "Install the GPU vendor's driver, which brings OpenCL.dll, or name a library in HALCYON_OPENCL_LIBRARY"
+    } else {
+        "Install an OpenCL driver, or name its library in HALCYON_OPENCL_LIBRARY"
+    };
+    s.into()
+}
+
+/// Environment variable that names the only library to try.
+pub const LIBRARY_VARIABLE: &str = "HALCYON_OPENCL_LIBRARY";
+
+/// Names and paths to try, in order.
+pub fn candidates() -> Vec<String> {
+    if let Some(named) = std::env::var_os(LIBRARY_VARIABLE).filter(|v| !v.is_empty()) {
+        return vec![named.to_string_lossy().into_owned()];
+    }
+    let names: &[&str] = if cfg!(target_os = "windows") {
+        &["OpenCL.dll"]
+    } else if cfg!(target_os = "macos") {
+        &["/System/Library/Frameworks/OpenCL.framework/OpenCL"]
+    } else if cfg!(target_os = "android") {
+        &["libOpenCL.so", "/vendor/lib64/libOpenCL.so", "/system/vendor/lib64/libOpenCL.so"]
+    } else {
+        &["libOpenCL.so.1", "libOpenCL.so"]
+    };
+    names.iter().map(|s| s.to_string()).collect()
+}
+
+/// The OpenCL library. A failure is not remembered, so a library installed later is found.
+///
+/// # Errors
+/// [`Error::Unavailable`] with the loader's reason for every name tried.
+pub fn load() -> Result<&'static Api> {
+    load_from(&candidates())
+}
+
+/// [`load`] from the first of these names that works.
+pub fn load_from(names: &[String]) -> Result<&'static Api> {
+    static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
+    let mut loaded = LOADED.lock().unwrap_or_else(|e| e.into_inner());
+    let mut tried = vec![];
+    for name in names {
+        if let Some(api) = loaded.get(name) {
+            return Ok(api);
+        }
+        // SAFETY: loading runs the library's initialisers. It is an OpenCL library by its name or by the user's word.
+        let lib = match unsafe { libloading::Library::new(name) } {
+            Ok(l) => l,
+            Err(e) => {
+                tried.push(format!("{name}: {}", innermost(&e)));
+                continue;
+            }
+        };
+        match Api::resolve(&lib, name.clone()) {
+            Ok(api) => {
+                // Drivers leave threads and exit handlers behind, so the library stays.
+                std::mem::forget(lib);
+                let api: &'static Api = Box::leak(Box::new(api));
+                loaded.insert(name.clone(), api);
+                return Ok(api);
+            }
+            Err(f) => tried.push(format!("{name}: it has no function {f}")),
+        }
+    }
+    let reason = "no OpenCL library could be loaded".into();
+    Err(Error::Unavailable { backend: "opencl".into(), tried, reason, fix: fix() })
+}
+
+/// The message of the cause, which names what the loader met; the outer ones only say "dlopen failed".
+fn innermost(e: &dyn std::error::Error) -> String {
+    let mut e = e;
+    while let Some(s) = e.source() {
+        e = s;
+    }
+    e.to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_missing_library_is_an_error_that_lists_what_was_tried() {
+        let e = load_from(&["libnothing-here.so.7".into(), "/nowhere/libOpenCL.so".into()]).unwrap_err();
+        let Error::Unavailable { tried, fix, .. } = &e else { panic!("{e}") };
+        assert_eq!(tried.len(), 2);
+        assert!(tried[0].starts_with("libnothing-here.so.7: ") && tried[1].starts_with("/nowhere/libOpenCL.so: "));
+        assert!(tried[0].len() > "libnothing-here.so.7: ".len() + 5, "the loader's reason is there: {tried:?}");
+        assert!(!fix.is_empty() && e.exit_code() == 4);
+    }
+
+    #[test]
+    #[cfg(target_os = "linux")]
+    fn a_library_that_is_not_opencl_is_named_with_what_it_lacks() {
+        let e = load_from(&["libc.so.6".into()]).unwrap_err();
+        assert!(e.to_string().contains("libc.so.6: it has no function cl"), "{e}");
+    }
+
+    #[test]
+    fn codes_have_names() {
+        assert_eq!(code_name(-54), "CL_INVALID_WORK_GROUP_SIZE (-54)");
+        assert_eq!(code_name(-777), "OpenCL error -777");
+        let e = driver_error("opencl:0", "clFinish", -5).to_string();
+        assert!(e.contains("clFinish failed on opencl:0: CL_OUT_OF_RESOURCES (-5)"), "{e}");
+    }
+}

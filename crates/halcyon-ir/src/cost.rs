@@ -1,0 +1,64 @@
+//! Work of the structured ops: floating-point (or integer) operations and the bytes that must move at least.
+
+use crate::layout::View;
+use crate::op::Op;
+use crate::target::Operand;
+
+fn distinct(v: &View) -> usize {
+    (0..v.rank())
+        .filter(|&k| v.strides[k] != 0)
+        .map(|k| v.shape[k])
+        .product()
+}
+
+/// `(flops, bytes)` of one execution. A multiply-add counts two.
+pub fn of(op: &Op, inputs: &[Operand], output: &Operand) -> (u64, u64) {
+    let n = output.view.numel() as u64;
+    let size = |k: usize| inputs.get(k).map_or(0, |o| o.view.numel() as u64);
+    let flops = match op {
+        Op::Matmul => {
+            2 * n
+                * inputs
+                    .first()
+                    .and_then(|a| a.view.shape.last())
+                    .map_or(0, |k| *k as u64)
+        }
+        Op::Conv(_) => {
+            2 * n
+                * inputs
+                    .get(1)
+                    .map_or(0, |w| w.view.shape[1..].iter().product::<usize>() as u64)
+        }
+        Op::Pool(p) => n * p.kernel.iter().product::<usize>() as u64,
+        Op::PoolGrad(p) => size(1) * p.kernel.iter().product::<usize>() as u64,
+        Op::ArgReduce { .. } | Op::Scan { .. } => size(0),
+        Op::ArgSort { axis, .. } => {
+            let len = inputs.first().map_or(1, |x| x.view.shape[*axis].max(2)) as f64;
+            (n as f64 * len.log2()) as u64
+        }
+        Op::Composite(c) => match &*c.name {
+            // Two products of [sq, sk] by d, and the softmax between.
+            "attention" if inputs.len() >= 2 => {
+                let (q, k) = (&inputs[0].view.shape, &inputs[1].view.shape);
+                let scores = (q[0] * q[1] * q[2] * k[2]) as u64;
+                scores * (4 * q[3] as u64 + 12)
+            }
+            _ => 8 * n,
+        },
+        _ => 0,
+    };
+    let read: u64 = inputs
+        .iter()
+        .map(|o| o.dtype.bytes(distinct(&o.view)) as u64)
+        .sum();
+    let moved = match op {
+        // Only the rows that are picked or replaced move.
+        Op::Gather { .. } | Op::GatherElements { .. } => {
+            2 * output.dtype.bytes(n as usize) as u64
+                + inputs.get(1).map_or(0, |i| i.dtype.bytes(i.view.numel()) as u64)
+        }
+        Op::UpdateSlice { .. } => 2 * inputs.get(1).map_or(0, |u| u.dtype.bytes(u.view.numel()) as u64),
+        _ => read + output.dtype.bytes(n as usize) as u64,
+    };
+    (flops, moved)
+}

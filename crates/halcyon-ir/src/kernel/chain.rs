@@ -1,0 +1,373 @@
+//! Fused chains: element-wise code over strided views, with an optional reduction at its end.
+
+use super::template::{Template, index_type, reduction, typed};
+use super::{Buf, Builder, E, Kernel, Launch, Local, Ty, Var};
+use crate::dtype::{Class, DType, Scalar};
+use crate::error::{Error, Result};
+use crate::fused::{Fused, InstrKind, Param};
+use crate::layout::View;
+use crate::scalar_op::ScalarOp;
+use crate::target::Caps;
+
+/// Work-items of a group that shares one reduction.
+const REDUCE: u32 = 128;
+/// Elements one work-item sums before it adds to its total, so that rounding errors do not grow with the length.
+const RUN: i64 = 64;
+
+/// One kernel for a fused chain. Its buffers are the sources (`Load::input`) in order, then the outputs in order.
+///
+/// The kernel depends on the ranks, the types, the body, which strides are 0, whether the innermost is 1 and which axes are
+/// masked; sizes, strides, offsets, mask bounds and literals are parameters. Programs are shared by [`Kernel::key`].
+///
+/// # Errors
+/// [`Error::Unsupported`] for a bit cast that has no kernel form (f16), and what the verifier finds.
+pub fn lower_fused(f: &Fused, caps: &Caps) -> Result<(Kernel, Launch)> {
+    let views = f
+        .loads
+        .iter()
+        .map(|l| &l.view)
+        .chain(f.outs.iter().map(|o| &o.view));
+    let space = View::dense(&f.space);
+    let ix = index_type(views.chain([&space]));
+    let outer: usize = f.outer().iter().product();
+    let inner: usize = f.inner().iter().product();
+    // One work-item per result where there are many of them or little to reduce, else one group per result.
+    let alone = f.reduced == 0 || inner <= 32 || (caps.is_cpu && outer >= 64) || outer >= 1 << 16;
+    let name = match (f.reduced > 0, alone) {
+        (false, _) => "chain",
+        (true, true) => "chain_reduce",
+        (true, false) => "chain_reduce_group",
+    };
+    let (group, needs) = if alone {
+        (256.min(caps.max_workgroup), false)
+    } else {
+        (REDUCE, true)
+    };
+    let t = Template::with_index(name, group, ix);
+    if needs && REDUCE > caps.max_workgroup {
+        return Err(Error::unsupported(
+            "a group reduction",
+            "The device's groups are too small",
+        ));
+    }
+    if f.reduced == 0 {
+        t.b.may_alias();
+    }
+    let w = Chain::declare(&t, f)?;
+    let b = &t.b;
+    let groups = if alone {
+        let i = b.linear_id();
+        b.if_(i.lt(w.count), || {
+            let idx = t.split(b.let_(i), &w.outer);
+            if f.reduced == 0 {
+                let v = w.body(b, &idx);
+                match v {
+                    Ok(v) => w.write(
+                        b,
+                        &idx,
+                        &f.outs.iter().map(|o| v[o.value as usize]).collect::<Vec<_>>(),
+                    ),
+                    Err(e) => w.fail(e),
+                }
+                return;
+            }
+            let total = w.accumulators(b);
+            b.for_(0, w.reduced, RUN, |start| {
+                let part = w.accumulators(b);
+                b.for_(start, (start + RUN).min(w.reduced), 1, |r| {
+                    w.step(&t, &idx, r, &part)
+                });
+                w.combine(b, &total, &part.iter().map(|p| p.get()).collect::<Vec<_>>());
+            });
+            w.write(b, &idx, &total.iter().map(|v| v.get()).collect::<Vec<_>>());
+        });
+        (outer as u64).div_ceil(group as u64)
+    } else {
+        let row = b.linear_group();
+        b.if_(row.lt(w.count), || {
+            let idx = t.split(b.let_(row), &w.outer);
+            let total = w.accumulators(b);
+            b.for_(b.local_id(0), w.reduced, REDUCE, |r| w.step(&t, &idx, r, &total));
+            let mut scratch: Vec<(Ty, Local<'_>)> = vec![];
+            let sums: Vec<E<'_>> = total
+                .iter()
+                .zip(&f.outs)
+                .map(|(v, o)| {
+                    let v = v.get();
+                    let l = match scratch.iter().find(|(ty, _)| *ty == v.ty()) {
+                        Some((_, l)) => *l,
+                        None => {
+                            let l = b.local(v.ty(), REDUCE);
+                            scratch.push((v.ty(), l));
+                            l
+                        }
+                    };
+                    b.group_reduce(o.reduce.map_or(super::Reduce::Add, reduction), v, l)
+                })
+                .collect();
+            b.if_(b.local_id(0).equals(0), || w.write(b, &idx, &sums));
+        });
+        outer as u64
+    };
+    let error = w.error.take();
+    drop(w);
+    match error {
+        Some(e) => Err(e),
+        None => t.finish(groups, caps.max_groups),
+    }
+}
+
+/// Which of [`Fused::params`] parameter `k` of a kernel made by [`lower_fused`] carries.
+pub fn fused_param(kernel: &Kernel, k: usize) -> Option<usize> {
+    kernel.params.get(k)?.name.strip_prefix('a')?.parse().ok()
+}
+
+struct Source<'a> {
+    buf: Buf,
+    offset: E<'a>,
+    strides: Vec<Option<E<'a>>>,
+    /// Bounds of the masked axes.
+    mask: Vec<(usize, E<'a>, E<'a>)>,
+}
+
+struct Chain<'a> {
+    f: &'a Fused,
+    loads: Vec<Source<'a>>,
+    outs: Vec<Source<'a>>,
+    params: Vec<E<'a>>,
+    /// Points outside the reduction, and in it.
+    count: E<'a>,
+    reduced: E<'a>,
+    outer: Vec<E<'a>>,
+    inner: Vec<E<'a>>,
+    error: std::cell::Cell<Option<Error>>,
+}
+
+impl<'a> Chain<'a> {
+    fn declare(t: &'a Template, f: &'a Fused) -> Result<Chain<'a>> {
+        let b = &t.b;
+        let inputs = f.loads.iter().map(|l| l.input + 1).max().unwrap_or(0);
+        let mut bufs = vec![];
+        for i in 0..inputs {
+            let mut types = f.loads.iter().filter(|l| l.input == i).map(|l| l.dtype);
+            let d = types.next().unwrap_or(DType::U8);
+            if types.any(|t| t != d) {
+                return Err(Error::internal("a fused kernel reads one buffer as two types"));
+            }
+            bufs.push(b.raw_buffer(d, false));
+        }
+        let outs: Vec<Buf> = f.outs.iter().map(|o| b.raw_buffer(o.dtype, true)).collect();
+        let count = t.size("n", f.outer().iter().product::<usize>());
+        let reduced = t.size("r", f.inner().iter().product::<usize>());
+        let border = f.space.len() - f.reduced;
+        // The first dimension of each part is never divided by.
+        let dims: Vec<E<'a>> = (0..f.space.len())
+            .map(|k| {
+                if k == 0 {
+                    count
+                } else if k == border {
+                    reduced
+                } else {
+                    t.size(&format!("d{k}"), f.space[k])
+                }
+            })
+            .collect();
+        let mut params = vec![];
+        for (i, (d, v)) in f.params.iter().enumerate() {
+            let (name, ty) = (format!("a{i}"), Ty::of(*d));
+            let value = match v {
+                Param::Literal(s) => s.cast(*d),
+                // Filled in by the plan at submission.
+                Param::Arg(_) => Scalar::I(0),
+            };
+            params.push(if ty == Ty::Bool {
+                t.value(&name, Scalar::U(value.as_bool() as u64));
+                b.param(&name, Ty::U32).differs(0u32)
+            } else {
+                t.value(&name, value.cast(ty.dtype()));
+                b.param(&name, ty)
+            });
+        }
+        let loads = f.loads.iter().enumerate();
+        let loads = loads
+            .map(|(i, l)| source(t, &format!("l{i}"), bufs[l.input as usize], &l.view))
+            .collect();
+        let outs = f.outs.iter().zip(outs).enumerate();
+        let outs = outs
+            .map(|(i, (o, buf))| source(t, &format!("w{i}"), buf, &o.view))
+            .collect();
+        let (outer, inner) = (dims[..border].to_vec(), dims[border..].to_vec());
+        Ok(Chain {
+            f,
+            loads,
+            outs,
+            params,
+            count,
+            reduced,
+            outer,
+            inner,
+            error: Default::default(),
+        })
+    }
+
+    fn fail(&self, e: Error) {
+        let old = self.error.take();
+        self.error.set(Some(old.unwrap_or(e)));
+    }
+
+    /// Values of all instructions at a point.
+    fn body(&self, b: &'a Builder, idx: &[E<'a>]) -> Result<Vec<E<'a>>> {
+        let f = self.f;
+        let mut v: Vec<E<'a>> = Vec::with_capacity(f.body.len());
+        for i in &f.body {
+            let arg = |k: usize| v[i.args[k] as usize];
+            let from = || f.body[i.args[0] as usize].dtype;
+            let e = match i.kind {
+                InstrKind::Load(l) => self.load(b, l as usize, idx),
+                InstrKind::Iota(axis) => idx[axis as usize].cast(i.dtype),
+                InstrKind::Param(p) => self.params[p as usize],
+                InstrKind::Op(op) => {
+                    let x: Vec<E<'a>> = (0..i.args.len()).map(arg).collect();
+                    let data = f.body[i.args[if op == ScalarOp::Select { 1 } else { 0 }] as usize].dtype;
+                    typed(b, op, data, &x)
+                }
+                InstrKind::Cast if from() == i.dtype => arg(0),
+                InstrKind::Cast => arg(0).cast(i.dtype),
+                InstrKind::Bitcast => bitcast(from(), i.dtype, arg(0))?,
+            };
+            v.push(e);
+        }
+        Ok(v)
+    }
+
+    fn load(&self, b: &'a Builder, l: usize, idx: &[E<'a>]) -> E<'a> {
+        let s = &self.loads[l];
+        let at = s.at(idx);
+        let inside = s
+            .mask
+            .iter()
+            .map(|(k, lo, hi)| idx[*k].ge(*lo).and(idx[*k].lt(*hi)))
+            .reduce(|x, y| x.and(y));
+        match inside {
+            None => b.load(s.buf, at),
+            Some(g) => {
+                let v = b.load_if(s.buf, at, g);
+                match self.f.loads[l].fill {
+                    Some(p) => g.select(v, self.params[p as usize]),
+                    None => v,
+                }
+            }
+        }
+    }
+
+    fn write(&self, b: &'a Builder, idx: &[E<'a>], v: &[E<'a>]) {
+        for (s, v) in self.outs.iter().zip(v) {
+            b.store(s.buf, s.at(idx), *v);
+        }
+    }
+
+    fn accumulators(&self, b: &'a Builder) -> Vec<Var<'a>> {
+        let outs = self.f.outs.iter();
+        outs.map(|o| {
+            let d = self.f.body[o.value as usize].dtype.compute();
+            b.var_of(
+                Ty::of(d),
+                o.reduce
+                    .map_or(Scalar::I(0), |k| k.identity(self.f.body[o.value as usize].dtype)),
+            )
+        })
+        .collect()
+    }
+
+    fn combine(&self, b: &'a Builder, acc: &[Var<'a>], v: &[E<'a>]) {
+        for ((o, a), v) in self.f.outs.iter().zip(acc).zip(v) {
+            let d = self.f.body[o.value as usize].dtype.compute();
+            if let Some(k) = o.reduce {
+                a.set(typed(b, k.op(d), d, &[a.get(), *v]));
+            }
+        }
+    }
+
+    /// Adds the point with outer index `idx` and linear reduced index `r`.
+    fn step(&self, t: &'a Template, idx: &[E<'a>], r: E<'a>, acc: &[Var<'a>]) {
+        let mut full = idx.to_vec();
+        full.extend(t.split(r, &self.inner));
+        match self.body(&t.b, &full) {
+            Ok(v) => self.combine(
+                &t.b,
+                acc,
+                &self
+                    .f
+                    .outs
+                    .iter()
+                    .map(|o| v[o.value as usize])
+                    .collect::<Vec<_>>(),
+            ),
+            Err(e) => self.fail(e),
+        }
+    }
+}
+
+impl<'a> Source<'a> {
+    fn at(&self, idx: &[E<'a>]) -> E<'a> {
+        let terms = idx
+            .iter()
+            .zip(&self.strides)
+            .filter_map(|(i, s)| s.map(|s| *i * s));
+        terms.fold(self.offset, |a, t| a + t)
+    }
+}
+
+fn source<'a>(t: &'a Template, name: &str, buf: Buf, v: &View) -> Source<'a> {
+    let last = v.rank().wrapping_sub(1);
+    let offset = t.size(&format!("{name}o"), v.offset as i64);
+    let strides = v.strides.iter().enumerate().map(|(k, &s)| match s {
+        0 => None,
+        1 if k == last => Some(t.b.index(1)),
+        s => Some(t.size(&format!("{name}s{k}"), s as i64)),
+    });
+    let strides = strides.collect();
+    let mask = v
+        .mask
+        .iter()
+        .flatten()
+        .enumerate()
+        .filter(|(k, m)| **m != (0, v.shape[*k]));
+    let mask = mask.map(|(k, m)| {
+        (
+            k,
+            t.size(&format!("{name}m{k}"), m.0),
+            t.size(&format!("{name}h{k}"), m.1),
+        )
+    });
+    let mask = mask.collect();
+    Source {
+        buf,
+        offset,
+        strides,
+        mask,
+    }
+}
+
+fn bitcast(from: DType, to: DType, v: E<'_>) -> Result<E<'_>> {
+    Ok(match (from, to) {
+        (a, b) if a == b => v,
+        (DType::BF16, DType::U16 | DType::I16) => v.bitcast(Ty::U32).shr(16u32).cast(to),
+        (DType::U16 | DType::I16, DType::BF16) => v.cast(DType::U16).shl(16u32).bitcast(Ty::F32),
+        (DType::F16, _) | (_, DType::F16) => {
+            return Err(Error::unsupported(
+                format!("a bit cast from {from} to {to} in a kernel"),
+                "Use the cpu backend",
+            ));
+        }
+        (a, b) if a.bits() >= 32 => {
+            let _ = a;
+            v.bitcast(Ty::of(b))
+        }
+        (a, b) if a.class() == Class::Float || b.class() == Class::Float => {
+            return Err(Error::internal(format!("bit cast from {a} to {b}")));
+        }
+        // Integers of one width under 32 bits: the other sign is a wrap.
+        (_, b) => v.cast(b),
+    })
+}

@@ -1,0 +1,208 @@
+//! Gathers, scatters and slice updates. Indices may be negative (from the end); one out of range is clamped and sets the
+//! fault word. Scatters are deterministic: one work-item owns each result and walks the updates in order.
+
+use super::template::{Access, GROUP, Template, typed};
+use super::{Builder, E, Fault, Kernel, Launch, Ty};
+use crate::error::Result;
+use crate::op::ScatterKind;
+use crate::scalar_op::ScalarOp;
+use crate::target::{Caps, Operand};
+
+/// A loaded index, wrapped and clamped into `0..n`, and whether it was in range.
+fn wrapped<'a>(b: &'a Builder, raw: E<'a>, n: E<'a>) -> (E<'a>, E<'a>) {
+    // Judged in 64 bits, so that no index looks valid after narrowing.
+    let wide = match raw.ty() {
+        Ty::U64 => raw.min(u64::MAX >> 1).to(Ty::I64),
+        _ => raw.to(Ty::I64),
+    };
+    let n64 = n.to(Ty::I64);
+    let wide = b.let_(wide.lt(0).select(wide + n64, wide));
+    let ok = wide.ge(0).and(wide.lt(n64));
+    (wide.min(n64 - 1).max(0).to(n.ty()), ok)
+}
+
+fn checked<'a>(b: &'a Builder, raw: E<'a>, n: E<'a>, fault: Fault<'a>) -> E<'a> {
+    let (i, ok) = wrapped(b, raw, n);
+    b.if_(!ok, || fault.set());
+    i
+}
+
+/// `out[a…, i…, b…] = x[a…, index[i…], b…]`.
+pub(super) fn gather(
+    axis: usize,
+    x: &Operand,
+    index: &Operand,
+    out: &Operand,
+    caps: &Caps,
+) -> Result<(Kernel, Launch)> {
+    let t = Template::new("gather", GROUP, &[x, index, out]);
+    let (ax, ai, ao) = (t.input(x), t.input(index), t.output(out));
+    let b = &t.b;
+    let fault = b.fault();
+    let n = t.size("len", x.view.shape[axis]);
+    let r = index.view.rank();
+    let groups = t.points(&out.view.shape, |_, idx| {
+        let i = checked(b, ai.load(b, &idx[axis..axis + r]), n, fault);
+        let mut at = idx[..axis].to_vec();
+        at.push(i);
+        at.extend(&idx[axis + r..]);
+        ao.store(b, idx, ax.load(b, &at));
+    });
+    t.finish(groups, caps.max_groups)
+}
+
+/// `out[i…] = x[i… with i_axis = index[i…]]`.
+pub(super) fn gather_elements(
+    axis: usize,
+    x: &Operand,
+    index: &Operand,
+    out: &Operand,
+    caps: &Caps,
+) -> Result<(Kernel, Launch)> {
+    let t = Template::new("gather_elements", GROUP, &[x, index, out]);
+    let (ax, ai, ao) = (t.input(x), t.input(index), t.output(out));
+    let b = &t.b;
+    let fault = b.fault();
+    let n = t.size("len", x.view.shape[axis]);
+    let groups = t.points(&out.view.shape, |_, idx| {
+        let mut at = idx.to_vec();
+        at[axis] = checked(b, ai.load(b, idx), n, fault);
+        ao.store(b, idx, ax.load(b, &at));
+    });
+    t.finish(groups, caps.max_groups)
+}
+
+fn scatter_op(kind: ScatterKind) -> Option<ScalarOp> {
+    match kind {
+        ScatterKind::Set => None,
+        ScatterKind::Add => Some(ScalarOp::Add),
+        ScatterKind::Mul => Some(ScalarOp::Mul),
+        ScatterKind::Max => Some(ScalarOp::Max),
+        ScatterKind::Min => Some(ScalarOp::Min),
+    }
+}
+
+/// Scatter along an axis. With `rows`, index `[i…]` names whole slices (updates `[a…, i…, b…]`); else index and updates have one
+/// shape, no larger than the base outside the axis.
+///
+/// Each result walks the updates of its column in index order: work is results × updates, without atomics.
+pub(super) fn scatter(
+    axis: usize,
+    kind: ScatterKind,
+    rows: bool,
+    base: &Operand,
+    index: &Operand,
+    updates: &Operand,
+    out: &Operand,
+    caps: &Caps,
+) -> Result<(Kernel, Launch)> {
+    let t = Template::new(
+        if rows { "scatter_rows" } else { "scatter_elements" },
+        GROUP,
+        &[base, index, updates, out],
+    );
+    let (ax, ai, au, ao) = (t.input(base), t.input(index), t.input(updates), t.output(out));
+    let b = &t.b;
+    let fault = b.fault();
+    let d = base.dtype;
+    let n = t.size("len", base.view.shape[axis]);
+    let walk: usize = if rows {
+        index.view.numel()
+    } else {
+        index.view.shape[axis]
+    };
+    let steps = t.size("steps", walk);
+    let idims = t.sizes("i", &index.view.shape);
+    let groups = t.points(&out.view.shape, |_, idx| {
+        let acc = b.var(ax.load(b, idx));
+        // Of a column that the index does not reach nothing changes.
+        let mut reached: Option<E<'_>> = None;
+        if !rows {
+            for k in (0..idx.len()).filter(|&k| k != axis) {
+                let ok = idx[k].lt(idims[k]);
+                reached = Some(reached.map_or(ok, |r| r.and(ok)));
+            }
+        }
+        let visit = || {
+            b.for_(0, steps, 1, |s| {
+                let (ii, ui) = if rows {
+                    let ii = t.split(s, &idims);
+                    let mut ui = idx[..axis].to_vec();
+                    ui.extend(&ii);
+                    ui.extend(&idx[axis + 1..]);
+                    (ii, ui)
+                } else {
+                    let mut ii = idx.to_vec();
+                    ii[axis] = s;
+                    (ii.clone(), ii)
+                };
+                let (i, ok) = wrapped(b, ai.load(b, &ii), n);
+                b.if_(!ok, || fault.set());
+                b.if_(i.equals(idx[axis]), || {
+                    let u = au.load(b, &ui);
+                    acc.set(match scatter_op(kind) {
+                        None => u,
+                        Some(op) => typed(b, op, d, &[acc.get(), u]),
+                    });
+                });
+            });
+        };
+        match reached {
+            Some(r) => b.if_(r, visit),
+            None => visit(),
+        }
+        ao.store(b, idx, acc.get());
+    });
+    t.finish(groups, caps.max_groups)
+}
+
+/// Writes `update` at `position` along `axis` of a tensor already in the output's buffer (clamped so that it fits).
+pub(super) fn update_slice(
+    axis: usize,
+    update: &Operand,
+    position: &Operand,
+    out: &Operand,
+    caps: &Caps,
+) -> Result<(Kernel, Launch)> {
+    let t = Template::new("update_slice", GROUP, &[update, position, out]);
+    let (au, ap, ao) = (t.input(update), t.input(position), t.output(out));
+    let b = &t.b;
+    let fault = b.fault();
+    let room = t.size("room", out.view.shape[axis] - update.view.shape[axis]);
+    let groups = t.points(&update.view.shape, |_, idx| {
+        let p = ap.load(b, &[]);
+        let wide = match p.ty() {
+            Ty::U64 => p.min(u64::MAX >> 1).to(Ty::I64),
+            _ => p.to(Ty::I64),
+        };
+        let (wide, most) = (b.let_(wide), room.to(Ty::I64));
+        b.if_(wide.lt(0).or(wide.gt(most)), || fault.set());
+        let start = wide.max(0).min(most).to(room.ty());
+        let mut at = idx.to_vec();
+        at[axis] = at[axis] + start;
+        ao.store(b, &at, au.load(b, idx));
+    });
+    t.finish(groups, caps.max_groups)
+}
+
+/// Copies a strided tensor into a dense one, at `start` along `axis` (a part of a concatenation).
+pub(super) fn copy(
+    axis: usize,
+    start: usize,
+    x: &Operand,
+    out: &Operand,
+    caps: &Caps,
+) -> Result<(Kernel, Launch)> {
+    let t = Template::new("copy", GROUP, &[x, out]);
+    let (ax, ao): (Access<'_>, Access<'_>) = (t.input(x), t.output(out));
+    let b = &t.b;
+    let start = t.size("start", start);
+    let groups = t.points(&x.view.shape, |_, idx| {
+        let mut at = idx.to_vec();
+        if let Some(a) = at.get_mut(axis) {
+            *a = *a + start;
+        }
+        ao.store(b, &at, ax.load(b, idx));
+    });
+    t.finish(groups, caps.max_groups)
+}

@@ -1,0 +1,225 @@
+//! What the templates share: parameters declared together with their values, strided operands, output points.
+//!
+//! A value given here only ever reaches the launch, never the text, so a kernel serves every shape of its class. What
+//! does change the text: types, ranks, and for each operand which strides are 0 and whether the innermost is 1.
+
+use super::{Buf, Builder, E, Kernel, Launch, Reduce, Ty};
+use crate::dtype::{DType, Scalar};
+use crate::error::Result;
+use crate::layout::View;
+use crate::op::ReduceKind;
+use crate::scalar_op::ScalarOp;
+use crate::target::Operand;
+use std::cell::RefCell;
+
+/// Work-items of a group in templates that have no reason for another number.
+pub(super) const GROUP: u32 = 64;
+
+/// A kernel under construction and the parameter values of its launch.
+#[derive(Debug)]
+pub(super) struct Template {
+    pub b: Builder,
+    values: RefCell<Vec<(String, Scalar)>>,
+}
+
+/// An operand with run-time strides.
+#[derive(Debug)]
+pub(super) struct Access<'a> {
+    pub buf: Buf,
+    /// `None` where the stride is zero.
+    strides: Vec<Option<E<'a>>>,
+}
+
+/// Whether indexes of these operands need 64 bits.
+pub(super) fn index_type<'a>(views: impl IntoIterator<Item = &'a View>) -> Ty {
+    let fits = |v: &View| {
+        let reach: u128 = v
+            .strides
+            .iter()
+            .zip(&v.shape)
+            .map(|(s, n)| s.unsigned_abs() as u128 * *n as u128)
+            .sum();
+        // Half the range, so that a grid's padding and a tile past the end still fit.
+        reach + (v.offset.unsigned_abs() as u128) < 1 << 30 && v.numel() < 1 << 30
+    };
+    if views.into_iter().all(fits) {
+        Ty::I32
+    } else {
+        Ty::I64
+    }
+}
+
+impl Template {
+    /// A kernel over operands, with a workgroup of `n` work-items in one dimension.
+    pub fn new(name: &str, n: u32, operands: &[&Operand]) -> Template {
+        Template::with_index(name, n, index_type(operands.iter().map(|o| &o.view)))
+    }
+
+    pub fn with_index(name: &str, n: u32, ix: Ty) -> Template {
+        Template {
+            b: Builder::with_index(name, [n, 1, 1], ix),
+            values: RefCell::default(),
+        }
+    }
+
+    pub fn value(&self, name: &str, v: impl Into<Scalar>) {
+        self.values.borrow_mut().push((name.to_string(), v.into()))
+    }
+
+    /// A size, stride or padding: an index parameter with its value.
+    pub fn size(&self, name: &str, v: impl Into<Scalar>) -> E<'_> {
+        self.value(name, v);
+        self.b.size(name)
+    }
+
+    pub fn sizes(&self, name: &str, v: &[usize]) -> Vec<E<'_>> {
+        v.iter()
+            .enumerate()
+            .map(|(i, &v)| self.size(&format!("{name}{i}"), v))
+            .collect()
+    }
+
+    /// A float literal.
+    pub fn float(&self, name: &str, ty: Ty, v: f64) -> E<'_> {
+        self.value(name, Scalar::F(v));
+        self.b.param(name, ty)
+    }
+
+    pub fn input(&self, o: &Operand) -> Access<'_> {
+        self.operand(o, false)
+    }
+
+    pub fn output(&self, o: &Operand) -> Access<'_> {
+        self.operand(o, true)
+    }
+
+    fn operand(&self, o: &Operand, write: bool) -> Access<'_> {
+        let buf = self.b.buffer(o.dtype, write);
+        let n = buf.id.0;
+        self.value(&format!("o{n}"), o.view.offset as i64);
+        let last = o.view.rank().wrapping_sub(1);
+        let strides = (0..o.view.rank()).map(|k| {
+            let (s, one) = (o.view.strides[k] as i64, o.view.shape[k] == 1);
+            if k == last && (s == 1 || one) {
+                Some(self.b.index(1))
+            } else if s == 0 && !one {
+                None
+            } else {
+                Some(self.size(&format!("s{n}_{k}"), if one { 0 } else { s }))
+            }
+        });
+        Access {
+            buf,
+            strides: strides.collect(),
+        }
+    }
+
+    /// Splits a linear index over `dims` into one index per axis, the last fastest.
+    pub fn split<'a>(&'a self, linear: E<'a>, dims: &[E<'a>]) -> Vec<E<'a>> {
+        let mut rest = linear;
+        let mut idx = vec![rest; dims.len()];
+        for k in (0..dims.len()).rev() {
+            if k == 0 {
+                idx[0] = rest;
+            } else {
+                idx[k] = rest.imod(dims[k]);
+                rest = rest.idiv(dims[k]);
+            }
+        }
+        idx
+    }
+
+    /// Runs `f` with the index of each point of a space of `dims`, one work-item each; gives the number of groups.
+    pub fn points<'a>(&'a self, shape: &[usize], f: impl FnOnce(E<'a>, &[E<'a>])) -> u64 {
+        let n: usize = shape.iter().product();
+        let count = self.size("n", n);
+        let dims: Vec<E<'a>> = (0..shape.len())
+            .map(|k| {
+                if k == 0 {
+                    count
+                } else {
+                    self.size(&format!("d{k}"), shape[k])
+                }
+            })
+            .collect();
+        let i = self.b.linear_id();
+        self.b.if_(i.lt(count), || {
+            let i = self.b.let_(i);
+            f(i, &self.split(i, &dims))
+        });
+        (n as u64).div_ceil(GROUP as u64)
+    }
+
+    /// Verifies the kernel and binds the launch over `groups` groups.
+    pub fn finish(self, groups: u64, max_groups: u32) -> Result<(Kernel, Launch)> {
+        let values = self.values.into_inner();
+        let k = self.b.finish()?;
+        let v: Vec<(&str, Scalar)> = values.iter().map(|(n, v)| (n.as_str(), *v)).collect();
+        let l = Launch::bind(&k, Launch::fold(groups, max_groups), &v)?;
+        Ok((k, l))
+    }
+}
+
+impl<'a> Access<'a> {
+    /// Element index (without the offset) of a multi-index.
+    pub fn at(&self, b: &'a Builder, idx: &[E<'a>]) -> E<'a> {
+        let terms = idx
+            .iter()
+            .zip(&self.strides)
+            .filter_map(|(i, s)| s.map(|s| *i * s));
+        terms.reduce(|a, t| a + t).unwrap_or_else(|| b.index(0))
+    }
+
+    pub fn load(&self, b: &'a Builder, idx: &[E<'a>]) -> E<'a> {
+        b.load(self.buf, self.at(b, idx))
+    }
+
+    pub fn load_if(&self, b: &'a Builder, idx: &[E<'a>], guard: E<'a>) -> E<'a> {
+        b.load_if(self.buf, self.at(b, idx), guard)
+    }
+
+    pub fn store(&self, b: &'a Builder, idx: &[E<'a>], v: E<'a>) {
+        b.store(self.buf, self.at(b, idx), v)
+    }
+}
+
+/// A scalar op with the wrapping that element types promise: C's signed overflow is undefined, so signed sums and products
+/// go through the unsigned type; types under 32 bits wrap after every op.
+pub(super) fn typed<'a>(b: &'a Builder, op: ScalarOp, d: DType, x: &[E<'a>]) -> E<'a> {
+    let unsigned = match Ty::of(d) {
+        Ty::I32 => Some((Ty::U32, Ty::I32)),
+        Ty::I64 => Some((Ty::U64, Ty::I64)),
+        _ => None,
+    };
+    let wraps = matches!(op, ScalarOp::Add | ScalarOp::Sub | ScalarOp::Mul | ScalarOp::Neg);
+    let v = match unsigned {
+        Some((u, s)) if wraps => {
+            let x: Vec<E<'a>> = x.iter().map(|x| x.bitcast(u)).collect();
+            b.op(op, &x).bitcast(s)
+        }
+        _ => b.op(op, x),
+    };
+    if d.is_int() && d.bits() < 32 && op.result(d) == d {
+        v.cast(d)
+    } else {
+        v
+    }
+}
+
+/// `acc + x y` in the compute type of `d`, wrapping.
+pub(super) fn multiply_add<'a>(b: &'a Builder, d: DType, x: E<'a>, y: E<'a>, acc: E<'a>) -> E<'a> {
+    if d.is_float() {
+        return x.fma(y, acc);
+    }
+    let c = d.compute();
+    typed(b, ScalarOp::Add, c, &[acc, typed(b, ScalarOp::Mul, c, &[x, y])])
+}
+
+pub(super) fn reduction(kind: ReduceKind) -> Reduce {
+    match kind {
+        ReduceKind::Sum => Reduce::Add,
+        ReduceKind::Prod => Reduce::Mul,
+        ReduceKind::Max => Reduce::Max,
+        ReduceKind::Min => Reduce::Min,
+    }
+}

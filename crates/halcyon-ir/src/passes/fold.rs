@@ -1,0 +1,167 @@
+//! Constant folding, by the reference's own arithmetic.
+//!
+//! A node whose operands are constants becomes a constant if that is small; a constant that holds one value everywhere becomes a
+//! literal ([`Op::Full`]), which costs no memory. Views that would grow a constant stay views, but what is computed from them
+//! folds.
+
+use super::rebuild::Rebuild;
+use crate::data::ConstData;
+use crate::dtype::Scalar;
+use crate::error::Result;
+use crate::graph::{Graph, Node, NodeId};
+use crate::op::Op;
+use crate::reference::eval_op;
+use crate::scalar_op::Rule;
+use crate::shape::Dims;
+use std::collections::HashMap;
+
+/// Largest result that is folded, in elements.
+pub const MAX_RESULT: usize = 65_536;
+/// Most work spent on one node, in multiply-adds or elements read.
+const MAX_WORK: usize = 1 << 22;
+
+/// Folds constants and drops dead nodes; returns the graph and how many nodes became constants or literals. A node whose
+/// evaluation fails (an index out of range, say) is left to fail where it runs.
+pub fn run(g: &Graph) -> Result<(Graph, usize)> {
+    let live = Rebuild::live(g);
+    let mut r = Rebuild::new(g);
+    // Values of constant nodes of the new graph; literals are recognised by their op.
+    let mut known: HashMap<NodeId, ConstData> = HashMap::new();
+    let mut changes = 0;
+    for id in g.ids().filter(|i| live[i.index()]) {
+        let n = g.node(id);
+        let new = r.copy(id)?;
+        if let Op::Const(c) = &n.op {
+            let small = c.numel() <= MAX_RESULT;
+            if let Some(v) = small.then(|| uniform(c)).flatten() {
+                changes += replace(&mut r, id, n, Op::Full(v));
+            } else {
+                known.insert(new, c.clone());
+            }
+            continue;
+        }
+        if n.op.is_leaf() {
+            continue;
+        }
+        if let Some(v) = literal(&r, n)? {
+            changes += replace(&mut r, id, n, Op::Full(v));
+            continue;
+        }
+        let Some(y) = value(&r, n, &known)? else { continue };
+        if let Some(v) = uniform(&y) {
+            changes += replace(&mut r, id, n, Op::Full(v));
+        } else if grows(n, &y, &r)? {
+            known.insert(new, y);
+        } else {
+            changes += replace(&mut r, id, n, Op::Const(y.clone()));
+            known.insert(r.get(id)?, y);
+        }
+    }
+    // What the replaced nodes were copied for is dead now.
+    let g = r.finish()?.0;
+    Ok((super::rebuild::prune(&g)?, changes))
+}
+
+fn replace(r: &mut Rebuild, id: NodeId, n: &Node, op: Op) -> usize {
+    let new = r.new.push_unchecked(Node {
+        op,
+        inputs: Default::default(),
+        ty: n.ty.clone(),
+        span: n.span.clone(),
+    });
+    r.set(id, new);
+    1
+}
+
+/// The one value a tensor holds everywhere.
+fn uniform(c: &ConstData) -> Option<Scalar> {
+    let (b, n) = (c.bytes(), c.dtype.size());
+    // Equal to itself shifted by one element.
+    (b.len() >= n && b[n..] == b[..b.len() - n])
+        .then(|| c.get(0))
+        .flatten()
+}
+
+/// The literal that a node of literals is, found without looking at a single element. Works for any shape, symbolic too.
+fn literal(r: &Rebuild, n: &Node) -> Result<Option<Scalar>> {
+    let x = r.operands(n)?;
+    let mut vals = vec![];
+    for i in &x {
+        match r.new.node(*i).op {
+            Op::Full(v) => vals.push(v),
+            _ => return Ok(None),
+        }
+    }
+    let Some(first) = vals.first().copied() else {
+        return Ok(None);
+    };
+    Ok(match &n.op {
+        Op::Scalar(s) => {
+            let on = if s.row().rule == Rule::Select { 1 } else { 0 };
+            match s.row().rule {
+                Rule::Select => Some(if first.as_bool() { vals[1] } else { vals[2] }),
+                _ => Some(s.eval(r.new.dtype(x[on]), &vals)),
+            }
+        }
+        Op::Cast => Some(first.cast(n.ty.dtype)),
+        Op::Bitcast => Some(Scalar::from_bytes(n.ty.dtype, &first.to_bytes(r.new.dtype(x[0])))),
+        Op::Reshape | Op::Permute(_) | Op::Expand | Op::Slice(_) => Some(first),
+        Op::Pad { value, .. } if *value == first => Some(first),
+        Op::Concat { .. } if vals.iter().all(|v| *v == first) => Some(first),
+        _ => None,
+    })
+}
+
+/// The node's value, if its operands' are known and it is small enough.
+fn value(r: &Rebuild, n: &Node, known: &HashMap<NodeId, ConstData>) -> Result<Option<ConstData>> {
+    let Some(dims) = n.ty.shape.known() else {
+        return Ok(None);
+    };
+    let x = r.operands(n)?;
+    let sizes: Option<Vec<Dims>> = x.iter().map(|i| r.new.shape(*i).known()).collect();
+    let Some(sizes) = sizes.filter(|s| work(&n.op, &dims, s).is_some_and(|w| w <= MAX_WORK)) else {
+        return Ok(None);
+    };
+    if count(&dims).is_none_or(|c| c > MAX_RESULT) {
+        return Ok(None);
+    }
+    let mut data = vec![];
+    for (i, d) in x.iter().zip(&sizes) {
+        match (known.get(i), &r.new.node(*i).op) {
+            (Some(c), _) => data.push(c.clone()),
+            (_, Op::Full(v)) => data.push(ConstData::splat(r.new.dtype(*i), d, *v)?),
+            _ => return Ok(None),
+        }
+    }
+    let refs: Vec<&ConstData> = data.iter().collect();
+    Ok(eval_op(&n.op, &refs, &n.ty, &[]).ok())
+}
+
+fn count(d: &[usize]) -> Option<usize> {
+    d.iter().try_fold(1usize, |a, b| a.checked_mul(*b))
+}
+
+/// Elements read plus multiply-adds.
+fn work(op: &Op, out: &[usize], x: &[Dims]) -> Option<usize> {
+    let per = match op {
+        Op::Matmul => *x.first()?.last()?,
+        Op::Conv(_) => count(x.get(1)?.get(1..)?)?,
+        Op::Pool(p) | Op::PoolGrad(p) => count(&p.kernel)?,
+        // What a body does between is not seen from outside; attention is the worst of the usual ones.
+        Op::Composite(_) => x.iter().filter_map(|d| count(d)).max()?,
+        _ => 1,
+    };
+    x.iter()
+        .map(|d| count(d))
+        .try_fold(count(out)?.checked_mul(per)?, |a, n| a.checked_add(n?))
+}
+
+/// Whether folding would turn a free view into more memory than its operand takes.
+fn grows(n: &Node, y: &ConstData, r: &Rebuild) -> Result<bool> {
+    let x = r.operands(n)?;
+    let before = (x.first())
+        .and_then(|i| r.new.shape(*i).known())
+        .and_then(|d| count(&d))
+        .unwrap_or(0);
+    Ok(n.op.is_view() && y.numel() > before)
+}

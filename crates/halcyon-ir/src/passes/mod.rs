@@ -1,0 +1,132 @@
+//! Graph passes, run by level.
+
+pub mod cse;
+pub mod fold;
+pub mod inline;
+pub mod rebuild;
+pub mod simplify;
+
+use crate::composite::Composite;
+use crate::error::{Error, Result};
+use crate::graph::Graph;
+use crate::plan::Receipt;
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::fmt;
+use std::str::FromStr;
+
+/// How far the optimiser may go.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Default, Serialize, Deserialize)]
+pub enum Level {
+    /// Each op by itself, in program order: the reference.
+    O0,
+    /// Folding, common subexpressions, fusion and whole composites, within the tolerances of the ops.
+    #[default]
+    O1,
+}
+
+impl Level {
+    pub fn name(self) -> &'static str {
+        ["O0", "O1"][self as usize]
+    }
+}
+
+impl fmt::Display for Level {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for Level {
+    type Err = Error;
+    fn from_str(s: &str) -> Result<Level> {
+        match s.trim().to_ascii_lowercase().as_str() {
+            "o0" | "0" | "none" | "debug" => Ok(Level::O0),
+            "o1" | "1" | "conservative" => Ok(Level::O1),
+            "o2" | "2" | "balanced" | "o3" | "3" | "aggressive" => Err(Error::unsupported(
+                format!("level {s}"),
+                "Use O0 or O1; O2 and O3 come in a later version",
+            )),
+            _ => Err(Error::argument(
+                "level",
+                format!("\"{s}\" is not a level; use O0 (none, debug) or O1 (conservative)"),
+            )),
+        }
+    }
+}
+
+/// Names of the transformations, for receipts and for switching one off.
+pub const FOLD: &str = "constant folding";
+pub const SIMPLIFY: &str = "simplification";
+pub const CSE: &str = "common subexpressions";
+pub const FUSION: &str = "fusion";
+pub const COMPOSITES: &str = "whole composites";
+pub const IN_PLACE: &str = "in-place updates";
+
+/// What to do to a graph.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
+pub struct PassOptions {
+    pub level: Level,
+    /// Transformations that are switched off.
+    pub without: BTreeSet<String>,
+}
+
+impl PassOptions {
+    pub fn at(level: Level) -> PassOptions {
+        PassOptions {
+            level,
+            without: BTreeSet::new(),
+        }
+    }
+
+    pub fn does(&self, name: &str) -> bool {
+        self.level > Level::O0 && !self.without.contains(name)
+    }
+}
+
+/// Runs the passes of the level. `claims` says which composites the device takes whole.
+pub fn optimize(
+    g: &Graph,
+    options: &PassOptions,
+    claims: &dyn Fn(&Composite) -> bool,
+) -> Result<(Graph, Vec<Receipt>)> {
+    let mut receipts = vec![];
+    let whole = options.does(COMPOSITES);
+    let kept = std::cell::Cell::new(0usize);
+    let (mut g, _) = inline::inline_composites(g, &|c| {
+        let keep = whole && claims(c);
+        kept.set(kept.get() + keep as usize);
+        keep
+    })?;
+    if kept.get() > 0 {
+        receipts.push(Receipt::new(COMPOSITES, kept.get()));
+    }
+    type Pass = fn(&Graph) -> Result<(Graph, usize)>;
+    let passes: [(&str, Pass); 3] = [(FOLD, fold::run), (SIMPLIFY, simplify::run), (CSE, cse::run)];
+    for (name, pass) in passes {
+        if options.does(name) {
+            let (h, n) = pass(&g)?;
+            g = h;
+            if n > 0 {
+                receipts.push(Receipt::new(name, n));
+            }
+        }
+    }
+    Ok((g, receipts))
+}
+
+#[cfg(test)]
+mod tests;
+
+#[cfg(test)]
+mod level_tests {
+    use super::*;
+
+    #[test]
+    fn levels_parse_in_any_case_and_say_what_is_not_there() {
+        assert_eq!("Conservative".parse::<Level>().unwrap(), Level::O1);
+        assert_eq!("DEBUG".parse::<Level>().unwrap(), Level::O0);
+        assert_eq!("o2".parse::<Level>().unwrap_err().exit_code(), 3);
+        assert_eq!("fast".parse::<Level>().unwrap_err().exit_code(), 2);
+    }
+}

@@ -1,0 +1,120 @@
+//! Copying a graph node by node while changing it.
+
+use crate::error::{Error, Result};
+use crate::graph::{Graph, Node, NodeId, Operands};
+use crate::op::Op;
+
+/// A graph under reconstruction. Inputs and arguments come first, all of them and in order, one node each; outputs and states
+/// are added by [`Rebuild::finish`].
+#[derive(Debug)]
+pub struct Rebuild<'a> {
+    old: &'a Graph,
+    pub new: Graph,
+    map: Vec<NodeId>,
+    inputs: Vec<NodeId>,
+    args: Vec<NodeId>,
+}
+
+/// Place of nodes that were not copied.
+pub const DROPPED: NodeId = NodeId(u32::MAX);
+
+impl<'a> Rebuild<'a> {
+    pub fn new(old: &'a Graph) -> Rebuild<'a> {
+        let mut new = Graph::new();
+        let mut inputs = vec![];
+        for i in old.inputs() {
+            let n = old.node(i.node);
+            new.span = n.span.clone();
+            inputs.push(new.input(&i.name, n.ty.clone()));
+        }
+        // An argument's place is that of its first node.
+        let mut spans = vec![None; old.args().len()];
+        for n in old.nodes() {
+            if let Op::Arg(k) = n.op
+                && let Some(s) = spans.get_mut(k as usize)
+            {
+                s.get_or_insert_with(|| n.span.clone());
+            }
+        }
+        let mut args = vec![];
+        for (d, s) in old.args().iter().zip(spans) {
+            new.span = s.unwrap_or_default();
+            args.push(new.arg(*d));
+        }
+        Rebuild {
+            old,
+            new,
+            map: vec![DROPPED; old.nodes().len()],
+            inputs,
+            args,
+        }
+    }
+
+    /// Which nodes the outputs need.
+    pub fn live(old: &Graph) -> Vec<bool> {
+        old.live(&old.outputs().iter().map(|o| o.node).collect::<Vec<_>>())
+    }
+
+    /// What node `old` became, if it was placed.
+    pub fn get(&self, old: NodeId) -> Result<NodeId> {
+        match self.map.get(old.index()) {
+            Some(n) if *n != DROPPED => Ok(*n),
+            _ => Err(Error::internal("a pass lost a node that is still used")),
+        }
+    }
+
+    pub fn operands(&self, node: &Node) -> Result<Operands> {
+        node.inputs.iter().map(|i| self.get(*i)).collect()
+    }
+
+    /// Says what node `old` became.
+    pub fn set(&mut self, old: NodeId, new: NodeId) {
+        self.map[old.index()] = new;
+    }
+
+    /// Copies node `old`, whose operands must have been placed, and places it. Sets the new graph's span to the node's.
+    pub fn copy(&mut self, old: NodeId) -> Result<NodeId> {
+        let n = self.old.node(old);
+        let missing = || Error::internal("a node names an input or argument that is not declared");
+        self.new.span = n.span.clone();
+        let id = match n.op {
+            Op::Input(k) => *self.inputs.get(k as usize).ok_or_else(missing)?,
+            Op::Arg(k) => *self.args.get(k as usize).ok_or_else(missing)?,
+            _ => {
+                let node = Node {
+                    inputs: self.operands(n)?,
+                    ..n.clone()
+                };
+                self.new.push_unchecked(node)
+            }
+        };
+        self.set(old, id);
+        Ok(id)
+    }
+
+    /// The new graph, and for every old node the new one ([`DROPPED`] where there is none).
+    pub fn finish(mut self) -> Result<(Graph, Vec<NodeId>)> {
+        for o in self.old.outputs() {
+            let n = self.get(o.node)?;
+            self.new.output(&o.name, n);
+        }
+        for &(i, o) in self.old.states() {
+            self.new.state(i, o)?;
+        }
+        self.new.span = self.old.span.clone();
+        for (i, id) in self.old.inputs().iter().zip(&self.inputs) {
+            self.map[i.node.index()] = *id;
+        }
+        Ok((self.new, self.map))
+    }
+}
+
+/// The graph without the nodes that no output needs (inputs and arguments stay).
+pub fn prune(g: &Graph) -> Result<Graph> {
+    let live = Rebuild::live(g);
+    let mut r = Rebuild::new(g);
+    for id in g.ids().filter(|i| live[i.index()]) {
+        r.copy(id)?;
+    }
+    r.finish().map(|(g, _)| g)
+}

@@ -1,0 +1,230 @@
+//! Algebra that holds exactly: the result has the same bits, NaN, infinities and signed zeros included.
+
+use super::rebuild::{Rebuild, prune};
+use crate::dtype::{Class, DType, Scalar};
+use crate::error::Result;
+use crate::graph::{Graph, Node, NodeId};
+use crate::op::{Op, ReduceKind, SliceAxis};
+use crate::scalar_op::ScalarOp;
+use crate::shape::Dim;
+
+/// Applies the identities once, in node order (operands first, so chains collapse in one run), and drops dead nodes. Returns the
+/// graph and how many nodes were rewritten or dropped.
+pub fn run(g: &Graph) -> Result<(Graph, usize)> {
+    let live = Rebuild::live(g);
+    let mut r = Rebuild::new(g);
+    let mut changes = 0;
+    for id in g.ids() {
+        let n = g.node(id);
+        if !live[id.index()] {
+            changes += !matches!(n.op, Op::Input(_) | Op::Arg(_)) as usize;
+            continue;
+        }
+        if !n.op.is_leaf() {
+            let x = r.operands(n)?;
+            r.new.span = n.span.clone();
+            if let Some(mut y) = rewrite(&mut r.new, n, &x) {
+                // What came out may be a new node that an identity applies to in turn.
+                while let n = r.new.node(y).clone()
+                    && let Some(z) = rewrite(&mut r.new, &n, &n.inputs)
+                {
+                    y = z;
+                }
+                r.set(id, y);
+                changes += 1;
+                continue;
+            }
+        }
+        r.copy(id)?;
+    }
+    let g = r.finish()?.0;
+    Ok((prune(&g)?, changes))
+}
+
+/// The value a node holds everywhere, seen through views that move elements only.
+fn uniform(g: &Graph, mut id: NodeId) -> Option<Scalar> {
+    loop {
+        let n = g.node(id);
+        match &n.op {
+            Op::Full(v) => return Some(*v),
+            Op::Reshape | Op::Permute(_) | Op::Expand | Op::Slice(_) => id = *n.inputs.first()?,
+            _ => return None,
+        }
+    }
+}
+
+/// A simpler node with the value of `n` on operands `x`. The builder's checks stay on: what they refuse is not rewritten.
+fn rewrite(g: &mut Graph, n: &Node, x: &[NodeId]) -> Option<NodeId> {
+    let first = *x.first()?;
+    let under = g.node(first).clone();
+    let inner = under.inputs.first().copied();
+    match (&n.op, &under.op) {
+        (Op::Scalar(s), _) => scalar(g, *s, n, x),
+        (Op::Cast, _) if under.ty.dtype == n.ty.dtype => Some(first),
+        (Op::Cast, Op::Cast) => {
+            let from = g.dtype(inner?);
+            casts_merge(from, under.ty.dtype, n.ty.dtype)
+                .then(|| g.cast(inner?, n.ty.dtype).ok())
+                .flatten()
+        }
+        (Op::Bitcast, _) if under.ty.dtype == n.ty.dtype => Some(first),
+        (Op::Bitcast, Op::Bitcast) => {
+            if g.dtype(inner?) == n.ty.dtype {
+                return inner;
+            }
+            g.bitcast(inner?, n.ty.dtype).ok()
+        }
+        (Op::Reshape | Op::Expand, _) if under.ty.shape == n.ty.shape => Some(first),
+        (Op::Reshape, Op::Reshape) => g.reshape(inner?, &n.ty.shape).ok(),
+        (Op::Expand, Op::Expand) => g.expand(inner?, &n.ty.shape).ok(),
+        (Op::Permute(p), _) if p.iter().copied().eq(0..p.len()) => Some(first),
+        (Op::Permute(p), Op::Permute(q)) => {
+            let both: Vec<usize> = p.iter().map(|k| q[*k]).collect();
+            g.permute(inner?, &both).ok()
+        }
+        (Op::Slice(a), _)
+            if under.ty.shape == n.ty.shape && a.iter().all(|a| a.start.is(0) && a.step == 1) =>
+        {
+            Some(first)
+        }
+        (Op::Slice(a), Op::Slice(b)) => {
+            let axes: Vec<SliceAxis> = a
+                .iter()
+                .zip(b)
+                .map(|(a, b)| compose(a, b))
+                .collect::<Option<_>>()?;
+            let start: Vec<Dim> = axes.iter().map(|a| a.start).collect();
+            let step: Vec<i64> = axes.iter().map(|a| a.step).collect();
+            g.slice(inner?, &start, &step, &n.ty.shape).ok()
+        }
+        (Op::Pad { lo, hi, .. }, _) if lo.iter().chain(hi).all(|n| *n == 0) => Some(first),
+        (
+            Op::Pad { lo, hi, value },
+            Op::Pad {
+                lo: l,
+                hi: h,
+                value: v,
+            },
+        ) if value == v => {
+            let sum =
+                |a: &[usize], b: &[usize]| -> Vec<usize> { a.iter().zip(b).map(|(a, b)| a + b).collect() };
+            g.pad(inner?, &sum(lo, l), &sum(hi, h), *value).ok()
+        }
+        (Op::Concat { .. }, _) if x.len() == 1 => Some(first),
+        // One element per result. (A float sum starts at +0, which would lose the sign of -0.)
+        (Op::Reduce { kind, axes, .. }, _)
+            if axes.iter().all(|k| under.ty.shape[*k].is(1))
+                && (*kind != ReduceKind::Sum || !n.ty.dtype.is_float()) =>
+        {
+            g.reshape(first, &n.ty.shape).ok()
+        }
+        _ => None,
+    }
+}
+
+/// Slice `a` of slice `b` on one axis.
+fn compose(a: &SliceAxis, b: &SliceAxis) -> Option<SliceAxis> {
+    let (s, t) = (
+        i64::try_from(a.start.known()?).ok()?,
+        i64::try_from(b.start.known()?).ok()?,
+    );
+    let start = s.checked_mul(b.step)?.checked_add(t)?;
+    Some(SliceAxis {
+        start: Dim::from(usize::try_from(start).ok()?),
+        step: a.step.checked_mul(b.step)?,
+    })
+}
+
+/// Whether type `b` holds every value of type `a`.
+fn holds(b: DType, a: DType) -> bool {
+    // Bits of an integer that a float keeps exactly.
+    let exact = match b {
+        DType::F16 => 11,
+        DType::BF16 => 8,
+        DType::F32 => 24,
+        DType::F64 => 53,
+        _ => 0,
+    };
+    match (a.class(), b.class()) {
+        _ if a == b => true,
+        (Class::Bool, _) => true,
+        (Class::Uint, Class::Uint) | (Class::Int, Class::Int) => b.bits() >= a.bits(),
+        (Class::Uint, Class::Int) => b.bits() > a.bits(),
+        (Class::Uint | Class::Int, Class::Float) => a.bits() <= exact,
+        (Class::Float, Class::Float) => b == DType::F64 || (b == DType::F32 && a != DType::F64),
+        _ => false,
+    }
+}
+
+/// Whether casting `a` to `b` to `c` is casting `a` to `c`: `b` must lose nothing, and the second cast must treat the value as the
+/// direct one does (a float saturates where an integer wraps).
+fn casts_merge(a: DType, b: DType, c: DType) -> bool {
+    let wraps = a.is_int() && b.is_float() && c.is_int();
+    holds(b, a) && (!wraps || c == a)
+}
+
+fn scalar(g: &mut Graph, op: ScalarOp, n: &Node, x: &[NodeId]) -> Option<NodeId> {
+    use ScalarOp::*;
+    let d = n.ty.dtype;
+    let float = d.is_float();
+    let value = |v: Scalar| v.cast(d);
+    let is = |g: &Graph, k: usize, v: Scalar| uniform(g, x[k]) == Some(v.cast(d));
+    let full = |g: &mut Graph, v: Scalar| Some(g.full(d, &n.ty.shape, v));
+    let arg_of = |g: &Graph, k: usize, inner: &[ScalarOp]| {
+        let u = g.node(x[k]);
+        match u.op {
+            Op::Scalar(s) if inner.contains(&s) => u.inputs.first().copied(),
+            _ => None,
+        }
+    };
+    let integral = [Floor, Ceil, Round, Trunc];
+    let (one, nil, ones) = (Scalar::I(1), Scalar::I(0), value(Scalar::I(-1)));
+    // Adding -0 changes nothing; adding +0 turns -0 into +0.
+    let add_id = if float { Scalar::F(-0.0) } else { nil };
+    let lowest = ReduceKind::Max.identity(d);
+    let highest = ReduceKind::Min.identity(d);
+    let same = x.len() > 1 && x[0] == x[1];
+    match op {
+        Neg | Not => arg_of(g, 0, &[op]),
+        Abs if d.class() == Class::Uint => Some(x[0]),
+        Abs => match arg_of(g, 0, &[Neg]) {
+            Some(i) => g.abs(i).ok(),
+            None => arg_of(g, 0, &[Abs]).map(|_| x[0]),
+        },
+        Relu | Sign => arg_of(g, 0, &[op]).map(|_| x[0]),
+        Floor | Ceil | Round | Trunc => arg_of(g, 0, &integral).map(|_| x[0]),
+        Add if is(g, 1, add_id) => Some(x[0]),
+        Add if is(g, 0, add_id) => Some(x[1]),
+        Sub if is(g, 1, nil) => Some(x[0]),
+        Sub if same && !float => full(g, nil),
+        Mul if is(g, 1, one) => Some(x[0]),
+        Mul if is(g, 0, one) => Some(x[1]),
+        Mul if !float && (is(g, 0, nil) || is(g, 1, nil)) => full(g, nil),
+        Div | Pow if is(g, 1, one) => Some(x[0]),
+        Max | Min | And | Or if same => Some(x[0]),
+        Xor if same => full(g, nil),
+        Max if is(g, 1, lowest) => Some(x[0]),
+        Max if is(g, 0, lowest) => Some(x[1]),
+        Min if is(g, 1, highest) => Some(x[0]),
+        Min if is(g, 0, highest) => Some(x[1]),
+        And if is(g, 1, ones) => Some(x[0]),
+        And if is(g, 0, ones) => Some(x[1]),
+        And if is(g, 0, nil) || is(g, 1, nil) => full(g, nil),
+        Or | Xor if is(g, 1, nil) => Some(x[0]),
+        Or | Xor if is(g, 0, nil) => Some(x[1]),
+        Or if is(g, 0, ones) || is(g, 1, ones) => full(g, ones),
+        Shl | Shr if is(g, 1, nil) => Some(x[0]),
+        // A float is not equal to itself when it is NaN.
+        Eq | Le | Ge if same && !g.dtype(x[0]).is_float() => full(g, one),
+        Ne | Lt | Gt if same && !g.dtype(x[0]).is_float() => full(g, nil),
+        Select if x[1] == x[2] => Some(x[1]),
+        Select => match uniform(g, x[0]) {
+            Some(c) => Some(if c.as_bool() { x[1] } else { x[2] }),
+            None => {
+                let c = arg_of(g, 0, &[Not])?;
+                g.select(c, x[2], x[1]).ok()
+            }
+        },
+        _ => None,
+    }
+}

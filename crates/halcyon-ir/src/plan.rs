@@ -1,0 +1,203 @@
+//! Plans: the executable form of a graph for one device, with concrete sizes.
+
+use crate::custom::Custom;
+use crate::data::ConstData;
+use crate::dtype::{DType, Scalar};
+use crate::error::Span;
+use crate::fused::Fused;
+use crate::kernel::Kernel;
+use crate::shape::Dims;
+use crate::target::{LibraryKernel, Operand};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::sync::Arc;
+
+/// Number of a plan's buffer.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
+pub struct BufId(pub u32);
+
+/// Where a buffer's memory comes from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Storage {
+    /// The run's input of this number. Written only when it was donated.
+    Input(u32),
+    /// `Plan::consts` of this number, uploaded once.
+    Const(u32),
+    /// Shared scratch of the plan: slots are reused by buffers whose lifetimes do not meet.
+    Slot(u32),
+    /// Allocated for each run; outlives it.
+    Output(u32),
+}
+
+#[derive(Clone, Debug)]
+pub struct BufferSpec {
+    pub bytes: usize,
+    pub storage: Storage,
+}
+
+/// How a step runs.
+#[derive(Clone, Debug)]
+pub enum StepWork {
+    /// The device's own kernel. Buffers: inputs, outputs, workspace where it wants one.
+    Library(Arc<dyn LibraryKernel>),
+    /// A generated kernel. A parameter with an argument number takes that run-time argument's value.
+    Kernel {
+        kernel: Arc<Kernel>,
+        groups: [u32; 3],
+        params: Vec<(Scalar, Option<u32>)>,
+    },
+    /// A custom op's reference, on the host: operands are read back, the result is uploaded.
+    Host(Box<HostWork>),
+}
+
+/// A custom op's reference with the types of its operands.
+#[derive(Clone, Debug)]
+pub struct HostWork {
+    pub op: Custom,
+    pub inputs: Vec<Operand>,
+    pub output: Operand,
+}
+
+#[derive(Clone, Debug)]
+pub struct Step {
+    pub work: StepWork,
+    /// Inputs, then outputs.
+    pub buffers: Vec<BufId>,
+    /// Number of trailing entries of `buffers` that are written.
+    pub outputs: usize,
+    pub op: String,
+    pub span: Span,
+    /// For bounds faults: what the valid range was.
+    pub range: String,
+    pub flops: u64,
+    pub bytes: u64,
+    /// Graph nodes that this step computes.
+    pub nodes: usize,
+    /// The fused kernel it came from, for traces.
+    pub fused: Option<Arc<Fused>>,
+}
+
+#[derive(Clone, Debug)]
+pub struct PlanOutput {
+    pub buffer: BufId,
+    pub dtype: DType,
+    pub dims: Dims,
+}
+
+/// A transformation that changed the executable.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Receipt {
+    pub transformation: String,
+    /// How often it applied.
+    pub count: usize,
+    /// Time without it over time with it, where measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub gain: Option<f64>,
+    /// Largest difference from O0 relative to the largest O0 value, where measured.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub error: Option<f64>,
+}
+
+impl Receipt {
+    pub fn new(transformation: &str, count: usize) -> Receipt {
+        Receipt {
+            transformation: transformation.into(),
+            count,
+            gain: None,
+            error: None,
+        }
+    }
+}
+
+#[derive(Clone, Debug, Default)]
+pub struct Plan {
+    pub buffers: Vec<BufferSpec>,
+    pub consts: Vec<ConstData>,
+    /// Bytes of each scratch slot.
+    pub slots: Vec<usize>,
+    /// Workspace bytes, the largest any step asks for.
+    pub workspace: usize,
+    pub steps: Vec<Step>,
+    pub outputs: Vec<PlanOutput>,
+    pub args: Vec<DType>,
+    pub receipts: Vec<Receipt>,
+    /// Transformations of the level that did not apply, with the reason.
+    pub warnings: Vec<String>,
+}
+
+impl Plan {
+    pub fn flops(&self) -> u64 {
+        self.steps.iter().map(|s| s.flops).sum()
+    }
+
+    pub fn bytes(&self) -> u64 {
+        self.steps.iter().map(|s| s.bytes).sum()
+    }
+
+    /// Bytes of scratch, workspace included.
+    pub fn scratch(&self) -> usize {
+        self.slots.iter().sum::<usize>() + self.workspace
+    }
+
+    /// Bytes of constants.
+    pub fn const_bytes(&self) -> usize {
+        self.consts.iter().map(|c| c.bytes().len()).sum()
+    }
+}
+
+impl StepWork {
+    /// Name of the kernel that runs.
+    pub fn kernel_name(&self) -> String {
+        match self {
+            StepWork::Library(k) => k.name().to_string(),
+            StepWork::Kernel { kernel, .. } => format!("ir.{}", kernel.name),
+            StepWork::Host(h) => format!("host.{}", h.op.op().name()),
+        }
+    }
+}
+
+impl fmt::Display for Plan {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        for (i, s) in self.steps.iter().enumerate() {
+            let b: Vec<String> = s.buffers.iter().map(|b| self.place(*b)).collect();
+            let split = b.len() - s.outputs;
+            write!(
+                f,
+                "{i:4} {:<24} {:<28} {} -> {}",
+                s.op,
+                s.work.kernel_name(),
+                b[..split].join(" "),
+                b[split..].join(" ")
+            )?;
+            writeln!(
+                f,
+                "  {} flop, {} B{}",
+                s.flops,
+                s.bytes,
+                if s.span.0.is_some() {
+                    format!("  # {}", s.span)
+                } else {
+                    String::new()
+                }
+            )?;
+        }
+        write!(
+            f,
+            "scratch {} B in {} slots, constants {} B",
+            self.scratch(),
+            self.slots.len(),
+            self.const_bytes()
+        )
+    }
+}
+
+impl Plan {
+    fn place(&self, b: BufId) -> String {
+        match self.buffers[b.0 as usize].storage {
+            Storage::Input(i) => format!("in{i}"),
+            Storage::Const(i) => format!("const{i}"),
+            Storage::Slot(i) => format!("slot{i}"),
+            Storage::Output(i) => format!("out{i}"),
+        }
+    }
+}

@@ -1,0 +1,1316 @@
+//! Every template through the interpreter: all subgroup sizes, random order, poisoned outputs, strided operands, against
+//! references written from the definitions in f64.
+
+use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out, Param};
+use halcyon_ir::graph::Graph;
+use halcyon_ir::kernel::interp::{Options, run};
+use halcyon_ir::kernel::lower::{fused_param, lower_fused, lower_op};
+use halcyon_ir::kernel::{BufId, Kernel, Launch};
+use halcyon_ir::layout::View;
+use halcyon_ir::op::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
+use halcyon_ir::target::{Caps, Operand};
+use halcyon_ir::{DType, Scalar, ScalarOp, TensorType};
+
+struct Rng(u64);
+
+impl Rng {
+    fn next(&mut self) -> u64 {
+        self.0 = self
+            .0
+            .wrapping_mul(6364136223846793005)
+            .wrapping_add(1442695040888963407);
+        self.0 >> 33
+    }
+    fn below(&mut self, n: usize) -> usize {
+        (self.next() % n.max(1) as u64) as usize
+    }
+    fn real(&mut self) -> f64 {
+        self.next() as f64 / (1u64 << 31) as f64 * 4.0 - 2.0
+    }
+}
+
+/// A tensor: bytes, the view of them, and its elements in row-major order.
+#[derive(Clone)]
+struct Tensor {
+    operand: Operand,
+    bytes: Vec<u8>,
+    values: Vec<f64>,
+}
+
+fn indices(shape: &[usize]) -> Vec<Vec<usize>> {
+    let n: usize = shape.iter().product();
+    (0..n)
+        .map(|i| {
+            let (mut r, mut v) = (i, vec![0; shape.len()]);
+            for k in (0..shape.len()).rev() {
+                v[k] = r % shape[k];
+                r /= shape[k];
+            }
+            v
+        })
+        .collect()
+}
+
+fn linear(shape: &[usize], idx: &[usize]) -> usize {
+    shape.iter().zip(idx).fold(0, |a, (n, i)| a * n + i)
+}
+
+impl Tensor {
+    /// Elements `f(i)` rounded to the type, in memory dense, transposed or inside a larger tensor.
+    fn new(d: DType, shape: &[usize], layout: usize, mut f: impl FnMut(usize) -> f64) -> Tensor {
+        let r = shape.len();
+        let view = match layout % 3 {
+            1 if r >= 2 => {
+                let mut s = shape.to_vec();
+                s.swap(r - 1, r - 2);
+                let mut p: Vec<usize> = (0..r).collect();
+                p.swap(r - 1, r - 2);
+                View::dense(&s).permute(&p)
+            }
+            2 if r >= 1 => {
+                let big: Vec<usize> = shape.iter().map(|n| n + 2).collect();
+                View::dense(&big).slice(&vec![1; r], &vec![1; r], shape)
+            }
+            _ => View::dense(shape),
+        };
+        let n: usize = shape.iter().product();
+        let values: Vec<f64> = (0..n).map(|i| Scalar::F(f(i)).cast(d).as_f64()).collect();
+        let end = view.range().map_or(0, |r| r.1 as usize + 1);
+        let mut bytes = vec![0xAB; end * d.size()];
+        for (i, idx) in indices(shape).into_iter().enumerate() {
+            let at = view.at(&idx).unwrap() as usize * d.size();
+            bytes[at..at + d.size()].copy_from_slice(&Scalar::F(values[i]).to_bytes(d)[..d.size()]);
+        }
+        Tensor {
+            operand: Operand { dtype: d, view },
+            bytes,
+            values,
+        }
+    }
+
+    fn random(d: DType, shape: &[usize], layout: usize, g: &mut Rng) -> Tensor {
+        Tensor::new(d, shape, layout, |_| {
+            if d.is_float() {
+                g.real()
+            } else {
+                (g.below(9)) as f64
+            }
+        })
+    }
+
+    fn shape(&self) -> &[usize] {
+        &self.operand.view.shape
+    }
+
+    fn get(&self, idx: &[usize]) -> f64 {
+        self.values[linear(self.shape(), idx)]
+    }
+}
+
+/// Runs the kernels of an op at every subgroup size; gives the result's elements and whether the fault word was set.
+fn execute(
+    op: &Op,
+    x: &[&Tensor],
+    d: DType,
+    shape: &[usize],
+    in_place: bool,
+    caps: &Caps,
+) -> (Vec<f64>, bool) {
+    let out = Operand {
+        dtype: d,
+        view: View::dense(shape),
+    };
+    let inputs: Vec<Operand> = x.iter().map(|t| t.operand.clone()).collect();
+    let low = lower_op(op, &inputs, std::slice::from_ref(&out), in_place, caps)
+        .unwrap_or_else(|e| panic!("{}: {}", op.name(), e.reason));
+    let bytes = out.view.numel() * d.size();
+    let mut first: Option<(Vec<u8>, bool)> = None;
+    for (n, subgroup) in [1, 4, 32, 64].into_iter().enumerate() {
+        let mut all: Vec<Vec<u8>> = x.iter().map(|t| t.bytes.clone()).collect();
+        all.push(if in_place {
+            x[0].bytes.clone()
+        } else {
+            vec![0xCD; bytes]
+        });
+        let mut written = in_place;
+        let mut fault = vec![0; 4];
+        for (k, l, binding) in &low.steps {
+            let mut mem: Vec<Vec<u8>> = binding.iter().map(|&b| std::mem::take(&mut all[b])).collect();
+            let faults = mem.len() < k.buffers.len();
+            if faults {
+                mem.push(std::mem::take(&mut fault));
+            }
+            let mut l = l.clone();
+            for (p, v) in k.params.iter().zip(&mut l.params) {
+                if p.name == "fault" {
+                    *v = Scalar::U(7);
+                }
+            }
+            // Concatenations and updates write one result in several steps, of which only the first finds it untouched.
+            let poisoned = if written {
+                vec![]
+            } else {
+                vec![BufId(binding.len() as u32 - 1)]
+            };
+            let o = Options {
+                subgroup,
+                seed: Some(n as u64 * 31 + 5),
+                sanitize: true,
+                poisoned,
+                ..Options::default()
+            };
+            let r = run(k, &l, &mut mem, &o).unwrap();
+            assert!(r.reports.is_empty(), "{}: {}", op.name(), r.reports[0]);
+            written = true;
+            if faults {
+                fault = mem.pop().unwrap();
+            }
+            for (&b, m) in binding.iter().zip(mem) {
+                all[b] = m;
+            }
+        }
+        let got = (all.pop().unwrap(), fault[0] == 7);
+        match &first {
+            Some(f) => assert!(*f == got, "{} depends on order or subgroup size", op.name()),
+            None => first = Some(got),
+        }
+    }
+    let (b, fault) = first.unwrap();
+    (
+        b.chunks(d.size())
+            .map(|c| Scalar::from_bytes(d, c).as_f64())
+            .collect(),
+        fault,
+    )
+}
+
+fn close(name: &str, got: &[f64], want: &[f64], d: DType, tolerance: f64) {
+    assert_eq!(got.len(), want.len(), "{name}");
+    let eps = match d {
+        DType::F64 => 1e-13,
+        DType::F32 => 2e-6,
+        DType::F16 => 1e-3,
+        DType::BF16 => 8e-3,
+        _ => 0.0,
+    };
+    for (i, (g, w)) in got.iter().zip(want).enumerate() {
+        let ok = (g.is_nan() && w.is_nan()) || g == w || (g - w).abs() <= tolerance * eps * w.abs().max(1.0);
+        assert!(ok, "{name} {d} element {i}: {g}, expected {w}");
+    }
+}
+
+fn caps() -> Caps {
+    Caps::generous()
+}
+
+const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];
+
+#[test]
+fn matmul() {
+    let mut g = Rng(1);
+    let sizes = [
+        (1, 1, 1),
+        (3, 5, 7),
+        (17, 33, 20),
+        (70, 65, 35),
+        (1, 40, 300),
+        (64, 64, 16),
+        (2, 3, 0),
+    ];
+    for (n, (m, c, k)) in sizes.into_iter().enumerate() {
+        for (j, d) in [DType::F32, DType::F64, DType::BF16, DType::I32, DType::U8]
+            .into_iter()
+            .enumerate()
+        {
+            for batch in [&[][..], &[2, 3][..]] {
+                if batch.len() == 2 && (m > 20 || d != DType::F32) {
+                    continue;
+                }
+                let full = |a: usize, b: usize| [batch, &[a, b]].concat();
+                let a = Tensor::random(d, &full(m, k), n + j, &mut g);
+                let b = Tensor::random(d, &full(k, c), n + j + 1, &mut g);
+                let (got, _) = execute(&Op::Matmul, &[&a, &b], d, &full(m, c), false, &caps());
+                let want: Vec<f64> = indices(&full(m, c))
+                    .iter()
+                    .map(|i| {
+                        let r = i.len();
+                        let s: f64 = (0..k)
+                            .map(|p| {
+                                let (mut x, mut y) = (i.clone(), i.clone());
+                                (x[r - 1], y[r - 2]) = (p, p);
+                                a.get(&x) * b.get(&y)
+                            })
+                            .sum();
+                        if d == DType::U8 {
+                            (s as i64 & 255) as f64
+                        } else {
+                            s
+                        }
+                    })
+                    .collect();
+                close("matmul", &got, &want, d, 4.0 + k as f64 / 16.0);
+            }
+        }
+    }
+    // A dot-product shape whose right operand is transposed in memory takes the group kernel.
+    let a = Tensor::random(DType::F32, &[2, 300], 0, &mut g);
+    let b = Tensor::random(DType::F32, &[300, 3], 1, &mut g);
+    let low = lower_op(
+        &Op::Matmul,
+        &[a.operand.clone(), b.operand.clone()],
+        &[Operand {
+            dtype: DType::F32,
+            view: View::dense(&[2, 3]),
+        }],
+        false,
+        &caps(),
+    );
+    assert_eq!(low.unwrap().steps[0].0.name, "matmul_row");
+}
+
+#[test]
+fn one_program_serves_every_shape_of_a_class() {
+    let key = |m: usize, k: usize, n: usize| {
+        let o = |a, b| Operand {
+            dtype: DType::F32,
+            view: View::dense(&[a, b]),
+        };
+        lower_op(&Op::Matmul, &[o(m, k), o(k, n)], &[o(m, n)], false, &caps())
+            .unwrap()
+            .steps[0]
+            .0
+            .key()
+    };
+    assert_eq!(key(64, 64, 64), key(100, 33, 77));
+    assert_eq!(key(3, 5, 7), key(2, 100, 9));
+    assert_ne!(key(3, 5, 7), key(64, 64, 64));
+}
+
+fn conv_reference(c: &Conv, x: &Tensor, w: &Tensor, out: &[usize]) -> Vec<f64> {
+    let axes = c.stride.len();
+    let (cg, og) = (w.shape()[1], w.shape()[0] / c.groups);
+    let points = indices(out);
+    points
+        .iter()
+        .map(|o| {
+            let mut s = 0.0;
+            for ci in 0..cg {
+                for tap in indices(&w.shape()[2..]) {
+                    let mut xi = vec![o[0], o[1] / og * cg + ci];
+                    let mut inside = true;
+                    for k in 0..axes {
+                        let p = (o[2 + k] * c.stride[k] + tap[k] * c.dilation[k]) as i64 - c.pad[k].0;
+                        let d = c.input_dilation[k] as i64;
+                        inside &= p >= 0 && p % d == 0 && p / d < x.shape()[2 + k] as i64;
+                        xi.push((p / d).max(0) as usize);
+                    }
+                    if inside {
+                        let wi = [&[o[1], ci][..], &tap].concat();
+                        s += x.get(&xi) * w.get(&wi);
+                    }
+                }
+            }
+            s
+        })
+        .collect()
+}
+
+#[test]
+fn conv() {
+    let mut g = Rng(2);
+    let cases: Vec<(Vec<usize>, Vec<usize>, Conv)> = vec![
+        (
+            vec![2, 4, 9],
+            vec![6, 2, 3],
+            Conv {
+                stride: [2].as_slice().into(),
+                pad: [(1, 2)].as_slice().into(),
+                dilation: [2].as_slice().into(),
+                input_dilation: [1].as_slice().into(),
+                groups: 2,
+            },
+        ),
+        (
+            vec![1, 3, 7, 6],
+            vec![4, 3, 3, 2],
+            Conv {
+                pad: [(1, 1), (0, 1)].as_slice().into(),
+                ..Conv::new(2)
+            },
+        ),
+        (
+            vec![1, 2, 4, 5],
+            vec![3, 2, 3, 3],
+            Conv {
+                input_dilation: [2, 3].as_slice().into(),
+                pad: [(2, 2), (1, 0)].as_slice().into(),
+                ..Conv::new(2)
+            },
+        ),
+        (
+            vec![1, 2, 6, 6],
+            vec![2, 1, 2, 2],
+            Conv {
+                pad: [(-1, 0), (-1, -2)].as_slice().into(),
+                groups: 2,
+                ..Conv::new(2)
+            },
+        ),
+        (
+            vec![1, 2, 4, 3, 5],
+            vec![3, 2, 2, 2, 3],
+            Conv {
+                stride: [1, 2, 1].as_slice().into(),
+                pad: [(0, 1), (1, 1), (1, 1)].as_slice().into(),
+                ..Conv::new(3)
+            },
+        ),
+    ];
+    for (n, (xs, ws, c)) in cases.into_iter().enumerate() {
+        for d in FLOATS {
+            let x = Tensor::random(d, &xs, n, &mut g);
+            let w = Tensor::random(d, &ws, n + 1, &mut g);
+            let op = Op::Conv(c.clone());
+            let t = op
+                .infer(
+                    &[
+                        &TensorType::new(d, xs.as_slice()),
+                        &TensorType::new(d, ws.as_slice()),
+                    ],
+                    None,
+                )
+                .unwrap();
+            let shape: Vec<usize> = t.shape.iter().map(|d| d.known().unwrap()).collect();
+            let (got, _) = execute(&op, &[&x, &w], d, &shape, false, &caps());
+            close("conv", &got, &conv_reference(&c, &x, &w, &shape), d, 8.0);
+        }
+    }
+}
+
+fn pool(kind: PoolKind) -> Pool {
+    Pool {
+        kind,
+        kernel: [3, 2].as_slice().into(),
+        stride: [2, 1].as_slice().into(),
+        pad: [(1, 1), (0, 1)].as_slice().into(),
+        dilation: [1, 2].as_slice().into(),
+    }
+}
+
+/// Elements of the window at `y` that are inside the input.
+fn window(p: &Pool, x: &[usize], y: &[usize]) -> Vec<Vec<usize>> {
+    indices(&p.kernel)
+        .iter()
+        .filter_map(|t| {
+            let mut i = vec![y[0], y[1]];
+            for k in 0..t.len() {
+                let q = (y[2 + k] * p.stride[k] + t[k] * p.dilation[k]) as i64 - p.pad[k].0 as i64;
+                if q < 0 || q >= x[2 + k] as i64 {
+                    return None;
+                }
+                i.push(q as usize);
+            }
+            Some(i)
+        })
+        .collect()
+}
+
+#[test]
+fn pools_and_their_gradients() {
+    let mut g = Rng(3);
+    let kinds = [
+        PoolKind::Max,
+        PoolKind::Avg {
+            count_include_pad: true,
+        },
+        PoolKind::Avg {
+            count_include_pad: false,
+        },
+    ];
+    for kind in kinds {
+        for (n, d) in FLOATS.into_iter().chain([DType::I32, DType::U8]).enumerate() {
+            if !d.is_float() && kind != PoolKind::Max {
+                continue;
+            }
+            let p = pool(kind);
+            let xs = [2, 3, 7, 6];
+            // Few values, so that maxima tie.
+            let x = Tensor::new(d, &xs, n, |_| g.below(4) as f64 + 1.0);
+            let op = Op::Pool(p.clone());
+            let t = op.infer(&[&TensorType::new(d, xs.as_slice())], None).unwrap();
+            let shape: Vec<usize> = t.shape.iter().map(|d| d.known().unwrap()).collect();
+            let count = |w: usize| match kind {
+                PoolKind::Avg {
+                    count_include_pad: true,
+                } => p.kernel.iter().product::<usize>() as f64,
+                _ => w as f64,
+            };
+            let want: Vec<f64> = indices(&shape)
+                .iter()
+                .map(|y| {
+                    let w = window(&p, &xs, y);
+                    let v = w.iter().map(|i| x.get(i));
+                    match kind {
+                        PoolKind::Max => v.fold(f64::NEG_INFINITY, f64::max),
+                        _ => v.sum::<f64>() / count(w.len()),
+                    }
+                })
+                .collect();
+            let (got, _) = execute(&op, &[&x], d, &shape, false, &caps());
+            close("pool", &got, &want, d, 4.0);
+            if !d.is_float() {
+                continue;
+            }
+            let y = Tensor::new(d, &shape, n + 1, |i| got[i]);
+            let dy = Tensor::random(d, &shape, n + 2, &mut g);
+            let mut dx = vec![0.0; x.values.len()];
+            for o in indices(&shape) {
+                let w = window(&p, &xs, &o);
+                match kind {
+                    PoolKind::Max => {
+                        let top = w.iter().find(|i| x.get(i) == y.get(&o)).unwrap();
+                        dx[linear(&xs, top)] += dy.get(&o);
+                    }
+                    _ => w
+                        .iter()
+                        .for_each(|i| dx[linear(&xs, i)] += dy.get(&o) / count(w.len())),
+                }
+            }
+            let (got, _) = execute(&Op::PoolGrad(p.clone()), &[&x, &y, &dy], d, &xs, false, &caps());
+            close("pool gradient", &got, &dx, d, 8.0);
+        }
+    }
+}
+
+/// The composite op that `f` adds to a graph with inputs of the given types.
+fn composite(x: &[&Tensor], f: impl FnOnce(&mut Graph, &[halcyon_ir::NodeId]) -> halcyon_ir::NodeId) -> Op {
+    let mut g = Graph::new();
+    let ids: Vec<_> = x
+        .iter()
+        .map(|t| g.input("x", TensorType::new(t.operand.dtype, t.shape())))
+        .collect();
+    let n = f(&mut g, &ids);
+    g.node(n).op.clone()
+}
+
+#[test]
+fn softmax_and_norms() {
+    let mut g = Rng(4);
+    for (n, d) in FLOATS.into_iter().enumerate() {
+        for shape in [vec![3, 5], vec![2, 3, 200], vec![4, 1]] {
+            for axis in 0..shape.len() {
+                let x = Tensor::random(d, &shape, n, &mut g);
+                let line = |i: &[usize]| -> Vec<f64> {
+                    (0..shape[axis])
+                        .map(|s| {
+                            let mut j = i.to_vec();
+                            j[axis] = s;
+                            x.get(&j).exp()
+                        })
+                        .collect()
+                };
+                let soft: Vec<f64> = indices(&shape)
+                    .iter()
+                    .map(|i| x.get(i).exp() / line(i).iter().sum::<f64>())
+                    .collect();
+                let op = composite(&[&x], |g, i| g.softmax(i[0], axis).unwrap());
+                close(
+                    "softmax",
+                    &execute(&op, &[&x], d, &shape, false, &caps()).0,
+                    &soft,
+                    d,
+                    4.0,
+                );
+                let op = composite(&[&x], |g, i| g.log_softmax(i[0], axis).unwrap());
+                let log: Vec<f64> = soft.iter().map(|v| v.ln()).collect();
+                close(
+                    "log_softmax",
+                    &execute(&op, &[&x], d, &shape, false, &caps()).0,
+                    &log,
+                    d,
+                    4.0,
+                );
+            }
+            for rms in [false, true] {
+                let axis = if rms { shape.len() - 1 } else { 1 };
+                let x = Tensor::random(d, &shape, n, &mut g);
+                let tail = &shape[axis..];
+                let (k, b) = (
+                    Tensor::random(d, tail, 0, &mut g),
+                    Tensor::random(d, tail, 2, &mut g),
+                );
+                let len: usize = tail.iter().product();
+                let want: Vec<f64> = (0..x.values.len())
+                    .map(|i| {
+                        let row = &x.values[i / len * len..][..len];
+                        let mean = if rms {
+                            0.0
+                        } else {
+                            row.iter().sum::<f64>() / len as f64
+                        };
+                        let var = row.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / len as f64;
+                        let y = (x.values[i] - mean) / (var + 1e-5).sqrt() * k.values[i % len];
+                        if rms { y } else { y + b.values[i % len] }
+                    })
+                    .collect();
+                let got = if rms {
+                    let op = composite(&[&x, &k], |g, i| g.rms_norm(i[0], i[1], 1e-5).unwrap());
+                    execute(&op, &[&x, &k], d, &shape, false, &caps()).0
+                } else {
+                    let op = composite(&[&x, &k, &b], |g, i| {
+                        g.layer_norm(i[0], i[1], Some(i[2]), axis, 1e-5).unwrap()
+                    });
+                    execute(&op, &[&x, &k, &b], d, &shape, false, &caps()).0
+                };
+                close("norm", &got, &want, d, 30.0);
+            }
+        }
+    }
+}
+
+#[test]
+fn attention() {
+    let mut g = Rng(5);
+    for (n, d) in FLOATS.into_iter().enumerate() {
+        for (b, h, hk, sq, sk, w) in [(1, 1, 1, 1, 1, 4), (2, 4, 2, 5, 70, 9), (1, 2, 1, 3, 130, 70)] {
+            for (causal, masked) in [(false, false), (true, false), (false, true), (true, true)] {
+                let q = Tensor::random(d, &[b, h, sq, w], n, &mut g);
+                let k = Tensor::random(d, &[b, hk, sk, w], n + 1, &mut g);
+                let v = Tensor::random(d, &[b, hk, sk, w], n + 2, &mut g);
+                let m = Tensor::new(d, &[b, 1, 1, sk], 0, |i| {
+                    if i % 5 == 1 && sk > 1 {
+                        f64::NEG_INFINITY
+                    } else {
+                        0.25
+                    }
+                });
+                let mut x = vec![&q, &k, &v];
+                if masked {
+                    x.push(&m);
+                }
+                let op = composite(&x, |g, i| {
+                    g.attention(i[0], i[1], i[2], i.get(3).copied(), causal, 0.4)
+                        .unwrap()
+                });
+                let want: Vec<f64> = indices(&[b, h, sq, w])
+                    .iter()
+                    .map(|o| {
+                        let head = o[1] / (h / hk);
+                        let e: Vec<f64> = (0..sk)
+                            .map(|j| {
+                                if causal && j as i64 > o[2] as i64 + sk as i64 - sq as i64 {
+                                    return 0.0;
+                                }
+                                let s: f64 = (0..w)
+                                    .map(|c| q.get(&[o[0], o[1], o[2], c]) * k.get(&[o[0], head, j, c]))
+                                    .sum();
+                                (s * 0.4 + if masked { m.get(&[o[0], 0, 0, j]) } else { 0.0 }).exp()
+                            })
+                            .collect();
+                        let t: f64 = e.iter().sum();
+                        (0..sk).map(|j| e[j] / t * v.get(&[o[0], head, j, o[3]])).sum()
+                    })
+                    .collect();
+                let got = execute(&op, &x, d, &[b, h, sq, w], false, &caps()).0;
+                close("attention", &got, &want, d, 6.0);
+            }
+        }
+    }
+}
+
+#[test]
+fn gathers() {
+    let mut g = Rng(6);
+    for (n, d) in [DType::F32, DType::F16, DType::I64, DType::Bool, DType::U8]
+        .into_iter()
+        .enumerate()
+    {
+        for (t, it) in [DType::I64, DType::I32, DType::U8].into_iter().enumerate() {
+            let shape = [3, 5, 4];
+            let x = Tensor::random(d, &shape, n, &mut g);
+            for axis in 0..3 {
+                let len = shape[axis] as i64;
+                let pick = |g: &mut Rng| {
+                    (g.below(len as usize) as i64
+                        - if it == DType::U8 {
+                            0
+                        } else {
+                            g.below(2) as i64 * len
+                        }) as f64
+                };
+                let i = Tensor::new(it, &[2, 3], t, |_| pick(&mut g));
+                let wrap = |v: f64| (if v < 0.0 { v as i64 + len } else { v as i64 }) as usize;
+                let out = [&shape[..axis], &[2, 3], &shape[axis + 1..]].concat();
+                let want: Vec<f64> = indices(&out)
+                    .iter()
+                    .map(|o| {
+                        let at = wrap(i.get(&o[axis..axis + 2]));
+                        x.get(&[&o[..axis], &[at], &o[axis + 2..]].concat())
+                    })
+                    .collect();
+                let (got, fault) = execute(&Op::Gather { axis }, &[&x, &i], d, &out, false, &caps());
+                close("gather", &got, &want, d, 0.0);
+                assert!(!fault);
+                let mut is = shape;
+                is[axis] = 2;
+                let i = Tensor::new(it, &is, t, |_| pick(&mut g));
+                let want: Vec<f64> = indices(&is)
+                    .iter()
+                    .map(|o| {
+                        let mut at = o.clone();
+                        at[axis] = wrap(i.get(o));
+                        x.get(&at)
+                    })
+                    .collect();
+                let (got, fault) = execute(&Op::GatherElements { axis }, &[&x, &i], d, &is, false, &caps());
+                close("gather_elements", &got, &want, d, 0.0);
+                assert!(!fault);
+            }
+        }
+    }
+    // Out of range: clamped and reported, also where 32 bits would make it valid.
+    let x = Tensor::new(DType::F32, &[4], 0, |i| i as f64);
+    for (bad, to) in [(4.0, 3.0), (-5.0, 0.0), ((1u64 << 32) as f64, 3.0)] {
+        let i = Tensor::new(DType::I64, &[1], 0, |_| bad);
+        let (got, fault) = execute(
+            &Op::Gather { axis: 0 },
+            &[&x, &i],
+            DType::F32,
+            &[1],
+            false,
+            &caps(),
+        );
+        assert!(got == [to] && fault, "{bad}: {got:?} {fault}");
+    }
+}
+
+#[test]
+fn scatters_and_updates() {
+    let mut g = Rng(7);
+    let kinds = [
+        ScatterKind::Set,
+        ScatterKind::Add,
+        ScatterKind::Mul,
+        ScatterKind::Max,
+        ScatterKind::Min,
+    ];
+    let combine = |k: ScatterKind, a: f64, u: f64| match k {
+        ScatterKind::Set => u,
+        ScatterKind::Add => a + u,
+        ScatterKind::Mul => a * u,
+        ScatterKind::Max => a.max(u),
+        ScatterKind::Min => a.min(u),
+    };
+    for (n, d) in [DType::F32, DType::F64, DType::I32, DType::I16]
+        .into_iter()
+        .enumerate()
+    {
+        for kind in kinds {
+            for axis in 0..2 {
+                let shape = [4, 3];
+                let x = Tensor::random(d, &shape, n, &mut g);
+                // Smaller than the base outside the axis, with repeated and negative indices.
+                let mut is = [2, 2];
+                is[axis] = 5;
+                let i = Tensor::new(DType::I64, &is, n, |_| {
+                    g.below(shape[axis] * 2) as f64 - shape[axis] as f64
+                });
+                let u = Tensor::random(d, &is, n + 1, &mut g);
+                let mut want = x.values.clone();
+                for o in indices(&is) {
+                    let mut at = o.clone();
+                    let v = i.get(&o) as i64;
+                    at[axis] = if v < 0 { v + shape[axis] as i64 } else { v } as usize;
+                    let w = &mut want[linear(&shape, &at)];
+                    *w = Scalar::F(combine(kind, *w, u.get(&o))).cast(d.compute()).as_f64();
+                }
+                let op = Op::ScatterElements { axis, kind };
+                let (got, fault) = execute(&op, &[&x, &i, &u], d, &shape, false, &caps());
+                close("scatter_elements", &got, &want, d, 2.0);
+                assert!(!fault);
+                let i = Tensor::new(DType::I32, &[2, 2], 0, |_| g.below(shape[axis]) as f64);
+                let us = [&shape[..axis], &[2, 2], &shape[axis + 1..]].concat();
+                let u = Tensor::random(d, &us, n + 2, &mut g);
+                let mut want = x.values.clone();
+                for o in indices(&us) {
+                    let at = [&o[..axis], &[i.get(&o[axis..axis + 2]) as usize], &o[axis + 2..]].concat();
+                    let w = &mut want[linear(&shape, &at)];
+                    *w = Scalar::F(combine(kind, *w, u.get(&o))).cast(d.compute()).as_f64();
+                }
+                let op = Op::ScatterRows { axis, kind };
+                let (got, _) = execute(&op, &[&x, &i, &u], d, &shape, false, &caps());
+                close("scatter_rows", &got, &want, d, 2.0);
+            }
+        }
+        for (at, clamped, in_place) in [(1.0, 1, false), (2.0, 2, true), (9.0, 3, true), (-1.0, 0, false)] {
+            let base = Tensor::random(d, &[2, 5, 3], 0, &mut g);
+            let u = Tensor::random(d, &[2, 2, 3], n, &mut g);
+            let p = Tensor::new(DType::I64, &[], 0, |_| at);
+            let mut want = base.values.clone();
+            for o in indices(u.shape()) {
+                want[linear(base.shape(), &[o[0], o[1] + clamped, o[2]])] = u.get(&o);
+            }
+            let (got, fault) = execute(
+                &Op::UpdateSlice { axis: 1 },
+                &[&base, &u, &p],
+                d,
+                &[2, 5, 3],
+                in_place,
+                &caps(),
+            );
+            close("update_slice", &got, &want, d, 0.0);
+            assert_eq!(fault, at != clamped as f64);
+        }
+    }
+}
+
+#[test]
+fn scans_sorts_extremes_and_concatenation() {
+    let mut g = Rng(8);
+    for (n, d) in [
+        DType::F32,
+        DType::F16,
+        DType::I32,
+        DType::U8,
+        DType::I64,
+        DType::F64,
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        let shape = [3, 7, 2];
+        for axis in 0..3 {
+            let len = shape[axis];
+            // Repeats, and NaN for floats.
+            let x = Tensor::new(d, &shape, n, |i| {
+                if d.is_float() && i % 11 == 3 {
+                    f64::NAN
+                } else {
+                    g.below(5) as f64
+                }
+            });
+            let line = |o: &[usize]| -> Vec<f64> {
+                (0..len)
+                    .map(|s| {
+                        let mut i = o.to_vec();
+                        i[axis] = s;
+                        x.get(&i)
+                    })
+                    .collect()
+            };
+            for descending in [false, true] {
+                let mut want = vec![0.0; x.values.len()];
+                for o in indices(&shape).iter().filter(|o| o[axis] == 0) {
+                    let l = line(o);
+                    let mut order: Vec<usize> = (0..len).collect();
+                    let key = |v: f64| if v.is_nan() { f64::INFINITY } else { v };
+                    order.sort_by(|&a, &b| {
+                        let c = key(l[a]).total_cmp(&key(l[b]));
+                        if descending { c.reverse() } else { c }
+                    });
+                    for (s, i) in order.into_iter().enumerate() {
+                        let mut at = o.clone();
+                        at[axis] = s;
+                        want[linear(&shape, &at)] = i as f64;
+                    }
+                }
+                let (got, _) = execute(
+                    &Op::ArgSort { axis, descending },
+                    &[&x],
+                    DType::I64,
+                    &shape,
+                    false,
+                    &caps(),
+                );
+                close("argsort", &got, &want, DType::I64, 0.0);
+            }
+            for (max, last, keep) in [
+                (true, false, false),
+                (false, false, true),
+                (true, true, true),
+                (false, true, false),
+            ] {
+                let mut out = shape.to_vec();
+                if keep {
+                    out[axis] = 1
+                } else {
+                    drop(out.remove(axis))
+                }
+                let want: Vec<f64> = indices(&shape)
+                    .iter()
+                    .filter(|o| o[axis] == 0)
+                    .map(|o| {
+                        let l = line(o);
+                        let mut best = 0;
+                        for s in 1..len {
+                            let (v, t) = (l[s], l[best]);
+                            let better = (v.is_nan() && !t.is_nan()) || if max { v > t } else { v < t };
+                            let tie = v == t || (v.is_nan() && t.is_nan());
+                            if better || (last && tie) {
+                                best = s;
+                            }
+                        }
+                        best as f64
+                    })
+                    .collect();
+                let op = Op::ArgReduce {
+                    max,
+                    axis,
+                    keep,
+                    last,
+                };
+                close(
+                    "argreduce",
+                    &execute(&op, &[&x], DType::I64, &out, false, &caps()).0,
+                    &want,
+                    DType::I64,
+                    0.0,
+                );
+            }
+            let x = Tensor::random(d, &shape, n, &mut g);
+            for kind in [
+                ReduceKind::Sum,
+                ReduceKind::Prod,
+                ReduceKind::Max,
+                ReduceKind::Min,
+            ] {
+                for (exclusive, reverse) in [(false, false), (true, false), (false, true), (true, true)] {
+                    let mut want = vec![0.0; x.values.len()];
+                    for o in indices(&shape).iter().filter(|o| o[axis] == 0) {
+                        let mut acc = kind.identity(d);
+                        for s in 0..len {
+                            let mut at = o.clone();
+                            at[axis] = if reverse { len - 1 - s } else { s };
+                            let i = linear(&shape, &at);
+                            let c = if d.is_float() { DType::F64 } else { d };
+                            let v = Scalar::F(x.values[i]).cast(c);
+                            let after = kind.op(d).eval(c, &[acc.cast(c), v]);
+                            want[i] = if exclusive { acc } else { after }.as_f64();
+                            acc = after;
+                        }
+                    }
+                    let op = Op::Scan {
+                        kind,
+                        axis,
+                        exclusive,
+                        reverse,
+                    };
+                    close(
+                        "scan",
+                        &execute(&op, &[&x], d, &shape, false, &caps()).0,
+                        &want,
+                        d,
+                        8.0,
+                    );
+                }
+            }
+            let (mut a, mut b) = (shape, shape);
+            (a[axis], b[axis]) = (2, 0);
+            let (a, b, c) = (
+                Tensor::random(d, &a, n, &mut g),
+                Tensor::random(d, &b, 0, &mut g),
+                Tensor::random(d, &shape, n + 1, &mut g),
+            );
+            let mut out = shape;
+            out[axis] += 2;
+            let want: Vec<f64> = indices(&out)
+                .iter()
+                .map(|o| {
+                    let mut i = o.clone();
+                    if o[axis] < 2 {
+                        a.get(&i)
+                    } else {
+                        i[axis] -= 2;
+                        c.get(&i)
+                    }
+                })
+                .collect();
+            close(
+                "concat",
+                &execute(&Op::Concat { axis }, &[&a, &b, &c], d, &out, false, &caps()).0,
+                &want,
+                d,
+                0.0,
+            );
+        }
+    }
+}
+
+#[test]
+fn a_masked_operand_is_declined_with_its_number() {
+    let m = Operand {
+        dtype: DType::F32,
+        view: View::dense(&[2, 2]).pad(&[1, 0], &[0, 0]),
+    };
+    let o = |a, b| Operand {
+        dtype: DType::F32,
+        view: View::dense(&[a, b]),
+    };
+    let e = lower_op(&Op::Matmul, &[o(4, 3), m], &[o(4, 2)], false, &caps()).unwrap_err();
+    assert_eq!(e.dense, [1]);
+}
+
+// Fused chains.
+
+fn instr(kind: InstrKind, dtype: DType, args: &[u32]) -> Instr {
+    Instr {
+        kind,
+        dtype,
+        args: args.iter().copied().collect(),
+    }
+}
+
+/// Values of one point by the definitions, in f64 or exact integers.
+fn point(f: &Fused, x: &[Tensor], args: &[Scalar], idx: &[usize]) -> Vec<Scalar> {
+    let mut v: Vec<Scalar> = vec![];
+    for i in &f.body {
+        let a = |k: usize| v[i.args[k] as usize];
+        let d = || f.body[i.args[i.args.len() - 1] as usize].dtype;
+        let r = match i.kind {
+            InstrKind::Load(l) => {
+                let l = &f.loads[l as usize];
+                match l.view.at(idx) {
+                    Some(at) => Scalar::from_bytes(
+                        l.dtype,
+                        &x[l.input as usize].bytes[at as usize * l.dtype.size()..],
+                    ),
+                    None => args[l.fill.unwrap() as usize],
+                }
+            }
+            InstrKind::Iota(k) => Scalar::from(idx[k as usize]).cast(i.dtype),
+            InstrKind::Param(p) => args[p as usize],
+            InstrKind::Op(op) => {
+                let all: Vec<Scalar> = (0..i.args.len()).map(a).collect();
+                op.eval(d(), &all)
+            }
+            InstrKind::Cast => a(0).cast(i.dtype),
+            InstrKind::Bitcast => Scalar::from_bytes(i.dtype, &a(0).to_bytes(d())),
+        };
+        v.push(r);
+    }
+    v
+}
+
+fn check_fused(f: &Fused, x: &[Tensor], caps: &Caps, tolerance: f64) -> Kernel {
+    let (k, l) = lower_fused(f, caps).unwrap();
+    let args: Vec<Scalar> = f
+        .params
+        .iter()
+        .map(|(d, p)| match p {
+            Param::Literal(s) => s.cast(*d),
+            Param::Arg(_) => Scalar::F(1.5).cast(*d),
+        })
+        .collect();
+    // The plan fills arguments in by their place.
+    let mut l: Launch = l;
+    for i in 0..k.params.len() {
+        if let Some(p) = fused_param(&k, i) {
+            if let Param::Arg(_) = f.params[p].1 {
+                l.params[i] = args[p];
+            }
+        }
+    }
+    let inner = indices(f.inner());
+    for subgroup in [1, 4, 32, 64] {
+        let mut mem: Vec<Vec<u8>> = x.iter().map(|t| t.bytes.clone()).collect();
+        let poisoned = (0..f.outs.len()).map(|i| BufId((x.len() + i) as u32)).collect();
+        for o in &f.outs {
+            let n = o.view.range().map_or(0, |r| r.1 as usize + 1);
+            mem.push(vec![0; n * o.dtype.size()]);
+        }
+        let o = Options {
+            subgroup,
+            seed: Some(subgroup as u64),
+            sanitize: true,
+            poisoned,
+            ..Options::default()
+        };
+        let r = run(&k, &l, &mut mem, &o).unwrap();
+        assert!(r.reports.is_empty(), "{}", r.reports[0]);
+        for (n, o) in f.outs.iter().enumerate() {
+            let d = f.body[o.value as usize].dtype;
+            let (mut got, mut want) = (vec![], vec![]);
+            for idx in indices(f.outer()) {
+                let mut acc = o.reduce.map(|r| r.identity(d));
+                for r in &inner {
+                    let v = point(f, x, &args, &[idx.clone(), r.clone()].concat())[o.value as usize];
+                    acc = Some(match (acc, o.reduce) {
+                        (Some(a), Some(kind)) => {
+                            let c = if d.is_float() { DType::F64 } else { d };
+                            kind.op(d).eval(c, &[a.cast(c), v.cast(c)])
+                        }
+                        _ => v,
+                    });
+                }
+                want.push(acc.unwrap().cast(o.dtype).as_f64());
+                let at = o.view.at(&idx).unwrap() as usize * o.dtype.size();
+                got.push(Scalar::from_bytes(o.dtype, &mem[x.len() + n][at..]).as_f64());
+            }
+            close(&k.name, &got, &want, o.dtype, tolerance);
+        }
+    }
+    k
+}
+
+#[test]
+fn fused_chains() {
+    let mut g = Rng(9);
+    for (n, d) in FLOATS.into_iter().enumerate() {
+        let shape = [3, 4, 5];
+        // silu(x) * w + b, where w is broadcast and b transposed, masked, and has a fill value.
+        let x = Tensor::random(d, &shape, n, &mut g);
+        let w = Tensor::random(d, &[5], 0, &mut g);
+        let b = Tensor::random(d, &[2, 4, 5], 1, &mut g);
+        let load = |i: u32, v: View, fill| Load {
+            input: i,
+            dtype: d,
+            view: v,
+            fill,
+        };
+        let f = Fused {
+            space: shape.as_slice().into(),
+            reduced: 0,
+            loads: vec![
+                load(0, x.operand.view.clone(), None),
+                load(1, w.operand.view.expand(&shape), None),
+                load(2, b.operand.view.pad(&[1, 0, 0], &[0, 0, 0]), Some(1)),
+            ],
+            params: vec![(d, Param::Arg(0)), (d, Param::Literal(Scalar::F(0.125)))],
+            body: vec![
+                instr(InstrKind::Load(0), d, &[]),
+                instr(InstrKind::Load(1), d, &[]),
+                instr(InstrKind::Load(2), d, &[]),
+                instr(InstrKind::Op(ScalarOp::Silu), d, &[0]),
+                instr(InstrKind::Op(ScalarOp::Mul), d, &[3, 1]),
+                instr(InstrKind::Op(ScalarOp::Add), d, &[4, 2]),
+                instr(InstrKind::Param(0), d, &[]),
+                instr(InstrKind::Op(ScalarOp::Mul), d, &[5, 6]),
+                instr(InstrKind::Op(ScalarOp::Lt), DType::Bool, &[7, 0]),
+            ],
+            outs: vec![
+                Out {
+                    value: 7,
+                    dtype: d,
+                    reduce: None,
+                    view: View::dense(&shape),
+                },
+                Out {
+                    value: 8,
+                    dtype: DType::Bool,
+                    reduce: None,
+                    view: View::dense(&shape).permute(&[0, 1, 2]),
+                },
+            ],
+        };
+        if matches!(d, DType::F32 | DType::F64) {
+            check_fused(&f, &[x, w, b], &caps(), 4.0);
+        } else {
+            // Half types stay in f32 between instructions: compare the float result alone.
+            let f = Fused {
+                outs: f.outs[..1].to_vec(),
+                ..f
+            };
+            check_fused(&f, &[x, w, b], &caps(), 4.0);
+        }
+    }
+}
+
+#[test]
+fn fused_integers_wrap() {
+    let mut g = Rng(10);
+    for d in [
+        DType::U8,
+        DType::I8,
+        DType::U16,
+        DType::I16,
+        DType::I32,
+        DType::U32,
+        DType::I64,
+        DType::U64,
+    ] {
+        let x = Tensor::new(d, &[40], 0, |_| g.below(250) as f64);
+        let y = Tensor::new(d, &[40], 2, |_| g.below(250) as f64 + 1.0);
+        let load = |i: u32, t: &Tensor| Load {
+            input: i,
+            dtype: d,
+            view: t.operand.view.clone(),
+            fill: None,
+        };
+        let mut body = vec![
+            instr(InstrKind::Load(0), d, &[]),
+            instr(InstrKind::Load(1), d, &[]),
+        ];
+        for op in [
+            ScalarOp::Mul,
+            ScalarOp::Mul,
+            ScalarOp::Sub,
+            ScalarOp::Div,
+            ScalarOp::Add,
+            ScalarOp::Mod,
+            ScalarOp::Max,
+        ] {
+            let last = body.len() as u32 - 1;
+            body.push(instr(InstrKind::Op(op), d, &[last, last % 3]));
+        }
+        let last = body.len() as u32 - 1;
+        body.push(instr(InstrKind::Cast, DType::F32, &[last]));
+        body.push(instr(InstrKind::Iota(0), DType::F32, &[]));
+        body.push(instr(
+            InstrKind::Op(ScalarOp::Add),
+            DType::F32,
+            &[last + 1, last + 2],
+        ));
+        let f = Fused {
+            space: [40].as_slice().into(),
+            reduced: 0,
+            loads: vec![load(0, &x), load(1, &y)],
+            params: vec![],
+            body,
+            outs: vec![
+                Out {
+                    value: last,
+                    dtype: d,
+                    reduce: None,
+                    view: View::dense(&[40]),
+                },
+                Out {
+                    value: last + 3,
+                    dtype: DType::F32,
+                    reduce: None,
+                    view: View::dense(&[40]),
+                },
+            ],
+        };
+        check_fused(&f, &[x, y], &caps(), 1.0);
+    }
+}
+
+#[test]
+fn fused_reductions() {
+    let mut g = Rng(11);
+    for (n, d) in [DType::F32, DType::F64, DType::BF16, DType::I32, DType::U8]
+        .into_iter()
+        .enumerate()
+    {
+        // Rank 1 to 1 over all; a long inner axis; a short one; two inner axes with an outer one.
+        for (shape, reduced) in [
+            (vec![300], 1),
+            (vec![5, 200], 1),
+            (vec![9, 3], 1),
+            (vec![2, 6, 7], 2),
+            (vec![3, 0], 1),
+        ] {
+            let x = Tensor::random(d, &shape, n, &mut g);
+            let outer = &shape[..shape.len() - reduced];
+            let f = Fused {
+                space: shape.as_slice().into(),
+                reduced,
+                loads: vec![Load {
+                    input: 0,
+                    dtype: d,
+                    view: x.operand.view.clone(),
+                    fill: None,
+                }],
+                params: vec![],
+                body: vec![
+                    instr(InstrKind::Load(0), d, &[]),
+                    instr(InstrKind::Op(ScalarOp::Mul), d, &[0, 0]),
+                ],
+                outs: [ReduceKind::Sum, ReduceKind::Max, ReduceKind::Min]
+                    .map(|k| Out {
+                        value: 1,
+                        dtype: d,
+                        reduce: Some(k),
+                        view: View::dense(outer),
+                    })
+                    .to_vec(),
+            };
+            check_fused(&f, std::slice::from_ref(&x), &caps(), 3.0);
+            check_fused(
+                &f,
+                &[x],
+                &Caps {
+                    is_cpu: true,
+                    ..caps()
+                },
+                3.0,
+            );
+        }
+    }
+}
+
+#[test]
+fn bit_casts() {
+    let pairs = [
+        (DType::F32, DType::I32),
+        (DType::U32, DType::F32),
+        (DType::F64, DType::U64),
+        (DType::BF16, DType::U16),
+        (DType::I16, DType::BF16),
+        (DType::U8, DType::I8),
+        (DType::I32, DType::U32),
+    ];
+    for (a, b) in pairs {
+        let x = Tensor::new(a, &[20], 0, |i| {
+            i as f64 * 7.0
+                - if a.class() == halcyon_ir::dtype::Class::Uint {
+                    0.0
+                } else {
+                    60.0
+                }
+        });
+        let f = Fused {
+            space: [20].as_slice().into(),
+            reduced: 0,
+            loads: vec![Load {
+                input: 0,
+                dtype: a,
+                view: x.operand.view.clone(),
+                fill: None,
+            }],
+            params: vec![],
+            body: vec![
+                instr(InstrKind::Load(0), a, &[]),
+                instr(InstrKind::Bitcast, b, &[0]),
+            ],
+            outs: vec![Out {
+                value: 1,
+                dtype: b,
+                reduce: None,
+                view: View::dense(&[20]),
+            }],
+        };
+        check_fused(&f, &[x], &caps(), 0.0);
+    }
+}
+
+#[test]
+fn equal_chains_of_other_sizes_share_a_program() {
+    let make = |shape: &[usize], value: f64| {
+        let f = Fused {
+            space: shape.into(),
+            reduced: 0,
+            loads: vec![Load {
+                input: 0,
+                dtype: DType::F32,
+                view: View::dense(shape),
+                fill: None,
+            }],
+            params: vec![(DType::F32, Param::Literal(Scalar::F(value)))],
+            body: vec![
+                instr(InstrKind::Load(0), DType::F32, &[]),
+                instr(InstrKind::Param(0), DType::F32, &[]),
+                instr(InstrKind::Op(ScalarOp::Add), DType::F32, &[0, 1]),
+            ],
+            outs: vec![Out {
+                value: 2,
+                dtype: DType::F32,
+                reduce: None,
+                view: View::dense(shape),
+            }],
+        };
+        lower_fused(&f, &caps()).unwrap().0.key()
+    };
+    assert_eq!(make(&[100], 1.0), make(&[7777], -3.0));
+    assert_ne!(make(&[100], 1.0), make(&[10, 10], 1.0));
+}

@@ -1,0 +1,355 @@
+//! A backend: an open device with its level and its caches.
+
+use crate::executable::{Executable, FaultTable};
+use crate::lru::Lru;
+use halcyon_hal::select::{self, Selection};
+use halcyon_hal::{BackendType, BufferRef, Counters, Device, DeviceInfo, MemoryStats, Options, Program, Tag};
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::lower::{LowerOptions, lower};
+use halcyon_ir::passes::{Level, PassOptions};
+use halcyon_ir::target::MatmulPrecision;
+use halcyon_ir::{ConstData, Graph};
+use std::collections::HashMap;
+use std::fmt;
+use std::path::PathBuf;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, Weak};
+
+/// Plans and programs that a backend keeps.
+const PLAN_CACHE: usize = 256;
+const PROGRAM_CACHE: usize = 1024;
+
+/// A handle on an open device. Cloning is cheap and shares everything.
+#[derive(Clone)]
+pub struct Backend(pub(crate) Arc<Inner>);
+
+pub(crate) struct Inner {
+    pub(crate) device: Arc<dyn Device>,
+    selection: Selection,
+    level: Level,
+    precision: MatmulPrecision,
+    without: std::collections::BTreeSet<String>,
+    plans: Mutex<Lru<PlanKey, Arc<Executable>>>,
+    programs: Mutex<Lru<u128, Arc<dyn Program>>>,
+    /// Uploaded constants, by the identity of their bytes. The plans that use them keep the bytes alive.
+    consts: Mutex<HashMap<(usize, usize), (Weak<dyn halcyon_hal::Buffer>, ConstData)>>,
+    pub(crate) faults: FaultTable,
+    pub(crate) stats: Stats,
+    /// Held while a run collects its inputs and submits: two threads must not decide about one buffer at a time.
+    pub(crate) running: Mutex<()>,
+}
+
+/// What the caches did.
+#[derive(Default, Debug)]
+pub(crate) struct Stats {
+    pub(crate) plans_built: AtomicU64,
+    pub(crate) plan_hits: AtomicU64,
+    pub(crate) runs: AtomicU64,
+    pub(crate) state_copies: AtomicU64,
+    pub(crate) steps: AtomicU64,
+}
+
+/// Numbers of plans, programs and runs of a backend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, serde::Serialize)]
+pub struct CacheStats {
+    /// Plans made by lowering a graph.
+    pub plans_built: u64,
+    /// Runs whose plan was in the cache.
+    pub plan_hits: u64,
+    /// Plans in the cache now.
+    pub plans: usize,
+    /// Programs in the cache now.
+    pub programs: usize,
+    pub runs: u64,
+    /// Steps that all runs submitted.
+    pub steps: u64,
+    /// States or donated tensors that were copied because something still had to read the old value.
+    pub copies: u64,
+}
+
+#[derive(Clone, PartialEq, Eq, Hash)]
+struct PlanKey {
+    graph: Arc<Graph>,
+    donated: Vec<bool>,
+    level: Level,
+}
+
+impl fmt::Debug for PlanKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "PlanKey({:016x})", self.graph.structural_hash())
+    }
+}
+
+/// Settings of a [`Backend`].
+#[derive(Clone, Debug, Default)]
+pub struct BackendBuilder {
+    backend: Option<BackendType>,
+    device: Option<usize>,
+    level: Level,
+    precision: MatmulPrecision,
+    without: std::collections::BTreeSet<String>,
+    options: Options,
+}
+
+impl BackendBuilder {
+    /// Which backend; `Auto` if not set.
+    pub fn backend_type(mut self, b: BackendType) -> Self {
+        self.backend = Some(b);
+        self
+    }
+
+    /// Which of the backend's devices.
+    pub fn device(mut self, index: usize) -> Self {
+        self.device = Some(index);
+        self
+    }
+
+    pub fn level(mut self, level: Level) -> Self {
+        self.level = level;
+        self
+    }
+
+    /// How exact f32 matrix work must be. At present every backend computes at `Highest`.
+    pub fn precision(mut self, p: MatmulPrecision) -> Self {
+        self.precision = p;
+        self
+    }
+
+    /// Threads of the CPU device, the caller's included.
+    pub fn num_threads(mut self, n: usize) -> Self {
+        self.options.threads = Some(n);
+        self
+    }
+
+    /// Bytes that live buffers may take: a hard cap.
+    pub fn memory_limit(mut self, bytes: u64) -> Self {
+        self.options.memory_limit = Some(bytes);
+        self
+    }
+
+    /// Where compiled programs are kept.
+    pub fn cache_dir(mut self, dir: impl Into<PathBuf>) -> Self {
+        self.options.cache_dir = Some(dir.into());
+        self
+    }
+
+    /// Times every command on the device.
+    pub fn profile(mut self, on: bool) -> Self {
+        self.options.profile = on;
+        self
+    }
+
+    /// Switches a transformation off (see [`halcyon_ir::passes`] for the names).
+    pub fn without(mut self, transformation: &str) -> Self {
+        self.without.insert(transformation.into());
+        self
+    }
+
+    /// Opens the device.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] where the backend or device is not there.
+    pub fn build(self) -> Result<Backend> {
+        if self.options.threads == Some(0) {
+            return Err(Error::argument("threads", "at least one thread is needed"));
+        }
+        let (device, selection) = select::open(
+            self.backend.unwrap_or(BackendType::Auto),
+            self.device,
+            &self.options,
+        )?;
+        let mut b = Backend::from_device(device, selection, self.level);
+        if let Some(i) = Arc::get_mut(&mut b.0) {
+            i.precision = self.precision;
+            i.without = self.without;
+        }
+        Ok(b)
+    }
+}
+
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    // The caches hold only whole entries, so a panic in another thread leaves them usable.
+    m.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl Backend {
+    pub fn builder() -> BackendBuilder {
+        BackendBuilder::default()
+    }
+
+    /// The first device of a backend.
+    pub fn new(kind: BackendType) -> Result<Backend> {
+        Backend::builder().backend_type(kind).build()
+    }
+
+    /// The CPU of this machine.
+    pub fn cpu() -> Result<Backend> {
+        Backend::new(BackendType::Cpu)
+    }
+
+    /// The best device there is; [`Backend::selection`] says why.
+    pub fn auto() -> Result<Backend> {
+        Backend::new(BackendType::Auto)
+    }
+
+    /// A backend over an open device.
+    pub fn from_device(device: Arc<dyn Device>, selection: Selection, level: Level) -> Backend {
+        Backend(Arc::new(Inner {
+            device,
+            selection,
+            level,
+            precision: MatmulPrecision::Highest,
+            without: Default::default(),
+            plans: Mutex::new(Lru::new(PLAN_CACHE)),
+            programs: Mutex::new(Lru::new(PROGRAM_CACHE)),
+            consts: Mutex::default(),
+            faults: FaultTable::default(),
+            stats: Stats::default(),
+            running: Mutex::new(()),
+        }))
+    }
+
+    /// Why this device was chosen.
+    pub fn selection(&self) -> &Selection {
+        &self.0.selection
+    }
+
+    pub fn device(&self) -> &Arc<dyn Device> {
+        &self.0.device
+    }
+
+    pub fn info(&self) -> &DeviceInfo {
+        self.0.device.info()
+    }
+
+    /// `cpu:0`, `opencl:1`.
+    pub fn id(&self) -> &str {
+        &self.info().id
+    }
+
+    pub fn level(&self) -> Level {
+        self.0.level
+    }
+
+    pub fn counters(&self) -> Counters {
+        self.0.device.counters()
+    }
+
+    pub fn memory(&self) -> MemoryStats {
+        self.0.device.memory()
+    }
+
+    pub fn synchronize(&self) -> Result<()> {
+        self.0.device.synchronize()?;
+        self.check_faults()
+    }
+
+    /// Forgets plans and programs and gives cached memory back; returns the bytes freed.
+    pub fn empty_cache(&self) -> u64 {
+        lock(&self.0.plans).clear();
+        lock(&self.0.programs).clear();
+        self.0.device.empty_cache()
+    }
+
+    pub fn cache_stats(&self) -> CacheStats {
+        let g = |c: &AtomicU64| c.load(Ordering::Relaxed);
+        let s = &self.0.stats;
+        CacheStats {
+            plans_built: g(&s.plans_built),
+            plan_hits: g(&s.plan_hits),
+            plans: lock(&self.0.plans).len(),
+            programs: lock(&self.0.programs).len(),
+            runs: g(&s.runs),
+            steps: g(&s.steps),
+            copies: g(&s.state_copies),
+        }
+    }
+
+    /// The options that plans of this backend are lowered with.
+    pub fn lower_options(&self) -> LowerOptions {
+        LowerOptions {
+            passes: PassOptions {
+                level: self.0.level,
+                without: self.0.without.clone(),
+            },
+            precision: self.0.precision,
+            donated: vec![],
+        }
+    }
+
+    /// A plan for a graph without symbols, from the cache where it is there.
+    pub fn plan(&self, graph: Graph, donated: Vec<bool>) -> Result<Arc<Executable>> {
+        let key = PlanKey {
+            graph: Arc::new(graph),
+            donated,
+            level: self.0.level,
+        };
+        if let Some(e) = lock(&self.0.plans).get(&key) {
+            self.0.stats.plan_hits.fetch_add(1, Ordering::Relaxed);
+            return Ok(e);
+        }
+        let options = LowerOptions {
+            donated: key.donated.clone(),
+            ..self.lower_options()
+        };
+        let plan = lower(&key.graph, self.0.device.as_target(), &options)?;
+        let exe = Arc::new(Executable::new(self, plan)?);
+        self.0.stats.plans_built.fetch_add(1, Ordering::Relaxed);
+        lock(&self.0.plans).put(key, exe.clone());
+        Ok(exe)
+    }
+
+    pub(crate) fn program(&self, k: &halcyon_ir::kernel::Kernel) -> Result<Arc<dyn Program>> {
+        let key = k.key();
+        if let Some(p) = lock(&self.0.programs).get(&key) {
+            return Ok(p);
+        }
+        let p = self.0.device.compile(k)?;
+        lock(&self.0.programs).put(key, p.clone());
+        Ok(p)
+    }
+
+    /// The device buffer of a constant: shared memory where the device can, else uploaded once.
+    pub(crate) fn constant(&self, c: &ConstData) -> Result<BufferRef> {
+        let mut m = lock(&self.0.consts);
+        if let Some((w, _)) = m.get(&c.key())
+            && let Some(b) = w.upgrade()
+        {
+            return Ok(b);
+        }
+        let d = &self.0.device;
+        let b = match d.import(c.owner()) {
+            Some(b) => b,
+            None => {
+                let b = d.alloc(c.bytes().len(), Tag::Weights)?;
+                d.write(&b, 0, c.bytes())?;
+                b
+            }
+        };
+        m.retain(|_, (w, _)| w.strong_count() > 0);
+        m.insert(c.key(), (Arc::downgrade(&b), c.clone()));
+        Ok(b)
+    }
+
+    /// Waits, and turns the first fault of a kernel into an error that names its op.
+    pub(crate) fn check_faults(&self) -> Result<()> {
+        match self.0.device.take_fault()? {
+            None => Ok(()),
+            Some(id) => Err(self.0.faults.explain(id)),
+        }
+    }
+
+    pub(crate) fn same(&self, o: &Backend) -> bool {
+        Arc::ptr_eq(&self.0, &o.0)
+    }
+
+    pub(crate) fn running(&self) -> MutexGuard<'_, ()> {
+        lock(&self.0.running)
+    }
+}
+
+impl fmt::Debug for Backend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Backend({} {}, {})", self.id(), self.info().name, self.0.level)
+    }
+}

@@ -1,0 +1,184 @@
+//! Running a whole graph (a loaded model) with host data in and out.
+
+use crate::backend::Backend;
+use crate::executable::Executable;
+use halcyon_hal::{BufferRef, Tag};
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::plan::Receipt;
+use halcyon_ir::shape::Shape;
+use halcyon_ir::{ConstData, Graph, Scalar};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+/// A graph on a backend. Sizes of symbolic dimensions are taken from the inputs of each run; the plan for a set of sizes is
+/// made once.
+#[derive(Debug)]
+pub struct Session {
+    backend: Backend,
+    graph: Graph,
+    /// Plan of the last run's sizes.
+    last: Mutex<Option<(Vec<Shape>, Arc<Executable>)>>,
+}
+
+impl Session {
+    /// Runs nothing yet.
+    pub fn new(backend: &Backend, graph: Graph) -> Session {
+        Session {
+            backend: backend.clone(),
+            graph,
+            last: Mutex::default(),
+        }
+    }
+
+    pub fn backend(&self) -> &Backend {
+        &self.backend
+    }
+
+    pub fn graph(&self) -> &Graph {
+        &self.graph
+    }
+
+    /// Checks the inputs against the graph's declaration, binds its symbols and compiles.
+    pub fn prepare(&self, inputs: &[ConstData]) -> Result<Arc<Executable>> {
+        let specs = self.graph.inputs();
+        if specs.len() != inputs.len() {
+            let names: Vec<&str> = specs.iter().map(|i| &*i.name).collect();
+            return Err(Error::argument(
+                "inputs",
+                format!(
+                    "the model takes {} ({}), {} given",
+                    specs.len(),
+                    names.join(", "),
+                    inputs.len()
+                ),
+            ));
+        }
+        for (s, x) in specs.iter().zip(inputs) {
+            if self.graph.dtype(s.node) != x.dtype {
+                return Err(Error::DType {
+                    op: format!("input \"{}\"", s.name),
+                    dtype: x.dtype,
+                    want: format!("the model takes {}", self.graph.dtype(s.node)),
+                    at: Default::default(),
+                });
+            }
+        }
+        let shapes: Vec<Shape> = inputs.iter().map(|x| Shape::from(&x.dims)).collect();
+        let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some((s, e)) = &*last
+            && *s == shapes
+        {
+            return Ok(e.clone());
+        }
+        let bindings = self.graph.solve(&shapes)?;
+        let e = self.backend.plan(self.graph.bind(&bindings)?, vec![])?;
+        *last = Some((shapes, e.clone()));
+        Ok(e)
+    }
+
+    /// Runs the graph; outputs in the graph's order.
+    pub fn run(&self, inputs: &[ConstData]) -> Result<Vec<ConstData>> {
+        let exe = self.prepare(inputs)?;
+        let b = self.upload(inputs)?;
+        let out = exe.run(&self.backend, &b, &[])?;
+        self.download(&exe, &out)
+    }
+
+    /// Copies inputs to the device.
+    pub fn upload(&self, inputs: &[ConstData]) -> Result<Vec<BufferRef>> {
+        let d = self.backend.device();
+        inputs
+            .iter()
+            .map(|x| {
+                let b = d.alloc(x.bytes().len(), Tag::Io)?;
+                d.write(&b, 0, x.bytes())?;
+                Ok(b)
+            })
+            .collect()
+    }
+
+    /// Copies outputs to the host; a fault of a kernel is an error here.
+    pub fn download(&self, exe: &Executable, out: &[BufferRef]) -> Result<Vec<ConstData>> {
+        let d = self.backend.device();
+        let v = exe
+            .plan()
+            .outputs
+            .iter()
+            .zip(out)
+            .map(|(o, b)| {
+                let mut bytes = vec![0u8; o.dtype.bytes(o.dims.iter().product())];
+                d.read(b, 0, &mut bytes)?;
+                ConstData::new(o.dtype, &o.dims, Arc::new(bytes))
+            })
+            .collect::<Result<_>>()?;
+        self.backend.check_faults()?;
+        Ok(v)
+    }
+
+    /// Time of one run on device buffers, work and wait, the median of `n` after a warm-up.
+    pub fn time(&self, inputs: &[ConstData], n: usize) -> Result<Duration> {
+        let exe = self.prepare(inputs)?;
+        let b = self.upload(inputs)?;
+        let mut t = vec![];
+        for i in 0..n.max(1) + 1 {
+            let start = Instant::now();
+            exe.run(&self.backend, &b, &[] as &[Scalar])?;
+            self.backend.synchronize()?;
+            if i > 0 {
+                t.push(start.elapsed());
+            }
+        }
+        t.sort();
+        Ok(t[t.len() / 2])
+    }
+
+    /// The receipts of this session's plan with gain and error measured: for each transformation, the time without it over
+    /// the time with it (medians of `n` runs), and the largest difference of the result from level O0 relative to O0's
+    /// largest value.
+    pub fn measure_receipts(
+        &self,
+        inputs: &[ConstData],
+        n: usize,
+        rebuild: impl Fn(Option<&str>) -> Result<Backend>,
+    ) -> Result<Vec<Receipt>> {
+        let mut receipts = self.prepare(inputs)?.plan().receipts.clone();
+        let reference = Session::new(&rebuild(None)?, self.graph.clone()).run(inputs)?;
+        let error = difference(&self.run(inputs)?, &reference);
+        for r in &mut receipts {
+            let without = Session::new(&rebuild(Some(&r.transformation))?, self.graph.clone());
+            // Interleaved halves, so that a drift of the machine meets both.
+            let (a, b) = (self.time(inputs, n)?, without.time(inputs, n)?);
+            let (c, d) = (self.time(inputs, n)?, without.time(inputs, n)?);
+            r.gain = Some((b + d).as_secs_f64() / (a + c).as_secs_f64().max(1e-9));
+            r.error = Some(error);
+        }
+        Ok(receipts)
+    }
+}
+
+/// Largest absolute difference over all outputs, relative to the largest magnitude of the reference. Non-finite values must
+/// agree exactly; where they do not the result is infinite.
+pub fn difference(got: &[ConstData], reference: &[ConstData]) -> f64 {
+    let (mut worst, mut scale) = (0f64, 0f64);
+    for (g, r) in got.iter().zip(reference) {
+        if g.dims != r.dims || g.dtype != r.dtype {
+            return f64::INFINITY;
+        }
+        for (a, b) in g.scalars().zip(r.scalars()) {
+            let (a, b) = (a.as_f64(), b.as_f64());
+            if !a.is_finite() || !b.is_finite() {
+                if !(a == b || a.is_nan() && b.is_nan()) {
+                    return f64::INFINITY;
+                }
+                continue;
+            }
+            worst = worst.max((a - b).abs());
+            scale = scale.max(b.abs());
+        }
+    }
+    if worst == 0.0 {
+        0.0
+    } else {
+        worst / scale.max(f64::MIN_POSITIVE)
+    }
+}

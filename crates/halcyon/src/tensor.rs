@@ -1,0 +1,758 @@
+//! Lazy tensors.
+//!
+//! A [`Tensor`] is a handle on a node: an operation with its operands, or a value on a device. [`eval`] collects what its
+//! outputs need into one graph, in which every leaf and literal is an argument, so that repeating a computation with other
+//! values, or growing it by nothing but values, finds its plan in the cache.
+
+use crate::backend::Backend;
+use halcyon_hal::{BufferRef, Tag};
+use halcyon_ir::dtype::{DType, Element, Scalar};
+use halcyon_ir::error::{Error, Result, Span};
+use halcyon_ir::shape::{Dims, Shape, TensorType};
+use halcyon_ir::{ConstData, Graph, NodeId, Op};
+use smallvec::SmallVec;
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::panic::Location;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// A handle on a value that is computed when it is needed. Cloning shares the value.
+#[derive(Clone)]
+pub struct Tensor(pub(crate) Arc<Node>);
+
+/// What a node has of its value.
+#[derive(Clone)]
+enum Value {
+    Pending,
+    Ready(BufferRef),
+    Donated { by: Span },
+    Failed(Error),
+}
+
+pub(crate) struct Node {
+    pub(crate) backend: Backend,
+    pub(crate) op: Op,
+    pub(crate) ty: TensorType,
+    pub(crate) span: Span,
+    /// Gradients flow through it: operands are kept after evaluation.
+    pub(crate) tracked: bool,
+    /// Made by the gradient pass: forcing it keeps no residuals.
+    of_gradient: bool,
+    inner: Mutex<Inner>,
+    /// Pending nodes that have this one as an operand.
+    readers: AtomicUsize,
+    donate: AtomicBool,
+    /// The newest version of a state: computed along with whatever depends on it.
+    state: AtomicBool,
+}
+
+struct Inner {
+    value: Value,
+    inputs: SmallVec<[Tensor; 3]>,
+}
+
+impl Node {
+    fn lock(&self) -> MutexGuard<'_, Inner> {
+        // The fields are replaced whole, so a panic elsewhere leaves them usable.
+        self.inner.lock().unwrap_or_else(|e| e.into_inner())
+    }
+}
+
+impl Drop for Node {
+    /// Iterative: a chain of a hundred thousand nodes must not recurse.
+    fn drop(&mut self) {
+        let inner = self.inner.get_mut().unwrap_or_else(|e| e.into_inner());
+        let mut stack: Vec<Tensor> = release(&mut inner.inputs);
+        while let Some(t) = stack.pop() {
+            if let Some(mut node) = Arc::into_inner(t.0) {
+                let inner = node.inner.get_mut().unwrap_or_else(|e| e.into_inner());
+                stack.extend(release(&mut inner.inputs));
+            }
+        }
+    }
+}
+
+fn release(inputs: &mut SmallVec<[Tensor; 3]>) -> Vec<Tensor> {
+    let v: Vec<Tensor> = std::mem::take(inputs).into_vec();
+    v.iter().for_each(|t| {
+        t.0.readers.fetch_sub(1, Ordering::Relaxed);
+    });
+    v
+}
+
+impl Tensor {
+    fn make(
+        backend: Backend,
+        op: Op,
+        ty: TensorType,
+        span: Span,
+        inputs: SmallVec<[Tensor; 3]>,
+        value: Value,
+        tracked: bool,
+        of_gradient: bool,
+    ) -> Tensor {
+        for t in &inputs {
+            t.0.readers.fetch_add(1, Ordering::Relaxed);
+        }
+        Tensor(Arc::new(Node {
+            backend,
+            op,
+            ty,
+            span,
+            tracked,
+            of_gradient,
+            inner: Mutex::new(Inner { value, inputs }),
+            readers: AtomicUsize::new(0),
+            donate: AtomicBool::new(false),
+            state: AtomicBool::new(false),
+        }))
+    }
+
+    fn leaf(backend: &Backend, ty: TensorType, value: Value, span: Span) -> Tensor {
+        Tensor::make(
+            backend.clone(),
+            Op::Input(0),
+            ty,
+            span,
+            SmallVec::new(),
+            value,
+            false,
+            false,
+        )
+    }
+
+    pub(crate) fn failed(backend: &Backend, e: Error, at: &'static Location<'static>) -> Tensor {
+        let span = Span::location(at);
+        let ty = TensorType::new(DType::F32, Shape::scalar());
+        Tensor::leaf(backend, ty, Value::Failed(e.at(&span)), span)
+    }
+
+    /// Copies host values to the device.
+    ///
+    /// # Errors
+    /// Where the number of values does not fit the shape, or the device has no room.
+    #[track_caller]
+    pub fn from_slice<T: Element>(
+        backend: &Backend,
+        shape: impl Into<Shape>,
+        values: &[T],
+    ) -> Result<Tensor> {
+        Tensor::from_data(backend, &ConstData::from_slice(&shape.into().dims()?, values)?)
+    }
+
+    /// Copies host data to the device.
+    #[track_caller]
+    pub fn from_data(backend: &Backend, data: &ConstData) -> Result<Tensor> {
+        let b = backend.device().alloc(data.bytes().len(), Tag::Io)?;
+        backend.device().write(&b, 0, data.bytes())?;
+        Ok(Tensor::from_buffer(
+            backend,
+            TensorType::new(data.dtype, &data.dims),
+            b,
+        ))
+    }
+
+    /// Like [`Tensor::from_data`], for data that stays as it is (weights): a device that shares the host's memory does not copy
+    /// it.
+    #[track_caller]
+    pub fn from_weights(backend: &Backend, data: &ConstData) -> Result<Tensor> {
+        let b = backend.constant(data)?;
+        Ok(Tensor::from_buffer(
+            backend,
+            TensorType::new(data.dtype, &data.dims),
+            b,
+        ))
+    }
+
+    #[track_caller]
+    pub(crate) fn from_buffer(backend: &Backend, ty: TensorType, b: BufferRef) -> Tensor {
+        Tensor::leaf(backend, ty, Value::Ready(b), Span::caller())
+    }
+
+    /// `value` everywhere. The value reaches kernels as an argument: another value does not compile again.
+    #[track_caller]
+    pub fn full(
+        backend: &Backend,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        value: impl Into<Scalar>,
+    ) -> Tensor {
+        let (shape, v) = (shape.into(), value.into());
+        Tensor::build_on(backend, &[], Location::caller(), |g, _| {
+            let s = g.full(dtype, Shape::scalar(), v);
+            g.expand(s, &shape)
+        })
+    }
+
+    #[track_caller]
+    pub fn zeros(backend: &Backend, shape: impl Into<Shape>, dtype: DType) -> Tensor {
+        Tensor::full(backend, shape, dtype, 0i64)
+    }
+
+    #[track_caller]
+    pub fn ones(backend: &Backend, shape: impl Into<Shape>, dtype: DType) -> Tensor {
+        Tensor::full(backend, shape, dtype, 1i64)
+    }
+
+    /// A run-time scalar (rank 0).
+    #[track_caller]
+    pub fn scalar(backend: &Backend, dtype: DType, value: impl Into<Scalar>) -> Tensor {
+        Tensor::full(backend, Shape::scalar(), dtype, value)
+    }
+
+    /// `0, 1, …, n-1`.
+    #[track_caller]
+    pub fn arange(backend: &Backend, n: usize, dtype: DType) -> Tensor {
+        Tensor::build_on(backend, &[], Location::caller(), |g, _| g.iota(dtype, [n], 0))
+    }
+
+    /// A marker for an input of unknown value, whose shape may have symbols, to be given to [`Tensor::trace`].
+    #[track_caller]
+    pub fn placeholder(backend: &Backend, dtype: DType, shape: impl Into<Shape>) -> Tensor {
+        Tensor::leaf(
+            backend,
+            TensorType::new(dtype, shape),
+            Value::Pending,
+            Span::caller(),
+        )
+    }
+
+    /// Adds the nodes that `f` builds from `inputs`. All of [`Graph`]'s builders, custom ops included, serve as tensor
+    /// operations this way.
+    #[track_caller]
+    pub fn build(inputs: &[&Tensor], f: impl FnOnce(&mut Graph, &[NodeId]) -> Result<NodeId>) -> Tensor {
+        let at = Location::caller();
+        match inputs.first() {
+            Some(t) => Tensor::build_on(&t.0.backend.clone(), inputs, at, f),
+            // Without an operand there is no backend to hold the error.
+            None => {
+                panic!("Tensor::build needs an operand; use Tensor::full or Tensor::arange for new values")
+            }
+        }
+    }
+
+    pub(crate) fn build_on(
+        backend: &Backend,
+        inputs: &[&Tensor],
+        at: &'static Location<'static>,
+        f: impl FnOnce(&mut Graph, &[NodeId]) -> Result<NodeId>,
+    ) -> Tensor {
+        for t in inputs {
+            if let Value::Failed(e) = &t.0.lock().value {
+                return Tensor::failed(backend, e.clone(), at);
+            }
+            if !t.0.backend.same(backend) {
+                let e = Error::MixedDevices {
+                    op: "operation".into(),
+                    a: backend.id().into(),
+                    b: t.0.backend.id().into(),
+                    at: Span::location(at),
+                };
+                return Tensor::failed(backend, e, at);
+            }
+        }
+        let mut g = Graph::new();
+        g.span = Span::location(at);
+        let ids: Vec<NodeId> = inputs.iter().map(|t| g.input("", t.0.ty.clone())).collect();
+        match f(&mut g, &ids) {
+            Err(e) => Tensor::failed(backend, e, at),
+            Ok(root) => {
+                let mut map: HashMap<NodeId, Tensor> =
+                    ids.iter().zip(inputs).map(|(i, t)| (*i, (*t).clone())).collect();
+                match lift(backend, &g, &[root], &mut map, false) {
+                    Ok(mut v) => v
+                        .pop()
+                        .unwrap_or_else(|| Tensor::failed(backend, Error::internal("no result"), at)),
+                    Err(e) => Tensor::failed(backend, e, at),
+                }
+            }
+        }
+    }
+
+    /// Element type.
+    ///
+    /// # Errors
+    /// The error that the tensor carries.
+    pub fn dtype(&self) -> Result<DType> {
+        self.check().map(|_| self.0.ty.dtype)
+    }
+
+    /// Sizes.
+    ///
+    /// # Errors
+    /// The error that the tensor carries, or one that names its symbols.
+    pub fn dims(&self) -> Result<Dims> {
+        self.check()?;
+        self.0.ty.shape.dims()
+    }
+
+    pub fn shape(&self) -> Result<Shape> {
+        self.check().map(|_| self.0.ty.shape.clone())
+    }
+
+    pub fn backend(&self) -> &Backend {
+        &self.0.backend
+    }
+
+    /// The error that a chain of operations recorded, at once.
+    pub fn check(&self) -> Result<()> {
+        match &self.0.lock().value {
+            Value::Failed(e) => Err(e.clone()),
+            Value::Donated { by } => Err(Error::Donated { by: by.clone() }),
+            _ => Ok(()),
+        }
+    }
+
+    /// Whether the value is on the device.
+    pub fn is_ready(&self) -> bool {
+        matches!(self.0.lock().value, Value::Ready(_))
+    }
+
+    /// Computes the value.
+    pub fn eval(&self) -> Result<&Tensor> {
+        eval(std::slice::from_ref(self))?;
+        Ok(self)
+    }
+
+    /// The value's buffer, evaluated.
+    pub(crate) fn buffer(&self) -> Result<BufferRef> {
+        self.eval()?;
+        match &self.0.lock().value {
+            Value::Ready(b) => Ok(b.clone()),
+            Value::Donated { by } => Err(Error::Donated { by: by.clone() }),
+            Value::Failed(e) => Err(e.clone()),
+            Value::Pending => Err(Error::internal("an evaluated tensor has no value")),
+        }
+    }
+
+    /// The values on the host.
+    pub fn to_data(&self) -> Result<ConstData> {
+        let b = self.buffer()?;
+        let dims = self.dims()?;
+        let mut bytes = vec![0u8; self.0.ty.dtype.bytes(dims.iter().product())];
+        self.0.backend.device().read(&b, 0, &mut bytes)?;
+        self.0.backend.check_faults()?;
+        ConstData::new(self.0.ty.dtype, &dims, Arc::new(bytes))
+    }
+
+    /// The values on the host, converted to `T`.
+    pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
+        Ok(self.to_data()?.to_vec())
+    }
+
+    /// The only value of a tensor with one element.
+    pub fn item<T: Element>(&self) -> Result<T> {
+        let v = self.to_vec::<T>()?;
+        match v.as_slice() {
+            [x] => Ok(*x),
+            _ => Err(Error::shape(
+                "item",
+                format!("{} has {} elements, not one", self.0.ty.shape, v.len()),
+            )
+            .at(&self.0.span)),
+        }
+    }
+
+    /// A copy on another backend. The only way across devices.
+    #[track_caller]
+    pub fn to(&self, backend: &Backend) -> Result<Tensor> {
+        if self.0.backend.same(backend) {
+            return Ok(self.clone());
+        }
+        Tensor::from_data(backend, &self.to_data()?)
+    }
+
+    /// Allows the next evaluation that reads this tensor to take its memory. Whatever is already pending on it still gets the
+    /// right value (it is computed along, or the memory is copied); later reads give [`Error::Donated`].
+    pub fn donate(&self) -> &Tensor {
+        self.0.donate.store(true, Ordering::Relaxed);
+        self
+    }
+
+    /// A leaf with this value through which gradients are taken.
+    pub fn requires_grad(&self) -> Result<Tensor> {
+        let b = self.buffer()?;
+        let n = &self.0;
+        Ok(Tensor::make(
+            n.backend.clone(),
+            Op::Input(0),
+            n.ty.clone(),
+            n.span.clone(),
+            SmallVec::new(),
+            Value::Ready(b),
+            true,
+            false,
+        ))
+    }
+
+    /// The value without its history.
+    pub fn detach(&self) -> Result<Tensor> {
+        let b = self.buffer()?;
+        let n = &self.0;
+        Ok(Tensor::leaf(
+            &n.backend,
+            n.ty.clone(),
+            Value::Ready(b),
+            n.span.clone(),
+        ))
+    }
+
+    /// The same value without its history, still lazy: evaluating it keeps no residuals.
+    pub(crate) fn untracked(&self) -> Tensor {
+        let n = &self.0;
+        if !n.tracked {
+            return self.clone();
+        }
+        let inner = n.lock();
+        let (value, inputs) = (inner.value.clone(), inner.inputs.clone());
+        drop(inner);
+        Tensor::make(
+            n.backend.clone(),
+            n.op.clone(),
+            n.ty.clone(),
+            n.span.clone(),
+            inputs,
+            value,
+            false,
+            false,
+        )
+    }
+
+    pub(crate) fn mark_state(&self) {
+        self.0.state.store(true, Ordering::Relaxed);
+    }
+
+    /// The graph from `inputs` (placeholders or any tensors) to `outputs`, for inspection, serialisation or a [`crate::Session`].
+    /// Other leaves become constants, literals stay literals.
+    pub fn trace(inputs: &[(&str, &Tensor)], outputs: &[(&str, &Tensor)]) -> Result<Graph> {
+        let mut c = Collector::default();
+        for (name, t) in inputs {
+            t.check()?;
+            let id = c.graph.input(name, t.0.ty.clone());
+            c.ids.insert(Arc::as_ptr(&t.0), id);
+            c.order.push((*t).clone());
+        }
+        for (_, t) in outputs {
+            c.visit(t, true)?;
+        }
+        for (name, t) in outputs {
+            let id = c.ids[&Arc::as_ptr(&t.0)];
+            c.graph.output(name, id);
+        }
+        Ok(c.graph)
+    }
+}
+
+/// Turns new graph nodes into tensors. `map` holds the tensors of nodes that exist already.
+pub(crate) fn lift(
+    backend: &Backend,
+    g: &Graph,
+    roots: &[NodeId],
+    map: &mut HashMap<NodeId, Tensor>,
+    of_gradient: bool,
+) -> Result<Vec<Tensor>> {
+    // Only what the roots need and the map does not have.
+    let mut need = vec![false; g.nodes().len()];
+    for r in roots {
+        need[r.index()] = true;
+    }
+    for i in (0..need.len()).rev() {
+        let id = NodeId(i as u32);
+        if need[i] && !map.contains_key(&id) {
+            g.node(id).inputs.iter().for_each(|x| need[x.index()] = true);
+        }
+    }
+    for id in g.ids() {
+        if !need[id.index()] || map.contains_key(&id) {
+            continue;
+        }
+        let n = g.node(id);
+        let inputs: SmallVec<[Tensor; 3]> = n
+            .inputs
+            .iter()
+            .map(|x| {
+                map.get(x)
+                    .cloned()
+                    .ok_or_else(|| Error::internal("lift: operand missing"))
+            })
+            .collect::<Result<_>>()?;
+        let tracked = inputs.iter().any(|t| t.0.tracked) && n.ty.dtype.is_float();
+        let t = Tensor::make(
+            backend.clone(),
+            n.op.clone(),
+            n.ty.clone(),
+            n.span.clone(),
+            inputs,
+            Value::Pending,
+            tracked,
+            of_gradient,
+        );
+        map.insert(id, t);
+    }
+    roots
+        .iter()
+        .map(|r| {
+            map.get(r)
+                .cloned()
+                .ok_or_else(|| Error::internal("lift: root missing"))
+        })
+        .collect()
+}
+
+/// Builds one graph from tensors.
+#[derive(Default)]
+pub(crate) struct Collector {
+    pub(crate) graph: Graph,
+    pub(crate) ids: HashMap<*const Node, NodeId>,
+    /// Tensor of each node, by node number.
+    pub(crate) order: Vec<Tensor>,
+    /// Tensors of the graph's inputs, in order.
+    pub(crate) leaves: Vec<Tensor>,
+    pub(crate) args: Vec<Scalar>,
+    /// Look through evaluated tensors that keep their operands.
+    pub(crate) through_history: bool,
+}
+
+impl Collector {
+    /// Adds what `root` depends on. `as_data`: leaves become constants and literals stay, instead of inputs and arguments.
+    pub(crate) fn visit(&mut self, root: &Tensor, as_data: bool) -> Result<()> {
+        let mut stack: Vec<(Tensor, bool)> = vec![(root.clone(), false)];
+        while let Some((t, expanded)) = stack.pop() {
+            let key = Arc::as_ptr(&t.0);
+            if self.ids.contains_key(&key) {
+                continue;
+            }
+            let inner = t.0.lock();
+            match &inner.value {
+                Value::Failed(e) => return Err(e.clone()),
+                Value::Donated { by } => return Err(Error::Donated { by: by.clone() }),
+                _ => {}
+            }
+            let history = self.through_history && t.0.tracked && !inner.inputs.is_empty();
+            let ready = matches!(inner.value, Value::Ready(_)) && !history;
+            if !expanded && !ready && !inner.inputs.is_empty() {
+                let ins: Vec<Tensor> = inner.inputs.to_vec();
+                drop(inner);
+                stack.push((t, true));
+                stack.extend(ins.into_iter().rev().map(|i| (i, false)));
+                continue;
+            }
+            let ins: SmallVec<[NodeId; 3]> = if ready {
+                SmallVec::new()
+            } else {
+                inner
+                    .inputs
+                    .iter()
+                    .map(|i| self.ids[&Arc::as_ptr(&i.0)])
+                    .collect()
+            };
+            drop(inner);
+            self.graph.span = t.0.span.clone();
+            let id = self.add(&t, ready, ins, as_data)?;
+            self.ids.insert(key, id);
+            self.order.resize(id.index() + 1, t.clone());
+            self.order[id.index()] = t;
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, t: &Tensor, ready: bool, ins: SmallVec<[NodeId; 3]>, as_data: bool) -> Result<NodeId> {
+        let n = &t.0;
+        Ok(match &n.op {
+            _ if ready && as_data => {
+                let d = t.to_data()?;
+                self.graph.constant(d)
+            }
+            _ if ready => {
+                self.leaves.push(t.clone());
+                self.graph.input("", n.ty.clone())
+            }
+            Op::Input(_) => {
+                return Err(Error::argument(
+                    "eval",
+                    "a placeholder has no value; use it in Tensor::trace only",
+                )
+                .at(&n.span));
+            }
+            Op::Full(v) if !as_data => {
+                self.args.push(*v);
+                let a = self.graph.arg(n.ty.dtype);
+                self.graph.expand(a, &n.ty.shape)?
+            }
+            op => self.graph.push_unchecked(halcyon_ir::graph::Node {
+                op: op.clone(),
+                inputs: ins,
+                ty: n.ty.clone(),
+                span: n.span.clone(),
+            }),
+        })
+    }
+}
+
+/// Computes several tensors as one plan. What they share is computed once.
+pub fn eval(outputs: &[Tensor]) -> Result<()> {
+    let todo: Vec<&Tensor> = outputs.iter().filter(|t| !t.is_ready()).collect();
+    let Some(first) = todo.first() else { return Ok(()) };
+    let backend = first.0.backend.clone();
+    if let Some(o) = todo.iter().find(|t| !t.0.backend.same(&backend)) {
+        return Err(Error::MixedDevices {
+            op: "eval".into(),
+            a: backend.id().into(),
+            b: o.0.backend.id().into(),
+            at: first.0.span.clone(),
+        });
+    }
+    let _running = backend.running();
+    let mut c = Collector::default();
+    for t in &todo {
+        c.visit(t, false)?;
+    }
+    let (results, donated) = c.results(&todo);
+    let names: Vec<NodeId> = results.iter().map(|t| c.ids[&Arc::as_ptr(&t.0)]).collect();
+    for id in &names {
+        c.graph.output("", *id);
+    }
+    let Collector {
+        graph,
+        leaves,
+        args,
+        order,
+        ids,
+        ..
+    } = c;
+    drop((order, ids));
+    let inputs: Vec<BufferRef> = leaves
+        .iter()
+        .map(|t| match &t.0.lock().value {
+            Value::Ready(b) => Ok(b.clone()),
+            _ => Err(Error::internal("a leaf lost its value")),
+        })
+        .collect::<Result<_>>()?;
+    let exe = backend.plan(graph, donated.clone())?;
+    let made = exe.run(&backend, &inputs, &args)?;
+    drop(inputs);
+    for (t, b) in results.iter().zip(made) {
+        let mut inner = t.0.lock();
+        inner.value = Value::Ready(b);
+        let old = if t.0.tracked {
+            vec![]
+        } else {
+            release(&mut inner.inputs)
+        };
+        drop(inner);
+        drop(old);
+    }
+    let by = first.0.span.clone();
+    for (t, d) in leaves.iter().zip(donated) {
+        if d {
+            t.0.lock().value = Value::Donated { by: by.clone() };
+        }
+    }
+    Ok(())
+}
+
+impl Collector {
+    /// What the plan must compute beyond what was asked for, and which leaves it may overwrite.
+    fn results(&self, asked: &[&Tensor]) -> (Vec<Tensor>, Vec<bool>) {
+        let key = |t: &Tensor| Arc::as_ptr(&t.0);
+        let mut out: Vec<Tensor> = vec![];
+        let mut have: HashSet<*const Node> = HashSet::new();
+        let mut add = |t: &Tensor| {
+            if !t.is_ready() && have.insert(key(t)) {
+                out.push(t.clone());
+            }
+        };
+        asked.iter().for_each(|t| add(t));
+        // References to each node from inside: operands of this plan's nodes, and this collector's own.
+        let mut readers: HashMap<*const Node, usize> = HashMap::new();
+        let mut own: HashMap<*const Node, usize> = HashMap::new();
+        for t in self.order.iter().chain(&self.leaves) {
+            *own.entry(key(t)).or_default() += 1;
+        }
+        let mut distinct: Vec<&Tensor> = vec![];
+        let mut seen: HashSet<*const Node> = HashSet::new();
+        for t in &self.order {
+            if seen.insert(key(t)) {
+                distinct.push(t);
+                for x in &t.0.lock().inputs {
+                    *readers.entry(key(x)).or_default() += 1;
+                }
+            }
+        }
+        let inside =
+            |t: &Tensor| readers.get(&key(t)).copied().unwrap_or(0) + own.get(&key(t)).copied().unwrap_or(0);
+        let held_elsewhere = |t: &Tensor| Arc::strong_count(&t.0) > inside(t);
+
+        let keep = asked.iter().any(|t| t.0.tracked && !t.0.of_gradient);
+        for t in &distinct {
+            let residual = keep && t.0.tracked && !t.0.of_gradient && !t.0.op.is_view() && !t.0.op.is_leaf();
+            let version = t.0.state.load(Ordering::Relaxed) && held_elsewhere(t);
+            if residual || version {
+                add(t);
+            }
+        }
+
+        let updated: HashSet<NodeId> = self
+            .graph
+            .nodes()
+            .iter()
+            .filter(|n| matches!(n.op, Op::UpdateSlice { .. }))
+            .map(|n| n.inputs[0])
+            .collect();
+        let mut donated = vec![false; self.leaves.len()];
+        let mut stale = vec![false; self.graph.nodes().len()];
+        for (k, leaf) in self.leaves.iter().enumerate() {
+            let id = self.ids[&key(leaf)];
+            let asked_for = leaf.0.donate.load(Ordering::Relaxed);
+            if !asked_for && !updated.contains(&id) {
+                continue;
+            }
+            let outside =
+                leaf.0.readers.load(Ordering::Relaxed) > readers.get(&key(leaf)).copied().unwrap_or(0);
+            if outside || (held_elsewhere(leaf) && !asked_for) {
+                // Something outside this plan still reads the old value: the plan copies.
+                leaf.0
+                    .backend
+                    .0
+                    .stats
+                    .state_copies
+                    .fetch_add(1, Ordering::Relaxed);
+            } else {
+                donated[k] = true;
+                stale[id.index()] = true;
+            }
+        }
+        // Nodes of this plan that depend on a value about to be overwritten, and that someone may ask for later, run now.
+        if donated.contains(&true) {
+            for (i, n) in self.graph.nodes().iter().enumerate() {
+                if !stale[i] && n.inputs.iter().any(|x| stale[x.index()]) {
+                    stale[i] = true;
+                    if held_elsewhere(&self.order[i]) {
+                        add(&self.order[i]);
+                    }
+                }
+            }
+        }
+        (out, donated)
+    }
+}
+
+impl fmt::Debug for Tensor {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let inner = self.0.lock();
+        let state = match &inner.value {
+            Value::Pending => "pending".to_string(),
+            Value::Ready(_) => "ready".to_string(),
+            Value::Donated { by } => format!("donated to {by}"),
+            Value::Failed(e) => format!("error: {e}"),
+        };
+        write!(
+            f,
+            "Tensor({}, {}, {}, {state})",
+            self.0.ty,
+            self.0.op.name(),
+            self.0.backend.id()
+        )
+    }
+}
