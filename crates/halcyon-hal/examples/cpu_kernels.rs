@@ -46,8 +46,13 @@ fn main() {
         here.store(0, Ordering::SeqCst);
         team.run(team.threads(), &|_| {
             here.fetch_add(1, Ordering::SeqCst);
+            let mut spins = 0u32;
             while here.load(Ordering::SeqCst) < team.threads() {
-                std::thread::yield_now();
+                std::hint::spin_loop();
+                spins += 1;
+                if spins.is_multiple_of(4096) {
+                    std::thread::yield_now();
+                }
             }
         });
     });

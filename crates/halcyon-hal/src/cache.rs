@@ -51,10 +51,19 @@ pub fn user_dir() -> Option<PathBuf> {
     base.map(|b| b.join("halcyon"))
 }
 
+/// False where the user set HALCYON_CACHE=off: nothing is kept on disk.
+pub fn enabled() -> bool {
+    !std::env::var_os("HALCYON_CACHE").is_some_and(|v| v.eq_ignore_ascii_case("off") || v == "0")
+}
+
 impl DiskCache {
     /// A cache in `dir`, which is made on the first write.
     pub fn new(dir: PathBuf, limit: u64) -> DiskCache {
-        DiskCache { dir, limit, complained: AtomicBool::new(false) }
+        DiskCache {
+            dir,
+            limit,
+            complained: AtomicBool::new(false),
+        }
     }
 
     fn path(&self, key: u128) -> PathBuf {
@@ -95,7 +104,9 @@ impl DiskCache {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         fs::create_dir_all(&self.dir)?;
         let n = NEXT.fetch_add(1, Ordering::Relaxed);
-        let temporary = self.dir.join(format!("{key:032x}.{}-{n}.tmp", std::process::id()));
+        let temporary = self
+            .dir
+            .join(format!("{key:032x}.{}-{n}.tmp", std::process::id()));
         let written = (|| {
             let mut f = fs::File::create_new(&temporary)?;
             f.write_all(MAGIC)?;
@@ -126,7 +137,9 @@ impl DiskCache {
         let mut entries = vec![];
         let mut total = 0;
         for e in dir.flatten() {
-            let (path, Ok(m)) = (e.path(), e.metadata()) else { continue };
+            let (path, Ok(m)) = (e.path(), e.metadata()) else {
+                continue;
+            };
             let time = m.modified().unwrap_or(SystemTime::UNIX_EPOCH);
             if has_extension(&path, EXTENSION) {
                 total += m.len();
@@ -182,7 +195,12 @@ mod tests {
         fs::write(c.path(9), &whole).unwrap();
         assert!(c.get(9).is_none());
         // Only entries are left, no temporary file.
-        assert!(fs::read_dir(dir.path().join("a/b")).unwrap().flatten().all(|e| has_extension(&e.path(), EXTENSION)));
+        assert!(
+            fs::read_dir(dir.path().join("a/b"))
+                .unwrap()
+                .flatten()
+                .all(|e| has_extension(&e.path(), EXTENSION))
+        );
     }
 
     #[test]
@@ -192,9 +210,17 @@ mod tests {
         for k in 0..30u128 {
             c.put(k, &[k as u8; 1000]);
             let old = SystemTime::UNIX_EPOCH + Duration::from_secs(1000 + k as u64);
-            fs::File::options().append(true).open(c.path(k)).unwrap().set_modified(old).unwrap();
+            fs::File::options()
+                .append(true)
+                .open(c.path(k))
+                .unwrap()
+                .set_modified(old)
+                .unwrap();
         }
-        let total: u64 = fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().metadata().unwrap().len()).sum();
+        let total: u64 = fs::read_dir(dir.path())
+            .unwrap()
+            .map(|e| e.unwrap().metadata().unwrap().len())
+            .sum();
         assert!(total <= 10_000 && total > 5_000, "{total}");
         assert!(c.get(29).is_some() && c.get(0).is_none());
     }

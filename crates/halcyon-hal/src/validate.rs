@@ -9,7 +9,10 @@ use smallvec::SmallVec;
 pub fn range(call: &str, size: usize, offset: usize, bytes: usize) -> Result<()> {
     match offset.checked_add(bytes) {
         Some(end) if end <= size => Ok(()),
-        _ => Err(Error::argument(call, format!("{bytes} bytes at offset {offset} do not fit a buffer of {size} bytes"))),
+        _ => Err(Error::argument(
+            call,
+            format!("{bytes} bytes at offset {offset} do not fit a buffer of {size} bytes"),
+        )),
     }
 }
 
@@ -18,7 +21,10 @@ pub fn copy(src: [usize; 2], dst: [usize; 2], bytes: usize, same: bool) -> Resul
     range("copy", src[0], src[1], bytes)?;
     range("copy", dst[0], dst[1], bytes)?;
     if same && src[1].abs_diff(dst[1]) < bytes {
-        let what = format!("ranges of {bytes} bytes at {} and {} of one buffer overlap", src[1], dst[1]);
+        let what = format!(
+            "ranges of {bytes} bytes at {} and {} of one buffer overlap",
+            src[1], dst[1]
+        );
         return Err(Error::argument("copy", what));
     }
     Ok(())
@@ -31,7 +37,7 @@ pub struct Signature {
     /// As declared; with a fault word as the last one, which a launch does not bring.
     pub buffers: Vec<BufferDecl>,
     pub params: Vec<ParamDecl>,
-    /// Whether the kernel can set the fault word.
+    /// Whether the kernel has the fault word.
     pub faults: bool,
     fault_param: Option<usize>,
 }
@@ -44,37 +50,38 @@ pub struct Argument {
 }
 
 impl Signature {
+    /// What launches of a verified kernel must bring.
+    ///
     /// # Errors
     /// [`Error::Internal`] where a kernel that can fault lacks the fault word or the `fault` parameter.
     pub fn of(k: &Kernel) -> Result<Signature> {
-        let mut faults = false;
+        let mut sets = false;
         let mut elsewhere = false;
         k.walk(&mut |s| {
             if let Stmt::SetError { buf, .. } = s {
-                faults = true;
+                sets = true;
                 elsewhere |= buf.ix() + 1 != k.buffers.len();
             }
         });
+        // A kernel may declare the word and then find no use for it.
         let fault_param = k.params.iter().position(|p| p.name == "fault");
+        let faults = sets || fault_param.is_some();
         if faults {
             let word = k.buffers.last().is_some_and(|b| b.write && b.dtype == DType::U32) && !elsewhere;
             if !word || fault_param.is_none_or(|p| k.params[p].ty != Ty::U32) {
                 return Err(Error::internal(format!(
-                    "kernel {} sets errors, so its last buffer must be the fault word (u32, written) and it needs a u32 \
+                    "kernel {} reports faults, so its last buffer must be the fault word (u32, written) and it needs a u32 \
                      parameter named fault",
                     k.name
                 )));
             }
-        }
-        if let Some(p) = k.params.iter().find(|p| p.ty.lanes() > 1) {
-            return Err(Error::internal(format!("kernel {}: parameter {} is a vector", k.name, p.name)));
         }
         Ok(Signature {
             name: k.name.clone(),
             buffers: k.buffers.clone(),
             params: k.params.clone(),
             faults,
-            fault_param: fault_param.filter(|_| faults),
+            fault_param,
         })
     }
 
@@ -87,20 +94,38 @@ impl Signature {
     ///
     /// # Errors
     /// [`Error::Internal`] that names the kernel and what does not fit.
-    pub fn arguments(&self, buffers: usize, params: &[Scalar], fault: u32) -> Result<SmallVec<[Argument; 16]>> {
+    pub fn arguments(
+        &self,
+        buffers: usize,
+        params: &[Scalar],
+        fault: u32,
+    ) -> Result<SmallVec<[Argument; 16]>> {
         let wrong = |what: String| Error::internal(format!("launch of {}: {what}", self.name));
         if buffers != self.bound() {
             return Err(wrong(format!("{buffers} buffers given, {} wanted", self.bound())));
         }
         if params.len() != self.params.len() {
-            return Err(wrong(format!("{} parameters given, {} wanted", params.len(), self.params.len())));
+            return Err(wrong(format!(
+                "{} parameters given, {} wanted",
+                params.len(),
+                self.params.len()
+            )));
         }
         if self.faults && fault == 0 {
-            return Err(wrong("it can fault, but its fault id is 0, which means no fault".into()));
+            return Err(wrong(
+                "it can fault, but its fault id is 0, which means no fault".into(),
+            ));
         }
         let argument = |(i, (p, v)): (usize, (&ParamDecl, &Scalar))| {
-            let v = if self.fault_param == Some(i) { Scalar::U(fault as u64) } else { *v };
-            Argument { ty: p.ty, bits: const_bits(p.ty, v) }
+            let v = if self.fault_param == Some(i) {
+                Scalar::U(fault as u64)
+            } else {
+                *v
+            };
+            Argument {
+                ty: p.ty,
+                bits: const_bits(p.ty, v),
+            }
         };
         Ok(self.params.iter().zip(params).enumerate().map(argument).collect())
     }

@@ -59,13 +59,20 @@ pub fn load(path: &Path, a: &InputArgs, b: &BackendArgs, fill: bool, profile: bo
         backend,
         inputs,
         imported,
-        times: LoadTimes { load: decode + check + start.elapsed(), open, inputs: read },
+        times: LoadTimes {
+            load: decode + check + start.elapsed(),
+            open,
+            inputs: read,
+        },
     })
 }
 
 /// The model's graph for inputs of these shapes.
 pub fn import(model: &Model, inputs: &[Input]) -> Result<Imported> {
-    let shapes: Vec<(&str, Shape)> = inputs.iter().map(|i| (i.name.as_str(), Shape::from(&i.data.dims))).collect();
+    let shapes: Vec<(&str, Shape)> = inputs
+        .iter()
+        .map(|i| (i.name.as_str(), Shape::from(&i.data.dims)))
+        .collect();
     model.import(&shapes)
 }
 
@@ -81,7 +88,6 @@ impl Loaded {
             .collect()
     }
 }
-
 
 /// The device that was chosen, and why, as JSON.
 pub fn backend_json(b: &Backend) -> Value {
@@ -99,5 +105,8 @@ pub fn backend_json(b: &Backend) -> Value {
 
 /// Why a device was chosen, one line and one more for each that was not.
 pub fn backend_text(b: &Backend) -> String {
-    format!("backend  {}\n", b.selection().to_string().replace('\n', "\n       "))
+    format!(
+        "backend  {}\n",
+        b.selection().to_string().replace('\n', "\n       ")
+    )
 }

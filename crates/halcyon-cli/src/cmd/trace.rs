@@ -3,10 +3,11 @@
 use super::{Loaded, backend_json, backend_text, load, run::receipts_text};
 use crate::args::TraceArgs;
 use crate::report::{self, ms, table, time};
+use halcyon::ir::Graph;
 use halcyon::ir::Op;
 use halcyon::ir::lower::lower;
 use halcyon::ir::plan::StepWork;
-use halcyon::{Executable, Graph, Result, Session};
+use halcyon::{Executable, Result, Session};
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::{Duration, Instant};
@@ -38,12 +39,33 @@ pub fn main(a: &TraceArgs) -> Result<u8> {
     backend.synchronize()?;
     let second = start.elapsed();
     let timings = backend.device().take_timings()?;
-    let device_only = exe.plan().steps.iter().all(|s| !matches!(s.work, StepWork::Host(_)));
-    let steps = (device_only && timings.len() == exe.plan().steps.len())
-        .then(|| timings.iter().map(|t| Duration::from_nanos(t.nanoseconds)).collect::<Vec<_>>());
+    let device_only = exe
+        .plan()
+        .steps
+        .iter()
+        .all(|s| !matches!(s.work, StepWork::Host(_)));
+    let steps = (device_only && timings.len() == exe.plan().steps.len()).then(|| {
+        timings
+            .iter()
+            .map(|t| Duration::from_nanos(t.nanoseconds))
+            .collect::<Vec<_>>()
+    });
 
-    let done = Trace { a, loaded: &loaded, exe: &exe, lowering, prepare, first, second, steps };
-    if a.json { report::print_json(&done.json())? } else { report::print(&done.text())? }
+    let done = Trace {
+        a,
+        loaded: &loaded,
+        exe: &exe,
+        lowering,
+        prepare,
+        first,
+        second,
+        steps,
+    };
+    if a.json {
+        report::print_json(&done.json())?
+    } else {
+        report::print(&done.text())?
+    }
     Ok(0)
 }
 
@@ -67,9 +89,21 @@ impl Trace<'_> {
         // Writing to a string does not fail.
         let _ = writeln!(out, "level    {}", l.backend.level());
         for i in &l.inputs {
-            let _ = writeln!(out, "input    {} {}{:?} from {}", i.name, i.data.dtype, i.data.dims.as_slice(), i.source);
+            let _ = writeln!(
+                out,
+                "input    {} {}{:?} from {}",
+                i.name,
+                i.data.dtype,
+                i.data.dims.as_slice(),
+                i.source
+            );
         }
-        let _ = write!(out, "\ngraph ({} nodes)\n{}", l.imported.graph.nodes().len(), graph_text(&l.imported.graph));
+        let _ = write!(
+            out,
+            "\ngraph ({} nodes)\n{}",
+            l.imported.graph.nodes().len(),
+            graph_text(&l.imported.graph)
+        );
         let _ = write!(out, "\npasses\n{}", receipts_text(&plan.receipts));
         for w in &plan.warnings {
             let _ = writeln!(out, "  warning: {w}");
@@ -83,7 +117,10 @@ impl Trace<'_> {
             vec!["import".into(), time(l.times.load)],
             vec!["open device".into(), time(l.times.open)],
             vec!["passes and lowering, alone".into(), time(self.lowering)],
-            vec!["prepare: the same, programs and weights".into(), time(self.prepare)],
+            vec![
+                "prepare: the same, programs and weights".into(),
+                time(self.prepare),
+            ],
             vec!["first run, inputs and outputs copied".into(), time(self.first)],
             vec!["second run, on the device".into(), time(self.second)],
         ]);
@@ -147,8 +184,12 @@ impl Trace<'_> {
                 })
             })
             .collect();
-        let sources: Vec<Value> =
-            self.exe.sources().into_iter().map(|(n, s)| json!({ "name": n, "source": s })).collect();
+        let sources: Vec<Value> = self
+            .exe
+            .sources()
+            .into_iter()
+            .map(|(n, s)| json!({ "name": n, "source": s }))
+            .collect();
         json!({
             "model": self.a.model,
             "backend": backend_json(&l.backend),
@@ -196,7 +237,14 @@ fn graph_text(g: &Graph) -> String {
     for id in g.ids() {
         let n = g.node(id);
         let ins: Vec<String> = n.inputs.iter().map(|i| format!("%{}", i.0)).collect();
-        let _ = write!(out, "  %{} = {}({}) : {}", id.0, op_text(&n.op), ins.join(", "), n.ty);
+        let _ = write!(
+            out,
+            "  %{} = {}({}) : {}",
+            id.0,
+            op_text(&n.op),
+            ins.join(", "),
+            n.ty
+        );
         let _ = match &n.span.0 {
             Some(s) => writeln!(out, "  # {s}"),
             None => writeln!(out),

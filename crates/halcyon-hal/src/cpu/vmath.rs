@@ -21,12 +21,6 @@ pub fn fma<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FMA { a.mul_add(b, c) } else { a * b + c }
 }
 
-/// [`fma`] with the choice as a value, for code generic over an instruction set.
-#[inline(always)]
-pub(crate) fn fma_as(fused: bool, a: f32, b: f32, c: f32) -> f32 {
-    if fused { a.mul_add(b, c) } else { a * b + c }
-}
-
 #[inline(always)]
 fn fma64<const FMA: bool>(a: f64, b: f64, c: f64) -> f64 {
     if FMA { a.mul_add(b, c) } else { a * b + c }

@@ -21,7 +21,9 @@ unsafe impl Send for Adapter {}
 unsafe impl Sync for Adapter {}
 
 /// Bytes of an information query that is asked for its size first; `query(size, value, size_ret)`.
-pub fn query_bytes(query: impl Fn(usize, *mut c_void, *mut usize) -> i32) -> std::result::Result<Vec<u8>, i32> {
+pub fn query_bytes(
+    query: impl Fn(usize, *mut c_void, *mut usize) -> i32,
+) -> std::result::Result<Vec<u8>, i32> {
     let mut n = 0usize;
     match query(0, std::ptr::null_mut(), &mut n) {
         sys::SUCCESS => {}
@@ -48,7 +50,12 @@ pub fn text(mut b: Vec<u8>) -> String {
 fn unavailable(api: &Api, tried: Vec<String>, reason: String) -> Error {
     let mut t = vec![api.library.clone()];
     t.extend(tried);
-    Error::Unavailable { backend: "opencl".into(), tried: t, reason, fix: sys::fix() }
+    Error::Unavailable {
+        backend: "opencl".into(),
+        tried: t,
+        reason,
+        fix: sys::fix(),
+    }
 }
 
 impl Adapter {
@@ -61,16 +68,28 @@ impl Adapter {
         // SAFETY: asking for the count: no entries, no list.
         let code = unsafe { (api.clGetPlatformIDs)(0, std::ptr::null_mut(), &mut n) };
         if code != sys::SUCCESS && code != sys::PLATFORM_NOT_FOUND_KHR {
-            return Err(unavailable(api, vec![], format!("clGetPlatformIDs gave {}", sys::code_name(code))));
+            return Err(unavailable(
+                api,
+                vec![],
+                format!("clGetPlatformIDs gave {}", sys::code_name(code)),
+            ));
         }
         if code == sys::PLATFORM_NOT_FOUND_KHR || n == 0 {
-            return Err(unavailable(api, vec![], "the library is there, but no driver is registered with it".into()));
+            return Err(unavailable(
+                api,
+                vec![],
+                "the library is there, but no driver is registered with it".into(),
+            ));
         }
         let mut platforms: Vec<Handle> = vec![std::ptr::null_mut(); n as usize];
         // SAFETY: the list has `n` places.
         let code = unsafe { (api.clGetPlatformIDs)(n, platforms.as_mut_ptr(), &mut n) };
         if code != sys::SUCCESS {
-            return Err(unavailable(api, vec![], format!("clGetPlatformIDs gave {}", sys::code_name(code))));
+            return Err(unavailable(
+                api,
+                vec![],
+                format!("clGetPlatformIDs gave {}", sys::code_name(code)),
+            ));
         }
         platforms.truncate(n as usize);
         let mut out = vec![];
@@ -78,34 +97,54 @@ impl Adapter {
         for platform in platforms {
             let mut n = 0u32;
             // SAFETY: `platform` comes from the library; asking for the count.
-            let code = unsafe { (api.clGetDeviceIDs)(platform, sys::DEVICE_TYPE_ALL, 0, std::ptr::null_mut(), &mut n) };
+            let code = unsafe {
+                (api.clGetDeviceIDs)(platform, sys::DEVICE_TYPE_ALL, 0, std::ptr::null_mut(), &mut n)
+            };
             let mut devices: Vec<Handle> = vec![std::ptr::null_mut(); n as usize];
             let code = match code {
                 sys::SUCCESS if n > 0 => {
                     // SAFETY: the list has `n` places.
-                    unsafe { (api.clGetDeviceIDs)(platform, sys::DEVICE_TYPE_ALL, n, devices.as_mut_ptr(), &mut n) }
+                    unsafe {
+                        (api.clGetDeviceIDs)(platform, sys::DEVICE_TYPE_ALL, n, devices.as_mut_ptr(), &mut n)
+                    }
                 }
                 sys::SUCCESS => sys::DEVICE_NOT_FOUND,
                 c => c,
             };
             if code != sys::SUCCESS {
-                said.push(format!("platform {}: {}", platform_text(api, platform, sys::PLATFORM_NAME), sys::code_name(code)));
+                said.push(format!(
+                    "platform {}: {}",
+                    platform_text(api, platform, sys::PLATFORM_NAME),
+                    sys::code_name(code)
+                ));
                 continue;
             }
             devices.truncate(n as usize);
             for device in devices {
-                let a = Adapter { api, platform, device, index: out.len() };
+                let a = Adapter {
+                    api,
+                    platform,
+                    device,
+                    index: out.len(),
+                };
                 let off = [
                     (sys::DEVICE_AVAILABLE, "it is not available"),
                     (sys::DEVICE_COMPILER_AVAILABLE, "it has no compiler"),
                 ];
                 match off.iter().find(|(p, _)| a.bool(*p) == Some(false)) {
-                    Some((_, why)) => said.push(format!("{}: {why}", a.string(sys::DEVICE_NAME).unwrap_or_default())),
+                    Some((_, why)) => said.push(format!(
+                        "{}: {why}",
+                        a.string(sys::DEVICE_NAME).unwrap_or_default()
+                    )),
                     None => out.push(a),
                 }
             }
         }
-        if out.is_empty() { Err(unavailable(api, said, "no platform has a usable device".into())) } else { Ok(out) }
+        if out.is_empty() {
+            Err(unavailable(api, said, "no platform has a usable device".into()))
+        } else {
+            Ok(out)
+        }
     }
 
     pub fn id(&self) -> String {
@@ -148,13 +187,26 @@ impl Adapter {
         let kind_names: Vec<&str> = kinds.iter().filter(|k| kind & k.0 != 0).map(|k| k.1).collect();
         let texts = [
             ("type", Some(kind_names.join(", "))),
-            ("platform", Some(platform_text(self.api, self.platform, sys::PLATFORM_NAME))),
-            ("platform_version", Some(platform_text(self.api, self.platform, sys::PLATFORM_VERSION))),
+            (
+                "platform",
+                Some(platform_text(self.api, self.platform, sys::PLATFORM_NAME)),
+            ),
+            (
+                "platform_version",
+                Some(platform_text(self.api, self.platform, sys::PLATFORM_VERSION)),
+            ),
             ("version", self.string(sys::DEVICE_VERSION)),
             ("opencl_c_version", self.string(sys::DEVICE_OPENCL_C_VERSION)),
             ("profile", self.string(sys::DEVICE_PROFILE)),
-            ("max_clock_mhz", self.number(sys::DEVICE_MAX_CLOCK_FREQUENCY).map(|n| n.to_string())),
-            ("max_allocation_bytes", self.number(sys::DEVICE_MAX_MEM_ALLOC_SIZE).map(|n| n.to_string())),
+            (
+                "max_clock_mhz",
+                self.number(sys::DEVICE_MAX_CLOCK_FREQUENCY)
+                    .map(|n| n.to_string()),
+            ),
+            (
+                "max_allocation_bytes",
+                self.number(sys::DEVICE_MAX_MEM_ALLOC_SIZE).map(|n| n.to_string()),
+            ),
             ("library", Some(self.api.library.clone())),
             ("extensions", Some(extensions.clone())),
         ];
@@ -169,11 +221,17 @@ impl Adapter {
             backend: BackendType::OpenCl,
             id: self.id(),
             index: self.index,
-            name: self.string(sys::DEVICE_NAME).unwrap_or_else(|| "unnamed OpenCL device".into()),
+            name: self
+                .string(sys::DEVICE_NAME)
+                .unwrap_or_else(|| "unnamed OpenCL device".into()),
             vendor: self.string(sys::DEVICE_VENDOR).unwrap_or_default(),
             driver_version: self.string(sys::DRIVER_VERSION),
             total_memory: self.number(sys::DEVICE_GLOBAL_MEM_SIZE),
-            free_memory: if amd { self.number(sys::DEVICE_GLOBAL_FREE_MEMORY_AMD).map(|k| k << 10) } else { None },
+            free_memory: if amd {
+                self.number(sys::DEVICE_GLOBAL_FREE_MEMORY_AMD).map(|k| k << 10)
+            } else {
+                None
+            },
             compute_capability: if nv { compute_capability() } else { None },
             compute_units: self.number(sys::DEVICE_MAX_COMPUTE_UNITS).map(|n| n as u32),
             unified_memory: self.bool(sys::DEVICE_HOST_UNIFIED_MEMORY).unwrap_or(false),
@@ -198,7 +256,9 @@ impl Adapter {
     /// Limits and abilities, from the driver; where it does not answer, the least that OpenCL 1.2 allows.
     pub fn caps(&self) -> Caps {
         let u32_of = |p: u32, least: u64| self.number(p).unwrap_or(least).min(u32::MAX as u64) as u32;
-        let full = self.string(sys::DEVICE_PROFILE).is_none_or(|p| p == "FULL_PROFILE");
+        let full = self
+            .string(sys::DEVICE_PROFILE)
+            .is_none_or(|p| p == "FULL_PROFILE");
         let extensions = self.string(sys::DEVICE_EXTENSIONS).unwrap_or_default();
         let i64 = full || extensions.split_whitespace().any(|e| e == "cles_khr_int64");
         let f64 = self.number(sys::DEVICE_DOUBLE_FP_CONFIG).unwrap_or(0) != 0;
@@ -233,5 +293,7 @@ impl Adapter {
 
 fn platform_text(api: &Api, platform: Handle, param: u32) -> String {
     // SAFETY: the platform comes from the library, and `query_bytes` gives a buffer of the size it passes.
-    query_bytes(|n, p, r| unsafe { (api.clGetPlatformInfo)(platform, param, n, p, r) }).map(text).unwrap_or_default()
+    query_bytes(|n, p, r| unsafe { (api.clGetPlatformInfo)(platform, param, n, p, r) })
+        .map(text)
+        .unwrap_or_default()
 }

@@ -24,7 +24,8 @@ impl Source for ClSource {
         if bytes as u64 > self.max {
             return Err(format!("the device allows {} bytes in one buffer", self.max));
         }
-        buffer(self.api, &self.context, bytes).map_err(|c| format!("clCreateBuffer gave {}", sys::code_name(c)))
+        buffer(self.api, &self.context, bytes)
+            .map_err(|c| format!("clCreateBuffer gave {}", sys::code_name(c)))
     }
 }
 
@@ -33,7 +34,13 @@ pub fn buffer(api: &'static Api, context: &Owned, bytes: usize) -> Result<Owned,
     let mut code = 0;
     // SAFETY: the context is live; no host memory is passed.
     let raw = unsafe {
-        (api.clCreateBuffer)(context.raw(), sys::MEM_READ_WRITE, bytes, std::ptr::null_mut(), &mut code)
+        (api.clCreateBuffer)(
+            context.raw(),
+            sys::MEM_READ_WRITE,
+            bytes,
+            std::ptr::null_mut(),
+            &mut code,
+        )
     };
     // SAFETY: a buffer created just now, released by its own function.
     unsafe { Owned::new(raw, code, api.clReleaseMemObject) }

@@ -52,7 +52,8 @@ impl Builder<'_> {
         let (pointer, length) = (text.as_ptr().cast::<c_char>(), text.len());
         let mut code = 0;
         // SAFETY: one string with its length; the library copies it.
-        let raw = unsafe { (api.clCreateProgramWithSource)(self.context.raw(), 1, &pointer, &length, &mut code) };
+        let raw =
+            unsafe { (api.clCreateProgramWithSource)(self.context.raw(), 1, &pointer, &length, &mut code) };
         // SAFETY: a program created just now, released by its own function.
         let program = unsafe { Owned::new(raw, code, api.clReleaseProgram) }
             .map_err(|c| sys::driver_error(self.id, "clCreateProgramWithSource", c))?;
@@ -60,7 +61,11 @@ impl Builder<'_> {
             sys::SUCCESS => Ok(program),
             sys::BUILD_PROGRAM_FAILURE => {
                 let log = self.log(&program);
-                Err(Error::Compile { device: self.id.into(), kernel: name.into(), log })
+                Err(Error::Compile {
+                    device: self.id.into(),
+                    kernel: name.into(),
+                    log,
+                })
             }
             c => Err(sys::driver_error(self.id, "clBuildProgram", c)),
         }
@@ -74,7 +79,15 @@ impl Builder<'_> {
         let device = self.adapter.device;
         // SAFETY: one device, one binary with its length; the library copies it and checks its form.
         let raw = unsafe {
-            (api.clCreateProgramWithBinary)(self.context.raw(), 1, &device, &length, &pointer, &mut status, &mut code)
+            (api.clCreateProgramWithBinary)(
+                self.context.raw(),
+                1,
+                &device,
+                &length,
+                &pointer,
+                &mut status,
+                &mut code,
+            )
         };
         // SAFETY: a program created just now, released by its own function.
         let program = unsafe { Owned::new(raw, code, api.clReleaseProgram) }.ok()?;
@@ -86,7 +99,14 @@ impl Builder<'_> {
         let device: Handle = self.adapter.device;
         // SAFETY: the program and the device are live, the options end in zero, and no callback is given, so the call waits.
         Ok(unsafe {
-            (self.adapter.api.clBuildProgram)(program.raw(), 1, &device, options.as_ptr(), None, std::ptr::null_mut())
+            (self.adapter.api.clBuildProgram)(
+                program.raw(),
+                1,
+                &device,
+                options.as_ptr(),
+                None,
+                std::ptr::null_mut(),
+            )
         })
     }
 
@@ -95,11 +115,22 @@ impl Builder<'_> {
         let query = |n: usize, p: *mut c_void, r: *mut usize| {
             // SAFETY: `query_bytes` gives a buffer of the size it passes.
             unsafe {
-                (api.clGetProgramBuildInfo)(program.raw(), self.adapter.device, sys::PROGRAM_BUILD_LOG, n, p, r)
+                (api.clGetProgramBuildInfo)(
+                    program.raw(),
+                    self.adapter.device,
+                    sys::PROGRAM_BUILD_LOG,
+                    n,
+                    p,
+                    r,
+                )
             }
         };
         let log = adapter::query_bytes(query).map(adapter::text).unwrap_or_default();
-        if log.is_empty() { "the compiler gave no log".into() } else { log }
+        if log.is_empty() {
+            "the compiler gave no log".into()
+        } else {
+            log
+        }
     }
 
     /// The driver's binary of a built program; `None` where it gives none.
@@ -161,7 +192,10 @@ impl Builder<'_> {
         sys::check(self.id, "clGetKernelWorkGroupInfo", code)?;
         if limit < items as usize {
             return Err(Error::unsupported(
-                format!("kernel {entry} on {}: its groups have {items} work-items, it can have {limit}", self.id),
+                format!(
+                    "kernel {entry} on {}: its groups have {items} work-items, it can have {limit}",
+                    self.id
+                ),
                 "Choose another device",
             ));
         }

@@ -1,13 +1,15 @@
 //! The in-order queue of a device.
 
-use super::memory::ClBuffer;
+use super::adapter::Adapter;
+use super::memory::{ClBuffer, ClSource};
 use super::program::ClProgram;
 use super::sys::{self, Api, Handle, Owned};
+use crate::pool::Pool;
 use crate::validate::Argument;
 use crate::{Error, Result, Timing};
 use halcyon_ir::kernel::Ty;
 use std::ffi::c_void;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Finished timings kept as numbers beyond this many waiting events.
 const MANY_EVENTS: usize = 4096;
@@ -27,6 +29,8 @@ pub struct Queue {
     raw: Owned,
     fault: Owned,
     id: String,
+    /// For the figures of an out-of-memory error.
+    pool: Arc<Pool<ClSource>>,
     profile: bool,
     state: Mutex<State>,
 }
@@ -40,13 +44,14 @@ pub struct Submission<'a> {
 
 impl Queue {
     pub fn new(
-        api: &'static Api,
+        adapter: &Adapter,
         context: &Owned,
-        device: Handle,
         fault: Owned,
         id: &str,
+        pool: Arc<Pool<ClSource>>,
         profile: bool,
     ) -> Result<Queue> {
+        let (api, device) = (adapter.api, adapter.device);
         let mut code = 0;
         let properties = if profile { sys::QUEUE_PROFILING_ENABLE } else { 0 };
         // SAFETY: a live context and one of its devices.
@@ -54,7 +59,15 @@ impl Queue {
         // SAFETY: a queue created just now, released by its own function.
         let raw = unsafe { Owned::new(raw, code, api.clReleaseCommandQueue) }
             .map_err(|c| sys::driver_error(id, "clCreateCommandQueue", c))?;
-        let q = Queue { api, raw, fault, id: id.into(), profile, state: Mutex::default() };
+        let q = Queue {
+            api,
+            raw,
+            fault,
+            id: id.into(),
+            pool,
+            profile,
+            state: Mutex::default(),
+        };
         q.write_raw(q.fault.raw(), 0, &0u32.to_ne_bytes())?;
         Ok(q)
     }
@@ -66,12 +79,17 @@ impl Queue {
 
     fn check(&self, call: &str, code: i32) -> Result<()> {
         if code == sys::MEM_OBJECT_ALLOCATION_FAILURE {
+            let m = self.pool.stats();
+            let total = m.limit.unwrap_or(0);
             return Err(Error::OutOfMemory {
                 device: self.id.clone(),
-                what: format!("{call} gave {}: the driver had put the allocation off until now", sys::code_name(code)),
-                requested: 0,
-                free: 0,
-                total: 0,
+                what: format!(
+                    "all live buffers, which the driver allocates at first use; {call} gave {}",
+                    sys::code_name(code)
+                ),
+                requested: m.allocated,
+                free: total.saturating_sub(m.allocated),
+                total,
                 next: "Use a smaller batch, or set a memory limit below what is free".into(),
             });
         }
@@ -116,16 +134,27 @@ impl Queue {
 
     /// Copies host bytes to a range that was checked, after all submitted work.
     pub fn write(&self, dst: &ClBuffer, offset: usize, src: &[u8]) -> Result<()> {
-        if src.is_empty() { Ok(()) } else { self.write_raw(raw(dst)?, offset, src) }
+        if src.is_empty() {
+            Ok(())
+        } else {
+            self.write_raw(raw(dst)?, offset, src)
+        }
     }
 
     /// Copies a range that was checked to the host, after all submitted work.
     pub fn read(&self, src: &ClBuffer, offset: usize, dst: &mut [u8]) -> Result<()> {
-        if dst.is_empty() { self.finish() } else { self.read_raw(raw(src)?, offset, dst) }
+        if dst.is_empty() {
+            self.finish()
+        } else {
+            self.read_raw(raw(src)?, offset, dst)
+        }
     }
 
     pub fn begin(&self) -> Submission<'_> {
-        Submission { queue: self, state: self.lock() }
+        Submission {
+            queue: self,
+            state: self.lock(),
+        }
     }
 
     pub fn finish(&self) -> Result<()> {
@@ -165,7 +194,9 @@ impl Queue {
         self.finish()?;
         for e in std::mem::take(&mut s.events) {
             let nanoseconds = match &e {
-                Some(e) => self.stamp(e, sys::PROFILING_COMMAND_END)?.saturating_sub(self.stamp(e, sys::PROFILING_COMMAND_START)?),
+                Some(e) => self
+                    .stamp(e, sys::PROFILING_COMMAND_END)?
+                    .saturating_sub(self.stamp(e, sys::PROFILING_COMMAND_START)?),
                 None => 0,
             };
             s.done.push(Timing { nanoseconds });
@@ -185,7 +216,10 @@ impl Queue {
 }
 
 fn raw(b: &ClBuffer) -> Result<Handle> {
-    b.block.raw().map(|o| o.raw()).ok_or_else(|| Error::internal("a buffer was used after its release"))
+    b.block
+        .raw()
+        .map(|o| o.raw())
+        .ok_or_else(|| Error::internal("a buffer was used after its release"))
 }
 
 impl Submission<'_> {
@@ -196,9 +230,10 @@ impl Submission<'_> {
         }
         let event = match event {
             // SAFETY: the enqueue call gave us this event, and with it one reference.
-            Some(raw) => Some(unsafe { Owned::new(raw, sys::SUCCESS, self.queue.api.clReleaseEvent) }.map_err(|c| {
-                sys::driver_error(&self.queue.id, "clEnqueue…", c)
-            })?),
+            Some(raw) => Some(
+                unsafe { Owned::new(raw, sys::SUCCESS, self.queue.api.clReleaseEvent) }
+                    .map_err(|c| sys::driver_error(&self.queue.id, "clEnqueue…", c))?,
+            ),
             None => None,
         };
         self.state.events.push(event);
@@ -252,11 +287,18 @@ impl Submission<'_> {
         let mut global = [0usize; 3];
         for d in 0..3 {
             global[d] = (groups[d] as usize).checked_mul(local[d]).ok_or_else(|| {
-                Error::unsupported(format!("a grid of {groups:?} groups of {local:?}"), "Use a smaller batch")
+                Error::unsupported(
+                    format!("a grid of {groups:?} groups of {local:?}"),
+                    "Use a smaller batch",
+                )
             })?;
         }
         let mut event: Handle = std::ptr::null_mut();
-        let out = if q.profile { &raw mut event } else { std::ptr::null_mut() };
+        let out = if q.profile {
+            &raw mut event
+        } else {
+            std::ptr::null_mut()
+        };
         // SAFETY: the queue and kernel are live, all arguments are set, and the sizes have three dimensions. Buffers stay alive:
         // the queue keeps what it has enqueued, and the pool hands a freed buffer only to later commands of this queue.
         let code = unsafe {
@@ -273,7 +315,13 @@ impl Submission<'_> {
             )
         };
         if code != sys::SUCCESS {
-            q.check(&format!("clEnqueueNDRangeKernel({}, {global:?} in {local:?})", p.signature.name), code)?;
+            q.check(
+                &format!(
+                    "clEnqueueNDRangeKernel({}, {global:?} in {local:?})",
+                    p.signature.name
+                ),
+                code,
+            )?;
         }
         self.state.may_have_faulted |= p.signature.faults;
         self.note(q.profile.then_some(event))
@@ -293,7 +341,11 @@ impl Submission<'_> {
         }
         let q = self.queue;
         let mut event: Handle = std::ptr::null_mut();
-        let out = if q.profile { &raw mut event } else { std::ptr::null_mut() };
+        let out = if q.profile {
+            &raw mut event
+        } else {
+            std::ptr::null_mut()
+        };
         // SAFETY: both buffers are live and the ranges lie inside them.
         let code = unsafe {
             (q.api.clEnqueueCopyBuffer)(
@@ -315,6 +367,8 @@ impl Submission<'_> {
     /// Hands what was enqueued to the device.
     pub fn flush(self) -> Result<()> {
         // SAFETY: the queue is live.
-        self.queue.check("clFlush", unsafe { (self.queue.api.clFlush)(self.queue.raw.raw()) })
+        self.queue.check("clFlush", unsafe {
+            (self.queue.api.clFlush)(self.queue.raw.raw())
+        })
     }
 }

@@ -33,9 +33,6 @@ macro_rules! api {
                 })
             }
         }
-
-        /// Names of the functions that the library must have.
-        pub const FUNCTIONS: &[&str] = &[$(stringify!($name)),*];
     };
 }
 
@@ -69,7 +66,6 @@ api! {
     clEnqueueCopyBuffer(Handle, Handle, Handle, usize, usize, usize, u32, *const Handle, *mut Handle) -> i32;
     clFlush(Handle) -> i32;
     clFinish(Handle) -> i32;
-    clWaitForEvents(u32, *const Handle) -> i32;
     clGetEventProfilingInfo(Handle, u32, usize, *mut c_void, *mut usize) -> i32;
     clReleaseEvent(Handle) -> i32;
 }
@@ -241,24 +237,37 @@ pub fn code_name(code: i32) -> String {
 
 fn next_step(code: i32) -> &'static str {
     match code {
-        -2 | -33 | -36 => "The device may be lost or taken by another process; start again, and look at the system's log",
+        -2 | -33 | -36 => {
+            "The device may be lost or taken by another process; start again, and look at the system's log"
+        }
         -3 => "Install the driver's compiler, or choose another device",
         MEM_OBJECT_ALLOCATION_FAILURE | -5 | OUT_OF_HOST_MEMORY => {
             "Use a smaller batch or free memory on the device; a driver also says this after a kernel that ran too long"
         }
-        -54 | -55 => "The device's limit for this kernel is lower than the one it reported; please report the device",
+        -54 | -55 => {
+            "The device's limit for this kernel is lower than the one it reported; please report the device"
+        }
         _ => "Please report this with `halcyon devices --json`; --backend cpu does not need this driver",
     }
 }
 
 /// [`Error::Driver`] for a call that returned `code`.
 pub fn driver_error(device: &str, call: &str, code: i32) -> Error {
-    Error::Driver { device: device.into(), call: call.into(), code: code_name(code), next: next_step(code).into() }
+    Error::Driver {
+        device: device.into(),
+        call: call.into(),
+        code: code_name(code),
+        next: next_step(code).into(),
+    }
 }
 
 /// Fails unless `code` is success.
 pub fn check(device: &str, call: &str, code: i32) -> Result<()> {
-    if code == SUCCESS { Ok(()) } else { Err(driver_error(device, call, code)) }
+    if code == SUCCESS {
+        Ok(())
+    } else {
+        Err(driver_error(device, call, code))
+    }
 }
 
 /// What to do where there is no OpenCL.
@@ -287,7 +296,11 @@ pub fn candidates() -> Vec<String> {
     } else if cfg!(target_os = "macos") {
         &["/System/Library/Frameworks/OpenCL.framework/OpenCL"]
     } else if cfg!(target_os = "android") {
-        &["libOpenCL.so", "/vendor/lib64/libOpenCL.so", "/system/vendor/lib64/libOpenCL.so"]
+        &[
+            "libOpenCL.so",
+            "/vendor/lib64/libOpenCL.so",
+            "/system/vendor/lib64/libOpenCL.so",
+        ]
     } else {
         &["libOpenCL.so.1", "libOpenCL.so"]
     };
@@ -315,7 +328,11 @@ pub fn load_from(names: &[String]) -> Result<&'static Api> {
         let lib = match unsafe { libloading::Library::new(name) } {
             Ok(l) => l,
             Err(e) => {
-                tried.push(format!("{name}: {}", innermost(&e)));
+                let why = innermost(&e);
+                tried.push(format!(
+                    "{name}: {}",
+                    why.strip_prefix(&format!("{name}: ")).unwrap_or(&why)
+                ));
                 continue;
             }
         };
@@ -331,7 +348,12 @@ pub fn load_from(names: &[String]) -> Result<&'static Api> {
         }
     }
     let reason = "no OpenCL library could be loaded".into();
-    Err(Error::Unavailable { backend: "opencl".into(), tried, reason, fix: fix() })
+    Err(Error::Unavailable {
+        backend: "opencl".into(),
+        tried,
+        reason,
+        fix: fix(),
+    })
 }
 
 /// The message of the cause, which names what the loader met; the outer ones only say "dlopen failed".
@@ -350,10 +372,17 @@ mod tests {
     #[test]
     fn a_missing_library_is_an_error_that_lists_what_was_tried() {
         let e = load_from(&["libnothing-here.so.7".into(), "/nowhere/libOpenCL.so".into()]).unwrap_err();
-        let Error::Unavailable { tried, fix, .. } = &e else { panic!("{e}") };
+        let Error::Unavailable { tried, fix, .. } = &e else {
+            panic!("{e}")
+        };
         assert_eq!(tried.len(), 2);
-        assert!(tried[0].starts_with("libnothing-here.so.7: ") && tried[1].starts_with("/nowhere/libOpenCL.so: "));
-        assert!(tried[0].len() > "libnothing-here.so.7: ".len() + 5, "the loader's reason is there: {tried:?}");
+        assert!(
+            tried[0].starts_with("libnothing-here.so.7: ") && tried[1].starts_with("/nowhere/libOpenCL.so: ")
+        );
+        assert!(
+            tried[0].len() > "libnothing-here.so.7: ".len() + 5,
+            "the loader's reason is there: {tried:?}"
+        );
         assert!(!fix.is_empty() && e.exit_code() == 4);
     }
 
@@ -369,6 +398,9 @@ mod tests {
         assert_eq!(code_name(-54), "CL_INVALID_WORK_GROUP_SIZE (-54)");
         assert_eq!(code_name(-777), "OpenCL error -777");
         let e = driver_error("opencl:0", "clFinish", -5).to_string();
-        assert!(e.contains("clFinish failed on opencl:0: CL_OUT_OF_RESOURCES (-5)"), "{e}");
+        assert!(
+            e.contains("clFinish failed on opencl:0: CL_OUT_OF_RESOURCES (-5)"),
+            "{e}"
+        );
     }
 }

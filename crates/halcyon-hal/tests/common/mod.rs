@@ -23,7 +23,9 @@ impl Lane {
     pub fn open_with(&self, f: impl FnOnce(&mut Options)) -> Arc<dyn Device> {
         let mut o = self.options.clone();
         f(&mut o);
-        self.driver.open(0, &o).unwrap_or_else(|e| panic!("{}: {e}", self.driver.kind()))
+        self.driver
+            .open(0, &o)
+            .unwrap_or_else(|e| panic!("{}: {e}", self.driver.kind()))
     }
 
     pub fn name(&self) -> &'static str {
@@ -38,13 +40,25 @@ pub fn lanes() -> Vec<Lane> {
         let kind = driver.kind();
         if let Err(e) = driver.probe() {
             assert!(kind == BackendType::OpenCl, "{kind} must always be there: {e}");
-            assert!(std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"), "{e}");
+            assert!(
+                std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"),
+                "{e}"
+            );
             eprintln!("skipped on {kind}: {e}");
             continue;
         }
         let cache = tempfile::tempdir().unwrap();
-        let options = Options { threads: Some(2), cache_dir: Some(cache.path().into()), ..Default::default() };
-        out.push(Lane { driver, options, computes: kind != BackendType::Noop, _cache: cache });
+        let options = Options {
+            threads: Some(2),
+            cache_dir: Some(cache.path().into()),
+            ..Default::default()
+        };
+        out.push(Lane {
+            driver,
+            options,
+            computes: kind != BackendType::Noop,
+            _cache: cache,
+        });
     }
     out
 }
@@ -54,7 +68,9 @@ pub struct Random(u64);
 
 impl Random {
     pub fn fresh() -> Random {
-        let t = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
+        let t = std::time::SystemTime::now()
+            .duration_since(std::time::UNIX_EPOCH)
+            .unwrap();
         Random::seeded(t.as_nanos() as u64)
     }
 
@@ -80,11 +96,17 @@ impl Random {
 }
 
 pub fn pack(dtype: DType, values: &[Scalar]) -> Vec<u8> {
-    values.iter().flat_map(|v| v.to_bytes(dtype)[..dtype.size()].to_vec()).collect()
+    values
+        .iter()
+        .flat_map(|v| v.to_bytes(dtype)[..dtype.size()].to_vec())
+        .collect()
 }
 
 pub fn unpack(dtype: DType, bytes: &[u8]) -> Vec<Scalar> {
-    bytes.chunks_exact(dtype.size()).map(|b| Scalar::from_bytes(dtype, b)).collect()
+    bytes
+        .chunks_exact(dtype.size())
+        .map(|b| Scalar::from_bytes(dtype, b))
+        .collect()
 }
 
 pub fn upload(d: &dyn Device, bytes: &[u8]) -> BufferRef {
@@ -108,7 +130,13 @@ pub fn launch(
     params: &[Scalar],
 ) -> Result<()> {
     let buffers: Vec<BufferRef> = buffers.iter().map(|b| (*b).clone()).collect();
-    d.submit(&[Command::Launch { program, groups, buffers: &buffers, params, fault: 0 }])
+    d.submit(&[Command::Launch {
+        program,
+        groups,
+        buffers: &buffers,
+        params,
+        fault: 0,
+    }])
 }
 
 /// `y[i] = x[i] * a + b` for `i < n`, in the compute type of `dtype`.
@@ -122,15 +150,19 @@ pub fn affine(dtype: DType) -> Kernel {
     b.finish().unwrap()
 }
 
-/// Writes each parameter to the first element of its own buffer; the types alternate in size.
+/// All types a parameter may have (numbers). Writes each to the first element of its own buffer; the types alternate in size.
 pub fn params_of_every_type(f64: bool) -> (Kernel, Vec<Ty>) {
-    let mut types = vec![Ty::I32, Ty::I64, Ty::Bool, Ty::U64, Ty::U32, Ty::F32, Ty::Bool, Ty::I64, Ty::F32];
+    let mut types = vec![Ty::I32, Ty::I64, Ty::U64, Ty::U32, Ty::F32, Ty::I64, Ty::F32];
     if f64 {
         types.extend([Ty::F64, Ty::I32, Ty::F64]);
     }
     let b = Builder::new("all_params", [1, 1, 1]);
     let buffers: Vec<_> = types.iter().map(|t| b.raw_buffer(t.dtype(), true)).collect();
-    let params: Vec<_> = types.iter().enumerate().map(|(i, t)| b.param(&format!("q{i}"), *t)).collect();
+    let params: Vec<_> = types
+        .iter()
+        .enumerate()
+        .map(|(i, t)| b.param(&format!("q{i}"), *t))
+        .collect();
     for (buf, p) in buffers.iter().zip(params) {
         b.store(*buf, 0, p);
     }
@@ -154,13 +186,13 @@ pub fn gather() -> Kernel {
     let b = Builder::new("gather_checked", [16, 1, 1]);
     let (table, index) = (b.raw_buffer(DType::F32, false), b.raw_buffer(DType::I32, false));
     let out = b.raw_buffer(DType::F32, true);
-    let fault = b.raw_buffer(DType::U32, true);
-    let (n, len, id) = (b.size("n"), b.size("len"), b.param("fault", Ty::U32));
+    let (n, len) = (b.size("n"), b.size("len"));
+    let fault = b.fault();
     let i = b.linear_id();
     b.if_(i.lt(len), || {
         let j = b.load(index, i);
         let bad = j.lt(0).or(j.ge(n));
-        b.if_(bad, || b.set_error(fault, id));
+        b.if_(bad, || fault.set());
         let clamped = j.max(0).min(n - 1);
         b.store(out, i, b.load(table, clamped));
     });

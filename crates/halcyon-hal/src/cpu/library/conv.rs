@@ -9,6 +9,7 @@ use super::gemm::gemm_panels;
 use super::gemm::{
     Epilogue, Left, Mat, MatMut, PackElem, Packed, Panels, gemm, gemm_packed_a, inline_floats, panels_inline,
 };
+use super::gemv::ROWS;
 use super::simd::{Simd, dispatch_simd};
 pub use super::window::Window;
 use crate::cpu::sys::{Isa, dispatch};
@@ -151,6 +152,16 @@ impl Unrolled {
         let w = &self.w;
         let [_, oh, ow] = w.output;
         let [ih, iw] = [w.input[1], w.input[2]];
+        // Runs of columns within one output line: first column, length, and output position.
+        let mut runs = [(0, 0, 0, 0, 0); 32];
+        let (mut count, mut c) = (0, 0);
+        while c < cols {
+            let (line, ox) = ((j + c) / ow, (j + c) % ow);
+            let len = (ow - ox).min(cols - c);
+            runs[count] = (c, len, line / oh, line % oh, ox);
+            count += 1;
+            c += len;
+        }
         let (mut used, mut done) = (0, 0);
         // A row of the panel takes at most one piece per column.
         while done < TAPS && t0 + done < w.kernel_size() && used + cols <= PIECES {
@@ -161,15 +172,10 @@ impl Unrolled {
                 t % w.kernel[2],
             );
             let (lo, hi) = w.span(2, tw);
-            let (first, mut filled, mut c) = (used, 0, 0);
-            while c < cols {
-                let p = j + c;
-                let ox = p % ow;
-                let len = (ow - ox).min(cols - c);
+            let (first, mut filled) = (used, 0);
+            for &(c, len, od, oh, ox) in &runs[..count] {
                 let (a, b) = (ox.max(lo), (ox + len).min(hi));
-                if let (Some(d), Some(h), true) =
-                    (w.read(0, p / ow / oh, td), w.read(1, p / ow % oh, th), a < b)
-                {
+                if let (Some(d), Some(h), true) = (w.read(0, od, td), w.read(1, oh, th), a < b) {
                     let from = (d * ih + h) * iw + w.at(2, a, tw) as usize;
                     pieces[used] = Piece {
                         from: from as u32,
@@ -179,7 +185,6 @@ impl Unrolled {
                     used += 1;
                     filled += b - a;
                 }
-                c += len;
             }
             taps[done] = Tap {
                 first: first as u16,
@@ -291,7 +296,9 @@ pub unsafe fn conv_f32(
     if conv.by_rows() {
         // SAFETY: the caller's.
         unsafe {
-            if conv.is_depthwise() && conv.window.stride[2] == 1 && conv.window.input_dilation == [1; 3] {
+            let win = &conv.window;
+            let few = win.kernel_size() <= DEPTH_TAPS;
+            if conv.is_depthwise() && win.stride[2] == 1 && win.input_dilation == [1; 3] && few {
                 return depthwise(team, isa, conv, x, w, bias, relu, y);
             }
             return conv_rows(team, isa, conv, x, w, bias, relu, y);
@@ -331,7 +338,9 @@ pub unsafe fn conv_f32(
     };
     let item = &Together(item);
     // Several images or groups: whole products per thread; else all threads on one product.
-    if items >= 2 * team.threads() && m * n * k < 64 << 20 {
+    // (Products that `gemm` does without panels stay with it: the choice must not reach the numbers.)
+    let few = conv.window.is_pointwise() && packed.is_none() && m.min(n) <= ROWS;
+    if items >= 2 * team.threads() && m * n * k < 64 << 20 && !few {
         let each = inline_floats(isa, m, n, k);
         let scratch = team.scratch(each * team.threads());
         let buf = SharedMut(scratch.ptr());
@@ -394,7 +403,10 @@ struct DepthLine<'a> {
     y: *mut f32,
 }
 
-/// Every tap of a vector of outputs in registers, in the order of the taps; outputs near the edges leave out the taps that
+/// The most taps of [`depthwise`].
+const DEPTH_TAPS: usize = 128;
+
+/// Every tap of four vectors of outputs in registers, in the order of the taps; outputs near the edges leave out the taps that
 /// miss the line.
 #[inline(always)]
 unsafe fn depth_body<S: Simd>(l: &DepthLine<'_>) {
@@ -411,8 +423,9 @@ unsafe fn depth_body<S: Simd>(l: &DepthLine<'_>) {
     let first = w.at(2, 0, 0);
     // SAFETY: taps outside the plane are skipped; partial vectors touch only what exists.
     unsafe {
-        let edge = |o: usize| {
-            let mut s = l.bias;
+        // A loop, not a closure: closures are not compiled for the instruction set.
+        for o in (0..lo).chain(hi..ow) {
+            let mut s = S::splat(l.bias);
             for td in 0..kd {
                 let Some(d) = w.read(0, l.od, td) else { continue };
                 for th in 0..kh {
@@ -420,43 +433,50 @@ unsafe fn depth_body<S: Simd>(l: &DepthLine<'_>) {
                     let line = l.x.add((d * ih + h) * iw);
                     for tw in 0..kw {
                         if let Some(i) = w.read(2, o, tw) {
-                            s = crate::cpu::vmath::fma_as(
-                                S::FMA,
-                                *line.add(i),
-                                *l.taps.add((td * kh + th) * kw + tw),
-                                s,
-                            );
+                            let t = S::splat(*l.taps.add((td * kh + th) * kw + tw));
+                            s = S::fma(S::splat(*line.add(i)), t, s);
                         }
                     }
                 }
             }
-            *l.y.add(o) = if l.relu && s < 0.0 { 0.0 } else { s };
-        };
-        (0..lo).for_each(edge);
-        let mut o = lo;
-        while o < hi {
-            let n = (hi - o).min(S::W);
-            let mut s = S::splat(l.bias);
-            for td in 0..kd {
-                let Some(d) = w.read(0, l.od, td) else { continue };
-                for th in 0..kh {
-                    let Some(h) = w.read(1, l.oh, th) else { continue };
-                    let p = l.x.add((d * ih + h) * iw).offset(o as isize + first);
-                    let taps = l.taps.add((td * kh + th) * kw);
-                    for tw in 0..kw {
-                        let q = p.add(tw * w.dilation[2]);
-                        let v = if n == S::W { S::load(q) } else { S::load_part(q, n) };
-                        s = S::fma(v, S::splat(*taps.add(tw)), s);
-                    }
+            S::store_part(l.y.add(o), if l.relu { S::relu(s) } else { s }, 1);
+        }
+        // The taps that meet the plane.
+        let mut ptrs = [l.x; DEPTH_TAPS];
+        let mut weights = [0f32; DEPTH_TAPS];
+        let mut count = 0;
+        for td in 0..kd {
+            let Some(d) = w.read(0, l.od, td) else { continue };
+            for th in 0..kh {
+                let Some(h) = w.read(1, l.oh, th) else { continue };
+                for tw in 0..kw {
+                    let at = ((d * ih + h) * iw) as isize + first + (tw * w.dilation[2]) as isize;
+                    // May lie before the plane; outputs from `lo` on bring it inside.
+                    ptrs[count] = l.x.wrapping_offset(at);
+                    weights[count] = *l.taps.add((td * kh + th) * kw + tw);
+                    count += 1;
                 }
             }
-            if l.relu {
-                s = S::relu(s);
-            }
-            S::store_part(l.y.add(o), s, n);
-            o += n;
         }
-        (hi..ow).for_each(edge);
+        let mut o = lo;
+        while o < hi {
+            let left = hi - o;
+            let mut s = [S::splat(l.bias); 4];
+            for (p, t) in ptrs[..count].iter().zip(&weights) {
+                let (p, t) = (p.wrapping_add(o), S::splat(*t));
+                for u in 0..4 {
+                    let n = left.saturating_sub(u * S::W).min(S::W);
+                    let v = S::load_part(p.wrapping_add(u * S::W), n);
+                    s[u] = S::fma(v, t, s[u]);
+                }
+            }
+            for u in 0..4 {
+                let n = left.saturating_sub(u * S::W).min(S::W);
+                let v = if l.relu { S::relu(s[u]) } else { s[u] };
+                S::store_part(l.y.wrapping_add(o + u * S::W), v, n);
+            }
+            o += 4 * S::W;
+        }
     }
 }
 dispatch_simd! {

@@ -156,3 +156,35 @@ fn groups_must_divide_channels() {
     assert!(Conv::new(1, 6, 6, 4, w).is_err());
     assert!(Conv::new(1, 6, 6, 0, w).is_err());
 }
+
+#[test]
+fn results_do_not_depend_on_the_number_of_threads() {
+    let mut rng = Rng::new();
+    let teams: Vec<Team> = [1, 2, 5].map(Team::new).into();
+    for round in 0..60 {
+        let c = random_conv(&mut rng, round % 5 == 0);
+        let (x, w) = (rng.vec(c.input_len()), rng.vec(c.weight_len()));
+        let runs: Vec<Vec<f32>> = teams
+            .iter()
+            .map(|t| {
+                let mut y = vec![f32::NAN; c.output_len()];
+                // SAFETY: the vectors have the lengths that `c` states.
+                unsafe {
+                    conv_f32(
+                        t,
+                        Isa::best(),
+                        &c,
+                        x.as_ptr(),
+                        w.as_ptr(),
+                        None,
+                        std::ptr::null(),
+                        false,
+                        y.as_mut_ptr(),
+                    );
+                }
+                y
+            })
+            .collect();
+        assert!(runs[0] == runs[1] && runs[0] == runs[2], "{c:?}");
+    }
+}

@@ -598,22 +598,65 @@ pub unsafe fn gemm<A: PackElem, B: PackElem>(
     }
     // SAFETY: the caller's.
     unsafe {
-        if m <= n && gemv::fits(m, &b) {
-            return gemv::few_rows(team, isa, m, n, k, a, b, c, epi);
+        match Form::of(m, n, &a, &b) {
+            Form::Rows => gemv::few_rows(team, isa, m, n, k, a, b, c, epi),
+            Form::Columns => gemv::few_rows(team, isa, n, m, k, b.t(), a.t(), c.t(), epi.t()),
+            Form::Panels => gemm_panels(team, isa, m, n, k, &Left::Plain(a), &b, c, epi),
         }
-        if gemv::fits(n, &a.t()) {
-            // The transposed product has few rows.
-            let epi = Epilogue {
-                bias_row: epi.bias_col,
-                bias_col: epi.bias_row,
-                ..epi
-            };
-            return gemv::few_rows(team, isa, n, m, k, b.t(), a.t(), c.t(), epi);
+    }
+}
+
+/// Which code does a product. A function of shape and strides alone, so that numbers do not depend on threads.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Form {
+    /// Few rows.
+    Rows,
+    /// Few columns: the transposed product has few rows.
+    Columns,
+    Panels,
+}
+
+impl Form {
+    fn of<A, B>(m: usize, n: usize, a: &Mat<A>, b: &Mat<B>) -> Form {
+        let (rows, columns) = (gemv::fits(m, b), gemv::fits(n, &a.t()));
+        match (rows, columns) {
+            (true, true) if m > n => Form::Columns,
+            (true, _) => Form::Rows,
+            (_, true) => Form::Columns,
+            _ => Form::Panels,
         }
-        if gemv::fits(m, &b) {
-            return gemv::few_rows(team, isa, m, n, k, a, b, c, epi);
+    }
+}
+
+/// Floats of scratch that [`gemm_inline`] needs.
+fn inline_floats_of<A, B>(isa: Isa, m: usize, n: usize, k: usize, a: &Mat<A>, b: &Mat<B>) -> usize {
+    let floats = match Form::of(m, n, a, b) {
+        Form::Rows => gemv::item_floats(m, n, k),
+        Form::Columns => gemv::item_floats(n, m, k),
+        Form::Panels => inline_floats(isa, m, n, k),
+    };
+    floats.next_multiple_of(1024)
+}
+
+/// [`gemm`] on the calling thread, with the same results. `buf` holds [`inline_floats_of`].
+unsafe fn gemm_inline<A: Storage, B: Storage>(
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<A>,
+    b: Mat<B>,
+    c: MatMut<f32>,
+    epi: Epilogue,
+    buf: *mut f32,
+) {
+    // SAFETY: the caller's.
+    unsafe {
+        match Form::of(m, n, &a, &b) {
+            Form::Rows => gemv::few_rows_item(isa, m, n, k, a, b, c, epi, buf),
+            Form::Columns => gemv::few_rows_item(isa, n, m, k, b.t(), a.t(), c.t(), epi.t(), buf),
+            Form::Panels => panels_inline(isa, m, n, k, &Left::Plain(a), &b, c, epi, buf),
         }
-        gemm_panels(team, isa, m, n, k, &Left::Plain(a), &b, c, epi)
     }
 }
 
@@ -692,7 +735,6 @@ pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
     if m == 0 || n == 0 || batch == 0 {
         return;
     }
-    let one = Cut::new(isa, m, n, k, 1);
     let (c, c_stride) = c;
     let work = m.saturating_mul(n).saturating_mul(k);
     let item = |i: usize| {
@@ -709,7 +751,7 @@ pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
         return;
     }
     let threads = team.threads();
-    let each = one.floats().next_multiple_of(1024);
+    let each = inline_floats_of(isa, m, n, k, &a.0, &b.0);
     let scratch = team.scratch(each * threads);
     let buf = SharedMut(scratch.ptr());
     let groups = if work.saturating_mul(batch) < SERIAL {
@@ -727,19 +769,7 @@ pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
             let (a, b, c) = item(i);
             // SAFETY: the caller's; the worker's piece of the scratch is its own.
             unsafe {
-                drive(
-                    None,
-                    isa,
-                    &one,
-                    m,
-                    n,
-                    k,
-                    &Left::Plain(a),
-                    &b,
-                    c,
-                    epi,
-                    buf.get().add(worker * each),
-                );
+                gemm_inline(isa, m, n, k, a, b, c, epi, buf.get().add(worker * each));
             }
         }
     });

@@ -340,6 +340,39 @@ fn batches_follow_single_products() {
 }
 
 #[test]
+fn batches_do_not_depend_on_the_number_of_threads() {
+    let mut rng = Rng::new();
+    let teams: Vec<Team> = [1, 2, 5].map(Team::new).into();
+    // Four products: shared out by five threads, one per thread by fewer.
+    for (m, n, k) in [(1, 300, 70), (40, 2, 90), (33, 70, 600)] {
+        let (a, b) = (rng.vec(4 * m * k), rng.vec(4 * k * n));
+        let runs: Vec<Vec<f32>> = teams
+            .iter()
+            .map(|t| {
+                let mut c = vec![f32::NAN; 4 * m * n];
+                // SAFETY: the vectors have the sizes of the matrices.
+                unsafe {
+                    gemm_batched(
+                        t,
+                        Isa::best(),
+                        4,
+                        m,
+                        n,
+                        k,
+                        (Mat::rows(a.as_ptr(), k), (m * k) as isize),
+                        (Mat::rows(b.as_ptr(), n), (k * n) as isize),
+                        (MatMut::rows(c.as_mut_ptr(), n), (m * n) as isize),
+                        Epilogue::default(),
+                    );
+                }
+                c
+            })
+            .collect();
+        assert!(runs[0] == runs[1] && runs[0] == runs[2], "{m} {n} {k}");
+    }
+}
+
+#[test]
 fn a_warm_product_reuses_its_scratch() {
     let team = Team::new(2);
     let (a, b) = (vec![1f32; 128 * 128], vec![1f32; 128 * 128]);

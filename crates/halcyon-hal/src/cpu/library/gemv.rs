@@ -259,14 +259,8 @@ pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(
     let scratch = team.scratch(m * k + threads * m * chunk);
     let copy = scratch.ptr();
     let bufs = SharedMut(copy.wrapping_add(m * k));
-    // SAFETY: the caller's matrices; the scratch holds the copy of A and a buffer for each thread.
-    unsafe {
-        for i in 0..m {
-            for q in 0..k {
-                *copy.add(i * k + q) = (*a.ptr.offset(i as isize * a.rs + q as isize * a.cs)).widen();
-            }
-        }
-    }
+    // SAFETY: the caller's matrix; the scratch holds the copy and a buffer for each thread.
+    unsafe { copy_rows(m, k, a, copy) };
     let job = Sync(Job {
         k,
         a: copy,
@@ -302,6 +296,49 @@ pub(crate) unsafe fn few_rows_inline<B: Storage>(
 ) {
     // SAFETY: the caller's.
     unsafe { columns(isa, m, &Job { k, a, b, c, epi }, 0, n, buf) }
+}
+
+/// Columns summed at once when one thread does the whole product.
+fn item_chunk(m: usize, n: usize) -> usize {
+    n.min((4096 / m.max(1)).max(512))
+}
+
+/// Floats of scratch that [`few_rows_item`] needs.
+pub(crate) fn item_floats(m: usize, n: usize, k: usize) -> usize {
+    m * k + m * item_chunk(m, n)
+}
+
+/// [`few_rows`] on the calling thread, with the same results. `buf` holds [`item_floats`].
+pub(crate) unsafe fn few_rows_item<A: Storage, B: Storage>(
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<A>,
+    b: Mat<B>,
+    c: MatMut<f32>,
+    epi: Epilogue,
+    buf: *mut f32,
+) {
+    // SAFETY: the caller's.
+    unsafe {
+        copy_rows(m, k, a, buf);
+        let job = Job { k, a: buf, b, c, epi };
+        let chunk = item_chunk(m, n);
+        for j in (0..n).step_by(chunk.max(1)) {
+            columns(isa, m, &job, j, (j + chunk).min(n), buf.add(m * k));
+        }
+    }
+}
+
+/// The small operand as contiguous rows of f32.
+unsafe fn copy_rows<A: Storage>(m: usize, k: usize, a: Mat<A>, to: *mut f32) {
+    for i in 0..m {
+        for q in 0..k {
+            // SAFETY: the caller's matrix and room for `m * k` floats.
+            unsafe { *to.add(i * k + q) = (*a.ptr.offset(i as isize * a.rs + q as isize * a.cs)).widen() };
+        }
+    }
 }
 
 /// Columns `j0..j1` in the form that B's layout asks for.

@@ -135,6 +135,15 @@ impl Epilogue {
         }
     }
 
+    /// The epilogue of the transposed product.
+    pub(crate) fn t(&self) -> Epilogue {
+        Epilogue {
+            bias_row: self.bias_col,
+            bias_col: self.bias_row,
+            ..*self
+        }
+    }
+
     /// The part of the epilogue that block `first..last` of K does.
     pub(crate) fn for_block(self, first: bool, last: bool) -> Epilogue {
         let none = SharedConst(std::ptr::null());

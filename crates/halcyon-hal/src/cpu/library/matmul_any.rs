@@ -7,7 +7,7 @@ use crate::cpu::team::{SharedMut, Team};
 
 /// Rows and columns summed together.
 const MR: usize = 4;
-const NR: usize = 16;
+const NR: usize = 64;
 
 /// A tile of C: rows `i0..i1`, columns `j..j + cols`, with B's columns unrolled in `b` as `[k][NR]`.
 struct Job<T: Elem, O> {
@@ -21,21 +21,42 @@ struct Job<T: Elem, O> {
     cols: usize,
 }
 
+/// `R` rows: sums in the first cache level, `KB` steps of k for each time they are touched, in the order of k.
 #[inline(always)]
 fn rows_body<const FMA: bool, T: Elem, O: Elem<Acc = T::Acc>, const R: usize>(w: &Job<T, O>, i: usize) {
     let mut acc = [[T::Acc::default(); NR]; R];
-    for k in 0..w.k {
-        // SAFETY: `b` holds k rows; row i + r < i1 of A is readable.
-        unsafe {
-            let b = &*(w.b.add(k * NR) as *const [T::Acc; NR]);
-            for r in 0..R {
-                let x = (*w.a.ptr.offset((i + r) as isize * w.a.rs + k as isize * w.a.cs)).up();
-                for j in 0..NR {
-                    acc[r][j] = T::mul_add::<FMA>(x, b[j], acc[r][j]);
+    let mut k = 0;
+    macro_rules! steps {
+        ($kb:literal) => {
+            while w.k - k >= $kb {
+                let mut x = [[T::Acc::default(); $kb]; R];
+                for r in 0..R {
+                    for q in 0..$kb {
+                        // SAFETY: row i + r < i1 and column k + q < k of A are readable.
+                        x[r][q] = unsafe {
+                            *w.a.ptr
+                                .offset((i + r) as isize * w.a.rs + (k + q) as isize * w.a.cs)
+                        }
+                        .up();
+                    }
                 }
+                // SAFETY: `b` holds k rows of NR.
+                let b = unsafe { &*(w.b.add(k * NR) as *const [[T::Acc; NR]; $kb]) };
+                for r in 0..R {
+                    for j in 0..NR {
+                        let mut s = acc[r][j];
+                        for q in 0..$kb {
+                            s = T::mul_add::<FMA>(x[r][q], b[q][j], s);
+                        }
+                        acc[r][j] = s;
+                    }
+                }
+                k += $kb;
             }
-        }
+        };
     }
+    steps!(8);
+    steps!(1);
     for (r, sums) in acc.iter().enumerate() {
         for (j, s) in sums.iter().enumerate().take(w.cols) {
             // SAFETY: inside C.

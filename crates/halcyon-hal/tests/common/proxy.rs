@@ -1,0 +1,68 @@
+//! Builds and drives the proxy OpenCL library of `tests/proxy/proxy.c`. Another crate's tests may include this file by path.
+#![allow(dead_code)]
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// The proxy, compiled into `dir`; `None` where there is no C compiler, unless HALCYON_REQUIRE_LANES=1.
+pub fn build(dir: &Path) -> Option<PathBuf> {
+    let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../halcyon-hal/tests/proxy/proxy.c");
+    let library = dir.join("libhalcyon-proxy-opencl.so");
+    let cc = std::env::var_os("CC").unwrap_or_else(|| "cc".into());
+    let out = Command::new(&cc)
+        .args(["-shared", "-fPIC", "-O1", "-Wall", "-Werror", "-o"])
+        .arg(&library)
+        .arg(&source)
+        .arg("-ldl")
+        .output();
+    match out {
+        Ok(o) if o.status.success() => Some(library),
+        Ok(o) => panic!(
+            "proxy.c does not compile:\n{}",
+            String::from_utf8_lossy(&o.stderr)
+        ),
+        Err(e) => {
+            assert!(
+                std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"),
+                "no C compiler: {e}"
+            );
+            eprintln!("skipped: no C compiler ({e})");
+            None
+        }
+    }
+}
+
+/// Makes `command` use the proxy; `corrupt` is the read-back to falsify (see proxy.c).
+pub fn through(command: &mut Command, proxy: &Path, counts: &Path, corrupt: Option<&str>) {
+    command
+        .env("HALCYON_OPENCL_LIBRARY", proxy)
+        .env("HALCYON_PROXY_COUNT", counts)
+        .env_remove("HALCYON_PROXY_CORRUPT");
+    if let Some(c) = corrupt {
+        command.env("HALCYON_PROXY_CORRUPT", c);
+    }
+}
+
+/// What the proxy counted.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Seen {
+    pub launches: u64,
+    pub reads: u64,
+    pub falsified: u64,
+}
+
+pub fn seen(counts: &Path) -> Seen {
+    let text = std::fs::read_to_string(counts).unwrap_or_default();
+    let words: Vec<&str> = text.split_whitespace().collect();
+    let of = |name: &str| {
+        let at = words.iter().position(|w| *w == name);
+        at.and_then(|i| words.get(i + 1))
+            .and_then(|w| w.parse().ok())
+            .unwrap_or(0)
+    };
+    Seen {
+        launches: of("launches"),
+        reads: of("reads"),
+        falsified: of("falsified"),
+    }
+}

@@ -1,0 +1,120 @@
+/* An OpenCL library that forwards to the real one, counts, and can falsify one read-back. For tests: an answer that does not
+   change when a read-back is falsified did not come from the device, and a run without launches computed nothing there.
+
+   HALCYON_PROXY_TARGET   library to forward to (default libOpenCL.so.1)
+   HALCYON_PROXY_COUNT    file that gets "launches L reads R falsified F" after every launch and read
+   HALCYON_PROXY_CORRUPT  N: falsify the N-th read-back (from 1); N:K flips a bit of its byte K (default 3, the exponent of the
+                          first f32). Read-backs of up to 4 bytes (the fault word) are not counted. */
+#include <dlfcn.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef void *H;
+typedef int32_t i32;
+typedef uint32_t u32;
+typedef uint64_t u64;
+typedef size_t sz;
+typedef void (*FN)(void);
+
+static long launches, reads, falsified;
+
+static void *real(const char *name) {
+    static void *lib;
+    if (!lib) {
+        const char *target = getenv("HALCYON_PROXY_TARGET");
+        lib = dlopen(target && *target ? target : "libOpenCL.so.1", RTLD_NOW | RTLD_LOCAL);
+        if (!lib) {
+            fprintf(stderr, "proxy: %s\n", dlerror());
+            exit(97);
+        }
+    }
+    void *f = dlsym(lib, name);
+    if (!f) {
+        fprintf(stderr, "proxy: the real library has no %s\n", name);
+        exit(98);
+    }
+    return f;
+}
+
+static void report(void) {
+    const char *path = getenv("HALCYON_PROXY_COUNT");
+    FILE *f = path && *path ? fopen(path, "w") : NULL;
+    if (f) {
+        fprintf(f, "launches %ld reads %ld falsified %ld\n", launches, reads, falsified);
+        fclose(f);
+    }
+}
+
+#define RESOLVE(r, name, params)                     \
+    static r(*f) params;                             \
+    if (!f) {                                        \
+        void *p = real(#name);                       \
+        memcpy(&f, &p, sizeof f);                    \
+    }
+#define FORWARD(r, name, params, args)               \
+    r name params {                                  \
+        RESOLVE(r, name, params)                     \
+        return f args;                               \
+    }
+
+FORWARD(i32, clGetPlatformIDs, (u32 a, H *b, u32 *c), (a, b, c))
+FORWARD(i32, clGetPlatformInfo, (H a, u32 b, sz c, void *d, sz *e), (a, b, c, d, e))
+FORWARD(i32, clGetDeviceIDs, (H a, u64 b, u32 c, H *d, u32 *e), (a, b, c, d, e))
+FORWARD(i32, clGetDeviceInfo, (H a, u32 b, sz c, void *d, sz *e), (a, b, c, d, e))
+FORWARD(H, clCreateContext, (const intptr_t *a, u32 b, const H *c, FN d, void *e, i32 *g), (a, b, c, d, e, g))
+FORWARD(i32, clReleaseContext, (H a), (a))
+FORWARD(H, clCreateCommandQueue, (H a, H b, u64 c, i32 *d), (a, b, c, d))
+FORWARD(i32, clReleaseCommandQueue, (H a), (a))
+FORWARD(H, clCreateBuffer, (H a, u64 b, sz c, void *d, i32 *e), (a, b, c, d, e))
+FORWARD(i32, clReleaseMemObject, (H a), (a))
+FORWARD(H, clCreateProgramWithSource, (H a, u32 b, const char **c, const sz *d, i32 *e), (a, b, c, d, e))
+FORWARD(H, clCreateProgramWithBinary,
+        (H a, u32 b, const H *c, const sz *d, const unsigned char **e, i32 *g, i32 *h), (a, b, c, d, e, g, h))
+FORWARD(i32, clBuildProgram, (H a, u32 b, const H *c, const char *d, FN e, void *g), (a, b, c, d, e, g))
+FORWARD(i32, clGetProgramInfo, (H a, u32 b, sz c, void *d, sz *e), (a, b, c, d, e))
+FORWARD(i32, clGetProgramBuildInfo, (H a, H b, u32 c, sz d, void *e, sz *g), (a, b, c, d, e, g))
+FORWARD(i32, clReleaseProgram, (H a), (a))
+FORWARD(H, clCreateKernel, (H a, const char *b, i32 *c), (a, b, c))
+FORWARD(i32, clReleaseKernel, (H a), (a))
+FORWARD(i32, clSetKernelArg, (H a, u32 b, sz c, const void *d), (a, b, c, d))
+FORWARD(i32, clGetKernelWorkGroupInfo, (H a, H b, u32 c, sz d, void *e, sz *g), (a, b, c, d, e, g))
+FORWARD(i32, clEnqueueWriteBuffer, (H a, H b, u32 c, sz d, sz e, const void *g, u32 h, const H *i, H *j),
+        (a, b, c, d, e, g, h, i, j))
+FORWARD(i32, clEnqueueCopyBuffer, (H a, H b, H c, sz d, sz e, sz g, u32 h, const H *i, H *j),
+        (a, b, c, d, e, g, h, i, j))
+FORWARD(i32, clFlush, (H a), (a))
+FORWARD(i32, clFinish, (H a), (a))
+FORWARD(i32, clGetEventProfilingInfo, (H a, u32 b, sz c, void *d, sz *e), (a, b, c, d, e))
+FORWARD(i32, clReleaseEvent, (H a), (a))
+
+i32 clEnqueueNDRangeKernel(H a, H b, u32 c, const sz *d, const sz *e, const sz *g, u32 h, const H *i, H *j) {
+    RESOLVE(i32, clEnqueueNDRangeKernel, (H, H, u32, const sz *, const sz *, const sz *, u32, const H *, H *))
+    i32 r = f(a, b, c, d, e, g, h, i, j);
+    if (r == 0) {
+        __sync_fetch_and_add(&launches, 1);
+        report();
+    }
+    return r;
+}
+
+i32 clEnqueueReadBuffer(H a, H b, u32 c, sz d, sz bytes, void *out, u32 h, const H *i, H *j) {
+    RESOLVE(i32, clEnqueueReadBuffer, (H, H, u32, sz, sz, void *, u32, const H *, H *))
+    (void)c;
+    /* Waits, so that the bytes are there to be falsified. */
+    i32 r = f(a, b, 1, d, bytes, out, h, i, j);
+    if (r == 0 && bytes > 4) {
+        long n = __sync_add_and_fetch(&reads, 1);
+        const char *want = getenv("HALCYON_PROXY_CORRUPT");
+        if (want && atol(want) == n) {
+            const char *colon = strchr(want, ':');
+            sz at = colon ? (sz)atol(colon + 1) : 3;
+            ((unsigned char *)out)[at < bytes ? at : bytes - 1] ^= 0x40;
+            __sync_fetch_and_add(&falsified, 1);
+        }
+        report();
+    }
+    return r;
+}
