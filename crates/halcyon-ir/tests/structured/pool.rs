@@ -30,7 +30,13 @@ fn windows() -> Vec<(Vec<usize>, Pool)> {
         make(&[2, 3, 13], &[3], &[2], &[(1, 1)], &[1]),
         make(&[2, 3, 7, 9], &[3, 2], &[1, 2], &[(0, 1), (1, 0)], &[1, 1]),
         make(&[1, 2, 8, 9], &[2, 3], &[3, 1], &[(1, 1), (2, 2)], &[2, 2]),
-        make(&[1, 2, 3, 5, 4], &[2, 3, 2], &[1, 2, 2], &[(1, 0), (1, 1), (0, 1)], &[1, 1, 1]),
+        make(
+            &[1, 2, 3, 5, 4],
+            &[2, 3, 2],
+            &[1, 2, 2],
+            &[(1, 0), (1, 1), (0, 1)],
+            &[1, 1, 1],
+        ),
         // The first and last windows lie wholly in the padding.
         make(&[1, 1, 4], &[2], &[2], &[(3, 3)], &[1]),
     ]
@@ -84,7 +90,9 @@ fn backward(x: Input, p: &Pool, r: &mut Rng) {
     let mut yi = Input::dense(r, d, &y.dims);
     yi.data = y.bytes().to_vec();
     let dy = Input::dense(r, d, &y.dims);
-    check(lower, &[x, yi, dy], 16.0, |g, v| g.push(Op::PoolGrad(p.clone()), v, None));
+    check(lower, &[x, yi, dy], 16.0, |g, v| {
+        g.push(Op::PoolGrad(p.clone()), v, None)
+    });
 }
 
 #[test]

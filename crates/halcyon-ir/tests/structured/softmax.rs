@@ -32,7 +32,14 @@ fn masked_rows_large_values_and_nan() {
             let mut x = Input::dense(&mut Rng::new(32), DType::F32, &[6, n]);
             for i in 0..n {
                 x.set(i, f64::NEG_INFINITY);
-                x.set(n + i, if i % 3 == 0 { 1e4 + i as f64 } else { f64::NEG_INFINITY });
+                x.set(
+                    n + i,
+                    if i % 3 == 0 {
+                        1e4 + i as f64
+                    } else {
+                        f64::NEG_INFINITY
+                    },
+                );
                 x.set(2 * n + i, -1e30);
             }
             x.set(3 * n + 2, f64::NAN);

@@ -91,7 +91,11 @@ impl Problem {
             0..=64 => 64,
             65..=128 => 128,
             129..=256 => 256,
-            _ => return Err(Declined::because(format!("attention: rows of {d}, at most 256 are taken"))),
+            _ => {
+                return Err(Declined::because(format!(
+                    "attention: rows of {d}, at most 256 are taken"
+                )));
+            }
         };
         let scattered: Vec<usize> = (0..3)
             .filter(|&i| d > 1 && inputs[i].view.strides[3] != 1)
@@ -104,7 +108,8 @@ impl Problem {
             Some(m) => {
                 let full = [b, h, sq, sk];
                 let lead = 4usize.checked_sub(m.rank());
-                let fits = lead.is_some_and(|l| (0..m.rank()).all(|i| m.shape[i] == 1 || m.shape[i] == full[l + i]));
+                let fits =
+                    lead.is_some_and(|l| (0..m.rank()).all(|i| m.shape[i] == 1 || m.shape[i] == full[l + i]));
                 if !fits {
                     return Err(Declined::because(format!("attention: a mask of {:?}", m.shape)));
                 }
@@ -128,7 +133,8 @@ impl Problem {
     }
 
     fn fill(&self, args: &mut Args) {
-        args.int("bh", (self.b * self.hk) as i64).int("hk", self.hk as i64);
+        args.int("bh", (self.b * self.hk) as i64)
+            .int("hk", self.hk as i64);
         args.int("shared", self.shared as i64).int("sq", self.sq as i64);
         args.int("sk", self.sk as i64).int("d", self.d as i64);
         for (name, s) in ["q", "k", "v"].into_iter().zip(&self.strides) {
@@ -249,7 +255,11 @@ impl<'a> Io<'a> {
             [m0, m1, m2, _] => b.let_(n * *m0 + h * *m1 + i * *m2),
             _ => b.index(0),
         };
-        let seen = if self.causal { (i + 1 + self.sk - self.sq).min(self.sk) } else { self.sk };
+        let seen = if self.causal {
+            (i + 1 + self.sk - self.sq).min(self.sk)
+        } else {
+            self.sk
+        };
         Query {
             q: b.let_(n * self.qs[0] + h * self.qs[1] + i * self.qs[2]),
             mask,
@@ -291,7 +301,9 @@ impl<'a> Running<'a> {
         let old = self.top.get();
         let new = self.b.let_(old.max(top));
         // With only -inf so far any finite shift leaves every weight at 0, where -inf minus -inf would not.
-        let shift = self.b.let_(new.equals(NEG_INF).select(self.b.constant(new.ty(), 0), new));
+        let shift = self
+            .b
+            .let_(new.equals(NEG_INF).select(self.b.constant(new.ty(), 0), new));
         let decay = self.b.let_((old - shift).exp());
         self.top.set(new);
         self.sum.set(self.sum.get() * decay);
@@ -426,8 +438,10 @@ impl Cx<'_> {
         let io = Io::declare(&b, self);
         let queries = b.local(self.ty, t.queries * pitch);
         let tile = b.local(self.ty, t.keys * pitch);
-        let (scores, weights) =
-            (b.local(self.ty, t.queries * row_pitch), b.local(self.ty, t.queries * row_pitch));
+        let (scores, weights) = (
+            b.local(self.ty, t.queries * row_pitch),
+            b.local(self.ty, t.queries * row_pitch),
+        );
         let rows = b.let_(io.shared * io.sq);
         let tiles = b.let_(rows.div_ceil(t.queries));
         let g = b.let_(b.linear_group());
@@ -483,7 +497,9 @@ impl Cx<'_> {
                 }
                 b.barrier();
                 let top = b.var_of(self.ty, NEG_INF);
-                b.for_(0, t.keys, 1, |c| top.set(top.get().max(scores.load(r * row_pitch + c))));
+                b.for_(0, t.keys, 1, |c| {
+                    top.set(top.get().max(scores.load(r * row_pitch + c)))
+                });
                 let (shift, decay) = run.raise(top.get());
                 for (c, v) in own {
                     weights.store(r * row_pitch + c, (v - shift).exp());

@@ -28,7 +28,13 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
         return as_matmul(inputs, outputs, caps);
     }
     let p = Problem::new(c, inputs, outputs);
-    direct(&p, inputs[0].dtype, index_type(inputs, outputs, caps)?, Args::of(inputs, outputs), caps)
+    direct(
+        &p,
+        inputs[0].dtype,
+        index_type(inputs, outputs, caps)?,
+        Args::of(inputs, outputs),
+        caps,
+    )
 }
 
 /// One product per image, `y[n] = w x[n]`.
@@ -80,7 +86,11 @@ struct Problem {
 
 impl Problem {
     fn new(c: &Conv, inputs: &[Operand], outputs: &[Operand]) -> Problem {
-        let (x, w, y) = (&inputs[0].view.shape, &inputs[1].view.shape, &outputs[0].view.shape);
+        let (x, w, y) = (
+            &inputs[0].view.shape,
+            &inputs[1].view.shape,
+            &outputs[0].view.shape,
+        );
         Problem {
             n: x[0],
             groups: c.groups,
@@ -188,17 +198,15 @@ fn direct(p: &Problem, dtype: DType, ix: Ty, mut args: Args, caps: &Caps) -> Res
     });
     args.int("n", p.n as i64).int("groups", p.groups as i64);
     args.int("og", p.og as i64).int("cg", p.cg as i64);
-    args.ints("y", p.y.map(|v| v as i64)).ints("k", p.k.map(|v| v as i64));
-    args.ints("i", p.i.map(|v| v as i64)).ints("s", p.stride.map(|v| v as i64));
+    args.ints("y", p.y.map(|v| v as i64))
+        .ints("k", p.k.map(|v| v as i64));
+    args.ints("i", p.i.map(|v| v as i64))
+        .ints("s", p.stride.map(|v| v as i64));
     args.ints("d", p.dilation.map(|v| v as i64)).ints("l", p.lo);
     if spread {
         args.ints("e", p.input_dilation.map(|v| v as i64));
     }
-    let total = p.n
-        * p.groups
-        * p.og.div_ceil(channels as usize)
-        * p.y[0]
-        * p.y[1]
-        * p.y[2].div_ceil(run as usize);
+    let total =
+        p.n * p.groups * p.og.div_ceil(channels as usize) * p.y[0] * p.y[1] * p.y[2].div_ceil(run as usize);
     single(b, &args, total.div_ceil(wg as usize), caps)
 }
