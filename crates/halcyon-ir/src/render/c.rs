@@ -499,9 +499,11 @@ impl<'a> Writer<'a> {
                 let c = self.ex(*cond);
                 self.line(&format!("if ({c}) {{"));
                 self.nested(then)?;
+                self.rejoin(then);
                 if !els.is_empty() {
                     self.line("} else {");
                     self.nested(els)?;
+                    self.rejoin(els);
                 }
                 self.line("}")
             }
@@ -519,6 +521,25 @@ impl<'a> Writer<'a> {
         let r = self.block(b);
         self.depth -= 1;
         r
+    }
+
+    /// Ends a conditional block that waits with a barrier, in OpenCL. Without it PoCL 3.1 takes a branch after the block's last
+    /// barrier for all work-items as the first one does, so that those past the end of an array write, too.
+    fn rejoin(&mut self, block: &[Stmt]) {
+        fn waits(s: &Stmt) -> bool {
+            match s {
+                Stmt::Barrier { .. } => true,
+                Stmt::For { body, .. } => body.iter().any(waits),
+                Stmt::If { then, els, .. } => then.iter().chain(els).any(waits),
+                _ => false,
+            }
+        }
+        let ends = matches!(block.last(), Some(Stmt::Barrier { .. }));
+        if self.d.language == Language::OpenCl && !ends && block.iter().any(waits) {
+            self.depth += 1;
+            self.line(self.d.barrier_local);
+            self.depth -= 1;
+        }
     }
 
     fn read(&self, dst: ValueId, r: Read) -> String {

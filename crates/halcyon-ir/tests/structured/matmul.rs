@@ -29,6 +29,7 @@ fn sizes_choose_the_kernel() {
         (1, 1, 1, "matmul_simple", "matmul_simple"),
         (1, 200, 67, "matmul_split", "matmul_block"),
         (5, 130, 70, "matmul_split", "matmul_block"),
+        (8, 64, 172, "matmul_split", "matmul_block"),
         (70, 130, 1, "matmul_split", "matmul_dot"),
         (70, 65, 5, "matmul_split", "matmul_simple"),
         (65, 17, 66, "matmul_tiled", "matmul_block"),
