@@ -53,6 +53,7 @@ fn main() -> ExitCode {
 
 /// The exit code of a command that found no error.
 fn run(cli: Cli) -> Result<u8> {
+    cmd::probe::offer();
     match cli.command {
         Command::Run(a) => cmd::run::main(&a),
         Command::Devices(a) => cmd::devices::main(&a),

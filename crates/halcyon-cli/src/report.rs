@@ -1,6 +1,6 @@
 //! What commands print: results on stdout, progress and errors on stderr.
 
-use halcyon::{ConstData, Error, Result};
+use halcyon::{BackendType, ConstData, Error, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 use std::any::Any;
@@ -35,6 +35,15 @@ pub fn note(text: &str) {
 /// What an error says, without a place where it has none.
 pub fn message(e: &Error) -> String {
     e.to_string().replace(" (at an unnamed place)", "")
+}
+
+/// Why a backend is not there, below or beside its name: without the name, and without a list of what was tried where that is
+/// empty.
+pub fn reason(b: BackendType, why: &str) -> String {
+    let name = format!("{b} is not available: ");
+    why.strip_prefix(&name)
+        .unwrap_or(why)
+        .replace(" Tried: nothing.", "")
 }
 
 pub fn print_error(e: &Error, json: bool) {
@@ -235,7 +244,8 @@ pub fn number(v: f64) -> String {
         format!("{v:.5e}")
     } else {
         let digits = (5 - v.abs().log10().floor() as i32).max(0) as usize;
-        format!("{v:.digits$}")
+        let s = format!("{v:.digits$}");
+        s.trim_end_matches('0').trim_end_matches('.').to_string()
     }
 }
 
@@ -324,6 +334,7 @@ mod tests {
         assert_eq!(number(-3.0), "-3");
         assert_eq!(number(0.123456789), "0.123457");
         assert_eq!(number(12.3456789), "12.3457");
+        assert_eq!(number(0.099999998), "0.1");
         assert_eq!(number(1.5e-7), "1.50000e-7");
         assert_eq!(number(f64::INFINITY), "inf");
         assert_eq!(number(f64::NAN), "NaN");

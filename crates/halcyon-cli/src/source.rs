@@ -136,7 +136,7 @@ pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> 
                 ));
             }
         };
-        let data = filled(f, p.dtype, &dims, a.seed.wrapping_add(i as u64))?;
+        let data = filled(f, &p.name, p.dtype, &dims, a.seed.wrapping_add(i as u64))?;
         slots[i] = Some(Input {
             name: p.name.clone(),
             source: text,
@@ -359,12 +359,12 @@ impl Random {
     }
 }
 
-fn filled(f: Fill, dtype: DType, dims: &[usize], seed: u64) -> Result<ConstData> {
+fn filled(f: Fill, name: &str, dtype: DType, dims: &[usize], seed: u64) -> Result<ConstData> {
     let bytes = data::byte_len(dtype, dims)
         .ok_or_else(|| Error::argument("--input", format!("{dtype}{dims:?} is too large to address")))?;
     let no_room = |free: u64, total: u64| Error::OutOfMemory {
         device: "the host".into(),
-        what: format!("an input {dtype}{dims:?}"),
+        what: format!("input '{name}' {dtype}{dims:?}"),
         requested: bytes as u64,
         free,
         total,
@@ -438,7 +438,7 @@ mod tests {
     #[test]
     fn random_depends_on_the_seed_alone() {
         let f = |seed| {
-            filled(Fill::Random, DType::F32, &[1000], seed)
+            filled(Fill::Random, "x", DType::F32, &[1000], seed)
                 .unwrap()
                 .to_vec::<f32>()
         };

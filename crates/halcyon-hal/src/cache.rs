@@ -38,8 +38,11 @@ pub fn digest(parts: &[&[u8]]) -> u128 {
     h
 }
 
-/// The user's cache directory for Halcyon, where the system has one.
+/// The user's cache directory for Halcyon, where the system has one and HALCYON_CACHE is not `off`.
 pub fn user_dir() -> Option<PathBuf> {
+    if std::env::var_os("HALCYON_CACHE").is_some_and(|v| v.eq_ignore_ascii_case("off")) {
+        return None;
+    }
     let var = |n: &str| std::env::var_os(n).map(PathBuf::from).filter(|p| p.is_absolute());
     let base = if cfg!(target_os = "windows") {
         var("LOCALAPPDATA")
@@ -49,11 +52,6 @@ pub fn user_dir() -> Option<PathBuf> {
         var("XDG_CACHE_HOME").or_else(|| var("HOME").map(|h| h.join(".cache")))
     };
     base.map(|b| b.join("halcyon"))
-}
-
-/// False where the user set HALCYON_CACHE=off: nothing is kept on disk.
-pub fn enabled() -> bool {
-    !std::env::var_os("HALCYON_CACHE").is_some_and(|v| v.eq_ignore_ascii_case("off") || v == "0")
 }
 
 impl DiskCache {

@@ -49,7 +49,8 @@ fn text(all: &[BackendReport]) -> String {
             let _ = writeln!(out, "    {}", device(d));
         }
         if let Some(why) = &r.reason {
-            let _ = writeln!(out, "    Error: {}", why.replace('\n', "\n           "));
+            let why = report::reason(r.id, why).replace('\n', "\n           ");
+            let _ = writeln!(out, "    Error: {why}");
         }
     }
     match recommended(all) {

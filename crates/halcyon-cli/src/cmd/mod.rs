@@ -7,6 +7,7 @@ pub mod run;
 pub mod trace;
 
 use crate::args::{BackendArgs, InputArgs};
+use crate::report;
 use crate::source::{self, Input};
 use halcyon::{Backend, ConstData, Result, Shape};
 use halcyon_formats::onnx::{Imported, Model};
@@ -67,13 +68,14 @@ pub fn load(path: &Path, a: &InputArgs, b: &BackendArgs, fill: bool, profile: bo
     })
 }
 
-/// The model's graph for inputs of these shapes.
+/// The model's graph for inputs of these shapes. Where an input steers a shape, the graph holds for its value.
 pub fn import(model: &Model, inputs: &[Input]) -> Result<Imported> {
     let shapes: Vec<(&str, Shape)> = inputs
         .iter()
         .map(|i| (i.name.as_str(), Shape::from(&i.data.dims)))
         .collect();
-    model.import(&shapes)
+    let values: Vec<(&str, ConstData)> = inputs.iter().map(|i| (i.name.as_str(), i.data.clone())).collect();
+    model.import_with(&shapes, &values)
 }
 
 impl Loaded {
@@ -81,11 +83,36 @@ impl Loaded {
         self.inputs.iter().map(|i| i.data.clone()).collect()
     }
 
+    /// A line for each input.
+    pub fn input_text(&self) -> String {
+        let mut out = String::new();
+        for i in &self.inputs {
+            let fixed = match self.imported.fixed.contains(&i.name) {
+                true => " (steers a shape: the plan holds for this value)",
+                false => "",
+            };
+            out += &format!(
+                "input    {} {}{:?} from {}{fixed}\n",
+                i.name,
+                i.data.dtype,
+                i.data.dims.as_slice(),
+                i.source
+            );
+        }
+        out
+    }
+
     pub fn input_json(&self) -> Value {
-        self.inputs
-            .iter()
-            .map(|i| json!({ "name": i.name, "dtype": i.data.dtype, "shape": i.data.dims.as_slice(), "source": i.source }))
-            .collect()
+        let one = |i: &Input| {
+            json!({
+                "name": i.name,
+                "dtype": i.data.dtype,
+                "shape": i.data.dims.as_slice(),
+                "source": i.source,
+                "steers_shape": self.imported.fixed.contains(&i.name),
+            })
+        };
+        self.inputs.iter().map(one).collect()
     }
 }
 
@@ -103,10 +130,22 @@ pub fn backend_json(b: &Backend) -> Value {
     })
 }
 
-/// Why a device was chosen, one line and one more for each that was not.
+/// Why a device was chosen, and a line for every reason that others were not.
 pub fn backend_text(b: &Backend) -> String {
-    format!(
-        "backend  {}\n",
-        b.selection().to_string().replace('\n', "\n       ")
-    )
+    let s = b.selection();
+    let mut out = format!("backend  {} ({}): {}\n", b.id(), b.info().name, s.rule);
+    let mut reasons: Vec<(String, Vec<&str>)> = vec![];
+    for c in &s.candidates {
+        let Some(why) = &c.rejected else { continue };
+        let why = report::reason(c.backend, why);
+        let who = c.device.as_deref().unwrap_or(c.backend.id());
+        match reasons.iter_mut().find(|(r, _)| *r == why) {
+            Some((_, v)) => v.push(who),
+            None => reasons.push((why, vec![who])),
+        }
+    }
+    for (why, who) in reasons {
+        out += &format!("         not {}: {}\n", who.join(", "), why.replace('\n', " "));
+    }
+    out
 }

@@ -1,5 +1,5 @@
-//! `halcyon __probe`: what one driver finds, as JSON. It runs in a process of its own, so that a driver that ends the process
-//! ends only this one.
+//! `halcyon __probe`: what one driver finds, as JSON. Drivers that can end the process are looked at in such a process of their
+//! own first.
 
 use crate::args::ProbeArgs;
 use crate::report;
@@ -9,11 +9,19 @@ use serde_json::json;
 
 pub fn main(a: &ProbeArgs) -> Result<u8> {
     let kind: BackendType = a.backend.parse()?;
-    match registry::driver(kind).and_then(|d| d.probe()) {
-        Ok(devices) => report::print_json(&json!({ "backend": kind, "devices": devices })).map(|()| 0),
-        Err(e) => {
-            report::print_error(&e, true);
-            Ok(e.exit_code().clamp(1, 255) as u8)
-        }
+    #[cfg(feature = "opencl")]
+    if kind == BackendType::OpenCl {
+        // The driver reads its own form: one line, and exit code 0 unless the process was taken down.
+        return report::print(&(halcyon::hal::opencl::probe_report() + "\n")).map(|()| 0);
+    }
+    let devices = registry::driver(kind)?.probe()?;
+    report::print_json(&json!({ "backend": kind, "devices": devices })).map(|()| 0)
+}
+
+/// Lets drivers use this executable for such a look.
+pub fn offer() {
+    #[cfg(feature = "opencl")]
+    if let Ok(exe) = std::env::current_exe() {
+        halcyon::hal::opencl::set_probe_executable(exe);
     }
 }

@@ -96,16 +96,7 @@ impl Done<'_> {
         let _ = writeln!(out, "model    {}", self.a.model.display());
         out += &backend_text(&l.backend);
         let _ = writeln!(out, "level    {}", l.backend.level());
-        for i in &l.inputs {
-            let _ = writeln!(
-                out,
-                "input    {} {}{:?} from {}",
-                i.name,
-                i.data.dtype,
-                i.data.dims.as_slice(),
-                i.source
-            );
-        }
+        out += &l.input_text();
         if let Some(top) = &self.top {
             out += &top.text();
         }

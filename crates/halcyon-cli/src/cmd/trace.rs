@@ -3,7 +3,6 @@
 use super::{Loaded, backend_json, backend_text, load, run::receipts_text};
 use crate::args::TraceArgs;
 use crate::report::{self, ms, table, time};
-use halcyon::ir::Graph;
 use halcyon::ir::Op;
 use halcyon::ir::lower::lower;
 use halcyon::ir::plan::StepWork;
@@ -88,23 +87,10 @@ impl Trace<'_> {
         out += &backend_text(&l.backend);
         // Writing to a string does not fail.
         let _ = writeln!(out, "level    {}", l.backend.level());
-        for i in &l.inputs {
-            let _ = writeln!(
-                out,
-                "input    {} {}{:?} from {}",
-                i.name,
-                i.data.dtype,
-                i.data.dims.as_slice(),
-                i.source
-            );
-        }
-        let _ = write!(
-            out,
-            "\ngraph ({} nodes)\n{}",
-            l.imported.graph.nodes().len(),
-            graph_text(&l.imported.graph)
-        );
-        let _ = write!(out, "\npasses\n{}", receipts_text(&plan.receipts));
+        out += &l.input_text();
+        let g = &l.imported.graph;
+        let _ = writeln!(out, "\ngraph ({} nodes)\n{g}", g.nodes().len());
+        let _ = write!(out, "passes\n{}", receipts_text(&plan.receipts));
         for w in &plan.warnings {
             let _ = writeln!(out, "  warning: {w}");
         }
@@ -160,7 +146,8 @@ impl Trace<'_> {
                 let n = g.node(id);
                 json!({
                     "id": id.0,
-                    "op": op_text(&n.op),
+                    "op": n.op.name(),
+                    "detail": detail(&n.op),
                     "inputs": n.inputs.iter().map(|i| i.0).collect::<Vec<_>>(),
                     "dtype": n.ty.dtype,
                     "shape": n.ty.shape.to_string(),
@@ -220,8 +207,8 @@ impl Trace<'_> {
     }
 }
 
-/// The op with its attributes; what belongs to a constant's data is left out.
-fn op_text(op: &Op) -> String {
+/// The op with its attributes, cut where they are long.
+fn detail(op: &Op) -> String {
     let mut s = format!("{op:?}");
     const LONGEST: usize = 120;
     if let Some((i, _)) = s.char_indices().nth(LONGEST) {
@@ -229,29 +216,4 @@ fn op_text(op: &Op) -> String {
         s.push('…');
     }
     s
-}
-
-/// One line for every node, then the outputs.
-fn graph_text(g: &Graph) -> String {
-    let mut out = String::new();
-    for id in g.ids() {
-        let n = g.node(id);
-        let ins: Vec<String> = n.inputs.iter().map(|i| format!("%{}", i.0)).collect();
-        let _ = write!(
-            out,
-            "  %{} = {}({}) : {}",
-            id.0,
-            op_text(&n.op),
-            ins.join(", "),
-            n.ty
-        );
-        let _ = match &n.span.0 {
-            Some(s) => writeln!(out, "  # {s}"),
-            None => writeln!(out),
-        };
-    }
-    for o in g.outputs() {
-        let _ = writeln!(out, "  {} = %{}", o.name, o.node.0);
-    }
-    out
 }

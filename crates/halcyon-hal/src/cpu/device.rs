@@ -7,8 +7,8 @@ use super::sys::Isa;
 use super::team::Team;
 use crate::pool::Pool;
 use crate::{
-    BackendType, BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Error, LibraryCall,
-    LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing,
+    BackendType, BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Error,
+    LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing,
 };
 use halcyon_ir::DType;
 use halcyon_ir::data::Bytes;
@@ -29,7 +29,8 @@ fn proc_file(path: &str) -> BTreeMap<String, String> {
     let mut m = BTreeMap::new();
     for (k, v) in text.lines().filter_map(|l| l.split_once(':')) {
         // The first of several processors speaks for all.
-        m.entry(k.trim().to_string()).or_insert_with(|| v.trim().to_string());
+        m.entry(k.trim().to_string())
+            .or_insert_with(|| v.trim().to_string());
     }
     m
 }
@@ -38,13 +39,25 @@ fn proc_file(path: &str) -> BTreeMap<String, String> {
 pub(crate) fn describe() -> DeviceInfo {
     let cpu = proc_file("/proc/cpuinfo");
     let mem = proc_file("/proc/meminfo");
-    let kib = |k: &str| -> Option<u64> { mem.get(k)?.strip_suffix(" kB")?.trim().parse::<u64>().ok()?.checked_mul(1024) };
+    let kib = |k: &str| -> Option<u64> {
+        mem.get(k)?
+            .strip_suffix(" kB")?
+            .trim()
+            .parse::<u64>()
+            .ok()?
+            .checked_mul(1024)
+    };
     let mut properties = BTreeMap::new();
     properties.insert("architecture".into(), std::env::consts::ARCH.to_string());
     properties.insert("simd".into(), Isa::best().name().to_string());
     if let Some(flags) = cpu.get("flags").or_else(|| cpu.get("Features")) {
-        let simd = ["sse4", "avx", "fma", "f16c", "amx", "asimd", "neon", "sve", "bf16", "i8mm"];
-        let listed: Vec<&str> = flags.split(' ').filter(|f| simd.iter().any(|s| f.contains(s))).collect();
+        let simd = [
+            "sse4", "avx", "fma", "f16c", "amx", "asimd", "neon", "sve", "bf16", "i8mm",
+        ];
+        let listed: Vec<&str> = flags
+            .split(' ')
+            .filter(|f| simd.iter().any(|s| f.contains(s)))
+            .collect();
         properties.insert("features".into(), listed.join(" "));
     }
     for (k, name) in [("cpu MHz", "clock_mhz"), ("cache size", "cache")] {
@@ -93,7 +106,8 @@ impl CpuDevice {
     pub fn new(options: &Options) -> CpuDevice {
         let mut info = describe();
         let team = Team::new(options.threads.unwrap_or_else(cores));
-        info.properties.insert("threads".into(), team.threads().to_string());
+        info.properties
+            .insert("threads".into(), team.threads().to_string());
         let counts = Arc::new(Counts::default());
         let limit = options.memory_limit.or(info.total_memory);
         let caps = Caps {
@@ -136,35 +150,68 @@ impl CpuDevice {
 
     fn run(&self, c: &Command<'_>) -> Result<()> {
         match c {
-            Command::Launch { program, groups, buffers, params, fault } => {
+            Command::Launch {
+                program,
+                groups,
+                buffers,
+                params,
+                fault,
+            } => {
                 let p: &CpuProgram = program
                     .as_any()
                     .downcast_ref()
                     .ok_or_else(|| Error::argument("launch", "the program belongs to another device"))?;
-                let at: Vec<Ptr> =
-                    buffers.iter().map(|b| CpuBuffer::of(&**b, p.name()).map(CpuBuffer::at)).collect::<Result<_>>()?;
+                let at: Vec<Ptr> = buffers
+                    .iter()
+                    .map(|b| CpuBuffer::of(&**b, p.name()).map(CpuBuffer::at))
+                    .collect::<Result<_>>()?;
+                p.run(*groups, &at, params, *fault, &self.fault)?;
                 Counts::add(&self.counts.launches, 1);
-                p.run(*groups, &at, params, *fault, &self.fault)
+                Ok(())
             }
-            Command::Library { kernel, buffers, args, fault } => {
+            Command::Library {
+                kernel,
+                buffers,
+                args,
+                fault,
+            } => {
                 let k: &CpuKernel = kernel
                     .as_any()
                     .downcast_ref()
                     .ok_or_else(|| Error::argument("library call", "the kernel belongs to another device"))?;
-                let at: smallvec::SmallVec<[Ptr; 8]> =
-                    buffers.iter().map(|b| CpuBuffer::of(&**b, k.name()).map(CpuBuffer::at)).collect::<Result<_>>()?;
+                let at: smallvec::SmallVec<[Ptr; 8]> = buffers
+                    .iter()
+                    .map(|b| CpuBuffer::of(&**b, k.name()).map(CpuBuffer::at))
+                    .collect::<Result<_>>()?;
                 Counts::add(&self.counts.library_calls, 1);
                 let fault = Fault::new(&self.fault, *fault);
-                k.run(&Run { bufs: &at, args, team: &self.team, isa: self.isa, fault })
+                k.run(&Run {
+                    bufs: &at,
+                    args,
+                    team: &self.team,
+                    isa: self.isa,
+                    fault,
+                })
             }
-            Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
-                let (s, d) = (CpuBuffer::of(&***src, "copy")?.at(), CpuBuffer::of(&***dst, "copy")?.at());
-                check_range("copy", &s, *src_offset, *bytes)?;
-                check_range("copy", &d, *dst_offset, *bytes)?;
+            Command::Copy {
+                src,
+                src_offset,
+                dst,
+                dst_offset,
+                bytes,
+            } => {
+                let (s, d) = (
+                    CpuBuffer::of(&***src, "copy")?.at(),
+                    CpuBuffer::of(&***dst, "copy")?.at(),
+                );
+                let same = std::ptr::eq(s.ptr, d.ptr);
+                crate::validate::copy([s.bytes, *src_offset], [d.bytes, *dst_offset], *bytes, same)?;
                 check_writable("copy", &d)?;
                 Counts::add(&self.counts.device_copies, 1);
                 // SAFETY: both ranges are inside their buffers, the destination is writable, and the lock keeps others out.
-                unsafe { library::copy::bytes(&self.team, s.ptr.add(*src_offset), d.ptr.add(*dst_offset), *bytes) };
+                unsafe {
+                    library::copy::bytes(&self.team, s.ptr.add(*src_offset), d.ptr.add(*dst_offset), *bytes)
+                };
                 Ok(())
             }
         }
@@ -176,13 +223,23 @@ fn check_range(op: &str, p: &Ptr, offset: usize, bytes: usize) -> Result<()> {
         Some(end) if end <= p.bytes => Ok(()),
         _ => Err(Error::argument(
             op,
-            format!("{bytes} bytes from {offset} reach past the end of a buffer of {}", p.bytes),
+            format!(
+                "{bytes} bytes from {offset} reach past the end of a buffer of {}",
+                p.bytes
+            ),
         )),
     }
 }
 
 pub(crate) fn check_writable(op: &str, p: &Ptr) -> Result<()> {
-    if p.read_only { Err(Error::argument(op, "the buffer holds imported data, which is read only")) } else { Ok(()) }
+    if p.read_only {
+        Err(Error::argument(
+            op,
+            "the buffer holds imported data, which is read only",
+        ))
+    } else {
+        Ok(())
+    }
 }
 
 impl Target for CpuDevice {
@@ -241,6 +298,7 @@ impl Device for CpuDevice {
     }
 
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
+        halcyon_ir::kernel::verify_for(kernel, &self.caps)?;
         let p = CpuProgram::new(kernel)?;
         Counts::add(&self.counts.compiles, 1);
         Ok(Arc::new(p))
@@ -252,7 +310,9 @@ impl Device for CpuDevice {
             let start = self.profile.then(Instant::now);
             self.run(c)?;
             if let Some(s) = start {
-                timings.push(Timing { nanoseconds: s.elapsed().as_nanos() as u64 });
+                timings.push(Timing {
+                    nanoseconds: s.elapsed().as_nanos() as u64,
+                });
             }
         }
         Ok(())

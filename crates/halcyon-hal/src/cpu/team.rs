@@ -428,6 +428,20 @@ impl<T> SharedConst<T> {
     }
 }
 
+/// Lets a value that holds raw pointers cross threads by reference.
+pub(crate) struct Across<T>(pub(crate) T);
+
+// SAFETY: computing with the pointers is harmless; whoever dereferences one (which is unsafe) promises that threads touch
+// disjoint places.
+unsafe impl<T> Sync for Across<T> {}
+
+impl<T> Across<T> {
+    #[inline(always)]
+    pub(crate) fn get(&self) -> &T {
+        &self.0
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,6 +4,7 @@ use super::sys::{self, Api, Handle};
 use crate::{BackendType, Caps, DeviceInfo, Error, Result};
 use halcyon_ir::DType;
 use std::ffi::c_void;
+use std::sync::Mutex;
 
 /// One device of one platform.
 #[derive(Clone, Copy, Debug)]
@@ -64,6 +65,10 @@ impl Adapter {
     /// # Errors
     /// [`Error::Unavailable`] where there is none, with each platform and what it said.
     pub fn all(api: &'static Api) -> Result<Vec<Adapter>> {
+        // Drivers initialise at the first question. PoCL 3.1 does not wait for that in a second thread: it finds no device there,
+        // or a half-made one.
+        static FIRST: Mutex<()> = Mutex::new(());
+        let _one_at_a_time = FIRST.lock().unwrap_or_else(|e| e.into_inner());
         let mut n = 0u32;
         // SAFETY: asking for the count: no entries, no list.
         let code = unsafe { (api.clGetPlatformIDs)(0, std::ptr::null_mut(), &mut n) };

@@ -73,7 +73,6 @@ impl OpenClDevice {
             .cache_dir
             .clone()
             .or_else(cache::user_dir)
-            .filter(|_| cache::enabled())
             .map(|d| d.join("opencl"));
         Ok(OpenClDevice {
             adapter,

@@ -41,9 +41,7 @@ pub(super) fn probe() -> Result<Vec<DeviceInfo>> {
     if *safe {
         return probe_in_process();
     }
-    let memory = cache::user_dir()
-        .filter(|_| cache::enabled())
-        .map(|d| DiskCache::new(d.join("probe"), 1 << 20));
+    let memory = cache::user_dir().map(|d| DiskCache::new(d.join("probe"), 1 << 20));
     let key = fingerprint(Path::new("/"), &api.library);
     let (found, looked) = remembered(memory.as_ref().zip(key), || match PROBE_EXECUTABLE.get() {
         Some(exe) => probe_via_child(exe),

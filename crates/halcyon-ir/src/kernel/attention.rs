@@ -58,69 +58,70 @@ pub(super) fn build(
     let each = (MAX_HEAD as u32).div_ceil(ITEMS);
     let sums = b.private(ty, each);
     let me = b.local_id(0);
-    let g = b.linear_group();
-    b.if_(g.lt(rows), || {
-        let at = t.split(b.let_(g), &[rows, eh, es]);
-        let (batch, head, i) = (at[0], at[1], at[2]);
-        let from = b.let_(head.idiv(group));
-        b.for_(me, depth, ITEMS, |c| {
-            query.store(c, aq.load(b, &[batch, head, i, c]) * scale)
-        });
-        b.for_(0, each, 1, |j| sums.store(j, 0.0));
-        let lowest = Scalar::F(f64::NEG_INFINITY);
-        let (top, total) = (b.var_of(ty, lowest), b.var_of(ty, 0.0));
-        b.barrier();
-        let end = if causal {
-            b.let_(keys.min(i + keys - es + 1))
-        } else {
-            keys
-        };
-        b.for_(0, end, ITEMS, |j0| {
-            let j = b.let_(j0 + me);
-            let score = b.var_of(ty, lowest);
-            b.if_(j.lt(end), || {
-                let dot = b.var_of(ty, 0.0);
-                b.for_(0, depth, 1, |c| {
-                    dot.set(query.load(c).fma(ak.load(b, &[batch, from, j, c]), dot.get()))
-                });
-                let s = dot.get();
-                score.set(match &am {
-                    Some(m) => s + m.load(b, &[batch, head, i, j]),
-                    None => s,
-                });
-            });
-            let old = top.get();
-            let peak = b.let_(old.max(b.group_reduce(Reduce::Max, score.get(), scratch)));
-            // While every key so far is masked out the peak is -inf, and the difference would be NaN.
-            let none = peak.equals(b.constant(ty, lowest));
-            let zero = b.constant(ty, 0.0);
-            let w = b.let_(none.select(zero, (score.get() - peak).exp()));
-            let keep = b.let_(none.select(b.constant(ty, 1.0), (old - peak).exp()));
-            weights.store(me, w);
-            let round = b.group_reduce(Reduce::Add, w, scratch);
-            total.set(total.get() * keep + round);
-            top.set(peak);
-            let here = b.let_((end - j0).min(ITEMS));
-            b.for_(me, wide, ITEMS, |c| {
-                let slot = b.let_(c.idiv(ITEMS));
-                let acc = b.var(sums.load(slot) * keep);
-                b.for_(0, here, 1, |p| {
-                    acc.set(
-                        weights
-                            .load(p)
-                            .fma(av.load(b, &[batch, from, j0 + p, c]), acc.get()),
-                    )
-                });
-                sums.store(slot, acc.get());
-            });
-            b.barrier();
-        });
-        let sum = total.get();
-        b.for_(me, wide, ITEMS, |c: E<'_>| {
-            let v = sums.load(c.idiv(ITEMS));
-            ao.store(b, &[batch, head, i, c], v / sum);
-        });
+    let g = b.let_(b.linear_group());
+    // A group past the last query has nothing to read and nothing to write.
+    let (keys, depth, wide) = (t.work(rows, keys), t.work(rows, depth), t.work(rows, wide));
+    let at = t.split(g, &[rows, eh, es]);
+    let (batch, head, i) = (at[0], at[1], at[2]);
+    let from = b.let_(head.idiv(group));
+    b.for_(me, depth, ITEMS, |c| {
+        query.store(c, aq.load(b, &[batch, head, i, c]) * scale)
     });
+    b.for_(0, each, 1, |j| sums.store(j, 0.0));
+    let lowest = Scalar::F(f64::NEG_INFINITY);
+    let (top, total) = (b.var_of(ty, lowest), b.var_of(ty, 0.0));
+    b.barrier();
+    let end = if causal {
+        b.let_(keys.min(i + keys - es + 1))
+    } else {
+        keys
+    };
+    b.for_(0, end, ITEMS, |j0| {
+        let j = b.let_(j0 + me);
+        let score = b.var_of(ty, lowest);
+        b.if_(j.lt(end), || {
+            let dot = b.var_of(ty, 0.0);
+            b.for_(0, depth, 1, |c| {
+                dot.set(query.load(c).fma(ak.load(b, &[batch, from, j, c]), dot.get()))
+            });
+            let s = dot.get();
+            score.set(match &am {
+                Some(m) => s + m.load(b, &[batch, head, i, j]),
+                None => s,
+            });
+        });
+        let old = top.get();
+        let peak = b.let_(old.max(b.group_reduce(Reduce::Max, score.get(), scratch)));
+        // While every key so far is masked out the peak is -inf, and the difference would be NaN.
+        let none = peak.equals(b.constant(ty, lowest));
+        let zero = b.constant(ty, 0.0);
+        let w = b.let_(none.select(zero, (score.get() - peak).exp()));
+        let keep = b.let_(none.select(b.constant(ty, 1.0), (old - peak).exp()));
+        weights.store(me, w);
+        let round = b.group_reduce(Reduce::Add, w, scratch);
+        total.set(total.get() * keep + round);
+        top.set(peak);
+        let here = b.let_((end - j0).min(ITEMS));
+        b.for_(me, wide, ITEMS, |c| {
+            let slot = b.let_(c.idiv(ITEMS));
+            let acc = b.var(sums.load(slot) * keep);
+            b.for_(0, here, 1, |p| {
+                acc.set(
+                    weights
+                        .load(p)
+                        .fma(av.load(b, &[batch, from, j0 + p, c]), acc.get()),
+                )
+            });
+            sums.store(slot, acc.get());
+        });
+        b.barrier();
+    });
+    let sum = total.get();
+    b.for_(me, wide, ITEMS, |c: E<'_>| {
+        let v = sums.load(c.idiv(ITEMS));
+        ao.store(b, &[batch, head, i, c], v / sum);
+    });
+
     let n = q.view.shape[0] * heads * sq;
     t.finish(n as u64, caps.max_groups)
 }

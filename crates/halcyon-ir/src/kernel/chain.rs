@@ -83,30 +83,32 @@ pub fn lower_fused(f: &Fused, caps: &Caps) -> Result<(Kernel, Launch)> {
         });
         (outer as u64).div_ceil(group as u64)
     } else {
-        let row = b.linear_group();
-        b.if_(row.lt(w.count), || {
-            let idx = t.split(b.let_(row), &w.outer);
-            let total = w.accumulators(b);
-            b.for_(b.local_id(0), w.reduced, REDUCE, |r| w.step(&t, &idx, r, &total));
-            let mut scratch: Vec<(Ty, Local<'_>)> = vec![];
-            let sums: Vec<E<'_>> = total
-                .iter()
-                .zip(&f.outs)
-                .map(|(v, o)| {
-                    let v = v.get();
-                    let l = match scratch.iter().find(|(ty, _)| *ty == v.ty()) {
-                        Some((_, l)) => *l,
-                        None => {
-                            let l = b.local(v.ty(), REDUCE);
-                            scratch.push((v.ty(), l));
-                            l
-                        }
-                    };
-                    b.group_reduce(o.reduce.map_or(super::Reduce::Add, reduction), v, l)
-                })
-                .collect();
-            b.if_(b.local_id(0).equals(0), || w.write(b, &idx, &sums));
+        let row = b.let_(b.linear_group());
+        let todo = t.work(w.count, w.reduced);
+        let idx = t.split(row, &w.outer);
+        let total = w.accumulators(b);
+        b.for_(b.local_id(0), todo, REDUCE, |r| w.step(&t, &idx, r, &total));
+        let mut scratch: Vec<(Ty, Local<'_>)> = vec![];
+        let sums: Vec<E<'_>> = total
+            .iter()
+            .zip(&f.outs)
+            .map(|(v, o)| {
+                let v = v.get();
+                let l = match scratch.iter().find(|(ty, _)| *ty == v.ty()) {
+                    Some((_, l)) => *l,
+                    None => {
+                        let l = b.local(v.ty(), REDUCE);
+                        scratch.push((v.ty(), l));
+                        l
+                    }
+                };
+                b.group_reduce(o.reduce.map_or(super::Reduce::Add, reduction), v, l)
+            })
+            .collect();
+        b.if_(b.local_id(0).equals(0).and(row.lt(w.count)), || {
+            w.write(b, &idx, &sums)
         });
+
         outer as u64
     };
     let error = w.error.take();

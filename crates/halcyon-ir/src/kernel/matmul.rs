@@ -64,17 +64,19 @@ fn rows(a: &Operand, b: &Operand, out: &Operand, caps: &Caps) -> Result<(Kernel,
     let dims = t.sizes("d", &out.view.shape);
     let bl = &t.b;
     let scratch = bl.local(Ty::of(d), GROUP);
-    let g = bl.linear_group();
-    bl.if_(g.lt(count), || {
-        let idx = t.split(bl.let_(g), &dims);
-        let acc = bl.var_of(Ty::of(d), 0);
-        bl.for_(bl.local_id(0), k, GROUP, |p| {
-            let (i, j) = ends(&idx, p);
-            acc.set(multiply_add(bl, d, x.load(bl, &i), y.load(bl, &j), acc.get()));
-        });
-        let sum = bl.group_reduce(Reduce::Add, acc.get(), scratch);
-        bl.if_(bl.local_id(0).equals(0), || z.store(bl, &idx, sum));
+    let g = bl.let_(bl.linear_group());
+    let todo = t.work(count, k);
+    let idx = t.split(g, &dims);
+    let acc = bl.var_of(Ty::of(d), 0);
+    bl.for_(bl.local_id(0), todo, GROUP, |p| {
+        let (i, j) = ends(&idx, p);
+        acc.set(multiply_add(bl, d, x.load(bl, &i), y.load(bl, &j), acc.get()));
     });
+    let sum = bl.group_reduce(Reduce::Add, acc.get(), scratch);
+    bl.if_(bl.local_id(0).equals(0).and(g.lt(count)), || {
+        z.store(bl, &idx, sum)
+    });
+
     t.finish(out.view.numel() as u64, caps.max_groups)
 }
 
@@ -98,57 +100,59 @@ fn tiled(a: &Operand, b: &Operand, out: &Operand, caps: &Caps) -> Result<(Kernel
     let me = bl.local_id(0);
     let (row, col) = (me.idiv(SIDE), me.imod(SIDE));
     let (tiles_m, tiles_n) = (em.div_ceil(edge), en.div_ceil(edge));
-    let g = bl.linear_group();
-    bl.if_(g.lt(tiles_m * tiles_n * total), || {
-        let g = bl.let_(g);
-        let first_col = bl.let_(g.imod(tiles_n) * edge);
-        let rest = bl.let_(g.idiv(tiles_n));
-        let first_row = bl.let_(rest.imod(tiles_m) * edge);
-        let at = t.split(rest.idiv(tiles_m), &dims);
-        let acc: Vec<Var<'_>> = (0..EACH * EACH).map(|_| bl.var_of(ty, 0)).collect();
-        bl.for_(0, ek, DEPTH, |p0| {
-            bl.barrier();
-            // Each group loads edge * DEPTH elements of both sides; neighbours in memory go to neighbouring items
-            // where the innermost stride is 1.
-            bl.for_(me, edge * DEPTH, SIDE * SIDE, |e| {
-                let (i, p) = if a.view.strides[r - 1] == 1 {
-                    (e.idiv(DEPTH), e.imod(DEPTH))
-                } else {
-                    (e.imod(edge), e.idiv(edge))
-                };
-                let mut idx = at.clone();
-                idx.extend([first_row + i, p0 + p]);
-                let inside = (first_row + i).lt(em).and((p0 + p).lt(ek));
-                left.store(p * pad + i, x.load_if(bl, &idx, inside));
-                let (j, p) = if b.view.strides[r - 2] == 1 && b.view.strides[r - 1] != 1 {
-                    (e.idiv(DEPTH), e.imod(DEPTH))
-                } else {
-                    (e.imod(edge), e.idiv(edge))
-                };
-                let mut idx = at.clone();
-                idx.extend([p0 + p, first_col + j]);
-                let inside = (first_col + j).lt(en).and((p0 + p).lt(ek));
-                right.store(p * pad + j, y.load_if(bl, &idx, inside));
-            });
-            bl.barrier();
-            bl.for_(0, DEPTH, 1, |p| {
-                let base = bl.let_(p * pad);
-                let u: Vec<E<'_>> = (0..EACH).map(|i| left.load(base + row + i * SIDE)).collect();
-                let v: Vec<E<'_>> = (0..EACH).map(|j| right.load(base + col + j * SIDE)).collect();
-                for (c, acc) in acc.iter().enumerate() {
-                    let (i, j) = (c / EACH as usize, c % EACH as usize);
-                    acc.set(multiply_add(bl, d, u[i], v[j], acc.get()));
-                }
-            });
-        });
-        for (c, acc) in acc.iter().enumerate() {
-            let (i, j) = (c as u32 / EACH, c as u32 % EACH);
-            let (i, j) = (first_row + row + i * SIDE, first_col + col + j * SIDE);
+    let g = bl.let_(bl.linear_group());
+    let tiles = bl.let_(tiles_m * tiles_n * total);
+    let todo = t.work(tiles, ek);
+    let first_col = bl.let_(g.imod(tiles_n) * edge);
+    let rest = bl.let_(g.idiv(tiles_n));
+    let first_row = bl.let_(rest.imod(tiles_m) * edge);
+    let at = t.split(rest.idiv(tiles_m), &dims);
+    let acc: Vec<Var<'_>> = (0..EACH * EACH).map(|_| bl.var_of(ty, 0)).collect();
+    bl.for_(0, todo, DEPTH, |p0| {
+        bl.barrier();
+        // Each group loads edge * DEPTH elements of both sides; neighbours in memory go to neighbouring items
+        // where the innermost stride is 1.
+        bl.for_(me, edge * DEPTH, SIDE * SIDE, |e| {
+            let (i, p) = if a.view.strides[r - 1] == 1 {
+                (e.idiv(DEPTH), e.imod(DEPTH))
+            } else {
+                (e.imod(edge), e.idiv(edge))
+            };
             let mut idx = at.clone();
-            idx.extend([i, j]);
-            bl.if_(i.lt(em).and(j.lt(en)), || z.store(bl, &idx, acc.get()));
-        }
+            idx.extend([first_row + i, p0 + p]);
+            let inside = (first_row + i).lt(em).and((p0 + p).lt(ek));
+            left.store(p * pad + i, x.load_if(bl, &idx, inside));
+            let (j, p) = if b.view.strides[r - 2] == 1 && b.view.strides[r - 1] != 1 {
+                (e.idiv(DEPTH), e.imod(DEPTH))
+            } else {
+                (e.imod(edge), e.idiv(edge))
+            };
+            let mut idx = at.clone();
+            idx.extend([p0 + p, first_col + j]);
+            let inside = (first_col + j).lt(en).and((p0 + p).lt(ek));
+            right.store(p * pad + j, y.load_if(bl, &idx, inside));
+        });
+        bl.barrier();
+        bl.for_(0, DEPTH, 1, |p| {
+            let base = bl.let_(p * pad);
+            let u: Vec<E<'_>> = (0..EACH).map(|i| left.load(base + row + i * SIDE)).collect();
+            let v: Vec<E<'_>> = (0..EACH).map(|j| right.load(base + col + j * SIDE)).collect();
+            for (c, acc) in acc.iter().enumerate() {
+                let (i, j) = (c / EACH as usize, c % EACH as usize);
+                acc.set(multiply_add(bl, d, u[i], v[j], acc.get()));
+            }
+        });
     });
+    for (c, acc) in acc.iter().enumerate() {
+        let (i, j) = (c as u32 / EACH, c as u32 % EACH);
+        let (i, j) = (first_row + row + i * SIDE, first_col + col + j * SIDE);
+        let mut idx = at.clone();
+        idx.extend([i, j]);
+        bl.if_(i.lt(em).and(j.lt(en)).and(g.lt(tiles)), || {
+            z.store(bl, &idx, acc.get())
+        });
+    }
+
     let groups = m.div_ceil(edge as usize) * n.div_ceil(edge as usize) * batch;
     t.finish(groups as u64, caps.max_groups)
 }

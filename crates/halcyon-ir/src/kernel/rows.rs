@@ -10,8 +10,9 @@ const ITEMS: u32 = 128;
 
 /// Rows of a tensor: an axis, or the axes from one on taken together.
 struct Rows<'a> {
-    count: E<'a>,
     len: E<'a>,
+    /// `len`, or 0 in a group past the last row.
+    todo: E<'a>,
     outer: Vec<E<'a>>,
     inner: Vec<E<'a>>,
     rank: usize,
@@ -28,9 +29,10 @@ impl<'a> Rows<'a> {
             .map(|(_, n)| n)
             .product();
         let dims = t.sizes("d", shape);
+        let (count, len) = (t.size("rows", outside), t.size("len", inside));
         Rows {
-            count: t.size("rows", outside),
-            len: t.size("len", inside),
+            len,
+            todo: t.work(count, len),
             outer: (0..shape.len())
                 .filter(|k| !axes.contains(k))
                 .map(|k| dims[k])
@@ -56,10 +58,9 @@ impl<'a> Rows<'a> {
             .collect()
     }
 
-    /// Runs `f` once per group with the outer index of its row.
-    fn each(&self, t: &'a Template, f: impl FnOnce(&[E<'a>])) {
-        let g = t.b.linear_group();
-        t.b.if_(g.lt(self.count), || f(&t.split(t.b.let_(g), &self.outer)));
+    /// Outer index of the group's row.
+    fn row(&self, t: &'a Template) -> Vec<E<'a>> {
+        t.split(t.b.let_(t.b.linear_group()), &self.outer)
     }
 
     /// Combines `f` over the row.
@@ -73,7 +74,7 @@ impl<'a> Rows<'a> {
     ) -> E<'a> {
         let b = &t.b;
         let acc = b.var_of(ty, op.identity(ty.dtype()));
-        b.for_(b.local_id(0), self.len, ITEMS, |i| {
+        b.for_(b.local_id(0), self.todo, ITEMS, |i| {
             acc.set(b.op(op.op(), &[acc.get(), f(i)]))
         });
         b.group_reduce(op, acc.get(), scratch)
@@ -103,17 +104,18 @@ pub(super) fn softmax(
     let rows = Rows::declare(&t, &x.view.shape, axes.clone());
     let (b, ty) = (&t.b, Ty::of(x.dtype));
     let scratch = b.local(ty, ITEMS);
-    rows.each(&t, |row| {
+    let row = &rows.row(&t)[..];
+    {
         let load = |i| ax.load(b, &rows.at(&t, row, i));
         let max = b.let_(rows.reduce(&t, Reduce::Max, ty, scratch, load));
         let sum = b.let_(rows.reduce(&t, Reduce::Add, ty, scratch, |i| (load(i) - max).exp()));
         let log_sum = if log { b.let_(sum.log()) } else { sum };
-        b.for_(b.local_id(0), rows.len, ITEMS, |i| {
+        b.for_(b.local_id(0), rows.todo, ITEMS, |i| {
             let at = rows.at(&t, row, i);
             let d = ax.load(b, &at) - max;
             ao.store(b, &at, if log { d - log_sum } else { d.exp() / sum });
         });
-    });
+    }
     let n = groups(&x.view.shape, &axes);
     drop(rows);
     t.finish(n, caps.max_groups)
@@ -148,7 +150,8 @@ pub(super) fn norm(
     let (b, ty) = (&t.b, Ty::of(x.dtype));
     let eps = t.float("eps", ty, eps);
     let scratch = b.local(ty, ITEMS);
-    rows.each(&t, |row| {
+    let row = &rows.row(&t)[..];
+    {
         let load = |i| ax.load(b, &rows.at(&t, row, i));
         let n = rows.len.to(ty);
         let mean = if rms {
@@ -161,7 +164,7 @@ pub(super) fn norm(
             d * d
         });
         let r = b.let_((square / n + eps).rsqrt());
-        b.for_(b.local_id(0), rows.len, ITEMS, |i| {
+        b.for_(b.local_id(0), rows.todo, ITEMS, |i| {
             let at = rows.at(&t, row, i);
             let y = centred(ax.load(b, &at), mean) * r * ak.load(b, &at);
             let y = match &ab {
@@ -170,7 +173,7 @@ pub(super) fn norm(
             };
             ao.store(b, &at, y);
         });
-    });
+    }
     let n = groups(&x.view.shape, &axes);
     drop(rows);
     t.finish(n, caps.max_groups)

@@ -114,6 +114,13 @@ impl Template {
         }
     }
 
+    /// `work` in the first `count` groups, 0 in those that folding the grid adds. Kernels with barriers bound their loops
+    /// by it instead of wrapping everything in an `if`: PoCL 3.1 miscompiles loops between barriers inside conditions.
+    pub fn work<'a>(&'a self, count: E<'a>, work: E<'a>) -> E<'a> {
+        let b = &self.b;
+        b.let_(b.linear_group().lt(count).select(work, 0))
+    }
+
     /// Splits a linear index over `dims` into one index per axis, the last fastest.
     pub fn split<'a>(&'a self, linear: E<'a>, dims: &[E<'a>]) -> Vec<E<'a>> {
         let mut rest = linear;

@@ -74,7 +74,7 @@ pub fn verify(k: &Kernel) -> Result<()> {
     {
         return fail("the name is not a C identifier".into());
     }
-    if k.uses_subgroups() && k.items() % 64 != 0 {
+    if k.uses_subgroups() && !k.items().is_multiple_of(64) {
         return fail("subgroup operations need whole subgroups of up to 64 work-items in a group".into());
     }
     for (i, a) in k.locals.iter().chain(&k.privates).enumerate() {
@@ -424,10 +424,10 @@ impl Verifier<'_> {
                 self.integer(start)?;
                 self.want(end, t, "the end of a loop")?;
                 self.want(step, t, "the step of a loop")?;
-                if let Expr::Const { ty, bits } = self.k.expr(step) {
-                    if const_scalar(ty, bits).as_f64() <= 0.0 {
-                        return Err("the step of a loop is not positive".into());
-                    }
+                if let Expr::Const { ty, bits } = self.k.expr(step)
+                    && const_scalar(ty, bits).as_f64() <= 0.0
+                {
+                    return Err("the step of a loop is not positive".into());
                 }
                 let d = [start, end, step].iter().any(|&e| self.divergent(e));
                 self.define(var, t, d)?;

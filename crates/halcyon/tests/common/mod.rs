@@ -79,6 +79,10 @@ impl Rng {
                     .map_or(1, |d| d.as_nanos() as u64)
             });
         println!("{test}: HALCYON_SEED={seed}");
+        Rng::new(seed)
+    }
+
+    pub fn new(seed: u64) -> Rng {
         Rng(seed | 1)
     }
 

@@ -12,11 +12,11 @@ use super::{CpuKernel, Run};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut};
 use crate::{Declined, LibraryCall, Operand};
-use half::{bf16, f16};
 use halcyon_ir::composite::Composite;
 use halcyon_ir::layout::{View, collapse};
 use halcyon_ir::op::{self, PoolKind};
 use halcyon_ir::{DType, Result as IrResult};
+use half::{bf16, f16};
 
 /// The first element of an operand.
 fn ptr<T>(r: &Run<'_>, buf: usize, v: &View) -> *const T {
@@ -25,8 +25,16 @@ fn ptr<T>(r: &Run<'_>, buf: usize, v: &View) -> *const T {
 
 /// Refuses operands that do not lie densely (at any offset).
 fn dense(call: &LibraryCall<'_>, which: &[usize]) -> Result<(), Declined> {
-    let bad: Vec<usize> = which.iter().copied().filter(|&i| !call.inputs[i].view.has_dense_strides()).collect();
-    if bad.is_empty() { Ok(()) } else { Err(Declined::needs_dense(bad)) }
+    let bad: Vec<usize> = which
+        .iter()
+        .copied()
+        .filter(|&i| !call.inputs[i].view.has_dense_strides())
+        .collect();
+    if bad.is_empty() {
+        Ok(())
+    } else {
+        Err(Declined::needs_dense(bad))
+    }
 }
 
 fn reason<T>(r: IrResult<T>) -> Result<T, Declined> {
@@ -69,7 +77,16 @@ impl Product {
             m *= batch as usize;
             batch = 1;
         }
-        Product { m, n, k, a: a.clone(), b: b.clone(), outer, batch: batch as usize, step: [sa, sb, sc] }
+        Product {
+            m,
+            n,
+            k,
+            a: a.clone(),
+            b: b.clone(),
+            outer,
+            batch: batch as usize,
+            step: [sa, sb, sc],
+        }
     }
 
     /// Offsets of each group of products that the last batch axis steps through.
@@ -88,20 +105,31 @@ impl Product {
 
     fn mats<T>(&self, r: &Run<'_>) -> (Mat<T>, Mat<T>) {
         let rank = self.a.rank();
-        let mat = |buf: usize, v: &View| Mat { ptr: ptr::<T>(r, buf, v), rs: v.strides[rank - 2], cs: v.strides[rank - 1] };
+        let mat = |buf: usize, v: &View| Mat {
+            ptr: ptr::<T>(r, buf, v),
+            rs: v.strides[rank - 2],
+            cs: v.strides[rank - 1],
+        };
         (mat(0, &self.a), mat(1, &self.b))
     }
 }
 
 fn moved<T>(m: Mat<T>, by: isize) -> Mat<T> {
-    Mat { ptr: m.ptr.wrapping_offset(by), ..m }
+    Mat {
+        ptr: m.ptr.wrapping_offset(by),
+        ..m
+    }
 }
 
 /// Matrix product of any views and number types. f32 and halves sum in f32, f64 in f64, integers wrap.
 pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
-    let [a, b] = call.inputs else { return Err(Declined::because("two operands are needed")) };
+    let [a, b] = call.inputs else {
+        return Err(Declined::because("two operands are needed"));
+    };
     if a.view.rank() < 2 || a.view.rank() != b.view.rank() || a.dtype != b.dtype {
-        return Err(Declined::because("operands of one type and rank, at least 2, are needed"));
+        return Err(Declined::because(
+            "operands of one type and rank, at least 2, are needed",
+        ));
     }
     let p = Product::new(&a.view, &b.view);
     let (d, size) = (a.dtype, call.outputs[0].dtype.bytes(call.outputs[0].view.numel()));
@@ -138,11 +166,30 @@ pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Decl
         let (m, n, k) = (p.m, p.n, p.k);
         macro_rules! any {
             ($t:ty) => {
-                each!($t, |a, b, c| gemm_any(team, isa, m, n, k, a, b, MatMut::rows(c, n)))
+                each!($t, |a, b, c| gemm_any(
+                    team,
+                    isa,
+                    m,
+                    n,
+                    k,
+                    a,
+                    b,
+                    MatMut::rows(c, n)
+                ))
             };
         }
         match d {
-            DType::F32 if p.batch == 1 => each!(f32, |a, b, c| gemm(team, isa, m, n, k, a, b, MatMut::rows(c, n), epi)),
+            DType::F32 if p.batch == 1 => each!(f32, |a, b, c| gemm(
+                team,
+                isa,
+                m,
+                n,
+                k,
+                a,
+                b,
+                MatMut::rows(c, n),
+                epi
+            )),
             DType::F32 => {
                 let (ma, mb) = p.mats::<f32>(r);
                 let c = r.bufs[2].ptr as *mut f32;
@@ -170,17 +217,30 @@ pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Decl
 }
 
 pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &op::Conv) -> Result<CpuKernel, Declined> {
-    let [x, w] = call.inputs else { return Err(Declined::because("two operands are needed")) };
+    let [x, w] = call.inputs else {
+        return Err(Declined::because("two operands are needed"));
+    };
     dense(call, &[0, 1])?;
     let (xs, ws) = (&x.view.shape, &w.view.shape);
     let pads: Vec<(isize, isize)> = c.pad.iter().map(|p| (p.0 as isize, p.1 as isize)).collect();
-    let window = reason(Window::new(&xs[2..], &ws[2..], &c.stride, &c.dilation, &pads, &c.input_dilation))?;
+    let window = reason(Window::new(
+        &xs[2..],
+        &ws[2..],
+        &c.stride,
+        &c.dilation,
+        &pads,
+        &c.input_dilation,
+    ))?;
     let conv = reason(Conv::new(xs[0], xs[1], ws[0], c.groups, window))?;
     if conv.output_len() != call.outputs[0].view.numel() {
         return Err(Declined::because("the output has another size"));
     }
     let (d, xv, wv) = (x.dtype, x.view.clone(), w.view.clone());
-    let name = if d == DType::F32 { format!("cpu.conv.{}", isa.name()) } else { format!("cpu.conv.{d}") };
+    let name = if d == DType::F32 {
+        format!("cpu.conv.{}", isa.name())
+    } else {
+        format!("cpu.conv.{d}")
+    };
     if !d.is_float() {
         return Err(Declined::because("a float type is needed"));
     }
@@ -197,7 +257,19 @@ pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &op::Conv) -> Result<Cpu
             DType::F32 => {
                 let (x, w) = (ptr::<f32>(r, 0, &xv), ptr::<f32>(r, 1, &wv));
                 // SAFETY: as above.
-                unsafe { conv_f32(r.team, r.isa, &conv, x, w, None, std::ptr::null(), false, y as *mut f32) }
+                unsafe {
+                    conv_f32(
+                        r.team,
+                        r.isa,
+                        &conv,
+                        x,
+                        w,
+                        None,
+                        std::ptr::null(),
+                        false,
+                        y as *mut f32,
+                    )
+                }
             }
             DType::F16 => rows!(f16),
             DType::BF16 => rows!(bf16),
@@ -209,7 +281,14 @@ pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &op::Conv) -> Result<Cpu
 fn pool_window(p: &op::Pool, x: &Operand) -> Result<Window, Declined> {
     let pads: Vec<(isize, isize)> = p.pad.iter().map(|p| (p.0 as isize, p.1 as isize)).collect();
     let ones = vec![1; p.kernel.len()];
-    reason(Window::new(&x.view.shape[2..], &p.kernel, &p.stride, &p.dilation, &pads, &ones))
+    reason(Window::new(
+        &x.view.shape[2..],
+        &p.kernel,
+        &p.stride,
+        &p.dilation,
+        &pads,
+        &ones,
+    ))
 }
 
 fn pool_kind(p: &op::Pool) -> Pool {
@@ -220,7 +299,9 @@ fn pool_kind(p: &op::Pool) -> Pool {
 }
 
 pub(crate) fn pooling(call: &LibraryCall<'_>, p: &op::Pool) -> Result<CpuKernel, Declined> {
-    let [x] = call.inputs else { return Err(Declined::because("one operand is needed")) };
+    let [x] = call.inputs else {
+        return Err(Declined::because("one operand is needed"));
+    };
     dense(call, &[0])?;
     let window = pool_window(p, x)?;
     let planes = x.view.shape[0] * x.view.shape[1];
@@ -236,7 +317,9 @@ pub(crate) fn pooling(call: &LibraryCall<'_>, p: &op::Pool) -> Result<CpuKernel,
 
 /// Operands x, y, dy. A plane of the gradient is summed in f64 and rounded once.
 pub(crate) fn pool_grad(call: &LibraryCall<'_>, p: &op::Pool) -> Result<CpuKernel, Declined> {
-    let [x, _, dy] = call.inputs else { return Err(Declined::because("three operands are needed")) };
+    let [x, _, dy] = call.inputs else {
+        return Err(Declined::because("three operands are needed"));
+    };
     dense(call, &[0, 2])?;
     if !x.dtype.is_float() {
         return Err(Declined::because("a float type is needed"));
@@ -304,7 +387,11 @@ fn plane_grad<T: Num>(w: &Window, kind: Pool, x: &[T], g: &[T], acc: &mut [f64])
                         }
                     }
                     Pool::Average { count_include_pad } => {
-                        let n = if count_include_pad { w.kernel_size() } else { inside.len() };
+                        let n = if count_include_pad {
+                            w.kernel_size()
+                        } else {
+                            inside.len()
+                        };
                         inside.iter().for_each(|i| acc[*i] += dy / n.max(1) as f64);
                     }
                 }
@@ -317,22 +404,35 @@ fn plane_grad<T: Num>(w: &Window, kind: Pool, x: &[T], g: &[T], acc: &mut [f64])
 fn row_type(d: DType) -> Result<(), Declined> {
     match d {
         DType::F32 | DType::F16 | DType::BF16 => Ok(()),
-        d => Err(Declined::because(format!("row kernels compute in f32, not in {d}"))),
+        d => Err(Declined::because(format!(
+            "row kernels compute in f32, not in {d}"
+        ))),
     }
 }
 
 macro_rules! row_call {
     ($d:expr, $t:ident => $e:expr) => {
         match $d {
-            DType::F16 => { type $t = f16; $e }
-            DType::BF16 => { type $t = bf16; $e }
-            _ => { type $t = f32; $e }
+            DType::F16 => {
+                type $t = f16;
+                $e
+            }
+            DType::BF16 => {
+                type $t = bf16;
+                $e
+            }
+            _ => {
+                type $t = f32;
+                $e
+            }
         }
     };
 }
 
 fn soft(isa: Isa, call: &LibraryCall<'_>, axis: usize, log: bool) -> Result<CpuKernel, Declined> {
-    let [x] = call.inputs else { return Err(Declined::because("one operand is needed")) };
+    let [x] = call.inputs else {
+        return Err(Declined::because("one operand is needed"));
+    };
     row_type(x.dtype)?;
     if axis + 1 != x.view.rank() {
         return Err(Declined::because("the axis is not the last one"));
@@ -340,7 +440,11 @@ fn soft(isa: Isa, call: &LibraryCall<'_>, axis: usize, log: bool) -> Result<CpuK
     dense(call, &[0])?;
     let n = x.view.shape[axis];
     let (rows, d, v) = (x.view.numel() / n.max(1), x.dtype, x.view.clone());
-    let name = format!("cpu.{}.{}", if log { "log_softmax" } else { "softmax" }, isa.name());
+    let name = format!(
+        "cpu.{}.{}",
+        if log { "log_softmax" } else { "softmax" },
+        isa.name()
+    );
     CpuKernel::new(name, call, move |r| {
         row_call!(d, T => {
             let (x, y) = (ptr::<T>(r, 0, &v), r.bufs[1].ptr as *mut T);
@@ -356,26 +460,41 @@ fn soft(isa: Isa, call: &LibraryCall<'_>, axis: usize, log: bool) -> Result<CpuK
     })
 }
 
+/// `n` dense elements of an operand.
+fn elements<'a, T>(r: &Run<'a>, buf: usize, v: &View, n: usize) -> &'a [T] {
+    // SAFETY: the callers have checked that the operand is dense and has `n` elements, the kernel that the buffer holds them.
+    unsafe { std::slice::from_raw_parts(ptr::<T>(r, buf, v), n) }
+}
+
 /// A vector of `n` elements as f32: where it lies, or widened.
 fn floats<'a>(r: &Run<'a>, buf: usize, v: &View, d: DType, n: usize, room: &'a mut Vec<f32>) -> &'a [f32] {
-    // SAFETY (of the blocks): the kernel's checks: `n` dense elements inside the buffer.
     match d {
-        DType::F16 => room.extend(unsafe { std::slice::from_raw_parts(ptr::<f16>(r, buf, v), n) }.iter().map(|x| x.to_f32())),
-        DType::BF16 => {
-            room.extend(unsafe { std::slice::from_raw_parts(ptr::<bf16>(r, buf, v), n) }.iter().map(|x| x.to_f32()))
-        }
-        _ => return unsafe { std::slice::from_raw_parts(ptr::<f32>(r, buf, v), n) },
+        DType::F16 => room.extend(elements::<f16>(r, buf, v, n).iter().map(|x| x.to_f32())),
+        DType::BF16 => room.extend(elements::<bf16>(r, buf, v, n).iter().map(|x| x.to_f32())),
+        _ => return elements(r, buf, v, n),
     }
     room
 }
 
-fn norm(isa: Isa, call: &LibraryCall<'_>, axis: usize, eps: f32, centred: bool) -> Result<CpuKernel, Declined> {
-    let Some(x) = call.inputs.first() else { return Err(Declined::because("operands are needed")) };
+fn norm(
+    isa: Isa,
+    call: &LibraryCall<'_>,
+    axis: usize,
+    eps: f32,
+    centred: bool,
+) -> Result<CpuKernel, Declined> {
+    let Some(x) = call.inputs.first() else {
+        return Err(Declined::because("operands are needed"));
+    };
     row_type(x.dtype)?;
-    let Some(row) = x.view.shape.get(axis..) else { return Err(Declined::because("no such axis")) };
+    let Some(row) = x.view.shape.get(axis..) else {
+        return Err(Declined::because("no such axis"));
+    };
     // Scale and bias of other shapes broadcast, which the body does.
     let ones = |v: &View| v.shape.iter().rev().skip(row.len()).all(|n| *n == 1);
-    let fits = |o: &Operand| o.view.rank() >= row.len() && o.view.shape.ends_with(row) && ones(&o.view) && o.dtype == x.dtype;
+    let fits = |o: &Operand| {
+        o.view.rank() >= row.len() && o.view.shape.ends_with(row) && ones(&o.view) && o.dtype == x.dtype
+    };
     if call.inputs.len() < 2 || !call.inputs[1..].iter().all(fits) {
         return Err(Declined::because("scale and bias must have the shape of a row"));
     }
@@ -383,7 +502,11 @@ fn norm(isa: Isa, call: &LibraryCall<'_>, axis: usize, eps: f32, centred: bool) 
     let n: usize = row.iter().product();
     let (rows, d) = (x.view.numel() / n.max(1), x.dtype);
     let views: Vec<View> = call.inputs.iter().map(|o| o.view.clone()).collect();
-    let name = format!("cpu.{}.{}", if centred { "layer_norm" } else { "rms_norm" }, isa.name());
+    let name = format!(
+        "cpu.{}.{}",
+        if centred { "layer_norm" } else { "rms_norm" },
+        isa.name()
+    );
     CpuKernel::new(name, call, move |r| {
         let (mut s, mut b) = (vec![], vec![]);
         let scale = floats(r, 1, &views[1], d, n, &mut s);
@@ -403,7 +526,9 @@ fn norm(isa: Isa, call: &LibraryCall<'_>, axis: usize, eps: f32, centred: bool) 
 }
 
 fn attend(isa: Isa, call: &LibraryCall<'_>, causal: bool, scale: f32) -> Result<CpuKernel, Declined> {
-    let ([q, k, v] | [q, k, v, _]) = call.inputs else { return Err(Declined::because("three or four operands are needed")) };
+    let ([q, k, v] | [q, k, v, _]) = call.inputs else {
+        return Err(Declined::because("three or four operands are needed"));
+    };
     if call.inputs.iter().any(|o| o.dtype != DType::F32) {
         return Err(Declined::because("attention is for f32"));
     }
@@ -422,7 +547,12 @@ fn attend(isa: Isa, call: &LibraryCall<'_>, causal: bool, scale: f32) -> Result<
         causal,
     };
     let kv = [a.batch, a.kv_heads, a.keys];
-    if a.kv_heads == 0 || a.heads % a.kv_heads != 0 || k.view.shape[..3] != kv || v.view.shape[..3] != kv || k.view.shape[3] != a.d {
+    if a.kv_heads == 0
+        || !a.heads.is_multiple_of(a.kv_heads)
+        || k.view.shape[..3] != kv
+        || v.view.shape[..3] != kv
+        || k.view.shape[3] != a.d
+    {
         return Err(Declined::because("the operands' shapes do not go together"));
     }
     let mask = match call.inputs.get(3) {
@@ -437,8 +567,14 @@ fn attend(isa: Isa, call: &LibraryCall<'_>, causal: bool, scale: f32) -> Result<
         [v.strides[0], v.strides[1], v.strides[2], v.strides[3]]
     }
     CpuKernel::new(format!("cpu.attention.{}", isa.name()), call, move |r| {
-        let heads = |i: usize, v: &View| Heads { ptr: SharedConst(ptr::<f32>(r, i, v)), strides: strides(v) };
-        let y = Heads { ptr: SharedMut(r.bufs[last].ptr as *mut f32), strides: strides(&out) };
+        let heads = |i: usize, v: &View| Heads {
+            ptr: SharedConst(ptr::<f32>(r, i, v)),
+            strides: strides(v),
+        };
+        let y = Heads {
+            ptr: SharedMut(r.bufs[last].ptr as *mut f32),
+            strides: strides(&out),
+        };
         // SAFETY: the kernel's checks: views inside their buffers, an output shared with nothing.
         unsafe {
             attention(
@@ -458,13 +594,27 @@ fn attend(isa: Isa, call: &LibraryCall<'_>, causal: bool, scale: f32) -> Result<
 
 /// Composites with a kernel of their own; the others are replaced by their bodies.
 pub(crate) fn composite(isa: Isa, call: &LibraryCall<'_>, c: &Composite) -> Result<CpuKernel, Declined> {
-    let axis = || c.int("axis").and_then(|a| usize::try_from(a).ok()).ok_or_else(|| Declined::because("no axis"));
-    let eps = || c.float("eps").map(|e| e as f32).ok_or_else(|| Declined::because("no epsilon"));
+    let axis = || {
+        c.int("axis")
+            .and_then(|a| usize::try_from(a).ok())
+            .ok_or_else(|| Declined::because("no axis"))
+    };
+    let eps = || {
+        c.float("eps")
+            .map(|e| e as f32)
+            .ok_or_else(|| Declined::because("no epsilon"))
+    };
     match &*c.name {
         "softmax" => soft(isa, call, axis()?, false),
         "log_softmax" => soft(isa, call, axis()?, true),
         "layer_norm" => norm(isa, call, axis()?, eps()?, true),
-        "rms_norm" => norm(isa, call, call.inputs.first().map_or(0, |x| x.view.rank().saturating_sub(1)), eps()?, false),
+        "rms_norm" => norm(
+            isa,
+            call,
+            call.inputs.first().map_or(0, |x| x.view.rank().saturating_sub(1)),
+            eps()?,
+            false,
+        ),
         "attention" => {
             let scale = c.float("scale").ok_or_else(|| Declined::because("no scale"))?;
             attend(isa, call, c.flag("causal"), scale as f32)

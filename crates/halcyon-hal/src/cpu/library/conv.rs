@@ -1,4 +1,4 @@
-//! Convolution over one to three spatial axes: NC[DHW] input, OI[DHW] weights, groups.
+//! Convolution over one to three spatial axes: `NC[DHW]` input, `OI[DHW]` weights, groups.
 //!
 //! f32 runs as a matrix product whose right operand (the unrolled input) is never stored: its panels are gathered straight
 //! into the product's packing buffers. One-by-one kernels skip the gathering, depthwise kernels run row by row. Spread inputs
@@ -13,7 +13,7 @@ use super::gemv::ROWS;
 use super::simd::{Simd, dispatch_simd};
 pub use super::window::Window;
 use crate::cpu::sys::{Isa, dispatch};
-use crate::cpu::team::{SharedConst, SharedMut, Team};
+use crate::cpu::team::{Across, SharedConst, SharedMut, Team};
 use halcyon_ir::{Error, Result};
 
 /// A convolution's sizes.
@@ -336,7 +336,7 @@ pub unsafe fn conv_f32(
         };
         (a, x, y, epi)
     };
-    let item = &Together(item);
+    let item = &Across(item);
     // Several images or groups: whole products per thread; else all threads on one product.
     // (Products that `gemm` does without panels stay with it: the choice must not reach the numbers.)
     let few = conv.window.is_pointwise() && packed.is_none() && m.min(n) <= ROWS;
@@ -351,7 +351,7 @@ pub unsafe fn conv_f32(
         };
         team.run_with(parts, &|worker, part| {
             for i in items * part / parts..items * (part + 1) / parts {
-                let (a, x, y, epi) = (item.0)(i);
+                let (a, x, y, epi) = item.get()(i);
                 // SAFETY: the caller's; items write different planes; a worker's scratch is its own.
                 unsafe {
                     let buf = buf.get().add(worker * each);
@@ -370,7 +370,7 @@ pub unsafe fn conv_f32(
         return;
     }
     for i in 0..items {
-        let (a, x, y, epi) = (item.0)(i);
+        let (a, x, y, epi) = item.get()(i);
         // SAFETY: the caller's.
         unsafe {
             if conv.window.is_pointwise() {
@@ -530,11 +530,6 @@ unsafe fn depthwise(
         }
     });
 }
-
-/// Lets a closure over raw pointers cross threads.
-struct Together<F>(F);
-// SAFETY: the closure only computes addresses; their use is checked where they are dereferenced.
-unsafe impl<F> Sync for Together<F> {}
 
 /// One output row of one channel.
 struct Row<'a, T: Elem> {

@@ -27,20 +27,29 @@ pub(crate) unsafe fn bytes(team: &Team, src: *const u8, dst: *mut u8, bytes: usi
 ///
 /// # Safety
 /// `src` covers the walk, `dst` its number of elements; they do not overlap.
-pub(crate) unsafe fn view<T: Copy + Send + Sync>(team: &Team, src: *const T, walk: &super::num::Walk, dst: *mut T) {
+pub(crate) unsafe fn view<T: Copy + Send + Sync>(
+    team: &Team,
+    src: *const T,
+    walk: &super::num::Walk,
+    dst: *mut T,
+) {
     let (s, d) = (SharedConst(src), SharedMut(dst));
     let run = walk.run().max(1);
-    team.ranges(walk.numel / run, (GRAIN / size_of::<T>() / run).max(1), &|a, b| {
-        for i in a..b {
-            // SAFETY: the caller's; runs are disjoint in the destination.
-            unsafe {
-                let from = s.get().offset(walk.at(i * run));
-                if run == 1 {
-                    *d.get().add(i) = *from;
-                } else {
-                    std::ptr::copy_nonoverlapping(from, d.get().add(i * run), run);
+    team.ranges(
+        walk.numel / run,
+        (GRAIN / size_of::<T>() / run).max(1),
+        &|a, b| {
+            for i in a..b {
+                // SAFETY: the caller's; runs are disjoint in the destination.
+                unsafe {
+                    let from = s.get().offset(walk.at(i * run));
+                    if run == 1 {
+                        *d.get().add(i) = *from;
+                    } else {
+                        std::ptr::copy_nonoverlapping(from, d.get().add(i * run), run);
+                    }
                 }
             }
-        }
-    });
+        },
+    );
 }

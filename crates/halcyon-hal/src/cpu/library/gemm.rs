@@ -11,7 +11,7 @@ use super::mat::Tile;
 pub use super::mat::{Epilogue, Mat, MatMut};
 use super::simd::{Simd, Storage, dispatch_simd};
 use crate::cpu::sys::Isa;
-use crate::cpu::team::{SharedMut, Team};
+use crate::cpu::team::{Across, SharedMut, Team};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// `dst[k * width + r] = src[r * rs + k * ks]` for `r < rows`, zeros for `rows <= r < width`, `k < kc`.
@@ -501,7 +501,7 @@ unsafe fn drive<T: Storage, P: Panels>(
                 c,
                 epi: epi.for_block(kb == 0, kb + 1 == k_blocks(k)),
             };
-            let block = Shared(&block);
+            let block = Across(&block);
             let row_parts = if cut.share_b {
                 panels.div_ceil(2).min(cut.threads * 4)
             } else {
@@ -521,16 +521,6 @@ unsafe fn drive<T: Storage, P: Panels>(
             });
         }
         i0 += mb;
-    }
-}
-
-/// Lets a reference to raw pointers cross threads.
-struct Shared<'a, T>(&'a T);
-// SAFETY: what it refers to is read only, and its pointers are used under the driver's rules.
-unsafe impl<T> Sync for Shared<'_, T> {}
-impl<'a, T> Shared<'a, T> {
-    fn get(&self) -> &'a T {
-        self.0
     }
 }
 

@@ -8,7 +8,7 @@
 use super::gemm::{Epilogue, Mat, MatMut, PackElem};
 use super::simd::{Simd, Storage, dispatch_simd};
 use crate::cpu::sys::Isa;
-use crate::cpu::team::{SharedMut, Team};
+use crate::cpu::team::{Across, SharedMut, Team};
 
 /// The most rows this file takes.
 pub const ROWS: usize = 8;
@@ -261,7 +261,7 @@ pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(
     let bufs = SharedMut(copy.wrapping_add(m * k));
     // SAFETY: the caller's matrix; the scratch holds the copy and a buffer for each thread.
     unsafe { copy_rows(m, k, a, copy) };
-    let job = Sync(Job {
+    let job = Across(Job {
         k,
         a: copy,
         b,
@@ -356,16 +356,6 @@ unsafe fn columns<B: Storage>(isa: Isa, m: usize, w: &Job<B>, j0: usize, j1: usi
         };
     }
     rows!(1 2 3 4 5 6 7 8);
-}
-
-/// Lets a job's pointers cross threads.
-struct Sync<T>(T);
-// SAFETY: used under the rules of `few_rows`.
-unsafe impl<T> core::marker::Sync for Sync<T> {}
-impl<T> Sync<T> {
-    fn get(&self) -> &T {
-        &self.0
-    }
 }
 
 /// `y = act(alpha A x + beta y + bias)`: A is m x k with contiguous rows or columns, x has k elements `x_stride` apart, y has

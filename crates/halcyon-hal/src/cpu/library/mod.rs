@@ -7,11 +7,11 @@ pub mod conv;
 mod conv_tests;
 pub(crate) mod copy;
 pub mod elem;
+mod gather;
 pub mod gemm;
 #[cfg(test)]
 mod gemm_tests;
 pub mod gemv;
-mod gather;
 pub mod mat;
 pub mod matmul_any;
 mod num;
@@ -23,6 +23,8 @@ pub mod softmax;
 mod sort;
 #[cfg(test)]
 pub(crate) mod testing;
+#[cfg(test)]
+mod tests;
 pub mod window;
 
 use crate::cpu::memory::Ptr;
@@ -54,7 +56,9 @@ impl<'a> Fault<'a> {
     #[cold]
     pub(crate) fn set(&self) {
         // A fault that was there before is the one to report.
-        let _ = self.word.compare_exchange(0, self.id, Ordering::AcqRel, Ordering::Relaxed);
+        let _ = self
+            .word
+            .compare_exchange(0, self.id, Ordering::AcqRel, Ordering::Relaxed);
     }
 }
 
@@ -88,7 +92,9 @@ pub(crate) struct CpuKernel {
 
 impl fmt::Debug for CpuKernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CpuKernel").field("name", &self.name).finish_non_exhaustive()
+        f.debug_struct("CpuKernel")
+            .field("name", &self.name)
+            .finish_non_exhaustive()
     }
 }
 
@@ -111,12 +117,24 @@ impl CpuKernel {
     ) -> Result<CpuKernel, Declined> {
         let mut needs = SmallVec::new();
         for (i, o) in call.inputs.iter().enumerate() {
-            needs.push(Need { bytes: extent(o)?, write: call.in_place && i == 0 });
+            needs.push(Need {
+                bytes: extent(o)?,
+                write: call.in_place && i == 0,
+            });
         }
         for o in call.outputs {
-            needs.push(Need { bytes: extent(o)?, write: true });
+            needs.push(Need {
+                bytes: extent(o)?,
+                write: true,
+            });
         }
-        Ok(CpuKernel { name: name.into(), needs, in_place: call.in_place, args: 0, body: Box::new(body) })
+        Ok(CpuKernel {
+            name: name.into(),
+            needs,
+            in_place: call.in_place,
+            args: 0,
+            body: Box::new(body),
+        })
     }
 
     /// The number of run-time arguments the body reads.
@@ -132,11 +150,18 @@ impl CpuKernel {
             return bad(format!("{} buffers were bound, {want} are needed", r.bufs.len()));
         }
         if r.args.len() < self.args {
-            return bad(format!("{} run-time arguments were given, {} are needed", r.args.len(), self.args));
+            return bad(format!(
+                "{} run-time arguments were given, {} are needed",
+                r.args.len(),
+                self.args
+            ));
         }
         for (i, (b, n)) in r.bufs.iter().zip(&self.needs).enumerate() {
             if b.bytes < n.bytes {
-                return bad(format!("buffer {i} has {} bytes, {} are needed", b.bytes, n.bytes));
+                return bad(format!(
+                    "buffer {i} has {} bytes, {} are needed",
+                    b.bytes, n.bytes
+                ));
             }
             if n.write {
                 super::device::check_writable(&self.name, b)?;
@@ -182,14 +207,21 @@ pub(crate) fn find(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declin
         Work::Op(op) => op,
     };
     // Only the reader of a mask knows what it reads outside.
-    let masked: SmallVec<[usize; 4]> = (0..call.inputs.len()).filter(|&i| call.inputs[i].view.mask.is_some()).collect();
+    let masked: SmallVec<[usize; 4]> = (0..call.inputs.len())
+        .filter(|&i| call.inputs[i].view.mask.is_some())
+        .collect();
     if !masked.is_empty() {
         return Err(Declined::needs_dense(masked));
     }
     if call.outputs.len() != 1 || !call.outputs[0].view.is_dense() {
         return Err(Declined::because("one dense output is needed"));
     }
-    if call.in_place && !matches!(op, Op::UpdateSlice { .. } | Op::ScatterElements { .. } | Op::ScatterRows { .. }) {
+    if call.in_place
+        && !matches!(
+            op,
+            Op::UpdateSlice { .. } | Op::ScatterElements { .. } | Op::ScatterRows { .. }
+        )
+    {
         return Err(Declined::because("this op does not run in place"));
     }
     // One row per op.
@@ -205,7 +237,12 @@ pub(crate) fn find(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declin
         Op::UpdateSlice { axis } => scatter::update_slice(call, *axis),
         Op::ArgReduce { max, axis, last, .. } => sort::arg_reduce(call, *max, *axis, *last),
         Op::ArgSort { axis, descending } => sort::arg_sort(call, *axis, *descending),
-        Op::Scan { kind, axis, exclusive, reverse } => scan::scan(call, *kind, *axis, *exclusive, *reverse),
+        Op::Scan {
+            kind,
+            axis,
+            exclusive,
+            reverse,
+        } => scan::scan(call, *kind, *axis, *exclusive, *reverse),
         Op::Composite(c) => calls::composite(isa, call, c),
         Op::Custom(_) => Err(Declined::because("custom ops bring their own kernels")),
         _ => Err(Declined::because(format!("{} runs as a fused kernel", op.name()))),

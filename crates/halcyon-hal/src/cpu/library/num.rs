@@ -45,7 +45,8 @@ impl Wide for f64 {
     }
     #[inline(always)]
     fn order(self, o: f64) -> Ordering {
-        self.partial_cmp(&o).unwrap_or_else(|| self.is_nan().cmp(&o.is_nan()))
+        self.partial_cmp(&o)
+            .unwrap_or_else(|| self.is_nan().cmp(&o.is_nan()))
     }
     fn from_scalar(s: halcyon_ir::Scalar) -> f64 {
         s.as_f64()
@@ -146,18 +147,54 @@ macro_rules! with_type {
     ($d:expr, $t:ident => $e:expr) => {{
         use halcyon_ir::DType as D;
         match $d {
-            D::F32 => { type $t = f32; $e }
-            D::F64 => { type $t = f64; $e }
-            D::F16 => { type $t = half::f16; $e }
-            D::BF16 => { type $t = half::bf16; $e }
-            D::I8 => { type $t = i8; $e }
-            D::I16 => { type $t = i16; $e }
-            D::I32 => { type $t = i32; $e }
-            D::I64 => { type $t = i64; $e }
-            D::U8 | D::Bool => { type $t = u8; $e }
-            D::U16 => { type $t = u16; $e }
-            D::U32 => { type $t = u32; $e }
-            D::U64 => { type $t = u64; $e }
+            D::F32 => {
+                type $t = f32;
+                $e
+            }
+            D::F64 => {
+                type $t = f64;
+                $e
+            }
+            D::F16 => {
+                type $t = half::f16;
+                $e
+            }
+            D::BF16 => {
+                type $t = half::bf16;
+                $e
+            }
+            D::I8 => {
+                type $t = i8;
+                $e
+            }
+            D::I16 => {
+                type $t = i16;
+                $e
+            }
+            D::I32 => {
+                type $t = i32;
+                $e
+            }
+            D::I64 => {
+                type $t = i64;
+                $e
+            }
+            D::U8 | D::Bool => {
+                type $t = u8;
+                $e
+            }
+            D::U16 => {
+                type $t = u16;
+                $e
+            }
+            D::U32 => {
+                type $t = u32;
+                $e
+            }
+            D::U64 => {
+                type $t = u64;
+                $e
+            }
         }
     }};
 }
@@ -197,7 +234,11 @@ impl Walk {
                 _ => axes.push((n, s)),
             }
         }
-        Walk { axes, offset, numel: shape.iter().product() }
+        Walk {
+            axes,
+            offset,
+            numel: shape.iter().product(),
+        }
     }
 
     /// Position of element `i`, in elements.
@@ -241,7 +282,10 @@ pub(crate) struct Indices {
 
 impl Indices {
     pub(crate) fn new(dtype: DType, view: &View) -> Indices {
-        Indices { walk: Walk::new(view), dtype }
+        Indices {
+            walk: Walk::new(view),
+            dtype,
+        }
     }
 
     /// Index number `i`. Values that an i64 cannot hold saturate: they are out of any range anyway.

@@ -1,4 +1,4 @@
-//! Max and average pooling over one to three spatial axes of NC[DHW], any numeric element type.
+//! Max and average pooling over one to three spatial axes of `NC[DHW]`, any numeric element type.
 
 use super::elem::Elem;
 pub use super::window::Window;

@@ -19,7 +19,9 @@ pub(crate) fn scan(
     exclusive: bool,
     reverse: bool,
 ) -> Result<CpuKernel, Declined> {
-    let [x] = call.inputs else { return Err(Declined::because("one operand is needed")) };
+    let [x] = call.inputs else {
+        return Err(Declined::because("one operand is needed"));
+    };
     let (lines, len, step) = without(&x.view, axis);
     let (outs, _, ostep) = without(&View::dense(&x.view.shape), axis);
     let d = x.dtype;

@@ -45,8 +45,14 @@ fn in_place_ok(call: &LibraryCall<'_>) -> Result<(), Declined> {
 }
 
 /// `out = base; out[i.. with i_axis = index[i..]] op= updates[i..]`.
-pub(crate) fn elements(call: &LibraryCall<'_>, axis: usize, kind: ScatterKind) -> Result<CpuKernel, Declined> {
-    let [base, index, updates] = call.inputs else { return Err(Declined::because("three operands are needed")) };
+pub(crate) fn elements(
+    call: &LibraryCall<'_>,
+    axis: usize,
+    kind: ScatterKind,
+) -> Result<CpuKernel, Declined> {
+    let [base, index, updates] = call.inputs else {
+        return Err(Declined::because("three operands are needed"));
+    };
     in_place_ok(call)?;
     let from = Walk::new(&base.view);
     let out = dense_strides(&base.view.shape);
@@ -54,7 +60,10 @@ pub(crate) fn elements(call: &LibraryCall<'_>, axis: usize, kind: ScatterKind) -
     // Lines along the axis: no two lines share a place.
     let (il, len, istep) = without(&index.view, axis);
     let (ul, _, ustep) = without(&updates.view, axis);
-    let lines: Vec<usize> = (0..index.view.rank()).filter(|k| *k != axis).map(|k| index.view.shape[k]).collect();
+    let lines: Vec<usize> = (0..index.view.rank())
+        .filter(|k| *k != axis)
+        .map(|k| index.view.shape[k])
+        .collect();
     let line_strides: Vec<isize> = (0..out.len()).filter(|k| *k != axis).map(|k| out[k]).collect();
     let ol = Walk::of(&lines, &line_strides, 0);
     if n == 0 && len * il.numel > 0 {
@@ -89,7 +98,9 @@ pub(crate) fn elements(call: &LibraryCall<'_>, axis: usize, kind: ScatterKind) -
 
 /// `out = base; out[a.., index[i..], b..] op= updates[a.., i.., b..]`.
 pub(crate) fn rows(call: &LibraryCall<'_>, axis: usize, kind: ScatterKind) -> Result<CpuKernel, Declined> {
-    let [base, index, updates] = call.inputs else { return Err(Declined::because("three operands are needed")) };
+    let [base, index, updates] = call.inputs else {
+        return Err(Declined::because("three operands are needed"));
+    };
     in_place_ok(call)?;
     let from = Walk::new(&base.view);
     let idx = Indices::new(index.dtype, &index.view);
@@ -140,15 +151,24 @@ pub(crate) fn rows(call: &LibraryCall<'_>, axis: usize, kind: ScatterKind) -> Re
     })
 }
 
+/// Greatest common divisor, at least 1.
+fn common(a: usize, b: usize) -> usize {
+    if b == 0 { a.max(1) } else { common(b, a % b) }
+}
+
 /// `out = base; out[.., p .. p + len, ..] = update` along the axis, `p` a device scalar. In place only the update is written.
 pub(crate) fn update_slice(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKernel, Declined> {
-    let [base, update, position] = call.inputs else { return Err(Declined::because("three operands are needed")) };
+    let [base, update, position] = call.inputs else {
+        return Err(Declined::because("three operands are needed"));
+    };
     in_place_ok(call)?;
     let from = Walk::new(&base.view);
     let up = Walk::new(&update.view);
     let pos = Indices::new(position.dtype, &position.view);
     let (n, len) = (base.view.shape[axis], update.view.shape[axis]);
-    let Some(room) = n.checked_sub(len) else { return Err(Declined::because("the update is longer than the base")) };
+    let Some(room) = n.checked_sub(len) else {
+        return Err(Declined::because("the update is longer than the base"));
+    };
     let inner: usize = base.view.shape[axis + 1..].iter().product();
     let outer: usize = base.view.shape[..axis].iter().product();
     let d = base.dtype;
@@ -165,7 +185,7 @@ pub(crate) fn update_slice(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKer
             let p = p.clamp(0, room as i64) as usize;
             let (u, o) = (SharedConst(r.bufs[1].ptr as *const T), SharedMut(r.bufs[3].ptr as *mut T));
             let each = len * inner;
-            let run = if each % up.run().max(1) == 0 { up.run().max(1) } else { 1 };
+            let run = common(each, up.run());
             r.team.ranges(if each == 0 { 0 } else { outer * (each / run) }, (GRAIN / run).max(1), &|a, b| {
                 for q in a..b {
                     let i = q * run;

@@ -12,8 +12,15 @@ use std::cmp::Ordering;
 const GRAIN: usize = 16 << 10;
 
 /// Index of the largest or smallest element of each line. NaN is the extreme of both; of equals the first, or the last.
-pub(crate) fn arg_reduce(call: &LibraryCall<'_>, max: bool, axis: usize, last: bool) -> Result<CpuKernel, Declined> {
-    let [x] = call.inputs else { return Err(Declined::because("one operand is needed")) };
+pub(crate) fn arg_reduce(
+    call: &LibraryCall<'_>,
+    max: bool,
+    axis: usize,
+    last: bool,
+) -> Result<CpuKernel, Declined> {
+    let [x] = call.inputs else {
+        return Err(Declined::because("one operand is needed"));
+    };
     let (lines, len, step) = without(&x.view, axis);
     if len == 0 {
         return Err(Declined::because("the axis is empty"));
@@ -58,7 +65,9 @@ unsafe fn extreme<T: Num>(line: *const T, step: isize, len: usize, max: bool, la
 
 /// Stable order of each line, NaN as the largest.
 pub(crate) fn arg_sort(call: &LibraryCall<'_>, axis: usize, descending: bool) -> Result<CpuKernel, Declined> {
-    let [x] = call.inputs else { return Err(Declined::because("one operand is needed")) };
+    let [x] = call.inputs else {
+        return Err(Declined::because("one operand is needed"));
+    };
     let (lines, len, step) = without(&x.view, axis);
     let (outs, _, ostep) = without(&View::dense(&x.view.shape), axis);
     let d = x.dtype;

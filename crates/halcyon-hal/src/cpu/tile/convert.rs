@@ -2,9 +2,10 @@
 
 use super::lane::Lane;
 use super::ops::{sl, slm};
+use crate::cpu::library::simd::{Simd, dispatch_simd};
 use crate::cpu::sys::{Isa, dispatch};
-use half::{bf16, f16};
 use halcyon_ir::{DType, Scalar};
+use half::{bf16, f16};
 
 /// Like `dispatch!`, for bodies that work on raw memory.
 macro_rules! dispatch_raw {
@@ -76,13 +77,19 @@ unsafe fn widen_f16<const F16C: bool>(src: *const u16, dst: *mut f32, n: usize) 
             use std::arch::x86_64::*;
             let mut i = 0;
             while i + 8 <= n {
-                _mm256_storeu_ps(dst.add(i), _mm256_cvtph_ps(_mm_loadu_si128(src.add(i) as *const __m128i)));
+                _mm256_storeu_ps(
+                    dst.add(i),
+                    _mm256_cvtph_ps(_mm_loadu_si128(src.add(i) as *const __m128i)),
+                );
                 i += 8;
             }
             if i < n {
                 let (mut a, mut b) = ([0u16; 8], [0f32; 8]);
                 std::ptr::copy_nonoverlapping(src.add(i), a.as_mut_ptr(), n - i);
-                _mm256_storeu_ps(b.as_mut_ptr(), _mm256_cvtph_ps(_mm_loadu_si128(a.as_ptr() as *const __m128i)));
+                _mm256_storeu_ps(
+                    b.as_mut_ptr(),
+                    _mm256_cvtph_ps(_mm_loadu_si128(a.as_ptr() as *const __m128i)),
+                );
                 std::ptr::copy_nonoverlapping(b.as_ptr(), dst.add(i), n - i);
             }
             return;
@@ -106,13 +113,19 @@ unsafe fn narrow_f16<const F16C: bool>(src: *const f32, dst: *mut u16, n: usize)
             use std::arch::x86_64::*;
             let mut i = 0;
             while i + 8 <= n {
-                _mm_storeu_si128(dst.add(i) as *mut __m128i, _mm256_cvtps_ph::<0>(_mm256_loadu_ps(src.add(i))));
+                _mm_storeu_si128(
+                    dst.add(i) as *mut __m128i,
+                    _mm256_cvtps_ph::<0>(_mm256_loadu_ps(src.add(i))),
+                );
                 i += 8;
             }
             if i < n {
                 let (mut a, mut b) = ([0f32; 8], [0u16; 8]);
                 std::ptr::copy_nonoverlapping(src.add(i), a.as_mut_ptr(), n - i);
-                _mm_storeu_si128(b.as_mut_ptr() as *mut __m128i, _mm256_cvtps_ph::<0>(_mm256_loadu_ps(a.as_ptr())));
+                _mm_storeu_si128(
+                    b.as_mut_ptr() as *mut __m128i,
+                    _mm256_cvtps_ph::<0>(_mm256_loadu_ps(a.as_ptr())),
+                );
                 std::ptr::copy_nonoverlapping(b.as_ptr(), dst.add(i), n - i);
             }
             return;
@@ -213,6 +226,23 @@ dispatch_raw! {
     pub(super) unsafe fn load(isa, dtype: DType, raw: bool, s: *const u8, r: Rect, d: *mut u8) = load_body
 }
 
+/// A rectangle whose rows follow memory, `W` columns at a time through registers.
+#[inline(always)]
+unsafe fn turn_body<S: Simd>(s: *const f32, r: Rect, d: *mut f32) {
+    for j in (0..r.cols).step_by(S::W) {
+        let n = S::W.min(r.cols - j);
+        // SAFETY: the caller's.
+        unsafe { S::transpose(s.offset(j as isize * r.cs), r.cs, n, r.rows, d.add(j), r.pitch) };
+    }
+}
+dispatch_simd! {
+    /// Copies a rectangle of four-byte elements with `rs` 1 (a transposed tile) into a block. Bits are moved as they are.
+    ///
+    /// # Safety
+    /// As [`load`].
+    pub(super) unsafe fn turn[][](isa, s: *const f32, r: Rect, d: *mut f32) = turn_body
+}
+
 #[inline(always)]
 unsafe fn store_body<const V: bool>(dtype: DType, raw: bool, s: *const u8, d: *mut u8, r: Rect) {
     // SAFETY: the caller's.
@@ -265,7 +295,10 @@ unsafe fn stream_body<const V: bool>(s: *const u8, d: *mut u8, bytes: usize) {
                 }
             } else {
                 while i + 16 <= bytes {
-                    _mm_stream_si128(d.add(i) as *mut __m128i, _mm_loadu_si128(s.add(i) as *const __m128i));
+                    _mm_stream_si128(
+                        d.add(i) as *mut __m128i,
+                        _mm_loadu_si128(s.add(i) as *const __m128i),
+                    );
                     i += 16;
                 }
             }
@@ -313,7 +346,11 @@ fn round_half<const V: bool>(to: DType, d: &mut [f32]) {
 
 /// f64 to a half type, rounding once.
 fn half_of(to: DType, x: f64) -> f32 {
-    if to == DType::F16 { f16::from_f64(x).to_f32() } else { bf16::from_f64(x).to_f32() }
+    if to == DType::F16 {
+        f16::from_f64(x).to_f32()
+    } else {
+        bf16::from_f64(x).to_f32()
+    }
 }
 
 macro_rules! cast_from {
@@ -399,7 +436,13 @@ pub(super) unsafe fn cast(isa: Isa, from: DType, to: DType, s: *const u8, d: *mu
 /// # Safety
 /// As [`cast`].
 pub(super) unsafe fn bitcast(isa: Isa, from: DType, to: DType, s: *const u8, d: *mut u8, n: usize) {
-    let r = Rect { rows: 1, cols: n, rs: 0, cs: 1, pitch: n };
+    let r = Rect {
+        rows: 1,
+        cols: n,
+        rs: 0,
+        cs: 1,
+        pitch: n,
+    };
     let mut t = [0u64; super::BLOCK];
     debug_assert!(n <= super::BLOCK);
     // SAFETY: the caller's; the temporary holds a block of the largest type.
@@ -415,7 +458,11 @@ pub(super) unsafe fn bitcast(isa: Isa, from: DType, to: DType, s: *const u8, d: 
 /// The bits a scalar has in a lane: as `dtype`, widened (unless `raw`).
 pub(super) fn lane_bits(dtype: DType, raw: bool, v: Scalar) -> u64 {
     let v = v.cast(dtype);
-    u64::from_le_bytes(if raw { v.to_bytes(dtype) } else { v.to_bytes(dtype.compute()) })
+    u64::from_le_bytes(if raw {
+        v.to_bytes(dtype)
+    } else {
+        v.to_bytes(dtype.compute())
+    })
 }
 
 /// Fills `n` lanes of `size` bytes.

@@ -61,12 +61,12 @@ fn param(p: &Plan, r: &Run<'_>, i: usize) -> Scalar {
 fn with_worker(p: &Plan, r: &Run<'_>, f: impl FnOnce(&mut Worker<'_>)) {
     let mut mem = SCRATCH.take();
     let accs = p.outs.iter().filter(|o| o.reduce.is_some()).count();
-    let need = (p.slot_count + 1 + accs) * SLOT / size_of::<Line>();
+    let need = (p.slot_count + 1 + accs * p.group) * SLOT / size_of::<Line>();
     if mem.len() < need {
         mem.resize(need, Line([0; 8]));
     }
     let base = mem.as_mut_ptr() as *mut u8;
-    // SAFETY (of the additions): inside the memory sized above.
+    // SAFETY: inside the memory sized above.
     let slot = |i: usize| unsafe { base.add(i * SLOT) };
     let mut w = Worker {
         p,
@@ -84,14 +84,21 @@ fn with_worker(p: &Plan, r: &Run<'_>, f: impl FnOnce(&mut Worker<'_>)) {
     for &(reg, i) in &p.pinned {
         let d = p.params[i].0;
         // SAFETY: a slot holds a block of any lane.
-        unsafe { convert::splat(p.lane(d).size(), convert::lane_bits(d, p.raw, param(p, r, i)), w.regs[reg], BLOCK) };
+        unsafe {
+            convert::splat(
+                p.lane(d).size(),
+                convert::lane_bits(d, p.raw, param(p, r, i)),
+                w.regs[reg],
+                BLOCK,
+            )
+        };
     }
     let before = p.floats.then(super::flush::on);
     f(&mut w);
     if let Some(b) = before {
         super::flush::restore(b);
     }
-    if p.outs.iter().any(|o| o.stream) {
+    if p.outs.iter().any(|o| o.stream || o.line_rows) {
         convert::fence();
     }
     SCRATCH.set(mem);
@@ -104,13 +111,16 @@ pub(super) fn run(p: &Plan, r: &Run<'_>) {
             return;
         }
         let block = p.axes[p.axes.len() - 2].step * p.axes[p.axes.len() - 1].step;
-        r.team.ranges(p.tasks, (GRAIN / block).max(1), &|a, b| with_worker(p, r, |w| w.blocks(a, b)));
+        r.team.ranges(p.tasks, (GRAIN / block).max(1), &|a, b| {
+            with_worker(p, r, |w| w.blocks(a, b))
+        });
         return;
     }
     if p.outer.iter().any(|&k| p.axes[k].dim == 0) {
         return;
     }
-    let width = p.width * p.outs.len();
+    let each = p.width * p.group;
+    let width = each * p.outs.len();
     let work: usize = p.axes.iter().map(|a| a.dim).product();
     // Tasks by size: a part should have GRAIN elements.
     let units = p.tasks * p.chunks;
@@ -138,7 +148,7 @@ pub(super) fn run(p: &Plan, r: &Run<'_>) {
                 for o in 0..p.outs.len() {
                     // SAFETY: there are `width` words per unit and this part alone has this unit.
                     unsafe {
-                        std::ptr::copy_nonoverlapping(w.acc_of(o), ws.get().add(u * width + o * p.width), p.width);
+                        std::ptr::copy_nonoverlapping(w.acc_of(o), ws.get().add(u * width + o * each), each);
                     }
                 }
             }
@@ -154,8 +164,8 @@ pub(super) fn run(p: &Plan, r: &Run<'_>) {
                     // SAFETY: written above; the accumulators are this thread's own.
                     let (from, acc) = unsafe {
                         (
-                            std::slice::from_raw_parts(ws.get().add(u * width + o * p.width), p.width),
-                            std::slice::from_raw_parts_mut(w.acc_of(o), p.width),
+                            std::slice::from_raw_parts(ws.get().add(u * width + o * each), each),
+                            std::slice::from_raw_parts_mut(w.acc_of(o), each),
                         )
                     };
                     if let Some(kind) = out.reduce {
@@ -169,21 +179,31 @@ pub(super) fn run(p: &Plan, r: &Run<'_>) {
 }
 
 fn place(a: &Affine, pos: &[usize]) -> isize {
-    a.base + pos.iter().zip(&a.hop).map(|(p, h)| *p as isize * h).sum::<isize>()
+    a.base
+        + pos
+            .iter()
+            .zip(&a.hop)
+            .map(|(p, h)| *p as isize * h)
+            .sum::<isize>()
 }
 
 impl Worker<'_> {
     fn acc_of(&self, out: usize) -> *mut u64 {
-        // SAFETY: one slot per output was set aside.
-        unsafe { self.acc.add(out * BLOCK) }
+        // SAFETY: a slot per output and column block was set aside.
+        unsafe { self.acc.add(out * self.p.group * BLOCK) }
     }
 
     /// Goes to block `inner` of task `outer`.
     fn seek(&mut self, outer: usize, inner: usize) {
         for (list, mut flat) in [(&self.p.outer, outer), (&self.p.inner, inner)] {
             for &k in list.iter().rev() {
-                let n = self.p.axes[k].count.max(1);
-                self.pos[k] = flat % n;
+                let group = if k + 1 == self.p.axes.len() {
+                    self.p.group
+                } else {
+                    1
+                };
+                let n = self.p.axes[k].count.div_ceil(group).max(1);
+                self.pos[k] = flat % n * group;
                 flat /= n;
             }
         }
@@ -205,20 +225,53 @@ impl Worker<'_> {
         for &k in list.iter().rev() {
             self.pos[k] += 1;
             let back = self.pos[k] == self.p.axes[k].count;
-            let by = if back { 1 - self.p.axes[k].count as isize } else { 1 };
-            for (o, l) in self.loads.iter_mut().zip(&self.p.loads) {
-                *o += by * l.at.hop[k];
-            }
-            for (o, i) in self.iotas.iter_mut().zip(&self.p.iotas) {
-                *o += by * i.at.hop[k];
-            }
-            for (o, x) in self.outs.iter_mut().zip(&self.p.outs) {
-                *o += by * x.at.hop[k];
-            }
+            self.shift(
+                k,
+                if back {
+                    1 - self.p.axes[k].count as isize
+                } else {
+                    1
+                },
+            );
             if !back {
                 return;
             }
             self.pos[k] = 0;
+        }
+    }
+
+    /// Moves all positions by some blocks along an axis.
+    #[inline]
+    fn shift(&mut self, k: usize, by: isize) {
+        for (o, l) in self.loads.iter_mut().zip(&self.p.loads) {
+            *o += by * l.at.hop[k];
+        }
+        for (o, i) in self.iotas.iter_mut().zip(&self.p.iotas) {
+            *o += by * i.at.hop[k];
+        }
+        for (o, x) in self.outs.iter_mut().zip(&self.p.outs) {
+            *o += by * x.at.hop[k];
+        }
+    }
+
+    /// Runs `f` at each column block of the current task.
+    fn each_column(&mut self, mut f: impl FnMut(&mut Self, usize)) {
+        let col = self.p.axes.len() - 1;
+        let n = if self.p.axes[col].reduced {
+            1
+        } else {
+            self.p.group.min(self.p.axes[col].count - self.pos[col])
+        };
+        for j in 0..n {
+            if j > 0 {
+                self.pos[col] += 1;
+                self.shift(col, 1);
+            }
+            f(self, j);
+        }
+        if n > 1 {
+            self.pos[col] -= n - 1;
+            self.shift(col, 1 - n as isize);
         }
     }
 
@@ -264,7 +317,13 @@ impl Worker<'_> {
 
     fn store(&self, o: usize, out: &Out, rows: usize, cols: usize) {
         let (row, col) = (self.p.axes.len() - 2, self.p.axes.len() - 1);
-        let r = Rect { rows, cols, rs: out.at.stride[row], cs: out.at.stride[col], pitch: cols };
+        let r = Rect {
+            rows,
+            cols,
+            rs: out.at.stride[row],
+            cs: out.at.stride[col],
+            pitch: cols,
+        };
         let (src, dst) = (self.regs[out.value], self.out_ptr(o, out));
         let n = rows * cols;
         // SAFETY: the register holds the block; the rectangle is inside the output (see `out_ptr`) and this part's own. In
@@ -272,12 +331,31 @@ impl Worker<'_> {
         unsafe {
             if out.stream {
                 let same = self.p.raw || out.dtype.compute() == out.dtype;
-                let flat = Rect { rows: 1, cols: n, rs: 0, cs: 1, pitch: n };
+                let flat = Rect {
+                    rows: 1,
+                    cols: n,
+                    rs: 0,
+                    cs: 1,
+                    pitch: n,
+                };
                 if same {
                     convert::stream(self.isa, src, dst, n * out.dtype.size());
                 } else {
                     convert::store(self.isa, out.dtype, false, src, self.spare, flat);
                     convert::stream(self.isa, self.spare, dst, n * out.dtype.size());
+                }
+            } else if out.line_rows
+                && cols == self.p.axes[col].step
+                && (self.p.raw || out.dtype.compute() == out.dtype)
+            {
+                let size = out.dtype.size();
+                for i in 0..rows {
+                    convert::stream(
+                        self.isa,
+                        src.add(i * cols * size),
+                        dst.offset(i as isize * r.rs * size as isize),
+                        cols * size,
+                    );
                 }
             } else if src != dst {
                 convert::store(self.isa, out.dtype, self.p.raw, src, dst, r);
@@ -296,20 +374,28 @@ impl Worker<'_> {
                 Kind::Iota(i) => {
                     let a = &p.iotas[i];
                     let (row, col) = (p.axes.len() - 2, p.axes.len() - 1);
-                    let r = Rect { rows, cols, rs: a.at.stride[row], cs: a.at.stride[col], pitch: cols };
+                    let r = Rect {
+                        rows,
+                        cols,
+                        rs: a.at.stride[row],
+                        cs: a.at.stride[col],
+                        pitch: cols,
+                    };
                     // SAFETY: a slot holds a block of words.
                     let d = unsafe { ops::slm(self.slot(s.dst), BLOCK) };
                     convert::iota(self.isa, a.dtype, self.iotas[i] as i64, r, d);
                 }
-                // SAFETY (of the three): the operands were made by earlier steps and hold `n` lanes; the destination is a
+                // SAFETY: the operands were made by earlier steps and hold `n` lanes; the destination is a
                 // slot that no operand has, or the output, which shares memory with no operand.
                 Kind::Op(op, d) => unsafe {
                     let x = s.args.map(|a| self.regs[a] as *const u8);
                     ops::apply(self.isa, op, d, n, self.regs[s.dst], x);
                 },
+                // SAFETY: as above.
                 Kind::Cast(from, to) => unsafe {
                     convert::cast(self.isa, from, to, self.regs[s.args[0]], self.regs[s.dst], n);
                 },
+                // SAFETY: as above.
                 Kind::Bitcast(from, to) => unsafe {
                     convert::bitcast(self.isa, from, to, self.regs[s.args[0]], self.regs[s.dst], n);
                 },
@@ -332,7 +418,13 @@ impl Worker<'_> {
         let size = l.dtype.size() as isize;
         let base = self.r.bufs[l.input].ptr;
         let at = self.loads[i];
-        let mut rect = Rect { rows, cols, rs: l.at.stride[row], cs: l.at.stride[col], pitch: cols };
+        let mut rect = Rect {
+            rows,
+            cols,
+            rs: l.at.stride[row],
+            cs: l.at.stride[col],
+            pitch: cols,
+        };
         if let Some(m) = &l.mask {
             let mut inside = true;
             for k in 0..row {
@@ -353,7 +445,12 @@ impl Worker<'_> {
                 // SAFETY: a slot holds a block of any lane; only elements inside the mask are read, and those are inside
                 // the operand.
                 unsafe {
-                    convert::splat(lane.size(), convert::lane_bits(l.dtype, self.p.raw, fill), d, rows * cols);
+                    convert::splat(
+                        lane.size(),
+                        convert::lane_bits(l.dtype, self.p.raw, fill),
+                        d,
+                        rows * cols,
+                    );
                     if inside && r0 < r1 && c0 < c1 {
                         rect.rows = r1 - r0;
                         rect.cols = c1 - c0;
@@ -379,10 +476,22 @@ impl Worker<'_> {
             }
             self.held[i] = at;
             // The whole slot: later blocks may be longer than this one.
-            rect = Rect { rows: 1, cols: BLOCK, rs: 0, cs: 0, pitch: BLOCK };
+            rect = Rect {
+                rows: 1,
+                cols: BLOCK,
+                rs: 0,
+                cs: 0,
+                pitch: BLOCK,
+            };
         }
         // SAFETY: as above; a slot holds a block of any lane.
-        unsafe { convert::load(self.isa, l.dtype, self.p.raw, src, rect, d) };
+        unsafe {
+            if rect.rs == 1 && rows > 1 && rect.cs.abs() > 1 && size == 4 {
+                convert::turn(self.isa, src as *const f32, rect, d as *mut f32);
+            } else {
+                convert::load(self.isa, l.dtype, self.p.raw, src, rect, d);
+            }
+        }
     }
 
     /// Sets the accumulators of an output to the reduction's identity.
@@ -391,7 +500,7 @@ impl Worker<'_> {
         if let Some(kind) = out.reduce {
             let id = reduce::acc_bits(self.p.lane(out.from), kind.identity(out.from));
             // SAFETY: a slot of words.
-            unsafe { std::slice::from_raw_parts_mut(self.acc_of(o), self.p.width) }.fill(id);
+            unsafe { std::slice::from_raw_parts_mut(self.acc_of(o), self.p.width * self.p.group) }.fill(id);
         }
     }
 
@@ -404,19 +513,25 @@ impl Worker<'_> {
         self.seek(t, a);
         let (row, col) = (p.axes.len() - 2, p.axes.len() - 1);
         for i in a..b {
-            let (rows, cols) = self.extent();
-            self.steps(rows, cols);
-            let shape =
-                reduce::Shape { rows, cols, row_reduced: p.axes[row].reduced, col_reduced: p.axes[col].reduced };
-            for (o, out) in p.outs.iter().enumerate() {
-                if let Some(kind) = out.reduce {
-                    // SAFETY: the register holds the block; the accumulators are this thread's own.
-                    unsafe {
-                        let acc = std::slice::from_raw_parts_mut(self.acc_of(o), p.width);
-                        reduce::accumulate(self.isa, p.lane(out.from), kind, shape, self.regs[out.value], acc);
+            self.each_column(|w, j| {
+                let (rows, cols) = w.extent();
+                w.steps(rows, cols);
+                let shape = reduce::Shape {
+                    rows,
+                    cols,
+                    row_reduced: p.axes[row].reduced,
+                    col_reduced: p.axes[col].reduced,
+                };
+                for (o, out) in p.outs.iter().enumerate() {
+                    if let Some(kind) = out.reduce {
+                        // SAFETY: the register holds the block; the accumulators are this thread's own.
+                        unsafe {
+                            let acc = std::slice::from_raw_parts_mut(w.acc_of(o).add(j * p.width), p.width);
+                            reduce::accumulate(w.isa, p.lane(out.from), kind, shape, w.regs[out.value], acc);
+                        }
                     }
                 }
-            }
+            });
             if i + 1 < b {
                 self.advance(&p.inner);
             }
@@ -425,20 +540,30 @@ impl Worker<'_> {
 
     /// Writes the accumulators of the current task.
     fn finish(&mut self) {
+        self.each_column(|w, j| w.finish_block(j));
+    }
+
+    fn finish_block(&mut self, j: usize) {
         let p = self.p;
         let (row, col) = (p.axes.len() - 2, p.axes.len() - 1);
         let of = |k: usize| {
             let a = &p.axes[k];
-            if a.reduced { 1 } else { a.step.min(a.dim - self.pos[k] * a.step) }
+            if a.reduced {
+                1
+            } else {
+                a.step.min(a.dim - self.pos[k] * a.step)
+            }
         };
         let (rows, cols) = (of(row), of(col));
         for (o, out) in p.outs.iter().enumerate() {
             // The reduced axes are where the task ended; an output does not move along them.
             let dst = self.out_ptr(o, out);
-            let acc = self.acc_of(o);
+            // SAFETY: inside the accumulators of this output.
+            let acc = unsafe { self.acc_of(o).add(j * p.width) };
             for r in 0..rows {
                 for c in 0..cols {
-                    let at = (r as isize * out.at.stride[row] + c as isize * out.at.stride[col]) * out.dtype.size() as isize;
+                    let at = (r as isize * out.at.stride[row] + c as isize * out.at.stride[col])
+                        * out.dtype.size() as isize;
                     // SAFETY: the accumulator is one of the task's, the element one of its outputs.
                     unsafe {
                         let bits = *acc.add(r * cols + c);

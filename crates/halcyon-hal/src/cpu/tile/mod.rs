@@ -13,7 +13,7 @@ mod ops;
 mod plan;
 mod reduce;
 #[cfg(test)]
-mod tests;
+pub(crate) mod tests;
 
 use super::library::CpuKernel;
 use super::sys::Isa;
@@ -26,7 +26,17 @@ pub(crate) const BLOCK: usize = 256;
 /// The kernel of a fused chain.
 pub(crate) fn kernel(isa: Isa, f: &Fused, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
     let plan = plan::Plan::new(f, call)?;
-    let args = f.params.iter().filter_map(|p| if let Param::Arg(a) = p.1 { Some(a as usize + 1) } else { None }).max();
+    let args = f
+        .params
+        .iter()
+        .filter_map(|p| {
+            if let Param::Arg(a) = p.1 {
+                Some(a as usize + 1)
+            } else {
+                None
+            }
+        })
+        .max();
     let name = format!("cpu.tile.{}", isa.name());
     let k = CpuKernel::new(name, call, move |r| exec::run(&plan, r))?;
     Ok(k.with_args(args.unwrap_or(0)))

@@ -19,7 +19,9 @@ const FEW_TASKS: usize = 32;
 /// ...into pieces of this many elements, if it has more than four of them.
 const CHUNK: usize = 16 << 10;
 /// Most pieces of one task.
-const MAX_CHUNKS: usize = 256;
+const MAX_CHUNKS: usize = 64;
+/// Column blocks that a task of a reduction along rows takes together, so that memory is read in long runs.
+const GROUP: usize = 16;
 
 /// An axis of the space. The last two make the block: rows and columns.
 #[derive(Clone, Copy, Debug)]
@@ -96,6 +98,8 @@ pub(super) struct Out {
     /// The last instruction writes to memory itself.
     pub direct: bool,
     pub stream: bool,
+    /// The same, row by row.
+    pub line_rows: bool,
 }
 
 /// A compiled chain.
@@ -125,8 +129,9 @@ pub(super) struct Plan {
     pub raw: bool,
     /// Floats are computed, so that denormal results may be flushed.
     pub floats: bool,
-    /// Accumulators a task may have per output.
+    /// Accumulators of one block per output, and column blocks of a task.
     pub width: usize,
+    pub group: usize,
     /// Nothing to do, or only identities to write.
     pub empty: bool,
     /// Results of the pieces of a reduction that is cut; kept between runs.
@@ -152,7 +157,10 @@ impl Plan {
         for s in &steps {
             if let Kind::Iota(axis) = s.kind {
                 let mut v = View::dense(&f.space);
-                v.strides.iter_mut().enumerate().for_each(|(k, s)| *s = (k == axis) as isize);
+                v.strides
+                    .iter_mut()
+                    .enumerate()
+                    .for_each(|(k, s)| *s = (k == axis) as isize);
                 iotas.push((s.dst, v));
             }
         }
@@ -165,24 +173,49 @@ impl Plan {
             views.push(v);
         }
         let mut refs: Vec<&mut View> = views.iter_mut().collect();
-        let border = if rank == 0 { 0 } else { collapse(&mut refs, rank - f.reduced) };
+        let border = if rank == 0 {
+            0
+        } else {
+            collapse(&mut refs, rank - f.reduced)
+        };
         let dims = views[first_out].shape.clone();
         if dims.len() > MAX_RANK {
-            return declined(format!("{} axes after collapsing, at most {MAX_RANK} are supported", dims.len()));
+            return declined(format!(
+                "{} axes after collapsing, at most {MAX_RANK} are supported",
+                dims.len()
+            ));
         }
 
         let shape = block_shape(f, &views, first_out, border);
         // The block's axes come last.
-        let mut order: Vec<usize> = (0..dims.len()).filter(|k| Some(*k) != shape.row && Some(*k) != shape.col).collect();
-        let mut axes: Vec<Axis> =
-            order.iter().map(|&k| Axis { dim: dims[k], step: 1, count: dims[k], reduced: k >= border }).collect();
+        let mut order: Vec<usize> = (0..dims.len())
+            .filter(|k| Some(*k) != shape.row && Some(*k) != shape.col)
+            .collect();
+        let mut axes: Vec<Axis> = order
+            .iter()
+            .map(|&k| Axis {
+                dim: dims[k],
+                step: 1,
+                count: dims[k],
+                reduced: k >= border,
+            })
+            .collect();
         for (k, step) in [(shape.row, shape.rows), (shape.col, shape.cols)] {
             order.push(k.unwrap_or(usize::MAX));
             let dim = k.map_or(1, |k| dims[k]);
-            axes.push(Axis { dim, step, count: dim.div_ceil(step), reduced: k.is_some_and(|k| k >= border) });
+            axes.push(Axis {
+                dim,
+                step,
+                count: dim.div_ceil(step),
+                reduced: k.is_some_and(|k| k >= border),
+            });
         }
         let affine = |v: &View| {
-            let mut a = Affine { base: v.offset, stride: [0; MAX_AXES], hop: [0; MAX_AXES] };
+            let mut a = Affine {
+                base: v.offset,
+                stride: [0; MAX_AXES],
+                hop: [0; MAX_AXES],
+            };
             for (i, &k) in order.iter().enumerate().filter(|(_, k)| **k != usize::MAX) {
                 a.stride[i] = v.strides[k];
                 a.hop[i] = v.strides[k].wrapping_mul(axes[i].step as isize);
@@ -191,8 +224,9 @@ impl Plan {
         };
         let (row, col) = (axes.len() - 2, axes.len() - 1);
         let whole = axes[col].step == axes[col].dim;
-        let contiguous =
-            |a: &Affine| a.stride[col] == 1 && (axes[row].step == 1 || (whole && a.stride[row] == axes[col].dim as isize));
+        let contiguous = |a: &Affine| {
+            a.stride[col] == 1 && (axes[row].step == 1 || (whole && a.stride[row] == axes[col].dim as isize))
+        };
         let loads: Vec<Load> = f
             .loads
             .iter()
@@ -204,7 +238,10 @@ impl Plan {
                     for (i, &k) in order.iter().enumerate().filter(|(_, k)| **k != usize::MAX) {
                         inside[i] = m[k];
                     }
-                    Mask { inside, fill: l.fill.map(|p| p as usize) }
+                    Mask {
+                        inside,
+                        fill: l.fill.map(|p| p as usize),
+                    }
                 });
                 Load {
                     input: l.input as usize,
@@ -219,7 +256,10 @@ impl Plan {
         let n_loads = f.loads.len();
         let mut iota_list = vec![];
         for (i, (dst, _)) in iotas.iter().enumerate() {
-            iota_list.push(Iota { dtype: f.body[*dst].dtype, at: affine(&views[n_loads + i]) });
+            iota_list.push(Iota {
+                dtype: f.body[*dst].dtype,
+                at: affine(&views[n_loads + i]),
+            });
             for s in &mut steps {
                 if s.dst == *dst {
                     s.kind = Kind::Iota(i);
@@ -235,20 +275,64 @@ impl Plan {
                 let (value, at) = (o.value as usize, affine(v));
                 let from = f.body[value].dtype;
                 let dense = o.reduce.is_none() && contiguous(&at);
-                let stream = dense && o.dtype.bytes(o.view.numel()) >= STREAM_BYTES && cfg!(target_arch = "x86_64") && !call.in_place;
-                let computed = matches!(f.body[value].kind, InstrKind::Op(_) | InstrKind::Cast | InstrKind::Bitcast);
+                let large = o.dtype.bytes(o.view.numel()) >= STREAM_BYTES
+                    && cfg!(target_arch = "x86_64")
+                    && !call.in_place;
+                let stream = large && dense;
+                // Rows of whole cache lines.
+                let lines = |n: isize| (n * o.dtype.size() as isize) % 64 == 0;
+                let line_rows = large
+                    && o.reduce.is_none()
+                    && at.stride[col] == 1
+                    && lines(axes[col].step as isize)
+                    && lines(at.base)
+                    && (0..col).all(|k| lines(at.stride[k]));
+                let computed = matches!(
+                    f.body[value].kind,
+                    InstrKind::Op(_) | InstrKind::Cast | InstrKind::Bitcast
+                );
                 let same = from == o.dtype && from.compute() == from;
                 let direct = dense && !stream && computed && same && !call.in_place && !direct_taken[value];
                 direct_taken[value] |= direct;
-                Out { value, from, dtype: o.dtype, at, reduce: o.reduce, direct, stream }
+                Out {
+                    value,
+                    from,
+                    dtype: o.dtype,
+                    at,
+                    reduce: o.reduce,
+                    direct,
+                    stream,
+                    line_rows,
+                }
             })
             .collect();
 
-        let split = |reduced: bool| (0..axes.len()).filter(|&k| axes[k].reduced == reduced).collect::<Vec<_>>();
-        let (outer, inner) = (split(false), split(true));
-        let count = |list: &[usize]| list.iter().map(|&k| axes[k].count).product::<usize>();
-        let (tasks, task_blocks) = (count(&outer), count(&inner));
-        let per_block = axes[row].step * axes[col].step;
+        let split = |reduced: bool| {
+            (0..axes.len())
+                .filter(|&k| axes[k].reduced == reduced)
+                .collect::<Vec<_>>()
+        };
+        let (mut outer, inner) = (split(false), split(true));
+        if shape.square {
+            // Along the rows first: that is how an operand that crosses the columns lies in memory.
+            let n = outer.len();
+            outer.swap(n - 2, n - 1);
+        }
+        let group = if f.reduced > 0 && !axes[col].reduced {
+            axes[col].count.clamp(1, GROUP)
+        } else {
+            1
+        };
+        let blocks = |k: usize| {
+            if k == col {
+                axes[k].count.div_ceil(group)
+            } else {
+                axes[k].count
+            }
+        };
+        let tasks = outer.iter().map(|&k| blocks(k)).product::<usize>();
+        let task_blocks = inner.iter().map(|&k| axes[k].count).product::<usize>();
+        let per_block = axes[row].step * axes[col].step * group;
         let (mut chunk, mut chunks) = (task_blocks.max(1), 1);
         if f.reduced > 0 && tasks < FEW_TASKS && task_blocks.saturating_mul(per_block) > 4 * CHUNK {
             chunk = CHUNK.div_ceil(per_block).max(task_blocks.div_ceil(MAX_CHUNKS));
@@ -258,6 +342,7 @@ impl Plan {
         let (slots, slot_count) = registers(&steps, &pinned, &loads, &outs, values);
         Ok(Plan {
             width: keep(row) * keep(col),
+            group,
             empty: axes.iter().any(|a| a.dim == 0),
             outer,
             inner,
@@ -269,7 +354,10 @@ impl Plan {
             iotas: iota_list,
             params: f.params.clone(),
             pinned,
-            floats: !raw && f.body.iter().any(|i| matches!(i.dtype.compute(), DType::F32 | DType::F64)),
+            floats: !raw
+                && f.body
+                    .iter()
+                    .any(|i| matches!(i.dtype.compute(), DType::F32 | DType::F64)),
             steps,
             outs,
             slots,
@@ -283,7 +371,7 @@ impl Plan {
 
     /// Words for the results of pieces.
     pub(super) fn partial_words(&self) -> usize {
-        self.tasks * self.chunks * self.outs.len() * self.width
+        self.tasks * self.chunks * self.outs.len() * self.width * self.group
     }
 
     /// The lane a register of type `d` has.
@@ -295,10 +383,14 @@ impl Plan {
 /// Refuses what a lowering should not have made, so that the executor may rely on it.
 fn check(f: &Fused, call: &LibraryCall<'_>) -> Result<(), Declined> {
     let outer = f.space.len().checked_sub(f.reduced);
-    let Some(outer) = outer.map(|n| &f.space[..n]) else { return declined("more reduced axes than axes") };
+    let Some(outer) = outer.map(|n| &f.space[..n]) else {
+        return declined("more reduced axes than axes");
+    };
     let inside = |v: &View, numel: usize| v.range().is_none_or(|(lo, hi)| lo >= 0 && (hi as usize) < numel);
     for l in &f.loads {
-        let Some(o) = call.inputs.get(l.input as usize) else { return declined("a load of an input that is not there") };
+        let Some(o) = call.inputs.get(l.input as usize) else {
+            return declined("a load of an input that is not there");
+        };
         // Operands are whole buffers of their type.
         if l.view.shape != f.space || l.dtype != o.dtype || !inside(&l.view, o.view.numel()) {
             return declined("a load's view does not fit its operand");
@@ -306,7 +398,12 @@ fn check(f: &Fused, call: &LibraryCall<'_>) -> Result<(), Declined> {
         if l.view.mask.is_some() && l.fill.is_none_or(|p| p as usize >= f.params.len()) {
             return declined("a masked load without a fill value");
         }
-        if call.in_place && l.input == 0 && f.outs.first().is_none_or(|o| o.view != l.view || o.dtype.size() != l.dtype.size()) {
+        if call.in_place
+            && l.input == 0
+            && f.outs
+                .first()
+                .is_none_or(|o| o.view != l.view || o.dtype.size() != l.dtype.size())
+        {
             return declined("in place, output 0 must be written where input 0 is read");
         }
     }
@@ -314,7 +411,11 @@ fn check(f: &Fused, call: &LibraryCall<'_>) -> Result<(), Declined> {
         return declined("one output buffer per result is needed");
     }
     for (o, w) in f.outs.iter().zip(call.outputs) {
-        if o.view.shape[..] != *outer || o.view.mask.is_some() || o.dtype != w.dtype || !inside(&o.view, w.view.numel()) {
+        if o.view.shape[..] != *outer
+            || o.view.mask.is_some()
+            || o.dtype != w.dtype
+            || !inside(&o.view, w.view.numel())
+        {
             return declined("a result's view does not fit its operand");
         }
         if o.reduce.is_some() != (f.reduced > 0) || o.value as usize >= f.body.len() {
@@ -329,7 +430,9 @@ fn check(f: &Fused, call: &LibraryCall<'_>) -> Result<(), Declined> {
 
 /// Loads and outputs only, of equal types.
 fn is_copy(f: &Fused) -> bool {
-    f.body.iter().all(|i| matches!(i.kind, InstrKind::Load(_) | InstrKind::Param(_)))
+    f.body
+        .iter()
+        .all(|i| matches!(i.kind, InstrKind::Load(_) | InstrKind::Param(_)))
         && f.outs.iter().all(|o| o.reduce.is_none())
 }
 
@@ -344,7 +447,13 @@ fn instructions(f: &Fused, raw: bool) -> Result<(Vec<Step>, Vec<(usize, usize)>,
             }
             args[k] = *a as usize;
         }
-        let arity = |n: usize| if i.args.len() == n { Ok(()) } else { declined("a wrong number of operands") };
+        let arity = |n: usize| {
+            if i.args.len() == n {
+                Ok(())
+            } else {
+                declined("a wrong number of operands")
+            }
+        };
         let of = |k: usize| f.body[args[k]].dtype;
         let kind = match i.kind {
             InstrKind::Param(p) => {
@@ -368,8 +477,13 @@ fn instructions(f: &Fused, raw: bool) -> Result<(Vec<Step>, Vec<(usize, usize)>,
             }
             InstrKind::Op(op) => {
                 arity(op.arity())?;
-                let d = if op.row().rule == Rule::Select { of(1) } else { of(0) };
-                let same = (0..op.arity()).all(|k| of(k) == d || (k == 0 && op.row().rule == Rule::Select && of(0) == DType::Bool));
+                let d = if op.row().rule == Rule::Select {
+                    of(1)
+                } else {
+                    of(0)
+                };
+                let same = (0..op.arity())
+                    .all(|k| of(k) == d || (k == 0 && op.row().rule == Rule::Select && of(0) == DType::Bool));
                 if !op.takes(d) || !same || op.result(d) != i.dtype {
                     return declined(format!("{} on {d} giving {}", op.name(), i.dtype));
                 }
@@ -416,7 +530,9 @@ fn fuse_multiply_add(steps: &mut [Step], f: &Fused) {
     }
     f.outs.iter().for_each(|o| uses[o.value as usize] += 1);
     for i in 0..steps.len() {
-        let Kind::Op(ScalarOp::Add, d) = steps[i].kind else { continue };
+        let Kind::Op(ScalarOp::Add, d) = steps[i].kind else {
+            continue;
+        };
         if !d.is_float() {
             continue;
         }
@@ -450,15 +566,28 @@ struct BlockShape {
     col: Option<usize>,
     rows: usize,
     cols: usize,
+    /// A square of a transposed operand, both axes outer.
+    square: bool,
 }
 
 fn block_shape(f: &Fused, views: &[View], first_out: usize, border: usize) -> BlockShape {
     let dims = &views[first_out].shape;
     if dims.is_empty() {
-        return BlockShape { row: None, col: None, rows: 1, cols: 1 };
+        return BlockShape {
+            row: None,
+            col: None,
+            rows: 1,
+            cols: 1,
+            square: false,
+        };
     }
     // Views of memory: loads, and outputs along the axes they have.
-    let memory = || views[..f.loads.len()].iter().map(|v| (v, false)).chain(views[first_out..].iter().map(|v| (v, true)));
+    let memory = || {
+        views[..f.loads.len()]
+            .iter()
+            .map(|v| (v, false))
+            .chain(views[first_out..].iter().map(|v| (v, true)))
+    };
     let score = |k: usize| -> i32 {
         memory()
             .map(|(v, out)| match v.strides[k] {
@@ -469,26 +598,61 @@ fn block_shape(f: &Fused, views: &[View], first_out: usize, border: usize) -> Bl
             })
             .sum()
     };
-    let col = (0..dims.len()).max_by_key(|&k| (score(k), k)).unwrap_or(dims.len() - 1);
+    let col = (0..dims.len())
+        .max_by_key(|&k| (score(k), k))
+        .unwrap_or(dims.len() - 1);
     let n = dims[col].max(1);
     // An operand that walks across memory along the columns is read in squares, so that its cache lines are used whole.
     let crosses = |v: &View, j: usize| v.strides[col].abs() > 1 && v.strides[j].abs() == 1;
-    let across = |j: usize| memory().filter(|(v, out)| !(*out && (j >= border || col >= border)) && crosses(v, j)).count();
+    let across = |j: usize| {
+        memory()
+            .filter(|(v, out)| !(*out && (j >= border || col >= border)) && crosses(v, j))
+            .count()
+    };
     let others = || (0..dims.len()).filter(|&j| j != col && dims[j] > 1);
     if n >= 8
-        && let Some(j) = others().filter(|&j| across(j) > 0 && dims[j] >= 8).max_by_key(|&j| across(j))
+        && let Some(j) = others()
+            .filter(|&j| across(j) > 0 && dims[j] >= 8)
+            .max_by_key(|&j| across(j))
     {
-        return BlockShape { row: Some(j), col: Some(col), rows: 16.min(dims[j]), cols: 16.min(n) };
+        let square = j < border && col < border;
+        return BlockShape {
+            row: Some(j),
+            col: Some(col),
+            rows: 16.min(dims[j]),
+            cols: 16.min(n),
+            square,
+        };
     }
     if n <= BLOCK / 2 {
-        let follows = |j: usize| memory().filter(|(v, _)| v.strides[j] == v.strides[col] * n as isize).count();
+        let follows = |j: usize| {
+            memory()
+                .filter(|(v, _)| v.strides[j] == v.strides[col] * n as isize)
+                .count()
+        };
         if let Some(j) = others().max_by_key(|&j| (follows(j), j)) {
-            return BlockShape { row: Some(j), col: Some(col), rows: (BLOCK / n).min(dims[j]), cols: n };
+            return BlockShape {
+                row: Some(j),
+                col: Some(col),
+                rows: (BLOCK / n).min(dims[j]),
+                cols: n,
+                square: false,
+            };
         }
     }
     // Even pieces, in whole vectors.
-    let cols = if n <= BLOCK { n } else { n.div_ceil(n.div_ceil(BLOCK)).next_multiple_of(16) };
-    BlockShape { row: None, col: Some(col), rows: 1, cols }
+    let cols = if n <= BLOCK {
+        n
+    } else {
+        n.div_ceil(n.div_ceil(BLOCK)).next_multiple_of(16)
+    };
+    BlockShape {
+        row: None,
+        col: Some(col),
+        rows: 1,
+        cols,
+        square: false,
+    }
 }
 
 /// Gives each register a block slot. A slot is free again after the last use of its register; the destination of an

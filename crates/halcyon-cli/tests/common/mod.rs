@@ -1,0 +1,187 @@
+//! What the test files share: running the command, small models, skipping with a plain message.
+#![allow(dead_code)]
+
+use halcyon_formats::onnx::proto::*;
+use halcyon_ir::DType;
+use prost::Message;
+use serde_json::Value;
+use std::io::Write;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::LazyLock;
+
+/// What the command printed, and how it ended.
+#[derive(Debug)]
+pub struct Done {
+    pub code: i32,
+    pub out: String,
+    pub err: String,
+}
+
+impl Done {
+    /// Standard output, which must be one JSON value and nothing else.
+    pub fn json(&self) -> Value {
+        serde_json::from_str(&self.out).unwrap_or_else(|e| panic!("no JSON ({e}): {self:?}"))
+    }
+
+    #[track_caller]
+    pub fn ok(self) -> Done {
+        assert_eq!(self.code, 0, "{self:?}");
+        self
+    }
+
+    /// It ended with this code, and said all of these on stderr.
+    #[track_caller]
+    pub fn fails(self, code: i32, parts: &[&str]) -> Done {
+        assert_eq!(self.code, code, "{self:?}");
+        assert!(self.err.starts_with("error: "), "{self:?}");
+        for p in parts {
+            assert!(self.err.contains(p), "\"{p}\" is not in {}", self.err);
+        }
+        self
+    }
+}
+
+/// The command, in the workspace's root.
+pub fn command(args: &[&str]) -> Command {
+    let mut c = Command::new(env!("CARGO_BIN_EXE_halcyon"));
+    c.args(args).current_dir(root());
+    c
+}
+
+pub fn halcyon(args: &[&str]) -> Done {
+    finish(&mut command(args))
+}
+
+pub fn finish(c: &mut Command) -> Done {
+    let o = c.output().expect("the command starts");
+    Done {
+        code: o.status.code().unwrap_or(-1),
+        out: String::from_utf8(o.stdout).expect("stdout is text"),
+        err: String::from_utf8(o.stderr).expect("stderr is text"),
+    }
+}
+
+pub fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+pub fn text(p: &Path) -> &str {
+    p.to_str().expect("the path is text")
+}
+
+/// Says that a test skips, on the terminal and in the list that the test command keeps.
+pub fn skip(test: &str, reason: &str) {
+    println!("skipped {test}: {reason}");
+    if let Ok(path) = std::env::var("HALCYON_SKIPS")
+        && let Ok(mut f) = std::fs::OpenOptions::new().append(true).create(true).open(path)
+    {
+        let _ = writeln!(f, "{test}: {reason}");
+    }
+}
+
+pub fn required() -> bool {
+    std::env::var("HALCYON_REQUIRE_LANES").is_ok_and(|v| v == "1")
+}
+
+/// Whether a backend has a device here. With HALCYON_REQUIRE_LANES=1 it must have.
+pub fn there(test: &str, backend: &str) -> bool {
+    static DEVICES: LazyLock<Value> = LazyLock::new(|| halcyon(&["devices", "--json"]).ok().json());
+    let row = DEVICES
+        .as_array()
+        .and_then(|a| a.iter().find(|r| r["id"] == backend))
+        .cloned()
+        .unwrap_or_default();
+    if row["available"] == true {
+        return true;
+    }
+    assert!(!required(), "{backend}: {}", row["reason"]);
+    skip(test, &format!("{backend}: {}", row["reason"]));
+    false
+}
+
+/// The folder of models with known outputs that may lie beside the repository.
+pub fn models(test: &str, name: &str) -> Option<PathBuf> {
+    let dir = root().join("../shared/models").join(name);
+    if dir.is_dir() {
+        return Some(dir);
+    }
+    skip(test, "the models folder beside the repository is absent");
+    None
+}
+
+/// A folder of what the test command prepared.
+pub fn prepared(test: &str, variable: &str, name: &str) -> Option<PathBuf> {
+    let dir = std::env::var_os(variable).map(|d| PathBuf::from(d).join(name));
+    match dir {
+        Some(d) if d.is_dir() => Some(d),
+        _ => {
+            assert!(!required(), "{variable} does not lead to test data");
+            skip(
+                test,
+                &format!("{variable} is not set; `cargo xtask test` sets it"),
+            );
+            None
+        }
+    }
+}
+
+/// A tensor's declaration: `Err` is a symbol.
+pub fn port(name: &str, dtype: DType, dims: &[Result<i64, &str>]) -> ValueInfoProto {
+    let dim = |d: &Result<i64, &str>| Dimension {
+        value: Some(match d {
+            Ok(n) => DimValue::Value(*n),
+            Err(s) => DimValue::Param(s.to_string()),
+        }),
+    };
+    let shape = TensorShapeProto {
+        dim: dims.iter().map(dim).collect(),
+    };
+    ValueInfoProto {
+        name: name.into(),
+        r#type: Some(TypeProto {
+            value: Some(TypeValue::Tensor(TensorType {
+                elem_type: dtype.row().onnx,
+                shape: Some(shape),
+            })),
+        }),
+    }
+}
+
+/// A model of one node.
+pub fn model(op: &str, domain: &str, inputs: Vec<ValueInfoProto>, output: ValueInfoProto) -> ModelProto {
+    let node = NodeProto {
+        input: inputs.iter().map(|i| i.name.clone()).collect(),
+        output: vec![output.name.clone()],
+        name: format!("the_{op}"),
+        op_type: op.into(),
+        domain: domain.into(),
+        ..Default::default()
+    };
+    let set = |domain: &str, version| OperatorSetIdProto {
+        domain: domain.into(),
+        version,
+    };
+    ModelProto {
+        ir_version: 8,
+        opset_import: vec![set("", 17), set("our.domain", 1)],
+        graph: Some(GraphProto {
+            node: vec![node],
+            name: "g".into(),
+            input: inputs,
+            output: vec![output],
+            ..Default::default()
+        }),
+        ..Default::default()
+    }
+}
+
+pub fn save(m: &ModelProto, path: &Path) {
+    std::fs::write(path, m.encode_to_vec()).expect("the model is written");
+}
+
+/// `sum = a + b` on `[n, 3]`.
+pub fn add(dtype: DType) -> ModelProto {
+    let of = |name: &str| port(name, dtype, &[Err("n"), Ok(3)]);
+    model("Add", "", vec![of("a"), of("b")], of("sum"))
+}

@@ -1,0 +1,154 @@
+//! Real models with known outputs, through the command: on cpu at O0 and O1, on opencl at O1.
+
+mod common;
+
+use common::*;
+use halcyon_formats::npy;
+use halcyon_ir::ConstData;
+use serde::Deserialize;
+use std::collections::BTreeMap;
+use std::path::Path;
+
+const LANES: [(&str, &str); 3] = [("cpu", "O0"), ("cpu", "O1"), ("opencl", "O1")];
+
+/// Runs a model and gives its saved first output and the report.
+fn run(lane: (&str, &str), model: &Path, inputs: &[String], more: &[&str]) -> (ConstData, serde_json::Value) {
+    let out = tempfile::tempdir().expect("a folder");
+    let mut args = vec!["run", text(model), "--backend", lane.0, "--level", lane.1];
+    args.extend(["--json", "--output-dir", text(out.path())]);
+    inputs.iter().for_each(|i| args.extend(["--input", i]));
+    args.extend(more);
+    let v = halcyon(&args).ok().json();
+    let file = v["outputs"][0]["file"].as_str().expect("a file");
+    let x = npy::read(Path::new(file)).expect("the output was saved");
+    (x, v)
+}
+
+fn lanes(test: &'static str) -> impl Iterator<Item = (&'static str, &'static str)> {
+    LANES.into_iter().filter(move |l| there(test, l.0))
+}
+
+#[test]
+fn mnist_sees_ten_of_ten_digits() {
+    let test = "mnist_sees_ten_of_ten_digits";
+    let Some(dir) = models(test, "mnist") else { return };
+    let expected: BTreeMap<String, Vec<f64>> =
+        serde_json::from_slice(&std::fs::read(dir.join("expected.json")).expect("expected.json"))
+            .expect("is JSON");
+    assert_eq!(expected.len(), 10);
+    let model = dir.join("mnist.onnx");
+    for lane in lanes(test) {
+        for digit in 0..10 {
+            let file = format!("digit-{digit}.npy");
+            let input = text(&dir.join(&file)).to_string();
+            let (got, v) = run(lane, &model, &[input], &["--top-k", "1"]);
+            assert_eq!(v["top_k"]["rows"][0][0]["index"], digit, "{lane:?}");
+            for (g, w) in got.to_vec::<f64>().iter().zip(&expected[&file]) {
+                assert!((g - w).abs() <= 1e-4, "{lane:?} {file}: {g}, expected {w}");
+            }
+        }
+        // The same from a picture.
+        let picture = text(&dir.join("digit-4.png")).to_string();
+        let scale = ["--image-mean", "0.1307", "--image-std", "0.3081", "--top-k", "1"];
+        let (got, v) = run(lane, &model, &[picture], &scale);
+        assert_eq!(v["top_k"]["rows"][0][0]["index"], 4, "{lane:?}");
+        for (g, w) in got.to_vec::<f64>().iter().zip(&expected["digit-4.npy"]) {
+            assert!((g - w).abs() <= 1e-4, "{lane:?} picture: {g}, expected {w}");
+        }
+    }
+}
+
+#[derive(Deserialize)]
+struct Sentence {
+    text: String,
+    ids: Vec<i64>,
+    embedding: Vec<f64>,
+}
+
+#[test]
+fn minilm_embeds_sentences_alone_and_in_a_padded_batch() {
+    let test = "minilm_embeds_sentences_alone_and_in_a_padded_batch";
+    let Some(dir) = models(test, "minilm") else { return };
+    let Some(weights) = prepared(test, "HALCYON_MINILM", "") else {
+        return;
+    };
+    let work = tempfile::tempdir().expect("a folder");
+    let model = work.path().join("minilm.onnx");
+    std::fs::copy(dir.join("minilm.onnx"), &model).expect("the model");
+    std::fs::copy(
+        weights.join("model.safetensors"),
+        work.path().join("model.safetensors"),
+    )
+    .expect("the weights");
+    let sentences: Vec<Sentence> =
+        serde_json::from_slice(&std::fs::read(dir.join("expected.json")).expect("expected.json"))
+            .expect("is JSON");
+    let longest = sentences.iter().map(|s| s.ids.len()).max().expect("sentences");
+
+    // Padding is token 0 under a mask of 0.
+    let save = |name: &str, rows: &[&Sentence], width: usize| -> Vec<String> {
+        let pad = |f: fn(i64) -> i64| -> Vec<i64> {
+            let row = |s: &&Sentence| {
+                (0..width)
+                    .map(|i| s.ids.get(i).map_or(0, |v| f(*v)))
+                    .collect::<Vec<_>>()
+            };
+            rows.iter().flat_map(row).collect()
+        };
+        [("ids", pad(|v| v)), ("mask", pad(|_| 1))]
+            .map(|(input, v)| {
+                let path = work.path().join(format!("{name}-{input}.npy"));
+                npy::write(
+                    &path,
+                    &ConstData::from_slice(&[rows.len(), width], &v).expect("fits"),
+                )
+                .expect("written");
+                format!("{input}={}", text(&path))
+            })
+            .to_vec()
+    };
+    let close = |lane: (&str, &str), got: &[f64], s: &Sentence, how: &str| {
+        assert_eq!(got.len(), s.embedding.len());
+        for (g, w) in got.iter().zip(&s.embedding) {
+            assert!(
+                (g - w).abs() <= 1e-5,
+                "{lane:?} {how} \"{}\": {g}, expected {w}",
+                s.text
+            );
+        }
+    };
+    let single: Vec<Vec<String>> = sentences
+        .iter()
+        .enumerate()
+        .map(|(i, s)| save(&format!("s{i}"), &[s], s.ids.len()))
+        .collect();
+    let batch = save("batch", &sentences.iter().collect::<Vec<_>>(), longest);
+    for lane in lanes(test) {
+        for (s, inputs) in sentences.iter().zip(&single) {
+            let (e, _) = run(lane, &model, inputs, &[]);
+            close(lane, &e.to_vec::<f64>(), s, "alone");
+        }
+        let (e, _) = run(lane, &model, &batch, &[]);
+        assert_eq!(e.dims.as_slice(), [sentences.len(), 384]);
+        for (row, s) in e.to_vec::<f64>().chunks(384).zip(&sentences) {
+            close(lane, row, s, "in a batch");
+        }
+    }
+}
+
+#[test]
+fn squeezenet_follows_onnxruntime() {
+    let test = "squeezenet_follows_onnxruntime";
+    let Some(dir) = prepared(test, "HALCYON_TESTDATA", "squeezenet") else {
+        return;
+    };
+    let want = npy::read(&dir.join("output.npy")).expect("the expected output");
+    for lane in lanes(test) {
+        let input = text(&dir.join("input.npy")).to_string();
+        let (got, _) = run(lane, &dir.join("model.onnx"), &[input], &[]);
+        assert_eq!((got.dtype, &got.dims), (want.dtype, &want.dims));
+        for (g, w) in got.to_vec::<f64>().iter().zip(want.to_vec::<f64>()) {
+            assert!((g - w).abs() <= 1e-3 * w.abs(), "{lane:?}: {g}, expected {w}");
+        }
+    }
+}

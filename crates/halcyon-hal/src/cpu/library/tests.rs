@@ -1,0 +1,747 @@
+//! Every structured op on every element type against the host reference, through the device.
+
+use super::testing::Rng;
+use crate::cpu::CpuDevice;
+use crate::{BufferRef, Command, Device, Options, Tag, Target};
+use halcyon_ir::composite::Composite;
+use halcyon_ir::layout::View;
+use halcyon_ir::op::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
+use halcyon_ir::target::{LibraryCall, MatmulPrecision, Operand, Work};
+use halcyon_ir::{ConstData, DType, Graph, Scalar, TensorType, reference};
+use smallvec::smallvec;
+use std::sync::Arc;
+
+fn device() -> CpuDevice {
+    CpuDevice::new(&Options {
+        threads: Some(2),
+        ..Default::default()
+    })
+}
+
+/// A random value that the type's sums and products of a few dozen hold exactly where they can.
+fn value(rng: &mut Rng, d: DType) -> Scalar {
+    match d {
+        DType::Bool => Scalar::Bool(rng.below(2) == 1),
+        d if d.is_float() => Scalar::F(rng.f32() as f64 * 2.0).cast(d),
+        d => Scalar::I(rng.below(13) as i64 - 4).cast(d),
+    }
+}
+
+fn tensor(d: DType, dims: &[usize], v: &[Scalar]) -> ConstData {
+    let bytes: Vec<u8> = v
+        .iter()
+        .flat_map(|s| s.to_bytes(d)[..d.size()].to_vec())
+        .collect();
+    ConstData::new(d, dims, Arc::new(bytes)).unwrap()
+}
+
+fn random(rng: &mut Rng, d: DType, dims: &[usize]) -> ConstData {
+    let v: Vec<Scalar> = (0..dims.iter().product()).map(|_| value(rng, d)).collect();
+    tensor(d, dims, &v)
+}
+
+/// How an operand of a test lies in its buffer.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Lay {
+    Dense,
+    /// The axes reversed in memory.
+    Turned,
+    /// Every other element, from the third on.
+    Spread,
+}
+
+/// The operand's buffer and view.
+fn place(dev: &CpuDevice, x: &ConstData, lay: Lay) -> (BufferRef, Operand) {
+    let n = x.numel();
+    let dims = x.dims.as_slice();
+    let view = match lay {
+        Lay::Dense => View::dense(dims),
+        Lay::Turned => {
+            let back: Vec<usize> = (0..dims.len()).rev().collect();
+            let turned: Vec<usize> = back.iter().map(|k| dims[*k]).collect();
+            View::dense(&turned).permute(&back)
+        }
+        Lay::Spread => {
+            let mut v = View::dense(dims);
+            v.strides.iter_mut().for_each(|s| *s *= 2);
+            v.offset = 3;
+            v
+        }
+    };
+    let size = x.dtype.size();
+    let elements = view.range().map_or(0, |r| r.1 as usize + 1).max(n);
+    let mut bytes = vec![0xA5u8; elements * size];
+    for (i, p) in crate::cpu::tile::tests::points(dims).enumerate() {
+        let at = view.at(&p).unwrap() as usize * size;
+        bytes[at..at + size].copy_from_slice(&x.bytes()[i * size..(i + 1) * size]);
+    }
+    let b = dev.alloc(bytes.len(), Tag::Io).unwrap();
+    dev.write(&b, 0, &bytes).unwrap();
+    (b, Operand { dtype: x.dtype, view })
+}
+
+/// Runs an op; operands that the device wants dense are given densely, as a lowering does.
+fn run(dev: &CpuDevice, op: &Op, x: &[&ConstData], out: &TensorType, lay: Lay) -> Result<ConstData, String> {
+    let dims = out.shape.dims().unwrap();
+    let output = Operand {
+        dtype: out.dtype,
+        view: View::dense(&dims),
+    };
+    let mut placed: Vec<(BufferRef, Operand)> = x.iter().map(|x| place(dev, x, lay)).collect();
+    let mut kernel = None;
+    for _ in 0..2 {
+        let inputs: Vec<Operand> = placed.iter().map(|p| p.1.clone()).collect();
+        let call = LibraryCall {
+            work: Work::Op(op),
+            inputs: &inputs,
+            outputs: std::slice::from_ref(&output),
+            precision: MatmulPrecision::Highest,
+            in_place: false,
+        };
+        match dev.library(&call) {
+            Ok(k) => {
+                kernel = Some(k);
+                break;
+            }
+            Err(d) if !d.dense.is_empty() => d
+                .dense
+                .iter()
+                .for_each(|i| placed[*i] = place(dev, x[*i], Lay::Dense)),
+            Err(d) => return Err(d.reason),
+        }
+    }
+    let kernel = kernel.ok_or("declined twice")?;
+    let mut bufs: Vec<BufferRef> = placed.into_iter().map(|p| p.0).collect();
+    let bytes = out.dtype.bytes(dims.iter().product());
+    let y = dev.alloc(bytes, Tag::Io).unwrap();
+    dev.write(&y, 0, &vec![0x5A; bytes]).unwrap();
+    bufs.push(y.clone());
+    dev.submit(&[Command::Library {
+        kernel: &kernel,
+        buffers: &bufs,
+        args: &[],
+        fault: 7,
+    }])
+    .map_err(|e| e.to_string())?;
+    let mut v = vec![0; bytes];
+    dev.read(&y, 0, &mut v).unwrap();
+    Ok(ConstData::new(out.dtype, &dims, Arc::new(v)).unwrap())
+}
+
+/// Relative rounding of a type, times what a few dozen terms add up to.
+fn tolerance(d: DType) -> f64 {
+    match d {
+        DType::F16 => 4e-3,
+        DType::BF16 => 3e-2,
+        DType::F32 => 3e-6,
+        DType::F64 => 1e-13,
+        _ => 0.0,
+    }
+}
+
+/// Runs an op in every layout and compares with the reference.
+fn check(dev: &CpuDevice, op: &Op, x: &[&ConstData], want: Option<TensorType>) {
+    let types: Vec<TensorType> = x.iter().map(|x| TensorType::new(x.dtype, &x.dims)).collect();
+    let ty = op
+        .infer(&types.iter().collect::<Vec<_>>(), want.as_ref())
+        .unwrap();
+    let reference = reference::eval_op(op, x, &ty, &[]).unwrap();
+    for lay in [Lay::Dense, Lay::Turned, Lay::Spread] {
+        let what = format!("{} {:?} {lay:?}", op.name(), types);
+        let got = run(dev, op, x, &ty, lay).unwrap_or_else(|e| panic!("{what}: {e}"));
+        assert_eq!(dev.take_fault().unwrap(), None, "{what}");
+        for (i, (g, w)) in got.scalars().zip(reference.scalars()).enumerate() {
+            let (a, b) = (g.as_f64(), w.as_f64());
+            let same = g == w
+                || (a.is_nan() && b.is_nan())
+                || (a - b).abs() <= tolerance(ty.dtype) * b.abs().max(4.0);
+            assert!(same, "{what}: [{i}] is {g:?}, not {w:?}");
+        }
+    }
+}
+
+fn numbers() -> impl Iterator<Item = DType> {
+    DType::all().filter(|d| *d != DType::Bool)
+}
+fn floats() -> impl Iterator<Item = DType> {
+    DType::all().filter(|d| d.is_float())
+}
+const INDEX: [DType; 8] = [
+    DType::I64,
+    DType::I32,
+    DType::I16,
+    DType::I8,
+    DType::U64,
+    DType::U32,
+    DType::U16,
+    DType::U8,
+];
+
+/// Indices into `n`, negative ones too where the type has them.
+fn indices(rng: &mut Rng, d: DType, dims: &[usize], n: usize) -> ConstData {
+    let signed = d.range().0 < 0.0;
+    let v: Vec<Scalar> = (0..dims.iter().product())
+        .map(|_| {
+            Scalar::I(rng.below(n) as i64 - if signed && rng.below(3) == 0 { n as i64 } else { 0 }).cast(d)
+        })
+        .collect();
+    tensor(d, dims, &v)
+}
+
+#[test]
+fn matmul_of_every_number_type() {
+    let dev = device();
+    let mut rng = Rng::new();
+    for d in numbers() {
+        for (a, b) in [
+            (vec![5, 7], vec![7, 9]),
+            (vec![1, 33], vec![33, 40]),
+            (vec![40, 33], vec![33, 1]),
+            (vec![2, 3, 6, 8], vec![2, 3, 8, 5]),
+            (vec![3, 20, 17], vec![3, 17, 24]),
+        ] {
+            let (x, y) = (random(&mut rng, d, &a), random(&mut rng, d, &b));
+            check(&dev, &Op::Matmul, &[&x, &y], None);
+        }
+    }
+}
+
+/// A weight that repeats over the batch makes one product; a left operand that repeats makes many.
+#[test]
+fn matmul_of_repeated_operands() {
+    let dev = device();
+    let mut rng = Rng::new();
+    for d in [DType::F32, DType::F64, DType::BF16] {
+        for (left, right) in [(false, true), (true, false), (true, true)] {
+            let (dims_a, dims_b) = ([2usize, 3, 6, 8], [2usize, 3, 8, 5]);
+            let small = |dims: &[usize], repeat: bool| {
+                if repeat {
+                    vec![dims[2], dims[3]]
+                } else {
+                    dims.to_vec()
+                }
+            };
+            let (x, y) = (
+                random(&mut rng, d, &small(&dims_a, left)),
+                random(&mut rng, d, &small(&dims_b, right)),
+            );
+            let grow = |c: &ConstData, dims: &[usize]| {
+                let n = c.numel();
+                let v: Vec<Scalar> = (0..dims.iter().product())
+                    .map(|i| c.get(i % n).unwrap())
+                    .collect();
+                tensor(d, dims, &v)
+            };
+            let (fx, fy) = (grow(&x, &dims_a), grow(&y, &dims_b));
+            let ty = TensorType::new(d, &[2usize, 3, 6, 5][..]);
+            let want = reference::eval_op(&Op::Matmul, &[&fx, &fy], &ty, &[]).unwrap();
+            let ins = [(&x, &dims_a), (&y, &dims_b)].map(|(c, dims)| Operand {
+                dtype: d,
+                view: View::dense(&c.dims).expand(dims),
+            });
+            let out = Operand {
+                dtype: d,
+                view: View::dense(&[2, 3, 6, 5]),
+            };
+            let call = LibraryCall {
+                work: Work::Op(&Op::Matmul),
+                inputs: &ins,
+                outputs: std::slice::from_ref(&out),
+                precision: MatmulPrecision::Highest,
+                in_place: false,
+            };
+            let k = dev.library(&call).unwrap();
+            let y0 = dev.alloc(d.bytes(180), Tag::Io).unwrap();
+            let bufs = [
+                place(&dev, &x, Lay::Dense).0,
+                place(&dev, &y, Lay::Dense).0,
+                y0.clone(),
+            ];
+            dev.submit(&[Command::Library {
+                kernel: &k,
+                buffers: &bufs,
+                args: &[],
+                fault: 1,
+            }])
+            .unwrap();
+            let mut got = vec![0; d.bytes(180)];
+            dev.read(&y0, 0, &mut got).unwrap();
+            let got = ConstData::new(d, &[2, 3, 6, 5], Arc::new(got)).unwrap();
+            for (g, w) in got.scalars().zip(want.scalars()) {
+                let (g, w) = (g.as_f64(), w.as_f64());
+                assert!(
+                    (g - w).abs() <= tolerance(d) * w.abs().max(4.0),
+                    "{d} {left} {right}: {g} {w}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn convolutions() {
+    let dev = device();
+    let mut rng = Rng::new();
+    for d in floats() {
+        for (x, w, c) in [
+            (
+                vec![2, 3, 9],
+                vec![4, 3, 3],
+                Conv {
+                    pad: smallvec![(1, 2)],
+                    ..Conv::new(1)
+                },
+            ),
+            (
+                vec![2, 4, 9, 8],
+                vec![6, 2, 3, 2],
+                Conv {
+                    groups: 2,
+                    stride: smallvec![2, 1],
+                    ..Conv::new(2)
+                },
+            ),
+            (
+                vec![1, 2, 5, 6, 5],
+                vec![3, 2, 2, 2, 2],
+                Conv {
+                    dilation: smallvec![1, 2, 1],
+                    ..Conv::new(3)
+                },
+            ),
+            (
+                vec![1, 3, 5, 5],
+                vec![3, 1, 3, 3],
+                Conv {
+                    groups: 3,
+                    pad: smallvec![(1, 1), (-1, 2)],
+                    ..Conv::new(2)
+                },
+            ),
+            (
+                vec![1, 3, 5, 4],
+                vec![2, 3, 3, 3],
+                Conv {
+                    input_dilation: smallvec![2, 3],
+                    pad: smallvec![(2, 2), (2, 1)],
+                    ..Conv::new(2)
+                },
+            ),
+        ] {
+            let (x, w) = (random(&mut rng, d, &x), random(&mut rng, d, &w));
+            check(&dev, &Op::Conv(c), &[&x, &w], None);
+        }
+    }
+}
+
+#[test]
+fn pools_and_their_gradients() {
+    let dev = device();
+    let mut rng = Rng::new();
+    let kinds = [
+        PoolKind::Max,
+        PoolKind::Avg {
+            count_include_pad: true,
+        },
+        PoolKind::Avg {
+            count_include_pad: false,
+        },
+    ];
+    for d in numbers() {
+        for kind in kinds {
+            if kind != PoolKind::Max && !d.is_float() {
+                continue;
+            }
+            let p = Pool {
+                kind,
+                kernel: smallvec![3, 2],
+                stride: smallvec![2, 1],
+                pad: smallvec![(1, 1), (0, 1)],
+                dilation: smallvec![1, 2],
+            };
+            let x = random(&mut rng, d, &[2, 3, 9, 7]);
+            check(&dev, &Op::Pool(p.clone()), &[&x], None);
+            if d.is_float() {
+                let ty = Op::Pool(p.clone())
+                    .infer(&[&TensorType::new(d, &x.dims)], None)
+                    .unwrap();
+                let y = reference::eval_op(&Op::Pool(p.clone()), &[&x], &ty, &[]).unwrap();
+                let dy = random(&mut rng, d, &y.dims);
+                check(&dev, &Op::PoolGrad(p), &[&x, &y, &dy], None);
+            }
+        }
+    }
+}
+
+#[test]
+fn gathers_of_every_type() {
+    let dev = device();
+    let mut rng = Rng::new();
+    for (n, d) in DType::all().enumerate() {
+        let i = INDEX[n % INDEX.len()];
+        let x = random(&mut rng, d, &[5, 7, 6]);
+        for axis in 0..3 {
+            let idx = indices(&mut rng, i, &[2, 3], x.dims[axis]);
+            check(&dev, &Op::Gather { axis }, &[&x, &idx], None);
+            let mut dims = [4, 6, 5];
+            dims[axis] = 9;
+            let idx = indices(&mut rng, i, &dims, x.dims[axis]);
+            check(&dev, &Op::GatherElements { axis }, &[&x, &idx], None);
+        }
+        let one = indices(&mut rng, i, &[], 5);
+        check(&dev, &Op::Gather { axis: 0 }, &[&x, &one], None);
+    }
+}
+
+#[test]
+fn scatters_of_every_type_and_kind() {
+    let dev = device();
+    let mut rng = Rng::new();
+    for (n, d) in DType::all().enumerate() {
+        for kind in [
+            ScatterKind::Set,
+            ScatterKind::Add,
+            ScatterKind::Mul,
+            ScatterKind::Max,
+            ScatterKind::Min,
+        ] {
+            if d == DType::Bool && kind != ScatterKind::Set {
+                continue;
+            }
+            let i = INDEX[(n + kind as usize) % INDEX.len()];
+            let x = random(&mut rng, d, &[5, 7, 6]);
+            for axis in 0..3 {
+                let mut dims = [4, 6, 5];
+                dims[axis] = 8;
+                let idx = indices(&mut rng, i, &dims, x.dims[axis]);
+                let u = random(&mut rng, d, &dims);
+                check(&dev, &Op::ScatterElements { axis, kind }, &[&x, &idx, &u], None);
+                let idx = indices(&mut rng, i, &[3, 2], x.dims[axis]);
+                let mut dims = x.dims.to_vec();
+                dims.splice(axis..axis + 1, [3, 2]);
+                let u = random(&mut rng, d, &dims);
+                check(&dev, &Op::ScatterRows { axis, kind }, &[&x, &idx, &u], None);
+            }
+        }
+    }
+}
+
+#[test]
+fn slices_are_updated() {
+    let dev = device();
+    let mut rng = Rng::new();
+    for (n, d) in DType::all().enumerate() {
+        let x = random(&mut rng, d, &[4, 9, 5]);
+        for axis in 0..3 {
+            let mut dims = [4, 9, 5];
+            dims[axis] = 3;
+            let u = random(&mut rng, d, &dims);
+            let at = tensor(INDEX[n % INDEX.len()], &[], &[Scalar::I(1)]);
+            check(&dev, &Op::UpdateSlice { axis }, &[&x, &u, &at], None);
+        }
+    }
+}
+
+/// In place nothing but the slice is written, and a position past the end is clamped and reported.
+#[test]
+fn slices_are_updated_in_place() {
+    let dev = device();
+    let op = Op::UpdateSlice { axis: 0 };
+    let base: Vec<f32> = (0..20).map(|i| i as f32).collect();
+    let bytes = |v: &[f32]| v.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
+    let view = |dims: &[usize], d| Operand {
+        dtype: d,
+        view: View::dense(dims),
+    };
+    let ins = [
+        view(&[10, 2], DType::F32),
+        view(&[3, 2], DType::F32),
+        view(&[], DType::I32),
+    ];
+    let outs = [view(&[10, 2], DType::F32)];
+    let call = LibraryCall {
+        work: Work::Op(&op),
+        inputs: &ins,
+        outputs: &outs,
+        precision: MatmulPrecision::Highest,
+        in_place: true,
+    };
+    let k = dev.library(&call).unwrap();
+    for (at, first, fault) in [(4, 4, None), (9, 7, Some(42)), (-1, 0, Some(42))] {
+        let bufs: Vec<BufferRef> = [80, 24, 4]
+            .iter()
+            .map(|n| dev.alloc(*n, Tag::Io).unwrap())
+            .collect();
+        dev.write(&bufs[0], 0, &bytes(&base)).unwrap();
+        dev.write(&bufs[1], 0, &bytes(&[-1.0; 6])).unwrap();
+        dev.write(&bufs[2], 0, &i32::to_le_bytes(at)).unwrap();
+        let all = [bufs[0].clone(), bufs[1].clone(), bufs[2].clone(), bufs[0].clone()];
+        dev.submit(&[Command::Library {
+            kernel: &k,
+            buffers: &all,
+            args: &[],
+            fault: 42,
+        }])
+        .unwrap();
+        let mut got = vec![0; 80];
+        dev.read(&bufs[0], 0, &mut got).unwrap();
+        let mut want = base.clone();
+        want[2 * first..2 * first + 6].fill(-1.0);
+        assert_eq!(got, bytes(&want), "{at}");
+        assert_eq!(dev.take_fault().unwrap(), fault, "{at}");
+        assert_eq!(dev.take_fault().unwrap(), None);
+        // Two different buffers are not "in place", and an output may not be bound twice.
+        let two = [
+            bufs[0].clone(),
+            bufs[1].clone(),
+            bufs[2].clone(),
+            dev.alloc(80, Tag::Io).unwrap(),
+        ];
+        assert!(
+            dev.submit(&[Command::Library {
+                kernel: &k,
+                buffers: &two,
+                args: &[],
+                fault: 1
+            }])
+            .is_err()
+        );
+    }
+}
+
+#[test]
+fn bad_indices_are_clamped_and_reported() {
+    let dev = device();
+    let x = tensor(DType::F32, &[3], &[1.0, 2.0, 3.0].map(Scalar::F));
+    let u = tensor(DType::F32, &[2], &[8.0, 9.0].map(Scalar::F));
+    for (values, want, bad) in [
+        ([0, -3], [1.0, 1.0], false),
+        ([2, 3], [3.0, 3.0], true),
+        ([-4, 1], [1.0, 2.0], true),
+    ] {
+        let i = tensor(DType::I64, &[2], &values.map(Scalar::I));
+        for op in [Op::Gather { axis: 0 }, Op::GatherElements { axis: 0 }] {
+            let got = run(
+                &dev,
+                &op,
+                &[&x, &i],
+                &TensorType::new(DType::F32, &[2usize][..]),
+                Lay::Dense,
+            )
+            .unwrap();
+            assert_eq!(got.to_vec::<f32>(), want, "{values:?}");
+            assert_eq!(dev.take_fault().unwrap(), bad.then_some(7));
+        }
+        for op in [
+            Op::ScatterElements {
+                axis: 0,
+                kind: ScatterKind::Set,
+            },
+            Op::ScatterRows {
+                axis: 0,
+                kind: ScatterKind::Set,
+            },
+        ] {
+            run(
+                &dev,
+                &op,
+                &[&x, &i, &u],
+                &TensorType::new(DType::F32, &[3usize][..]),
+                Lay::Dense,
+            )
+            .unwrap();
+            assert_eq!(dev.take_fault().unwrap(), bad.then_some(7));
+        }
+    }
+}
+
+/// A tensor with equal elements, and NaN among floats.
+fn ties(rng: &mut Rng, d: DType, dims: &[usize]) -> ConstData {
+    let v: Vec<Scalar> = (0..dims.iter().product())
+        .map(|_| {
+            if d.is_float() && rng.below(9) == 0 {
+                Scalar::F(f64::NAN)
+            } else {
+                Scalar::I(rng.below(4) as i64)
+            }
+            .cast(d)
+        })
+        .collect();
+    tensor(d, dims, &v)
+}
+
+#[test]
+fn orders_of_every_type() {
+    let dev = device();
+    let mut rng = Rng::new();
+    for d in DType::all() {
+        for axis in 0..3 {
+            let x = ties(&mut rng, d, &[4, 6, 5]);
+            for flag in [false, true] {
+                for last in [false, true] {
+                    check(
+                        &dev,
+                        &Op::ArgReduce {
+                            max: flag,
+                            axis,
+                            keep: flag,
+                            last,
+                        },
+                        &[&x],
+                        None,
+                    );
+                }
+                check(
+                    &dev,
+                    &Op::ArgSort {
+                        axis,
+                        descending: flag,
+                    },
+                    &[&x],
+                    None,
+                );
+            }
+        }
+    }
+}
+
+#[test]
+fn scans_of_every_type() {
+    let dev = device();
+    let mut rng = Rng::new();
+    for d in numbers() {
+        for kind in [
+            ReduceKind::Sum,
+            ReduceKind::Prod,
+            ReduceKind::Max,
+            ReduceKind::Min,
+        ] {
+            for axis in 0..2 {
+                for (exclusive, reverse) in [(false, false), (true, false), (false, true), (true, true)] {
+                    let x = random(&mut rng, d, &[7, 9]);
+                    check(
+                        &dev,
+                        &Op::Scan {
+                            kind,
+                            axis,
+                            exclusive,
+                            reverse,
+                        },
+                        &[&x],
+                        None,
+                    );
+                }
+            }
+        }
+    }
+}
+
+/// The composite that a graph's builder makes.
+fn composite(
+    types: &[TensorType],
+    build: impl FnOnce(&mut Graph, &[halcyon_ir::NodeId]) -> halcyon_ir::NodeId,
+) -> Arc<Composite> {
+    let mut g = Graph::new();
+    let ids: Vec<_> = types
+        .iter()
+        .enumerate()
+        .map(|(i, t)| g.input(&format!("x{i}"), t.clone()))
+        .collect();
+    let y = build(&mut g, &ids);
+    match &g.node(y).op {
+        Op::Composite(c) => c.clone(),
+        o => panic!("{} is not a composite", o.name()),
+    }
+}
+
+#[test]
+fn composites_of_rows_and_attention() {
+    let dev = device();
+    let mut rng = Rng::new();
+    let ty = |d: DType, dims: &[usize]| TensorType::new(d, dims);
+    for d in [DType::F32, DType::F16, DType::BF16] {
+        let x = random(&mut rng, d, &[3, 5, 37]);
+        let (s, b) = (random(&mut rng, d, &[37]), random(&mut rng, d, &[37]));
+        let t = [ty(d, &[3, 5, 37]), ty(d, &[37]), ty(d, &[37])];
+        let op = |c| Op::Composite(c);
+        check(
+            &dev,
+            &op(composite(&t[..1], |g, x| g.softmax(x[0], 2).unwrap())),
+            &[&x],
+            None,
+        );
+        check(
+            &dev,
+            &op(composite(&t[..1], |g, x| g.log_softmax(x[0], 2).unwrap())),
+            &[&x],
+            None,
+        );
+        check(
+            &dev,
+            &op(composite(&t, |g, x| {
+                g.layer_norm(x[0], x[1], Some(x[2]), 2, 1e-5).unwrap()
+            })),
+            &[&x, &s, &b],
+            None,
+        );
+        check(
+            &dev,
+            &op(composite(&t[..2], |g, x| {
+                g.layer_norm(x[0], x[1], None, 2, 1e-5).unwrap()
+            })),
+            &[&x, &s],
+            None,
+        );
+        check(
+            &dev,
+            &op(composite(&t[..2], |g, x| g.rms_norm(x[0], x[1], 1e-5).unwrap())),
+            &[&x, &s],
+            None,
+        );
+    }
+    let d = DType::F32;
+    for (mask, causal) in [
+        (None, false),
+        (None, true),
+        (Some(vec![2, 1, 1, 9]), false),
+        (Some(vec![5, 9]), true),
+    ] {
+        let (q, k, v) = (
+            random(&mut rng, d, &[2, 4, 5, 8]),
+            random(&mut rng, d, &[2, 2, 9, 8]),
+            random(&mut rng, d, &[2, 2, 9, 8]),
+        );
+        let m = mask.as_ref().map(|s| random(&mut rng, d, s));
+        let mut ins = vec![&q, &k, &v];
+        ins.extend(m.as_ref());
+        let types: Vec<TensorType> = ins.iter().map(|x| ty(d, &x.dims)).collect();
+        let c = composite(&types, |g, x| {
+            g.attention(x[0], x[1], x[2], x.get(3).copied(), causal, 0.35)
+                .unwrap()
+        });
+        check(&dev, &Op::Composite(c), &ins, None);
+    }
+}
+
+#[test]
+fn what_has_no_kernel_is_declined_with_a_reason() {
+    let dev = device();
+    let x = Operand {
+        dtype: DType::F64,
+        view: View::dense(&[4, 4]),
+    };
+    let t = [TensorType::new(DType::F64, &[4usize, 4][..])];
+    let soft = Op::Composite(composite(&t, |g, x| g.softmax(x[0], 0).unwrap()));
+    let exp = Op::Scalar(halcyon_ir::ScalarOp::Exp);
+    for op in [&soft, &exp] {
+        let call = LibraryCall {
+            work: Work::Op(op),
+            inputs: std::slice::from_ref(&x),
+            outputs: std::slice::from_ref(&x),
+            precision: MatmulPrecision::Highest,
+            in_place: false,
+        };
+        let d = dev.library(&call).unwrap_err();
+        assert!(!d.reason.is_empty() && d.dense.is_empty(), "{d:?}");
+    }
+}

@@ -1,0 +1,378 @@
+//! Fused chains through the interpreter: all subgroup sizes, random order, poisoned outputs, against a point-by-point
+//! evaluation of the instructions.
+
+#[path = "common/tensor.rs"]
+mod tensor;
+
+use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out, Param};
+use halcyon_ir::kernel::interp::{Options, run};
+use halcyon_ir::kernel::lower::{fused_param, lower_fused};
+use halcyon_ir::kernel::{BufId, Kernel, Launch};
+use halcyon_ir::layout::View;
+use halcyon_ir::op::ReduceKind;
+use halcyon_ir::target::Caps;
+use halcyon_ir::{DType, Scalar, ScalarOp};
+use tensor::*;
+
+fn instr(kind: InstrKind, dtype: DType, args: &[u32]) -> Instr {
+    Instr {
+        kind,
+        dtype,
+        args: args.iter().copied().collect(),
+    }
+}
+
+/// Values of one point by the definitions, in f64 or exact integers.
+fn point(f: &Fused, x: &[Tensor], args: &[Scalar], idx: &[usize]) -> Vec<Scalar> {
+    let mut v: Vec<Scalar> = vec![];
+    for i in &f.body {
+        let a = |k: usize| v[i.args[k] as usize];
+        let d = || f.body[i.args[i.args.len() - 1] as usize].dtype;
+        let r = match i.kind {
+            InstrKind::Load(l) => {
+                let l = &f.loads[l as usize];
+                match l.view.at(idx) {
+                    Some(at) => Scalar::from_bytes(
+                        l.dtype,
+                        &x[l.input as usize].bytes[at as usize * l.dtype.size()..],
+                    ),
+                    None => args[l.fill.unwrap() as usize],
+                }
+            }
+            InstrKind::Iota(k) => Scalar::from(idx[k as usize]).cast(i.dtype),
+            InstrKind::Param(p) => args[p as usize],
+            InstrKind::Op(op) => {
+                let all: Vec<Scalar> = (0..i.args.len()).map(a).collect();
+                op.eval(d(), &all)
+            }
+            InstrKind::Cast => a(0).cast(i.dtype),
+            InstrKind::Bitcast => Scalar::from_bytes(i.dtype, &a(0).to_bytes(d())),
+        };
+        v.push(r);
+    }
+    v
+}
+
+fn check_fused(f: &Fused, x: &[Tensor], caps: &Caps, tolerance: f64) -> Kernel {
+    let (k, l) = lower_fused(f, caps).unwrap();
+    let args: Vec<Scalar> = f
+        .params
+        .iter()
+        .map(|(d, p)| match p {
+            Param::Literal(s) => s.cast(*d),
+            Param::Arg(_) => Scalar::F(1.5).cast(*d),
+        })
+        .collect();
+    // The plan fills arguments in by their place.
+    let mut l: Launch = l;
+    for i in 0..k.params.len() {
+        if let Some(p) = fused_param(&k, i)
+            && let Param::Arg(_) = f.params[p].1
+        {
+            l.params[i] = args[p];
+        }
+    }
+    let inner = indices(f.inner());
+    for subgroup in [1, 4, 32, 64] {
+        let mut mem: Vec<Vec<u8>> = x.iter().map(|t| t.bytes.clone()).collect();
+        let poisoned = (0..f.outs.len()).map(|i| BufId((x.len() + i) as u32)).collect();
+        for o in &f.outs {
+            let n = o.view.range().map_or(0, |r| r.1 as usize + 1);
+            mem.push(vec![0; n * o.dtype.size()]);
+        }
+        let o = Options {
+            subgroup,
+            seed: Some(subgroup as u64),
+            sanitize: true,
+            poisoned,
+            ..Options::default()
+        };
+        let r = run(&k, &l, &mut mem, &o).unwrap();
+        assert!(r.reports.is_empty(), "{}", r.reports[0]);
+        for (n, o) in f.outs.iter().enumerate() {
+            let d = f.body[o.value as usize].dtype;
+            let (mut got, mut want) = (vec![], vec![]);
+            for idx in indices(f.outer()) {
+                let mut acc = o.reduce.map(|r| r.identity(d));
+                for r in &inner {
+                    let v = point(f, x, &args, &[idx.clone(), r.clone()].concat())[o.value as usize];
+                    acc = Some(match (acc, o.reduce) {
+                        (Some(a), Some(kind)) => {
+                            let c = if d.is_float() { DType::F64 } else { d };
+                            kind.op(d).eval(c, &[a.cast(c), v.cast(c)])
+                        }
+                        _ => v,
+                    });
+                }
+                want.push(acc.unwrap().cast(o.dtype).as_f64());
+                let at = o.view.at(&idx).unwrap() as usize * o.dtype.size();
+                got.push(Scalar::from_bytes(o.dtype, &mem[x.len() + n][at..]).as_f64());
+            }
+            close(&k.name, &got, &want, o.dtype, tolerance);
+        }
+    }
+    k
+}
+
+#[test]
+fn fused_chains() {
+    let mut g = Rng(9);
+    for (n, d) in FLOATS.into_iter().enumerate() {
+        let shape = [3, 4, 5];
+        // silu(x) * w + b, where w is broadcast and b transposed, masked, and has a fill value.
+        let x = Tensor::random(d, &shape, n, &mut g);
+        let w = Tensor::random(d, &[5], 0, &mut g);
+        let b = Tensor::random(d, &[2, 4, 5], 1, &mut g);
+        let load = |i: u32, v: View, fill| Load {
+            input: i,
+            dtype: d,
+            view: v,
+            fill,
+        };
+        let f = Fused {
+            space: shape.as_slice().into(),
+            reduced: 0,
+            loads: vec![
+                load(0, x.operand.view.clone(), None),
+                load(1, w.operand.view.expand(&shape), None),
+                load(2, b.operand.view.pad(&[1, 0, 0], &[0, 0, 0]), Some(1)),
+            ],
+            params: vec![(d, Param::Arg(0)), (d, Param::Literal(Scalar::F(0.125)))],
+            body: vec![
+                instr(InstrKind::Load(0), d, &[]),
+                instr(InstrKind::Load(1), d, &[]),
+                instr(InstrKind::Load(2), d, &[]),
+                instr(InstrKind::Op(ScalarOp::Silu), d, &[0]),
+                instr(InstrKind::Op(ScalarOp::Mul), d, &[3, 1]),
+                instr(InstrKind::Op(ScalarOp::Add), d, &[4, 2]),
+                instr(InstrKind::Param(0), d, &[]),
+                instr(InstrKind::Op(ScalarOp::Mul), d, &[5, 6]),
+                instr(InstrKind::Op(ScalarOp::Lt), DType::Bool, &[7, 0]),
+            ],
+            outs: vec![
+                Out {
+                    value: 7,
+                    dtype: d,
+                    reduce: None,
+                    view: View::dense(&shape),
+                },
+                Out {
+                    value: 8,
+                    dtype: DType::Bool,
+                    reduce: None,
+                    view: View::dense(&shape).permute(&[0, 1, 2]),
+                },
+            ],
+        };
+        if matches!(d, DType::F32 | DType::F64) {
+            check_fused(&f, &[x, w, b], &caps(), 4.0);
+        } else {
+            // Half types stay in f32 between instructions: compare the float result alone.
+            let f = Fused {
+                outs: f.outs[..1].to_vec(),
+                ..f
+            };
+            check_fused(&f, &[x, w, b], &caps(), 4.0);
+        }
+    }
+}
+
+#[test]
+fn fused_integers_wrap() {
+    let mut g = Rng(10);
+    for d in [
+        DType::U8,
+        DType::I8,
+        DType::U16,
+        DType::I16,
+        DType::I32,
+        DType::U32,
+        DType::I64,
+        DType::U64,
+    ] {
+        let x = Tensor::new(d, &[40], 0, |_| g.below(250) as f64);
+        let y = Tensor::new(d, &[40], 2, |_| g.below(250) as f64 + 1.0);
+        let load = |i: u32, t: &Tensor| Load {
+            input: i,
+            dtype: d,
+            view: t.operand.view.clone(),
+            fill: None,
+        };
+        let mut body = vec![
+            instr(InstrKind::Load(0), d, &[]),
+            instr(InstrKind::Load(1), d, &[]),
+        ];
+        for op in [
+            ScalarOp::Mul,
+            ScalarOp::Mul,
+            ScalarOp::Sub,
+            ScalarOp::Div,
+            ScalarOp::Add,
+            ScalarOp::Mod,
+            ScalarOp::Max,
+        ] {
+            let last = body.len() as u32 - 1;
+            body.push(instr(InstrKind::Op(op), d, &[last, last % 3]));
+        }
+        let last = body.len() as u32 - 1;
+        body.push(instr(InstrKind::Cast, DType::F32, &[last]));
+        body.push(instr(InstrKind::Iota(0), DType::F32, &[]));
+        body.push(instr(
+            InstrKind::Op(ScalarOp::Add),
+            DType::F32,
+            &[last + 1, last + 2],
+        ));
+        let f = Fused {
+            space: [40].as_slice().into(),
+            reduced: 0,
+            loads: vec![load(0, &x), load(1, &y)],
+            params: vec![],
+            body,
+            outs: vec![
+                Out {
+                    value: last,
+                    dtype: d,
+                    reduce: None,
+                    view: View::dense(&[40]),
+                },
+                Out {
+                    value: last + 3,
+                    dtype: DType::F32,
+                    reduce: None,
+                    view: View::dense(&[40]),
+                },
+            ],
+        };
+        check_fused(&f, &[x, y], &caps(), 1.0);
+    }
+}
+
+#[test]
+fn fused_reductions() {
+    let mut g = Rng(11);
+    for (n, d) in [DType::F32, DType::F64, DType::BF16, DType::I32, DType::U8]
+        .into_iter()
+        .enumerate()
+    {
+        // Rank 1 to 1 over all; a long inner axis; a short one; two inner axes with an outer one.
+        for (shape, reduced) in [
+            (vec![300], 1),
+            (vec![5, 200], 1),
+            (vec![9, 3], 1),
+            (vec![2, 6, 7], 2),
+            (vec![3, 0], 1),
+        ] {
+            let x = Tensor::random(d, &shape, n, &mut g);
+            let outer = &shape[..shape.len() - reduced];
+            let f = Fused {
+                space: shape.as_slice().into(),
+                reduced,
+                loads: vec![Load {
+                    input: 0,
+                    dtype: d,
+                    view: x.operand.view.clone(),
+                    fill: None,
+                }],
+                params: vec![],
+                body: vec![
+                    instr(InstrKind::Load(0), d, &[]),
+                    instr(InstrKind::Op(ScalarOp::Mul), d, &[0, 0]),
+                ],
+                outs: [ReduceKind::Sum, ReduceKind::Max, ReduceKind::Min]
+                    .map(|k| Out {
+                        value: 1,
+                        dtype: d,
+                        reduce: Some(k),
+                        view: View::dense(outer),
+                    })
+                    .to_vec(),
+            };
+            check_fused(&f, std::slice::from_ref(&x), &caps(), 3.0);
+            check_fused(
+                &f,
+                &[x],
+                &Caps {
+                    is_cpu: true,
+                    ..caps()
+                },
+                3.0,
+            );
+        }
+    }
+}
+
+#[test]
+fn bit_casts() {
+    let pairs = [
+        (DType::F32, DType::I32),
+        (DType::U32, DType::F32),
+        (DType::F64, DType::U64),
+        (DType::BF16, DType::U16),
+        (DType::I16, DType::BF16),
+        (DType::U8, DType::I8),
+        (DType::I32, DType::U32),
+    ];
+    for (a, b) in pairs {
+        let x = Tensor::new(a, &[20], 0, |i| {
+            i as f64 * 7.0
+                - if a.class() == halcyon_ir::dtype::Class::Uint {
+                    0.0
+                } else {
+                    60.0
+                }
+        });
+        let f = Fused {
+            space: [20].as_slice().into(),
+            reduced: 0,
+            loads: vec![Load {
+                input: 0,
+                dtype: a,
+                view: x.operand.view.clone(),
+                fill: None,
+            }],
+            params: vec![],
+            body: vec![
+                instr(InstrKind::Load(0), a, &[]),
+                instr(InstrKind::Bitcast, b, &[0]),
+            ],
+            outs: vec![Out {
+                value: 1,
+                dtype: b,
+                reduce: None,
+                view: View::dense(&[20]),
+            }],
+        };
+        check_fused(&f, &[x], &caps(), 0.0);
+    }
+}
+
+#[test]
+fn equal_chains_of_other_sizes_share_a_program() {
+    let make = |shape: &[usize], value: f64| {
+        let f = Fused {
+            space: shape.into(),
+            reduced: 0,
+            loads: vec![Load {
+                input: 0,
+                dtype: DType::F32,
+                view: View::dense(shape),
+                fill: None,
+            }],
+            params: vec![(DType::F32, Param::Literal(Scalar::F(value)))],
+            body: vec![
+                instr(InstrKind::Load(0), DType::F32, &[]),
+                instr(InstrKind::Param(0), DType::F32, &[]),
+                instr(InstrKind::Op(ScalarOp::Add), DType::F32, &[0, 1]),
+            ],
+            outs: vec![Out {
+                value: 2,
+                dtype: DType::F32,
+                reduce: None,
+                view: View::dense(shape),
+            }],
+        };
+        lower_fused(&f, &caps()).unwrap().0.key()
+    };
+    assert_eq!(make(&[100], 1.0), make(&[7777], -3.0));
+    assert_ne!(make(&[100], 1.0), make(&[10, 10], 1.0));
+}

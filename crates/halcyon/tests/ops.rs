@@ -1,0 +1,269 @@
+//! The op table: every op, every element type it takes, every device present, levels O0 and O1; forward against the float64
+//! reference, gradients against finite differences, and every generated kernel under the sanitizer.
+//!
+//! HALCYON_SEED repeats a run's inputs, HALCYON_ROW picks rows by a part of their name.
+
+mod common;
+mod optable;
+
+use common::{Rng, devices, open};
+use halcyon::ir::op::{PoolKind, ReduceKind, ScatterKind};
+use halcyon::ir::{Graph, Op, ScalarOp, scalar_op};
+use halcyon::prelude::*;
+use optable::check::{Tally, check_rows};
+use optable::{grads, random, rows, sanitizer};
+use std::collections::BTreeSet;
+
+fn forward(what: &str, kind: BackendType) {
+    let backends: Vec<Backend> = [Level::O0, Level::O1].into_iter().filter_map(|l| open(what, kind, l)).collect();
+    if !backends.is_empty() {
+        check_rows(what, &rows(), &backends, &mut Rng::fresh(what)).finish(what);
+    }
+}
+
+#[test]
+fn forward_on_cpu() {
+    forward("forward on cpu", BackendType::Cpu);
+}
+
+#[test]
+fn forward_on_opencl() {
+    forward("forward on opencl", BackendType::OpenCl);
+}
+
+#[test]
+fn gradients_agree_with_finite_differences() {
+    let what = "gradients";
+    let backends = devices(what, Level::O1);
+    grads::check_rows(&rows(), &backends, &mut Rng::fresh(what)).finish(what);
+}
+
+#[test]
+fn random_graphs_on_cpu() {
+    let what = "random graphs on cpu";
+    let backends: Vec<Backend> =
+        [Level::O0, Level::O1].into_iter().filter_map(|l| open(what, BackendType::Cpu, l)).collect();
+    let mut rng = Rng::fresh(what);
+    let failures = (0..200).filter_map(|_| random::check(rng.next(), &backends).err()).collect();
+    Tally { cases: 200 * backends.len(), failures }.finish(what);
+}
+
+#[test]
+fn random_graphs_on_opencl() {
+    let what = "random graphs on opencl";
+    let Some(b) = open(what, BackendType::OpenCl, Level::O1) else { return };
+    // The same graphs every time, because each has programs of its own, which the disk cache then holds.
+    let failures = (1..=30).filter_map(|seed| random::check(seed, std::slice::from_ref(&b)).err()).collect();
+    Tally { cases: 30, failures }.finish(what);
+}
+
+/// Cases that the interpreter runs in moderate time.
+const SANITIZED_ELEMENTS: usize = 20_000;
+
+#[test]
+fn kernels_under_the_sanitizer() {
+    let what = "sanitizer";
+    let mut rng = Rng::fresh(what);
+    let mut rows = rows();
+    for row in &mut rows {
+        row.cases.retain(|c| c.ins.iter().map(|i| i.dims.iter().product::<usize>()).sum::<usize>() <= SANITIZED_ELEMENTS);
+    }
+    let mut t = Tally::default();
+    for subgroup in [1, 4, 32, 64] {
+        let (b, s) = sanitizer::backend(subgroup, rng.next(), Level::O1);
+        let one = check_rows(what, &rows, &[b], &mut rng);
+        t.cases += one.cases;
+        t.failures.extend(one.failures);
+        let launches = s.launches.load(std::sync::atomic::Ordering::Relaxed);
+        println!("{what}: subgroups of {subgroup}: {launches} launches");
+        assert!(launches > 0);
+        t.failures.extend(s.reports.lock().unwrap().drain(..));
+    }
+    t.finish(what);
+}
+
+/// The name of an op's kind. A new op does not compile here until it is named, and fails below until it has a row.
+fn kind(op: &Op) -> String {
+    match op {
+        Op::Scalar(s) => s.name().into(),
+        Op::Reduce { kind, .. } => format!("reduce_{}", reduction(*kind)),
+        Op::Scan { kind, .. } => format!("scan_{}", reduction(*kind)),
+        Op::ScatterElements { kind, .. } => format!("scatter_elements {}", scatter(*kind)),
+        Op::ScatterRows { kind, .. } => format!("scatter_rows {}", scatter(*kind)),
+        Op::Pool(p) => format!("pool {}", pool(p.kind)),
+        Op::PoolGrad(p) => format!("pool_grad {}", pool(p.kind)),
+        Op::Composite(c) => c.name.to_string(),
+        Op::Custom(_) => "custom".into(),
+        Op::ArgReduce { max: true, .. } => "argmax".into(),
+        Op::ArgReduce { max: false, .. } => "argmin".into(),
+        Op::Input(_) => "input".into(),
+        Op::Arg(_) => "arg".into(),
+        Op::Const(_) => "const".into(),
+        Op::Full(_) => "full".into(),
+        Op::Iota { .. } => "iota".into(),
+        Op::Cast => "cast".into(),
+        Op::Bitcast => "bitcast".into(),
+        Op::Matmul => "matmul".into(),
+        Op::Conv(_) => "conv".into(),
+        Op::Gather { .. } => "gather".into(),
+        Op::GatherElements { .. } => "gather_elements".into(),
+        Op::UpdateSlice { .. } => "update_slice".into(),
+        Op::ArgSort { .. } => "argsort".into(),
+        Op::Reshape => "reshape".into(),
+        Op::Permute(_) => "permute".into(),
+        Op::Expand => "expand".into(),
+        Op::Slice(_) => "slice".into(),
+        Op::Pad { .. } => "pad".into(),
+        Op::Concat { .. } => "concat".into(),
+    }
+}
+
+fn reduction(k: ReduceKind) -> &'static str {
+    match k {
+        ReduceKind::Sum => "sum",
+        ReduceKind::Prod => "prod",
+        ReduceKind::Max => "max",
+        ReduceKind::Min => "min",
+    }
+}
+
+fn scatter(k: ScatterKind) -> &'static str {
+    match k {
+        ScatterKind::Set => "set",
+        ScatterKind::Add => "add",
+        ScatterKind::Mul => "mul",
+        ScatterKind::Max => "max",
+        ScatterKind::Min => "min",
+    }
+}
+
+fn pool(k: PoolKind) -> &'static str {
+    match k {
+        PoolKind::Max => "max",
+        PoolKind::Avg { count_include_pad: true } => "avg with padding",
+        PoolKind::Avg { count_include_pad: false } => "avg",
+    }
+}
+
+/// What [`kind`] gives for the ops that are not scalar ops or composites.
+fn structured() -> BTreeSet<String> {
+    let mut all: BTreeSet<String> = [
+        "custom", "argmax", "argmin", "input", "arg", "const", "full", "iota", "cast", "bitcast", "matmul", "conv", "gather",
+        "gather_elements", "update_slice", "argsort", "reshape", "permute", "expand", "slice", "pad", "concat",
+    ]
+    .map(String::from)
+    .into();
+    for k in ["sum", "prod", "max", "min"] {
+        all.extend([format!("reduce_{k}"), format!("scan_{k}")]);
+    }
+    for k in ["set", "add", "mul", "max", "min"] {
+        all.extend([format!("scatter_elements {k}"), format!("scatter_rows {k}")]);
+    }
+    for k in ["max", "avg", "avg with padding"] {
+        all.extend([format!("pool {k}"), format!("pool_grad {k}")]);
+    }
+    all
+}
+
+/// Names of the public builders of composites, from their source.
+fn composites() -> BTreeSet<String> {
+    let source = include_str!("../../halcyon-ir/src/composite.rs");
+    let (_, builders) = source.split_once("impl Graph {").expect("composites are methods of Graph");
+    builders
+        .lines()
+        .filter_map(|l| l.trim().strip_prefix("pub fn "))
+        .filter_map(|l| l.split_once('(').map(|(name, _)| name.to_string()))
+        .filter(|n| n != "composite")
+        .collect()
+}
+
+#[test]
+fn nothing_is_missing() {
+    let rows = rows();
+    let mut seen: BTreeSet<(String, String)> = BTreeSet::new();
+    let mut walk = |g: &Graph| {
+        for n in g.nodes() {
+            let on = n.inputs.last().map_or(n.ty.dtype, |x| g.dtype(*x));
+            seen.insert((kind(&n.op), on.name().into()));
+        }
+    };
+    for row in &rows {
+        for c in &row.cases {
+            for d in row.dtypes.iter().filter(|d| c.takes(**d)) {
+                let g = c.graph(*d).unwrap_or_else(|e| panic!("{} [{}]: {e}", row.name, c.label));
+                walk(&g);
+            }
+        }
+    }
+    let kinds: BTreeSet<&str> = seen.iter().map(|(k, _)| k.as_str()).collect();
+    let mut missing: Vec<String> = vec![];
+    for r in scalar_op::ROWS {
+        for d in DType::all().filter(|d| r.op.takes(*d)) {
+            if !seen.contains(&(r.name.into(), d.name().into())) {
+                missing.push(format!("{} on {d}", r.name));
+            }
+        }
+    }
+    missing.extend(structured().into_iter().filter(|k| !kinds.contains(k.as_str())));
+    missing.extend(composites().into_iter().filter(|k| !rows.iter().any(|r| r.name == *k)));
+    assert!(missing.is_empty(), "no row for {missing:?}");
+    // Every scalar op on floats has a gradient or is flat, and is checked for it.
+    for r in scalar_op::ROWS.iter().filter(|r| r.op.takes(DType::F32) && r.op.result(DType::F32) == DType::F32) {
+        let graded = rows.iter().any(|x| x.name == r.name && x.cases.iter().any(|c| c.grad && c.takes(DType::F32)));
+        assert!(graded, "the gradient of {} is not checked", r.name);
+    }
+    assert!(ScalarOp::from_name("add").is_some());
+}
+
+#[test]
+fn tensor_methods_give_what_graphs_give() {
+    for b in devices("tensor methods", Level::O1) {
+        let f = |v: &[f32]| Tensor::from_slice(&b, [v.len()], v).unwrap();
+        let (x, y) = (f(&[1.0, -2.0, 3.5]), f(&[4.0, 0.5, -1.0]));
+        let v = |t: Tensor| t.to_vec::<f32>().unwrap();
+        assert_eq!(v(&x + &y), [5.0, -1.5, 2.5]);
+        assert_eq!(v(2.0 - &x), [1.0, 4.0, -1.5]);
+        assert_eq!(v((&x * &y).relu()), [4.0, 0.0, 0.0]);
+        assert_eq!(v(x.lt(&y).select(&x, &y)), [1.0, -2.0, -1.0]);
+        assert_eq!(v(x.max(&y).sum(&[], false)), [8.0]);
+        assert_eq!(v(x.reshape([3usize, 1]).matmul(&y.reshape([1usize, 3])).sum(&[0], false)), [10.0, 1.25, -2.5]);
+        assert_eq!(v(Tensor::concat(&[&x, &y], 0).narrow(0, 2usize, 2usize)), [3.5, 4.0]);
+        assert_eq!(v(x.flip(&[0]).pad(&[1], &[0], 9.0)), [9.0, 3.5, -2.0, 1.0]);
+        assert_eq!(x.argsort(0, true).to_vec::<i64>().unwrap(), [2, 0, 1]);
+        assert_eq!(v(x.scan(ReduceKind::Sum, 0, false, true)), [2.5, 1.5, 3.5]);
+        let i = Tensor::from_slice(&b, [2], &[-1i64, 0]).unwrap();
+        assert_eq!(v(x.gather(&i, 0)), [3.5, 1.0]);
+        assert_eq!(v(x.scatter_rows(&i, &f(&[7.0, 8.0]), 0, ScatterKind::Add)), [9.0, -2.0, 10.5]);
+        assert_eq!(x.cast(DType::I32).to_vec::<i32>().unwrap(), [1, -2, 3]);
+        assert_eq!(Tensor::arange(&b, 4, DType::U8).to_vec::<u8>().unwrap(), [0, 1, 2, 3]);
+    }
+}
+
+#[test]
+fn bad_indices_are_reported_with_op_and_range() {
+    for level in [Level::O0, Level::O1] {
+        for b in devices("bad indices", level) {
+            let x = Tensor::from_slice(&b, [4, 2], &[0f32; 8]).unwrap();
+            let u = Tensor::from_slice(&b, [1, 2], &[1f32; 2]).unwrap();
+            let at = |v: i64| Tensor::from_slice(&b, [1], &[v]).unwrap();
+            let names = |t: Tensor, what: &str, range: &str| {
+                let e = t.to_data().expect_err("an index out of range must be reported");
+                assert!(matches!(&e, halcyon::Error::Index { .. }), "{} {what}: {e}", b.id());
+                let s = e.to_string();
+                assert!(s.contains(what) && s.contains(range) && s.contains("ops.rs"), "{} {what}: {s}", b.id());
+            };
+            for bad in [4, -5, i64::MAX] {
+                names(x.gather(&at(bad), 0), "gather", "-4..4");
+                names(x.scatter_rows(&at(bad), &u, 0, ScatterKind::Set), "scatter_rows", "-4..4");
+                let wide = at(bad).reshape([1usize, 1]).expand([1usize, 2]);
+                names(x.gather_elements(&wide, 0), "gather_elements", "-4..4");
+                names(x.scatter_elements(&wide, &u, 0, ScatterKind::Add), "scatter_elements", "-4..4");
+            }
+            for bad in [4, -1] {
+                names(x.update_slice(&u, &Tensor::scalar(&b, DType::I64, bad), 0), "update_slice", "0..=3");
+            }
+            // The device goes on.
+            assert_eq!(x.gather(&at(3), 0).to_vec::<f32>().unwrap(), [0.0, 0.0]);
+        }
+    }
+}

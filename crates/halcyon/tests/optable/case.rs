@@ -1,0 +1,225 @@
+//! Rows, cases, operands and how they are filled.
+
+use crate::common::Rng;
+use halcyon::ir::graph::{Graph, NodeId};
+use halcyon::ir::shape::TensorType;
+use halcyon::{ConstData, DType, Result, Scalar};
+use std::sync::Arc;
+
+/// Adds the op under test to a graph, on nodes for the operands.
+pub type Build = Arc<dyn Fn(&mut Graph, &[NodeId]) -> Result<NodeId> + Send + Sync>;
+
+/// How operand values are drawn.
+#[derive(Clone, Debug)]
+pub enum Fill {
+    /// Floats evenly from the interval. Integers: ends of the type's range, small numbers, and any bits.
+    Range(f64, f64),
+    /// Also NaN, infinities, both zeros, the smallest normal and the largest number of the type.
+    Special,
+    /// `Special` without the largest number, where partial results must not overflow.
+    NonFinite,
+    /// Few different values, so that many are equal.
+    Ties,
+    /// Integers from `lo` up to, not including, `hi`.
+    Index(i64, i64),
+    /// These, over and over.
+    Values(Vec<f64>),
+}
+
+/// One operand.
+#[derive(Clone, Debug)]
+pub struct In {
+    pub dims: Vec<usize>,
+    /// `None`: the type that the row is run for.
+    pub dtype: Option<DType>,
+    pub fill: Fill,
+}
+
+/// An operand of the row's type with values in (-3, 3).
+pub fn x<const N: usize>(dims: [usize; N]) -> In {
+    In { dims: dims.to_vec(), dtype: None, fill: Fill::Range(-3.0, 3.0) }
+}
+
+/// An index operand.
+pub fn ix<const N: usize>(dims: [usize; N], lo: i64, hi: i64) -> In {
+    In { dims: dims.to_vec(), dtype: Some(DType::I64), fill: Fill::Index(lo, hi) }
+}
+
+impl In {
+    pub fn range(mut self, lo: f64, hi: f64) -> In {
+        self.fill = Fill::Range(lo, hi);
+        self
+    }
+
+    pub fn fill(mut self, f: Fill) -> In {
+        self.fill = f;
+        self
+    }
+
+    pub fn of(mut self, d: DType) -> In {
+        self.dtype = Some(d);
+        self
+    }
+
+    pub fn data(&self, row: DType, rng: &mut Rng) -> Result<ConstData> {
+        let d = self.dtype.unwrap_or(row);
+        let n: usize = self.dims.iter().product();
+        let mut bytes = Vec::with_capacity(d.bytes(n));
+        for i in 0..n {
+            bytes.extend_from_slice(&self.fill.draw(d, i, rng).to_bytes(d)[..d.size()]);
+        }
+        ConstData::new(d, &self.dims, Arc::new(bytes))
+    }
+}
+
+/// Largest finite and smallest normal number of a float type.
+pub fn extremes(d: DType) -> (f64, f64) {
+    match d {
+        DType::F16 => (65504.0, 2f64.powi(-14)),
+        DType::BF16 => (f32::MAX as f64 * 0.998, f32::MIN_POSITIVE as f64),
+        DType::F32 => (f32::MAX as f64, f32::MIN_POSITIVE as f64),
+        _ => (f64::MAX, f64::MIN_POSITIVE),
+    }
+}
+
+fn any_int(d: DType, rng: &mut Rng) -> Scalar {
+    let (lo, hi) = d.range();
+    let v = match rng.below(10) {
+        0 => return Scalar::F(lo).cast(d),
+        1 => return Scalar::F(hi).cast(d),
+        2 => 0,
+        3..=6 => rng.below(41) as i64 - 20,
+        _ => rng.next() as i64,
+    };
+    Scalar::I(v).cast(d)
+}
+
+impl Fill {
+    fn draw(&self, d: DType, i: usize, rng: &mut Rng) -> Scalar {
+        let float = d.is_float();
+        let v = match self {
+            Fill::Values(v) => Scalar::F(v[i % v.len()]),
+            Fill::Index(lo, hi) => Scalar::I(lo + rng.below((hi - lo) as usize) as i64),
+            Fill::Ties => Scalar::I(rng.below(4) as i64),
+            _ if d == DType::Bool => Scalar::Bool(rng.below(2) == 1),
+            Fill::Range(lo, hi) if float => Scalar::F(rng.uniform(*lo, *hi)),
+            Fill::Special | Fill::NonFinite if float => {
+                let (max, min) = extremes(d);
+                let max = if matches!(self, Fill::Special) { max } else { 2.0 };
+                let list = [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, 0.0, -0.0, 1.0, -1.0, 0.5, min, -min, max, -max];
+                match list.get(rng.below(18)) {
+                    Some(v) => Scalar::F(*v),
+                    None => Scalar::F(rng.uniform(-9.0, 9.0)),
+                }
+            }
+            Fill::Range(..) | Fill::Special | Fill::NonFinite => any_int(d, rng),
+        };
+        v.cast(d)
+    }
+}
+
+/// How far a result may be from the reference.
+#[derive(Clone, Copy, Debug)]
+pub enum Tol {
+    /// Equal to the typed reference in every bit, except that any NaN will do.
+    Exact,
+    /// Equal in value to the typed reference: like `Exact`, but the zeros are alike.
+    Equal,
+    /// Units of the type's epsilon, relative to the reference's magnitude.
+    Ulps(f64),
+    /// Sums (or products) of this many terms: relative to the same op on the operands' magnitudes.
+    Sum(usize),
+    /// The same, where the result's type holds every partial sum.
+    Each(usize),
+    /// Units of the type's epsilon, relative to the tensor's largest magnitude.
+    Norm(f64),
+}
+
+/// A graph of one op.
+#[derive(Clone)]
+pub struct Case {
+    pub label: String,
+    pub ins: Vec<In>,
+    pub args: Vec<DType>,
+    pub build: Build,
+    /// Instead of the row's.
+    pub tol: Option<Tol>,
+    /// Only for these types, where not empty.
+    pub only: Vec<DType>,
+    /// Its gradient is checked.
+    pub grad: bool,
+}
+
+pub fn case(
+    label: impl Into<String>,
+    ins: impl Into<Vec<In>>,
+    build: impl Fn(&mut Graph, &[NodeId]) -> Result<NodeId> + Send + Sync + 'static,
+) -> Case {
+    Case { label: label.into(), ins: ins.into(), args: vec![], build: Arc::new(build), tol: None, only: vec![], grad: false }
+}
+
+impl Case {
+    pub fn tol(mut self, t: Tol) -> Case {
+        self.tol = Some(t);
+        self
+    }
+
+    pub fn only(mut self, d: &[DType]) -> Case {
+        self.only = d.to_vec();
+        self
+    }
+
+    /// Its gradient is checked too.
+    pub fn grad(mut self) -> Case {
+        self.grad = true;
+        self
+    }
+
+    pub fn takes(&self, d: DType) -> bool {
+        self.only.is_empty() || self.only.contains(&d)
+    }
+
+    /// The graph for one element type, with one output.
+    pub fn graph(&self, d: DType) -> Result<Graph> {
+        let mut g = Graph::new();
+        let mut ids: Vec<NodeId> = vec![];
+        for (i, o) in self.ins.iter().enumerate() {
+            ids.push(g.input(&format!("x{i}"), TensorType::new(o.dtype.unwrap_or(d), o.dims.as_slice())));
+        }
+        for a in &self.args {
+            ids.push(g.arg(*a));
+        }
+        let y = (self.build)(&mut g, &ids)?;
+        g.output("y", y);
+        Ok(g)
+    }
+
+    pub fn inputs(&self, d: DType, rng: &mut Rng) -> Result<Vec<ConstData>> {
+        self.ins.iter().map(|i| i.data(d, rng)).collect()
+    }
+}
+
+/// One op.
+pub struct Row {
+    pub name: String,
+    pub dtypes: Vec<DType>,
+    pub tol: Tol,
+    pub cases: Vec<Case>,
+}
+
+pub fn row(name: impl Into<String>, dtypes: Vec<DType>, tol: Tol, cases: impl Into<Vec<Case>>) -> Row {
+    Row { name: name.into(), dtypes, tol, cases: cases.into() }
+}
+
+pub fn floats() -> Vec<DType> {
+    DType::all().filter(|d| d.is_float()).collect()
+}
+pub fn numbers() -> Vec<DType> {
+    DType::all().filter(|d| *d != DType::Bool).collect()
+}
+pub fn all() -> Vec<DType> {
+    DType::all().collect()
+}
+
+/// The types that stand for their class where one program per type would be too many.
+pub const FEW: &[DType] = &[DType::F32, DType::I32, DType::BF16, DType::U8];

@@ -1,0 +1,179 @@
+//! Rows of the views, and of ops that read their operands through views.
+
+use super::case::*;
+use halcyon::ir::graph::{Graph, NodeId};
+use halcyon::ir::op::ReduceKind;
+use halcyon::{Dim, DType, Result, Shape};
+
+pub fn slice(g: &mut Graph, x: NodeId, start: &[usize], step: &[i64], len: &[usize]) -> Result<NodeId> {
+    let d = |v: &[usize]| v.iter().map(|n| Dim::from(*n)).collect::<Vec<_>>();
+    g.slice(x, &d(start), step, &d(len))
+}
+
+fn expand<const N: usize>(g: &mut Graph, x: NodeId, to: [usize; N]) -> Result<NodeId> {
+    g.expand(x, &Shape::from(to))
+}
+
+/// Ways to look at a `[6, 8]` operand as `[4, 6]`, by name.
+type Look = (&'static str, fn(&mut Graph, NodeId) -> Result<NodeId>);
+pub const LOOKS: &[Look] = &[
+    ("permuted", |g, x| {
+        let s = slice(g, x, &[0, 0], &[1, 1], &[6, 4])?;
+        g.permute(s, &[1, 0])
+    }),
+    ("stepped", |g, x| slice(g, x, &[1, 0], &[1, 1], &[4, 6])),
+    ("step 2 and back", |g, x| {
+        let s = slice(g, x, &[0, 7], &[1, -1], &[6, 8])?;
+        let p = g.pad(s, &[0, 2], &[2, 2], 1.0)?;
+        slice(g, p, &[0, 0], &[2, 2], &[4, 6])
+    }),
+    ("backwards", |g, x| slice(g, x, &[5, 7], &[-1, -1], &[4, 6])),
+    ("expanded row", |g, x| {
+        let s = slice(g, x, &[2, 1], &[1, 1], &[1, 6])?;
+        expand(g, s, [4, 6])
+    }),
+    ("expanded column", |g, x| {
+        let s = slice(g, x, &[1, 3], &[1, 1], &[4, 1])?;
+        expand(g, s, [4, 6])
+    }),
+    ("padded", |g, x| {
+        let s = slice(g, x, &[1, 1], &[2, 3], &[2, 3])?;
+        g.pad(s, &[1, 0], &[1, 3], 2.0)
+    }),
+    ("reshaped", |g, x| {
+        let s = slice(g, x, &[0, 2], &[1, 1], &[6, 4])?;
+        g.reshape(s, [4usize, 6])
+    }),
+];
+
+pub fn rows() -> Vec<Row> {
+    let mut out = vec![
+        row(
+            "reshape",
+            all(),
+            Tol::Exact,
+            [
+                case("merge", [x([3, 5, 7])], |g, x| g.reshape(x[0], [15usize, 7])).grad(),
+                case("of a permuted", [x([3, 5, 7])], |g, x| {
+                    let p = g.permute(x[0], &[2, 0, 1])?;
+                    g.reshape(p, [21usize, 5])
+                }),
+                case("to rank 0", [x([1, 1])], |g, x| g.reshape(x[0], Shape::scalar())),
+                case("empty", [x([0, 4])], |g, x| g.reshape(x[0], [2usize, 0])),
+            ],
+        ),
+        row(
+            "permute",
+            all(),
+            Tol::Exact,
+            [
+                case("3-D", [x([3, 5, 7])], |g, x| g.permute(x[0], &[2, 0, 1])).grad(),
+                case("4-D", [x([2, 3, 5, 7])], |g, x| g.permute(x[0], &[3, 1, 0, 2])),
+                case("257", [x([257, 33])], |g, x| g.transpose(x[0], 0, 1)),
+                case("empty", [x([3, 0])], |g, x| g.transpose(x[0], 0, 1)),
+            ],
+        ),
+        row(
+            "expand",
+            all(),
+            Tol::Exact,
+            [
+                case("middle", [x([3, 1, 5])], |g, x| expand(g, x[0], [3, 4, 5])).grad(),
+                case("new axes", [x([5])], |g, x| expand(g, x[0], [2, 3, 5])),
+                case("from rank 0", [x([])], |g, x| expand(g, x[0], [33])),
+                case("to nothing", [x([1, 4])], |g, x| expand(g, x[0], [0, 4])),
+            ],
+        ),
+        row(
+            "slice",
+            all(),
+            Tol::Exact,
+            [
+                case("part", [x([7, 9])], |g, x| slice(g, x[0], &[2, 1], &[1, 1], &[4, 5])).grad(),
+                case("steps", [x([7, 9])], |g, x| slice(g, x[0], &[6, 0], &[-2, 3], &[4, 3])).grad(),
+                case("flip", [x([7, 9])], |g, x| g.flip(x[0], &[0, 1])),
+                case("nothing", [x([7, 9])], |g, x| slice(g, x[0], &[2, 1], &[1, 1], &[0, 5])),
+                case("narrow", [x([7, 9])], |g, x| g.narrow(x[0], 1, 8usize, 1usize)),
+            ],
+        ),
+        row(
+            "pad",
+            all(),
+            Tol::Exact,
+            [
+                case("both sides", [x([3, 5])], |g, x| g.pad(x[0], &[1, 0], &[2, 3], 1.0)).grad(),
+                case("1-D", [x([33])], |g, x| g.pad(x[0], &[3], &[4], 0.0)),
+                case("rank 0", [x([])], |g, x| g.pad(x[0], &[], &[], 1.0)),
+                case("of nothing", [x([0, 2])], |g, x| g.pad(x[0], &[2, 0], &[1, 1], 1.0)),
+                case("twice, two values", [x([3, 5])], |g, x| {
+                    let p = g.pad(x[0], &[1, 1], &[1, 1], 1.0)?;
+                    g.pad(p, &[0, 2], &[2, 0], 0.0)
+                }),
+                case("minus infinity", [x([3, 5])], |g, x| g.pad(x[0], &[1, 1], &[1, 1], f64::NEG_INFINITY)),
+            ],
+        ),
+        row(
+            "concat",
+            all(),
+            Tol::Exact,
+            [
+                case("last", [x([3, 5]), x([3, 2])], |g, x| g.concat(x, 1)).grad(),
+                case("first, an empty part", [x([3, 5]), x([0, 5]), x([2, 5])], |g, x| g.concat(x, 0)),
+                case("only empty parts", [x([0, 5]), x([0, 5])], |g, x| g.concat(x, 0)),
+                case("one operand twice", [x([3, 5])], |g, x| g.concat(&[x[0], x[0]], 1)),
+                case("views", [x([5, 3]), x([3, 5])], |g, x| {
+                    let (t, f) = (g.transpose(x[0], 0, 1)?, g.flip(x[1], &[1])?);
+                    g.concat(&[t, f], 0)
+                }),
+                case("many", (0..40).map(|i| super::case::x([1 + i % 3, 2])).collect::<Vec<_>>(), |g, x| g.concat(x, 0)).only(FEW),
+            ],
+        ),
+    ];
+    let any = [DType::F32, DType::F16, DType::I32, DType::U8, DType::I64];
+    let mut add = vec![];
+    let mut select = vec![];
+    let mut reduce = vec![];
+    let mut matmul = vec![];
+    let mut gather = vec![];
+    let mut softmax = vec![];
+    for (name, look) in LOOKS {
+        add.push(case(*name, [x([6, 8]), x([4, 6])], move |g, x| {
+            let v = look(g, x[0])?;
+            g.add(v, x[1])
+        }).grad());
+        select.push(case(*name, [x([6, 8]), x([6, 8]), x([4, 6])], move |g, x| {
+            let (a, b) = (look(g, x[0])?, look(g, x[1])?);
+            let c = g.lt(a, b)?;
+            g.select(c, b, x[2])
+        }).only(&any[..3]));
+        for axis in [0, 1] {
+            reduce.push(case(format!("{name}, axis {axis}"), [x([6, 8])], move |g, x| {
+                let v = look(g, x[0])?;
+                g.reduce(ReduceKind::Sum, v, &[axis], false)
+            }).tol(Tol::Sum(6)));
+        }
+        matmul.push(case(*name, [x([6, 8]), x([6, 5])], move |g, x| {
+            let v = look(g, x[0])?;
+            g.matmul(v, x[1])
+        }).tol(Tol::Sum(6)).grad());
+        matmul.push(case(format!("{name}, right"), [x([3, 4]), x([6, 8])], move |g, x| {
+            let v = look(g, x[1])?;
+            g.matmul(x[0], v)
+        }).tol(Tol::Sum(4)));
+        gather.push(case(*name, [x([6, 8]), ix([2, 3], -4, 4)], move |g, x| {
+            let v = look(g, x[0])?;
+            g.gather(v, x[1], 0)
+        }));
+        softmax.push(case(*name, [x([6, 8])], move |g, x| {
+            let v = look(g, x[0])?;
+            g.softmax(v, 1)
+        }));
+    }
+    out.push(row("add of views", any.to_vec(), Tol::Ulps(1.0), add));
+    out.push(row("select of views", any.to_vec(), Tol::Exact, select));
+    out.push(row("reduce_sum of views", any.to_vec(), Tol::Sum(6), reduce));
+    out.push(row("matmul of views", any.to_vec(), Tol::Sum(6), matmul));
+    out.push(row("gather of views", any.to_vec(), Tol::Exact, gather));
+    out.push(row("softmax of views", vec![DType::F32], Tol::Norm(16.0), softmax));
+    out
+}
