@@ -1,7 +1,7 @@
 //! From fused kernels and structured ops to kernel IR. The signatures here are what `crate::lower` calls.
 
 pub use super::chain::{fused_param, lower_fused};
-use super::{Kernel, Launch, attention, conv, gather, matmul, pool, rows, scan, verify_for};
+use super::{Kernel, Launch, attention, conv, gather, matmul, pool, rows, scan, templates, verify_for};
 use crate::composite::Composite;
 use crate::dtype::{Class, DType};
 use crate::error::Result;
@@ -56,6 +56,13 @@ pub fn lower_op(
             Err(Declined::because(format!("{what} on {}", out.dtype)))
         }
     };
+    // The templates are for dense operands and the usual ranks; a copy for them costs less than the general kernels do, which
+    // take the rest.
+    match tuned(op, inputs, outputs, caps) {
+        Some(Ok(low)) => return Ok(low),
+        Some(Err(d)) if !d.dense.is_empty() => return Err(d),
+        _ => {}
+    }
     match op {
         Op::Matmul => built(matmul::build(&inputs[0], &inputs[1], out, caps), all()),
         Op::Conv(c) => {
@@ -122,6 +129,23 @@ pub fn lower_op(
         Op::Composite(c) => built(composite(c, inputs, out, caps)?, all()),
         op => Err(Declined::because(format!("no template for {}", op.name()))),
     }
+}
+
+/// What the templates of [`templates`] make of an op they are for.
+fn tuned(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Option<Result<Lowered, Declined>> {
+    let lower = match op {
+        Op::Matmul => templates::matmul::lower,
+        Op::Conv(_) => templates::conv::lower,
+        Op::Pool(_) | Op::PoolGrad(_) => templates::pool::lower,
+        Op::Composite(c) => match &*c.name {
+            "softmax" | "log_softmax" => templates::softmax::lower,
+            "layer_norm" | "rms_norm" => templates::norm::lower,
+            "attention" => templates::attention::lower,
+            _ => return None,
+        },
+        _ => return None,
+    };
+    Some(lower(op, inputs, outputs, caps))
 }
 
 /// Composites that a template claims whole.

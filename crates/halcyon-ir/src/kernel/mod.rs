@@ -13,6 +13,7 @@ mod pool;
 mod rows;
 mod scan;
 mod template;
+pub mod templates;
 pub mod verify;
 
 pub use builder::{Buf, Builder, E, Fault, Local, Private, Var};

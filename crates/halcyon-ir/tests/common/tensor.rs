@@ -96,6 +96,11 @@ impl Tensor {
         &self.operand.view.shape
     }
 
+    /// The same elements, row-major.
+    pub fn dense(&self) -> Tensor {
+        Tensor::new(self.operand.dtype, self.shape(), 0, |i| self.values[i])
+    }
+
     pub fn get(&self, idx: &[usize]) -> f64 {
         self.values[linear(self.shape(), idx)]
     }

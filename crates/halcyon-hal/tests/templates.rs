@@ -1,0 +1,156 @@
+//! The hand-written kernels compiled and run by the OpenCL device there is, as lowered for it and as lowered for a GPU, against
+//! the float64 reference.
+
+mod common;
+
+use common::*;
+use halcyon_hal::{BackendType, Command, Device, Tag};
+use halcyon_ir::kernel::lower::lower_op;
+use halcyon_ir::layout::View;
+use halcyon_ir::op::{Conv, Pool, PoolKind};
+use halcyon_ir::reference::eval_f64;
+use halcyon_ir::target::{Caps, Operand};
+use halcyon_ir::{ConstData, DType, Graph, NodeId, Result, TensorType};
+
+/// A device that shares its workgroups' memory among 256 work-items.
+fn like_a_gpu(caps: &Caps) -> Caps {
+    Caps {
+        is_cpu: false,
+        max_workgroup: caps.max_workgroup.min(256),
+        workgroup_memory: caps.workgroup_memory.min(32 << 10),
+        ..caps.clone()
+    }
+}
+
+fn check(shapes: &[&[usize]], build: impl Fn(&mut Graph, &[NodeId]) -> Result<NodeId>) {
+    let mut r = Random::fresh();
+    for lane in lanes().iter().filter(|l| l.driver.kind() == BackendType::OpenCl) {
+        let dev = lane.open();
+        let mut g = Graph::new();
+        let data: Vec<ConstData> = shapes
+            .iter()
+            .map(|s| {
+                let v: Vec<f32> = (0..s.iter().product::<usize>())
+                    .map(|_| (r.next() >> 40) as f32 / (1u64 << 23) as f32 - 1.0)
+                    .collect();
+                ConstData::from_slice(s, &v).unwrap()
+            })
+            .collect();
+        let ids: Vec<NodeId> = shapes
+            .iter()
+            .map(|s| g.input("x", TensorType::new(DType::F32, *s)))
+            .collect();
+        let y = build(&mut g, &ids).unwrap();
+        g.output("y", y);
+        let want = eval_f64(&g, &data, &[]).unwrap()[0].to_vec::<f64>();
+        let dense = |s: &[usize]| Operand {
+            dtype: DType::F32,
+            view: View::dense(s),
+        };
+        let ins: Vec<Operand> = shapes.iter().map(|s| dense(s)).collect();
+        let out = dense(&g.shape(y).known().unwrap());
+        for caps in [dev.caps().clone(), like_a_gpu(dev.caps())] {
+            let op = &g.node(y).op;
+            let low = lower_op(op, &ins, std::slice::from_ref(&out), false, &caps).unwrap();
+            let name = low.steps[0].0.name.clone();
+            let got = launch(&*dev, &low.steps, &data, want.len());
+            let scale = want.iter().fold(0f64, |m, v| m.max(v.abs()));
+            for (i, (g, w)) in got.iter().zip(&want).enumerate() {
+                let ok = (*g as f64 - w).abs() <= 2e-5 * scale;
+                assert!(
+                    ok,
+                    "{} {name} {shapes:?}: element {i} is {g}, expected {w}",
+                    op.name()
+                );
+            }
+        }
+    }
+}
+
+type Steps = [(halcyon_ir::kernel::Kernel, halcyon_ir::kernel::Launch, Vec<usize>)];
+
+fn launch(dev: &dyn Device, steps: &Steps, data: &[ConstData], results: usize) -> Vec<f32> {
+    let mut all = vec![];
+    for d in data {
+        let b = dev.alloc(d.bytes().len(), Tag::Io).unwrap();
+        dev.write(&b, 0, d.bytes()).unwrap();
+        all.push(b);
+    }
+    let mut raw = vec![0xFF; results * 4];
+    all.push(dev.alloc(raw.len(), Tag::Io).unwrap());
+    dev.write(&all[data.len()], 0, &raw).unwrap();
+    for (k, l, places) in steps {
+        let program = dev.compile(k).unwrap();
+        let buffers: Vec<_> = places.iter().map(|&i| all[i].clone()).collect();
+        dev.submit(&[Command::Launch {
+            program: &program,
+            groups: l.groups,
+            buffers: &buffers,
+            params: &l.params,
+            fault: 0,
+        }])
+        .unwrap();
+    }
+    dev.read(&all[data.len()], 0, &mut raw).unwrap();
+    raw.chunks(4)
+        .map(|b| b.try_into().map_or(f32::NAN, f32::from_le_bytes))
+        .collect()
+}
+
+#[test]
+fn products() {
+    for (m, k, n) in [(1, 300, 70), (8, 64, 172), (70, 65, 5), (67, 33, 130), (3, 5, 7)] {
+        check(&[&[2, m, k], &[2, k, n]], |g, x| g.matmul(x[0], x[1]));
+    }
+}
+
+#[test]
+fn convolutions_and_pools() {
+    let mut c = Conv::new(2);
+    c.pad = [(1, 1), (1, 0)].as_slice().into();
+    check(&[&[2, 6, 9, 19], &[10, 6, 3, 3]], |g, x| {
+        g.conv(x[0], x[1], c.clone())
+    });
+    check(&[&[2, 6, 9, 19], &[10, 6, 1, 1]], |g, x| {
+        g.conv(x[0], x[1], Conv::new(2))
+    });
+    for kind in [
+        PoolKind::Max,
+        PoolKind::Avg {
+            count_include_pad: false,
+        },
+    ] {
+        let p = Pool {
+            kind,
+            kernel: [3, 2].as_slice().into(),
+            stride: [2, 1].as_slice().into(),
+            pad: [(1, 1), (0, 1)].as_slice().into(),
+            dilation: [1, 1].as_slice().into(),
+        };
+        check(&[&[2, 3, 9, 12]], |g, x| g.pool(x[0], p.clone()));
+    }
+}
+
+#[test]
+fn rows() {
+    for (shape, axis) in [([5, 70, 1], 1), ([30, 65, 3], 1), ([3, 1, 1100], 2)] {
+        check(&[&shape], |g, x| g.softmax(x[0], axis));
+        check(&[&shape], |g, x| g.log_softmax(x[0], axis));
+    }
+    for n in [9, 100, 1030] {
+        check(&[&[7, n], &[n], &[n]], |g, x| {
+            g.layer_norm(x[0], x[1], Some(x[2]), 1, 1e-5)
+        });
+        check(&[&[7, n], &[n]], |g, x| g.rms_norm(x[0], x[1], 1e-5));
+    }
+}
+
+#[test]
+fn attention() {
+    for (sq, sk, d) in [(1, 150, 64), (19, 37, 20), (5, 40, 100), (3, 20, 200)] {
+        let (q, k) = ([2, 4, sq, d], [2, 2, sk, d]);
+        check(&[&q, &k, &k, &[sq, sk]], |g, x| {
+            g.attention(x[0], x[1], x[2], Some(x[3]), true, 0.2)
+        });
+    }
+}

@@ -1,0 +1,167 @@
+//! What the templates share: index types, strides as parameters, launches.
+
+use crate::dtype::Scalar;
+use crate::error::Error;
+use crate::kernel::ir::{Kernel, Ty};
+use crate::kernel::lower::Lowered;
+use crate::kernel::{Builder, E, Launch, verify_for};
+use crate::target::{Caps, Declined, Operand};
+
+pub(super) fn declined(e: Error) -> Declined {
+    Declined::because(e.to_string())
+}
+
+/// Fails unless there are `inputs` operands in and one out.
+pub(super) fn arity(
+    op: &str,
+    inputs: &[Operand],
+    outputs: &[Operand],
+    takes: std::ops::RangeInclusive<usize>,
+) -> Result<(), Declined> {
+    if takes.contains(&inputs.len()) && outputs.len() == 1 {
+        return Ok(());
+    }
+    Err(Declined::because(format!(
+        "{op}: {} operands and {} results",
+        inputs.len(),
+        outputs.len()
+    )))
+}
+
+/// Asks for copies of the inputs whose views have masks; kernels here read memory only.
+pub(super) fn unmasked(inputs: &[Operand]) -> Result<(), Declined> {
+    let masked: Vec<usize> = (0..inputs.len())
+        .filter(|&i| inputs[i].view.mask.is_some())
+        .collect();
+    if masked.is_empty() {
+        Ok(())
+    } else {
+        Err(Declined::needs_dense(masked))
+    }
+}
+
+/// Asks for copies of those of the given inputs that are not row-major (at any offset).
+pub(super) fn row_major(inputs: &[Operand], which: impl IntoIterator<Item = usize>) -> Result<(), Declined> {
+    let bad: Vec<usize> = which
+        .into_iter()
+        .filter(|&i| !inputs[i].view.has_dense_strides())
+        .collect();
+    if bad.is_empty() {
+        Ok(())
+    } else {
+        Err(Declined::needs_dense(bad))
+    }
+}
+
+/// The index type that reaches every element of the operands: i32, with room for the tile overhang of guarded reads, or i64.
+pub(super) fn index_type(inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Ty, Declined> {
+    let far = inputs.iter().chain(outputs).any(|o| {
+        let (lo, hi) = o.view.range().unwrap_or((0, 0));
+        o.view.numel() >= 1 << 30 || hi >= 1 << 30 || hi - lo >= 1 << 30
+    });
+    match (far, caps.i64) {
+        (false, _) => Ok(Ty::I32),
+        (true, true) => Ok(Ty::I64),
+        (true, false) => Err(Declined::because(
+            "an operand of more than 2^30 elements on a device without 64-bit integers",
+        )),
+    }
+}
+
+/// Values for a kernel's parameters, by name.
+#[derive(Debug, Default)]
+pub(super) struct Args(Vec<(String, Scalar)>);
+
+impl Args {
+    /// Starts with the offsets of the buffers: inputs, then outputs.
+    pub(super) fn of(inputs: &[Operand], outputs: &[Operand]) -> Args {
+        let offsets = inputs
+            .iter()
+            .chain(outputs)
+            .enumerate()
+            .map(|(i, o)| (format!("o{i}"), Scalar::I(o.view.offset as i64)));
+        Args(offsets.collect())
+    }
+
+    pub(super) fn int(&mut self, name: impl Into<String>, v: impl TryInto<i64>) -> &mut Args {
+        // Sizes and strides fit i64 by construction; the limit makes a wrong one fail in `Launch::bind`.
+        self.0
+            .push((name.into(), Scalar::I(v.try_into().unwrap_or(i64::MAX))));
+        self
+    }
+
+    /// Entry `i` becomes `name` followed by `i`.
+    pub(super) fn ints<T: TryInto<i64>>(&mut self, name: &str, v: impl IntoIterator<Item = T>) -> &mut Args {
+        for (i, v) in v.into_iter().enumerate() {
+            self.int(format!("{name}{i}"), v);
+        }
+        self
+    }
+
+    pub(super) fn float(&mut self, name: &str, v: f64) -> &mut Args {
+        self.0.push((name.into(), Scalar::F(v)));
+        self
+    }
+}
+
+/// `name0`, `name1`, … as parameters of the index type.
+pub(super) fn sizes<'a>(b: &'a Builder, name: &str, n: usize) -> Vec<E<'a>> {
+    (0..n).map(|i| b.size(&format!("{name}{i}"))).collect()
+}
+
+/// Finishes a kernel, checks it against the device and launches it over at least `groups` groups. The buffers are the
+/// op's inputs and then its output.
+pub(super) fn single(b: Builder, args: &Args, groups: usize, caps: &Caps) -> Result<Lowered, Declined> {
+    let k = b.finish().map_err(declined)?;
+    verify_for(&k, caps).map_err(declined)?;
+    let buffers = (0..k.buffers.len()).collect();
+    let launch = bind(&k, args, groups, caps)?;
+    Ok(Lowered {
+        steps: vec![(k, launch, buffers)],
+        temps: vec![],
+    })
+}
+
+fn bind(k: &Kernel, args: &Args, groups: usize, caps: &Caps) -> Result<Launch, Declined> {
+    let max = caps.max_groups.clamp(1, 65_535) as u64;
+    if groups as u64 > max * max {
+        return Err(Declined::because(format!(
+            "{}: {groups} workgroups, the device takes {max} by {max}",
+            k.name
+        )));
+    }
+    let values: Vec<(&str, Scalar)> = args.0.iter().map(|(n, v)| (n.as_str(), *v)).collect();
+    Launch::bind(k, Launch::fold(groups as u64, caps.max_groups), &values).map_err(declined)
+}
+
+/// Work-items for a kernel without workgroup memory: `want`, or what the device takes.
+pub(super) fn items(want: u32, caps: &Caps) -> u32 {
+    want.min(caps.max_workgroup).max(1)
+}
+
+/// Splits a linear index into coordinates, innermost (last) axis of `dims` first to go.
+pub(super) fn unravel<'a>(b: &'a Builder, index: E<'a>, dims: &[E<'a>]) -> Vec<E<'a>> {
+    let mut rest = index;
+    let mut out = vec![];
+    for (i, d) in dims.iter().enumerate().rev() {
+        if i == 0 {
+            out.push(rest);
+        } else {
+            out.push(b.let_(rest.imod(*d)));
+            rest = b.let_(rest.idiv(*d));
+        }
+    }
+    out.reverse();
+    out
+}
+
+/// `v` with `with` in front, three entries in all: windows over one or two axes get unit axes.
+pub(super) fn three<T: Copy>(v: impl IntoIterator<Item = T>, with: T) -> [T; 3] {
+    let mut out = [with; 3];
+    let v: Vec<T> = v.into_iter().take(3).collect();
+    let lead = 3 - v.len();
+    for (i, x) in v.into_iter().enumerate() {
+        out[lead + i] = x;
+    }
+    out
+}

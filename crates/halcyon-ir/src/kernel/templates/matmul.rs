@@ -1,0 +1,525 @@
+//! Matrix product of strided operands: `y[b…, i, j] = Σ a[b…, i, k] * w[b…, k, j]`.
+//!
+//! Five kernels. On GPUs a tiled one through workgroup memory and one for a few rows or columns, whose workgroup splits the
+//! sum; on CPUs one whose work-item owns a block of rows and columns, and one for long dot products; anywhere, for tiny
+//! products, one output per work-item.
+
+use super::common::*;
+use crate::dtype::DType;
+use crate::kernel::ir::Ty;
+use crate::kernel::lower::Lowered;
+use crate::kernel::{Buf, Builder, E};
+use crate::layout::{View, collapse};
+use crate::op::Op;
+use crate::target::{Caps, Declined, Operand};
+
+/// A product as the kernels see it: up to four batch dimensions of strides, then two strides per operand.
+#[derive(Clone, Debug)]
+struct Problem {
+    batch: Vec<usize>,
+    m: usize,
+    n: usize,
+    k: usize,
+    /// Strides of the left operand over the batch, rows and the sum; likewise below.
+    ab: Vec<isize>,
+    am: isize,
+    ak: isize,
+    bb: Vec<isize>,
+    bk: isize,
+    bn: isize,
+    ym: isize,
+    yn: isize,
+}
+
+impl Problem {
+    fn new(a: &View, w: &View) -> Problem {
+        let r = a.rank();
+        let (m, k, n) = (a.shape[r - 2], a.shape[r - 1], w.shape[r - 1]);
+        let batch = |v: &View| View {
+            shape: v.shape[..r - 2].into(),
+            strides: v.strides[..r - 2].into(),
+            offset: 0,
+            mask: None,
+        };
+        let (mut va, mut vb) = (batch(a), batch(w));
+        collapse(&mut [&mut va, &mut vb], r - 2);
+        let mut p = Problem {
+            batch: va.shape.to_vec(),
+            m,
+            n,
+            k,
+            ab: va.strides.to_vec(),
+            am: a.strides[r - 2],
+            ak: a.strides[r - 1],
+            bb: vb.strides.to_vec(),
+            bk: w.strides[r - 2],
+            bn: w.strides[r - 1],
+            ym: n as isize,
+            yn: 1,
+        };
+        // One right operand for a whole batch: the batch is more rows.
+        if let ([d], [sa], [0]) = (&p.batch[..], &p.ab[..], &p.bb[..])
+            && (m == 1 || *sa == m as isize * p.am)
+        {
+            if m == 1 {
+                p.am = *sa;
+            }
+            p.m = m * d;
+            (p.batch, p.ab, p.bb) = (vec![], vec![], vec![]);
+        }
+        p
+    }
+
+    fn batches(&self) -> usize {
+        self.batch.iter().product()
+    }
+
+    /// The same product of the transposes, `wᵀ aᵀ`, into the transposed result.
+    fn transposed(&self) -> Problem {
+        Problem {
+            batch: self.batch.clone(),
+            m: self.n,
+            n: self.m,
+            k: self.k,
+            ab: self.bb.clone(),
+            am: self.bn,
+            ak: self.bk,
+            bb: self.ab.clone(),
+            bk: self.ak,
+            bn: self.am,
+            ym: self.yn,
+            yn: self.ym,
+        }
+    }
+
+    /// Batch dimensions the kernel is built for: one or four.
+    fn rank_class(&self) -> usize {
+        if self.batch.len() <= 1 { 1 } else { 4 }
+    }
+}
+
+/// Kernels for [`Op::Matmul`]: operands `[b…, m, k]` and `[b…, k, n]` of one number type and any strides.
+///
+/// # Errors
+/// Declines with `needs_dense` for masked operands and for more than four batch dimensions that do not merge.
+pub fn lower(_: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
+    arity("matmul", inputs, outputs, 2..=2)?;
+    unmasked(inputs)?;
+    let (a, w) = (&inputs[0].view, &inputs[1].view);
+    if a.rank() < 2 || a.rank() != w.rank() {
+        return Err(Declined::because(
+            "matmul: operands of rank 2 or more, and of equal rank",
+        ));
+    }
+    let p = Problem::new(a, w);
+    if p.batch.len() > 4 {
+        let strided = (0..2).filter(|&i| !inputs[i].view.is_dense());
+        return Err(Declined::needs_dense(strided));
+    }
+    let ix = index_type(inputs, outputs, caps)?;
+    let (dtype, args) = (inputs[0].dtype, Args::of(inputs, outputs));
+    let cx = Cx { dtype, ix, caps };
+    let outs = p.batches() * p.m * p.n;
+    if caps.is_cpu {
+        return match () {
+            _ if p.bn == 1 && p.n >= 8 => cx.block(&p, args),
+            _ if p.bk == 1 && p.ak == 1 && p.k >= 16 => cx.dot(&p, args),
+            _ => cx.simple(&p, args),
+        };
+    }
+    let narrow = p.m.min(p.n) <= 8 && p.k >= 64 && caps.max_workgroup >= 64;
+    if narrow && p.m > p.n {
+        return cx.split(&p.transposed(), args, true);
+    }
+    if narrow {
+        return cx.split(&p, args, false);
+    }
+    let tile = Tile::choose(&p, caps, Ty::of(dtype));
+    match tile {
+        Some(t) if p.m.min(p.n) >= 8 && p.k >= 8 && outs >= 1024 => cx.tiled(&p, args, t),
+        _ => cx.simple(&p, args),
+    }
+}
+
+/// Work-items and outputs per work-item of the tiled kernel.
+#[derive(Clone, Copy, Debug)]
+struct Tile {
+    /// The workgroup is `side * side` work-items,
+    side: u32,
+    /// each with `each * each` outputs.
+    each: u32,
+    /// Depth of a step.
+    depth: u32,
+}
+
+impl Tile {
+    fn choose(p: &Problem, caps: &Caps, ty: Ty) -> Option<Tile> {
+        let side = match caps.max_workgroup {
+            256.. => 16,
+            64.. => 8,
+            _ => return None,
+        };
+        let groups = |edge: u32| p.m.div_ceil(edge as usize) * p.n.div_ceil(edge as usize) * p.batches();
+        // Smaller tiles where large ones would leave compute units idle.
+        let each = if groups(side * 4) >= 2 * caps.compute_units as usize {
+            4
+        } else {
+            2
+        };
+        let t = Tile {
+            side,
+            each,
+            depth: 16,
+        };
+        (t.words() as usize * ty.size() <= caps.workgroup_memory as usize).then_some(t)
+    }
+
+    fn edge(self) -> u32 {
+        self.side * self.each
+    }
+
+    fn words(self) -> u32 {
+        2 * self.depth * (self.edge() + 1)
+    }
+}
+
+#[derive(Clone, Copy)]
+struct Cx<'c> {
+    dtype: DType,
+    ix: Ty,
+    caps: &'c Caps,
+}
+
+/// Parameters all kernels have.
+struct Shape<'a> {
+    m: E<'a>,
+    n: E<'a>,
+    k: E<'a>,
+    batch: Vec<E<'a>>,
+    ab: Vec<E<'a>>,
+    bb: Vec<E<'a>>,
+    am: E<'a>,
+    ak: E<'a>,
+    bk: E<'a>,
+    bn: E<'a>,
+}
+
+impl<'a> Shape<'a> {
+    fn declare(b: &'a Builder, class: usize) -> Shape<'a> {
+        Shape {
+            m: b.size("m"),
+            n: b.size("n"),
+            k: b.size("k"),
+            batch: sizes(b, "d", class),
+            ab: sizes(b, "ab", class),
+            bb: sizes(b, "bb", class),
+            am: b.size("am"),
+            ak: b.size("ak"),
+            bk: b.size("bk"),
+            bn: b.size("bn"),
+        }
+    }
+
+    /// The number of batches, and where batch `i` starts in both operands.
+    fn batches(&self) -> E<'a> {
+        self.batch[1..].iter().fold(self.batch[0], |p, d| p * *d)
+    }
+
+    fn starts(&self, b: &'a Builder, i: E<'a>) -> (E<'a>, E<'a>) {
+        let (mut rest, mut x, mut w) = (i, b.index(0), b.index(0));
+        for d in (0..self.batch.len()).rev() {
+            let at = if d == 0 {
+                rest
+            } else {
+                b.let_(rest.imod(self.batch[d]))
+            };
+            x = x + at * self.ab[d];
+            w = w + at * self.bb[d];
+            if d > 0 {
+                rest = b.let_(rest.idiv(self.batch[d]));
+            }
+        }
+        (b.let_(x), b.let_(w))
+    }
+}
+
+fn fill(args: &mut Args, p: &Problem, class: usize) {
+    let pad = |v: &[isize]| {
+        let mut v = v.to_vec();
+        v.resize(class, 0);
+        v
+    };
+    let mut d = p.batch.clone();
+    d.resize(class, 1);
+    args.int("m", p.m as i64)
+        .int("n", p.n as i64)
+        .int("k", p.k as i64);
+    args.ints("d", d.iter().map(|&d| d as i64));
+    args.ints("ab", pad(&p.ab).iter().map(|&s| s as i64));
+    args.ints("bb", pad(&p.bb).iter().map(|&s| s as i64));
+    args.int("am", p.am as i64).int("ak", p.ak as i64);
+    args.int("bk", p.bk as i64).int("bn", p.bn as i64);
+}
+
+impl Cx<'_> {
+    fn ty(&self) -> Ty {
+        Ty::of(self.dtype)
+    }
+
+    fn buffers(&self, b: &Builder) -> (Buf, Buf, Buf) {
+        (b.input(self.dtype), b.input(self.dtype), b.output(self.dtype))
+    }
+
+    /// One output per work-item.
+    fn simple(&self, p: &Problem, mut args: Args) -> Result<Lowered, Declined> {
+        let (class, wg) = (p.rank_class(), items(64, self.caps));
+        let b = Builder::with_index("matmul_simple", [wg, 1, 1], self.ix);
+        let (a, w, y) = self.buffers(&b);
+        let s = Shape::declare(&b, class);
+        let at = b.linear_id();
+        b.if_(at.lt(s.batches() * s.m * s.n), || {
+            let (row, j) = (b.let_(at.idiv(s.n)), b.let_(at.imod(s.n)));
+            let (x0, w0) = s.starts(&b, row.idiv(s.m));
+            let (x0, w0) = (b.let_(x0 + row.imod(s.m) * s.am), b.let_(w0 + j * s.bn));
+            let acc = b.var_of(self.ty(), 0);
+            b.for_(0, s.k, 1, |k| {
+                let (x, v) = (b.load(a, x0 + k * s.ak), b.load(w, w0 + k * s.bk));
+                acc.set(x.mul_add(v, acc.get()));
+            });
+            b.store(y, at, acc.get());
+        });
+        fill(&mut args, p, class);
+        single(
+            b,
+            &args,
+            (p.batches() * p.m * p.n).div_ceil(wg as usize),
+            self.caps,
+        )
+    }
+
+    /// Tiles of both operands in workgroup memory, `each * each` outputs per work-item. Consecutive work-items read along
+    /// the axis that is contiguous in memory.
+    fn tiled(&self, p: &Problem, mut args: Args, t: Tile) -> Result<Lowered, Declined> {
+        let (class, edge, n_items) = (p.rank_class(), t.edge(), t.side * t.side);
+        let along_k = (p.ak.abs() <= p.am.abs(), p.bk.abs() <= p.bn.abs());
+        let b = Builder::with_index("matmul_tiled", [n_items, 1, 1], self.ix);
+        let (a, w, y) = self.buffers(&b);
+        let s = Shape::declare(&b, class);
+        // One more word per row, so that writes down a column fall into different banks.
+        let pitch = edge + 1;
+        let (ta, tb) = (
+            b.local(self.ty(), t.depth * pitch),
+            b.local(self.ty(), t.depth * pitch),
+        );
+        let (gm, gn) = (b.let_(s.m.div_ceil(edge)), b.let_(s.n.div_ceil(edge)));
+        let g = b.let_(b.linear_group());
+        b.if_(g.lt(gm * gn * s.batches()), || {
+            let lid = b.local_id(0);
+            let (tx, ty) = (b.let_(lid.imod(t.side)), b.let_(lid.idiv(t.side)));
+            let bt = b.let_(g.idiv(gm * gn));
+            let tile = b.let_(g.imod(gm * gn));
+            let (i0, j0) = (b.let_(tile.idiv(gn) * edge), b.let_(tile.imod(gn) * edge));
+            let (x0, w0) = s.starts(&b, bt);
+            let acc: Vec<_> = (0..t.each * t.each).map(|_| b.var_of(self.ty(), 0)).collect();
+            b.for_(0, s.k, t.depth, |k0| {
+                for step in 0..(edge * t.depth).div_ceil(n_items) {
+                    let e = lid + step * n_items;
+                    let place = |fast_k: bool| match fast_k {
+                        true => (e.idiv(t.depth), e.imod(t.depth)),
+                        false => (e.imod(edge), e.idiv(edge)),
+                    };
+                    let (r, c) = place(along_k.0);
+                    let (i, k) = (i0 + r, k0 + c);
+                    let v = b.load_if(a, x0 + i * s.am + k * s.ak, i.lt(s.m).and(k.lt(s.k)));
+                    ta.store(c * pitch + r, v);
+                    let (r, c) = place(along_k.1);
+                    let (j, k) = (j0 + r, k0 + c);
+                    let v = b.load_if(w, w0 + j * s.bn + k * s.bk, j.lt(s.n).and(k.lt(s.k)));
+                    tb.store(c * pitch + r, v);
+                }
+                b.barrier();
+                b.for_(0, t.depth, 1, |k| {
+                    let at = b.let_(k * pitch);
+                    let x: Vec<_> = (0..t.each).map(|i| ta.load(at + ty + i * t.side)).collect();
+                    let v: Vec<_> = (0..t.each).map(|j| tb.load(at + tx + j * t.side)).collect();
+                    for (q, acc) in acc.iter().enumerate() {
+                        let (i, j) = (q / t.each as usize, q % t.each as usize);
+                        acc.set(x[i].mul_add(v[j], acc.get()));
+                    }
+                });
+                b.barrier();
+            });
+            for (q, acc) in acc.iter().enumerate() {
+                let (i, j) = (q as u32 / t.each, q as u32 % t.each);
+                let (i, j) = (i0 + ty + i * t.side, j0 + tx + j * t.side);
+                b.if_(i.lt(s.m).and(j.lt(s.n)), || {
+                    b.store(y, (bt * s.m + i) * s.n + j, acc.get());
+                });
+            }
+        });
+        fill(&mut args, p, class);
+        let edge = edge as usize;
+        let groups = p.m.div_ceil(edge) * p.n.div_ceil(edge) * p.batches();
+        single(b, &args, groups, self.caps)
+    }
+
+    /// For few rows: a workgroup owns some columns of up to four rows and splits the sum over its work-items. `flipped`: the
+    /// problem is the transpose of the op's, so the buffers change places.
+    fn split(&self, p: &Problem, mut args: Args, flipped: bool) -> Result<Lowered, Declined> {
+        let class = p.rank_class();
+        let n_items: u32 = if self.caps.max_workgroup >= 256 { 256 } else { 64 };
+        let along_k = p.bk.abs() <= p.bn.abs();
+        let columns: u32 = if along_k { n_items / 64 } else { 32 };
+        let (slices, rows) = (n_items / columns, if p.m == 1 { 1u32 } else { 4 });
+        let b = Builder::with_index("matmul_split", [n_items, 1, 1], self.ix);
+        let (a, w, y) = self.buffers(&b);
+        let (a, w) = if flipped { (w, a) } else { (a, w) };
+        let s = Shape::declare(&b, class);
+        let (ym, yn) = (b.size("ym"), b.size("yn"));
+        let scratch = b.local(self.ty(), rows * n_items);
+        let (gm, gn) = (b.let_(s.m.div_ceil(rows)), b.let_(s.n.div_ceil(columns)));
+        let g = b.let_(b.linear_group());
+        b.if_(g.lt(gm * gn * s.batches()), || {
+            let lid = b.local_id(0);
+            // Consecutive work-items read along the contiguous axis of the right operand.
+            let (c, slice) = match along_k {
+                true => (b.let_(lid.idiv(slices)), b.let_(lid.imod(slices))),
+                false => (b.let_(lid.imod(columns)), b.let_(lid.idiv(columns))),
+            };
+            let bt = b.let_(g.idiv(gm * gn));
+            let tile = b.let_(g.imod(gm * gn));
+            let (i0, j) = (b.let_(tile.idiv(gn) * rows), b.let_(tile.imod(gn) * columns + c));
+            let (x0, w0) = s.starts(&b, bt);
+            let w0 = b.let_(w0 + j * s.bn);
+            let acc: Vec<_> = (0..rows).map(|_| b.var_of(self.ty(), 0)).collect();
+            b.if_(j.lt(s.n), || {
+                b.for_(slice, s.k, slices, |k| {
+                    let v = b.load(w, w0 + k * s.bk);
+                    for (r, acc) in acc.iter().enumerate() {
+                        let i = i0 + r;
+                        let x = b.load_if(a, x0 + i * s.am + k * s.ak, i.lt(s.m));
+                        acc.set(x.mul_add(v, acc.get()));
+                    }
+                });
+            });
+            for (r, acc) in acc.iter().enumerate() {
+                scratch.store(slice * columns + c + r as u32 * n_items, acc.get());
+            }
+            b.barrier();
+            let mut half = slices / 2;
+            while half > 0 {
+                b.if_(slice.lt(half), || {
+                    for r in 0..rows as usize {
+                        let at = slice * columns + c + r as u32 * n_items;
+                        let other = at + half * columns;
+                        let sum = scratch.load(at) + scratch.load(other);
+                        scratch.store(at, sum);
+                    }
+                });
+                b.barrier();
+                half /= 2;
+            }
+            b.if_(slice.equals(0).and(j.lt(s.n)), || {
+                for r in 0..rows {
+                    let i = i0 + r;
+                    b.if_(i.lt(s.m), || {
+                        let v = scratch.load(c + r * n_items);
+                        b.store(y, bt * (s.m * s.n) + i * ym + j * yn, v);
+                    });
+                }
+            });
+        });
+        fill(&mut args, p, class);
+        args.int("ym", p.ym as i64).int("yn", p.yn as i64);
+        let groups = p.m.div_ceil(rows as usize) * p.n.div_ceil(columns as usize) * p.batches();
+        single(b, &args, groups, self.caps)
+    }
+
+    /// For CPUs, rows of the right operand contiguous: a block of rows and columns per work-item, whose inner loops run
+    /// over consecutive columns, so that a compiler turns them into vectors.
+    fn block(&self, p: &Problem, mut args: Args) -> Result<Lowered, Declined> {
+        const COLUMNS: u32 = 32;
+        let (class, wg) = (p.rank_class(), items(8, self.caps));
+        let rows: u32 = if p.m == 1 { 1 } else { 4 };
+        let b = Builder::with_index("matmul_block", [wg, 1, 1], self.ix);
+        let (a, w, y) = self.buffers(&b);
+        let s = Shape::declare(&b, class);
+        let acc = b.private(self.ty(), rows * COLUMNS);
+        let (gm, gn) = (b.let_(s.m.div_ceil(rows)), b.let_(s.n.div_ceil(COLUMNS)));
+        let at = b.linear_id();
+        b.if_(at.lt(gm * gn * s.batches()), || {
+            let (bt, tile) = (b.let_(at.idiv(gm * gn)), b.let_(at.imod(gm * gn)));
+            let (i0, j0) = (b.let_(tile.idiv(gn) * rows), b.let_(tile.imod(gn) * COLUMNS));
+            let (x0, w0) = s.starts(&b, bt);
+            let w0 = b.let_(w0 + j0);
+            // Rows past the end compute the last row again; only their stores are left out.
+            let row: Vec<_> = (0..rows)
+                .map(|r| b.let_(x0 + (i0 + r).min(s.m - 1) * s.am))
+                .collect();
+            let body = |end: E<'_>| {
+                b.for_(0, rows * COLUMNS, 1, |q| acc.store(q, 0));
+                b.for_(0, s.k, 1, |k| {
+                    let from = b.let_(w0 + k * s.bk);
+                    let x: Vec<_> = row.iter().map(|r| b.load(a, *r + k * s.ak)).collect();
+                    b.for_(0, end, 1, |j| {
+                        let v = b.load(w, from + j);
+                        for (r, x) in x.iter().enumerate() {
+                            let at = j + r as u32 * COLUMNS;
+                            acc.store(at, x.mul_add(v, acc.load(at)));
+                        }
+                    });
+                });
+                for r in 0..rows {
+                    b.if_((i0 + r).lt(s.m), || {
+                        let to = b.let_((bt * s.m + i0 + r) * s.n + j0);
+                        b.for_(0, end, 1, |j| b.store(y, to + j, acc.load(j + r * COLUMNS)));
+                    });
+                }
+            };
+            let left = b.let_(s.n - j0);
+            b.if_else(left.ge(COLUMNS), || body(b.index(COLUMNS as i64)), || body(left));
+        });
+        fill(&mut args, p, class);
+        let blocks = p.m.div_ceil(rows as usize) * p.n.div_ceil(COLUMNS as usize) * p.batches();
+        single(b, &args, blocks.div_ceil(wg as usize), self.caps)
+    }
+
+    /// For CPUs, both operands contiguous along the sum: one output per work-item, summed in independent lanes.
+    fn dot(&self, p: &Problem, mut args: Args) -> Result<Lowered, Declined> {
+        const LANES: u32 = 16;
+        let (class, wg) = (p.rank_class(), items(16, self.caps));
+        let b = Builder::with_index("matmul_dot", [wg, 1, 1], self.ix);
+        let (a, w, y) = self.buffers(&b);
+        let s = Shape::declare(&b, class);
+        let lanes = b.private(self.ty(), LANES);
+        let at = b.linear_id();
+        b.if_(at.lt(s.batches() * s.m * s.n), || {
+            let (row, j) = (b.let_(at.idiv(s.n)), b.let_(at.imod(s.n)));
+            let (x0, w0) = s.starts(&b, row.idiv(s.m));
+            let (x0, w0) = (b.let_(x0 + row.imod(s.m) * s.am), b.let_(w0 + j * s.bn));
+            b.for_(0, LANES, 1, |l| lanes.store(l, 0));
+            let whole = b.let_(s.k.idiv(LANES) * LANES);
+            b.for_(0, whole, LANES, |k| {
+                let (x1, w1) = (b.let_(x0 + k), b.let_(w0 + k));
+                b.for_(0, LANES, 1, |l| {
+                    let (x, v) = (b.load(a, x1 + l), b.load(w, w1 + l));
+                    lanes.store(l, x.mul_add(v, lanes.load(l)));
+                });
+            });
+            let acc = b.var_of(self.ty(), 0);
+            b.for_(whole, s.k, 1, |k| {
+                let (x, v) = (b.load(a, x0 + k), b.load(w, w0 + k));
+                acc.set(x.mul_add(v, acc.get()));
+            });
+            b.for_(0, LANES, 1, |l| acc.set(acc.get() + lanes.load(l)));
+            b.store(y, at, acc.get());
+        });
+        fill(&mut args, p, class);
+        single(
+            b,
+            &args,
+            (p.batches() * p.m * p.n).div_ceil(wg as usize),
+            self.caps,
+        )
+    }
+}

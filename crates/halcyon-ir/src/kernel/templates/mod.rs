@@ -1,0 +1,11 @@
+//! Hand-written kernels of the structured ops, one file each. Sizes, strides and offsets are parameters, so an op's
+//! kernels differ only by element types, a rank class and a few flags.
+
+pub mod attention;
+mod common;
+pub mod conv;
+pub mod matmul;
+pub mod norm;
+pub mod pool;
+mod rows;
+pub mod softmax;

@@ -1,0 +1,90 @@
+//! Layer norm and RMS norm over trailing axes: the statistics of a row, then the row.
+
+use super::common::*;
+use super::rows::{By, Row};
+use crate::kernel::Builder;
+use crate::kernel::ir::{Reduce, Ty};
+use crate::kernel::lower::Lowered;
+use crate::op::Op;
+use crate::target::{Caps, Declined, Operand};
+
+/// Kernels for the composites `layer_norm` (operands x, scale and maybe bias; attributes `axis`, `eps`) and `rms_norm` (x and
+/// scale; `eps`), on float types. The variance is that of the deviations from the mean, in a pass of its own.
+///
+/// # Errors
+/// Declines scale or bias that are not shaped like the normalised axes, and with `needs_dense` what is not row-major.
+pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
+    let name = op.name();
+    let Op::Composite(c) = op else {
+        return Err(Declined::because(format!("norm: got {name}")));
+    };
+    let centred = match &*c.name {
+        "layer_norm" => true,
+        "rms_norm" => false,
+        _ => return Err(Declined::because(format!("norm: got {name}"))),
+    };
+    arity(&name, inputs, outputs, if centred { 2..=3 } else { 2..=2 })?;
+    let shape = &inputs[0].view.shape;
+    let last = shape.len().checked_sub(1);
+    let axis = if centred {
+        c.int("axis").and_then(|a| usize::try_from(a).ok())
+    } else {
+        last
+    };
+    let (Some(axis), Some(eps)) = (axis.filter(|a| *a < shape.len()), c.float("eps")) else {
+        return Err(Declined::because(format!("{name}: no such axis, or no eps")));
+    };
+    for w in &inputs[1..] {
+        // Leading axes of size one change nothing.
+        let real = |s: &[usize]| s.iter().skip_while(|n| **n == 1).copied().collect::<Vec<_>>();
+        if real(&w.view.shape) != real(&shape[axis..]) {
+            return Err(Declined::because(format!(
+                "{name}: scale or bias {:?} is not shaped like {:?}",
+                w.view.shape,
+                &shape[axis..]
+            )));
+        }
+    }
+    row_major(inputs, 0..inputs.len())?;
+    let (rows, n) = (
+        shape[..axis].iter().product::<usize>(),
+        shape[axis..].iter().product::<usize>(),
+    );
+    let dtype = inputs[0].dtype;
+    let ty = Ty::of(dtype);
+    let by = By::choose(rows, n, 1, ty, caps);
+
+    let b = Builder::with_index(&name, by.workgroup(), index_type(inputs, outputs, caps)?);
+    let x = b.input(dtype);
+    let weights: Vec<_> = inputs[1..].iter().map(|w| b.input(w.dtype)).collect();
+    let y = b.output(dtype);
+    let (count, len) = (b.size("rows"), b.size("n"));
+    let eps_value = b.param("eps", ty);
+    let row = Row::new(&b, by, ty);
+    row.each(count, |r| {
+        let start = b.let_(r * len);
+        let divisor = b.let_(len.to(ty));
+        let mean = if centred {
+            b.let_(row.reduce(Reduce::Add, len, |i| b.load(x, start + i)) / divisor)
+        } else {
+            b.constant(ty, 0)
+        };
+        let deviation = |i| match centred {
+            true => b.load(x, start + i) - mean,
+            false => b.load(x, start + i),
+        };
+        let squares = row.reduce(Reduce::Add, len, |i| {
+            let d = deviation(i);
+            d * d
+        });
+        let factor = b.let_((squares / divisor + eps_value).rsqrt());
+        row.rewrite(len, |i| {
+            let scaled = deviation(i) * factor * b.load(weights[0], i).to(ty);
+            let v = weights.get(1).map_or(scaled, |w| scaled + b.load(*w, i).to(ty));
+            b.store(y, start + i, v);
+        });
+    });
+    let mut args = Args::of(inputs, outputs);
+    args.int("rows", rows as i64).int("n", n as i64).float("eps", eps);
+    single(b, &args, by.groups(rows), caps)
+}

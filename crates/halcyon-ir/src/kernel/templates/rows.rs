@@ -1,0 +1,122 @@
+//! Kernels that reduce and rewrite rows: a workgroup per row, or one work-item per row whose sums run in independent lanes.
+
+use super::common::*;
+use crate::dtype::Scalar;
+use crate::kernel::ir::{Reduce, Ty};
+use crate::kernel::{Builder, E, Local, Private};
+use crate::target::Caps;
+
+/// Lanes of a work-item's sums: a compiler turns them into vectors, and short partial sums round less.
+const LANES: u32 = 16;
+
+/// Who does a row.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(super) enum By {
+    /// One work-item each, this many in a workgroup.
+    Item(u32),
+    /// This many work-items together, a power of two.
+    Group(u32),
+}
+
+impl By {
+    /// `rows` rows of `n` elements; `gap` is the distance of a row's elements, which are `gap` rows' neighbours.
+    pub(super) fn choose(rows: usize, n: usize, gap: usize, ty: Ty, caps: &Caps) -> By {
+        let enough_rows = rows >= 256 * caps.compute_units.max(1) as usize;
+        let want: u32 = if n >= 1024 { 256 } else { 64 };
+        let largest = caps.max_workgroup.max(1);
+        let n_items = want.min(1 << largest.ilog2());
+        let fits = n_items as usize * ty.size() <= caps.workgroup_memory as usize;
+        // Neighbouring rows that interleave read side by side when each has a work-item of its own.
+        if caps.is_cpu || n < 64 || (gap > 1 && enough_rows) || n_items < 16 || !fits {
+            By::Item(items(if caps.is_cpu { 8 } else { 64 }, caps))
+        } else {
+            By::Group(n_items)
+        }
+    }
+
+    pub(super) fn workgroup(self) -> [u32; 3] {
+        match self {
+            By::Item(n) | By::Group(n) => [n, 1, 1],
+        }
+    }
+
+    pub(super) fn groups(self, rows: usize) -> usize {
+        match self {
+            By::Item(n) => rows.div_ceil(n as usize),
+            By::Group(_) => rows,
+        }
+    }
+}
+
+/// A row under way in a kernel.
+#[derive(Clone, Copy)]
+pub(super) struct Row<'a> {
+    b: &'a Builder,
+    by: By,
+    ty: Ty,
+    /// Workgroup array, for a group.
+    shared: Option<Local<'a>>,
+    lanes: Option<Private<'a>>,
+}
+
+impl<'a> Row<'a> {
+    pub(super) fn new(b: &'a Builder, by: By, ty: Ty) -> Row<'a> {
+        Row {
+            b,
+            by,
+            ty,
+            shared: match by {
+                By::Group(n) => Some(b.local(ty, n)),
+                By::Item(_) => None,
+            },
+            lanes: match by {
+                By::Group(_) => None,
+                By::Item(_) => Some(b.private(ty, LANES)),
+            },
+        }
+    }
+
+    /// Runs `f` with the number of this item's or group's row, if there is one.
+    pub(super) fn each(self, rows: E<'a>, f: impl FnOnce(E<'a>)) {
+        let at = match self.by {
+            By::Item(_) => self.b.let_(self.b.linear_id()),
+            By::Group(_) => self.b.let_(self.b.linear_group()),
+        };
+        self.b.if_(at.lt(rows), || f(at));
+    }
+
+    /// Combines `f(i)` over `i` below `n`; all work-items of the row get the result.
+    pub(super) fn reduce(self, op: Reduce, n: E<'a>, f: impl Fn(E<'a>) -> E<'a>) -> E<'a> {
+        let b = self.b;
+        let none: Scalar = op.identity(self.ty.dtype());
+        let join = |x: E<'a>, y: E<'a>| b.op(op.op(), &[x, y]);
+        let acc = b.var_of(self.ty, none);
+        match (self.by, self.shared, self.lanes) {
+            (By::Group(items), Some(shared), _) => {
+                b.for_(b.local_id(0), n, items, |i| acc.set(join(acc.get(), f(i))));
+                b.group_reduce(op, acc.get(), shared)
+            }
+            (_, _, Some(lanes)) => {
+                let whole = b.let_(n.idiv(LANES) * LANES);
+                b.if_(whole.gt(0), || {
+                    b.for_(0, LANES, 1, |l| lanes.store(l, b.constant(self.ty, none)));
+                    b.for_(0, whole, LANES, |i| {
+                        b.for_(0, LANES, 1, |l| lanes.store(l, join(lanes.load(l), f(i + l))));
+                    });
+                    b.for_(0, LANES, 1, |l| acc.set(join(acc.get(), lanes.load(l))));
+                });
+                b.for_(whole, n, 1, |i| acc.set(join(acc.get(), f(i))));
+                b.let_(acc.get())
+            }
+            _ => acc.get(),
+        }
+    }
+
+    /// Runs `f(i)` for every `i` below `n`, once.
+    pub(super) fn rewrite(self, n: E<'a>, f: impl FnOnce(E<'a>)) {
+        match self.by {
+            By::Item(_) => self.b.for_(0, n, 1, f),
+            By::Group(items) => self.b.for_(self.b.local_id(0), n, items, f),
+        }
+    }
+}

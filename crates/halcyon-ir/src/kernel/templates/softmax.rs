@@ -1,0 +1,65 @@
+//! Softmax and its logarithm along one axis: the row's maximum, the sum of exponentials of what is below it, then the values.
+//! A row whose maximum is -inf or NaN is NaN throughout, as the definition has it.
+
+use super::common::*;
+use super::rows::{By, Row};
+use crate::kernel::Builder;
+use crate::kernel::ir::{Reduce, Ty};
+use crate::kernel::lower::Lowered;
+use crate::op::Op;
+use crate::target::{Caps, Declined, Operand};
+
+/// Kernels for the composites `softmax` and `log_softmax` (attribute `axis`) on any float type.
+///
+/// # Errors
+/// Declines with `needs_dense` unless the operand is row-major.
+pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
+    let name = op.name();
+    let axis = match op {
+        Op::Composite(c) if matches!(&*c.name, "softmax" | "log_softmax") => c.int("axis"),
+        _ => return Err(Declined::because(format!("softmax: got {name}"))),
+    };
+    arity(&name, inputs, outputs, 1..=1)?;
+    let shape = &inputs[0].view.shape;
+    let Some(axis) = axis
+        .and_then(|a| usize::try_from(a).ok())
+        .filter(|a| *a < shape.len())
+    else {
+        return Err(Declined::because(format!("{name}: no such axis")));
+    };
+    row_major(inputs, 0..1)?;
+    let (n, inner) = (shape[axis], shape[axis + 1..].iter().product::<usize>());
+    let rows = shape[..axis].iter().product::<usize>() * inner;
+    let dtype = inputs[0].dtype;
+    let ty = Ty::of(dtype);
+    let by = By::choose(rows, n, inner, ty, caps);
+
+    // The common case, a row of neighbours, needs no strides.
+    let last = inner == 1;
+    let b = Builder::with_index(&name, by.workgroup(), index_type(inputs, outputs, caps)?);
+    let (x, y) = (b.input(dtype), b.output(dtype));
+    let (count, len) = (b.size("rows"), b.size("n"));
+    let gap = if last { b.index(1) } else { b.size("inner") };
+    let row = Row::new(&b, by, ty);
+    row.each(count, |r| {
+        let start = b.let_(if last {
+            r * len
+        } else {
+            r.idiv(gap) * (len * gap) + r.imod(gap)
+        });
+        let at = |i| start + i * gap;
+        let top = row.reduce(Reduce::Max, len, |i| b.load(x, at(i)));
+        let sum = row.reduce(Reduce::Add, len, |i| (b.load(x, at(i)) - top).exp());
+        let log = b.let_(if name == "softmax" { sum } else { sum.log() });
+        row.rewrite(len, |i| {
+            let d = b.load(x, at(i)) - top;
+            b.store(y, at(i), if name == "softmax" { d.exp() / log } else { d - log });
+        });
+    });
+    let mut args = Args::of(inputs, outputs);
+    args.int("rows", rows as i64).int("n", n as i64);
+    if !last {
+        args.int("inner", inner as i64);
+    }
+    single(b, &args, by.groups(rows), caps)
+}
