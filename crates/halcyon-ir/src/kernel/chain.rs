@@ -1,6 +1,6 @@
 //! Fused chains: element-wise code over strided views, with an optional reduction at its end.
 
-use super::template::{Template, index_type, reduction, typed};
+use super::access::{Template, index_type, reduction, typed};
 use super::{Buf, Builder, E, Kernel, Launch, Local, Ty, Var};
 use crate::dtype::{Class, DType, Scalar};
 use crate::error::{Error, Result};

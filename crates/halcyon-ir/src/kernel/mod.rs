@@ -1,18 +1,11 @@
 //! Kernels: the IR, its builder, verifier and interpreter, and the templates that build kernels.
 
-mod attention;
 pub mod builder;
 mod chain;
-mod conv;
-mod gather;
 pub mod interp;
 pub mod ir;
 pub mod lower;
-mod matmul;
-mod pool;
-mod rows;
-mod scan;
-mod template;
+mod access;
 pub mod templates;
 pub mod verify;
 

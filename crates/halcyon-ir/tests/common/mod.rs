@@ -208,8 +208,14 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
     };
     let composite = |d: DType, n: usize, f: &dyn Fn(&mut Graph, &[NodeId]) -> NodeId| -> Op {
         let mut g = Graph::new();
-        let s: &[usize] = if n == 3 { &[2, 2, 4, 4] } else { &[4, 4] };
-        let x: Vec<NodeId> = (0..n).map(|_| g.input("x", TensorType::new(d, s))).collect();
+        let shape = |i: usize| -> &[usize] {
+            match (n, i) {
+                (3, _) => &[2, 2, 4, 4],
+                (_, 0) => &[4, 4],
+                _ => &[4],
+            }
+        };
+        let x: Vec<NodeId> = (0..n).map(|i| g.input("x", TensorType::new(d, shape(i)))).collect();
         let id = f(&mut g, &x);
         g.node(id).op.clone()
     };
@@ -328,14 +334,14 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
         );
         add(
             composite(d, 2, &|g, x| g.rms_norm(x[0], x[1], 1e-5).unwrap()),
-            &[(d, s), (d, s)],
+            &[(d, s), (d, &[4])],
             d,
             s,
         );
         let layer = composite(d, 2, &|g, x| {
             g.layer_norm(x[0], x[1], Some(x[1]), 1, 1e-5).unwrap()
         });
-        add(layer, &[(d, s), (d, s), (d, s)], d, s);
+        add(layer, &[(d, s), (d, &[4]), (d, &[4])], d, s);
         let q: &[usize] = &[2, 2, 4, 4];
         let att = composite(d, 3, &|g, x| {
             g.attention(x[0], x[1], x[2], None, true, 0.5).unwrap()

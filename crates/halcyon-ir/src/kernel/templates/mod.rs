@@ -4,8 +4,10 @@
 pub mod attention;
 mod common;
 pub mod conv;
+pub(super) mod gather;
 pub mod matmul;
 pub mod norm;
 pub mod pool;
 mod rows;
+pub(super) mod scan;
 pub mod softmax;

@@ -79,12 +79,6 @@ impl Template {
             .collect()
     }
 
-    /// A float literal.
-    pub fn float(&self, name: &str, ty: Ty, v: f64) -> E<'_> {
-        self.value(name, Scalar::F(v));
-        self.b.param(name, ty)
-    }
-
     pub fn input(&self, o: &Operand) -> Access<'_> {
         self.operand(o, false)
     }
@@ -181,10 +175,6 @@ impl<'a> Access<'a> {
         b.load(self.buf, self.at(b, idx))
     }
 
-    pub fn load_if(&self, b: &'a Builder, idx: &[E<'a>], guard: E<'a>) -> E<'a> {
-        b.load_if(self.buf, self.at(b, idx), guard)
-    }
-
     pub fn store(&self, b: &'a Builder, idx: &[E<'a>], v: E<'a>) {
         b.store(self.buf, self.at(b, idx), v)
     }
@@ -211,15 +201,6 @@ pub(super) fn typed<'a>(b: &'a Builder, op: ScalarOp, d: DType, x: &[E<'a>]) -> 
     } else {
         v
     }
-}
-
-/// `acc + x y` in the compute type of `d`, wrapping.
-pub(super) fn multiply_add<'a>(b: &'a Builder, d: DType, x: E<'a>, y: E<'a>, acc: E<'a>) -> E<'a> {
-    if d.is_float() {
-        return x.fma(y, acc);
-    }
-    let c = d.compute();
-    typed(b, ScalarOp::Add, c, &[acc, typed(b, ScalarOp::Mul, c, &[x, y])])
 }
 
 pub(super) fn reduction(kind: ReduceKind) -> Reduce {

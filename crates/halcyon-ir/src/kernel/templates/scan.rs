@@ -1,7 +1,7 @@
 //! Running reductions, index of the extreme, and stable sorts along an axis.
 
-use super::template::{GROUP, Template, typed};
-use super::{E, Kernel, Launch, Ty};
+use crate::kernel::access::{GROUP, Template, typed};
+use crate::kernel::{E, Kernel, Launch, Ty};
 use crate::dtype::DType;
 use crate::error::Result;
 use crate::op::ReduceKind;
@@ -23,7 +23,7 @@ fn with<'a>(idx: &[E<'a>], axis: usize, i: E<'a>) -> Vec<E<'a>> {
 }
 
 /// Running reduction: one work-item walks each line.
-pub(super) fn scan(
+pub(in crate::kernel) fn scan(
     kind: ReduceKind,
     axis: usize,
     exclusive: bool,
@@ -60,7 +60,7 @@ fn before<'a>(a: E<'a>, c: E<'a>, descending: bool) -> E<'a> {
 }
 
 /// Index (i64) of the largest or smallest element of each line. NaN counts as the extreme.
-pub(super) fn arg_reduce(
+pub(in crate::kernel) fn arg_reduce(
     max: bool,
     axis: usize,
     last: bool,
@@ -110,7 +110,7 @@ pub(super) fn arg_reduce(
 
 /// Stable order of each line: an element's place is the number of elements that come before it. One work-item per element,
 /// `len` comparisons each; ties go by index, so no order of work-items changes the result.
-pub(super) fn arg_sort(
+pub(in crate::kernel) fn arg_sort(
     axis: usize,
     descending: bool,
     x: &Operand,

@@ -1,8 +1,8 @@
 //! Gathers, scatters and slice updates. Indices may be negative (from the end); one out of range is clamped and sets the
 //! fault word. Scatters are deterministic: one work-item owns each result and walks the updates in order.
 
-use super::template::{Access, GROUP, Template, typed};
-use super::{Builder, E, Fault, Kernel, Launch, Ty};
+use crate::kernel::access::{Access, GROUP, Template, typed};
+use crate::kernel::{Builder, E, Fault, Kernel, Launch, Ty};
 use crate::error::Result;
 use crate::op::ScatterKind;
 use crate::scalar_op::ScalarOp;
@@ -28,7 +28,7 @@ fn checked<'a>(b: &'a Builder, raw: E<'a>, n: E<'a>, fault: Fault<'a>) -> E<'a> 
 }
 
 /// `out[a…, i…, b…] = x[a…, index[i…], b…]`.
-pub(super) fn gather(
+pub(in crate::kernel) fn gather(
     axis: usize,
     x: &Operand,
     index: &Operand,
@@ -52,7 +52,7 @@ pub(super) fn gather(
 }
 
 /// `out[i…] = x[i… with i_axis = index[i…]]`.
-pub(super) fn gather_elements(
+pub(in crate::kernel) fn gather_elements(
     axis: usize,
     x: &Operand,
     index: &Operand,
@@ -86,7 +86,7 @@ fn scatter_op(kind: ScatterKind) -> Option<ScalarOp> {
 /// shape, no larger than the base outside the axis.
 ///
 /// Each result walks the updates of its column in index order: work is results × updates, without atomics.
-pub(super) fn scatter(
+pub(in crate::kernel) fn scatter(
     axis: usize,
     kind: ScatterKind,
     rows: bool,
@@ -157,7 +157,7 @@ pub(super) fn scatter(
 }
 
 /// Writes `update` at `position` along `axis` of a tensor already in the output's buffer (clamped so that it fits).
-pub(super) fn update_slice(
+pub(in crate::kernel) fn update_slice(
     axis: usize,
     update: &Operand,
     position: &Operand,
@@ -186,7 +186,7 @@ pub(super) fn update_slice(
 }
 
 /// Copies a strided tensor into a dense one, at `start` along `axis` (a part of a concatenation).
-pub(super) fn copy(
+pub(in crate::kernel) fn copy(
     axis: usize,
     start: usize,
     x: &Operand,
