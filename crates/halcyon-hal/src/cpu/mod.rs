@@ -9,6 +9,8 @@ pub mod sys;
 pub mod team;
 pub mod tile;
 pub mod vmath;
+#[cfg(target_arch = "x86_64")]
+mod vmath512;
 
 pub use device::CpuDevice;
 

@@ -365,6 +365,8 @@ pub(super) unsafe fn apply(isa: Isa, op: ScalarOp, dtype: DType, n: usize, d: *m
         },
         Rule::Same => {
             match lane {
+                #[cfg(target_arch = "x86_64")]
+                Lane::F32 if isa == Isa::Avx512 && crate::cpu::vmath512::apply(op, m!(), s!(0)) => {}
                 Lane::F32 => f32_op(isa, op, m!(), s!(0), s!(1), s!(2)),
                 Lane::F64 => f64_op(isa, op, m!(), s!(0), s!(1), s!(2)),
                 Lane::I32 => i32_op(isa, op, m!(), s!(0), s!(1), s!(2)),

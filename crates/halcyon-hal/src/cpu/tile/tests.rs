@@ -606,7 +606,10 @@ fn reductions_of_every_kind_and_layout() {
                     // In f64 the reference, one running sum, is the one that rounds more.
                     ReduceKind::Sum if d == DType::F64 => (64.0, shape.iter().product::<usize>() as f64),
                     ReduceKind::Sum => (4.0, 2.0 * (shape.iter().product::<usize>() as f64).sqrt()),
-                    ReduceKind::Prod => (4.0 + shape[rank - reduced..].iter().product::<usize>() as f64, 0.0),
+                    ReduceKind::Prod => (
+                        4.0 + shape[rank - reduced..].iter().product::<usize>() as f64,
+                        0.0,
+                    ),
                     _ => (0.0, 0.0),
                 };
                 check(
