@@ -252,7 +252,7 @@ fn error(b: &Backend, g: &Graph, inputs: &[ConstData]) -> std::result::Result<f6
             return Err(format!("an output is {:?} instead of {:?}", y.dims, w.dims));
         }
         let w: Vec<f64> = w.to_vec();
-        let top = w.iter().fold(1e-2f64, |a, v| a.max(v.abs()));
+        let top = w.iter().fold(0.1f64, |a, v| a.max(v.abs()));
         for (a, b) in y.to_vec::<f64>().iter().zip(&w) {
             let e = (a - b).abs() / top;
             worst = worst.max(if e.is_nan() { f64::INFINITY } else { e });
@@ -281,11 +281,21 @@ pub fn check(seed: u64, backends: &[Backend]) -> std::result::Result<(), String>
             let what = wrong(&one)?;
             let live = one.live(&[n]);
             let text = one.to_string();
-            let lines = text.lines().enumerate().filter(|(i, _)| live.get(*i).is_none_or(|l| *l));
-            Some(format!("{what} already with\n{}", lines.map(|l| l.1).collect::<Vec<_>>().join("\n")))
+            let lines = text
+                .lines()
+                .enumerate()
+                .filter(|(i, _)| live.get(*i).is_none_or(|l| *l));
+            Some(format!(
+                "{what} already with\n{}",
+                lines.map(|l| l.1).collect::<Vec<_>>().join("\n")
+            ))
         });
         let part = part.unwrap_or_else(|| format!("only whole:\n{g}"));
-        return Err(format!("graph {seed} on {} {}: {what}; {part}", b.id(), b.level()));
+        return Err(format!(
+            "graph {seed} on {} {}: {what}; {part}",
+            b.id(),
+            b.level()
+        ));
     }
     Ok(())
 }
