@@ -49,8 +49,14 @@ fn random_graphs_on_cpu() {
         .filter_map(|l| open(what, BackendType::Cpu, l))
         .collect();
     let mut rng = Rng::fresh(what);
-    let failures = (0..200)
-        .filter_map(|_| random::check(rng.next(), &backends).err())
+    // HALCYON_GRAPH repeats one.
+    let seeds = match std::env::var("HALCYON_GRAPH").ok().and_then(|s| s.parse().ok()) {
+        Some(one) => vec![one],
+        None => (0..200).map(|_| rng.next()).collect(),
+    };
+    let failures = seeds
+        .into_iter()
+        .filter_map(|s| random::check(s, &backends).err())
         .collect();
     Tally {
         cases: 200 * backends.len(),
@@ -72,13 +78,13 @@ fn random_graphs_on_opencl() {
     Tally { cases: 30, failures }.finish(what);
 }
 
-/// Cases that the interpreter runs in moderate time.
-const SANITIZED_ELEMENTS: usize = 20_000;
+/// Operand elements of cases that the interpreter runs in moderate time.
+const SANITIZED_ELEMENTS: usize = 3000;
 
-#[test]
-fn kernels_under_the_sanitizer() {
-    let what = "sanitizer";
-    let mut rng = Rng::fresh(what);
+/// Every kernel that the table's cases lower to, on a device without kernels of its own, at each subgroup size.
+fn sanitized(subgroup: u32) {
+    let what = format!("sanitizer, subgroups of {subgroup}");
+    let mut rng = Rng::fresh(&what);
     let mut rows = rows();
     for row in &mut rows {
         row.cases.retain(|c| {
@@ -88,19 +94,36 @@ fn kernels_under_the_sanitizer() {
                 .sum::<usize>()
                 <= SANITIZED_ELEMENTS
         });
+        for c in row.cases.iter_mut().filter(|c| c.slow) {
+            c.only = vec![DType::F32];
+        }
     }
-    let mut t = Tally::default();
-    for subgroup in [1, 4, 32, 64] {
-        let (b, s) = sanitizer::backend(subgroup, rng.next(), Level::O1);
-        let one = check_rows(what, &rows, &[b], &mut rng);
-        t.cases += one.cases;
-        t.failures.extend(one.failures);
-        let launches = s.launches.load(std::sync::atomic::Ordering::Relaxed);
-        println!("{what}: subgroups of {subgroup}: {launches} launches");
-        assert!(launches > 0);
-        t.failures.extend(s.reports.lock().unwrap().drain(..));
-    }
-    t.finish(what);
+    // Every other size sees the device as a processor, for which kernels take other shapes.
+    let (b, s) = sanitizer::backend(subgroup, subgroup == 4 || subgroup == 64, rng.next(), Level::O1);
+    let mut t = check_rows(&what, &rows, &[b], &mut rng);
+    assert!(s.launches() > 1000, "{} launches", s.launches());
+    t.failures.extend(s.take_reports());
+    t.finish(&what);
+}
+
+#[test]
+fn kernels_under_the_sanitizer_1() {
+    sanitized(1);
+}
+
+#[test]
+fn kernels_under_the_sanitizer_4() {
+    sanitized(4);
+}
+
+#[test]
+fn kernels_under_the_sanitizer_32() {
+    sanitized(32);
+}
+
+#[test]
+fn kernels_under_the_sanitizer_64() {
+    sanitized(64);
 }
 
 /// The name of an op's kind. A new op does not compile here until it is named, and fails below until it has a row.

@@ -20,7 +20,7 @@ const RUN: i64 = 64;
 /// masked; sizes, strides, offsets, mask bounds and literals are parameters. Programs are shared by [`Kernel::key`].
 ///
 /// # Errors
-/// [`Error::Unsupported`] for a bit cast that has no kernel form (f16), and what the verifier finds.
+/// What the verifier finds.
 pub fn lower_fused(f: &Fused, caps: &Caps) -> Result<(Kernel, Launch)> {
     let views = f
         .loads
@@ -351,17 +351,35 @@ fn source<'a>(t: &'a Template, name: &str, buf: Buf, v: &View) -> Source<'a> {
     }
 }
 
+/// Bits of an f16 that is held in f32. Any NaN becomes the quiet one.
+fn f16_bits(v: E<'_>) -> E<'_> {
+    let bits = v.bitcast(Ty::U32);
+    let (sign, rest) = (bits.shr(16u32).and(0x8000u32), bits.and(0x7FFF_FFFFu32));
+    let normal = (rest - 0x3800_0000u32).shr(13u32);
+    // Below 2^-14 the significand counts steps of 2^-24.
+    let small = (rest.bitcast(Ty::F32) * 16_777_216.0).to(Ty::U32);
+    let special = rest.gt(0x7F80_0000u32).to(Ty::U32).shl(9u32).or(0x7C00u32);
+    let finite = rest.lt(0x3880_0000u32).select(small, normal);
+    rest.lt(0x7F80_0000u32).select(finite, special).or(sign)
+}
+
+/// The f16 of these bits (u32), in f32.
+fn of_f16_bits(h: E<'_>) -> E<'_> {
+    let (sign, rest) = (h.and(0x8000u32).shl(16u32), h.and(0x7FFFu32));
+    let normal = rest.shl(13u32) + 0x3800_0000u32;
+    let special = rest.shl(13u32).or(0x7F80_0000u32);
+    let small = (rest.to(Ty::F32) * (1.0 / 16_777_216.0)).bitcast(Ty::U32);
+    let large = rest.lt(0x7C00u32).select(normal, special);
+    rest.lt(0x400u32).select(small, large).or(sign).bitcast(Ty::F32)
+}
+
 fn bitcast(from: DType, to: DType, v: E<'_>) -> Result<E<'_>> {
     Ok(match (from, to) {
         (a, b) if a == b => v,
         (DType::BF16, DType::U16 | DType::I16) => v.bitcast(Ty::U32).shr(16u32).cast(to),
         (DType::U16 | DType::I16, DType::BF16) => v.cast(DType::U16).shl(16u32).bitcast(Ty::F32),
-        (DType::F16, _) | (_, DType::F16) => {
-            return Err(Error::unsupported(
-                format!("a bit cast from {from} to {to} in a kernel"),
-                "Use the cpu backend",
-            ));
-        }
+        (DType::F16, _) => bitcast(DType::U16, to, f16_bits(v))?,
+        (_, DType::F16) => of_f16_bits(bitcast(from, DType::U16, v)?),
         (a, b) if a.bits() >= 32 => {
             let _ = a;
             v.bitcast(Ty::of(b))

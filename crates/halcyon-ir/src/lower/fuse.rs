@@ -155,7 +155,12 @@ impl Lowerer<'_> {
                 body.loads.len() - 1
             }
         };
-        body.instr(InstrKind::Load(k as u32), dtype, &[])
+        // Two views of one operand may come to the same read.
+        let kind = InstrKind::Load(k as u32);
+        match body.instrs.iter().position(|i| i.kind == kind) {
+            Some(r) => r as Reg,
+            None => body.instr(kind, dtype, &[]),
+        }
     }
 
     /// An index is an affine function of the point: the strides of a view over a virtual tensor say which.

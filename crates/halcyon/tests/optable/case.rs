@@ -169,6 +169,8 @@ pub struct Case {
     pub only: Vec<DType>,
     /// Its gradient is checked.
     pub grad: bool,
+    /// The interpreter needs long for it, so it runs it for few types only.
+    pub slow: bool,
 }
 
 pub fn case(
@@ -184,6 +186,7 @@ pub fn case(
         tol: None,
         only: vec![],
         grad: false,
+        slow: false,
     }
 }
 
@@ -201,6 +204,11 @@ impl Case {
     /// Its gradient is checked too.
     pub fn grad(mut self) -> Case {
         self.grad = true;
+        self
+    }
+
+    pub fn slow(mut self) -> Case {
+        self.slow = true;
         self
     }
 

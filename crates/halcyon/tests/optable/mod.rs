@@ -12,6 +12,7 @@ pub mod grads;
 pub mod random;
 pub mod sanitizer;
 pub mod structured;
+pub mod user;
 pub mod views;
 pub mod windows;
 

@@ -242,36 +242,60 @@ impl Maker<'_> {
     }
 }
 
-/// Runs one graph on backends and compares each output with the reference, relative to its largest value.
+/// Largest error of any output relative to its largest value.
+fn error(b: &Backend, g: &Graph, inputs: &[ConstData]) -> std::result::Result<f64, String> {
+    let want = reference::eval_f64(g, inputs, &[]).map_err(|e| format!("reference: {e}"))?;
+    let got = run(b, g, inputs, &[]).map_err(|e| e.to_string())?;
+    let mut worst = 0f64;
+    for (y, w) in got.iter().zip(&want) {
+        if y.dims != w.dims {
+            return Err(format!("an output is {:?} instead of {:?}", y.dims, w.dims));
+        }
+        let w: Vec<f64> = w.to_vec();
+        let top = w.iter().fold(0.1f64, |a, v| a.max(v.abs()));
+        for (a, b) in y.to_vec::<f64>().iter().zip(&w) {
+            let e = (a - b).abs() / top;
+            worst = worst.max(if e.is_nan() { f64::INFINITY } else { e });
+        }
+    }
+    Ok(worst)
+}
+
+/// Runs one graph on backends and compares its outputs with the reference. A failure shows the smallest part of the graph,
+/// one node with what it needs, that fails too.
 pub fn check(seed: u64, backends: &[Backend]) -> std::result::Result<(), String> {
     let mut rng = Rng::new(seed);
     let nodes = 5 + rng.below(36);
     let (g, inputs) = graph(nodes, &mut rng).map_err(|e| format!("graph {seed}: {e}"))?;
-    let want =
-        reference::eval_f64(&g, &inputs, &[]).map_err(|e| format!("graph {seed}: reference: {e}\n{g}"))?;
     for b in backends {
-        let got = run(b, &g, &inputs, &[])
-            .map_err(|e| format!("graph {seed} on {} {}: {e}\n{g}", b.id(), b.level()))?;
-        for (k, (y, w)) in got.iter().zip(&want).enumerate() {
-            let w: Vec<f64> = w.to_vec();
-            let top = w.iter().fold(1e-2f64, |a, v| a.max(v.abs()));
-            let off = y
-                .to_vec::<f64>()
-                .iter()
-                .zip(&w)
-                .map(|(a, b)| (a - b).abs())
-                .fold(
-                    0.0,
-                    |a, e| if e.is_nan() { f64::INFINITY } else { f64::max(a, e) },
-                );
-            if y.numel() != w.len() || off > 2e-5 * top {
-                return Err(format!(
-                    "graph {seed} on {} {}: output {k} is off by {off:.2e} of {top:.2e}\n{g}",
-                    b.id(),
-                    b.level()
-                ));
-            }
-        }
+        let wrong = |g: &Graph| match error(b, g, &inputs) {
+            Ok(e) if e <= 2e-5 => None,
+            Ok(e) => Some(format!("off by {e:.1e}")),
+            Err(e) => Some(e),
+        };
+        let Some(what) = wrong(&g) else { continue };
+        let part = g.ids().filter(|n| n.index() >= inputs.len()).find_map(|n| {
+            let mut one = g.clone();
+            one.set_outputs(vec![]);
+            one.output("y", n);
+            let what = wrong(&one)?;
+            let live = one.live(&[n]);
+            let text = one.to_string();
+            let lines = text
+                .lines()
+                .enumerate()
+                .filter(|(i, _)| live.get(*i).is_none_or(|l| *l));
+            Some(format!(
+                "{what} already with\n{}",
+                lines.map(|l| l.1).collect::<Vec<_>>().join("\n")
+            ))
+        });
+        let part = part.unwrap_or_else(|| format!("only whole:\n{g}"));
+        return Err(format!(
+            "graph {seed} on {} {}: {what}; {part}",
+            b.id(),
+            b.level()
+        ));
     }
     Ok(())
 }

@@ -85,12 +85,12 @@ pub struct Sanitizer {
     subgroup: u32,
     seed: AtomicU64,
     fault: AtomicU32,
-    pub launches: AtomicU64,
-    pub reports: Mutex<Vec<String>>,
+    launches: AtomicU64,
+    reports: Mutex<Vec<String>>,
 }
 
 impl Sanitizer {
-    fn new(subgroup: u32, seed: u64) -> Sanitizer {
+    fn new(subgroup: u32, is_cpu: bool, seed: u64) -> Sanitizer {
         Sanitizer {
             info: DeviceInfo {
                 backend: BackendType::Noop,
@@ -109,6 +109,7 @@ impl Sanitizer {
             },
             caps: Caps {
                 subgroup: Some(subgroup),
+                is_cpu,
                 ..Caps::generous()
             },
             subgroup,
@@ -117,6 +118,16 @@ impl Sanitizer {
             launches: AtomicU64::new(0),
             reports: Mutex::default(),
         }
+    }
+
+    /// Kernels run so far.
+    pub fn launches(&self) -> u64 {
+        self.launches.load(Ordering::Relaxed)
+    }
+
+    /// What the interpreter had to say about them.
+    pub fn take_reports(&self) -> Vec<String> {
+        std::mem::take(&mut *lock(&self.reports))
     }
 
     fn launch(
@@ -296,8 +307,8 @@ impl Device for Sanitizer {
 }
 
 /// A backend over the sanitizer.
-pub fn backend(subgroup: u32, seed: u64, level: Level) -> (Backend, Arc<Sanitizer>) {
-    let s = Arc::new(Sanitizer::new(subgroup, seed));
+pub fn backend(subgroup: u32, is_cpu: bool, seed: u64, level: Level) -> (Backend, Arc<Sanitizer>) {
+    let s = Arc::new(Sanitizer::new(subgroup, is_cpu, seed));
     let selection = Selection {
         requested: BackendType::Noop,
         device: s.info().clone(),

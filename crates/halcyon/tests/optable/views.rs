@@ -213,6 +213,14 @@ pub fn rows() -> Vec<Row> {
             g.softmax(v, 1)
         }));
     }
+    // One uniform value through two views of it.
+    select.push(
+        case("one value twice", [x([33]), x([1])], |g, x| {
+            let c = g.lt(x[0], x[1])?;
+            g.select(c, x[1], x[1])
+        })
+        .only(&any[..3]),
+    );
     out.push(row("add of views", any.to_vec(), Tol::Ulps(1.0), add));
     out.push(row("select of views", any.to_vec(), Tol::Exact, select));
     out.push(row("reduce_sum of views", any.to_vec(), Tol::Sum(6), reduce));

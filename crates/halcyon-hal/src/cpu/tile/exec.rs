@@ -39,7 +39,7 @@ struct Worker<'a> {
     loads: SmallVec<[isize; 8]>,
     iotas: SmallVec<[isize; 2]>,
     outs: SmallVec<[isize; 4]>,
-    /// Position whose value a uniform load's slot holds.
+    /// Position whose value the slot of a uniform load's register holds.
     held: SmallVec<[isize; 8]>,
     /// Block number along each axis.
     pos: [usize; MAX_AXES],
@@ -76,7 +76,7 @@ fn with_worker(p: &Plan, r: &Run<'_>, f: impl FnOnce(&mut Worker<'_>)) {
         loads: SmallVec::from_elem(0, p.loads.len()),
         iotas: SmallVec::from_elem(0, p.iotas.len()),
         outs: SmallVec::from_elem(0, p.outs.len()),
-        held: SmallVec::from_elem(isize::MIN, p.loads.len()),
+        held: SmallVec::from_elem(isize::MIN, p.slots.len()),
         pos: [0; MAX_AXES],
         spare: slot(p.slot_count),
         acc: slot(p.slot_count + 1) as *mut u64,
@@ -471,10 +471,10 @@ impl Worker<'_> {
         let d = self.slot(reg);
         self.regs[reg] = d;
         if l.uniform {
-            if self.held[i] == at {
+            if self.held[reg] == at {
                 return;
             }
-            self.held[i] = at;
+            self.held[reg] = at;
             // The whole slot: later blocks may be longer than this one.
             rect = Rect {
                 rows: 1,
