@@ -51,10 +51,7 @@ pub struct Llama {
 }
 
 fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T> {
-    let io = |what: String| Error::Io {
-        path: path.display().to_string(),
-        what,
-    };
+    let io = |what: String| Error::Io { path: path.display().to_string(), what };
     let text = std::fs::read_to_string(path).map_err(|e| io(e.to_string()))?;
     serde_json::from_str(&text).map_err(|e| io(e.to_string()))
 }
@@ -94,9 +91,8 @@ impl Llama {
         let angle =
             |p: usize, j: usize| p as f64 * config.rope_theta.powf(-2.0 * (j % (hd / 2)) as f64 / hd as f64);
         let table = |f: fn(f64) -> f64| {
-            let v: Vec<f32> = (0..config.max_position_embeddings * hd)
-                .map(|i| f(angle(i / hd, i % hd)) as f32)
-                .collect();
+            let v: Vec<f32> =
+                (0..config.max_position_embeddings * hd).map(|i| f(angle(i / hd, i % hd)) as f32).collect();
             Tensor::from_slice(backend, [config.max_position_embeddings, hd], &v)
         };
         Ok(Llama {
@@ -119,19 +115,13 @@ impl Llama {
         let b = &self.backend;
         let pos = Tensor::scalar(b, DType::I32, position);
         let at = pos.reshape([1]);
-        let mut x = self
-            .embed
-            .gather(&Tensor::scalar(b, DType::I32, token).reshape([1]), 0);
+        let mut x = self.embed.gather(&Tensor::scalar(b, DType::I32, token).reshape([1]), 0);
         let (cos, sin) = (self.cos.gather(&at, 0), self.sin.gather(&at, 0));
         // Keys after this position do not exist yet.
         let seen = Tensor::arange(b, c.max_position_embeddings, DType::I32).le(&pos);
-        let (zero, ninf) = (
-            Tensor::scalar(b, DType::F32, 0.0),
-            Tensor::scalar(b, DType::F32, f64::NEG_INFINITY),
-        );
-        let mask = seen
-            .select(&zero, &ninf)
-            .reshape([1, 1, 1, c.max_position_embeddings]);
+        let (zero, ninf) =
+            (Tensor::scalar(b, DType::F32, 0.0), Tensor::scalar(b, DType::F32, f64::NEG_INFINITY));
+        let mask = seen.select(&zero, &ninf).reshape([1, 1, 1, c.max_position_embeddings]);
         let rotate = |t: &Tensor| {
             let (lo, hi) = (t.narrow(-1, 0, hd / 2), t.narrow(-1, hd / 2, hd / 2));
             t * &cos + Tensor::concat(&[&-hi, &lo], 2) * &sin
@@ -148,9 +138,7 @@ impl Llama {
             let n = x.rms_norm(&l.mlp_norm, c.rms_norm_eps);
             x = x + (n.matmul(&l.gate).silu() * n.matmul(&l.up)).matmul(&l.down);
         }
-        Ok(x.rms_norm(&self.norm, c.rms_norm_eps)
-            .matmul(&self.head)
-            .squeeze(0))
+        Ok(x.rms_norm(&self.norm, c.rms_norm_eps).matmul(&self.head).squeeze(0))
     }
 }
 
@@ -175,28 +163,17 @@ pub struct Decoded {
 /// Feeds the prompt token by token, then takes the likeliest token `n` times.
 pub fn decode(backend: &Backend, dir: &Path, prompt: &[u32], n: usize) -> Result<Decoded> {
     let model = Llama::load(backend, dir)?;
-    let mut out = Decoded {
-        ids: vec![],
-        logits: vec![],
-        made: vec![],
-    };
-    let mut token = *prompt
-        .first()
-        .ok_or_else(|| Error::argument("decode", "the prompt is empty"))?;
+    let mut out = Decoded { ids: vec![], logits: vec![], made: vec![] };
+    let mut token = *prompt.first().ok_or_else(|| Error::argument("decode", "the prompt is empty"))?;
     for position in 0..prompt.len() + n - 1 {
         let logits = model.step(token, position)?.to_vec::<f32>()?;
         let (s, c) = (backend.cache_stats(), backend.counters());
-        out.made
-            .push((s.plans_built, c.compiles + c.compile_cache_hits, c.allocations));
+        out.made.push((s.plans_built, c.compiles + c.compile_cache_hits, c.allocations));
         if position + 1 < prompt.len() {
             token = prompt[position + 1];
             continue;
         }
-        token = logits
-            .iter()
-            .enumerate()
-            .max_by(|a, b| a.1.total_cmp(b.1))
-            .map_or(0, |(i, _)| i as u32);
+        token = logits.iter().enumerate().max_by(|a, b| a.1.total_cmp(b.1)).map_or(0, |(i, _)| i as u32);
         if out.ids.is_empty() {
             out.logits = logits;
         }
@@ -218,12 +195,7 @@ fn main() -> Result<()> {
     println!("{}", backend.selection());
     let expected: Expected = read_json(&Path::new(&dir).join("expected.json"))?;
     let start = std::time::Instant::now();
-    let d = decode(
-        &backend,
-        Path::new(&dir),
-        &expected.prompt_ids,
-        expected.greedy_ids.len(),
-    )?;
+    let d = decode(&backend, Path::new(&dir), &expected.prompt_ids, expected.greedy_ids.len())?;
     let t = start.elapsed().as_secs_f64();
     let s = backend.cache_stats();
     println!(
@@ -238,22 +210,10 @@ fn main() -> Result<()> {
         d.made[d.made.len() - 1].0 - d.made[1].0,
         d.made[d.made.len() - 1].1 - d.made[1].1
     );
-    let same = d
-        .ids
-        .iter()
-        .zip(&expected.greedy_ids)
-        .filter(|(a, b)| a == b)
-        .count();
-    let worst = d
-        .logits
-        .iter()
-        .zip(&expected.last_logits)
-        .map(|(a, b)| (*a as f64 - b).abs())
-        .fold(0.0, f64::max);
-    println!(
-        "{same} of {} tokens as expected, logits within {worst:.1e}",
-        expected.greedy_ids.len()
-    );
+    let same = d.ids.iter().zip(&expected.greedy_ids).filter(|(a, b)| a == b).count();
+    let worst =
+        d.logits.iter().zip(&expected.last_logits).map(|(a, b)| (*a as f64 - b).abs()).fold(0.0, f64::max);
+    println!("{same} of {} tokens as expected, logits within {worst:.1e}", expected.greedy_ids.len());
     println!("expected text: {}", expected.greedy_text);
     Ok(())
 }

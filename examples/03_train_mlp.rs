@@ -34,25 +34,16 @@ pub fn train(
     let labels = Tensor::from_data(backend, &file.get("train_labels")?)?.cast(DType::I32);
     eval(&[images.clone(), labels.clone()])?;
 
-    let params: Vec<State> = start
-        .iter()
-        .map(|d| Ok(State::new(Tensor::from_data(backend, d)?)))
-        .collect::<Result<_>>()?;
-    let mut run = Run {
-        losses: vec![],
-        weights: vec![],
-        plans: vec![],
-    };
+    let params: Vec<State> =
+        start.iter().map(|d| Ok(State::new(Tensor::from_data(backend, d)?))).collect::<Result<_>>()?;
+    let mut run = Run { losses: vec![], weights: vec![], plans: vec![] };
     for s in 0..steps {
         // The first row and the rate are arguments of the plan: every step runs the same one.
         let first = Tensor::scalar(backend, DType::I32, (s * batch) % rows);
         let n = Tensor::scalar(backend, DType::I32, rows);
         let index = (Tensor::arange(backend, batch, DType::I32) + first).rem(&n);
         let (x, y) = (images.gather(&index, 0), labels.gather(&index, 0));
-        let leaves: Vec<Tensor> = params
-            .iter()
-            .map(|p| p.value().requires_grad())
-            .collect::<Result<_>>()?;
+        let leaves: Vec<Tensor> = params.iter().map(|p| p.value().requires_grad()).collect::<Result<_>>()?;
         let (loss, grads) = value_and_grad(&leaves, |w| {
             let hidden = (x.matmul(&w[0]) + &w[1]).relu();
             Ok((hidden.matmul(&w[2]) + &w[3]).cross_entropy(&y))
@@ -108,9 +99,6 @@ fn main() -> Result<()> {
         last + 1,
         start.elapsed().as_secs_f64()
     );
-    println!(
-        "plans built: {} after step 2, {} at the end",
-        run.plans[1], run.plans[last]
-    );
+    println!("plans built: {} after step 2, {} at the end", run.plans[1], run.plans[last]);
     Ok(())
 }

@@ -109,27 +109,16 @@ impl Side {
             .map_err(|e| format!("`{program}` did not start: {e}"))?;
         let requests = child.stdin.take();
         let stdout = child.stdout.take().ok_or("no pipe from the child")?;
-        let mut side = Side {
-            name: program,
-            child,
-            requests,
-            answers: BufReader::new(stdout),
-            start,
-        };
+        let mut side = Side { name: program, child, requests, answers: BufReader::new(stdout), start };
         let hello = side.read()?;
-        side.name = hello["name"]
-            .as_str()
-            .ok_or(format!("`{}` did not say its name: {hello}", side.name))?
-            .into();
+        side.name =
+            hello["name"].as_str().ok_or(format!("`{}` did not say its name: {hello}", side.name))?.into();
         Ok(side)
     }
 
     fn read(&mut self) -> Result<Value, String> {
         let mut line = String::new();
-        let read = self
-            .answers
-            .read_line(&mut line)
-            .map_err(|e| format!("{}: {e}", self.name))?;
+        let read = self.answers.read_line(&mut line).map_err(|e| format!("{}: {e}", self.name))?;
         if read == 0 {
             return Err(format!("{} ended without an answer", self.name));
         }
@@ -191,12 +180,7 @@ struct Options {
 impl Options {
     fn parse(args: &[&str]) -> Result<Options, Failure> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let mut options = Options {
-            rounds: 15,
-            threads: cores,
-            only: Vec::new(),
-            torch: false,
-        };
+        let mut options = Options { rounds: 15, threads: cores, only: Vec::new(), torch: false };
         let mut args = args.iter();
         while let Some(flag) = args.next() {
             let value = || Failure::Usage(format!("{flag} needs a value that fits"));
@@ -218,47 +202,30 @@ impl Options {
 
 pub fn peers(args: &[&str]) -> Result<bool, Failure> {
     let options = Options::parse(args)?;
-    let mut requirements = vec![Requirements {
-        file: "requirements-peers.txt",
-        flags: &[],
-    }];
+    let mut requirements = vec![Requirements { file: "requirements-peers.txt", flags: &[] }];
     if options.torch {
-        requirements.push(Requirements {
-            file: "requirements-torch.txt",
-            flags: &[],
-        });
+        requirements.push(Requirements { file: "requirements-torch.txt", flags: &[] });
     }
-    let venv = Venv::new(if options.torch {
-        "venv-peers-torch"
-    } else {
-        "venv-peers"
-    });
+    let venv = Venv::new(if options.torch { "venv-peers-torch" } else { "venv-peers" });
     println!("peers' environment: {}", venv.prepare(&requirements)?);
-    run(
-        Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
-            .current_dir(crate::root())
-            .args([
-                "build",
-                "--release",
-                "-p",
-                "halcyon-cli",
-                "-p",
-                "halcyon",
-                "--bin",
-                "halcyon",
-                "--example",
-                "spine_bench",
-            ]),
-    )?;
+    run(Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+        .current_dir(crate::root())
+        .args([
+            "build",
+            "--release",
+            "-p",
+            "halcyon-cli",
+            "-p",
+            "halcyon",
+            "--bin",
+            "halcyon",
+            "--example",
+            "spine_bench",
+        ]))?;
 
     let mut sides = spawn_sides(&options, &venv)?;
     let names: Vec<String> = sides.iter().map(|side| side.name.clone()).collect();
-    println!(
-        "{} threads, {} rounds, interleaved: {}",
-        options.threads,
-        options.rounds,
-        names.join(" | ")
-    );
+    println!("{} threads, {} rounds, interleaved: {}", options.threads, options.rounds, names.join(" | "));
 
     let items: Vec<_> = ITEMS
         .iter()
@@ -285,11 +252,8 @@ fn spawn_sides(options: &Options, venv: &Venv) -> Result<Vec<Side>, String> {
     let threads = options.threads.to_string();
     let release = crate::target_dir().join("release");
     let (model, image, array) = start_input(venv)?;
-    let mut ours = Command::new(
-        release
-            .join("examples")
-            .join(format!("spine_bench{}", std::env::consts::EXE_SUFFIX)),
-    );
+    let mut ours =
+        Command::new(release.join("examples").join(format!("spine_bench{}", std::env::consts::EXE_SUFFIX)));
     ours.args(["--serve", "--threads", &threads]);
     let start: Vec<PathBuf> = [
         release.join(format!("halcyon{}", std::env::consts::EXE_SUFFIX)),
@@ -303,18 +267,11 @@ fn spawn_sides(options: &Options, venv: &Venv) -> Result<Vec<Side>, String> {
     .into();
     let mut sides = vec![Side::spawn(ours, Some(start))?];
     let script = crate::root().join("xtask/scripts/peers.py");
-    let engines = ["onnxruntime", "numpy"]
-        .into_iter()
-        .chain(options.torch.then_some("torch"));
+    let engines = ["onnxruntime", "numpy"].into_iter().chain(options.torch.then_some("torch"));
     for engine in engines {
-        let args: Vec<PathBuf> = [
-            script.clone(),
-            "--engine".into(),
-            engine.into(),
-            "--threads".into(),
-            threads.clone().into(),
-        ]
-        .into();
+        let args: Vec<PathBuf> =
+            [script.clone(), "--engine".into(), engine.into(), "--threads".into(), threads.clone().into()]
+                .into();
         let mut command = Command::new(venv.python());
         command.args(&args);
         let start = (engine == "onnxruntime").then(|| {
@@ -337,12 +294,7 @@ fn start_input(venv: &Venv) -> Result<(PathBuf, PathBuf, PathBuf), String> {
     let code = "import numpy as np, sys; d = np.load(sys.argv[1]); i = int(np.flatnonzero(d['test_labels'] == 7)[0]); \
                 np.save(sys.argv[2], (d['test_images'][i] / 16).astype(np.float32)[None, None])";
     let mut command = Command::new(venv.python());
-    command.args([
-        Path::new("-c"),
-        Path::new(code),
-        &models.join("digits.npz"),
-        &array,
-    ]);
+    command.args([Path::new("-c"), Path::new(code), &models.join("digits.npz"), &array]);
     let status = command.status().map_err(|e| format!("the peers' Python: {e}"))?;
     if !status.success() {
         return Err(format!("the sample for `start` was not written: {status}"));
@@ -418,13 +370,7 @@ fn report_item(item: &str, work: Work, names: &[String], rounds: &[Vec<f64>], ce
             Some(rate / ceiling.1)
         });
         // How many times faster than this side ours is, round by round.
-        let ratio = median(
-            times
-                .iter()
-                .zip(ours)
-                .map(|(theirs, ours)| theirs / ours)
-                .collect(),
-        );
+        let ratio = median(times.iter().zip(ours).map(|(theirs, ours)| theirs / ours).collect());
         let mut line = format!("  {name:<24} {:>10.3} ms", time * 1e3);
         if let Some(rate) = rate {
             line.push_str(&format!("  {rate:>7.1} {}", work.unit()));
@@ -448,11 +394,7 @@ fn report_item(item: &str, work: Work, names: &[String], rounds: &[Vec<f64>], ce
 fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     let n = values.len();
-    if n == 0 {
-        None
-    } else {
-        Some((values[(n - 1) / 2] + values[n / 2]) / 2.0)
-    }
+    if n == 0 { None } else { Some((values[(n - 1) / 2] + values[n / 2]) / 2.0) }
 }
 
 #[cfg(test)]
@@ -471,11 +413,6 @@ mod tests {
         assert!(Options::parse(&["--rounds", "0"]).is_err());
         assert!(Options::parse(&["--only", "nothing"]).is_err());
         assert!(Options::parse(&["--only"]).is_err());
-        assert_eq!(
-            Options::parse(&["--only", "gemm", "--rounds", "3"])
-                .map(|o| o.rounds)
-                .ok(),
-            Some(3)
-        );
+        assert_eq!(Options::parse(&["--only", "gemm", "--rounds", "3"]).map(|o| o.rounds).ok(), Some(3));
     }
 }

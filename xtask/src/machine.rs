@@ -59,11 +59,7 @@ impl Lane {
                 "{why}; without it not tested: {}; to get it: apt-get install {packages}",
                 self.purpose
             );
-            if strict {
-                Outcome::Failed(text)
-            } else {
-                Outcome::Skipped(text)
-            }
+            if strict { Outcome::Failed(text) } else { Outcome::Skipped(text) }
         };
         if !install {
             return missing("not installed (--no-install)".into());
@@ -87,19 +83,13 @@ fn apt_install(packages: &[&str]) -> Result<(), String> {
     if !quiet(Command::new("apt-get").arg("--version")) {
         return Err("no apt-get on this machine".into());
     }
-    let user = Command::new("id")
-        .arg("-u")
-        .output()
-        .map_err(|e| format!("`id -u`: {e}"))?;
+    let user = Command::new("id").arg("-u").output().map_err(|e| format!("`id -u`: {e}"))?;
     if user.stdout.trim_ascii() != b"0" {
         return Err("not root, so apt-get cannot install".into());
     }
     let apt = |args: &[&str]| {
         let options = ["-q", "-o", "Dpkg::Use-Pty=0", "-o", "DPkg::Lock::Timeout=120"];
-        run(Command::new("apt-get")
-            .env("DEBIAN_FRONTEND", "noninteractive")
-            .args(options)
-            .args(args))
+        run(Command::new("apt-get").env("DEBIAN_FRONTEND", "noninteractive").args(options).args(args))
     };
     retry(|| {
         apt(&["update"])?;
@@ -111,9 +101,7 @@ fn apt_install(packages: &[&str]) -> Result<(), String> {
 fn library(prefix: &str) -> bool {
     let cached = ["ldconfig", "/sbin/ldconfig"].iter().any(|ldconfig| {
         Command::new(ldconfig).arg("-p").output().is_ok_and(|out| {
-            String::from_utf8_lossy(&out.stdout)
-                .lines()
-                .any(|line| line.trim_start().starts_with(prefix))
+            String::from_utf8_lossy(&out.stdout).lines().any(|line| line.trim_start().starts_with(prefix))
         })
     });
     cached || entries("/opt/rocm/lib").any(|name| name.starts_with(prefix))
@@ -146,26 +134,17 @@ pub struct Venv {
 
 impl Venv {
     pub fn new(name: &str) -> Self {
-        Venv {
-            dir: crate::target_dir().join(name),
-        }
+        Venv { dir: crate::target_dir().join(name) }
     }
 
     pub fn python(&self) -> PathBuf {
-        self.dir.join(if cfg!(windows) {
-            "Scripts/python.exe"
-        } else {
-            "bin/python"
-        })
+        self.dir.join(if cfg!(windows) { "Scripts/python.exe" } else { "bin/python" })
     }
 
     /// The folder of an installed package, found by asking Python (the package is not imported).
     pub fn package_dir(&self, package: &str) -> Option<PathBuf> {
         let code = "import importlib.util as u, sys; s = u.find_spec(sys.argv[1]); print(s.submodule_search_locations[0])";
-        let out = Command::new(self.python())
-            .args(["-c", code, package])
-            .output()
-            .ok()?;
+        let out = Command::new(self.python()).args(["-c", code, package]).output().ok()?;
         let path = PathBuf::from(String::from_utf8(out.stdout).ok()?.trim());
         (out.status.success() && path.is_dir()).then_some(path)
     }
@@ -185,9 +164,7 @@ impl Venv {
         }
         let wanted = stamp(requirements)?;
         retry(|| {
-            run(Command::new("python3")
-                .args(["-m", "venv", "--clear"])
-                .arg(&self.dir))?;
+            run(Command::new("python3").args(["-m", "venv", "--clear"]).arg(&self.dir))?;
             for one in requirements {
                 let pip = ["-m", "pip", "install", "--quiet", "--disable-pip-version-check"];
                 let mut command = Command::new(self.python());
@@ -232,23 +209,17 @@ pub fn rust_target(target: &str, install: bool) -> Result<(), String> {
         .map_err(|e| format!("rustc: {e}"))?;
     let dir = PathBuf::from(String::from_utf8_lossy(&installed.stdout).trim());
     let has_core = |dir: &Path| {
-        std::fs::read_dir(dir)
-            .into_iter()
-            .flatten()
-            .flatten()
-            .any(|entry| {
-                let name = entry.file_name();
-                name.to_string_lossy().starts_with("libcore-")
-                    && Path::new(&name).extension() == Some(OsStr::new("rlib"))
-            })
+        std::fs::read_dir(dir).into_iter().flatten().flatten().any(|entry| {
+            let name = entry.file_name();
+            name.to_string_lossy().starts_with("libcore-")
+                && Path::new(&name).extension() == Some(OsStr::new("rlib"))
+        })
     };
     if has_core(&dir) {
         return Ok(());
     }
     if !install {
-        return Err(format!(
-            "the Rust target {target} is not installed (--no-install)"
-        ));
+        return Err(format!("the Rust target {target} is not installed (--no-install)"));
     }
     retry(|| run(Command::new("rustup").args(["target", "add", target])))
         .map_err(|e| format!("the Rust target {target} could not be added: {e}"))

@@ -22,11 +22,7 @@ impl Counts {
 
 impl std::fmt::Display for Counts {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(
-            f,
-            "{} passed, {} failed, {} skipped",
-            self.passed, self.failed, self.skipped
-        )
+        write!(f, "{} passed, {} failed, {} skipped", self.passed, self.failed, self.skipped)
     }
 }
 
@@ -73,12 +69,7 @@ impl Report {
         println!("Summary");
         for step in &self.steps {
             total.add(counts(&step.outcome));
-            println!(
-                "  {:<16} {:>7}  {}",
-                step.name,
-                clock(step.time),
-                describe(&step.outcome)
-            );
+            println!("  {:<16} {:>7}  {}", step.name, clock(step.time), describe(&step.outcome));
         }
         let time = self.started.map(|at| at.elapsed()).unwrap_or_default();
         println!("  {:<16} {:>7}", "total", clock(time));
@@ -90,18 +81,9 @@ impl Report {
 /// A step counts as one, unless it ran tests: then each of them does.
 fn counts(outcome: &Outcome) -> Counts {
     match outcome {
-        Outcome::Passed(_) => Counts {
-            passed: 1,
-            ..Counts::default()
-        },
-        Outcome::Failed(_) => Counts {
-            failed: 1,
-            ..Counts::default()
-        },
-        Outcome::Skipped(_) => Counts {
-            skipped: 1,
-            ..Counts::default()
-        },
+        Outcome::Passed(_) => Counts { passed: 1, ..Counts::default() },
+        Outcome::Failed(_) => Counts { failed: 1, ..Counts::default() },
+        Outcome::Skipped(_) => Counts { skipped: 1, ..Counts::default() },
         Outcome::Tests(counts, _) => *counts,
     }
 }
@@ -117,11 +99,7 @@ fn describe(outcome: &Outcome) -> String {
             return format!("{word}: {counts}{gap}{note}");
         }
     };
-    if note.is_empty() {
-        word.to_string()
-    } else {
-        format!("{word}: {note}")
-    }
+    if note.is_empty() { word.to_string() } else { format!("{word}: {note}") }
 }
 
 fn clock(time: Duration) -> String {
@@ -158,11 +136,7 @@ pub fn run_watching(command: &mut Command, mut watch: impl FnMut(&str)) -> Resul
         bytes.clear();
     }
     let status = child.wait().map_err(|e| e.to_string())?;
-    if status.success() {
-        Ok(())
-    } else {
-        Err(format!("`{}` ended with {status}", program(command)))
-    }
+    if status.success() { Ok(()) } else { Err(format!("`{}` ended with {status}", program(command))) }
 }
 
 /// Runs up to three times, with a pause between: for what a network can fail.
@@ -198,11 +172,7 @@ fn line(command: &Command) -> String {
         if let Some(value) = value
             && key.to_string_lossy().starts_with("RUST")
         {
-            out.push_str(&format!(
-                "{}='{}' ",
-                key.to_string_lossy(),
-                value.to_string_lossy()
-            ));
+            out.push_str(&format!("{}='{}' ", key.to_string_lossy(), value.to_string_lossy()));
         }
     }
     // Cargo is called by its full path; its name says as much.
@@ -224,11 +194,7 @@ pub fn test_result(line: &str) -> Option<Counts> {
             .find_map(|part| part.trim().strip_suffix(word))
             .and_then(|n| n.trim().parse().ok())
     };
-    Some(Counts {
-        passed: number(" passed")?,
-        failed: number(" failed")?,
-        skipped: number(" ignored")?,
-    })
+    Some(Counts { passed: number(" passed")?, failed: number(" failed")?, skipped: number(" ignored")? })
 }
 
 /// What the last line of our own scripts says: `N passed, N failed, N skipped`.
@@ -238,11 +204,7 @@ pub fn script_result(line: &str) -> Option<Counts> {
     for (slot, word) in numbers.iter_mut().zip([" passed", " failed", " skipped"]) {
         *slot = parts.next()?.strip_suffix(word)?.parse().ok()?;
     }
-    parts.next().is_none().then_some(Counts {
-        passed: numbers[0],
-        failed: numbers[1],
-        skipped: numbers[2],
-    })
+    parts.next().is_none().then_some(Counts { passed: numbers[0], failed: numbers[1], skipped: numbers[2] })
 }
 
 #[cfg(test)]
@@ -253,23 +215,9 @@ mod tests {
     fn reads_the_line_of_a_test_binary() {
         let line =
             "test result: ok. 12 passed; 1 failed; 3 ignored; 0 measured; 4 filtered out; finished in 0.02s";
-        assert_eq!(
-            test_result(line),
-            Some(Counts {
-                passed: 12,
-                failed: 1,
-                skipped: 3
-            })
-        );
+        assert_eq!(test_result(line), Some(Counts { passed: 12, failed: 1, skipped: 3 }));
         let failed = "test result: FAILED. 0 passed; 7 failed; 0 ignored; 0 measured; 0 filtered out";
-        assert_eq!(
-            test_result(failed),
-            Some(Counts {
-                passed: 0,
-                failed: 7,
-                skipped: 0
-            })
-        );
+        assert_eq!(test_result(failed), Some(Counts { passed: 0, failed: 7, skipped: 0 }));
         assert_eq!(test_result("test cpu::gemm ... ok"), None);
     }
 
@@ -277,11 +225,7 @@ mod tests {
     fn reads_the_line_of_a_script() {
         assert_eq!(
             script_result("3 passed, 0 failed, 2 skipped"),
-            Some(Counts {
-                passed: 3,
-                failed: 0,
-                skipped: 2
-            })
+            Some(Counts { passed: 3, failed: 0, skipped: 2 })
         );
         assert_eq!(script_result("3 passed, 0 failed"), None);
         assert_eq!(script_result("3 passed, 0 failed, 2 skipped, 1 lost"), None);
@@ -293,16 +237,7 @@ mod tests {
         assert!(!report.finish());
         report.step("fine", || Outcome::Passed(String::new()));
         assert!(report.finish());
-        report.step("tests", || {
-            Outcome::Tests(
-                Counts {
-                    passed: 5,
-                    failed: 1,
-                    skipped: 0,
-                },
-                String::new(),
-            )
-        });
+        report.step("tests", || Outcome::Tests(Counts { passed: 5, failed: 1, skipped: 0 }, String::new()));
         assert!(!report.finish());
     }
 }

@@ -9,14 +9,8 @@ use std::process::Command;
 
 /// What the test environment holds.
 pub const REQUIREMENTS: &[Requirements] = &[
-    Requirements {
-        file: "requirements.txt",
-        flags: &[],
-    },
-    Requirements {
-        file: "requirements-no-deps.txt",
-        flags: &["--no-deps"],
-    },
+    Requirements { file: "requirements.txt", flags: &[] },
+    Requirements { file: "requirements-no-deps.txt", flags: &["--no-deps"] },
 ];
 
 /// Platforms that must type-check, and the packages that must do so on each.
@@ -43,56 +37,16 @@ struct Step {
 }
 
 const STEPS: &[Step] = &[
-    Step {
-        name: "python",
-        fast: true,
-        work: python,
-    },
-    Step {
-        name: "testdata",
-        fast: true,
-        work: data,
-    },
-    Step {
-        name: "fmt",
-        fast: true,
-        work: fmt,
-    },
-    Step {
-        name: "clippy",
-        fast: true,
-        work: clippy,
-    },
-    Step {
-        name: "tests",
-        fast: true,
-        work: tests,
-    },
-    Step {
-        name: "doc",
-        fast: false,
-        work: doc,
-    },
-    Step {
-        name: "platforms",
-        fast: false,
-        work: platforms,
-    },
-    Step {
-        name: "asan",
-        fast: false,
-        work: asan,
-    },
-    Step {
-        name: "readme",
-        fast: false,
-        work: readme,
-    },
-    Step {
-        name: "checks",
-        fast: false,
-        work: checks,
-    },
+    Step { name: "python", fast: true, work: python },
+    Step { name: "testdata", fast: true, work: data },
+    Step { name: "fmt", fast: true, work: fmt },
+    Step { name: "clippy", fast: true, work: clippy },
+    Step { name: "tests", fast: true, work: tests },
+    Step { name: "doc", fast: false, work: doc },
+    Step { name: "platforms", fast: false, work: platforms },
+    Step { name: "asan", fast: false, work: asan },
+    Step { name: "readme", fast: false, work: readme },
+    Step { name: "checks", fast: false, work: checks },
 ];
 
 struct Context {
@@ -105,11 +59,7 @@ struct Context {
 fn run_all(context: &Context, fast: bool, only: &[&str]) -> bool {
     let mut report = Report::default();
     let wanted = |name: &str, fast_too: bool| {
-        if only.is_empty() {
-            fast_too || !fast
-        } else {
-            only.contains(&name)
-        }
+        if only.is_empty() { fast_too || !fast } else { only.contains(&name) }
     };
     for lane in LANES {
         if wanted(lane.name, true) {
@@ -129,17 +79,10 @@ fn run_all(context: &Context, fast: bool, only: &[&str]) -> bool {
 pub fn all(args: &[&str]) -> Result<bool, Failure> {
     let set = |name: &str| std::env::var(name).is_ok_and(|v| !matches!(v.as_str(), "" | "0" | "false"));
     let strict = set("HALCYON_REQUIRE_LANES") || set("CI");
-    let mut context = Context {
-        install: true,
-        strict,
-        venv: Venv::new("venv"),
-    };
+    let mut context = Context { install: true, strict, venv: Venv::new("venv") };
     let (mut fast, mut only) = (false, Vec::new());
-    let names: Vec<&str> = LANES
-        .iter()
-        .map(|lane| lane.name)
-        .chain(STEPS.iter().map(|step| step.name))
-        .collect();
+    let names: Vec<&str> =
+        LANES.iter().map(|lane| lane.name).chain(STEPS.iter().map(|step| step.name)).collect();
     let mut args = args.iter();
     while let Some(arg) = args.next() {
         match *arg {
@@ -152,10 +95,7 @@ pub fn all(args: &[&str]) -> Result<bool, Failure> {
             "--only" => match args.next() {
                 Some(name) if names.contains(name) => only.push(*name),
                 Some(name) => {
-                    return Err(Failure::Usage(format!(
-                        "no step `{name}`; there are: {}",
-                        names.join(", ")
-                    )));
+                    return Err(Failure::Usage(format!("no step `{name}`; there are: {}", names.join(", "))));
                 }
                 None => return Err(Failure::Usage("--only needs a step's name".into())),
             },
@@ -175,11 +115,7 @@ impl Context {
 
     /// What cannot be run on this machine: a failure where nothing may be skipped.
     fn missing(&self, why: String) -> Outcome {
-        if self.strict {
-            Outcome::Failed(why)
-        } else {
-            Outcome::Skipped(why)
-        }
+        if self.strict { Outcome::Failed(why) } else { Outcome::Skipped(why) }
     }
 
     fn has_python(&self) -> bool {
@@ -294,25 +230,13 @@ fn platforms(context: &Context) -> Outcome {
         if let Err(why) = machine::rust_target(target, context.install) {
             return context.missing(why);
         }
-        match run(context
-            .cargo()
-            .args(["check", "--target", target])
-            .args(*packages))
-        {
+        match run(context.cargo().args(["check", "--target", target]).args(*packages)) {
             Ok(()) => good.push(*target),
             Err(_) => bad.push(*target),
         }
     }
-    let counts = Counts {
-        passed: good.len(),
-        failed: bad.len(),
-        skipped: 0,
-    };
-    let note = if bad.is_empty() {
-        String::new()
-    } else {
-        format!("does not check: {}", bad.join(", "))
-    };
+    let counts = Counts { passed: good.len(), failed: bad.len(), skipped: 0 };
+    let note = if bad.is_empty() { String::new() } else { format!("does not check: {}", bad.join(", ")) };
     Outcome::Tests(counts, note)
 }
 
@@ -324,21 +248,9 @@ fn asan(context: &Context) -> Outcome {
         return context.missing(format!("AddressSanitizer runs on {target} only"));
     }
     let mut command = context.cargo();
-    command
-        .env("RUSTC_BOOTSTRAP", "1")
-        .env("RUSTFLAGS", "-Zsanitizer=address");
-    command.args([
-        "test",
-        "-p",
-        "halcyon-hal",
-        "--lib",
-        "--target",
-        target,
-        "--target-dir",
-    ]);
-    command
-        .arg(crate::target_dir().join("asan"))
-        .args(["--", "cpu::"]);
+    command.env("RUSTC_BOOTSTRAP", "1").env("RUSTFLAGS", "-Zsanitizer=address");
+    command.args(["test", "-p", "halcyon-hal", "--lib", "--target", target, "--target-dir"]);
+    command.arg(crate::target_dir().join("asan")).args(["--", "cpu::"]);
     cargo_tests(&mut command)
 }
 
@@ -372,19 +284,14 @@ fn readme(context: &Context) -> Outcome {
 
 /// The first shell line in a README that runs the program.
 fn first_command(text: &str) -> Option<&str> {
-    let mut lines = text
-        .lines()
-        .map(|line| line.trim_start().trim_start_matches("$ ").trim_end());
+    let mut lines = text.lines().map(|line| line.trim_start().trim_start_matches("$ ").trim_end());
     lines.find(|line| line.starts_with("cargo run --release"))
 }
 
 /// The first digit's name in a line.
 fn digit_named(line: &str) -> Option<&str> {
-    let names = [
-        "zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine",
-    ];
-    line.split(|c: char| !c.is_alphabetic())
-        .find(|word| names.contains(word))
+    let names = ["zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine"];
+    line.split(|c: char| !c.is_alphabetic()).find(|word| names.contains(word))
 }
 
 fn checks(context: &Context) -> Outcome {
@@ -395,23 +302,15 @@ fn checks(context: &Context) -> Outcome {
         return Outcome::Failed(why);
     }
     let binary =
-        crate::target_dir()
-            .join("release")
-            .join(if cfg!(windows) { "halcyon.exe" } else { "halcyon" });
+        crate::target_dir().join("release").join(if cfg!(windows) { "halcyon.exe" } else { "halcyon" });
     let (mut total, mut bad) = (Counts::default(), Vec::new());
     for (script, args) in CHECKS {
         if args.contains(&"opencl") && !machine::lane_present("lane-opencl") {
-            total.add(Counts {
-                skipped: 1,
-                ..Counts::default()
-            });
+            total.add(Counts { skipped: 1, ..Counts::default() });
             continue;
         }
         let mut command = Command::new(context.venv.python());
-        command
-            .current_dir(crate::root())
-            .arg(crate::root().join("xtask/scripts").join(script))
-            .args(*args);
+        command.current_dir(crate::root()).arg(crate::root().join("xtask/scripts").join(script)).args(*args);
         context.tell(&mut command);
         command.env("HALCYON_BIN", &binary);
         let mut counts = None;
@@ -425,14 +324,7 @@ fn checks(context: &Context) -> Outcome {
         }
         total.add(counts);
     }
-    Outcome::Tests(
-        total,
-        if bad.is_empty() {
-            String::new()
-        } else {
-            format!("failed: {}", bad.join(", "))
-        },
-    )
+    Outcome::Tests(total, if bad.is_empty() { String::new() } else { format!("failed: {}", bad.join(", ")) })
 }
 
 #[cfg(test)]
@@ -456,10 +348,7 @@ mod tests {
     #[test]
     fn every_script_exists() {
         for (script, _) in CHECKS {
-            assert!(
-                crate::root().join("xtask/scripts").join(script).is_file(),
-                "{script}"
-            );
+            assert!(crate::root().join("xtask/scripts").join(script).is_file(), "{script}");
         }
     }
 }

@@ -17,21 +17,9 @@ struct Generator {
 }
 
 const GENERATORS: &[Generator] = &[
-    Generator {
-        script: "gen_squeezenet.py",
-        inputs: &[],
-        output: "squeezenet",
-    },
-    Generator {
-        script: "mlp_reference.py",
-        inputs: &["models/digits.npz"],
-        output: "mlp",
-    },
-    Generator {
-        script: "altered_conformance.py",
-        inputs: &[],
-        output: "",
-    },
+    Generator { script: "gen_squeezenet.py", inputs: &[], output: "squeezenet" },
+    Generator { script: "mlp_reference.py", inputs: &["models/digits.npz"], output: "mlp" },
+    Generator { script: "altered_conformance.py", inputs: &[], output: "" },
 ];
 
 pub fn dir() -> PathBuf {
@@ -55,25 +43,15 @@ pub fn prepare(venv: &Venv) -> Result<String, String> {
         std::fs::write(&stamp_file, stamp).map_err(|e| format!("{}: {e}", stamp_file.display()))?;
         made += 1;
     }
-    Ok(format!(
-        "{} of {} sets generated, the others current",
-        made,
-        GENERATORS.len()
-    ))
+    Ok(format!("{} of {} sets generated, the others current", made, GENERATORS.len()))
 }
 
 fn stamp(generator: &Generator, script: &Path) -> Result<String, String> {
     let mut hasher = DefaultHasher::new();
     let inputs = generator.inputs.iter().map(|path| crate::root().join(path));
     let requirements = crate::test::REQUIREMENTS.iter().map(|one| one.path());
-    for path in [script.to_path_buf()]
-        .into_iter()
-        .chain(inputs)
-        .chain(requirements)
-    {
-        std::fs::read(&path)
-            .map_err(|e| format!("{}: {e}", path.display()))?
-            .hash(&mut hasher);
+    for path in [script.to_path_buf()].into_iter().chain(inputs).chain(requirements) {
+        std::fs::read(&path).map_err(|e| format!("{}: {e}", path.display()))?.hash(&mut hasher);
     }
     Ok(format!("{:016x}\n", hasher.finish()))
 }

@@ -75,10 +75,7 @@ impl BackendArgs {
 
     /// As [`BackendArgs::open`], at another level and with one more transformation switched off.
     pub fn open_at(&self, level: Level, without: Option<&str>, profile: bool) -> Result<Backend> {
-        let mut b = Backend::builder()
-            .backend_type(self.kind()?)
-            .level(level)
-            .profile(profile);
+        let mut b = Backend::builder().backend_type(self.kind()?).level(level).profile(profile);
         if let Some(n) = self.device {
             b = b.device(n);
         }
@@ -103,29 +100,16 @@ impl BackendArgs {
     }
 }
 
-const TRANSFORMATIONS: &[&str] = &[
-    passes::FOLD,
-    passes::SIMPLIFY,
-    passes::CSE,
-    passes::FUSION,
-    passes::COMPOSITES,
-    passes::IN_PLACE,
-];
+const TRANSFORMATIONS: &[&str] =
+    &[passes::FOLD, passes::SIMPLIFY, passes::CSE, passes::FUSION, passes::COMPOSITES, passes::IN_PLACE];
 
 fn transformation(name: &str) -> Result<&'static str> {
-    TRANSFORMATIONS
-        .iter()
-        .find(|t| **t == name)
-        .copied()
-        .ok_or_else(|| {
-            Error::argument(
-                "--without",
-                format!(
-                    "\"{name}\" is not a transformation; there are {}",
-                    TRANSFORMATIONS.join(", ")
-                ),
-            )
-        })
+    TRANSFORMATIONS.iter().find(|t| **t == name).copied().ok_or_else(|| {
+        Error::argument(
+            "--without",
+            format!("\"{name}\" is not a transformation; there are {}", TRANSFORMATIONS.join(", ")),
+        )
+    })
 }
 
 /// `4096`, `512M`, `2G`.
@@ -137,16 +121,9 @@ fn bytes(s: &str) -> Result<u64> {
         Some((i, 'g' | 'G')) => (&t[..i], 30),
         _ => (t, 0),
     };
-    digits
-        .parse::<u64>()
-        .ok()
-        .and_then(|n| n.checked_mul(1 << shift))
-        .ok_or_else(|| {
-            Error::argument(
-                "--memory-limit",
-                format!("\"{s}\" is no size; write 4096, 512M or 2G"),
-            )
-        })
+    digits.parse::<u64>().ok().and_then(|n| n.checked_mul(1 << shift)).ok_or_else(|| {
+        Error::argument("--memory-limit", format!("\"{s}\" is no size; write 4096, 512M or 2G"))
+    })
 }
 
 /// What the model is given.
@@ -163,12 +140,7 @@ pub struct InputArgs {
     #[arg(long, value_name = "WxH")]
     pub image_size: Option<String>,
     /// Subtracted from an image's values, which are in 0..1: one number, or one per channel
-    #[arg(
-        long,
-        value_name = "A[,B,C]",
-        value_delimiter = ',',
-        allow_hyphen_values = true
-    )]
+    #[arg(long, value_name = "A[,B,C]", value_delimiter = ',', allow_hyphen_values = true)]
     pub image_mean: Vec<f64>,
     /// What an image's values are divided by after that: one number, or one per channel
     #[arg(long, value_name = "A[,B,C]", value_delimiter = ',')]
@@ -268,10 +240,8 @@ Examples:
   halcyon conformance onnx target/testdata/conformance --backend opencl --limit 40 --json";
 
 #[derive(Args, Debug)]
-#[command(
-    after_help = "Inputs that are not given are filled as by `random`, symbolic sizes with 1.\n\n\
-Examples:\n  halcyon trace models/digits.onnx\n  halcyon trace models/digits.onnx --backend opencl --level O0 --json"
-)]
+#[command(after_help = "Inputs that are not given are filled as by `random`, symbolic sizes with 1.\n\n\
+Examples:\n  halcyon trace models/digits.onnx\n  halcyon trace models/digits.onnx --backend opencl --level O0 --json")]
 pub struct TraceArgs {
     /// ONNX model
     pub model: PathBuf,
@@ -311,11 +281,6 @@ mod tests {
     #[test]
     fn transformations_are_known_by_name() {
         assert!(transformation("fusion").is_ok());
-        assert!(
-            transformation("luck")
-                .unwrap_err()
-                .to_string()
-                .contains("constant folding")
-        );
+        assert!(transformation("luck").unwrap_err().to_string().contains("constant folding"));
     }
 }

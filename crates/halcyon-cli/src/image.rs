@@ -31,18 +31,14 @@ pub fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstD
         .with_guessed_format()
         .map_err(|e| e.to_string())
         .and_then(|r| r.decode().map_err(|e| e.to_string()))
-        .map_err(|what| Error::Format {
-            file: file.into(),
-            what,
-        })?;
+        .map_err(|what| Error::Format { file: file.into(), what })?;
     let grey = !decoded.color().has_color();
     let channels = want.channels.unwrap_or(if grey { 1 } else { 3 });
     let (width, height) = match &a.image_size {
         Some(s) => size(s)?,
-        None => (
-            want.width.unwrap_or(decoded.width() as usize),
-            want.height.unwrap_or(decoded.height() as usize),
-        ),
+        None => {
+            (want.width.unwrap_or(decoded.width() as usize), want.height.unwrap_or(decoded.height() as usize))
+        }
     };
     let pixels = pixels(&decoded, channels, width, height)?;
     let values = normalise(pixels, channels, p, a)?;
@@ -50,10 +46,9 @@ pub fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstD
     let (n, c) = (height * width, channels);
     let ordered: Vec<f64> = match want.layout {
         ImageLayout::Nhwc => values,
-        ImageLayout::Nchw => (0..c)
-            .flat_map(|k| (0..n).map(move |i| (k, i)))
-            .map(|(k, i)| values[i * c + k])
-            .collect(),
+        ImageLayout::Nchw => {
+            (0..c).flat_map(|k| (0..n).map(move |i| (k, i))).map(|(k, i)| values[i * c + k]).collect()
+        }
     };
     let dims: Vec<usize> = match (want.rank, want.layout) {
         (2, _) => vec![height, width],
@@ -72,10 +67,7 @@ pub fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstD
             false => format!(", resized to {width}x{height}"),
         }
     );
-    Ok((
-        from_scalars(p.dtype, &dims, ordered.into_iter().map(Scalar::F))?,
-        note,
-    ))
+    Ok((from_scalars(p.dtype, &dims, ordered.into_iter().map(Scalar::F))?, note))
 }
 
 fn bad(what: String) -> Error {
@@ -109,10 +101,7 @@ fn want(p: &Port, a: &InputArgs) -> Result<Want> {
         }
     };
     if s.rank() == 4 && s[0].known().is_some_and(|n| n != 1) {
-        return Err(bad(format!(
-            "input '{}' takes a batch of {} pictures: give an .npy",
-            p.name, s[0]
-        )));
+        return Err(bad(format!("input '{}' takes a batch of {} pictures: give an .npy", p.name, s[0])));
     }
     let channels = c.and_then(Dim::known);
     if let Some(n) = channels
@@ -124,56 +113,30 @@ fn want(p: &Port, a: &InputArgs) -> Result<Want> {
             p.name, p.dtype
         )));
     }
-    Ok(Want {
-        layout,
-        rank: s.rank(),
-        channels,
-        height: h.known(),
-        width: w.known(),
-    })
+    Ok(Want { layout, rank: s.rank(), channels, height: h.known(), width: w.known() })
 }
 
 /// `WxH`.
 fn size(s: &str) -> Result<(usize, usize)> {
-    let parts = s
-        .split_once('x')
-        .and_then(|(w, h)| Some((w.parse::<usize>().ok()?, h.parse::<usize>().ok()?)));
-    parts
-        .filter(|(w, h)| (1..=16384).contains(w) && (1..=16384).contains(h))
-        .ok_or_else(|| {
-            Error::argument(
-                "--image-size",
-                format!("\"{s}\" is no size of a picture; write 224x224"),
-            )
-        })
+    let parts =
+        s.split_once('x').and_then(|(w, h)| Some((w.parse::<usize>().ok()?, h.parse::<usize>().ok()?)));
+    parts.filter(|(w, h)| (1..=16384).contains(w) && (1..=16384).contains(h)).ok_or_else(|| {
+        Error::argument("--image-size", format!("\"{s}\" is no size of a picture; write 224x224"))
+    })
 }
 
 /// Values in 0..1, row by row, channels innermost.
 fn pixels(d: &DynamicImage, channels: usize, width: usize, height: usize) -> Result<Vec<f32>> {
     let bad = |n: usize| bad(format!("{n} is no size of a picture"));
-    let w = u32::try_from(width)
-        .ok()
-        .filter(|n| (1..=16384).contains(n))
-        .ok_or_else(|| bad(width))?;
-    let h = u32::try_from(height)
-        .ok()
-        .filter(|n| (1..=16384).contains(n))
-        .ok_or_else(|| bad(height))?;
+    let w = u32::try_from(width).ok().filter(|n| (1..=16384).contains(n)).ok_or_else(|| bad(width))?;
+    let h = u32::try_from(height).ok().filter(|n| (1..=16384).contains(n)).ok_or_else(|| bad(height))?;
     let same = d.width() == w && d.height() == h;
     Ok(if channels == 1 {
         let b: ImageBuffer<Luma<f32>, Vec<f32>> = d.to_luma32f();
-        if same {
-            b.into_raw()
-        } else {
-            resize(&b, w, h, FilterType::Triangle).into_raw()
-        }
+        if same { b.into_raw() } else { resize(&b, w, h, FilterType::Triangle).into_raw() }
     } else {
         let b: ImageBuffer<Rgb<f32>, Vec<f32>> = d.to_rgb32f();
-        if same {
-            b.into_raw()
-        } else {
-            resize(&b, w, h, FilterType::Triangle).into_raw()
-        }
+        if same { b.into_raw() } else { resize(&b, w, h, FilterType::Triangle).into_raw() }
     })
 }
 
@@ -183,19 +146,13 @@ fn normalise(pixels: Vec<f32>, channels: usize, p: &Port, a: &InputArgs) -> Resu
             0 => Ok(vec![default; channels]),
             1 => Ok(vec![v[0]; channels]),
             n if n == channels => Ok(v.to_vec()),
-            n => Err(Error::argument(
-                name,
-                format!("{n} numbers for {channels} channels"),
-            )),
+            n => Err(Error::argument(name, format!("{n} numbers for {channels} channels"))),
         }
     };
     let mean = per_channel("--image-mean", &a.image_mean, 0.0)?;
     let std = per_channel("--image-std", &a.image_std, 1.0)?;
     if std.iter().any(|s| *s == 0.0 || !s.is_finite()) || mean.iter().any(|m| !m.is_finite()) {
-        return Err(Error::argument(
-            "--image-std",
-            "numbers must be finite, and the divisor not zero",
-        ));
+        return Err(Error::argument("--image-std", "numbers must be finite, and the divisor not zero"));
     }
     if p.dtype.is_float() {
         // The division by 255 has rounded to f32 once; the rest is exact enough not to round again before the cast.
@@ -206,10 +163,7 @@ fn normalise(pixels: Vec<f32>, channels: usize, p: &Port, a: &InputArgs) -> Resu
             .collect());
     }
     if p.dtype == DType::U8 && a.image_mean.is_empty() && a.image_std.is_empty() {
-        return Ok(pixels
-            .iter()
-            .map(|v| f64::from((v * 255.0).round().clamp(0.0, 255.0)))
-            .collect());
+        return Ok(pixels.iter().map(|v| f64::from((v * 255.0).round().clamp(0.0, 255.0))).collect());
     }
     Err(bad(format!(
         "input '{}' is {}; pictures go to float inputs, or unscaled to u8 inputs without --image-mean and --image-std",
@@ -233,11 +187,7 @@ mod tests {
     }
 
     fn port(shape: impl Into<Shape>, dtype: DType) -> Port {
-        Port {
-            name: "x".into(),
-            dtype,
-            shape: Some(shape.into()),
-        }
+        Port { name: "x".into(), dtype, shape: Some(shape.into()) }
     }
 
     /// A 3 wide, 2 high picture whose red is the column and green the row, times 50.
@@ -245,32 +195,22 @@ mod tests {
         let b: ImageBuffer<Rgb<u8>, Vec<u8>> =
             ImageBuffer::from_fn(3, 2, |x, y| Rgb([x as u8 * 50, y as u8 * 50, 255]));
         let mut out = Cursor::new(vec![]);
-        DynamicImage::ImageRgb8(b)
-            .write_to(&mut out, ::image::ImageFormat::Png)
-            .unwrap();
+        DynamicImage::ImageRgb8(b).write_to(&mut out, ::image::ImageFormat::Png).unwrap();
         out.into_inner()
     }
 
     #[test]
     fn layouts_and_normalisation() {
         let (x, note) = read(&png(), &port(["n", "c", "h", "w"], DType::F32), &args(&[]), "t").unwrap();
-        assert_eq!(
-            (x.dims.as_slice(), note.as_str()),
-            (&[1, 3, 2, 3][..], "3x2 colour")
-        );
+        assert_eq!((x.dims.as_slice(), note.as_str()), (&[1, 3, 2, 3][..], "3x2 colour"));
         let unit = |v: f32| v / 255.0;
         let v = x.to_vec::<f32>();
         assert_eq!(v[..6], [0.0, 50.0, 100.0, 0.0, 50.0, 100.0].map(unit));
         assert_eq!(v[6..12], [0.0, 0.0, 0.0, 50.0, 50.0, 50.0].map(unit));
 
         let a = args(&["--image-mean", "0.5,0,-1", "--image-std", "2"]);
-        let (y, _) = read(
-            &png(),
-            &port([1, 2, 3, 3], DType::F32),
-            &args(&["--image-layout", "nhwc"]),
-            "t",
-        )
-        .unwrap();
+        let (y, _) =
+            read(&png(), &port([1, 2, 3, 3], DType::F32), &args(&["--image-layout", "nhwc"]), "t").unwrap();
         assert_eq!(y.to_vec::<f32>()[3..6], [50.0 / 255.0, 0.0, 1.0]);
         let (z, _) = read(&png(), &port([3, 2, 3], DType::F64), &a, "t").unwrap();
         assert_eq!(
@@ -286,13 +226,8 @@ mod tests {
         let (x, note) = read(&png(), &port([1, 1, 4, 6], DType::F32), &args(&[]), "t").unwrap();
         assert_eq!(x.dims.as_slice(), [1, 1, 4, 6]);
         assert!(note.contains("resized to 6x4"), "{note}");
-        let (y, _) = read(
-            &png(),
-            &port(["h", "w"], DType::F32),
-            &args(&["--image-size", "5x4"]),
-            "t",
-        )
-        .unwrap();
+        let (y, _) =
+            read(&png(), &port(["h", "w"], DType::F32), &args(&["--image-size", "5x4"]), "t").unwrap();
         assert_eq!(y.dims.as_slice(), [4, 5]);
     }
 

@@ -16,10 +16,7 @@ use std::process::ExitCode;
 
 fn main() -> ExitCode {
     // Known before parsing, so that a usage error is JSON too.
-    let json = std::env::args_os()
-        .skip(1)
-        .take_while(|a| a != "--")
-        .any(|a| a == "--json");
+    let json = std::env::args_os().skip(1).take_while(|a| a != "--").any(|a| a == "--json");
     let cli = match Cli::try_parse() {
         Ok(cli) => cli,
         Err(e) if matches!(e.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
@@ -70,9 +67,7 @@ fn start_log() {
         eprintln!("warning: HALCYON_LOG is not understood ({e}); using \"info\"");
         EnvFilter::new("info")
     });
-    let log = tracing_subscriber::fmt()
-        .with_env_filter(filter)
-        .with_writer(std::io::stderr);
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
     // Only a second logger would make this fail, and there is none.
     let _ = log.try_init();
 }

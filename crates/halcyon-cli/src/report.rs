@@ -12,10 +12,9 @@ use std::time::{Duration, Instant};
 pub fn print(text: &str) -> Result<()> {
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        Err(e) if e.kind() != ErrorKind::BrokenPipe => Err(Error::Io {
-            path: "standard output".into(),
-            what: e.to_string(),
-        }),
+        Err(e) if e.kind() != ErrorKind::BrokenPipe => {
+            Err(Error::Io { path: "standard output".into(), what: e.to_string() })
+        }
         _ => Ok(()),
     }
 }
@@ -41,9 +40,7 @@ pub fn message(e: &Error) -> String {
 /// empty.
 pub fn reason(b: BackendType, why: &str) -> String {
     let name = format!("{b} is not available: ");
-    why.strip_prefix(&name)
-        .unwrap_or(why)
-        .replace(" Tried: nothing.", "")
+    why.strip_prefix(&name).unwrap_or(why).replace(" Tried: nothing.", "")
 }
 
 pub fn print_error(e: &Error, json: bool) {
@@ -67,40 +64,25 @@ pub fn print_error_json(kind: &str, message: &str, facts: Value, code: i32) {
 fn facts(e: &Error) -> (&'static str, Value) {
     match e {
         Error::Shape { op, at, .. } => ("Shape", json!({ "op": op, "at": at.as_str() })),
-        Error::DType { op, dtype, want, at } => (
-            "DType",
-            json!({ "op": op, "dtype": dtype, "want": want, "at": at.as_str() }),
-        ),
+        Error::DType { op, dtype, want, at } => {
+            ("DType", json!({ "op": op, "dtype": dtype, "want": want, "at": at.as_str() }))
+        }
         Error::Argument { op, at, .. } => ("Argument", json!({ "op": op, "at": at.as_str() })),
         Error::Unsupported { what, next } => ("Unsupported", json!({ "what": what, "next": next })),
         Error::UnsupportedOps(ops) => ("UnsupportedOps", json!({ "ops": ops })),
-        Error::Unavailable {
-            backend,
-            tried,
-            reason,
-            fix,
-        } => (
-            "Unavailable",
-            json!({ "backend": backend, "tried": tried, "reason": reason, "fix": fix }),
-        ),
-        Error::OutOfMemory {
-            device,
-            what,
-            requested,
-            free,
-            total,
-            next,
-        } => (
+        Error::Unavailable { backend, tried, reason, fix } => {
+            ("Unavailable", json!({ "backend": backend, "tried": tried, "reason": reason, "fix": fix }))
+        }
+        Error::OutOfMemory { device, what, requested, free, total, next } => (
             "OutOfMemory",
             json!({ "device": device, "what": what, "requested": requested, "free": free, "total": total, "next": next }),
         ),
-        Error::Driver {
-            device, call, code, ..
-        } => ("Driver", json!({ "device": device, "call": call, "code": code })),
-        Error::Compile { device, kernel, log } => (
-            "Compile",
-            json!({ "device": device, "kernel": kernel, "log": log }),
-        ),
+        Error::Driver { device, call, code, .. } => {
+            ("Driver", json!({ "device": device, "call": call, "code": code }))
+        }
+        Error::Compile { device, kernel, log } => {
+            ("Compile", json!({ "device": device, "kernel": kernel, "log": log }))
+        }
         Error::Index { op, range, at } => ("Index", json!({ "op": op, "range": range, "at": at.as_str() })),
         Error::Format { file, .. } => ("Format", json!({ "file": file })),
         Error::Io { path, .. } => ("Io", json!({ "path": path })),
@@ -138,25 +120,14 @@ pub fn size(bytes: u64) -> String {
         v /= 1024.0;
         u += 1;
     }
-    if u == 0 {
-        format!("{bytes} B")
-    } else {
-        format!("{v:.1} {}", UNITS[u])
-    }
+    if u == 0 { format!("{bytes} B") } else { format!("{v:.1} {}", UNITS[u]) }
 }
 
 /// A field of `/proc/...` in kB, as bytes.
 fn proc_field(file: &str, field: &str) -> Option<u64> {
     let text = std::fs::read_to_string(file).ok()?;
-    let line = text
-        .lines()
-        .find_map(|l| l.strip_prefix(field)?.strip_prefix(':'))?;
-    line.trim()
-        .strip_suffix("kB")?
-        .trim()
-        .parse::<u64>()
-        .ok()?
-        .checked_mul(1024)
+    let line = text.lines().find_map(|l| l.strip_prefix(field)?.strip_prefix(':'))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
 }
 
 /// The most memory this process has had resident, where the system tells (Linux).
@@ -166,10 +137,7 @@ pub fn peak_memory() -> Option<u64> {
 
 /// Bytes of memory that can still be used, and all, where the system tells (Linux).
 pub fn host_memory() -> Option<(u64, u64)> {
-    Some((
-        proc_field("/proc/meminfo", "MemAvailable")?,
-        proc_field("/proc/meminfo", "MemTotal")?,
-    ))
+    Some((proc_field("/proc/meminfo", "MemAvailable")?, proc_field("/proc/meminfo", "MemTotal")?))
 }
 
 /// Median, smallest and largest of some times, which must not be empty.
@@ -228,12 +196,7 @@ pub fn summary(x: &ConstData) -> Summary {
         }
     }
     let some = |v: f64| (n > 0).then_some(v);
-    Summary {
-        min: some(min),
-        max: some(max),
-        mean: some(sum / n.max(1) as f64),
-        nan,
-    }
+    Summary { min: some(min), max: some(max), mean: some(sum / n.max(1) as f64), nan }
 }
 
 /// A number as short as six digits allow.
@@ -296,14 +259,7 @@ impl Progress {
                 Err(_) => bar,
             }
         });
-        Progress {
-            what,
-            bar,
-            total,
-            done: 0,
-            next: total.div_ceil(10).max(1),
-            last: Instant::now(),
-        }
+        Progress { what, bar, total, done: 0, next: total.div_ceil(10).max(1), last: Instant::now() }
     }
 
     pub fn step(&mut self) {
@@ -347,10 +303,7 @@ mod tests {
     fn summaries_leave_nan_out_and_count_it() {
         let x = ConstData::from_slice(&[4], &[1f32, f32::NAN, 3.0, 2.0]).unwrap();
         let s = summary(&x);
-        assert_eq!(
-            (s.min, s.max, s.mean, s.nan),
-            (Some(1.0), Some(3.0), Some(2.0), 1)
-        );
+        assert_eq!((s.min, s.max, s.mean, s.nan), (Some(1.0), Some(3.0), Some(2.0), 1));
         let empty = ConstData::from_slice::<f32>(&[0], &[]).unwrap();
         assert_eq!(summary(&empty).text(&empty), "empty");
     }

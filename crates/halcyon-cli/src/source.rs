@@ -63,9 +63,8 @@ pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> 
         match spec {
             Spec::File(path) if kind(&path)?.1 == Some(Kind::Npz) => {
                 let z = Npz::open(&path)?;
-                let matching: Vec<usize> = (0..ports.len())
-                    .filter(|&i| z.names().any(|n| n == ports[i].name))
-                    .collect();
+                let matching: Vec<usize> =
+                    (0..ports.len()).filter(|&i| z.names().any(|n| n == ports[i].name)).collect();
                 if matching.is_empty() {
                     return Err(Error::argument(
                         "--input",
@@ -87,10 +86,7 @@ pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> 
     }
     for (text, spec) in rest {
         let i = taken.iter().position(|t| !t).ok_or_else(|| {
-            Error::argument(
-                "--input",
-                format!("{text} is one too many: the model takes {}", names(ports)),
-            )
+            Error::argument("--input", format!("{text} is one too many: the model takes {}", names(ports)))
         })?;
         take(&mut taken, ports, i)?;
         match spec {
@@ -98,12 +94,7 @@ pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> 
             Spec::File(path) => slots[i] = Some(named_file(&ports[i], &path, a)?),
         }
     }
-    let missing: Vec<&Port> = ports
-        .iter()
-        .zip(&taken)
-        .filter(|(_, t)| !**t)
-        .map(|(p, _)| p)
-        .collect();
+    let missing: Vec<&Port> = ports.iter().zip(&taken).filter(|(_, t)| !**t).map(|(p, _)| p).collect();
     if !missing.is_empty() {
         if !fill {
             return Err(missing_error(&missing));
@@ -115,10 +106,7 @@ pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> 
     let mut known = Bindings::new();
     for (p, s) in ports.iter().zip(&slots) {
         if let (Some(shape), Some(x)) = (&p.shape, s) {
-            shape
-                .iter()
-                .zip(&x.data.dims)
-                .for_each(|(d, n)| settle(*d, *n, &mut known));
+            shape.iter().zip(&x.data.dims).for_each(|(d, n)| settle(*d, *n, &mut known));
         }
     }
     for (i, text, f, dims) in fills {
@@ -129,43 +117,26 @@ pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> 
             (None, None) => {
                 return Err(Error::argument(
                     "--input",
-                    format!(
-                        "input '{0}' declares no shape; give one, as in --input {0}=zeros:1x8",
-                        p.name
-                    ),
+                    format!("input '{0}' declares no shape; give one, as in --input {0}=zeros:1x8", p.name),
                 ));
             }
         };
         let data = filled(f, &p.name, p.dtype, &dims, a.seed.wrapping_add(i as u64))?;
-        slots[i] = Some(Input {
-            name: p.name.clone(),
-            source: text,
-            data,
-        });
+        slots[i] = Some(Input { name: p.name.clone(), source: text, data });
     }
-    slots
-        .into_iter()
-        .map(|s| s.ok_or_else(|| Error::internal("an input was lost")))
-        .collect()
+    slots.into_iter().map(|s| s.ok_or_else(|| Error::internal("an input was lost"))).collect()
 }
 
 fn names(ports: &[Port]) -> String {
     match ports {
         [] => "no input".into(),
-        _ => ports
-            .iter()
-            .map(|p| p.name.as_str())
-            .collect::<Vec<_>>()
-            .join(", "),
+        _ => ports.iter().map(|p| p.name.as_str()).collect::<Vec<_>>().join(", "),
     }
 }
 
 fn take(taken: &mut [bool], ports: &[Port], i: usize) -> Result<()> {
     if std::mem::replace(&mut taken[i], true) {
-        return Err(Error::argument(
-            "--input",
-            format!("input '{}' is given twice", ports[i].name),
-        ));
+        return Err(Error::argument("--input", format!("input '{}' is given twice", ports[i].name)));
     }
     Ok(())
 }
@@ -245,16 +216,10 @@ fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
         }
         Some(Kind::Png | Kind::Jpeg) => {
             let (data, note) = image::read(bytes.as_ref(), p, a, &source)?;
-            return Ok(Input {
-                name: p.name.clone(),
-                source: format!("{source} ({note})"),
-                data,
-            });
+            return Ok(Input { name: p.name.clone(), source: format!("{source} ({note})"), data });
         }
         other => {
-            let what = other.map_or("a file of unknown kind".into(), |k| {
-                format!("a file of kind \"{k}\"")
-            });
+            let what = other.map_or("a file of unknown kind".into(), |k| format!("a file of kind \"{k}\""));
             return Err(Error::Format {
                 file: source,
                 what: format!("{what} is no input; give .npy, .npz, an ONNX .pb tensor, PNG or JPEG"),
@@ -262,22 +227,14 @@ fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
         }
     };
     check_dtype(p, &value, &source)?;
-    Ok(Input {
-        name: p.name.clone(),
-        source,
-        data: value,
-    })
+    Ok(Input { name: p.name.clone(), source, data: value })
 }
 
 fn from_archive(z: &Npz, array: &str, p: &Port, path: &Path) -> Result<Input> {
     let source = format!("{}[{array}]", path.display());
     let data = z.get(array)?;
     check_dtype(p, &data, &source)?;
-    Ok(Input {
-        name: p.name.clone(),
-        source,
-        data,
-    })
+    Ok(Input { name: p.name.clone(), source, data })
 }
 
 /// Data is never converted: a conversion that loses nothing in one file loses something in the next.
@@ -286,10 +243,7 @@ fn check_dtype(p: &Port, x: &ConstData, source: &str) -> Result<()> {
         return Ok(());
     }
     let how = match p.dtype.row().npy {
-        Some(d) => format!(
-            "save it so, in NumPy with a.astype(\"{}\")",
-            d.trim_start_matches(['<', '|'])
-        ),
+        Some(d) => format!("save it so, in NumPy with a.astype(\"{}\")", d.trim_start_matches(['<', '|'])),
         None => "NumPy lacks that type, so give an ONNX .pb tensor".into(),
     };
     Err(Error::DType {
@@ -306,11 +260,9 @@ fn missing_error(missing: &[&Port]) -> Error {
         .map(|p| {
             let shape = p.shape.as_ref().map_or("[any shape]".into(), Shape::to_string);
             let dims = match &p.shape {
-                Some(s) if s.rank() > 0 => s
-                    .iter()
-                    .map(|d| d.known().unwrap_or(1).to_string())
-                    .collect::<Vec<_>>()
-                    .join("x"),
+                Some(s) if s.rank() > 0 => {
+                    s.iter().map(|d| d.known().unwrap_or(1).to_string()).collect::<Vec<_>>().join("x")
+                }
                 Some(_) => String::new(),
                 None => "1x8".into(),
             };
@@ -318,10 +270,7 @@ fn missing_error(missing: &[&Port]) -> Error {
             format!("  {name} {dtype}{shape}    --input {name}=FILE.npy or --input {name}=random:{dims}")
         })
         .collect();
-    Error::argument(
-        "--input",
-        format!("inputs of the model that are not given:\n{}", lines.join("\n")),
-    )
+    Error::argument("--input", format!("inputs of the model that are not given:\n{}", lines.join("\n")))
 }
 
 /// Notes the size of a dimension that is one symbol.
@@ -406,18 +355,13 @@ mod tests {
     }
 
     fn inputs(specs: &[&str]) -> InputArgs {
-        let words = ["x"]
-            .into_iter()
-            .chain(specs.iter().flat_map(|s| ["--input", *s]));
+        let words = ["x"].into_iter().chain(specs.iter().flat_map(|s| ["--input", *s]));
         Args::try_parse_from(words).unwrap().input
     }
 
     fn ports() -> Vec<Port> {
-        let port = |name: &str, shape: Shape| Port {
-            name: name.into(),
-            dtype: DType::I64,
-            shape: Some(shape),
-        };
+        let port =
+            |name: &str, shape: Shape| Port { name: name.into(), dtype: DType::I64, shape: Some(shape) };
         vec![port("ids", ["b", "s"].into()), port("mask", ["b", "s"].into())]
     }
 
@@ -437,18 +381,11 @@ mod tests {
 
     #[test]
     fn random_depends_on_the_seed_alone() {
-        let f = |seed| {
-            filled(Fill::Random, "x", DType::F32, &[1000], seed)
-                .unwrap()
-                .to_vec::<f32>()
-        };
+        let f = |seed| filled(Fill::Random, "x", DType::F32, &[1000], seed).unwrap().to_vec::<f32>();
         assert_eq!(f(3), f(3));
         assert_ne!(f(3), f(4));
         let mean = f(3).iter().sum::<f32>() / 1000.0;
-        assert!(
-            f(3).iter().all(|x| (0.0..1.0).contains(x)) && (mean - 0.5).abs() < 0.05,
-            "{mean}"
-        );
+        assert!(f(3).iter().all(|x| (0.0..1.0).contains(x)) && (mean - 0.5).abs() < 0.05, "{mean}");
     }
 
     #[test]
@@ -461,10 +398,7 @@ mod tests {
             (&["zeros:2y3", "zeros"], "is no shape"),
         ] {
             let e = resolve(&ports(), &inputs(specs), false).unwrap_err();
-            assert!(
-                e.to_string().contains(part) && e.exit_code() == 2,
-                "{specs:?}: {e}"
-            );
+            assert!(e.to_string().contains(part) && e.exit_code() == 2, "{specs:?}: {e}");
         }
         let e = resolve(&ports(), &inputs(&["zeros:100000000x100000", "ones"]), false).unwrap_err();
         assert_eq!(e.exit_code(), 5, "{e}");

@@ -10,10 +10,7 @@ use serde_json::Value;
 const SEVEN: [&str; 4] = ["run", "models/digits.onnx", "--input", "models/digit-7.png"];
 
 fn seven(more: &[&str]) -> Vec<&'static str> {
-    SEVEN
-        .into_iter()
-        .chain(more.iter().map(|s| &*s.to_string().leak()))
-        .collect()
+    SEVEN.into_iter().chain(more.iter().map(|s| &*s.to_string().leak())).collect()
 }
 
 fn f32s(dims: &[usize], v: &[f32]) -> ConstData {
@@ -23,43 +20,19 @@ fn f32s(dims: &[usize], v: &[f32]) -> ConstData {
 #[test]
 fn readmes_first_command_sees_a_seven() {
     let d = halcyon(&seven(&["--top-k", "3"])).ok();
-    let rank = d
-        .out
-        .lines()
-        .find(|l| l.trim_start().starts_with("1."))
-        .expect("a first rank");
+    let rank = d.out.lines().find(|l| l.trim_start().starts_with("1.")).expect("a first rank");
     assert_eq!(rank.split_whitespace().nth(1), Some("7"), "{}", d.out);
     let d = halcyon(&seven(&["--top-k", "3", "--labels", "models/digits-labels.txt"])).ok();
-    let rank = d
-        .out
-        .lines()
-        .find(|l| l.trim_start().starts_with("1."))
-        .expect("a first rank");
+    let rank = d.out.lines().find(|l| l.trim_start().starts_with("1.")).expect("a first rank");
     assert!(rank.contains("seven (7)"), "{}", d.out);
-    for part in [
-        "backend  ",
-        "times    load ",
-        "compile ",
-        "run      ",
-        "memory   ",
-    ] {
+    for part in ["backend  ", "times    load ", "compile ", "run      ", "memory   "] {
         assert!(d.out.contains(part), "{part}: {}", d.out);
     }
 }
 
 #[test]
 fn json_is_the_only_output_and_tells_everything() {
-    let args = [
-        "--top-k",
-        "2",
-        "--repeat",
-        "12",
-        "--json",
-        "--backend",
-        "cpu",
-        "--threads",
-        "1",
-    ];
+    let args = ["--top-k", "2", "--repeat", "12", "--json", "--backend", "cpu", "--threads", "1"];
     let d = halcyon(&seven(&args)).ok();
     let v = d.json();
     assert_eq!(v["top_k"]["rows"][0][0]["index"], 7);
@@ -73,11 +46,7 @@ fn json_is_the_only_output_and_tells_everything() {
     let run = |k: &str| v["times_ms"]["run"][k].as_f64().expect("a time");
     assert!(0.0 < run("min") && run("min") <= run("median") && run("median") <= run("max"));
     // The classifier has 6,090 f32 parameters.
-    assert!(
-        v["memory"]["process_peak_bytes"]
-            .as_u64()
-            .is_none_or(|b| b > 6090 * 4)
-    );
+    assert!(v["memory"]["process_peak_bytes"].as_u64().is_none_or(|b| b > 6090 * 4));
     // Progress goes elsewhere, as lines, since this is no terminal.
     assert!(d.err.contains("run 12/12"), "{}", d.err);
 }
@@ -87,29 +56,16 @@ fn receipts_are_measured() {
     let d = halcyon(&seven(&["--receipts", "--json", "--backend", "cpu"])).ok();
     let v = d.json();
     let receipts = v["receipts"].as_array().expect("receipts");
-    assert!(
-        receipts.iter().any(|r| r["transformation"] == "fusion"),
-        "{receipts:?}"
-    );
+    assert!(receipts.iter().any(|r| r["transformation"] == "fusion"), "{receipts:?}");
     for r in receipts {
         assert!(r["gain"].as_f64().expect("a gain") > 0.0, "{r}");
         assert!(r["error"].as_f64().expect("an error") < 1e-4, "{r}");
     }
     // Level O0 transforms nothing, and what is switched off leaves no receipt.
-    let none = halcyon(&seven(&["--level", "none", "--json", "--backend", "cpu"]))
-        .ok()
-        .json();
+    let none = halcyon(&seven(&["--level", "none", "--json", "--backend", "cpu"])).ok().json();
     assert_eq!(none["receipts"], serde_json::json!([]));
-    let some = halcyon(&seven(&["--without", "fusion", "--json", "--backend", "cpu"]))
-        .ok()
-        .json();
-    assert!(
-        some["receipts"]
-            .as_array()
-            .expect("receipts")
-            .iter()
-            .all(|r| r["transformation"] != "fusion")
-    );
+    let some = halcyon(&seven(&["--without", "fusion", "--json", "--backend", "cpu"])).ok().json();
+    assert!(some["receipts"].as_array().expect("receipts").iter().all(|r| r["transformation"] != "fusion"));
 }
 
 #[test]
@@ -117,10 +73,7 @@ fn every_kind_of_source_gives_its_values() {
     let dir = tempfile::tempdir().expect("a folder");
     let at = |name: &str| dir.path().join(name);
     save(&add(DType::F32), &at("m.onnx"));
-    let (a, b) = (
-        f32s(&[2, 3], &[1., 2., 3., 4., 5., 6.]),
-        f32s(&[2, 3], &[10., 20., 30., 40., 50., 60.]),
-    );
+    let (a, b) = (f32s(&[2, 3], &[1., 2., 3., 4., 5., 6.]), f32s(&[2, 3], &[10., 20., 30., 40., 50., 60.]));
     // Names that say something else: the content decides.
     npy::write(&at("a.png"), &a).expect("written");
     onnx::tensor::write_pb(&at("b.npy"), "other", &b).expect("written");
@@ -151,17 +104,9 @@ fn wrong_inputs_say_what_is_right() {
     let dir = tempfile::tempdir().expect("a folder");
     let at = |name: &str| dir.path().join(name);
     save(&add(DType::F32), &at("m.onnx"));
-    npy::write(
-        &at("f64.npy"),
-        &ConstData::from_slice(&[1, 3], &[1f64; 3]).expect("fits"),
-    )
-    .expect("written");
+    npy::write(&at("f64.npy"), &ConstData::from_slice(&[1, 3], &[1f64; 3]).expect("fits")).expect("written");
     npy::write(&at("four.npy"), &f32s(&[1, 4], &[0.; 4])).expect("written");
-    npz::write(
-        &at("z.npz"),
-        &[("x", &f32s(&[3], &[0.; 3])), ("y", &f32s(&[3], &[0.; 3]))],
-    )
-    .expect("written");
+    npz::write(&at("z.npz"), &[("x", &f32s(&[3], &[0.; 3])), ("y", &f32s(&[3], &[0.; 3]))]).expect("written");
     std::fs::write(at("text.npy"), "hello").expect("written");
     let m = text(&at("m.onnx")).to_string();
     let path = |n: &str| text(&at(n)).to_string();
@@ -170,10 +115,7 @@ fn wrong_inputs_say_what_is_right() {
         inputs.iter().for_each(|i| args.extend(["--input", i]));
         halcyon(&args)
     };
-    run(&[]).fails(
-        2,
-        &["a f32[n, 3]", "--input a=random:1x3", "--input b=random:1x3"],
-    );
+    run(&[]).fails(2, &["a f32[n, 3]", "--input a=random:1x3", "--input b=random:1x3"]);
     run(&["zeros"]).fails(2, &["b f32[n, 3]"]);
     run(&["c=zeros", "zeros"]).fails(2, &["no input 'c'", "a, b"]);
     run(&["a=zeros", "a=zeros"]).fails(2, &["given twice"]);
@@ -210,14 +152,7 @@ fn exit_codes_and_messages() {
     halcyon(&seven(&["--backend", "cuda"])).fails(4, &["cuda"]);
     halcyon(&seven(&["--backend", "cpu", "--device", "9"])).fails(4, &["no device 9", "cpu:0"]);
     // 5: out of memory, on the host and on the device.
-    let huge = [
-        "run",
-        "models/digits.onnx",
-        "--input",
-        "random:100000000000x1x8x8",
-        "--backend",
-        "cpu",
-    ];
+    let huge = ["run", "models/digits.onnx", "--input", "random:100000000000x1x8x8", "--backend", "cpu"];
     halcyon(&huge).fails(5, &["image", "f32[100000000000, 1, 8, 8]"]);
     halcyon(&seven(&["--backend", "cpu", "--memory-limit", "64"])).fails(5, &["out of memory", "cpu"]);
 }
@@ -234,15 +169,8 @@ fn errors_are_json_where_json_is_asked_for() {
         let d = halcyon(&args);
         let v = d.json();
         assert_eq!(d.code, code, "{d:?}");
-        assert_eq!(
-            (&v["exit_code"], &v["error"]["kind"]),
-            (&code.into(), &kind.into()),
-            "{v}"
-        );
-        assert!(
-            v["error"]["message"].as_str().is_some_and(|m| !m.is_empty()),
-            "{v}"
-        );
+        assert_eq!((&v["exit_code"], &v["error"]["kind"]), (&code.into(), &kind.into()), "{v}");
+        assert!(v["error"]["message"].as_str().is_some_and(|m| !m.is_empty()), "{v}");
     }
 }
 
@@ -281,11 +209,7 @@ fn an_unsupported_model_lists_all_its_operators() {
     ];
     halcyon(&["run", text(&path), "--backend", "cpu", "--input", "zeros"]).fails(3, &parts);
     let v = halcyon(&["run", text(&path), "--backend", "cpu", "--json"]).json();
-    assert_eq!(
-        v["error"]["facts"]["ops"].as_array().map(Vec::len),
-        Some(2),
-        "{v}"
-    );
+    assert_eq!(v["error"]["facts"]["ops"].as_array().map(Vec::len), Some(2), "{v}");
 }
 
 #[test]
@@ -305,9 +229,7 @@ fn no_opencl_library_is_unavailable_with_what_was_tried() {
         .filter(|c| c["backend"] == "opencl")
         .collect();
     assert!(
-        rejected[0]["rejected"]
-            .as_str()
-            .is_some_and(|r| r.contains("/nowhere/libNone.so")),
+        rejected[0]["rejected"].as_str().is_some_and(|r| r.contains("/nowhere/libNone.so")),
         "{rejected:?}"
     );
 }
@@ -317,18 +239,11 @@ fn devices_lists_every_backend() {
     let v = halcyon(&["devices", "--json"]).ok().json();
     let rows = v.as_array().expect("an array");
     let ids: Vec<&str> = rows.iter().filter_map(|r| r["id"].as_str()).collect();
-    assert_eq!(
-        ids,
-        ["cuda", "rocm", "metal", "tpu", "intel", "opencl", "webgpu", "cpu"]
-    );
+    assert_eq!(ids, ["cuda", "rocm", "metal", "tpu", "intel", "opencl", "webgpu", "cpu"]);
     for r in rows {
         // A backend has devices or a reason, never both or neither.
         assert_eq!(r["available"] == true, r["reason"].is_null(), "{r}");
-        assert_eq!(
-            r["available"] == true,
-            r["devices"].as_array().is_some_and(|d| !d.is_empty()),
-            "{r}"
-        );
+        assert_eq!(r["available"] == true, r["devices"].as_array().is_some_and(|d| !d.is_empty()), "{r}");
     }
     let text = halcyon(&["devices"]).ok().out;
     assert!(
@@ -353,56 +268,31 @@ fn the_probing_child_answers_in_json() {
 #[test]
 fn help_has_examples_and_a_version_is_told() {
     let top = halcyon(&["--help"]).ok().out;
-    assert!(
-        top.contains("Exit codes: 0 done, 1 error, 2 usage, 3 not supported"),
-        "{top}"
-    );
+    assert!(top.contains("Exit codes: 0 done, 1 error, 2 usage, 3 not supported"), "{top}");
     for cmd in [&["run"][..], &["devices"], &["conformance", "onnx"], &["trace"]] {
         let args: Vec<&str> = cmd.iter().copied().chain(["--help"]).collect();
         let out = halcyon(&args).ok().out;
         assert!(out.contains("Examples:\n  halcyon "), "{out}");
     }
-    assert_eq!(
-        halcyon(&["--version"]).ok().out,
-        format!("halcyon {}\n", env!("CARGO_PKG_VERSION"))
-    );
+    assert_eq!(halcyon(&["--version"]).ok().out, format!("halcyon {}\n", env!("CARGO_PKG_VERSION")));
 }
 
 #[test]
 fn trace_shows_graph_passes_plan_and_times() {
     let d = halcyon(&["trace", "models/digits.onnx", "--backend", "cpu"]).ok();
-    for part in [
-        "graph (", "%0: ", "image", "passes\n", "fusion", "plan (", "scratch ", "times\n", "import",
-    ] {
+    for part in ["graph (", "%0: ", "image", "passes\n", "fusion", "plan (", "scratch ", "times\n", "import"]
+    {
         assert!(d.out.contains(part), "{part}: {}", d.out);
     }
-    let v = halcyon(&[
-        "trace",
-        "models/digits.onnx",
-        "--backend",
-        "cpu",
-        "--level",
-        "O0",
-        "--json",
-    ])
-    .ok()
-    .json();
-    let (nodes, steps) = (
-        v["graph"]["nodes"].as_array().expect("nodes"),
-        v["plan"]["steps"].as_array().expect("steps"),
-    );
+    let v =
+        halcyon(&["trace", "models/digits.onnx", "--backend", "cpu", "--level", "O0", "--json"]).ok().json();
+    let (nodes, steps) =
+        (v["graph"]["nodes"].as_array().expect("nodes"), v["plan"]["steps"].as_array().expect("steps"));
     assert!(nodes.len() > 5 && steps.len() > 5 && v["times_ms"]["lower"].as_f64().is_some_and(|t| t > 0.0));
-    assert!(
-        steps
-            .iter()
-            .all(|s| s["kernel"].as_str().is_some_and(|k| !k.is_empty())),
-        "{steps:?}"
-    );
+    assert!(steps.iter().all(|s| s["kernel"].as_str().is_some_and(|k| !k.is_empty())), "{steps:?}");
     assert_eq!(v["receipts"], serde_json::json!([]));
     // At O1 there is less to do.
-    let o1 = halcyon(&["trace", "models/digits.onnx", "--backend", "cpu", "--json"])
-        .ok()
-        .json();
+    let o1 = halcyon(&["trace", "models/digits.onnx", "--backend", "cpu", "--json"]).ok().json();
     assert!(o1["plan"]["steps"].as_array().expect("steps").len() < steps.len());
 }
 
@@ -412,15 +302,11 @@ fn trace_shows_generated_source_and_device_times_on_opencl() {
     if !there(test, "opencl") {
         return;
     }
-    let v = halcyon(&["trace", "models/digits.onnx", "--backend", "opencl", "--json"])
-        .ok()
-        .json();
+    let v = halcyon(&["trace", "models/digits.onnx", "--backend", "opencl", "--json"]).ok().json();
     let sources = v["sources"].as_array().expect("sources");
     assert!(
         !sources.is_empty()
-            && sources
-                .iter()
-                .all(|s| s["source"].as_str().is_some_and(|t| t.contains("__kernel")))
+            && sources.iter().all(|s| s["source"].as_str().is_some_and(|t| t.contains("__kernel")))
     );
     for s in v["plan"]["steps"].as_array().expect("steps") {
         assert!(s["device_ms"].as_f64().is_some_and(|t| t > 0.0), "{s}");
@@ -457,25 +343,14 @@ fn conformance_tells_wrong_from_unsupported_from_broken() {
     };
     assert!(run(&[]).ok().out.contains("1 passed, 0 wrong"));
 
-    case(
-        &at("node/loose"),
-        &f32s(&[1, 3], &[2.1, 4., nan]),
-        Some(r#"{"rtol": 0.1, "atol": 0}"#),
-    );
+    case(&at("node/loose"), &f32s(&[1, 3], &[2.1, 4., nan]), Some(r#"{"rtol": 0.1, "atol": 0}"#));
     case(&at("node/off"), &f32s(&[1, 3], &[2.1, 4., nan]), None);
     case(&at("node/shape"), &f32s(&[3], &[2., 4., nan]), None);
-    case(
-        &at("node/type"),
-        &ConstData::from_slice(&[1, 3], &[2f64, 4., f64::NAN]).expect("fits"),
-        None,
-    );
+    case(&at("node/type"), &ConstData::from_slice(&[1, 3], &[2f64, 4., f64::NAN]).expect("fits"), None);
     case(&at("node/number"), &f32s(&[1, 3], &[2., 4., 6.]), None);
     case(&at("other"), &f32s(&[1, 3], &[2., 4., nan]), None);
     let of = |n: &str| port(n, DType::F32, &[Ok(1), Ok(3)]);
-    save(
-        &model("Nonsense", "our.domain", vec![of("a"), of("b")], of("sum")),
-        &at("other/model.onnx"),
-    );
+    save(&model("Nonsense", "our.domain", vec![of("a"), of("b")], of("sum")), &at("other/model.onnx"));
     case(&at("broken"), &f32s(&[1, 3], &[2., 4., nan]), None);
     std::fs::write(at("broken/test_data_set_0/input_1.pb"), [0xff; 9]).expect("written");
     case(&at("empty"), &f32s(&[1, 3], &[2., 4., nan]), None);
@@ -513,9 +388,6 @@ fn conformance_tells_wrong_from_unsupported_from_broken() {
     assert_eq!(status("empty").0, "error");
     // Cases by name: broken, empty, node/good.
     let three = run(&["--json", "--limit", "3"]).json();
-    assert_eq!(
-        three["total"],
-        serde_json::json!({ "passed": 1, "wrong": 0, "unsupported": 0, "error": 2 })
-    );
+    assert_eq!(three["total"], serde_json::json!({ "passed": 1, "wrong": 0, "unsupported": 0, "error": 2 }));
     halcyon(&["conformance", "onnx", text(&at("broken/test_data_set_0"))]).fails(2, &["model.onnx"]);
 }

@@ -75,11 +75,8 @@ fn minilm_embeds_sentences_alone_and_in_a_padded_batch() {
     let work = tempfile::tempdir().expect("a folder");
     let model = work.path().join("minilm.onnx");
     std::fs::copy(dir.join("minilm.onnx"), &model).expect("the model");
-    std::fs::copy(
-        weights.join("model.safetensors"),
-        work.path().join("model.safetensors"),
-    )
-    .expect("the weights");
+    std::fs::copy(weights.join("model.safetensors"), work.path().join("model.safetensors"))
+        .expect("the weights");
     let sentences: Vec<Sentence> =
         serde_json::from_slice(&std::fs::read(dir.join("expected.json")).expect("expected.json"))
             .expect("is JSON");
@@ -88,21 +85,15 @@ fn minilm_embeds_sentences_alone_and_in_a_padded_batch() {
     // Padding is token 0 under a mask of 0.
     let save = |name: &str, rows: &[&Sentence], width: usize| -> Vec<String> {
         let pad = |f: fn(i64) -> i64| -> Vec<i64> {
-            let row = |s: &&Sentence| {
-                (0..width)
-                    .map(|i| s.ids.get(i).map_or(0, |v| f(*v)))
-                    .collect::<Vec<_>>()
-            };
+            let row =
+                |s: &&Sentence| (0..width).map(|i| s.ids.get(i).map_or(0, |v| f(*v))).collect::<Vec<_>>();
             rows.iter().flat_map(row).collect()
         };
         [("ids", pad(|v| v)), ("mask", pad(|_| 1))]
             .map(|(input, v)| {
                 let path = work.path().join(format!("{name}-{input}.npy"));
-                npy::write(
-                    &path,
-                    &ConstData::from_slice(&[rows.len(), width], &v).expect("fits"),
-                )
-                .expect("written");
+                npy::write(&path, &ConstData::from_slice(&[rows.len(), width], &v).expect("fits"))
+                    .expect("written");
                 format!("{input}={}", text(&path))
             })
             .to_vec()
@@ -110,18 +101,11 @@ fn minilm_embeds_sentences_alone_and_in_a_padded_batch() {
     let close = |lane: (&str, &str), got: &[f64], s: &Sentence, how: &str| {
         assert_eq!(got.len(), s.embedding.len());
         for (g, w) in got.iter().zip(&s.embedding) {
-            assert!(
-                (g - w).abs() <= 1e-5,
-                "{lane:?} {how} \"{}\": {g}, expected {w}",
-                s.text
-            );
+            assert!((g - w).abs() <= 1e-5, "{lane:?} {how} \"{}\": {g}, expected {w}", s.text);
         }
     };
-    let single: Vec<Vec<String>> = sentences
-        .iter()
-        .enumerate()
-        .map(|(i, s)| save(&format!("s{i}"), &[s], s.ids.len()))
-        .collect();
+    let single: Vec<Vec<String>> =
+        sentences.iter().enumerate().map(|(i, s)| save(&format!("s{i}"), &[s], s.ids.len())).collect();
     let batch = save("batch", &sentences.iter().collect::<Vec<_>>(), longest);
     for lane in lanes(test) {
         for (s, inputs) in sentences.iter().zip(&single) {

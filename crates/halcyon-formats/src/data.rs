@@ -21,10 +21,7 @@ pub fn byte_len(dtype: DType, dims: &[usize]) -> Option<usize> {
 /// [`Error::Shape`] if `bytes` is not exactly what `dtype` and `dims` take, or they are too large to address.
 pub fn from_bytes(dtype: DType, dims: &[usize], bytes: Bytes) -> Result<ConstData> {
     if byte_len(dtype, dims).is_none() {
-        return Err(Error::shape(
-            "data",
-            format!("{dtype}{dims:?} is too large to address"),
-        ));
+        return Err(Error::shape("data", format!("{dtype}{dims:?} is too large to address")));
     }
     ConstData::new(dtype, dims, Arc::new(bytes))
 }
@@ -45,11 +42,7 @@ pub fn from_scalars(
 
 /// The tensor with every element cast by [`Scalar::cast`].
 pub fn cast(t: &ConstData, dtype: DType) -> Result<ConstData> {
-    if dtype == t.dtype {
-        Ok(t.clone())
-    } else {
-        from_scalars(dtype, &t.dims, t.scalars())
-    }
+    if dtype == t.dtype { Ok(t.clone()) } else { from_scalars(dtype, &t.dims, t.scalars()) }
 }
 
 #[cfg(test)]

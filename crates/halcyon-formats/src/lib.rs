@@ -21,16 +21,10 @@ use std::path::Path;
 
 /// An [`Error::Format`] about `file`.
 pub(crate) fn bad(file: &str, what: impl Into<String>) -> Error {
-    Error::Format {
-        file: file.into(),
-        what: what.into(),
-    }
+    Error::Format { file: file.into(), what: what.into() }
 }
 
 /// An [`Error::Io`] about `path`.
 pub(crate) fn io(path: &Path, e: std::io::Error) -> Error {
-    Error::Io {
-        path: path.display().to_string(),
-        what: e.to_string(),
-    }
+    Error::Io { path: path.display().to_string(), what: e.to_string() }
 }

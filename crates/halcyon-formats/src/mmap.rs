@@ -18,10 +18,7 @@ pub fn open(path: &Path) -> Result<Bytes> {
     // Asked before opening, because opening a pipe waits for its writer.
     let meta = std::fs::metadata(path).map_err(err)?;
     if !meta.is_file() {
-        return Err(Error::Io {
-            path: path.display().to_string(),
-            what: "not a regular file".into(),
-        });
+        return Err(Error::Io { path: path.display().to_string(), what: "not a regular file".into() });
     }
     let file = File::open(path).map_err(err)?;
     if meta.len() == 0 {

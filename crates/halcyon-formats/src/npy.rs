@@ -43,21 +43,11 @@ pub fn parse(data: Bytes, file: &str) -> Result<ConstData> {
     let body = data.slice(end..);
     if body.len() != want {
         let n = body.len();
-        return Err(bad(
-            file,
-            format!("{dtype}{:?} takes {want} bytes, the file holds {n}", h.shape),
-        ));
+        return Err(bad(file, format!("{dtype}{:?} takes {want} bytes, the file holds {n}", h.shape)));
     }
-    let body = if big && dtype.size() > 1 {
-        swap(&body, dtype.size())
-    } else {
-        body
-    };
-    let body = if h.fortran && h.shape.len() > 1 {
-        from_fortran(&body, dtype.size(), &h.shape)
-    } else {
-        body
-    };
+    let body = if big && dtype.size() > 1 { swap(&body, dtype.size()) } else { body };
+    let body =
+        if h.fortran && h.shape.len() > 1 { from_fortran(&body, dtype.size(), &h.shape) } else { body };
     crate::data::from_bytes(dtype, &h.shape, body)
 }
 
@@ -72,12 +62,7 @@ pub fn encode(t: &ConstData) -> Result<Vec<u8>> {
             "Cast it to f32 first",
         ));
     };
-    let mut shape = t
-        .dims
-        .iter()
-        .map(|d| d.to_string())
-        .collect::<Vec<_>>()
-        .join(", ");
+    let mut shape = t.dims.iter().map(|d| d.to_string()).collect::<Vec<_>>().join(", ");
     if t.dims.len() == 1 {
         shape.push(',');
     }
@@ -114,15 +99,9 @@ fn element_type(descr: &str) -> Result<(DType, bool)> {
         Some(b'<' | b'>' | b'|' | b'=') => descr.split_at(1),
         _ => return Err(unsupported()),
     };
-    let row = ROWS
-        .iter()
-        .find(|r| r.npy.is_some_and(|n| &n[1..] == kind))
-        .ok_or_else(unsupported)?;
+    let row = ROWS.iter().find(|r| r.npy.is_some_and(|n| &n[1..] == kind)).ok_or_else(unsupported)?;
     // '=' is the byte order of the machine that reads.
-    Ok((
-        row.dtype,
-        order == ">" || order == "=" && cfg!(target_endian = "big"),
-    ))
+    Ok((row.dtype, order == ">" || order == "=" && cfg!(target_endian = "big")))
 }
 
 fn swap(b: &[u8], size: usize) -> Bytes {
@@ -179,10 +158,9 @@ impl<'a> Text<'a> {
     fn need(&mut self, token: &str) -> Result<(), String> {
         match self.eat(token) {
             true => Ok(()),
-            false => Err(format!(
-                "'{token}' expected before '{}'",
-                self.0.chars().take(20).collect::<String>()
-            )),
+            false => {
+                Err(format!("'{token}' expected before '{}'", self.0.chars().take(20).collect::<String>()))
+            }
         }
     }
 
@@ -205,12 +183,9 @@ impl<'a> Text<'a> {
         self.0 = rest;
         // Python 2 wrote long integers with a suffix.
         self.eat("L");
-        digits.parse().map_err(|_| {
-            format!(
-                "'{digits}{}' is no size",
-                rest.chars().take(8).collect::<String>()
-            )
-        })
+        digits
+            .parse()
+            .map_err(|_| format!("'{digits}{}' is no size", rest.chars().take(8).collect::<String>()))
     }
 }
 
@@ -308,26 +283,14 @@ mod tests {
     #[test]
     fn versions_orders_and_endianness() {
         // Column-major [[0, 1, 2], [3, 4, 5]].
-        let body: Vec<u8> = [0i16, 3, 1, 4, 2, 5]
-            .iter()
-            .flat_map(|v| v.to_be_bytes())
-            .collect();
+        let body: Vec<u8> = [0i16, 3, 1, 4, 2, 5].iter().flat_map(|v| v.to_be_bytes()).collect();
         for version in [1, 2, 3] {
             let t = parse(file(version, &head(">i2", "True", "(2, 3)"), &body), "t").unwrap();
             assert_eq!(t.to_vec::<i16>(), [0, 1, 2, 3, 4, 5]);
         }
-        let t = parse(
-            file(1, "{\"shape\": (1,), 'fortran_order':False,'descr':'|u1'}", &[7]),
-            "t",
-        )
-        .unwrap();
+        let t = parse(file(1, "{\"shape\": (1,), 'fortran_order':False,'descr':'|u1'}", &[7]), "t").unwrap();
         assert_eq!((t.dims.as_slice(), t.to_vec::<u8>()), (&[1][..], vec![7]));
-        assert_eq!(
-            parse(file(1, &head("<f8", "False", "()"), &[0; 8]), "t")
-                .unwrap()
-                .dims,
-            Dims::new()
-        );
+        assert_eq!(parse(file(1, &head("<f8", "False", "()"), &[0; 8]), "t").unwrap().dims, Dims::new());
     }
 
     #[test]
@@ -341,10 +304,7 @@ mod tests {
     fn attacks_are_typed_errors() {
         let ok = file(1, &head("<f4", "False", "(2,)"), &[0; 8]);
         for n in 0..ok.len() {
-            assert!(
-                matches!(parse(ok.slice(..n), "t"), Err(Error::Format { .. })),
-                "cut at {n}"
-            );
+            assert!(matches!(parse(ok.slice(..n), "t"), Err(Error::Format { .. })), "cut at {n}");
         }
         let bad_heads = [
             head("<f4", "False", "(18446744073709551615, 2)"),
@@ -363,10 +323,7 @@ mod tests {
             String::new(),
         ];
         for h in bad_heads {
-            assert!(
-                matches!(parse(file(1, &h, &[0; 8]), "t"), Err(Error::Format { .. })),
-                "{h}"
-            );
+            assert!(matches!(parse(file(1, &h, &[0; 8]), "t"), Err(Error::Format { .. })), "{h}");
         }
         for d in ["<f16", "<c8", "|O", "<U4", "|V2", "", "f4"] {
             assert!(

@@ -35,22 +35,13 @@ struct Member {
 }
 
 fn u16_at(b: &[u8], at: usize) -> Option<u16> {
-    b.get(at..at.checked_add(2)?)?
-        .try_into()
-        .ok()
-        .map(u16::from_le_bytes)
+    b.get(at..at.checked_add(2)?)?.try_into().ok().map(u16::from_le_bytes)
 }
 fn u32_at(b: &[u8], at: usize) -> Option<u32> {
-    b.get(at..at.checked_add(4)?)?
-        .try_into()
-        .ok()
-        .map(u32::from_le_bytes)
+    b.get(at..at.checked_add(4)?)?.try_into().ok().map(u32::from_le_bytes)
 }
 fn u64_at(b: &[u8], at: usize) -> Option<u64> {
-    b.get(at..at.checked_add(8)?)?
-        .try_into()
-        .ok()
-        .map(u64::from_le_bytes)
+    b.get(at..at.checked_add(8)?)?.try_into().ok().map(u64::from_le_bytes)
 }
 
 impl Npz {
@@ -69,11 +60,7 @@ impl Npz {
         if let Some(w) = names.windows(2).find(|w| w[0] == w[1]) {
             return Err(bad(file, format!("two members are called '{}'", w[0])));
         }
-        Ok(Npz {
-            file: file.into(),
-            data,
-            members,
-        })
+        Ok(Npz { file: file.into(), data, members })
     }
 
     /// Names of the arrays, without `.npy`, in the order of the archive.
@@ -165,11 +152,8 @@ fn directory(b: &[u8]) -> Option<Vec<Member>> {
     for _ in 0..count {
         let e = b.get(at..)?;
         (u32_at(e, 0)? == CENTRAL).then_some(())?;
-        let (name, extra, comment) = (
-            u16_at(e, 28)? as usize,
-            u16_at(e, 30)? as usize,
-            u16_at(e, 32)? as usize,
-        );
+        let (name, extra, comment) =
+            (u16_at(e, 28)? as usize, u16_at(e, 30)? as usize, u16_at(e, 32)? as usize);
         let mut m = Member {
             name: std::str::from_utf8(e.get(46..46 + name)?).ok()?.to_string(),
             method: u16_at(e, 10)?,
@@ -304,13 +288,7 @@ mod tests {
         assert_eq!(z.get("b").unwrap(), b);
         assert!(f.as_ptr_range().contains(&z.get("b").unwrap().bytes().as_ptr()));
         assert!(matches!(z.get("c"), Err(Error::Argument { .. })));
-        assert_eq!(
-            Npz::parse(encode(&[]).unwrap().into(), "t")
-                .unwrap()
-                .names()
-                .count(),
-            0
-        );
+        assert_eq!(Npz::parse(encode(&[]).unwrap().into(), "t").unwrap().names().count(), 0);
     }
 
     #[test]

@@ -71,28 +71,15 @@ impl SafeTensors {
             if let Some(row) = ROWS.iter().find(|r| r.safetensors == i.dtype) {
                 let want = crate::data::byte_len(row.dtype, &i.shape);
                 if want != Some(to - from) {
-                    return Err(wrong(format!(
-                        "{}{:?} does not take {} bytes",
-                        i.dtype,
-                        i.shape,
-                        to - from
-                    )));
+                    return Err(wrong(format!("{}{:?} does not take {} bytes", i.dtype, i.shape, to - from)));
                 }
             }
             at = to;
         }
         if at != body.len() {
-            return Err(fail(format!(
-                "{} bytes at the end belong to no tensor",
-                body.len() - at
-            )));
+            return Err(fail(format!("{} bytes at the end belong to no tensor", body.len() - at)));
         }
-        Ok(SafeTensors {
-            file: file.into(),
-            body,
-            metadata: header.metadata,
-            tensors: header.tensors,
-        })
+        Ok(SafeTensors { file: file.into(), body, metadata: header.metadata, tensors: header.tensors })
     }
 
     /// Names of the tensors, sorted.
@@ -121,11 +108,7 @@ impl SafeTensors {
                 "Convert it to a type of the dtype table",
             )
         })?;
-        crate::data::from_bytes(
-            row.dtype,
-            &i.shape,
-            self.body.slice(i.data_offsets.0..i.data_offsets.1),
-        )
+        crate::data::from_bytes(row.dtype, &i.shape, self.body.slice(i.data_offsets.0..i.data_offsets.1))
     }
 }
 
@@ -143,10 +126,7 @@ impl<'de> Deserialize<'de> for Header {
                 f.write_str("an object of tensors")
             }
             fn visit_map<A: MapAccess<'de>>(self, mut m: A) -> std::result::Result<Header, A::Error> {
-                let mut h = Header {
-                    metadata: BTreeMap::new(),
-                    tensors: BTreeMap::new(),
-                };
+                let mut h = Header { metadata: BTreeMap::new(), tensors: BTreeMap::new() };
                 // JSON lets a key appear twice; readers would differ on which one counts.
                 let mut seen = HashSet::new();
                 while let Some(key) = m.next_key::<String>()? {
@@ -219,15 +199,9 @@ mod tests {
 
     #[test]
     fn attack_truncated() {
-        let f = file(
-            r#"{"t":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#,
-            &[0; 4],
-        );
+        let f = file(r#"{"t":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#, &[0; 4]);
         for n in 0..f.len() {
-            assert!(
-                matches!(SafeTensors::parse(f.slice(..n), "t"), Err(Error::Format { .. })),
-                "cut at {n}"
-            );
+            assert!(matches!(SafeTensors::parse(f.slice(..n), "t"), Err(Error::Format { .. })), "cut at {n}");
         }
     }
 
@@ -236,10 +210,7 @@ mod tests {
         for n in [3u64, 100_000_001, u64::MAX, u64::MAX - 7] {
             let mut v = n.to_le_bytes().to_vec();
             v.extend(b"{}");
-            assert!(
-                matches!(SafeTensors::parse(v.into(), "t"), Err(Error::Format { .. })),
-                "{n}"
-            );
+            assert!(matches!(SafeTensors::parse(v.into(), "t"), Err(Error::Format { .. })), "{n}");
         }
     }
 
@@ -269,20 +240,14 @@ mod tests {
             ("[5]", "[0,4]"),
             ("[1.5]", "[0,4]"),
         ] {
-            refused(
-                &format!(r#"{{"t":{{"dtype":"U8","shape":{shape},"data_offsets":{offsets}}}}}"#),
-                4,
-            );
+            refused(&format!(r#"{{"t":{{"dtype":"U8","shape":{shape},"data_offsets":{offsets}}}}}"#), 4);
         }
         // A sum that wraps around to the true length of the file.
         let body = 4u64;
         let head =
             r#"{"t":{"dtype":"U8","shape":[NNNNNNNNNNNNNNNNNNNN],"data_offsets":[0,NNNNNNNNNNNNNNNNNNNN]}}"#;
         let wrap = (body).wrapping_sub(8 + head.len() as u64);
-        refused(
-            &head.replace("NNNNNNNNNNNNNNNNNNNN", &wrap.to_string()),
-            body as usize,
-        );
+        refused(&head.replace("NNNNNNNNNNNNNNNNNNNN", &wrap.to_string()), body as usize);
     }
 
     #[test]
@@ -291,20 +256,11 @@ mod tests {
             r#"{"t":{"dtype":"U8","shape":[4],"data_offsets":[0,4]},"t":{"dtype":"U8","shape":[4],"data_offsets":[0,4]}}"#,
             4,
         );
-        for h in [
-            "",
-            "[]",
-            "{",
-            "null",
-            r#"{"t":1}"#,
-            r#"{"t":{"dtype":"U8"}}"#,
-            r#"{"__metadata__":{"a":1}}"#,
-        ] {
+        for h in
+            ["", "[]", "{", "null", r#"{"t":1}"#, r#"{"t":{"dtype":"U8"}}"#, r#"{"__metadata__":{"a":1}}"#]
+        {
             refused(h, 0);
         }
-        refused(
-            &format!("{}{}", "{\"a\":".repeat(100_000), "}".repeat(100_000)),
-            0,
-        );
+        refused(&format!("{}{}", "{\"a\":".repeat(100_000), "}".repeat(100_000)), 0);
     }
 }

@@ -124,12 +124,7 @@ mod tests {
         assert_eq!(kind(&npz::encode(&[("a", &t)]).unwrap()), Some(Kind::Npz));
         let pb = onnx::tensor::encode(&t, "x");
         assert_eq!(kind(&pb.encode_to_vec()), Some(Kind::OnnxTensor));
-        let scalar = TensorProto {
-            dims: vec![],
-            int64_data: vec![5],
-            data_type: 7,
-            ..Default::default()
-        };
+        let scalar = TensorProto { dims: vec![], int64_data: vec![5], data_type: 7, ..Default::default() };
         assert_eq!(kind(&scalar.encode_to_vec()), Some(Kind::OnnxTensor));
         let m = ModelProto {
             ir_version: 8,

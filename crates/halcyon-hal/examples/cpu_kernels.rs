@@ -56,12 +56,7 @@ fn main() {
             }
         });
     });
-    println!(
-        "{} threads, {}, hand-off {:.2} us",
-        team.threads(),
-        isa.name(),
-        hand_off * 1e6
-    );
+    println!("{} threads, {}, hand-off {:.2} us", team.threads(), isa.name(), hand_off * 1e6);
 
     for (m, n, k) in if std::env::args().nth(2).is_some() {
         vec![]
@@ -126,11 +121,7 @@ fn main() {
             (t, best(5, || gemm_any::<i8, i32>(&team, isa, n, n, n, m, m, o)))
         };
         let ops = 2e-9 * (n * n * n) as f64;
-        println!(
-            "gemm_any {n}^3  f64 {:.1} GFLOP/s  i8 to i32 {:.1} Gop/s",
-            ops / t,
-            ops / ti
-        );
+        println!("gemm_any {n}^3  f64 {:.1} GFLOP/s  i8 to i32 {:.1} Gop/s", ops / t, ops / ti);
     }
 
     for (m, k) in [(4096, 4096), (14336, 4096), (1024, 1024)] {
@@ -216,12 +207,7 @@ fn main() {
         // SAFETY: the vectors have the lengths of the rows.
         let (a, b) = unsafe {
             let a = best(20, || softmax(&team, isa, rows, n, px, py));
-            (
-                a,
-                best(20, || {
-                    layer_norm(&team, isa, rows, n, px, py, &scale, &scale, 1e-5)
-                }),
-            )
+            (a, best(20, || layer_norm(&team, isa, rows, n, px, py, &scale, &scale, 1e-5)))
         };
         let gb = (rows * n * 8) as f64 / 1e9;
         println!(
@@ -233,35 +219,18 @@ fn main() {
     }
 
     for (queries, keys, causal) in [(512, 512, false), (2048, 2048, true), (1, 2048, false)] {
-        let a = Attention {
-            batch: 1,
-            heads: 8,
-            kv_heads: 8,
-            queries,
-            keys,
-            d: 64,
-            dv: 64,
-            scale: 0.125,
-            causal,
-        };
+        let a =
+            Attention { batch: 1, heads: 8, kv_heads: 8, queries, keys, d: 64, dv: 64, scale: 0.125, causal };
         let (q, k, v) = (data(8 * queries * 64), data(8 * keys * 64), data(8 * keys * 64));
         let mut y = vec![0f32; 8 * queries * 64];
         let heads = |p: &[f32], n: usize| {
             let strides = [8 * n * 64, n * 64, 64, 1].map(|s| s as isize);
-            Heads {
-                ptr: SharedConst(p.as_ptr()),
-                strides,
-            }
+            Heads { ptr: SharedConst(p.as_ptr()), strides }
         };
         let (q, k, v) = (heads(&q, queries), heads(&k, keys), heads(&v, keys));
-        let out = Heads {
-            ptr: SharedMut(y.as_mut_ptr()),
-            strides: q.strides,
-        };
+        let out = Heads { ptr: SharedMut(y.as_mut_ptr()), strides: q.strides };
         // SAFETY: the vectors have the lengths of the operands.
-        let t = best(20, || unsafe {
-            attention(&team, isa, &a, q, k, v, None, &[], out)
-        });
+        let t = best(20, || unsafe { attention(&team, isa, &a, q, k, v, None, &[], out) });
         let flops = 4.0 * (8 * queries * keys * 64) as f64 / if causal { 2.0 } else { 1.0 };
         println!(
             "attention {queries} x {keys} causal {causal}  {:.1} GFLOP/s  {:.3} ms",

@@ -27,49 +27,21 @@ fn chain(loads: Vec<(DType, View)>, ops: &[(InstrKind, DType, &[u32])], out: Out
     let mut body: Vec<Instr> = loads
         .iter()
         .enumerate()
-        .map(|(i, l)| Instr {
-            kind: InstrKind::Load(i as u32),
-            dtype: l.0,
-            args: Default::default(),
-        })
+        .map(|(i, l)| Instr { kind: InstrKind::Load(i as u32), dtype: l.0, args: Default::default() })
         .collect();
-    body.extend(ops.iter().map(|o| Instr {
-        kind: o.0.clone(),
-        dtype: o.1,
-        args: o.2.into(),
-    }));
+    body.extend(ops.iter().map(|o| Instr { kind: o.0.clone(), dtype: o.1, args: o.2.into() }));
     let space = loads[0].1.shape.clone();
     let loads = loads
         .into_iter()
         .enumerate()
-        .map(|(i, (dtype, view))| Load {
-            input: i as u32,
-            dtype,
-            view,
-            fill: None,
-        })
+        .map(|(i, (dtype, view))| Load { input: i as u32, dtype, view, fill: None })
         .collect();
-    Fused {
-        space,
-        reduced,
-        loads,
-        params: vec![],
-        body,
-        outs: vec![out],
-    }
+    Fused { space, reduced, loads, params: vec![], body, outs: vec![out] }
 }
 
 fn case(dev: &CpuDevice, name: &'static str, f: &Fused, sizes: &[usize]) -> Result<Case> {
-    let flat = |d: DType, n: usize| Operand {
-        dtype: d,
-        view: View::dense(&[n]),
-    };
-    let ins: Vec<Operand> = f
-        .loads
-        .iter()
-        .zip(sizes)
-        .map(|(l, n)| flat(l.dtype, *n))
-        .collect();
+    let flat = |d: DType, n: usize| Operand { dtype: d, view: View::dense(&[n]) };
+    let ins: Vec<Operand> = f.loads.iter().zip(sizes).map(|(l, n)| flat(l.dtype, *n)).collect();
     let outs = [flat(f.outs[0].dtype, f.outs[0].view.numel())];
     let call = LibraryCall {
         work: Work::Fused(f),
@@ -78,9 +50,7 @@ fn case(dev: &CpuDevice, name: &'static str, f: &Fused, sizes: &[usize]) -> Resu
         precision: MatmulPrecision::Highest,
         in_place: false,
     };
-    let kernel = dev
-        .library(&call)
-        .map_err(|d| Error::unsupported(name, d.reason))?;
+    let kernel = dev.library(&call).map_err(|d| Error::unsupported(name, d.reason))?;
     let mut buffers = vec![];
     for o in ins.iter().chain(&outs) {
         let b = dev.alloc(o.dtype.bytes(o.view.numel()), Tag::Io)?;
@@ -88,14 +58,7 @@ fn case(dev: &CpuDevice, name: &'static str, f: &Fused, sizes: &[usize]) -> Resu
         dev.write(&b, 0, &one[..o.dtype.size()].repeat(o.view.numel()))?;
         buffers.push(b);
     }
-    Ok(Case {
-        name,
-        kernel,
-        buffers,
-        bytes: f.bytes(),
-        best: f64::INFINITY,
-        cpu: f64::INFINITY,
-    })
+    Ok(Case { name, kernel, buffers, bytes: f.bytes(), best: f64::INFINITY, cpu: f64::INFINITY })
 }
 
 /// Seconds of processor time that the threads of this process have had; 0 where the system does not tell.
@@ -104,22 +67,14 @@ fn cpu_seconds() -> f64 {
         return 0.0;
     };
     let on = |t: std::fs::DirEntry| -> Option<f64> {
-        std::fs::read_to_string(t.path().join("schedstat"))
-            .ok()?
-            .split(' ')
-            .next()?
-            .parse()
-            .ok()
+        std::fs::read_to_string(t.path().join("schedstat")).ok()?.split(' ').next()?.parse().ok()
     };
     tasks.flatten().filter_map(on).sum::<f64>() * 1e-9
 }
 
 fn main() -> Result<()> {
     let threads = std::env::args().nth(1).and_then(|t| t.parse().ok());
-    let dev = CpuDevice::new(&Options {
-        threads,
-        ..Default::default()
-    });
+    let dev = CpuDevice::new(&Options { threads, ..Default::default() });
     let (rows, cols) = (4096, 4096);
     let n = rows * cols;
     let full = || View::dense(&[rows, cols]);
@@ -144,38 +99,21 @@ fn main() -> Result<()> {
             (op(ScalarOp::Mul), d, &[3, 1]),
             (op(ScalarOp::Add), d, &[4, 2]),
         ];
-        chain(
-            vec![(d, full()), (d, row()), (d, row())],
-            ops,
-            plain(5, d, &[rows, cols]),
-            0,
-        )
+        chain(vec![(d, full()), (d, row()), (d, row())], ops, plain(5, d, &[rows, cols]), 0)
     };
-    let gelu = chain(
-        vec![(f32s, full())],
-        &[(op(ScalarOp::Gelu), f32s, &[0])],
-        plain(1, f32s, &[rows, cols]),
-        0,
-    );
+    let gelu =
+        chain(vec![(f32s, full())], &[(op(ScalarOp::Gelu), f32s, &[0])], plain(1, f32s, &[rows, cols]), 0);
     let add = chain(
         vec![(f32s, full()), (f32s, full())],
         &[(op(ScalarOp::Add), f32s, &[0, 1])],
         plain(2, f32s, &[rows, cols]),
         0,
     );
-    let turn = chain(
-        vec![(f32s, full().permute(&[1, 0]))],
-        &[],
-        plain(0, f32s, &[cols, rows]),
-        0,
-    );
+    let turn = chain(vec![(f32s, full().permute(&[1, 0]))], &[], plain(0, f32s, &[cols, rows]), 0);
     let small_in = 64 << 10;
     let small = chain(
         vec![(f32s, View::dense(&[small_in])), (f32s, View::dense(&[small_in]))],
-        &[
-            (op(ScalarOp::Silu), f32s, &[0]),
-            (op(ScalarOp::Mul), f32s, &[2, 1]),
-        ],
+        &[(op(ScalarOp::Silu), f32s, &[0]), (op(ScalarOp::Mul), f32s, &[2, 1])],
         plain(3, f32s, &[small_in]),
         0,
     );
@@ -199,32 +137,17 @@ fn main() -> Result<()> {
     let mut copy = f64::INFINITY;
     for _ in 0..40 {
         let t = Instant::now();
-        dev.submit(&[Command::Copy {
-            src: &src,
-            src_offset: 0,
-            dst: &dst,
-            dst_offset: 0,
-            bytes: n * 4,
-        }])?;
+        dev.submit(&[Command::Copy { src: &src, src_offset: 0, dst: &dst, dst_offset: 0, bytes: n * 4 }])?;
         copy = copy.min(t.elapsed().as_secs_f64());
         for c in &mut cases {
             let (t, used) = (Instant::now(), cpu_seconds());
-            dev.submit(&[Command::Library {
-                kernel: &c.kernel,
-                buffers: &c.buffers,
-                args: &[],
-                fault: 1,
-            }])?;
+            dev.submit(&[Command::Library { kernel: &c.kernel, buffers: &c.buffers, args: &[], fault: 1 }])?;
             c.best = c.best.min(t.elapsed().as_secs_f64());
             c.cpu = c.cpu.min((cpu_seconds() - used) / dev.threads() as f64);
         }
     }
     let peak = (2 * n * 4) as f64 / copy / 1e9;
-    println!(
-        "{} threads, copy {peak:.1} GB/s ({:.2} ms)",
-        dev.threads(),
-        copy * 1e3
-    );
+    println!("{} threads, copy {peak:.1} GB/s ({:.2} ms)", dev.threads(), copy * 1e3);
     for c in &cases {
         let rate = c.bytes as f64 / c.best / 1e9;
         let share = 100.0 * rate / peak;

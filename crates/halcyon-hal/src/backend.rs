@@ -33,13 +33,7 @@ pub struct Row {
 }
 
 pub const ROWS: &[Row] = &[
-    Row {
-        backend: BackendType::Auto,
-        id: "auto",
-        vendor: "",
-        priority: None,
-        aliases: &[],
-    },
+    Row { backend: BackendType::Auto, id: "auto", vendor: "", priority: None, aliases: &[] },
     Row {
         backend: BackendType::Cuda,
         id: "cuda",
@@ -54,20 +48,8 @@ pub const ROWS: &[Row] = &[
         priority: Some(90),
         aliases: &["amd", "hip"],
     },
-    Row {
-        backend: BackendType::Metal,
-        id: "metal",
-        vendor: "apple",
-        priority: Some(88),
-        aliases: &["mps"],
-    },
-    Row {
-        backend: BackendType::Tpu,
-        id: "tpu",
-        vendor: "google",
-        priority: Some(85),
-        aliases: &["xla"],
-    },
+    Row { backend: BackendType::Metal, id: "metal", vendor: "apple", priority: Some(88), aliases: &["mps"] },
+    Row { backend: BackendType::Tpu, id: "tpu", vendor: "google", priority: Some(85), aliases: &["xla"] },
     Row {
         backend: BackendType::Intel,
         id: "intel",
@@ -89,20 +71,8 @@ pub const ROWS: &[Row] = &[
         priority: Some(50),
         aliases: &["wgpu", "vulkan"],
     },
-    Row {
-        backend: BackendType::Cpu,
-        id: "cpu",
-        vendor: "cpu",
-        priority: Some(0),
-        aliases: &["host"],
-    },
-    Row {
-        backend: BackendType::Noop,
-        id: "noop",
-        vendor: "",
-        priority: None,
-        aliases: &[],
-    },
+    Row { backend: BackendType::Cpu, id: "cpu", vendor: "cpu", priority: Some(0), aliases: &["host"] },
+    Row { backend: BackendType::Noop, id: "noop", vendor: "", priority: None, aliases: &[] },
 ];
 
 impl BackendType {
@@ -129,10 +99,8 @@ impl FromStr for BackendType {
     type Err = Error;
     fn from_str(s: &str) -> Result<BackendType> {
         let l = s.trim().to_ascii_lowercase();
-        ROWS.iter()
-            .find(|r| r.id == l || r.aliases.contains(&l.as_str()))
-            .map(|r| r.backend)
-            .ok_or_else(|| {
+        ROWS.iter().find(|r| r.id == l || r.aliases.contains(&l.as_str())).map(|r| r.backend).ok_or_else(
+            || {
                 let names: Vec<&str> = ROWS
                     .iter()
                     .flat_map(|r| std::iter::once(r.id).chain(r.aliases.iter().copied()))
@@ -141,7 +109,8 @@ impl FromStr for BackendType {
                     "backend",
                     format!("\"{s}\" is not a backend; valid names are {}", names.join(", ")),
                 )
-            })
+            },
+        )
     }
 }
 

@@ -57,11 +57,7 @@ pub fn user_dir() -> Option<PathBuf> {
 impl DiskCache {
     /// A cache in `dir`, which is made on the first write.
     pub fn new(dir: PathBuf, limit: u64) -> DiskCache {
-        DiskCache {
-            dir,
-            limit,
-            complained: AtomicBool::new(false),
-        }
+        DiskCache { dir, limit, complained: AtomicBool::new(false) }
     }
 
     fn path(&self, key: u128) -> PathBuf {
@@ -102,9 +98,7 @@ impl DiskCache {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         fs::create_dir_all(&self.dir)?;
         let n = NEXT.fetch_add(1, Ordering::Relaxed);
-        let temporary = self
-            .dir
-            .join(format!("{key:032x}.{}-{n}.tmp", std::process::id()));
+        let temporary = self.dir.join(format!("{key:032x}.{}-{n}.tmp", std::process::id()));
         let written = (|| {
             let mut f = fs::File::create_new(&temporary)?;
             f.write_all(MAGIC)?;
@@ -208,17 +202,10 @@ mod tests {
         for k in 0..30u128 {
             c.put(k, &[k as u8; 1000]);
             let old = SystemTime::UNIX_EPOCH + Duration::from_secs(1000 + k as u64);
-            fs::File::options()
-                .append(true)
-                .open(c.path(k))
-                .unwrap()
-                .set_modified(old)
-                .unwrap();
+            fs::File::options().append(true).open(c.path(k)).unwrap().set_modified(old).unwrap();
         }
-        let total: u64 = fs::read_dir(dir.path())
-            .unwrap()
-            .map(|e| e.unwrap().metadata().unwrap().len())
-            .sum();
+        let total: u64 =
+            fs::read_dir(dir.path()).unwrap().map(|e| e.unwrap().metadata().unwrap().len()).sum();
         assert!(total <= 10_000 && total > 5_000, "{total}");
         assert!(c.get(29).is_some() && c.get(0).is_none());
     }

@@ -44,19 +44,8 @@ fn size_class(bytes: usize) -> usize {
 
 impl<S: Source> Pool<S> {
     pub fn new(source: S, device: String, limit: Option<u64>, counts: Arc<Counts>) -> Arc<Pool<S>> {
-        let stats = MemoryStats {
-            limit,
-            ..Default::default()
-        };
-        Arc::new(Pool {
-            source,
-            device,
-            state: Mutex::new(State {
-                free: BTreeMap::new(),
-                stats,
-            }),
-            counts,
-        })
+        let stats = MemoryStats { limit, ..Default::default() };
+        Arc::new(Pool { source, device, state: Mutex::new(State { free: BTreeMap::new(), stats }), counts })
     }
 
     fn lock(&self) -> MutexGuard<'_, State<S::Raw>> {
@@ -82,11 +71,7 @@ impl<S: Source> Pool<S> {
             return Err(oom(&s, l, "over the limit set for this device".into()));
         }
         // Best fit within 25 % of the request.
-        let fit = s
-            .free
-            .range(class..=class + class / 4)
-            .find(|(_, v)| !v.is_empty())
-            .map(|(k, _)| *k);
+        let fit = s.free.range(class..=class + class / 4).find(|(_, v)| !v.is_empty()).map(|(k, _)| *k);
         let (raw, class) = match fit.and_then(|k| Some((s.free.get_mut(&k)?.pop()?, k))) {
             Some((raw, k)) => {
                 s.stats.cached -= k as u64;
@@ -100,9 +85,7 @@ impl<S: Source> Pool<S> {
                         tracing::warn!(device = %self.device, bytes, %first, "out of memory: emptying the cache and trying again");
                         s.free.clear();
                         s.stats.cached = 0;
-                        self.source
-                            .allocate(class)
-                            .map_err(|e| oom(&s, s.stats.limit.unwrap_or(0), e))?
+                        self.source.allocate(class).map_err(|e| oom(&s, s.stats.limit.unwrap_or(0), e))?
                     }
                 };
                 (raw, class)
@@ -111,13 +94,7 @@ impl<S: Source> Pool<S> {
         s.stats.allocated += class as u64;
         s.stats.peak = s.stats.peak.max(s.stats.allocated);
         *s.stats.by_tag.entry(tag).or_default() += class as u64;
-        Ok(Block {
-            raw: Some(raw),
-            bytes,
-            class,
-            tag,
-            pool: self.clone(),
-        })
+        Ok(Block { raw: Some(raw), bytes, class, tag, pool: self.clone() })
     }
 
     pub fn stats(&self) -> MemoryStats {
@@ -160,11 +137,7 @@ impl<S: Source> Drop for Block<S> {
 
 impl<S: Source> fmt::Debug for Block<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "Block({} bytes, {:?}, {})",
-            self.bytes, self.tag, self.pool.device
-        )
+        write!(f, "Block({} bytes, {:?}, {})", self.bytes, self.tag, self.pool.device)
     }
 }
 impl<S: Source> fmt::Debug for Pool<S> {
@@ -181,11 +154,7 @@ mod tests {
     impl Source for Fake {
         type Raw = usize;
         fn allocate(&self, bytes: usize) -> std::result::Result<usize, String> {
-            if bytes > self.0 {
-                Err("no room".into())
-            } else {
-                Ok(bytes)
-            }
+            if bytes > self.0 { Err("no room".into()) } else { Ok(bytes) }
         }
     }
 

@@ -31,18 +31,13 @@ pub fn register(d: Arc<dyn Driver>) {
 pub fn driver(kind: BackendType) -> Result<Arc<dyn Driver>> {
     drivers().into_iter().find(|d| d.kind() == kind).ok_or_else(|| {
         let (reason, fix) = match kind {
-            BackendType::Cpu => (
-                "this build has the feature \"cpu\" switched off",
-                "Build with --features cpu",
-            ),
-            BackendType::OpenCl => (
-                "this build has the feature \"opencl\" switched off",
-                "Build with --features opencl",
-            ),
-            _ => (
-                "this version has no driver for it yet",
-                "Use --backend cpu or --backend opencl",
-            ),
+            BackendType::Cpu => {
+                ("this build has the feature \"cpu\" switched off", "Build with --features cpu")
+            }
+            BackendType::OpenCl => {
+                ("this build has the feature \"opencl\" switched off", "Build with --features opencl")
+            }
+            _ => ("this version has no driver for it yet", "Use --backend cpu or --backend opencl"),
         };
         Error::Unavailable {
             backend: kind.id().into(),

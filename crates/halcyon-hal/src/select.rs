@@ -90,21 +90,10 @@ pub fn open(
             fix: format!("Choose one of 0..{} with --device", infos.len()),
         })?;
         let rule = format!("{requested} was asked for");
-        return Ok((
-            d.open(i, options)?,
-            Selection {
-                requested,
-                device: info,
-                rule,
-                candidates: vec![],
-            },
-        ));
+        return Ok((d.open(i, options)?, Selection { requested, device: info, rule, candidates: vec![] }));
     }
     if index.is_some() {
-        return Err(Error::argument(
-            "device",
-            "a device number needs a backend; give --backend too",
-        ));
+        return Err(Error::argument("device", "a device number needs a backend; give --backend too"));
     }
     let mut rows: Vec<&backend::Row> = backend::ROWS.iter().filter(|r| r.priority.is_some()).collect();
     rows.sort_by_key(|r| std::cmp::Reverse(r.priority));
@@ -121,14 +110,7 @@ pub fn open(
             })
         };
         if let Some((_, d, p)) = &chosen {
-            note(
-                None,
-                Some(format!(
-                    "priority {} is below {}'s {p}",
-                    r.priority.unwrap_or(0),
-                    d.id
-                )),
-            );
+            note(None, Some(format!("priority {} is below {}'s {p}", r.priority.unwrap_or(0), d.id)));
             continue;
         }
         let driver = match registry::driver(r.backend) {
@@ -143,10 +125,7 @@ pub fn open(
             Ok(infos) => {
                 for info in infos {
                     if chosen.is_some() {
-                        note(
-                            Some(&info),
-                            Some("an earlier device of this backend was chosen".into()),
-                        );
+                        note(Some(&info), Some("an earlier device of this backend was chosen".into()));
                     } else if info.software {
                         note(
                             Some(&info),
@@ -171,15 +150,7 @@ pub fn open(
     match chosen {
         Some((d, device, p)) => {
             let rule = format!("highest priority ({p}) of the backends that are there");
-            Ok((
-                d,
-                Selection {
-                    requested,
-                    device,
-                    rule,
-                    candidates,
-                },
-            ))
+            Ok((d, Selection { requested, device, rule, candidates }))
         }
         None => Err(Error::Unavailable {
             backend: "auto".into(),

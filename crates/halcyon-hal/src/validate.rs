@@ -21,10 +21,7 @@ pub fn copy(src: [usize; 2], dst: [usize; 2], bytes: usize, same: bool) -> Resul
     range("copy", src[0], src[1], bytes)?;
     range("copy", dst[0], dst[1], bytes)?;
     if same && src[1].abs_diff(dst[1]) < bytes {
-        let what = format!(
-            "ranges of {bytes} bytes at {} and {} of one buffer overlap",
-            src[1], dst[1]
-        );
+        let what = format!("ranges of {bytes} bytes at {} and {} of one buffer overlap", src[1], dst[1]);
         return Err(Error::argument("copy", what));
     }
     Ok(())
@@ -105,27 +102,14 @@ impl Signature {
             return Err(wrong(format!("{buffers} buffers given, {} wanted", self.bound())));
         }
         if params.len() != self.params.len() {
-            return Err(wrong(format!(
-                "{} parameters given, {} wanted",
-                params.len(),
-                self.params.len()
-            )));
+            return Err(wrong(format!("{} parameters given, {} wanted", params.len(), self.params.len())));
         }
         if self.faults && fault == 0 {
-            return Err(wrong(
-                "it can fault, but its fault id is 0, which means no fault".into(),
-            ));
+            return Err(wrong("it can fault, but its fault id is 0, which means no fault".into()));
         }
         let argument = |(i, (p, v)): (usize, (&ParamDecl, &Scalar))| {
-            let v = if self.fault_param == Some(i) {
-                Scalar::U(fault as u64)
-            } else {
-                *v
-            };
-            Argument {
-                ty: p.ty,
-                bits: const_bits(p.ty, v),
-            }
+            let v = if self.fault_param == Some(i) { Scalar::U(fault as u64) } else { *v };
+            Argument { ty: p.ty, bits: const_bits(p.ty, v) }
         };
         Ok(self.params.iter().zip(params).enumerate().map(argument).collect())
     }

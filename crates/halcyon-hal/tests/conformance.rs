@@ -30,40 +30,22 @@ fn info_and_caps_are_sane() {
         assert!(i.total_memory.is_none_or(|b| b >= 16 << 20), "{i:?}");
         assert!(i.free_memory.is_none_or(|f| Some(f) <= i.total_memory), "{i:?}");
         assert!(i.compute_units.is_none_or(|n| n > 0));
-        for t in [
-            DType::F32,
-            DType::F16,
-            DType::BF16,
-            DType::I8,
-            DType::U8,
-            DType::I32,
-            DType::U32,
-            DType::Bool,
-        ] {
+        for t in
+            [DType::F32, DType::F16, DType::BF16, DType::I8, DType::U8, DType::I32, DType::U32, DType::Bool]
+        {
             assert!(c.storage.contains(&t), "{t}");
         }
         assert_eq!(c.storage.contains(&DType::F64), c.f64);
         assert_eq!(c.storage.contains(&DType::I64), c.i64);
-        assert!(
-            c.max_workgroup >= 64 && c.workgroup_memory >= 1 << 14 && c.max_bindings >= 8,
-            "{c:?}"
-        );
+        assert!(c.max_workgroup >= 64 && c.workgroup_memory >= 1 << 14 && c.max_bindings >= 8, "{c:?}");
         assert!(c.max_binding_bytes >= 16 << 20 && c.max_groups >= 65_535 && c.offset_alignment >= 1);
         if l.driver.kind() == BackendType::Noop {
             assert!(i.name.contains("computes nothing") && i.software);
         }
-        assert!(
-            l.driver
-                .open(10_000, &l.options)
-                .is_err_and(|e| e.exit_code() == 4),
-            "no such device"
-        );
+        assert!(l.driver.open(10_000, &l.options).is_err_and(|e| e.exit_code() == 4), "no such device");
         // The report of a device survives its own format.
         let text = serde_json::to_string(i).unwrap();
-        assert_eq!(
-            &serde_json::from_str::<halcyon_hal::DeviceInfo>(&text).unwrap(),
-            i
-        );
+        assert_eq!(&serde_json::from_str::<halcyon_hal::DeviceInfo>(&text).unwrap(), i);
     });
 }
 
@@ -99,14 +81,7 @@ fn empty_buffers_are_buffers() {
         assert_eq!(a.bytes(), 0);
         d.write(&a, 0, &[]).unwrap();
         d.read(&a, 0, &mut []).unwrap();
-        d.submit(&[Command::Copy {
-            src: &a,
-            src_offset: 0,
-            dst: &b,
-            dst_offset: 0,
-            bytes: 0,
-        }])
-        .unwrap();
+        d.submit(&[Command::Copy { src: &a, src_offset: 0, dst: &b, dst_offset: 0, bytes: 0 }]).unwrap();
         assert!(d.write(&a, 0, &[1]).is_err());
         assert!(d.read(&a, 1, &mut []).is_err());
         d.submit(&[]).unwrap();
@@ -129,21 +104,10 @@ fn ranges_outside_a_buffer_are_errors() {
         assert!(d.read(&a, usize::MAX, &mut out).is_err());
         assert!(d.write(&b, 50, &[0]).is_err());
         assert!(d.write(&b, usize::MAX, &[0; 2]).is_err());
-        for (so, to, n) in [
-            (0, 0, 51),
-            (60, 0, 41),
-            (0, 1, 50),
-            (usize::MAX, 0, 1),
-            (0, usize::MAX, 2),
-            (1, 1, usize::MAX),
-        ] {
-            let c = Command::Copy {
-                src: &a,
-                src_offset: so,
-                dst: &b,
-                dst_offset: to,
-                bytes: n,
-            };
+        for (so, to, n) in
+            [(0, 0, 51), (60, 0, 41), (0, 1, 50), (usize::MAX, 0, 1), (0, usize::MAX, 2), (1, 1, usize::MAX)]
+        {
+            let c = Command::Copy { src: &a, src_offset: so, dst: &b, dst_offset: to, bytes: n };
             assert!(d.submit(&[c]).is_err(), "{so} {to} {n}");
         }
         assert_eq!(download(&*d, &a), [1; 100]);
@@ -159,20 +123,8 @@ fn copies_move_the_range_and_nothing_else() {
         let (x, y) = (r.bytes(4096), r.bytes(3000));
         let (a, b) = (upload(&*d, &x), upload(&*d, &y));
         d.submit(&[
-            Command::Copy {
-                src: &a,
-                src_offset: 13,
-                dst: &b,
-                dst_offset: 7,
-                bytes: 2001,
-            },
-            Command::Copy {
-                src: &b,
-                src_offset: 0,
-                dst: &b,
-                dst_offset: 2500,
-                bytes: 500,
-            },
+            Command::Copy { src: &a, src_offset: 13, dst: &b, dst_offset: 7, bytes: 2001 },
+            Command::Copy { src: &b, src_offset: 0, dst: &b, dst_offset: 2500, bytes: 500 },
         ])
         .unwrap();
         let mut want = y.clone();
@@ -182,21 +134,9 @@ fn copies_move_the_range_and_nothing_else() {
         assert_eq!(download(&*d, &a), x);
         assert_eq!(d.counters().device_copies, 2);
         // Ranges of one buffer that overlap are refused: drivers would differ in what they do.
-        let c = Command::Copy {
-            src: &a,
-            src_offset: 0,
-            dst: &a,
-            dst_offset: 99,
-            bytes: 100,
-        };
+        let c = Command::Copy { src: &a, src_offset: 0, dst: &a, dst_offset: 99, bytes: 100 };
         assert!(d.submit(&[c]).is_err());
-        let c = Command::Copy {
-            src: &a,
-            src_offset: 0,
-            dst: &a,
-            dst_offset: 100,
-            bytes: 100,
-        };
+        let c = Command::Copy { src: &a, src_offset: 0, dst: &a, dst_offset: 100, bytes: 100 };
         d.submit(&[c]).unwrap();
     });
 }
@@ -232,15 +172,7 @@ fn over_the_limit_is_out_of_memory() {
         let keep = d.alloc(600_000, Tag::Io).unwrap();
         let e = d.alloc(600_000, Tag::Weights).unwrap_err();
         assert_eq!(e.exit_code(), 5, "{e}");
-        let Error::OutOfMemory {
-            requested,
-            total,
-            free,
-            ..
-        } = e
-        else {
-            panic!()
-        };
+        let Error::OutOfMemory { requested, total, free, .. } = e else { panic!() };
         assert!(requested == 600_000 && total == 1 << 20 && free < 600_000);
         drop(keep);
         d.alloc(600_000, Tag::Weights).unwrap();
@@ -265,27 +197,15 @@ fn a_kernel_computes_in_every_type() {
             let marker = 77u8;
             let dst = upload(&*d, &vec![marker; (n + 3) * dtype.size()]);
             let groups = Launch::fold(n.div_ceil(32) as u64, 2);
-            launch(
-                &*d,
-                &p,
-                groups,
-                &[&src, &dst],
-                &[Scalar::I(n as i64), Scalar::I(a), Scalar::I(c)],
-            )
-            .unwrap();
+            launch(&*d, &p, groups, &[&src, &dst], &[Scalar::I(n as i64), Scalar::I(a), Scalar::I(c)])
+                .unwrap();
             let got = download(&*d, &dst);
             if l.computes {
                 let want: Vec<Scalar> = x.iter().map(|v| Scalar::I(v.as_i64() * a + c)).collect();
                 assert_eq!(got[..n * dtype.size()], pack(dtype, &want), "{dtype} {a} {c}");
-                assert!(
-                    got[n * dtype.size()..].iter().all(|b| *b == marker),
-                    "{dtype}: bytes past the end"
-                );
+                assert!(got[n * dtype.size()..].iter().all(|b| *b == marker), "{dtype}: bytes past the end");
             } else {
-                assert!(
-                    got.iter().all(|b| *b == halcyon_hal::noop::POISON),
-                    "{dtype}: nothing but poison"
-                );
+                assert!(got.iter().all(|b| *b == halcyon_hal::noop::POISON), "{dtype}: nothing but poison");
                 assert_eq!(download(&*d, &src), pack(dtype, &x), "inputs stay");
             }
         }
@@ -311,10 +231,7 @@ fn parameters_of_every_type_arrive() {
             Scalar::F(-1e300),
         ][..types.len()]
             .to_vec();
-        let out: Vec<BufferRef> = types
-            .iter()
-            .map(|t| upload(&*d, &vec![9; t.dtype().size()]))
-            .collect();
+        let out: Vec<BufferRef> = types.iter().map(|t| upload(&*d, &vec![9; t.dtype().size()])).collect();
         launch(&*d, &p, [1, 1, 1], &out.iter().collect::<Vec<_>>(), &values).unwrap();
         for ((b, t), v) in out.iter().zip(&types).zip(&values) {
             let got = download(&*d, b);
@@ -342,9 +259,7 @@ fn grids_have_three_dimensions_and_every_item_runs_once() {
             launch(&*d, &p, groups, &[&count, &place], &[]).unwrap();
             if l.computes {
                 assert_eq!(unpack(DType::I32, &download(&*d, &count)), vec![Scalar::I(1); n]);
-                let want: Vec<Scalar> = (0..n)
-                    .map(|i| Scalar::I((i / 16 * 100 + i % 16) as i64))
-                    .collect();
+                let want: Vec<Scalar> = (0..n).map(|i| Scalar::I((i / 16 * 100 + i % 16) as i64)).collect();
                 assert_eq!(unpack(DType::I32, &download(&*d, &place)), want);
             }
         }
@@ -361,10 +276,8 @@ fn workgroup_memory_and_barriers_work() {
         let (a, b) = (upload(&*d, &pack(DType::F32, &x)), upload(&*d, &[0; 36]));
         launch(&*d, &p, [9, 1, 1], &[&a, &b], &[]).unwrap();
         if l.computes {
-            let want: Vec<Scalar> = x
-                .chunks(64)
-                .map(|c| Scalar::F(c.iter().map(|v| v.as_f64()).sum::<f64>()))
-                .collect();
+            let want: Vec<Scalar> =
+                x.chunks(64).map(|c| Scalar::F(c.iter().map(|v| v.as_f64()).sum::<f64>())).collect();
             assert_eq!(unpack(DType::F32, &download(&*d, &b)), want);
         }
     });
@@ -379,26 +292,15 @@ fn commands_act_in_order() {
         let (a, b) = (upload(&*d, &vec![0; n * 4]), upload(&*d, &vec![0; n * 4]));
         let params = [Scalar::I(n as i64), Scalar::I(3), Scalar::I(1)];
         let (there, back) = ([a.clone(), b.clone()], [b.clone(), a.clone()]);
-        let go = |buffers| Command::Launch {
-            program: &p,
-            groups: [32, 1, 1],
-            buffers,
-            params: &params,
-            fault: 0,
-        };
+        let go =
+            |buffers| Command::Launch { program: &p, groups: [32, 1, 1], buffers, params: &params, fault: 0 };
         let mut want = 0i32;
         for round in 0..20 {
             // x -> 3x + 1 twice, then once more over a copy, in one list.
             d.submit(&[
                 go(&there),
                 go(&back),
-                Command::Copy {
-                    src: &a,
-                    src_offset: 0,
-                    dst: &b,
-                    dst_offset: 0,
-                    bytes: n * 4,
-                },
+                Command::Copy { src: &a, src_offset: 0, dst: &b, dst_offset: 0, bytes: n * 4 },
                 go(&back),
             ])
             .unwrap();
@@ -408,10 +310,7 @@ fn commands_act_in_order() {
             if round % 5 == 4 {
                 // A write between submissions is in order too.
                 if l.computes {
-                    assert_eq!(
-                        unpack(DType::I32, &download(&*d, &a)),
-                        vec![Scalar::I(want as i64); n]
-                    );
+                    assert_eq!(unpack(DType::I32, &download(&*d, &a)), vec![Scalar::I(want as i64); n]);
                 }
                 d.write(&a, 0, &vec![0; n * 4]).unwrap();
                 want = 0;
@@ -430,11 +329,8 @@ fn a_bad_index_is_reported_once() {
         let table = upload(&*d, &pack(DType::F32, &table));
         let run = |index: &[i64], fault| {
             let idx: Vec<Scalar> = index.iter().map(|i| Scalar::I(*i)).collect();
-            let buffers = [
-                table.clone(),
-                upload(&*d, &pack(DType::I32, &idx)),
-                upload(&*d, &vec![0; index.len() * 4]),
-            ];
+            let buffers =
+                [table.clone(), upload(&*d, &pack(DType::I32, &idx)), upload(&*d, &vec![0; index.len() * 4])];
             // The value given for `fault` is not used.
             let params = [Scalar::I(10), Scalar::I(index.len() as i64), Scalar::U(999)];
             d.submit(&[Command::Launch {
@@ -452,18 +348,11 @@ fn a_bad_index_is_reported_once() {
         if !l.computes {
             return;
         }
-        assert_eq!(
-            unpack(DType::F32, &download(&*d, &good)),
-            [13.5, 0.0, 4.5].map(Scalar::F)
-        );
+        assert_eq!(unpack(DType::F32, &download(&*d, &good)), [13.5, 0.0, 4.5].map(Scalar::F));
         let bad = run(&[1, 10, -3], 41);
         run(&[0, 99], 42);
         assert_eq!(d.take_fault().unwrap(), Some(41), "the first one");
-        assert_eq!(
-            unpack(DType::F32, &download(&*d, &bad)),
-            [1.5, 13.5, 0.0].map(Scalar::F),
-            "clamped"
-        );
+        assert_eq!(unpack(DType::F32, &download(&*d, &bad)), [1.5, 13.5, 0.0].map(Scalar::F), "clamped");
         assert_eq!(d.take_fault().unwrap(), None, "cleared");
         run(&[1, 2], 43);
         assert_eq!(d.take_fault().unwrap(), None);
@@ -477,11 +366,7 @@ fn counters_count_what_happened() {
     each(|l| {
         let d = l.open();
         let zero = d.counters();
-        assert_eq!(
-            (zero.compiles, zero.launches, zero.uploads, zero.downloads),
-            (0, 0, 0, 0),
-            "{zero:?}"
-        );
+        assert_eq!((zero.compiles, zero.launches, zero.uploads, zero.downloads), (0, 0, 0, 0), "{zero:?}");
         let p = d.compile(&affine(DType::F32)).unwrap();
         let c = d.counters();
         assert_eq!(c.compiles + c.compile_cache_hits, 1);
@@ -623,13 +508,7 @@ fn profiling_times_every_command_in_order() {
         };
         d.submit(&[
             go(3125),
-            Command::Copy {
-                src: &b,
-                src_offset: 0,
-                dst: &a,
-                dst_offset: 0,
-                bytes: 400_000,
-            },
+            Command::Copy { src: &b, src_offset: 0, dst: &a, dst_offset: 0, bytes: 400_000 },
         ])
         .unwrap();
         d.submit(&[go(0), go(3125)]).unwrap();
@@ -640,14 +519,7 @@ fn profiling_times_every_command_in_order() {
         let plain = l.open();
         let p = plain.compile(&affine(DType::F32)).unwrap();
         let (a, b) = (upload(&*plain, &[0; 4]), upload(&*plain, &[0; 4]));
-        launch(
-            &*plain,
-            &p,
-            [1, 1, 1],
-            &[&a, &b],
-            &[Scalar::I(1), Scalar::F(1.0), Scalar::F(1.0)],
-        )
-        .unwrap();
+        launch(&*plain, &p, [1, 1, 1], &[&a, &b], &[Scalar::I(1), Scalar::F(1.0), Scalar::F(1.0)]).unwrap();
         assert!(plain.take_timings().unwrap().is_empty());
     });
 }
@@ -668,22 +540,10 @@ fn a_program_is_compiled_once_and_then_comes_from_memory_or_disk() {
             assert!(p.source().unwrap().contains("__kernel"));
             let warm = l.open();
             let p = warm.compile(&affine(DType::F32)).unwrap();
-            assert_eq!(
-                (warm.counters().compiles, warm.counters().compile_cache_hits),
-                (0, 1)
-            );
-            let (a, b) = (
-                upload(&*warm, &pack(DType::F32, &[Scalar::F(5.0)])),
-                upload(&*warm, &[0; 4]),
-            );
-            launch(
-                &*warm,
-                &p,
-                [1, 1, 1],
-                &[&a, &b],
-                &[Scalar::I(1), Scalar::F(2.0), Scalar::F(1.0)],
-            )
-            .unwrap();
+            assert_eq!((warm.counters().compiles, warm.counters().compile_cache_hits), (0, 1));
+            let (a, b) = (upload(&*warm, &pack(DType::F32, &[Scalar::F(5.0)])), upload(&*warm, &[0; 4]));
+            launch(&*warm, &p, [1, 1, 1], &[&a, &b], &[Scalar::I(1), Scalar::F(2.0), Scalar::F(1.0)])
+                .unwrap();
             assert_eq!(
                 unpack(DType::F32, &download(&*warm, &b)),
                 [Scalar::F(11.0)],

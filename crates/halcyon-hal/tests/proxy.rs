@@ -21,9 +21,7 @@ fn child(name: &str) -> Command {
 
 fn line(o: &Output) -> String {
     let text = String::from_utf8_lossy(&o.stdout).into_owned();
-    let found = text
-        .lines()
-        .find_map(|l| l.find("ANSWER ").map(|at| l[at..].to_string()));
+    let found = text.lines().find_map(|l| l.find("ANSWER ").map(|at| l[at..].to_string()));
     found.unwrap_or_else(|| panic!("{text}\n{}", String::from_utf8_lossy(&o.stderr)))
 }
 
@@ -31,10 +29,7 @@ fn opencl_present() -> bool {
     match registry::driver(BackendType::OpenCl).and_then(|d| d.probe()) {
         Ok(_) => true,
         Err(e) => {
-            assert!(
-                std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"),
-                "{e}"
-            );
+            assert!(std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"), "{e}");
             eprintln!("skipped: {e}");
             false
         }
@@ -54,14 +49,7 @@ fn launches_are_seen_and_a_falsified_read_changes_the_answer() {
     let mut c = child("child_computes");
     proxy::through(&mut c, &lib, &counts, None);
     assert_eq!(line(&c.output().unwrap()), want);
-    assert_eq!(
-        proxy::seen(&counts),
-        proxy::Seen {
-            launches: 1,
-            reads: 1,
-            falsified: 0
-        }
-    );
+    assert_eq!(proxy::seen(&counts), proxy::Seen { launches: 1, reads: 1, falsified: 0 });
     let mut c = child("child_computes");
     proxy::through(&mut c, &lib, &counts, Some("1:7"));
     let bad = line(&c.output().unwrap());
@@ -82,29 +70,14 @@ fn launches_are_seen_and_a_falsified_read_changes_the_answer() {
 #[ignore = "run by the other tests in a process of its own"]
 fn child_computes() {
     let dir = tempfile::tempdir().unwrap();
-    let o = Options {
-        cache_dir: Some(dir.path().into()),
-        ..Default::default()
-    };
-    let d = registry::driver(BackendType::OpenCl)
-        .unwrap()
-        .open(0, &o)
-        .unwrap();
+    let o = Options { cache_dir: Some(dir.path().into()), ..Default::default() };
+    let d = registry::driver(BackendType::OpenCl).unwrap().open(0, &o).unwrap();
     let p = d.compile(&affine(DType::F32)).unwrap();
     let x = upload(&*d, &pack(DType::F32, &(1..9).map(Scalar::I).collect::<Vec<_>>()));
     let y = upload(&*d, &[0; 32]);
-    launch(
-        &*d,
-        &p,
-        [1, 1, 1],
-        &[&x, &y],
-        &[Scalar::I(8), Scalar::F(2.0), Scalar::F(1.0)],
-    )
-    .unwrap();
-    let out: Vec<String> = unpack(DType::F32, &download(&*d, &y))
-        .iter()
-        .map(|v| v.as_f64().to_string())
-        .collect();
+    launch(&*d, &p, [1, 1, 1], &[&x, &y], &[Scalar::I(8), Scalar::F(2.0), Scalar::F(1.0)]).unwrap();
+    let out: Vec<String> =
+        unpack(DType::F32, &download(&*d, &y)).iter().map(|v| v.as_f64().to_string()).collect();
     println!("ANSWER {} | {} launches", out.join(" "), d.counters().launches);
 }
 
@@ -127,13 +100,9 @@ fn a_loader_without_drivers_is_reported() {
     let dir = tempfile::tempdir().unwrap();
     let mut c = child("child_reports");
     // The Khronos loader and ocl-icd each read one of these.
-    c.env("OCL_ICD_VENDORS", dir.path())
-        .env("OPENCL_VENDOR_PATH", dir.path());
+    c.env("OCL_ICD_VENDORS", dir.path()).env("OPENCL_VENDOR_PATH", dir.path());
     let text = line(&c.output().unwrap());
-    assert!(
-        text.starts_with("ANSWER 4 ") && text.contains("no driver is registered"),
-        "{text}"
-    );
+    assert!(text.starts_with("ANSWER 4 ") && text.contains("no driver is registered"), "{text}");
 }
 
 #[test]

@@ -36,17 +36,11 @@ fn check(shapes: &[&[usize]], build: impl Fn(&mut Graph, &[NodeId]) -> Result<No
                 ConstData::from_slice(s, &v).unwrap()
             })
             .collect();
-        let ids: Vec<NodeId> = shapes
-            .iter()
-            .map(|s| g.input("x", TensorType::new(DType::F32, *s)))
-            .collect();
+        let ids: Vec<NodeId> = shapes.iter().map(|s| g.input("x", TensorType::new(DType::F32, *s))).collect();
         let y = build(&mut g, &ids).unwrap();
         g.output("y", y);
         let want = eval_f64(&g, &data, &[]).unwrap()[0].to_vec::<f64>();
-        let dense = |s: &[usize]| Operand {
-            dtype: DType::F32,
-            view: View::dense(s),
-        };
+        let dense = |s: &[usize]| Operand { dtype: DType::F32, view: View::dense(s) };
         let ins: Vec<Operand> = shapes.iter().map(|s| dense(s)).collect();
         let out = dense(&g.shape(y).known().unwrap());
         for caps in [dev.caps().clone(), like_a_gpu(dev.caps())] {
@@ -57,11 +51,7 @@ fn check(shapes: &[&[usize]], build: impl Fn(&mut Graph, &[NodeId]) -> Result<No
             let scale = want.iter().fold(0f64, |m, v| m.max(v.abs()));
             for (i, (g, w)) in got.iter().zip(&want).enumerate() {
                 let ok = (*g as f64 - w).abs() <= 2e-5 * scale;
-                assert!(
-                    ok,
-                    "{} {name} {shapes:?}: element {i} is {g}, expected {w}",
-                    op.name()
-                );
+                assert!(ok, "{} {name} {shapes:?}: element {i} is {g}, expected {w}", op.name());
             }
         }
     }
@@ -92,9 +82,7 @@ fn launch(dev: &dyn Device, steps: &Steps, data: &[ConstData], results: usize) -
         .unwrap();
     }
     dev.read(&all[data.len()], 0, &mut raw).unwrap();
-    raw.chunks(4)
-        .map(|b| b.try_into().map_or(f32::NAN, f32::from_le_bytes))
-        .collect()
+    raw.chunks(4).map(|b| b.try_into().map_or(f32::NAN, f32::from_le_bytes)).collect()
 }
 
 #[test]
@@ -108,18 +96,9 @@ fn products() {
 fn convolutions_and_pools() {
     let mut c = Conv::new(2);
     c.pad = [(1, 1), (1, 0)].as_slice().into();
-    check(&[&[2, 6, 9, 19], &[10, 6, 3, 3]], |g, x| {
-        g.conv(x[0], x[1], c.clone())
-    });
-    check(&[&[2, 6, 9, 19], &[10, 6, 1, 1]], |g, x| {
-        g.conv(x[0], x[1], Conv::new(2))
-    });
-    for kind in [
-        PoolKind::Max,
-        PoolKind::Avg {
-            count_include_pad: false,
-        },
-    ] {
+    check(&[&[2, 6, 9, 19], &[10, 6, 3, 3]], |g, x| g.conv(x[0], x[1], c.clone()));
+    check(&[&[2, 6, 9, 19], &[10, 6, 1, 1]], |g, x| g.conv(x[0], x[1], Conv::new(2)));
+    for kind in [PoolKind::Max, PoolKind::Avg { count_include_pad: false }] {
         let p = Pool {
             kind,
             kernel: [3, 2].as_slice().into(),
@@ -138,9 +117,7 @@ fn rows() {
         check(&[&shape], |g, x| g.log_softmax(x[0], axis));
     }
     for n in [9, 100, 1030] {
-        check(&[&[7, n], &[n], &[n]], |g, x| {
-            g.layer_norm(x[0], x[1], Some(x[2]), 1, 1e-5)
-        });
+        check(&[&[7, n], &[n], &[n]], |g, x| g.layer_norm(x[0], x[1], Some(x[2]), 1, 1e-5));
         check(&[&[7, n], &[n]], |g, x| g.rms_norm(x[0], x[1], 1e-5));
     }
 }
@@ -149,8 +126,6 @@ fn rows() {
 fn attention() {
     for (sq, sk, d) in [(1, 150, 64), (19, 37, 20), (5, 40, 100), (3, 20, 200)] {
         let (q, k) = ([2, 4, sq, d], [2, 2, sk, d]);
-        check(&[&q, &k, &k, &[sq, sk]], |g, x| {
-            g.attention(x[0], x[1], x[2], Some(x[3]), true, 0.2)
-        });
+        check(&[&q, &k, &k, &[sq, sk]], |g, x| g.attention(x[0], x[1], x[2], Some(x[3]), true, 0.2));
     }
 }

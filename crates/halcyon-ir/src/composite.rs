@@ -35,10 +35,7 @@ impl Composite {
     pub fn infer(&self, x: &[&TensorType]) -> Result<TensorType> {
         let i = self.body.inputs();
         if i.len() != x.len() {
-            return Err(Error::argument(
-                &*self.name,
-                format!("takes {} operands, got {}", i.len(), x.len()),
-            ));
+            return Err(Error::argument(&*self.name, format!("takes {} operands, got {}", i.len(), x.len())));
         }
         for (i, t) in i.iter().zip(x) {
             if self.body.ty(i.node) != *t {
@@ -61,11 +58,7 @@ impl Composite {
     }
 
     pub fn bind(&self, b: &Bindings) -> Result<Composite> {
-        Ok(Composite {
-            name: self.name.clone(),
-            attrs: self.attrs.clone(),
-            body: self.body.bind(b)?,
-        })
+        Ok(Composite { name: self.name.clone(), attrs: self.attrs.clone(), body: self.body.bind(b)? })
     }
 
     pub fn int(&self, name: &str) -> Option<i64> {
@@ -105,22 +98,11 @@ impl Graph {
         body: impl FnOnce(&mut Graph, &[NodeId]) -> Result<NodeId>,
     ) -> Result<NodeId> {
         let mut g = Graph::new();
-        let ins: Vec<NodeId> = x
-            .iter()
-            .enumerate()
-            .map(|(i, n)| g.input(&format!("x{i}"), self.ty(*n).clone()))
-            .collect();
+        let ins: Vec<NodeId> =
+            x.iter().enumerate().map(|(i, n)| g.input(&format!("x{i}"), self.ty(*n).clone())).collect();
         let y = body(&mut g, &ins).map_err(|e| e.at(&self.span))?;
         g.output("y", y);
-        self.push(
-            Op::Composite(Arc::new(Composite {
-                name: name.into(),
-                attrs,
-                body: g,
-            })),
-            x,
-            None,
-        )
+        self.push(Op::Composite(Arc::new(Composite { name: name.into(), attrs, body: g })), x, None)
     }
 
     fn need_float(&self, op: &str, x: NodeId) -> Result<()> {
@@ -138,32 +120,22 @@ impl Graph {
     /// `exp(x - max) / Σ exp(x - max)` along `axis`.
     pub fn softmax(&mut self, x: NodeId, axis: usize) -> Result<NodeId> {
         self.need_float("softmax", x)?;
-        self.composite(
-            "softmax",
-            attrs([("axis", Attr::Int(axis as i64))]),
-            &[x],
-            |g, x| {
-                let e = g.shifted_exp(x[0], axis)?;
-                let s = g.sum(e.1, &[axis], true)?;
-                g.div(e.1, s)
-            },
-        )
+        self.composite("softmax", attrs([("axis", Attr::Int(axis as i64))]), &[x], |g, x| {
+            let e = g.shifted_exp(x[0], axis)?;
+            let s = g.sum(e.1, &[axis], true)?;
+            g.div(e.1, s)
+        })
     }
 
     /// `x - max - ln Σ exp(x - max)` along `axis`.
     pub fn log_softmax(&mut self, x: NodeId, axis: usize) -> Result<NodeId> {
         self.need_float("log_softmax", x)?;
-        self.composite(
-            "log_softmax",
-            attrs([("axis", Attr::Int(axis as i64))]),
-            &[x],
-            |g, x| {
-                let e = g.shifted_exp(x[0], axis)?;
-                let s = g.sum(e.1, &[axis], true)?;
-                let l = g.log(s)?;
-                g.sub(e.0, l)
-            },
-        )
+        self.composite("log_softmax", attrs([("axis", Attr::Int(axis as i64))]), &[x], |g, x| {
+            let e = g.shifted_exp(x[0], axis)?;
+            let s = g.sum(e.1, &[axis], true)?;
+            let l = g.log(s)?;
+            g.sub(e.0, l)
+        })
     }
 
     /// `(x - max, exp(x - max))`.
@@ -176,9 +148,9 @@ impl Graph {
     /// Mean over `axes`. Floats only.
     pub fn mean(&mut self, x: NodeId, axes: &[usize], keep: bool) -> Result<NodeId> {
         self.need_float("mean", x)?;
-        let n = axes.iter().fold(Dim::from(1), |a, &k| {
-            a.mul(self.shape(x).get(k).copied().unwrap_or(Dim::from(1)))
-        });
+        let n = axes
+            .iter()
+            .fold(Dim::from(1), |a, &k| a.mul(self.shape(x).get(k).copied().unwrap_or(Dim::from(1))));
         let s = self.sum(x, axes, keep)?;
         let n = n.known().ok_or_else(|| {
             Error::unsupported("a mean over symbolic dimensions", "Bind the sizes first").at(&self.span)
@@ -206,10 +178,7 @@ impl Graph {
             &ins,
             |g, v| {
                 let dt = g.dtype(v[0]);
-                let w: Vec<NodeId> = v
-                    .iter()
-                    .map(|i| g.cast(*i, dt.compute()))
-                    .collect::<Result<_>>()?;
+                let w: Vec<NodeId> = v.iter().map(|i| g.cast(*i, dt.compute())).collect::<Result<_>>()?;
                 let axes: Vec<usize> = (axis..g.shape(v[0]).rank()).collect();
                 let m = g.mean(w[0], &axes, true)?;
                 let d = g.sub(w[0], m)?;
@@ -233,10 +202,7 @@ impl Graph {
         self.need_float("rms_norm", x)?;
         self.composite("rms_norm", attrs([("eps", float(eps))]), &[x, scale], |g, v| {
             let dt = g.dtype(v[0]);
-            let w: Vec<NodeId> = v
-                .iter()
-                .map(|i| g.cast(*i, dt.compute()))
-                .collect::<Result<_>>()?;
+            let w: Vec<NodeId> = v.iter().map(|i| g.cast(*i, dt.compute())).collect::<Result<_>>()?;
             let last = g.shape(v[0]).axis(-1)?;
             let sq = g.mul(w[0], w[0])?;
             let m = g.mean(sq, &[last], true)?;
@@ -260,33 +226,22 @@ impl Graph {
         eps: f64,
     ) -> Result<NodeId> {
         self.need_float("batch_norm", x)?;
-        self.composite(
-            "batch_norm",
-            attrs([("eps", float(eps))]),
-            &[x, scale, bias, mean, var],
-            |g, v| {
-                let r = g.shape(v[0]).rank();
-                if r < 2 {
-                    return Err(Error::shape(
-                        "batch_norm",
-                        "the input needs a batch and a channel axis",
-                    ));
-                }
-                let mut chan = vec![Dim::from(1); r - 1];
-                chan[0] = g.shape(v[0])[1];
-                let c: Vec<NodeId> = v[1..]
-                    .iter()
-                    .map(|i| g.reshape(*i, chan.clone()))
-                    .collect::<Result<_>>()?;
-                let e = g.lit(c[3], eps);
-                let ve = g.add(c[3], e)?;
-                let r = g.rsqrt(ve)?;
-                let k = g.mul(r, c[0])?;
-                let d = g.sub(v[0], c[2])?;
-                let n = g.mul(d, k)?;
-                g.add(n, c[1])
-            },
-        )
+        self.composite("batch_norm", attrs([("eps", float(eps))]), &[x, scale, bias, mean, var], |g, v| {
+            let r = g.shape(v[0]).rank();
+            if r < 2 {
+                return Err(Error::shape("batch_norm", "the input needs a batch and a channel axis"));
+            }
+            let mut chan = vec![Dim::from(1); r - 1];
+            chan[0] = g.shape(v[0])[1];
+            let c: Vec<NodeId> = v[1..].iter().map(|i| g.reshape(*i, chan.clone())).collect::<Result<_>>()?;
+            let e = g.lit(c[3], eps);
+            let ve = g.add(c[3], e)?;
+            let r = g.rsqrt(ve)?;
+            let k = g.mul(r, c[0])?;
+            let d = g.sub(v[0], c[2])?;
+            let n = g.mul(d, k)?;
+            g.add(n, c[1])
+        })
     }
 
     /// Scaled dot-product attention: `softmax(q·kᵀ·scale + mask)·v` with `q [b, h, sq, d]`, `k, v [b, hk, sk, d]` (`h` a multiple of
@@ -306,15 +261,12 @@ impl Graph {
         let heads = |s: &Shape| s.get(1).and_then(|d| d.known());
         let (Some(h), Some(hk), 4, 4) = (heads(&sq), heads(&sk), sq.rank(), sk.rank()) else {
             return Err(
-                Error::shape("attention", format!("q {sq} and k {sk}: expected [b, h, s, d]")).at(&self.span),
+                Error::shape("attention", format!("q {sq} and k {sk}: expected [b, h, s, d]")).at(&self.span)
             );
         };
         if hk == 0 || h % hk != 0 {
-            return Err(Error::shape(
-                "attention",
-                format!("{h} query heads do not share {hk} key heads"),
-            )
-            .at(&self.span));
+            return Err(Error::shape("attention", format!("{h} query heads do not share {hk} key heads"))
+                .at(&self.span));
         }
         let mut ins = vec![q, k, v];
         ins.extend(mask);

@@ -5,10 +5,7 @@ use crate::op::Op;
 use crate::target::Operand;
 
 fn distinct(v: &View) -> usize {
-    (0..v.rank())
-        .filter(|&k| v.strides[k] != 0)
-        .map(|k| v.shape[k])
-        .product()
+    (0..v.rank()).filter(|&k| v.strides[k] != 0).map(|k| v.shape[k]).product()
 }
 
 /// `(flops, bytes)` of one execution. A multiply-add counts two.
@@ -16,18 +13,9 @@ pub fn of(op: &Op, inputs: &[Operand], output: &Operand) -> (u64, u64) {
     let n = output.view.numel() as u64;
     let size = |k: usize| inputs.get(k).map_or(0, |o| o.view.numel() as u64);
     let flops = match op {
-        Op::Matmul => {
-            2 * n
-                * inputs
-                    .first()
-                    .and_then(|a| a.view.shape.last())
-                    .map_or(0, |k| *k as u64)
-        }
+        Op::Matmul => 2 * n * inputs.first().and_then(|a| a.view.shape.last()).map_or(0, |k| *k as u64),
         Op::Conv(_) => {
-            2 * n
-                * inputs
-                    .get(1)
-                    .map_or(0, |w| w.view.shape[1..].iter().product::<usize>() as u64)
+            2 * n * inputs.get(1).map_or(0, |w| w.view.shape[1..].iter().product::<usize>() as u64)
         }
         Op::Pool(p) => n * p.kernel.iter().product::<usize>() as u64,
         Op::PoolGrad(p) => size(1) * p.kernel.iter().product::<usize>() as u64,
@@ -47,10 +35,7 @@ pub fn of(op: &Op, inputs: &[Operand], output: &Operand) -> (u64, u64) {
         },
         _ => 0,
     };
-    let read: u64 = inputs
-        .iter()
-        .map(|o| o.dtype.bytes(distinct(&o.view)) as u64)
-        .sum();
+    let read: u64 = inputs.iter().map(|o| o.dtype.bytes(distinct(&o.view)) as u64).sum();
     let moved = match op {
         // Only the rows that are picked or replaced move.
         Op::Gather { .. } | Op::GatherElements { .. } => {

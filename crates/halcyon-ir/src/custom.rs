@@ -33,10 +33,7 @@ pub trait CustomOp: Send + Sync + fmt::Debug {
         _out: NodeId,
         _grad: NodeId,
     ) -> Result<Vec<Option<NodeId>>> {
-        Err(Error::unsupported(
-            format!("the gradient of {}", self.name()),
-            "Implement CustomOp::gradient",
-        ))
+        Err(Error::unsupported(format!("the gradient of {}", self.name()), "Implement CustomOp::gradient"))
     }
     /// A kernel for dense operands followed by the dense result, or `None` to run [`CustomOp::reference`] on the host.
     fn kernel(&self, _inputs: &[View], _output: &View, _caps: &Caps) -> Result<Option<(Kernel, Launch)>> {
@@ -53,10 +50,7 @@ static REGISTRY: LazyLock<RwLock<HashMap<(String, String), Arc<dyn CustomOp>>>> 
 
 /// Makes the op known to the loader of serialised graphs.
 pub fn register(op: Arc<dyn CustomOp>) {
-    REGISTRY
-        .write()
-        .unwrap_or_else(|e| e.into_inner())
-        .insert((op.name().into(), op.key()), op);
+    REGISTRY.write().unwrap_or_else(|e| e.into_inner()).insert((op.name().into(), op.key()), op);
 }
 
 impl Custom {

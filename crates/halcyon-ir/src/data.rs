@@ -52,12 +52,7 @@ impl ConstData {
                 ),
             ));
         }
-        Ok(ConstData {
-            dtype,
-            dims: dims.into(),
-            blob: 0,
-            data,
-        })
+        Ok(ConstData { dtype, dims: dims.into(), blob: 0, data })
     }
 
     pub fn from_slice<T: Element>(dims: &[usize], values: &[T]) -> Result<ConstData> {
@@ -85,10 +80,7 @@ impl ConstData {
     }
 
     pub(crate) fn attach(&mut self, data: Arc<dyn Bytes>) -> Result<()> {
-        *self = ConstData {
-            blob: self.blob,
-            ..ConstData::new(self.dtype, &self.dims, data)?
-        };
+        *self = ConstData { blob: self.blob, ..ConstData::new(self.dtype, &self.dims, data)? };
         Ok(())
     }
 
@@ -99,15 +91,11 @@ impl ConstData {
     /// Element `i` in row-major order; `None` past the end.
     pub fn get(&self, i: usize) -> Option<Scalar> {
         let n = self.dtype.size();
-        self.bytes()
-            .get(i * n..(i + 1) * n)
-            .map(|b| Scalar::from_bytes(self.dtype, b))
+        self.bytes().get(i * n..(i + 1) * n).map(|b| Scalar::from_bytes(self.dtype, b))
     }
 
     pub fn scalars(&self) -> impl Iterator<Item = Scalar> + '_ {
-        self.bytes()
-            .chunks_exact(self.dtype.size())
-            .map(|b| Scalar::from_bytes(self.dtype, b))
+        self.bytes().chunks_exact(self.dtype.size()).map(|b| Scalar::from_bytes(self.dtype, b))
     }
 
     /// All elements converted to `T` by the rules of [`Scalar::cast`].
@@ -130,12 +118,7 @@ impl Eq for ConstData {}
 impl Hash for ConstData {
     fn hash<H: Hasher>(&self, h: &mut H) {
         // Equal data hash alike; weights are told apart by their first bytes, not by reading gigabytes.
-        (
-            self.dtype,
-            &self.dims,
-            &self.bytes()[..self.bytes().len().min(64)],
-        )
-            .hash(h)
+        (self.dtype, &self.dims, &self.bytes()[..self.bytes().len().min(64)]).hash(h)
     }
 }
 impl fmt::Debug for ConstData {

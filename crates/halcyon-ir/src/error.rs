@@ -61,18 +61,8 @@ pub struct UnsupportedOp {
 
 impl fmt::Display for UnsupportedOp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let domain = if self.domain.is_empty() {
-            "ai.onnx"
-        } else {
-            &self.domain
-        };
-        write!(
-            f,
-            "{} ({domain}, opset {}) in {}",
-            self.op,
-            self.opset,
-            self.nodes.join(", ")
-        )?;
+        let domain = if self.domain.is_empty() { "ai.onnx" } else { &self.domain };
+        write!(f, "{} ({domain}, opset {}) in {}", self.op, self.opset, self.nodes.join(", "))?;
         if !self.backend.is_empty() {
             write!(f, " on {}", self.backend)?;
         }
@@ -89,12 +79,7 @@ pub enum Error {
     Shape { op: String, what: String, at: Span },
     /// An op asked for an element type it does not take.
     #[error("{op}: element type {dtype} is not accepted, {want}{}", place(at))]
-    DType {
-        op: String,
-        dtype: DType,
-        want: String,
-        at: Span,
-    },
+    DType { op: String, dtype: DType, want: String, at: Span },
     /// An argument out of its range.
     #[error("{op}: {what}{}", place(at))]
     Argument { op: String, what: String, at: Span },
@@ -108,50 +93,24 @@ pub enum Error {
     /// A backend, library or device that is not there.
     #[error("{backend} is not available: {reason}. Tried: {}. {fix}",
         if .tried.is_empty() { "nothing".into() } else { .tried.join("; ") })]
-    Unavailable {
-        backend: String,
-        tried: Vec<String>,
-        reason: String,
-        fix: String,
-    },
+    Unavailable { backend: String, tried: Vec<String>, reason: String, fix: String },
     /// The device has no room.
     #[error(
         "out of memory on {device}: {requested} bytes asked for ({what}), {free} free of {total}. {next}"
     )]
-    OutOfMemory {
-        device: String,
-        what: String,
-        requested: u64,
-        free: u64,
-        total: u64,
-        next: String,
-    },
+    OutOfMemory { device: String, what: String, requested: u64, free: u64, total: u64, next: String },
     /// A call into a driver failed.
     #[error("{call} failed on {device}: {code}. {next}")]
-    Driver {
-        device: String,
-        call: String,
-        code: String,
-        next: String,
-    },
+    Driver { device: String, call: String, code: String, next: String },
     /// A kernel source was refused by its compiler.
     #[error("kernel {kernel} does not compile on {device}:\n{log}")]
-    Compile {
-        device: String,
-        kernel: String,
-        log: String,
-    },
+    Compile { device: String, kernel: String, log: String },
     /// A handle whose storage was given away.
     #[error("this tensor was donated to {by}; keep a copy or do not donate it")]
     Donated { by: Span },
     /// Two devices in one op.
     #[error("{op}: operands are on {a} and {b}; move one with to(){}", place(at))]
-    MixedDevices {
-        op: String,
-        a: String,
-        b: String,
-        at: Span,
-    },
+    MixedDevices { op: String, a: String, b: String, at: Span },
     /// A kernel met an index outside its range (and clamped it).
     #[error("index out of range in {op}{}: the valid range is {range}", place(at))]
     Index { op: String, range: String, at: Span },
@@ -168,26 +127,15 @@ pub enum Error {
 impl Error {
     #[track_caller]
     pub fn shape(op: impl Into<String>, what: impl Into<String>) -> Error {
-        Error::Shape {
-            op: op.into(),
-            what: what.into(),
-            at: Span::default(),
-        }
+        Error::Shape { op: op.into(), what: what.into(), at: Span::default() }
     }
 
     pub fn argument(op: impl Into<String>, what: impl Into<String>) -> Error {
-        Error::Argument {
-            op: op.into(),
-            what: what.into(),
-            at: Span::default(),
-        }
+        Error::Argument { op: op.into(), what: what.into(), at: Span::default() }
     }
 
     pub fn unsupported(what: impl Into<String>, next: impl Into<String>) -> Error {
-        Error::Unsupported {
-            what: what.into(),
-            next: next.into(),
-        }
+        Error::Unsupported { what: what.into(), next: next.into() }
     }
 
     pub fn internal(what: impl Into<String>) -> Error {

@@ -94,13 +94,7 @@ impl Fused {
         let per: u64 = self
             .body
             .iter()
-            .map(|i| {
-                if let InstrKind::Op(o) = i.kind {
-                    o.row().flops as u64
-                } else {
-                    0
-                }
-            })
+            .map(|i| if let InstrKind::Op(o) = i.kind { o.row().flops as u64 } else { 0 })
             .sum::<u64>()
             + self.outs.iter().filter(|o| o.reduce.is_some()).count() as u64;
         per * self.space.iter().product::<usize>() as u64
@@ -111,11 +105,7 @@ impl Fused {
         let touched = |v: &View| -> usize {
             (0..v.rank())
                 .filter(|&k| v.strides[k] != 0)
-                .map(|k| {
-                    v.mask
-                        .as_ref()
-                        .map_or(v.shape[k], |m| m[k].1.saturating_sub(m[k].0))
-                })
+                .map(|k| v.mask.as_ref().map_or(v.shape[k], |m| m[k].1.saturating_sub(m[k].0)))
                 .product()
         };
         let r: usize = self.loads.iter().map(|l| l.dtype.bytes(touched(&l.view))).sum();
@@ -138,9 +128,7 @@ impl Fused {
         f.space.iter_mut().for_each(|d| *d = 0);
         f.loads.iter_mut().for_each(|l| blank(&mut l.view));
         f.outs.iter_mut().for_each(|o| blank(&mut o.view));
-        f.params
-            .iter_mut()
-            .for_each(|p| p.1 = Param::Literal(Scalar::I(0)));
+        f.params.iter_mut().for_each(|p| p.1 = Param::Literal(Scalar::I(0)));
         f
     }
 }

@@ -59,10 +59,7 @@ fn first_seed(g: &mut Graph, loss: NodeId, seed: Option<NodeId>) -> Result<NodeI
         None if t.shape.numel().is(1) => Ok(g.full(t.dtype, &t.shape, 1.0)),
         None => Err(Error::shape(
             "gradients",
-            format!(
-                "the loss has shape {}; reduce it to one element or give a seed",
-                t.shape
-            ),
+            format!("the loss has shape {}; reduce it to one element or give a seed", t.shape),
         )
         .at(&g.span)),
     }
@@ -155,20 +152,14 @@ fn body(g: &mut Graph, id: NodeId, node: &Node, dy: NodeId) -> Result<Step> {
     let Op::Composite(c) = &node.op else {
         return Ok(Step::Rule);
     };
-    if let (Some(axis), [x]) = (
-        c.int("axis").and_then(|a| usize::try_from(a).ok()),
-        &node.inputs[..],
-    ) && matches!(&*c.name, "softmax" | "log_softmax")
+    if let (Some(axis), [x]) = (c.int("axis").and_then(|a| usize::try_from(a).ok()), &node.inputs[..])
+        && matches!(&*c.name, "softmax" | "log_softmax")
     {
         // A composite of that name whose body is something else goes the general way.
         let mut own = Graph::new();
         let v = own.input("x0", g.ty(*x).clone());
         let log = &*c.name == "log_softmax";
-        let y = if log {
-            own.log_softmax(v, axis)
-        } else {
-            own.softmax(v, axis)
-        }?;
+        let y = if log { own.log_softmax(v, axis) } else { own.softmax(v, axis) }?;
         if own.node(y).op == node.op {
             // softmax: y·(dy − Σ dy·y); log-softmax: dy − exp(y)·Σ dy.
             let dx = if log {
@@ -246,9 +237,8 @@ fn rule(g: &mut Graph, id: NodeId, node: &Node, dy: NodeId, need: &[bool]) -> Re
         Op::Expand => {
             let sy = &node.ty.shape;
             let lead = sy.rank() - sx.rank();
-            let axes: Vec<usize> = (0..sy.rank())
-                .filter(|&k| k < lead || (sx[k - lead].is(1) && !sy[k].is(1)))
-                .collect();
+            let axes: Vec<usize> =
+                (0..sy.rank()).filter(|&k| k < lead || (sx[k - lead].is(1) && !sy[k].is(1))).collect();
             let s = g.sum(dy, &axes, false)?;
             one(g.reshape(s, &sx)?)
         }
@@ -270,24 +260,17 @@ fn rule(g: &mut Graph, id: NodeId, node: &Node, dy: NodeId, need: &[bool]) -> Re
             out
         }
         Op::Reduce { kind, axes, .. } => {
-            let kept: Shape = (0..sx.rank())
-                .map(|k| if axes.contains(&k) { Dim::from(1) } else { sx[k] })
-                .collect();
+            let kept: Shape =
+                (0..sx.rank()).map(|k| if axes.contains(&k) { Dim::from(1) } else { sx[k] }).collect();
             let (d, y) = (g.reshape(dy, &kept)?, g.reshape(id, &kept)?);
             one(reduced(g, *kind, axes, x[0], y, d)?)
         }
-        Op::Scan {
-            kind: ReduceKind::Sum,
-            axis,
-            exclusive,
-            reverse,
-        } => one(g.scan(ReduceKind::Sum, dy, *axis, *exclusive, !*reverse)?),
-        Op::Scan {
-            kind,
-            axis,
-            exclusive,
-            reverse,
-        } => one(unscan(g, *kind, *axis, *exclusive, *reverse, x[0], dy)?),
+        Op::Scan { kind: ReduceKind::Sum, axis, exclusive, reverse } => {
+            one(g.scan(ReduceKind::Sum, dy, *axis, *exclusive, !*reverse)?)
+        }
+        Op::Scan { kind, axis, exclusive, reverse } => {
+            one(unscan(g, *kind, *axis, *exclusive, *reverse, x[0], dy)?)
+        }
         Op::Matmul => {
             let r = sx.rank();
             let mut out = none();
@@ -462,11 +445,7 @@ fn unslice(g: &mut Graph, node: &Node, axes: &[SliceAxis], dy: NodeId, x: NodeId
             ));
         };
         let step = a.step.unsigned_abs() as usize;
-        let first = if a.step < 0 {
-            start - (len - 1) * step
-        } else {
-            start
-        };
+        let first = if a.step < 0 { start - (len - 1) * step } else { start };
         if step > 1 && len > 1 {
             // Zeros between the elements: a new axis padded to the step, merged into its neighbour.
             d = g.unsqueeze(d, k + 1)?;
@@ -504,11 +483,7 @@ fn unscatter(
         _ => return Err(Error::internal("not a scatter")),
     };
     let read = |g: &mut Graph, x| {
-        if rows {
-            g.gather(x, index, axis)
-        } else {
-            g.gather_elements(x, index, axis)
-        }
+        if rows { g.gather(x, index, axis) } else { g.gather_elements(x, index, axis) }
     };
     let write = |g: &mut Graph, x, u, kind| {
         if rows {
@@ -551,9 +526,8 @@ fn unscatter(
                 let mut last = g.eq(won, n)?;
                 if rows {
                     let tail = g.shape(base).rank() - axis - 1;
-                    let s: Shape = (numbers.iter().copied())
-                        .chain(std::iter::repeat_n(Dim::from(1), tail))
-                        .collect();
+                    let s: Shape =
+                        (numbers.iter().copied()).chain(std::iter::repeat_n(Dim::from(1), tail)).collect();
                     last = g.reshape(last, s)?;
                 }
                 let d = read(g, dy)?;

@@ -117,12 +117,7 @@ impl Graph {
             let tys: SmallVec<[&TensorType; 4]> = inputs.iter().map(|i| self.ty(*i)).collect();
             op.infer(&tys, want.as_ref()).map_err(|e| e.at(&self.span))?
         };
-        Ok(self.push_unchecked(Node {
-            op,
-            inputs: inputs.into(),
-            ty,
-            span: self.span.clone(),
-        }))
+        Ok(self.push_unchecked(Node { op, inputs: inputs.into(), ty, span: self.span.clone() }))
     }
 
     /// Adds a node whose type is known to follow its rule.
@@ -135,16 +130,9 @@ impl Graph {
 
     pub fn input(&mut self, name: &str, ty: TensorType) -> NodeId {
         let n = self.inputs.len() as u32;
-        let node = self.push_unchecked(Node {
-            op: Op::Input(n),
-            inputs: smallvec![],
-            ty,
-            span: self.span.clone(),
-        });
-        self.inputs.push(InputSpec {
-            name: name.into(),
-            node,
-        });
+        let node =
+            self.push_unchecked(Node { op: Op::Input(n), inputs: smallvec![], ty, span: self.span.clone() });
+        self.inputs.push(InputSpec { name: name.into(), node });
         node
     }
 
@@ -153,34 +141,19 @@ impl Graph {
         let n = self.args.len() as u32;
         self.args.push(dtype);
         let ty = TensorType::new(dtype, Shape::scalar());
-        self.push_unchecked(Node {
-            op: Op::Arg(n),
-            inputs: smallvec![],
-            ty,
-            span: self.span.clone(),
-        })
+        self.push_unchecked(Node { op: Op::Arg(n), inputs: smallvec![], ty, span: self.span.clone() })
     }
 
     pub fn constant(&mut self, data: ConstData) -> NodeId {
         let ty = TensorType::new(data.dtype, &data.dims);
-        self.push_unchecked(Node {
-            op: Op::Const(data),
-            inputs: smallvec![],
-            ty,
-            span: self.span.clone(),
-        })
+        self.push_unchecked(Node { op: Op::Const(data), inputs: smallvec![], ty, span: self.span.clone() })
     }
 
     /// `value` (cast to `dtype`) everywhere.
     pub fn full(&mut self, dtype: DType, shape: impl Into<Shape>, value: impl Into<Scalar>) -> NodeId {
         let ty = TensorType::new(dtype, shape);
         let op = Op::Full(value.into().cast(dtype));
-        self.push_unchecked(Node {
-            op,
-            inputs: smallvec![],
-            ty,
-            span: self.span.clone(),
-        })
+        self.push_unchecked(Node { op, inputs: smallvec![], ty, span: self.span.clone() })
     }
 
     /// A scalar literal of the type of `like`.
@@ -193,10 +166,7 @@ impl Graph {
     }
 
     pub fn output(&mut self, name: &str, node: NodeId) -> u32 {
-        self.outputs.push(OutputSpec {
-            name: name.into(),
-            node,
-        });
+        self.outputs.push(OutputSpec { name: name.into(), node });
         self.outputs.len() as u32 - 1
     }
 
@@ -221,19 +191,13 @@ impl Graph {
 
     /// Applies a scalar op with NumPy broadcasting.
     pub fn scalar(&mut self, op: ScalarOp, x: &[NodeId]) -> Result<NodeId> {
-        let mut s = self
-            .shape(
-                *x.first()
-                    .ok_or_else(|| Error::argument(op.name(), "needs operands"))?,
-            )
-            .clone();
+        let mut s =
+            self.shape(*x.first().ok_or_else(|| Error::argument(op.name(), "needs operands"))?).clone();
         for i in &x[1..] {
             s = s.broadcast(self.shape(*i)).map_err(|e| match e {
-                Error::Shape { what, .. } => Error::Shape {
-                    op: op.name().into(),
-                    what,
-                    at: self.span.clone(),
-                },
+                Error::Shape { what, .. } => {
+                    Error::Shape { op: op.name().into(), what, at: self.span.clone() }
+                }
                 e => e,
             })?;
         }
@@ -251,28 +215,19 @@ impl Graph {
         if self.dtype(x) == dtype {
             return Ok(x);
         }
-        let want = TensorType {
-            dtype,
-            shape: self.shape(x).clone(),
-        };
+        let want = TensorType { dtype, shape: self.shape(x).clone() };
         self.push(Op::Cast, &[x], Some(want))
     }
 
     pub fn bitcast(&mut self, x: NodeId, dtype: DType) -> Result<NodeId> {
-        let want = TensorType {
-            dtype,
-            shape: self.shape(x).clone(),
-        };
+        let want = TensorType { dtype, shape: self.shape(x).clone() };
         self.push(Op::Bitcast, &[x], Some(want))
     }
 
     // Views. Each returns its operand where it would change nothing.
 
     pub fn reshape(&mut self, x: NodeId, shape: impl Into<Shape>) -> Result<NodeId> {
-        let want = TensorType {
-            dtype: self.dtype(x),
-            shape: shape.into(),
-        };
+        let want = TensorType { dtype: self.dtype(x), shape: shape.into() };
         if want.shape == *self.shape(x) {
             return Ok(x);
         }
@@ -291,7 +246,7 @@ impl Graph {
         let mut p: Axes = (0..self.shape(x).rank()).collect();
         if a >= p.len() || b >= p.len() {
             return Err(
-                Error::shape("transpose", format!("axes {a} and {b} of {}", self.shape(x))).at(&self.span),
+                Error::shape("transpose", format!("axes {a} and {b} of {}", self.shape(x))).at(&self.span)
             );
         }
         p.swap(a, b);
@@ -302,10 +257,7 @@ impl Graph {
         if self.shape(x) == shape {
             return Ok(x);
         }
-        let want = TensorType {
-            dtype: self.dtype(x),
-            shape: shape.clone(),
-        };
+        let want = TensorType { dtype: self.dtype(x), shape: shape.clone() };
         self.push(Op::Expand, &[x], Some(want))
     }
 
@@ -318,15 +270,8 @@ impl Graph {
         if start.len() != step.len() {
             return Err(Error::argument("slice", "one start and one step per axis").at(&self.span));
         }
-        let axes = start
-            .iter()
-            .zip(step)
-            .map(|(s, t)| SliceAxis { start: *s, step: *t })
-            .collect();
-        let want = TensorType {
-            dtype: self.dtype(x),
-            shape: len.iter().copied().collect(),
-        };
+        let axes = start.iter().zip(step).map(|(s, t)| SliceAxis { start: *s, step: *t }).collect();
+        let want = TensorType { dtype: self.dtype(x), shape: len.iter().copied().collect() };
         self.push(Op::Slice(axes), &[x], Some(want))
     }
 
@@ -353,9 +298,8 @@ impl Graph {
     pub fn flip(&mut self, x: NodeId, axes: &[usize]) -> Result<NodeId> {
         let s = self.shape(x).clone();
         let pick = |k: usize| axes.contains(&k) && !s[k].is(0);
-        let start: Vec<Dim> = (0..s.rank())
-            .map(|k| if pick(k) { s[k].offset(-1) } else { Dim::from(0) })
-            .collect();
+        let start: Vec<Dim> =
+            (0..s.rank()).map(|k| if pick(k) { s[k].offset(-1) } else { Dim::from(0) }).collect();
         let step: Vec<i64> = (0..s.rank()).map(|k| if pick(k) { -1 } else { 1 }).collect();
         self.slice(x, &start, &step, &s)
     }
@@ -365,15 +309,7 @@ impl Graph {
             return Ok(x);
         }
         let value = value.into().cast(self.dtype(x));
-        self.push(
-            Op::Pad {
-                lo: lo.into(),
-                hi: hi.into(),
-                value,
-            },
-            &[x],
-            None,
-        )
+        self.push(Op::Pad { lo: lo.into(), hi: hi.into(), value }, &[x], None)
     }
 
     /// Inserts an axis of size 1.
@@ -381,7 +317,7 @@ impl Graph {
         let mut s = self.shape(x).clone();
         if axis > s.rank() {
             return Err(
-                Error::shape("unsqueeze", format!("axis {axis} is outside 0..={}", s.rank())).at(&self.span),
+                Error::shape("unsqueeze", format!("axis {axis} is outside 0..={}", s.rank())).at(&self.span)
             );
         }
         s.0.insert(axis, Dim::from(1));
@@ -392,7 +328,7 @@ impl Graph {
         let mut s = self.shape(x).clone();
         if axis >= s.rank() || !s[axis].is(1) {
             return Err(
-                Error::shape("squeeze", format!("axis {axis} of {s} is not of size 1")).at(&self.span),
+                Error::shape("squeeze", format!("axis {axis} of {s} is not of size 1")).at(&self.span)
             );
         }
         s.0.remove(axis);
@@ -432,16 +368,13 @@ impl Graph {
         let b2 = if rb == 1 { self.unsqueeze(b, 1)? } else { b };
         let (sa, sb) = (self.shape(a2).clone(), self.shape(b2).clone());
         let (la, lb) = (sa.rank() - 2, sb.rank() - 2);
-        let batch = Shape::from(&sa[..la])
-            .broadcast(&Shape::from(&sb[..lb]))
-            .map_err(|e| match e {
-                Error::Shape { .. } => Error::shape(
-                    "matmul",
-                    format!("batch dimensions of {sa} × {sb} do not go together"),
-                )
-                .at(&self.span),
-                e => e,
-            })?;
+        let batch = Shape::from(&sa[..la]).broadcast(&Shape::from(&sb[..lb])).map_err(|e| match e {
+            Error::Shape { .. } => {
+                Error::shape("matmul", format!("batch dimensions of {sa} × {sb} do not go together"))
+                    .at(&self.span)
+            }
+            e => e,
+        })?;
         let full = |t: &[Dim]| -> Shape { batch.iter().chain(t).copied().collect() };
         let a3 = self.expand(a2, &full(&sa[la..]))?;
         let b3 = self.expand(b2, &full(&sb[lb..]))?;
@@ -505,16 +438,7 @@ impl Graph {
     }
 
     pub fn argreduce(&mut self, max: bool, x: NodeId, axis: usize, keep: bool, last: bool) -> Result<NodeId> {
-        self.push(
-            Op::ArgReduce {
-                max,
-                axis,
-                keep,
-                last,
-            },
-            &[x],
-            None,
-        )
+        self.push(Op::ArgReduce { max, axis, keep, last }, &[x], None)
     }
 
     pub fn argsort(&mut self, x: NodeId, axis: usize, descending: bool) -> Result<NodeId> {
@@ -529,16 +453,7 @@ impl Graph {
         exclusive: bool,
         reverse: bool,
     ) -> Result<NodeId> {
-        self.push(
-            Op::Scan {
-                kind,
-                axis,
-                exclusive,
-                reverse,
-            },
-            &[x],
-            None,
-        )
+        self.push(Op::Scan { kind, axis, exclusive, reverse }, &[x], None)
     }
 
     pub fn custom(&mut self, op: Arc<dyn CustomOp>, x: &[NodeId]) -> Result<NodeId> {
@@ -568,10 +483,8 @@ impl Graph {
         g.nodes.reserve(self.nodes.len());
         for n in &self.nodes {
             g.span = n.span.clone();
-            let want = TensorType {
-                dtype: n.ty.dtype,
-                shape: n.ty.shape.bind(b).map_err(|e| e.at(&n.span))?,
-            };
+            let want =
+                TensorType { dtype: n.ty.dtype, shape: n.ty.shape.bind(b).map_err(|e| e.at(&n.span))? };
             g.push(n.op.bind(b)?, &n.inputs, Some(want))?;
         }
         Ok(g)
@@ -583,11 +496,7 @@ impl Graph {
         if shapes.len() != self.inputs.len() {
             return Err(Error::argument(
                 "bind",
-                format!(
-                    "{} inputs are declared, {} given",
-                    self.inputs.len(),
-                    shapes.len()
-                ),
+                format!("{} inputs are declared, {} given", self.inputs.len(), shapes.len()),
             ));
         }
         for (i, s) in self.inputs.iter().zip(shapes) {
@@ -629,18 +538,14 @@ impl Graph {
         let live = other.live(roots);
         for (i, n) in other.nodes.iter().enumerate().filter(|(i, _)| live[*i]) {
             let id = match n.op {
-                Op::Input(k) => *inputs
-                    .get(k as usize)
-                    .ok_or_else(|| Error::internal("inline: missing input"))?,
+                Op::Input(k) => {
+                    *inputs.get(k as usize).ok_or_else(|| Error::internal("inline: missing input"))?
+                }
                 _ => {
                     let ins = n.inputs.iter().map(|x| map[x]).collect();
                     self.push_unchecked(Node {
                         inputs: ins,
-                        span: if n.span.0.is_some() {
-                            n.span.clone()
-                        } else {
-                            self.span.clone()
-                        },
+                        span: if n.span.0.is_some() { n.span.clone() } else { self.span.clone() },
                         op: n.op.clone(),
                         ty: n.ty.clone(),
                     })
@@ -694,10 +599,7 @@ impl Graph {
     }
 
     pub fn from_bytes(b: &[u8]) -> Result<Graph> {
-        let bad = |what: &str| Error::Format {
-            file: "graph".into(),
-            what: what.into(),
-        };
+        let bad = |what: &str| Error::Format { file: "graph".into(), what: what.into() };
         if b.get(..8) != Some(MAGIC) {
             return Err(bad("not a graph of this version (expected HALCGRF1)"));
         }
@@ -710,9 +612,7 @@ impl Graph {
             .ok()
             .and_then(|l| l.checked_add(16))
             .ok_or_else(|| bad("header length overflows"))?;
-        let head = b
-            .get(16..end)
-            .ok_or_else(|| bad("the header is longer than the file"))?;
+        let head = b.get(16..end).ok_or_else(|| bad("the header is longer than the file"))?;
         let mut g: Graph = serde_json::from_slice(head).map_err(|e| bad(&format!("header: {e}")))?;
         let mut at = end;
         for (i, n) in g.nodes.iter_mut().enumerate() {
@@ -725,13 +625,8 @@ impl Graph {
                     .iter()
                     .try_fold(1usize, |a, d| a.checked_mul(*d))
                     .ok_or_else(|| bad("a constant is too large"))?;
-                let stop = at
-                    .checked_add(c.dtype.bytes(n))
-                    .ok_or_else(|| bad("a constant is too large"))?;
-                let data = b
-                    .get(at..stop)
-                    .ok_or_else(|| bad("a constant's data is missing"))?
-                    .to_vec();
+                let stop = at.checked_add(c.dtype.bytes(n)).ok_or_else(|| bad("a constant is too large"))?;
+                let data = b.get(at..stop).ok_or_else(|| bad("a constant's data is missing"))?.to_vec();
                 c.attach(Arc::new(data))?;
                 at = stop;
             }
@@ -743,11 +638,7 @@ impl Graph {
     /// Checks every node against its type rule.
     pub fn check(&self) -> Result<()> {
         let known = |id: NodeId| id.index() < self.nodes.len();
-        let io = self
-            .inputs
-            .iter()
-            .map(|i| i.node)
-            .chain(self.outputs.iter().map(|o| o.node));
+        let io = self.inputs.iter().map(|i| i.node).chain(self.outputs.iter().map(|o| o.node));
         if !io.clone().all(known) {
             return Err(Error::internal("graph: an input or output is not a node"));
         }
@@ -787,11 +678,7 @@ scalar_methods! {
 impl PartialEq for Graph {
     fn eq(&self, o: &Self) -> bool {
         self.nodes.len() == o.nodes.len()
-            && self
-                .outputs
-                .iter()
-                .map(|x| x.node)
-                .eq(o.outputs.iter().map(|x| x.node))
+            && self.outputs.iter().map(|x| x.node).eq(o.outputs.iter().map(|x| x.node))
             && (&self.args, &self.states) == (&o.args, &o.states)
             && self
                 .nodes
@@ -817,11 +704,7 @@ impl std::fmt::Display for Graph {
         for (i, n) in self.nodes.iter().enumerate() {
             write!(f, "%{i}: {} = {}", n.ty, n.op.name())?;
             match &n.op {
-                Op::Input(k) => write!(
-                    f,
-                    " \"{}\"",
-                    self.inputs.get(*k as usize).map_or("?", |i| &i.name)
-                )?,
+                Op::Input(k) => write!(f, " \"{}\"", self.inputs.get(*k as usize).map_or("?", |i| &i.name))?,
                 Op::Full(s) => write!(f, " {}", s.as_f64())?,
                 Op::Reduce { axes, .. } => write!(f, " over {axes:?}")?,
                 Op::Permute(p) => write!(f, " {p:?}")?,

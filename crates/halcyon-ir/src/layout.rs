@@ -25,12 +25,7 @@ pub fn dense_strides(shape: &[usize]) -> SmallVec<[isize; 6]> {
 
 impl View {
     pub fn dense(shape: &[usize]) -> View {
-        View {
-            shape: shape.into(),
-            strides: dense_strides(shape),
-            offset: 0,
-            mask: None,
-        }
+        View { shape: shape.into(), strides: dense_strides(shape), offset: 0, mask: None }
     }
 
     pub fn rank(&self) -> usize {
@@ -69,12 +64,7 @@ impl View {
     /// NumPy broadcasting to `shape` (which it must broadcast to).
     pub fn expand(&self, shape: &[usize]) -> View {
         let lead = shape.len() - self.rank();
-        let mut v = View {
-            shape: shape.into(),
-            strides: SmallVec::new(),
-            offset: self.offset,
-            mask: None,
-        };
+        let mut v = View { shape: shape.into(), strides: SmallVec::new(), offset: self.offset, mask: None };
         for (i, &n) in shape.iter().enumerate() {
             let same = i >= lead && self.shape[i - lead] == n;
             v.strides.push(if same { self.strides[i - lead] } else { 0 });
@@ -120,10 +110,8 @@ impl View {
     /// Surrounds the view with `lo[k]` and `hi[k]` elements that read as the fill value.
     pub fn pad(&self, lo: &[usize], hi: &[usize]) -> View {
         let mut v = self.clone();
-        let mut mask: SmallVec<[(usize, usize); 4]> = v
-            .mask
-            .take()
-            .unwrap_or_else(|| self.shape.iter().map(|&n| (0, n)).collect());
+        let mut mask: SmallVec<[(usize, usize); 4]> =
+            v.mask.take().unwrap_or_else(|| self.shape.iter().map(|&n| (0, n)).collect());
         for k in 0..self.rank() {
             v.offset -= lo[k] as isize * self.strides[k];
             v.shape[k] += lo[k] + hi[k];
@@ -178,12 +166,7 @@ impl View {
         if shape[..i].iter().any(|&d| d != 1) {
             return None;
         }
-        Some(View {
-            shape: shape.into(),
-            strides,
-            offset: self.offset,
-            mask: None,
-        })
+        Some(View { shape: shape.into(), strides, offset: self.offset, mask: None })
     }
 
     /// Only the insertion and removal of dimensions of size 1 keeps a mask.
@@ -195,12 +178,7 @@ impl View {
             return None;
         }
         let mut src = (0..self.rank()).filter(|&i| self.shape[i] != 1);
-        let mut v = View {
-            shape: shape.into(),
-            strides: SmallVec::new(),
-            offset: self.offset,
-            mask: None,
-        };
+        let mut v = View { shape: shape.into(), strides: SmallVec::new(), offset: self.offset, mask: None };
         let mut mask = SmallVec::new();
         for &n in shape {
             match if n == 1 { None } else { src.next() } {
@@ -240,14 +218,7 @@ impl View {
         {
             return None;
         }
-        Some(
-            self.offset
-                + idx
-                    .iter()
-                    .zip(&self.strides)
-                    .map(|(i, s)| *i as isize * s)
-                    .sum::<isize>(),
-        )
+        Some(self.offset + idx.iter().zip(&self.strides).map(|(i, s)| *i as isize * s).sum::<isize>())
     }
 }
 
@@ -262,11 +233,7 @@ pub fn collapse(views: &mut [&mut View], border: usize) -> usize {
         if k == border {
             new_border = groups.len();
         }
-        if shape[k] == 1
-            && views
-                .iter()
-                .all(|v| v.mask.as_ref().is_none_or(|m| m[k] == (0, 1)))
-        {
+        if shape[k] == 1 && views.iter().all(|v| v.mask.as_ref().is_none_or(|m| m[k] == (0, 1))) {
             continue;
         }
         let mergeable = k != border
@@ -275,9 +242,7 @@ pub fn collapse(views: &mut [&mut View], border: usize) -> usize {
                 !(k > border && p < border)
                     && views.iter().all(|v| {
                         v.strides[p] == v.strides[k] * shape[k] as isize
-                            && v.mask
-                                .as_ref()
-                                .is_none_or(|m| m[p] == (0, shape[p]) && m[k] == (0, shape[k]))
+                            && v.mask.as_ref().is_none_or(|m| m[p] == (0, shape[p]) && m[k] == (0, shape[k]))
                     })
             });
         match groups.last_mut() {
@@ -290,10 +255,7 @@ pub fn collapse(views: &mut [&mut View], border: usize) -> usize {
     }
     for v in views {
         let old = v.clone();
-        v.shape = groups
-            .iter()
-            .map(|g| g.iter().map(|&k| shape[k]).product())
-            .collect();
+        v.shape = groups.iter().map(|g| g.iter().map(|&k| shape[k]).product()).collect();
         v.strides = groups.iter().map(|g| old.strides[g[g.len() - 1]]).collect();
         v.mask = old
             .mask
@@ -301,13 +263,7 @@ pub fn collapse(views: &mut [&mut View], border: usize) -> usize {
             .map(|m| {
                 groups
                     .iter()
-                    .map(|g| {
-                        if g.len() == 1 {
-                            m[g[0]]
-                        } else {
-                            (0, g.iter().map(|&k| shape[k]).product())
-                        }
-                    })
+                    .map(|g| if g.len() == 1 { m[g[0]] } else { (0, g.iter().map(|&k| shape[k]).product()) })
                     .collect()
             })
             .filter(|m: &SmallVec<[(usize, usize); 4]>| m.iter().zip(&v.shape).any(|(m, n)| *m != (0, *n)));

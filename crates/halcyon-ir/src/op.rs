@@ -223,10 +223,7 @@ fn window(
     in_dil: usize,
 ) -> Result<Dim> {
     if stride == 0 || dilation == 0 || in_dil == 0 || k == 0 {
-        return Err(Error::argument(
-            op,
-            "kernel, stride and dilation must be at least 1",
-        ));
+        return Err(Error::argument(op, "kernel, stride and dilation must be at least 1"));
     }
     let reach = ((k - 1) * dilation + 1) as i64;
     match i.known() {
@@ -259,18 +256,8 @@ impl Op {
             Op::Scalar(s) => s.name().into(),
             Op::Reduce { kind, .. } => format!("reduce_{}", kind.name()),
             Op::Scan { kind, .. } => format!("scan_{}", kind.name()),
-            Op::Pool(p) => if p.kind == PoolKind::Max {
-                "max_pool"
-            } else {
-                "avg_pool"
-            }
-            .into(),
-            Op::PoolGrad(p) => if p.kind == PoolKind::Max {
-                "max_pool_grad"
-            } else {
-                "avg_pool_grad"
-            }
-            .into(),
+            Op::Pool(p) => if p.kind == PoolKind::Max { "max_pool" } else { "avg_pool" }.into(),
+            Op::PoolGrad(p) => if p.kind == PoolKind::Max { "max_pool_grad" } else { "avg_pool_grad" }.into(),
             Op::Composite(c) => c.name.to_string(),
             Op::Custom(c) => c.op().name().to_string(),
             Op::ArgReduce { max, .. } => if *max { "argmax" } else { "argmin" }.into(),
@@ -300,18 +287,12 @@ impl Op {
 
     /// Ops that only rename elements of their operand.
     pub fn is_view(&self) -> bool {
-        matches!(
-            self,
-            Op::Reshape | Op::Permute(_) | Op::Expand | Op::Slice(_) | Op::Pad { .. }
-        )
+        matches!(self, Op::Reshape | Op::Permute(_) | Op::Expand | Op::Slice(_) | Op::Pad { .. })
     }
 
     /// Ops without operands.
     pub fn is_leaf(&self) -> bool {
-        matches!(
-            self,
-            Op::Input(_) | Op::Arg(_) | Op::Const(_) | Op::Full(_) | Op::Iota { .. }
-        )
+        matches!(self, Op::Input(_) | Op::Arg(_) | Op::Const(_) | Op::Full(_) | Op::Iota { .. })
     }
 
     /// Result type for operands of the given types. `want` is the type asked for: ops whose result is not fixed by their
@@ -324,16 +305,10 @@ impl Op {
             if x.len() == n {
                 Ok(())
             } else {
-                Err(Error::argument(
-                    op,
-                    format!("takes {n} operands, got {}", x.len()),
-                ))
+                Err(Error::argument(op, format!("takes {n} operands, got {}", x.len())))
             }
         };
-        let wanted = || {
-            want.cloned()
-                .ok_or_else(|| Error::internal(format!("{op}: no result type given")))
-        };
+        let wanted = || want.cloned().ok_or_else(|| Error::internal(format!("{op}: no result type given")));
         let bad = |d: DType, w: &str| Error::DType {
             op: op.into(),
             dtype: d,
@@ -341,18 +316,10 @@ impl Op {
             at: Default::default(),
         };
         let need_int = |d: DType| {
-            if d.is_int() {
-                Ok(())
-            } else {
-                Err(bad(d, "an integer type is needed for indices"))
-            }
+            if d.is_int() { Ok(()) } else { Err(bad(d, "an integer type is needed for indices")) }
         };
         let axis_ok = |a: usize, s: &Shape| {
-            if a < s.rank() {
-                Ok(())
-            } else {
-                Err(shape(format!("axis {a} is outside shape {s}")))
-            }
+            if a < s.rank() { Ok(()) } else { Err(shape(format!("axis {a} is outside shape {s}"))) }
         };
         Ok(match self {
             Op::Input(_) => wanted()?,
@@ -396,23 +363,14 @@ impl Op {
                 }
                 for t in x {
                     if t.shape != x[0].shape {
-                        return Err(shape(format!(
-                            "operand shapes {} and {} differ",
-                            x[0].shape, t.shape
-                        )));
+                        return Err(shape(format!("operand shapes {} and {} differ", x[0].shape, t.shape)));
                     }
                 }
-                TensorType {
-                    dtype: s.result(d),
-                    shape: x[0].shape.clone(),
-                }
+                TensorType { dtype: s.result(d), shape: x[0].shape.clone() }
             }
             Op::Cast => {
                 arity(1)?;
-                TensorType {
-                    dtype: wanted()?.dtype,
-                    shape: x[0].shape.clone(),
-                }
+                TensorType { dtype: wanted()?.dtype, shape: x[0].shape.clone() }
             }
             Op::Bitcast => {
                 arity(1)?;
@@ -420,10 +378,7 @@ impl Op {
                 if d.bits() != x[0].dtype.bits() {
                     return Err(bad(d, &format!("its size differs from {}", x[0].dtype)));
                 }
-                TensorType {
-                    dtype: d,
-                    shape: x[0].shape.clone(),
-                }
+                TensorType { dtype: d, shape: x[0].shape.clone() }
             }
             Op::Reduce { kind, axes, keep } => {
                 arity(1)?;
@@ -434,10 +389,7 @@ impl Op {
                 for &a in axes {
                     axis_ok(a, &x[0].shape)?;
                 }
-                TensorType {
-                    dtype: d,
-                    shape: reduced(&x[0].shape, axes, *keep),
-                }
+                TensorType { dtype: d, shape: reduced(&x[0].shape, axes, *keep) }
             }
             Op::ArgReduce { axis, keep, .. } => {
                 arity(1)?;
@@ -445,10 +397,7 @@ impl Op {
                 if x[0].shape[*axis].is(0) {
                     return Err(shape(format!("axis {axis} of {} is empty", x[0].shape)));
                 }
-                TensorType {
-                    dtype: DType::I64,
-                    shape: reduced(&x[0].shape, &[*axis], *keep),
-                }
+                TensorType { dtype: DType::I64, shape: reduced(&x[0].shape, &[*axis], *keep) }
             }
             Op::Matmul => {
                 arity(2)?;
@@ -461,16 +410,11 @@ impl Op {
                 }
                 let r = a.rank();
                 if r < 2 || r != b.rank() || a[..r - 2] != b[..r - 2] || a[r - 1] != b[r - 2] {
-                    return Err(shape(format!(
-                        "{a} × {b}: expected [batch…, m, k] × [batch…, k, n]"
-                    )));
+                    return Err(shape(format!("{a} × {b}: expected [batch…, m, k] × [batch…, k, n]")));
                 }
                 let mut s = a.clone();
                 s.0[r - 1] = b[r - 1];
-                TensorType {
-                    dtype: x[0].dtype,
-                    shape: s,
-                }
+                TensorType { dtype: x[0].dtype, shape: s }
             }
             Op::Conv(c) => {
                 arity(2)?;
@@ -523,18 +467,13 @@ impl Op {
                         c.input_dilation[k],
                     )?);
                 }
-                TensorType {
-                    dtype: x[0].dtype,
-                    shape: s,
-                }
+                TensorType { dtype: x[0].dtype, shape: s }
             }
             Op::Pool(p) => {
                 arity(1)?;
                 let (i, n) = (&x[0].shape, p.kernel.len());
                 if i.rank() != n + 2 || p.stride.len() != n || p.pad.len() != n || p.dilation.len() != n {
-                    return Err(shape(format!(
-                        "input {i}: expected {n} spatial axes after two others"
-                    )));
+                    return Err(shape(format!("input {i}: expected {n} spatial axes after two others")));
                 }
                 if x[0].dtype == DType::Bool || (!x[0].dtype.is_float() && p.kind != PoolKind::Max) {
                     return Err(bad(x[0].dtype, "a float type is needed"));
@@ -552,10 +491,7 @@ impl Op {
                         1,
                     )?);
                 }
-                TensorType {
-                    dtype: x[0].dtype,
-                    shape: s,
-                }
+                TensorType { dtype: x[0].dtype, shape: s }
             }
             Op::PoolGrad(p) => {
                 arity(3)?;
@@ -569,10 +505,7 @@ impl Op {
                 arity(2)?;
                 axis_ok(*axis, &x[0].shape)?;
                 need_int(x[1].dtype)?;
-                TensorType {
-                    dtype: x[0].dtype,
-                    shape: gathered(&x[0].shape, &x[1].shape, *axis),
-                }
+                TensorType { dtype: x[0].dtype, shape: gathered(&x[0].shape, &x[1].shape, *axis) }
             }
             Op::GatherElements { axis } => {
                 arity(2)?;
@@ -585,14 +518,9 @@ impl Op {
                         || matches!((s[k].known(), i[k].known()), (Some(a), Some(b)) if b <= a)
                 };
                 if s.rank() != i.rank() || !(0..s.rank()).all(fits) {
-                    return Err(shape(format!(
-                        "index {i} does not fit into {s} outside axis {axis}"
-                    )));
+                    return Err(shape(format!("index {i} does not fit into {s} outside axis {axis}")));
                 }
-                TensorType {
-                    dtype: x[0].dtype,
-                    shape: i.clone(),
-                }
+                TensorType { dtype: x[0].dtype, shape: i.clone() }
             }
             Op::ScatterElements { axis, kind } => {
                 arity(3)?;
@@ -630,19 +558,14 @@ impl Op {
                 }
                 let longer = matches!((u.get(*axis).and_then(|d| d.known()), b[*axis].known()), (Some(a), Some(n)) if a > n);
                 if u.rank() != b.rank() || longer || (0..b.rank()).any(|k| k != *axis && u[k] != b[k]) {
-                    return Err(shape(format!(
-                        "update {u} does not fit into {b} along axis {axis}"
-                    )));
+                    return Err(shape(format!("update {u} does not fit into {b} along axis {axis}")));
                 }
                 x[0].clone()
             }
             Op::ArgSort { axis, .. } => {
                 arity(1)?;
                 axis_ok(*axis, &x[0].shape)?;
-                TensorType {
-                    dtype: DType::I64,
-                    shape: x[0].shape.clone(),
-                }
+                TensorType { dtype: DType::I64, shape: x[0].shape.clone() }
             }
             Op::Scan { axis, .. } => {
                 arity(1)?;
@@ -664,25 +587,16 @@ impl Op {
                         w.shape.numel()
                     )));
                 }
-                TensorType {
-                    dtype: x[0].dtype,
-                    shape: w.shape,
-                }
+                TensorType { dtype: x[0].dtype, shape: w.shape }
             }
             Op::Permute(p) => {
                 arity(1)?;
                 let mut seen: Vec<usize> = p.to_vec();
                 seen.sort();
                 if !seen.iter().copied().eq(0..x[0].shape.rank()) {
-                    return Err(shape(format!(
-                        "{p:?} is not a permutation of the axes of {}",
-                        x[0].shape
-                    )));
+                    return Err(shape(format!("{p:?} is not a permutation of the axes of {}", x[0].shape)));
                 }
-                TensorType {
-                    dtype: x[0].dtype,
-                    shape: p.iter().map(|&i| x[0].shape[i]).collect(),
-                }
+                TensorType { dtype: x[0].dtype, shape: p.iter().map(|&i| x[0].shape[i]).collect() }
             }
             Op::Expand => {
                 arity(1)?;
@@ -690,10 +604,7 @@ impl Op {
                 if x[0].shape.broadcast(&w.shape)? != w.shape {
                     return Err(shape(format!("{} does not broadcast to {}", x[0].shape, w.shape)));
                 }
-                TensorType {
-                    dtype: x[0].dtype,
-                    shape: w.shape,
-                }
+                TensorType { dtype: x[0].dtype, shape: w.shape }
             }
             Op::Slice(axes) => {
                 arity(1)?;
@@ -717,10 +628,7 @@ impl Op {
                         }
                     }
                 }
-                TensorType {
-                    dtype: x[0].dtype,
-                    shape: w.shape,
-                }
+                TensorType { dtype: x[0].dtype, shape: w.shape }
             }
             Op::Pad { lo, hi, .. } => {
                 arity(1)?;
@@ -728,13 +636,8 @@ impl Op {
                 if lo.len() != s.rank() || hi.len() != s.rank() {
                     return Err(shape(format!("one entry per axis of {s} is needed")));
                 }
-                let out = (0..s.rank())
-                    .map(|k| s[k].offset((lo[k] + hi[k]) as i64))
-                    .collect();
-                TensorType {
-                    dtype: x[0].dtype,
-                    shape: out,
-                }
+                let out = (0..s.rank()).map(|k| s[k].offset((lo[k] + hi[k]) as i64)).collect();
+                TensorType { dtype: x[0].dtype, shape: out }
             }
             Op::Concat { axis } => {
                 let Some(f) = x.first() else {
@@ -750,17 +653,11 @@ impl Op {
                         return Err(bad(t.dtype, &format!("the first operand is {}", f.dtype)));
                     }
                     if !same {
-                        return Err(shape(format!(
-                            "{} and {} differ outside axis {axis}",
-                            f.shape, t.shape
-                        )));
+                        return Err(shape(format!("{} and {} differ outside axis {axis}", f.shape, t.shape)));
                     }
                     s.0[*axis] = s[*axis].add(t.shape[*axis]);
                 }
-                TensorType {
-                    dtype: f.dtype,
-                    shape: s,
-                }
+                TensorType { dtype: f.dtype, shape: s }
             }
             Op::Composite(c) => c.infer(x)?,
             Op::Custom(c) => {
@@ -775,12 +672,7 @@ impl Op {
         Ok(match self {
             Op::Slice(axes) => Op::Slice(
                 axes.iter()
-                    .map(|a| {
-                        Ok(SliceAxis {
-                            start: a.start.bind(b)?,
-                            step: a.step,
-                        })
-                    })
+                    .map(|a| Ok(SliceAxis { start: a.start.bind(b)?, step: a.step }))
                     .collect::<Result<_>>()?,
             ),
             Op::Composite(c) => Op::Composite(Arc::new(c.bind(b)?)),
@@ -790,14 +682,7 @@ impl Op {
 }
 
 fn scatter_types(op: &str, x: &[&TensorType], kind: ScatterKind) -> Result<()> {
-    let bad = |d, want: String| {
-        Err(Error::DType {
-            op: op.into(),
-            dtype: d,
-            want,
-            at: Default::default(),
-        })
-    };
+    let bad = |d, want: String| Err(Error::DType { op: op.into(), dtype: d, want, at: Default::default() });
     if x[2].dtype != x[0].dtype {
         return bad(x[2].dtype, format!("the base is {}", x[0].dtype));
     }
@@ -820,10 +705,5 @@ pub fn reduced(s: &Shape, axes: &[usize], keep: bool) -> Shape {
 }
 
 fn gathered(x: &Shape, index: &Shape, axis: usize) -> Shape {
-    x[..axis]
-        .iter()
-        .chain(index.iter())
-        .chain(&x[axis + 1..])
-        .copied()
-        .collect()
+    x[..axis].iter().chain(index.iter()).chain(&x[axis + 1..]).copied().collect()
 }

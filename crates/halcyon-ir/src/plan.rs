@@ -41,11 +41,7 @@ pub enum StepWork {
     /// The device's own kernel. Buffers: inputs, outputs, workspace where it wants one.
     Library(Arc<dyn LibraryKernel>),
     /// A generated kernel. A parameter with an argument number takes that run-time argument's value.
-    Kernel {
-        kernel: Arc<Kernel>,
-        groups: [u32; 3],
-        params: Vec<(Scalar, Option<u32>)>,
-    },
+    Kernel { kernel: Arc<Kernel>, groups: [u32; 3], params: Vec<(Scalar, Option<u32>)> },
     /// A custom op's reference, on the host: operands are read back, the result is uploaded.
     Host(Box<HostWork>),
 }
@@ -100,12 +96,7 @@ pub struct Receipt {
 
 impl Receipt {
     pub fn new(transformation: &str, count: usize) -> Receipt {
-        Receipt {
-            transformation: transformation.into(),
-            count,
-            gain: None,
-            error: None,
-        }
+        Receipt { transformation: transformation.into(), count, gain: None, error: None }
     }
 }
 
@@ -174,11 +165,7 @@ impl fmt::Display for Plan {
                 "  {} flop, {} B{}",
                 s.flops,
                 s.bytes,
-                if s.span.0.is_some() {
-                    format!("  # {}", s.span)
-                } else {
-                    String::new()
-                }
+                if s.span.0.is_some() { format!("  # {}", s.span) } else { String::new() }
             )?;
         }
         write!(

@@ -68,11 +68,7 @@ fn wrap(d: DType, v: i64) -> i64 {
 }
 
 fn widen(d: DType, v: i64) -> i128 {
-    if d == DType::U64 {
-        v as u64 as i128
-    } else {
-        v as i128
-    }
+    if d == DType::U64 { v as u64 as i128 } else { v as i128 }
 }
 
 fn to_scalar(d: DType, v: i64) -> Scalar {
@@ -147,24 +143,18 @@ impl Tensor {
             DType::F32 => floats!(u32, |u| f32::from_bits(u) as f64),
             DType::F64 => floats!(u64, f64::from_bits),
         };
-        Tensor {
-            dtype: c.dtype,
-            dims: c.dims.clone(),
-            v,
-        }
+        Tensor { dtype: c.dtype, dims: c.dims.clone(), v }
     }
 
     fn write(&self) -> Result<ConstData> {
         let n = self.dtype.size();
         let b: Vec<u8> = match (&self.v, self.dtype) {
-            (Vals::F(v), DType::F16) => v
-                .iter()
-                .flat_map(|x| half::f16::from_f64(*x).to_le_bytes())
-                .collect(),
-            (Vals::F(v), DType::BF16) => v
-                .iter()
-                .flat_map(|x| half::bf16::from_f64(*x).to_le_bytes())
-                .collect(),
+            (Vals::F(v), DType::F16) => {
+                v.iter().flat_map(|x| half::f16::from_f64(*x).to_le_bytes()).collect()
+            }
+            (Vals::F(v), DType::BF16) => {
+                v.iter().flat_map(|x| half::bf16::from_f64(*x).to_le_bytes()).collect()
+            }
             (Vals::F(v), DType::F32) => v.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
             (Vals::F(v), _) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
             (Vals::I(v), _) => {
@@ -216,10 +206,7 @@ pub fn eval(graph: &Graph, inputs: &[ConstData], args: &[Scalar]) -> Result<Vec<
         let got = TensorType::new(c.dtype, &c.dims);
         if *graph.ty(spec.node) != got {
             let want = graph.ty(spec.node);
-            return Err(Error::shape(
-                "input",
-                format!("input \"{}\" is {got}, declared {want}", spec.name),
-            ));
+            return Err(Error::shape("input", format!("input \"{}\" is {got}, declared {want}", spec.name)));
         }
     }
     let x: Vec<Tensor> = inputs.iter().map(Tensor::read).collect();
@@ -236,11 +223,7 @@ pub fn eval_f64(graph: &Graph, inputs: &[ConstData], args: &[Scalar]) -> Result<
 fn widened(c: &ConstData) -> Result<ConstData> {
     if c.dtype.is_float() && c.dtype != DType::F64 {
         let t = Tensor::read(c);
-        return Tensor {
-            dtype: DType::F64,
-            ..t
-        }
-        .write();
+        return Tensor { dtype: DType::F64, ..t }.write();
     }
     Ok(c.clone())
 }
@@ -311,10 +294,7 @@ fn run_graph(g: &Graph, inputs: Vec<Tensor>, args: &[Scalar]) -> Result<Vec<Tens
     let lost = || Error::internal("reference: a value is missing");
     for (i, n) in g.nodes().iter().enumerate().filter(|(i, _)| live[*i]) {
         let y = match n.op {
-            Op::Input(k) => inputs
-                .get_mut(k as usize)
-                .and_then(Option::take)
-                .ok_or_else(lost)?,
+            Op::Input(k) => inputs.get_mut(k as usize).and_then(Option::take).ok_or_else(lost)?,
             _ => {
                 let x: Vec<&Tensor> = n
                     .inputs
@@ -352,10 +332,7 @@ fn run(op: &Op, x: &[&Tensor], ty: &TensorType, args: &[Scalar]) -> Result<Tenso
     }
     let v = match op {
         Op::Input(_) => {
-            return Err(Error::argument(
-                "input",
-                "has no value of its own; evaluate the graph",
-            ));
+            return Err(Error::argument("input", "has no value of its own; evaluate the graph"));
         }
         Op::Arg(k) => Vals::splat(
             d,
@@ -383,12 +360,7 @@ fn run(op: &Op, x: &[&Tensor], ty: &TensorType, args: &[Scalar]) -> Result<Tenso
             return Ok(Tensor::read(&ConstData::new(d, &dims, c.owner())?));
         }
         Op::Reduce { kind, axes, .. } => reduce(*kind, axes, x[0], n),
-        Op::Scan {
-            kind,
-            axis,
-            exclusive,
-            reverse,
-        } => scan(*kind, *axis, *exclusive, *reverse, x[0]),
+        Op::Scan { kind, axis, exclusive, reverse } => scan(*kind, *axis, *exclusive, *reverse, x[0]),
         Op::ArgReduce { max, axis, last, .. } => arg_reduce(*max, *axis, *last, x[0]),
         Op::ArgSort { axis, descending } => arg_sort(*axis, *descending, x[0]),
         Op::Matmul => window::matmul(x[0], x[1])?,
@@ -416,13 +388,7 @@ fn run(op: &Op, x: &[&Tensor], ty: &TensorType, args: &[Scalar]) -> Result<Tenso
         Op::Expand => {
             let (s, skip) = (index::strides(&x[0].dims), dims.len() - x[0].dims.len());
             let st: Vec<i64> = (0..dims.len())
-                .map(|k| {
-                    if k < skip || x[0].dims[k - skip] == 1 {
-                        0
-                    } else {
-                        s[k - skip]
-                    }
-                })
+                .map(|k| if k < skip || x[0].dims[k - skip] == 1 { 0 } else { s[k - skip] })
                 .collect();
             x[0].v.pick(&index::walk(&dims, &st, 0))
         }
@@ -443,20 +409,12 @@ fn run(op: &Op, x: &[&Tensor], ty: &TensorType, args: &[Scalar]) -> Result<Tenso
         Op::Pad { lo, value, .. } => {
             let s = index::strides(&dims);
             let base = lo.iter().zip(&s).map(|(l, s)| *l as i64 * s).sum();
-            let blank = Tensor {
-                dtype: d,
-                dims: dims.clone(),
-                v: Vals::splat(d, n, *value),
-            };
+            let blank = Tensor { dtype: d, dims: dims.clone(), v: Vals::splat(d, n, *value) };
             scatter(ScatterKind::Set, &blank, x[0], &index::walk(&x[0].dims, &s, base))?
         }
         Op::Concat { axis } => {
             let s = index::strides(&dims);
-            let mut out = Tensor {
-                dtype: d,
-                dims: dims.clone(),
-                v: Vals::splat(d, n, Scalar::I(0)),
-            };
+            let mut out = Tensor { dtype: d, dims: dims.clone(), v: Vals::splat(d, n, Scalar::I(0)) };
             let mut start = 0;
             for t in x {
                 let at = index::walk(&t.dims, &s, start * s[*axis]);
@@ -467,10 +425,7 @@ fn run(op: &Op, x: &[&Tensor], ty: &TensorType, args: &[Scalar]) -> Result<Tenso
         }
         Op::Composite(c) => {
             let v = run_graph(&c.body, x.iter().map(|t| (*t).clone()).collect(), &[])?;
-            return v
-                .into_iter()
-                .next()
-                .ok_or_else(|| Error::internal("a composite has no result"));
+            return v.into_iter().next().ok_or_else(|| Error::internal("a composite has no result"));
         }
         Op::Custom(c) => {
             let ins: Vec<ConstData> = x.iter().map(|t| t.write()).collect::<Result<_>>()?;
@@ -512,9 +467,7 @@ fn scalar(op: ScalarOp, x: &[&Tensor]) -> Result<Vals> {
             let v: Vec<f64> = match row.arity {
                 1 => a.iter().map(|a| f(*a, 0.0, 0.0)).collect(),
                 2 => a.iter().zip(get(1)?).map(|(a, b)| f(*a, *b, 0.0)).collect(),
-                _ => (a.iter().zip(get(1)?).zip(get(2)?))
-                    .map(|((a, b), c)| f(*a, *b, *c))
-                    .collect(),
+                _ => (a.iter().zip(get(1)?).zip(get(2)?)).map(|((a, b), c)| f(*a, *b, *c)).collect(),
             };
             Ok(if row.rule == Rule::Test {
                 Vals::I(v.iter().map(|v| (*v != 0.0) as i64).collect())
@@ -528,19 +481,11 @@ fn scalar(op: ScalarOp, x: &[&Tensor]) -> Result<Vals> {
             let out = op.result(d);
             // `not` on bool is the only op whose integer value leaves 0 and 1.
             let fit = |v: i128| {
-                if d == DType::Bool {
-                    (v & 1) as i64
-                } else {
-                    wrap(out, v as i64)
-                }
+                if d == DType::Bool { (v & 1) as i64 } else { wrap(out, v as i64) }
             };
             Ok(Vals::I(match row.arity {
                 1 => a.iter().map(|a| fit(f(w(*a), 0, 0))).collect(),
-                2 => a
-                    .iter()
-                    .zip(x[1].ints()?)
-                    .map(|(a, b)| fit(f(w(*a), w(*b), 0)))
-                    .collect(),
+                2 => a.iter().zip(x[1].ints()?).map(|(a, b)| fit(f(w(*a), w(*b), 0))).collect(),
                 _ => (a.iter().zip(x[1].ints()?).zip(x[2].ints()?))
                     .map(|((a, b), c)| fit(f(w(*a), w(*b), w(*c))))
                     .collect(),
@@ -550,21 +495,16 @@ fn scalar(op: ScalarOp, x: &[&Tensor]) -> Result<Vals> {
 }
 
 fn blend<T: Copy>(c: &[i64], a: &[T], b: &[T]) -> Vec<T> {
-    c.iter()
-        .zip(a.iter().zip(b))
-        .map(|(c, (a, b))| if *c != 0 { *a } else { *b })
-        .collect()
+    c.iter().zip(a.iter().zip(b)).map(|(c, (a, b))| if *c != 0 { *a } else { *b }).collect()
 }
 
 fn cast(x: &Tensor, d: DType) -> Vals {
     match &x.v {
         Vals::F(v) if d.is_float() => Vals::float(d, v.clone()),
         Vals::F(v) => Vals::I(v.iter().map(|v| of_scalar(Scalar::F(*v).cast(d))).collect()),
-        Vals::I(v) if d.is_float() => Vals::F(
-            v.iter()
-                .map(|v| to_scalar(x.dtype, *v).cast(d).as_f64())
-                .collect(),
-        ),
+        Vals::I(v) if d.is_float() => {
+            Vals::F(v.iter().map(|v| to_scalar(x.dtype, *v).cast(d).as_f64()).collect())
+        }
         Vals::I(v) => Vals::I(v.iter().map(|v| wrap(d, *v)).collect()),
     }
 }
@@ -603,13 +543,9 @@ fn fold_i(kind: ReduceKind, d: DType) -> impl Fn(i64, i64) -> i64 + Copy {
 }
 
 fn reduce(kind: ReduceKind, axes: &[usize], x: &Tensor, n: usize) -> Vals {
-    let kept: Dims = (0..x.dims.len())
-        .map(|k| if axes.contains(&k) { 1 } else { x.dims[k] })
-        .collect();
+    let kept: Dims = (0..x.dims.len()).map(|k| if axes.contains(&k) { 1 } else { x.dims[k] }).collect();
     let s = index::strides(&kept);
-    let st: Vec<i64> = (0..s.len())
-        .map(|k| if axes.contains(&k) { 0 } else { s[k] })
-        .collect();
+    let st: Vec<i64> = (0..s.len()).map(|k| if axes.contains(&k) { 0 } else { s[k] }).collect();
     let at = index::walk(&x.dims, &st, 0);
     let first = kind.identity(x.dtype);
     match &x.v {
@@ -629,19 +565,12 @@ fn reduce(kind: ReduceKind, axes: &[usize], x: &Tensor, n: usize) -> Vals {
 fn scan(kind: ReduceKind, axis: usize, exclusive: bool, reverse: bool, x: &Tensor) -> Vals {
     let first = kind.identity(x.dtype);
     match &x.v {
-        Vals::F(v) => Vals::float(
-            x.dtype,
-            running(v, &x.dims, axis, exclusive, reverse, first.as_f64(), fold_f(kind)),
-        ),
-        Vals::I(v) => Vals::I(running(
-            v,
-            &x.dims,
-            axis,
-            exclusive,
-            reverse,
-            of_scalar(first),
-            fold_i(kind, x.dtype),
-        )),
+        Vals::F(v) => {
+            Vals::float(x.dtype, running(v, &x.dims, axis, exclusive, reverse, first.as_f64(), fold_f(kind)))
+        }
+        Vals::I(v) => {
+            Vals::I(running(v, &x.dims, axis, exclusive, reverse, of_scalar(first), fold_i(kind, x.dtype)))
+        }
     }
 }
 
@@ -670,9 +599,7 @@ fn running<T: Copy>(
 /// Order of elements with NaN as the largest.
 fn order(x: &Tensor) -> impl Fn(usize, usize) -> Ordering + '_ {
     move |a, b| match &x.v {
-        Vals::F(v) => v[a]
-            .partial_cmp(&v[b])
-            .unwrap_or_else(|| v[a].is_nan().cmp(&v[b].is_nan())),
+        Vals::F(v) => v[a].partial_cmp(&v[b]).unwrap_or_else(|| v[a].is_nan().cmp(&v[b].is_nan())),
         Vals::I(v) => widen(x.dtype, v[a]).cmp(&widen(x.dtype, v[b])),
     }
 }

@@ -249,11 +249,7 @@ impl ScalarOp {
 
     // Result type for operands of type `d` (for `Select`, of its second and third operand).
     pub fn result(self, d: DType) -> DType {
-        if self.row().rule == Rule::Test {
-            DType::Bool
-        } else {
-            d
-        }
+        if self.row().rule == Rule::Test { DType::Bool } else { d }
     }
 
     // Value of the op on operands of type `d`, rounded or wrapped to the result type. The reference for every device.
@@ -293,12 +289,7 @@ mod tests {
         for (i, r) in ROWS.iter().enumerate() {
             assert_eq!(r.op as usize, i);
             assert_eq!(r.float.is_some(), r.on.contains('f'), "{}", r.name);
-            assert_eq!(
-                r.int.is_some(),
-                r.on.chars().any(|c| "iub".contains(c)),
-                "{}",
-                r.name
-            );
+            assert_eq!(r.int.is_some(), r.on.chars().any(|c| "iub".contains(c)), "{}", r.name);
             assert_eq!(r.c_float.is_empty(), r.float.is_none(), "{}", r.name);
             assert_eq!(r.c_int.is_empty(), r.int.is_none(), "{}", r.name);
         }
@@ -325,27 +316,10 @@ mod tests {
 
     #[test]
     fn integer_edges() {
-        assert_eq!(
-            ScalarOp::Div.eval(DType::I32, &[Scalar::I(7), Scalar::I(0)]),
-            Scalar::I(0)
-        );
-        assert_eq!(
-            ScalarOp::Mod.eval(DType::I32, &[Scalar::I(-7), Scalar::I(3)]),
-            Scalar::I(2)
-        );
-        assert_eq!(
-            ScalarOp::Add.eval(DType::U8, &[Scalar::U(250), Scalar::U(10)]),
-            Scalar::U(4)
-        );
-        assert_eq!(
-            ScalarOp::Not.eval(DType::Bool, &[Scalar::Bool(true)]),
-            Scalar::Bool(false)
-        );
-        assert!(
-            ScalarOp::Max
-                .eval(DType::F32, &[Scalar::F(f64::NAN), Scalar::F(1.0)])
-                .as_f64()
-                .is_nan()
-        );
+        assert_eq!(ScalarOp::Div.eval(DType::I32, &[Scalar::I(7), Scalar::I(0)]), Scalar::I(0));
+        assert_eq!(ScalarOp::Mod.eval(DType::I32, &[Scalar::I(-7), Scalar::I(3)]), Scalar::I(2));
+        assert_eq!(ScalarOp::Add.eval(DType::U8, &[Scalar::U(250), Scalar::U(10)]), Scalar::U(4));
+        assert_eq!(ScalarOp::Not.eval(DType::Bool, &[Scalar::Bool(true)]), Scalar::Bool(false));
+        assert!(ScalarOp::Max.eval(DType::F32, &[Scalar::F(f64::NAN), Scalar::F(1.0)]).as_f64().is_nan());
     }
 }

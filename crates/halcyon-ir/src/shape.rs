@@ -114,11 +114,7 @@ impl Dim {
     }
 
     pub fn sub(self, o: Dim) -> Dim {
-        Dim::combine(
-            self.poly()
-                .into_iter()
-                .chain(o.poly().into_iter().map(|(a, c)| (a, -c))),
-        )
+        Dim::combine(self.poly().into_iter().chain(o.poly().into_iter().map(|(a, c)| (a, -c))))
     }
 
     pub fn max(self, o: Dim) -> Dim {
@@ -200,10 +196,7 @@ fn eval_poly(p: &Poly, b: &Bindings) -> Result<i64> {
         for a in atoms {
             let v = match a {
                 Atom::Sym(s) => *b.get(s).ok_or_else(|| {
-                    Error::shape(
-                        "bind",
-                        format!("no size given for the symbolic dimension \"{s}\""),
-                    )
+                    Error::shape("bind", format!("no size given for the symbolic dimension \"{s}\""))
                 })? as i64,
                 Atom::Div(x, y) => {
                     let d = eval_poly(y, b)?;
@@ -249,11 +242,7 @@ fn show(p: &Poly, f: &mut fmt::Formatter<'_>) -> fmt::Result {
             match a {
                 Atom::Sym(s) => f.write_str(s)?,
                 Atom::Div(x, y) | Atom::Max(x, y) => {
-                    f.write_str(if matches!(a, Atom::Div(..)) {
-                        "floor(("
-                    } else {
-                        "max("
-                    })?;
+                    f.write_str(if matches!(a, Atom::Div(..)) { "floor((" } else { "max(" })?;
                     show(x, f)?;
                     f.write_str(if matches!(a, Atom::Div(..)) { ")/(" } else { "," })?;
                     show(y, f)?;
@@ -297,9 +286,7 @@ fn to_repr(p: &Poly) -> Vec<(Vec<AtomRepr>, i64)> {
         Atom::Div(x, y) => AtomRepr::Div(to_repr(x), to_repr(y)),
         Atom::Max(x, y) => AtomRepr::Max(to_repr(x), to_repr(y)),
     };
-    p.iter()
-        .map(|(a, c)| (a.iter().map(atom).collect(), *c))
-        .collect()
+    p.iter().map(|(a, c)| (a.iter().map(atom).collect(), *c)).collect()
 }
 fn of_repr(p: Vec<(Vec<AtomRepr>, i64)>) -> Poly {
     let atom = |a: AtomRepr| match a {
@@ -307,10 +294,7 @@ fn of_repr(p: Vec<(Vec<AtomRepr>, i64)>) -> Poly {
         AtomRepr::Div(x, y) => Atom::Div(of_repr(x), of_repr(y)),
         AtomRepr::Max(x, y) => Atom::Max(of_repr(x), of_repr(y)),
     };
-    let mut v: Poly = p
-        .into_iter()
-        .map(|(a, c)| (a.into_iter().map(atom).collect(), c))
-        .collect();
+    let mut v: Poly = p.into_iter().map(|(a, c)| (a.into_iter().map(atom).collect(), c)).collect();
     v.sort();
     v
 }
@@ -353,12 +337,8 @@ impl Shape {
 
     /// Sizes, or an error that names the symbols.
     pub fn dims(&self) -> Result<Dims> {
-        self.known().ok_or_else(|| {
-            Error::shape(
-                "shape",
-                format!("{self} has symbolic dimensions; bind them first"),
-            )
-        })
+        self.known()
+            .ok_or_else(|| Error::shape("shape", format!("{self} has symbolic dimensions; bind them first")))
     }
 
     /// Number of elements.
@@ -392,10 +372,7 @@ impl Shape {
         let n = self.rank() as i64;
         let a = if axis < 0 { axis + n } else { axis };
         if a < 0 || a >= n {
-            return Err(Error::shape(
-                "axis",
-                format!("axis {axis} is outside -{n}..{n} of shape {self}"),
-            ));
+            return Err(Error::shape("axis", format!("axis {axis} is outside -{n}..{n} of shape {self}")));
         }
         Ok(a as usize)
     }
@@ -461,10 +438,7 @@ pub struct TensorType {
 
 impl TensorType {
     pub fn new(dtype: crate::DType, shape: impl Into<Shape>) -> TensorType {
-        TensorType {
-            dtype,
-            shape: shape.into(),
-        }
+        TensorType { dtype, shape: shape.into() }
     }
 }
 impl fmt::Display for TensorType {

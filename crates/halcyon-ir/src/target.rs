@@ -105,18 +105,12 @@ pub struct Declined {
 
 impl Declined {
     pub fn because(reason: impl Into<String>) -> Declined {
-        Declined {
-            reason: reason.into(),
-            dense: vec![],
-        }
+        Declined { reason: reason.into(), dense: vec![] }
     }
 
     /// The device would take the call if these inputs were dense.
     pub fn needs_dense(inputs: impl IntoIterator<Item = usize>) -> Declined {
-        Declined {
-            reason: "operands must be dense".into(),
-            dense: inputs.into_iter().collect(),
-        }
+        Declined { reason: "operands must be dense".into(), dense: inputs.into_iter().collect() }
     }
 }
 

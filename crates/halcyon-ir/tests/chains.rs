@@ -15,11 +15,7 @@ use halcyon_ir::{DType, Scalar, ScalarOp};
 use tensor::*;
 
 fn instr(kind: InstrKind, dtype: DType, args: &[u32]) -> Instr {
-    Instr {
-        kind,
-        dtype,
-        args: args.iter().copied().collect(),
-    }
+    Instr { kind, dtype, args: args.iter().copied().collect() }
 }
 
 /// Values of one point by the definitions, in f64 or exact integers.
@@ -80,13 +76,8 @@ fn check_fused(f: &Fused, x: &[Tensor], caps: &Caps, tolerance: f64) -> Kernel {
             let n = o.view.range().map_or(0, |r| r.1 as usize + 1);
             mem.push(vec![0; n * o.dtype.size()]);
         }
-        let o = Options {
-            subgroup,
-            seed: Some(subgroup as u64),
-            sanitize: true,
-            poisoned,
-            ..Options::default()
-        };
+        let o =
+            Options { subgroup, seed: Some(subgroup as u64), sanitize: true, poisoned, ..Options::default() };
         let r = run(&k, &l, &mut mem, &o).unwrap();
         assert!(r.reports.is_empty(), "{}", r.reports[0]);
         for (n, o) in f.outs.iter().enumerate() {
@@ -123,12 +114,7 @@ fn fused_chains() {
         let x = Tensor::random(d, &shape, n, &mut g);
         let w = Tensor::random(d, &[5], 0, &mut g);
         let b = Tensor::random(d, &[2, 4, 5], 1, &mut g);
-        let load = |i: u32, v: View, fill| Load {
-            input: i,
-            dtype: d,
-            view: v,
-            fill,
-        };
+        let load = |i: u32, v: View, fill| Load { input: i, dtype: d, view: v, fill };
         let f = Fused {
             space: shape.as_slice().into(),
             reduced: 0,
@@ -150,12 +136,7 @@ fn fused_chains() {
                 instr(InstrKind::Op(ScalarOp::Lt), DType::Bool, &[7, 0]),
             ],
             outs: vec![
-                Out {
-                    value: 7,
-                    dtype: d,
-                    reduce: None,
-                    view: View::dense(&shape),
-                },
+                Out { value: 7, dtype: d, reduce: None, view: View::dense(&shape) },
                 Out {
                     value: 8,
                     dtype: DType::Bool,
@@ -168,10 +149,7 @@ fn fused_chains() {
             check_fused(&f, &[x, w, b], &caps(), 4.0);
         } else {
             // Half types stay in f32 between instructions: compare the float result alone.
-            let f = Fused {
-                outs: f.outs[..1].to_vec(),
-                ..f
-            };
+            let f = Fused { outs: f.outs[..1].to_vec(), ..f };
             check_fused(&f, &[x, w, b], &caps(), 4.0);
         }
     }
@@ -180,28 +158,11 @@ fn fused_chains() {
 #[test]
 fn fused_integers_wrap() {
     let mut g = Rng(10);
-    for d in [
-        DType::U8,
-        DType::I8,
-        DType::U16,
-        DType::I16,
-        DType::I32,
-        DType::U32,
-        DType::I64,
-        DType::U64,
-    ] {
+    for d in [DType::U8, DType::I8, DType::U16, DType::I16, DType::I32, DType::U32, DType::I64, DType::U64] {
         let x = Tensor::new(d, &[40], 0, |_| g.below(250) as f64);
         let y = Tensor::new(d, &[40], 2, |_| g.below(250) as f64 + 1.0);
-        let load = |i: u32, t: &Tensor| Load {
-            input: i,
-            dtype: d,
-            view: t.operand.view.clone(),
-            fill: None,
-        };
-        let mut body = vec![
-            instr(InstrKind::Load(0), d, &[]),
-            instr(InstrKind::Load(1), d, &[]),
-        ];
+        let load = |i: u32, t: &Tensor| Load { input: i, dtype: d, view: t.operand.view.clone(), fill: None };
+        let mut body = vec![instr(InstrKind::Load(0), d, &[]), instr(InstrKind::Load(1), d, &[])];
         for op in [
             ScalarOp::Mul,
             ScalarOp::Mul,
@@ -217,11 +178,7 @@ fn fused_integers_wrap() {
         let last = body.len() as u32 - 1;
         body.push(instr(InstrKind::Cast, DType::F32, &[last]));
         body.push(instr(InstrKind::Iota(0), DType::F32, &[]));
-        body.push(instr(
-            InstrKind::Op(ScalarOp::Add),
-            DType::F32,
-            &[last + 1, last + 2],
-        ));
+        body.push(instr(InstrKind::Op(ScalarOp::Add), DType::F32, &[last + 1, last + 2]));
         let f = Fused {
             space: [40].as_slice().into(),
             reduced: 0,
@@ -229,18 +186,8 @@ fn fused_integers_wrap() {
             params: vec![],
             body,
             outs: vec![
-                Out {
-                    value: last,
-                    dtype: d,
-                    reduce: None,
-                    view: View::dense(&[40]),
-                },
-                Out {
-                    value: last + 3,
-                    dtype: DType::F32,
-                    reduce: None,
-                    view: View::dense(&[40]),
-                },
+                Out { value: last, dtype: d, reduce: None, view: View::dense(&[40]) },
+                Out { value: last + 3, dtype: DType::F32, reduce: None, view: View::dense(&[40]) },
             ],
         };
         check_fused(&f, &[x, y], &caps(), 1.0);
@@ -250,53 +197,28 @@ fn fused_integers_wrap() {
 #[test]
 fn fused_reductions() {
     let mut g = Rng(11);
-    for (n, d) in [DType::F32, DType::F64, DType::BF16, DType::I32, DType::U8]
-        .into_iter()
-        .enumerate()
-    {
+    for (n, d) in [DType::F32, DType::F64, DType::BF16, DType::I32, DType::U8].into_iter().enumerate() {
         // Rank 1 to 1 over all; a long inner axis; a short one; two inner axes with an outer one.
-        for (shape, reduced) in [
-            (vec![300], 1),
-            (vec![5, 200], 1),
-            (vec![9, 3], 1),
-            (vec![2, 6, 7], 2),
-            (vec![3, 0], 1),
-        ] {
+        for (shape, reduced) in
+            [(vec![300], 1), (vec![5, 200], 1), (vec![9, 3], 1), (vec![2, 6, 7], 2), (vec![3, 0], 1)]
+        {
             let x = Tensor::random(d, &shape, n, &mut g);
             let outer = &shape[..shape.len() - reduced];
             let f = Fused {
                 space: shape.as_slice().into(),
                 reduced,
-                loads: vec![Load {
-                    input: 0,
-                    dtype: d,
-                    view: x.operand.view.clone(),
-                    fill: None,
-                }],
+                loads: vec![Load { input: 0, dtype: d, view: x.operand.view.clone(), fill: None }],
                 params: vec![],
                 body: vec![
                     instr(InstrKind::Load(0), d, &[]),
                     instr(InstrKind::Op(ScalarOp::Mul), d, &[0, 0]),
                 ],
                 outs: [ReduceKind::Sum, ReduceKind::Max, ReduceKind::Min]
-                    .map(|k| Out {
-                        value: 1,
-                        dtype: d,
-                        reduce: Some(k),
-                        view: View::dense(outer),
-                    })
+                    .map(|k| Out { value: 1, dtype: d, reduce: Some(k), view: View::dense(outer) })
                     .to_vec(),
             };
             check_fused(&f, std::slice::from_ref(&x), &caps(), 3.0);
-            check_fused(
-                &f,
-                &[x],
-                &Caps {
-                    is_cpu: true,
-                    ..caps()
-                },
-                3.0,
-            );
+            check_fused(&f, &[x], &Caps { is_cpu: true, ..caps() }, 3.0);
         }
     }
 }
@@ -314,33 +236,15 @@ fn bit_casts() {
     ];
     for (a, b) in pairs {
         let x = Tensor::new(a, &[20], 0, |i| {
-            i as f64 * 7.0
-                - if a.class() == halcyon_ir::dtype::Class::Uint {
-                    0.0
-                } else {
-                    60.0
-                }
+            i as f64 * 7.0 - if a.class() == halcyon_ir::dtype::Class::Uint { 0.0 } else { 60.0 }
         });
         let f = Fused {
             space: [20].as_slice().into(),
             reduced: 0,
-            loads: vec![Load {
-                input: 0,
-                dtype: a,
-                view: x.operand.view.clone(),
-                fill: None,
-            }],
+            loads: vec![Load { input: 0, dtype: a, view: x.operand.view.clone(), fill: None }],
             params: vec![],
-            body: vec![
-                instr(InstrKind::Load(0), a, &[]),
-                instr(InstrKind::Bitcast, b, &[0]),
-            ],
-            outs: vec![Out {
-                value: 1,
-                dtype: b,
-                reduce: None,
-                view: View::dense(&[20]),
-            }],
+            body: vec![instr(InstrKind::Load(0), a, &[]), instr(InstrKind::Bitcast, b, &[0])],
+            outs: vec![Out { value: 1, dtype: b, reduce: None, view: View::dense(&[20]) }],
         };
         check_fused(&f, &[x], &caps(), 0.0);
     }
@@ -352,24 +256,14 @@ fn equal_chains_of_other_sizes_share_a_program() {
         let f = Fused {
             space: shape.into(),
             reduced: 0,
-            loads: vec![Load {
-                input: 0,
-                dtype: DType::F32,
-                view: View::dense(shape),
-                fill: None,
-            }],
+            loads: vec![Load { input: 0, dtype: DType::F32, view: View::dense(shape), fill: None }],
             params: vec![(DType::F32, Param::Literal(Scalar::F(value)))],
             body: vec![
                 instr(InstrKind::Load(0), DType::F32, &[]),
                 instr(InstrKind::Param(0), DType::F32, &[]),
                 instr(InstrKind::Op(ScalarOp::Add), DType::F32, &[0, 1]),
             ],
-            outs: vec![Out {
-                value: 2,
-                dtype: DType::F32,
-                reduce: None,
-                view: View::dense(shape),
-            }],
+            outs: vec![Out { value: 2, dtype: DType::F32, reduce: None, view: View::dense(shape) }],
         };
         lower_fused(&f, &caps()).unwrap().0.key()
     };

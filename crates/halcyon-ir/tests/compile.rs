@@ -18,10 +18,7 @@ fn python() -> PathBuf {
 
 fn compile(l: Language, script: &str, archs: &str, kernels: &[Kernel]) {
     let skip = |why: String| {
-        assert!(
-            std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"),
-            "{why}"
-        );
+        assert!(std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"), "{why}");
         println!("skipped: {why}");
     };
     let dir = std::env::temp_dir().join(format!("halcyon-{}-{}", l.extension(), std::process::id()));
@@ -42,41 +39,23 @@ fn compile(l: Language, script: &str, archs: &str, kernels: &[Kernel]) {
         Ok(o) => o,
         Err(e) => return skip(format!("{}: {e}", python().display())),
     };
-    let text = format!(
-        "{}{}",
-        String::from_utf8_lossy(&out.stdout),
-        String::from_utf8_lossy(&out.stderr)
-    );
+    let text = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
     if out.status.code() == Some(77) {
         return skip(text);
     }
     assert!(out.status.success(), "{text}");
-    assert_eq!(
-        text.matches(": ok").count(),
-        files.len() * archs.split(',').count(),
-        "{text}"
-    );
+    assert_eq!(text.matches(": ok").count(), files.len() * archs.split(',').count(), "{text}");
     let _ = std::fs::remove_dir_all(&dir);
 }
 
 #[test]
 fn cuda_compiles_under_nvrtc() {
-    compile(
-        Language::Cuda,
-        "nvrtc_compile.py",
-        "sm_80,sm_90",
-        &common::everything_for(true),
-    );
+    compile(Language::Cuda, "nvrtc_compile.py", "sm_80,sm_90", &common::everything_for(true));
 }
 
 #[test]
 fn hip_compiles_under_hiprtc() {
-    compile(
-        Language::Hip,
-        "hiprtc_compile.py",
-        "gfx90a,gfx1030",
-        &common::everything_for(true),
-    );
+    compile(Language::Hip, "hiprtc_compile.py", "gfx90a,gfx1030", &common::everything_for(true));
 }
 
 #[test]

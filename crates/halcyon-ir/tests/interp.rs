@@ -7,9 +7,7 @@ use halcyon_ir::kernel::*;
 use halcyon_ir::{DType, Scalar};
 
 fn bytes(d: DType, v: &[f64]) -> Vec<u8> {
-    v.iter()
-        .flat_map(|&x| Scalar::F(x).to_bytes(d)[..d.size()].to_vec())
-        .collect()
+    v.iter().flat_map(|&x| Scalar::F(x).to_bytes(d)[..d.size()].to_vec()).collect()
 }
 
 fn values(d: DType, b: &[u8]) -> Vec<Scalar> {
@@ -17,12 +15,7 @@ fn values(d: DType, b: &[u8]) -> Vec<Scalar> {
 }
 
 fn options(subgroup: u32, seed: u64) -> Options {
-    Options {
-        subgroup,
-        seed: Some(seed),
-        sanitize: true,
-        ..Options::default()
-    }
+    Options { subgroup, seed: Some(seed), sanitize: true, ..Options::default() }
 }
 
 fn launch(k: &Kernel, groups: u32, p: &[(&str, Scalar)]) -> Launch {
@@ -56,13 +49,7 @@ fn casts_follow_the_scalar_rules() {
         let l = launch(&kernel, 1, &[("n", Scalar::from(inputs.len()))]);
         assert_eq!(run(&kernel, &l, &mut mem, &options(1, 1)).unwrap().faults, 0);
         for (x, y) in values(k.0, &mem[0]).into_iter().zip(values(k.1, &mem[1])) {
-            assert_eq!(
-                x.cast(k.1).to_bytes(k.1),
-                y.to_bytes(k.1),
-                "{x:?} from {} to {}",
-                k.0,
-                k.1
-            );
+            assert_eq!(x.cast(k.1).to_bytes(k.1), y.to_bytes(k.1), "{x:?} from {} to {}", k.0, k.1);
         }
     }
 }
@@ -70,25 +57,12 @@ fn casts_follow_the_scalar_rules() {
 #[test]
 fn scalar_ops_follow_their_rows() {
     let x = [-2.5, 0.25, 1.0, 7.0, -7.0, 0.0, 3.0];
-    for d in [
-        DType::Bool,
-        DType::I32,
-        DType::U32,
-        DType::I64,
-        DType::U64,
-        DType::F32,
-        DType::F64,
-    ] {
+    for d in [DType::Bool, DType::I32, DType::U32, DType::I64, DType::U64, DType::F32, DType::F64] {
         for r in halcyon_ir::scalar_op::ROWS.iter().filter(|r| r.op.takes(d)) {
             let k = common::scalar(r.op, d);
             let types: Vec<DType> = k.buffers.iter().map(|b| b.dtype).collect();
             let mut mem: Vec<Vec<u8>> = (0..r.arity)
-                .map(|i| {
-                    bytes(
-                        types[i],
-                        &(0..x.len()).map(|j| x[(j + i * 3) % x.len()]).collect::<Vec<_>>(),
-                    )
-                })
+                .map(|i| bytes(types[i], &(0..x.len()).map(|j| x[(j + i * 3) % x.len()]).collect::<Vec<_>>()))
                 .collect();
             let out = types[r.arity];
             mem.push(vec![0; x.len() * out.size()]);
@@ -116,20 +90,14 @@ fn row_sums_at_every_subgroup_size_and_order() {
         let k = common::row_sum(d);
         for s in [1, 4, 32, 64] {
             let mut mem = vec![bytes(d, &x), vec![0; rows * d.size()], vec![0; rows * d.size()]];
-            let o = Options {
-                poisoned: vec![BufId(1), BufId(2)],
-                ..options(s, s as u64 + 3)
-            };
+            let o = Options { poisoned: vec![BufId(1), BufId(2)], ..options(s, s as u64 + 3) };
             let l = launch(&k, rows as u32, &[("n", Scalar::from(n))]);
             let out = run(&k, &l, &mut mem, &o).unwrap();
             assert!(out.reports.is_empty(), "{}", out.reports[0]);
             for r in 0..rows {
                 let row = &x[r * n..][..n];
                 assert_eq!(values(d, &mem[1])[r].as_f64(), row.iter().sum::<f64>());
-                assert_eq!(
-                    values(d, &mem[2])[r].as_f64(),
-                    row.iter().fold(f64::MIN, |a, &b| a.max(b))
-                );
+                assert_eq!(values(d, &mem[2])[r].as_f64(), row.iter().fold(f64::MIN, |a, &b| a.max(b)));
             }
         }
     }
@@ -186,21 +154,14 @@ fn every_node_runs_clean() {
             vec![0; n],
             vec![0; 4],
         ];
-        let l = launch(
-            &k,
-            2,
-            &[("n", Scalar::from(n)), ("wide", Scalar::from(7i64 << 40))],
-        );
+        let l = launch(&k, 2, &[("n", Scalar::from(n)), ("wide", Scalar::from(7i64 << 40))]);
         let out = run(&k, &l, &mut mem, &options(s, 77 + s as u64)).unwrap();
         assert!(out.reports.is_empty(), "{}", out.reports[0]);
         let counts = values(DType::U32, &mem[4]);
         assert_eq!(counts[0].as_i64(), 44, "multiples of 3 below 64, twice");
         assert_eq!(counts[1].as_i64(), 2 * (128 - 44));
         let i = 5;
-        let row: Vec<i64> = values(DType::I8, &mem[2])[i * 4..i * 4 + 4]
-            .iter()
-            .map(|s| s.as_i64())
-            .collect();
+        let row: Vec<i64> = values(DType::I8, &mem[2])[i * 4..i * 4 + 4].iter().map(|s| s.as_i64()).collect();
         let dot: i64 = 3 + row.iter().map(|&b| b * ((b as u8 ^ 1) as i8 as i64)).sum::<i64>();
         assert_eq!(values(DType::I32, &mem[3])[i].as_i64(), dot);
         match &first {
@@ -216,14 +177,8 @@ fn planted(f: impl FnOnce(&Builder, Buf, Buf)) -> (Kernel, Outcome) {
     f(&b, x, y);
     let k = b.finish().unwrap();
     let mut mem = vec![vec![0; 64], vec![0; 64]];
-    let o = Options {
-        poisoned: vec![BufId(1)],
-        ..options(4, 11)
-    };
-    let l = Launch {
-        groups: [2, 1, 1],
-        params: vec![],
-    };
+    let o = Options { poisoned: vec![BufId(1)], ..options(4, 11) };
+    let l = Launch { groups: [2, 1, 1], params: vec![] };
     let out = run(&k, &l, &mut mem, &o).unwrap();
     (k, out)
 }
@@ -237,11 +192,7 @@ fn a_planted_race_is_found() {
         l.store(me, b.load(x, me));
         b.store(y, b.linear_id(), l.load((me + 1).imod(8)));
     });
-    assert!(
-        out.reports
-            .iter()
-            .any(|r| r.fault == Fault::Race && r.space == Space::Local(LocalId(0)))
-    );
+    assert!(out.reports.iter().any(|r| r.fault == Fault::Race && r.space == Space::Local(LocalId(0))));
     // With the barrier there is none.
     let (_, out) = planted(|b, x, y| {
         let l = b.local(Ty::F32, 8);
@@ -291,16 +242,8 @@ fn a_planted_out_of_bounds_access_is_found() {
         p.store(b.local_id(0), 1.0);
         b.store(y, b.linear_id() - 1, 0.0);
     });
-    assert!(
-        out.reports
-            .iter()
-            .any(|r| r.space == Space::Private(PrivateId(0)) && r.index == 7)
-    );
-    assert!(
-        out.reports
-            .iter()
-            .any(|r| r.space == Space::Global(BufId(1)) && r.index == -1)
-    );
+    assert!(out.reports.iter().any(|r| r.space == Space::Private(PrivateId(0)) && r.index == 7));
+    assert!(out.reports.iter().any(|r| r.space == Space::Global(BufId(1)) && r.index == -1));
 }
 
 #[test]
@@ -311,17 +254,8 @@ fn a_planted_uninitialised_read_is_found() {
         let g = b.load(y, b.linear_id());
         b.store(y, b.linear_id(), l.load(0) + p.load(1) + g);
     });
-    for s in [
-        Space::Local(LocalId(0)),
-        Space::Private(PrivateId(0)),
-        Space::Global(BufId(1)),
-    ] {
-        assert!(
-            out.reports
-                .iter()
-                .any(|r| r.fault == Fault::Uninitialised && r.space == s),
-            "{s:?}"
-        );
+    for s in [Space::Local(LocalId(0)), Space::Private(PrivateId(0)), Space::Global(BufId(1))] {
+        assert!(out.reports.iter().any(|r| r.fault == Fault::Uninitialised && r.space == s), "{s:?}");
     }
 }
 
@@ -336,26 +270,11 @@ fn refused(f: impl FnOnce(&Builder, Buf, Buf)) -> String {
 fn the_verifier_refuses() {
     let has = |e: String, what: &str| assert!(e.contains(what), "{e}");
     has(refused(|b, x, _| b.store(x, 0, 1.0)), "read-only");
-    has(
-        refused(|b, _, y| b.store(y, b.constant(Ty::F32, 1.0), 1.0)),
-        "not an integer",
-    );
-    has(
-        refused(|b, _, y| b.store(y, 0, b.constant(Ty::I32, 1))),
-        "not f32",
-    );
-    has(
-        refused(|b, x, y| b.store(y, 0, b.load(x, 0) + b.index(1))),
-        "operand types differ",
-    );
-    has(
-        refused(|b, _, _| b.if_(b.local_id(0).lt(3), || b.barrier())),
-        "differs between work-items",
-    );
-    has(
-        refused(|b, _, _| b.for_(0, b.local_id(0), 1, |_| b.barrier())),
-        "differs between work-items",
-    );
+    has(refused(|b, _, y| b.store(y, b.constant(Ty::F32, 1.0), 1.0)), "not an integer");
+    has(refused(|b, _, y| b.store(y, 0, b.constant(Ty::I32, 1))), "not f32");
+    has(refused(|b, x, y| b.store(y, 0, b.load(x, 0) + b.index(1))), "operand types differ");
+    has(refused(|b, _, _| b.if_(b.local_id(0).lt(3), || b.barrier())), "differs between work-items");
+    has(refused(|b, _, _| b.for_(0, b.local_id(0), 1, |_| b.barrier())), "differs between work-items");
     // Divergence that reaches the condition through a variable, backwards through the loop.
     let e = refused(|b, x, _| {
         let v = b.var_of(Ty::F32, 0.0);
@@ -365,10 +284,7 @@ fn the_verifier_refuses() {
         });
     });
     has(e, "differs between work-items");
-    has(
-        refused(|b, _, _| b.local(Ty::F32, 4).store(4, 1.0)),
-        "which has 4 elements",
-    );
+    has(refused(|b, _, _| b.local(Ty::F32, 4).store(4, 1.0)), "which has 4 elements");
     let e = refused(|b, x, y| {
         let mut leak = None;
         b.if_(b.local_id(0).lt(1), || leak = Some(b.load(x, 0)));
@@ -394,27 +310,11 @@ fn a_barrier_in_uniform_flow_is_accepted() {
 
 #[test]
 fn limits_of_a_device_are_checked() {
-    let caps = halcyon_ir::target::Caps {
-        f64: false,
-        max_workgroup: 32,
-        ..halcyon_ir::target::Caps::generous()
-    };
-    assert!(
-        verify_for(&common::axpy(DType::F32), &caps)
-            .unwrap_err()
-            .to_string()
-            .contains("64 work-items")
-    );
-    let caps = halcyon_ir::target::Caps {
-        max_workgroup: 64,
-        ..caps
-    };
-    assert!(
-        verify_for(&common::axpy(DType::F64), &caps)
-            .unwrap_err()
-            .to_string()
-            .contains("f64")
-    );
+    let caps =
+        halcyon_ir::target::Caps { f64: false, max_workgroup: 32, ..halcyon_ir::target::Caps::generous() };
+    assert!(verify_for(&common::axpy(DType::F32), &caps).unwrap_err().to_string().contains("64 work-items"));
+    let caps = halcyon_ir::target::Caps { max_workgroup: 64, ..caps };
+    assert!(verify_for(&common::axpy(DType::F64), &caps).unwrap_err().to_string().contains("f64"));
     verify_for(&common::axpy(DType::F32), &caps).unwrap();
 }
 
@@ -437,12 +337,8 @@ fn a_launch_names_what_is_missing() {
     let k = common::axpy(DType::F32);
     let e = Launch::bind(&k, [1, 1, 1], &[("n", Scalar::from(4usize))]).unwrap_err();
     assert!(e.to_string().contains("parameter a not given"), "{e}");
-    let e = Launch::bind(
-        &k,
-        [1, 1, 1],
-        &[("n", Scalar::from(1u64 << 40)), ("a", Scalar::from(1.0f32))],
-    )
-    .unwrap_err();
+    let e = Launch::bind(&k, [1, 1, 1], &[("n", Scalar::from(1u64 << 40)), ("a", Scalar::from(1.0f32))])
+        .unwrap_err();
     assert!(e.to_string().contains("does not fit"), "{e}");
     assert_eq!(Launch::fold(10, 65_535), [10, 1, 1]);
     let [x, y, _] = Launch::fold(200_000, 65_535);

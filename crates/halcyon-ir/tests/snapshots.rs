@@ -21,11 +21,7 @@ fn check(name: &str, k: &Kernel) {
             std::fs::write(&path, &text).unwrap();
         }
         let want = std::fs::read_to_string(&path).unwrap_or_default();
-        assert!(
-            want == text,
-            "{} differs; review it with UPDATE_SNAPSHOTS=1\n{text}",
-            path.display()
-        );
+        assert!(want == text, "{} differs; review it with UPDATE_SNAPSHOTS=1\n{text}", path.display());
     }
 }
 

@@ -23,10 +23,7 @@ fn execute(
     in_place: bool,
     caps: &Caps,
 ) -> (Vec<f64>, bool) {
-    let out = Operand {
-        dtype: d,
-        view: View::dense(shape),
-    };
+    let out = Operand { dtype: d, view: View::dense(shape) };
     let inputs: Vec<Operand> = x.iter().map(|t| t.operand.clone()).collect();
     let low = match lower_op(op, &inputs, std::slice::from_ref(&out), in_place, caps) {
         Ok(low) => low,
@@ -34,11 +31,7 @@ fn execute(
         Err(e) if !e.dense.is_empty() => {
             let mut copies: Vec<Tensor> = x.iter().map(|&t| t.clone()).collect();
             for i in e.dense {
-                assert!(
-                    !copies[i].operand.view.is_dense(),
-                    "{}: input {i} is dense",
-                    op.name()
-                );
+                assert!(!copies[i].operand.view.is_dense(), "{}: input {i} is dense", op.name());
                 copies[i] = copies[i].dense();
             }
             return execute(op, &copies.iter().collect::<Vec<_>>(), d, shape, in_place, caps);
@@ -49,11 +42,7 @@ fn execute(
     let mut first: Option<(Vec<u8>, bool)> = None;
     for (n, subgroup) in [1, 4, 32, 64].into_iter().enumerate() {
         let mut all: Vec<Vec<u8>> = x.iter().map(|t| t.bytes.clone()).collect();
-        all.push(if in_place {
-            x[0].bytes.clone()
-        } else {
-            vec![0xCD; bytes]
-        });
+        all.push(if in_place { x[0].bytes.clone() } else { vec![0xCD; bytes] });
         let mut written = in_place;
         let mut fault = vec![0; 4];
         for (k, l, binding) in &low.steps {
@@ -69,11 +58,7 @@ fn execute(
                 }
             }
             // Concatenations and updates write one result in several steps, of which only the first finds it untouched.
-            let poisoned = if written {
-                vec![]
-            } else {
-                vec![BufId(binding.len() as u32 - 1)]
-            };
+            let poisoned = if written { vec![] } else { vec![BufId(binding.len() as u32 - 1)] };
             let o = Options {
                 subgroup,
                 seed: Some(n as u64 * 31 + 5),
@@ -98,31 +83,15 @@ fn execute(
         }
     }
     let (b, fault) = first.unwrap();
-    (
-        b.chunks(d.size())
-            .map(|c| Scalar::from_bytes(d, c).as_f64())
-            .collect(),
-        fault,
-    )
+    (b.chunks(d.size()).map(|c| Scalar::from_bytes(d, c).as_f64()).collect(), fault)
 }
 
 #[test]
 fn matmul() {
     let mut g = Rng(1);
-    let sizes = [
-        (1, 1, 1),
-        (3, 5, 7),
-        (17, 33, 20),
-        (70, 65, 35),
-        (1, 40, 300),
-        (64, 64, 16),
-        (2, 3, 0),
-    ];
+    let sizes = [(1, 1, 1), (3, 5, 7), (17, 33, 20), (70, 65, 35), (1, 40, 300), (64, 64, 16), (2, 3, 0)];
     for (n, (m, c, k)) in sizes.into_iter().enumerate() {
-        for (j, d) in [DType::F32, DType::F64, DType::BF16, DType::I32, DType::U8]
-            .into_iter()
-            .enumerate()
-        {
+        for (j, d) in [DType::F32, DType::F64, DType::BF16, DType::I32, DType::U8].into_iter().enumerate() {
             for batch in [&[][..], &[2, 3][..]] {
                 if batch.len() == 2 && (m > 20 || d != DType::F32) {
                     continue;
@@ -142,11 +111,7 @@ fn matmul() {
                                 a.get(&x) * b.get(&y)
                             })
                             .sum();
-                        if d == DType::U8 {
-                            (s as i64 & 255) as f64
-                        } else {
-                            s
-                        }
+                        if d == DType::U8 { (s as i64 & 255) as f64 } else { s }
                     })
                     .collect();
                 close("matmul", &got, &want, d, 4.0 + k as f64 / 16.0);
@@ -159,10 +124,7 @@ fn matmul() {
     let low = lower_op(
         &Op::Matmul,
         &[a.operand.clone(), b.operand.clone()],
-        &[Operand {
-            dtype: DType::F32,
-            view: View::dense(&[2, 3]),
-        }],
+        &[Operand { dtype: DType::F32, view: View::dense(&[2, 3]) }],
         false,
         &caps(),
     );
@@ -172,15 +134,8 @@ fn matmul() {
 #[test]
 fn one_program_serves_every_shape_of_a_class() {
     let key = |m: usize, k: usize, n: usize| {
-        let o = |a, b| Operand {
-            dtype: DType::F32,
-            view: View::dense(&[a, b]),
-        };
-        lower_op(&Op::Matmul, &[o(m, k), o(k, n)], &[o(m, n)], false, &caps())
-            .unwrap()
-            .steps[0]
-            .0
-            .key()
+        let o = |a, b| Operand { dtype: DType::F32, view: View::dense(&[a, b]) };
+        lower_op(&Op::Matmul, &[o(m, k), o(k, n)], &[o(m, n)], false, &caps()).unwrap().steps[0].0.key()
     };
     assert_eq!(key(200, 64, 64), key(100, 33, 77));
     assert_eq!(key(3, 5, 7), key(2, 30, 9));
@@ -234,10 +189,7 @@ fn conv() {
         (
             vec![1, 3, 7, 6],
             vec![4, 3, 3, 2],
-            Conv {
-                pad: [(1, 1), (0, 1)].as_slice().into(),
-                ..Conv::new(2)
-            },
+            Conv { pad: [(1, 1), (0, 1)].as_slice().into(), ..Conv::new(2) },
         ),
         (
             vec![1, 2, 4, 5],
@@ -251,11 +203,7 @@ fn conv() {
         (
             vec![1, 2, 6, 6],
             vec![2, 1, 2, 2],
-            Conv {
-                pad: [(-1, 0), (-1, -2)].as_slice().into(),
-                groups: 2,
-                ..Conv::new(2)
-            },
+            Conv { pad: [(-1, 0), (-1, -2)].as_slice().into(), groups: 2, ..Conv::new(2) },
         ),
         (
             vec![1, 2, 4, 3, 5],
@@ -273,13 +221,7 @@ fn conv() {
             let w = Tensor::random(d, &ws, n + 1, &mut g);
             let op = Op::Conv(c.clone());
             let t = op
-                .infer(
-                    &[
-                        &TensorType::new(d, xs.as_slice()),
-                        &TensorType::new(d, ws.as_slice()),
-                    ],
-                    None,
-                )
+                .infer(&[&TensorType::new(d, xs.as_slice()), &TensorType::new(d, ws.as_slice())], None)
                 .unwrap();
             let shape: Vec<usize> = t.shape.iter().map(|d| d.known().unwrap()).collect();
             let (got, _) = execute(&op, &[&x, &w], d, &shape, false, &caps());
@@ -321,12 +263,8 @@ fn pools_and_their_gradients() {
     let mut g = Rng(3);
     let kinds = [
         PoolKind::Max,
-        PoolKind::Avg {
-            count_include_pad: true,
-        },
-        PoolKind::Avg {
-            count_include_pad: false,
-        },
+        PoolKind::Avg { count_include_pad: true },
+        PoolKind::Avg { count_include_pad: false },
     ];
     for kind in kinds {
         for (n, d) in FLOATS.into_iter().chain([DType::I32, DType::U8]).enumerate() {
@@ -341,9 +279,7 @@ fn pools_and_their_gradients() {
             let t = op.infer(&[&TensorType::new(d, xs.as_slice())], None).unwrap();
             let shape: Vec<usize> = t.shape.iter().map(|d| d.known().unwrap()).collect();
             let count = |w: usize| match kind {
-                PoolKind::Avg {
-                    count_include_pad: true,
-                } => p.kernel.iter().product::<usize>() as f64,
+                PoolKind::Avg { count_include_pad: true } => p.kernel.iter().product::<usize>() as f64,
                 _ => w as f64,
             };
             let want: Vec<f64> = indices(&shape)
@@ -372,9 +308,7 @@ fn pools_and_their_gradients() {
                         let top = w.iter().find(|i| x.get(i) == y.get(&o)).unwrap();
                         dx[linear(&xs, top)] += dy.get(&o);
                     }
-                    _ => w
-                        .iter()
-                        .for_each(|i| dx[linear(&xs, i)] += dy.get(&o) / count(w.len())),
+                    _ => w.iter().for_each(|i| dx[linear(&xs, i)] += dy.get(&o) / count(w.len())),
                 }
             }
             let (got, _) = execute(&Op::PoolGrad(p.clone()), &[&x, &y, &dy], d, &xs, false, &caps());
@@ -386,10 +320,7 @@ fn pools_and_their_gradients() {
 /// The composite op that `f` adds to a graph with inputs of the given types.
 fn composite(x: &[&Tensor], f: impl FnOnce(&mut Graph, &[halcyon_ir::NodeId]) -> halcyon_ir::NodeId) -> Op {
     let mut g = Graph::new();
-    let ids: Vec<_> = x
-        .iter()
-        .map(|t| g.input("x", TensorType::new(t.operand.dtype, t.shape())))
-        .collect();
+    let ids: Vec<_> = x.iter().map(|t| g.input("x", TensorType::new(t.operand.dtype, t.shape()))).collect();
     let n = f(&mut g, &ids);
     g.node(n).op.clone()
 }
@@ -410,45 +341,24 @@ fn softmax_and_norms() {
                         })
                         .collect()
                 };
-                let soft: Vec<f64> = indices(&shape)
-                    .iter()
-                    .map(|i| x.get(i).exp() / line(i).iter().sum::<f64>())
-                    .collect();
+                let soft: Vec<f64> =
+                    indices(&shape).iter().map(|i| x.get(i).exp() / line(i).iter().sum::<f64>()).collect();
                 let op = composite(&[&x], |g, i| g.softmax(i[0], axis).unwrap());
-                close(
-                    "softmax",
-                    &execute(&op, &[&x], d, &shape, false, &caps()).0,
-                    &soft,
-                    d,
-                    4.0,
-                );
+                close("softmax", &execute(&op, &[&x], d, &shape, false, &caps()).0, &soft, d, 4.0);
                 let op = composite(&[&x], |g, i| g.log_softmax(i[0], axis).unwrap());
                 let log: Vec<f64> = soft.iter().map(|v| v.ln()).collect();
-                close(
-                    "log_softmax",
-                    &execute(&op, &[&x], d, &shape, false, &caps()).0,
-                    &log,
-                    d,
-                    4.0,
-                );
+                close("log_softmax", &execute(&op, &[&x], d, &shape, false, &caps()).0, &log, d, 4.0);
             }
             for rms in [false, true] {
                 let axis = if rms { shape.len() - 1 } else { 1 };
                 let x = Tensor::random(d, &shape, n, &mut g);
                 let tail = &shape[axis..];
-                let (k, b) = (
-                    Tensor::random(d, tail, 0, &mut g),
-                    Tensor::random(d, tail, 2, &mut g),
-                );
+                let (k, b) = (Tensor::random(d, tail, 0, &mut g), Tensor::random(d, tail, 2, &mut g));
                 let len: usize = tail.iter().product();
                 let want: Vec<f64> = (0..x.values.len())
                     .map(|i| {
                         let row = &x.values[i / len * len..][..len];
-                        let mean = if rms {
-                            0.0
-                        } else {
-                            row.iter().sum::<f64>() / len as f64
-                        };
+                        let mean = if rms { 0.0 } else { row.iter().sum::<f64>() / len as f64 };
                         let var = row.iter().map(|v| (v - mean).powi(2)).sum::<f64>() / len as f64;
                         let y = (x.values[i] - mean) / (var + 1e-5).sqrt() * k.values[i % len];
                         if rms { y } else { y + b.values[i % len] }
@@ -479,19 +389,14 @@ fn attention() {
                 let k = Tensor::random(d, &[b, hk, sk, w], n + 1, &mut g);
                 let v = Tensor::random(d, &[b, hk, sk, w], n + 2, &mut g);
                 let m = Tensor::new(d, &[b, 1, 1, sk], 0, |i| {
-                    if i % 5 == 1 && sk > 1 {
-                        f64::NEG_INFINITY
-                    } else {
-                        0.25
-                    }
+                    if i % 5 == 1 && sk > 1 { f64::NEG_INFINITY } else { 0.25 }
                 });
                 let mut x = vec![&q, &k, &v];
                 if masked {
                     x.push(&m);
                 }
                 let op = composite(&x, |g, i| {
-                    g.attention(i[0], i[1], i[2], i.get(3).copied(), causal, 0.4)
-                        .unwrap()
+                    g.attention(i[0], i[1], i[2], i.get(3).copied(), causal, 0.4).unwrap()
                 });
                 let want: Vec<f64> = indices(&[b, h, sq, w])
                     .iter()
@@ -522,22 +427,15 @@ fn attention() {
 #[test]
 fn gathers() {
     let mut g = Rng(6);
-    for (n, d) in [DType::F32, DType::F16, DType::I64, DType::Bool, DType::U8]
-        .into_iter()
-        .enumerate()
-    {
+    for (n, d) in [DType::F32, DType::F16, DType::I64, DType::Bool, DType::U8].into_iter().enumerate() {
         for (t, it) in [DType::I64, DType::I32, DType::U8].into_iter().enumerate() {
             let shape = [3, 5, 4];
             let x = Tensor::random(d, &shape, n, &mut g);
             for axis in 0..3 {
                 let len = shape[axis] as i64;
                 let pick = |g: &mut Rng| {
-                    (g.below(len as usize) as i64
-                        - if it == DType::U8 {
-                            0
-                        } else {
-                            g.below(2) as i64 * len
-                        }) as f64
+                    (g.below(len as usize) as i64 - if it == DType::U8 { 0 } else { g.below(2) as i64 * len })
+                        as f64
                 };
                 let i = Tensor::new(it, &[2, 3], t, |_| pick(&mut g));
                 let wrap = |v: f64| (if v < 0.0 { v as i64 + len } else { v as i64 }) as usize;
@@ -573,14 +471,7 @@ fn gathers() {
     let x = Tensor::new(DType::F32, &[4], 0, |i| i as f64);
     for (bad, to) in [(4.0, 3.0), (-5.0, 0.0), ((1u64 << 32) as f64, 3.0)] {
         let i = Tensor::new(DType::I64, &[1], 0, |_| bad);
-        let (got, fault) = execute(
-            &Op::Gather { axis: 0 },
-            &[&x, &i],
-            DType::F32,
-            &[1],
-            false,
-            &caps(),
-        );
+        let (got, fault) = execute(&Op::Gather { axis: 0 }, &[&x, &i], DType::F32, &[1], false, &caps());
         assert!(got == [to] && fault, "{bad}: {got:?} {fault}");
     }
 }
@@ -588,13 +479,7 @@ fn gathers() {
 #[test]
 fn scatters_and_updates() {
     let mut g = Rng(7);
-    let kinds = [
-        ScatterKind::Set,
-        ScatterKind::Add,
-        ScatterKind::Mul,
-        ScatterKind::Max,
-        ScatterKind::Min,
-    ];
+    let kinds = [ScatterKind::Set, ScatterKind::Add, ScatterKind::Mul, ScatterKind::Max, ScatterKind::Min];
     let combine = |k: ScatterKind, a: f64, u: f64| match k {
         ScatterKind::Set => u,
         ScatterKind::Add => a + u,
@@ -602,10 +487,7 @@ fn scatters_and_updates() {
         ScatterKind::Max => a.max(u),
         ScatterKind::Min => a.min(u),
     };
-    for (n, d) in [DType::F32, DType::F64, DType::I32, DType::I16]
-        .into_iter()
-        .enumerate()
-    {
+    for (n, d) in [DType::F32, DType::F64, DType::I32, DType::I16].into_iter().enumerate() {
         for kind in kinds {
             for axis in 0..2 {
                 let shape = [4, 3];
@@ -613,9 +495,8 @@ fn scatters_and_updates() {
                 // Smaller than the base outside the axis, with repeated and negative indices.
                 let mut is = [2, 2];
                 is[axis] = 5;
-                let i = Tensor::new(DType::I64, &is, n, |_| {
-                    g.below(shape[axis] * 2) as f64 - shape[axis] as f64
-                });
+                let i =
+                    Tensor::new(DType::I64, &is, n, |_| g.below(shape[axis] * 2) as f64 - shape[axis] as f64);
                 let u = Tensor::random(d, &is, n + 1, &mut g);
                 let mut want = x.values.clone();
                 for o in indices(&is) {
@@ -651,14 +532,8 @@ fn scatters_and_updates() {
             for o in indices(u.shape()) {
                 want[linear(base.shape(), &[o[0], o[1] + clamped, o[2]])] = u.get(&o);
             }
-            let (got, fault) = execute(
-                &Op::UpdateSlice { axis: 1 },
-                &[&base, &u, &p],
-                d,
-                &[2, 5, 3],
-                in_place,
-                &caps(),
-            );
+            let (got, fault) =
+                execute(&Op::UpdateSlice { axis: 1 }, &[&base, &u, &p], d, &[2, 5, 3], in_place, &caps());
             close("update_slice", &got, &want, d, 0.0);
             assert_eq!(fault, at != clamped as f64);
         }
@@ -668,27 +543,15 @@ fn scatters_and_updates() {
 #[test]
 fn scans_sorts_extremes_and_concatenation() {
     let mut g = Rng(8);
-    for (n, d) in [
-        DType::F32,
-        DType::F16,
-        DType::I32,
-        DType::U8,
-        DType::I64,
-        DType::F64,
-    ]
-    .into_iter()
-    .enumerate()
+    for (n, d) in
+        [DType::F32, DType::F16, DType::I32, DType::U8, DType::I64, DType::F64].into_iter().enumerate()
     {
         let shape = [3, 7, 2];
         for axis in 0..3 {
             let len = shape[axis];
             // Repeats, and NaN for floats.
             let x = Tensor::new(d, &shape, n, |i| {
-                if d.is_float() && i % 11 == 3 {
-                    f64::NAN
-                } else {
-                    g.below(5) as f64
-                }
+                if d.is_float() && i % 11 == 3 { f64::NAN } else { g.below(5) as f64 }
             });
             let line = |o: &[usize]| -> Vec<f64> {
                 (0..len)
@@ -715,22 +578,13 @@ fn scans_sorts_extremes_and_concatenation() {
                         want[linear(&shape, &at)] = i as f64;
                     }
                 }
-                let (got, _) = execute(
-                    &Op::ArgSort { axis, descending },
-                    &[&x],
-                    DType::I64,
-                    &shape,
-                    false,
-                    &caps(),
-                );
+                let (got, _) =
+                    execute(&Op::ArgSort { axis, descending }, &[&x], DType::I64, &shape, false, &caps());
                 close("argsort", &got, &want, DType::I64, 0.0);
             }
-            for (max, last, keep) in [
-                (true, false, false),
-                (false, false, true),
-                (true, true, true),
-                (false, true, false),
-            ] {
+            for (max, last, keep) in
+                [(true, false, false), (false, false, true), (true, true, true), (false, true, false)]
+            {
                 let mut out = shape.to_vec();
                 if keep {
                     out[axis] = 1
@@ -754,12 +608,7 @@ fn scans_sorts_extremes_and_concatenation() {
                         best as f64
                     })
                     .collect();
-                let op = Op::ArgReduce {
-                    max,
-                    axis,
-                    keep,
-                    last,
-                };
+                let op = Op::ArgReduce { max, axis, keep, last };
                 close(
                     "argreduce",
                     &execute(&op, &[&x], DType::I64, &out, false, &caps()).0,
@@ -769,12 +618,7 @@ fn scans_sorts_extremes_and_concatenation() {
                 );
             }
             let x = Tensor::random(d, &shape, n, &mut g);
-            for kind in [
-                ReduceKind::Sum,
-                ReduceKind::Prod,
-                ReduceKind::Max,
-                ReduceKind::Min,
-            ] {
+            for kind in [ReduceKind::Sum, ReduceKind::Prod, ReduceKind::Max, ReduceKind::Min] {
                 for (exclusive, reverse) in [(false, false), (true, false), (false, true), (true, true)] {
                     let mut want = vec![0.0; x.values.len()];
                     for o in indices(&shape).iter().filter(|o| o[axis] == 0) {
@@ -790,19 +634,8 @@ fn scans_sorts_extremes_and_concatenation() {
                             acc = after;
                         }
                     }
-                    let op = Op::Scan {
-                        kind,
-                        axis,
-                        exclusive,
-                        reverse,
-                    };
-                    close(
-                        "scan",
-                        &execute(&op, &[&x], d, &shape, false, &caps()).0,
-                        &want,
-                        d,
-                        8.0,
-                    );
+                    let op = Op::Scan { kind, axis, exclusive, reverse };
+                    close("scan", &execute(&op, &[&x], d, &shape, false, &caps()).0, &want, d, 8.0);
                 }
             }
             let (mut a, mut b) = (shape, shape);
@@ -839,14 +672,8 @@ fn scans_sorts_extremes_and_concatenation() {
 
 #[test]
 fn a_masked_operand_is_declined_with_its_number() {
-    let m = Operand {
-        dtype: DType::F32,
-        view: View::dense(&[2, 2]).pad(&[1, 0], &[0, 0]),
-    };
-    let o = |a, b| Operand {
-        dtype: DType::F32,
-        view: View::dense(&[a, b]),
-    };
+    let m = Operand { dtype: DType::F32, view: View::dense(&[2, 2]).pad(&[1, 0], &[0, 0]) };
+    let o = |a, b| Operand { dtype: DType::F32, view: View::dense(&[a, b]) };
     let e = lower_op(&Op::Matmul, &[o(4, 3), m], &[o(4, 2)], false, &caps()).unwrap_err();
     assert_eq!(e.dense, [1]);
 }

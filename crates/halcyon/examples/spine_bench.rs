@@ -16,9 +16,7 @@ fn values(n: usize, seed: u64) -> Vec<f32> {
     let mut s = seed | 1;
     (0..n)
         .map(|_| {
-            s = s
-                .wrapping_mul(6364136223846793005)
-                .wrapping_add(1442695040888963407);
+            s = s.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
             let u = |sh: u32| ((s >> sh) & 0xffff) as f32 / 65536.0;
             (u(48) + u(32) + u(16) - 1.5) * 2.0
         })
@@ -74,11 +72,8 @@ fn ceiling(team: &Team, kind: &str) -> Option<(f64, f64)> {
 
 fn main() -> Result<()> {
     let args: Vec<String> = std::env::args().skip(1).collect();
-    let threads = args
-        .iter()
-        .position(|a| a == "--threads")
-        .and_then(|i| args.get(i + 1))
-        .and_then(|n| n.parse().ok());
+    let threads =
+        args.iter().position(|a| a == "--threads").and_then(|i| args.get(i + 1)).and_then(|n| n.parse().ok());
     if !args.iter().any(|a| a == "--serve") {
         println!("usage: spine_bench --serve [--threads N]; see xtask/src/bench.rs for the protocol");
         return Ok(());

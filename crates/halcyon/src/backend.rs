@@ -153,11 +153,8 @@ impl BackendBuilder {
         if self.options.threads == Some(0) {
             return Err(Error::argument("threads", "at least one thread is needed"));
         }
-        let (device, selection) = select::open(
-            self.backend.unwrap_or(BackendType::Auto),
-            self.device,
-            &self.options,
-        )?;
+        let (device, selection) =
+            select::open(self.backend.unwrap_or(BackendType::Auto), self.device, &self.options)?;
         let mut b = Backend::from_device(device, selection, self.level);
         if let Some(i) = Arc::get_mut(&mut b.0) {
             i.precision = self.precision;
@@ -268,10 +265,7 @@ impl Backend {
     /// The options that plans of this backend are lowered with.
     pub fn lower_options(&self) -> LowerOptions {
         LowerOptions {
-            passes: PassOptions {
-                level: self.0.level,
-                without: self.0.without.clone(),
-            },
+            passes: PassOptions { level: self.0.level, without: self.0.without.clone() },
             precision: self.0.precision,
             donated: vec![],
         }
@@ -279,19 +273,12 @@ impl Backend {
 
     /// A plan for a graph without symbols, from the cache where it is there.
     pub fn plan(&self, graph: Graph, donated: Vec<bool>) -> Result<Arc<Executable>> {
-        let key = PlanKey {
-            graph: Arc::new(graph),
-            donated,
-            level: self.0.level,
-        };
+        let key = PlanKey { graph: Arc::new(graph), donated, level: self.0.level };
         if let Some(e) = lock(&self.0.plans).get(&key) {
             self.0.stats.plan_hits.fetch_add(1, Ordering::Relaxed);
             return Ok(e);
         }
-        let options = LowerOptions {
-            donated: key.donated.clone(),
-            ..self.lower_options()
-        };
+        let options = LowerOptions { donated: key.donated.clone(), ..self.lower_options() };
         let plan = lower(&key.graph, self.0.device.as_target(), &options)?;
         let exe = Arc::new(Executable::new(self, plan)?);
         self.0.stats.plans_built.fetch_add(1, Ordering::Relaxed);

@@ -18,10 +18,7 @@ pub(crate) struct FaultTable {
 
 impl Default for FaultTable {
     fn default() -> Self {
-        FaultTable {
-            next: AtomicU32::new(1),
-            plans: Mutex::default(),
-        }
+        FaultTable { next: AtomicU32::new(1), plans: Mutex::default() }
     }
 }
 
@@ -39,16 +36,8 @@ impl FaultTable {
 
     pub(crate) fn explain(&self, id: u32) -> Error {
         let m = self.plans.lock().unwrap_or_else(|e| e.into_inner());
-        match m
-            .range(..=id)
-            .next_back()
-            .and_then(|(base, v)| v.get((id - base) as usize))
-        {
-            Some((op, at, range)) => Error::Index {
-                op: op.clone(),
-                range: range.clone(),
-                at: at.clone(),
-            },
+        match m.range(..=id).next_back().and_then(|(base, v)| v.get((id - base) as usize)) {
+            Some((op, at, range)) => Error::Index { op: op.clone(), range: range.clone(), at: at.clone() },
             None => Error::internal(format!("a kernel reported the unknown fault {id}")),
         }
     }
@@ -82,24 +71,10 @@ impl Executable {
                 _ => Ok(None),
             })
             .collect::<Result<_>>()?;
-        let consts = plan
-            .consts
-            .iter()
-            .map(|c| backend.constant(c))
-            .collect::<Result<_>>()?;
-        let faults = plan
-            .steps
-            .iter()
-            .map(|s| (s.op.clone(), s.span.clone(), s.range.clone()))
-            .collect();
+        let consts = plan.consts.iter().map(|c| backend.constant(c)).collect::<Result<_>>()?;
+        let faults = plan.steps.iter().map(|s| (s.op.clone(), s.span.clone(), s.range.clone())).collect();
         let fault_base = backend.0.faults.register(faults);
-        Ok(Executable {
-            plan,
-            programs,
-            consts,
-            arenas: Mutex::default(),
-            fault_base,
-        })
+        Ok(Executable { plan, programs, consts, arenas: Mutex::default(), fault_base })
     }
 
     pub fn plan(&self) -> &Plan {
@@ -124,12 +99,7 @@ impl Executable {
             return Ok(a);
         }
         let d = backend.device();
-        let slots = self
-            .plan
-            .slots
-            .iter()
-            .map(|b| d.alloc(*b, Tag::Activations))
-            .collect::<Result<_>>()?;
+        let slots = self.plan.slots.iter().map(|b| d.alloc(*b, Tag::Activations)).collect::<Result<_>>()?;
         let workspace = match self.plan.workspace {
             0 => None,
             n => Some(d.alloc(n, Tag::Workspace)?),
@@ -199,12 +169,7 @@ impl Executable {
             let fault = self.fault_base + i as u32;
             match &s.work {
                 StepWork::Library(kernel) => {
-                    commands.push(Command::Library {
-                        kernel,
-                        buffers: &step_buffers[i],
-                        args,
-                        fault,
-                    });
+                    commands.push(Command::Library { kernel, buffers: &step_buffers[i], args, fault });
                 }
                 StepWork::Kernel { groups, .. } => {
                     let program = self.programs[i]

@@ -15,10 +15,7 @@ pub struct Gradients {
 impl Gradients {
     /// The gradient for a tensor that was [`Tensor::requires_grad`].
     pub fn get(&self, t: &Tensor) -> Option<&Tensor> {
-        self.of
-            .iter()
-            .find(|(p, _)| Arc::ptr_eq(&p.0, &t.0))
-            .map(|(_, g)| g)
+        self.of.iter().find(|(p, _)| Arc::ptr_eq(&p.0, &t.0)).map(|(_, g)| g)
     }
 
     pub fn len(&self) -> usize {
@@ -32,10 +29,7 @@ impl Gradients {
 
 fn gradients_of(loss: &Tensor, wrt: Option<&[Tensor]>) -> Result<Vec<(Tensor, Tensor)>> {
     loss.check()?;
-    let mut c = Collector {
-        through_history: true,
-        ..Collector::default()
-    };
+    let mut c = Collector { through_history: true, ..Collector::default() };
     c.visit(loss, false)?;
     // Parameters that the loss does not reach still get a gradient: zeros.
     let params: Vec<Tensor> = match wrt {
@@ -56,18 +50,14 @@ fn gradients_of(loss: &Tensor, wrt: Option<&[Tensor]>) -> Result<Vec<(Tensor, Te
         )
         .at(&loss.0.span));
     }
-    let ids: Vec<Option<NodeId>> = params
-        .iter()
-        .map(|p| c.ids.get(&Arc::as_ptr(&p.0)).copied())
-        .collect();
+    let ids: Vec<Option<NodeId>> = params.iter().map(|p| c.ids.get(&Arc::as_ptr(&p.0)).copied()).collect();
     let root = c.ids[&Arc::as_ptr(&loss.0)];
     let known = c.graph.nodes().len();
     let wanted: Vec<NodeId> = ids.iter().flatten().copied().collect();
     let mut found = grad::gradients(&mut c.graph, root, &wanted, None)?.into_iter();
     // Existing nodes are existing tensors; a literal's argument node stands for the literal.
-    let mut map: HashMap<NodeId, Tensor> = (0..known.min(c.order.len()))
-        .map(|i| (NodeId(i as u32), c.order[i].clone()))
-        .collect();
+    let mut map: HashMap<NodeId, Tensor> =
+        (0..known.min(c.order.len())).map(|i| (NodeId(i as u32), c.order[i].clone())).collect();
     let mut out = vec![];
     for (p, id) in params.iter().zip(ids) {
         let g = match id.and_then(|_| found.next().flatten()) {
@@ -84,9 +74,7 @@ impl Tensor {
     /// Gradients of this scalar with respect to every leaf it depends on that was [`Tensor::requires_grad`]. Lazy: they run when
     /// they are read, with what the forward pass kept.
     pub fn backward(&self) -> Result<Gradients> {
-        Ok(Gradients {
-            of: gradients_of(self, None)?,
-        })
+        Ok(Gradients { of: gradients_of(self, None)? })
     }
 }
 

@@ -12,11 +12,7 @@ pub(crate) struct Lru<K, V> {
 
 impl<K: Hash + Eq + Clone, V: Clone> Lru<K, V> {
     pub(crate) fn new(cap: usize) -> Lru<K, V> {
-        Lru {
-            map: HashMap::new(),
-            clock: 0,
-            cap,
-        }
+        Lru { map: HashMap::new(), clock: 0, cap }
     }
 
     pub(crate) fn get(&mut self, k: &K) -> Option<V> {
@@ -32,11 +28,7 @@ impl<K: Hash + Eq + Clone, V: Clone> Lru<K, V> {
         let mut out = None;
         if self.map.len() >= self.cap
             && !self.map.contains_key(&k)
-            && let Some(old) = self
-                .map
-                .iter()
-                .min_by_key(|(_, (t, _))| *t)
-                .map(|(k, _)| k.clone())
+            && let Some(old) = self.map.iter().min_by_key(|(_, (t, _))| *t).map(|(k, _)| k.clone())
         {
             out = self.map.remove(&old).map(|(_, v)| v);
         }

@@ -161,11 +161,8 @@ impl Tensor {
     #[track_caller]
     pub fn reduce(&self, kind: ReduceKind, axes: &[i64], keep: bool) -> Tensor {
         Tensor::build(&[self], |g, x| {
-            let a = if axes.is_empty() {
-                (0..g.shape(x[0]).rank()).collect()
-            } else {
-                axes_of(g, x[0], axes)?
-            };
+            let a =
+                if axes.is_empty() { (0..g.shape(x[0]).rank()).collect() } else { axes_of(g, x[0], axes)? };
             g.reduce(kind, x[0], &a, keep)
         })
     }
@@ -194,11 +191,8 @@ impl Tensor {
     #[track_caller]
     pub fn mean(&self, axes: &[i64], keep: bool) -> Tensor {
         Tensor::build(&[self], |g, x| {
-            let a = if axes.is_empty() {
-                (0..g.shape(x[0]).rank()).collect()
-            } else {
-                axes_of(g, x[0], axes)?
-            };
+            let a =
+                if axes.is_empty() { (0..g.shape(x[0]).rank()).collect() } else { axes_of(g, x[0], axes)? };
             g.mean(x[0], &a, keep)
         })
     }
@@ -257,24 +251,18 @@ impl Tensor {
         axis: usize,
         kind: ScatterKind,
     ) -> Tensor {
-        Tensor::build(&[self, index, updates], |g, x| {
-            g.scatter_elements(x[0], x[1], x[2], axis, kind)
-        })
+        Tensor::build(&[self, index, updates], |g, x| g.scatter_elements(x[0], x[1], x[2], axis, kind))
     }
 
     #[track_caller]
     pub fn scatter_rows(&self, index: &Tensor, updates: &Tensor, axis: usize, kind: ScatterKind) -> Tensor {
-        Tensor::build(&[self, index, updates], |g, x| {
-            g.scatter_rows(x[0], x[1], x[2], axis, kind)
-        })
+        Tensor::build(&[self, index, updates], |g, x| g.scatter_rows(x[0], x[1], x[2], axis, kind))
     }
 
     /// This tensor with `update` written at the run-time `position` along `axis`.
     #[track_caller]
     pub fn update_slice(&self, update: &Tensor, position: &Tensor, axis: usize) -> Tensor {
-        Tensor::build(&[self, update, position], |g, x| {
-            g.update_slice(x[0], x[1], x[2], axis)
-        })
+        Tensor::build(&[self, update, position], |g, x| g.update_slice(x[0], x[1], x[2], axis))
     }
 
     #[track_caller]
@@ -322,9 +310,7 @@ impl Tensor {
     /// With given statistics; see [`Graph::batch_norm`].
     #[track_caller]
     pub fn batch_norm(&self, scale: &Tensor, bias: &Tensor, mean: &Tensor, var: &Tensor, eps: f64) -> Tensor {
-        Tensor::build(&[self, scale, bias, mean, var], |g, x| {
-            g.batch_norm(x[0], x[1], x[2], x[3], x[4], eps)
-        })
+        Tensor::build(&[self, scale, bias, mean, var], |g, x| g.batch_norm(x[0], x[1], x[2], x[3], x[4], eps))
     }
 
     /// Scaled dot-product attention of this query; see [`Graph::attention`].
@@ -339,9 +325,7 @@ impl Tensor {
     ) -> Tensor {
         let mut ins = vec![self, k, v];
         ins.extend(mask);
-        Tensor::build(&ins, |g, x| {
-            g.attention(x[0], x[1], x[2], x.get(3).copied(), causal, scale)
-        })
+        Tensor::build(&ins, |g, x| g.attention(x[0], x[1], x[2], x.get(3).copied(), causal, scale))
     }
 
     #[track_caller]
@@ -364,10 +348,7 @@ impl Tensor {
                 return Err(Error::DType {
                     op: "operator".into(),
                     dtype: d,
-                    want: format!(
-                        "cast the tensor to a float type to combine it with {}",
-                        v.as_f64()
-                    ),
+                    want: format!("cast the tensor to a float type to combine it with {}", v.as_f64()),
                     at: Default::default(),
                 });
             }

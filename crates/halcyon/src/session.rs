@@ -23,11 +23,7 @@ pub struct Session {
 impl Session {
     /// Runs nothing yet.
     pub fn new(backend: &Backend, graph: Graph) -> Session {
-        Session {
-            backend: backend.clone(),
-            graph,
-            last: Mutex::default(),
-        }
+        Session { backend: backend.clone(), graph, last: Mutex::default() }
     }
 
     pub fn backend(&self) -> &Backend {
@@ -45,12 +41,7 @@ impl Session {
             let names: Vec<&str> = specs.iter().map(|i| &*i.name).collect();
             return Err(Error::argument(
                 "inputs",
-                format!(
-                    "the model takes {} ({}), {} given",
-                    specs.len(),
-                    names.join(", "),
-                    inputs.len()
-                ),
+                format!("the model takes {} ({}), {} given", specs.len(), names.join(", "), inputs.len()),
             ));
         }
         for (s, x) in specs.iter().zip(inputs) {
@@ -176,9 +167,5 @@ pub fn difference(got: &[ConstData], reference: &[ConstData]) -> f64 {
             scale = scale.max(b.abs());
         }
     }
-    if worst == 0.0 {
-        0.0
-    } else {
-        worst / scale.max(f64::MIN_POSITIVE)
-    }
+    if worst == 0.0 { 0.0 } else { worst / scale.max(f64::MIN_POSITIVE) }
 }

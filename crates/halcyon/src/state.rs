@@ -46,9 +46,7 @@ impl State {
     #[track_caller]
     pub fn append(&self, update: &Tensor, position: &Tensor, axis: usize) -> Result<Tensor> {
         let mut cur = self.lock();
-        let new = Tensor::build(&[&cur, update, position], |g, x| {
-            g.update_slice(x[0], x[1], x[2], axis)
-        });
+        let new = Tensor::build(&[&cur, update, position], |g, x| g.update_slice(x[0], x[1], x[2], axis));
         new.check()?;
         new.mark_state();
         *cur = new.clone();

@@ -110,16 +110,7 @@ impl Tensor {
     }
 
     fn leaf(backend: &Backend, ty: TensorType, value: Value, span: Span) -> Tensor {
-        Tensor::make(
-            backend.clone(),
-            Op::Input(0),
-            ty,
-            span,
-            SmallVec::new(),
-            value,
-            false,
-            false,
-        )
+        Tensor::make(backend.clone(), Op::Input(0), ty, span, SmallVec::new(), value, false, false)
     }
 
     pub(crate) fn failed(backend: &Backend, e: Error, at: &'static Location<'static>) -> Tensor {
@@ -146,11 +137,7 @@ impl Tensor {
     pub fn from_data(backend: &Backend, data: &ConstData) -> Result<Tensor> {
         let b = backend.device().alloc(data.bytes().len(), Tag::Io)?;
         backend.device().write(&b, 0, data.bytes())?;
-        Ok(Tensor::from_buffer(
-            backend,
-            TensorType::new(data.dtype, &data.dims),
-            b,
-        ))
+        Ok(Tensor::from_buffer(backend, TensorType::new(data.dtype, &data.dims), b))
     }
 
     /// Like [`Tensor::from_data`], for data that stays as it is (weights): a device that shares the host's memory does not copy
@@ -158,11 +145,7 @@ impl Tensor {
     #[track_caller]
     pub fn from_weights(backend: &Backend, data: &ConstData) -> Result<Tensor> {
         let b = backend.constant(data)?;
-        Ok(Tensor::from_buffer(
-            backend,
-            TensorType::new(data.dtype, &data.dims),
-            b,
-        ))
+        Ok(Tensor::from_buffer(backend, TensorType::new(data.dtype, &data.dims), b))
     }
 
     #[track_caller]
@@ -210,12 +193,7 @@ impl Tensor {
     /// A marker for an input of unknown value, whose shape may have symbols, to be given to [`Tensor::trace`].
     #[track_caller]
     pub fn placeholder(backend: &Backend, dtype: DType, shape: impl Into<Shape>) -> Tensor {
-        Tensor::leaf(
-            backend,
-            TensorType::new(dtype, shape),
-            Value::Pending,
-            Span::caller(),
-        )
+        Tensor::leaf(backend, TensorType::new(dtype, shape), Value::Pending, Span::caller())
     }
 
     /// Adds the nodes that `f` builds from `inputs`. All of [`Graph`]'s builders, custom ops included, serve as tensor
@@ -261,9 +239,9 @@ impl Tensor {
                 let mut map: HashMap<NodeId, Tensor> =
                     ids.iter().zip(inputs).map(|(i, t)| (*i, (*t).clone())).collect();
                 match lift(backend, &g, &[root], &mut map, false) {
-                    Ok(mut v) => v
-                        .pop()
-                        .unwrap_or_else(|| Tensor::failed(backend, Error::internal("no result"), at)),
+                    Ok(mut v) => {
+                        v.pop().unwrap_or_else(|| Tensor::failed(backend, Error::internal("no result"), at))
+                    }
                     Err(e) => Tensor::failed(backend, e, at),
                 }
             }
@@ -346,11 +324,8 @@ impl Tensor {
         let v = self.to_vec::<T>()?;
         match v.as_slice() {
             [x] => Ok(*x),
-            _ => Err(Error::shape(
-                "item",
-                format!("{} has {} elements, not one", self.0.ty.shape, v.len()),
-            )
-            .at(&self.0.span)),
+            _ => Err(Error::shape("item", format!("{} has {} elements, not one", self.0.ty.shape, v.len()))
+                .at(&self.0.span)),
         }
     }
 
@@ -390,12 +365,7 @@ impl Tensor {
     pub fn detach(&self) -> Result<Tensor> {
         let b = self.buffer()?;
         let n = &self.0;
-        Ok(Tensor::leaf(
-            &n.backend,
-            n.ty.clone(),
-            Value::Ready(b),
-            n.span.clone(),
-        ))
+        Ok(Tensor::leaf(&n.backend, n.ty.clone(), Value::Ready(b), n.span.clone()))
     }
 
     /// The same value without its history, still lazy: evaluating it keeps no residuals.
@@ -471,11 +441,7 @@ pub(crate) fn lift(
         let inputs: SmallVec<[Tensor; 3]> = n
             .inputs
             .iter()
-            .map(|x| {
-                map.get(x)
-                    .cloned()
-                    .ok_or_else(|| Error::internal("lift: operand missing"))
-            })
+            .map(|x| map.get(x).cloned().ok_or_else(|| Error::internal("lift: operand missing")))
             .collect::<Result<_>>()?;
         let tracked = inputs.iter().any(|t| t.0.tracked) && n.ty.dtype.is_float();
         let t = Tensor::make(
@@ -490,14 +456,7 @@ pub(crate) fn lift(
         );
         map.insert(id, t);
     }
-    roots
-        .iter()
-        .map(|r| {
-            map.get(r)
-                .cloned()
-                .ok_or_else(|| Error::internal("lift: root missing"))
-        })
-        .collect()
+    roots.iter().map(|r| map.get(r).cloned().ok_or_else(|| Error::internal("lift: root missing"))).collect()
 }
 
 /// Builds one graph from tensors.
@@ -541,11 +500,7 @@ impl Collector {
             let ins: SmallVec<[NodeId; 3]> = if ready {
                 SmallVec::new()
             } else {
-                inner
-                    .inputs
-                    .iter()
-                    .map(|i| self.ids[&Arc::as_ptr(&i.0)])
-                    .collect()
+                inner.inputs.iter().map(|i| self.ids[&Arc::as_ptr(&i.0)]).collect()
             };
             drop(inner);
             self.graph.span = t.0.span.clone();
@@ -613,14 +568,7 @@ pub fn eval(outputs: &[Tensor]) -> Result<()> {
     for id in &names {
         c.graph.output("", *id);
     }
-    let Collector {
-        graph,
-        leaves,
-        args,
-        order,
-        ids,
-        ..
-    } = c;
+    let Collector { graph, leaves, args, order, ids, .. } = c;
     drop((order, ids));
     let inputs: Vec<BufferRef> = leaves
         .iter()
@@ -635,11 +583,7 @@ pub fn eval(outputs: &[Tensor]) -> Result<()> {
     for (t, b) in results.iter().zip(made) {
         let mut inner = t.0.lock();
         inner.value = Value::Ready(b);
-        let old = if t.0.tracked {
-            vec![]
-        } else {
-            release(&mut inner.inputs)
-        };
+        let old = if t.0.tracked { vec![] } else { release(&mut inner.inputs) };
         drop(inner);
         drop(old);
     }
@@ -712,12 +656,7 @@ impl Collector {
                 leaf.0.readers.load(Ordering::Relaxed) > readers.get(&key(leaf)).copied().unwrap_or(0);
             if outside || (held_elsewhere(leaf) && !asked_for) {
                 // Something outside this plan still reads the old value: the plan copies.
-                leaf.0
-                    .backend
-                    .0
-                    .stats
-                    .state_copies
-                    .fetch_add(1, Ordering::Relaxed);
+                leaf.0.backend.0.stats.state_copies.fetch_add(1, Ordering::Relaxed);
             } else {
                 donated[k] = true;
                 stale[id.index()] = true;
@@ -747,12 +686,6 @@ impl fmt::Debug for Tensor {
             Value::Donated { by } => format!("donated to {by}"),
             Value::Failed(e) => format!("error: {e}"),
         };
-        write!(
-            f,
-            "Tensor({}, {}, {}, {state})",
-            self.0.ty,
-            self.0.op.name(),
-            self.0.backend.id()
-        )
+        write!(f, "Tensor({}, {}, {}, {state})", self.0.ty, self.0.op.name(), self.0.backend.id())
     }
 }

@@ -15,10 +15,8 @@ use optable::{grads, random, rows, sanitizer};
 use std::collections::BTreeSet;
 
 fn forward(what: &str, kind: BackendType) {
-    let backends: Vec<Backend> = [Level::O0, Level::O1]
-        .into_iter()
-        .filter_map(|l| open(what, kind, l))
-        .collect();
+    let backends: Vec<Backend> =
+        [Level::O0, Level::O1].into_iter().filter_map(|l| open(what, kind, l)).collect();
     if !backends.is_empty() {
         check_rows(what, &rows(), &backends, &mut Rng::fresh(what)).finish(what);
     }
@@ -44,25 +42,16 @@ fn gradients_agree_with_finite_differences() {
 #[test]
 fn random_graphs_on_cpu() {
     let what = "random graphs on cpu";
-    let backends: Vec<Backend> = [Level::O0, Level::O1]
-        .into_iter()
-        .filter_map(|l| open(what, BackendType::Cpu, l))
-        .collect();
+    let backends: Vec<Backend> =
+        [Level::O0, Level::O1].into_iter().filter_map(|l| open(what, BackendType::Cpu, l)).collect();
     let mut rng = Rng::fresh(what);
     // HALCYON_GRAPH repeats one.
     let seeds = match std::env::var("HALCYON_GRAPH").ok().and_then(|s| s.parse().ok()) {
         Some(one) => vec![one],
         None => (0..200).map(|_| rng.next()).collect(),
     };
-    let failures = seeds
-        .into_iter()
-        .filter_map(|s| random::check(s, &backends).err())
-        .collect();
-    Tally {
-        cases: 200 * backends.len(),
-        failures,
-    }
-    .finish(what);
+    let failures = seeds.into_iter().filter_map(|s| random::check(s, &backends).err()).collect();
+    Tally { cases: 200 * backends.len(), failures }.finish(what);
 }
 
 #[test]
@@ -72,9 +61,7 @@ fn random_graphs_on_opencl() {
         return;
     };
     // The same graphs every time, because each has programs of its own, which the disk cache then holds.
-    let failures = (1..=30)
-        .filter_map(|seed| random::check(seed, std::slice::from_ref(&b)).err())
-        .collect();
+    let failures = (1..=30).filter_map(|seed| random::check(seed, std::slice::from_ref(&b)).err()).collect();
     Tally { cases: 30, failures }.finish(what);
 }
 
@@ -88,11 +75,7 @@ fn sanitized(subgroup: u32) {
     let mut rows = rows();
     for row in &mut rows {
         row.cases.retain(|c| {
-            c.ins
-                .iter()
-                .map(|i| i.dims.iter().product::<usize>())
-                .sum::<usize>()
-                <= SANITIZED_ELEMENTS
+            c.ins.iter().map(|i| i.dims.iter().product::<usize>()).sum::<usize>() <= SANITIZED_ELEMENTS
         });
         for c in row.cases.iter_mut().filter(|c| c.slow) {
             c.only = vec![DType::F32];
@@ -184,12 +167,8 @@ fn scatter(k: ScatterKind) -> &'static str {
 fn pool(k: PoolKind) -> &'static str {
     match k {
         PoolKind::Max => "max",
-        PoolKind::Avg {
-            count_include_pad: true,
-        } => "avg with padding",
-        PoolKind::Avg {
-            count_include_pad: false,
-        } => "avg",
+        PoolKind::Avg { count_include_pad: true } => "avg with padding",
+        PoolKind::Avg { count_include_pad: false } => "avg",
     }
 }
 
@@ -236,9 +215,7 @@ fn structured() -> BTreeSet<String> {
 /// Names of the public builders of composites, from their source.
 fn composites() -> BTreeSet<String> {
     let source = include_str!("../../halcyon-ir/src/composite.rs");
-    let (_, builders) = source
-        .split_once("impl Graph {")
-        .expect("composites are methods of Graph");
+    let (_, builders) = source.split_once("impl Graph {").expect("composites are methods of Graph");
     builders
         .lines()
         .filter_map(|l| l.trim().strip_prefix("pub fn "))
@@ -260,9 +237,7 @@ fn nothing_is_missing() {
     for row in &rows {
         for c in &row.cases {
             for d in row.dtypes.iter().filter(|d| c.takes(**d)) {
-                let g = c
-                    .graph(*d)
-                    .unwrap_or_else(|e| panic!("{} [{}]: {e}", row.name, c.label));
+                let g = c.graph(*d).unwrap_or_else(|e| panic!("{} [{}]: {e}", row.name, c.label));
                 walk(&g);
             }
         }
@@ -277,20 +252,14 @@ fn nothing_is_missing() {
         }
     }
     missing.extend(structured().into_iter().filter(|k| !kinds.contains(k.as_str())));
-    missing.extend(
-        composites()
-            .into_iter()
-            .filter(|k| !rows.iter().any(|r| r.name == *k)),
-    );
+    missing.extend(composites().into_iter().filter(|k| !rows.iter().any(|r| r.name == *k)));
     assert!(missing.is_empty(), "no row for {missing:?}");
     // Every scalar op on floats has a gradient or is flat, and is checked for it.
-    for r in scalar_op::ROWS
-        .iter()
-        .filter(|r| r.op.takes(DType::F32) && r.op.result(DType::F32) == DType::F32)
+    for r in
+        scalar_op::ROWS.iter().filter(|r| r.op.takes(DType::F32) && r.op.result(DType::F32) == DType::F32)
     {
-        let graded = rows
-            .iter()
-            .any(|x| x.name == r.name && x.cases.iter().any(|c| c.grad && c.takes(DType::F32)));
+        let graded =
+            rows.iter().any(|x| x.name == r.name && x.cases.iter().any(|c| c.grad && c.takes(DType::F32)));
         assert!(graded, "the gradient of {} is not checked", r.name);
     }
     assert!(ScalarOp::from_name("add").is_some());
@@ -308,29 +277,18 @@ fn tensor_methods_give_what_graphs_give() {
         assert_eq!(v(x.lt(&y).select(&x, &y)), [1.0, -2.0, -1.0]);
         assert_eq!(v(x.max(&y).sum(&[], false)), [8.0]);
         assert_eq!(
-            v(x.reshape([3usize, 1])
-                .matmul(&y.reshape([1usize, 3]))
-                .sum(&[0], false)),
+            v(x.reshape([3usize, 1]).matmul(&y.reshape([1usize, 3])).sum(&[0], false)),
             [10.0, 1.25, -2.5]
         );
-        assert_eq!(
-            v(Tensor::concat(&[&x, &y], 0).narrow(0, 2usize, 2usize)),
-            [3.5, 4.0]
-        );
+        assert_eq!(v(Tensor::concat(&[&x, &y], 0).narrow(0, 2usize, 2usize)), [3.5, 4.0]);
         assert_eq!(v(x.flip(&[0]).pad(&[1], &[0], 9.0)), [9.0, 3.5, -2.0, 1.0]);
         assert_eq!(x.argsort(0, true).to_vec::<i64>().unwrap(), [2, 0, 1]);
         assert_eq!(v(x.scan(ReduceKind::Sum, 0, false, true)), [2.5, 1.5, 3.5]);
         let i = Tensor::from_slice(&b, [2], &[-1i64, 0]).unwrap();
         assert_eq!(v(x.gather(&i, 0)), [3.5, 1.0]);
-        assert_eq!(
-            v(x.scatter_rows(&i, &f(&[7.0, 8.0]), 0, ScatterKind::Add)),
-            [9.0, -2.0, 10.5]
-        );
+        assert_eq!(v(x.scatter_rows(&i, &f(&[7.0, 8.0]), 0, ScatterKind::Add)), [9.0, -2.0, 10.5]);
         assert_eq!(x.cast(DType::I32).to_vec::<i32>().unwrap(), [1, -2, 3]);
-        assert_eq!(
-            Tensor::arange(&b, 4, DType::U8).to_vec::<u8>().unwrap(),
-            [0, 1, 2, 3]
-        );
+        assert_eq!(Tensor::arange(&b, 4, DType::U8).to_vec::<u8>().unwrap(), [0, 1, 2, 3]);
     }
 }
 
@@ -343,11 +301,7 @@ fn bad_indices_are_reported_with_op_and_range() {
             let at = |v: i64| Tensor::from_slice(&b, [1], &[v]).unwrap();
             let names = |t: Tensor, what: &str, range: &str| {
                 let e = t.to_data().expect_err("an index out of range must be reported");
-                assert!(
-                    matches!(&e, halcyon::Error::Index { .. }),
-                    "{} {what}: {e}",
-                    b.id()
-                );
+                assert!(matches!(&e, halcyon::Error::Index { .. }), "{} {what}: {e}", b.id());
                 let s = e.to_string();
                 assert!(
                     s.contains(what) && s.contains(range) && s.contains("ops.rs"),
@@ -357,25 +311,13 @@ fn bad_indices_are_reported_with_op_and_range() {
             };
             for bad in [4, -5, i64::MAX] {
                 names(x.gather(&at(bad), 0), "gather", "-4..4");
-                names(
-                    x.scatter_rows(&at(bad), &u, 0, ScatterKind::Set),
-                    "scatter_rows",
-                    "-4..4",
-                );
+                names(x.scatter_rows(&at(bad), &u, 0, ScatterKind::Set), "scatter_rows", "-4..4");
                 let wide = at(bad).reshape([1usize, 1]).expand([1usize, 2]);
                 names(x.gather_elements(&wide, 0), "gather_elements", "-4..4");
-                names(
-                    x.scatter_elements(&wide, &u, 0, ScatterKind::Add),
-                    "scatter_elements",
-                    "-4..4",
-                );
+                names(x.scatter_elements(&wide, &u, 0, ScatterKind::Add), "scatter_elements", "-4..4");
             }
             for bad in [4, -1] {
-                names(
-                    x.update_slice(&u, &Tensor::scalar(&b, DType::I64, bad), 0),
-                    "update_slice",
-                    "0..=3",
-                );
+                names(x.update_slice(&u, &Tensor::scalar(&b, DType::I64, bad), 0), "update_slice", "0..=3");
             }
             // The device goes on.
             assert_eq!(x.gather(&at(3), 0).to_vec::<f32>().unwrap(), [0.0, 0.0]);

@@ -26,10 +26,7 @@ fn a_donated_tensor_gives_pending_readers_the_old_value_and_later_reads_an_error
         let z = a.donate().update_slice(&update, &pos, 0);
         assert_eq!(z.to_vec::<f32>().unwrap(), [0.0, 7.0, 8.0, 3.0]);
         let e = a.to_vec::<f32>().unwrap_err();
-        assert!(
-            matches!(&e, halcyon::Error::Donated { by } if by.as_str().contains("rules.rs")),
-            "{e}"
-        );
+        assert!(matches!(&e, halcyon::Error::Donated { by } if by.as_str().contains("rules.rs")), "{e}");
         assert!((&a + 1.0).eval().is_err());
     }
 }
@@ -40,9 +37,7 @@ fn a_reader_in_the_same_plan_runs_before_the_overwrite() {
         let s = State::new(x(&b, 4));
         let old = s.value() * 10.0;
         let pos = Tensor::scalar(&b, DType::I32, 0);
-        let new = s
-            .append(&Tensor::from_slice(&b, [1], &[9f32]).unwrap(), &pos, 0)
-            .unwrap();
+        let new = s.append(&Tensor::from_slice(&b, [1], &[9f32]).unwrap(), &pos, 0).unwrap();
         let both = &new + &old;
         assert_eq!(both.to_vec::<f32>().unwrap(), [9.0, 11.0, 22.0, 33.0]);
         // `old` was held across the run and still has the value of its version.
@@ -56,9 +51,7 @@ fn states_read_the_version_of_the_call() {
         let s = State::new(x(&b, 3));
         let before = s.value();
         let pos = Tensor::scalar(&b, DType::I32, 2);
-        let v1 = s
-            .append(&Tensor::from_slice(&b, [1], &[5f32]).unwrap(), &pos, 0)
-            .unwrap();
+        let v1 = s.append(&Tensor::from_slice(&b, [1], &[5f32]).unwrap(), &pos, 0).unwrap();
         s.write(s.value() * 2.0).unwrap();
         assert_eq!(s.value().to_vec::<f32>().unwrap(), [0.0, 2.0, 10.0]);
         assert_eq!(v1.to_vec::<f32>().unwrap(), [0.0, 1.0, 5.0]);
@@ -93,10 +86,7 @@ fn item_then_backward_and_outputs_held_across_reruns() {
 #[test]
 fn forcing_a_tracked_tensor_keeps_its_residuals() {
     for b in devices("residuals", Level::O1) {
-        let a = Tensor::from_slice(&b, [64, 64], &vec![0.01f32; 4096])
-            .unwrap()
-            .requires_grad()
-            .unwrap();
+        let a = Tensor::from_slice(&b, [64, 64], &vec![0.01f32; 4096]).unwrap().requires_grad().unwrap();
         let loss = a.matmul(&a).tanh().sum(&[], false);
         loss.item::<f32>().unwrap();
         let g = loss.backward().unwrap();
@@ -104,10 +94,7 @@ fn forcing_a_tracked_tensor_keeps_its_residuals() {
         g.get(&a).unwrap().eval().unwrap();
         let kept = b.cache_stats().steps - steps;
         // The same gradient without the forward pass kept takes at least one product more.
-        let c = Tensor::from_slice(&b, [64, 64], &vec![0.01f32; 4096])
-            .unwrap()
-            .requires_grad()
-            .unwrap();
+        let c = Tensor::from_slice(&b, [64, 64], &vec![0.01f32; 4096]).unwrap().requires_grad().unwrap();
         let fresh = c.matmul(&c).tanh().sum(&[], false).backward().unwrap();
         let steps = b.cache_stats().steps;
         fresh.get(&c).unwrap().eval().unwrap();
@@ -176,18 +163,8 @@ fn a_warm_call_compiles_uploads_and_allocates_nothing() {
             call(3.0 + i as f64);
         }
         let (d, q) = (b.counters(), b.cache_stats());
-        assert_eq!(
-            (d.compiles, d.compile_cache_hits),
-            (c.compiles, c.compile_cache_hits),
-            "{}",
-            b.id()
-        );
-        assert_eq!(
-            (d.uploads, d.allocations),
-            (c.uploads, c.allocations),
-            "{}",
-            b.id()
-        );
+        assert_eq!((d.compiles, d.compile_cache_hits), (c.compiles, c.compile_cache_hits), "{}", b.id());
+        assert_eq!((d.uploads, d.allocations), (c.uploads, c.allocations), "{}", b.id());
         assert_eq!(q.plans_built, p.plans_built);
         assert_eq!(q.runs, p.runs + 20);
         assert!(d.launches + d.library_calls > c.launches + c.library_calls);
@@ -199,12 +176,9 @@ fn errors_in_chains_name_op_shapes_and_line() {
     let b = Backend::cpu().unwrap();
     let t = x(&b, 3);
     let y = (t.matmul(&x(&b, 4)).relu() + 1.0).softmax(0);
-    for e in [
-        y.check().unwrap_err(),
-        y.dims().unwrap_err(),
-        y.eval().unwrap_err(),
-        y.to_vec::<f32>().unwrap_err(),
-    ] {
+    for e in
+        [y.check().unwrap_err(), y.dims().unwrap_err(), y.eval().unwrap_err(), y.to_vec::<f32>().unwrap_err()]
+    {
         let e = e.to_string();
         assert!(e.contains("matmul") && e.contains("rules.rs:"), "{e}");
     }
@@ -220,10 +194,7 @@ fn devices_do_not_mix_except_through_to() {
     let (s, t) = (x(&a, 3), x(&b, 3));
     let e = (&s + &t).check().unwrap_err();
     assert!(matches!(e, halcyon::Error::MixedDevices { .. }), "{e}");
-    assert_eq!(
-        (&s.to(&b).unwrap() + &t).to_vec::<f32>().unwrap(),
-        [0.0, 2.0, 4.0]
-    );
+    assert_eq!((&s.to(&b).unwrap() + &t).to_vec::<f32>().unwrap(), [0.0, 2.0, 4.0]);
 }
 
 #[test]
@@ -234,10 +205,7 @@ fn a_bad_index_is_clamped_and_reported_with_its_op_and_line() {
         let e = t.gather(&i, 0).to_vec::<f32>().unwrap_err();
         let s = e.to_string();
         assert!(matches!(e, halcyon::Error::Index { .. }), "{s}");
-        assert!(
-            s.contains("gather") && s.contains("rules.rs") && s.contains("-4..4"),
-            "{s}"
-        );
+        assert!(s.contains("gather") && s.contains("rules.rs") && s.contains("-4..4"), "{s}");
         // The fault does not stick.
         assert_eq!((t + 1.0).to_vec::<f32>().unwrap()[0], 1.0);
     }

@@ -40,11 +40,7 @@ fn stories_decode_with_one_plan() {
             assert_eq!(d.ids, want.greedy_ids, "{} {level}", b.id());
             // Nothing is planned, compiled or allocated after the second token.
             assert_eq!(d.made[1], *d.made.last().unwrap(), "{} {level}", b.id());
-            assert_eq!(
-                b.cache_stats().copies,
-                0,
-                "a cache was copied instead of updated in place"
-            );
+            assert_eq!(b.cache_stats().copies, 0, "a cache was copied instead of updated in place");
         }
     }
 }
@@ -59,36 +55,16 @@ fn mlp_follows_the_float64_run() {
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/digits.npz");
     for b in devices(name, Level::O1) {
         let run = train_mlp::train(&b, &data, &start, 100, 64, 0.1).unwrap();
-        let worst = run
-            .losses
-            .iter()
-            .zip(&losses)
-            .map(|(a, b)| (a - b).abs())
-            .fold(0.0, f64::max);
-        println!(
-            "{}: losses within {worst:.2e}; {} plans",
-            b.id(),
-            run.plans.last().unwrap()
-        );
+        let worst = run.losses.iter().zip(&losses).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+        println!("{}: losses within {worst:.2e}; {} plans", b.id(), run.plans.last().unwrap());
         assert_eq!(run.losses.len(), losses.len());
         assert!(worst < 1e-4, "{}: {worst}", b.id());
-        for (w, f) in run
-            .weights
-            .iter()
-            .zip(["final_w0.npy", "final_b0.npy", "final_w1.npy", "final_b1.npy"])
+        for (w, f) in run.weights.iter().zip(["final_w0.npy", "final_b0.npy", "final_w1.npy", "final_b1.npy"])
         {
             let want = read(f).to_vec::<f64>();
-            let worst = w
-                .iter()
-                .zip(&want)
-                .map(|(a, b)| (a - b).abs())
-                .fold(0.0, f64::max);
+            let worst = w.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
             assert!(worst < 1e-4, "{} {f}: {worst}", b.id());
         }
-        assert_eq!(
-            run.plans[1],
-            *run.plans.last().unwrap(),
-            "a step after the second made a plan"
-        );
+        assert_eq!(run.plans[1], *run.plans.last().unwrap(), "a step after the second made a plan");
     }
 }

@@ -42,10 +42,7 @@ struct Tolerance {
 
 impl Default for Tolerance {
     fn default() -> Tolerance {
-        Tolerance {
-            rtol: 1e-3,
-            atol: 1e-7,
-        }
+        Tolerance { rtol: 1e-3, atol: 1e-7 }
     }
 }
 
@@ -72,19 +69,13 @@ fn onnx(a: &OnnxArgs) -> Result<u8> {
     let start = Instant::now();
     let mut progress = Progress::new("case", folders.len() as u64);
     let hook = take_hook();
-    set_hook(Box::new(|p| {
-        PANIC.set(p.location().map(|l| format!(" at {}:{}", l.file(), l.line())))
-    }));
+    set_hook(Box::new(|p| PANIC.set(p.location().map(|l| format!(" at {}:{}", l.file(), l.line())))));
     let cases: Vec<Case> = folders
         .iter()
         .map(|dir| {
             let (status, reason) = judge(&backend, dir);
             progress.step();
-            Case {
-                name: case_name(&a.dir, dir),
-                status,
-                reason,
-            }
+            Case { name: case_name(&a.dir, dir), status, reason }
         })
         .collect();
     set_hook(hook);
@@ -106,11 +97,7 @@ fn onnx(a: &OnnxArgs) -> Result<u8> {
                 Status::Unsupported => "unsupported",
                 _ => "error",
             };
-            rows.push(vec![
-                what.to_string(),
-                c.name.clone(),
-                c.reason.replace('\n', " "),
-            ]);
+            rows.push(vec![what.to_string(), c.name.clone(), c.reason.replace('\n', " ")]);
         }
         report::print(&format!(
             "{}{} cases on {} at {} in {}: {passed} passed, {wrong} wrong, {unsupported} unsupported, {error} error\n",
@@ -131,10 +118,7 @@ thread_local! {
 
 /// Folders with a model, at any depth. Links to folders are not followed, so that there is an end.
 fn find(dir: &Path, out: &mut Vec<PathBuf>) -> Result<()> {
-    let io = |e: std::io::Error| Error::Io {
-        path: dir.display().to_string(),
-        what: e.to_string(),
-    };
+    let io = |e: std::io::Error| Error::Io { path: dir.display().to_string(), what: e.to_string() };
     if dir.join("model.onnx").is_file() {
         out.push(dir.to_path_buf());
         return Ok(());
@@ -151,16 +135,9 @@ fn find(dir: &Path, out: &mut Vec<PathBuf>) -> Result<()> {
 /// Path below the folder that was given, with `/` on every system.
 fn case_name(root: &Path, dir: &Path) -> String {
     let below = dir.strip_prefix(root).unwrap_or(dir);
-    let parts: Vec<_> = below
-        .components()
-        .map(|c| c.as_os_str().to_string_lossy())
-        .collect();
+    let parts: Vec<_> = below.components().map(|c| c.as_os_str().to_string_lossy()).collect();
     match parts.is_empty() {
-        true => root
-            .file_name()
-            .unwrap_or(root.as_os_str())
-            .to_string_lossy()
-            .into_owned(),
+        true => root.file_name().unwrap_or(root.as_os_str()).to_string_lossy().into_owned(),
         false => parts.join("/"),
     }
 }
@@ -179,20 +156,14 @@ fn judge(backend: &Backend, dir: &Path) -> (Status, String) {
         }
         Err(p) => {
             let at = PANIC.take().unwrap_or_default();
-            (
-                Status::Error,
-                format!("panic{at}: {}", report::panic_text(p.as_ref())),
-            )
+            (Status::Error, format!("panic{at}: {}", report::panic_text(p.as_ref())))
         }
     }
 }
 
 /// The first difference, if there is one.
 fn run(backend: &Backend, dir: &Path) -> Result<Option<String>> {
-    let broken = |what: String| Error::Format {
-        file: dir.display().to_string(),
-        what,
-    };
+    let broken = |what: String| Error::Format { file: dir.display().to_string(), what };
     let tolerance = match std::fs::read_to_string(dir.join("tolerance.json")) {
         Ok(text) => serde_json::from_str(&text).map_err(|e| broken(format!("tolerance.json: {e}")))?,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => Tolerance::default(),
@@ -205,9 +176,7 @@ fn run(backend: &Backend, dir: &Path) -> Result<Option<String>> {
         .map_err(|e| broken(e.to_string()))?
         .filter_map(|e| Some(e.ok()?.path()))
         .filter(|p| {
-            p.is_dir()
-                && p.file_name()
-                    .is_some_and(|n| n.to_string_lossy().starts_with("test_data_set_"))
+            p.is_dir() && p.file_name().is_some_and(|n| n.to_string_lossy().starts_with("test_data_set_"))
         })
         .collect();
     sets.sort();
@@ -217,18 +186,10 @@ fn run(backend: &Backend, dir: &Path) -> Result<Option<String>> {
     for set in &sets {
         let inputs = read(set, "input", &ports)?
             .into_iter()
-            .map(|(p, data)| Input {
-                name: p.name.clone(),
-                source: String::new(),
-                data,
-            })
+            .map(|(p, data)| Input { name: p.name.clone(), source: String::new(), data })
             .collect::<Vec<_>>();
         if inputs.len() < ports.len() {
-            return Err(broken(format!(
-                "{} inputs for the {} of the model",
-                inputs.len(),
-                ports.len()
-            )));
+            return Err(broken(format!("{} inputs for the {} of the model", inputs.len(), ports.len())));
         }
         let expected = read(set, "output", &results)?;
         if expected.is_empty() {
@@ -278,10 +239,7 @@ fn difference(got: &ConstData, want: &ConstData, t: Tolerance) -> Option<String>
         let (same, by) = if float {
             let (g, w) = (g.as_f64(), w.as_f64());
             let by = (g - w).abs();
-            (
-                g == w || g.is_nan() && w.is_nan() || by <= t.atol + t.rtol * w.abs() && w.is_finite(),
-                by,
-            )
+            (g == w || g.is_nan() && w.is_nan() || by <= t.atol + t.rtol * w.abs() && w.is_finite(), by)
         } else {
             (g == w, (g.as_f64() - w.as_f64()).abs())
         };
@@ -312,11 +270,7 @@ mod tests {
         let f = |v: &[f32]| ConstData::from_slice(&[v.len()], v).unwrap();
         let i = |v: &[i64]| ConstData::from_slice(&[v.len()], v).unwrap();
         assert_eq!(
-            difference(
-                &f(&[1.0, f32::NAN, f32::INFINITY]),
-                &f(&[1.0009, f32::NAN, f32::INFINITY]),
-                t
-            ),
+            difference(&f(&[1.0, f32::NAN, f32::INFINITY]), &f(&[1.0009, f32::NAN, f32::INFINITY]), t),
             None
         );
         assert!(difference(&f(&[1.0]), &f(&[1.0021]), t).is_some());
@@ -326,11 +280,7 @@ mod tests {
         // These differ by one, and are the same double.
         let big = (1i64 << 60) + 1;
         assert!(difference(&i(&[big]), &i(&[big - 1]), t).is_some());
-        assert!(
-            difference(&i(&[1]), &f(&[1.0]), t)
-                .unwrap()
-                .contains("expected f32[1]")
-        );
+        assert!(difference(&i(&[1]), &f(&[1.0]), t).unwrap().contains("expected f32[1]"));
         assert!(difference(&f(&[1.0]), &f(&[]), t).is_some());
     }
 

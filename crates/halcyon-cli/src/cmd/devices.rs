@@ -110,22 +110,10 @@ mod tests {
             devices,
         };
         let all = [
-            report(
-                BackendType::Cpu,
-                vec![info(BackendType::Cpu, Some(57 << 29), false, false)],
-                None,
-            ),
-            report(
-                BackendType::Metal,
-                vec![info(BackendType::Metal, None, true, false)],
-                None,
-            ),
+            report(BackendType::Cpu, vec![info(BackendType::Cpu, Some(57 << 29), false, false)], None),
+            report(BackendType::Metal, vec![info(BackendType::Metal, None, true, false)], None),
             report(BackendType::Cuda, vec![], Some("not there")),
-            report(
-                BackendType::OpenCl,
-                vec![info(BackendType::OpenCl, None, false, true)],
-                None,
-            ),
+            report(BackendType::OpenCl, vec![info(BackendType::OpenCl, None, false, true)], None),
         ];
         assert_eq!(
             text(&all),

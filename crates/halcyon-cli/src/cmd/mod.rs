@@ -60,20 +60,14 @@ pub fn load(path: &Path, a: &InputArgs, b: &BackendArgs, fill: bool, profile: bo
         backend,
         inputs,
         imported,
-        times: LoadTimes {
-            load: decode + check + start.elapsed(),
-            open,
-            inputs: read,
-        },
+        times: LoadTimes { load: decode + check + start.elapsed(), open, inputs: read },
     })
 }
 
 /// The model's graph for inputs of these shapes. Where an input steers a shape, the graph holds for its value.
 pub fn import(model: &Model, inputs: &[Input]) -> Result<Imported> {
-    let shapes: Vec<(&str, Shape)> = inputs
-        .iter()
-        .map(|i| (i.name.as_str(), Shape::from(&i.data.dims)))
-        .collect();
+    let shapes: Vec<(&str, Shape)> =
+        inputs.iter().map(|i| (i.name.as_str(), Shape::from(&i.data.dims))).collect();
     let values: Vec<(&str, ConstData)> = inputs.iter().map(|i| (i.name.as_str(), i.data.clone())).collect();
     model.import_with(&shapes, &values)
 }

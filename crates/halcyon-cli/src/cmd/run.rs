@@ -101,13 +101,8 @@ impl Done<'_> {
             out += &top.text();
         }
         for (name, x) in l.imported.outputs.iter().zip(self.outputs) {
-            let _ = writeln!(
-                out,
-                "output   {name} {}{:?}  {}",
-                x.dtype,
-                x.dims.as_slice(),
-                summary(x).text(x)
-            );
+            let _ =
+                writeln!(out, "output   {name} {}{:?}  {}", x.dtype, x.dims.as_slice(), summary(x).text(x));
         }
         for f in &self.files {
             let _ = writeln!(out, "saved    {}", f.display());
@@ -194,11 +189,8 @@ impl Done<'_> {
 }
 
 fn memory_json(m: &halcyon::MemoryStats) -> Value {
-    let tags: BTreeMap<String, u64> = m
-        .by_tag
-        .iter()
-        .map(|(t, b)| (format!("{t:?}").to_lowercase(), *b))
-        .collect();
+    let tags: BTreeMap<String, u64> =
+        m.by_tag.iter().map(|(t, b)| (format!("{t:?}").to_lowercase(), *b)).collect();
     json!({ "allocated": m.allocated, "peak": m.peak, "cached": m.cached, "limit": m.limit, "by_tag": tags })
 }
 
@@ -207,12 +199,8 @@ pub fn receipts_text(receipts: &[Receipt]) -> String {
     if receipts.is_empty() {
         return "  no transformation applied\n".into();
     }
-    let mut rows = vec![vec![
-        "transformation".to_string(),
-        "applied".into(),
-        "gain".into(),
-        "error against O0".into(),
-    ]];
+    let mut rows =
+        vec![vec!["transformation".to_string(), "applied".into(), "gain".into(), "error against O0".into()]];
     rows.extend(receipts.iter().map(|r| {
         vec![
             r.transformation.clone(),
@@ -227,18 +215,12 @@ pub fn receipts_text(receipts: &[Receipt]) -> String {
 /// File of an output: its name with what a file name may not hold replaced.
 fn file_name(output: &str) -> String {
     let keep = |c: char| c.is_alphanumeric() || "._-".contains(c);
-    output
-        .chars()
-        .map(|c| if keep(c) { c } else { '_' })
-        .collect::<String>()
-        + ".npy"
+    output.chars().map(|c| if keep(c) { c } else { '_' }).collect::<String>() + ".npy"
 }
 
 fn save(dir: &Path, names: &[String], outputs: &[ConstData]) -> Result<Vec<PathBuf>> {
-    std::fs::create_dir_all(dir).map_err(|e| Error::Io {
-        path: dir.display().to_string(),
-        what: e.to_string(),
-    })?;
+    std::fs::create_dir_all(dir)
+        .map_err(|e| Error::Io { path: dir.display().to_string(), what: e.to_string() })?;
     let mut files: Vec<PathBuf> = vec![];
     for (name, x) in names.iter().zip(outputs) {
         let path = dir.join(file_name(name));
@@ -263,10 +245,8 @@ fn save(dir: &Path, names: &[String], outputs: &[ConstData]) -> Result<Vec<PathB
 }
 
 fn read_labels(path: &Path) -> Result<Vec<String>> {
-    let text = std::fs::read_to_string(path).map_err(|e| Error::Io {
-        path: path.display().to_string(),
-        what: e.to_string(),
-    })?;
+    let text = std::fs::read_to_string(path)
+        .map_err(|e| Error::Io { path: path.display().to_string(), what: e.to_string() })?;
     Ok(text.lines().map(|l| l.trim().to_string()).collect())
 }
 
@@ -328,20 +308,12 @@ fn top_k(k: usize, names: &[String], outputs: &[ConstData], labels: Option<&[Str
             let top = order
                 .into_iter()
                 .take(k)
-                .map(|i| Entry {
-                    index: i,
-                    label: label(i),
-                    value: row[i],
-                    share: shares[i],
-                })
+                .map(|i| Entry { index: i, label: label(i), value: row[i], share: shares[i] })
                 .collect();
             (kind, top)
         })
         .collect();
-    Ok(Top {
-        output: name.clone(),
-        rows,
-    })
+    Ok(Top { output: name.clone(), rows })
 }
 
 /// The share of each class: the value itself where the row is a distribution, its exponential where it is the logarithm of
@@ -374,18 +346,11 @@ impl Top {
                 1 => writeln!(out, "top {} of {}", top.len(), self.output),
                 n => writeln!(out, "top {} of {}, row {i} of {n}", top.len(), self.output),
             };
-            let mut rows = vec![vec![
-                "rank".into(),
-                "class".into(),
-                column.to_string(),
-                "value".into(),
-            ]];
+            let mut rows = vec![vec!["rank".into(), "class".into(), column.to_string(), "value".into()]];
             rows.extend(top.iter().enumerate().map(|(rank, e)| {
                 vec![
                     format!("{}.", rank + 1),
-                    e.label
-                        .as_ref()
-                        .map_or(e.index.to_string(), |l| format!("{l} ({})", e.index)),
+                    e.label.as_ref().map_or(e.index.to_string(), |l| format!("{l} ({})", e.index)),
                     format!("{:.2} %", e.share * 100.0),
                     number(e.value),
                 ]
@@ -393,11 +358,7 @@ impl Top {
             out += &table(&rows);
         }
         if self.rows.len() > ROWS {
-            let _ = writeln!(
-                out,
-                "  and {} more rows (--json has them)",
-                self.rows.len() - ROWS
-            );
+            let _ = writeln!(out, "  and {} more rows (--json has them)", self.rows.len() - ROWS);
         }
         out
     }
@@ -405,11 +366,7 @@ impl Top {
     fn json(&self) -> Value {
         let entry =
             |e: &Entry| json!({ "index": e.index, "label": e.label, "value": e.value, "share": e.share });
-        let rows: Vec<Value> = self
-            .rows
-            .iter()
-            .map(|(_, r)| r.iter().map(entry).collect())
-            .collect();
+        let rows: Vec<Value> = self.rows.iter().map(|(_, r)| r.iter().map(entry).collect()).collect();
         let kinds: Vec<&str> = self
             .rows
             .iter()

@@ -38,28 +38,11 @@ pub fn main(a: &TraceArgs) -> Result<u8> {
     backend.synchronize()?;
     let second = start.elapsed();
     let timings = backend.device().take_timings()?;
-    let device_only = exe
-        .plan()
-        .steps
-        .iter()
-        .all(|s| !matches!(s.work, StepWork::Host(_)));
-    let steps = (device_only && timings.len() == exe.plan().steps.len()).then(|| {
-        timings
-            .iter()
-            .map(|t| Duration::from_nanos(t.nanoseconds))
-            .collect::<Vec<_>>()
-    });
+    let device_only = exe.plan().steps.iter().all(|s| !matches!(s.work, StepWork::Host(_)));
+    let steps = (device_only && timings.len() == exe.plan().steps.len())
+        .then(|| timings.iter().map(|t| Duration::from_nanos(t.nanoseconds)).collect::<Vec<_>>());
 
-    let done = Trace {
-        a,
-        loaded: &loaded,
-        exe: &exe,
-        lowering,
-        prepare,
-        first,
-        second,
-        steps,
-    };
+    let done = Trace { a, loaded: &loaded, exe: &exe, lowering, prepare, first, second, steps };
     if a.json {
         report::print_json(&done.json())?
     } else {
@@ -103,10 +86,7 @@ impl Trace<'_> {
             vec!["import".into(), time(l.times.load)],
             vec!["open device".into(), time(l.times.open)],
             vec!["passes and lowering, alone".into(), time(self.lowering)],
-            vec![
-                "prepare: the same, programs and weights".into(),
-                time(self.prepare),
-            ],
+            vec!["prepare: the same, programs and weights".into(), time(self.prepare)],
             vec!["first run, inputs and outputs copied".into(), time(self.first)],
             vec!["second run, on the device".into(), time(self.second)],
         ]);
@@ -171,12 +151,8 @@ impl Trace<'_> {
                 })
             })
             .collect();
-        let sources: Vec<Value> = self
-            .exe
-            .sources()
-            .into_iter()
-            .map(|(n, s)| json!({ "name": n, "source": s }))
-            .collect();
+        let sources: Vec<Value> =
+            self.exe.sources().into_iter().map(|(n, s)| json!({ "name": n, "source": s })).collect();
         json!({
             "model": self.a.model,
             "backend": backend_json(&l.backend),

@@ -87,11 +87,8 @@ pub fn required() -> bool {
 /// Whether a backend has a device here. With HALCYON_REQUIRE_LANES=1 it must have.
 pub fn there(test: &str, backend: &str) -> bool {
     static DEVICES: LazyLock<Value> = LazyLock::new(|| halcyon(&["devices", "--json"]).ok().json());
-    let row = DEVICES
-        .as_array()
-        .and_then(|a| a.iter().find(|r| r["id"] == backend))
-        .cloned()
-        .unwrap_or_default();
+    let row =
+        DEVICES.as_array().and_then(|a| a.iter().find(|r| r["id"] == backend)).cloned().unwrap_or_default();
     if row["available"] == true {
         return true;
     }
@@ -117,10 +114,7 @@ pub fn prepared(test: &str, variable: &str, name: &str) -> Option<PathBuf> {
         Some(d) if d.is_dir() => Some(d),
         _ => {
             assert!(!required(), "{variable} does not lead to test data");
-            skip(
-                test,
-                &format!("{variable} is not set; `cargo xtask test` sets it"),
-            );
+            skip(test, &format!("{variable} is not set; `cargo xtask test` sets it"));
             None
         }
     }
@@ -134,16 +128,11 @@ pub fn port(name: &str, dtype: DType, dims: &[Result<i64, &str>]) -> ValueInfoPr
             Err(s) => DimValue::Param(s.to_string()),
         }),
     };
-    let shape = TensorShapeProto {
-        dim: dims.iter().map(dim).collect(),
-    };
+    let shape = TensorShapeProto { dim: dims.iter().map(dim).collect() };
     ValueInfoProto {
         name: name.into(),
         r#type: Some(TypeProto {
-            value: Some(TypeValue::Tensor(TensorType {
-                elem_type: dtype.row().onnx,
-                shape: Some(shape),
-            })),
+            value: Some(TypeValue::Tensor(TensorType { elem_type: dtype.row().onnx, shape: Some(shape) })),
         }),
     }
 }
@@ -158,10 +147,7 @@ pub fn model(op: &str, domain: &str, inputs: Vec<ValueInfoProto>, output: ValueI
         domain: domain.into(),
         ..Default::default()
     };
-    let set = |domain: &str, version| OperatorSetIdProto {
-        domain: domain.into(),
-        version,
-    };
+    let set = |domain: &str, version| OperatorSetIdProto { domain: domain.into(), version };
     ModelProto {
         ir_version: 8,
         opset_import: vec![set("", 17), set("our.domain", 1)],

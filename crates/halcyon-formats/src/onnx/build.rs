@@ -39,25 +39,13 @@ enum Data {
 
 impl Value {
     fn constant(ty: TensorType, name: Span, data: Data) -> Value {
-        let c = Constant {
-            name,
-            data,
-            node: OnceCell::new(),
-            host: OnceCell::new(),
-        };
-        Value {
-            ty,
-            slot: Slot::Constant(Rc::new(c)),
-        }
+        let c = Constant { name, data, node: OnceCell::new(), host: OnceCell::new() };
+        Value { ty, slot: Slot::Constant(Rc::new(c)) }
     }
 
     /// A weight, under its name.
     pub fn weight(data: ConstData, name: &str) -> Value {
-        Value::constant(
-            TensorType::new(data.dtype, &data.dims),
-            Span::new(name),
-            Data::Bytes(data),
-        )
+        Value::constant(TensorType::new(data.dtype, &data.dims), Span::new(name), Data::Bytes(data))
     }
 
     pub fn rank(&self) -> usize {
@@ -155,10 +143,7 @@ impl Builder {
     }
 
     pub fn value(&self, n: NodeId) -> Value {
-        Value {
-            ty: self.g.ty(n).clone(),
-            slot: Slot::Node(n),
-        }
+        Value { ty: self.g.ty(n).clone(), slot: Slot::Node(n) }
     }
 
     /// A scalar of the type of `like`.
@@ -173,12 +158,7 @@ impl Builder {
             && small(dtype, &dims)
         {
             let n = dims.iter().product();
-            return Host {
-                dtype,
-                dims: dims.to_vec(),
-                vals: vec![Num::Is(v); n],
-            }
-            .into();
+            return Host { dtype, dims: dims.to_vec(), vals: vec![Num::Is(v); n] }.into();
         }
         let n = self.g.full(dtype, shape, v);
         self.value(n)
@@ -190,12 +170,7 @@ impl Builder {
             && small(dtype, &[n])
         {
             let vals = (0..n).map(|i| Num::Is(Scalar::from(i).cast(dtype))).collect();
-            return Ok(Host {
-                dtype,
-                dims: vec![n],
-                vals,
-            }
-            .into());
+            return Ok(Host { dtype, dims: vec![n], vals }.into());
         }
         let n = self.g.iota(dtype, [n], 0)?;
         Ok(self.value(n))
@@ -231,11 +206,7 @@ impl Builder {
         if let (Some(h), Some(dims)) = (x.host(), shape.known())
             && dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) == Some(h.vals.len())
         {
-            return Ok(Host {
-                dims: dims.to_vec(),
-                ..h.clone()
-            }
-            .into());
+            return Ok(Host { dims: dims.to_vec(), ..h.clone() }.into());
         }
         let id = self.id(x)?;
         let n = self.g.reshape(id, shape)?;
@@ -276,19 +247,15 @@ impl Builder {
 
     /// One range per axis.
     pub fn slice(&mut self, x: &Value, ranges: &[Range]) -> Result<Value> {
-        let known: Option<Vec<(usize, usize)>> = ranges
-            .iter()
-            .map(|r| Some((r.start.known()?, r.len.known()?)))
-            .collect();
+        let known: Option<Vec<(usize, usize)>> =
+            ranges.iter().map(|r| Some((r.start.known()?, r.len.known()?))).collect();
         if let (Some(h), Some(k)) = (x.host(), known)
             && k.len() == h.dims.len()
         {
             let out = h.map(k.iter().map(|r| r.1).collect(), |at| {
                 let mut from = Vec::with_capacity(at.len());
                 for (d, (&i, r)) in at.iter().zip(ranges).enumerate() {
-                    let p = i64::try_from(k[d].0)
-                        .ok()?
-                        .checked_add(r.step.checked_mul(i as i64)?)?;
+                    let p = i64::try_from(k[d].0).ok()?.checked_add(r.step.checked_mul(i as i64)?)?;
                     from.push(usize::try_from(p).ok().filter(|p| *p < h.dims[d])?);
                 }
                 Some(flat(&h.dims, from.into_iter()))
@@ -307,15 +274,8 @@ impl Builder {
 
     /// `len` elements from `start` along one axis, which must exist.
     pub fn narrow(&mut self, x: &Value, axis: usize, start: Dim, len: Dim) -> Result<Value> {
-        let mut r: Vec<Range> = x
-            .shape()
-            .iter()
-            .map(|&len| Range {
-                start: Dim::from(0),
-                step: 1,
-                len,
-            })
-            .collect();
+        let mut r: Vec<Range> =
+            x.shape().iter().map(|&len| Range { start: Dim::from(0), step: 1, len }).collect();
         if let Some(r) = r.get_mut(axis) {
             (r.start, r.len) = (start, len);
         }
@@ -364,9 +324,8 @@ impl Builder {
         if let Slot::Node(n) = v.slot {
             let live = self.g.live(&[n]);
             let inputs = self.g.nodes().iter().zip(live).filter(|(_, live)| *live);
-            self.missing = inputs
-                .filter_map(|(n, _)| if let Op::Input(k) = n.op { Some(k) } else { None })
-                .collect();
+            self.missing =
+                inputs.filter_map(|(n, _)| if let Op::Input(k) = n.op { Some(k) } else { None }).collect();
         }
         Err(Error::unsupported(
             format!("{what} computed at run time"),
@@ -396,10 +355,7 @@ impl Builder {
 
 fn is_permutation(perm: &[usize], rank: usize) -> bool {
     let mut seen = vec![false; rank];
-    perm.len() == rank
-        && perm
-            .iter()
-            .all(|&p| p < rank && !std::mem::replace(&mut seen[p], true))
+    perm.len() == rank && perm.iter().all(|&p| p < rank && !std::mem::replace(&mut seen[p], true))
 }
 
 fn fold_scalar(op: ScalarOp, x: &[&Value]) -> Option<Host> {
@@ -411,10 +367,7 @@ fn fold_scalar(op: ScalarOp, x: &[&Value]) -> Option<Host> {
         return None;
     }
     let hosts: Vec<&Host> = x.iter().map(|v| v.host()).collect::<Option<_>>()?;
-    let shape = x[1..]
-        .iter()
-        .try_fold(x[0].ty.shape.clone(), |s, v| s.broadcast(v.shape()))
-        .ok()?;
+    let shape = x[1..].iter().try_fold(x[0].ty.shape.clone(), |s, v| s.broadcast(v.shape())).ok()?;
     let dims: Dims = shape.known()?;
     if !small(d, &dims) {
         return None;
@@ -423,11 +376,7 @@ fn fold_scalar(op: ScalarOp, x: &[&Value]) -> Option<Host> {
     let vals = (0..wide[0].vals.len())
         .map(|i| host::eval(op, d, &wide.iter().map(|h| h.vals[i]).collect::<Vec<_>>()))
         .collect::<Option<_>>()?;
-    Some(Host {
-        dtype: op.result(d),
-        dims: dims.to_vec(),
-        vals,
-    })
+    Some(Host { dtype: op.result(d), dims: dims.to_vec(), vals })
 }
 
 fn fold_concat(x: &[&Host], axis: usize) -> Option<Host> {
@@ -450,11 +399,7 @@ fn fold_concat(x: &[&Host], axis: usize) -> Option<Host> {
             vals.extend_from_slice(&h.vals[r * n..(r + 1) * n]);
         }
     }
-    small(first.dtype, &dims).then_some(Host {
-        dtype: first.dtype,
-        dims,
-        vals,
-    })
+    small(first.dtype, &dims).then_some(Host { dtype: first.dtype, dims, vals })
 }
 
 fn fold_gather(x: &Host, index: &Host, axis: usize) -> Option<Host> {
@@ -468,17 +413,9 @@ fn fold_gather(x: &Host, index: &Host, axis: usize) -> Option<Host> {
         return None;
     }
     x.map(dims, |at| {
-        let i = index.vals[flat(&index.dims, at[axis..axis + r].iter().copied())]
-            .known()?
-            .as_i64();
-        let i = usize::try_from(if i < 0 { i.checked_add(n as i64)? } else { i })
-            .ok()
-            .filter(|i| *i < n)?;
-        let from = at[..axis]
-            .iter()
-            .copied()
-            .chain([i])
-            .chain(at[axis + r..].iter().copied());
+        let i = index.vals[flat(&index.dims, at[axis..axis + r].iter().copied())].known()?.as_i64();
+        let i = usize::try_from(if i < 0 { i.checked_add(n as i64)? } else { i }).ok().filter(|i| *i < n)?;
+        let from = at[..axis].iter().copied().chain([i]).chain(at[axis + r..].iter().copied());
         Some(flat(&x.dims, from))
     })
 }

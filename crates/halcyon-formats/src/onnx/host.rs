@@ -55,20 +55,12 @@ pub fn small(dtype: DType, dims: &[usize]) -> bool {
 
 impl Host {
     pub fn scalar(dtype: DType, v: impl Into<Scalar>) -> Host {
-        Host {
-            dtype,
-            dims: vec![],
-            vals: vec![Num::Is(v.into().cast(dtype))],
-        }
+        Host { dtype, dims: vec![], vals: vec![Num::Is(v.into().cast(dtype))] }
     }
 
     /// A vector of i64.
     pub fn ints(vals: Vec<Num>) -> Host {
-        Host {
-            dtype: DType::I64,
-            dims: vec![vals.len()],
-            vals,
-        }
+        Host { dtype: DType::I64, dims: vec![vals.len()], vals }
     }
 
     /// `None` if the data is not [`small`].
@@ -108,29 +100,18 @@ impl Host {
             vals.push(*self.vals.get(index(&at)?)?);
             step(&mut at, &dims);
         }
-        Some(Host {
-            dtype: self.dtype,
-            dims,
-            vals,
-        })
+        Some(Host { dtype: self.dtype, dims, vals })
     }
 
     /// NumPy broadcasting to `dims`, which it must broadcast to.
     pub fn expand(&self, dims: &[usize]) -> Option<Host> {
         let lead = dims.len().checked_sub(self.dims.len())?;
-        let ok = self
-            .dims
-            .iter()
-            .zip(&dims[lead..])
-            .all(|(a, b)| a == b || *a == 1);
+        let ok = self.dims.iter().zip(&dims[lead..]).all(|(a, b)| a == b || *a == 1);
         ok.then(|| {
             self.map(dims.to_vec(), |at| {
                 Some(flat(
                     &self.dims,
-                    at[lead..]
-                        .iter()
-                        .zip(&self.dims)
-                        .map(|(&i, &n)| if n == 1 { 0 } else { i }),
+                    at[lead..].iter().zip(&self.dims).map(|(&i, &n)| if n == 1 { 0 } else { i }),
                 ))
             })
         })?
@@ -145,46 +126,26 @@ impl Host {
             Num::Size(_) => None,
         };
         let vals = self.vals.iter().map(one).collect::<Option<_>>()?;
-        Some(Host {
-            dtype,
-            dims: self.dims.clone(),
-            vals,
-        })
+        Some(Host { dtype, dims: self.dims.clone(), vals })
     }
 
     /// `kind` over `axes`, which must be in range. `None` where that needs the value of a symbol.
     pub fn reduce(&self, kind: ReduceKind, axes: &[usize], keep: bool) -> Option<Host> {
         let op = kind.op(self.dtype);
-        let part: Vec<usize> = self
-            .dims
-            .iter()
-            .enumerate()
-            .map(|(k, &n)| if axes.contains(&k) { 1 } else { n })
-            .collect();
+        let part: Vec<usize> =
+            self.dims.iter().enumerate().map(|(k, &n)| if axes.contains(&k) { 1 } else { n }).collect();
         let mut vals = vec![Num::Is(kind.identity(self.dtype)); part.iter().product()];
         let mut at = vec![0; self.dims.len()];
         for v in &self.vals {
-            let to = flat(
-                &part,
-                at.iter().zip(&part).map(|(&i, &n)| if n == 1 { 0 } else { i }),
-            );
+            let to = flat(&part, at.iter().zip(&part).map(|(&i, &n)| if n == 1 { 0 } else { i }));
             vals[to] = eval(op, self.dtype, &[vals[to], *v])?;
             step(&mut at, &self.dims);
         }
         let dims = match keep {
             true => part,
-            false => part
-                .iter()
-                .enumerate()
-                .filter(|(k, _)| !axes.contains(k))
-                .map(|(_, n)| *n)
-                .collect(),
+            false => part.iter().enumerate().filter(|(k, _)| !axes.contains(k)).map(|(_, n)| *n).collect(),
         };
-        Some(Host {
-            dtype: self.dtype,
-            dims,
-            vals,
-        })
+        Some(Host { dtype: self.dtype, dims, vals })
     }
 }
 
@@ -210,9 +171,7 @@ pub fn eval(op: ScalarOp, d: DType, x: &[Num]) -> Option<Num> {
         return Some(Num::Is(op.eval(d, &s)));
     }
     // Sizes are held in 64 bits; constants that could overflow them are left to the device.
-    if x.iter()
-        .any(|n| n.known().is_some_and(|s| s.as_i64().unsigned_abs() > 1 << 40))
-    {
+    if x.iter().any(|n| n.known().is_some_and(|s| s.as_i64().unsigned_abs() > 1 << 40)) {
         return None;
     }
     let truth = |b: bool| Some(Num::Is(Scalar::Bool(b)));
@@ -252,10 +211,7 @@ fn equal(a: Num, b: Num) -> Option<bool> {
 
 /// The error for a value that depends on a symbolic dimension where a number is needed.
 pub fn symbolic(d: Dim) -> Error {
-    Error::unsupported(
-        format!("a value that depends on the symbolic size {d}"),
-        "Give concrete input shapes",
-    )
+    Error::unsupported(format!("a value that depends on the symbolic size {d}"), "Give concrete input shapes")
 }
 
 #[cfg(test)]
@@ -268,25 +224,11 @@ mod tests {
 
     #[test]
     fn views_and_reductions() {
-        let h = Host {
-            dtype: DType::I64,
-            dims: vec![2, 3],
-            vals: nums(&[1, 2, 3, 4, 5, 6]),
-        };
-        assert_eq!(
-            h.reduce(ReduceKind::Sum, &[1], false).unwrap().vals,
-            nums(&[6, 15])
-        );
+        let h = Host { dtype: DType::I64, dims: vec![2, 3], vals: nums(&[1, 2, 3, 4, 5, 6]) };
+        assert_eq!(h.reduce(ReduceKind::Sum, &[1], false).unwrap().vals, nums(&[6, 15]));
         assert_eq!(h.reduce(ReduceKind::Prod, &[0], true).unwrap().dims, [1, 3]);
-        assert_eq!(
-            h.reduce(ReduceKind::Max, &[0, 1], false).unwrap().vals,
-            nums(&[6])
-        );
-        let row = Host {
-            dtype: DType::I64,
-            dims: vec![1, 2],
-            vals: nums(&[7, 8]),
-        };
+        assert_eq!(h.reduce(ReduceKind::Max, &[0, 1], false).unwrap().vals, nums(&[6]));
+        let row = Host { dtype: DType::I64, dims: vec![1, 2], vals: nums(&[7, 8]) };
         assert_eq!(row.expand(&[2, 2]).unwrap().vals, nums(&[7, 8, 7, 8]));
         assert!(row.expand(&[2, 3]).is_none());
         assert!(row.expand(&[2]).is_none());
@@ -297,23 +239,14 @@ mod tests {
     fn symbolic_sizes_take_part_where_the_answer_is_certain() {
         let b = Num::Size(Dim::sym("b"));
         let op = |o, x: &[Num]| eval(o, DType::I64, x);
-        assert_eq!(
-            op(ScalarOp::Add, &[b, Num::int(-1)]),
-            Some(Num::Size(Dim::sym("b").offset(-1)))
-        );
+        assert_eq!(op(ScalarOp::Add, &[b, Num::int(-1)]), Some(Num::Size(Dim::sym("b").offset(-1))));
         assert_eq!(op(ScalarOp::Mul, &[b, Num::int(0)]), Some(Num::int(0)));
         assert_eq!(op(ScalarOp::Sub, &[b, b]), Some(Num::int(0)));
-        assert_eq!(
-            op(ScalarOp::Eq, &[b, Num::int(-1)]),
-            Some(Num::Is(Scalar::Bool(false)))
-        );
+        assert_eq!(op(ScalarOp::Eq, &[b, Num::int(-1)]), Some(Num::Is(Scalar::Bool(false))));
         assert_eq!(op(ScalarOp::Eq, &[b, Num::int(4)]), None);
         assert_eq!(op(ScalarOp::Lt, &[b, Num::int(4)]), None);
         assert_eq!(op(ScalarOp::Mul, &[b, Num::int(-1)]), None);
-        assert!(matches!(
-            Host::ints(vec![b]).data(),
-            Err(Error::Unsupported { .. })
-        ));
+        assert!(matches!(Host::ints(vec![b]).data(), Err(Error::Unsupported { .. })));
         assert!(Host::ints(vec![b]).cast(DType::I32).is_some());
         assert!(Host::ints(vec![b]).cast(DType::F32).is_none());
     }

@@ -24,11 +24,7 @@ pub struct Imported {
 
 /// A node's name, or its op and place where it has none.
 pub fn node_name(n: &NodeProto, index: usize) -> String {
-    if n.name.is_empty() {
-        format!("{}#{index}", n.op_type)
-    } else {
-        n.name.clone()
-    }
+    if n.name.is_empty() { format!("{}#{index}", n.op_type) } else { n.name.clone() }
 }
 
 /// Builds the graph of a model whose operators are all supported. Each time a value that must be known depends on inputs
@@ -52,10 +48,7 @@ pub fn import(m: &Model, shapes: &[(&str, Shape)], values: &[(&str, ConstData)])
         let before = fixed.len();
         for k in &b.missing {
             let name = ports.get(*k as usize).map(|p| p.name.as_str());
-            match values
-                .iter()
-                .find(|(n, v)| Some(*n) == name && small(v.dtype, &v.dims))
-            {
+            match values.iter().find(|(n, v)| Some(*n) == name && small(v.dtype, &v.dims)) {
                 Some((n, v)) => fixed.insert(n, v),
                 None => return Err(e),
             };
@@ -97,19 +90,13 @@ fn build<'m>(
     }
 
     let order = order(m)?;
-    let mut needed: BTreeSet<&str> = order
-        .iter()
-        .flat_map(|&i| &g.node[i].input)
-        .map(String::as_str)
-        .collect();
+    let mut needed: BTreeSet<&str> =
+        order.iter().flat_map(|&i| &g.node[i].input).map(String::as_str).collect();
     needed.extend(g.output.iter().map(|o| o.name.as_str()));
     for t in g.initializer.iter().filter(|t| needed.contains(t.name.as_str())) {
         let v = Value::weight(tensor::decode(t, &m.external, &m.file)?, &t.name);
         if values.insert(&t.name, v).is_some() {
-            return Err(bad(
-                &m.file,
-                format!("initializer '{}' is declared twice", t.name),
-            ));
+            return Err(bad(&m.file, format!("initializer '{}' is declared twice", t.name)));
         }
     }
 
@@ -126,14 +113,8 @@ fn build<'m>(
             });
         }
         b.g.span = Span::new(name.as_str());
-        let call = Call {
-            node: n,
-            name: &name,
-            opset,
-            inputs: &inputs,
-            external: &m.external,
-            file: &m.file,
-        };
+        let call =
+            Call { node: n, name: &name, opset, inputs: &inputs, external: &m.external, file: &m.file };
         let out = (row.build)(b, &call).map_err(|e| locate(e.at(&b.g.span), &name))?;
         for (k, o) in n.output.iter().enumerate().filter(|(_, o)| !o.is_empty()) {
             let v = out.get(k).cloned().ok_or_else(|| {
@@ -148,12 +129,9 @@ fn build<'m>(
     }
 
     for o in &g.output {
-        let v = values.get(o.name.as_str()).ok_or_else(|| {
-            bad(
-                &m.file,
-                format!("output '{}' is not computed by any node", o.name),
-            )
-        })?;
+        let v = values
+            .get(o.name.as_str())
+            .ok_or_else(|| bad(&m.file, format!("output '{}' is not computed by any node", o.name)))?;
         b.g.span = Span::new(o.name.as_str());
         let id = b.id(v)?;
         b.g.output(&o.name, id);
@@ -174,33 +152,22 @@ fn addressable(t: &TensorType) -> Result<()> {
 /// Names the node in an error that has no place of its own.
 fn locate(e: Error, node: &str) -> Error {
     match e {
-        Error::Unsupported { what, next } if !what.contains(node) => Error::Unsupported {
-            what: format!("{what} (at {node})"),
-            next,
-        },
+        Error::Unsupported { what, next } if !what.contains(node) => {
+            Error::Unsupported { what: format!("{what} (at {node})"), next }
+        }
         e => e,
     }
 }
 
 fn missing(m: &Model, value: &str, node: &str) -> Error {
-    bad(
-        &m.file,
-        format!("node {node} reads '{value}', which is no input, weight or result of another node"),
-    )
+    bad(&m.file, format!("node {node} reads '{value}', which is no input, weight or result of another node"))
 }
 
 /// The shape of every input: the given one, or the declared one with the symbols that the given ones determine.
 fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Vec<Shape>> {
     if let Some((name, _)) = given.iter().find(|(n, _)| !ports.iter().any(|p| p.name == *n)) {
-        let have = ports
-            .iter()
-            .map(|p| p.name.as_str())
-            .collect::<Vec<_>>()
-            .join(", ");
-        return Err(Error::argument(
-            "import",
-            format!("the model has no input '{name}', only {have}"),
-        ));
+        let have = ports.iter().map(|p| p.name.as_str()).collect::<Vec<_>>().join(", ");
+        return Err(Error::argument("import", format!("the model has no input '{name}', only {have}")));
     }
     let find = |p: &Port| given.iter().find(|(n, _)| *n == p.name).map(|(_, s)| s);
     let mut known = Bindings::new();
@@ -211,10 +178,7 @@ fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Ve
         let bad = |why: String| {
             Error::shape(
                 "import",
-                format!(
-                    "input '{}' is declared {}{want}, given {s}: {why}",
-                    p.name, p.dtype
-                ),
+                format!("input '{}' is declared {}{want}, given {s}: {why}", p.name, p.dtype),
             )
         };
         if s.rank() != want.rank() {
@@ -245,10 +209,7 @@ fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Ve
             (None, Some(s)) => Ok(s.iter().map(bind).collect()),
             (None, None) => Err(Error::argument(
                 "import",
-                format!(
-                    "{}: input '{}' declares no shape, so one must be given",
-                    m.file, p.name
-                ),
+                format!("{}: input '{}' declares no shape, so one must be given", m.file, p.name),
             )),
         })
         .collect()
@@ -274,19 +235,11 @@ fn order(m: &Model) -> Result<Vec<usize>> {
             }
         }
     }
-    let sources = |i: usize| {
-        g.node[i]
-            .input
-            .iter()
-            .filter_map(|x| producer.get(x.as_str()).copied())
-    };
+    let sources = |i: usize| g.node[i].input.iter().filter_map(|x| producer.get(x.as_str()).copied());
 
     let mut live = vec![false; g.node.len()];
-    let mut todo: Vec<usize> = g
-        .output
-        .iter()
-        .filter_map(|o| producer.get(o.name.as_str()).copied())
-        .collect();
+    let mut todo: Vec<usize> =
+        g.output.iter().filter_map(|o| producer.get(o.name.as_str()).copied()).collect();
     while let Some(i) = todo.pop() {
         if !std::mem::replace(&mut live[i], true) {
             todo.extend(sources(i));
@@ -313,17 +266,12 @@ fn order(m: &Model) -> Result<Vec<usize>> {
             }
         }
     }
-    let stuck: Vec<String> = (0..g.node.len())
-        .filter(|&i| live[i] && waits[i] > 0)
-        .map(|i| node_name(&g.node[i], i))
-        .collect();
+    let stuck: Vec<String> =
+        (0..g.node.len()).filter(|&i| live[i] && waits[i] > 0).map(|i| node_name(&g.node[i], i)).collect();
     if !stuck.is_empty() {
         return Err(bad(
             &m.file,
-            format!(
-                "these nodes depend on each other in a cycle: {}",
-                stuck.join(", ")
-            ),
+            format!("these nodes depend on each other in a cycle: {}", stuck.join(", ")),
         ));
     }
     Ok(out)

@@ -10,40 +10,23 @@ use prost::Message;
 
 fn mlp() -> ModelProto {
     let nodes = vec![
-        node("Gemm", &["x", "w", "b"], &["h"])
-            .int("transB", 1)
-            .float("alpha", 2.0),
+        node("Gemm", &["x", "w", "b"], &["h"]).int("transB", 1).float("alpha", 2.0),
         node("Relu", &["h"], &["y"]),
     ];
     let w = t(&[2, 3], &[1f32, 0.0, -1.0, 0.5, 0.5, 0.5]);
-    model(
-        17,
-        port("x", DType::F32, &["n", "3"]),
-        nodes,
-        &[("w", w), ("b", t(&[2], &[0.0f32, 1.0]))],
-    )
+    model(17, port("x", DType::F32, &["n", "3"]), nodes, &[("w", w), ("b", t(&[2], &[0.0f32, 1.0]))])
 }
 
 #[test]
 fn a_model_runs_and_keeps_names_spans_and_order() {
     let m = open(mlp());
     assert_eq!(m.opset(""), 17);
-    assert_eq!(
-        m.inputs().unwrap()[0].shape,
-        Some(Shape::from([Dim::sym("n"), 3.into()]))
-    );
+    assert_eq!(m.inputs().unwrap()[0].shape, Some(Shape::from([Dim::sym("n"), 3.into()])));
     let i = m.import(&[("x", [1usize, 3].into())]).unwrap();
-    assert_eq!(
-        (&i.inputs[..], &i.outputs[..]),
-        (&["x".to_string()][..], &["y".to_string()][..])
-    );
+    assert_eq!((&i.inputs[..], &i.outputs[..]), (&["x".to_string()][..], &["y".to_string()][..]));
     let g = &i.graph;
     assert_eq!(g.node(g.outputs()[0].node).span.as_str(), "Relu-y");
-    assert!(
-        g.nodes()
-            .iter()
-            .any(|n| matches!(n.op, Op::Const(_)) && n.span.as_str() == "b")
-    );
+    assert!(g.nodes().iter().any(|n| matches!(n.op, Op::Const(_)) && n.span.as_str() == "b"));
     let y = reference::run(g, &[t(&[1, 3], &[1f32, 2.0, 4.0])]).remove(0);
     assert_eq!(y.to_vec::<f64>(), [0.0, 8.0]);
 }
@@ -94,16 +77,10 @@ fn shape_arithmetic_is_done_at_import() {
     }
     let x = t(&[1, 4], &[1f32, 2.0, 3.0, 4.0]);
     let y = reference::run(&i.graph, std::slice::from_ref(&x)).remove(0);
-    assert_eq!(
-        (&y.dims[..], y.to_vec::<f64>()),
-        (&[2, 2][..], vec![1.0, 2.0, 4.0, 5.0])
-    );
+    assert_eq!((&y.dims[..], y.to_vec::<f64>()), (&[2, 2][..], vec![1.0, 2.0, 4.0, 5.0]));
     // The same with the size left open until later.
     let g = m.import(&[]).unwrap().graph;
-    assert_eq!(
-        g.shape(g.outputs()[0].node),
-        &Shape::from([Dim::sym("n").mul(2.into()), 2.into()])
-    );
+    assert_eq!(g.shape(g.outputs()[0].node), &Shape::from([Dim::sym("n").mul(2.into()), 2.into()]));
     let g = g.bind(&g.solve(&[[1usize, 4].into()]).unwrap()).unwrap();
     assert_eq!(reference::run(&g, &[x]), [y]);
 }
@@ -115,9 +92,7 @@ fn a_symbolic_size_can_be_data() {
         node("Cast", &["s"], &["f"]).int("to", 1),
         node("Mul", &["x", "f"], &["y"]),
     ];
-    let g = import(model(17, port("x", DType::F32, &["n"]), nodes, &[]))
-        .unwrap()
-        .graph;
+    let g = import(model(17, port("x", DType::F32, &["n"]), nodes, &[])).unwrap().graph;
     let g = g.bind(&g.solve(&[[3usize].into()]).unwrap()).unwrap();
     let y = reference::run(&g, &[t(&[3], &[1f32, 2.0, 3.0])]).remove(0);
     assert_eq!(y.to_vec::<f64>(), [3.0, 6.0, 9.0]);
@@ -142,19 +117,10 @@ fn all_unsupported_operators_are_listed_before_weights_are_read() {
         node("Gelu", &["h"], &["e"]),
     ]);
     let m = open(m);
-    let Err(Error::UnsupportedOps(u)) = m.check("cpu") else {
-        panic!()
-    };
+    let Err(Error::UnsupportedOps(u)) = m.check("cpu") else { panic!() };
     let got: Vec<(&str, &str, i64, Vec<&str>)> = u
         .iter()
-        .map(|u| {
-            (
-                &*u.op,
-                &*u.domain,
-                u.opset,
-                u.nodes.iter().map(String::as_str).collect(),
-            )
-        })
+        .map(|u| (&*u.op, &*u.domain, u.opset, u.nodes.iter().map(String::as_str).collect()))
         .collect();
     assert_eq!(
         got,
@@ -185,10 +151,7 @@ fn with(f: impl FnOnce(&mut GraphProto)) -> ModelProto {
 
 #[test]
 fn malformed_graphs_are_typed_errors() {
-    format_error(
-        with(|g| g.node[0].input[0] = "ghost".into()),
-        "Gemm-h reads 'ghost'",
-    );
+    format_error(with(|g| g.node[0].input[0] = "ghost".into()), "Gemm-h reads 'ghost'");
     format_error(with(|g| g.output[0].name = "ghost".into()), "'ghost'");
     format_error(with(|g| g.node[0].input[2] = "y".into()), "cycle: Gemm-h, Relu-y");
     format_error(with(|g| g.node[1].output[0] = "h".into()), "another source");
@@ -225,18 +188,11 @@ fn weights_stay_in_the_file() {
     let f = Bytes::from(mlp().encode_to_vec());
     let m = Model::parse(f.clone(), External::none(), "m").unwrap();
     let g = m.import(&[]).unwrap().graph;
-    let weights: Vec<&ConstData> = g
-        .nodes()
-        .iter()
-        .filter_map(|n| if let Op::Const(c) = &n.op { Some(c) } else { None })
-        .collect();
+    let weights: Vec<&ConstData> =
+        g.nodes().iter().filter_map(|n| if let Op::Const(c) = &n.op { Some(c) } else { None }).collect();
     assert_eq!(weights.len(), 2);
     // The matrix is transposed by the graph, not here; the small bias may be either.
-    assert!(
-        weights
-            .iter()
-            .any(|w| f.as_ptr_range().contains(&w.bytes().as_ptr()))
-    );
+    assert!(weights.iter().any(|w| f.as_ptr_range().contains(&w.bytes().as_ptr())));
 }
 
 #[test]
@@ -244,10 +200,7 @@ fn external_weights_are_mapped_and_checked() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("m.onnx");
     let big = t(&[3, 100], &[0.5f32; 300]);
-    let entry = |k: &str, v: &str| StringStringEntryProto {
-        key: k.into(),
-        value: v.into(),
-    };
+    let entry = |k: &str, v: &str| StringStringEntryProto { key: k.into(), value: v.into() };
     let mut m = model(
         17,
         port("x", DType::F32, &["1", "3"]),
@@ -287,58 +240,36 @@ fn given_shapes_must_fit() {
         vec![("x", [usize::MAX >> 1, 3].into())],
     ] {
         let e = m.import(&s).unwrap_err();
-        assert!(
-            matches!(e, Error::Argument { .. } | Error::Shape { .. }),
-            "{s:?}: {e:?}"
-        );
+        assert!(matches!(e, Error::Argument { .. } | Error::Shape { .. }), "{s:?}: {e:?}");
     }
 }
 
 #[test]
 fn inputs_that_steer_shapes_are_fixed_by_value() {
-    let mut m = model(
-        17,
-        port("x", DType::F32, &["2", "3"]),
-        vec![node("Reshape", &["x", "s"], &["y"])],
-        &[],
-    );
-    m.graph
-        .as_mut()
-        .unwrap()
-        .input
-        .push(port("s", DType::I64, &["2"]));
+    let mut m =
+        model(17, port("x", DType::F32, &["2", "3"]), vec![node("Reshape", &["x", "s"], &["y"])], &[]);
+    m.graph.as_mut().unwrap().input.push(port("s", DType::I64, &["2"]));
     let m = open(m);
     assert!(matches!(m.import(&[]), Err(Error::Unsupported { .. })));
     let x = t(&[2, 3], &[0f32; 6]);
     let i = m.import_with(&[], &[("x", x), ("s", ints(&[3, -1]))]).unwrap();
     assert_eq!(i.fixed, ["s"]);
     assert_eq!(i.graph.inputs().len(), 2);
-    assert_eq!(
-        i.graph.shape(i.graph.outputs()[0].node),
-        &Shape::from([3usize, 2])
-    );
+    assert_eq!(i.graph.shape(i.graph.outputs()[0].node), &Shape::from([3usize, 2]));
     let wrong = m.import_with(&[], &[("s", t(&[2], &[3i32, 2]))]);
     assert!(matches!(wrong, Err(Error::Argument { .. })));
 }
 
 #[test]
 fn what_is_not_a_tensor_is_named() {
-    let seq = TypeProto {
-        value: Some(TypeValue::Sequence(Box::default())),
-    };
-    assert!(matches!(
-        import(with(|g| g.input[0].r#type = Some(seq))),
-        Err(Error::Unsupported { .. })
-    ));
+    let seq = TypeProto { value: Some(TypeValue::Sequence(Box::default())) };
+    assert!(matches!(import(with(|g| g.input[0].r#type = Some(seq))), Err(Error::Unsupported { .. })));
     assert!(matches!(
         import(with(|g| g.sparse_initializer.push(SparseTensorProto::default()))),
         Err(Error::Unsupported { .. })
     ));
     let mut m = mlp();
-    m.functions.push(FunctionProto {
-        name: "Relu".into(),
-        ..Default::default()
-    });
+    m.functions.push(FunctionProto { name: "Relu".into(), ..Default::default() });
     assert!(matches!(import(m), Err(Error::UnsupportedOps(u)) if u[0].reason.contains("functions")));
     let mut m = mlp();
     m.opset_import[0].version = 99;
@@ -350,20 +281,10 @@ fn attack_deep_nesting() {
     let mut g = GraphProto::default();
     for _ in 0..200 {
         let n = node("If", &["x"], &["y"]).attr("b", attribute::GRAPH, |a| a.g = Some(Box::new(g)));
-        g = GraphProto {
-            node: vec![n],
-            ..Default::default()
-        };
+        g = GraphProto { node: vec![n], ..Default::default() };
     }
-    let f = ModelProto {
-        graph: Some(g),
-        ..Default::default()
-    }
-    .encode_to_vec();
-    assert!(matches!(
-        Model::parse(f.into(), External::none(), "m"),
-        Err(Error::Format { .. })
-    ));
+    let f = ModelProto { graph: Some(g), ..Default::default() }.encode_to_vec();
+    assert!(matches!(Model::parse(f.into(), External::none(), "m"), Err(Error::Format { .. })));
 }
 
 #[test]
@@ -374,12 +295,7 @@ fn attack_sizes_that_do_not_fit_memory() {
         node("ConstantOfShape", &["w"], &["y"]),
         node("Tile", &["x", "w"], &["y"]),
     ] {
-        let m = model(
-            17,
-            port("x", DType::F32, &["1", "1"]),
-            vec![n],
-            &[("w", huge.clone())],
-        );
+        let m = model(17, port("x", DType::F32, &["1", "1"]), vec![n], &[("w", huge.clone())]);
         assert!(matches!(import(m), Err(Error::Shape { .. })));
     }
     let x = port("x", DType::F32, &["9223372036854775807", "9223372036854775807"]);
@@ -387,18 +303,11 @@ fn attack_sizes_that_do_not_fit_memory() {
         import(model(17, x, vec![node("Relu", &["x"], &["y"])], &[])),
         Err(Error::Shape { .. })
     ));
-    let w = [
-        ("a", t(&[], &[0i64])),
-        ("b", t(&[], &[i64::MAX])),
-        ("c", t(&[], &[1i64])),
-        ("z", t(&[], &[0i64])),
-    ];
+    let w =
+        [("a", t(&[], &[0i64])), ("b", t(&[], &[i64::MAX])), ("c", t(&[], &[1i64])), ("z", t(&[], &[0i64]))];
     for step in ["c", "z"] {
         let n = vec![node("Range", &["a", "b", step], &["y"])];
-        assert!(matches!(
-            import(model(17, port("x", DType::F32, &[]), n, &w)),
-            Err(Error::Argument { .. })
-        ));
+        assert!(matches!(import(model(17, port("x", DType::F32, &[]), n, &w)), Err(Error::Argument { .. })));
     }
 }
 

@@ -36,11 +36,7 @@ impl Model {
     /// # Errors
     /// [`Error::Io`]; [`Error::Format`] if it is not an ONNX model.
     pub fn open(path: &Path) -> Result<Model> {
-        Model::parse(
-            crate::mmap::open(path)?,
-            External::beside(path),
-            &path.display().to_string(),
-        )
+        Model::parse(crate::mmap::open(path)?, External::beside(path), &path.display().to_string())
     }
 
     /// As [`Model::open`], of a model in memory; `file` names it in errors.
@@ -55,30 +51,18 @@ impl Model {
         if proto.graph.is_none() {
             return Err(bad(file, "the model has no graph"));
         }
-        Ok(Model {
-            file: file.into(),
-            proto,
-            external,
-        })
+        Ok(Model { file: file.into(), proto, external })
     }
 
     pub(super) fn graph(&self) -> Result<&GraphProto> {
-        self.proto
-            .graph
-            .as_ref()
-            .ok_or_else(|| bad(&self.file, "the model has no graph"))
+        self.proto.graph.as_ref().ok_or_else(|| bad(&self.file, "the model has no graph"))
     }
 
     /// Version of the operator set imported for `domain`; 0 if none is. The default domain is `""`.
     pub fn opset(&self, domain: &str) -> i64 {
         let norm = |d: &str| if d == "ai.onnx" { "" } else { d }.to_string();
         let sets = &self.proto.opset_import;
-        match sets
-            .iter()
-            .filter(|s| norm(&s.domain) == norm(domain))
-            .map(|s| s.version)
-            .max()
-        {
+        match sets.iter().filter(|s| norm(&s.domain) == norm(domain)).map(|s| s.version).max() {
             Some(v) => v,
             // IR versions before 3 had no such field and meant version 1.
             None if sets.is_empty() && norm(domain).is_empty() => 1,
@@ -93,11 +77,7 @@ impl Model {
     pub fn inputs(&self) -> Result<Vec<Port>> {
         let g = self.graph()?;
         let weights: HashSet<&str> = g.initializer.iter().map(|t| t.name.as_str()).collect();
-        g.input
-            .iter()
-            .filter(|v| !weights.contains(v.name.as_str()))
-            .map(|v| self.port(v))
-            .collect()
+        g.input.iter().filter(|v| !weights.contains(v.name.as_str())).map(|v| self.port(v)).collect()
     }
 
     /// Outputs in the model's order. Errors as [`Model::inputs`].
@@ -132,10 +112,7 @@ impl Model {
         Ok(Port {
             name: v.name.clone(),
             dtype: tensor::dtype(t.elem_type, &what)?,
-            shape: t
-                .shape
-                .as_ref()
-                .map(|s| s.dim.iter().enumerate().map(dim).collect()),
+            shape: t.shape.as_ref().map(|s| s.dim.iter().enumerate().map(dim).collect()),
         })
     }
 
@@ -174,20 +151,11 @@ impl Model {
             });
             found[k].nodes.push(import::node_name(n, i));
         }
-        if found.is_empty() {
-            Ok(())
-        } else {
-            Err(Error::UnsupportedOps(found))
-        }
+        if found.is_empty() { Ok(()) } else { Err(Error::UnsupportedOps(found)) }
     }
 
     fn refuse(&self, n: &proto::NodeProto, opset: i64) -> Option<String> {
-        if self
-            .proto
-            .functions
-            .iter()
-            .any(|f| f.name == n.op_type && f.domain == n.domain)
-        {
+        if self.proto.functions.iter().any(|f| f.name == n.op_type && f.domain == n.domain) {
             return Some("functions defined in the model are not supported; inline them".into());
         }
         let Some(row) = ops::find(&n.domain, &n.op_type) else {
@@ -202,10 +170,7 @@ impl Model {
         if n.attribute.iter().any(|a| !a.ref_attr_name.is_empty()) {
             return Some("refers to an attribute of a function outside one".into());
         }
-        let odd = n
-            .attribute
-            .iter()
-            .find(|a| !row.attrs.contains(&a.name.as_str()))?;
+        let odd = n.attribute.iter().find(|a| !row.attrs.contains(&a.name.as_str()))?;
         Some(format!("attribute '{}' is not supported", odd.name))
     }
 

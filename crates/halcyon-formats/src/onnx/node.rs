@@ -22,8 +22,7 @@ pub struct Call<'a> {
 impl<'a> Call<'a> {
     /// Operand `i`, which must be there.
     pub fn arg(&self, i: usize) -> Result<&'a Value> {
-        self.opt(i)
-            .ok_or_else(|| self.invalid(format!("operand {i} is missing")))
+        self.opt(i).ok_or_else(|| self.invalid(format!("operand {i} is missing")))
     }
 
     /// Operand `i`, where it is there.
@@ -45,10 +44,9 @@ impl<'a> Call<'a> {
         match self.node.attribute.iter().find(|a| a.name == name) {
             // Models before IR version 2 leave the type out.
             Some(a) if a.r#type == kind || a.r#type == 0 => Ok(Some(a)),
-            Some(a) => Err(self.invalid(format!(
-                "attribute '{name}' has type {}, expected {kind}",
-                a.r#type
-            ))),
+            Some(a) => {
+                Err(self.invalid(format!("attribute '{name}' has type {}, expected {kind}", a.r#type)))
+            }
             None => Ok(None),
         }
     }
@@ -87,10 +85,7 @@ impl<'a> Call<'a> {
             return Ok(vec![default; n]);
         };
         if v.len() != n {
-            return Err(self.invalid(format!(
-                "attribute '{name}' has {} entries, expected {n}",
-                v.len()
-            )));
+            return Err(self.invalid(format!("attribute '{name}' has {} entries, expected {n}", v.len())));
         }
         v.iter()
             .map(|&s| {
@@ -115,9 +110,7 @@ impl<'a> Call<'a> {
         let Some(a) = self.attr(name, attribute::TENSOR)? else {
             return Ok(None);
         };
-        let t =
-            a.t.as_ref()
-                .ok_or_else(|| self.invalid(format!("attribute '{name}' holds no tensor")))?;
+        let t = a.t.as_ref().ok_or_else(|| self.invalid(format!("attribute '{name}' holds no tensor")))?;
         tensor::decode(t, self.external, &format!("{}: {}", self.file, self.name)).map(Some)
     }
 
@@ -133,11 +126,7 @@ impl<'a> Call<'a> {
 
     /// An axis of a shape of `rank`, negative from the end.
     pub fn axis(&self, axis: i64, rank: usize) -> Result<usize> {
-        let a = if axis < 0 {
-            axis.checked_add(rank as i64)
-        } else {
-            Some(axis)
-        };
+        let a = if axis < 0 { axis.checked_add(rank as i64) } else { Some(axis) };
         a.and_then(|a| usize::try_from(a).ok())
             .filter(|a| *a < rank)
             .ok_or_else(|| self.invalid(format!("axis {axis} is outside the {rank} axes of the operand")))
@@ -145,10 +134,7 @@ impl<'a> Call<'a> {
 
     /// Distinct axes, in the order given.
     pub fn axes(&self, axes: &[i64], rank: usize) -> Result<Vec<usize>> {
-        let v = axes
-            .iter()
-            .map(|&a| self.axis(a, rank))
-            .collect::<Result<Vec<_>>>()?;
+        let v = axes.iter().map(|&a| self.axis(a, rank)).collect::<Result<Vec<_>>>()?;
         match (0..v.len()).find(|&i| v[..i].contains(&v[i])) {
             Some(i) => Err(self.invalid(format!("axis {} appears twice", v[i]))),
             None => Ok(v),
@@ -163,10 +149,7 @@ impl<'a> Call<'a> {
     /// The node asks for a part of the operator that is not there.
     pub fn unsupported(&self, what: &str, next: &str) -> Error {
         Error::unsupported(
-            format!(
-                "{what} of {} (opset {}) in {}",
-                self.node.op_type, self.opset, self.name
-            ),
+            format!("{what} of {} (opset {}) in {}", self.node.op_type, self.opset, self.name),
             next,
         )
     }

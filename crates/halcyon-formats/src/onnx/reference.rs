@@ -15,10 +15,7 @@ struct Tensor {
 fn positions(dims: &[usize]) -> Vec<Vec<usize>> {
     let mut all = vec![vec![]];
     for &n in dims {
-        all = all
-            .into_iter()
-            .flat_map(|p| (0..n).map(move |i| [&p[..], &[i]].concat()))
-            .collect();
+        all = all.into_iter().flat_map(|p| (0..n).map(move |i| [&p[..], &[i]].concat())).collect();
     }
     all
 }
@@ -26,35 +23,20 @@ fn positions(dims: &[usize]) -> Vec<Vec<usize>> {
 impl Tensor {
     fn at(&self, p: &[usize]) -> Scalar {
         let strides = View::dense(&self.dims).strides;
-        self.v[p
-            .iter()
-            .zip(&strides)
-            .map(|(i, s)| i * *s as usize)
-            .sum::<usize>()]
+        self.v[p.iter().zip(&strides).map(|(i, s)| i * *s as usize).sum::<usize>()]
     }
 
     fn make(dtype: DType, dims: &[usize], mut f: impl FnMut(&[usize]) -> Scalar) -> Tensor {
         let v = positions(dims).iter().map(|p| f(p).cast(dtype)).collect();
-        Tensor {
-            dtype,
-            dims: dims.to_vec(),
-            v,
-        }
+        Tensor { dtype, dims: dims.to_vec(), v }
     }
 }
 
 /// Values of the graph's outputs. Panics on ops that no importer test needs.
 pub fn run(g: &Graph, inputs: &[ConstData]) -> Vec<ConstData> {
-    let t = |c: &ConstData| Tensor {
-        dtype: c.dtype,
-        dims: c.dims.to_vec(),
-        v: c.scalars().collect(),
-    };
+    let t = |c: &ConstData| Tensor { dtype: c.dtype, dims: c.dims.to_vec(), v: c.scalars().collect() };
     let ins: Vec<Tensor> = inputs.iter().map(t).collect();
-    eval(g, &ins)
-        .into_iter()
-        .map(|t| crate::data::from_scalars(t.dtype, &t.dims, t.v).unwrap())
-        .collect()
+    eval(g, &ins).into_iter().map(|t| crate::data::from_scalars(t.dtype, &t.dims, t.v).unwrap()).collect()
 }
 
 fn eval(g: &Graph, inputs: &[Tensor]) -> Vec<Tensor> {
@@ -69,34 +51,18 @@ fn eval(g: &Graph, inputs: &[Tensor]) -> Vec<Tensor> {
                 assert_eq!((inputs[*k as usize].dtype, &inputs[*k as usize].dims), (d, &dims));
                 inputs[*k as usize].clone()
             }
-            Op::Const(c) => Tensor {
-                dtype: d,
-                dims,
-                v: c.scalars().collect(),
-            },
+            Op::Const(c) => Tensor { dtype: d, dims, v: c.scalars().collect() },
             Op::Full(s) => make(&mut |_| *s),
             Op::Iota { axis } => make(&mut |p| Scalar::from(p[*axis])),
             Op::Scalar(op) => {
-                let of = if halcyon_ir::graph::has_condition(*op) {
-                    x[1].dtype
-                } else {
-                    x[0].dtype
-                };
+                let of = if halcyon_ir::graph::has_condition(*op) { x[1].dtype } else { x[0].dtype };
                 let v = (0..x[0].v.len())
                     .map(|i| op.eval(of, &x.iter().map(|t| t.v[i]).collect::<Vec<_>>()))
                     .collect();
                 Tensor { dtype: d, dims, v }
             }
-            Op::Cast => Tensor {
-                dtype: d,
-                dims,
-                v: x[0].v.iter().map(|s| s.cast(d)).collect(),
-            },
-            Op::Reshape => Tensor {
-                dtype: d,
-                dims,
-                v: x[0].v.clone(),
-            },
+            Op::Cast => Tensor { dtype: d, dims, v: x[0].v.iter().map(|s| s.cast(d)).collect() },
+            Op::Reshape => Tensor { dtype: d, dims, v: x[0].v.clone() },
             Op::Permute(perm) => make(&mut |p| {
                 let mut q = vec![0; p.len()];
                 perm.iter().zip(p).for_each(|(&a, &i)| q[a] = i);
@@ -105,11 +71,8 @@ fn eval(g: &Graph, inputs: &[Tensor]) -> Vec<Tensor> {
             Op::Expand => {
                 let lead = dims.len() - x[0].dims.len();
                 make(&mut |p| {
-                    let q: Vec<usize> = p[lead..]
-                        .iter()
-                        .zip(&x[0].dims)
-                        .map(|(&i, &n)| if n == 1 { 0 } else { i })
-                        .collect();
+                    let q: Vec<usize> =
+                        p[lead..].iter().zip(&x[0].dims).map(|(&i, &n)| if n == 1 { 0 } else { i }).collect();
                     x[0].at(&q)
                 })
             }
@@ -158,32 +121,18 @@ fn eval(g: &Graph, inputs: &[Tensor]) -> Vec<Tensor> {
                 let strides = View::dense(&part).strides;
                 for (p, s) in positions(&x[0].dims).iter().zip(&x[0].v) {
                     let at: usize = (0..p.len())
-                        .map(|k| {
-                            if axes.contains(&k) {
-                                0
-                            } else {
-                                p[k] * strides[k] as usize
-                            }
-                        })
+                        .map(|k| if axes.contains(&k) { 0 } else { p[k] * strides[k] as usize })
                         .sum();
                     acc[at] = Some(match acc[at] {
                         None => *s,
                         Some(a) => combine(*kind, d, a, *s),
                     });
                 }
-                let v = acc
-                    .into_iter()
-                    .map(|a| a.unwrap_or(kind.identity(d)).cast(d))
-                    .collect();
+                let v = acc.into_iter().map(|a| a.unwrap_or(kind.identity(d)).cast(d)).collect();
                 assert_eq!(*keep, part.len() == dims.len() || axes.is_empty());
                 Tensor { dtype: d, dims, v }
             }
-            Op::ArgReduce {
-                max,
-                axis,
-                keep,
-                last,
-            } => make(&mut |p| {
+            Op::ArgReduce { max, axis, keep, last } => make(&mut |p| {
                 let mut q = p.to_vec();
                 if !keep {
                     q.insert(*axis, 0);
@@ -209,12 +158,7 @@ fn eval(g: &Graph, inputs: &[Tensor]) -> Vec<Tensor> {
                 order.sort_by(|&a, &b| key(a).total_cmp(&key(b)));
                 Scalar::from(order[p[*axis]])
             }),
-            Op::Scan {
-                kind,
-                axis,
-                exclusive,
-                reverse,
-            } => make(&mut |p| {
+            Op::Scan { kind, axis, exclusive, reverse } => make(&mut |p| {
                 let mut q = p.to_vec();
                 let n = x[0].dims[*axis];
                 let range = match (reverse, exclusive) {
@@ -272,11 +216,7 @@ fn eval(g: &Graph, inputs: &[Tensor]) -> Vec<Tensor> {
                 Scalar::F(match c.kind {
                     PoolKind::Max => seen.into_iter().fold(f64::NEG_INFINITY, f64::max),
                     PoolKind::Avg { count_include_pad } => {
-                        let n = if count_include_pad {
-                            c.kernel.iter().product()
-                        } else {
-                            seen.len()
-                        };
+                        let n = if count_include_pad { c.kernel.iter().product() } else { seen.len() };
                         seen.iter().sum::<f64>() / n as f64
                     }
                 })
@@ -294,18 +234,11 @@ fn eval(g: &Graph, inputs: &[Tensor]) -> Vec<Tensor> {
 
 fn wrap(i: Scalar, n: usize) -> usize {
     let i = i.as_i64();
-    if i < 0 {
-        (i + n as i64) as usize
-    } else {
-        i as usize
-    }
+    if i < 0 { (i + n as i64) as usize } else { i as usize }
 }
 
 fn reduced(dims: &[usize], axes: &[usize]) -> Vec<usize> {
-    dims.iter()
-        .enumerate()
-        .map(|(k, &n)| if axes.contains(&k) { 1 } else { n })
-        .collect()
+    dims.iter().enumerate().map(|(k, &n)| if axes.contains(&k) { 1 } else { n }).collect()
 }
 
 /// Floats are not rounded here, so that a long sum has the error of f64.

@@ -19,10 +19,7 @@ pub struct External {
 impl External {
     /// External data beside the model file `model`.
     pub fn beside(model: &Path) -> External {
-        External {
-            dir: Some(model.parent().unwrap_or(Path::new("")).to_path_buf()),
-            maps: Mutex::default(),
-        }
+        External { dir: Some(model.parent().unwrap_or(Path::new("")).to_path_buf()), maps: Mutex::default() }
     }
 
     /// For a model that is not a file: every external tensor is an error.
@@ -36,24 +33,16 @@ impl External {
     /// folder is followed, since only the owner of the machine can have put it there.
     fn slice(&self, t: &TensorProto, want: usize, what: &str) -> Result<Bytes> {
         let fail = |why: String| bad(what, why);
-        let entry = |key: &str| {
-            t.external_data
-                .iter()
-                .find(|e| e.key == key)
-                .map(|e| e.value.as_str())
-        };
+        let entry = |key: &str| t.external_data.iter().find(|e| e.key == key).map(|e| e.value.as_str());
         let number = |key: &str| match entry(key) {
             None => Ok(None),
-            Some(v) => v
-                .parse::<usize>()
-                .map(Some)
-                .map_err(|_| fail(format!("external {key} '{v}' is no size"))),
+            Some(v) => {
+                v.parse::<usize>().map(Some).map_err(|_| fail(format!("external {key} '{v}' is no size")))
+            }
         };
         let location = entry("location").ok_or_else(|| fail("external data without a location".into()))?;
-        let dir = self
-            .dir
-            .as_ref()
-            .ok_or_else(|| fail("external data, but the model is not a file".into()))?;
+        let dir =
+            self.dir.as_ref().ok_or_else(|| fail("external data, but the model is not a file".into()))?;
         // Backslashes and drive letters mean something on one system and nothing on another: refused on all.
         let plain = !location.is_empty()
             && !location.contains(['\\', ':', '\0'])
@@ -61,16 +50,12 @@ impl External {
                 .components()
                 .all(|c| matches!(c, Component::Normal(_) | Component::CurDir));
         if !plain {
-            return Err(fail(format!(
-                "external location '{location}' leaves the model's folder"
-            )));
+            return Err(fail(format!("external location '{location}' leaves the model's folder")));
         }
         let offset = number("offset")?.unwrap_or(0);
         let path = dir.join(location);
-        let mut maps = self
-            .maps
-            .lock()
-            .map_err(|_| Error::internal("a thread ended while mapping weights"))?;
+        let mut maps =
+            self.maps.lock().map_err(|_| Error::internal("a thread ended while mapping weights"))?;
         let map = match maps.get(&path) {
             Some(m) => m,
             None => {
@@ -79,17 +64,12 @@ impl External {
             }
         };
         let rest = map.len().checked_sub(offset).ok_or_else(|| {
-            fail(format!(
-                "external offset {offset} is past the {} bytes of {location}",
-                map.len()
-            ))
+            fail(format!("external offset {offset} is past the {} bytes of {location}", map.len()))
         })?;
         // Without a length the tensor takes what it needs.
         let length = number("length")?.unwrap_or(want);
         if length != want {
-            return Err(fail(format!(
-                "external length {length}, but the tensor takes {want} bytes"
-            )));
+            return Err(fail(format!("external length {length}, but the tensor takes {want} bytes")));
         }
         if length > rest {
             return Err(fail(format!(
@@ -148,11 +128,7 @@ pub fn sizes(dims: &[i64], what: &str) -> Result<Vec<usize>> {
 /// [`Error::Format`] if sizes, type and data disagree or external data is not where it should be;
 /// [`Error::Unsupported`] for element types without a row in [`DType`] and for segmented tensors; [`Error::Io`].
 pub fn decode(t: &TensorProto, external: &External, file: &str) -> Result<ConstData> {
-    let what = if t.name.is_empty() {
-        file.to_string()
-    } else {
-        format!("{file}: tensor '{}'", t.name)
-    };
+    let what = if t.name.is_empty() { file.to_string() } else { format!("{file}: tensor '{}'", t.name) };
     let dtype = dtype(t.data_type, &what)?;
     let dims = sizes(&t.dims, &what)?;
     let want = crate::data::byte_len(dtype, &dims)
@@ -171,10 +147,7 @@ pub fn decode(t: &TensorProto, external: &External, file: &str) -> Result<ConstD
         typed(t, dtype, &what)?
     };
     if bytes.len() != want {
-        return Err(bad(
-            &what,
-            format!("{dtype}{dims:?} takes {want} bytes, {} stored", bytes.len()),
-        ));
+        return Err(bad(&what, format!("{dtype}{dims:?} takes {want} bytes, {} stored", bytes.len())));
     }
     crate::data::from_bytes(dtype, &dims, bytes)
 }
@@ -204,10 +177,7 @@ fn typed(t: &TensorProto, dtype: DType, what: &str) -> Result<Bytes> {
         DType::U32 => {
             let narrow: std::result::Result<Vec<u32>, _> =
                 t.uint64_data.iter().map(|&v| u32::try_from(v)).collect();
-            pack(
-                &narrow.map_err(|_| bad(what, "a value does not fit u32"))?,
-                u32::to_le_bytes,
-            )
+            pack(&narrow.map_err(|_| bad(what, "a value does not fit u32"))?, u32::to_le_bytes)
         }
         DType::Bool => narrow(0, 1, 1)?,
         DType::U8 => narrow(0, u8::MAX.into(), 1)?,

@@ -27,11 +27,7 @@ fn every_type_round_trips_through_a_file() {
 #[test]
 fn typed_fields_of_every_type() {
     for d in DType::all() {
-        let mut t = TensorProto {
-            dims: vec![2],
-            data_type: d.row().onnx,
-            ..Default::default()
-        };
+        let mut t = TensorProto { dims: vec![2], data_type: d.row().onnx, ..Default::default() };
         match d {
             DType::F32 => t.float_data = vec![0.0, 1.0],
             DType::F64 => t.double_data = vec![0.0, 1.0],
@@ -46,27 +42,13 @@ fn typed_fields_of_every_type() {
         t.dims = vec![3];
         refused(&t);
     }
-    let signed = TensorProto {
-        dims: vec![2],
-        data_type: 3,
-        int32_data: vec![-128, 127],
-        ..Default::default()
-    };
+    let signed =
+        TensorProto { dims: vec![2], data_type: 3, int32_data: vec![-128, 127], ..Default::default() };
     assert_eq!(read(&signed).unwrap().to_vec::<i8>(), [-128, 127]);
     for (code, v) in [(2, -1), (2, 256), (3, 128), (9, 2), (10, 65536), (16, -1)] {
-        refused(&TensorProto {
-            dims: vec![1],
-            data_type: code,
-            int32_data: vec![v],
-            ..Default::default()
-        });
+        refused(&TensorProto { dims: vec![1], data_type: code, int32_data: vec![v], ..Default::default() });
     }
-    refused(&TensorProto {
-        dims: vec![1],
-        data_type: 12,
-        uint64_data: vec![1 << 32],
-        ..Default::default()
-    });
+    refused(&TensorProto { dims: vec![1], data_type: 12, uint64_data: vec![1 << 32], ..Default::default() });
 }
 
 #[test]
@@ -101,11 +83,7 @@ fn hostile_sizes_are_refused_before_allocation() {
 
 #[test]
 fn types_are_named_or_refused() {
-    let of = |code| TensorProto {
-        dims: vec![0],
-        data_type: code,
-        ..Default::default()
-    };
+    let of = |code| TensorProto { dims: vec![0], data_type: code, ..Default::default() };
     for (code, name) in OTHER_TYPES {
         match read(&of(*code)) {
             Err(Error::Unsupported { what, .. }) => assert!(what.contains(name), "{what}"),
@@ -115,10 +93,7 @@ fn types_are_named_or_refused() {
     for code in [0, -1, 99] {
         refused(&of(code));
     }
-    let t = TensorProto {
-        segment: Some(Segment { begin: 0, end: 0 }),
-        ..of(1)
-    };
+    let t = TensorProto { segment: Some(Segment { begin: 0, end: 0 }), ..of(1) };
     assert!(matches!(read(&t), Err(Error::Unsupported { .. })));
 }
 
@@ -129,10 +104,7 @@ fn external(entries: &[(&str, &str)]) -> TensorProto {
         data_location: EXTERNAL,
         external_data: entries
             .iter()
-            .map(|(k, v)| StringStringEntryProto {
-                key: k.to_string(),
-                value: v.to_string(),
-            })
+            .map(|(k, v)| StringStringEntryProto { key: k.to_string(), value: v.to_string() })
             .collect(),
         ..Default::default()
     }
@@ -164,17 +136,9 @@ fn external_attacks_are_refused() {
     std::fs::write(dir.path().join("m/w"), [0; 8]).unwrap();
     let ext = External::beside(&model);
     let absolute = dir.path().join("secret").display().to_string();
-    for location in [
-        "../secret",
-        "x/../../secret",
-        "/etc/passwd",
-        &absolute,
-        "",
-        "..",
-        "..\\secret",
-        "C:\\w",
-        "w\0",
-    ] {
+    for location in
+        ["../secret", "x/../../secret", "/etc/passwd", &absolute, "", "..", "..\\secret", "C:\\w", "w\0"]
+    {
         let r = decode(&external(&[("location", location)]), &ext, "m");
         assert!(matches!(r, Err(Error::Format { .. })), "{location}: {r:?}");
     }
@@ -189,25 +153,12 @@ fn external_attacks_are_refused() {
         ("0", "18446744073709551615"),
         ("x", "8"),
     ] {
-        let r = decode(
-            &external(&[("location", "w"), ("offset", offset), ("length", length)]),
-            &ext,
-            "m",
-        );
+        let r = decode(&external(&[("location", "w"), ("offset", offset), ("length", length)]), &ext, "m");
         assert!(matches!(r, Err(Error::Format { .. })), "{offset} {length}: {r:?}");
     }
-    assert!(matches!(
-        decode(&external(&[("location", "none")]), &ext, "m"),
-        Err(Error::Io { .. })
-    ));
-    assert!(matches!(
-        decode(&external(&[("location", ".")]), &ext, "m"),
-        Err(Error::Io { .. })
-    ));
-    assert!(matches!(
-        decode(&external(&[]), &ext, "m"),
-        Err(Error::Format { .. })
-    ));
+    assert!(matches!(decode(&external(&[("location", "none")]), &ext, "m"), Err(Error::Io { .. })));
+    assert!(matches!(decode(&external(&[("location", ".")]), &ext, "m"), Err(Error::Io { .. })));
+    assert!(matches!(decode(&external(&[]), &ext, "m"), Err(Error::Format { .. })));
     let r = decode(&external(&[("location", "w")]), &External::none(), "m");
     assert!(matches!(r, Err(Error::Format { .. })));
 }
@@ -217,10 +168,7 @@ fn truncated_messages_are_refused() {
     let t = ConstData::from_slice(&[4], &[1f32, 2.0, 3.0, 4.0]).unwrap();
     let f = Bytes::from(encode(&t, "w").encode_to_vec());
     for n in 0..f.len() {
-        assert!(
-            parse_pb(f.slice(..n), &External::none(), "t").is_err(),
-            "cut at {n}"
-        );
+        assert!(parse_pb(f.slice(..n), &External::none(), "t").is_err(), "cut at {n}");
     }
 }
 

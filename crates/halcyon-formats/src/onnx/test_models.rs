@@ -25,16 +25,8 @@ pub fn port(name: &str, dtype: DType, dims: &[&str]) -> ValueInfoProto {
             },
         })
         .collect();
-    let t = TensorType {
-        elem_type: dtype.row().onnx,
-        shape: Some(TensorShapeProto { dim }),
-    };
-    ValueInfoProto {
-        name: name.into(),
-        r#type: Some(TypeProto {
-            value: Some(TypeValue::Tensor(t)),
-        }),
-    }
+    let t = TensorType { elem_type: dtype.row().onnx, shape: Some(TensorShapeProto { dim }) };
+    ValueInfoProto { name: name.into(), r#type: Some(TypeProto { value: Some(TypeValue::Tensor(t)) }) }
 }
 
 pub fn node(op: &str, inputs: &[&str], outputs: &[&str]) -> NodeProto {
@@ -50,11 +42,7 @@ pub fn node(op: &str, inputs: &[&str], outputs: &[&str]) -> NodeProto {
 
 impl NodeProto {
     pub fn attr(mut self, name: &str, kind: i32, f: impl FnOnce(&mut AttributeProto)) -> NodeProto {
-        let mut a = AttributeProto {
-            name: name.into(),
-            r#type: kind,
-            ..Default::default()
-        };
+        let mut a = AttributeProto { name: name.into(), r#type: kind, ..Default::default() };
         f(&mut a);
         self.attribute.push(a);
         self
@@ -69,9 +57,7 @@ impl NodeProto {
         self.attr(name, attribute::FLOAT, |a| a.f = v)
     }
     pub fn text(self, name: &str, v: &'static str) -> NodeProto {
-        self.attr(name, attribute::STRING, |a| {
-            a.s = Bytes::from_static(v.as_bytes())
-        })
+        self.attr(name, attribute::STRING, |a| a.s = Bytes::from_static(v.as_bytes()))
     }
 }
 
@@ -84,10 +70,7 @@ pub fn model(
 ) -> ModelProto {
     ModelProto {
         ir_version: 8,
-        opset_import: vec![OperatorSetIdProto {
-            domain: String::new(),
-            version: opset,
-        }],
+        opset_import: vec![OperatorSetIdProto { domain: String::new(), version: opset }],
         graph: Some(GraphProto {
             node: nodes,
             input: vec![x],
@@ -110,11 +93,7 @@ pub fn import(m: ModelProto) -> Result<Imported> {
 /// One node from `x` and weights `w0`, `w1`… to `y`.
 pub fn run_one(opset: i64, n: NodeProto, x: &ConstData, weights: &[ConstData]) -> ConstData {
     let names: Vec<String> = (0..weights.len()).map(|i| format!("w{i}")).collect();
-    let w: Vec<(&str, ConstData)> = names
-        .iter()
-        .map(String::as_str)
-        .zip(weights.iter().cloned())
-        .collect();
+    let w: Vec<(&str, ConstData)> = names.iter().map(String::as_str).zip(weights.iter().cloned()).collect();
     let dims: Vec<String> = x.dims.iter().map(|d| d.to_string()).collect();
     let dims: Vec<&str> = dims.iter().map(String::as_str).collect();
     let i = import(model(opset, port("x", x.dtype, &dims), vec![n], &w)).unwrap();
@@ -127,10 +106,6 @@ pub fn check(opset: i64, n: NodeProto, x: &ConstData, weights: &[ConstData], dim
     let y = run_one(opset, n, x, weights);
     assert_eq!(&y.dims[..], dims, "{what}");
     for (a, b) in y.to_vec::<f64>().iter().zip(want) {
-        assert!(
-            a == b || (a - b).abs() < 1e-6,
-            "{what}: {:?} instead of {want:?}",
-            y.to_vec::<f64>()
-        );
+        assert!(a == b || (a - b).abs() < 1e-6, "{what}: {:?} instead of {want:?}", y.to_vec::<f64>());
     }
 }

@@ -29,8 +29,7 @@ fn proc_file(path: &str) -> BTreeMap<String, String> {
     let mut m = BTreeMap::new();
     for (k, v) in text.lines().filter_map(|l| l.split_once(':')) {
         // The first of several processors speaks for all.
-        m.entry(k.trim().to_string())
-            .or_insert_with(|| v.trim().to_string());
+        m.entry(k.trim().to_string()).or_insert_with(|| v.trim().to_string());
     }
     m
 }
@@ -40,24 +39,14 @@ pub(crate) fn describe() -> DeviceInfo {
     let cpu = proc_file("/proc/cpuinfo");
     let mem = proc_file("/proc/meminfo");
     let kib = |k: &str| -> Option<u64> {
-        mem.get(k)?
-            .strip_suffix(" kB")?
-            .trim()
-            .parse::<u64>()
-            .ok()?
-            .checked_mul(1024)
+        mem.get(k)?.strip_suffix(" kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
     };
     let mut properties = BTreeMap::new();
     properties.insert("architecture".into(), std::env::consts::ARCH.to_string());
     properties.insert("simd".into(), Isa::best().name().to_string());
     if let Some(flags) = cpu.get("flags").or_else(|| cpu.get("Features")) {
-        let simd = [
-            "sse4", "avx", "fma", "f16c", "amx", "asimd", "neon", "sve", "bf16", "i8mm",
-        ];
-        let listed: Vec<&str> = flags
-            .split(' ')
-            .filter(|f| simd.iter().any(|s| f.contains(s)))
-            .collect();
+        let simd = ["sse4", "avx", "fma", "f16c", "amx", "asimd", "neon", "sve", "bf16", "i8mm"];
+        let listed: Vec<&str> = flags.split(' ').filter(|f| simd.iter().any(|s| f.contains(s))).collect();
         properties.insert("features".into(), listed.join(" "));
     }
     for (k, name) in [("cpu MHz", "clock_mhz"), ("cache size", "cache")] {
@@ -106,8 +95,7 @@ impl CpuDevice {
     pub fn new(options: &Options) -> CpuDevice {
         let mut info = describe();
         let team = Team::new(options.threads.unwrap_or_else(cores));
-        info.properties
-            .insert("threads".into(), team.threads().to_string());
+        info.properties.insert("threads".into(), team.threads().to_string());
         let counts = Arc::new(Counts::default());
         let limit = options.memory_limit.or(info.total_memory);
         let caps = Caps {
@@ -150,13 +138,7 @@ impl CpuDevice {
 
     fn run(&self, c: &Command<'_>) -> Result<()> {
         match c {
-            Command::Launch {
-                program,
-                groups,
-                buffers,
-                params,
-                fault,
-            } => {
+            Command::Launch { program, groups, buffers, params, fault } => {
                 let p: &CpuProgram = program
                     .as_any()
                     .downcast_ref()
@@ -169,12 +151,7 @@ impl CpuDevice {
                 Counts::add(&self.counts.launches, 1);
                 Ok(())
             }
-            Command::Library {
-                kernel,
-                buffers,
-                args,
-                fault,
-            } => {
+            Command::Library { kernel, buffers, args, fault } => {
                 let k: &CpuKernel = kernel
                     .as_any()
                     .downcast_ref()
@@ -185,25 +162,10 @@ impl CpuDevice {
                     .collect::<Result<_>>()?;
                 Counts::add(&self.counts.library_calls, 1);
                 let fault = Fault::new(&self.fault, *fault);
-                k.run(&Run {
-                    bufs: &at,
-                    args,
-                    team: &self.team,
-                    isa: self.isa,
-                    fault,
-                })
+                k.run(&Run { bufs: &at, args, team: &self.team, isa: self.isa, fault })
             }
-            Command::Copy {
-                src,
-                src_offset,
-                dst,
-                dst_offset,
-                bytes,
-            } => {
-                let (s, d) = (
-                    CpuBuffer::of(&***src, "copy")?.at(),
-                    CpuBuffer::of(&***dst, "copy")?.at(),
-                );
+            Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
+                let (s, d) = (CpuBuffer::of(&***src, "copy")?.at(), CpuBuffer::of(&***dst, "copy")?.at());
                 let same = std::ptr::eq(s.ptr, d.ptr);
                 crate::validate::copy([s.bytes, *src_offset], [d.bytes, *dst_offset], *bytes, same)?;
                 check_writable("copy", &d)?;
@@ -223,20 +185,14 @@ fn check_range(op: &str, p: &Ptr, offset: usize, bytes: usize) -> Result<()> {
         Some(end) if end <= p.bytes => Ok(()),
         _ => Err(Error::argument(
             op,
-            format!(
-                "{bytes} bytes from {offset} reach past the end of a buffer of {}",
-                p.bytes
-            ),
+            format!("{bytes} bytes from {offset} reach past the end of a buffer of {}", p.bytes),
         )),
     }
 }
 
 pub(crate) fn check_writable(op: &str, p: &Ptr) -> Result<()> {
     if p.read_only {
-        Err(Error::argument(
-            op,
-            "the buffer holds imported data, which is read only",
-        ))
+        Err(Error::argument(op, "the buffer holds imported data, which is read only"))
     } else {
         Ok(())
     }
@@ -310,9 +266,7 @@ impl Device for CpuDevice {
             let start = self.profile.then(Instant::now);
             self.run(c)?;
             if let Some(s) = start {
-                timings.push(Timing {
-                    nanoseconds: s.elapsed().as_nanos() as u64,
-                });
+                timings.push(Timing { nanoseconds: s.elapsed().as_nanos() as u64 });
             }
         }
         Ok(())

@@ -94,9 +94,7 @@ impl CpuBuffer {
 
     /// Host data as a buffer, where its address suits every element type.
     pub(crate) fn lent(data: Arc<dyn Bytes>) -> Option<CpuBuffer> {
-        (data.bytes().as_ptr() as usize)
-            .is_multiple_of(8)
-            .then(|| CpuBuffer(Storage::Lent(data)))
+        (data.bytes().as_ptr() as usize).is_multiple_of(8).then(|| CpuBuffer(Storage::Lent(data)))
     }
 
     pub(crate) fn at(&self) -> Ptr {
@@ -108,20 +106,14 @@ impl CpuBuffer {
             },
             Storage::Lent(d) => {
                 let b = d.bytes();
-                Ptr {
-                    ptr: b.as_ptr() as *mut u8,
-                    bytes: b.len(),
-                    read_only: true,
-                }
+                Ptr { ptr: b.as_ptr() as *mut u8, bytes: b.len(), read_only: true }
             }
         }
     }
 
     /// Downcasts what a caller hands in.
     pub(crate) fn of<'a>(b: &'a dyn Buffer, what: &str) -> Result<&'a CpuBuffer> {
-        b.as_any()
-            .downcast_ref()
-            .ok_or_else(|| Error::argument(what, "the buffer belongs to another device"))
+        b.as_any().downcast_ref().ok_or_else(|| Error::argument(what, "the buffer belongs to another device"))
     }
 }
 

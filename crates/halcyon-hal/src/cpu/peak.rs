@@ -125,11 +125,7 @@ pub fn triad_bandwidth(team: &Team, isa: Isa, bytes: usize) -> f64 {
     let (a, b) = (vec![1f32; n], vec![2f32; n]);
     let mut c = vec![0f32; n];
     let parts = team.threads() * 8;
-    let (pa, pb, pc) = (
-        SharedConst(a.as_ptr()),
-        SharedConst(b.as_ptr()),
-        SharedMut(c.as_mut_ptr()),
-    );
+    let (pa, pb, pc) = (SharedConst(a.as_ptr()), SharedConst(b.as_ptr()), SharedMut(c.as_mut_ptr()));
     let t = best(8, || {
         team.run(parts, &|i| {
             let (s, e) = (n * i / parts, n * (i + 1) / parts);

@@ -52,9 +52,7 @@ impl Memory for Buffers<'_> {
             Some(_) => {}
             None => {
                 // The first fault stays.
-                let _ = self
-                    .fault
-                    .compare_exchange(0, value as u32, Ordering::AcqRel, Ordering::Relaxed);
+                let _ = self.fault.compare_exchange(0, value as u32, Ordering::AcqRel, Ordering::Relaxed);
             }
         }
     }
@@ -69,12 +67,7 @@ impl CpuProgram {
         if fault.is_some() {
             writes.pop();
         }
-        Ok(CpuProgram {
-            name: kernel.name.clone(),
-            interp: Interp::new(kernel)?,
-            writes,
-            fault,
-        })
+        Ok(CpuProgram { name: kernel.name.clone(), interp: Interp::new(kernel)?, writes, fault })
     }
 
     /// One launch over buffers in the kernel's order, the fault word left out.
@@ -91,11 +84,7 @@ impl CpuProgram {
     ) -> Result<()> {
         let bad = |w: String| Err(Error::argument(format!("kernel {}", self.name), w));
         if at.len() != self.writes.len() {
-            return bad(format!(
-                "{} buffers were bound, it has {}",
-                at.len(),
-                self.writes.len()
-            ));
+            return bad(format!("{} buffers were bound, it has {}", at.len(), self.writes.len()));
         }
         for (p, _) in at.iter().zip(&self.writes).filter(|(_, w)| **w) {
             super::device::check_writable(&self.name, p)?;
@@ -104,11 +93,8 @@ impl CpuProgram {
         if let Some(p) = self.fault.and_then(|i| params.get_mut(i)) {
             *p = Scalar::U(id as u64);
         }
-        let found = self.interp.run(
-            &Launch { groups, params },
-            &mut Buffers { at, fault },
-            &Options::default(),
-        )?;
+        let found =
+            self.interp.run(&Launch { groups, params }, &mut Buffers { at, fault }, &Options::default())?;
         match found.reports.first() {
             None => Ok(()),
             Some(r) => bad(format!("{} bad accesses, the first: {r}", found.faults)),

@@ -84,12 +84,7 @@ impl Caches {
 
     /// Reads `index*/{level,type,size}` under a folder laid out as Linux does.
     fn read(dir: &Path) -> Caches {
-        let mut c = Caches {
-            l1: 32 << 10,
-            l2: 512 << 10,
-            l3: 0,
-            known: false,
-        };
+        let mut c = Caches { l1: 32 << 10, l2: 512 << 10, l3: 0, known: false };
         for i in 0..8 {
             let text = |name: &str| std::fs::read_to_string(dir.join(format!("index{i}/{name}"))).ok();
             let (Some(level), Some(kind), Some(size)) = (text("level"), text("type"), text("size")) else {
@@ -141,10 +136,7 @@ impl FlushToZero {
     pub fn new() -> FlushToZero {
         let before = control();
         set_control(before | FLUSH);
-        FlushToZero {
-            before,
-            _not_send: PhantomData,
-        }
+        FlushToZero { before, _not_send: PhantomData }
     }
 }
 

@@ -65,10 +65,7 @@ impl Shared {
         if let Err(e) = r {
             // Large enough that no part follows, small enough that further additions do not wrap.
             self.next.store(usize::MAX / 2, Ordering::Relaxed);
-            self.panic
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .get_or_insert(e);
+            self.panic.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert(e);
         }
     }
 
@@ -79,10 +76,7 @@ impl Shared {
             if g & OPEN == 0 || g / GENERATION == *seen {
                 return false;
             }
-            match self
-                .gate
-                .compare_exchange_weak(g, g + 1, Ordering::AcqRel, Ordering::Acquire)
-            {
+            match self.gate.compare_exchange_weak(g, g + 1, Ordering::AcqRel, Ordering::Acquire) {
                 Ok(_) => {
                     *seen = g / GENERATION;
                     return true;
@@ -149,9 +143,7 @@ pub struct Team {
 
 impl std::fmt::Debug for Team {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Team")
-            .field("threads", &self.threads())
-            .finish_non_exhaustive()
+        f.debug_struct("Team").field("threads", &self.threads()).finish_non_exhaustive()
     }
 }
 
@@ -159,11 +151,7 @@ impl Team {
     /// A team of `threads` threads including the caller's (0 counts as 1). Where threads cannot be started (wasm32, or the
     /// system refuses), the team is smaller; [`Team::threads`] tells.
     pub fn new(threads: usize) -> Team {
-        let want = if cfg!(target_arch = "wasm32") {
-            0
-        } else {
-            threads.clamp(1, 1024) - 1
-        };
+        let want = if cfg!(target_arch = "wasm32") { 0 } else { threads.clamp(1, 1024) - 1 };
         let shared = Arc::new(Shared {
             gate: AtomicU64::new(0),
             next: AtomicUsize::new(0),
@@ -176,10 +164,7 @@ impl Team {
         let mut workers = Vec::with_capacity(want);
         for i in 1..=want {
             let s = shared.clone();
-            match std::thread::Builder::new()
-                .name(format!("halcyon-cpu-{i}"))
-                .spawn(move || s.serve(i))
-            {
+            match std::thread::Builder::new().name(format!("halcyon-cpu-{i}")).spawn(move || s.serve(i)) {
                 Ok(h) => workers.push(h),
                 Err(e) => {
                     tracing::warn!(wanted = threads, started = i, "the system refused a thread: {e}");
@@ -236,8 +221,7 @@ impl Team {
         }
         s.next.store(0, Ordering::Relaxed);
         let g = s.gate.load(Ordering::Relaxed);
-        s.gate
-            .store(((g / GENERATION + 1) * GENERATION) | OPEN, Ordering::SeqCst);
+        s.gate.store(((g / GENERATION + 1) * GENERATION) | OPEN, Ordering::SeqCst);
         for (flag, t) in s.asleep.iter().zip(&self.wake).take(parts - 1) {
             if flag.load(Ordering::SeqCst) && flag.swap(false, Ordering::SeqCst) {
                 t.unpark();
@@ -266,11 +250,7 @@ impl Team {
     /// Splits `0..n` into ranges of at least `grain` items, a few per thread, and runs `f(start, end)` on each.
     pub fn ranges(&self, n: usize, grain: usize, f: &(dyn Fn(usize, usize) + Sync)) {
         let grain = grain.max(1);
-        let most = if self.threads() == 1 {
-            1
-        } else {
-            self.threads() * 4
-        };
+        let most = if self.threads() == 1 { 1 } else { self.threads() * 4 };
         let parts = (n / grain).clamp(1, most);
         if n == 0 {
             return;
@@ -286,9 +266,7 @@ impl Team {
     /// Borrows uninitialised memory of `floats` f32s (64-byte aligned), kept for the next call when returned by drop.
     pub(crate) fn scratch(&self, floats: usize) -> ScratchGuard<'_> {
         let mut pool = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
-        let best = (0..pool.len())
-            .filter(|&i| pool[i].floats >= floats)
-            .min_by_key(|&i| pool[i].floats);
+        let best = (0..pool.len()).filter(|&i| pool[i].floats >= floats).min_by_key(|&i| pool[i].floats);
         let s = match best {
             Some(i) => pool.swap_remove(i),
             None => {
@@ -302,10 +280,7 @@ impl Team {
                 Scratch::new(floats)
             }
         };
-        ScratchGuard {
-            team: self,
-            scratch: Some(s),
-        }
+        ScratchGuard { team: self, scratch: Some(s) }
     }
 }
 
@@ -364,20 +339,14 @@ pub(crate) struct ScratchGuard<'a> {
 
 impl ScratchGuard<'_> {
     pub(crate) fn ptr(&self) -> *mut f32 {
-        self.scratch
-            .as_ref()
-            .map_or(std::ptr::NonNull::dangling().as_ptr(), |s| s.ptr.as_ptr())
+        self.scratch.as_ref().map_or(std::ptr::NonNull::dangling().as_ptr(), |s| s.ptr.as_ptr())
     }
 }
 
 impl Drop for ScratchGuard<'_> {
     fn drop(&mut self) {
         if let Some(s) = self.scratch.take() {
-            self.team
-                .scratch
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .push(s);
+            self.team.scratch.lock().unwrap_or_else(PoisonError::into_inner).push(s);
         }
     }
 }
@@ -456,10 +425,7 @@ mod tests {
                 team.run(parts, &|p| {
                     hits[p].fetch_add(1, Ordering::Relaxed);
                 });
-                assert!(
-                    hits.iter().all(|h| h.load(Ordering::Relaxed) == 1),
-                    "{threads} {parts}"
-                );
+                assert!(hits.iter().all(|h| h.load(Ordering::Relaxed) == 1), "{threads} {parts}");
             }
         }
     }

@@ -165,10 +165,7 @@ fn log_tail<const FMA: bool>(f: f32) -> f32 {
 #[inline(always)]
 fn lift(x: f32) -> (f32, f32) {
     let tiny = x < f32::MIN_POSITIVE;
-    (
-        if tiny { x * 8_388_608.0 } else { x },
-        if tiny { -23.0 } else { 0.0 },
-    )
+    (if tiny { x * 8_388_608.0 } else { x }, if tiny { -23.0 } else { 0.0 })
 }
 
 /// The values of a logarithm outside (0, inf).
@@ -227,30 +224,10 @@ fn trig_parts<const FMA: bool>(x: f32) -> (f32, f32, i32) {
     let k = z - MAGIC64;
     let q = z.to_bits() as i32;
     // pi/2 as a 33-bit head and a tail.
-    let r = fma64::<FMA>(
-        k,
-        -6.077_100_506_506_192e-11,
-        fma64::<FMA>(k, -1.570_796_326_734_125_6, d),
-    ) as f32;
+    let r = fma64::<FMA>(k, -6.077_100_506_506_192e-11, fma64::<FMA>(k, -1.570_796_326_734_125_6, d)) as f32;
     let s = r * r;
-    let sp = poly::<FMA, 4>(
-        s,
-        [
-            -1.666666716e-01,
-            8.333331905e-03,
-            -1.984008268e-04,
-            2.724942988e-06,
-        ],
-    );
-    let cp = poly::<FMA, 4>(
-        s,
-        [
-            4.166666791e-02,
-            -1.388888806e-03,
-            2.480059629e-05,
-            -2.730054689e-07,
-        ],
-    );
+    let sp = poly::<FMA, 4>(s, [-1.666666716e-01, 8.333331905e-03, -1.984008268e-04, 2.724942988e-06]);
+    let cp = poly::<FMA, 4>(s, [4.166666791e-02, -1.388888806e-03, 2.480059629e-05, -2.730054689e-07]);
     let sin = fma::<FMA>(s * r, sp, r);
     let cos = fma::<FMA>(s * s, cp, fma::<FMA>(s, -0.5, 1.0));
     (sin, cos, q)
@@ -573,17 +550,9 @@ pub fn pow<const FMA: bool>(x: f32, y: f32) -> f32 {
     };
     let neg = x.is_sign_negative();
     let v = if neg && odd { -v } else { v };
-    let v = if x < 0.0 && !whole && x > f32::NEG_INFINITY && y.abs() < f32::INFINITY {
-        f32::NAN
-    } else {
-        v
-    };
+    let v = if x < 0.0 && !whole && x > f32::NEG_INFINITY && y.abs() < f32::INFINITY { f32::NAN } else { v };
     let v = if x.is_nan() || y.is_nan() { f32::NAN } else { v };
-    if x == 1.0 || y == 0.0 || (x == -1.0 && y.abs() == f32::INFINITY) {
-        1.0
-    } else {
-        v
-    }
+    if x == 1.0 || y == 0.0 || (x == -1.0 && y.abs() == f32::INFINITY) { 1.0 } else { v }
 }
 
 macro_rules! arrays {

@@ -111,24 +111,13 @@ mod tests {
             assert!(y[..n].iter().all(|v| (v - 0.731_058_6).abs() < 1e-6) && y[n] == 7.0);
         }
         let mut y = [0.0; 4];
-        apply(
-            ScalarOp::Silu,
-            &mut y,
-            &[f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -0.0],
-        );
+        apply(ScalarOp::Silu, &mut y, &[f32::INFINITY, f32::NEG_INFINITY, f32::NAN, -0.0]);
         assert!(
             y[0] == f32::INFINITY && y[1].is_nan() && y[2].is_nan() && y[3].to_bits() == (-0f32).to_bits(),
             "{y:?}"
         );
         let mut y = [0.0; 4];
-        apply(
-            ScalarOp::Sigmoid,
-            &mut y,
-            &[f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 0.0],
-        );
-        assert!(
-            y[0] == 1.0 && y[1] == 0.0 && y[2].is_nan() && y[3] == 0.5,
-            "{y:?}"
-        );
+        apply(ScalarOp::Sigmoid, &mut y, &[f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 0.0]);
+        assert!(y[0] == 1.0 && y[1] == 0.0 && y[2].is_nan() && y[3] == 0.5, "{y:?}");
     }
 }

@@ -6,21 +6,13 @@ use crate::cpu::sys::Isa;
 /// Distance from the f64 truth in units of the last place of the nearest f32.
 fn ulps(got: f32, want: f64) -> f64 {
     if want.is_nan() || got.is_nan() {
-        return if want.is_nan() && got.is_nan() {
-            0.0
-        } else {
-            f64::INFINITY
-        };
+        return if want.is_nan() && got.is_nan() { 0.0 } else { f64::INFINITY };
     }
     let w = want as f32;
     if w.is_infinite() || got.is_infinite() {
         // One step below the overflow threshold may go either way.
         let max_ok = |v: f64| v.abs() > f32::MAX as f64 * (1.0 - 1e-6);
-        return if got == w || (max_ok(want) && max_ok(got as f64)) {
-            0.0
-        } else {
-            f64::INFINITY
-        };
+        return if got == w || (max_ok(want) && max_ok(got as f64)) { 0.0 } else { f64::INFINITY };
     }
     let a = w.abs().max(f32::MIN_POSITIVE);
     let ulp = f32::from_bits(a.to_bits() + 1) as f64 - a as f64;
@@ -29,9 +21,7 @@ fn ulps(got: f32, want: f64) -> f64 {
 
 /// Inputs: bit patterns over the whole range, a dense sweep of the interesting one, and the edges.
 fn inputs(lo: f32, hi: f32) -> Vec<f32> {
-    let mut v: Vec<f32> = (0..1u32 << 14)
-        .map(|i| f32::from_bits(i.wrapping_mul(0x0004_0000 + 77)))
-        .collect();
+    let mut v: Vec<f32> = (0..1u32 << 14).map(|i| f32::from_bits(i.wrapping_mul(0x0004_0000 + 77))).collect();
     v.extend((0..40_000).map(|i| lo + (hi - lo) * (i as f32 + 0.37) / 40_000.0));
     v.extend([
         0.0,
@@ -139,10 +129,7 @@ fn pow_and_atan2_follow_f64_and_c99() {
     for isa in Isa::available() {
         for op in [ScalarOp::Pow, ScalarOp::Atan2] {
             let mut worst = (0.0, 0.0, 0.0, 0.0);
-            for &y in v
-                .iter()
-                .chain(&[2.0, 3.0, -3.0, 0.5, 1e9, 16_777_217.0, 8_388_609.0])
-            {
+            for &y in v.iter().chain(&[2.0, 3.0, -3.0, 0.5, 1e9, 16_777_217.0, 8_388_609.0]) {
                 let mut z = v.clone();
                 assert!(apply2(isa, op, &mut z, &vec![y; v.len()]));
                 for (&x, &z) in v.iter().zip(&z) {
@@ -157,10 +144,7 @@ fn pow_and_atan2_follow_f64_and_c99() {
                 }
             }
             println!("{isa:?} {op:?}: {worst:?}");
-            assert!(
-                worst.0 <= if op == ScalarOp::Pow { 1.5 } else { 4.0 },
-                "{isa:?} {op:?}: {worst:?}"
-            );
+            assert!(worst.0 <= if op == ScalarOp::Pow { 1.5 } else { 4.0 }, "{isa:?} {op:?}: {worst:?}");
         }
     }
 }
@@ -168,25 +152,12 @@ fn pow_and_atan2_follow_f64_and_c99() {
 #[test]
 fn signs_of_zero_survive() {
     use ScalarOp as S;
-    for op in [
-        S::Expm1,
-        S::Log1p,
-        S::Sin,
-        S::Tan,
-        S::Asin,
-        S::Atan,
-        S::Sinh,
-        S::Tanh,
-        S::Asinh,
-        S::Atanh,
-        S::Erf,
-    ] {
+    for op in
+        [S::Expm1, S::Log1p, S::Sin, S::Tan, S::Asin, S::Atan, S::Sinh, S::Tanh, S::Asinh, S::Atanh, S::Erf]
+    {
         let mut x = [-0.0f32, 0.0];
         assert!(apply(Isa::best(), op, &mut x));
-        assert!(
-            x[0] == 0.0 && x[0].is_sign_negative() && x[1].is_sign_positive(),
-            "{op:?} {x:?}"
-        );
+        assert!(x[0] == 0.0 && x[0].is_sign_negative() && x[1].is_sign_positive(), "{op:?} {x:?}");
     }
 }
 

@@ -93,10 +93,7 @@ struct NoopBuffer {
 
 impl NoopBuffer {
     fn lock(&self) -> Result<MutexGuard<'_, Vec<u8>>> {
-        let raw = self
-            .block
-            .raw()
-            .ok_or_else(|| Error::internal("a buffer was used after its release"))?;
+        let raw = self.block.raw().ok_or_else(|| Error::internal("a buffer was used after its release"))?;
         Ok(raw.lock().unwrap_or_else(|e| e.into_inner()))
     }
 }
@@ -148,41 +145,20 @@ struct NoopDevice {
 
 impl NoopDevice {
     fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a NoopBuffer> {
-        b.as_any()
-            .downcast_ref::<NoopBuffer>()
-            .filter(|b| b.owner == self.number)
-            .ok_or_else(|| {
-                Error::argument(
-                    call,
-                    format!("{b:?} does not belong to this opening of {}", self.info.id),
-                )
-            })
+        b.as_any().downcast_ref::<NoopBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
+            Error::argument(call, format!("{b:?} does not belong to this opening of {}", self.info.id))
+        })
     }
 
     fn run(&self, command: &Command<'_>) -> Result<()> {
         match command {
-            Command::Launch {
-                program,
-                groups,
-                buffers,
-                params,
-                fault,
-            } => {
-                let p = program
-                    .as_any()
-                    .downcast_ref::<NoopProgram>()
-                    .filter(|p| p.owner == self.number);
+            Command::Launch { program, groups, buffers, params, fault } => {
+                let p = program.as_any().downcast_ref::<NoopProgram>().filter(|p| p.owner == self.number);
                 let p = p.ok_or_else(|| {
-                    Error::argument(
-                        "launch",
-                        format!("{} was compiled for another device", program.name()),
-                    )
+                    Error::argument("launch", format!("{} was compiled for another device", program.name()))
                 })?;
                 p.signature.arguments(buffers.len(), params, *fault)?;
-                let own = buffers
-                    .iter()
-                    .map(|b| self.buffer("launch", b))
-                    .collect::<Result<Vec<_>>>()?;
+                let own = buffers.iter().map(|b| self.buffer("launch", b)).collect::<Result<Vec<_>>>()?;
                 if groups.contains(&0) {
                     return Ok(());
                 }
@@ -192,21 +168,10 @@ impl NoopDevice {
                 Counts::add(&self.counts.launches, 1);
                 Ok(())
             }
-            Command::Copy {
-                src,
-                src_offset,
-                dst,
-                dst_offset,
-                bytes,
-            } => {
+            Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
                 let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
                 let same = std::ptr::eq(from, to);
-                validate::copy(
-                    [src.bytes(), *src_offset],
-                    [dst.bytes(), *dst_offset],
-                    *bytes,
-                    same,
-                )?;
+                validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
                 if *bytes == 0 {
                     return Ok(());
                 }
@@ -220,10 +185,9 @@ impl NoopDevice {
                 Counts::add(&self.counts.device_copies, 1);
                 Ok(())
             }
-            Command::Library { kernel, .. } => Err(Error::argument(
-                "submit",
-                format!("{} is another device's kernel", kernel.name()),
-            )),
+            Command::Library { kernel, .. } => {
+                Err(Error::argument("submit", format!("{} is another device's kernel", kernel.name())))
+            }
         }
     }
 }
@@ -252,10 +216,7 @@ impl Device for NoopDevice {
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
-        Ok(Arc::new(NoopBuffer {
-            block: self.pool.alloc(bytes, tag)?,
-            owner: self.number,
-        }))
+        Ok(Arc::new(NoopBuffer { block: self.pool.alloc(bytes, tag)?, owner: self.number }))
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
@@ -282,10 +243,7 @@ impl Device for NoopDevice {
             return Ok(p.clone());
         }
         verify_for(kernel, &self.caps)?;
-        let p = Arc::new(NoopProgram {
-            signature: Signature::of(kernel)?,
-            owner: self.number,
-        });
+        let p = Arc::new(NoopProgram { signature: Signature::of(kernel)?, owner: self.number });
         programs.insert(kernel.key(), p.clone());
         Counts::add(&self.counts.compiles, 1);
         Ok(p)
@@ -297,9 +255,7 @@ impl Device for NoopDevice {
             self.run(c)?;
             if let (Some(t), Some(start)) = (&self.timings, start) {
                 let nanoseconds = start.elapsed().as_nanos() as u64;
-                t.lock()
-                    .unwrap_or_else(|e| e.into_inner())
-                    .push(Timing { nanoseconds });
+                t.lock().unwrap_or_else(|e| e.into_inner()).push(Timing { nanoseconds });
             }
         }
         Ok(())

@@ -51,12 +51,7 @@ pub fn text(mut b: Vec<u8>) -> String {
 fn unavailable(api: &Api, tried: Vec<String>, reason: String) -> Error {
     let mut t = vec![api.library.clone()];
     t.extend(tried);
-    Error::Unavailable {
-        backend: "opencl".into(),
-        tried: t,
-        reason,
-        fix: sys::fix(),
-    }
+    Error::Unavailable { backend: "opencl".into(), tried: t, reason, fix: sys::fix() }
 }
 
 impl Adapter {
@@ -73,11 +68,7 @@ impl Adapter {
         // SAFETY: asking for the count: no entries, no list.
         let code = unsafe { (api.clGetPlatformIDs)(0, std::ptr::null_mut(), &mut n) };
         if code != sys::SUCCESS && code != sys::PLATFORM_NOT_FOUND_KHR {
-            return Err(unavailable(
-                api,
-                vec![],
-                format!("clGetPlatformIDs gave {}", sys::code_name(code)),
-            ));
+            return Err(unavailable(api, vec![], format!("clGetPlatformIDs gave {}", sys::code_name(code))));
         }
         if code == sys::PLATFORM_NOT_FOUND_KHR || n == 0 {
             return Err(unavailable(
@@ -90,11 +81,7 @@ impl Adapter {
         // SAFETY: the list has `n` places.
         let code = unsafe { (api.clGetPlatformIDs)(n, platforms.as_mut_ptr(), &mut n) };
         if code != sys::SUCCESS {
-            return Err(unavailable(
-                api,
-                vec![],
-                format!("clGetPlatformIDs gave {}", sys::code_name(code)),
-            ));
+            return Err(unavailable(api, vec![], format!("clGetPlatformIDs gave {}", sys::code_name(code))));
         }
         platforms.truncate(n as usize);
         let mut out = vec![];
@@ -126,21 +113,15 @@ impl Adapter {
             }
             devices.truncate(n as usize);
             for device in devices {
-                let a = Adapter {
-                    api,
-                    platform,
-                    device,
-                    index: out.len(),
-                };
+                let a = Adapter { api, platform, device, index: out.len() };
                 let off = [
                     (sys::DEVICE_AVAILABLE, "it is not available"),
                     (sys::DEVICE_COMPILER_AVAILABLE, "it has no compiler"),
                 ];
                 match off.iter().find(|(p, _)| a.bool(*p) == Some(false)) {
-                    Some((_, why)) => said.push(format!(
-                        "{}: {why}",
-                        a.string(sys::DEVICE_NAME).unwrap_or_default()
-                    )),
+                    Some((_, why)) => {
+                        said.push(format!("{}: {why}", a.string(sys::DEVICE_NAME).unwrap_or_default()))
+                    }
                     None => out.push(a),
                 }
             }
@@ -192,26 +173,13 @@ impl Adapter {
         let kind_names: Vec<&str> = kinds.iter().filter(|k| kind & k.0 != 0).map(|k| k.1).collect();
         let texts = [
             ("type", Some(kind_names.join(", "))),
-            (
-                "platform",
-                Some(platform_text(self.api, self.platform, sys::PLATFORM_NAME)),
-            ),
-            (
-                "platform_version",
-                Some(platform_text(self.api, self.platform, sys::PLATFORM_VERSION)),
-            ),
+            ("platform", Some(platform_text(self.api, self.platform, sys::PLATFORM_NAME))),
+            ("platform_version", Some(platform_text(self.api, self.platform, sys::PLATFORM_VERSION))),
             ("version", self.string(sys::DEVICE_VERSION)),
             ("opencl_c_version", self.string(sys::DEVICE_OPENCL_C_VERSION)),
             ("profile", self.string(sys::DEVICE_PROFILE)),
-            (
-                "max_clock_mhz",
-                self.number(sys::DEVICE_MAX_CLOCK_FREQUENCY)
-                    .map(|n| n.to_string()),
-            ),
-            (
-                "max_allocation_bytes",
-                self.number(sys::DEVICE_MAX_MEM_ALLOC_SIZE).map(|n| n.to_string()),
-            ),
+            ("max_clock_mhz", self.number(sys::DEVICE_MAX_CLOCK_FREQUENCY).map(|n| n.to_string())),
+            ("max_allocation_bytes", self.number(sys::DEVICE_MAX_MEM_ALLOC_SIZE).map(|n| n.to_string())),
             ("library", Some(self.api.library.clone())),
             ("extensions", Some(extensions.clone())),
         ];
@@ -226,9 +194,7 @@ impl Adapter {
             backend: BackendType::OpenCl,
             id: self.id(),
             index: self.index,
-            name: self
-                .string(sys::DEVICE_NAME)
-                .unwrap_or_else(|| "unnamed OpenCL device".into()),
+            name: self.string(sys::DEVICE_NAME).unwrap_or_else(|| "unnamed OpenCL device".into()),
             vendor: self.string(sys::DEVICE_VENDOR).unwrap_or_default(),
             driver_version: self.string(sys::DRIVER_VERSION),
             total_memory: self.number(sys::DEVICE_GLOBAL_MEM_SIZE),
@@ -261,9 +227,7 @@ impl Adapter {
     /// Limits and abilities, from the driver; where it does not answer, the least that OpenCL 1.2 allows.
     pub fn caps(&self) -> Caps {
         let u32_of = |p: u32, least: u64| self.number(p).unwrap_or(least).min(u32::MAX as u64) as u32;
-        let full = self
-            .string(sys::DEVICE_PROFILE)
-            .is_none_or(|p| p == "FULL_PROFILE");
+        let full = self.string(sys::DEVICE_PROFILE).is_none_or(|p| p == "FULL_PROFILE");
         let extensions = self.string(sys::DEVICE_EXTENSIONS).unwrap_or_default();
         let i64 = full || extensions.split_whitespace().any(|e| e == "cles_khr_int64");
         let f64 = self.number(sys::DEVICE_DOUBLE_FP_CONFIG).unwrap_or(0) != 0;

@@ -61,19 +61,11 @@ impl OpenClDevice {
         let word =
             memory::buffer(api, &context, 4).map_err(|c| sys::driver_error(&info.id, "clCreateBuffer", c))?;
         let counts = Arc::new(Counts::default());
-        let source = ClSource {
-            api,
-            context: context.clone(),
-            max: caps.max_binding_bytes,
-        };
+        let source = ClSource { api, context: context.clone(), max: caps.max_binding_bytes };
         let limit = options.memory_limit.or(info.total_memory);
         let pool = Pool::new(source, info.id.clone(), limit, counts.clone());
         let queue = Queue::new(&adapter, &context, word, &info.id, pool.clone(), options.profile)?;
-        let dir = options
-            .cache_dir
-            .clone()
-            .or_else(cache::user_dir)
-            .map(|d| d.join("opencl"));
+        let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join("opencl"));
         Ok(OpenClDevice {
             adapter,
             info,
@@ -89,15 +81,9 @@ impl OpenClDevice {
     }
 
     fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a ClBuffer> {
-        b.as_any()
-            .downcast_ref::<ClBuffer>()
-            .filter(|b| b.owner == self.number)
-            .ok_or_else(|| {
-                Error::argument(
-                    call,
-                    format!("{b:?} does not belong to this opening of {}", self.info.id),
-                )
-            })
+        b.as_any().downcast_ref::<ClBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
+            Error::argument(call, format!("{b:?} does not belong to this opening of {}", self.info.id))
+        })
     }
 
     /// Compiles source text, or takes its binary from the disk cache.
@@ -108,11 +94,7 @@ impl OpenClDevice {
             id: &self.info.id,
             options: self.adapter.build_options(),
         };
-        let platform = self
-            .info
-            .properties
-            .get("platform_version")
-            .map_or("", |s| s.as_str());
+        let platform = self.info.properties.get("platform_version").map_or("", |s| s.as_str());
         let device_version = self.info.properties.get("version").map_or("", |s| s.as_str());
         // The text stands for the kernel's key: it also changes when a renderer does.
         let key = cache::digest(&[
@@ -133,10 +115,7 @@ impl OpenClDevice {
                     return Ok(k);
                 }
                 _ => {
-                    tracing::warn!(
-                        kernel = name,
-                        "the driver refuses a cached program; it is built again"
-                    );
+                    tracing::warn!(kernel = name, "the driver refuses a cached program; it is built again");
                     disk.remove(key);
                 }
             }
@@ -164,12 +143,7 @@ impl OpenClDevice {
         bytes: usize,
     ) -> Result<()> {
         let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
-        validate::copy(
-            [src.bytes(), src_offset],
-            [dst.bytes(), dst_offset],
-            bytes,
-            std::ptr::eq(from, to),
-        )?;
+        validate::copy([src.bytes(), src_offset], [dst.bytes(), dst_offset], bytes, std::ptr::eq(from, to))?;
         s.copy(from, src_offset, to, dst_offset, bytes)?;
         if bytes > 0 {
             Counts::add(&self.counts.device_copies, 1);
@@ -184,9 +158,7 @@ impl Target for OpenClDevice {
     }
 
     fn library(&self, _: &LibraryCall<'_>) -> std::result::Result<Arc<dyn LibraryKernel>, Declined> {
-        Err(Declined::because(
-            "OpenCL has no vendor library; kernels are generated",
-        ))
+        Err(Declined::because("OpenCL has no vendor library; kernels are generated"))
     }
 }
 
@@ -204,10 +176,7 @@ impl Device for OpenClDevice {
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
-        Ok(Arc::new(ClBuffer {
-            block: self.pool.alloc(bytes, tag)?,
-            owner: self.number,
-        }))
+        Ok(Arc::new(ClBuffer { block: self.pool.alloc(bytes, tag)?, owner: self.number }))
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
@@ -238,10 +207,8 @@ impl Device for OpenClDevice {
         verify_for(kernel, &self.caps)?;
         let signature = Signature::of(kernel)?;
         let source = render::render(kernel, Language::OpenCl)?;
-        let entry = source
-            .entries
-            .first()
-            .ok_or_else(|| Error::internal("a rendered kernel without an entry"))?;
+        let entry =
+            source.entries.first().ok_or_else(|| Error::internal("a rendered kernel without an entry"))?;
         let object = self.build(&kernel.name, &source.text, entry, kernel.items())?;
         let program = Arc::new(ClProgram {
             signature,
@@ -261,17 +228,8 @@ impl Device for OpenClDevice {
         let mut s = self.queue.begin();
         for c in commands {
             match c {
-                Command::Launch {
-                    program,
-                    groups,
-                    buffers,
-                    params,
-                    fault,
-                } => {
-                    let p = program
-                        .as_any()
-                        .downcast_ref::<ClProgram>()
-                        .filter(|p| p.owner == self.number);
+                Command::Launch { program, groups, buffers, params, fault } => {
+                    let p = program.as_any().downcast_ref::<ClProgram>().filter(|p| p.owner == self.number);
                     let p = p.ok_or_else(|| {
                         Error::argument(
                             "launch",
@@ -280,22 +238,15 @@ impl Device for OpenClDevice {
                     })?;
                     let arguments = p.signature.arguments(buffers.len(), params, *fault)?;
                     let own = |b| self.buffer("launch", b);
-                    let buffers = buffers
-                        .iter()
-                        .map(own)
-                        .collect::<Result<smallvec::SmallVec<[_; 16]>>>()?;
+                    let buffers = buffers.iter().map(own).collect::<Result<smallvec::SmallVec<[_; 16]>>>()?;
                     s.launch(p, *groups, &buffers, &arguments)?;
                     if !groups.contains(&0) {
                         Counts::add(&self.counts.launches, 1);
                     }
                 }
-                Command::Copy {
-                    src,
-                    src_offset,
-                    dst,
-                    dst_offset,
-                    bytes,
-                } => self.copy(&mut s, src, *src_offset, dst, *dst_offset, *bytes)?,
+                Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
+                    self.copy(&mut s, src, *src_offset, dst, *dst_offset, *bytes)?
+                }
                 Command::Library { kernel, .. } => {
                     return Err(Error::argument(
                         "submit",
@@ -347,62 +298,35 @@ mod tests {
     #[test]
     fn what_the_compiler_refuses_is_an_error_with_its_log() {
         let dir = tempfile::tempdir().unwrap();
-        let o = Options {
-            cache_dir: Some(dir.path().into()),
-            ..Default::default()
-        };
+        let o = Options { cache_dir: Some(dir.path().into()), ..Default::default() };
         let Some(d) = device(&o) else { return };
         let bad = "__kernel void broken(__global float* x) { x[0] = undeclared_name; }";
         let e = d.build("broken", bad, "broken", 1).unwrap_err();
-        let Error::Compile { device, kernel, log } = &e else {
-            panic!("{e}")
-        };
-        assert!(
-            device == &d.info.id && kernel == "broken" && log.contains("undeclared_name"),
-            "{e}"
-        );
+        let Error::Compile { device, kernel, log } = &e else { panic!("{e}") };
+        assert!(device == &d.info.id && kernel == "broken" && log.contains("undeclared_name"), "{e}");
         assert_eq!(d.counters().compiles, 0);
-        let e = d
-            .build(
-                "k",
-                "__kernel void k(__global float* x) { x[0] = 1; }",
-                "other",
-                1,
-            )
-            .unwrap_err();
+        let e = d.build("k", "__kernel void k(__global float* x) { x[0] = 1; }", "other", 1).unwrap_err();
         assert!(e.to_string().contains("clCreateKernel(other)"), "{e}");
     }
 
     #[test]
     fn a_cached_program_that_the_driver_refuses_is_built_again() {
         let dir = tempfile::tempdir().unwrap();
-        let o = Options {
-            cache_dir: Some(dir.path().into()),
-            ..Default::default()
-        };
+        let o = Options { cache_dir: Some(dir.path().into()), ..Default::default() };
         let text = "__kernel void k(__global float* x) { x[0] = 1; }";
         let Some(d) = device(&o) else { return };
         d.build("k", text, "k", 1).unwrap();
         let warm = device(&o).unwrap();
         warm.build("k", text, "k", 1).unwrap();
-        assert_eq!(
-            (warm.counters().compiles, warm.counters().compile_cache_hits),
-            (0, 1)
-        );
+        assert_eq!((warm.counters().compiles, warm.counters().compile_cache_hits), (0, 1));
         // An entry that is whole, but holds no program.
-        let files: Vec<_> = std::fs::read_dir(dir.path().join("opencl"))
-            .unwrap()
-            .flatten()
-            .map(|e| e.path())
-            .collect();
+        let files: Vec<_> =
+            std::fs::read_dir(dir.path().join("opencl")).unwrap().flatten().map(|e| e.path()).collect();
         let [file] = &files[..] else { panic!("{files:?}") };
         let key = u128::from_str_radix(file.file_stem().unwrap().to_str().unwrap(), 16).unwrap();
         DiskCache::new(dir.path().join("opencl"), cache::DEFAULT_LIMIT).put(key, b"no program");
         let again = device(&o).unwrap();
         again.build("k", text, "k", 1).unwrap();
-        assert_eq!(
-            (again.counters().compiles, again.counters().compile_cache_hits),
-            (1, 0)
-        );
+        assert_eq!((again.counters().compiles, again.counters().compile_cache_hits), (1, 0));
     }
 }

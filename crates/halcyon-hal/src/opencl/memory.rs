@@ -34,13 +34,7 @@ pub fn buffer(api: &'static Api, context: &Owned, bytes: usize) -> Result<Owned,
     let mut code = 0;
     // SAFETY: the context is live; no host memory is passed.
     let raw = unsafe {
-        (api.clCreateBuffer)(
-            context.raw(),
-            sys::MEM_READ_WRITE,
-            bytes,
-            std::ptr::null_mut(),
-            &mut code,
-        )
+        (api.clCreateBuffer)(context.raw(), sys::MEM_READ_WRITE, bytes, std::ptr::null_mut(), &mut code)
     };
     // SAFETY: a buffer created just now, released by its own function.
     unsafe { Owned::new(raw, code, api.clReleaseMemObject) }

@@ -35,10 +35,7 @@ impl Driver for OpenClDriver {
         let all = adapter::Adapter::all(sys::load()?)?;
         let a = all.get(index).copied().ok_or_else(|| Error::Unavailable {
             backend: "opencl".into(),
-            tried: all
-                .iter()
-                .map(|a| format!("{} {}", a.id(), a.info().name))
-                .collect(),
+            tried: all.iter().map(|a| format!("{} {}", a.id(), a.info().name)).collect(),
             reason: format!("there is no device {index}"),
             fix: format!("Choose one of 0..{}", all.len()),
         })?;

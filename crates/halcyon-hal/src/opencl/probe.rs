@@ -57,9 +57,8 @@ fn remembered(
     memory: Option<(&DiskCache, u128)>,
     first: impl FnOnce() -> Result<Vec<DeviceInfo>>,
 ) -> Result<(Vec<DeviceInfo>, bool)> {
-    let before: Option<Vec<DeviceInfo>> = memory
-        .and_then(|(m, key)| m.get(key))
-        .and_then(|b| serde_json::from_slice(&b).ok());
+    let before: Option<Vec<DeviceInfo>> =
+        memory.and_then(|(m, key)| m.get(key)).and_then(|b| serde_json::from_slice(&b).ok());
     if let Some(before) = before {
         if !before.is_empty() && before.iter().all(|d| d.software) {
             return Ok((before, false));
@@ -88,9 +87,8 @@ fn fingerprint(root: &Path, library: &str) -> Option<u128> {
     if library.contains('/') {
         parts.push(stat(Path::new(library)));
     }
-    const FILTERS: [&str; 9] = [
-        "OCL_", "OPENCL_", "POCL_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_", "GPU_", "LD_",
-    ];
+    const FILTERS: [&str; 9] =
+        ["OCL_", "OPENCL_", "POCL_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_", "GPU_", "LD_"];
     let mut variables: Vec<String> = std::env::vars_os()
         .map(|(k, v)| format!("{}={}", k.to_string_lossy(), v.to_string_lossy()))
         .filter(|v| FILTERS.iter().any(|f| v.starts_with(f)))
@@ -111,12 +109,10 @@ fn fingerprint(root: &Path, library: &str) -> Option<u128> {
         parts
             .push(std::fs::read_to_string(at("sys/module").join(module).join("version")).unwrap_or_default());
     }
-    let nodes = entries(&at("dev/dri"))
-        .into_iter()
-        .chain(entries(&at("dev")).into_iter().filter(|p| {
-            let name = p.file_name().unwrap_or_default().to_string_lossy();
-            name.starts_with("nvidia") || name == "kfd"
-        }));
+    let nodes = entries(&at("dev/dri")).into_iter().chain(entries(&at("dev")).into_iter().filter(|p| {
+        let name = p.file_name().unwrap_or_default().to_string_lossy();
+        name.starts_with("nvidia") || name == "kfd"
+    }));
     parts.extend(nodes.map(|p| p.display().to_string()));
     let bytes: Vec<&[u8]> = parts.iter().map(|p| p.as_bytes()).collect();
     Some(cache::digest(&bytes))
@@ -124,12 +120,8 @@ fn fingerprint(root: &Path, library: &str) -> Option<u128> {
 
 /// Files of a directory, in order of name.
 fn entries(dir: &Path) -> Vec<PathBuf> {
-    let mut v: Vec<PathBuf> = std::fs::read_dir(dir)
-        .into_iter()
-        .flatten()
-        .flatten()
-        .map(|e| e.path())
-        .collect();
+    let mut v: Vec<PathBuf> =
+        std::fs::read_dir(dir).into_iter().flatten().flatten().map(|e| e.path()).collect();
     v.sort();
     v
 }
@@ -139,11 +131,7 @@ fn stat(path: &Path) -> String {
     let Ok(m) = std::fs::metadata(path) else {
         return String::new();
     };
-    let time = m
-        .modified()
-        .ok()
-        .and_then(|t| t.duration_since(UNIX_EPOCH).ok())
-        .unwrap_or_default();
+    let time = m.modified().ok().and_then(|t| t.duration_since(UNIX_EPOCH).ok()).unwrap_or_default();
     format!("{} {:?}", m.len(), time)
 }
 
@@ -159,11 +147,7 @@ pub fn probe_in_process() -> Result<Vec<DeviceInfo>> {
 #[derive(Serialize, Deserialize)]
 enum Report {
     Devices(Vec<DeviceInfo>),
-    Unavailable {
-        tried: Vec<String>,
-        reason: String,
-        fix: String,
-    },
+    Unavailable { tried: Vec<String>, reason: String, fix: String },
     Failed(String),
 }
 
@@ -171,9 +155,7 @@ enum Report {
 pub fn probe_report() -> String {
     let report = match probe_in_process() {
         Ok(d) => Report::Devices(d),
-        Err(Error::Unavailable {
-            tried, reason, fix, ..
-        }) => Report::Unavailable { tried, reason, fix },
+        Err(Error::Unavailable { tried, reason, fix, .. }) => Report::Unavailable { tried, reason, fix },
         Err(e) => Report::Failed(e.to_string()),
     };
     serde_json::to_string(&report).unwrap_or_else(|e| format!("{{\"Failed\":\"{e}\"}}"))
@@ -203,11 +185,7 @@ fn probe_command(command: &mut Command, limit: Duration) -> Result<Vec<DeviceInf
             fix.into(),
         )
     };
-    command
-        .env(PROBE_CHILD_VARIABLE, "1")
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::null());
+    command.env(PROBE_CHILD_VARIABLE, "1").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
     let mut child = command.spawn().map_err(|e| Error::Io {
         path: command.get_program().to_string_lossy().into_owned(),
         what: format!("the process that looks for OpenCL devices did not start: {e}"),
@@ -263,10 +241,7 @@ mod tests {
             ("echo nothing of use", minute, "no answer"),
         ] {
             let e = shell(script, limit).unwrap_err();
-            assert!(
-                e.exit_code() == 4 && e.to_string().contains(want),
-                "{script}: {e}"
-            );
+            assert!(e.exit_code() == 4 && e.to_string().contains(want), "{script}: {e}");
         }
         let e = probe_via_child(Path::new("/nowhere/halcyon")).unwrap_err();
         assert!(e.to_string().contains("/nowhere/halcyon"), "{e}");
@@ -281,14 +256,8 @@ mod tests {
         assert!(software[0].software);
         let none = || -> Result<Vec<DeviceInfo>> { Err(Error::internal("not remembered")) };
         assert!(remembered(Some((&m, 1)), none).is_err(), "a failure is not kept");
-        assert_eq!(
-            remembered(Some((&m, 1)), || Ok(software.clone())).unwrap(),
-            (software.clone(), true)
-        );
-        assert_eq!(
-            remembered(Some((&m, 1)), none).unwrap(),
-            (software.clone(), false)
-        );
+        assert_eq!(remembered(Some((&m, 1)), || Ok(software.clone())).unwrap(), (software.clone(), true));
+        assert_eq!(remembered(Some((&m, 1)), none).unwrap(), (software.clone(), false));
         assert!(remembered(Some((&m, 2)), none).is_err(), "another fingerprint");
         // With hardware, the look is repeated here.
         let mut hardware = software;
@@ -338,15 +307,9 @@ mod tests {
 
     #[test]
     fn a_childs_report_is_passed_on() {
-        let e = shell(
-            r#"echo '{"Unavailable":{"tried":["x"],"reason":"r","fix":"f"}}'"#,
-            PROBE_TIME,
-        )
-        .unwrap_err();
-        assert!(
-            matches!(e, Error::Unavailable { ref tried, .. } if tried == &["x".to_string()]),
-            "{e}"
-        );
+        let e = shell(r#"echo '{"Unavailable":{"tried":["x"],"reason":"r","fix":"f"}}'"#, PROBE_TIME)
+            .unwrap_err();
+        assert!(matches!(e, Error::Unavailable { ref tried, .. } if tried == &["x".to_string()]), "{e}");
         let line = probe_report();
         let here = probe_in_process();
         let there = shell(&format!("cat <<'END'\n{line}\nEND"), PROBE_TIME);

@@ -61,11 +61,7 @@ impl Builder<'_> {
             sys::SUCCESS => Ok(program),
             sys::BUILD_PROGRAM_FAILURE => {
                 let log = self.log(&program);
-                Err(Error::Compile {
-                    device: self.id.into(),
-                    kernel: name.into(),
-                    log,
-                })
+                Err(Error::Compile { device: self.id.into(), kernel: name.into(), log })
             }
             c => Err(sys::driver_error(self.id, "clBuildProgram", c)),
         }
@@ -126,11 +122,7 @@ impl Builder<'_> {
             }
         };
         let log = adapter::query_bytes(query).map(adapter::text).unwrap_or_default();
-        if log.is_empty() {
-            "the compiler gave no log".into()
-        } else {
-            log
-        }
+        if log.is_empty() { "the compiler gave no log".into() } else { log }
     }
 
     /// The driver's binary of a built program; `None` where it gives none.

@@ -59,15 +59,7 @@ impl Queue {
         // SAFETY: a queue created just now, released by its own function.
         let raw = unsafe { Owned::new(raw, code, api.clReleaseCommandQueue) }
             .map_err(|c| sys::driver_error(id, "clCreateCommandQueue", c))?;
-        let q = Queue {
-            api,
-            raw,
-            fault,
-            id: id.into(),
-            pool,
-            profile,
-            state: Mutex::default(),
-        };
+        let q = Queue { api, raw, fault, id: id.into(), pool, profile, state: Mutex::default() };
         q.write_raw(q.fault.raw(), 0, &0u32.to_ne_bytes())?;
         Ok(q)
     }
@@ -134,27 +126,16 @@ impl Queue {
 
     /// Copies host bytes to a range that was checked, after all submitted work.
     pub fn write(&self, dst: &ClBuffer, offset: usize, src: &[u8]) -> Result<()> {
-        if src.is_empty() {
-            Ok(())
-        } else {
-            self.write_raw(raw(dst)?, offset, src)
-        }
+        if src.is_empty() { Ok(()) } else { self.write_raw(raw(dst)?, offset, src) }
     }
 
     /// Copies a range that was checked to the host, after all submitted work.
     pub fn read(&self, src: &ClBuffer, offset: usize, dst: &mut [u8]) -> Result<()> {
-        if dst.is_empty() {
-            self.finish()
-        } else {
-            self.read_raw(raw(src)?, offset, dst)
-        }
+        if dst.is_empty() { self.finish() } else { self.read_raw(raw(src)?, offset, dst) }
     }
 
     pub fn begin(&self) -> Submission<'_> {
-        Submission {
-            queue: self,
-            state: self.lock(),
-        }
+        Submission { queue: self, state: self.lock() }
     }
 
     pub fn finish(&self) -> Result<()> {
@@ -216,10 +197,7 @@ impl Queue {
 }
 
 fn raw(b: &ClBuffer) -> Result<Handle> {
-    b.block
-        .raw()
-        .map(|o| o.raw())
-        .ok_or_else(|| Error::internal("a buffer was used after its release"))
+    b.block.raw().map(|o| o.raw()).ok_or_else(|| Error::internal("a buffer was used after its release"))
 }
 
 impl Submission<'_> {
@@ -287,18 +265,11 @@ impl Submission<'_> {
         let mut global = [0usize; 3];
         for d in 0..3 {
             global[d] = (groups[d] as usize).checked_mul(local[d]).ok_or_else(|| {
-                Error::unsupported(
-                    format!("a grid of {groups:?} groups of {local:?}"),
-                    "Use a smaller batch",
-                )
+                Error::unsupported(format!("a grid of {groups:?} groups of {local:?}"), "Use a smaller batch")
             })?;
         }
         let mut event: Handle = std::ptr::null_mut();
-        let out = if q.profile {
-            &raw mut event
-        } else {
-            std::ptr::null_mut()
-        };
+        let out = if q.profile { &raw mut event } else { std::ptr::null_mut() };
         // SAFETY: the queue and kernel are live, all arguments are set, and the sizes have three dimensions. Buffers stay alive:
         // the queue keeps what it has enqueued, and the pool hands a freed buffer only to later commands of this queue.
         let code = unsafe {
@@ -315,13 +286,7 @@ impl Submission<'_> {
             )
         };
         if code != sys::SUCCESS {
-            q.check(
-                &format!(
-                    "clEnqueueNDRangeKernel({}, {global:?} in {local:?})",
-                    p.signature.name
-                ),
-                code,
-            )?;
+            q.check(&format!("clEnqueueNDRangeKernel({}, {global:?} in {local:?})", p.signature.name), code)?;
         }
         self.state.may_have_faulted |= p.signature.faults;
         self.note(q.profile.then_some(event))
@@ -341,11 +306,7 @@ impl Submission<'_> {
         }
         let q = self.queue;
         let mut event: Handle = std::ptr::null_mut();
-        let out = if q.profile {
-            &raw mut event
-        } else {
-            std::ptr::null_mut()
-        };
+        let out = if q.profile { &raw mut event } else { std::ptr::null_mut() };
         // SAFETY: both buffers are live and the ranges lie inside them.
         let code = unsafe {
             (q.api.clEnqueueCopyBuffer)(
@@ -367,8 +328,6 @@ impl Submission<'_> {
     /// Hands what was enqueued to the device.
     pub fn flush(self) -> Result<()> {
         // SAFETY: the queue is live.
-        self.queue.check("clFlush", unsafe {
-            (self.queue.api.clFlush)(self.queue.raw.raw())
-        })
+        self.queue.check("clFlush", unsafe { (self.queue.api.clFlush)(self.queue.raw.raw()) })
     }
 }

@@ -263,11 +263,7 @@ pub fn driver_error(device: &str, call: &str, code: i32) -> Error {
 
 /// Fails unless `code` is success.
 pub fn check(device: &str, call: &str, code: i32) -> Result<()> {
-    if code == SUCCESS {
-        Ok(())
-    } else {
-        Err(driver_error(device, call, code))
-    }
+    if code == SUCCESS { Ok(()) } else { Err(driver_error(device, call, code)) }
 }
 
 /// What to do where there is no OpenCL.
@@ -296,11 +292,7 @@ pub fn candidates() -> Vec<String> {
     } else if cfg!(target_os = "macos") {
         &["/System/Library/Frameworks/OpenCL.framework/OpenCL"]
     } else if cfg!(target_os = "android") {
-        &[
-            "libOpenCL.so",
-            "/vendor/lib64/libOpenCL.so",
-            "/system/vendor/lib64/libOpenCL.so",
-        ]
+        &["libOpenCL.so", "/vendor/lib64/libOpenCL.so", "/system/vendor/lib64/libOpenCL.so"]
     } else {
         &["libOpenCL.so.1", "libOpenCL.so"]
     };
@@ -329,10 +321,7 @@ pub fn load_from(names: &[String]) -> Result<&'static Api> {
             Ok(l) => l,
             Err(e) => {
                 let why = innermost(&e);
-                tried.push(format!(
-                    "{name}: {}",
-                    why.strip_prefix(&format!("{name}: ")).unwrap_or(&why)
-                ));
+                tried.push(format!("{name}: {}", why.strip_prefix(&format!("{name}: ")).unwrap_or(&why)));
                 continue;
             }
         };
@@ -348,12 +337,7 @@ pub fn load_from(names: &[String]) -> Result<&'static Api> {
         }
     }
     let reason = "no OpenCL library could be loaded".into();
-    Err(Error::Unavailable {
-        backend: "opencl".into(),
-        tried,
-        reason,
-        fix: fix(),
-    })
+    Err(Error::Unavailable { backend: "opencl".into(), tried, reason, fix: fix() })
 }
 
 /// The message of the cause, which names what the loader met; the outer ones only say "dlopen failed".
@@ -372,9 +356,7 @@ mod tests {
     #[test]
     fn a_missing_library_is_an_error_that_lists_what_was_tried() {
         let e = load_from(&["libnothing-here.so.7".into(), "/nowhere/libOpenCL.so".into()]).unwrap_err();
-        let Error::Unavailable { tried, fix, .. } = &e else {
-            panic!("{e}")
-        };
+        let Error::Unavailable { tried, fix, .. } = &e else { panic!("{e}") };
         assert_eq!(tried.len(), 2);
         assert!(
             tried[0].starts_with("libnothing-here.so.7: ") && tried[1].starts_with("/nowhere/libOpenCL.so: ")
@@ -398,9 +380,6 @@ mod tests {
         assert_eq!(code_name(-54), "CL_INVALID_WORK_GROUP_SIZE (-54)");
         assert_eq!(code_name(-777), "OpenCL error -777");
         let e = driver_error("opencl:0", "clFinish", -5).to_string();
-        assert!(
-            e.contains("clFinish failed on opencl:0: CL_OUT_OF_RESOURCES (-5)"),
-            "{e}"
-        );
+        assert!(e.contains("clFinish failed on opencl:0: CL_OUT_OF_RESOURCES (-5)"), "{e}");
     }
 }

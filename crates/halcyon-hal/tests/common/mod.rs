@@ -23,9 +23,7 @@ impl Lane {
     pub fn open_with(&self, f: impl FnOnce(&mut Options)) -> Arc<dyn Device> {
         let mut o = self.options.clone();
         f(&mut o);
-        self.driver
-            .open(0, &o)
-            .unwrap_or_else(|e| panic!("{}: {e}", self.driver.kind()))
+        self.driver.open(0, &o).unwrap_or_else(|e| panic!("{}: {e}", self.driver.kind()))
     }
 
     pub fn name(&self) -> &'static str {
@@ -40,25 +38,14 @@ pub fn lanes() -> Vec<Lane> {
         let kind = driver.kind();
         if let Err(e) = driver.probe() {
             assert!(kind == BackendType::OpenCl, "{kind} must always be there: {e}");
-            assert!(
-                std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"),
-                "{e}"
-            );
+            assert!(std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"), "{e}");
             eprintln!("skipped on {kind}: {e}");
             continue;
         }
         let cache = tempfile::tempdir().unwrap();
-        let options = Options {
-            threads: Some(2),
-            cache_dir: Some(cache.path().into()),
-            ..Default::default()
-        };
-        out.push(Lane {
-            driver,
-            options,
-            computes: kind != BackendType::Noop,
-            _cache: cache,
-        });
+        let options =
+            Options { threads: Some(2), cache_dir: Some(cache.path().into()), ..Default::default() };
+        out.push(Lane { driver, options, computes: kind != BackendType::Noop, _cache: cache });
     }
     out
 }
@@ -68,9 +55,7 @@ pub struct Random(u64);
 
 impl Random {
     pub fn fresh() -> Random {
-        let t = std::time::SystemTime::now()
-            .duration_since(std::time::UNIX_EPOCH)
-            .unwrap();
+        let t = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
         Random::seeded(t.as_nanos() as u64)
     }
 
@@ -96,17 +81,11 @@ impl Random {
 }
 
 pub fn pack(dtype: DType, values: &[Scalar]) -> Vec<u8> {
-    values
-        .iter()
-        .flat_map(|v| v.to_bytes(dtype)[..dtype.size()].to_vec())
-        .collect()
+    values.iter().flat_map(|v| v.to_bytes(dtype)[..dtype.size()].to_vec()).collect()
 }
 
 pub fn unpack(dtype: DType, bytes: &[u8]) -> Vec<Scalar> {
-    bytes
-        .chunks_exact(dtype.size())
-        .map(|b| Scalar::from_bytes(dtype, b))
-        .collect()
+    bytes.chunks_exact(dtype.size()).map(|b| Scalar::from_bytes(dtype, b)).collect()
 }
 
 pub fn upload(d: &dyn Device, bytes: &[u8]) -> BufferRef {
@@ -130,13 +109,7 @@ pub fn launch(
     params: &[Scalar],
 ) -> Result<()> {
     let buffers: Vec<BufferRef> = buffers.iter().map(|b| (*b).clone()).collect();
-    d.submit(&[Command::Launch {
-        program,
-        groups,
-        buffers: &buffers,
-        params,
-        fault: 0,
-    }])
+    d.submit(&[Command::Launch { program, groups, buffers: &buffers, params, fault: 0 }])
 }
 
 /// `y[i] = x[i] * a + b` for `i < n`, in the compute type of `dtype`.
@@ -158,11 +131,7 @@ pub fn params_of_every_type(f64: bool) -> (Kernel, Vec<Ty>) {
     }
     let b = Builder::new("all_params", [1, 1, 1]);
     let buffers: Vec<_> = types.iter().map(|t| b.raw_buffer(t.dtype(), true)).collect();
-    let params: Vec<_> = types
-        .iter()
-        .enumerate()
-        .map(|(i, t)| b.param(&format!("q{i}"), *t))
-        .collect();
+    let params: Vec<_> = types.iter().enumerate().map(|(i, t)| b.param(&format!("q{i}"), *t)).collect();
     for (buf, p) in buffers.iter().zip(params) {
         b.store(*buf, 0, p);
     }

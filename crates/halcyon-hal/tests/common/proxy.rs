@@ -17,15 +17,9 @@ pub fn build(dir: &Path) -> Option<PathBuf> {
         .output();
     match out {
         Ok(o) if o.status.success() => Some(library),
-        Ok(o) => panic!(
-            "proxy.c does not compile:\n{}",
-            String::from_utf8_lossy(&o.stderr)
-        ),
+        Ok(o) => panic!("proxy.c does not compile:\n{}", String::from_utf8_lossy(&o.stderr)),
         Err(e) => {
-            assert!(
-                std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"),
-                "no C compiler: {e}"
-            );
+            assert!(std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"), "no C compiler: {e}");
             eprintln!("skipped: no C compiler ({e})");
             None
         }
@@ -56,13 +50,7 @@ pub fn seen(counts: &Path) -> Seen {
     let words: Vec<&str> = text.split_whitespace().collect();
     let of = |name: &str| {
         let at = words.iter().position(|w| *w == name);
-        at.and_then(|i| words.get(i + 1))
-            .and_then(|w| w.parse().ok())
-            .unwrap_or(0)
+        at.and_then(|i| words.get(i + 1)).and_then(|w| w.parse().ok()).unwrap_or(0)
     };
-    Seen {
-        launches: of("launches"),
-        reads: of("reads"),
-        falsified: of("falsified"),
-    }
+    Seen { launches: of("launches"), reads: of("reads"), falsified: of("falsified") }
 }

@@ -68,11 +68,7 @@ pub(super) fn input(g: &mut Graph, node: &Node, c: &Conv, dy: NodeId) -> Result<
     let w = g.reshape(w, s)?;
     let w = g.flip(w, &(2..n + 2).collect::<Vec<_>>())?;
     let pad = |a: usize| {
-        let (d, s, e) = (
-            c.dilation[a] as i64,
-            c.stride[a] as i64,
-            c.input_dilation[a] as i64,
-        );
+        let (d, s, e) = (c.dilation[a] as i64, c.stride[a] as i64, c.input_dilation[a] as i64);
         let lo = (ax[a].k - 1) * d - c.pad[a].0;
         (lo, (ax[a].i - 1) * e + (ax[a].k - 1) * d - (ax[a].o - 1) * s - lo)
     };
@@ -99,11 +95,7 @@ pub(super) fn weight(g: &mut Graph, node: &Node, c: &Conv, dy: NodeId) -> Result
     let x = g.reshape(x, s)?;
     let d = g.transpose(dy, 0, 1)?;
     let pad = |a: usize| {
-        let (d, s, e) = (
-            c.dilation[a] as i64,
-            c.stride[a] as i64,
-            c.input_dilation[a] as i64,
-        );
+        let (d, s, e) = (c.dilation[a] as i64, c.stride[a] as i64, c.input_dilation[a] as i64);
         let lo = c.pad[a].0;
         (lo, (ax[a].k - 1) * d + (ax[a].o - 1) * s - (ax[a].i - 1) * e - lo)
     };

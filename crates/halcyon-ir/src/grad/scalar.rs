@@ -257,14 +257,8 @@ const TABLE: &[(ScalarOp, ScalarGrad)] = &[
     (ScalarOp::IsNan, Zero),
     (ScalarOp::IsInf, Zero),
     (ScalarOp::Add, Operand(|_, _, _, dy, _| Ok(Some(dy)))),
-    (
-        ScalarOp::Sub,
-        Operand(|g, _, _, dy, k| if k == 0 { Ok(Some(dy)) } else { g.neg(dy).map(Some) }),
-    ),
-    (
-        ScalarOp::Mul,
-        Operand(|g, x, _, dy, k| g.mul(dy, x[1 - k]).map(Some)),
-    ),
+    (ScalarOp::Sub, Operand(|g, _, _, dy, k| if k == 0 { Ok(Some(dy)) } else { g.neg(dy).map(Some) })),
+    (ScalarOp::Mul, Operand(|g, x, _, dy, k| g.mul(dy, x[1 - k]).map(Some))),
     (
         ScalarOp::Div,
         Operand(|g, x, y, dy, k| {
@@ -278,23 +272,11 @@ const TABLE: &[(ScalarOp, ScalarGrad)] = &[
     ),
     (
         ScalarOp::Rem,
-        Operand(|g, x, _, dy, k| {
-            if k == 0 {
-                Ok(Some(dy))
-            } else {
-                divisor(g, x, dy, Graph::trunc)
-            }
-        }),
+        Operand(|g, x, _, dy, k| if k == 0 { Ok(Some(dy)) } else { divisor(g, x, dy, Graph::trunc) }),
     ),
     (
         ScalarOp::Mod,
-        Operand(|g, x, _, dy, k| {
-            if k == 0 {
-                Ok(Some(dy))
-            } else {
-                divisor(g, x, dy, Graph::floor)
-            }
-        }),
+        Operand(|g, x, _, dy, k| if k == 0 { Ok(Some(dy)) } else { divisor(g, x, dy, Graph::floor) }),
     ),
     (
         ScalarOp::Pow,
@@ -328,14 +310,8 @@ const TABLE: &[(ScalarOp, ScalarGrad)] = &[
             if k == 0 { Ok(Some(d)) } else { g.neg(d).map(Some) }
         }),
     ),
-    (
-        ScalarOp::Min,
-        Operand(|g, x, _, dy, k| pick(g, x[k], x[1 - k], dy, Graph::lt)),
-    ),
-    (
-        ScalarOp::Max,
-        Operand(|g, x, _, dy, k| pick(g, x[k], x[1 - k], dy, Graph::gt)),
-    ),
+    (ScalarOp::Min, Operand(|g, x, _, dy, k| pick(g, x[k], x[1 - k], dy, Graph::lt))),
+    (ScalarOp::Max, Operand(|g, x, _, dy, k| pick(g, x[k], x[1 - k], dy, Graph::gt))),
     (ScalarOp::Eq, Zero),
     (ScalarOp::Ne, Zero),
     (ScalarOp::Lt, Zero),

@@ -64,19 +64,13 @@ fn check_in(name: &str, shapes: &[&[usize]], domain: (f64, f64), build: Build) {
     let mut r = Rng::fresh();
     let seed = r.0;
     let mut g = Graph::new();
-    let x: Vec<NodeId> = shapes
-        .iter()
-        .map(|s| g.input("x", TensorType::new(DType::F32, *s)))
-        .collect();
+    let x: Vec<NodeId> = shapes.iter().map(|s| g.input("x", TensorType::new(DType::F32, *s))).collect();
     let y = build(&mut g, &x, &mut r).unwrap_or_else(|e| panic!("{name}: {e}"));
     let loss = weighted(&mut g, y, &mut r).unwrap();
     let d = gradients(&mut g, loss, &x, None).unwrap_or_else(|e| panic!("{name}: {e}"));
     g.check().unwrap();
     let mut value = g.clone();
-    value.set_outputs(vec![OutputSpec {
-        name: "loss".into(),
-        node: loss,
-    }]);
+    value.set_outputs(vec![OutputSpec { name: "loss".into(), node: loss }]);
     let value = promote(&value).unwrap();
     for (k, d) in d.iter().enumerate() {
         let d = d.unwrap_or_else(|| panic!("{name}: operand {k} has no gradient"));
@@ -182,10 +176,7 @@ fn negative_arguments_of_remainders_and_powers() {
 }
 
 fn run(g: &mut Graph, x: &[ConstData], out: &[NodeId]) -> Vec<Vec<f64>> {
-    let specs = out.iter().map(|n| OutputSpec {
-        name: "y".into(),
-        node: *n,
-    });
+    let specs = out.iter().map(|n| OutputSpec { name: "y".into(), node: *n });
     g.set_outputs(specs.collect());
     eval(g, x, &[]).unwrap().iter().map(|c| c.to_vec()).collect()
 }
@@ -224,29 +215,17 @@ fn special_points() {
     assert_eq!(at(&[0.0, -1.0, 2.0], |g, x| g.relu(x)), [0.0, 0.0, 1.0]);
     assert_eq!(at(&[5.0, 1.0], |g, x| g.max(x, x)), [1.0, 1.0]);
     assert_eq!(
-        at(&[2.0, 7.0, 7.0, 1.0], |g, x| g.reduce(
-            ReduceKind::Max,
-            x,
-            &[0],
-            false
-        )),
+        at(&[2.0, 7.0, 7.0, 1.0], |g, x| g.reduce(ReduceKind::Max, x, &[0], false)),
         [0.0, 0.5, 0.5, 0.0]
     );
     assert_eq!(
-        at(&[2.0, 1.0, 7.0, 1.0], |g, x| g.reduce(
-            ReduceKind::Min,
-            x,
-            &[0],
-            true
-        )),
+        at(&[2.0, 1.0, 7.0, 1.0], |g, x| g.reduce(ReduceKind::Min, x, &[0], true)),
         [0.0, 0.5, 0.0, 0.5]
     );
     let prod = |v: &[f32]| at(v, |g, x| g.reduce(ReduceKind::Prod, x, &[0], false));
     assert_eq!(prod(&[2.0, 0.0, 3.0]), [0.0, 6.0, 0.0]);
     assert_eq!(prod(&[2.0, 0.0, 0.0]), [0.0, 0.0, 0.0]);
-    let scan = at(&[2.0, 0.0, 3.0], |g, x| {
-        g.scan(ReduceKind::Prod, x, 0, false, false)
-    });
+    let scan = at(&[2.0, 0.0, 3.0], |g, x| g.scan(ReduceKind::Prod, x, 0, false, false));
     assert_eq!(scan, [1.0, 2.0 + 6.0, 0.0]);
     // Rounding and comparisons pass nothing on.
     assert_eq!(
@@ -286,89 +265,50 @@ fn views() {
         let p = g.reshape(p, [8usize, 3])?;
         g.mul(p, p)
     });
-    check("expand", &[&[3, 1]], &|g, x, _| {
-        g.expand(x[0], &[2usize, 3, 4].into())
-    });
-    check("expand of ones", &[&[1, 1]], &|g, x, _| {
-        g.expand(x[0], &[1usize, 1, 1].into())
-    });
+    check("expand", &[&[3, 1]], &|g, x, _| g.expand(x[0], &[2usize, 3, 4].into()));
+    check("expand of ones", &[&[1, 1]], &|g, x, _| g.expand(x[0], &[1usize, 1, 1].into()));
     check("pad", &[&[2, 3]], &|g, x, _| g.pad(x[0], &[1, 0], &[2, 3], 7.0));
     check("concat", &[&[2, 3], &[2, 1], &[2, 2]], &|g, x, _| g.concat(x, 1));
-    check("concat of one thing", &[&[2, 3]], &|g, x, _| {
-        g.concat(&[x[0], x[0]], 0)
-    });
+    check("concat of one thing", &[&[2, 3]], &|g, x, _| g.concat(&[x[0], x[0]], 0));
     check("flip", &[&[3, 4]], &|g, x, _| g.flip(x[0], &[0, 1]));
-    for (start, step, len) in [
-        (1, 1, 3),
-        (1, 2, 3),
-        (0, 3, 2),
-        (5, -1, 4),
-        (6, -2, 4),
-        (5, -3, 2),
-        (2, 5, 1),
-        (2, -5, 1),
-    ] {
-        check(
-            &format!("slice {start} {step} {len}"),
-            &[&[2, 7, 3]],
-            &|g, x, _| {
-                let d = |n: usize| Dim::from(n);
-                g.slice(
-                    x[0],
-                    &[d(0), d(start), d(2)],
-                    &[1, step, -1],
-                    &[d(2), d(len), d(3)],
-                )
-            },
-        );
+    for (start, step, len) in
+        [(1, 1, 3), (1, 2, 3), (0, 3, 2), (5, -1, 4), (6, -2, 4), (5, -3, 2), (2, 5, 1), (2, -5, 1)]
+    {
+        check(&format!("slice {start} {step} {len}"), &[&[2, 7, 3]], &|g, x, _| {
+            let d = |n: usize| Dim::from(n);
+            g.slice(x[0], &[d(0), d(start), d(2)], &[1, step, -1], &[d(2), d(len), d(3)])
+        });
     }
-    check("symbolic slices", &[&[2, 3]], &|g, x, _| {
-        g.narrow(x[0], 1, 0usize, 2usize)
-    });
+    check("symbolic slices", &[&[2, 3]], &|g, x, _| g.narrow(x[0], 1, 0usize, 2usize));
     let mut g = Graph::new();
     let x = g.input("x", TensorType::new(DType::F32, [Dim::sym("n"), 4.into()]));
     let y = g.narrow(x, 1, 1usize, 2usize).unwrap();
     let s = g.sum(y, &[0, 1], false).unwrap();
     let d = gradients(&mut g, s, &[x], None).unwrap()[0].unwrap();
-    assert_eq!(
-        run(&mut g, &[floats(&[1, 4], &[1.0; 4])], &[d])[0],
-        [0.0, 1.0, 1.0, 0.0]
-    );
+    assert_eq!(run(&mut g, &[floats(&[1, 4], &[1.0; 4])], &[d])[0], [0.0, 1.0, 1.0, 0.0]);
     let z = g.narrow(x, 0, 1usize, 2usize).unwrap();
     let s = g.sum(z, &[0, 1], false).unwrap();
-    assert!(matches!(
-        gradients(&mut g, s, &[x], None),
-        Err(Error::Unsupported { .. })
-    ));
+    assert!(matches!(gradients(&mut g, s, &[x], None), Err(Error::Unsupported { .. })));
 }
 
 #[test]
 fn reductions_and_scans() {
-    for kind in [
-        ReduceKind::Sum,
-        ReduceKind::Prod,
-        ReduceKind::Max,
-        ReduceKind::Min,
-    ] {
+    for kind in [ReduceKind::Sum, ReduceKind::Prod, ReduceKind::Max, ReduceKind::Min] {
         for (axes, keep) in [(vec![1], false), (vec![0, 2], true), (vec![0, 1, 2], false)] {
             check(&format!("{} {axes:?}", kind.name()), &[&[2, 3, 2]], &|g, x, _| {
                 g.reduce(kind, x[0], &axes, keep)
             });
         }
         for bits in 0..4 {
-            check(
-                &format!("scan {} {bits}", kind.name()),
-                &[&[2, 4, 2]],
-                &|g, x, _| {
-                    g.scan(
-                        kind,
-                        x[0],
-                        1,
-                        bits & 1 == 1 && kind != ReduceKind::Max && kind != ReduceKind::Min,
-                        bits & 2 == 2,
-                    )
-                },
-            );
+            check(&format!("scan {} {bits}", kind.name()), &[&[2, 4, 2]], &|g, x, _| {
+                g.scan(
+                    kind,
+                    x[0],
+                    1,
+                    bits & 1 == 1 && kind != ReduceKind::Max && kind != ReduceKind::Min,
+                    bits & 2 == 2,
+                )
+            });
         }
     }
     // An exclusive maximum starts at -inf, which differences cannot pass through; its gradient is checked behind a clamp.
@@ -382,9 +322,7 @@ fn reductions_and_scans() {
 #[test]
 fn matmuls() {
     check("matmul", &[&[3, 4], &[4, 2]], &|g, x, _| g.matmul(x[0], x[1]));
-    check("batched", &[&[2, 1, 3, 4], &[5, 4, 2]], &|g, x, _| {
-        g.matmul(x[0], x[1])
-    });
+    check("batched", &[&[2, 1, 3, 4], &[5, 4, 2]], &|g, x, _| g.matmul(x[0], x[1]));
     check("vectors", &[&[4], &[4]], &|g, x, _| g.matmul(x[0], x[1]));
     check_twice("matmul", &[&[2, 3], &[3, 2]], ANY, &|g, x, _| {
         let y = g.matmul(x[0], x[1])?;
@@ -393,13 +331,7 @@ fn matmuls() {
 }
 
 fn conv(s: &[usize], p: &[(i64, i64)], d: &[usize], e: &[usize], groups: usize) -> Conv {
-    Conv {
-        stride: s.into(),
-        pad: p.into(),
-        dilation: d.into(),
-        input_dilation: e.into(),
-        groups,
-    }
+    Conv { stride: s.into(), pad: p.into(), dilation: d.into(), input_dilation: e.into(), groups }
 }
 
 #[test]
@@ -412,16 +344,8 @@ fn convolutions() {
         (&[1, 3, 6], &[3, 1, 3], conv(&[1], &[(-1, 1)], &[1], &[1], 3)),
         (&[2, 2, 4], &[2, 2, 3], conv(&[1], &[(2, 1)], &[1], &[2], 1)),
         (&[1, 2, 4], &[4, 1, 2], conv(&[2], &[(1, 2)], &[2], &[3], 2)),
-        (
-            &[1, 2, 5, 4],
-            &[2, 2, 3, 2],
-            conv(&[2, 1], &[(1, 1), (0, 1)], &[1, 2], &[1, 1], 1),
-        ),
-        (
-            &[2, 2, 4, 5],
-            &[2, 1, 2, 3],
-            conv(&[1, 3], &[(0, 1), (2, 1)], &[2, 1], &[1, 2], 2),
-        ),
+        (&[1, 2, 5, 4], &[2, 2, 3, 2], conv(&[2, 1], &[(1, 1), (0, 1)], &[1, 2], &[1, 1], 1)),
+        (&[2, 2, 4, 5], &[2, 1, 2, 3], conv(&[1, 3], &[(0, 1), (2, 1)], &[2, 1], &[1, 2], 2)),
         (
             &[1, 1, 3, 4, 3],
             &[2, 1, 2, 2, 2],
@@ -429,9 +353,7 @@ fn convolutions() {
         ),
     ];
     for (x, w, c) in cases {
-        check(&format!("conv {x:?} {w:?} {c:?}"), &[x, w], &|g, v, _| {
-            g.conv(v[0], v[1], c.clone())
-        });
+        check(&format!("conv {x:?} {w:?} {c:?}"), &[x, w], &|g, v, _| g.conv(v[0], v[1], c.clone()));
     }
     // A stride that leaves the last elements unread.
     check("ragged", &[&[1, 1, 8], &[1, 1, 2]], &|g, v, _| {
@@ -454,20 +376,14 @@ fn pools() {
     };
     let kinds = [
         PoolKind::Max,
-        PoolKind::Avg {
-            count_include_pad: true,
-        },
-        PoolKind::Avg {
-            count_include_pad: false,
-        },
+        PoolKind::Avg { count_include_pad: true },
+        PoolKind::Avg { count_include_pad: false },
     ];
     for kind in kinds {
         for (k, s, p, d) in [(2, 2, 0, 1), (3, 1, 1, 1), (2, 1, 1, 2), (3, 2, 1, 1)] {
-            check(
-                &format!("{kind:?} {k} {s} {p} {d}"),
-                &[&[1, 2, 5, 4]],
-                &|g, x, _| g.pool(x[0], pool(kind, k, s, p, d)),
-            );
+            check(&format!("{kind:?} {k} {s} {p} {d}"), &[&[1, 2, 5, 4]], &|g, x, _| {
+                g.pool(x[0], pool(kind, k, s, p, d))
+            });
         }
     }
     check_twice("average pool", &[&[1, 1, 4, 3]], ANY, &|g, x, _| {
@@ -499,40 +415,23 @@ fn gathers_and_scatters() {
         let i = g.constant(i);
         g.gather_elements(x[0], i, 1)
     });
-    for kind in [
-        ScatterKind::Set,
-        ScatterKind::Add,
-        ScatterKind::Max,
-        ScatterKind::Min,
-    ] {
+    for kind in [ScatterKind::Set, ScatterKind::Add, ScatterKind::Max, ScatterKind::Min] {
         // More updates than places: every run has duplicates.
-        check(
-            &format!("scatter_rows {kind:?}"),
-            &[&[2, 3, 2], &[2, 5, 2]],
-            &|g, x, r| {
-                let i = r.index(&[5], 3);
-                let i = g.constant(i);
-                g.scatter_rows(x[0], i, x[1], 1, kind)
-            },
-        );
-        check(
-            &format!("scatter_rows {kind:?} matrix index"),
-            &[&[4], &[2, 3]],
-            &|g, x, r| {
-                let i = r.index(&[2, 3], 4);
-                let i = g.constant(i);
-                g.scatter_rows(x[0], i, x[1], 0, kind)
-            },
-        );
-        check(
-            &format!("scatter_elements {kind:?}"),
-            &[&[3, 4], &[5, 3]],
-            &|g, x, r| {
-                let i = r.index(&[5, 3], 3);
-                let i = g.constant(i);
-                g.scatter_elements(x[0], i, x[1], 0, kind)
-            },
-        );
+        check(&format!("scatter_rows {kind:?}"), &[&[2, 3, 2], &[2, 5, 2]], &|g, x, r| {
+            let i = r.index(&[5], 3);
+            let i = g.constant(i);
+            g.scatter_rows(x[0], i, x[1], 1, kind)
+        });
+        check(&format!("scatter_rows {kind:?} matrix index"), &[&[4], &[2, 3]], &|g, x, r| {
+            let i = r.index(&[2, 3], 4);
+            let i = g.constant(i);
+            g.scatter_rows(x[0], i, x[1], 0, kind)
+        });
+        check(&format!("scatter_elements {kind:?}"), &[&[3, 4], &[5, 3]], &|g, x, r| {
+            let i = r.index(&[5, 3], 3);
+            let i = g.constant(i);
+            g.scatter_elements(x[0], i, x[1], 0, kind)
+        });
     }
     check("scatter mul, base", &[&[3, 2]], &|g, x, r| {
         let (i, u) = (r.index(&[4], 3), r.data(&[4, 2], ANY));
@@ -552,31 +451,20 @@ fn gathers_and_scatters() {
 
 #[test]
 fn composites() {
-    let softmax: [(&str, Build); 2] = [
-        ("softmax", &|g, x, _| g.softmax(x[0], 1)),
-        ("log_softmax", &|g, x, _| g.log_softmax(x[0], 1)),
-    ];
+    let softmax: [(&str, Build); 2] =
+        [("softmax", &|g, x, _| g.softmax(x[0], 1)), ("log_softmax", &|g, x, _| g.log_softmax(x[0], 1))];
     for (name, build) in softmax {
         check(name, &[&[2, 4]], build);
         check_twice(name, &[&[2, 3]], ANY, build);
     }
-    check("layer_norm", &[&[2, 5], &[5], &[5]], &|g, x, _| {
-        g.layer_norm(x[0], x[1], Some(x[2]), 1, 1e-3)
+    check("layer_norm", &[&[2, 5], &[5], &[5]], &|g, x, _| g.layer_norm(x[0], x[1], Some(x[2]), 1, 1e-3));
+    check("rms_norm", &[&[3, 4], &[4]], &|g, x, _| g.rms_norm(x[0], x[1], 1e-3));
+    check_in("batch_norm", &[&[2, 3, 2], &[3], &[3], &[3], &[3]], (0.5, 2.0), &|g, x, _| {
+        g.batch_norm(x[0], x[1], x[2], x[3], x[4], 1e-3)
     });
-    check("rms_norm", &[&[3, 4], &[4]], &|g, x, _| {
-        g.rms_norm(x[0], x[1], 1e-3)
+    check("attention", &[&[1, 4, 3, 2], &[1, 2, 4, 2], &[1, 2, 4, 2]], &|g, x, _| {
+        g.attention(x[0], x[1], x[2], None, true, 0.7)
     });
-    check_in(
-        "batch_norm",
-        &[&[2, 3, 2], &[3], &[3], &[3], &[3]],
-        (0.5, 2.0),
-        &|g, x, _| g.batch_norm(x[0], x[1], x[2], x[3], x[4], 1e-3),
-    );
-    check(
-        "attention",
-        &[&[1, 4, 3, 2], &[1, 2, 4, 2], &[1, 2, 4, 2]],
-        &|g, x, _| g.attention(x[0], x[1], x[2], None, true, 0.7),
-    );
     check("cross_entropy", &[&[3, 4]], &|g, x, r| {
         let i = r.index(&[3], 4);
         let i = g.constant(i);
@@ -590,28 +478,18 @@ fn composites() {
         let y = g.composite("same", Default::default(), &[x[0]], |_, x| Ok(x[0]))?;
         g.mul(y, x[0])
     });
-    check_twice("layer_norm", &[&[2, 3], &[3]], ANY, &|g, x, _| {
-        g.layer_norm(x[0], x[1], None, 1, 1e-1)
-    });
+    check_twice("layer_norm", &[&[2, 3], &[3]], ANY, &|g, x, _| g.layer_norm(x[0], x[1], None, 1, 1e-1));
 }
 
 #[test]
 fn second_order_of_scalars_and_reductions() {
-    for op in [
-        ScalarOp::Exp,
-        ScalarOp::Tanh,
-        ScalarOp::Gelu,
-        ScalarOp::Silu,
-        ScalarOp::Rsqrt,
-        ScalarOp::Log,
-    ] {
+    for op in [ScalarOp::Exp, ScalarOp::Tanh, ScalarOp::Gelu, ScalarOp::Silu, ScalarOp::Rsqrt, ScalarOp::Log]
+    {
         check_twice(op.name(), &[&[4]], (0.3, 2.0), &|g, x, _| g.scalar(op, &[x[0]]));
     }
     check_twice("pow", &[&[4], &[4]], (0.3, 2.0), &|g, x, _| g.pow(x[0], x[1]));
     check_twice("div", &[&[4], &[4]], (0.3, 2.0), &|g, x, _| g.div(x[0], x[1]));
-    check_twice("prod", &[&[2, 3]], ANY, &|g, x, _| {
-        g.reduce(ReduceKind::Prod, x[0], &[1], false)
-    });
+    check_twice("prod", &[&[2, 3]], ANY, &|g, x, _| g.reduce(ReduceKind::Prod, x[0], &[1], false));
     check_twice("slices", &[&[7]], ANY, &|g, x, _| {
         let s = g.slice(x[0], &[6.into()], &[-2], &[3.into()])?;
         let q = g.mul(s, s)?;
@@ -656,10 +534,7 @@ fn losses_that_are_none() {
     let e = gradients(&mut g, y, &[x], None).unwrap_err().to_string();
     assert!(e.contains("[2, 3]") && e.contains("train.rs:12"), "{e}");
     let j = g.sum(i, &[0, 1], false).unwrap();
-    assert!(matches!(
-        gradients(&mut g, j, &[i], None),
-        Err(Error::DType { .. })
-    ));
+    assert!(matches!(gradients(&mut g, j, &[i], None), Err(Error::DType { .. })));
     let wrong = g.full(DType::F32, [3usize], 1.0);
     assert!(gradients(&mut g, y, &[x], Some(wrong)).is_err());
     // No dependence, an integer, an intermediate node, the loss itself.

@@ -33,20 +33,12 @@ pub(super) struct Access<'a> {
 /// Whether indexes of these operands need 64 bits.
 pub(super) fn index_type<'a>(views: impl IntoIterator<Item = &'a View>) -> Ty {
     let fits = |v: &View| {
-        let reach: u128 = v
-            .strides
-            .iter()
-            .zip(&v.shape)
-            .map(|(s, n)| s.unsigned_abs() as u128 * *n as u128)
-            .sum();
+        let reach: u128 =
+            v.strides.iter().zip(&v.shape).map(|(s, n)| s.unsigned_abs() as u128 * *n as u128).sum();
         // Half the range, so that a grid's padding and a tile past the end still fit.
         reach + (v.offset.unsigned_abs() as u128) < 1 << 30 && v.numel() < 1 << 30
     };
-    if views.into_iter().all(fits) {
-        Ty::I32
-    } else {
-        Ty::I64
-    }
+    if views.into_iter().all(fits) { Ty::I32 } else { Ty::I64 }
 }
 
 impl Template {
@@ -56,10 +48,7 @@ impl Template {
     }
 
     pub fn with_index(name: &str, n: u32, ix: Ty) -> Template {
-        Template {
-            b: Builder::with_index(name, [n, 1, 1], ix),
-            values: RefCell::default(),
-        }
+        Template { b: Builder::with_index(name, [n, 1, 1], ix), values: RefCell::default() }
     }
 
     pub fn value(&self, name: &str, v: impl Into<Scalar>) {
@@ -73,10 +62,7 @@ impl Template {
     }
 
     pub fn sizes(&self, name: &str, v: &[usize]) -> Vec<E<'_>> {
-        v.iter()
-            .enumerate()
-            .map(|(i, &v)| self.size(&format!("{name}{i}"), v))
-            .collect()
+        v.iter().enumerate().map(|(i, &v)| self.size(&format!("{name}{i}"), v)).collect()
     }
 
     pub fn input(&self, o: &Operand) -> Access<'_> {
@@ -102,10 +88,7 @@ impl Template {
                 Some(self.size(&format!("s{n}_{k}"), if one { 0 } else { s }))
             }
         });
-        Access {
-            buf,
-            strides: strides.collect(),
-        }
+        Access { buf, strides: strides.collect() }
     }
 
     /// `work` in the first `count` groups, 0 in those that folding the grid adds. Kernels with barriers bound their loops
@@ -135,13 +118,7 @@ impl Template {
         let n: usize = shape.iter().product();
         let count = self.size("n", n);
         let dims: Vec<E<'a>> = (0..shape.len())
-            .map(|k| {
-                if k == 0 {
-                    count
-                } else {
-                    self.size(&format!("d{k}"), shape[k])
-                }
-            })
+            .map(|k| if k == 0 { count } else { self.size(&format!("d{k}"), shape[k]) })
             .collect();
         let i = self.b.linear_id();
         self.b.if_(i.lt(count), || {
@@ -164,10 +141,7 @@ impl Template {
 impl<'a> Access<'a> {
     /// Element index (without the offset) of a multi-index.
     pub fn at(&self, b: &'a Builder, idx: &[E<'a>]) -> E<'a> {
-        let terms = idx
-            .iter()
-            .zip(&self.strides)
-            .filter_map(|(i, s)| s.map(|s| *i * s));
+        let terms = idx.iter().zip(&self.strides).filter_map(|(i, s)| s.map(|s| *i * s));
         terms.reduce(|a, t| a + t).unwrap_or_else(|| b.index(0))
     }
 
@@ -196,11 +170,7 @@ pub(super) fn typed<'a>(b: &'a Builder, op: ScalarOp, d: DType, x: &[E<'a>]) -> 
         }
         _ => b.op(op, x),
     };
-    if d.is_int() && d.bits() < 32 && op.result(d) == d {
-        v.cast(d)
-    } else {
-        v
-    }
+    if d.is_int() && d.bits() < 32 && op.result(d) == d { v.cast(d) } else { v }
 }
 
 pub(super) fn reduction(kind: ReduceKind) -> Reduce {

@@ -22,11 +22,7 @@ const RUN: i64 = 64;
 /// # Errors
 /// What the verifier finds.
 pub fn lower_fused(f: &Fused, caps: &Caps) -> Result<(Kernel, Launch)> {
-    let views = f
-        .loads
-        .iter()
-        .map(|l| &l.view)
-        .chain(f.outs.iter().map(|o| &o.view));
+    let views = f.loads.iter().map(|l| &l.view).chain(f.outs.iter().map(|o| &o.view));
     let space = View::dense(&f.space);
     let ix = index_type(views.chain([&space]));
     let outer: usize = f.outer().iter().product();
@@ -38,17 +34,10 @@ pub fn lower_fused(f: &Fused, caps: &Caps) -> Result<(Kernel, Launch)> {
         (true, true) => "chain_reduce",
         (true, false) => "chain_reduce_group",
     };
-    let (group, needs) = if alone {
-        (256.min(caps.max_workgroup), false)
-    } else {
-        (REDUCE, true)
-    };
+    let (group, needs) = if alone { (256.min(caps.max_workgroup), false) } else { (REDUCE, true) };
     let t = Template::with_index(name, group, ix);
     if needs && REDUCE > caps.max_workgroup {
-        return Err(Error::unsupported(
-            "a group reduction",
-            "The device's groups are too small",
-        ));
+        return Err(Error::unsupported("a group reduction", "The device's groups are too small"));
     }
     if f.reduced == 0 {
         t.b.may_alias();
@@ -62,11 +51,9 @@ pub fn lower_fused(f: &Fused, caps: &Caps) -> Result<(Kernel, Launch)> {
             if f.reduced == 0 {
                 let v = w.body(b, &idx);
                 match v {
-                    Ok(v) => w.write(
-                        b,
-                        &idx,
-                        &f.outs.iter().map(|o| v[o.value as usize]).collect::<Vec<_>>(),
-                    ),
+                    Ok(v) => {
+                        w.write(b, &idx, &f.outs.iter().map(|o| v[o.value as usize]).collect::<Vec<_>>())
+                    }
                     Err(e) => w.fail(e),
                 }
                 return;
@@ -74,9 +61,7 @@ pub fn lower_fused(f: &Fused, caps: &Caps) -> Result<(Kernel, Launch)> {
             let total = w.accumulators(b);
             b.for_(0, w.reduced, RUN, |start| {
                 let part = w.accumulators(b);
-                b.for_(start, (start + RUN).min(w.reduced), 1, |r| {
-                    w.step(&t, &idx, r, &part)
-                });
+                b.for_(start, (start + RUN).min(w.reduced), 1, |r| w.step(&t, &idx, r, &part));
                 w.combine(b, &total, &part.iter().map(|p| p.get()).collect::<Vec<_>>());
             });
             w.write(b, &idx, &total.iter().map(|v| v.get()).collect::<Vec<_>>());
@@ -105,9 +90,7 @@ pub fn lower_fused(f: &Fused, caps: &Caps) -> Result<(Kernel, Launch)> {
                 b.group_reduce(o.reduce.map_or(super::Reduce::Add, reduction), v, l)
             })
             .collect();
-        b.if_(b.local_id(0).equals(0).and(row.lt(w.count)), || {
-            w.write(b, &idx, &sums)
-        });
+        b.if_(b.local_id(0).equals(0).and(row.lt(w.count)), || w.write(b, &idx, &sums));
 
         outer as u64
     };
@@ -191,25 +174,12 @@ impl<'a> Chain<'a> {
             });
         }
         let loads = f.loads.iter().enumerate();
-        let loads = loads
-            .map(|(i, l)| source(t, &format!("l{i}"), bufs[l.input as usize], &l.view))
-            .collect();
+        let loads =
+            loads.map(|(i, l)| source(t, &format!("l{i}"), bufs[l.input as usize], &l.view)).collect();
         let outs = f.outs.iter().zip(outs).enumerate();
-        let outs = outs
-            .map(|(i, (o, buf))| source(t, &format!("w{i}"), buf, &o.view))
-            .collect();
+        let outs = outs.map(|(i, (o, buf))| source(t, &format!("w{i}"), buf, &o.view)).collect();
         let (outer, inner) = (dims[..border].to_vec(), dims[border..].to_vec());
-        Ok(Chain {
-            f,
-            loads,
-            outs,
-            params,
-            count,
-            reduced,
-            outer,
-            inner,
-            error: Default::default(),
-        })
+        Ok(Chain { f, loads, outs, params, count, reduced, outer, inner, error: Default::default() })
     }
 
     fn fail(&self, e: Error) {
@@ -245,11 +215,8 @@ impl<'a> Chain<'a> {
     fn load(&self, b: &'a Builder, l: usize, idx: &[E<'a>]) -> E<'a> {
         let s = &self.loads[l];
         let at = s.at(idx);
-        let inside = s
-            .mask
-            .iter()
-            .map(|(k, lo, hi)| idx[*k].ge(*lo).and(idx[*k].lt(*hi)))
-            .reduce(|x, y| x.and(y));
+        let inside =
+            s.mask.iter().map(|(k, lo, hi)| idx[*k].ge(*lo).and(idx[*k].lt(*hi))).reduce(|x, y| x.and(y));
         match inside {
             None => b.load(s.buf, at),
             Some(g) => {
@@ -274,8 +241,7 @@ impl<'a> Chain<'a> {
             let d = self.f.body[o.value as usize].dtype.compute();
             b.var_of(
                 Ty::of(d),
-                o.reduce
-                    .map_or(Scalar::I(0), |k| k.identity(self.f.body[o.value as usize].dtype)),
+                o.reduce.map_or(Scalar::I(0), |k| k.identity(self.f.body[o.value as usize].dtype)),
             )
         })
         .collect()
@@ -295,16 +261,9 @@ impl<'a> Chain<'a> {
         let mut full = idx.to_vec();
         full.extend(t.split(r, &self.inner));
         match self.body(&t.b, &full) {
-            Ok(v) => self.combine(
-                &t.b,
-                acc,
-                &self
-                    .f
-                    .outs
-                    .iter()
-                    .map(|o| v[o.value as usize])
-                    .collect::<Vec<_>>(),
-            ),
+            Ok(v) => {
+                self.combine(&t.b, acc, &self.f.outs.iter().map(|o| v[o.value as usize]).collect::<Vec<_>>())
+            }
             Err(e) => self.fail(e),
         }
     }
@@ -312,10 +271,7 @@ impl<'a> Chain<'a> {
 
 impl<'a> Source<'a> {
     fn at(&self, idx: &[E<'a>]) -> E<'a> {
-        let terms = idx
-            .iter()
-            .zip(&self.strides)
-            .filter_map(|(i, s)| s.map(|s| *i * s));
+        let terms = idx.iter().zip(&self.strides).filter_map(|(i, s)| s.map(|s| *i * s));
         terms.fold(self.offset, |a, t| a + t)
     }
 }
@@ -329,26 +285,11 @@ fn source<'a>(t: &'a Template, name: &str, buf: Buf, v: &View) -> Source<'a> {
         s => Some(t.size(&format!("{name}s{k}"), s as i64)),
     });
     let strides = strides.collect();
-    let mask = v
-        .mask
-        .iter()
-        .flatten()
-        .enumerate()
-        .filter(|(k, m)| **m != (0, v.shape[*k]));
-    let mask = mask.map(|(k, m)| {
-        (
-            k,
-            t.size(&format!("{name}m{k}"), m.0),
-            t.size(&format!("{name}h{k}"), m.1),
-        )
-    });
+    let mask = v.mask.iter().flatten().enumerate().filter(|(k, m)| **m != (0, v.shape[*k]));
+    let mask =
+        mask.map(|(k, m)| (k, t.size(&format!("{name}m{k}"), m.0), t.size(&format!("{name}h{k}"), m.1)));
     let mask = mask.collect();
-    Source {
-        buf,
-        offset,
-        strides,
-        mask,
-    }
+    Source { buf, offset, strides, mask }
 }
 
 /// Bits of an f16 that is held in f32. Any NaN becomes the quiet one.

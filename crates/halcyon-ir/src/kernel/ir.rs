@@ -69,11 +69,7 @@ impl Ty {
     /// Bytes in workgroup memory.
     pub fn size(self) -> usize {
         // A bool takes a whole word there.
-        if self == Ty::Bool {
-            4
-        } else {
-            self.dtype().size() * self.lanes()
-        }
+        if self == Ty::Bool { 4 } else { self.dtype().size() * self.lanes() }
     }
 
     pub fn name(self) -> &'static str {
@@ -190,10 +186,7 @@ impl Expr {
 
     /// Whether writing it twice costs nothing.
     pub fn is_leaf(&self) -> bool {
-        matches!(
-            self,
-            Expr::Const { .. } | Expr::Param(_) | Expr::Id(_) | Expr::Value(_)
-        )
+        matches!(self, Expr::Const { .. } | Expr::Param(_) | Expr::Id(_) | Expr::Value(_))
     }
 }
 
@@ -514,10 +507,7 @@ impl Kernel {
 
     /// Whether any subgroup operation occurs.
     pub fn uses_subgroups(&self) -> bool {
-        let mut yes = self
-            .exprs
-            .iter()
-            .any(|e| matches!(e, Expr::Id(Id::Lane | Id::SubgroupSize)));
+        let mut yes = self.exprs.iter().any(|e| matches!(e, Expr::Id(Id::Lane | Id::SubgroupSize)));
         self.walk(&mut |s| {
             yes |= matches!(
                 s,

@@ -29,9 +29,7 @@ pub fn lower_op(
     in_place: bool,
     caps: &Caps,
 ) -> Result<Lowered, Declined> {
-    let masked: Vec<usize> = (0..inputs.len())
-        .filter(|&i| inputs[i].view.mask.is_some())
-        .collect();
+    let masked: Vec<usize> = (0..inputs.len()).filter(|&i| inputs[i].view.mask.is_some()).collect();
     if !masked.is_empty() {
         return Err(Declined::needs_dense(masked));
     }
@@ -41,10 +39,7 @@ pub fn lower_op(
     let built = |k: Result<(Kernel, Launch)>, binding: Vec<usize>| -> Result<Lowered, Declined> {
         let (k, l) = k.map_err(|e| Declined::because(e.to_string()))?;
         verify_for(&k, caps).map_err(|e| Declined::because(e.to_string()))?;
-        Ok(Lowered {
-            steps: vec![(k, l, binding)],
-            temps: vec![],
-        })
+        Ok(Lowered { steps: vec![(k, l, binding)], temps: vec![] })
     };
     // Inputs in order, then the output.
     let all = || (0..=n).collect::<Vec<_>>();
@@ -69,10 +64,9 @@ pub fn lower_op(
     }
     match op {
         Op::Gather { axis } => built(gather::gather(*axis, &inputs[0], &inputs[1], out, caps), all()),
-        Op::GatherElements { axis } => built(
-            gather::gather_elements(*axis, &inputs[0], &inputs[1], out, caps),
-            all(),
-        ),
+        Op::GatherElements { axis } => {
+            built(gather::gather_elements(*axis, &inputs[0], &inputs[1], out, caps), all())
+        }
         Op::ScatterElements { axis, kind } => {
             let (x, i, u) = (&inputs[0], &inputs[1], &inputs[2]);
             built(gather::scatter(*axis, *kind, false, x, i, u, out, caps), all())
@@ -95,8 +89,7 @@ pub fn lower_op(
             let mut start = 0;
             for (i, x) in inputs.iter().enumerate() {
                 if x.view.numel() > 0 {
-                    low.steps
-                        .extend(built(gather::copy(*axis, start, x, out, caps), vec![i, n])?.steps);
+                    low.steps.extend(built(gather::copy(*axis, start, x, out, caps), vec![i, n])?.steps);
                 }
                 start += x.view.shape[*axis];
             }
@@ -108,15 +101,9 @@ pub fn lower_op(
         Op::ArgReduce { max, axis, last, .. } => {
             built(scan::arg_reduce(*max, *axis, *last, &inputs[0], out, caps), all())
         }
-        Op::Scan {
-            kind,
-            axis,
-            exclusive,
-            reverse,
-        } => built(
-            scan::scan(*kind, *axis, *exclusive, *reverse, &inputs[0], out, caps),
-            all(),
-        ),
+        Op::Scan { kind, axis, exclusive, reverse } => {
+            built(scan::scan(*kind, *axis, *exclusive, *reverse, &inputs[0], out, caps), all())
+        }
         op => Err(Declined::because(format!("no template for {}", op.name()))),
     }
 }

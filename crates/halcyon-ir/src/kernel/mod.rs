@@ -1,11 +1,11 @@
 //! Kernels: the IR, its builder, verifier and interpreter, and the templates that build kernels.
 
+mod access;
 pub mod builder;
 mod chain;
 pub mod interp;
 pub mod ir;
 pub mod lower;
-mod access;
 pub mod templates;
 pub mod verify;
 
@@ -30,10 +30,7 @@ impl Launch {
     /// # Errors
     /// [`Error::Internal`] if a value is missing, unknown or does not fit its type.
     pub fn bind(k: &Kernel, groups: [u32; 3], values: &[(&str, Scalar)]) -> Result<Launch> {
-        if let Some((n, _)) = values
-            .iter()
-            .find(|(n, _)| !k.params.iter().any(|p| p.name == *n))
-        {
+        if let Some((n, _)) = values.iter().find(|(n, _)| !k.params.iter().any(|p| p.name == *n)) {
             return Err(Error::internal(format!("kernel {} has no parameter {n}", k.name)));
         }
         let params = k
@@ -53,12 +50,7 @@ impl Launch {
                 };
                 let c = v.cast(p.ty.dtype());
                 if p.ty.is_int() && c.as_f64() != v.as_f64() {
-                    let what = format!(
-                        "kernel {}: {} = {v:?} does not fit {}",
-                        k.name,
-                        p.name,
-                        p.ty.name()
-                    );
+                    let what = format!("kernel {}: {} = {v:?} does not fit {}", k.name, p.name, p.ty.name());
                     return Err(Error::internal(what));
                 }
                 Ok(c)
@@ -80,6 +72,5 @@ impl Launch {
 }
 
 fn is_offset(name: &str) -> bool {
-    name.strip_prefix('o')
-        .is_some_and(|d| !d.is_empty() && d.bytes().all(|c| c.is_ascii_digit()))
+    name.strip_prefix('o').is_some_and(|d| !d.is_empty() && d.bytes().all(|c| c.is_ascii_digit()))
 }

@@ -18,11 +18,7 @@ pub fn verify_for(k: &Kernel, caps: &crate::target::Caps) -> Result<()> {
         ))
     };
     if k.items() > caps.max_workgroup {
-        return over(format!(
-            "{} work-items in a group, the device takes {}",
-            k.items(),
-            caps.max_workgroup
-        ));
+        return over(format!("{} work-items in a group, the device takes {}", k.items(), caps.max_workgroup));
     }
     if k.local_bytes() > caps.workgroup_memory as usize {
         return over(format!(
@@ -32,18 +28,11 @@ pub fn verify_for(k: &Kernel, caps: &crate::target::Caps) -> Result<()> {
         ));
     }
     if k.buffers.len() > caps.max_bindings as usize {
-        return over(format!(
-            "{} buffers, the device binds {}",
-            k.buffers.len(),
-            caps.max_bindings
-        ));
+        return over(format!("{} buffers, the device binds {}", k.buffers.len(), caps.max_bindings));
     }
     let bad = k.buffers.iter().find(|b| !caps.storage.contains(&b.dtype));
     if let Some(b) = bad {
-        return over(format!(
-            "a buffer of {}, which the device does not store",
-            b.dtype
-        ));
+        return over(format!("a buffer of {}, which the device does not store", b.dtype));
     }
     let i64s = k.uses_ty(Ty::I64) || k.uses_ty(Ty::U64);
     if i64s && !caps.i64 {
@@ -146,14 +135,8 @@ fn check_expr(e: &Expr, t: &[Ty], k: &Kernel) -> std::result::Result<(), String>
                     data.iter().map(|&x| ty(x)).collect::<Vec<_>>()
                 ));
             }
-            let vector_ops = [
-                ScalarOp::Neg,
-                ScalarOp::Add,
-                ScalarOp::Sub,
-                ScalarOp::Mul,
-                ScalarOp::Div,
-                ScalarOp::Fma,
-            ];
+            let vector_ops =
+                [ScalarOp::Neg, ScalarOp::Add, ScalarOp::Sub, ScalarOp::Mul, ScalarOp::Div, ScalarOp::Fma];
             if d.lanes() > 1 && !vector_ops.contains(&op) {
                 return Err(format!("{} has no vector form", op.name()));
             }
@@ -248,28 +231,16 @@ impl Verifier<'_> {
 
     fn want(&self, e: ExprId, ty: Ty, what: &str) -> Check {
         let got = self.types[e.ix()];
-        if got == ty {
-            Ok(())
-        } else {
-            Err(format!("{what} is {}, not {}", got.name(), ty.name()))
-        }
+        if got == ty { Ok(()) } else { Err(format!("{what} is {}, not {}", got.name(), ty.name())) }
     }
 
     fn integer(&self, e: ExprId) -> Check {
         let got = self.types[e.ix()];
-        if got.is_int() {
-            Ok(())
-        } else {
-            Err(format!("an index is {}, not an integer", got.name()))
-        }
+        if got.is_int() { Ok(()) } else { Err(format!("an index is {}, not an integer", got.name())) }
     }
 
     fn buffer(&self, b: BufId, write: bool) -> std::result::Result<DType, String> {
-        let d = self
-            .k
-            .buffers
-            .get(b.ix())
-            .ok_or_else(|| format!("no buffer {}", b.0))?;
+        let d = self.k.buffers.get(b.ix()).ok_or_else(|| format!("no buffer {}", b.0))?;
         if write && !d.write {
             return Err(format!("buffer {} is read-only", b.0));
         }
@@ -289,11 +260,7 @@ impl Verifier<'_> {
     }
 
     fn define(&mut self, v: ValueId, ty: Ty, div: bool) -> Check {
-        let want = *self
-            .k
-            .values
-            .get(v.ix())
-            .ok_or_else(|| format!("no value {}", v.0))?;
+        let want = *self.k.values.get(v.ix()).ok_or_else(|| format!("no value {}", v.0))?;
         if std::mem::replace(&mut self.defined[v.ix()], true) {
             return Err(format!("value {} is set twice", v.0));
         }
@@ -306,11 +273,7 @@ impl Verifier<'_> {
     }
 
     fn set_var(&mut self, v: VarId, value: ExprId, div: bool) -> Check {
-        let ty = *self
-            .k
-            .vars
-            .get(v.ix())
-            .ok_or_else(|| format!("no variable {}", v.0))?;
+        let ty = *self.k.vars.get(v.ix()).ok_or_else(|| format!("no variable {}", v.0))?;
         self.want(value, ty, "the value of a variable")?;
         if (div || self.divergent(value)) && !self.var_div[v.ix()] {
             self.var_div[v.ix()] = true;
@@ -331,13 +294,8 @@ impl Verifier<'_> {
         for s in b {
             let at = self.position;
             self.position += 1;
-            self.stmt(s, div).map_err(|e| {
-                if e.starts_with("statement") {
-                    e
-                } else {
-                    format!("statement {at}: {e}")
-                }
-            })?;
+            self.stmt(s, div)
+                .map_err(|e| if e.starts_with("statement") { e } else { format!("statement {at}: {e}") })?;
         }
         self.visible = visible;
         self.vars = vars;
@@ -369,11 +327,7 @@ impl Verifier<'_> {
             }
             Stmt::Set { var, value } => {
                 self.set_var(var, value, div)?;
-                if self.vars[var.ix()] {
-                    Ok(())
-                } else {
-                    Err(format!("variable {} is not in scope", var.0))
-                }
+                if self.vars[var.ix()] { Ok(()) } else { Err(format!("variable {} is not in scope", var.0)) }
             }
             Stmt::Store { buf, index, value } => {
                 let d = self.buffer(buf, true)?;
@@ -399,12 +353,7 @@ impl Verifier<'_> {
                 let t = self.array(&self.k.privates, arr.ix(), index)?;
                 self.want(value, t, "the stored value")
             }
-            Stmt::AtomicAdd {
-                buf,
-                index,
-                value,
-                dst,
-            } => {
+            Stmt::AtomicAdd { buf, index, value, dst } => {
                 let d = self.buffer(buf, true)?;
                 if !matches!(d, DType::I32 | DType::U32) {
                     return Err(format!("atomic add on {d}: only i32 and u32 have it"));
@@ -413,13 +362,7 @@ impl Verifier<'_> {
                 self.want(value, Ty::of(d), "the added value")?;
                 dst.map_or(Ok(()), |v| self.define(v, Ty::of(d), true))
             }
-            Stmt::For {
-                var,
-                start,
-                end,
-                step,
-                ref body,
-            } => {
+            Stmt::For { var, start, end, step, ref body } => {
                 let t = ty(self, start);
                 self.integer(start)?;
                 self.want(end, t, "the end of a loop")?;
@@ -435,11 +378,7 @@ impl Verifier<'_> {
                 self.visible[var.ix()] = false;
                 r
             }
-            Stmt::If {
-                cond,
-                ref then,
-                ref els,
-            } => {
+            Stmt::If { cond, ref then, ref els } => {
                 self.want(cond, Ty::Bool, "a condition")?;
                 let d = div || self.divergent(cond);
                 self.block(then, d)?;
@@ -478,10 +417,7 @@ impl Verifier<'_> {
                 }
                 // A buffer no one writes gives all work-items that read one place the same value.
                 let same = !self.k.buffers[buf.ix()].write && self.k.noalias;
-                (
-                    Ty::of(d),
-                    !same || self.divergent(index) || guard.is_some_and(|g| self.divergent(g)),
-                )
+                (Ty::of(d), !same || self.divergent(index) || guard.is_some_and(|g| self.divergent(g)))
             }
             Read::Vector { buf, ty, index } => {
                 if self.buffer(buf, false)? != DType::F32 || ty.lanes() == 1 {
@@ -497,17 +433,12 @@ impl Verifier<'_> {
             }
             // Workgroup memory after a barrier is the same for all, but that is not proved here except for what a
             // group reduction leaves: a place that does not depend on the work-item.
-            Read::Local { arr, index } => (
-                self.array(&self.k.locals, arr.ix(), index)?,
-                div || self.divergent(index),
-            ),
+            Read::Local { arr, index } => {
+                (self.array(&self.k.locals, arr.ix(), index)?, div || self.divergent(index))
+            }
             Read::Private { arr, index } => (self.array(&self.k.privates, arr.ix(), index)?, true),
             Read::Var(v) => {
-                let ty = *self
-                    .k
-                    .vars
-                    .get(v.ix())
-                    .ok_or_else(|| format!("no variable {}", v.0))?;
+                let ty = *self.k.vars.get(v.ix()).ok_or_else(|| format!("no variable {}", v.0))?;
                 if !self.vars[v.ix()] {
                     return Err(format!("variable {} is not in scope", v.0));
                 }

@@ -29,11 +29,7 @@ pub(super) struct Group {
 pub(super) enum Path {
     Permute(SmallVec<[usize; 4]>),
     Expand(Dims),
-    Slice {
-        start: Dims,
-        step: SmallVec<[isize; 6]>,
-        len: Dims,
-    },
+    Slice { start: Dims, step: SmallVec<[isize; 6]>, len: Dims },
     Pad(SmallVec<[usize; 4]>, SmallVec<[usize; 4]>),
     Reshape(Dims),
 }
@@ -64,17 +60,9 @@ impl Lowerer<'_> {
         let n = self.g.nodes().len();
         let mut uses: Vec<SmallVec<[Use; 2]>> = vec![smallvec![]; n];
         let mut groups: Vec<Group> = vec![];
-        let max_loads = (self.target.caps().max_bindings as usize)
-            .saturating_sub(3)
-            .clamp(2, 24);
+        let max_loads = (self.target.caps().max_bindings as usize).saturating_sub(3).clamp(2, 24);
         let fuse = self.options.passes.does(FUSION);
-        let need = Use {
-            group: None,
-            via_view: false,
-            reshaped: false,
-            padded: false,
-            expands: false,
-        };
+        let need = Use { group: None, via_view: false, reshaped: false, padded: false, expands: false };
         for o in self.g.outputs() {
             uses[o.node.index()].push(need);
         }
@@ -94,9 +82,7 @@ impl Lowerer<'_> {
                 Op::Full(_) | Op::Arg(_) | Op::Iota { .. } => {
                     let iota = matches!(node.op, Op::Iota { .. });
                     // Other readers compute a literal for themselves.
-                    self.root[i] = mine
-                        .iter()
-                        .any(|u| u.group.is_none() || u.padded || u.reshaped && iota);
+                    self.root[i] = mine.iter().any(|u| u.group.is_none() || u.padded || u.reshaped && iota);
                 }
                 op if op.is_view() => {
                     let x = node.inputs[0];
@@ -207,13 +193,7 @@ impl Lowerer<'_> {
             };
             let clash = from.view.mask.is_some() && fill != from.fill;
             match path.apply(&from.view).filter(|_| !clash) {
-                Some(view) => {
-                    self.placed[i] = Some(Placed {
-                        base: from.base,
-                        view,
-                        fill,
-                    })
-                }
+                Some(view) => self.placed[i] = Some(Placed { base: from.base, view, fill }),
                 None => {
                     self.root[x.index()] = true;
                     if let Some(view) = path.apply(&View::dense(&self.dims[x.index()])) {
@@ -227,11 +207,7 @@ impl Lowerer<'_> {
     /// Where a node's value can be read from memory; `None` for fused expressions.
     pub(super) fn placement(&self, id: NodeId) -> Option<Placed> {
         if self.has_buffer(id) {
-            return Some(Placed {
-                base: id,
-                view: View::dense(&self.dims[id.index()]),
-                fill: None,
-            });
+            return Some(Placed { base: id, view: View::dense(&self.dims[id.index()]), fill: None });
         }
         self.placed[id.index()].clone()
     }

@@ -26,17 +26,7 @@ impl Lowerer<'_> {
         }
         let mut body = Body::new();
         let r = self.load(&mut body, from.clone(), dtype, &[]);
-        self.finish(
-            id,
-            body,
-            r,
-            dims.clone(),
-            0,
-            None,
-            View::dense(&dims),
-            b,
-            "copy".into(),
-        )?;
+        self.finish(id, body, r, dims.clone(), 0, None, View::dense(&dims), b, "copy".into())?;
         Ok(b)
     }
 
@@ -78,9 +68,7 @@ impl Lowerer<'_> {
             }
             Op::Iota { axis } => self.iota(body, id, *axis, dtype, &through)?,
             _ if !own && self.placement(id).is_some() => {
-                let p = self
-                    .placement(id)
-                    .ok_or_else(|| Error::internal("placement vanished"))?;
+                let p = self.placement(id).ok_or_else(|| Error::internal("placement vanished"))?;
                 self.load(body, p, dtype, &through)
             }
             op if op.is_view() => {
@@ -98,22 +86,15 @@ impl Lowerer<'_> {
             }
             Op::Scalar(s) => {
                 body.nodes += 1;
-                let a: SmallVec<[Reg; 3]> = node
-                    .inputs
-                    .iter()
-                    .map(|x| self.emit(body, *x, path, false))
-                    .collect::<Result<_>>()?;
+                let a: SmallVec<[Reg; 3]> =
+                    node.inputs.iter().map(|x| self.emit(body, *x, path, false)).collect::<Result<_>>()?;
                 body.instr(InstrKind::Op(*s), dtype, &a)
             }
             Op::Cast | Op::Bitcast => {
                 body.nodes += 1;
                 let a = self.emit(body, node.inputs[0], path, false)?;
                 body.instr(
-                    if node.op == Op::Cast {
-                        InstrKind::Cast
-                    } else {
-                        InstrKind::Bitcast
-                    },
+                    if node.op == Op::Cast { InstrKind::Cast } else { InstrKind::Bitcast },
                     dtype,
                     &[a],
                 )
@@ -142,12 +123,7 @@ impl Lowerer<'_> {
                 body.sources.len() - 1
             }
         } as u32;
-        let load = Load {
-            input,
-            dtype,
-            view,
-            fill,
-        };
+        let load = Load { input, dtype, view, fill };
         let k = match body.loads.iter().position(|l| *l == load) {
             Some(k) => k,
             None => {
@@ -173,17 +149,10 @@ impl Lowerer<'_> {
         through: &[Path],
     ) -> Result<Reg> {
         let dims = &self.dims[id.index()];
-        let mut v = View {
-            shape: dims.clone(),
-            strides: smallvec![0; dims.len()],
-            offset: 0,
-            mask: None,
-        };
+        let mut v = View { shape: dims.clone(), strides: smallvec![0; dims.len()], offset: 0, mask: None };
         v.strides[axis] = 1;
         for p in through {
-            v = p
-                .apply(&v)
-                .ok_or_else(|| Error::internal("an index was seen through a reshape"))?;
+            v = p.apply(&v).ok_or_else(|| Error::internal("an index was seen through a reshape"))?;
         }
         let mut sum = None;
         for (k, s) in v.strides.iter().enumerate().filter(|(_, s)| **s != 0) {
@@ -227,12 +196,7 @@ impl Lowerer<'_> {
             loads: body.loads,
             params: body.params,
             body: body.instrs,
-            outs: vec![Out {
-                value,
-                dtype: self.g.dtype(root),
-                reduce,
-                view: out,
-            }],
+            outs: vec![Out { value, dtype: self.g.dtype(root), reduce, view: out }],
             space,
         };
         collapse_fused(&mut f);
@@ -242,31 +206,19 @@ impl Lowerer<'_> {
                 f.space.len(),
                 self.g.node(root).span
             );
-            return Err(Error::unsupported(
-                what,
-                format!("Reshape so that at most {MAX_RANK} axes remain"),
-            ));
+            return Err(Error::unsupported(what, format!("Reshape so that at most {MAX_RANK} axes remain")));
         }
         let f = Arc::new(f);
         let inputs: Vec<Operand> = body
             .sources
             .iter()
-            .map(|s| Operand {
-                dtype: self.g.dtype(*s),
-                view: View::dense(&self.dims[s.index()]),
-            })
+            .map(|s| Operand { dtype: self.g.dtype(*s), view: View::dense(&self.dims[s.index()]) })
             .collect();
         let bytes = self.plan.buffers[b.0 as usize].bytes;
         let dtype = self.g.dtype(root);
-        let outputs = [Operand {
-            dtype,
-            view: View::dense(&[bytes / dtype.size().max(1)]),
-        }];
-        let mut buffers: Vec<BufId> = body
-            .sources
-            .iter()
-            .map(|s| self.buffer_of(*s))
-            .collect::<Result<_>>()?;
+        let outputs = [Operand { dtype, view: View::dense(&[bytes / dtype.size().max(1)]) }];
+        let mut buffers: Vec<BufId> =
+            body.sources.iter().map(|s| self.buffer_of(*s)).collect::<Result<_>>()?;
         buffers.push(b);
         let call = LibraryCall {
             work: Work::Fused(&f),
@@ -284,11 +236,7 @@ impl Lowerer<'_> {
             }
         };
         let (flops, moved) = (f.flops(), f.bytes());
-        let op = if body.nodes > 1 {
-            format!("{name}+{}", body.nodes - 1)
-        } else {
-            name
-        };
+        let op = if body.nodes > 1 { format!("{name}+{}", body.nodes - 1) } else { name };
         self.plan.steps.push(Step {
             work,
             buffers,
@@ -328,11 +276,7 @@ impl Body {
     }
 
     pub(super) fn instr(&mut self, kind: InstrKind, dtype: DType, args: &[Reg]) -> Reg {
-        self.instrs.push(Instr {
-            kind,
-            dtype,
-            args: args.into(),
-        });
+        self.instrs.push(Instr { kind, dtype, args: args.into() });
         self.instrs.len() as Reg - 1
     }
 }
@@ -344,43 +288,21 @@ pub(super) fn kernel_work(kernel: Kernel, launch: Launch, fused: Option<&Fused>)
         Some((_, Param::Arg(a))) => Some(*a),
         _ => None,
     };
-    let params = launch
-        .params
-        .iter()
-        .enumerate()
-        .map(|(k, v)| (*v, arg(k)))
-        .collect();
-    StepWork::Kernel {
-        kernel: Arc::new(kernel),
-        groups: launch.groups,
-        params,
-    }
+    let params = launch.params.iter().enumerate().map(|(k, v)| (*v, arg(k))).collect();
+    StepWork::Kernel { kernel: Arc::new(kernel), groups: launch.groups, params }
 }
 
 /// Merges axes that every view of the kernel walks alike.
 pub(super) fn collapse_fused(f: &mut Fused) {
     let outer = f.space.len() - f.reduced;
     let axis_view = |k: usize, f: &Fused| {
-        let mut v = View {
-            shape: f.space.clone(),
-            strides: smallvec![0; f.space.len()],
-            offset: 0,
-            mask: None,
-        };
+        let mut v =
+            View { shape: f.space.clone(), strides: smallvec![0; f.space.len()], offset: 0, mask: None };
         v.strides[k] = 1;
         v
     };
-    let used: Vec<u32> = f
-        .body
-        .iter()
-        .filter_map(|i| {
-            if let InstrKind::Iota(k) = i.kind {
-                Some(k)
-            } else {
-                None
-            }
-        })
-        .collect();
+    let used: Vec<u32> =
+        f.body.iter().filter_map(|i| if let InstrKind::Iota(k) = i.kind { Some(k) } else { None }).collect();
     let mut pseudo: Vec<View> = used.iter().map(|k| axis_view(*k as usize, f)).collect();
     let mut outs: Vec<View> = f
         .outs
@@ -396,13 +318,8 @@ pub(super) fn collapse_fused(f: &mut Fused) {
             v
         })
         .collect();
-    let mut views: Vec<&mut View> = f
-        .loads
-        .iter_mut()
-        .map(|l| &mut l.view)
-        .chain(&mut outs)
-        .chain(&mut pseudo)
-        .collect();
+    let mut views: Vec<&mut View> =
+        f.loads.iter_mut().map(|l| &mut l.view).chain(&mut outs).chain(&mut pseudo).collect();
     let border = collapse(&mut views, outer);
     let space = outs[0].shape.clone();
     f.reduced = space.len() - border;

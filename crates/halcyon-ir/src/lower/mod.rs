@@ -39,10 +39,7 @@ pub struct LowerOptions {
 pub fn lower(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Result<Plan> {
     let claims = |c: &crate::composite::Composite| {
         let dense = |n: NodeId| -> Option<Operand> {
-            Some(Operand {
-                dtype: c.body.dtype(n),
-                view: View::dense(&c.body.shape(n).known()?),
-            })
+            Some(Operand { dtype: c.body.dtype(n), view: View::dense(&c.body.shape(n).known()?) })
         };
         let ins: Option<Vec<Operand>> = c.body.inputs().iter().map(|i| dense(i.node)).collect();
         let out = c.result().ok().and_then(dense);
@@ -99,13 +96,7 @@ fn select(
     precision: MatmulPrecision,
     in_place: bool,
 ) -> Result<Chosen, Declined> {
-    let call = LibraryCall {
-        work: Work::Op(op),
-        inputs,
-        outputs,
-        precision,
-        in_place,
-    };
+    let call = LibraryCall { work: Work::Op(op), inputs, outputs, precision, in_place };
     let library = match target.library(&call) {
         Ok(k) => return Ok(Chosen::Library(k)),
         Err(d) => d,
@@ -113,15 +104,8 @@ fn select(
     match kernel_lower::lower_op(op, inputs, outputs, in_place, target.caps()) {
         Ok(k) => Ok(Chosen::Kernels(k)),
         Err(d) => {
-            let dense = if library.dense.is_empty() {
-                d.dense
-            } else {
-                library.dense
-            };
-            Err(Declined {
-                reason: format!("library: {}; kernel IR: {}", library.reason, d.reason),
-                dense,
-            })
+            let dense = if library.dense.is_empty() { d.dense } else { library.dense };
+            Err(Declined { reason: format!("library: {}; kernel IR: {}", library.reason, d.reason), dense })
         }
     }
 }
@@ -148,11 +132,8 @@ struct Lowerer<'a> {
 impl<'a> Lowerer<'a> {
     fn new(g: &'a Graph, target: &'a dyn Target, options: &'a LowerOptions) -> Result<Lowerer<'a>> {
         let n = g.nodes().len();
-        let dims = g
-            .nodes()
-            .iter()
-            .map(|n| n.ty.shape.dims().map_err(|e| e.at(&n.span)))
-            .collect::<Result<_>>()?;
+        let dims =
+            g.nodes().iter().map(|n| n.ty.shape.dims().map_err(|e| e.at(&n.span))).collect::<Result<_>>()?;
         let roots: Vec<NodeId> = g.outputs().iter().map(|o| o.node).collect();
         Ok(Lowerer {
             g,
@@ -164,10 +145,7 @@ impl<'a> Lowerer<'a> {
             placed: vec![None; n],
             buffer: vec![None; n],
             inlined: 0,
-            plan: Plan {
-                args: g.args().to_vec(),
-                ..Plan::default()
-            },
+            plan: Plan { args: g.args().to_vec(), ..Plan::default() },
             last_read: vec![0; n],
             in_place: 0,
         })
@@ -190,11 +168,7 @@ impl<'a> Lowerer<'a> {
             let own = matches!(self.plan.buffers[b.0 as usize].storage, Storage::Slot(_))
                 || self.updated_in_place(*id);
             if !own || taken.contains(&b) {
-                let p = Placed {
-                    base: *id,
-                    view: View::dense(&self.dims[id.index()]),
-                    fill: None,
-                };
+                let p = Placed { base: *id, view: View::dense(&self.dims[id.index()]), fill: None };
                 b = self.copy(*id, &p)?;
             }
             taken.push(b);
@@ -237,10 +211,7 @@ impl<'a> Lowerer<'a> {
 
     fn new_buffer(&mut self, dtype: DType, dims: &[usize]) -> BufId {
         let bytes = dtype.bytes(dims.iter().product());
-        self.plan.buffers.push(BufferSpec {
-            bytes,
-            storage: Storage::Slot(u32::MAX),
-        });
+        self.plan.buffers.push(BufferSpec { bytes, storage: Storage::Slot(u32::MAX) });
         BufId(self.plan.buffers.len() as u32 - 1)
     }
 
@@ -256,10 +227,7 @@ impl<'a> Lowerer<'a> {
                 Storage::Const(self.plan.consts.len() as u32 - 1)
             }
             op => {
-                return Err(Error::internal(format!(
-                    "{} is read before it is computed",
-                    op.name()
-                )));
+                return Err(Error::internal(format!("{} is read before it is computed", op.name())));
             }
         };
         self.plan.buffers.push(BufferSpec { bytes, storage });
@@ -283,22 +251,12 @@ impl<'a> Lowerer<'a> {
                     return Ok(());
                 }
                 let x = node.inputs[0];
-                let mut perm: SmallVec<[usize; 4]> = (0..self.dims[x.index()].len())
-                    .filter(|k| !axes.contains(k))
-                    .collect();
+                let mut perm: SmallVec<[usize; 4]> =
+                    (0..self.dims[x.index()].len()).filter(|k| !axes.contains(k)).collect();
                 perm.extend(axes.iter().copied());
                 let space: Dims = perm.iter().map(|&k| self.dims[x.index()][k]).collect();
                 let view = View::dense(&space[..space.len() - axes.len()]);
-                self.fused(
-                    id,
-                    x,
-                    Some(Path::Permute(perm)),
-                    space,
-                    axes.len(),
-                    Some(*kind),
-                    view,
-                    b,
-                )
+                self.fused(id, x, Some(Path::Permute(perm)), space, axes.len(), Some(*kind), view, b)
             }
             Op::Concat { axis } => {
                 let b = self.new_buffer(node.ty.dtype, &dims);

@@ -31,11 +31,7 @@ impl Lowerer<'_> {
                     .enumerate()
                     .min_by_key(|(_, s)| {
                         let have = slots[**s as usize];
-                        if have >= want {
-                            (0, have)
-                        } else {
-                            (1, usize::MAX - have)
-                        }
+                        if have >= want { (0, have) } else { (1, usize::MAX - have) }
                     })
                     .map(|(at, _)| at);
                 let slot = match fit {

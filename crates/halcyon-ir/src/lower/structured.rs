@@ -41,32 +41,20 @@ impl Lowerer<'_> {
             let dtype = self.g.dtype(*x);
             if p.view.mask.is_some() {
                 bufs.push(self.copy(*x, &p)?);
-                ops.push(Operand {
-                    dtype,
-                    view: View::dense(&p.view.shape),
-                });
+                ops.push(Operand { dtype, view: View::dense(&p.view.shape) });
             } else {
                 bufs.push(self.buffer_of(p.base)?);
                 ops.push(Operand { dtype, view: p.view });
             }
         }
-        let output = Operand {
-            dtype: node.ty.dtype,
-            view: View::dense(&out_dims),
-        };
+        let output = Operand { dtype: node.ty.dtype, view: View::dense(&out_dims) };
         let in_place = self.may_overwrite(id, &node.op, &node.inputs, &ops);
         let precision = self.options.precision;
         if let Op::Custom(c) = &node.op {
             return self.custom(id, c.clone(), bufs, ops, output);
         }
-        let mut chosen = select(
-            self.target,
-            &node.op,
-            &ops,
-            std::slice::from_ref(&output),
-            precision,
-            in_place,
-        );
+        let mut chosen =
+            select(self.target, &node.op, &ops, std::slice::from_ref(&output), precision, in_place);
         if let Err(d) = &chosen
             && !d.dense.is_empty()
         {
@@ -79,27 +67,13 @@ impl Lowerer<'_> {
                     ops[k].view = View::dense(&ops[k].view.shape.clone());
                 }
             }
-            chosen = select(
-                self.target,
-                &node.op,
-                &ops,
-                std::slice::from_ref(&output),
-                precision,
-                in_place,
-            );
+            chosen = select(self.target, &node.op, &ops, std::slice::from_ref(&output), precision, in_place);
         }
         let chosen = chosen.map_err(|d| {
-            let types: Vec<String> = ops
-                .iter()
-                .map(|o| format!("{}{:?}", o.dtype, o.view.shape.as_slice()))
-                .collect();
-            let what = format!(
-                "{} on {} (at {}): {}",
-                node.op.name(),
-                types.join(" × "),
-                node.span,
-                d.reason
-            );
+            let types: Vec<String> =
+                ops.iter().map(|o| format!("{}{:?}", o.dtype, o.view.shape.as_slice())).collect();
+            let what =
+                format!("{} on {} (at {}): {}", node.op.name(), types.join(" × "), node.span, d.reason);
             Error::unsupported(what, "Run it on the cpu backend, or write it as other ops")
         })?;
         let b = if in_place {
@@ -145,10 +119,7 @@ impl Lowerer<'_> {
                 bufs.push(b);
                 for t in &low.temps {
                     let bytes = *t;
-                    self.plan.buffers.push(BufferSpec {
-                        bytes,
-                        storage: Storage::Slot(u32::MAX),
-                    });
+                    self.plan.buffers.push(BufferSpec { bytes, storage: Storage::Slot(u32::MAX) });
                     bufs.push(BufId(self.plan.buffers.len() as u32 - 1));
                 }
                 let n = low.steps.len().max(1) as u64;
@@ -206,14 +177,8 @@ impl Lowerer<'_> {
         let work = match c.op().kernel(&views, &output.view, self.target.caps())? {
             Some((kernel, launch)) => kernel_work(kernel, launch, None),
             None => {
-                self.plan
-                    .warnings
-                    .push(format!("{} runs on the host: it has no kernel", c.op().name()));
-                StepWork::Host(Box::new(HostWork {
-                    op: c,
-                    inputs: ops,
-                    output,
-                }))
+                self.plan.warnings.push(format!("{} runs on the host: it has no kernel", c.op().name()));
+                StepWork::Host(Box::new(HostWork { op: c, inputs: ops, output }))
             }
         };
         self.plan.steps.push(Step {
@@ -244,9 +209,7 @@ impl Lowerer<'_> {
             Op::Const(_) => false,
             _ => true,
         };
-        let reads_twice = inputs[1..]
-            .iter()
-            .any(|x| self.placement(*x).is_some_and(|q| q.base == p.base));
+        let reads_twice = inputs[1..].iter().any(|x| self.placement(*x).is_some_and(|q| q.base == p.base));
         free && !reads_twice && self.last_read[p.base.index()] <= id.0
     }
 }

@@ -63,12 +63,8 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
 }
 
 fn replace(r: &mut Rebuild, id: NodeId, n: &Node, op: Op) -> usize {
-    let new = r.new.push_unchecked(Node {
-        op,
-        inputs: Default::default(),
-        ty: n.ty.clone(),
-        span: n.span.clone(),
-    });
+    let new =
+        r.new.push_unchecked(Node { op, inputs: Default::default(), ty: n.ty.clone(), span: n.span.clone() });
     r.set(id, new);
     1
 }
@@ -77,9 +73,7 @@ fn replace(r: &mut Rebuild, id: NodeId, n: &Node, op: Op) -> usize {
 fn uniform(c: &ConstData) -> Option<Scalar> {
     let (b, n) = (c.bytes(), c.dtype.size());
     // Equal to itself shifted by one element.
-    (b.len() >= n && b[n..] == b[..b.len() - n])
-        .then(|| c.get(0))
-        .flatten()
+    (b.len() >= n && b[n..] == b[..b.len() - n]).then(|| c.get(0)).flatten()
 }
 
 /// The literal that a node of literals is, found without looking at a single element. Works for any shape, symbolic too.
@@ -151,17 +145,12 @@ fn work(op: &Op, out: &[usize], x: &[Dims]) -> Option<usize> {
         Op::Composite(_) => x.iter().filter_map(|d| count(d)).max()?,
         _ => 1,
     };
-    x.iter()
-        .map(|d| count(d))
-        .try_fold(count(out)?.checked_mul(per)?, |a, n| a.checked_add(n?))
+    x.iter().map(|d| count(d)).try_fold(count(out)?.checked_mul(per)?, |a, n| a.checked_add(n?))
 }
 
 /// Whether folding would turn a free view into more memory than its operand takes.
 fn grows(n: &Node, y: &ConstData, r: &Rebuild) -> Result<bool> {
     let x = r.operands(n)?;
-    let before = (x.first())
-        .and_then(|i| r.new.shape(*i).known())
-        .and_then(|d| count(&d))
-        .unwrap_or(0);
+    let before = (x.first()).and_then(|i| r.new.shape(*i).known()).and_then(|d| count(&d)).unwrap_or(0);
     Ok(n.op.is_view() && y.numel() > before)
 }

@@ -73,10 +73,7 @@ pub struct PassOptions {
 
 impl PassOptions {
     pub fn at(level: Level) -> PassOptions {
-        PassOptions {
-            level,
-            without: BTreeSet::new(),
-        }
+        PassOptions { level, without: BTreeSet::new() }
     }
 
     pub fn does(&self, name: &str) -> bool {

@@ -41,13 +41,7 @@ impl<'a> Rebuild<'a> {
             new.span = s.unwrap_or_default();
             args.push(new.arg(*d));
         }
-        Rebuild {
-            old,
-            new,
-            map: vec![DROPPED; old.nodes().len()],
-            inputs,
-            args,
-        }
+        Rebuild { old, new, map: vec![DROPPED; old.nodes().len()], inputs, args }
     }
 
     /// Which nodes the outputs need.
@@ -81,10 +75,7 @@ impl<'a> Rebuild<'a> {
             Op::Input(k) => *self.inputs.get(k as usize).ok_or_else(missing)?,
             Op::Arg(k) => *self.args.get(k as usize).ok_or_else(missing)?,
             _ => {
-                let node = Node {
-                    inputs: self.operands(n)?,
-                    ..n.clone()
-                };
+                let node = Node { inputs: self.operands(n)?, ..n.clone() };
                 self.new.push_unchecked(node)
             }
         };

@@ -63,9 +63,7 @@ fn rewrite(g: &mut Graph, n: &Node, x: &[NodeId]) -> Option<NodeId> {
         (Op::Cast, _) if under.ty.dtype == n.ty.dtype => Some(first),
         (Op::Cast, Op::Cast) => {
             let from = g.dtype(inner?);
-            casts_merge(from, under.ty.dtype, n.ty.dtype)
-                .then(|| g.cast(inner?, n.ty.dtype).ok())
-                .flatten()
+            casts_merge(from, under.ty.dtype, n.ty.dtype).then(|| g.cast(inner?, n.ty.dtype).ok()).flatten()
         }
         (Op::Bitcast, _) if under.ty.dtype == n.ty.dtype => Some(first),
         (Op::Bitcast, Op::Bitcast) => {
@@ -88,24 +86,13 @@ fn rewrite(g: &mut Graph, n: &Node, x: &[NodeId]) -> Option<NodeId> {
             Some(first)
         }
         (Op::Slice(a), Op::Slice(b)) => {
-            let axes: Vec<SliceAxis> = a
-                .iter()
-                .zip(b)
-                .map(|(a, b)| compose(a, b))
-                .collect::<Option<_>>()?;
+            let axes: Vec<SliceAxis> = a.iter().zip(b).map(|(a, b)| compose(a, b)).collect::<Option<_>>()?;
             let start: Vec<Dim> = axes.iter().map(|a| a.start).collect();
             let step: Vec<i64> = axes.iter().map(|a| a.step).collect();
             g.slice(inner?, &start, &step, &n.ty.shape).ok()
         }
         (Op::Pad { lo, hi, .. }, _) if lo.iter().chain(hi).all(|n| *n == 0) => Some(first),
-        (
-            Op::Pad { lo, hi, value },
-            Op::Pad {
-                lo: l,
-                hi: h,
-                value: v,
-            },
-        ) if value == v => {
+        (Op::Pad { lo, hi, value }, Op::Pad { lo: l, hi: h, value: v }) if value == v => {
             let sum =
                 |a: &[usize], b: &[usize]| -> Vec<usize> { a.iter().zip(b).map(|(a, b)| a + b).collect() };
             g.pad(inner?, &sum(lo, l), &sum(hi, h), *value).ok()
@@ -124,15 +111,9 @@ fn rewrite(g: &mut Graph, n: &Node, x: &[NodeId]) -> Option<NodeId> {
 
 /// Slice `a` of slice `b` on one axis.
 fn compose(a: &SliceAxis, b: &SliceAxis) -> Option<SliceAxis> {
-    let (s, t) = (
-        i64::try_from(a.start.known()?).ok()?,
-        i64::try_from(b.start.known()?).ok()?,
-    );
+    let (s, t) = (i64::try_from(a.start.known()?).ok()?, i64::try_from(b.start.known()?).ok()?);
     let start = s.checked_mul(b.step)?.checked_add(t)?;
-    Some(SliceAxis {
-        start: Dim::from(usize::try_from(start).ok()?),
-        step: a.step.checked_mul(b.step)?,
-    })
+    Some(SliceAxis { start: Dim::from(usize::try_from(start).ok()?), step: a.step.checked_mul(b.step)? })
 }
 
 /// Whether type `b` holds every value of type `a`.

@@ -15,10 +15,7 @@ struct Rng(u64);
 
 impl Rng {
     fn below(&mut self, n: usize) -> usize {
-        self.0 = self
-            .0
-            .wrapping_mul(6_364_136_223_846_793_005)
-            .wrapping_add(1_442_695_040_888_963_407);
+        self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
         let x = (self.0 ^ (self.0 >> 29)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
         ((x >> 33) as usize) % n
     }
@@ -29,54 +26,25 @@ impl Rng {
 
     fn data(&mut self, d: DType, dims: &[usize]) -> ConstData {
         let n = dims.iter().product();
-        let special = [
-            0.0,
-            -0.0,
-            1.0,
-            -1.0,
-            2.5,
-            -7.0,
-            100.0,
-            f64::NAN,
-            f64::INFINITY,
-            0.1,
-        ];
+        let special = [0.0, -0.0, 1.0, -1.0, 2.5, -7.0, 100.0, f64::NAN, f64::INFINITY, 0.1];
         let flat = self.below(4) == 0;
         let v0 = self.pick(&special);
-        let v: Vec<f64> = (0..n)
-            .map(|_| if flat { v0 } else { self.pick(&special) })
-            .collect();
+        let v: Vec<f64> = (0..n).map(|_| if flat { v0 } else { self.pick(&special) }).collect();
         let c = ConstData::from_slice(dims, &v).unwrap();
         let mut b = vec![];
-        c.scalars()
-            .for_each(|s| b.extend_from_slice(&s.to_bytes(d)[..d.size()]));
+        c.scalars().for_each(|s| b.extend_from_slice(&s.to_bytes(d)[..d.size()]));
         ConstData::new(d, dims, std::sync::Arc::new(b)).unwrap()
     }
 }
 
-const TYPES: [DType; 7] = [
-    DType::F32,
-    DType::F16,
-    DType::F64,
-    DType::I32,
-    DType::U8,
-    DType::I8,
-    DType::Bool,
-];
+const TYPES: [DType; 7] = [DType::F32, DType::F16, DType::F64, DType::I32, DType::U8, DType::I8, DType::Bool];
 
 /// One random node on top of those there are; refusals of the builder are passed on.
 fn grow(g: &mut Graph, r: &mut Rng) -> Result<NodeId> {
     let n = g.nodes().len();
     // Mostly recent nodes, so that chains form.
-    let any = |r: &mut Rng| {
-        NodeId(
-            (if r.below(3) == 0 {
-                r.below(n)
-            } else {
-                n - 1 - r.below(n.min(6))
-            }) as u32,
-        )
-    };
+    let any =
+        |r: &mut Rng| NodeId((if r.below(3) == 0 { r.below(n) } else { n - 1 - r.below(n.min(6)) }) as u32);
     let x = any(r);
     let s = g.shape(x).clone();
     let rank = s.rank();
@@ -130,11 +98,8 @@ fn grow(g: &mut Graph, r: &mut Rng) -> Result<NodeId> {
             let (mut start, mut step, mut len) = (vec![], vec![], vec![]);
             for d in s.dims()? {
                 let (a, t) = (r.below(d.max(1)), r.pick(&[1, 1, 2, -1, -2i64]));
-                let room = if t > 0 {
-                    (d.max(1) - 1 - a) / t as usize
-                } else {
-                    a / t.unsigned_abs() as usize
-                };
+                let room =
+                    if t > 0 { (d.max(1) - 1 - a) / t as usize } else { a / t.unsigned_abs() as usize };
                 start.push(Dim::from(a));
                 step.push(t);
                 len.push(Dim::from(if d == 0 { 0 } else { 1 + r.below(room + 1) }));
@@ -157,12 +122,7 @@ fn grow(g: &mut Graph, r: &mut Rng) -> Result<NodeId> {
             g.push(Op::Concat { axis }, &v[..1 + r.below(3)], None)
         }
         13 => {
-            let k = r.pick(&[
-                ReduceKind::Sum,
-                ReduceKind::Prod,
-                ReduceKind::Max,
-                ReduceKind::Min,
-            ]);
+            let k = r.pick(&[ReduceKind::Sum, ReduceKind::Prod, ReduceKind::Max, ReduceKind::Min]);
             g.reduce(k, x, &[axis], r.below(2) == 0)
         }
         14 => {
@@ -193,10 +153,7 @@ fn random(r: &mut Rng) -> Graph {
     for k in 0..3 {
         g.span = Span::new(format!("input {k}"));
         let d = r.pick(&TYPES);
-        g.input(
-            &format!("in{k}"),
-            TensorType::new(d, [[2usize, 3], [1, 3], [2, 1]][r.below(3)]),
-        );
+        g.input(&format!("in{k}"), TensorType::new(d, [[2usize, 3], [1, 3], [2, 1]][r.below(3)]));
     }
     g.arg(DType::F32);
     for k in 0..120 {
@@ -227,19 +184,13 @@ fn same(a: &ConstData, b: &ConstData) -> bool {
     let nan = |s: Scalar| s.as_f64().is_nan();
     a.dtype == b.dtype
         && a.dims == b.dims
-        && a.scalars()
-            .zip(b.scalars())
-            .all(|(x, y)| x == y || (nan(x) && nan(y)))
+        && a.scalars().zip(b.scalars()).all(|(x, y)| x == y || (nan(x) && nan(y)))
 }
 
 type Pass = fn(&Graph) -> Result<(Graph, usize)>;
 
 fn inline_all(g: &Graph) -> Result<(Graph, usize)> {
-    let n = g
-        .nodes()
-        .iter()
-        .filter(|n| matches!(n.op, Op::Composite(_)))
-        .count();
+    let n = g.nodes().iter().filter(|n| matches!(n.op, Op::Composite(_))).count();
     let (h, _) = inline::inline_composites(g, &|_| false)?;
     assert!(!h.nodes().iter().any(|n| matches!(n.op, Op::Composite(_))));
     Ok((h, n))
@@ -247,12 +198,8 @@ fn inline_all(g: &Graph) -> Result<(Graph, usize)> {
 
 #[test]
 fn random_graphs_keep_their_values() {
-    let passes: [(&str, Pass); 4] = [
-        ("fold", fold::run),
-        ("cse", cse::run),
-        ("simplify", simplify::run),
-        ("inline", inline_all),
-    ];
+    let passes: [(&str, Pass); 4] =
+        [("fold", fold::run), ("cse", cse::run), ("simplify", simplify::run), ("inline", inline_all)];
     let seed = std::env::var("HALCYON_SEED").ok().and_then(|s| s.parse().ok());
     let seed = seed.unwrap_or_else(|| std::collections::hash_map::RandomState::new().hash_one(0) >> 16);
     let mut r = Rng(seed);
@@ -261,11 +208,8 @@ fn random_graphs_keep_their_values() {
         let place = format!("round {round}, HALCYON_SEED={seed}");
         let g = random(&mut r);
         g.check().unwrap();
-        let x: Vec<ConstData> = g
-            .inputs()
-            .iter()
-            .map(|i| r.data(g.dtype(i.node), &g.shape(i.node).dims().unwrap()))
-            .collect();
+        let x: Vec<ConstData> =
+            g.inputs().iter().map(|i| r.data(g.dtype(i.node), &g.shape(i.node).dims().unwrap())).collect();
         let want = eval(&g, &x, &[Scalar::F(2.0)]).unwrap();
         let agree = |h: &Graph, name: &str| {
             h.check().unwrap_or_else(|e| panic!("{name}, {place}: {e}\n{h}"));
@@ -274,10 +218,7 @@ fn random_graphs_keep_their_values() {
             assert_eq!((g.args(), g.states()), (h.args(), h.states()), "{name}, {place}");
             let got = eval(h, &x, &[Scalar::F(2.0)]).unwrap();
             for (k, (a, b)) in want.iter().zip(&got).enumerate() {
-                assert!(
-                    same(a, b),
-                    "{name}, output {k}, {place}: {a:?} became {b:?}\n{g}\n{h}"
-                );
+                assert!(same(a, b), "{name}, output {k}, {place}: {a:?} became {b:?}\n{g}\n{h}");
             }
         };
         let mut all = g.clone();
@@ -286,10 +227,7 @@ fn random_graphs_keep_their_values() {
             total[k] += n;
             agree(&h, name);
             let (h2, again) = pass(&h).unwrap();
-            assert_eq!(
-                again, 0,
-                "{name} finds more in its own result, {place}\n{g}\n{h}\n{h2}"
-            );
+            assert_eq!(again, 0, "{name} finds more in its own result, {place}\n{g}\n{h}\n{h2}");
             all = pass(&all).unwrap().0;
             agree(&all, &format!("everything up to {name}"));
         }
@@ -306,10 +244,7 @@ fn random_graphs_keep_their_values() {
         assert!(rest, "{place}");
         agree(&all, "the fixed point");
     }
-    assert!(
-        total.iter().all(|n| *n > 100),
-        "the graphs exercise too little: {total:?}"
-    );
+    assert!(total.iter().all(|n| *n > 100), "the graphs exercise too little: {total:?}");
 }
 
 fn input(g: &mut Graph, d: DType, dims: &[usize]) -> NodeId {
@@ -521,10 +456,7 @@ fn cse_merges_whatever_is_equal() {
     let (a, b) = (g.add(x, y).unwrap(), g.add(y, x).unwrap());
     let (s, t) = (g.softmax(a, 1).unwrap(), g.softmax(b, 1).unwrap());
     let (d, e) = (g.sub(s, y).unwrap(), g.sub(y, t).unwrap());
-    let (z, w) = (
-        g.full(DType::F32, [2usize], 0.0),
-        g.full(DType::F32, [2usize], -0.0),
-    );
+    let (z, w) = (g.full(DType::F32, [2usize], 0.0), g.full(DType::F32, [2usize], -0.0));
     for n in [d, e, z, w] {
         g.output("o", n);
     }
@@ -542,11 +474,7 @@ fn inlining_keeps_what_it_is_told_and_where_things_come_from() {
     let y = g.scalar(ScalarOp::Exp, &[y]).unwrap();
     g.output("y", y);
     let names = |g: &Graph| -> Vec<String> {
-        g.nodes()
-            .iter()
-            .filter(|n| matches!(n.op, Op::Composite(_)))
-            .map(|n| n.op.name())
-            .collect()
+        g.nodes().iter().filter(|n| matches!(n.op, Op::Composite(_))).map(|n| n.op.name()).collect()
     };
     let (some, map) = inline::inline_composites(&g, &|c| &*c.name == "softmax").unwrap();
     assert_eq!(names(&some), ["softmax"]);
@@ -554,11 +482,8 @@ fn inlining_keeps_what_it_is_told_and_where_things_come_from() {
     assert!(some.nodes().iter().all(|n| n.span == Span::new("block.rs:9")));
     let (all, _) = inline::inline_composites(&g, &|_| false).unwrap();
     assert!(names(&all).is_empty());
-    let c = ConstData::from_slice(
-        &[1, 2, 3, 4],
-        &(0..24).map(|i| i as f32 / 24.0).collect::<Vec<_>>(),
-    )
-    .unwrap();
+    let c =
+        ConstData::from_slice(&[1, 2, 3, 4], &(0..24).map(|i| i as f32 / 24.0).collect::<Vec<_>>()).unwrap();
     let run = |g: &Graph| eval(g, std::slice::from_ref(&c), &[]).unwrap();
     assert_eq!(run(&g), run(&all));
     assert_eq!(run(&g), run(&some));
@@ -587,11 +512,7 @@ fn a_training_step_shrinks_and_keeps_its_gradients() {
         h.check().unwrap();
     }
     // The forward parts that the gradients repeated have merged.
-    assert!(
-        h.nodes().len() * 4 < before * 3,
-        "{before} to {}\n{h}",
-        h.nodes().len()
-    );
+    assert!(h.nodes().len() * 4 < before * 3, "{before} to {}\n{h}", h.nodes().len());
     let fill = |d: &[usize], s: f32| {
         let n = d.iter().product::<usize>();
         ConstData::from_slice(d, &(0..n).map(|i| (i as f32 * s).sin()).collect::<Vec<_>>()).unwrap()

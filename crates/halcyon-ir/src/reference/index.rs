@@ -57,25 +57,18 @@ pub(super) fn lines(dims: &[usize], axis: usize, mut f: impl FnMut(usize, usize,
 /// `index` as a place in `0..n`; negative ones count from the end.
 fn place(op: &Op, index: i64, n: usize) -> Result<usize> {
     let i = if index < 0 { index + n as i64 } else { index };
-    usize::try_from(i)
-        .ok()
-        .filter(|i| *i < n)
-        .ok_or_else(|| Error::Index {
-            op: op.name(),
-            range: format!("-{n}..{n}, got {index}"),
-            at: Default::default(),
-        })
+    usize::try_from(i).ok().filter(|i| *i < n).ok_or_else(|| Error::Index {
+        op: op.name(),
+        range: format!("-{n}..{n}, got {index}"),
+        at: Default::default(),
+    })
 }
 
 /// Element of `x` that every element of a [`Op::Gather`] comes from.
 pub(super) fn rows(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<Vec<usize>> {
     let inner: usize = x[axis + 1..].iter().product();
     let outer: usize = x[..axis].iter().product();
-    let idx: Vec<usize> = index
-        .ints()?
-        .iter()
-        .map(|i| place(op, *i, x[axis]))
-        .collect::<Result<_>>()?;
+    let idx: Vec<usize> = index.ints()?.iter().map(|i| place(op, *i, x[axis])).collect::<Result<_>>()?;
     let mut out = Vec::with_capacity(outer * idx.len() * inner);
     for a in 0..outer {
         for i in &idx {

@@ -27,11 +27,7 @@ fn got(c: &ConstData) -> Vec<f64> {
 fn every_type_survives_reading_and_writing() {
     for d in DType::all() {
         let c = ConstData::from_slice(&[5], &[0.0f64, 1.0, -3.0, 100.0, 0.5]).unwrap();
-        let t = Tensor {
-            dtype: d,
-            dims: c.dims.clone(),
-            v: cast(&Tensor::read(&c), d),
-        };
+        let t = Tensor { dtype: d, dims: c.dims.clone(), v: cast(&Tensor::read(&c), d) };
         let w = t.write().unwrap();
         let want: Vec<Scalar> = c.scalars().map(|s| s.cast(d)).collect();
         assert_eq!(w.scalars().collect::<Vec<_>>(), want, "{d}");
@@ -50,11 +46,7 @@ fn scalar_ops_agree_with_the_table_on_every_type() {
             for s in 0..vals.len() {
                 let pick = |k: usize| {
                     let v = vals[(s + 3 * k) % vals.len()];
-                    if k == 0 && row.rule == Rule::Select {
-                        Scalar::Bool(s % 2 == 0)
-                    } else {
-                        v
-                    }
+                    if k == 0 && row.rule == Rule::Select { Scalar::Bool(s % 2 == 0) } else { v }
                 };
                 let x: Vec<Scalar> = (0..row.arity).map(pick).collect();
                 let mut g = Graph::new();
@@ -84,18 +76,12 @@ fn reductions_propagate_nan_and_wrap() {
     let u = ConstData::from_slice(&[3], &[200u8, 100, 1]).unwrap();
     assert_eq!(got(&one(&[&u], |g, x| g.sum(x[0], &[0], true)).unwrap()), [45.0]);
     let e = f(&[0, 2], &[]);
-    assert_eq!(
-        got(&one(&[&e], |g, x| g.sum(x[0], &[0], false)).unwrap()),
-        [0.0, 0.0]
-    );
+    assert_eq!(got(&one(&[&e], |g, x| g.sum(x[0], &[0], false)).unwrap()), [0.0, 0.0]);
     let m = got(&one(&[&e], |g, x| g.reduce(ReduceKind::Max, x[0], &[0], false)).unwrap());
     assert_eq!(m, [f64::NEG_INFINITY; 2]);
     // 2^24 + 1 + 1 is lost in f32 steps, kept by the f64 accumulator.
     let b = f(&[3], &[16_777_216.0, 1.0, 1.0]);
-    assert_eq!(
-        got(&one(&[&b], |g, x| g.sum(x[0], &[0], false)).unwrap()),
-        [16_777_218.0]
-    );
+    assert_eq!(got(&one(&[&b], |g, x| g.sum(x[0], &[0], false)).unwrap()), [16_777_218.0]);
     let big = ConstData::from_slice(&[2], &[u64::MAX, 1]).unwrap();
     let m = one(&[&big], |g, x| g.reduce(ReduceKind::Max, x[0], &[0], false)).unwrap();
     assert_eq!(m.to_vec::<u64>(), [u64::MAX]);
@@ -135,10 +121,7 @@ fn gathers_and_scatters_index_from_both_ends_and_refuse_the_rest() {
     let x = f(&[3, 2], &[0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
     let g1 = one(&[&x, &i(&[2], &[-1, 0])], |g, x| g.gather(x[0], x[1], 0)).unwrap();
     assert_eq!(got(&g1), [4.0, 5.0, 0.0, 1.0]);
-    let g2 = one(&[&x, &i(&[3, 1], &[1, 0, -1])], |g, x| {
-        g.gather_elements(x[0], x[1], 1)
-    })
-    .unwrap();
+    let g2 = one(&[&x, &i(&[3, 1], &[1, 0, -1])], |g, x| g.gather_elements(x[0], x[1], 1)).unwrap();
     assert_eq!(got(&g2), [1.0, 2.0, 5.0]);
     let e = one(&[&x, &i(&[1], &[3])], |g, x| g.gather(x[0], x[1], 0)).unwrap_err();
     assert!(matches!(e, Error::Index { .. }), "{e}");
@@ -149,11 +132,7 @@ fn gathers_and_scatters_index_from_both_ends_and_refuse_the_rest() {
     assert_eq!(put(ScatterKind::Add), [0.0, 1.0, 42.0, 63.0, 54.0, 65.0]);
     assert_eq!(put(ScatterKind::Min), [0.0, 1.0, 2.0, 3.0, 4.0, 5.0]);
     let row = f(&[1, 2], &[7.0, 8.0]);
-    let us = |p| {
-        one(&[&x, &row, &i(&[], &[p])], |g, x| {
-            g.update_slice(x[0], x[1], x[2], 0)
-        })
-    };
+    let us = |p| one(&[&x, &row, &i(&[], &[p])], |g, x| g.update_slice(x[0], x[1], x[2], 0));
     assert_eq!(got(&us(1).unwrap()), [0.0, 1.0, 7.0, 8.0, 4.0, 5.0]);
     assert!(matches!(us(3), Err(Error::Index { .. })));
 }
@@ -174,40 +153,25 @@ fn views_move_elements() {
         g.expand(r, &[2usize, 2, 2].into())
     });
     assert_eq!(ex, [1.0, 1.0, 4.0, 4.0, 1.0, 1.0, 4.0, 4.0]);
-    assert_eq!(
-        t(&|g, _| g.iota(DType::F16, [2usize, 2], 0)),
-        [0.0, 0.0, 1.0, 1.0]
-    );
+    assert_eq!(t(&|g, _| g.iota(DType::F16, [2usize, 2], 0)), [0.0, 0.0, 1.0, 1.0]);
     assert_eq!(t(&|g, x| g.bitcast(x, DType::I32))[1], 0x3f80_0000 as f64);
 }
 
 #[test]
 fn matmul_and_conv_match_hand_values() {
     let a = f(&[2, 2], &[1.0, 2.0, 3.0, 4.0]);
-    assert_eq!(
-        got(&one(&[&a, &a], |g, x| g.matmul(x[0], x[1])).unwrap()),
-        [7.0, 10.0, 15.0, 22.0]
-    );
+    assert_eq!(got(&one(&[&a, &a], |g, x| g.matmul(x[0], x[1])).unwrap()), [7.0, 10.0, 15.0, 22.0]);
     let x = f(&[1, 1, 4], &[1.0, 2.0, 3.0, 4.0]);
     let w = f(&[1, 1, 3], &[1.0, 10.0, 100.0]);
     let conv = |c: Conv| got(&one(&[&x, &w], |g, v| g.conv(v[0], v[1], c)).unwrap());
     assert_eq!(conv(Conv::new(1)), [321.0, 432.0]);
-    let padded = Conv {
-        pad: [(1, 1)].into_iter().collect(),
-        stride: [2].into_iter().collect(),
-        ..Conv::new(1)
-    };
+    let padded =
+        Conv { pad: [(1, 1)].into_iter().collect(), stride: [2].into_iter().collect(), ..Conv::new(1) };
     assert_eq!(conv(padded), [210.0, 432.0]);
-    let transposed = Conv {
-        input_dilation: [2].into_iter().collect(),
-        ..Conv::new(1)
-    };
+    let transposed = Conv { input_dilation: [2].into_iter().collect(), ..Conv::new(1) };
     assert_eq!(conv(transposed), [201.0, 20.0, 302.0, 30.0, 403.0]);
-    let dilated = Conv {
-        dilation: [2].into_iter().collect(),
-        pad: [(1, 1)].into_iter().collect(),
-        ..Conv::new(1)
-    };
+    let dilated =
+        Conv { dilation: [2].into_iter().collect(), pad: [(1, 1)].into_iter().collect(), ..Conv::new(1) };
     assert_eq!(conv(dilated), [420.0, 31.0]);
 }
 
@@ -223,25 +187,12 @@ fn pools_leave_padding_out() {
     };
     let run = |k| got(&one(&[&x], |g, v| g.pool(v[0], p(k))).unwrap());
     assert_eq!(run(PoolKind::Max), [-1.0, -1.0, -2.0, -3.0]);
-    assert_eq!(
-        run(PoolKind::Avg {
-            count_include_pad: false
-        }),
-        [-1.0, -1.5, -2.5, -3.0]
-    );
-    assert_eq!(
-        run(PoolKind::Avg {
-            count_include_pad: true
-        }),
-        [-0.5, -1.5, -2.5, -1.5]
-    );
+    assert_eq!(run(PoolKind::Avg { count_include_pad: false }), [-1.0, -1.5, -2.5, -3.0]);
+    assert_eq!(run(PoolKind::Avg { count_include_pad: true }), [-0.5, -1.5, -2.5, -1.5]);
     let same = f(&[1, 1, 3], &[5.0, 5.0, 5.0]);
     let y = f(&[1, 1, 4], &[5.0; 4]);
     let dy = f(&[1, 1, 4], &[1.0, 2.0, 4.0, 8.0]);
-    let dx = one(&[&same, &y, &dy], |g, v| {
-        g.push(Op::PoolGrad(p(PoolKind::Max)), v, None)
-    })
-    .unwrap();
+    let dx = one(&[&same, &y, &dy], |g, v| g.push(Op::PoolGrad(p(PoolKind::Max)), v, None)).unwrap();
     assert_eq!(got(&dx), [3.0, 4.0, 8.0]);
 }
 

@@ -58,10 +58,7 @@ struct Axis {
 
 impl Taps {
     fn new(axes: &[Axis]) -> Taps {
-        let mut t = Taps {
-            out: 1,
-            at: vec![Some(0)],
-        };
+        let mut t = Taps { out: 1, at: vec![Some(0)] };
         for a in axes {
             let kernels = t.at.len() / t.out.max(1);
             let mut at = Vec::with_capacity(t.at.len() * a.k * a.y);
@@ -151,12 +148,7 @@ fn taps(p: &Pool, i: &[usize], y: &[usize]) -> Taps {
 /// Elements each window averages over.
 fn counts(t: &Taps, include_pad: bool) -> Vec<f64> {
     (0..t.out)
-        .map(|o| {
-            (0..t.kernels())
-                .filter(|k| include_pad || t.kernel(*k)[o].is_some())
-                .count()
-                .max(1) as f64
-        })
+        .map(|o| (0..t.kernels()).filter(|k| include_pad || t.kernel(*k)[o].is_some()).count().max(1) as f64)
         .collect()
 }
 
@@ -187,14 +179,9 @@ pub(super) fn pool(p: &Pool, x: &Tensor, out: &[usize]) -> Vals {
     }
     let first = ReduceKind::Max.identity(x.dtype);
     match (&x.v, p.kind) {
-        (Vals::F(v), PoolKind::Max) => Vals::F(fold(
-            &t,
-            planes,
-            size,
-            v,
-            first.as_f64(),
-            super::fold_f(ReduceKind::Max),
-        )),
+        (Vals::F(v), PoolKind::Max) => {
+            Vals::F(fold(&t, planes, size, v, first.as_f64(), super::fold_f(ReduceKind::Max)))
+        }
         (Vals::I(v), _) => Vals::I(fold(
             &t,
             planes,

@@ -43,18 +43,11 @@ pub fn to_batch(kernels: &[&Kernel], language: Language) -> Result<Source> {
 
 fn batch(kernels: &[(&Kernel, String)], language: Language) -> Result<Source> {
     let d = Dialect::of(language);
-    let mut helpers = Helpers {
-        d,
-        names: vec![],
-        text: String::new(),
-    };
+    let mut helpers = Helpers { d, names: vec![], text: String::new() };
     let (mut body, mut f64s, mut vectors) = (String::new(), false, false);
     for (k, name) in kernels {
-        let k: Cow<'_, Kernel> = if d.has_subgroups() {
-            Cow::Borrowed(*k)
-        } else {
-            Cow::Owned(super::without_subgroups(k))
-        };
+        let k: Cow<'_, Kernel> =
+            if d.has_subgroups() { Cow::Borrowed(*k) } else { Cow::Owned(super::without_subgroups(k)) };
         let uses_f64 = k.uses_ty(Ty::F64) || k.buffers.iter().any(|b| b.dtype == DType::F64);
         if uses_f64 && d.ty(Ty::F64).is_empty() {
             return Err(unsupported(&k, "f64", language));
@@ -76,17 +69,11 @@ fn batch(kernels: &[(&Kernel, String)], language: Language) -> Result<Source> {
     }
     text.push_str(&helpers.text);
     text.push_str(&body);
-    Ok(Source {
-        text,
-        entries: kernels.iter().map(|k| k.1.clone()).collect(),
-    })
+    Ok(Source { text, entries: kernels.iter().map(|k| k.1.clone()).collect() })
 }
 
 fn unsupported(k: &Kernel, what: &str, l: Language) -> Error {
-    Error::unsupported(
-        format!("{what} in {} (kernel {})", l.name(), k.name),
-        "Choose another device or type",
-    )
+    Error::unsupported(format!("{what} in {} (kernel {})", l.name(), k.name), "Choose another device or type")
 }
 
 /// Helpers met so far, each after those it calls.
@@ -139,12 +126,7 @@ pub(super) fn int_constant(v: u64, ty: Ty, d: &Dialect) -> String {
 pub(super) fn float_constant(v: f64, ty: Ty, d: &Dialect) -> String {
     let text = match ty {
         Ty::F64 if !v.is_finite() => {
-            return bits(
-                d,
-                Ty::U64,
-                Ty::F64,
-                &format!("{:#018x}{}", v.to_bits(), d.u64_suffix),
-            );
+            return bits(d, Ty::U64, Ty::F64, &format!("{:#018x}{}", v.to_bits(), d.u64_suffix));
         }
         Ty::F64 => format!("{v:?}"),
         _ if !(v as f32).is_finite() => {
@@ -152,11 +134,7 @@ pub(super) fn float_constant(v: f64, ty: Ty, d: &Dialect) -> String {
         }
         _ => format!("{:?}f", v as f32),
     };
-    if text.starts_with('-') {
-        format!("({text})")
-    } else {
-        text
-    }
+    if text.starts_with('-') { format!("({text})") } else { text }
 }
 
 struct Writer<'a> {
@@ -185,16 +163,7 @@ impl<'a> Writer<'a> {
         }
         k.walk(&mut |s| s.exprs().into_iter().for_each(|e| count(k, e, &mut uses)));
         let types = k.types();
-        Writer {
-            k,
-            d,
-            types,
-            uses,
-            bound: HashMap::new(),
-            temps: 0,
-            out: String::new(),
-            depth: 1,
-        }
+        Writer { k, d, types, uses, bound: HashMap::new(), temps: 0, out: String::new(), depth: 1 }
     }
 
     fn line(&mut self, s: &str) {
@@ -221,22 +190,12 @@ impl<'a> Writer<'a> {
             let r = if k.noalias { d.restrict } else { "" };
             let p = format!("{}{c}{}* {r}", d.global, d.element(b.dtype));
             let n = format!("b{i}");
-            args.push(
-                d.buffer_arg
-                    .replace("$p", &p)
-                    .replace("$n", &n)
-                    .replace("$i", &i.to_string()),
-            );
+            args.push(d.buffer_arg.replace("$p", &p).replace("$n", &n).replace("$i", &i.to_string()));
         }
         for (i, p) in k.params.iter().enumerate() {
             let at = (k.buffers.len() + i).to_string();
             let n = format!("p{i}");
-            args.push(
-                d.param_arg
-                    .replace("$t", d.ty(p.ty))
-                    .replace("$n", &n)
-                    .replace("$i", &at),
-            );
+            args.push(d.param_arg.replace("$t", d.ty(p.ty)).replace("$n", &n).replace("$i", &at));
         }
         if !d.extra_args.is_empty() {
             args.push(d.extra_args.to_string());
@@ -284,10 +243,7 @@ impl<'a> Writer<'a> {
             let text = self.spell(e);
             let name = format!("t{}", self.temps);
             self.temps += 1;
-            self.line(&format!(
-                "const {} {name} = {text};",
-                self.d.ty(self.types[e.ix()])
-            ));
+            self.line(&format!("const {} {name} = {text};", self.d.ty(self.types[e.ix()])));
             self.bound.insert(e, name);
         }
     }
@@ -320,12 +276,7 @@ impl<'a> Writer<'a> {
             Expr::Op(op, x) => {
                 let row = op.row();
                 // Type of the data operands (the condition of a select is a bool).
-                let data = self.types[x[if row.rule == crate::scalar_op::Rule::Select {
-                    1
-                } else {
-                    0
-                }]
-                .ix()];
+                let data = self.types[x[if row.rule == crate::scalar_op::Rule::Select { 1 } else { 0 }].ix()];
                 let pattern = if data.is_float() { row.c_float } else { row.c_int };
                 let pattern = match pattern.split_once('(') {
                     Some((f, rest)) if f.starts_with("h_") => format!("{f}_{}({rest}", data.name()),
@@ -403,12 +354,7 @@ impl<'a> Writer<'a> {
                 self.line(&l)
             }
             Stmt::Read { dst, read } => {
-                let l = format!(
-                    "const {} v{} = {};",
-                    ty(self, *dst),
-                    dst.0,
-                    self.read(*dst, *read)
-                );
+                let l = format!("const {} v{} = {};", ty(self, *dst), dst.0, self.read(*dst, *read));
                 self.line(&l)
             }
             Stmt::Var { var, init } => {
@@ -429,24 +375,12 @@ impl<'a> Writer<'a> {
             }
             Stmt::StoreVector { buf, index, value } => {
                 let t = d.ty(self.types[value.ix()]);
-                let l = format!(
-                    "(({}{t}*)b{})[{}] = {};",
-                    d.global,
-                    buf.0,
-                    self.ex(*index),
-                    self.ex(*value)
-                );
+                let l = format!("(({}{t}*)b{})[{}] = {};", d.global, buf.0, self.ex(*index), self.ex(*value));
                 self.line(&l)
             }
             Stmt::StoreWord { buf, index, value } => {
                 let t = d.ty(Ty::U32);
-                let l = format!(
-                    "(({}{t}*)b{})[{}] = {};",
-                    d.global,
-                    buf.0,
-                    self.ex(*index),
-                    self.ex(*value)
-                );
+                let l = format!("(({}{t}*)b{})[{}] = {};", d.global, buf.0, self.ex(*index), self.ex(*value));
                 self.line(&l)
             }
             Stmt::StoreLocal { arr, index, value } => {
@@ -455,19 +389,10 @@ impl<'a> Writer<'a> {
             Stmt::StorePrivate { arr, index, value } => {
                 self.line(&format!("a{}[{}] = {};", arr.0, self.ex(*index), self.ex(*value)))
             }
-            Stmt::AtomicAdd {
-                buf,
-                index,
-                value,
-                dst,
-            } => {
+            Stmt::AtomicAdd { buf, index, value, dst } => {
                 let t = d.element(self.k.buffers[buf.ix()].dtype);
                 let p = format!("b{}[{}]", buf.0, self.ex(*index));
-                let x = d
-                    .atomic_add
-                    .replace("$t", t)
-                    .replace("$p", &p)
-                    .replace("$v", &self.ex(*value));
+                let x = d.atomic_add.replace("$t", t).replace("$p", &p).replace("$v", &self.ex(*value));
                 let l = match dst {
                     Some(v) => format!("const {} v{} = {x};", ty(self, *v), v.0),
                     None => format!("{x};"),
@@ -479,19 +404,10 @@ impl<'a> Writer<'a> {
                 let l = d.set_error.replace("$p", &p).replace("$v", &self.ex(*code));
                 self.line(&l)
             }
-            Stmt::For {
-                var,
-                start,
-                end,
-                step,
-                body,
-            } => {
+            Stmt::For { var, start, end, step, body } => {
                 let v = format!("v{}", var.0);
                 let (a, b, c) = (self.ex(*start), self.ex(*end), self.ex(*step));
-                self.line(&format!(
-                    "for ({} {v} = {a}; {v} < {b}; {v} += {c}) {{",
-                    ty(self, *var)
-                ));
+                self.line(&format!("for ({} {v} = {a}; {v} < {b}; {v} += {c}) {{", ty(self, *var)));
                 self.nested(body)?;
                 self.line("}")
             }
@@ -564,13 +480,7 @@ impl<'a> Writer<'a> {
                 format!("((const {}{}*)b{})[{}]", d.global, d.ty(t), buf.0, self.ex(index))
             }
             Read::Word { buf, index } => {
-                format!(
-                    "((const {}{}*)b{})[{}]",
-                    d.global,
-                    d.ty(Ty::U32),
-                    buf.0,
-                    self.ex(index)
-                )
+                format!("((const {}{}*)b{})[{}]", d.global, d.ty(Ty::U32), buf.0, self.ex(index))
             }
             Read::Local { arr, index } => self.element(format!("l{}[{}]", arr.0, self.ex(index)), t),
             Read::Private { arr, index } => self.element(format!("a{}[{}]", arr.0, self.ex(index)), t),
@@ -581,29 +491,18 @@ impl<'a> Writer<'a> {
                 } else {
                     String::new()
                 };
-                format!(
-                    "h_subgroup_{}_{}({}{width})",
-                    op.op().name(),
-                    t.name(),
-                    self.ex(value)
-                )
+                format!("h_subgroup_{}_{}({}{width})", op.op().name(), t.name(), self.ex(value))
             }
-            Read::SubgroupShuffleXor { value, mask } => d
-                .shuffle_xor
-                .replace("$0", &self.ex(value))
-                .replace("$1", &self.ex(mask)),
-            Read::SubgroupShuffle { value, lane } => d
-                .shuffle
-                .replace("$0", &self.ex(value))
-                .replace("$1", &self.ex(lane)),
+            Read::SubgroupShuffleXor { value, mask } => {
+                d.shuffle_xor.replace("$0", &self.ex(value)).replace("$1", &self.ex(mask))
+            }
+            Read::SubgroupShuffle { value, lane } => {
+                d.shuffle.replace("$0", &self.ex(value)).replace("$1", &self.ex(lane))
+            }
         }
     }
 
     fn element(&self, text: String, t: Ty) -> String {
-        if t == Ty::Bool {
-            format!("({text} != 0)")
-        } else {
-            text
-        }
+        if t == Ty::Bool { format!("({text} != 0)") } else { text }
     }
 }

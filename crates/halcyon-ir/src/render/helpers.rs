@@ -114,25 +114,14 @@ fn saturate(to: DType, from: Ty, d: &Dialect) -> String {
     let (lo, hi) = to.range();
     let c = |v: f64| super::c::float_constant(v, from, d);
     // 32- and 64-bit limits are taken where a float has them: at the power of two above.
-    let above = if to.bits() >= 32 {
-        c(2f64.powi(hi.log2().ceil() as i32))
-    } else {
-        c(hi)
-    };
+    let above = if to.bits() >= 32 { c(2f64.powi(hi.log2().ceil() as i32)) } else { c(hi) };
     let t = Ty::of(to);
     let (lo_i, hi_i) = match to {
-        DType::I64 => (
-            super::c::int_constant(i64::MIN as u64, t, d),
-            super::c::int_constant(i64::MAX as u64, t, d),
-        ),
-        DType::U64 => (
-            super::c::int_constant(0, t, d),
-            super::c::int_constant(u64::MAX, t, d),
-        ),
-        _ => (
-            super::c::int_constant(lo as i64 as u64, t, d),
-            super::c::int_constant(hi as i64 as u64, t, d),
-        ),
+        DType::I64 => {
+            (super::c::int_constant(i64::MIN as u64, t, d), super::c::int_constant(i64::MAX as u64, t, d))
+        }
+        DType::U64 => (super::c::int_constant(0, t, d), super::c::int_constant(u64::MAX, t, d)),
+        _ => (super::c::int_constant(lo as i64 as u64, t, d), super::c::int_constant(hi as i64 as u64, t, d)),
     };
     format!(
         "{r} @($T x) {{\n    return x != x ? 0 : x <= {} ? {lo_i} : x >= {above} ? {hi_i} : ({r})x;\n}}\n",
@@ -166,16 +155,8 @@ fn subgroup(op: &str, ty: Ty, d: &Dialect) -> Option<String> {
         _ => return None,
     };
     let shuffle = d.shuffle_xor.replace("$0", "x").replace("$1", "m");
-    let width = if d.language == super::Language::Metal {
-        "width"
-    } else {
-        d.subgroup_size
-    };
-    let extra = if d.language == super::Language::Metal {
-        ", int width"
-    } else {
-        f
-    };
+    let width = if d.language == super::Language::Metal { "width" } else { d.subgroup_size };
+    let extra = if d.language == super::Language::Metal { ", int width" } else { f };
     Some(format!(
         "$T @($T x{extra}) {{\n    for (int m = {width} / 2; m > 0; m /= 2) {{\n        $T y = {shuffle};\n        x = {a};\n    }}\n    return x;\n}}\n"
     ))
@@ -200,11 +181,9 @@ fn generic(base: &str, ty: Ty, unsigned: bool, d: &Dialect) -> Option<String> {
         "h_sigmoid" => one("return 1 / (1 + %exp(-x));"),
         "h_silu" => one("return x / (1 + %exp(-x));"),
         // 1 + erf(z) loses its digits where erf(z) is near -1; erfc(-z) does not.
-        "h_gelu" => one(&format!(
-            "return {} * x * %erfc(-x * {});",
-            c(0.5),
-            c(std::f64::consts::FRAC_1_SQRT_2)
-        )),
+        "h_gelu" => {
+            one(&format!("return {} * x * %erfc(-x * {});", c(0.5), c(std::f64::consts::FRAC_1_SQRT_2)))
+        }
         // 0.5 (1 + tanh u) = 1 / (1 + exp(-2 u)).
         "h_gelu_tanh" => one(&format!(
             "return x / (1 + %exp({} * (x + {} * x * x * x)));",
@@ -218,10 +197,7 @@ fn generic(base: &str, ty: Ty, unsigned: bool, d: &Dialect) -> Option<String> {
         "h_min" => two("return x < y || x != x ? x : y;"),
         "h_max" => two("return x > y || x != x ? x : y;"),
         "h_mod" => two("$T r = %fmod(x, y);\n    return r != 0 && (r < 0) != (y < 0) ? r + y : r;"),
-        "h_fma" => format!(
-            "$T @($T x, $T y, $T z) {{\n    return {}(x, y, z);\n}}\n",
-            math("fma", ty, d)
-        ),
+        "h_fma" => format!("$T @($T x, $T y, $T z) {{\n    return {}(x, y, z);\n}}\n", math("fma", ty, d)),
         "h_iabs" if unsigned => one("return x;"),
         "h_iabs" => one("return x < 0 ? ($T)(($U)0 - ($U)x) : x;"),
         "h_isign" if unsigned => one("return x > 0;"),

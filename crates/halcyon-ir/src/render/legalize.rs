@@ -21,20 +21,14 @@ pub fn without_subgroups(kernel: &Kernel) -> Kernel {
     if !kernel.uses_subgroups() {
         return kernel.clone();
     }
-    let mut k = Kernel {
-        exprs: vec![],
-        ..kernel.clone()
-    };
+    let mut k = Kernel { exprs: vec![], ..kernel.clone() };
     let mut add = |e: Expr| {
         k.exprs.push(e);
         ExprId(k.exprs.len() as u32 - 1)
     };
     let w = kernel.workgroup;
     let int = |v: i64, add: &mut dyn FnMut(Expr) -> ExprId| {
-        add(Expr::Const {
-            ty: Ty::I32,
-            bits: const_bits(Ty::I32, Scalar::I(v)),
-        })
+        add(Expr::Const { ty: Ty::I32, bits: const_bits(Ty::I32, Scalar::I(v)) })
     };
     let ids: Vec<ExprId> = (0..3).map(|d| add(Expr::Id(Id::Local(d)))).collect();
     let (wx, wy) = (int(w[0] as i64, &mut add), int(w[1] as i64, &mut add));
@@ -60,13 +54,7 @@ pub fn without_subgroups(kernel: &Kernel) -> Kernel {
     let mut body = kernel.body.clone();
     remap_block(&mut body, &map);
     let types = k.types();
-    let mut p = Pass {
-        k,
-        types,
-        scratch: HashMap::new(),
-        linear,
-        lane,
-    };
+    let mut p = Pass { k, types, scratch: HashMap::new(), linear, lane };
     let body = p.block(body);
     p.k.body = body;
     p.k
@@ -85,11 +73,7 @@ fn remap(e: Expr, map: &[ExprId]) -> Expr {
         Expr::IRem(a, b) => Expr::IRem(m(a), m(b)),
         Expr::Cast(d, a) => Expr::Cast(d, m(a)),
         Expr::Bitcast(t, a) => Expr::Bitcast(t, m(a)),
-        Expr::Dot4I8 { a, b, acc } => Expr::Dot4I8 {
-            a: m(a),
-            b: m(b),
-            acc: m(acc),
-        },
+        Expr::Dot4I8 { a, b, acc } => Expr::Dot4I8 { a: m(a), b: m(b), acc: m(acc) },
         Expr::Splat(t, a) => Expr::Splat(t, m(a)),
         Expr::Lane(a, i) => Expr::Lane(m(a), i),
         Expr::Vector(t, x) => Expr::Vector(t, x.map(m)),
@@ -127,13 +111,7 @@ fn remap_block(b: &mut [Stmt], map: &[ExprId]) {
                 m(index);
                 m(value);
             }
-            Stmt::For {
-                start,
-                end,
-                step,
-                body,
-                ..
-            } => {
+            Stmt::For { start, end, step, body, .. } => {
                 m(start);
                 m(end);
                 m(step);
@@ -172,10 +150,7 @@ impl Pass {
     }
 
     fn int(&mut self, v: i64) -> ExprId {
-        self.expr(Expr::Const {
-            ty: Ty::I32,
-            bits: const_bits(Ty::I32, Scalar::I(v)),
-        })
+        self.expr(Expr::Const { ty: Ty::I32, bits: const_bits(Ty::I32, Scalar::I(v)) })
     }
 
     fn value(&mut self, ty: Ty) -> (ValueId, ExprId) {
@@ -188,38 +163,21 @@ impl Pass {
         let mut out = vec![];
         for s in b {
             match s {
-                Stmt::For {
-                    var,
-                    start,
-                    end,
-                    step,
-                    body,
-                } => {
+                Stmt::For { var, start, end, step, body } => {
                     let body = self.block(body);
-                    out.push(Stmt::For {
-                        var,
-                        start,
-                        end,
-                        step,
-                        body,
-                    });
+                    out.push(Stmt::For { var, start, end, step, body });
                 }
                 Stmt::If { cond, then, els } => {
                     let (then, els) = (self.block(then), self.block(els));
                     out.push(Stmt::If { cond, then, els });
                 }
-                Stmt::Read {
-                    dst,
-                    read: Read::SubgroupReduce { op, value },
-                } => self.reduce(&mut out, dst, op, value),
-                Stmt::Read {
-                    dst,
-                    read: Read::SubgroupShuffle { value, lane },
-                } => self.shuffle(&mut out, dst, value, lane),
-                Stmt::Read {
-                    dst,
-                    read: Read::SubgroupShuffleXor { value, mask },
-                } => {
+                Stmt::Read { dst, read: Read::SubgroupReduce { op, value } } => {
+                    self.reduce(&mut out, dst, op, value)
+                }
+                Stmt::Read { dst, read: Read::SubgroupShuffle { value, lane } } => {
+                    self.shuffle(&mut out, dst, value, lane)
+                }
+                Stmt::Read { dst, read: Read::SubgroupShuffleXor { value, mask } } => {
                     let lane = self.op(ScalarOp::Xor, self.lane, mask);
                     self.shuffle(&mut out, dst, value, lane)
                 }
@@ -235,20 +193,13 @@ impl Pass {
         let arr = match self.scratch.get(&ty) {
             Some(&a) => a,
             None => {
-                self.k.locals.push(ArrayDecl {
-                    ty,
-                    len: self.k.items(),
-                });
+                self.k.locals.push(ArrayDecl { ty, len: self.k.items() });
                 let a = LocalId(self.k.locals.len() as u32 - 1);
                 self.scratch.insert(ty, a);
                 a
             }
         };
-        out.push(Stmt::StoreLocal {
-            arr,
-            index: self.linear,
-            value,
-        });
+        out.push(Stmt::StoreLocal { arr, index: self.linear, value });
         out.push(Stmt::Barrier { global: false });
         arr
     }
@@ -261,10 +212,7 @@ impl Pass {
         let arr = self.publish(out, value);
         let base = self.base();
         let index = self.op(ScalarOp::Add, base, lane);
-        out.push(Stmt::Read {
-            dst,
-            read: Read::Local { arr, index },
-        });
+        out.push(Stmt::Read { dst, read: Read::Local { arr, index } });
         out.push(Stmt::Barrier { global: false });
     }
 
@@ -272,10 +220,7 @@ impl Pass {
         let ty = self.types[value.ix()];
         let arr = self.publish(out, value);
         let base = self.base();
-        let init = Expr::Const {
-            ty,
-            bits: const_bits(ty, op.identity(ty.dtype())),
-        };
+        let init = Expr::Const { ty, bits: const_bits(ty, op.identity(ty.dtype())) };
         let init = self.expr(init);
         self.k.vars.push(ty);
         let var = VarId(self.k.vars.len() as u32 - 1);
@@ -286,28 +231,13 @@ impl Pass {
         let index = self.op(ScalarOp::Add, base, i);
         let sum = self.op(op.op(), ae, xe);
         let body = vec![
-            Stmt::Read {
-                dst: x,
-                read: Read::Local { arr, index },
-            },
-            Stmt::Read {
-                dst: acc,
-                read: Read::Var(var),
-            },
+            Stmt::Read { dst: x, read: Read::Local { arr, index } },
+            Stmt::Read { dst: acc, read: Read::Var(var) },
             Stmt::Set { var, value: sum },
         ];
         let (start, end, step) = (self.int(0), self.int(WIDTH), self.int(1));
-        out.push(Stmt::For {
-            var: counter,
-            start,
-            end,
-            step,
-            body,
-        });
-        out.push(Stmt::Read {
-            dst,
-            read: Read::Var(var),
-        });
+        out.push(Stmt::For { var: counter, start, end, step, body });
+        out.push(Stmt::Read { dst, read: Read::Var(var) });
         out.push(Stmt::Barrier { global: false });
     }
 }

@@ -38,13 +38,7 @@ pub fn cast(from: DType, to: DType) -> Kernel {
 pub fn scalar(op: ScalarOp, d: DType) -> Kernel {
     let b = Builder::new("scalar", [64, 1, 1]);
     let x: Vec<Buf> = (0..op.arity())
-        .map(|i| {
-            b.input(if i == 0 && op.row().rule == Rule::Select {
-                DType::Bool
-            } else {
-                d
-            })
-        })
+        .map(|i| b.input(if i == 0 && op.row().rule == Rule::Select { DType::Bool } else { d }))
         .collect();
     let y = b.output(op.result(d));
     let n = b.size("n");
@@ -87,10 +81,7 @@ pub fn subgroup(ty: DType) -> Kernel {
     let size = b.output(DType::I32);
     let i = b.linear_id();
     let v = b.load(x, i);
-    for (k, op) in [Reduce::Add, Reduce::Mul, Reduce::Min, Reduce::Max]
-        .into_iter()
-        .enumerate()
-    {
+    for (k, op) in [Reduce::Add, Reduce::Mul, Reduce::Min, Reduce::Max].into_iter().enumerate() {
         b.store(y, i * 6 + k, b.subgroup_reduce(op, v));
     }
     b.store(y, i * 6 + 4, b.shuffle_xor(v, 1));
@@ -143,10 +134,7 @@ pub fn everything() -> Kernel {
 pub fn constants() -> Kernel {
     let b = Builder::new("constants", [1, 1, 1]);
     let f = b.raw_buffer(DType::F32, true);
-    for (i, v) in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 1e-45, 3.4e38, -0.1]
-        .into_iter()
-        .enumerate()
-    {
+    for (i, v) in [f32::INFINITY, f32::NEG_INFINITY, f32::NAN, 1e-45, 3.4e38, -0.1].into_iter().enumerate() {
         b.store(f, i, b.constant(Ty::F32, v));
     }
     let l = b.raw_buffer(DType::I64, true);
@@ -163,15 +151,7 @@ pub fn constants() -> Kernel {
 /// Every scalar op on every type it takes, of the compute types.
 pub fn all_scalars(f64: bool) -> Vec<Kernel> {
     let mut out = vec![];
-    for d in [
-        DType::Bool,
-        DType::I32,
-        DType::U32,
-        DType::I64,
-        DType::U64,
-        DType::F32,
-        DType::F64,
-    ] {
+    for d in [DType::Bool, DType::I32, DType::U32, DType::I64, DType::U64, DType::F32, DType::F64] {
         for r in ROWS.iter().filter(|r| r.op.takes(d) && (f64 || d != DType::F64)) {
             out.push(scalar(r.op, d));
         }
@@ -182,24 +162,15 @@ pub fn all_scalars(f64: bool) -> Vec<Kernel> {
 /// Every cast.
 pub fn all_casts(f64: bool) -> Vec<Kernel> {
     let keep = |d: &DType| f64 || *d != DType::F64;
-    DType::all()
-        .filter(keep)
-        .flat_map(|a| DType::all().filter(keep).map(move |b| cast(a, b)))
-        .collect()
+    DType::all().filter(keep).flat_map(|a| DType::all().filter(keep).map(move |b| cast(a, b))).collect()
 }
 
 /// Every template on every type it takes.
 pub fn templates(f64: bool) -> Vec<Kernel> {
     let mut out = vec![];
-    let caps = Caps {
-        f64,
-        ..Caps::generous()
-    };
+    let caps = Caps { f64, ..Caps::generous() };
     let mut add = |op: Op, x: &[(DType, &[usize])], d: DType, shape: &[usize]| {
-        let o = |d: DType, s: &[usize]| Operand {
-            dtype: d,
-            view: View::dense(s),
-        };
+        let o = |d: DType, s: &[usize]| Operand { dtype: d, view: View::dense(s) };
         let x: Vec<Operand> = x.iter().map(|(d, s)| o(*d, s)).collect();
         match lower_op(&op, &x, &[o(d, shape)], false, &caps) {
             Ok(l) => out.extend(l.steps.into_iter().map(|s| s.0)),
@@ -224,33 +195,10 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
         let i = (DType::I64, s);
         add(Op::Gather { axis: 0 }, &[(d, s), (DType::I32, &[3])], d, &[3, 4]);
         add(Op::GatherElements { axis: 1 }, &[(d, s), i], d, s);
-        add(
-            Op::UpdateSlice { axis: 0 },
-            &[(d, s), (d, &[1, 4]), (DType::I64, &[])],
-            d,
-            s,
-        );
+        add(Op::UpdateSlice { axis: 0 }, &[(d, s), (d, &[1, 4]), (DType::I64, &[])], d, s);
         add(Op::Concat { axis: 1 }, &[(d, s), (d, s)], d, &[4, 8]);
-        add(
-            Op::ArgSort {
-                axis: 1,
-                descending: true,
-            },
-            &[(d, s)],
-            DType::I64,
-            s,
-        );
-        add(
-            Op::ArgReduce {
-                max: true,
-                axis: 1,
-                keep: false,
-                last: true,
-            },
-            &[(d, s)],
-            DType::I64,
-            &[4],
-        );
+        add(Op::ArgSort { axis: 1, descending: true }, &[(d, s)], DType::I64, s);
+        add(Op::ArgReduce { max: true, axis: 1, keep: false, last: true }, &[(d, s)], DType::I64, &[4]);
         if d == DType::Bool {
             continue;
         }
@@ -258,34 +206,16 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
             add(Op::ScatterElements { axis: 1, kind }, &[(d, s), i, (d, s)], d, s);
         }
         add(
-            Op::ScatterRows {
-                axis: 0,
-                kind: ScatterKind::Mul,
-            },
+            Op::ScatterRows { axis: 0, kind: ScatterKind::Mul },
             &[(d, s), (DType::I32, &[3]), (d, &[3, 4])],
             d,
             s,
         );
-        add(
-            Op::Scan {
-                kind: ReduceKind::Sum,
-                axis: 0,
-                exclusive: true,
-                reverse: true,
-            },
-            &[(d, s)],
-            d,
-            s,
-        );
+        add(Op::Scan { kind: ReduceKind::Sum, axis: 0, exclusive: true, reverse: true }, &[(d, s)], d, s);
         add(Op::Matmul, &[(d, s), (d, s)], d, s);
         add(Op::Matmul, &[(d, &[64, 64]), (d, &[64, 64])], d, &[64, 64]);
         add(Op::Matmul, &[(d, &[1, 300]), (d, &[300, 1])], d, &[1, 1]);
-        let kinds = [
-            PoolKind::Max,
-            PoolKind::Avg {
-                count_include_pad: true,
-            },
-        ];
+        let kinds = [PoolKind::Max, PoolKind::Avg { count_include_pad: true }];
         for kind in kinds.into_iter().filter(|k| d.is_float() || *k == PoolKind::Max) {
             let two = || [2, 2].as_slice().into();
             let p = Pool {
@@ -304,48 +234,16 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
         if !d.is_float() {
             continue;
         }
-        add(
-            Op::Conv(Conv::new(2)),
-            &[(d, &[1, 2, 4, 4]), (d, &[3, 2, 3, 3])],
-            d,
-            &[1, 3, 2, 2],
-        );
-        let c = Conv {
-            input_dilation: [2, 2].as_slice().into(),
-            ..Conv::new(2)
-        };
-        add(
-            Op::Conv(c),
-            &[(d, &[1, 2, 4, 4]), (d, &[3, 2, 3, 3])],
-            d,
-            &[1, 3, 5, 5],
-        );
-        add(
-            composite(d, 1, &|g, x| g.softmax(x[0], 1).unwrap()),
-            &[(d, s)],
-            d,
-            s,
-        );
-        add(
-            composite(d, 1, &|g, x| g.log_softmax(x[0], 1).unwrap()),
-            &[(d, s)],
-            d,
-            s,
-        );
-        add(
-            composite(d, 2, &|g, x| g.rms_norm(x[0], x[1], 1e-5).unwrap()),
-            &[(d, s), (d, &[4])],
-            d,
-            s,
-        );
-        let layer = composite(d, 2, &|g, x| {
-            g.layer_norm(x[0], x[1], Some(x[1]), 1, 1e-5).unwrap()
-        });
+        add(Op::Conv(Conv::new(2)), &[(d, &[1, 2, 4, 4]), (d, &[3, 2, 3, 3])], d, &[1, 3, 2, 2]);
+        let c = Conv { input_dilation: [2, 2].as_slice().into(), ..Conv::new(2) };
+        add(Op::Conv(c), &[(d, &[1, 2, 4, 4]), (d, &[3, 2, 3, 3])], d, &[1, 3, 5, 5]);
+        add(composite(d, 1, &|g, x| g.softmax(x[0], 1).unwrap()), &[(d, s)], d, s);
+        add(composite(d, 1, &|g, x| g.log_softmax(x[0], 1).unwrap()), &[(d, s)], d, s);
+        add(composite(d, 2, &|g, x| g.rms_norm(x[0], x[1], 1e-5).unwrap()), &[(d, s), (d, &[4])], d, s);
+        let layer = composite(d, 2, &|g, x| g.layer_norm(x[0], x[1], Some(x[1]), 1, 1e-5).unwrap());
         add(layer, &[(d, s), (d, &[4]), (d, &[4])], d, s);
         let q: &[usize] = &[2, 2, 4, 4];
-        let att = composite(d, 3, &|g, x| {
-            g.attention(x[0], x[1], x[2], None, true, 0.5).unwrap()
-        });
+        let att = composite(d, 3, &|g, x| g.attention(x[0], x[1], x[2], None, true, 0.5).unwrap());
         add(att, &[(d, q), (d, q), (d, q)], d, q);
     }
     out

@@ -9,10 +9,7 @@ pub struct Rng(pub u64);
 
 impl Rng {
     pub fn next(&mut self) -> u64 {
-        self.0 = self
-            .0
-            .wrapping_mul(6364136223846793005)
-            .wrapping_add(1442695040888963407);
+        self.0 = self.0.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
         self.0 >> 33
     }
     pub fn below(&mut self, n: usize) -> usize {
@@ -75,21 +72,11 @@ impl Tensor {
             let at = view.at(&idx).unwrap() as usize * d.size();
             bytes[at..at + d.size()].copy_from_slice(&Scalar::F(values[i]).to_bytes(d)[..d.size()]);
         }
-        Tensor {
-            operand: Operand { dtype: d, view },
-            bytes,
-            values,
-        }
+        Tensor { operand: Operand { dtype: d, view }, bytes, values }
     }
 
     pub fn random(d: DType, shape: &[usize], layout: usize, g: &mut Rng) -> Tensor {
-        Tensor::new(d, shape, layout, |_| {
-            if d.is_float() {
-                g.real()
-            } else {
-                (g.below(9)) as f64
-            }
-        })
+        Tensor::new(d, shape, layout, |_| if d.is_float() { g.real() } else { (g.below(9)) as f64 })
     }
 
     pub fn shape(&self) -> &[usize] {

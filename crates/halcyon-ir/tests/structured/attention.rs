@@ -14,9 +14,7 @@ struct Case {
 }
 
 fn run(x: &[Input], causal: bool) -> Vec<String> {
-    check(lower, x, 64.0, |g, v| {
-        g.attention(v[0], v[1], v[2], v.get(3).copied(), causal, 0.3)
-    })
+    check(lower, x, 64.0, |g, v| g.attention(v[0], v[1], v[2], v.get(3).copied(), causal, 0.3))
 }
 
 fn operands(r: &mut Rng, d: DType, c: Case) -> Vec<Input> {
@@ -27,78 +25,20 @@ fn operands(r: &mut Rng, d: DType, c: Case) -> Vec<Input> {
     ]
 }
 
-const SMALL: Case = Case {
-    b: 2,
-    h: 4,
-    hk: 2,
-    sq: 5,
-    sk: 37,
-    d: 20,
-};
+const SMALL: Case = Case { b: 2, h: 4, hk: 2, sq: 5, sk: 37, d: 20 };
 
 #[test]
 fn shapes_choose_the_kernel() {
     let mut r = Rng::new(51);
     for (c, gpu) in [
         (SMALL, "attention_tiled"),
-        (
-            Case {
-                sq: 19,
-                sk: 19,
-                h: 2,
-                ..SMALL
-            },
-            "attention_tiled",
-        ),
+        (Case { sq: 19, sk: 19, h: 2, ..SMALL }, "attention_tiled"),
         (Case { sq: 1, ..SMALL }, "attention_key"),
-        (
-            Case {
-                sq: 1,
-                sk: 150,
-                d: 64,
-                ..SMALL
-            },
-            "attention_key",
-        ),
-        (
-            Case {
-                b: 1,
-                d: 100,
-                ..SMALL
-            },
-            "attention_tiled",
-        ),
-        (
-            Case {
-                b: 1,
-                d: 200,
-                sk: 20,
-                ..SMALL
-            },
-            "attention_tiled",
-        ),
-        (
-            Case {
-                b: 1,
-                h: 1,
-                hk: 1,
-                sq: 1,
-                sk: 300,
-                d: 129,
-            },
-            "attention_key",
-        ),
-        (
-            Case {
-                b: 1,
-                h: 1,
-                hk: 1,
-                sq: 1,
-                sk: 1,
-                d: 1,
-            },
-            "attention_key",
-        ),
+        (Case { sq: 1, sk: 150, d: 64, ..SMALL }, "attention_key"),
+        (Case { b: 1, d: 100, ..SMALL }, "attention_tiled"),
+        (Case { b: 1, d: 200, sk: 20, ..SMALL }, "attention_tiled"),
+        (Case { b: 1, h: 1, hk: 1, sq: 1, sk: 300, d: 129 }, "attention_key"),
+        (Case { b: 1, h: 1, hk: 1, sq: 1, sk: 1, d: 1 }, "attention_key"),
     ] {
         for causal in [false, true] {
             let names = run(&operands(&mut r, DType::F32, c), causal);
@@ -111,15 +51,7 @@ fn shapes_choose_the_kernel() {
 fn every_float_dtype() {
     let mut r = Rng::new(52);
     for d in DType::all().filter(|d| d.is_float()) {
-        for c in [
-            SMALL,
-            Case { sq: 1, ..SMALL },
-            Case {
-                b: 1,
-                d: 130,
-                ..SMALL
-            },
-        ] {
+        for c in [SMALL, Case { sq: 1, ..SMALL }, Case { b: 1, d: 130, ..SMALL }] {
             let x = operands(&mut r, d, c);
             if c.d == 130 && d == DType::F64 {
                 // The tile does not fit; the query's work-item does it.
@@ -135,12 +67,7 @@ fn every_float_dtype() {
 fn masks_broadcast_and_may_hide_all_keys() {
     let mut r = Rng::new(53);
     for c in [SMALL, Case { sq: 1, ..SMALL }] {
-        for shape in [
-            vec![c.b, c.h, c.sq, c.sk],
-            vec![c.b, 1, 1, c.sk],
-            vec![c.sq, c.sk],
-            vec![1, 1],
-        ] {
+        for shape in [vec![c.b, c.h, c.sq, c.sk], vec![c.b, 1, 1, c.sk], vec![c.sq, c.sk], vec![1, 1]] {
             let mut x = operands(&mut r, DType::F32, c);
             let mut m = Input::dense(&mut r, DType::F32, &shape);
             let n: usize = shape.iter().product();
@@ -159,25 +86,11 @@ fn masks_broadcast_and_may_hide_all_keys() {
 #[test]
 fn a_long_masked_prefix_and_large_scores() {
     let mut r = Rng::new(54);
-    for c in [
-        Case { sk: 90, ..SMALL },
-        Case {
-            sk: 200,
-            sq: 1,
-            ..SMALL
-        },
-    ] {
+    for c in [Case { sk: 90, ..SMALL }, Case { sk: 200, sq: 1, ..SMALL }] {
         let mut x = operands(&mut r, DType::F32, c);
         let mut m = Input::dense(&mut r, DType::F32, &[c.sk]);
         for i in 0..c.sk {
-            m.set(
-                i,
-                if i < 70 {
-                    f64::NEG_INFINITY
-                } else {
-                    200.0 * (i % 2) as f64
-                },
-            );
+            m.set(i, if i < 70 { f64::NEG_INFINITY } else { 200.0 * (i % 2) as f64 });
         }
         x.push(m);
         run(&x, false);
@@ -210,10 +123,8 @@ fn long_rows_and_scattered_rows_are_declined() {
     let try_it = |r: &mut Rng, d: usize, views: [View; 3]| {
         let ins = views.map(|v| Input::random(r, DType::F32, v).operand);
         let mut g = Graph::new();
-        let ids: Vec<_> = ins
-            .iter()
-            .map(|i| g.input("x", TensorType::new(DType::F32, &i.view.shape)))
-            .collect();
+        let ids: Vec<_> =
+            ins.iter().map(|i| g.input("x", TensorType::new(DType::F32, &i.view.shape))).collect();
         let y = g.attention(ids[0], ids[1], ids[2], None, false, 1.0).unwrap();
         let out = Input::dense(r, DType::F32, &[1, 1, 3, d]).operand;
         lower(&g.node(y).op, &ins, &[out], caps).unwrap_err()

@@ -6,9 +6,7 @@ use halcyon_ir::op::{Conv, Op};
 
 fn conv(x: Input, w: Input, c: &Conv) -> Vec<String> {
     let taps: usize = w.operand.view.shape[1..].iter().product();
-    check(lower, &[x, w], 4.0 + taps as f64, |g, v| {
-        g.conv(v[0], v[1], c.clone())
-    })
+    check(lower, &[x, w], 4.0 + taps as f64, |g, v| g.conv(v[0], v[1], c.clone()))
 }
 
 #[test]
@@ -17,11 +15,7 @@ fn every_float_dtype() {
     let mut c = Conv::new(2);
     c.pad = [(1, 1), (1, 1)].as_slice().into();
     for d in DType::all().filter(|d| d.is_float()) {
-        let names = conv(
-            Input::dense(&mut r, d, &[2, 3, 6, 11]),
-            Input::dense(&mut r, d, &[5, 3, 3, 3]),
-            &c,
-        );
+        let names = conv(Input::dense(&mut r, d, &[2, 3, 6, 11]), Input::dense(&mut r, d, &[5, 3, 3, 3]), &c);
         assert_eq!(names, ["conv_direct"; 3]);
     }
 }
@@ -30,11 +24,9 @@ fn every_float_dtype() {
 fn one_two_and_three_axes() {
     let mut r = Rng::new(12);
     let d = DType::F32;
-    for (n, image, kernel) in [
-        (1, vec![19], vec![4]),
-        (2, vec![7, 9], vec![2, 3]),
-        (3, vec![4, 5, 10], vec![3, 1, 2]),
-    ] {
+    for (n, image, kernel) in
+        [(1, vec![19], vec![4]), (2, vec![7, 9], vec![2, 3]), (3, vec![4, 5, 10], vec![3, 1, 2])]
+    {
         for case in 0..5 {
             let mut c = Conv::new(n);
             for k in 0..n {

@@ -49,13 +49,8 @@ impl Input {
     /// Random elements wherever the view reaches, and around it.
     pub fn random(rng: &mut Rng, dtype: DType, view: View) -> Input {
         let n = view.range().map_or(0, |(_, hi)| hi as usize + 1);
-        let data = (0..n)
-            .flat_map(|_| rng.value(dtype).to_bytes(dtype)[..dtype.size()].to_vec())
-            .collect();
-        Input {
-            operand: Operand { dtype, view },
-            data,
-        }
+        let data = (0..n).flat_map(|_| rng.value(dtype).to_bytes(dtype)[..dtype.size()].to_vec()).collect();
+        Input { operand: Operand { dtype, view }, data }
     }
 
     pub fn dense(rng: &mut Rng, dtype: DType, shape: &[usize]) -> Input {
@@ -89,16 +84,8 @@ impl Input {
 /// Devices to lower for: like a GPU, like a CPU, and one that takes four work-items and no workgroup memory to speak of.
 pub fn devices() -> Vec<Caps> {
     let gpu = Caps::generous();
-    let cpu = Caps {
-        is_cpu: true,
-        ..gpu.clone()
-    };
-    let tiny = Caps {
-        max_workgroup: 4,
-        workgroup_memory: 64,
-        max_groups: 97,
-        ..gpu.clone()
-    };
+    let cpu = Caps { is_cpu: true, ..gpu.clone() };
+    let tiny = Caps { max_workgroup: 4, workgroup_memory: 64, max_groups: 97, ..gpu.clone() };
     vec![gpu, cpu, tiny]
 }
 
@@ -124,10 +111,7 @@ pub fn check_on(
     let (op, ty, want) = reference(inputs, build);
     let operands: Vec<Operand> = inputs.iter().map(|i| i.operand.clone()).collect();
     let dims = ty.shape.known().unwrap();
-    let out = Operand {
-        dtype: ty.dtype,
-        view: View::dense(&dims),
-    };
+    let out = Operand { dtype: ty.dtype, view: View::dense(&dims) };
     let mut names = vec![];
     for caps in devices {
         let low = lower(&op, &operands, std::slice::from_ref(&out), caps)
@@ -158,12 +142,7 @@ fn reference(
     let ids: Vec<NodeId> = inputs
         .iter()
         .enumerate()
-        .map(|(i, x)| {
-            g.input(
-                &format!("x{i}"),
-                TensorType::new(x.operand.dtype, &x.operand.view.shape),
-            )
-        })
+        .map(|(i, x)| g.input(&format!("x{i}"), TensorType::new(x.operand.dtype, &x.operand.view.shape)))
         .collect();
     let y = build(&mut g, &ids).unwrap();
     g.output("y", y);
@@ -178,17 +157,8 @@ fn run(low: &Lowered, inputs: &[Input], out: &Operand, subgroup: u32, seed: u64)
     memory.extend(low.temps.iter().map(|&n| vec![0xA5; n]));
     for (k, launch, places) in &low.steps {
         let mut bufs: Vec<Vec<u8>> = places.iter().map(|&p| memory[p].clone()).collect();
-        let poisoned = (0..places.len())
-            .filter(|&i| k.buffers[i].write)
-            .map(|i| BufId(i as u32))
-            .collect();
-        let o = Options {
-            subgroup,
-            seed: Some(seed),
-            sanitize: true,
-            poisoned,
-            ..Options::default()
-        };
+        let poisoned = (0..places.len()).filter(|&i| k.buffers[i].write).map(|i| BufId(i as u32)).collect();
+        let o = Options { subgroup, seed: Some(seed), sanitize: true, poisoned, ..Options::default() };
         let r = interp::run(k, launch, &mut bufs, &o).unwrap();
         assert_eq!(r.faults, 0, "{}: {}", k.name, r.reports[0]);
         for (b, &p) in bufs.into_iter().zip(places) {
@@ -208,16 +178,8 @@ fn compare(d: DType, got: &[u8], want: &ConstData, tol: f64, what: &str) {
         }
         return;
     }
-    let largest = want
-        .iter()
-        .map(|w| w.as_f64().abs())
-        .filter(|w| w.is_finite())
-        .fold(0.0, f64::max);
-    let compute = if d == DType::F64 {
-        f64::EPSILON
-    } else {
-        f32::EPSILON as f64
-    };
+    let largest = want.iter().map(|w| w.as_f64().abs()).filter(|w| w.is_finite()).fold(0.0, f64::max);
+    let compute = if d == DType::F64 { f64::EPSILON } else { f32::EPSILON as f64 };
     let storage = match d {
         DType::F16 => 2f64.powi(-11),
         DType::BF16 => 2f64.powi(-8),
@@ -225,11 +187,7 @@ fn compare(d: DType, got: &[u8], want: &ConstData, tol: f64, what: &str) {
     };
     for (i, (g, w)) in got.iter().zip(&want).enumerate() {
         let (g, w) = (g.as_f64(), w.as_f64());
-        let rounding = if d == DType::F16 {
-            w.abs().max(2f64.powi(-14))
-        } else {
-            w.abs()
-        };
+        let rounding = if d == DType::F16 { w.abs().max(2f64.powi(-14)) } else { w.abs() };
         let ok = g == w
             || (g.is_nan() && w.is_nan())
             || (g - w).abs() <= tol * compute * largest + storage * rounding;

@@ -13,10 +13,7 @@ fn every_dtype() {
     let mut r = Rng::new(1);
     for d in DType::all().filter(|d| *d != DType::Bool) {
         for (m, k, n) in [(3, 5, 9), (33, 19, 37)] {
-            product(
-                Input::dense(&mut r, d, &[2, m, k]),
-                Input::dense(&mut r, d, &[2, k, n]),
-            );
+            product(Input::dense(&mut r, d, &[2, m, k]), Input::dense(&mut r, d, &[2, k, n]));
         }
     }
 }

@@ -7,21 +7,15 @@ fn layer_norm(r: &mut Rng, d: DType, w: DType, shape: &[usize], axis: usize, bia
     if bias {
         x.push(Input::dense(r, w, &shape[axis..]));
     }
-    check(lower, &x, 32.0, |g, v| {
-        g.layer_norm(v[0], v[1], v.get(2).copied(), axis, 1e-5)
-    });
+    check(lower, &x, 32.0, |g, v| g.layer_norm(v[0], v[1], v.get(2).copied(), axis, 1e-5));
 }
 
 #[test]
 fn layer_norm_over_axes_and_dtypes() {
     let mut r = Rng::new(41);
-    for (shape, axis) in [
-        (vec![5, 9], 1),
-        (vec![3, 130], 1),
-        (vec![2, 3, 5, 7], 2),
-        (vec![2, 1030], 1),
-        (vec![6], 0),
-    ] {
+    for (shape, axis) in
+        [(vec![5, 9], 1), (vec![3, 130], 1), (vec![2, 3, 5, 7], 2), (vec![2, 1030], 1), (vec![6], 0)]
+    {
         for d in DType::all().filter(|d| d.is_float()) {
             layer_norm(&mut r, d, d, &shape, axis, true);
         }
@@ -36,10 +30,7 @@ fn rms_norm_over_dtypes() {
     let mut r = Rng::new(42);
     for shape in [[4, 9], [3, 200], [2, 1025]] {
         for d in DType::all().filter(|d| d.is_float()) {
-            let x = [
-                Input::dense(&mut r, d, &shape),
-                Input::dense(&mut r, d, &shape[1..]),
-            ];
+            let x = [Input::dense(&mut r, d, &shape), Input::dense(&mut r, d, &shape[1..])];
             check(lower, &x, 32.0, |g, v| g.rms_norm(v[0], v[1], 1e-6));
         }
     }
@@ -55,9 +46,7 @@ fn a_mean_far_from_zero_loses_nothing() {
         }
         let w = Input::dense(&mut r, DType::F32, &[n]);
         // The inputs are whole numbers of which f32 holds sums and deviations nearly exactly.
-        check(lower, &[x, w], 200.0, |g, v| {
-            g.layer_norm(v[0], v[1], None, 1, 1e-5)
-        });
+        check(lower, &[x, w], 200.0, |g, v| g.layer_norm(v[0], v[1], None, 1, 1e-5));
     }
 }
 

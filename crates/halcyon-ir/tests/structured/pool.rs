@@ -4,15 +4,8 @@ use halcyon_ir::op::{Op, Pool, PoolKind};
 use halcyon_ir::{ConstData, DType, Scalar, TensorType, reference::eval_op};
 use std::sync::Arc;
 
-const KINDS: [PoolKind; 3] = [
-    PoolKind::Max,
-    PoolKind::Avg {
-        count_include_pad: true,
-    },
-    PoolKind::Avg {
-        count_include_pad: false,
-    },
-];
+const KINDS: [PoolKind; 3] =
+    [PoolKind::Max, PoolKind::Avg { count_include_pad: true }, PoolKind::Avg { count_include_pad: false }];
 
 /// Shape, then kernel, stride, padding and dilation of windows over one to three axes.
 fn windows() -> Vec<(Vec<usize>, Pool)> {
@@ -30,13 +23,7 @@ fn windows() -> Vec<(Vec<usize>, Pool)> {
         make(&[2, 3, 13], &[3], &[2], &[(1, 1)], &[1]),
         make(&[2, 3, 7, 9], &[3, 2], &[1, 2], &[(0, 1), (1, 0)], &[1, 1]),
         make(&[1, 2, 8, 9], &[2, 3], &[3, 1], &[(1, 1), (2, 2)], &[2, 2]),
-        make(
-            &[1, 2, 3, 5, 4],
-            &[2, 3, 2],
-            &[1, 2, 2],
-            &[(1, 0), (1, 1), (0, 1)],
-            &[1, 1, 1],
-        ),
+        make(&[1, 2, 3, 5, 4], &[2, 3, 2], &[1, 2, 2], &[(1, 0), (1, 1), (0, 1)], &[1, 1, 1]),
         // The first and last windows lie wholly in the padding.
         make(&[1, 1, 4], &[2], &[2], &[(3, 3)], &[1]),
     ]
@@ -59,10 +46,7 @@ fn forward_over_every_window_and_dtype() {
     for d in DType::all().filter(|d| *d != DType::Bool) {
         forward(Input::dense(&mut r, d, &shape), &p);
         if d.is_float() {
-            let p = Pool {
-                kind: KINDS[2],
-                ..p.clone()
-            };
+            let p = Pool { kind: KINDS[2], ..p.clone() };
             forward(Input::dense(&mut r, d, &shape), &p);
         }
     }
@@ -90,9 +74,7 @@ fn backward(x: Input, p: &Pool, r: &mut Rng) {
     let mut yi = Input::dense(r, d, &y.dims);
     yi.data = y.bytes().to_vec();
     let dy = Input::dense(r, d, &y.dims);
-    check(lower, &[x, yi, dy], 16.0, |g, v| {
-        g.push(Op::PoolGrad(p.clone()), v, None)
-    });
+    check(lower, &[x, yi, dy], 16.0, |g, v| g.push(Op::PoolGrad(p.clone()), v, None));
 }
 
 #[test]

@@ -32,14 +32,7 @@ fn masked_rows_large_values_and_nan() {
             let mut x = Input::dense(&mut Rng::new(32), DType::F32, &[6, n]);
             for i in 0..n {
                 x.set(i, f64::NEG_INFINITY);
-                x.set(
-                    n + i,
-                    if i % 3 == 0 {
-                        1e4 + i as f64
-                    } else {
-                        f64::NEG_INFINITY
-                    },
-                );
+                x.set(n + i, if i % 3 == 0 { 1e4 + i as f64 } else { f64::NEG_INFINITY });
                 x.set(2 * n + i, -1e30);
             }
             x.set(3 * n + 2, f64::NAN);
@@ -65,10 +58,7 @@ fn many_interleaved_rows_take_an_item_each() {
     let x = [Input::dense(&mut r, DType::F32, &[64, 260])];
     check_on(gpu, lower, &x, 16.0, |g, v| g.softmax(v[0], 0));
     // The same device with more to fill gives each row a workgroup.
-    let wide = Caps {
-        compute_units: 100,
-        ..gpu[0].clone()
-    };
+    let wide = Caps { compute_units: 100, ..gpu[0].clone() };
     check_on(&[wide], lower, &x, 16.0, |g, v| g.softmax(v[0], 0));
 }
 

@@ -70,14 +70,11 @@ pub struct Rng(u64);
 
 impl Rng {
     pub fn fresh(test: &str) -> Rng {
-        let seed = std::env::var("HALCYON_SEED")
-            .ok()
-            .and_then(|s| s.parse().ok())
-            .unwrap_or_else(|| {
-                std::time::SystemTime::now()
-                    .duration_since(std::time::UNIX_EPOCH)
-                    .map_or(1, |d| d.as_nanos() as u64)
-            });
+        let seed = std::env::var("HALCYON_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(|| {
+            std::time::SystemTime::now()
+                .duration_since(std::time::UNIX_EPOCH)
+                .map_or(1, |d| d.as_nanos() as u64)
+        });
         println!("{test}: HALCYON_SEED={seed}");
         Rng::new(seed)
     }

@@ -37,20 +37,12 @@ pub struct In {
 
 /// An operand of the row's type with values in (-3, 3).
 pub fn x<const N: usize>(dims: [usize; N]) -> In {
-    In {
-        dims: dims.to_vec(),
-        dtype: None,
-        fill: Fill::Range(-3.0, 3.0),
-    }
+    In { dims: dims.to_vec(), dtype: None, fill: Fill::Range(-3.0, 3.0) }
 }
 
 /// An index operand.
 pub fn ix<const N: usize>(dims: [usize; N], lo: i64, hi: i64) -> In {
-    In {
-        dims: dims.to_vec(),
-        dtype: Some(DType::I64),
-        fill: Fill::Index(lo, hi),
-    }
+    In { dims: dims.to_vec(), dtype: Some(DType::I64), fill: Fill::Index(lo, hi) }
 }
 
 impl In {
@@ -221,10 +213,7 @@ impl Case {
         let mut g = Graph::new();
         let mut ids: Vec<NodeId> = vec![];
         for (i, o) in self.ins.iter().enumerate() {
-            ids.push(g.input(
-                &format!("x{i}"),
-                TensorType::new(o.dtype.unwrap_or(d), o.dims.as_slice()),
-            ));
+            ids.push(g.input(&format!("x{i}"), TensorType::new(o.dtype.unwrap_or(d), o.dims.as_slice())));
         }
         for a in &self.args {
             ids.push(g.arg(*a));
@@ -248,12 +237,7 @@ pub struct Row {
 }
 
 pub fn row(name: impl Into<String>, dtypes: Vec<DType>, tol: Tol, cases: impl Into<Vec<Case>>) -> Row {
-    Row {
-        name: name.into(),
-        dtypes,
-        tol,
-        cases: cases.into(),
-    }
+    Row { name: name.into(), dtypes, tol, cases: cases.into() }
 }
 
 pub fn floats() -> Vec<DType> {

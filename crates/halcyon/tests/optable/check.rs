@@ -52,19 +52,10 @@ fn magnitudes(c: &ConstData) -> Result<ConstData> {
 pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Result<Expected> {
     let out = g.dtype(g.outputs()[0].node);
     let typed = matches!(tol, Tol::Exact | Tol::Equal) || !out.is_float();
-    let value = if typed {
-        reference::eval(g, inputs, args)?
-    } else {
-        reference::eval_f64(g, inputs, args)?
-    }
-    .remove(0);
+    let value = if typed { reference::eval(g, inputs, args)? } else { reference::eval_f64(g, inputs, args)? }
+        .remove(0);
     if typed {
-        return Ok(Expected {
-            slack: vec![],
-            value,
-            exact: true,
-            zeros: matches!(tol, Tol::Exact),
-        });
+        return Ok(Expected { slack: vec![], value, exact: true, zeros: matches!(tol, Tol::Exact) });
     }
     // Half types compute in f32 and round once.
     let (e, ec) = (eps(out), eps(out.compute()));
@@ -72,10 +63,9 @@ pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Res
     let tiny = extremes(out).1;
     let slack: Vec<f64> = match tol {
         Tol::Exact | Tol::Equal => vec![],
-        Tol::Ulps(u) => value
-            .scalars()
-            .map(|s| (once + u * ec) * s.as_f64().abs().max(1e-3) + tiny)
-            .collect(),
+        Tol::Ulps(u) => {
+            value.scalars().map(|s| (once + u * ec) * s.as_f64().abs().max(1e-3) + tiny).collect()
+        }
         Tol::Sum(k) => {
             let m: Vec<ConstData> = inputs.iter().map(magnitudes).collect::<Result<_>>()?;
             let scale = reference::eval_f64(g, &m, args)?.remove(0);
@@ -93,20 +83,11 @@ pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Res
             scale.scalars().map(|s| c * s.as_f64().abs() + tiny).collect()
         }
         Tol::Norm(u) => {
-            let top = value
-                .scalars()
-                .map(|s| s.as_f64().abs())
-                .filter(|v| v.is_finite())
-                .fold(0.0, f64::max);
+            let top = value.scalars().map(|s| s.as_f64().abs()).filter(|v| v.is_finite()).fold(0.0, f64::max);
             vec![u * e * top + tiny; value.numel()]
         }
     };
-    Ok(Expected {
-        value,
-        slack,
-        exact: false,
-        zeros: false,
-    })
+    Ok(Expected { value, slack, exact: false, zeros: false })
 }
 
 impl Expected {
@@ -175,11 +156,8 @@ impl Tally {
         let at = |b: &str| format!("{} {d} [{}] {b}", row.name, case.label);
         let prepared = case.graph(d).and_then(|g| {
             let inputs = case.inputs(d, rng)?;
-            let args: Vec<Scalar> = case
-                .args
-                .iter()
-                .map(|a| Scalar::F(rng.uniform(-9.0, 9.0)).cast(*a))
-                .collect();
+            let args: Vec<Scalar> =
+                case.args.iter().map(|a| Scalar::F(rng.uniform(-9.0, 9.0)).cast(*a)).collect();
             let want = expect(&g, &inputs, &args, case.tol.unwrap_or(row.tol))?;
             Ok((g, inputs, args, want))
         });
@@ -194,8 +172,7 @@ impl Tally {
                 Err(e) => Err(e.to_string()),
             };
             if let Err(e) = result {
-                self.failures
-                    .push(format!("{}: {e}", at(&format!("{} {}", b.id(), b.level()))));
+                self.failures.push(format!("{}: {e}", at(&format!("{} {}", b.id(), b.level()))));
             }
         }
     }
@@ -209,10 +186,7 @@ impl Tally {
         }
         // A few of every row, so that one broken op does not hide the others.
         let mut of_row: std::collections::BTreeMap<&str, usize> = Default::default();
-        let few: usize = std::env::var("HALCYON_FAILURES")
-            .ok()
-            .and_then(|v| v.parse().ok())
-            .unwrap_or(3);
+        let few: usize = std::env::var("HALCYON_FAILURES").ok().and_then(|v| v.parse().ok()).unwrap_or(3);
         let list: Vec<&str> = self
             .failures
             .iter()

@@ -40,11 +40,7 @@ fn scalar(op: ScalarOp) -> Row {
     let one = |label: &str, dims: Vec<usize>| case(label, operands(op, &[dims], domain), build);
     let mut cases = vec![one("257", vec![257]), one("7x33", vec![7, 33])];
     if r.on.contains('f') {
-        cases.push(case(
-            "special",
-            operands(op, &[vec![311]], |_| Fill::Special),
-            build,
-        ));
+        cases.push(case("special", operands(op, &[vec![311]], |_| Fill::Special), build));
     }
     // One of each class for shapes that make programs of their own.
     let few = |c: Case| c.only(FEW);
@@ -132,26 +128,16 @@ fn casts() -> Vec<Row> {
         let y = g.cast(x[0], DType::F64)?;
         g.cast(y, DType::F32)
     };
-    out.push(row(
-        "cast",
-        vec![DType::F32],
-        Tol::Exact,
-        [case("there and back", [x([6])], widen).grad()],
-    ));
+    out.push(row("cast", vec![DType::F32], Tol::Exact, [case("there and back", [x([6])], widen).grad()]));
     for to in DType::all() {
-        let from: Vec<DType> = DType::all()
-            .filter(|d| *d != to && d.bits() == to.bits())
-            .collect();
+        let from: Vec<DType> = DType::all().filter(|d| *d != to && d.bits() == to.bits()).collect();
         if from.is_empty() {
             continue;
         }
         let build = move |g: &mut Graph, x: &[NodeId]| g.bitcast(x[0], to);
         // A bool is 0 or 1, so other bytes are not one.
-        let fill = if to == DType::Bool {
-            Fill::Values(vec![0.0, 1.0, 1.0])
-        } else {
-            Fill::Range(-900.0, 900.0)
-        };
+        let fill =
+            if to == DType::Bool { Fill::Values(vec![0.0, 1.0, 1.0]) } else { Fill::Range(-900.0, 900.0) };
         out.push(row(
             format!("bitcast to {to}"),
             from,
@@ -175,9 +161,8 @@ fn leaves() -> Vec<Row> {
     };
     let constant = |g: &mut Graph, x: &[NodeId]| -> Result<NodeId> {
         let d = like(g, x[0]);
-        let bytes: Vec<u8> = (0..40)
-            .flat_map(|i| Scalar::I(i * 7 - 50).to_bytes(d)[..d.size()].to_vec())
-            .collect();
+        let bytes: Vec<u8> =
+            (0..40).flat_map(|i| Scalar::I(i * 7 - 50).to_bytes(d)[..d.size()].to_vec()).collect();
         let c = g.constant(ConstData::new(d, &[4, 10], Arc::new(bytes))?);
         let t = g.transpose(c, 0, 1)?;
         g.select_any(t)
@@ -217,11 +202,7 @@ fn leaves() -> Vec<Row> {
             DType::all()
                 .map(|d| {
                     let mut c = case(format!("of {d}"), [x([1])], |g: &mut Graph, x: &[NodeId]| {
-                        g.push(
-                            Op::Expand,
-                            &[x[1]],
-                            Some(TensorType::new(g.dtype(x[1]), [3usize, 5])),
-                        )
+                        g.push(Op::Expand, &[x[1]], Some(TensorType::new(g.dtype(x[1]), [3usize, 5])))
                     });
                     c.args = vec![d];
                     c

@@ -27,11 +27,8 @@ fn loss(c: &Case, d: DType) -> Result<(Graph, Vec<usize>)> {
 /// The derivative of the loss at some elements of input `k`: (element, value).
 fn differences(g: &Graph, at: &[ConstData], k: usize, rng: &mut Rng) -> Result<Vec<(usize, f64)>> {
     let n = at[k].numel();
-    let picked: Vec<usize> = if n <= SAMPLES {
-        (0..n).collect()
-    } else {
-        (0..SAMPLES).map(|_| rng.below(n)).collect()
-    };
+    let picked: Vec<usize> =
+        if n <= SAMPLES { (0..n).collect() } else { (0..SAMPLES).map(|_| rng.below(n)).collect() };
     let mut x = at.to_vec();
     let base: Vec<f64> = at[k].to_vec();
     picked
@@ -42,9 +39,7 @@ fn differences(g: &Graph, at: &[ConstData], k: usize, rng: &mut Rng) -> Result<V
                 let mut moved = base.clone();
                 moved[i] = v;
                 x[k] = ConstData::from_slice(&at[k].dims, &moved)?;
-                Ok(reference::eval(g, &x, &[])?[0]
-                    .get(0)
-                    .map_or(f64::NAN, |s| s.as_f64()))
+                Ok(reference::eval(g, &x, &[])?[0].get(0).map_or(f64::NAN, |s| s.as_f64()))
             };
             Ok((i, (value(base[i] + h)? - value(base[i] - h)?) / (2.0 * h)))
         })
@@ -52,22 +47,12 @@ fn differences(g: &Graph, at: &[ConstData], k: usize, rng: &mut Rng) -> Result<V
 }
 
 fn widen(c: &ConstData) -> Result<ConstData> {
-    if c.dtype.is_float() {
-        ConstData::from_slice(&c.dims, &c.to_vec::<f64>())
-    } else {
-        Ok(c.clone())
-    }
+    if c.dtype.is_float() { ConstData::from_slice(&c.dims, &c.to_vec::<f64>()) } else { Ok(c.clone()) }
 }
 
 fn gradients(b: &Backend, c: &Case, inputs: &[ConstData], float: &[usize]) -> Result<Vec<Tensor>> {
-    let leaves: Vec<Tensor> = inputs
-        .iter()
-        .map(|x| Tensor::from_data(b, x))
-        .collect::<Result<_>>()?;
-    let params: Vec<Tensor> = float
-        .iter()
-        .map(|k| leaves[*k].requires_grad())
-        .collect::<Result<_>>()?;
+    let leaves: Vec<Tensor> = inputs.iter().map(|x| Tensor::from_data(b, x)).collect::<Result<_>>()?;
+    let params: Vec<Tensor> = float.iter().map(|k| leaves[*k].requires_grad()).collect::<Result<_>>()?;
     let (_, grads) = value_and_grad(&params, |p| {
         let mut x: Vec<&Tensor> = leaves.iter().collect();
         for (p, k) in p.iter().zip(float) {
@@ -100,10 +85,7 @@ fn check(
         let top = diffs.iter().map(|d| d.1.abs()).fold(0.0, f64::max);
         for (i, w) in diffs {
             if !((v[*i] - w).abs() <= tol * (top + w.abs()) + tol * 1e-2) {
-                return Err(format!(
-                    "operand {k} element {i}: {}, finite difference {w}",
-                    v[*i]
-                ));
+                return Err(format!("operand {k} element {i}: {}, finite difference {w}", v[*i]));
             }
         }
     }
@@ -115,22 +97,12 @@ pub fn check_rows(rows: &[Row], backends: &[Backend], rng: &mut Rng) -> Tally {
     let pick = std::env::var("HALCYON_ROW").unwrap_or_default();
     let mut t = Tally::default();
     for row in rows.iter().filter(|r| r.name.contains(&pick)) {
-        for d in [DType::F32, DType::F64]
-            .into_iter()
-            .filter(|d| row.dtypes.contains(d))
-        {
+        for d in [DType::F32, DType::F64].into_iter().filter(|d| row.dtypes.contains(d)) {
             for c in row.cases.iter().filter(|c| c.grad && c.takes(d)) {
                 let at = format!("gradient of {} {d} [{}]", row.name, c.label);
                 let prepared = loss(c, d).and_then(|(g, dims)| {
                     let mut inputs = c.inputs(d, rng)?;
-                    inputs.push(
-                        In {
-                            dims,
-                            dtype: None,
-                            fill: Fill::Range(0.5, 2.0),
-                        }
-                        .data(d, rng)?,
-                    );
+                    inputs.push(In { dims, dtype: None, fill: Fill::Range(0.5, 2.0) }.data(d, rng)?);
                     let wide: Vec<ConstData> = inputs.iter().map(widen).collect::<Result<_>>()?;
                     let p = reference::promote(&g)?;
                     let last = inputs.len() - 1;

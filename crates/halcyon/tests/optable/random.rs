@@ -29,13 +29,7 @@ const UNARY: &[ScalarOp] = &[
     ScalarOp::GeluTanh,
     ScalarOp::Asinh,
 ];
-const BINARY: &[ScalarOp] = &[
-    ScalarOp::Add,
-    ScalarOp::Sub,
-    ScalarOp::Mul,
-    ScalarOp::Max,
-    ScalarOp::Min,
-];
+const BINARY: &[ScalarOp] = &[ScalarOp::Add, ScalarOp::Sub, ScalarOp::Mul, ScalarOp::Max, ScalarOp::Min];
 
 struct Maker<'a> {
     g: Graph,
@@ -46,24 +40,13 @@ struct Maker<'a> {
 
 /// A graph of about `nodes` ops and its inputs.
 pub fn graph(nodes: usize, rng: &mut Rng) -> Result<(Graph, Vec<ConstData>)> {
-    let mut m = Maker {
-        g: Graph::new(),
-        rng,
-        values: vec![],
-        inputs: vec![],
-    };
+    let mut m = Maker { g: Graph::new(), rng, values: vec![], inputs: vec![] };
     let sizes = [1, 2, 3, 5, 7, 8, 16, 33];
-    let shape: Vec<usize> = (0..1 + m.rng.below(3))
-        .map(|_| sizes[m.rng.below(sizes.len())])
-        .collect();
+    let shape: Vec<usize> = (0..1 + m.rng.below(3)).map(|_| sizes[m.rng.below(sizes.len())]).collect();
     for k in 0..2 + m.rng.below(3) {
         // One operand broadcasts against the others now and then.
-        let dims: Vec<usize> = shape
-            .iter()
-            .map(|d| if m.rng.below(5) == 0 { 1 } else { *d })
-            .collect();
-        let id =
-            m.g.input(&format!("x{k}"), TensorType::new(DType::F32, dims.as_slice()));
+        let dims: Vec<usize> = shape.iter().map(|d| if m.rng.below(5) == 0 { 1 } else { *d }).collect();
+        let id = m.g.input(&format!("x{k}"), TensorType::new(DType::F32, dims.as_slice()));
         m.inputs.push(id);
         m.values.push(id);
     }
@@ -75,16 +58,9 @@ pub fn graph(nodes: usize, rng: &mut Rng) -> Result<(Graph, Vec<ConstData>)> {
     }
     // Everything that nothing reads is an output, so nothing is optimised away; a few inner values are outputs too.
     let mut read = vec![false; m.g.nodes().len()];
-    m.g.nodes()
-        .iter()
-        .for_each(|n| n.inputs.iter().for_each(|i| read[i.index()] = true));
-    let outs: Vec<NodeId> = m
-        .values
-        .clone()
-        .into_iter()
-        .filter(|v| !read[v.index()] || m.rng.below(8) == 0)
-        .take(6)
-        .collect();
+    m.g.nodes().iter().for_each(|n| n.inputs.iter().for_each(|i| read[i.index()] = true));
+    let outs: Vec<NodeId> =
+        m.values.clone().into_iter().filter(|v| !read[v.index()] || m.rng.below(8) == 0).take(6).collect();
     for (k, o) in outs.iter().enumerate() {
         m.g.output(&format!("y{k}"), *o);
     }
@@ -119,10 +95,7 @@ impl Maker<'_> {
     fn partner(&mut self, x: NodeId) -> NodeId {
         for _ in 0..8 {
             let y = self.pick();
-            let small = |s: Shape| {
-                s.known()
-                    .is_some_and(|d| d.iter().product::<usize>() <= MAX_ELEMENTS)
-            };
+            let small = |s: Shape| s.known().is_some_and(|d| d.iter().product::<usize>() <= MAX_ELEMENTS);
             if self.g.shape(x).broadcast(self.g.shape(y)).is_ok_and(small) {
                 return y;
             }
@@ -143,11 +116,7 @@ impl Maker<'_> {
                 let (y, op) = (self.partner(x), BINARY[self.rng.below(BINARY.len())]);
                 let z = self.g.scalar(op, &[x, y])?;
                 // Products are squashed, so that powers do not build up.
-                if op == ScalarOp::Mul {
-                    self.g.tanh(z)
-                } else {
-                    Ok(z)
-                }
+                if op == ScalarOp::Mul { self.g.tanh(z) } else { Ok(z) }
             }
             7 => {
                 let k = self.rng.uniform(-1.0, 1.0);
@@ -160,12 +129,7 @@ impl Maker<'_> {
                 let z = self.g.lit(i, 0.1);
                 let c = self.g.lt(i, z)?;
                 let y = self.partner(x);
-                match self
-                    .g
-                    .shape(c)
-                    .broadcast(self.g.shape(x))
-                    .and_then(|s| s.broadcast(self.g.shape(y)))
-                {
+                match self.g.shape(c).broadcast(self.g.shape(x)).and_then(|s| s.broadcast(self.g.shape(y))) {
                     Ok(_) => self.g.select(c, x, y),
                     Err(_) => self.g.abs(x),
                 }
@@ -281,21 +245,11 @@ pub fn check(seed: u64, backends: &[Backend]) -> std::result::Result<(), String>
             let what = wrong(&one)?;
             let live = one.live(&[n]);
             let text = one.to_string();
-            let lines = text
-                .lines()
-                .enumerate()
-                .filter(|(i, _)| live.get(*i).is_none_or(|l| *l));
-            Some(format!(
-                "{what} already with\n{}",
-                lines.map(|l| l.1).collect::<Vec<_>>().join("\n")
-            ))
+            let lines = text.lines().enumerate().filter(|(i, _)| live.get(*i).is_none_or(|l| *l));
+            Some(format!("{what} already with\n{}", lines.map(|l| l.1).collect::<Vec<_>>().join("\n")))
         });
         let part = part.unwrap_or_else(|| format!("only whole:\n{g}"));
-        return Err(format!(
-            "graph {seed} on {} {}: {what}; {part}",
-            b.id(),
-            b.level()
-        ));
+        return Err(format!("graph {seed} on {} {}: {what}; {part}", b.id(), b.level()));
     }
     Ok(())
 }

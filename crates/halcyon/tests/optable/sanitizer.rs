@@ -32,9 +32,7 @@ impl Buffer for HostBuffer {
 }
 
 fn host(b: &BufferRef) -> Result<&HostBuffer> {
-    b.as_any()
-        .downcast_ref()
-        .ok_or_else(|| Error::internal("a buffer of another device"))
+    b.as_any().downcast_ref().ok_or_else(|| Error::internal("a buffer of another device"))
 }
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -107,11 +105,7 @@ impl Sanitizer {
                 software: true,
                 properties: Default::default(),
             },
-            caps: Caps {
-                subgroup: Some(subgroup),
-                is_cpu,
-                ..Caps::generous()
-            },
+            caps: Caps { subgroup: Some(subgroup), is_cpu, ..Caps::generous() },
             subgroup,
             seed: AtomicU64::new(seed),
             fault: AtomicU32::new(0),
@@ -152,19 +146,14 @@ impl Sanitizer {
             p.kernel.buffers[i].write && hosts.iter().filter(|h| std::ptr::eq(**h, hosts[i])).count() > 1
         });
         if twice && p.kernel.noalias {
-            lock(&self.reports).push(format!(
-                "{} says its buffers are distinct, but one is bound twice",
-                p.kernel.name
-            ));
+            lock(&self.reports)
+                .push(format!("{} says its buffers are distinct, but one is bound twice", p.kernel.name));
         }
         let poisoned = (0..hosts.len())
             .filter(|i| !hosts[*i].written.load(Ordering::Relaxed))
             .map(|i| BufId(i as u32))
             .collect();
-        let mut m = Bound {
-            store: distinct.iter().map(|d| lock(&d.data).clone()).collect(),
-            which,
-        };
+        let mut m = Bound { store: distinct.iter().map(|d| lock(&d.data).clone()).collect(), which };
         let mut params = params.to_vec();
         if p.faults {
             m.which.push(m.store.len());
@@ -196,9 +185,7 @@ impl Sanitizer {
         {
             let id = word.iter().rev().fold(0u32, |a, b| a << 8 | *b as u32);
             if id != 0 {
-                let _ = self
-                    .fault
-                    .compare_exchange(0, id, Ordering::Relaxed, Ordering::Relaxed);
+                let _ = self.fault.compare_exchange(0, id, Ordering::Relaxed, Ordering::Relaxed);
             }
         }
         for (d, v) in distinct.iter().zip(m.store) {
@@ -227,10 +214,7 @@ impl Device for Sanitizer {
         &self.info
     }
     fn counters(&self) -> Counters {
-        Counters {
-            launches: self.launches.load(Ordering::Relaxed),
-            ..Counters::default()
-        }
+        Counters { launches: self.launches.load(Ordering::Relaxed), ..Counters::default() }
     }
     fn memory(&self) -> MemoryStats {
         MemoryStats::default()
@@ -254,35 +238,19 @@ impl Device for Sanitizer {
     }
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
         let faults = kernel.params.iter().any(|p| p.name == "fault");
-        Ok(Arc::new(Checked {
-            interp: Interp::new(kernel)?,
-            kernel: kernel.clone(),
-            faults,
-        }))
+        Ok(Arc::new(Checked { interp: Interp::new(kernel)?, kernel: kernel.clone(), faults }))
     }
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         for c in commands {
             match c {
-                Command::Launch {
-                    program,
-                    groups,
-                    buffers,
-                    params,
-                    fault,
-                } => {
+                Command::Launch { program, groups, buffers, params, fault } => {
                     let p: &Checked = program
                         .as_any()
                         .downcast_ref()
                         .ok_or_else(|| Error::internal("a program of another device"))?;
                     self.launch(p, *groups, buffers, params, *fault)?;
                 }
-                Command::Copy {
-                    src,
-                    src_offset,
-                    dst,
-                    dst_offset,
-                    bytes,
-                } => {
+                Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
                     let mut b = vec![0; *bytes];
                     self.read(src, *src_offset, &mut b)?;
                     self.write(dst, *dst_offset, &b)?;

@@ -12,12 +12,7 @@ const BIG: &[DType] = &[DType::F32, DType::I32, DType::F16];
 
 pub fn rows() -> Vec<Row> {
     let mut out = vec![];
-    for kind in [
-        ReduceKind::Sum,
-        ReduceKind::Prod,
-        ReduceKind::Max,
-        ReduceKind::Min,
-    ] {
+    for kind in [ReduceKind::Sum, ReduceKind::Prod, ReduceKind::Max, ReduceKind::Min] {
         out.push(reduce(kind));
     }
     for max in [true, false] {
@@ -25,23 +20,12 @@ pub fn rows() -> Vec<Row> {
     }
     out.push(matmul());
     out.extend(gathers());
-    for kind in [
-        ScatterKind::Set,
-        ScatterKind::Add,
-        ScatterKind::Mul,
-        ScatterKind::Max,
-        ScatterKind::Min,
-    ] {
+    for kind in [ScatterKind::Set, ScatterKind::Add, ScatterKind::Mul, ScatterKind::Max, ScatterKind::Min] {
         out.extend(scatters(kind));
     }
     out.push(update_slice());
     out.push(argsort());
-    for kind in [
-        ReduceKind::Sum,
-        ReduceKind::Prod,
-        ReduceKind::Max,
-        ReduceKind::Min,
-    ] {
+    for kind in [ReduceKind::Sum, ReduceKind::Prod, ReduceKind::Max, ReduceKind::Min] {
         out.push(scan(kind));
     }
     out.extend(composites());
@@ -56,18 +40,12 @@ fn reduce(kind: ReduceKind) -> Row {
     let operand = |dims: &[usize]| In {
         dims: dims.to_vec(),
         dtype: None,
-        fill: if product {
-            Fill::Range(0.8, 1.25)
-        } else {
-            Fill::Range(-3.0, 3.0)
-        },
+        fill: if product { Fill::Range(0.8, 1.25) } else { Fill::Range(-3.0, 3.0) },
     };
     let mut cases = vec![];
     let mut add = |label: &str, dims: &[usize], axes: &'static [usize], keep: bool| {
         let n: usize = axes.iter().map(|a| dims[*a]).product();
-        let c = case(label, [operand(dims)], move |g, x| {
-            g.reduce(kind, x[0], axes, keep)
-        });
+        let c = case(label, [operand(dims)], move |g, x| g.reduce(kind, x[0], axes, keep));
         cases.push(if extreme { c } else { c.tol(Tol::Sum(n)) });
         cases.len() - 1
     };
@@ -109,12 +87,7 @@ fn reduce(kind: ReduceKind) -> Row {
         cases.push(if extreme { c } else { c.tol(Tol::Sum(7)) });
     }
     let dtypes = if extreme { all() } else { numbers() };
-    row(
-        format!("reduce_{}", kind.name()),
-        dtypes,
-        if extreme { Tol::Equal } else { Tol::Sum(1) },
-        cases,
-    )
+    row(format!("reduce_{}", kind.name()), dtypes, if extreme { Tol::Equal } else { Tol::Sum(1) }, cases)
 }
 
 fn argreduce(max: bool) -> Row {
@@ -132,11 +105,7 @@ fn argreduce(max: bool) -> Row {
             case("ties, first", [x([5, 33]).fill(Fill::Ties)], of(1, false, false)),
             case("ties, last", [x([5, 33]).fill(Fill::Ties)], of(1, false, true)),
             case("special", [x([40, 7]).fill(Fill::Special)], of(1, false, false)),
-            case(
-                "special, last",
-                [x([40, 7]).fill(Fill::Special)],
-                of(1, true, true),
-            ),
+            case("special, last", [x([40, 7]).fill(Fill::Special)], of(1, true, true)),
             case("one", [x([4, 1])], of(1, false, false)),
             case("no rows", [x([0, 5])], of(1, false, false)),
             case("70001", [x([2, 70_001])], of(1, false, false)).only(BIG),
@@ -148,24 +117,13 @@ fn matmul() -> Row {
     let mut cases = vec![];
     let mut add = |a: &[usize], b: &[usize]| {
         let k = *a.last().unwrap_or(&1);
-        let op = |d: &[usize]| In {
-            dims: d.to_vec(),
-            dtype: None,
-            fill: Fill::Range(-2.0, 2.0),
-        };
+        let op = |d: &[usize]| In { dims: d.to_vec(), dtype: None, fill: Fill::Range(-2.0, 2.0) };
         cases.push(
-            case(format!("{a:?} x {b:?}"), [op(a), op(b)], |g, x| {
-                g.matmul(x[0], x[1])
-            })
-            .tol(Tol::Sum(k)),
+            case(format!("{a:?} x {b:?}"), [op(a), op(b)], |g, x| g.matmul(x[0], x[1])).tol(Tol::Sum(k)),
         );
         cases.len() - 1
     };
-    let graded = [
-        add(&[3, 5], &[5, 4]),
-        add(&[2, 1, 3, 4], &[3, 4, 2]),
-        add(&[4], &[4, 3]),
-    ];
+    let graded = [add(&[3, 5], &[5, 4]), add(&[2, 1, 3, 4], &[3, 4, 2]), add(&[4], &[4, 3])];
     add(&[7, 33], &[33, 5]);
     add(&[1, 257], &[257, 1]);
     add(&[1, 257], &[257, 33]);
@@ -195,11 +153,7 @@ fn matmul() -> Row {
         cases[i].grad = true;
     }
     let op = |n: usize, m: usize| x([n, m]);
-    for (label, which) in [
-        ("left transposed", 0),
-        ("right transposed", 1),
-        ("both transposed", 2),
-    ] {
+    for (label, which) in [("left transposed", 0), ("right transposed", 1), ("both transposed", 2)] {
         let (a, b) = if which == 1 {
             (op(33, 20), op(35, 20))
         } else if which == 0 {
@@ -209,27 +163,17 @@ fn matmul() -> Row {
         };
         cases.push(
             case(label, [a, b], move |g, x| {
-                let a = if which != 1 {
-                    g.transpose(x[0], 0, 1)?
-                } else {
-                    x[0]
-                };
-                let b = if which != 0 {
-                    g.transpose(x[1], 0, 1)?
-                } else {
-                    x[1]
-                };
+                let a = if which != 1 { g.transpose(x[0], 0, 1)? } else { x[0] };
+                let b = if which != 0 { g.transpose(x[1], 0, 1)? } else { x[1] };
                 g.matmul(a, b)
             })
             .tol(Tol::Sum(20)),
         );
     }
     cases.push(
-        case("special", [x([9, 5]).fill(Fill::NonFinite), x([5, 6])], |g, x| {
-            g.matmul(x[0], x[1])
-        })
-        .tol(Tol::Sum(5))
-        .only(&[DType::F32, DType::F64]),
+        case("special", [x([9, 5]).fill(Fill::NonFinite), x([5, 6])], |g, x| g.matmul(x[0], x[1]))
+            .tol(Tol::Sum(5))
+            .only(&[DType::F32, DType::F64]),
     );
     row("matmul", numbers(), Tol::Sum(1), cases)
 }
@@ -241,34 +185,19 @@ fn gathers() -> Vec<Row> {
             all(),
             Tol::Exact,
             [
-                case("rows", [x([7, 5]), ix([4], -7, 7)], |g, x| {
-                    g.gather(x[0], x[1], 0)
-                })
-                .grad(),
-                case("columns, 2-D index", [x([5, 7, 3]), ix([2, 4], -7, 7)], |g, x| {
+                case("rows", [x([7, 5]), ix([4], -7, 7)], |g, x| g.gather(x[0], x[1], 0)).grad(),
+                case("columns, 2-D index", [x([5, 7, 3]), ix([2, 4], -7, 7)], |g, x| g.gather(x[0], x[1], 1))
+                    .grad(),
+                case("rank 0 index", [x([7, 5]), ix([], -7, 7)], |g, x| g.gather(x[0], x[1], 0)),
+                case("last axis, i32", [x([3, 33]), ix([9], -33, 33).of(DType::I32)], |g, x| {
                     g.gather(x[0], x[1], 1)
+                }),
+                case("u8 index", [x([200, 3]), ix([9], 0, 200).of(DType::U8)], |g, x| {
+                    g.gather(x[0], x[1], 0)
                 })
-                .grad(),
-                case("rank 0 index", [x([7, 5]), ix([], -7, 7)], |g, x| {
-                    g.gather(x[0], x[1], 0)
-                }),
-                case(
-                    "last axis, i32",
-                    [x([3, 33]), ix([9], -33, 33).of(DType::I32)],
-                    |g, x| g.gather(x[0], x[1], 1),
-                ),
-                case(
-                    "u8 index",
-                    [x([200, 3]), ix([9], 0, 200).of(DType::U8)],
-                    |g, x| g.gather(x[0], x[1], 0),
-                )
                 .only(FEW),
-                case("no index", [x([7, 5]), ix([0], 0, 1)], |g, x| {
-                    g.gather(x[0], x[1], 0)
-                }),
-                case("from 1-D", [x([257]), ix([33], -257, 257)], |g, x| {
-                    g.gather(x[0], x[1], 0)
-                }),
+                case("no index", [x([7, 5]), ix([0], 0, 1)], |g, x| g.gather(x[0], x[1], 0)),
+                case("from 1-D", [x([257]), ix([33], -257, 257)], |g, x| g.gather(x[0], x[1], 0)),
             ],
         ),
         row(
@@ -276,22 +205,15 @@ fn gathers() -> Vec<Row> {
             all(),
             Tol::Exact,
             [
-                case("first", [x([7, 5]), ix([4, 5], -7, 7)], |g, x| {
-                    g.gather_elements(x[0], x[1], 0)
-                })
-                .grad(),
+                case("first", [x([7, 5]), ix([4, 5], -7, 7)], |g, x| g.gather_elements(x[0], x[1], 0)).grad(),
                 case("last, fewer rows", [x([7, 5]), ix([3, 9], -5, 5)], |g, x| {
                     g.gather_elements(x[0], x[1], 1)
                 })
                 .grad(),
-                case(
-                    "middle",
-                    [x([3, 5, 7]), ix([3, 2, 7], -5, 5).of(DType::I32)],
-                    |g, x| g.gather_elements(x[0], x[1], 1),
-                ),
-                case("no index", [x([7, 5]), ix([0, 5], 0, 1)], |g, x| {
-                    g.gather_elements(x[0], x[1], 0)
+                case("middle", [x([3, 5, 7]), ix([3, 2, 7], -5, 5).of(DType::I32)], |g, x| {
+                    g.gather_elements(x[0], x[1], 1)
                 }),
+                case("no index", [x([7, 5]), ix([0, 5], 0, 1)], |g, x| g.gather_elements(x[0], x[1], 0)),
             ],
         ),
     ]
@@ -305,11 +227,7 @@ fn scatters(kind: ScatterKind) -> Vec<Row> {
         ScatterKind::Max | ScatterKind::Min => (numbers(), Tol::Exact),
     };
     let graded = |c: Case| {
-        if matches!(kind, ScatterKind::Set | ScatterKind::Add) {
-            c.grad()
-        } else {
-            c
-        }
+        if matches!(kind, ScatterKind::Set | ScatterKind::Add) { c.grad() } else { c }
     };
     let elements = move |axis: usize| {
         move |g: &mut Graph, x: &[NodeId]| g.scatter_elements(x[0], x[1], x[2], axis, kind)
@@ -317,11 +235,7 @@ fn scatters(kind: ScatterKind) -> Vec<Row> {
     let rows_ =
         move |axis: usize| move |g: &mut Graph, x: &[NodeId]| g.scatter_rows(x[0], x[1], x[2], axis, kind);
     let small = |dims: In| {
-        if kind == ScatterKind::Mul {
-            dims.range(0.5, 1.5)
-        } else {
-            dims
-        }
+        if kind == ScatterKind::Mul { dims.range(0.5, 1.5) } else { dims }
     };
     let x2 = |a: usize, b: usize| small(x([a, b]));
     // An index for every place at most once, for the gradient of `Set`, whose duplicates have no derivative of their own.
@@ -333,26 +247,13 @@ fn scatters(kind: ScatterKind) -> Vec<Row> {
             dtypes.clone(),
             tol,
             [
-                case(
-                    "duplicates, first axis",
-                    [x2(7, 5), ix([12, 5], -7, 7), x2(12, 5)],
-                    elements(0),
-                ),
+                case("duplicates, first axis", [x2(7, 5), ix([12, 5], -7, 7), x2(12, 5)], elements(0)),
                 case("last axis", [x2(7, 5), ix([3, 9], -5, 5), x2(3, 9)], elements(1)),
-                case(
-                    "i32 index",
-                    [x2(7, 5), ix([7, 2], -5, 5).of(DType::I32), x2(7, 2)],
-                    elements(1),
-                )
-                .only(FEW),
+                case("i32 index", [x2(7, 5), ix([7, 2], -5, 5).of(DType::I32), x2(7, 2)], elements(1))
+                    .only(FEW),
                 case("no updates", [x2(7, 5), ix([0, 5], 0, 1), x2(0, 5)], elements(0)),
-                case("one place", [x([1]), ix([40], 0, 1), small(x([40]))], elements(0)).tol(
-                    if matches!(tol, Tol::Each(_)) {
-                        Tol::Each(40)
-                    } else {
-                        tol
-                    },
-                ),
+                case("one place", [x([1]), ix([40], 0, 1), small(x([40]))], elements(0))
+                    .tol(if matches!(tol, Tol::Each(_)) { Tol::Each(40) } else { tol }),
                 graded(
                     case("each once", [x2(7, 3), each, x2(3, 2)], elements(0))
                         .only(&[DType::F32, DType::F64]),
@@ -390,31 +291,19 @@ fn update_slice() -> Row {
         [
             case("start", [x([7, 5]), x([2, 5]), at(0.0)], on(0)).grad(),
             case("end", [x([7, 5]), x([2, 5]), at(5.0)], on(0)).grad(),
-            case(
-                "middle, last axis, i32",
-                [x([7, 5]), x([7, 2]), at(1.0).of(DType::I32)],
-                on(1),
-            ),
+            case("middle, last axis, i32", [x([7, 5]), x([7, 2]), at(1.0).of(DType::I32)], on(1)),
             case("whole", [x([7, 5]), x([7, 5]), at(0.0)], on(0)),
             case("nothing", [x([7, 5]), x([0, 5]), at(3.0)], on(0)),
             case("middle of 3-D", [x([2, 7, 3]), x([2, 1, 3]), at(4.0)], on(1)),
-            case(
-                "of scratch",
-                [x([7, 5]), x([2, 5]), at(3.0)],
-                |g: &mut Graph, x: &[NodeId]| {
-                    let c = g.eq(x[0], x[0])?;
-                    let b = g.select(c, x[0], x[0])?;
-                    g.update_slice(b, x[1], x[2], 0)
-                },
-            ),
-            case(
-                "of a view",
-                [x([5, 7]), x([2, 5]), at(3.0)],
-                |g: &mut Graph, x: &[NodeId]| {
-                    let t = g.transpose(x[0], 0, 1)?;
-                    g.update_slice(t, x[1], x[2], 0)
-                },
-            ),
+            case("of scratch", [x([7, 5]), x([2, 5]), at(3.0)], |g: &mut Graph, x: &[NodeId]| {
+                let c = g.eq(x[0], x[0])?;
+                let b = g.select(c, x[0], x[0])?;
+                g.update_slice(b, x[1], x[2], 0)
+            }),
+            case("of a view", [x([5, 7]), x([2, 5]), at(3.0)], |g: &mut Graph, x: &[NodeId]| {
+                let t = g.transpose(x[0], 0, 1)?;
+                g.update_slice(t, x[1], x[2], 0)
+            }),
         ],
     )
 }
@@ -431,12 +320,7 @@ fn argsort() -> Row {
             case("ties, descending", [x([5, 33]).fill(Fill::Ties)], of(1, true)),
             case("first axis", [x([33, 5])], of(0, true)),
             case("special", [x([9, 40]).fill(Fill::Special)], of(1, false)).slow(),
-            case(
-                "special, descending",
-                [x([9, 40]).fill(Fill::Special)],
-                of(1, true),
-            )
-            .slow(),
+            case("special, descending", [x([9, 40]).fill(Fill::Special)], of(1, true)).slow(),
             case("one", [x([4, 1])], of(1, false)),
             case("nothing", [x([4, 0])], of(1, false)),
             case("5000", [x([5000])], of(0, false)).only(BIG),
@@ -494,33 +378,17 @@ fn composites() -> Vec<Row> {
             floats(),
             Tol::Norm(16.0),
             [
-                case("last", [x([5, 33])], |g: &mut Graph, x: &[NodeId]| {
-                    g.softmax(x[0], 1)
-                })
-                .grad(),
-                case("first", [x([7, 5])], |g: &mut Graph, x: &[NodeId]| {
-                    g.softmax(x[0], 0)
-                })
-                .grad(),
-                case(
-                    "one row of 257",
-                    [wide(x([257]))],
-                    |g: &mut Graph, x: &[NodeId]| g.softmax(x[0], 0),
-                ),
+                case("last", [x([5, 33])], |g: &mut Graph, x: &[NodeId]| g.softmax(x[0], 1)).grad(),
+                case("first", [x([7, 5])], |g: &mut Graph, x: &[NodeId]| g.softmax(x[0], 0)).grad(),
+                case("one row of 257", [wide(x([257]))], |g: &mut Graph, x: &[NodeId]| g.softmax(x[0], 0)),
                 case(
                     "minus infinity",
                     [x([2, 4]).fill(Fill::Values(vec![0.0, f64::NEG_INFINITY, 1.0, 2.0]))],
                     |g: &mut Graph, x: &[NodeId]| g.softmax(x[0], 1),
                 ),
-                case("no rows", [x([0, 4])], |g: &mut Graph, x: &[NodeId]| {
-                    g.softmax(x[0], 1)
-                }),
-                case("size 1", [x([4, 1])], |g: &mut Graph, x: &[NodeId]| {
-                    g.softmax(x[0], 1)
-                }),
-                case("middle of 3-D", [x([3, 7, 5])], |g: &mut Graph, x: &[NodeId]| {
-                    g.softmax(x[0], 1)
-                }),
+                case("no rows", [x([0, 4])], |g: &mut Graph, x: &[NodeId]| g.softmax(x[0], 1)),
+                case("size 1", [x([4, 1])], |g: &mut Graph, x: &[NodeId]| g.softmax(x[0], 1)),
+                case("middle of 3-D", [x([3, 7, 5])], |g: &mut Graph, x: &[NodeId]| g.softmax(x[0], 1)),
             ],
         ),
         row(
@@ -528,16 +396,9 @@ fn composites() -> Vec<Row> {
             floats(),
             Tol::Norm(16.0),
             [
-                case("last", [x([5, 33])], |g: &mut Graph, x: &[NodeId]| {
-                    g.log_softmax(x[0], 1)
-                })
-                .grad(),
-                case("first", [x([7, 5])], |g: &mut Graph, x: &[NodeId]| {
-                    g.log_softmax(x[0], 0)
-                }),
-                case("wide", [wide(x([3, 257]))], |g: &mut Graph, x: &[NodeId]| {
-                    g.log_softmax(x[0], 1)
-                }),
+                case("last", [x([5, 33])], |g: &mut Graph, x: &[NodeId]| g.log_softmax(x[0], 1)).grad(),
+                case("first", [x([7, 5])], |g: &mut Graph, x: &[NodeId]| g.log_softmax(x[0], 0)),
+                case("wide", [wide(x([3, 257]))], |g: &mut Graph, x: &[NodeId]| g.log_softmax(x[0], 1)),
             ],
         ),
         row(
@@ -545,13 +406,8 @@ fn composites() -> Vec<Row> {
             floats(),
             Tol::Sum(105),
             [
-                case("last", [x([5, 33])], |g: &mut Graph, x: &[NodeId]| {
-                    g.mean(x[0], &[1], false)
-                })
-                .grad(),
-                case("all", [x([3, 5, 7])], |g: &mut Graph, x: &[NodeId]| {
-                    g.mean(x[0], &[0, 1, 2], true)
-                }),
+                case("last", [x([5, 33])], |g: &mut Graph, x: &[NodeId]| g.mean(x[0], &[1], false)).grad(),
+                case("all", [x([3, 5, 7])], |g: &mut Graph, x: &[NodeId]| g.mean(x[0], &[0, 1, 2], true)),
             ],
         ),
         row(
@@ -562,11 +418,9 @@ fn composites() -> Vec<Row> {
                 case("rows of 33", [x([5, 33]), x([33]), x([33])], norm).grad(),
                 case("rows of 257", [x([3, 257]), x([257]), x([257])], norm),
                 case("two axes", [x([3, 4, 5]), x([4, 5]), x([4, 5])], norm),
-                case(
-                    "without bias",
-                    [x([3, 7]), x([7])],
-                    |g: &mut Graph, x: &[NodeId]| g.layer_norm(x[0], x[1], None, 1, 1e-5),
-                )
+                case("without bias", [x([3, 7]), x([7])], |g: &mut Graph, x: &[NodeId]| {
+                    g.layer_norm(x[0], x[1], None, 1, 1e-5)
+                })
                 .grad(),
                 case("no rows", [x([0, 7]), x([7]), x([7])], norm),
             ],
@@ -576,11 +430,9 @@ fn composites() -> Vec<Row> {
             floats(),
             Tol::Norm(16.0),
             [
-                case(
-                    "rows of 33",
-                    [x([5, 33]), x([33])],
-                    |g: &mut Graph, x: &[NodeId]| g.rms_norm(x[0], x[1], 1e-5),
-                )
+                case("rows of 33", [x([5, 33]), x([33])], |g: &mut Graph, x: &[NodeId]| {
+                    g.rms_norm(x[0], x[1], 1e-5)
+                })
                 .grad(),
                 case("3-D", [x([2, 3, 64]), x([64])], |g: &mut Graph, x: &[NodeId]| {
                     g.rms_norm(x[0], x[1], 1e-5)
@@ -610,11 +462,7 @@ fn composites() -> Vec<Row> {
             floats(),
             Tol::Norm(32.0),
             [
-                case(
-                    "plain",
-                    [q([2, 3, 5, 8]), q([2, 3, 7, 8]), q([2, 3, 7, 8])],
-                    attention(false, false),
-                ),
+                case("plain", [q([2, 3, 5, 8]), q([2, 3, 7, 8]), q([2, 3, 7, 8])], attention(false, false)),
                 case(
                     "causal, shared heads",
                     [q([1, 4, 5, 8]), q([1, 2, 9, 8]), q([1, 2, 9, 8])],
@@ -630,13 +478,9 @@ fn composites() -> Vec<Row> {
                     [q([1, 2, 1, 16]), q([1, 2, 33, 16]), q([1, 2, 33, 16])],
                     attention(true, false),
                 ),
-                case(
-                    "gradient",
-                    [q([1, 2, 3, 4]), q([1, 1, 3, 4]), q([1, 1, 3, 4])],
-                    attention(true, false),
-                )
-                .only(&[DType::F32, DType::F64])
-                .grad(),
+                case("gradient", [q([1, 2, 3, 4]), q([1, 1, 3, 4]), q([1, 1, 3, 4])], attention(true, false))
+                    .only(&[DType::F32, DType::F64])
+                    .grad(),
             ],
         ),
         row(
@@ -644,24 +488,17 @@ fn composites() -> Vec<Row> {
             floats(),
             Tol::Ulps(2.0),
             [
-                case("257", [x([257])], |g: &mut Graph, x: &[NodeId]| {
-                    g.leaky_relu(x[0], 0.1)
-                }),
-                case("5", [x([5])], |g: &mut Graph, x: &[NodeId]| {
-                    g.leaky_relu(x[0], 0.1)
-                })
-                .grad(),
+                case("257", [x([257])], |g: &mut Graph, x: &[NodeId]| g.leaky_relu(x[0], 0.1)),
+                case("5", [x([5])], |g: &mut Graph, x: &[NodeId]| g.leaky_relu(x[0], 0.1)).grad(),
             ],
         ),
         row(
             "cross_entropy",
             floats(),
             Tol::Norm(16.0),
-            [case(
-                "7 of 5",
-                [x([7, 5]), labels(7, 5)],
-                |g: &mut Graph, x: &[NodeId]| g.cross_entropy(x[0], x[1]),
-            )
+            [case("7 of 5", [x([7, 5]), labels(7, 5)], |g: &mut Graph, x: &[NodeId]| {
+                g.cross_entropy(x[0], x[1])
+            })
             .grad()],
         ),
     ]
@@ -677,26 +514,18 @@ fn custom() -> Row {
         vec![DType::F32, DType::F64, DType::I32],
         Tol::Ulps(4.0),
         [
-            case("on the host", [x([33])], |g: &mut Graph, x: &[NodeId]| {
-                g.custom(Arc::new(PlusOne), x)
-            })
-            .only(&[DType::F64, DType::I32]),
+            case("on the host", [x([33])], |g: &mut Graph, x: &[NodeId]| g.custom(Arc::new(PlusOne), x))
+                .only(&[DType::F64, DType::I32]),
             case("on the host, rank 0", [x([])], |g: &mut Graph, x: &[NodeId]| {
                 g.custom(Arc::new(PlusOne), x)
             }),
-            case("with a kernel", [x([257])], move |g: &mut Graph, x: &[NodeId]| {
-                g.custom(swirl(), x)
+            case("with a kernel", [x([257])], move |g: &mut Graph, x: &[NodeId]| g.custom(swirl(), x))
+                .tol(Tol::Equal)
+                .only(&[DType::F32]),
+            case("with a kernel, of a view", [x([6, 8])], move |g: &mut Graph, x: &[NodeId]| {
+                let v = look(g, x[0])?;
+                g.custom(swirl(), &[v])
             })
-            .tol(Tol::Equal)
-            .only(&[DType::F32]),
-            case(
-                "with a kernel, of a view",
-                [x([6, 8])],
-                move |g: &mut Graph, x: &[NodeId]| {
-                    let v = look(g, x[0])?;
-                    g.custom(swirl(), &[v])
-                },
-            )
             .tol(Tol::Equal)
             .only(&[DType::F32]),
         ],

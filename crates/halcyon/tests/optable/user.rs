@@ -31,11 +31,7 @@ impl CustomOp for Swirl {
     }
 
     fn reference(&self, x: &[ConstData]) -> Result<ConstData> {
-        let v: Vec<f32> = x[0]
-            .to_vec::<f32>()
-            .iter()
-            .map(|v| v * v + self.shift * v)
-            .collect();
+        let v: Vec<f32> = x[0].to_vec::<f32>().iter().map(|v| v * v + self.shift * v).collect();
         ConstData::from_slice(&x[0].dims, &v)
     }
 
@@ -74,9 +70,7 @@ impl CustomOp for PlusOne {
     }
 
     fn infer(&self, x: &[TensorType]) -> Result<TensorType> {
-        x.first()
-            .cloned()
-            .ok_or_else(|| Error::argument("tests.plus_one", "takes one tensor"))
+        x.first().cloned().ok_or_else(|| Error::argument("tests.plus_one", "takes one tensor"))
     }
 
     fn reference(&self, x: &[ConstData]) -> Result<ConstData> {

@@ -89,18 +89,10 @@ pub fn rows() -> Vec<Row> {
             all(),
             Tol::Exact,
             [
-                case("part", [x([7, 9])], |g, x| {
-                    slice(g, x[0], &[2, 1], &[1, 1], &[4, 5])
-                })
-                .grad(),
-                case("steps", [x([7, 9])], |g, x| {
-                    slice(g, x[0], &[6, 0], &[-2, 3], &[4, 3])
-                })
-                .grad(),
+                case("part", [x([7, 9])], |g, x| slice(g, x[0], &[2, 1], &[1, 1], &[4, 5])).grad(),
+                case("steps", [x([7, 9])], |g, x| slice(g, x[0], &[6, 0], &[-2, 3], &[4, 3])).grad(),
                 case("flip", [x([7, 9])], |g, x| g.flip(x[0], &[0, 1])),
-                case("nothing", [x([7, 9])], |g, x| {
-                    slice(g, x[0], &[2, 1], &[1, 1], &[0, 5])
-                }),
+                case("nothing", [x([7, 9])], |g, x| slice(g, x[0], &[2, 1], &[1, 1], &[0, 5])),
                 case("narrow", [x([7, 9])], |g, x| g.narrow(x[0], 1, 8usize, 1usize)),
             ],
         ),
@@ -109,22 +101,15 @@ pub fn rows() -> Vec<Row> {
             all(),
             Tol::Exact,
             [
-                case("both sides", [x([3, 5])], |g, x| {
-                    g.pad(x[0], &[1, 0], &[2, 3], 1.0)
-                })
-                .grad(),
+                case("both sides", [x([3, 5])], |g, x| g.pad(x[0], &[1, 0], &[2, 3], 1.0)).grad(),
                 case("1-D", [x([33])], |g, x| g.pad(x[0], &[3], &[4], 0.0)),
                 case("rank 0", [x([])], |g, x| g.pad(x[0], &[], &[], 1.0)),
-                case("of nothing", [x([0, 2])], |g, x| {
-                    g.pad(x[0], &[2, 0], &[1, 1], 1.0)
-                }),
+                case("of nothing", [x([0, 2])], |g, x| g.pad(x[0], &[2, 0], &[1, 1], 1.0)),
                 case("twice, two values", [x([3, 5])], |g, x| {
                     let p = g.pad(x[0], &[1, 1], &[1, 1], 1.0)?;
                     g.pad(p, &[0, 2], &[2, 0], 0.0)
                 }),
-                case("minus infinity", [x([3, 5])], |g, x| {
-                    g.pad(x[0], &[1, 1], &[1, 1], f64::NEG_INFINITY)
-                }),
+                case("minus infinity", [x([3, 5])], |g, x| g.pad(x[0], &[1, 1], &[1, 1], f64::NEG_INFINITY)),
             ],
         ),
         row(
@@ -133,26 +118,16 @@ pub fn rows() -> Vec<Row> {
             Tol::Exact,
             [
                 case("last", [x([3, 5]), x([3, 2])], |g, x| g.concat(x, 1)).grad(),
-                case(
-                    "first, an empty part",
-                    [x([3, 5]), x([0, 5]), x([2, 5])],
-                    |g, x| g.concat(x, 0),
-                ),
+                case("first, an empty part", [x([3, 5]), x([0, 5]), x([2, 5])], |g, x| g.concat(x, 0)),
                 case("only empty parts", [x([0, 5]), x([0, 5])], |g, x| g.concat(x, 0)),
-                case("one operand twice", [x([3, 5])], |g, x| {
-                    g.concat(&[x[0], x[0]], 1)
-                }),
+                case("one operand twice", [x([3, 5])], |g, x| g.concat(&[x[0], x[0]], 1)),
                 case("views", [x([5, 3]), x([3, 5])], |g, x| {
                     let (t, f) = (g.transpose(x[0], 0, 1)?, g.flip(x[1], &[1])?);
                     g.concat(&[t, f], 0)
                 }),
-                case(
-                    "many",
-                    (0..40)
-                        .map(|i| super::case::x([1 + i % 3, 2]))
-                        .collect::<Vec<_>>(),
-                    |g, x| g.concat(x, 0),
-                )
+                case("many", (0..40).map(|i| super::case::x([1 + i % 3, 2])).collect::<Vec<_>>(), |g, x| {
+                    g.concat(x, 0)
+                })
                 .only(FEW),
             ],
         ),
@@ -226,11 +201,6 @@ pub fn rows() -> Vec<Row> {
     out.push(row("reduce_sum of views", any.to_vec(), Tol::Sum(6), reduce));
     out.push(row("matmul of views", any.to_vec(), Tol::Sum(6), matmul));
     out.push(row("gather of views", any.to_vec(), Tol::Exact, gather));
-    out.push(row(
-        "softmax of views",
-        vec![DType::F32],
-        Tol::Norm(16.0),
-        softmax,
-    ));
+    out.push(row("softmax of views", vec![DType::F32], Tol::Norm(16.0), softmax));
     out
 }

@@ -9,11 +9,9 @@ use halcyon::ir::op::{Conv, Pool, PoolKind};
 pub fn rows() -> Vec<Row> {
     let mut out = vec![conv()];
     let avg = |p| PoolKind::Avg { count_include_pad: p };
-    for (name, kind) in [
-        ("max_pool", PoolKind::Max),
-        ("avg_pool", avg(false)),
-        ("avg_pool, padding counts", avg(true)),
-    ] {
+    for (name, kind) in
+        [("max_pool", PoolKind::Max), ("avg_pool", avg(false)), ("avg_pool, padding counts", avg(true))]
+    {
         out.push(pool(name, kind));
     }
     out
@@ -25,11 +23,7 @@ fn conv() -> Row {
         let mut c = Conv::new(xd.len() - 2);
         f(&mut c);
         let k: usize = wd[1..].iter().product();
-        let op = |d: &[usize]| In {
-            dims: d.to_vec(),
-            dtype: None,
-            fill: Fill::Range(-1.0, 1.0),
-        };
+        let op = |d: &[usize]| In { dims: d.to_vec(), dtype: None, fill: Fill::Range(-1.0, 1.0) };
         cases.push(case(label, [op(xd), op(wd)], move |g, x| g.conv(x[0], x[1], c.clone())).tol(Tol::Sum(k)));
         cases.len() - 1
     };
@@ -45,21 +39,14 @@ fn conv() -> Row {
             c.dilation = [2][..].into();
         }),
         add("negative padding", &[1, 2, 7, 6], &[2, 2, 2, 2], &pad(-1, 1)),
-        add(
-            "transposed (input dilation)",
-            &[1, 2, 3, 4],
-            &[2, 2, 3, 3],
-            &|c| {
-                c.input_dilation = [2, 3][..].into();
-                c.pad = [(2, 2), (1, 1)][..].into();
-            },
-        ),
+        add("transposed (input dilation)", &[1, 2, 3, 4], &[2, 2, 3, 3], &|c| {
+            c.input_dilation = [2, 3][..].into();
+            c.pad = [(2, 2), (1, 1)][..].into();
+        }),
     ];
     graded.push(add("depthwise", &[1, 3, 5, 5], &[3, 1, 3, 3], &|c| c.groups = 3));
     add("1x1", &[2, 5, 7, 7], &[9, 5, 1, 1], &|_| {});
-    add("1x1, stride 2", &[2, 5, 7, 7], &[9, 5, 1, 1], &|c| {
-        c.stride = [2, 2][..].into()
-    });
+    add("1x1, stride 2", &[2, 5, 7, 7], &[9, 5, 1, 1], &|c| c.stride = [2, 2][..].into());
     add("3x3 same", &[1, 8, 17, 13], &[16, 8, 3, 3], &pad(1, 1));
     add("batch 3, 33 channels", &[3, 33, 9, 9], &[7, 33, 3, 3], &pad(1, 1));
     add("7x7, stride 2, padding 3", &[1, 3, 33, 33], &[8, 3, 7, 7], &|c| {
@@ -79,15 +66,8 @@ fn conv() -> Row {
         c.stride = [1, 2, 1][..].into();
         c.pad = [(1, 0), (1, 1), (0, 1)][..].into();
     });
-    add("dilation 2 and 3", &[1, 2, 11, 12], &[3, 2, 3, 3], &|c| {
-        c.dilation = [2, 3][..].into()
-    });
-    add(
-        "window as large as the input",
-        &[1, 2, 3, 3],
-        &[4, 2, 3, 3],
-        &|_| {},
-    );
+    add("dilation 2 and 3", &[1, 2, 11, 12], &[3, 2, 3, 3], &|c| c.dilation = [2, 3][..].into());
+    add("window as large as the input", &[1, 2, 3, 3], &[4, 2, 3, 3], &|_| {});
     add("no batch", &[0, 2, 5, 5], &[3, 2, 3, 3], &|_| {});
     add("1-D transposed", &[2, 3, 9], &[4, 3, 4], &|c| {
         c.input_dilation = [2][..].into();
@@ -120,83 +100,41 @@ fn pool(name: &str, kind: PoolKind) -> Row {
         dilation: d.into(),
     };
     let shapes: Vec<(&str, Vec<usize>, Pool)> = vec![
-        (
-            "2x2",
-            vec![1, 2, 4, 6],
-            make(&[2, 2], &[2, 2], &[(0, 0); 2], &[1, 1]),
-        ),
-        (
-            "3x3, stride 2, padding 1",
-            vec![2, 3, 7, 9],
-            make(&[3, 3], &[2, 2], &[(1, 1); 2], &[1, 1]),
-        ),
-        (
-            "overlapping, uneven padding",
-            vec![1, 2, 5, 7],
-            make(&[3, 2], &[1, 1], &[(1, 0), (0, 1)], &[1, 1]),
-        ),
+        ("2x2", vec![1, 2, 4, 6], make(&[2, 2], &[2, 2], &[(0, 0); 2], &[1, 1])),
+        ("3x3, stride 2, padding 1", vec![2, 3, 7, 9], make(&[3, 3], &[2, 2], &[(1, 1); 2], &[1, 1])),
+        ("overlapping, uneven padding", vec![1, 2, 5, 7], make(&[3, 2], &[1, 1], &[(1, 0), (0, 1)], &[1, 1])),
         ("1-D", vec![2, 3, 33], make(&[5], &[3], &[(2, 2)], &[1])),
-        (
-            "3-D",
-            vec![1, 2, 5, 4, 6],
-            make(&[2, 3, 2], &[1, 1, 2], &[(0, 1), (1, 1), (0, 0)], &[1, 1, 1]),
-        ),
-        (
-            "dilation",
-            vec![1, 2, 9, 9],
-            make(&[3, 2], &[1, 2], &[(1, 1), (0, 0)], &[2, 3]),
-        ),
-        (
-            "whole",
-            vec![2, 3, 5, 7],
-            make(&[5, 7], &[1, 1], &[(0, 0); 2], &[1, 1]),
-        ),
-        (
-            "no batch",
-            vec![0, 3, 5, 7],
-            make(&[2, 2], &[1, 1], &[(0, 0); 2], &[1, 1]),
-        ),
+        ("3-D", vec![1, 2, 5, 4, 6], make(&[2, 3, 2], &[1, 1, 2], &[(0, 1), (1, 1), (0, 0)], &[1, 1, 1])),
+        ("dilation", vec![1, 2, 9, 9], make(&[3, 2], &[1, 2], &[(1, 1), (0, 0)], &[2, 3])),
+        ("whole", vec![2, 3, 5, 7], make(&[5, 7], &[1, 1], &[(0, 0); 2], &[1, 1])),
+        ("no batch", vec![0, 3, 5, 7], make(&[2, 2], &[1, 1], &[(0, 0); 2], &[1, 1])),
     ];
     let mut cases = vec![];
     for (label, dims, p) in shapes {
-        let operand = In {
-            dims,
-            dtype: None,
-            fill: Fill::Range(-3.0, 3.0),
-        };
+        let operand = In { dims, dtype: None, fill: Fill::Range(-3.0, 3.0) };
         let n: usize = p.kernel.iter().product();
         // Which zero of two wins is not promised.
         let tol = if max { Tol::Equal } else { Tol::Sum(n) };
         let q = p.clone();
-        cases.push(
-            case(label, [operand.clone()], move |g, x| g.pool(x[0], q.clone()))
-                .tol(tol)
-                .grad(),
-        );
+        cases.push(case(label, [operand.clone()], move |g, x| g.pool(x[0], q.clone())).tol(tol).grad());
         let q = p.clone();
         // The gradient as an op of its own, with an upstream gradient computed from the input so that shapes follow.
         cases.push(
-            case(
-                format!("gradient, {label}"),
-                [operand.clone()],
-                move |g: &mut Graph, x: &[NodeId]| {
-                    let y = g.pool(x[0], q.clone())?;
-                    let k = g.lit(y, 2.0);
-                    let dy = g.mul(y, k)?;
-                    g.push(Op::PoolGrad(q.clone()), &[x[0], y, dy], None)
-                },
-            )
+            case(format!("gradient, {label}"), [operand.clone()], move |g: &mut Graph, x: &[NodeId]| {
+                let y = g.pool(x[0], q.clone())?;
+                let k = g.lit(y, 2.0);
+                let dy = g.mul(y, k)?;
+                g.push(Op::PoolGrad(q.clone()), &[x[0], y, dy], None)
+            })
             .tol(Tol::Norm(8.0))
             .only(&[DType::F32, DType::F64, DType::F16, DType::BF16]),
         );
         if max {
             let q = p.clone();
             cases.push(
-                case(
-                    format!("special, {label}"),
-                    [operand.fill(Fill::Special)],
-                    move |g, x| g.pool(x[0], q.clone()),
-                )
+                case(format!("special, {label}"), [operand.fill(Fill::Special)], move |g, x| {
+                    g.pool(x[0], q.clone())
+                })
                 .tol(tol),
             );
         }

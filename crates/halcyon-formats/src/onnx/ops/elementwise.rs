@@ -89,9 +89,7 @@ fn mean(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 
 /// `saturate` and `round_mode` concern 8-bit floats, which are refused by type.
 fn cast(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let to = c
-        .dtype("to")?
-        .ok_or_else(|| c.invalid("attribute 'to' is missing"))?;
+    let to = c.dtype("to")?.ok_or_else(|| c.invalid("attribute 'to' is missing"))?;
     one(b.cast(c.arg(0)?, to)?)
 }
 

@@ -33,22 +33,10 @@ pub struct Row {
 }
 
 const fn row(op: &'static str, since: i64, attrs: &'static [&'static str], build: Build) -> Row {
-    Row {
-        op,
-        since,
-        attrs,
-        build,
-    }
+    Row { op, since, attrs, build }
 }
 
-const TABLES: &[&[Row]] = &[
-    elementwise::ROWS,
-    nn::ROWS,
-    pool::ROWS,
-    reduce::ROWS,
-    shape::ROWS,
-    view::ROWS,
-];
+const TABLES: &[&[Row]] = &[elementwise::ROWS, nn::ROWS, pool::ROWS, reduce::ROWS, shape::ROWS, view::ROWS];
 
 /// All rows.
 pub fn rows() -> impl Iterator<Item = &'static Row> {

@@ -10,36 +10,12 @@ use halcyon_ir::op::Conv;
 use halcyon_ir::{Dim, Graph, NodeId, Result, Shape};
 
 pub const ROWS: &[Row] = &[
-    row(
-        "BatchNormalization",
-        7,
-        &["epsilon", "momentum", "spatial", "training_mode"],
-        batch_normalization,
-    ),
-    row(
-        "Conv",
-        1,
-        &[
-            "auto_pad",
-            "dilations",
-            "group",
-            "kernel_shape",
-            "pads",
-            "strides",
-        ],
-        conv,
-    ),
+    row("BatchNormalization", 7, &["epsilon", "momentum", "spatial", "training_mode"], batch_normalization),
+    row("Conv", 1, &["auto_pad", "dilations", "group", "kernel_shape", "pads", "strides"], conv),
     row("Gemm", 7, &["alpha", "beta", "transA", "transB"], gemm),
     row("InstanceNormalization", 6, &["epsilon"], instance_normalization),
-    row(
-        "LayerNormalization",
-        17,
-        &["axis", "epsilon", "stash_type"],
-        layer_normalization,
-    ),
-    row("LogSoftmax", 1, &["axis"], |b, c| {
-        softmax(b, c, Graph::log_softmax)
-    }),
+    row("LayerNormalization", 17, &["axis", "epsilon", "stash_type"], layer_normalization),
+    row("LogSoftmax", 1, &["axis"], |b, c| softmax(b, c, Graph::log_softmax)),
     row("MatMul", 1, &[], matmul),
     row("Softmax", 1, &["axis"], |b, c| softmax(b, c, Graph::softmax)),
 ];
@@ -57,11 +33,7 @@ fn gemm(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         if x.rank() != 2 {
             return Err(c.invalid(format!("operand {i} is a matrix, not {}", x.ty)));
         }
-        let t = if c.flag(flag, false)? {
-            b.permute(x, &[1, 0])?
-        } else {
-            x.clone()
-        };
+        let t = if c.flag(flag, false)? { b.permute(x, &[1, 0])? } else { x.clone() };
         b.id(&t)
     };
     let (l, r) = (side(0, "transA")?, side(1, "transB")?);
@@ -91,18 +63,14 @@ fn scaled(b: &mut Builder, c: &Call<'_>, x: &Value, name: &str) -> Result<Value>
 fn conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, w) = (c.arg(0)?, c.arg(1)?);
     if x.rank() < 3 || w.rank() != x.rank() {
-        return Err(c.invalid(format!(
-            "input {} and weight {}: [n, c, …] and [o, c/group, …] expected",
-            x.ty, w.ty
-        )));
+        return Err(
+            c.invalid(format!("input {} and weight {}: [n, c, …] and [o, c/group, …] expected", x.ty, w.ty))
+        );
     }
     let n = x.rank() - 2;
     let kernel = w.shape()[2..]
         .iter()
-        .map(|d| {
-            d.known()
-                .ok_or_else(|| c.unsupported("a kernel of symbolic size", "Give concrete shapes"))
-        })
+        .map(|d| d.known().ok_or_else(|| c.unsupported("a kernel of symbolic size", "Give concrete shapes")))
         .collect::<Result<Vec<usize>>>()?;
     if c.ints("kernel_shape")?.is_some() && c.sizes("kernel_shape", n, 0)? != kernel {
         return Err(c.invalid(format!("kernel_shape differs from the weight {}", w.ty)));
@@ -124,10 +92,7 @@ fn conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 /// A vector along axis 1 of a shape of `rank`, which is at least 2.
 fn channels(b: &mut Builder, c: &Call<'_>, v: &Value, rank: usize) -> Result<Value> {
     if v.rank() != 1 {
-        return Err(c.invalid(format!(
-            "a vector with one element per channel expected, not {}",
-            v.ty
-        )));
+        return Err(c.invalid(format!("a vector with one element per channel expected, not {}", v.ty)));
     }
     let mut s = vec![Dim::from(1); rank - 1];
     s[0] = v.shape()[0];
@@ -160,8 +125,7 @@ fn batch_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         let v = b.cast(v, x.dtype().compute())?;
         ids.push(b.id(&v)?);
     }
-    let y =
-        b.g.batch_norm(ids[0], ids[1], ids[2], ids[3], ids[4], eps.into())?;
+    let y = b.g.batch_norm(ids[0], ids[1], ids[2], ids[3], ids[4], eps.into())?;
     let y = b.g.cast(y, x.dtype())?;
     one(b.value(y))
 }
@@ -178,10 +142,7 @@ fn instance_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (d, r, _) = moments(b, &x, &axes, eps)?;
     let n = b.scalar(S::Mul, &[&d, &r])?;
     let (scale, bias) = (b.cast(c.arg(1)?, x.dtype())?, b.cast(c.arg(2)?, x.dtype())?);
-    let (scale, bias) = (
-        channels(b, c, &scale, x.rank())?,
-        channels(b, c, &bias, x.rank())?,
-    );
+    let (scale, bias) = (channels(b, c, &scale, x.rank())?, channels(b, c, &bias, x.rank())?);
     let y = b.scalar(S::Mul, &[&n, &scale])?;
     let y = b.scalar(S::Add, &[&y, &bias])?;
     one(b.cast(&y, to)?)
@@ -202,17 +163,13 @@ fn layer_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, scale, eps) = (c.arg(0)?, c.arg(1)?, c.float("epsilon", 1e-5)?);
     let axis = c.axis(c.int("axis", -1)?, x.rank())?;
     if c.int("stash_type", 1)? != 1 {
-        return Err(c.unsupported(
-            "a stash_type other than float",
-            "Export the model with stash_type 1",
-        ));
+        return Err(c.unsupported("a stash_type other than float", "Export the model with stash_type 1"));
     }
     let mut ids = b.ids(&[x, scale])?;
     if let Some(v) = c.opt(2) {
         ids.push(b.id(v)?);
     }
-    let y =
-        b.g.layer_norm(ids[0], ids[1], ids.get(2).copied(), axis, eps.into())?;
+    let y = b.g.layer_norm(ids[0], ids[1], ids.get(2).copied(), axis, eps.into())?;
     let mut out = vec![b.value(y)];
     if c.wants(1) || c.wants(2) {
         let x = b.cast(x, x.dtype().compute())?;

@@ -11,15 +11,7 @@ pub const ROWS: &[Row] = &[
     row(
         "AveragePool",
         7,
-        &[
-            "auto_pad",
-            "ceil_mode",
-            "count_include_pad",
-            "dilations",
-            "kernel_shape",
-            "pads",
-            "strides",
-        ],
+        &["auto_pad", "ceil_mode", "count_include_pad", "dilations", "kernel_shape", "pads", "strides"],
         average,
     ),
     row("GlobalAveragePool", 1, &[], |b, c| {
@@ -34,15 +26,7 @@ pub const ROWS: &[Row] = &[
         "MaxPool",
         1,
         // The storage order concerns the second result only, which is refused.
-        &[
-            "auto_pad",
-            "ceil_mode",
-            "dilations",
-            "kernel_shape",
-            "pads",
-            "storage_order",
-            "strides",
-        ],
+        &["auto_pad", "ceil_mode", "dilations", "kernel_shape", "pads", "storage_order", "strides"],
         max,
     ),
 ];
@@ -82,28 +66,17 @@ pub fn window(c: &Call<'_>, x: &[Dim], kernel: &[usize]) -> Result<Window> {
                 let reach = reach(c, kernel[k], dilation[k])?;
                 let total = (x.div_ceil(stride[k]).saturating_sub(1) * stride[k] + reach).saturating_sub(x);
                 let (small, large) = (total / 2, total - total / 2);
-                Ok(if auto == "SAME_UPPER" {
-                    (small, large)
-                } else {
-                    (large, small)
-                })
+                Ok(if auto == "SAME_UPPER" { (small, large) } else { (large, small) })
             })
             .collect::<Result<_>>()?,
         other => return Err(c.invalid(format!("auto_pad '{other}' is not known"))),
     };
-    Ok(Window {
-        stride,
-        dilation,
-        pad,
-    })
+    Ok(Window { stride, dilation, pad })
 }
 
 fn known(c: &Call<'_>, d: Dim) -> Result<usize> {
     d.known().ok_or_else(|| {
-        c.unsupported(
-            &format!("padding that depends on the symbolic size {d}"),
-            "Give concrete input shapes",
-        )
+        c.unsupported(&format!("padding that depends on the symbolic size {d}"), "Give concrete input shapes")
     })
 }
 
@@ -160,12 +133,7 @@ fn max(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 fn average(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let mut p = pool(
-        c,
-        PoolKind::Avg {
-            count_include_pad: false,
-        },
-    )?;
+    let mut p = pool(c, PoolKind::Avg { count_include_pad: false })?;
     let mut x = b.id(c.arg(0)?)?;
     if c.flag("count_include_pad", false)? {
         // Padding counts, but not what ceiling mode adds to it: the first kind becomes explicit, the second stays.
@@ -178,9 +146,7 @@ fn average(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             p.pad[k] = (0, p.pad[k].1 - end);
         }
         if p.pad.iter().all(|e| *e == (0, 0)) {
-            p.kind = PoolKind::Avg {
-                count_include_pad: true,
-            };
+            p.kind = PoolKind::Avg { count_include_pad: true };
             p.pad = lo[2..].iter().copied().zip(hi[2..].iter().copied()).collect();
         } else {
             x = b.g.pad(x, &lo, &hi, 0.0)?;

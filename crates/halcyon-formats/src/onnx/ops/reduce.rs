@@ -15,24 +15,16 @@ pub const ROWS: &[Row] = &[
     row("ArgMax", 1, ARG, |b, c| arg(b, c, true)),
     row("ArgMin", 1, ARG, |b, c| arg(b, c, false)),
     row("CumSum", 11, &["exclusive", "reverse"], cumsum),
-    row("ReduceL1", 1, ATTRS, |b, c| {
-        reduce(b, c, R::Sum, Some(S::Abs), None)
-    }),
-    row("ReduceL2", 1, ATTRS, |b, c| {
-        reduce(b, c, R::Sum, Some(S::Mul), Some(S::Sqrt))
-    }),
-    row("ReduceLogSum", 1, ATTRS, |b, c| {
-        reduce(b, c, R::Sum, None, Some(S::Log))
-    }),
+    row("ReduceL1", 1, ATTRS, |b, c| reduce(b, c, R::Sum, Some(S::Abs), None)),
+    row("ReduceL2", 1, ATTRS, |b, c| reduce(b, c, R::Sum, Some(S::Mul), Some(S::Sqrt))),
+    row("ReduceLogSum", 1, ATTRS, |b, c| reduce(b, c, R::Sum, None, Some(S::Log))),
     row("ReduceLogSumExp", 1, ATTRS, log_sum_exp),
     row("ReduceMax", 1, ATTRS, |b, c| reduce(b, c, R::Max, None, None)),
     row("ReduceMean", 1, ATTRS, mean),
     row("ReduceMin", 1, ATTRS, |b, c| reduce(b, c, R::Min, None, None)),
     row("ReduceProd", 1, ATTRS, |b, c| reduce(b, c, R::Prod, None, None)),
     row("ReduceSum", 1, ATTRS, |b, c| reduce(b, c, R::Sum, None, None)),
-    row("ReduceSumSquare", 1, ATTRS, |b, c| {
-        reduce(b, c, R::Sum, Some(S::Mul), None)
-    }),
+    row("ReduceSumSquare", 1, ATTRS, |b, c| reduce(b, c, R::Sum, Some(S::Mul), None)),
 ];
 
 /// Axes and whether they are kept. The axes became an operand in version 13 for ReduceSum, in 18 for the others.
@@ -101,10 +93,7 @@ fn log_sum_exp(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let l = b.scalar(S::Log, &[&s])?;
     let mut y = b.scalar(S::Add, &[&l, &top])?;
     if !keep {
-        let left: Shape = (0..y.rank())
-            .filter(|k| !axes.contains(k))
-            .map(|k| y.shape()[k])
-            .collect();
+        let left: Shape = (0..y.rank()).filter(|k| !axes.contains(k)).map(|k| y.shape()[k]).collect();
         y = b.reshape(&y, left)?;
     }
     one(b.cast(&y, to)?)

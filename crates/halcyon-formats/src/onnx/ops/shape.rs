@@ -8,23 +8,13 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{ConstData, DType, Dim, Result, Scalar, Shape};
 
 pub const ROWS: &[Row] = &[
-    row(
-        "Constant",
-        1,
-        &["value", "value_float", "value_floats", "value_int", "value_ints"],
-        constant,
-    ),
+    row("Constant", 1, &["value", "value_float", "value_floats", "value_int", "value_ints"], constant),
     row("ConstantOfShape", 9, &["value"], constant_of_shape),
     row("Range", 11, &["stash_type"], range),
     row("Shape", 1, &["start", "end"], shape),
     row("Size", 1, &[], |_, c| {
         let n = Num::size(c.arg(0)?.shape().numel());
-        one(Host {
-            dtype: DType::I64,
-            dims: vec![],
-            vals: vec![n],
-        }
-        .into())
+        one(Host { dtype: DType::I64, dims: vec![], vals: vec![n] }.into())
     }),
 ];
 
@@ -48,13 +38,7 @@ fn constant(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 /// A shape given as an integer vector.
 pub fn shape_of(b: &mut Builder, c: &Call<'_>, v: &Value, what: &str) -> Result<Shape> {
     let h = b.known(v, what)?;
-    h.vals
-        .iter()
-        .map(|n| {
-            n.dim()
-                .ok_or_else(|| c.invalid(format!("{what} has a negative size")))
-        })
-        .collect()
+    h.vals.iter().map(|n| n.dim().ok_or_else(|| c.invalid(format!("{what} has a negative size")))).collect()
 }
 
 fn constant_of_shape(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
@@ -74,11 +58,7 @@ fn count(start: Scalar, limit: Scalar, delta: Scalar, float: bool) -> Option<usi
     let n = if float {
         ((limit.as_f64() - start.as_f64()) / delta.as_f64()).ceil()
     } else {
-        let (s, l, d) = (
-            start.as_i64() as i128,
-            limit.as_i64() as i128,
-            delta.as_i64() as i128,
-        );
+        let (s, l, d) = (start.as_i64() as i128, limit.as_i64() as i128, delta.as_i64() as i128);
         // Ceiling of a quotient of two signs.
         let (span, step) = if d < 0 { (s - l, -d) } else { (l - s, d) };
         if step == 0 {

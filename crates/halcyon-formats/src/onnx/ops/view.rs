@@ -26,9 +26,7 @@ pub const ROWS: &[Row] = &[
 
 fn concat(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let args = c.args()?;
-    let axis = c
-        .opt_int("axis")?
-        .ok_or_else(|| c.invalid("attribute 'axis' is missing"))?;
+    let axis = c.opt_int("axis")?.ok_or_else(|| c.invalid("attribute 'axis' is missing"))?;
     let axis = c.axis(axis, c.arg(0)?.rank())?;
     one(b.concat(&args, axis)?)
 }
@@ -37,10 +35,8 @@ fn concat(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 fn expand(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let to = shape_of(b, c, c.arg(1)?, "the shape of Expand")?;
-    let to = x
-        .shape()
-        .broadcast(&to)
-        .map_err(|_| c.invalid(format!("{} does not broadcast to {to}", x.ty)))?;
+    let to =
+        x.shape().broadcast(&to).map_err(|_| c.invalid(format!("{} does not broadcast to {to}", x.ty)))?;
     one(b.expand(x, &to)?)
 }
 
@@ -48,11 +44,7 @@ fn expand(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 fn flatten(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, axis) = (c.arg(0)?, c.int("axis", 1)?);
     // The axis may also be the rank.
-    let at = if axis == x.rank() as i64 {
-        x.rank()
-    } else {
-        c.axis(axis, x.rank())?
-    };
+    let at = if axis == x.rank() as i64 { x.rank() } else { c.axis(axis, x.rank())? };
     let size = |d: &[Dim]| Shape::from(d).numel();
     one(b.reshape(x, [size(&x.shape()[..at]), size(&x.shape()[at..])])?)
 }
@@ -81,9 +73,7 @@ fn reshape(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     for (k, n) in h.vals.iter().enumerate() {
         match n.known().map(|s| s.as_i64()) {
             Some(0) if !zero => dims.push(
-                *x.shape()
-                    .get(k)
-                    .ok_or_else(|| c.invalid(format!("{} has no size {k} to copy", x.ty)))?,
+                *x.shape().get(k).ok_or_else(|| c.invalid(format!("{} has no size {k} to copy", x.ty)))?,
             ),
             Some(-1) => {
                 if rest.replace(k).is_some() {
@@ -91,20 +81,15 @@ fn reshape(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
                 }
                 dims.push(Dim::from(1));
             }
-            _ => dims.push(
-                n.dim()
-                    .ok_or_else(|| c.invalid("the shape has a negative size"))?,
-            ),
+            _ => dims.push(n.dim().ok_or_else(|| c.invalid("the shape has a negative size"))?),
         }
     }
     if let Some(k) = rest {
         let others = Shape::from(&dims[..]).numel();
-        dims[k] = x.shape().numel().div(others).map_err(|_| {
-            c.invalid(format!(
-                "the size -1 of {} is not determined",
-                Shape::from(&dims[..])
-            ))
-        })?;
+        dims[k] =
+            x.shape().numel().div(others).map_err(|_| {
+                c.invalid(format!("the size -1 of {} is not determined", Shape::from(&dims[..])))
+            })?;
     }
     one(b.reshape(x, dims)?)
 }
@@ -137,10 +122,7 @@ fn squeeze(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     if let Some(k) = axes.iter().find(|&&k| !x.shape()[k].is(1)) {
         return Err(c.invalid(format!("axis {k} of {} is not of size 1", x.ty)));
     }
-    let to: Shape = (0..x.rank())
-        .filter(|k| !axes.contains(k))
-        .map(|k| x.shape()[k])
-        .collect();
+    let to: Shape = (0..x.rank()).filter(|k| !axes.contains(k)).map(|k| x.shape()[k]).collect();
     one(b.reshape(x, to)?)
 }
 
@@ -152,13 +134,7 @@ fn unsqueeze(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let axes = c.axes(&axes, rank)?;
     let mut old = x.shape().iter().copied();
     let to: Shape = (0..rank)
-        .map(|k| {
-            if axes.contains(&k) {
-                Dim::from(1)
-            } else {
-                old.next().unwrap_or(Dim::from(1))
-            }
-        })
+        .map(|k| if axes.contains(&k) { Dim::from(1) } else { old.next().unwrap_or(Dim::from(1)) })
         .collect();
     one(b.reshape(x, to)?)
 }
@@ -174,19 +150,12 @@ fn bounds(c: &Call<'_>, n: Dim, start: Num, end: Num, step: i64) -> Result<Range
         let from_end = |v: i64| if v < 0 { v.saturating_add(n) } else { v };
         // Going down, the place before the first element is a valid end.
         let (lo, hi) = if step > 0 { (0, n) } else { (-1, n - 1) };
-        let (s, e) = (
-            from_end(s.as_i64()).clamp(lo, hi),
-            from_end(e.as_i64()).clamp(lo, hi),
-        );
+        let (s, e) = (from_end(s.as_i64()).clamp(lo, hi), from_end(e.as_i64()).clamp(lo, hi));
         let span = if step > 0 { e - s } else { s - e };
         let len = (span.max(0) as u64).div_ceil(step.unsigned_abs()) as usize;
         // An empty slice starts anywhere; 0 is inside every axis.
         let start = if len == 0 { 0 } else { s as usize };
-        return Ok(Range {
-            start: Dim::from(start),
-            step,
-            len: Dim::from(len),
-        });
+        return Ok(Range { start: Dim::from(start), step, len: Dim::from(len) });
     }
     let far = i64::from(i32::MAX);
     let place = |v: Num| match v.known().map(|s| s.as_i64()) {
@@ -195,25 +164,15 @@ fn bounds(c: &Call<'_>, n: Dim, start: Num, end: Num, step: i64) -> Result<Range
         Some(v) => Dim::from(v as usize),
         None => v.dim().unwrap_or(n),
     };
-    match (
-        step,
-        start.known().map(|s| s.as_i64()),
-        end.known().map(|s| s.as_i64()),
-    ) {
+    match (step, start.known().map(|s| s.as_i64()), end.known().map(|s| s.as_i64())) {
         (1, ..) => {
             let s = place(start);
-            Ok(Range {
-                start: s,
-                step,
-                len: place(end).sub(s),
-            })
+            Ok(Range { start: s, step, len: place(end).sub(s) })
         }
         // The whole axis backwards.
-        (-1, Some(s), Some(e)) if (s == -1 || s >= far) && e <= -far => Ok(Range {
-            start: n.offset(-1),
-            step,
-            len: n,
-        }),
+        (-1, Some(s), Some(e)) if (s == -1 || s >= far) && e <= -far => {
+            Ok(Range { start: n.offset(-1), step, len: n })
+        }
         _ => Err(c.unsupported("a stepped slice of a symbolic size", "Give concrete input shapes")),
     }
 }
@@ -224,48 +183,24 @@ fn slice(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let nums = |v: &[i64]| v.iter().map(|&v| Num::int(v)).collect::<Vec<_>>();
     let (starts, ends, axes, steps) = if c.opset < 10 {
         let need = |name: &str| {
-            c.ints(name)?
-                .map(nums)
-                .ok_or_else(|| c.invalid(format!("attribute '{name}' is missing")))
+            c.ints(name)?.map(nums).ok_or_else(|| c.invalid(format!("attribute '{name}' is missing")))
         };
-        (
-            need("starts")?,
-            need("ends")?,
-            c.ints("axes")?.map(<[i64]>::to_vec),
-            None,
-        )
+        (need("starts")?, need("ends")?, c.ints("axes")?.map(<[i64]>::to_vec), None)
     } else {
         (
             b.known(c.arg(1)?, "the start of Slice")?.vals.clone(),
             b.known(c.arg(2)?, "the end of Slice")?.vals.clone(),
-            c.opt(3)
-                .map(|v| b.known_ints(v, "the axes of Slice"))
-                .transpose()?,
-            c.opt(4)
-                .map(|v| b.known_ints(v, "the steps of Slice"))
-                .transpose()?,
+            c.opt(3).map(|v| b.known_ints(v, "the axes of Slice")).transpose()?,
+            c.opt(4).map(|v| b.known_ints(v, "the steps of Slice")).transpose()?,
         )
     };
-    let axes = c.axes(
-        &axes.unwrap_or_else(|| (0..starts.len() as i64).collect()),
-        x.rank(),
-    )?;
+    let axes = c.axes(&axes.unwrap_or_else(|| (0..starts.len() as i64).collect()), x.rank())?;
     let steps = steps.unwrap_or_else(|| vec![1; starts.len()]);
-    if [ends.len(), axes.len(), steps.len()]
-        .iter()
-        .any(|n| *n != starts.len())
-    {
+    if [ends.len(), axes.len(), steps.len()].iter().any(|n| *n != starts.len()) {
         return Err(c.invalid("starts, ends, axes and steps differ in length"));
     }
-    let mut r: Vec<Range> = x
-        .shape()
-        .iter()
-        .map(|&len| Range {
-            start: Dim::from(0),
-            step: 1,
-            len,
-        })
-        .collect();
+    let mut r: Vec<Range> =
+        x.shape().iter().map(|&len| Range { start: Dim::from(0), step: 1, len }).collect();
     for (i, &a) in axes.iter().enumerate() {
         r[a] = bounds(c, x.shape()[a], starts[i], ends[i], steps[i])?;
     }
@@ -284,9 +219,7 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     };
     let parts: Vec<Dim> = match given {
         Some(v) => {
-            let total = v
-                .iter()
-                .try_fold(0i64, |s, &p| if p < 0 { None } else { s.checked_add(p) });
+            let total = v.iter().try_fold(0i64, |s, &p| if p < 0 { None } else { s.checked_add(p) });
             if n.known().is_some_and(|n| total != Some(n as i64)) || total.is_none() {
                 return Err(c.invalid(format!("parts {v:?} do not add up to the size {n}")));
             }
@@ -302,20 +235,14 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
                 }
                 Some(n) => {
                     let size = n.div_ceil(count);
-                    (0..count)
-                        .map(|i| Dim::from(size.min(n.saturating_sub(i * size))))
-                        .collect()
+                    (0..count).map(|i| Dim::from(size.min(n.saturating_sub(i * size)))).collect()
                 }
                 None => vec![n.div(Dim::from(count))?; count],
             }
         }
     };
     if parts.len() < c.node.output.len() {
-        return Err(c.invalid(format!(
-            "{} parts for {} results",
-            parts.len(),
-            c.node.output.len()
-        )));
+        return Err(c.invalid(format!("{} parts for {} results", parts.len(), c.node.output.len())));
     }
     let mut at = Dim::from(0);
     let mut out = Vec::with_capacity(parts.len());
@@ -347,9 +274,7 @@ fn tile(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 /// Elements to add before and after each axis, negative to remove.
 fn paddings(b: &mut Builder, c: &Call<'_>, rank: usize) -> Result<Vec<(i64, i64)>> {
     let pads = if c.opset < 11 {
-        c.ints("pads")?
-            .ok_or_else(|| c.invalid("attribute 'pads' is missing"))?
-            .to_vec()
+        c.ints("pads")?.ok_or_else(|| c.invalid("attribute 'pads' is missing"))?.to_vec()
     } else {
         b.known_ints(c.arg(1)?, "the amounts of Pad")?
     };
@@ -359,10 +284,7 @@ fn paddings(b: &mut Builder, c: &Call<'_>, rank: usize) -> Result<Vec<(i64, i64)
     };
     let n = axes.len();
     if pads.len() != 2 * n || pads.iter().any(|p| p.unsigned_abs() > i32::MAX as u64) {
-        return Err(c.invalid(format!(
-            "{} amounts for {n} axes, or one out of range",
-            pads.len()
-        )));
+        return Err(c.invalid(format!("{} amounts for {n} axes, or one out of range", pads.len())));
     }
     let mut out = vec![(0, 0); rank];
     for (i, &a) in axes.iter().enumerate() {
@@ -403,10 +325,8 @@ fn pad(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         }
     }
     x = b.slice(&x, &crop)?;
-    let (lo, hi): (Vec<usize>, Vec<usize>) = pads
-        .iter()
-        .map(|&(lo, hi)| (lo.max(0) as usize, hi.max(0) as usize))
-        .unzip();
+    let (lo, hi): (Vec<usize>, Vec<usize>) =
+        pads.iter().map(|&(lo, hi)| (lo.max(0) as usize, hi.max(0) as usize)).unzip();
     let id = b.id(&x)?;
     let n = b.g.pad(id, &lo, &hi, value)?;
     one(b.value(n))
@@ -415,17 +335,14 @@ fn pad(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 /// For the padding modes that repeat elements: which element each place of the padded axis shows.
 fn mirrored(c: &Call<'_>, mode: &str, n: Dim, lo: i64, hi: i64) -> Result<Value> {
     let size = n.known().ok_or_else(|| {
-        c.unsupported(
-            &format!("mode '{mode}' over the symbolic size {n}"),
-            "Give concrete input shapes",
-        )
+        c.unsupported(&format!("mode '{mode}' over the symbolic size {n}"), "Give concrete input shapes")
     })? as i64;
     let total = size + lo + hi;
     // The places are listed one by one here.
     if size == 0 || !(0..=1 << 24).contains(&total) {
-        return Err(c.invalid(format!(
-            "an axis of {size} cannot be padded by {lo} and {hi} in mode '{mode}'"
-        )));
+        return Err(
+            c.invalid(format!("an axis of {size} cannot be padded by {lo} and {hi} in mode '{mode}'"))
+        );
     }
     let at = |i: i64| match mode {
         "edge" => Ok(i.clamp(0, size - 1)),
@@ -438,15 +355,8 @@ fn mirrored(c: &Call<'_>, mode: &str, n: Dim, lo: i64, hi: i64) -> Result<Value>
         }
         _ => Err(c.invalid(format!("mode '{mode}' is not known"))),
     };
-    let vals = (0..total)
-        .map(|i| at(i - lo).map(Num::int))
-        .collect::<Result<Vec<_>>>()?;
-    Ok(Host {
-        dtype: DType::I64,
-        dims: vec![vals.len()],
-        vals,
-    }
-    .into())
+    let vals = (0..total).map(|i| at(i - lo).map(Num::int)).collect::<Result<Vec<_>>>()?;
+    Ok(Host { dtype: DType::I64, dims: vec![vals.len()], vals }.into())
 }
 
 /// Values and indices, sorted either way: the operator leaves unsorted order open.

@@ -21,11 +21,7 @@ pub struct Heads<P> {
 
 impl<T> Heads<SharedConst<T>> {
     fn at(&self, b: usize, h: usize, s: usize, d: usize) -> *const T {
-        let o = [b, h, s, d]
-            .iter()
-            .zip(self.strides)
-            .map(|(i, t)| *i as isize * t)
-            .sum();
+        let o = [b, h, s, d].iter().zip(self.strides).map(|(i, t)| *i as isize * t).sum();
         self.ptr.get().wrapping_offset(o)
     }
 }
@@ -102,23 +98,13 @@ impl Layout {
         let rows = (a.heads / a.kv_heads * a.queries).min(BQ);
         let cols = a.keys.min(BK);
         let gemm = inline_floats(isa, rows, cols, a.d).max(inline_floats(isa, rows, a.dv, cols));
-        Layout {
-            rows,
-            cols,
-            gemm: gemm.max(ROWS * cols.max(a.dv)),
-        }
+        Layout { rows, cols, gemm: gemm.max(ROWS * cols.max(a.dv)) }
     }
     /// Offsets of queries, scores, output, maxima, sums, product buffer, and the end.
     fn offsets(&self, a: &Attention) -> [usize; 7] {
         let mut at = [0; 7];
-        let sizes = [
-            self.rows * a.d,
-            self.rows * self.cols,
-            self.rows * a.dv,
-            self.rows,
-            self.rows,
-            self.gemm,
-        ];
+        let sizes =
+            [self.rows * a.d, self.rows * self.cols, self.rows * a.dv, self.rows, self.rows, self.gemm];
         for (i, s) in sizes.iter().enumerate() {
             at[i + 1] = at[i] + s.next_multiple_of(64);
         }
@@ -171,10 +157,7 @@ pub unsafe fn attention(
     let scratch = team.scratch(at[6] * team.threads());
     let buf = SharedMut(scratch.ptr());
     let parts = a.batch * a.kv_heads * blocks;
-    let work = parts
-        .saturating_mul(layout.rows)
-        .saturating_mul(a.keys)
-        .saturating_mul(a.d + a.dv);
+    let work = parts.saturating_mul(layout.rows).saturating_mul(a.keys).saturating_mul(a.d + a.dv);
     let body = |worker: usize, part: usize| {
         // The last rows see most keys under a causal mask: longest first evens out the end.
         let block = blocks - 1 - part % blocks;
@@ -189,11 +172,7 @@ pub unsafe fn attention(
         // Head and position of a row of this block, and how many keys it sees.
         let place = |i: usize| (hk * group + (r0 + i) / a.queries, (r0 + i) % a.queries);
         let sees = |i: usize| {
-            let n = if a.causal {
-                (place(i).1 + 1 + valid).saturating_sub(a.queries)
-            } else {
-                valid
-            };
+            let n = if a.causal { (place(i).1 + 1 + valid).saturating_sub(a.queries) } else { valid };
             n.min(valid)
         };
         let most = (0..rows).map(sees).max().unwrap_or(0);
@@ -222,16 +201,8 @@ pub unsafe fn attention(
             let mut k0 = 0;
             while k0 < most {
                 let cols = (most - k0).min(layout.cols);
-                let kt = Mat {
-                    ptr: k.at(b, hk, k0, 0),
-                    rs: k.strides[3],
-                    cs: k.strides[2],
-                };
-                let vm = Mat {
-                    ptr: v.at(b, hk, k0, 0),
-                    rs: v.strides[2],
-                    cs: v.strides[3],
-                };
+                let kt = Mat { ptr: k.at(b, hk, k0, 0), rs: k.strides[3], cs: k.strides[2] };
+                let vm = Mat { ptr: v.at(b, hk, k0, 0), rs: v.strides[2], cs: v.strides[3] };
                 let out = MatMut::rows(scores.as_mut_ptr(), cols);
                 product_inline(isa, rows, cols, a.d, qs.as_ptr(), kt, out, 0.0, product);
                 let scores = &mut scores[..rows * cols];
@@ -256,11 +227,7 @@ pub unsafe fn attention(
             for i in 0..rows {
                 let (h, s) = place(i);
                 for d in 0..a.dv {
-                    let o_at: isize = [b, h, s, d]
-                        .iter()
-                        .zip(y.strides)
-                        .map(|(i, t)| *i as isize * t)
-                        .sum();
+                    let o_at: isize = [b, h, s, d].iter().zip(y.strides).map(|(i, t)| *i as isize * t).sum();
                     *y.ptr.get().offset(o_at) = o[i * a.dv + d] / l[i];
                 }
             }
@@ -285,10 +252,7 @@ unsafe fn product_inline(
     beta: f32,
     buf: *mut f32,
 ) {
-    let epi = Epilogue {
-        beta,
-        ..Epilogue::default()
-    };
+    let epi = Epilogue { beta, ..Epilogue::default() };
     // SAFETY: the caller's.
     unsafe {
         if fits(m, &b) {
@@ -306,11 +270,7 @@ mod tests {
 
     /// Strides of `[b, h, s, d]`, or of `[b, s, h, d]` in memory.
     fn strides(b_s_h_d: bool, h: usize, s: usize, d: usize) -> [isize; 4] {
-        let t = if b_s_h_d {
-            [s * h * d, d, h * d, 1]
-        } else {
-            [h * s * d, s * d, d, 1]
-        };
+        let t = if b_s_h_d { [s * h * d, d, h * d, 1] } else { [h * s * d, s * d, d, 1] };
         t.map(|v| v as isize)
     }
 
@@ -368,17 +328,11 @@ mod tests {
                         1 => vec![rng.below(a.keys + 2)],
                         _ => (0..a.batch).map(|_| rng.below(a.keys + 1)).collect(),
                     };
-                    let head = |p, strides| Heads {
-                        ptr: SharedConst(p),
-                        strides,
-                    };
+                    let head = |p, strides| Heads { ptr: SharedConst(p), strides };
                     let with_mask = (!mv.is_empty()).then(|| head(mask.ptr(), sm));
                     // SAFETY: the guarded vectors cover the operands.
                     unsafe {
-                        let out = Heads {
-                            ptr: SharedMut(y.mut_ptr()),
-                            strides: sy,
-                        };
+                        let out = Heads { ptr: SharedMut(y.mut_ptr()), strides: sy };
                         attention(
                             &team,
                             isa,
@@ -411,11 +365,7 @@ mod tests {
                                             * k.slice()[at(sk, [b, hk, j, d])] as f64
                                     })
                                     .sum();
-                                let m = if mv.is_empty() {
-                                    0.0
-                                } else {
-                                    mv[at(sm, [b, h, s, j])] as f64
-                                };
+                                let m = if mv.is_empty() { 0.0 } else { mv[at(sm, [b, h, s, j])] as f64 };
                                 dot * a.scale as f64 + m
                             })
                             .collect();
@@ -424,11 +374,7 @@ mod tests {
                         for d in 0..a.dv {
                             let p =
                                 |j: usize| (w[j] - top).exp() / sum * v.slice()[at(sv, [b, hk, j, d])] as f64;
-                            let want: f64 = if valid == 0 {
-                                f64::NAN
-                            } else {
-                                (0..valid).map(p).sum()
-                            };
+                            let want: f64 = if valid == 0 { f64::NAN } else { (0..valid).map(p).sum() };
                             let got = y.slice()[at(sy, [b, h, s, d])];
                             close(got, want, 1.0, 3e-6, &(isa, &a, &lengths, round, b, h, s, d));
                         }

@@ -25,16 +25,9 @@ fn ptr<T>(r: &Run<'_>, buf: usize, v: &View) -> *const T {
 
 /// Refuses operands that do not lie densely (at any offset).
 fn dense(call: &LibraryCall<'_>, which: &[usize]) -> Result<(), Declined> {
-    let bad: Vec<usize> = which
-        .iter()
-        .copied()
-        .filter(|&i| !call.inputs[i].view.has_dense_strides())
-        .collect();
-    if bad.is_empty() {
-        Ok(())
-    } else {
-        Err(Declined::needs_dense(bad))
-    }
+    let bad: Vec<usize> =
+        which.iter().copied().filter(|&i| !call.inputs[i].view.has_dense_strides()).collect();
+    if bad.is_empty() { Ok(()) } else { Err(Declined::needs_dense(bad)) }
 }
 
 fn reason<T>(r: IrResult<T>) -> Result<T, Declined> {
@@ -77,16 +70,7 @@ impl Product {
             m *= batch as usize;
             batch = 1;
         }
-        Product {
-            m,
-            n,
-            k,
-            a: a.clone(),
-            b: b.clone(),
-            outer,
-            batch: batch as usize,
-            step: [sa, sb, sc],
-        }
+        Product { m, n, k, a: a.clone(), b: b.clone(), outer, batch: batch as usize, step: [sa, sb, sc] }
     }
 
     /// Offsets of each group of products that the last batch axis steps through.
@@ -115,10 +99,7 @@ impl Product {
 }
 
 fn moved<T>(m: Mat<T>, by: isize) -> Mat<T> {
-    Mat {
-        ptr: m.ptr.wrapping_offset(by),
-        ..m
-    }
+    Mat { ptr: m.ptr.wrapping_offset(by), ..m }
 }
 
 /// Matrix product of any views and number types. f32 and halves sum in f32, f64 in f64, integers wrap.
@@ -127,9 +108,7 @@ pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Decl
         return Err(Declined::because("two operands are needed"));
     };
     if a.view.rank() < 2 || a.view.rank() != b.view.rank() || a.dtype != b.dtype {
-        return Err(Declined::because(
-            "operands of one type and rank, at least 2, are needed",
-        ));
+        return Err(Declined::because("operands of one type and rank, at least 2, are needed"));
     }
     let p = Product::new(&a.view, &b.view);
     let (d, size) = (a.dtype, call.outputs[0].dtype.bytes(call.outputs[0].view.numel()));
@@ -166,30 +145,13 @@ pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Decl
         let (m, n, k) = (p.m, p.n, p.k);
         macro_rules! any {
             ($t:ty) => {
-                each!($t, |a, b, c| gemm_any(
-                    team,
-                    isa,
-                    m,
-                    n,
-                    k,
-                    a,
-                    b,
-                    MatMut::rows(c, n)
-                ))
+                each!($t, |a, b, c| gemm_any(team, isa, m, n, k, a, b, MatMut::rows(c, n)))
             };
         }
         match d {
-            DType::F32 if p.batch == 1 => each!(f32, |a, b, c| gemm(
-                team,
-                isa,
-                m,
-                n,
-                k,
-                a,
-                b,
-                MatMut::rows(c, n),
-                epi
-            )),
+            DType::F32 if p.batch == 1 => {
+                each!(f32, |a, b, c| gemm(team, isa, m, n, k, a, b, MatMut::rows(c, n), epi))
+            }
             DType::F32 => {
                 let (ma, mb) = p.mats::<f32>(r);
                 let c = r.bufs[2].ptr as *mut f32;
@@ -223,24 +185,13 @@ pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &op::Conv) -> Result<Cpu
     dense(call, &[0, 1])?;
     let (xs, ws) = (&x.view.shape, &w.view.shape);
     let pads: Vec<(isize, isize)> = c.pad.iter().map(|p| (p.0 as isize, p.1 as isize)).collect();
-    let window = reason(Window::new(
-        &xs[2..],
-        &ws[2..],
-        &c.stride,
-        &c.dilation,
-        &pads,
-        &c.input_dilation,
-    ))?;
+    let window = reason(Window::new(&xs[2..], &ws[2..], &c.stride, &c.dilation, &pads, &c.input_dilation))?;
     let conv = reason(Conv::new(xs[0], xs[1], ws[0], c.groups, window))?;
     if conv.output_len() != call.outputs[0].view.numel() {
         return Err(Declined::because("the output has another size"));
     }
     let (d, xv, wv) = (x.dtype, x.view.clone(), w.view.clone());
-    let name = if d == DType::F32 {
-        format!("cpu.conv.{}", isa.name())
-    } else {
-        format!("cpu.conv.{d}")
-    };
+    let name = if d == DType::F32 { format!("cpu.conv.{}", isa.name()) } else { format!("cpu.conv.{d}") };
     if !d.is_float() {
         return Err(Declined::because("a float type is needed"));
     }
@@ -257,19 +208,7 @@ pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &op::Conv) -> Result<Cpu
             DType::F32 => {
                 let (x, w) = (ptr::<f32>(r, 0, &xv), ptr::<f32>(r, 1, &wv));
                 // SAFETY: as above.
-                unsafe {
-                    conv_f32(
-                        r.team,
-                        r.isa,
-                        &conv,
-                        x,
-                        w,
-                        None,
-                        std::ptr::null(),
-                        false,
-                        y as *mut f32,
-                    )
-                }
+                unsafe { conv_f32(r.team, r.isa, &conv, x, w, None, std::ptr::null(), false, y as *mut f32) }
             }
             DType::F16 => rows!(f16),
             DType::BF16 => rows!(bf16),
@@ -281,14 +220,7 @@ pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &op::Conv) -> Result<Cpu
 fn pool_window(p: &op::Pool, x: &Operand) -> Result<Window, Declined> {
     let pads: Vec<(isize, isize)> = p.pad.iter().map(|p| (p.0 as isize, p.1 as isize)).collect();
     let ones = vec![1; p.kernel.len()];
-    reason(Window::new(
-        &x.view.shape[2..],
-        &p.kernel,
-        &p.stride,
-        &p.dilation,
-        &pads,
-        &ones,
-    ))
+    reason(Window::new(&x.view.shape[2..], &p.kernel, &p.stride, &p.dilation, &pads, &ones))
 }
 
 fn pool_kind(p: &op::Pool) -> Pool {
@@ -387,11 +319,7 @@ fn plane_grad<T: Num>(w: &Window, kind: Pool, x: &[T], g: &[T], acc: &mut [f64])
                         }
                     }
                     Pool::Average { count_include_pad } => {
-                        let n = if count_include_pad {
-                            w.kernel_size()
-                        } else {
-                            inside.len()
-                        };
+                        let n = if count_include_pad { w.kernel_size() } else { inside.len() };
                         inside.iter().for_each(|i| acc[*i] += dy / n.max(1) as f64);
                     }
                 }
@@ -404,9 +332,7 @@ fn plane_grad<T: Num>(w: &Window, kind: Pool, x: &[T], g: &[T], acc: &mut [f64])
 fn row_type(d: DType) -> Result<(), Declined> {
     match d {
         DType::F32 | DType::F16 | DType::BF16 => Ok(()),
-        d => Err(Declined::because(format!(
-            "row kernels compute in f32, not in {d}"
-        ))),
+        d => Err(Declined::because(format!("row kernels compute in f32, not in {d}"))),
     }
 }
 
@@ -440,11 +366,7 @@ fn soft(isa: Isa, call: &LibraryCall<'_>, axis: usize, log: bool) -> Result<CpuK
     dense(call, &[0])?;
     let n = x.view.shape[axis];
     let (rows, d, v) = (x.view.numel() / n.max(1), x.dtype, x.view.clone());
-    let name = format!(
-        "cpu.{}.{}",
-        if log { "log_softmax" } else { "softmax" },
-        isa.name()
-    );
+    let name = format!("cpu.{}.{}", if log { "log_softmax" } else { "softmax" }, isa.name());
     CpuKernel::new(name, call, move |r| {
         row_call!(d, T => {
             let (x, y) = (ptr::<T>(r, 0, &v), r.bufs[1].ptr as *mut T);
@@ -502,11 +424,7 @@ fn norm(
     let n: usize = row.iter().product();
     let (rows, d) = (x.view.numel() / n.max(1), x.dtype);
     let views: Vec<View> = call.inputs.iter().map(|o| o.view.clone()).collect();
-    let name = format!(
-        "cpu.{}.{}",
-        if centred { "layer_norm" } else { "rms_norm" },
-        isa.name()
-    );
+    let name = format!("cpu.{}.{}", if centred { "layer_norm" } else { "rms_norm" }, isa.name());
     CpuKernel::new(name, call, move |r| {
         let (mut s, mut b) = (vec![], vec![]);
         let scale = floats(r, 1, &views[1], d, n, &mut s);
@@ -567,14 +485,8 @@ fn attend(isa: Isa, call: &LibraryCall<'_>, causal: bool, scale: f32) -> Result<
         [v.strides[0], v.strides[1], v.strides[2], v.strides[3]]
     }
     CpuKernel::new(format!("cpu.attention.{}", isa.name()), call, move |r| {
-        let heads = |i: usize, v: &View| Heads {
-            ptr: SharedConst(ptr::<f32>(r, i, v)),
-            strides: strides(v),
-        };
-        let y = Heads {
-            ptr: SharedMut(r.bufs[last].ptr as *mut f32),
-            strides: strides(&out),
-        };
+        let heads = |i: usize, v: &View| Heads { ptr: SharedConst(ptr::<f32>(r, i, v)), strides: strides(v) };
+        let y = Heads { ptr: SharedMut(r.bufs[last].ptr as *mut f32), strides: strides(&out) };
         // SAFETY: the kernel's checks: views inside their buffers, an output shared with nothing.
         unsafe {
             attention(
@@ -594,27 +506,16 @@ fn attend(isa: Isa, call: &LibraryCall<'_>, causal: bool, scale: f32) -> Result<
 
 /// Composites with a kernel of their own; the others are replaced by their bodies.
 pub(crate) fn composite(isa: Isa, call: &LibraryCall<'_>, c: &Composite) -> Result<CpuKernel, Declined> {
-    let axis = || {
-        c.int("axis")
-            .and_then(|a| usize::try_from(a).ok())
-            .ok_or_else(|| Declined::because("no axis"))
-    };
-    let eps = || {
-        c.float("eps")
-            .map(|e| e as f32)
-            .ok_or_else(|| Declined::because("no epsilon"))
-    };
+    let axis =
+        || c.int("axis").and_then(|a| usize::try_from(a).ok()).ok_or_else(|| Declined::because("no axis"));
+    let eps = || c.float("eps").map(|e| e as f32).ok_or_else(|| Declined::because("no epsilon"));
     match &*c.name {
         "softmax" => soft(isa, call, axis()?, false),
         "log_softmax" => soft(isa, call, axis()?, true),
         "layer_norm" => norm(isa, call, axis()?, eps()?, true),
-        "rms_norm" => norm(
-            isa,
-            call,
-            call.inputs.first().map_or(0, |x| x.view.rank().saturating_sub(1)),
-            eps()?,
-            false,
-        ),
+        "rms_norm" => {
+            norm(isa, call, call.inputs.first().map_or(0, |x| x.view.rank().saturating_sub(1)), eps()?, false)
+        }
         "attention" => {
             let scale = c.float("scale").ok_or_else(|| Declined::because("no scale"))?;
             attend(isa, call, c.flag("causal"), scale as f32)

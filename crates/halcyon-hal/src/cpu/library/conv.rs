@@ -37,13 +37,7 @@ impl Conv {
                 format!("{groups} groups do not divide {c_in} input and {c_out} output channels"),
             ));
         }
-        Ok(Conv {
-            batch,
-            c_in,
-            c_out,
-            groups,
-            window,
-        })
+        Ok(Conv { batch, c_in, c_out, groups, window })
     }
 
     /// Elements of the input, weights (`[c_out, c_in / groups, kernel..]`) and output.
@@ -99,11 +93,7 @@ impl ConvWeights {
             // SAFETY: the caller's weights hold every group.
             .map(|g| unsafe { Packed::a(isa, Mat::rows(w.wrapping_add(g * m * k), k), m, k) })
             .collect();
-        Some(ConvWeights {
-            conv: *conv,
-            isa,
-            groups,
-        })
+        Some(ConvWeights { conv: *conv, isa, groups })
     }
 
     /// Bytes of memory it keeps.
@@ -166,31 +156,20 @@ impl Unrolled {
         // A row of the panel takes at most one piece per column.
         while done < TAPS && t0 + done < w.kernel_size() && used + cols <= PIECES {
             let t = t0 + done;
-            let (td, th, tw) = (
-                t / (w.kernel[1] * w.kernel[2]),
-                t / w.kernel[2] % w.kernel[1],
-                t % w.kernel[2],
-            );
+            let (td, th, tw) =
+                (t / (w.kernel[1] * w.kernel[2]), t / w.kernel[2] % w.kernel[1], t % w.kernel[2]);
             let (lo, hi) = w.span(2, tw);
             let (first, mut filled) = (used, 0);
             for &(c, len, od, oh, ox) in &runs[..count] {
                 let (a, b) = (ox.max(lo), (ox + len).min(hi));
                 if let (Some(d), Some(h), true) = (w.read(0, od, td), w.read(1, oh, th), a < b) {
                     let from = (d * ih + h) * iw + w.at(2, a, tw) as usize;
-                    pieces[used] = Piece {
-                        from: from as u32,
-                        to: (c + a - ox) as u8,
-                        n: (b - a) as u8,
-                    };
+                    pieces[used] = Piece { from: from as u32, to: (c + a - ox) as u8, n: (b - a) as u8 };
                     used += 1;
                     filled += b - a;
                 }
             }
-            taps[done] = Tap {
-                first: first as u16,
-                last: used as u16,
-                full: filled == nr,
-            };
+            taps[done] = Tap { first: first as u16, last: used as u16, full: filled == nr };
             done += 1;
         }
         done
@@ -322,11 +301,7 @@ pub unsafe fn conv_f32(
         let x = xs.get().wrapping_add(i * c_group * conv.window.in_size());
         let y = MatMut::rows(ys.get().wrapping_add(i * m * n), n);
         let epi = Epilogue {
-            bias_row: SharedConst(if bias.is_null() {
-                bias
-            } else {
-                bias.wrapping_add(g * m)
-            }),
+            bias_row: SharedConst(if bias.is_null() { bias } else { bias.wrapping_add(g * m) }),
             relu,
             ..Epilogue::default()
         };
@@ -344,11 +319,7 @@ pub unsafe fn conv_f32(
         let each = inline_floats(isa, m, n, k);
         let scratch = team.scratch(each * team.threads());
         let buf = SharedMut(scratch.ptr());
-        let parts = if conv.macs() < 300_000 {
-            1
-        } else {
-            items.min(team.threads() * 8)
-        };
+        let parts = if conv.macs() < 300_000 { 1 } else { items.min(team.threads() * 8) };
         team.run_with(parts, &|worker, part| {
             for i in items * part / parts..items * (part + 1) / parts {
                 let (a, x, y, epi) = item.get()(i);
@@ -358,10 +329,7 @@ pub unsafe fn conv_f32(
                     if conv.window.is_pointwise() {
                         panels_inline(isa, m, n, k, &a, &Mat::rows(x, n), y, epi, buf);
                     } else {
-                        let b = Unrolled {
-                            x: SharedConst(x),
-                            w: conv.window,
-                        };
+                        let b = Unrolled { x: SharedConst(x), w: conv.window };
                         panels_inline(isa, m, n, k, &a, &b, y, epi, buf);
                     }
                 }
@@ -380,10 +348,7 @@ pub unsafe fn conv_f32(
                     Left::Packed(a) => gemm_packed_a(team, m, n, k, a, b, y, epi),
                 }
             } else {
-                let b = Unrolled {
-                    x: SharedConst(x),
-                    w: conv.window,
-                };
+                let b = Unrolled { x: SharedConst(x), w: conv.window };
                 gemm_panels(team, isa, m, n, k, &a, &b, y, epi);
             }
         }
@@ -495,18 +460,11 @@ unsafe fn depthwise(
     y: *mut f32,
 ) {
     let win = &conv.window;
-    let (ow, per_plane, multiplier) = (
-        win.output[2],
-        win.out_size() / win.output[2],
-        conv.c_out / conv.groups,
-    );
+    let (ow, per_plane, multiplier) =
+        (win.output[2], win.out_size() / win.output[2], conv.c_out / conv.groups);
     let (xs, ws, bs, ys) = (SharedConst(x), SharedConst(w), SharedConst(bias), SharedMut(y));
     let lines = conv.batch * conv.c_out * per_plane;
-    let parts = if conv.macs() < 100_000 {
-        1
-    } else {
-        lines.min(team.threads() * 8)
-    };
+    let parts = if conv.macs() < 100_000 { 1 } else { lines.min(team.threads() * 8) };
     team.run(parts, &|part| {
         for line in lines * part / parts..lines * (part + 1) / parts {
             let (plane, l) = (line / per_plane, line % per_plane);
@@ -515,9 +473,7 @@ unsafe fn depthwise(
             unsafe {
                 let job = DepthLine {
                     w: win,
-                    x: xs
-                        .get()
-                        .add((image * conv.c_in + co / multiplier) * win.in_size()),
+                    x: xs.get().add((image * conv.c_in + co / multiplier) * win.in_size()),
                     taps: ws.get().add(co * win.kernel_size()),
                     bias: if bs.0.is_null() { 0.0 } else { *bs.get().add(co) },
                     relu,
@@ -624,11 +580,7 @@ pub unsafe fn conv_rows<T: Elem>(
     let buf = SharedMut(scratch.ptr());
     let (xs, ws, bs, ys) = (SharedConst(x), SharedConst(w), SharedConst(bias), SharedMut(y));
     let work = conv.macs();
-    let parts = if work < 100_000 {
-        1
-    } else {
-        lines.min(team.threads() * 8)
-    };
+    let parts = if work < 100_000 { 1 } else { lines.min(team.threads() * 8) };
     team.run_with(parts, &|worker, part| {
         // SAFETY: the caller's operands; lines of different parts are disjoint; a worker's sums are its own and are
         // written before they are read.
@@ -641,32 +593,13 @@ pub unsafe fn conv_rows<T: Elem>(
             for line in lines * part / parts..lines * (part + 1) / parts {
                 let (plane, l) = (line / (out / ow), line % (out / ow));
                 let (image, co) = (plane / conv.c_out, plane % conv.c_out);
-                let x = xs
-                    .get()
-                    .add((image * conv.c_in + co / m * c_group) * win.in_size());
+                let x = xs.get().add((image * conv.c_in + co / m * c_group) * win.in_size());
                 let x = std::slice::from_raw_parts(x, c_group * win.in_size());
                 let w = std::slice::from_raw_parts(ws.get().add(co * k), k);
-                let bias = if bs.0.is_null() {
-                    T::Acc::default()
-                } else {
-                    (*bs.get().add(co)).up()
-                };
+                let bias = if bs.0.is_null() { T::Acc::default() } else { (*bs.get().add(co)).up() };
                 let y = std::slice::from_raw_parts_mut(ys.get().add(line * ow), ow);
                 let (od, oh) = (l / win.output[1], l % win.output[1]);
-                row(
-                    isa,
-                    Row {
-                        conv,
-                        x,
-                        w,
-                        bias,
-                        relu,
-                        od,
-                        oh,
-                        acc: &mut *acc,
-                        y,
-                    },
-                );
+                row(isa, Row { conv, x, w, bias, relu, od, oh, acc: &mut *acc, y });
             }
         }
     });

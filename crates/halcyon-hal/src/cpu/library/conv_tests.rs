@@ -93,13 +93,8 @@ fn convolutions_follow_f64_between_guard_pages() {
                 let b = if with_bias { bias.ptr() } else { std::ptr::null() };
                 let up = |v: &[f32]| v.iter().map(|&v| v as f64).collect::<Vec<_>>();
                 let wide = up(bias.slice());
-                let want = reference(
-                    &c,
-                    &up(x.slice()),
-                    &up(w.slice()),
-                    with_bias.then_some(&wide[..]),
-                    relu,
-                );
+                let want =
+                    reference(&c, &up(x.slice()), &up(w.slice()), with_bias.then_some(&wide[..]), relu);
                 // SAFETY: the guarded vectors have the lengths that `c` states.
                 let packed = unsafe { ConvWeights::new(isa, &c, w.ptr()) };
                 for p in [None, packed.as_ref()] {

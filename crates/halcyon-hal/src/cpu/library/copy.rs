@@ -35,21 +35,17 @@ pub(crate) unsafe fn view<T: Copy + Send + Sync>(
 ) {
     let (s, d) = (SharedConst(src), SharedMut(dst));
     let run = walk.run().max(1);
-    team.ranges(
-        walk.numel / run,
-        (GRAIN / size_of::<T>() / run).max(1),
-        &|a, b| {
-            for i in a..b {
-                // SAFETY: the caller's; runs are disjoint in the destination.
-                unsafe {
-                    let from = s.get().offset(walk.at(i * run));
-                    if run == 1 {
-                        *d.get().add(i) = *from;
-                    } else {
-                        std::ptr::copy_nonoverlapping(from, d.get().add(i * run), run);
-                    }
+    team.ranges(walk.numel / run, (GRAIN / size_of::<T>() / run).max(1), &|a, b| {
+        for i in a..b {
+            // SAFETY: the caller's; runs are disjoint in the destination.
+            unsafe {
+                let from = s.get().offset(walk.at(i * run));
+                if run == 1 {
+                    *d.get().add(i) = *from;
+                } else {
+                    std::ptr::copy_nonoverlapping(from, d.get().add(i * run), run);
                 }
             }
-        },
-    );
+        }
+    });
 }

@@ -14,11 +14,7 @@ pub(crate) fn without(v: &View, axis: usize) -> (Walk, usize, isize) {
     let keep = |k: &usize| *k != axis;
     let shape: Vec<usize> = (0..v.rank()).filter(keep).map(|k| v.shape[k]).collect();
     let strides: Vec<isize> = (0..v.rank()).filter(keep).map(|k| v.strides[k]).collect();
-    (
-        Walk::of(&shape, &strides, v.offset),
-        v.shape[axis],
-        v.strides[axis],
-    )
+    (Walk::of(&shape, &strides, v.offset), v.shape[axis], v.strides[axis])
 }
 
 /// `out[a.., i.., b..] = x[a.., index[i..], b..]`.
@@ -50,36 +46,27 @@ unsafe fn run_rows<T: Copy + Send + Sync>(
     after: &Walk,
 ) {
     let (b, rows) = (after.numel, before.numel * idx.walk.numel);
-    let (src, dst) = (
-        SharedConst(r.bufs[0].ptr as *const T),
-        SharedMut(r.bufs[2].ptr as *mut T),
-    );
+    let (src, dst) = (SharedConst(r.bufs[0].ptr as *const T), SharedMut(r.bufs[2].ptr as *mut T));
     let ip = SharedConst(r.bufs[1].ptr as *const u8);
     let run = after.run().max(1);
-    r.team.ranges(
-        if b == 0 { 0 } else { rows },
-        GRAIN.div_ceil(b.max(1)),
-        &|from, to| {
-            for q in from..to {
-                // SAFETY: the caller's; every part writes its own rows.
-                unsafe {
-                    let i = place(idx.get(ip.get(), q % idx.walk.numel), n, r.fault);
-                    let s = src
-                        .get()
-                        .offset(before.at(q / idx.walk.numel) + i as isize * stride);
-                    let d = dst.get().add(q * b);
-                    for j in 0..b / run {
-                        let s = s.offset(after.at(j * run));
-                        if run == 1 {
-                            *d.add(j) = *s;
-                        } else {
-                            std::ptr::copy_nonoverlapping(s, d.add(j * run), run);
-                        }
+    r.team.ranges(if b == 0 { 0 } else { rows }, GRAIN.div_ceil(b.max(1)), &|from, to| {
+        for q in from..to {
+            // SAFETY: the caller's; every part writes its own rows.
+            unsafe {
+                let i = place(idx.get(ip.get(), q % idx.walk.numel), n, r.fault);
+                let s = src.get().offset(before.at(q / idx.walk.numel) + i as isize * stride);
+                let d = dst.get().add(q * b);
+                for j in 0..b / run {
+                    let s = s.offset(after.at(j * run));
+                    if run == 1 {
+                        *d.add(j) = *s;
+                    } else {
+                        std::ptr::copy_nonoverlapping(s, d.add(j * run), run);
                     }
                 }
             }
-        },
-    );
+        }
+    });
 }
 
 /// `out[i..] = x[i.. with i_axis = index[i..]]`.

@@ -206,14 +206,7 @@ impl Packed {
                 unsafe { pack_one(isa, s, rs, ks, rows, width, k1 - k0, data[at..].as_mut_ptr()) };
             }
         }
-        Packed {
-            data,
-            start,
-            isa,
-            width,
-            extent,
-            k,
-        }
+        Packed { data, start, isa, width, extent, k }
     }
 
     /// Packs the left operand, `m x k`.
@@ -373,11 +366,7 @@ impl Cut {
     fn new(isa: Isa, m: usize, n: usize, k: usize, threads: usize) -> Cut {
         let (mr, nr) = tile_of(isa);
         let n_panels = n.div_ceil(nr);
-        let threads = if m.saturating_mul(n).saturating_mul(k) < SERIAL {
-            1
-        } else {
-            threads
-        };
+        let threads = if m.saturating_mul(n).saturating_mul(k) < SERIAL { 1 } else { threads };
         let mb = m.next_multiple_of(mr).min(MB / mr * mr);
         let share_b = threads > 1 && n_panels < 2 * threads;
         let chunk = if share_b {
@@ -388,17 +377,7 @@ impl Cut {
             (n_panels / (2 * threads)).clamp(1, CHUNK_PANELS)
         };
         let chunks = n_panels.div_ceil(chunk);
-        Cut {
-            mr,
-            nr,
-            threads,
-            kc: kc_max(k),
-            mb,
-            n_panels,
-            chunk,
-            chunks,
-            share_b,
-        }
+        Cut { mr, nr, threads, kc: kc_max(k), mb, n_panels, chunk, chunks, share_b }
     }
 
     fn a_floats(&self) -> usize {
@@ -492,30 +471,19 @@ unsafe fn drive<T: Storage, P: Panels>(
                 m: mb,
                 i0,
                 b,
-                shared_b: if cut.share_b {
-                    b_buf.get() as *const f32
-                } else {
-                    std::ptr::null()
-                },
+                shared_b: if cut.share_b { b_buf.get() as *const f32 } else { std::ptr::null() },
                 n,
                 c,
                 epi: epi.for_block(kb == 0, kb + 1 == k_blocks(k)),
             };
             let block = Across(&block);
-            let row_parts = if cut.share_b {
-                panels.div_ceil(2).min(cut.threads * 4)
-            } else {
-                1
-            };
+            let row_parts = if cut.share_b { panels.div_ceil(2).min(cut.threads * 4) } else { 1 };
             spread(team, cut.chunks * row_parts, &|worker, part| {
                 let (ci, ri) = (part % cut.chunks, part / cut.chunks);
                 let (q0, q1) = (ci * cut.chunk, ((ci + 1) * cut.chunk).min(cut.n_panels));
                 let (p0, p1) = (panels * ri / row_parts, panels * (ri + 1) / row_parts);
-                let own = b_buf.get().wrapping_add(if cut.share_b {
-                    0
-                } else {
-                    worker * cut.chunk * nr * kc
-                });
+                let own =
+                    b_buf.get().wrapping_add(if cut.share_b { 0 } else { worker * cut.chunk * nr * kc });
                 // SAFETY: parts cover disjoint tiles of C; the buffer of a worker is its own.
                 unsafe { tiles(isa, block.get(), p0, p1, q0, q1, own) };
             });
@@ -744,11 +712,7 @@ pub unsafe fn gemm_batched<A: PackElem, B: PackElem>(
     let each = inline_floats_of(isa, m, n, k, &a.0, &b.0);
     let scratch = team.scratch(each * threads);
     let buf = SharedMut(scratch.ptr());
-    let groups = if work.saturating_mul(batch) < SERIAL {
-        1
-    } else {
-        batch.min(threads * 8)
-    };
+    let groups = if work.saturating_mul(batch) < SERIAL { 1 } else { batch.min(threads * 8) };
     let next = AtomicUsize::new(0);
     team.run_with(groups, &|worker, _| {
         loop {

@@ -24,11 +24,7 @@ fn strides(l: Layout, rows: usize, cols: usize) -> (usize, usize, usize) {
         Layout::Padded => (cols + 3, 1),
         Layout::Strided => (2 * cols + 1, 2),
     };
-    let len = if rows * cols == 0 {
-        0
-    } else {
-        (rows - 1) * rs + (cols - 1) * cs + 1
-    };
+    let len = if rows * cols == 0 { 0 } else { (rows - 1) * rs + (cols - 1) * cs + 1 };
     (rs, cs, len)
 }
 
@@ -59,16 +55,7 @@ fn check<T: PackElem>(
     conv: fn(f32) -> T,
     wide: fn(T) -> f32,
 ) {
-    let what = (
-        isa,
-        c.m,
-        c.n,
-        c.k,
-        c.la,
-        c.lb,
-        c.lc,
-        (c.alpha, c.beta, c.bias, c.relu, c.side),
-    );
+    let what = (isa, c.m, c.n, c.k, c.la, c.lb, c.lc, (c.alpha, c.beta, c.bias, c.relu, c.side));
     let (m, n, k) = (c.m, c.n, c.k);
     let (ars, acs, alen) = strides(c.la, m, k);
     let (brs, bcs, blen) = strides(c.lb, k, n);
@@ -76,9 +63,7 @@ fn check<T: PackElem>(
     let a = Guarded::new(&fill(rng, alen, conv), c.side);
     let b = Guarded::new(&fill(rng, blen, conv), c.side);
     // Where beta is 0 the old content must not matter.
-    let old: Vec<f32> = (0..clen)
-        .map(|_| if c.beta == 0.0 { f32::NAN } else { rng.f32() })
-        .collect();
+    let old: Vec<f32> = (0..clen).map(|_| if c.beta == 0.0 { f32::NAN } else { rng.f32() }).collect();
     let out = Guarded::new(&old, c.side);
     let rows = Guarded::new(&rng.vec(m), c.side);
     let cols = Guarded::new(&rng.vec(n), c.side);
@@ -90,21 +75,9 @@ fn check<T: PackElem>(
         bias_col: if c.bias.1 { SharedConst(cols.ptr()) } else { null },
         relu: c.relu,
     };
-    let am = Mat {
-        ptr: a.ptr(),
-        rs: ars as isize,
-        cs: acs as isize,
-    };
-    let bm = Mat {
-        ptr: b.ptr(),
-        rs: brs as isize,
-        cs: bcs as isize,
-    };
-    let cm = MatMut {
-        ptr: out.mut_ptr(),
-        rs: crs as isize,
-        cs: ccs as isize,
-    };
+    let am = Mat { ptr: a.ptr(), rs: ars as isize, cs: acs as isize };
+    let bm = Mat { ptr: b.ptr(), rs: brs as isize, cs: bcs as isize };
+    let cm = MatMut { ptr: out.mut_ptr(), rs: crs as isize, cs: ccs as isize };
     // SAFETY: the guarded vectors cover the matrices.
     unsafe { gemm(team, isa, m, n, k, am, bm, cm, epi) };
     let verify = |got: &[f32]| {
@@ -133,10 +106,7 @@ fn check<T: PackElem>(
             }
         }
         for (at, t) in touched.iter().enumerate() {
-            assert!(
-                *t || got[at].to_bits() == old[at].to_bits(),
-                "wrote between the rows: {what:?}"
-            );
+            assert!(*t || got[at].to_bits() == old[at].to_bits(), "wrote between the rows: {what:?}");
         }
     };
     verify(out.slice());
@@ -146,35 +116,11 @@ fn check<T: PackElem>(
     unsafe {
         let pb = Packed::b(isa, bm, k, n);
         let out = Guarded::new(&old, c.side);
-        gemm_packed(
-            team,
-            m,
-            n,
-            k,
-            am,
-            &pb,
-            MatMut {
-                ptr: out.mut_ptr(),
-                ..cm
-            },
-            epi,
-        );
+        gemm_packed(team, m, n, k, am, &pb, MatMut { ptr: out.mut_ptr(), ..cm }, epi);
         verify(out.slice());
         let pa = Packed::a(isa, am, m, k);
         let out = Guarded::new(&old, c.side);
-        gemm_packed_a(
-            team,
-            m,
-            n,
-            k,
-            &pa,
-            bm,
-            MatMut {
-                ptr: out.mut_ptr(),
-                ..cm
-            },
-            epi,
-        );
+        gemm_packed_a(team, m, n, k, &pa, bm, MatMut { ptr: out.mut_ptr(), ..cm }, epi);
         verify(out.slice());
     }
 }
@@ -182,9 +128,8 @@ fn check<T: PackElem>(
 const LAYOUTS: [Layout; 4] = [Layout::Rows, Layout::Cols, Layout::Padded, Layout::Strided];
 
 fn random_case(rng: &mut Rng, max: usize) -> Case {
-    const SIZES: [usize; 22] = [
-        0, 1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 16, 17, 23, 31, 32, 33, 37, 64, 67, 97,
-    ];
+    const SIZES: [usize; 22] =
+        [0, 1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 16, 17, 23, 31, 32, 33, 37, 64, 67, 97];
     let mut size = || {
         let s = SIZES[rng.below(SIZES.len())];
         if s > max { max } else { s }
@@ -228,19 +173,12 @@ fn larger_products_cross_every_blocking() {
     let mut rng = Rng::new();
     let team = Team::new(2);
     let isa = Isa::best();
-    for (m, n, k) in [
-        (1, 700, 1500),
-        (7, 530, 1031),
-        (530, 3, 1031),
-        (200, 40, 1100),
-        (90, 601, 1537),
-        (601, 20, 520),
-    ] {
-        for (la, lb) in [
-            (Layout::Rows, Layout::Rows),
-            (Layout::Rows, Layout::Cols),
-            (Layout::Cols, Layout::Padded),
-        ] {
+    for (m, n, k) in
+        [(1, 700, 1500), (7, 530, 1031), (530, 3, 1031), (200, 40, 1100), (90, 601, 1537), (601, 20, 520)]
+    {
+        for (la, lb) in
+            [(Layout::Rows, Layout::Rows), (Layout::Rows, Layout::Cols), (Layout::Cols, Layout::Padded)]
+        {
             let mut c = random_case(&mut rng, 1);
             (c.m, c.n, c.k, c.la, c.lb, c.lc) = (m, n, k, la, lb, Layout::Rows);
             check::<f32>(&team, isa, &mut rng, &c, |x| x, |x| x);
@@ -253,14 +191,9 @@ fn results_do_not_depend_on_the_number_of_threads() {
     let mut rng = Rng::new();
     let teams: Vec<Team> = [1, 2, 3, 5].map(Team::new).into();
     for isa in Isa::available() {
-        for (m, n, k) in [
-            (1, 999, 400),
-            (5, 400, 700),
-            (130, 170, 1300),
-            (700, 33, 300),
-            (64, 2000, 64),
-            (301, 5, 640),
-        ] {
+        for (m, n, k) in
+            [(1, 999, 400), (5, 400, 700), (130, 170, 1300), (700, 33, 300), (64, 2000, 64), (301, 5, 640)]
+        {
             let (a, b) = (rng.vec(m * k), rng.vec(k * n));
             for lb in [Mat::rows(b.as_ptr(), n), Mat::rows(b.as_ptr(), k).t()] {
                 let runs: Vec<Vec<f32>> = teams
@@ -270,17 +203,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
                         let cm = MatMut::rows(c.as_mut_ptr(), n);
                         // SAFETY: the vectors have the sizes of the matrices.
                         unsafe {
-                            gemm(
-                                t,
-                                isa,
-                                m,
-                                n,
-                                k,
-                                Mat::rows(a.as_ptr(), k),
-                                lb,
-                                cm,
-                                Epilogue::default(),
-                            )
+                            gemm(t, isa, m, n, k, Mat::rows(a.as_ptr(), k), lb, cm, Epilogue::default())
                         };
                         c
                     })
@@ -298,13 +221,9 @@ fn batches_follow_single_products() {
     let mut rng = Rng::new();
     let team = Team::new(2);
     for isa in Isa::available() {
-        for (batch, m, n, k) in [
-            (0, 3, 4, 5),
-            (1, 17, 19, 23),
-            (7, 33, 40, 21),
-            (12, 64, 64, 64),
-            (5, 1, 30, 64),
-        ] {
+        for (batch, m, n, k) in
+            [(0, 3, 4, 5), (1, 17, 19, 23), (7, 33, 40, 21), (12, 64, 64, 64), (5, 1, 30, 64)]
+        {
             let (a, b) = (rng.vec(batch * m * k), rng.vec(k * n));
             let mut c = vec![f32::NAN; batch * m * n];
             // B is shared by the batch.
@@ -326,13 +245,7 @@ fn batches_follow_single_products() {
             for i in 0..batch * m {
                 for j in 0..n {
                     let w: f64 = (0..k).map(|q| a[i * k + q] as f64 * b[q * n + j] as f64).sum();
-                    close(
-                        c[i * n + j],
-                        w,
-                        1.0 + k as f64 * 0.3,
-                        3e-7,
-                        &(isa, batch, m, n, k),
-                    );
+                    close(c[i * n + j], w, 1.0 + k as f64 * 0.3, 3e-7, &(isa, batch, m, n, k));
                 }
             }
         }

@@ -194,9 +194,7 @@ unsafe fn cols_body<S: Simd, T: Storage, const M: usize>(w: &Job<T>, j0: usize, 
                     let s = dots::<S, T, M, $r, $u>(w, $j);
                     for i in 0..M {
                         for r in 0..$r {
-                            let p =
-                                w.c.ptr
-                                    .offset(i as isize * w.c.rs + ($j + r) as isize * w.c.cs);
+                            let p = w.c.ptr.offset(i as isize * w.c.rs + ($j + r) as isize * w.c.cs);
                             *p = w.epi.scalar(s[i][r], p, i, $j + r);
                         }
                     }
@@ -261,13 +259,7 @@ pub(crate) unsafe fn few_rows<A: PackElem, B: PackElem>(
     let bufs = SharedMut(copy.wrapping_add(m * k));
     // SAFETY: the caller's matrix; the scratch holds the copy and a buffer for each thread.
     unsafe { copy_rows(m, k, a, copy) };
-    let job = Across(Job {
-        k,
-        a: copy,
-        b,
-        c,
-        epi,
-    });
+    let job = Across(Job { k, a: copy, b, c, epi });
     let f = |worker: usize, part: usize| {
         let (j0, j1) = (part * chunk, ((part + 1) * chunk).min(n));
         let w = job.get();
@@ -374,11 +366,7 @@ pub unsafe fn gemv<A: PackElem, X: PackElem>(
     y: *mut f32,
     epi: Epilogue,
 ) {
-    let x = Mat {
-        ptr: x,
-        rs: x_stride,
-        cs: 1,
-    };
+    let x = Mat { ptr: x, rs: x_stride, cs: 1 };
     // SAFETY: the caller's.
     unsafe { super::gemm::gemm(team, isa, m, 1, k, a, x, MatMut { ptr: y, rs: 1, cs: 1 }, epi) }
 }

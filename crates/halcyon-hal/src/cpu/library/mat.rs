@@ -25,28 +25,17 @@ unsafe impl<T: Sync> Sync for Mat<T> {}
 impl<T> Mat<T> {
     /// Row-major with `rs` elements from row to row.
     pub fn rows(ptr: *const T, rs: usize) -> Mat<T> {
-        Mat {
-            ptr,
-            rs: rs as isize,
-            cs: 1,
-        }
+        Mat { ptr, rs: rs as isize, cs: 1 }
     }
 
     /// The transpose, sharing memory.
     pub fn t(self) -> Mat<T> {
-        Mat {
-            ptr: self.ptr,
-            rs: self.cs,
-            cs: self.rs,
-        }
+        Mat { ptr: self.ptr, rs: self.cs, cs: self.rs }
     }
 
     pub(crate) fn offset(self, by: isize) -> Mat<T> {
         // `wrapping`: an empty matrix may come with any pointer.
-        Mat {
-            ptr: self.ptr.wrapping_offset(by),
-            ..self
-        }
+        Mat { ptr: self.ptr.wrapping_offset(by), ..self }
     }
 }
 
@@ -72,27 +61,16 @@ unsafe impl<T: Send> Sync for MatMut<T> {}
 impl<T> MatMut<T> {
     /// Row-major with `rs` elements from row to row.
     pub fn rows(ptr: *mut T, rs: usize) -> MatMut<T> {
-        MatMut {
-            ptr,
-            rs: rs as isize,
-            cs: 1,
-        }
+        MatMut { ptr, rs: rs as isize, cs: 1 }
     }
 
     /// The transpose, sharing memory.
     pub fn t(self) -> MatMut<T> {
-        MatMut {
-            ptr: self.ptr,
-            rs: self.cs,
-            cs: self.rs,
-        }
+        MatMut { ptr: self.ptr, rs: self.cs, cs: self.rs }
     }
 
     pub(crate) fn offset(self, by: isize) -> MatMut<T> {
-        MatMut {
-            ptr: self.ptr.wrapping_offset(by),
-            ..self
-        }
+        MatMut { ptr: self.ptr.wrapping_offset(by), ..self }
     }
 }
 
@@ -112,13 +90,7 @@ pub struct Epilogue {
 impl Default for Epilogue {
     fn default() -> Self {
         let none = SharedConst(std::ptr::null());
-        Epilogue {
-            alpha: 1.0,
-            beta: 0.0,
-            bias_row: none,
-            bias_col: none,
-            relu: false,
-        }
+        Epilogue { alpha: 1.0, beta: 0.0, bias_row: none, bias_col: none, relu: false }
     }
 }
 
@@ -137,11 +109,7 @@ impl Epilogue {
 
     /// The epilogue of the transposed product.
     pub(crate) fn t(&self) -> Epilogue {
-        Epilogue {
-            bias_row: self.bias_col,
-            bias_col: self.bias_row,
-            ..*self
-        }
+        Epilogue { bias_row: self.bias_col, bias_col: self.bias_row, ..*self }
     }
 
     /// The part of the epilogue that block `first..last` of K does.

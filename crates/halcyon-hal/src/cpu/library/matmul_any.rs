@@ -33,11 +33,9 @@ fn rows_body<const FMA: bool, T: Elem, O: Elem<Acc = T::Acc>, const R: usize>(w:
                 for r in 0..R {
                     for q in 0..$kb {
                         // SAFETY: row i + r < i1 and column k + q < k of A are readable.
-                        x[r][q] = unsafe {
-                            *w.a.ptr
-                                .offset((i + r) as isize * w.a.rs + (k + q) as isize * w.a.cs)
-                        }
-                        .up();
+                        x[r][q] =
+                            unsafe { *w.a.ptr.offset((i + r) as isize * w.a.rs + (k + q) as isize * w.a.cs) }
+                                .up();
                     }
                 }
                 // SAFETY: `b` holds k rows of NR.
@@ -60,10 +58,7 @@ fn rows_body<const FMA: bool, T: Elem, O: Elem<Acc = T::Acc>, const R: usize>(w:
     for (r, sums) in acc.iter().enumerate() {
         for (j, s) in sums.iter().enumerate().take(w.cols) {
             // SAFETY: inside C.
-            unsafe {
-                *w.c.ptr
-                    .offset((i + r) as isize * w.c.rs + (w.j + j) as isize * w.c.cs) = O::down(*s)
-            };
+            unsafe { *w.c.ptr.offset((i + r) as isize * w.c.rs + (w.j + j) as isize * w.c.cs) = O::down(*s) };
         }
     }
 }
@@ -105,11 +100,7 @@ pub unsafe fn gemm_any<T: Elem, O: Elem<Acc = T::Acc>>(
     let panels = n.div_ceil(NR);
     let threads = team.threads();
     let work = m.saturating_mul(n).saturating_mul(k);
-    let bands = if work < 100_000 {
-        1
-    } else {
-        (threads * 4).div_ceil(panels).min(m.div_ceil(MR))
-    };
+    let bands = if work < 100_000 { 1 } else { (threads * 4).div_ceil(panels).min(m.div_ceil(MR)) };
     let each = (k * NR * size_of::<T::Acc>()).div_ceil(4).next_multiple_of(64);
     let scratch = team.scratch(each * threads);
     let buf = SharedMut(scratch.ptr());
@@ -133,19 +124,7 @@ pub unsafe fn gemm_any<T: Elem, O: Elem<Acc = T::Acc>>(
                 }
             }
         }
-        tile(
-            isa,
-            &Job {
-                k,
-                a,
-                b: packed,
-                c,
-                i0: m * band / bands,
-                i1: m * (band + 1) / bands,
-                j,
-                cols,
-            },
-        );
+        tile(isa, &Job { k, a, b: packed, c, i0: m * band / bands, i1: m * (band + 1) / bands, j, cols });
     };
     if work < 100_000 {
         (0..panels * bands).for_each(|p| body(0, p));
@@ -177,19 +156,7 @@ pub unsafe fn gemm_rounded<T: PackElem>(
     let scratch = team.scratch(m * n);
     let (sums, out) = (SharedMut(scratch.ptr()), SharedMut(c));
     // SAFETY: the caller's; the scratch holds the sums, which `gemm` writes in full.
-    unsafe {
-        gemm(
-            team,
-            isa,
-            m,
-            n,
-            k,
-            a,
-            b,
-            MatMut::rows(sums.get(), n),
-            Epilogue { beta: 0.0, ..epi },
-        )
-    };
+    unsafe { gemm(team, isa, m, n, k, a, b, MatMut::rows(sums.get(), n), Epilogue { beta: 0.0, ..epi }) };
     team.ranges(m, (16 << 10) / n.max(1), &|i0, i1| {
         for i in i0..i1 {
             // SAFETY: rows of different ranges are disjoint.
@@ -215,42 +182,21 @@ mod tests {
         for threads in [1, 3] {
             let team = Team::new(threads);
             for isa in Isa::available() {
-                for (m, n, k) in [
-                    (0, 3, 4),
-                    (1, 1, 1),
-                    (5, 17, 9),
-                    (13, 3, 0),
-                    (70, 65, 33),
-                    (4, 130, 300),
-                ] {
+                for (m, n, k) in [(0, 3, 4), (1, 1, 1), (5, 17, 9), (13, 3, 0), (70, 65, 33), (4, 130, 300)] {
                     let mut vec = |n: usize| (0..n).map(|_| make(rng)).collect::<Vec<T>>();
                     // A as it is, B transposed, C with two elements between columns.
                     let a = Guarded::new(&vec(m * k), Side::End);
                     let b = Guarded::new(&vec(k * n), Side::Start);
                     let c = Guarded::new(&vec![O::default(); m * n * 2], Side::End);
-                    let cm = MatMut {
-                        ptr: c.mut_ptr(),
-                        rs: 2 * n as isize,
-                        cs: 2,
-                    };
+                    let cm = MatMut { ptr: c.mut_ptr(), rs: 2 * n as isize, cs: 2 };
                     // SAFETY: the guarded vectors cover the matrices.
                     unsafe {
-                        gemm_any(
-                            &team,
-                            isa,
-                            m,
-                            n,
-                            k,
-                            Mat::rows(a.ptr(), k),
-                            Mat::rows(b.ptr(), k).t(),
-                            cm,
-                        )
+                        gemm_any(&team, isa, m, n, k, Mat::rows(a.ptr(), k), Mat::rows(b.ptr(), k).t(), cm)
                     };
                     for i in 0..m {
                         for j in 0..n {
-                            let terms: Vec<(T, T)> = (0..k)
-                                .map(|q| (a.slice()[i * k + q], b.slice()[j * k + q]))
-                                .collect();
+                            let terms: Vec<(T, T)> =
+                                (0..k).map(|q| (a.slice()[i * k + q], b.slice()[j * k + q])).collect();
                             same(c.slice()[(i * n + j) * 2], &terms);
                         }
                     }
@@ -264,10 +210,7 @@ mod tests {
         let mut rng = Rng::new();
         check::<f64, f64>(&mut rng, |r| r.f32() as f64, &|got, t| {
             let want: f64 = t.iter().map(|(a, b)| a * b).sum();
-            assert!(
-                (got - want).abs() < 1e-12 * (1.0 + t.len() as f64),
-                "{got} {want}"
-            );
+            assert!((got - want).abs() < 1e-12 * (1.0 + t.len() as f64), "{got} {want}");
         });
         macro_rules! ints {
             ($($t:ty, $o:ty;)*) => {$(
@@ -322,13 +265,9 @@ mod tests {
                 }
                 for i in 0..m {
                     for j in 0..n {
-                        let w: f64 = (0..k)
-                            .map(|q| a[i * k + q].to_f64() * b[q * n + j].to_f64())
-                            .sum();
+                        let w: f64 = (0..k).map(|q| a[i * k + q].to_f64() * b[q * n + j].to_f64()).sum();
                         close(c[i * n + j].to_f32(), w, w.abs() + 1e-3, 6e-4, &(m, n, k));
-                        let w: f64 = (0..k)
-                            .map(|q| ab[i * k + q].to_f64() * bb[q * n + j].to_f64())
-                            .sum();
+                        let w: f64 = (0..k).map(|q| ab[i * k + q].to_f64() * bb[q * n + j].to_f64()).sum();
                         close(cb[i * n + j].to_f32(), w, w.abs() + 1e-3, 4.5e-3, &(m, n, k));
                     }
                 }

@@ -56,9 +56,7 @@ impl<'a> Fault<'a> {
     #[cold]
     pub(crate) fn set(&self) {
         // A fault that was there before is the one to report.
-        let _ = self
-            .word
-            .compare_exchange(0, self.id, Ordering::AcqRel, Ordering::Relaxed);
+        let _ = self.word.compare_exchange(0, self.id, Ordering::AcqRel, Ordering::Relaxed);
     }
 }
 
@@ -92,9 +90,7 @@ pub(crate) struct CpuKernel {
 
 impl fmt::Debug for CpuKernel {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("CpuKernel")
-            .field("name", &self.name)
-            .finish_non_exhaustive()
+        f.debug_struct("CpuKernel").field("name", &self.name).finish_non_exhaustive()
     }
 }
 
@@ -117,24 +113,12 @@ impl CpuKernel {
     ) -> Result<CpuKernel, Declined> {
         let mut needs = SmallVec::new();
         for (i, o) in call.inputs.iter().enumerate() {
-            needs.push(Need {
-                bytes: extent(o)?,
-                write: call.in_place && i == 0,
-            });
+            needs.push(Need { bytes: extent(o)?, write: call.in_place && i == 0 });
         }
         for o in call.outputs {
-            needs.push(Need {
-                bytes: extent(o)?,
-                write: true,
-            });
+            needs.push(Need { bytes: extent(o)?, write: true });
         }
-        Ok(CpuKernel {
-            name: name.into(),
-            needs,
-            in_place: call.in_place,
-            args: 0,
-            body: Box::new(body),
-        })
+        Ok(CpuKernel { name: name.into(), needs, in_place: call.in_place, args: 0, body: Box::new(body) })
     }
 
     /// The number of run-time arguments the body reads.
@@ -150,18 +134,11 @@ impl CpuKernel {
             return bad(format!("{} buffers were bound, {want} are needed", r.bufs.len()));
         }
         if r.args.len() < self.args {
-            return bad(format!(
-                "{} run-time arguments were given, {} are needed",
-                r.args.len(),
-                self.args
-            ));
+            return bad(format!("{} run-time arguments were given, {} are needed", r.args.len(), self.args));
         }
         for (i, (b, n)) in r.bufs.iter().zip(&self.needs).enumerate() {
             if b.bytes < n.bytes {
-                return bad(format!(
-                    "buffer {i} has {} bytes, {} are needed",
-                    b.bytes, n.bytes
-                ));
+                return bad(format!("buffer {i} has {} bytes, {} are needed", b.bytes, n.bytes));
             }
             if n.write {
                 super::device::check_writable(&self.name, b)?;
@@ -207,9 +184,8 @@ pub(crate) fn find(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declin
         Work::Op(op) => op,
     };
     // Only the reader of a mask knows what it reads outside.
-    let masked: SmallVec<[usize; 4]> = (0..call.inputs.len())
-        .filter(|&i| call.inputs[i].view.mask.is_some())
-        .collect();
+    let masked: SmallVec<[usize; 4]> =
+        (0..call.inputs.len()).filter(|&i| call.inputs[i].view.mask.is_some()).collect();
     if !masked.is_empty() {
         return Err(Declined::needs_dense(masked));
     }
@@ -217,10 +193,7 @@ pub(crate) fn find(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declin
         return Err(Declined::because("one dense output is needed"));
     }
     if call.in_place
-        && !matches!(
-            op,
-            Op::UpdateSlice { .. } | Op::ScatterElements { .. } | Op::ScatterRows { .. }
-        )
+        && !matches!(op, Op::UpdateSlice { .. } | Op::ScatterElements { .. } | Op::ScatterRows { .. })
     {
         return Err(Declined::because("this op does not run in place"));
     }
@@ -237,12 +210,7 @@ pub(crate) fn find(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declin
         Op::UpdateSlice { axis } => scatter::update_slice(call, *axis),
         Op::ArgReduce { max, axis, last, .. } => sort::arg_reduce(call, *max, *axis, *last),
         Op::ArgSort { axis, descending } => sort::arg_sort(call, *axis, *descending),
-        Op::Scan {
-            kind,
-            axis,
-            exclusive,
-            reverse,
-        } => scan::scan(call, *kind, *axis, *exclusive, *reverse),
+        Op::Scan { kind, axis, exclusive, reverse } => scan::scan(call, *kind, *axis, *exclusive, *reverse),
         Op::Composite(c) => calls::composite(isa, call, c),
         Op::Custom(_) => Err(Declined::because("custom ops bring their own kernels")),
         _ => Err(Declined::because(format!("{} runs as a fused kernel", op.name()))),

@@ -45,8 +45,7 @@ impl Wide for f64 {
     }
     #[inline(always)]
     fn order(self, o: f64) -> Ordering {
-        self.partial_cmp(&o)
-            .unwrap_or_else(|| self.is_nan().cmp(&o.is_nan()))
+        self.partial_cmp(&o).unwrap_or_else(|| self.is_nan().cmp(&o.is_nan()))
     }
     fn from_scalar(s: halcyon_ir::Scalar) -> f64 {
         s.as_f64()
@@ -234,11 +233,7 @@ impl Walk {
                 _ => axes.push((n, s)),
             }
         }
-        Walk {
-            axes,
-            offset,
-            numel: shape.iter().product(),
-        }
+        Walk { axes, offset, numel: shape.iter().product() }
     }
 
     /// Position of element `i`, in elements.
@@ -282,10 +277,7 @@ pub(crate) struct Indices {
 
 impl Indices {
     pub(crate) fn new(dtype: DType, view: &View) -> Indices {
-        Indices {
-            walk: Walk::new(view),
-            dtype,
-        }
+        Indices { walk: Walk::new(view), dtype }
     }
 
     /// Index number `i`. Values that an i64 cannot hold saturate: they are out of any range anyway.

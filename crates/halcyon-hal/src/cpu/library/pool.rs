@@ -30,9 +30,7 @@ struct Line<'a, T: Elem> {
 fn counts(w: &Window, axis: usize, o: usize) -> (usize, usize) {
     let end = w.input[axis] as isize + w.pad_hi[axis];
     let all = (0..w.kernel[axis]).filter(|&t| w.at(axis, o, t) < end).count();
-    let inside = (0..w.kernel[axis])
-        .filter(|&t| w.read(axis, o, t).is_some())
-        .count();
+    let inside = (0..w.kernel[axis]).filter(|&t| w.read(axis, o, t).is_some()).count();
     (all, inside)
 }
 
@@ -55,34 +53,24 @@ fn line_body<const FMA: bool, T: Elem>(l: Line<'_, T>) {
                 let acc = &mut l.acc[lo..hi];
                 match (average, w.stride[2]) {
                     (true, 1) => acc.iter_mut().zip(x).for_each(|(a, x)| *a = T::add(*a, x.up())),
-                    (true, s) => acc
-                        .iter_mut()
-                        .zip(x.iter().step_by(s))
-                        .for_each(|(a, x)| *a = T::add(*a, x.up())),
+                    (true, s) => {
+                        acc.iter_mut().zip(x.iter().step_by(s)).for_each(|(a, x)| *a = T::add(*a, x.up()))
+                    }
                     (false, 1) => acc.iter_mut().zip(x).for_each(|(a, x)| *a = T::max(*a, x.up())),
-                    (false, s) => acc
-                        .iter_mut()
-                        .zip(x.iter().step_by(s))
-                        .for_each(|(a, x)| *a = T::max(*a, x.up())),
+                    (false, s) => {
+                        acc.iter_mut().zip(x.iter().step_by(s)).for_each(|(a, x)| *a = T::max(*a, x.up()))
+                    }
                 }
             }
         }
     }
     match l.pool {
-        Pool::Max => {
-            l.y.iter_mut()
-                .zip(l.acc.iter())
-                .for_each(|(y, a)| *y = T::down(*a))
-        }
+        Pool::Max => l.y.iter_mut().zip(l.acc.iter()).for_each(|(y, a)| *y = T::down(*a)),
         Pool::Average { count_include_pad } => {
             let (d, h) = (counts(w, 0, l.od), counts(w, 1, l.oh));
             for (o, (y, a)) in l.y.iter_mut().zip(l.acc.iter()).enumerate() {
                 let v = counts(w, 2, o);
-                let n = if count_include_pad {
-                    d.0 * h.0 * v.0
-                } else {
-                    d.1 * h.1 * v.1
-                };
+                let n = if count_include_pad { d.0 * h.0 * v.0 } else { d.1 * h.1 * v.1 };
                 *y = T::down(T::div(*a, n));
             }
         }
@@ -108,10 +96,7 @@ pub unsafe fn pool<T: Elem>(
     x: *const T,
     y: *mut T,
 ) {
-    assert!(
-        window.input_dilation == [1; 3],
-        "pooling does not spread its input"
-    );
+    assert!(window.input_dilation == [1; 3], "pooling does not spread its input");
     let (n_in, n_out, ow) = (window.in_size(), window.out_size(), window.output[2]);
     if planes * n_out == 0 {
         return;
@@ -122,11 +107,7 @@ pub unsafe fn pool<T: Elem>(
     let scratch = team.scratch(each * team.threads());
     let buf = SharedMut(scratch.ptr());
     let (xs, ys) = (SharedConst(x), SharedMut(y));
-    let parts = if lines * ow * window.kernel_size() < 50_000 {
-        1
-    } else {
-        lines.min(team.threads() * 4)
-    };
+    let parts = if lines * ow * window.kernel_size() < 50_000 { 1 } else { lines.min(team.threads() * 4) };
     team.run_with(parts, &|worker, part| {
         // SAFETY: the caller's images; lines of different parts are disjoint; a worker's sums are its own and are written
         // before they are read.
@@ -141,18 +122,7 @@ pub unsafe fn pool<T: Elem>(
                 let x = std::slice::from_raw_parts(xs.get().add(plane * n_in), n_in);
                 let y = std::slice::from_raw_parts_mut(ys.get().add(l * ow), ow);
                 let (od, oh) = (r / window.output[1], r % window.output[1]);
-                line(
-                    isa,
-                    Line {
-                        pool: kind,
-                        w: window,
-                        x,
-                        od,
-                        oh,
-                        acc: &mut *acc,
-                        y,
-                    },
-                );
+                line(isa, Line { pool: kind, w: window, x, od, oh, acc: &mut *acc, y });
             }
         }
     });
@@ -169,18 +139,11 @@ mod tests {
         let mut y = Vec::new();
         for p in 0..planes {
             for o in 0..w.out_size() {
-                let at = [
-                    o / (w.output[1] * w.output[2]),
-                    o / w.output[2] % w.output[1],
-                    o % w.output[2],
-                ];
+                let at = [o / (w.output[1] * w.output[2]), o / w.output[2] % w.output[1], o % w.output[2]];
                 let (mut best, mut sum, mut inside, mut all) = (f64::NEG_INFINITY, 0.0, 0, 0);
                 for t in 0..w.kernel_size() {
-                    let tap = [
-                        t / (w.kernel[1] * w.kernel[2]),
-                        t / w.kernel[2] % w.kernel[1],
-                        t % w.kernel[2],
-                    ];
+                    let tap =
+                        [t / (w.kernel[1] * w.kernel[2]), t / w.kernel[2] % w.kernel[1], t % w.kernel[2]];
                     let pos: [i64; 3] = std::array::from_fn(|a| {
                         (at[a] * w.stride[a] + tap[a] * w.dilation[a]) as i64 - w.pad_lo[a] as i64
                     });
@@ -193,18 +156,12 @@ mod tests {
                         let v = x[p * w.in_size() + i];
                         inside += 1;
                         sum += v;
-                        best = if v.is_nan() || best.is_nan() {
-                            f64::NAN
-                        } else {
-                            best.max(v)
-                        };
+                        best = if v.is_nan() || best.is_nan() { f64::NAN } else { best.max(v) };
                     }
                 }
                 y.push(match kind {
                     Pool::Max => best,
-                    Pool::Average {
-                        count_include_pad: true,
-                    } => sum / all as f64,
+                    Pool::Average { count_include_pad: true } => sum / all as f64,
                     Pool::Average { .. } => sum / inside as f64,
                 });
             }
@@ -218,12 +175,8 @@ mod tests {
         let team = Team::new(2);
         let kinds = [
             Pool::Max,
-            Pool::Average {
-                count_include_pad: true,
-            },
-            Pool::Average {
-                count_include_pad: false,
-            },
+            Pool::Average { count_include_pad: true },
+            Pool::Average { count_include_pad: false },
         ];
         for isa in Isa::available() {
             for _ in 0..150 {
@@ -232,11 +185,7 @@ mod tests {
                     |lo: usize, n: usize| -> Vec<usize> { (0..dims).map(|_| lo + rng.below(n)).collect() };
                 let (input, kernel) = (list(1, if dims == 3 { 9 } else { 37 }), list(1, 3));
                 let (stride, dilation, lo, hi) = (list(1, 3), list(1, 2), list(0, 2), list(0, 2));
-                let pads: Vec<_> = lo
-                    .iter()
-                    .zip(&hi)
-                    .map(|(a, b)| (*a as isize, *b as isize))
-                    .collect();
+                let pads: Vec<_> = lo.iter().zip(&hi).map(|(a, b)| (*a as isize, *b as isize)).collect();
                 let mut w = Window::new(&input, &kernel, &stride, &dilation, &pads, &vec![1; dims]).unwrap();
                 if rng.below(4) == 0 && w.output[2] > 0 {
                     // Rounding output sizes up lets the last window hang over the far padding.
@@ -272,11 +221,7 @@ mod tests {
                 }
                 let wide: Vec<f64> = i.slice().iter().map(|v| *v as f64).collect();
                 for (got, want) in yi.slice().iter().zip(reference(kind, planes, &w, &wide)) {
-                    let want = if want.is_nan() {
-                        0.0
-                    } else {
-                        want.max(-128.0).trunc()
-                    };
+                    let want = if want.is_nan() { 0.0 } else { want.max(-128.0).trunc() };
                     assert_eq!(*got as f64, want, "{kind:?} {w:?}");
                 }
             }

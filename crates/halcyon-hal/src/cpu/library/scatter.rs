@@ -60,10 +60,8 @@ pub(crate) fn elements(
     // Lines along the axis: no two lines share a place.
     let (il, len, istep) = without(&index.view, axis);
     let (ul, _, ustep) = without(&updates.view, axis);
-    let lines: Vec<usize> = (0..index.view.rank())
-        .filter(|k| *k != axis)
-        .map(|k| index.view.shape[k])
-        .collect();
+    let lines: Vec<usize> =
+        (0..index.view.rank()).filter(|k| *k != axis).map(|k| index.view.shape[k]).collect();
     let line_strides: Vec<isize> = (0..out.len()).filter(|k| *k != axis).map(|k| out[k]).collect();
     let ol = Walk::of(&lines, &line_strides, 0);
     if n == 0 && len * il.numel > 0 {

@@ -158,13 +158,7 @@ impl Simd for Portable {
     }
     #[inline(always)]
     unsafe fn fma(a: [f32; 4], b: [f32; 4], c: [f32; 4]) -> [f32; 4] {
-        std::array::from_fn(|i| {
-            if Self::FMA {
-                a[i].mul_add(b[i], c[i])
-            } else {
-                a[i] * b[i] + c[i]
-            }
-        })
+        std::array::from_fn(|i| if Self::FMA { a[i].mul_add(b[i], c[i]) } else { a[i] * b[i] + c[i] })
     }
     #[inline(always)]
     unsafe fn sub(a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
@@ -206,12 +200,7 @@ mod x86 {
     #[inline(always)]
     unsafe fn mask8(n: usize) -> __m256i {
         // SAFETY: AVX2 by the trait's condition.
-        unsafe {
-            _mm256_cmpgt_epi32(
-                _mm256_set1_epi32(n as i32),
-                _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7),
-            )
-        }
+        unsafe { _mm256_cmpgt_epi32(_mm256_set1_epi32(n as i32), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)) }
     }
 
     // SAFETY (of every block below): the trait's condition, that the caller is compiled for these instructions, and the

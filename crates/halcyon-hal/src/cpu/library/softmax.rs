@@ -54,9 +54,7 @@ pub(crate) unsafe fn max_of<S: Simd>(x: &[f32]) -> f32 {
         for (u, a) in acc.iter().enumerate() {
             S::store(t.as_mut_ptr().add(u * S::W), *a);
         }
-        t.iter()
-            .chain(&x[i..])
-            .fold(f32::NEG_INFINITY, |m, &v| if v > m { v } else { m })
+        t.iter().chain(&x[i..]).fold(f32::NEG_INFINITY, |m, &v| if v > m { v } else { m })
     }
 }
 
@@ -64,11 +62,7 @@ pub(crate) unsafe fn max_of<S: Simd>(x: &[f32]) -> f32 {
 #[inline(always)]
 unsafe fn exp_minus<S: Simd>(x: &[f32], m: f32, y: &mut [f32]) -> f32 {
     for (y, x) in y.iter_mut().zip(x) {
-        *y = if S::FMA {
-            vmath::exp::<true>(*x - m)
-        } else {
-            vmath::exp::<false>(*x - m)
-        };
+        *y = if S::FMA { vmath::exp::<true>(*x - m) } else { vmath::exp::<false>(*x - m) };
     }
     // SAFETY: the caller's.
     unsafe { sum_of::<S>(y, |v| v) }
@@ -78,11 +72,7 @@ unsafe fn exp_minus<S: Simd>(x: &[f32], m: f32, y: &mut [f32]) -> f32 {
 #[inline(always)]
 pub(crate) unsafe fn exp_in_place<S: Simd>(x: &mut [f32], m: f32) -> f32 {
     for v in x.iter_mut() {
-        *v = if S::FMA {
-            vmath::exp::<true>(*v - m)
-        } else {
-            vmath::exp::<false>(*v - m)
-        };
+        *v = if S::FMA { vmath::exp::<true>(*v - m) } else { vmath::exp::<false>(*v - m) };
     }
     // SAFETY: the caller's.
     unsafe { sum_of::<S>(x, |v| v) }
@@ -184,19 +174,11 @@ unsafe fn over_rows<T: PackElem>(
     if rows * n == 0 {
         return;
     }
-    let each = if T::IS_F32 {
-        0
-    } else {
-        (2 * n).next_multiple_of(16)
-    };
+    let each = if T::IS_F32 { 0 } else { (2 * n).next_multiple_of(16) };
     let scratch = (each > 0).then(|| team.scratch(each * team.threads()));
     let buf = SharedMut(scratch.as_ref().map_or(std::ptr::null_mut(), |s| s.ptr()));
     let (xs, ys) = (SharedConst(x), SharedMut(y));
-    let parts = if rows * n < 8192 {
-        1
-    } else {
-        rows.min(team.threads() * 4)
-    };
+    let parts = if rows * n < 8192 { 1 } else { rows.min(team.threads() * 4) };
     team.run_with(parts, &|worker, part| {
         let (r0, r1) = (rows * part / parts, rows * (part + 1) / parts);
         // SAFETY: the caller's rows; parts are disjoint; a worker's scratch is its own and is zeroed first.
@@ -297,9 +279,7 @@ mod tests {
     /// Row kernels by their definitions in f64.
     fn reference(kind: Kind, x: &[f64], scale: &[f32], shift: &[f32]) -> Vec<f64> {
         let n = x.len() as f64;
-        let max = x
-            .iter()
-            .fold(f64::NEG_INFINITY, |m, v| if v.is_nan() { m } else { m.max(*v) });
+        let max = x.iter().fold(f64::NEG_INFINITY, |m, v| if v.is_nan() { m } else { m.max(*v) });
         let sum: f64 = x.iter().map(|v| (v - max).exp()).sum();
         let mean = x.iter().sum::<f64>() / n;
         let var = x.iter().map(|v| (v - mean) * (v - mean)).sum::<f64>() / n;
@@ -327,22 +307,9 @@ mod tests {
         wide: fn(T) -> f32,
         tol: f64,
     ) {
-        for (rows, n) in [
-            (0, 5),
-            (3, 0),
-            (1, 1),
-            (4, 7),
-            (3, 16),
-            (5, 33),
-            (2, 1000),
-            (70, 257),
-        ] {
-            for kind in [
-                Kind::Softmax,
-                Kind::LogSoftmax,
-                Kind::Layer { eps: 1e-5 },
-                Kind::Rms { eps: 1e-6 },
-            ] {
+        for (rows, n) in [(0, 5), (3, 0), (1, 1), (4, 7), (3, 16), (5, 33), (2, 1000), (70, 257)] {
+            for kind in [Kind::Softmax, Kind::LogSoftmax, Kind::Layer { eps: 1e-5 }, Kind::Rms { eps: 1e-6 }]
+            {
                 let mut data: Vec<f32> = rng.vec(rows * n).into_iter().map(|v| v * 8.0).collect();
                 if matches!(kind, Kind::Softmax | Kind::LogSoftmax) && n > 4 && rows > 2 {
                     data[0] = f32::NEG_INFINITY;
@@ -368,10 +335,8 @@ mod tests {
                     }
                 }
                 for r in 0..rows {
-                    let row: Vec<f64> = x.slice()[r * n..(r + 1) * n]
-                        .iter()
-                        .map(|v| wide(*v) as f64)
-                        .collect();
+                    let row: Vec<f64> =
+                        x.slice()[r * n..(r + 1) * n].iter().map(|v| wide(*v) as f64).collect();
                     let want = reference(kind, &row, scale.slice(), shift.slice());
                     for (i, w) in want.iter().enumerate() {
                         let got = wide(y.slice()[r * n + i]);

@@ -44,10 +44,7 @@ pub(crate) fn close(got: f32, want: f64, scale: f64, tol: f64, what: &dyn std::f
     if want.is_nan() && got.is_nan() || got as f64 == want {
         return;
     }
-    assert!(
-        (got as f64 - want).abs() <= tol * scale,
-        "{got} against {want} (scale {scale}) in {what:?}"
-    );
+    assert!((got as f64 - want).abs() <= tol * scale, "{got} against {want} (scale {scale}) in {what:?}");
 }
 
 /// Which end of its pages an operand touches.
@@ -123,12 +120,7 @@ impl<T: Copy> Guarded<T> {
         let ptr = base.wrapping_add(at) as *mut T;
         // SAFETY: `len` accessible bytes start at `ptr`.
         unsafe { std::ptr::copy_nonoverlapping(data.as_ptr(), ptr, data.len()) };
-        Guarded {
-            base,
-            bytes,
-            ptr,
-            n: data.len(),
-        }
+        Guarded { base, bytes, ptr, n: data.len() }
     }
 
     pub(crate) fn ptr(&self) -> *const T {

@@ -12,10 +12,7 @@ use smallvec::smallvec;
 use std::sync::Arc;
 
 fn device() -> CpuDevice {
-    CpuDevice::new(&Options {
-        threads: Some(2),
-        ..Default::default()
-    })
+    CpuDevice::new(&Options { threads: Some(2), ..Default::default() })
 }
 
 /// A random value that the type's sums and products of a few dozen hold exactly where they can.
@@ -28,10 +25,7 @@ fn value(rng: &mut Rng, d: DType) -> Scalar {
 }
 
 fn tensor(d: DType, dims: &[usize], v: &[Scalar]) -> ConstData {
-    let bytes: Vec<u8> = v
-        .iter()
-        .flat_map(|s| s.to_bytes(d)[..d.size()].to_vec())
-        .collect();
+    let bytes: Vec<u8> = v.iter().flat_map(|s| s.to_bytes(d)[..d.size()].to_vec()).collect();
     ConstData::new(d, dims, Arc::new(bytes)).unwrap()
 }
 
@@ -83,10 +77,7 @@ fn place(dev: &CpuDevice, x: &ConstData, lay: Lay) -> (BufferRef, Operand) {
 /// Runs an op; operands that the device wants dense are given densely, as a lowering does.
 fn run(dev: &CpuDevice, op: &Op, x: &[&ConstData], out: &TensorType, lay: Lay) -> Result<ConstData, String> {
     let dims = out.shape.dims().unwrap();
-    let output = Operand {
-        dtype: out.dtype,
-        view: View::dense(&dims),
-    };
+    let output = Operand { dtype: out.dtype, view: View::dense(&dims) };
     let mut placed: Vec<(BufferRef, Operand)> = x.iter().map(|x| place(dev, x, lay)).collect();
     let mut kernel = None;
     for _ in 0..2 {
@@ -103,10 +94,9 @@ fn run(dev: &CpuDevice, op: &Op, x: &[&ConstData], out: &TensorType, lay: Lay) -
                 kernel = Some(k);
                 break;
             }
-            Err(d) if !d.dense.is_empty() => d
-                .dense
-                .iter()
-                .for_each(|i| placed[*i] = place(dev, x[*i], Lay::Dense)),
+            Err(d) if !d.dense.is_empty() => {
+                d.dense.iter().for_each(|i| placed[*i] = place(dev, x[*i], Lay::Dense))
+            }
             Err(d) => return Err(d.reason),
         }
     }
@@ -116,13 +106,8 @@ fn run(dev: &CpuDevice, op: &Op, x: &[&ConstData], out: &TensorType, lay: Lay) -
     let y = dev.alloc(bytes, Tag::Io).unwrap();
     dev.write(&y, 0, &vec![0x5A; bytes]).unwrap();
     bufs.push(y.clone());
-    dev.submit(&[Command::Library {
-        kernel: &kernel,
-        buffers: &bufs,
-        args: &[],
-        fault: 7,
-    }])
-    .map_err(|e| e.to_string())?;
+    dev.submit(&[Command::Library { kernel: &kernel, buffers: &bufs, args: &[], fault: 7 }])
+        .map_err(|e| e.to_string())?;
     let mut v = vec![0; bytes];
     dev.read(&y, 0, &mut v).unwrap();
     Ok(ConstData::new(out.dtype, &dims, Arc::new(v)).unwrap())
@@ -142,9 +127,7 @@ fn tolerance(d: DType) -> f64 {
 /// Runs an op in every layout and compares with the reference.
 fn check(dev: &CpuDevice, op: &Op, x: &[&ConstData], want: Option<TensorType>) {
     let types: Vec<TensorType> = x.iter().map(|x| TensorType::new(x.dtype, &x.dims)).collect();
-    let ty = op
-        .infer(&types.iter().collect::<Vec<_>>(), want.as_ref())
-        .unwrap();
+    let ty = op.infer(&types.iter().collect::<Vec<_>>(), want.as_ref()).unwrap();
     let reference = reference::eval_op(op, x, &ty, &[]).unwrap();
     for lay in [Lay::Dense, Lay::Turned, Lay::Spread] {
         let what = format!("{} {:?} {lay:?}", op.name(), types);
@@ -166,16 +149,8 @@ fn numbers() -> impl Iterator<Item = DType> {
 fn floats() -> impl Iterator<Item = DType> {
     DType::all().filter(|d| d.is_float())
 }
-const INDEX: [DType; 8] = [
-    DType::I64,
-    DType::I32,
-    DType::I16,
-    DType::I8,
-    DType::U64,
-    DType::U32,
-    DType::U16,
-    DType::U8,
-];
+const INDEX: [DType; 8] =
+    [DType::I64, DType::I32, DType::I16, DType::I8, DType::U64, DType::U32, DType::U16, DType::U8];
 
 /// Indices into `n`, negative ones too where the type has them.
 fn indices(rng: &mut Rng, d: DType, dims: &[usize], n: usize) -> ConstData {
@@ -215,34 +190,21 @@ fn matmul_of_repeated_operands() {
         for (left, right) in [(false, true), (true, false), (true, true)] {
             let (dims_a, dims_b) = ([2usize, 3, 6, 8], [2usize, 3, 8, 5]);
             let small = |dims: &[usize], repeat: bool| {
-                if repeat {
-                    vec![dims[2], dims[3]]
-                } else {
-                    dims.to_vec()
-                }
+                if repeat { vec![dims[2], dims[3]] } else { dims.to_vec() }
             };
-            let (x, y) = (
-                random(&mut rng, d, &small(&dims_a, left)),
-                random(&mut rng, d, &small(&dims_b, right)),
-            );
+            let (x, y) =
+                (random(&mut rng, d, &small(&dims_a, left)), random(&mut rng, d, &small(&dims_b, right)));
             let grow = |c: &ConstData, dims: &[usize]| {
                 let n = c.numel();
-                let v: Vec<Scalar> = (0..dims.iter().product())
-                    .map(|i| c.get(i % n).unwrap())
-                    .collect();
+                let v: Vec<Scalar> = (0..dims.iter().product()).map(|i| c.get(i % n).unwrap()).collect();
                 tensor(d, dims, &v)
             };
             let (fx, fy) = (grow(&x, &dims_a), grow(&y, &dims_b));
             let ty = TensorType::new(d, &[2usize, 3, 6, 5][..]);
             let want = reference::eval_op(&Op::Matmul, &[&fx, &fy], &ty, &[]).unwrap();
-            let ins = [(&x, &dims_a), (&y, &dims_b)].map(|(c, dims)| Operand {
-                dtype: d,
-                view: View::dense(&c.dims).expand(dims),
-            });
-            let out = Operand {
-                dtype: d,
-                view: View::dense(&[2, 3, 6, 5]),
-            };
+            let ins = [(&x, &dims_a), (&y, &dims_b)]
+                .map(|(c, dims)| Operand { dtype: d, view: View::dense(&c.dims).expand(dims) });
+            let out = Operand { dtype: d, view: View::dense(&[2, 3, 6, 5]) };
             let call = LibraryCall {
                 work: Work::Op(&Op::Matmul),
                 inputs: &ins,
@@ -252,27 +214,14 @@ fn matmul_of_repeated_operands() {
             };
             let k = dev.library(&call).unwrap();
             let y0 = dev.alloc(d.bytes(180), Tag::Io).unwrap();
-            let bufs = [
-                place(&dev, &x, Lay::Dense).0,
-                place(&dev, &y, Lay::Dense).0,
-                y0.clone(),
-            ];
-            dev.submit(&[Command::Library {
-                kernel: &k,
-                buffers: &bufs,
-                args: &[],
-                fault: 1,
-            }])
-            .unwrap();
+            let bufs = [place(&dev, &x, Lay::Dense).0, place(&dev, &y, Lay::Dense).0, y0.clone()];
+            dev.submit(&[Command::Library { kernel: &k, buffers: &bufs, args: &[], fault: 1 }]).unwrap();
             let mut got = vec![0; d.bytes(180)];
             dev.read(&y0, 0, &mut got).unwrap();
             let got = ConstData::new(d, &[2, 3, 6, 5], Arc::new(got)).unwrap();
             for (g, w) in got.scalars().zip(want.scalars()) {
                 let (g, w) = (g.as_f64(), w.as_f64());
-                assert!(
-                    (g - w).abs() <= tolerance(d) * w.abs().max(4.0),
-                    "{d} {left} {right}: {g} {w}"
-                );
+                assert!((g - w).abs() <= tolerance(d) * w.abs().max(4.0), "{d} {left} {right}: {g} {w}");
             }
         }
     }
@@ -284,48 +233,18 @@ fn convolutions() {
     let mut rng = Rng::new();
     for d in floats() {
         for (x, w, c) in [
-            (
-                vec![2, 3, 9],
-                vec![4, 3, 3],
-                Conv {
-                    pad: smallvec![(1, 2)],
-                    ..Conv::new(1)
-                },
-            ),
-            (
-                vec![2, 4, 9, 8],
-                vec![6, 2, 3, 2],
-                Conv {
-                    groups: 2,
-                    stride: smallvec![2, 1],
-                    ..Conv::new(2)
-                },
-            ),
-            (
-                vec![1, 2, 5, 6, 5],
-                vec![3, 2, 2, 2, 2],
-                Conv {
-                    dilation: smallvec![1, 2, 1],
-                    ..Conv::new(3)
-                },
-            ),
+            (vec![2, 3, 9], vec![4, 3, 3], Conv { pad: smallvec![(1, 2)], ..Conv::new(1) }),
+            (vec![2, 4, 9, 8], vec![6, 2, 3, 2], Conv { groups: 2, stride: smallvec![2, 1], ..Conv::new(2) }),
+            (vec![1, 2, 5, 6, 5], vec![3, 2, 2, 2, 2], Conv { dilation: smallvec![1, 2, 1], ..Conv::new(3) }),
             (
                 vec![1, 3, 5, 5],
                 vec![3, 1, 3, 3],
-                Conv {
-                    groups: 3,
-                    pad: smallvec![(1, 1), (-1, 2)],
-                    ..Conv::new(2)
-                },
+                Conv { groups: 3, pad: smallvec![(1, 1), (-1, 2)], ..Conv::new(2) },
             ),
             (
                 vec![1, 3, 5, 4],
                 vec![2, 3, 3, 3],
-                Conv {
-                    input_dilation: smallvec![2, 3],
-                    pad: smallvec![(2, 2), (2, 1)],
-                    ..Conv::new(2)
-                },
+                Conv { input_dilation: smallvec![2, 3], pad: smallvec![(2, 2), (2, 1)], ..Conv::new(2) },
             ),
         ] {
             let (x, w) = (random(&mut rng, d, &x), random(&mut rng, d, &w));
@@ -340,12 +259,8 @@ fn pools_and_their_gradients() {
     let mut rng = Rng::new();
     let kinds = [
         PoolKind::Max,
-        PoolKind::Avg {
-            count_include_pad: true,
-        },
-        PoolKind::Avg {
-            count_include_pad: false,
-        },
+        PoolKind::Avg { count_include_pad: true },
+        PoolKind::Avg { count_include_pad: false },
     ];
     for d in numbers() {
         for kind in kinds {
@@ -362,9 +277,7 @@ fn pools_and_their_gradients() {
             let x = random(&mut rng, d, &[2, 3, 9, 7]);
             check(&dev, &Op::Pool(p.clone()), &[&x], None);
             if d.is_float() {
-                let ty = Op::Pool(p.clone())
-                    .infer(&[&TensorType::new(d, &x.dims)], None)
-                    .unwrap();
+                let ty = Op::Pool(p.clone()).infer(&[&TensorType::new(d, &x.dims)], None).unwrap();
                 let y = reference::eval_op(&Op::Pool(p.clone()), &[&x], &ty, &[]).unwrap();
                 let dy = random(&mut rng, d, &y.dims);
                 check(&dev, &Op::PoolGrad(p), &[&x, &y, &dy], None);
@@ -398,13 +311,8 @@ fn scatters_of_every_type_and_kind() {
     let dev = device();
     let mut rng = Rng::new();
     for (n, d) in DType::all().enumerate() {
-        for kind in [
-            ScatterKind::Set,
-            ScatterKind::Add,
-            ScatterKind::Mul,
-            ScatterKind::Max,
-            ScatterKind::Min,
-        ] {
+        for kind in [ScatterKind::Set, ScatterKind::Add, ScatterKind::Mul, ScatterKind::Max, ScatterKind::Min]
+        {
             if d == DType::Bool && kind != ScatterKind::Set {
                 continue;
             }
@@ -449,15 +357,8 @@ fn slices_are_updated_in_place() {
     let op = Op::UpdateSlice { axis: 0 };
     let base: Vec<f32> = (0..20).map(|i| i as f32).collect();
     let bytes = |v: &[f32]| v.iter().flat_map(|x| x.to_le_bytes()).collect::<Vec<u8>>();
-    let view = |dims: &[usize], d| Operand {
-        dtype: d,
-        view: View::dense(dims),
-    };
-    let ins = [
-        view(&[10, 2], DType::F32),
-        view(&[3, 2], DType::F32),
-        view(&[], DType::I32),
-    ];
+    let view = |dims: &[usize], d| Operand { dtype: d, view: View::dense(dims) };
+    let ins = [view(&[10, 2], DType::F32), view(&[3, 2], DType::F32), view(&[], DType::I32)];
     let outs = [view(&[10, 2], DType::F32)];
     let call = LibraryCall {
         work: Work::Op(&op),
@@ -468,21 +369,12 @@ fn slices_are_updated_in_place() {
     };
     let k = dev.library(&call).unwrap();
     for (at, first, fault) in [(4, 4, None), (9, 7, Some(42)), (-1, 0, Some(42))] {
-        let bufs: Vec<BufferRef> = [80, 24, 4]
-            .iter()
-            .map(|n| dev.alloc(*n, Tag::Io).unwrap())
-            .collect();
+        let bufs: Vec<BufferRef> = [80, 24, 4].iter().map(|n| dev.alloc(*n, Tag::Io).unwrap()).collect();
         dev.write(&bufs[0], 0, &bytes(&base)).unwrap();
         dev.write(&bufs[1], 0, &bytes(&[-1.0; 6])).unwrap();
         dev.write(&bufs[2], 0, &i32::to_le_bytes(at)).unwrap();
         let all = [bufs[0].clone(), bufs[1].clone(), bufs[2].clone(), bufs[0].clone()];
-        dev.submit(&[Command::Library {
-            kernel: &k,
-            buffers: &all,
-            args: &[],
-            fault: 42,
-        }])
-        .unwrap();
+        dev.submit(&[Command::Library { kernel: &k, buffers: &all, args: &[], fault: 42 }]).unwrap();
         let mut got = vec![0; 80];
         dev.read(&bufs[0], 0, &mut got).unwrap();
         let mut want = base.clone();
@@ -491,21 +383,8 @@ fn slices_are_updated_in_place() {
         assert_eq!(dev.take_fault().unwrap(), fault, "{at}");
         assert_eq!(dev.take_fault().unwrap(), None);
         // Two different buffers are not "in place", and an output may not be bound twice.
-        let two = [
-            bufs[0].clone(),
-            bufs[1].clone(),
-            bufs[2].clone(),
-            dev.alloc(80, Tag::Io).unwrap(),
-        ];
-        assert!(
-            dev.submit(&[Command::Library {
-                kernel: &k,
-                buffers: &two,
-                args: &[],
-                fault: 1
-            }])
-            .is_err()
-        );
+        let two = [bufs[0].clone(), bufs[1].clone(), bufs[2].clone(), dev.alloc(80, Tag::Io).unwrap()];
+        assert!(dev.submit(&[Command::Library { kernel: &k, buffers: &two, args: &[], fault: 1 }]).is_err());
     }
 }
 
@@ -514,42 +393,21 @@ fn bad_indices_are_clamped_and_reported() {
     let dev = device();
     let x = tensor(DType::F32, &[3], &[1.0, 2.0, 3.0].map(Scalar::F));
     let u = tensor(DType::F32, &[2], &[8.0, 9.0].map(Scalar::F));
-    for (values, want, bad) in [
-        ([0, -3], [1.0, 1.0], false),
-        ([2, 3], [3.0, 3.0], true),
-        ([-4, 1], [1.0, 2.0], true),
-    ] {
+    for (values, want, bad) in
+        [([0, -3], [1.0, 1.0], false), ([2, 3], [3.0, 3.0], true), ([-4, 1], [1.0, 2.0], true)]
+    {
         let i = tensor(DType::I64, &[2], &values.map(Scalar::I));
         for op in [Op::Gather { axis: 0 }, Op::GatherElements { axis: 0 }] {
-            let got = run(
-                &dev,
-                &op,
-                &[&x, &i],
-                &TensorType::new(DType::F32, &[2usize][..]),
-                Lay::Dense,
-            )
-            .unwrap();
+            let got =
+                run(&dev, &op, &[&x, &i], &TensorType::new(DType::F32, &[2usize][..]), Lay::Dense).unwrap();
             assert_eq!(got.to_vec::<f32>(), want, "{values:?}");
             assert_eq!(dev.take_fault().unwrap(), bad.then_some(7));
         }
         for op in [
-            Op::ScatterElements {
-                axis: 0,
-                kind: ScatterKind::Set,
-            },
-            Op::ScatterRows {
-                axis: 0,
-                kind: ScatterKind::Set,
-            },
+            Op::ScatterElements { axis: 0, kind: ScatterKind::Set },
+            Op::ScatterRows { axis: 0, kind: ScatterKind::Set },
         ] {
-            run(
-                &dev,
-                &op,
-                &[&x, &i, &u],
-                &TensorType::new(DType::F32, &[3usize][..]),
-                Lay::Dense,
-            )
-            .unwrap();
+            run(&dev, &op, &[&x, &i, &u], &TensorType::new(DType::F32, &[3usize][..]), Lay::Dense).unwrap();
             assert_eq!(dev.take_fault().unwrap(), bad.then_some(7));
         }
     }
@@ -579,27 +437,9 @@ fn orders_of_every_type() {
             let x = ties(&mut rng, d, &[4, 6, 5]);
             for flag in [false, true] {
                 for last in [false, true] {
-                    check(
-                        &dev,
-                        &Op::ArgReduce {
-                            max: flag,
-                            axis,
-                            keep: flag,
-                            last,
-                        },
-                        &[&x],
-                        None,
-                    );
+                    check(&dev, &Op::ArgReduce { max: flag, axis, keep: flag, last }, &[&x], None);
                 }
-                check(
-                    &dev,
-                    &Op::ArgSort {
-                        axis,
-                        descending: flag,
-                    },
-                    &[&x],
-                    None,
-                );
+                check(&dev, &Op::ArgSort { axis, descending: flag }, &[&x], None);
             }
         }
     }
@@ -610,26 +450,11 @@ fn scans_of_every_type() {
     let dev = device();
     let mut rng = Rng::new();
     for d in numbers() {
-        for kind in [
-            ReduceKind::Sum,
-            ReduceKind::Prod,
-            ReduceKind::Max,
-            ReduceKind::Min,
-        ] {
+        for kind in [ReduceKind::Sum, ReduceKind::Prod, ReduceKind::Max, ReduceKind::Min] {
             for axis in 0..2 {
                 for (exclusive, reverse) in [(false, false), (true, false), (false, true), (true, true)] {
                     let x = random(&mut rng, d, &[7, 9]);
-                    check(
-                        &dev,
-                        &Op::Scan {
-                            kind,
-                            axis,
-                            exclusive,
-                            reverse,
-                        },
-                        &[&x],
-                        None,
-                    );
+                    check(&dev, &Op::Scan { kind, axis, exclusive, reverse }, &[&x], None);
                 }
             }
         }
@@ -642,11 +467,7 @@ fn composite(
     build: impl FnOnce(&mut Graph, &[halcyon_ir::NodeId]) -> halcyon_ir::NodeId,
 ) -> Arc<Composite> {
     let mut g = Graph::new();
-    let ids: Vec<_> = types
-        .iter()
-        .enumerate()
-        .map(|(i, t)| g.input(&format!("x{i}"), t.clone()))
-        .collect();
+    let ids: Vec<_> = types.iter().enumerate().map(|(i, t)| g.input(&format!("x{i}"), t.clone())).collect();
     let y = build(&mut g, &ids);
     match &g.node(y).op {
         Op::Composite(c) => c.clone(),
@@ -664,48 +485,26 @@ fn composites_of_rows_and_attention() {
         let (s, b) = (random(&mut rng, d, &[37]), random(&mut rng, d, &[37]));
         let t = [ty(d, &[3, 5, 37]), ty(d, &[37]), ty(d, &[37])];
         let op = |c| Op::Composite(c);
+        check(&dev, &op(composite(&t[..1], |g, x| g.softmax(x[0], 2).unwrap())), &[&x], None);
+        check(&dev, &op(composite(&t[..1], |g, x| g.log_softmax(x[0], 2).unwrap())), &[&x], None);
         check(
             &dev,
-            &op(composite(&t[..1], |g, x| g.softmax(x[0], 2).unwrap())),
-            &[&x],
-            None,
-        );
-        check(
-            &dev,
-            &op(composite(&t[..1], |g, x| g.log_softmax(x[0], 2).unwrap())),
-            &[&x],
-            None,
-        );
-        check(
-            &dev,
-            &op(composite(&t, |g, x| {
-                g.layer_norm(x[0], x[1], Some(x[2]), 2, 1e-5).unwrap()
-            })),
+            &op(composite(&t, |g, x| g.layer_norm(x[0], x[1], Some(x[2]), 2, 1e-5).unwrap())),
             &[&x, &s, &b],
             None,
         );
         check(
             &dev,
-            &op(composite(&t[..2], |g, x| {
-                g.layer_norm(x[0], x[1], None, 2, 1e-5).unwrap()
-            })),
+            &op(composite(&t[..2], |g, x| g.layer_norm(x[0], x[1], None, 2, 1e-5).unwrap())),
             &[&x, &s],
             None,
         );
-        check(
-            &dev,
-            &op(composite(&t[..2], |g, x| g.rms_norm(x[0], x[1], 1e-5).unwrap())),
-            &[&x, &s],
-            None,
-        );
+        check(&dev, &op(composite(&t[..2], |g, x| g.rms_norm(x[0], x[1], 1e-5).unwrap())), &[&x, &s], None);
     }
     let d = DType::F32;
-    for (mask, causal) in [
-        (None, false),
-        (None, true),
-        (Some(vec![2, 1, 1, 9]), false),
-        (Some(vec![5, 9]), true),
-    ] {
+    for (mask, causal) in
+        [(None, false), (None, true), (Some(vec![2, 1, 1, 9]), false), (Some(vec![5, 9]), true)]
+    {
         let (q, k, v) = (
             random(&mut rng, d, &[2, 4, 5, 8]),
             random(&mut rng, d, &[2, 2, 9, 8]),
@@ -715,10 +514,8 @@ fn composites_of_rows_and_attention() {
         let mut ins = vec![&q, &k, &v];
         ins.extend(m.as_ref());
         let types: Vec<TensorType> = ins.iter().map(|x| ty(d, &x.dims)).collect();
-        let c = composite(&types, |g, x| {
-            g.attention(x[0], x[1], x[2], x.get(3).copied(), causal, 0.35)
-                .unwrap()
-        });
+        let c =
+            composite(&types, |g, x| g.attention(x[0], x[1], x[2], x.get(3).copied(), causal, 0.35).unwrap());
         check(&dev, &Op::Composite(c), &ins, None);
     }
 }
@@ -726,10 +523,7 @@ fn composites_of_rows_and_attention() {
 #[test]
 fn what_has_no_kernel_is_declined_with_a_reason() {
     let dev = device();
-    let x = Operand {
-        dtype: DType::F64,
-        view: View::dense(&[4, 4]),
-    };
+    let x = Operand { dtype: DType::F64, view: View::dense(&[4, 4]) };
     let t = [TensorType::new(DType::F64, &[4usize, 4][..])];
     let soft = Op::Composite(composite(&t, |g, x| g.softmax(x[0], 0).unwrap()));
     let exp = Op::Scalar(halcyon_ir::ScalarOp::Exp);

@@ -37,14 +37,7 @@ impl Window {
                 "1, 2 and 3 axes are supported",
             ));
         }
-        if [
-            kernel.len(),
-            stride.len(),
-            dilation.len(),
-            pads.len(),
-            input_dilation.len(),
-        ] != [d; 5]
-        {
+        if [kernel.len(), stride.len(), dilation.len(), pads.len(), input_dilation.len()] != [d; 5] {
             return Err(Error::shape(
                 "window",
                 format!(
@@ -57,12 +50,7 @@ impl Window {
                 ),
             ));
         }
-        if stride
-            .iter()
-            .chain(dilation)
-            .chain(input_dilation)
-            .any(|&v| v == 0)
-        {
+        if stride.iter().chain(dilation).chain(input_dilation).any(|&v| v == 0) {
             return Err(Error::argument("window", "strides and dilations are at least 1"));
         }
         let three =
@@ -86,20 +74,10 @@ impl Window {
                 continue;
             }
             let int = |v: usize| i64::try_from(v).ok().filter(|v| *v < 1 << 40).ok_or_else(big);
-            let spread = int(w.input[i] - 1)?
-                .checked_mul(int(w.input_dilation[i])?)
-                .ok_or_else(big)?
-                + 1;
-            let reach = int(w.kernel[i] - 1)?
-                .checked_mul(int(w.dilation[i])?)
-                .ok_or_else(big)?
-                + 1;
+            let spread = int(w.input[i] - 1)?.checked_mul(int(w.input_dilation[i])?).ok_or_else(big)? + 1;
+            let reach = int(w.kernel[i] - 1)?.checked_mul(int(w.dilation[i])?).ok_or_else(big)? + 1;
             let room = spread + w.pad_lo[i] as i64 + w.pad_hi[i] as i64 - reach;
-            w.output[i] = if room < 0 {
-                0
-            } else {
-                (room / int(w.stride[i])? + 1) as usize
-            };
+            w.output[i] = if room < 0 { 0 } else { (room / int(w.stride[i])? + 1) as usize };
         }
         Ok(w)
     }
@@ -186,11 +164,6 @@ mod tests {
         assert!(Window::new(&[4], &[3], &[0], &[1], &[(0, 0)], &[1]).is_err());
         assert!(Window::new(&[4], &[3, 3], &[1], &[1], &[(0, 0)], &[1]).is_err());
         assert!(Window::new(&[usize::MAX], &[3], &[1], &[1], &[(0, 0)], &[1]).is_err());
-        assert_eq!(
-            Window::new(&[2], &[5], &[1], &[1], &[(0, 0)], &[1])
-                .unwrap()
-                .output,
-            [1, 1, 0]
-        );
+        assert_eq!(Window::new(&[2], &[5], &[1], &[1], &[(0, 0)], &[1]).unwrap().output, [1, 1, 0]);
     }
 }

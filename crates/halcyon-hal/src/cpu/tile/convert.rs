@@ -77,10 +77,7 @@ unsafe fn widen_f16<const F16C: bool>(src: *const u16, dst: *mut f32, n: usize) 
             use std::arch::x86_64::*;
             let mut i = 0;
             while i + 8 <= n {
-                _mm256_storeu_ps(
-                    dst.add(i),
-                    _mm256_cvtph_ps(_mm_loadu_si128(src.add(i) as *const __m128i)),
-                );
+                _mm256_storeu_ps(dst.add(i), _mm256_cvtph_ps(_mm_loadu_si128(src.add(i) as *const __m128i)));
                 i += 8;
             }
             if i < n {
@@ -295,10 +292,7 @@ unsafe fn stream_body<const V: bool>(s: *const u8, d: *mut u8, bytes: usize) {
                 }
             } else {
                 while i + 16 <= bytes {
-                    _mm_stream_si128(
-                        d.add(i) as *mut __m128i,
-                        _mm_loadu_si128(s.add(i) as *const __m128i),
-                    );
+                    _mm_stream_si128(d.add(i) as *mut __m128i, _mm_loadu_si128(s.add(i) as *const __m128i));
                     i += 16;
                 }
             }
@@ -346,11 +340,7 @@ fn round_half<const V: bool>(to: DType, d: &mut [f32]) {
 
 /// f64 to a half type, rounding once.
 fn half_of(to: DType, x: f64) -> f32 {
-    if to == DType::F16 {
-        f16::from_f64(x).to_f32()
-    } else {
-        bf16::from_f64(x).to_f32()
-    }
+    if to == DType::F16 { f16::from_f64(x).to_f32() } else { bf16::from_f64(x).to_f32() }
 }
 
 macro_rules! cast_from {
@@ -436,13 +426,7 @@ pub(super) unsafe fn cast(isa: Isa, from: DType, to: DType, s: *const u8, d: *mu
 /// # Safety
 /// As [`cast`].
 pub(super) unsafe fn bitcast(isa: Isa, from: DType, to: DType, s: *const u8, d: *mut u8, n: usize) {
-    let r = Rect {
-        rows: 1,
-        cols: n,
-        rs: 0,
-        cs: 1,
-        pitch: n,
-    };
+    let r = Rect { rows: 1, cols: n, rs: 0, cs: 1, pitch: n };
     let mut t = [0u64; super::BLOCK];
     debug_assert!(n <= super::BLOCK);
     // SAFETY: the caller's; the temporary holds a block of the largest type.
@@ -458,11 +442,7 @@ pub(super) unsafe fn bitcast(isa: Isa, from: DType, to: DType, s: *const u8, d: 
 /// The bits a scalar has in a lane: as `dtype`, widened (unless `raw`).
 pub(super) fn lane_bits(dtype: DType, raw: bool, v: Scalar) -> u64 {
     let v = v.cast(dtype);
-    u64::from_le_bytes(if raw {
-        v.to_bytes(dtype)
-    } else {
-        v.to_bytes(dtype.compute())
-    })
+    u64::from_le_bytes(if raw { v.to_bytes(dtype) } else { v.to_bytes(dtype.compute()) })
 }
 
 /// Fills `n` lanes of `size` bytes.

@@ -85,12 +85,7 @@ fn with_worker(p: &Plan, r: &Run<'_>, f: impl FnOnce(&mut Worker<'_>)) {
         let d = p.params[i].0;
         // SAFETY: a slot holds a block of any lane.
         unsafe {
-            convert::splat(
-                p.lane(d).size(),
-                convert::lane_bits(d, p.raw, param(p, r, i)),
-                w.regs[reg],
-                BLOCK,
-            )
+            convert::splat(p.lane(d).size(), convert::lane_bits(d, p.raw, param(p, r, i)), w.regs[reg], BLOCK)
         };
     }
     let before = p.floats.then(super::flush::on);
@@ -111,9 +106,7 @@ pub(super) fn run(p: &Plan, r: &Run<'_>) {
             return;
         }
         let block = p.axes[p.axes.len() - 2].step * p.axes[p.axes.len() - 1].step;
-        r.team.ranges(p.tasks, (GRAIN / block).max(1), &|a, b| {
-            with_worker(p, r, |w| w.blocks(a, b))
-        });
+        r.team.ranges(p.tasks, (GRAIN / block).max(1), &|a, b| with_worker(p, r, |w| w.blocks(a, b)));
         return;
     }
     if p.outer.iter().any(|&k| p.axes[k].dim == 0) {
@@ -179,12 +172,7 @@ pub(super) fn run(p: &Plan, r: &Run<'_>) {
 }
 
 fn place(a: &Affine, pos: &[usize]) -> isize {
-    a.base
-        + pos
-            .iter()
-            .zip(&a.hop)
-            .map(|(p, h)| *p as isize * h)
-            .sum::<isize>()
+    a.base + pos.iter().zip(&a.hop).map(|(p, h)| *p as isize * h).sum::<isize>()
 }
 
 impl Worker<'_> {
@@ -197,11 +185,7 @@ impl Worker<'_> {
     fn seek(&mut self, outer: usize, inner: usize) {
         for (list, mut flat) in [(&self.p.outer, outer), (&self.p.inner, inner)] {
             for &k in list.iter().rev() {
-                let group = if k + 1 == self.p.axes.len() {
-                    self.p.group
-                } else {
-                    1
-                };
+                let group = if k + 1 == self.p.axes.len() { self.p.group } else { 1 };
                 let n = self.p.axes[k].count.div_ceil(group).max(1);
                 self.pos[k] = flat % n * group;
                 flat /= n;
@@ -225,14 +209,7 @@ impl Worker<'_> {
         for &k in list.iter().rev() {
             self.pos[k] += 1;
             let back = self.pos[k] == self.p.axes[k].count;
-            self.shift(
-                k,
-                if back {
-                    1 - self.p.axes[k].count as isize
-                } else {
-                    1
-                },
-            );
+            self.shift(k, if back { 1 - self.p.axes[k].count as isize } else { 1 });
             if !back {
                 return;
             }
@@ -317,13 +294,7 @@ impl Worker<'_> {
 
     fn store(&self, o: usize, out: &Out, rows: usize, cols: usize) {
         let (row, col) = (self.p.axes.len() - 2, self.p.axes.len() - 1);
-        let r = Rect {
-            rows,
-            cols,
-            rs: out.at.stride[row],
-            cs: out.at.stride[col],
-            pitch: cols,
-        };
+        let r = Rect { rows, cols, rs: out.at.stride[row], cs: out.at.stride[col], pitch: cols };
         let (src, dst) = (self.regs[out.value], self.out_ptr(o, out));
         let n = rows * cols;
         // SAFETY: the register holds the block; the rectangle is inside the output (see `out_ptr`) and this part's own. In
@@ -331,13 +302,7 @@ impl Worker<'_> {
         unsafe {
             if out.stream {
                 let same = self.p.raw || out.dtype.compute() == out.dtype;
-                let flat = Rect {
-                    rows: 1,
-                    cols: n,
-                    rs: 0,
-                    cs: 1,
-                    pitch: n,
-                };
+                let flat = Rect { rows: 1, cols: n, rs: 0, cs: 1, pitch: n };
                 if same {
                     convert::stream(self.isa, src, dst, n * out.dtype.size());
                 } else {
@@ -374,13 +339,7 @@ impl Worker<'_> {
                 Kind::Iota(i) => {
                     let a = &p.iotas[i];
                     let (row, col) = (p.axes.len() - 2, p.axes.len() - 1);
-                    let r = Rect {
-                        rows,
-                        cols,
-                        rs: a.at.stride[row],
-                        cs: a.at.stride[col],
-                        pitch: cols,
-                    };
+                    let r = Rect { rows, cols, rs: a.at.stride[row], cs: a.at.stride[col], pitch: cols };
                     // SAFETY: a slot holds a block of words.
                     let d = unsafe { ops::slm(self.slot(s.dst), BLOCK) };
                     convert::iota(self.isa, a.dtype, self.iotas[i] as i64, r, d);
@@ -418,13 +377,7 @@ impl Worker<'_> {
         let size = l.dtype.size() as isize;
         let base = self.r.bufs[l.input].ptr;
         let at = self.loads[i];
-        let mut rect = Rect {
-            rows,
-            cols,
-            rs: l.at.stride[row],
-            cs: l.at.stride[col],
-            pitch: cols,
-        };
+        let mut rect = Rect { rows, cols, rs: l.at.stride[row], cs: l.at.stride[col], pitch: cols };
         if let Some(m) = &l.mask {
             let mut inside = true;
             for k in 0..row {
@@ -476,13 +429,7 @@ impl Worker<'_> {
             }
             self.held[reg] = at;
             // The whole slot: later blocks may be longer than this one.
-            rect = Rect {
-                rows: 1,
-                cols: BLOCK,
-                rs: 0,
-                cs: 0,
-                pitch: BLOCK,
-            };
+            rect = Rect { rows: 1, cols: BLOCK, rs: 0, cs: 0, pitch: BLOCK };
         }
         // SAFETY: as above; a slot holds a block of any lane.
         unsafe {
@@ -548,11 +495,7 @@ impl Worker<'_> {
         let (row, col) = (p.axes.len() - 2, p.axes.len() - 1);
         let of = |k: usize| {
             let a = &p.axes[k];
-            if a.reduced {
-                1
-            } else {
-                a.step.min(a.dim - self.pos[k] * a.step)
-            }
+            if a.reduced { 1 } else { a.step.min(a.dim - self.pos[k] * a.step) }
         };
         let (rows, cols) = (of(row), of(col));
         for (o, out) in p.outs.iter().enumerate() {

@@ -29,13 +29,7 @@ pub(crate) fn kernel(isa: Isa, f: &Fused, call: &LibraryCall<'_>) -> Result<CpuK
     let args = f
         .params
         .iter()
-        .filter_map(|p| {
-            if let Param::Arg(a) = p.1 {
-                Some(a as usize + 1)
-            } else {
-                None
-            }
-        })
+        .filter_map(|p| if let Param::Arg(a) = p.1 { Some(a as usize + 1) } else { None })
         .max();
     let name = format!("cpu.tile.{}", isa.name());
     let k = CpuKernel::new(name, call, move |r| exec::run(&plan, r))?;

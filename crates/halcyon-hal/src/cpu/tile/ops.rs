@@ -51,21 +51,13 @@ macro_rules! float_extremes {
         #[inline(always)]
         pub(super) fn $max(x: $t, y: $t) -> $t {
             let m = if x > y { x } else { y };
-            let m = if x == y {
-                $t::from_bits(x.to_bits() & y.to_bits())
-            } else {
-                m
-            };
+            let m = if x == y { $t::from_bits(x.to_bits() & y.to_bits()) } else { m };
             if x.is_nan() { x } else { m }
         }
         #[inline(always)]
         pub(super) fn $min(x: $t, y: $t) -> $t {
             let m = if x < y { x } else { y };
-            let m = if x == y {
-                $t::from_bits(x.to_bits() | y.to_bits())
-            } else {
-                m
-            };
+            let m = if x == y { $t::from_bits(x.to_bits() | y.to_bits()) } else { m };
             if x.is_nan() { x } else { m }
         }
     };

@@ -157,10 +157,7 @@ impl Plan {
         for s in &steps {
             if let Kind::Iota(axis) = s.kind {
                 let mut v = View::dense(&f.space);
-                v.strides
-                    .iter_mut()
-                    .enumerate()
-                    .for_each(|(k, s)| *s = (k == axis) as isize);
+                v.strides.iter_mut().enumerate().for_each(|(k, s)| *s = (k == axis) as isize);
                 iotas.push((s.dst, v));
             }
         }
@@ -173,11 +170,7 @@ impl Plan {
             views.push(v);
         }
         let mut refs: Vec<&mut View> = views.iter_mut().collect();
-        let border = if rank == 0 {
-            0
-        } else {
-            collapse(&mut refs, rank - f.reduced)
-        };
+        let border = if rank == 0 { 0 } else { collapse(&mut refs, rank - f.reduced) };
         let dims = views[first_out].shape.clone();
         if dims.len() > MAX_RANK {
             return declined(format!(
@@ -188,34 +181,19 @@ impl Plan {
 
         let shape = block_shape(f, &views, first_out, border);
         // The block's axes come last.
-        let mut order: Vec<usize> = (0..dims.len())
-            .filter(|k| Some(*k) != shape.row && Some(*k) != shape.col)
-            .collect();
+        let mut order: Vec<usize> =
+            (0..dims.len()).filter(|k| Some(*k) != shape.row && Some(*k) != shape.col).collect();
         let mut axes: Vec<Axis> = order
             .iter()
-            .map(|&k| Axis {
-                dim: dims[k],
-                step: 1,
-                count: dims[k],
-                reduced: k >= border,
-            })
+            .map(|&k| Axis { dim: dims[k], step: 1, count: dims[k], reduced: k >= border })
             .collect();
         for (k, step) in [(shape.row, shape.rows), (shape.col, shape.cols)] {
             order.push(k.unwrap_or(usize::MAX));
             let dim = k.map_or(1, |k| dims[k]);
-            axes.push(Axis {
-                dim,
-                step,
-                count: dim.div_ceil(step),
-                reduced: k.is_some_and(|k| k >= border),
-            });
+            axes.push(Axis { dim, step, count: dim.div_ceil(step), reduced: k.is_some_and(|k| k >= border) });
         }
         let affine = |v: &View| {
-            let mut a = Affine {
-                base: v.offset,
-                stride: [0; MAX_AXES],
-                hop: [0; MAX_AXES],
-            };
+            let mut a = Affine { base: v.offset, stride: [0; MAX_AXES], hop: [0; MAX_AXES] };
             for (i, &k) in order.iter().enumerate().filter(|(_, k)| **k != usize::MAX) {
                 a.stride[i] = v.strides[k];
                 a.hop[i] = v.strides[k].wrapping_mul(axes[i].step as isize);
@@ -238,10 +216,7 @@ impl Plan {
                     for (i, &k) in order.iter().enumerate().filter(|(_, k)| **k != usize::MAX) {
                         inside[i] = m[k];
                     }
-                    Mask {
-                        inside,
-                        fill: l.fill.map(|p| p as usize),
-                    }
+                    Mask { inside, fill: l.fill.map(|p| p as usize) }
                 });
                 Load {
                     input: l.input as usize,
@@ -256,10 +231,7 @@ impl Plan {
         let n_loads = f.loads.len();
         let mut iota_list = vec![];
         for (i, (dst, _)) in iotas.iter().enumerate() {
-            iota_list.push(Iota {
-                dtype: f.body[*dst].dtype,
-                at: affine(&views[n_loads + i]),
-            });
+            iota_list.push(Iota { dtype: f.body[*dst].dtype, at: affine(&views[n_loads + i]) });
             for s in &mut steps {
                 if s.dst == *dst {
                     s.kind = Kind::Iota(i);
@@ -287,48 +259,26 @@ impl Plan {
                     && lines(axes[col].step as isize)
                     && lines(at.base)
                     && (0..col).all(|k| lines(at.stride[k]));
-                let computed = matches!(
-                    f.body[value].kind,
-                    InstrKind::Op(_) | InstrKind::Cast | InstrKind::Bitcast
-                );
+                let computed =
+                    matches!(f.body[value].kind, InstrKind::Op(_) | InstrKind::Cast | InstrKind::Bitcast);
                 let same = from == o.dtype && from.compute() == from;
                 let direct = dense && !stream && computed && same && !call.in_place && !direct_taken[value];
                 direct_taken[value] |= direct;
-                Out {
-                    value,
-                    from,
-                    dtype: o.dtype,
-                    at,
-                    reduce: o.reduce,
-                    direct,
-                    stream,
-                    line_rows,
-                }
+                Out { value, from, dtype: o.dtype, at, reduce: o.reduce, direct, stream, line_rows }
             })
             .collect();
 
-        let split = |reduced: bool| {
-            (0..axes.len())
-                .filter(|&k| axes[k].reduced == reduced)
-                .collect::<Vec<_>>()
-        };
+        let split =
+            |reduced: bool| (0..axes.len()).filter(|&k| axes[k].reduced == reduced).collect::<Vec<_>>();
         let (mut outer, inner) = (split(false), split(true));
         if shape.square {
             // Along the rows first: that is how an operand that crosses the columns lies in memory.
             let n = outer.len();
             outer.swap(n - 2, n - 1);
         }
-        let group = if f.reduced > 0 && !axes[col].reduced {
-            axes[col].count.clamp(1, GROUP)
-        } else {
-            1
-        };
+        let group = if f.reduced > 0 && !axes[col].reduced { axes[col].count.clamp(1, GROUP) } else { 1 };
         let blocks = |k: usize| {
-            if k == col {
-                axes[k].count.div_ceil(group)
-            } else {
-                axes[k].count
-            }
+            if k == col { axes[k].count.div_ceil(group) } else { axes[k].count }
         };
         let tasks = outer.iter().map(|&k| blocks(k)).product::<usize>();
         let task_blocks = inner.iter().map(|&k| axes[k].count).product::<usize>();
@@ -354,10 +304,7 @@ impl Plan {
             iotas: iota_list,
             params: f.params.clone(),
             pinned,
-            floats: !raw
-                && f.body
-                    .iter()
-                    .any(|i| matches!(i.dtype.compute(), DType::F32 | DType::F64)),
+            floats: !raw && f.body.iter().any(|i| matches!(i.dtype.compute(), DType::F32 | DType::F64)),
             steps,
             outs,
             slots,
@@ -400,9 +347,7 @@ fn check(f: &Fused, call: &LibraryCall<'_>) -> Result<(), Declined> {
         }
         if call.in_place
             && l.input == 0
-            && f.outs
-                .first()
-                .is_none_or(|o| o.view != l.view || o.dtype.size() != l.dtype.size())
+            && f.outs.first().is_none_or(|o| o.view != l.view || o.dtype.size() != l.dtype.size())
         {
             return declined("in place, output 0 must be written where input 0 is read");
         }
@@ -430,9 +375,7 @@ fn check(f: &Fused, call: &LibraryCall<'_>) -> Result<(), Declined> {
 
 /// Loads and outputs only, of equal types.
 fn is_copy(f: &Fused) -> bool {
-    f.body
-        .iter()
-        .all(|i| matches!(i.kind, InstrKind::Load(_) | InstrKind::Param(_)))
+    f.body.iter().all(|i| matches!(i.kind, InstrKind::Load(_) | InstrKind::Param(_)))
         && f.outs.iter().all(|o| o.reduce.is_none())
 }
 
@@ -448,11 +391,7 @@ fn instructions(f: &Fused, raw: bool) -> Result<(Vec<Step>, Vec<(usize, usize)>,
             args[k] = *a as usize;
         }
         let arity = |n: usize| {
-            if i.args.len() == n {
-                Ok(())
-            } else {
-                declined("a wrong number of operands")
-            }
+            if i.args.len() == n { Ok(()) } else { declined("a wrong number of operands") }
         };
         let of = |k: usize| f.body[args[k]].dtype;
         let kind = match i.kind {
@@ -477,11 +416,7 @@ fn instructions(f: &Fused, raw: bool) -> Result<(Vec<Step>, Vec<(usize, usize)>,
             }
             InstrKind::Op(op) => {
                 arity(op.arity())?;
-                let d = if op.row().rule == Rule::Select {
-                    of(1)
-                } else {
-                    of(0)
-                };
+                let d = if op.row().rule == Rule::Select { of(1) } else { of(0) };
                 let same = (0..op.arity())
                     .all(|k| of(k) == d || (k == 0 && op.row().rule == Rule::Select && of(0) == DType::Bool));
                 if !op.takes(d) || !same || op.result(d) != i.dtype {
@@ -573,20 +508,11 @@ struct BlockShape {
 fn block_shape(f: &Fused, views: &[View], first_out: usize, border: usize) -> BlockShape {
     let dims = &views[first_out].shape;
     if dims.is_empty() {
-        return BlockShape {
-            row: None,
-            col: None,
-            rows: 1,
-            cols: 1,
-            square: false,
-        };
+        return BlockShape { row: None, col: None, rows: 1, cols: 1, square: false };
     }
     // Views of memory: loads, and outputs along the axes they have.
     let memory = || {
-        views[..f.loads.len()]
-            .iter()
-            .map(|v| (v, false))
-            .chain(views[first_out..].iter().map(|v| (v, true)))
+        views[..f.loads.len()].iter().map(|v| (v, false)).chain(views[first_out..].iter().map(|v| (v, true)))
     };
     let score = |k: usize| -> i32 {
         memory()
@@ -598,38 +524,23 @@ fn block_shape(f: &Fused, views: &[View], first_out: usize, border: usize) -> Bl
             })
             .sum()
     };
-    let col = (0..dims.len())
-        .max_by_key(|&k| (score(k), k))
-        .unwrap_or(dims.len() - 1);
+    let col = (0..dims.len()).max_by_key(|&k| (score(k), k)).unwrap_or(dims.len() - 1);
     let n = dims[col].max(1);
     // An operand that walks across memory along the columns is read in squares, so that its cache lines are used whole.
     let crosses = |v: &View, j: usize| v.strides[col].abs() > 1 && v.strides[j].abs() == 1;
     let across = |j: usize| {
-        memory()
-            .filter(|(v, out)| !(*out && (j >= border || col >= border)) && crosses(v, j))
-            .count()
+        memory().filter(|(v, out)| !(*out && (j >= border || col >= border)) && crosses(v, j)).count()
     };
     let others = || (0..dims.len()).filter(|&j| j != col && dims[j] > 1);
     if n >= 8
-        && let Some(j) = others()
-            .filter(|&j| across(j) > 0 && dims[j] >= 8)
-            .max_by_key(|&j| across(j))
+        && let Some(j) = others().filter(|&j| across(j) > 0 && dims[j] >= 8).max_by_key(|&j| across(j))
     {
         let square = j < border && col < border;
-        return BlockShape {
-            row: Some(j),
-            col: Some(col),
-            rows: 16.min(dims[j]),
-            cols: 16.min(n),
-            square,
-        };
+        return BlockShape { row: Some(j), col: Some(col), rows: 16.min(dims[j]), cols: 16.min(n), square };
     }
     if n <= BLOCK / 2 {
-        let follows = |j: usize| {
-            memory()
-                .filter(|(v, _)| v.strides[j] == v.strides[col] * n as isize)
-                .count()
-        };
+        let follows =
+            |j: usize| memory().filter(|(v, _)| v.strides[j] == v.strides[col] * n as isize).count();
         if let Some(j) = others().max_by_key(|&j| (follows(j), j)) {
             return BlockShape {
                 row: Some(j),
@@ -641,18 +552,8 @@ fn block_shape(f: &Fused, views: &[View], first_out: usize, border: usize) -> Bl
         }
     }
     // Even pieces, in whole vectors.
-    let cols = if n <= BLOCK {
-        n
-    } else {
-        n.div_ceil(n.div_ceil(BLOCK)).next_multiple_of(16)
-    };
-    BlockShape {
-        row: None,
-        col: Some(col),
-        rows: 1,
-        cols,
-        square: false,
-    }
+    let cols = if n <= BLOCK { n } else { n.div_ceil(n.div_ceil(BLOCK)).next_multiple_of(16) };
+    BlockShape { row: None, col: Some(col), rows: 1, cols, square: false }
 }
 
 /// Gives each register a block slot. A slot is free again after the last use of its register; the destination of an

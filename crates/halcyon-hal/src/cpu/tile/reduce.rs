@@ -162,20 +162,11 @@ pub(super) fn combine(isa: Isa, lane: Lane, kind: ReduceKind, from: &[u64], acc:
     };
     if lane == Lane::B8 {
         for (a, &b) in acc.iter_mut().zip(from) {
-            *a = if matches!(kind, ReduceKind::Sum | ReduceKind::Max) {
-                *a | b
-            } else {
-                *a & b
-            };
+            *a = if matches!(kind, ReduceKind::Sum | ReduceKind::Max) { *a | b } else { *a & b };
         }
         return;
     }
-    let s = Shape {
-        rows: 1,
-        cols: from.len(),
-        row_reduced: false,
-        col_reduced: false,
-    };
+    let s = Shape { rows: 1, cols: from.len(), row_reduced: false, col_reduced: false };
     // SAFETY: the accumulators are 64-bit lanes of the wide kind.
     unsafe { accumulate(isa, wide, kind, s, from.as_ptr() as *const u8, acc) }
 }

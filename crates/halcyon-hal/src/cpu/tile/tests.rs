@@ -37,14 +37,10 @@ impl Rng {
 }
 
 pub(crate) fn pack(d: DType, v: &[Scalar]) -> Vec<u8> {
-    v.iter()
-        .flat_map(|s| s.to_bytes(d)[..d.size()].to_vec())
-        .collect()
+    v.iter().flat_map(|s| s.to_bytes(d)[..d.size()].to_vec()).collect()
 }
 pub(crate) fn unpack(d: DType, b: &[u8]) -> Vec<Scalar> {
-    b.chunks_exact(d.size())
-        .map(|c| Scalar::from_bytes(d, c))
-        .collect()
+    b.chunks_exact(d.size()).map(|c| Scalar::from_bytes(d, c)).collect()
 }
 
 /// Every multi-index of a shape, in order.
@@ -66,12 +62,8 @@ fn reference(f: &Fused, inputs: &[Vec<Scalar>], args: &[Scalar], sizes: &[usize]
         (d, Param::Arg(a)) => args[a as usize].cast(d),
     };
     let outer = f.outer().len();
-    let mut outs: Vec<Vec<Scalar>> = f
-        .outs
-        .iter()
-        .zip(sizes)
-        .map(|(o, n)| vec![Scalar::I(0).cast(o.dtype); *n])
-        .collect();
+    let mut outs: Vec<Vec<Scalar>> =
+        f.outs.iter().zip(sizes).map(|(o, n)| vec![Scalar::I(0).cast(o.dtype); *n]).collect();
     for p in points(f.outer()) {
         for (o, out) in f.outs.iter().enumerate() {
             if let (Some(k), Some(at)) = (out.reduce, out.view.at(&p)) {
@@ -87,10 +79,9 @@ fn reference(f: &Fused, inputs: &[Vec<Scalar>], args: &[Scalar], sizes: &[usize]
             v.push(match i.kind {
                 InstrKind::Load(l) => {
                     let l = &f.loads[l as usize];
-                    l.view.at(&p).map_or_else(
-                        || param(l.fill.unwrap()),
-                        |at| inputs[l.input as usize][at as usize],
-                    )
+                    l.view
+                        .at(&p)
+                        .map_or_else(|| param(l.fill.unwrap()), |at| inputs[l.input as usize][at as usize])
                 }
                 InstrKind::Iota(k) => Scalar::I(p[k as usize] as i64).cast(i.dtype),
                 InstrKind::Param(n) => param(n),
@@ -116,10 +107,7 @@ fn reference(f: &Fused, inputs: &[Vec<Scalar>], args: &[Scalar], sizes: &[usize]
 }
 
 fn operand(d: DType, n: usize) -> Operand {
-    Operand {
-        dtype: d,
-        view: View::dense(&[n]),
-    }
+    Operand { dtype: d, view: View::dense(&[n]) }
 }
 
 /// Runs the chain on a device; output `n` has `sizes[n]` elements.
@@ -132,17 +120,8 @@ fn execute(
 ) -> Result<Vec<Vec<u8>>, String> {
     let mut types = vec![DType::U8; inputs.len()];
     f.loads.iter().for_each(|l| types[l.input as usize] = l.dtype);
-    let ins: Vec<Operand> = inputs
-        .iter()
-        .zip(&types)
-        .map(|(v, d)| operand(*d, v.len()))
-        .collect();
-    let outs: Vec<Operand> = f
-        .outs
-        .iter()
-        .zip(sizes)
-        .map(|(o, n)| operand(o.dtype, *n))
-        .collect();
+    let ins: Vec<Operand> = inputs.iter().zip(&types).map(|(v, d)| operand(*d, v.len())).collect();
+    let outs: Vec<Operand> = f.outs.iter().zip(sizes).map(|(o, n)| operand(o.dtype, *n)).collect();
     let call = LibraryCall {
         work: Work::Fused(f),
         inputs: &ins,
@@ -165,13 +144,8 @@ fn execute(
     if k.workspace() > 0 {
         bufs.push(dev.alloc(k.workspace(), Tag::Workspace).unwrap());
     }
-    dev.submit(&[Command::Library {
-        kernel: &k,
-        buffers: &bufs,
-        args,
-        fault: 1,
-    }])
-    .map_err(|e| e.to_string())?;
+    dev.submit(&[Command::Library { kernel: &k, buffers: &bufs, args, fault: 1 }])
+        .map_err(|e| e.to_string())?;
     Ok((0..outs.len())
         .map(|i| {
             let b = &bufs[inputs.len() + i];
@@ -183,10 +157,7 @@ fn execute(
 }
 
 fn device(threads: usize) -> CpuDevice {
-    CpuDevice::new(&Options {
-        threads: Some(threads),
-        ..Default::default()
-    })
+    CpuDevice::new(&Options { threads: Some(threads), ..Default::default() })
 }
 
 fn eps(d: DType) -> f64 {
@@ -221,27 +192,13 @@ fn close(d: DType, got: Scalar, want: Scalar, ulps: f64, scale: f64) -> bool {
 }
 
 fn instr(kind: InstrKind, dtype: DType, args: &[u32]) -> Instr {
-    Instr {
-        kind,
-        dtype,
-        args: args.into(),
-    }
+    Instr { kind, dtype, args: args.into() }
 }
 fn load(input: u32, dtype: DType, view: View) -> Load {
-    Load {
-        input,
-        dtype,
-        view,
-        fill: None,
-    }
+    Load { input, dtype, view, fill: None }
 }
 fn out(value: u32, dtype: DType, shape: &[usize], reduce: Option<ReduceKind>) -> Out {
-    Out {
-        value,
-        dtype,
-        reduce,
-        view: View::dense(shape),
-    }
+    Out { value, dtype, reduce, view: View::dense(shape) }
 }
 
 fn check(
@@ -252,24 +209,13 @@ fn check(
     (ulps, scale): (f64, f64),
     what: &str,
 ) {
-    let sizes: Vec<usize> = f
-        .outs
-        .iter()
-        .map(|o| o.view.range().map_or(0, |r| r.1 as usize + 1))
-        .collect();
+    let sizes: Vec<usize> = f.outs.iter().map(|o| o.view.range().map_or(0, |r| r.1 as usize + 1)).collect();
     let got = execute(dev, f, inputs, args, &sizes).unwrap_or_else(|e| panic!("{what}: {e}"));
     let want = reference(f, inputs, args, &sizes);
     for (o, out) in f.outs.iter().enumerate() {
         for (i, (g, w)) in unpack(out.dtype, &got[o]).iter().zip(&want[o]).enumerate() {
-            let w = if out.reduce.is_some() {
-                w.cast(out.dtype)
-            } else {
-                *w
-            };
-            assert!(
-                close(out.dtype, *g, w, ulps, scale),
-                "{what}: output {o}[{i}] is {g:?}, not {w:?}"
-            );
+            let w = if out.reduce.is_some() { w.cast(out.dtype) } else { *w };
+            assert!(close(out.dtype, *g, w, ulps, scale), "{what}: output {o}[{i}] is {g:?}, not {w:?}");
         }
     }
 }
@@ -283,9 +229,8 @@ fn every_scalar_op_on_every_type() {
             for n in [0, 1, 127, 1000] {
                 let select = row.op == ScalarOp::Select;
                 let ty = |k: usize| if select && k == 0 { DType::Bool } else { d };
-                let mut ins: Vec<Vec<Scalar>> = (0..row.arity)
-                    .map(|k| (0..n).map(|_| rng.value(ty(k), row.domain)).collect())
-                    .collect();
+                let mut ins: Vec<Vec<Scalar>> =
+                    (0..row.arity).map(|k| (0..n).map(|_| rng.value(ty(k), row.domain)).collect()).collect();
                 if d.is_float() && n == 1000 {
                     let special = [
                         f64::NAN,
@@ -307,17 +252,14 @@ fn every_scalar_op_on_every_type() {
                         }
                     }
                 }
-                let mut body: Vec<Instr> = (0..row.arity)
-                    .map(|k| instr(InstrKind::Load(k as u32), ty(k), &[]))
-                    .collect();
+                let mut body: Vec<Instr> =
+                    (0..row.arity).map(|k| instr(InstrKind::Load(k as u32), ty(k), &[])).collect();
                 let args: Vec<u32> = (0..row.arity as u32).collect();
                 body.push(instr(InstrKind::Op(row.op), row.op.result(d), &args));
                 let f = Fused {
                     space: [n].as_slice().into(),
                     reduced: 0,
-                    loads: (0..row.arity)
-                        .map(|k| load(k as u32, ty(k), View::dense(&[n])))
-                        .collect(),
+                    loads: (0..row.arity).map(|k| load(k as u32, ty(k), View::dense(&[n]))).collect(),
                     params: vec![],
                     body,
                     outs: vec![out(row.arity as u32, row.op.result(d), &[n], None)],
@@ -343,19 +285,10 @@ fn every_cast_and_bitcast() {
         for b in DType::all() {
             let mut x: Vec<Scalar> = (0..517).map(|_| rng.value(a, (-300.0, 300.0))).collect();
             if a.is_float() {
-                for (i, v) in [
-                    f64::NAN,
-                    f64::INFINITY,
-                    f64::NEG_INFINITY,
-                    -0.0,
-                    1e30,
-                    -1e30,
-                    65519.9,
-                    2049.0,
-                    0.5,
-                ]
-                .into_iter()
-                .enumerate()
+                for (i, v) in
+                    [f64::NAN, f64::INFINITY, f64::NEG_INFINITY, -0.0, 1e30, -1e30, 65519.9, 2049.0, 0.5]
+                        .into_iter()
+                        .enumerate()
                 {
                     x[i] = Scalar::F(v).cast(a);
                 }
@@ -411,9 +344,7 @@ fn random_view(rng: &mut Rng, shape: &[usize]) -> (View, usize) {
             _ => dims[i] = shape[p],
         }
     }
-    let len: Vec<usize> = (0..r)
-        .map(|i| if repeat[i] { 1 } else { shape[perm[i]] })
-        .collect();
+    let len: Vec<usize> = (0..r).map(|i| if repeat[i] { 1 } else { shape[perm[i]] }).collect();
     let v = View::dense(&dims).slice(&start, &step, &len);
     let mut inverse = vec![0; r];
     perm.iter().enumerate().for_each(|(i, p)| inverse[*p] = i);
@@ -440,14 +371,7 @@ fn any_views_masks_and_indices() {
     let devs = [device(1), device(3)];
     let mut rng = Rng(3);
     for round in 0..400 {
-        let d = [
-            DType::F32,
-            DType::F64,
-            DType::I32,
-            DType::I64,
-            DType::U8,
-            DType::F16,
-        ][round % 6];
+        let d = [DType::F32, DType::F64, DType::I32, DType::I64, DType::U8, DType::F16][round % 6];
         let rank = rng.below(5);
         let shape = random_shape(&mut rng, rank);
         let (mut loads, mut inputs) = (vec![], vec![]);
@@ -461,12 +385,7 @@ fn any_views_masks_and_indices() {
                 let hi: Vec<usize> = (0..rank).map(|k| shape[k] - lo[k] - len[k]).collect();
                 v = v.slice(&lo, &vec![1; rank], &len).pad(&lo, &hi);
             }
-            loads.push(Load {
-                input: k,
-                dtype: d,
-                view: v,
-                fill: Some(0),
-            });
+            loads.push(Load { input: k, dtype: d, view: v, fill: Some(0) });
             inputs.push((0..n).map(|_| rng.value(d, (-3.0, 3.0))).collect());
         }
         let mut body = vec![
@@ -485,24 +404,9 @@ fn any_views_masks_and_indices() {
         // Two results: the whole chain, and one of its loads.
         let mut second = View::dense(&shape);
         second.offset = 3;
-        let outs = vec![
-            out(last, d, &shape, None),
-            Out {
-                value: 1,
-                dtype: d,
-                reduce: None,
-                view: second,
-            },
-        ];
+        let outs = vec![out(last, d, &shape, None), Out { value: 1, dtype: d, reduce: None, view: second }];
         let params = vec![(d, Param::Literal(Scalar::I(7).cast(d))), (d, Param::Arg(0))];
-        let f = Fused {
-            space: shape.as_slice().into(),
-            reduced: 0,
-            loads,
-            params,
-            body,
-            outs,
-        };
+        let f = Fused { space: shape.as_slice().into(), reduced: 0, loads, params, body, outs };
         for dev in &devs {
             // Products of up to 9 and indices of up to 340 are added.
             check(
@@ -535,24 +439,12 @@ fn copies_of_every_type() {
                 outs: vec![out(0, d, &shape, None)],
             };
             let x: Vec<Scalar> = (0..n).map(|_| rng.value(d, (-9.0, 9.0))).collect();
-            check(
-                &dev,
-                &f,
-                &[x],
-                &[],
-                (0.0, 0.0),
-                &format!("round {round} {d} {shape:?}"),
-            );
+            check(&dev, &f, &[x], &[], (0.0, 0.0), &format!("round {round} {d} {shape:?}"));
         }
     }
 }
 
-const KINDS: [ReduceKind; 4] = [
-    ReduceKind::Sum,
-    ReduceKind::Prod,
-    ReduceKind::Max,
-    ReduceKind::Min,
-];
+const KINDS: [ReduceKind; 4] = [ReduceKind::Sum, ReduceKind::Prod, ReduceKind::Max, ReduceKind::Min];
 
 /// Every reduction, over views that make rows, columns and mixtures of the two, against f64.
 #[test]
@@ -560,16 +452,9 @@ fn reductions_of_every_kind_and_layout() {
     let devs = [device(1), device(3)];
     let mut rng = Rng(5);
     for round in 0..300 {
-        for d in [
-            DType::F32,
-            DType::F64,
-            DType::F16,
-            DType::BF16,
-            DType::I32,
-            DType::I8,
-            DType::U64,
-            DType::Bool,
-        ] {
+        for d in
+            [DType::F32, DType::F64, DType::F16, DType::BF16, DType::I32, DType::I8, DType::U64, DType::Bool]
+        {
             let kind = KINDS[round % 4];
             if d == DType::Bool && matches!(kind, ReduceKind::Sum | ReduceKind::Prod) {
                 continue;
@@ -582,11 +467,7 @@ fn reductions_of_every_kind_and_layout() {
             let reduced = 1 + rng.below(rank);
             let (view, n) = random_view(&mut rng, &shape);
             // Products stay in range.
-            let dom = if kind == ReduceKind::Prod {
-                (0.99, 1.01)
-            } else {
-                (-2.0, 2.0)
-            };
+            let dom = if kind == ReduceKind::Prod { (0.99, 1.01) } else { (-2.0, 2.0) };
             let mut x: Vec<Scalar> = (0..n).map(|_| rng.value(d, dom)).collect();
             if d.is_float() && round % 10 == 3 && n > 2 {
                 let i = rng.below(n);
@@ -606,10 +487,7 @@ fn reductions_of_every_kind_and_layout() {
                     // In f64 the reference, one running sum, is the one that rounds more.
                     ReduceKind::Sum if d == DType::F64 => (64.0, shape.iter().product::<usize>() as f64),
                     ReduceKind::Sum => (4.0, 2.0 * (shape.iter().product::<usize>() as f64).sqrt()),
-                    ReduceKind::Prod => (
-                        4.0 + shape[rank - reduced..].iter().product::<usize>() as f64,
-                        0.0,
-                    ),
+                    ReduceKind::Prod => (4.0 + shape[rank - reduced..].iter().product::<usize>() as f64, 0.0),
                     _ => (0.0, 0.0),
                 };
                 check(
@@ -634,10 +512,7 @@ fn long_sums_are_accurate() {
     let x: Vec<f32> = (0..n).map(|_| rng.unit() as f32).collect();
     let v: Vec<Scalar> = x.iter().map(|x| Scalar::F(*x as f64)).collect();
     let want: f64 = x.iter().map(|x| *x as f64).sum();
-    for (view, outer) in [
-        (View::dense(&[n]), 0),
-        (View::dense(&[n / 4, 4]).permute(&[1, 0]), 1),
-    ] {
+    for (view, outer) in [(View::dense(&[n]), 0), (View::dense(&[n / 4, 4]).permute(&[1, 0]), 1)] {
         let shape = view.shape.clone();
         let f = Fused {
             space: shape.clone(),
@@ -677,10 +552,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
             reduced,
             loads: vec![load(0, d, view)],
             params: vec![],
-            body: vec![
-                instr(InstrKind::Load(0), d, &[]),
-                instr(InstrKind::Op(ScalarOp::Tanh), d, &[0]),
-            ],
+            body: vec![instr(InstrKind::Load(0), d, &[]), instr(InstrKind::Op(ScalarOp::Tanh), d, &[0])],
             outs: vec![out(1, d, outer, kind)],
         };
         let size = outer.iter().product();
@@ -736,26 +608,11 @@ fn blocks_stay_inside_their_operands() {
                     in_place: false,
                 };
                 let k = super::kernel(isa, &f, &call).unwrap();
-                let at = |p: *mut u8| Ptr {
-                    ptr: p,
-                    bytes: one.len(),
-                    read_only: false,
-                };
+                let at = |p: *mut u8| Ptr { ptr: p, bytes: one.len(), read_only: false };
                 let bufs = [at(a.mut_ptr()), at(b.mut_ptr()), at(y.mut_ptr())];
                 let fault = Fault::new(&word, 1);
-                k.run(&Run {
-                    bufs: &bufs,
-                    args: &[],
-                    team: &team,
-                    isa,
-                    fault,
-                })
-                .unwrap();
-                assert_eq!(
-                    y.slice(),
-                    pack(d, &vec![Scalar::I(2).cast(d); n]),
-                    "{d} {n} {isa:?}"
-                );
+                k.run(&Run { bufs: &bufs, args: &[], team: &team, isa, fault }).unwrap();
+                assert_eq!(y.slice(), pack(d, &vec![Scalar::I(2).cast(d); n]), "{d} {n} {isa:?}");
             }
         }
     }

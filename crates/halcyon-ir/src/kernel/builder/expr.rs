@@ -38,11 +38,7 @@ impl<'a> E<'a> {
     }
 
     pub fn bitcast(self, ty: Ty) -> E<'a> {
-        if self.ty() == ty {
-            self
-        } else {
-            self.b.add(Expr::Bitcast(ty, self.id))
-        }
+        if self.ty() == ty { self } else { self.b.add(Expr::Bitcast(ty, self.id)) }
     }
 
     /// One lane of a vector.
@@ -89,11 +85,7 @@ impl<'a> E<'a> {
 
     /// `self * x + y`: fused where the type is a float.
     pub fn mul_add(self, x: E<'a>, y: E<'a>) -> E<'a> {
-        if self.ty().is_float() {
-            self.fma(x, y)
-        } else {
-            self * x + y
-        }
+        if self.ty().is_float() { self.fma(x, y) } else { self * x + y }
     }
 
     pub fn exp(self) -> E<'a> {
@@ -173,23 +165,13 @@ macro_rules! array {
 
             pub fn load(self, index: impl Operand<'a>) -> E<'a> {
                 let index = index.operand(self.b, self.b.ix).id;
-                self.b.read(
-                    self.ty(),
-                    Read::$read {
-                        arr: self.id,
-                        index,
-                    },
-                )
+                self.b.read(self.ty(), Read::$read { arr: self.id, index })
             }
 
             pub fn store(self, index: impl Operand<'a>, value: impl Operand<'a>) {
                 let index = index.operand(self.b, self.b.ix).id;
                 let value = value.operand(self.b, self.ty()).id;
-                self.b.emit(Stmt::$store {
-                    arr: self.id,
-                    index,
-                    value,
-                })
+                self.b.emit(Stmt::$store { arr: self.id, index, value })
             }
         }
     };

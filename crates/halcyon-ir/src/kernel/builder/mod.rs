@@ -76,11 +76,7 @@ impl Fault<'_> {
     /// Sets the word to the launch's `fault` unless it is set.
     pub fn set(self) {
         let index = self.b.index(0).id;
-        self.b.emit(Stmt::SetError {
-            buf: self.buf,
-            index,
-            code: self.code,
-        })
+        self.b.emit(Stmt::SetError { buf: self.buf, index, code: self.code })
     }
 }
 
@@ -127,17 +123,8 @@ impl Builder {
             vars: vec![],
             body: vec![],
         };
-        let inner = Inner {
-            k,
-            types: vec![],
-            cons: HashMap::new(),
-            blocks: vec![vec![]],
-            error: None,
-        };
-        Builder {
-            inner: RefCell::new(inner),
-            ix,
-        }
+        let inner = Inner { k, types: vec![], cons: HashMap::new(), blocks: vec![vec![]], error: None };
+        Builder { inner: RefCell::new(inner), ix }
     }
 
     /// Written buffers may be the same memory as a buffer that is read (element by element, in place).
@@ -194,10 +181,7 @@ impl Builder {
             let x = self.constant(Ty::F32, v);
             return self.add(Expr::Splat(ty, x.id));
         }
-        self.add(Expr::Const {
-            ty,
-            bits: const_bits(ty, v.into()),
-        })
+        self.add(Expr::Const { ty, bits: const_bits(ty, v.into()) })
     }
 
     /// An index constant.
@@ -209,10 +193,7 @@ impl Builder {
     pub fn param(&self, name: &str, ty: Ty) -> E<'_> {
         let p = {
             let mut i = self.inner.borrow_mut();
-            i.k.params.push(ParamDecl {
-                name: name.to_string(),
-                ty,
-            });
+            i.k.params.push(ParamDecl { name: name.to_string(), ty });
             ParamId(i.k.params.len() as u32 - 1)
         };
         self.add(Expr::Param(p))
@@ -227,10 +208,7 @@ impl Builder {
     pub fn buffer(&self, dtype: DType, write: bool) -> Buf {
         let n = self.inner.borrow().k.buffers.len();
         let off = self.size(&format!("o{n}"));
-        Buf {
-            offset: Some(off.id),
-            ..self.raw_buffer(dtype, write)
-        }
+        Buf { offset: Some(off.id), ..self.raw_buffer(dtype, write) }
     }
 
     /// A read-only [`Builder::buffer`].
@@ -248,31 +226,21 @@ impl Builder {
         let mut i = self.inner.borrow_mut();
         let id = BufId(i.k.buffers.len() as u32);
         i.k.buffers.push(BufferDecl { dtype, write });
-        Buf {
-            id,
-            dtype,
-            offset: None,
-        }
+        Buf { id, dtype, offset: None }
     }
 
     /// Declares a workgroup array.
     pub fn local(&self, ty: Ty, len: u32) -> Local<'_> {
         let mut i = self.inner.borrow_mut();
         i.k.locals.push(ArrayDecl { ty, len });
-        Local {
-            b: self,
-            id: LocalId(i.k.locals.len() as u32 - 1),
-        }
+        Local { b: self, id: LocalId(i.k.locals.len() as u32 - 1) }
     }
 
     /// Declares a per-item array.
     pub fn private(&self, ty: Ty, len: u32) -> Private<'_> {
         let mut i = self.inner.borrow_mut();
         i.k.privates.push(ArrayDecl { ty, len });
-        Private {
-            b: self,
-            id: PrivateId(i.k.privates.len() as u32 - 1),
-        }
+        Private { b: self, id: PrivateId(i.k.privates.len() as u32 - 1) }
     }
 
     fn id(&self, id: Id) -> E<'_> {
@@ -316,12 +284,7 @@ impl Builder {
     /// A scalar op; operands in order. Folds constants and integer identities.
     pub fn op(&self, op: ScalarOp, x: &[E<'_>]) -> E<'_> {
         if x.len() != op.arity() {
-            self.fail(format!(
-                "{} takes {} operands, got {}",
-                op.name(),
-                op.arity(),
-                x.len()
-            ));
+            self.fail(format!("{} takes {} operands, got {}", op.name(), op.arity(), x.len()));
             return self.constant(Ty::I32, 0);
         }
         let g = |i: usize| x.get(i).unwrap_or(&x[0]).id;
@@ -409,40 +372,19 @@ impl Builder {
     /// Reads one element in its compute type.
     pub fn load<'a>(&'a self, buf: Buf, index: impl Operand<'a>) -> E<'a> {
         let index = self.at(buf, index);
-        self.read(
-            Ty::of(buf.dtype),
-            Read::Global {
-                buf: buf.id,
-                index,
-                guard: None,
-            },
-        )
+        self.read(Ty::of(buf.dtype), Read::Global { buf: buf.id, index, guard: None })
     }
 
     /// Reads one element where `guard` holds; zero elsewhere.
     pub fn load_if<'a>(&'a self, buf: Buf, index: impl Operand<'a>, guard: E<'a>) -> E<'a> {
         let index = self.at(buf, index);
-        self.read(
-            Ty::of(buf.dtype),
-            Read::Global {
-                buf: buf.id,
-                index,
-                guard: Some(guard.id),
-            },
-        )
+        self.read(Ty::of(buf.dtype), Read::Global { buf: buf.id, index, guard: Some(guard.id) })
     }
 
     /// Reads a vector of an f32 buffer declared with [`Builder::raw_buffer`]; the index counts vectors.
     pub fn load_vector<'a>(&'a self, buf: Buf, ty: Ty, index: impl Operand<'a>) -> E<'a> {
         let index = self.at(buf, index);
-        self.read(
-            ty,
-            Read::Vector {
-                buf: buf.id,
-                ty,
-                index,
-            },
-        )
+        self.read(ty, Read::Vector { buf: buf.id, ty, index })
     }
 
     /// Reads a raw 32-bit word; the index counts words (and the buffer's offset, if it has one, too).
@@ -455,42 +397,25 @@ impl Builder {
     pub fn store<'a>(&'a self, buf: Buf, index: impl Operand<'a>, value: impl Operand<'a>) {
         let index = self.at(buf, index);
         let value = value.operand(self, Ty::of(buf.dtype)).id;
-        self.emit(Stmt::Store {
-            buf: buf.id,
-            index,
-            value,
-        })
+        self.emit(Stmt::Store { buf: buf.id, index, value })
     }
 
     pub fn store_vector<'a>(&'a self, buf: Buf, index: impl Operand<'a>, value: E<'a>) {
         let index = self.at(buf, index);
-        self.emit(Stmt::StoreVector {
-            buf: buf.id,
-            index,
-            value: value.id,
-        })
+        self.emit(Stmt::StoreVector { buf: buf.id, index, value: value.id })
     }
 
     pub fn store_word<'a>(&'a self, buf: Buf, index: impl Operand<'a>, value: impl Operand<'a>) {
         let index = self.at(buf, index);
         let value = value.operand(self, Ty::U32).id;
-        self.emit(Stmt::StoreWord {
-            buf: buf.id,
-            index,
-            value,
-        })
+        self.emit(Stmt::StoreWord { buf: buf.id, index, value })
     }
 
     /// Adds atomically to an i32 or u32 element.
     pub fn atomic_add<'a>(&'a self, buf: Buf, index: impl Operand<'a>, value: impl Operand<'a>) {
         let index = self.at(buf, index);
         let value = value.operand(self, Ty::of(buf.dtype)).id;
-        self.emit(Stmt::AtomicAdd {
-            buf: buf.id,
-            index,
-            value,
-            dst: None,
-        })
+        self.emit(Stmt::AtomicAdd { buf: buf.id, index, value, dst: None })
     }
 
     /// Adds atomically and gives the value before.
@@ -498,22 +423,13 @@ impl Builder {
         let index = self.at(buf, index);
         let value = value.operand(self, Ty::of(buf.dtype)).id;
         let (dst, v) = self.value(Ty::of(buf.dtype));
-        self.emit(Stmt::AtomicAdd {
-            buf: buf.id,
-            index,
-            value,
-            dst: Some(dst),
-        });
+        self.emit(Stmt::AtomicAdd { buf: buf.id, index, value, dst: Some(dst) });
         v
     }
 
     /// Declares the device's fault word, which must come after all other buffers, and the parameter `fault`.
     pub fn fault(&self) -> Fault<'_> {
-        Fault {
-            buf: self.raw_buffer(DType::U32, true).id,
-            code: self.param("fault", Ty::U32).id,
-            b: self,
-        }
+        Fault { buf: self.raw_buffer(DType::U32, true).id, code: self.param("fault", Ty::U32).id, b: self }
     }
 
     fn block(&self, f: impl FnOnce()) -> Vec<Stmt> {
@@ -534,31 +450,17 @@ impl Builder {
         let p = step.operand(self, self.ix);
         let (var, v) = self.value(self.ix);
         let body = self.block(|| f(v));
-        self.emit(Stmt::For {
-            var,
-            start: s.id,
-            end: e.id,
-            step: p.id,
-            body,
-        })
+        self.emit(Stmt::For { var, start: s.id, end: e.id, step: p.id, body })
     }
 
     pub fn if_(&self, cond: E<'_>, f: impl FnOnce()) {
         let then = self.block(f);
-        self.emit(Stmt::If {
-            cond: cond.id,
-            then,
-            els: vec![],
-        })
+        self.emit(Stmt::If { cond: cond.id, then, els: vec![] })
     }
 
     pub fn if_else(&self, cond: E<'_>, f: impl FnOnce(), g: impl FnOnce()) {
         let (then, els) = (self.block(f), self.block(g));
-        self.emit(Stmt::If {
-            cond: cond.id,
-            then,
-            els,
-        })
+        self.emit(Stmt::If { cond: cond.id, then, els })
     }
 
     /// All work-items of the group wait; orders workgroup memory.
@@ -578,24 +480,12 @@ impl Builder {
 
     pub fn shuffle_xor<'a>(&'a self, value: E<'a>, mask: impl Operand<'a>) -> E<'a> {
         let mask = mask.operand(self, Ty::I32).id;
-        self.read(
-            value.ty(),
-            Read::SubgroupShuffleXor {
-                value: value.id,
-                mask,
-            },
-        )
+        self.read(value.ty(), Read::SubgroupShuffleXor { value: value.id, mask })
     }
 
     pub fn shuffle<'a>(&'a self, value: E<'a>, lane: impl Operand<'a>) -> E<'a> {
         let lane = lane.operand(self, Ty::I32).id;
-        self.read(
-            value.ty(),
-            Read::SubgroupShuffle {
-                value: value.id,
-                lane,
-            },
-        )
+        self.read(value.ty(), Read::SubgroupShuffle { value: value.id, lane })
     }
 
     /// `c += a b` over f32 tiles in workgroup memory.
@@ -605,11 +495,7 @@ impl Builder {
 
     /// `acc + sum a[i] * b[i]` over the four signed bytes of two u32 words.
     pub fn dot4_i8<'a>(&'a self, a: E<'a>, b: E<'a>, acc: E<'a>) -> E<'a> {
-        self.add(Expr::Dot4I8 {
-            a: a.id,
-            b: b.id,
-            acc: acc.id,
-        })
+        self.add(Expr::Dot4I8 { a: a.id, b: b.id, acc: acc.id })
     }
 
     /// A vector of the lanes given: two or four of them.

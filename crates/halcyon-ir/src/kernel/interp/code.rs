@@ -213,9 +213,7 @@ impl Code {
                 Expr::Param(p) => g.code.params[p.ix()],
                 Expr::Const { ty, bits } => {
                     let r = g.reg(ty);
-                    g.code
-                        .constants
-                        .push((r, scalar::to_reg(ty, const_scalar(ty, bits))));
+                    g.code.constants.push((r, scalar::to_reg(ty, const_scalar(ty, bits))));
                     r
                 }
                 Expr::Id(id) => match ids.get(&id) {
@@ -262,13 +260,7 @@ impl Gen<'_> {
         if self.ready[e.ix()] {
             return d;
         }
-        let x: Vec<Reg> = self
-            .k
-            .expr(e)
-            .operands()
-            .into_iter()
-            .map(|o| self.ex(o))
-            .collect();
+        let x: Vec<Reg> = self.k.expr(e).operands().into_iter().map(|o| self.ex(o)).collect();
         let ty = self.types[e.ix()];
         let t0 = |g: &Self, o: ExprId| g.types[o.ix()];
         match self.k.expr(e) {
@@ -356,169 +348,77 @@ impl Gen<'_> {
                 let i = match read {
                     Read::Global { buf, index, guard } => {
                         let (index, guard) = (self.ex(index), guard.map_or(NONE, |g| self.ex(g)));
-                        Ins::Load {
-                            dst,
-                            buf: buf.0,
-                            dtype: dtype(buf),
-                            index,
-                            guard,
-                        }
+                        Ins::Load { dst, buf: buf.0, dtype: dtype(buf), index, guard }
                     }
-                    Read::Vector { buf, index, .. } => Ins::LoadVector {
-                        dst,
-                        buf: buf.0,
-                        lanes,
-                        index: self.ex(index),
-                    },
-                    Read::Word { buf, index } => Ins::LoadWord {
-                        dst,
-                        buf: buf.0,
-                        index: self.ex(index),
-                    },
-                    Read::Local { arr, index } => Ins::LoadLocal {
-                        dst,
-                        arr: arr.0,
-                        lanes,
-                        index: self.ex(index),
-                    },
-                    Read::Private { arr, index } => Ins::LoadPrivate {
-                        dst,
-                        arr: arr.0,
-                        lanes,
-                        index: self.ex(index),
-                    },
+                    Read::Vector { buf, index, .. } => {
+                        Ins::LoadVector { dst, buf: buf.0, lanes, index: self.ex(index) }
+                    }
+                    Read::Word { buf, index } => Ins::LoadWord { dst, buf: buf.0, index: self.ex(index) },
+                    Read::Local { arr, index } => {
+                        Ins::LoadLocal { dst, arr: arr.0, lanes, index: self.ex(index) }
+                    }
+                    Read::Private { arr, index } => {
+                        Ins::LoadPrivate { dst, arr: arr.0, lanes, index: self.ex(index) }
+                    }
                     Read::Var(v) => Ins::Move(dst, self.vars[v.ix()], lanes),
                     Read::SubgroupReduce { op, value } => {
                         self.code.sync = true;
-                        Ins::Reduce {
-                            op,
-                            ty,
-                            dst,
-                            value: self.ex(value),
-                        }
+                        Ins::Reduce { op, ty, dst, value: self.ex(value) }
                     }
                     Read::SubgroupShuffleXor { value, mask } => {
                         self.code.sync = true;
-                        Ins::Shuffle {
-                            xor: true,
-                            dst,
-                            value: self.ex(value),
-                            lane: self.ex(mask),
-                        }
+                        Ins::Shuffle { xor: true, dst, value: self.ex(value), lane: self.ex(mask) }
                     }
                     Read::SubgroupShuffle { value, lane } => {
                         self.code.sync = true;
-                        Ins::Shuffle {
-                            xor: false,
-                            dst,
-                            value: self.ex(value),
-                            lane: self.ex(lane),
-                        }
+                        Ins::Shuffle { xor: false, dst, value: self.ex(value), lane: self.ex(lane) }
                     }
                 };
                 self.emit(i);
             }
             Stmt::Store { buf, index, value } => {
                 let (index, value) = (self.ex(index), self.ex(value));
-                self.emit(Ins::Store {
-                    buf: buf.0,
-                    dtype: dtype(buf),
-                    index,
-                    value,
-                });
+                self.emit(Ins::Store { buf: buf.0, dtype: dtype(buf), index, value });
             }
             Stmt::StoreVector { buf, index, value } => {
                 let lanes = self.types[value.ix()].lanes() as u8;
                 let (index, value) = (self.ex(index), self.ex(value));
-                self.emit(Ins::StoreVector {
-                    buf: buf.0,
-                    lanes,
-                    index,
-                    value,
-                });
+                self.emit(Ins::StoreVector { buf: buf.0, lanes, index, value });
             }
             Stmt::StoreWord { buf, index, value } => {
                 let (index, value) = (self.ex(index), self.ex(value));
-                self.emit(Ins::StoreWord {
-                    buf: buf.0,
-                    index,
-                    value,
-                });
+                self.emit(Ins::StoreWord { buf: buf.0, index, value });
             }
             Stmt::StoreLocal { arr, index, value } => {
                 let lanes = self.types[value.ix()].lanes() as u8;
                 let (index, value) = (self.ex(index), self.ex(value));
-                self.emit(Ins::StoreLocal {
-                    arr: arr.0,
-                    lanes,
-                    index,
-                    value,
-                });
+                self.emit(Ins::StoreLocal { arr: arr.0, lanes, index, value });
             }
             Stmt::StorePrivate { arr, index, value } => {
                 let lanes = self.types[value.ix()].lanes() as u8;
                 let (index, value) = (self.ex(index), self.ex(value));
-                self.emit(Ins::StorePrivate {
-                    arr: arr.0,
-                    lanes,
-                    index,
-                    value,
-                });
+                self.emit(Ins::StorePrivate { arr: arr.0, lanes, index, value });
             }
-            Stmt::AtomicAdd {
-                buf,
-                index,
-                value,
-                dst,
-            } => {
+            Stmt::AtomicAdd { buf, index, value, dst } => {
                 let (index, value) = (self.ex(index), self.ex(value));
                 let dst = dst.map_or(NONE, |d| self.values[d.ix()]);
-                self.emit(Ins::AtomicAdd {
-                    dst,
-                    buf: buf.0,
-                    dtype: dtype(buf),
-                    index,
-                    value,
-                });
+                self.emit(Ins::AtomicAdd { dst, buf: buf.0, dtype: dtype(buf), index, value });
             }
             Stmt::SetError { buf, index, code } => {
                 let (index, value) = (self.ex(index), self.ex(code));
-                self.emit(Ins::SetError {
-                    buf: buf.0,
-                    index,
-                    value,
-                });
+                self.emit(Ins::SetError { buf: buf.0, index, value });
             }
-            Stmt::For {
-                var,
-                start,
-                end,
-                step,
-                ref body,
-            } => {
+            Stmt::For { var, start, end, step, ref body } => {
                 let var = self.values[var.ix()];
                 self.moved(var, start);
                 let (end, step) = (self.ex(end), self.ex(step));
-                let top = self.emit(Ins::Loop {
-                    var,
-                    end,
-                    step,
-                    to: 0,
-                });
+                let top = self.emit(Ins::Loop { var, end, step, to: 0 });
                 self.block(body);
-                self.emit(Ins::Next {
-                    var,
-                    step,
-                    to: top as u32,
-                });
+                self.emit(Ins::Next { var, step, to: top as u32 });
                 let to = self.here();
                 self.code.ins[top] = Ins::Loop { var, end, step, to };
             }
-            Stmt::If {
-                cond,
-                ref then,
-                ref els,
-            } => {
+            Stmt::If { cond, ref then, ref els } => {
                 let c = self.ex(cond);
                 let test = self.emit(Ins::JumpUnless(c, 0));
                 self.block(then);

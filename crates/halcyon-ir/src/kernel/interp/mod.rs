@@ -61,13 +61,7 @@ pub struct Options {
 
 impl Default for Options {
     fn default() -> Options {
-        Options {
-            subgroup: 32,
-            seed: None,
-            sanitize: false,
-            poisoned: vec![],
-            max_reports: 64,
-        }
+        Options { subgroup: 32, seed: None, sanitize: false, poisoned: vec![], max_reports: 64 }
     }
 }
 
@@ -109,11 +103,7 @@ pub struct Report {
 
 impl fmt::Display for Report {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(
-            f,
-            "{:?} at {:?}[{}] by item {}",
-            self.fault, self.space, self.index, self.item
-        )?;
+        write!(f, "{:?} at {:?}[{}] by item {}", self.fault, self.space, self.index, self.item)?;
         if let Some(o) = self.other {
             write!(f, " (and item {o})")?;
         }
@@ -145,10 +135,7 @@ impl Interp {
     /// As [`verify`].
     pub fn new(k: &Kernel) -> Result<Interp> {
         verify(k)?;
-        Ok(Interp {
-            code: Code::new(k),
-            kernel: k.clone(),
-        })
+        Ok(Interp { code: Code::new(k), kernel: k.clone() })
     }
 
     /// Runs a launch. Buffers are in the kernel's order.
@@ -160,11 +147,7 @@ impl Interp {
         let k = &self.kernel;
         let bad = |what: String| Error::argument(format!("kernel {}", k.name), what);
         if launch.params.len() != k.params.len() {
-            return Err(bad(format!(
-                "{} parameters given, it has {}",
-                launch.params.len(),
-                k.params.len()
-            )));
+            return Err(bad(format!("{} parameters given, it has {}", launch.params.len(), k.params.len())));
         }
         if !o.subgroup.is_power_of_two() || o.subgroup > 64 {
             return Err(bad(format!("subgroups of {}", o.subgroup)));
@@ -184,9 +167,7 @@ impl Interp {
         let mut rng = o.seed.map(|s| s.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1);
         let total = launch.groups.iter().map(|&g| g as u64).product::<u64>();
         let sizes: Vec<usize> = (0..k.buffers.len()).map(|b| memory.len(b)).collect();
-        let shadow = o
-            .sanitize
-            .then(|| Shadow::new(&sizes, &o.poisoned, self.code.local_words));
+        let shadow = o.sanitize.then(|| Shadow::new(&sizes, &o.poisoned, self.code.local_words));
         let mut run = Run {
             code: &self.code,
             kernel: k,
@@ -196,14 +177,7 @@ impl Interp {
             regs,
             locals: vec![0; self.code.local_words],
             privates: vec![0; files * self.code.private_words],
-            private_set: vec![
-                false;
-                if o.sanitize {
-                    files * self.code.private_words
-                } else {
-                    0
-                }
-            ],
+            private_set: vec![false; if o.sanitize { files * self.code.private_words } else { 0 }],
             pcs: vec![0; items],
             item: 0,
             base: 0,
@@ -346,14 +320,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
         self.out.faults += 1;
         if self.out.reports.len() < self.max_reports {
             let (item, statement) = (self.global_item(), self.code.statements[pc]);
-            self.out.reports.push(Report {
-                fault,
-                space,
-                index,
-                item,
-                other,
-                statement,
-            });
+            self.out.reports.push(Report { fault, space, index, item, other, statement });
         }
     }
 
@@ -411,13 +378,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
     fn private_place(&mut self, arr: u32, index: i64, pc: usize) -> Option<usize> {
         let a = self.kernel.privates[arr as usize];
         if index < 0 || index >= a.len as i64 {
-            self.report(
-                Fault::OutOfBounds,
-                Space::Private(PrivateId(arr)),
-                index,
-                None,
-                pc,
-            );
+            self.report(Fault::OutOfBounds, Space::Private(PrivateId(arr)), index, None, pc);
             return None;
         }
         let file = if self.code.sync { self.item } else { 0 };
@@ -458,13 +419,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                         self.set(d + l, self.get(a + l));
                     }
                 }
-                Ins::Load {
-                    dst,
-                    buf,
-                    dtype,
-                    index,
-                    guard,
-                } => {
+                Ins::Load { dst, buf, dtype, index, guard } => {
                     let v = if guard != NONE && self.get(guard) == 0 {
                         0
                     } else {
@@ -473,12 +428,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                     };
                     self.set(dst, v)
                 }
-                Ins::LoadVector {
-                    dst,
-                    buf,
-                    lanes,
-                    index,
-                } => {
+                Ins::LoadVector { dst, buf, lanes, index } => {
                     let i = (self.get(index) as i64).wrapping_mul(lanes as i64);
                     for l in 0..lanes as u32 {
                         let v = self.load(buf, i + l as i64, 4, pc);
@@ -489,12 +439,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                     let v = self.load(buf, self.get(index) as i64, 4, pc);
                     self.set(dst, v)
                 }
-                Ins::LoadLocal {
-                    dst,
-                    arr,
-                    lanes,
-                    index,
-                } => {
+                Ins::LoadLocal { dst, arr, lanes, index } => {
                     let p = self.local_place(arr, self.get(index) as i64, pc);
                     for l in 0..lanes as usize {
                         let v = p.map_or(0, |p| self.locals[p + l]);
@@ -507,12 +452,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                         self.report(fault, Space::Local(LocalId(arr)), index, other, pc);
                     }
                 }
-                Ins::LoadPrivate {
-                    dst,
-                    arr,
-                    lanes,
-                    index,
-                } => {
+                Ins::LoadPrivate { dst, arr, lanes, index } => {
                     let i = self.get(index) as i64;
                     let p = self.private_place(arr, i, pc);
                     if let Some(p) = p
@@ -525,21 +465,11 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                         self.set(dst + l as u32, v);
                     }
                 }
-                Ins::Store {
-                    buf,
-                    dtype,
-                    index,
-                    value,
-                } => {
+                Ins::Store { buf, dtype, index, value } => {
                     let v = scalar::store(dtype, self.get(value));
                     self.store(buf, self.get(index) as i64, dtype.size(), v, false, pc)
                 }
-                Ins::StoreVector {
-                    buf,
-                    lanes,
-                    index,
-                    value,
-                } => {
+                Ins::StoreVector { buf, lanes, index, value } => {
                     let i = (self.get(index) as i64).wrapping_mul(lanes as i64);
                     for l in 0..lanes as u32 {
                         self.store(buf, i + l as i64, 4, self.get(value + l), false, pc);
@@ -548,12 +478,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                 Ins::StoreWord { buf, index, value } => {
                     self.store(buf, self.get(index) as i64, 4, self.get(value), false, pc)
                 }
-                Ins::StoreLocal {
-                    arr,
-                    lanes,
-                    index,
-                    value,
-                } => {
+                Ins::StoreLocal { arr, lanes, index, value } => {
                     let i = self.get(index) as i64;
                     if let Some(p) = self.local_place(arr, i, pc) {
                         for l in 0..lanes as usize {
@@ -566,12 +491,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                         }
                     }
                 }
-                Ins::StorePrivate {
-                    arr,
-                    lanes,
-                    index,
-                    value,
-                } => {
+                Ins::StorePrivate { arr, lanes, index, value } => {
                     if let Some(p) = self.private_place(arr, self.get(index) as i64, pc) {
                         for l in 0..lanes as usize {
                             self.privates[p + l] = self.get(value + l as u32);
@@ -581,13 +501,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                         }
                     }
                 }
-                Ins::AtomicAdd {
-                    dst,
-                    buf,
-                    dtype,
-                    index,
-                    value,
-                } => {
+                Ins::AtomicAdd { dst, buf, dtype, index, value } => {
                     let i = self.get(index) as i64;
                     if let Some(at) = self.place(buf, i, 4, pc) {
                         let old = self.memory.load(buf as usize, at, 4);
@@ -668,12 +582,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                     }
                 }
             }
-            Ins::Shuffle {
-                xor,
-                dst,
-                value,
-                lane,
-            } => {
+            Ins::Shuffle { xor, dst, value, lane } => {
                 let all: Vec<u64> = (0..n).map(|i| self.regs[at(i, value, regs)]).collect();
                 for i in 0..n {
                     let l = self.regs[at(i, lane, regs)] as i64 as usize;

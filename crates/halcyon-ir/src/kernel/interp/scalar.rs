@@ -53,10 +53,7 @@ pub(super) fn eval(op: ScalarOp, ty: Ty, x: [u64; 3]) -> u64 {
     let v = if op == ScalarOp::Select {
         return if x[0] != 0 { x[1] } else { x[2] };
     } else {
-        op.eval(
-            d,
-            &[from_reg(ty, x[0]), from_reg(ty, x[1]), from_reg(ty, x[2])][..op.arity()],
-        )
+        op.eval(d, &[from_reg(ty, x[0]), from_reg(ty, x[1]), from_reg(ty, x[2])][..op.arity()])
     };
     to_reg(Ty::of(op.result(d)), v)
 }
@@ -130,9 +127,7 @@ pub(super) fn ternary(op: ScalarOp, ty: Ty) -> Option<F3> {
 /// `acc` plus the products of the signed bytes of two words.
 pub(super) fn dot4(a: u64, b: u64, acc: u64) -> u64 {
     let (x, y) = ((a as u32).to_le_bytes(), (b as u32).to_le_bytes());
-    let sum = (0..4).fold(i(acc), |s, k| {
-        s.wrapping_add(x[k] as i8 as i32 * (y[k] as i8 as i32))
-    });
+    let sum = (0..4).fold(i(acc), |s, k| s.wrapping_add(x[k] as i8 as i32 * (y[k] as i8 as i32)));
     j(sum)
 }
 

@@ -52,11 +52,7 @@ impl Cell {
             found = Some((Fault::Uninitialised, None));
         }
         let other = self.reader != NOBODY && self.reader != GROUPS && {
-            let g = if self.reader == MANY {
-                self.read_group
-            } else {
-                self.reader / items
-            };
+            let g = if self.reader == MANY { self.read_group } else { self.reader / items };
             g != group
         };
         if self.reader == GROUPS || other {
@@ -102,22 +98,9 @@ impl Shadow {
         let global = sizes
             .iter()
             .enumerate()
-            .map(|(i, &n)| {
-                vec![
-                    Cell {
-                        set: !poisoned.iter().any(|p| p.ix() == i),
-                        ..CLEAN
-                    };
-                    n
-                ]
-            })
+            .map(|(i, &n)| vec![Cell { set: !poisoned.iter().any(|p| p.ix() == i), ..CLEAN }; n])
             .collect();
-        Shadow {
-            global,
-            local: vec![CLEAN; local_words],
-            global_epoch: 0,
-            local_epoch: 0,
-        }
+        Shadow { global, local: vec![CLEAN; local_words], global_epoch: 0, local_epoch: 0 }
     }
 
     pub(super) fn new_group(&mut self) {
@@ -135,9 +118,7 @@ impl Shadow {
     pub(super) fn read(&mut self, buf: usize, at: usize, bytes: usize, item: u32, items: u32) -> Found {
         let epoch = self.global_epoch;
         let cells = &mut self.global[buf][at..at + bytes];
-        cells
-            .iter_mut()
-            .fold(None, |found, c| c.read(item, items, epoch).or(found))
+        cells.iter_mut().fold(None, |found, c| c.read(item, items, epoch).or(found))
     }
 
     pub(super) fn write(
@@ -151,9 +132,7 @@ impl Shadow {
     ) -> Found {
         let epoch = self.global_epoch;
         let cells = &mut self.global[buf][at..at + bytes];
-        cells
-            .iter_mut()
-            .fold(None, |found, c| c.write(item, items, epoch, atomic).or(found))
+        cells.iter_mut().fold(None, |found, c| c.write(item, items, epoch, atomic).or(found))
     }
 
     /// `item` is the index in the group: workgroup memory is seen by one group.

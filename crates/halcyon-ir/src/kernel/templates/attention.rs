@@ -92,14 +92,10 @@ impl Problem {
             65..=128 => 128,
             129..=256 => 256,
             _ => {
-                return Err(Declined::because(format!(
-                    "attention: rows of {d}, at most 256 are taken"
-                )));
+                return Err(Declined::because(format!("attention: rows of {d}, at most 256 are taken")));
             }
         };
-        let scattered: Vec<usize> = (0..3)
-            .filter(|&i| d > 1 && inputs[i].view.strides[3] != 1)
-            .collect();
+        let scattered: Vec<usize> = (0..3).filter(|&i| d > 1 && inputs[i].view.strides[3] != 1).collect();
         if !scattered.is_empty() {
             return Err(Declined::needs_dense(scattered));
         }
@@ -133,8 +129,7 @@ impl Problem {
     }
 
     fn fill(&self, args: &mut Args) {
-        args.int("bh", (self.b * self.hk) as i64)
-            .int("hk", self.hk as i64);
+        args.int("bh", (self.b * self.hk) as i64).int("hk", self.hk as i64);
         args.int("shared", self.shared as i64).int("sq", self.sq as i64);
         args.int("sk", self.sk as i64).int("d", self.d as i64);
         for (name, s) in ["q", "k", "v"].into_iter().zip(&self.strides) {
@@ -158,15 +153,12 @@ const TILE_ITEMS: u32 = 128;
 
 impl Tile {
     fn choose(cx: &Cx<'_>) -> Option<Tile> {
-        [(16, 32), (8, 16)]
-            .map(|(queries, keys)| Tile { queries, keys })
-            .into_iter()
-            .find(|t| {
-                let words = (t.queries + t.keys) * (cx.p.width + 1) + 2 * t.queries * (t.keys + 1);
-                // Columns of a work-item's row are variables; more than sixteen would spill.
-                let columns = cx.p.width * t.queries / TILE_ITEMS;
-                columns <= 16 && cx.caps.max_workgroup >= TILE_ITEMS && cx.fits(words)
-            })
+        [(16, 32), (8, 16)].map(|(queries, keys)| Tile { queries, keys }).into_iter().find(|t| {
+            let words = (t.queries + t.keys) * (cx.p.width + 1) + 2 * t.queries * (t.keys + 1);
+            // Columns of a work-item's row are variables; more than sixteen would spill.
+            let columns = cx.p.width * t.queries / TILE_ITEMS;
+            columns <= 16 && cx.caps.max_workgroup >= TILE_ITEMS && cx.fits(words)
+        })
     }
 }
 
@@ -255,11 +247,7 @@ impl<'a> Io<'a> {
             [m0, m1, m2, _] => b.let_(n * *m0 + h * *m1 + i * *m2),
             _ => b.index(0),
         };
-        let seen = if self.causal {
-            (i + 1 + self.sk - self.sq).min(self.sk)
-        } else {
-            self.sk
-        };
+        let seen = if self.causal { (i + 1 + self.sk - self.sq).min(self.sk) } else { self.sk };
         Query {
             q: b.let_(n * self.qs[0] + h * self.qs[1] + i * self.qs[2]),
             mask,
@@ -289,11 +277,7 @@ struct Running<'a> {
 
 impl<'a> Running<'a> {
     fn new(b: &'a Builder, ty: Ty) -> Running<'a> {
-        Running {
-            b,
-            top: b.var_of(ty, NEG_INF),
-            sum: b.var_of(ty, 0),
-        }
+        Running { b, top: b.var_of(ty, NEG_INF), sum: b.var_of(ty, 0) }
     }
 
     /// Takes in the maximum of more scores. Gives what to subtract from scores and what to multiply earlier sums by.
@@ -301,9 +285,7 @@ impl<'a> Running<'a> {
         let old = self.top.get();
         let new = self.b.let_(old.max(top));
         // With only -inf so far any finite shift leaves every weight at 0, where -inf minus -inf would not.
-        let shift = self
-            .b
-            .let_(new.equals(NEG_INF).select(self.b.constant(new.ty(), 0), new));
+        let shift = self.b.let_(new.equals(NEG_INF).select(self.b.constant(new.ty(), 0), new));
         let decay = self.b.let_((old - shift).exp());
         self.top.set(new);
         self.sum.set(self.sum.get() * decay);
@@ -438,10 +420,8 @@ impl Cx<'_> {
         let io = Io::declare(&b, self);
         let queries = b.local(self.ty, t.queries * pitch);
         let tile = b.local(self.ty, t.keys * pitch);
-        let (scores, weights) = (
-            b.local(self.ty, t.queries * row_pitch),
-            b.local(self.ty, t.queries * row_pitch),
-        );
+        let (scores, weights) =
+            (b.local(self.ty, t.queries * row_pitch), b.local(self.ty, t.queries * row_pitch));
         let rows = b.let_(io.shared * io.sq);
         let tiles = b.let_(rows.div_ceil(t.queries));
         let g = b.let_(b.linear_group());
@@ -497,9 +477,7 @@ impl Cx<'_> {
                 }
                 b.barrier();
                 let top = b.var_of(self.ty, NEG_INF);
-                b.for_(0, t.keys, 1, |c| {
-                    top.set(top.get().max(scores.load(r * row_pitch + c)))
-                });
+                b.for_(0, t.keys, 1, |c| top.set(top.get().max(scores.load(r * row_pitch + c))));
                 let (shift, decay) = run.raise(top.get());
                 for (c, v) in own {
                     weights.store(r * row_pitch + c, (v - shift).exp());

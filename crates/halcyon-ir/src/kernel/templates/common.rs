@@ -21,36 +21,19 @@ pub(super) fn arity(
     if takes.contains(&inputs.len()) && outputs.len() == 1 {
         return Ok(());
     }
-    Err(Declined::because(format!(
-        "{op}: {} operands and {} results",
-        inputs.len(),
-        outputs.len()
-    )))
+    Err(Declined::because(format!("{op}: {} operands and {} results", inputs.len(), outputs.len())))
 }
 
 /// Asks for copies of the inputs whose views have masks; kernels here read memory only.
 pub(super) fn unmasked(inputs: &[Operand]) -> Result<(), Declined> {
-    let masked: Vec<usize> = (0..inputs.len())
-        .filter(|&i| inputs[i].view.mask.is_some())
-        .collect();
-    if masked.is_empty() {
-        Ok(())
-    } else {
-        Err(Declined::needs_dense(masked))
-    }
+    let masked: Vec<usize> = (0..inputs.len()).filter(|&i| inputs[i].view.mask.is_some()).collect();
+    if masked.is_empty() { Ok(()) } else { Err(Declined::needs_dense(masked)) }
 }
 
 /// Asks for copies of those of the given inputs that are not row-major (at any offset).
 pub(super) fn row_major(inputs: &[Operand], which: impl IntoIterator<Item = usize>) -> Result<(), Declined> {
-    let bad: Vec<usize> = which
-        .into_iter()
-        .filter(|&i| !inputs[i].view.has_dense_strides())
-        .collect();
-    if bad.is_empty() {
-        Ok(())
-    } else {
-        Err(Declined::needs_dense(bad))
-    }
+    let bad: Vec<usize> = which.into_iter().filter(|&i| !inputs[i].view.has_dense_strides()).collect();
+    if bad.is_empty() { Ok(()) } else { Err(Declined::needs_dense(bad)) }
 }
 
 /// The index type that reaches every element of the operands: i32, with room for the tile overhang of guarded reads, or i64.
@@ -85,8 +68,7 @@ impl Args {
 
     pub(super) fn int(&mut self, name: impl Into<String>, v: impl TryInto<i64>) -> &mut Args {
         // Sizes and strides fit i64 by construction; the limit makes a wrong one fail in `Launch::bind`.
-        self.0
-            .push((name.into(), Scalar::I(v.try_into().unwrap_or(i64::MAX))));
+        self.0.push((name.into(), Scalar::I(v.try_into().unwrap_or(i64::MAX))));
         self
     }
 
@@ -116,10 +98,7 @@ pub(super) fn single(b: Builder, args: &Args, groups: usize, caps: &Caps) -> Res
     verify_for(&k, caps).map_err(declined)?;
     let buffers = (0..k.buffers.len()).collect();
     let launch = bind(&k, args, groups, caps)?;
-    Ok(Lowered {
-        steps: vec![(k, launch, buffers)],
-        temps: vec![],
-    })
+    Ok(Lowered { steps: vec![(k, launch, buffers)], temps: vec![] })
 }
 
 fn bind(k: &Kernel, args: &Args, groups: usize, caps: &Caps) -> Result<Launch, Declined> {

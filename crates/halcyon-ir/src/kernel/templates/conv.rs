@@ -28,13 +28,7 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
         return as_matmul(inputs, outputs, caps);
     }
     let p = Problem::new(c, inputs, outputs);
-    direct(
-        &p,
-        inputs[0].dtype,
-        index_type(inputs, outputs, caps)?,
-        Args::of(inputs, outputs),
-        caps,
-    )
+    direct(&p, inputs[0].dtype, index_type(inputs, outputs, caps)?, Args::of(inputs, outputs), caps)
 }
 
 /// One product per image, `y[n] = w x[n]`.
@@ -50,10 +44,7 @@ fn pointwise(c: &Conv, w: &View) -> bool {
 fn as_matmul(inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
     let (x, w, y) = (&inputs[0], &inputs[1], &outputs[0]);
     let (n, c, o) = (x.view.shape[0], x.view.shape[1], w.view.shape[0]);
-    let place = |view: &View, shape: &[usize]| View {
-        offset: view.offset,
-        ..View::dense(shape)
-    };
+    let place = |view: &View, shape: &[usize]| View { offset: view.offset, ..View::dense(shape) };
     let s: usize = x.view.shape[2..].iter().product();
     let operand = |view| Operand { dtype: x.dtype, view };
     let a = operand(place(&w.view, &[1, o, c]).expand(&[n, o, c]));
@@ -86,11 +77,7 @@ struct Problem {
 
 impl Problem {
     fn new(c: &Conv, inputs: &[Operand], outputs: &[Operand]) -> Problem {
-        let (x, w, y) = (
-            &inputs[0].view.shape,
-            &inputs[1].view.shape,
-            &outputs[0].view.shape,
-        );
+        let (x, w, y) = (&inputs[0].view.shape, &inputs[1].view.shape, &outputs[0].view.shape);
         Problem {
             n: x[0],
             groups: c.groups,
@@ -141,9 +128,8 @@ fn direct(p: &Problem, dtype: DType, ix: Ty, mut args: Args, caps: &Caps) -> Res
         let (o0, ox0) = (b.let_(c[2] * channels), b.let_(c[5] * run));
         // Channels past the end compute the last one again; only their stores are left out.
         let taps = b.let_(ks[0] * ks[1] * ks[2]);
-        let rows: Vec<E<'_>> = (0..channels)
-            .map(|r| b.let_((group * og + (o0 + r).min(og - 1)) * cg * taps))
-            .collect();
+        let rows: Vec<E<'_>> =
+            (0..channels).map(|r| b.let_((group * og + (o0 + r).min(og - 1)) * cg * taps)).collect();
         b.for_(0, channels * run, 1, |q| acc.store(q, 0));
         b.for_(0, cg, 1, |ic| {
             let plane = b.let_((image * groups + group) * cg + ic);
@@ -198,10 +184,8 @@ fn direct(p: &Problem, dtype: DType, ix: Ty, mut args: Args, caps: &Caps) -> Res
     });
     args.int("n", p.n as i64).int("groups", p.groups as i64);
     args.int("og", p.og as i64).int("cg", p.cg as i64);
-    args.ints("y", p.y.map(|v| v as i64))
-        .ints("k", p.k.map(|v| v as i64));
-    args.ints("i", p.i.map(|v| v as i64))
-        .ints("s", p.stride.map(|v| v as i64));
+    args.ints("y", p.y.map(|v| v as i64)).ints("k", p.k.map(|v| v as i64));
+    args.ints("i", p.i.map(|v| v as i64)).ints("s", p.stride.map(|v| v as i64));
     args.ints("d", p.dilation.map(|v| v as i64)).ints("l", p.lo);
     if spread {
         args.ints("e", p.input_dilation.map(|v| v as i64));

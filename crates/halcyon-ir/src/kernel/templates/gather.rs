@@ -1,9 +1,9 @@
 //! Gathers, scatters and slice updates. Indices may be negative (from the end); one out of range is clamped and sets the
 //! fault word. Scatters are deterministic: one work-item owns each result and walks the updates in order.
 
+use crate::error::Result;
 use crate::kernel::access::{Access, GROUP, Template, typed};
 use crate::kernel::{Builder, E, Fault, Kernel, Launch, Ty};
-use crate::error::Result;
 use crate::op::ScatterKind;
 use crate::scalar_op::ScalarOp;
 use crate::target::{Caps, Operand};
@@ -106,11 +106,7 @@ pub(in crate::kernel) fn scatter(
     let fault = b.fault();
     let d = base.dtype;
     let n = t.size("len", base.view.shape[axis]);
-    let walk: usize = if rows {
-        index.view.numel()
-    } else {
-        index.view.shape[axis]
-    };
+    let walk: usize = if rows { index.view.numel() } else { index.view.shape[axis] };
     let steps = t.size("steps", walk);
     let idims = t.sizes("i", &index.view.shape);
     let groups = t.points(&out.view.shape, |_, idx| {

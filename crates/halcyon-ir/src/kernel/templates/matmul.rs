@@ -107,9 +107,7 @@ pub fn lower(_: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Re
     unmasked(inputs)?;
     let (a, w) = (&inputs[0].view, &inputs[1].view);
     if a.rank() < 2 || a.rank() != w.rank() {
-        return Err(Declined::because(
-            "matmul: operands of rank 2 or more, and of equal rank",
-        ));
+        return Err(Declined::because("matmul: operands of rank 2 or more, and of equal rank"));
     }
     let p = Problem::new(a, w);
     if p.batch.len() > 4 {
@@ -161,16 +159,8 @@ impl Tile {
         };
         let groups = |edge: u32| p.m.div_ceil(edge as usize) * p.n.div_ceil(edge as usize) * p.batches();
         // Smaller tiles where large ones would leave compute units idle.
-        let each = if groups(side * 4) >= 2 * caps.compute_units as usize {
-            4
-        } else {
-            2
-        };
-        let t = Tile {
-            side,
-            each,
-            depth: 16,
-        };
+        let each = if groups(side * 4) >= 2 * caps.compute_units as usize { 4 } else { 2 };
+        let t = Tile { side, each, depth: 16 };
         (t.words() as usize * ty.size() <= caps.workgroup_memory as usize).then_some(t)
     }
 
@@ -228,11 +218,7 @@ impl<'a> Shape<'a> {
     fn starts(&self, b: &'a Builder, i: E<'a>) -> (E<'a>, E<'a>) {
         let (mut rest, mut x, mut w) = (i, b.index(0), b.index(0));
         for d in (0..self.batch.len()).rev() {
-            let at = if d == 0 {
-                rest
-            } else {
-                b.let_(rest.imod(self.batch[d]))
-            };
+            let at = if d == 0 { rest } else { b.let_(rest.imod(self.batch[d])) };
             x = x + at * self.ab[d];
             w = w + at * self.bb[d];
             if d > 0 {
@@ -251,9 +237,7 @@ fn fill(args: &mut Args, p: &Problem, class: usize) {
     };
     let mut d = p.batch.clone();
     d.resize(class, 1);
-    args.int("m", p.m as i64)
-        .int("n", p.n as i64)
-        .int("k", p.k as i64);
+    args.int("m", p.m as i64).int("n", p.n as i64).int("k", p.k as i64);
     args.ints("d", d.iter().map(|&d| d as i64));
     args.ints("ab", pad(&p.ab).iter().map(|&s| s as i64));
     args.ints("bb", pad(&p.bb).iter().map(|&s| s as i64));
@@ -289,12 +273,7 @@ impl Cx<'_> {
             b.store(y, at, acc.get());
         });
         fill(&mut args, p, class);
-        single(
-            b,
-            &args,
-            (p.batches() * p.m * p.n).div_ceil(wg as usize),
-            self.caps,
-        )
+        single(b, &args, (p.batches() * p.m * p.n).div_ceil(wg as usize), self.caps)
     }
 
     /// Tiles of both operands in workgroup memory, `each * each` outputs per work-item. Consecutive work-items read along
@@ -307,10 +286,7 @@ impl Cx<'_> {
         let s = Shape::declare(&b, class);
         // One more word per row, so that writes down a column fall into different banks.
         let pitch = edge + 1;
-        let (ta, tb) = (
-            b.local(self.ty(), t.depth * pitch),
-            b.local(self.ty(), t.depth * pitch),
-        );
+        let (ta, tb) = (b.local(self.ty(), t.depth * pitch), b.local(self.ty(), t.depth * pitch));
         let (gm, gn) = (b.let_(s.m.div_ceil(edge)), b.let_(s.n.div_ceil(edge)));
         let g = b.let_(b.linear_group());
         b.if_(g.lt(gm * gn * s.batches()), || {
@@ -453,9 +429,7 @@ impl Cx<'_> {
             let (x0, w0) = s.starts(&b, bt);
             let w0 = b.let_(w0 + j0);
             // Rows past the end compute the last row again; only their stores are left out.
-            let row: Vec<_> = (0..rows)
-                .map(|r| b.let_(x0 + (i0 + r).min(s.m - 1) * s.am))
-                .collect();
+            let row: Vec<_> = (0..rows).map(|r| b.let_(x0 + (i0 + r).min(s.m - 1) * s.am)).collect();
             let body = |end: E<'_>| {
                 b.for_(0, rows * COLUMNS, 1, |q| acc.store(q, 0));
                 b.for_(0, s.k, 1, |k| {
@@ -515,11 +489,6 @@ impl Cx<'_> {
             b.store(y, at, acc.get());
         });
         fill(&mut args, p, class);
-        single(
-            b,
-            &args,
-            (p.batches() * p.m * p.n).div_ceil(wg as usize),
-            self.caps,
-        )
+        single(b, &args, (p.batches() * p.m * p.n).div_ceil(wg as usize), self.caps)
     }
 }

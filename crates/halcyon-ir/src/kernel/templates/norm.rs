@@ -26,11 +26,7 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
     arity(&name, inputs, outputs, if centred { 2..=3 } else { 2..=2 })?;
     let shape = &inputs[0].view.shape;
     let last = shape.len().checked_sub(1);
-    let axis = if centred {
-        c.int("axis").and_then(|a| usize::try_from(a).ok())
-    } else {
-        last
-    };
+    let axis = if centred { c.int("axis").and_then(|a| usize::try_from(a).ok()) } else { last };
     let (Some(axis), Some(eps)) = (axis.filter(|a| *a < shape.len()), c.float("eps")) else {
         return Err(Declined::because(format!("{name}: no such axis, or no eps")));
     };
@@ -46,10 +42,7 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
         }
     }
     row_major(inputs, 0..inputs.len())?;
-    let (rows, n) = (
-        shape[..axis].iter().product::<usize>(),
-        shape[axis..].iter().product::<usize>(),
-    );
+    let (rows, n) = (shape[..axis].iter().product::<usize>(), shape[axis..].iter().product::<usize>());
     let dtype = inputs[0].dtype;
     let ty = Ty::of(dtype);
     let by = By::choose(rows, n, 1, ty, caps);

@@ -69,12 +69,9 @@ impl Geometry {
 
     fn fill(&self, args: &mut Args) {
         args.int("planes", self.planes as i64);
-        args.ints("y", self.y.map(|v| v as i64))
-            .ints("k", self.k.map(|v| v as i64));
-        args.ints("i", self.i.map(|v| v as i64))
-            .ints("s", self.stride.map(|v| v as i64));
-        args.ints("d", self.dilation.map(|v| v as i64))
-            .ints("l", self.lo.map(|v| v as i64));
+        args.ints("y", self.y.map(|v| v as i64)).ints("k", self.k.map(|v| v as i64));
+        args.ints("i", self.i.map(|v| v as i64)).ints("s", self.stride.map(|v| v as i64));
+        args.ints("d", self.dilation.map(|v| v as i64)).ints("l", self.lo.map(|v| v as i64));
     }
 }
 
@@ -93,15 +90,7 @@ impl<'a> Sizes<'a> {
     fn declare(b: &'a Builder) -> Sizes<'a> {
         let planes = b.size("planes");
         let [y, k, i, s, d, l] = ["y", "k", "i", "s", "d", "l"].map(|n| sizes(b, n, 3));
-        Sizes {
-            planes,
-            y,
-            k,
-            i,
-            s,
-            d,
-            l,
-        }
+        Sizes { planes, y, k, i, s, d, l }
     }
 
     /// Runs `f` with the input index (in its plane) under each element, inside the input, of the window at `o`; in order.
@@ -130,10 +119,7 @@ impl<'a> Sizes<'a> {
             let from = b.let_(i[a] + self.l[a] - k * self.d[a]);
             let p = b.let_(from.max(0));
             let o = b.let_(p.idiv(self.s[a]));
-            (
-                o,
-                from.ge(0).and(p.imod(self.s[a]).equals(0)).and(o.lt(self.y[a])),
-            )
+            (o, from.ge(0).and(p.imod(self.s[a]).equals(0)).and(o.lt(self.y[a])))
         };
         b.for_(0, self.k[0], 1, |kz| {
             let (oz, in_z) = at(0, kz);
@@ -249,48 +235,36 @@ fn avg_grad(
     outputs: &[Operand],
     caps: &Caps,
 ) -> Result<Lowered, Declined> {
-    gradient(
-        g,
-        vec![2],
-        (inputs, outputs),
-        caps,
-        |b, s, bufs, plane, i, acc| {
-            s.covering(b, i, |o| {
-                let d = b.load(bufs[0], s.result(plane, o));
-                let n = s.count(b, o, include_pad).to(d.ty());
-                acc.set(acc.get() + d / n);
-            });
-        },
-    )
+    gradient(g, vec![2], (inputs, outputs), caps, |b, s, bufs, plane, i, acc| {
+        s.covering(b, i, |o| {
+            let d = b.load(bufs[0], s.result(plane, o));
+            let n = s.count(b, o, include_pad).to(d.ty());
+            acc.set(acc.get() + d / n);
+        });
+    })
 }
 
 fn max_grad(g: &Geometry, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
-    gradient(
-        g,
-        vec![0, 1, 2],
-        (inputs, outputs),
-        caps,
-        |b, s, bufs, plane, i, acc| {
-            let base = b.let_(plane * s.i[0] * s.i[1] * s.i[2]);
-            let me = b.let_((i[0] * s.i[1] + i[1]) * s.i[2] + i[2]);
-            let mine = b.load(bufs[0], base + me);
-            s.covering(b, i, |o| {
-                let to = b.let_(s.result(plane, o));
-                let top = b.load(bufs[1], to);
-                b.if_(wins(mine, top), || {
-                    // Input indices grow along a window, so a winner with a smaller one came first.
-                    let first = b.var_of(Ty::I32, 1);
-                    s.window(b, o, |at| {
-                        b.if_(at.lt(me), || {
-                            let v = b.load(bufs[0], base + at);
-                            b.if_(wins(v, top), || first.set(0));
-                        });
+    gradient(g, vec![0, 1, 2], (inputs, outputs), caps, |b, s, bufs, plane, i, acc| {
+        let base = b.let_(plane * s.i[0] * s.i[1] * s.i[2]);
+        let me = b.let_((i[0] * s.i[1] + i[1]) * s.i[2] + i[2]);
+        let mine = b.load(bufs[0], base + me);
+        s.covering(b, i, |o| {
+            let to = b.let_(s.result(plane, o));
+            let top = b.load(bufs[1], to);
+            b.if_(wins(mine, top), || {
+                // Input indices grow along a window, so a winner with a smaller one came first.
+                let first = b.var_of(Ty::I32, 1);
+                s.window(b, o, |at| {
+                    b.if_(at.lt(me), || {
+                        let v = b.load(bufs[0], base + at);
+                        b.if_(wins(v, top), || first.set(0));
                     });
-                    b.if_(first.get().equals(1), || acc.set(acc.get() + b.load(bufs[2], to)));
                 });
+                b.if_(first.get().equals(1), || acc.set(acc.get() + b.load(bufs[2], to)));
             });
-        },
-    )
+        });
+    })
 }
 
 /// Whether an element is its window's maximum; NaN is the largest.

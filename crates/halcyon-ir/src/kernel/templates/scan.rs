@@ -1,19 +1,14 @@
 //! Running reductions, index of the extreme, and stable sorts along an axis.
 
-use crate::kernel::access::{GROUP, Template, typed};
-use crate::kernel::{E, Kernel, Launch, Ty};
 use crate::dtype::DType;
 use crate::error::Result;
+use crate::kernel::access::{GROUP, Template, typed};
+use crate::kernel::{E, Kernel, Launch, Ty};
 use crate::op::ReduceKind;
 use crate::target::{Caps, Operand};
 
 fn without(shape: &[usize], axis: usize) -> Vec<usize> {
-    shape
-        .iter()
-        .enumerate()
-        .filter(|(k, _)| *k != axis)
-        .map(|(_, &n)| n)
-        .collect()
+    shape.iter().enumerate().filter(|(k, _)| *k != axis).map(|(_, &n)| n).collect()
 }
 
 fn with<'a>(idx: &[E<'a>], axis: usize, i: E<'a>) -> Vec<E<'a>> {
@@ -98,11 +93,7 @@ pub(in crate::kernel) fn arg_reduce(
                 place.set(s);
             });
         });
-        let at = if keep {
-            with(idx, axis, b.index(0))
-        } else {
-            idx.to_vec()
-        };
+        let at = if keep { with(idx, axis, b.index(0)) } else { idx.to_vec() };
         ao.store(b, &at, place.get().to(Ty::of(DType::I64)));
     });
     t.finish(groups, caps.max_groups)
@@ -123,11 +114,7 @@ pub(in crate::kernel) fn arg_sort(
     let len = t.size("len", x.view.shape[axis]);
     let groups = t.points(&x.view.shape, |_, idx| {
         let mine = ax.load(b, idx);
-        let mine = if mine.ty() == Ty::Bool {
-            mine.to(Ty::U32)
-        } else {
-            mine
-        };
+        let mine = if mine.ty() == Ty::Bool { mine.to(Ty::U32) } else { mine };
         let rank = b.var(b.index(0));
         b.for_(0, len, 1, |s| {
             let mut at = idx.to_vec();

@@ -21,10 +21,7 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
     };
     arity(&name, inputs, outputs, 1..=1)?;
     let shape = &inputs[0].view.shape;
-    let Some(axis) = axis
-        .and_then(|a| usize::try_from(a).ok())
-        .filter(|a| *a < shape.len())
-    else {
+    let Some(axis) = axis.and_then(|a| usize::try_from(a).ok()).filter(|a| *a < shape.len()) else {
         return Err(Declined::because(format!("{name}: no such axis")));
     };
     row_major(inputs, 0..1)?;
@@ -42,11 +39,7 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
     let gap = if last { b.index(1) } else { b.size("inner") };
     let row = Row::new(&b, by, ty);
     row.each(count, |r| {
-        let start = b.let_(if last {
-            r * len
-        } else {
-            r.idiv(gap) * (len * gap) + r.imod(gap)
-        });
+        let start = b.let_(if last { r * len } else { r.idiv(gap) * (len * gap) + r.imod(gap) });
         let at = |i| start + i * gap;
         let top = row.reduce(Reduce::Max, len, |i| b.load(x, at(i)));
         let sum = row.reduce(Reduce::Add, len, |i| (b.load(x, at(i)) - top).exp());

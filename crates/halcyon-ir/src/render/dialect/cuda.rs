@@ -63,14 +63,8 @@ pub(super) const DIALECT_BASE: Dialect = Dialect {
             "h_f32_f16",
             "unsigned short @(float x) {\n    unsigned short r;\n    asm(\"cvt.rn.f16.f32 %0, %1;\" : \"=h\"(r) : \"f\"(x));\n    return r;\n}\n",
         ),
-        (
-            "h_round_f16_f32",
-            "float @(float x) {\n    return h_f16_f32(h_f32_f16(x));\n}\n",
-        ),
-        (
-            "h_round_f16_f64",
-            "float @(double x) {\n    return h_f16_f32(h_f32_f16(h_odd_f64(x)));\n}\n",
-        ),
+        ("h_round_f16_f32", "float @(float x) {\n    return h_f16_f32(h_f32_f16(x));\n}\n"),
+        ("h_round_f16_f64", "float @(double x) {\n    return h_f16_f32(h_f32_f16(h_odd_f64(x)));\n}\n"),
         (
             "h_f32_bf16",
             "unsigned short @(float x) {\n#if __CUDA_ARCH__ >= 800\n    unsigned short r;\n    asm(\"cvt.rn.bf16.f32 %0, %1;\" : \"=h\"(r) : \"f\"(x));\n    return r;\n#else\n    unsigned int u = __float_as_uint(x);\n    if ((u & 0x7fffffffu) > 0x7f800000u) return (unsigned short)((u >> 16) | 0x40u);\n    return (unsigned short)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);\n#endif\n}\n",
@@ -93,17 +87,8 @@ pub(super) const DIALECT_BASE: Dialect = Dialect {
 pub(super) const LANE: &str =
     "((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1))";
 
-pub(super) const TYPES: [&str; 9] = [
-    "bool",
-    "int",
-    "unsigned int",
-    "long long",
-    "unsigned long long",
-    "float",
-    "double",
-    "float2",
-    "float4",
-];
+pub(super) const TYPES: [&str; 9] =
+    ["bool", "int", "unsigned int", "long long", "unsigned long long", "float", "double", "float2", "float4"];
 
 const VECTOR_OPS: &str = "\
 static __device__ __forceinline__ float2 operator+(float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); }

@@ -27,22 +27,10 @@ pub static DIALECT: Dialect = Dialect {
     load_f16: "(float)$p[$i]",
     store_f16: "$p[$i] = (_Float16)($v);",
     helpers: &[
-        (
-            "h_round_f16_f32",
-            "float @(float x) {\n    return (float)(_Float16)x;\n}\n",
-        ),
-        (
-            "h_round_f16_f64",
-            "float @(double x) {\n    return (float)(_Float16)x;\n}\n",
-        ),
-        (
-            "h_fma_f32x2",
-            "float2 @(float2 x, float2 y, float2 z) {\n    return x * y + z;\n}\n",
-        ),
-        (
-            "h_fma_f32x4",
-            "float4 @(float4 x, float4 y, float4 z) {\n    return x * y + z;\n}\n",
-        ),
+        ("h_round_f16_f32", "float @(float x) {\n    return (float)(_Float16)x;\n}\n"),
+        ("h_round_f16_f64", "float @(double x) {\n    return (float)(_Float16)x;\n}\n"),
+        ("h_fma_f32x2", "float2 @(float2 x, float2 y, float2 z) {\n    return x * y + z;\n}\n"),
+        ("h_fma_f32x4", "float4 @(float4 x, float4 y, float4 z) {\n    return x * y + z;\n}\n"),
     ],
     ..cuda::DIALECT_BASE
 };

@@ -16,21 +16,9 @@ pub static DIALECT: Dialect = Dialect {
     buffer_arg: "$p$n",
     param_arg: "const $t $n",
     extra_args: "",
-    local_id: [
-        "(int)get_local_id(0)",
-        "(int)get_local_id(1)",
-        "(int)get_local_id(2)",
-    ],
-    group_id: [
-        "(int)get_group_id(0)",
-        "(int)get_group_id(1)",
-        "(int)get_group_id(2)",
-    ],
-    groups: [
-        "(int)get_num_groups(0)",
-        "(int)get_num_groups(1)",
-        "(int)get_num_groups(2)",
-    ],
+    local_id: ["(int)get_local_id(0)", "(int)get_local_id(1)", "(int)get_local_id(2)"],
+    group_id: ["(int)get_group_id(0)", "(int)get_group_id(1)", "(int)get_group_id(2)"],
+    groups: ["(int)get_num_groups(0)", "(int)get_num_groups(1)", "(int)get_num_groups(2)"],
     lane: "",
     subgroup_size: "",
     shuffle_xor: "",
@@ -39,9 +27,7 @@ pub static DIALECT: Dialect = Dialect {
     barrier_global: "barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);",
     atomic_add: "atomic_add((volatile __global $t*)&$p, $v)",
     set_error: "atomic_cmpxchg((volatile __global uint*)&$p, 0u, $v);",
-    types: [
-        "bool", "int", "uint", "long", "ulong", "float", "double", "float2", "float4",
-    ],
+    types: ["bool", "int", "uint", "long", "ulong", "float", "double", "float2", "float4"],
     storage: [
         "uchar", "uchar", "ushort", "uint", "ulong", "char", "short", "int", "long", "half", "ushort",
         "float", "double",
@@ -68,14 +54,8 @@ pub static DIALECT: Dialect = Dialect {
             "h_fma_f32",
             "float @(float x, float y, float z) {\n#ifdef FP_FAST_FMAF\n    return fma(x, y, z);\n#else\n    return x * y + z;\n#endif\n}\n",
         ),
-        (
-            "h_fma_f32x2",
-            "float2 @(float2 x, float2 y, float2 z) {\n    return x * y + z;\n}\n",
-        ),
-        (
-            "h_fma_f32x4",
-            "float4 @(float4 x, float4 y, float4 z) {\n    return x * y + z;\n}\n",
-        ),
+        ("h_fma_f32x2", "float2 @(float2 x, float2 y, float2 z) {\n    return x * y + z;\n}\n"),
+        ("h_fma_f32x4", "float4 @(float4 x, float4 y, float4 z) {\n    return x * y + z;\n}\n"),
     ],
 };
 
