@@ -32,10 +32,9 @@ fn rows_body<const FMA: bool, T: Elem, O: Elem<Acc = T::Acc>, const R: usize>(w:
                 let mut x = [[T::Acc::default(); $kb]; R];
                 for r in 0..R {
                     for q in 0..$kb {
+                        let at = (i + r) as isize * w.a.rs + (k + q) as isize * w.a.cs;
                         // SAFETY: row i + r < i1 and column k + q < k of A are readable.
-                        x[r][q] =
-                            unsafe { *w.a.ptr.offset((i + r) as isize * w.a.rs + (k + q) as isize * w.a.cs) }
-                                .up();
+                        x[r][q] = unsafe { *w.a.ptr.offset(at) }.up();
                     }
                 }
                 // SAFETY: `b` holds k rows of NR.
