@@ -84,7 +84,9 @@ fn check(
         let v: Vec<f64> = g.to_vec();
         let top = diffs.iter().map(|d| d.1.abs()).fold(0.0, f64::max);
         for (i, w) in diffs {
-            if !((v[*i] - w).abs() <= tol * (top + w.abs()) + tol * 1e-2) {
+            // Written so that NaN is far.
+            let near = (v[*i] - w).abs() <= tol * (top + w.abs()) + tol * 1e-2;
+            if !near {
                 return Err(format!("operand {k} element {i}: {}, finite difference {w}", v[*i]));
             }
         }

@@ -199,7 +199,7 @@ impl Maker<'_> {
             }
             _ => {
                 let n: usize = d.iter().product();
-                let k = [2, 3, 4, 5, 7].into_iter().find(|k| n % k == 0).unwrap_or(1);
+                let k = [2, 3, 4, 5, 7].into_iter().find(|k| n.is_multiple_of(*k)).unwrap_or(1);
                 self.g.reshape(x, [k, n / k])
             }
         }
