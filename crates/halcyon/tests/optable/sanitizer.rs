@@ -8,6 +8,7 @@ use halcyon::ir::kernel::interp::{Interp, Memory, Options};
 use halcyon::ir::kernel::{BufId, Kernel, Launch};
 use halcyon::{Backend, Error, Level, Result, Scalar};
 use std::any::Any;
+use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
@@ -85,6 +86,8 @@ pub struct Sanitizer {
     fault: AtomicU32,
     launches: AtomicU64,
     reports: Mutex<Vec<String>>,
+    /// Everything that was compiled, by program key.
+    kernels: Mutex<BTreeMap<u128, Kernel>>,
 }
 
 impl Sanitizer {
@@ -111,12 +114,18 @@ impl Sanitizer {
             fault: AtomicU32::new(0),
             launches: AtomicU64::new(0),
             reports: Mutex::default(),
+            kernels: Mutex::default(),
         }
     }
 
     /// Kernels run so far.
     pub fn launches(&self) -> u64 {
         self.launches.load(Ordering::Relaxed)
+    }
+
+    /// Every kernel that was compiled, once each.
+    pub fn kernels(&self) -> Vec<Kernel> {
+        lock(&self.kernels).values().cloned().collect()
     }
 
     /// What the interpreter had to say about them.
@@ -237,6 +246,7 @@ impl Device for Sanitizer {
         Ok(())
     }
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
+        lock(&self.kernels).entry(kernel.key()).or_insert_with(|| kernel.clone());
         let faults = kernel.params.iter().any(|p| p.name == "fault");
         Ok(Arc::new(Checked { interp: Interp::new(kernel)?, kernel: kernel.clone(), faults }))
     }

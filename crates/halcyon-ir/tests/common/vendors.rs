@@ -1,0 +1,49 @@
+//! The vendors' run-time compilers, on batches of kernels and without a GPU. A missing compiler skips with a message, and fails
+//! where HALCYON_REQUIRE_LANES=1. Another crate's tests may include this file by path.
+#![allow(dead_code)]
+
+use halcyon_ir::kernel::Kernel;
+use halcyon_ir::render::{Language, to_batch};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+fn root() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
+}
+
+fn python() -> PathBuf {
+    std::env::var_os("HALCYON_PYTHON").map_or_else(|| root().join("target/venv/bin/python"), PathBuf::from)
+}
+
+/// Compiles `kernels` with a script of `xtask/scripts` for every architecture of `archs`.
+pub fn compile(l: Language, script: &str, archs: &str, kernels: &[Kernel]) {
+    let skip = |why: String| {
+        assert!(std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"), "{why}");
+        println!("skipped: {why}");
+    };
+    let dir = std::env::temp_dir().join(format!("halcyon-{}-{}", l.extension(), std::process::id()));
+    std::fs::create_dir_all(&dir).unwrap();
+    let mut files = vec![];
+    for (i, chunk) in kernels.chunks(100).enumerate() {
+        let text = to_batch(&chunk.iter().collect::<Vec<_>>(), l).unwrap().text;
+        let path = dir.join(format!("batch{i}.{}", l.extension()));
+        std::fs::write(&path, text).unwrap();
+        files.push(path);
+    }
+    let run = Command::new(python())
+        .arg(root().join("xtask/scripts").join(script))
+        .arg(archs)
+        .args(&files)
+        .output();
+    let out = match run {
+        Ok(o) => o,
+        Err(e) => return skip(format!("{}: {e}", python().display())),
+    };
+    let text = format!("{}{}", String::from_utf8_lossy(&out.stdout), String::from_utf8_lossy(&out.stderr));
+    if out.status.code() == Some(77) {
+        return skip(text);
+    }
+    assert!(out.status.success(), "{text}");
+    assert_eq!(text.matches(": ok").count(), files.len() * archs.split(',').count(), "{text}");
+    let _ = std::fs::remove_dir_all(&dir);
+}

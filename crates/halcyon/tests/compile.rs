@@ -1,0 +1,44 @@
+//! Every kernel that the op table's cases lower to, as a GPU would get it, through NVRTC and hipRTC.
+
+mod common;
+mod optable;
+#[path = "../../halcyon-ir/tests/common/vendors.rs"]
+mod vendors;
+
+use halcyon::Level;
+use halcyon::ir::kernel::Kernel;
+use halcyon::ir::render::Language;
+use optable::{rows, sanitizer};
+use std::sync::LazyLock;
+
+/// Lowered, not run; shape-generic kernels make far fewer programs than cases.
+static KERNELS: LazyLock<Vec<Kernel>> = LazyLock::new(|| {
+    let mut cases = 0;
+    let mut all = std::collections::BTreeMap::new();
+    for level in [Level::O0, Level::O1] {
+        let (b, s) = sanitizer::backend(32, false, 1, level);
+        for row in rows() {
+            for d in &row.dtypes {
+                for case in row.cases.iter().filter(|c| c.takes(*d)) {
+                    let plan = case.graph(*d).and_then(|g| b.plan(g, vec![]));
+                    assert!(plan.is_ok(), "{} {d} [{}]: {}", row.name, case.label, plan.unwrap_err());
+                    cases += 1;
+                }
+            }
+        }
+        all.extend(s.kernels().into_iter().map(|k| (k.key(), k)));
+    }
+    println!("{cases} cases, {} kernels", all.len());
+    assert!(all.len() > 300, "{} kernels", all.len());
+    all.into_values().collect()
+});
+
+#[test]
+fn op_table_kernels_compile_for_cuda() {
+    vendors::compile(Language::Cuda, "nvrtc_compile.py", "sm_80,sm_90", &KERNELS);
+}
+
+#[test]
+fn op_table_kernels_compile_for_hip() {
+    vendors::compile(Language::Hip, "hiprtc_compile.py", "gfx90a,gfx1030", &KERNELS);
+}
