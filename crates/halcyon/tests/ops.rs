@@ -10,26 +10,34 @@ use common::{Rng, devices, open};
 use halcyon::ir::op::{PoolKind, ReduceKind, ScatterKind};
 use halcyon::ir::{Graph, Op, ScalarOp, scalar_op};
 use halcyon::prelude::*;
+use optable::case::Row;
 use optable::check::{Tally, check_rows};
-use optable::{grads, random, rows, sanitizer};
+use optable::{elementwise, grads, random, rows, sanitizer, structured, views, windows};
 use std::collections::BTreeSet;
 
-fn forward(what: &str, kind: BackendType) {
+fn forward(what: &str, kind: BackendType, rows: &[Row]) {
     let backends: Vec<Backend> =
         [Level::O0, Level::O1].into_iter().filter_map(|l| open(what, kind, l)).collect();
     if !backends.is_empty() {
-        check_rows(what, &rows(), &backends, &mut Rng::fresh(what)).finish(what);
+        check_rows(what, rows, &backends, &mut Rng::fresh(what)).finish(what);
     }
 }
 
 #[test]
 fn forward_on_cpu() {
-    forward("forward on cpu", BackendType::Cpu);
+    forward("forward on cpu", BackendType::Cpu, &rows());
+}
+
+// In two, because most of the time goes into building one program after another.
+#[test]
+fn forward_on_opencl_elementwise() {
+    forward("element-wise ops on opencl", BackendType::OpenCl, &elementwise::rows());
 }
 
 #[test]
-fn forward_on_opencl() {
-    forward("forward on opencl", BackendType::OpenCl);
+fn forward_on_opencl_structured() {
+    let rows: Vec<Row> = [views::rows(), structured::rows(), windows::rows()].into_iter().flatten().collect();
+    forward("structured ops on opencl", BackendType::OpenCl, &rows);
 }
 
 #[test]
@@ -173,7 +181,7 @@ fn pool(k: PoolKind) -> &'static str {
 }
 
 /// What [`kind`] gives for the ops that are not scalar ops or composites.
-fn structured() -> BTreeSet<String> {
+fn structured_kinds() -> BTreeSet<String> {
     let mut all: BTreeSet<String> = [
         "custom",
         "argmax",
@@ -251,7 +259,7 @@ fn nothing_is_missing() {
             }
         }
     }
-    missing.extend(structured().into_iter().filter(|k| !kinds.contains(k.as_str())));
+    missing.extend(structured_kinds().into_iter().filter(|k| !kinds.contains(k.as_str())));
     missing.extend(composites().into_iter().filter(|k| !rows.iter().any(|r| r.name == *k)));
     assert!(missing.is_empty(), "no row for {missing:?}");
     // Every scalar op on floats has a gradient or is flat, and is checked for it.
