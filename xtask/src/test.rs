@@ -147,7 +147,9 @@ impl Context {
             }
         }
         command.env("HALCYON_SKIPS", skips_file());
+        // PoCL keeps its own programs here. Taking each one's binary for our cache too would cost more than it saves.
         command.env("POCL_CACHE_DIR", crate::target_dir().join("pocl-cache"));
+        command.env("HALCYON_CACHE", "off");
     }
 }
 
