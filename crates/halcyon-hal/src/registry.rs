@@ -1,4 +1,4 @@
-//! Drivers by backend. Adding one is adding a line to [`built_in`]; others are registered at run time.
+//! Drivers by backend. Adding one is adding a line to `built_in`; others are registered at run time.
 
 use crate::{BackendType, Driver, Error, Result};
 use std::sync::{Arc, LazyLock, RwLock};

@@ -1,7 +1,7 @@
 //! The tile executor: runs a fused chain block by block, each instruction over a whole block in the first-level cache.
 //!
-//! A [`plan::Plan`] is made once per fused kernel: the space is collapsed, two of its axes are chosen to make blocks of at
-//! most [`BLOCK`] elements, instructions get registers. Operands that are contiguous and need no conversion are used where they lie;
+//! A `plan::Plan` is made once per fused kernel: the space is collapsed, two of its axes are chosen to make blocks of at
+//! most `BLOCK` elements, instructions get registers. Operands that are contiguous and need no conversion are used where they lie;
 //! everything else (strides, broadcasts, masks, small types) is brought into a block first. Reductions go into 64-bit
 //! accumulators, in an order that depends on shapes alone, so results do not depend on the number of threads.
 

@@ -26,7 +26,7 @@ impl<'a> E<'a> {
         self.cast(ty.dtype())
     }
 
-    /// [`Scalar::cast`] to a storage type, held in its compute type.
+    /// [`crate::Scalar::cast`] to a storage type, held in its compute type.
     pub fn cast(self, d: DType) -> E<'a> {
         if let Some((_, v)) = self.b.konst(self.id) {
             return self.b.constant(Ty::of(d), v.cast(d));

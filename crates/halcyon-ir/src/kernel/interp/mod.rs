@@ -132,7 +132,7 @@ impl Interp {
     /// Verifies and compiles a kernel.
     ///
     /// # Errors
-    /// As [`verify`].
+    /// As [`verify()`].
     pub fn new(k: &Kernel) -> Result<Interp> {
         verify(k)?;
         Ok(Interp { code: Code::new(k), kernel: k.clone() })
