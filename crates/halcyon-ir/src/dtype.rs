@@ -206,8 +206,8 @@ impl Scalar {
             Class::Float => {
                 let v = self.as_f64();
                 Scalar::F(match dtype {
-                    DType::F16 => half::f16::from_f64(v).to_f64(),
-                    DType::BF16 => half::bf16::from_f64(v).to_f64(),
+                    DType::F16 => f16_of(v).to_f64(),
+                    DType::BF16 => bf16_of(v).to_f64(),
                     DType::F32 => match self {
                         // A direct integer conversion rounds once.
                         Scalar::I(i) => (i as f32) as f64,
@@ -246,8 +246,8 @@ impl Scalar {
         let mut out = [0u8; 8];
         let n = dtype.size();
         let raw: [u8; 8] = match (self.cast(dtype), dtype) {
-            (Scalar::F(f), DType::F16) => (half::f16::from_f64(f).to_bits() as u64).to_le_bytes(),
-            (Scalar::F(f), DType::BF16) => (half::bf16::from_f64(f).to_bits() as u64).to_le_bytes(),
+            (Scalar::F(f), DType::F16) => (f16_of(f).to_bits() as u64).to_le_bytes(),
+            (Scalar::F(f), DType::BF16) => (bf16_of(f).to_bits() as u64).to_le_bytes(),
             (Scalar::F(f), DType::F32) => ((f as f32).to_bits() as u64).to_le_bytes(),
             (Scalar::F(f), _) => f.to_bits().to_le_bytes(),
             (Scalar::Bool(b), _) => (b as u64).to_le_bytes(),
@@ -299,6 +299,29 @@ impl std::hash::Hash for Scalar {
     }
 }
 
+/// `v` in f32, rounded to odd: of the two neighbours of an inexact value the one whose last bit is set. What is then rounded
+/// to nearest in a type with at least two bits fewer is as if rounded once (Boldo and Melquiond 2008).
+fn to_odd(v: f64) -> f32 {
+    let y = v as f32;
+    let exact = y as f64 == v || v.is_nan();
+    if exact || y.to_bits() & 1 == 1 {
+        return y;
+    }
+    // The neighbour on the other side of `v`; magnitudes are ordered like their bits.
+    let away = (v.abs() > y.abs() as f64) as u32;
+    f32::from_bits(y.to_bits().wrapping_sub(1).wrapping_add(2 * away))
+}
+
+/// Nearest f16, ties to even. (`half::f16::from_f64` rounds twice, or leaves low bits out.)
+pub fn f16_of(v: f64) -> half::f16 {
+    half::f16::from_f32(to_odd(v))
+}
+
+/// Nearest bf16, ties to even. (`half::bf16::from_f64` leaves the low 32 bits out.)
+pub fn bf16_of(v: f64) -> half::bf16 {
+    half::bf16::from_f32(to_odd(v))
+}
+
 macro_rules! from {
     ($($t:ty => $v:ident as $c:ty),*) => {$(
         impl From<$t> for Scalar { fn from(x: $t) -> Scalar { Scalar::$v(x as $c) } }
@@ -332,8 +355,8 @@ element! {
     i16 => I16, |s| s.as_i64() as i16, |x| Scalar::I(x as i64);
     i32 => I32, |s| s.as_i64() as i32, |x| Scalar::I(x as i64);
     i64 => I64, |s| s.as_i64(), |x| Scalar::I(x);
-    half::f16 => F16, |s| half::f16::from_f64(s.as_f64()), |x| Scalar::F(x.to_f64());
-    half::bf16 => BF16, |s| half::bf16::from_f64(s.as_f64()), |x| Scalar::F(x.to_f64());
+    half::f16 => F16, |s| f16_of(s.as_f64()), |x| Scalar::F(x.to_f64());
+    half::bf16 => BF16, |s| bf16_of(s.as_f64()), |x| Scalar::F(x.to_f64());
     f32 => F32, |s| s.as_f64() as f32, |x| Scalar::F(x as f64);
     f64 => F64, |s| s.as_f64(), |x| Scalar::F(x);
 }
@@ -359,6 +382,46 @@ mod tests {
                 assert_eq!(Scalar::from_bytes(d, &s.to_bytes(d)), s, "{d} {v}");
             }
         }
+    }
+
+    #[test]
+    fn halves_round_once_whatever_the_low_bits() {
+        for tail in [2f64.powi(-21), 2f64.powi(-30), 2f64.powi(-45)] {
+            for sign in [1.0, -1.0] {
+                // Half way between two numbers, and a little more or less.
+                let (f, b) = (1.0 + 2f64.powi(-11), 1.0 + 2f64.powi(-8));
+                assert_eq!(f16_of(sign * f).to_f64(), sign);
+                assert_eq!(f16_of(sign * (f + tail)).to_f64(), sign * (1.0 + 2f64.powi(-10)));
+                assert_eq!(f16_of(sign * (f - tail)).to_f64(), sign);
+                assert_eq!(bf16_of(sign * b).to_f64(), sign);
+                assert_eq!(bf16_of(sign * (b + tail)).to_f64(), sign * (1.0 + 2f64.powi(-7)));
+                assert_eq!(bf16_of(sign * (b - tail)).to_f64(), sign);
+            }
+        }
+        for v in [
+            0.0,
+            -0.0,
+            f64::INFINITY,
+            f64::MAX,
+            65519.9,
+            65520.0,
+            1e-40,
+            -5e-324,
+            2f64.powi(-24),
+            2f64.powi(-25),
+        ] {
+            let want = if v.abs() >= 65520.0 {
+                f64::INFINITY
+            } else if v.abs() <= 2f64.powi(-25) {
+                0.0
+            } else {
+                v
+            };
+            let want = if v == 65519.9 { 65504.0 } else { want };
+            assert_eq!(f16_of(v).to_f64().to_bits(), want.copysign(v).to_bits(), "{v}");
+        }
+        assert!(f16_of(f64::NAN).is_nan() && bf16_of(f64::NAN).is_nan());
+        assert_eq!(bf16_of(f64::MAX).to_f64(), f64::INFINITY);
     }
 
     #[test]

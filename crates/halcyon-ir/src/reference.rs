@@ -7,7 +7,7 @@
 
 use crate::composite::Composite;
 use crate::data::ConstData;
-use crate::dtype::{Class, DType, Scalar};
+use crate::dtype::{Class, DType, Scalar, bf16_of, f16_of};
 use crate::error::{Error, Result};
 use crate::graph::{Graph, NodeId};
 use crate::op::{Op, ReduceKind, ScatterKind};
@@ -50,8 +50,8 @@ fn mixed() -> Error {
 /// Rounds to nearest even in the float type `d`.
 fn round(d: DType, v: f64) -> f64 {
     match d {
-        DType::F16 => half::f16::from_f64(v).to_f64(),
-        DType::BF16 => half::bf16::from_f64(v).to_f64(),
+        DType::F16 => f16_of(v).to_f64(),
+        DType::BF16 => bf16_of(v).to_f64(),
         DType::F32 => v as f32 as f64,
         _ => v,
     }
@@ -149,12 +149,8 @@ impl Tensor {
     fn write(&self) -> Result<ConstData> {
         let n = self.dtype.size();
         let b: Vec<u8> = match (&self.v, self.dtype) {
-            (Vals::F(v), DType::F16) => {
-                v.iter().flat_map(|x| half::f16::from_f64(*x).to_le_bytes()).collect()
-            }
-            (Vals::F(v), DType::BF16) => {
-                v.iter().flat_map(|x| half::bf16::from_f64(*x).to_le_bytes()).collect()
-            }
+            (Vals::F(v), DType::F16) => v.iter().flat_map(|x| f16_of(*x).to_le_bytes()).collect(),
+            (Vals::F(v), DType::BF16) => v.iter().flat_map(|x| bf16_of(*x).to_le_bytes()).collect(),
             (Vals::F(v), DType::F32) => v.iter().flat_map(|x| (*x as f32).to_le_bytes()).collect(),
             (Vals::F(v), _) => v.iter().flat_map(|x| x.to_le_bytes()).collect(),
             (Vals::I(v), _) => {

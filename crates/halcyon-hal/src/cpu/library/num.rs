@@ -129,8 +129,8 @@ macro_rules! nums {
 nums! {
     f32 => f64, |x| x as f64, |y| y as f32;
     f64 => f64, |x| x, |y| y;
-    f16 => f64, |x| x.to_f64(), |y| f16::from_f64(y);
-    bf16 => f64, |x| x.to_f64(), |y| bf16::from_f64(y);
+    f16 => f64, |x| x.to_f64(), |y| halcyon_ir::dtype::f16_of(y);
+    bf16 => f64, |x| x.to_f64(), |y| halcyon_ir::dtype::bf16_of(y);
     i8 => i64, |x| x as i64, |y| y as i8;
     i16 => i64, |x| x as i64, |y| y as i16;
     i32 => i64, |x| x as i64, |y| y as i32;

@@ -4,8 +4,9 @@ use super::lane::Lane;
 use super::ops::{sl, slm};
 use crate::cpu::library::simd::{Simd, dispatch_simd};
 use crate::cpu::sys::{Isa, dispatch};
+use halcyon_ir::dtype::{bf16_of, f16_of};
 use halcyon_ir::{DType, Scalar};
-use half::{bf16, f16};
+use half::f16;
 
 /// Like `dispatch!`, for bodies that work on raw memory.
 macro_rules! dispatch_raw {
@@ -340,7 +341,7 @@ fn round_half<const V: bool>(to: DType, d: &mut [f32]) {
 
 /// f64 to a half type, rounding once.
 fn half_of(to: DType, x: f64) -> f32 {
-    if to == DType::F16 { f16::from_f64(x).to_f32() } else { bf16::from_f64(x).to_f32() }
+    if to == DType::F16 { f16_of(x).to_f32() } else { bf16_of(x).to_f32() }
 }
 
 macro_rules! cast_from {
