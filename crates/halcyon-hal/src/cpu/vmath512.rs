@@ -16,23 +16,28 @@ pub(super) fn apply(op: ScalarOp, d: &mut [f32], a: &[f32]) -> bool {
     true
 }
 
-/// `x / (1 + e^-x)`, or `1 / (1 + e^-x)`. Written as `x 2^k / (2^k + e^-r)` with `x = k ln 2 + r`, so that nothing overflows and
+/// `x / (1 + e^-x)`, or `1 / (1 + e^-x)`. Written as `x / (2^k + e^-r) 2^k` with `x = k ln 2 + r`, so that nothing overflows and
 /// a result only just above the denormals keeps its precision. Under 3 ulp.
 ///
 /// # Safety
 /// The processor has AVX-512F, and both pointers are good for `n` floats.
 #[target_feature(enable = "avx512f")]
 unsafe fn logistic<const TIMES_X: bool>(n: usize, a: *const f32, d: *mut f32) {
+    // Whole vectors without a mask: what is stored is read again at once, and a masked store is not forwarded.
+    let whole = n / 16 * 16;
     let mut i = 0;
-    while i < n {
-        let left = n - i;
-        let m: __mmask16 = if left >= 16 { !0 } else { (1 << left) - 1 };
-        // SAFETY: masked to elements below `n`.
-        let x = unsafe { _mm512_maskz_loadu_ps(m, a.add(i)) };
-        let y = logistic_16::<TIMES_X>(x);
-        // SAFETY: as above.
-        unsafe { _mm512_mask_storeu_ps(d.add(i), m, y) };
+    while i < whole {
+        // SAFETY: elements below `n`.
+        unsafe { _mm512_storeu_ps(d.add(i), logistic_16::<TIMES_X>(_mm512_loadu_ps(a.add(i)))) };
         i += 16;
+    }
+    if i < n {
+        let m: __mmask16 = (1 << (n - i)) - 1;
+        // SAFETY: masked to elements below `n`.
+        unsafe {
+            let x = _mm512_maskz_loadu_ps(m, a.add(i));
+            _mm512_mask_storeu_ps(d.add(i), m, logistic_16::<TIMES_X>(x));
+        }
     }
 }
 
@@ -52,18 +57,17 @@ fn logistic_16<const TIMES_X: bool>(x: __m512) -> __m512 {
         p = _mm512_fmadd_ps(p, r, v(q));
     }
     let one = v(1.0);
-    let s = _mm512_scalef_ps(one, k);
-    let numerator = if TIMES_X { _mm512_scalef_ps(x, k) } else { s };
-    let y = _mm512_div_ps(numerator, _mm512_add_ps(s, p));
+    // 1 / (2^k + e^-r) to the last place or so: the estimate and one step of Newton's. The divisor is a normal number.
+    let den = _mm512_add_ps(_mm512_scalef_ps(one, k), p);
+    let y = _mm512_rcp14_ps(den);
+    let y = _mm512_fmadd_ps(y, _mm512_fnmadd_ps(den, y, one), y);
     if TIMES_X {
+        let y = _mm512_scalef_ps(_mm512_mul_ps(x, y), k);
         // -inf times sigmoid(-inf) = -inf times 0.
         let low = _mm512_cmp_ps_mask::<_CMP_EQ_OQ>(x, v(f32::NEG_INFINITY));
-        let y = _mm512_mask_mov_ps(y, low, v(f32::NAN));
-        // There the result is x, and scaling a large one would overflow.
-        let high = _mm512_cmp_ps_mask::<_CMP_GE_OQ>(x, v(20.8));
-        _mm512_mask_mov_ps(y, high, x)
+        _mm512_mask_mov_ps(y, low, v(f32::NAN))
     } else {
-        y
+        _mm512_scalef_ps(y, k)
     }
 }
 
