@@ -183,6 +183,7 @@ fn errors_in_chains_name_op_shapes_and_line() {
         assert!(e.contains("matmul") && e.contains("rules.rs:"), "{e}");
     }
     assert!(y.backward().is_err());
+    assert!(Tensor::concat(&[], 0).check().is_err());
     let e = (&t + &t.cast(DType::I32)).check().unwrap_err();
     assert!(matches!(e, halcyon::Error::DType { .. }), "{e}");
 }
