@@ -1,8 +1,13 @@
 //! The operators the importer knows. Adding one is a row in the table of its file and, where the row needs more than a
 //! line, a function there. A function builds every version of its operator that the row claims.
 
+mod activation;
+mod attention;
+mod dropout;
 mod elementwise;
+mod linear_attention;
 mod nn;
+mod norm;
 mod pool;
 mod reduce;
 mod shape;
@@ -36,7 +41,19 @@ const fn row(op: &'static str, since: i64, attrs: &'static [&'static str], build
     Row { op, since, attrs, build }
 }
 
-const TABLES: &[&[Row]] = &[elementwise::ROWS, nn::ROWS, pool::ROWS, reduce::ROWS, shape::ROWS, view::ROWS];
+const TABLES: &[&[Row]] = &[
+    activation::ROWS,
+    attention::ROWS,
+    dropout::ROWS,
+    linear_attention::ROWS,
+    norm::ROWS,
+    elementwise::ROWS,
+    nn::ROWS,
+    pool::ROWS,
+    reduce::ROWS,
+    shape::ROWS,
+    view::ROWS,
+];
 
 /// All rows.
 pub fn rows() -> impl Iterator<Item = &'static Row> {
