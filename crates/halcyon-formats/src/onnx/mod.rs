@@ -18,6 +18,8 @@ pub mod proto;
 #[cfg(test)]
 mod reference;
 mod stage;
+#[cfg(test)]
+mod stage_tests;
 pub mod tensor;
 #[cfg(test)]
 mod test_models;
