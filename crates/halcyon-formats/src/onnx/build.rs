@@ -6,7 +6,7 @@ use halcyon_ir::{
     ConstData, DType, Dim, Dims, Error, Graph, NodeId, Result, Scalar, ScalarOp, Shape, Span, TensorType,
 };
 use std::cell::OnceCell;
-use std::collections::BTreeSet;
+use std::collections::{BTreeSet, HashMap};
 use std::rc::Rc;
 
 /// A value of the model during import.
@@ -85,6 +85,10 @@ pub struct Builder {
     pub g: Graph,
     /// Run-time inputs behind the last value that had to be known and was not.
     pub(super) missing: BTreeSet<u32>,
+    /// Takes part in the seed of every random operator without one of its own. 0 if nothing sets it.
+    pub base_seed: u64,
+    /// How often a seed was made for a node of this name.
+    pub(super) draws: HashMap<String, u64>,
 }
 
 /// One axis of a slice, resolved.

@@ -12,6 +12,7 @@ mod model;
 mod node;
 pub mod ops;
 pub mod proto;
+mod random;
 #[cfg(test)]
 mod reference;
 pub mod tensor;
