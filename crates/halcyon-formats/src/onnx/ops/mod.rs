@@ -4,6 +4,7 @@
 mod elementwise;
 mod nn;
 mod pool;
+mod random;
 mod reduce;
 mod shape;
 #[cfg(test)]
@@ -64,7 +65,8 @@ const fn row_in(
     Row { domain, op, since, attrs, build }
 }
 
-const TABLES: &[&[Row]] = &[elementwise::ROWS, nn::ROWS, pool::ROWS, reduce::ROWS, shape::ROWS, view::ROWS];
+const TABLES: &[&[Row]] =
+    &[elementwise::ROWS, nn::ROWS, pool::ROWS, random::ROWS, reduce::ROWS, shape::ROWS, view::ROWS];
 
 /// All rows.
 pub fn rows() -> impl Iterator<Item = &'static Row> {
