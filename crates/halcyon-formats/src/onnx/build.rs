@@ -48,6 +48,11 @@ impl Value {
         Value::constant(TensorType::new(data.dtype, &data.dims), Span::new(name), Data::Bytes(data))
     }
 
+    /// A constant that an operator made; it belongs to the node that uses it.
+    pub fn table(data: ConstData) -> Value {
+        Value::constant(TensorType::new(data.dtype, &data.dims), Span::default(), Data::Bytes(data))
+    }
+
     pub fn rank(&self) -> usize {
         self.ty.shape.rank()
     }

@@ -2,11 +2,13 @@
 //! line, a function there. A function builds every version of its operator that the row claims.
 
 mod elementwise;
+mod fft;
 mod nn;
 mod pool;
 mod random;
 mod reduce;
 mod shape;
+mod signal;
 #[cfg(test)]
 #[path = "tests.rs"]
 mod version_tests;
@@ -65,8 +67,16 @@ const fn row_in(
     Row { domain, op, since, attrs, build }
 }
 
-const TABLES: &[&[Row]] =
-    &[elementwise::ROWS, nn::ROWS, pool::ROWS, random::ROWS, reduce::ROWS, shape::ROWS, view::ROWS];
+const TABLES: &[&[Row]] = &[
+    elementwise::ROWS,
+    nn::ROWS,
+    pool::ROWS,
+    random::ROWS,
+    reduce::ROWS,
+    shape::ROWS,
+    signal::ROWS,
+    view::ROWS,
+];
 
 /// All rows.
 pub fn rows() -> impl Iterator<Item = &'static Row> {
