@@ -15,6 +15,7 @@ mod node;
 pub mod ops;
 mod order;
 pub mod proto;
+mod random;
 #[cfg(test)]
 mod reference;
 mod stage;
