@@ -14,9 +14,11 @@ pub mod ops;
 pub mod proto;
 #[cfg(test)]
 mod reference;
+pub mod sparse;
 pub mod tensor;
 #[cfg(test)]
 mod test_models;
+pub mod wire;
 
 pub use build::{Builder, Value};
 pub use import::Imported;
