@@ -10,6 +10,7 @@ use super::proto::{
 };
 use super::stage::{Engine, Placement};
 use super::tensor::{self, External};
+use super::wire;
 use crate::bad;
 use bytes::Bytes;
 use halcyon_ir::error::UnsupportedOp;
@@ -140,7 +141,7 @@ impl Model {
 
     /// As [`Model::open`], of a model in memory; `file` names it in errors.
     pub fn parse(data: Bytes, external: External, file: &str) -> Result<Model> {
-        // Nesting is bounded by the decoder (100 messages).
+        wire::check(&data, wire::Kind::Model, file)?;
         let proto = ModelProto::decode(data).map_err(|e| bad(file, format!("not an ONNX model: {e}")))?;
         Model::new(proto, external, file)
     }

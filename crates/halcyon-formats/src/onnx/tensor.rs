@@ -223,6 +223,7 @@ pub fn read_pb(path: &Path) -> Result<(String, ConstData)> {
 
 /// As [`read_pb`], of bytes in memory.
 pub fn parse_pb(data: Bytes, external: &External, file: &str) -> Result<(String, ConstData)> {
+    super::wire::check(&data, super::wire::Kind::Tensor, file)?;
     let t = TensorProto::decode(data).map_err(|e| bad(file, format!("not an ONNX tensor: {e}")))?;
     let value = decode(&t, external, file)?;
     Ok((t.name, value))
