@@ -1,6 +1,6 @@
 //! Element-wise operators.
 
-use super::{Row, one, row};
+use super::{Row, item_row, one, row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
@@ -32,7 +32,7 @@ pub const ROWS: &[Row] = &[
     row("Floor", 6, &[], |b, c| map(b, c, S::Floor)),
     row("Greater", 1, LEGACY, |b, c| map(b, c, S::Gt)),
     row("GreaterOrEqual", 12, &[], |b, c| map(b, c, S::Ge)),
-    row("Identity", 1, &[], |_, c| one(c.arg(0)?.clone())),
+    item_row("Identity", 1, &[], |_, c| Ok(vec![c.item(0)?.clone()])),
     row("IsNaN", 9, &[], |b, c| map(b, c, S::IsNan)),
     row("Less", 1, LEGACY, |b, c| map(b, c, S::Lt)),
     row("LessOrEqual", 12, &[], |b, c| map(b, c, S::Le)),
