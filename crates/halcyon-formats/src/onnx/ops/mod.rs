@@ -1,10 +1,15 @@
 //! The operators the importer knows. Adding one is a row in the table of its file and, where the row needs more than a
 //! line, a function there. A function builds every version of its operator that the row claims.
 
+mod activation;
+mod attention;
 mod control;
+mod dropout;
 mod elementwise;
 mod fft;
+mod linear_attention;
 mod nn;
+mod norm;
 mod pool;
 mod random;
 mod reduce;
@@ -102,6 +107,11 @@ const TABLES: &[&[Row]] = &[
     sequence::ROWS,
     shape::ROWS,
     signal::ROWS,
+    activation::ROWS,
+    attention::ROWS,
+    dropout::ROWS,
+    linear_attention::ROWS,
+    norm::ROWS,
     view::ROWS,
 ];
 
