@@ -35,6 +35,7 @@ pub const ROWS: &[Row] = &[
     row("HardSigmoid", 6, &["alpha", "beta"], hard_sigmoid),
     row("HardSwish", 14, &[], hard_swish),
     row("Identity", 1, &[], |_, c| one(c.arg(0)?.clone())),
+    row("IsInf", 10, &["detect_negative", "detect_positive"], is_inf),
     row("IsNaN", 9, &[], |b, c| map(b, c, S::IsNan)),
     row("LeakyRelu", 6, &["alpha"], leaky_relu),
     row("Less", 7, &[], |b, c| map(b, c, S::Lt)),
@@ -68,12 +69,25 @@ pub const ROWS: &[Row] = &[
 ];
 
 /// An operator that is a scalar op of ours, with NumPy broadcasting.
-fn map(b: &mut Builder, c: &Call<'_>, op: S) -> Result<Vec<Value>> {
+pub fn map(b: &mut Builder, c: &Call<'_>, op: S) -> Result<Vec<Value>> {
     let args = c.args()?;
     if args.len() != op.arity() {
         return Err(c.invalid(format!("takes {} operands, not {}", op.arity(), args.len())));
     }
     one(b.scalar(op, &args)?)
+}
+
+/// Infinities of the signs asked for.
+fn is_inf(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let x = c.arg(0)?;
+    let far = match (c.flag("detect_negative", true)?, c.flag("detect_positive", true)?) {
+        (true, true) => return map(b, c, S::IsInf),
+        (true, false) => f64::NEG_INFINITY,
+        (false, true) => f64::INFINITY,
+        (false, false) => return one(b.full(DType::Bool, x.shape(), Scalar::Bool(false))),
+    };
+    let far = b.lit(x, far);
+    one(b.scalar(S::Eq, &[x, &far])?)
 }
 
 fn variadic(b: &mut Builder, c: &Call<'_>, op: S) -> Result<Vec<Value>> {

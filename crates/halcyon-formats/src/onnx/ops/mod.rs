@@ -1,14 +1,20 @@
 //! The operators the importer knows. Adding one is a row in the table of its file and, where the row needs more than a
 //! line, a function there. A function builds every version of its operator that the row claims.
 
+mod bits;
+mod einsum;
 mod elementwise;
 mod fft;
+mod loss;
+mod matrix;
 mod nn;
 mod pool;
 mod random;
 mod reduce;
 mod shape;
 mod signal;
+mod tfidf;
+mod training;
 #[cfg(test)]
 #[path = "tests.rs"]
 mod version_tests;
@@ -68,6 +74,12 @@ const fn row_in(
 }
 
 const TABLES: &[&[Row]] = &[
+    bits::ROWS,
+    einsum::ROWS,
+    loss::ROWS,
+    matrix::ROWS,
+    tfidf::ROWS,
+    training::ROWS,
     elementwise::ROWS,
     nn::ROWS,
     pool::ROWS,
