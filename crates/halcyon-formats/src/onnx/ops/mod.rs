@@ -2,6 +2,7 @@
 //! line, a function there. A function builds every version of its operator that the row claims.
 
 mod bits;
+mod control;
 mod einsum;
 mod elementwise;
 mod fft;
@@ -11,6 +12,7 @@ mod nn;
 mod pool;
 mod random;
 mod reduce;
+mod sequence;
 mod shape;
 mod signal;
 mod tfidf;
@@ -21,6 +23,7 @@ mod version_tests;
 mod view;
 
 use super::build::{Builder, Value};
+use super::item::Item;
 use super::node::Call;
 use halcyon_ir::Result;
 
@@ -43,7 +46,15 @@ fn plain(domain: &str) -> &str {
 }
 
 /// Builds the results of a node, at least as many as the model reads.
-pub type Build = fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>;
+pub type BuildTensors = fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>;
+/// As [`BuildTensors`], of operators that take or give strings, sequences, optionals or maps.
+pub type BuildItems = fn(&mut Builder, &Call<'_>) -> Result<Vec<Item>>;
+
+#[derive(Clone, Copy, Debug)]
+pub enum Build {
+    Tensors(BuildTensors),
+    Items(BuildItems),
+}
 
 /// One operator.
 #[derive(Debug)]
@@ -58,7 +69,7 @@ pub struct Row {
     pub build: Build,
 }
 
-const fn row(op: &'static str, since: i64, attrs: &'static [&'static str], build: Build) -> Row {
+const fn row(op: &'static str, since: i64, attrs: &'static [&'static str], build: BuildTensors) -> Row {
     row_in("", op, since, attrs, build)
 }
 
@@ -68,9 +79,23 @@ const fn row_in(
     op: &'static str,
     since: i64,
     attrs: &'static [&'static str],
-    build: Build,
+    build: BuildTensors,
 ) -> Row {
-    Row { domain, op, since, attrs, build }
+    Row { domain, op, since, attrs, build: Build::Tensors(build) }
+}
+
+const fn item_row(op: &'static str, since: i64, attrs: &'static [&'static str], build: BuildItems) -> Row {
+    item_row_in("", op, since, attrs, build)
+}
+
+const fn item_row_in(
+    domain: &'static str,
+    op: &'static str,
+    since: i64,
+    attrs: &'static [&'static str],
+    build: BuildItems,
+) -> Row {
+    Row { domain, op, since, attrs, build: Build::Items(build) }
 }
 
 const TABLES: &[&[Row]] = &[
@@ -80,11 +105,13 @@ const TABLES: &[&[Row]] = &[
     matrix::ROWS,
     tfidf::ROWS,
     training::ROWS,
+    control::ROWS,
     elementwise::ROWS,
     nn::ROWS,
     pool::ROWS,
     random::ROWS,
     reduce::ROWS,
+    sequence::ROWS,
     shape::ROWS,
     signal::ROWS,
     view::ROWS,
