@@ -3,11 +3,15 @@
 
 mod activation;
 mod attention;
+mod bits;
 mod control;
 mod dropout;
+mod einsum;
 mod elementwise;
 mod fft;
 mod linear_attention;
+mod loss;
+mod matrix;
 mod nn;
 mod norm;
 mod pool;
@@ -16,6 +20,8 @@ mod reduce;
 mod sequence;
 mod shape;
 mod signal;
+mod tfidf;
+mod training;
 #[cfg(test)]
 #[path = "tests.rs"]
 mod version_tests;
@@ -98,6 +104,12 @@ const fn item_row_in(
 }
 
 const TABLES: &[&[Row]] = &[
+    bits::ROWS,
+    einsum::ROWS,
+    loss::ROWS,
+    matrix::ROWS,
+    tfidf::ROWS,
+    training::ROWS,
     control::ROWS,
     elementwise::ROWS,
     nn::ROWS,
