@@ -4,7 +4,7 @@ use super::{Row, item_row, one, row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
-use halcyon_ir::{DType, Dim, Result, Shape};
+use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 /// Attributes of operators with two operands before version 7.
 const LEGACY: &[&str] = &["axis", "broadcast", "consumed_inputs"];
@@ -32,6 +32,7 @@ pub const ROWS: &[Row] = &[
     row("Floor", 6, &[], |b, c| map(b, c, S::Floor)),
     row("Greater", 1, LEGACY, |b, c| map(b, c, S::Gt)),
     row("GreaterOrEqual", 12, &[], |b, c| map(b, c, S::Ge)),
+    row("IsInf", 10, &["detect_negative", "detect_positive"], is_inf),
     item_row("Identity", 1, &[], |_, c| Ok(vec![c.item(0)?.clone()])),
     row("IsNaN", 9, &[], |b, c| map(b, c, S::IsNan)),
     row("Less", 1, LEGACY, |b, c| map(b, c, S::Lt)),
@@ -63,7 +64,7 @@ pub const ROWS: &[Row] = &[
 ];
 
 /// An operator that is a scalar op of ours, with NumPy broadcasting.
-fn map(b: &mut Builder, c: &Call<'_>, op: S) -> Result<Vec<Value>> {
+pub fn map(b: &mut Builder, c: &Call<'_>, op: S) -> Result<Vec<Value>> {
     let args = c.args()?;
     if args.len() != op.arity() {
         return Err(c.invalid(format!("takes {} operands, not {}", op.arity(), args.len())));
@@ -102,6 +103,19 @@ fn second(b: &mut Builder, c: &Call<'_>, x: &Value, y: &Value) -> Result<Value> 
     let fits = y.rank() <= x.rank()
         && x.shape().iter().rev().zip(y.shape().iter().rev()).all(|(d, e)| d == e || e.is(1));
     if fits { Ok(y) } else { Err(c.invalid(format!("{} does not broadcast to {}", y.ty, x.ty))) }
+}
+
+/// Infinities of the signs asked for.
+fn is_inf(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let x = c.arg(0)?;
+    let far = match (c.flag("detect_negative", true)?, c.flag("detect_positive", true)?) {
+        (true, true) => return map(b, c, S::IsInf),
+        (true, false) => f64::NEG_INFINITY,
+        (false, true) => f64::INFINITY,
+        (false, false) => return one(b.full(DType::Bool, x.shape(), Scalar::Bool(false))),
+    };
+    let far = b.lit(x, far);
+    one(b.scalar(S::Eq, &[x, &far])?)
 }
 
 fn variadic(b: &mut Builder, c: &Call<'_>, op: S) -> Result<Vec<Value>> {

@@ -3,11 +3,15 @@
 
 mod activation;
 mod attention;
+mod bits;
 mod control;
 mod dropout;
+mod einsum;
 mod elementwise;
 mod fft;
 mod linear_attention;
+mod loss;
+mod matrix;
 mod nn;
 mod norm;
 mod pool;
@@ -16,6 +20,8 @@ mod reduce;
 mod sequence;
 mod shape;
 mod signal;
+mod tfidf;
+mod training;
 #[cfg(test)]
 #[path = "tests.rs"]
 mod version_tests;
@@ -100,10 +106,14 @@ const fn item_row_in(
 const TABLES: &[&[Row]] = &[
     activation::ROWS,
     attention::ROWS,
+    bits::ROWS,
     control::ROWS,
     dropout::ROWS,
+    einsum::ROWS,
     elementwise::ROWS,
     linear_attention::ROWS,
+    loss::ROWS,
+    matrix::ROWS,
     nn::ROWS,
     norm::ROWS,
     pool::ROWS,
@@ -112,6 +122,8 @@ const TABLES: &[&[Row]] = &[
     sequence::ROWS,
     shape::ROWS,
     signal::ROWS,
+    tfidf::ROWS,
+    training::ROWS,
     view::ROWS,
 ];
 
