@@ -232,11 +232,15 @@ fn structure(
         }
     };
     let (left, right) = (window("left_window_size")?, window("right_window_size")?);
+    let moving = causal || left.is_some() || right.is_some();
+    if !moving && valid.is_none() {
+        return Ok(());
+    }
     let (s, t) = (to[2], to[3]);
     let j = positions(b, t, 1)?;
     let valid = match valid {
         Some(v) => {
-            if v.rank() != 1 || v.shape()[0] != to[0] {
+            if v.rank() != 1 || v.shape()[0] != to[0] || !v.dtype().is_int() {
                 return Err(c.invalid(format!("nonpad_kv_seqlen {}: one length per batch expected", v.ty)));
             }
             let v = b.reshape(v, [to[0], 1.into(), 1.into(), 1.into()])?;
@@ -251,7 +255,7 @@ fn structure(
         }
         None => None,
     };
-    if !causal && left.is_none() && right.is_none() {
+    if !moving {
         return Ok(());
     }
     let size =
