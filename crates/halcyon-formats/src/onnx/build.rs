@@ -70,6 +70,17 @@ impl Value {
             },
         }
     }
+
+    /// The bytes of a weight.
+    pub fn data(&self) -> Option<&ConstData> {
+        match &self.slot {
+            Slot::Constant(c) => match &c.data {
+                Data::Bytes(b) => Some(b),
+                Data::Host(_) => None,
+            },
+            Slot::Node(_) => None,
+        }
+    }
 }
 
 impl From<Host> for Value {

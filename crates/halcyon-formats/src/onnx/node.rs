@@ -106,6 +106,14 @@ impl<'a> Call<'a> {
         }
     }
 
+    pub fn strings(&self, name: &str) -> Result<Option<Vec<&'a str>>> {
+        let text = |s: &'a bytes::Bytes| {
+            std::str::from_utf8(s).map_err(|_| self.invalid(format!("attribute '{name}' is not text")))
+        };
+        let a = self.attr(name, attribute::STRINGS)?;
+        a.map(|a| a.strings.iter().map(text).collect()).transpose()
+    }
+
     pub fn tensor(&self, name: &str) -> Result<Option<ConstData>> {
         let Some(a) = self.attr(name, attribute::TENSOR)? else {
             return Ok(None);

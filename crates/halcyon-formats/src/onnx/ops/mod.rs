@@ -2,10 +2,15 @@
 //! line, a function there. A function builds every version of its operator that the row claims.
 
 mod elementwise;
+mod index;
 mod nn;
 mod pool;
+mod qlinear;
+mod quantize;
+mod recurrent;
 mod reduce;
 mod shape;
+mod state;
 #[cfg(test)]
 #[path = "tests.rs"]
 mod version_tests;
@@ -36,7 +41,19 @@ const fn row(op: &'static str, since: i64, attrs: &'static [&'static str], build
     Row { op, since, attrs, build }
 }
 
-const TABLES: &[&[Row]] = &[elementwise::ROWS, nn::ROWS, pool::ROWS, reduce::ROWS, shape::ROWS, view::ROWS];
+const TABLES: &[&[Row]] = &[
+    elementwise::ROWS,
+    index::ROWS,
+    nn::ROWS,
+    pool::ROWS,
+    qlinear::ROWS,
+    quantize::ROWS,
+    recurrent::ROWS,
+    reduce::ROWS,
+    shape::ROWS,
+    state::ROWS,
+    view::ROWS,
+];
 
 /// All rows.
 pub fn rows() -> impl Iterator<Item = &'static Row> {
