@@ -55,12 +55,8 @@ fn magnitude(x: &Value, zero: Option<&Value>) -> u64 {
 }
 
 /// The elements of a known weight, minus the zero point of their output, as magnitudes: `get(element, output)`.
-fn weights<'v>(
-    w: &'v Value,
-    zero: Option<&Value>,
-    outputs: usize,
-) -> Option<impl Fn(usize, usize) -> u64 + 'v> {
-    let data = w.data()?;
+fn weights(w: &Value, zero: Option<&Value>, outputs: usize) -> Option<impl Fn(usize, usize) -> u64 + use<>> {
+    let data = w.data().ok().flatten()?;
     let signed = match data.dtype {
         DType::I8 => true,
         DType::U8 => false,
@@ -68,9 +64,8 @@ fn weights<'v>(
     };
     let known = zero.is_none_or(|z| z.host().is_some());
     let z = Some(zeros(w, zero)).filter(|z| known && (z.len() == 1 || z.len() == outputs))?;
-    let bytes = data.bytes();
     Some(move |i: usize, o: usize| {
-        let v = bytes.get(i).copied().unwrap_or(0);
+        let v = data.bytes().get(i).copied().unwrap_or(0);
         let v = if signed { i64::from(v as i8) } else { i64::from(v) };
         (v - z.get(if z.len() == 1 { 0 } else { o }).copied().unwrap_or(0)).unsigned_abs()
     })

@@ -106,7 +106,13 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         let z = spread(b, c, &z, x)?;
         q = b.scalar(S::Add, &[&q, &z])?;
     }
-    // A cast of a float saturates.
+    // A cast of a float saturates for types of 8 bits and more, and wraps below.
+    if to.bits() < 8 {
+        let (lo, hi) = to.range();
+        let (lo, hi) = (b.lit(&q, lo), b.lit(&q, hi));
+        q = b.scalar(S::Max, &[&q, &lo])?;
+        q = b.scalar(S::Min, &[&q, &hi])?;
+    }
     one(b.cast(&q, to)?)
 }
 

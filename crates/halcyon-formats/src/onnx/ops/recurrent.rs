@@ -288,7 +288,7 @@ fn activations(c: &Call<'_>, kind: Kind, dirs: usize) -> Result<Vec<Vec<Act>>> {
     let each = kind.activations();
     let names = match c.strings("activations")? {
         Some(n) => n,
-        None => each.repeat(dirs),
+        None => each.repeat(dirs).into_iter().map(String::from).collect(),
     };
     if names.len() != each.len() * dirs {
         return Err(c.invalid(format!("{} activations, {} expected", names.len(), each.len() * dirs)));
