@@ -4,7 +4,7 @@ use super::{Row, item_row, one, row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
-use halcyon_ir::{DType, Dim, Result, Shape};
+use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 /// Attributes of operators with two operands before version 7.
 const LEGACY: &[&str] = &["axis", "broadcast", "consumed_inputs"];

@@ -9,17 +9,23 @@ mod dropout;
 mod einsum;
 mod elementwise;
 mod fft;
+mod index;
 mod linear_attention;
 mod loss;
 mod matrix;
 mod nn;
 mod norm;
 mod pool;
+mod qlinear;
+mod quantize;
 mod random;
+mod recurrent;
 mod reduce;
+mod select;
 mod sequence;
 mod shape;
 mod signal;
+mod state;
 mod tfidf;
 mod training;
 #[cfg(test)]
@@ -112,10 +118,15 @@ const TABLES: &[&[Row]] = &[
     training::ROWS,
     control::ROWS,
     elementwise::ROWS,
+    index::ROWS,
     nn::ROWS,
     pool::ROWS,
+    qlinear::ROWS,
+    quantize::ROWS,
     random::ROWS,
+    recurrent::ROWS,
     reduce::ROWS,
+    select::ROWS,
     sequence::ROWS,
     shape::ROWS,
     signal::ROWS,
@@ -124,6 +135,7 @@ const TABLES: &[&[Row]] = &[
     dropout::ROWS,
     linear_attention::ROWS,
     norm::ROWS,
+    state::ROWS,
     view::ROWS,
 ];
 
