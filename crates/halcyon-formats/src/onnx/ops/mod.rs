@@ -1,11 +1,18 @@
 //! The operators the importer knows. Adding one is a row in the table of its file and, where the row needs more than a
 //! line, a function there. A function builds every version of its operator that the row claims.
 
+mod calc;
+mod deform;
 mod elementwise;
 mod nn;
+mod pad;
 mod pool;
 mod reduce;
+mod resize;
+mod roi;
+mod sample;
 mod shape;
+mod unpool;
 #[cfg(test)]
 #[path = "tests.rs"]
 mod version_tests;
@@ -36,7 +43,20 @@ const fn row(op: &'static str, since: i64, attrs: &'static [&'static str], build
     Row { op, since, attrs, build }
 }
 
-const TABLES: &[&[Row]] = &[elementwise::ROWS, nn::ROWS, pool::ROWS, reduce::ROWS, shape::ROWS, view::ROWS];
+const TABLES: &[&[Row]] = &[
+    deform::ROWS,
+    elementwise::ROWS,
+    nn::ROWS,
+    pad::ROWS,
+    pool::ROWS,
+    reduce::ROWS,
+    resize::ROWS,
+    roi::ROWS,
+    sample::ROWS,
+    shape::ROWS,
+    unpool::ROWS,
+    view::ROWS,
+];
 
 /// All rows.
 pub fn rows() -> impl Iterator<Item = &'static Row> {
