@@ -81,21 +81,36 @@ impl External {
     }
 }
 
+/// `TensorProto.DataType.STRING`.
+pub const STRING: i32 = 8;
+
+/// Reads a tensor of strings.
+///
+/// # Errors
+/// [`Error::Format`] if the sizes and the number of strings disagree, or a string is not UTF-8.
+pub fn decode_text(t: &TensorProto, file: &str) -> Result<super::item::Text> {
+    let what = if t.name.is_empty() { file.to_string() } else { format!("{file}: tensor '{}'", t.name) };
+    if t.data_type != STRING {
+        return Err(bad(&what, format!("element type {} where strings are expected", t.data_type)));
+    }
+    let dims = sizes(&t.dims, &what)?;
+    if dims.iter().try_fold(1usize, |n, d| n.checked_mul(*d)) != Some(t.string_data.len()) {
+        return Err(bad(&what, format!("{} strings do not fill {dims:?}", t.string_data.len())));
+    }
+    let text = |b: &Bytes| {
+        std::str::from_utf8(b).map(str::to_string).map_err(|_| bad(&what, "a string is not valid UTF-8"))
+    };
+    let vals = t.string_data.iter().map(text).collect::<Result<_>>()?;
+    Ok(super::item::Text { dims, vals })
+}
+
 /// Names of `TensorProto.DataType` that have no row in [`DType`].
 const OTHER_TYPES: &[(i32, &str)] = &[
     (8, "string"),
     (14, "complex64"),
     (15, "complex128"),
-    (17, "float8e4m3fn"),
-    (18, "float8e4m3fnuz"),
-    (19, "float8e5m2"),
-    (20, "float8e5m2fnuz"),
-    (21, "uint4"),
-    (22, "int4"),
-    (23, "float4e2m1"),
-    (24, "float8e8m0"),
-    (25, "uint2"),
-    (26, "int2"),
+    (27, "float6e2m3"),
+    (28, "float6e3m2"),
 ];
 
 /// The element type of an ONNX type code.
@@ -157,7 +172,8 @@ fn typed(t: &TensorProto, dtype: DType, what: &str) -> Result<Bytes> {
     fn pack<T: Copy, const N: usize>(v: &[T], f: impl Fn(T) -> [u8; N]) -> Bytes {
         v.iter().flat_map(|&x| f(x)).collect::<Vec<u8>>().into()
     }
-    // Narrow types are stored one to an integer, which must be in their range. Half floats are stored as their bits.
+    // Narrow types are stored one to an integer, which must be in their range. Half and 8-bit floats are stored as their bits,
+    // types under 8 bits as packed bytes.
     let narrow = |lo: i32, hi: i32, size: usize| {
         let mut out = Vec::with_capacity(t.int32_data.len() * size);
         for &v in &t.int32_data {
@@ -184,6 +200,7 @@ fn typed(t: &TensorProto, dtype: DType, what: &str) -> Result<Bytes> {
         DType::I8 => narrow(i8::MIN.into(), i8::MAX.into(), 1)?,
         DType::I16 => narrow(i16::MIN.into(), i16::MAX.into(), 2)?,
         DType::U16 | DType::F16 | DType::BF16 => narrow(0, u16::MAX.into(), 2)?,
+        _ => narrow(0, u8::MAX.into(), 1)?,
     })
 }
 
