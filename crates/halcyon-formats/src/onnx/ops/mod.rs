@@ -4,7 +4,9 @@
 mod activation;
 mod attention;
 mod bits;
+mod calc;
 mod control;
+mod deform;
 mod dropout;
 mod einsum;
 mod elementwise;
@@ -15,12 +17,16 @@ mod loss;
 mod matrix;
 mod nn;
 mod norm;
+mod pad;
 mod pool;
 mod qlinear;
 mod quantize;
 mod random;
 mod recurrent;
 mod reduce;
+mod resize;
+mod roi;
+mod sample;
 mod select;
 mod sequence;
 mod shape;
@@ -28,6 +34,7 @@ mod signal;
 mod state;
 mod tfidf;
 mod training;
+mod unpool;
 #[cfg(test)]
 #[path = "tests.rs"]
 mod version_tests;
@@ -117,25 +124,31 @@ const TABLES: &[&[Row]] = &[
     tfidf::ROWS,
     training::ROWS,
     control::ROWS,
+    deform::ROWS,
     elementwise::ROWS,
     index::ROWS,
     nn::ROWS,
+    pad::ROWS,
     pool::ROWS,
     qlinear::ROWS,
     quantize::ROWS,
     random::ROWS,
     recurrent::ROWS,
     reduce::ROWS,
-    select::ROWS,
-    sequence::ROWS,
-    shape::ROWS,
-    signal::ROWS,
     activation::ROWS,
     attention::ROWS,
     dropout::ROWS,
     linear_attention::ROWS,
     norm::ROWS,
+    resize::ROWS,
+    roi::ROWS,
+    sample::ROWS,
+    select::ROWS,
+    sequence::ROWS,
+    shape::ROWS,
+    signal::ROWS,
     state::ROWS,
+    unpool::ROWS,
     view::ROWS,
 ];
 
