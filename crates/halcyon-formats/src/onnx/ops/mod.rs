@@ -1,17 +1,24 @@
 //! The operators the importer knows. Adding one is a row in the table of its file and, where the row needs more than a
 //! line, a function there. A function builds every version of its operator that the row claims.
 
+mod control;
 mod elementwise;
+mod ml;
 mod nn;
 mod pool;
+mod re2;
 mod reduce;
+mod sequence;
 mod shape;
+mod strings;
+pub(super) mod text;
 #[cfg(test)]
 #[path = "tests.rs"]
 mod version_tests;
 mod view;
 
 use super::build::{Builder, Value};
+use super::item::Item;
 use super::node::Call;
 use halcyon_ir::Result;
 
@@ -34,7 +41,13 @@ fn plain(domain: &str) -> &str {
 }
 
 /// Builds the results of a node, at least as many as the model reads.
-pub type Build = fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>;
+#[derive(Clone, Copy, Debug)]
+pub enum Build {
+    /// Of an operator whose operands and results are tensors.
+    Tensors(fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>),
+    /// Of one that takes or gives strings, sequences, optionals or maps.
+    Items(fn(&mut Builder, &Call<'_>) -> Result<Vec<Item>>),
+}
 
 /// One operator.
 #[derive(Debug)]
@@ -49,7 +62,12 @@ pub struct Row {
     pub build: Build,
 }
 
-const fn row(op: &'static str, since: i64, attrs: &'static [&'static str], build: Build) -> Row {
+const fn row(
+    op: &'static str,
+    since: i64,
+    attrs: &'static [&'static str],
+    build: fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>,
+) -> Row {
     row_in("", op, since, attrs, build)
 }
 
@@ -59,12 +77,48 @@ const fn row_in(
     op: &'static str,
     since: i64,
     attrs: &'static [&'static str],
-    build: Build,
+    build: fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>,
 ) -> Row {
-    Row { domain, op, since, attrs, build }
+    Row { domain, op, since, attrs, build: Build::Tensors(build) }
 }
 
-const TABLES: &[&[Row]] = &[elementwise::ROWS, nn::ROWS, pool::ROWS, reduce::ROWS, shape::ROWS, view::ROWS];
+const fn item_row(
+    op: &'static str,
+    since: i64,
+    attrs: &'static [&'static str],
+    build: fn(&mut Builder, &Call<'_>) -> Result<Vec<Item>>,
+) -> Row {
+    item_row_in("", op, since, attrs, build)
+}
+
+/// As [`row_in`], of an operator that takes or gives more than tensors.
+const fn item_row_in(
+    domain: &'static str,
+    op: &'static str,
+    since: i64,
+    attrs: &'static [&'static str],
+    build: fn(&mut Builder, &Call<'_>) -> Result<Vec<Item>>,
+) -> Row {
+    Row { domain, op, since, attrs, build: Build::Items(build) }
+}
+
+const TABLES: &[&[Row]] = &[
+    control::ROWS,
+    elementwise::ROWS,
+    ml::feature::ROWS,
+    ml::label::ROWS,
+    ml::linear::ROWS,
+    ml::map::ROWS,
+    ml::svm::ROWS,
+    ml::tree::ROWS,
+    nn::ROWS,
+    pool::ROWS,
+    reduce::ROWS,
+    sequence::ROWS,
+    shape::ROWS,
+    strings::ROWS,
+    view::ROWS,
+];
 
 /// All rows.
 pub fn rows() -> impl Iterator<Item = &'static Row> {

@@ -209,7 +209,7 @@ fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
                 }
             }
             let dims: Vec<usize> = x.dims.iter().copied().chain([cats.len()]).collect();
-            Ok(vec![b.feed(ConstData::from_slice(&dims, &y)?)?.into()])
+            Ok(vec![b.feed(ConstData::from_slice(&dims, &y)?).into()])
         }
         (Item::Tensor(x), None, Some(cats)) => {
             let n = cats.len();

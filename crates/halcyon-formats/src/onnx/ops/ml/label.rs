@@ -258,7 +258,7 @@ fn lookup(
         Column::Numbers(v) => {
             let of = |i: Option<usize>| i.and_then(|i| v.get(i)).unwrap_or(default.number);
             let y = data::from_scalars(v.dtype, &dims, at.into_iter().map(of))?;
-            Ok(b.feed(y)?.into())
+            Ok(b.feed(y).into())
         }
     }
 }

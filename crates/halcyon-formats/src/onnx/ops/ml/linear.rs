@@ -74,7 +74,7 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         let positive = b.scalar(S::Gt, &[&column, &zero])?;
         let place = b.cast(&positive, DType::I64)?;
         let y = pair(b, c, post, &column, true)?;
-        return Ok(vec![labels(b, &classes, &place)?, single(b, &y)?.into()]);
+        return Ok(vec![labels(b, c, &classes, &place)?, single(b, &y)?.into()]);
     }
     if rows != classes.len() || rows == 1 {
         return Err(c.unsupported(
@@ -84,5 +84,5 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     }
     let place = best(b, &s)?;
     let y = post.apply(b, &s)?;
-    Ok(vec![labels(b, &classes, &place)?, single(b, &y)?.into()])
+    Ok(vec![labels(b, c, &classes, &place)?, single(b, &y)?.into()])
 }

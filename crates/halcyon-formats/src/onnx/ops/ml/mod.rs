@@ -7,6 +7,7 @@ pub mod feature;
 mod forest;
 pub mod label;
 pub mod linear;
+pub mod map;
 mod post;
 pub mod svm;
 pub mod tree;

@@ -156,7 +156,7 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let wins = wins(b, c, &s, k)?;
     let votes = b.reduce(ReduceKind::Sum, &wins, &[2], false)?;
     let place = best(b, &votes)?;
-    let label = labels(b, &classes, &place)?;
+    let label = labels(b, c, &classes, &place)?;
     let (pa, pb) = (c.floats("prob_a")?.unwrap_or(&[]), c.floats("prob_b")?.unwrap_or(&[]));
     if pa.len() != pb.len() {
         return Err(c.invalid(format!("{} numbers in 'prob_a', {} in 'prob_b'", pa.len(), pb.len())));
@@ -199,7 +199,7 @@ fn linear(b: &mut Builder, c: &Call<'_>, post: Post, classes: &Classes, x: &Valu
         place = b.scalar(S::Select, &[&speaks, &second, &place])?;
     }
     let y = post.apply(b, &s)?;
-    Ok(vec![labels(b, classes, &place)?, single(b, &y)?.into()])
+    Ok(vec![labels(b, c, classes, &place)?, single(b, &y)?.into()])
 }
 
 /// Pairs of classes in the order of the scores.

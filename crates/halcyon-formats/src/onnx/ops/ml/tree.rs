@@ -412,7 +412,7 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
             }
             let place = above(b, &score, limit)?;
             let y = pair(b, c, post, &score, positive)?;
-            return Ok(vec![labels(b, &classes, &place)?, single(b, &y)?.into()]);
+            return Ok(vec![labels(b, c, &classes, &place)?, single(b, &y)?.into()]);
         }
         if base.len() == 1 {
             return Err(c.unsupported("one base value where votes name the second class", "Give two"));
@@ -423,7 +423,7 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         let score = column(b, &s, usize::from(!first))?;
         let place = above(b, &score, limit)?;
         let y = post.apply(b, &s)?;
-        return Ok(vec![labels(b, &classes, &place)?, single(b, &y)?.into()]);
+        return Ok(vec![labels(b, c, &classes, &place)?, single(b, &y)?.into()]);
     }
     match base[..] {
         [] => {}
@@ -438,5 +438,5 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     }
     let place = best(b, &s)?;
     let y = post.apply(b, &s)?;
-    Ok(vec![labels(b, &classes, &place)?, single(b, &y)?.into()])
+    Ok(vec![labels(b, c, &classes, &place)?, single(b, &y)?.into()])
 }
