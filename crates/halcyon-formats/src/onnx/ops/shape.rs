@@ -12,15 +12,7 @@ pub const ROWS: &[Row] = &[
     item_row(
         "Constant",
         1,
-        &[
-            "value",
-            "value_float",
-            "value_floats",
-            "value_int",
-            "value_ints",
-            "value_string",
-            "value_strings",
-        ],
+        &["value", "value_float", "value_floats", "value_int", "value_ints", "value_string", "value_strings"],
         constant,
     ),
     row("ConstantOfShape", 9, &["value"], constant_of_shape),

@@ -90,7 +90,9 @@ fn normalize(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let cases = !sensitive && !stop.is_empty() || c.string("case_change_action", "NONE")? != "NONE";
     let language: String = locale.chars().take_while(char::is_ascii_alphabetic).collect();
     if cases && ["tr", "az", "lt"].contains(&language.to_ascii_lowercase().as_str()) {
-        return Err(c.unsupported(&format!("locale '{locale}'"), "Its rules of case are not known; use en_US"));
+        return Err(
+            c.unsupported(&format!("locale '{locale}'"), "Its rules of case are not known; use en_US")
+        );
     }
     let key = |s: &str| if sensitive { s.to_string() } else { s.to_lowercase() };
     let stop: HashSet<String> = stop.iter().map(|s| key(s)).collect();

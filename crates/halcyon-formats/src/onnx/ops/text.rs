@@ -73,7 +73,8 @@ pub fn run(
     if c.inputs.iter().flatten().any(|i| i.tensor().is_none() && i.text().is_none()) {
         return Ok(None);
     }
-    let words = c.inputs.iter().flatten().filter_map(Item::text).flat_map(|t| t.vals.iter().map(String::as_str));
+    let words =
+        c.inputs.iter().flatten().filter_map(Item::text).flat_map(|t| t.vals.iter().map(String::as_str));
     let words: BTreeSet<&str> = words.chain([""]).collect();
     let code: BTreeMap<&str, i64> = words.iter().enumerate().map(|(i, w)| (*w, i as i64)).collect();
     let words: Vec<&str> = words.into_iter().collect();

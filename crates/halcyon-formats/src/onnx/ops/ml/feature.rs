@@ -178,7 +178,8 @@ fn feature_vectorizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         let x = match (n.and_then(|n| n.known()), have.known()) {
             (Some(n), Some(have)) if n < have => b.narrow(&x, 1, Dim::from(0), Dim::from(n))?,
             (Some(n), Some(have)) if n > have => {
-                let fill = b.full(DType::F32, &Shape::from_iter([x.shape()[0], Dim::from(n - have)]), 0.0.into());
+                let fill =
+                    b.full(DType::F32, &Shape::from_iter([x.shape()[0], Dim::from(n - have)]), 0.0.into());
                 b.concat(&[&x, &fill], 1)?
             }
             _ => x,
@@ -200,7 +201,8 @@ fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     match (c.item(0)?, texts, ints) {
         (Item::Text(x), Some(cats), None) => {
             let at: HashMap<&str, usize> = cats.iter().enumerate().map(|(i, s)| (s.as_str(), i)).collect();
-            let mut y = vec![0f32; x.vals.len().checked_mul(cats.len()).ok_or_else(|| c.invalid("too large"))?];
+            let mut y =
+                vec![0f32; x.vals.len().checked_mul(cats.len()).ok_or_else(|| c.invalid("too large"))?];
             for (row, s) in y.chunks_exact_mut(cats.len()).zip(&x.vals) {
                 match at.get(s.as_str()) {
                     Some(i) => row[*i] = 1.0,

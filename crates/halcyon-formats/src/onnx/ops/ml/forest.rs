@@ -368,7 +368,7 @@ impl Forest {
     /// Where every tree votes for one target: roots in the order of targets, equally many for each, filled up with a leaf that
     /// changes nothing.
     fn groups(&mut self) -> Option<(Vec<usize>, usize)> {
-        let single = self.single.as_ref()?;
+        let single = self.single.take()?;
         let mut count = vec![0usize; self.targets];
         single.iter().flatten().for_each(|t| count[*t] += 1);
         let size = count.iter().copied().max().unwrap_or(0).max(1);
@@ -376,15 +376,13 @@ impl Forest {
         if all > 2 * self.roots.len() + SPARE {
             return None;
         }
-        let mut roots = vec![usize::MAX; all];
+        // Before any place is noted: a new leaf moves the branches.
+        let blank = if count.iter().any(|n| *n < size) { self.blank_leaf() } else { 0 };
+        let mut roots = vec![blank; all];
         let mut filled = vec![0usize; self.targets];
         for (t, r) in single.iter().zip(&self.roots).filter_map(|(t, r)| Some(((*t)?, *r))) {
             roots[t * size + filled[t]] = r;
             filled[t] += 1;
-        }
-        if roots.contains(&usize::MAX) {
-            let blank = self.blank_leaf();
-            roots.iter_mut().filter(|r| **r == usize::MAX).for_each(|r| *r = blank);
         }
         Some((roots, size))
     }
@@ -416,8 +414,7 @@ impl Forest {
         let roots = ints(&mut self.roots.iter().map(|n| *n as i64), self.roots.len())?;
         let mut at = b.expand(&roots, &Shape::from_iter([x.shape()[0], Dim::from(self.roots.len())]))?;
         let code = |b: &Builder, v: i64| b.lit(&at, v);
-        let (less, same, more, neither, four) =
-            (code(b, 0), code(b, 1), code(b, 2), code(b, 3), code(b, 4));
+        let (less, same, more, neither, four) = (code(b, 0), code(b, 1), code(b, 2), code(b, 3), code(b, 4));
         for _ in 0..self.depth {
             let f = b.gather(&feature, &at, 0)?;
             let ids = b.ids(&[x, &f])?;

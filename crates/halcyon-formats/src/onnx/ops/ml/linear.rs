@@ -11,7 +11,13 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{DType, Result, Shape};
 
 pub const ROWS: &[Row] = &[
-    row_in(DOMAIN, "LinearRegressor", 1, &["coefficients", "intercepts", "post_transform", "targets"], regressor),
+    row_in(
+        DOMAIN,
+        "LinearRegressor",
+        1,
+        &["coefficients", "intercepts", "post_transform", "targets"],
+        regressor,
+    ),
     item_row_in(
         DOMAIN,
         "LinearClassifier",

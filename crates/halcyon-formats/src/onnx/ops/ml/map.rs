@@ -5,8 +5,8 @@ use crate::data;
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::item::{Item, Keys, Text};
 use crate::onnx::node::Call;
-use crate::onnx::ops::{Row, item_row_in};
 use crate::onnx::ops::text;
+use crate::onnx::ops::{Row, item_row_in};
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 use std::collections::HashMap;
 use std::rc::Rc;
@@ -141,7 +141,8 @@ fn cast_map(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
             let mut at = vec![None; n];
             for i in order {
                 let p = usize::try_from(keys[i]).ok().filter(|p| *p < n);
-                at[p.ok_or_else(|| c.invalid(format!("the key {} is not below max_map {n}", keys[i])))?] = Some(i);
+                at[p.ok_or_else(|| c.invalid(format!("the key {} is not below max_map {n}", keys[i])))?] =
+                    Some(i);
             }
             at
         }

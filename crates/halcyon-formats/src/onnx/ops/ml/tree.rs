@@ -178,7 +178,11 @@ fn ensemble(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let n = splits.vals.len();
     let modes = c.tensor("nodes_modes")?.ok_or_else(|| missing(c, "nodes_modes"))?;
     if !modes.dtype.is_int() || modes.numel() != n {
-        return Err(c.invalid(format!("{} nodes_modes of type {} for {n} nodes", modes.numel(), modes.dtype)));
+        return Err(c.invalid(format!(
+            "{} nodes_modes of type {} for {n} nodes",
+            modes.numel(),
+            modes.dtype
+        )));
     }
     let feature = list(c, "nodes_featureids", n)?;
     let tracks = tracks(c, n)?;
@@ -211,7 +215,9 @@ fn ensemble(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             None => {
                 // Sets are delimited by NaN.
                 if members.is_empty() {
-                    return Err(c.invalid("'membership_values' has fewer sets than nodes of mode BRANCH_MEMBER"));
+                    return Err(
+                        c.invalid("'membership_values' has fewer sets than nodes of mode BRANCH_MEMBER")
+                    );
                 }
                 let end = members.iter().position(|v| v.is_nan()).unwrap_or(members.len());
                 let set = members[..end].to_vec();
@@ -233,10 +239,8 @@ fn ensemble(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         .map(|(t, w)| Ok(vec![(index(c, "leaf_targetids", *t)?, *w)]))
         .collect::<Result<Vec<_>>>()?;
     let roots = c.ints("tree_roots")?.unwrap_or(&[]);
-    let roots = roots
-        .iter()
-        .map(|r| Ok(Place::Branch(index(c, "tree_roots", *r)?)))
-        .collect::<Result<Vec<_>>>()?;
+    let roots =
+        roots.iter().map(|r| Ok(Place::Branch(index(c, "tree_roots", *r)?))).collect::<Result<Vec<_>>>()?;
     let x = c.arg(0)?;
     let m = matrix(b, c, x)?;
     let m = if splits.wide { b.cast(&m, DType::F64)? } else { m };
@@ -332,8 +336,7 @@ fn parse(b: &mut Builder, c: &Call<'_>, kind: &str) -> Result<Parsed> {
 
 impl Parsed {
     fn run(self, b: &mut Builder, c: &Call<'_>, targets: usize, aggregate: Aggregate) -> Result<Value> {
-        let forest =
-            Forest::new(c, self.dtype, &self.branches, self.votes, &self.roots, targets, aggregate)?;
+        let forest = Forest::new(c, self.dtype, &self.branches, self.votes, &self.roots, targets, aggregate)?;
         forest.run(b, c, &self.x)
     }
 }
