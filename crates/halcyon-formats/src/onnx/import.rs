@@ -221,10 +221,14 @@ impl<'m> Walk<'m> {
         let out = match row.build {
             Build::Items(f) => f(b, &call),
             Build::Tensors(f) => match inputs.iter().flatten().find(|i| i.tensor().is_none()) {
-                Some(i) => Err(call.unsupported(
-                    &format!("an operand that is {}", i.kind()),
-                    "Only tensors of numbers are taken here",
-                )),
+                Some(i) => ops::text::run(b, &call, f).and_then(|out| {
+                    out.ok_or_else(|| {
+                        call.unsupported(
+                            &format!("an operand that is {}", i.kind()),
+                            "Only tensors of numbers are taken here",
+                        )
+                    })
+                }),
                 None => f(b, &call).map(|v| v.into_iter().map(Item::from).collect()),
             },
         };

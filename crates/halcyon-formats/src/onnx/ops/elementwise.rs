@@ -1,6 +1,6 @@
 //! Element-wise operators.
 
-use super::{Row, item_row, one, row};
+use super::{Row, item_row, one, row, text};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
@@ -19,8 +19,13 @@ pub const ROWS: &[Row] = &[
     row("Asinh", 9, &[], |b, c| map(b, c, S::Asinh)),
     row("Atan", 7, &[], |b, c| map(b, c, S::Atan)),
     row("Atanh", 9, &[], |b, c| map(b, c, S::Atanh)),
-    row("Cast", 6, &["to", "saturate", "round_mode"], cast),
-    row("CastLike", 15, &["saturate", "round_mode"], cast_like),
+    item_row("Cast", 6, &["to", "saturate", "round_mode"], |b, c| {
+        let to = if text::to_strings(c)? { None } else { c.dtype("to")? };
+        text::cast(b, c, to, cast)
+    }),
+    item_row("CastLike", 15, &["saturate", "round_mode"], |b, c| {
+        text::cast(b, c, c.item(1)?.tensor().map(Value::dtype), cast_like)
+    }),
     row("Ceil", 6, &[], |b, c| map(b, c, S::Ceil)),
     row("Clip", 6, &["min", "max"], clip),
     row("Cos", 7, &[], |b, c| map(b, c, S::Cos)),

@@ -15,6 +15,7 @@ mod index;
 mod linear_attention;
 mod loss;
 mod matrix;
+mod ml;
 mod nn;
 mod norm;
 mod pad;
@@ -22,6 +23,7 @@ mod pool;
 mod qlinear;
 mod quantize;
 mod random;
+mod re2;
 mod recurrent;
 mod reduce;
 mod resize;
@@ -32,6 +34,8 @@ mod sequence;
 mod shape;
 mod signal;
 mod state;
+mod strings;
+pub(super) mod text;
 mod tfidf;
 mod training;
 mod unpool;
@@ -127,6 +131,12 @@ const TABLES: &[&[Row]] = &[
     deform::ROWS,
     elementwise::ROWS,
     index::ROWS,
+    ml::feature::ROWS,
+    ml::label::ROWS,
+    ml::linear::ROWS,
+    ml::map::ROWS,
+    ml::svm::ROWS,
+    ml::tree::ROWS,
     nn::ROWS,
     pad::ROWS,
     pool::ROWS,
@@ -148,6 +158,7 @@ const TABLES: &[&[Row]] = &[
     shape::ROWS,
     signal::ROWS,
     state::ROWS,
+    strings::ROWS,
     unpool::ROWS,
     view::ROWS,
 ];
