@@ -57,7 +57,7 @@ pub fn latest(domain: &str) -> i64 {
     match plain(domain) {
         "" => LATEST,
         "ai.onnx.ml" => 5,
-        "ai.onnx.preview.training" => 1,
+        "ai.onnx.preview" | "ai.onnx.preview.training" => 1,
         _ => 0,
     }
 }
@@ -121,12 +121,16 @@ const fn item_row_in(
 }
 
 const TABLES: &[&[Row]] = &[
+    activation::ROWS,
+    attention::ROWS,
     bits::ROWS,
+    control::ROWS,
+    dropout::ROWS,
     einsum::ROWS,
+    elementwise::ROWS,
+    linear_attention::ROWS,
     loss::ROWS,
     matrix::ROWS,
-    tfidf::ROWS,
-    training::ROWS,
     control::ROWS,
     deform::ROWS,
     elementwise::ROWS,
@@ -138,7 +142,10 @@ const TABLES: &[&[Row]] = &[
     ml::svm::ROWS,
     ml::tree::ROWS,
     nn::ROWS,
+    norm::ROWS,
     pad::ROWS,
+    tfidf::ROWS,
+    training::ROWS,
     pool::ROWS,
     qlinear::ROWS,
     quantize::ROWS,
@@ -159,6 +166,8 @@ const TABLES: &[&[Row]] = &[
     signal::ROWS,
     state::ROWS,
     strings::ROWS,
+    tfidf::ROWS,
+    training::ROWS,
     unpool::ROWS,
     view::ROWS,
 ];
