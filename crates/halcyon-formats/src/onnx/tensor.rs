@@ -82,13 +82,8 @@ impl External {
 }
 
 /// Names of `TensorProto.DataType` that have no row in [`DType`].
-const OTHER_TYPES: &[(i32, &str)] = &[
-    (8, "string"),
-    (14, "complex64"),
-    (15, "complex128"),
-    (27, "float6e2m3"),
-    (28, "float6e3m2"),
-];
+const OTHER_TYPES: &[(i32, &str)] =
+    &[(8, "string"), (14, "complex64"), (15, "complex128"), (27, "float6e2m3"), (28, "float6e3m2")];
 
 /// The element type of an ONNX type code.
 ///
