@@ -1,6 +1,7 @@
 //! The operators the importer knows. Adding one is a row in the table of its file and, where the row needs more than a
 //! line, a function there. A function builds every version of its operator that the row claims.
 
+mod cast;
 mod control;
 mod elementwise;
 mod fft;
@@ -93,6 +94,7 @@ const fn item_row_in(
 }
 
 const TABLES: &[&[Row]] = &[
+    cast::ROWS,
     control::ROWS,
     elementwise::ROWS,
     nn::ROWS,
