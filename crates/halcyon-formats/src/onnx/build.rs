@@ -4,7 +4,7 @@ use super::host::{self, Host, Num, flat, small};
 use super::stage::Stage;
 use halcyon_ir::op::{Op, ReduceKind};
 use halcyon_ir::{
-    ConstData, DType, Dim, Dims, Graph, NodeId, Result, Scalar, ScalarOp, Shape, Span, TensorType,
+    ConstData, DType, Dim, Dims, Graph, NodeId, Result, Rounding, Scalar, ScalarOp, Shape, Span, TensorType,
 };
 use std::cell::OnceCell;
 use std::collections::{BTreeSet, HashMap};
@@ -257,6 +257,46 @@ impl Builder {
         }
         let id = self.id(x)?;
         let n = self.g.cast(id, dtype)?;
+        Ok(self.value(n))
+    }
+
+    /// The number in the finite range of `dtype` that is nearest to `x`, cast: the last step of a quantisation, and `Cast` with
+    /// `saturate` to the 8-bit floats. See [`halcyon_ir::Graph::cast_saturating`]. ([`Builder::cast`] wraps integers and floats
+    /// of 2- and 4-bit integer types, and makes infinity or NaN of what is past the largest number of an 8-bit float type.)
+    pub fn cast_saturating(&mut self, x: &Value, dtype: DType) -> Result<Value> {
+        if x.dtype() == dtype {
+            return Ok(x.clone());
+        }
+        let id = self.id(x)?;
+        let n = self.g.cast_saturating(id, dtype)?;
+        Ok(self.value(n))
+    }
+
+    /// To `f8e8m0`, as [`halcyon_ir::Graph::cast_e8m0`].
+    pub fn cast_e8m0(&mut self, x: &Value, rounding: Rounding, saturate: bool) -> Result<Value> {
+        if x.dtype() == DType::F8E8M0 {
+            return Ok(x.clone());
+        }
+        let id = self.id(x)?;
+        let n = self.g.cast_e8m0(id, rounding, saturate)?;
+        Ok(self.value(n))
+    }
+
+    /// The same bits as another type of as many.
+    pub fn bitcast(&mut self, x: &Value, dtype: DType) -> Result<Value> {
+        let from = x.dtype();
+        if from == dtype {
+            return Ok(x.clone());
+        }
+        if from.bits() == dtype.bits()
+            && let Some(h) = x.host()
+            && let Some(vals) = h.vals.iter().map(|n| n.known()).collect::<Option<Vec<Scalar>>>()
+        {
+            let vals = vals.iter().map(|v| Num::Is(Scalar::from_bytes(dtype, &v.to_bytes(from)))).collect();
+            return Ok(Host { dtype, dims: h.dims.clone(), vals }.into());
+        }
+        let id = self.id(x)?;
+        let n = self.g.bitcast(id, dtype)?;
         Ok(self.value(n))
     }
 

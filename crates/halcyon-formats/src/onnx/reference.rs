@@ -237,6 +237,11 @@ fn eval(g: &Graph, inputs: &[Tensor]) -> Vec<Tensor> {
                 let args: Vec<Tensor> = x.iter().map(|t| (*t).clone()).collect();
                 eval(&c.body, &args).remove(0)
             }
+            Op::Bitcast => {
+                let from = x[0].dtype;
+                let v = x[0].v.iter().map(|v| Scalar::from_bytes(d, &v.to_bytes(from))).collect();
+                Tensor { dtype: d, dims, v }
+            }
             op => panic!("the test evaluator lacks {}", op.name()),
         };
         val.push(y);

@@ -1,5 +1,6 @@
 //! Element-wise operators.
 
+use super::cast::convert;
 use super::{Row, item_row, one, row, text};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
@@ -134,14 +135,13 @@ fn mean(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.scalar(S::Div, &[&sum, &n])?)
 }
 
-/// `saturate` and `round_mode` concern 8-bit floats, which are refused by type.
 fn cast(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let to = c.dtype("to")?.ok_or_else(|| c.invalid("attribute 'to' is missing"))?;
-    one(b.cast(c.arg(0)?, to)?)
+    one(convert(b, c, c.arg(0)?, to)?)
 }
 
 fn cast_like(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    one(b.cast(c.arg(0)?, c.arg(1)?.dtype())?)
+    one(convert(b, c, c.arg(0)?, c.arg(1)?.dtype())?)
 }
 
 /// Bounds are attributes before version 11 and operands from it on. The upper bound wins where they cross.

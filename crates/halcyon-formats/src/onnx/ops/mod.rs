@@ -5,6 +5,7 @@ mod activation;
 mod attention;
 mod bits;
 mod calc;
+mod cast;
 mod control;
 mod deform;
 mod dropout;
@@ -124,17 +125,16 @@ const TABLES: &[&[Row]] = &[
     activation::ROWS,
     attention::ROWS,
     bits::ROWS,
+    cast::ROWS,
     control::ROWS,
+    deform::ROWS,
     dropout::ROWS,
     einsum::ROWS,
     elementwise::ROWS,
+    index::ROWS,
     linear_attention::ROWS,
     loss::ROWS,
     matrix::ROWS,
-    control::ROWS,
-    deform::ROWS,
-    elementwise::ROWS,
-    index::ROWS,
     ml::feature::ROWS,
     ml::label::ROWS,
     ml::linear::ROWS,
@@ -144,19 +144,12 @@ const TABLES: &[&[Row]] = &[
     nn::ROWS,
     norm::ROWS,
     pad::ROWS,
-    tfidf::ROWS,
-    training::ROWS,
     pool::ROWS,
     qlinear::ROWS,
     quantize::ROWS,
     random::ROWS,
     recurrent::ROWS,
     reduce::ROWS,
-    activation::ROWS,
-    attention::ROWS,
-    dropout::ROWS,
-    linear_attention::ROWS,
-    norm::ROWS,
     resize::ROWS,
     roi::ROWS,
     sample::ROWS,
