@@ -5,12 +5,18 @@ mod control;
 mod elementwise;
 mod fft;
 mod index;
+#[cfg(test)]
+mod index_tests;
 mod nn;
 mod pool;
 mod qlinear;
 mod quantize;
+#[cfg(test)]
+mod quantize_tests;
 mod random;
 mod recurrent;
+#[cfg(test)]
+mod recurrent_tests;
 mod reduce;
 mod select;
 mod sequence;
