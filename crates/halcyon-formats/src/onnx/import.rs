@@ -9,6 +9,7 @@ use super::node::Call;
 use super::ops::{self, Build};
 use super::order::{Order, order};
 use super::proto::{FunctionProto, GraphProto, NodeProto, OperatorSetIdProto};
+use super::sparse;
 use super::stage::{Engine, Placement};
 use super::tensor;
 use crate::bad;
@@ -149,6 +150,17 @@ impl<'m> Walk<'m> {
             };
             if scope.vars.insert(t.name.clone(), v).is_some() {
                 return Err(what(&t.name));
+            }
+        }
+
+        for t in &g.sparse_initializer {
+            let name = t.values.as_ref().map_or("", |v| v.name.as_str());
+            if order.reads.contains(name) {
+                b.g.span = Span::new(name);
+                let v = sparse::decode(t, &m.external, &m.file)?.value(b)?;
+                if scope.vars.insert(name.to_string(), v.into()).is_some() {
+                    return Err(what(name));
+                }
             }
         }
 

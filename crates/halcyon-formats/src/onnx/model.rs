@@ -4,6 +4,7 @@ use super::function;
 use super::import::{self, Imported, Outcome};
 use super::item::Datum;
 use super::ops;
+use super::order;
 use super::proto::{
     self, DimValue, FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TypeProto,
     TypeValue, ValueInfoProto,
@@ -174,7 +175,7 @@ impl Model {
     /// [`Error::Unsupported`] for inputs that are not tensors of a type in [`DType`]; [`Error::Format`].
     pub fn inputs(&self) -> Result<Vec<Port>> {
         let g = self.graph()?;
-        let weights: HashSet<&str> = g.initializer.iter().map(|t| t.name.as_str()).collect();
+        let weights: HashSet<&str> = order::initializers(g).collect();
         g.input.iter().filter(|v| !weights.contains(v.name.as_str())).map(|v| self.port(v)).collect()
     }
 
@@ -196,12 +197,6 @@ impl Model {
     /// [`Error::Unsupported`] for other parts of the format that it lacks.
     pub fn check(&self, backend: &str) -> Result<()> {
         let g = self.graph()?;
-        if !g.sparse_initializer.is_empty() {
-            return Err(Error::unsupported(
-                format!("{} holds sparse weights", self.file),
-                "Export the model with dense weights",
-            ));
-        }
         let mut check = Check {
             functions: self.functions(),
             backend,

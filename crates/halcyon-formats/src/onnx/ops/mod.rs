@@ -1,13 +1,25 @@
 //! The operators the importer knows. Adding one is a row in the table of its file and, where the row needs more than a
 //! line, a function there. A function builds every version of its operator that the row claims.
 
+mod activation;
+mod attention;
+mod bits;
 mod control;
+mod dropout;
+mod einsum;
 mod elementwise;
 mod fft;
 mod index;
+<<<<<<< HEAD
 #[cfg(test)]
 mod index_tests;
+=======
+mod linear_attention;
+mod loss;
+mod matrix;
+>>>>>>> main
 mod nn;
+mod norm;
 mod pool;
 mod qlinear;
 mod quantize;
@@ -23,6 +35,8 @@ mod sequence;
 mod shape;
 mod signal;
 mod state;
+mod tfidf;
+mod training;
 #[cfg(test)]
 #[path = "tests.rs"]
 mod version_tests;
@@ -105,6 +119,12 @@ const fn item_row_in(
 }
 
 const TABLES: &[&[Row]] = &[
+    bits::ROWS,
+    einsum::ROWS,
+    loss::ROWS,
+    matrix::ROWS,
+    tfidf::ROWS,
+    training::ROWS,
     control::ROWS,
     elementwise::ROWS,
     index::ROWS,
@@ -119,6 +139,11 @@ const TABLES: &[&[Row]] = &[
     sequence::ROWS,
     shape::ROWS,
     signal::ROWS,
+    activation::ROWS,
+    attention::ROWS,
+    dropout::ROWS,
+    linear_attention::ROWS,
+    norm::ROWS,
     state::ROWS,
     view::ROWS,
 ];

@@ -173,8 +173,7 @@ fn product(
     if x.rank() == 0 || w.rank() == 0 {
         return Err(c.invalid("an operand is a scalar"));
     }
-    let (zx, zw) =
-        (zx.map(|z| per_line(b, z, true)).transpose()?, zw.map(|z| per_line(b, z, false)).transpose()?);
+    let (zx, zw) = lines(b, zx, zw)?;
     let (zx, zw) = (zx.as_ref(), zw.as_ref());
     let (last, axis) = (x.rank() - 1, w.rank().saturating_sub(2));
     if x.shape()[last] != w.shape()[axis] {

@@ -1,7 +1,7 @@
 //! Recurrent layers, unrolled: one product of the weights with all time steps, then a few nodes per step. The two directions
 //! of a bidirectional layer run side by side as a batch where they have the same activations.
 
-use super::elementwise::hard;
+use super::activation::hard;
 use super::{Row, row};
 use crate::onnx::build::{Builder, Range, Value};
 use crate::onnx::node::Call;
