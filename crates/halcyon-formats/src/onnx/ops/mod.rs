@@ -10,14 +10,11 @@ mod einsum;
 mod elementwise;
 mod fft;
 mod index;
-<<<<<<< HEAD
 #[cfg(test)]
 mod index_tests;
-=======
 mod linear_attention;
 mod loss;
 mod matrix;
->>>>>>> main
 mod nn;
 mod norm;
 mod pool;

@@ -89,7 +89,13 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         Some(d) if d.is_float() && d.is_native() => d,
         Some(d) => return Err(c.invalid(format!("a division in {d}"))),
         // Scales that are powers of two have no arithmetic of their own.
-        None if scale.dtype() == DType::F8E8M0 => if x.dtype().is_float() { x.dtype() } else { DType::F32 },
+        None if scale.dtype() == DType::F8E8M0 => {
+            if x.dtype().is_float() {
+                x.dtype()
+            } else {
+                DType::F32
+            }
+        }
         None if scale.dtype().is_float() => scale.dtype(),
         // Quotients of integers are exact enough in f64 to round as they should.
         None => DType::F64,
