@@ -13,6 +13,8 @@ mod einsum;
 mod elementwise;
 mod fft;
 mod index;
+#[cfg(test)]
+mod index_tests;
 mod linear_attention;
 mod loss;
 mod matrix;
@@ -23,9 +25,13 @@ mod pad;
 mod pool;
 mod qlinear;
 mod quantize;
+#[cfg(test)]
+mod quantize_tests;
 mod random;
 mod re2;
 mod recurrent;
+#[cfg(test)]
+mod recurrent_tests;
 mod reduce;
 mod resize;
 mod roi;
