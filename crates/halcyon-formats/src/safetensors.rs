@@ -179,11 +179,8 @@ mod tests {
     #[test]
     fn every_element_type_is_mapped() {
         for (d, name) in DType::all().filter_map(|d| Some((d, d.row().safetensors?))) {
-            let h = format!(
-                r#"{{"t":{{"dtype":"{}","shape":[3],"data_offsets":[0,{}]}}}}"#,
-                name,
-                d.bytes(3)
-            );
+            let h =
+                format!(r#"{{"t":{{"dtype":"{}","shape":[3],"data_offsets":[0,{}]}}}}"#, name, d.bytes(3));
             let s = SafeTensors::parse(file(&h, &vec![0; d.bytes(3)]), "t").unwrap();
             assert_eq!(s.get("t").unwrap().dtype, d);
         }

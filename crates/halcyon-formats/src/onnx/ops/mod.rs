@@ -4,6 +4,7 @@
 mod calc;
 mod control;
 mod deform;
+mod detect;
 mod elementwise;
 mod fft;
 mod nn;
@@ -102,6 +103,7 @@ const fn item_row_in(
 const TABLES: &[&[Row]] = &[
     control::ROWS,
     deform::ROWS,
+    detect::ROWS,
     elementwise::ROWS,
     nn::ROWS,
     pad::ROWS,
