@@ -172,14 +172,8 @@ pub fn encode(d: DType, v: f64) -> u8 {
 mod tests {
     use super::*;
 
-    const ALL: [DType; 6] = [
-        DType::F4E2M1,
-        DType::F8E4M3FN,
-        DType::F8E4M3FNUZ,
-        DType::F8E5M2,
-        DType::F8E5M2FNUZ,
-        DType::F8E8M0,
-    ];
+    const ALL: [DType; 6] =
+        [DType::F4E2M1, DType::F8E4M3FN, DType::F8E4M3FNUZ, DType::F8E5M2, DType::F8E5M2FNUZ, DType::F8E8M0];
 
     fn patterns(d: DType) -> impl Iterator<Item = u8> {
         (0..1u32 << d.bits()).map(|b| b as u8)

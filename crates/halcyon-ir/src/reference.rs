@@ -152,8 +152,12 @@ impl Tensor {
     fn write(&self) -> Result<ConstData> {
         if !self.dtype.is_native() {
             return match &self.v {
-                Vals::F(v) => ConstData::from_scalars(self.dtype, &self.dims, v.iter().map(|v| Scalar::F(*v))),
-                Vals::I(v) => ConstData::from_scalars(self.dtype, &self.dims, v.iter().map(|v| Scalar::I(*v))),
+                Vals::F(v) => {
+                    ConstData::from_scalars(self.dtype, &self.dims, v.iter().map(|v| Scalar::F(*v)))
+                }
+                Vals::I(v) => {
+                    ConstData::from_scalars(self.dtype, &self.dims, v.iter().map(|v| Scalar::I(*v)))
+                }
             };
         }
         let n = self.dtype.size();

@@ -9,6 +9,7 @@ use super::node::Call;
 use super::ops::{self, Build};
 use super::order::{Order, order};
 use super::proto::{FunctionProto, GraphProto, NodeProto, OperatorSetIdProto};
+use super::sparse;
 use super::stage::{Engine, Placement};
 use super::tensor;
 use crate::bad;
@@ -152,6 +153,17 @@ impl<'m> Walk<'m> {
             }
         }
 
+        for t in &g.sparse_initializer {
+            let name = t.values.as_ref().map_or("", |v| v.name.as_str());
+            if order.reads.contains(name) {
+                b.g.span = Span::new(name);
+                let v = sparse::decode(t, &m.external, &m.file)?.value(b)?;
+                if scope.vars.insert(name.to_string(), v.into()).is_some() {
+                    return Err(what(name));
+                }
+            }
+        }
+
         for (at, &i) in order.nodes.iter().enumerate() {
             self.walked.set(self.walked.get() + 1);
             if self.walked.get() > WALKED {
@@ -209,10 +221,14 @@ impl<'m> Walk<'m> {
         let out = match row.build {
             Build::Items(f) => f(b, &call),
             Build::Tensors(f) => match inputs.iter().flatten().find(|i| i.tensor().is_none()) {
-                Some(i) => Err(call.unsupported(
-                    &format!("an operand that is {}", i.kind()),
-                    "Only tensors of numbers are taken here",
-                )),
+                Some(i) => ops::text::run(b, &call, f).and_then(|out| {
+                    out.ok_or_else(|| {
+                        call.unsupported(
+                            &format!("an operand that is {}", i.kind()),
+                            "Only tensors of numbers are taken here",
+                        )
+                    })
+                }),
                 None => f(b, &call).map(|v| v.into_iter().map(Item::from).collect()),
             },
         };

@@ -105,13 +105,8 @@ pub fn decode_text(t: &TensorProto, file: &str) -> Result<super::item::Text> {
 }
 
 /// Names of `TensorProto.DataType` that have no row in [`DType`].
-const OTHER_TYPES: &[(i32, &str)] = &[
-    (8, "string"),
-    (14, "complex64"),
-    (15, "complex128"),
-    (27, "float6e2m3"),
-    (28, "float6e3m2"),
-];
+const OTHER_TYPES: &[(i32, &str)] =
+    &[(8, "string"), (14, "complex64"), (15, "complex128"), (27, "float6e2m3"), (28, "float6e3m2")];
 
 /// The element type of an ONNX type code.
 ///
@@ -215,6 +210,17 @@ pub fn encode(t: &ConstData, name: &str) -> TensorProto {
     }
 }
 
+/// A tensor of strings as a message.
+pub fn encode_text(t: &super::item::Text, name: &str) -> TensorProto {
+    TensorProto {
+        dims: t.dims.iter().map(|&d| d as i64).collect(),
+        data_type: STRING,
+        name: name.into(),
+        string_data: t.vals.iter().map(|s| Bytes::copy_from_slice(s.as_bytes())).collect(),
+        ..Default::default()
+    }
+}
+
 /// Reads a `.pb` tensor file: its name, which may be empty, and its value. Errors as [`decode`].
 pub fn read_pb(path: &Path) -> Result<(String, ConstData)> {
     let file = path.display().to_string();
@@ -223,6 +229,7 @@ pub fn read_pb(path: &Path) -> Result<(String, ConstData)> {
 
 /// As [`read_pb`], of bytes in memory.
 pub fn parse_pb(data: Bytes, external: &External, file: &str) -> Result<(String, ConstData)> {
+    super::wire::check(&data, super::wire::Kind::Tensor, file)?;
     let t = TensorProto::decode(data).map_err(|e| bad(file, format!("not an ONNX tensor: {e}")))?;
     let value = decode(&t, external, file)?;
     Ok((t.name, value))

@@ -221,6 +221,10 @@ impl Device for CpuDevice {
         self.pool.stats()
     }
 
+    fn available(&self) -> Option<u64> {
+        crate::host::at_most(&self.memory())
+    }
+
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
         Ok(Arc::new(CpuBuffer::pooled(self.pool.alloc(bytes, tag)?)))
     }

@@ -1,23 +1,44 @@
 //! The operators the importer knows. Adding one is a row in the table of its file and, where the row needs more than a
 //! line, a function there. A function builds every version of its operator that the row claims.
 
+mod activation;
+mod attention;
+mod bits;
 mod calc;
 mod control;
 mod deform;
 mod detect;
+mod dropout;
+mod einsum;
 mod elementwise;
 mod fft;
+mod index;
+mod linear_attention;
+mod loss;
+mod matrix;
+mod ml;
 mod nn;
+mod norm;
 mod pad;
 mod pool;
+mod qlinear;
+mod quantize;
 mod random;
+mod re2;
+mod recurrent;
 mod reduce;
 mod resize;
 mod roi;
 mod sample;
+mod select;
 mod sequence;
 mod shape;
 mod signal;
+mod state;
+mod strings;
+pub(super) mod text;
+mod tfidf;
+mod training;
 mod unpool;
 #[cfg(test)]
 #[path = "tests.rs"]
@@ -101,21 +122,45 @@ const fn item_row_in(
 }
 
 const TABLES: &[&[Row]] = &[
+    bits::ROWS,
+    einsum::ROWS,
+    loss::ROWS,
+    matrix::ROWS,
+    tfidf::ROWS,
+    training::ROWS,
     control::ROWS,
     deform::ROWS,
     detect::ROWS,
     elementwise::ROWS,
+    index::ROWS,
+    ml::feature::ROWS,
+    ml::label::ROWS,
+    ml::linear::ROWS,
+    ml::map::ROWS,
+    ml::svm::ROWS,
+    ml::tree::ROWS,
     nn::ROWS,
     pad::ROWS,
     pool::ROWS,
+    qlinear::ROWS,
+    quantize::ROWS,
     random::ROWS,
+    recurrent::ROWS,
     reduce::ROWS,
+    activation::ROWS,
+    attention::ROWS,
+    dropout::ROWS,
+    linear_attention::ROWS,
+    norm::ROWS,
     resize::ROWS,
     roi::ROWS,
     sample::ROWS,
+    select::ROWS,
     sequence::ROWS,
     shape::ROWS,
     signal::ROWS,
+    state::ROWS,
+    strings::ROWS,
     unpool::ROWS,
     view::ROWS,
 ];

@@ -1,14 +1,20 @@
 //! Constants and shape arithmetic.
 
-use super::{Row, one, row};
+use super::{Row, item_row, one, row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::host::{Host, Num, eval, symbolic};
+use crate::onnx::item::{Datum, Item, Text};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{ConstData, DType, Dim, Result, Scalar, Shape};
 
 pub const ROWS: &[Row] = &[
-    row("Constant", 1, &["value", "value_float", "value_floats", "value_int", "value_ints"], constant),
+    item_row(
+        "Constant",
+        1,
+        &["value", "value_float", "value_floats", "value_int", "value_ints", "value_string", "value_strings"],
+        constant,
+    ),
     row("ConstantOfShape", 9, &["value"], constant_of_shape),
     row("Range", 11, &["stash_type"], range),
     row("Shape", 1, &["start", "end"], shape),
@@ -18,9 +24,17 @@ pub const ROWS: &[Row] = &[
     }),
 ];
 
-fn constant(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let data = if let Some(t) = c.tensor("value")? {
-        t
+fn constant(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
+    let data = if let Some(v) = c.datum("value")? {
+        match v {
+            Datum::Tensor(t) => t,
+            Datum::Text(t) => return Ok(vec![t.into()]),
+            other => return Err(c.invalid(format!("the value is {}", other.describe()))),
+        }
+    } else if c.has("value_string") {
+        return Ok(vec![Text::new(&[], vec![c.string("value_string", "")?.into()])?.into()]);
+    } else if let Some(v) = c.strings("value_strings")? {
+        return Ok(vec![Text::new(&[v.len()], v)?.into()]);
     } else if let Some(v) = c.opt_float("value_float")? {
         ConstData::from_slice(&[], &[v])?
     } else if let Some(v) = c.floats("value_floats")? {
@@ -32,7 +46,7 @@ fn constant(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     } else {
         return Err(c.invalid("no value is given"));
     };
-    one(Value::weight(data, c.name))
+    Ok(vec![Value::weight(data, c.name).into()])
 }
 
 /// A shape given as an integer vector.

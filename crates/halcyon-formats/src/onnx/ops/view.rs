@@ -12,13 +12,11 @@ pub const ROWS: &[Row] = &[
     row("Expand", 8, &[], expand),
     row("Flatten", 1, &["axis"], flatten),
     row("Gather", 1, &["axis"], gather),
-    row("GatherElements", 11, &["axis"], gather_elements),
     row("Reshape", 5, &["allowzero"], reshape),
     row("Slice", 1, &["axes", "ends", "starts"], slice),
     row("Split", 2, &["axis", "num_outputs", "split"], split),
     row("Squeeze", 1, &["axes"], squeeze),
     row("Tile", 6, &[], tile),
-    row("TopK", 10, &["axis", "largest", "sorted"], top_k),
     row("Transpose", 1, &["perm"], transpose),
     row("Unsqueeze", 1, &["axes"], unsqueeze),
 ];
@@ -52,14 +50,6 @@ fn gather(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let axis = c.axis(c.int("axis", 0)?, x.rank())?;
     one(b.gather(x, c.arg(1)?, axis)?)
-}
-
-fn gather_elements(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let x = c.arg(0)?;
-    let axis = c.axis(c.int("axis", 0)?, x.rank())?;
-    let ids = b.ids(&[x, c.arg(1)?])?;
-    let n = b.g.gather_elements(ids[0], ids[1], axis)?;
-    one(b.value(n))
 }
 
 /// A size of 0 copies the operand's (unless `allowzero`), -1 takes what is left.
@@ -268,20 +258,4 @@ fn tile(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let y = b.expand(&y, &pairs(&|k| repeats[k]))?;
     let to: Shape = (0..x.rank()).map(|k| repeats[k].mul(x.shape()[k])).collect();
     one(b.reshape(&y, to)?)
-}
-
-/// Values and indices, sorted either way: the operator leaves unsorted order open.
-fn top_k(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let x = c.arg(0)?;
-    let axis = c.axis(c.int("axis", -1)?, x.rank())?;
-    let k = b.known_scalar(c.arg(1)?, "K of TopK")?.as_i64();
-    let k = usize::try_from(k).map_err(|_| c.invalid(format!("K is {k}")))?;
-    if x.shape()[axis].known().is_some_and(|n| k > n) {
-        return Err(c.invalid(format!("K is {k}, but axis {axis} of {} is shorter", x.ty)));
-    }
-    let id = b.id(x)?;
-    let order = b.g.argsort(id, axis, c.flag("largest", true)?)?;
-    let index = b.g.narrow(order, axis, 0, k)?;
-    let y = b.g.gather_elements(id, index, axis)?;
-    Ok(vec![b.value(y), b.value(index)])
 }
