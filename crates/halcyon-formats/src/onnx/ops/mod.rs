@@ -8,12 +8,12 @@ mod calc;
 mod cast;
 mod control;
 mod deform;
+mod detect;
 mod dropout;
 mod einsum;
 mod elementwise;
 mod fft;
 mod index;
-#[cfg(test)]
 mod index_tests;
 mod linear_attention;
 mod loss;
@@ -25,12 +25,10 @@ mod pad;
 mod pool;
 mod qlinear;
 mod quantize;
-#[cfg(test)]
 mod quantize_tests;
 mod random;
 mod re2;
 mod recurrent;
-#[cfg(test)]
 mod recurrent_tests;
 mod reduce;
 mod resize;
@@ -46,10 +44,10 @@ pub(super) mod text;
 mod tfidf;
 mod training;
 mod unpool;
+mod view;
 #[cfg(test)]
 #[path = "tests.rs"]
 mod version_tests;
-mod view;
 
 use super::build::{Builder, Value};
 use super::item::Item;
@@ -134,6 +132,7 @@ const TABLES: &[&[Row]] = &[
     cast::ROWS,
     control::ROWS,
     deform::ROWS,
+    detect::ROWS,
     dropout::ROWS,
     einsum::ROWS,
     elementwise::ROWS,
