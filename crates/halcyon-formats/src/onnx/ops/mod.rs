@@ -6,6 +6,7 @@ mod control;
 mod einsum;
 mod elementwise;
 mod fft;
+pub(super) mod gradient;
 mod loss;
 mod matrix;
 mod nn;
@@ -101,6 +102,7 @@ const fn item_row_in(
 const TABLES: &[&[Row]] = &[
     bits::ROWS,
     einsum::ROWS,
+    gradient::ROWS,
     loss::ROWS,
     matrix::ROWS,
     tfidf::ROWS,
