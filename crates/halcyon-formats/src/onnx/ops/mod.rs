@@ -44,10 +44,10 @@ pub(super) mod text;
 mod tfidf;
 mod training;
 mod unpool;
-mod view;
 #[cfg(test)]
 #[path = "tests.rs"]
 mod version_tests;
+mod view;
 
 use super::build::{Builder, Value};
 use super::item::Item;
@@ -136,6 +136,7 @@ const TABLES: &[&[Row]] = &[
     dropout::ROWS,
     einsum::ROWS,
     elementwise::ROWS,
+    gradient::ROWS,
     index::ROWS,
     linear_attention::ROWS,
     loss::ROWS,
