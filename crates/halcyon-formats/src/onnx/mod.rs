@@ -4,6 +4,7 @@
 //! [`Model::import`] builds its graph for given input shapes. Operators are rows in [`ops`].
 
 mod build;
+pub mod export;
 mod host;
 mod import;
 #[cfg(test)]
