@@ -67,7 +67,7 @@ pub fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstD
             false => format!(", resized to {width}x{height}"),
         }
     );
-    Ok((from_scalars(p.dtype, &dims, ordered.into_iter().map(Scalar::F))?, note))
+    Ok((from_scalars(p.dtype()?, &dims, ordered.into_iter().map(Scalar::F))?, note))
 }
 
 fn bad(what: String) -> Error {
@@ -76,7 +76,7 @@ fn bad(what: String) -> Error {
 
 fn want(p: &Port, a: &InputArgs) -> Result<Want> {
     let open = Shape::from(["n", "c", "h", "w"]);
-    let s = p.shape.as_ref().unwrap_or(&open);
+    let s = p.shape().unwrap_or(&open);
     let colours = |d: Dim| matches!(d.known(), Some(1 | 3));
     let (layout, c, h, w) = match s.rank() {
         2 => (ImageLayout::Nhwc, Some(Dim::from(1)), s[0], s[1]),
@@ -94,10 +94,7 @@ fn want(p: &Port, a: &InputArgs) -> Result<Want> {
             }
         }
         _ => {
-            return Err(bad(format!(
-                "input '{}' is {}{s}, which no picture fits: give an .npy",
-                p.name, p.dtype
-            )));
+            return Err(bad(format!("input '{}' is {}, which no picture fits: give an .npy", p.name, p.ty)));
         }
     };
     if s.rank() == 4 && s[0].known().is_some_and(|n| n != 1) {
@@ -109,8 +106,8 @@ fn want(p: &Port, a: &InputArgs) -> Result<Want> {
         && n != 3
     {
         return Err(bad(format!(
-            "input '{}' is {}{s} with {n} channels; a picture gives 1 or 3 (is --image-layout right?)",
-            p.name, p.dtype
+            "input '{}' is {} with {n} channels; a picture gives 1 or 3 (is --image-layout right?)",
+            p.name, p.ty
         )));
     }
     Ok(Want { layout, rank: s.rank(), channels, height: h.known(), width: w.known() })
@@ -154,7 +151,8 @@ fn normalise(pixels: Vec<f32>, channels: usize, p: &Port, a: &InputArgs) -> Resu
     if std.iter().any(|s| *s == 0.0 || !s.is_finite()) || mean.iter().any(|m| !m.is_finite()) {
         return Err(Error::argument("--image-std", "numbers must be finite, and the divisor not zero"));
     }
-    if p.dtype.is_float() {
+    let dtype = p.dtype()?;
+    if dtype.is_float() {
         // The division by 255 has rounded to f32 once; the rest is exact enough not to round again before the cast.
         return Ok(pixels
             .iter()
@@ -162,12 +160,12 @@ fn normalise(pixels: Vec<f32>, channels: usize, p: &Port, a: &InputArgs) -> Resu
             .map(|(i, v)| (f64::from(*v) - mean[i % channels]) / std[i % channels])
             .collect());
     }
-    if p.dtype == DType::U8 && a.image_mean.is_empty() && a.image_std.is_empty() {
+    if dtype == DType::U8 && a.image_mean.is_empty() && a.image_std.is_empty() {
         return Ok(pixels.iter().map(|v| f64::from((v * 255.0).round().clamp(0.0, 255.0))).collect());
     }
     Err(bad(format!(
         "input '{}' is {}; pictures go to float inputs, or unscaled to u8 inputs without --image-mean and --image-std",
-        p.name, p.dtype
+        p.name, p.ty
     )))
 }
 
@@ -187,7 +185,7 @@ mod tests {
     }
 
     fn port(shape: impl Into<Shape>, dtype: DType) -> Port {
-        Port { name: "x".into(), dtype, shape: Some(shape.into()) }
+        Port { name: "x".into(), ty: PortType::Tensor { dtype, shape: Some(shape.into()) } }
     }
 
     /// A 3 wide, 2 high picture whose red is the column and green the row, times 50.

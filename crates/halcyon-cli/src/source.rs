@@ -4,7 +4,7 @@ use crate::args::InputArgs;
 use crate::{image, report};
 use halcyon::{ConstData, DType, Dim, Error, Result, Shape};
 use halcyon_formats::npz::Npz;
-use halcyon_formats::onnx::{Port, tensor};
+use halcyon_formats::onnx::{Datum, Port, PortType, tensor};
 use halcyon_formats::sniff::{self, Kind};
 use halcyon_formats::{data, mmap, npy};
 use halcyon_ir::error::Span;
@@ -19,7 +19,7 @@ pub struct Input {
     pub name: String,
     /// Where it came from, for the report.
     pub source: String,
-    pub data: ConstData,
+    pub data: Datum,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -105,13 +105,13 @@ pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> 
     // Symbols that the other inputs settle have that size here too.
     let mut known = Bindings::new();
     for (p, s) in ports.iter().zip(&slots) {
-        if let (Some(shape), Some(x)) = (&p.shape, s) {
-            shape.iter().zip(&x.data.dims).for_each(|(d, n)| settle(*d, *n, &mut known));
+        if let (Some(shape), Some(x)) = (p.shape(), s.as_ref().and_then(|s| s.data.tensor())) {
+            shape.iter().zip(&x.dims).for_each(|(d, n)| settle(*d, *n, &mut known));
         }
     }
     for (i, text, f, dims) in fills {
         let p = &ports[i];
-        let dims = match (dims, &p.shape) {
+        let dims = match (dims, p.shape()) {
             (Some(d), _) => d,
             (None, Some(s)) => default_dims(s, &mut known)?,
             (None, None) => {
@@ -121,8 +121,8 @@ pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> 
                 ));
             }
         };
-        let data = filled(f, &p.name, p.dtype, &dims, a.seed.wrapping_add(i as u64))?;
-        slots[i] = Some(Input { name: p.name.clone(), source: text, data });
+        let data = filled(f, &p.name, p.dtype()?, &dims, a.seed.wrapping_add(i as u64))?;
+        slots[i] = Some(Input { name: p.name.clone(), source: text, data: data.into() });
     }
     slots.into_iter().map(|s| s.ok_or_else(|| Error::internal("an input was lost"))).collect()
 }
@@ -194,7 +194,10 @@ fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
     let source = path.display().to_string();
     let value = match kind {
         Some(Kind::Npy) => npy::read(path)?,
-        Some(Kind::OnnxTensor) => tensor::read_pb(path)?.1,
+        Some(Kind::OnnxTensor) if matches!(p.ty, PortType::Tensor { .. }) => tensor::read_pb(path)?.1,
+        Some(Kind::OnnxTensor) => {
+            return Ok(Input { name: p.name.clone(), source, data: Datum::read_pb(path, &p.ty)? });
+        }
         Some(Kind::Npz) => {
             let z = Npz::open(path)?;
             let mut all = z.names();
@@ -216,7 +219,11 @@ fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
         }
         Some(Kind::Png | Kind::Jpeg) => {
             let (data, note) = image::read(bytes.as_ref(), p, a, &source)?;
-            return Ok(Input { name: p.name.clone(), source: format!("{source} ({note})"), data });
+            return Ok(Input {
+                name: p.name.clone(),
+                source: format!("{source} ({note})"),
+                data: data.into(),
+            });
         }
         other => {
             let what = other.map_or("a file of unknown kind".into(), |k| format!("a file of kind \"{k}\""));
@@ -227,29 +234,30 @@ fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
         }
     };
     check_dtype(p, &value, &source)?;
-    Ok(Input { name: p.name.clone(), source, data: value })
+    Ok(Input { name: p.name.clone(), source, data: value.into() })
 }
 
 fn from_archive(z: &Npz, array: &str, p: &Port, path: &Path) -> Result<Input> {
     let source = format!("{}[{array}]", path.display());
     let data = z.get(array)?;
     check_dtype(p, &data, &source)?;
-    Ok(Input { name: p.name.clone(), source, data })
+    Ok(Input { name: p.name.clone(), source, data: data.into() })
 }
 
 /// Data is never converted: a conversion that loses nothing in one file loses something in the next.
 fn check_dtype(p: &Port, x: &ConstData, source: &str) -> Result<()> {
-    if x.dtype == p.dtype {
+    let want = p.dtype()?;
+    if x.dtype == want {
         return Ok(());
     }
-    let how = match p.dtype.row().npy {
+    let how = match want.row().npy {
         Some(d) => format!("save it so, in NumPy with a.astype(\"{}\")", d.trim_start_matches(['<', '|'])),
         None => "NumPy lacks that type, so give an ONNX .pb tensor".into(),
     };
     Err(Error::DType {
         op: format!("input '{}'", p.name),
         dtype: x.dtype,
-        want: format!("the model takes {} and data is not converted: {how}", p.dtype),
+        want: format!("the model takes {want} and data is not converted: {how}"),
         at: Span::new(source),
     })
 }
@@ -258,16 +266,15 @@ fn missing_error(missing: &[&Port]) -> Error {
     let lines: Vec<String> = missing
         .iter()
         .map(|p| {
-            let shape = p.shape.as_ref().map_or("[any shape]".into(), Shape::to_string);
-            let dims = match &p.shape {
+            let dims = match p.shape() {
                 Some(s) if s.rank() > 0 => {
                     s.iter().map(|d| d.known().unwrap_or(1).to_string()).collect::<Vec<_>>().join("x")
                 }
                 Some(_) => String::new(),
                 None => "1x8".into(),
             };
-            let (name, dtype) = (&p.name, p.dtype);
-            format!("  {name} {dtype}{shape}    --input {name}=FILE.npy or --input {name}=random:{dims}")
+            let (name, ty) = (&p.name, &p.ty);
+            format!("  {name} {ty}    --input {name}=FILE.npy or --input {name}=random:{dims}")
         })
         .collect();
     Error::argument("--input", format!("inputs of the model that are not given:\n{}", lines.join("\n")))
@@ -360,23 +367,25 @@ mod tests {
     }
 
     fn ports() -> Vec<Port> {
-        let port =
-            |name: &str, shape: Shape| Port { name: name.into(), dtype: DType::I64, shape: Some(shape) };
+        let port = |name: &str, shape: Shape| Port {
+            name: name.into(),
+            ty: PortType::Tensor { dtype: DType::I64, shape: Some(shape) },
+        };
         vec![port("ids", ["b", "s"].into()), port("mask", ["b", "s"].into())]
     }
 
     #[test]
     fn unnamed_inputs_take_what_is_left_and_symbols_are_shared() {
         let v = resolve(&ports(), &inputs(&["ones:2x5", "ids=random:2x5"]), false).unwrap();
-        assert_eq!(v[1].data.to_vec::<i64>(), [1; 10]);
-        assert!(v[0].data.to_vec::<i64>().iter().all(|x| (0..10).contains(x)));
+        assert_eq!(v[1].data.tensor().unwrap().to_vec::<i64>(), [1; 10]);
+        assert!(v[0].data.tensor().unwrap().to_vec::<i64>().iter().all(|x| (0..10).contains(x)));
 
         let dir = tempfile::tempdir().unwrap();
         let path = dir.path().join("a=b.npy");
         npy::write(&path, &ConstData::from_slice(&[1, 3], &[4i64, 5, 6]).unwrap()).unwrap();
         let v = resolve(&ports(), &inputs(&[path.to_str().unwrap(), "ones"]), false).unwrap();
-        assert_eq!(v[0].data.to_vec::<i64>(), [4, 5, 6]);
-        assert_eq!(v[1].data.dims.as_slice(), [1, 3]);
+        assert_eq!(v[0].data.tensor().unwrap().to_vec::<i64>(), [4, 5, 6]);
+        assert_eq!(v[1].data.tensor().unwrap().dims.as_slice(), [1, 3]);
     }
 
     #[test]

@@ -20,6 +20,8 @@ pub mod backend;
 pub mod executable;
 pub mod gradient;
 mod lru;
+#[cfg(feature = "onnx")]
+pub mod onnx;
 pub mod ops;
 pub mod session;
 pub mod state;
@@ -35,6 +37,8 @@ pub use halcyon_ir::error::{Error, Result};
 pub use halcyon_ir::passes::Level;
 pub use halcyon_ir::target::MatmulPrecision;
 pub use halcyon_ir::{ConstData, DType, Dim, Element, Scalar, Shape};
+#[cfg(feature = "onnx")]
+pub use onnx::OnnxSession;
 pub use session::Session;
 pub use state::State;
 pub use tensor::{Tensor, eval};

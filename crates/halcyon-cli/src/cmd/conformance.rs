@@ -1,11 +1,9 @@
 //! `halcyon conformance`: test cases with expected outputs.
 
-use super::import;
 use crate::args::{ConformanceArgs, OnnxArgs, Suite};
 use crate::report::{self, Progress, number};
-use crate::source::Input;
-use halcyon::{Backend, ConstData, Error, Result, Session};
-use halcyon_formats::onnx::{Model, Port, tensor};
+use halcyon::{Backend, ConstData, Error, OnnxSession, Result};
+use halcyon_formats::onnx::{Datum, Model, Port};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::cell::RefCell;
@@ -172,6 +170,7 @@ fn run(backend: &Backend, dir: &Path) -> Result<Option<String>> {
     let model = Model::open(&dir.join("model.onnx"))?;
     model.check(backend.info().backend.id())?;
     let (ports, results) = (model.inputs()?, model.outputs()?);
+    let session = OnnxSession::new(backend, model)?;
     let mut sets: Vec<PathBuf> = std::fs::read_dir(dir)
         .map_err(|e| broken(e.to_string()))?
         .filter_map(|e| Some(e.ok()?.path()))
@@ -184,10 +183,7 @@ fn run(backend: &Backend, dir: &Path) -> Result<Option<String>> {
         return Err(broken("there is no test_data_set_0".into()));
     }
     for set in &sets {
-        let inputs = read(set, "input", &ports)?
-            .into_iter()
-            .map(|(p, data)| Input { name: p.name.clone(), source: String::new(), data })
-            .collect::<Vec<_>>();
+        let inputs = read(set, "input", &ports)?;
         if inputs.len() < ports.len() {
             return Err(broken(format!("{} inputs for the {} of the model", inputs.len(), ports.len())));
         }
@@ -195,11 +191,9 @@ fn run(backend: &Backend, dir: &Path) -> Result<Option<String>> {
         if expected.is_empty() {
             return Err(broken("no output is expected, so nothing is tested".into()));
         }
-        let imported = import(&model, &inputs)?;
-        let data: Vec<ConstData> = inputs.into_iter().map(|i| i.data).collect();
-        let got = Session::new(backend, imported.graph).run(&data)?;
-        for ((port, want), got) in expected.iter().zip(&got) {
-            if let Some(d) = difference(got, want, tolerance) {
+        let got = session.run(&inputs)?.outputs;
+        for ((port, want), got) in results.iter().zip(&expected).zip(&got) {
+            if let Some(d) = differs(got, want, tolerance) {
                 return Ok(Some(format!("{}: {d}", port.name)));
             }
         }
@@ -208,16 +202,36 @@ fn run(backend: &Backend, dir: &Path) -> Result<Option<String>> {
 }
 
 /// `input_0.pb`, `input_1.pb`, … as far as there are ports and files.
-fn read<'a>(set: &Path, kind: &str, ports: &'a [Port]) -> Result<Vec<(&'a Port, ConstData)>> {
+fn read(set: &Path, kind: &str, ports: &[Port]) -> Result<Vec<Datum>> {
     let mut out = vec![];
     for (i, p) in ports.iter().enumerate() {
         let path = set.join(format!("{kind}_{i}.pb"));
         if !path.is_file() {
             break;
         }
-        out.push((p, tensor::read_pb(&path)?.1));
+        out.push(Datum::read_pb(&path, &p.ty)?);
     }
     Ok(out)
+}
+
+fn differs(got: &Datum, want: &Datum, t: Tolerance) -> Option<String> {
+    match (got, want) {
+        (Datum::Tensor(g), Datum::Tensor(w)) => difference(g, w, t),
+        (Datum::Sequence(g), Datum::Sequence(w)) if g.len() == w.len() => g
+            .iter()
+            .zip(w)
+            .enumerate()
+            .find_map(|(i, (g, w))| differs(g, w, t).map(|d| format!("element {i}: {d}"))),
+        (Datum::Optional(Some(g)), Datum::Optional(Some(w))) => differs(g, w, t),
+        (Datum::Map(a, g), Datum::Map(b, w)) if a == b => differs(g, w, t),
+        (Datum::Optional(None), Datum::Optional(None)) => None,
+        (Datum::Text(g), Datum::Text(w)) if g == w => None,
+        (Datum::Text(g), Datum::Text(w)) if g.dims == w.dims => {
+            let (g, w) = g.vals.iter().zip(&w.vals).find(|(g, w)| g != w)?;
+            Some(format!("{g:?}, expected {w:?}"))
+        }
+        _ => Some(format!("{}, expected {}", got.describe(), want.describe())),
+    }
 }
 
 /// How a result differs from the expected one: `|got - want| <= atol + rtol * |want|` for floats, NaN and infinities equal

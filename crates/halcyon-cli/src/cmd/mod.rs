@@ -9,8 +9,8 @@ pub mod trace;
 use crate::args::{BackendArgs, InputArgs};
 use crate::report;
 use crate::source::{self, Input};
-use halcyon::{Backend, ConstData, Result, Shape};
-use halcyon_formats::onnx::{Imported, Model};
+use halcyon::{Backend, Error, OnnxSession, Result};
+use halcyon_formats::onnx::{Datum, Imported, Model, Outcome};
 use serde_json::{Value, json};
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -20,7 +20,11 @@ use std::time::{Duration, Instant};
 pub struct Loaded {
     pub backend: Backend,
     pub inputs: Vec<Input>,
-    pub imported: Imported,
+    pub session: OnnxSession,
+    /// The model as one graph for these inputs, or why it is none.
+    pub graph: Outcome,
+    /// Names of the model's outputs.
+    pub outputs: Vec<String>,
     pub times: LoadTimes,
 }
 
@@ -55,25 +59,40 @@ pub fn load(path: &Path, a: &InputArgs, b: &BackendArgs, fill: bool, profile: bo
     let read = start.elapsed();
 
     let start = Instant::now();
-    let imported = import(&model, &inputs)?;
+    let outputs = model.outputs()?.into_iter().map(|p| p.name).collect();
+    let session = OnnxSession::new(&backend, model)?;
+    let values: Vec<Datum> = inputs.iter().map(|i| i.data.clone()).collect();
+    let graph = session.graph(&values)?;
     Ok(Loaded {
         backend,
         inputs,
-        imported,
+        session,
+        graph,
+        outputs,
         times: LoadTimes { load: decode + check + start.elapsed(), open, inputs: read },
     })
 }
 
-/// The model's graph for inputs of these shapes. Where an input steers a shape, the graph holds for its value.
-pub fn import(model: &Model, inputs: &[Input]) -> Result<Imported> {
-    let shapes: Vec<(&str, Shape)> =
-        inputs.iter().map(|i| (i.name.as_str(), Shape::from(&i.data.dims))).collect();
-    let values: Vec<(&str, ConstData)> = inputs.iter().map(|i| (i.name.as_str(), i.data.clone())).collect();
-    model.import_with(&shapes, &values)
-}
-
 impl Loaded {
-    pub fn data(&self) -> Vec<ConstData> {
+    /// The graph of a model that is one.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for models that run in stages; `what` wants the graph.
+    pub fn graph(&self, what: &str) -> Result<&Imported> {
+        match &self.graph {
+            Outcome::Graph(g) => Ok(g),
+            Outcome::Staged(why) => Err(Error::unsupported(
+                format!("{what} of a model that is no single graph: {why}"),
+                "`run` executes it in stages and reports where",
+            )),
+        }
+    }
+
+    fn fixed(&self, input: &str) -> bool {
+        matches!(&self.graph, Outcome::Graph(g) if g.fixed.iter().any(|f| f == input))
+    }
+
+    pub fn data(&self) -> Vec<Datum> {
         self.inputs.iter().map(|i| i.data.clone()).collect()
     }
 
@@ -81,30 +100,28 @@ impl Loaded {
     pub fn input_text(&self) -> String {
         let mut out = String::new();
         for i in &self.inputs {
-            let fixed = match self.imported.fixed.contains(&i.name) {
+            let fixed = match self.fixed(&i.name) {
                 true => " (steers a shape: the plan holds for this value)",
                 false => "",
             };
-            out += &format!(
-                "input    {} {}{:?} from {}{fixed}\n",
-                i.name,
-                i.data.dtype,
-                i.data.dims.as_slice(),
-                i.source
-            );
+            out += &format!("input    {} {} from {}{fixed}\n", i.name, i.data.describe(), i.source);
         }
         out
     }
 
     pub fn input_json(&self) -> Value {
         let one = |i: &Input| {
-            json!({
+            let mut v = json!({
                 "name": i.name,
-                "dtype": i.data.dtype,
-                "shape": i.data.dims.as_slice(),
+                "type": i.data.describe(),
                 "source": i.source,
-                "steers_shape": self.imported.fixed.contains(&i.name),
-            })
+                "steers_shape": self.fixed(&i.name),
+            });
+            if let Some(t) = i.data.tensor() {
+                v["dtype"] = json!(t.dtype);
+                v["shape"] = json!(t.dims.as_slice());
+            }
+            v
         };
         self.inputs.iter().map(one).collect()
     }

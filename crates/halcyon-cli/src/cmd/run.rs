@@ -4,7 +4,9 @@ use super::{Loaded, backend_json, backend_text, load};
 use crate::args::RunArgs;
 use crate::report::{self, Progress, ms, number, size, spread, summary, table, time};
 use halcyon::ir::plan::{Plan, Receipt};
+use halcyon::onnx::Run;
 use halcyon::{ConstData, DType, Error, Level, Result, Session};
+use halcyon_formats::onnx::{Datum, Text};
 use halcyon_formats::{data, npy};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -21,45 +23,53 @@ pub fn main(a: &RunArgs) -> Result<u8> {
     let labels = a.labels.as_deref().map(read_labels).transpose()?;
     let loaded = load(&a.model, &a.input, &a.backend, false, false)?;
     let inputs = loaded.data();
-    let session = Session::new(&loaded.backend, loaded.imported.graph.clone());
 
     let start = Instant::now();
-    let exe = session.prepare(&inputs)?;
+    let exe = loaded.session.prepare(&inputs)?;
     let compile = start.elapsed();
 
     let mut times = Vec::with_capacity(a.repeat as usize);
-    let mut outputs = vec![];
+    let mut last = None;
     let mut progress = Progress::new("run", a.repeat.into());
     for _ in 0..a.repeat {
         let start = Instant::now();
-        outputs = session.run(&inputs)?;
+        last = Some(loaded.session.run(&inputs)?);
         times.push(start.elapsed());
         progress.step();
     }
     progress.finish();
+    let last = last.ok_or_else(|| Error::argument("--repeat", "at least one run is needed"))?;
+    let outputs: Vec<(String, Leaf<'_>)> =
+        loaded.outputs.iter().zip(&last.outputs).flat_map(|(n, d)| leaves(n, d)).collect();
 
-    let receipts = if a.receipts {
-        report::note("measuring receipts: every transformation with and without, and level O0");
-        session.measure_receipts(&inputs, RECEIPT_RUNS, |without| match without {
-            None => a.backend.open_at(Level::O0, None, false),
-            name => a.backend.open_at(a.backend.level()?, name, false),
-        })?
-    } else {
-        exe.plan().receipts.clone()
-    };
-    let names = &loaded.imported.outputs;
+    let plan = exe.as_ref().map(|e| e.plan());
+    let receipts =
+        if a.receipts {
+            report::note("measuring receipts: every transformation with and without, and level O0");
+            let graph = loaded.graph("receipts")?.graph.clone();
+            let tensors: Vec<ConstData> = inputs.iter().filter_map(|d| d.tensor().cloned()).collect();
+            Session::new(&loaded.backend, graph).measure_receipts(&tensors, RECEIPT_RUNS, |without| {
+                match without {
+                    None => a.backend.open_at(Level::O0, None, false),
+                    name => a.backend.open_at(a.backend.level()?, name, false),
+                }
+            })?
+        } else {
+            plan.map_or(vec![], |p| p.receipts.clone())
+        };
     let files = match &a.output_dir {
-        Some(dir) => save(dir, names, &outputs)?,
+        Some(dir) => save(dir, &outputs)?,
         None => vec![],
     };
     let top = match a.top_k {
-        Some(k) => Some(top_k(k, names, &outputs, labels.as_deref())?),
+        Some(k) => Some(top_k(k, &outputs, labels.as_deref())?),
         None => None,
     };
     let done = Done {
         a,
         loaded: &loaded,
-        plan: exe.plan(),
+        plan,
+        run: &last,
         outputs: &outputs,
         receipts: &receipts,
         times,
@@ -79,8 +89,10 @@ pub fn main(a: &RunArgs) -> Result<u8> {
 struct Done<'a> {
     a: &'a RunArgs,
     loaded: &'a Loaded,
-    plan: &'a Plan,
-    outputs: &'a [ConstData],
+    /// Of a model that is one graph.
+    plan: Option<&'a Plan>,
+    run: &'a Run,
+    outputs: &'a [(String, Leaf<'a>)],
     receipts: &'a [Receipt],
     times: Vec<Duration>,
     compile: Duration,
@@ -100,10 +112,22 @@ impl Done<'_> {
         if let Some(top) = &self.top {
             out += &top.text();
         }
-        for (name, x) in l.imported.outputs.iter().zip(self.outputs) {
-            let _ =
-                writeln!(out, "output   {name} {}{:?}  {}", x.dtype, x.dims.as_slice(), summary(x).text(x));
+        for (name, x) in self.outputs {
+            let _ = match x {
+                Leaf::Tensor(x) => {
+                    writeln!(
+                        out,
+                        "output   {name} {}{:?}  {}",
+                        x.dtype,
+                        x.dims.as_slice(),
+                        summary(x).text(x)
+                    )
+                }
+                Leaf::Text(t) => writeln!(out, "output   {name} string{:?}  {}", t.dims, texts(t)),
+                Leaf::None => writeln!(out, "output   {name} is empty"),
+            };
         }
+        out += &self.placement();
         for f in &self.files {
             let _ = writeln!(out, "saved    {}", f.display());
         }
@@ -141,22 +165,55 @@ impl Done<'_> {
             out += "receipts\n";
             out += &receipts_text(self.receipts);
         }
-        for w in &self.plan.warnings {
+        for w in self.plan.iter().flat_map(|p| &p.warnings) {
             let _ = writeln!(out, "warning  {w}");
+        }
+        out
+    }
+
+    /// What ran elsewhere than on the device, for models that run in stages.
+    fn placement(&self) -> String {
+        let (p, mut out) = (&self.run.placement, String::new());
+        let Some(why) = &self.run.staged else {
+            return out;
+        };
+        let _ = writeln!(
+            out,
+            "placement {} stage{} on {} ({} to the device, {} back), since the model is no single graph: {why}",
+            p.stages,
+            if p.stages == 1 { "" } else { "s" },
+            self.loaded.backend.id(),
+            size(p.bytes_written),
+            size(p.bytes_read),
+        );
+        for (node, count) in &p.host_nodes {
+            let _ = writeln!(out, "         on the host: {node} ({count} times)");
+        }
+        for r in p.reads.iter().take(ROWS) {
+            let _ = writeln!(out, "         read back for {}: {} ({})", r.node, r.what, size(r.bytes));
+        }
+        if p.reads.len() > ROWS {
+            let _ = writeln!(out, "         and {} more reads (--json has them)", p.reads.len() - ROWS);
         }
         out
     }
 
     fn json(&self) -> Value {
         let l = self.loaded;
-        let outputs: Vec<Value> = l
-            .imported
+        let outputs: Vec<Value> = self
             .outputs
             .iter()
-            .zip(self.outputs)
             .enumerate()
             .map(|(i, (name, x))| {
-                let mut v = json!({ "name": name, "dtype": x.dtype, "shape": x.dims.as_slice(), "summary": summary(x).json(x) });
+                let mut v = match x {
+                    Leaf::Tensor(x) => {
+                        json!({ "name": name, "dtype": x.dtype, "shape": x.dims.as_slice(), "summary": summary(x).json(x) })
+                    }
+                    Leaf::Text(t) => {
+                        json!({ "name": name, "dtype": "string", "shape": t.dims, "values": t.vals })
+                    }
+                    Leaf::None => json!({ "name": name, "dtype": null }),
+                };
                 if let Some(f) = self.files.get(i) {
                     v["file"] = json!(f);
                 }
@@ -183,7 +240,9 @@ impl Done<'_> {
             "counters": l.backend.counters(),
             "caches": l.backend.cache_stats(),
             "receipts": self.receipts,
-            "warnings": self.plan.warnings,
+            "warnings": self.plan.map_or(&[][..], |p| &p.warnings),
+            "staged": self.run.staged,
+            "placement": self.run.placement,
         })
     }
 }
@@ -212,32 +271,67 @@ pub fn receipts_text(receipts: &[Receipt]) -> String {
     table(&rows)
 }
 
-/// File of an output: its name with what a file name may not hold replaced.
-fn file_name(output: &str) -> String {
-    let keep = |c: char| c.is_alphanumeric() || "._-".contains(c);
-    output.chars().map(|c| if keep(c) { c } else { '_' }).collect::<String>() + ".npy"
+/// A tensor of an output, which may be a sequence of them.
+#[derive(Clone, Copy, Debug)]
+enum Leaf<'a> {
+    Tensor(&'a ConstData),
+    Text(&'a Text),
+    /// An optional without a value.
+    None,
 }
 
-fn save(dir: &Path, names: &[String], outputs: &[ConstData]) -> Result<Vec<PathBuf>> {
-    std::fs::create_dir_all(dir)
-        .map_err(|e| Error::Io { path: dir.display().to_string(), what: e.to_string() })?;
+/// The tensors of an output with their names: `out`, `out.0`, `out.1`.
+fn leaves<'a>(name: &str, d: &'a Datum) -> Vec<(String, Leaf<'a>)> {
+    match d {
+        Datum::Tensor(t) => vec![(name.into(), Leaf::Tensor(t))],
+        Datum::Text(t) => vec![(name.into(), Leaf::Text(t))],
+        Datum::Sequence(s) => {
+            s.iter().enumerate().flat_map(|(i, d)| leaves(&format!("{name}.{i}"), d)).collect()
+        }
+        Datum::Optional(None) => vec![(name.into(), Leaf::None)],
+        Datum::Optional(Some(d)) => leaves(name, d),
+        Datum::Map(_, d) => leaves(&format!("{name}.values"), d),
+    }
+}
+
+/// The first strings of a tensor.
+fn texts(t: &Text) -> String {
+    let first: Vec<String> = t.vals.iter().take(ROWS).map(|s| format!("{s:?}")).collect();
+    let rest = if t.vals.len() > ROWS { ", …" } else { "" };
+    format!("{}{rest}", first.join(", "))
+}
+
+/// File of an output: its name with what a file name may not hold replaced.
+fn file_name(output: &str, extension: &str) -> String {
+    let keep = |c: char| c.is_alphanumeric() || "._-".contains(c);
+    output.chars().map(|c| if keep(c) { c } else { '_' }).collect::<String>() + extension
+}
+
+fn save(dir: &Path, outputs: &[(String, Leaf<'_>)]) -> Result<Vec<PathBuf>> {
+    let io = |e: std::io::Error| Error::Io { path: dir.display().to_string(), what: e.to_string() };
+    std::fs::create_dir_all(dir).map_err(io)?;
     let mut files: Vec<PathBuf> = vec![];
-    for (name, x) in names.iter().zip(outputs) {
-        let path = dir.join(file_name(name));
+    for (name, x) in outputs {
+        let path = dir.join(file_name(name, if matches!(x, Leaf::Tensor(_)) { ".npy" } else { ".json" }));
         if files.contains(&path) {
             return Err(Error::unsupported(
                 format!("two outputs would be saved as {}", path.display()),
                 "Rename one of them in the model",
             ));
         }
-        if x.dtype == DType::BF16 {
-            report::note(&format!(
-                "warning: NumPy has no bf16; {} holds the same values as f32",
-                path.display()
-            ));
-            npy::write(&path, &data::cast(x, DType::F32)?)?;
-        } else {
-            npy::write(&path, x)?;
+        match x {
+            Leaf::Tensor(x) if x.dtype == DType::BF16 => {
+                report::note(&format!(
+                    "warning: NumPy has no bf16; {} holds the same values as f32",
+                    path.display()
+                ));
+                npy::write(&path, &data::cast(x, DType::F32)?)?;
+            }
+            Leaf::Tensor(x) => npy::write(&path, x)?,
+            Leaf::Text(t) => {
+                std::fs::write(&path, json!({ "shape": t.dims, "values": t.vals }).to_string()).map_err(io)?
+            }
+            Leaf::None => std::fs::write(&path, "null").map_err(io)?,
         }
         files.push(path);
     }
@@ -275,9 +369,9 @@ struct Top {
 }
 
 /// Takes the last axis of the first output as classes.
-fn top_k(k: usize, names: &[String], outputs: &[ConstData], labels: Option<&[String]>) -> Result<Top> {
-    let (Some(name), Some(x)) = (names.first(), outputs.first()) else {
-        return Err(Error::argument("--top-k", "the model has no output"));
+fn top_k(k: usize, outputs: &[(String, Leaf<'_>)], labels: Option<&[String]>) -> Result<Top> {
+    let Some((name, Leaf::Tensor(x))) = outputs.first() else {
+        return Err(Error::argument("--top-k", "the model's first output is no tensor of numbers"));
     };
     let classes = x.dims.last().copied().unwrap_or(1);
     if let Some(l) = labels
@@ -386,8 +480,8 @@ mod tests {
 
     #[test]
     fn file_names_hold_nothing_odd() {
-        assert_eq!(file_name("a/b:c.1-x_y é"), "a_b_c.1-x_y_é.npy");
-        assert_eq!(file_name(".."), "...npy");
+        assert_eq!(file_name("a/b:c.1-x_y é", ".npy"), "a_b_c.1-x_y_é.npy");
+        assert_eq!(file_name("..", ".npy"), "...npy");
     }
 
     #[test]
@@ -402,13 +496,13 @@ mod tests {
     #[test]
     fn top_k_sorts_every_row_and_checks_labels() {
         let x = ConstData::from_slice(&[2, 3], &[0.1f32, 0.7, 0.2, f32::NAN, 5.0, 6.0]).unwrap();
-        let names = ["p".to_string()];
+        let out = [("p".to_string(), Leaf::Tensor(&x))];
         let labels = ["a", "b", "c"].map(String::from);
-        let t = top_k(2, &names, std::slice::from_ref(&x), Some(&labels)).unwrap();
+        let t = top_k(2, &out, Some(&labels)).unwrap();
         let of = |r: usize| t.rows[r].1.iter().map(|e| e.index).collect::<Vec<_>>();
         assert_eq!((of(0), of(1)), (vec![1, 2], vec![2, 1]));
         assert_eq!(t.rows[0].1[0].label.as_deref(), Some("b"));
-        let e = top_k(2, &names, &[x], Some(&labels[..2])).unwrap_err();
+        let e = top_k(2, &out, Some(&labels[..2])).unwrap_err();
         assert!(e.to_string().contains("2 names for the 3 classes"), "{e}");
     }
 }

@@ -3,18 +3,18 @@
 use super::{Loaded, backend_json, backend_text, load, run::receipts_text};
 use crate::args::TraceArgs;
 use crate::report::{self, ms, table, time};
-use halcyon::ir::Op;
 use halcyon::ir::lower::lower;
 use halcyon::ir::plan::StepWork;
-use halcyon::{Executable, Result, Session};
+use halcyon::ir::{Graph, Op};
+use halcyon::{ConstData, Executable, Result, Session};
 use serde_json::{Value, json};
 use std::fmt::Write;
 use std::time::{Duration, Instant};
 
 pub fn main(a: &TraceArgs) -> Result<u8> {
     let loaded = load(&a.model, &a.input, &a.backend, true, true)?;
-    let (backend, graph) = (&loaded.backend, &loaded.imported.graph);
-    let inputs = loaded.data();
+    let (backend, graph) = (&loaded.backend, &loaded.graph("a trace")?.graph);
+    let inputs: Vec<ConstData> = loaded.data().iter().filter_map(|d| d.tensor().cloned()).collect();
 
     // Once on its own for its time; the session below lowers again.
     let start = Instant::now();
@@ -42,7 +42,7 @@ pub fn main(a: &TraceArgs) -> Result<u8> {
     let steps = (device_only && timings.len() == exe.plan().steps.len())
         .then(|| timings.iter().map(|t| Duration::from_nanos(t.nanoseconds)).collect::<Vec<_>>());
 
-    let done = Trace { a, loaded: &loaded, exe: &exe, lowering, prepare, first, second, steps };
+    let done = Trace { a, loaded: &loaded, graph, exe: &exe, lowering, prepare, first, second, steps };
     if a.json {
         report::print_json(&done.json())?
     } else {
@@ -54,6 +54,7 @@ pub fn main(a: &TraceArgs) -> Result<u8> {
 struct Trace<'a> {
     a: &'a TraceArgs,
     loaded: &'a Loaded,
+    graph: &'a Graph,
     exe: &'a Executable,
     lowering: Duration,
     prepare: Duration,
@@ -71,7 +72,7 @@ impl Trace<'_> {
         // Writing to a string does not fail.
         let _ = writeln!(out, "level    {}", l.backend.level());
         out += &l.input_text();
-        let g = &l.imported.graph;
+        let g = self.graph;
         let _ = writeln!(out, "\ngraph ({} nodes)\n{g}", g.nodes().len());
         let _ = write!(out, "passes\n{}", receipts_text(&plan.receipts));
         for w in &plan.warnings {
@@ -119,7 +120,7 @@ impl Trace<'_> {
 
     fn json(&self) -> Value {
         let (l, plan) = (self.loaded, self.exe.plan());
-        let g = &l.imported.graph;
+        let g = self.graph;
         let nodes: Vec<Value> = g
             .ids()
             .map(|id| {

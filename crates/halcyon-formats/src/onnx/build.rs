@@ -1,13 +1,14 @@
 //! What importer functions build with: the graph's ops, evaluated at once where all operands are small known values.
 
-use super::host::{self, Host, Num, flat, small, symbolic};
+use super::host::{self, Host, Num, flat, small};
+use super::stage::Stage;
 use halcyon_ir::op::{Op, ReduceKind};
 use halcyon_ir::{
-    ConstData, DType, Dim, Dims, Error, Graph, NodeId, Result, Scalar, ScalarOp, Shape, Span, TensorType,
+    ConstData, DType, Dim, Dims, Graph, NodeId, Result, Scalar, ScalarOp, Shape, Span, TensorType,
 };
 use std::cell::OnceCell;
-use std::collections::BTreeSet;
-use std::rc::Rc;
+use std::collections::{BTreeSet, HashMap};
+use std::rc::{Rc, Weak};
 
 /// A value of the model during import.
 #[derive(Clone, Debug)]
@@ -18,8 +19,16 @@ pub struct Value {
 
 #[derive(Clone, Debug)]
 enum Slot {
-    Node(NodeId),
+    Node(Rc<Held>),
     Constant(Rc<Constant>),
+}
+
+/// A node that values refer to, with its elements where a run gave them.
+#[derive(Debug)]
+pub(super) struct Held {
+    node: NodeId,
+    data: OnceCell<ConstData>,
+    host: OnceCell<Option<Host>>,
 }
 
 /// Becomes a node of the graph when something needs it there, once.
@@ -63,11 +72,33 @@ impl Value {
     /// The elements, where the value is known and small.
     pub fn host(&self) -> Option<&Host> {
         match &self.slot {
-            Slot::Node(_) => None,
+            Slot::Node(h) => h.data.get().and_then(|d| h.host.get_or_init(|| Host::of(d)).as_ref()),
             Slot::Constant(c) => match &c.data {
                 Data::Host(h) => Some(h),
                 Data::Bytes(b) => c.host.get_or_init(|| Host::of(b)).as_ref(),
             },
+        }
+    }
+
+    /// The elements, where the value is known, however large it is.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if an element depends on a symbolic dimension.
+    pub fn data(&self) -> Result<Option<ConstData>> {
+        Ok(match &self.slot {
+            Slot::Node(h) => h.data.get().cloned(),
+            Slot::Constant(c) => Some(match &c.data {
+                Data::Host(h) => h.data()?,
+                Data::Bytes(b) => b.clone(),
+            }),
+        })
+    }
+
+    /// Keeps the elements that a run gave.
+    pub(super) fn learn(&self, data: ConstData) {
+        if let Slot::Node(h) = &self.slot {
+            // Whoever came first had the same value.
+            let _ = h.data.set(data);
         }
     }
 }
@@ -85,6 +116,11 @@ pub struct Builder {
     pub g: Graph,
     /// Run-time inputs behind the last value that had to be known and was not.
     pub(super) missing: BTreeSet<u32>,
+    /// Why the model cannot be one graph, once that is found.
+    pub(super) needs_engine: Option<String>,
+    pub(super) stage: Option<Stage>,
+    /// Nodes that values refer to.
+    held: HashMap<NodeId, Weak<Held>>,
 }
 
 /// One axis of a slice, resolved.
@@ -99,7 +135,7 @@ impl Builder {
     /// The node of a value.
     pub fn id(&mut self, v: &Value) -> Result<NodeId> {
         let c = match &v.slot {
-            Slot::Node(n) => return Ok(*n),
+            Slot::Node(h) => return Ok(h.node),
             Slot::Constant(c) => c.clone(),
         };
         if let Some(n) = c.node.get() {
@@ -142,8 +178,25 @@ impl Builder {
         v.iter().map(|v| self.id(v)).collect()
     }
 
-    pub fn value(&self, n: NodeId) -> Value {
-        Value { ty: self.g.ty(n).clone(), slot: Slot::Node(n) }
+    pub fn value(&mut self, n: NodeId) -> Value {
+        let ty = self.g.ty(n).clone();
+        let held = match self.held.get(&n).and_then(Weak::upgrade) {
+            Some(h) => h,
+            None => {
+                let h = Rc::new(Held { node: n, data: OnceCell::new(), host: OnceCell::new() });
+                self.held.insert(n, Rc::downgrade(&h));
+                h
+            }
+        };
+        Value { ty, slot: Slot::Node(held) }
+    }
+
+    /// Nodes that values still refer to.
+    pub(super) fn held(&mut self) -> Vec<NodeId> {
+        self.held.retain(|_, h| h.strong_count() > 0);
+        let mut v: Vec<NodeId> = self.held.keys().copied().collect();
+        v.sort();
+        v
     }
 
     /// A scalar of the type of `like`.
@@ -316,39 +369,13 @@ impl Builder {
         Ok(self.value(n))
     }
 
-    /// Elements that must be known now: axes, sizes, repeats. `what` names them in errors.
-    pub fn known<'v>(&mut self, v: &'v Value, what: &str) -> Result<&'v Host> {
-        if let Some(h) = v.host() {
-            return Ok(h);
-        }
-        if let Slot::Node(n) = v.slot {
-            let live = self.g.live(&[n]);
+    /// Says which inputs a value depends on that had to be known and is not.
+    pub(super) fn note_missing(&mut self, v: &Value) {
+        if let Slot::Node(h) = &v.slot {
+            let live = self.g.live(&[h.node]);
             let inputs = self.g.nodes().iter().zip(live).filter(|(_, live)| *live);
             self.missing =
                 inputs.filter_map(|(n, _)| if let Op::Input(k) = n.op { Some(k) } else { None }).collect();
-        }
-        Err(Error::unsupported(
-            format!("{what} computed at run time"),
-            "Only values that follow from constants and shapes can be used here",
-        ))
-    }
-
-    /// As [`Builder::known`], as integers.
-    pub fn known_ints(&mut self, v: &Value, what: &str) -> Result<Vec<i64>> {
-        let h = self.known(v, what)?;
-        let one = |n: &Num| match n {
-            Num::Is(s) => Ok(s.as_i64()),
-            Num::Size(d) => Err(symbolic(*d)),
-        };
-        h.vals.iter().map(one).collect()
-    }
-
-    /// As [`Builder::known`], of a single element.
-    pub fn known_scalar(&mut self, v: &Value, what: &str) -> Result<Scalar> {
-        match self.known(v, what)?.vals[..] {
-            [Num::Is(s)] => Ok(s),
-            [Num::Size(d)] => Err(symbolic(d)),
-            _ => Err(Error::shape(what, format!("one element expected, not {}", v.ty)).at(&self.g.span)),
         }
     }
 }

@@ -1,16 +1,22 @@
 //! From a model's nodes to a graph.
 
 use super::build::{Builder, Value};
+use super::function;
 use super::host::small;
-use super::model::{Model, Port};
+use super::item::{Datum, Item};
+use super::model::{Model, Port, PortType, opset};
 use super::node::Call;
-use super::ops;
-use super::proto::NodeProto;
+use super::ops::{self, Build};
+use super::order::{Order, order};
+use super::proto::{FunctionProto, GraphProto, NodeProto, OperatorSetIdProto};
+use super::stage::{Engine, Placement};
 use super::tensor;
 use crate::bad;
 use crate::data::byte_len;
 use halcyon_ir::{Bindings, ConstData, Dim, Error, Graph, Result, Shape, Span, TensorType};
-use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::cell::{Cell, RefCell};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::rc::Rc;
 
 /// A model as a graph. Inputs and outputs of the graph have the model's names and order.
 #[derive(Clone, Debug)]
@@ -22,39 +28,262 @@ pub struct Imported {
     pub fixed: Vec<String>,
 }
 
+/// What a model becomes.
+#[derive(Clone, Debug)]
+pub enum Outcome {
+    Graph(Box<Imported>),
+    /// It is no single graph, for this reason: values computed at run time decide how it goes on, or it takes or gives something that is
+    /// no tensor. [`Model::run_staged`] runs it.
+    Staged(String),
+}
+
 /// A node's name, or its op and place where it has none.
 pub fn node_name(n: &NodeProto, index: usize) -> String {
     if n.name.is_empty() { format!("{}#{index}", n.op_type) } else { n.name.clone() }
 }
 
+/// Graphs inside graphs and functions inside functions may be nested this deep.
+const DEPTH: usize = 64;
+/// Nodes that the functions and graphs of a model may come to when they are expanded, iterations of loops included.
+const EXPANDED: usize = 1 << 22;
+
+/// Names and their values while a graph is walked.
+#[derive(Debug)]
+pub(super) struct Scope<'s> {
+    vars: HashMap<String, Item>,
+    parent: Option<&'s Scope<'s>>,
+    pub(super) opsets: &'s [OperatorSetIdProto],
+}
+
+impl Scope<'_> {
+    fn get(&self, name: &str) -> Option<&Item> {
+        self.vars.get(name).or_else(|| self.parent.and_then(|p| p.get(name)))
+    }
+}
+
+/// A walk through a model.
+#[derive(Debug)]
+pub(super) struct Walk<'m> {
+    m: &'m Model,
+    functions: HashMap<(&'m str, &'m str, &'m str), &'m FunctionProto>,
+    /// Orders of graphs that were walked, by their address: they live as long as the walk.
+    orders: RefCell<HashMap<*const GraphProto, Rc<Order>>>,
+    /// Bodies of functions with the attributes of the node that calls them, by its address.
+    bodies: RefCell<HashMap<*const NodeProto, Rc<GraphProto>>>,
+    depth: Cell<usize>,
+    walked: Cell<usize>,
+}
+
+impl<'m> Walk<'m> {
+    fn new(m: &'m Model) -> Walk<'m> {
+        Walk {
+            m,
+            functions: m.functions(),
+            orders: RefCell::default(),
+            bodies: RefCell::default(),
+            depth: Cell::new(0),
+            walked: Cell::new(0),
+        }
+    }
+
+    /// The results of a graph for its operands, which are its inputs in order.
+    pub(super) fn graph(
+        &self,
+        b: &mut Builder,
+        g: &GraphProto,
+        args: Vec<Option<Item>>,
+        parent: Option<&Scope<'_>>,
+        opsets: &[OperatorSetIdProto],
+    ) -> Result<Vec<Item>> {
+        if self.depth.get() >= DEPTH {
+            return Err(bad(&self.m.file, format!("graphs and functions are nested deeper than {DEPTH}")));
+        }
+        self.depth.set(self.depth.get() + 1);
+        let out = self.body(b, g, args, parent, opsets);
+        self.depth.set(self.depth.get() - 1);
+        out
+    }
+
+    fn body(
+        &self,
+        b: &mut Builder,
+        g: &GraphProto,
+        args: Vec<Option<Item>>,
+        parent: Option<&Scope<'_>>,
+        opsets: &[OperatorSetIdProto],
+    ) -> Result<Vec<Item>> {
+        let m = self.m;
+        let known = self.orders.borrow().get(&std::ptr::from_ref(g)).cloned();
+        let order = match known {
+            Some(o) => o,
+            None => {
+                let o = Rc::new(order(g, &m.file)?);
+                self.orders.borrow_mut().insert(g, o.clone());
+                o
+            }
+        };
+        if args.len() > g.input.len() {
+            return Err(bad(
+                &m.file,
+                format!("graph '{}' takes {} inputs, {} are given", g.name, g.input.len(), args.len()),
+            ));
+        }
+        let mut scope = Scope { vars: HashMap::new(), parent, opsets };
+        for (v, x) in g.input.iter().zip(args) {
+            if let Some(x) = x
+                && scope.vars.insert(v.name.clone(), x).is_some()
+            {
+                return Err(bad(&m.file, format!("input '{}' is declared twice", v.name)));
+            }
+        }
+        let what = |t: &str| bad(&m.file, format!("initializer '{t}' is declared twice"));
+        for t in g.initializer.iter().filter(|t| order.reads.contains(t.name.as_str())) {
+            let v: Item = match t.data_type {
+                tensor::STRING => tensor::decode_text(t, &m.file)?.into(),
+                _ => Value::weight(tensor::decode(t, &m.external, &m.file)?, &t.name).into(),
+            };
+            if scope.vars.insert(t.name.clone(), v).is_some() {
+                return Err(what(&t.name));
+            }
+        }
+
+        for (at, &i) in order.nodes.iter().enumerate() {
+            self.walked.set(self.walked.get() + 1);
+            if self.walked.get() > EXPANDED {
+                return Err(Error::unsupported(
+                    format!("{}: more than {EXPANDED} nodes with functions and loops expanded", m.file),
+                    "Bound the number of iterations",
+                ));
+            }
+            let n = &g.node[i];
+            let out = self.node(b, n, i, &scope)?;
+            for (o, v) in n.output.iter().zip(out).filter(|(o, _)| !o.is_empty()) {
+                scope.vars.insert(o.clone(), v);
+            }
+            for name in &order.drops[at] {
+                scope.vars.remove(name);
+            }
+        }
+        let result = |o: &super::proto::ValueInfoProto| {
+            scope
+                .get(&o.name)
+                .cloned()
+                .ok_or_else(|| bad(&m.file, format!("output '{}' is not computed by any node", o.name)))
+        };
+        g.output.iter().map(result).collect()
+    }
+
+    /// The results of a node that has names, in the order of these.
+    fn node(&self, b: &mut Builder, n: &NodeProto, index: usize, scope: &Scope<'_>) -> Result<Vec<Item>> {
+        let (m, name) = (self.m, node_name(n, index));
+        let mut inputs = Vec::with_capacity(n.input.len());
+        for x in &n.input {
+            inputs.push(match x.as_str() {
+                "" => None,
+                x => Some(scope.get(x).cloned().ok_or_else(|| missing(m, x, &name))?),
+            });
+        }
+        if let Some(f) = self.functions.get(&function::key(n)) {
+            b.g.span = Span::new(name.as_str());
+            return self.function(b, f, n, inputs);
+        }
+        let opset = opset(scope.opsets, &n.domain);
+        let row = ops::find(&n.domain, &n.op_type)
+            .ok_or_else(|| Error::internal(format!("{} passed the check without a row", n.op_type)))?;
+        b.g.span = Span::new(name.as_str());
+        let call = Call {
+            node: n,
+            name: &name,
+            opset,
+            inputs: &inputs,
+            walk: self,
+            scope,
+            external: &m.external,
+            file: &m.file,
+        };
+        let out = match row.build {
+            Build::Items(f) => f(b, &call),
+            Build::Tensors(f) => match inputs.iter().flatten().find(|i| i.tensor().is_none()) {
+                Some(i) => Err(call.unsupported(
+                    &format!("an operand that is {}", i.kind()),
+                    "Only tensors of numbers are taken here",
+                )),
+                None => f(b, &call).map(|v| v.into_iter().map(Item::from).collect()),
+            },
+        };
+        let out = out.map_err(|e| locate(e.at(&b.g.span), &name))?;
+        for (k, o) in n.output.iter().enumerate().filter(|(_, o)| !o.is_empty()) {
+            let v = out.get(k).ok_or_else(|| {
+                Error::unsupported(
+                    format!("result {k} ('{o}') of {} in {name}", n.op_type),
+                    "Leave that result out of the model",
+                )
+            })?;
+            let mut all = vec![];
+            v.tensors(&mut all);
+            for v in all {
+                addressable(&v.ty).map_err(|e| e.at(&b.g.span))?;
+            }
+        }
+        Ok(out)
+    }
+
+    fn function(
+        &self,
+        b: &mut Builder,
+        f: &FunctionProto,
+        n: &NodeProto,
+        args: Vec<Option<Item>>,
+    ) -> Result<Vec<Item>> {
+        let known = self.bodies.borrow().get(&std::ptr::from_ref(n)).cloned();
+        let body = match known {
+            Some(g) => g,
+            None => {
+                let g = Rc::new(function::body(f, n, &self.m.file)?);
+                self.bodies.borrow_mut().insert(n, g.clone());
+                g
+            }
+        };
+        self.graph(b, &body, args, None, &f.opset_import)
+    }
+}
+
 /// Builds the graph of a model whose operators are all supported. Each time a value that must be known depends on inputs
 /// whose values are at hand, building starts again with those fixed.
-pub fn import(m: &Model, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Imported> {
+pub fn import(m: &Model, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Outcome> {
     let ports = m.inputs()?;
+    if let Some(p) = ports.iter().chain(&m.outputs()?).find(|p| !matches!(p.ty, PortType::Tensor { .. })) {
+        return Ok(Outcome::Staged(format!("'{}' is {}", p.name, p.ty.kind())));
+    }
     let mut fixed: BTreeMap<&str, &ConstData> = BTreeMap::new();
     loop {
         let mut b = Builder::default();
         let e = match build(m, &ports, shapes, &fixed, &mut b) {
             Ok(graph) => {
-                return Ok(Imported {
+                return Ok(Outcome::Graph(Box::new(Imported {
                     graph,
                     inputs: ports.iter().map(|p| p.name.clone()).collect(),
                     outputs: m.graph()?.output.iter().map(|o| o.name.clone()).collect(),
                     fixed: fixed.into_keys().map(String::from).collect(),
-                });
+                })));
             }
             Err(e) => e,
         };
         let before = fixed.len();
+        let mut open = b.missing.is_empty();
         for k in &b.missing {
             let name = ports.get(*k as usize).map(|p| p.name.as_str());
             match values.iter().find(|(n, v)| Some(*n) == name && small(v.dtype, &v.dims)) {
-                Some((n, v)) => fixed.insert(n, v),
-                None => return Err(e),
+                Some((n, v)) => {
+                    fixed.insert(n, v);
+                }
+                None => open = true,
             };
         }
-        if fixed.len() == before {
-            return Err(e);
+        match b.needs_engine {
+            None => return Err(e),
+            Some(why) if open || fixed.len() == before => return Ok(Outcome::Staged(why)),
+            Some(_) => {}
         }
     }
 }
@@ -67,10 +296,10 @@ fn build<'m>(
     b: &mut Builder,
 ) -> Result<Graph> {
     let g = m.graph()?;
-    let mut values: HashMap<&str, Value> = HashMap::new();
+    let mut args = HashMap::new();
     for (p, shape) in ports.iter().zip(input_shapes(m, ports, shapes)?) {
         b.g.span = Span::new(p.name.as_str());
-        let ty = TensorType::new(p.dtype, shape);
+        let ty = TensorType::new(p.dtype()?, shape);
         addressable(&ty).map_err(|e| e.at(&b.g.span))?;
         let id = b.g.input(&p.name, ty.clone());
         let v = match fixed.get(p.name.as_str()) {
@@ -84,60 +313,65 @@ fn build<'m>(
                 v
             }
         };
-        if values.insert(&p.name, v).is_some() {
-            return Err(bad(&m.file, format!("input '{}' is declared twice", p.name)));
-        }
+        args.insert(p.name.as_str(), Item::from(v));
     }
-
-    let order = order(m)?;
-    let mut needed: BTreeSet<&str> =
-        order.iter().flat_map(|&i| &g.node[i].input).map(String::as_str).collect();
-    needed.extend(g.output.iter().map(|o| o.name.as_str()));
-    for t in g.initializer.iter().filter(|t| needed.contains(t.name.as_str())) {
-        let v = Value::weight(tensor::decode(t, &m.external, &m.file)?, &t.name);
-        if values.insert(&t.name, v).is_some() {
-            return Err(bad(&m.file, format!("initializer '{}' is declared twice", t.name)));
-        }
-    }
-
-    for i in order {
-        let (n, name) = (&g.node[i], node_name(&g.node[i], i));
-        let opset = m.opset(&n.domain);
-        let row = ops::find(&n.domain, &n.op_type)
-            .ok_or_else(|| Error::internal(format!("{} passed the check without a row", n.op_type)))?;
-        let mut inputs = Vec::with_capacity(n.input.len());
-        for x in &n.input {
-            inputs.push(match x.as_str() {
-                "" => None,
-                x => Some(values.get(x).cloned().ok_or_else(|| missing(m, x, &name))?),
-            });
-        }
-        b.g.span = Span::new(name.as_str());
-        let call =
-            Call { node: n, name: &name, opset, inputs: &inputs, external: &m.external, file: &m.file };
-        let out = (row.build)(b, &call).map_err(|e| locate(e.at(&b.g.span), &name))?;
-        for (k, o) in n.output.iter().enumerate().filter(|(_, o)| !o.is_empty()) {
-            let v = out.get(k).cloned().ok_or_else(|| {
-                Error::unsupported(
-                    format!("result {k} ('{o}') of {} in {name}", n.op_type),
-                    "Leave that result out of the model",
-                )
-            })?;
-            addressable(&v.ty).map_err(|e| e.at(&b.g.span))?;
-            values.insert(o, v);
-        }
-    }
-
-    for o in &g.output {
-        let v = values
-            .get(o.name.as_str())
-            .ok_or_else(|| bad(&m.file, format!("output '{}' is not computed by any node", o.name)))?;
+    let out = Walk::new(m).graph(b, g, arguments(g, args), None, &m.proto.opset_import)?;
+    for (o, v) in g.output.iter().zip(out) {
         b.g.span = Span::new(o.name.as_str());
-        let id = b.id(v)?;
+        let Item::Tensor(v) = v else {
+            return Err(b.no_engine(&format!("output '{}', {},", o.name, v.kind())));
+        };
+        let id = b.id(&v)?;
         b.g.output(&o.name, id);
     }
     b.g.span = Span::default();
     Ok(std::mem::take(&mut b.g))
+}
+
+/// The given values in the order of a graph's inputs. The others have initializers.
+fn arguments(g: &GraphProto, mut values: HashMap<&str, Item>) -> Vec<Option<Item>> {
+    g.input.iter().map(|v| values.remove(v.name.as_str())).collect()
+}
+
+/// Runs a model in stages. Values of `inputs` in the order of the model's inputs.
+pub fn run_staged(m: &Model, inputs: &[Datum], engine: Box<dyn Engine>) -> Result<(Vec<Datum>, Placement)> {
+    let (g, ports) = (m.graph()?, m.inputs()?);
+    if ports.len() != inputs.len() {
+        let names: Vec<&str> = ports.iter().map(|p| p.name.as_str()).collect();
+        return Err(Error::argument(
+            "inputs",
+            format!("the model takes {} ({}), {} given", ports.len(), names.join(", "), inputs.len()),
+        ));
+    }
+    let shapes: Vec<(&str, Shape)> = ports
+        .iter()
+        .zip(inputs)
+        .filter_map(|(p, x)| Some((p.name.as_str(), Shape::from(&x.tensor()?.dims))))
+        .collect();
+    input_shapes(m, &ports, &shapes)?;
+    let mut b = Builder::staged(engine);
+    let mut args = HashMap::new();
+    for (p, x) in ports.iter().zip(inputs) {
+        b.g.span = Span::new(p.name.as_str());
+        p.ty.accepts(x).map_err(|why| Error::argument(format!("input '{}'", p.name), why))?;
+        let x = item(&mut b, x, &p.name);
+        args.insert(p.name.as_str(), x);
+    }
+    let out = Walk::new(m).graph(&mut b, g, arguments(g, args), None, &m.proto.opset_import)?;
+    let values = b.results(&out)?;
+    Ok((values, b.placement()))
+}
+
+/// A value from outside as one of the import.
+fn item(b: &mut Builder, x: &Datum, name: &str) -> Item {
+    match x {
+        Datum::Tensor(t) => b.given(t.clone(), name).into(),
+        Datum::Text(t) => t.clone().into(),
+        Datum::Sequence(s) => Item::sequence(s.iter().map(|x| item(b, x, name)).collect()),
+        Datum::Optional(None) => Item::Optional(None),
+        Datum::Optional(Some(x)) => Item::Optional(Some(Rc::new(item(b, x, name)))),
+        Datum::Map(k, x) => Item::Map(Rc::new((k.clone(), item(b, x, name)))),
+    }
 }
 
 /// Refuses types whose known sizes alone are more than memory can hold.
@@ -170,16 +404,14 @@ fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Ve
         return Err(Error::argument("import", format!("the model has no input '{name}', only {have}")));
     }
     let find = |p: &Port| given.iter().find(|(n, _)| *n == p.name).map(|(_, s)| s);
+    let ports: Vec<&Port> = ports.iter().filter(|p| matches!(p.ty, PortType::Tensor { .. })).collect();
     let mut known = Bindings::new();
-    for p in ports {
-        let (Some(s), Some(want)) = (find(p), &p.shape) else {
+    for &p in &ports {
+        let (Some(s), Some(want)) = (find(p), p.shape()) else {
             continue;
         };
         let bad = |why: String| {
-            Error::shape(
-                "import",
-                format!("input '{}' is declared {}{want}, given {s}: {why}", p.name, p.dtype),
-            )
+            Error::shape("import", format!("input '{}' is declared {}, given {s}: {why}", p.name, p.ty))
         };
         if s.rank() != want.rank() {
             return Err(bad("the ranks differ".into()));
@@ -204,7 +436,7 @@ fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Ve
     let bind = |d: &Dim| d.bind(&known).unwrap_or(*d);
     ports
         .iter()
-        .map(|p| match (find(p), &p.shape) {
+        .map(|p| match (find(p), p.shape()) {
             (Some(s), _) => Ok(s.clone()),
             (None, Some(s)) => Ok(s.iter().map(bind).collect()),
             (None, None) => Err(Error::argument(
@@ -213,66 +445,4 @@ fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Ve
             )),
         })
         .collect()
-}
-
-/// The nodes that the outputs need, each after those it reads; in the model's order where that is such an order.
-fn order(m: &Model) -> Result<Vec<usize>> {
-    let g = m.graph()?;
-    let leaves: HashSet<&str> = g
-        .input
-        .iter()
-        .map(|v| v.name.as_str())
-        .chain(g.initializer.iter().map(|t| t.name.as_str()))
-        .collect();
-    let mut producer: HashMap<&str, usize> = HashMap::new();
-    for (i, n) in g.node.iter().enumerate() {
-        for o in n.output.iter().filter(|o| !o.is_empty()) {
-            if producer.insert(o, i).is_some() || leaves.contains(o.as_str()) {
-                return Err(bad(
-                    &m.file,
-                    format!("'{o}', a result of {}, has another source", node_name(n, i)),
-                ));
-            }
-        }
-    }
-    let sources = |i: usize| g.node[i].input.iter().filter_map(|x| producer.get(x.as_str()).copied());
-
-    let mut live = vec![false; g.node.len()];
-    let mut todo: Vec<usize> =
-        g.output.iter().filter_map(|o| producer.get(o.name.as_str()).copied()).collect();
-    while let Some(i) = todo.pop() {
-        if !std::mem::replace(&mut live[i], true) {
-            todo.extend(sources(i));
-        }
-    }
-
-    // Kahn's algorithm; the set gives the smallest ready node.
-    let mut waits: Vec<usize> = vec![0; g.node.len()];
-    let mut users: Vec<Vec<usize>> = vec![vec![]; g.node.len()];
-    for i in (0..g.node.len()).filter(|&i| live[i]) {
-        for s in sources(i) {
-            waits[i] += 1;
-            users[s].push(i);
-        }
-    }
-    let mut ready: BTreeSet<usize> = (0..g.node.len()).filter(|&i| live[i] && waits[i] == 0).collect();
-    let mut out = Vec::new();
-    while let Some(i) = ready.pop_first() {
-        out.push(i);
-        for &u in &users[i] {
-            waits[u] -= 1;
-            if waits[u] == 0 {
-                ready.insert(u);
-            }
-        }
-    }
-    let stuck: Vec<String> =
-        (0..g.node.len()).filter(|&i| live[i] && waits[i] > 0).map(|i| node_name(&g.node[i], i)).collect();
-    if !stuck.is_empty() {
-        return Err(bad(
-            &m.file,
-            format!("these nodes depend on each other in a cycle: {}", stuck.join(", ")),
-        ));
-    }
-    Ok(out)
 }

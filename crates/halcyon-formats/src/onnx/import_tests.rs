@@ -21,7 +21,7 @@ fn mlp() -> ModelProto {
 fn a_model_runs_and_keeps_names_spans_and_order() {
     let m = open(mlp());
     assert_eq!(m.opset(""), 17);
-    assert_eq!(m.inputs().unwrap()[0].shape, Some(Shape::from([Dim::sym("n"), 3.into()])));
+    assert_eq!(m.inputs().unwrap()[0].shape(), Some(&Shape::from([Dim::sym("n"), 3.into()])));
     let i = m.import(&[("x", [1usize, 3].into())]).unwrap();
     assert_eq!((&i.inputs[..], &i.outputs[..]), (&["x".to_string()][..], &["y".to_string()][..]));
     let g = &i.graph;

@@ -5,21 +5,27 @@
 
 mod build;
 pub mod export;
+mod function;
 mod host;
 mod import;
 #[cfg(test)]
 mod import_tests;
+mod item;
 mod model;
 mod node;
 pub mod ops;
+mod order;
 pub mod proto;
 #[cfg(test)]
 mod reference;
+mod stage;
 pub mod tensor;
 #[cfg(test)]
 mod test_models;
 
 pub use build::{Builder, Value};
-pub use import::Imported;
-pub use model::{Model, Port};
+pub use import::{Imported, Outcome};
+pub use item::{Datum, Item, Keys, Text};
+pub use model::{Model, Port, PortType};
 pub use node::Call;
+pub use stage::{Engine, Handle, Placement, Read};

@@ -1,15 +1,21 @@
 //! A model file: what it takes and gives, what of it is supported, and its graph.
 
-use super::import::{self, Imported};
+use super::function;
+use super::import::{self, Imported, Outcome};
+use super::item::Datum;
 use super::ops;
-use super::proto::{self, DimValue, GraphProto, ModelProto, TypeValue, ValueInfoProto};
+use super::proto::{
+    self, DimValue, FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TypeProto,
+    TypeValue, ValueInfoProto,
+};
+use super::stage::{Engine, Placement};
 use super::tensor::{self, External};
 use crate::bad;
 use bytes::Bytes;
 use halcyon_ir::error::UnsupportedOp;
 use halcyon_ir::{ConstData, DType, Dim, Error, Result, Shape};
 use prost::Message;
-use std::collections::{BTreeMap, HashSet};
+use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
 /// An open model. Its weights stay in their files until something reads them.
@@ -24,10 +30,103 @@ pub struct Model {
 #[derive(Clone, Debug, PartialEq)]
 pub struct Port {
     pub name: String,
-    pub dtype: DType,
-    /// Symbols where the model names a size; a size it leaves open gets a symbol made of the port's name and the axis.
-    /// `None` where even the rank is open.
-    pub shape: Option<Shape>,
+    pub ty: PortType,
+}
+
+/// What a port carries.
+#[derive(Clone, Debug, PartialEq)]
+pub enum PortType {
+    Tensor {
+        dtype: DType,
+        /// Symbols where the model names a size; a size it leaves open gets a symbol made of the port's name and the axis.
+        /// `None` where even the rank is open.
+        shape: Option<Shape>,
+    },
+    /// A tensor of strings.
+    Text {
+        shape: Option<Shape>,
+    },
+    Sequence(Box<PortType>),
+    Optional(Box<PortType>),
+    /// From integers or strings to values.
+    Map(Box<PortType>),
+}
+
+impl Port {
+    /// The element type of a dense tensor.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for any other port.
+    pub fn dtype(&self) -> Result<DType> {
+        match &self.ty {
+            PortType::Tensor { dtype, .. } => Ok(*dtype),
+            other => Err(Error::unsupported(
+                format!("'{}', {}, as a tensor", self.name, other.kind()),
+                "Only dense tensors of numbers can be used here",
+            )),
+        }
+    }
+
+    /// The shape of a tensor, where its rank is declared.
+    pub fn shape(&self) -> Option<&Shape> {
+        match &self.ty {
+            PortType::Tensor { shape, .. } | PortType::Text { shape } => shape.as_ref(),
+            _ => None,
+        }
+    }
+}
+
+impl PortType {
+    /// What it is, for messages.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            PortType::Tensor { .. } => "a tensor",
+            PortType::Text { .. } => "a tensor of strings",
+            PortType::Sequence(_) => "a sequence",
+            PortType::Optional(_) => "an optional",
+            PortType::Map(_) => "a map",
+        }
+    }
+
+    /// Whether a value is of this kind; why it is not.
+    pub(super) fn accepts(&self, x: &Datum) -> std::result::Result<(), String> {
+        let ok = match (self, x) {
+            (PortType::Tensor { dtype, .. }, Datum::Tensor(t)) => t.dtype == *dtype,
+            (PortType::Text { .. }, Datum::Text(_)) => true,
+            (PortType::Sequence(of), Datum::Sequence(s)) => return s.iter().try_for_each(|x| of.accepts(x)),
+            (PortType::Optional(_), Datum::Optional(None)) => true,
+            (PortType::Optional(of), Datum::Optional(Some(x))) => return of.accepts(x),
+            (PortType::Map(_), Datum::Map(..)) => true,
+            _ => false,
+        };
+        if ok { Ok(()) } else { Err(format!("the model takes {self}, given {}", x.describe())) }
+    }
+}
+
+impl std::fmt::Display for PortType {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        let dims = |s: &Option<Shape>| s.as_ref().map_or("[any shape]".into(), Shape::to_string);
+        match self {
+            PortType::Tensor { dtype, shape } => write!(f, "{dtype}{}", dims(shape)),
+            PortType::Text { shape } => write!(f, "string{}", dims(shape)),
+            PortType::Sequence(t) => write!(f, "sequence of {t}"),
+            PortType::Optional(t) => write!(f, "optional {t}"),
+            PortType::Map(t) => write!(f, "map to {t}"),
+        }
+    }
+}
+
+/// Version of the operator set that `sets` imports for `domain`; 0 if none is. The default domain is `""`.
+pub(super) fn opset(sets: &[OperatorSetIdProto], domain: &str) -> i64 {
+    fn norm(d: &str) -> &str {
+        if d == "ai.onnx" { "" } else { d }
+    }
+    match sets.iter().filter(|s| norm(&s.domain) == norm(domain)).map(|s| s.version).max() {
+        Some(v) => v,
+        // IR versions before 3 had no such field and meant version 1.
+        None if sets.is_empty() && norm(domain).is_empty() => 1,
+        None => 0,
+    }
 }
 
 impl Model {
@@ -60,14 +159,12 @@ impl Model {
 
     /// Version of the operator set imported for `domain`; 0 if none is. The default domain is `""`.
     pub fn opset(&self, domain: &str) -> i64 {
-        let norm = |d: &str| if d == "ai.onnx" { "" } else { d }.to_string();
-        let sets = &self.proto.opset_import;
-        match sets.iter().filter(|s| norm(&s.domain) == norm(domain)).map(|s| s.version).max() {
-            Some(v) => v,
-            // IR versions before 3 had no such field and meant version 1.
-            None if sets.is_empty() && norm(domain).is_empty() => 1,
-            None => 0,
-        }
+        opset(&self.proto.opset_import, domain)
+    }
+
+    /// The functions that the model defines.
+    pub(super) fn functions(&self) -> HashMap<(&str, &str, &str), &FunctionProto> {
+        self.proto.functions.iter().map(|f| ((&*f.domain, &*f.name, &*f.overload), f)).collect()
     }
 
     /// Run-time inputs in the model's order: the graph's inputs without those that have an initializer.
@@ -87,33 +184,8 @@ impl Model {
 
     fn port(&self, v: &ValueInfoProto) -> Result<Port> {
         let what = format!("{}: '{}'", self.file, v.name);
-        let t = match v.r#type.as_ref().and_then(|t| t.value.as_ref()) {
-            Some(TypeValue::Tensor(t)) => t,
-            Some(other) => {
-                let kind = match other {
-                    TypeValue::Sequence(_) => "a sequence",
-                    TypeValue::Map(_) => "a map",
-                    TypeValue::Optional(_) => "an optional",
-                    _ => "a sparse tensor",
-                };
-                return Err(Error::unsupported(
-                    format!("{what} is {kind}"),
-                    "Only dense tensors are supported",
-                ));
-            }
-            None => return Err(bad(&what, "no type is declared")),
-        };
-        let dim = |(k, d): (usize, &proto::Dimension)| match &d.value {
-            Some(DimValue::Value(n)) if *n >= 0 => Dim::from(*n as usize),
-            Some(DimValue::Param(p)) if !p.is_empty() => Dim::sym(p),
-            // Some exporters write -1 for an open size.
-            _ => Dim::sym(&format!("{}.{k}", v.name)),
-        };
-        Ok(Port {
-            name: v.name.clone(),
-            dtype: tensor::dtype(t.elem_type, &what)?,
-            shape: t.shape.as_ref().map(|s| s.dim.iter().enumerate().map(dim).collect()),
-        })
+        let t = v.r#type.as_ref().ok_or_else(|| bad(&what, "no type is declared"))?;
+        Ok(Port { name: v.name.clone(), ty: port_type(t, &v.name, &what)? })
     }
 
     /// Looks at every node, and at no weight.
@@ -129,49 +201,15 @@ impl Model {
                 "Export the model with dense weights",
             ));
         }
-        // One entry per operator and reason, in the order of first use.
-        let mut found: Vec<UnsupportedOp> = Vec::new();
-        let mut at: BTreeMap<(String, String, String), usize> = BTreeMap::new();
-        for (i, n) in g.node.iter().enumerate() {
-            let opset = self.opset(&n.domain);
-            let Some(reason) = self.refuse(n, opset) else {
-                continue;
-            };
-            let key = (n.domain.clone(), n.op_type.clone(), reason.clone());
-            let k = *at.entry(key).or_insert_with(|| {
-                found.push(UnsupportedOp {
-                    op: n.op_type.clone(),
-                    domain: n.domain.clone(),
-                    opset,
-                    nodes: vec![],
-                    backend: backend.into(),
-                    reason,
-                });
-                found.len() - 1
-            });
-            found[k].nodes.push(import::node_name(n, i));
-        }
-        if found.is_empty() { Ok(()) } else { Err(Error::UnsupportedOps(found)) }
-    }
-
-    fn refuse(&self, n: &proto::NodeProto, opset: i64) -> Option<String> {
-        if self.proto.functions.iter().any(|f| f.name == n.op_type && f.domain == n.domain) {
-            return Some("functions defined in the model are not supported; inline them".into());
-        }
-        let Some(row) = ops::find(&n.domain, &n.op_type) else {
-            return Some("the importer has no such operator".into());
+        let mut check = Check {
+            functions: self.functions(),
+            backend,
+            found: vec![],
+            at: BTreeMap::new(),
+            seen: HashSet::new(),
         };
-        if opset < row.since {
-            return Some(format!("supported from operator set {} on", row.since));
-        }
-        if opset > ops::LATEST {
-            return Some(format!("operator sets after {} are not known", ops::LATEST));
-        }
-        if n.attribute.iter().any(|a| !a.ref_attr_name.is_empty()) {
-            return Some("refers to an attribute of a function outside one".into());
-        }
-        let odd = n.attribute.iter().find(|a| !row.attrs.contains(&a.name.as_str()))?;
-        Some(format!("attribute '{}' is not supported", odd.name))
+        check.nodes(&g.node, &self.proto.opset_import, false);
+        if check.found.is_empty() { Ok(()) } else { Err(Error::UnsupportedOps(check.found)) }
     }
 
     /// Builds the graph. Inputs that `shapes` does not name keep their declared shapes, in which a symbol that the given
@@ -189,7 +227,118 @@ impl Model {
     /// one does, its value is taken from `values` and built into the graph, which then holds for that value alone:
     /// [`Imported::fixed`] names these inputs. Other values are ignored.
     pub fn import_with(&self, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Imported> {
+        match self.outcome(shapes, values)? {
+            Outcome::Graph(g) => Ok(*g),
+            Outcome::Staged(why) => Err(Error::unsupported(
+                format!("{} as one graph: {why}", self.file),
+                "Run it in stages, or make what decides it constant",
+            )),
+        }
+    }
+
+    /// As [`Model::import_with`], but a model that is no single graph is no error.
+    pub fn outcome(&self, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Outcome> {
         self.check("")?;
         import::import(self, shapes, values)
     }
+
+    /// Runs the model in stages: what it computes decides how it goes on. Values of `inputs` in the order of [`Model::inputs`]; the results
+    /// in the order of [`Model::outputs`], with what was computed where.
+    ///
+    /// # Errors
+    /// As [`Model::import`], and those of the engine.
+    pub fn run_staged(&self, inputs: &[Datum], engine: Box<dyn Engine>) -> Result<(Vec<Datum>, Placement)> {
+        self.check("")?;
+        import::run_staged(self, inputs, engine)
+    }
+}
+
+/// Collects what is not supported, one entry per operator and reason, in the order of first use.
+struct Check<'m> {
+    functions: HashMap<(&'m str, &'m str, &'m str), &'m FunctionProto>,
+    backend: &'m str,
+    found: Vec<UnsupportedOp>,
+    at: BTreeMap<(String, String, String), usize>,
+    /// Functions that were looked into.
+    seen: HashSet<(&'m str, &'m str, &'m str)>,
+}
+
+impl<'m> Check<'m> {
+    fn nodes(&mut self, nodes: &'m [NodeProto], opsets: &'m [OperatorSetIdProto], in_function: bool) {
+        for (i, n) in nodes.iter().enumerate() {
+            if let Some(&f) = self.functions.get(&function::key(n)) {
+                if self.seen.insert(function::key(n)) {
+                    self.nodes(&f.node, &f.opset_import, true);
+                }
+                continue;
+            }
+            let version = opset(opsets, &n.domain);
+            if let Some(reason) = refuse(n, version, in_function) {
+                let key = (n.domain.clone(), n.op_type.clone(), reason.clone());
+                let k = *self.at.entry(key).or_insert_with(|| {
+                    self.found.push(UnsupportedOp {
+                        op: n.op_type.clone(),
+                        domain: n.domain.clone(),
+                        opset: version,
+                        nodes: vec![],
+                        backend: self.backend.into(),
+                        reason,
+                    });
+                    self.found.len() - 1
+                });
+                self.found[k].nodes.push(import::node_name(n, i));
+            }
+            for g in n.attribute.iter().filter_map(|a| a.g.as_deref()) {
+                self.nodes(&g.node, opsets, in_function);
+            }
+        }
+    }
+}
+
+fn refuse(n: &NodeProto, opset: i64, in_function: bool) -> Option<String> {
+    let Some(row) = ops::find(&n.domain, &n.op_type) else {
+        return Some("the importer has no such operator".into());
+    };
+    if opset < row.since {
+        return Some(format!("supported from operator set {} on", row.since));
+    }
+    if opset > ops::LATEST {
+        return Some(format!("operator sets after {} are not known", ops::LATEST));
+    }
+    if !in_function && n.attribute.iter().any(|a| !a.ref_attr_name.is_empty()) {
+        return Some("refers to an attribute of a function outside one".into());
+    }
+    let odd = n.attribute.iter().find(|a| !row.attrs.contains(&a.name.as_str()))?;
+    Some(format!("attribute '{}' is not supported", odd.name))
+}
+
+fn port_type(t: &TypeProto, name: &str, what: &str) -> Result<PortType> {
+    let none = || bad(what, "no type is declared");
+    let shape = |t: &proto::TensorType| -> Option<Shape> {
+        let dim = |(k, d): (usize, &proto::Dimension)| match &d.value {
+            Some(DimValue::Value(n)) if *n >= 0 => Dim::from(*n as usize),
+            Some(DimValue::Param(p)) if !p.is_empty() => Dim::sym(p),
+            // Some exporters write -1 for an open size.
+            _ => Dim::sym(&format!("{name}.{k}")),
+        };
+        t.shape.as_ref().map(|s| s.dim.iter().enumerate().map(dim).collect())
+    };
+    let inner = |t: &Option<Box<TypeProto>>| {
+        t.as_deref().ok_or_else(none).and_then(|t| port_type(t, name, what)).map(Box::new)
+    };
+    Ok(match t.value.as_ref().ok_or_else(none)? {
+        TypeValue::Tensor(t) if t.elem_type == tensor::STRING => PortType::Text { shape: shape(t) },
+        TypeValue::Tensor(t) => {
+            PortType::Tensor { dtype: tensor::dtype(t.elem_type, what)?, shape: shape(t) }
+        }
+        TypeValue::Sequence(e) => PortType::Sequence(inner(&e.elem_type)?),
+        TypeValue::Optional(e) => PortType::Optional(inner(&e.elem_type)?),
+        TypeValue::Map(m) => PortType::Map(inner(&m.value_type)?),
+        TypeValue::SparseTensor(_) => {
+            return Err(Error::unsupported(
+                format!("{what} is a sparse tensor"),
+                "Only dense tensors are supported",
+            ));
+        }
+    })
 }

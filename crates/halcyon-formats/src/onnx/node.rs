@@ -1,7 +1,9 @@
 //! One node of the model as importer functions see it.
 
-use super::build::Value;
-use super::proto::{AttributeProto, NodeProto, attribute};
+use super::build::{Builder, Value};
+use super::import::{Scope, Walk};
+use super::item::{Item, Text};
+use super::proto::{AttributeProto, GraphProto, NodeProto, attribute};
 use super::tensor::{self, External};
 use crate::bad;
 use halcyon_ir::{ConstData, DType, Error, Result, Span};
@@ -14,20 +16,65 @@ pub struct Call<'a> {
     pub name: &'a str,
     /// Version of the operator set the node belongs to.
     pub opset: i64,
-    pub inputs: &'a [Option<Value>],
+    pub inputs: &'a [Option<Item>],
+    pub(super) walk: &'a Walk<'a>,
+    pub(super) scope: &'a Scope<'a>,
     pub(super) external: &'a External,
     pub(super) file: &'a str,
 }
 
 impl<'a> Call<'a> {
-    /// Operand `i`, which must be there.
+    /// Operand `i`, which must be there and a tensor.
     pub fn arg(&self, i: usize) -> Result<&'a Value> {
-        self.opt(i).ok_or_else(|| self.invalid(format!("operand {i} is missing")))
+        let item = self.item(i)?;
+        item.tensor().ok_or_else(|| self.invalid(format!("operand {i} is {}, not a tensor", item.kind())))
     }
 
-    /// Operand `i`, where it is there.
+    /// Operand `i`, where it is there and a tensor. (The operands of rows made by `row` are all tensors.)
     pub fn opt(&self, i: usize) -> Option<&'a Value> {
+        self.opt_item(i).and_then(|v| v.tensor())
+    }
+
+    /// Operand `i` of any kind, which must be there.
+    pub fn item(&self, i: usize) -> Result<&'a Item> {
+        self.opt_item(i).ok_or_else(|| self.invalid(format!("operand {i} is missing")))
+    }
+
+    /// Operand `i` of any kind, where it is there.
+    pub fn opt_item(&self, i: usize) -> Option<&'a Item> {
         self.inputs.get(i).and_then(|v| v.as_ref())
+    }
+
+    /// Operand `i`, which must be a tensor of strings.
+    pub fn text(&self, i: usize) -> Result<&'a Text> {
+        let item = self.item(i)?;
+        item.text().ok_or_else(|| self.invalid(format!("operand {i} is {}, not strings", item.kind())))
+    }
+
+    /// Operand `i`, which must be a sequence.
+    pub fn sequence(&self, i: usize) -> Result<&'a [Item]> {
+        match self.item(i)? {
+            Item::Sequence(s) => Ok(s),
+            other => Err(self.invalid(format!("operand {i} is {}, not a sequence", other.kind()))),
+        }
+    }
+
+    /// A graph attribute.
+    pub fn graph(&self, name: &str) -> Result<Option<&'a GraphProto>> {
+        let Some(a) = self.attr(name, attribute::GRAPH)? else {
+            return Ok(None);
+        };
+        let g = a.g.as_deref().ok_or_else(|| self.invalid(format!("attribute '{name}' holds no graph")))?;
+        Ok(Some(g))
+    }
+
+    /// The results of a graph attribute for these operands. Names it does not define are those around this node.
+    pub fn inline(&self, b: &mut Builder, g: &'a GraphProto, args: Vec<Item>) -> Result<Vec<Item>> {
+        let span = b.g.span.clone();
+        let out =
+            self.walk.graph(b, g, args.into_iter().map(Some).collect(), Some(self.scope), self.scope.opsets);
+        b.g.span = span;
+        out
     }
 
     /// All operands, none of which may be missing.
@@ -104,6 +151,22 @@ impl<'a> Call<'a> {
                 std::str::from_utf8(&a.s).map_err(|_| self.invalid(format!("attribute '{name}' is not text")))
             }
         }
+    }
+
+    /// Texts of a list attribute.
+    pub fn strings(&self, name: &str) -> Result<Option<Vec<String>>> {
+        let Some(a) = self.attr(name, attribute::STRINGS)? else {
+            return Ok(None);
+        };
+        let text = |b: &bytes::Bytes| {
+            String::from_utf8(b.to_vec()).map_err(|_| self.invalid(format!("attribute '{name}' is not text")))
+        };
+        a.strings.iter().map(text).collect::<Result<_>>().map(Some)
+    }
+
+    /// Whether the node has the attribute.
+    pub fn has(&self, name: &str) -> bool {
+        self.node.attribute.iter().any(|a| a.name == name)
     }
 
     pub fn tensor(&self, name: &str) -> Result<Option<ConstData>> {

@@ -276,3 +276,68 @@ pub struct FunctionProto {
     #[prost(string, tag = "13")]
     pub overload: String,
 }
+
+/// `SequenceProto.DataType`.
+pub mod sequence_kind {
+    pub const UNDEFINED: i32 = 0;
+    pub const TENSOR: i32 = 1;
+    pub const SEQUENCE: i32 = 3;
+    pub const MAP: i32 = 4;
+    pub const OPTIONAL: i32 = 5;
+}
+
+/// Field numbers from onnx-data.proto (the stored form of values).
+#[derive(Clone, PartialEq, Message)]
+pub struct SequenceProto {
+    #[prost(string, tag = "1")]
+    pub name: String,
+    #[prost(int32, tag = "2")]
+    pub elem_type: i32,
+    #[prost(message, repeated, tag = "3")]
+    pub tensor_values: Vec<TensorProto>,
+    #[prost(message, repeated, tag = "5")]
+    pub sequence_values: Vec<SequenceProto>,
+    #[prost(message, repeated, tag = "6")]
+    pub map_values: Vec<MapProto>,
+    #[prost(message, repeated, tag = "7")]
+    pub optional_values: Vec<OptionalProto>,
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct MapProto {
+    #[prost(string, tag = "1")]
+    pub name: String,
+    #[prost(int32, tag = "2")]
+    pub key_type: i32,
+    #[prost(int64, repeated, tag = "3")]
+    pub keys: Vec<i64>,
+    #[prost(bytes = "bytes", repeated, tag = "4")]
+    pub string_keys: Vec<Bytes>,
+    #[prost(message, optional, tag = "5")]
+    pub values: Option<SequenceProto>,
+}
+
+/// `OptionalProto.DataType`.
+pub mod optional_kind {
+    pub const UNDEFINED: i32 = 0;
+    pub const TENSOR: i32 = 1;
+    pub const SEQUENCE: i32 = 3;
+    pub const MAP: i32 = 4;
+    pub const OPTIONAL: i32 = 5;
+}
+
+#[derive(Clone, PartialEq, Message)]
+pub struct OptionalProto {
+    #[prost(string, tag = "1")]
+    pub name: String,
+    #[prost(int32, tag = "2")]
+    pub elem_type: i32,
+    #[prost(message, optional, tag = "3")]
+    pub tensor_value: Option<TensorProto>,
+    #[prost(message, optional, tag = "5")]
+    pub sequence_value: Option<SequenceProto>,
+    #[prost(message, optional, tag = "6")]
+    pub map_value: Option<MapProto>,
+    #[prost(message, optional, boxed, tag = "7")]
+    pub optional_value: Option<Box<OptionalProto>>,
+}

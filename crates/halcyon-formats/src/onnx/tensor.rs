@@ -81,6 +81,29 @@ impl External {
     }
 }
 
+/// `TensorProto.DataType.STRING`.
+pub const STRING: i32 = 8;
+
+/// Reads a tensor of strings.
+///
+/// # Errors
+/// [`Error::Format`] if the sizes and the number of strings disagree, or a string is not UTF-8.
+pub fn decode_text(t: &TensorProto, file: &str) -> Result<super::item::Text> {
+    let what = if t.name.is_empty() { file.to_string() } else { format!("{file}: tensor '{}'", t.name) };
+    if t.data_type != STRING {
+        return Err(bad(&what, format!("element type {} where strings are expected", t.data_type)));
+    }
+    let dims = sizes(&t.dims, &what)?;
+    if dims.iter().try_fold(1usize, |n, d| n.checked_mul(*d)) != Some(t.string_data.len()) {
+        return Err(bad(&what, format!("{} strings do not fill {dims:?}", t.string_data.len())));
+    }
+    let text = |b: &Bytes| {
+        std::str::from_utf8(b).map(str::to_string).map_err(|_| bad(&what, "a string is not valid UTF-8"))
+    };
+    let vals = t.string_data.iter().map(text).collect::<Result<_>>()?;
+    Ok(super::item::Text { dims, vals })
+}
+
 /// Names of `TensorProto.DataType` that have no row in [`DType`].
 const OTHER_TYPES: &[(i32, &str)] = &[
     (8, "string"),

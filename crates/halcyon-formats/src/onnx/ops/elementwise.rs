@@ -1,6 +1,6 @@
 //! Element-wise operators.
 
-use super::{Row, one, row};
+use super::{Row, item_row, one, row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
@@ -34,7 +34,7 @@ pub const ROWS: &[Row] = &[
     row("GreaterOrEqual", 12, &[], |b, c| map(b, c, S::Ge)),
     row("HardSigmoid", 6, &["alpha", "beta"], hard_sigmoid),
     row("HardSwish", 14, &[], hard_swish),
-    row("Identity", 1, &[], |_, c| one(c.arg(0)?.clone())),
+    item_row("Identity", 1, &[], |_, c| Ok(vec![c.item(0)?.clone()])),
     row("IsNaN", 9, &[], |b, c| map(b, c, S::IsNan)),
     row("LeakyRelu", 6, &["alpha"], leaky_relu),
     row("Less", 7, &[], |b, c| map(b, c, S::Lt)),

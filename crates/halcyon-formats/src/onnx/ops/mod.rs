@@ -1,10 +1,12 @@
 //! The operators the importer knows. Adding one is a row in the table of its file and, where the row needs more than a
 //! line, a function there. A function builds every version of its operator that the row claims.
 
+mod control;
 mod elementwise;
 mod nn;
 mod pool;
 mod reduce;
+mod sequence;
 mod shape;
 #[cfg(test)]
 #[path = "tests.rs"]
@@ -12,6 +14,7 @@ mod version_tests;
 mod view;
 
 use super::build::{Builder, Value};
+use super::item::Item;
 use super::node::Call;
 use halcyon_ir::Result;
 
@@ -19,7 +22,13 @@ use halcyon_ir::Result;
 pub const LATEST: i64 = 28;
 
 /// Builds the results of a node, at least as many as the model reads.
-pub type Build = fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>;
+#[derive(Clone, Copy, Debug)]
+pub enum Build {
+    /// Of an operator whose operands and results are tensors.
+    Tensors(fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>),
+    /// Of one that takes or gives strings, sequences, optionals or maps.
+    Items(fn(&mut Builder, &Call<'_>) -> Result<Vec<Item>>),
+}
 
 /// One operator of the default domain.
 #[derive(Debug)]
@@ -32,11 +41,34 @@ pub struct Row {
     pub build: Build,
 }
 
-const fn row(op: &'static str, since: i64, attrs: &'static [&'static str], build: Build) -> Row {
-    Row { op, since, attrs, build }
+const fn row(
+    op: &'static str,
+    since: i64,
+    attrs: &'static [&'static str],
+    build: fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>,
+) -> Row {
+    Row { op, since, attrs, build: Build::Tensors(build) }
 }
 
-const TABLES: &[&[Row]] = &[elementwise::ROWS, nn::ROWS, pool::ROWS, reduce::ROWS, shape::ROWS, view::ROWS];
+const fn item_row(
+    op: &'static str,
+    since: i64,
+    attrs: &'static [&'static str],
+    build: fn(&mut Builder, &Call<'_>) -> Result<Vec<Item>>,
+) -> Row {
+    Row { op, since, attrs, build: Build::Items(build) }
+}
+
+const TABLES: &[&[Row]] = &[
+    control::ROWS,
+    elementwise::ROWS,
+    nn::ROWS,
+    pool::ROWS,
+    reduce::ROWS,
+    sequence::ROWS,
+    shape::ROWS,
+    view::ROWS,
+];
 
 /// All rows.
 pub fn rows() -> impl Iterator<Item = &'static Row> {

@@ -1,0 +1,57 @@
+//! Functions that a model defines: their bodies with the attributes of a call put in.
+
+use super::proto::{AttributeProto, FunctionProto, GraphProto, NodeProto, ValueInfoProto};
+use crate::bad;
+use halcyon_ir::Result;
+
+/// What tells functions apart: domain, name and overload.
+pub(super) fn key(n: &NodeProto) -> (&str, &str, &str) {
+    (&n.domain, &n.op_type, &n.overload)
+}
+
+/// The body of `f` as a graph, for the node `n` that calls it.
+///
+/// # Errors
+/// [`halcyon_ir::Error::Format`] if a required attribute is missing.
+pub(super) fn body(f: &FunctionProto, n: &NodeProto, file: &str) -> Result<GraphProto> {
+    let given = |name: &str| n.attribute.iter().find(|a| a.name == name);
+    if let Some(name) = f.attribute.iter().find(|a| given(a).is_none()) {
+        return Err(bad(file, format!("{} needs attribute '{name}', which a call lacks", f.name)));
+    }
+    let value = |name: &str| given(name).or_else(|| f.attribute_proto.iter().find(|a| a.name == name));
+    let port = |s: &String| ValueInfoProto { name: s.clone(), r#type: None };
+    let mut g = GraphProto {
+        node: f.node.clone(),
+        name: f.name.clone(),
+        input: f.input.iter().map(port).collect(),
+        output: f.output.iter().map(port).collect(),
+        ..GraphProto::default()
+    };
+    fill(&mut g, &value);
+    Ok(g)
+}
+
+/// Puts the values of the function's attributes where its nodes refer to them; a reference to one without a value goes.
+fn fill<'v>(g: &mut GraphProto, value: &impl Fn(&str) -> Option<&'v AttributeProto>) {
+    for n in &mut g.node {
+        n.attribute.retain_mut(|a| {
+            if let Some(g) = &mut a.g {
+                fill(g, value);
+            }
+            if a.ref_attr_name.is_empty() {
+                return true;
+            }
+            match value(&a.ref_attr_name) {
+                None => false,
+                Some(v) => {
+                    *a = AttributeProto {
+                        name: std::mem::take(&mut a.name),
+                        ref_attr_name: String::new(),
+                        ..v.clone()
+                    };
+                    true
+                }
+            }
+        });
+    }
+}

@@ -1,0 +1,237 @@
+//! Values of a model that are more than one dense tensor: strings, sequences, optionals and maps; inside an import
+//! ([`Item`]) and outside of it ([`Datum`]).
+
+use super::build::Value;
+use super::model::PortType;
+use super::proto::{
+    MapProto, OptionalProto, SequenceProto, TensorProto, optional_kind as opt_kind, sequence_kind as seq_kind,
+};
+use super::tensor::{self, External};
+use crate::bad;
+use bytes::Bytes;
+use halcyon_ir::{ConstData, Error, Result};
+use prost::Message;
+use std::rc::Rc;
+
+/// A dense row-major tensor of strings.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct Text {
+    pub dims: Vec<usize>,
+    pub vals: Vec<String>,
+}
+
+impl Text {
+    /// # Errors
+    /// [`Error::Shape`] if there are not as many strings as the sizes ask for.
+    pub fn new(dims: &[usize], vals: Vec<String>) -> Result<Text> {
+        match dims.iter().try_fold(1usize, |n, d| n.checked_mul(*d)) {
+            Some(n) if n == vals.len() => Ok(Text { dims: dims.to_vec(), vals }),
+            _ => Err(Error::shape("strings", format!("{} strings do not fill {dims:?}", vals.len()))),
+        }
+    }
+}
+
+/// Keys of a map.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Keys {
+    Ints(Vec<i64>),
+    Texts(Vec<String>),
+}
+
+/// A value of the model during import. Only tensors are ever in the graph.
+#[derive(Clone, Debug)]
+pub enum Item {
+    Tensor(Value),
+    Text(Rc<Text>),
+    Sequence(Rc<Vec<Item>>),
+    Optional(Option<Rc<Item>>),
+    /// One value for each key, in one tensor (or one tensor of strings).
+    Map(Rc<(Keys, Item)>),
+}
+
+impl From<Value> for Item {
+    fn from(v: Value) -> Item {
+        Item::Tensor(v)
+    }
+}
+
+impl From<Text> for Item {
+    fn from(t: Text) -> Item {
+        Item::Text(Rc::new(t))
+    }
+}
+
+impl Item {
+    /// What it is, for messages.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            Item::Tensor(_) => "a tensor",
+            Item::Text(_) => "a tensor of strings",
+            Item::Sequence(_) => "a sequence",
+            Item::Optional(_) => "an optional",
+            Item::Map(_) => "a map",
+        }
+    }
+
+    pub fn sequence(v: Vec<Item>) -> Item {
+        Item::Sequence(Rc::new(v))
+    }
+
+    pub fn tensor(&self) -> Option<&Value> {
+        match self {
+            Item::Tensor(v) => Some(v),
+            _ => None,
+        }
+    }
+
+    pub fn text(&self) -> Option<&Text> {
+        match self {
+            Item::Text(t) => Some(t),
+            _ => None,
+        }
+    }
+
+    /// All tensors in it.
+    pub(super) fn tensors<'a>(&'a self, out: &mut Vec<&'a Value>) {
+        match self {
+            Item::Tensor(v) => out.push(v),
+            Item::Sequence(s) => s.iter().for_each(|i| i.tensors(out)),
+            Item::Optional(Some(i)) => i.tensors(out),
+            Item::Map(m) => m.1.tensors(out),
+            Item::Text(_) | Item::Optional(None) => {}
+        }
+    }
+}
+
+/// A value on the host: what a model takes and gives.
+#[derive(Clone, Debug, PartialEq)]
+pub enum Datum {
+    Tensor(ConstData),
+    Text(Text),
+    Sequence(Vec<Datum>),
+    Optional(Option<Box<Datum>>),
+    Map(Keys, Box<Datum>),
+}
+
+impl From<ConstData> for Datum {
+    fn from(d: ConstData) -> Datum {
+        Datum::Tensor(d)
+    }
+}
+
+impl Datum {
+    pub fn tensor(&self) -> Option<&ConstData> {
+        match self {
+            Datum::Tensor(t) => Some(t),
+            _ => None,
+        }
+    }
+
+    /// What it is, for messages: `f32[2, 3]`, `a sequence of 2`.
+    pub fn describe(&self) -> String {
+        match self {
+            Datum::Tensor(t) => format!("{}{:?}", t.dtype, t.dims.as_slice()),
+            Datum::Text(t) => format!("string{:?}", t.dims),
+            Datum::Sequence(s) => format!("a sequence of {}", s.len()),
+            Datum::Optional(None) => "an empty optional".into(),
+            Datum::Optional(Some(d)) => format!("an optional of {}", d.describe()),
+            Datum::Map(Keys::Ints(k), _) => format!("a map with {} integer keys", k.len()),
+            Datum::Map(Keys::Texts(k), _) => format!("a map with {} string keys", k.len()),
+        }
+    }
+
+    /// Reads a `.pb` file that holds a value of type `ty`.
+    ///
+    /// # Errors
+    /// As [`tensor::read_pb`].
+    pub fn read_pb(path: &std::path::Path, ty: &PortType) -> Result<Datum> {
+        let file = path.display().to_string();
+        Datum::parse_pb(crate::mmap::open(path)?, &External::beside(path), &file, ty)
+    }
+
+    /// As [`Datum::read_pb`], of bytes in memory.
+    pub fn parse_pb(data: Bytes, external: &External, file: &str, ty: &PortType) -> Result<Datum> {
+        let not = |e: prost::DecodeError| bad(file, format!("not an ONNX value: {e}"));
+        match ty {
+            PortType::Tensor { .. } | PortType::Text { .. } => {
+                value(&TensorProto::decode(data).map_err(not)?, external, file)
+            }
+            PortType::Sequence(_) => sequence(&SequenceProto::decode(data).map_err(not)?, external, file),
+            PortType::Optional(of) => {
+                // A file may hold the element itself.
+                match OptionalProto::decode(data.clone()) {
+                    Ok(o) => optional(&o, external, file),
+                    Err(_) => Ok(Datum::Optional(Some(Box::new(Datum::parse_pb(data, external, file, of)?)))),
+                }
+            }
+            PortType::Map(..) => map(&MapProto::decode(data).map_err(not)?, external, file),
+        }
+    }
+}
+
+fn value(t: &TensorProto, external: &External, file: &str) -> Result<Datum> {
+    if t.data_type == tensor::STRING {
+        return tensor::decode_text(t, file).map(Datum::Text);
+    }
+    tensor::decode(t, external, file).map(Datum::Tensor)
+}
+
+fn sequence(s: &SequenceProto, external: &External, file: &str) -> Result<Datum> {
+    let all = match s.elem_type {
+        seq_kind::UNDEFINED => vec![],
+        seq_kind::TENSOR => {
+            s.tensor_values.iter().map(|t| value(t, external, file)).collect::<Result<_>>()?
+        }
+        seq_kind::SEQUENCE => {
+            s.sequence_values.iter().map(|v| sequence(v, external, file)).collect::<Result<_>>()?
+        }
+        seq_kind::MAP => s.map_values.iter().map(|v| map(v, external, file)).collect::<Result<_>>()?,
+        seq_kind::OPTIONAL => {
+            s.optional_values.iter().map(|v| optional(v, external, file)).collect::<Result<_>>()?
+        }
+        k => {
+            return Err(Error::unsupported(
+                format!("a sequence of element kind {k} in {file}"),
+                "Use a sequence of tensors",
+            ));
+        }
+    };
+    Ok(Datum::Sequence(all))
+}
+
+fn optional(o: &OptionalProto, external: &External, file: &str) -> Result<Datum> {
+    let missing = || bad(file, "an optional without the value its type names");
+    let inner = match o.elem_type {
+        opt_kind::UNDEFINED => return Ok(Datum::Optional(None)),
+        opt_kind::TENSOR => value(o.tensor_value.as_ref().ok_or_else(missing)?, external, file)?,
+        opt_kind::SEQUENCE => sequence(o.sequence_value.as_ref().ok_or_else(missing)?, external, file)?,
+        opt_kind::MAP => map(o.map_value.as_ref().ok_or_else(missing)?, external, file)?,
+        opt_kind::OPTIONAL => optional(o.optional_value.as_deref().ok_or_else(missing)?, external, file)?,
+        k => {
+            return Err(Error::unsupported(
+                format!("an optional of element kind {k} in {file}"),
+                "Use an optional tensor",
+            ));
+        }
+    };
+    Ok(Datum::Optional(Some(Box::new(inner))))
+}
+
+fn map(m: &MapProto, external: &External, file: &str) -> Result<Datum> {
+    let keys = if m.key_type == tensor::STRING {
+        let text = |b: &Bytes| {
+            String::from_utf8(b.to_vec()).map_err(|_| bad(file, "a key of a map is not valid UTF-8"))
+        };
+        Keys::Texts(m.string_keys.iter().map(text).collect::<Result<_>>()?)
+    } else {
+        Keys::Ints(m.keys.clone())
+    };
+    let values = m.values.as_ref().ok_or_else(|| bad(file, "a map without values"))?;
+    let values = match values.elem_type {
+        seq_kind::TENSOR if values.tensor_values.len() == 1 => {
+            value(&values.tensor_values[0], external, file)?
+        }
+        _ => sequence(values, external, file)?,
+    };
+    Ok(Datum::Map(keys, Box::new(values)))
+}

@@ -1,0 +1,108 @@
+//! The order in which the nodes of a graph are built.
+
+use super::import::node_name;
+use super::proto::GraphProto;
+use crate::bad;
+use halcyon_ir::Result;
+use std::collections::{BTreeSet, HashMap, HashSet};
+
+#[derive(Debug)]
+pub(super) struct Order {
+    /// The nodes that the outputs need, each after those it reads; in the model's order where that is such an order.
+    pub(super) nodes: Vec<usize>,
+    /// Names that nothing reads any more after each of the nodes.
+    pub(super) drops: Vec<Vec<String>>,
+    /// Names that the nodes and outputs read.
+    pub(super) reads: HashSet<String>,
+}
+
+/// Names that a graph reads and does not define.
+fn free<'g>(g: &'g GraphProto, out: &mut Vec<&'g str>) {
+    let mut own: HashSet<&str> = g.input.iter().map(|v| v.name.as_str()).collect();
+    own.extend(g.initializer.iter().map(|t| t.name.as_str()));
+    own.extend(g.node.iter().flat_map(|n| &n.output).map(String::as_str));
+    let mut reads = vec![];
+    for n in &g.node {
+        reads.extend(n.input.iter().map(String::as_str));
+        n.attribute.iter().filter_map(|a| a.g.as_deref()).for_each(|g| free(g, &mut reads));
+    }
+    reads.extend(g.output.iter().map(|o| o.name.as_str()));
+    out.extend(reads.into_iter().filter(|r| !r.is_empty() && !own.contains(r)));
+}
+
+pub(super) fn order(g: &GraphProto, file: &str) -> Result<Order> {
+    let leaves: HashSet<&str> = g
+        .input
+        .iter()
+        .map(|v| v.name.as_str())
+        .chain(g.initializer.iter().map(|t| t.name.as_str()))
+        .collect();
+    let mut producer: HashMap<&str, usize> = HashMap::new();
+    for (i, n) in g.node.iter().enumerate() {
+        for o in n.output.iter().filter(|o| !o.is_empty()) {
+            if producer.insert(o, i).is_some() || leaves.contains(o.as_str()) {
+                return Err(bad(file, format!("'{o}', a result of {}, has another source", node_name(n, i))));
+            }
+        }
+    }
+    // What a node reads, the graphs in its attributes included.
+    let reads: Vec<Vec<&str>> = g
+        .node
+        .iter()
+        .map(|n| {
+            let mut r: Vec<&str> = n.input.iter().map(String::as_str).filter(|x| !x.is_empty()).collect();
+            n.attribute.iter().filter_map(|a| a.g.as_deref()).for_each(|g| free(g, &mut r));
+            r
+        })
+        .collect();
+    let sources = |i: usize| reads[i].iter().filter_map(|x| producer.get(x).copied());
+
+    let mut live = vec![false; g.node.len()];
+    let mut todo: Vec<usize> =
+        g.output.iter().filter_map(|o| producer.get(o.name.as_str()).copied()).collect();
+    while let Some(i) = todo.pop() {
+        if !std::mem::replace(&mut live[i], true) {
+            todo.extend(sources(i));
+        }
+    }
+
+    // Kahn's algorithm; the set gives the smallest ready node.
+    let mut waits: Vec<usize> = vec![0; g.node.len()];
+    let mut users: Vec<Vec<usize>> = vec![vec![]; g.node.len()];
+    for i in (0..g.node.len()).filter(|&i| live[i]) {
+        for s in sources(i) {
+            waits[i] += 1;
+            users[s].push(i);
+        }
+    }
+    let mut ready: BTreeSet<usize> = (0..g.node.len()).filter(|&i| live[i] && waits[i] == 0).collect();
+    let mut nodes = Vec::new();
+    while let Some(i) = ready.pop_first() {
+        nodes.push(i);
+        for &u in &users[i] {
+            waits[u] -= 1;
+            if waits[u] == 0 {
+                ready.insert(u);
+            }
+        }
+    }
+    let stuck: Vec<String> =
+        (0..g.node.len()).filter(|&i| live[i] && waits[i] > 0).map(|i| node_name(&g.node[i], i)).collect();
+    if !stuck.is_empty() {
+        return Err(bad(file, format!("these nodes depend on each other in a cycle: {}", stuck.join(", "))));
+    }
+
+    let outputs: HashSet<&str> = g.output.iter().map(|o| o.name.as_str()).collect();
+    let mut last: HashMap<&str, usize> = HashMap::new();
+    for (at, &i) in nodes.iter().enumerate() {
+        // A result that nobody reads goes at once.
+        last.extend(g.node[i].output.iter().map(|o| (o.as_str(), at)));
+        last.extend(reads[i].iter().map(|r| (*r, at)));
+    }
+    let mut drops = vec![vec![]; nodes.len()];
+    for (name, at) in last.iter().filter(|(n, _)| !outputs.contains(*n)) {
+        drops[*at].push(name.to_string());
+    }
+    let reads = last.into_keys().chain(outputs).map(String::from).collect();
+    Ok(Order { nodes, drops, reads })
+}

@@ -1,0 +1,345 @@
+//! Running a model in stages: where an operator needs a value that only a run gives (a condition, a size, the data of an
+//! operator whose result's shape depends on data), the graph so far is run on the device and the rest is built on its results.
+//!
+//! The graph under construction only grows. A run computes a part of it: what the wanted nodes need, down to nodes that an
+//! earlier run has computed. So every [`Value`] stays valid, and nothing that is not asked for is computed.
+
+use super::build::{Builder, Value};
+use super::host::{Host, Num};
+use super::item::{Datum, Item};
+use halcyon_ir::graph::Node;
+use halcyon_ir::{ConstData, Error, Graph, NodeId, Result, Span};
+use std::any::Any;
+use std::collections::{BTreeSet, HashMap};
+use std::fmt::Debug;
+use std::sync::Arc;
+
+/// A tensor where the engine keeps it.
+pub type Handle = Arc<dyn Any + Send + Sync>;
+
+/// What runs the stages of a model.
+pub trait Engine: Debug {
+    /// Values of the graph's outputs for those of its inputs, both in the graph's order. The graph has no symbols.
+    fn run(&mut self, graph: Graph, inputs: &[Handle]) -> Result<Vec<Handle>>;
+    fn upload(&mut self, data: &ConstData) -> Result<Handle>;
+    fn read(&mut self, tensor: &Handle) -> Result<ConstData>;
+}
+
+/// A value that the host read from the device while the model ran.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct Read {
+    pub node: String,
+    /// What it was needed for.
+    pub what: String,
+    pub bytes: u64,
+}
+
+/// Where the parts of a run were computed.
+#[derive(Clone, Debug, Default, PartialEq, serde::Serialize)]
+pub struct Placement {
+    /// Graphs that ran on the device, one after the other.
+    pub stages: usize,
+    /// Nodes computed on the host, with how often.
+    pub host_nodes: Vec<(String, usize)>,
+    pub reads: Vec<Read>,
+    pub bytes_read: u64,
+    pub bytes_written: u64,
+}
+
+/// Reads that are listed one by one; the sums cover all.
+const LISTED: usize = 256;
+/// Nodes that wait for a run before a loop has them run.
+const STAGE_NODES: usize = 4096;
+/// Nodes a loop may add to a graph that is built without an engine.
+const UNROLLED_NODES: usize = 20_000;
+/// Nodes of all stages together.
+const MAX_NODES: usize = 1 << 22;
+
+#[derive(Clone)]
+enum Source {
+    Host(ConstData),
+    Device(Handle),
+}
+
+impl Debug for Source {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(if matches!(self, Source::Host(_)) { "host" } else { "device" })
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct Stage {
+    engine: Box<dyn Engine>,
+    /// Nodes whose values are there.
+    done: HashMap<NodeId, Source>,
+    placement: Placement,
+    /// Number of nodes when the last stage ran.
+    mark: usize,
+}
+
+impl Stage {
+    pub(super) fn new(engine: Box<dyn Engine>) -> Stage {
+        Stage { engine, done: HashMap::new(), placement: Placement::default(), mark: 0 }
+    }
+
+    /// The handle of a value that is there.
+    fn handle(&mut self, n: NodeId) -> Result<Handle> {
+        let data = match self.done.get(&n) {
+            None => return Err(Error::internal("a stage needs a value that no stage computed")),
+            Some(Source::Device(h)) => return Ok(h.clone()),
+            Some(Source::Host(d)) => d.clone(),
+        };
+        self.placement.bytes_written += data.bytes().len() as u64;
+        let h = self.engine.upload(&data)?;
+        self.done.insert(n, Source::Device(h.clone()));
+        Ok(h)
+    }
+}
+
+/// Which nodes `roots` depend on, not looking behind the nodes that are there.
+fn reach(g: &Graph, roots: impl Iterator<Item = NodeId>, done: &HashMap<NodeId, Source>) -> Vec<bool> {
+    let mut seen = vec![false; g.nodes().len()];
+    let mut todo: Vec<NodeId> = roots.collect();
+    while let Some(n) = todo.pop() {
+        if !std::mem::replace(&mut seen[n.index()], true) && !done.contains_key(&n) {
+            todo.extend(&g.node(n).inputs);
+        }
+    }
+    seen
+}
+
+impl Builder {
+    /// A builder that may run what it has built.
+    pub(super) fn staged(engine: Box<dyn Engine>) -> Builder {
+        let mut b = Builder::default();
+        b.stage = Some(Stage::new(engine));
+        b
+    }
+
+    /// What was run where.
+    pub(super) fn placement(&self) -> Placement {
+        self.stage.as_ref().map(|s| s.placement.clone()).unwrap_or_default()
+    }
+
+    /// The error of a value that only a run gives, in a graph that is built without one.
+    pub(super) fn no_engine(&mut self, what: &str) -> Error {
+        self.needs_engine.get_or_insert_with(|| format!("{what} (at {})", self.g.span));
+        Error::unsupported(
+            format!("{what} computed at run time"),
+            "Only values that follow from constants and shapes can be used in a graph; run the model in stages",
+        )
+    }
+
+    /// Elements of a tensor of any size, on the host. In a staged run the device computes what it takes.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for values of a graph that is built without a run; `what` names the value.
+    pub fn fetch(&mut self, v: &Value, what: &str) -> Result<ConstData> {
+        if let Some(d) = v.data()? {
+            return Ok(d);
+        }
+        let n = self.id(v)?;
+        if self.stage.is_none() {
+            return Err(self.no_engine(what));
+        }
+        self.compute(&[n])?;
+        let node = self.g.span.as_str().to_string();
+        let stage = self.stage.as_mut().ok_or_else(|| Error::internal("the engine is gone"))?;
+        let data = match stage.done.get(&n) {
+            Some(Source::Host(d)) => d.clone(),
+            _ => {
+                let h = stage.handle(n)?;
+                let d = stage.engine.read(&h)?;
+                let bytes = d.bytes().len() as u64;
+                stage.placement.bytes_read += bytes;
+                if stage.placement.reads.len() < LISTED {
+                    stage.placement.reads.push(Read { node, what: what.into(), bytes });
+                }
+                d
+            }
+        };
+        v.learn(data.clone());
+        Ok(data)
+    }
+
+    /// A result computed on the host, as a tensor of the model.
+    pub fn feed(&mut self, data: ConstData) -> Value {
+        let Some(stage) = &mut self.stage else {
+            // All that went into it was constant, and so is the result.
+            return Value::weight(data, self.g.span.as_str());
+        };
+        let node = self.g.span.as_str().to_string();
+        match stage.placement.host_nodes.iter_mut().find(|(n, _)| *n == node) {
+            Some((_, count)) => *count += 1,
+            None => stage.placement.host_nodes.push((node, 1)),
+        }
+        self.given(data, "")
+    }
+
+    /// A run-time tensor whose value is there. In a staged run only.
+    pub(super) fn given(&mut self, data: ConstData, name: &str) -> Value {
+        let ty = halcyon_ir::TensorType::new(data.dtype, &data.dims);
+        let n = self.g.input(name, ty);
+        if let Some(stage) = &mut self.stage {
+            stage.done.insert(n, Source::Host(data));
+        }
+        self.value(n)
+    }
+
+    /// Has the device compute `wanted`, and with them what later nodes will need of their operands.
+    fn compute(&mut self, wanted: &[NodeId]) -> Result<()> {
+        let held: Vec<NodeId> = self.held();
+        let g = &self.g;
+        let Some(stage) = &mut self.stage else {
+            return Err(Error::internal("there is no engine to compute with"));
+        };
+        let wanted: Vec<NodeId> = wanted.iter().copied().filter(|n| !stage.done.contains_key(n)).collect();
+        if wanted.is_empty() {
+            return Ok(());
+        }
+        let cone = reach(g, wanted.iter().copied(), &stage.done);
+        let alive = reach(g, wanted.iter().chain(&held).copied(), &stage.done);
+        // Values that are cheap to make again are not kept.
+        let keep = |n: NodeId| cone[n.index()] && !g.node(n).op.is_leaf() && !stage.done.contains_key(&n);
+        let mut outputs: BTreeSet<NodeId> = wanted.iter().copied().collect();
+        outputs.extend(held.iter().copied().filter(|n| keep(*n)));
+        for n in g.ids().filter(|n| alive[n.index()] && !cone[n.index()] && !stage.done.contains_key(n)) {
+            outputs.extend(g.node(n).inputs.iter().copied().filter(|x| keep(*x)));
+        }
+
+        let mut part = Graph::new();
+        let mut map: HashMap<NodeId, NodeId> = HashMap::new();
+        let mut inputs = vec![];
+        for n in g.ids().filter(|n| cone[n.index()]) {
+            let node = g.node(n);
+            part.span = node.span.clone();
+            let new = if stage.done.contains_key(&n) {
+                inputs.push(n);
+                part.input(&format!("v{}", inputs.len()), node.ty.clone())
+            } else {
+                let lost = || Error::internal("a stage lost an operand");
+                let operands = node.inputs.iter().map(|x| map.get(x).copied().ok_or_else(lost));
+                part.push_unchecked(Node { inputs: operands.collect::<Result<_>>()?, ..node.clone() })
+            };
+            map.insert(n, new);
+        }
+        part.span = Span::default();
+        for n in &outputs {
+            part.output(&format!("o{}", part.outputs().len()), map[n]);
+        }
+        let handles = inputs.into_iter().map(|n| stage.handle(n)).collect::<Result<Vec<_>>>()?;
+        let results = stage.engine.run(part, &handles)?;
+        if results.len() != outputs.len() {
+            return Err(Error::internal("the engine gave another number of outputs than the graph has"));
+        }
+        for (n, h) in outputs.iter().zip(results) {
+            stage.done.insert(*n, Source::Device(h));
+        }
+        stage.placement.stages += 1;
+        stage.mark = g.nodes().len();
+        // What nothing reaches any more is given back.
+        let alive = reach(g, held.iter().chain(&outputs).copied(), &stage.done);
+        stage.done.retain(|n, _| alive[n.index()]);
+        Ok(())
+    }
+
+    /// Has a long loop run in stages. `state` is what the loop carries on; `start` the number of nodes when it began.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] if the model grows past every bound, or past that of a graph that is built without a run.
+    pub fn pace(&mut self, state: &[Item], start: usize) -> Result<()> {
+        let n = self.g.nodes().len();
+        if n > MAX_NODES {
+            return Err(Error::unsupported(
+                format!("a model of more than {MAX_NODES} operations with its loops unrolled"),
+                "Bound the number of its iterations",
+            ));
+        }
+        match &self.stage {
+            None if n - start > UNROLLED_NODES => Err(self.no_engine("a long loop")),
+            Some(s) if n - s.mark > STAGE_NODES => {
+                let mut values = vec![];
+                state.iter().for_each(|i| i.tensors(&mut values));
+                let values: Vec<Value> = values.into_iter().filter(|v| v.host().is_none()).cloned().collect();
+                let ids = values.iter().map(|v| self.id(v)).collect::<Result<Vec<_>>>()?;
+                self.compute(&ids)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The values of items, all computed in one stage.
+    pub(super) fn results(&mut self, items: &[Item]) -> Result<Vec<Datum>> {
+        let mut values = vec![];
+        items.iter().for_each(|i| i.tensors(&mut values));
+        let mut ids = vec![];
+        for v in values {
+            if v.data()?.is_none() {
+                ids.push(self.id(v)?);
+            }
+        }
+        self.compute(&ids)?;
+        items.iter().map(|i| self.datum(i)).collect()
+    }
+
+    fn datum(&mut self, i: &Item) -> Result<Datum> {
+        Ok(match i {
+            Item::Tensor(v) => Datum::Tensor(match v.data()? {
+                Some(d) => d,
+                None => {
+                    let n = self.id(v)?;
+                    let stage = self.stage.as_mut().ok_or_else(|| Error::internal("the engine is gone"))?;
+                    match stage.done.get(&n) {
+                        Some(Source::Host(d)) => d.clone(),
+                        _ => {
+                            let h = stage.handle(n)?;
+                            stage.engine.read(&h)?
+                        }
+                    }
+                }
+            }),
+            Item::Text(t) => Datum::Text((**t).clone()),
+            Item::Sequence(s) => Datum::Sequence(s.iter().map(|i| self.datum(i)).collect::<Result<_>>()?),
+            Item::Optional(None) => Datum::Optional(None),
+            Item::Optional(Some(i)) => Datum::Optional(Some(Box::new(self.datum(i)?))),
+            Item::Map(m) => Datum::Map(m.0.clone(), Box::new(self.datum(&m.1)?)),
+        })
+    }
+
+    /// Elements that must be known now: axes, sizes, conditions. A staged run computes them. `what` names them in errors.
+    pub fn known<'v>(&mut self, v: &'v Value, what: &str) -> Result<&'v Host> {
+        if v.host().is_none() && self.stage.is_some() {
+            self.fetch(v, what)?;
+        }
+        if let Some(h) = v.host() {
+            return Ok(h);
+        }
+        if self.stage.is_some() {
+            return Err(Error::unsupported(
+                format!("{what} of type {}", v.ty),
+                "Values that steer a graph have at most 4096 elements",
+            ));
+        }
+        self.note_missing(v);
+        Err(self.no_engine(what))
+    }
+
+    /// As [`Builder::known`], as integers.
+    pub fn known_ints(&mut self, v: &Value, what: &str) -> Result<Vec<i64>> {
+        let h = self.known(v, what)?;
+        let one = |n: &Num| match n {
+            Num::Is(s) => Ok(s.as_i64()),
+            Num::Size(d) => Err(super::host::symbolic(*d)),
+        };
+        h.vals.iter().map(one).collect()
+    }
+
+    /// As [`Builder::known`], of a single element.
+    pub fn known_scalar(&mut self, v: &Value, what: &str) -> Result<halcyon_ir::Scalar> {
+        match self.known(v, what)?.vals[..] {
+            [Num::Is(s)] => Ok(s),
+            [Num::Size(d)] => Err(super::host::symbolic(d)),
+            _ => Err(Error::shape(what, format!("one element expected, not {}", v.ty)).at(&self.g.span)),
+        }
+    }
+}
