@@ -10,15 +10,19 @@ pub(super) fn direct(c: &Composite, opset: i64) -> bool {
     let shape = |k: usize| inputs.get(k).map(|i| c.body.shape(i.node));
     let d = inputs.first().map(|i| c.body.dtype(i.node));
     match &*c.name {
-        "softmax" | "log_softmax" | "batch_norm" => true,
-        // Statistics are taken in f32, which is less than f64 has.
-        "layer_norm" | "rms_norm" if d == Some(DType::F64) => false,
+        "softmax" | "log_softmax" => true,
+        // Statistics are taken in f32 and attributes are f32, which is less than f64 has.
+        "batch_norm" | "layer_norm" | "rms_norm" if d == Some(DType::F64) => false,
+        "batch_norm" => true,
         "layer_norm" => {
             let Some(axis) = c.int("axis").and_then(|a| usize::try_from(a).ok()) else { return false };
             let Some(rest) = shape(0).and_then(|s| s.get(axis..)) else { return false };
             (1..inputs.len()).all(|k| shape(k).is_some_and(|s| **s == *rest))
         }
-        "rms_norm" => opset >= 23 && matches!((shape(0), shape(1)), (Some(x), Some(s)) if s.rank() == 1 && x.last() == s.last()),
+        "rms_norm" => {
+            opset >= 23
+                && matches!((shape(0), shape(1)), (Some(x), Some(s)) if s.rank() == 1 && x.last() == s.last())
+        }
         "attention" if opset < 23 || d == Some(DType::F64) => false,
         // Without a cache the operator's causal mask starts at the first key; ours ends at the last.
         "attention" => {

@@ -4,7 +4,9 @@ use super::super::proto::*;
 use super::{STATES, ir_version, ops};
 use bytes::Bytes;
 use halcyon_ir::graph::Node;
-use halcyon_ir::{ConstData, DType, Dim, Dims, Error, Graph, NodeId, Op, Result, Scalar, Shape, Span, TensorType};
+use halcyon_ir::{
+    ConstData, DType, Dim, Dims, Error, Graph, NodeId, Op, Result, Scalar, Shape, Span, TensorType,
+};
 use std::collections::{HashMap, HashSet};
 use std::rc::Rc;
 use std::sync::Arc;
@@ -105,7 +107,8 @@ impl<'g> Emitter<'g> {
             if !e.names.insert(o.name.to_string())
                 && e.values[o.node.index()].as_ref().is_none_or(|v| *v.name != *o.name)
             {
-                let what = format!("'{}' is the name of an input and of another value that is an output", o.name);
+                let what =
+                    format!("'{}' is the name of an input and of another value that is an output", o.name);
                 return Err(Error::argument("export", what));
             }
         }
@@ -142,8 +145,10 @@ impl<'g> Emitter<'g> {
         }
         self.outputs()?;
 
-        let ports = |name: &str, ty: &TensorType| ValueInfoProto { name: name.into(), r#type: Some(type_proto(ty)) };
-        let mut input: Vec<ValueInfoProto> = g.inputs().iter().map(|i| ports(&i.name, g.ty(i.node))).collect();
+        let ports =
+            |name: &str, ty: &TensorType| ValueInfoProto { name: name.into(), r#type: Some(type_proto(ty)) };
+        let mut input: Vec<ValueInfoProto> =
+            g.inputs().iter().map(|i| ports(&i.name, g.ty(i.node))).collect();
         input.extend(args.iter().map(|a| ports(&a.name, &a.ty)));
         let output: Vec<ValueInfoProto> = g.outputs().iter().map(|o| ports(&o.name, g.ty(o.node))).collect();
         let outputs: HashSet<&str> = g.outputs().iter().map(|o| &*o.name).collect();
@@ -192,7 +197,9 @@ impl<'g> Emitter<'g> {
         let mut renamed: HashMap<Rc<str>, Rc<str>> = HashMap::new();
         let mut copies: Vec<(Val, Rc<str>)> = vec![];
         for o in self.g.outputs() {
-            let v = self.values[o.node.index()].clone().ok_or_else(|| Error::internal("an output was not written"))?;
+            let v = self.values[o.node.index()]
+                .clone()
+                .ok_or_else(|| Error::internal("an output was not written"))?;
             let name: Rc<str> = (&*o.name).into();
             if v.name == name {
                 continue;
@@ -339,7 +346,13 @@ impl<'g> Emitter<'g> {
     }
 
     /// A node with a result for each of the types, of which there is at least one.
-    pub fn node_of(&mut self, op: &str, x: &[&Val], attrs: Vec<AttributeProto>, ty: Vec<TensorType>) -> Vec<Val> {
+    pub fn node_of(
+        &mut self,
+        op: &str,
+        x: &[&Val],
+        attrs: Vec<AttributeProto>,
+        ty: Vec<TensorType>,
+    ) -> Vec<Val> {
         let base = op.to_lowercase();
         let out: Vec<Val> = ty.into_iter().map(|ty| Val { name: self.fresh(&base), ty }).collect();
         let name = self.node_name(op);
@@ -416,7 +429,13 @@ impl<'g> Emitter<'g> {
         // A size that is there already need not be asked for: the operator broadcasts both ways.
         let lead = shape.rank() - x.rank();
         let ask: Vec<Dim> = (0..shape.rank())
-            .map(|k| if k >= lead && shape[k].known().is_none() && x.shape()[k - lead] == shape[k] { Dim::from(1) } else { shape[k] })
+            .map(|k| {
+                if k >= lead && shape[k].known().is_none() && x.shape()[k - lead] == shape[k] {
+                    Dim::from(1)
+                } else {
+                    shape[k]
+                }
+            })
             .collect();
         let to = self.dims(&ask)?;
         Ok(self.node("Expand", &[x, &to], vec![], TensorType { dtype: x.dtype(), shape: shape.clone() }))
@@ -560,5 +579,8 @@ pub(super) fn float(name: &str, f: f64) -> AttributeProto {
     AttributeProto { f: f as f32, ..attribute(name, super::super::proto::attribute::FLOAT) }
 }
 pub(super) fn text(name: &str, s: &'static str) -> AttributeProto {
-    AttributeProto { s: Bytes::from_static(s.as_bytes()), ..attribute(name, super::super::proto::attribute::STRING) }
+    AttributeProto {
+        s: Bytes::from_static(s.as_bytes()),
+        ..attribute(name, super::super::proto::attribute::STRING)
+    }
 }

@@ -37,6 +37,10 @@ pub(super) fn node(e: &mut Emitter<'_>, id: NodeId) -> Result<Val> {
                 ReduceKind::Max => ("ReduceMax", EXTREME),
                 ReduceKind::Min => ("ReduceMin", EXTREME),
             };
+            // Over nothing, which a wider type would answer with its own range.
+            if axes.iter().any(|&a| x[0].shape()[a].is(0)) {
+                return e.full(&ty, kind.identity(ty.dtype));
+            }
             let axes: Vec<i64> = axes.iter().map(|&a| a as i64).collect();
             within(e, name, types, &x, true, |e, x| {
                 let axes = e.ints(&axes)?;
@@ -144,7 +148,14 @@ fn bitcast(e: &mut Emitter<'_>, x: &Val, ty: &TensorType) -> Result<Val> {
 }
 
 /// Scattering of whole rows, as ScatterND with the axis in front.
-fn scatter_rows(e: &mut Emitter<'_>, base: &Val, at: &Val, updates: &Val, axis: usize, kind: ScatterKind) -> Result<Val> {
+fn scatter_rows(
+    e: &mut Emitter<'_>,
+    base: &Val,
+    at: &Val,
+    updates: &Val,
+    axis: usize,
+    kind: ScatterKind,
+) -> Result<Val> {
     let (r, q) = (base.rank(), at.rank());
     let front: Vec<usize> = (axis..axis + 1).chain(0..axis).chain(axis + 1..r).collect();
     let rows: Vec<usize> = (axis..axis + q).chain(0..axis).chain(axis + q..r - 1 + q).collect();
@@ -176,7 +187,14 @@ fn argsort(e: &mut Emitter<'_>, x: &Val, axis: usize, descending: bool) -> Resul
 
 /// Running sums are CumSum and running products CumProd. The others, and products in older operator sets, combine with what lies 1, 2,
 /// 4, … places before (Hillis and Steele 1986).
-fn scan(e: &mut Emitter<'_>, kind: ReduceKind, x: &Val, axis: usize, exclusive: bool, reverse: bool) -> Result<Val> {
+fn scan(
+    e: &mut Emitter<'_>,
+    kind: ReduceKind,
+    x: &Val,
+    axis: usize,
+    exclusive: bool,
+    reverse: bool,
+) -> Result<Val> {
     let direct = match kind {
         ReduceKind::Sum => Some("CumSum"),
         ReduceKind::Prod if e.opset >= 26 => Some("CumProd"),
@@ -249,7 +267,10 @@ fn bounds(size: Dim, a: &SliceAxis, len: Dim) -> Result<Bounds> {
     }
     let step = Dim::from(a.step.unsigned_abs() as usize);
     let end = a.start.add(len.offset(-1).mul(step)).offset(1);
-    if a.step == 1 && end == size && let Some(start) = a.start.known() {
+    if a.step == 1
+        && end == size
+        && let Some(start) = a.start.known()
+    {
         return Ok(Bounds::Known(start as i64, i64::MAX));
     }
     Ok(Bounds::Computed(a.start, end))
@@ -290,7 +311,14 @@ pub(super) fn flip(e: &mut Emitter<'_>, x: &Val, axes: &[usize]) -> Result<Val> 
 }
 
 /// `len` elements from `start` by `step` along one axis, which must be inside.
-pub(super) fn narrow(e: &mut Emitter<'_>, x: &Val, axis: usize, start: usize, step: usize, len: Dim) -> Result<Val> {
+pub(super) fn narrow(
+    e: &mut Emitter<'_>,
+    x: &Val,
+    axis: usize,
+    start: usize,
+    step: usize,
+    len: Dim,
+) -> Result<Val> {
     let mut all = vec![SliceAxis { start: Dim::from(0), step: 1 }; x.rank()];
     all[axis] = SliceAxis { start: Dim::from(start), step: step as i64 };
     let mut to = x.shape().clone();

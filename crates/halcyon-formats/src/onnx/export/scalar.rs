@@ -41,10 +41,14 @@ struct Row(S, &'static str, How);
 /// Op, classes of operands (as in [`halcyon_ir::scalar_op`]), spelling. The first row that fits is taken.
 const TABLE: &[Row] = &[
     Row(S::Neg, "fi", Op("Neg", SIGNED)),
-    Row(S::Neg, "u", Formula("0 - x", |e, x| {
-        let zero = e.like(&x[0], 0i64)?;
-        e.calc("Sub", &[&zero, &x[0]])
-    })),
+    Row(
+        S::Neg,
+        "u",
+        Formula("0 - x", |e, x| {
+            let zero = e.like(&x[0], 0i64)?;
+            e.calc("Sub", &[&zero, &x[0]])
+        }),
+    ),
     Row(S::Abs, "fiu", Op("Abs", NUMBERS)),
     Row(S::Sign, "fiu", Op("Sign", NUMBERS)),
     Row(S::Not, "b", Op("Not", BOOL)),
@@ -52,53 +56,78 @@ const TABLE: &[Row] = &[
     Row(S::Floor, "f", Op("Floor", FLOATS)),
     Row(S::Ceil, "f", Op("Ceil", FLOATS)),
     Row(S::Round, "f", Op("Round", FLOATS_22)),
-    Row(S::Trunc, "f", Formula("Where(x < 0, Ceil(x), Floor(x))", |e, x| {
-        let zero = e.like(&x[0], 0.0)?;
-        let (low, up, down) = (e.test("Less", &x[0], &zero)?, e.calc("Ceil", &[&x[0]])?, e.calc("Floor", &[&x[0]])?);
-        e.calc("Where", &[&low, &up, &down])
-    })),
+    Row(
+        S::Trunc,
+        "f",
+        Formula("Where(x < 0, Ceil(x), Floor(x))", |e, x| {
+            let zero = e.like(&x[0], 0.0)?;
+            let (low, up, down) =
+                (e.test("Less", &x[0], &zero)?, e.calc("Ceil", &[&x[0]])?, e.calc("Floor", &[&x[0]])?);
+            e.calc("Where", &[&low, &up, &down])
+        }),
+    ),
     Row(S::Sqrt, "f", Op("Sqrt", FLOATS)),
-    Row(S::Rsqrt, "f", Formula("Reciprocal(Sqrt(x))", |e, x| {
-        let r = e.calc("Sqrt", &[&x[0]])?;
-        e.calc("Reciprocal", &[&r])
-    })),
+    Row(
+        S::Rsqrt,
+        "f",
+        Formula("Reciprocal(Sqrt(x))", |e, x| {
+            let r = e.calc("Sqrt", &[&x[0]])?;
+            e.calc("Reciprocal", &[&r])
+        }),
+    ),
     Row(S::Recip, "f", Op("Reciprocal", FLOATS)),
     Row(S::Exp, "f", Op("Exp", FLOATS)),
-    Row(S::Exp2, "f", Formula("Pow(2, x)", |e, x| {
-        let two = e.like(&x[0], 2.0)?;
-        e.calc("Pow", &[&two, &x[0]])
-    })),
+    Row(
+        S::Exp2,
+        "f",
+        Formula("Pow(2, x)", |e, x| {
+            let two = e.like(&x[0], 2.0)?;
+            e.calc("Pow", &[&two, &x[0]])
+        }),
+    ),
     // Without the cancellation of exp(x) - 1 near 0.
-    Row(S::Expm1, "f", Formula("Tanh(x / 2) * (Exp(x) + 1)", |e, x| {
-        let (half, one) = (e.like(&x[0], 0.5)?, e.like(&x[0], 1.0)?);
-        let h = e.calc("Mul", &[&x[0], &half])?;
-        let t = e.calc("Tanh", &[&h])?;
-        let p = e.calc("Exp", &[&x[0]])?;
-        let p = e.calc("Add", &[&p, &one])?;
-        e.calc("Mul", &[&t, &p])
-    })),
+    Row(
+        S::Expm1,
+        "f",
+        Formula("Tanh(x / 2) * (Exp(x) + 1)", |e, x| {
+            let (half, one) = (e.like(&x[0], 0.5)?, e.like(&x[0], 1.0)?);
+            let h = e.calc("Mul", &[&x[0], &half])?;
+            let t = e.calc("Tanh", &[&h])?;
+            let p = e.calc("Exp", &[&x[0]])?;
+            let p = e.calc("Add", &[&p, &one])?;
+            e.calc("Mul", &[&t, &p])
+        }),
+    ),
     Row(S::Log, "f", Op("Log", FLOATS)),
-    Row(S::Log2, "f", Formula("Log(x) / ln 2", |e, x| {
-        let k = e.like(&x[0], std::f64::consts::LOG2_E)?;
-        let l = e.calc("Log", &[&x[0]])?;
-        e.calc("Mul", &[&l, &k])
-    })),
+    Row(
+        S::Log2,
+        "f",
+        Formula("Log(x) / ln 2", |e, x| {
+            let k = e.like(&x[0], std::f64::consts::LOG2_E)?;
+            let l = e.calc("Log", &[&x[0]])?;
+            e.calc("Mul", &[&l, &k])
+        }),
+    ),
     // log((1 + z) / (1 - z)) = 2 atanh(z) with z = x / (2 + x), which loses nothing near 0.
-    Row(S::Log1p, "f", Formula("Where(|x| < 0.5, 2 * Atanh(x / (2 + x)), Log(1 + x))", |e, x| {
-        let (half, one, two) = (e.like(&x[0], 0.5)?, e.like(&x[0], 1.0)?, e.like(&x[0], 2.0)?);
-        let a = e.calc("Abs", &[&x[0]])?;
-        let near = e.test("Less", &a, &half)?;
-        // Outside, where the quotient leaves the domain, 0 stands in.
-        let zero = e.like(&x[0], 0.0)?;
-        let small = e.calc("Where", &[&near, &x[0], &zero])?;
-        let d = e.calc("Add", &[&small, &two])?;
-        let z = e.calc("Div", &[&small, &d])?;
-        let z = e.calc("Atanh", &[&z])?;
-        let z = e.calc("Mul", &[&z, &two])?;
-        let p = e.calc("Add", &[&x[0], &one])?;
-        let l = e.calc("Log", &[&p])?;
-        e.calc("Where", &[&near, &z, &l])
-    })),
+    Row(
+        S::Log1p,
+        "f",
+        Formula("Where(|x| < 0.5, 2 * Atanh(x / (2 + x)), Log(1 + x))", |e, x| {
+            let (half, one, two) = (e.like(&x[0], 0.5)?, e.like(&x[0], 1.0)?, e.like(&x[0], 2.0)?);
+            let a = e.calc("Abs", &[&x[0]])?;
+            let near = e.test("Less", &a, &half)?;
+            // Outside, where the quotient leaves the domain, 0 stands in.
+            let zero = e.like(&x[0], 0.0)?;
+            let small = e.calc("Where", &[&near, &x[0], &zero])?;
+            let d = e.calc("Add", &[&small, &two])?;
+            let z = e.calc("Div", &[&small, &d])?;
+            let z = e.calc("Atanh", &[&z])?;
+            let z = e.calc("Mul", &[&z, &two])?;
+            let p = e.calc("Add", &[&x[0], &one])?;
+            let l = e.calc("Log", &[&p])?;
+            e.calc("Where", &[&near, &z, &l])
+        }),
+    ),
     Row(S::Sin, "f", Op("Sin", FLOATS_22)),
     Row(S::Cos, "f", Op("Cos", FLOATS_22)),
     Row(S::Tan, "f", Op("Tan", FLOATS_22)),
@@ -114,10 +143,14 @@ const TABLE: &[Row] = &[
     Row(S::Erf, "f", Op("Erf", FLOATS)),
     Row(S::Sigmoid, "f", Op("Sigmoid", FLOATS)),
     Row(S::Silu, "f", Since(24, "Swish", FLOATS)),
-    Row(S::Silu, "f", Formula("x * Sigmoid(x)", |e, x| {
-        let s = e.calc("Sigmoid", &[&x[0]])?;
-        e.calc("Mul", &[&x[0], &s])
-    })),
+    Row(
+        S::Silu,
+        "f",
+        Formula("x * Sigmoid(x)", |e, x| {
+            let s = e.calc("Sigmoid", &[&x[0]])?;
+            e.calc("Mul", &[&x[0], &s])
+        }),
+    ),
     Row(S::Gelu, "f", Op("Gelu", FLOATS)),
     Row(S::GeluTanh, "f", With("Gelu", FLOATS, || text("approximate", "tanh"))),
     Row(S::Relu, "fi", Op("Relu", SIGNED)),
@@ -130,37 +163,55 @@ const TABLE: &[Row] = &[
     Row(S::Rem, "fiu", With("Mod", NUMBERS, || int("fmod", 1))),
     Row(S::Mod, "iu", Op("Mod", INTS)),
     // The operator has the divisor's sign on integers only.
-    Row(S::Mod, "f", Formula("r = Mod(x, y, fmod = 1); Where(r != 0 and (r < 0) != (y < 0), r + y, r)", |e, x| {
-        let zero = e.like(&x[0], 0.0)?;
-        let r = e.calc("Mod", &[&x[0], &x[1]])?;
-        e.set_last(int("fmod", 1));
-        let (a, b) = (e.test("Less", &r, &zero)?, e.test("Less", &x[1], &zero)?);
-        let differ = e.test("Xor", &a, &b)?;
-        let none = e.test("Equal", &r, &zero)?;
-        let some = e.map("Not", &[&none], Bool)?;
-        let both = e.test("And", &differ, &some)?;
-        let s = e.calc("Add", &[&r, &x[1]])?;
-        e.calc("Where", &[&both, &s, &r])
-    })),
-    Row(S::Pow, "fiu", Op("Pow", POW)),
-    Row(S::Atan2, "f", Formula("Atan(y / x), by quadrant: ±pi where x < 0, ±pi/2 where x = 0", |e, v| {
-        use std::f64::consts::{FRAC_PI_2, PI};
-        let (y, x) = (&v[0], &v[1]);
-        let zero = e.like(x, 0.0)?;
-        let left = e.test("Less", x, &zero)?;
-        let below = e.test("Less", y, &zero)?;
-        let on = e.test("Equal", x, &zero)?;
-        let q = e.calc("Div", &[y, x])?;
-        let a = e.calc("Atan", &[&q])?;
-        let (plus, minus) = (e.like(x, PI)?, e.like(x, -PI)?);
-        let turn = e.calc("Where", &[&below, &minus, &plus])?;
-        let turned = e.calc("Add", &[&a, &turn])?;
-        let a = e.calc("Where", &[&left, &turned, &a])?;
-        let s = e.calc("Sign", &[y])?;
-        let quarter = e.like(x, FRAC_PI_2)?;
-        let axis = e.calc("Mul", &[&s, &quarter])?;
-        e.calc("Where", &[&on, &axis, &a])
-    })),
+    Row(
+        S::Mod,
+        "f",
+        Formula("r = Mod(x, y, fmod = 1); Where(r != 0 and (r < 0) != (y < 0), r + y, r)", |e, x| {
+            let zero = e.like(&x[0], 0.0)?;
+            let r = e.calc("Mod", &[&x[0], &x[1]])?;
+            e.set_last(int("fmod", 1));
+            let (a, b) = (e.test("Less", &r, &zero)?, e.test("Less", &x[1], &zero)?);
+            let differ = e.test("Xor", &a, &b)?;
+            let none = e.test("Equal", &r, &zero)?;
+            let some = e.map("Not", &[&none], Bool)?;
+            let both = e.test("And", &differ, &some)?;
+            let s = e.calc("Add", &[&r, &x[1]])?;
+            e.calc("Where", &[&both, &s, &r])
+        }),
+    ),
+    Row(S::Pow, "fi", Op("Pow", POW)),
+    Row(S::Pow, "u", Formula("Pow in a signed type", power)),
+    Row(
+        S::Atan2,
+        "f",
+        Formula(
+            "Atan(|y| / |x|), taken from pi where x < 0, with the sign of y; signs of zeros count",
+            |e, v| {
+                let (y, x) = (&v[0], &v[1]);
+                let (zero, one) = (e.like(x, 0.0)?, e.like(x, 1.0)?);
+                // A zero has its sign where its reciprocal is infinite.
+                let negative = |e: &mut Emitter<'_>, v: &Val| {
+                    let r = e.calc("Reciprocal", &[v])?;
+                    let (a, b) = (e.test("Less", v, &zero)?, e.test("Less", &r, &zero)?);
+                    e.test("Or", &a, &b)
+                };
+                let (left, below) = (negative(e, x)?, negative(e, y)?);
+                let (ax, ay) = (e.calc("Abs", &[x])?, e.calc("Abs", &[y])?);
+                // The quotient of equals, of which two zeros and two infinities have none.
+                let equal = e.test("Equal", &ax, &ay)?;
+                let none = e.test("Equal", &ay, &zero)?;
+                let same = e.calc("Where", &[&none, &zero, &one])?;
+                let q = e.calc("Div", &[&ay, &ax])?;
+                let q = e.calc("Where", &[&equal, &same, &q])?;
+                let a = e.calc("Atan", &[&q])?;
+                let pi = e.like(x, std::f64::consts::PI)?;
+                let other = e.calc("Sub", &[&pi, &a])?;
+                let a = e.calc("Where", &[&left, &other, &a])?;
+                let minus = e.calc("Neg", &[&a])?;
+                e.calc("Where", &[&below, &minus, &a])
+            },
+        ),
+    ),
     Row(S::Min, "fiu", Op("Min", NUMBERS)),
     Row(S::Min, "b", Op("And", BOOL)),
     Row(S::Max, "fiu", Op("Max", NUMBERS)),
@@ -174,10 +225,14 @@ const TABLE: &[Row] = &[
     Row(S::Shl, "u", With("BitShift", SHIFT, || text("direction", "LEFT"))),
     Row(S::Shr, "u", With("BitShift", SHIFT, || text("direction", "RIGHT"))),
     Row(S::Eq, "fiub", Op("Equal", ANY)),
-    Row(S::Ne, "fiub", Formula("Not(x = y)", |e, x| {
-        let t = e.test("Equal", &x[0], &x[1])?;
-        e.map("Not", &[&t], Bool)
-    })),
+    Row(
+        S::Ne,
+        "fiub",
+        Formula("Not(x = y)", |e, x| {
+            let t = e.test("Equal", &x[0], &x[1])?;
+            e.map("Not", &[&t], Bool)
+        }),
+    ),
     Row(S::Lt, "fiu", Op("Less", NUMBERS)),
     Row(S::Lt, "b", Formula("Not(x) and y", |e, x| implied(e, &x[0], &x[1], "And"))),
     Row(S::Le, "fiu", Op("LessOrEqual", NUMBERS)),
@@ -186,10 +241,14 @@ const TABLE: &[Row] = &[
     Row(S::Gt, "b", Formula("x and Not(y)", |e, x| implied(e, &x[1], &x[0], "And"))),
     Row(S::Ge, "fiu", Op("GreaterOrEqual", NUMBERS)),
     Row(S::Ge, "b", Formula("x or Not(y)", |e, x| implied(e, &x[1], &x[0], "Or"))),
-    Row(S::Fma, "f", Formula("x * y + z", |e, x| {
-        let p = e.calc("Mul", &[&x[0], &x[1]])?;
-        e.calc("Add", &[&p, &x[2]])
-    })),
+    Row(
+        S::Fma,
+        "f",
+        Formula("x * y + z", |e, x| {
+            let p = e.calc("Mul", &[&x[0], &x[1]])?;
+            e.calc("Add", &[&p, &x[2]])
+        }),
+    ),
     Row(S::Select, "fiub", Op("Where", ANY)),
     Row(S::Threefry, "u", Formula("its twenty rounds of Add, BitShift and BitwiseXor", threefry)),
 ];
@@ -198,6 +257,30 @@ const TABLE: &[Row] = &[
 fn implied(e: &mut Emitter<'_>, a: &Val, b: &Val, op: &str) -> Result<Val> {
     let n = e.map("Not", &[a], Bool)?;
     e.test(op, &n, b)
+}
+
+/// Powers wrap alike in every type that is as wide, but an exponent of 2^63 and more would be negative in i64: there an odd base gives
+/// what the exponent's other bits give (the odd residues have order 2^62), an even one 0.
+fn power(e: &mut Emitter<'_>, x: &[Val]) -> Result<Val> {
+    let (base, exponent) = (&x[0], &x[1]);
+    let d = base.dtype();
+    let to = if d == U64 || d == U32 { I64 } else { I32 };
+    if d != U64 {
+        let (b, p) = (e.cast(base, to), e.cast(exponent, to));
+        let y = e.calc("Pow", &[&b, &p])?;
+        return Ok(e.cast(&y, d));
+    }
+    let (low, one, zero) =
+        (e.like(base, Scalar::U(i64::MAX as u64))?, e.like(base, Scalar::U(1))?, e.like(base, Scalar::U(0))?);
+    let rest = e.calc("BitwiseAnd", &[exponent, &low])?;
+    let (b, p) = (e.cast(base, to), e.cast(&rest, to));
+    let y = e.calc("Pow", &[&b, &p])?;
+    let y = e.cast(&y, d);
+    let odd = e.calc("BitwiseAnd", &[base, &one])?;
+    let even = e.test("Equal", &odd, &zero)?;
+    let high = e.test("Greater", exponent, &low)?;
+    let gone = e.test("And", &even, &high)?;
+    e.calc("Where", &[&gone, &zero, &y])
 }
 
 /// See [`halcyon_ir::scalar_op::threefry`].
@@ -292,9 +375,8 @@ pub(super) fn within(
 pub(super) fn scalar(e: &mut Emitter<'_>, op: S, x: &[Val]) -> Result<Val> {
     let select = op.row().rule == Rule::Select;
     let on = x.get(usize::from(select)).map_or(Bool, |v| v.dtype());
-    let fits = |r: &&Row| {
-        r.0 == op && r.1.contains(letter(on)) && !matches!(r.2, Since(v, ..) if v > e.opset)
-    };
+    let fits =
+        |r: &&Row| r.0 == op && r.1.contains(letter(on)) && !matches!(r.2, Since(v, ..) if v > e.opset);
     let row = TABLE.iter().find(fits).ok_or_else(|| {
         Error::unsupported(format!("the scalar op {} on {on} in ONNX", op.name()), "Write it as other ops")
     })?;
@@ -325,7 +407,8 @@ pub fn spellings() -> impl Iterator<Item = (S, &'static str, String)> {
             Op(o, _) => (*o).to_string(),
             With(o, _, a) => {
                 let a = a();
-                let v = if a.s.is_empty() { a.i.to_string() } else { String::from_utf8_lossy(&a.s).into_owned() };
+                let v =
+                    if a.s.is_empty() { a.i.to_string() } else { String::from_utf8_lossy(&a.s).into_owned() };
                 format!("{o}({} = {v})", a.name)
             }
             Since(v, o, _) => format!("{o} (from operator set {v} on)"),

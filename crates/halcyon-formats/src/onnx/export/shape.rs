@@ -111,7 +111,12 @@ impl Emitter<'_> {
                 "Give concrete sizes before exporting",
             ));
         };
-        Ok(self.node("Shape", &[&x], vec![int("start", k), int("end", k + 1)], TensorType::new(DType::I64, [1usize])))
+        Ok(self.node(
+            "Shape",
+            &[&x],
+            vec![int("start", k), int("end", k + 1)],
+            TensorType::new(DType::I64, [1usize]),
+        ))
     }
 
     /// The target of a Reshape from one shape to another, and whether a 0 in it means a size of 0 (it means "as before" otherwise).

@@ -100,7 +100,9 @@ fn transposed(
     }
     let Some(out) = w.shape()[0].known() else { return Ok(None) };
     let (g, s) = (c.groups, w.shape().clone());
-    let split = |a: Dim, b: Dim| -> Shape { [Dim::from(g), a, b].into_iter().chain(s[2..].iter().copied()).collect() };
+    let split = |a: Dim, b: Dim| -> Shape {
+        [Dim::from(g), a, b].into_iter().chain(s[2..].iter().copied()).collect()
+    };
     let per = Dim::from(out / g);
     let v = e.reshape(w, &split(per, s[1]))?;
     let perm: Vec<usize> = [0, 2, 1].into_iter().chain(3..v.rank()).collect();
@@ -166,24 +168,31 @@ pub(super) fn pool(e: &mut Emitter<'_>, p: &Pool, x: &Val, to: &Shape) -> Result
         return Ok(e.cast(&y, d));
     }
     let one = std::slice::from_ref(x);
-    within(e, if max { "MaxPool" } else { "AveragePool" }, if max { MAX } else { FLOATS_22 }, one, true, |e, x| {
-        let ty = TensorType { dtype: x[0].dtype(), shape: to.clone() };
-        let (x, p) = match p.kind {
-            _ if !wide(p) => (x[0].clone(), p.clone()),
-            PoolKind::Max => (padded(e, p, &x[0], lowest(x[0].dtype()))?, without_padding(p)),
-            PoolKind::Avg { count_include_pad: true } => {
-                (padded(e, p, &x[0], Scalar::F(0.0))?, without_padding(p))
-            }
-            PoolKind::Avg { .. } => {
-                return Err(Error::unsupported(
-                    "an average that leaves out padding as wide as its kernel",
-                    "Use less padding",
-                ));
-            }
-        };
-        let name = if max { "MaxPool" } else { "AveragePool" };
-        Ok(e.node(name, &[&x], attributes(&p), ty))
-    })
+    within(
+        e,
+        if max { "MaxPool" } else { "AveragePool" },
+        if max { MAX } else { FLOATS_22 },
+        one,
+        true,
+        |e, x| {
+            let ty = TensorType { dtype: x[0].dtype(), shape: to.clone() };
+            let (x, p) = match p.kind {
+                _ if !wide(p) => (x[0].clone(), p.clone()),
+                PoolKind::Max => (padded(e, p, &x[0], lowest(x[0].dtype()))?, without_padding(p)),
+                PoolKind::Avg { count_include_pad: true } => {
+                    (padded(e, p, &x[0], Scalar::F(0.0))?, without_padding(p))
+                }
+                PoolKind::Avg { .. } => {
+                    return Err(Error::unsupported(
+                        "an average that leaves out padding as wide as its kernel",
+                        "Use less padding",
+                    ));
+                }
+            };
+            let name = if max { "MaxPool" } else { "AveragePool" };
+            Ok(e.node(name, &[&x], attributes(&p), ty))
+        },
+    )
 }
 
 /// A maximum pool as the maximum of strided slices, one for each place in the kernel.
@@ -261,7 +270,8 @@ fn avg_grad(e: &mut Emitter<'_>, p: &Pool, x: &Val, dy: &Val, all: bool) -> Resu
     };
     let share = e.calc("Div", &[&wide, &count])?;
     let rows = x.shape()[0].mul(x.shape()[1]);
-    let apart = |s: &Shape| -> Shape { [rows, Dim::from(1)].into_iter().chain(s[2..].iter().copied()).collect() };
+    let apart =
+        |s: &Shape| -> Shape { [rows, Dim::from(1)].into_iter().chain(s[2..].iter().copied()).collect() };
     let share = e.reshape(&share, &apart(dy.shape()))?;
     let mut c = Conv::new(n);
     c.dilation = p.dilation.clone();
