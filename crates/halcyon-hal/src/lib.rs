@@ -14,6 +14,7 @@ pub mod backend;
 pub mod cache;
 #[cfg(feature = "cpu")]
 pub mod cpu;
+pub mod host;
 pub mod noop;
 #[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]
 pub mod opencl;
@@ -215,6 +216,13 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     fn info(&self) -> &DeviceInfo;
     fn counters(&self) -> Counters;
     fn memory(&self) -> MemoryStats;
+
+    /// Bytes that buffers can still take: what the limit leaves, and no more than the machine has where the device lives in its
+    /// memory. `None` where neither is known.
+    fn available(&self) -> Option<u64> {
+        let m = self.memory();
+        m.limit.map(|l| l.saturating_sub(m.allocated))
+    }
 
     /// At least `bytes` bytes (0 gives a valid empty buffer).
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef>;

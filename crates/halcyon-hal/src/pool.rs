@@ -38,7 +38,7 @@ pub struct Block<S: Source> {
 /// Rounds up to one of eight steps per power of two, at least 256 bytes: at most 12.5 % is lost.
 fn size_class(bytes: usize) -> usize {
     let b = bytes.max(256);
-    let step = (b.next_power_of_two() >> 4).max(64);
+    let step = (b.checked_next_power_of_two().unwrap_or(1 << (usize::BITS - 1)) >> 4).max(64);
     b.div_ceil(step).saturating_mul(step)
 }
 
@@ -66,7 +66,7 @@ impl<S: Source> Pool<S> {
             next: "Use a smaller batch, or raise the memory limit".into(),
         };
         if let Some(l) = s.stats.limit
-            && s.stats.allocated + class as u64 > l
+            && s.stats.allocated.saturating_add(class as u64) > l
         {
             return Err(oom(&s, l, "over the limit set for this device".into()));
         }
@@ -186,6 +186,7 @@ mod tests {
 
     #[test]
     fn size_classes_waste_little() {
+        assert_eq!(size_class(usize::MAX), usize::MAX);
         for b in [1, 255, 256, 257, 5000, 1 << 20, (1 << 20) + 1] {
             let c = size_class(b);
             assert!(c >= b && (b <= 512 || c as f64 <= b as f64 * 1.13), "{b} {c}");

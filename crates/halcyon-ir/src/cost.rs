@@ -10,15 +10,21 @@ fn distinct(v: &View) -> usize {
 
 /// `(flops, bytes)` of one execution. A multiply-add counts two.
 pub fn of(op: &Op, inputs: &[Operand], output: &Operand) -> (u64, u64) {
+    // Counts of work can be far larger than counts of elements: they stop at the largest number.
     let n = output.view.numel() as u64;
+    let count = |d: &[usize]| d.iter().fold(1u64, |a, n| a.saturating_mul(*n as u64));
     let size = |k: usize| inputs.get(k).map_or(0, |o| o.view.numel() as u64);
     let flops = match op {
-        Op::Matmul => 2 * n * inputs.first().and_then(|a| a.view.shape.last()).map_or(0, |k| *k as u64),
-        Op::Conv(_) => {
-            2 * n * inputs.get(1).map_or(0, |w| w.view.shape[1..].iter().product::<usize>() as u64)
+        Op::Matmul => {
+            let k = inputs.first().and_then(|a| a.view.shape.last()).map_or(0, |k| *k as u64);
+            n.saturating_mul(k).saturating_mul(2)
         }
-        Op::Pool(p) => n * p.kernel.iter().product::<usize>() as u64,
-        Op::PoolGrad(p) => size(1) * p.kernel.iter().product::<usize>() as u64,
+        Op::Conv(_) => {
+            let k = inputs.get(1).map_or(0, |w| count(w.view.shape.get(1..).unwrap_or(&[])));
+            n.saturating_mul(k).saturating_mul(2)
+        }
+        Op::Pool(p) => n.saturating_mul(count(&p.kernel)),
+        Op::PoolGrad(p) => size(1).saturating_mul(count(&p.kernel)),
         Op::ArgReduce { .. } | Op::Scan { .. } => size(0),
         Op::ArgSort { axis, .. } => {
             let len = inputs.first().map_or(1, |x| x.view.shape[*axis].max(2)) as f64;
@@ -28,14 +34,15 @@ pub fn of(op: &Op, inputs: &[Operand], output: &Operand) -> (u64, u64) {
             // Two products of [sq, sk] by d, and the softmax between.
             "attention" if inputs.len() >= 2 => {
                 let (q, k) = (&inputs[0].view.shape, &inputs[1].view.shape);
-                let scores = (q[0] * q[1] * q[2] * k[2]) as u64;
-                scores * (4 * q[3] as u64 + 12)
+                let scores = count(&[q[0], q[1], q[2], k[2]]);
+                scores.saturating_mul(4 * q[3] as u64 + 12)
             }
             _ => 8 * n,
         },
         _ => 0,
     };
-    let read: u64 = inputs.iter().map(|o| o.dtype.bytes(distinct(&o.view)) as u64).sum();
+    let read: u64 =
+        inputs.iter().map(|o| o.dtype.bytes(distinct(&o.view)) as u64).fold(0, u64::saturating_add);
     let moved = match op {
         // Only the rows that are picked or replaced move.
         Op::Gather { .. } | Op::GatherElements { .. } => {

@@ -97,7 +97,7 @@ impl Fused {
             .map(|i| if let InstrKind::Op(o) = i.kind { o.row().flops as u64 } else { 0 })
             .sum::<u64>()
             + self.outs.iter().filter(|o| o.reduce.is_some()).count() as u64;
-        per * self.space.iter().product::<usize>() as u64
+        per.saturating_mul(self.space.iter().product::<usize>() as u64)
     }
 
     /// Bytes moved when every load reads each distinct element once.

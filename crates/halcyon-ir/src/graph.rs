@@ -66,6 +66,9 @@ pub struct Graph {
 /// First bytes and version of a serialised graph.
 const MAGIC: &[u8; 8] = b"HALCGRF1";
 
+/// Composites inside composites that a serialised graph may have. Ours have three.
+const MAX_DEPTH: usize = 16;
+
 impl Graph {
     pub fn new() -> Graph {
         Graph::default()
@@ -117,6 +120,9 @@ impl Graph {
             let tys: SmallVec<[&TensorType; 4]> = inputs.iter().map(|i| self.ty(*i)).collect();
             op.infer(&tys, want.as_ref()).map_err(|e| e.at(&self.span))?
         };
+        if let Some(why) = ty.fault() {
+            return Err(Error::shape(op.name(), why).at(&self.span));
+        }
         Ok(self.push_unchecked(Node { op, inputs: inputs.into(), ty, span: self.span.clone() }))
     }
 
@@ -581,12 +587,11 @@ impl Graph {
     pub fn to_bytes(&self) -> Result<Vec<u8>> {
         let mut g = self.clone();
         let mut blobs = vec![];
-        for n in &mut g.nodes {
-            if let Op::Const(c) = &mut n.op {
-                c.blob = blobs.len() as u32;
-                blobs.push(c.clone());
-            }
-        }
+        g.each_const(0, &mut |c| {
+            c.blob = blobs.len() as u32;
+            blobs.push(c.clone());
+            Ok(())
+        })?;
         let head =
             serde_json::to_vec(&g).map_err(|e| Error::internal(format!("graph does not serialise: {e}")))?;
         let mut out = MAGIC.to_vec();
@@ -614,36 +619,104 @@ impl Graph {
             .ok_or_else(|| bad("header length overflows"))?;
         let head = b.get(16..end).ok_or_else(|| bad("the header is longer than the file"))?;
         let mut g: Graph = serde_json::from_slice(head).map_err(|e| bad(&format!("header: {e}")))?;
+        g.well_formed(0).map_err(|w| bad(&w))?;
         let mut at = end;
-        for (i, n) in g.nodes.iter_mut().enumerate() {
-            if n.inputs.iter().any(|x| x.index() >= i) {
-                return Err(bad("an operand comes after its user"));
-            }
-            if let Op::Const(c) = &mut n.op {
-                let n = c
-                    .dims
-                    .iter()
-                    .try_fold(1usize, |a, d| a.checked_mul(*d))
-                    .ok_or_else(|| bad("a constant is too large"))?;
-                let stop = at.checked_add(c.dtype.bytes(n)).ok_or_else(|| bad("a constant is too large"))?;
-                let data = b.get(at..stop).ok_or_else(|| bad("a constant's data is missing"))?.to_vec();
-                c.attach(Arc::new(data))?;
-                at = stop;
-            }
+        g.each_const(0, &mut |c| {
+            let n = c
+                .dims
+                .iter()
+                .try_fold(1usize, |a, d| a.checked_mul(*d))
+                .ok_or_else(|| bad("a constant is too large"))?;
+            let stop = at.checked_add(c.dtype.bytes(n)).ok_or_else(|| bad("a constant is too large"))?;
+            let data = b.get(at..stop).ok_or_else(|| bad("a constant's data is missing"))?.to_vec();
+            at = stop;
+            c.attach(Arc::new(data))
+        })?;
+        if at != b.len() {
+            return Err(bad("bytes at the end belong to no constant"));
         }
         g.check()?;
         Ok(g)
     }
 
+    /// Every constant in node order, those in the bodies of composites where these stand.
+    fn each_const(&mut self, depth: usize, f: &mut dyn FnMut(&mut ConstData) -> Result<()>) -> Result<()> {
+        for n in &mut self.nodes {
+            match &mut n.op {
+                Op::Const(c) => f(c)?,
+                Op::Composite(c) if depth < MAX_DEPTH && c.body.has_const(depth) => {
+                    Arc::make_mut(c).body.each_const(depth + 1, f)?
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn has_const(&self, depth: usize) -> bool {
+        self.nodes.iter().any(|n| match &n.op {
+            Op::Const(_) => true,
+            Op::Composite(c) => depth < MAX_DEPTH && c.body.has_const(depth + 1),
+            _ => false,
+        })
+    }
+
+    /// Whether every number in the graph names what is there. What is wrong, if not.
+    fn well_formed(&self, depth: usize) -> Result<(), String> {
+        if depth > MAX_DEPTH {
+            return Err(format!("composites are nested deeper than {MAX_DEPTH}"));
+        }
+        for (i, n) in self.nodes.iter().enumerate() {
+            if n.inputs.iter().any(|x| x.index() >= i) {
+                return Err(format!("operand of node {i} is not a node before it"));
+            }
+            match &n.op {
+                Op::Input(k) => {
+                    let spec = self.inputs.get(*k as usize).and_then(|s| self.nodes.get(s.node.index()));
+                    if spec.is_none_or(|s| s.ty != n.ty) {
+                        return Err(format!("node {i} is no declared input"));
+                    }
+                }
+                Op::Arg(k) if self.args.get(*k as usize) != Some(&n.ty.dtype) => {
+                    return Err(format!("node {i} is no declared argument"));
+                }
+                Op::Composite(c) => c.body.well_formed(depth + 1)?,
+                _ => {}
+            }
+        }
+        for (k, s) in self.inputs.iter().enumerate() {
+            match self.nodes.get(s.node.index()).map(|n| &n.op) {
+                Some(Op::Input(j)) if *j as usize == k => {}
+                _ => return Err(format!("input {k} is not a node of its own")),
+            }
+        }
+        if let Some(k) = self.outputs.iter().position(|o| o.node.index() >= self.nodes.len()) {
+            return Err(format!("output {k} is not a node"));
+        }
+        let ty = |n: NodeId| &self.nodes[n.index()].ty;
+        let paired = |(i, o): &(u32, u32)| match (self.inputs.get(*i as usize), self.outputs.get(*o as usize))
+        {
+            (Some(i), Some(o)) => ty(i.node) == ty(o.node),
+            _ => false,
+        };
+        match self.states.iter().all(paired) {
+            true => Ok(()),
+            false => Err("a state is no pair of an input and an output of one type".into()),
+        }
+    }
+
     /// Checks every node against its type rule.
     pub fn check(&self) -> Result<()> {
-        let known = |id: NodeId| id.index() < self.nodes.len();
-        let io = self.inputs.iter().map(|i| i.node).chain(self.outputs.iter().map(|o| o.node));
-        if !io.clone().all(known) {
-            return Err(Error::internal("graph: an input or output is not a node"));
-        }
+        self.well_formed(0).map_err(|w| Error::internal(format!("graph: {w}")))?;
+        self.check_types()
+    }
+
+    fn check_types(&self) -> Result<()> {
         for n in &self.nodes {
             let tys: Vec<&TensorType> = n.inputs.iter().map(|i| self.ty(*i)).collect();
+            if let Some(why) = n.ty.fault() {
+                return Err(Error::shape(n.op.name(), why).at(&n.span));
+            }
             let t = n.op.infer(&tys, Some(&n.ty)).map_err(|e| e.at(&n.span))?;
             if t != n.ty {
                 return Err(Error::internal(format!(
@@ -652,6 +725,9 @@ impl Graph {
                     n.ty,
                     n.span
                 )));
+            }
+            if let Op::Composite(c) = &n.op {
+                c.body.check_types().map_err(|e| e.at(&n.span))?;
             }
         }
         Ok(())
@@ -773,6 +849,55 @@ mod tests {
         let mut c = b.clone();
         c[8..16].copy_from_slice(&u64::MAX.to_le_bytes());
         assert!(Graph::from_bytes(&c).is_err());
+        let mut c = b.clone();
+        c.push(0);
+        assert!(Graph::from_bytes(&c).is_err());
+    }
+
+    #[test]
+    fn constants_in_bodies_are_serialised_and_bodies_are_checked() {
+        let mut g = Graph::new();
+        let x = g.input("x", TensorType::new(DType::F32, [3usize]));
+        let y = g
+            .composite("table", Default::default(), &[x], |g, x| {
+                let c = g.constant(ConstData::from_slice(&[3], &[1f32, 2.0, 4.0]).unwrap());
+                g.mul(x[0], c)
+            })
+            .unwrap();
+        g.output("y", y);
+        let b = g.to_bytes().unwrap();
+        assert_eq!(Graph::from_bytes(&b).unwrap(), g);
+        // In the header as text: operands, inputs, outputs and states that are not there, in the graph and in the body.
+        let len = u64::from_le_bytes(b[8..16].try_into().unwrap()) as usize;
+        let head = std::str::from_utf8(&b[16..16 + len]).unwrap();
+        let with = |head: &str| {
+            let mut v = MAGIC.to_vec();
+            v.extend((head.len() as u64).to_le_bytes());
+            v.extend(head.as_bytes());
+            v.extend(&b[16 + len..]);
+            Graph::from_bytes(&v)
+        };
+        assert_eq!(with(head).unwrap(), g);
+        for (from, to) in [
+            ("\"inputs\":[0,1]", "\"inputs\":[0,9]"),
+            ("\"inputs\":[0,1]", "\"inputs\":[0,2]"),
+            ("\"inputs\":[0]", "\"inputs\":[1]"),
+            ("\"Input\":0", "\"Input\":7"),
+            ("\"node\":2", "\"node\":3"),
+            ("\"node\":1", "\"node\":0"),
+            ("\"states\":[]", "\"states\":[[0,4]]"),
+            ("\"dims\":[3]", "\"dims\":[4]"),
+            ("\"dims\":[3]", "\"dims\":[2305843009213693952,4]"),
+            ("\"shape\":[3]", "\"shape\":[5]"),
+            ("\"shape\":[3]", "\"shape\":[9223372036854775807]"),
+        ] {
+            assert!(head.contains(from), "{from} is not in {head}");
+            for (at, _) in head.match_indices(from) {
+                let changed = [&head[..at], to, &head[at + from.len()..]].concat();
+                // An output may as well be the input.
+                assert!(with(&changed).is_err() || from == "\"node\":1", "{changed}");
+            }
+        }
     }
 
     #[test]

@@ -14,6 +14,23 @@ pub struct View {
     pub mask: Option<SmallVec<[(usize, usize); 4]>>,
 }
 
+/// Which of `len` places from `start` by `step` lie in `[lo, hi)`: they are consecutive.
+fn inside((lo, hi): (usize, usize), start: isize, step: isize, len: usize) -> (usize, usize) {
+    let (lo, hi, len) = (lo as isize, hi as isize, len as isize);
+    // The first place at or past a bound, seen in the direction of the walk: the quotient rounded up, as division by a
+    // negative number rounds it already.
+    let past = |bound: isize| {
+        let (q, r) = ((bound - start).div_euclid(step), (bound - start).rem_euclid(step));
+        q + isize::from(step > 0 && r != 0)
+    };
+    let (a, b) = match step > 0 {
+        true => (past(lo), past(hi)),
+        false => (past(hi - 1), past(lo - 1)),
+    };
+    let (a, b) = (a.clamp(0, len), b.clamp(0, len));
+    if a < b { (a as usize, b as usize) } else { (0, 0) }
+}
+
 /// Row-major strides of a dense tensor.
 pub fn dense_strides(shape: &[usize]) -> SmallVec<[isize; 6]> {
     let mut s: SmallVec<[isize; 6]> = SmallVec::from_elem(1, shape.len());
@@ -88,17 +105,13 @@ impl View {
     pub fn slice(&self, start: &[usize], step: &[isize], len: &[usize]) -> View {
         let mut v = self.clone();
         for k in 0..self.rank() {
+            // One element, or none, is walked by no step, whatever it is.
+            let step = if len[k] > 1 { step[k] } else { 1 };
             v.offset += start[k] as isize * self.strides[k];
-            v.strides[k] = self.strides[k] * step[k];
+            v.strides[k] = self.strides[k] * step;
             v.shape[k] = len[k];
             if let Some(m) = &mut v.mask {
-                let (lo, hi) = (m[k].0 as isize, m[k].1 as isize);
-                let at = |i: usize| start[k] as isize + i as isize * step[k];
-                let inside: Vec<usize> = (0..len[k]).filter(|&i| at(i) >= lo && at(i) < hi).collect();
-                m[k] = match (inside.first(), inside.last()) {
-                    (Some(a), Some(b)) => (*a, b + 1),
-                    _ => (0, 0),
-                };
+                m[k] = inside(m[k], start[k] as isize, step, len[k]);
             }
         }
         if v.numel() == 0 {
@@ -312,6 +325,32 @@ mod tests {
         assert_eq!(elements(&f), [None, None, Some(2), Some(1), Some(0), None]);
         assert_eq!(elements(&v.slice(&[0], &[2], &[3])), [None, Some(1), None]);
         assert_eq!(v.range(), Some((0, 2)));
+    }
+
+    #[test]
+    fn sliced_masks_are_found_without_walking() {
+        for (lo, hi) in [(0, 0), (0, 1), (2, 5), (3, 9), (0, 9)] {
+            for step in [-4isize, -3, -2, -1, 1, 2, 3, 4] {
+                for start in 0..9isize {
+                    for len in 0..9usize {
+                        let at = |i: usize| start + i as isize * step;
+                        let all: Vec<usize> =
+                            (0..len).filter(|&i| at(i) >= lo as isize && at(i) < hi as isize).collect();
+                        let want = all.first().map_or((0, 0), |a| (*a, a + all.len()));
+                        assert_eq!(
+                            inside((lo, hi), start, step, len),
+                            want,
+                            "{lo}..{hi} {start} {step} {len}"
+                        );
+                    }
+                }
+            }
+        }
+        let long = View::dense(&[1]).pad(&[0], &[1 << 40]).slice(&[1 << 40], &[-1], &[1 << 40]);
+        assert_eq!(long.mask.unwrap()[0], (0, 0));
+        // A step that nothing walks may be anything.
+        let v = View::dense(&[8]).slice(&[3], &[isize::MIN], &[1]);
+        assert_eq!((v.offset, v.shape[0]), (3, 1));
     }
 
     #[test]

@@ -225,11 +225,15 @@ fn window(
     if stride == 0 || dilation == 0 || in_dil == 0 || k == 0 {
         return Err(Error::argument(op, "kernel, stride and dilation must be at least 1"));
     }
-    let reach = ((k - 1) * dilation + 1) as i64;
+    // In 128 bits, products of two 64-bit numbers and sums of a few of them fit.
+    let wide = |n: usize| n as i128;
+    let reach = (wide(k) - 1) * wide(dilation) + 1;
+    let (lo, hi) = (i128::from(lo), i128::from(hi));
+    let far = || Error::shape(op, "kernel, stride, dilation or padding is out of range");
     match i.known() {
         Some(0) => Err(Error::shape(op, "a spatial dimension is empty")),
         Some(n) => {
-            let have = ((n - 1) * in_dil + 1) as i64 + lo + hi;
+            let have = (wide(n) - 1) * wide(in_dil) + 1 + lo + hi;
             if have < reach {
                 return Err(Error::shape(
                     op,
@@ -238,12 +242,12 @@ fn window(
                     ),
                 ));
             }
-            Ok(Dim::from(((have - reach) / stride as i64 + 1) as usize))
+            usize::try_from((have - reach) / wide(stride) + 1).map(Dim::from).map_err(|_| far())
         }
         None => Ok(i
             .offset(-1)
             .mul(Dim::from(in_dil))
-            .offset(1 + lo + hi - reach)
+            .offset(i64::try_from(1 + lo + hi - reach).map_err(|_| far())?)
             .div(Dim::from(stride))?
             .offset(1)),
     }
@@ -318,6 +322,7 @@ impl Op {
         let need_int = |d: DType| {
             if d.is_int() { Ok(()) } else { Err(bad(d, "an integer type is needed for indices")) }
         };
+        let amount = |n: usize| i64::try_from(n).map_err(|_| shape(format!("padding of {n} elements")));
         let axis_ok = |a: usize, s: &Shape| {
             if a < s.rank() { Ok(()) } else { Err(shape(format!("axis {a} is outside shape {s}"))) }
         };
@@ -484,8 +489,8 @@ impl Op {
                         op,
                         i[k + 2],
                         p.kernel[k],
-                        p.pad[k].0 as i64,
-                        p.pad[k].1 as i64,
+                        amount(p.pad[k].0)?,
+                        amount(p.pad[k].1)?,
                         p.stride[k],
                         p.dilation[k],
                         1,
@@ -578,7 +583,8 @@ impl Op {
             Op::Reshape => {
                 arity(1)?;
                 let w = wanted()?;
-                if w.shape.numel() != x[0].shape.numel() {
+                let n = w.shape.numel();
+                if n != x[0].shape.numel() || n.is_lost() {
                     return Err(shape(format!(
                         "{} has {} elements, {} has {}",
                         x[0].shape,
@@ -619,8 +625,8 @@ impl Op {
                     if let (Some(n), Some(st), Some(l)) = (s[k].known(), a.start.known(), w.shape[k].known())
                         && l > 0
                     {
-                        let last = st as i64 + (l as i64 - 1) * a.step;
-                        if st >= n || last < 0 || last >= n as i64 {
+                        let last = st as i128 + (l as i128 - 1) * i128::from(a.step);
+                        if st >= n || last < 0 || last >= n as i128 {
                             return Err(shape(format!(
                                 "{l} elements from {st} by {} leave axis {k} of {s}",
                                 a.step
@@ -636,7 +642,8 @@ impl Op {
                 if lo.len() != s.rank() || hi.len() != s.rank() {
                     return Err(shape(format!("one entry per axis of {s} is needed")));
                 }
-                let out = (0..s.rank()).map(|k| s[k].offset((lo[k] + hi[k]) as i64)).collect();
+                let grown = |k: usize| Ok(s[k].offset(amount(lo[k])?).offset(amount(hi[k])?));
+                let out = (0..s.rank()).map(grown).collect::<Result<_>>()?;
                 TensorType { dtype: x[0].dtype, shape: out }
             }
             Op::Concat { axis } => {

@@ -118,16 +118,16 @@ pub struct Plan {
 
 impl Plan {
     pub fn flops(&self) -> u64 {
-        self.steps.iter().map(|s| s.flops).sum()
+        self.steps.iter().fold(0, |n, s| n.saturating_add(s.flops))
     }
 
     pub fn bytes(&self) -> u64 {
-        self.steps.iter().map(|s| s.bytes).sum()
+        self.steps.iter().fold(0, |n, s| n.saturating_add(s.bytes))
     }
 
     /// Bytes of scratch, workspace included.
     pub fn scratch(&self) -> usize {
-        self.slots.iter().sum::<usize>() + self.workspace
+        self.slots.iter().fold(self.workspace, |n, s| n.saturating_add(*s))
     }
 
     /// Bytes of constants.

@@ -2,6 +2,10 @@
 //!
 //! A [`Dim`] is a non-negative integer or a polynomial over symbols in a normal form, so `b*s` equals `s*b`. Graphs may hold
 //! symbolic dimensions; plans never do: [`crate::Graph::bind`] replaces every symbol first.
+//!
+//! Arithmetic never wraps and never panics. A result outside 64 bits, or an expression over symbols that has grown past
+//! [`MAX_ATOMS`], is [`Dim::LOST`], and so is everything computed from it. A type that holds one is refused by
+//! [`TensorType::check`], which every node of a graph passes.
 
 use crate::error::{Error, Result};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -36,19 +40,52 @@ struct Interner {
 
 static INTERNER: LazyLock<RwLock<Interner>> = LazyLock::new(Default::default);
 
+/// Most axes that a tensor has. (NumPy takes 64 too.)
+pub const MAX_AXES: usize = 64;
+/// Most bytes that a tensor takes, sizes of zero counted as one: what a 64-bit process can address. Counts of elements, offsets
+/// and strides of such tensors, and sums of a few of them, fit an `isize`.
+pub const MAX_BYTES: u64 = 1 << 47;
+/// Symbols, quotients, maxima and terms in one expression, nested ones included.
+pub const MAX_ATOMS: usize = 256;
+
 /// One dimension: a size, or an expression over symbols.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Dim(i64);
 
+/// Atoms and terms of an expression, up to a little past [`MAX_ATOMS`].
+fn weight(p: &Poly) -> usize {
+    let mut n = p.len();
+    for a in p.iter().flat_map(|(a, _)| a) {
+        n += match a {
+            Atom::Sym(_) => 1,
+            Atom::Div(x, y) | Atom::Max(x, y) => 1 + weight(x) + weight(y),
+        };
+        if n > MAX_ATOMS {
+            break;
+        }
+    }
+    n
+}
+
 impl Dim {
+    /// A size outside 64 bits, or an expression that is too large to keep. It equals nothing that fits, has no value and
+    /// cannot be bound.
+    pub const LOST: Dim = Dim(i64::MIN);
+
     pub fn sym(name: &str) -> Dim {
         Dim::intern(vec![(vec![Atom::Sym(name.into())], 1)])
+    }
+
+    /// Whether this is [`Dim::LOST`].
+    pub fn is_lost(self) -> bool {
+        self == Dim::LOST
     }
 
     fn intern(p: Poly) -> Dim {
         match p.as_slice() {
             [] => return Dim(0),
             [(atoms, c)] if atoms.is_empty() && *c >= 0 => return Dim(*c),
+            _ if weight(&p) > MAX_ATOMS => return Dim::LOST,
             _ => {}
         }
         // A poisoned lock still holds a valid table: entries are only ever added whole.
@@ -65,7 +102,7 @@ impl Dim {
         Dim(id)
     }
 
-    /// The expression's terms.
+    /// The expression's terms. Not for [`Dim::LOST`], which is no expression.
     pub fn poly(self) -> Poly {
         match self.0 {
             0 => vec![],
@@ -83,46 +120,74 @@ impl Dim {
         self.known() == Some(n)
     }
 
-    fn combine(terms: impl IntoIterator<Item = (Vec<Atom>, i64)>) -> Dim {
+    fn combine(terms: impl IntoIterator<Item = Option<(Vec<Atom>, i64)>>) -> Dim {
         let mut m: BTreeMap<Vec<Atom>, i64> = BTreeMap::new();
-        for (a, c) in terms {
-            *m.entry(a).or_default() += c;
+        for t in terms {
+            let Some((a, c)) = t else { return Dim::LOST };
+            let sum = m.entry(a).or_default();
+            match sum.checked_add(c) {
+                Some(v) => *sum = v,
+                None => return Dim::LOST,
+            }
+            // What is kept is bounded; so is what is made on the way.
+            if m.len() > MAX_ATOMS {
+                return Dim::LOST;
+            }
         }
         Dim::intern(m.into_iter().filter(|(_, c)| *c != 0).collect())
     }
 
     pub fn mul(self, o: Dim) -> Dim {
-        if let (Some(a), Some(b)) = (self.known(), o.known())
-            && let Some(p) = a.checked_mul(b).filter(|p| *p <= i64::MAX as usize)
-        {
-            return Dim(p as i64);
+        match (self.known(), o.known()) {
+            (Some(a), Some(b)) => {
+                return a.checked_mul(b).and_then(|p| i64::try_from(p).ok()).map_or(Dim::LOST, Dim);
+            }
+            _ if self.is_lost() || o.is_lost() => return Dim::LOST,
+            _ => {}
         }
         let (a, b) = (self.poly(), o.poly());
         Dim::combine(a.iter().flat_map(|(x, c)| {
             b.iter().map(move |(y, d)| {
                 let mut v: Vec<Atom> = x.iter().chain(y).cloned().collect();
                 v.sort();
-                (v, c.saturating_mul(*d))
+                Some((v, c.checked_mul(*d)?))
             })
         }))
     }
 
     pub fn add(self, o: Dim) -> Dim {
-        Dim::combine(self.poly().into_iter().chain(o.poly()))
+        match (self.known(), o.known()) {
+            (Some(a), Some(b)) => (a as i64).checked_add(b as i64).map_or(Dim::LOST, Dim),
+            _ if self.is_lost() || o.is_lost() => Dim::LOST,
+            _ => Dim::combine(self.poly().into_iter().chain(o.poly()).map(Some)),
+        }
     }
 
     pub fn offset(self, by: i64) -> Dim {
-        Dim::combine(self.poly().into_iter().chain([(vec![], by)]))
+        match self.known().map(|n| (n as i64).checked_add(by)) {
+            Some(None) => Dim::LOST,
+            Some(Some(n)) if n >= 0 => Dim(n),
+            _ if self.is_lost() => Dim::LOST,
+            _ => Dim::combine(self.poly().into_iter().chain([(vec![], by)]).map(Some)),
+        }
     }
 
     pub fn sub(self, o: Dim) -> Dim {
-        Dim::combine(self.poly().into_iter().chain(o.poly().into_iter().map(|(a, c)| (a, -c))))
+        match (self.known(), o.known()) {
+            (Some(a), Some(b)) if a >= b => Dim((a - b) as i64),
+            _ if self.is_lost() || o.is_lost() => Dim::LOST,
+            _ => {
+                let minus = o.poly().into_iter().map(|(a, c)| Some((a, c.checked_neg()?)));
+                Dim::combine(self.poly().into_iter().map(Some).chain(minus))
+            }
+        }
     }
 
     pub fn max(self, o: Dim) -> Dim {
         match (self.known(), o.known()) {
             (Some(a), Some(b)) => Dim::from(a.max(b)),
             _ if self == o => self,
+            _ if self.is_lost() || o.is_lost() => Dim::LOST,
             _ => Dim::intern(vec![(vec![Atom::Max(self.poly(), o.poly())], 1)]),
         }
     }
@@ -135,11 +200,16 @@ impl Dim {
         if let (Some(a), Some(b)) = (self.known(), o.known()) {
             return Ok(Dim::from(a / b));
         }
+        if self.is_lost() || o.is_lost() {
+            return Ok(Dim::LOST);
+        }
+        let whole = || Dim::intern(vec![(vec![Atom::Div(self.poly(), o.poly())], 1)]);
         if let [(atoms, c)] = o.poly().as_slice() {
             let mut out = vec![];
             for (a, k) in self.poly() {
                 let mut rest = a.clone();
-                let ok = k % c == 0
+                // The lowest value by -1 has no quotient in 64 bits, hence no remainder either.
+                let ok = k.checked_rem(*c) == Some(0)
                     && atoms.iter().all(|x| match rest.iter().position(|y| y == x) {
                         Some(i) => {
                             rest.remove(i);
@@ -148,22 +218,39 @@ impl Dim {
                         None => false,
                     });
                 if !ok {
-                    return Ok(Dim::intern(vec![(vec![Atom::Div(self.poly(), o.poly())], 1)]));
+                    return Ok(whole());
                 }
-                out.push((rest, k / c));
+                out.push(k.checked_div(*c).map(|q| (rest, q)));
             }
             return Ok(Dim::combine(out));
         }
         if self == o {
             return Ok(Dim(1));
         }
-        Ok(Dim::intern(vec![(vec![Atom::Div(self.poly(), o.poly())], 1)]))
+        Ok(whole())
+    }
+
+    /// The error for a dimension that no tensor can have, `None` where it is fine or depends on symbols.
+    fn fault(self) -> Option<String> {
+        if self.0 >= 0 {
+            return None;
+        }
+        if self.is_lost() {
+            return Some("a size does not fit 64 bits, or is too long an expression".into());
+        }
+        match self.poly().as_slice() {
+            [(atoms, c)] if atoms.is_empty() => Some(format!("size {c} is negative")),
+            _ => None,
+        }
     }
 
     /// Replaces symbols by their values.
     pub fn bind(self, b: &Bindings) -> Result<Dim> {
         if self.0 >= 0 {
             return Ok(self);
+        }
+        if let Some(why) = self.fault() {
+            return Err(Error::shape("bind", why));
         }
         let v = eval_poly(&self.poly(), b)?;
         usize::try_from(v)
@@ -186,7 +273,9 @@ impl Dim {
                 }
             }
         }
-        walk(&self.poly(), out)
+        if !self.is_lost() {
+            walk(&self.poly(), out)
+        }
     }
 }
 
@@ -197,15 +286,18 @@ fn eval_poly(p: &Poly, b: &Bindings) -> Result<i64> {
         let mut t = *c;
         for a in atoms {
             let v = match a {
-                Atom::Sym(s) => *b.get(s).ok_or_else(|| {
-                    Error::shape("bind", format!("no size given for the symbolic dimension \"{s}\""))
-                })? as i64,
+                Atom::Sym(s) => {
+                    let n = *b.get(s).ok_or_else(|| {
+                        Error::shape("bind", format!("no size given for the symbolic dimension \"{s}\""))
+                    })?;
+                    i64::try_from(n).map_err(|_| overflow())?
+                }
                 Atom::Div(x, y) => {
                     let d = eval_poly(y, b)?;
                     if d == 0 {
                         return Err(Error::shape("bind", "division of a dimension by zero"));
                     }
-                    eval_poly(x, b)?.div_euclid(d)
+                    eval_poly(x, b)?.checked_div_euclid(d).ok_or_else(overflow)?
                 }
                 Atom::Max(x, y) => eval_poly(x, b)?.max(eval_poly(y, b)?),
             };
@@ -234,11 +326,12 @@ fn show(p: &Poly, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         } else if *c < 0 {
             f.write_str("-")?;
         }
-        if c.abs() != 1 || atoms.is_empty() {
-            write!(f, "{}", c.abs())?;
+        let size = c.unsigned_abs();
+        if size != 1 || atoms.is_empty() {
+            write!(f, "{size}")?;
         }
         for (j, a) in atoms.iter().enumerate() {
-            if j > 0 || c.abs() != 1 {
+            if j > 0 || size != 1 {
                 f.write_str("*")?;
             }
             match a {
@@ -260,6 +353,7 @@ impl fmt::Display for Dim {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.known() {
             Some(n) => write!(f, "{n}"),
+            None if self.is_lost() => f.write_str("(too large)"),
             None => show(&self.poly(), f),
         }
     }
@@ -290,20 +384,31 @@ fn to_repr(p: &Poly) -> Vec<(Vec<AtomRepr>, i64)> {
     };
     p.iter().map(|(a, c)| (a.iter().map(atom).collect(), *c)).collect()
 }
-fn of_repr(p: Vec<(Vec<AtomRepr>, i64)>) -> Poly {
-    let atom = |a: AtomRepr| match a {
-        AtomRepr::Sym(s) => Atom::Sym(s.into()),
-        AtomRepr::Div(x, y) => Atom::Div(of_repr(x), of_repr(y)),
-        AtomRepr::Max(x, y) => Atom::Max(of_repr(x), of_repr(y)),
+fn of_repr(p: Vec<(Vec<AtomRepr>, i64)>) -> Option<Poly> {
+    let atom = |a: AtomRepr| {
+        Some(match a {
+            AtomRepr::Sym(s) => Atom::Sym(s.into()),
+            AtomRepr::Div(x, y) => Atom::Div(of_repr(x)?, of_repr(y)?),
+            AtomRepr::Max(x, y) => Atom::Max(of_repr(x)?, of_repr(y)?),
+        })
     };
-    let mut v: Poly = p.into_iter().map(|(a, c)| (a.into_iter().map(atom).collect(), c)).collect();
-    v.sort();
-    v
+    // Into the normal form, whatever the file held.
+    let mut m: BTreeMap<Vec<Atom>, i64> = BTreeMap::new();
+    for (a, c) in p {
+        let mut a: Vec<Atom> = a.into_iter().map(atom).collect::<Option<_>>()?;
+        a.sort();
+        let sum = m.entry(a).or_default();
+        *sum = sum.checked_add(c)?;
+    }
+    let p: Poly = m.into_iter().filter(|(_, c)| *c != 0).collect();
+    (weight(&p) <= MAX_ATOMS).then_some(p)
 }
 impl Serialize for Dim {
     fn serialize<S: Serializer>(&self, s: S) -> std::result::Result<S::Ok, S::Error> {
         match self.known() {
             Some(n) => DimRepr::Known(n as i64),
+            // Reads back as an error, which it is.
+            None if self.is_lost() => DimRepr::Known(i64::MIN),
             None => DimRepr::Poly(to_repr(&self.poly())),
         }
         .serialize(s)
@@ -314,7 +419,9 @@ impl<'de> Deserialize<'de> for Dim {
         match DimRepr::deserialize(d)? {
             DimRepr::Known(n) if n >= 0 => Ok(Dim(n)),
             DimRepr::Known(n) => Err(serde::de::Error::custom(format!("negative dimension {n}"))),
-            DimRepr::Poly(p) => Ok(Dim::intern(of_repr(p))),
+            DimRepr::Poly(p) => of_repr(p)
+                .map(Dim::intern)
+                .ok_or_else(|| serde::de::Error::custom("a dimension is too long an expression")),
         }
     }
 }
@@ -442,6 +549,37 @@ impl TensorType {
     pub fn new(dtype: crate::DType, shape: impl Into<Shape>) -> TensorType {
         TensorType { dtype, shape: shape.into() }
     }
+
+    /// Refuses what no device can hold: more than [`MAX_AXES`] axes, a size that is negative or outside 64 bits, known sizes that
+    /// take more than [`MAX_BYTES`] (sizes of zero counted as one, so that strides fit as well).
+    ///
+    /// # Errors
+    /// [`Error::Shape`], which names `op`.
+    pub fn check(&self, op: &str) -> Result<()> {
+        match self.fault() {
+            None => Ok(()),
+            Some(why) => Err(Error::shape(op, why)),
+        }
+    }
+
+    /// What [`TensorType::check`] finds.
+    pub(crate) fn fault(&self) -> Option<String> {
+        if self.shape.rank() > MAX_AXES {
+            return Some(format!("{} axes; at most {MAX_AXES} are taken", self.shape.rank()));
+        }
+        let mut bits = u64::from(self.dtype.bits());
+        for d in self.shape.iter() {
+            match d.known() {
+                Some(n) => bits = bits.saturating_mul(n.max(1) as u64),
+                None => {
+                    if let Some(why) = d.fault() {
+                        return Some(format!("{self}: {why}"));
+                    }
+                }
+            }
+        }
+        (bits.div_ceil(8) > MAX_BYTES).then(|| format!("{self} is too large to address"))
+    }
 }
 impl fmt::Display for TensorType {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -464,6 +602,86 @@ mod tests {
         assert_eq!(odd.bind(&[("b".into(), 6)].into()).unwrap(), Dim::from(3));
         assert!(b.bind(&Bindings::new()).is_err());
         assert!(b.offset(-7).bind(&[("b".into(), 6)].into()).is_err());
+    }
+
+    #[test]
+    fn arithmetic_outside_64_bits_is_lost_and_stays_lost() {
+        let big = Dim::from(usize::MAX);
+        let b = Dim::sym("b");
+        let sym = b.mul(big);
+        assert_eq!(big.known(), Some(i64::MAX as usize));
+        for lost in [
+            big.mul(2.into()),
+            big.add(big),
+            big.offset(1),
+            sym.mul(sym),
+            sym.add(sym),
+            sym.mul(2.into()),
+            Dim::from(0).sub(sym).sub(sym).sub(b).sub(b),
+        ] {
+            assert!(lost.is_lost(), "{lost}");
+            assert_eq!(lost.known(), None);
+            assert!(lost.mul(b).is_lost() && lost.add(b).is_lost() && b.sub(lost).is_lost());
+            assert!(lost.max(b).is_lost() && b.div(lost).unwrap().is_lost() && lost.offset(-1).is_lost());
+            assert!(lost.bind(&[("b".into(), 6)].into()).is_err());
+            let mut names = Default::default();
+            lost.symbols(&mut names);
+            assert!(names.is_empty());
+            assert!(serde_json::from_str::<Dim>(&serde_json::to_string(&lost).unwrap()).is_err());
+        }
+        // The lowest number has no negation and no quotient by -1.
+        let low = Dim::from(0).offset(i64::MIN);
+        let minus = Dim::from(0).offset(-1);
+        assert!(low.sub(low).is_lost() && !low.div(minus).unwrap().to_string().is_empty());
+        assert!(b.mul(low).div(minus).unwrap().bind(&[("b".into(), 1)].into()).is_err());
+        assert!(b.bind(&[("b".into(), usize::MAX)].into()).is_err());
+    }
+
+    #[test]
+    fn expressions_do_not_grow_without_end() {
+        // Squares of a sum, quotients of quotients, maxima of maxima.
+        let (a, b) = (Dim::sym("a"), Dim::sym("b"));
+        let mut square = a.add(b);
+        let mut deep = a.offset(1);
+        let mut wide = a;
+        for i in 0..10_000 {
+            square = square.mul(square);
+            deep = deep.div(3.into()).unwrap().offset(1);
+            wide = wide.max(b.offset(i));
+        }
+        assert!(square.is_lost() && deep.is_lost() && wide.is_lost());
+        let mut e = a;
+        for _ in 0..50 {
+            e = e.offset(1).div(2.into()).unwrap();
+        }
+        assert_eq!(e.bind(&[("a".into(), 1 << 40)].into()).unwrap(), Dim::from(1));
+        let nested = "[[[{\"Sym\":\"a\"}],1],[[{\"Sym\":\"a\"}],9223372036854775807]]";
+        assert!(serde_json::from_str::<Dim>(nested).is_err());
+        // A file may list terms in any order, twice or with nothing in front.
+        let odd = "[[[{\"Sym\":\"b\"},{\"Sym\":\"a\"}],1],[[{\"Sym\":\"a\"},{\"Sym\":\"b\"}],1],[[],0]]";
+        assert_eq!(serde_json::from_str::<Dim>(odd).unwrap(), a.mul(b).mul(2.into()));
+    }
+
+    #[test]
+    fn types_that_nothing_can_hold_are_refused() {
+        use crate::DType::*;
+        let check = |d, s: Shape| TensorType::new(d, s).check("t");
+        check(F32, [1usize << 45].into()).unwrap();
+        check(F32, [Dim::sym("b"), 4.into()].into()).unwrap();
+        check(U8, vec![1usize; MAX_AXES].into()).unwrap();
+        for s in [
+            Shape::from([(1usize << 45) + 1]),
+            [1usize << 40, 1 << 40].into(),
+            [0usize, 1 << 40, 1 << 40].into(),
+            [usize::MAX].into(),
+            vec![1usize; MAX_AXES + 1].into(),
+            [Dim::sym("b"), (1usize << 50).into()].into(),
+            [Dim::LOST].into(),
+            [Dim::from(3).offset(-7)].into(),
+        ] {
+            assert!(matches!(check(F32, s.clone()), Err(Error::Shape { .. })), "{s}");
+        }
+        assert!(Shape::from([1usize << 40, 1 << 40]).numel().is_lost());
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! A plan with its programs and constants, ready to run any number of times.
 
 use crate::backend::Backend;
-use halcyon_hal::{BufferRef, Command, Program, Tag};
+use halcyon_hal::{BackendType, BufferRef, Command, Program, Tag};
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::plan::{Plan, StepWork, Storage};
 use halcyon_ir::{ConstData, Scalar};
@@ -61,8 +61,71 @@ pub struct Executable {
     fault_base: u32,
 }
 
+/// Refuses a plan that needs more memory than the device has left, before anything of it is allocated: scratch, outputs, and
+/// the constants that are copied to the device.
+fn fits(backend: &Backend, plan: &Plan) -> Result<()> {
+    let d = backend.device();
+    let total = |n: &mut dyn Iterator<Item = usize>| n.fold(0u64, |a, b| a.saturating_add(b as u64));
+    let outputs = total(&mut plan.buffers.iter().filter_map(|b| match b.storage {
+        Storage::Output(_) => Some(b.bytes),
+        _ => None,
+    }));
+    // The CPU reads constants where they are.
+    let constants = if d.as_target().caps().is_cpu && d.info().backend == BackendType::Cpu {
+        0
+    } else {
+        total(&mut plan.consts.iter().map(|c| c.bytes().len()))
+    };
+    let scratch = plan.scratch() as u64;
+    let need = scratch.saturating_add(outputs).saturating_add(constants);
+    // Finding out what is free costs more than a small plan. The pool checks its limit in any case.
+    if need < 16 << 20 {
+        return Ok(());
+    }
+    let Some(free) = d.available().filter(|free| need > *free) else { return Ok(()) };
+    // The step that asks for the most is the one to look at.
+    let largest = plan.steps.iter().max_by_key(|s| {
+        s.buffers.iter().rev().take(s.outputs).map(|b| plan.buffers[b.0 as usize].bytes).max().unwrap_or(0)
+    });
+    let at = largest.map_or(String::new(), |s| match &s.span.0 {
+        Some(at) => format!(", the most for {} at {at}", s.op),
+        None => format!(", the most for {}", s.op),
+    });
+    Err(Error::OutOfMemory {
+        device: d.info().id.clone(),
+        what: format!("the plan: scratch {scratch}, outputs {outputs}, constants {constants}{at}"),
+        requested: need,
+        free,
+        total: d.memory().limit.or(d.info().total_memory).unwrap_or(free),
+        next: "Use smaller inputs, or raise the memory limit".into(),
+    })
+}
+
+/// Zeroed memory of the host, or an error where there is none.
+pub(crate) fn host_bytes(bytes: usize, what: &str) -> Result<Vec<u8>> {
+    let none = |free, total| Error::OutOfMemory {
+        device: "the host".into(),
+        what: what.into(),
+        requested: bytes as u64,
+        free,
+        total,
+        next: "Use smaller inputs".into(),
+    };
+    // Small amounts are not worth a look at the system.
+    if bytes >= 64 << 20
+        && let Some((free, total)) = halcyon_hal::host::memory()
+        && bytes as u64 > free
+    {
+        return Err(none(free, total));
+    }
+    // Asked for once so that a refusal is an error, and then as zero pages, which cost nothing until they are written.
+    Vec::<u8>::new().try_reserve_exact(bytes).map_err(|_| none(0, 0))?;
+    Ok(vec![0; bytes])
+}
+
 impl Executable {
     pub(crate) fn new(backend: &Backend, plan: Plan) -> Result<Executable> {
+        fits(backend, &plan)?;
         let programs = plan
             .steps
             .iter()
@@ -191,7 +254,7 @@ impl Executable {
                         .iter()
                         .zip(&step_buffers[i])
                         .map(|(o, b)| {
-                            let mut bytes = vec![0u8; o.dtype.bytes(o.view.numel())];
+                            let mut bytes = host_bytes(o.dtype.bytes(o.view.numel()), &s.op)?;
                             d.read(b, 0, &mut bytes)?;
                             ConstData::new(o.dtype, &o.view.shape, Arc::new(bytes))
                         })

@@ -1,7 +1,7 @@
 //! Running a whole graph (a loaded model) with host data in and out.
 
 use crate::backend::Backend;
-use crate::executable::Executable;
+use crate::executable::{Executable, host_bytes};
 use halcyon_hal::{BufferRef, Tag};
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::plan::Receipt;
@@ -97,7 +97,7 @@ impl Session {
             .iter()
             .zip(out)
             .map(|(o, b)| {
-                let mut bytes = vec![0u8; o.dtype.bytes(o.dims.iter().product())];
+                let mut bytes = host_bytes(o.dtype.bytes(o.dims.iter().product()), "an output")?;
                 d.read(b, 0, &mut bytes)?;
                 ConstData::new(o.dtype, &o.dims, Arc::new(bytes))
             })

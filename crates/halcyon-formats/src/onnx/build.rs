@@ -57,6 +57,11 @@ impl Value {
         Value::constant(TensorType::new(data.dtype, &data.dims), Span::new(name), Data::Bytes(data))
     }
 
+    /// A constant that an operator made; it belongs to the node that uses it.
+    pub fn table(data: ConstData) -> Value {
+        Value::constant(TensorType::new(data.dtype, &data.dims), Span::default(), Data::Bytes(data))
+    }
+
     pub fn rank(&self) -> usize {
         self.ty.shape.rank()
     }
@@ -121,6 +126,10 @@ pub struct Builder {
     pub(super) stage: Option<Stage>,
     /// Nodes that values refer to.
     held: HashMap<NodeId, Weak<Held>>,
+    /// Takes part in the seed of every random operator without one of its own. 0 if nothing sets it.
+    pub base_seed: u64,
+    /// How often a seed was made for a node of this name.
+    pub(super) draws: HashMap<String, u64>,
 }
 
 /// One axis of a slice, resolved.

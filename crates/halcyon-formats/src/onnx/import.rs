@@ -9,6 +9,7 @@ use super::node::Call;
 use super::ops::{self, Build};
 use super::order::{Order, order};
 use super::proto::{FunctionProto, GraphProto, NodeProto, OperatorSetIdProto};
+use super::sparse;
 use super::stage::{Engine, Placement};
 use super::tensor;
 use crate::bad;
@@ -44,8 +45,10 @@ pub fn node_name(n: &NodeProto, index: usize) -> String {
 
 /// Graphs inside graphs and functions inside functions may be nested this deep.
 const DEPTH: usize = 64;
-/// Nodes that the functions and graphs of a model may come to when they are expanded, iterations of loops included.
-const EXPANDED: usize = 1 << 22;
+/// Nodes that a model may come to when its functions are expanded.
+const EXPANDED: usize = 1 << 17;
+/// Nodes that a model may come to with the iterations of its loops.
+const WALKED: usize = 1 << 24;
 
 /// Names and their values while a graph is walked.
 #[derive(Debug)]
@@ -72,6 +75,8 @@ pub(super) struct Walk<'m> {
     bodies: RefCell<HashMap<*const NodeProto, Rc<GraphProto>>>,
     depth: Cell<usize>,
     walked: Cell<usize>,
+    /// Nodes of the bodies above.
+    expanded: Cell<usize>,
 }
 
 impl<'m> Walk<'m> {
@@ -83,6 +88,7 @@ impl<'m> Walk<'m> {
             bodies: RefCell::default(),
             depth: Cell::new(0),
             walked: Cell::new(0),
+            expanded: Cell::new(0),
         }
     }
 
@@ -147,11 +153,22 @@ impl<'m> Walk<'m> {
             }
         }
 
+        for t in &g.sparse_initializer {
+            let name = t.values.as_ref().map_or("", |v| v.name.as_str());
+            if order.reads.contains(name) {
+                b.g.span = Span::new(name);
+                let v = sparse::decode(t, &m.external, &m.file)?.value(b)?;
+                if scope.vars.insert(name.to_string(), v.into()).is_some() {
+                    return Err(what(name));
+                }
+            }
+        }
+
         for (at, &i) in order.nodes.iter().enumerate() {
             self.walked.set(self.walked.get() + 1);
-            if self.walked.get() > EXPANDED {
+            if self.walked.get() > WALKED {
                 return Err(Error::unsupported(
-                    format!("{}: more than {EXPANDED} nodes with functions and loops expanded", m.file),
+                    format!("{}: more than {WALKED} nodes with its loops unrolled", m.file),
                     "Bound the number of iterations",
                 ));
             }
@@ -240,6 +257,13 @@ impl<'m> Walk<'m> {
             Some(g) => g,
             None => {
                 let g = Rc::new(function::body(f, n, &self.m.file)?);
+                self.expanded.set(self.expanded.get() + g.node.len());
+                if self.expanded.get() > EXPANDED {
+                    return Err(Error::unsupported(
+                        format!("{}: more than {EXPANDED} nodes with functions expanded", self.m.file),
+                        "Call fewer functions from functions",
+                    ));
+                }
                 self.bodies.borrow_mut().insert(n, g.clone());
                 g
             }

@@ -262,15 +262,13 @@ fn inputs_that_steer_shapes_are_fixed_by_value() {
 
 #[test]
 fn what_is_not_a_tensor_is_named() {
+    let element = port("", DType::F32, &["2"]).r#type.map(Box::new);
+    let seq = TypeValue::Sequence(Box::new(ElementType { elem_type: element }));
+    let seq = TypeProto { value: Some(seq) };
+    let m = with(|g| g.input[0].r#type = Some(seq));
+    assert!(matches!(import(m), Err(Error::Unsupported { what, .. }) if what.contains("a sequence")));
     let seq = TypeProto { value: Some(TypeValue::Sequence(Box::default())) };
-    assert!(matches!(import(with(|g| g.input[0].r#type = Some(seq))), Err(Error::Unsupported { .. })));
-    assert!(matches!(
-        import(with(|g| g.sparse_initializer.push(SparseTensorProto::default()))),
-        Err(Error::Unsupported { .. })
-    ));
-    let mut m = mlp();
-    m.functions.push(FunctionProto { name: "Relu".into(), ..Default::default() });
-    assert!(matches!(import(m), Err(Error::UnsupportedOps(u)) if u[0].reason.contains("functions")));
+    assert!(matches!(import(with(|g| g.input[0].r#type = Some(seq))), Err(Error::Format { .. })));
     let mut m = mlp();
     m.opset_import[0].version = 99;
     assert!(matches!(import(m), Err(Error::UnsupportedOps(u)) if u.len() == 2));
@@ -323,4 +321,18 @@ proptest::proptest! {
             }
         }
     }
+}
+
+#[test]
+fn sparse_weights_take_part_as_dense_ones() {
+    let s = SparseTensorProto {
+        values: Some(super::tensor::encode(&t(&[2], &[3f32, -1.0]), "w")),
+        indices: Some(super::tensor::encode(&ints(&[1, 2]), "")),
+        dims: vec![3],
+    };
+    let mut m = model(17, port("x", DType::F32, &["3"]), vec![node("Mul", &["x", "w"], &["y"])], &[]);
+    m.graph.as_mut().unwrap().sparse_initializer.push(s);
+    let i = import(m).unwrap();
+    let y = reference::run(&i.graph, &[t(&[3], &[5f32, 5.0, 5.0])]).remove(0);
+    assert_eq!(y.to_vec::<f64>(), [0.0, 15.0, -5.0]);
 }

@@ -4,12 +4,14 @@ use super::function;
 use super::import::{self, Imported, Outcome};
 use super::item::Datum;
 use super::ops;
+use super::order;
 use super::proto::{
     self, DimValue, FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TypeProto,
     TypeValue, ValueInfoProto,
 };
 use super::stage::{Engine, Placement};
 use super::tensor::{self, External};
+use super::wire;
 use crate::bad;
 use bytes::Bytes;
 use halcyon_ir::error::UnsupportedOp;
@@ -140,7 +142,7 @@ impl Model {
 
     /// As [`Model::open`], of a model in memory; `file` names it in errors.
     pub fn parse(data: Bytes, external: External, file: &str) -> Result<Model> {
-        // Nesting is bounded by the decoder (100 messages).
+        wire::check(&data, wire::Kind::Model, file)?;
         let proto = ModelProto::decode(data).map_err(|e| bad(file, format!("not an ONNX model: {e}")))?;
         Model::new(proto, external, file)
     }
@@ -173,7 +175,7 @@ impl Model {
     /// [`Error::Unsupported`] for inputs that are not tensors of a type in [`DType`]; [`Error::Format`].
     pub fn inputs(&self) -> Result<Vec<Port>> {
         let g = self.graph()?;
-        let weights: HashSet<&str> = g.initializer.iter().map(|t| t.name.as_str()).collect();
+        let weights: HashSet<&str> = order::initializers(g).collect();
         g.input.iter().filter(|v| !weights.contains(v.name.as_str())).map(|v| self.port(v)).collect()
     }
 
@@ -195,12 +197,6 @@ impl Model {
     /// [`Error::Unsupported`] for other parts of the format that it lacks.
     pub fn check(&self, backend: &str) -> Result<()> {
         let g = self.graph()?;
-        if !g.sparse_initializer.is_empty() {
-            return Err(Error::unsupported(
-                format!("{} holds sparse weights", self.file),
-                "Export the model with dense weights",
-            ));
-        }
         let mut check = Check {
             functions: self.functions(),
             backend,
@@ -302,8 +298,9 @@ fn refuse(n: &NodeProto, opset: i64, in_function: bool) -> Option<String> {
     if opset < row.since {
         return Some(format!("supported from operator set {} on", row.since));
     }
-    if opset > ops::LATEST {
-        return Some(format!("operator sets after {} are not known", ops::LATEST));
+    let latest = ops::latest(&n.domain);
+    if opset > latest {
+        return Some(format!("operator sets after {latest} are not known"));
     }
     if !in_function && n.attribute.iter().any(|a| !a.ref_attr_name.is_empty()) {
         return Some("refers to an attribute of a function outside one".into());

@@ -16,10 +16,16 @@ pub(super) struct Order {
     pub(super) reads: HashSet<String>,
 }
 
+/// Names of a graph's weights.
+pub(super) fn initializers(g: &GraphProto) -> impl Iterator<Item = &str> {
+    let sparse = g.sparse_initializer.iter().filter_map(|s| s.values.as_ref());
+    g.initializer.iter().chain(sparse).map(|t| t.name.as_str())
+}
+
 /// Names that a graph reads and does not define.
 fn free<'g>(g: &'g GraphProto, out: &mut Vec<&'g str>) {
     let mut own: HashSet<&str> = g.input.iter().map(|v| v.name.as_str()).collect();
-    own.extend(g.initializer.iter().map(|t| t.name.as_str()));
+    own.extend(initializers(g));
     own.extend(g.node.iter().flat_map(|n| &n.output).map(String::as_str));
     let mut reads = vec![];
     for n in &g.node {
@@ -31,12 +37,11 @@ fn free<'g>(g: &'g GraphProto, out: &mut Vec<&'g str>) {
 }
 
 pub(super) fn order(g: &GraphProto, file: &str) -> Result<Order> {
-    let leaves: HashSet<&str> = g
-        .input
-        .iter()
-        .map(|v| v.name.as_str())
-        .chain(g.initializer.iter().map(|t| t.name.as_str()))
-        .collect();
+    let leaves: HashSet<&str> = g.input.iter().map(|v| v.name.as_str()).chain(initializers(g)).collect();
+    let mut seen = HashSet::new();
+    if let Some(v) = g.input.iter().find(|v| !seen.insert(v.name.as_str())) {
+        return Err(bad(file, format!("input '{}' is declared twice", v.name)));
+    }
     let mut producer: HashMap<&str, usize> = HashMap::new();
     for (i, n) in g.node.iter().enumerate() {
         for o in n.output.iter().filter(|o| !o.is_empty()) {

@@ -106,8 +106,8 @@ pub struct AttributeProto {
     pub r#type: i32,
     #[prost(string, tag = "21")]
     pub ref_attr_name: String,
-    #[prost(message, optional, tag = "22")]
-    pub sparse_tensor: Option<SparseTensorProto>,
+    #[prost(message, optional, boxed, tag = "22")]
+    pub sparse_tensor: Option<Box<SparseTensorProto>>,
     #[prost(message, repeated, tag = "23")]
     pub sparse_tensors: Vec<SparseTensorProto>,
 }

@@ -99,7 +99,7 @@ impl CpuDevice {
         let counts = Arc::new(Counts::default());
         let limit = options.memory_limit.or(info.total_memory);
         let caps = Caps {
-            storage: DType::all().collect(),
+            storage: DType::native().collect(),
             f64: true,
             i64: true,
             f16_arithmetic: false,
@@ -219,6 +219,10 @@ impl Device for CpuDevice {
 
     fn memory(&self) -> MemoryStats {
         self.pool.stats()
+    }
+
+    fn available(&self) -> Option<u64> {
+        crate::host::at_most(&self.memory())
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {

@@ -175,6 +175,14 @@ impl Device for OpenClDevice {
         self.pool.stats()
     }
 
+    fn available(&self) -> Option<u64> {
+        let m = self.memory();
+        match self.info.unified_memory {
+            true => crate::host::at_most(&m),
+            false => m.limit.map(|l| l.saturating_sub(m.allocated)),
+        }
+    }
+
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
         Ok(Arc::new(ClBuffer { block: self.pool.alloc(bytes, tag)?, owner: self.number }))
     }

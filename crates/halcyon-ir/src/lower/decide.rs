@@ -4,13 +4,18 @@ use super::*;
 
 /// Members that one fused kernel may have. Bounds recursion, compile time and registers.
 pub(super) const MAX_MEMBERS: usize = 64;
+/// Views between a fused value and the member that reads it. Bounds recursion.
+const MAX_VIEWS: u32 = 16;
+/// Readers that a value is seen with through views. One that has more gets a buffer.
+const MAX_USES: usize = 64;
 
 /// A use of a node's value by a group of fused nodes, or by something that needs a buffer.
 #[derive(Clone, Copy)]
 pub(super) struct Use {
     /// `None`: a buffer is needed.
     pub(super) group: Option<u32>,
-    pub(super) via_view: bool,
+    /// Views between.
+    pub(super) views: u32,
     /// A reshape lies between, which an expression cannot be pushed through.
     pub(super) reshaped: bool,
     /// A pad lies between, whose value is not the expression's.
@@ -62,9 +67,11 @@ impl Lowerer<'_> {
         let mut groups: Vec<Group> = vec![];
         let max_loads = (self.target.caps().max_bindings as usize).saturating_sub(3).clamp(2, 24);
         let fuse = self.options.passes.does(FUSION);
-        let need = Use { group: None, via_view: false, reshaped: false, padded: false, expands: false };
+        let need = Use { group: None, views: 0, reshaped: false, padded: false, expands: false };
+        let mut is_output = vec![false; n];
         for o in self.g.outputs() {
             uses[o.node.index()].push(need);
+            is_output[o.node.index()] = true;
         }
         for i in (0..n).rev() {
             if !self.live[i] {
@@ -90,14 +97,14 @@ impl Lowerer<'_> {
                         && self.dims[i].iter().product::<usize>()
                             > self.dims[x.index()].iter().product::<usize>();
                     let (reshapes, pads) = (matches!(op, Op::Reshape), matches!(op, Op::Pad { .. }));
-                    if mine.iter().any(|u| u.group.is_none()) && self.g.outputs().iter().any(|o| o.node == id)
-                    {
-                        // A view that is an output becomes a copy.
+                    // A view that is an output becomes a copy, and so does one that too many read through views of it.
+                    let wanted = is_output[i] && mine.iter().any(|u| u.group.is_none());
+                    if wanted || mine.len() > MAX_USES && mine.iter().any(|u| u.views > MAX_VIEWS) {
                         self.root[i] = true;
                         let group = new_group(&mut groups, 1);
                         uses[x.index()].push(Use {
                             group,
-                            via_view: true,
+                            views: 1,
                             reshaped: reshapes,
                             padded: pads,
                             expands: grows,
@@ -106,7 +113,7 @@ impl Lowerer<'_> {
                         for u in mine {
                             uses[x.index()].push(Use {
                                 group: u.group,
-                                via_view: true,
+                                views: u.views.saturating_add(1),
                                 reshaped: u.reshaped || reshapes,
                                 padded: u.padded || pads,
                                 expands: u.expands || grows,
@@ -122,7 +129,9 @@ impl Lowerer<'_> {
                             let gr = &groups[gr as usize];
                             gr.members < MAX_MEMBERS && gr.loads + node.inputs.len() <= max_loads
                         }) && mine.iter().all(|u| {
-                            u.group == group && !u.reshaped && !u.padded && !u.expands && (one || !u.via_view)
+                            u.group == group
+                                && !(u.reshaped || u.padded || u.expands)
+                                && u.views <= if one { MAX_VIEWS } else { 0 }
                         });
                     let group = if joins {
                         self.inlined += 1;

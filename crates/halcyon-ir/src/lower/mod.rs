@@ -23,7 +23,7 @@ use crate::target::{Declined, LibraryCall, LibraryKernel, MatmulPrecision, Opera
 use decide::{Path, Placed};
 use fuse::{Body, kernel_work};
 use smallvec::{SmallVec, smallvec};
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
 /// What the caller knows beyond the graph.
@@ -36,7 +36,17 @@ pub struct LowerOptions {
 }
 
 /// Optimises and lowers. The graph must have no symbols left.
+///
+/// # Errors
+/// [`Error::Shape`] for symbols and for types past [`crate::shape::MAX_BYTES`]; [`Error::Unsupported`] for what the device has no
+/// kernel for.
 pub fn lower(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Result<Plan> {
+    for n in graph.nodes() {
+        // Inputs and literals are made without a check; every other node passed it.
+        if n.op.is_leaf() {
+            n.ty.check(&n.op.name()).map_err(|e| e.at(&n.span))?;
+        }
+    }
     let claims = |c: &crate::composite::Composite| {
         let dense = |n: NodeId| -> Option<Operand> {
             Some(Operand { dtype: c.body.dtype(n), view: View::dense(&c.body.shape(n).known()?) })
@@ -161,7 +171,7 @@ impl<'a> Lowerer<'a> {
             }
         }
         let outputs: Vec<NodeId> = self.g.outputs().iter().map(|o| o.node).collect();
-        let mut taken: Vec<BufId> = vec![];
+        let mut taken: HashSet<BufId> = HashSet::new();
         for (k, id) in outputs.iter().enumerate() {
             let mut b = self.buffer_of(*id)?;
             // An output that is an input or a constant as it stands, or that is listed twice, is copied.
@@ -171,7 +181,7 @@ impl<'a> Lowerer<'a> {
                 let p = Placed { base: *id, view: View::dense(&self.dims[id.index()]), fill: None };
                 b = self.copy(*id, &p)?;
             }
-            taken.push(b);
+            taken.insert(b);
             let spec = &mut self.plan.buffers[b.0 as usize];
             if !matches!(spec.storage, Storage::Input(_)) {
                 spec.storage = Storage::Output(k as u32);

@@ -1,6 +1,7 @@
 //! Scratch memory: buffers whose lifetimes do not meet share a slot.
 
 use super::*;
+use std::collections::BTreeSet;
 
 impl Lowerer<'_> {
     /// Gives scratch buffers slots; buffers whose lifetimes do not meet share one.
@@ -12,7 +13,8 @@ impl Lowerer<'_> {
                 last[b.0 as usize] = t;
             }
         }
-        let mut free: Vec<u32> = vec![];
+        // By size, then number.
+        let mut free: BTreeSet<(usize, u32)> = BTreeSet::new();
         let mut placed = vec![false; n];
         for t in 0..self.plan.steps.len() {
             let bufs = self.plan.steps[t].buffers.clone();
@@ -26,16 +28,12 @@ impl Lowerer<'_> {
                 let want = spec.bytes;
                 // The smallest free slot that holds it, else the largest one grown, else a new one.
                 let slots = &mut self.plan.slots;
-                let fit = free
-                    .iter()
-                    .enumerate()
-                    .min_by_key(|(_, s)| {
-                        let have = slots[**s as usize];
-                        if have >= want { (0, have) } else { (1, usize::MAX - have) }
-                    })
-                    .map(|(at, _)| at);
+                let fit = free.range((want, 0)..).next().or_else(|| free.last()).copied();
                 let slot = match fit {
-                    Some(at) => free.swap_remove(at),
+                    Some(at) => {
+                        free.remove(&at);
+                        at.1
+                    }
                     None => {
                         slots.push(0);
                         slots.len() as u32 - 1
@@ -51,7 +49,7 @@ impl Lowerer<'_> {
                 if let Storage::Slot(s) = self.plan.buffers[b.0 as usize].storage
                     && last[b.0 as usize] == t
                 {
-                    free.push(s);
+                    free.insert((self.plan.slots[s as usize], s));
                 }
             }
         }

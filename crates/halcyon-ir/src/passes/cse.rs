@@ -1,13 +1,33 @@
 //! Common subexpressions: nodes of equal op, operands and type become one.
 
 use super::rebuild::Rebuild;
+use crate::data::ConstData;
 use crate::error::Result;
 use crate::graph::{Graph, NodeId, Operands};
 use crate::op::Op;
 use crate::scalar_op::ScalarOp;
 use crate::shape::TensorType;
+use smallvec::SmallVec;
 use std::collections::HashMap;
-use std::collections::hash_map::Entry;
+use std::collections::hash_map::{DefaultHasher, Entry};
+use std::hash::{Hash, Hasher};
+
+/// Constants of one hash that a constant is compared with. Equal weights are found in any model that is not made to prevent it.
+const MAX_ALIKE: usize = 8;
+/// Constants up to this many bytes are hashed whole.
+const HASHED_WHOLE: usize = 4096;
+
+/// Large constants are told apart by parts of them, not by reading gigabytes.
+fn hash(c: &ConstData) -> u64 {
+    let mut h = DefaultHasher::new();
+    let b = c.bytes();
+    (c.dtype, &c.dims, b.len()).hash(&mut h);
+    match b.len() <= HASHED_WHOLE {
+        true => b.hash(&mut h),
+        false => (&b[..64], &b[b.len() / 2..][..64], &b[b.len() - 64..]).hash(&mut h),
+    }
+    h.finish()
+}
 
 fn commutes(op: ScalarOp) -> bool {
     use ScalarOp::*;
@@ -20,11 +40,26 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     let live = Rebuild::live(g);
     let mut r = Rebuild::new(g);
     let mut seen: HashMap<(&Op, Operands, &TensorType), NodeId> = HashMap::new();
+    let mut constants: HashMap<u64, SmallVec<[NodeId; 1]>> = HashMap::new();
     let mut merged = 0;
     for id in g.ids().filter(|i| live[i.index()]) {
         let n = g.node(id);
         if matches!(n.op, Op::Input(_) | Op::Arg(_)) {
             r.copy(id)?;
+            continue;
+        }
+        if let Op::Const(c) = &n.op {
+            let alike = constants.entry(hash(c)).or_default();
+            let same = alike.iter().find(|i| matches!(&r.new.node(**i).op, Op::Const(d) if c == d)).copied();
+            if let Some(old) = same {
+                r.set(id, old);
+                merged += 1;
+            } else {
+                let new = r.copy(id)?;
+                if alike.len() < MAX_ALIKE {
+                    alike.push(new);
+                }
+            }
             continue;
         }
         let mut x = r.operands(n)?;

@@ -19,6 +19,17 @@ use std::collections::HashMap;
 pub const MAX_RESULT: usize = 65_536;
 /// Most work spent on one node, in multiply-adds or elements read.
 const MAX_WORK: usize = 1 << 22;
+/// Most work spent on a graph.
+const TOTAL_WORK: usize = 1 << 26;
+/// Bytes that folded values may take in all, beside four times those of the graph's own constants: a few small nodes must not
+/// become gigabytes.
+const TOTAL_BYTES: usize = 64 << 20;
+
+/// What is left to spend on a graph.
+struct Budget {
+    work: usize,
+    bytes: usize,
+}
 
 /// Folds constants and drops dead nodes; returns the graph and how many nodes became constants or literals. A node whose
 /// evaluation fails (an index out of range, say) is left to fail where it runs.
@@ -28,6 +39,9 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     // Values of constant nodes of the new graph; literals are recognised by their op.
     let mut known: HashMap<NodeId, ConstData> = HashMap::new();
     let mut changes = 0;
+    let own = g.nodes().iter().map(|n| if let Op::Const(c) = &n.op { c.bytes().len() } else { 0 });
+    let own = own.fold(0usize, usize::saturating_add);
+    let mut left = Budget { work: TOTAL_WORK, bytes: own.saturating_mul(4).saturating_add(TOTAL_BYTES) };
     for id in g.ids().filter(|i| live[i.index()]) {
         let n = g.node(id);
         let new = r.copy(id)?;
@@ -47,10 +61,13 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
             changes += replace(&mut r, id, n, Op::Full(v));
             continue;
         }
-        let Some(y) = value(&r, n, &known)? else { continue };
+        let Some(y) = value(&r, n, &known, &mut left)? else { continue };
         if let Some(v) = uniform(&y) {
             changes += replace(&mut r, id, n, Op::Full(v));
-        } else if grows(n, &y, &r)? {
+            continue;
+        }
+        left.bytes -= y.bytes().len();
+        if grows(n, &y, &r)? {
             known.insert(new, y);
         } else {
             changes += replace(&mut r, id, n, Op::Const(y.clone()));
@@ -71,6 +88,10 @@ fn replace(r: &mut Rebuild, id: NodeId, n: &Node, op: Op) -> usize {
 
 /// The one value a tensor holds everywhere.
 fn uniform(c: &ConstData) -> Option<Scalar> {
+    if c.dtype.bits() < 8 {
+        let first = c.get(0)?;
+        return c.scalars().all(|s| s == first).then_some(first);
+    }
     let (b, n) = (c.bytes(), c.dtype.size());
     // Equal to itself shifted by one element.
     (b.len() >= n && b[n..] == b[..b.len() - n]).then(|| c.get(0)).flatten()
@@ -107,18 +128,28 @@ fn literal(r: &Rebuild, n: &Node) -> Result<Option<Scalar>> {
 }
 
 /// The node's value, if its operands' are known and it is small enough.
-fn value(r: &Rebuild, n: &Node, known: &HashMap<NodeId, ConstData>) -> Result<Option<ConstData>> {
+fn value(
+    r: &Rebuild,
+    n: &Node,
+    known: &HashMap<NodeId, ConstData>,
+    left: &mut Budget,
+) -> Result<Option<ConstData>> {
     let Some(dims) = n.ty.shape.known() else {
         return Ok(None);
     };
     let x = r.operands(n)?;
     let sizes: Option<Vec<Dims>> = x.iter().map(|i| r.new.shape(*i).known()).collect();
-    let Some(sizes) = sizes.filter(|s| work(&n.op, &dims, s).is_some_and(|w| w <= MAX_WORK)) else {
+    let Some(sizes) = sizes else { return Ok(None) };
+    let Some(work) = work(&n.op, &dims, &sizes).filter(|w| *w <= MAX_WORK.min(left.work)) else {
         return Ok(None);
     };
-    if count(&dims).is_none_or(|c| c > MAX_RESULT) {
+    if count(&dims).is_none_or(|c| c > MAX_RESULT || n.ty.dtype.bytes(c) > left.bytes) {
         return Ok(None);
     }
+    if !x.iter().all(|i| known.contains_key(i) || matches!(r.new.node(*i).op, Op::Full(_))) {
+        return Ok(None);
+    }
+    left.work -= work;
     let mut data = vec![];
     for (i, d) in x.iter().zip(&sizes) {
         match (known.get(i), &r.new.node(*i).op) {

@@ -41,9 +41,9 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     Ok((prune(&g)?, changes))
 }
 
-/// The value a node holds everywhere, seen through views that move elements only.
+/// The value a node holds everywhere, seen through views that move elements only, a few of them.
 fn uniform(g: &Graph, mut id: NodeId) -> Option<Scalar> {
-    loop {
+    for _ in 0..16 {
         let n = g.node(id);
         match &n.op {
             Op::Full(v) => return Some(*v),
@@ -51,6 +51,7 @@ fn uniform(g: &Graph, mut id: NodeId) -> Option<Scalar> {
             _ => return None,
         }
     }
+    None
 }
 
 /// A simpler node with the value of `n` on operands `x`. The builder's checks stay on: what they refuse is not rewritten.
@@ -93,8 +94,9 @@ fn rewrite(g: &mut Graph, n: &Node, x: &[NodeId]) -> Option<NodeId> {
         }
         (Op::Pad { lo, hi, .. }, _) if lo.iter().chain(hi).all(|n| *n == 0) => Some(first),
         (Op::Pad { lo, hi, value }, Op::Pad { lo: l, hi: h, value: v }) if value == v => {
-            let sum =
-                |a: &[usize], b: &[usize]| -> Vec<usize> { a.iter().zip(b).map(|(a, b)| a + b).collect() };
+            let sum = |a: &[usize], b: &[usize]| -> Vec<usize> {
+                a.iter().zip(b).map(|(a, b)| a.saturating_add(*b)).collect()
+            };
             g.pad(inner?, &sum(lo, l), &sum(hi, h), *value).ok()
         }
         (Op::Concat { .. }, _) if x.len() == 1 => Some(first),
@@ -128,6 +130,8 @@ fn holds(b: DType, a: DType) -> bool {
     };
     match (a.class(), b.class()) {
         _ if a == b => true,
+        // Small types are gone when this runs.
+        _ if !a.is_native() || !b.is_native() => false,
         (Class::Bool, _) => true,
         (Class::Uint, Class::Uint) | (Class::Int, Class::Int) => b.bits() >= a.bits(),
         (Class::Uint, Class::Int) => b.bits() > a.bits(),

@@ -334,6 +334,9 @@ fn wider(d: DType) -> Option<DType> {
         U8 | U16 | I8 | I16 => I32,
         I32 | U32 | U64 => I64,
         F64 | I64 => return None,
+        d if d.is_float() => F32,
+        d if d.class() == Class::Uint => U8,
+        _ => I8,
     })
 }
 

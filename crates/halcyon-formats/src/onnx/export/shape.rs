@@ -28,6 +28,9 @@ impl Emitter<'_> {
 
     /// A size (or another expression of sizes) as a vector of one i64.
     pub fn dim(&mut self, d: Dim) -> Result<Val> {
+        if d.is_lost() {
+            return Err(Error::shape("export", "a size is too large"));
+        }
         if let Some(v) = self.sizes.get(&d) {
             return Ok(v.clone());
         }

@@ -1,0 +1,201 @@
+//! Sparse tensors (`SparseTensorProto` of onnx.proto): the elements that are not zero, and where they are.
+//!
+//! A few bytes may name a tensor of any size, so a large one is not made here: it becomes a scatter into zeros in the graph, whose
+//! memory is the device's to grant.
+
+use super::build::{Builder, Value};
+use super::proto::SparseTensorProto;
+use super::tensor::{self, External};
+use crate::bad;
+use halcyon_ir::op::ScatterKind;
+use halcyon_ir::{ConstData, DType, Result, Scalar, Shape, TensorType};
+use std::sync::Arc;
+
+/// Bytes of a dense tensor that is made on the host, beside [`GROWTH`] times the bytes stored for it.
+const SMALL: usize = 64 << 10;
+/// How many times its stored bytes a tensor made on the host may take.
+const GROWTH: usize = 4;
+
+/// A sparse tensor in coordinate form.
+#[derive(Clone, Debug)]
+pub struct Sparse {
+    pub name: String,
+    pub dims: Vec<usize>,
+    /// Row-major places of the elements, ascending.
+    pub places: Vec<i64>,
+    /// The elements there, one axis.
+    pub values: ConstData,
+}
+
+/// Reads a sparse tensor. Indices are places (`[n]`) or coordinates (`[n, rank]`), in ascending order without repetition. `file`
+/// names the file in errors.
+///
+/// # Errors
+/// [`halcyon_ir::Error::Format`] if the parts do not go together or an index is outside the tensor; errors of [`tensor::decode`].
+pub fn decode(t: &SparseTensorProto, external: &External, file: &str) -> Result<Sparse> {
+    let part = |p: &Option<super::proto::TensorProto>, name: &str| {
+        let p = p.as_ref().ok_or_else(|| bad(file, format!("a sparse tensor has no {name}")))?;
+        Ok((p.name.clone(), tensor::decode(p, external, file)?))
+    };
+    let (name, values) = part(&t.values, "values")?;
+    let (_, indices) = part(&t.indices, "indices")?;
+    let fail = |why: String| bad(file, format!("sparse tensor '{name}': {why}"));
+    let dims = tensor::sizes(&t.dims, &format!("{file}: sparse tensor '{name}'"))?;
+    TensorType::new(values.dtype, &dims[..]).check("sparse tensor").map_err(|e| fail(e.to_string()))?;
+    let [n] = values.dims[..] else {
+        return Err(fail(format!("the values have {} axes, not one", values.dims.len())));
+    };
+    if indices.dtype != DType::I64 {
+        return Err(fail(format!("the indices are {}, not i64", indices.dtype)));
+    }
+    let flat = match indices.dims[..] {
+        [m] if m == n => true,
+        [m, r] if m == n && r == dims.len() => false,
+        _ => {
+            let have = indices.dims.as_slice();
+            return Err(fail(format!("indices {have:?} for {n} values in {} axes", dims.len())));
+        }
+    };
+    // All sizes are checked: the product fits.
+    let numel: usize = dims.iter().product();
+    let index: Vec<i64> = indices.to_vec();
+    let mut places = Vec::with_capacity(n);
+    for k in 0..n {
+        let place = if flat {
+            usize::try_from(index[k]).ok().filter(|i| *i < numel)
+        } else {
+            let at = &index[k * dims.len()..(k + 1) * dims.len()];
+            dims.iter()
+                .zip(at)
+                .try_fold(0usize, |p, (&d, &i)| usize::try_from(i).ok().filter(|i| *i < d).map(|i| p * d + i))
+        };
+        // Sizes fit 47 bits.
+        let place = place.ok_or_else(|| fail(format!("index {k} is outside {dims:?}")))? as i64;
+        if places.last().is_some_and(|last| *last >= place) {
+            return Err(fail(format!("index {k} does not come after the one before it")));
+        }
+        places.push(place);
+    }
+    Ok(Sparse { name, dims, places, values })
+}
+
+impl Sparse {
+    fn bytes(&self) -> usize {
+        self.values.dtype.bytes(self.dims.iter().product())
+    }
+
+    /// Whether the dense tensor is small, or not much larger than what is stored for it.
+    pub fn is_small(&self) -> bool {
+        let stored = self.values.bytes().len().saturating_add(self.places.len().saturating_mul(8));
+        self.bytes() <= stored.saturating_mul(GROWTH).saturating_add(SMALL)
+    }
+
+    /// The dense tensor.
+    ///
+    /// # Errors
+    /// [`halcyon_ir::Error::Unsupported`] for element types that take parts of a byte.
+    pub fn dense(&self) -> Result<ConstData> {
+        let d = self.values.dtype;
+        if d.bits() % 8 != 0 {
+            return Err(halcyon_ir::Error::unsupported(
+                format!("sparse tensor '{}' of {d}", self.name),
+                "Export the model with dense weights",
+            ));
+        }
+        let mut out = vec![0u8; self.bytes()];
+        for (p, v) in self.places.iter().zip(self.values.bytes().chunks_exact(d.size())) {
+            out[*p as usize * d.size()..][..d.size()].copy_from_slice(v);
+        }
+        ConstData::new(d, &self.dims, Arc::new(out))
+    }
+
+    /// As a value of the graph: a weight where that is small, else a scatter.
+    pub fn value(&self, b: &mut Builder) -> Result<Value> {
+        if self.is_small() {
+            return Ok(Value::weight(self.dense()?, &self.name));
+        }
+        let d = self.values.dtype;
+        let zero = b.g.full(d, [self.dims.iter().product::<usize>()], Scalar::I(0).cast(d));
+        let places = b.g.constant(ConstData::from_slice(&[self.places.len()], &self.places)?);
+        let values = b.g.constant(self.values.clone());
+        let all = b.g.scatter_elements(zero, places, values, 0, ScatterKind::Set)?;
+        let all = b.g.reshape(all, Shape::from(&self.dims[..]))?;
+        Ok(b.value(all))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::onnx::test_models::{ints, t};
+    use halcyon_ir::{Element, Error};
+
+    fn proto<T: Element>(dims: &[i64], index: ConstData, values: &[T]) -> SparseTensorProto {
+        SparseTensorProto {
+            values: Some(tensor::encode(&t(&[values.len()], values), "s")),
+            indices: Some(tensor::encode(&index, "")),
+            dims: dims.to_vec(),
+        }
+    }
+
+    fn read(p: &SparseTensorProto) -> Result<Sparse> {
+        decode(p, &External::none(), "m")
+    }
+
+    #[test]
+    fn places_and_coordinates_give_the_dense_tensor() {
+        let want = [0f32, 7.0, 0.0, 0.0, 0.0, 8.0];
+        let flat = read(&proto(&[2, 3], ints(&[1, 5]), &[7f32, 8.0])).unwrap();
+        let coordinates = read(&proto(&[2, 3], t(&[2, 2], &[0i64, 1, 1, 2]), &[7f32, 8.0])).unwrap();
+        for s in [flat, coordinates] {
+            let d = s.dense().unwrap();
+            assert_eq!((&d.dims[..], d.to_vec::<f32>()), (&[2, 3][..], want.to_vec()));
+        }
+        let empty = read(&proto::<i64>(&[2, 0], t(&[0, 2], &[] as &[i64]), &[])).unwrap();
+        assert_eq!(empty.dense().unwrap().numel(), 0);
+        let scalar = read(&proto(&[], t(&[1, 0], &[] as &[i64]), &[5i64])).unwrap();
+        assert_eq!(scalar.dense().unwrap().to_vec::<i64>(), [5]);
+    }
+
+    #[test]
+    fn a_large_one_is_a_scatter() {
+        let s = read(&proto(&[300, 1000], ints(&[4, 299_999]), &[7f32, 8.0])).unwrap();
+        assert!(!s.is_small());
+        let mut b = Builder::default();
+        let v = s.value(&mut b).unwrap();
+        let id = b.id(&v).unwrap();
+        b.g.output("y", id);
+        let y = halcyon_ir::reference::eval(&b.g, &[], &[]).unwrap().remove(0);
+        assert_eq!(y, s.dense().unwrap());
+        // Nothing of this size is made.
+        let s = read(&proto(&[1 << 40], ints(&[4]), &[7f32])).unwrap();
+        assert!(s.value(&mut b).is_ok());
+    }
+
+    #[test]
+    fn what_does_not_go_together_is_refused() {
+        let i32s = |v: &[i32]| t(&[v.len()], v);
+        for (p, part) in [
+            (proto(&[2, 3], ints(&[1, 6]), &[7f32, 8.0]), "outside"),
+            (proto(&[2, 3], ints(&[-1, 5]), &[7f32, 8.0]), "outside"),
+            (proto(&[2, 3], t(&[1, 2], &[0i64, 3]), &[7f32]), "outside"),
+            (proto(&[2, 3], t(&[1, 2], &[i64::MAX, 1]), &[7f32]), "outside"),
+            (proto(&[2, 0], ints(&[0]), &[7f32]), "outside"),
+            (proto(&[2, 3], ints(&[5, 1]), &[7f32, 8.0]), "come after"),
+            (proto(&[2, 3], ints(&[5, 5]), &[7f32, 8.0]), "come after"),
+            (proto(&[2, 3], ints(&[1]), &[7f32, 8.0]), "indices [1] for 2"),
+            (proto(&[2, 3], t(&[2, 1], &[0i64, 1]), &[7f32, 8.0]), "for 2 values"),
+            (proto(&[2, 3], i32s(&[1, 2]), &[7f32, 8.0]), "not i64"),
+            (proto(&[-2, 3], ints(&[1, 2]), &[7f32, 8.0]), "negative"),
+            (proto(&[i64::MAX, i64::MAX], ints(&[1, 2]), &[7f32, 8.0]), "too large"),
+            (proto(&[0, i64::MAX, i64::MAX], ints(&[]), &[] as &[f32]), "too large"),
+            (SparseTensorProto::default(), "no values"),
+        ] {
+            let e = read(&p).unwrap_err();
+            assert!(matches!(e, Error::Format { .. }) && e.to_string().contains(part), "{part}: {e}");
+        }
+        let mut two = proto(&[2, 3], ints(&[1, 2]), &[7f32, 8.0]);
+        two.values.as_mut().unwrap().dims = vec![1, 2];
+        assert!(read(&two).unwrap_err().to_string().contains("2 axes"));
+    }
+}
