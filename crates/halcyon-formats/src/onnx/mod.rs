@@ -23,6 +23,7 @@ pub mod sparse;
 mod stage;
 #[cfg(test)]
 mod stage_tests;
+mod summary;
 pub mod tensor;
 #[cfg(test)]
 mod test_models;
@@ -34,3 +35,4 @@ pub use item::{Datum, Item, Keys, Text};
 pub use model::{Model, Port, PortType};
 pub use node::Call;
 pub use stage::{Engine, Handle, Placement, Read};
+pub use summary::{Operator, Summary, Weight};
