@@ -115,6 +115,18 @@ fn eval(g: &Graph, inputs: &[Tensor]) -> Vec<Tensor> {
                 q[*axis] = wrap(x[1].at(p), x[0].dims[*axis]);
                 x[0].at(&q)
             }),
+            Op::ScatterRows { axis, kind } => {
+                assert_eq!(*kind, halcyon_ir::op::ScatterKind::Add);
+                let (strides, r) = (View::dense(&dims).strides, x[1].dims.len());
+                let mut v = x[0].v.clone();
+                for (p, u) in positions(&x[2].dims).iter().zip(&x[2].v) {
+                    let i = wrap(x[1].at(&p[*axis..axis + r]), dims[*axis]);
+                    let q = [&p[..*axis], &[i], &p[axis + r..]].concat();
+                    let at: usize = q.iter().zip(&strides).map(|(i, s)| i * *s as usize).sum();
+                    v[at] = combine(ReduceKind::Sum, d, v[at], *u).cast(d);
+                }
+                Tensor { dtype: d, dims, v }
+            }
             Op::Reduce { kind, axes, keep } => {
                 let part = reduced(&x[0].dims, axes);
                 let mut acc = vec![None; part.iter().product()];

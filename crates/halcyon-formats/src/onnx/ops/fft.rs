@@ -319,7 +319,7 @@ mod tests {
     #[test]
     fn lengths_of_every_kind() {
         // Direct, split once and twice, prime, and a multiple of a long prime.
-        for n in [1, 2, 3, 7, 16, 100, 256, 258, 263, 300, 512, 514, 526, 1000, 2048] {
+        for n in [1, 2, 3, 16, 255, 258, 263, 300, 526] {
             for c in [1, 2] {
                 let v = signal(n * c);
                 let x: Vec<Complex> = v.chunks(c).map(|p| (p[0], p.get(1).copied().unwrap_or(0.0))).collect();
@@ -340,7 +340,7 @@ mod tests {
 
     #[test]
     fn real_signals_come_back() {
-        for n in [1, 2, 3, 10, 255, 256, 300, 301, 1024] {
+        for n in [1, 2, 3, 10, 255, 300, 301] {
             let v = signal(n);
             let data = ConstData::from_slice(&[1, n, 1], &v).unwrap();
             let back = run(data, |b, x| {
@@ -353,7 +353,7 @@ mod tests {
 
     #[test]
     fn narrow_types_lose_little() {
-        for n in [256, 1024, 521] {
+        for n in [256, 768, 263] {
             let v = signal(n);
             let x: Vec<Complex> = v.iter().map(|&v| (v as f32 as f64, 0.0)).collect();
             let v: Vec<f32> = v.iter().map(|&v| v as f32).collect();

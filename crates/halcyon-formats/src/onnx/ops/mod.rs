@@ -1,16 +1,27 @@
 //! The operators the importer knows. Adding one is a row in the table of its file and, where the row needs more than a
 //! line, a function there. A function builds every version of its operator that the row claims.
 
+mod activation;
+mod attention;
+mod bits;
 mod control;
+mod dropout;
+mod einsum;
 mod elementwise;
 mod fft;
+mod linear_attention;
+mod loss;
+mod matrix;
 mod nn;
+mod norm;
 mod pool;
 mod random;
 mod reduce;
 mod sequence;
 mod shape;
 mod signal;
+mod tfidf;
+mod training;
 #[cfg(test)]
 #[path = "tests.rs"]
 mod version_tests;
@@ -93,6 +104,12 @@ const fn item_row_in(
 }
 
 const TABLES: &[&[Row]] = &[
+    bits::ROWS,
+    einsum::ROWS,
+    loss::ROWS,
+    matrix::ROWS,
+    tfidf::ROWS,
+    training::ROWS,
     control::ROWS,
     elementwise::ROWS,
     nn::ROWS,
@@ -102,6 +119,11 @@ const TABLES: &[&[Row]] = &[
     sequence::ROWS,
     shape::ROWS,
     signal::ROWS,
+    activation::ROWS,
+    attention::ROWS,
+    dropout::ROWS,
+    linear_attention::ROWS,
+    norm::ROWS,
     view::ROWS,
 ];
 

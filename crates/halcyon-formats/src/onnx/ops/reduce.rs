@@ -14,7 +14,8 @@ const ARG: &[&str] = &["axis", "keepdims", "select_last_index"];
 pub const ROWS: &[Row] = &[
     row("ArgMax", 1, ARG, |b, c| arg(b, c, true)),
     row("ArgMin", 1, ARG, |b, c| arg(b, c, false)),
-    row("CumSum", 11, &["exclusive", "reverse"], cumsum),
+    row("CumProd", 26, &["exclusive", "reverse"], |b, c| running(b, c, R::Prod)),
+    row("CumSum", 11, &["exclusive", "reverse"], |b, c| running(b, c, R::Sum)),
     row("ReduceL1", 1, ATTRS, |b, c| reduce(b, c, R::Sum, Some(S::Abs), None)),
     row("ReduceL2", 1, ATTRS, |b, c| reduce(b, c, R::Sum, Some(S::Mul), Some(S::Sqrt))),
     row("ReduceLogSum", 1, ATTRS, |b, c| reduce(b, c, R::Sum, None, Some(S::Log))),
@@ -108,12 +109,13 @@ fn arg(b: &mut Builder, c: &Call<'_>, max: bool) -> Result<Vec<Value>> {
     one(b.value(n))
 }
 
-fn cumsum(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+/// A running sum or product.
+fn running(b: &mut Builder, c: &Call<'_>, kind: R) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
-    let axis = b.known_scalar(c.arg(1)?, "the axis of CumSum")?;
+    let axis = b.known_scalar(c.arg(1)?, "the axis of a running reduction")?;
     let axis = c.axis(axis.as_i64(), x.rank())?;
     let (exclusive, reverse) = (c.flag("exclusive", false)?, c.flag("reverse", false)?);
     let id = b.id(x)?;
-    let n = b.g.scan(R::Sum, id, axis, exclusive, reverse)?;
+    let n = b.g.scan(kind, id, axis, exclusive, reverse)?;
     one(b.value(n))
 }
