@@ -13,7 +13,9 @@ mod dropout;
 mod einsum;
 mod elementwise;
 mod fft;
+pub(super) mod gradient;
 mod index;
+#[cfg(test)]
 mod index_tests;
 mod linear_attention;
 mod loss;
@@ -25,10 +27,12 @@ mod pad;
 mod pool;
 mod qlinear;
 mod quantize;
+#[cfg(test)]
 mod quantize_tests;
 mod random;
 mod re2;
 mod recurrent;
+#[cfg(test)]
 mod recurrent_tests;
 mod reduce;
 mod resize;
