@@ -44,10 +44,10 @@ pub(super) mod text;
 mod tfidf;
 mod training;
 mod unpool;
-mod view;
 #[cfg(test)]
 #[path = "tests.rs"]
 mod version_tests;
+mod view;
 
 use super::build::{Builder, Value};
 use super::item::Item;
