@@ -136,7 +136,8 @@ fn bytes(s: &str) -> Result<u64> {
 #[derive(Args, Debug, Clone)]
 pub struct InputArgs {
     /// [NAME=]SOURCE: an .npy, .npz or ONNX .pb file, a PNG or JPEG image, or random|zeros|ones[:SHAPE] (1x3x8x8);
-    /// without a NAME, inputs are taken in the model's order
+    /// without a NAME, inputs are taken in the model's order. Types NumPy lacks come as f32 (bf16, f8..., f4...), i8 (i4, i2)
+    /// or u8 (u4, u2)
     #[arg(long = "input", short = 'i', value_name = "[NAME=]SOURCE")]
     pub inputs: Vec<String>,
     /// Start of the random numbers for `random`
@@ -171,7 +172,8 @@ pub struct RunArgs {
     pub input: InputArgs,
     #[command(flatten)]
     pub backend: BackendArgs,
-    /// Saves every output there as NAME.npy (characters other than letters, digits and ._- become _)
+    /// Saves every output there as NAME.npy (characters other than letters, digits and ._- become _); types NumPy lacks are saved
+    /// as f32, i8 or u8, which a note says
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
     /// Prints the N largest values of every row of the first output

@@ -4,24 +4,46 @@
 mod activation;
 mod attention;
 mod bits;
+mod calc;
+mod cast;
 mod control;
+mod deform;
+mod detect;
 mod dropout;
 mod einsum;
 mod elementwise;
 mod fft;
+mod index;
+mod index_tests;
 mod linear_attention;
 mod loss;
 mod matrix;
+mod ml;
 mod nn;
 mod norm;
+mod pad;
 mod pool;
+mod qlinear;
+mod quantize;
+mod quantize_tests;
 mod random;
+mod re2;
+mod recurrent;
+mod recurrent_tests;
 mod reduce;
+mod resize;
+mod roi;
+mod sample;
+mod select;
 mod sequence;
 mod shape;
 mod signal;
+mod state;
+mod strings;
+pub(super) mod text;
 mod tfidf;
 mod training;
+mod unpool;
 #[cfg(test)]
 #[path = "tests.rs"]
 mod version_tests;
@@ -40,7 +62,7 @@ pub fn latest(domain: &str) -> i64 {
     match plain(domain) {
         "" => LATEST,
         "ai.onnx.ml" => 5,
-        "ai.onnx.preview.training" => 1,
+        "ai.onnx.preview" | "ai.onnx.preview.training" => 1,
         _ => 0,
     }
 }
@@ -104,26 +126,48 @@ const fn item_row_in(
 }
 
 const TABLES: &[&[Row]] = &[
+    activation::ROWS,
+    attention::ROWS,
     bits::ROWS,
+    cast::ROWS,
+    control::ROWS,
+    deform::ROWS,
+    detect::ROWS,
+    dropout::ROWS,
     einsum::ROWS,
+    elementwise::ROWS,
+    gradient::ROWS,
+    index::ROWS,
+    linear_attention::ROWS,
     loss::ROWS,
     matrix::ROWS,
-    tfidf::ROWS,
-    training::ROWS,
-    control::ROWS,
-    elementwise::ROWS,
+    ml::feature::ROWS,
+    ml::label::ROWS,
+    ml::linear::ROWS,
+    ml::map::ROWS,
+    ml::svm::ROWS,
+    ml::tree::ROWS,
     nn::ROWS,
+    norm::ROWS,
+    pad::ROWS,
     pool::ROWS,
+    qlinear::ROWS,
+    quantize::ROWS,
     random::ROWS,
+    recurrent::ROWS,
     reduce::ROWS,
+    resize::ROWS,
+    roi::ROWS,
+    sample::ROWS,
+    select::ROWS,
     sequence::ROWS,
     shape::ROWS,
     signal::ROWS,
-    activation::ROWS,
-    attention::ROWS,
-    dropout::ROWS,
-    linear_attention::ROWS,
-    norm::ROWS,
+    state::ROWS,
+    strings::ROWS,
+    tfidf::ROWS,
+    training::ROWS,
+    unpool::ROWS,
     view::ROWS,
 ];
 

@@ -1,6 +1,7 @@
 //! Pooling, and the windows that convolution shares with it.
 
 use super::reduce::mean_over;
+use super::unpool::places;
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
@@ -25,7 +26,6 @@ pub const ROWS: &[Row] = &[
     row(
         "MaxPool",
         1,
-        // The storage order concerns the second result only, which is refused.
         &["auto_pad", "ceil_mode", "dilations", "kernel_shape", "pads", "storage_order", "strides"],
         max,
     ),
@@ -40,7 +40,7 @@ pub struct Window {
 }
 
 /// Spatial axes of the operand.
-fn spatial(c: &Call<'_>) -> Result<Vec<usize>> {
+pub fn spatial(c: &Call<'_>) -> Result<Vec<usize>> {
     let x = c.arg(0)?;
     if x.rank() < 3 {
         return Err(c.invalid(format!("input {}: [n, c, …] expected", x.ty)));
@@ -91,7 +91,7 @@ fn reach(c: &Call<'_>, kernel: usize, dilation: usize) -> Result<usize> {
 
 /// Kernel and window of a pool. In ceiling mode the end padding changes so that the last, partial window counts; a window
 /// that would start in the end padding does not.
-fn pool(c: &Call<'_>, kind: PoolKind) -> Result<Pool> {
+pub fn pool(c: &Call<'_>, kind: PoolKind) -> Result<Pool> {
     spatial(c)?;
     let x = &c.arg(0)?.shape()[2..];
     if c.ints("kernel_shape")?.is_none() {
@@ -123,13 +123,15 @@ fn pool(c: &Call<'_>, kind: PoolKind) -> Result<Pool> {
 }
 
 fn max(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    if c.wants(1) {
-        return Err(c.unsupported("the Indices result", "Leave the second result out"));
-    }
     let p = pool(c, PoolKind::Max)?;
     let x = b.id(c.arg(0)?)?;
-    let n = b.g.pool(x, p)?;
-    one(b.value(n))
+    let n = b.g.pool(x, p.clone())?;
+    let y = b.value(n);
+    if !c.wants(1) {
+        return one(y);
+    }
+    let at = places(b, c, &p, y.shape())?;
+    Ok(vec![y, at])
 }
 
 fn average(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
