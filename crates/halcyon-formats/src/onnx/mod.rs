@@ -15,6 +15,8 @@ mod model;
 mod node;
 pub mod ops;
 mod order;
+#[cfg(test)]
+mod page;
 pub mod proto;
 mod random;
 #[cfg(test)]
