@@ -27,6 +27,8 @@ const EVERYWHERE: &[&str] = &["--workspace", "--exclude", "xtask"];
 const CHECKS: &[(&str, &[&str])] = &[
     ("check_conformance.py", &["--backend", "cpu"]),
     ("check_conformance.py", &["--backend", "opencl", "--limit", "40"]),
+    ("check_suite.py", &["--backend", "cpu"]),
+    ("check_suite.py", &["--backend", "opencl"]),
 ];
 
 /// A step: its name, whether `--fast` runs it, and its work.

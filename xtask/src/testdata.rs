@@ -20,6 +20,8 @@ const GENERATORS: &[Generator] = &[
     Generator { script: "gen_squeezenet.py", inputs: &[], output: "squeezenet" },
     Generator { script: "mlp_reference.py", inputs: &["models/digits.npz"], output: "mlp" },
     Generator { script: "altered_conformance.py", inputs: &[], output: "" },
+    Generator { script: "gen_suite.py", inputs: &[], output: "suite" },
+    Generator { script: "gen_models.py", inputs: &[], output: "models" },
 ];
 
 pub fn dir() -> PathBuf {

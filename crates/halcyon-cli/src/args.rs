@@ -225,6 +225,9 @@ pub struct OnnxArgs {
     /// Only the first N cases by name
     #[arg(long, value_name = "N")]
     pub limit: Option<usize>,
+    /// Saves every result as DIR/CASE/test_data_set_*/output_N.pb; cases without expectations are run too
+    #[arg(long, value_name = "DIR")]
+    pub save: Option<PathBuf>,
     /// Prints one JSON object
     #[arg(long)]
     pub json: bool,
@@ -237,7 +240,8 @@ atol + rtol * |expected|; NaN equals NaN. Exit code 0 if no case is wrong and no
 
 Examples:
   halcyon conformance onnx target/testdata/conformance
-  halcyon conformance onnx target/testdata/conformance --backend opencl --limit 40 --json";
+  halcyon conformance onnx target/testdata/conformance --backend opencl --limit 40 --json
+  halcyon conformance onnx cases-without-outputs --save results";
 
 #[derive(Args, Debug)]
 #[command(after_help = "Inputs that are not given are filled as by `random`, symbolic sizes with 1.\n\n\

@@ -136,3 +136,39 @@ fn squeezenet_follows_onnxruntime() {
         }
     }
 }
+
+/// Every case of a folder passes on cpu and opencl.
+fn all_pass(test: &'static str, folder: &str, at_least: usize) {
+    let Some(dir) = prepared(test, "HALCYON_TESTDATA", folder) else { return };
+    for backend in ["cpu", "opencl"] {
+        if !there(test, backend) {
+            continue;
+        }
+        let v = halcyon(&["conformance", "onnx", text(&dir), "--backend", backend, "--json"]).json();
+        let bad: Vec<String> = v["cases"]
+            .as_array()
+            .expect("cases")
+            .iter()
+            .filter(|c| c["status"] != "passed")
+            .map(|c| format!("{}: {}: {}", c["name"], c["status"], c["reason"]))
+            .collect();
+        assert!(bad.is_empty(), "{backend}: {bad:#?}");
+        let passed = v["total"]["passed"].as_u64().expect("a count");
+        assert!(passed >= at_least as u64, "{passed} models");
+    }
+}
+
+#[test]
+fn the_light_models_give_their_stored_outputs() {
+    all_pass("the_light_models_give_their_stored_outputs", "models/light", 9);
+}
+
+#[test]
+fn the_light_models_with_random_weights_follow_onnxruntime() {
+    all_pass("the_light_models_with_random_weights_follow_onnxruntime", "models/random", 9);
+}
+
+#[test]
+fn graphs_of_real_shapes_follow_onnxruntime() {
+    all_pass("graphs_of_real_shapes_follow_onnxruntime", "models/shapes", 10);
+}

@@ -15,6 +15,8 @@ use std::time::Instant;
 #[serde(rename_all = "lowercase")]
 enum Status {
     Passed,
+    /// It ran, nothing was expected, and the result is saved.
+    Saved,
     /// It ran, and the result is not the expected one.
     Wrong,
     /// It names something that is not supported.
@@ -71,9 +73,10 @@ fn onnx(a: &OnnxArgs) -> Result<u8> {
     let cases: Vec<Case> = folders
         .iter()
         .map(|dir| {
-            let (status, reason) = judge(&backend, dir);
+            let name = case_name(&a.dir, dir);
+            let (status, reason) = judge(&backend, dir, a.save.as_ref().map(|s| s.join(&name)).as_deref());
             progress.step();
-            Case { name: case_name(&a.dir, dir), status, reason }
+            Case { name, status, reason }
         })
         .collect();
     set_hook(hook);
@@ -84,12 +87,12 @@ fn onnx(a: &OnnxArgs) -> Result<u8> {
     let (unsupported, error) = (count(Status::Unsupported), count(Status::Error));
     if a.json {
         report::print_json(&json!({
-            "total": { "passed": passed, "wrong": wrong, "unsupported": unsupported, "error": error },
+            "total": { "passed": passed, "saved": count(Status::Saved), "wrong": wrong, "unsupported": unsupported, "error": error },
             "cases": cases,
         }))?;
     } else {
         let mut rows = vec![];
-        for c in cases.iter().filter(|c| c.status != Status::Passed) {
+        for c in cases.iter().filter(|c| !matches!(c.status, Status::Passed | Status::Saved)) {
             let what = match c.status {
                 Status::Wrong => "wrong",
                 Status::Unsupported => "unsupported",
@@ -97,8 +100,12 @@ fn onnx(a: &OnnxArgs) -> Result<u8> {
             };
             rows.push(vec![what.to_string(), c.name.clone(), c.reason.replace('\n', " ")]);
         }
+        let saved = match count(Status::Saved) {
+            0 => String::new(),
+            n => format!("{n} saved, "),
+        };
         report::print(&format!(
-            "{}{} cases on {} at {} in {}: {passed} passed, {wrong} wrong, {unsupported} unsupported, {error} error\n",
+            "{}{} cases on {} at {} in {}: {passed} passed, {saved}{wrong} wrong, {unsupported} unsupported, {error} error\n",
             report::table(&rows),
             cases.len(),
             backend.id(),
@@ -140,11 +147,12 @@ fn case_name(root: &Path, dir: &Path) -> String {
     }
 }
 
-fn judge(backend: &Backend, dir: &Path) -> (Status, String) {
+fn judge(backend: &Backend, dir: &Path, save: Option<&Path>) -> (Status, String) {
     // A bug in one case must not hide the others; the backend's locks survive a panic.
-    match catch_unwind(AssertUnwindSafe(|| run(backend, dir))) {
-        Ok(Ok(None)) => (Status::Passed, String::new()),
-        Ok(Ok(Some(difference))) => (Status::Wrong, difference),
+    match catch_unwind(AssertUnwindSafe(|| run(backend, dir, save))) {
+        Ok(Ok(Verdict::Equal)) => (Status::Passed, String::new()),
+        Ok(Ok(Verdict::Unjudged)) => (Status::Saved, String::new()),
+        Ok(Ok(Verdict::Differs(difference))) => (Status::Wrong, difference),
         Ok(Err(e)) => {
             let status = match e {
                 Error::Unsupported { .. } | Error::UnsupportedOps(_) => Status::Unsupported,
@@ -159,8 +167,14 @@ fn judge(backend: &Backend, dir: &Path) -> (Status, String) {
     }
 }
 
-/// The first difference, if there is one.
-fn run(backend: &Backend, dir: &Path) -> Result<Option<String>> {
+enum Verdict {
+    Equal,
+    /// The first difference.
+    Differs(String),
+    Unjudged,
+}
+
+fn run(backend: &Backend, dir: &Path, save: Option<&Path>) -> Result<Verdict> {
     let broken = |what: String| Error::Format { file: dir.display().to_string(), what };
     let tolerance = match std::fs::read_to_string(dir.join("tolerance.json")) {
         Ok(text) => serde_json::from_str(&text).map_err(|e| broken(format!("tolerance.json: {e}")))?,
@@ -182,23 +196,35 @@ fn run(backend: &Backend, dir: &Path) -> Result<Option<String>> {
     if sets.is_empty() {
         return Err(broken("there is no test_data_set_0".into()));
     }
+    let mut verdict = Verdict::Equal;
     for set in &sets {
         let inputs = read(set, "input", &ports)?;
         if inputs.len() < ports.len() {
             return Err(broken(format!("{} inputs for the {} of the model", inputs.len(), ports.len())));
         }
         let expected = read(set, "output", &results)?;
-        if expected.is_empty() {
+        if expected.is_empty() && save.is_none() {
             return Err(broken("no output is expected, so nothing is tested".into()));
         }
         let got = session.run(&inputs)?.outputs;
+        if let Some(to) = save {
+            let to = to.join(set.file_name().unwrap_or_default());
+            std::fs::create_dir_all(&to)
+                .map_err(|e| Error::Io { path: to.display().to_string(), what: e.to_string() })?;
+            for (i, (port, value)) in results.iter().zip(&got).enumerate() {
+                value.write_pb(&to.join(format!("output_{i}.pb")), &port.name)?;
+            }
+        }
+        if expected.is_empty() {
+            verdict = Verdict::Unjudged;
+        }
         for ((port, want), got) in results.iter().zip(&expected).zip(&got) {
             if let Some(d) = differs(got, want, tolerance) {
-                return Ok(Some(format!("{}: {d}", port.name)));
+                return Ok(Verdict::Differs(format!("{}: {d}", port.name)));
             }
         }
     }
-    Ok(None)
+    Ok(verdict)
 }
 
 /// `input_0.pb`, `input_1.pb`, … as far as there are ports and files.

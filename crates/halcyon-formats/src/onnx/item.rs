@@ -149,6 +149,21 @@ impl Datum {
         Datum::parse_pb(crate::mmap::open(path)?, &External::beside(path), &file, ty)
     }
 
+    /// Writes a `.pb` file that [`Datum::read_pb`] reads.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; [`Error::Unsupported`] for a sequence of values of several kinds.
+    pub fn write_pb(&self, path: &std::path::Path, name: &str) -> Result<()> {
+        let bytes = match self {
+            Datum::Tensor(t) => tensor::encode(t, name).encode_to_vec(),
+            Datum::Text(t) => tensor::encode_text(t, name).encode_to_vec(),
+            Datum::Sequence(s) => encode_sequence(s, name)?.encode_to_vec(),
+            Datum::Optional(o) => encode_optional(o.as_deref(), name)?.encode_to_vec(),
+            Datum::Map(k, v) => encode_map(k, v, name)?.encode_to_vec(),
+        };
+        std::fs::write(path, bytes).map_err(|e| crate::io(path, e))
+    }
+
     /// As [`Datum::read_pb`], of bytes in memory.
     pub fn parse_pb(data: Bytes, external: &External, file: &str, ty: &PortType) -> Result<Datum> {
         let not = |e: prost::DecodeError| bad(file, format!("not an ONNX value: {e}"));
@@ -234,4 +249,66 @@ fn map(m: &MapProto, external: &External, file: &str) -> Result<Datum> {
         _ => sequence(values, external, file)?,
     };
     Ok(Datum::Map(keys, Box::new(values)))
+}
+
+fn encode_sequence(s: &[Datum], name: &str) -> Result<SequenceProto> {
+    let mut p = SequenceProto { name: name.into(), ..Default::default() };
+    for d in s {
+        let kind = match d {
+            Datum::Tensor(_) | Datum::Text(_) => seq_kind::TENSOR,
+            Datum::Sequence(_) => seq_kind::SEQUENCE,
+            Datum::Map(..) => seq_kind::MAP,
+            Datum::Optional(_) => seq_kind::OPTIONAL,
+        };
+        if p.elem_type != seq_kind::UNDEFINED && p.elem_type != kind {
+            return Err(Error::unsupported(
+                format!("'{name}', a sequence of values of several kinds, in a file"),
+                "Give it values of one kind",
+            ));
+        }
+        p.elem_type = kind;
+        match d {
+            Datum::Tensor(t) => p.tensor_values.push(tensor::encode(t, "")),
+            Datum::Text(t) => p.tensor_values.push(tensor::encode_text(t, "")),
+            Datum::Sequence(s) => p.sequence_values.push(encode_sequence(s, "")?),
+            Datum::Map(k, v) => p.map_values.push(encode_map(k, v, "")?),
+            Datum::Optional(o) => p.optional_values.push(encode_optional(o.as_deref(), "")?),
+        }
+    }
+    Ok(p)
+}
+
+fn encode_optional(o: Option<&Datum>, name: &str) -> Result<OptionalProto> {
+    let mut p = OptionalProto { name: name.into(), ..Default::default() };
+    match o {
+        None => {}
+        Some(Datum::Tensor(t)) => {
+            (p.elem_type, p.tensor_value) = (opt_kind::TENSOR, Some(tensor::encode(t, "")));
+        }
+        Some(Datum::Text(t)) => {
+            (p.elem_type, p.tensor_value) = (opt_kind::TENSOR, Some(tensor::encode_text(t, "")));
+        }
+        Some(Datum::Sequence(s)) => {
+            (p.elem_type, p.sequence_value) = (opt_kind::SEQUENCE, Some(encode_sequence(s, "")?));
+        }
+        Some(Datum::Map(k, v)) => (p.elem_type, p.map_value) = (opt_kind::MAP, Some(encode_map(k, v, "")?)),
+        Some(Datum::Optional(o)) => {
+            let inner = encode_optional(o.as_deref(), "")?;
+            (p.elem_type, p.optional_value) = (opt_kind::OPTIONAL, Some(Box::new(inner)));
+        }
+    }
+    Ok(p)
+}
+
+fn encode_map(k: &Keys, v: &Datum, name: &str) -> Result<MapProto> {
+    let mut p = MapProto { name: name.into(), ..Default::default() };
+    match k {
+        Keys::Ints(k) => (p.key_type, p.keys) = (halcyon_ir::DType::I64.row().onnx, k.clone()),
+        Keys::Texts(k) => {
+            p.key_type = tensor::STRING;
+            p.string_keys = k.iter().map(|k| Bytes::copy_from_slice(k.as_bytes())).collect();
+        }
+    }
+    p.values = Some(encode_sequence(std::slice::from_ref(v), "")?);
+    Ok(p)
 }

@@ -238,5 +238,19 @@ fn stored_sequences_and_optionals_come_back() {
     assert!(matches!(read(lost.encode_to_vec(), &opt), Err(Error::Format { .. })));
     let odd = SequenceProto { elem_type: 9, ..Default::default() };
     assert!(matches!(read(odd.encode_to_vec(), &ty), Err(Error::Unsupported { .. })));
+    // What is written is read again.
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("v.pb");
+    let pair = Datum::Sequence(vec![t(&[1], &[1f32]).into(), t(&[2], &[1f32, 2.0]).into()]);
+    for (v, ty) in [
+        (pair.clone(), &ty),
+        (Datum::Optional(None), &opt),
+        (Datum::Optional(Some(Box::new(t(&[1], &[3f32]).into()))), &opt),
+    ] {
+        v.write_pb(&path, "v").unwrap();
+        assert_eq!(Datum::read_pb(&path, ty).unwrap(), v);
+    }
+    let mixed = Datum::Sequence(vec![pair, t(&[1], &[1f32]).into()]);
+    assert!(matches!(mixed.write_pb(&path, "v"), Err(Error::Unsupported { .. })));
     let _ = Model::parse(Bytes::new(), super::tensor::External::none(), "x").unwrap_err();
 }

@@ -210,6 +210,17 @@ pub fn encode(t: &ConstData, name: &str) -> TensorProto {
     }
 }
 
+/// A tensor of strings as a message.
+pub fn encode_text(t: &super::item::Text, name: &str) -> TensorProto {
+    TensorProto {
+        dims: t.dims.iter().map(|&d| d as i64).collect(),
+        data_type: STRING,
+        name: name.into(),
+        string_data: t.vals.iter().map(|s| Bytes::copy_from_slice(s.as_bytes())).collect(),
+        ..Default::default()
+    }
+}
+
 /// Reads a `.pb` tensor file: its name, which may be empty, and its value. Errors as [`decode`].
 pub fn read_pb(path: &Path) -> Result<(String, ConstData)> {
     let file = path.display().to_string();

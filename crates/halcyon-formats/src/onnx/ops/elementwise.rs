@@ -4,14 +4,17 @@ use super::{Row, item_row, one, row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
-use halcyon_ir::{DType, Result, Scalar, Shape};
+use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
+
+/// Attributes of operators with two operands before version 7.
+const LEGACY: &[&str] = &["axis", "broadcast", "consumed_inputs"];
 
 pub const ROWS: &[Row] = &[
     row("Abs", 6, &[], |b, c| map(b, c, S::Abs)),
     row("Acos", 7, &[], |b, c| map(b, c, S::Acos)),
     row("Acosh", 9, &[], |b, c| map(b, c, S::Acosh)),
-    row("Add", 7, &[], |b, c| map(b, c, S::Add)),
-    row("And", 7, &[], |b, c| map(b, c, S::And)),
+    row("Add", 1, LEGACY, |b, c| map(b, c, S::Add)),
+    row("And", 1, LEGACY, |b, c| map(b, c, S::And)),
     row("Asin", 7, &[], |b, c| map(b, c, S::Asin)),
     row("Asinh", 9, &[], |b, c| map(b, c, S::Asinh)),
     row("Atan", 7, &[], |b, c| map(b, c, S::Atan)),
@@ -22,35 +25,28 @@ pub const ROWS: &[Row] = &[
     row("Clip", 6, &["min", "max"], clip),
     row("Cos", 7, &[], |b, c| map(b, c, S::Cos)),
     row("Cosh", 9, &[], |b, c| map(b, c, S::Cosh)),
-    row("Div", 7, &[], |b, c| map(b, c, S::Div)),
-    row("Dropout", 7, &["ratio", "seed"], dropout),
-    row("Elu", 6, &["alpha"], elu),
-    row("Equal", 7, &[], |b, c| map(b, c, S::Eq)),
+    row("Div", 1, LEGACY, |b, c| map(b, c, S::Div)),
+    row("Equal", 1, LEGACY, |b, c| map(b, c, S::Eq)),
     row("Erf", 9, &[], erf),
     row("Exp", 6, &[], |b, c| map(b, c, S::Exp)),
     row("Floor", 6, &[], |b, c| map(b, c, S::Floor)),
-    row("Gelu", 20, &["approximate"], gelu),
-    row("Greater", 7, &[], |b, c| map(b, c, S::Gt)),
+    row("Greater", 1, LEGACY, |b, c| map(b, c, S::Gt)),
     row("GreaterOrEqual", 12, &[], |b, c| map(b, c, S::Ge)),
-    row("HardSigmoid", 6, &["alpha", "beta"], hard_sigmoid),
-    row("HardSwish", 14, &[], hard_swish),
     row("IsInf", 10, &["detect_negative", "detect_positive"], is_inf),
     item_row("Identity", 1, &[], |_, c| Ok(vec![c.item(0)?.clone()])),
     row("IsNaN", 9, &[], |b, c| map(b, c, S::IsNan)),
-    row("LeakyRelu", 6, &["alpha"], leaky_relu),
-    row("Less", 7, &[], |b, c| map(b, c, S::Lt)),
+    row("Less", 1, LEGACY, |b, c| map(b, c, S::Lt)),
     row("LessOrEqual", 12, &[], |b, c| map(b, c, S::Le)),
     row("Log", 6, &[], |b, c| map(b, c, S::Log)),
     row("Max", 6, &[], |b, c| variadic(b, c, S::Max)),
     row("Mean", 6, &[], mean),
     row("Min", 6, &[], |b, c| variadic(b, c, S::Min)),
     row("Mod", 10, &["fmod"], modulo),
-    row("Mul", 7, &[], |b, c| map(b, c, S::Mul)),
+    row("Mul", 1, LEGACY, |b, c| map(b, c, S::Mul)),
     row("Neg", 6, &[], |b, c| map(b, c, S::Neg)),
     row("Not", 1, &[], |b, c| map(b, c, S::Not)),
-    row("Or", 7, &[], |b, c| map(b, c, S::Or)),
-    row("Pow", 7, &[], pow),
-    row("PRelu", 7, &[], prelu),
+    row("Or", 1, LEGACY, |b, c| map(b, c, S::Or)),
+    row("Pow", 1, LEGACY, pow),
     row("Reciprocal", 6, &[], |b, c| map(b, c, S::Recip)),
     row("Relu", 6, &[], |b, c| map(b, c, S::Relu)),
     row("Round", 11, &[], |b, c| map(b, c, S::Round)),
@@ -58,14 +54,13 @@ pub const ROWS: &[Row] = &[
     row("Sign", 9, &[], |b, c| map(b, c, S::Sign)),
     row("Sin", 7, &[], |b, c| map(b, c, S::Sin)),
     row("Sinh", 9, &[], |b, c| map(b, c, S::Sinh)),
-    row("Softplus", 1, &[], softplus),
     row("Sqrt", 6, &[], |b, c| map(b, c, S::Sqrt)),
-    row("Sub", 7, &[], |b, c| map(b, c, S::Sub)),
+    row("Sub", 1, LEGACY, |b, c| map(b, c, S::Sub)),
     row("Sum", 6, &[], |b, c| variadic(b, c, S::Add)),
     row("Tan", 7, &[], |b, c| map(b, c, S::Tan)),
     row("Tanh", 6, &[], |b, c| map(b, c, S::Tanh)),
     row("Where", 9, &[], |b, c| map(b, c, S::Select)),
-    row("Xor", 7, &[], |b, c| map(b, c, S::Xor)),
+    row("Xor", 1, LEGACY, |b, c| map(b, c, S::Xor)),
 ];
 
 /// An operator that is a scalar op of ours, with NumPy broadcasting.
@@ -74,7 +69,40 @@ pub fn map(b: &mut Builder, c: &Call<'_>, op: S) -> Result<Vec<Value>> {
     if args.len() != op.arity() {
         return Err(c.invalid(format!("takes {} operands, not {}", op.arity(), args.len())));
     }
+    if let [x, y] = args[..] {
+        let y = second(b, c, x, y)?;
+        return one(b.scalar(op, &[x, &y])?);
+    }
     one(b.scalar(op, &args)?)
+}
+
+/// The second operand of two. Before version 7 it broadcasts only where `broadcast` is set, and its axes are those of the
+/// first from `axis` on, or the last ones.
+fn second(b: &mut Builder, c: &Call<'_>, x: &Value, y: &Value) -> Result<Value> {
+    let (wide, axis) = (c.flag("broadcast", false)?, c.opt_int("axis")?);
+    if c.opset >= 7 {
+        return match wide || axis.is_some() {
+            true => Err(c.invalid("attributes 'broadcast' and 'axis' ended with version 7")),
+            false => Ok(y.clone()),
+        };
+    }
+    if !wide && x.shape() != y.shape() {
+        return Err(c.invalid(format!("{} and {} differ, and 'broadcast' is not set", x.ty, y.ty)));
+    }
+    let y = match axis {
+        Some(axis) if wide => {
+            let at = c.axis(axis, x.rank())?;
+            let rest = (x.rank() - at)
+                .checked_sub(y.rank())
+                .ok_or_else(|| c.invalid(format!("{} has no axes of {} from {axis} on", x.ty, y.ty)))?;
+            let ones = std::iter::repeat_n(Dim::from(1), rest);
+            b.reshape(y, y.shape().iter().copied().chain(ones).collect::<Shape>())?
+        }
+        _ => y.clone(),
+    };
+    let fits = y.rank() <= x.rank()
+        && x.shape().iter().rev().zip(y.shape().iter().rev()).all(|(d, e)| d == e || e.is(1));
+    if fits { Ok(y) } else { Err(c.invalid(format!("{} does not broadcast to {}", y.ty, x.ty))) }
 }
 
 /// Infinities of the signs asked for.
@@ -153,94 +181,6 @@ fn clip(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(x)
 }
 
-/// At inference the operator passes its operand on; the mask is then all ones.
-fn dropout(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let x = c.arg(0)?;
-    if c.opset >= 12
-        && let Some(t) = c.opt(2)
-        && b.known_scalar(t, "training_mode of Dropout")?.as_bool()
-    {
-        return Err(c.unsupported("training mode", "Export the model for inference"));
-    }
-    let mut out = vec![x.clone()];
-    if c.wants(1) {
-        let dtype = if c.opset < 10 { x.dtype() } else { DType::Bool };
-        out.push(b.full(dtype, x.shape(), Scalar::Bool(true)));
-    }
-    Ok(out)
-}
-
-fn gelu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    match c.string("approximate", "none")? {
-        "none" => map(b, c, S::Gelu),
-        "tanh" => map(b, c, S::GeluTanh),
-        other => Err(c.unsupported(&format!("approximation '{other}'"), "Known are 'none' and 'tanh'")),
-    }
-}
-
-fn leaky_relu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let x = c.arg(0)?;
-    let alpha = b.lit(x, c.float("alpha", 0.01)?);
-    let low = b.scalar(S::Mul, &[x, &alpha])?;
-    negative(b, x, &low)
-}
-
-fn prelu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let (x, slope) = (c.arg(0)?, c.arg(1)?);
-    let low = b.scalar(S::Mul, &[x, slope])?;
-    if low.shape() != x.shape() {
-        return Err(c.invalid(format!("slope {} does not broadcast to {}", slope.ty, x.ty)));
-    }
-    negative(b, x, &low)
-}
-
-/// `alpha * (exp(x) - 1)` below zero.
-fn elu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let x = c.arg(0)?;
-    let alpha = b.lit(x, c.float("alpha", 1.0)?);
-    let e = b.scalar(S::Expm1, &[x])?;
-    let low = b.scalar(S::Mul, &[&alpha, &e])?;
-    negative(b, x, &low)
-}
-
-/// `x < 0 ? low : x`.
-fn negative(b: &mut Builder, x: &Value, low: &Value) -> Result<Vec<Value>> {
-    let zero = b.lit(x, 0.0);
-    let below = b.scalar(S::Lt, &[x, &zero])?;
-    one(b.scalar(S::Select, &[&below, low, x])?)
-}
-
-fn hard_sigmoid(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let (alpha, beta) = (c.float("alpha", 0.2)?, c.float("beta", 0.5)?);
-    one(hard(b, c.arg(0)?, alpha.into(), beta.into())?)
-}
-
-fn hard_swish(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let x = c.arg(0)?;
-    let h = hard(b, x, 1.0 / 6.0, 0.5)?;
-    one(b.scalar(S::Mul, &[x, &h])?)
-}
-
-/// `max(0, min(1, alpha * x + beta))`.
-fn hard(b: &mut Builder, x: &Value, alpha: f64, beta: f64) -> Result<Value> {
-    let (k, d, zero, top) = (b.lit(x, alpha), b.lit(x, beta), b.lit(x, 0.0), b.lit(x, 1.0));
-    let y = b.scalar(S::Mul, &[x, &k])?;
-    let y = b.scalar(S::Add, &[&y, &d])?;
-    let y = b.scalar(S::Min, &[&y, &top])?;
-    b.scalar(S::Max, &[&y, &zero])
-}
-
-/// `ln(exp(x) + 1)`, as `max(x, 0) + log1p(exp(-|x|))`, which does not overflow.
-fn softplus(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let x = c.arg(0)?;
-    let a = b.scalar(S::Abs, &[x])?;
-    let n = b.scalar(S::Neg, &[&a])?;
-    let e = b.scalar(S::Exp, &[&n])?;
-    let l = b.scalar(S::Log1p, &[&e])?;
-    let p = b.scalar(S::Relu, &[x])?;
-    one(b.scalar(S::Add, &[&p, &l])?)
-}
-
 /// `fmod` 1 takes the sign of the dividend, 0 that of the divisor.
 fn modulo(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     map(b, c, if c.flag("fmod", false)? { S::Rem } else { S::Mod })
@@ -248,7 +188,8 @@ fn modulo(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 
 /// The exponent may have another type; the result has the base's.
 fn pow(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let (x, e) = (c.arg(0)?, c.arg(1)?);
+    let x = c.arg(0)?;
+    let e = &second(b, c, x, c.arg(1)?)?;
     let to = x.dtype();
     // An integer base with a float exponent is computed in a float type that holds it, and with a wider integer in that type: its
     // low bits are those of the narrow one.

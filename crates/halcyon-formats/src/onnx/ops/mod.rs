@@ -1,15 +1,20 @@
 //! The operators the importer knows. Adding one is a row in the table of its file and, where the row needs more than a
 //! line, a function there. A function builds every version of its operator that the row claims.
 
+mod activation;
+mod attention;
 mod bits;
 mod control;
+mod dropout;
 mod einsum;
 mod elementwise;
 mod fft;
 pub(super) mod gradient;
+mod linear_attention;
 mod loss;
 mod matrix;
 mod nn;
+mod norm;
 mod pool;
 mod random;
 mod reduce;
@@ -116,6 +121,11 @@ const TABLES: &[&[Row]] = &[
     sequence::ROWS,
     shape::ROWS,
     signal::ROWS,
+    activation::ROWS,
+    attention::ROWS,
+    dropout::ROWS,
+    linear_attention::ROWS,
+    norm::ROWS,
     view::ROWS,
 ];
 

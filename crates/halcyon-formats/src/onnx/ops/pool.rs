@@ -10,7 +10,7 @@ use halcyon_ir::{Dim, Result};
 pub const ROWS: &[Row] = &[
     row(
         "AveragePool",
-        7,
+        1,
         &["auto_pad", "ceil_mode", "count_include_pad", "dilations", "kernel_shape", "pads", "strides"],
         average,
     ),

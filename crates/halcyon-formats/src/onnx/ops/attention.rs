@@ -1,0 +1,445 @@
+//! Attention over heads, and rotary position embedding.
+
+use super::{Row, one, row};
+use crate::onnx::build::{Builder, Range, Value};
+use crate::onnx::host::{Host, Num, symbolic};
+use crate::onnx::node::Call;
+use halcyon_ir::ScalarOp as S;
+use halcyon_ir::op::ReduceKind as R;
+use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
+
+const ATTENTION: &[&str] = &[
+    "is_causal",
+    "kv_num_heads",
+    "left_window_size",
+    "q_num_heads",
+    "qk_matmul_output_mode",
+    "right_window_size",
+    "scale",
+    "softcap",
+    "softmax_precision",
+];
+
+pub const ROWS: &[Row] = &[
+    row("Attention", 23, ATTENTION, attention),
+    row("RotaryEmbedding", 23, &["interleaved", "num_heads", "rotary_embedding_dim"], rotary),
+];
+
+pub fn matmul(b: &mut Builder, x: &Value, y: &Value) -> Result<Value> {
+    let ids = b.ids(&[x, y])?;
+    let n = b.g.matmul(ids[0], ids[1])?;
+    Ok(b.value(n))
+}
+
+/// Softmax over the last axis.
+pub fn softmax(b: &mut Builder, x: &Value) -> Result<Value> {
+    let id = b.id(x)?;
+    let n = b.g.softmax(id, x.rank().saturating_sub(1))?;
+    Ok(b.value(n))
+}
+
+/// A number of heads, which must divide `hidden`.
+fn heads(c: &Call<'_>, name: &str, hidden: Dim) -> Result<usize> {
+    let n = c.opt_int(name)?.ok_or_else(|| c.invalid(format!("attribute '{name}' is missing")))?;
+    let n = usize::try_from(n).ok().filter(|n| *n > 0);
+    let n = n.ok_or_else(|| c.invalid(format!("attribute '{name}' must be positive")))?;
+    let size = hidden.known().ok_or_else(|| symbolic(hidden))?;
+    if size % n != 0 {
+        return Err(c.invalid(format!("{n} heads do not divide a last axis of {size}")));
+    }
+    Ok(n)
+}
+
+/// `[b, s, n * d]` to `[b, n, s, d]`.
+pub fn unpack(b: &mut Builder, c: &Call<'_>, x: &Value, attr: &str) -> Result<Value> {
+    let [batch, s, hidden] = x.shape()[..] else {
+        return Err(c.invalid(format!("{}: [batch, sequence, heads * size] expected", x.ty)));
+    };
+    let n = heads(c, attr, hidden)?;
+    let x = b.reshape(x, [batch, s, n.into(), hidden.div(n.into())?])?;
+    b.permute(&x, &[0, 2, 1, 3])
+}
+
+/// `[b, n, s, d]` to `[b, s, n * d]`.
+pub fn pack(b: &mut Builder, x: &Value) -> Result<Value> {
+    let x = b.permute(x, &[0, 2, 1, 3])?;
+    let s = x.shape().clone();
+    b.reshape(&x, [s[0], s[1], s[2].mul(s[3])])
+}
+
+/// Products of the matrices `[b, h, m, k]` and `[b, hk, k, n]`: `h / hk` neighbouring heads share each right side, and are
+/// rows of one product.
+pub fn shared(b: &mut Builder, x: &Value, y: &Value) -> Result<Value> {
+    let (sx, sy) = (x.shape().clone(), y.shape().clone());
+    if sx[1] == sy[1] {
+        return matmul(b, x, y);
+    }
+    let rows = sx[1].div(sy[1])?.mul(sx[2]);
+    let x = b.reshape(x, [sx[0], sy[1], rows, sx[3]])?;
+    let z = matmul(b, &x, y)?;
+    b.reshape(&z, [sx[0], sx[1], sx[2], sy[3]])
+}
+
+/// Checks `q [b, h, s, d]`, `k [b, hk, t, d]` and `v [b, hk, t, dv]`, where `hk` divides `h`.
+fn check_heads(c: &Call<'_>, q: &Value, k: &Value, v: &Value) -> Result<()> {
+    let float = |x: &Value| x.dtype().is_float();
+    let (sq, sk, sv) = (q.shape(), k.shape(), v.shape());
+    let fits = [q, k, v].iter().all(|x| x.rank() == 4 && float(x))
+        && q.dtype() == k.dtype()
+        && sq[0] == sk[0]
+        && sk[..3] == sv[..3]
+        && sq[3] == sk[3]
+        && (sq[1] == sk[1]
+            || matches!((sq[1].known(), sk[1].known()), (Some(h), Some(n)) if n > 0 && h % n == 0));
+    if fits {
+        Ok(())
+    } else {
+        Err(c.invalid(format!("q {}, k {} and v {} do not go together", q.ty, k.ty, v.ty)))
+    }
+}
+
+/// The attribute `scale`, by default one over the root of the head size.
+fn scale_of(c: &Call<'_>, size: Dim) -> Result<f64> {
+    match c.opt_float("scale")? {
+        Some(s) => Ok(s.into()),
+        None => Ok(1.0 / (size.known().ok_or_else(|| symbolic(size))? as f64).sqrt()),
+    }
+}
+
+/// `(q √scale)(k √scale)ᵀ` in the operands' type, as the operator's definition has it.
+fn scores(b: &mut Builder, q: &Value, k: &Value, scale: f64) -> Result<Value> {
+    let root = scale.abs().sqrt();
+    let (l, r) = (b.lit(q, root.copysign(scale)), b.lit(k, root));
+    let q = b.scalar(S::Mul, &[q, &l])?;
+    let k = b.scalar(S::Mul, &[k, &r])?;
+    let k = b.permute(&k, &[0, 1, 3, 2])?;
+    shared(b, &q, &k)
+}
+
+/// Attention as the composite that devices know.
+fn whole(
+    b: &mut Builder,
+    q: &Value,
+    k: &Value,
+    v: &Value,
+    mask: Option<&Value>,
+    causal: bool,
+    scale: f64,
+) -> Result<Value> {
+    let ids = b.ids(&[q, k, v])?;
+    let mask = mask.map(|m| b.id(m)).transpose()?;
+    let n = b.g.attention(ids[0], ids[1], ids[2], mask, causal, scale)?;
+    Ok(b.value(n))
+}
+
+/// Which keys a query may see.
+#[derive(Debug, Default)]
+struct Visible {
+    /// True where a key counts; broadcasts to the scores.
+    allowed: Option<Value>,
+    /// Added to the scores, -inf where a key does not count.
+    bias: Option<Value>,
+}
+
+impl Visible {
+    fn and(&mut self, b: &mut Builder, more: Value) -> Result<()> {
+        self.allowed = Some(match self.allowed.take() {
+            Some(a) => b.scalar(S::And, &[&a, &more])?,
+            None => more,
+        });
+        Ok(())
+    }
+
+    /// The sum of all that is added to the scores, in `dtype`, and the rows in which no key counts.
+    fn finish(self, b: &mut Builder, dtype: DType) -> Result<Option<(Value, Value)>> {
+        let bias = match (self.allowed, self.bias) {
+            (None, None) => return Ok(None),
+            (None, Some(v)) => v,
+            (Some(a), v) => {
+                let low: Value = Host::scalar(dtype, f64::NEG_INFINITY).into();
+                let v = v.unwrap_or_else(|| Host::scalar(dtype, 0.0).into());
+                b.scalar(S::Select, &[&a, &v, &low])?
+            }
+        };
+        let top = b.reduce(R::Max, &bias, &[bias.rank().saturating_sub(1)], true)?;
+        let low = b.lit(&top, f64::NEG_INFINITY);
+        let empty = b.scalar(S::Eq, &[&top, &low])?;
+        Ok(Some((bias, empty)))
+    }
+}
+
+/// `0, 1, …` along `axis` of two.
+fn positions(b: &mut Builder, n: Dim, axis: usize) -> Result<Value> {
+    let i = b.iota(DType::I32, n)?;
+    b.reshape(&i, if axis == 0 { [n, 1.into()] } else { [1.into(), n] })
+}
+
+/// Reads the mask operand for scores of shape `to`.
+fn mask(b: &mut Builder, c: &Call<'_>, m: &Value, dtype: DType, to: &Shape, see: &mut Visible) -> Result<()> {
+    let bool = m.dtype() == DType::Bool;
+    let mut m = if bool { m.clone() } else { b.cast(m, dtype)? };
+    let total = to[3];
+    if let Some(&last) = m.shape().last()
+        && last != total
+        && !(c.opset < 24 && last.is(1))
+    {
+        // A mask for the first keys alone hides the others.
+        let (Some(n), Some(t)) = (last.known(), total.known()) else {
+            return Err(symbolic(if last.known().is_some() { total } else { last }));
+        };
+        if n < t {
+            let mut hi = vec![0; m.rank()];
+            hi[m.rank() - 1] = t - n;
+            let none = if bool { Scalar::Bool(false) } else { Scalar::F(f64::NEG_INFINITY) };
+            let id = b.id(&m)?;
+            let id = b.g.pad(id, &vec![0; m.rank()], &hi, none)?;
+            m = b.value(id);
+        }
+    }
+    if m.rank() == 0 || m.shape().broadcast(to).ok().as_ref() != Some(to) {
+        return Err(c.invalid(format!("mask {} does not broadcast to {to}", m.ty)));
+    }
+    if bool {
+        return see.and(b, m);
+    }
+    see.bias = Some(m);
+    Ok(())
+}
+
+/// The window and the cache: what depends on positions. `offset` is the absolute position of the first query.
+fn structure(
+    b: &mut Builder,
+    c: &Call<'_>,
+    causal: bool,
+    past: Dim,
+    valid: Option<&Value>,
+    to: &Shape,
+    see: &mut Visible,
+) -> Result<()> {
+    let window = |name: &str| -> Result<Option<i32>> {
+        match c.int(name, -1)? {
+            -1 => Ok(None),
+            n if n < -1 => Err(c.invalid(format!("attribute '{name}' is {n}"))),
+            // No sequence is longer.
+            n => Ok(Some(n.min(i64::from(i32::MAX / 2)) as i32)),
+        }
+    };
+    let (left, right) = (window("left_window_size")?, window("right_window_size")?);
+    let (s, t) = (to[2], to[3]);
+    let j = positions(b, t, 1)?;
+    let valid = match valid {
+        Some(v) => {
+            if v.rank() != 1 || v.shape()[0] != to[0] {
+                return Err(c.invalid(format!("nonpad_kv_seqlen {}: one length per batch expected", v.ty)));
+            }
+            let v = b.reshape(v, [to[0], 1.into(), 1.into(), 1.into()])?;
+            let zero = b.lit(&v, 0);
+            let v = b.scalar(S::Max, &[&v, &zero])?;
+            let top: Value = Host { dtype: v.dtype(), dims: vec![], vals: vec![Num::size(t)] }.into();
+            let v = b.scalar(S::Min, &[&v, &top])?;
+            let v = b.cast(&v, DType::I32)?;
+            let inside = b.scalar(S::Lt, &[&j, &v])?;
+            see.and(b, inside)?;
+            Some(v)
+        }
+        None => None,
+    };
+    if !causal && left.is_none() && right.is_none() {
+        return Ok(());
+    }
+    let size =
+        |d: Dim| -> Value { Host { dtype: DType::I32, dims: vec![], vals: vec![Num::size(d)] }.into() };
+    let offset = match valid {
+        Some(v) => b.scalar(S::Sub, &[&v, &size(s)])?,
+        None => size(past),
+    };
+    let i = positions(b, s, 0)?;
+    let p = b.scalar(S::Add, &[&i, &offset])?;
+    if causal || right.is_some() {
+        let reach = if causal { 0 } else { right.unwrap_or(0) };
+        let reach = b.lit(&p, reach);
+        let last = b.scalar(S::Add, &[&p, &reach])?;
+        let ok = b.scalar(S::Le, &[&j, &last])?;
+        see.and(b, ok)?;
+    }
+    if let Some(left) = left {
+        let reach = b.lit(&p, left);
+        let first = b.scalar(S::Sub, &[&p, &reach])?;
+        let ok = b.scalar(S::Ge, &[&j, &first])?;
+        see.and(b, ok)?;
+    }
+    Ok(())
+}
+
+fn attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let (q, k, v) = (c.arg(0)?, c.arg(1)?, c.arg(2)?);
+    let packed = q.rank() == 3;
+    let (q, mut k, mut v) = if packed {
+        (unpack(b, c, q, "q_num_heads")?, unpack(b, c, k, "kv_num_heads")?, unpack(b, c, v, "kv_num_heads")?)
+    } else {
+        (q.clone(), k.clone(), v.clone())
+    };
+    let mut past = Dim::from(0);
+    match (c.opt(4), c.opt(5)) {
+        (Some(pk), Some(pv)) => {
+            if c.opt(6).is_some() {
+                return Err(c.invalid(
+                    "nonpad_kv_seqlen goes with a cache outside the operator, past_key with one inside",
+                ));
+            }
+            past = *pk
+                .shape()
+                .get(2)
+                .ok_or_else(|| c.invalid(format!("past_key {}: four axes expected", pk.ty)))?;
+            k = b.concat(&[pk, &k], 2)?;
+            v = b.concat(&[pv, &v], 2)?;
+        }
+        (None, None) => {}
+        _ => return Err(c.invalid("past_key and past_value go together")),
+    }
+    check_heads(c, &q, &k, &v)?;
+    let dtype = q.dtype();
+    let present = [k.clone(), v.clone()];
+    let v = b.cast(&v, dtype)?;
+    let (sq, sk) = (q.shape().clone(), k.shape().clone());
+    let to = Shape::from([sq[0], sq[1], sq[2], sk[2]]);
+
+    let causal = c.flag("is_causal", false)?;
+    let scale = scale_of(c, sq[3])?;
+    let cap = c.float("softcap", 0.0)?;
+    let inner = c.dtype("softmax_precision")?.unwrap_or(dtype);
+    let mode = c.int("qk_matmul_output_mode", 0)?;
+    if !inner.is_float() || !(0..=3).contains(&mode) {
+        return Err(c.invalid(format!("softmax_precision {inner}, qk_matmul_output_mode {mode}")));
+    }
+    let windowed = c.int("left_window_size", -1)? != -1 || c.int("right_window_size", -1)? != -1;
+
+    // Half types round after every step, which a kernel for the whole does not.
+    let simple = cap <= 0.0
+        && !c.wants(3)
+        && inner == dtype
+        && matches!(dtype, DType::F32 | DType::F64)
+        && [sq[1], sk[1]].iter().all(|d| d.known().is_some())
+        && !sk[2].is(0);
+    let plain = c.opt(3).is_none() && c.opt(6).is_none() && !windowed;
+    let lengths = sq[2].known().is_some() && sk[2].known().is_some();
+    let aligned = !causal || (lengths && sq[2].add(past) == sk[2]);
+    let pack_up = |b: &mut Builder, y: Value| if packed { pack(b, &y) } else { Ok(y) };
+    if simple && plain && aligned {
+        let y = whole(b, &q, &k, &v, None, causal, scale)?;
+        let [k, v] = present;
+        return Ok(vec![pack_up(b, y)?, k, v]);
+    }
+
+    let mut see = Visible::default();
+    if let Some(m) = c.opt(3) {
+        mask(b, c, m, dtype, &to, &mut see)?;
+    }
+    structure(b, c, causal, past, c.opt(6), &to, &mut see)?;
+    let see = see.finish(b, dtype)?;
+    let guard = |b: &mut Builder, x: Value| -> Result<Value> {
+        match &see {
+            Some((_, empty)) => {
+                let zero = b.lit(&x, 0.0);
+                b.scalar(S::Select, &[empty, &zero, &x])
+            }
+            None => Ok(x),
+        }
+    };
+    let [pk, pv] = present;
+    if simple {
+        let y = whole(b, &q, &k, &v, see.as_ref().map(|s| &s.0), false, scale)?;
+        let y = guard(b, y)?;
+        return Ok(vec![pack_up(b, y)?, pk, pv]);
+    }
+    let raw = scores(b, &q, &k, scale)?;
+    let capped = if cap > 0.0 {
+        let cap = b.lit(&raw, cap);
+        let x = b.scalar(S::Div, &[&raw, &cap])?;
+        let x = b.scalar(S::Tanh, &[&x])?;
+        b.scalar(S::Mul, &[&x, &cap])?
+    } else {
+        raw.clone()
+    };
+    let biased = match &see {
+        Some((bias, _)) => b.scalar(S::Add, &[&capped, bias])?,
+        None => capped.clone(),
+    };
+    let x = b.cast(&biased, inner)?;
+    let p = softmax(b, &x)?;
+    let p = guard(b, p)?;
+    let p = b.cast(&p, dtype)?;
+    let y = shared(b, &p, &v)?;
+    let shown = [raw, capped, biased, p].into_iter().nth(mode as usize);
+    Ok([pack_up(b, y)?, pk, pv].into_iter().chain(shown).collect())
+}
+
+/// Rotates pairs of features by angles that depend on the position (Su et al., "RoFormer", 2021). The pairs are neighbours
+/// (`interleaved`) or lie half of the rotated features apart.
+fn rotary(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let x = c.arg(0)?;
+    let packed = x.rank() == 3;
+    // [b, h, s, d]
+    let y = match x.rank() {
+        3 => unpack(b, c, x, "num_heads")?,
+        4 => x.clone(),
+        _ => return Err(c.invalid(format!("input {}: three or four axes expected", x.ty))),
+    };
+    let s = y.shape().clone();
+    let size = s[3].known().ok_or_else(|| symbolic(s[3]))?;
+    let turned = match c.int("rotary_embedding_dim", 0)? {
+        0 => size,
+        n => usize::try_from(n)
+            .ok()
+            .filter(|n| *n <= size)
+            .ok_or_else(|| c.invalid(format!("rotary_embedding_dim {n} of {size} features")))?,
+    };
+    if turned % 2 != 0 {
+        return Err(c.invalid(format!("{turned} features are not pairs")));
+    }
+    let half = turned / 2;
+    let cache = |b: &mut Builder, i: usize| -> Result<Value> {
+        let mut v = c.arg(i)?.clone();
+        if let Some(p) = c.opt(3) {
+            v = b.gather(&v, p, 0)?;
+        }
+        let [n, len, last] = v.shape()[..] else {
+            return Err(c.invalid(format!("operand {i} {}: an angle per position and pair expected", v.ty)));
+        };
+        if !last.is(half) || v.dtype() != x.dtype() {
+            return Err(c.invalid(format!("operand {i} {} for {half} pairs of {}", v.ty, x.dtype())));
+        }
+        b.reshape(&v, [n, 1.into(), len, last])
+    };
+    let (cos, sin) = (cache(b, 1)?, cache(b, 2)?);
+    let interleaved = c.flag("interleaved", false)?;
+    let part = |b: &mut Builder, k: usize| {
+        let mut r: Vec<Range> = s.iter().map(|&len| Range { start: 0.into(), step: 1, len }).collect();
+        r[3] = match interleaved {
+            true => Range { start: k.into(), step: 2, len: half.into() },
+            false => Range { start: (k * half).into(), step: 1, len: half.into() },
+        };
+        b.slice(&y, &r)
+    };
+    let (x1, x2) = (part(b, 0)?, part(b, 1)?);
+    let mul = |b: &mut Builder, p: &Value, q: &Value| b.scalar(S::Mul, &[p, q]);
+    let (c1, s2, s1, c2) = (mul(b, &cos, &x1)?, mul(b, &sin, &x2)?, mul(b, &sin, &x1)?, mul(b, &cos, &x2)?);
+    let mut real = b.scalar(S::Sub, &[&c1, &s2])?;
+    let mut imag = b.scalar(S::Add, &[&s1, &c2])?;
+    if real.shape() != x1.shape() {
+        return Err(c.invalid(format!("caches {} do not fit {}", cos.ty, x.ty)));
+    }
+    let mut done = if interleaved {
+        let pair = [s[0], s[1], s[2], half.into(), 1.into()];
+        (real, imag) = (b.reshape(&real, pair)?, b.reshape(&imag, pair)?);
+        let both = b.concat(&[&real, &imag], 4)?;
+        b.reshape(&both, [s[0], s[1], s[2], turned.into()])?
+    } else {
+        b.concat(&[&real, &imag], 3)?
+    };
+    if turned < size {
+        let rest = b.narrow(&y, 3, turned.into(), (size - turned).into())?;
+        done = b.concat(&[&done, &rest], 3)?;
+    }
+    one(if packed { pack(b, &done)? } else { done })
+}

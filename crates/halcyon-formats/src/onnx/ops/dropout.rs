@@ -1,0 +1,161 @@
+//! Dropout, in inference and in training.
+
+use super::{Row, row};
+use crate::onnx::build::{Builder, Value};
+use crate::onnx::node::Call;
+use halcyon_ir::ScalarOp as S;
+use halcyon_ir::{ConstData, DType, Result, Scalar, Shape};
+
+pub const ROWS: &[Row] = &[row("Dropout", 1, &["consumed_inputs", "is_test", "ratio", "seed"], dropout)];
+
+/// Most elements of a mask that is made during the import.
+const MOST: usize = 1 << 28;
+
+/// At inference the operator passes its operand on; the mask is then all ones. In training an element is kept with
+/// probability `1 - ratio`, and scaled by one over it. Versions 7 to 11 know inference only.
+fn dropout(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let x = c.arg(0)?;
+    let (mut training, mut ratio) = (false, f64::from(c.float("ratio", 0.5)?));
+    if c.opset < 7 {
+        training = !c.flag("is_test", false)?;
+    } else if c.opset >= 12 {
+        if let Some(t) = c.opt(2) {
+            training = b.known_scalar(t, "training_mode of Dropout")?.as_bool();
+        }
+        if let (true, Some(r)) = (training, c.opt(1)) {
+            ratio = b.known_scalar(r, "the ratio of Dropout")?.as_f64();
+        }
+    }
+    let masks = if c.opset < 10 { x.dtype() } else { DType::Bool };
+    if !training || ratio == 0.0 {
+        let all = if c.wants(1) { Some(b.full(masks, x.shape(), Scalar::Bool(true))) } else { None };
+        return Ok([x.clone()].into_iter().chain(all).collect());
+    }
+    if !x.dtype().is_float() || !(0.0..1.0).contains(&ratio) {
+        return Err(c.invalid(format!("ratio {ratio} on {}", x.ty)));
+    }
+    let keep = match c.opt_int("seed")? {
+        Some(seed) => seeded(b, c, x.shape(), seed, ratio)?,
+        None => random(b, c, x.shape(), ratio)?,
+    };
+    let (scale, zero) = (b.lit(x, 1.0 / (1.0 - ratio)), b.lit(x, 0.0));
+    let y = b.scalar(S::Mul, &[x, &scale])?;
+    let y = b.scalar(S::Select, &[&keep, &y, &zero])?;
+    Ok(vec![y, b.cast(&keep, masks)?])
+}
+
+/// The mask that ONNX's reference implementation draws for a seed: uniform doubles of a [`Twister`], kept from `ratio` on.
+fn seeded(b: &mut Builder, c: &Call<'_>, shape: &Shape, seed: i64, ratio: f64) -> Result<Value> {
+    let n = shape.known().and_then(|d| d.iter().try_fold(1usize, |n, &k| n.checked_mul(k)));
+    let (Some(dims), Some(n)) = (shape.known(), n.filter(|n| *n <= MOST)) else {
+        return Err(c.unsupported(
+            &format!("a seed for a mask of shape {shape}"),
+            "Leave the seed out, or give concrete shapes",
+        ));
+    };
+    let mut r = Twister::new(seed as u32);
+    let keep: Vec<bool> = (0..n).map(|_| r.uniform() >= ratio).collect();
+    let id = b.g.constant(ConstData::from_slice(&dims, &keep)?);
+    Ok(b.value(id))
+}
+
+/// A mask from counters, under a key that is the node's name.
+fn random(b: &mut Builder, c: &Call<'_>, shape: &Shape, ratio: f64) -> Result<Value> {
+    // FNV-1a.
+    let name = c
+        .name
+        .bytes()
+        .fold(0xcbf2_9ce4_8422_2325u64, |h, v| (h ^ u64::from(v)).wrapping_mul(0x100_0000_01b3));
+    let count = b.iota(DType::U32, shape.numel())?;
+    let (k0, k1) = (b.lit(&count, name & 0xffff_ffff), b.lit(&count, name >> 32));
+    let bits = b.scalar(S::Threefry, &[&k0, &k1, &count])?;
+    // The upper 24 bits are a float in [0, 1).
+    let eight = b.lit(&bits, 8);
+    let bits = b.scalar(S::Shr, &[&bits, &eight])?;
+    let u = b.cast(&bits, DType::F32)?;
+    let least = b.lit(&u, ratio * f64::from(1 << 24));
+    let keep = b.scalar(S::Ge, &[&u, &least])?;
+    b.reshape(&keep, shape)
+}
+
+/// MT19937 (Matsumoto and Nishimura, "Mersenne twister", 1998), seeded by its authors' `init_genrand`.
+struct Twister {
+    state: [u32; 624],
+    at: usize,
+}
+
+impl Twister {
+    fn new(seed: u32) -> Twister {
+        let mut state = [seed; 624];
+        for i in 1..624 {
+            let last = state[i - 1];
+            state[i] = 1_812_433_253u32.wrapping_mul(last ^ (last >> 30)).wrapping_add(i as u32);
+        }
+        Twister { state, at: 624 }
+    }
+
+    fn next(&mut self) -> u32 {
+        let s = &mut self.state;
+        if self.at == 624 {
+            for i in 0..624 {
+                let y = (s[i] & 0x8000_0000) | (s[(i + 1) % 624] & 0x7fff_ffff);
+                s[i] = s[(i + 397) % 624] ^ (y >> 1) ^ if y & 1 == 1 { 0x9908_b0df } else { 0 };
+            }
+            self.at = 0;
+        }
+        let mut y = s[self.at];
+        self.at += 1;
+        y ^= y >> 11;
+        y ^= (y << 7) & 0x9d2c_5680;
+        y ^= (y << 15) & 0xefc6_0000;
+        y ^ (y >> 18)
+    }
+
+    /// Uniform on [0, 1) with 53 bits, as the authors' `genrand_res53`.
+    fn uniform(&mut self) -> f64 {
+        let (a, b) = (self.next() >> 5, self.next() >> 6);
+        (f64::from(a) * 67_108_864.0 + f64::from(b)) / 9_007_199_254_740_992.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::onnx::test_models::*;
+
+    #[test]
+    fn the_twister_gives_its_authors_numbers() {
+        // The first and the 10,000th number for the seed 5489, the second from the C++ standard (26.6.5).
+        let mut r = Twister::new(5489);
+        let v: Vec<u32> = (0..10_000).map(|_| r.next()).collect();
+        assert_eq!((v[0], v[9_999]), (3_499_211_612, 4_123_659_995));
+    }
+
+    #[test]
+    fn inference_passes_on_and_training_drops() {
+        let x = t(&[4000], &[1f32; 4000]);
+        let node = || node("Dropout", &["x", "w0", "w1"], &["y"]);
+        let mode = |v: bool| [t(&[], &[0.25f32]), t(&[], &[v])];
+        check(13, node(), &x, &mode(false), &[4000], &[1.0; 4000]);
+        check(13, node(), &x, &[t(&[], &[0f32]), t(&[], &[true])], &[4000], &[1.0; 4000]);
+        let drop = |n| run_one(13, n, &x, &mode(true)).to_vec::<f64>();
+        for y in [drop(node()), drop(node().int("seed", 7))] {
+            let kept = y.iter().filter(|v| **v != 0.0).count();
+            assert!((2900..3100).contains(&kept), "{kept}");
+            assert!(y.iter().all(|v| *v == 0.0 || (v - 4.0 / 3.0).abs() < 1e-6));
+        }
+        assert_ne!(drop(node().int("seed", 7)), drop(node().int("seed", 8)));
+        assert_eq!(drop(node().int("seed", 7)), drop(node().int("seed", 7)));
+        // The mode was an attribute, and training the default.
+        let old = |test| crate::onnx::test_models::node("Dropout", &["x"], &["y"]).int("is_test", test);
+        check(6, old(1), &x, &[], &[4000], &[1.0; 4000]);
+        assert!(run_one(6, old(0), &x, &[]).to_vec::<f64>().contains(&2.0));
+        let bad = model(
+            13,
+            port("x", DType::F32, &["4"]),
+            vec![node()],
+            &[("w0", t(&[], &[1f32])), ("w1", t(&[], &[true]))],
+        );
+        assert!(matches!(import(bad), Err(halcyon_ir::Error::Argument { .. })));
+    }
+}

@@ -1,0 +1,150 @@
+#!/usr/bin/env python3
+"""An independent judge of the whole ONNX suite: the command sees models and inputs only, and what it saves is compared here.
+
+Needs numpy, onnx; HALCYON_BIN (the command) and HALCYON_TESTDATA (with gen_suite.py's `suite`).
+Usage: check_suite.py [--backend NAME] [--kinds node,simple,…] [--report FILE]
+
+Every case is copied to a scratch folder without its outputs; `halcyon conformance onnx SCRATCH --save` runs them all. Then the command judges the
+originals itself, and both verdicts must agree, case by case.
+Shares asked of the backends: node 95 % on cpu and 90 % elsewhere, the other kinds 97 %; nothing wrong, no error.
+Last line: `N passed, N failed, N skipped`.
+"""
+import argparse
+import json
+import os
+import pathlib
+import shutil
+import subprocess
+import sys
+import tempfile
+
+import numpy as np
+import onnx
+from onnx import numpy_helper
+
+KINDS = ["node", "simple", "pytorch-operator", "pytorch-converted"]
+
+
+def asked(kind, backend):
+    if kind != "node":
+        return 0.97
+    return 0.95 if backend == "cpu" else 0.90
+
+
+def conformance(command, folder, backend, *more):
+    arguments = [command, "conformance", "onnx", str(folder), "--backend", backend, "--json", *more]
+    done = subprocess.run(arguments, capture_output=True, text=True)
+    try:
+        cases = json.loads(done.stdout)["cases"]
+    except (json.JSONDecodeError, KeyError):
+        sys.exit(f"{' '.join(arguments)} (exit {done.returncode}): {done.stdout[:200]} {done.stderr[-400:]}")
+    return {case["name"]: case for case in cases}
+
+
+def value(path, info):
+    """The value of a stored message: an array, a list, a dictionary or None."""
+    data = path.read_bytes()
+    kind = info.type.WhichOneof("value")
+    if kind == "sequence_type":
+        return numpy_helper.to_list(onnx.SequenceProto.FromString(data))
+    if kind == "optional_type":
+        return numpy_helper.to_optional(onnx.OptionalProto.FromString(data))
+    if kind == "map_type":
+        return numpy_helper.to_dict(onnx.MapProto.FromString(data))
+    return numpy_helper.to_array(onnx.TensorProto.FromString(data))
+
+
+def difference(got, want, tolerance):
+    """Why two values differ, or None."""
+    if want is None or got is None:
+        return None if want is got else f"{got} where {want} is expected"
+    if isinstance(want, dict):
+        if list(got) != list(want):
+            return "other keys"
+        got, want = list(got.values()), list(want.values())
+    if isinstance(want, list):
+        if len(got) != len(want):
+            return f"{len(got)} elements, expected {len(want)}"
+        return next((d for g, w in zip(got, want) if (d := difference(g, w, tolerance))), None)
+    got, want = np.asarray(got), np.asarray(want)
+    if got.shape != want.shape or (got.dtype != want.dtype and not (got.dtype.kind in "OUS" and want.dtype.kind in "OUS")):
+        return f"{got.dtype}{got.shape}, expected {want.dtype}{want.shape}"
+    if want.dtype.kind in "OUS":
+        return None if (got.astype(str) == want.astype(str)).all() else "other strings"
+    if want.dtype.kind in "biu":
+        return None if np.array_equal(got, want) else "other integers"
+    # Kind V holds the small floats.
+    g, w = got.astype(np.float64), want.astype(np.float64)
+    with np.errstate(all="ignore"):
+        same = np.allclose(g, w, rtol=tolerance["rtol"], atol=tolerance["atol"], equal_nan=True)
+        return None if same else f"largest difference {np.nanmax(np.abs(g - w))}"
+
+
+def judge(case, saved):
+    tolerance = {"rtol": 1e-3, "atol": 1e-7}
+    if (case / "tolerance.json").is_file():
+        tolerance = json.loads((case / "tolerance.json").read_text())
+    model = onnx.load(str(case / "model.onnx"), load_external_data=False)
+    for data in sorted(case.glob("test_data_set_*")):
+        for i, info in enumerate(model.graph.output):
+            expected = data / f"output_{i}.pb"
+            if not expected.is_file():
+                break
+            found = saved / data.name / expected.name
+            if not found.is_file():
+                return f"{info.name} was not saved"
+            if reason := difference(value(found, info), value(expected, info), tolerance):
+                return f"{info.name}: {reason}"
+    return None
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--backend", default="cpu")
+    parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--report", type=pathlib.Path)
+    options = parser.parse_args()
+    command, backend = os.environ["HALCYON_BIN"], options.backend
+    suite = pathlib.Path(os.environ["HALCYON_TESTDATA"]) / "suite"
+    passed = failed = skipped = 0
+    report = {}
+    for kind in options.kinds.split(","):
+        cases = sorted(p.parent for p in (suite / kind).glob("*/model.onnx"))
+        with tempfile.TemporaryDirectory() as scratch:
+            bare, saved = pathlib.Path(scratch, "bare"), pathlib.Path(scratch, "saved")
+            shutil.copytree(suite / kind, bare, ignore=shutil.ignore_patterns("output_*.pb"))
+            ran = conformance(command, bare, backend, "--save", str(saved))
+            shutil.rmtree(bare)
+            own = conformance(command, suite / kind, backend)
+            counts = {"passed": 0, "wrong": 0, "unsupported": 0, "error": 0}
+            verdicts = {}
+            for case in cases:
+                status = ran[case.name]["status"]
+                reason = ran[case.name]["reason"]
+                if status == "saved":
+                    reason = judge(case, saved / case.name)
+                    status = "wrong" if reason else "passed"
+                counts[status] += 1
+                verdicts[case.name] = {"status": status, "reason": reason or ""}
+                if status in ("wrong", "error"):
+                    print(f"{kind}/{case.name}: {status}: {reason}")
+                if own[case.name]["status"] != status:
+                    print(f"{kind}/{case.name}: the command says {own[case.name]['status']}, its results say {status}")
+                    failed += 1
+        share = counts["passed"] / max(1, len(cases))
+        print(f"{kind} on {backend}: {counts} of {len(cases)}, {share:.1%} passed")
+        if not cases or share < asked(kind, backend):
+            print(f"{kind}: {asked(kind, backend):.0%} are asked for")
+            failed += 1
+        passed += counts["passed"]
+        failed += counts["wrong"] + counts["error"]
+        skipped += counts["unsupported"]
+        report[kind] = verdicts
+    if options.report:
+        options.report.write_text(json.dumps({"backend": backend, "onnx": onnx.__version__, "kinds": report}, indent=1))
+    print(f"{passed} passed, {failed} failed, {skipped} skipped")
+    sys.exit(failed > 0)
+
+
+if __name__ == "__main__":
+    main()
