@@ -145,6 +145,11 @@ impl DType {
         matches!(self.class(), Class::Int | Class::Uint)
     }
 
+    /// Whether it is a float type that is computed in a wider one.
+    pub fn widens(self) -> bool {
+        self.is_float() && self.compute() != self
+    }
+
     /// Bytes that `n` elements take, rounded up to whole bytes.
     pub fn bytes(self, n: usize) -> usize {
         (n as u128 * self.bits() as u128).div_ceil(8) as usize

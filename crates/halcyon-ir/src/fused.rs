@@ -14,8 +14,8 @@ use smallvec::SmallVec;
 /// Number of an instruction.
 pub type Reg = u32;
 
-/// One value per point of the iteration space. `dtype` is the value's type; half floats may be kept in f32 between
-/// instructions, small integers wrap after every instruction.
+/// One value per point of the iteration space. `dtype` is the value's type. Half floats may be kept in f32 between
+/// instructions; a [`InstrKind::Cast`] to their own type rounds them. Small integers wrap after every instruction.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Instr {
     pub kind: InstrKind,
@@ -32,7 +32,8 @@ pub enum InstrKind {
     /// `params[n]`: a literal or a run-time argument.
     Param(u32),
     Op(ScalarOp),
-    /// To `dtype`, by the rules of [`Scalar::cast`].
+    /// To `dtype`, by the rules of [`Scalar::cast`]. From a half type to itself: drops the digits that an executor which
+    /// keeps halves in f32 has beyond the type.
     Cast,
     Bitcast,
 }

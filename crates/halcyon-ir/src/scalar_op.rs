@@ -252,6 +252,13 @@ impl ScalarOp {
         if self.row().rule == Rule::Test { DType::Bool } else { d }
     }
 
+    /// Whether results are numbers of the operands' type without rounding.
+    pub fn exact(self) -> bool {
+        use ScalarOp as S;
+        let picks = matches!(self, S::Neg | S::Abs | S::Sign | S::Relu | S::Min | S::Max | S::Select);
+        picks || matches!(self, S::Floor | S::Ceil | S::Round | S::Trunc) || self.row().rule == Rule::Test
+    }
+
     // Value of the op on operands of type `d`, rounded or wrapped to the result type. The reference for every device.
     pub fn eval(self, d: DType, x: &[Scalar]) -> Scalar {
         let r = self.row();

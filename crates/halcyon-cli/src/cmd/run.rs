@@ -5,7 +5,7 @@ use crate::args::RunArgs;
 use crate::report::{self, Progress, ms, number, size, spread, summary, table, time};
 use halcyon::ir::plan::{Plan, Receipt};
 use halcyon::onnx::Run;
-use halcyon::{ConstData, DType, Error, Level, Result, Session};
+use halcyon::{ConstData, Error, Level, Result, Session};
 use halcyon_formats::onnx::{Datum, Keys, Text};
 use halcyon_formats::{data, npy};
 use serde_json::{Value, json};
@@ -354,14 +354,17 @@ fn save(dir: &Path, outputs: &[(String, Leaf<'_>)]) -> Result<Vec<PathBuf>> {
             ));
         }
         match x {
-            Leaf::Tensor(x) if x.dtype == DType::BF16 => {
-                report::note(&format!(
-                    "warning: NumPy has no bf16; {} holds the same values as f32",
-                    path.display()
-                ));
-                npy::write(&path, &data::cast(x, DType::F32)?)?;
+            Leaf::Tensor(x) => {
+                let to = npy::stand_in(x.dtype);
+                if to != x.dtype {
+                    report::note(&format!(
+                        "warning: NumPy has no {}; {} holds the same values as {to}",
+                        x.dtype,
+                        path.display()
+                    ));
+                }
+                npy::write(&path, &data::cast(x, to)?)?
             }
-            Leaf::Tensor(x) => npy::write(&path, x)?,
             Leaf::Text(t) => {
                 std::fs::write(&path, json!({ "shape": t.dims, "values": t.vals }).to_string()).map_err(io)?
             }

@@ -4,7 +4,7 @@ use super::host::{self, Host, Num, flat, small};
 use super::stage::Stage;
 use halcyon_ir::op::{Op, ReduceKind};
 use halcyon_ir::{
-    ConstData, DType, Dim, Dims, Graph, NodeId, Result, Scalar, ScalarOp, Shape, Span, TensorType,
+    ConstData, DType, Dim, Dims, Graph, NodeId, Result, Rounding, Scalar, ScalarOp, Shape, Span, TensorType,
 };
 use std::cell::OnceCell;
 use std::collections::{BTreeSet, HashMap};
@@ -126,6 +126,9 @@ pub struct Builder {
     pub(super) stage: Option<Stage>,
     /// Nodes that values refer to.
     held: HashMap<NodeId, Weak<Held>>,
+    /// The model asks for gradients: floats are computed in the graph even where they are known, or it would not show how they
+    /// depend on each other.
+    pub(super) differentiates: bool,
     /// Takes part in the seed of every random operator without one of its own. 0 if nothing sets it.
     pub base_seed: u64,
     /// How often a seed was made for a node of this name.
@@ -208,6 +211,15 @@ impl Builder {
         v
     }
 
+    /// The elements of a value that takes part in arithmetic at import.
+    fn foldable<'v>(&self, v: &'v Value) -> Option<&'v Host> {
+        if self.differentiates && v.dtype().is_float() { None } else { v.host() }
+    }
+
+    fn folds(&self, x: &[&Value]) -> bool {
+        x.iter().all(|v| self.foldable(v).is_some())
+    }
+
     /// A scalar of the type of `like`.
     pub fn lit(&self, like: &Value, v: impl Into<Scalar>) -> Value {
         Host::scalar(like.dtype(), v).into()
@@ -240,7 +252,9 @@ impl Builder {
 
     /// A scalar op with NumPy broadcasting.
     pub fn scalar(&mut self, op: ScalarOp, x: &[&Value]) -> Result<Value> {
-        if let Some(h) = fold_scalar(op, x) {
+        if self.folds(x)
+            && let Some(h) = fold_scalar(op, x)
+        {
             return Ok(h.into());
         }
         let ids = self.ids(x)?;
@@ -252,11 +266,51 @@ impl Builder {
         if x.dtype() == dtype {
             return Ok(x.clone());
         }
-        if let Some(h) = x.host().and_then(|h| h.cast(dtype)) {
+        if let Some(h) = self.foldable(x).and_then(|h| h.cast(dtype)) {
             return Ok(h.into());
         }
         let id = self.id(x)?;
         let n = self.g.cast(id, dtype)?;
+        Ok(self.value(n))
+    }
+
+    /// The number in the finite range of `dtype` that is nearest to `x`, cast: the last step of a quantisation, and `Cast` with
+    /// `saturate` to the 8-bit floats. See [`halcyon_ir::Graph::cast_saturating`]. ([`Builder::cast`] wraps integers and floats
+    /// of 2- and 4-bit integer types, and makes infinity or NaN of what is past the largest number of an 8-bit float type.)
+    pub fn cast_saturating(&mut self, x: &Value, dtype: DType) -> Result<Value> {
+        if x.dtype() == dtype {
+            return Ok(x.clone());
+        }
+        let id = self.id(x)?;
+        let n = self.g.cast_saturating(id, dtype)?;
+        Ok(self.value(n))
+    }
+
+    /// To `f8e8m0`, as [`halcyon_ir::Graph::cast_e8m0`].
+    pub fn cast_e8m0(&mut self, x: &Value, rounding: Rounding, saturate: bool) -> Result<Value> {
+        if x.dtype() == DType::F8E8M0 {
+            return Ok(x.clone());
+        }
+        let id = self.id(x)?;
+        let n = self.g.cast_e8m0(id, rounding, saturate)?;
+        Ok(self.value(n))
+    }
+
+    /// The same bits as another type of as many.
+    pub fn bitcast(&mut self, x: &Value, dtype: DType) -> Result<Value> {
+        let from = x.dtype();
+        if from == dtype {
+            return Ok(x.clone());
+        }
+        if from.bits() == dtype.bits()
+            && let Some(h) = x.host()
+            && let Some(vals) = h.vals.iter().map(|n| n.known()).collect::<Option<Vec<Scalar>>>()
+        {
+            let vals = vals.iter().map(|v| Num::Is(Scalar::from_bytes(dtype, &v.to_bytes(from)))).collect();
+            return Ok(Host { dtype, dims: h.dims.clone(), vals }.into());
+        }
+        let id = self.id(x)?;
+        let n = self.g.bitcast(id, dtype)?;
         Ok(self.value(n))
     }
 
@@ -265,7 +319,7 @@ impl Builder {
         if shape == x.ty.shape {
             return Ok(x.clone());
         }
-        if let (Some(h), Some(dims)) = (x.host(), shape.known())
+        if let (Some(h), Some(dims)) = (self.foldable(x), shape.known())
             && dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) == Some(h.vals.len())
         {
             return Ok(Host { dims: dims.to_vec(), ..h.clone() }.into());
@@ -276,7 +330,7 @@ impl Builder {
     }
 
     pub fn permute(&mut self, x: &Value, perm: &[usize]) -> Result<Value> {
-        if let Some(h) = x.host()
+        if let Some(h) = self.foldable(x)
             && is_permutation(perm, h.dims.len())
         {
             let dims = perm.iter().map(|&p| h.dims[p]).collect();
@@ -296,7 +350,7 @@ impl Builder {
 
     /// NumPy broadcasting to `shape`.
     pub fn expand(&mut self, x: &Value, shape: &Shape) -> Result<Value> {
-        if let (Some(h), Some(dims)) = (x.host(), shape.known())
+        if let (Some(h), Some(dims)) = (self.foldable(x), shape.known())
             && small(h.dtype, &dims)
             && let Some(h) = h.expand(&dims)
         {
@@ -311,7 +365,7 @@ impl Builder {
     pub fn slice(&mut self, x: &Value, ranges: &[Range]) -> Result<Value> {
         let known: Option<Vec<(usize, usize)>> =
             ranges.iter().map(|r| Some((r.start.known()?, r.len.known()?))).collect();
-        if let (Some(h), Some(k)) = (x.host(), known)
+        if let (Some(h), Some(k)) = (self.foldable(x), known)
             && k.len() == h.dims.len()
         {
             let out = h.map(k.iter().map(|r| r.1).collect(), |at| {
@@ -345,7 +399,7 @@ impl Builder {
     }
 
     pub fn concat(&mut self, x: &[&Value], axis: usize) -> Result<Value> {
-        let hosts: Option<Vec<&Host>> = x.iter().map(|v| v.host()).collect();
+        let hosts: Option<Vec<&Host>> = x.iter().map(|v| self.foldable(v)).collect();
         if let Some(h) = hosts.and_then(|h| fold_concat(&h, axis)) {
             return Ok(h.into());
         }
@@ -355,7 +409,7 @@ impl Builder {
     }
 
     pub fn gather(&mut self, x: &Value, index: &Value, axis: usize) -> Result<Value> {
-        if let (Some(h), Some(i)) = (x.host(), index.host())
+        if let (Some(h), Some(i)) = (self.foldable(x), index.host())
             && let Some(h) = fold_gather(h, i, axis)
         {
             return Ok(h.into());
@@ -366,7 +420,7 @@ impl Builder {
     }
 
     pub fn reduce(&mut self, kind: ReduceKind, x: &Value, axes: &[usize], keep: bool) -> Result<Value> {
-        if let Some(h) = x.host()
+        if let Some(h) = self.foldable(x)
             && axes.iter().all(|&a| a < h.dims.len())
             && !(h.dtype == DType::Bool && matches!(kind, ReduceKind::Sum | ReduceKind::Prod))
             && let Some(h) = h.reduce(kind, axes, keep)

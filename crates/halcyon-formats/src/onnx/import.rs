@@ -6,7 +6,7 @@ use super::host::small;
 use super::item::{Datum, Item};
 use super::model::{Model, Port, PortType, opset};
 use super::node::Call;
-use super::ops::{self, Build};
+use super::ops::{self, Build, gradient};
 use super::order::{Order, order};
 use super::proto::{FunctionProto, GraphProto, NodeProto, OperatorSetIdProto};
 use super::sparse;
@@ -59,7 +59,7 @@ pub(super) struct Scope<'s> {
 }
 
 impl Scope<'_> {
-    fn get(&self, name: &str) -> Option<&Item> {
+    pub(super) fn get(&self, name: &str) -> Option<&Item> {
         self.vars.get(name).or_else(|| self.parent.and_then(|p| p.get(name)))
     }
 }
@@ -343,6 +343,7 @@ fn build<'m>(
         };
         args.insert(p.name.as_str(), Item::from(v));
     }
+    b.differentiates = gradient::used(m);
     let out = Walk::new(m).graph(b, g, arguments(g, args), None, &m.proto.opset_import)?;
     for (o, v) in g.output.iter().zip(out) {
         b.g.span = Span::new(o.name.as_str());
@@ -378,6 +379,7 @@ pub fn run_staged(m: &Model, inputs: &[Datum], engine: Box<dyn Engine>) -> Resul
         .collect();
     input_shapes(m, &ports, &shapes)?;
     let mut b = Builder::staged(engine);
+    b.differentiates = gradient::used(m);
     let mut args = HashMap::new();
     for (p, x) in ports.iter().zip(inputs) {
         b.g.span = Span::new(p.name.as_str());

@@ -184,7 +184,7 @@ impl Model {
         self.graph()?.output.iter().map(|v| self.port(v)).collect()
     }
 
-    fn port(&self, v: &ValueInfoProto) -> Result<Port> {
+    pub(super) fn port(&self, v: &ValueInfoProto) -> Result<Port> {
         let what = format!("{}: '{}'", self.file, v.name);
         let t = v.r#type.as_ref().ok_or_else(|| bad(&what, "no type is declared"))?;
         Ok(Port { name: v.name.clone(), ty: port_type(t, &v.name, &what)? })

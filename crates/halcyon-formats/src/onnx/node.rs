@@ -87,6 +87,13 @@ impl<'a> Call<'a> {
         self.node.output.get(i).is_some_and(|o| !o.is_empty())
     }
 
+    /// The tensor that a name stands for around this node.
+    pub fn named(&self, name: &str) -> Result<&'a Value> {
+        let item = self.scope.get(name);
+        let item = item.ok_or_else(|| self.invalid(format!("'{name}' is not computed before this node")))?;
+        item.tensor().ok_or_else(|| self.invalid(format!("'{name}' is {}, not a tensor", item.kind())))
+    }
+
     fn attr(&self, name: &str, kind: i32) -> Result<Option<&'a AttributeProto>> {
         match self.node.attribute.iter().find(|a| a.name == name) {
             // Models before IR version 2 leave the type out.

@@ -203,7 +203,7 @@ impl<'a> Chain<'a> {
                     let data = f.body[i.args[if op == ScalarOp::Select { 1 } else { 0 }] as usize].dtype;
                     typed(b, op, data, &x)
                 }
-                InstrKind::Cast if from() == i.dtype => arg(0),
+                InstrKind::Cast if from() == i.dtype && !i.dtype.widens() => arg(0),
                 InstrKind::Cast => arg(0).cast(i.dtype),
                 InstrKind::Bitcast => bitcast(from(), i.dtype, arg(0))?,
             };

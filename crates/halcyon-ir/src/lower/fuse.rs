@@ -44,8 +44,16 @@ impl Lowerer<'_> {
     ) -> Result<()> {
         let mut body = Body::new();
         body.paths.push(path.into_iter().collect());
-        let r = self.emit(&mut body, value, 0, value == root)?;
+        let mut r = self.emit(&mut body, value, 0, value == root)?;
         let name = self.g.node(root).op.name();
+        // The store rounds what is not reduced first.
+        if let (None, Some(Instr { kind: InstrKind::Cast, dtype, args })) = (reduce, body.instrs.last())
+            && r as usize + 1 == body.instrs.len()
+            && body.instrs[args[0] as usize].dtype == *dtype
+        {
+            r = args[0];
+            body.instrs.pop();
+        }
         self.finish(root, body, r, space, reduced, reduce, out, b, name)
     }
 
@@ -88,7 +96,9 @@ impl Lowerer<'_> {
                 body.nodes += 1;
                 let a: SmallVec<[Reg; 3]> =
                     node.inputs.iter().map(|x| self.emit(body, *x, path, false)).collect::<Result<_>>()?;
-                body.instr(InstrKind::Op(*s), dtype, &a)
+                let r = body.instr(InstrKind::Op(*s), dtype, &a);
+                // The value is a half, also where no memory holds it: what fuses must not change the numbers.
+                if dtype.widens() && !s.exact() { body.instr(InstrKind::Cast, dtype, &[r]) } else { r }
             }
             Op::Cast | Op::Bitcast => {
                 body.nodes += 1;

@@ -1,6 +1,6 @@
 //! Attention over heads, and rotary position embedding.
 
-use super::{Row, one, row};
+use super::{Row, one, row, row_in};
 use crate::onnx::build::{Builder, Range, Value};
 use crate::onnx::host::{Host, Num, symbolic};
 use crate::onnx::node::Call;
@@ -22,6 +22,13 @@ const ATTENTION: &[&str] = &[
 
 pub const ROWS: &[Row] = &[
     row("Attention", 23, ATTENTION, attention),
+    row_in(
+        "ai.onnx.preview",
+        "FlexAttention",
+        1,
+        &["prob_mod", "scale", "score_mod", "softmax_precision"],
+        flex,
+    ),
     row("RotaryEmbedding", 23, &["interleaved", "num_heads", "rotary_embedding_dim"], rotary),
 ];
 
@@ -372,6 +379,42 @@ fn attention(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let y = shared(b, &p, &v)?;
     let shown = [raw, capped, biased, p].into_iter().nth(mode as usize);
     Ok([pack_up(b, y)?, pk, pv].into_iter().chain(shown).collect())
+}
+
+/// Runs the graph attribute `name` on `x`, where there is one. It must keep the type.
+fn modified(b: &mut Builder, c: &Call<'_>, name: &str, x: Value) -> Result<Value> {
+    let Some(g) = c.graph(name)? else { return Ok(x) };
+    let ty = x.ty.clone();
+    let out = c.inline(b, g, vec![x.into()])?;
+    match out.first().and_then(|v| v.tensor()) {
+        Some(v) if out.len() == 1 && v.ty == ty => Ok(v.clone()),
+        _ => Err(c.invalid(format!("graph '{name}' must give one {ty}"))),
+    }
+}
+
+/// Attention whose scores and probabilities graphs of the model may change.
+fn flex(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let (q, k, v) = (c.arg(0)?, c.arg(1)?, c.arg(2)?);
+    check_heads(c, q, k, v)?;
+    let dtype = q.dtype();
+    let inner = c.dtype("softmax_precision")?.unwrap_or(dtype.compute());
+    if !inner.is_float() || v.dtype() != dtype {
+        return Err(c.invalid(format!("softmax_precision {inner} on {dtype} and {}", v.dtype())));
+    }
+    let scale = scale_of(c, q.shape()[3])?;
+    let plain = c.graph("score_mod")?.is_none() && c.graph("prob_mod")?.is_none();
+    let sized = [q, k].iter().all(|x| x.shape()[1].known().is_some()) && !k.shape()[2].is(0);
+    if plain && sized && inner == dtype && matches!(dtype, DType::F32 | DType::F64) {
+        return one(whole(b, q, k, v, None, false, scale)?);
+    }
+    let s = scores(b, q, k, scale)?;
+    let s = b.cast(&s, inner)?;
+    let s = modified(b, c, "score_mod", s)?;
+    let p = softmax(b, &s)?;
+    let p = modified(b, c, "prob_mod", p)?;
+    let v = b.cast(v, inner)?;
+    let y = shared(b, &p, &v)?;
+    one(b.cast(&y, dtype)?)
 }
 
 /// Rotates pairs of features by angles that depend on the position (Su et al., "RoFormer", 2021). The pairs are neighbours

@@ -34,17 +34,17 @@ pub fn within(b: &mut Builder, x: &Value, lo: f64, hi: f64) -> Result<Value> {
 }
 
 /// A tensor of the node's own, rounded from f64.
-pub fn floats(c: &Call<'_>, dtype: DType, dims: &[usize], v: &[f64]) -> Result<Value> {
+pub fn floats(dtype: DType, dims: &[usize], v: &[f64]) -> Result<Value> {
     let data = match dtype {
         DType::F64 => ConstData::from_slice(dims, v)?,
         _ => crate::data::from_scalars(dtype, dims, v.iter().map(|&v| Scalar::F(v)))?,
     };
-    Ok(Value::weight(data, c.name))
+    Ok(Value::table(data))
 }
 
 /// Indices of the node's own.
-pub fn indices(c: &Call<'_>, dims: &[usize], v: &[i32]) -> Result<Value> {
-    Ok(Value::weight(ConstData::from_slice(dims, v)?, c.name))
+pub fn indices(dims: &[usize], v: &[i32]) -> Result<Value> {
+    Ok(Value::table(ConstData::from_slice(dims, v)?))
 }
 
 /// A vector as axis `axis` of a shape of `rank`, all other sizes 1.

@@ -345,7 +345,7 @@ fn merge(
     let id = b.id(x)?;
     let padded = b.g.pad(id, &lo, &hi, Scalar::I(0))?;
     let padded = b.value(padded);
-    let at = indices(c, &[n, most], &table)?;
+    let at = indices(&[n, most], &table)?;
     let at = b.cast(&at, index_type(Dim::from(pairs)))?;
     let parts = b.gather(&padded, &at, axis)?;
     b.reduce(ReduceKind::Sum, &parts, &[axis + 1], false)

@@ -9,7 +9,7 @@ use halcyon_ir::{ConstData, DType, Result, Scalar, Shape};
 pub const ROWS: &[Row] = &[row("Dropout", 1, &["consumed_inputs", "is_test", "ratio", "seed"], dropout)];
 
 /// Most elements of a mask that is made during the import.
-const MOST: usize = 1 << 28;
+const MOST: usize = 1 << 24;
 
 /// At inference the operator passes its operand on; the mask is then all ones. In training an element is kept with
 /// probability `1 - ratio`, and scaled by one over it. Versions 7 to 11 know inference only.
@@ -34,48 +34,28 @@ fn dropout(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     if !x.dtype().is_float() || !(0.0..1.0).contains(&ratio) {
         return Err(c.invalid(format!("ratio {ratio} on {}", x.ty)));
     }
-    let keep = match c.opt_int("seed")? {
-        Some(seed) => seeded(b, c, x.shape(), seed, ratio)?,
-        None => random(b, c, x.shape(), ratio)?,
-    };
+    let keep = mask(b, c, x.shape(), ratio)?;
     let (scale, zero) = (b.lit(x, 1.0 / (1.0 - ratio)), b.lit(x, 0.0));
     let y = b.scalar(S::Mul, &[x, &scale])?;
     let y = b.scalar(S::Select, &[&keep, &y, &zero])?;
     Ok(vec![y, b.cast(&keep, masks)?])
 }
 
-/// The mask that ONNX's reference implementation draws for a seed: uniform doubles of a [`Twister`], kept from `ratio` on.
-fn seeded(b: &mut Builder, c: &Call<'_>, shape: &Shape, seed: i64, ratio: f64) -> Result<Value> {
+/// The mask of a node with a seed is the one that ONNX's reference implementation draws: uniform doubles of a [`Twister`], kept
+/// from `ratio` on. It is made here. Without a seed, and where the shape is open or large, the graph makes one.
+fn mask(b: &mut Builder, c: &Call<'_>, shape: &Shape, ratio: f64) -> Result<Value> {
+    let seed = c.opt_int("seed")?;
     let n = shape.known().and_then(|d| d.iter().try_fold(1usize, |n, &k| n.checked_mul(k)));
-    let (Some(dims), Some(n)) = (shape.known(), n.filter(|n| *n <= MOST)) else {
-        return Err(c.unsupported(
-            &format!("a seed for a mask of shape {shape}"),
-            "Leave the seed out, or give concrete shapes",
-        ));
-    };
-    let mut r = Twister::new(seed as u32);
-    let keep: Vec<bool> = (0..n).map(|_| r.uniform() >= ratio).collect();
-    let id = b.g.constant(ConstData::from_slice(&dims, &keep)?);
-    Ok(b.value(id))
-}
-
-/// A mask from counters, under a key that is the node's name.
-fn random(b: &mut Builder, c: &Call<'_>, shape: &Shape, ratio: f64) -> Result<Value> {
-    // FNV-1a.
-    let name = c
-        .name
-        .bytes()
-        .fold(0xcbf2_9ce4_8422_2325u64, |h, v| (h ^ u64::from(v)).wrapping_mul(0x100_0000_01b3));
-    let count = b.iota(DType::U32, shape.numel())?;
-    let (k0, k1) = (b.lit(&count, name & 0xffff_ffff), b.lit(&count, name >> 32));
-    let bits = b.scalar(S::Threefry, &[&k0, &k1, &count])?;
-    // The upper 24 bits are a float in [0, 1).
-    let eight = b.lit(&bits, 8);
-    let bits = b.scalar(S::Shr, &[&bits, &eight])?;
-    let u = b.cast(&bits, DType::F32)?;
-    let least = b.lit(&u, ratio * f64::from(1 << 24));
-    let keep = b.scalar(S::Ge, &[&u, &least])?;
-    b.reshape(&keep, shape)
+    if let (Some(seed), Some(dims), Some(n)) = (seed, shape.known(), n.filter(|n| *n <= MOST)) {
+        let mut r = Twister::new(seed as u32);
+        let keep: Vec<bool> = (0..n).map(|_| r.uniform() >= ratio).collect();
+        let id = b.g.constant(ConstData::from_slice(&dims, &keep)?);
+        return Ok(b.value(id));
+    }
+    let seed = b.node_seed(c, seed.map(|s| s as u64));
+    let u = b.random_uniform(DType::F32, shape, (0.0, 1.0), seed, 0)?;
+    let least = b.lit(&u, ratio);
+    b.scalar(S::Ge, &[&u, &least])
 }
 
 /// MT19937 (Matsumoto and Nishimura, "Mersenne twister", 1998), seeded by its authors' `init_genrand`.

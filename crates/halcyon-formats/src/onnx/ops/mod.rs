@@ -5,13 +5,16 @@ mod activation;
 mod attention;
 mod bits;
 mod calc;
+mod cast;
 mod control;
 mod deform;
+mod detect;
 mod dropout;
 mod einsum;
 mod elementwise;
 mod fft;
 mod index;
+mod index_tests;
 mod linear_attention;
 mod loss;
 mod matrix;
@@ -22,9 +25,11 @@ mod pad;
 mod pool;
 mod qlinear;
 mod quantize;
+mod quantize_tests;
 mod random;
 mod re2;
 mod recurrent;
+mod recurrent_tests;
 mod reduce;
 mod resize;
 mod roi;
@@ -57,7 +62,7 @@ pub fn latest(domain: &str) -> i64 {
     match plain(domain) {
         "" => LATEST,
         "ai.onnx.ml" => 5,
-        "ai.onnx.preview.training" => 1,
+        "ai.onnx.preview" | "ai.onnx.preview.training" => 1,
         _ => 0,
     }
 }
@@ -121,16 +126,21 @@ const fn item_row_in(
 }
 
 const TABLES: &[&[Row]] = &[
+    activation::ROWS,
+    attention::ROWS,
     bits::ROWS,
-    einsum::ROWS,
-    loss::ROWS,
-    matrix::ROWS,
-    tfidf::ROWS,
-    training::ROWS,
+    cast::ROWS,
     control::ROWS,
     deform::ROWS,
+    detect::ROWS,
+    dropout::ROWS,
+    einsum::ROWS,
     elementwise::ROWS,
+    gradient::ROWS,
     index::ROWS,
+    linear_attention::ROWS,
+    loss::ROWS,
+    matrix::ROWS,
     ml::feature::ROWS,
     ml::label::ROWS,
     ml::linear::ROWS,
@@ -138,6 +148,7 @@ const TABLES: &[&[Row]] = &[
     ml::svm::ROWS,
     ml::tree::ROWS,
     nn::ROWS,
+    norm::ROWS,
     pad::ROWS,
     pool::ROWS,
     qlinear::ROWS,
@@ -145,11 +156,6 @@ const TABLES: &[&[Row]] = &[
     random::ROWS,
     recurrent::ROWS,
     reduce::ROWS,
-    activation::ROWS,
-    attention::ROWS,
-    dropout::ROWS,
-    linear_attention::ROWS,
-    norm::ROWS,
     resize::ROWS,
     roi::ROWS,
     sample::ROWS,
@@ -159,6 +165,8 @@ const TABLES: &[&[Row]] = &[
     signal::ROWS,
     state::ROWS,
     strings::ROWS,
+    tfidf::ROWS,
+    training::ROWS,
     unpool::ROWS,
     view::ROWS,
 ];

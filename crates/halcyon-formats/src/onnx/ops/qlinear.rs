@@ -73,7 +73,7 @@ fn weights(w: &Value, zero: Option<&Value>, outputs: usize) -> Option<impl Fn(us
 
 /// Cuts `0..n` into runs in which the sum of `cost(i, o)` stays within `limit` for each of `outs`. `None` where one element is
 /// too much or the runs are too many.
-fn runs(
+pub fn runs(
     n: usize,
     outs: usize,
     limit: u64,
@@ -98,7 +98,7 @@ fn runs(
 }
 
 /// As [`runs`], of equal costs.
-fn equal_runs(n: usize, limit: u64, cost: u64) -> Option<Vec<(usize, usize)>> {
+pub fn equal_runs(n: usize, limit: u64, cost: u64) -> Option<Vec<(usize, usize)>> {
     let len = usize::try_from(limit / cost.max(1)).ok().filter(|l| *l > 0)?;
     let parts = n.div_ceil(len).max(1);
     (parts <= PARTS).then(|| (0..parts).map(|i| (i * len, len.min(n - i * len))).collect())
@@ -141,6 +141,22 @@ fn per_line(b: &mut Builder, v: &Value, rows: bool) -> Result<Value> {
     }
 }
 
+/// The zero points of both sides of a matrix product.
+fn lines(b: &mut Builder, zx: Option<&Value>, zw: Option<&Value>) -> Result<(Option<Value>, Option<Value>)> {
+    Ok((zx.map(|z| per_line(b, z, true)).transpose()?, zw.map(|z| per_line(b, z, false)).transpose()?))
+}
+
+fn matmul(b: &mut Builder, x: &Value, w: &Value) -> Result<Value> {
+    let ids = b.ids(&[x, w])?;
+    let id = b.g.matmul(ids[0], ids[1])?;
+    Ok(b.value(id))
+}
+
+/// An operand of a product in f32, which holds 8-bit floats and their products but not every sum.
+fn eight_bit_float(x: &Value) -> bool {
+    x.dtype().is_float() && x.dtype().bits() == 8 && x.dtype() != DType::F8E8M0
+}
+
 /// `(x - zx) (w - zw)` in i32, with NumPy's rules for matrix products.
 fn product(
     b: &mut Builder,
@@ -157,8 +173,7 @@ fn product(
     if x.rank() == 0 || w.rank() == 0 {
         return Err(c.invalid("an operand is a scalar"));
     }
-    let (zx, zw) =
-        (zx.map(|z| per_line(b, z, true)).transpose()?, zw.map(|z| per_line(b, z, false)).transpose()?);
+    let (zx, zw) = lines(b, zx, zw)?;
     let (zx, zw) = (zx.as_ref(), zw.as_ref());
     let (last, axis) = (x.rank() - 1, w.rank().saturating_sub(2));
     if x.shape()[last] != w.shape()[axis] {
@@ -174,9 +189,7 @@ fn product(
     };
     let (x, w) = (centered(b, c, x, zx)?, centered(b, c, w, zw)?);
     let mul = |b: &mut Builder, x: &Value, w: &Value| -> Result<Value> {
-        let ids = b.ids(&[x, w])?;
-        let id = b.g.matmul(ids[0], ids[1])?;
-        let y = b.value(id);
+        let y = matmul(b, x, w)?;
         b.cast(&y, DType::I32)
     };
     let Some(parts) = parts else {
@@ -285,17 +298,19 @@ fn matmul_integer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(product(b, c, c.arg(0)?, c.opt(2), c.arg(1)?, c.opt(3))?)
 }
 
-/// `saturate(round(sum * factor) + zero)` with ties to even.
+/// `saturate(round(sum * factor) + zero)` with ties to even; to a float type without rounding to an integer.
 fn requantized(b: &mut Builder, c: &Call<'_>, sum: &Value, factor: &Value, zero: &Value) -> Result<Value> {
     let sum = b.cast(sum, DType::F32)?;
     let y = b.scalar(S::Mul, &[&sum, factor])?;
-    let y = b.scalar(S::Round, &[&y])?;
+    let y = if zero.dtype().is_int() { b.scalar(S::Round, &[&y])? } else { y };
     let z = b.cast(zero, DType::F32)?;
     let y = b.scalar(S::Add, &[&y, &z])?;
     if y.shape() != sum.shape() {
         return Err(c.invalid(format!("scales or zero points do not broadcast to {}", sum.shape())));
     }
-    b.cast(&y, zero.dtype())
+    let id = b.id(&y)?;
+    let y = b.g.cast_saturating(id, zero.dtype())?;
+    Ok(b.value(y))
 }
 
 /// The bias is in units of the product of both scales.
@@ -321,7 +336,17 @@ fn qlinear_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 fn qlinear_matmul(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let sum = product(b, c, c.arg(0)?, c.opt(2), c.arg(3)?, c.opt(5))?;
+    let (x, w) = (c.arg(0)?, c.arg(3)?);
+    let (zx, zw) = (c.opt(2), c.opt(5));
+    let sum = if eight_bit_float(x) || eight_bit_float(w) {
+        same_type(c, x, zx)?;
+        same_type(c, w, zw)?;
+        let (zx, zw) = lines(b, zx, zw)?;
+        let (x, w) = (centered(b, c, x, zx.as_ref())?, centered(b, c, w, zw.as_ref())?);
+        matmul(b, &x, &w)?
+    } else {
+        product(b, c, x, zx, w, zw)?
+    };
     let mut scale = |i: usize, rows: bool| -> Result<Value> {
         let s = b.cast(c.arg(i)?, DType::F32)?;
         per_line(b, &s, rows)

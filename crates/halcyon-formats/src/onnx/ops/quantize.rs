@@ -81,13 +81,21 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, scale, zero) = (c.arg(0)?, c.arg(1)?, c.opt(2));
     let asked = dtype(c, "output_dtype")?;
     let to = asked.or(zero.map(|z| z.dtype())).unwrap_or(DType::U8);
-    if !to.is_int() || to.bits() > 16 {
+    if !(to.is_int() && to.bits() <= 16 || !to.is_native() && to != DType::F8E8M0) {
         return Err(c.invalid(format!("nothing is quantised to {to}")));
     }
     check_zero(c, zero, scale, to)?;
     let via = match dtype(c, "precision")? {
-        Some(d) if d.is_float() => d,
+        Some(d) if d.is_float() && d.is_native() => d,
         Some(d) => return Err(c.invalid(format!("a division in {d}"))),
+        // Scales that are powers of two have no arithmetic of their own.
+        None if scale.dtype() == DType::F8E8M0 => {
+            if x.dtype().is_float() {
+                x.dtype()
+            } else {
+                DType::F32
+            }
+        }
         None if scale.dtype().is_float() => scale.dtype(),
         // Quotients of integers are exact enough in f64 to round as they should.
         None => DType::F64,
@@ -98,29 +106,29 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let scale = spread(b, c, &scale, x)?;
     let q = b.scalar(S::Div, &[&wide, &scale])?;
     let q = b.cast(&q, via)?;
-    let q = b.cast(&q, via.compute())?;
-    let mut q = b.scalar(S::Round, &[&q])?;
+    let mut q = b.cast(&q, via.compute())?;
+    if to.is_int() {
+        q = b.scalar(S::Round, &[&q])?;
+    }
     if let Some(z) = zero {
         // Exact: what is beyond the integers of a float is far outside the range of the result.
         let z = b.cast(z, q.dtype())?;
         let z = spread(b, c, &z, x)?;
         q = b.scalar(S::Add, &[&q, &z])?;
     }
-    // A cast of a float saturates for types of 8 bits and more, and wraps below.
-    if to.bits() < 8 {
-        let (lo, hi) = to.range();
-        let (lo, hi) = (b.lit(&q, lo), b.lit(&q, hi));
-        q = b.scalar(S::Max, &[&q, &lo])?;
-        q = b.scalar(S::Min, &[&q, &hi])?;
+    if !c.flag("saturate", true)? && !to.is_int() {
+        return one(b.cast(&q, to)?);
     }
-    one(b.cast(&q, to)?)
+    let id = b.id(&q)?;
+    let y = b.g.cast_saturating(id, to)?;
+    one(b.value(y))
 }
 
 /// Computed in f32 and rounded once to the result's type.
 fn dequantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, scale, zero) = (c.arg(0)?, c.arg(1)?, c.opt(2));
     let to = dtype(c, "output_dtype")?.unwrap_or(scale.dtype());
-    if !to.is_float() || !scale.dtype().is_float() {
+    if !to.is_float() || !to.is_native() || !scale.dtype().is_float() {
         return Err(c.invalid(format!("dequantisation with scale {} to {to}", scale.dtype())));
     }
     check_zero(c, zero, scale, x.dtype())?;
@@ -128,8 +136,9 @@ fn dequantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let mut y = x.clone();
     if let Some(z) = zero {
         // Differences of 8 and 16 bits are exact in i32.
-        let z = spread(b, c, z, x)?;
-        let (wide, z) = (b.cast(&y, DType::I32)?, b.cast(&z, DType::I32)?);
+        let wide = if x.dtype().is_float() { via } else { DType::I32 };
+        let (wide, z) = (b.cast(&y, wide)?, b.cast(z, wide)?);
+        let z = spread(b, c, &z, x)?;
         y = b.scalar(S::Sub, &[&wide, &z])?;
     }
     let y = b.cast(&y, via)?;

@@ -72,12 +72,16 @@ enum Act {
 }
 
 impl Act {
-    /// Takes the parameters it has from the front of `alpha` and `beta`, its operator's defaults where they have ended.
+    /// Takes the parameters it has from the front of `alpha` and `beta`, its operator's defaults where they have ended. `None`
+    /// for a name that is not known, and for `ScaledTanh` without parameters, which has no defaults.
     fn parse(
         name: &str,
         alpha: &mut impl Iterator<Item = f32>,
         beta: &mut impl Iterator<Item = f32>,
     ) -> Option<Act> {
+        if name.eq_ignore_ascii_case("scaledtanh") {
+            return Some(Act::ScaledTanh(alpha.next()?, beta.next()?));
+        }
         let mut a = |d: f32| alpha.next().unwrap_or(d);
         let mut b = |d: f32| beta.next().unwrap_or(d);
         Some(match name.to_ascii_lowercase().as_str() {
@@ -86,7 +90,6 @@ impl Act {
             "hardsigmoid" => Act::HardSigmoid(a(0.2), b(0.5)),
             "leakyrelu" => Act::LeakyRelu(a(0.01)),
             "relu" => Act::Relu,
-            "scaledtanh" => Act::ScaledTanh(a(1.0), b(1.0)),
             "sigmoid" => Act::Sigmoid,
             "softplus" => Act::Softplus,
             "softsign" => Act::Softsign,
@@ -299,7 +302,7 @@ fn activations(c: &Call<'_>, kind: Kind, dirs: usize) -> Result<Vec<Vec<Act>>> {
         .iter()
         .map(|n| {
             Act::parse(n, &mut alpha, &mut beta)
-                .ok_or_else(|| c.invalid(format!("activation '{n}' is not known")))
+                .ok_or_else(|| c.invalid(format!("activation '{n}' is not known, or lacks its parameters")))
         })
         .collect::<Result<Vec<Act>>>()?;
     Ok(all.chunks(each.len()).map(<[Act]>::to_vec).collect())

@@ -216,7 +216,7 @@ impl Taps {
 }
 
 /// The elements at `index` along an axis of `n`: a view where the places are regular.
-fn pick(b: &mut Builder, c: &Call<'_>, x: &Value, axis: usize, n: usize, index: &[i32]) -> Result<Value> {
+fn pick(b: &mut Builder, x: &Value, axis: usize, n: usize, index: &[i32]) -> Result<Value> {
     let len = index.len();
     let is = |f: &dyn Fn(usize) -> usize| index.iter().enumerate().all(|(i, &v)| v as usize == f(i));
     let step = match index {
@@ -235,7 +235,7 @@ fn pick(b: &mut Builder, c: &Call<'_>, x: &Value, axis: usize, n: usize, index: 
         r[axis] = Range { start: Dim::from(index[0] as usize), step, len: Dim::from(len) };
         return b.slice(x, &r);
     }
-    let at = indices(c, &[len], index)?;
+    let at = indices(&[len], index)?;
     b.gather(x, &at, axis)
 }
 
@@ -252,12 +252,12 @@ fn repeat(b: &mut Builder, x: &Value, axis: usize, times: usize) -> Result<Value
 fn apply(b: &mut Builder, c: &Call<'_>, x: &Value, r: &Rules, a: &Axis, t: &Taps) -> Result<Value> {
     let (rank, axis, out) = (x.rank(), a.axis, a.out);
     let mut y = if t.k == 1 && t.weight.iter().all(|w| *w == 1.0) {
-        pick(b, c, x, axis, a.n, &t.index)?
+        pick(b, x, axis, a.n, &t.index)?
     } else if t.k <= FEW {
         let mut sum: Option<Value> = None;
         for j in 0..t.k {
-            let part = pick(b, c, x, axis, a.n, &t.index[j * out..(j + 1) * out])?;
-            let w = floats(c, x.dtype(), &[out], &t.weight[j * out..(j + 1) * out])?;
+            let part = pick(b, x, axis, a.n, &t.index[j * out..(j + 1) * out])?;
+            let w = floats(x.dtype(), &[out], &t.weight[j * out..(j + 1) * out])?;
             let w = along(b, &w, axis, rank)?;
             let part = bin(b, S::Mul, &part, &w)?;
             sum = Some(match sum {
@@ -271,18 +271,18 @@ fn apply(b: &mut Builder, c: &Call<'_>, x: &Value, r: &Rules, a: &Axis, t: &Taps
         let turned = |j: usize| (j % t.k) * out + j / t.k;
         let index: Vec<i32> = (0..t.index.len()).map(|j| t.index[turned(j)]).collect();
         let weight: Vec<f64> = (0..t.index.len()).map(|j| t.weight[turned(j)]).collect();
-        let at = indices(c, &[out, t.k], &index)?;
+        let at = indices(&[out, t.k], &index)?;
         let parts = b.gather(x, &at, axis)?;
         let mut s = vec![Dim::from(1); rank + 1];
         (s[axis], s[axis + 1]) = (Dim::from(out), Dim::from(t.k));
-        let w = floats(c, x.dtype(), &[out, t.k], &weight)?;
+        let w = floats(x.dtype(), &[out, t.k], &weight)?;
         let w = b.reshape(&w, s)?;
         let parts = bin(b, S::Mul, &parts, &w)?;
         b.reduce(ReduceKind::Sum, &parts, &[axis + 1], false)?
     };
     if !t.outside.is_empty() {
         let mask: Vec<i32> = t.outside.iter().map(|&o| o.into()).collect();
-        let mask = indices(c, &[out], &mask)?;
+        let mask = indices(&[out], &mask)?;
         let mask = b.cast(&mask, DType::Bool)?;
         let mask = along(b, &mask, axis, rank)?;
         let v = b.lit(&y, Scalar::F(r.extrapolation));

@@ -335,7 +335,7 @@ fn affine_grid(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             (false, n) => (-1.0 + 1.0 / n as f64, 2.0 / n as f64),
         };
         let at: Vec<f64> = (0..n).map(|i| start + i as f64 * step).collect();
-        let at = floats(c, theta.dtype(), &[n], &at)?;
+        let at = floats(theta.dtype(), &[n], &at)?;
         let at = along(b, &at, k + 1, r + 2)?;
         // The columns count from the innermost axis outwards.
         let m = column(b, r - 1 - k)?;

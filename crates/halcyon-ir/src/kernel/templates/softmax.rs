@@ -3,13 +3,15 @@
 
 use super::common::*;
 use super::rows::{By, Row};
-use crate::kernel::Builder;
+use crate::dtype::DType;
 use crate::kernel::ir::{Reduce, Ty};
 use crate::kernel::lower::Lowered;
+use crate::kernel::{Builder, E};
 use crate::op::Op;
 use crate::target::{Caps, Declined, Operand};
 
-/// Kernels for the composites `softmax` and `log_softmax` (attribute `axis`) on any float type.
+/// Kernels for the composites `softmax` and `log_softmax` (attribute `axis`) on any float type, with the rounding of their
+/// bodies.
 ///
 /// # Errors
 /// Declines with `needs_dense` unless the operand is row-major.
@@ -41,12 +43,14 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
     row.each(count, |r| {
         let start = b.let_(if last { r * len } else { r.idiv(gap) * (len * gap) + r.imod(gap) });
         let at = |i| start + i * gap;
+        // Half types round after every step, as the body does.
         let top = row.reduce(Reduce::Max, len, |i| b.load(x, at(i)));
-        let sum = row.reduce(Reduce::Add, len, |i| (b.load(x, at(i)) - top).exp());
-        let log = b.let_(if name == "softmax" { sum } else { sum.log() });
+        let below = |i| round(dtype, b.load(x, at(i)) - top);
+        let sum = round(dtype, row.reduce(Reduce::Add, len, |i| round(dtype, below(i).exp())));
+        let log = b.let_(if name == "softmax" { sum } else { round(dtype, sum.log()) });
         row.rewrite(len, |i| {
-            let d = b.load(x, at(i)) - top;
-            b.store(y, at(i), if name == "softmax" { d.exp() / log } else { d - log });
+            let d = below(i);
+            b.store(y, at(i), if name == "softmax" { round(dtype, d.exp()) / log } else { d - log });
         });
     });
     let mut args = Args::of(inputs, outputs);
@@ -55,4 +59,8 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
         args.int("inner", inner as i64);
     }
     single(b, &args, by.groups(rows), caps)
+}
+
+fn round(dtype: DType, v: E<'_>) -> E<'_> {
+    if dtype.widens() { v.cast(dtype) } else { v }
 }
