@@ -1,5 +1,6 @@
 //! Sequences and optionals: lists of values that exist while a model is built; their tensors are in the graph.
 
+use super::text::Words;
 use super::{Row, item_row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::host::Host;
@@ -71,19 +72,29 @@ fn concat(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let new = c.flag("new_axis", false)?;
     let axis = c.opt_int("axis")?.ok_or_else(|| c.invalid("attribute 'axis' is missing"))?;
     let mut parts = Vec::with_capacity(s.len());
+    let words = Words::of(s.iter().filter_map(Item::text));
+    let texts = s.iter().any(|i| i.text().is_some());
     for i in s {
-        let v = i.tensor().ok_or_else(|| {
-            c.unsupported(&format!("a sequence of {}", i.kind()), "Only sequences of tensors are joined")
-        })?;
+        let v = match i {
+            Item::Text(t) => words.coded(t)?,
+            Item::Tensor(v) if !texts => v.clone(),
+            i => {
+                return Err(c.unsupported(
+                    &format!("a sequence of {}", i.kind()),
+                    "Only sequences of tensors of one type are joined",
+                ));
+            }
+        };
         let axis = c.axis(axis, v.rank() + usize::from(new))?;
         let mut shape = v.shape().clone();
         if new {
             shape.0.insert(axis, Dim::from(1));
         }
-        parts.push((axis, b.reshape(v, shape)?));
+        parts.push((axis, b.reshape(&v, shape)?));
     }
     let axis = parts.first().ok_or_else(|| c.invalid("the sequence is empty"))?.0;
-    Ok(vec![b.concat(&parts.iter().map(|(_, v)| v).collect::<Vec<_>>(), axis)?.into()])
+    let y = b.concat(&parts.iter().map(|(_, v)| v).collect::<Vec<_>>(), axis)?;
+    Ok(vec![if texts { words.read(b, &y)?.into() } else { y.into() }])
 }
 
 fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
