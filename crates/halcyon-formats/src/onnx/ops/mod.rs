@@ -52,6 +52,8 @@ mod unpool;
 #[path = "tests.rs"]
 mod version_tests;
 mod view;
+#[cfg(test)]
+mod vision_tests;
 
 use super::build::{Builder, Value};
 use super::item::Item;
