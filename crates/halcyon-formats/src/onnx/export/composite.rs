@@ -41,6 +41,7 @@ pub(super) fn node(e: &mut Emitter<'_>, c: &Composite, x: &[Val], ty: TensorType
     let lost = || Error::internal(format!("composite {} lacks an attribute", c.name));
     let axis = || c.int("axis").map(|a| int("axis", a)).ok_or_else(lost);
     let eps = || c.float("eps").map(|v| float("epsilon", v)).ok_or_else(lost);
+    let mut operands = x.to_vec();
     let (op, attrs) = match &*c.name {
         "softmax" => ("Softmax", vec![axis()?]),
         "log_softmax" => ("LogSoftmax", vec![axis()?]),
@@ -49,9 +50,16 @@ pub(super) fn node(e: &mut Emitter<'_>, c: &Composite, x: &[Val], ty: TensorType
         "batch_norm" => ("BatchNormalization", vec![eps()?]),
         "attention" => {
             let scale = c.float("scale").ok_or_else(lost)?;
+            // Engines want the mask's last two axes whole.
+            if let Some(mask) = x.get(3) {
+                let mut s = mask.shape().clone();
+                let r = s.rank();
+                (s.0[r - 2], s.0[r - 1]) = (x[0].shape()[2], x[1].shape()[2]);
+                operands[3] = e.expand(mask, &s)?;
+            }
             ("Attention", vec![float("scale", scale), int("is_causal", c.flag("causal").into())])
         }
         other => return Err(Error::internal(format!("composite {other} has no operator"))),
     };
-    Ok(e.node(op, &x.iter().collect::<Vec<_>>(), attrs, ty))
+    Ok(e.node(op, &operands.iter().collect::<Vec<_>>(), attrs, ty))
 }
