@@ -8,6 +8,7 @@ use super::proto::{
     self, DimValue, FunctionProto, GraphProto, ModelProto, NodeProto, OperatorSetIdProto, TypeProto,
     TypeValue, ValueInfoProto,
 };
+use super::sparse;
 use super::stage::{Engine, Placement};
 use super::tensor::{self, External};
 use super::wire;
@@ -18,6 +19,9 @@ use halcyon_ir::{ConstData, DType, Dim, Error, Result, Shape};
 use prost::Message;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
+
+/// Operator sets that a model or a function may import.
+const OPSETS: usize = 1024;
 
 /// An open model. Its weights stay in their files until something reads them.
 #[derive(Debug)]
@@ -151,6 +155,11 @@ impl Model {
         if proto.graph.is_none() {
             return Err(bad(file, "the model has no graph"));
         }
+        // Every node looks its own up.
+        let sets = proto.functions.iter().map(|f| &f.opset_import).chain([&proto.opset_import]);
+        if let Some(n) = sets.map(Vec::len).find(|n| *n > OPSETS) {
+            return Err(bad(file, format!("{n} operator sets are imported; at most {OPSETS} are taken")));
+        }
         Ok(Model { file: file.into(), proto, external })
     }
 
@@ -174,7 +183,8 @@ impl Model {
     /// [`Error::Unsupported`] for inputs that are not tensors of a type in [`DType`]; [`Error::Format`].
     pub fn inputs(&self) -> Result<Vec<Port>> {
         let g = self.graph()?;
-        let weights: HashSet<&str> = g.initializer.iter().map(|t| t.name.as_str()).collect();
+        let mut weights: HashSet<&str> = g.initializer.iter().map(|t| t.name.as_str()).collect();
+        weights.extend(g.sparse_initializer.iter().map(sparse::name));
         g.input.iter().filter(|v| !weights.contains(v.name.as_str())).map(|v| self.port(v)).collect()
     }
 
@@ -196,20 +206,19 @@ impl Model {
     /// [`Error::Unsupported`] for other parts of the format that it lacks.
     pub fn check(&self, backend: &str) -> Result<()> {
         let g = self.graph()?;
-        if !g.sparse_initializer.is_empty() {
-            return Err(Error::unsupported(
-                format!("{} holds sparse weights", self.file),
-                "Export the model with dense weights",
-            ));
-        }
         let mut check = Check {
             functions: self.functions(),
             backend,
             found: vec![],
             at: BTreeMap::new(),
             seen: HashSet::new(),
+            calls: vec![],
         };
         check.nodes(&g.node, &self.proto.opset_import, false);
+        // One after the other: functions may call each other in a long chain.
+        while let Some(f) = check.calls.pop() {
+            check.nodes(&f.node, &f.opset_import, true);
+        }
         if check.found.is_empty() { Ok(()) } else { Err(Error::UnsupportedOps(check.found)) }
     }
 
@@ -262,6 +271,8 @@ struct Check<'m> {
     at: BTreeMap<(String, String, String), usize>,
     /// Functions that were looked into.
     seen: HashSet<(&'m str, &'m str, &'m str)>,
+    /// Functions to look into.
+    calls: Vec<&'m FunctionProto>,
 }
 
 impl<'m> Check<'m> {
@@ -269,7 +280,7 @@ impl<'m> Check<'m> {
         for (i, n) in nodes.iter().enumerate() {
             if let Some(&f) = self.functions.get(&function::key(n)) {
                 if self.seen.insert(function::key(n)) {
-                    self.nodes(&f.node, &f.opset_import, true);
+                    self.calls.push(f);
                 }
                 continue;
             }

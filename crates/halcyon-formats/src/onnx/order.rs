@@ -2,9 +2,13 @@
 
 use super::import::node_name;
 use super::proto::GraphProto;
+use super::sparse;
 use crate::bad;
 use halcyon_ir::Result;
 use std::collections::{BTreeSet, HashMap, HashSet};
+
+/// Nodes of a cycle that its error names.
+const LISTED: usize = 8;
 
 #[derive(Debug)]
 pub(super) struct Order {
@@ -20,6 +24,7 @@ pub(super) struct Order {
 fn free<'g>(g: &'g GraphProto, out: &mut Vec<&'g str>) {
     let mut own: HashSet<&str> = g.input.iter().map(|v| v.name.as_str()).collect();
     own.extend(g.initializer.iter().map(|t| t.name.as_str()));
+    own.extend(g.sparse_initializer.iter().map(sparse::name));
     own.extend(g.node.iter().flat_map(|n| &n.output).map(String::as_str));
     let mut reads = vec![];
     for n in &g.node {
@@ -36,6 +41,7 @@ pub(super) fn order(g: &GraphProto, file: &str) -> Result<Order> {
         .iter()
         .map(|v| v.name.as_str())
         .chain(g.initializer.iter().map(|t| t.name.as_str()))
+        .chain(g.sparse_initializer.iter().map(sparse::name))
         .collect();
     let mut producer: HashMap<&str, usize> = HashMap::new();
     for (i, n) in g.node.iter().enumerate() {
@@ -86,10 +92,15 @@ pub(super) fn order(g: &GraphProto, file: &str) -> Result<Order> {
             }
         }
     }
-    let stuck: Vec<String> =
-        (0..g.node.len()).filter(|&i| live[i] && waits[i] > 0).map(|i| node_name(&g.node[i], i)).collect();
-    if !stuck.is_empty() {
-        return Err(bad(file, format!("these nodes depend on each other in a cycle: {}", stuck.join(", "))));
+    let stuck = || (0..g.node.len()).filter(|&i| live[i] && waits[i] > 0);
+    if stuck().next().is_some() {
+        let names: Vec<String> = stuck().take(LISTED).map(|i| node_name(&g.node[i], i)).collect();
+        let more = match stuck().count() - names.len() {
+            0 => String::new(),
+            n => format!(" and {n} more"),
+        };
+        let names = names.join(", ");
+        return Err(bad(file, format!("these nodes depend on each other in a cycle: {names}{more}")));
     }
 
     let outputs: HashSet<&str> = g.output.iter().map(|o| o.name.as_str()).collect();

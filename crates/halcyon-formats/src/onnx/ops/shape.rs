@@ -8,7 +8,12 @@ use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{ConstData, DType, Dim, Result, Scalar, Shape};
 
 pub const ROWS: &[Row] = &[
-    row("Constant", 1, &["value", "value_float", "value_floats", "value_int", "value_ints"], constant),
+    row(
+        "Constant",
+        1,
+        &["sparse_value", "value", "value_float", "value_floats", "value_int", "value_ints"],
+        constant,
+    ),
     row("ConstantOfShape", 9, &["value"], constant_of_shape),
     row("Range", 11, &["stash_type"], range),
     row("Shape", 1, &["start", "end"], shape),
@@ -18,7 +23,10 @@ pub const ROWS: &[Row] = &[
     }),
 ];
 
-fn constant(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+fn constant(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    if let Some(s) = c.sparse("sparse_value")? {
+        return one(s.value(b)?);
+    }
     let data = if let Some(t) = c.tensor("value")? {
         t
     } else if let Some(v) = c.opt_float("value_float")? {
