@@ -173,6 +173,7 @@ fn normalise(pixels: Vec<f32>, channels: usize, p: &Port, a: &InputArgs) -> Resu
 mod tests {
     use super::*;
     use clap::Parser;
+    use halcyon_formats::onnx::PortType;
 
     #[derive(Parser, Debug)]
     struct Args {

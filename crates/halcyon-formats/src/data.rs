@@ -21,9 +21,13 @@ pub fn byte_len(dtype: DType, dims: &[usize]) -> Option<usize> {
 /// [`Error::Shape`] if `bytes` is not exactly what `dtype` and `dims` take, or they are too large to address.
 pub fn from_bytes(dtype: DType, dims: &[usize], bytes: Bytes) -> Result<ConstData> {
     if byte_len(dtype, dims).is_none() {
-        return Err(Error::shape("data", format!("{dtype}{dims:?} is too large to address")));
+        return Err(too_large(dtype, dims));
     }
     ConstData::new(dtype, dims, Arc::new(bytes))
+}
+
+fn too_large(dtype: DType, dims: &[usize]) -> Error {
+    Error::shape("data", format!("{dtype}{dims:?} is too large to address"))
 }
 
 /// Casts each value to `dtype`. Errors as [`from_bytes`].
@@ -32,12 +36,10 @@ pub fn from_scalars(
     dims: &[usize],
     values: impl IntoIterator<Item = Scalar>,
 ) -> Result<ConstData> {
-    let size = dtype.size();
-    let mut bytes = Vec::new();
-    for v in values {
-        bytes.extend_from_slice(&v.to_bytes(dtype)[..size]);
+    if byte_len(dtype, dims).is_none() {
+        return Err(too_large(dtype, dims));
     }
-    from_bytes(dtype, dims, bytes.into())
+    ConstData::from_scalars(dtype, dims, values)
 }
 
 /// The tensor with every element cast by [`Scalar::cast`].

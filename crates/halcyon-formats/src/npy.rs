@@ -2,11 +2,12 @@
 //!
 //! Read: bool, integers and floats of [`DType`], C and Fortran order, both byte orders; the result is row-major and
 //! little endian, and is a slice of the file where that needs no conversion. Written: version 1, C order, little endian.
-//! NumPy has no bf16, so writing one is a typed error; [`crate::data::cast`] to f32 first, which is exact.
+//! NumPy has no bf16, no floats of 8 bits and fewer and no integers under 8 bits, so writing one is a typed error; cast to
+//! [`stand_in`] first, which is exact.
 
 use crate::{ConstData, bad};
 use bytes::Bytes;
-use halcyon_ir::dtype::ROWS;
+use halcyon_ir::dtype::{Class, ROWS};
 use halcyon_ir::{DType, Error, Result};
 use std::path::Path;
 
@@ -51,15 +52,25 @@ pub fn parse(data: Bytes, file: &str) -> Result<ConstData> {
     crate::data::from_bytes(dtype, &h.shape, body)
 }
 
+/// The type whose `.npy` holds every value of `d`: itself, or where NumPy lacks it f32 for floats, i8 and u8 for integers.
+pub fn stand_in(d: DType) -> DType {
+    match d.class() {
+        _ if d.row().npy.is_some() => d,
+        Class::Float => DType::F32,
+        Class::Int => DType::I8,
+        _ => DType::U8,
+    }
+}
+
 /// The `.npy` image of a tensor.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for element types NumPy lacks (bf16).
+/// [`Error::Unsupported`] for element types NumPy lacks.
 pub fn encode(t: &ConstData) -> Result<Vec<u8>> {
     let Some(descr) = t.dtype.row().npy else {
         return Err(Error::unsupported(
             format!("writing {} as .npy: NumPy has no such type", t.dtype),
-            "Cast it to f32 first",
+            format!("Cast it to {} first", stand_in(t.dtype)),
         ));
     };
     let mut shape = t.dims.iter().map(|d| d.to_string()).collect::<Vec<_>>().join(", ");
@@ -273,7 +284,12 @@ mod tests {
                         assert_eq!(parse(b.clone().into(), "t").unwrap(), t);
                         assert_eq!((b.len() - t.bytes().len()) % 64, 0);
                     }
-                    Err(Error::Unsupported { .. }) => assert_eq!(d, DType::BF16),
+                    Err(Error::Unsupported { .. }) => {
+                        assert!(d.row().npy.is_none(), "{d}");
+                        let wide = crate::data::cast(&t, stand_in(d)).unwrap();
+                        let back = parse(encode(&wide).unwrap().into(), "t").unwrap();
+                        assert_eq!(crate::data::cast(&back, d).unwrap(), t, "{d}");
+                    }
                     Err(e) => panic!("{e}"),
                 }
             }

@@ -67,8 +67,8 @@ impl SafeTensors {
                     body.len()
                 )));
             }
-            // Sub-byte and 8-bit float rows of the format that we lack are told apart when they are read.
-            if let Some(row) = ROWS.iter().find(|r| r.safetensors == i.dtype) {
+            // Types of the format that we lack (6-bit floats) are told apart when they are read.
+            if let Some(row) = ROWS.iter().find(|r| r.safetensors == Some(i.dtype.as_str())) {
                 let want = crate::data::byte_len(row.dtype, &i.shape);
                 if want != Some(to - from) {
                     return Err(wrong(format!("{}{:?} does not take {} bytes", i.dtype, i.shape, to - from)));
@@ -102,7 +102,7 @@ impl SafeTensors {
             .tensors
             .get(name)
             .ok_or_else(|| Error::argument("safetensors", format!("{} has no tensor '{name}'", self.file)))?;
-        let row = ROWS.iter().find(|r| r.safetensors == i.dtype).ok_or_else(|| {
+        let row = ROWS.iter().find(|r| r.safetensors == Some(i.dtype.as_str())).ok_or_else(|| {
             Error::unsupported(
                 format!("element type {} of tensor '{name}' in {}", i.dtype, self.file),
                 "Convert it to a type of the dtype table",
@@ -178,16 +178,13 @@ mod tests {
 
     #[test]
     fn every_element_type_is_mapped() {
-        for d in DType::all() {
-            let h = format!(
-                r#"{{"t":{{"dtype":"{}","shape":[3],"data_offsets":[0,{}]}}}}"#,
-                d.row().safetensors,
-                d.bytes(3)
-            );
+        for (d, name) in DType::all().filter_map(|d| Some((d, d.row().safetensors?))) {
+            let h =
+                format!(r#"{{"t":{{"dtype":"{}","shape":[3],"data_offsets":[0,{}]}}}}"#, name, d.bytes(3));
             let s = SafeTensors::parse(file(&h, &vec![0; d.bytes(3)]), "t").unwrap();
             assert_eq!(s.get("t").unwrap().dtype, d);
         }
-        let h = r#"{"t":{"dtype":"F8_E4M3","shape":[3],"data_offsets":[0,3]}}"#;
+        let h = r#"{"t":{"dtype":"F6_E2M3","shape":[4],"data_offsets":[0,3]}}"#;
         let s = SafeTensors::parse(file(h, &[0; 3]), "t").unwrap();
         assert!(matches!(s.get("t"), Err(Error::Unsupported { .. })));
     }

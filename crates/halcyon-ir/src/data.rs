@@ -18,7 +18,8 @@ impl<T: AsRef<[u8]> + Send + Sync> Bytes for T {
     }
 }
 
-/// Dense row-major little-endian tensor data. Cloning shares the bytes. Two values are equal when they share them, or when
+/// Dense row-major little-endian tensor data. Elements of fewer than 8 bits are packed, the first in the low bits of a byte, as
+/// in the raw data of ONNX; the unused bits of a last byte are not looked at. Cloning shares the bytes. Two values are equal when they share them, or when
 /// type, shape and bytes are equal.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct ConstData {
@@ -32,6 +33,14 @@ pub struct ConstData {
 
 fn empty() -> Arc<dyn Bytes> {
     Arc::new(Vec::<u8>::new())
+}
+
+/// Element `i`, which `bytes` must hold.
+fn element(dtype: DType, bytes: &[u8], i: usize) -> Scalar {
+    match dtype.bits() as usize {
+        bits if bits < 8 => Scalar::from_bytes(dtype, &[bytes[i * bits / 8] >> (i * bits % 8)]),
+        bits => Scalar::from_bytes(dtype, &bytes[i * (bits / 8)..]),
+    }
 }
 
 impl ConstData {
@@ -56,16 +65,40 @@ impl ConstData {
     }
 
     pub fn from_slice<T: Element>(dims: &[usize], values: &[T]) -> Result<ConstData> {
-        let mut b = Vec::with_capacity(values.len() * T::DTYPE.size());
-        for v in values {
-            b.extend_from_slice(&v.to_scalar().to_bytes(T::DTYPE)[..T::DTYPE.size()]);
+        ConstData::from_scalars(T::DTYPE, dims, values.iter().map(|v| v.to_scalar()))
+    }
+
+    /// Casts each value to `dtype`, by the rules of [`Scalar::cast`]. The unused bits of a last byte are zero.
+    pub fn from_scalars(
+        dtype: DType,
+        dims: &[usize],
+        values: impl IntoIterator<Item = Scalar>,
+    ) -> Result<ConstData> {
+        let values = values.into_iter();
+        let (bits, size) = (dtype.bits() as usize, dtype.size());
+        let mut b = Vec::with_capacity(dtype.bytes(values.size_hint().0));
+        if bits >= 8 {
+            values.for_each(|v| b.extend_from_slice(&v.to_bytes(dtype)[..size]));
+            return ConstData::new(dtype, dims, Arc::new(b));
         }
-        ConstData::new(T::DTYPE, dims, Arc::new(b))
+        let mut at = 0;
+        for v in values {
+            let low = v.to_bytes(dtype)[0];
+            match b.last_mut().filter(|_| at > 0) {
+                Some(last) => *last |= low << at,
+                None => b.push(low),
+            }
+            at = (at + bits) % 8;
+        }
+        ConstData::new(dtype, dims, Arc::new(b))
     }
 
     /// A tensor that holds `v` (cast to `dtype`) everywhere.
     pub fn splat(dtype: DType, dims: &[usize], v: Scalar) -> Result<ConstData> {
         let n: usize = dims.iter().product();
+        if dtype.bits() < 8 {
+            return ConstData::from_scalars(dtype, dims, std::iter::repeat_n(v, n));
+        }
         let b = v.to_bytes(dtype);
         ConstData::new(dtype, dims, Arc::new(b[..dtype.size()].repeat(n)))
     }
@@ -88,14 +121,20 @@ impl ConstData {
         self.dims.iter().product()
     }
 
+    /// Elements that there are bytes for: all, but for a graph whose blobs are still to be read.
+    fn held(&self) -> usize {
+        let n = self.numel();
+        if self.bytes().len() < self.dtype.bytes(n) { 0 } else { n }
+    }
+
     /// Element `i` in row-major order; `None` past the end.
     pub fn get(&self, i: usize) -> Option<Scalar> {
-        let n = self.dtype.size();
-        self.bytes().get(i * n..(i + 1) * n).map(|b| Scalar::from_bytes(self.dtype, b))
+        (i < self.held()).then(|| element(self.dtype, self.bytes(), i))
     }
 
     pub fn scalars(&self) -> impl Iterator<Item = Scalar> + '_ {
-        self.bytes().chunks_exact(self.dtype.size()).map(|b| Scalar::from_bytes(self.dtype, b))
+        let (dtype, bytes) = (self.dtype, self.bytes());
+        (0..self.held()).map(move |i| element(dtype, bytes, i))
     }
 
     /// All elements converted to `T` by the rules of [`Scalar::cast`].
@@ -128,5 +167,34 @@ impl fmt::Debug for ConstData {
             write!(f, " {:?}", self.scalars().map(|s| s.as_f64()).collect::<Vec<_>>())?;
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn packed_elements() {
+        let v = [-8i64, 7, -1, 0, 3];
+        let c = ConstData::from_scalars(DType::I4, &[5], v.map(Scalar::I)).unwrap();
+        assert_eq!(c.bytes(), [0x78, 0x0f, 0x03]);
+        assert_eq!(c.to_vec::<i64>(), v);
+        assert_eq!((c.get(4), c.get(5)), (Some(Scalar::I(3)), None));
+        // The end of the last byte is padding.
+        let c = ConstData::new(DType::I4, &[5], Arc::new(vec![0x78, 0x0f, 0xe3])).unwrap();
+        assert_eq!(c.to_vec::<i64>(), v);
+        let c = ConstData::from_scalars(DType::U2, &[2, 3], [1u64, 2, 3, 0, 1, 3].map(Scalar::U)).unwrap();
+        assert_eq!(c.bytes(), [0b00111001, 0b1101]);
+        assert_eq!(c.to_vec::<u8>(), [1, 2, 3, 0, 1, 3]);
+        let c = ConstData::splat(DType::I2, &[3], Scalar::I(-1)).unwrap();
+        assert_eq!(c.bytes(), [0b111111]);
+        let c = ConstData::splat(DType::F4E2M1, &[3], Scalar::F(-6.0)).unwrap();
+        assert_eq!((c.bytes(), c.to_vec::<f32>()), (&[0xff, 0x0f][..], vec![-6.0; 3]));
+        let c = ConstData::splat(DType::F8E4M3FN, &[2], Scalar::F(448.0)).unwrap();
+        assert_eq!((c.bytes(), c.get(1)), (&[0x7e, 0x7e][..], Some(Scalar::F(448.0))));
+        assert!(ConstData::from_scalars(DType::U4, &[0, 3], []).unwrap().bytes().is_empty());
+        assert!(ConstData::new(DType::U4, &[5], Arc::new(vec![0; 2])).is_err());
+        assert!(ConstData::new(DType::U2, &[5], Arc::new(vec![0; 3])).is_err());
     }
 }

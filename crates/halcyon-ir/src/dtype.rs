@@ -1,5 +1,10 @@
 //! Element types. One row per type: everything that depends on the type alone is a column of [`ROWS`].
+//!
+//! Types of 2 and 4 bits and floats of 4 and 8 bits are for storage: tensors hold, move, compare and cast them, and devices
+//! never see them, because [`crate::passes::narrow`] rewrites a graph to types of [`DType::native`]. Elements under 8 bits are
+//! packed, the first in the low bits of a byte, and a last byte that is not full ends in zero bits.
 
+use crate::minifloat::{self, Format, Special};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 
@@ -20,6 +25,22 @@ pub enum DType {
     BF16,
     F32,
     F64,
+    U2,
+    I2,
+    U4,
+    I4,
+    /// Two exponent bits, one of significand: 0 to 6, no infinity, no NaN (OCP MX).
+    F4E2M1,
+    /// Largest 448, NaN, no infinity (OCP).
+    F8E4M3FN,
+    /// Largest 240, NaN, no infinity, no negative zero.
+    F8E4M3FNUZ,
+    /// Largest 57,344, infinity, NaN (OCP).
+    F8E5M2,
+    /// Largest 57,344, NaN, no infinity, no negative zero.
+    F8E5M2FNUZ,
+    /// A power of two from 2^-127 to 2^127, or NaN: scales of microscaling formats (OCP MX). It has no zero and no sign.
+    F8E8M0,
 }
 
 /// What kind of number a type holds.
@@ -41,14 +62,14 @@ pub struct Row {
     pub class: Class,
     /// `TensorProto.DataType` of ONNX (onnx.proto3).
     pub onnx: i32,
-    /// Name in a safetensors header.
-    pub safetensors: &'static str,
+    /// Name in a safetensors header; `None` where that format has no such type.
+    pub safetensors: Option<&'static str>,
     /// NumPy array-protocol type string, little endian; `None` where NumPy has no such type.
     pub npy: Option<&'static str>,
 }
 
 macro_rules! rows {
-    ($($d:ident $name:literal $bits:literal $class:ident $onnx:literal $st:literal $npy:expr;)*) => {
+    ($($d:ident $name:literal $bits:literal $class:ident $onnx:literal $st:expr, $npy:expr;)*) => {
         /// One row per element type, in the order of [`DType`].
         pub const ROWS: &[Row] = &[$(Row {
             dtype: DType::$d, name: $name, bits: $bits, class: Class::$class, onnx: $onnx, safetensors: $st, npy: $npy,
@@ -57,25 +78,45 @@ macro_rules! rows {
 }
 
 rows! {
-    Bool "bool" 8  Bool  9  "BOOL" Some("|b1");
-    U8   "u8"   8  Uint  2  "U8"   Some("|u1");
-    U16  "u16"  16 Uint  4  "U16"  Some("<u2");
-    U32  "u32"  32 Uint  12 "U32"  Some("<u4");
-    U64  "u64"  64 Uint  13 "U64"  Some("<u8");
-    I8   "i8"   8  Int   3  "I8"   Some("|i1");
-    I16  "i16"  16 Int   5  "I16"  Some("<i2");
-    I32  "i32"  32 Int   6  "I32"  Some("<i4");
-    I64  "i64"  64 Int   7  "I64"  Some("<i8");
-    F16  "f16"  16 Float 10 "F16"  Some("<f2");
-    BF16 "bf16" 16 Float 16 "BF16" None;
-    F32  "f32"  32 Float 1  "F32"  Some("<f4");
-    F64  "f64"  64 Float 11 "F64"  Some("<f8");
+    Bool "bool" 8  Bool  9  Some("BOOL"), Some("|b1");
+    U8   "u8"   8  Uint  2  Some("U8"), Some("|u1");
+    U16  "u16"  16 Uint  4  Some("U16"), Some("<u2");
+    U32  "u32"  32 Uint  12 Some("U32"), Some("<u4");
+    U64  "u64"  64 Uint  13 Some("U64"), Some("<u8");
+    I8   "i8"   8  Int   3  Some("I8"), Some("|i1");
+    I16  "i16"  16 Int   5  Some("I16"), Some("<i2");
+    I32  "i32"  32 Int   6  Some("I32"), Some("<i4");
+    I64  "i64"  64 Int   7  Some("I64"), Some("<i8");
+    F16  "f16"  16 Float 10 Some("F16"), Some("<f2");
+    BF16 "bf16" 16 Float 16 Some("BF16"), None;
+    F32  "f32"  32 Float 1  Some("F32"), Some("<f4");
+    F64  "f64"  64 Float 11 Some("F64"), Some("<f8");
+    U2   "u2"   2  Uint  25 None, None;
+    I2   "i2"   2  Int   26 None, None;
+    U4   "u4"   4  Uint  21 None, None;
+    I4   "i4"   4  Int   22 None, None;
+    F4E2M1     "f4e2m1"     4 Float 23 Some("F4"), None;
+    F8E4M3FN   "f8e4m3fn"   8 Float 17 Some("F8_E4M3"), None;
+    F8E4M3FNUZ "f8e4m3fnuz" 8 Float 18 Some("F8_E4M3FNUZ"), None;
+    F8E5M2     "f8e5m2"     8 Float 19 Some("F8_E5M2"), None;
+    F8E5M2FNUZ "f8e5m2fnuz" 8 Float 20 Some("F8_E5M2FNUZ"), None;
+    F8E8M0     "f8e8m0"     8 Float 24 Some("F8_E8M0"), None;
 }
 
 impl DType {
     /// All element types.
     pub fn all() -> impl Iterator<Item = DType> {
         ROWS.iter().map(|r| r.dtype)
+    }
+
+    /// Types that kernels and devices handle.
+    pub fn native() -> impl Iterator<Item = DType> {
+        DType::all().filter(|d| d.is_native())
+    }
+
+    /// Whether kernels and devices handle the type. The others are packed integers and small floats.
+    pub fn is_native(self) -> bool {
+        self.bits() > 8 || self.bits() == 8 && self.class() != Class::Float
     }
 
     /// The facts of this type.
@@ -120,7 +161,13 @@ impl DType {
             DType::F16 | DType::BF16 => DType::F32,
             DType::U8 | DType::U16 => DType::U32,
             DType::I8 | DType::I16 => DType::I32,
-            d => d,
+            DType::F32 | DType::F64 | DType::Bool => self,
+            DType::U32 | DType::U64 | DType::I32 | DType::I64 => self,
+            d => match d.class() {
+                Class::Float => DType::F32,
+                Class::Int => DType::I32,
+                _ => DType::U32,
+            },
         }
     }
 
@@ -137,14 +184,31 @@ impl DType {
         ROWS.iter().find(|r| r.onnx == code).map(|r| r.dtype)
     }
 
-    /// Smallest and largest value of an integer type (bool is 0..=1); infinite for floats.
+    /// Smallest and largest value (bool is 0..=1); infinite for floats that have infinities.
     pub fn range(self) -> (f64, f64) {
         match (self.class(), self.bits()) {
+            _ if self == DType::F8E8M0 => (minifloat::e8m0_decode(0), minifloat::e8m0_decode(254)),
             (Class::Bool, _) => (0.0, 1.0),
             (Class::Uint, b) => (0.0, (2f64).powi(b as i32) - 1.0),
             (Class::Int, b) => (-(2f64).powi(b as i32 - 1), (2f64).powi(b as i32 - 1) - 1.0),
-            (Class::Float, _) => (f64::NEG_INFINITY, f64::INFINITY),
+            (Class::Float, _) => match Format::of(self) {
+                Some(f) if f.special != Special::Ieee => (-f.max(), f.max()),
+                _ => (f64::NEG_INFINITY, f64::INFINITY),
+            },
         }
+    }
+
+    /// Smallest and largest finite value.
+    pub fn finite_range(self) -> (f64, f64) {
+        let max = match self {
+            DType::F16 => 65504.0,
+            DType::BF16 => f32::from_bits(0x7f7f_0000) as f64,
+            DType::F32 => f32::MAX as f64,
+            DType::F64 => f64::MAX,
+            DType::F8E5M2 => 57344.0,
+            d => return d.range(),
+        };
+        (-max, max)
     }
 }
 
@@ -199,7 +263,13 @@ impl Scalar {
     }
 
     /// The value after a cast to `dtype` with the rules of the `Cast` op: to bool is `!= 0`; between integers
-    /// wraps; float to integer truncates and saturates (NaN is 0); to a float rounds to nearest even.
+    /// wraps; float to integer truncates and saturates (NaN is 0); to a float rounds to nearest even, and past the largest
+    /// number becomes infinity.
+    ///
+    /// Small types: a float becomes an integer of 2 or 4 bits by way of i32, whose low bits are kept. A small float type
+    /// without infinity has NaN in its place, and one without NaN (`f4e2m1`) saturates and makes NaN -0. To `f8e8m0` the
+    /// nearest power of two counts, ties up; zero, negative numbers and what is outside of its range are NaN.
+    /// `Graph::cast_saturating` and `Graph::cast_e8m0` do otherwise.
     pub fn cast(self, dtype: DType) -> Scalar {
         match dtype.class() {
             Class::Bool => Scalar::Bool(self.as_bool()),
@@ -214,12 +284,14 @@ impl Scalar {
                         Scalar::U(u) => (u as f32) as f64,
                         _ => (v as f32) as f64,
                     },
+                    d if !d.is_native() => minifloat::decode(d, minifloat::encode(d, self.to_odd_f64())),
                     _ => v,
                 })
             }
             Class::Int => {
                 let (lo, hi) = dtype.range();
                 let v = match self {
+                    Scalar::F(f) if dtype.bits() < 8 => (f as i32).into(),
                     Scalar::F(f) if f.is_nan() => 0,
                     Scalar::F(f) => f.clamp(lo, hi) as i64,
                     s => s.as_i64(),
@@ -230,6 +302,7 @@ impl Scalar {
             Class::Uint => {
                 let (lo, hi) = dtype.range();
                 let v = match self {
+                    Scalar::F(f) if dtype.bits() < 8 => f as i32 as u64,
                     Scalar::F(f) if f.is_nan() => 0,
                     Scalar::F(f) => f.clamp(lo, hi) as u64,
                     Scalar::U(u) => u,
@@ -241,7 +314,18 @@ impl Scalar {
         }
     }
 
-    /// Little-endian bytes of the value as `dtype` (which the value is cast to first).
+    /// As f64; an integer that f64 does not hold is rounded to odd, so that a second rounding is as if it were the first.
+    fn to_odd_f64(self) -> f64 {
+        let odd = |m: u64| if m >> 53 == 0 { m as f64 } else { (m >> 11 | (m & 0x7ff != 0) as u64) as f64 * 2048.0 };
+        match self {
+            Scalar::U(u) => odd(u),
+            Scalar::I(i) => odd(i.unsigned_abs()).copysign(i as f64),
+            s => s.as_f64(),
+        }
+    }
+
+    /// Little-endian bytes of the value as `dtype` (which the value is cast to first). A type under 8 bits takes the low bits of
+    /// the first byte.
     pub fn to_bytes(self, dtype: DType) -> [u8; 8] {
         let mut out = [0u8; 8];
         let n = dtype.size();
@@ -249,16 +333,21 @@ impl Scalar {
             (Scalar::F(f), DType::F16) => (f16_of(f).to_bits() as u64).to_le_bytes(),
             (Scalar::F(f), DType::BF16) => (bf16_of(f).to_bits() as u64).to_le_bytes(),
             (Scalar::F(f), DType::F32) => ((f as f32).to_bits() as u64).to_le_bytes(),
+            (Scalar::F(f), d) if !d.is_native() => (minifloat::encode(d, f) as u64).to_le_bytes(),
             (Scalar::F(f), _) => f.to_bits().to_le_bytes(),
             (Scalar::Bool(b), _) => (b as u64).to_le_bytes(),
             (Scalar::I(i), _) => i.to_le_bytes(),
             (Scalar::U(u), _) => u.to_le_bytes(),
         };
         out[..n].copy_from_slice(&raw[..n]);
+        if dtype.bits() < 8 {
+            out[0] &= (1 << dtype.bits()) - 1;
+        }
         out
     }
 
-    /// Reads one little-endian value of `dtype` from the start of `b`, which must hold it.
+    /// Reads one little-endian value of `dtype` from the start of `b`, which must hold it; a type under 8 bits from the low bits
+    /// of the first byte.
     pub fn from_bytes(dtype: DType, b: &[u8]) -> Scalar {
         let mut w = [0u8; 8];
         w[..dtype.size()].copy_from_slice(&b[..dtype.size()]);
@@ -273,7 +362,8 @@ impl Scalar {
                 let sh = 64 - d.bits();
                 Scalar::I(((u << sh) as i64) >> sh)
             }
-            _ => Scalar::U(u),
+            d if d.is_float() => Scalar::F(minifloat::decode(d, u as u8 & (0xff >> (8 - d.bits())))),
+            d => Scalar::U(u & (u64::MAX >> (64 - d.bits()))),
         }
     }
 
@@ -381,6 +471,46 @@ mod tests {
                 let s = Scalar::F(v).cast(d);
                 assert_eq!(Scalar::from_bytes(d, &s.to_bytes(d)), s, "{d} {v}");
             }
+        }
+        // Every pattern of a small type; any NaN will do for another.
+        for d in DType::all().filter(|d| !d.is_native()) {
+            for b in 0..1u32 << d.bits() {
+                let s = Scalar::from_bytes(d, &[b as u8]);
+                assert!(s.as_f64().is_nan() || s.to_bytes(d)[0] == b as u8, "{d} {b}");
+                assert!(s.as_f64().is_nan() || s.cast(d) == s, "{d} {b}");
+                // Bits above the type's are not looked at.
+                let dirty = Scalar::from_bytes(d, &[(b | 0xffu32 << d.bits()) as u8]);
+                assert!(dirty == s || s.as_f64().is_nan(), "{d} {b}");
+            }
+        }
+    }
+
+    #[test]
+    fn small_types_by_the_rules_of_cast() {
+        let i4 = |s: Scalar| s.cast(DType::I4).as_i64();
+        assert_eq!([i4(Scalar::F(-9.0)), i4(Scalar::F(15.0)), i4(Scalar::F(-7.9))], [7, -1, -7]);
+        assert_eq!([i4(Scalar::F(f64::NAN)), i4(Scalar::F(1e30)), i4(Scalar::F(-1e30))], [0, -1, 0]);
+        assert_eq!([i4(Scalar::I(200)), i4(Scalar::U(8)), i4(Scalar::Bool(true))], [-8, -8, 1]);
+        assert_eq!(Scalar::F(-3.0).cast(DType::U2), Scalar::U(1));
+        assert_eq!(Scalar::I(-1).cast(DType::U4), Scalar::U(15));
+        let to = |v: f64, d: DType| Scalar::F(v).cast(d).as_f64();
+        assert!(to(1e6, DType::F8E4M3FN).is_nan() && to(-f64::INFINITY, DType::F8E5M2FNUZ).is_nan());
+        assert_eq!(to(1e6, DType::F8E5M2), f64::INFINITY);
+        assert_eq!((to(9.0, DType::F4E2M1), to(-f64::INFINITY, DType::F4E2M1)), (6.0, -6.0));
+        assert_eq!(Scalar::F(f64::NAN).to_bytes(DType::F4E2M1)[0], 8);
+        assert_eq!(Scalar::F(-0.0).to_bytes(DType::F8E4M3FNUZ)[0], 0);
+        // 1.5 2^k - 1 is below the tie, and f64 does not hold it.
+        assert_eq!(Scalar::U((3 << 61) - 1).cast(DType::F8E8M0), Scalar::F(2f64.powi(62)));
+        assert_eq!(Scalar::I(3 << 60).cast(DType::F8E8M0), Scalar::F(2f64.powi(62)));
+        assert!(Scalar::I(-4).cast(DType::F8E8M0).as_f64().is_nan());
+        assert_eq!(DType::F8E4M3FN.range(), (-448.0, 448.0));
+        assert_eq!(DType::F8E5M2.finite_range(), (-57344.0, 57344.0));
+        assert_eq!(DType::I4.range(), (-8.0, 7.0));
+        for d in DType::all() {
+            assert!(d.compute().is_native() && (d.is_native() || d.compute().bits() == 32), "{d}");
+            let (lo, hi) = d.finite_range();
+            assert_eq!(Scalar::F(hi).cast(d).as_f64(), hi, "{d}");
+            assert_eq!(Scalar::F(lo).cast(d).as_f64(), lo, "{d}");
         }
     }
 

@@ -14,6 +14,7 @@ pub mod graph;
 pub mod kernel;
 pub mod layout;
 pub mod lower;
+pub mod minifloat;
 pub mod op;
 pub mod passes;
 pub mod plan;

@@ -53,7 +53,8 @@ fn round(d: DType, v: f64) -> f64 {
         DType::F16 => f16_of(v).to_f64(),
         DType::BF16 => bf16_of(v).to_f64(),
         DType::F32 => v as f32 as f64,
-        _ => v,
+        DType::F64 => v,
+        d => Scalar::F(v).cast(d).as_f64(),
     }
 }
 
@@ -142,11 +143,23 @@ impl Tensor {
             DType::BF16 => floats!(u16, |u| half::bf16::from_bits(u).to_f64()),
             DType::F32 => floats!(u32, |u| f32::from_bits(u) as f64),
             DType::F64 => floats!(u64, f64::from_bits),
+            d if d.is_float() => Vals::F(c.scalars().map(Scalar::as_f64).collect()),
+            _ => Vals::I(c.scalars().map(of_scalar).collect()),
         };
         Tensor { dtype: c.dtype, dims: c.dims.clone(), v }
     }
 
     fn write(&self) -> Result<ConstData> {
+        if !self.dtype.is_native() {
+            return match &self.v {
+                Vals::F(v) => {
+                    ConstData::from_scalars(self.dtype, &self.dims, v.iter().map(|v| Scalar::F(*v)))
+                }
+                Vals::I(v) => {
+                    ConstData::from_scalars(self.dtype, &self.dims, v.iter().map(|v| Scalar::I(*v)))
+                }
+            };
+        }
         let n = self.dtype.size();
         let b: Vec<u8> = match (&self.v, self.dtype) {
             (Vals::F(v), DType::F16) => v.iter().flat_map(|x| f16_of(*x).to_le_bytes()).collect(),

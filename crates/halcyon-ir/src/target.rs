@@ -41,7 +41,7 @@ impl Caps {
     /// A device with every ability and generous limits, for the interpreter and for snapshots.
     pub fn generous() -> Caps {
         Caps {
-            storage: DType::all().collect(),
+            storage: DType::native().collect(),
             f64: true,
             i64: true,
             f16_arithmetic: false,

@@ -43,7 +43,7 @@ fn casts_follow_the_scalar_rules() {
         f64::INFINITY,
         16777217.0,
     ];
-    for k in DType::all().flat_map(|a| DType::all().map(move |b| (a, b))) {
+    for k in DType::native().flat_map(|a| DType::native().map(move |b| (a, b))) {
         let kernel = common::cast(k.0, k.1);
         let mut mem = vec![bytes(k.0, &inputs), vec![0; inputs.len() * k.1.size()]];
         let l = launch(&kernel, 1, &[("n", Scalar::from(inputs.len()))]);

@@ -34,7 +34,7 @@ type Key = Vec<(Shape, Option<ConstData>)>;
 /// What a model became for one set of shapes.
 #[derive(Debug)]
 enum Made {
-    Graph { session: Session, imported: Imported },
+    Graph(Box<(Session, Imported)>),
     Staged { why: String },
 }
 
@@ -108,7 +108,7 @@ impl OnnxSession {
                     // Values that decide and are too large to compare are looked at again each time.
                     (false, false) => None,
                 };
-                let made = Made::Graph { session, imported: *i };
+                let made = Made::Graph(Box::new((session, *i)));
                 match key {
                     Some(k) => (k, made),
                     None => return Ok(Arc::new(made)),
@@ -124,7 +124,7 @@ impl OnnxSession {
     pub fn graph(&self, inputs: &[Datum]) -> Result<Outcome> {
         Ok(match &*self.made(inputs)? {
             Made::Staged { why } => Outcome::Staged(why.clone()),
-            Made::Graph { imported, .. } => Outcome::Graph(Box::new(imported.clone())),
+            Made::Graph(g) => Outcome::Graph(Box::new(g.1.clone())),
         })
     }
 
@@ -132,15 +132,15 @@ impl OnnxSession {
     pub fn prepare(&self, inputs: &[Datum]) -> Result<Option<Arc<Executable>>> {
         match &*self.made(inputs)? {
             Made::Staged { .. } => Ok(None),
-            Made::Graph { session, .. } => session.prepare(&tensors(inputs)?).map(Some),
+            Made::Graph(g) => g.0.prepare(&tensors(inputs)?).map(Some),
         }
     }
 
     /// Runs the model; inputs in the order of [`Model::inputs`].
     pub fn run(&self, inputs: &[Datum]) -> Result<Run> {
         match &*self.made(inputs)? {
-            Made::Graph { session, .. } => {
-                let outputs = session.run(&tensors(inputs)?)?;
+            Made::Graph(g) => {
+                let outputs = g.0.run(&tensors(inputs)?)?;
                 let placement = Placement {
                     stages: 1,
                     bytes_written: inputs

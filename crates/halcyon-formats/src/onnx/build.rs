@@ -57,6 +57,11 @@ impl Value {
         Value::constant(TensorType::new(data.dtype, &data.dims), Span::new(name), Data::Bytes(data))
     }
 
+    /// A constant that an operator made; it belongs to the node that uses it.
+    pub fn table(data: ConstData) -> Value {
+        Value::constant(TensorType::new(data.dtype, &data.dims), Span::default(), Data::Bytes(data))
+    }
+
     pub fn rank(&self) -> usize {
         self.ty.shape.rank()
     }
@@ -123,6 +128,10 @@ pub struct Builder {
     held: HashMap<NodeId, Weak<Held>>,
     /// Elements of folded values that are not tiny.
     folded: usize,
+    /// Takes part in the seed of every random operator without one of its own. 0 if nothing sets it.
+    pub base_seed: u64,
+    /// How often a seed was made for a node of this name.
+    pub(super) draws: HashMap<String, u64>,
 }
 
 /// Elements of a folded value that are not counted.

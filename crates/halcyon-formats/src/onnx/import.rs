@@ -45,10 +45,11 @@ pub fn node_name(n: &NodeProto, index: usize) -> String {
 
 /// Graphs inside graphs and functions inside functions may be nested this deep.
 const DEPTH: usize = 64;
-/// Nodes that the functions and graphs of a model may come to when they are expanded, iterations of loops included.
-const EXPANDED: usize = if cfg!(fuzzing) { 1 << 15 } else { 1 << 22 };
-/// Bytes that copies of function bodies may take.
+/// Nodes that a model may come to when its functions are expanded, and the bytes that they take.
+const EXPANDED: usize = 1 << 17;
 const COPIED: usize = 256 << 20;
+/// Nodes that a model may come to with the iterations of its loops.
+const WALKED: usize = if cfg!(fuzzing) { 1 << 15 } else { 1 << 24 };
 /// Nodes of the graph that any model may come to, and that each of its nodes may add.
 const NODES: usize = if cfg!(fuzzing) { 1 << 14 } else { 1 << 19 };
 const NODES_PER_NODE: usize = 256;
@@ -80,6 +81,8 @@ pub(super) struct Walk<'m> {
     copied: Cell<usize>,
     depth: Cell<usize>,
     walked: Cell<usize>,
+    /// Nodes of the bodies above.
+    expanded: Cell<usize>,
 }
 
 impl<'m> Walk<'m> {
@@ -92,6 +95,7 @@ impl<'m> Walk<'m> {
             copied: Cell::new(0),
             depth: Cell::new(0),
             walked: Cell::new(0),
+            expanded: Cell::new(0),
         }
     }
 
@@ -165,9 +169,9 @@ impl<'m> Walk<'m> {
 
         for (at, &i) in order.nodes.iter().enumerate() {
             self.walked.set(self.walked.get() + 1);
-            if self.walked.get() > EXPANDED {
+            if self.walked.get() > WALKED {
                 return Err(Error::unsupported(
-                    format!("{}: more than {EXPANDED} nodes with functions and loops expanded", m.file),
+                    format!("{}: more than {WALKED} nodes with its loops unrolled", m.file),
                     "Bound the number of iterations",
                 ));
             }
@@ -274,6 +278,13 @@ impl<'m> Walk<'m> {
                     ));
                 }
                 let g = Rc::new(function::body(f, n, &self.m.file)?);
+                self.expanded.set(self.expanded.get() + g.node.len());
+                if self.expanded.get() > EXPANDED {
+                    return Err(Error::unsupported(
+                        format!("{}: more than {EXPANDED} nodes with functions expanded", self.m.file),
+                        "Call fewer functions from functions",
+                    ));
+                }
                 self.bodies.borrow_mut().insert(key, g.clone());
                 g
             }

@@ -15,10 +15,13 @@ mod node;
 pub mod ops;
 mod order;
 pub mod proto;
+mod random;
 #[cfg(test)]
 mod reference;
 pub mod sparse;
 mod stage;
+#[cfg(test)]
+mod stage_tests;
 pub mod tensor;
 #[cfg(test)]
 mod test_models;

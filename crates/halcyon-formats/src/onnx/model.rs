@@ -314,8 +314,9 @@ fn refuse(n: &NodeProto, opset: i64, in_function: bool) -> Option<String> {
     if opset < row.since {
         return Some(format!("supported from operator set {} on", row.since));
     }
-    if opset > ops::LATEST {
-        return Some(format!("operator sets after {} are not known", ops::LATEST));
+    let latest = ops::latest(&n.domain);
+    if opset > latest {
+        return Some(format!("operator sets after {latest} are not known"));
     }
     if !in_function && n.attribute.iter().any(|a| !a.ref_attr_name.is_empty()) {
         return Some("refers to an attribute of a function outside one".into());

@@ -43,6 +43,10 @@ pub(super) fn order(g: &GraphProto, file: &str) -> Result<Order> {
         .chain(g.initializer.iter().map(|t| t.name.as_str()))
         .chain(g.sparse_initializer.iter().map(sparse::name))
         .collect();
+    let mut seen = HashSet::new();
+    if let Some(v) = g.input.iter().find(|v| !seen.insert(v.name.as_str())) {
+        return Err(bad(file, format!("input '{}' is declared twice", v.name)));
+    }
     let mut producer: HashMap<&str, usize> = HashMap::new();
     for (i, n) in g.node.iter().enumerate() {
         for o in n.output.iter().filter(|o| !o.is_empty()) {

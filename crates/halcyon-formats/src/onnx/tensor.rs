@@ -105,21 +105,8 @@ pub fn decode_text(t: &TensorProto, file: &str) -> Result<super::item::Text> {
 }
 
 /// Names of `TensorProto.DataType` that have no row in [`DType`].
-const OTHER_TYPES: &[(i32, &str)] = &[
-    (8, "string"),
-    (14, "complex64"),
-    (15, "complex128"),
-    (17, "float8e4m3fn"),
-    (18, "float8e4m3fnuz"),
-    (19, "float8e5m2"),
-    (20, "float8e5m2fnuz"),
-    (21, "uint4"),
-    (22, "int4"),
-    (23, "float4e2m1"),
-    (24, "float8e8m0"),
-    (25, "uint2"),
-    (26, "int2"),
-];
+const OTHER_TYPES: &[(i32, &str)] =
+    &[(8, "string"), (14, "complex64"), (15, "complex128"), (27, "float6e2m3"), (28, "float6e3m2")];
 
 /// The element type of an ONNX type code.
 ///
@@ -180,7 +167,8 @@ fn typed(t: &TensorProto, dtype: DType, what: &str) -> Result<Bytes> {
     fn pack<T: Copy, const N: usize>(v: &[T], f: impl Fn(T) -> [u8; N]) -> Bytes {
         v.iter().flat_map(|&x| f(x)).collect::<Vec<u8>>().into()
     }
-    // Narrow types are stored one to an integer, which must be in their range. Half floats are stored as their bits.
+    // Narrow types are stored one to an integer, which must be in their range. Half and 8-bit floats are stored as their bits,
+    // types under 8 bits as packed bytes.
     let narrow = |lo: i32, hi: i32, size: usize| {
         let mut out = Vec::with_capacity(t.int32_data.len() * size);
         for &v in &t.int32_data {
@@ -207,6 +195,7 @@ fn typed(t: &TensorProto, dtype: DType, what: &str) -> Result<Bytes> {
         DType::I8 => narrow(i8::MIN.into(), i8::MAX.into(), 1)?,
         DType::I16 => narrow(i16::MIN.into(), i16::MAX.into(), 2)?,
         DType::U16 | DType::F16 | DType::BF16 => narrow(0, u16::MAX.into(), 2)?,
+        _ => narrow(0, u8::MAX.into(), 1)?,
     })
 }
 

@@ -35,17 +35,28 @@ fn typed_fields_of_every_type() {
             DType::U32 | DType::U64 => t.uint64_data = vec![0, 1],
             DType::F16 => t.int32_data = vec![0, 0x3c00],
             DType::BF16 => t.int32_data = vec![0, 0x3f80],
+            // Packed; the bits past the second element are not looked at.
+            DType::U2 | DType::I2 => t.int32_data = vec![0b0100],
+            DType::U4 | DType::I4 => t.int32_data = vec![0x10],
+            DType::F4E2M1 => t.int32_data = vec![0x20],
+            DType::F8E4M3FN => t.int32_data = vec![0, 0x38],
+            DType::F8E4M3FNUZ => t.int32_data = vec![0, 0x40],
+            DType::F8E5M2 => t.int32_data = vec![0, 0x3c],
+            DType::F8E5M2FNUZ => t.int32_data = vec![0, 0x40],
+            DType::F8E8M0 => t.int32_data = vec![0, 0x7f],
             _ => t.int32_data = vec![0, 1],
         }
         let got: Vec<f64> = read(&t).unwrap().scalars().map(|s| s.as_f64()).collect();
-        assert_eq!(got, [0.0, 1.0], "{d}");
-        t.dims = vec![3];
+        // The smallest power of two stands for zero.
+        let zero = if d == DType::F8E8M0 { 2f64.powi(-127) } else { 0.0 };
+        assert_eq!(got, [zero, 1.0], "{d}");
+        t.dims = vec![5];
         refused(&t);
     }
     let signed =
         TensorProto { dims: vec![2], data_type: 3, int32_data: vec![-128, 127], ..Default::default() };
     assert_eq!(read(&signed).unwrap().to_vec::<i8>(), [-128, 127]);
-    for (code, v) in [(2, -1), (2, 256), (3, 128), (9, 2), (10, 65536), (16, -1)] {
+    for (code, v) in [(2, -1), (2, 256), (3, 128), (9, 2), (10, 65536), (16, -1), (17, 256), (22, -1)] {
         refused(&TensorProto { dims: vec![1], data_type: code, int32_data: vec![v], ..Default::default() });
     }
     refused(&TensorProto { dims: vec![1], data_type: 12, uint64_data: vec![1 << 32], ..Default::default() });

@@ -99,7 +99,7 @@ impl CpuDevice {
         let counts = Arc::new(Counts::default());
         let limit = options.memory_limit.or(info.total_memory);
         let caps = Caps {
-            storage: DType::all().collect(),
+            storage: DType::native().collect(),
             f64: true,
             i64: true,
             f16_arithmetic: false,

@@ -231,7 +231,7 @@ impl Adapter {
         let extensions = self.string(sys::DEVICE_EXTENSIONS).unwrap_or_default();
         let i64 = full || extensions.split_whitespace().any(|e| e == "cles_khr_int64");
         let f64 = self.number(sys::DEVICE_DOUBLE_FP_CONFIG).unwrap_or(0) != 0;
-        let storage = DType::all()
+        let storage = DType::native()
             .filter(|d| match d {
                 DType::F64 => f64,
                 DType::I64 | DType::U64 => i64,

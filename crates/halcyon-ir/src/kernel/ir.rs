@@ -33,7 +33,8 @@ impl Ty {
             DType::I64 => Ty::I64,
             DType::U64 => Ty::U64,
             DType::F64 => Ty::F64,
-            DType::F32 | DType::F16 | DType::BF16 => Ty::F32,
+            // Compute types are among those above and f32.
+            _ => Ty::F32,
         }
     }
 

@@ -71,6 +71,10 @@ pub fn verify(k: &Kernel) -> Result<()> {
             return fail(format!("array {i} is empty"));
         }
     }
+    let casts = k.exprs.iter().filter_map(|e| if let Expr::Cast(d, _) = e { Some(*d) } else { None });
+    if let Some(d) = k.buffers.iter().map(|b| b.dtype).chain(casts).find(|d| !d.is_native()) {
+        return fail(format!("{d} is a storage type, which the passes rewrite"));
+    }
     if k.params.iter().any(|p| p.ty == Ty::Bool || p.ty.lanes() > 1) {
         return fail("a parameter is a scalar number".into());
     }

@@ -88,6 +88,10 @@ fn replace(r: &mut Rebuild, id: NodeId, n: &Node, op: Op) -> usize {
 
 /// The one value a tensor holds everywhere.
 fn uniform(c: &ConstData) -> Option<Scalar> {
+    if c.dtype.bits() < 8 {
+        let first = c.get(0)?;
+        return c.scalars().all(|s| s == first).then_some(first);
+    }
     let (b, n) = (c.bytes(), c.dtype.size());
     // Equal to itself shifted by one element.
     (b.len() >= n && b[n..] == b[..b.len() - n]).then(|| c.get(0)).flatten()

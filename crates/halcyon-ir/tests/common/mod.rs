@@ -162,7 +162,7 @@ pub fn all_scalars(f64: bool) -> Vec<Kernel> {
 /// Every cast.
 pub fn all_casts(f64: bool) -> Vec<Kernel> {
     let keep = |d: &DType| f64 || *d != DType::F64;
-    DType::all().filter(keep).flat_map(|a| DType::all().filter(keep).map(move |b| cast(a, b))).collect()
+    DType::native().filter(keep).flat_map(|a| DType::native().filter(keep).map(move |b| cast(a, b))).collect()
 }
 
 /// Every template on every type it takes.
@@ -190,7 +190,7 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
         let id = f(&mut g, &x);
         g.node(id).op.clone()
     };
-    for d in DType::all().filter(|&d| f64 || d != DType::F64) {
+    for d in DType::native().filter(|&d| f64 || d != DType::F64) {
         let s: &[usize] = &[4, 4];
         let i = (DType::I64, s);
         add(Op::Gather { axis: 0 }, &[(d, s), (DType::I32, &[3])], d, &[3, 4]);
@@ -252,7 +252,7 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
 /// Kernels for the compile tests of a language.
 pub fn everything_for(f64: bool) -> Vec<Kernel> {
     let mut k = vec![everything(), constants()];
-    for d in DType::all().filter(|&d| d != DType::Bool && (f64 || d != DType::F64)) {
+    for d in DType::native().filter(|&d| d != DType::Bool && (f64 || d != DType::F64)) {
         k.push(axpy(d));
         k.push(row_sum(d));
     }

@@ -3,11 +3,14 @@
 
 mod control;
 mod elementwise;
+mod fft;
 mod nn;
 mod pool;
+mod random;
 mod reduce;
 mod sequence;
 mod shape;
+mod signal;
 #[cfg(test)]
 #[path = "tests.rs"]
 mod version_tests;
@@ -21,18 +24,37 @@ use halcyon_ir::Result;
 /// Newest version of the default operator set that the rows were read against.
 pub const LATEST: i64 = 28;
 
-/// Builds the results of a node, at least as many as the model reads.
-#[derive(Clone, Copy, Debug)]
-pub enum Build {
-    /// Of an operator whose operands and results are tensors.
-    Tensors(fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>),
-    /// Of one that takes or gives strings, sequences, optionals or maps.
-    Items(fn(&mut Builder, &Call<'_>) -> Result<Vec<Item>>),
+/// As [`LATEST`], of any domain; 0 for a domain without rows.
+pub fn latest(domain: &str) -> i64 {
+    match plain(domain) {
+        "" => LATEST,
+        "ai.onnx.ml" => 5,
+        "ai.onnx.preview.training" => 1,
+        _ => 0,
+    }
 }
 
-/// One operator of the default domain.
+/// The default domain has two spellings.
+fn plain(domain: &str) -> &str {
+    if domain == "ai.onnx" { "" } else { domain }
+}
+
+/// Builds the results of a node, at least as many as the model reads.
+pub type BuildTensors = fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>;
+/// As [`BuildTensors`], of operators that take or give strings, sequences, optionals or maps.
+pub type BuildItems = fn(&mut Builder, &Call<'_>) -> Result<Vec<Item>>;
+
+#[derive(Clone, Copy, Debug)]
+pub enum Build {
+    Tensors(BuildTensors),
+    Items(BuildItems),
+}
+
+/// One operator.
 #[derive(Debug)]
 pub struct Row {
+    /// Empty for the default domain.
+    pub domain: &'static str,
     pub op: &'static str,
     /// First version of the operator set that has it in a form we take.
     pub since: i64,
@@ -41,22 +63,33 @@ pub struct Row {
     pub build: Build,
 }
 
-const fn row(
-    op: &'static str,
-    since: i64,
-    attrs: &'static [&'static str],
-    build: fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>,
-) -> Row {
-    Row { op, since, attrs, build: Build::Tensors(build) }
+const fn row(op: &'static str, since: i64, attrs: &'static [&'static str], build: BuildTensors) -> Row {
+    row_in("", op, since, attrs, build)
 }
 
-const fn item_row(
+/// A row of another domain than the default one, which [`latest`] must name.
+const fn row_in(
+    domain: &'static str,
     op: &'static str,
     since: i64,
     attrs: &'static [&'static str],
-    build: fn(&mut Builder, &Call<'_>) -> Result<Vec<Item>>,
+    build: BuildTensors,
 ) -> Row {
-    Row { op, since, attrs, build: Build::Items(build) }
+    Row { domain, op, since, attrs, build: Build::Tensors(build) }
+}
+
+const fn item_row(op: &'static str, since: i64, attrs: &'static [&'static str], build: BuildItems) -> Row {
+    item_row_in("", op, since, attrs, build)
+}
+
+const fn item_row_in(
+    domain: &'static str,
+    op: &'static str,
+    since: i64,
+    attrs: &'static [&'static str],
+    build: BuildItems,
+) -> Row {
+    Row { domain, op, since, attrs, build: Build::Items(build) }
 }
 
 const TABLES: &[&[Row]] = &[
@@ -64,9 +97,11 @@ const TABLES: &[&[Row]] = &[
     elementwise::ROWS,
     nn::ROWS,
     pool::ROWS,
+    random::ROWS,
     reduce::ROWS,
     sequence::ROWS,
     shape::ROWS,
+    signal::ROWS,
     view::ROWS,
 ];
 
@@ -77,7 +112,7 @@ pub fn rows() -> impl Iterator<Item = &'static Row> {
 
 /// The row of an operator. `domain` is as the model writes it.
 pub fn find(domain: &str, op: &str) -> Option<&'static Row> {
-    rows().find(|r| matches!(domain, "" | "ai.onnx") && r.op == op)
+    rows().find(|r| r.domain == plain(domain) && r.op == op)
 }
 
 /// A single result.
@@ -92,8 +127,16 @@ mod tests {
     #[test]
     fn every_operator_has_one_row() {
         for r in rows() {
-            assert!((1..=LATEST).contains(&r.since), "{}", r.op);
-            assert_eq!(rows().filter(|s| s.op == r.op).count(), 1, "{}", r.op);
+            assert!((1..=latest(r.domain)).contains(&r.since), "{}", r.op);
+            assert_eq!(rows().filter(|s| (s.domain, s.op) == (r.domain, r.op)).count(), 1, "{}", r.op);
         }
+    }
+
+    #[test]
+    fn domains_are_apart() {
+        assert!(find("", "Add").is_some());
+        assert!(find("ai.onnx", "Add").is_some());
+        assert!(find("ai.onnx.ml", "Add").is_none());
+        assert_eq!((latest("ai.onnx"), latest("com.example")), (LATEST, 0));
     }
 }

@@ -179,6 +179,10 @@ impl LibraryKernel for CpuKernel {
 
 /// A kernel for the call, or why there is none.
 pub(crate) fn find(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
+    // What follows relies on it: small types have no kernels.
+    if let Some(o) = call.inputs.iter().chain(call.outputs).find(|o| !o.dtype.is_native()) {
+        return Err(Declined::because(format!("{} is a storage type, which the passes rewrite", o.dtype)));
+    }
     let op = match call.work {
         Work::Fused(f) => return tile::kernel(isa, f, call),
         Work::Op(op) => op,

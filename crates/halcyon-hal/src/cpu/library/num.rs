@@ -178,10 +178,6 @@ macro_rules! with_type {
                 type $t = i64;
                 $e
             }
-            D::U8 | D::Bool => {
-                type $t = u8;
-                $e
-            }
             D::U16 => {
                 type $t = u16;
                 $e
@@ -192,6 +188,11 @@ macro_rules! with_type {
             }
             D::U64 => {
                 type $t = u64;
+                $e
+            }
+            // u8 and bool. [`super::find`] has refused the small types.
+            _ => {
+                type $t = u8;
                 $e
             }
         }

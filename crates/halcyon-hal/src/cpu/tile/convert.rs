@@ -376,6 +376,8 @@ macro_rules! cast_from {
                 DType::I16 => { to!(i32, |v| v as i16 as i32); }
                 DType::U8 => { to!(u32, |v| v as u8 as u32); }
                 DType::U16 => { to!(u32, |v| v as u16 as u32); }
+                // The plan has refused the small types.
+                _ => {}
             }
         }
         dispatch_raw! { unsafe fn $name(isa, to: DType, s: *const u8, d: *mut u8, n: usize) = $body }
@@ -489,6 +491,8 @@ fn iota_body<const V: bool>(dtype: DType, base: i64, r: Rect, d: &mut [u64]) {
         DType::U16 => go!(u32, |v| v as u16 as u32),
         DType::U8 => go!(u32, |v| v as u8 as u32),
         DType::Bool => go!(u8, |v| (v != 0) as u8),
+        // The plan has refused the small types.
+        _ => {}
     }
 }
 dispatch! {

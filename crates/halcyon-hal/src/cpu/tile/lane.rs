@@ -27,7 +27,8 @@ impl Lane {
             DType::I64 => Lane::I64,
             DType::U64 => Lane::U64,
             DType::F64 => Lane::F64,
-            DType::F32 | DType::F16 | DType::BF16 => Lane::F32,
+            // Compute types are among those above and f32.
+            _ => Lane::F32,
         }
     }
 

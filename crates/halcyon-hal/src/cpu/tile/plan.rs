@@ -333,6 +333,10 @@ fn check(f: &Fused, call: &LibraryCall<'_>) -> Result<(), Declined> {
     let Some(outer) = outer.map(|n| &f.space[..n]) else {
         return declined("more reduced axes than axes");
     };
+    let types = f.body.iter().map(|i| i.dtype).chain(f.params.iter().map(|p| p.0));
+    if let Some(d) = types.chain(f.outs.iter().map(|o| o.dtype)).find(|d| !d.is_native()) {
+        return declined(format!("{d} is a storage type, which the passes rewrite"));
+    }
     let inside = |v: &View, numel: usize| v.range().is_none_or(|(lo, hi)| lo >= 0 && (hi as usize) < numel);
     for l in &f.loads {
         let Some(o) = call.inputs.get(l.input as usize) else {
