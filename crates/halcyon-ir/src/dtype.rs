@@ -316,7 +316,9 @@ impl Scalar {
 
     /// As f64; an integer that f64 does not hold is rounded to odd, so that a second rounding is as if it were the first.
     fn to_odd_f64(self) -> f64 {
-        let odd = |m: u64| if m >> 53 == 0 { m as f64 } else { (m >> 11 | (m & 0x7ff != 0) as u64) as f64 * 2048.0 };
+        let odd = |m: u64| {
+            if m >> 53 == 0 { m as f64 } else { (m >> 11 | (m & 0x7ff != 0) as u64) as f64 * 2048.0 }
+        };
         match self {
             Scalar::U(u) => odd(u),
             Scalar::I(i) => odd(i.unsigned_abs()).copysign(i as f64),

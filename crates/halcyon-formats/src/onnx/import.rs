@@ -48,8 +48,10 @@ const DEPTH: usize = 64;
 /// Nodes that a model may come to when its functions are expanded, and the bytes that they take.
 const EXPANDED: usize = 1 << 17;
 const COPIED: usize = 256 << 20;
-/// Nodes that a model may come to with the iterations of its loops.
-const WALKED: usize = if cfg!(fuzzing) { 1 << 15 } else { 1 << 24 };
+/// Nodes that a model may come to with the iterations of its loops, and how many more for each operation that they give the
+/// device: a loop that only counts does not go on for hours.
+const WALKED: usize = if cfg!(fuzzing) { 1 << 14 } else { 1 << 17 };
+const WALKED_PER_OP: usize = 64;
 /// Nodes of the graph that any model may come to, and that each of its nodes may add.
 const NODES: usize = if cfg!(fuzzing) { 1 << 14 } else { 1 << 19 };
 const NODES_PER_NODE: usize = 256;
@@ -169,9 +171,14 @@ impl<'m> Walk<'m> {
 
         for (at, &i) in order.nodes.iter().enumerate() {
             self.walked.set(self.walked.get() + 1);
-            if self.walked.get() > WALKED {
+            if self.walked.get() > WALKED.saturating_add(b.g.nodes().len().saturating_mul(WALKED_PER_OP)) {
                 return Err(Error::unsupported(
-                    format!("{}: more than {WALKED} nodes with its loops unrolled", m.file),
+                    format!(
+                        "{}: {} nodes with its loops unrolled, for {} operations",
+                        m.file,
+                        self.walked.get(),
+                        b.g.nodes().len()
+                    ),
                     "Bound the number of iterations",
                 ));
             }
