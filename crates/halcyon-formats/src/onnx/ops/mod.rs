@@ -63,6 +63,10 @@ use halcyon_ir::Result;
 /// Newest version of the default operator set that the rows were read against.
 pub const LATEST: i64 = 28;
 
+/// Operators whose results are drawn at random.
+pub const RANDOM: &[&str] =
+    &["Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"];
+
 /// As [`LATEST`], of any domain; 0 for a domain without rows.
 pub fn latest(domain: &str) -> i64 {
     match plain(domain) {
