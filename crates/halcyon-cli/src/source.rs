@@ -1,7 +1,7 @@
 //! Inputs of a model, from what `--input` names.
 
 use crate::args::InputArgs;
-use crate::{image, report};
+use crate::{image, report, words};
 use halcyon::{ConstData, DType, Dim, Error, Result, Shape};
 use halcyon_formats::npz::Npz;
 use halcyon_formats::onnx::{Datum, Port, PortType, tensor};
@@ -11,7 +11,6 @@ use halcyon_ir::error::Span;
 use halcyon_ir::{Bindings, Scalar};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 /// One input of a run.
 #[derive(Debug)]
@@ -127,6 +126,49 @@ pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> 
     slots.into_iter().map(|s| s.ok_or_else(|| Error::internal("an input was lost"))).collect()
 }
 
+/// Shapes of inputs, each written `[NAME=]1x3x8x8`; without a name they are taken in the model's order.
+pub fn shapes(ports: &[Port], texts: &[String]) -> Result<Vec<(String, Vec<usize>)>> {
+    let mut taken = vec![false; ports.len()];
+    let mut out = vec![];
+    for (named, text) in [true, false].into_iter().flat_map(|n| texts.iter().map(move |t| (n, t))) {
+        let (i, dims) = match text.split_once('=') {
+            Some((name, dims)) if named => {
+                let i = ports.iter().position(|p| p.name == name).ok_or_else(|| {
+                    Error::argument(
+                        "--input",
+                        format!("the model has no input '{name}'; it takes {}", names(ports)),
+                    )
+                })?;
+                (i, dims)
+            }
+            None if !named => {
+                let i = taken.iter().position(|t| !t).ok_or_else(|| {
+                    Error::argument(
+                        "--input",
+                        format!("{text} is one too many: the model takes {}", names(ports)),
+                    )
+                })?;
+                (i, text.as_str())
+            }
+            _ => continue,
+        };
+        take(&mut taken, ports, i)?;
+        out.push((ports[i].name.clone(), dimensions(dims)?));
+    }
+    Ok(out)
+}
+
+/// A shape where `run` takes a source: it is filled with ones.
+pub fn or_ones(text: &str) -> String {
+    let (name, rest) = text.split_once('=').map_or(("", text), |(n, r)| (n, r));
+    let shape = rest.chars().all(|c| c.is_ascii_digit() || c == 'x' || c == ',') && dimensions(rest).is_ok();
+    match (shape, name) {
+        (false, _) => text.into(),
+        (true, "") => format!("ones:{rest}"),
+        (true, name) => format!("{name}=ones:{rest}"),
+    }
+}
+
 fn names(ports: &[Port]) -> String {
     match ports {
         [] => "no input".into(),
@@ -192,6 +234,9 @@ fn kind(path: &Path) -> Result<(impl AsRef<[u8]> + use<>, Option<Kind>)> {
 fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
     let (bytes, kind) = kind(path)?;
     let source = path.display().to_string();
+    if let Some(data) = words::read(p, path, bytes.as_ref(), kind)? {
+        return Ok(Input { name: p.name.clone(), source, data });
+    }
     let value = match kind {
         Some(Kind::Npy) => npy::read(path)?,
         Some(Kind::OnnxTensor) if matches!(p.ty, PortType::Tensor { .. }) => tensor::read_pb(path)?.1,
@@ -233,33 +278,44 @@ fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
             });
         }
     };
-    check_dtype(p, &value, &source)?;
+    let value = of_port(p, value, &source)?;
     Ok(Input { name: p.name.clone(), source, data: value.into() })
 }
 
 fn from_archive(z: &Npz, array: &str, p: &Port, path: &Path) -> Result<Input> {
     let source = format!("{}[{array}]", path.display());
-    let data = z.get(array)?;
-    check_dtype(p, &data, &source)?;
+    let data = of_port(p, z.get(array)?, &source)?;
     Ok(Input { name: p.name.clone(), source, data: data.into() })
 }
 
-/// Data is never converted: a conversion that loses nothing in one file loses something in the next.
-fn check_dtype(p: &Port, x: &ConstData, source: &str) -> Result<()> {
+/// Data is not converted, since what loses nothing in one file loses something in the next. Only where NumPy lacks the type of an
+/// input, its values come in the type that holds them all ([`npy::stand_in`]), and each must be one.
+fn of_port(p: &Port, x: ConstData, source: &str) -> Result<ConstData> {
     let want = p.dtype()?;
     if x.dtype == want {
-        return Ok(());
+        return Ok(x);
     }
-    let how = match want.row().npy {
-        Some(d) => format!("save it so, in NumPy with a.astype(\"{}\")", d.trim_start_matches(['<', '|'])),
-        None => "NumPy lacks that type, so give an ONNX .pb tensor".into(),
+    let wrong = |want: String| {
+        Err(Error::DType { op: format!("input '{}'", p.name), dtype: x.dtype, want, at: Span::new(source) })
     };
-    Err(Error::DType {
-        op: format!("input '{}'", p.name),
-        dtype: x.dtype,
-        want: format!("the model takes {want} and data is not converted: {how}"),
-        at: Span::new(source),
-    })
+    let stand_in = npy::stand_in(want);
+    if stand_in != want && x.dtype == stand_in {
+        let y = data::cast(&x, want)?;
+        let same = |a: f64, b: f64| a == b || a.is_nan() && b.is_nan();
+        let other = x.scalars().zip(y.scalars()).find(|(a, b)| !same(a.as_f64(), b.as_f64()));
+        if let Some((a, _)) = other {
+            return wrong(format!("the model takes {want}, which does not hold {}", a.as_f64()));
+        }
+        return Ok(y);
+    }
+    wrong(format!(
+        "the model takes {want} and data is not converted: {}",
+        match want.row().npy {
+            Some(d) =>
+                format!("save it so, in NumPy with a.astype(\"{}\")", d.trim_start_matches(['<', '|'])),
+            None => format!("NumPy lacks that type, so give an ONNX .pb tensor, or the values as {stand_in}"),
+        }
+    ))
 }
 
 fn missing_error(missing: &[&Port]) -> Error {
@@ -274,6 +330,9 @@ fn missing_error(missing: &[&Port]) -> Error {
                 None => "1x8".into(),
             };
             let (name, ty) = (&p.name, &p.ty);
+            if let PortType::Text { .. } | PortType::Map(_) = ty {
+                return format!("  {name} {ty}    --input {name}=FILE.json");
+            }
             format!("  {name} {ty}    --input {name}=FILE.npy or --input {name}=random:{dims}")
         })
         .collect();
@@ -334,20 +393,17 @@ fn filled(f: Fill, name: &str, dtype: DType, dims: &[usize], seed: u64) -> Resul
     }
     let mut out: Vec<u8> = vec![];
     out.try_reserve_exact(bytes).map_err(|_| no_room(0, 0))?;
-    let size = dtype.size();
+    drop(out);
     let mut r = Random(seed);
-    for _ in 0..bytes / size {
-        let v = match (f, dtype) {
-            (Fill::Zeros, _) => Scalar::U(0),
-            (Fill::Ones, _) => Scalar::U(1),
-            (Fill::Random, DType::Bool) => Scalar::Bool(r.next() & 1 == 1),
-            (Fill::Random, d) if d.is_int() => Scalar::U(r.next() % 10),
-            // 24 bits, which every value of f32 holds exactly, so none rounds up to 1.
-            (Fill::Random, _) => Scalar::F((r.next() >> 40) as f64 / (1u64 << 24) as f64),
-        };
-        out.extend_from_slice(&v.to_bytes(dtype)[..size]);
-    }
-    ConstData::new(dtype, dims, Arc::new(out))
+    let values = (0..dims.iter().product::<usize>()).map(|_| match (f, dtype) {
+        (Fill::Zeros, _) => Scalar::U(0),
+        (Fill::Ones, _) => Scalar::U(1),
+        (Fill::Random, DType::Bool) => Scalar::Bool(r.next() & 1 == 1),
+        (Fill::Random, d) if d.is_int() => Scalar::U(r.next() % 10),
+        // 24 bits, which every value of f32 holds exactly, so none rounds up to 1.
+        (Fill::Random, _) => Scalar::F((r.next() >> 40) as f64 / (1u64 << 24) as f64),
+    });
+    ConstData::from_scalars(dtype, dims, values)
 }
 
 #[cfg(test)]
@@ -386,6 +442,23 @@ mod tests {
         let v = resolve(&ports(), &inputs(&[path.to_str().unwrap(), "ones"]), false).unwrap();
         assert_eq!(v[0].data.tensor().unwrap().to_vec::<i64>(), [4, 5, 6]);
         assert_eq!(v[1].data.tensor().unwrap().dims.as_slice(), [1, 3]);
+    }
+
+    #[test]
+    fn types_that_numpy_lacks_come_in_wider_ones() {
+        let port = |dtype| Port { name: "x".into(), ty: PortType::Tensor { dtype, shape: None } };
+        let x = ConstData::from_slice(&[3], &[-8i8, 7, 0]).unwrap();
+        let y = of_port(&port(DType::I4), x.clone(), "f").unwrap();
+        assert_eq!((y.dtype, y.bytes()), (DType::I4, &[0x78, 0x00][..]));
+        let e = of_port(&port(DType::I2), x.clone(), "f").unwrap_err();
+        assert!(e.to_string().contains("does not hold -8") && e.exit_code() == 2, "{e}");
+        assert!(of_port(&port(DType::U4), x.clone(), "f").is_err());
+        assert!(of_port(&port(DType::I16), x, "f").is_err());
+        let f = ConstData::from_slice(&[3], &[0.5f32, f32::NAN, 448.0]).unwrap();
+        assert_eq!(of_port(&port(DType::F8E4M3FN), f.clone(), "f").unwrap().bytes(), [0x30, 0x7f, 0x7e]);
+        assert!(of_port(&port(DType::F4E2M1), f, "f").is_err());
+        let z = filled(Fill::Ones, "x", DType::U2, &[5], 0).unwrap();
+        assert_eq!(z.bytes(), [0x55, 1]);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Model and tensor files: ONNX, safetensors and NumPy.
+//! Model and tensor files: ONNX, safetensors and NumPy; and the images that ONNX models decode.
 //!
 //! Contract of the crate:
 //! - Every parser distrusts its input. Lengths and offsets are checked against the file before anything is sliced or
@@ -8,10 +8,12 @@
 //! - A file's kind is read from its content ([`sniff::kind`]), never from its name alone.
 #![deny(unsafe_code)]
 pub mod data;
+pub mod jpeg;
 pub mod mmap;
 pub mod npy;
 pub mod npz;
 pub mod onnx;
+pub mod picture;
 pub mod safetensors;
 pub mod sniff;
 pub use halcyon_ir::ConstData;

@@ -3,6 +3,7 @@
 //! Read in this order: [`dtype`], [`shape`], [`scalar_op`], [`op`], [`graph`], [`composite`], then the passes and the kernel IR.
 #![forbid(unsafe_code)]
 pub mod composite;
+pub mod convert;
 pub mod cost;
 pub mod custom;
 pub mod data;
@@ -23,6 +24,7 @@ pub mod render;
 pub mod scalar_op;
 pub mod shape;
 pub mod target;
+pub use convert::Rounding;
 pub use data::ConstData;
 pub use dtype::{DType, Element, Scalar};
 pub use error::{Error, Result, Span};

@@ -530,6 +530,16 @@ fn fold_f(kind: ReduceKind) -> impl Fn(f64, f64) -> f64 + Copy {
     }
 }
 
+/// Where a reduction of floats starts. (A small float type may have no zero or infinity.)
+fn start_f(kind: ReduceKind, d: DType) -> f64 {
+    match kind {
+        ReduceKind::Sum => 0.0,
+        ReduceKind::Prod => 1.0,
+        ReduceKind::Max => d.range().0,
+        ReduceKind::Min => d.range().1,
+    }
+}
+
 fn fold_i(kind: ReduceKind, d: DType) -> impl Fn(i64, i64) -> i64 + Copy {
     move |a, b| match kind {
         ReduceKind::Sum => wrap(d, a.wrapping_add(b)),
@@ -559,7 +569,7 @@ fn reduce(kind: ReduceKind, axes: &[usize], x: &Tensor, n: usize) -> Vals {
     let first = kind.identity(x.dtype);
     match &x.v {
         Vals::F(v) => {
-            let (mut out, f) = (vec![first.as_f64(); n], fold_f(kind));
+            let (mut out, f) = (vec![start_f(kind, x.dtype); n], fold_f(kind));
             at.iter().zip(v).for_each(|(p, v)| out[*p] = f(out[*p], *v));
             Vals::float(x.dtype, out)
         }
@@ -574,9 +584,10 @@ fn reduce(kind: ReduceKind, axes: &[usize], x: &Tensor, n: usize) -> Vals {
 fn scan(kind: ReduceKind, axis: usize, exclusive: bool, reverse: bool, x: &Tensor) -> Vals {
     let first = kind.identity(x.dtype);
     match &x.v {
-        Vals::F(v) => {
-            Vals::float(x.dtype, running(v, &x.dims, axis, exclusive, reverse, first.as_f64(), fold_f(kind)))
-        }
+        Vals::F(v) => Vals::float(
+            x.dtype,
+            running(v, &x.dims, axis, exclusive, reverse, start_f(kind, x.dtype), fold_f(kind)),
+        ),
         Vals::I(v) => {
             Vals::I(running(v, &x.dims, axis, exclusive, reverse, of_scalar(first), fold_i(kind, x.dtype)))
         }

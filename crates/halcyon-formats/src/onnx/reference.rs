@@ -2,8 +2,8 @@
 //! held in f64 and rounded to the node's type after each op; sums are not rounded between terms.
 
 use halcyon_ir::layout::View;
-use halcyon_ir::op::{PoolKind, ReduceKind};
-use halcyon_ir::{ConstData, DType, Graph, NodeId, Op, Scalar};
+use halcyon_ir::op::{PoolKind, ReduceKind, ScatterKind};
+use halcyon_ir::{ConstData, DType, Graph, NodeId, Op, Scalar, ScalarOp};
 
 #[derive(Clone)]
 struct Tensor {
@@ -24,6 +24,19 @@ impl Tensor {
     fn at(&self, p: &[usize]) -> Scalar {
         let strides = View::dense(&self.dims).strides;
         self.v[p.iter().zip(&strides).map(|(i, s)| i * *s as usize).sum::<usize>()]
+    }
+
+    fn update(&mut self, kind: ScatterKind, p: &[usize], v: Scalar) {
+        let op = match kind {
+            ScatterKind::Set => None,
+            ScatterKind::Add => Some(ScalarOp::Add),
+            ScatterKind::Mul => Some(ScalarOp::Mul),
+            ScatterKind::Max => Some(ScalarOp::Max),
+            ScatterKind::Min => Some(ScalarOp::Min),
+        };
+        let v = op.map_or(v, |op| op.eval(self.dtype, &[self.at(p), v]));
+        let strides = View::dense(&self.dims).strides;
+        self.v[p.iter().zip(&strides).map(|(i, s)| i * *s as usize).sum::<usize>()] = v;
     }
 
     fn make(dtype: DType, dims: &[usize], mut f: impl FnMut(&[usize]) -> Scalar) -> Tensor {
@@ -115,17 +128,22 @@ fn eval(g: &Graph, inputs: &[Tensor]) -> Vec<Tensor> {
                 q[*axis] = wrap(x[1].at(p), x[0].dims[*axis]);
                 x[0].at(&q)
             }),
-            Op::ScatterRows { axis, kind } => {
-                assert_eq!(*kind, halcyon_ir::op::ScatterKind::Add);
-                let (strides, r) = (View::dense(&dims).strides, x[1].dims.len());
-                let mut v = x[0].v.clone();
-                for (p, u) in positions(&x[2].dims).iter().zip(&x[2].v) {
-                    let i = wrap(x[1].at(&p[*axis..axis + r]), dims[*axis]);
-                    let q = [&p[..*axis], &[i], &p[axis + r..]].concat();
-                    let at: usize = q.iter().zip(&strides).map(|(i, s)| i * *s as usize).sum();
-                    v[at] = combine(ReduceKind::Sum, d, v[at], *u).cast(d);
+            Op::ScatterElements { axis, kind } => {
+                let mut y = x[0].clone();
+                for p in positions(&x[1].dims) {
+                    let mut q = p.clone();
+                    q[*axis] = wrap(x[1].at(&p), dims[*axis]);
+                    y.update(*kind, &q, x[2].at(&p));
                 }
-                Tensor { dtype: d, dims, v }
+                y
+            }
+            Op::ScatterRows { axis, kind } => {
+                let (mut y, r) = (x[0].clone(), x[1].dims.len());
+                for p in positions(&x[2].dims) {
+                    let i = wrap(x[1].at(&p[*axis..axis + r]), dims[*axis]);
+                    y.update(*kind, &[&p[..*axis], &[i], &p[axis + r..]].concat(), x[2].at(&p));
+                }
+                y
             }
             Op::Reduce { kind, axes, keep } => {
                 let part = reduced(&x[0].dims, axes);
@@ -236,6 +254,11 @@ fn eval(g: &Graph, inputs: &[Tensor]) -> Vec<Tensor> {
             Op::Composite(c) => {
                 let args: Vec<Tensor> = x.iter().map(|t| (*t).clone()).collect();
                 eval(&c.body, &args).remove(0)
+            }
+            Op::Bitcast => {
+                let from = x[0].dtype;
+                let v = x[0].v.iter().map(|v| Scalar::from_bytes(d, &v.to_bytes(from))).collect();
+                Tensor { dtype: d, dims, v }
             }
             op => panic!("the test evaluator lacks {}", op.name()),
         };

@@ -79,6 +79,11 @@ pub fn decode(t: &SparseTensorProto, external: &External, file: &str) -> Result<
     Ok(Sparse { name, dims, places, values })
 }
 
+/// The name of a sparse weight, which is that of its values.
+pub fn name(t: &SparseTensorProto) -> &str {
+    t.values.as_ref().map_or("", |v| v.name.as_str())
+}
+
 impl Sparse {
     fn bytes(&self) -> usize {
         self.values.dtype.bytes(self.dims.iter().product())
@@ -91,18 +96,16 @@ impl Sparse {
     }
 
     /// The dense tensor.
-    ///
-    /// # Errors
-    /// [`halcyon_ir::Error::Unsupported`] for element types that take parts of a byte.
     pub fn dense(&self) -> Result<ConstData> {
         let d = self.values.dtype;
-        if d.bits() % 8 != 0 {
-            return Err(halcyon_ir::Error::unsupported(
-                format!("sparse tensor '{}' of {d}", self.name),
-                "Export the model with dense weights",
-            ));
-        }
         let mut out = vec![0u8; self.bytes()];
+        if d.bits() < 8 {
+            for (p, v) in self.places.iter().zip(self.values.scalars()) {
+                let bit = *p as usize * d.bits() as usize;
+                out[bit / 8] |= v.to_bytes(d)[0] << (bit % 8);
+            }
+            return ConstData::new(d, &self.dims, Arc::new(out));
+        }
         for (p, v) in self.places.iter().zip(self.values.bytes().chunks_exact(d.size())) {
             out[*p as usize * d.size()..][..d.size()].copy_from_slice(v);
         }

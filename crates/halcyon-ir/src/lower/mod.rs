@@ -63,6 +63,10 @@ pub fn lower(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Resu
     };
     let (g, receipts) = passes::optimize(graph, &options.passes, &claims)?;
     let mut plan = Lowerer::new(&g, target, options)?.run()?;
+    // Outputs of small types are bytes to the plan.
+    for (p, o) in plan.outputs.iter_mut().zip(graph.outputs()) {
+        (p.dtype, p.dims) = (graph.dtype(o.node), graph.shape(o.node).dims()?);
+    }
     plan.receipts.splice(0..0, receipts);
     if options.passes.does(COMPOSITES) {
         let missed: Vec<String> = graph

@@ -3,6 +3,7 @@
 pub mod cse;
 pub mod fold;
 pub mod inline;
+pub mod narrow;
 pub mod rebuild;
 pub mod simplify;
 
@@ -91,12 +92,16 @@ pub fn optimize(
     let whole = options.does(COMPOSITES);
     let kept = std::cell::Cell::new(0usize);
     let (mut g, _) = inline::inline_composites(g, &|c| {
-        let keep = whole && claims(c);
+        // A device's kernels do not know small types.
+        let keep = whole && !narrow::applies(&c.body) && claims(c);
         kept.set(kept.get() + keep as usize);
         keep
     })?;
     if kept.get() > 0 {
         receipts.push(Receipt::new(COMPOSITES, kept.get()));
+    }
+    if narrow::applies(&g) {
+        g = narrow::run(&g)?;
     }
     type Pass = fn(&Graph) -> Result<(Graph, usize)>;
     let passes: [(&str, Pass); 3] = [(FOLD, fold::run), (SIMPLIFY, simplify::run), (CSE, cse::run)];

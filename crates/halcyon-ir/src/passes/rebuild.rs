@@ -1,8 +1,10 @@
 //! Copying a graph node by node while changing it.
 
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId, Operands};
 use crate::op::Op;
+use crate::shape::TensorType;
 
 /// A graph under reconstruction. Inputs and arguments come first, all of them and in order, one node each; outputs and states
 /// are added by [`Rebuild::finish`].
@@ -18,14 +20,23 @@ pub struct Rebuild<'a> {
 /// Place of nodes that were not copied.
 pub const DROPPED: NodeId = NodeId(u32::MAX);
 
+fn missing() -> Error {
+    Error::internal("a node names an input or argument that is not declared")
+}
+
 impl<'a> Rebuild<'a> {
     pub fn new(old: &'a Graph) -> Rebuild<'a> {
+        let types = old.inputs().iter().map(|i| old.ty(i.node).clone()).collect();
+        Rebuild::retyped(old, types, old.args().to_vec())
+    }
+
+    /// With other types of inputs and arguments, one for each.
+    pub fn retyped(old: &'a Graph, types: Vec<TensorType>, arg_types: Vec<DType>) -> Rebuild<'a> {
         let mut new = Graph::new();
         let mut inputs = vec![];
-        for i in old.inputs() {
-            let n = old.node(i.node);
-            new.span = n.span.clone();
-            inputs.push(new.input(&i.name, n.ty.clone()));
+        for (i, ty) in old.inputs().iter().zip(types) {
+            new.span = old.node(i.node).span.clone();
+            inputs.push(new.input(&i.name, ty));
         }
         // An argument's place is that of its first node.
         let mut spans = vec![None; old.args().len()];
@@ -37,9 +48,9 @@ impl<'a> Rebuild<'a> {
             }
         }
         let mut args = vec![];
-        for (d, s) in old.args().iter().zip(spans) {
+        for (d, s) in arg_types.into_iter().zip(spans) {
             new.span = s.unwrap_or_default();
-            args.push(new.arg(*d));
+            args.push(new.arg(d));
         }
         Rebuild { old, new, map: vec![DROPPED; old.nodes().len()], inputs, args }
     }
@@ -61,6 +72,16 @@ impl<'a> Rebuild<'a> {
         node.inputs.iter().map(|i| self.get(*i)).collect()
     }
 
+    /// The new node of input `k`.
+    pub fn input(&self, k: u32) -> Result<NodeId> {
+        self.inputs.get(k as usize).copied().ok_or_else(missing)
+    }
+
+    /// The new node of argument `k`.
+    pub fn arg(&self, k: u32) -> Result<NodeId> {
+        self.args.get(k as usize).copied().ok_or_else(missing)
+    }
+
     /// Says what node `old` became.
     pub fn set(&mut self, old: NodeId, new: NodeId) {
         self.map[old.index()] = new;
@@ -69,11 +90,10 @@ impl<'a> Rebuild<'a> {
     /// Copies node `old`, whose operands must have been placed, and places it. Sets the new graph's span to the node's.
     pub fn copy(&mut self, old: NodeId) -> Result<NodeId> {
         let n = self.old.node(old);
-        let missing = || Error::internal("a node names an input or argument that is not declared");
         self.new.span = n.span.clone();
         let id = match n.op {
-            Op::Input(k) => *self.inputs.get(k as usize).ok_or_else(missing)?,
-            Op::Arg(k) => *self.args.get(k as usize).ok_or_else(missing)?,
+            Op::Input(k) => self.input(k)?,
+            Op::Arg(k) => self.arg(k)?,
             _ => {
                 let node = Node { inputs: self.operands(n)?, ..n.clone() };
                 self.new.push_unchecked(node)

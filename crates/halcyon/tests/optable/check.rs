@@ -5,7 +5,6 @@ use crate::common::Rng;
 use halcyon::ir::Graph;
 use halcyon::ir::reference;
 use halcyon::{Backend, ConstData, DType, Result, Scalar, Session};
-use std::sync::Arc;
 
 /// Distance of 1 to the next number.
 pub fn eps(d: DType) -> f64 {
@@ -42,11 +41,7 @@ fn magnitudes(c: &ConstData) -> Result<ConstData> {
     if !c.dtype.is_float() {
         return Ok(c.clone());
     }
-    let bytes: Vec<u8> = c
-        .scalars()
-        .flat_map(|s| Scalar::F(s.as_f64().abs()).to_bytes(c.dtype)[..c.dtype.size()].to_vec())
-        .collect();
-    ConstData::new(c.dtype, &c.dims, Arc::new(bytes))
+    ConstData::from_scalars(c.dtype, &c.dims, c.scalars().map(|s| Scalar::F(s.as_f64().abs())))
 }
 
 pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Result<Expected> {
@@ -137,11 +132,11 @@ pub fn run(b: &Backend, g: &Graph, inputs: &[ConstData], args: &[Scalar]) -> Res
     s.download(&exe, &out)
 }
 
-/// Whether a device stores and computes a type at all.
+/// Whether a device stores and computes a type at all. Small types are carried by others, which every device has.
 pub fn has(b: &Backend, d: DType) -> bool {
     let caps = b.device().as_target().caps();
     let wide = matches!(d, DType::I64 | DType::U64);
-    caps.storage.contains(&d) && (d != DType::F64 || caps.f64) && (!wide || caps.i64)
+    (!d.is_native() || caps.storage.contains(&d)) && (d != DType::F64 || caps.f64) && (!wide || caps.i64)
 }
 
 /// Failures of a run over rows, and how much was run.

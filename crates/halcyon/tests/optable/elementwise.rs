@@ -28,7 +28,7 @@ fn operands(op: ScalarOp, dims: &[Vec<usize>], fill: impl Fn(usize) -> Fill) -> 
 
 fn scalar(op: ScalarOp) -> Row {
     let r = op.row();
-    let dtypes: Vec<DType> = DType::all().filter(|d| op.takes(*d)).collect();
+    let dtypes: Vec<DType> = DType::native().filter(|d| op.takes(*d)).collect();
     let tol = match op {
         // Which zero comes out of two is not promised.
         ScalarOp::Relu | ScalarOp::Min | ScalarOp::Max => Tol::Equal,
@@ -67,7 +67,7 @@ impl Case {
 
 fn casts() -> Vec<Row> {
     let mut out = vec![];
-    for to in DType::all() {
+    for to in DType::native() {
         let build = move |g: &mut Graph, x: &[NodeId]| g.cast(x[0], to);
         // Values around the ends of every integer type, halves for rounding, and what only floats have.
         let ends = Fill::Values(vec![
@@ -115,7 +115,7 @@ fn casts() -> Vec<Row> {
             16777217.0,
             16777219.0,
         ]);
-        let from: Vec<DType> = DType::all().filter(|d| *d != to).collect();
+        let from: Vec<DType> = DType::native().filter(|d| *d != to).collect();
         // Devices go from a wide integer to a half type by way of f32, which may round twice.
         let half = matches!(to, DType::F16 | DType::BF16);
         let (twice, once): (Vec<DType>, Vec<DType>) =
@@ -136,8 +136,8 @@ fn casts() -> Vec<Row> {
         g.cast(y, DType::F32)
     };
     out.push(row("cast", vec![DType::F32], Tol::Exact, [case("there and back", [x([6])], widen).grad()]));
-    for to in DType::all() {
-        let from: Vec<DType> = DType::all().filter(|d| *d != to && d.bits() == to.bits()).collect();
+    for to in DType::native() {
+        let from: Vec<DType> = DType::native().filter(|d| *d != to && d.bits() == to.bits()).collect();
         if from.is_empty() {
             continue;
         }
@@ -206,7 +206,7 @@ fn leaves() -> Vec<Row> {
             "arg",
             vec![DType::F32],
             Tol::Exact,
-            DType::all()
+            DType::native()
                 .map(|d| {
                     let mut c = case(format!("of {d}"), [x([1])], |g: &mut Graph, x: &[NodeId]| {
                         g.push(Op::Expand, &[x[1]], Some(TensorType::new(g.dtype(x[1]), [3usize, 5])))

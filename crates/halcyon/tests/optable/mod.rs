@@ -11,6 +11,7 @@ pub mod elementwise;
 pub mod grads;
 pub mod random;
 pub mod sanitizer;
+pub mod small;
 pub mod structured;
 pub mod user;
 pub mod views;
@@ -21,6 +22,7 @@ use case::Row;
 /// Every row.
 pub fn rows() -> Vec<Row> {
     let mut r = elementwise::rows();
+    r.extend(small::rows());
     r.extend(views::rows());
     r.extend(structured::rows());
     r.extend(windows::rows());

@@ -109,7 +109,7 @@ fn hard_swish(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 /// `max(0, min(1, alpha * x + beta))`.
-fn hard(b: &mut Builder, x: &Value, alpha: f64, beta: f64) -> Result<Value> {
+pub fn hard(b: &mut Builder, x: &Value, alpha: f64, beta: f64) -> Result<Value> {
     let (k, d, zero, top) = (b.lit(x, alpha), b.lit(x, beta), b.lit(x, 0.0), b.lit(x, 1.0));
     let y = b.scalar(S::Mul, &[x, &k])?;
     let y = b.scalar(S::Add, &[&y, &d])?;

@@ -4,28 +4,56 @@
 mod activation;
 mod attention;
 mod bits;
+mod calc;
+mod cast;
 mod control;
+mod deform;
+mod detect;
 mod dropout;
 mod einsum;
 mod elementwise;
 mod fft;
+pub(super) mod gradient;
+mod index;
+#[cfg(test)]
+mod index_tests;
 mod linear_attention;
 mod loss;
 mod matrix;
+mod ml;
 mod nn;
 mod norm;
+mod pad;
 mod pool;
+mod qlinear;
+mod quantize;
+#[cfg(test)]
+mod quantize_tests;
 mod random;
+mod re2;
+mod recurrent;
+#[cfg(test)]
+mod recurrent_tests;
 mod reduce;
+mod resize;
+mod roi;
+mod sample;
+mod select;
 mod sequence;
 mod shape;
 mod signal;
+mod state;
+mod strings;
+pub(super) mod text;
 mod tfidf;
 mod training;
+mod unpool;
 #[cfg(test)]
 #[path = "tests.rs"]
 mod version_tests;
 mod view;
+#[cfg(test)]
+mod vision_tests;
 
 use super::build::{Builder, Value};
 use super::item::Item;
@@ -34,6 +62,10 @@ use halcyon_ir::Result;
 
 /// Newest version of the default operator set that the rows were read against.
 pub const LATEST: i64 = 28;
+
+/// Operators whose results are drawn at random.
+pub const RANDOM: &[&str] =
+    &["Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"];
 
 /// As [`LATEST`], of any domain; 0 for a domain without rows.
 pub fn latest(domain: &str) -> i64 {
@@ -107,23 +139,45 @@ const TABLES: &[&[Row]] = &[
     activation::ROWS,
     attention::ROWS,
     bits::ROWS,
+    cast::ROWS,
     control::ROWS,
+    deform::ROWS,
+    detect::ROWS,
     dropout::ROWS,
     einsum::ROWS,
     elementwise::ROWS,
+    gradient::ROWS,
+    index::ROWS,
     linear_attention::ROWS,
     loss::ROWS,
     matrix::ROWS,
+    ml::feature::ROWS,
+    ml::label::ROWS,
+    ml::linear::ROWS,
+    ml::map::ROWS,
+    ml::svm::ROWS,
+    ml::tree::ROWS,
     nn::ROWS,
     norm::ROWS,
+    pad::ROWS,
     pool::ROWS,
+    qlinear::ROWS,
+    quantize::ROWS,
     random::ROWS,
+    recurrent::ROWS,
     reduce::ROWS,
+    resize::ROWS,
+    roi::ROWS,
+    sample::ROWS,
+    select::ROWS,
     sequence::ROWS,
     shape::ROWS,
     signal::ROWS,
+    state::ROWS,
+    strings::ROWS,
     tfidf::ROWS,
     training::ROWS,
+    unpool::ROWS,
     view::ROWS,
 ];
 

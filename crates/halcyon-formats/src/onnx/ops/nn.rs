@@ -59,6 +59,17 @@ fn scaled(b: &mut Builder, c: &Call<'_>, x: &Value, name: &str) -> Result<Value>
 
 fn conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, w) = (c.arg(0)?, c.arg(1)?);
+    let attrs = conv_attrs(c, x, w)?;
+    let ids = b.ids(&[x, w])?;
+    let id = b.g.conv(ids[0], ids[1], attrs)?;
+    let y = b.value(id);
+    let Some(bias) = c.opt(2) else { return one(y) };
+    let bias = channels(b, c, bias, y.rank())?;
+    one(b.scalar(S::Add, &[&y, &bias])?)
+}
+
+/// The attributes of a convolution of `x` with the weight `w`, whose ranks are checked.
+pub fn conv_attrs(c: &Call<'_>, x: &Value, w: &Value) -> Result<Conv> {
     if x.rank() < 3 || w.rank() != x.rank() {
         return Err(
             c.invalid(format!("input {} and weight {}: [n, c, …] and [o, c/group, …] expected", x.ty, w.ty))
@@ -77,13 +88,8 @@ fn conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     attrs.groups = usize::try_from(c.int("group", 1)?).map_err(|_| c.invalid("group is negative"))?;
     attrs.stride = win.stride.into();
     attrs.dilation = win.dilation.into();
-    attrs.pad = win.pad.iter().map(|&(lo, hi)| (lo as i64, hi as i64)).collect();
-    let ids = b.ids(&[x, w])?;
-    let id = b.g.conv(ids[0], ids[1], attrs)?;
-    let y = b.value(id);
-    let Some(bias) = c.opt(2) else { return one(y) };
-    let bias = channels(b, c, bias, y.rank())?;
-    one(b.scalar(S::Add, &[&y, &bias])?)
+    attrs.pad = win.pad.into();
+    Ok(attrs)
 }
 
 /// A vector along axis 1 of a shape of `rank`, which is at least 2.

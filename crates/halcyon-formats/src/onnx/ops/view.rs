@@ -1,25 +1,22 @@
-//! Operators that move elements: reshaping, slicing, joining, gathering, padding.
+//! Operators that move elements: reshaping, slicing, joining, gathering.
 
 use super::shape::shape_of;
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Range, Value};
-use crate::onnx::host::{Host, Num};
+use crate::onnx::host::Num;
 use crate::onnx::node::Call;
-use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
+use halcyon_ir::{Dim, Result, Shape};
 
 pub const ROWS: &[Row] = &[
     row("Concat", 4, &["axis"], concat),
     row("Expand", 8, &[], expand),
     row("Flatten", 1, &["axis"], flatten),
     row("Gather", 1, &["axis"], gather),
-    row("GatherElements", 11, &["axis"], gather_elements),
-    row("Pad", 2, &["mode", "pads", "value"], pad),
     row("Reshape", 5, &["allowzero"], reshape),
     row("Slice", 1, &["axes", "ends", "starts"], slice),
     row("Split", 2, &["axis", "num_outputs", "split"], split),
     row("Squeeze", 1, &["axes"], squeeze),
     row("Tile", 6, &[], tile),
-    row("TopK", 10, &["axis", "largest", "sorted"], top_k),
     row("Transpose", 1, &["perm"], transpose),
     row("Unsqueeze", 1, &["axes"], unsqueeze),
 ];
@@ -53,14 +50,6 @@ fn gather(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let axis = c.axis(c.int("axis", 0)?, x.rank())?;
     one(b.gather(x, c.arg(1)?, axis)?)
-}
-
-fn gather_elements(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let x = c.arg(0)?;
-    let axis = c.axis(c.int("axis", 0)?, x.rank())?;
-    let ids = b.ids(&[x, c.arg(1)?])?;
-    let n = b.g.gather_elements(ids[0], ids[1], axis)?;
-    one(b.value(n))
 }
 
 /// A size of 0 copies the operand's (unless `allowzero`), -1 takes what is left.
@@ -229,6 +218,9 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             let count = c.opt_int("num_outputs")?.unwrap_or(c.node.output.len() as i64);
             let count = usize::try_from(count).ok().filter(|n| (1..=65_536).contains(n));
             let count = count.ok_or_else(|| c.invalid("the number of results is out of range"))?;
+            if count > c.node.output.len() {
+                return Err(c.invalid(format!("{count} parts for {} results", c.node.output.len())));
+            }
             match n.known() {
                 Some(n) if n % count != 0 && c.opset < 18 => {
                     return Err(c.invalid(format!("{n} does not divide into {count} parts")));
@@ -269,108 +261,4 @@ fn tile(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let y = b.expand(&y, &pairs(&|k| repeats[k]))?;
     let to: Shape = (0..x.rank()).map(|k| repeats[k].mul(x.shape()[k])).collect();
     one(b.reshape(&y, to)?)
-}
-
-/// Elements to add before and after each axis, negative to remove.
-fn paddings(b: &mut Builder, c: &Call<'_>, rank: usize) -> Result<Vec<(i64, i64)>> {
-    let pads = if c.opset < 11 {
-        c.ints("pads")?.ok_or_else(|| c.invalid("attribute 'pads' is missing"))?.to_vec()
-    } else {
-        b.known_ints(c.arg(1)?, "the amounts of Pad")?
-    };
-    let axes = match c.opt(3) {
-        Some(v) if c.opset >= 18 => c.axes(&b.known_ints(v, "the axes of Pad")?, rank)?,
-        _ => (0..rank).collect(),
-    };
-    let n = axes.len();
-    if pads.len() != 2 * n || pads.iter().any(|p| p.unsigned_abs() > i32::MAX as u64) {
-        return Err(c.invalid(format!("{} amounts for {n} axes, or one out of range", pads.len())));
-    }
-    let mut out = vec![(0, 0); rank];
-    for (i, &a) in axes.iter().enumerate() {
-        out[a] = (pads[i], pads[n + i]);
-    }
-    Ok(out)
-}
-
-fn pad(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let mut x = c.arg(0)?.clone();
-    let pads = paddings(b, c, x.rank())?;
-    let mode = c.string("mode", "constant")?;
-    if mode != "constant" {
-        for (axis, &(lo, hi)) in pads.iter().enumerate().filter(|(_, p)| **p != (0, 0)) {
-            let index = mirrored(c, mode, x.shape()[axis], lo, hi)?;
-            x = b.gather(&x, &index, axis)?;
-        }
-        return one(x);
-    }
-    let value = match c.opt(2) {
-        Some(v) if c.opset >= 11 => b.known_scalar(v, "the value of Pad")?,
-        _ => Scalar::F(c.float("value", 0.0)?.into()),
-    };
-    // Negative amounts crop.
-    let crop: Vec<Range> = x
-        .shape()
-        .iter()
-        .zip(&pads)
-        .map(|(&n, &(lo, hi))| Range {
-            start: Dim::from(lo.min(0).unsigned_abs() as usize),
-            step: 1,
-            len: n.offset(lo.min(0) + hi.min(0)),
-        })
-        .collect();
-    for (r, n) in crop.iter().zip(x.shape().iter()) {
-        if r.len.known().is_none() && n.known().is_some() {
-            return Err(c.invalid(format!("more is cropped than {} has", x.ty)));
-        }
-    }
-    x = b.slice(&x, &crop)?;
-    let (lo, hi): (Vec<usize>, Vec<usize>) =
-        pads.iter().map(|&(lo, hi)| (lo.max(0) as usize, hi.max(0) as usize)).unzip();
-    let id = b.id(&x)?;
-    let n = b.g.pad(id, &lo, &hi, value)?;
-    one(b.value(n))
-}
-
-/// For the padding modes that repeat elements: which element each place of the padded axis shows.
-fn mirrored(c: &Call<'_>, mode: &str, n: Dim, lo: i64, hi: i64) -> Result<Value> {
-    let size = n.known().ok_or_else(|| {
-        c.unsupported(&format!("mode '{mode}' over the symbolic size {n}"), "Give concrete input shapes")
-    })? as i64;
-    let total = size + lo + hi;
-    // The places are listed one by one here.
-    if size == 0 || !(0..=1 << 24).contains(&total) {
-        return Err(
-            c.invalid(format!("an axis of {size} cannot be padded by {lo} and {hi} in mode '{mode}'"))
-        );
-    }
-    let at = |i: i64| match mode {
-        "edge" => Ok(i.clamp(0, size - 1)),
-        "wrap" => Ok(i.rem_euclid(size)),
-        "reflect" if size == 1 => Ok(0),
-        "reflect" => {
-            // Without repeating the edges, the pattern has period 2 * (size - 1).
-            let p = i.rem_euclid(2 * (size - 1));
-            Ok(p.min(2 * (size - 1) - p))
-        }
-        _ => Err(c.invalid(format!("mode '{mode}' is not known"))),
-    };
-    let vals = (0..total).map(|i| at(i - lo).map(Num::int)).collect::<Result<Vec<_>>>()?;
-    Ok(Host { dtype: DType::I64, dims: vec![vals.len()], vals }.into())
-}
-
-/// Values and indices, sorted either way: the operator leaves unsorted order open.
-fn top_k(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let x = c.arg(0)?;
-    let axis = c.axis(c.int("axis", -1)?, x.rank())?;
-    let k = b.known_scalar(c.arg(1)?, "K of TopK")?.as_i64();
-    let k = usize::try_from(k).map_err(|_| c.invalid(format!("K is {k}")))?;
-    if x.shape()[axis].known().is_some_and(|n| k > n) {
-        return Err(c.invalid(format!("K is {k}, but axis {axis} of {} is shorter", x.ty)));
-    }
-    let id = b.id(x)?;
-    let order = b.g.argsort(id, axis, c.flag("largest", true)?)?;
-    let index = b.g.narrow(order, axis, 0, k)?;
-    let y = b.g.gather_elements(id, index, axis)?;
-    Ok(vec![b.value(y), b.value(index)])
 }

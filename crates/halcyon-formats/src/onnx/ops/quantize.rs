@@ -1,0 +1,178 @@
+//! Quantisation: `q = saturate(round(x / scale) + zero)` and back, `x = (q - zero) * scale`.
+
+use super::{Row, one, row};
+use crate::onnx::build::{Builder, Value};
+use crate::onnx::host::{Host, Num};
+use crate::onnx::node::Call;
+use halcyon_ir::ScalarOp as S;
+use halcyon_ir::op::ReduceKind;
+use halcyon_ir::{DType, Dim, Result, Shape};
+
+pub const ROWS: &[Row] = &[
+    row("DequantizeLinear", 10, &["axis", "block_size", "output_dtype"], dequantize),
+    row("DynamicQuantizeLinear", 11, &[], dynamic),
+    row("QuantizeLinear", 10, &["axis", "block_size", "output_dtype", "precision", "saturate"], quantize),
+];
+
+/// An element type attribute, in which 0 stands for none.
+fn dtype(c: &Call<'_>, name: &str) -> Result<Option<DType>> {
+    if c.int(name, 0)? == 0 { Ok(None) } else { c.dtype(name) }
+}
+
+/// A scale or zero point so that it broadcasts to `x`: one for all, one per place of an axis, or one per block of an axis.
+fn spread(b: &mut Builder, c: &Call<'_>, v: &Value, x: &Value) -> Result<Value> {
+    if v.shape().numel().is(1) {
+        return b.reshape(v, Shape::scalar());
+    }
+    let block = c.int("block_size", 0)?;
+    let block = usize::try_from(block).map_err(|_| c.invalid(format!("block_size is {block}")))?;
+    let axis = if x.rank() == 1 { 0 } else { c.axis(c.int("axis", 1)?, x.rank())? };
+    let n = x.shape()[axis];
+    if block == 0 {
+        if v.rank() != 1 || v.shape()[0] != n {
+            return Err(
+                c.invalid(format!("{} scales axis {axis} of {}: a vector of {n} expected", v.ty, x.ty))
+            );
+        }
+        let mut s = vec![Dim::from(1); x.rank()];
+        s[axis] = n;
+        return b.reshape(v, s);
+    }
+    let same = v.rank() == x.rank() && (0..x.rank()).all(|k| k == axis || v.shape()[k] == x.shape()[k]);
+    let bad = || c.invalid(format!("{} does not scale axis {axis} of {} in blocks of {block}", v.ty, x.ty));
+    if !same {
+        return Err(bad());
+    }
+    let (Some(n), Some(parts)) = (n.known(), v.shape()[axis].known()) else {
+        return Err(c.unsupported("blocks of a symbolic size", "Give concrete input shapes"));
+    };
+    if n.div_ceil(block) != parts {
+        return Err(bad());
+    }
+    // Each scale along a new axis as often as its block is long, merged, and cut to size. All of these are views.
+    let block = block.min(n.max(1));
+    let mut s = v.shape().to_vec();
+    s.insert(axis + 1, Dim::from(1));
+    let y = b.reshape(v, s.clone())?;
+    s[axis + 1] = Dim::from(block);
+    let y = b.expand(&y, &Shape::from(&s[..]))?;
+    s.remove(axis + 1);
+    s[axis] = Dim::from(parts * block);
+    let y = b.reshape(&y, s)?;
+    b.narrow(&y, axis, Dim::from(0), Dim::from(n))
+}
+
+fn check_zero(c: &Call<'_>, zero: Option<&Value>, scale: &Value, want: DType) -> Result<()> {
+    match zero {
+        Some(z) if z.dtype() != want => {
+            Err(c.invalid(format!("the zero point is {}, not {want}", z.dtype())))
+        }
+        Some(z)
+            if z.shape() != scale.shape() && !(z.shape().numel().is(1) && scale.shape().numel().is(1)) =>
+        {
+            Err(c.invalid(format!("zero point {} and scale {} differ in shape", z.ty, scale.ty)))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// The division runs in the scale's type, or in `precision`. Rounding is to nearest, ties to even.
+fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let (x, scale, zero) = (c.arg(0)?, c.arg(1)?, c.opt(2));
+    let asked = dtype(c, "output_dtype")?;
+    let to = asked.or(zero.map(|z| z.dtype())).unwrap_or(DType::U8);
+    if !(to.is_int() && to.bits() <= 16 || !to.is_native() && to != DType::F8E8M0) {
+        return Err(c.invalid(format!("nothing is quantised to {to}")));
+    }
+    check_zero(c, zero, scale, to)?;
+    let via = match dtype(c, "precision")? {
+        Some(d) if d.is_float() && d.is_native() => d,
+        Some(d) => return Err(c.invalid(format!("a division in {d}"))),
+        // Scales that are powers of two have no arithmetic of their own.
+        None if scale.dtype() == DType::F8E8M0 => {
+            if x.dtype().is_float() {
+                x.dtype()
+            } else {
+                DType::F32
+            }
+        }
+        None if scale.dtype().is_float() => scale.dtype(),
+        // Quotients of integers are exact enough in f64 to round as they should.
+        None => DType::F64,
+    };
+    // Casts, not operations in a half type, say where to round: a fused kernel keeps what lies between in f32.
+    let (wide, scale) = (b.cast(x, via)?, b.cast(scale, via)?);
+    let (wide, scale) = (b.cast(&wide, via.compute())?, b.cast(&scale, via.compute())?);
+    let scale = spread(b, c, &scale, x)?;
+    let q = b.scalar(S::Div, &[&wide, &scale])?;
+    let q = b.cast(&q, via)?;
+    let mut q = b.cast(&q, via.compute())?;
+    if to.is_int() {
+        q = b.scalar(S::Round, &[&q])?;
+    }
+    if let Some(z) = zero {
+        // Exact: what is beyond the integers of a float is far outside the range of the result.
+        let z = b.cast(z, q.dtype())?;
+        let z = spread(b, c, &z, x)?;
+        q = b.scalar(S::Add, &[&q, &z])?;
+    }
+    if !c.flag("saturate", true)? && !to.is_int() {
+        return one(b.cast(&q, to)?);
+    }
+    let id = b.id(&q)?;
+    let y = b.g.cast_saturating(id, to)?;
+    one(b.value(y))
+}
+
+/// Computed in f32 and rounded once to the result's type.
+fn dequantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let (x, scale, zero) = (c.arg(0)?, c.arg(1)?, c.opt(2));
+    let to = dtype(c, "output_dtype")?.unwrap_or(scale.dtype());
+    if !to.is_float() || !to.is_native() || !scale.dtype().is_float() {
+        return Err(c.invalid(format!("dequantisation with scale {} to {to}", scale.dtype())));
+    }
+    check_zero(c, zero, scale, x.dtype())?;
+    let via = to.compute();
+    let mut y = x.clone();
+    if let Some(z) = zero {
+        // Differences of 8 and 16 bits are exact in i32.
+        let wide = if x.dtype().is_float() { via } else { DType::I32 };
+        let (wide, z) = (b.cast(&y, wide)?, b.cast(z, wide)?);
+        let z = spread(b, c, &z, x)?;
+        y = b.scalar(S::Sub, &[&wide, &z])?;
+    }
+    let y = b.cast(&y, via)?;
+    let scale = b.cast(scale, via)?;
+    let scale = spread(b, c, &scale, x)?;
+    let y = b.scalar(S::Mul, &[&y, &scale])?;
+    one(b.cast(&y, to)?)
+}
+
+/// To u8, with the scale and zero point that make the operand's range, which is made to hold 0, that of the result.
+fn dynamic(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let x = c.arg(0)?;
+    if x.dtype() != DType::F32 {
+        return Err(c.invalid(format!("f32 expected, not {}", x.ty)));
+    }
+    let axes: Vec<usize> = (0..x.rank()).collect();
+    let lit =
+        |v: f64| -> Value { Host { dtype: DType::F32, dims: vec![], vals: vec![Num::Is(v.into())] }.into() };
+    let (zero, steps) = (lit(0.0), lit(255.0));
+    let top = b.reduce(ReduceKind::Max, x, &axes, false)?;
+    let low = b.reduce(ReduceKind::Min, x, &axes, false)?;
+    let (top, low) = (b.scalar(S::Max, &[&top, &zero])?, b.scalar(S::Min, &[&low, &zero])?);
+    let span = b.scalar(S::Sub, &[&top, &low])?;
+    let scale = b.scalar(S::Div, &[&span, &steps])?;
+    // An operand of zeros only has no range; any scale will do.
+    let flat = b.scalar(S::Eq, &[&span, &zero])?;
+    let scale = b.scalar(S::Select, &[&flat, &lit(1.0), &scale])?;
+    let at = b.scalar(S::Div, &[&low, &scale])?;
+    let at = b.scalar(S::Sub, &[&zero, &at])?;
+    let at = b.scalar(S::Max, &[&at, &zero])?;
+    let at = b.scalar(S::Min, &[&at, &steps])?;
+    let at = b.scalar(S::Round, &[&at])?;
+    let q = b.scalar(S::Div, &[x, &scale])?;
+    let q = b.scalar(S::Round, &[&q])?;
+    let q = b.scalar(S::Add, &[&q, &at])?;
+    Ok(vec![b.cast(&q, DType::U8)?, scale, b.cast(&at, DType::U8)?])
+}

@@ -1,0 +1,264 @@
+//! Strings where operators of numbers meet them: moving them about, comparing them, and turning them into numbers and back.
+//!
+//! An operator that only moves or compares elements runs on strings as on numbers: each distinct string stands for its place in
+//! the sorted list of all of them (so equal strings are equal numbers, their order is kept, and the empty string, which fills
+//! gaps, is 0).
+
+use crate::onnx::build::{Builder, Value};
+use crate::onnx::item::{Item, Text};
+use crate::onnx::node::Call;
+use crate::{data, onnx::tensor};
+use halcyon_ir::{ConstData, DType, Error, Result, Scalar};
+use std::collections::BTreeSet;
+
+/// Which results of an operator hold elements of its string operands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Moved {
+    All,
+    First,
+    /// The results are numbers.
+    None,
+}
+
+/// The operators that move or compare elements without computing with them.
+const MOVERS: &[(&str, Moved)] = &[
+    ("CenterCropPad", Moved::All),
+    ("Compress", Moved::All),
+    ("Concat", Moved::All),
+    ("DepthToSpace", Moved::All),
+    ("Equal", Moved::None),
+    ("Expand", Moved::All),
+    ("Flatten", Moved::All),
+    ("Gather", Moved::All),
+    ("GatherElements", Moved::All),
+    ("GatherND", Moved::All),
+    ("NonZero", Moved::None),
+    ("OneHot", Moved::All),
+    ("Pad", Moved::All),
+    ("Reshape", Moved::All),
+    ("ReverseSequence", Moved::All),
+    ("Scatter", Moved::All),
+    ("ScatterElements", Moved::All),
+    ("ScatterND", Moved::All),
+    ("Shape", Moved::None),
+    ("Size", Moved::None),
+    ("Slice", Moved::All),
+    ("SpaceToDepth", Moved::All),
+    ("Split", Moved::All),
+    ("Squeeze", Moved::All),
+    ("TensorScatter", Moved::All),
+    ("Tile", Moved::All),
+    ("Transpose", Moved::All),
+    ("Trilu", Moved::All),
+    ("Unique", Moved::First),
+    ("Unsqueeze", Moved::All),
+    ("Where", Moved::All),
+];
+
+/// Runs an operator of tensors on operands of which some are strings. `None` if it would compute with them.
+pub fn run(
+    b: &mut Builder,
+    c: &Call<'_>,
+    build: fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>,
+) -> Result<Option<Vec<Item>>> {
+    let plain = matches!(c.node.domain.as_str(), "" | "ai.onnx");
+    let found = MOVERS.iter().find(|(op, _)| plain && *op == c.node.op_type);
+    let Some((_, moved)) = found else {
+        return Ok(None);
+    };
+    // A sum of updates is arithmetic.
+    if !matches!(c.string("reduction", "none"), Ok("none")) {
+        return Ok(None);
+    }
+    if c.inputs.iter().flatten().any(|i| i.tensor().is_none() && i.text().is_none()) {
+        return Ok(None);
+    }
+    let words = Words::of(c.inputs.iter().flatten().filter_map(Item::text));
+    let coded = |i: &Item| -> Result<Item> {
+        Ok(match i.text() {
+            Some(t) => words.coded(t)?.into(),
+            None => i.clone(),
+        })
+    };
+    let inputs = c.inputs.iter().map(|i| i.as_ref().map(coded).transpose()).collect::<Result<Vec<_>>>()?;
+    let out = build(b, &Call { inputs: &inputs, ..*c })?;
+    let mut items = Vec::with_capacity(out.len());
+    for (k, v) in out.into_iter().enumerate() {
+        let text = *moved == Moved::All || (*moved == Moved::First && k == 0);
+        items.push(if text && c.wants(k) { words.read(b, &v)?.into() } else { v.into() });
+    }
+    Ok(Some(items))
+}
+
+/// All strings of some tensors, in order and each once, which numbers them.
+#[derive(Debug)]
+pub struct Words {
+    list: Vec<String>,
+}
+
+impl Words {
+    pub fn of<'a>(texts: impl Iterator<Item = &'a Text>) -> Words {
+        let all: BTreeSet<&str> = texts.flat_map(|t| t.vals.iter().map(String::as_str)).chain([""]).collect();
+        Words { list: all.into_iter().map(String::from).collect() }
+    }
+
+    /// A tensor of the numbers of its strings, which must be among them.
+    pub fn coded(&self, t: &Text) -> Result<Value> {
+        let code = |s: &String| match self.list.binary_search(s) {
+            Ok(i) => Ok(i as i64),
+            Err(_) => Err(Error::internal("a string that was not there before")),
+        };
+        let codes = t.vals.iter().map(code).collect::<Result<Vec<_>>>()?;
+        Ok(Value::table(ConstData::from_slice(&t.dims, &codes)?))
+    }
+
+    /// The strings of a tensor of numbers, which the device computes first where it must.
+    pub fn read(&self, b: &mut Builder, v: &Value) -> Result<Text> {
+        let v = b.fetch(v, "the places of strings")?;
+        let word = |s: Scalar| {
+            let w = usize::try_from(s.as_i64()).ok().and_then(|i| self.list.get(i));
+            w.cloned().ok_or_else(|| Error::internal("a string that was not there before"))
+        };
+        Text::new(&v.dims, v.scalars().map(word).collect::<Result<_>>()?)
+    }
+}
+
+/// A number as Python prints it: the fewest digits that read back as the same number of its type, with an exponent from 1e16 on
+/// and below 1e-4.
+pub fn spell(v: Scalar, dtype: DType) -> String {
+    let f = match v {
+        Scalar::F(f) => f,
+        v if dtype == DType::Bool => return if v.as_bool() { "True" } else { "False" }.into(),
+        Scalar::I(i) => return i.to_string(),
+        v => return (v.as_i64() as u64).to_string(),
+    };
+    if f.is_nan() {
+        return "nan".into();
+    }
+    if f.is_infinite() {
+        return if f > 0.0 { "inf" } else { "-inf" }.into();
+    }
+    // `d.ddde-x`, which Rust gives with the fewest digits for f32 and f64.
+    let scientific = match dtype {
+        DType::F64 => format!("{f:e}"),
+        DType::F32 => format!("{:e}", f as f32),
+        d => {
+            let same = |s: &str| s.parse::<f64>().is_ok_and(|r| Scalar::F(r).cast(d) == Scalar::F(f));
+            (0..17).map(|n| format!("{f:.n$e}")).find(|s| same(s)).unwrap_or_else(|| format!("{f:e}"))
+        }
+    };
+    let Some((mantissa, exponent)) = scientific.split_once('e') else { return scientific };
+    let exponent: i32 = exponent.parse().unwrap_or(0);
+    let (sign, mantissa) = match mantissa.strip_prefix('-') {
+        Some(m) => ("-", m),
+        None => ("", mantissa),
+    };
+    let digits: String = mantissa.chars().filter(char::is_ascii_digit).collect();
+    let zeros = |n: i32| "0".repeat(n.max(0) as usize);
+    if f != 0.0 && !(-4..16).contains(&exponent) {
+        let sign_of = if exponent < 0 { '-' } else { '+' };
+        return format!("{sign}{mantissa}e{sign_of}{:02}", exponent.abs());
+    }
+    let point = exponent + 1;
+    let len = digits.len() as i32;
+    if point <= 0 {
+        format!("{sign}0.{}{digits}", zeros(-point))
+    } else if point >= len {
+        format!("{sign}{digits}{}.0", zeros(point - len))
+    } else {
+        let (whole, rest) = digits.split_at(point as usize);
+        format!("{sign}{whole}.{rest}")
+    }
+}
+
+/// A string as a number: integers exactly where they fit 64 bits, else what stands there as a decimal number, `INF` or `NaN` in
+/// any case. A decimal number becomes an integer by cutting off its fraction.
+pub fn number(c: &Call<'_>, s: &str, dtype: DType) -> Result<Scalar> {
+    let t = s.trim();
+    let not = || c.invalid(format!("'{s}' is no number of type {dtype}"));
+    if dtype == DType::Bool {
+        let truth = match t {
+            "True" | "true" => true,
+            "False" | "false" => false,
+            t => t.parse::<f64>().map_err(|_| not())? != 0.0,
+        };
+        return Ok(Scalar::Bool(truth));
+    }
+    if dtype.is_float() {
+        return Ok(Scalar::F(match dtype {
+            DType::F32 => t.parse::<f32>().map_err(|_| not())?.into(),
+            _ => t.parse::<f64>().map_err(|_| not())?,
+        }));
+    }
+    if let Ok(i) = t.parse::<i64>() {
+        return Ok(Scalar::I(i).cast(dtype));
+    }
+    if let Ok(u) = t.parse::<u64>() {
+        return Ok(Scalar::U(u).cast(dtype));
+    }
+    let f = t.parse::<f64>().ok().filter(|f| f.is_finite()).ok_or_else(not)?;
+    Ok(Scalar::F(f.trunc()).cast(dtype))
+}
+
+/// Cast and CastLike where strings are involved, `numbers` for the rest. `to` is the type of the result; `None` for strings.
+pub fn cast(
+    b: &mut Builder,
+    c: &Call<'_>,
+    to: Option<DType>,
+    numbers: fn(&mut Builder, &Call<'_>) -> Result<Vec<Value>>,
+) -> Result<Vec<Item>> {
+    let item = match (c.item(0)?, to) {
+        (Item::Text(t), None) => Item::Text(t.clone()),
+        (Item::Text(t), Some(d)) => {
+            let vals = t.vals.iter().map(|s| number(c, s, d)).collect::<Result<Vec<_>>>()?;
+            b.feed(data::from_scalars(d, &t.dims, vals)?).into()
+        }
+        (Item::Tensor(x), None) => {
+            let x: ConstData = b.fetch(x, "the numbers of a cast to strings")?;
+            Text::new(&x.dims, x.scalars().map(|s| spell(s, x.dtype)).collect())?.into()
+        }
+        (Item::Tensor(_), Some(_)) => return Ok(numbers(b, c)?.into_iter().map(Item::from).collect()),
+        (other, _) => return Err(c.invalid(format!("the operand is {}, not a tensor", other.kind()))),
+    };
+    Ok(vec![item])
+}
+
+/// Whether the attribute `to` of Cast names strings.
+pub fn to_strings(c: &Call<'_>) -> Result<bool> {
+    Ok(c.opt_int("to")? == Some(tensor::STRING.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_spelled_as_python_does() {
+        let f = |v: f64, d| spell(Scalar::F(v).cast(d), d);
+        for (v, want) in [
+            (0.0, "0.0"),
+            (-0.0, "-0.0"),
+            (1.0, "1.0"),
+            (100.5, "100.5"),
+            (0.0001, "0.0001"),
+            (0.00001, "1e-05"),
+            (-1.25e-7, "-1.25e-07"),
+            (1e15, "1000000000000000.0"),
+            (1e16, "1e+16"),
+            (1.5e300, "1.5e+300"),
+            (f64::NAN, "nan"),
+            (f64::NEG_INFINITY, "-inf"),
+        ] {
+            assert_eq!(f(v, DType::F64), want);
+        }
+        assert_eq!(f(0.1, DType::F32), "0.1");
+        assert_eq!(f(1.0 / 3.0, DType::F32), "0.33333334");
+        assert_eq!(f(0.1, DType::F16), "0.1");
+        assert_eq!(f(1.0 / 3.0, DType::F16), "0.3333");
+        assert_eq!(f(65504.0, DType::F16), "65500.0");
+        assert_eq!(f(3.3, DType::BF16), "3.3");
+        assert_eq!(spell(Scalar::Bool(true), DType::Bool), "True");
+        assert_eq!(spell(Scalar::I(-5), DType::I8), "-5");
+        assert_eq!(spell(Scalar::U(u64::MAX), DType::U64), "18446744073709551615");
+    }
+}

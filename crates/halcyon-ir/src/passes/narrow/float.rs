@@ -1,0 +1,232 @@
+//! Small floats as element-wise arithmetic on the bits of f32, without branches. The host does the same in `minifloat`.
+//!
+//! Every step is exact in f32, and none works on numbers below its smallest normal, which a device may flush to zero; what is
+//! that small goes through integers.
+
+use crate::convert::Rounding;
+use crate::dtype::{DType, Scalar};
+use crate::error::Result;
+use crate::graph::{Graph, NodeId};
+use crate::minifloat::{E8M0_NAN, Format, Special};
+use crate::op::Op;
+use crate::scalar_op::ScalarOp as S;
+use crate::shape::Shape;
+
+/// Element-wise arithmetic over one shape.
+pub(super) struct Arith<'a> {
+    g: &'a mut Graph,
+    shape: Shape,
+}
+
+impl<'a> Arith<'a> {
+    pub(super) fn like(g: &'a mut Graph, x: NodeId) -> Arith<'a> {
+        let shape = g.shape(x).clone();
+        Arith { g, shape }
+    }
+
+    fn lit(&mut self, d: DType, v: impl Into<Scalar>) -> NodeId {
+        self.g.full(d, self.shape.clone(), v)
+    }
+
+    pub(super) fn op(&mut self, s: S, x: &[NodeId]) -> Result<NodeId> {
+        self.g.push(Op::Scalar(s), x, None)
+    }
+
+    /// `x s v`, with `v` in the type of `x`.
+    pub(super) fn with(&mut self, s: S, x: NodeId, v: impl Into<Scalar>) -> Result<NodeId> {
+        let v = self.lit(self.g.dtype(x), v);
+        self.op(s, &[x, v])
+    }
+
+    fn select(&mut self, c: NodeId, a: NodeId, b: NodeId) -> Result<NodeId> {
+        self.op(S::Select, &[c, a, b])
+    }
+
+    /// `c ? v : x`.
+    fn replace(&mut self, c: NodeId, v: u32, x: NodeId) -> Result<NodeId> {
+        let v = self.lit(self.g.dtype(x), v);
+        self.select(c, v, x)
+    }
+
+    fn cast(&mut self, x: NodeId, d: DType) -> Result<NodeId> {
+        self.g.cast(x, d)
+    }
+
+    pub(super) fn bits(&mut self, x: NodeId, d: DType) -> Result<NodeId> {
+        if self.g.dtype(x) == d { Ok(x) } else { self.g.bitcast(x, d) }
+    }
+
+    /// A native number as f32; what f32 does not hold is rounded to odd where a second rounding could tell the difference.
+    fn source(&mut self, x: NodeId, powers: bool) -> Result<NodeId> {
+        match self.g.dtype(x) {
+            DType::F64 => self.odd(x),
+            // Past 2^24 the other types have overflowed.
+            d if powers && d.is_int() && d.bits() >= 32 => self.odd_int(x, d),
+            _ => self.cast(x, DType::F32),
+        }
+    }
+
+    /// f64 to f32, rounded to odd: of the two neighbours of an inexact value the one whose last bit is set.
+    fn odd(&mut self, x: NodeId) -> Result<NodeId> {
+        let y = self.cast(x, DType::F32)?;
+        let back = self.cast(y, DType::F64)?;
+        let bits = self.bits(y, DType::U32)?;
+        let inexact = self.op(S::Ne, &[x, back])?;
+        let (ax, ay) = (self.op(S::Abs, &[x])?, self.op(S::Abs, &[back])?);
+        let away = self.op(S::Gt, &[ax, ay])?;
+        let away = self.cast(away, DType::U32)?;
+        let away = self.with(S::Shl, away, 1u32)?;
+        let low = self.with(S::Sub, bits, 1u32)?;
+        let other = self.op(S::Add, &[low, away])?;
+        let last = self.with(S::And, bits, 1u32)?;
+        let even = self.with(S::Eq, last, 0u32)?;
+        let moves = self.op(S::And, &[inexact, even])?;
+        let bits = self.select(moves, other, bits)?;
+        self.bits(bits, DType::F32)
+    }
+
+    /// A 32- or 64-bit integer to f32, rounded towards zero and to odd. Negative ones, which have no power of two, just stay so.
+    fn odd_int(&mut self, x: NodeId, d: DType) -> Result<NodeId> {
+        let mut y = x;
+        // Of a number from `from` on, `low` bits are dropped, and 4 to 24 are left.
+        let cuts: &[(i64, i64)] =
+            if d.bits() == 32 { &[(1 << 24, 8)] } else { &[(1 << 24, 19), (1 << 43, 40)] };
+        for (from, low) in cuts {
+            let mask = (1i64 << low) - 1;
+            let rest = self.with(S::And, x, mask)?;
+            let sticky = self.with(S::Ne, rest, 0i64)?;
+            let sticky = self.cast(sticky, d)?;
+            let sticky = self.with(S::Mul, sticky, 1i64 << low)?;
+            let high = self.with(S::And, x, !mask)?;
+            let cut = self.op(S::Or, &[high, sticky])?;
+            let large = self.with(S::Ge, x, *from)?;
+            y = self.select(large, cut, y)?;
+        }
+        self.cast(y, DType::F32)
+    }
+}
+
+fn pow2(k: i32) -> f64 {
+    2f64.powi(k)
+}
+
+/// Patterns (u8) of the small float type `d` to f32.
+pub(super) fn decode(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
+    let mut a = Arith::like(g, x);
+    let u = a.cast(x, DType::U32)?;
+    let Some(f) = Format::of(d) else {
+        // E8M0. Pattern 0 is below the normal numbers of f32.
+        let v = a.with(S::Shl, u, 23u32)?;
+        let zero = a.with(S::Eq, u, 0u32)?;
+        let v = a.replace(zero, 1 << 22, v)?;
+        let nan = a.with(S::Eq, u, E8M0_NAN as u32)?;
+        let v = a.replace(nan, 0x7fc0_0000, v)?;
+        return a.bits(v, DType::F32);
+    };
+    let shift = 23 - f.mantissa;
+    let rest = a.with(S::And, u, f.sign() - 1)?;
+    let normal = a.with(S::Shl, rest, shift)?;
+    let normal = a.with(S::Add, normal, ((127 - f.bias) as u32) << 23)?;
+    // Below the normal numbers the pattern counts steps.
+    let small = a.cast(rest, DType::F32)?;
+    let small = a.with(S::Mul, small, pow2(1 - f.bias - f.mantissa as i32))?;
+    let small = a.bits(small, DType::U32)?;
+    let below = a.with(S::Lt, rest, 1u32 << f.mantissa)?;
+    let mut v = a.select(below, small, normal)?;
+    match f.special {
+        Special::Ieee => {
+            let top = a.with(S::Eq, rest, f.infinity())?;
+            v = a.replace(top, 0x7f80_0000, v)?;
+            let nan = a.with(S::Gt, rest, f.infinity())?;
+            v = a.replace(nan, 0x7fc0_0000, v)?;
+        }
+        Special::Fn => {
+            let nan = a.with(S::Eq, rest, f.nan())?;
+            v = a.replace(nan, 0x7fc0_0000, v)?;
+        }
+        Special::Fnuz => {
+            let nan = a.with(S::Eq, u, f.nan())?;
+            v = a.replace(nan, 0x7fc0_0000, v)?;
+        }
+        Special::Finite => {}
+    }
+    let sign = a.with(S::And, u, f.sign())?;
+    let sign = a.with(S::Shl, sign, 31 - f.exponent - f.mantissa)?;
+    let v = a.op(S::Or, &[v, sign])?;
+    a.bits(v, DType::F32)
+}
+
+/// A native number to patterns (u8) of the small float type `d`, by the rules of [`Scalar::cast`].
+pub(super) fn encode(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
+    let Some(f) = Format::of(d) else {
+        return encode_e8m0(g, x, Rounding::Nearest, false);
+    };
+    let mut a = Arith::like(g, x);
+    let x = a.source(x, false)?;
+    let bits = a.bits(x, DType::U32)?;
+    let rest = a.with(S::And, bits, 0x7fff_ffffu32)?;
+    let shift = 23 - f.mantissa;
+    // Rounded to nearest even by adding just under half a step, and the last bit that stays.
+    let last = a.with(S::Shr, rest, shift)?;
+    let last = a.with(S::And, last, 1u32)?;
+    let normal = a.with(S::Add, rest, (1u32 << (shift - 1)) - 1)?;
+    let normal = a.op(S::Add, &[normal, last])?;
+    let normal = a.with(S::Shr, normal, shift)?;
+    let normal = a.with(S::Sub, normal, ((127 - f.bias) as u32) << f.mantissa)?;
+    // Below the normal numbers: counted in steps.
+    let size = a.bits(rest, DType::F32)?;
+    let steps = a.with(S::Mul, size, pow2(f.bias - 1 + f.mantissa as i32))?;
+    let steps = a.op(S::Round, &[steps])?;
+    let steps = a.cast(steps, DType::U32)?;
+    let below = a.with(S::Lt, rest, ((128 - f.bias) as u32) << 23)?;
+    let mut p = a.select(below, steps, normal)?;
+    let past = a.with(S::Gt, p, f.largest())?;
+    p = a.replace(past, f.overflow(), p)?;
+    let nan = a.with(S::Gt, rest, 0x7f80_0000u32)?;
+    p = a.replace(nan, f.nan(), p)?;
+    let sign = a.with(S::Shr, bits, 31u32)?;
+    let sign = a.with(S::Shl, sign, f.exponent + f.mantissa)?;
+    let mut y = a.op(S::Or, &[p, sign])?;
+    if f.special == Special::Fnuz {
+        let zero = a.with(S::Eq, p, 0u32)?;
+        y = a.replace(zero, 0, y)?;
+    }
+    a.cast(y, DType::U8)
+}
+
+/// A native number to patterns (u8) of E8M0. Negative numbers are NaN, -0 is zero. `saturate` moves what is outside of the range
+/// to its nearer end, else it is NaN.
+pub(crate) fn encode_e8m0(g: &mut Graph, x: NodeId, rounding: Rounding, saturate: bool) -> Result<NodeId> {
+    // 2^-127 and 2^127 in f32.
+    const LO: u32 = 1 << 22;
+    const HI: u32 = 254 << 23;
+    let mut a = Arith::like(g, x);
+    let x = a.source(x, true)?;
+    let bits = a.bits(x, DType::U32)?;
+    let mut size = a.with(S::And, bits, 0x7fff_ffffu32)?;
+    let nan = a.with(S::Gt, size, 0x7f80_0000u32)?;
+    let negative = a.with(S::Gt, bits, 0x8000_0000u32)?;
+    let mut bad = a.op(S::Or, &[nan, negative])?;
+    if saturate {
+        size = a.with(S::Max, size, LO)?;
+        size = a.with(S::Min, size, HI)?;
+    } else {
+        let (under, over) = (a.with(S::Lt, size, LO)?, a.with(S::Gt, size, HI)?);
+        let outside = a.op(S::Or, &[under, over])?;
+        bad = a.op(S::Or, &[bad, outside])?;
+    }
+    // From where on the significand counts as one more power, in normal numbers and in those from 2^-127 to 2^-126.
+    let (add, second) = match rounding {
+        Rounding::Nearest => (1u32 << 22, LO + (LO >> 1)),
+        Rounding::Up => ((1 << 23) - 1, LO + 1),
+        Rounding::Down => (0, 1 << 23),
+    };
+    let p = a.with(S::Add, size, add)?;
+    let p = a.with(S::Shr, p, 23u32)?;
+    let small = a.with(S::Lt, size, 1u32 << 23)?;
+    let one = a.with(S::Ge, size, second)?;
+    let one = a.cast(one, DType::U32)?;
+    let p = a.select(small, one, p)?;
+    let p = a.replace(bad, E8M0_NAN as u32, p)?;
+    a.cast(p, DType::U8)
+}

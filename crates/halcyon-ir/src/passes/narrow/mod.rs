@@ -1,0 +1,263 @@
+//! Removes the types that no kernel handles: packed integers and small floats ([`DType::is_native`]).
+//!
+//! Inside the new graph a small value has a carrier, one byte to an element: i8 or u8 that hold the integer, u8 with the
+//! pattern of a float in its low bits. What only moves elements (views, gather, concat, select) does so with carriers, bits
+//! and all. What computes takes a float's number out of its pattern into f32, and rounds or wraps its result to the type
+//! again. Packed bytes (u8) are at the borders alone: inputs, large constants and outputs. All of it is ordinary
+//! element-wise arithmetic, which fuses.
+//!
+//! The values are those of `reference::eval`, but for arithmetic on small floats, which happens in f32.
+
+mod float;
+mod packed;
+
+pub(crate) use float::encode_e8m0;
+
+use super::fold::MAX_RESULT;
+use super::rebuild::Rebuild;
+use crate::data::ConstData;
+use crate::dtype::{Class, DType, Scalar};
+use crate::error::{Error, Result};
+use crate::graph::{Graph, Node, NodeId};
+use crate::op::{Op, Pool, PoolKind, ReduceKind, ScatterKind};
+use crate::scalar_op::{Rule, ScalarOp as S};
+use crate::shape::{Dims, TensorType};
+use float::{Arith, decode, encode};
+
+/// Whether a value of the graph, or of a composite in it, is of a small type.
+pub fn applies(g: &Graph) -> bool {
+    let small = |d: DType| !d.is_native();
+    g.args().iter().any(|d| small(*d))
+        || g.nodes()
+            .iter()
+            .any(|n| small(n.ty.dtype) || matches!(&n.op, Op::Composite(c) if applies(&c.body)))
+}
+
+/// The graph without small types. Composites with such types must have been inlined, and shapes must be known. Inputs and
+/// outputs of 8 bits keep their shapes as u8; those of fewer bits become vectors of bytes.
+///
+/// # Errors
+/// [`Error::Unsupported`] for custom ops on small types.
+pub fn run(g: &Graph) -> Result<Graph> {
+    let live = Rebuild::live(g);
+    let inputs = g.inputs().iter().map(|i| stored(g.ty(i.node))).collect::<Result<Vec<_>>>()?;
+    let mut r = Rebuild::retyped(g, inputs, g.args().iter().map(|d| wide(*d)).collect());
+    for id in g.ids().filter(|i| live[i.index()]) {
+        let n = g.node(id);
+        let native = n.ty.dtype.is_native() && n.inputs.iter().all(|i| g.dtype(*i).is_native());
+        if native {
+            r.copy(id)?;
+        } else {
+            r.new.span = n.span.clone();
+            let y = node(&mut r, g, n).map_err(|e| e.at(&n.span))?;
+            r.set(id, y);
+        }
+    }
+    let mut done: Vec<NodeId> = vec![];
+    for o in g.outputs() {
+        let d = g.dtype(o.node);
+        if d.bits() >= 8 || done.contains(&o.node) {
+            continue;
+        }
+        done.push(o.node);
+        r.new.span = g.node(o.node).span.clone();
+        let x = r.get(o.node)?;
+        let y = packed::pack(&mut r.new, x, d)?;
+        r.set(o.node, y);
+    }
+    Ok(r.finish()?.0)
+}
+
+/// Type of the buffer that holds an input or output.
+fn stored(t: &TensorType) -> Result<TensorType> {
+    Ok(match t.dtype {
+        d if d.is_native() => t.clone(),
+        d if d.bits() == 8 => TensorType { dtype: DType::U8, shape: t.shape.clone() },
+        d => TensorType::new(DType::U8, [d.bytes(t.shape.dims()?.iter().product())]),
+    })
+}
+
+/// Type of the carrier of a small type; itself for a native one.
+fn carrier(d: DType) -> DType {
+    match d.class() {
+        _ if d.is_native() => d,
+        Class::Int => DType::I8,
+        _ => DType::U8,
+    }
+}
+
+/// The type that computes: f32 for small floats, else the carrier.
+fn wide(d: DType) -> DType {
+    if !d.is_native() && d.is_float() { DType::F32 } else { carrier(d) }
+}
+
+/// A value of a small type as its carrier has it.
+fn carried(d: DType, v: Scalar) -> Scalar {
+    match d.is_float() {
+        _ if d.is_native() => v,
+        true => Scalar::U(v.to_bytes(d)[0].into()),
+        false => v.cast(d),
+    }
+}
+
+/// Carriers as numbers.
+fn value(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
+    if wide(d) == DType::F32 && d != DType::F32 { decode(g, x, d) } else { Ok(x) }
+}
+
+/// Numbers of type [`wide`] to carriers: rounded or wrapped.
+fn fit(g: &mut Graph, y: NodeId, d: DType) -> Result<NodeId> {
+    match d.is_float() {
+        _ if d.is_native() => Ok(y),
+        true => encode(g, y, d),
+        false => fit_int(g, y, carrier(d), d.bits()),
+    }
+}
+
+/// The low bits of an integer, with their sign where `as_type` has one.
+fn fit_int(g: &mut Graph, y: NodeId, as_type: DType, bits: u32) -> Result<NodeId> {
+    let mut a = Arith::like(g, y);
+    let y = a.with(S::And, y, (1i64 << bits) - 1)?;
+    if as_type.class() != Class::Int {
+        return Ok(y);
+    }
+    let half = 1i64 << (bits - 1);
+    let y = a.with(S::Xor, y, half)?;
+    a.with(S::Sub, y, half)
+}
+
+/// What a node with a small type among its own and its operands' becomes.
+fn node(r: &mut Rebuild<'_>, old: &Graph, n: &Node) -> Result<NodeId> {
+    let d = n.ty.dtype;
+    let x = r.operands(n)?;
+    let from: Vec<DType> = n.inputs.iter().map(|i| old.dtype(*i)).collect();
+    let dims = || n.ty.shape.dims();
+    let g = &mut r.new;
+    let moved = |g: &mut Graph, op: Op| {
+        g.push(op, &x, Some(TensorType { dtype: carrier(d), shape: n.ty.shape.clone() }))
+    };
+    match &n.op {
+        Op::Input(k) => {
+            let p = r.input(*k)?;
+            if d.bits() == 8 { Ok(p) } else { packed::unpack(&mut r.new, p, d, &dims()?) }
+        }
+        Op::Arg(k) => {
+            let a = r.arg(*k)?;
+            fit(&mut r.new, a, d)
+        }
+        Op::Const(c) => constant(g, c, d),
+        Op::Full(v) => Ok(g.full(carrier(d), &n.ty.shape, carried(d, *v))),
+        Op::Cast => cast(g, x[0], from[0], d),
+        Op::Bitcast => {
+            let bits = match from[0] {
+                s if s.is_native() => Arith::like(g, x[0]).bits(x[0], DType::U8)?,
+                s => packed::unsigned(g, x[0], s)?,
+            };
+            match d {
+                d if d.is_native() => Arith::like(g, bits).bits(bits, d),
+                d => packed::signed(g, bits, d),
+            }
+        }
+        Op::Custom(c) => Err(Error::unsupported(
+            format!(
+                "custom op {} on {}",
+                c.op().name(),
+                from.iter().chain([&d]).find(|d| !d.is_native()).unwrap_or(&d)
+            ),
+            "Cast its operands and result to wider types",
+        )),
+        Op::Composite(c) => Err(Error::internal(format!("composite {} holds small types", c.name))),
+        Op::Pad { lo, hi, value } => {
+            moved(g, Op::Pad { lo: lo.clone(), hi: hi.clone(), value: carried(d, *value) })
+        }
+        Op::Scalar(S::Select)
+        | Op::Gather { .. }
+        | Op::GatherElements { .. }
+        | Op::ScatterElements { kind: ScatterKind::Set, .. }
+        | Op::ScatterRows { kind: ScatterKind::Set, .. }
+        | Op::UpdateSlice { .. }
+        | Op::Reshape
+        | Op::Permute(_)
+        | Op::Expand
+        | Op::Slice(_)
+        | Op::Concat { .. } => moved(g, n.op.clone()),
+        op => {
+            let mut v = vec![];
+            for (x, d) in x.iter().zip(&from) {
+                v.push(value(g, *x, *d)?);
+            }
+            let y = g.push(op.clone(), &v, Some(TensorType { dtype: wide(d), shape: n.ty.shape.clone() }))?;
+            if closed(op, d) {
+                return Ok(y);
+            }
+            let y = match extreme(op) {
+                Some(kind) if !d.is_native() => bounded(g, y, kind, d)?,
+                _ => y,
+            };
+            fit(g, y, d)
+        }
+    }
+}
+
+/// Ops whose result on carriers of integers is one.
+fn closed(op: &Op, d: DType) -> bool {
+    let test = matches!(op, Op::Scalar(s) if s.row().rule == Rule::Test);
+    test || !d.is_float()
+        && match op {
+            Op::Scalar(s) => matches!(s, S::Min | S::Max | S::And | S::Or | S::Xor | S::Sign | S::Relu),
+            _ => false,
+        }
+}
+
+/// Whether the identity of a maximum or minimum may come through: that of the wide type is past the small one's ends.
+fn extreme(op: &Op) -> Option<ReduceKind> {
+    match op {
+        Op::Reduce { kind, .. } | Op::Scan { kind, exclusive: true, .. } => Some(*kind),
+        Op::Pool(Pool { kind: PoolKind::Max, .. }) => Some(ReduceKind::Max),
+        _ => None,
+    }
+}
+
+fn bounded(g: &mut Graph, y: NodeId, kind: ReduceKind, d: DType) -> Result<NodeId> {
+    let (lo, hi) = d.range();
+    let (op, end) = match kind {
+        ReduceKind::Max => (S::Max, lo),
+        ReduceKind::Min => (S::Min, hi),
+        _ => return Ok(y),
+    };
+    if end.is_infinite() { Ok(y) } else { Arith::like(g, y).with(op, y, end) }
+}
+
+fn cast(g: &mut Graph, x: NodeId, from: DType, to: DType) -> Result<NodeId> {
+    let mut x = value(g, x, from)?;
+    if to.is_native() {
+        return g.cast(x, to);
+    }
+    if to.is_float() {
+        return encode(g, x, to);
+    }
+    let (a, b) = (from.range(), to.range());
+    let fits = !from.is_float() && a.0 >= b.0 && a.1 <= b.1;
+    if from.is_float() {
+        x = g.cast(x, DType::I32)?;
+    }
+    let y = g.cast(x, carrier(to))?;
+    if fits { Ok(y) } else { fit(g, y, to) }
+}
+
+/// Bytes that stand in the model stay as they are, but small packed data is unpacked here.
+fn constant(g: &mut Graph, c: &ConstData, d: DType) -> Result<NodeId> {
+    let n = c.numel();
+    if d.bits() == 8 {
+        return Ok(g.constant(ConstData::new(DType::U8, &c.dims, c.owner())?));
+    }
+    if n <= MAX_RESULT {
+        let v = c.scalars().map(|v| carried(d, v));
+        return Ok(g.constant(ConstData::from_scalars(carrier(d), &c.dims, v)?));
+    }
+    let p = g.constant(ConstData::new(DType::U8, &[d.bytes(n)], c.owner())?);
+    packed::unpack(g, p, d, &Dims::from(&c.dims[..]))
+}
+
+#[cfg(test)]
+mod tests;
