@@ -77,7 +77,8 @@ pub fn rows() -> Vec<Row> {
                 }),
                 case("of bits", [bits([33])], |g: &mut Graph, x: &[NodeId]| {
                     let d = g.dtype(x[0]);
-                    let via = DType::all().find(|o| o.bits() == d.bits() && *o != d).unwrap_or(d);
+                    let other = |o: &DType| o.bits() == d.bits() && *o != d && *o != DType::Bool;
+                    let via = DType::all().find(other).unwrap_or(d);
                     let y = g.bitcast(x[0], via)?;
                     g.bitcast(y, d)
                 }),
