@@ -10,7 +10,7 @@ use super::ops::{self, Build, gradient};
 use super::order::{Order, order};
 use super::proto::{FunctionProto, GraphProto, NodeProto, OperatorSetIdProto};
 use super::sparse;
-use super::stage::{Engine, Placement};
+use super::stage::{Engine, MAX_NODES, Placement};
 use super::tensor;
 use crate::bad;
 use crate::data::byte_len;
@@ -77,9 +77,8 @@ pub(super) struct Walk<'m> {
     functions: HashMap<(&'m str, &'m str, &'m str), &'m FunctionProto>,
     /// Orders of graphs that were walked, by their address: they live as long as the walk.
     orders: RefCell<HashMap<*const GraphProto, Rc<Order>>>,
-    /// Bodies of functions with the attributes of the node that calls them, by its address; of functions without attributes by the
-    /// function's.
-    bodies: RefCell<HashMap<usize, Rc<GraphProto>>>,
+    /// Bodies of functions with the attributes of the node that calls them, by its address.
+    bodies: RefCell<HashMap<*const NodeProto, Rc<GraphProto>>>,
     copied: Cell<usize>,
     depth: Cell<usize>,
     walked: Cell<usize>,
@@ -184,7 +183,8 @@ impl<'m> Walk<'m> {
             }
             let n = &g.node[i];
             let out = self.node(b, n, i, &scope)?;
-            if b.g.nodes().len() > NODES.saturating_add(self.walked.get().saturating_mul(NODES_PER_NODE)) {
+            let most = NODES.saturating_add(self.walked.get().saturating_mul(NODES_PER_NODE)).min(MAX_NODES);
+            if b.g.nodes().len() > most {
                 return Err(Error::unsupported(
                     format!("{}: {} operations for {} nodes", m.file, b.g.nodes().len(), self.walked.get()),
                     "Split into fewer parts, or unroll less",
@@ -272,12 +272,7 @@ impl<'m> Walk<'m> {
         n: &NodeProto,
         args: Vec<Option<Item>>,
     ) -> Result<Vec<Item>> {
-        // All calls share the body of a function without attributes.
-        let key = match f.attribute.is_empty() && f.attribute_proto.is_empty() {
-            true => std::ptr::from_ref(f).addr(),
-            false => std::ptr::from_ref(n).addr(),
-        };
-        let known = self.bodies.borrow().get(&key).cloned();
+        let known = self.bodies.borrow().get(&std::ptr::from_ref(n)).cloned();
         let body = match known {
             Some(g) => g,
             None => {
@@ -296,7 +291,7 @@ impl<'m> Walk<'m> {
                         "Call fewer functions from functions",
                     ));
                 }
-                self.bodies.borrow_mut().insert(key, g.clone());
+                self.bodies.borrow_mut().insert(n, g.clone());
                 g
             }
         };
