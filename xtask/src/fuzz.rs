@@ -20,6 +20,7 @@ const TARGETS: &[(&str, u32)] = &[
     ("npz", 8192),
     ("safetensors", 4096),
     ("image", 8192),
+    ("picture", 8192),
     ("graph", 32_768),
 ];
 

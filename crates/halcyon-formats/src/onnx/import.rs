@@ -4,6 +4,7 @@ use super::build::{Builder, Value};
 use super::function;
 use super::host::small;
 use super::item::{Datum, Item};
+use super::ledger::Ledger;
 use super::model::{Model, Port, PortType, opset};
 use super::node::Call;
 use super::ops::{self, Build, gradient};
@@ -15,6 +16,7 @@ use super::tensor;
 use crate::bad;
 use crate::data::byte_len;
 use halcyon_ir::{Bindings, ConstData, Dim, Error, Graph, Result, Shape, Span, TensorType};
+use prost::Message;
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::rc::Rc;
@@ -84,6 +86,7 @@ pub(super) struct Walk<'m> {
     walked: Cell<usize>,
     /// Nodes of the bodies above.
     expanded: Cell<usize>,
+    ledger: RefCell<Ledger>,
 }
 
 impl<'m> Walk<'m> {
@@ -97,6 +100,7 @@ impl<'m> Walk<'m> {
             depth: Cell::new(0),
             walked: Cell::new(0),
             expanded: Cell::new(0),
+            ledger: RefCell::new(Ledger::new(m.proto.encoded_len())),
         }
     }
 
@@ -183,6 +187,8 @@ impl<'m> Walk<'m> {
             }
             let n = &g.node[i];
             let out = self.node(b, n, i, &scope)?;
+            let external = || m.external.mapped();
+            self.ledger.borrow_mut().note(b, &out, external).map_err(|e| locate(e, &node_name(n, i)))?;
             let most = NODES.saturating_add(self.walked.get().saturating_mul(NODES_PER_NODE)).min(MAX_NODES);
             if b.g.nodes().len() > most {
                 return Err(Error::unsupported(
