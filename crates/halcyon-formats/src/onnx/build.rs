@@ -88,7 +88,7 @@ impl Value {
     /// The elements, where the value is known, however large it is.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if an element depends on a symbolic dimension.
+    /// `Error::Unsupported` if an element depends on a symbolic dimension.
     pub fn data(&self) -> Result<Option<ConstData>> {
         Ok(match &self.slot {
             Slot::Node(h) => h.data.get().cloned(),

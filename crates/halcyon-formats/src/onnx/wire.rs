@@ -16,7 +16,7 @@ const BASE: usize = 16 << 20;
 /// Memory for each byte of structure beyond that. Models of some size take 10 to 27; those of one node up to 48.
 const RATIO: usize = 32;
 
-/// The messages, as places in [`FIELDS`].
+/// The messages, as places in `FIELDS`.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub enum Kind {
     Model,

@@ -1,8 +1,8 @@
 //! Graphs as ONNX models.
 //!
-//! [`export`] gives a model in memory, [`write`] a file, with the weights in a second one where the first would pass the 2 GiB that a
-//! protobuf message may take. Scalar ops are rows of [`scalar`]'s table, the other primitives are in [`ops`], and a composite becomes the
-//! ONNX operator of the same definition ([`composite`]) or else its body.
+//! [`export`] gives a model in memory, `write` a file, with the weights in a second one where the first would pass the 2 GiB that a
+//! protobuf message may take. Scalar ops are rows of `scalar`'s table, the other primitives are in `ops`, and a composite becomes the
+//! ONNX operator of the same definition (`composite`) or else its body.
 //!
 //! Where ONNX leaves a result open (an index out of range, an integer divided by zero, a float cast to an integer that cannot hold it,
 //! which of two zeros or whether a NaN is the larger), the engine that runs the model decides.
