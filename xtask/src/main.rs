@@ -3,6 +3,7 @@
 
 mod bench;
 mod docs;
+mod fuzz;
 mod machine;
 mod report;
 mod test;
@@ -25,6 +26,9 @@ Usage: cargo xtask <command>
       Write the generated parts of docs/onnx.md: the operators, and from reports of `check_suite.py --report` (one for each
       backend) what of the ONNX test suite passes and what does not.
 
+  fuzz [TARGET]... [--minutes N] [--list]
+      Run the fuzz targets, each for N minutes (1); installs cargo-fuzz where it is missing. docs/fuzzing.md explains it.
+
   bench peers [--rounds N] [--only ITEM]... [--with torch] [--threads N]
       Measure against the peers, interleaved, in one run.
 ";
@@ -35,6 +39,7 @@ fn main() -> ExitCode {
     let result = match args.split_first() {
         Some((&"test", rest)) => test::all(rest),
         Some((&"docs", rest)) => docs::main(rest),
+        Some((&"fuzz", rest)) => fuzz::all(rest),
         Some((&"bench", rest)) => match rest.split_first() {
             Some((&"peers", rest)) => bench::peers(rest),
             _ => Err(Failure::Usage("bench has one form: `bench peers`".into())),

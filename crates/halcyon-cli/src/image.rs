@@ -9,6 +9,11 @@ use halcyon_formats::onnx::Port;
 use halcyon_ir::Scalar;
 use std::io::Cursor;
 
+/// Bytes that a decoded picture may take: so many times its file, between these. Photographs take 10 to 30 times theirs.
+const RATIO: u64 = 256;
+const LEAST: u64 = 16 << 20;
+const MOST: u64 = 256 << 20;
+
 /// What an input wants of a picture. `None` where the model leaves it open.
 #[derive(Debug, PartialEq)]
 struct Want {
@@ -27,11 +32,17 @@ struct Want {
 /// [`Error::Argument`] where the input cannot be a picture or an option does not fit; [`Error::Format`] for a broken file.
 pub fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstData, String)> {
     let want = want(p, a)?;
-    let decoded = ::image::ImageReader::new(Cursor::new(bytes))
+    let bad = |what: String| Error::Format { file: file.into(), what };
+    let mut reader = ::image::ImageReader::new(Cursor::new(bytes))
         .with_guessed_format()
-        .map_err(|e| e.to_string())
-        .and_then(|r| r.decode().map_err(|e| e.to_string()))
-        .map_err(|what| Error::Format { file: file.into(), what })?;
+        .map_err(|e| bad(e.to_string()))?;
+    let mut limits = ::image::Limits::default();
+    limits.max_alloc = Some((bytes.len() as u64).saturating_mul(RATIO).clamp(LEAST, MOST));
+    reader.limits(limits);
+    let decoded = reader.decode().map_err(|e| match e {
+        ::image::ImageError::Limits(e) => bad(format!("a larger picture than {} bytes justify ({e})", bytes.len())),
+        e => bad(e.to_string()),
+    })?;
     let grey = !decoded.color().has_color();
     let channels = want.channels.unwrap_or(if grey { 1 } else { 3 });
     let (width, height) = match &a.image_size {

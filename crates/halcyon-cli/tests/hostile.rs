@@ -248,8 +248,9 @@ fn flipped_bits_of_tensors() {
 #[test]
 fn changed_models_run_or_are_refused() {
     let mut ran = 0;
-    for (name, m) in models::all() {
-        for k in 0..6u64 {
+    // A loop may be changed into one that runs for ever, within its rights.
+    for (name, m) in models::all().into_iter().filter(|(name, _)| *name != "loop") {
+        for k in 0..20u64 {
             let start = Instant::now();
             let mut m = m.clone();
             mutate::model(&mut m, &mut mutate::Rng(k << 8 | 0x11));

@@ -14,7 +14,6 @@ pub mod backend;
 pub mod cache;
 #[cfg(feature = "cpu")]
 pub mod cpu;
-pub mod host;
 pub mod noop;
 #[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]
 pub mod opencl;
@@ -25,6 +24,7 @@ mod validate;
 
 pub use backend::BackendType;
 pub use halcyon_ir::error::{Error, Result};
+pub use halcyon_ir::host;
 pub use halcyon_ir::target::{Caps, Declined, LibraryCall, LibraryKernel, Operand, Target};
 
 use halcyon_ir::Scalar;

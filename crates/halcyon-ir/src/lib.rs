@@ -12,6 +12,7 @@ pub mod error;
 pub mod fused;
 pub mod grad;
 pub mod graph;
+pub mod host;
 pub mod kernel;
 pub mod layout;
 pub mod lower;

@@ -3,6 +3,7 @@
 use crate::backend::Backend;
 use halcyon_hal::{BackendType, BufferRef, Command, Program, Tag};
 use halcyon_ir::error::{Error, Result, Span};
+use halcyon_ir::host;
 use halcyon_ir::plan::{Plan, StepWork, Storage};
 use halcyon_ir::{ConstData, Scalar};
 use std::collections::BTreeMap;
@@ -99,28 +100,6 @@ fn fits(backend: &Backend, plan: &Plan) -> Result<()> {
         total: d.memory().limit.or(d.info().total_memory).unwrap_or(free),
         next: "Use smaller inputs, or raise the memory limit".into(),
     })
-}
-
-/// Zeroed memory of the host, or an error where there is none.
-pub(crate) fn host_bytes(bytes: usize, what: &str) -> Result<Vec<u8>> {
-    let none = |free, total| Error::OutOfMemory {
-        device: "the host".into(),
-        what: what.into(),
-        requested: bytes as u64,
-        free,
-        total,
-        next: "Use smaller inputs".into(),
-    };
-    // Small amounts are not worth a look at the system.
-    if bytes >= 64 << 20
-        && let Some((free, total)) = halcyon_hal::host::memory()
-        && bytes as u64 > free
-    {
-        return Err(none(free, total));
-    }
-    // Asked for once so that a refusal is an error, and then as zero pages, which cost nothing until they are written.
-    Vec::<u8>::new().try_reserve_exact(bytes).map_err(|_| none(0, 0))?;
-    Ok(vec![0; bytes])
 }
 
 impl Executable {
@@ -254,7 +233,7 @@ impl Executable {
                         .iter()
                         .zip(&step_buffers[i])
                         .map(|(o, b)| {
-                            let mut bytes = host_bytes(o.dtype.bytes(o.view.numel()), &s.op)?;
+                            let mut bytes = host::zeros(o.dtype.bytes(o.view.numel()), &s.op)?;
                             d.read(b, 0, &mut bytes)?;
                             ConstData::new(o.dtype, &o.view.shape, Arc::new(bytes))
                         })

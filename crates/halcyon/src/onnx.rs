@@ -6,12 +6,13 @@
 //! computed where.
 
 use crate::backend::Backend;
-use crate::executable::{Executable, host_bytes};
+use crate::executable::Executable;
 use crate::lru::Lru;
 use crate::session::Session;
 use halcyon_formats::onnx::{Datum, Engine, Handle, Imported, Model, Outcome, Placement};
 use halcyon_hal::{BufferRef, Tag};
 use halcyon_ir::error::{Error, Result};
+use halcyon_ir::host;
 use halcyon_ir::shape::Shape;
 use halcyon_ir::{ConstData, DType, Graph};
 use std::sync::{Arc, Mutex};
@@ -205,7 +206,7 @@ impl Engine for DeviceEngine {
 
     fn read(&mut self, tensor: &Handle) -> Result<ConstData> {
         let t = device(tensor)?;
-        let mut bytes = host_bytes(t.dtype.bytes(t.dims.iter().product()), "a value of the model")?;
+        let mut bytes = host::zeros(t.dtype.bytes(t.dims.iter().product()), "a value of the model")?;
         self.backend.device().read(&t.buffer, 0, &mut bytes)?;
         self.backend.check_faults()?;
         ConstData::new(t.dtype, &t.dims, Arc::new(bytes))

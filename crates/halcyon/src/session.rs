@@ -1,9 +1,10 @@
 //! Running a whole graph (a loaded model) with host data in and out.
 
 use crate::backend::Backend;
-use crate::executable::{Executable, host_bytes};
+use crate::executable::Executable;
 use halcyon_hal::{BufferRef, Tag};
 use halcyon_ir::error::{Error, Result};
+use halcyon_ir::host;
 use halcyon_ir::plan::Receipt;
 use halcyon_ir::shape::Shape;
 use halcyon_ir::{ConstData, Graph, Scalar};
@@ -97,7 +98,7 @@ impl Session {
             .iter()
             .zip(out)
             .map(|(o, b)| {
-                let mut bytes = host_bytes(o.dtype.bytes(o.dims.iter().product()), "an output")?;
+                let mut bytes = host::zeros(o.dtype.bytes(o.dims.iter().product()), "an output")?;
                 d.read(b, 0, &mut bytes)?;
                 ConstData::new(o.dtype, &o.dims, Arc::new(bytes))
             })

@@ -99,6 +99,16 @@ impl Value {
         })
     }
 
+    /// What keeps the bytes of a constant, and how many they are.
+    pub(super) fn stored(&self) -> Option<(Weak<dyn std::fmt::Debug>, usize)> {
+        let Slot::Constant(c) = &self.slot else { return None };
+        let bytes = match &c.data {
+            Data::Bytes(b) => b.bytes().len(),
+            Data::Host(h) => std::mem::size_of_val(&h.vals[..]),
+        };
+        Some((Rc::downgrade(&(c.clone() as Rc<dyn std::fmt::Debug>)), bytes))
+    }
+
     /// Keeps the elements that a run gave.
     pub(super) fn learn(&self, data: ConstData) {
         if let Slot::Node(h) = &self.slot {

@@ -4,17 +4,19 @@ use super::build::{Builder, Value};
 use super::function;
 use super::host::small;
 use super::item::{Datum, Item};
+use super::ledger::Ledger;
 use super::model::{Model, Port, PortType, opset};
 use super::node::Call;
 use super::ops::{self, Build, gradient};
 use super::order::{Order, order};
 use super::proto::{FunctionProto, GraphProto, NodeProto, OperatorSetIdProto};
 use super::sparse;
-use super::stage::{Engine, Placement};
+use super::stage::{Engine, MAX_NODES, Placement};
 use super::tensor;
 use crate::bad;
 use crate::data::byte_len;
 use halcyon_ir::{Bindings, ConstData, Dim, Error, Graph, Result, Shape, Span, TensorType};
+use prost::Message;
 use std::cell::{Cell, RefCell};
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::rc::Rc;
@@ -77,14 +79,14 @@ pub(super) struct Walk<'m> {
     functions: HashMap<(&'m str, &'m str, &'m str), &'m FunctionProto>,
     /// Orders of graphs that were walked, by their address: they live as long as the walk.
     orders: RefCell<HashMap<*const GraphProto, Rc<Order>>>,
-    /// Bodies of functions with the attributes of the node that calls them, by its address; of functions without attributes by the
-    /// function's.
-    bodies: RefCell<HashMap<usize, Rc<GraphProto>>>,
+    /// Bodies of functions with the attributes of the node that calls them, by its address.
+    bodies: RefCell<HashMap<*const NodeProto, Rc<GraphProto>>>,
     copied: Cell<usize>,
     depth: Cell<usize>,
     walked: Cell<usize>,
     /// Nodes of the bodies above.
     expanded: Cell<usize>,
+    ledger: RefCell<Ledger>,
 }
 
 impl<'m> Walk<'m> {
@@ -98,6 +100,7 @@ impl<'m> Walk<'m> {
             depth: Cell::new(0),
             walked: Cell::new(0),
             expanded: Cell::new(0),
+            ledger: RefCell::new(Ledger::new(m.proto.encoded_len())),
         }
     }
 
@@ -184,7 +187,10 @@ impl<'m> Walk<'m> {
             }
             let n = &g.node[i];
             let out = self.node(b, n, i, &scope)?;
-            if b.g.nodes().len() > NODES.saturating_add(self.walked.get().saturating_mul(NODES_PER_NODE)) {
+            let external = || m.external.mapped();
+            self.ledger.borrow_mut().note(b, &out, external).map_err(|e| locate(e, &node_name(n, i)))?;
+            let most = NODES.saturating_add(self.walked.get().saturating_mul(NODES_PER_NODE)).min(MAX_NODES);
+            if b.g.nodes().len() > most {
                 return Err(Error::unsupported(
                     format!("{}: {} operations for {} nodes", m.file, b.g.nodes().len(), self.walked.get()),
                     "Split into fewer parts, or unroll less",
@@ -272,12 +278,7 @@ impl<'m> Walk<'m> {
         n: &NodeProto,
         args: Vec<Option<Item>>,
     ) -> Result<Vec<Item>> {
-        // All calls share the body of a function without attributes.
-        let key = match f.attribute.is_empty() && f.attribute_proto.is_empty() {
-            true => std::ptr::from_ref(f).addr(),
-            false => std::ptr::from_ref(n).addr(),
-        };
-        let known = self.bodies.borrow().get(&key).cloned();
+        let known = self.bodies.borrow().get(&std::ptr::from_ref(n)).cloned();
         let body = match known {
             Some(g) => g,
             None => {
@@ -289,17 +290,17 @@ impl<'m> Walk<'m> {
                     ));
                 }
                 let g = Rc::new(function::body(f, n, &self.m.file)?);
-                self.bodies.borrow_mut().insert(key, g.clone());
+                self.expanded.set(self.expanded.get() + g.node.len());
+                if self.expanded.get() > EXPANDED {
+                    return Err(Error::unsupported(
+                        format!("{}: more than {EXPANDED} nodes with functions expanded", self.m.file),
+                        "Call fewer functions from functions",
+                    ));
+                }
+                self.bodies.borrow_mut().insert(n, g.clone());
                 g
             }
         };
-        self.expanded.set(self.expanded.get() + body.node.len());
-        if self.expanded.get() > EXPANDED {
-            return Err(Error::unsupported(
-                format!("{}: more than {EXPANDED} nodes with functions expanded", self.m.file),
-                "Call fewer functions from functions",
-            ));
-        }
         self.graph(b, &body, args, None, &f.opset_import)
     }
 }

@@ -11,6 +11,7 @@ mod import;
 #[cfg(test)]
 mod import_tests;
 mod item;
+mod ledger;
 mod model;
 mod node;
 pub mod ops;

@@ -22,6 +22,12 @@ impl External {
         External { dir: Some(model.parent().unwrap_or(Path::new("")).to_path_buf()), maps: Mutex::default() }
     }
 
+    /// Bytes of the files that are mapped.
+    pub(super) fn mapped(&self) -> usize {
+        let maps = self.maps.lock().unwrap_or_else(|e| e.into_inner());
+        maps.values().map(Bytes::len).fold(0, usize::saturating_add)
+    }
+
     /// For a model that is not a file: every external tensor is an error.
     pub fn none() -> External {
         External::default()

@@ -222,7 +222,7 @@ impl Device for CpuDevice {
     }
 
     fn available(&self) -> Option<u64> {
-        crate::host::at_most(&self.memory())
+        crate::pool::left_on_host(&self.memory())
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {

@@ -178,7 +178,7 @@ impl Device for OpenClDevice {
     fn available(&self) -> Option<u64> {
         let m = self.memory();
         match self.info.unified_memory {
-            true => crate::host::at_most(&m),
+            true => crate::pool::left_on_host(&m),
             false => m.limit.map(|l| l.saturating_sub(m.allocated)),
         }
     }

@@ -216,6 +216,7 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         Some(v) => Some(b.known_ints(v, "the lengths of Scan")?),
     };
     let mut all: Vec<Vec<Value>> = vec![vec![]; g.output.len()];
+    let start = b.g.nodes().len();
     for k in 0..batch {
         let one = args.iter().map(|v| at(b, c, v, 0, k)).collect::<Result<Vec<_>>>()?;
         let len = match &lens {
@@ -229,6 +230,7 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         for (all, v) in all.iter_mut().zip(steps(b, c, &s, &one, len)?) {
             all.push(v);
         }
+        b.pace(&[], start)?;
     }
     if batch == 0 {
         return Err(c.unsupported("an empty batch", "Give at least one entry"));

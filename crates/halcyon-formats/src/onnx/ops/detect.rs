@@ -113,6 +113,10 @@ fn non_max_suppression(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         );
     }
     let most = usize::try_from(most).unwrap_or(0).min(n);
+    if most == 0 {
+        // However many classes there are.
+        return one(b.feed(ConstData::from_slice::<i64>(&[0, 3], &[])?));
+    }
     let (boxes, scores) = (boxes.to_vec::<f32>(), scores.to_vec::<f32>());
     let mut out: Vec<i64> = vec![];
     for batch in 0..batches {

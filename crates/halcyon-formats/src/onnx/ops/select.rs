@@ -3,7 +3,7 @@
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
-use halcyon_ir::{ConstData, DType, Result, Scalar};
+use halcyon_ir::{ConstData, DType, Result, Scalar, host};
 use std::cmp::Ordering;
 
 pub const ROWS: &[Row] = &[
@@ -50,6 +50,7 @@ fn non_zero(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = b.fetch(c.arg(0)?, "the operand of NonZero")?;
     let dims = x.dims.to_vec();
     let at: Vec<usize> = x.scalars().enumerate().filter(|(_, s)| s.as_bool()).map(|(i, _)| i).collect();
+    host::room(8 * (dims.len() as u64 + 1) * at.len() as u64, "the result of NonZero")?;
     let mut rows = Vec::new();
     for k in 0..dims.len() {
         let inner: usize = dims[k + 1..].iter().product();
@@ -111,6 +112,9 @@ fn distinct(x: &ConstData, axis: usize, sorted: bool) -> Distinct {
 fn unique(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, axis) = sliced(b, c)?;
     let data = b.fetch(&x, "the operand of Unique")?;
+    // Every element is looked at as a number, and each slice has a place, a group and two results.
+    let need = 16 * data.numel() as u64 + 64 * data.dims[axis] as u64;
+    host::room(need, "sorting the slices of Unique")?;
     let d = distinct(&data, axis, c.flag("sorted", true)?);
     let index = indices(b, d.first)?;
     let y = b.gather(&x, &index, axis)?;

@@ -19,8 +19,9 @@ pub const ROWS: &[Row] = &[
     item_row("StringSplit", 20, &["delimiter", "maxsplit"], split),
 ];
 
-/// Strings that an operator may make out of fewer.
-const MOST: usize = 1 << 24;
+/// Strings that an operator may make out of fewer, and bytes that it may make out of fewer.
+const MOST: usize = 1 << 22;
+const MOST_BYTES: usize = 256 << 20;
 
 /// A tensor of bools, true where the whole string matches.
 fn regex_full_match(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
@@ -52,6 +53,14 @@ fn concat(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     }
     let n = dims.iter().try_fold(1usize, |n, d| n.checked_mul(*d)).filter(|n| *n <= MOST);
     let n = n.ok_or_else(|| c.unsupported("so many strings", &format!("At most {MOST} are made")))?;
+    // Each string of a side is repeated as often as that side is.
+    let bytes = |t: &Text| {
+        let once: usize = t.vals.iter().map(String::len).sum();
+        once.saturating_mul(n / t.vals.len().max(1))
+    };
+    if bytes(x).saturating_add(bytes(y)) > MOST_BYTES {
+        return Err(c.unsupported("so much text", &format!("At most {MOST_BYTES} bytes are made")));
+    }
     let pick = |t: &Text, at: &[usize]| {
         let skip = rank - t.dims.len();
         at[skip..].iter().zip(&t.dims).fold(0, |s, (i, n)| s * n + if *n == 1 { 0 } else { *i })

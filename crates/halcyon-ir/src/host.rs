@@ -3,7 +3,7 @@
 //! A system that hands out more memory than it has ends the process when the memory is touched, so whoever is about to take
 //! much asks here first.
 
-use crate::MemoryStats;
+use crate::error::{Error, Result};
 use std::path::Path;
 
 /// `(free, total)` bytes: of the machine, or of the control group that the process runs in where that has less. `None` where the
@@ -14,15 +14,42 @@ pub fn memory() -> Option<(u64, u64)> {
     Some(group(&groups, Path::new("/sys/fs/cgroup")).map_or(machine, |g| least(machine, g)))
 }
 
-/// What a device in the machine's memory can still take.
-pub(crate) fn at_most(m: &MemoryStats) -> Option<u64> {
-    let left = m.limit.map(|l| l.saturating_sub(m.allocated));
-    // What the pool keeps is handed out again, or given back when the system has no more.
-    let free = memory().map(|(free, _)| free.saturating_add(m.cached));
-    match (left, free) {
-        (Some(a), Some(b)) => Some(a.min(b)),
-        (a, b) => a.or(b),
+/// Amounts that are not worth a look at the system.
+const SMALL: u64 = 64 << 20;
+
+/// Whether the process may take so many bytes more, for `what`.
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+pub fn room(bytes: u64, what: &str) -> Result<()> {
+    match memory() {
+        Some((free, total)) if bytes > SMALL && bytes > free => Err(none(bytes, what, free, total)),
+        _ => Ok(()),
     }
+}
+
+fn none(bytes: u64, what: &str, free: u64, total: u64) -> Error {
+    Error::OutOfMemory {
+        device: "the host".into(),
+        what: what.into(),
+        requested: bytes,
+        free,
+        total,
+        next: "Use smaller inputs".into(),
+    }
+}
+
+/// Zeroed memory, or an error where there is none. `what` says what for.
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+pub fn zeros(bytes: usize, what: &str) -> Result<Vec<u8>> {
+    if bytes as u64 > SMALL {
+        room(bytes as u64, what)?;
+    }
+    // Asked for once so that a refusal is an error, and then as zero pages, which cost nothing until they are written.
+    Vec::<u8>::new().try_reserve_exact(bytes).map_err(|_| none(bytes as u64, what, 0, 0))?;
+    Ok(vec![0; bytes])
 }
 
 fn least(a: (u64, u64), b: (u64, u64)) -> (u64, u64) {
@@ -86,10 +113,20 @@ mod tests {
     }
 
     #[test]
+    fn what_does_not_fit_is_refused() {
+        assert_eq!(zeros(100, "t").unwrap(), [0; 100]);
+        let e = zeros(isize::MAX as usize, "a thing").unwrap_err();
+        assert_eq!(e.exit_code(), 5);
+        assert!(e.to_string().contains("a thing"), "{e}");
+        room(1, "t").unwrap();
+    }
+
+    #[test]
     fn the_smallest_group_on_the_way_counts_in_both_versions() {
-        let dir = tempfile::tempdir().unwrap();
+        let name = format!("halcyon-groups-{}", std::process::id());
+        let dir = std::env::temp_dir().join(name);
         let put = |path: &str, text: &str| {
-            let p = dir.path().join(path);
+            let p = dir.as_path().join(path);
             std::fs::create_dir_all(p.parent().unwrap()).unwrap();
             std::fs::write(p, text).unwrap();
         };
@@ -100,9 +137,10 @@ mod tests {
         put("a/memory.stat", "anon 5\ninactive_file 100\nactive_file 50\n");
         put("memory/x/memory.limit_in_bytes", "700\n");
         put("memory/x/memory.usage_in_bytes", "600\n");
-        assert_eq!(group("0::/a/b\n", dir.path()), Some((850, 1000)));
-        assert_eq!(group("4:cpu,memory:/x\n0::/a/b\n", dir.path()), Some((100, 700)));
-        assert_eq!(group("1:cpu:/x\n", dir.path()), None);
-        assert_eq!(group("nonsense", dir.path()), None);
+        assert_eq!(group("0::/a/b\n", dir.as_path()), Some((850, 1000)));
+        assert_eq!(group("4:cpu,memory:/x\n0::/a/b\n", dir.as_path()), Some((100, 700)));
+        assert_eq!(group("1:cpu:/x\n", dir.as_path()), None);
+        assert_eq!(group("nonsense", dir.as_path()), None);
+        std::fs::remove_dir_all(&dir).unwrap();
     }
 }

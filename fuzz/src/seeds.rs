@@ -1,0 +1,163 @@
+//! Writes the inputs that fuzzing starts from: `seeds CORPUS [FOLDER]…`. Models and tensors of the ONNX test suite are taken from
+//! the folders, one of each kind.
+
+use halcyon_formats::onnx::proto::*;
+use halcyon_formats::onnx::tensor::{self, External};
+use halcyon_formats::onnx::{Model, ops};
+use halcyon_formats::{ConstData, data, npy, npz};
+use halcyon_fuzz::models;
+use halcyon_ir::{DType, Graph, Scalar, TensorType};
+use image::{DynamicImage, ImageFormat};
+use prost::Message;
+use std::collections::{BTreeMap, HashSet};
+use std::error::Error;
+use std::io::Cursor;
+use std::path::{Path, PathBuf};
+
+/// Largest model and tensor that is taken.
+const MODEL: u64 = 6144;
+const TENSOR: u64 = 512;
+
+struct Corpus(PathBuf);
+
+impl Corpus {
+    fn put(&self, target: &str, name: &str, bytes: &[u8]) -> Result<(), Box<dyn Error>> {
+        let dir = self.0.join(target);
+        std::fs::create_dir_all(&dir)?;
+        Ok(std::fs::write(dir.join(name), bytes)?)
+    }
+}
+
+fn files(dir: &Path, out: &mut Vec<PathBuf>) {
+    let Ok(entries) = std::fs::read_dir(dir) else { return };
+    for e in entries.flatten() {
+        match e.path() {
+            p if p.is_dir() => files(&p, out),
+            p => out.push(p),
+        }
+    }
+}
+
+fn main() -> Result<(), Box<dyn Error>> {
+    let mut args = std::env::args_os().skip(1);
+    let c = Corpus(args.next().ok_or("usage: seeds CORPUS [FOLDER]...")?.into());
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("..");
+
+    // Models.
+    for (name, m) in models::all() {
+        c.put("onnx_model", name, &m.encode_to_vec())?;
+    }
+    c.put("onnx_model", "digits", &std::fs::read(root.join("models/digits.onnx"))?)?;
+    for (k, op) in ops::rows().enumerate() {
+        // One node of every operator, with operands that fit most of them.
+        let ports = ["a", "b"].map(|n| models::port(n, 1, &[2, 3]));
+        let n = models::node(op.op, &["a", "b"][..1 + k % 2], &["y"]);
+        let g = models::graph(vec![n], ports.into(), vec![models::port("y", 1, &[])], vec![]);
+        c.put("onnx_model", &format!("op-{}", op.op), &models::model(21.max(op.since), g).encode_to_vec())?;
+    }
+    let mut found = vec![];
+    args.for_each(|dir| files(Path::new(&dir), &mut found));
+    found.sort();
+    let small = |p: &Path, most| p.metadata().is_ok_and(|m| m.len() <= most);
+    let mut kinds: BTreeMap<Vec<String>, PathBuf> = BTreeMap::new();
+    for p in found.iter().filter(|p| p.extension().is_some_and(|e| e == "onnx") && small(p, MODEL)) {
+        let Ok(m) = ModelProto::decode(&*std::fs::read(p)?) else { continue };
+        let Some(g) = m.graph else { continue };
+        let mut kind: HashSet<String> = g.node.iter().map(|n| n.op_type.clone()).collect();
+        kind.extend(g.node.iter().flat_map(|n| &n.attribute).map(|a| a.name.clone()));
+        let mut kind: Vec<String> = kind.into_iter().collect();
+        kind.sort();
+        kinds.entry(kind).or_insert_with(|| p.clone());
+    }
+    for (k, p) in kinds.values().enumerate() {
+        c.put("onnx_model", &format!("suite-{k}"), &std::fs::read(p)?)?;
+    }
+
+    // Tensors, one of each type and length.
+    let mut seen = HashSet::new();
+    for p in found.iter().filter(|p| p.extension().is_some_and(|e| e == "pb") && small(p, TENSOR)) {
+        let b = std::fs::read(p)?;
+        let kind = TensorProto::decode(&*b).map_or((-1, b.len()), |t| (t.data_type, t.dims.len()));
+        if seen.insert(kind) {
+            c.put("onnx_tensor", &format!("suite-{}", seen.len()), &b)?;
+        }
+    }
+    let mut all = vec![];
+    for d in DType::all() {
+        for dims in [&[][..], &[3], &[2, 2], &[0, 4]] {
+            let n = dims.iter().product::<usize>();
+            let Ok(t) = data::from_scalars(d, dims, (0..n).map(|k| Scalar::F(k as f64))) else { continue };
+            let name = format!("{d}-{}-{n}", dims.len());
+            c.put("onnx_tensor", &name, &tensor::encode(&t, "t").encode_to_vec())?;
+            if let Ok(b) = npy::encode(&t) {
+                c.put("npy", &name, &b)?;
+                all.push((name, t));
+            }
+        }
+    }
+    let typed = TensorProto { dims: vec![2], data_type: 7, int64_data: vec![1, -1], ..Default::default() };
+    c.put("onnx_tensor", "typed", &typed.encode_to_vec())?;
+    let words = vec!["a".into(), "ü".into()];
+    let text = TensorProto { dims: vec![2], data_type: 8, string_data: words, ..Default::default() };
+    c.put("onnx_tensor", "text", &text.encode_to_vec())?;
+    let sparse = SparseTensorProto {
+        values: Some(models::floats("s", &[2], &[1.0, 2.0])),
+        indices: Some(models::ints("", &[1, 4])),
+        dims: vec![2, 3],
+    };
+    c.put("onnx_tensor", "sparse", &sparse.encode_to_vec())?;
+    c.put("npy", "fortran", b"\x93NUMPY\x01\0\x3e\0{'descr': '>i2', 'fortran_order': True, 'shape': (2, 2), }     \n\0\x01\0\x02\0\x03\0\x04")?;
+
+    // Archives: stored here, deflated in the models folder.
+    let few: Vec<(&str, &ConstData)> = all.iter().take(3).map(|(n, t)| (n.as_str(), t)).collect();
+    c.put("npz", "stored", &npz::encode(&few)?)?;
+    c.put("npz", "empty", &npz::encode(&[])?)?;
+    let deflated = {
+        let b = npz::encode(&[("x", &ConstData::from_slice(&[64], &[7i64; 64])?)])?;
+        b[..b.len().min(4096)].to_vec()
+    };
+    c.put("npz", "run", &deflated)?;
+
+    let st = |header: &str, body: &[u8]| [&(header.len() as u64).to_le_bytes(), header.as_bytes(), body].concat();
+    let header = r#"{"__metadata__":{"format":"pt"},"b":{"dtype":"F32","shape":[2],"data_offsets":[2,10]},"a":{"dtype":"BF16","shape":[1,1],"data_offsets":[0,2]}}"#;
+    c.put("safetensors", "two", &st(header, &[0; 10]))?;
+    c.put("safetensors", "none", &st("{}", &[]))?;
+    c.put("safetensors", "empty", &st(r#"{"a":{"dtype":"I64","shape":[0,3],"data_offsets":[0,0]}}"#, &[]))?;
+
+    // Pictures of every colour type.
+    c.put("image", "digit", &std::fs::read(root.join("models/digit-7.png"))?)?;
+    let kinds = [
+        ("l8", DynamicImage::new_luma8(5, 3)),
+        ("la8", DynamicImage::new_luma_a8(5, 3)),
+        ("rgb8", DynamicImage::new_rgb8(5, 3)),
+        ("rgba8", DynamicImage::new_rgba8(5, 3)),
+        ("l16", DynamicImage::new_luma16(5, 3)),
+        ("rgb16", DynamicImage::new_rgb16(5, 3)),
+    ];
+    for (name, i) in kinds {
+        for format in [ImageFormat::Png, ImageFormat::Jpeg] {
+            let mut b = Cursor::new(vec![]);
+            if i.write_to(&mut b, format).is_ok() {
+                c.put("image", &format!("{name}-{format:?}"), b.get_ref())?;
+            }
+        }
+    }
+
+    // Graphs, as a header and data.
+    let graph = |name: &str, g: &Graph| -> Result<(), Box<dyn Error>> {
+        let b = g.to_bytes()?;
+        c.put("graph", &format!("{name}-file"), &b)?;
+        c.put("graph", name, &b[16..])
+    };
+    for (name, m) in models::all() {
+        if let Ok(i) = Model::new(m, External::none(), "m").and_then(|m| m.import(&[])) {
+            graph(name, &i.graph)?;
+        }
+    }
+    let mut g = Graph::new();
+    let q = g.input("q", TensorType::new(DType::F32, [1usize, 2, 3, 4]));
+    let y = g.attention(q, q, q, None, true, 0.5)?;
+    g.output("y", y);
+    graph("attention", &g)?;
+    Ok(())
+}

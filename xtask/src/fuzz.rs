@@ -1,0 +1,155 @@
+//! `cargo xtask fuzz`: every parser against inputs that are made to break it. See docs/fuzzing.md.
+
+use crate::Failure;
+use crate::machine::quiet;
+use crate::report::{Outcome, Report, run};
+use std::path::PathBuf;
+use std::process::Command;
+
+/// The release of cargo-fuzz that is installed where there is none.
+const CARGO_FUZZ: &str = "0.13.2";
+/// Most memory of a target, and most seconds for one input.
+const MEGABYTES: u32 = 2048;
+const SECONDS: u32 = 10;
+
+/// What a target takes, and the longest input that is made for it.
+const TARGETS: &[(&str, u32)] = &[
+    ("onnx_model", 32_768),
+    ("onnx_tensor", 8192),
+    ("npy", 4096),
+    ("npz", 8192),
+    ("safetensors", 4096),
+    ("image", 8192),
+    ("picture", 8192),
+    ("graph", 32_768),
+];
+
+/// Where the sanitizer that the targets are built with exists.
+fn host() -> Result<&'static str, Failure> {
+    if cfg!(all(target_os = "linux", target_arch = "x86_64")) {
+        Ok("x86_64-unknown-linux-gnu")
+    } else if cfg!(all(target_os = "linux", target_arch = "aarch64")) {
+        Ok("aarch64-unknown-linux-gnu")
+    } else if cfg!(all(target_os = "macos", target_arch = "aarch64")) {
+        Ok("aarch64-apple-darwin")
+    } else {
+        Err(Failure::Other("libFuzzer with AddressSanitizer is used on Linux and macOS only".into()))
+    }
+}
+
+fn folder() -> PathBuf {
+    crate::root().join("fuzz")
+}
+
+/// Cargo for the fuzz folder. The stable compiler has what libFuzzer needs behind this switch.
+fn cargo(args: &[&str]) -> Command {
+    let mut c = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    c.current_dir(crate::root()).env("RUSTC_BOOTSTRAP", "1").env("CARGO_INCREMENTAL", "0").args(args);
+    c
+}
+
+pub fn all(args: &[&str]) -> Result<bool, Failure> {
+    let (mut minutes, mut only) = (1u32, Vec::new());
+    let mut rest = args.iter();
+    while let Some(arg) = rest.next() {
+        match *arg {
+            "--list" => {
+                TARGETS.iter().for_each(|(t, _)| println!("{t}"));
+                return Ok(true);
+            }
+            "--minutes" => {
+                let n = rest.next().and_then(|n| n.parse().ok()).filter(|n| (1..=10_000).contains(n));
+                minutes = n.ok_or_else(|| Failure::Usage("--minutes needs a number from 1 on".into()))?;
+            }
+            name if TARGETS.iter().any(|(t, _)| *t == name) => only.push(name),
+            other => {
+                let names: Vec<&str> = TARGETS.iter().map(|(t, _)| *t).collect();
+                return Err(Failure::Usage(format!("no target `{other}`; there are: {}", names.join(", "))));
+            }
+        }
+    }
+    let host = host()?;
+    let mut report = Report::default();
+    let outcome = |r: Result<String, String>| match r {
+        Ok(note) => Outcome::Passed(note),
+        Err(why) => Outcome::Failed(why),
+    };
+    let mut ready = true;
+    report.step("cargo-fuzz", || {
+        let r = install();
+        ready &= r.is_ok();
+        outcome(r)
+    });
+    if ready {
+        report.step("build", || {
+            let r = run(&mut cargo(&["fuzz", "build", "--fuzz-dir", "fuzz"])).map(|()| String::new());
+            ready &= r.is_ok();
+            outcome(r)
+        });
+    }
+    if ready {
+        report.step("seeds", || {
+            let r = seeds(host);
+            ready &= r.is_ok();
+            outcome(r)
+        });
+    }
+    for (target, longest) in TARGETS.iter().filter(|(t, _)| ready && (only.is_empty() || only.contains(t))) {
+        report.step(target, || {
+            let limits = [
+                format!("-max_total_time={}", minutes * 60),
+                format!("-rss_limit_mb={MEGABYTES}"),
+                format!("-timeout={SECONDS}"),
+                format!("-max_len={longest}"),
+            ];
+            let mut c = cargo(&["fuzz", "run", "--fuzz-dir", "fuzz", target, "--"]);
+            // One line now and then instead of one for every new input.
+            c.args(limits).args(["-verbosity=0", "-print_final_stats=1"]);
+            outcome(run(&mut c).map(|()| format!("{minutes} minutes")).map_err(|why| {
+                format!("{why}; the input is in fuzz/artifacts/{target}, and docs/fuzzing.md says what to do with it")
+            }))
+        });
+    }
+    Ok(report.finish())
+}
+
+fn install() -> Result<String, String> {
+    if quiet(&mut cargo(&["fuzz", "--version"])) {
+        return Ok("present".into());
+    }
+    run(&mut cargo(&["install", "cargo-fuzz", "--locked", "--version", CARGO_FUZZ]))?;
+    Ok(format!("installed {CARGO_FUZZ}"))
+}
+
+/// Inputs to start from, beside what earlier runs have found.
+fn seeds(host: &str) -> Result<String, String> {
+    let made = folder().join("target").join(host).join("release").join("seeds");
+    let mut c = Command::new(made);
+    c.arg(folder().join("corpus")).arg(crate::testdata::dir());
+    if let Some(more) = std::env::var_os("HALCYON_TESTDATA") {
+        c.arg(more);
+    }
+    run(&mut c)?;
+    Ok("fuzz/corpus".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_target_is_built_and_every_built_one_is_run() {
+        let text = std::fs::read_to_string(folder().join("Cargo.toml")).expect("the fuzz folder");
+        let mut built: Vec<&str> = text
+            .lines()
+            .filter_map(|l| l.strip_prefix("path = \"fuzz_targets/")?.strip_suffix(".rs\""))
+            .collect();
+        built.sort_unstable();
+        let mut run: Vec<&str> = TARGETS.iter().map(|(t, _)| *t).collect();
+        run.sort_unstable();
+        assert_eq!(built, run);
+        for t in run {
+            assert!(folder().join("fuzz_targets").join(format!("{t}.rs")).is_file(), "{t}");
+        }
+    }
+}
