@@ -361,7 +361,7 @@ fn conformance_tells_wrong_from_unsupported_from_broken() {
     assert_eq!(d.code, 1, "{d:?}");
     assert_eq!(
         v["total"],
-        serde_json::json!({ "passed": 2, "wrong": 4, "unsupported": 1, "error": 2 }),
+        serde_json::json!({ "passed": 2, "saved": 0, "wrong": 4, "unsupported": 1, "error": 2 }),
         "{v}"
     );
     let status = |name: &str| {
@@ -388,6 +388,9 @@ fn conformance_tells_wrong_from_unsupported_from_broken() {
     assert_eq!(status("empty").0, "error");
     // Cases by name: broken, empty, node/good.
     let three = run(&["--json", "--limit", "3"]).json();
-    assert_eq!(three["total"], serde_json::json!({ "passed": 1, "wrong": 0, "unsupported": 0, "error": 2 }));
+    assert_eq!(
+        three["total"],
+        serde_json::json!({ "passed": 1, "saved": 0, "wrong": 0, "unsupported": 0, "error": 2 })
+    );
     halcyon(&["conformance", "onnx", text(&at("broken/test_data_set_0"))]).fails(2, &["model.onnx"]);
 }
