@@ -240,16 +240,18 @@ mod tests {
     #[test]
     fn integers_and_means() {
         check(9, node("Erf", &["x"], &["y"]), &t(&[3], &[-9i8, 0, 9]), &[], &[3], &[-1.0, 0.0, 1.0]);
-        let halves = vec![
-            node("Cast", &["x"], &["h"]).int("to", 10),
-            node("Mean", &["h", "h", "h"], &["y"]),
-        ];
+        let halves = vec![node("Cast", &["x"], &["h"]).int("to", 10), node("Mean", &["h", "h", "h"], &["y"])];
         // The sum is above what f16 holds.
         let g = import(model(13, port("x", DType::F32, &["2"]), halves, &[])).unwrap().graph;
         let y = crate::onnx::reference::run(&g, &[t(&[2], &[60_000f32, 1.0])]).remove(0);
         assert_eq!((y.dtype, y.to_vec::<f64>()), (DType::F16, vec![60_000.0, 1.0]));
         let w = [t(&[2], &[1f64; 2])];
-        let m = model(13, port("x", DType::F32, &["2"]), vec![node("Mean", &["x", "w0"], &["y"])], &[("w0", w[0].clone())]);
+        let m = model(
+            13,
+            port("x", DType::F32, &["2"]),
+            vec![node("Mean", &["x", "w0"], &["y"])],
+            &[("w0", w[0].clone())],
+        );
         assert!(matches!(import(m), Err(Error::Argument { .. })));
     }
 }

@@ -160,7 +160,14 @@ mod tests {
         let with = |name| node(name, &["x", "w0"], &["y"]).int("noop_with_empty_axes", 1);
         check(18, with("ReduceL1"), &x, &empty, &[2], &[3.0, 4.0]);
         check(13, node("ReduceSum", &["x", "w0"], &["y"]), &x, &empty, &[1], &[1.0]);
-        check(11, node("ReduceLogSumExp", &["x"], &["y"]).ints("axes", &[]), &t(&[], &[2f32]), &[], &[], &[2.0]);
+        check(
+            11,
+            node("ReduceLogSumExp", &["x"], &["y"]).ints("axes", &[]),
+            &t(&[], &[2f32]),
+            &[],
+            &[],
+            &[2.0],
+        );
         // No elements.
         let none = t(&[2, 0], &[0f32; 0]);
         let over = |name| node(name, &["x"], &["y"]).ints("axes", &[1]).int("keepdims", 0);
@@ -183,7 +190,8 @@ mod tests {
         check(26, run("CumProd").int("exclusive", 1).int("reverse", 1), &x, &axis, &[3], &[48.0, 12.0, 1.0]);
         check(14, run("CumSum").int("exclusive", 1), &x, &axis, &[3], &[0.0, 3.0, 7.0]);
         for axis in [1i64, -2, i64::MIN] {
-            let m = model(26, port("x", DType::I32, &["3"]), vec![run("CumProd")], &[("w0", t(&[], &[axis]))]);
+            let m =
+                model(26, port("x", DType::I32, &["3"]), vec![run("CumProd")], &[("w0", t(&[], &[axis]))]);
             assert!(matches!(import(m), Err(Error::Argument { .. })), "{axis}");
         }
     }
