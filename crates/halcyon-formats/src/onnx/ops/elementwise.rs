@@ -120,8 +120,10 @@ fn is_inf(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         (false, true) => f64::INFINITY,
         (false, false) => return one(b.full(DType::Bool, x.shape(), Scalar::Bool(false))),
     };
-    let far = b.lit(x, far);
-    one(b.scalar(S::Eq, &[x, &far])?)
+    // Some narrow types have no infinity to compare with.
+    let x = b.cast(x, x.dtype().compute())?;
+    let far = b.lit(&x, far);
+    one(b.scalar(S::Eq, &[&x, &far])?)
 }
 
 fn variadic(b: &mut Builder, c: &Call<'_>, op: S) -> Result<Vec<Value>> {
@@ -207,4 +209,49 @@ fn pow(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, e) = (b.cast(x, via)?, b.cast(e, via)?);
     let y = b.scalar(S::Pow, &[&x, &e])?;
     one(b.cast(&y, to)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::onnx::test_models::*;
+    use halcyon_ir::{DType, Error};
+
+    #[test]
+    fn infinities_by_sign() {
+        let x = t(&[4], &[f32::INFINITY, f32::NEG_INFINITY, f32::NAN, f32::MAX]);
+        let op = |n, p| node("IsInf", &["x"], &["y"]).int("detect_negative", n).int("detect_positive", p);
+        check(10, op(1, 1), &x, &[], &[4], &[1.0, 1.0, 0.0, 0.0]);
+        check(20, op(0, 1), &x, &[], &[4], &[1.0, 0.0, 0.0, 0.0]);
+        check(20, op(1, 0), &x, &[], &[4], &[0.0, 1.0, 0.0, 0.0]);
+        check(20, op(0, 0), &x, &[], &[4], &[0.0; 4]);
+    }
+
+    #[test]
+    fn powers_of_wide_exponents() {
+        let x = t(&[4], &[0i32, 1, -1, 2]);
+        let op = || node("Pow", &["x", "w0"], &["y"]);
+        check(15, op(), &x, &[t(&[], &[1i64 << 32])], &[4], &[0.0, 1.0, 1.0, 0.0]);
+        check(15, op(), &x, &[t(&[], &[(1u64 << 32) + 1])], &[4], &[0.0, 1.0, -1.0, 0.0]);
+        check(15, op(), &x, &[t(&[], &[-1i8])], &[4], &[0.0, 1.0, -1.0, 0.0]);
+        check(12, op(), &t(&[2], &[4f32, 9.0]), &[t(&[], &[0.5f64])], &[2], &[2.0, 3.0]);
+        check(12, op(), &t(&[2], &[2f32, -3.0]), &[t(&[], &[3u8])], &[2], &[8.0, -27.0]);
+    }
+
+    #[test]
+    fn integers_and_means() {
+        check(9, node("Erf", &["x"], &["y"]), &t(&[3], &[-9i8, 0, 9]), &[], &[3], &[-1.0, 0.0, 1.0]);
+        let halves = vec![node("Cast", &["x"], &["h"]).int("to", 10), node("Mean", &["h", "h", "h"], &["y"])];
+        // The sum is above what f16 holds.
+        let g = import(model(13, port("x", DType::F32, &["2"]), halves, &[])).unwrap().graph;
+        let y = crate::onnx::reference::run(&g, &[t(&[2], &[60_000f32, 1.0])]).remove(0);
+        assert_eq!((y.dtype, y.to_vec::<f64>()), (DType::F16, vec![60_000.0, 1.0]));
+        let w = [t(&[2], &[1f64; 2])];
+        let m = model(
+            13,
+            port("x", DType::F32, &["2"]),
+            vec![node("Mean", &["x", "w0"], &["y"])],
+            &[("w0", w[0].clone())],
+        );
+        assert!(matches!(import(m), Err(Error::Argument { .. })));
+    }
 }

@@ -124,3 +124,75 @@ fn running(b: &mut Builder, c: &Call<'_>, kind: R) -> Result<Vec<Value>> {
     let n = b.g.scan(kind, id, axis, exclusive, reverse)?;
     one(b.value(n))
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::onnx::proto::NodeProto;
+    use crate::onnx::test_models::*;
+    use halcyon_ir::{DType, Error};
+
+    fn of_f16(n: NodeProto, x: &[f32]) -> (DType, Vec<f64>) {
+        let nodes = vec![node("Cast", &["x"], &["h"]).int("to", 10), n];
+        let dims = x.len().to_string();
+        let g = import(model(18, port("x", DType::F32, &[&dims]), nodes, &[])).unwrap().graph;
+        let y = crate::onnx::reference::run(&g, &[t(&[x.len()], x)]).remove(0);
+        (y.dtype, y.to_vec())
+    }
+
+    #[test]
+    fn half_types_do_not_overflow_on_the_way() {
+        let op = |name| node(name, &["h"], &["y"]).int("keepdims", 0);
+        assert_eq!(of_f16(op("ReduceL2"), &[300.0, 400.0]), (DType::F16, vec![500.0]));
+        assert_eq!(of_f16(op("ReduceMean"), &[60_000.0; 4]), (DType::F16, vec![60_000.0]));
+        assert_eq!(of_f16(op("ReduceLogSum"), &[60_000.0; 2]).1, [11.6953125]);
+        let exp = of_f16(op("ReduceLogSumExp"), &[1000.0, 1000.0]).1[0];
+        assert!((exp - 1000.7).abs() < 0.3, "{exp}");
+    }
+
+    #[test]
+    fn nothing_to_reduce() {
+        let x = t(&[2], &[-3f32, 4.0]);
+        let noop = |name| node(name, &["x"], &["y"]).int("noop_with_empty_axes", 1);
+        check(18, noop("ReduceSumSquare"), &x, &[], &[2], &[9.0, 16.0]);
+        check(18, noop("ReduceL2"), &x, &[], &[2], &[3.0, 4.0]);
+        check(18, noop("ReduceMean"), &x, &[], &[2], &[-3.0, 4.0]);
+        let empty = [ints(&[])];
+        let with = |name| node(name, &["x", "w0"], &["y"]).int("noop_with_empty_axes", 1);
+        check(18, with("ReduceL1"), &x, &empty, &[2], &[3.0, 4.0]);
+        check(13, node("ReduceSum", &["x", "w0"], &["y"]), &x, &empty, &[1], &[1.0]);
+        check(
+            11,
+            node("ReduceLogSumExp", &["x"], &["y"]).ints("axes", &[]),
+            &t(&[], &[2f32]),
+            &[],
+            &[],
+            &[2.0],
+        );
+        // No elements.
+        let none = t(&[2, 0], &[0f32; 0]);
+        let over = |name| node(name, &["x"], &["y"]).ints("axes", &[1]).int("keepdims", 0);
+        check(11, over("ReduceMax"), &none, &[], &[2], &[f64::NEG_INFINITY; 2]);
+        check(11, over("ReduceProd"), &none, &[], &[2], &[1.0; 2]);
+        check(11, over("ReduceLogSumExp"), &none, &[], &[2], &[f64::NEG_INFINITY; 2]);
+        check(20, node("ReduceMin", &["x"], &["y"]), &t(&[0], &[true; 0]), &[], &[1], &[1.0]);
+    }
+
+    #[test]
+    fn integers_and_running_products() {
+        let x = t(&[3], &[3i32, 4, 12]);
+        let op = |name| node(name, &["x"], &["y"]).int("keepdims", 0);
+        check(13, op("ReduceL2"), &x, &[], &[], &[13.0]);
+        check(13, op("ReduceLogSumExp"), &x, &[], &[], &[12.0]);
+        check(13, op("ReduceMean"), &x, &[], &[], &[6.0]);
+        let axis = [t(&[1], &[-1i32])];
+        let run = |name| node(name, &["x", "w0"], &["y"]);
+        check(26, run("CumProd"), &x, &axis, &[3], &[3.0, 12.0, 144.0]);
+        check(26, run("CumProd").int("exclusive", 1).int("reverse", 1), &x, &axis, &[3], &[48.0, 12.0, 1.0]);
+        check(14, run("CumSum").int("exclusive", 1), &x, &axis, &[3], &[0.0, 3.0, 7.0]);
+        for axis in [1i64, -2, i64::MIN] {
+            let m =
+                model(26, port("x", DType::I32, &["3"]), vec![run("CumProd")], &[("w0", t(&[], &[axis]))]);
+            assert!(matches!(import(m), Err(Error::Argument { .. })), "{axis}");
+        }
+    }
+}

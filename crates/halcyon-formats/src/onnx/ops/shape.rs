@@ -144,3 +144,47 @@ fn shape(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let dims = x.shape().get(start..end).unwrap_or(&[]);
     one(Host::ints(dims.iter().map(|d| Num::size(*d)).collect()).into())
 }
+
+#[cfg(test)]
+mod tests {
+    use crate::onnx::test_models::*;
+    use halcyon_ir::{ConstData, DType, Error};
+
+    fn run(v: &[ConstData; 3], stash: Option<i64>) -> Result<ConstData, Error> {
+        let names = ["a", "b", "c"];
+        let mut n = node("Range", &names, &["y"]);
+        if let Some(s) = stash {
+            n = n.int("stash_type", s);
+        }
+        let w: Vec<(&str, ConstData)> = names.into_iter().zip(v.iter().cloned()).collect();
+        let g = import(model(27, port("x", DType::F32, &["1"]), vec![n], &w))?.graph;
+        Ok(crate::onnx::reference::run(&g, &[t(&[1], &[0f32])]).remove(0))
+    }
+
+    #[test]
+    fn ranges_of_every_type() {
+        let of = |v: [i16; 3]| run(&v.map(|v| t(&[], &[v])), None).unwrap().to_vec::<i64>();
+        assert_eq!(of([10, 4, -2]), [10, 8, 6]);
+        assert!(of([4, 10, -2]).is_empty());
+        let floats = run(&[0.5f64, 2.1, 0.5].map(|v| t(&[1], &[v])), None).unwrap();
+        assert_eq!(floats.to_vec::<f64>(), [0.5, 1.0, 1.5, 2.0]);
+        // In f16, 2049 is no number: -512 + i * 0.25 is taken in f32 and rounded once.
+        let half =
+            |v: f32| crate::data::from_scalars(DType::F16, &[], [halcyon_ir::Scalar::F(v.into())]).unwrap();
+        let v = [half(-512.0), half(488.0), half(0.25)];
+        let y = run(&v, None).unwrap();
+        assert_eq!((y.dtype, y.to_vec::<f64>()[2049], y.numel()), (DType::F16, 0.25, 4000));
+        assert_eq!(run(&v, Some(10)).unwrap().to_vec::<f64>()[2049], 0.0);
+        assert!(matches!(run(&v, Some(7)), Err(Error::Argument { .. })));
+    }
+
+    #[test]
+    fn ranges_without_an_end() {
+        for v in [[0i64, 5, 0], [i64::MIN, i64::MAX, 1]] {
+            assert!(matches!(run(&v.map(|v| t(&[], &[v])), None), Err(Error::Argument { .. })), "{v:?}");
+        }
+        for v in [[0f32, 5.0, 0.0], [0.0, f32::INFINITY, 1.0], [f32::NAN, 1.0, 1.0]] {
+            assert!(matches!(run(&v.map(|v| t(&[], &[v])), None), Err(Error::Argument { .. })), "{v:?}");
+        }
+    }
+}
