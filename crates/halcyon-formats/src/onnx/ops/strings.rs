@@ -1,5 +1,6 @@
 //! Operators on strings. They run on the host, which alone holds strings.
 
+use super::text::{MOST, copies};
 use super::{Row, item_row, re2};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::item::{Item, Text};
@@ -18,9 +19,6 @@ pub const ROWS: &[Row] = &[
     ),
     item_row("StringSplit", 20, &["delimiter", "maxsplit"], split),
 ];
-
-/// Strings that an operator may make out of fewer.
-const MOST: usize = 1 << 24;
 
 /// A tensor of bools, true where the whole string matches.
 fn regex_full_match(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
@@ -50,16 +48,15 @@ fn concat(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
             _ => return Err(c.invalid(format!("{:?} and {:?} do not broadcast", x.dims, y.dims))),
         });
     }
-    let n = dims.iter().try_fold(1usize, |n, d| n.checked_mul(*d)).filter(|n| *n <= MOST);
-    let n = n.ok_or_else(|| c.unsupported("so many strings", &format!("At most {MOST} are made")))?;
+    let n = dims.iter().try_fold(1usize, |n, d| n.checked_mul(*d));
+    let n = n.ok_or_else(|| c.invalid(format!("{dims:?} is too large to address")))?;
     let pick = |t: &Text, at: &[usize]| {
         let skip = rank - t.dims.len();
         at[skip..].iter().zip(&t.dims).fold(0, |s, (i, n)| s * n + if *n == 1 { 0 } else { *i })
     };
     let mut at = vec![0; rank];
-    let mut vals = Vec::with_capacity(n);
-    for _ in 0..n {
-        vals.push(format!("{}{}", x.vals[pick(x, &at)], y.vals[pick(y, &at)]));
+    let joined = (0..n).map(|_| {
+        let s = format!("{}{}", x.vals[pick(x, &at)], y.vals[pick(y, &at)]);
         for k in (0..rank).rev() {
             at[k] += 1;
             if at[k] < dims[k] {
@@ -67,8 +64,9 @@ fn concat(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
             }
             at[k] = 0;
         }
-    }
-    Ok(vec![Text::new(&dims, vals)?.into()])
+        Ok(s)
+    });
+    Ok(vec![copies(&dims, joined)?.into()])
 }
 
 /// Removes stop words, then changes the case. Nothing left gives one empty string. Case follows Unicode, which is what every
