@@ -137,7 +137,7 @@ fn bytes(s: &str) -> Result<u64> {
 pub struct InputArgs {
     /// [NAME=]SOURCE: an .npy, .npz or ONNX .pb file, a PNG or JPEG image, or random|zeros|ones[:SHAPE] (1x3x8x8);
     /// without a NAME, inputs are taken in the model's order. Types NumPy lacks come as f32 (bf16, f8..., f4...), i8 (i4, i2)
-    /// or u8 (u4, u2)
+    /// or u8 (u4, u2). Strings come as JSON (nested arrays), as text with one on each line, or as .npy; maps as JSON objects
     #[arg(long = "input", short = 'i', value_name = "[NAME=]SOURCE")]
     pub inputs: Vec<String>,
     /// Start of the random numbers for `random`

@@ -1,5 +1,6 @@
 //! Operators on strings. They run on the host, which alone holds strings.
 
+use super::text::{MOST, MOST_BYTES, copies};
 use super::{Row, item_row, re2};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::item::{Item, Text};
@@ -18,10 +19,6 @@ pub const ROWS: &[Row] = &[
     ),
     item_row("StringSplit", 20, &["delimiter", "maxsplit"], split),
 ];
-
-/// Strings that an operator may make out of fewer, and bytes that it may make out of fewer.
-const MOST: usize = 1 << 22;
-const MOST_BYTES: usize = 256 << 20;
 
 /// A tensor of bools, true where the whole string matches.
 fn regex_full_match(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
@@ -66,9 +63,8 @@ fn concat(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         at[skip..].iter().zip(&t.dims).fold(0, |s, (i, n)| s * n + if *n == 1 { 0 } else { *i })
     };
     let mut at = vec![0; rank];
-    let mut vals = Vec::with_capacity(n);
-    for _ in 0..n {
-        vals.push(format!("{}{}", x.vals[pick(x, &at)], y.vals[pick(y, &at)]));
+    let joined = (0..n).map(|_| {
+        let s = format!("{}{}", x.vals[pick(x, &at)], y.vals[pick(y, &at)]);
         for k in (0..rank).rev() {
             at[k] += 1;
             if at[k] < dims[k] {
@@ -76,8 +72,9 @@ fn concat(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
             }
             at[k] = 0;
         }
-    }
-    Ok(vec![Text::new(&dims, vals)?.into()])
+        Ok(s)
+    });
+    Ok(vec![copies(&dims, joined)?.into()])
 }
 
 /// Removes stop words, then changes the case. Nothing left gives one empty string. Case follows Unicode, which is what every

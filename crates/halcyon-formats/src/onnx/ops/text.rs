@@ -90,6 +90,33 @@ pub fn run(
     Ok(Some(items))
 }
 
+/// Strings that an operator may make out of fewer, and bytes that they may take.
+pub const MOST: usize = 1 << 22;
+pub const MOST_BYTES: usize = 256 << 20;
+
+/// A tensor of copies of strings. They may be many more than there were, which is bounded.
+///
+/// # Errors
+/// [`Error::Unsupported`] for more than [`MOST`] strings, or too many bytes of them; errors of the iterator.
+pub fn copies<S: Into<String> + AsRef<str>>(
+    dims: &[usize],
+    from: impl IntoIterator<Item = Result<S>>,
+) -> Result<Text> {
+    let (mut vals, mut bytes) = (vec![], 0usize);
+    for s in from {
+        let s = s?;
+        bytes = bytes.saturating_add(s.as_ref().len());
+        if vals.len() == MOST || bytes > MOST_BYTES {
+            return Err(Error::unsupported(
+                "so many strings",
+                format!("An operator makes at most {MOST}, of {MOST_BYTES} bytes together"),
+            ));
+        }
+        vals.push(s.into());
+    }
+    Text::new(dims, vals)
+}
+
 /// All strings of some tensors, in order and each once, which numbers them.
 #[derive(Debug)]
 pub struct Words {
@@ -117,11 +144,11 @@ impl Words {
         let v = b.fetch(v, "the places of strings")?;
         let word = |s: Scalar| {
             let w = usize::try_from(s.as_i64()).ok().and_then(|i| self.list.get(i));
-            w.cloned().ok_or_else(|| {
+            w.map(String::as_str).ok_or_else(|| {
                 Error::unsupported("an operator that makes new values of strings", "Strings are only moved")
             })
         };
-        Text::new(&v.dims, v.scalars().map(word).collect::<Result<_>>()?)
+        copies(&v.dims, v.scalars().map(word))
     }
 }
 
@@ -217,7 +244,7 @@ pub fn cast(
         }
         (Item::Tensor(x), None) => {
             let x: ConstData = b.fetch(x, "the numbers of a cast to strings")?;
-            Text::new(&x.dims, x.scalars().map(|s| spell(s, x.dtype)).collect())?.into()
+            copies(&x.dims, x.scalars().map(|s| Ok(spell(s, x.dtype))))?.into()
         }
         (Item::Tensor(_), Some(_)) => return Ok(numbers(b, c)?.into_iter().map(Item::from).collect()),
         (other, _) => return Err(c.invalid(format!("the operand is {}, not a tensor", other.kind()))),

@@ -3,8 +3,9 @@
 use super::{DOMAIN, float, floats};
 use crate::data;
 use crate::onnx::build::{Builder, Value};
-use crate::onnx::item::{Item, Text};
+use crate::onnx::item::Item;
 use crate::onnx::node::Call;
+use crate::onnx::ops::text::{MOST, copies};
 use crate::onnx::ops::{Row, item_row_in, one, row_in};
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::op::ReduceKind;
@@ -98,17 +99,15 @@ fn array_feature_extractor(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
             return Err(c.invalid("the features are a scalar"));
         };
         let rows: usize = lead.iter().product();
-        let mut vals = Vec::with_capacity(rows.saturating_mul(at.len()).min(1 << 20));
-        for r in 0..rows {
-            for i in &at {
-                let i = usize::try_from(*i).ok().filter(|i| i < last);
-                let i = i.ok_or_else(|| c.invalid(format!("a feature outside of {last}")))?;
-                vals.push(x.vals[r * last + i].clone());
-            }
-        }
+        let one = |r: usize, i: i64| {
+            let i = usize::try_from(i).ok().filter(|i| i < last);
+            let i = i.ok_or_else(|| c.invalid(format!("a feature outside of {last}")))?;
+            Ok(x.vals[r * last + i].as_str())
+        };
+        let picked = (0..rows).flat_map(|r| at.iter().map(move |i| (r, *i)));
         let mut dims = if lead.is_empty() { vec![1] } else { lead.to_vec() };
         dims.push(at.len());
-        return Ok(vec![Text::new(&dims, vals)?.into()]);
+        return Ok(vec![copies(&dims, picked.map(|(r, i)| one(r, i)))?.into()]);
     }
     let x = c.arg(0)?;
     let Some((&last, lead)) = x.shape().split_last() else {
@@ -201,8 +200,9 @@ fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     match (c.item(0)?, texts, ints) {
         (Item::Text(x), Some(cats), None) => {
             let at: HashMap<&str, usize> = cats.iter().enumerate().map(|(i, s)| (s.as_str(), i)).collect();
-            let mut y =
-                vec![0f32; x.vals.len().checked_mul(cats.len()).ok_or_else(|| c.invalid("too large"))?];
+            let n = x.vals.len().checked_mul(cats.len()).filter(|n| *n <= 4 * MOST);
+            let n = n.ok_or_else(|| c.unsupported("so many categories of strings", "Encode fewer at once"))?;
+            let mut y = vec![0f32; n];
             for (row, s) in y.chunks_exact_mut(cats.len()).zip(&x.vals) {
                 match at.get(s.as_str()) {
                     Some(i) => row[*i] = 1.0,

@@ -4,8 +4,9 @@
 use super::{DOMAIN, integers};
 use crate::data;
 use crate::onnx::build::{Builder, Value};
-use crate::onnx::item::{Datum, Item, Text};
+use crate::onnx::item::{Datum, Item};
 use crate::onnx::node::Call;
+use crate::onnx::ops::text::copies;
 use crate::onnx::ops::{Row, item_row_in};
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{ConstData, DType, Result, Scalar};
@@ -83,10 +84,9 @@ pub fn labels(b: &mut Builder, c: &Call<'_>, classes: &Classes, place: &Value) -
             let at = b.fetch(place, "the places of the labels")?;
             let text = |s: Scalar| {
                 let i = usize::try_from(s.as_i64()).ok();
-                i.and_then(|i| v.get(i)).cloned().ok_or_else(|| c.invalid("a label outside of the list"))
+                i.and_then(|i| v.get(i)).map(String::as_str).ok_or_else(|| c.invalid("a label outside of the list"))
             };
-            let vals = at.scalars().map(text).collect::<Result<_>>()?;
-            Ok(Text::new(&at.dims, vals)?.into())
+            Ok(copies(&at.dims, at.scalars().map(text))?.into())
         }
     }
 }
@@ -252,8 +252,8 @@ fn lookup(
     };
     match values {
         Column::Texts(v) => {
-            let text = |i: &Option<usize>| i.map_or(&default.text, |i| &v[i]).clone();
-            Ok(Text::new(&dims, at.iter().map(text).collect())?.into())
+            let text = |i: &Option<usize>| Ok(i.map_or(default.text.as_str(), |i| &v[i]));
+            Ok(copies(&dims, at.iter().map(text))?.into())
         }
         Column::Numbers(v) => {
             let of = |i: Option<usize>| i.and_then(|i| v.get(i)).unwrap_or(default.number);

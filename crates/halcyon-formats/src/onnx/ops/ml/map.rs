@@ -44,6 +44,9 @@ fn zip_map(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         return Err(c.invalid(format!("{n} keys for {}", x.ty)));
     }
     let x = b.fetch(x, "the values of ZipMap")?;
+    if x.numel() > text::MOST {
+        return Err(c.unsupported("so many maps", &format!("At most {} entries are made", text::MOST)));
+    }
     let vals: Vec<Scalar> = x.scalars().collect();
     let mut maps = Vec::with_capacity(vals.len() / n);
     for row in vals.chunks_exact(n) {
@@ -81,8 +84,7 @@ fn place(b: &mut Builder, v: Values<'_>, at: &[Option<usize>]) -> Result<Item> {
     let dims = [1, at.len()];
     match v {
         Values::Texts(t) => {
-            let text = |i: &Option<usize>| i.map_or(String::new(), |i| t[i].clone());
-            Ok(Text::new(&dims, at.iter().map(text).collect())?.into())
+            Ok(text::copies(&dims, at.iter().map(|i| Ok(i.map_or("", |i| t[i].as_str()))))?.into())
         }
         Values::Numbers(v) => {
             let n = v.shape().numel();

@@ -225,6 +225,10 @@ fn decisions(b: &mut Builder, c: &Call<'_>, values: &Value, counts: &[usize]) ->
     let mut parts = Vec::with_capacity(k);
     let mut start = 0;
     for &len in counts {
+        if len == 0 {
+            parts.push(b.full(values.dtype(), &Shape::from_iter([rows, Dim::from(k - 1)]), 0.0.into()));
+            continue;
+        }
         let v = b.narrow(values, 1, Dim::from(start), Dim::from(len))?;
         let w = b.narrow(&w, 1, Dim::from(start), Dim::from(len))?;
         parts.push(product(b, &v, &w)?);
