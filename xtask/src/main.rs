@@ -2,6 +2,7 @@
 //! against its peers.
 
 mod bench;
+mod docs;
 mod machine;
 mod report;
 mod test;
@@ -20,6 +21,10 @@ Usage: cargo xtask <command>
       --only STEP   just this step (repeatable); --list names the steps
       With HALCYON_REQUIRE_LANES=1 or CI=true nothing may be skipped for want of a library.
 
+  docs [--report FILE]...
+      Write the generated parts of docs/onnx.md: the operators, and from reports of `check_suite.py --report` (one for each
+      backend) what of the ONNX test suite passes and what does not.
+
   bench peers [--rounds N] [--only ITEM]... [--with torch] [--threads N]
       Measure against the peers, interleaved, in one run.
 ";
@@ -29,6 +34,7 @@ fn main() -> ExitCode {
     let args: Vec<&str> = args.iter().map(String::as_str).collect();
     let result = match args.split_first() {
         Some((&"test", rest)) => test::all(rest),
+        Some((&"docs", rest)) => docs::main(rest),
         Some((&"bench", rest)) => match rest.split_first() {
             Some((&"peers", rest)) => bench::peers(rest),
             _ => Err(Failure::Usage("bench has one form: `bench peers`".into())),

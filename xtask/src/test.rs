@@ -29,6 +29,7 @@ const CHECKS: &[(&str, &[&str])] = &[
     ("check_conformance.py", &["--backend", "opencl", "--limit", "40"]),
     ("check_suite.py", &["--backend", "cpu"]),
     ("check_suite.py", &["--backend", "opencl"]),
+    ("check_export.py", &[]),
 ];
 
 /// A step: its name, whether `--fast` runs it, and its work.
@@ -148,6 +149,8 @@ impl Context {
                 command.env("HALCYON_MINILM", dir.join("model"));
             }
         }
+        // One test leaves models here that a check reads.
+        command.env("HALCYON_EXPORTED", crate::target_dir().join("exported"));
         command.env("HALCYON_SKIPS", skips_file());
         // PoCL keeps its own programs here. Taking each one's binary for our cache too would cost more than it saves.
         command.env("POCL_CACHE_DIR", crate::target_dir().join("pocl-cache"));

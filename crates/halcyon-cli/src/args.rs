@@ -3,6 +3,7 @@
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use halcyon::ir::passes;
 use halcyon::{Backend, BackendType, Error, Level, Result};
+use halcyon_formats::onnx::export::ExportOptions;
 use std::path::PathBuf;
 
 #[derive(Parser, Debug)]
@@ -19,12 +20,17 @@ Environment: HALCYON_LOG=info prints log lines to stderr.
 Examples:
   halcyon run models/digits.onnx --input models/digit-7.png --top-k 3
   halcyon devices
+  halcyon inspect models/digits.onnx
   halcyon trace models/digits.onnx";
 
 #[derive(Subcommand, Debug)]
 pub enum Command {
     /// Runs an ONNX model
     Run(RunArgs),
+    /// Says what a model holds, costs and would run on, without running it
+    Inspect(InspectArgs),
+    /// Writes an ONNX model as Halcyon understood it: checked, folded and simplified
+    Export(ExportArgs),
     /// Lists backends with their devices, or the reason they have none
     Devices(DevicesArgs),
     /// Runs a folder of test cases and compares the results
@@ -238,7 +244,8 @@ pub struct OnnxArgs {
 const CONFORMANCE: &str = "\
 A case is a folder of model.onnx, test_data_set_*/input_N.pb and output_N.pb, and optionally tolerance.json with \"rtol\" and
 \"atol\" (1e-3 and 1e-7 without). Element types and shapes must be the expected ones, integers and booleans equal, floats within
-atol + rtol * |expected|; NaN equals NaN. Exit code 0 if no case is wrong and none fails.
+atol + rtol * |expected|, with an rtol of at least 1/64 for bf16; NaN equals NaN. Of models that draw
+random numbers only types and shapes are compared. Exit code 0 if no case is wrong and none fails.
 
 Examples:
   halcyon conformance onnx target/testdata/conformance
@@ -259,6 +266,68 @@ pub struct TraceArgs {
     #[arg(long)]
     pub json: bool,
 }
+
+#[derive(Args, Debug)]
+#[command(after_help = INSPECT)]
+pub struct InspectArgs {
+    /// ONNX model; or a file of tensors (safetensors, .npz, .npy, ONNX .pb)
+    pub file: PathBuf,
+    /// Size of an input, [NAME=]1x3x224x224, where the model leaves it open; or a source as in `halcyon run`, where its value
+    /// decides something. Without, open sizes are 1
+    #[arg(long = "input", short = 'i', value_name = "[NAME=]SHAPE")]
+    pub inputs: Vec<String>,
+    /// Only this backend, instead of every one of this machine
+    #[arg(long, value_name = "NAME")]
+    pub backend: Option<String>,
+    /// Level the plans are made at: O0 or O1
+    #[arg(long, value_name = "LEVEL", default_value = "O1")]
+    pub level: String,
+    /// How many of the largest tensors to list
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    pub top: usize,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const INSPECT: &str = "\
+FLOPs count a multiply-add as two. Bytes moved are those of each op by itself, reading its operands and writing its result; a
+backend's plan fuses and moves fewer. Exit code 0 also for a model with unsupported operators, which the report names.
+
+Examples:
+  halcyon inspect models/digits.onnx
+  halcyon inspect model.onnx --input ids=1x128 --input mask=1x128 --backend cpu
+  halcyon inspect model.safetensors --top 50 --json";
+
+#[derive(Args, Debug)]
+#[command(after_help = EXPORT)]
+pub struct ExportArgs {
+    /// ONNX model
+    pub model: PathBuf,
+    /// File to write; it may be the model itself
+    #[arg(long, short = 'o', value_name = "FILE")]
+    pub output: PathBuf,
+    /// Fixes the size of an input, [NAME=]1x3x224x224; others stay symbolic
+    #[arg(long = "input", short = 'i', value_name = "[NAME=]SHAPE")]
+    pub inputs: Vec<String>,
+    /// Version of the operator set
+    #[arg(long, value_name = "N", default_value_t = ExportOptions::default().opset)]
+    pub opset: i64,
+    /// Keeps weights in a file beside the model (always above 2 GiB)
+    #[arg(long)]
+    pub external_data: bool,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const EXPORT: &str = "\
+Constants are folded, common parts merged and what changes nothing is left out; functions and control flow that is decided by
+constants are gone. A model that computed values decide is no single graph, and is refused (exit code 3).
+
+Examples:
+  halcyon export model.onnx -o smaller.onnx
+  halcyon export model.onnx -o fixed.onnx --input image=1x3x224x224 --opset 24 --external-data";
 
 #[derive(Args, Debug)]
 pub struct ProbeArgs {

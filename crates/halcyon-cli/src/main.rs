@@ -6,6 +6,7 @@ mod cmd;
 mod image;
 mod report;
 mod source;
+mod words;
 
 use args::{Cli, Command};
 use clap::Parser;
@@ -53,6 +54,8 @@ fn run(cli: Cli) -> Result<u8> {
     cmd::probe::offer();
     match cli.command {
         Command::Run(a) => cmd::run::main(&a),
+        Command::Inspect(a) => cmd::inspect::main(&a),
+        Command::Export(a) => cmd::export::main(&a),
         Command::Devices(a) => cmd::devices::main(&a),
         Command::Conformance(a) => cmd::conformance::main(&a),
         Command::Trace(a) => cmd::trace::main(&a),

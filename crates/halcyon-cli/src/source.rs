@@ -1,7 +1,7 @@
 //! Inputs of a model, from what `--input` names.
 
 use crate::args::InputArgs;
-use crate::{image, report};
+use crate::{image, report, words};
 use halcyon::{ConstData, DType, Dim, Error, Result, Shape};
 use halcyon_formats::npz::Npz;
 use halcyon_formats::onnx::{Datum, Port, PortType, tensor};
@@ -126,6 +126,49 @@ pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> 
     slots.into_iter().map(|s| s.ok_or_else(|| Error::internal("an input was lost"))).collect()
 }
 
+/// Shapes of inputs, each written `[NAME=]1x3x8x8`; without a name they are taken in the model's order.
+pub fn shapes(ports: &[Port], texts: &[String]) -> Result<Vec<(String, Vec<usize>)>> {
+    let mut taken = vec![false; ports.len()];
+    let mut out = vec![];
+    for (named, text) in [true, false].into_iter().flat_map(|n| texts.iter().map(move |t| (n, t))) {
+        let (i, dims) = match text.split_once('=') {
+            Some((name, dims)) if named => {
+                let i = ports.iter().position(|p| p.name == name).ok_or_else(|| {
+                    Error::argument(
+                        "--input",
+                        format!("the model has no input '{name}'; it takes {}", names(ports)),
+                    )
+                })?;
+                (i, dims)
+            }
+            None if !named => {
+                let i = taken.iter().position(|t| !t).ok_or_else(|| {
+                    Error::argument(
+                        "--input",
+                        format!("{text} is one too many: the model takes {}", names(ports)),
+                    )
+                })?;
+                (i, text.as_str())
+            }
+            _ => continue,
+        };
+        take(&mut taken, ports, i)?;
+        out.push((ports[i].name.clone(), dimensions(dims)?));
+    }
+    Ok(out)
+}
+
+/// A shape where `run` takes a source: it is filled with ones.
+pub fn or_ones(text: &str) -> String {
+    let (name, rest) = text.split_once('=').map_or(("", text), |(n, r)| (n, r));
+    let shape = rest.chars().all(|c| c.is_ascii_digit() || c == 'x' || c == ',') && dimensions(rest).is_ok();
+    match (shape, name) {
+        (false, _) => text.into(),
+        (true, "") => format!("ones:{rest}"),
+        (true, name) => format!("{name}=ones:{rest}"),
+    }
+}
+
 fn names(ports: &[Port]) -> String {
     match ports {
         [] => "no input".into(),
@@ -191,6 +234,9 @@ fn kind(path: &Path) -> Result<(impl AsRef<[u8]> + use<>, Option<Kind>)> {
 fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
     let (bytes, kind) = kind(path)?;
     let source = path.display().to_string();
+    if let Some(data) = words::read(p, path, bytes.as_ref(), kind)? {
+        return Ok(Input { name: p.name.clone(), source, data });
+    }
     let value = match kind {
         Some(Kind::Npy) => npy::read(path)?,
         Some(Kind::OnnxTensor) if matches!(p.ty, PortType::Tensor { .. }) => tensor::read_pb(path)?.1,
@@ -284,6 +330,9 @@ fn missing_error(missing: &[&Port]) -> Error {
                 None => "1x8".into(),
             };
             let (name, ty) = (&p.name, &p.ty);
+            if let PortType::Text { .. } | PortType::Map(_) = ty {
+                return format!("  {name} {ty}    --input {name}=FILE.json");
+            }
             format!("  {name} {ty}    --input {name}=FILE.npy or --input {name}=random:{dims}")
         })
         .collect();

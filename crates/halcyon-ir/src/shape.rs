@@ -20,8 +20,9 @@ pub type Dims = SmallVec<[usize; 6]>;
 /// Values of symbols.
 pub type Bindings = BTreeMap<Arc<str>, usize>;
 
+/// What a term of a dimension is a product of.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
-enum Atom {
+pub enum Atom {
     Sym(Arc<str>),
     /// Floored quotient.
     Div(Poly, Poly),
@@ -29,7 +30,7 @@ enum Atom {
 }
 
 /// Sum of `coefficient * product of atoms`, sorted, no zero coefficients.
-type Poly = Vec<(Vec<Atom>, i64)>;
+pub type Poly = Vec<(Vec<Atom>, i64)>;
 
 #[derive(Default)]
 struct Interner {
@@ -101,8 +102,8 @@ impl Dim {
         Dim(id)
     }
 
-    /// Not for [`Dim::LOST`], which is no expression.
-    fn poly(self) -> Poly {
+    /// The expression's terms. Not for [`Dim::LOST`], which is no expression.
+    pub fn poly(self) -> Poly {
         match self.0 {
             0 => vec![],
             n if n > 0 => vec![(vec![], n)],

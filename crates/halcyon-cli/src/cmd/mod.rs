@@ -2,6 +2,8 @@
 
 pub mod conformance;
 pub mod devices;
+pub mod export;
+pub mod inspect;
 pub mod probe;
 pub mod run;
 pub mod trace;

@@ -4,6 +4,7 @@
 //! [`Model::import`] builds its graph for given input shapes. Operators are rows in [`ops`].
 
 mod build;
+pub mod export;
 mod function;
 mod host;
 mod import;
@@ -14,6 +15,8 @@ mod model;
 mod node;
 pub mod ops;
 mod order;
+#[cfg(test)]
+mod page;
 pub mod proto;
 mod random;
 #[cfg(test)]
@@ -22,6 +25,7 @@ pub mod sparse;
 mod stage;
 #[cfg(test)]
 mod stage_tests;
+mod summary;
 pub mod tensor;
 #[cfg(test)]
 mod test_models;
@@ -33,3 +37,4 @@ pub use item::{Datum, Item, Keys, Text};
 pub use model::{Model, Port, PortType};
 pub use node::Call;
 pub use stage::{Engine, Handle, Placement, Read};
+pub use summary::{Operator, Summary, Weight};

@@ -4,6 +4,7 @@ use super::build::{Builder, Value};
 use super::import::{Scope, Walk};
 use super::item::{Datum, Item, Text};
 use super::proto::{AttributeProto, GraphProto, NodeProto, attribute};
+use super::sparse::{self, Sparse};
 use super::tensor::{self, External};
 use crate::bad;
 use halcyon_ir::{ConstData, DType, Error, Result, Span};
@@ -85,6 +86,13 @@ impl<'a> Call<'a> {
     /// Whether something may read result `i`.
     pub fn wants(&self, i: usize) -> bool {
         self.node.output.get(i).is_some_and(|o| !o.is_empty())
+    }
+
+    /// The tensor that a name stands for around this node.
+    pub fn named(&self, name: &str) -> Result<&'a Value> {
+        let item = self.scope.get(name);
+        let item = item.ok_or_else(|| self.invalid(format!("'{name}' is not computed before this node")))?;
+        item.tensor().ok_or_else(|| self.invalid(format!("'{name}' is {}, not a tensor", item.kind())))
     }
 
     fn attr(&self, name: &str, kind: i32) -> Result<Option<&'a AttributeProto>> {
@@ -188,6 +196,16 @@ impl<'a> Call<'a> {
             }
             _ => Ok(self.tensor(name)?.map(Datum::Tensor)),
         }
+    }
+
+    /// An attribute that holds a sparse tensor.
+    pub fn sparse(&self, name: &str) -> Result<Option<Sparse>> {
+        let Some(a) = self.attr(name, attribute::SPARSE_TENSOR)? else {
+            return Ok(None);
+        };
+        let none = || self.invalid(format!("attribute '{name}' holds no sparse tensor"));
+        let t = a.sparse_tensor.as_deref().ok_or_else(none)?;
+        sparse::decode(t, self.external, &format!("{}: {}", self.file, self.name)).map(Some)
     }
 
     /// An attribute that holds an element type.

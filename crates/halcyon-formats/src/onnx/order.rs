@@ -1,10 +1,14 @@
 //! The order in which the nodes of a graph are built.
 
 use super::import::node_name;
-use super::proto::GraphProto;
+use super::ops::gradient;
+use super::proto::{GraphProto, NodeProto};
 use crate::bad;
 use halcyon_ir::Result;
 use std::collections::{BTreeSet, HashMap, HashSet};
+
+/// Nodes of a cycle that its error names.
+const LISTED: usize = 8;
 
 #[derive(Debug)]
 pub(super) struct Order {
@@ -22,6 +26,13 @@ pub(super) fn initializers(g: &GraphProto) -> impl Iterator<Item = &str> {
     g.initializer.iter().chain(sparse).map(|t| t.name.as_str())
 }
 
+/// Names that a node reads in its attributes.
+fn named(n: &NodeProto) -> impl Iterator<Item = &str> {
+    let gradient = gradient::is(n);
+    let texts = n.attribute.iter().filter(move |a| gradient && gradient::NAMES.contains(&a.name.as_str()));
+    texts.flat_map(|a| a.strings.iter().chain([&a.s])).filter_map(|s| std::str::from_utf8(s).ok())
+}
+
 /// Names that a graph reads and does not define.
 fn free<'g>(g: &'g GraphProto, out: &mut Vec<&'g str>) {
     let mut own: HashSet<&str> = g.input.iter().map(|v| v.name.as_str()).collect();
@@ -29,7 +40,7 @@ fn free<'g>(g: &'g GraphProto, out: &mut Vec<&'g str>) {
     own.extend(g.node.iter().flat_map(|n| &n.output).map(String::as_str));
     let mut reads = vec![];
     for n in &g.node {
-        reads.extend(n.input.iter().map(String::as_str));
+        reads.extend(n.input.iter().map(String::as_str).chain(named(n)));
         n.attribute.iter().filter_map(|a| a.g.as_deref()).for_each(|g| free(g, &mut reads));
     }
     reads.extend(g.output.iter().map(|o| o.name.as_str()));
@@ -55,7 +66,8 @@ pub(super) fn order(g: &GraphProto, file: &str) -> Result<Order> {
         .node
         .iter()
         .map(|n| {
-            let mut r: Vec<&str> = n.input.iter().map(String::as_str).filter(|x| !x.is_empty()).collect();
+            let all = n.input.iter().map(String::as_str).chain(named(n));
+            let mut r: Vec<&str> = all.filter(|x| !x.is_empty()).collect();
             n.attribute.iter().filter_map(|a| a.g.as_deref()).for_each(|g| free(g, &mut r));
             r
         })
@@ -91,10 +103,15 @@ pub(super) fn order(g: &GraphProto, file: &str) -> Result<Order> {
             }
         }
     }
-    let stuck: Vec<String> =
-        (0..g.node.len()).filter(|&i| live[i] && waits[i] > 0).map(|i| node_name(&g.node[i], i)).collect();
-    if !stuck.is_empty() {
-        return Err(bad(file, format!("these nodes depend on each other in a cycle: {}", stuck.join(", "))));
+    let stuck = || (0..g.node.len()).filter(|&i| live[i] && waits[i] > 0);
+    if stuck().next().is_some() {
+        let names: Vec<String> = stuck().take(LISTED).map(|i| node_name(&g.node[i], i)).collect();
+        let more = match stuck().count() - names.len() {
+            0 => String::new(),
+            n => format!(" and {n} more"),
+        };
+        let names = names.join(", ");
+        return Err(bad(file, format!("these nodes depend on each other in a cycle: {names}{more}")));
     }
 
     let outputs: HashSet<&str> = g.output.iter().map(|o| o.name.as_str()).collect();

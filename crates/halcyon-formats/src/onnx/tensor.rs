@@ -108,6 +108,11 @@ pub fn decode_text(t: &TensorProto, file: &str) -> Result<super::item::Text> {
 const OTHER_TYPES: &[(i32, &str)] =
     &[(8, "string"), (14, "complex64"), (15, "complex128"), (27, "float6e2m3"), (28, "float6e3m2")];
 
+/// ONNX's name of a type that has no row in [`DType`].
+pub(super) fn type_name(code: i32) -> &'static str {
+    OTHER_TYPES.iter().find(|(c, _)| *c == code).map_or("no known type", |(_, name)| name)
+}
+
 /// The element type of an ONNX type code.
 ///
 /// # Errors

@@ -33,7 +33,7 @@ pub const ROWS: &[Row] = &[
     row("Cosh", 9, &[], |b, c| map(b, c, S::Cosh)),
     row("Div", 1, LEGACY, |b, c| map(b, c, S::Div)),
     row("Equal", 1, LEGACY, |b, c| map(b, c, S::Eq)),
-    row("Erf", 9, &[], |b, c| map(b, c, S::Erf)),
+    row("Erf", 9, &[], erf),
     row("Exp", 6, &[], |b, c| map(b, c, S::Exp)),
     row("Floor", 6, &[], |b, c| map(b, c, S::Floor)),
     row("Greater", 1, LEGACY, |b, c| map(b, c, S::Gt)),
@@ -130,9 +130,30 @@ fn variadic(b: &mut Builder, c: &Call<'_>, op: S) -> Result<Vec<Value>> {
 }
 
 fn mean(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let sum = variadic(b, c, S::Add)?.remove(0);
+    let to = c.arg(0)?.dtype();
+    let wide = if to.is_float() { to.compute() } else { to };
+    let mut sum = b.cast(c.arg(0)?, wide)?;
+    for v in &c.args()?[1..] {
+        if v.dtype() != to {
+            return Err(c.invalid(format!("operands of {to} and {}", v.dtype())));
+        }
+        let v = b.cast(v, wide)?;
+        sum = b.scalar(S::Add, &[&sum, &v])?;
+    }
     let n = b.lit(&sum, c.inputs.len());
-    one(b.scalar(S::Div, &[&sum, &n])?)
+    let mean = b.scalar(S::Div, &[&sum, &n])?;
+    one(b.cast(&mean, to)?)
+}
+
+/// Integers, which version 9 took, go through f64 and are truncated.
+fn erf(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
+    let x = c.arg(0)?;
+    if x.dtype().is_float() {
+        return map(b, c, S::Erf);
+    }
+    let f = b.cast(x, DType::F64)?;
+    let f = b.scalar(S::Erf, &[&f])?;
+    one(b.cast(&f, x.dtype())?)
 }
 
 fn cast(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
@@ -175,10 +196,12 @@ fn pow(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let e = &second(b, c, x, c.arg(1)?)?;
     let to = x.dtype();
-    // An integer base with a float exponent is computed in a float type that holds it.
+    // An integer base with a float exponent is computed in a float type that holds it, and with a wider integer in that type: its
+    // low bits are those of the narrow one.
     let via = match (to.is_float(), e.dtype().is_float()) {
         (false, true) if to.bits() > 16 => DType::F64,
         (false, true) => DType::F32,
+        (false, false) if e.dtype().bits() > to.bits() => DType::I64,
         _ => to,
     };
     let (x, e) = (b.cast(x, via)?, b.cast(e, via)?);

@@ -44,31 +44,36 @@ fn axes(b: &mut Builder, c: &Call<'_>) -> Result<(Vec<usize>, bool)> {
     Ok((c.axes(&given, rank)?, keep))
 }
 
-/// `after(reduce(before(x)))`; a binary `before` takes x twice.
+/// `after(reduce(before(x)))`; a binary `before` takes x twice. Half types are computed in the type their sums are taken in.
 fn reduce(b: &mut Builder, c: &Call<'_>, kind: R, before: Option<S>, after: Option<S>) -> Result<Vec<Value>> {
     let (axes, keep) = axes(b, c)?;
     let x = c.arg(0)?;
+    let to = x.dtype();
+    let float = to.is_float() && (before.is_some() || after.is_some());
+    let x = if float { b.cast(x, to.compute())? } else { x.clone() };
     let x = match before {
-        Some(op) if op.arity() == 2 => b.scalar(op, &[x, x])?,
-        Some(op) => b.scalar(op, &[x])?,
-        None => x.clone(),
+        Some(op) if op.arity() == 2 => b.scalar(op, &[&x, &x])?,
+        Some(op) => b.scalar(op, &[&x])?,
+        None => x,
     };
     let y = b.reduce(kind, &x, &axes, keep)?;
-    match after {
+    let y = match after {
         // Roots and logarithms of integers are taken in f64 and truncated, since the result has the operand's type.
-        Some(op) if !y.dtype().is_float() => {
-            let f = b.cast(&y, DType::F64)?;
-            let r = b.scalar(op, &[&f])?;
-            one(b.cast(&r, y.dtype())?)
+        Some(op) => {
+            let f = b.cast(&y, if to.is_float() { y.dtype() } else { DType::F64 })?;
+            b.scalar(op, &[&f])?
         }
-        Some(op) => one(b.scalar(op, &[&y])?),
-        None => one(y),
-    }
+        None => y,
+    };
+    one(b.cast(&y, to)?)
 }
 
 fn mean(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (axes, keep) = axes(b, c)?;
-    one(mean_over(b, c.arg(0)?, &axes, keep)?)
+    let to = c.arg(0)?.dtype();
+    let x = b.cast(c.arg(0)?, if to.is_float() { to.compute() } else { to })?;
+    let y = mean_over(b, &x, &axes, keep)?;
+    one(b.cast(&y, to)?)
 }
 
 /// Mean over `axes`, whose sizes must be known.
@@ -84,7 +89,7 @@ pub fn mean_over(b: &mut Builder, x: &Value, axes: &[usize], keep: bool) -> Resu
 fn log_sum_exp(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (axes, keep) = axes(b, c)?;
     let to = c.arg(0)?.dtype();
-    let x = b.cast(c.arg(0)?, if to.is_float() { to } else { DType::F64 })?;
+    let x = b.cast(c.arg(0)?, if to.is_float() { to.compute() } else { DType::F64 })?;
     let top = b.reduce(R::Max, &x, &axes, true)?;
     let (inf, zero) = (b.scalar(S::IsInf, &[&top])?, b.lit(&x, 0.0));
     let top = b.scalar(S::Select, &[&inf, &zero, &top])?;

@@ -12,7 +12,16 @@ pub const ROWS: &[Row] = &[
     item_row(
         "Constant",
         1,
-        &["value", "value_float", "value_floats", "value_int", "value_ints", "value_string", "value_strings"],
+        &[
+            "sparse_value",
+            "value",
+            "value_float",
+            "value_floats",
+            "value_int",
+            "value_ints",
+            "value_string",
+            "value_strings",
+        ],
         constant,
     ),
     row("ConstantOfShape", 9, &["value"], constant_of_shape),
@@ -24,7 +33,10 @@ pub const ROWS: &[Row] = &[
     }),
 ];
 
-fn constant(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
+fn constant(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
+    if let Some(s) = c.sparse("sparse_value")? {
+        return Ok(vec![s.value(b)?.into()]);
+    }
     let data = if let Some(v) = c.datum("value")? {
         match v {
             Datum::Tensor(t) => t,
@@ -83,7 +95,7 @@ fn count(start: Scalar, limit: Scalar, delta: Scalar, float: bool) -> Option<usi
     (n <= i32::MAX as f64).then_some(n.max(0.0) as usize)
 }
 
-/// `start + i * delta`. `stash_type` matters only where additions are repeated, which they are not here.
+/// `start + i * delta`, for half types in f32 unless `stash_type` names another one.
 fn range(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (first, limit, delta) = (c.arg(0)?, c.arg(1)?, c.arg(2)?);
     let mut num = |v: &Value| match b.known(v, "a bound of Range")?.vals[..] {
@@ -101,16 +113,23 @@ fn range(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             .ok_or_else(|| c.unsupported("these symbolic bounds", "Give concrete input shapes"))?,
         (Num::Size(n), ..) | (_, Num::Size(n), _) | (.., Num::Size(n)) => return Err(symbolic(n)),
     };
-    let mut y = b.iota(dtype, n)?;
+    let half = dtype.is_float() && dtype.compute() != dtype;
+    let wide = if half { c.dtype("stash_type")?.unwrap_or(DType::F32) } else { dtype };
+    if !wide.is_float() && half {
+        return Err(c.invalid(format!("stash_type {wide} for {dtype}")));
+    }
+    let mut y = b.iota(wide, n)?;
     if d != Num::Is(Scalar::I(1).cast(dtype)) {
         let delta = b.reshape(delta, Shape::scalar())?;
+        let delta = b.cast(&delta, wide)?;
         y = b.scalar(S::Mul, &[&y, &delta])?;
     }
     if s != Num::Is(Scalar::I(0).cast(dtype)) {
         let first = b.reshape(first, Shape::scalar())?;
+        let first = b.cast(&first, wide)?;
         y = b.scalar(S::Add, &[&y, &first])?;
     }
-    one(y)
+    one(b.cast(&y, dtype)?)
 }
 
 /// Sizes from `start` to `end`, which count from the end where negative and are clamped.

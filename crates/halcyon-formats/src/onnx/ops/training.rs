@@ -6,7 +6,7 @@ use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{Result, Shape};
 
-const DOMAIN: &str = "ai.onnx.preview.training";
+pub const DOMAIN: &str = "ai.onnx.preview.training";
 
 pub const ROWS: &[Row] = &[
     row_in(DOMAIN, "Adagrad", 1, &["decay_factor", "epsilon", "norm_coefficient"], adagrad),

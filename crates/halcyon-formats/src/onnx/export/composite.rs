@@ -1,0 +1,65 @@
+//! Composites that ONNX has as operators of the same definition.
+
+use super::emit::{Emitter, Val, float, int};
+use halcyon_ir::composite::Composite;
+use halcyon_ir::{DType, Error, Result, Shape, TensorType};
+
+/// Whether [`node`] can write the composite in this operator set. Others are written as their bodies.
+pub(super) fn direct(c: &Composite, opset: i64) -> bool {
+    let inputs = c.body.inputs();
+    let shape = |k: usize| inputs.get(k).map(|i| c.body.shape(i.node));
+    let d = inputs.first().map(|i| c.body.dtype(i.node));
+    match &*c.name {
+        "softmax" | "log_softmax" => true,
+        // Statistics are taken in f32 and attributes are f32, which is less than f64 has.
+        "batch_norm" | "layer_norm" | "rms_norm" if d == Some(DType::F64) => false,
+        "batch_norm" => true,
+        "layer_norm" => {
+            let Some(axis) = c.int("axis").and_then(|a| usize::try_from(a).ok()) else { return false };
+            let Some(rest) = shape(0).and_then(|s| s.get(axis..)) else { return false };
+            (1..inputs.len()).all(|k| shape(k).is_some_and(|s| **s == *rest))
+        }
+        "rms_norm" => {
+            opset >= 23
+                && matches!((shape(0), shape(1)), (Some(x), Some(s)) if s.rank() == 1 && x.last() == s.last())
+        }
+        "attention" if opset < 23 || d == Some(DType::F64) => false,
+        // Without a cache the operator's causal mask starts at the first key; ours ends at the last.
+        "attention" => {
+            let (q, k, v) = (shape(0), shape(1), shape(2));
+            let four = |s: Option<&Shape>| s.is_some_and(|s| s.rank() == 4);
+            let square = q.and_then(|s| s.get(2)) == k.and_then(|s| s.get(2));
+            let mask = shape(3).is_none_or(|s| s.rank() >= 2);
+            four(q) && four(k) && four(v) && (square || !c.flag("causal")) && mask
+        }
+        _ => false,
+    }
+}
+
+/// The operator for a composite that is [`direct`].
+pub(super) fn node(e: &mut Emitter<'_>, c: &Composite, x: &[Val], ty: TensorType) -> Result<Val> {
+    let lost = || Error::internal(format!("composite {} lacks an attribute", c.name));
+    let axis = || c.int("axis").map(|a| int("axis", a)).ok_or_else(lost);
+    let eps = || c.float("eps").map(|v| float("epsilon", v)).ok_or_else(lost);
+    let mut operands = x.to_vec();
+    let (op, attrs) = match &*c.name {
+        "softmax" => ("Softmax", vec![axis()?]),
+        "log_softmax" => ("LogSoftmax", vec![axis()?]),
+        "layer_norm" => ("LayerNormalization", vec![axis()?, eps()?]),
+        "rms_norm" => ("RMSNormalization", vec![int("axis", -1), eps()?]),
+        "batch_norm" => ("BatchNormalization", vec![eps()?]),
+        "attention" => {
+            let scale = c.float("scale").ok_or_else(lost)?;
+            // Engines want the mask's last two axes whole.
+            if let Some(mask) = x.get(3) {
+                let mut s = mask.shape().clone();
+                let r = s.rank();
+                (s.0[r - 2], s.0[r - 1]) = (x[0].shape()[2], x[1].shape()[2]);
+                operands[3] = e.expand(mask, &s)?;
+            }
+            ("Attention", vec![float("scale", scale), int("is_causal", c.flag("causal").into())])
+        }
+        other => return Err(Error::internal(format!("composite {other} has no operator"))),
+    };
+    Ok(e.node(op, &operands.iter().collect::<Vec<_>>(), attrs, ty))
+}

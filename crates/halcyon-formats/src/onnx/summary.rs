@@ -1,0 +1,216 @@
+//! What a model file holds, read without building its graph: names, types, weights, operators.
+
+use super::import::node_name;
+use super::model::Model;
+use super::ops;
+use super::proto::{GraphProto, NodeProto, OperatorSetIdProto, TensorProto, ValueInfoProto};
+use super::tensor;
+use halcyon_ir::{DType, Error};
+use std::collections::{BTreeMap, HashMap};
+
+/// The contents of a model file.
+#[derive(Clone, Debug, Default)]
+pub struct Summary {
+    pub ir_version: i64,
+    pub producer: String,
+    pub producer_version: String,
+    pub domain: String,
+    pub model_version: i64,
+    /// Domain and version; the default domain is `ai.onnx`.
+    pub opsets: Vec<(String, i64)>,
+    pub metadata: Vec<(String, String)>,
+    pub graph_name: String,
+    /// Names and types, as text, or why a type is not taken.
+    pub inputs: Vec<(String, String)>,
+    pub outputs: Vec<(String, String)>,
+    pub functions: Vec<String>,
+    pub weights: Vec<Weight>,
+    /// One entry per operator, in the order of first use, subgraphs and functions included.
+    pub operators: Vec<Operator>,
+    /// Nodes of the graph, its subgraphs and functions.
+    pub nodes: usize,
+    /// Operator of each node by the node's name.
+    pub op_of: HashMap<String, (String, String)>,
+}
+
+/// A stored tensor.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Weight {
+    pub name: String,
+    /// Name of the element type; ONNX's where it is none of ours.
+    pub dtype: String,
+    pub dims: Vec<i64>,
+    pub elements: u64,
+    pub bytes: u64,
+    /// Its bytes lie in another file.
+    pub external: bool,
+}
+
+/// An operator of the model.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Operator {
+    /// Empty for the default domain.
+    pub domain: String,
+    pub name: String,
+    pub opset: i64,
+    pub count: usize,
+    /// A function that the model defines.
+    pub function: bool,
+    /// First version of the operator set that the importer takes; `None` if it has no such operator.
+    pub since: Option<i64>,
+    /// Why the importer refuses it, and the nodes.
+    pub refused: Vec<(String, Vec<String>)>,
+}
+
+impl Model {
+    /// What the file holds. Nothing of it need be supported.
+    pub fn summary(&self) -> Summary {
+        let m = &self.proto;
+        let mut s = Summary {
+            ir_version: m.ir_version,
+            producer: m.producer_name.clone(),
+            producer_version: m.producer_version.clone(),
+            domain: m.domain.clone(),
+            model_version: m.model_version,
+            opsets: m.opset_import.iter().map(|o| (shown(&o.domain).into(), o.version)).collect(),
+            metadata: m.metadata_props.iter().map(|p| (p.key.clone(), p.value.clone())).collect(),
+            functions: m.functions.iter().map(|f| f.name.clone()).collect(),
+            ..Summary::default()
+        };
+        let mut at = BTreeMap::new();
+        let functions: Vec<(&str, &str)> = m.functions.iter().map(|f| (&*f.domain, &*f.name)).collect();
+        if let Some(g) = &m.graph {
+            s.graph_name.clone_from(&g.name);
+            let stored: Vec<&str> = g.initializer.iter().map(|t| t.name.as_str()).collect();
+            let port = |v: &ValueInfoProto| {
+                let text = match self.port(v) {
+                    Ok(p) => p.ty.to_string(),
+                    Err(e) => format!("({e})"),
+                };
+                (v.name.clone(), text)
+            };
+            let runtime = |v: &&ValueInfoProto| !stored.contains(&v.name.as_str());
+            s.inputs = g.input.iter().filter(runtime).map(port).collect();
+            s.outputs = g.output.iter().map(port).collect();
+            s.graph(g, &m.opset_import, &functions, &mut at);
+        }
+        for f in &m.functions {
+            s.walk(&f.node, &f.opset_import, &functions, &mut at);
+        }
+        if let Err(Error::UnsupportedOps(all)) = self.check("") {
+            for u in all {
+                let same = |o: &&mut Operator| o.domain == u.domain && o.name == u.op && o.opset == u.opset;
+                if let Some(o) = s.operators.iter_mut().find(same) {
+                    o.refused.push((u.reason, u.nodes));
+                }
+            }
+        }
+        s
+    }
+}
+
+type Found = BTreeMap<(String, String, i64), usize>;
+
+impl Summary {
+    fn graph(
+        &mut self,
+        g: &GraphProto,
+        sets: &[OperatorSetIdProto],
+        functions: &[(&str, &str)],
+        at: &mut Found,
+    ) {
+        self.weights.extend(g.initializer.iter().map(weight));
+        self.weights.extend(g.sparse_initializer.iter().filter_map(|t| t.values.as_ref()).map(weight));
+        self.walk(&g.node, sets, functions, at);
+    }
+
+    /// Recurses once per level of graphs in graphs, which the decoder bounds.
+    fn walk(
+        &mut self,
+        nodes: &[NodeProto],
+        sets: &[OperatorSetIdProto],
+        functions: &[(&str, &str)],
+        at: &mut Found,
+    ) {
+        for (i, n) in nodes.iter().enumerate() {
+            self.nodes += 1;
+            let domain = if n.domain == "ai.onnx" { "" } else { &n.domain };
+            let opset = super::model::opset(sets, &n.domain);
+            let key = (domain.to_string(), n.op_type.clone(), opset);
+            let k = *at.entry(key).or_insert_with(|| {
+                self.operators.push(Operator {
+                    domain: domain.into(),
+                    name: n.op_type.clone(),
+                    opset,
+                    count: 0,
+                    function: functions.contains(&(&*n.domain, &*n.op_type)),
+                    since: ops::find(&n.domain, &n.op_type).map(|r| r.since),
+                    refused: vec![],
+                });
+                self.operators.len() - 1
+            });
+            self.operators[k].count += 1;
+            self.op_of.insert(node_name(n, i), (domain.into(), n.op_type.clone()));
+            for a in &n.attribute {
+                if n.op_type == "Constant" {
+                    self.weights.extend(a.t.iter().map(|t| Weight { name: node_name(n, i), ..weight(t) }));
+                }
+                for g in a.g.as_deref().into_iter().chain(&a.graphs) {
+                    self.graph(g, sets, functions, at);
+                }
+            }
+        }
+    }
+}
+
+/// The default domain's name is often left empty.
+fn shown(domain: &str) -> &str {
+    if domain.is_empty() { "ai.onnx" } else { domain }
+}
+
+fn weight(t: &TensorProto) -> Weight {
+    let elements = t.dims.iter().fold(1u64, |a, &d| a.saturating_mul(u64::try_from(d).unwrap_or(0)));
+    let dtype = DType::from_onnx(t.data_type);
+    let bytes = match dtype {
+        Some(d) => {
+            u64::try_from((u128::from(elements) * u128::from(d.bits())).div_ceil(8)).unwrap_or(u64::MAX)
+        }
+        None => t.string_data.iter().map(|s| s.len() as u64).sum(),
+    };
+    Weight {
+        name: t.name.clone(),
+        dtype: dtype.map_or_else(|| tensor::type_name(t.data_type).into(), |d| d.name().into()),
+        dims: t.dims.clone(),
+        elements,
+        bytes,
+        external: t.data_location == super::proto::EXTERNAL,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use crate::onnx::test_models::*;
+    use halcyon_ir::DType;
+
+    #[test]
+    fn everything_is_counted_and_nothing_need_be_supported() {
+        let mut odd = node("Nothing", &["h"], &["y"]);
+        odd.domain = "our.domain".into();
+        let nodes = vec![
+            node("Gemm", &["x", "w"], &["h0"]).int("unheard", 1),
+            node("Relu", &["h0"], &["h1"]),
+            node("Relu", &["h1"], &["h"]),
+            odd,
+        ];
+        let m = model(17, port("x", DType::F32, &["n", "3"]), nodes, &[("w", t(&[3, 2], &[0f32; 6]))]);
+        let s = open(m).summary();
+        assert_eq!(s.inputs, [("x".to_string(), "f32[n, 3]".to_string())]);
+        let names: Vec<(&str, usize)> = s.operators.iter().map(|o| (&*o.name, o.count)).collect();
+        assert_eq!(names, [("Gemm", 1), ("Relu", 2), ("Nothing", 1)]);
+        assert_eq!((s.weights[0].elements, s.weights[0].bytes, &*s.weights[0].dtype), (6, 24, "f32"));
+        assert_eq!(s.operators[2].since, None);
+        assert!(s.operators[0].refused[0].0.contains("unheard"));
+        assert!(s.operators[2].refused[0].0.contains("no such operator"));
+        assert_eq!(s.op_of["Relu-h1"], (String::new(), "Relu".to_string()));
+    }
+}

@@ -1,0 +1,136 @@
+//! Every case of the op table as an ONNX model: exported, imported again and evaluated by the reference.
+//!
+//! With HALCYON_EXPORTED set, the models are left there with their inputs and the reference's results, in the layout of the ONNX
+//! backend tests, for other engines to run (`xtask/scripts/check_export.py`). HALCYON_ROW picks rows by a part of their name.
+#![cfg(feature = "onnx")]
+
+mod common;
+mod optable;
+
+use common::Rng;
+use halcyon::ir::{Graph, reference};
+use halcyon::{ConstData, DType, Error, Result, Scalar};
+use halcyon_formats::onnx::export::{ExportOptions, export, to_bytes};
+use halcyon_formats::onnx::tensor::{External, write_pb};
+use halcyon_formats::onnx::{Model, ops::LATEST};
+use optable::case::{Case, FEW, Row};
+use optable::check::{Tally, expect};
+use optable::rows;
+use std::path::Path;
+
+/// Operand elements of the cases that are looked at; the larger ones are there for the kernels.
+const LARGEST: usize = 3000;
+
+/// The graph, its inputs (run-time arguments after them) and what it should give.
+fn sample(
+    row: &Row,
+    c: &Case,
+    d: DType,
+    rng: &mut Rng,
+) -> Result<(Graph, Vec<ConstData>, optable::check::Expected)> {
+    let g = c.graph(d)?;
+    let mut inputs = c.inputs(d, rng)?;
+    let args: Vec<Scalar> = c.args.iter().map(|a| Scalar::F(rng.uniform(-9.0, 9.0)).cast(*a)).collect();
+    let want = expect(&g, &inputs, &args, c.tol.unwrap_or(row.tol))?;
+    for (d, v) in c.args.iter().zip(args) {
+        inputs.push(ConstData::splat(*d, &[], v)?);
+    }
+    Ok((g, inputs, want))
+}
+
+fn back(g: &Graph, opset: i64) -> Result<Graph> {
+    let m = export(g, &ExportOptions { opset, ..Default::default() })?;
+    Ok(Model::new(m, External::none(), "exported")?.import(&[])?.graph)
+}
+
+/// Leaves the case in a folder of its own.
+fn keep(dir: &Path, g: &Graph, opset: i64, inputs: &[ConstData], results: &[ConstData]) -> Result<()> {
+    let io = |e: std::io::Error| Error::Io { path: dir.display().to_string(), what: e.to_string() };
+    let data = dir.join("test_data_set_0");
+    std::fs::create_dir_all(&data).map_err(io)?;
+    std::fs::write(dir.join("model.onnx"), to_bytes(g, &ExportOptions { opset, ..Default::default() })?)
+        .map_err(io)?;
+    for (kind, all) in [("input", inputs), ("output", results)] {
+        for (i, c) in all.iter().enumerate() {
+            write_pb(&data.join(format!("{kind}_{i}.pb")), "", c)?;
+        }
+    }
+    Ok(())
+}
+
+fn round_trips(what: &str, opset: i64, types: &dyn Fn(DType) -> bool) {
+    let (mut rng, mut t) = (Rng::fresh(what), Tally::default());
+    let out = std::env::var_os("HALCYON_EXPORTED").map(std::path::PathBuf::from);
+    let part = std::env::var("HALCYON_ROW").unwrap_or_default();
+    for row in rows().iter().filter(|r| r.name.contains(&part)) {
+        for c in &row.cases {
+            if c.ins.iter().map(|i| i.dims.iter().product::<usize>()).sum::<usize>() > LARGEST {
+                continue;
+            }
+            // A product that overflows on its way is not fused.
+            if row.name == "fma" && c.label == "special" {
+                continue;
+            }
+            for d in row.dtypes.iter().copied().filter(|d| c.takes(*d) && d.is_native() && types(*d)) {
+                let at = format!("{} {d} [{}] at {opset}", row.name, c.label);
+                let result = sample(row, c, d, &mut rng).and_then(|(g, inputs, want)| {
+                    if out_of_reach(&g, opset) {
+                        let e = back(&g, opset).err();
+                        assert!(matches!(e, Some(Error::Unsupported { .. })), "{at}: {e:?}");
+                        return Ok(None);
+                    }
+                    if let Some(out) = out.as_ref().filter(|_| settled(row, c, d, opset)) {
+                        let (inputs, args) = inputs.split_at(g.inputs().len());
+                        let args: Vec<Scalar> = args.iter().filter_map(|a| a.get(0)).collect();
+                        let want = reference::eval(&g, inputs, &args)?;
+                        let name = at.replace(|c: char| !c.is_ascii_alphanumeric(), "_");
+                        keep(&out.join(name), &g, opset, inputs, &want)?;
+                    }
+                    let y = reference::eval(&back(&g, opset)?, &inputs, &[])?;
+                    Ok(Some(want.compare(&y[0])))
+                });
+                match result {
+                    Ok(None) => continue,
+                    Ok(Some(Ok(()))) => {}
+                    Ok(Some(Err(e))) => t.failures.push(format!("{at}: {e}")),
+                    Err(e) => t.failures.push(format!("{at}: {e}")),
+                }
+                t.cases += 1;
+            }
+        }
+    }
+    t.finish(what);
+}
+
+/// Whether the operators that write a case define its result, so that another engine must agree: no integer division by zero, no sum past
+/// the range of integers, no cast to one that cannot hold the value, no NaN to order, no two updates of one place.
+fn settled(row: &Row, c: &Case, d: DType, opset: i64) -> bool {
+    let whole =
+        !d.is_float() && ["div", "rem", "mod", "pow", "shl", "shr", "abs", "neg"].contains(&&*row.name);
+    let open = ["special", "ends", "duplicates", "one place", "any"].iter().any(|l| c.label.contains(l));
+    // What onnxruntime loads.
+    opset <= 26 && !whole && !(open && row.name != "const") && c.args.is_empty()
+}
+
+/// Whether the operator set has no words for a graph. Each of these must be refused.
+fn out_of_reach(g: &Graph, opset: i64) -> bool {
+    use halcyon::ir::Op;
+    g.nodes().iter().any(|n| match &n.op {
+        Op::Custom(_) => true,
+        Op::Bitcast => opset < 26 && !(n.ty.dtype.is_int() && g.dtype(n.inputs[0]).is_int()),
+        _ => false,
+    })
+}
+
+#[test]
+fn every_case_survives_the_default_operator_set() {
+    round_trips("export", ExportOptions::default().opset, &|_| true);
+}
+
+#[test]
+fn and_the_newer_ones() {
+    for opset in [24, LATEST] {
+        let few = |d| FEW.contains(&d) || d == DType::Bool;
+        round_trips(&format!("export at operator set {opset}"), opset, &few);
+    }
+}
