@@ -546,6 +546,8 @@ fn unroll(
     let zero = Scalar::F(0.0);
     let mut ys = vec![];
     for t in 0..s.steps {
+        // Many long layers together are bounded as unrolled loops are.
+        b.pace(&[], b.g.nodes().len())?;
         let x = b.narrow(xs, 1, Dim::from(t), Dim::from(1))?;
         let x = b.reshape(&x, [n, s.batch, xs.shape()[3]])?;
         let (mut h, mut cell) = l.step(b, &x, &state)?;
