@@ -367,6 +367,9 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
             c.unsupported(&format!("a sequence of {steps} steps"), "Split it; at most 8192 are unrolled")
         );
     }
+    // Many long layers together are bounded as unrolled loops are.
+    let nodes = b.g.nodes().len();
+    b.pace(&[], nodes)?;
     let (hidden, wide) = (r.shape()[2], r.shape()[2].mul(Dim::from(kind.gates())));
     if c.opt_int("hidden_size")?.is_some_and(|h| hidden.known().is_some_and(|n| i64::try_from(n) != Ok(h))) {
         return Err(c.invalid(format!("hidden_size differs from the recurrence {}", r.ty)));
@@ -546,8 +549,6 @@ fn unroll(
     let zero = Scalar::F(0.0);
     let mut ys = vec![];
     for t in 0..s.steps {
-        // Many long layers together are bounded as unrolled loops are.
-        b.pace(&[], b.g.nodes().len())?;
         let x = b.narrow(xs, 1, Dim::from(t), Dim::from(1))?;
         let x = b.reshape(&x, [n, s.batch, xs.shape()[3]])?;
         let (mut h, mut cell) = l.step(b, &x, &state)?;
