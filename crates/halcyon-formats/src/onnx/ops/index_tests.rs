@@ -185,6 +185,11 @@ fn unique_slices() {
     check(11, u(&["y"], 0).int("axis", -1), &x, &w, &[2, 2], &[5.0, 4.0, 1.0, 9.0]);
     check(11, u(&["y"], 1).int("axis", 0), &x, &w, &[2, 3], &[1.0, 9.0, 1.0, 5.0, 4.0, 5.0]);
     check(11, u(&["y"], 1), &x, &[t::<u8>(&[0], &[])], &[0], &[]);
+    // Slices without elements are all the same one.
+    let none = |n| t::<u8>(&[n, 0], &[]);
+    check(11, u(&["v", "i", "n", "y"], 1).int("axis", 0), &x, &[none(3)], &[1], &[3.0]);
+    let e = refused(11, u(&["y"], 1).int("axis", 0), &["1"], &[none(1 << 40)]);
+    assert!(matches!(e, Error::Unsupported { .. }));
     // Past the integers of f64.
     let w = [t(&[3], &[i64::MAX, i64::MAX - 1, i64::MAX])];
     check(11, u(&["v", "y"], 1), &x, &w, &[2], &[1.0, 0.0]);

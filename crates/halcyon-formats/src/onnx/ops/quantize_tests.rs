@@ -82,6 +82,19 @@ fn zero_points_pad_and_go_by_line() {
 }
 
 #[test]
+fn sizes_without_elements_cost_nothing() {
+    let far = 1 << 40;
+    let x = t::<u8>(&[2, 0], &[]);
+    let n = node("MatMulInteger", &["x", "w0"], &["y"]);
+    let w = t::<i8>(&[0, far], &[]);
+    // Nothing is allocated for the columns; whether the result is addressable is not asked here.
+    let m = model(10, port("x", DType::U8, &["2", "0"]), vec![n], &[("w0", w)]);
+    assert!(import(m).is_ok_and(|i| i.graph.nodes().len() < 20));
+    let n = node("MatMulInteger", &["x", "w0"], &["y"]);
+    check(10, n, &x, &[t::<i8>(&[0, 3], &[])], &[2, 3], &[0.0; 6]);
+}
+
+#[test]
 fn requantised_results() {
     let x = t(&[1, 2], &[3u8, 5]);
     // (1 * 2 + 3 * 4) * 0.25 * 1 / 1 = 3.5, and half to even.

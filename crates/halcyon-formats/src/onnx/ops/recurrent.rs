@@ -72,16 +72,13 @@ enum Act {
 }
 
 impl Act {
-    /// Takes the parameters it has from the front of `alpha` and `beta`, its operator's defaults where they have ended. `None`
-    /// for a name that is not known, and for `ScaledTanh` without parameters, which has no defaults.
+    /// Takes the parameters it has from the front of `alpha` and `beta`, its operator's defaults where they have ended. NaN
+    /// stands for those of `ScaledTanh`, which has none. `None` for a name that is not known.
     fn parse(
         name: &str,
         alpha: &mut impl Iterator<Item = f32>,
         beta: &mut impl Iterator<Item = f32>,
     ) -> Option<Act> {
-        if name.eq_ignore_ascii_case("scaledtanh") {
-            return Some(Act::ScaledTanh(alpha.next()?, beta.next()?));
-        }
         let mut a = |d: f32| alpha.next().unwrap_or(d);
         let mut b = |d: f32| beta.next().unwrap_or(d);
         Some(match name.to_ascii_lowercase().as_str() {
@@ -90,6 +87,7 @@ impl Act {
             "hardsigmoid" => Act::HardSigmoid(a(0.2), b(0.5)),
             "leakyrelu" => Act::LeakyRelu(a(0.01)),
             "relu" => Act::Relu,
+            "scaledtanh" => Act::ScaledTanh(a(f32::NAN), b(f32::NAN)),
             "sigmoid" => Act::Sigmoid,
             "softplus" => Act::Softplus,
             "softsign" => Act::Softsign,
@@ -302,9 +300,12 @@ fn activations(c: &Call<'_>, kind: Kind, dirs: usize) -> Result<Vec<Vec<Act>>> {
         .iter()
         .map(|n| {
             Act::parse(n, &mut alpha, &mut beta)
-                .ok_or_else(|| c.invalid(format!("activation '{n}' is not known, or lacks its parameters")))
+                .ok_or_else(|| c.invalid(format!("activation '{n}' is not known")))
         })
         .collect::<Result<Vec<Act>>>()?;
+    if all.iter().any(|a| matches!(a, Act::ScaledTanh(a, b) if a.is_nan() || b.is_nan())) {
+        return Err(c.unsupported("ScaledTanh without its factors", "Give activation_alpha and activation_beta"));
+    }
     Ok(all.chunks(each.len()).map(<[Act]>::to_vec).collect())
 }
 
@@ -366,6 +367,9 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
             c.unsupported(&format!("a sequence of {steps} steps"), "Split it; at most 8192 are unrolled")
         );
     }
+    // Many long layers together are bounded as unrolled loops are.
+    let nodes = b.g.nodes().len();
+    b.pace(&[], nodes)?;
     let (hidden, wide) = (r.shape()[2], r.shape()[2].mul(Dim::from(kind.gates())));
     if c.opt_int("hidden_size")?.is_some_and(|h| hidden.known().is_some_and(|n| i64::try_from(n) != Ok(h))) {
         return Err(c.invalid(format!("hidden_size differs from the recurrence {}", r.ty)));
