@@ -22,6 +22,8 @@ import numpy as np
 import onnx
 from onnx import numpy_helper
 
+# Nothing fixes what these draw: only type and shape of the results are compared.
+RANDOM = {"Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"}
 KINDS = ["node", "simple", "pytorch-operator", "pytorch-converted"]
 
 
@@ -54,6 +56,10 @@ def value(path, info):
     return numpy_helper.to_array(onnx.TensorProto.FromString(data))
 
 
+def draws(nodes):
+    return any(n.op_type in RANDOM or any(draws(a.g.node) for a in n.attribute if a.HasField("g")) for n in nodes)
+
+
 def difference(got, want, tolerance):
     """Why two values differ, or None."""
     if want is None or got is None:
@@ -69,14 +75,17 @@ def difference(got, want, tolerance):
     got, want = np.asarray(got), np.asarray(want)
     if got.shape != want.shape or (got.dtype != want.dtype and not (got.dtype.kind in "OUS" and want.dtype.kind in "OUS")):
         return f"{got.dtype}{got.shape}, expected {want.dtype}{want.shape}"
+    if tolerance is None:
+        return None
     if want.dtype.kind in "OUS":
         return None if (got.astype(str) == want.astype(str)).all() else "other strings"
     if want.dtype.kind in "biu":
         return None if np.array_equal(got, want) else "other integers"
-    # Kind V holds the small floats.
+    # Kind V holds the small floats. Two units in the last place of bfloat16 are ONNX's own rule (backend/test/runner).
+    rtol = max(tolerance["rtol"], 2**-6) if want.dtype.name == "bfloat16" else tolerance["rtol"]
     g, w = got.astype(np.float64), want.astype(np.float64)
     with np.errstate(all="ignore"):
-        same = np.allclose(g, w, rtol=tolerance["rtol"], atol=tolerance["atol"], equal_nan=True)
+        same = np.allclose(g, w, rtol=rtol, atol=tolerance["atol"], equal_nan=True)
         return None if same else f"largest difference {np.nanmax(np.abs(g - w))}"
 
 
@@ -85,6 +94,8 @@ def judge(case, saved):
     if (case / "tolerance.json").is_file():
         tolerance = json.loads((case / "tolerance.json").read_text())
     model = onnx.load(str(case / "model.onnx"), load_external_data=False)
+    if draws(model.graph.node) or any(draws(f.node) for f in model.functions):
+        tolerance = None
     for data in sorted(case.glob("test_data_set_*")):
         for i, info in enumerate(model.graph.output):
             expected = data / f"output_{i}.pb"

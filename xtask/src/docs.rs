@@ -31,7 +31,8 @@ pub fn main(args: &[&str]) -> Result<bool, Failure> {
     let reports = reports.iter().map(read).collect::<Result<Vec<_>, _>>()?;
     let path = crate::root().join("docs/onnx.md");
     let text = std::fs::read_to_string(&path).map_err(|e| format!("{}: {e}", path.display()))?;
-    let page = with(&text, "suite", &suite(&reports)?).ok_or("docs/onnx.md lacks the marks of the suite's part".to_string())?;
+    let page = with(&text, "suite", &suite(&reports)?)
+        .ok_or("docs/onnx.md lacks the marks of the suite's part".to_string())?;
     std::fs::write(&path, page).map_err(|e| format!("{}: {e}", path.display()))?;
     Ok(true)
 }
@@ -127,7 +128,10 @@ mod tests {
         let text = suite(&[report("cpu", "unsupported"), report("opencl", "passed")]).unwrap();
         assert!(text.contains("| node | cpu | 3 | 1 (33.3 %) | 0 | 2 | 0 |"), "{text}");
         assert!(text.contains("| node | opencl | 3 | 2 (66.7 %) | 0 | 1 | 0 |"), "{text}");
-        assert!(text.contains("- **cpu**: Op (ai.onnx, opset 3) in n: no such operator: `node/test_b`"), "{text}");
+        assert!(
+            text.contains("- **cpu**: Op (ai.onnx, opset 3) in n: no such operator: `node/test_b`"),
+            "{text}"
+        );
         assert!(text.contains("- **cpu, opencl**: this: `node/test_c`"), "{text}");
         assert!(suite(&[json!({})]).is_err());
     }

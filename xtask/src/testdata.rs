@@ -22,6 +22,7 @@ const GENERATORS: &[Generator] = &[
     Generator { script: "altered_conformance.py", inputs: &[], output: "" },
     Generator { script: "gen_suite.py", inputs: &[], output: "suite" },
     Generator { script: "gen_models.py", inputs: &[], output: "models" },
+    Generator { script: "gen_ml_cases.py", inputs: &[], output: "ml" },
 ];
 
 pub fn dir() -> PathBuf {

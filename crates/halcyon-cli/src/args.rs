@@ -244,7 +244,8 @@ pub struct OnnxArgs {
 const CONFORMANCE: &str = "\
 A case is a folder of model.onnx, test_data_set_*/input_N.pb and output_N.pb, and optionally tolerance.json with \"rtol\" and
 \"atol\" (1e-3 and 1e-7 without). Element types and shapes must be the expected ones, integers and booleans equal, floats within
-atol + rtol * |expected|; NaN equals NaN. Exit code 0 if no case is wrong and none fails.
+atol + rtol * |expected|, with an rtol of at least 1/64 for bf16; NaN equals NaN. Of models that draw
+random numbers only types and shapes are compared. Exit code 0 if no case is wrong and none fails.
 
 Examples:
   halcyon conformance onnx target/testdata/conformance

@@ -6,6 +6,7 @@ mod cmd;
 mod image;
 mod report;
 mod source;
+mod words;
 
 use args::{Cli, Command};
 use clap::Parser;

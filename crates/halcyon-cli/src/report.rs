@@ -4,12 +4,42 @@ use halcyon::{BackendType, ConstData, Error, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 use std::any::Any;
+use std::borrow::Cow;
 use std::fmt::Write as _;
 use std::io::{ErrorKind, IsTerminal, Write};
 use std::time::{Duration, Instant};
 
+/// Longest line that is printed. Names in a model may be of any length.
+const LINE: usize = 4096;
+
+/// Text for a terminal: names in a model may hold control characters, which a terminal would obey.
+fn plain(text: &str) -> Cow<'_, str> {
+    let odd = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
+    if !text.contains(odd) {
+        return Cow::Borrowed(text);
+    }
+    let mut out = String::with_capacity(text.len() + 16);
+    for c in text.chars() {
+        if odd(c) { out.extend(c.escape_default()) } else { out.push(c) }
+    }
+    Cow::Owned(out)
+}
+
+/// The text with the rest of overlong lines left out.
+fn short(text: &str) -> Cow<'_, str> {
+    if text.lines().all(|l| l.len() <= LINE) {
+        return Cow::Borrowed(text);
+    }
+    let cut = |l: &str| match l.char_indices().nth(LINE / 4) {
+        Some((at, _)) if l.len() > LINE => format!("{}… ({} more bytes)", &l[..at], l.len() - at),
+        _ => l.to_string(),
+    };
+    Cow::Owned(text.lines().map(cut).collect::<Vec<_>>().join("\n"))
+}
+
 /// Writes a command's result. A reader that has gone away is no error.
 pub fn print(text: &str) -> Result<()> {
+    let text = plain(text);
     let mut out = std::io::stdout().lock();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(e) if e.kind() != ErrorKind::BrokenPipe => {
@@ -28,7 +58,7 @@ pub fn print_json(v: &Value) -> Result<()> {
 /// A line for the user that is no part of the result.
 pub fn note(text: &str) {
     // Nothing is left to tell the user when stderr is closed.
-    let _ = writeln!(std::io::stderr(), "{text}");
+    let _ = writeln!(std::io::stderr(), "{}", plain(text));
 }
 
 /// What an error says, without a place where it has none.
@@ -45,6 +75,7 @@ pub fn reason(b: BackendType, why: &str) -> String {
 
 pub fn print_error(e: &Error, json: bool) {
     let message = message(e);
+    let message = short(&message);
     if json {
         let (kind, facts) = facts(e);
         print_error_json(kind, &message, facts, e.exit_code());

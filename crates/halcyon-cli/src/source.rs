@@ -1,7 +1,7 @@
 //! Inputs of a model, from what `--input` names.
 
 use crate::args::InputArgs;
-use crate::{image, report};
+use crate::{image, report, words};
 use halcyon::{ConstData, DType, Dim, Error, Result, Shape};
 use halcyon_formats::npz::Npz;
 use halcyon_formats::onnx::{Datum, Port, PortType, tensor};
@@ -234,6 +234,9 @@ fn kind(path: &Path) -> Result<(impl AsRef<[u8]> + use<>, Option<Kind>)> {
 fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
     let (bytes, kind) = kind(path)?;
     let source = path.display().to_string();
+    if let Some(data) = words::read(p, path, bytes.as_ref(), kind)? {
+        return Ok(Input { name: p.name.clone(), source, data });
+    }
     let value = match kind {
         Some(Kind::Npy) => npy::read(path)?,
         Some(Kind::OnnxTensor) if matches!(p.ty, PortType::Tensor { .. }) => tensor::read_pb(path)?.1,
@@ -327,6 +330,9 @@ fn missing_error(missing: &[&Port]) -> Error {
                 None => "1x8".into(),
             };
             let (name, ty) = (&p.name, &p.ty);
+            if let PortType::Text { .. } | PortType::Map(_) = ty {
+                return format!("  {name} {ty}    --input {name}=FILE.json");
+            }
             format!("  {name} {ty}    --input {name}=FILE.npy or --input {name}=random:{dims}")
         })
         .collect();

@@ -169,6 +169,11 @@ fn the_light_models_with_random_weights_follow_onnxruntime() {
 }
 
 #[test]
+fn the_ml_domain_and_strings_follow_onnxruntime() {
+    all_pass("the_ml_domain_and_strings_follow_onnxruntime", "ml", 380);
+}
+
+#[test]
 fn graphs_of_real_shapes_follow_onnxruntime() {
     all_pass("graphs_of_real_shapes_follow_onnxruntime", "models/shapes", 10);
 }

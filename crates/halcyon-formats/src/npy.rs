@@ -3,7 +3,7 @@
 //! Read: bool, integers and floats of [`DType`], C and Fortran order, both byte orders; the result is row-major and
 //! little endian, and is a slice of the file where that needs no conversion. Written: version 1, C order, little endian.
 //! NumPy has no bf16, no floats of 8 bits and fewer and no integers under 8 bits, so writing one is a typed error; cast to
-//! [`stand_in`] first, which is exact.
+//! [`stand_in`] first, which is exact. Strings have a reader of their own, [`parse_text`].
 
 use crate::{ConstData, bad};
 use bytes::Bytes;
@@ -23,6 +23,70 @@ pub fn read(path: &Path) -> Result<ConstData> {
 /// # Errors
 /// [`Error::Format`] for anything malformed, [`Error::Unsupported`] for element types without a row in [`DType`].
 pub fn parse(data: Bytes, file: &str) -> Result<ConstData> {
+    let (h, body) = parts(&data, file)?;
+    let (dtype, big) = element_type(&h.descr)?;
+
+    let want = crate::data::byte_len(dtype, &h.shape)
+        .ok_or_else(|| bad(file, format!("shape {:?} is too large to address", h.shape)))?;
+    if body.len() != want {
+        let n = body.len();
+        return Err(bad(file, format!("{dtype}{:?} takes {want} bytes, the file holds {n}", h.shape)));
+    }
+    let body = if big && dtype.size() > 1 { swap(&body, dtype.size()) } else { body };
+    let body =
+        if h.fortran && h.shape.len() > 1 { from_fortran(&body, dtype.size(), &h.shape) } else { body };
+    crate::data::from_bytes(dtype, &h.shape, body)
+}
+
+/// Strings that take no bytes in a file: more of them are refused.
+const EMPTY: usize = 1 << 16;
+
+/// Reads an `.npy` image of strings (`U` or `S`): its sizes, and the strings in row-major order without the NULs at their ends.
+///
+/// # Errors
+/// [`Error::Format`] for anything malformed, [`Error::Unsupported`] for other element types.
+pub fn parse_text(data: Bytes, file: &str) -> Result<(Vec<usize>, Vec<String>)> {
+    let (h, body) = parts(&data, file)?;
+    let other =
+        || Error::unsupported(format!(".npy element type '{}' as strings", h.descr), "Save the array as str");
+    let (big, wide, n) = match h.descr.as_bytes() {
+        [b'<' | b'=' | b'|', b'U', ..] => (false, true, &h.descr[2..]),
+        [b'>', b'U', ..] => (true, true, &h.descr[2..]),
+        [b'<' | b'>' | b'=' | b'|', b'S', ..] => (false, false, &h.descr[2..]),
+        _ => return Err(other()),
+    };
+    let n: usize = n.parse().map_err(|_| other())?;
+    let size = if wide { n.checked_mul(4) } else { Some(n) };
+    let count = h.shape.iter().try_fold(1usize, |n, d| n.checked_mul(*d));
+    let (size, count) = size.zip(count).ok_or_else(|| bad(file, "its sizes are too large to address"))?;
+    if count.checked_mul(size) != Some(body.len()) {
+        return Err(bad(
+            file,
+            format!("{count} strings of {size} bytes do not take the {} bytes it holds", body.len()),
+        ));
+    }
+    if size == 0 {
+        let few = count <= EMPTY;
+        return if few { Ok((h.shape, vec![String::new(); count])) } else { Err(other()) };
+    }
+    let body = if h.fortran && h.shape.len() > 1 { from_fortran(&body, size, &h.shape) } else { body };
+    let word = |b: &[u8]| -> Option<String> {
+        if !wide {
+            let end = b.iter().rposition(|b| *b != 0).map_or(0, |i| i + 1);
+            return std::str::from_utf8(&b[..end]).ok().map(str::to_string);
+        }
+        let code = |c: &[u8; 4]| if big { u32::from_be_bytes(*c) } else { u32::from_le_bytes(*c) };
+        let codes: Vec<u32> = b.as_chunks::<4>().0.iter().map(code).collect();
+        let end = codes.iter().rposition(|c| *c != 0).map_or(0, |i| i + 1);
+        codes[..end].iter().map(|c| char::from_u32(*c)).collect()
+    };
+    let words =
+        body.chunks_exact(size).map(|b| word(b).ok_or_else(|| bad(file, "a string is not valid text")));
+    Ok((h.shape, words.collect::<Result<_>>()?))
+}
+
+/// The header, and the bytes after it.
+fn parts(data: &Bytes, file: &str) -> Result<(Header, Bytes)> {
     let short = || bad(file, "the .npy header is cut short");
     if !data.starts_with(MAGIC) {
         return Err(bad(file, "not an .npy file: the magic bytes are missing"));
@@ -37,19 +101,7 @@ pub fn parse(data: Bytes, file: &str) -> Result<ConstData> {
     let text = data.get(start..end).ok_or_else(short)?;
     let text = std::str::from_utf8(text).map_err(|_| bad(file, "the .npy header is not text"))?;
     let h = Header::parse(text).map_err(|what| bad(file, format!(".npy header: {what}")))?;
-    let (dtype, big) = element_type(&h.descr)?;
-
-    let want = crate::data::byte_len(dtype, &h.shape)
-        .ok_or_else(|| bad(file, format!("shape {:?} is too large to address", h.shape)))?;
-    let body = data.slice(end..);
-    if body.len() != want {
-        let n = body.len();
-        return Err(bad(file, format!("{dtype}{:?} takes {want} bytes, the file holds {n}", h.shape)));
-    }
-    let body = if big && dtype.size() > 1 { swap(&body, dtype.size()) } else { body };
-    let body =
-        if h.fortran && h.shape.len() > 1 { from_fortran(&body, dtype.size(), &h.shape) } else { body };
-    crate::data::from_bytes(dtype, &h.shape, body)
+    Ok((h, data.slice(end..)))
 }
 
 /// The type whose `.npy` holds every value of `d`: itself, or where NumPy lacks it f32 for floats, i8 and u8 for integers.
@@ -256,6 +308,44 @@ impl Header {
 mod tests {
     use super::*;
     use halcyon_ir::Dims;
+
+    #[test]
+    fn strings_of_both_kinds_and_orders() {
+        let wide = |big: bool, words: &[&str], n: usize| -> Vec<u8> {
+            let code = |c: u32| if big { c.to_be_bytes() } else { c.to_le_bytes() };
+            let pad = |w: &&str| {
+                let mut v: Vec<u32> = w.chars().map(u32::from).collect();
+                v.resize(n, 0);
+                v
+            };
+            words.iter().flat_map(pad).flat_map(code).collect()
+        };
+        let words = ["a", "", "éß", "x"];
+        let head =
+            |d: &str, f: &str| format!("{{'descr': '{d}', 'fortran_order': {f}, 'shape': (2, 2), }}\n");
+        let read = |h: String, b: &[u8]| parse_text(file(1, &h, b), "f");
+        for (d, big) in [("<U2", false), (">U2", true)] {
+            let (dims, got) = read(head(d, "False"), &wide(big, &words, 2)).unwrap();
+            assert_eq!((dims, got), (vec![2, 2], words.map(String::from).to_vec()));
+        }
+        let (_, got) = read(head("<U2", "True"), &wide(false, &words, 2)).unwrap();
+        assert_eq!(got, ["a", "éß", "", "x"]);
+        let (_, got) = read(head("|S2", "False"), b"ab\0\0c\0\xc3\xa9").unwrap();
+        assert_eq!(got, ["ab", "", "c", "é"]);
+        for (h, b) in [
+            ("<U2", &[0u8; 31][..]),
+            ("|S1", b"abc\xff"),
+            ("<U1", &[0, 0, 0x11, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0]),
+        ] {
+            assert!(matches!(read(head(h, "False"), b), Err(Error::Format { .. })), "{h}");
+        }
+        assert!(matches!(read(head("<f4", "False"), &[0; 16]), Err(Error::Unsupported { .. })));
+        let many = "{'descr': '<U0', 'fortran_order': False, 'shape': (99999999999,), }\n";
+        assert!(read(many.into(), b"").is_err());
+        assert!(
+            read(many.replace("99999999999", "4294967296, 4294967296").replace("U0", "U9"), b"").is_err()
+        );
+    }
 
     fn file(version: u8, head: &str, body: &[u8]) -> Bytes {
         let mut v = MAGIC.to_vec();

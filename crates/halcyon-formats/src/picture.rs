@@ -85,3 +85,91 @@ fn jpeg_2000(data: &[u8], limit: usize) -> Result<Picture, Failure> {
     let pixels = pixels.chunks_exact(all).flat_map(|p| p[..keep].iter().copied()).collect();
     Ok(Picture { width, height, channels: keep, pixels })
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// FNV-1a.
+    fn hash(b: &[u8]) -> u64 {
+        b.iter().fold(0xcbf2_9ce4_8422_2325, |h, &v| (h ^ u64::from(v)).wrapping_mul(0x100_0000_01b3))
+    }
+
+    macro_rules! image {
+        ($name:literal, $w:literal, $h:literal, $c:literal, $hash:literal) => {
+            ($name, include_bytes!(concat!("../tests/images/", $name, ".jpg")), [$w, $h, $c], $hash)
+        };
+    }
+
+    /// Written by Pillow; the hashes are those of the pixels that libjpeg-turbo 3 decodes.
+    const IMAGES: &[(&str, &[u8], [usize; 3], u64)] = &[
+        image!("420", 19, 13, 3, 0x583dfa9d387cc9fd),
+        image!("422", 21, 10, 3, 0x57ee7d7bddee2555),
+        image!("440", 16, 16, 3, 0x384daef73a1419ab),
+        image!("444", 9, 17, 3, 0x34afa09cae473fd9),
+        image!("grey", 17, 11, 1, 0x35c4e4889aeb15ab),
+        image!("low", 26, 26, 3, 0x3675329a6858b7c5),
+        image!("narrow", 3, 5, 3, 0x9341f5ec989fc1d),
+        image!("progressive", 35, 27, 3, 0x2c1d61f971e5114f),
+        image!("restart", 40, 25, 3, 0x59f9a50cc336e6b6),
+    ];
+
+    #[test]
+    fn jpeg_is_exact() {
+        for (name, data, size, want) in IMAGES {
+            let p = decode(data).unwrap();
+            assert_eq!([p.width, p.height, p.channels], *size, "{name}");
+            assert_eq!(hash(&p.pixels), *want, "{name}");
+        }
+    }
+
+    #[test]
+    fn damaged_jpegs_are_errors_or_pictures() {
+        for (name, data, ..) in IMAGES {
+            for n in 0..data.len() - 2 {
+                assert!(decode(&data[..n]).is_err() || n + 2 >= data.len() - 2, "{name} cut to {n}");
+            }
+            for i in 0..data.len() {
+                for v in [0, 0x7f, 0xff, data[i] ^ 1, data[i] ^ 0x80] {
+                    let mut d = data.to_vec();
+                    d[i] = v;
+                    if let Ok(p) = decode(&d) {
+                        assert_eq!(p.pixels.len(), p.width * p.height * p.channels, "{name}: {v} at {i}");
+                    }
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn sizes_that_the_file_cannot_mean() {
+        let mut d = IMAGES[0].1.to_vec();
+        let at = d.windows(2).position(|w| w == [0xff, 0xc0]).unwrap();
+        d[at + 5..at + 9].fill(0xff);
+        assert!(matches!(decode(&d), Err(Failure::Corrupt(w)) if w.contains("larger than its data")));
+        // Tens of gigabytes asked for by a header.
+        assert!(matches!(
+            decode(b"P6 99999 99999 255\nx"),
+            Err(Failure::Unsupported(_) | Failure::Corrupt(_))
+        ));
+        let mut bmp = b"BM".to_vec();
+        bmp.extend([0; 12]);
+        bmp.extend(40u32.to_le_bytes());
+        bmp.extend(65_535i32.to_le_bytes());
+        bmp.extend(65_535i32.to_le_bytes());
+        bmp.extend([1, 0, 24, 0]);
+        bmp.extend([0; 24]);
+        assert!(decode(&bmp).is_err());
+    }
+
+    #[test]
+    fn other_formats() {
+        let p = decode(b"P6 2 1 255\nabcdef").unwrap();
+        assert_eq!((p.width, p.height, p.channels, &p.pixels[..]), (2, 1, 3, &b"abcdef"[..]));
+        let p = decode(b"P5 2 1 255\nab").unwrap();
+        assert_eq!((p.channels, &p.pixels[..]), (1, &b"ab"[..]));
+        assert!(matches!(decode(b"P5 2 2 255\nab"), Err(Failure::Corrupt(_))));
+        assert!(matches!(decode(b""), Err(Failure::Corrupt(_))));
+        assert!(matches!(decode(b"\x00\x00\x00\x0cjP  \r\n\x87\nxx"), Err(Failure::Corrupt(_))));
+    }
+}

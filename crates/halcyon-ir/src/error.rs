@@ -59,10 +59,17 @@ pub struct UnsupportedOp {
     pub reason: String,
 }
 
+/// Nodes that the text of an error names. The value has all.
+const NAMED: usize = 8;
+
 impl fmt::Display for UnsupportedOp {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let domain = if self.domain.is_empty() { "ai.onnx" } else { &self.domain };
-        write!(f, "{} ({domain}, opset {}) in {}", self.op, self.opset, self.nodes.join(", "))?;
+        let named = &self.nodes[..self.nodes.len().min(NAMED)];
+        write!(f, "{} ({domain}, opset {}) in {}", self.op, self.opset, named.join(", "))?;
+        if self.nodes.len() > NAMED {
+            write!(f, " and {} more", self.nodes.len() - NAMED)?;
+        }
         if !self.backend.is_empty() {
             write!(f, " on {}", self.backend)?;
         }

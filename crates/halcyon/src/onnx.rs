@@ -6,7 +6,7 @@
 //! computed where.
 
 use crate::backend::Backend;
-use crate::executable::Executable;
+use crate::executable::{Executable, host_bytes};
 use crate::lru::Lru;
 use crate::session::Session;
 use halcyon_formats::onnx::{Datum, Engine, Handle, Imported, Model, Outcome, Placement};
@@ -205,7 +205,7 @@ impl Engine for DeviceEngine {
 
     fn read(&mut self, tensor: &Handle) -> Result<ConstData> {
         let t = device(tensor)?;
-        let mut bytes = vec![0u8; t.dtype.bytes(t.dims.iter().product())];
+        let mut bytes = host_bytes(t.dtype.bytes(t.dims.iter().product()), "a value of the model")?;
         self.backend.device().read(&t.buffer, 0, &mut bytes)?;
         self.backend.check_faults()?;
         ConstData::new(t.dtype, &t.dims, Arc::new(bytes))

@@ -243,6 +243,31 @@ fn results_do_not_depend_on_the_thread_count() {
 }
 
 #[test]
+fn fusion_rounds_half_types_as_single_ops_do() {
+    let mut rng = Rng::fresh("halves");
+    let v = rng.f32s(600);
+    for dtype in [DType::F16, DType::BF16] {
+        let [each, fused] = [Level::O0, Level::O1].map(|level| {
+            let of = |b: &Backend| {
+                let a = Tensor::from_slice(b, [6, 100], &v).unwrap().cast(dtype);
+                let y = ((&a * &a + 0.3) / 7.0 - &a) * (&a + 1.7);
+                let sums = (&y * &a).sum(&[1], false);
+                let soft = (&a * 5.0).softmax(1);
+                let all = Tensor::concat(&[&y.reshape([600]), &sums, &soft.reshape([600])], 0);
+                all.cast(DType::F32).to_vec::<f32>().unwrap()
+            };
+            devices("halves", level).iter().map(of).collect::<Vec<_>>()
+        });
+        for (each, fused) in each.iter().zip(&fused) {
+            assert_eq!(each[..600], fused[..600], "{dtype}");
+            // Sums may be taken in another order, and tip the rounding of what follows.
+            let differ = each.iter().zip(fused).filter(|(a, b)| a != b).count();
+            assert!(differ <= 103, "{differ} values of {dtype}");
+        }
+    }
+}
+
+#[test]
 fn symbolic_dimensions_bind_per_run_and_graphs_serialise() {
     for b in devices("symbols", Level::O1) {
         let t = Tensor::placeholder(&b, DType::F32, [halcyon::Dim::sym("n"), 3.into()]);

@@ -6,7 +6,7 @@ use crate::report::{self, Progress, ms, number, size, spread, summary, table, ti
 use halcyon::ir::plan::{Plan, Receipt};
 use halcyon::onnx::Run;
 use halcyon::{ConstData, Error, Level, Result, Session};
-use halcyon_formats::onnx::{Datum, Text};
+use halcyon_formats::onnx::{Datum, Keys, Text};
 use halcyon_formats::{data, npy};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -124,6 +124,7 @@ impl Done<'_> {
                     )
                 }
                 Leaf::Text(t) => writeln!(out, "output   {name} string{:?}  {}", t.dims, texts(t)),
+                Leaf::Keys(k) => writeln!(out, "output   {name} {}", key_list(k)),
                 Leaf::None => writeln!(out, "output   {name} is empty"),
             };
         }
@@ -212,6 +213,9 @@ impl Done<'_> {
                     Leaf::Text(t) => {
                         json!({ "name": name, "dtype": "string", "shape": t.dims, "values": t.vals })
                     }
+                    Leaf::Keys(k) => {
+                        json!({ "name": name, "dtype": key_type(k), "shape": [key_json(k).len()], "values": key_json(k) })
+                    }
                     Leaf::None => json!({ "name": name, "dtype": null }),
                 };
                 if let Some(f) = self.files.get(i) {
@@ -276,6 +280,8 @@ pub fn receipts_text(receipts: &[Receipt]) -> String {
 enum Leaf<'a> {
     Tensor(&'a ConstData),
     Text(&'a Text),
+    /// The keys of a map.
+    Keys(&'a Keys),
     /// An optional without a value.
     None,
 }
@@ -290,8 +296,36 @@ fn leaves<'a>(name: &str, d: &'a Datum) -> Vec<(String, Leaf<'a>)> {
         }
         Datum::Optional(None) => vec![(name.into(), Leaf::None)],
         Datum::Optional(Some(d)) => leaves(name, d),
-        Datum::Map(_, d) => leaves(&format!("{name}.values"), d),
+        Datum::Map(keys, d) => {
+            let mut all = vec![(format!("{name}.keys"), Leaf::Keys(keys))];
+            all.extend(leaves(&format!("{name}.values"), d));
+            all
+        }
     }
+}
+
+fn key_type(k: &Keys) -> &'static str {
+    if matches!(k, Keys::Ints(_)) { "i64" } else { "string" }
+}
+
+fn key_json(k: &Keys) -> Vec<Value> {
+    match k {
+        Keys::Ints(k) => k.iter().map(|k| json!(k)).collect(),
+        Keys::Texts(k) => k.iter().map(|k| json!(k)).collect(),
+    }
+}
+
+/// The first keys of a map.
+fn key_list(k: &Keys) -> String {
+    let all = key_json(k);
+    let first: Vec<String> = all.iter().take(ROWS).map(Value::to_string).collect();
+    format!(
+        "{}[{}]  {}{}",
+        key_type(k),
+        all.len(),
+        first.join(", "),
+        if all.len() > ROWS { ", …" } else { "" }
+    )
 }
 
 /// The first strings of a tensor.
@@ -333,6 +367,10 @@ fn save(dir: &Path, outputs: &[(String, Leaf<'_>)]) -> Result<Vec<PathBuf>> {
             }
             Leaf::Text(t) => {
                 std::fs::write(&path, json!({ "shape": t.dims, "values": t.vals }).to_string()).map_err(io)?
+            }
+            Leaf::Keys(k) => {
+                let v = json!({ "shape": [key_json(k).len()], "values": key_json(k) });
+                std::fs::write(&path, v.to_string()).map_err(io)?
             }
             Leaf::None => std::fs::write(&path, "null").map_err(io)?,
         }

@@ -129,11 +129,19 @@ pub struct Builder {
     /// The model asks for gradients: floats are computed in the graph even where they are known, or it would not show how they
     /// depend on each other.
     pub(super) differentiates: bool,
+    /// Elements of folded values that are not tiny.
+    folded: usize,
     /// Takes part in the seed of every random operator without one of its own. 0 if nothing sets it.
     pub base_seed: u64,
     /// How often a seed was made for a node of this name.
     pub(super) draws: HashMap<String, u64>,
 }
+
+/// Elements of a folded value that are not counted.
+const TINY: usize = 64;
+/// Elements that are folded in all. Beyond it, what is not tiny is left to the graph: a short model must not fill the memory with
+/// values that nobody needs.
+const FOLDED: usize = 4 << 20;
 
 /// One axis of a slice, resolved.
 #[derive(Clone, Copy, Debug)]
@@ -212,12 +220,12 @@ impl Builder {
     }
 
     /// The elements of a value that takes part in arithmetic at import.
-    fn foldable<'v>(&self, v: &'v Value) -> Option<&'v Host> {
+    fn host_of<'v>(&self, v: &'v Value) -> Option<&'v Host> {
         if self.differentiates && v.dtype().is_float() { None } else { v.host() }
     }
 
     fn folds(&self, x: &[&Value]) -> bool {
-        x.iter().all(|v| self.foldable(v).is_some())
+        x.iter().all(|v| self.host_of(v).is_some())
     }
 
     /// A scalar of the type of `like`.
@@ -225,14 +233,32 @@ impl Builder {
         Host::scalar(like.dtype(), v).into()
     }
 
+    /// Whether `n` more elements may be folded.
+    fn room(&self, n: usize) -> bool {
+        n <= TINY || n <= FOLDED.saturating_sub(self.folded)
+    }
+
+    /// A folded value.
+    fn fold(&mut self, h: Host) -> Value {
+        if h.vals.len() > TINY {
+            self.folded = self.folded.saturating_add(h.vals.len());
+        }
+        h.into()
+    }
+
+    /// Whether a value of these sizes may be folded.
+    fn foldable(&self, dtype: DType, dims: &[usize]) -> bool {
+        small(dtype, dims) && self.room(dims.iter().product())
+    }
+
     /// `v` everywhere.
     pub fn full(&mut self, dtype: DType, shape: &Shape, v: Scalar) -> Value {
         let v = v.cast(dtype);
         if let Some(dims) = shape.known()
-            && small(dtype, &dims)
+            && self.foldable(dtype, &dims)
         {
             let n = dims.iter().product();
-            return Host { dtype, dims: dims.to_vec(), vals: vec![Num::Is(v); n] }.into();
+            return self.fold(Host { dtype, dims: dims.to_vec(), vals: vec![Num::Is(v); n] });
         }
         let n = self.g.full(dtype, shape, v);
         self.value(n)
@@ -241,10 +267,10 @@ impl Builder {
     /// Index along the only axis.
     pub fn iota(&mut self, dtype: DType, n: Dim) -> Result<Value> {
         if let Some(n) = n.known()
-            && small(dtype, &[n])
+            && self.foldable(dtype, &[n])
         {
             let vals = (0..n).map(|i| Num::Is(Scalar::from(i).cast(dtype))).collect();
-            return Ok(Host { dtype, dims: vec![n], vals }.into());
+            return Ok(self.fold(Host { dtype, dims: vec![n], vals }));
         }
         let n = self.g.iota(dtype, [n], 0)?;
         Ok(self.value(n))
@@ -253,9 +279,9 @@ impl Builder {
     /// A scalar op with NumPy broadcasting.
     pub fn scalar(&mut self, op: ScalarOp, x: &[&Value]) -> Result<Value> {
         if self.folds(x)
-            && let Some(h) = fold_scalar(op, x)
+            && let Some(h) = fold_scalar(op, x, |n| self.room(n))
         {
-            return Ok(h.into());
+            return Ok(self.fold(h));
         }
         let ids = self.ids(x)?;
         let n = self.g.scalar(op, &ids)?;
@@ -266,8 +292,8 @@ impl Builder {
         if x.dtype() == dtype {
             return Ok(x.clone());
         }
-        if let Some(h) = self.foldable(x).and_then(|h| h.cast(dtype)) {
-            return Ok(h.into());
+        if let Some(h) = self.host_of(x).filter(|h| self.room(h.vals.len())).and_then(|h| h.cast(dtype)) {
+            return Ok(self.fold(h));
         }
         let id = self.id(x)?;
         let n = self.g.cast(id, dtype)?;
@@ -319,10 +345,12 @@ impl Builder {
         if shape == x.ty.shape {
             return Ok(x.clone());
         }
-        if let (Some(h), Some(dims)) = (self.foldable(x), shape.known())
+        if let (Some(h), Some(dims)) = (self.host_of(x), shape.known())
             && dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d)) == Some(h.vals.len())
+            && self.room(h.vals.len())
         {
-            return Ok(Host { dims: dims.to_vec(), ..h.clone() }.into());
+            let h = Host { dims: dims.to_vec(), ..h.clone() };
+            return Ok(self.fold(h));
         }
         let id = self.id(x)?;
         let n = self.g.reshape(id, shape)?;
@@ -330,7 +358,8 @@ impl Builder {
     }
 
     pub fn permute(&mut self, x: &Value, perm: &[usize]) -> Result<Value> {
-        if let Some(h) = self.foldable(x)
+        if let Some(h) = self.host_of(x)
+            && self.room(h.vals.len())
             && is_permutation(perm, h.dims.len())
         {
             let dims = perm.iter().map(|&p| h.dims[p]).collect();
@@ -340,7 +369,7 @@ impl Builder {
                 Some(flat(&h.dims, from.iter().copied()))
             });
             if let Some(h) = out {
-                return Ok(h.into());
+                return Ok(self.fold(h));
             }
         }
         let id = self.id(x)?;
@@ -350,11 +379,11 @@ impl Builder {
 
     /// NumPy broadcasting to `shape`.
     pub fn expand(&mut self, x: &Value, shape: &Shape) -> Result<Value> {
-        if let (Some(h), Some(dims)) = (self.foldable(x), shape.known())
-            && small(h.dtype, &dims)
+        if let (Some(h), Some(dims)) = (self.host_of(x), shape.known())
+            && self.foldable(h.dtype, &dims)
             && let Some(h) = h.expand(&dims)
         {
-            return Ok(h.into());
+            return Ok(self.fold(h));
         }
         let id = self.id(x)?;
         let n = self.g.expand(id, shape)?;
@@ -365,7 +394,8 @@ impl Builder {
     pub fn slice(&mut self, x: &Value, ranges: &[Range]) -> Result<Value> {
         let known: Option<Vec<(usize, usize)>> =
             ranges.iter().map(|r| Some((r.start.known()?, r.len.known()?))).collect();
-        if let (Some(h), Some(k)) = (self.foldable(x), known)
+        if let (Some(h), Some(k)) = (self.host_of(x), known)
+            && self.room(h.vals.len())
             && k.len() == h.dims.len()
         {
             let out = h.map(k.iter().map(|r| r.1).collect(), |at| {
@@ -377,7 +407,7 @@ impl Builder {
                 Some(flat(&h.dims, from.into_iter()))
             });
             if let Some(h) = out {
-                return Ok(h.into());
+                return Ok(self.fold(h));
             }
         }
         let id = self.id(x)?;
@@ -399,9 +429,10 @@ impl Builder {
     }
 
     pub fn concat(&mut self, x: &[&Value], axis: usize) -> Result<Value> {
-        let hosts: Option<Vec<&Host>> = x.iter().map(|v| self.foldable(v)).collect();
-        if let Some(h) = hosts.and_then(|h| fold_concat(&h, axis)) {
-            return Ok(h.into());
+        let hosts: Option<Vec<&Host>> = x.iter().map(|v| self.host_of(v)).collect();
+        let sum = |h: &[&Host]| h.iter().map(|h| h.vals.len()).fold(0, usize::saturating_add);
+        if let Some(h) = hosts.filter(|h| self.room(sum(h))).and_then(|h| fold_concat(&h, axis)) {
+            return Ok(self.fold(h));
         }
         let ids = self.ids(x)?;
         let n = self.g.concat(&ids, axis)?;
@@ -409,10 +440,11 @@ impl Builder {
     }
 
     pub fn gather(&mut self, x: &Value, index: &Value, axis: usize) -> Result<Value> {
-        if let (Some(h), Some(i)) = (self.foldable(x), index.host())
+        if let (Some(h), Some(i)) = (self.host_of(x), index.host())
+            && self.room(h.vals.len().saturating_mul(i.vals.len()).min(4096))
             && let Some(h) = fold_gather(h, i, axis)
         {
-            return Ok(h.into());
+            return Ok(self.fold(h));
         }
         let ids = self.ids(&[x, index])?;
         let n = self.g.gather(ids[0], ids[1], axis)?;
@@ -420,12 +452,12 @@ impl Builder {
     }
 
     pub fn reduce(&mut self, kind: ReduceKind, x: &Value, axes: &[usize], keep: bool) -> Result<Value> {
-        if let Some(h) = self.foldable(x)
+        if let Some(h) = self.host_of(x)
             && axes.iter().all(|&a| a < h.dims.len())
             && !(h.dtype == DType::Bool && matches!(kind, ReduceKind::Sum | ReduceKind::Prod))
             && let Some(h) = h.reduce(kind, axes, keep)
         {
-            return Ok(h.into());
+            return Ok(self.fold(h));
         }
         let id = self.id(x)?;
         let n = self.g.reduce(kind, id, axes, keep)?;
@@ -448,7 +480,7 @@ fn is_permutation(perm: &[usize], rank: usize) -> bool {
     perm.len() == rank && perm.iter().all(|&p| p < rank && !std::mem::replace(&mut seen[p], true))
 }
 
-fn fold_scalar(op: ScalarOp, x: &[&Value]) -> Option<Host> {
+fn fold_scalar(op: ScalarOp, x: &[&Value], room: impl Fn(usize) -> bool) -> Option<Host> {
     let first = usize::from(halcyon_ir::graph::has_condition(op));
     let d = x.get(first)?.dtype();
     // What the type rule refuses is left to the graph, which says so.
@@ -459,7 +491,7 @@ fn fold_scalar(op: ScalarOp, x: &[&Value]) -> Option<Host> {
     let hosts: Vec<&Host> = x.iter().map(|v| v.host()).collect::<Option<_>>()?;
     let shape = x[1..].iter().try_fold(x[0].ty.shape.clone(), |s, v| s.broadcast(v.shape())).ok()?;
     let dims: Dims = shape.known()?;
-    if !small(d, &dims) {
+    if !small(d, &dims) || !room(dims.iter().product()) {
         return None;
     }
     let wide: Vec<Host> = hosts.iter().map(|h| h.expand(&dims)).collect::<Option<_>>()?;
@@ -480,7 +512,10 @@ fn fold_concat(x: &[&Host], axis: usize) -> Option<Host> {
         return None;
     }
     let mut dims = first.dims.clone();
-    dims[axis] = x.iter().map(|h| h.dims[axis]).sum();
+    dims[axis] = x.iter().map(|h| h.dims[axis]).try_fold(0usize, |n, d| n.checked_add(d))?;
+    if !small(first.dtype, &dims) {
+        return None;
+    }
     let rows: usize = dims[..axis].iter().product();
     let mut vals = Vec::new();
     for r in 0..rows {
@@ -489,7 +524,7 @@ fn fold_concat(x: &[&Host], axis: usize) -> Option<Host> {
             vals.extend_from_slice(&h.vals[r * n..(r + 1) * n]);
         }
     }
-    small(first.dtype, &dims).then_some(Host { dtype: first.dtype, dims, vals })
+    Some(Host { dtype: first.dtype, dims, vals })
 }
 
 fn fold_gather(x: &Host, index: &Host, axis: usize) -> Option<Host> {

@@ -9,6 +9,46 @@ pub(super) fn key(n: &NodeProto) -> (&str, &str, &str) {
     (&n.domain, &n.op_type, &n.overload)
 }
 
+/// About how many bytes [`body`] makes. Byte strings are shared.
+pub(super) fn weight(f: &FunctionProto, n: &NodeProto) -> usize {
+    fn attribute(a: &AttributeProto) -> usize {
+        let tensor = |t: &super::proto::TensorProto| {
+            t.dims.len() * 8
+                + t.float_data.len() * 4
+                + t.int32_data.len() * 4
+                + t.int64_data.len() * 8
+                + t.double_data.len() * 8
+                + t.uint64_data.len() * 8
+                + t.string_data.len() * size_of::<bytes::Bytes>()
+        };
+        size_of::<AttributeProto>()
+            + a.floats.len() * 4
+            + a.ints.len() * 8
+            + a.strings.len() * size_of::<bytes::Bytes>()
+            + a.t.iter().chain(&a.tensors).map(tensor).sum::<usize>()
+            + a.g
+                .iter()
+                .map(|g| nodes(&g.node) + g.initializer.iter().map(tensor).sum::<usize>())
+                .sum::<usize>()
+    }
+    fn nodes(all: &[NodeProto]) -> usize {
+        let text = |v: &[String]| v.iter().map(|s| size_of::<String>() + s.len()).sum::<usize>();
+        let one = |n: &NodeProto| {
+            size_of::<NodeProto>()
+                + text(&n.input)
+                + text(&n.output)
+                + n.name.len()
+                + n.op_type.len()
+                + n.attribute.iter().map(attribute).sum::<usize>()
+        };
+        all.iter().map(one).sum()
+    }
+    let given: usize = n.attribute.iter().chain(&f.attribute_proto).map(attribute).sum();
+    // Any of the nodes may refer to any of the attributes.
+    let refers = f.node.iter().flat_map(|n| &n.attribute).filter(|a| !a.ref_attr_name.is_empty()).count();
+    nodes(&f.node).saturating_add(given.saturating_mul(refers))
+}
+
 /// The body of `f` as a graph, for the node `n` that calls it.
 ///
 /// # Errors

@@ -16,7 +16,7 @@ use crate::bad;
 use crate::data::byte_len;
 use halcyon_ir::{Bindings, ConstData, Dim, Error, Graph, Result, Shape, Span, TensorType};
 use std::cell::{Cell, RefCell};
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::rc::Rc;
 
 /// A model as a graph. Inputs and outputs of the graph have the model's names and order.
@@ -45,10 +45,16 @@ pub fn node_name(n: &NodeProto, index: usize) -> String {
 
 /// Graphs inside graphs and functions inside functions may be nested this deep.
 const DEPTH: usize = 64;
-/// Nodes that a model may come to when its functions are expanded.
+/// Nodes that a model may come to when its functions are expanded, and the bytes that they take.
 const EXPANDED: usize = 1 << 17;
-/// Nodes that a model may come to with the iterations of its loops.
-const WALKED: usize = 1 << 24;
+const COPIED: usize = 256 << 20;
+/// Nodes that a model may come to with the iterations of its loops, and how many more for each operation that they give the
+/// device: a loop that only counts does not go on for hours.
+const WALKED: usize = if cfg!(fuzzing) { 1 << 14 } else { 1 << 17 };
+const WALKED_PER_OP: usize = 64;
+/// Nodes of the graph that any model may come to, and that each of its nodes may add.
+const NODES: usize = if cfg!(fuzzing) { 1 << 14 } else { 1 << 19 };
+const NODES_PER_NODE: usize = 256;
 
 /// Names and their values while a graph is walked.
 #[derive(Debug)]
@@ -71,8 +77,10 @@ pub(super) struct Walk<'m> {
     functions: HashMap<(&'m str, &'m str, &'m str), &'m FunctionProto>,
     /// Orders of graphs that were walked, by their address: they live as long as the walk.
     orders: RefCell<HashMap<*const GraphProto, Rc<Order>>>,
-    /// Bodies of functions with the attributes of the node that calls them, by its address.
-    bodies: RefCell<HashMap<*const NodeProto, Rc<GraphProto>>>,
+    /// Bodies of functions with the attributes of the node that calls them, by its address; of functions without attributes by the
+    /// function's.
+    bodies: RefCell<HashMap<usize, Rc<GraphProto>>>,
+    copied: Cell<usize>,
     depth: Cell<usize>,
     walked: Cell<usize>,
     /// Nodes of the bodies above.
@@ -86,6 +94,7 @@ impl<'m> Walk<'m> {
             functions: m.functions(),
             orders: RefCell::default(),
             bodies: RefCell::default(),
+            copied: Cell::new(0),
             depth: Cell::new(0),
             walked: Cell::new(0),
             expanded: Cell::new(0),
@@ -153,27 +162,34 @@ impl<'m> Walk<'m> {
             }
         }
 
-        for t in &g.sparse_initializer {
-            let name = t.values.as_ref().map_or("", |v| v.name.as_str());
-            if order.reads.contains(name) {
-                b.g.span = Span::new(name);
-                let v = sparse::decode(t, &m.external, &m.file)?.value(b)?;
-                if scope.vars.insert(name.to_string(), v.into()).is_some() {
-                    return Err(what(name));
-                }
+        for t in g.sparse_initializer.iter().filter(|t| order.reads.contains(sparse::name(t))) {
+            let v = sparse::decode(t, &m.external, &m.file)?.value(b)?;
+            if scope.vars.insert(sparse::name(t).to_string(), v.into()).is_some() {
+                return Err(what(sparse::name(t)));
             }
         }
 
         for (at, &i) in order.nodes.iter().enumerate() {
             self.walked.set(self.walked.get() + 1);
-            if self.walked.get() > WALKED {
+            if self.walked.get() > WALKED.saturating_add(b.g.nodes().len().saturating_mul(WALKED_PER_OP)) {
                 return Err(Error::unsupported(
-                    format!("{}: more than {WALKED} nodes with its loops unrolled", m.file),
+                    format!(
+                        "{}: {} nodes with its loops unrolled, for {} operations",
+                        m.file,
+                        self.walked.get(),
+                        b.g.nodes().len()
+                    ),
                     "Bound the number of iterations",
                 ));
             }
             let n = &g.node[i];
             let out = self.node(b, n, i, &scope)?;
+            if b.g.nodes().len() > NODES.saturating_add(self.walked.get().saturating_mul(NODES_PER_NODE)) {
+                return Err(Error::unsupported(
+                    format!("{}: {} operations for {} nodes", m.file, b.g.nodes().len(), self.walked.get()),
+                    "Split into fewer parts, or unroll less",
+                ));
+            }
             for (o, v) in n.output.iter().zip(out).filter(|(o, _)| !o.is_empty()) {
                 scope.vars.insert(o.clone(), v);
             }
@@ -256,10 +272,22 @@ impl<'m> Walk<'m> {
         n: &NodeProto,
         args: Vec<Option<Item>>,
     ) -> Result<Vec<Item>> {
-        let known = self.bodies.borrow().get(&std::ptr::from_ref(n)).cloned();
+        // All calls share the body of a function without attributes.
+        let key = match f.attribute.is_empty() && f.attribute_proto.is_empty() {
+            true => std::ptr::from_ref(f).addr(),
+            false => std::ptr::from_ref(n).addr(),
+        };
+        let known = self.bodies.borrow().get(&key).cloned();
         let body = match known {
             Some(g) => g,
             None => {
+                self.copied.set(self.copied.get().saturating_add(function::weight(f, n)));
+                if self.copied.get() > COPIED {
+                    return Err(Error::unsupported(
+                        format!("{}: calls of functions that come to more than {COPIED} bytes", self.m.file),
+                        "Give the functions fewer attributes, or call them less",
+                    ));
+                }
                 let g = Rc::new(function::body(f, n, &self.m.file)?);
                 self.expanded.set(self.expanded.get() + g.node.len());
                 if self.expanded.get() > EXPANDED {
@@ -268,7 +296,7 @@ impl<'m> Walk<'m> {
                         "Call fewer functions from functions",
                     ));
                 }
-                self.bodies.borrow_mut().insert(n, g.clone());
+                self.bodies.borrow_mut().insert(key, g.clone());
                 g
             }
         };
@@ -408,7 +436,7 @@ fn item(b: &mut Builder, x: &Datum, name: &str) -> Item {
 fn addressable(t: &TensorType) -> Result<()> {
     let known: Vec<usize> = t.shape.iter().filter_map(|d| d.known()).collect();
     match byte_len(t.dtype, &known) {
-        Some(_) => Ok(()),
+        Some(_) => t.check("import"),
         None => Err(Error::shape("import", format!("{t} is too large to address"))),
     }
 }
@@ -429,11 +457,16 @@ fn missing(m: &Model, value: &str, node: &str) -> Error {
 
 /// The shape of every input: the given one, or the declared one with the symbols that the given ones determine.
 fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Vec<Shape>> {
-    if let Some((name, _)) = given.iter().find(|(n, _)| !ports.iter().any(|p| p.name == *n)) {
+    let declared: HashSet<&str> = ports.iter().map(|p| p.name.as_str()).collect();
+    if let Some((name, _)) = given.iter().find(|(n, _)| !declared.contains(n)) {
         let have = ports.iter().map(|p| p.name.as_str()).collect::<Vec<_>>().join(", ");
         return Err(Error::argument("import", format!("the model has no input '{name}', only {have}")));
     }
-    let find = |p: &Port| given.iter().find(|(n, _)| *n == p.name).map(|(_, s)| s);
+    let mut of: HashMap<&str, &Shape> = HashMap::new();
+    for (n, s) in given {
+        of.entry(n).or_insert(s);
+    }
+    let find = |p: &Port| of.get(p.name.as_str()).copied();
     let ports: Vec<&Port> = ports.iter().filter(|p| matches!(p.ty, PortType::Tensor { .. })).collect();
     let mut known = Bindings::new();
     for &p in &ports {

@@ -7,6 +7,7 @@ use super::proto::{
     MapProto, OptionalProto, SequenceProto, TensorProto, optional_kind as opt_kind, sequence_kind as seq_kind,
 };
 use super::tensor::{self, External};
+use super::wire;
 use crate::bad;
 use bytes::Bytes;
 use halcyon_ir::{ConstData, Error, Result};
@@ -91,6 +92,18 @@ impl Item {
         }
     }
 
+    /// Sequences, optionals and maps in each other, counted up to `most`.
+    pub(super) fn depth(&self, most: usize) -> usize {
+        let inner = |i: &Item| i.depth(most - 1) + 1;
+        match self {
+            _ if most == 0 => 0,
+            Item::Sequence(s) => s.iter().map(inner).max().unwrap_or(1),
+            Item::Optional(o) => o.as_ref().map_or(1, |i| inner(i)),
+            Item::Map(m) => inner(&m.1),
+            Item::Tensor(_) | Item::Text(_) => 0,
+        }
+    }
+
     /// All tensors in it.
     pub(super) fn tensors<'a>(&'a self, out: &mut Vec<&'a Value>) {
         match self {
@@ -167,6 +180,16 @@ impl Datum {
     /// As [`Datum::read_pb`], of bytes in memory.
     pub fn parse_pb(data: Bytes, external: &External, file: &str, ty: &PortType) -> Result<Datum> {
         let not = |e: prost::DecodeError| bad(file, format!("not an ONNX value: {e}"));
+        wire::check(
+            &data,
+            match ty {
+                PortType::Tensor { .. } | PortType::Text { .. } => wire::Kind::Tensor,
+                PortType::Sequence(_) => wire::Kind::SequenceValue,
+                PortType::Optional(_) => wire::Kind::OptionalValue,
+                PortType::Map(_) => wire::Kind::MapValue,
+            },
+            file,
+        )?;
         match ty {
             PortType::Tensor { .. } | PortType::Text { .. } => {
                 value(&TensorProto::decode(data).map_err(not)?, external, file)

@@ -20,6 +20,9 @@ use prost::Message;
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::path::Path;
 
+/// Operator sets that a model or a function may import.
+const OPSETS: usize = 1024;
+
 /// An open model. Its weights stay in their files until something reads them.
 #[derive(Debug)]
 pub struct Model {
@@ -152,6 +155,11 @@ impl Model {
         if proto.graph.is_none() {
             return Err(bad(file, "the model has no graph"));
         }
+        // Every node looks its own up.
+        let sets = proto.functions.iter().map(|f| &f.opset_import).chain([&proto.opset_import]);
+        if let Some(n) = sets.map(Vec::len).find(|n| *n > OPSETS) {
+            return Err(bad(file, format!("{n} operator sets are imported; at most {OPSETS} are taken")));
+        }
         Ok(Model { file: file.into(), proto, external })
     }
 
@@ -203,8 +211,13 @@ impl Model {
             found: vec![],
             at: BTreeMap::new(),
             seen: HashSet::new(),
+            calls: vec![],
         };
         check.nodes(&g.node, &self.proto.opset_import, false);
+        // One after the other: functions may call each other in a long chain.
+        while let Some(f) = check.calls.pop() {
+            check.nodes(&f.node, &f.opset_import, true);
+        }
         if check.found.is_empty() { Ok(()) } else { Err(Error::UnsupportedOps(check.found)) }
     }
 
@@ -238,6 +251,18 @@ impl Model {
         import::import(self, shapes, values)
     }
 
+    /// Whether the model draws random numbers, so that no specification fixes its results: only their type and shape.
+    pub fn draws(&self) -> bool {
+        fn any(nodes: &[NodeProto]) -> bool {
+            nodes.iter().any(|n| {
+                ops::RANDOM.contains(&n.op_type.as_str())
+                    || n.attribute.iter().filter_map(|a| a.g.as_deref()).any(|g| any(&g.node))
+            })
+        }
+        let functions = self.proto.functions.iter().any(|f| any(&f.node));
+        functions || self.proto.graph.as_ref().is_some_and(|g| any(&g.node))
+    }
+
     /// Runs the model in stages: what it computes decides how it goes on. Values of `inputs` in the order of [`Model::inputs`]; the results
     /// in the order of [`Model::outputs`], with what was computed where.
     ///
@@ -257,6 +282,8 @@ struct Check<'m> {
     at: BTreeMap<(String, String, String), usize>,
     /// Functions that were looked into.
     seen: HashSet<(&'m str, &'m str, &'m str)>,
+    /// Functions to look into.
+    calls: Vec<&'m FunctionProto>,
 }
 
 impl<'m> Check<'m> {
@@ -264,7 +291,7 @@ impl<'m> Check<'m> {
         for (i, n) in nodes.iter().enumerate() {
             if let Some(&f) = self.functions.get(&function::key(n)) {
                 if self.seen.insert(function::key(n)) {
-                    self.nodes(&f.node, &f.opset_import, true);
+                    self.calls.push(f);
                 }
                 continue;
             }

@@ -4,6 +4,7 @@ use super::build::{Builder, Value};
 use super::import::{Scope, Walk};
 use super::item::{Datum, Item, Text};
 use super::proto::{AttributeProto, GraphProto, NodeProto, attribute};
+use super::sparse::{self, Sparse};
 use super::tensor::{self, External};
 use crate::bad;
 use halcyon_ir::{ConstData, DType, Error, Result, Span};
@@ -195,6 +196,16 @@ impl<'a> Call<'a> {
             }
             _ => Ok(self.tensor(name)?.map(Datum::Tensor)),
         }
+    }
+
+    /// An attribute that holds a sparse tensor.
+    pub fn sparse(&self, name: &str) -> Result<Option<Sparse>> {
+        let Some(a) = self.attr(name, attribute::SPARSE_TENSOR)? else {
+            return Ok(None);
+        };
+        let none = || self.invalid(format!("attribute '{name}' holds no sparse tensor"));
+        let t = a.sparse_tensor.as_deref().ok_or_else(none)?;
+        sparse::decode(t, self.external, &format!("{}: {}", self.file, self.name)).map(Some)
     }
 
     /// An attribute that holds an element type.

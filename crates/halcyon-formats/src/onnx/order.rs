@@ -7,6 +7,9 @@ use crate::bad;
 use halcyon_ir::Result;
 use std::collections::{BTreeSet, HashMap, HashSet};
 
+/// Nodes of a cycle that its error names.
+const LISTED: usize = 8;
+
 #[derive(Debug)]
 pub(super) struct Order {
     /// The nodes that the outputs need, each after those it reads; in the model's order where that is such an order.
@@ -100,10 +103,15 @@ pub(super) fn order(g: &GraphProto, file: &str) -> Result<Order> {
             }
         }
     }
-    let stuck: Vec<String> =
-        (0..g.node.len()).filter(|&i| live[i] && waits[i] > 0).map(|i| node_name(&g.node[i], i)).collect();
-    if !stuck.is_empty() {
-        return Err(bad(file, format!("these nodes depend on each other in a cycle: {}", stuck.join(", "))));
+    let stuck = || (0..g.node.len()).filter(|&i| live[i] && waits[i] > 0);
+    if stuck().next().is_some() {
+        let names: Vec<String> = stuck().take(LISTED).map(|i| node_name(&g.node[i], i)).collect();
+        let more = match stuck().count() - names.len() {
+            0 => String::new(),
+            n => format!(" and {n} more"),
+        };
+        let names = names.join(", ");
+        return Err(bad(file, format!("these nodes depend on each other in a cycle: {names}{more}")));
     }
 
     let outputs: HashSet<&str> = g.output.iter().map(|o| o.name.as_str()).collect();

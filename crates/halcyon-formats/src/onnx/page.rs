@@ -37,7 +37,8 @@ fn operators() -> String {
         rows.sort_by_key(|r| r.op);
         let name = if d.is_empty() { "ai.onnx" } else { d };
         // Writing to a string does not fail.
-        let _ = writeln!(out, "### `{name}`, up to operator set {}: {} operators\n", ops::latest(d), rows.len());
+        let _ =
+            writeln!(out, "### `{name}`, up to operator set {}: {} operators\n", ops::latest(d), rows.len());
         out += "| operator | from | attributes | |\n|---|---|---|---|\n";
         for r in rows {
             let attrs = r.attrs.iter().map(|a| format!("`{a}`")).collect::<Vec<_>>().join(" ");

@@ -72,6 +72,7 @@ pub mod attribute {
     pub const FLOATS: i32 = 6;
     pub const INTS: i32 = 7;
     pub const STRINGS: i32 = 8;
+    pub const SPARSE_TENSOR: i32 = 11;
 }
 
 #[derive(Clone, PartialEq, Message)]

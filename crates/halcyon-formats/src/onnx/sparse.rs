@@ -79,6 +79,11 @@ pub fn decode(t: &SparseTensorProto, external: &External, file: &str) -> Result<
     Ok(Sparse { name, dims, places, values })
 }
 
+/// The name of a sparse weight, which is that of its values.
+pub fn name(t: &SparseTensorProto) -> &str {
+    t.values.as_ref().map_or("", |v| v.name.as_str())
+}
+
 impl Sparse {
     fn bytes(&self) -> usize {
         self.values.dtype.bytes(self.dims.iter().product())

@@ -53,7 +53,7 @@ const STAGE_NODES: usize = 4096;
 /// Nodes a loop may add to a graph that is built without an engine.
 const UNROLLED_NODES: usize = 20_000;
 /// Nodes of all stages together.
-const MAX_NODES: usize = 1 << 22;
+const MAX_NODES: usize = 1 << 20;
 
 #[derive(Clone)]
 enum Source {

@@ -9,7 +9,7 @@ use halcyon_ir::{ConstData, DType, Error, Graph, Result};
 use std::sync::Arc;
 
 #[derive(Debug)]
-struct Plain;
+pub struct Plain;
 
 impl Engine for Plain {
     fn run(&mut self, graph: Graph, inputs: &[Handle]) -> Result<Vec<Handle>> {

@@ -36,6 +36,9 @@ pub enum Kind {
     Opset,
     Entry,
     Function,
+    SequenceValue,
+    MapValue,
+    OptionalValue,
 }
 
 /// What a field becomes.
@@ -73,6 +76,9 @@ impl Kind {
             Kind::Opset => size_of::<OperatorSetIdProto>(),
             Kind::Entry => size_of::<StringStringEntryProto>(),
             Kind::Function => size_of::<FunctionProto>(),
+            Kind::SequenceValue => size_of::<SequenceProto>(),
+            Kind::MapValue => size_of::<MapProto>(),
+            Kind::OptionalValue => size_of::<OptionalProto>(),
         }
     }
 
@@ -156,6 +162,21 @@ impl Kind {
                 (13, Text),
             ],
             Kind::Segment => &[],
+            Kind::SequenceValue => &[
+                (1, Text),
+                (3, M(Kind::Tensor)),
+                (5, M(Kind::SequenceValue)),
+                (6, M(Kind::MapValue)),
+                (7, M(Kind::OptionalValue)),
+            ],
+            Kind::MapValue => &[(1, Text), (3, Varints(8)), (4, Slice), (5, M(Kind::SequenceValue))],
+            Kind::OptionalValue => &[
+                (1, Text),
+                (3, M(Kind::Tensor)),
+                (5, M(Kind::SequenceValue)),
+                (6, M(Kind::MapValue)),
+                (7, M(Kind::OptionalValue)),
+            ],
         }
     }
 }
@@ -176,6 +197,7 @@ pub struct Cost {
 pub fn check(data: &Bytes, kind: Kind, file: &str) -> Result<()> {
     let what = match kind {
         Kind::Tensor => "tensor",
+        Kind::SequenceValue | Kind::MapValue | Kind::OptionalValue => "value",
         _ => "model",
     };
     let fail = |why: String| bad(file, format!("not an ONNX {what}: {why}"));

@@ -486,3 +486,7 @@ fn rotary(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     }
     one(if packed { pack(b, &done)? } else { done })
 }
+
+#[cfg(test)]
+#[path = "attention_tests.rs"]
+mod tests;

@@ -181,7 +181,7 @@ fn deform_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let taps = taps.ok_or_else(|| c.invalid("the kernel is too large"))?;
     let mut out = vec![];
     for i in 0..n {
-        let have = sizes[i] as i64 + win.pad[i].0 as i64 + win.pad[i].1 as i64;
+        let have = sizes[i] as i64 + win.pad[i].0 + win.pad[i].1;
         let reach = (k[i] as i64 - 1).checked_mul(win.dilation[i] as i64).map(|v| v + 1);
         let room = reach.and_then(|r| have.checked_sub(r)).filter(|r| *r >= 0 && sizes[i] > 0);
         let room = room.ok_or_else(|| c.invalid(format!("a kernel of {} does not fit into {have}", k[i])))?;
@@ -277,7 +277,7 @@ fn col2im(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let w = window(c, &dims, &block)?;
     let mut counts = vec![];
     for i in 0..n {
-        let have = image[i] + w.pad[i].0 + w.pad[i].1;
+        let have = image[i] + (w.pad[i].0 + w.pad[i].1) as usize;
         let reach = (block[i] - 1).checked_mul(w.dilation[i]).and_then(|v| v.checked_add(1));
         let room = reach.and_then(|r| have.checked_sub(r));
         let room =
@@ -304,7 +304,15 @@ fn col2im(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         let last = y.rank() - 2;
         let flat: Shape = y.shape()[..last].iter().copied().chain([d(block[i]).mul(d(counts[i]))]).collect();
         y = b.reshape(&y, flat)?;
-        y = merge(b, c, &y, image[i], block[i], counts[i], (w.stride[i], w.dilation[i], w.pad[i].0))?;
+        y = merge(
+            b,
+            c,
+            &y,
+            image[i],
+            block[i],
+            counts[i],
+            (w.stride[i], w.dilation[i], w.pad[i].0 as usize),
+        )?;
     }
     let shape: Shape = [x.shape()[0], d(channels / taps)].into_iter().chain(dims).collect();
     one(b.reshape(&y, shape)?)

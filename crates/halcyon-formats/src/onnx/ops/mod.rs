@@ -13,7 +13,9 @@ mod dropout;
 mod einsum;
 mod elementwise;
 mod fft;
+pub(super) mod gradient;
 mod index;
+#[cfg(test)]
 mod index_tests;
 mod linear_attention;
 mod loss;
@@ -25,10 +27,12 @@ mod pad;
 mod pool;
 mod qlinear;
 mod quantize;
+#[cfg(test)]
 mod quantize_tests;
 mod random;
 mod re2;
 mod recurrent;
+#[cfg(test)]
 mod recurrent_tests;
 mod reduce;
 mod resize;
@@ -48,6 +52,8 @@ mod unpool;
 #[path = "tests.rs"]
 mod version_tests;
 mod view;
+#[cfg(test)]
+mod vision_tests;
 
 use super::build::{Builder, Value};
 use super::item::Item;
@@ -56,6 +62,10 @@ use halcyon_ir::Result;
 
 /// Newest version of the default operator set that the rows were read against.
 pub const LATEST: i64 = 28;
+
+/// Operators whose results are drawn at random.
+pub const RANDOM: &[&str] =
+    &["Bernoulli", "Multinomial", "RandomNormal", "RandomNormalLike", "RandomUniform", "RandomUniformLike"];
 
 /// As [`LATEST`], of any domain; 0 for a domain without rows.
 pub fn latest(domain: &str) -> i64 {

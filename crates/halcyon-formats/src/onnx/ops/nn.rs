@@ -88,7 +88,7 @@ pub fn conv_attrs(c: &Call<'_>, x: &Value, w: &Value) -> Result<Conv> {
     attrs.groups = usize::try_from(c.int("group", 1)?).map_err(|_| c.invalid("group is negative"))?;
     attrs.stride = win.stride.into();
     attrs.dilation = win.dilation.into();
-    attrs.pad = win.pad.iter().map(|&(lo, hi)| (lo as i64, hi as i64)).collect();
+    attrs.pad = win.pad.into();
     Ok(attrs)
 }
 

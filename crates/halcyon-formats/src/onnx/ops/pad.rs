@@ -56,7 +56,7 @@ fn pad(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 /// `value` around the operand; negative amounts crop.
-fn crop_and_pad(
+pub fn crop_and_pad(
     b: &mut Builder,
     c: &Call<'_>,
     x: &Value,

@@ -1,12 +1,13 @@
 //! Pooling, and the windows that convolution shares with it.
 
+use super::pad::crop_and_pad;
 use super::reduce::mean_over;
 use super::unpool::places;
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
 use halcyon_ir::op::{Pool, PoolKind, ReduceKind};
-use halcyon_ir::{Dim, Result};
+use halcyon_ir::{Dim, Result, Scalar};
 
 pub const ROWS: &[Row] = &[
     row(
@@ -36,7 +37,8 @@ pub const ROWS: &[Row] = &[
 pub struct Window {
     pub stride: Vec<usize>,
     pub dilation: Vec<usize>,
-    pub pad: Vec<(usize, usize)>,
+    /// Negative where the automatic padding crops, with strides longer than the kernel.
+    pub pad: Vec<(i64, i64)>,
 }
 
 /// Spatial axes of the operand.
@@ -57,14 +59,14 @@ pub fn window(c: &Call<'_>, x: &[Dim], kernel: &[usize]) -> Result<Window> {
     }
     let pads = c.sizes("pads", 2 * n, 0)?;
     let pad = match c.string("auto_pad", "NOTSET")? {
-        "NOTSET" | "" => (0..n).map(|k| (pads[k], pads[n + k])).collect(),
+        "NOTSET" | "" => (0..n).map(|k| (pads[k] as i64, pads[n + k] as i64)).collect(),
         "VALID" => vec![(0, 0); n],
         auto @ ("SAME_UPPER" | "SAME_LOWER") => (0..n)
             .map(|k| {
                 // Enough padding for ceil(x / stride) results, the odd one at the end or at the start.
                 let x = known(c, x[k])?;
                 let reach = reach(c, kernel[k], dilation[k])?;
-                let total = (x.div_ceil(stride[k]).saturating_sub(1) * stride[k] + reach).saturating_sub(x);
+                let total = (x.div_ceil(stride[k]).saturating_sub(1) * stride[k] + reach) as i64 - x as i64;
                 let (small, large) = (total / 2, total - total / 2);
                 Ok(if auto == "SAME_UPPER" { (small, large) } else { (large, small) })
             })
@@ -89,20 +91,40 @@ fn reach(c: &Call<'_>, kernel: usize, dilation: usize) -> Result<usize> {
         .ok_or_else(|| c.invalid("the dilated kernel is too large"))
 }
 
+/// A pool as the graph has it.
+#[derive(Debug)]
+pub struct Pooled {
+    /// The operand without what negative padding crops.
+    pub x: Value,
+    pub pool: Pool,
+    /// The padding that the node asks for; ceiling mode changes that of `pool`.
+    pub given: Vec<(usize, usize)>,
+    /// Amounts by which the operand was cropped (not positive), of all its axes.
+    pub cut: Vec<(i64, i64)>,
+}
+
 /// Kernel and window of a pool. In ceiling mode the end padding changes so that the last, partial window counts; a window
 /// that would start in the end padding does not.
-pub fn pool(c: &Call<'_>, kind: PoolKind) -> Result<Pool> {
+pub fn pool(b: &mut Builder, c: &Call<'_>, kind: PoolKind) -> Result<Pooled> {
     spatial(c)?;
-    let x = &c.arg(0)?.shape()[2..];
+    let x = c.arg(0)?;
+    let dims = &x.shape()[2..];
     if c.ints("kernel_shape")?.is_none() {
         return Err(c.invalid("attribute 'kernel_shape' is missing"));
     }
-    let kernel = c.sizes("kernel_shape", x.len(), 1)?;
-    let mut w = window(c, x, &kernel)?;
+    let kernel = c.sizes("kernel_shape", dims.len(), 1)?;
+    let w = window(c, dims, &kernel)?;
+    let mut cut = vec![(0, 0); 2];
+    cut.extend(w.pad.iter().map(|p| (p.0.min(0), p.1.min(0))));
+    let x =
+        if cut.iter().any(|p| *p != (0, 0)) { crop_and_pad(b, c, x, &cut, Scalar::I(0))? } else { x.clone() };
+    let given: Vec<(usize, usize)> =
+        w.pad.iter().map(|p| (p.0.max(0) as usize, p.1.max(0) as usize)).collect();
+    let mut pad = given.clone();
     if c.flag("ceil_mode", false)? {
-        for k in 0..x.len() {
-            let (lo, hi) = w.pad[k];
-            let (n, reach) = (known(c, x[k])?, reach(c, kernel[k], w.dilation[k])?);
+        for (k, &d) in x.shape()[2..].iter().enumerate() {
+            let (lo, hi) = pad[k];
+            let (n, reach) = (known(c, d)?, reach(c, kernel[k], w.dilation[k])?);
             let room = (n + lo + hi)
                 .checked_sub(reach)
                 .ok_or_else(|| c.invalid(format!("a window of {reach} does not fit into {}", n + lo + hi)))?;
@@ -110,22 +132,23 @@ pub fn pool(c: &Call<'_>, kind: PoolKind) -> Result<Pool> {
             if (out - 1) * w.stride[k] >= n + lo {
                 out -= 1;
             }
-            w.pad[k].1 = (out.saturating_sub(1) * w.stride[k] + reach).saturating_sub(n + lo);
+            pad[k].1 = (out.saturating_sub(1) * w.stride[k] + reach).saturating_sub(n + lo);
         }
     }
-    Ok(Pool {
+    let pool = Pool {
         kind,
         kernel: kernel.into(),
         stride: w.stride.into(),
-        pad: w.pad.into(),
+        pad: pad.into(),
         dilation: w.dilation.into(),
-    })
+    };
+    Ok(Pooled { x, pool, given, cut })
 }
 
 fn max(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let p = pool(c, PoolKind::Max)?;
-    let x = b.id(c.arg(0)?)?;
-    let n = b.g.pool(x, p.clone())?;
+    let p = pool(b, c, PoolKind::Max)?;
+    let x = b.id(&p.x)?;
+    let n = b.g.pool(x, p.pool.clone())?;
     let y = b.value(n);
     if !c.wants(1) {
         return one(y);
@@ -135,13 +158,12 @@ fn max(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 }
 
 fn average(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let mut p = pool(c, PoolKind::Avg { count_include_pad: false })?;
-    let mut x = b.id(c.arg(0)?)?;
+    let Pooled { x, pool: mut p, given, .. } = pool(b, c, PoolKind::Avg { count_include_pad: false })?;
+    let mut x = b.id(&x)?;
     if c.flag("count_include_pad", false)? {
         // Padding counts, but not what ceiling mode adds to it: the first kind becomes explicit, the second stays.
-        let w = window(c, &c.arg(0)?.shape()[2..], &p.kernel)?;
         let (mut lo, mut hi) = (vec![0; 2], vec![0; 2]);
-        for (k, given) in w.pad.iter().enumerate() {
+        for (k, given) in given.iter().enumerate() {
             let end = given.1.min(p.pad[k].1);
             lo.push(given.0);
             hi.push(end);

@@ -21,7 +21,7 @@ fn s<T: Element>(v: T) -> ConstData {
 fn parts_of_sums_stay_within_the_limit() {
     let cost = |i: usize, o: usize| [[5, 1], [5, 1], [1, 9], [1, 1]][i][o];
     assert_eq!(runs(4, 2, 10, cost).unwrap(), [(0, 2), (2, 2)]);
-    assert_eq!(runs(4, 2, 12, cost).unwrap(), [(0, 3), (3, 1)]);
+    assert_eq!(runs(4, 2, 11, cost).unwrap(), [(0, 3), (3, 1)]);
     assert_eq!(runs(4, 2, 100, cost).unwrap(), [(0, 4)]);
     assert_eq!(runs(4, 2, 8, cost), None);
     assert_eq!(runs(0, 2, 8, cost).unwrap(), [(0, 0)]);

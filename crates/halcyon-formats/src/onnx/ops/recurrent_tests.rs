@@ -72,15 +72,8 @@ fn both_directions_alike_and_not() {
     check(7, other, &x(), &w, &[3, 2, 1, 1], &[1.0, 34.0, 4.0, 11.0, 11.0, 3.0]);
     // Alpha goes to the activations that have one, in order.
     let neg = t(&[3, 1, 1], &[-1f32, -2.0, -3.0]);
-    let y = [-2.0, -2.0, -8.0, -1.75, -22.0, -1.5];
-    check(
-        7,
-        n("LeakyRelu", &[2.0, 0.5]),
-        &neg,
-        &w,
-        &[3, 2, 1, 1],
-        &[y[0], -3.875, -12.0, -3.25, -54.0, -1.5],
-    );
+    let y = [-2.0, -5.375, -12.0, -3.25, -54.0, -1.5];
+    check(7, n("LeakyRelu", &[2.0, 0.5]), &neg, &w, &[3, 2, 1, 1], &y);
 }
 
 #[test]

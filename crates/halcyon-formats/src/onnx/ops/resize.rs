@@ -484,11 +484,7 @@ fn by_size(
 
 /// Whether an axis that keeps its size keeps its elements.
 fn unchanged(r: &Rules, roi: (f64, f64)) -> bool {
-    match r.coords {
-        Coords::TfHalfPixelForNn => false,
-        Coords::TfCropAndResize => roi == (0.0, 1.0),
-        _ => true,
-    }
+    r.coords != Coords::TfCropAndResize || roi == (0.0, 1.0)
 }
 
 /// Whether a whole scale repeats each element that often, in nearest mode.

@@ -204,7 +204,9 @@ impl Line {
             let x = self.place(b, &x)?;
             return Ok(vec![self.tap(b, &x, None)?]);
         }
-        let x = self.place(b, x)?;
+        // The cubic's taps reach over the border: there the elements continue, and the place is not moved.
+        let stays = mode == Mode::Cubic && self.padding == Padding::Border;
+        let x = if stays { x.clone() } else { self.place(b, x)? };
         let base = b.scalar(S::Floor, &[&x])?;
         let part = bin(b, S::Sub, &x, &base)?;
         let steps = if mode == Mode::Linear { 0..=1 } else { -1..=2 };

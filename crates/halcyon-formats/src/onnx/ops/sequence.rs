@@ -1,5 +1,6 @@
 //! Sequences and optionals: lists of values that exist while a model is built; their tensors are in the graph.
 
+use super::text::Words;
 use super::{Row, item_row};
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::host::Host;
@@ -20,7 +21,9 @@ pub const ROWS: &[Row] = &[
     }),
     item_row("SequenceConstruct", 11, &[], |_, c| {
         let all = (0..c.inputs.len()).map(|i| c.item(i).cloned()).collect::<Result<_>>()?;
-        Ok(vec![Item::sequence(all)])
+        let all = Item::sequence(all);
+        nested(c, &all)?;
+        Ok(vec![all])
     }),
     item_row("SequenceEmpty", 11, &["dtype"], |_, _| Ok(vec![Item::sequence(vec![])])),
     item_row("SequenceErase", 11, &[], erase),
@@ -32,6 +35,18 @@ pub const ROWS: &[Row] = &[
     item_row("SequenceMap", 17, &["body"], map),
     item_row("SplitToSequence", 11, &["axis", "keepdims"], split),
 ];
+
+/// Parts that a tensor is split into at most.
+const PARTS: usize = 65_536;
+/// Sequences and optionals inside each other. Standard operators make no more than two; walking them recurses.
+const NESTED: usize = 8;
+
+fn nested(c: &Call<'_>, i: &Item) -> Result<()> {
+    match i.depth(NESTED + 1) > NESTED {
+        true => Err(c.unsupported(&format!("more than {NESTED} sequences in each other"), "Nest less")),
+        false => Ok(()),
+    }
+}
 
 /// A place in a sequence of `n`, negative from the end, less than `bound` (and at least `-n`).
 fn position(b: &mut Builder, c: &Call<'_>, v: &Value, n: usize, bound: usize) -> Result<usize> {
@@ -62,6 +77,7 @@ fn insert(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         None => s.len(),
         Some(v) => position(b, c, v, s.len(), s.len() + 1)?,
     };
+    nested(c, c.item(1)?)?;
     s.insert(i, c.item(1)?.clone());
     Ok(vec![Item::sequence(s)])
 }
@@ -71,19 +87,29 @@ fn concat(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let new = c.flag("new_axis", false)?;
     let axis = c.opt_int("axis")?.ok_or_else(|| c.invalid("attribute 'axis' is missing"))?;
     let mut parts = Vec::with_capacity(s.len());
+    let words = Words::of(s.iter().filter_map(Item::text));
+    let texts = s.iter().any(|i| i.text().is_some());
     for i in s {
-        let v = i.tensor().ok_or_else(|| {
-            c.unsupported(&format!("a sequence of {}", i.kind()), "Only sequences of tensors are joined")
-        })?;
+        let v = match i {
+            Item::Text(t) => words.coded(t)?,
+            Item::Tensor(v) if !texts => v.clone(),
+            i => {
+                return Err(c.unsupported(
+                    &format!("a sequence of {}", i.kind()),
+                    "Only sequences of tensors of one type are joined",
+                ));
+            }
+        };
         let axis = c.axis(axis, v.rank() + usize::from(new))?;
         let mut shape = v.shape().clone();
         if new {
             shape.0.insert(axis, Dim::from(1));
         }
-        parts.push((axis, b.reshape(v, shape)?));
+        parts.push((axis, b.reshape(&v, shape)?));
     }
     let axis = parts.first().ok_or_else(|| c.invalid("the sequence is empty"))?.0;
-    Ok(vec![b.concat(&parts.iter().map(|(_, v)| v).collect::<Vec<_>>(), axis)?.into()])
+    let y = b.concat(&parts.iter().map(|(_, v)| v).collect::<Vec<_>>(), axis)?;
+    Ok(vec![if texts { words.read(b, &y)?.into() } else { y.into() }])
 }
 
 fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
@@ -114,6 +140,9 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
 /// The lengths that an axis of `n` is split into.
 fn sizes(b: &mut Builder, c: &Call<'_>, n: usize) -> Result<Vec<usize>> {
     let Some(v) = c.opt(1) else {
+        if n > PARTS {
+            return Err(c.unsupported(&format!("a split into {n} parts"), "Split into fewer"));
+        }
         return Ok(vec![1; n]);
     };
     let given = b.known_ints(v, "the lengths of a split")?;
@@ -179,10 +208,13 @@ fn map(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         }
         b.pace(&[], start)?;
     }
-    Ok(out.into_iter().map(Item::sequence).collect())
+    let out: Vec<Item> = out.into_iter().map(Item::sequence).collect();
+    out.iter().try_for_each(|i| nested(c, i))?;
+    Ok(out)
 }
 
 fn optional(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
+    c.opt_item(0).map_or(Ok(()), |i| nested(c, i))?;
     Ok(vec![Item::Optional(c.opt_item(0).cloned().map(Rc::new))])
 }
 

@@ -12,7 +12,16 @@ pub const ROWS: &[Row] = &[
     item_row(
         "Constant",
         1,
-        &["value", "value_float", "value_floats", "value_int", "value_ints", "value_string", "value_strings"],
+        &[
+            "sparse_value",
+            "value",
+            "value_float",
+            "value_floats",
+            "value_int",
+            "value_ints",
+            "value_string",
+            "value_strings",
+        ],
         constant,
     ),
     row("ConstantOfShape", 9, &["value"], constant_of_shape),
@@ -24,7 +33,10 @@ pub const ROWS: &[Row] = &[
     }),
 ];
 
-fn constant(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
+fn constant(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
+    if let Some(s) = c.sparse("sparse_value")? {
+        return Ok(vec![s.value(b)?.into()]);
+    }
     let data = if let Some(v) = c.datum("value")? {
         match v {
             Datum::Tensor(t) => t,

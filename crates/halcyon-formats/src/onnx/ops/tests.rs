@@ -110,13 +110,6 @@ fn pooling_windows() {
     check(19, avg().int("count_include_pad", 1), &x, &[], &[1, 1, 2], &[1.0, 3.0]);
     let both = avg().int("count_include_pad", 1).int("ceil_mode", 1);
     check(19, both, &x, &[], &[1, 1, 3], &[1.0, 3.0, 4.5]);
-    let m = model(
-        12,
-        port("x", DType::F32, &["1", "1", "5"]),
-        vec![node("MaxPool", &["x"], &["y", "i"]).ints("kernel_shape", &[3])],
-        &[],
-    );
-    assert!(matches!(import(m), Err(Error::Unsupported { what, .. }) if what.contains("MaxPool-y")));
 }
 
 #[test]
@@ -147,4 +140,147 @@ fn convolution_normalisation_and_types() {
     assert!(
         matches!(import(model(13, port("x", DType::F32, &["3"]), vec![c], &[])), Err(Error::Unsupported { what, .. }) if what.contains("string"))
     );
+}
+
+#[test]
+fn operators_before_broadcasting() {
+    let x = t(&[2, 2, 2], &[1f32, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]);
+    let add = || node("Add", &["x", "w0"], &["y"]);
+    let w = [t(&[2], &[10f32, 20.0])];
+    let middle = [11.0, 12.0, 23.0, 24.0, 15.0, 16.0, 27.0, 28.0];
+    check(6, add().int("broadcast", 1).int("axis", 1), &x, &w, &[2, 2, 2], &middle);
+    let last = [11.0, 22.0, 13.0, 24.0, 15.0, 26.0, 17.0, 28.0];
+    check(6, add().int("broadcast", 1), &x, &w, &[2, 2, 2], &last);
+    check(7, add(), &x, &w, &[2, 2, 2], &last);
+    let refused = [
+        (6, add()),
+        (7, add().int("broadcast", 1)),
+        (6, add().int("broadcast", 1).int("axis", 3)),
+        (6, add().int("broadcast", 1).int("axis", i64::MIN)),
+    ];
+    for (opset, n) in refused {
+        let r =
+            import(model(opset, port("x", DType::F32, &["2", "2", "2"]), vec![n], &[("w0", w[0].clone())]));
+        assert!(matches!(r, Err(Error::Argument { .. })), "{r:?}");
+    }
+    let slope = [t(&[2], &[0.5f32, -1.0])];
+    let x = t(&[1, 2, 2], &[-2f32, 2.0, -3.0, 3.0]);
+    check(6, node("PRelu", &["x", "w0"], &["y"]), &x, &slope, &[1, 2, 2], &[-1.0, 2.0, 3.0, 3.0]);
+    check(9, node("PRelu", &["x", "w0"], &["y"]), &x, &slope, &[1, 2, 2], &[-1.0, 2.0, -1.5, 3.0]);
+}
+
+#[test]
+fn activations() {
+    let x = t(&[4], &[-2f32, -0.5, 0.5, 2.0]);
+    let one = |n: &str| node(n, &["x"], &["y"]);
+    let e = |v: f64| v.exp_m1();
+    check(
+        1,
+        one("Selu"),
+        &x,
+        &[],
+        &[4],
+        &[1.0507 * 1.6732 * e(-2.0), 1.0507 * 1.6732 * e(-0.5), 0.52535, 2.1014],
+    );
+    check(12, one("Celu").float("alpha", 2.0), &x, &[], &[4], &[2.0 * e(-1.0), 2.0 * e(-0.25), 0.5, 2.0]);
+    check(10, one("ThresholdedRelu"), &x, &[], &[4], &[0.0, 0.0, 0.0, 2.0]);
+    check(9, one("Shrink").float("bias", 1.0), &x, &[], &[4], &[-1.0, 0.0, 0.0, 1.0]);
+    let i = t(&[3], &[-2i32, 1, 3]);
+    check(9, one("Shrink").float("bias", 0.5).float("lambd", 1.5), &i, &[], &[3], &[-1.0, 0.0, 2.0]);
+    let s = |v: f64| v / (1.0 + (-v).exp());
+    check(24, one("Swish").float("alpha", 2.0), &x, &[], &[4], &[-4.0, -1.0, 1.0, 4.0].map(|v| s(v) / 2.0));
+    let gated = node("SwiGLU", &["x", "w0"], &["y"]);
+    check(
+        28,
+        gated,
+        &x,
+        &[t(&[4], &[1f32, 2.0, 3.0, 4.0])],
+        &[4],
+        &[s(-2.0), 2.0 * s(-0.5), 3.0 * s(0.5), 4.0 * s(2.0)],
+    );
+    // The first of equal maxima; as a matrix of one row before version 13.
+    let m = t(&[1, 2, 2], &[3f32, 3.0, 1.0, 4.0]);
+    check(13, one("Hardmax"), &m, &[], &[1, 2, 2], &[1.0, 0.0, 0.0, 1.0]);
+    check(11, one("Hardmax"), &m, &[], &[1, 2, 2], &[0.0, 0.0, 0.0, 1.0]);
+}
+
+#[test]
+fn norms_by_version() {
+    let x = t(&[2, 2, 2], &[0f32, 2.0, 10.0, 10.0, 4.0, 6.0, 10.0, 30.0]);
+    let w = |v: [f32; 2]| t(&[2], &v);
+    let five = ["x", "w0", "w1", "w2", "w3"];
+    let bn = |y: &[&str]| node("BatchNormalization", &five, y).float("epsilon", 0.0).float("momentum", 0.5);
+    let stats = [w([1.0, 2.0]), w([0.0, 1.0]), w([7.0, 5.0]), w([9.0, 4.0])];
+    // Means 3 and 15, variances 5 and 75.
+    let (a, b) = (5f64.sqrt(), 75f64.sqrt());
+    let y = [
+        -3.0 / a,
+        -1.0 / a,
+        1.0 - 10.0 / b,
+        1.0 - 10.0 / b,
+        1.0 / a,
+        3.0 / a,
+        1.0 - 10.0 / b,
+        1.0 + 30.0 / b,
+    ];
+    check(15, bn(&["y"]).int("training_mode", 1), &x, &stats, &[2, 2, 2], &y);
+    check(15, bn(&["a", "y"]).int("training_mode", 1), &x, &stats, &[2], &[5.0, 10.0]);
+    check(9, bn(&["a", "", "y"]), &x, &stats, &[2], &[7.0, 39.5]);
+    check(9, bn(&["a", "", "", "", "y"]), &x, &stats, &[2], &[5.0, 75.0]);
+    check(6, bn(&["y"]), &x, &stats, &[2, 2, 2], &y);
+    let tested = bn(&["y"]).int("is_test", 1);
+    check(
+        6,
+        tested,
+        &x,
+        &stats,
+        &[2, 2, 2],
+        &[-7.0 / 3.0, -5.0 / 3.0, 6.0, 6.0, -1.0, -1.0 / 3.0, 6.0, 26.0],
+    );
+    let each = |v: f32| t(&[2, 2], &[v, v, v, 2.0 * v]);
+    let stats = [each(1.0), each(0.0), each(2.0), each(4.0)];
+    let apart = bn(&["y"]).int("spatial", 0);
+    let y = [-1.0, 0.0, 4.0, 6.0 * 2.0 / 8f64.sqrt(), 1.0, 2.0, 4.0, 26.0 * 2.0 / 8f64.sqrt()];
+    check(7, apart.clone(), &x, &stats, &[2, 2, 2], &y);
+    let shape = ["2", "2", "2"];
+    let names = || ["w0", "w1", "w2", "w3"].into_iter().zip(stats.clone()).collect::<Vec<_>>();
+    for (opset, n) in [(9, apart), (15, bn(&["a", "y"]))] {
+        let r = import(model(opset, port("x", DType::F32, &shape), vec![n], &names()));
+        assert!(matches!(r, Err(Error::Argument { .. })), "{r:?}");
+    }
+
+    // Scale and bias per group, then per channel.
+    let x = t(&[1, 4, 1], &[1f32, 3.0, 10.0, 20.0]);
+    let gn =
+        || node("GroupNormalization", &["x", "w0", "w1"], &["y"]).int("num_groups", 2).float("epsilon", 0.0);
+    let group = [w([1.0, 2.0]), w([0.0, 10.0])];
+    check(18, gn(), &x, &group, &[1, 4, 1], &[-1.0, 1.0, 8.0, 12.0]);
+    let channel = [t(&[4], &[1f32, 2.0, 3.0, 4.0]), t(&[4], &[0f32; 4])];
+    check(21, gn(), &x, &channel, &[1, 4, 1], &[-1.0, 2.0, -3.0, 4.0]);
+
+    let lrn = |n| {
+        node("LRN", &["x"], &["y"]).int("size", n).float("alpha", 1.0).float("beta", 1.0).float("bias", 0.0)
+    };
+    let x = t(&[1, 3, 1], &[1f32, 2.0, 3.0]);
+    // Two channels: this one and the next.
+    check(13, lrn(2), &x, &[], &[1, 3, 1], &[2.0 / 5.0, 4.0 / 13.0, 6.0 / 9.0]);
+    let n = 1i64 << 40;
+    let mut whole = lrn(n);
+    whole.attribute.retain(|a| a.name != "alpha");
+    let whole = whole.float("alpha", n as f32);
+    check(13, whole, &x, &[], &[1, 3, 1], &[1.0, 2.0, 3.0].map(|v| v / 14.0));
+
+    let x = t(&[2, 2], &[3f32, -4.0, 0.0, 0.0]);
+    let lp = |p| node("LpNormalization", &["x"], &["y"]).int("p", p);
+    check(22, lp(2), &x, &[], &[2, 2], &[0.6, -0.8, 0.0, 0.0]);
+    check(22, lp(1).int("axis", 0), &x, &[], &[2, 2], &[1.0, -1.0, 0.0, 0.0]);
+    let mvn = node("MeanVarianceNormalization", &["x"], &["y"]).ints("axes", &[1]);
+    check(13, mvn, &x, &[], &[2, 2], &[1.0, -1.0, 0.0, 0.0]);
+    let rms = node("RMSNormalization", &["x", "w0"], &["y"]).float("epsilon", 0.0).int("axis", 0);
+    check(23, rms, &x, &[w([1.0, 2.0])], &[2, 2], &[1.2, -3.2, 0.0, 0.0]);
+    // Statistics are results too, in the type they are computed in.
+    let ln =
+        node("LayerNormalization", &["x", "w0"], &["a", "", "y"]).float("epsilon", 1.0).int("stash_type", 11);
+    let y = run_one(17, ln, &x, &[w([1.0, 2.0])]);
+    assert_eq!((y.dtype, y.to_vec::<f64>()), (DType::F64, vec![1.0 / 13.25f64.sqrt(), 1.0]));
 }

@@ -9,7 +9,7 @@ use crate::onnx::item::{Item, Text};
 use crate::onnx::node::Call;
 use crate::{data, onnx::tensor};
 use halcyon_ir::{ConstData, DType, Error, Result, Scalar};
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeSet;
 
 /// Which results of an operator hold elements of its string operands.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -73,36 +73,57 @@ pub fn run(
     if c.inputs.iter().flatten().any(|i| i.tensor().is_none() && i.text().is_none()) {
         return Ok(None);
     }
-    let words =
-        c.inputs.iter().flatten().filter_map(Item::text).flat_map(|t| t.vals.iter().map(String::as_str));
-    let words: BTreeSet<&str> = words.chain([""]).collect();
-    let code: BTreeMap<&str, i64> = words.iter().enumerate().map(|(i, w)| (*w, i as i64)).collect();
-    let words: Vec<&str> = words.into_iter().collect();
+    let words = Words::of(c.inputs.iter().flatten().filter_map(Item::text));
     let coded = |i: &Item| -> Result<Item> {
-        let Some(t) = i.text() else { return Ok(i.clone()) };
-        let codes = t.vals.iter().map(|s| Scalar::I(code.get(s.as_str()).copied().unwrap_or(0)));
-        Ok(Value::weight(data::from_scalars(DType::I64, &t.dims, codes)?, c.name).into())
+        Ok(match i.text() {
+            Some(t) => words.coded(t)?.into(),
+            None => i.clone(),
+        })
     };
     let inputs = c.inputs.iter().map(|i| i.as_ref().map(coded).transpose()).collect::<Result<Vec<_>>>()?;
     let out = build(b, &Call { inputs: &inputs, ..*c })?;
     let mut items = Vec::with_capacity(out.len());
     for (k, v) in out.into_iter().enumerate() {
         let text = *moved == Moved::All || (*moved == Moved::First && k == 0);
-        if !text || !c.wants(k) {
-            items.push(v.into());
-            continue;
-        }
-        let v = b.fetch(&v, "the places of strings")?;
-        let word = |s: Scalar| {
-            let w = usize::try_from(s.as_i64()).ok().and_then(|i| words.get(i));
-            w.map(|w| w.to_string()).ok_or_else(|| Error::internal("a string that was not there before"))
-        };
-        items.push(Text::new(&v.dims, v.scalars().map(word).collect::<Result<_>>()?)?.into());
+        items.push(if text && c.wants(k) { words.read(b, &v)?.into() } else { v.into() });
     }
     Ok(Some(items))
 }
 
-/// A number as NumPy prints it: the fewest digits that read back as the same number of its type, with an exponent from 1e16 on
+/// All strings of some tensors, in order and each once, which numbers them.
+#[derive(Debug)]
+pub struct Words {
+    list: Vec<String>,
+}
+
+impl Words {
+    pub fn of<'a>(texts: impl Iterator<Item = &'a Text>) -> Words {
+        let all: BTreeSet<&str> = texts.flat_map(|t| t.vals.iter().map(String::as_str)).chain([""]).collect();
+        Words { list: all.into_iter().map(String::from).collect() }
+    }
+
+    /// A tensor of the numbers of its strings, which must be among them.
+    pub fn coded(&self, t: &Text) -> Result<Value> {
+        let code = |s: &String| match self.list.binary_search(s) {
+            Ok(i) => Ok(i as i64),
+            Err(_) => Err(Error::internal("a string that was not there before")),
+        };
+        let codes = t.vals.iter().map(code).collect::<Result<Vec<_>>>()?;
+        Ok(Value::table(ConstData::from_slice(&t.dims, &codes)?))
+    }
+
+    /// The strings of a tensor of numbers, which the device computes first where it must.
+    pub fn read(&self, b: &mut Builder, v: &Value) -> Result<Text> {
+        let v = b.fetch(v, "the places of strings")?;
+        let word = |s: Scalar| {
+            let w = usize::try_from(s.as_i64()).ok().and_then(|i| self.list.get(i));
+            w.cloned().ok_or_else(|| Error::internal("a string that was not there before"))
+        };
+        Text::new(&v.dims, v.scalars().map(word).collect::<Result<_>>()?)
+    }
+}
+
+/// A number as Python prints it: the fewest digits that read back as the same number of its type, with an exponent from 1e16 on
 /// and below 1e-4.
 pub fn spell(v: Scalar, dtype: DType) -> String {
     let f = match v {
@@ -205,4 +226,39 @@ pub fn cast(
 /// Whether the attribute `to` of Cast names strings.
 pub fn to_strings(c: &Call<'_>) -> Result<bool> {
     Ok(c.opt_int("to")? == Some(tensor::STRING.into()))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn numbers_are_spelled_as_python_does() {
+        let f = |v: f64, d| spell(Scalar::F(v).cast(d), d);
+        for (v, want) in [
+            (0.0, "0.0"),
+            (-0.0, "-0.0"),
+            (1.0, "1.0"),
+            (100.5, "100.5"),
+            (0.0001, "0.0001"),
+            (0.00001, "1e-05"),
+            (-1.25e-7, "-1.25e-07"),
+            (1e15, "1000000000000000.0"),
+            (1e16, "1e+16"),
+            (1.5e300, "1.5e+300"),
+            (f64::NAN, "nan"),
+            (f64::NEG_INFINITY, "-inf"),
+        ] {
+            assert_eq!(f(v, DType::F64), want);
+        }
+        assert_eq!(f(0.1, DType::F32), "0.1");
+        assert_eq!(f(1.0 / 3.0, DType::F32), "0.33333334");
+        assert_eq!(f(0.1, DType::F16), "0.1");
+        assert_eq!(f(1.0 / 3.0, DType::F16), "0.3333");
+        assert_eq!(f(65504.0, DType::F16), "65500.0");
+        assert_eq!(f(3.3, DType::BF16), "3.3");
+        assert_eq!(spell(Scalar::Bool(true), DType::Bool), "True");
+        assert_eq!(spell(Scalar::I(-5), DType::I8), "-5");
+        assert_eq!(spell(Scalar::U(u64::MAX), DType::U64), "18446744073709551615");
+    }
 }

@@ -1,12 +1,13 @@
 //! TfIdfVectorizer: counts of n-grams, with numbers for tokens.
 
-use super::{Row, one, row};
+use super::{Row, item_row};
 use crate::onnx::build::{Builder, Value};
+use crate::onnx::item::Item;
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::op::{ReduceKind as R, ScatterKind};
 use halcyon_ir::{ConstData, DType, Dim, Result, Scalar};
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
 const ATTRS: &[&str] = &[
     "max_gram_length",
@@ -16,18 +17,36 @@ const ATTRS: &[&str] = &[
     "ngram_counts",
     "ngram_indexes",
     "pool_int64s",
+    "pool_strings",
     "weights",
 ];
 
-pub const ROWS: &[Row] = &[row("TfIdfVectorizer", 9, ATTRS, |b, c| {
+pub const ROWS: &[Row] = &[item_row("TfIdfVectorizer", 9, ATTRS, |b, c| {
+    if let Some(pool) = c.strings("pool_strings")?.filter(|p| !p.is_empty()) {
+        return words(b, c, &pool);
+    }
     let x = c.arg(0)?;
     if !x.dtype().is_int() {
         return Err(c.invalid(format!("tokens are integers here, not {}", x.ty)));
     }
     let pool = c.ints("pool_int64s")?.ok_or_else(|| c.invalid("attribute 'pool_int64s' is missing"))?;
     let x = b.cast(x, DType::I64)?;
-    one(vectorize(b, c, &x, pool)?)
+    Ok(vec![vectorize(b, c, &x, pool)?.into()])
 })];
+
+/// Strings stand for their first place in the pool; what is not in it for none.
+fn words(b: &mut Builder, c: &Call<'_>, pool: &[String]) -> Result<Vec<Item>> {
+    let mut place: HashMap<&str, i64> = HashMap::with_capacity(pool.len());
+    for (i, w) in pool.iter().enumerate() {
+        place.entry(w).or_insert(i as i64);
+    }
+    let tokens = |w: &String| place.get(w.as_str()).copied().unwrap_or(-1);
+    let x = c.text(0)?;
+    let codes: Vec<i64> = x.vals.iter().map(tokens).collect();
+    let x = b.feed(ConstData::from_slice(&x.dims, &codes)?);
+    let pool: Vec<i64> = pool.iter().map(tokens).collect();
+    Ok(vec![vectorize(b, c, &x, &pool)?.into()])
+}
 
 /// Bound on pairs of length and distance, each of which takes a few nodes.
 const PASSES: usize = 1024;
@@ -62,6 +81,7 @@ pub fn vectorize(b: &mut Builder, c: &Call<'_>, x: &Value, pool: &[i64]) -> Resu
     let tokens = tokens
         .known()
         .ok_or_else(|| c.unsupported("a symbolic number of tokens", "Give concrete input shapes"))?;
+    let vector = x.rank() == 1;
     let x = b.reshape(x, [batch, Dim::from(tokens)])?;
 
     let mut counts = b.full(DType::F32, &[batch, Dim::from(width)].into(), Scalar::F(0.0));
@@ -87,7 +107,7 @@ pub fn vectorize(b: &mut Builder, c: &Call<'_>, x: &Value, pool: &[i64]) -> Resu
         }
     }
     let y = weighted(b, c, &counts, width)?;
-    let dims = if c.arg(0)?.rank() == 1 { vec![Dim::from(width)] } else { vec![batch, Dim::from(width)] };
+    let dims = if vector { vec![Dim::from(width)] } else { vec![batch, Dim::from(width)] };
     b.reshape(&y, dims)
 }
 

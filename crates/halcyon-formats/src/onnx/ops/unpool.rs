@@ -1,12 +1,13 @@
 //! Pooling beyond maximum and mean: places of maxima, their inverse, and norms.
 
 use super::calc::{bin, checked_numel, known, select, trailing, with};
-use super::pool::{pool, spatial};
+use super::pad::crop_and_pad;
+use super::pool::{Pooled, pool, spatial};
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Range, Value};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
-use halcyon_ir::op::{Pool, PoolKind, ReduceKind, ScatterKind};
+use halcyon_ir::op::{PoolKind, ReduceKind, ScatterKind};
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 pub const ROWS: &[Row] = &[
@@ -59,7 +60,7 @@ fn norm(
 
 /// Windows sum by their mean times their size, padding being zeros.
 fn lp_pool(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
-    let p = pool(c, PoolKind::Avg { count_include_pad: true })?;
+    let Pooled { x, pool: p, .. } = pool(b, c, PoolKind::Avg { count_include_pad: true })?;
     let n = checked_numel(c, &p.kernel)?;
     let sum = |b: &mut Builder, v: &Value| {
         let id = b.id(v)?;
@@ -67,7 +68,7 @@ fn lp_pool(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         let y = b.value(y);
         with(b, S::Mul, &y, n as f64)
     };
-    norm(b, c, sum, c.arg(0)?)
+    norm(b, c, sum, &x)
 }
 
 /// Values and the places they come from.
@@ -108,7 +109,7 @@ impl Best {
 ///
 /// Windows grow by doubling, axis after axis: the best of 2k elements is the better of the best of two windows of k, and a window
 /// of any size is covered by two that overlap.
-pub fn places(b: &mut Builder, c: &Call<'_>, p: &Pool, y: &Shape) -> Result<Value> {
+pub fn places(b: &mut Builder, c: &Call<'_>, pooled: &Pooled, y: &Shape) -> Result<Value> {
     let x = c.arg(0)?;
     let rank = x.rank();
     let sizes = known(&x.shape()[2..])?;
@@ -127,12 +128,14 @@ pub fn places(b: &mut Builder, c: &Call<'_>, p: &Pool, y: &Shape) -> Result<Valu
         });
     }
     let at = at.ok_or_else(|| c.invalid("there are no spatial axes"))?;
+    let at = crop_and_pad(b, c, &at, &pooled.cut, Scalar::I(0))?;
+    let p = &pooled.pool;
     let pads = |side: fn(&(usize, usize)) -> usize| -> Vec<usize> {
         [0, 0].into_iter().chain(p.pad.iter().map(side)).collect()
     };
     let (lo, hi) = (pads(|p| p.0), pads(|p| p.1));
     let lowest = Scalar::F(x.dtype().range().0).cast(x.dtype());
-    let ids = b.ids(&[x, &at])?;
+    let ids = b.ids(&[&pooled.x, &at])?;
     let (v, at) = (b.g.pad(ids[0], &lo, &hi, lowest)?, b.g.pad(ids[1], &lo, &hi, Scalar::I(-1))?);
     let mut best = Best { v: b.value(v), at: b.value(at) };
     for axis in (2..rank).rev() {

@@ -218,6 +218,9 @@ fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             let count = c.opt_int("num_outputs")?.unwrap_or(c.node.output.len() as i64);
             let count = usize::try_from(count).ok().filter(|n| (1..=65_536).contains(n));
             let count = count.ok_or_else(|| c.invalid("the number of results is out of range"))?;
+            if count > c.node.output.len() {
+                return Err(c.invalid(format!("{count} parts for {} results", c.node.output.len())));
+            }
             match n.known() {
                 Some(n) if n % count != 0 && c.opset < 18 => {
                     return Err(c.invalid(format!("{n} does not divide into {count} parts")));

@@ -53,7 +53,7 @@ fn scaler(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     for (name, op) in [("offset", S::Sub), ("scale", S::Mul)] {
         if let Some(v) = c.floats(name)?.filter(|v| !v.is_empty()) {
             per_feature(c, &x, name, v.len())?;
-            let v = floats(c, x.dtype(), &[v.len()], v)?;
+            let v = floats(x.dtype(), &[v.len()], v)?;
             let y = b.scalar(op, &[&x, &v])?;
             x = b.reshape(&y, x.shape())?;
         }
@@ -151,7 +151,7 @@ fn imputer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
             b.scalar(S::Eq, &[x, &old])?
         }
     };
-    let new = Value::weight(data::from_scalars(x.dtype(), &[new.len()], new)?, c.name);
+    let new = Value::table(data::from_scalars(x.dtype(), &[new.len()], new)?);
     let y = b.scalar(S::Select, &[&hit, &new, x])?;
     one(b.reshape(&y, x.shape())?)
 }
@@ -221,8 +221,8 @@ fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
             });
             // Of equal categories the last counts.
             let live = cats.iter().enumerate().map(|(i, v)| i64::from(last.get(v) == Some(&i)));
-            let live = super::integers(c, DType::Bool, &[n], live)?;
-            let cats = super::integers(c, DType::I64, &[n], cats.iter().copied())?;
+            let live = super::integers(DType::Bool, &[n], live)?;
+            let cats = super::integers(DType::I64, &[n], cats.iter().copied())?;
             let v = b.cast(x, DType::I64)?;
             let shape: Shape = x.shape().iter().copied().chain([Dim::from(1)]).collect();
             let v = b.reshape(&v, shape)?;
@@ -235,7 +235,7 @@ fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
                 let one = b.lit(&any, 1i64);
                 let none = b.scalar(S::Sub, &[&one, &any])?;
                 // A vector of one element: index 1 is reported.
-                let unit = floats(c, DType::F32, &[1], &[1.0])?;
+                let unit = floats(DType::F32, &[1], &[1.0])?;
                 let unit = b.gather(&unit, &none, 0)?;
                 y = b.scalar(S::Mul, &[&y, &unit])?;
             }

@@ -334,19 +334,19 @@ impl Forest {
         let y = match self.groups() {
             Some((roots, size)) => {
                 self.roots = roots;
-                let at = self.walk(b, c, x)?;
+                let at = self.walk(b, x)?;
                 let w: Vec<f64> = self
                     .votes
                     .iter()
                     .map(|v| v.iter().fold(self.aggregate.neutral(), |s, (_, w)| self.aggregate.join(s, *w)))
                     .collect();
-                let table = self.table(c, &[w.len()], w)?;
+                let table = self.table(&[w.len()], w)?;
                 let y = b.gather(&table, &at, 0)?;
                 let y = b.reshape(&y, Shape::from_iter([x.shape()[0], self.targets.into(), size.into()]))?;
                 b.reduce(self.aggregate.kind(), &y, &[2], false)?
             }
             None => {
-                let at = self.walk(b, c, x)?;
+                let at = self.walk(b, x)?;
                 self.spread(b, c, x.shape()[0], &at)?
             }
         };
@@ -405,11 +405,11 @@ impl Forest {
     }
 
     /// The leaf where each row `[N]` ends in each tree: `[N, trees]`, of type i32.
-    fn walk(&self, b: &mut Builder, c: &Call<'_>, x: &Value) -> Result<Value> {
+    fn walk(&self, b: &mut Builder, x: &Value) -> Result<Value> {
         let n = self.next.len();
-        let ints = |v: &mut dyn Iterator<Item = i64>, n: usize| integers(c, DType::I32, &[n], v);
+        let ints = |v: &mut dyn Iterator<Item = i64>, n: usize| integers(DType::I32, &[n], v);
         let feature = ints(&mut self.feature.iter().copied(), n)?;
-        let split = self.table(c, &[n], self.split.iter().copied())?;
+        let split = self.table(&[n], self.split.iter().copied())?;
         let next = ints(&mut self.next.iter().flatten().map(|n| *n as i64), 4 * n)?;
         let roots = ints(&mut self.roots.iter().map(|n| *n as i64), self.roots.len())?;
         let mut at = b.expand(&roots, &Shape::from_iter([x.shape()[0], Dim::from(self.roots.len())]))?;
@@ -433,9 +433,9 @@ impl Forest {
         Ok(at)
     }
 
-    fn table(&self, c: &Call<'_>, dims: &[usize], v: impl IntoIterator<Item = f64>) -> Result<Value> {
+    fn table(&self, dims: &[usize], v: impl IntoIterator<Item = f64>) -> Result<Value> {
         let v = v.into_iter().map(Scalar::F);
-        Ok(Value::weight(data::from_scalars(self.dtype, dims, v)?, c.name))
+        Ok(Value::table(data::from_scalars(self.dtype, dims, v)?))
     }
 
     /// Trees that vote for several targets.
@@ -451,7 +451,7 @@ impl Forest {
                     w[i * k + t] = self.aggregate.join(w[i * k + t], *v);
                 }
             }
-            let table = self.table(c, &[leaves, k], w)?;
+            let table = self.table(&[leaves, k], w)?;
             let y = b.gather(&table, at, 0)?;
             return b.reduce(self.aggregate.kind(), &y, &[1], false);
         }
@@ -466,8 +466,8 @@ impl Forest {
             self.votes.iter().flat_map(|v| (0..most).map(|i| f(v.get(i)))).collect()
         };
         let targets = padded(&|v| v.map_or(0.0, |v| v.0 as f64));
-        let targets = integers(c, DType::I32, &[leaves, most], targets.into_iter().map(|v| v as i64))?;
-        let weights = self.table(c, &[leaves, most], padded(&|v| v.map_or(none, |v| v.1)))?;
+        let targets = integers(DType::I32, &[leaves, most], targets.into_iter().map(|v| v as i64))?;
+        let weights = self.table(&[leaves, most], padded(&|v| v.map_or(none, |v| v.1)))?;
         let flat = Shape::from_iter([rows, Dim::from(self.roots.len()).mul(most.into())]);
         let to = b.gather(&targets, at, 0)?;
         let to = b.reshape(&to, flat.clone())?;

@@ -76,7 +76,7 @@ impl Classes {
 pub fn labels(b: &mut Builder, c: &Call<'_>, classes: &Classes, place: &Value) -> Result<Item> {
     match classes {
         Classes::Ints(v) => {
-            let v = integers(c, DType::I64, &[v.len()], v.iter().copied())?;
+            let v = integers(DType::I64, &[v.len()], v.iter().copied())?;
             Ok(b.gather(&v, place, 0)?.into())
         }
         Classes::Texts(v) => {
@@ -296,7 +296,7 @@ fn search(
             let n = rows.len().next_power_of_two();
             rows.resize(n, top);
             let table = |d: DType, v: Vec<Scalar>| -> Result<Value> {
-                Ok(Value::weight(data::from_scalars(d, &[n], v)?, c.name))
+                Ok(Value::table(data::from_scalars(d, &[n], v)?))
             };
             let k = table(keys.dtype, rows.iter().map(|r| r.0).collect())?;
             let v = table(values.dtype, rows.iter().map(|r| r.1).collect())?;

@@ -45,12 +45,12 @@ fn scores(b: &mut Builder, c: &Call<'_>, rows: usize) -> Result<Value> {
     if !x.shape()[1].known().is_none_or(|f| f == n) {
         return Err(c.invalid(format!("{n} coefficients per row for {} features", x.shape()[1])));
     }
-    let w = floats(c, x.dtype(), &[rows, n], w)?;
+    let w = floats(x.dtype(), &[rows, n], w)?;
     let y = product(b, &x, &w)?;
     match c.floats("intercepts")? {
         None | Some([]) => Ok(y),
         Some(v) if v.len() == rows => {
-            let v = floats(c, x.dtype(), &[rows], v)?;
+            let v = floats(x.dtype(), &[rows], v)?;
             shift(b, &y, &v)
         }
         Some(v) => Err(c.invalid(format!("{} intercepts for {rows} rows of coefficients", v.len()))),

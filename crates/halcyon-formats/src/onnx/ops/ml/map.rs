@@ -47,7 +47,7 @@ fn zip_map(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let vals: Vec<Scalar> = x.scalars().collect();
     let mut maps = Vec::with_capacity(vals.len() / n);
     for row in vals.chunks_exact(n) {
-        let row = Value::weight(data::from_scalars(x.dtype, &[n], row.iter().copied())?, c.name);
+        let row = Value::table(data::from_scalars(x.dtype, &[n], row.iter().copied())?);
         maps.push(Item::Map(Rc::new((keys.clone(), row.into()))));
     }
     Ok(vec![Item::sequence(maps)])
@@ -77,7 +77,7 @@ fn values<'a>(c: &Call<'a>, m: &'a (Keys, Item)) -> Result<Values<'a>> {
 }
 
 /// For each place of a result, which value of the map it takes. What has none is 0 or an empty string.
-fn place(b: &mut Builder, c: &Call<'_>, v: Values<'_>, at: &[Option<usize>]) -> Result<Item> {
+fn place(b: &mut Builder, v: Values<'_>, at: &[Option<usize>]) -> Result<Item> {
     let dims = [1, at.len()];
     match v {
         Values::Texts(t) => {
@@ -91,7 +91,7 @@ fn place(b: &mut Builder, c: &Call<'_>, v: Values<'_>, at: &[Option<usize>]) -> 
             let v = b.concat(&[&v, &zero], 0)?;
             let none = n.known().unwrap_or(0);
             let index = at.iter().map(|i| i.unwrap_or(none) as i64);
-            let index = super::integers(c, DType::I64, &dims, index)?;
+            let index = super::integers(DType::I64, &dims, index)?;
             Ok(b.gather(&v, &index, 0)?.into())
         }
     }
@@ -119,7 +119,7 @@ fn dict_vectorizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         }
         _ => return Err(c.invalid("the keys do not have the type of the vocabulary")),
     }
-    Ok(vec![place(b, c, values(c, m)?, &at)?])
+    Ok(vec![place(b, values(c, m)?, &at)?])
 }
 
 /// `[1, N]`: the values in the order of their keys (`DENSE`), or each at the place its key says (`SPARSE`).
@@ -154,7 +154,7 @@ fn cast_map(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         "TO_STRING" => None,
         other => return Err(c.invalid(format!("there is no cast_to '{other}'"))),
     };
-    let y = match (place(b, c, values(c, m)?, &at)?, to) {
+    let y = match (place(b, values(c, m)?, &at)?, to) {
         (Item::Tensor(v), Some(to)) => b.cast(&v, to)?.into(),
         (Item::Text(t), None) => Item::Text(t),
         (Item::Text(t), Some(to)) => {

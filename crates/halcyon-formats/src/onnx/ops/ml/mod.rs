@@ -10,6 +10,8 @@ pub mod linear;
 pub mod map;
 mod post;
 pub mod svm;
+#[cfg(test)]
+mod tests;
 pub mod tree;
 
 use crate::data;
@@ -35,14 +37,14 @@ fn float(b: &mut Builder, x: &Value) -> Result<Value> {
 }
 
 /// Numbers of an attribute as a constant.
-fn floats(c: &Call<'_>, dtype: DType, dims: &[usize], v: &[f32]) -> Result<Value> {
+fn floats(dtype: DType, dims: &[usize], v: &[f32]) -> Result<Value> {
     let v = v.iter().map(|&v| Scalar::F(v.into()));
-    Ok(Value::weight(data::from_scalars(dtype, dims, v)?, c.name))
+    Ok(Value::table(data::from_scalars(dtype, dims, v)?))
 }
 
 /// As [`floats`], of integers.
-fn integers(c: &Call<'_>, dtype: DType, dims: &[usize], v: impl IntoIterator<Item = i64>) -> Result<Value> {
-    Ok(Value::weight(data::from_scalars(dtype, dims, v.into_iter().map(Scalar::I))?, c.name))
+fn integers(dtype: DType, dims: &[usize], v: impl IntoIterator<Item = i64>) -> Result<Value> {
+    Ok(Value::table(data::from_scalars(dtype, dims, v.into_iter().map(Scalar::I))?))
 }
 
 /// `x` of `[N, F]` times the transpose of `w` of `[K, F]`.

@@ -70,7 +70,7 @@ fn kernel(b: &mut Builder, c: &Call<'_>, x: &Value, n: usize) -> Result<Value> {
     if !x.shape()[1].known().is_none_or(|k| k == f) {
         return Err(c.invalid(format!("support vectors of {f} numbers for {} features", x.shape()[1])));
     }
-    let v = floats(c, x.dtype(), &[n, f], v)?;
+    let v = floats(x.dtype(), &[n, f], v)?;
     let params = match c.floats("kernel_params")? {
         None | Some([]) => [0.0; 3],
         Some(&[g, k, d]) => [g, k, d],
@@ -118,7 +118,7 @@ fn regressor(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     if !k.shape()[1].known().is_none_or(|f| f == w.len()) {
         return Err(c.invalid(format!("{} coefficients for {} terms", w.len(), k.shape()[1])));
     }
-    let w = floats(c, k.dtype(), &[1, w.len()], w)?;
+    let w = floats(k.dtype(), &[1, w.len()], w)?;
     let y = product(b, &k, &w)?;
     let rho = b.lit(&y, need(c, "rho")?[0]);
     let y = b.scalar(S::Add, &[&y, &rho])?;
@@ -153,7 +153,7 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     }
     let values = kernel(b, c, &x, n)?;
     let s = decisions(b, c, &values, &counts)?;
-    let wins = wins(b, c, &s, k)?;
+    let wins = wins(b, &s, k)?;
     let votes = b.reduce(ReduceKind::Sum, &wins, &[2], false)?;
     let place = best(b, &votes)?;
     let label = labels(b, c, &classes, &place)?;
@@ -185,7 +185,7 @@ fn linear(b: &mut Builder, c: &Call<'_>, post: Post, classes: &Classes, x: &Valu
         return Err(c.invalid(format!("{f} coefficients per class for {} features", x.shape()[1])));
     }
     let positive = w.iter().all(|w| *w >= 0.0);
-    let w = floats(c, x.dtype(), &[k, f], w)?;
+    let w = floats(x.dtype(), &[k, f], w)?;
     let s = product(b, x, &w)?;
     let rho = b.lit(&s, need(c, "rho")?[0]);
     let s = b.scalar(S::Add, &[&s, &rho])?;
@@ -220,7 +220,7 @@ fn decisions(b: &mut Builder, c: &Call<'_>, values: &Value, counts: &[usize]) ->
             rho.len()
         )));
     }
-    let w = floats(c, values.dtype(), &[k - 1, n], w)?;
+    let w = floats(values.dtype(), &[k - 1, n], w)?;
     let rows = values.shape()[0];
     let mut parts = Vec::with_capacity(k);
     let mut start = 0;
@@ -233,26 +233,26 @@ fn decisions(b: &mut Builder, c: &Call<'_>, values: &Value, counts: &[usize]) ->
     // Column `i * (k - 1) + r`: class i with row r.
     let parts = b.concat(&parts.iter().collect::<Vec<_>>(), 1)?;
     let place = |f: &dyn Fn(usize, usize) -> usize| {
-        integers(c, DType::I32, &[all], pairs(k).map(|(i, j)| f(i, j) as i64))
+        integers(DType::I32, &[all], pairs(k).map(|(i, j)| f(i, j) as i64))
     };
     let (of_i, of_j) = (place(&|i, j| i * (k - 1) + j - 1)?, place(&|i, j| j * (k - 1) + i)?);
     let (l, r) = (b.gather(&parts, &of_i, 1)?, b.gather(&parts, &of_j, 1)?);
     let s = b.scalar(S::Add, &[&l, &r])?;
     let s = b.reshape(&s, Shape::from_iter([rows, all.into()]))?;
-    let rho = floats(c, s.dtype(), &[all], &rho[..all])?;
+    let rho = floats(s.dtype(), &[all], &rho[..all])?;
     shift(b, &s, &rho)
 }
 
 /// Which class of each pair wins, as `[N, k, k]` of 1 where the row's class wins over the column's, of the type of `s`.
-fn wins(b: &mut Builder, c: &Call<'_>, s: &Value, k: usize) -> Result<Value> {
+fn wins(b: &mut Builder, s: &Value, k: usize) -> Result<Value> {
     let zero = b.lit(s, 0.0);
     let first = b.scalar(S::Gt, &[s, &zero])?;
     let first = b.cast(&first, s.dtype())?;
-    mirrored(b, c, &first, k)
+    mirrored(b, &first, k)
 }
 
 /// Values `v` of the pairs i < j `[N, pairs]` as a matrix `[N, k, k]` with `v` above the diagonal, `1 - v` below it and 0 on it.
-fn mirrored(b: &mut Builder, c: &Call<'_>, v: &Value, k: usize) -> Result<Value> {
+fn mirrored(b: &mut Builder, v: &Value, k: usize) -> Result<Value> {
     let mut at = vec![0i64; k * k];
     let mut below = vec![0i64; k * k];
     let mut off = vec![1i64; k * k];
@@ -261,9 +261,9 @@ fn mirrored(b: &mut Builder, c: &Call<'_>, v: &Value, k: usize) -> Result<Value>
         below[j * k + i] = 1;
     }
     (0..k).for_each(|i| off[i * k + i] = 0);
-    let at = integers(c, DType::I32, &[k, k], at)?;
+    let at = integers(DType::I32, &[k, k], at)?;
     let m = b.gather(v, &at, 1)?;
-    let (below, off) = (integers(c, DType::Bool, &[k, k], below)?, integers(c, DType::Bool, &[k, k], off)?);
+    let (below, off) = (integers(DType::Bool, &[k, k], below)?, integers(DType::Bool, &[k, k], off)?);
     let (one, zero) = (b.lit(&m, 1.0), b.lit(&m, 0.0));
     let rest = b.scalar(S::Sub, &[&one, &m])?;
     let m = b.scalar(S::Select, &[&below, &rest, &m])?;
@@ -291,7 +291,7 @@ fn probabilities(
             &format!("Up to {MOST_CLASSES} are supported; leave 'prob_a' and 'prob_b' out"),
         ));
     }
-    let (pa, pb) = (floats(c, s.dtype(), &[all], &pa[..all])?, floats(c, s.dtype(), &[all], &pb[..all])?);
+    let (pa, pb) = (floats(s.dtype(), &[all], &pa[..all])?, floats(s.dtype(), &[all], &pb[..all])?);
     // Platt's sigmoid: 1 / (1 + exp(a s + b)).
     let v = b.scalar(S::Mul, &[s, &pa])?;
     let v = b.scalar(S::Add, &[&v, &pb])?;
@@ -300,7 +300,7 @@ fn probabilities(
     let (lo, hi) = (b.lit(&v, 1e-7), b.lit(&v, 1.0 - 1e-7));
     let v = b.scalar(S::Max, &[&v, &lo])?;
     let v = b.scalar(S::Min, &[&v, &hi])?;
-    let r = mirrored(b, c, &v, k)?;
+    let r = mirrored(b, &v, k)?;
 
     // Q[i][j] = -r[j][i] r[i][j], and on the diagonal the sum of r[j][i]² over the others.
     let rt = b.permute(&r, &[0, 2, 1])?;
@@ -308,7 +308,7 @@ fn probabilities(
     let q = b.scalar(S::Neg, &[&q])?;
     let d = b.scalar(S::Mul, &[&rt, &rt])?;
     let d = b.reduce(ReduceKind::Sum, &d, &[2], true)?;
-    let diagonal = integers(c, DType::Bool, &[k, k], (0..k * k).map(|i| i64::from(i % (k + 1) == 0)))?;
+    let diagonal = integers(DType::Bool, &[k, k], (0..k * k).map(|i| i64::from(i % (k + 1) == 0)))?;
     let q = b.scalar(S::Select, &[&diagonal, &d, &q])?;
     let rows = s.shape()[0];
     let mut row = Vec::with_capacity(k);
@@ -316,7 +316,7 @@ fn probabilities(
         let v = b.narrow(&q, 1, Dim::from(t), Dim::from(1))?;
         let v = b.reshape(&v, Shape::from_iter([rows, Dim::from(k)]))?;
         let own = b.narrow(&v, 1, Dim::from(t), Dim::from(1))?;
-        let unit = integers(c, DType::Bool, &[k], (0..k).map(|i| i64::from(i == t)))?;
+        let unit = integers(DType::Bool, &[k], (0..k).map(|i| i64::from(i == t)))?;
         row.push((v, own, unit));
     }
 

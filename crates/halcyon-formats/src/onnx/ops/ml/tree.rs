@@ -355,15 +355,15 @@ fn regressor(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let base = Numbers::of(c, "base_values")?;
     let mut y = p.run(b, c, targets, aggregate)?;
     if let Some(base) = base {
-        y = add_base(b, c, &y, &base.sized(c, "base_values", targets)?.vals)?;
+        y = add_base(b, &y, &base.sized(c, "base_values", targets)?.vals)?;
     }
     let y = post.apply(b, &y)?;
     one(single(b, &y)?)
 }
 
-fn add_base(b: &mut Builder, c: &Call<'_>, y: &Value, base: &[f64]) -> Result<Value> {
+fn add_base(b: &mut Builder, y: &Value, base: &[f64]) -> Result<Value> {
     let v = data::from_scalars(y.dtype(), &[base.len()], base.iter().map(|v| Scalar::F(*v)))?;
-    shift(b, y, &Value::weight(v, c.name))
+    shift(b, y, &Value::table(v))
 }
 
 /// Results: the label `[N]` and the scores `[N, classes]`.
@@ -397,7 +397,7 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     // One class: 1 if it is likely, else 0.
     if n == 1 {
         if !base.is_empty() {
-            s = add_base(b, c, &s, &base)?;
+            s = add_base(b, &s, &base)?;
         }
         let flat = column(b, &s, 0)?;
         let label = above(b, &flat, 0.0)?;
@@ -421,7 +421,7 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
             return Err(c.unsupported("one base value where votes name the second class", "Give two"));
         }
         if !base.is_empty() {
-            s = add_base(b, c, &s, &base)?;
+            s = add_base(b, &s, &base)?;
         }
         let score = column(b, &s, usize::from(!first))?;
         let place = above(b, &score, limit)?;
@@ -437,7 +437,7 @@ fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
             let first = b.scalar(S::Add, &[&first, &v])?;
             s = columns(b, &[&first, &second])?;
         }
-        _ => s = add_base(b, c, &s, &base)?,
+        _ => s = add_base(b, &s, &base)?,
     }
     let place = best(b, &s)?;
     let y = post.apply(b, &s)?;

@@ -1,0 +1,200 @@
+//! Inputs that hold strings: JSON, text files, NumPy arrays of strings. Maps come as JSON.
+
+use halcyon::{ConstData, DType, Error, Result, Scalar};
+use halcyon_formats::onnx::{Datum, Keys, Port, PortType, Text};
+use halcyon_formats::sniff::Kind;
+use halcyon_formats::{data, npy};
+use serde_json::Value;
+use std::path::Path;
+
+/// The value of an input of strings, or of a map. `None` for other inputs, and for files that hold an ONNX value.
+///
+/// JSON for strings is an array, nested as the tensor is, or what `run` saves: `{"shape": […], "values": […]}`. For a map it is
+/// an object, or `{"keys": […], "values": […]}` where keys are integers. A text file has one string on each line.
+///
+/// # Errors
+/// [`Error::Format`] for files that hold something else.
+pub fn read(p: &Port, path: &Path, bytes: &[u8], kind: Option<Kind>) -> Result<Option<Datum>> {
+    let file = path.display().to_string();
+    let bad = |what: String| Error::Format { file: file.clone(), what };
+    if !matches!(p.ty, PortType::Text { .. } | PortType::Map(_)) {
+        return Ok(None);
+    }
+    let ending = |e: &str| path.extension().is_some_and(|x| x.eq_ignore_ascii_case(e));
+    // A file's name decides first: short texts can look like anything.
+    let (json, lines) = match kind {
+        _ if ending("json") => (true, false),
+        _ if ending("txt") => (false, true),
+        Some(Kind::Npy) if matches!(p.ty, PortType::Text { .. }) => {
+            let (dims, vals) = npy::parse_text(bytes.to_vec().into(), &file)?;
+            return Ok(Some(Datum::Text(Text::new(&dims, vals)?)));
+        }
+        Some(_) => return Ok(None),
+        None => {
+            let start = bytes.iter().find(|b| !b.is_ascii_whitespace());
+            let json = start.is_some_and(|b| matches!(b, b'[' | b'{' | b'"'));
+            (json, !json)
+        }
+    };
+    let text = std::str::from_utf8(bytes).map_err(|_| bad("not UTF-8 text".into()))?;
+    if json {
+        let v: Value = serde_json::from_str(text).map_err(|e| bad(format!("not JSON: {e}")))?;
+        let value = match &p.ty {
+            PortType::Map(of) => map(&v, of),
+            _ => strings(&v).map(Datum::Text),
+        };
+        return value.map(Some).map_err(bad);
+    }
+    if !lines || !matches!(p.ty, PortType::Text { .. }) {
+        return Err(bad(format!("{} is given as JSON", p.ty.kind())));
+    }
+    let vals: Vec<String> = text.lines().map(String::from).collect();
+    // One row or one column where the model declares a matrix of one.
+    let n = vals.len();
+    let dims = match p.shape().map(|s| s.as_ref()) {
+        Some([]) if n == 1 => vec![],
+        Some([_, last]) if last.is(1) => vec![n, 1],
+        Some([first, _]) if first.is(1) => vec![1, n],
+        _ => vec![n],
+    };
+    Ok(Some(Datum::Text(Text::new(&dims, vals)?)))
+}
+
+/// A tensor of strings.
+fn strings(v: &Value) -> std::result::Result<Text, String> {
+    if let Value::Object(o) = v {
+        let (Some(shape), Some(Value::Array(vals))) =
+            (o.get("shape").and_then(Value::as_array), o.get("values"))
+        else {
+            return Err("an object of strings has \"shape\" and \"values\"".into());
+        };
+        let size = |d: &Value| d.as_u64().and_then(|d| usize::try_from(d).ok());
+        let dims = shape.iter().map(size).collect::<Option<Vec<_>>>().ok_or("\"shape\" holds no sizes")?;
+        let vals = vals.iter().map(word).collect::<std::result::Result<_, _>>()?;
+        return Text::new(&dims, vals).map_err(|e| e.to_string());
+    }
+    // The sizes are those along the first elements; the others must agree.
+    let (mut dims, mut first) = (vec![], v);
+    while let Value::Array(a) = first {
+        dims.push(a.len());
+        match a.first() {
+            Some(f) => first = f,
+            None => break,
+        }
+    }
+    let mut level: Vec<&Value> = vec![v];
+    for d in &dims {
+        let mut next = Vec::with_capacity(level.len());
+        for v in level {
+            match v {
+                Value::Array(a) if a.len() == *d => next.extend(a),
+                _ => return Err(format!("the arrays do not all have the sizes {dims:?}")),
+            }
+        }
+        level = next;
+    }
+    let vals = level.into_iter().map(word).collect::<std::result::Result<_, _>>()?;
+    Text::new(&dims, vals).map_err(|e| e.to_string())
+}
+
+fn word(v: &Value) -> std::result::Result<String, String> {
+    v.as_str().map(String::from).ok_or_else(|| format!("{v} is no string"))
+}
+
+/// Keys, and values as `of` says.
+fn map(v: &Value, of: &PortType) -> std::result::Result<Datum, String> {
+    let Value::Object(o) = v else {
+        return Err("a map is an object".into());
+    };
+    let pair = (o.get("keys").and_then(Value::as_array), o.get("values").and_then(Value::as_array));
+    let (keys, vals): (Keys, Vec<&Value>) = match pair {
+        (Some(k), Some(v)) if o.len() == 2 && k.len() == v.len() => {
+            let ints = k.iter().map(Value::as_i64).collect::<Option<Vec<_>>>();
+            let keys = match ints {
+                Some(k) if !k.is_empty() => Keys::Ints(k),
+                _ => Keys::Texts(k.iter().map(word).collect::<std::result::Result<_, _>>()?),
+            };
+            (keys, v.iter().collect())
+        }
+        _ => (Keys::Texts(o.keys().cloned().collect()), o.values().collect()),
+    };
+    let n = vals.len();
+    let value = match of {
+        PortType::Tensor { dtype, .. } => numbers(&vals, *dtype)?.into(),
+        PortType::Text { .. } => {
+            let vals = vals.into_iter().map(word).collect::<std::result::Result<_, _>>()?;
+            Datum::Text(Text::new(&[n], vals).map_err(|e| e.to_string())?)
+        }
+        other => return Err(format!("a map to {} is given as an ONNX .pb file", other.kind())),
+    };
+    Ok(Datum::Map(keys, Box::new(value)))
+}
+
+fn numbers(vals: &[&Value], dtype: DType) -> std::result::Result<ConstData, String> {
+    let one = |v: &&Value| {
+        let n = if dtype.is_float() { v.as_f64().map(Scalar::F) } else { v.as_i64().map(Scalar::I) };
+        n.ok_or_else(|| format!("{v} is no {dtype}"))
+    };
+    let n = vals.iter().map(one).collect::<std::result::Result<Vec<_>, _>>()?;
+    data::from_scalars(dtype, &[vals.len()], n).map_err(|e| e.to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn port(ty: PortType) -> Port {
+        Port { name: "x".into(), ty }
+    }
+
+    fn text(declared: Option<&[usize]>, name: &str, content: &[u8]) -> Result<Text> {
+        let p = port(PortType::Text { shape: declared.map(Into::into) });
+        match read(&p, Path::new(name), content, halcyon_formats::sniff::kind(content))? {
+            Some(Datum::Text(t)) => Ok(t),
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn json_and_lines() {
+        let t = |d: &[usize], v: &[&str]| Text::new(d, v.iter().map(|s| s.to_string()).collect()).unwrap();
+        let same = |name: &str, content: &str, want: Text| {
+            assert_eq!(text(None, name, content.as_bytes()).unwrap(), want, "{content}");
+        };
+        same("a.json", r#"[["a", "é"], ["", "b"]]"#, t(&[2, 2], &["a", "é", "", "b"]));
+        same("a", r#" {"shape": [1, 2], "values": ["a", "b"]}"#, t(&[1, 2], &["a", "b"]));
+        same("a.json", r#""one""#, t(&[], &["one"]));
+        same("a.json", "[]", t(&[0], &[]));
+        same("a.json", "[[], []]", t(&[2, 0], &[]));
+        same("a.txt", "[a\nb c\n", t(&[2], &["[a", "b c"]));
+        assert_eq!(text(Some(&[1, 9]), "a.txt", b"a\nb").unwrap(), t(&[1, 2], &["a", "b"]));
+        assert_eq!(text(Some(&[9, 1]), "a.txt", b"a\nb").unwrap(), t(&[2, 1], &["a", "b"]));
+        for bad in [
+            r#"[["a"], "b"]"#,
+            r#"[["a"], ["b", "c"]]"#,
+            "[1]",
+            r#"{"shape": [3], "values": []}"#,
+            "{}",
+            "[\"a\"",
+        ] {
+            let e = text(None, "a.json", bad.as_bytes()).unwrap_err();
+            assert!(matches!(e, Error::Format { .. }), "{bad}: {e}");
+        }
+        assert!(text(None, "a.txt", b"\xff").is_err());
+    }
+
+    #[test]
+    fn maps() {
+        let of = |dtype| port(PortType::Map(Box::new(PortType::Tensor { dtype, shape: None })));
+        let get = |dtype, s: &str| read(&of(dtype), Path::new("m.json"), s.as_bytes(), None);
+        let Ok(Some(Datum::Map(k, v))) = get(DType::F32, r#"{"keys": [7, -1], "values": [1.5, 2]}"#) else {
+            panic!("no map")
+        };
+        assert_eq!(k, Keys::Ints(vec![7, -1]));
+        assert_eq!(v.tensor().unwrap().to_vec::<f32>(), [1.5, 2.0]);
+        let Ok(Some(Datum::Map(k, _))) = get(DType::I64, r#"{"b": 1, "a": 2}"#) else { panic!("no map") };
+        assert!(matches!(k, Keys::Texts(k) if k.len() == 2));
+        assert!(get(DType::I64, r#"{"a": 1.5}"#).is_err());
+        assert!(get(DType::F32, "[1]").is_err());
+    }
+}
