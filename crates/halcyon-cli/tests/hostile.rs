@@ -394,7 +394,7 @@ fn nesting_and_length() {
     a.graph(op(n, vec![scalar(ints("n", &[i64::MAX]))]), 3, &["nodes with its loops unrolled"]);
     // Two million empty messages of two bytes.
     let mut bomb = model(17, GraphProto::default()).encode_to_vec();
-    let empty = vec![0x2a, 0x00].repeat(2_000_000);
+    let empty = [0x2a, 0x00].repeat(2_000_000);
     let mut n = vec![0x0a];
     prost::encoding::encode_varint(empty.len() as u64, &mut n);
     n.extend(empty);
@@ -621,7 +621,7 @@ fn sparse_weights() {
 
 #[test]
 fn external_data_outside_the_folder() {
-    let mut a = Attacks::new();
+    let a = Attacks::new();
     let secret = a.dir.path().join("secret");
     std::fs::write(&secret, [0u8; 64]).expect("a file");
     let below = a.dir.path().join("below");

@@ -198,12 +198,9 @@ pub fn decode(data: &[u8]) -> Result<Picture> {
     if !data.starts_with(&[0xff, 0xd8]) {
         return corrupt("not a JPEG");
     }
-    loop {
-        // Between segments, anything that is no marker is skipped.
-        match data.get(at..).and_then(|d| d.iter().position(|b| *b == 0xff)) {
-            Some(n) => at += n,
-            None => break,
-        }
+    // Between segments, anything that is no marker is skipped.
+    while let Some(n) = data.get(at..).and_then(|d| d.iter().position(|b| *b == 0xff)) {
+        at += n;
         let Some(&marker) = data.get(at + 1) else { break };
         at += 1;
         match marker {
@@ -666,7 +663,7 @@ fn upsample(plane: &[u8], c: &Component, f: &Frame) -> Result<Vec<u8>> {
 /// The sample that a doubled place lies in, and the nearer one beside it; at the edge the sample itself.
 fn neighbour(x: usize, n: usize) -> (usize, usize) {
     let at = x / 2;
-    (at, if x % 2 == 0 { at.saturating_sub(1) } else { (at + 1).min(n - 1) })
+    (at, if x.is_multiple_of(2) { at.saturating_sub(1) } else { (at + 1).min(n - 1) })
 }
 
 /// To RGB by the equations of JFIF, in 16 bits of fixed point.

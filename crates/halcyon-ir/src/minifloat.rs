@@ -243,7 +243,7 @@ mod tests {
             let top = f.max() + (f.max() - f.decode(f.largest() as u8 - 1)) / 2.0;
             let past = f.encode(top * (1.0 + 1e-9)) as u32;
             assert_eq!(past, f.overflow(), "{d}");
-            let tie = if f.largest() % 2 == 0 { f.largest() } else { f.overflow() };
+            let tie = if f.largest().is_multiple_of(2) { f.largest() } else { f.overflow() };
             assert_eq!(f.encode(top) as u32, tie, "{d}");
             assert_eq!(f.encode(f64::MAX) as u32, f.overflow());
             assert_eq!(f.encode(f64::INFINITY) as u32, f.overflow());

@@ -282,7 +282,7 @@ pub fn new_attribute(op: &str, r: &mut Rng) -> AttributeProto {
     a.ints = (0..r.below(5)).map(|_| number(r)).collect();
     a.floats = (0..r.below(5)).map(|_| r.pick(FLOATS)).collect();
     a.strings = (0..r.below(3)).map(|_| Bytes::from_static(r.pick(TEXTS).as_bytes())).collect();
-    a.t = Some(small_tensor("", r)).map(Into::into);
+    a.t = Some(Into::into(small_tensor("", r)));
     a
 }
 

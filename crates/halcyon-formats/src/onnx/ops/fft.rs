@@ -84,7 +84,7 @@ fn length(what: &str, n: usize) -> Result<()> {
 pub fn transform(b: &mut Builder, x: &Value, n: usize, keep: usize, sign: Sign) -> Result<Value> {
     length("DFT", n)?;
     let scale = if sign == Sign::Inverse { 1.0 / n as f64 } else { 1.0 };
-    let halve = channels(x) == 2 && n > 2 && n % 2 == 0;
+    let halve = channels(x) == 2 && n > 2 && n.is_multiple_of(2);
     if n <= LEAF && !halve {
         return leaf(b, x, n, keep, sign.value(), scale);
     }
@@ -182,7 +182,7 @@ fn halves(b: &mut Builder, x: &Value, half: usize, sign: f64) -> Result<Value> {
 
 /// Largest divisor up to the root.
 fn divisor(n: usize) -> usize {
-    (1..=n.isqrt()).rev().find(|d| n % d == 0).unwrap_or(1)
+    (1..=n.isqrt()).rev().find(|d| n.is_multiple_of(*d)).unwrap_or(1)
 }
 
 /// All `n` points, without the inverse's factor.

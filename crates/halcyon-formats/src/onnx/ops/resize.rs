@@ -471,11 +471,11 @@ fn by_size(
         "not_smaller" => f64::max,
         p => return Err(c.invalid(format!("keep_aspect_ratio_policy '{p}' is not known"))),
     };
-    if policy != "stretch" {
-        if let Some(scale) = work.iter().map(|a| a.scale).reduce(pick) {
-            for a in &mut work {
-                (a.scale, a.out) = (scale, size(c, (scale * a.n as f64 + 0.5).floor())?);
-            }
+    if policy != "stretch"
+        && let Some(scale) = work.iter().map(|a| a.scale).reduce(pick)
+    {
+        for a in &mut work {
+            (a.scale, a.out) = (scale, size(c, (scale * a.n as f64 + 0.5).floor())?);
         }
     }
     work.retain(|a| !(a.n == a.out && a.scale == 1.0 && unchanged(r, a.roi)));

@@ -42,7 +42,7 @@ fn scores(b: &mut Builder, c: &Call<'_>, rows: usize) -> Result<Value> {
         return Err(c.invalid(format!("{} coefficients are not {rows} equal rows", w.len())));
     }
     let n = w.len() / rows;
-    if !x.shape()[1].known().is_none_or(|f| f == n) {
+    if x.shape()[1].known().is_some_and(|f| f != n) {
         return Err(c.invalid(format!("{n} coefficients per row for {} features", x.shape()[1])));
     }
     let w = floats(x.dtype(), &[rows, n], w)?;

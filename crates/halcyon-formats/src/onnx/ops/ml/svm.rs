@@ -67,7 +67,7 @@ fn kernel(b: &mut Builder, c: &Call<'_>, x: &Value, n: usize) -> Result<Value> {
         return Err(c.invalid(format!("{} numbers are not {n} support vectors", v.len())));
     }
     let f = v.len() / n;
-    if !x.shape()[1].known().is_none_or(|k| k == f) {
+    if x.shape()[1].known().is_some_and(|k| k != f) {
         return Err(c.invalid(format!("support vectors of {f} numbers for {} features", x.shape()[1])));
     }
     let v = floats(x.dtype(), &[n, f], v)?;
@@ -115,7 +115,7 @@ fn regressor(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let n = usize::try_from(c.int("n_supports", 0)?).map_err(|_| c.invalid("n_supports is negative"))?;
     let w = need(c, "coefficients")?;
     let k = if n > 0 { kernel(b, c, &x, n)? } else { x };
-    if !k.shape()[1].known().is_none_or(|f| f == w.len()) {
+    if k.shape()[1].known().is_some_and(|f| f != w.len()) {
         return Err(c.invalid(format!("{} coefficients for {} terms", w.len(), k.shape()[1])));
     }
     let w = floats(k.dtype(), &[1, w.len()], w)?;
@@ -181,7 +181,7 @@ fn linear(b: &mut Builder, c: &Call<'_>, post: Post, classes: &Classes, x: &Valu
         return Err(c.invalid(format!("{} coefficients are not {k} equal rows", w.len())));
     }
     let f = w.len() / k;
-    if !x.shape()[1].known().is_none_or(|n| n == f) {
+    if x.shape()[1].known().is_some_and(|n| n != f) {
         return Err(c.invalid(format!("{f} coefficients per class for {} features", x.shape()[1])));
     }
     let positive = w.iter().all(|w| *w >= 0.0);
