@@ -209,7 +209,7 @@ pub fn decode(data: &[u8]) -> Result<Picture> {
                 at += 1;
                 continue;
             }
-            0xd9 => break,
+            0xd9 => return d.finish(),
             _ => at += 1,
         }
         let len = match data.get(at..at + 2) {
@@ -248,7 +248,7 @@ pub fn decode(data: &[u8]) -> Result<Picture> {
             _ => {}
         }
     }
-    d.finish()
+    corrupt("the file ends before the image does")
 }
 
 impl Decoder {

@@ -46,7 +46,7 @@ pub fn node_name(n: &NodeProto, index: usize) -> String {
 /// Graphs inside graphs and functions inside functions may be nested this deep.
 const DEPTH: usize = 64;
 /// Nodes that a model may come to when its functions are expanded, and the bytes that they take.
-const EXPANDED: usize = 1 << 17;
+const EXPANDED: usize = 1 << 18;
 const COPIED: usize = 256 << 20;
 /// Nodes that a model may come to with the iterations of its loops, and how many more for each operation that they give the
 /// device: a loop that only counts does not go on for hours.
@@ -289,17 +289,17 @@ impl<'m> Walk<'m> {
                     ));
                 }
                 let g = Rc::new(function::body(f, n, &self.m.file)?);
-                self.expanded.set(self.expanded.get() + g.node.len());
-                if self.expanded.get() > EXPANDED {
-                    return Err(Error::unsupported(
-                        format!("{}: more than {EXPANDED} nodes with functions expanded", self.m.file),
-                        "Call fewer functions from functions",
-                    ));
-                }
                 self.bodies.borrow_mut().insert(key, g.clone());
                 g
             }
         };
+        self.expanded.set(self.expanded.get() + body.node.len());
+        if self.expanded.get() > EXPANDED {
+            return Err(Error::unsupported(
+                format!("{}: more than {EXPANDED} nodes with functions expanded", self.m.file),
+                "Call fewer functions from functions",
+            ));
+        }
         self.graph(b, &body, args, None, &f.opset_import)
     }
 }

@@ -218,7 +218,9 @@ fn eval(g: &Graph, inputs: &[Tensor]) -> Vec<Tensor> {
                     let at: Option<Vec<usize>> = (0..k.len())
                         .map(|a| {
                             let i = (p[a + 2] * c.stride[a] + k[a] * c.dilation[a]) as i64 - c.pad[a].0;
-                            usize::try_from(i).ok().filter(|i| *i < x[0].dims[a + 2])
+                            let i =
+                                usize::try_from(i).ok().filter(|i| i.is_multiple_of(c.input_dilation[a]))?;
+                            Some(i / c.input_dilation[a]).filter(|i| *i < x[0].dims[a + 2])
                         })
                         .collect();
                     let Some(at) = at else { continue };

@@ -47,8 +47,11 @@ fn symbolic(dims: &[Dim], sizes: &[usize], f: impl Fn(&mut Graph, NodeId) -> Res
     let i = Model::new(m.clone(), External::none(), "m").unwrap();
     let bound = i.import(&[("x", Shape::from(sizes))]).unwrap();
     assert_eq!(reference::eval(&bound.graph, &data, &[]).unwrap(), want, "{}", bound.graph);
-    let open = i.import(&[]).unwrap();
-    assert_eq!(reference::eval(&open.graph, &data, &[]).unwrap(), want, "{}", open.graph);
+    // Some sizes that are computed need those of the inputs.
+    match i.import(&[]) {
+        Ok(open) => assert_eq!(reference::eval(&open.graph, &data, &[]).unwrap(), want, "{}", open.graph),
+        Err(e) => assert!(matches!(e, halcyon_ir::Error::Unsupported { .. }), "{e}"),
+    }
     m
 }
 

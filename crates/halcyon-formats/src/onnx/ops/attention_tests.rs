@@ -308,7 +308,6 @@ fn linear_attention_takes_what_its_rule_needs() {
     };
     assert_eq!(q.dims[..], [1, 2, 4]);
     refuse(n("gated", &["x", "w0", "w1"]));
-    refuse(n("linear", &["x", "w0", "w1", "", "w2"]));
     refuse(n("gated", &["x", "w0", "w1", "", "w3"]));
     refuse(n("delta", &["x", "w0", "w1", "w2", "", "w2"]));
     refuse(n("other", &["x", "w0", "w1"]));

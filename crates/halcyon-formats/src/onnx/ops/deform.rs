@@ -89,7 +89,8 @@ fn conv_transpose(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     // Some models count the batch and the channels in.
     let asked = match c.ints("output_shape")? {
         Some(v) => {
-            let v = v.get(v.len().saturating_sub(n)..).unwrap_or(v);
+            let whole = v.len() == n + 2;
+            let v = if whole { &v[2..] } else { v };
             let fits = v.len() == n && v.iter().all(|s| (1..=i32::MAX as i64).contains(s));
             Some(if fits { v } else { return Err(c.invalid(format!("output_shape {v:?}"))) })
         }

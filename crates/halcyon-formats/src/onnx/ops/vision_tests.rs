@@ -187,7 +187,7 @@ fn regions() {
         check(16, n().text("mode", mode), &x, &none, &[1, 1, 1, 2], &[0.0, 0.0]);
     }
     let huge = [t(&[1, 4], &[0f32, 0.0, 1e9, 1e9]), ints(&[0])];
-    unsupported(16, n(), &["1", "1", "4", "4"], &huge);
+    invalid(16, n(), &["1", "1", "4", "4"], &huge);
     invalid(16, n().int("sampling_ratio", -1), &["1", "1", "4", "4"], &w);
     invalid(16, n(), &["1", "1", "4", "4"], &[w[0].clone(), ints(&[0])]);
 
