@@ -361,7 +361,7 @@ fn conformance_tells_wrong_from_unsupported_from_broken() {
     assert_eq!(d.code, 1, "{d:?}");
     assert_eq!(
         v["total"],
-        serde_json::json!({ "passed": 2, "wrong": 4, "unsupported": 1, "error": 2 }),
+        serde_json::json!({ "passed": 2, "saved": 0, "wrong": 4, "unsupported": 1, "error": 2 }),
         "{v}"
     );
     let status = |name: &str| {

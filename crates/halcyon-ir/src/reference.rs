@@ -410,8 +410,9 @@ fn run(op: &Op, x: &[&Tensor], ty: &TensorType, args: &[Scalar]) -> Result<Tenso
                     .start
                     .known()
                     .ok_or_else(|| Error::shape("slice", "a symbolic start; bind it first"))?;
-                base += start as i64 * s[k];
-                st.push(a.step * s[k]);
+                // The start of nothing and the step of one element may be anything.
+                base = i64::saturating_add(base, (start as i64).saturating_mul(s[k]));
+                st.push(if dims[k] > 1 { a.step * s[k] } else { 0 });
             }
             x[0].v.pick(&index::walk(&dims, &st, base))
         }

@@ -184,6 +184,10 @@ impl Model {
     pub fn inputs(&self) -> Result<Vec<Port>> {
         let g = self.graph()?;
         let weights: HashSet<&str> = order::initializers(g).collect();
+        let mut seen = HashSet::new();
+        if let Some(v) = g.input.iter().find(|v| !seen.insert(v.name.as_str())) {
+            return Err(bad(&self.file, format!("input '{}' is declared twice", v.name)));
+        }
         g.input.iter().filter(|v| !weights.contains(v.name.as_str())).map(|v| self.port(v)).collect()
     }
 

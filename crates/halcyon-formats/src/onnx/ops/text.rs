@@ -123,7 +123,9 @@ impl Words {
         let v = b.fetch(v, "the places of strings")?;
         let word = |s: Scalar| {
             let w = usize::try_from(s.as_i64()).ok().and_then(|i| self.list.get(i));
-            w.cloned().ok_or_else(|| Error::internal("a string that was not there before"))
+            w.cloned().ok_or_else(|| {
+                Error::unsupported("an operator that makes new values of strings", "Strings are only moved")
+            })
         };
         Text::new(&v.dims, v.scalars().map(word).collect::<Result<_>>()?)
     }
