@@ -406,7 +406,16 @@ impl<'g> Emitter<'g> {
             return x.clone();
         }
         let ty = TensorType { dtype: to, shape: x.shape().clone() };
-        self.node("Cast", &[x], vec![int("to", to.row().onnx.into())], ty)
+        let mut attributes = vec![int("to", to.row().onnx.into())];
+        // Ours rounds past the largest value to NaN or infinity; the operator stops at it unless told.
+        if to.is_float() && to.bits() == 8 {
+            attributes.push(int("saturate", 0));
+        }
+        // A power of two is rounded up unless told.
+        if to == DType::F8E8M0 {
+            attributes.push(text("round_mode", "nearest"));
+        }
+        self.node("Cast", &[x], attributes, ty)
     }
 
     pub fn transpose(&mut self, x: &Val, perm: &[usize]) -> Val {
