@@ -118,8 +118,8 @@ fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> 
     }
 }
 
-/// A cast as we define it: a float stops at the ends of an integer's range, and overflows as IEEE 754 says in a small float. (At the ends
-/// of 32 and 64 bits, which floats do not hold, the engine decides.)
+/// A cast as we define it: a float stops at the ends of an integer's range. (At those of 32 and 64 bits, which floats do not
+/// hold, the engine decides.)
 fn cast(e: &mut Emitter<'_>, x: &Val, to: DType) -> Result<Val> {
     let mut x = x.clone();
     if x.dtype() == to {
@@ -134,14 +134,7 @@ fn cast(e: &mut Emitter<'_>, x: &Val, to: DType) -> Result<Val> {
         let (lo, hi) = (e.like(&x, lo)?, e.like(&x, hi)?);
         x = e.same("Clip", &[&x, &lo, &hi], vec![]);
     }
-    let y = e.cast(&x, to);
-    if to.is_float() && to.bits() == 8 {
-        e.set_last(int("saturate", 0));
-        if to == DType::F8E8M0 {
-            e.set_last(text("round_mode", "nearest"));
-        }
-    }
-    Ok(y)
+    Ok(e.cast(&x, to))
 }
 
 fn reduction(k: ScatterKind) -> &'static str {
