@@ -9,6 +9,8 @@ use crate::backend::Backend;
 use crate::executable::Executable;
 use crate::lru::Lru;
 use crate::session::Session;
+/// Graphs as ONNX models: `export::write(&graph, path, &options)`.
+pub use halcyon_formats::onnx::export;
 use halcyon_formats::onnx::{Datum, Engine, Handle, Imported, Model, Outcome, Placement};
 use halcyon_hal::{BufferRef, Tag};
 use halcyon_ir::error::{Error, Result};

@@ -170,3 +170,15 @@ pub fn difference(got: &[ConstData], reference: &[ConstData]) -> f64 {
     }
     if worst == 0.0 { 0.0 } else { worst / scale.max(f64::MIN_POSITIVE) }
 }
+
+/// Export.
+#[cfg(feature = "onnx")]
+impl Session {
+    /// The graph as an ONNX model in one message.
+    ///
+    /// # Errors
+    /// As [`crate::onnx::export::to_bytes`].
+    pub fn to_onnx(&self, options: &crate::onnx::export::ExportOptions) -> Result<Vec<u8>> {
+        crate::onnx::export::to_bytes(&self.graph, options)
+    }
+}

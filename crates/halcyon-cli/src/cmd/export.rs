@@ -3,7 +3,7 @@
 use crate::args::ExportArgs;
 use crate::report::{self, size};
 use crate::source;
-use halcyon::ir::passes::{Level, PassOptions, optimize};
+use halcyon::ir::passes::{cse, fold, simplify};
 use halcyon::{Result, Shape};
 use halcyon_formats::onnx::Model;
 use halcyon_formats::onnx::export::{ExportOptions, write};
@@ -15,8 +15,10 @@ pub fn main(a: &ExportArgs) -> Result<u8> {
     let shapes = source::shapes(&model.inputs()?, &a.inputs)?;
     let given: Vec<(&str, Shape)> = shapes.iter().map(|(n, d)| (n.as_str(), Shape::from(&d[..]))).collect();
     let before = model.summary().nodes;
-    let graph = model.import(&given)?.graph;
-    let (graph, receipts) = optimize(&graph, &PassOptions::at(Level::O1), &|_| true)?;
+    // The passes that depend on no device; element types stay as they are.
+    let (graph, folded) = fold::run(&model.import(&given)?.graph)?;
+    let (graph, simplified) = simplify::run(&graph)?;
+    let (graph, merged) = cse::run(&graph)?;
     let options = ExportOptions { opset: a.opset, external_data: a.external_data };
     let w = write(&graph, &a.output, &options)?;
     if a.json {
@@ -28,7 +30,9 @@ pub fn main(a: &ExportArgs) -> Result<u8> {
             "weights": w.initializers,
             "model_bytes": w.model_bytes,
             "data": w.data.as_ref().map(|(p, n)| json!({ "file": p, "bytes": n })),
-            "receipts": receipts,
+            "folded": folded,
+            "simplified": simplified,
+            "merged": merged,
         }))?;
     } else {
         let data = match &w.data {

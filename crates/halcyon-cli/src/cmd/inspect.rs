@@ -13,7 +13,9 @@ use halcyon::ir::target::{Operand, Target};
 use halcyon::ir::{Graph, Op, TensorType, cost};
 use halcyon::{Backend, BackendType, ConstData, Error, Level, Result, Scalar};
 use halcyon_formats::npz::Npz;
-use halcyon_formats::onnx::{Datum, Engine, Handle, Model, Operator, Outcome, Summary, Weight, tensor};
+use halcyon_formats::onnx::{
+    Datum, Engine, Handle, Keys, Model, Operator, Outcome, Port, PortType, Summary, Text, Weight, tensor,
+};
 use halcyon_formats::safetensors::SafeTensors;
 use halcyon_formats::sniff::{self, Kind};
 use halcyon_formats::{mmap, npy};
@@ -114,6 +116,8 @@ struct Report<'a> {
     file_bytes: u64,
     model: Summary,
     work: Result<Work, String>,
+    /// Exit code: that of the error for models that are broken, 0 for those that are not supported.
+    code: u8,
     backends: Vec<On>,
     /// Backends that have no device here, with the reason.
     absent: Vec<(BackendType, String)>,
@@ -189,15 +193,15 @@ impl<'a> Report<'a> {
         let only: Option<BackendType> = a.backend.as_deref().map(str::parse).transpose()?;
         let file = Model::open(&a.file)?;
         let model = file.summary();
-        let work = match work(&file, &model, a) {
-            Err(e @ (Error::Unsupported { .. } | Error::UnsupportedOps(_))) => Err(match e {
-                Error::UnsupportedOps(all) => {
-                    format!("{} of its operators are not supported (see below)", all.len())
-                }
-                e => e.to_string(),
-            }),
-            Err(e) => return Err(e),
-            Ok(w) => Ok(w),
+        let (work, code) = match work(&file, &model, a) {
+            Ok(w) => (Ok(w), 0),
+            // What the command line says is wrong, not the model.
+            Err(e @ Error::Argument { .. }) if !a.inputs.is_empty() => return Err(e),
+            Err(Error::UnsupportedOps(all)) => {
+                (Err(format!("{} of its operators are not supported (see below)", all.len())), 0)
+            }
+            Err(e @ (Error::Unsupported { .. } | Error::Argument { .. })) => (Err(e.to_string()), 0),
+            Err(e) => (Err(e.to_string()), e.exit_code().clamp(1, 255) as u8),
         };
         let (mut backends, mut absent) = (vec![], vec![]);
         let graphs = work.as_ref().map_or(&[][..], |w| &w.graphs);
@@ -221,7 +225,7 @@ impl<'a> Report<'a> {
                 Err(e) => absent.push((kind, report::reason(kind, &e.to_string()))),
             }
         }
-        Ok(Report { a, file_bytes, model, work, backends, absent })
+        Ok(Report { a, file_bytes, model, work, code, backends, absent })
     }
 }
 
@@ -237,12 +241,15 @@ fn work(file: &Model, model: &Summary, a: &InspectArgs) -> Result<Work> {
         image_layout: None,
     };
     let ports = file.inputs()?;
-    let inputs = source::resolve(&ports, &args, true)?;
-    let mut w = Work {
-        inputs: inputs.iter().map(|i| (i.name.clone(), i.data.describe())).collect(),
-        ..Work::default()
-    };
-    let data: Vec<Datum> = inputs.into_iter().map(|i| i.data).collect();
+    // What is no tensor of numbers is taken as empty.
+    let numbers: Vec<Port> =
+        ports.iter().filter(|p| matches!(p.ty, PortType::Tensor { .. })).cloned().collect();
+    let mut given: HashMap<String, Datum> =
+        source::resolve(&numbers, &args, true)?.into_iter().map(|i| (i.name, i.data)).collect();
+    let data: Vec<Datum> =
+        ports.iter().map(|p| given.remove(&p.name).map_or_else(|| empty(&p.ty), Ok)).collect::<Result<_>>()?;
+    let inputs = ports.iter().zip(&data).map(|(p, d)| (p.name.clone(), d.describe())).collect();
+    let mut w = Work { inputs, ..Work::default() };
     let outcome = match data.iter().map(|d| d.tensor()).collect::<Option<Vec<_>>>() {
         None => Outcome::Staged("an input is no tensor".into()),
         Some(t) => {
@@ -272,6 +279,29 @@ fn work(file: &Model, model: &Summary, a: &InspectArgs) -> Result<Work> {
     }
     w.activations.sort_by_key(|x| std::cmp::Reverse(x.bytes));
     Ok(w)
+}
+
+/// A value of a type without anything in it; sizes that are open are 1.
+fn empty(ty: &PortType) -> Result<Datum> {
+    Ok(match ty {
+        PortType::Tensor { dtype, shape } => {
+            let dims: Vec<usize> = shape.iter().flat_map(|s| s.iter()).map(|d| d.known().unwrap_or(1)).collect();
+            let fits = dims.iter().try_fold(1usize, |a, d| a.checked_mul(*d)).is_some_and(|n| dtype.bytes(n) <= ZEROS);
+            if !fits {
+                return Err(Error::unsupported(format!("a value of {ty}"), "Give smaller inputs"));
+            }
+            Datum::Tensor(ConstData::splat(*dtype, &dims, Scalar::I(0))?)
+        }
+        PortType::Text { shape } => {
+            let dims: Vec<usize> = shape.iter().flat_map(|s| s.iter()).map(|d| d.known().unwrap_or(1)).collect();
+            let n = dims.iter().try_fold(1usize, |a, d| a.checked_mul(*d)).filter(|n| *n <= ZEROS >> 6);
+            let n = n.ok_or_else(|| Error::unsupported(format!("a value of {ty}"), "Give smaller inputs"))?;
+            Datum::Text(Text::new(&dims, vec![String::new(); n])?)
+        }
+        PortType::Sequence(_) => Datum::Sequence(vec![]),
+        PortType::Optional(_) => Datum::Optional(None),
+        PortType::Map(of) => Datum::Map(Keys::Ints(vec![]), Box::new(empty(of)?)),
+    })
 }
 
 /// Collects the stages of a model and computes nothing: every value that is read is zero.
@@ -350,13 +380,14 @@ fn costs(
             _ => {}
         }
         let key = owner(model, n.span.as_str());
-        let written = out.dtype.bytes(out.view.numel()) as u64;
-        activations.push(Activation {
-            bytes: written,
-            ty: n.ty.to_string(),
-            op: key.1.clone(),
-            node: n.span.as_str().into(),
-        });
+        let bytes_out = out.dtype.bytes(out.view.numel()) as u64;
+        let (ty, node) = (n.ty.to_string(), n.span.as_str());
+        match activations.last_mut().filter(|x| x.node == node) {
+            // An operator may be several nodes here; its largest result stands for all.
+            Some(x) if x.bytes >= bytes_out => {}
+            Some(x) => (x.bytes, x.ty) = (bytes_out, ty),
+            None => activations.push(Activation { bytes: bytes_out, ty, op: key.1.clone(), node: node.into() }),
+        }
         for c in [total as &mut Cost, by_op.entry(key).or_default()] {
             c.nodes += 1;
             c.flops = c.flops.saturating_add(flops);
@@ -478,6 +509,11 @@ fn percent(part: u64, all: u64) -> String {
     if all == 0 { String::new() } else { format!("{:.1} %", part as f64 * 100.0 / all as f64) }
 }
 
+/// `1 stage`, `2 stages`.
+fn plural(n: usize, what: &str) -> String {
+    if n == 1 { format!("1 {what}") } else { format!("{} {what}s", count(n as u64)) }
+}
+
 fn short(s: &str, most: usize) -> String {
     let s = s.replace('\n', " ");
     match s.char_indices().nth(most) {
@@ -522,10 +558,13 @@ fn sums(weights: &[Weight]) -> (u64, u64) {
 
 fn parameters(weights: &[Weight]) -> String {
     let (elements, bytes) = sums(weights);
-    let mut out =
-        format!("\nparameters: {} in {} tensors, {}\n", count(elements), weights.len(), size(bytes));
+    if weights.is_empty() {
+        return "\nparameters: none\n".into();
+    }
+    let tensors = plural(weights.len(), "tensor");
+    let mut out = format!("\nparameters: {} in {tensors}, {}\n", count(elements), size(bytes));
     let rows = by_type(weights).into_iter().map(|(t, n, e, b)| {
-        vec![t.to_string(), format!("{n} tensors"), count(e), size(b), percent(b, bytes)]
+        vec![t.to_string(), plural(n as usize, "tensor"), count(e), size(b), percent(b, bytes)]
     });
     out += &figures(rows.collect(), &[1, 2, 3, 4]);
     out
@@ -611,7 +650,7 @@ impl Report<'_> {
         }
         out = out.trim_end().to_string() + "\n";
         if !m.graph_name.is_empty() {
-            let _ = writeln!(out, "graph \"{}\", {} nodes", short(&m.graph_name, 80), count(m.nodes as u64));
+            let _ = writeln!(out, "graph \"{}\", {}", short(&m.graph_name, 80), plural(m.nodes, "node"));
         }
         for (k, v) in &m.metadata {
             let _ = writeln!(out, "  {k}: {}", short(v, 100));
@@ -667,7 +706,7 @@ impl Report<'_> {
         };
         *out += "\nwork of one run\n";
         if let Some(why) = &w.staged {
-            let _ = writeln!(out, "  runs in {} stages, since {why}", w.graphs.len());
+            let _ = writeln!(out, "  no single graph, since {why}: {} on the device", plural(w.graphs.len(), "stage"));
             let _ = writeln!(
                 out,
                 "  what the host decides was taken as zero here, so sizes that depend on it are too small"
@@ -702,7 +741,7 @@ impl Report<'_> {
 
     fn operators_text(&self, out: &mut String) {
         let m = &self.model;
-        let _ = writeln!(out, "\noperators: {} kinds", m.operators.len());
+        let _ = writeln!(out, "\noperators: {}", plural(m.operators.len(), "kind"));
         let mut head = row(["operator", "nodes", "FLOPs", "share"]);
         head.extend(self.backends.iter().map(|b| b.id.clone()));
         let mut rows = vec![head];
@@ -738,7 +777,7 @@ impl Report<'_> {
             let rows = w
                 .host
                 .iter()
-                .map(|(n, times)| vec![owner(&self.model, n).1, n.clone(), format!("{times} times")]);
+                .map(|(n, times)| vec![owner(&self.model, n).1, n.clone(), plural(*times, "time")]);
             *out += &table(&rows.collect::<Vec<_>>());
         }
     }
@@ -750,8 +789,8 @@ impl Report<'_> {
             let what = match &b.plans {
                 Ok(p) if p.steps == 0 => "nothing to plan".to_string(),
                 Ok(p) => format!(
-                    "runs it in {} steps: {} library, {} generated, {} host; scratch {}, weights {}",
-                    p.steps,
+                    "runs it in {}: {} library, {} generated, {} host; scratch {}, weights {}",
+                    plural(p.steps, "step"),
                     p.library,
                     p.generated,
                     p.host,
@@ -762,10 +801,17 @@ impl Report<'_> {
             };
             rows.push(vec![b.id.clone(), short(&b.name, 40), what]);
         }
+        let mut reasons: Vec<(&str, Vec<&str>)> = vec![];
         for (kind, why) in &self.absent {
-            rows.push(vec![kind.to_string(), "not here".into(), short(why, 90)]);
+            match reasons.iter_mut().find(|(r, _)| r == why) {
+                Some((_, kinds)) => kinds.push(kind.id()),
+                None => reasons.push((why, vec![kind.id()])),
+            }
         }
         *out += &table(&rows);
+        for (why, kinds) in reasons {
+            let _ = writeln!(out, "  not here: {}: {}", kinds.join(", "), short(why, 160));
+        }
         for b in &self.backends {
             if let Err(all) = &b.plans {
                 let _ = writeln!(out, "\nnot supported on {}", b.id);

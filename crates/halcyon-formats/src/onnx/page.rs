@@ -11,9 +11,25 @@ use std::path::PathBuf;
 /// Operators that the host computes, wholly or where this applies: the shape of their result depends on data, or the data is no
 /// number. Everything else runs on the device.
 const HOST: &[(&str, &str)] = &[
-    ("If", "the condition is read back unless it is constant"),
-    ("Loop", "so is the condition to go on"),
+    ("CastMap", "wholly"),
+    ("Cast", "from and to strings"),
+    ("CastLike", "from and to strings"),
+    ("Compress", "which slices are taken"),
+    ("DictVectorizer", "wholly"),
+    ("If", "the condition is read back"),
+    ("ImageDecoder", "wholly"),
+    ("LabelEncoder", "from and to strings"),
+    ("Loop", "the condition to go on is read back"),
+    ("NonMaxSuppression", "wholly"),
+    ("NonZero", "wholly"),
+    ("OneHotEncoder", "on strings"),
+    ("RegexFullMatch", "wholly"),
+    ("StringConcat", "wholly"),
+    ("StringNormalizer", "wholly"),
+    ("StringSplit", "wholly"),
     ("TfIdfVectorizer", "on strings"),
+    ("Unique", "wholly"),
+    ("ZipMap", "wholly"),
 ];
 
 fn notes(r: &Row) -> String {
@@ -22,7 +38,10 @@ fn notes(r: &Row) -> String {
         out.push(format!("host: {why}"));
     }
     if matches!(r.build, Build::Items(_)) {
-        out.push("takes or gives more than tensors of numbers".into());
+        out.push("not tensors of numbers alone".into());
+    }
+    if r.domain.is_empty() && ops::on_strings(r.op) {
+        out.push("strings too".into());
     }
     out.join("; ")
 }

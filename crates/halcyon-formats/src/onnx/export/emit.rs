@@ -144,6 +144,11 @@ impl<'g> Emitter<'g> {
             }
         }
         self.outputs()?;
+        let stored = self.initializers.iter().map(|(_, c)| c.dtype);
+        let given = g.inputs().iter().map(|i| g.dtype(i.node));
+        for d in self.types.iter().map(|(_, t)| t.dtype).chain(stored).chain(given) {
+            self.since(&format!("the element type {d}"), known_since(d))?;
+        }
 
         let ports =
             |name: &str, ty: &TensorType| ValueInfoProto { name: name.into(), r#type: Some(type_proto(ty)) };
@@ -467,6 +472,17 @@ impl<'g> Emitter<'g> {
             format!("{what} in operator set {}", self.opset),
             format!("Export for operator set {since} or newer"),
         ))
+    }
+}
+
+/// First operator set with an element type.
+fn known_since(d: DType) -> i64 {
+    match d {
+        DType::U4 | DType::I4 => 21,
+        DType::F4E2M1 => 23,
+        DType::F8E8M0 => 24,
+        DType::U2 | DType::I2 => 25,
+        _ => 1,
     }
 }
 

@@ -14,12 +14,23 @@ const EXTREME: Types = &[(1, &[U8, I8, U32, U64, I32, I64, F16, F32, F64, BF16, 
 const NUMBERS: Types = &[(1, &[U8, U16, U32, U64, I8, I16, I32, I64, F16, F32, F64, BF16])];
 const SORTED: Types = &[(1, &[U8, U16, U32, U64, I8, I16, I32, I64, F16, F32, F64]), (24, &[BF16])];
 
-/// The nodes of one graph node; its result.
+/// The nodes of one graph node; its result. Few operators take small types, so others work on the next wider one.
 pub(super) fn node(e: &mut Emitter<'_>, id: NodeId) -> Result<Val> {
     let n = e.g.node(id);
-    let ty = n.ty.clone();
     let x = if matches!(n.op, Op::Full(_)) { vec![] } else { e.operands(id)? };
-    match &n.op {
+    let plain = matches!(n.op, Op::Input(_) | Op::Const(_) | Op::Cast | Op::Bitcast | Op::Reshape | Op::Permute(_));
+    let small = |d: DType| !d.is_native();
+    if plain || !small(n.ty.dtype) && !x.iter().any(|v| small(v.dtype())) {
+        return op(e, &n.op, x, n.ty.clone());
+    }
+    let wide = |d: DType| if small(d) { scalar::wider(d).unwrap_or(d) } else { d };
+    let x = x.iter().map(|v| cast(e, v, wide(v.dtype()))).collect::<Result<_>>()?;
+    let y = op(e, &n.op, x, TensorType { dtype: wide(n.ty.dtype), shape: n.ty.shape.clone() })?;
+    cast(e, &y, n.ty.dtype)
+}
+
+fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> {
+    match op {
         Op::Input(_) | Op::Arg(_) => Err(Error::internal("an input has no node")),
         Op::Const(c) => Ok(e.weight(c)),
         Op::Full(v) => e.full(&ty, *v),
@@ -28,7 +39,7 @@ pub(super) fn node(e: &mut Emitter<'_>, id: NodeId) -> Result<Val> {
             let y = scalar::scalar(e, *op, &x)?;
             e.expand(&y, &ty.shape)
         }
-        Op::Cast => Ok(e.cast(&x[0], ty.dtype)),
+        Op::Cast => cast(e, &x[0], ty.dtype),
         Op::Bitcast => bitcast(e, &x[0], &ty),
         Op::Reduce { kind, axes, keep } => {
             let (name, types) = match kind {
@@ -105,6 +116,25 @@ pub(super) fn node(e: &mut Emitter<'_>, id: NodeId) -> Result<Val> {
             "Write it as other ops",
         )),
     }
+}
+
+/// A cast as we define it: a float stops at the ends of an integer's range. (At those of 32 and 64 bits, which floats do not
+/// hold, the engine decides.)
+fn cast(e: &mut Emitter<'_>, x: &Val, to: DType) -> Result<Val> {
+    let mut x = x.clone();
+    if x.dtype() == to {
+        return Ok(x);
+    }
+    if x.dtype().is_float() && to.is_int() && to.bits() <= 16 {
+        // Half floats do not hold the ends of 16 bits.
+        if x.dtype() != F64 {
+            x = e.cast(&x, F32);
+        }
+        let (lo, hi) = to.range();
+        let (lo, hi) = (e.like(&x, lo)?, e.like(&x, hi)?);
+        x = e.same("Clip", &[&x, &lo, &hi], vec![]);
+    }
+    Ok(e.cast(&x, to))
 }
 
 fn reduction(k: ScatterKind) -> &'static str {

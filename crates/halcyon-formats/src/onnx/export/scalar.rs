@@ -326,7 +326,7 @@ fn takes(t: Types, opset: i64, d: DType) -> bool {
 }
 
 /// The next wider type in which arithmetic on `d`, cast back, has the same result.
-fn wider(d: DType) -> Option<DType> {
+pub(super) fn wider(d: DType) -> Option<DType> {
     Some(match d {
         F16 | BF16 => F32,
         F32 => F64,

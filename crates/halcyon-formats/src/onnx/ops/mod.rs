@@ -191,6 +191,12 @@ pub fn find(domain: &str, op: &str) -> Option<&'static Row> {
     rows().find(|r| r.domain == plain(domain) && r.op == op)
 }
 
+/// Whether an operator of tensors takes strings too.
+#[cfg(test)]
+pub(super) fn on_strings(op: &str) -> bool {
+    text::moves(op)
+}
+
 /// A single result.
 fn one(v: Value) -> Result<Vec<Value>> {
     Ok(vec![v])

@@ -55,6 +55,12 @@ const MOVERS: &[(&str, Moved)] = &[
     ("Where", Moved::All),
 ];
 
+/// Whether an operator of the default domain takes strings where it takes tensors.
+#[cfg(test)]
+pub fn moves(op: &str) -> bool {
+    MOVERS.iter().any(|(m, _)| *m == op)
+}
+
 /// Runs an operator of tensors on operands of which some are strings. `None` if it would compute with them.
 pub fn run(
     b: &mut Builder,
