@@ -40,7 +40,9 @@ pub fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstD
     limits.max_alloc = Some((bytes.len() as u64).saturating_mul(RATIO).clamp(LEAST, MOST));
     reader.limits(limits);
     let decoded = reader.decode().map_err(|e| match e {
-        ::image::ImageError::Limits(e) => bad(format!("a larger picture than {} bytes justify ({e})", bytes.len())),
+        ::image::ImageError::Limits(e) => {
+            bad(format!("a larger picture than {} bytes justify ({e})", bytes.len()))
+        }
         e => bad(e.to_string()),
     })?;
     let grey = !decoded.color().has_color();

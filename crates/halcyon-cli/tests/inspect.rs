@@ -22,7 +22,13 @@ fn operator<'v>(v: &'v Value, name: &str) -> &'v Value {
 #[test]
 fn a_model_is_told_without_a_run() {
     let text = on_cpu(&[DIGITS]).ok().out;
-    for part in ["ai.onnx 17", "f32[batch, 1, 8, 8]", "taken as f32[1, 1, 8, 8]", "6,090 in 6 tensors", "conv2.weight"] {
+    for part in [
+        "ai.onnx 17",
+        "f32[batch, 1, 8, 8]",
+        "taken as f32[1, 1, 8, 8]",
+        "6,090 in 6 tensors",
+        "conv2.weight",
+    ] {
         assert!(text.contains(part), "{part}: {text}");
     }
     let v = on_cpu(&[DIGITS, "--json"]).ok().json();
@@ -37,7 +43,10 @@ fn a_model_is_told_without_a_run() {
     assert_eq!((&backend["id"], &backend["supported"]), (&Value::from("cpu:0"), &Value::from(true)));
     let plan = |k: &str| backend["plan"][k].as_u64().expect("a figure");
     assert_eq!(plan("library") + plan("generated") + plan("host"), plan("steps"));
-    assert!(operator(&v, "Softmax")["on"]["cpu:0"].as_str().is_some_and(|s| s.contains("cpu.softmax")), "{v}");
+    assert!(
+        operator(&v, "Softmax")["on"]["cpu:0"].as_str().is_some_and(|s| s.contains("cpu.softmax")),
+        "{v}"
+    );
     assert_eq!(v["largest_weights"][0]["name"], "conv2.weight");
 }
 
@@ -85,7 +94,15 @@ fn unsupported_operators_are_named_and_the_rest_is_there() {
 fn a_model_in_stages_is_told_too() {
     let dir = tempfile::tempdir().expect("a folder");
     let path = dir.path().join("m.onnx");
-    save(&model("NonZero", "", vec![port("x", DType::F32, &[Ok(4)])], port("y", DType::I64, &[Ok(1), Err("k")])), &path);
+    save(
+        &model(
+            "NonZero",
+            "",
+            vec![port("x", DType::F32, &[Ok(4)])],
+            port("y", DType::I64, &[Ok(1), Err("k")]),
+        ),
+        &path,
+    );
     let v = on_cpu(&[text(&path), "--json"]).ok().json();
     assert!(v["work"]["staged"].as_str().is_some_and(|s| s.contains("NonZero")), "{v}");
     assert_eq!(v["work"]["host_nodes"][0]["op"], "NonZero");
@@ -120,15 +137,21 @@ fn an_exported_model_gives_the_same_numbers() {
         npy::read(&out.join("probabilities.npy")).expect("saved").to_vec()
     };
     let want = run(DIGITS, "a");
-    for (name, more) in [("plain.onnx", &[][..]), ("new.onnx", &["--opset", "28"]), ("split.onnx", &["--external-data"])] {
+    for (name, more) in
+        [("plain.onnx", &[][..]), ("new.onnx", &["--opset", "28"]), ("split.onnx", &["--external-data"])]
+    {
         let path = at(name);
         let d = halcyon(&[&["export", DIGITS, "-o", text(&path), "--json"], more].concat()).ok().json();
         assert_eq!(d["nodes"]["before"], 9);
         assert_eq!(d["data"].is_null(), more != ["--external-data"]);
         let got = run(text(&path), name.trim_end_matches(".onnx"));
-        assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-6), "{name}: {got:?} instead of {want:?}");
+        assert!(
+            got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-6),
+            "{name}: {got:?} instead of {want:?}"
+        );
     }
     halcyon(&["export", DIGITS, "-o", text(&at("x.onnx")), "--opset", "7"]).fails(2, &["20..=28"]);
-    halcyon(&["export", DIGITS, "-o", text(&at("x.onnx")), "--input", "x=1x1x8x8"]).fails(2, &["no input 'x'"]);
+    halcyon(&["export", DIGITS, "-o", text(&at("x.onnx")), "--input", "x=1x1x8x8"])
+        .fails(2, &["no input 'x'"]);
     assert!(!at("x.onnx").exists());
 }

@@ -18,7 +18,8 @@ const SORTED: Types = &[(1, &[U8, U16, U32, U64, I8, I16, I32, I64, F16, F32, F6
 pub(super) fn node(e: &mut Emitter<'_>, id: NodeId) -> Result<Val> {
     let n = e.g.node(id);
     let x = if matches!(n.op, Op::Full(_)) { vec![] } else { e.operands(id)? };
-    let plain = matches!(n.op, Op::Input(_) | Op::Const(_) | Op::Cast | Op::Bitcast | Op::Reshape | Op::Permute(_));
+    let plain =
+        matches!(n.op, Op::Input(_) | Op::Const(_) | Op::Cast | Op::Bitcast | Op::Reshape | Op::Permute(_));
     let small = |d: DType| !d.is_native();
     if plain || !small(n.ty.dtype) && !x.iter().any(|v| small(v.dtype())) {
         return op(e, &n.op, x, n.ty.clone());

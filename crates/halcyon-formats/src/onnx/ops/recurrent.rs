@@ -304,7 +304,9 @@ fn activations(c: &Call<'_>, kind: Kind, dirs: usize) -> Result<Vec<Vec<Act>>> {
         })
         .collect::<Result<Vec<Act>>>()?;
     if all.iter().any(|a| matches!(a, Act::ScaledTanh(a, b) if a.is_nan() || b.is_nan())) {
-        return Err(c.unsupported("ScaledTanh without its factors", "Give activation_alpha and activation_beta"));
+        return Err(
+            c.unsupported("ScaledTanh without its factors", "Give activation_alpha and activation_beta")
+        );
     }
     Ok(all.chunks(each.len()).map(<[Act]>::to_vec).collect())
 }

@@ -119,7 +119,9 @@ fn unique(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let need = 16 * data.numel() as u64 + 64 * data.dims[axis] as u64;
     host::room(need, "sorting the slices of Unique")?;
     if data.numel() == 0 && data.dims[axis] > EMPTY {
-        return Err(c.unsupported(&format!("{} slices without elements", data.dims[axis]), "Give them elements"));
+        return Err(
+            c.unsupported(&format!("{} slices without elements", data.dims[axis]), "Give them elements")
+        );
     }
     let d = distinct(&data, axis, c.flag("sorted", true)?);
     let index = indices(b, d.first)?;

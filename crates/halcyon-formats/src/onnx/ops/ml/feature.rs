@@ -201,7 +201,8 @@ fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         (Item::Text(x), Some(cats), None) => {
             let at: HashMap<&str, usize> = cats.iter().enumerate().map(|(i, s)| (s.as_str(), i)).collect();
             let n = x.vals.len().checked_mul(cats.len()).filter(|n| *n <= 4 * MOST);
-            let n = n.ok_or_else(|| c.unsupported("so many categories of strings", "Encode fewer at once"))?;
+            let n =
+                n.ok_or_else(|| c.unsupported("so many categories of strings", "Encode fewer at once"))?;
             let mut y = vec![0f32; n];
             for (row, s) in y.chunks_exact_mut(cats.len()).zip(&x.vals) {
                 match at.get(s.as_str()) {

@@ -84,7 +84,9 @@ pub fn labels(b: &mut Builder, c: &Call<'_>, classes: &Classes, place: &Value) -
             let at = b.fetch(place, "the places of the labels")?;
             let text = |s: Scalar| {
                 let i = usize::try_from(s.as_i64()).ok();
-                i.and_then(|i| v.get(i)).map(String::as_str).ok_or_else(|| c.invalid("a label outside of the list"))
+                i.and_then(|i| v.get(i))
+                    .map(String::as_str)
+                    .ok_or_else(|| c.invalid("a label outside of the list"))
             };
             Ok(copies(&at.dims, at.scalars().map(text))?.into())
         }

@@ -1,0 +1,488 @@
+//! `halcyon inspect`: what a model holds, costs and would run on, without running it; or the tensors of a file.
+
+mod show;
+
+use crate::args::{InputArgs, InspectArgs};
+use crate::report::{self, size};
+use crate::source;
+use halcyon::hal::select;
+use halcyon::ir::graph::NodeId;
+use halcyon::ir::layout::View;
+use halcyon::ir::lower::{LowerOptions, lower};
+use halcyon::ir::passes::inline::inline_composites;
+use halcyon::ir::plan::{Plan, StepWork};
+use halcyon::ir::target::{Operand, Target};
+use halcyon::ir::{Graph, Op, TensorType, cost};
+use halcyon::{Backend, BackendType, ConstData, Error, Level, Result, Scalar};
+use halcyon_formats::npz::Npz;
+use halcyon_formats::onnx::{
+    Datum, Engine, Handle, Keys, Model, Outcome, Port, PortType, Summary, Text, Weight, tensor,
+};
+use halcyon_formats::safetensors::SafeTensors;
+use halcyon_formats::sniff::{self, Kind};
+use halcyon_formats::{mmap, npy};
+use serde_json::json;
+use show::{by_type_json, parameters, short, weight_json, weight_rows};
+use std::cell::RefCell;
+use std::collections::{BTreeMap, HashMap};
+use std::fmt::Write;
+use std::rc::Rc;
+use std::sync::Arc;
+
+pub fn main(a: &InspectArgs) -> Result<u8> {
+    let bytes = mmap::open(&a.file)?;
+    let name = a.file.display().to_string();
+    let weights = match sniff::kind(&bytes) {
+        Some(Kind::SafeTensors) => {
+            let f = SafeTensors::open(&a.file)?;
+            let all = f.names().map(|n| (n.to_string(), f.get(n))).collect();
+            (Kind::SafeTensors, all, f.metadata().clone())
+        }
+        Some(Kind::Npz) => {
+            let f = Npz::open(&a.file)?;
+            (Kind::Npz, f.names().map(|n| (n.to_string(), f.get(n))).collect(), BTreeMap::new())
+        }
+        Some(Kind::Npy) => (Kind::Npy, vec![(String::new(), npy::read(&a.file))], BTreeMap::new()),
+        Some(Kind::OnnxTensor) => {
+            let (n, t) = tensor::read_pb(&a.file)?;
+            (Kind::OnnxTensor, vec![(n, Ok(t))], BTreeMap::new())
+        }
+        Some(k @ (Kind::Gguf | Kind::Png | Kind::Jpeg)) => {
+            return Err(Error::Format { file: name, what: format!("a file of kind \"{k}\" is no model") });
+        }
+        // Protobuf has no magic bytes; what is no model is refused by the decoder.
+        Some(Kind::Onnx) | None => {
+            let r = Report::new(a, bytes.len() as u64)?;
+            // A broken model is an error besides what is known of it. With `--json` the report says why, in one document.
+            if a.json {
+                report::print_json(&r.json())?;
+                return Ok(r.broken.map_or(0, |e| e.exit_code().clamp(1, 255) as u8));
+            }
+            report::print(&r.text())?;
+            return r.broken.map_or(Ok(0), Err);
+        }
+    };
+    tensors(a, bytes.len() as u64, weights)?;
+    Ok(0)
+}
+
+// Files of tensors.
+
+fn tensors(
+    a: &InspectArgs,
+    file_bytes: u64,
+    (kind, all, metadata): (Kind, Vec<(String, Result<ConstData>)>, BTreeMap<String, String>),
+) -> Result<()> {
+    let weights: Vec<Weight> =
+        all.iter().filter_map(|(n, t)| t.as_ref().ok().map(|t| of_data(n, t))).collect();
+    let refused: Vec<(&str, String)> =
+        all.iter().filter_map(|(n, t)| t.as_ref().err().map(|e| (n.as_str(), e.to_string()))).collect();
+    if a.json {
+        return report::print_json(&json!({
+            "file": a.file, "kind": kind.to_string(), "bytes": file_bytes, "metadata": metadata,
+            "parameters": by_type_json(&weights),
+            "tensors": weights.iter().map(weight_json).collect::<Vec<_>>(),
+            "unsupported": refused.iter().map(|(n, e)| json!({ "name": n, "reason": e })).collect::<Vec<_>>(),
+        }));
+    }
+    let mut out = format!("{}: {kind}, {}\n", a.file.display(), size(file_bytes));
+    for (k, v) in &metadata {
+        let _ = writeln!(out, "  {k}: {}", short(v, 100));
+    }
+    out += &parameters(&weights);
+    out += "\ntensors\n";
+    out += &weight_rows(weights.iter());
+    for (n, e) in refused {
+        let _ = writeln!(out, "  {n}: {e}");
+    }
+    report::print(&out)
+}
+
+fn of_data(name: &str, t: &ConstData) -> Weight {
+    Weight {
+        name: name.into(),
+        dtype: t.dtype.name().into(),
+        dims: t.dims.iter().map(|&d| d as i64).collect(),
+        elements: t.numel() as u64,
+        bytes: t.bytes().len() as u64,
+        external: false,
+    }
+}
+
+// Models.
+
+/// Domain and name of an operator.
+type Key = (String, String);
+
+/// Everything the command has to tell of a model.
+struct Report<'a> {
+    a: &'a InspectArgs,
+    file_bytes: u64,
+    model: Summary,
+    work: Result<Work, String>,
+    /// What is wrong with the model, if it is broken rather than not supported.
+    broken: Option<Error>,
+    backends: Vec<On>,
+    /// Backends that have no device here, with the reason.
+    absent: Vec<(BackendType, String)>,
+}
+
+/// The model's graphs for some sizes.
+#[derive(Default)]
+struct Work {
+    /// What the inputs were taken to be.
+    inputs: Vec<(String, String)>,
+    /// Inputs whose values the graph holds for.
+    fixed: Vec<String>,
+    /// One; several where the model runs in stages, for this reason.
+    graphs: Vec<Graph>,
+    staged: Option<String>,
+    /// Why the stages end before the model does.
+    stopped: Option<String>,
+    /// Nodes that the host computes.
+    host: Vec<(String, usize)>,
+    by_op: HashMap<Key, Cost>,
+    total: Cost,
+    activations: Vec<Activation>,
+}
+
+#[derive(Clone, Copy, Default)]
+struct Cost {
+    nodes: usize,
+    flops: u64,
+    bytes: u64,
+}
+
+struct Activation {
+    bytes: u64,
+    ty: String,
+    op: String,
+    node: String,
+}
+
+/// What a backend would do.
+struct On {
+    kind: BackendType,
+    id: String,
+    name: String,
+    plans: Result<Planned, Vec<Refused>>,
+}
+
+#[derive(Default)]
+struct Planned {
+    steps: usize,
+    library: usize,
+    generated: usize,
+    host: usize,
+    flops: u64,
+    bytes: u64,
+    /// The largest of any graph.
+    scratch: u64,
+    weights: u64,
+    kernels: BTreeMap<String, usize>,
+    by_op: HashMap<Key, BTreeMap<String, usize>>,
+    warnings: Vec<String>,
+}
+
+/// Something a backend has no kernel for.
+struct Refused {
+    op: Key,
+    node: String,
+    reason: String,
+}
+
+impl<'a> Report<'a> {
+    fn new(a: &'a InspectArgs, file_bytes: u64) -> Result<Report<'a>> {
+        let level: Level = a.level.parse()?;
+        let only: Option<BackendType> = a.backend.as_deref().map(str::parse).transpose()?;
+        let file = Model::open(&a.file)?;
+        let model = file.summary();
+        let (work, broken) = match work(&file, &model, a) {
+            Ok(w) => (Ok(w), None),
+            // What the command line says is wrong, not the model.
+            Err(e @ Error::Argument { .. }) if !a.inputs.is_empty() => return Err(e),
+            Err(Error::UnsupportedOps(all)) => {
+                (Err(format!("{} of its operators are not supported (see below)", all.len())), None)
+            }
+            Err(e @ (Error::Unsupported { .. } | Error::Argument { .. })) => (Err(e.to_string()), None),
+            Err(e) => (Err(e.to_string()), Some(e)),
+        };
+        let (mut backends, mut absent) = (vec![], vec![]);
+        let graphs = work.as_ref().map_or(&[][..], |w| &w.graphs);
+        let kinds: Vec<BackendType> = match only {
+            Some(k) => vec![k],
+            None => {
+                let mut kinds = vec![];
+                for r in select::discover() {
+                    match r.reason {
+                        None => kinds.push(r.id),
+                        Some(why) => absent.push((r.id, report::reason(r.id, &why))),
+                    }
+                }
+                kinds
+            }
+        };
+        for kind in kinds {
+            match Backend::builder().backend_type(kind).level(level).build() {
+                Ok(b) => backends.push(on(&b, graphs, &model)),
+                Err(e) if only.is_some() => return Err(e),
+                Err(e) => absent.push((kind, report::reason(kind, &e.to_string()))),
+            }
+        }
+        Ok(Report { a, file_bytes, model, work, broken, backends, absent })
+    }
+}
+
+/// The model's graphs and what they cost.
+fn work(file: &Model, model: &Summary, a: &InspectArgs) -> Result<Work> {
+    file.check("")?;
+    let args = InputArgs {
+        inputs: a.inputs.iter().map(|t| source::or_ones(t)).collect(),
+        seed: 0,
+        image_size: None,
+        image_mean: vec![],
+        image_std: vec![],
+        image_layout: None,
+    };
+    let ports = file.inputs()?;
+    // What is no tensor of numbers is taken as empty.
+    let numbers: Vec<Port> =
+        ports.iter().filter(|p| matches!(p.ty, PortType::Tensor { .. })).cloned().collect();
+    let mut given: HashMap<String, Datum> =
+        source::resolve(&numbers, &args, true)?.into_iter().map(|i| (i.name, i.data)).collect();
+    let data: Vec<Datum> = ports
+        .iter()
+        .map(|p| given.remove(&p.name).map_or_else(|| empty(&p.ty), Ok))
+        .collect::<Result<_>>()?;
+    let inputs = ports.iter().zip(&data).map(|(p, d)| (p.name.clone(), d.describe())).collect();
+    let mut w = Work { inputs, ..Work::default() };
+    let outcome = match data.iter().map(|d| d.tensor()).collect::<Option<Vec<_>>>() {
+        None => Outcome::Staged("an input is no tensor".into()),
+        Some(t) => {
+            let named = || ports.iter().map(|p| p.name.as_str()).zip(&t);
+            let shapes: Vec<_> = named().map(|(n, t)| (n, (&t.dims).into())).collect();
+            let values: Vec<_> = named().map(|(n, t)| (n, (*t).clone())).collect();
+            file.outcome(&shapes, &values)?
+        }
+    };
+    match outcome {
+        Outcome::Graph(g) => {
+            w.fixed = g.fixed;
+            w.graphs.push(g.graph);
+        }
+        Outcome::Staged(why) => {
+            w.staged = Some(why);
+            let graphs = Rc::new(RefCell::new(vec![]));
+            match file.run_staged(&data, Box::new(Dry { graphs: graphs.clone() })) {
+                Ok((_, p)) => w.host = p.host_nodes,
+                Err(e) => w.stopped = Some(e.to_string()),
+            }
+            w.graphs = graphs.take();
+        }
+    }
+    for g in &w.graphs {
+        costs(g, model, &mut w.by_op, &mut w.total, &mut w.activations)?;
+    }
+    w.activations.sort_by_key(|x| std::cmp::Reverse(x.bytes));
+    Ok(w)
+}
+
+/// A value of a type without anything in it; sizes that are open are 1.
+fn empty(ty: &PortType) -> Result<Datum> {
+    Ok(match ty {
+        PortType::Tensor { dtype, shape } => {
+            let dims: Vec<usize> =
+                shape.iter().flat_map(|s| s.iter()).map(|d| d.known().unwrap_or(1)).collect();
+            let fits = dims
+                .iter()
+                .try_fold(1usize, |a, d| a.checked_mul(*d))
+                .is_some_and(|n| dtype.bytes(n) <= ZEROS);
+            if !fits {
+                return Err(Error::unsupported(format!("a value of {ty}"), "Give smaller inputs"));
+            }
+            Datum::Tensor(ConstData::splat(*dtype, &dims, Scalar::I(0))?)
+        }
+        PortType::Text { shape } => {
+            let dims: Vec<usize> =
+                shape.iter().flat_map(|s| s.iter()).map(|d| d.known().unwrap_or(1)).collect();
+            let n = dims.iter().try_fold(1usize, |a, d| a.checked_mul(*d)).filter(|n| *n <= ZEROS >> 6);
+            let n = n.ok_or_else(|| Error::unsupported(format!("a value of {ty}"), "Give smaller inputs"))?;
+            Datum::Text(Text::new(&dims, vec![String::new(); n])?)
+        }
+        PortType::Sequence(_) => Datum::Sequence(vec![]),
+        PortType::Optional(_) => Datum::Optional(None),
+        PortType::Map(of) => Datum::Map(Keys::Ints(vec![]), Box::new(empty(of)?)),
+    })
+}
+
+/// Collects the stages of a model and computes nothing: every value that is read is zero.
+#[derive(Debug)]
+struct Dry {
+    graphs: Rc<RefCell<Vec<Graph>>>,
+}
+
+/// Most bytes of zeros that a stage may ask for.
+const ZEROS: usize = 1 << 28;
+
+impl Engine for Dry {
+    fn run(&mut self, graph: Graph, _: &[Handle]) -> Result<Vec<Handle>> {
+        let out = graph.outputs().iter().map(|o| Arc::new(graph.ty(o.node).clone()) as Handle).collect();
+        self.graphs.borrow_mut().push(graph);
+        Ok(out)
+    }
+
+    fn upload(&mut self, data: &ConstData) -> Result<Handle> {
+        Ok(Arc::new(TensorType::new(data.dtype, &data.dims)))
+    }
+
+    fn read(&mut self, t: &Handle) -> Result<ConstData> {
+        let t: &TensorType = t.downcast_ref().ok_or_else(|| Error::internal("a tensor of another engine"))?;
+        let dims = t.shape.dims()?;
+        let n = dims.iter().try_fold(1usize, |a, d| a.checked_mul(*d)).filter(|n| t.dtype.bytes(*n) <= ZEROS);
+        if n.is_none() {
+            return Err(Error::unsupported(format!("a stage that reads {t}"), "Give smaller inputs"));
+        }
+        ConstData::splat(t.dtype, &dims, Scalar::I(0))
+    }
+}
+
+/// The operator that a graph node comes from.
+fn owner(model: &Summary, node: &str) -> Key {
+    match model.op_of.get(node) {
+        Some(k) => k.clone(),
+        // Nodes without a name are called by operator and place.
+        None => (String::new(), node.split('#').next().unwrap_or("").to_string()),
+    }
+}
+
+/// An operand as its reader finds it: what a broadcast repeats is there once.
+fn operand(g: &Graph, id: NodeId) -> Result<Operand> {
+    let n = g.node(id);
+    let dims = n.ty.shape.dims()?;
+    let view = match n.op {
+        Op::Expand => View::dense(&g.shape(n.inputs[0]).dims()?).expand(&dims),
+        Op::Full(_) => View::dense(&[]).expand(&dims),
+        _ => View::dense(&dims),
+    };
+    Ok(Operand { dtype: n.ty.dtype, view })
+}
+
+/// Adds up what each node costs by itself.
+fn costs(
+    g: &Graph,
+    model: &Summary,
+    by_op: &mut HashMap<Key, Cost>,
+    total: &mut Cost,
+    activations: &mut Vec<Activation>,
+) -> Result<()> {
+    let (g, _) = inline_composites(g, &|_| false)?;
+    let live = g.live(&g.outputs().iter().map(|o| o.node).collect::<Vec<_>>());
+    for id in g.ids().filter(|id| live[id.index()]) {
+        let n = g.node(id);
+        if n.op.is_leaf() || n.op.is_view() {
+            continue;
+        }
+        let ins = n.inputs.iter().map(|i| operand(&g, *i)).collect::<Result<Vec<_>>>()?;
+        let out = Operand { dtype: n.ty.dtype, view: View::dense(&n.ty.shape.dims()?) };
+        let (mut flops, bytes) = cost::of(&n.op, &ins, &out);
+        match n.op {
+            Op::Scalar(s) => flops = (out.view.numel() as u64).saturating_mul(s.row().flops.into()),
+            Op::Reduce { .. } => flops = ins.first().map_or(0, |x| x.view.numel() as u64),
+            _ => {}
+        }
+        let key = owner(model, n.span.as_str());
+        let bytes_out = out.dtype.bytes(out.view.numel()) as u64;
+        let (ty, node) = (n.ty.to_string(), n.span.as_str());
+        match activations.last_mut().filter(|x| x.node == node) {
+            // An operator may be several nodes here; its largest result stands for all.
+            Some(x) if x.bytes >= bytes_out => {}
+            Some(x) => (x.bytes, x.ty) = (bytes_out, ty),
+            None => {
+                activations.push(Activation { bytes: bytes_out, ty, op: key.1.clone(), node: node.into() })
+            }
+        }
+        for c in [total as &mut Cost, by_op.entry(key).or_default()] {
+            c.nodes += 1;
+            c.flops = c.flops.saturating_add(flops);
+            c.bytes = c.bytes.saturating_add(bytes);
+        }
+    }
+    Ok(())
+}
+
+/// What the backend makes of the graphs.
+fn on(b: &Backend, graphs: &[Graph], model: &Summary) -> On {
+    let (target, options) = (b.device().as_target(), b.lower_options());
+    let (mut p, mut refused) = (Planned::default(), vec![]);
+    for g in graphs {
+        match lower(g, target, &options) {
+            Ok(plan) => p.add(&plan, model),
+            // The first reason is known; here are all.
+            Err(e) => {
+                let before = refused.len();
+                refusals(g, target, &options, model, &mut refused);
+                if refused.len() == before {
+                    refused.push(Refused { op: Key::default(), node: String::new(), reason: e.to_string() });
+                }
+            }
+        }
+    }
+    let plans = if refused.is_empty() { Ok(p) } else { Err(refused) };
+    On { kind: b.info().backend, id: b.id().into(), name: b.info().name.clone(), plans }
+}
+
+impl Planned {
+    fn add(&mut self, plan: &Plan, model: &Summary) {
+        self.steps += plan.steps.len();
+        self.flops = self.flops.saturating_add(plan.flops());
+        self.bytes = self.bytes.saturating_add(plan.bytes());
+        self.scratch = self.scratch.max(plan.scratch() as u64);
+        self.weights += plan.const_bytes() as u64;
+        for s in &plan.steps {
+            let how = match &s.work {
+                StepWork::Library(_) => {
+                    self.library += 1;
+                    s.work.kernel_name()
+                }
+                StepWork::Kernel { .. } => {
+                    self.generated += 1;
+                    "generated".into()
+                }
+                StepWork::Host(_) => {
+                    self.host += 1;
+                    "host".into()
+                }
+            };
+            *self.kernels.entry(how.clone()).or_default() += 1;
+            let of = self.by_op.entry(owner(model, s.span.as_str())).or_default();
+            *of.entry(how).or_default() += 1;
+        }
+        for w in &plan.warnings {
+            if !self.warnings.contains(w) {
+                self.warnings.push(w.clone());
+            }
+        }
+    }
+}
+
+/// Every node that the target cannot run, asked for one by one; nodes that are alike only once.
+fn refusals(g: &Graph, t: &dyn Target, o: &LowerOptions, model: &Summary, out: &mut Vec<Refused>) {
+    let Ok((g, _)) = inline_composites(g, &|_| false) else { return };
+    let mut asked: HashMap<Graph, Option<String>> = HashMap::new();
+    for id in g.ids() {
+        let n = g.node(id);
+        if n.op.is_leaf() {
+            continue;
+        }
+        let mut one = Graph::new();
+        let ins: Vec<NodeId> =
+            (0..n.inputs.len()).map(|k| one.input(&format!("x{k}"), g.ty(n.inputs[k]).clone())).collect();
+        let Ok(y) = one.push(n.op.clone(), &ins, Some(n.ty.clone())) else { continue };
+        one.output("y", y);
+        let reason = asked.entry(one).or_insert_with_key(|one| lower(one, t, o).err().map(|e| e.to_string()));
+        if let Some(reason) = reason {
+            let node = n.span.as_str().to_string();
+            out.push(Refused { op: owner(model, &node), node, reason: reason.clone() });
+        }
+    }
+}
