@@ -45,6 +45,11 @@ impl Graph {
             let y = self.scalar(ScalarOp::Max, &[y, lo])?;
             return self.scalar(ScalarOp::Min, &[y, hi]);
         }
+        if is == DType::BF16 && dtype == DType::F16 {
+            // The ends have more digits than bf16.
+            is = DType::F32;
+            x = self.cast(x, is)?;
+        }
         // With infinities, where the type has them.
         let has = if is.is_float() { is.range() } else { from.range() };
         // Casts from floats to integers of 8 bits and more stop at the ends themselves, which f32 does not hold exactly.
