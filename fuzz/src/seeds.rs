@@ -124,7 +124,13 @@ fn main() -> Result<(), Box<dyn Error>> {
     c.put("safetensors", "none", &st("{}", &[]))?;
     c.put("safetensors", "empty", &st(r#"{"a":{"dtype":"I64","shape":[0,3],"data_offsets":[0,0]}}"#, &[]))?;
 
-    // Pictures of every colour type.
+    // Pictures of every colour type, and those that the suite decodes.
+    for p in found.iter().filter(|p| p.ends_with("test_data_set_0/input_0.pb")) {
+        let Some(name) = p.ancestors().nth(2).and_then(|d| d.file_name()?.to_str()) else { continue };
+        if let Some(format) = name.strip_prefix("test_image_decoder_decode_") {
+            c.put("picture", format, &TensorProto::decode(&*std::fs::read(p)?)?.raw_data)?;
+        }
+    }
     c.put("image", "digit", &std::fs::read(root.join("models/digit-7.png"))?)?;
     let kinds = [
         ("l8", DynamicImage::new_luma8(5, 3)),
@@ -138,7 +144,9 @@ fn main() -> Result<(), Box<dyn Error>> {
         for format in [ImageFormat::Png, ImageFormat::Jpeg] {
             let mut b = Cursor::new(vec![]);
             if i.write_to(&mut b, format).is_ok() {
-                c.put("image", &format!("{name}-{format:?}"), b.get_ref())?;
+                for target in ["image", "picture"] {
+                    c.put(target, &format!("{name}-{format:?}"), b.get_ref())?;
+                }
             }
         }
     }

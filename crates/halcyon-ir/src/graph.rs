@@ -635,7 +635,11 @@ impl Graph {
         if at != b.len() {
             return Err(bad("bytes at the end belong to no constant"));
         }
-        g.check()?;
+        // A type that is not the rule's is the file's mistake here, not ours.
+        g.check().map_err(|e| match e {
+            Error::Internal(what) => bad(&what),
+            e => e,
+        })?;
         Ok(g)
     }
 

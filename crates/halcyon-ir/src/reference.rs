@@ -54,6 +54,8 @@ fn round(d: DType, v: f64) -> f64 {
         DType::BF16 => bf16_of(v).to_f64(),
         DType::F32 => v as f32 as f64,
         DType::F64 => v,
+        // Powers of two so far apart that no float holds their sums: arithmetic on them is f32's.
+        DType::F8E8M0 => Scalar::F(v as f32 as f64).cast(d).as_f64(),
         d => Scalar::F(v).cast(d).as_f64(),
     }
 }

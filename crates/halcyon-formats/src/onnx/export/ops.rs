@@ -119,14 +119,14 @@ fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> 
     }
 }
 
-/// A cast as we define it: a float stops at the ends of an integer's range. (At those of 32 and 64 bits, which floats do not
-/// hold, the engine decides.)
+/// A cast as we define it: a float stops at the ends of an integer's range, if that has 8 bits or more; of fewer it keeps the low
+/// bits, as the operator does. (At the ends of 32 and 64 bits, which floats do not hold, the engine decides.)
 fn cast(e: &mut Emitter<'_>, x: &Val, to: DType) -> Result<Val> {
     let mut x = x.clone();
     if x.dtype() == to {
         return Ok(x);
     }
-    if x.dtype().is_float() && to.is_int() && to.bits() <= 16 {
+    if x.dtype().is_float() && to.is_int() && (8..=16).contains(&to.bits()) {
         // Half floats do not hold the ends of 16 bits.
         if x.dtype() != F64 {
             x = e.cast(&x, F32);

@@ -115,14 +115,15 @@ fn distinct(x: &ConstData, axis: usize, sorted: bool) -> Distinct {
 fn unique(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, axis) = sliced(b, c)?;
     let data = b.fetch(&x, "the operand of Unique")?;
-    // Every element is looked at as a number, and each slice has a place, a group and two results.
-    let need = 16 * data.numel() as u64 + 64 * data.dims[axis] as u64;
-    host::room(need, "sorting the slices of Unique")?;
     if data.numel() == 0 && data.dims[axis] > EMPTY {
         return Err(
             c.unsupported(&format!("{} slices without elements", data.dims[axis]), "Give them elements")
         );
     }
+    // Every element is looked at as a number, and each slice has a place, a group and two results.
+    let need =
+        (data.numel() as u64).saturating_mul(16).saturating_add((data.dims[axis] as u64).saturating_mul(64));
+    host::room(need, "sorting the slices of Unique")?;
     let d = distinct(&data, axis, c.flag("sorted", true)?);
     let index = indices(b, d.first)?;
     let y = b.gather(&x, &index, axis)?;
