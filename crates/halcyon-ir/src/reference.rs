@@ -54,8 +54,6 @@ fn round(d: DType, v: f64) -> f64 {
         DType::BF16 => bf16_of(v).to_f64(),
         DType::F32 => v as f32 as f64,
         DType::F64 => v,
-        // Powers of two so far apart that no float holds their sums: arithmetic on them is f32's.
-        DType::F8E8M0 => Scalar::F(v as f32 as f64).cast(d).as_f64(),
         d => Scalar::F(v).cast(d).as_f64(),
     }
 }
@@ -99,6 +97,10 @@ impl Vals {
     }
 
     fn float(d: DType, mut v: Vec<f64>) -> Vals {
+        if d == DType::F8E8M0 {
+            // Powers of two so far apart that no float holds their sums: arithmetic on them is f32's.
+            v.iter_mut().for_each(|x| *x = *x as f32 as f64);
+        }
         if d != DType::F64 {
             v.iter_mut().for_each(|x| *x = round(d, *x));
         }
@@ -512,7 +514,7 @@ fn blend<T: Copy>(c: &[i64], a: &[T], b: &[T]) -> Vec<T> {
 
 fn cast(x: &Tensor, d: DType) -> Vals {
     match &x.v {
-        Vals::F(v) if d.is_float() => Vals::float(d, v.clone()),
+        Vals::F(v) if d.is_float() => Vals::F(v.iter().map(|v| round(d, *v)).collect()),
         Vals::F(v) => Vals::I(v.iter().map(|v| of_scalar(Scalar::F(*v).cast(d))).collect()),
         Vals::I(v) if d.is_float() => {
             Vals::F(v.iter().map(|v| to_scalar(x.dtype, *v).cast(d).as_f64()).collect())

@@ -267,7 +267,7 @@ impl ScalarOp {
         match (d.class(), r.float, r.int) {
             (Class::Float, Some(f), _) => {
                 let v = f(get(0).as_f64(), get(1).as_f64(), get(2).as_f64());
-                // As in `reference::round`.
+                // As the reference of other ops does.
                 let v = if out == DType::F8E8M0 { v as f32 as f64 } else { v };
                 Scalar::F(v).cast(out)
             }
