@@ -90,18 +90,13 @@ def main(out):
     rng = np.random.default_rng(SEED)
     names = []
     for i in rng.permutation(len(cases)):
-        if len(names) < ALTERED and answered(cases[i]) and alter(altered / cases[i].name, rng):
+        if len(names) < ALTERED and alter(altered / cases[i].name, rng):
             names.append(cases[i].name)
     changed = [c.name for c in cases if differ(plain / c.name, altered / c.name)]
     if len(names) != ALTERED or changed != sorted(names):
         sys.exit(f"{len(names)} altered, {len(changed)} differ: wanted {ALTERED}")
     (out / "conformance_altered.txt").write_text("".join(f"{name}\n" for name in sorted(names)))
     print(f"conformance: {len(cases)} cases, {len(names)} altered in the copy")
-
-
-def answered(case):
-    """Whether the command gives an answer, which alone can be wrong: it calls the indices of a MaxPool unsupported."""
-    return not any(n.op_type == "MaxPool" and len(n.output) > 1 for n in case.model.graph.node)
 
 
 def differ(a, b):

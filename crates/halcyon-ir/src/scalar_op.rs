@@ -1,4 +1,4 @@
-//! Scalar (element-wise) operations: one row each, and nothing else to touch when one is added.
+//! Scalar (element-wise) operations: one row each. docs/adding-an-op.md names the other places of a new one.
 
 use crate::dtype::{Class, DType, Scalar};
 use serde::{Deserialize, Serialize};

@@ -93,7 +93,8 @@ fn sanitized(subgroup: u32) {
     // Every other size sees the device as a processor, for which kernels take other shapes.
     let (b, s) = sanitizer::backend(subgroup, subgroup == 4 || subgroup == 64, rng.next(), Level::O1);
     let mut t = check_rows(&what, &rows, &[b], &mut rng);
-    assert!(s.launches() > 1000, "{} launches", s.launches());
+    let least = if std::env::var_os("HALCYON_ROW").is_some() { 1 } else { 1000 };
+    assert!(s.launches() >= least, "only {} launches", s.launches());
     t.failures.extend(s.take_reports());
     t.finish(&what);
 }
@@ -118,40 +119,50 @@ fn kernels_under_the_sanitizer_64() {
     sanitized(64);
 }
 
-/// The name of an op's kind. A new op does not compile here until it is named, and fails below until it has a row.
-fn kind(op: &Op) -> String {
-    match op {
-        Op::Scalar(s) => s.name().into(),
-        Op::Reduce { kind, .. } => format!("reduce_{}", reduction(*kind)),
-        Op::Scan { kind, .. } => format!("scan_{}", reduction(*kind)),
-        Op::ScatterElements { kind, .. } => format!("scatter_elements {}", scatter(*kind)),
-        Op::ScatterRows { kind, .. } => format!("scatter_rows {}", scatter(*kind)),
-        Op::Pool(p) => format!("pool {}", pool(p.kind)),
-        Op::PoolGrad(p) => format!("pool_grad {}", pool(p.kind)),
-        Op::Composite(c) => c.name.to_string(),
-        Op::Custom(_) => "custom".into(),
-        Op::ArgReduce { max: true, .. } => "argmax".into(),
-        Op::ArgReduce { max: false, .. } => "argmin".into(),
-        Op::Input(_) => "input".into(),
-        Op::Arg(_) => "arg".into(),
-        Op::Const(_) => "const".into(),
-        Op::Full(_) => "full".into(),
-        Op::Iota { .. } => "iota".into(),
-        Op::Cast => "cast".into(),
-        Op::Bitcast => "bitcast".into(),
-        Op::Matmul => "matmul".into(),
-        Op::Conv(_) => "conv".into(),
-        Op::Gather { .. } => "gather".into(),
-        Op::GatherElements { .. } => "gather_elements".into(),
-        Op::UpdateSlice { .. } => "update_slice".into(),
-        Op::ArgSort { .. } => "argsort".into(),
-        Op::Reshape => "reshape".into(),
-        Op::Permute(_) => "permute".into(),
-        Op::Expand => "expand".into(),
-        Op::Slice(_) => "slice".into(),
-        Op::Pad { .. } => "pad".into(),
-        Op::Concat { .. } => "concat".into(),
-    }
+/// Names the kinds of ops. A new op does not compile here until it has a line, and fails below until it has a row.
+macro_rules! kinds {
+    ($($op:pat => $name:literal,)*) => {
+        fn kind(op: &Op) -> String {
+            match op {
+                Op::Scalar(s) => s.name().into(),
+                Op::Reduce { kind, .. } => format!("reduce_{}", reduction(*kind)),
+                Op::Scan { kind, .. } => format!("scan_{}", reduction(*kind)),
+                Op::ScatterElements { kind, .. } => format!("scatter_elements {}", scatter(*kind)),
+                Op::ScatterRows { kind, .. } => format!("scatter_rows {}", scatter(*kind)),
+                Op::Pool(p) => format!("pool {}", pool(p.kind)),
+                Op::PoolGrad(p) => format!("pool_grad {}", pool(p.kind)),
+                Op::Composite(c) => c.name.to_string(),
+                $($op => $name.into(),)*
+            }
+        }
+
+        const PLAIN: &[&str] = &[$($name),*];
+    };
+}
+
+kinds! {
+    Op::Custom(_) => "custom",
+    Op::ArgReduce { max: true, .. } => "argmax",
+    Op::ArgReduce { max: false, .. } => "argmin",
+    Op::Input(_) => "input",
+    Op::Arg(_) => "arg",
+    Op::Const(_) => "const",
+    Op::Full(_) => "full",
+    Op::Iota { .. } => "iota",
+    Op::Cast => "cast",
+    Op::Bitcast => "bitcast",
+    Op::Matmul => "matmul",
+    Op::Conv(_) => "conv",
+    Op::Gather { .. } => "gather",
+    Op::GatherElements { .. } => "gather_elements",
+    Op::UpdateSlice { .. } => "update_slice",
+    Op::ArgSort { .. } => "argsort",
+    Op::Reshape => "reshape",
+    Op::Permute(_) => "permute",
+    Op::Expand => "expand",
+    Op::Slice(_) => "slice",
+    Op::Pad { .. } => "pad",
+    Op::Concat { .. } => "concat",
 }
 
 fn reduction(k: ReduceKind) -> &'static str {
@@ -183,32 +194,7 @@ fn pool(k: PoolKind) -> &'static str {
 
 /// What [`kind`] gives for the ops that are not scalar ops or composites.
 fn structured_kinds() -> BTreeSet<String> {
-    let mut all: BTreeSet<String> = [
-        "custom",
-        "argmax",
-        "argmin",
-        "input",
-        "arg",
-        "const",
-        "full",
-        "iota",
-        "cast",
-        "bitcast",
-        "matmul",
-        "conv",
-        "gather",
-        "gather_elements",
-        "update_slice",
-        "argsort",
-        "reshape",
-        "permute",
-        "expand",
-        "slice",
-        "pad",
-        "concat",
-    ]
-    .map(String::from)
-    .into();
+    let mut all: BTreeSet<String> = PLAIN.iter().map(|k| k.to_string()).collect();
     for k in ["sum", "prod", "max", "min"] {
         all.extend([format!("reduce_{k}"), format!("scan_{k}")]);
     }

@@ -330,6 +330,9 @@ fn refuse(n: &NodeProto, opset: i64, in_function: bool) -> Option<String> {
         return Some(format!("supported from operator set {} on", row.since));
     }
     let latest = ops::latest(&n.domain);
+    if latest == 0 {
+        return Some(format!("the importer knows no operator set of {}", n.domain));
+    }
     if opset > latest {
         return Some(format!("operator sets after {latest} are not known"));
     }

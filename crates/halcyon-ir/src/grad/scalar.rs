@@ -76,7 +76,7 @@ fn divisor(
     g.neg(p).map(Some)
 }
 
-/// One row per op that takes floats, in the order of [`ScalarOp`].
+/// One row per op that takes floats.
 const TABLE: &[(ScalarOp, ScalarGrad)] = &[
     (ScalarOp::Neg, Operand(|g, _, _, dy, _| g.neg(dy).map(Some))),
     (ScalarOp::Abs, Factor(|g, x, _| g.sign(x))),
@@ -340,5 +340,5 @@ const TABLE: &[(ScalarOp, ScalarGrad)] = &[
 
 /// The gradient row of `op`; `None` for ops that take no floats.
 pub fn scalar_row(op: ScalarOp) -> Option<ScalarGrad> {
-    TABLE.binary_search_by_key(&op, |r| r.0).ok().map(|i| TABLE[i].1)
+    TABLE.iter().find(|r| r.0 == op).map(|r| r.1)
 }

@@ -74,7 +74,7 @@ impl Lowerer<'_> {
                 ops.iter().map(|o| format!("{}{:?}", o.dtype, o.view.shape.as_slice())).collect();
             let what =
                 format!("{} on {} (at {}): {}", node.op.name(), types.join(" × "), node.span, d.reason);
-            Error::unsupported(what, "Run it on the cpu backend, or write it as other ops")
+            Error::unsupported(what, "Run it on another backend (cpu has most), or write it as other ops")
         })?;
         let b = if in_place {
             self.in_place += 1;

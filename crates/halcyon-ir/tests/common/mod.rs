@@ -9,6 +9,7 @@ use halcyon_ir::op::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
 use halcyon_ir::scalar_op::{ROWS, Rule};
 use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{DType, NodeId, ScalarOp, TensorType};
+use std::collections::BTreeSet;
 
 /// `y = a x + y` over `n` elements, of any number type.
 pub fn axpy(d: DType) -> Kernel {
@@ -165,13 +166,53 @@ pub fn all_casts(f64: bool) -> Vec<Kernel> {
     DType::native().filter(keep).flat_map(|a| DType::native().filter(keep).map(move |b| cast(a, b))).collect()
 }
 
-/// Every template on every type it takes.
+/// The ops with a template, and those that fused kernels, the memory planner or their own bodies take care of. A new op does not
+/// compile until it is named here; with a template it must be in [`templates`].
+macro_rules! templated {
+    ([$($op:pat => $name:literal,)*] [$($other:pat,)*]) => {
+        fn template_of(op: &Op) -> Option<&'static str> {
+            match op {
+                $($op => Some($name),)*
+                $($other => None,)*
+            }
+        }
+
+        const TEMPLATED: &[&str] = &[$($name),*];
+    };
+}
+
+templated! {
+    [
+        Op::Gather { .. } => "gather",
+        Op::GatherElements { .. } => "gather_elements",
+        Op::UpdateSlice { .. } => "update_slice",
+        Op::Concat { .. } => "concat",
+        Op::ArgSort { .. } => "argsort",
+        Op::ArgReduce { .. } => "argmax",
+        Op::ScatterElements { .. } => "scatter_elements",
+        Op::ScatterRows { .. } => "scatter_rows",
+        Op::Scan { .. } => "scan",
+        Op::Matmul => "matmul",
+        Op::Conv(_) => "conv",
+        Op::Pool(_) => "pool",
+        Op::PoolGrad(_) => "pool_grad",
+        Op::Composite(_) => "composite",
+    ]
+    [
+        Op::Scalar(_), Op::Reduce { .. }, Op::Custom(_), Op::Input(_), Op::Arg(_), Op::Const(_), Op::Full(_),
+        Op::Iota { .. }, Op::Cast, Op::Bitcast, Op::Reshape, Op::Permute(_), Op::Expand, Op::Slice(_), Op::Pad { .. },
+    ]
+}
+
+/// Every template on every type it takes: what is rendered and compiled in every language.
 pub fn templates(f64: bool) -> Vec<Kernel> {
     let mut out = vec![];
+    let mut seen = BTreeSet::new();
     let caps = Caps { f64, ..Caps::generous() };
     let mut add = |op: Op, x: &[(DType, &[usize])], d: DType, shape: &[usize]| {
         let o = |d: DType, s: &[usize]| Operand { dtype: d, view: View::dense(s) };
         let x: Vec<Operand> = x.iter().map(|(d, s)| o(*d, s)).collect();
+        seen.extend(template_of(&op));
         match lower_op(&op, &x, &[o(d, shape)], false, &caps) {
             Ok(l) => out.extend(l.steps.into_iter().map(|s| s.0)),
             Err(e) => panic!("{} on {d}: {}", op.name(), e.reason),
@@ -245,6 +286,9 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
         let q: &[usize] = &[2, 2, 4, 4];
         let att = composite(d, 3, &|g, x| g.attention(x[0], x[1], x[2], None, true, 0.5).unwrap());
         add(att, &[(d, q), (d, q), (d, q)], d, q);
+    }
+    for name in TEMPLATED {
+        assert!(seen.contains(name), "the template of {name} is not in this list");
     }
     out
 }

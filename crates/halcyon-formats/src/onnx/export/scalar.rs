@@ -1,4 +1,4 @@
-//! Scalar ops as ONNX operators: one row each, and nothing else to touch when one is added.
+//! Scalar ops as ONNX operators: one row each.
 
 use super::emit::{Emitter, Val, int, text};
 use halcyon_ir::dtype::Class;

@@ -209,7 +209,12 @@ mod tests {
     #[test]
     fn every_operator_has_one_row() {
         for r in rows() {
-            assert!((1..=latest(r.domain)).contains(&r.since), "{}", r.op);
+            assert!(
+                (1..=latest(r.domain)).contains(&r.since),
+                "{} since {} is not within latest()",
+                r.op,
+                r.since
+            );
             assert_eq!(rows().filter(|s| (s.domain, s.op) == (r.domain, r.op)).count(), 1, "{}", r.op);
         }
     }

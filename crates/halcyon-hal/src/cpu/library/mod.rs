@@ -217,6 +217,6 @@ pub(crate) fn find(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declin
         Op::Scan { kind, axis, exclusive, reverse } => scan::scan(call, *kind, *axis, *exclusive, *reverse),
         Op::Composite(c) => calls::composite(isa, call, c),
         Op::Custom(_) => Err(Declined::because("custom ops bring their own kernels")),
-        _ => Err(Declined::because(format!("{} runs as a fused kernel", op.name()))),
+        _ => Err(Declined::because(format!("no kernel of its own for {}", op.name()))),
     }
 }
