@@ -91,6 +91,21 @@ fn unsupported_operators_are_named_and_the_rest_is_there() {
 }
 
 #[test]
+fn a_broken_model_is_told_and_is_an_error() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("m.onnx");
+    let x = |name: &str, n| port(name, DType::F32, &[Ok(n)]);
+    save(&model("Add", "", vec![x("a", 2), x("b", 3)], x("y", 3)), &path);
+    let told = on_cpu(&[text(&path)]).fails(1, &["the_Add"]);
+    assert!(told.out.contains("Add"), "{told:?}");
+    // With --json the report itself says why, and nothing else does.
+    let told = on_cpu(&[text(&path), "--json"]);
+    assert_eq!((told.code, told.err.as_str()), (1, ""));
+    let v = told.json();
+    assert!(v["no_work_because"].as_str().is_some_and(|w| w.contains("the_Add")), "{v}");
+}
+
+#[test]
 fn a_model_in_stages_is_told_too() {
     let dir = tempfile::tempdir().expect("a folder");
     let path = dir.path().join("m.onnx");

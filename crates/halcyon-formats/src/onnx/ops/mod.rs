@@ -59,6 +59,8 @@ use super::build::{Builder, Value};
 use super::item::Item;
 use super::node::Call;
 use halcyon_ir::Result;
+use std::collections::HashMap;
+use std::sync::LazyLock;
 
 /// Newest version of the default operator set that the rows were read against.
 pub const LATEST: i64 = 28;
@@ -188,7 +190,10 @@ pub fn rows() -> impl Iterator<Item = &'static Row> {
 
 /// The row of an operator. `domain` is as the model writes it.
 pub fn find(domain: &str, op: &str) -> Option<&'static Row> {
-    rows().find(|r| r.domain == plain(domain) && r.op == op)
+    // Every node of a walk asks, those of a loop's body each time round.
+    static ROWS: LazyLock<HashMap<(&str, &str), &Row>> =
+        LazyLock::new(|| rows().map(|r| ((r.domain, r.op), r)).collect());
+    ROWS.get(&(plain(domain), op)).copied()
 }
 
 /// Whether an operator of tensors takes strings too.

@@ -98,7 +98,7 @@ pub fn run(
 
 /// Strings that an operator may make out of fewer, and bytes that they may take.
 pub const MOST: usize = 1 << 22;
-pub const MOST_BYTES: usize = 256 << 20;
+const MOST_BYTES: usize = 256 << 20;
 
 /// A tensor of copies of strings. They may be many more than there were, which is bounded.
 ///
