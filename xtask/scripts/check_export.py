@@ -29,8 +29,8 @@ from onnx.reference import ReferenceEvaluator
 
 UNSUPPORTED = 3
 # Steps of rounding by which formulas may differ, as a share of the largest value of a result.
-# (onnxruntime's tanh form of Gelu has constants in f32.)
-CLOSE = {"float64": 1e-7, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
+# (Gelu has constants in f32, in onnxruntime's tanh form and in the reference's double one.)
+CLOSE = {"float64": 1e-6, "float32": 1e-4, "float16": 1e-2, "bfloat16": 5e-2}
 
 
 # What the engines themselves say of cases that they cannot run, though the operators allow them.
@@ -94,14 +94,21 @@ def evaluate(path, model, feeds):
 def differs(got, want, rtol=None, atol=0.0):
     """Why a result is not the wanted one, or None."""
     got, want = np.asarray(got), np.asarray(want)
+    small = want.dtype.isbuiltin != 1 and str(want.dtype) not in CLOSE
+    if small and got.dtype == np.uint8 and want.dtype.itemsize == 1:
+        # onnxruntime gives floats of 8 bits as their patterns.
+        got = got.view(want.dtype)
     if got.dtype != want.dtype or got.shape != want.shape:
         return f"{got.dtype}{got.shape}, expected {want.dtype}{want.shape}"
     if want.size == 0:
         return None
-    if str(want.dtype) not in CLOSE and want.dtype.kind != "f":
+    if str(want.dtype) not in CLOSE and not small:
         bad = np.count_nonzero(got != want)
         return f"{bad} of {want.size} differ" if bad else None
     g, w = got.astype(np.float64), want.astype(np.float64)
+    if small:
+        bad = np.count_nonzero((g != w) & ~(np.isnan(g) & np.isnan(w)))
+        return f"{bad} of {want.size} differ" if bad else None
     if rtol is None:
         rtol = CLOSE[str(want.dtype)]
         finite = np.abs(w[np.isfinite(w)])

@@ -146,7 +146,8 @@ impl<'g> Emitter<'g> {
         self.outputs()?;
         let stored = self.initializers.iter().map(|(_, c)| c.dtype);
         let given = g.inputs().iter().map(|i| g.dtype(i.node));
-        for d in self.types.iter().map(|(_, t)| t.dtype).chain(stored).chain(given) {
+        let taken = g.outputs().iter().map(|o| g.dtype(o.node));
+        for d in self.types.iter().map(|(_, t)| t.dtype).chain(stored).chain(given).chain(taken) {
             self.since(&format!("the element type {d}"), known_since(d))?;
         }
 
