@@ -68,6 +68,9 @@ pub const IN_PLACE: &str = "in-place updates";
 pub const PACKED: &str = "packed constants";
 pub const EPILOGUES: &str = "epilogues";
 
+/// Every transformation that has a receipt and can be switched off.
+pub const ALL: &[&str] = &[FOLD, SIMPLIFY, CSE, FUSION, COMPOSITES, IN_PLACE, PACKED, EPILOGUES];
+
 /// The transformations that come with O2.
 const FROM_O2: &[&str] = &[PACKED, EPILOGUES];
 
