@@ -106,14 +106,11 @@ impl BackendArgs {
     }
 }
 
-const TRANSFORMATIONS: &[&str] =
-    &[passes::FOLD, passes::SIMPLIFY, passes::CSE, passes::FUSION, passes::COMPOSITES, passes::IN_PLACE];
-
 fn transformation(name: &str) -> Result<&'static str> {
-    TRANSFORMATIONS.iter().find(|t| **t == name).copied().ok_or_else(|| {
+    passes::ALL.iter().find(|t| **t == name).copied().ok_or_else(|| {
         Error::argument(
             "--without",
-            format!("\"{name}\" is not a transformation; there are {}", TRANSFORMATIONS.join(", ")),
+            format!("\"{name}\" is not a transformation; there are {}", passes::ALL.join(", ")),
         )
     })
 }

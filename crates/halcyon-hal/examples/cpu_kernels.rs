@@ -5,6 +5,7 @@ use halcyon_hal::cpu::library::conv::{Conv, ConvWeights, Window, conv_f32};
 use halcyon_hal::cpu::library::gemm::{Epilogue, Mat, MatMut, gemm};
 use halcyon_hal::cpu::library::gemv::gemv;
 use halcyon_hal::cpu::library::matmul_any::gemm_any;
+use halcyon_hal::cpu::library::post::PostRun;
 use halcyon_hal::cpu::library::softmax::{layer_norm, softmax};
 use halcyon_hal::cpu::peak;
 use halcyon_hal::cpu::sys::Isa;
@@ -180,12 +181,27 @@ fn main() {
         let (mut t, mut top) = (f64::MAX, 0f64);
         // SAFETY: the vectors have the lengths that `c` states.
         unsafe {
-            let packed = ConvWeights::new(isa, &c, w.as_ptr());
+            let mut kept = vec![0f32; ConvWeights::floats(isa, &c).unwrap_or(0)];
+            let packed = ConvWeights::floats(isa, &c).map(|_| {
+                ConvWeights::pack(Some(&team), isa, &c, w.as_ptr(), kept.as_mut_ptr());
+                ConvWeights::new(isa, &c, kept.as_ptr())
+            });
             for _ in 0..3 {
                 top = top.max(peak::fma_flops(&team, isa));
                 t = t.min(best(20, || {
                     let (x, w, y) = (x.as_ptr(), w.as_ptr(), y.as_mut_ptr());
-                    conv_f32(&team, isa, &c, x, w, packed.as_ref(), bias.as_ptr(), true, y)
+                    conv_f32(
+                        &team,
+                        isa,
+                        &c,
+                        x,
+                        w,
+                        packed.as_ref(),
+                        bias.as_ptr(),
+                        true,
+                        PostRun::default(),
+                        y,
+                    )
                 }));
             }
         }

@@ -9,7 +9,7 @@ use halcyon_hal::{BufferRef, Command, Device, Options, Result, Tag, Target};
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out};
 use halcyon_ir::layout::View;
 use halcyon_ir::op::ReduceKind;
-use halcyon_ir::target::{LibraryCall, LibraryKernel, MatmulPrecision, Operand, Work};
+use halcyon_ir::target::{LibraryCall, LibraryKernel, Operand, Work};
 use halcyon_ir::{DType, Error, ScalarOp};
 use std::sync::Arc;
 use std::time::Instant;
@@ -43,13 +43,7 @@ fn case(dev: &CpuDevice, name: &'static str, f: &Fused, sizes: &[usize]) -> Resu
     let flat = |d: DType, n: usize| Operand { dtype: d, view: View::dense(&[n]) };
     let ins: Vec<Operand> = f.loads.iter().zip(sizes).map(|(l, n)| flat(l.dtype, *n)).collect();
     let outs = [flat(f.outs[0].dtype, f.outs[0].view.numel())];
-    let call = LibraryCall {
-        work: Work::Fused(f),
-        inputs: &ins,
-        outputs: &outs,
-        precision: MatmulPrecision::Highest,
-        in_place: false,
-    };
+    let call = LibraryCall::new(Work::Fused(f), &ins, &outs);
     let kernel = dev.library(&call).map_err(|d| Error::unsupported(name, d.reason))?;
     let mut buffers = vec![];
     for o in ins.iter().chain(&outs) {

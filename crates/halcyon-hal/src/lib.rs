@@ -237,6 +237,15 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     /// Waits for submitted work, then copies out.
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()>;
 
+    /// Writes a constant in the layout that a kernel of this device reads it in ([`LibraryKernel::packing`]). `from` holds the
+    /// constant as it is, `to` has the packing's size.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a kernel that reads nothing packed, or of another device.
+    fn pack(&self, kernel: &dyn LibraryKernel, _from: &BufferRef, _to: &BufferRef) -> Result<()> {
+        Err(Error::argument("pack", format!("{} reads nothing packed", kernel.name())))
+    }
+
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>>;
     /// Enqueues the commands in order.
     fn submit(&self, commands: &[Command<'_>]) -> Result<()>;

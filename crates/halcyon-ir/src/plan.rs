@@ -23,6 +23,8 @@ pub enum Storage {
     Input(u32),
     /// `Plan::consts` of this number, uploaded once.
     Const(u32),
+    /// `Plan::packed` of this number, packed once.
+    Packed(u32),
     /// Shared scratch of the plan: slots are reused by buffers whose lifetimes do not meet.
     Slot(u32),
     /// Allocated for each run; outlives it.
@@ -100,10 +102,19 @@ impl Receipt {
     }
 }
 
+/// A constant that one kernel, or several alike, read in a layout of their own.
+#[derive(Clone, Debug)]
+pub struct PackedConst {
+    pub data: ConstData,
+    /// Its [`LibraryKernel::packing`] says how.
+    pub kernel: Arc<dyn LibraryKernel>,
+}
+
 #[derive(Clone, Debug, Default)]
 pub struct Plan {
     pub buffers: Vec<BufferSpec>,
     pub consts: Vec<ConstData>,
+    pub packed: Vec<PackedConst>,
     /// Bytes of each scratch slot.
     pub slots: Vec<usize>,
     /// Workspace bytes, the largest any step asks for.
@@ -130,9 +141,15 @@ impl Plan {
         self.slots.iter().fold(self.workspace, |n, s| n.saturating_add(*s))
     }
 
-    /// Bytes of constants.
+    /// Bytes of constants, as they are.
     pub fn const_bytes(&self) -> usize {
         self.consts.iter().map(|c| c.bytes().len()).sum()
+    }
+
+    /// Bytes of packed constants.
+    pub fn packed_bytes(&self) -> usize {
+        let packings = self.packed.iter().filter_map(|p| p.kernel.packing());
+        packings.fold(0, |n, p| n.saturating_add(p.bytes))
     }
 }
 
@@ -174,7 +191,11 @@ impl fmt::Display for Plan {
             self.scratch(),
             self.slots.len(),
             self.const_bytes()
-        )
+        )?;
+        match self.packed.len() {
+            0 => Ok(()),
+            n => write!(f, ", {} B packed for {n} kernels", self.packed_bytes()),
+        }
     }
 }
 
@@ -183,6 +204,7 @@ impl Plan {
         match self.buffers[b.0 as usize].storage {
             Storage::Input(i) => format!("in{i}"),
             Storage::Const(i) => format!("const{i}"),
+            Storage::Packed(i) => format!("packed{i}"),
             Storage::Slot(i) => format!("slot{i}"),
             Storage::Output(i) => format!("out{i}"),
         }

@@ -93,6 +93,45 @@ pub struct LibraryCall<'a> {
     pub outputs: &'a [Operand],
     pub precision: MatmulPrecision,
     pub in_place: bool,
+    /// A constant input that the kernel is to read in a layout of its own ([`LibraryKernel::packing`]). A device declines where it
+    /// has none that pays.
+    pub packed: Option<usize>,
+    /// What happens to the result before it is the call's output. The inputs are the op's own, then the chain's others.
+    pub epilogue: Option<Epilogue<'a>>,
+}
+
+/// An element-wise chain that reads the result of an op.
+#[derive(Clone, Copy, Debug)]
+pub struct Epilogue<'a> {
+    /// Without a reduction; its one output is the call's.
+    pub fused: &'a Fused,
+    /// Which of the chain's inputs is the op's result. The others follow the op's inputs, in their order.
+    pub product: u32,
+}
+
+impl<'a> LibraryCall<'a> {
+    /// At the highest precision, not in place, nothing packed.
+    pub fn new(work: Work<'a>, inputs: &'a [Operand], outputs: &'a [Operand]) -> LibraryCall<'a> {
+        LibraryCall {
+            work,
+            inputs,
+            outputs,
+            precision: MatmulPrecision::Highest,
+            in_place: false,
+            packed: None,
+            epilogue: None,
+        }
+    }
+}
+
+/// A constant in a kernel's own layout.
+#[derive(Clone, PartialEq, Eq, Hash, Debug)]
+pub struct Packing {
+    pub input: usize,
+    /// Size of the packed form.
+    pub bytes: usize,
+    /// Kernels with equal keys read the same packed form of the same constant.
+    pub key: String,
 }
 
 /// Why a device has no kernel for a call.
@@ -121,6 +160,10 @@ pub trait LibraryKernel: Send + Sync + fmt::Debug {
     /// Scratch bytes one run needs.
     fn workspace(&self) -> usize {
         0
+    }
+    /// How the input lies that the call asked to be packed; `None` for a call that did not ask. The device packs it.
+    fn packing(&self) -> Option<&Packing> {
+        None
     }
     fn as_any(&self) -> &dyn Any;
 }

@@ -7,7 +7,8 @@ use halcyon_hal::{BackendType, BufferRef, Counters, Device, DeviceInfo, MemorySt
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::lower::{LowerOptions, lower};
 use halcyon_ir::passes::{Level, PassOptions};
-use halcyon_ir::target::MatmulPrecision;
+use halcyon_ir::plan::PackedConst;
+use halcyon_ir::target::{MatmulPrecision, Packing};
 use halcyon_ir::{ConstData, Graph};
 use std::collections::HashMap;
 use std::fmt;
@@ -33,6 +34,8 @@ pub(crate) struct Inner {
     programs: Mutex<Lru<u128, Arc<dyn Program>>>,
     /// Uploaded constants, by the identity of their bytes. The plans that use them keep the bytes alive.
     consts: Mutex<HashMap<(usize, usize), (Weak<dyn halcyon_hal::Buffer>, ConstData)>>,
+    /// Packed constants, by the identity of their bytes and the way they are packed.
+    packed: Mutex<HashMap<((usize, usize), Packing), (Weak<dyn halcyon_hal::Buffer>, ConstData)>>,
     pub(crate) faults: FaultTable,
     pub(crate) stats: Stats,
     /// Held while a run collects its inputs and submits: two threads must not decide about one buffer at a time.
@@ -200,6 +203,7 @@ impl Backend {
             plans: Mutex::new(Lru::new(PLAN_CACHE)),
             programs: Mutex::new(Lru::new(PROGRAM_CACHE)),
             consts: Mutex::default(),
+            packed: Mutex::default(),
             faults: FaultTable::default(),
             stats: Stats::default(),
             running: Mutex::new(()),
@@ -315,6 +319,24 @@ impl Backend {
         };
         m.retain(|_, (w, _)| w.strong_count() > 0);
         m.insert(c.key(), (Arc::downgrade(&b), c.clone()));
+        Ok(b)
+    }
+
+    /// The device buffer of a packed constant. Plans share it.
+    pub(crate) fn packed(&self, p: &PackedConst) -> Result<BufferRef> {
+        let packing =
+            p.kernel.packing().ok_or_else(|| Error::internal("a packed constant without a packing"))?;
+        let key = (p.data.key(), packing.clone());
+        let mut m = lock(&self.0.packed);
+        if let Some(b) = m.get(&key).and_then(|(w, _)| w.upgrade()) {
+            return Ok(b);
+        }
+        let d = &self.0.device;
+        let from = self.constant(&p.data)?;
+        let b = d.alloc(packing.bytes, Tag::Weights)?;
+        d.pack(&*p.kernel, &from, &b)?;
+        m.retain(|_, (w, _)| w.strong_count() > 0);
+        m.insert(key, (Arc::downgrade(&b), p.data.clone()));
         Ok(b)
     }
 

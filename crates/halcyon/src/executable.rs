@@ -57,6 +57,7 @@ pub struct Executable {
     plan: Plan,
     programs: Vec<Option<Arc<dyn Program>>>,
     consts: Vec<BufferRef>,
+    packed: Vec<BufferRef>,
     /// Scratch that no run holds. A device runs its commands in order, so scratch is free again once a run is submitted.
     arenas: Mutex<Vec<Arena>>,
     fault_base: u32,
@@ -78,7 +79,8 @@ fn fits(backend: &Backend, plan: &Plan) -> Result<()> {
         total(&mut plan.consts.iter().map(|c| c.bytes().len()))
     };
     let scratch = plan.scratch() as u64;
-    let need = scratch.saturating_add(outputs).saturating_add(constants);
+    let packed = plan.packed_bytes() as u64;
+    let need = scratch.saturating_add(outputs).saturating_add(constants).saturating_add(packed);
     // Finding out what is free costs more than a small plan. The pool checks its limit in any case.
     if need < 16 << 20 {
         return Ok(());
@@ -94,7 +96,9 @@ fn fits(backend: &Backend, plan: &Plan) -> Result<()> {
     });
     Err(Error::OutOfMemory {
         device: d.info().id.clone(),
-        what: format!("the plan: scratch {scratch}, outputs {outputs}, constants {constants}{at}"),
+        what: format!(
+            "the plan: scratch {scratch}, outputs {outputs}, constants {constants}, packed constants {packed}{at}"
+        ),
         requested: need,
         free,
         total: d.memory().limit.or(d.info().total_memory).unwrap_or(free),
@@ -114,9 +118,10 @@ impl Executable {
             })
             .collect::<Result<_>>()?;
         let consts = plan.consts.iter().map(|c| backend.constant(c)).collect::<Result<_>>()?;
+        let packed = plan.packed.iter().map(|p| backend.packed(p)).collect::<Result<_>>()?;
         let faults = plan.steps.iter().map(|s| (s.op.clone(), s.span.clone(), s.range.clone())).collect();
         let fault_base = backend.0.faults.register(faults);
-        Ok(Executable { plan, programs, consts, arenas: Mutex::default(), fault_base })
+        Ok(Executable { plan, programs, consts, packed, arenas: Mutex::default(), fault_base })
     }
 
     pub fn plan(&self) -> &Plan {
@@ -172,6 +177,7 @@ impl Executable {
                     b.clone()
                 }
                 Storage::Const(i) => self.consts[i as usize].clone(),
+                Storage::Packed(i) => self.packed[i as usize].clone(),
                 Storage::Slot(i) => arena.slots[i as usize].clone(),
                 Storage::Output(i) => {
                     let b = d.alloc(spec.bytes, Tag::Io)?;

@@ -257,6 +257,16 @@ impl Device for CpuDevice {
         Ok(())
     }
 
+    fn pack(&self, kernel: &dyn LibraryKernel, from: &BufferRef, to: &BufferRef) -> Result<()> {
+        let _turn = self.turn();
+        let k: &CpuKernel = kernel
+            .as_any()
+            .downcast_ref()
+            .ok_or_else(|| Error::argument("pack", "the kernel belongs to another device"))?;
+        let (from, to) = (CpuBuffer::of(&**from, "pack")?.at(), CpuBuffer::of(&**to, "pack")?.at());
+        k.pack(&self.team, &from, &to)
+    }
+
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
         halcyon_ir::kernel::verify_for(kernel, &self.caps)?;
         let p = CpuProgram::new(kernel)?;

@@ -226,15 +226,19 @@ impl Lowerer<'_> {
         // A fused node is read when its root is: propagate the reading root backwards.
         let n = self.g.nodes().len();
         let mut reader: Vec<u32> = vec![0; n];
+        let mut first: Vec<u32> = vec![u32::MAX; n];
         for o in self.g.outputs() {
             reader[o.node.index()] = u32::MAX;
         }
         for i in (0..n).rev().filter(|&i| self.live[i]) {
             let id = NodeId(i as u32);
             let at = if self.root[i] { i as u32 } else { reader[i] };
+            let early = if self.root[i] { i as u32 } else { first[i] };
             self.last_read[i] = reader[i];
+            self.first_read[i] = first[i];
             for x in self.g.node(id).inputs.iter() {
                 reader[x.index()] = reader[x.index()].max(at);
+                first[x.index()] = first[x.index()].min(early);
             }
         }
         // Bases are read through their views.
@@ -244,6 +248,7 @@ impl Lowerer<'_> {
             {
                 let b = p.base.index();
                 self.last_read[b] = self.last_read[b].max(self.last_read[i]);
+                self.first_read[b] = self.first_read[b].min(self.first_read[i]);
             }
         }
     }

@@ -230,12 +230,14 @@ impl Lowerer<'_> {
         let mut buffers: Vec<BufId> =
             body.sources.iter().map(|s| self.buffer_of(*s)).collect::<Result<_>>()?;
         buffers.push(b);
+        if reduced == 0
+            && let Some(product) = self.take_as_epilogue(root, &f, &body.sources, &inputs, &buffers)
+        {
+            return self.epilogue(product, f, &buffers, body.nodes, &name);
+        }
         let call = LibraryCall {
-            work: Work::Fused(&f),
-            inputs: &inputs,
-            outputs: &outputs,
             precision: self.options.precision,
-            in_place: false,
+            ..LibraryCall::new(Work::Fused(&f), &inputs, &outputs)
         };
         let work = match self.target.library(&call) {
             Ok(k) => StepWork::Library(k),
@@ -259,6 +261,106 @@ impl Lowerer<'_> {
             nodes: body.nodes.max(1),
             fused: Some(f),
         });
+        Ok(())
+    }
+}
+
+/// A call with an epilogue, and the plain one that it replaces.
+struct Merged {
+    source: NodeId,
+    kernel: Arc<dyn LibraryKernel>,
+    /// Which of the chain's inputs the call computes.
+    product: usize,
+}
+
+impl Lowerer<'_> {
+    /// A kernel that computes one of the chain's operands and the chain on top of it. The operand must have no other reader, and
+    /// what it is computed from must still be there.
+    fn take_as_epilogue(
+        &self,
+        root: NodeId,
+        f: &Fused,
+        sources: &[NodeId],
+        inputs: &[Operand],
+        buffers: &[BufId],
+    ) -> Option<Merged> {
+        if !self.options.passes.does(EPILOGUES) {
+            return None;
+        }
+        let mut candidates: Vec<(usize, &PlainCall)> =
+            sources.iter().enumerate().filter_map(|(k, s)| Some((k, self.calls.get(s)?))).collect();
+        // The later one: the others are computed by then.
+        candidates.sort_by_key(|(_, c)| std::cmp::Reverse(c.step));
+        let output = [Operand { dtype: self.g.dtype(root), view: View::dense(&self.dims[root.index()]) }];
+        for (k, c) in candidates {
+            let i = sources[k].index();
+            let alone = self.first_read[i] == root.0 && self.last_read[i] == root.0;
+            let overwritten = self.plan.steps[c.step + 1..].iter().any(|s| {
+                let written = &s.buffers[s.buffers.len() - s.outputs..];
+                written.iter().any(|b| c.buffers.contains(b))
+            });
+            if !alone
+                || overwritten
+                || self.merged.contains(&c.step)
+                || buffers.iter().filter(|b| **b == buffers[k]).count() > 1
+            {
+                continue;
+            }
+            let mut operands = c.operands.clone();
+            operands.extend(inputs.iter().enumerate().filter(|(j, _)| *j != k).map(|(_, o)| o.clone()));
+            let call = LibraryCall {
+                precision: self.options.precision,
+                packed: c.packed,
+                epilogue: Some(Epilogue { fused: f, product: k as u32 }),
+                ..LibraryCall::new(Work::Op(&c.op), &operands, &output)
+            };
+            if let Ok(kernel) = self.target.library(&call) {
+                return Some(Merged { source: sources[k], kernel, product: k });
+            }
+        }
+        None
+    }
+
+    /// The step of a call with an epilogue, in place of the call's own.
+    fn epilogue(
+        &mut self,
+        m: Merged,
+        f: Arc<Fused>,
+        buffers: &[BufId],
+        nodes: usize,
+        name: &str,
+    ) -> Result<()> {
+        let call =
+            self.calls.remove(&m.source).ok_or_else(|| Error::internal("an epilogue without its call"))?;
+        let plain = &self.plan.steps[call.step];
+        let product = self.plan.buffers[buffers[m.product].0 as usize].bytes as u64;
+        let step = Step {
+            work: StepWork::Library(m.kernel.clone()),
+            buffers: call
+                .buffers
+                .iter()
+                .copied()
+                .chain(buffers.iter().enumerate().filter(|(k, _)| *k != m.product).map(|(_, b)| *b))
+                .collect(),
+            outputs: 1,
+            op: format!(
+                "{}+{name}{}",
+                plain.op,
+                if nodes > 1 { format!("+{}", nodes - 1) } else { String::new() }
+            ),
+            span: plain.span.clone(),
+            range: String::new(),
+            flops: plain.flops.saturating_add(f.flops()),
+            // The product is neither written nor read.
+            bytes: plain.bytes.saturating_add(f.bytes()).saturating_sub(2 * product),
+            nodes: plain.nodes + nodes.max(1),
+            fused: Some(f),
+        };
+        self.plan.workspace = self.plan.workspace.max(m.kernel.workspace());
+        // Nothing is left in the product's buffer.
+        self.plan.buffers[buffers[m.product].0 as usize].bytes = 0;
+        self.merged.insert(call.step);
+        self.plan.steps.push(step);
         Ok(())
     }
 }

@@ -16,10 +16,12 @@ use crate::graph::{Graph, NodeId};
 use crate::kernel::{Kernel, Launch, lower as kernel_lower};
 use crate::layout::View;
 use crate::op::{Op, ReduceKind};
-use crate::passes::{self, COMPOSITES, FUSION, IN_PLACE, PassOptions};
-use crate::plan::{BufId, BufferSpec, HostWork, Plan, PlanOutput, Receipt, Step, StepWork, Storage};
+use crate::passes::{self, COMPOSITES, EPILOGUES, FUSION, IN_PLACE, PACKED, PassOptions};
+use crate::plan::{
+    BufId, BufferSpec, HostWork, PackedConst, Plan, PlanOutput, Receipt, Step, StepWork, Storage,
+};
 use crate::shape::Dims;
-use crate::target::{Declined, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Target, Work};
+use crate::target::{Declined, Epilogue, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Target, Work};
 use decide::{Path, Placed};
 use fuse::{Body, kernel_work};
 use smallvec::{SmallVec, smallvec};
@@ -110,7 +112,7 @@ fn select(
     precision: MatmulPrecision,
     in_place: bool,
 ) -> Result<Chosen, Declined> {
-    let call = LibraryCall { work: Work::Op(op), inputs, outputs, precision, in_place };
+    let call = LibraryCall { precision, in_place, ..LibraryCall::new(Work::Op(op), inputs, outputs) };
     let library = match target.library(&call) {
         Ok(k) => return Ok(Chosen::Library(k)),
         Err(d) => d,
@@ -141,6 +143,21 @@ struct Lowerer<'a> {
     /// Step after which a base is read no more is unknown until the end, so in-place asks by node order.
     last_read: Vec<u32>,
     in_place: usize,
+    /// The first root that reads a base.
+    first_read: Vec<u32>,
+    /// Library calls whose only reader may become their epilogue, by node.
+    calls: HashMap<NodeId, PlainCall>,
+    /// Steps that became part of a later one.
+    merged: HashSet<usize>,
+}
+
+/// A library call as it stands in the plan.
+struct PlainCall {
+    step: usize,
+    op: Op,
+    operands: Vec<Operand>,
+    buffers: Vec<BufId>,
+    packed: Option<usize>,
 }
 
 impl<'a> Lowerer<'a> {
@@ -162,6 +179,9 @@ impl<'a> Lowerer<'a> {
             plan: Plan { args: g.args().to_vec(), ..Plan::default() },
             last_read: vec![0; n],
             in_place: 0,
+            first_read: vec![u32::MAX; n],
+            calls: HashMap::new(),
+            merged: HashSet::new(),
         })
     }
 
@@ -196,6 +216,9 @@ impl<'a> Lowerer<'a> {
                 dims: self.dims[id.index()].clone(),
             });
         }
+        let merged = std::mem::take(&mut self.merged);
+        let mut at = 0..;
+        self.plan.steps.retain(|_| at.next().is_none_or(|k| !merged.contains(&k)));
         self.assign_slots();
         let fused = self.inlined;
         if fused > 0 && self.options.passes.does(FUSION) {
@@ -203,6 +226,12 @@ impl<'a> Lowerer<'a> {
         }
         if self.in_place > 0 {
             self.plan.receipts.push(Receipt::new(IN_PLACE, self.in_place));
+        }
+        if !merged.is_empty() {
+            self.plan.receipts.push(Receipt::new(EPILOGUES, merged.len()));
+        }
+        if !self.plan.packed.is_empty() {
+            self.plan.receipts.push(Receipt::new(PACKED, self.plan.packed.len()));
         }
         Ok(self.plan)
     }

@@ -1,6 +1,11 @@
 //! Structured ops: operands into buffers, then the device's own kernel or a template.
 
 use super::*;
+use crate::data::ConstData;
+
+fn reads_packed(kernel: &Arc<dyn LibraryKernel>, input: usize) -> bool {
+    kernel.packing().is_some_and(|p| p.input == input)
+}
 
 impl Lowerer<'_> {
     pub(super) fn structured(&mut self, id: NodeId) -> Result<()> {
@@ -34,12 +39,17 @@ impl Lowerer<'_> {
         }
         let mut bufs: Vec<BufId> = vec![];
         let mut ops: Vec<Operand> = vec![];
-        for x in &node.inputs {
+        let packed = self.packed(&node.op, &node.inputs, id)?;
+        for (k, x) in node.inputs.iter().enumerate() {
             let p = self
                 .placement(*x)
                 .ok_or_else(|| Error::internal(format!("operand of {} has no buffer", node.op.name())))?;
             let dtype = self.g.dtype(*x);
-            if p.view.mask.is_some() {
+            if let Some((kernel, c)) = packed.as_ref().filter(|(kernel, _)| reads_packed(kernel, k)) {
+                let bytes = kernel.packing().map_or(0, |p| p.bytes);
+                bufs.push(self.packed_buffer(kernel, c, bytes));
+                ops.push(Operand { dtype, view: p.view });
+            } else if p.view.mask.is_some() {
                 bufs.push(self.copy(*x, &p)?);
                 ops.push(Operand { dtype, view: View::dense(&p.view.shape) });
             } else {
@@ -53,8 +63,10 @@ impl Lowerer<'_> {
         if let Op::Custom(c) = &node.op {
             return self.custom(id, c.clone(), bufs, ops, output);
         }
-        let mut chosen =
-            select(self.target, &node.op, &ops, std::slice::from_ref(&output), precision, in_place);
+        let mut chosen = match packed {
+            Some((kernel, _)) => Ok(Chosen::Library(kernel)),
+            None => select(self.target, &node.op, &ops, std::slice::from_ref(&output), precision, in_place),
+        };
         if let Err(d) = &chosen
             && !d.dense.is_empty()
         {
@@ -112,6 +124,16 @@ impl Lowerer<'_> {
         match chosen {
             Chosen::Library(k) => {
                 self.plan.workspace = self.plan.workspace.max(k.workspace());
+                if matches!(node.op, Op::Matmul | Op::Conv(_)) && self.options.passes.does(EPILOGUES) {
+                    let call = PlainCall {
+                        step: self.plan.steps.len(),
+                        op: node.op.clone(),
+                        operands: ops,
+                        buffers: bufs.clone(),
+                        packed: k.packing().map(|p| p.input),
+                    };
+                    self.calls.insert(id, call);
+                }
                 bufs.push(b);
                 self.plan.steps.push(step(StepWork::Library(k), bufs, 1));
             }
@@ -147,6 +169,59 @@ impl Lowerer<'_> {
             }
         }
         Ok(())
+    }
+
+    /// The device's kernel for an op with a constant in a layout of the kernel's own, if it has one, and the constant.
+    fn packed(
+        &self,
+        op: &Op,
+        inputs: &[NodeId],
+        id: NodeId,
+    ) -> Result<Option<(Arc<dyn LibraryKernel>, ConstData)>> {
+        if !matches!(op, Op::Matmul | Op::Conv(_)) || !self.options.passes.does(PACKED) {
+            return Ok(None);
+        }
+        let places: Option<Vec<Placed>> = inputs.iter().map(|x| self.placement(*x)).collect();
+        let Some(places) = places.filter(|p| p.iter().all(|p| p.view.mask.is_none())) else {
+            return Ok(None);
+        };
+        let operands: Vec<Operand> = inputs
+            .iter()
+            .zip(&places)
+            .map(|(x, p)| Operand { dtype: self.g.dtype(*x), view: p.view.clone() })
+            .collect();
+        let output = [Operand { dtype: self.g.dtype(id), view: View::dense(&self.dims[id.index()]) }];
+        for (k, p) in places.iter().enumerate() {
+            let Op::Const(c) = &self.g.node(p.base).op else { continue };
+            let call = LibraryCall {
+                precision: self.options.precision,
+                packed: Some(k),
+                ..LibraryCall::new(Work::Op(op), &operands, &output)
+            };
+            if let Ok(kernel) = self.target.library(&call)
+                && reads_packed(&kernel, k)
+            {
+                return Ok(Some((kernel, c.clone())));
+            }
+        }
+        Ok(None)
+    }
+
+    /// The buffer of a packed constant. Kernels that read it alike share it.
+    fn packed_buffer(&mut self, kernel: &Arc<dyn LibraryKernel>, c: &ConstData, bytes: usize) -> BufId {
+        let same = |p: &PackedConst| p.data.key() == c.key() && p.kernel.packing() == kernel.packing();
+        let i = match self.plan.packed.iter().position(same) {
+            Some(i) => i,
+            None => {
+                self.plan.packed.push(PackedConst { data: c.clone(), kernel: kernel.clone() });
+                self.plan.packed.len() - 1
+            }
+        } as u32;
+        if let Some(b) = self.plan.buffers.iter().position(|b| b.storage == Storage::Packed(i)) {
+            return BufId(b as u32);
+        }
+        self.plan.buffers.push(BufferSpec { bytes, storage: Storage::Packed(i) });
+        BufId(self.plan.buffers.len() as u32 - 1)
     }
 
     pub(super) fn custom(

@@ -24,11 +24,13 @@ pub enum Level {
     /// Folding, common subexpressions, fusion and whole composites, within the tolerances of the ops.
     #[default]
     O1,
+    /// What O1 does, with constant operands laid out for the kernels that read them.
+    O2,
 }
 
 impl Level {
     pub fn name(self) -> &'static str {
-        ["O0", "O1"][self as usize]
+        ["O0", "O1", "O2"][self as usize]
     }
 }
 
@@ -44,13 +46,13 @@ impl FromStr for Level {
         match s.trim().to_ascii_lowercase().as_str() {
             "o0" | "0" | "none" | "debug" => Ok(Level::O0),
             "o1" | "1" | "conservative" => Ok(Level::O1),
-            "o2" | "2" | "balanced" | "o3" | "3" | "aggressive" => Err(Error::unsupported(
-                format!("level {s}"),
-                "Use O0 or O1; O2 and O3 come in a later version",
-            )),
+            "o2" | "2" | "balanced" => Ok(Level::O2),
+            "o3" | "3" | "aggressive" => {
+                Err(Error::unsupported(format!("level {s}"), "Use O0, O1 or O2; O3 comes in a later version"))
+            }
             _ => Err(Error::argument(
                 "level",
-                format!("\"{s}\" is not a level; use O0 (none, debug) or O1 (conservative)"),
+                format!("\"{s}\" is not a level; use O0 (none, debug), O1 (conservative) or O2 (balanced)"),
             )),
         }
     }
@@ -63,6 +65,14 @@ pub const CSE: &str = "common subexpressions";
 pub const FUSION: &str = "fusion";
 pub const COMPOSITES: &str = "whole composites";
 pub const IN_PLACE: &str = "in-place updates";
+pub const PACKED: &str = "packed constants";
+pub const EPILOGUES: &str = "epilogues";
+
+/// Every transformation that has a receipt and can be switched off.
+pub const ALL: &[&str] = &[FOLD, SIMPLIFY, CSE, FUSION, COMPOSITES, IN_PLACE, PACKED, EPILOGUES];
+
+/// The transformations that come with O2.
+const FROM_O2: &[&str] = &[PACKED, EPILOGUES];
 
 /// What to do to a graph.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
@@ -78,7 +88,8 @@ impl PassOptions {
     }
 
     pub fn does(&self, name: &str) -> bool {
-        self.level > Level::O0 && !self.without.contains(name)
+        let from = if FROM_O2.contains(&name) { Level::O2 } else { Level::O1 };
+        self.level >= from && !self.without.contains(name)
     }
 }
 
@@ -128,7 +139,8 @@ mod level_tests {
     fn levels_parse_in_any_case_and_say_what_is_not_there() {
         assert_eq!("Conservative".parse::<Level>().unwrap(), Level::O1);
         assert_eq!("DEBUG".parse::<Level>().unwrap(), Level::O0);
-        assert_eq!("o2".parse::<Level>().unwrap_err().exit_code(), 3);
+        assert_eq!("balanced".parse::<Level>().unwrap(), Level::O2);
+        assert_eq!("o3".parse::<Level>().unwrap_err().exit_code(), 3);
         assert_eq!("fast".parse::<Level>().unwrap_err().exit_code(), 2);
     }
 }

@@ -1,11 +1,12 @@
 //! From calls to the kernels for matrices, convolution, pooling, rows and attention.
 
 use super::attention::{Attention, Heads, attention};
-use super::conv::{Conv, conv_f32, conv_rows};
-use super::gemm::{Epilogue, Mat, MatMut, gemm, gemm_batched};
+use super::conv::{Conv, ConvWeights, conv_f32, conv_rows};
+use super::gemm::{Epilogue, Mat, MatMut, PackShape, Packed, by_panels, gemm, gemm_batched, gemm_packed};
 use super::matmul_any::{gemm_any, gemm_rounded};
 use super::num::{Num, Wide, with_type};
 use super::pool::{Pool, pool};
+use super::post::{Post, PostRun, run_all};
 use super::softmax;
 use super::window::Window;
 use super::{CpuKernel, Run};
@@ -104,7 +105,7 @@ fn moved<T>(m: Mat<T>, by: isize) -> Mat<T> {
 
 /// Matrix product of any views and number types. f32 and halves sum in f32, f64 in f64, integers wrap.
 pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
-    let [a, b] = call.inputs else {
+    let [a, b, ..] = call.inputs else {
         return Err(Declined::because("two operands are needed"));
     };
     if a.view.rank() < 2 || a.view.rank() != b.view.rank() || a.dtype != b.dtype {
@@ -120,16 +121,25 @@ pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Decl
     if d == DType::Bool {
         return Err(Declined::because("bools are not multiplied"));
     }
-    CpuKernel::new(name, call, move |r| {
+    let post = Post::new(call, 2, p.n)?;
+    if post.is_some() && d != DType::F32 {
+        return Err(Declined::because("an epilogue is for f32"));
+    }
+    if let Some(which) = call.packed {
+        return matmul_packed(isa, call, p, which, post);
+    }
+    let (out, rows) = (call.inputs.len(), call.outputs[0].view.numel() / p.n.max(1));
+    let args = post.as_ref().map_or(0, |p| p.args);
+    let kernel = CpuKernel::new(name, call, move |r| {
         if p.k == 0 {
             // SAFETY: the kernel's checks.
-            unsafe { std::ptr::write_bytes(r.bufs[2].ptr, 0, size) };
+            unsafe { std::ptr::write_bytes(r.bufs[out].ptr, 0, size) };
             return;
         }
         macro_rules! each {
             ($t:ty, |$a:ident, $b:ident, $c:ident| $e:expr) => {{
                 let (ma, mb) = p.mats::<$t>(r);
-                let c = r.bufs[2].ptr as *mut $t;
+                let c = r.bufs[out].ptr as *mut $t;
                 p.groups(|x, y, z| {
                     for i in 0..p.batch as isize {
                         let $a = moved(ma, x + i * p.step[0]);
@@ -149,12 +159,25 @@ pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Decl
             };
         }
         match d {
+            DType::F32 if p.batch == 1 && p.outer.is_empty() => {
+                let (a, b) = p.mats::<f32>(r);
+                let by_panels = by_panels(m, n, &a, &b);
+                let c = r.bufs[out].ptr as *mut f32;
+                // SAFETY: as for all others; the chain lives in this closure, whose run is under way.
+                unsafe {
+                    let on_the_way = PostRun::new(post.as_ref().filter(|_| by_panels), r);
+                    let epi = Epilogue { post: on_the_way, ..epi };
+                    gemm(team, isa, m, n, k, a, b, MatMut::rows(c, n), epi);
+                    run_all(post.as_ref().filter(|_| !by_panels), r, rows, c);
+                }
+                return;
+            }
             DType::F32 if p.batch == 1 => {
                 each!(f32, |a, b, c| gemm(team, isa, m, n, k, a, b, MatMut::rows(c, n), epi))
             }
             DType::F32 => {
                 let (ma, mb) = p.mats::<f32>(r);
-                let c = r.bufs[2].ptr as *mut f32;
+                let c = r.bufs[out].ptr as *mut f32;
                 p.groups(|x, y, z| {
                     let (a, b) = ((moved(ma, x), p.step[0]), (moved(mb, y), p.step[1]));
                     let c = (MatMut::rows(c.wrapping_offset(z), n), p.step[2]);
@@ -176,11 +199,55 @@ pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Decl
             // Bool and the small types are refused above and in `super::find`.
             _ => {}
         }
-    })
+        // SAFETY: as above.
+        unsafe { run_all(post.as_ref(), r, rows, r.bufs[out].ptr as *mut f32) };
+    })?;
+    Ok(kernel.with_args(args))
+}
+
+/// An f32 product with the right operand packed, as the product of panels packs it on the fly.
+fn matmul_packed(
+    isa: Isa,
+    call: &LibraryCall<'_>,
+    p: Product,
+    which: usize,
+    post: Option<Post>,
+) -> Result<CpuKernel, Declined> {
+    let (m, n, k) = (p.m, p.n, p.k);
+    let rank = p.a.rank();
+    let strides = |v: &View| (v.strides[rank - 2], v.strides[rank - 1]);
+    let (sa, sb) = (strides(&p.a), strides(&p.b));
+    let mat = |(rs, cs): (isize, isize)| Mat::<f32> { ptr: std::ptr::null(), rs, cs };
+    if which != 1 || call.inputs[1].dtype != DType::F32 || k == 0 {
+        return Err(Declined::because("only the right operand of an f32 product is packed"));
+    }
+    if p.batch != 1 || !p.outer.is_empty() || !by_panels(m, n, &mat(sa), &mat(sb)) {
+        return Err(Declined::because("this product reads its operands once, as they are"));
+    }
+    let shape = PackShape::b(isa, k, n);
+    let offset = p.b.offset;
+    let key = format!("gemm.b {shape:?} {sb:?} {offset}");
+    let (out, args) = (call.inputs.len(), post.as_ref().map_or(0, |p| p.args));
+    let kernel = CpuKernel::new(format!("cpu.gemm.{}.packed", isa.name()), call, move |r| {
+        let a = Mat { ptr: ptr::<f32>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
+        let c = MatMut::rows(r.bufs[out].ptr as *mut f32, n);
+        // SAFETY: the kernel's checks: the left operand and the result lie in their buffers; the device binds what `pack` wrote;
+        // the chain lives in this closure, whose run is under way.
+        unsafe {
+            let b = Packed::new(shape, r.bufs[1].ptr as *const f32);
+            let epi = Epilogue { post: PostRun::new(post.as_ref(), r), ..Epilogue::default() };
+            gemm_packed(r.team, m, n, k, a, &b, c, epi);
+        }
+    })?;
+    Ok(kernel.with_args(args).with_packed(1, shape.floats(), key, move |team, from, to| {
+        let b = Mat { ptr: (from as *const f32).wrapping_offset(offset), rs: sb.0, cs: sb.1 };
+        // SAFETY: `CpuKernel::pack` has checked that the view lies in the constant, and the room.
+        unsafe { shape.pack_b(Some(team), b, to as *mut f32) }
+    }))
 }
 
 pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &op::Conv) -> Result<CpuKernel, Declined> {
-    let [x, w] = call.inputs else {
+    let [x, w, ..] = call.inputs else {
         return Err(Declined::because("two operands are needed"));
     };
     dense(call, &[0, 1])?;
@@ -196,26 +263,75 @@ pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &op::Conv) -> Result<Cpu
     if !d.is_float() {
         return Err(Declined::because("a float type is needed"));
     }
-    CpuKernel::new(name, call, move |r| {
-        let y = r.bufs[2].ptr;
+    let post = Post::new(call, 2, conv.window.out_size())?;
+    if post.is_some() && d != DType::F32 {
+        return Err(Declined::because("an epilogue is for f32"));
+    }
+    if let Some(which) = call.packed {
+        return conv_packed(isa, call, conv, which, post);
+    }
+    let (out, args) = (call.inputs.len(), post.as_ref().map_or(0, |p| p.args));
+    let kernel = CpuKernel::new(name, call, move |r| {
+        let y = r.bufs[out].ptr;
+        let none = PostRun::default();
         macro_rules! rows {
             ($t:ty) => {{
                 let (x, w) = (ptr::<$t>(r, 0, &xv), ptr::<$t>(r, 1, &wv));
                 // SAFETY: the kernel's checks: dense operands inside their buffers, an output shared with nothing.
-                unsafe { conv_rows(r.team, r.isa, &conv, x, w, std::ptr::null(), false, y as *mut $t) }
+                unsafe { conv_rows(r.team, r.isa, &conv, x, w, std::ptr::null(), false, none, y as *mut $t) }
             }};
         }
         match d {
             DType::F32 => {
-                let (x, w) = (ptr::<f32>(r, 0, &xv), ptr::<f32>(r, 1, &wv));
-                // SAFETY: as above.
-                unsafe { conv_f32(r.team, r.isa, &conv, x, w, None, std::ptr::null(), false, y as *mut f32) }
+                let (x, w, null) = (ptr::<f32>(r, 0, &xv), ptr::<f32>(r, 1, &wv), std::ptr::null());
+                let y = y as *mut f32;
+                // SAFETY: as above; the chain lives in this closure, whose run is under way.
+                unsafe {
+                    let on_the_way = PostRun::new(post.as_ref().filter(|_| !conv.few()), r);
+                    conv_f32(r.team, r.isa, &conv, x, w, None, null, false, on_the_way, y);
+                    let planes = conv.batch * conv.c_out;
+                    run_all(post.as_ref().filter(|_| conv.few()), r, planes, y);
+                }
             }
             DType::F16 => rows!(f16),
             DType::BF16 => rows!(bf16),
             _ => rows!(f64),
         }
-    })
+    })?;
+    Ok(kernel.with_args(args))
+}
+
+fn conv_packed(
+    isa: Isa,
+    call: &LibraryCall<'_>,
+    conv: Conv,
+    which: usize,
+    post: Option<Post>,
+) -> Result<CpuKernel, Declined> {
+    let floats = ConvWeights::floats(isa, &conv).filter(|_| which == 1 && call.inputs[1].dtype == DType::F32);
+    let Some(floats) = floats else {
+        return Err(Declined::because("this convolution reads its weights as they are"));
+    };
+    let (xv, offset) = (call.inputs[0].view.clone(), call.inputs[1].view.offset);
+    let sizes = (conv.c_in, conv.c_out, conv.groups, conv.window.kernel);
+    let key = format!("conv {sizes:?} {isa:?} {offset}");
+    let (out, args) = (call.inputs.len(), post.as_ref().map_or(0, |p| p.args));
+    let kernel = CpuKernel::new(format!("cpu.conv.{}.packed", isa.name()), call, move |r| {
+        let x = ptr::<f32>(r, 0, &xv);
+        // SAFETY: the kernel's checks: operands inside their buffers, an output shared with nothing; the device binds what
+        // `pack` wrote, so the weights themselves are not read.
+        unsafe {
+            let w = ConvWeights::new(isa, &conv, r.bufs[1].ptr as *const f32);
+            let (null, y) = (std::ptr::null(), r.bufs[out].ptr as *mut f32);
+            let post = PostRun::new(post.as_ref(), r);
+            conv_f32(r.team, isa, &conv, x, null, Some(&w), null, false, post, y)
+        }
+    })?;
+    Ok(kernel.with_args(args).with_packed(1, floats, key, move |team, from, to| {
+        let w = (from as *const f32).wrapping_offset(offset);
+        // SAFETY: `CpuKernel::pack` has checked that the weights lie in the constant, and the room.
+        unsafe { ConvWeights::pack(Some(team), isa, &conv, w, to as *mut f32) }
+    }))
 }
 
 fn pool_window(p: &op::Pool, x: &Operand) -> Result<Window, Declined> {

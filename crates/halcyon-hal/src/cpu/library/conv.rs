@@ -7,9 +7,11 @@
 use super::elem::Elem;
 use super::gemm::gemm_panels;
 use super::gemm::{
-    Epilogue, Left, Mat, MatMut, PackElem, Packed, Panels, gemm, gemm_packed_a, inline_floats, panels_inline,
+    Epilogue, Left, Mat, MatMut, PackElem, PackShape, Packed, Panels, gemm, gemm_packed_a, inline_floats,
+    panels_inline,
 };
 use super::gemv::ROWS;
+use super::post::PostRun;
 use super::simd::{Simd, dispatch_simd};
 pub use super::window::Window;
 use crate::cpu::sys::{Isa, dispatch};
@@ -61,6 +63,11 @@ impl Conv {
     fn is_depthwise(&self) -> bool {
         self.c_in == self.groups
     }
+    /// A product of so few rows or columns that it is done without panels.
+    pub(crate) fn few(&self) -> bool {
+        let (m, n) = (self.c_out / self.groups, self.window.out_size());
+        !self.by_rows() && self.window.is_pointwise() && m.min(n) <= ROWS
+    }
     fn by_rows(&self) -> bool {
         let w = &self.window;
         // The unrolling keeps offsets inside a plane in 32 bits.
@@ -70,35 +77,52 @@ impl Conv {
     }
 }
 
-/// Weights packed once for many calls.
-#[derive(Debug)]
+/// Weights packed for many calls: the groups' left operands, one after another. The memory is whoever packed it's.
+#[derive(Clone, Copy, Debug)]
 pub struct ConvWeights {
     conv: Conv,
     isa: Isa,
-    groups: Vec<Packed>,
+    shape: PackShape,
+    data: SharedConst<f32>,
 }
 
 impl ConvWeights {
-    /// Packs `[c_out, c_in / groups, kernel..]` weights; `None` where the convolution reads them as they are. Batch and
-    /// spatial sizes may differ between calls.
-    ///
-    /// # Safety
-    /// `conv.weight_len()` elements are readable.
-    pub unsafe fn new<T: PackElem>(isa: Isa, conv: &Conv, w: *const T) -> Option<ConvWeights> {
-        if conv.by_rows() {
-            return None;
-        }
-        let (m, k) = (conv.c_out / conv.groups, conv.k());
-        let groups = (0..conv.groups)
-            // SAFETY: the caller's weights hold every group.
-            .map(|g| unsafe { Packed::a(isa, Mat::rows(w.wrapping_add(g * m * k), k), m, k) })
-            .collect();
-        Some(ConvWeights { conv: *conv, isa, groups })
+    fn shape(isa: Isa, conv: &Conv) -> PackShape {
+        PackShape::a(isa, conv.c_out / conv.groups, conv.k())
     }
 
-    /// Bytes of memory it keeps.
-    pub fn bytes(&self) -> usize {
-        self.groups.iter().map(Packed::bytes).sum()
+    /// Floats that packed weights take; `None` where the convolution reads them as they are.
+    pub fn floats(isa: Isa, conv: &Conv) -> Option<usize> {
+        // What `gemm` does without panels stays with it: packing must not change the numbers.
+        (!conv.by_rows() && !conv.few()).then(|| conv.groups * ConvWeights::shape(isa, conv).floats())
+    }
+
+    /// Packs `[c_out, c_in / groups, kernel..]` weights.
+    ///
+    /// # Safety
+    /// `conv.weight_len()` elements at `w` are readable, [`ConvWeights::floats`] at `dst` writable; they do not overlap.
+    pub unsafe fn pack<T: PackElem>(team: Option<&Team>, isa: Isa, conv: &Conv, w: *const T, dst: *mut f32) {
+        let (m, k, shape) = (conv.c_out / conv.groups, conv.k(), ConvWeights::shape(isa, conv));
+        for g in 0..conv.groups {
+            // SAFETY: the caller's memory holds every group.
+            unsafe {
+                let w = Mat::rows(w.wrapping_add(g * m * k), k);
+                shape.pack_a(team, w, dst.wrapping_add(g * shape.floats()));
+            }
+        }
+    }
+
+    /// Weights that [`ConvWeights::pack`] wrote. Batch and spatial sizes may differ between calls.
+    ///
+    /// # Safety
+    /// `data` was packed for `conv` and `isa`, and stays readable as long as this is used.
+    pub unsafe fn new(isa: Isa, conv: &Conv, data: *const f32) -> ConvWeights {
+        ConvWeights { conv: *conv, isa, shape: ConvWeights::shape(isa, conv), data: SharedConst(data) }
+    }
+
+    fn group(&self, g: usize) -> Packed {
+        // SAFETY: promised to `new`.
+        unsafe { Packed::new(self.shape, self.data.get().wrapping_add(g * self.shape.floats())) }
     }
 }
 
@@ -254,7 +278,8 @@ unsafe fn copy_piece<S: Simd>(src: *const f32, step: usize, n: usize, out: *mut 
 /// `y = act(conv(x, w) + bias)` in f32. `bias` has `c_out` elements or is null. `packed` are the same weights packed.
 ///
 /// # Safety
-/// The pointers cover the lengths that `conv` states; `y` overlaps nothing else.
+/// The pointers cover the lengths that `conv` states; `y` overlaps nothing else. `w` is not read where `packed` is given.
+/// `post` is for rows of one output plane each.
 ///
 /// # Panics
 /// When `packed` belongs to another convolution.
@@ -267,6 +292,7 @@ pub unsafe fn conv_f32(
     packed: Option<&ConvWeights>,
     bias: *const f32,
     relu: bool,
+    post: PostRun,
     y: *mut f32,
 ) {
     if conv.output_len() == 0 {
@@ -278,9 +304,9 @@ pub unsafe fn conv_f32(
             let win = &conv.window;
             let few = win.kernel_size() <= DEPTH_TAPS;
             if conv.is_depthwise() && win.stride[2] == 1 && win.input_dilation == [1; 3] && few {
-                return depthwise(team, isa, conv, x, w, bias, relu, y);
+                return depthwise(team, isa, conv, x, w, bias, relu, post, y);
             }
-            return conv_rows(team, isa, conv, x, w, bias, relu, y);
+            return conv_rows(team, isa, conv, x, w, bias, relu, post, y);
         }
     }
     if let Some(p) = packed {
@@ -303,10 +329,11 @@ pub unsafe fn conv_f32(
         let epi = Epilogue {
             bias_row: SharedConst(if bias.is_null() { bias } else { bias.wrapping_add(g * m) }),
             relu,
+            post: post.below(i * m),
             ..Epilogue::default()
         };
         let a = match packed {
-            Some(p) => Left::Packed(&p.groups[g]),
+            Some(p) => Left::Packed(p.group(g)),
             None => Left::Plain(Mat::rows(ws.get().wrapping_add(g * m * k), k)),
         };
         (a, x, y, epi)
@@ -314,7 +341,7 @@ pub unsafe fn conv_f32(
     let item = &Across(item);
     // Several images or groups: whole products per thread; else all threads on one product.
     // (Products that `gemm` does without panels stay with it: the choice must not reach the numbers.)
-    let few = conv.window.is_pointwise() && packed.is_none() && m.min(n) <= ROWS;
+    let few = packed.is_none() && conv.few();
     if items >= 2 * team.threads() && m * n * k < 64 << 20 && !few {
         let each = inline_floats(isa, m, n, k);
         let scratch = team.scratch(each * team.threads());
@@ -345,7 +372,7 @@ pub unsafe fn conv_f32(
                 let b = Mat::rows(x, n);
                 match a {
                     Left::Plain(a) => gemm(team, isa, m, n, k, a, b, y, epi),
-                    Left::Packed(a) => gemm_packed_a(team, m, n, k, a, b, y, epi),
+                    Left::Packed(a) => gemm_packed_a(team, m, n, k, &a, b, y, epi),
                 }
             } else {
                 let b = Unrolled { x: SharedConst(x), w: conv.window };
@@ -457,6 +484,7 @@ unsafe fn depthwise(
     w: *const f32,
     bias: *const f32,
     relu: bool,
+    post: PostRun,
     y: *mut f32,
 ) {
     let win = &conv.window;
@@ -482,6 +510,7 @@ unsafe fn depthwise(
                     y: ys.get().add(line * ow),
                 };
                 depth_line(isa, &job);
+                post.run(isa, plane, l * ow, ow, job.y);
             }
         }
     });
@@ -563,6 +592,7 @@ pub unsafe fn conv_rows<T: Elem>(
     w: *const T,
     bias: *const T,
     relu: bool,
+    post: PostRun,
     y: *mut T,
 ) {
     let win = &conv.window;
@@ -599,7 +629,10 @@ pub unsafe fn conv_rows<T: Elem>(
                 let bias = if bs.0.is_null() { T::Acc::default() } else { (*bs.get().add(co)).up() };
                 let y = std::slice::from_raw_parts_mut(ys.get().add(line * ow), ow);
                 let (od, oh) = (l / win.output[1], l % win.output[1]);
+                let at = y.as_mut_ptr() as *mut f32;
                 row(isa, Row { conv, x, w, bias, relu, od, oh, acc: &mut *acc, y });
+                // Only calls in f32 come with a chain.
+                post.run(isa, plane, l * ow, ow, at);
             }
         }
     });

@@ -2,6 +2,7 @@
 
 use super::conv::*;
 use super::elem::Elem;
+use super::post::PostRun;
 use super::testing::*;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::Team;
@@ -95,12 +96,31 @@ fn convolutions_follow_f64_between_guard_pages() {
                 let wide = up(bias.slice());
                 let want =
                     reference(&c, &up(x.slice()), &up(w.slice()), with_bias.then_some(&wide[..]), relu);
-                // SAFETY: the guarded vectors have the lengths that `c` states.
-                let packed = unsafe { ConvWeights::new(isa, &c, w.ptr()) };
+                let mut kept = vec![f32::NAN; ConvWeights::floats(isa, &c).unwrap_or(0)];
+                let packed = ConvWeights::floats(isa, &c).map(|_| {
+                    // SAFETY: the guarded vectors have the lengths that `c` states, and `kept` what packing needs.
+                    unsafe {
+                        ConvWeights::pack(Some(&team), isa, &c, w.ptr(), kept.as_mut_ptr());
+                        ConvWeights::new(isa, &c, kept.as_ptr())
+                    }
+                });
                 for p in [None, packed.as_ref()] {
                     let y = Guarded::new(&vec![f32::NAN; c.output_len()], side);
                     // SAFETY: as above.
-                    unsafe { conv_f32(&team, isa, &c, x.ptr(), w.ptr(), p, b, relu, y.mut_ptr()) };
+                    unsafe {
+                        conv_f32(
+                            &team,
+                            isa,
+                            &c,
+                            x.ptr(),
+                            w.ptr(),
+                            p,
+                            b,
+                            relu,
+                            PostRun::default(),
+                            y.mut_ptr(),
+                        )
+                    };
                     for (i, (&got, &(want, mag))) in y.slice().iter().zip(&want).enumerate() {
                         close(got, want, mag, 3e-7, &(isa, &c, with_bias, relu, i));
                     }
@@ -121,7 +141,9 @@ fn check_rows<T: Elem>(rng: &mut Rng, isa: Isa, conv: fn(f32) -> T, wide: fn(T) 
         let b = Guarded::new(&make(c.c_out), Side::End);
         let y = Guarded::new(&vec![conv(f32::NAN); c.output_len()], Side::Start);
         // SAFETY: the guarded vectors have the lengths that `c` states.
-        unsafe { conv_rows(&team, isa, &c, x.ptr(), w.ptr(), b.ptr(), false, y.mut_ptr()) };
+        unsafe {
+            conv_rows(&team, isa, &c, x.ptr(), w.ptr(), b.ptr(), false, PostRun::default(), y.mut_ptr())
+        };
         let up = |v: &[T]| v.iter().map(|&v| wide(v)).collect::<Vec<_>>();
         let want = reference(&c, &up(x.slice()), &up(w.slice()), Some(&up(b.slice())), false);
         for (i, (&got, &(want, mag))) in y.slice().iter().zip(&want).enumerate() {
@@ -174,6 +196,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
                         None,
                         std::ptr::null(),
                         false,
+                        PostRun::default(),
                         y.as_mut_ptr(),
                     );
                 }

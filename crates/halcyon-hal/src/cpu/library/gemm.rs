@@ -11,7 +11,7 @@ use super::mat::Tile;
 pub use super::mat::{Epilogue, Mat, MatMut};
 use super::simd::{Simd, Storage, dispatch_simd};
 use crate::cpu::sys::Isa;
-use crate::cpu::team::{Across, SharedMut, Team};
+use crate::cpu::team::{Across, SharedConst, SharedMut, Team};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// `dst[k * width + r] = src[r * rs + k * ks]` for `r < rows`, zeros for `rows <= r < width`, `k < kc`.
@@ -169,12 +169,9 @@ impl<T: Storage> Panels for Mat<T> {
     }
 }
 
-/// An operand packed once for many products: weights.
-#[derive(Debug)]
-pub struct Packed {
-    data: Vec<f32>,
-    /// Index of the first aligned float.
-    start: usize,
+/// How a packed operand lies: panels of `width`, block after block of K.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct PackShape {
     isa: Isa,
     /// Panel width (rows of A or columns of B), extent along it, and K.
     width: usize,
@@ -182,57 +179,92 @@ pub struct Packed {
     k: usize,
 }
 
-impl Packed {
-    fn new<T: Storage>(
-        isa: Isa,
-        src: *const T,
+impl PackShape {
+    /// For the left operand, `m x k`.
+    pub fn a(isa: Isa, m: usize, k: usize) -> PackShape {
+        PackShape { isa, width: tile_of(isa).0, extent: m, k }
+    }
+
+    /// For the right operand, `k x n`.
+    pub fn b(isa: Isa, k: usize, n: usize) -> PackShape {
+        PackShape { isa, width: tile_of(isa).1, extent: n, k }
+    }
+
+    fn panels(&self) -> usize {
+        self.extent.div_ceil(self.width)
+    }
+
+    /// Floats that the packed operand takes.
+    pub fn floats(&self) -> usize {
+        self.panels() * self.width * self.k
+    }
+
+    /// Where the panel of element `i` begins, for the block of K from `k0` of `kc` steps.
+    fn at(&self, k0: usize, kc: usize, i: usize) -> usize {
+        k0 * self.panels() * self.width + i / self.width * self.width * kc
+    }
+
+    /// Packs the left operand.
+    ///
+    /// # Safety
+    /// Every element of the matrix is readable, [`PackShape::floats`] at `dst` are writable and overlap nothing else.
+    pub unsafe fn pack_a<T: PackElem>(&self, team: Option<&Team>, a: Mat<T>, dst: *mut f32) {
+        // SAFETY: the caller's.
+        unsafe { self.fill(team, SharedConst(a.ptr), a.rs, a.cs, SharedMut(dst)) }
+    }
+
+    /// Packs the right operand.
+    ///
+    /// # Safety
+    /// As [`PackShape::pack_a`].
+    pub unsafe fn pack_b<T: PackElem>(&self, team: Option<&Team>, b: Mat<T>, dst: *mut f32) {
+        // SAFETY: the caller's.
+        unsafe { self.fill(team, SharedConst(b.ptr), b.cs, b.rs, SharedMut(dst)) }
+    }
+
+    unsafe fn fill<T: PackElem>(
+        &self,
+        team: Option<&Team>,
+        src: SharedConst<T>,
         rs: isize,
         ks: isize,
-        extent: usize,
-        width: usize,
-        k: usize,
-    ) -> Packed {
-        let panels = extent.div_ceil(width);
-        let len = panels * width * k;
-        let mut data = vec![0f32; len + 16];
-        let start = data.as_ptr().align_offset(64).min(16);
-        for b in 0..k_blocks(k) {
-            let (k0, k1) = k_block(k, b);
-            for p in 0..panels {
-                let rows = (extent - p * width).min(width);
-                let at = start + k0 * panels * width + p * width * (k1 - k0);
-                let s = src.wrapping_offset((p * width) as isize * rs + k0 as isize * ks);
-                // SAFETY: the caller's matrix covers the block; `data` holds every panel.
-                unsafe { pack_one(isa, s, rs, ks, rows, width, k1 - k0, data[at..].as_mut_ptr()) };
+        dst: SharedMut<f32>,
+    ) {
+        let (panels, blocks) = (self.panels(), k_blocks(self.k));
+        spread(team, panels * blocks, &|_, part| {
+            let (b, p) = (part / panels, part % panels);
+            let (k0, k1) = k_block(self.k, b);
+            let rows = (self.extent - p * self.width).min(self.width);
+            let s = src.get().wrapping_offset((p * self.width) as isize * rs + k0 as isize * ks);
+            // SAFETY: the caller's matrix covers the block; `dst` holds every panel, and this one is this part's alone.
+            unsafe {
+                let d = dst.get().add(self.at(k0, k1 - k0, p * self.width));
+                pack_one(self.isa, s, rs, ks, rows, self.width, k1 - k0, d);
             }
-        }
-        Packed { data, start, isa, width, extent, k }
+        });
     }
+}
 
-    /// Packs the left operand, `m x k`.
-    ///
+/// An operand that was packed for many products: weights. The memory is whoever packed it's.
+#[derive(Clone, Copy, Debug)]
+pub struct Packed {
+    shape: PackShape,
+    data: SharedConst<f32>,
+}
+
+impl Packed {
     /// # Safety
-    /// Every element of the matrix is readable.
-    pub unsafe fn a<T: PackElem>(isa: Isa, a: Mat<T>, m: usize, k: usize) -> Packed {
-        Packed::new(isa, a.ptr, a.rs, a.cs, m, tile_of(isa).0, k)
+    /// `data` was filled by a `pack` function of `shape` and stays readable as long as this is used.
+    pub unsafe fn new(shape: PackShape, data: *const f32) -> Packed {
+        Packed { shape, data: SharedConst(data) }
     }
 
-    /// Packs the right operand, `k x n`.
-    ///
-    /// # Safety
-    /// Every element of the matrix is readable.
-    pub unsafe fn b<T: PackElem>(isa: Isa, b: Mat<T>, k: usize, n: usize) -> Packed {
-        Packed::new(isa, b.ptr, b.cs, b.rs, n, tile_of(isa).1, k)
-    }
-
-    /// Bytes of memory it keeps.
-    pub fn bytes(&self) -> usize {
-        self.data.len() * 4
+    pub fn shape(&self) -> &PackShape {
+        &self.shape
     }
 
     fn panel(&self, k0: usize, kc: usize, i: usize) -> *const f32 {
-        let panels = self.extent.div_ceil(self.width);
-        self.data[self.start + k0 * panels * self.width + i / self.width * self.width * kc..].as_ptr()
+        self.data.get().wrapping_add(self.shape.at(k0, kc, i))
     }
 }
 
@@ -271,9 +303,9 @@ unsafe fn pack_panel_body<S: Simd, P: Panels>(
 }
 
 /// The left operand of the driver.
-pub(crate) enum Left<'a, T> {
+pub(crate) enum Left<T> {
     Plain(Mat<T>),
-    Packed(&'a Packed),
+    Packed(Packed),
 }
 
 /// One block of K for a range of rows: what the tile tasks share.
@@ -291,6 +323,7 @@ struct Block<'a, P> {
     n: usize,
     c: MatMut<f32>,
     epi: Epilogue,
+    isa: Isa,
 }
 
 dispatch_simd! {
@@ -342,6 +375,13 @@ unsafe fn tiles_body<S: Simd, P: Panels>(
                     epi: w.epi,
                 };
                 S::tile(kc, a, panel(q), &out);
+            }
+            if w.epi.post.is_some() {
+                let (j, cols) = (q0 * nr, (q1 * nr).min(w.n) - q0 * nr);
+                for r in 0..(w.m - p * mr).min(mr) {
+                    let c = w.c.ptr.offset((i + r) as isize * w.c.rs + j as isize);
+                    w.epi.post.run(w.isa, i + r, j, cols, c);
+                }
             }
         }
     }
@@ -411,7 +451,7 @@ unsafe fn drive<T: Storage, P: Panels>(
     m: usize,
     n: usize,
     k: usize,
-    a: &Left<'_, T>,
+    a: &Left<T>,
     b: &P,
     c: MatMut<f32>,
     epi: Epilogue,
@@ -475,6 +515,7 @@ unsafe fn drive<T: Storage, P: Panels>(
                 n,
                 c,
                 epi: epi.for_block(kb == 0, kb + 1 == k_blocks(k)),
+                isa,
             };
             let block = Across(&block);
             let row_parts = if cut.share_b { panels.div_ceil(2).min(cut.threads * 4) } else { 1 };
@@ -499,7 +540,7 @@ pub(crate) unsafe fn gemm_panels<T: Storage, P: Panels>(
     m: usize,
     n: usize,
     k: usize,
-    a: &Left<'_, T>,
+    a: &Left<T>,
     b: &P,
     c: MatMut<f32>,
     epi: Epilogue,
@@ -523,7 +564,7 @@ pub(crate) unsafe fn panels_inline<T: Storage, P: Panels>(
     m: usize,
     n: usize,
     k: usize,
-    a: &Left<'_, T>,
+    a: &Left<T>,
     b: &P,
     c: MatMut<f32>,
     epi: Epilogue,
@@ -562,6 +603,11 @@ pub unsafe fn gemm<A: PackElem, B: PackElem>(
             Form::Panels => gemm_panels(team, isa, m, n, k, &Left::Plain(a), &b, c, epi),
         }
     }
+}
+
+/// Whether [`gemm`] multiplies by way of panels, so that a packed right operand gives the same numbers and spares work.
+pub fn by_panels<A, B>(m: usize, n: usize, a: &Mat<A>, b: &Mat<B>) -> bool {
+    Form::of(m, n, a, b) == Form::Panels
 }
 
 /// Which code does a product. A function of shape and strides alone, so that numbers do not depend on threads.
@@ -618,7 +664,7 @@ unsafe fn gemm_inline<A: Storage, B: Storage>(
     }
 }
 
-/// [`gemm`] with the right operand packed by [`Packed::b`].
+/// [`gemm`] with the right operand packed by [`PackShape::pack_b`].
 ///
 /// # Safety
 /// As [`gemm`].
@@ -635,18 +681,15 @@ pub unsafe fn gemm_packed<A: PackElem>(
     c: MatMut<f32>,
     epi: Epilogue,
 ) {
-    assert!(
-        b.extent == n && b.k == k && b.width == tile_of(b.isa).1,
-        "the packed operand is for another product"
-    );
+    assert!(b.shape == PackShape::b(b.shape.isa, k, n), "the packed operand is for another product");
     if m == 0 || n == 0 {
         return;
     }
     // SAFETY: the caller's.
-    unsafe { gemm_panels(team, b.isa, m, n, k, &Left::Plain(a), b, c, epi) }
+    unsafe { gemm_panels(team, b.shape.isa, m, n, k, &Left::Plain(a), b, c, epi) }
 }
 
-/// [`gemm`] with the left operand packed by [`Packed::a`].
+/// [`gemm`] with the left operand packed by [`PackShape::pack_a`].
 ///
 /// # Safety
 /// As [`gemm`].
@@ -663,15 +706,12 @@ pub unsafe fn gemm_packed_a<B: PackElem>(
     c: MatMut<f32>,
     epi: Epilogue,
 ) {
-    assert!(
-        a.extent == m && a.k == k && a.width == tile_of(a.isa).0,
-        "the packed operand is for another product"
-    );
+    assert!(a.shape == PackShape::a(a.shape.isa, m, k), "the packed operand is for another product");
     if m == 0 || n == 0 {
         return;
     }
     // SAFETY: the caller's.
-    unsafe { gemm_panels(team, a.isa, m, n, k, &Left::<f32>::Packed(a), &b, c, epi) }
+    unsafe { gemm_panels(team, a.shape.isa, m, n, k, &Left::<f32>::Packed(*a), &b, c, epi) }
 }
 
 /// `batch` products whose operands lie `stride` elements apart (0 repeats an operand).

@@ -74,6 +74,7 @@ fn check<T: PackElem>(
         bias_row: if c.bias.0 { SharedConst(rows.ptr()) } else { null },
         bias_col: if c.bias.1 { SharedConst(cols.ptr()) } else { null },
         relu: c.relu,
+        ..Epilogue::default()
     };
     let am = Mat { ptr: a.ptr(), rs: ars as isize, cs: acs as isize };
     let bm = Mat { ptr: b.ptr(), rs: brs as isize, cs: bcs as isize };
@@ -114,11 +115,17 @@ fn check<T: PackElem>(
     // Packed operands give the same bits as the panels packed on the fly.
     // SAFETY: as above.
     unsafe {
-        let pb = Packed::b(isa, bm, k, n);
+        let shape = PackShape::b(isa, k, n);
+        let mut kept = vec![f32::NAN; shape.floats()];
+        shape.pack_b(Some(team), bm, kept.as_mut_ptr());
+        let pb = Packed::new(shape, kept.as_ptr());
         let out = Guarded::new(&old, c.side);
         gemm_packed(team, m, n, k, am, &pb, MatMut { ptr: out.mut_ptr(), ..cm }, epi);
         verify(out.slice());
-        let pa = Packed::a(isa, am, m, k);
+        let shape = PackShape::a(isa, m, k);
+        let mut kept = vec![f32::NAN; shape.floats()];
+        shape.pack_a(None, am, kept.as_mut_ptr());
+        let pa = Packed::new(shape, kept.as_ptr());
         let out = Guarded::new(&old, c.side);
         gemm_packed_a(team, m, n, k, &pa, bm, MatMut { ptr: out.mut_ptr(), ..cm }, epi);
         verify(out.slice());

@@ -1,5 +1,6 @@
 //! Matrices in memory, what happens to a product on its way there, and the register-blocked micro-kernel of [`super::gemm`].
 
+use super::post::PostRun;
 use super::simd::Simd;
 use crate::cpu::team::SharedConst;
 
@@ -85,12 +86,21 @@ pub struct Epilogue {
     /// One value per column of C (n of them), or null.
     pub bias_col: SharedConst<f32>,
     pub relu: bool,
+    /// A chain that reads and replaces each part of a row when it is complete.
+    pub post: PostRun,
 }
 
 impl Default for Epilogue {
     fn default() -> Self {
         let none = SharedConst(std::ptr::null());
-        Epilogue { alpha: 1.0, beta: 0.0, bias_row: none, bias_col: none, relu: false }
+        Epilogue {
+            alpha: 1.0,
+            beta: 0.0,
+            bias_row: none,
+            bias_col: none,
+            relu: false,
+            post: PostRun::default(),
+        }
     }
 }
 
@@ -121,6 +131,7 @@ impl Epilogue {
             bias_row: if last { self.bias_row } else { none },
             bias_col: if last { self.bias_col } else { none },
             relu: last && self.relu,
+            post: if last { self.post } else { PostRun::default() },
         }
     }
 

@@ -16,6 +16,7 @@ pub mod mat;
 pub mod matmul_any;
 mod num;
 pub mod pool;
+pub mod post;
 mod scan;
 mod scatter;
 pub(crate) mod simd;
@@ -34,7 +35,7 @@ use crate::cpu::tile;
 use crate::{Declined, Error, LibraryCall, LibraryKernel, Operand, Result};
 use halcyon_ir::Scalar;
 use halcyon_ir::op::Op;
-use halcyon_ir::target::Work;
+use halcyon_ir::target::{Packing, Work};
 use smallvec::SmallVec;
 use std::any::Any;
 use std::fmt;
@@ -60,6 +61,7 @@ impl<'a> Fault<'a> {
     }
 }
 
+#[derive(Debug)]
 /// What a kernel gets when it runs. The buffers have been checked against the call it was made for.
 pub(crate) struct Run<'a> {
     /// Inputs, then outputs.
@@ -71,6 +73,17 @@ pub(crate) struct Run<'a> {
 }
 
 type Body = Box<dyn Fn(&Run<'_>) + Send + Sync>;
+
+/// What packs a constant: the team, the constant as it is, and where to.
+type Packer = Box<dyn Fn(&Team, *const u8, *mut u8) + Send + Sync>;
+
+/// The layout of a kernel's constant input, and what writes it.
+struct PackedInput {
+    packing: Packing,
+    /// Bytes of the constant that packing reads.
+    reads: usize,
+    pack: Packer,
+}
 
 /// What a kernel needs of a buffer.
 #[derive(Clone, Copy, Debug)]
@@ -85,6 +98,7 @@ pub(crate) struct CpuKernel {
     needs: SmallVec<[Need; 8]>,
     in_place: bool,
     args: usize,
+    packed: Option<PackedInput>,
     body: Body,
 }
 
@@ -118,13 +132,50 @@ impl CpuKernel {
         for o in call.outputs {
             needs.push(Need { bytes: extent(o)?, write: true });
         }
-        Ok(CpuKernel { name: name.into(), needs, in_place: call.in_place, args: 0, body: Box::new(body) })
+        Ok(CpuKernel {
+            name: name.into(),
+            needs,
+            in_place: call.in_place,
+            args: 0,
+            packed: None,
+            body: Box::new(body),
+        })
     }
 
     /// The number of run-time arguments the body reads.
     pub(crate) fn with_args(mut self, n: usize) -> CpuKernel {
         self.args = n;
         self
+    }
+
+    /// The body finds `input` as `pack` wrote it: `floats` floats. `pack` may rely on its operand being as large as the call's
+    /// view reaches, and on room for so many floats, at a multiple of 64 bytes or not.
+    pub(crate) fn with_packed(
+        mut self,
+        input: usize,
+        floats: usize,
+        key: String,
+        pack: impl Fn(&Team, *const u8, *mut u8) + Send + Sync + 'static,
+    ) -> CpuKernel {
+        let packing = Packing { input, bytes: floats * size_of::<f32>(), key };
+        let reads = std::mem::replace(&mut self.needs[input].bytes, packing.bytes);
+        self.packed = Some(PackedInput { packing, reads, pack: Box::new(pack) });
+        self
+    }
+
+    /// Packs a constant for this kernel.
+    pub(crate) fn pack(&self, team: &Team, from: &Ptr, to: &Ptr) -> Result<()> {
+        let bad = |w: String| Err(Error::argument("pack", format!("{}: {w}", self.name)));
+        let Some(p) = &self.packed else { return bad("reads nothing packed".into()) };
+        if from.bytes < p.reads || to.bytes < p.packing.bytes {
+            return bad(format!(
+                "{} bytes into {}, but {} are read and {} written",
+                from.bytes, to.bytes, p.reads, p.packing.bytes
+            ));
+        }
+        super::device::check_writable(&self.name, to)?;
+        (p.pack)(team, from.ptr, to.ptr);
+        Ok(())
     }
 
     fn check(&self, r: &Run<'_>) -> Result<()> {
@@ -172,6 +223,9 @@ impl LibraryKernel for CpuKernel {
     fn name(&self) -> &str {
         &self.name
     }
+    fn packing(&self) -> Option<&Packing> {
+        self.packed.as_ref().map(|p| &p.packing)
+    }
     fn as_any(&self) -> &dyn Any {
         self
     }
@@ -200,6 +254,9 @@ pub(crate) fn find(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declin
         && !matches!(op, Op::UpdateSlice { .. } | Op::ScatterElements { .. } | Op::ScatterRows { .. })
     {
         return Err(Declined::because("this op does not run in place"));
+    }
+    if call.packed.is_some() && !matches!(op, Op::Matmul | Op::Conv(_)) {
+        return Err(Declined::because(format!("{} reads nothing packed", op.name())));
     }
     // One row per op.
     match op {

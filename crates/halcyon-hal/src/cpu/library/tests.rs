@@ -6,7 +6,7 @@ use crate::{BufferRef, Command, Device, Options, Tag, Target};
 use halcyon_ir::composite::Composite;
 use halcyon_ir::layout::View;
 use halcyon_ir::op::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
-use halcyon_ir::target::{LibraryCall, MatmulPrecision, Operand, Work};
+use halcyon_ir::target::{LibraryCall, Operand, Work};
 use halcyon_ir::{ConstData, DType, Graph, Scalar, TensorType, reference};
 use smallvec::smallvec;
 use std::sync::Arc;
@@ -82,13 +82,7 @@ fn run(dev: &CpuDevice, op: &Op, x: &[&ConstData], out: &TensorType, lay: Lay) -
     let mut kernel = None;
     for _ in 0..2 {
         let inputs: Vec<Operand> = placed.iter().map(|p| p.1.clone()).collect();
-        let call = LibraryCall {
-            work: Work::Op(op),
-            inputs: &inputs,
-            outputs: std::slice::from_ref(&output),
-            precision: MatmulPrecision::Highest,
-            in_place: false,
-        };
+        let call = LibraryCall::new(Work::Op(op), &inputs, std::slice::from_ref(&output));
         match dev.library(&call) {
             Ok(k) => {
                 kernel = Some(k);
@@ -205,13 +199,7 @@ fn matmul_of_repeated_operands() {
             let ins = [(&x, &dims_a), (&y, &dims_b)]
                 .map(|(c, dims)| Operand { dtype: d, view: View::dense(&c.dims).expand(dims) });
             let out = Operand { dtype: d, view: View::dense(&[2, 3, 6, 5]) };
-            let call = LibraryCall {
-                work: Work::Op(&Op::Matmul),
-                inputs: &ins,
-                outputs: std::slice::from_ref(&out),
-                precision: MatmulPrecision::Highest,
-                in_place: false,
-            };
+            let call = LibraryCall::new(Work::Op(&Op::Matmul), &ins, std::slice::from_ref(&out));
             let k = dev.library(&call).unwrap();
             let y0 = dev.alloc(d.bytes(180), Tag::Io).unwrap();
             let bufs = [place(&dev, &x, Lay::Dense).0, place(&dev, &y, Lay::Dense).0, y0.clone()];
@@ -360,13 +348,7 @@ fn slices_are_updated_in_place() {
     let view = |dims: &[usize], d| Operand { dtype: d, view: View::dense(dims) };
     let ins = [view(&[10, 2], DType::F32), view(&[3, 2], DType::F32), view(&[], DType::I32)];
     let outs = [view(&[10, 2], DType::F32)];
-    let call = LibraryCall {
-        work: Work::Op(&op),
-        inputs: &ins,
-        outputs: &outs,
-        precision: MatmulPrecision::Highest,
-        in_place: true,
-    };
+    let call = LibraryCall { in_place: true, ..LibraryCall::new(Work::Op(&op), &ins, &outs) };
     let k = dev.library(&call).unwrap();
     for (at, first, fault) in [(4, 4, None), (9, 7, Some(42)), (-1, 0, Some(42))] {
         let bufs: Vec<BufferRef> = [80, 24, 4].iter().map(|n| dev.alloc(*n, Tag::Io).unwrap()).collect();
@@ -528,13 +510,7 @@ fn what_has_no_kernel_is_declined_with_a_reason() {
     let soft = Op::Composite(composite(&t, |g, x| g.softmax(x[0], 0).unwrap()));
     let exp = Op::Scalar(halcyon_ir::ScalarOp::Exp);
     for op in [&soft, &exp] {
-        let call = LibraryCall {
-            work: Work::Op(op),
-            inputs: std::slice::from_ref(&x),
-            outputs: std::slice::from_ref(&x),
-            precision: MatmulPrecision::Highest,
-            in_place: false,
-        };
+        let call = LibraryCall::new(Work::Op(op), std::slice::from_ref(&x), std::slice::from_ref(&x));
         let d = dev.library(&call).unwrap_err();
         assert!(!d.reason.is_empty() && d.dense.is_empty(), "{d:?}");
     }

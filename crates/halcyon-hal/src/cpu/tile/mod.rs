@@ -15,6 +15,8 @@ mod reduce;
 #[cfg(test)]
 pub(crate) mod tests;
 
+pub(crate) use ops::apply;
+
 use super::library::CpuKernel;
 use super::sys::Isa;
 use crate::{Declined, LibraryCall};

@@ -325,7 +325,7 @@ pub(super) unsafe fn slm<'a, T>(p: *mut u8, n: usize) -> &'a mut [T] {
 /// # Safety
 /// The operands hold `n` lanes of `dtype` (a select's first: bytes), the destination has room for `n` lanes of the result
 /// type and overlaps no operand.
-pub(super) unsafe fn apply(isa: Isa, op: ScalarOp, dtype: DType, n: usize, d: *mut u8, x: [*const u8; 3]) {
+pub(crate) unsafe fn apply(isa: Isa, op: ScalarOp, dtype: DType, n: usize, d: *mut u8, x: [*const u8; 3]) {
     let lane = Lane::of(dtype);
     macro_rules! s {
         ($i:literal) => {

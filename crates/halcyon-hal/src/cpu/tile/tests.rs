@@ -5,7 +5,7 @@ use crate::{Command, Device, Options, Tag, Target};
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out, Param};
 use halcyon_ir::layout::View;
 use halcyon_ir::op::ReduceKind;
-use halcyon_ir::target::{LibraryCall, MatmulPrecision, Operand, Work};
+use halcyon_ir::target::{LibraryCall, Operand, Work};
 use halcyon_ir::{DType, Scalar, ScalarOp};
 
 /// SplitMix64 (Steele, Lea, Flood 2014).
@@ -122,13 +122,7 @@ fn execute(
     f.loads.iter().for_each(|l| types[l.input as usize] = l.dtype);
     let ins: Vec<Operand> = inputs.iter().zip(&types).map(|(v, d)| operand(*d, v.len())).collect();
     let outs: Vec<Operand> = f.outs.iter().zip(sizes).map(|(o, n)| operand(o.dtype, *n)).collect();
-    let call = LibraryCall {
-        work: Work::Fused(f),
-        inputs: &ins,
-        outputs: &outs,
-        precision: MatmulPrecision::Highest,
-        in_place: false,
-    };
+    let call = LibraryCall::new(Work::Fused(f), &ins, &outs);
     let k = dev.library(&call).map_err(|d| d.reason)?;
     let mut bufs = vec![];
     for (v, d) in inputs.iter().zip(&types) {
@@ -600,13 +594,7 @@ fn blocks_stay_inside_their_operands() {
                 let y = Guarded::new(&vec![0u8; one.len()], side);
                 let ops = [operand(d, n), operand(d, n)];
                 let outs = [operand(d, n)];
-                let call = LibraryCall {
-                    work: Work::Fused(&f),
-                    inputs: &ops,
-                    outputs: &outs,
-                    precision: MatmulPrecision::Highest,
-                    in_place: false,
-                };
+                let call = LibraryCall::new(Work::Fused(&f), &ops, &outs);
                 let k = super::kernel(isa, &f, &call).unwrap();
                 let at = |p: *mut u8| Ptr { ptr: p, bytes: one.len(), read_only: false };
                 let bufs = [at(a.mut_ptr()), at(b.mut_ptr()), at(y.mut_ptr())];

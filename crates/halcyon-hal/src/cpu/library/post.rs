@@ -1,0 +1,260 @@
+//! The epilogue of a product or a convolution: an element-wise chain over runs of the result that are still in the cache.
+//!
+//! The result is a matrix, row after row. The kernel calls [`Post::run`] on a part of a row when its sums are complete; the chain reads
+//! them there, and its other operands where they lie, and writes its own result over them.
+
+use super::Run;
+use crate::cpu::sys::Isa;
+use crate::cpu::team::{SharedConst, SharedMut};
+use crate::cpu::tile::{BLOCK, apply};
+use crate::{Declined, LibraryCall};
+use halcyon_ir::fused::{Fused, InstrKind, Param};
+use halcyon_ir::scalar_op::Rule;
+use halcyon_ir::{DType, ScalarOp};
+use smallvec::SmallVec;
+
+/// Instructions a chain may have: their blocks are on the stack.
+const MOST: usize = 24;
+
+/// Elements that make a part worth handing to another thread.
+const GRAIN: usize = 32 << 10;
+
+/// Where an operand's elements are. `None` is the product itself.
+#[derive(Debug)]
+struct Load {
+    /// Place among the kernel's buffers.
+    buffer: Option<usize>,
+    offset: isize,
+    /// Sizes and strides of the space, outer axes first.
+    axes: SmallVec<[(usize, isize); 4]>,
+}
+
+#[derive(Debug)]
+enum Step {
+    Load(Load),
+    Param(Param),
+    /// The type is that of the operands.
+    Op(ScalarOp, [usize; 3]),
+}
+
+/// A compiled chain: one block for the result of every step.
+#[derive(Debug)]
+pub(crate) struct Post {
+    steps: Vec<Step>,
+    result: usize,
+    /// Columns of the result.
+    columns: usize,
+    /// Run-time arguments that it reads.
+    pub(crate) args: usize,
+}
+
+/// A chain with the buffers of a run and the row of the whole result at which a part begins, as the kernels pass it around. The
+/// default does nothing.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct PostRun(Option<(SharedConst<Post>, SharedConst<Run<'static>>, usize)>);
+
+#[repr(C, align(64))]
+struct Block([f32; BLOCK]);
+
+impl Post {
+    /// The chain of a call's epilogue over a result with so many columns. The op itself reads the first `own` inputs.
+    pub(crate) fn new(call: &LibraryCall<'_>, own: usize, columns: usize) -> Result<Option<Post>, Declined> {
+        let Some(e) = call.epilogue else { return Ok(None) };
+        let no = |why: &str| Err(Declined::because(format!("the epilogue {why}")));
+        let f: &Fused = e.fused;
+        let [out] = &f.outs[..] else { return no("has several results") };
+        let dense = |strides: &[isize]| {
+            let mut want = 1;
+            f.space.iter().zip(strides).rev().all(|(d, s)| {
+                let ok = *d == 1 || *s == want;
+                want *= *d as isize;
+                ok
+            })
+        };
+        if f.reduced > 0 || out.reduce.is_some() || out.dtype != DType::F32 || f.body.len() > MOST {
+            return no("is no short chain of f32");
+        }
+        if out.view.offset != 0 || !dense(&out.view.strides) || columns == 0 {
+            return no("writes elsewhere");
+        }
+        // A part of a row must be a part of the last axis.
+        if f.space.last().is_none_or(|n| n % columns != 0) {
+            return no("walks the rows in pieces");
+        }
+        let mut args = 0;
+        let mut steps = Vec::with_capacity(f.body.len());
+        for i in &f.body {
+            let a: SmallVec<[usize; 3]> = i.args.iter().map(|r| *r as usize).collect();
+            let at = |k: usize| a.get(k).copied().unwrap_or(0);
+            steps.push(match i.kind {
+                InstrKind::Load(k) => {
+                    let l = &f.loads[k as usize];
+                    let product = l.input == e.product;
+                    if l.dtype != DType::F32 || l.view.mask.is_some() {
+                        return no("reads other types, or past an edge");
+                    }
+                    if product && (l.view.offset != 0 || !dense(&l.view.strides)) {
+                        return no("reads the product elsewhere");
+                    }
+                    // The others follow the op's inputs in their order.
+                    let place = own + l.input as usize - usize::from(l.input > e.product);
+                    let size = if product { call.outputs.first() } else { call.inputs.get(place) };
+                    let size = size.map_or(0, |o| o.view.numel()) as isize;
+                    if l.view.range().is_some_and(|(lo, hi)| lo < 0 || hi >= size) {
+                        return no("reads outside of an operand");
+                    }
+                    Step::Load(Load {
+                        buffer: (!product).then_some(place),
+                        offset: l.view.offset,
+                        axes: f.space.iter().copied().zip(l.view.strides.iter().copied()).collect(),
+                    })
+                }
+                InstrKind::Param(k) => match f.params[k as usize] {
+                    (DType::F32, p) => {
+                        if let Param::Arg(a) = p {
+                            args = args.max(a as usize + 1);
+                        }
+                        Step::Param(p)
+                    }
+                    _ => return no("computes in another type"),
+                },
+                InstrKind::Op(op) => {
+                    let operand = |k: usize| f.body[at(k)].dtype;
+                    let floats = match op.row().rule {
+                        Rule::Select => operand(0) == DType::Bool && operand(1) == DType::F32,
+                        _ => operand(0) == DType::F32,
+                    };
+                    if !floats {
+                        return no("computes in another type");
+                    }
+                    Step::Op(op, [at(0), at(1), at(2)])
+                }
+                _ => return no("has casts or indices"),
+            });
+        }
+        Ok(Some(Post { steps, result: out.value as usize, columns, args }))
+    }
+
+    /// Columns `col..col + n` of row `row`, whose sums are at `c`.
+    ///
+    /// # Safety
+    /// The operands of the call are bound in `r`; `n` floats at `c` are the calling thread's own, and belong to one row.
+    unsafe fn run(&self, isa: Isa, r: &Run<'_>, row: usize, col: usize, n: usize, c: *mut f32) {
+        let mut done = 0;
+        while done < n {
+            let len = (n - done).min(BLOCK);
+            // SAFETY: the caller's.
+            unsafe { self.block(isa, r, row * self.columns + col + done, len, c.add(done)) };
+            done += len;
+        }
+    }
+
+    /// Elements `at..at + n` of the result.
+    unsafe fn block(&self, isa: Isa, r: &Run<'_>, at: usize, n: usize, c: *mut f32) {
+        let mut blocks: [std::mem::MaybeUninit<Block>; MOST] =
+            [const { std::mem::MaybeUninit::uninit() }; MOST];
+        let mut regs: [*const u8; MOST] = [std::ptr::null(); MOST];
+        for (k, step) in self.steps.iter().enumerate() {
+            let own = blocks[k].as_mut_ptr() as *mut f32;
+            regs[k] = match step {
+                Step::Load(l) => {
+                    let Some(b) = l.buffer else {
+                        regs[k] = c as *const u8;
+                        continue;
+                    };
+                    let (mut left, mut offset) = (at, l.offset);
+                    for (dim, stride) in l.axes.iter().rev() {
+                        offset += (left % dim) as isize * stride;
+                        left /= dim;
+                    }
+                    let stride = l.axes.last().map_or(0, |a| a.1);
+                    let src = (r.bufs[b].ptr as *const f32).wrapping_offset(offset);
+                    // SAFETY: the elements lie on the last axis of the operand's view, which the kernel has checked against
+                    // its buffer; a block has room for `n`.
+                    unsafe {
+                        match stride {
+                            1 => src as *const u8,
+                            0 => {
+                                std::slice::from_raw_parts_mut(own, n).fill(*src);
+                                own as *const u8
+                            }
+                            s => {
+                                for i in 0..n {
+                                    *own.add(i) = *src.offset(i as isize * s);
+                                }
+                                own as *const u8
+                            }
+                        }
+                    }
+                }
+                Step::Param(p) => {
+                    let v = match p {
+                        Param::Literal(s) => *s,
+                        // The kernel's check has counted the arguments.
+                        Param::Arg(a) => r.args[*a as usize],
+                    };
+                    // SAFETY: a block has room for `n`.
+                    unsafe { std::slice::from_raw_parts_mut(own, n).fill(v.as_f64() as f32) };
+                    own as *const u8
+                }
+                Step::Op(op, a) => {
+                    let x = a.map(|i| regs[i.min(k)]);
+                    // An operand that is not there is any block.
+                    let x = x.map(|p| if p.is_null() { regs[a[0]] } else { p });
+                    // SAFETY: operands were made by earlier steps and hold `n` values of their type; the block is no operand's.
+                    unsafe { apply(isa, *op, DType::F32, n, own as *mut u8, x) };
+                    own as *const u8
+                }
+            };
+        }
+        let from = regs[self.result] as *const f32;
+        if !std::ptr::eq(from, c) {
+            // SAFETY: the result's block, or an operand, holds `n` floats and is not the row itself.
+            unsafe { std::ptr::copy_nonoverlapping(from, c, n) };
+        }
+    }
+}
+
+impl PostRun {
+    /// # Safety
+    /// `post` and `r` live as long as this is used.
+    pub(crate) unsafe fn new(post: Option<&Post>, r: &Run<'_>) -> PostRun {
+        PostRun(post.map(|p| (SharedConst(p), SharedConst(std::ptr::from_ref(r).cast()), 0)))
+    }
+
+    /// For a part of the result that begins `rows` further down.
+    pub(crate) fn below(self, rows: usize) -> PostRun {
+        PostRun(self.0.map(|(p, r, at)| (p, r, at + rows)))
+    }
+
+    pub(crate) fn is_some(&self) -> bool {
+        self.0.is_some()
+    }
+
+    /// Columns `col..col + n` of a row, whose sums are at `c`.
+    ///
+    /// # Safety
+    /// `n` floats at `c` are the calling thread's own, and are that part of the row.
+    #[inline]
+    pub(crate) unsafe fn run(&self, isa: Isa, row: usize, col: usize, n: usize, c: *mut f32) {
+        if let Some((p, r, first)) = self.0 {
+            // SAFETY: both live, as promised to `new`; the rest is the caller's.
+            unsafe { (*p.get()).run(isa, &*r.get(), first + row, col, n, c) }
+        }
+    }
+}
+
+/// The chain over a whole result of `rows` rows, for kernels that have no better time for it.
+///
+/// # Safety
+/// The operands of the call are bound in `r`; the result at `c` is nobody else's.
+pub(crate) unsafe fn run_all(post: Option<&Post>, r: &Run<'_>, rows: usize, c: *mut f32) {
+    let Some(p) = post else { return };
+    let c = SharedMut(c);
+    r.team.ranges(rows, (GRAIN / p.columns).max(1), &|a, b| {
+        for row in a..b {
+            // SAFETY: the caller's; rows are disjoint.
+            unsafe { p.run(r.isa, r, row, 0, p.columns, c.get().add(row * p.columns)) };
+        }
+    });
+}

@@ -1,0 +1,207 @@
+//! Level O2 against O0: products and convolutions with constant weights and with what follows them.
+
+mod common;
+
+use common::Rng;
+use halcyon::ir::graph::NodeId;
+use halcyon::ir::op::{Conv, ReduceKind};
+use halcyon::ir::passes::{EPILOGUES, PACKED};
+use halcyon::ir::{Graph, ScalarOp, TensorType};
+use halcyon::prelude::*;
+use halcyon::{ConstData, Session};
+
+fn cpu(level: Level, without: &[&str]) -> Backend {
+    let b = Backend::builder().backend_type(BackendType::Cpu).level(level).num_threads(2);
+    without.iter().fold(b, |b, w| b.without(w)).build().unwrap()
+}
+
+fn data(rng: &mut Rng, dims: &[usize]) -> ConstData {
+    let n: usize = dims.iter().product();
+    ConstData::from_slice(dims, &rng.f32s(n)).unwrap()
+}
+
+/// A graph and its inputs, of which some were made on the way.
+struct Case {
+    g: Graph,
+    inputs: Vec<ConstData>,
+}
+
+impl Case {
+    fn new() -> Case {
+        Case { g: Graph::new(), inputs: vec![] }
+    }
+
+    fn input(&mut self, rng: &mut Rng, dims: &[usize]) -> NodeId {
+        self.inputs.push(data(rng, dims));
+        let name = format!("x{}", self.inputs.len());
+        self.g.input(&name, TensorType::new(DType::F32, dims))
+    }
+
+    fn weight(&mut self, rng: &mut Rng, dims: &[usize]) -> NodeId {
+        let w = data(rng, dims);
+        self.g.constant(w)
+    }
+
+    /// Something that follows a product whose result is `y`. `channel` is the axis that a bias goes along.
+    fn follow(&mut self, rng: &mut Rng, mut y: NodeId, channel: usize) -> NodeId {
+        let dims: Vec<usize> = self.g.shape(y).known().unwrap().to_vec();
+        for _ in 0..rng.below(4) {
+            y = match rng.below(7) {
+                0 | 1 => {
+                    let mut b = vec![1; dims.len()];
+                    b[channel] = dims[channel];
+                    let b = if rng.below(3) == 0 { self.input(rng, &b) } else { self.weight(rng, &b) };
+                    self.g.add(y, b).unwrap()
+                }
+                2 => self.g.relu(y).unwrap(),
+                3 => {
+                    let r = self.input(rng, &dims);
+                    self.g.add(r, y).unwrap()
+                }
+                4 => self.g.scalar(ScalarOp::Gelu, &[y]).unwrap(),
+                5 => {
+                    let (lo, hi) =
+                        (self.g.full(DType::F32, [1usize], -0.5), self.g.full(DType::F32, [1usize], 6.0));
+                    let z = self.g.scalar(ScalarOp::Max, &[y, lo]).unwrap();
+                    self.g.scalar(ScalarOp::Min, &[z, hi]).unwrap()
+                }
+                _ => {
+                    // Leaky.
+                    let (zero, slope) =
+                        (self.g.full(DType::F32, [1usize], 0.0), self.g.full(DType::F32, [1usize], 0.1));
+                    let (c, z) =
+                        (self.g.scalar(ScalarOp::Gt, &[y, zero]).unwrap(), self.g.mul(y, slope).unwrap());
+                    self.g.select(c, y, z).unwrap()
+                }
+            };
+        }
+        y
+    }
+
+    fn product(rng: &mut Rng) -> Case {
+        let mut c = Case::new();
+        let (m, n, k) = (1 + rng.below(70), 1 + rng.below(120), 1 + rng.below(700));
+        let head: Vec<usize> = (0..rng.below(3)).map(|_| 1 + rng.below(3)).collect();
+        let x = c.input(rng, &[&head[..], &[m, k]].concat());
+        let w = match rng.below(3) {
+            0 => c.input(rng, &[k, n]),
+            1 => c.weight(rng, &[k, n]),
+            _ => {
+                let t = c.weight(rng, &[n, k]);
+                c.g.permute(t, &[1, 0]).unwrap()
+            }
+        };
+        let y = c.g.matmul(x, w).unwrap();
+        let last = c.g.shape(y).rank() - 1;
+        let y = c.follow(rng, y, last);
+        // Two products into one sum, as a block with a shortcut has them.
+        let y = if rng.below(3) == 0 {
+            let w = c.weight(rng, &[k, n]);
+            let z = c.g.matmul(x, w).unwrap();
+            c.g.add(y, z).unwrap()
+        } else {
+            y
+        };
+        c.g.output("y", y);
+        c
+    }
+
+    fn convolution(rng: &mut Rng) -> Case {
+        let mut c = Case::new();
+        let dims = 1 + rng.below(3);
+        let groups = 1 + rng.below(3);
+        let (ci, co) = (groups * (1 + rng.below(20)), groups * (1 + rng.below(40)));
+        let (ci, co, groups) = if rng.below(4) == 0 { (ci, ci, ci) } else { (ci, co, groups) };
+        let space: Vec<usize> = (0..dims).map(|_| 5 + rng.below(16 / dims)).collect();
+        let kernel: Vec<usize> = (0..dims).map(|_| 1 + rng.below(3)).collect();
+        let mut attrs = Conv::new(dims);
+        attrs.groups = groups;
+        attrs.pad.iter_mut().for_each(|p| *p = (rng.below(2) as i64, rng.below(2) as i64));
+        attrs.stride.iter_mut().for_each(|s| *s = 1 + rng.below(2));
+        let batch = 1 + rng.below(3);
+        let x = c.input(rng, &[&[batch, ci][..], &space].concat());
+        let w = c.weight(rng, &[&[co, ci / groups][..], &kernel].concat());
+        let y = c.g.conv(x, w, attrs).unwrap();
+        let y = c.follow(rng, y, 1);
+        c.g.output("y", y);
+        c
+    }
+}
+
+#[test]
+fn o2_follows_o0() {
+    let mut rng = Rng::fresh("o2");
+    let (each, o2) = (cpu(Level::O0, &[]), cpu(Level::O2, &[]));
+    let (mut packed, mut epilogues) = (0, 0);
+    for round in 0..150 {
+        let c = if round % 2 == 0 { Case::product(&mut rng) } else { Case::convolution(&mut rng) };
+        let want = Session::new(&each, c.g.clone()).run(&c.inputs).unwrap();
+        let session = Session::new(&o2, c.g.clone());
+        let got = session.run(&c.inputs).unwrap();
+        let plan = session.prepare(&c.inputs).unwrap();
+        let d = halcyon::session::difference(&got, &want);
+        assert!(d < 1e-5, "round {round}: {d}\n{}\n{}", c.g, plan.plan());
+        let count = |name: &str| {
+            plan.plan().receipts.iter().filter(|r| r.transformation == name).map(|r| r.count).sum::<usize>()
+        };
+        packed += count(PACKED);
+        epilogues += count(EPILOGUES);
+        // Again, from the same plan.
+        assert_eq!(session.run(&c.inputs).unwrap(), got);
+    }
+    assert!(packed > 50 && epilogues > 50, "{packed} packed, {epilogues} epilogues");
+}
+
+#[test]
+fn a_product_that_something_else_reads_keeps_its_step() {
+    let mut rng = Rng::fresh("readers");
+    let mut c = Case::new();
+    let x = c.input(&mut rng, &[40, 60]);
+    let w = c.weight(&mut rng, &[60, 80]);
+    let y = c.g.matmul(x, w).unwrap();
+    let a = c.g.relu(y).unwrap();
+    let s = c.g.reduce(ReduceKind::Sum, y, &[1], false).unwrap();
+    c.g.output("a", a);
+    c.g.output("s", s);
+    let run = |b: &Backend| Session::new(b, c.g.clone()).run(&c.inputs).unwrap();
+    let session = Session::new(&cpu(Level::O2, &[]), c.g.clone());
+    let plan = session.prepare(&c.inputs).unwrap();
+    assert!(plan.plan().receipts.iter().all(|r| r.transformation != EPILOGUES), "{}", plan.plan());
+    let d = halcyon::session::difference(&session.run(&c.inputs).unwrap(), &run(&cpu(Level::O0, &[])));
+    assert!(d < 1e-5, "{d}");
+}
+
+#[test]
+fn each_can_be_switched_off_and_packed_weights_are_shared() {
+    let mut rng = Rng::fresh("switches");
+    let mut c = Case::new();
+    let x = c.input(&mut rng, &[40, 60]);
+    let w = c.weight(&mut rng, &[60, 80]);
+    let y = c.g.matmul(x, w).unwrap();
+    let y = c.g.relu(y).unwrap();
+    c.g.output("y", y);
+    let names = |b: &Backend| {
+        let p = Session::new(b, c.g.clone()).prepare(&c.inputs).unwrap();
+        p.plan().receipts.iter().map(|r| r.transformation.clone()).collect::<Vec<_>>()
+    };
+    let has = |v: &[String], n: &str| v.iter().any(|t| t == n);
+    let all = names(&cpu(Level::O2, &[]));
+    assert!(has(&all, PACKED) && has(&all, EPILOGUES), "{all:?}");
+    let less = names(&cpu(Level::O2, &[PACKED]));
+    assert!(!has(&less, PACKED) && has(&less, EPILOGUES), "{less:?}");
+    let less = names(&cpu(Level::O2, &[EPILOGUES]));
+    assert!(has(&less, PACKED) && !has(&less, EPILOGUES), "{less:?}");
+    let o1 = names(&cpu(Level::O1, &[]));
+    assert!(!has(&o1, PACKED) && !has(&o1, EPILOGUES), "{o1:?}");
+
+    // Two plans with the same weight keep one packed form.
+    let b = cpu(Level::O2, &[]);
+    let s = Session::new(&b, c.g.clone());
+    let _kept = s.prepare(&c.inputs).unwrap();
+    let before = b.memory().allocated;
+    let mut twice = c.g.clone();
+    let z = twice.scalar(ScalarOp::Neg, &[y]).unwrap();
+    twice.output("z", z);
+    let _other = Session::new(&b, twice).prepare(&c.inputs).unwrap();
+    assert!(b.memory().allocated < before + 60 * 80 * 4, "{} {before}", b.memory().allocated);
+}
