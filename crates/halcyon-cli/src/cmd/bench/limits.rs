@@ -1,0 +1,192 @@
+//! The peaks that shares are against: measured, on the threads that the device uses.
+
+use super::threads;
+use halcyon::{Backend, BackendType, Error, Result};
+use halcyon_hal::cpu::peak::{self, MulAdd, Stream};
+use halcyon_hal::cpu::sys::{Caches, Isa};
+use halcyon_hal::cpu::team::Team;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Smallest working set on which bandwidth is measured: less is no more than overhead.
+const LEAST: u64 = 256 << 10;
+/// Largest: no cache holds half of it for long.
+const MOST: u64 = 1 << 30;
+/// Long enough for the workers of another team to park.
+const SETTLE: Duration = Duration::from_millis(5);
+
+/// What something computes and moves.
+#[derive(Clone, Copy, Debug)]
+pub struct Work {
+    pub flops: u64,
+    pub read: u64,
+    pub written: u64,
+    /// What its products are made of: `f32`, `bf16` or `int8`.
+    pub arithmetic: &'static str,
+}
+
+impl Work {
+    pub fn bytes(&self) -> u64 {
+        self.read.saturating_add(self.written)
+    }
+
+    fn stream(&self) -> Stream {
+        if self.written < self.bytes() / 10 { Stream::Read } else { Stream::Triad }
+    }
+
+    fn kind(&self) -> MulAdd {
+        MulAdd::ALL.into_iter().find(|k| k.name() == self.arithmetic).unwrap_or(MulAdd::F32)
+    }
+}
+
+/// The least time that the machine's peaks allow for some work.
+#[derive(Clone, Copy, Debug)]
+pub struct Limit {
+    pub seconds: f64,
+    /// `compute` or `memory`: what takes longer.
+    pub bound: &'static str,
+    /// FLOP/s.
+    pub flops: f64,
+    /// Bytes per second.
+    pub bandwidth: f64,
+}
+
+/// Measures peaks beside the work they limit.
+#[derive(Debug)]
+pub struct Limits {
+    team: Team,
+    isa: Isa,
+    flops: BTreeMap<MulAdd, f64>,
+    bandwidth: BTreeMap<(Stream, u64), f64>,
+}
+
+impl Limits {
+    /// # Errors
+    /// [`Error::Unsupported`] for devices other than the CPU.
+    pub fn new(b: &Backend) -> Result<Limits> {
+        if b.info().backend != BackendType::Cpu {
+            return Err(Error::unsupported(
+                format!("measuring the peaks of {}", b.id()),
+                "Shares of a peak are known on --backend cpu",
+            ));
+        }
+        let threads =
+            threads(b).ok_or_else(|| Error::internal("the CPU device does not tell its threads"))?;
+        Ok(Limits {
+            team: Team::new(threads),
+            isa: Isa::best(),
+            flops: BTreeMap::new(),
+            bandwidth: BTreeMap::new(),
+        })
+    }
+
+    /// Forgets what was measured.
+    pub fn forget(&mut self) {
+        self.flops.clear();
+        self.bandwidth.clear();
+    }
+
+    /// The limit of this work, from peaks measured now; of earlier figures for the same, the better stays.
+    pub fn measure(&mut self, w: &Work) -> Result<Limit> {
+        std::thread::sleep(SETTLE);
+        let kind = w.kind();
+        let rate = match peak::multiply_add(&self.team, self.isa, kind) {
+            // Without the instruction, the work is done in f32.
+            Err(Error::Unsupported { .. }) => peak::multiply_add(&self.team, self.isa, MulAdd::F32)?,
+            r => r?,
+        };
+        keep_best(self.flops.entry(kind).or_default(), &rate);
+        let (stream, size) = (w.stream(), size(w));
+        let rate = peak::bandwidth(&self.team, self.isa, stream, size as usize)?;
+        keep_best(self.bandwidth.entry((stream, size)).or_default(), &rate);
+        Ok(self.limit(w))
+    }
+
+    /// As [`Limits::measure`], measuring only what is not known yet. Working sets are rounded up to a power of two.
+    pub fn known(&mut self, w: &Work) -> Result<Limit> {
+        let stream = w.stream();
+        let size = size(w).next_power_of_two();
+        // The limits are those of a rounded working set; the work keeps its own bytes.
+        if !self.flops.contains_key(&w.kind()) || !self.bandwidth.contains_key(&(stream, size)) {
+            let (read, written) = match stream {
+                Stream::Read => (size, 0),
+                Stream::Triad => (size / 2, size / 2),
+            };
+            self.measure(&Work { read, written, ..*w })?;
+        }
+        Ok(self.limit_at(w, size))
+    }
+
+    fn limit(&self, w: &Work) -> Limit {
+        self.limit_at(w, size(w))
+    }
+
+    fn limit_at(&self, w: &Work, size: u64) -> Limit {
+        let flops = self.flops.get(&w.kind()).copied().unwrap_or(f64::NAN);
+        let bandwidth = self.bandwidth.get(&(w.stream(), size)).copied().unwrap_or(f64::NAN);
+        let (compute, memory) = (w.flops as f64 / flops, w.bytes() as f64 / bandwidth);
+        let bound = if compute >= memory { "compute" } else { "memory" };
+        Limit { seconds: compute.max(memory), bound, flops, bandwidth }
+    }
+}
+
+fn size(w: &Work) -> u64 {
+    w.bytes().clamp(LEAST, MOST)
+}
+
+fn keep_best(best: &mut f64, rates: &[f64]) {
+    *best = rates.iter().copied().fold(*best, f64::max);
+}
+
+/// Working sets that lie in the second cache, in the last, and in memory, all threads together; or why there is none.
+pub fn working_sets(threads: usize) -> [(&'static str, std::result::Result<usize, String>); 3] {
+    let c = Caches::get();
+    let l2 = c.l2 * threads;
+    let l3 = if c.l3 == 0 {
+        Err("the system tells of no third cache".into())
+    } else if c.l3 < 4 * l2 {
+        Err(format!("the third cache ({} KiB) is not much larger than the second ones together", c.l3 >> 10))
+    } else {
+        // Well past the second caches, and little of the third, which others may use too.
+        Ok((4 * l2).min(c.l3 / 2))
+    };
+    [("L2", Ok(l2 / 2)), ("L3", l3), ("DRAM", Ok((2 * c.l3).clamp(256 << 20, MOST as usize)))]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nearer_limit_counts() {
+        let b = Backend::builder().backend_type(BackendType::Cpu).num_threads(1).build().expect("a CPU");
+        let mut l = Limits::new(&b).expect("a CPU");
+        let gemm = Work { flops: 1 << 40, read: 1 << 20, written: 1 << 18, arithmetic: "f32" };
+        let a = l.known(&gemm).expect("measured");
+        assert_eq!(a.bound, "compute");
+        assert!((a.seconds - gemm.flops as f64 / a.flops).abs() < 1e-9);
+        let copy = Work { flops: 10, ..gemm };
+        let m = l.known(&copy).expect("measured");
+        assert_eq!((m.bound, m.flops, m.bandwidth), ("memory", a.flops, a.bandwidth));
+        // The better figure stays.
+        l.flops.insert(MulAdd::F32, 1e30);
+        assert_eq!(l.measure(&gemm).expect("measured").flops, 1e30);
+        l.forget();
+        assert!(l.measure(&gemm).expect("measured").flops < 1e30);
+    }
+
+    #[test]
+    fn reading_and_writing_have_their_own_limits() {
+        let w = |read, written| Work { flops: 0, read, written, arithmetic: "f32" };
+        assert_eq!((w(100, 1).stream(), w(50, 50).stream()), (Stream::Read, Stream::Triad));
+        let odd = Work { arithmetic: "none", ..w(1, 1) };
+        assert_eq!((odd.kind(), Work { arithmetic: "bf16", ..odd }.kind()), (MulAdd::F32, MulAdd::Bf16));
+    }
+
+    #[test]
+    fn working_sets_grow() {
+        let s = working_sets(2);
+        let sizes: Vec<usize> = s.iter().filter_map(|(_, n)| n.as_ref().ok().copied()).collect();
+        assert!(sizes.windows(2).all(|w| w[0] < w[1]), "{s:?}");
+    }
+}
