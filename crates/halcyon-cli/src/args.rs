@@ -304,7 +304,7 @@ pub struct BenchPeakArgs {
 }
 
 const BENCH_PEAK: &str = "\
-Figures are the best of a dozen bursts, with the median and the spread (middle half of the bursts over the median) beside them. The triad is
+Figures are the best of one to four dozen bursts (more where they do not agree), with the median and the spread (middle half of the bursts over the median) beside them. The triad is
 c = s a + b, counted as two reads and one write. Working sets are those of all threads together. Hand-off: from the start of a
 job until all threads have joined it and the caller goes on.
 
@@ -334,7 +334,7 @@ pub struct BenchOpsArgs {
 const BENCH_OPS: &str = "\
 Works run on device buffers, which hold random numbers; weights of convolutions are constants, all else is an input. FLOPs count a multiply-add as two;
 bytes are those of the inputs and outputs, once. The share is that of the limit that is nearer, measured before and
-after each work: the multiply-add rate, or the bandwidth on a working set of the work's size (reading, where less than a tenth is written, else
+after each work: the multiply-add rate (of bf16, or of f32 where that is faster), or the bandwidth on a working set of the work's size (reading, where less than a tenth is written, else
 the triad). The spread is the middle half of the runs over the median. Compared, a ratio above 1 is faster now; * marks what lies
 beyond the spread of both.
 

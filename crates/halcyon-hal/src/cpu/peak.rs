@@ -440,15 +440,16 @@ mod tests {
         }
     }
 
-    /// An instruction does two or four times the products of an f32 one, at no less than half its rate.
+    /// Four products in one instruction are never slower than one. Pairs of bf16 may be: half the rate of f32 was measured on a
+    /// processor that has tiles for them.
     #[test]
     #[cfg(target_arch = "x86_64")]
-    fn narrow_products_are_not_slower() {
+    fn narrow_products_pay() {
         let (team, isa) = (Team::new(1), Isa::best());
-        for kind in [MulAdd::Bf16, MulAdd::Int8] {
+        for (kind, least) in [(MulAdd::Bf16, 0.25), (MulAdd::Int8, 1.0)] {
             if let Ok(r) = multiply_add(&team, isa, kind) {
-                let f = fma_flops(&team, isa);
-                assert!(best(&r) > 0.8 * f, "{} {:e}, f32 {f:e}", kind.name(), best(&r));
+                let f = multiply_add(&team, isa, MulAdd::F32).map_or(0.0, |r| best(&r));
+                assert!(best(&r) > least * f, "{} {:e}, f32 {f:e}", kind.name(), best(&r));
             }
         }
     }

@@ -8,6 +8,8 @@ pub struct Work {
     pub flops: u64,
     pub read: u64,
     pub written: u64,
+    // Where limits are measured, it says which.
+    #[allow(dead_code)]
     pub arithmetic: &'static str,
 }
 

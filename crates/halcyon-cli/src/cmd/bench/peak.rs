@@ -1,7 +1,7 @@
 //! `halcyon bench peak`: what the machine can do.
 
 use super::compare::{self, Before, head};
-use super::limits::working_sets;
+use super::limits::{rates, working_sets};
 use super::{MS, Sample, merge, percent, settings, threads, three};
 use crate::args::BenchPeakArgs;
 use crate::report::{self, Progress, figures, size};
@@ -73,7 +73,7 @@ fn measure(threads: usize) -> Result<Vec<Row>> {
     for &n in &counts {
         let team = Team::new(n);
         for kind in MulAdd::ALL {
-            let (what, value) = match peak::multiply_add(&team, isa, kind) {
+            let (what, value) = match rates(|| peak::multiply_add(&team, isa, kind)) {
                 Ok(rates) => (peak::instruction(isa, kind)?.to_string(), Ok(Sample::of(&rates))),
                 Err(Error::Unsupported { what, .. }) => (String::new(), Err(what)),
                 Err(e) => return Err(e),
@@ -86,7 +86,7 @@ fn measure(threads: usize) -> Result<Vec<Row>> {
             for stream in [Stream::Read, Stream::Triad] {
                 let (what, value) = match &bytes {
                     Ok(bytes) => {
-                        let rates = peak::bandwidth(&team, isa, stream, *bytes)?;
+                        let rates = rates(|| peak::bandwidth(&team, isa, stream, *bytes))?;
                         (size(*bytes as u64), Ok(Sample::of(&rates)))
                     }
                     Err(why) => (String::new(), Err(why.clone())),
@@ -126,12 +126,11 @@ impl Row {
         format!("{}, {}", self.name, if self.threads == 1 { "1 thread" } else { "all threads" })
     }
 
-    /// The figure that counts: the best rate, the median time.
-    fn figure(&self, s: &Sample) -> String {
+    fn best(&self, s: &Sample) -> String {
         match self.unit {
             Unit::Ops => format!("{} GFLOP/s", three(s.max / 1e9)),
             Unit::Bytes => format!("{} GB/s", three(s.max / 1e9)),
-            Unit::Time => format!("{} µs", three(s.median * 1e6)),
+            Unit::Time => format!("{} µs", three(s.min * 1e6)),
         }
     }
 
@@ -188,7 +187,7 @@ impl Done {
                 Err(why) => absent.push((r.key(), why)),
                 Ok(s) => {
                     let mut cells = vec![r.name.clone(), r.threads.to_string(), r.what.clone()];
-                    cells.extend([r.figure(s), r.median(s), percent(s.spread())]);
+                    cells.extend([r.best(s), r.median(s), percent(s.spread())]);
                     if let Some(b) = &self.before {
                         cells.push(compare::cell(b.ratio(&r.key(), s)));
                     }
