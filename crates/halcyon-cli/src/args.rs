@@ -304,9 +304,10 @@ pub struct BenchPeakArgs {
 }
 
 const BENCH_PEAK: &str = "\
-Figures are the best of one to four dozen bursts (more where they do not agree), with the median and the spread (middle half of the bursts over the median) beside them. The triad is
-c = s a + b, counted as two reads and one write. Working sets are those of all threads together. Hand-off: from the start of a
-job until all threads have joined it and the caller goes on.
+Figures are the best of a dozen bursts or more (until some agree), with the median
+and the spread (middle half of the bursts over the median) beside them. The triad is c = s a + b,
+counted as two reads and one write. Working sets are those of all threads together. Hand-off: from
+the start of a job until all threads have joined it and the caller goes on.
 
 Examples:
   halcyon bench peak
@@ -332,11 +333,13 @@ pub struct BenchOpsArgs {
 }
 
 const BENCH_OPS: &str = "\
-Works run on device buffers, which hold random numbers; weights of convolutions are constants, all else is an input. FLOPs count a multiply-add as two;
-bytes are those of the inputs and outputs, once. The share is that of the limit that is nearer, measured before and
-after each work: the multiply-add rate (of bf16, or of f32 where that is faster), or the bandwidth on a working set of the work's size (reading, where less than a tenth is written, else
-the triad). The spread is the middle half of the runs over the median. Compared, a ratio above 1 is faster now; * marks what lies
-beyond the spread of both.
+Works run on device buffers that hold random numbers; weights of convolutions are constants, all
+else is an input. FLOPs count a multiply-add as two; bytes are those of inputs and outputs, once.
+The share is that of the limit that is nearer, measured before and after each work: the multiply-add
+rate (of bf16 work that of f32, where it is higher), or the bandwidth on a working set of the work's
+size (reading, where less than a tenth is written, else the triad). The spread is the middle half of
+the runs over the median. Compared, a ratio above 1 is faster now; * marks what lies beyond the
+spread of both.
 
 Examples:
   halcyon bench ops --only gemm --only softmax
@@ -370,8 +373,9 @@ pub struct BenchModelArgs {
 }
 
 const BENCH_MODEL: &str = "\
-Inputs that are not given are filled as by `random`, symbolic sizes with 1. End to end includes the copies of inputs and outputs; steps are timed by the device in the
-same runs. Shares of the peak are as in `halcyon bench ops`, with peaks measured before the runs.
+Inputs that are not given are filled as by `random`, symbolic sizes with 1. End to end includes the
+copies of inputs and outputs; steps are timed by the device in the same runs. Shares of the peak are
+as in `halcyon bench ops`, with peaks measured before the runs.
 
 Examples:
   halcyon bench model models/digits.onnx

@@ -31,11 +31,11 @@ fn ordered(s: &Value, runs: u64) {
     assert_eq!(s["runs"], runs, "{s}");
 }
 
-/// As [`ordered`], of one to four dozen bursts.
+/// As [`ordered`], of a dozen bursts or more.
 #[track_caller]
 fn bursts(s: &Value) {
     let n = s["runs"].as_u64().expect("a count");
-    assert!(n.is_multiple_of(12) && (12..=48).contains(&n), "{s}");
+    assert!(n >= 12, "{s}");
     ordered(s, n);
 }
 
