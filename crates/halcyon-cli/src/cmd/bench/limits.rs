@@ -89,46 +89,47 @@ impl Limits {
     /// The limit of this work, from peaks measured now; of earlier figures for the same, the better stays.
     pub fn measure(&mut self, w: &Work) -> Result<Limit> {
         std::thread::sleep(SETTLE);
-        let kind = w.kind();
-        let mut rate = 0.0;
+        self.measure_flops(w.kind())?;
+        self.measure_bandwidth(w.stream(), size(w))?;
+        Ok(self.limit(w, size(w)))
+    }
+
+    fn measure_flops(&mut self, kind: MulAdd) -> Result<()> {
+        let known = self.flops.entry(kind).or_default();
+        match rates(|| peak::multiply_add(&self.team, self.isa, kind)) {
+            Ok(r) => *known = best(&r).max(*known),
+            Err(Error::Unsupported { .. }) if kind != MulAdd::F32 => {}
+            Err(e) => return Err(e),
+        }
         // Narrow products can be made in f32 too, which some processors do faster.
-        for kind in [kind, MulAdd::F32] {
-            match rates(|| peak::multiply_add(&self.team, self.isa, kind)) {
-                Ok(r) => rate = best(&r).max(rate),
-                Err(Error::Unsupported { .. }) if kind != MulAdd::F32 => {}
-                Err(e) => return Err(e),
-            }
-            if w.kind() == MulAdd::F32 {
-                break;
-            }
+        if kind != MulAdd::F32 {
+            let r = rates(|| peak::multiply_add(&self.team, self.isa, MulAdd::F32))?;
+            *known = best(&r).max(*known);
         }
-        keep_best(self.flops.entry(kind).or_default(), rate);
-        let (stream, size) = (w.stream(), size(w));
-        let rate = rates(|| peak::bandwidth(&self.team, self.isa, stream, size as usize))?;
-        keep_best(self.bandwidth.entry((stream, size)).or_default(), best(&rate));
-        Ok(self.limit(w))
+        Ok(())
     }
 
-    /// As [`Limits::measure`], measuring only what is not known yet. Working sets are rounded up to a power of two.
+    fn measure_bandwidth(&mut self, stream: Stream, size: u64) -> Result<()> {
+        let r = rates(|| peak::bandwidth(&self.team, self.isa, stream, size as usize))?;
+        let known = self.bandwidth.entry((stream, size)).or_default();
+        *known = best(&r).max(*known);
+        Ok(())
+    }
+
+    /// As [`Limits::measure`], measuring only what is not known yet, on working sets of a few sizes.
     pub fn known(&mut self, w: &Work) -> Result<Limit> {
-        let stream = w.stream();
-        let size = size(w).next_power_of_two();
-        // The limits are those of a rounded working set; the work keeps its own bytes.
-        if !self.flops.contains_key(&w.kind()) || !self.bandwidth.contains_key(&(stream, size)) {
-            let (read, written) = match stream {
-                Stream::Read => (size, 0),
-                Stream::Triad => (size / 2, size / 2),
-            };
-            self.measure(&Work { read, written, ..*w })?;
+        let (kind, stream, size) = (w.kind(), w.stream(), round_up(size(w)));
+        if !self.flops.contains_key(&kind) {
+            std::thread::sleep(SETTLE);
+            self.measure_flops(kind)?;
         }
-        Ok(self.limit_at(w, size))
+        if !self.bandwidth.contains_key(&(stream, size)) {
+            self.measure_bandwidth(stream, size)?;
+        }
+        Ok(self.limit(w, size))
     }
 
-    fn limit(&self, w: &Work) -> Limit {
-        self.limit_at(w, size(w))
-    }
-
-    fn limit_at(&self, w: &Work, size: u64) -> Limit {
+    fn limit(&self, w: &Work, size: u64) -> Limit {
         let flops = self.flops.get(&w.kind()).copied().unwrap_or(f64::NAN);
         let bandwidth = self.bandwidth.get(&(w.stream(), size)).copied().unwrap_or(f64::NAN);
         let (compute, memory) = (w.flops as f64 / flops, w.bytes() as f64 / bandwidth);
@@ -145,8 +146,10 @@ fn best(rates: &[f64]) -> f64 {
     rates.iter().copied().fold(0.0, f64::max)
 }
 
-fn keep_best(known: &mut f64, rate: f64) {
-    *known = known.max(rate);
+/// To a power of two, or one and a half times one.
+fn round_up(n: u64) -> u64 {
+    let p = n.next_power_of_two();
+    if n <= p / 4 * 3 { p / 4 * 3 } else { p }
 }
 
 /// Bursts until the best three agree within a twentieth, at most four times as many as one measurement has: other work on the
@@ -206,6 +209,13 @@ mod tests {
         assert_eq!((w(100, 1).stream(), w(50, 50).stream()), (Stream::Read, Stream::Triad));
         let odd = Work { arithmetic: "none", ..w(1, 1) };
         assert_eq!((odd.kind(), Work { arithmetic: "bf16", ..odd }.kind()), (MulAdd::F32, MulAdd::Bf16));
+    }
+
+    #[test]
+    fn sizes_are_rounded_up_by_less_than_half() {
+        let rounded =
+            [(1 << 20, 1 << 20), ((1 << 20) + 1, 3 << 19), (3 << 19, 3 << 19), ((3 << 19) + 1, 2 << 20)];
+        assert!(rounded.iter().all(|(n, r)| round_up(*n) == *r));
     }
 
     #[test]
