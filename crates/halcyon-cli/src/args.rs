@@ -21,7 +21,8 @@ Examples:
   halcyon run models/digits.onnx --input models/digit-7.png --top-k 3
   halcyon devices
   halcyon inspect models/digits.onnx
-  halcyon trace models/digits.onnx";
+  halcyon trace models/digits.onnx
+  halcyon bench model models/digits.onnx";
 
 #[derive(Subcommand, Debug)]
 pub enum Command {
@@ -37,6 +38,8 @@ pub enum Command {
     Conformance(ConformanceArgs),
     /// Shows a model's graph, what the passes did, the chosen kernels, their source and the times
     Trace(TraceArgs),
+    /// Measures the machine, single works, or a model, and compares with an earlier report
+    Bench(BenchArgs),
     /// Probes a driver and prints what it found as JSON
     #[command(name = "__probe", hide = true)]
     Probe(ProbeArgs),
@@ -263,6 +266,119 @@ pub struct TraceArgs {
     #[arg(long)]
     pub json: bool,
 }
+
+#[derive(Args, Debug)]
+pub struct BenchArgs {
+    #[command(subcommand)]
+    pub what: Bench,
+}
+
+#[derive(Subcommand, Debug)]
+pub enum Bench {
+    /// What the machine can do: multiply-add rates, memory bandwidth, hand-off of the threads
+    Peak(BenchPeakArgs),
+    /// A table of works (matrix products, convolutions, norms, attention, sorting) beside the measured peaks
+    Ops(BenchOpsArgs),
+    /// A model end to end, and where its time goes
+    Model(BenchModelArgs),
+}
+
+#[derive(Args, Debug)]
+#[command(after_help = BENCH_PEAK)]
+pub struct BenchPeakArgs {
+    /// Backend: at present the CPU can be measured
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub backend: String,
+    /// Threads of the CPU device; all without
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// A report of this command (--json) to compare with
+    #[arg(long, value_name = "FILE")]
+    pub compare: Option<PathBuf>,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const BENCH_PEAK: &str = "\
+Figures are the best of a dozen bursts or more (until some agree), with the median
+and the spread (middle half of the bursts over the median) beside them. The triad is c = s a + b,
+counted as two reads and one write. Working sets are those of all threads together. Hand-off: from
+the start of a job until all threads have joined it and the caller goes on.
+
+Examples:
+  halcyon bench peak
+  halcyon bench peak --threads 1 --json";
+
+#[derive(Args, Debug)]
+#[command(after_help = BENCH_OPS)]
+pub struct BenchOpsArgs {
+    /// Only this work, or all whose names begin with NAME and a dash; repeatable
+    #[arg(long, value_name = "NAME")]
+    pub only: Vec<String>,
+    #[command(flatten)]
+    pub backend: BackendArgs,
+    /// Runs of each work; without, at least 7, and as many more as half a second holds
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub repeat: Option<u32>,
+    /// A report of this command (--json) to compare with
+    #[arg(long, value_name = "FILE")]
+    pub compare: Option<PathBuf>,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const BENCH_OPS: &str = "\
+Works run on device buffers that hold random numbers; weights of convolutions are constants, all
+else is an input. FLOPs count a multiply-add as two; bytes are those of inputs and outputs, once.
+The share is that of the limit that is nearer, measured before and after each work: the multiply-add
+rate (of bf16 work that of f32, where it is higher), or the bandwidth on a working set of the work's
+size (reading, where less than a tenth is written, else the triad). The spread is the middle half of
+the runs over the median. Compared, a ratio above 1 is faster now; * marks what lies beyond the
+spread of both.
+
+Examples:
+  halcyon bench ops --only gemm --only softmax
+  halcyon bench ops --backend cpu --threads 2 --json > before.json
+  halcyon bench ops --backend cpu --threads 2 --compare before.json";
+
+#[derive(Args, Debug)]
+#[command(after_help = BENCH_MODEL)]
+pub struct BenchModelArgs {
+    /// ONNX model; external data is looked for beside it
+    pub model: PathBuf,
+    #[command(flatten)]
+    pub input: InputArgs,
+    #[command(flatten)]
+    pub backend: BackendArgs,
+    /// Runs; without, at least 10, and as many more as two seconds hold
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub repeat: Option<u32>,
+    /// How many of the slowest steps to list; JSON has all
+    #[arg(long, value_name = "N", default_value_t = 15)]
+    pub top: usize,
+    /// A report of this command (--json) to compare with
+    #[arg(long, value_name = "FILE")]
+    pub compare: Option<PathBuf>,
+    /// Draws where the time goes into an SVG file
+    #[arg(long, value_name = "FILE.svg")]
+    pub picture: Option<PathBuf>,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const BENCH_MODEL: &str = "\
+Inputs that are not given are filled as by `random`, symbolic sizes with 1. End to end includes the
+copies of inputs and outputs; steps are timed by the device in the same runs. Shares of the peak are
+as in `halcyon bench ops`, with peaks measured before the runs.
+
+Examples:
+  halcyon bench model models/digits.onnx
+  halcyon bench model model.onnx --input random:8x3x224x224 --threads 2 --picture where.svg
+  halcyon bench model model.onnx --level O0 --json > before.json
+  halcyon bench model model.onnx --compare before.json";
 
 #[derive(Args, Debug)]
 #[command(after_help = INSPECT)]

@@ -26,7 +26,7 @@ fn plain(text: &str) -> Cow<'_, str> {
 }
 
 /// The text with the rest of overlong lines left out.
-fn short(text: &str) -> Cow<'_, str> {
+fn cut_lines(text: &str) -> Cow<'_, str> {
     if text.lines().all(|l| l.len() <= LINE) {
         return Cow::Borrowed(text);
     }
@@ -75,7 +75,7 @@ pub fn reason(b: BackendType, why: &str) -> String {
 
 pub fn print_error(e: &Error, json: bool) {
     let message = message(e);
-    let message = short(&message);
+    let message = cut_lines(&message);
     if json {
         let (kind, facts) = facts(e);
         print_error_json(kind, &message, facts, e.exit_code());
@@ -201,6 +201,29 @@ pub fn table(rows: &[Vec<String>]) -> String {
         let _ = writeln!(out, "{}", line.trim_end());
     }
     out
+}
+
+/// A table with a heading, in which some columns are figures: they end together.
+pub fn figures(rows: Vec<Vec<String>>, right: &[usize]) -> String {
+    let mut rows = rows;
+    for &c in right {
+        let wide = rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
+        for r in &mut rows {
+            if let Some(s) = r.get_mut(c) {
+                *s = format!("{}{s}", " ".repeat(wide - s.chars().count()));
+            }
+        }
+    }
+    table(&rows)
+}
+
+/// At most `most` characters, on one line.
+pub fn short(s: &str, most: usize) -> String {
+    let s = s.replace('\n', " ");
+    match s.char_indices().nth(most) {
+        Some((i, _)) => format!("{}…", &s[..i]),
+        None => s,
+    }
 }
 
 /// What an output holds, in figures.

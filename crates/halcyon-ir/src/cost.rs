@@ -8,6 +8,15 @@ fn distinct(v: &View) -> usize {
     (0..v.rank()).filter(|&k| v.strides[k] != 0).map(|k| v.shape[k]).product()
 }
 
+/// Pairs of causal attention: query `i` sees the keys up to `i + keys - queries`.
+fn visible(queries: usize, keys: usize) -> u64 {
+    let (q, k) = (queries as u64, keys as u64);
+    // The first queries see nothing where there are more queries than keys; the last sees all.
+    let (rows, first) = if k >= q { (q, k - q + 1) } else { (k, 1) };
+    let twice = u128::from(rows) * (u128::from(first) + u128::from(k));
+    u64::try_from(twice / 2).unwrap_or(u64::MAX)
+}
+
 /// `(flops, bytes)` of one execution. A multiply-add counts two.
 pub fn of(op: &Op, inputs: &[Operand], output: &Operand) -> (u64, u64) {
     // Counts of work can be far larger than counts of elements: they stop at the largest number.
@@ -34,7 +43,8 @@ pub fn of(op: &Op, inputs: &[Operand], output: &Operand) -> (u64, u64) {
             // Two products of [sq, sk] by d, and the softmax between.
             "attention" if inputs.len() >= 2 => {
                 let (q, k) = (&inputs[0].view.shape, &inputs[1].view.shape);
-                let scores = count(&[q[0], q[1], q[2], k[2]]);
+                let pairs = if c.flag("causal") { visible(q[2], k[2]) } else { count(&[q[2], k[2]]) };
+                let scores = count(&[q[0], q[1]]).saturating_mul(pairs);
                 scores.saturating_mul(4 * q[3] as u64 + 12)
             }
             _ => 8 * n,
@@ -53,4 +63,18 @@ pub fn of(op: &Op, inputs: &[Operand], output: &Operand) -> (u64, u64) {
         _ => read + output.dtype.bytes(n as usize) as u64,
     };
     (flops, moved)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::visible;
+
+    #[test]
+    fn causal_attention_counts_the_pairs_that_are_seen() {
+        for (q, k) in [(4, 4), (1, 7), (3, 8), (8, 3), (5, 0), (0, 5)] {
+            let seen = |i: usize| (i + k + 1).saturating_sub(q).min(k) as u64;
+            assert_eq!(visible(q, k), (0..q).map(seen).sum::<u64>(), "{q} {k}");
+        }
+        assert_eq!(visible(1 << 40, 1 << 40), u64::MAX);
+    }
 }

@@ -3,6 +3,7 @@
 use super::{Loaded, backend_json, backend_text, load, run::receipts_text};
 use crate::args::TraceArgs;
 use crate::report::{self, ms, table, time};
+use halcyon::hal::Timing;
 use halcyon::ir::lower::lower;
 use halcyon::ir::plan::StepWork;
 use halcyon::ir::{Graph, Op};
@@ -37,10 +38,7 @@ pub fn main(a: &TraceArgs) -> Result<u8> {
     exe.run(backend, &buffers, &[])?;
     backend.synchronize()?;
     let second = start.elapsed();
-    let timings = backend.device().take_timings()?;
-    let device_only = exe.plan().steps.iter().all(|s| !matches!(s.work, StepWork::Host(_)));
-    let steps = (device_only && timings.len() == exe.plan().steps.len())
-        .then(|| timings.iter().map(|t| Duration::from_nanos(t.nanoseconds)).collect::<Vec<_>>());
+    let steps = by_step(&exe, &backend.device().take_timings()?);
 
     let done = Trace { a, loaded: &loaded, graph, exe: &exe, lowering, prepare, first, second, steps };
     if a.json {
@@ -49,6 +47,14 @@ pub fn main(a: &TraceArgs) -> Result<u8> {
         report::print(&done.text())?
     }
     Ok(0)
+}
+
+/// The time of each step of a run; `None` where the device does not measure them, or the host took part.
+pub fn by_step(exe: &Executable, timings: &[Timing]) -> Option<Vec<Duration>> {
+    let steps = &exe.plan().steps;
+    let device_only = steps.iter().all(|s| !matches!(s.work, StepWork::Host(_)));
+    (device_only && timings.len() == steps.len())
+        .then(|| timings.iter().map(|t| Duration::from_nanos(t.nanoseconds)).collect())
 }
 
 struct Trace<'a> {

@@ -28,7 +28,7 @@ unsafe impl Send for HostMemory {}
 unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
-    fn new(bytes: usize) -> Option<HostMemory> {
+    pub(crate) fn new(bytes: usize) -> Option<HostMemory> {
         let align = if bytes >= HUGE { HUGE } else { LINE };
         // Over-allocated and aligned by hand: an aligned request would be cleared by hand instead of mapped as zeros.
         let layout = Layout::from_size_align(bytes.checked_add(align)?, 16).ok()?;
@@ -38,6 +38,11 @@ impl HostMemory {
         // SAFETY: `skip < align`, and `align` more bytes than asked for were allocated.
         let start = NonNull::new(unsafe { base.as_ptr().add(skip) })?;
         Some(HostMemory { base, layout, start })
+    }
+
+    /// The first of the bytes asked for.
+    pub(crate) fn start(&self) -> *mut u8 {
+        self.start.as_ptr()
     }
 }
 

@@ -2,17 +2,17 @@
 
 mod show;
 
+use super::{node_cost, type_bytes};
 use crate::args::{InputArgs, InspectArgs};
-use crate::report::{self, size};
+use crate::report::{self, short, size};
 use crate::source;
 use halcyon::hal::select;
 use halcyon::ir::graph::NodeId;
-use halcyon::ir::layout::View;
 use halcyon::ir::lower::{LowerOptions, lower};
 use halcyon::ir::passes::inline::inline_composites;
 use halcyon::ir::plan::{Plan, StepWork};
-use halcyon::ir::target::{Operand, Target};
-use halcyon::ir::{Graph, Op, TensorType, cost};
+use halcyon::ir::target::Target;
+use halcyon::ir::{Graph, TensorType};
 use halcyon::{Backend, BackendType, ConstData, Error, Level, Result, Scalar};
 use halcyon_formats::npz::Npz;
 use halcyon_formats::onnx::{
@@ -22,7 +22,7 @@ use halcyon_formats::safetensors::SafeTensors;
 use halcyon_formats::sniff::{self, Kind};
 use halcyon_formats::{mmap, npy};
 use serde_json::json;
-use show::{by_type_json, parameters, short, weight_json, weight_rows};
+use show::{by_type_json, parameters, weight_json, weight_rows};
 use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write;
@@ -355,18 +355,6 @@ fn owner(model: &Summary, node: &str) -> Key {
     }
 }
 
-/// An operand as its reader finds it: what a broadcast repeats is there once.
-fn operand(g: &Graph, id: NodeId) -> Result<Operand> {
-    let n = g.node(id);
-    let dims = n.ty.shape.dims()?;
-    let view = match n.op {
-        Op::Expand => View::dense(&g.shape(n.inputs[0]).dims()?).expand(&dims),
-        Op::Full(_) => View::dense(&[]).expand(&dims),
-        _ => View::dense(&dims),
-    };
-    Ok(Operand { dtype: n.ty.dtype, view })
-}
-
 /// Adds up what each node costs by itself.
 fn costs(
     g: &Graph,
@@ -382,16 +370,9 @@ fn costs(
         if n.op.is_leaf() || n.op.is_view() {
             continue;
         }
-        let ins = n.inputs.iter().map(|i| operand(&g, *i)).collect::<Result<Vec<_>>>()?;
-        let out = Operand { dtype: n.ty.dtype, view: View::dense(&n.ty.shape.dims()?) };
-        let (mut flops, bytes) = cost::of(&n.op, &ins, &out);
-        match n.op {
-            Op::Scalar(s) => flops = (out.view.numel() as u64).saturating_mul(s.row().flops.into()),
-            Op::Reduce { .. } => flops = ins.first().map_or(0, |x| x.view.numel() as u64),
-            _ => {}
-        }
+        let (flops, bytes) = node_cost(&g, id)?;
         let key = owner(model, n.span.as_str());
-        let bytes_out = out.dtype.bytes(out.view.numel()) as u64;
+        let bytes_out = type_bytes(&n.ty)?;
         let (ty, node) = (n.ty.to_string(), n.span.as_str());
         match activations.last_mut().filter(|x| x.node == node) {
             // An operator may be several nodes here; its largest result stands for all.

@@ -1,7 +1,7 @@
 //! What `halcyon inspect` prints.
 
 use super::{Cost, Key, On, Refused, Report, owner};
-use crate::report::{size, table};
+use crate::report::{figures, short, size, table};
 use halcyon_formats::onnx::{Operator, Weight};
 use halcyon_formats::sniff::Kind;
 use serde_json::{Value, json};
@@ -44,28 +44,6 @@ pub(super) fn percent(part: u64, all: u64) -> String {
 /// `1 stage`, `2 stages`.
 pub(super) fn plural(n: usize, what: &str) -> String {
     if n == 1 { format!("1 {what}") } else { format!("{} {what}s", count(n as u64)) }
-}
-
-pub(super) fn short(s: &str, most: usize) -> String {
-    let s = s.replace('\n', " ");
-    match s.char_indices().nth(most) {
-        Some((i, _)) => format!("{}…", &s[..i]),
-        None => s,
-    }
-}
-
-/// A table with a heading, in which some columns are figures: they end together.
-pub(super) fn figures(rows: Vec<Vec<String>>, right: &[usize]) -> String {
-    let mut rows = rows;
-    for &c in right {
-        let wide = rows.iter().filter_map(|r| r.get(c)).map(|s| s.chars().count()).max().unwrap_or(0);
-        for r in &mut rows {
-            if let Some(s) = r.get_mut(c) {
-                *s = format!("{}{s}", " ".repeat(wide - s.chars().count()));
-            }
-        }
-    }
-    table(&rows)
 }
 
 pub(super) fn row<const N: usize>(cells: [&str; N]) -> Vec<String> {

@@ -1,0 +1,182 @@
+//! Comparing with an earlier report.
+
+use super::{MS, Sample, merge, three};
+use crate::report;
+use halcyon::{Error, Result};
+use serde_json::{Value, json};
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// Fields of a report's rows with the figures that compare, the factor they are written with, and whether more is better.
+const FIGURES: [(&str, f64, bool); 2] = [("time_ms", MS, false), ("rate", 1.0, true)];
+
+/// An earlier report.
+#[derive(Debug)]
+pub struct Before {
+    file: PathBuf,
+    settings: Value,
+    rows: BTreeMap<String, (Sample, bool)>,
+}
+
+/// A row beside the same one of the earlier report.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Ratio {
+    /// Median of the earlier report.
+    pub before: f64,
+    /// How much better it is now: time before over time now, or rate now over rate before.
+    pub ratio: f64,
+    /// Whether the middle halves of both do not meet.
+    pub beyond: bool,
+}
+
+/// What a report has in its field `report`, and starts with.
+pub fn head(command: &str, settings: &Value) -> Value {
+    json!({ "report": format!("bench {command}"), "version": env!("CARGO_PKG_VERSION"), "settings": settings })
+}
+
+impl Before {
+    /// Reads what `halcyon bench COMMAND --json` printed.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; [`Error::Format`] for files that hold something else, which the message names.
+    pub fn read(file: &Path, command: &str) -> Result<Before> {
+        let at = || file.display().to_string();
+        let bad = |what: String| Error::Format { file: at(), what };
+        let text =
+            std::fs::read_to_string(file).map_err(|e| Error::Io { path: at(), what: e.to_string() })?;
+        let v: Value = serde_json::from_str(&text).map_err(|e| bad(format!("not JSON: {e}")))?;
+        let want = format!("bench {command}");
+        match v["report"].as_str() {
+            Some(r) if r == want => {}
+            Some(r) => return Err(bad(format!("a report of `{r}`, not of `{want}`"))),
+            None => return Err(bad(format!("no report of `halcyon {want} --json`"))),
+        }
+        let rows = v["rows"].as_array().ok_or_else(|| bad("the report has no rows".into()))?;
+        let mut known = BTreeMap::new();
+        for r in rows {
+            let name = r["name"].as_str().ok_or_else(|| bad("a row has no name".into()))?;
+            for (field, scale, more) in FIGURES {
+                if let Some(v) = r.get(field).filter(|v| !v.is_null()) {
+                    let s = Sample::parse(v, scale)
+                        .filter(|s| s.median > 0.0)
+                        .ok_or_else(|| bad(format!("row \"{name}\": \"{field}\" is not complete")))?;
+                    known.insert(name.to_string(), (s, more));
+                }
+            }
+        }
+        Ok(Before { file: file.into(), settings: v["settings"].clone(), rows: known })
+    }
+
+    /// The ratio of a row with this figure now; `None` where the earlier report does not have it.
+    pub fn ratio(&self, name: &str, now: &Sample) -> Option<Ratio> {
+        let (s, more) = self.rows.get(name)?;
+        let ratio = if *more { now.median / s.median } else { s.median / now.median };
+        let beyond = now.low > s.high || now.high < s.low;
+        Some(Ratio { before: s.median, ratio, beyond })
+    }
+
+    /// Settings that were others then, and rows that are not there any more.
+    pub fn differs(&self, settings: &Value, now: &[&str]) -> (Vec<String>, Vec<&str>) {
+        let plain = |v: &Value| match v {
+            Value::String(s) => s.clone(),
+            v => v.to_string(),
+        };
+        let all = settings.as_object();
+        let changed = all
+            .into_iter()
+            .flatten()
+            .filter(|(k, v)| self.settings[k.as_str()] != **v)
+            .map(|(k, v)| format!("{k}: {} before, {} now", plain(&self.settings[k.as_str()]), plain(v)))
+            .collect();
+        let gone = self.rows.keys().map(String::as_str).filter(|n| !now.contains(n)).collect();
+        (changed, gone)
+    }
+
+    /// Adds the comparison to a report, and to those of its rows that both have.
+    pub fn add_to(&self, v: &mut Value) {
+        let mut names = vec![];
+        for r in v["rows"].as_array_mut().into_iter().flatten() {
+            let Some(name) = r["name"].as_str().map(String::from) else { continue };
+            let now = FIGURES.iter().find_map(|(f, scale, _)| Sample::parse(r.get(*f)?, *scale));
+            if let Some(c) = now.and_then(|s| self.ratio(&name, &s)) {
+                let more = json!({ "ratio": c.ratio, "beyond_spread": c.beyond });
+                merge(r, json!({ "compare": more }));
+            }
+            names.push(name);
+        }
+        let names: Vec<&str> = names.iter().map(String::as_str).collect();
+        let (changed, gone) = self.differs(&v["settings"], &names);
+        merge(
+            v,
+            json!({ "compare": { "file": self.file, "settings_differ": changed, "only_before": gone } }),
+        );
+    }
+
+    /// The line above a compared table.
+    pub fn text(&self) -> String {
+        format!(
+            "compared with {}: above 1 is faster now; * lies beyond the spread of both\n",
+            self.file.display()
+        )
+    }
+
+    /// Tells on stderr what makes the comparison doubtful.
+    pub fn note(&self, settings: &Value, now: &[&str]) {
+        let (changed, _) = self.differs(settings, now);
+        if !changed.is_empty() {
+            report::note(&format!(
+                "warning: {} was measured otherwise: {}",
+                self.file.display(),
+                changed.join("; ")
+            ));
+        }
+    }
+}
+
+/// `1.25 *`; a dash for rows that the earlier report lacks.
+pub fn cell(r: Option<Ratio>) -> String {
+    r.map_or("-".into(), |r| format!("{}{}", three(r.ratio), if r.beyond { " *" } else { "  " }))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn before(rows: Value) -> Result<Before> {
+        let dir = tempfile::tempdir().expect("a folder");
+        let file = dir.path().join("r.json");
+        let mut v = head("ops", &json!({ "threads": 2 }));
+        merge(&mut v, json!({ "rows": rows }));
+        std::fs::write(&file, v.to_string()).expect("written");
+        Before::read(&file, "ops")
+    }
+
+    #[test]
+    fn ratios_above_one_are_better_for_times_and_for_rates() {
+        let old = Sample::of(&[1.9, 2.0, 2.1]);
+        let b = before(json!([
+            { "name": "t", "time_ms": old.json(MS) },
+            { "name": "r", "rate": old.json(1.0) },
+            { "name": "u", "unsupported": "by this device" },
+        ]))
+        .expect("a report");
+        let now = Sample::of(&[0.9, 1.0, 1.1]);
+        let t = b.ratio("t", &now).expect("both");
+        assert!((t.ratio - 2.0).abs() < 1e-9 && t.beyond);
+        assert_eq!(cell(Some(t)), "2.00 *");
+        let r = b.ratio("r", &now).expect("both");
+        assert!((r.ratio - 0.5).abs() < 1e-9 && r.beyond);
+        let same = b.ratio("t", &Sample::of(&[1.5, 1.95, 2.5])).expect("both");
+        assert!(!same.beyond);
+        assert_eq!(b.ratio("u", &now), None);
+        let (changed, gone) = b.differs(&json!({ "threads": 1 }), &["t"]);
+        assert_eq!((changed, gone), (vec!["threads: 2 before, 1 now".to_string()], vec!["r"]));
+    }
+
+    #[test]
+    fn broken_rows_are_refused() {
+        for rows in [json!(3), json!([{}]), json!([{ "name": "t", "time_ms": { "median": 1 } }])] {
+            assert!(matches!(before(rows), Err(Error::Format { .. })));
+        }
+    }
+}

@@ -1,0 +1,243 @@
+//! The peaks that shares are against: measured, on the threads that the device uses.
+
+use super::threads;
+use halcyon::{Backend, BackendType, Error, Result};
+use halcyon_hal::cpu::peak::{self, MulAdd, Stream};
+use halcyon_hal::cpu::sys::{Caches, Isa};
+use halcyon_hal::cpu::team::Team;
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+/// Smallest working set on which bandwidth is measured: less is no more than overhead.
+const LEAST: u64 = 256 << 10;
+/// Largest: no cache holds half of it for long.
+const MOST: u64 = 1 << 30;
+/// Long enough for the workers of another team to park.
+const SETTLE: Duration = Duration::from_millis(5);
+
+/// What something computes and moves.
+#[derive(Clone, Copy, Debug)]
+pub struct Work {
+    pub flops: u64,
+    pub read: u64,
+    pub written: u64,
+    /// What its products are made of: `f32`, `bf16` or `int8`.
+    pub arithmetic: &'static str,
+}
+
+impl Work {
+    pub fn bytes(&self) -> u64 {
+        self.read.saturating_add(self.written)
+    }
+
+    fn stream(&self) -> Stream {
+        if self.written < self.bytes() / 10 { Stream::Read } else { Stream::Triad }
+    }
+
+    fn kind(&self) -> MulAdd {
+        MulAdd::ALL.into_iter().find(|k| k.name() == self.arithmetic).unwrap_or(MulAdd::F32)
+    }
+}
+
+/// The least time that the machine's peaks allow for some work.
+#[derive(Clone, Copy, Debug)]
+pub struct Limit {
+    pub seconds: f64,
+    /// `compute` or `memory`: what takes longer.
+    pub bound: &'static str,
+    /// FLOP/s.
+    pub flops: f64,
+    /// Bytes per second.
+    pub bandwidth: f64,
+}
+
+/// Measures peaks beside the work they limit.
+#[derive(Debug)]
+pub struct Limits {
+    team: Team,
+    isa: Isa,
+    flops: BTreeMap<MulAdd, f64>,
+    bandwidth: BTreeMap<(Stream, u64), f64>,
+}
+
+impl Limits {
+    /// # Errors
+    /// [`Error::Unsupported`] for devices other than the CPU.
+    pub fn new(b: &Backend) -> Result<Limits> {
+        if b.info().backend != BackendType::Cpu {
+            return Err(Error::unsupported(
+                format!("measuring the peaks of {}", b.id()),
+                "Shares of a peak are known on --backend cpu",
+            ));
+        }
+        let threads =
+            threads(b).ok_or_else(|| Error::internal("the CPU device does not tell its threads"))?;
+        Ok(Limits {
+            team: Team::new(threads),
+            isa: Isa::best(),
+            flops: BTreeMap::new(),
+            bandwidth: BTreeMap::new(),
+        })
+    }
+
+    /// Forgets what was measured.
+    pub fn forget(&mut self) {
+        self.flops.clear();
+        self.bandwidth.clear();
+    }
+
+    /// The limit of this work, from peaks measured now; of earlier figures for the same, the better stays.
+    pub fn measure(&mut self, w: &Work) -> Result<Limit> {
+        std::thread::sleep(SETTLE);
+        self.measure_flops(w.kind())?;
+        self.measure_bandwidth(w.stream(), size(w))?;
+        Ok(self.limit(w, size(w)))
+    }
+
+    fn measure_flops(&mut self, kind: MulAdd) -> Result<()> {
+        let known = self.flops.entry(kind).or_default();
+        match rates(|| peak::multiply_add(&self.team, self.isa, kind)) {
+            Ok(r) => *known = best(&r).max(*known),
+            Err(Error::Unsupported { .. }) if kind != MulAdd::F32 => {}
+            Err(e) => return Err(e),
+        }
+        // Narrow products can be made in f32 too, which some processors do faster.
+        if kind != MulAdd::F32 {
+            let r = rates(|| peak::multiply_add(&self.team, self.isa, MulAdd::F32))?;
+            *known = best(&r).max(*known);
+        }
+        Ok(())
+    }
+
+    fn measure_bandwidth(&mut self, stream: Stream, size: u64) -> Result<()> {
+        let r = rates(|| peak::bandwidth(&self.team, self.isa, stream, size as usize))?;
+        let known = self.bandwidth.entry((stream, size)).or_default();
+        *known = best(&r).max(*known);
+        Ok(())
+    }
+
+    /// As [`Limits::measure`], measuring only what is not known yet, on working sets of a few sizes.
+    pub fn known(&mut self, w: &Work) -> Result<Limit> {
+        let (kind, stream, size) = (w.kind(), w.stream(), round_up(size(w)));
+        if !self.flops.contains_key(&kind) {
+            std::thread::sleep(SETTLE);
+            self.measure_flops(kind)?;
+        }
+        if !self.bandwidth.contains_key(&(stream, size)) {
+            self.measure_bandwidth(stream, size)?;
+        }
+        Ok(self.limit(w, size))
+    }
+
+    fn limit(&self, w: &Work, size: u64) -> Limit {
+        let flops = self.flops.get(&w.kind()).copied().unwrap_or(f64::NAN);
+        let bandwidth = self.bandwidth.get(&(w.stream(), size)).copied().unwrap_or(f64::NAN);
+        let (compute, memory) = (w.flops as f64 / flops, w.bytes() as f64 / bandwidth);
+        let bound = if compute >= memory { "compute" } else { "memory" };
+        Limit { seconds: compute.max(memory), bound, flops, bandwidth }
+    }
+}
+
+fn size(w: &Work) -> u64 {
+    w.bytes().clamp(LEAST, MOST)
+}
+
+fn best(rates: &[f64]) -> f64 {
+    rates.iter().copied().fold(0.0, f64::max)
+}
+
+/// To a power of two, or one and a half times one.
+fn round_up(n: u64) -> u64 {
+    let p = n.next_power_of_two();
+    if n <= p / 4 * 3 { p / 4 * 3 } else { p }
+}
+
+/// Bursts until the best three agree within a twentieth, at most four times as many as one measurement has: other work on the
+/// machine can spoil all of a few.
+pub fn rates(mut measure: impl FnMut() -> Result<Vec<f64>>) -> Result<Vec<f64>> {
+    let mut all = measure()?;
+    for _ in 0..3 {
+        all.sort_by(|a, b| b.total_cmp(a));
+        if all.get(2).is_none_or(|third| *third > 0.95 * all[0]) {
+            break;
+        }
+        all.extend(measure()?);
+    }
+    Ok(all)
+}
+
+/// Working sets that lie in the second cache, in the last, and in memory, all threads together; or why there is none.
+pub fn working_sets(threads: usize) -> [(&'static str, std::result::Result<usize, String>); 3] {
+    let c = Caches::get();
+    let l2 = c.l2 * threads;
+    let l3 = if c.l3 == 0 {
+        Err("the system tells of no third cache".into())
+    } else if c.l3 < 4 * l2 {
+        Err(format!("the third cache ({} KiB) is not much larger than the second ones together", c.l3 >> 10))
+    } else {
+        // Well past the second caches, and little of the third, which others may use too.
+        Ok((4 * l2).min(c.l3 / 2))
+    };
+    [("L2", Ok(l2 / 2)), ("L3", l3), ("DRAM", Ok((2 * c.l3).clamp(256 << 20, MOST as usize)))]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_nearer_limit_counts() {
+        let b = Backend::builder().backend_type(BackendType::Cpu).num_threads(1).build().expect("a CPU");
+        let mut l = Limits::new(&b).expect("a CPU");
+        let gemm = Work { flops: 1 << 40, read: 1 << 20, written: 1 << 18, arithmetic: "f32" };
+        let a = l.known(&gemm).expect("measured");
+        assert_eq!(a.bound, "compute");
+        assert!((a.seconds - gemm.flops as f64 / a.flops).abs() < 1e-9);
+        let copy = Work { flops: 10, ..gemm };
+        let m = l.known(&copy).expect("measured");
+        assert_eq!((m.bound, m.flops, m.bandwidth), ("memory", a.flops, a.bandwidth));
+        // The better figure stays.
+        l.flops.insert(MulAdd::F32, 1e30);
+        assert_eq!(l.measure(&gemm).expect("measured").flops, 1e30);
+        l.forget();
+        assert!(l.measure(&gemm).expect("measured").flops < 1e30);
+    }
+
+    #[test]
+    fn reading_and_writing_have_their_own_limits() {
+        let w = |read, written| Work { flops: 0, read, written, arithmetic: "f32" };
+        assert_eq!((w(100, 1).stream(), w(50, 50).stream()), (Stream::Read, Stream::Triad));
+        let odd = Work { arithmetic: "none", ..w(1, 1) };
+        assert_eq!((odd.kind(), Work { arithmetic: "bf16", ..odd }.kind()), (MulAdd::F32, MulAdd::Bf16));
+    }
+
+    #[test]
+    fn sizes_are_rounded_up_by_less_than_half() {
+        let rounded =
+            [(1 << 20, 1 << 20), ((1 << 20) + 1, 3 << 19), (3 << 19, 3 << 19), ((3 << 19) + 1, 2 << 20)];
+        assert!(rounded.iter().all(|(n, r)| round_up(*n) == *r));
+    }
+
+    #[test]
+    fn unsteady_rates_are_measured_again() {
+        let mut n = 0;
+        let mut run = |values: &[[f64; 3]]| {
+            n = 0;
+            let all = rates(|| {
+                n += 1;
+                Ok(values[n - 1].to_vec())
+            });
+            (all.expect("values").len(), n)
+        };
+        assert_eq!(run(&[[1.0, 0.99, 0.98]]), (3, 1));
+        assert_eq!(run(&[[1.0, 0.5, 0.5], [1.0, 0.2, 0.1], [0.97, 0.1, 0.1]]), (9, 3));
+        assert_eq!(run(&[[1.0, 0.5, 0.2], [2.0, 0.5, 0.2], [3.0, 0.5, 0.2], [4.0, 0.5, 0.2]]), (12, 4));
+    }
+
+    #[test]
+    fn working_sets_grow() {
+        let s = working_sets(2);
+        let sizes: Vec<usize> = s.iter().filter_map(|(_, n)| n.as_ref().ok().copied()).collect();
+        assert!(sizes.windows(2).all(|w| w[0] < w[1]), "{s:?}");
+    }
+}

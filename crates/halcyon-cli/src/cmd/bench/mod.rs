@@ -1,0 +1,203 @@
+//! `halcyon bench`: the machine's peaks, single works, models, and how they compare with an earlier report.
+
+mod compare;
+#[cfg_attr(not(feature = "cpu"), path = "no_limits.rs")]
+mod limits;
+mod model;
+mod ops;
+#[cfg_attr(not(feature = "cpu"), path = "no_peak.rs")]
+mod peak;
+mod picture;
+mod works;
+
+use crate::args::{Bench, BenchArgs};
+use halcyon::{Backend, Result};
+use limits::Limit;
+use serde_json::{Value, json};
+use std::time::{Duration, Instant};
+
+pub fn main(a: &BenchArgs) -> Result<u8> {
+    match &a.what {
+        Bench::Peak(a) => peak::main(a),
+        Bench::Ops(a) => ops::main(a),
+        Bench::Model(a) => model::main(a),
+    }
+}
+
+/// Figures of one measurement that was repeated: seconds, or a rate.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Sample {
+    median: f64,
+    min: f64,
+    max: f64,
+    /// Quartiles: half of the values lie between them.
+    low: f64,
+    high: f64,
+    runs: usize,
+}
+
+impl Sample {
+    /// Of at least one value.
+    fn of(values: &[f64]) -> Sample {
+        let mut v = values.to_vec();
+        v.sort_by(f64::total_cmp);
+        let at = |i: usize| v.get(i.min(v.len().saturating_sub(1))).copied().unwrap_or(f64::NAN);
+        let n = v.len();
+        Sample { median: at(n / 2), min: at(0), max: at(n), low: at(n / 4), high: at(n - n / 4), runs: n }
+    }
+
+    /// The middle half over the median.
+    fn spread(&self) -> f64 {
+        (self.high - self.low) / self.median.abs().max(f64::MIN_POSITIVE)
+    }
+
+    fn json(&self, scale: f64) -> Value {
+        json!({
+            "median": self.median * scale, "min": self.min * scale, "max": self.max * scale,
+            "low_quartile": self.low * scale, "high_quartile": self.high * scale, "runs": self.runs,
+        })
+    }
+
+    /// What [`Sample::json`] wrote with `scale`.
+    fn parse(v: &Value, scale: f64) -> Option<Sample> {
+        let of = |k: &str| Some(v.get(k)?.as_f64()? / scale);
+        Some(Sample {
+            median: of("median")?,
+            min: of("min")?,
+            max: of("max")?,
+            low: of("low_quartile")?,
+            high: of("high_quartile")?,
+            runs: usize::try_from(v.get("runs")?.as_u64()?).ok()?,
+        })
+    }
+}
+
+/// Seconds to milliseconds, as reports have them.
+pub const MS: f64 = 1e3;
+
+/// Calls `f` as often as was asked for, else at least `least` times and until `time` is over.
+fn repeat(asked: Option<u32>, least: usize, time: Duration, mut f: impl FnMut() -> Result<()>) -> Result<()> {
+    const MOST: usize = 10_000;
+    let start = Instant::now();
+    let mut n = 0;
+    while match asked {
+        Some(k) => n < k as usize,
+        None => n < least || n < MOST && start.elapsed() < time,
+    } {
+        f()?;
+        n += 1;
+    }
+    Ok(())
+}
+
+/// How the figures of a report were made: they compare only with others of the same kind.
+fn settings(b: &Backend) -> Value {
+    json!({
+        "device": b.id(),
+        "name": b.info().name,
+        "threads": threads(b),
+        "level": b.level().to_string(),
+        "build": if cfg!(debug_assertions) { "debug" } else { "release" },
+    })
+}
+
+/// Threads of the CPU device.
+fn threads(b: &Backend) -> Option<usize> {
+    b.info().properties.get("threads")?.parse().ok()
+}
+
+/// `94 %`.
+fn percent(v: f64) -> String {
+    if v < 0.0995 { format!("{:.1} %", v * 100.0) } else { format!("{:.0} %", v * 100.0) }
+}
+
+/// `123` or `1.23`: three digits.
+fn three(v: f64) -> String {
+    match v.abs() {
+        a if a >= 99.95 || a == 0.0 => format!("{v:.0}"),
+        a if a >= 9.995 => format!("{v:.1}"),
+        _ => format!("{v:.2}"),
+    }
+}
+
+/// Rate in 10⁹ per second; nothing where there is no work.
+fn giga(work: u64, seconds: f64) -> String {
+    if work == 0 { String::new() } else { three(work as f64 / seconds.max(1e-12) / 1e9) }
+}
+
+/// What the peaks allow: the least seconds, and whether compute or memory takes them.
+#[derive(Clone, Copy, Debug)]
+pub struct Bound {
+    seconds: f64,
+    by: &'static str,
+}
+
+impl From<Limit> for Bound {
+    fn from(l: Limit) -> Bound {
+        Bound { seconds: l.seconds, by: l.bound }
+    }
+}
+
+/// `94 % of compute`.
+fn share_text(bound: Option<Bound>, seconds: f64) -> String {
+    bound.map_or(String::new(), |b| format!("{} of {}", percent(b.seconds / seconds.max(1e-12)), b.by))
+}
+
+fn work_json(flops: u64, bytes: u64, seconds: f64, bound: Option<Bound>) -> Value {
+    let rate = |n: u64| n as f64 / seconds.max(1e-12) / 1e9;
+    json!({
+        "flops": flops,
+        "bytes": bytes,
+        "gflops": rate(flops),
+        "gbytes_per_s": rate(bytes),
+        "share_of_peak": bound.map(|b| b.seconds / seconds.max(1e-12)),
+        "bound": bound.map(|b| b.by),
+    })
+}
+
+/// Adds the fields of `more` to those of `v`.
+fn merge(v: &mut Value, more: Value) {
+    if let (Value::Object(a), Value::Object(b)) = (v, more) {
+        a.extend(b);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn samples_have_quartiles() {
+        let s = Sample::of(&[5.0, 1.0, 3.0, 2.0, 100.0, 4.0, 6.0, 7.0]);
+        assert_eq!((s.median, s.min, s.max, s.low, s.high, s.runs), (5.0, 1.0, 100.0, 3.0, 7.0, 8));
+        assert!((s.spread() - 0.8).abs() < 1e-12);
+        let one = Sample::of(&[2.0]);
+        assert_eq!((one.median, one.low, one.high, one.spread()), (2.0, 2.0, 2.0, 0.0));
+        let three = Sample::of(&[1.0, 2.0, 3.0]);
+        assert_eq!((three.low, three.median, three.high), (1.0, 2.0, 3.0));
+        let back = Sample::parse(&s.json(MS), MS).expect("all fields");
+        assert!((back.median - s.median).abs() < 1e-9 && back.runs == 8);
+        assert_eq!(Sample::parse(&json!({ "median": 1.0 }), 1.0), None);
+    }
+
+    #[test]
+    fn runs_are_as_many_as_asked_for() {
+        let count = |asked, least| {
+            let mut n = 0;
+            repeat(asked, least, Duration::ZERO, || {
+                n += 1;
+                Ok(())
+            })
+            .expect("nothing fails");
+            n
+        };
+        assert_eq!((count(Some(3), 7), count(None, 7)), (3, 7));
+    }
+
+    #[test]
+    fn figures_have_three_digits() {
+        assert_eq!([three(511.4), three(0.456), three(12.345), three(0.0)], ["511", "0.46", "12.3", "0"]);
+        assert_eq!([percent(0.943), percent(0.0345)], ["94 %", "3.5 %"]);
+        assert_eq!((giga(0, 1.0), giga(2_000_000_000, 0.5)), (String::new(), "4.00".into()));
+    }
+}
