@@ -1,4 +1,4 @@
-//! Memory of the machine that the process may still take.
+//! Memory of the machine that the process may still take, and what it has taken.
 //!
 //! A system that hands out more memory than it has ends the process when the memory is touched, so whoever is about to take
 //! much asks here first.

@@ -26,16 +26,21 @@ pub fn main(a: &FitArgs) -> Result<u8> {
     let backend = a.backend.open(false)?;
     model.check(backend.info().backend.id())?;
     let ports = model.inputs()?;
-    let args = InputArgs {
-        inputs: a.input.inputs.iter().map(|t| source::or_ones(t)).collect(),
-        ..a.input.clone()
-    };
+    let args =
+        InputArgs { inputs: a.input.inputs.iter().map(|t| source::or_ones(t)).collect(), ..a.input.clone() };
     let numbers: Vec<Port> =
         ports.iter().filter(|p| matches!(p.ty, PortType::Tensor { .. })).cloned().collect();
     let wanted = source::wanted(&numbers, &args, true)?;
     let places = places(&numbers, &wanted)?;
     // Before the plan: it holds the constants that are made on the host.
-    let ask = Ask { model: &model, backend: &backend, ports: &ports, wanted: &wanted, places, room: Room::of(&backend) };
+    let ask = Ask {
+        model: &model,
+        backend: &backend,
+        ports: &ports,
+        wanted: &wanted,
+        places,
+        room: Room::of(&backend),
+    };
 
     let batch = a.batch.map(|n| n as usize);
     if batch.is_some() && ask.places.is_empty() {
@@ -172,15 +177,12 @@ fn places(ports: &[Port], wanted: &[Wanted]) -> Result<Vec<(usize, usize)>> {
             }
             continue;
         };
-        for (axis, d) in shape.iter().enumerate() {
-            let Some(s) = symbol(*d) else { continue };
-            let own = s == format!("{}.{axis}", p.name);
-            if axis == 0 && !own {
-                name.get_or_insert_with(|| s.clone());
+        match shape.iter().next().and_then(|d| symbol(*d)) {
+            Some(s) if s == format!("{}.0", p.name) => out.push((i, 0)),
+            Some(s) => {
+                name.get_or_insert(s);
             }
-            if axis == 0 && own {
-                out.push((i, 0));
-            }
+            None => {}
         }
     }
     let Some(name) = name else { return Ok(out) };
@@ -219,15 +221,19 @@ impl Ask<'_> {
             return self.staged(batch, format!("'{}' is {}", p.name, p.ty.kind()));
         }
         let sizes = self.sizes(batch)?;
-        let shapes: Vec<(&str, Shape)> =
-            self.wanted.iter().zip(&sizes).map(|(w, (_, d))| (w.name.as_str(), d.as_slice().into())).collect();
+        let shapes: Vec<(&str, Shape)> = self
+            .wanted
+            .iter()
+            .zip(&sizes)
+            .map(|(w, (_, d))| (w.name.as_str(), d.as_slice().into()))
+            .collect();
         let mut values: Vec<(&str, ConstData)> = vec![];
         for (w, (_, dims)) in self.wanted.iter().zip(&sizes) {
             // A value of another size than asked for is no value.
             if let Some(v) = w.small(SMALL)?
                 && v.dims.as_slice() == dims.as_slice()
             {
-                values.push((&w.name, v));
+                values.push((w.name.as_str(), v));
             }
         }
         match self.model.outcome(&shapes, &values)? {
@@ -285,7 +291,9 @@ impl Ask<'_> {
                 None => dry::empty(&p.ty),
                 Some(w) => {
                     let v = w.small(dry::ZEROS)?.map(Datum::Tensor);
-                    v.ok_or_else(|| Error::unsupported(format!("input '{}' of that size", p.name), "Give a smaller one"))
+                    v.ok_or_else(|| {
+                        Error::unsupported(format!("input '{}' of that size", p.name), "Give a smaller one")
+                    })
                 }
             })
             .collect::<Result<_>>()?;
@@ -293,7 +301,11 @@ impl Ask<'_> {
         let plans = s.graphs.iter().map(|g| self.lower(g)).collect::<Result<Vec<Plan>>>()?;
         let bytes: Vec<usize> = data.iter().filter_map(|d| Some(d.tensor()?.bytes().len())).collect();
         let sum = Fit::of_all(self.backend, &plans.iter().collect::<Vec<_>>(), &bytes);
-        let known = plans.into_iter().map(|p| (Fit::of(self.backend, &p, &[]), p)).map(|(f, p)| (p, f)).collect();
+        let alone = |p: Plan| {
+            let fit = Fit::of(self.backend, &p, &[]);
+            (p, fit)
+        };
+        let known = plans.into_iter().map(alone).collect();
         Ok(Made::Staged(Box::new(Stages { why, known, sum, host_nodes: s.host.len(), stopped: s.stopped })))
     }
 
@@ -315,7 +327,11 @@ impl Ask<'_> {
                 device: "the host".into(),
                 what: format!(
                     "{}copies of inputs {} and outputs {}, constants {}",
-                    if self.room.shared { format!("buffers of {} {need}, ", self.backend.id()) } else { String::new() },
+                    if self.room.shared {
+                        format!("buffers of {} {need}, ", self.backend.id())
+                    } else {
+                        String::new()
+                    },
                     p.host.inputs,
                     p.host.outputs,
                     p.host.constants
@@ -336,7 +352,8 @@ impl Ask<'_> {
         let fits = refused.is_none();
         let mut limit = refused.cloned();
         // How many it takes is not known; this is the most.
-        let mut progress = std::io::stderr().is_terminal().then(|| Progress::new("plans", 2 * u64::from(MOST.ilog2())));
+        let mut progress =
+            std::io::stderr().is_terminal().then(|| Progress::new("plans", 2 * u64::from(MOST.ilog2())));
         let mut best: Option<(usize, Box<Planned>)> = None;
         let mut test = |n: usize, best: &mut Option<(usize, Box<Planned>)>| -> bool {
             plans += 1;
@@ -351,7 +368,10 @@ impl Ask<'_> {
                     }
                     Some(e) => e,
                 },
-                Ok(Made::Staged(s)) => Error::unsupported(format!("a batch of {n} as one graph: {}", s.why), "Use a smaller batch"),
+                Ok(Made::Staged(s)) => Error::unsupported(
+                    format!("a batch of {n} as one graph: {}", s.why),
+                    "Use a smaller batch",
+                ),
                 Err(e) => e,
             };
             limit = Some(why);
@@ -488,7 +508,11 @@ impl Report<'_> {
         rows.push(row("inputs", f.inputs, format!("and {} on the host", size(p.host.inputs))));
         rows.push(row("outputs", f.outputs, format!("and {} on the host", size(p.host.outputs))));
         let anonymous = size(self.ask.anonymous(p));
-        rows.push(row("peak", f.device(), format!("on {id}; {anonymous} of anonymous memory in this process")));
+        rows.push(row(
+            "peak",
+            f.device(),
+            format!("on {id}; {anonymous} of anonymous memory in this process"),
+        ));
         *out += &table(&rows);
         let _ = writeln!(out, "memory   {}", self.room_text());
         let _ = writeln!(out, "fits     {}", if self.refused.is_none() { "yes" } else { "no" });
@@ -502,7 +526,12 @@ impl Report<'_> {
                     None => write!(out, "largest batch: not even 1 fits"),
                 };
                 if let Some(p) = &l.planned {
-                    let _ = write!(out, " ({} on {id}, {} anonymous)", size(p.fit.device()), size(self.ask.anonymous(p)));
+                    let _ = write!(
+                        out,
+                        " ({} on {id}, {} anonymous)",
+                        size(p.fit.device()),
+                        size(self.ask.anonymous(p))
+                    );
                 }
                 let _ = match &l.limit {
                     // For want of memory is what one expects.
@@ -517,8 +546,15 @@ impl Report<'_> {
     fn staged_text(&self, s: &Stages, out: &mut String) {
         let n = s.known.len();
         let _ = writeln!(out, "the model is no single graph, since {}: it runs in stages", s.why);
-        let _ = writeln!(out, "the peak is not predicted; what the host decides was taken as zero here, so sizes that depend on it are too small");
-        let mut rows = vec![["stage", "scratch", "live at once", "workspace", "outputs", "weights copied"].map(String::from).to_vec()];
+        let _ = writeln!(
+            out,
+            "the peak is not predicted; what the host decides was taken as zero here, so sizes that depend on it are too small"
+        );
+        let mut rows = vec![
+            ["stage", "scratch", "live at once", "workspace", "outputs", "weights copied"]
+                .map(String::from)
+                .to_vec(),
+        ];
         for (i, (_, f)) in s.known.iter().enumerate() {
             let cells = [f.activations, f.live.bytes as u64, f.workspace, f.outputs, f.weights].map(size);
             rows.push([&[i.to_string()][..], &cells].concat());

@@ -172,7 +172,8 @@ impl Done<'_> {
                 );
             }
         }
-        let anonymous = self.anonymous.map_or(String::new(), |p| format!("anonymous at most {}, ", size(p.bytes)));
+        let anonymous =
+            self.anonymous.map_or(String::new(), |p| format!("anonymous at most {}, ", size(p.bytes)));
         let _ = writeln!(
             out,
             "memory   {anonymous}{}device buffers at most {} ({})",

@@ -70,7 +70,10 @@ enum Storage {
     /// Read only.
     Lent(Arc<dyn Bytes>),
     /// A range of another buffer, which it keeps alive.
-    Part { at: Ptr, of: BufferRef },
+    Part {
+        at: Ptr,
+        of: BufferRef,
+    },
 }
 
 /// A buffer of the CPU device.
