@@ -321,7 +321,8 @@ pub struct FitArgs {
 const FIT: &str = "\
 The figures come from the plan, before a weight is uploaded or scratch is allocated. Inputs are as in `halcyon run`, or a shape
 alone (NAME=8x3x224x224); those that are not given have the declared sizes, with 1 for open ones. Exit code 0 if the model fits, 5 if not.
-`run` reports the same figures as measured under \"memory\"; what the process takes by itself (some MiB) comes on top of the prediction.
+`run` reports the same figures as measured, under \"memory\". The device's are exact; anonymous memory does not know of scratch that kernels of
+the CPU keep for themselves (some MiB).
 
 Examples:
   halcyon fit models/digits.onnx --batch 1000

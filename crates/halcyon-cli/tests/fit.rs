@@ -30,14 +30,8 @@ fn by_tag(v: &Value, path: &str) -> Map<String, Value> {
     all.iter().filter(|(_, b)| **b != 0).map(|(t, b)| (t.clone(), b.clone())).collect()
 }
 
-/// Anonymous memory of a run that needs next to none, where the system tells.
-fn baseline() -> Option<u64> {
-    let v = command("run", Path::new(DIGITS), &["--input", "random"]).ok().json();
-    v["memory"]["peak_anonymous"].as_u64()
-}
-
 /// The prediction and what a run then took: equal in the device's accounting. Gives the prediction of the anonymous memory, and
-/// what was measured above the baseline.
+/// what was measured.
 #[track_caller]
 fn predicted_and_measured(model: &Path, more: &[&str]) -> (Value, u64, Option<u64>) {
     let fit = command("fit", model, more).ok().json();
@@ -55,7 +49,7 @@ fn predicted_and_measured(model: &Path, more: &[&str]) -> (Value, u64, Option<u6
         "{}",
         model.display()
     );
-    let measured = run["memory"]["peak_anonymous"].as_u64().zip(baseline()).map(|(a, b)| a.saturating_sub(b));
+    let measured = run["memory"]["peak_anonymous"].as_u64();
     let predicted = figure(&fit, "/peak/anonymous");
     println!(
         "{}: anonymous predicted {:.1} MiB, measured {:.1} MiB; scratch {:.2} MiB, at least {:.2} MiB",
@@ -155,7 +149,7 @@ fn large_models_take_what_is_predicted() {
     let at = dir.path();
     let cases = [
         (save(at, "chain.onnx", &chain(1024)), "random:8x1024x1024"),
-        (save(at, "pyramid.onnx", &pyramid()), "random:12x3x256x256"),
+        (save(at, "pyramid.onnx", &pyramid()), "random:24x3x256x256"),
         (heavy(at, "inside.onnx", false), "random:64x4096"),
         (heavy(at, "beside.onnx", true), "random:700x4096"),
     ];
@@ -174,7 +168,7 @@ fn large_models_take_what_is_predicted() {
         } else {
             // Only weights that are mapped: they are no memory of the process.
             assert_eq!(path, &cases[3].0, "{fit}");
-            assert!(measured < 2 * predicted + 16 * MIB, "{measured}");
+            assert!(measured < predicted + 8 * MIB, "{measured}");
         }
     }
     let mapped = |k: usize| figure(&command("fit", &cases[k].0, &[]).ok().json(), "/weights/mapped");
@@ -270,7 +264,7 @@ fn a_model_in_stages_tells_those_that_are_known() {
 fn real_models_take_what_is_predicted_and_little_more_scratch_than_they_must() {
     let test = "real_models_take_what_is_predicted_and_little_more_scratch_than_they_must";
     let Some(dir) = prepared(test, "HALCYON_TESTDATA", "models") else { return };
-    let mut seen = 0;
+    let (mut seen, mut wrong) = (0, vec![]);
     for folder in ["random", "shapes"] {
         let Ok(entries) = std::fs::read_dir(dir.join(folder)) else { continue };
         for path in entries.flatten().map(|e| e.path().join("model.onnx")).filter(|p| p.is_file()) {
@@ -291,15 +285,15 @@ fn real_models_take_what_is_predicted_and_little_more_scratch_than_they_must() {
             // Small plans are rounded up to pages and size classes.
             let rounding = if least < MIB { 64 << 10 } else { 0 };
             assert!(scratch <= least + least / 10 + rounding, "{fit}");
-            if let Some(measured) = measured {
-                assert!(
-                    measured.abs_diff(predicted) <= predicted / 20 + 4 * MIB,
-                    "{}: {predicted} predicted, {measured} measured",
-                    path.display()
-                );
+            // The graph that is worked on, and scratch of the CPU's kernels, are some MiB of any model.
+            if let Some(measured) = measured
+                && measured.abs_diff(predicted) > predicted / 20 + 6 * MIB
+            {
+                wrong.push(format!("{}: {predicted} predicted, {measured} measured", path.display()));
             }
             seen += 1;
         }
     }
+    assert!(wrong.is_empty(), "{wrong:#?}");
     assert!(seen >= 5 || !required(), "{seen} models");
 }

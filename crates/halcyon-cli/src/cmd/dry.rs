@@ -64,7 +64,7 @@ struct Dry {
 }
 
 /// Most bytes of zeros that a stage may ask for.
-const ZEROS: usize = 1 << 28;
+pub const ZEROS: usize = 1 << 28;
 
 impl Engine for Dry {
     fn run(&mut self, graph: Graph, _: &[Handle]) -> Result<Vec<Handle>> {

@@ -114,6 +114,8 @@ struct Planned {
     /// Weights that are read in the model's files.
     mapped: u64,
     host: Host,
+    /// Anonymous memory of this process with the model's description, graph and plan, constants left out: a run has it too.
+    process: u64,
 }
 
 /// Anonymous memory of the host, besides buffers of a device that lives in it.
@@ -269,7 +271,8 @@ impl Ask<'_> {
             inputs: sum(&mut bytes.into_iter()),
             outputs: sum(&mut plan.outputs.iter().map(|o| o.dtype.bytes(o.dims.iter().product()))),
         };
-        Ok(Planned { plan, fit, inputs, fixed: g.fixed, mapped, host })
+        let process = host::anonymous().unwrap_or(0).saturating_sub(made);
+        Ok(Planned { plan, fit, inputs, fixed: g.fixed, mapped, host, process })
     }
 
     fn lower(&self, graph: &Graph) -> Result<Plan> {
@@ -309,14 +312,19 @@ impl Ask<'_> {
         Ok(Made::Staged(Box::new(Stages { why, known, sum, host_nodes: s.host.len(), stopped: s.stopped })))
     }
 
-    /// Anonymous memory of the process, what it takes by itself left out.
-    fn anonymous(&self, p: &Planned) -> u64 {
+    /// What the host's memory must have room for.
+    fn on_host(&self, p: &Planned) -> u64 {
         p.host.sum().saturating_add(if self.room.shared { p.fit.device() } else { 0 })
+    }
+
+    /// Anonymous memory of the whole process.
+    fn anonymous(&self, p: &Planned) -> u64 {
+        self.on_host(p).saturating_add(p.process)
     }
 
     /// Why a plan does not fit.
     fn refusal(&self, p: &Planned) -> Option<Error> {
-        let (need, host) = (p.fit.device(), self.anonymous(p));
+        let (need, host) = (p.fit.device(), self.on_host(p));
         if let Some(free) = self.room.free
             && need > free
         {
@@ -498,7 +506,7 @@ impl Report<'_> {
         let row = |what: &str, bytes: u64, note: String| vec![what.to_string(), size(bytes), note];
         let mut rows = vec![
             row("weights", f.weights, format!("copied to {id}")),
-            row("", p.mapped, "mapped from the model's files, which takes no memory of the process".into()),
+            row("", p.mapped, "read from the model's mapped files, or copied from there".into()),
         ];
         if p.host.constants > 0 {
             rows.push(row("", p.host.constants, "made on the host: decoded or folded".into()));
@@ -507,12 +515,13 @@ impl Report<'_> {
         rows.push(row("workspace", f.workspace, "of the kernel that wants the most".into()));
         rows.push(row("inputs", f.inputs, format!("and {} on the host", size(p.host.inputs))));
         rows.push(row("outputs", f.outputs, format!("and {} on the host", size(p.host.outputs))));
-        let anonymous = size(self.ask.anonymous(p));
-        rows.push(row(
-            "peak",
-            f.device(),
-            format!("on {id}; {anonymous} of anonymous memory in this process"),
-        ));
+        rows.push(row("process", p.process, "program, model's description, graph and plan".into()));
+        rows.push(row("peak", f.device(), format!("on {id}")));
+        let what = match self.ask.room.shared {
+            true => "anonymous memory of the process: all of these but the mapped weights",
+            false => "anonymous memory of the process: the host's part of these",
+        };
+        rows.push(row("", self.ask.anonymous(p), what.into()));
         *out += &table(&rows);
         let _ = writeln!(out, "memory   {}", self.room_text());
         let _ = writeln!(out, "fits     {}", if self.refused.is_none() { "yes" } else { "no" });
@@ -626,7 +635,8 @@ impl Report<'_> {
             "outputs": { "device": f.outputs, "host": p.host.outputs },
         });
         v["peak"] = json!({
-            "device": f.device(), "by_tag": tags_json(&f.by_tag()), "host": p.host.sum(), "anonymous": self.ask.anonymous(p),
+            "device": f.device(), "by_tag": tags_json(&f.by_tag()), "host": p.host.sum(), "process": p.process,
+            "anonymous": self.ask.anonymous(p),
         });
         match &self.largest {
             Err(why) => v["no_largest_batch_because"] = json!(why),
