@@ -131,7 +131,9 @@ fn the_readmes_model_takes_what_is_predicted() {
     assert_eq!(fit["inputs"][0]["shape"], serde_json::json!([3, 1, 8, 8]));
     // The same by the size of the batch alone.
     let batch = command("fit", Path::new(DIGITS), &["--batch", "3"]).ok().json();
-    assert_eq!(batch["peak"], fit["peak"]);
+    for part in ["device", "by_tag", "host"] {
+        assert_eq!(batch["peak"][part], fit["peak"][part]);
+    }
     assert!(figure(&batch, "/largest_batch/batch") > 1000, "{batch}");
     assert_eq!(figure(&fit, "/io/inputs/host"), 3 * 64 * 4);
     assert_eq!(figure(&fit, "/io/outputs/host"), 3 * 10 * 4);
@@ -159,15 +161,15 @@ fn large_models_take_what_is_predicted() {
             skip("large_models_take_what_is_predicted", "the system does not tell anonymous memory");
             return;
         };
-        if predicted >= 100 * MIB {
+        if path != &cases[3].0 {
+            assert!(predicted >= 100 * MIB, "{fit}");
             assert!(
                 measured.abs_diff(predicted) <= predicted / 20,
                 "{}: {predicted} predicted, {measured} measured: {fit}",
                 path.display()
             );
         } else {
-            // Only weights that are mapped: they are no memory of the process.
-            assert_eq!(path, &cases[3].0, "{fit}");
+            // Weights that are mapped are no memory of the process.
             assert!(measured < predicted + 8 * MIB, "{measured}");
         }
     }
@@ -268,8 +270,11 @@ fn real_models_take_what_is_predicted_and_little_more_scratch_than_they_must() {
     for folder in ["random", "shapes"] {
         let Ok(entries) = std::fs::read_dir(dir.join(folder)) else { continue };
         for path in entries.flatten().map(|e| e.path().join("model.onnx")).filter(|p| p.is_file()) {
-            let inputs = command("fit", &path, &[]).ok().json();
-            if !inputs["staged"].is_null() {
+            let d = command("fit", &path, &[]);
+            let inputs = d.json();
+            // Sizes of 1 do not suit every model; models in stages have no figures to compare.
+            if d.code != 0 || !inputs["staged"].is_null() {
+                assert!(d.code == 0 || inputs["error"]["kind"] == "Shape", "{inputs}");
                 continue;
             }
             let given: Vec<String> = inputs["inputs"]
@@ -285,9 +290,10 @@ fn real_models_take_what_is_predicted_and_little_more_scratch_than_they_must() {
             // Small plans are rounded up to pages and size classes.
             let rounding = if least < MIB { 64 << 10 } else { 0 };
             assert!(scratch <= least + least / 10 + rounding, "{fit}");
-            // The graph that is worked on, and scratch of the CPU's kernels, are some MiB of any model.
+            // The graph that is worked on, scratch of the CPU's kernels and what the allocator keeps are some MiB of any model.
+            let slack = if predicted >= 100 * MIB { 0 } else { 6 * MIB };
             if let Some(measured) = measured
-                && measured.abs_diff(predicted) > predicted / 20 + 6 * MIB
+                && measured.abs_diff(predicted) > predicted / 20 + slack
             {
                 wrong.push(format!("{}: {predicted} predicted, {measured} measured", path.display()));
             }

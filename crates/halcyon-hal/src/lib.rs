@@ -14,6 +14,7 @@ pub mod backend;
 pub mod cache;
 #[cfg(feature = "cpu")]
 pub mod cpu;
+pub mod heap;
 pub mod noop;
 #[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]
 pub mod opencl;

@@ -2,7 +2,7 @@
 
 use crate::backend::Backend;
 use crate::fit::Fit;
-use halcyon_hal::{BufferRef, Command, Program, Tag};
+use halcyon_hal::{BufferRef, Command, Program, Tag, heap};
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::host;
 use halcyon_ir::plan::{Plan, StepWork, Storage};
@@ -74,6 +74,7 @@ fn fits(backend: &Backend, plan: &Plan) -> Result<()> {
     if need < 16 << 20 {
         return Ok(());
     }
+    heap::trim();
     match backend.device().available() {
         Some(free) if need > free => Err(fit.refusal(backend, plan, need, free)),
         _ => Ok(()),

@@ -4,16 +4,19 @@ use super::{backend_json, backend_text, dry, tags_json};
 use crate::args::{FitArgs, InputArgs};
 use crate::report::{self, Progress, size, table};
 use crate::source::{self, Wanted};
-use halcyon::ir::host;
+use halcyon::hal::heap;
+use halcyon::ir::host::{self, Watch};
 use halcyon::ir::lower::lower;
 use halcyon::ir::plan::Plan;
 use halcyon::ir::{Graph, Op};
 use halcyon::{Backend, ConstData, DType, Dim, Error, Fit, Result, Shape};
 use halcyon_formats::onnx::{Datum, Imported, Model, Outcome, Port, PortType};
 use serde_json::{Value, json};
+use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
 use std::io::IsTerminal;
+use std::time::Duration;
 
 /// Values of more bytes steer no shape.
 const SMALL: usize = 1 << 16;
@@ -22,6 +25,7 @@ const MOST: usize = 1 << 24;
 
 pub fn main(a: &FitArgs) -> Result<u8> {
     a.backend.check()?;
+    let watch = Watch::start(Duration::from_millis(2));
     let model = Model::open(&a.model)?;
     let backend = a.backend.open(false)?;
     model.check(backend.info().backend.id())?;
@@ -40,6 +44,7 @@ pub fn main(a: &FitArgs) -> Result<u8> {
         wanted: &wanted,
         places,
         room: Room::of(&backend),
+        planning: Cell::new(0),
     };
 
     let batch = a.batch.map(|n| n as usize);
@@ -51,6 +56,10 @@ pub fn main(a: &FitArgs) -> Result<u8> {
         ));
     }
     let made = ask.make(batch)?;
+    if let Some(w) = &watch {
+        w.stop();
+        ask.planning.set(w.peak().bytes);
+    }
     let (mut refused, mut largest) = (None, Err("the model fixes the first dimension of its inputs".into()));
     if let Made::Whole(p) = &made {
         refused = ask.refusal(p);
@@ -102,6 +111,8 @@ struct Ask<'a> {
     /// Input and axis of every dimension that is the batch.
     places: Vec<(usize, usize)>,
     room: Room,
+    /// The most anonymous memory until the plan was made.
+    planning: Cell<u64>,
 }
 
 /// A model that is one graph, planned.
@@ -271,6 +282,8 @@ impl Ask<'_> {
             inputs: sum(&mut bytes.into_iter()),
             outputs: sum(&mut plan.outputs.iter().map(|o| o.dtype.bytes(o.dims.iter().product()))),
         };
+        // As an executable does before it takes its memory.
+        heap::trim();
         let process = host::anonymous().unwrap_or(0).saturating_sub(made);
         Ok(Planned { plan, fit, inputs, fixed: g.fixed, mapped, host, process })
     }
@@ -317,9 +330,9 @@ impl Ask<'_> {
         p.host.sum().saturating_add(if self.room.shared { p.fit.device() } else { 0 })
     }
 
-    /// Anonymous memory of the whole process.
+    /// Anonymous memory of the whole process: while it runs, or while it plans where that takes more.
     fn anonymous(&self, p: &Planned) -> u64 {
-        self.on_host(p).saturating_add(p.process)
+        self.on_host(p).saturating_add(p.process).max(self.planning.get())
     }
 
     /// Why a plan does not fit.
@@ -635,7 +648,7 @@ impl Report<'_> {
             "outputs": { "device": f.outputs, "host": p.host.outputs },
         });
         v["peak"] = json!({
-            "device": f.device(), "by_tag": tags_json(&f.by_tag()), "host": p.host.sum(), "process": p.process,
+            "device": f.device(), "by_tag": tags_json(&f.by_tag()), "host": p.host.sum(), "process": p.process, "planning": self.ask.planning.get(),
             "anonymous": self.ask.anonymous(p),
         });
         match &self.largest {
