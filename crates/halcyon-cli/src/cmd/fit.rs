@@ -531,8 +531,12 @@ impl Report<'_> {
         rows.push(row("process", p.process, "program, model's description, graph and plan".into()));
         rows.push(row("peak", f.device(), format!("on {id}")));
         let what = match self.ask.room.shared {
-            true => "anonymous memory of the process: all of these but the mapped weights",
-            false => "anonymous memory of the process: the host's part of these",
+            true => {
+                "anonymous memory of the process: all of these but the mapped weights, or the most that planning took"
+            }
+            false => {
+                "anonymous memory of the process: the host's part of these, or the most that planning took"
+            }
         };
         rows.push(row("", self.ask.anonymous(p), what.into()));
         *out += &table(&rows);
