@@ -30,6 +30,8 @@ pub enum Command {
     Run(RunArgs),
     /// Says what a model holds, costs and would run on, without running it
     Inspect(InspectArgs),
+    /// Says what memory a model takes, whether it fits and up to which batch, without loading it
+    Fit(FitArgs),
     /// Writes an ONNX model as Halcyon understood it: checked, folded and simplified
     Export(ExportArgs),
     /// Lists backends with their devices, or the reason they have none
@@ -411,6 +413,34 @@ Examples:
   halcyon inspect models/digits.onnx
   halcyon inspect model.onnx --input ids=1x128 --input mask=1x128 --backend cpu
   halcyon inspect model.safetensors --top 50 --json";
+
+#[derive(Args, Debug)]
+#[command(after_help = FIT)]
+pub struct FitArgs {
+    /// ONNX model; external data is looked for beside it
+    pub model: PathBuf,
+    #[command(flatten)]
+    pub input: InputArgs,
+    /// Size of the batch: the first dimension of the inputs where the model leaves it open, and every other that has its name
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 31))]
+    pub batch: Option<u64>,
+    #[command(flatten)]
+    pub backend: BackendArgs,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const FIT: &str = "\
+The figures come from the plan, before a weight is uploaded or scratch is allocated. Inputs are as in `halcyon run`, or a shape
+alone (NAME=8x3x224x224); those that are not given have the declared sizes, with 1 for open ones. Exit code 0 if the model fits, 5 if not.
+`run` reports the same figures as measured, under \"memory\". The device's are exact; anonymous memory does not know of scratch that kernels of
+the CPU keep for themselves (some MiB).
+
+Examples:
+  halcyon fit models/digits.onnx --batch 1000
+  halcyon fit model.onnx --input ids=1x128 --input mask=1x128 --backend cpu --json
+  halcyon fit model.onnx --memory-limit 2G";
 
 #[derive(Args, Debug)]
 #[command(after_help = EXPORT)]

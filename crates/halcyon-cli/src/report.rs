@@ -84,6 +84,12 @@ pub fn print_error(e: &Error, json: bool) {
     }
 }
 
+/// An error as part of a report: kind, message and facts.
+pub fn error_json(e: &Error) -> Value {
+    let (kind, facts) = facts(e);
+    json!({ "kind": kind, "message": cut_lines(&message(e)), "facts": facts })
+}
+
 pub fn print_error_json(kind: &str, message: &str, facts: Value, code: i32) {
     let v = json!({ "error": { "kind": kind, "message": message, "facts": facts }, "exit_code": code });
     if let Err(e) = print_json(&v) {

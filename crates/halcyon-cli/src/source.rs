@@ -21,6 +21,52 @@ pub struct Input {
     pub data: Datum,
 }
 
+/// An input as the command line gives it: files are read, what is to be filled is described.
+#[derive(Debug)]
+pub struct Wanted {
+    pub name: String,
+    pub source: String,
+    value: Value,
+}
+
+#[derive(Debug)]
+enum Value {
+    Data(Datum),
+    Filled { fill: Fill, dtype: DType, dims: Vec<usize>, seed: u64 },
+}
+
+impl Wanted {
+    /// Type and sizes of a tensor.
+    pub fn tensor(&self) -> Option<(DType, &[usize])> {
+        match &self.value {
+            Value::Data(d) => d.tensor().map(|t| (t.dtype, t.dims.as_slice())),
+            Value::Filled { dtype, dims, .. } => Some((*dtype, dims)),
+        }
+    }
+
+    pub fn read(self) -> Result<Input> {
+        let data = match self.value {
+            Value::Data(d) => d,
+            Value::Filled { fill, dtype, dims, seed } => filled(fill, &self.name, dtype, &dims, seed)?.into(),
+        };
+        Ok(Input { name: self.name, source: self.source, data })
+    }
+
+    /// The value of a tensor that takes at most `most` bytes.
+    pub fn small(&self, most: usize) -> Result<Option<ConstData>> {
+        let Some((dtype, dims)) = self.tensor() else { return Ok(None) };
+        if data::byte_len(dtype, dims).is_none_or(|n| n > most) {
+            return Ok(None);
+        }
+        Ok(match &self.value {
+            Value::Data(d) => d.tensor().cloned(),
+            Value::Filled { fill, dtype, dims, seed } => {
+                Some(filled(*fill, &self.name, *dtype, dims, *seed)?)
+            }
+        })
+    }
+}
+
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Fill {
     Random,
@@ -40,6 +86,11 @@ enum Spec {
 /// [`Error::Argument`] for names the model lacks, inputs given twice or not at all; [`Error::DType`] for data of another type than the
 /// model takes; errors of the file formats.
 pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> {
+    wanted(ports, a, fill)?.into_iter().map(Wanted::read).collect()
+}
+
+/// As [`resolve`], before memory is taken for values that are no file's.
+pub fn wanted(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Wanted>> {
     let mut slots: Vec<Option<Input>> = ports.iter().map(|_| None).collect();
     let mut fills: Vec<(usize, String, Fill, Option<Vec<usize>>)> = vec![];
     let mut taken = vec![false; ports.len()];
@@ -108,7 +159,11 @@ pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> 
             shape.iter().zip(&x.dims).for_each(|(d, n)| settle(*d, *n, &mut known));
         }
     }
-    for (i, text, f, dims) in fills {
+    let mut all: Vec<Option<Wanted>> = slots
+        .into_iter()
+        .map(|s| s.map(|s| Wanted { name: s.name, source: s.source, value: Value::Data(s.data) }))
+        .collect();
+    for (i, source, fill, dims) in fills {
         let p = &ports[i];
         let dims = match (dims, p.shape()) {
             (Some(d), _) => d,
@@ -120,10 +175,10 @@ pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> 
                 ));
             }
         };
-        let data = filled(f, &p.name, p.dtype()?, &dims, a.seed.wrapping_add(i as u64))?;
-        slots[i] = Some(Input { name: p.name.clone(), source: text, data: data.into() });
+        let value = Value::Filled { fill, dtype: p.dtype()?, dims, seed: a.seed.wrapping_add(i as u64) };
+        all[i] = Some(Wanted { name: p.name.clone(), source, value });
     }
-    slots.into_iter().map(|s| s.ok_or_else(|| Error::internal("an input was lost"))).collect()
+    all.into_iter().map(|s| s.ok_or_else(|| Error::internal("an input was lost"))).collect()
 }
 
 /// Shapes of inputs, each written `[NAME=]1x3x8x8`; without a name they are taken in the model's order.

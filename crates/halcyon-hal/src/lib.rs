@@ -14,6 +14,7 @@ pub mod backend;
 pub mod cache;
 #[cfg(feature = "cpu")]
 pub mod cpu;
+pub mod heap;
 pub mod noop;
 #[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]
 pub mod opencl;
@@ -183,6 +184,8 @@ pub struct MemoryStats {
     pub allocated: u64,
     /// Highest value of `allocated`.
     pub peak: u64,
+    /// What made up `peak`, when it was reached first.
+    pub peak_by_tag: BTreeMap<Tag, u64>,
     /// Freed buffers that the pool keeps.
     pub cached: u64,
     /// The cap, if one was set, else the device's memory where known.
@@ -226,6 +229,24 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
 
     /// At least `bytes` bytes (0 gives a valid empty buffer).
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef>;
+
+    /// Bytes by which such an [`Device::alloc`] raises [`MemoryStats::allocated`], where nothing that was freed serves it.
+    fn footprint(&self, bytes: usize, _tag: Tag) -> usize {
+        bytes
+    }
+
+    /// `bytes` bytes of a buffer from `offset` on as a buffer, which keeps the whole alive. The caller sees to it that parts that
+    /// overlap are not in use by one command. `offset` is a multiple of [`Target::part_alignment`].
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where the device has no such thing; [`Error::Argument`] for a range outside of the buffer.
+    fn part(&self, of: &BufferRef, offset: usize, bytes: usize) -> Result<BufferRef> {
+        let _ = (of, offset, bytes);
+        Err(Error::unsupported(
+            format!("parts of buffers on {}", self.info().id),
+            "Allocate a buffer for each part",
+        ))
+    }
 
     /// A buffer over host memory without a copy, where the device shares it. The memory is never written.
     fn import(&self, _data: Arc<dyn halcyon_ir::data::Bytes>) -> Option<BufferRef> {

@@ -35,6 +35,20 @@ pub struct Block<S: Source> {
     pool: Arc<Pool<S>>,
 }
 
+/// What is rounded to pages alone.
+const PAGE: usize = 4096;
+
+/// Bytes that a request takes of a pool, whatever memory serves it. What a plan holds for long (weights, scratch) is rounded to
+/// pages from 1 MiB on; the rest comes and goes in changing sizes and gets a size class, so that it finds what others freed.
+pub fn footprint(bytes: usize, tag: Tag) -> usize {
+    match tag {
+        Tag::Weights | Tag::Activations | Tag::Workspace if bytes >= 1 << 20 => {
+            bytes.div_ceil(PAGE).saturating_mul(PAGE)
+        }
+        _ => size_class(bytes),
+    }
+}
+
 /// Rounds up to one of eight steps per power of two, at least 256 bytes: at most 12.5 % is lost.
 fn size_class(bytes: usize) -> usize {
     let b = bytes.max(256);
@@ -55,7 +69,7 @@ impl<S: Source> Pool<S> {
 
     /// A block of at least `bytes` bytes. On failure the cache is emptied and the request repeated once.
     pub fn alloc(self: &Arc<Self>, bytes: usize, tag: Tag) -> Result<Block<S>> {
-        let class = size_class(bytes);
+        let class = footprint(bytes, tag);
         let mut s = self.lock();
         let oom = |s: &State<S::Raw>, total: u64, why: String| Error::OutOfMemory {
             device: self.device.clone(),
@@ -92,8 +106,12 @@ impl<S: Source> Pool<S> {
             }
         };
         s.stats.allocated += class as u64;
-        s.stats.peak = s.stats.peak.max(s.stats.allocated);
         *s.stats.by_tag.entry(tag).or_default() += class as u64;
+        if s.stats.allocated > s.stats.peak {
+            let stats = &mut s.stats;
+            stats.peak = stats.allocated;
+            stats.peak_by_tag.clone_from(&stats.by_tag);
+        }
         Ok(Block { raw: Some(raw), bytes, class, tag, pool: self.clone() })
     }
 
@@ -196,11 +214,29 @@ mod tests {
     }
 
     #[test]
+    fn the_peak_is_told_by_purpose() {
+        let p = Pool::new(Fake(1 << 30), "test".into(), None, Arc::default());
+        let a = p.alloc(5 << 20, Tag::Activations).unwrap();
+        let b = p.alloc(3000, Tag::Io).unwrap();
+        drop(a);
+        let c = p.alloc(1 << 20, Tag::Weights).unwrap();
+        let s = p.stats();
+        let io = footprint(3000, Tag::Io) as u64;
+        assert_eq!(s.peak, (5 << 20) + io);
+        assert_eq!(s.peak_by_tag, BTreeMap::from([(Tag::Activations, 5 << 20), (Tag::Io, io)]));
+        assert_eq!(s.by_tag[&Tag::Activations], 0);
+        drop((b, c));
+    }
+
+    #[test]
     fn size_classes_waste_little() {
         assert_eq!(size_class(usize::MAX), usize::MAX);
         for b in [1, 255, 256, 257, 5000, 1 << 20, (1 << 20) + 1] {
             let c = size_class(b);
             assert!(c >= b && (b <= 512 || c as f64 <= b as f64 * 1.13), "{b} {c}");
+            let long = footprint(b, Tag::Activations);
+            assert!(long >= b && long <= c && (b < 1 << 20 || long < b + PAGE), "{b} {long}");
+            assert_eq!(footprint(b, Tag::Io), c);
         }
     }
 }

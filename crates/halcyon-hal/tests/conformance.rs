@@ -142,6 +142,57 @@ fn copies_move_the_range_and_nothing_else() {
 }
 
 #[test]
+fn a_part_of_a_buffer_is_a_buffer_over_its_bytes() {
+    each(|l| {
+        let d = l.open();
+        let whole = upload(&*d, &(0..=255).collect::<Vec<u8>>());
+        let Some(align) = d.part_alignment() else {
+            assert_eq!(d.part(&whole, 0, 1).unwrap_err().exit_code(), 3);
+            return;
+        };
+        assert!(align <= 128, "the test has room for one step");
+        let allocated = d.memory().allocated;
+        let part = d.part(&whole, align, 100).unwrap();
+        assert_eq!((part.bytes(), d.memory().allocated), (100, allocated));
+        assert_eq!(download(&*d, &part)[..3], [align as u8, align as u8 + 1, align as u8 + 2]);
+        d.write(&part, 1, &[7, 8]).unwrap();
+        let mut got = [0; 4];
+        d.read(&whole, align, &mut got).unwrap();
+        assert_eq!(got, [align as u8, 7, 8, align as u8 + 3]);
+        assert!(d.write(&part, 99, &[0; 2]).is_err(), "the whole goes on there, the part does not");
+        assert!(d.part(&whole, align, 256).is_err() && d.part(&whole, usize::MAX, 2).is_err());
+        assert_eq!(d.part(&whole, 256, 0).unwrap().bytes(), 0);
+        // It keeps the whole alive.
+        drop(whole);
+        assert_eq!(d.memory().allocated, allocated);
+        assert_eq!(download(&*d, &part)[1..3], [7, 8]);
+        drop(part);
+        assert!(d.memory().allocated < allocated);
+    });
+}
+
+#[test]
+fn a_request_takes_what_its_footprint_says() {
+    each(|l| {
+        let d = l.open();
+        for (bytes, tag) in [
+            (0, Tag::Io),
+            (1000, Tag::Activations),
+            (3_211_265, Tag::Activations),
+            (3_211_265, Tag::Io),
+            ((1 << 20) + 1, Tag::Weights),
+            ((5 << 20) + 4097, Tag::Workspace),
+        ] {
+            let before = d.memory().allocated;
+            let b = d.alloc(bytes, tag).unwrap();
+            assert_eq!(d.memory().allocated - before, d.footprint(bytes, tag) as u64, "{bytes} {tag:?}");
+            drop(b);
+            d.empty_cache();
+        }
+    });
+}
+
+#[test]
 fn freed_memory_is_used_again_and_given_back_on_request() {
     each(|l| {
         let d = l.open();

@@ -1,10 +1,15 @@
-//! Memory of the machine that the process may still take.
+//! Memory of the machine that the process may still take, and what it has taken.
 //!
 //! A system that hands out more memory than it has ends the process when the memory is touched, so whoever is about to take
 //! much asks here first.
 
 use crate::error::{Error, Result};
+use serde::Serialize;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::thread::JoinHandle;
+use std::time::Duration;
 
 /// `(free, total)` bytes: of the machine, or of the control group that the process runs in where that has less. `None` where the
 /// system does not tell.
@@ -56,12 +61,101 @@ fn least(a: (u64, u64), b: (u64, u64)) -> (u64, u64) {
     (a.0.min(b.0), a.1.min(b.1))
 }
 
+/// Bytes of a line `key: 123 kB`.
+fn field(text: &str, key: &str) -> Option<u64> {
+    let line = text.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(':'))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
+}
+
 fn machine(meminfo: &str) -> Option<(u64, u64)> {
-    let of = |key: &str| {
-        let line = meminfo.lines().find_map(|l| l.strip_prefix(key)?.strip_prefix(':'))?;
-        line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1024)
-    };
-    Some((of("MemAvailable")?, of("MemTotal")?))
+    Some((field(meminfo, "MemAvailable")?, field(meminfo, "MemTotal")?))
+}
+
+/// Bytes of memory that the process has resident and that no file is behind: what it allocated and touched. Pages of mapped files
+/// (code, weights) are not in it, since the system may drop them and read them again. `None` where the system does not tell
+/// (it does on Linux, as `RssAnon` of `/proc/self/status`).
+pub fn anonymous() -> Option<u64> {
+    field(&std::fs::read_to_string("/proc/self/status").ok()?, "RssAnon")
+}
+
+/// The most anonymous memory that was seen.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct AnonymousPeak {
+    /// The largest reading, a lower bound of the true peak.
+    pub bytes: u64,
+    pub readings: u64,
+}
+
+/// Reads the anonymous memory of the process now and then. The system keeps no highest value of it (`VmHWM` counts the pages of
+/// files too), so what lives for less than the interval can be missed.
+#[derive(Debug)]
+pub struct Watch {
+    seen: Arc<Seen>,
+    thread: Mutex<Option<JoinHandle<()>>>,
+}
+
+#[derive(Debug, Default)]
+struct Seen {
+    bytes: AtomicU64,
+    readings: AtomicU64,
+    done: AtomicBool,
+}
+
+impl Seen {
+    fn read(&self) -> bool {
+        let Some(now) = anonymous() else { return false };
+        self.bytes.fetch_max(now, Ordering::Relaxed);
+        self.readings.fetch_add(1, Ordering::Relaxed);
+        true
+    }
+}
+
+impl Watch {
+    /// Starts a thread that reads at every `interval`. `None` where the system does not tell.
+    pub fn start(interval: Duration) -> Option<Watch> {
+        let seen = Arc::new(Seen::default());
+        if !seen.read() {
+            return None;
+        }
+        let mine = seen.clone();
+        let run = move || {
+            while !mine.done.load(Ordering::Acquire) {
+                std::thread::park_timeout(interval);
+                mine.read();
+            }
+        };
+        // Without a thread the readings that are asked for remain.
+        let thread = std::thread::Builder::new().name("halcyon-memory".into()).spawn(run).ok();
+        Some(Watch { seen, thread: Mutex::new(thread) })
+    }
+
+    /// A reading now, as at the end of a phase.
+    pub fn read(&self) {
+        self.seen.read();
+    }
+
+    /// Ends the thread: what follows is measured by [`Watch::read`] alone.
+    pub fn stop(&self) {
+        self.seen.done.store(true, Ordering::Release);
+        let thread = self.thread.lock().unwrap_or_else(|e| e.into_inner()).take();
+        if let Some(t) = thread {
+            t.thread().unpark();
+            // A thread that only reads a file does not panic, and if it did the readings would stand.
+            let _ = t.join();
+        }
+    }
+
+    /// The largest of all readings so far.
+    pub fn peak(&self) -> AnonymousPeak {
+        let of = |a: &AtomicU64| a.load(Ordering::Relaxed);
+        AnonymousPeak { bytes: of(&self.seen.bytes), readings: of(&self.seen.readings) }
+    }
+}
+
+impl Drop for Watch {
+    fn drop(&mut self) {
+        self.stop();
+    }
 }
 
 /// The smallest limit on the way from the process's group to the root, in either version of the interface (cgroups(7)).
@@ -110,6 +204,28 @@ mod tests {
             let (free, total) = memory().unwrap();
             assert!(0 < free && free <= total);
         }
+    }
+
+    #[test]
+    fn memory_that_is_touched_is_seen_even_if_it_is_gone() {
+        assert_eq!(field("VmHWM:\t 3 kB\nRssAnon:\t      12 kB\n", "RssAnon"), Some(12 << 10));
+        let Some(w) = Watch::start(Duration::from_millis(1)) else {
+            assert!(!cfg!(target_os = "linux"));
+            return;
+        };
+        const BYTES: usize = 96 << 20;
+        let v = vec![1u8; BYTES];
+        w.read();
+        assert!(std::hint::black_box(&v).iter().step_by(4096).all(|b| *b == 1));
+        drop(v);
+        let p = w.peak();
+        assert!(p.bytes >= BYTES as u64, "{p:?}");
+        std::thread::sleep(Duration::from_millis(50));
+        assert!(w.peak().readings > p.readings, "the thread reads too");
+        w.stop();
+        let stopped = w.peak().readings;
+        std::thread::sleep(Duration::from_millis(20));
+        assert_eq!(w.peak().readings, stopped);
     }
 
     #[test]

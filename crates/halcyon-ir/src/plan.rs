@@ -25,7 +25,7 @@ pub enum Storage {
     Const(u32),
     /// `Plan::packed` of this number, packed once.
     Packed(u32),
-    /// Shared scratch of the plan: slots are reused by buffers whose lifetimes do not meet.
+    /// Scratch of the plan: `Plan::slots` of this number. Buffers whose lifetimes do not meet may lie in the same memory.
     Slot(u32),
     /// Allocated for each run; outlives it.
     Output(u32),
@@ -35,6 +35,27 @@ pub enum Storage {
 pub struct BufferSpec {
     pub bytes: usize,
     pub storage: Storage,
+}
+
+/// A place in a plan's scratch.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug)]
+pub struct Slot {
+    /// `Plan::blocks` of this number.
+    pub block: u32,
+    /// Bytes from the block's start; 0 where the target does not hand out parts of buffers.
+    pub offset: usize,
+    pub bytes: usize,
+}
+
+/// The most scratch that has to be there at one time, however it is laid out.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub struct Live {
+    /// Bytes of the buffers that some step from here on still needs, and that are written or being written.
+    pub bytes: usize,
+    /// The first step at which they are so many.
+    pub step: usize,
+    /// How many buffers they are.
+    pub buffers: usize,
 }
 
 /// How a step runs.
@@ -115,8 +136,10 @@ pub struct Plan {
     pub buffers: Vec<BufferSpec>,
     pub consts: Vec<ConstData>,
     pub packed: Vec<PackedConst>,
-    /// Bytes of each scratch slot.
-    pub slots: Vec<usize>,
+    /// Bytes of each block of scratch. A run allocates them; with parts of buffers there is one.
+    pub blocks: Vec<usize>,
+    /// Where scratch buffers lie in the blocks.
+    pub slots: Vec<Slot>,
     /// Workspace bytes, the largest any step asks for.
     pub workspace: usize,
     pub steps: Vec<Step>,
@@ -138,7 +161,42 @@ impl Plan {
 
     /// Bytes of scratch, workspace included.
     pub fn scratch(&self) -> usize {
-        self.slots.iter().fold(self.workspace, |n, s| n.saturating_add(*s))
+        self.blocks.iter().fold(self.workspace, |n, s| n.saturating_add(*s))
+    }
+
+    /// For each buffer, the first and the last step that names it; `None` for those that no step does.
+    pub fn lifetimes(&self) -> Vec<Option<(usize, usize)>> {
+        let mut life: Vec<Option<(usize, usize)>> = vec![None; self.buffers.len()];
+        for (t, s) in self.steps.iter().enumerate() {
+            for b in &s.buffers {
+                let l = life[b.0 as usize].get_or_insert((t, t));
+                l.1 = t;
+            }
+        }
+        life
+    }
+
+    /// The largest set of scratch buffers that live at one time: no layout takes less. Workspace is not in it.
+    pub fn live(&self) -> Live {
+        // What starts and what ends with each step.
+        let mut starts = vec![(0usize, 0usize); self.steps.len()];
+        let mut ends = starts.clone();
+        for (spec, life) in self.buffers.iter().zip(self.lifetimes()) {
+            if let (Storage::Slot(_), Some((first, last))) = (spec.storage, life) {
+                for at in [&mut starts[first], &mut ends[last]] {
+                    *at = (at.0.saturating_add(spec.bytes), at.1 + 1);
+                }
+            }
+        }
+        let (mut now, mut most) = ((0usize, 0usize), Live::default());
+        for (step, (start, end)) in starts.into_iter().zip(ends).enumerate() {
+            now = (now.0.saturating_add(start.0), now.1 + start.1);
+            if now.0 > most.bytes {
+                most = Live { bytes: now.0, step, buffers: now.1 };
+            }
+            now = (now.0.saturating_sub(end.0), now.1 - end.1);
+        }
+        most
     }
 
     /// Bytes of constants, as they are.
@@ -187,9 +245,10 @@ impl fmt::Display for Plan {
         }
         write!(
             f,
-            "scratch {} B in {} slots, constants {} B",
+            "scratch {} B in {} slots (at least {} B live at once), constants {} B",
             self.scratch(),
             self.slots.len(),
+            self.live().bytes,
             self.const_bytes()
         )?;
         match self.packed.len() {
@@ -208,5 +267,56 @@ impl Plan {
             Storage::Slot(i) => format!("slot{i}"),
             Storage::Output(i) => format!("out{i}"),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::any::Any;
+
+    #[derive(Debug)]
+    struct Nothing;
+
+    impl LibraryKernel for Nothing {
+        fn name(&self) -> &str {
+            "nothing"
+        }
+        fn as_any(&self) -> &dyn Any {
+            self
+        }
+    }
+
+    #[test]
+    fn the_live_set_is_that_of_the_fullest_step() {
+        let spec = |bytes, storage| BufferSpec { bytes, storage };
+        let step = |buffers: &[u32]| Step {
+            work: StepWork::Library(Arc::new(Nothing)),
+            buffers: buffers.iter().map(|b| BufId(*b)).collect(),
+            outputs: 1,
+            op: String::new(),
+            span: Span::default(),
+            range: String::new(),
+            flops: 0,
+            bytes: 0,
+            nodes: 1,
+            fused: None,
+        };
+        let plan = Plan {
+            buffers: vec![
+                spec(1 << 20, Storage::Input(0)),
+                spec(100, Storage::Slot(0)),
+                spec(50, Storage::Slot(1)),
+                spec(70, Storage::Slot(0)),
+                spec(1 << 20, Storage::Output(0)),
+                spec(10, Storage::Slot(2)),
+            ],
+            steps: vec![step(&[0, 1]), step(&[1, 2]), step(&[2, 3]), step(&[3, 4])],
+            ..Plan::default()
+        };
+        assert_eq!(plan.lifetimes()[2], Some((1, 2)));
+        assert_eq!(plan.lifetimes()[5], None);
+        assert_eq!(plan.live(), Live { bytes: 150, step: 1, buffers: 2 });
+        assert_eq!(Plan::default().live(), Live::default());
     }
 }

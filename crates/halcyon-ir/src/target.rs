@@ -173,4 +173,9 @@ pub trait Target {
     fn caps(&self) -> &Caps;
     /// Asks for a kernel of the device's own. Support and execution are one value, so they cannot disagree.
     fn library(&self, call: &LibraryCall<'_>) -> Result<Arc<dyn LibraryKernel>, Declined>;
+    /// Whether the device hands out parts of a buffer as buffers: the alignment in bytes of where a part may start. Scratch is then
+    /// one block in which buffers have offsets. `None`: every buffer is an allocation of its own.
+    fn part_alignment(&self) -> Option<usize> {
+        None
+    }
 }

@@ -1,7 +1,8 @@
 //! A plan with its programs and constants, ready to run any number of times.
 
 use crate::backend::Backend;
-use halcyon_hal::{BackendType, BufferRef, Command, Program, Tag};
+use crate::fit::Fit;
+use halcyon_hal::{BufferRef, Command, Program, Tag, heap};
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::host;
 use halcyon_ir::plan::{Plan, StepWork, Storage};
@@ -47,6 +48,7 @@ impl FaultTable {
 /// Scratch of one run in flight.
 #[derive(Debug)]
 struct Arena {
+    /// The plan's slots: blocks, or parts of them, which keep the blocks alive.
     slots: Vec<BufferRef>,
     workspace: Option<BufferRef>,
 }
@@ -66,44 +68,18 @@ pub struct Executable {
 /// Refuses a plan that needs more memory than the device has left, before anything of it is allocated: scratch, outputs, and
 /// the constants that are copied to the device.
 fn fits(backend: &Backend, plan: &Plan) -> Result<()> {
-    let d = backend.device();
-    let total = |n: &mut dyn Iterator<Item = usize>| n.fold(0u64, |a, b| a.saturating_add(b as u64));
-    let outputs = total(&mut plan.buffers.iter().filter_map(|b| match b.storage {
-        Storage::Output(_) => Some(b.bytes),
-        _ => None,
-    }));
-    // The CPU reads constants where they are.
-    let constants = if d.as_target().caps().is_cpu && d.info().backend == BackendType::Cpu {
-        0
-    } else {
-        total(&mut plan.consts.iter().map(|c| c.bytes().len()))
-    };
-    let scratch = plan.scratch() as u64;
-    let packed = plan.packed_bytes() as u64;
-    let need = scratch.saturating_add(outputs).saturating_add(constants).saturating_add(packed);
+    // Inputs are there already, or come later.
+    let fit = Fit::of(backend, plan, &[]);
+    let need = fit.device();
     // Finding out what is free costs more than a small plan. The pool checks its limit in any case.
     if need < 16 << 20 {
         return Ok(());
     }
-    let Some(free) = d.available().filter(|free| need > *free) else { return Ok(()) };
-    // The step that asks for the most is the one to look at.
-    let largest = plan.steps.iter().max_by_key(|s| {
-        s.buffers.iter().rev().take(s.outputs).map(|b| plan.buffers[b.0 as usize].bytes).max().unwrap_or(0)
-    });
-    let at = largest.map_or(String::new(), |s| match &s.span.0 {
-        Some(at) => format!(", the most for {} at {at}", s.op),
-        None => format!(", the most for {}", s.op),
-    });
-    Err(Error::OutOfMemory {
-        device: d.info().id.clone(),
-        what: format!(
-            "the plan: scratch {scratch}, outputs {outputs}, constants {constants}, packed constants {packed}{at}"
-        ),
-        requested: need,
-        free,
-        total: d.memory().limit.or(d.info().total_memory).unwrap_or(free),
-        next: "Use smaller inputs, or raise the memory limit".into(),
-    })
+    heap::trim();
+    match backend.device().available() {
+        Some(free) if need > free => Err(fit.refusal(backend, plan, need, free)),
+        _ => Ok(()),
+    }
 }
 
 impl Executable {
@@ -146,7 +122,20 @@ impl Executable {
             return Ok(a);
         }
         let d = backend.device();
-        let slots = self.plan.slots.iter().map(|b| d.alloc(*b, Tag::Activations)).collect::<Result<_>>()?;
+        let blocks: Vec<BufferRef> =
+            self.plan.blocks.iter().map(|b| d.alloc(*b, Tag::Activations)).collect::<Result<_>>()?;
+        let slots = self
+            .plan
+            .slots
+            .iter()
+            .map(|s| {
+                let block = &blocks[s.block as usize];
+                if s.offset == 0 && s.bytes == block.bytes() {
+                    return Ok(block.clone());
+                }
+                d.part(block, s.offset, s.bytes)
+            })
+            .collect::<Result<_>>()?;
         let workspace = match self.plan.workspace {
             0 => None,
             n => Some(d.alloc(n, Tag::Workspace)?),

@@ -18,6 +18,7 @@
 
 pub mod backend;
 pub mod executable;
+pub mod fit;
 pub mod gradient;
 mod lru;
 #[cfg(feature = "onnx")]
@@ -29,6 +30,7 @@ pub mod tensor;
 
 pub use backend::{Backend, BackendBuilder};
 pub use executable::Executable;
+pub use fit::Fit;
 pub use gradient::{Gradients, value_and_grad};
 pub use halcyon_hal as hal;
 pub use halcyon_hal::{BackendType, Counters, DeviceInfo, MemoryStats};

@@ -3,7 +3,9 @@
 pub mod bench;
 pub mod conformance;
 pub mod devices;
+mod dry;
 pub mod export;
+pub mod fit;
 pub mod inspect;
 pub mod probe;
 pub mod run;
@@ -12,6 +14,7 @@ pub mod trace;
 use crate::args::{BackendArgs, InputArgs};
 use crate::report;
 use crate::source::{self, Input};
+use halcyon::hal::Tag;
 use halcyon::ir::graph::NodeId;
 use halcyon::ir::layout::View;
 use halcyon::ir::target::Operand;
@@ -19,6 +22,7 @@ use halcyon::ir::{Graph, Op, TensorType, cost};
 use halcyon::{Backend, Error, OnnxSession, Result};
 use halcyon_formats::onnx::{Datum, Imported, Model, Outcome};
 use serde_json::{Value, json};
+use std::collections::BTreeMap;
 use std::path::Path;
 use std::time::{Duration, Instant};
 
@@ -146,6 +150,20 @@ pub fn backend_json(b: &Backend) -> Value {
         "device": s.device,
         "level": b.level(),
     })
+}
+
+/// Memory by purpose: `activations 12.0 MiB, io 1.0 MiB`.
+pub fn tags_text(tags: &BTreeMap<Tag, u64>) -> String {
+    let one = |(t, b): (&Tag, &u64)| format!("{} {}", tag(*t), report::size(*b));
+    tags.iter().filter(|(_, b)| **b > 0).map(one).collect::<Vec<_>>().join(", ")
+}
+
+pub fn tags_json(tags: &BTreeMap<Tag, u64>) -> Value {
+    tags.iter().map(|(t, b)| (tag(*t), json!(b))).collect::<serde_json::Map<_, _>>().into()
+}
+
+fn tag(t: Tag) -> String {
+    format!("{t:?}").to_lowercase()
 }
 
 /// Why a device was chosen, and a line for every reason that others were not.

@@ -1,43 +1,54 @@
 //! `halcyon run`: a model once or often, with a report.
 
-use super::{Loaded, backend_json, backend_text, load};
+use super::{Loaded, backend_json, backend_text, load, tags_json, tags_text};
 use crate::args::RunArgs;
 use crate::report::{self, Progress, ms, number, size, spread, summary, table, time};
+use halcyon::ir::host::{AnonymousPeak, Watch};
 use halcyon::ir::plan::{Plan, Receipt};
 use halcyon::onnx::Run;
-use halcyon::{ConstData, Error, Level, Result, Session};
+use halcyon::{ConstData, Error, Level, MemoryStats, Result, Session};
 use halcyon_formats::onnx::{Datum, Keys, Text};
 use halcyon_formats::{data, npy};
 use serde_json::{Value, json};
-use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 /// Rows of an output that `--top-k` prints; JSON has all of them.
 const ROWS: usize = 8;
+/// How often the memory is read until the first run has ended. The later ones use what it took.
+const WATCH: Duration = Duration::from_millis(5);
 /// Runs a receipt's gain is the median of.
 const RECEIPT_RUNS: usize = 5;
 
 pub fn main(a: &RunArgs) -> Result<u8> {
     let labels = a.labels.as_deref().map(read_labels).transpose()?;
+    let watch = Watch::start(WATCH);
+    let look = || watch.as_ref().inspect(|w| w.read());
     let loaded = load(&a.model, &a.input, &a.backend, false, false)?;
     let inputs = loaded.data();
 
     let start = Instant::now();
     let exe = loaded.session.prepare(&inputs)?;
     let compile = start.elapsed();
+    look();
 
     let mut times = Vec::with_capacity(a.repeat as usize);
     let mut last = None;
     let mut progress = Progress::new("run", a.repeat.into());
     for _ in 0..a.repeat {
+        // Results of one run at a time.
+        drop(last.take());
         let start = Instant::now();
         last = Some(loaded.session.run(&inputs)?);
         times.push(start.elapsed());
+        if let Some(w) = look() {
+            w.stop();
+        }
         progress.step();
     }
     progress.finish();
+    let (memory, anonymous) = (loaded.backend.memory(), watch.as_ref().map(Watch::peak));
     let last = last.ok_or_else(|| Error::argument("--repeat", "at least one run is needed"))?;
     let outputs: Vec<(String, Leaf<'_>)> =
         loaded.outputs.iter().zip(&last.outputs).flat_map(|(n, d)| leaves(n, d)).collect();
@@ -76,6 +87,8 @@ pub fn main(a: &RunArgs) -> Result<u8> {
         compile,
         files,
         top,
+        memory,
+        anonymous,
     };
     if a.json {
         report::print_json(&done.json())?
@@ -98,6 +111,9 @@ struct Done<'a> {
     compile: Duration,
     files: Vec<PathBuf>,
     top: Option<Top>,
+    memory: MemoryStats,
+    /// Of the process, where the system tells.
+    anonymous: Option<AnonymousPeak>,
 }
 
 impl Done<'_> {
@@ -156,11 +172,15 @@ impl Done<'_> {
                 );
             }
         }
+        let anonymous =
+            self.anonymous.map_or(String::new(), |p| format!("anonymous at most {}, ", size(p.bytes)));
         let _ = writeln!(
             out,
-            "memory   {}device buffers at most {}",
-            report::peak_memory().map_or(String::new(), |b| format!("process at most {}, ", size(b))),
-            size(l.backend.memory().peak)
+            "memory   {anonymous}{}device buffers at most {} ({})",
+            report::peak_memory()
+                .map_or(String::new(), |b| format!("with the pages of files at most {}, ", size(b))),
+            size(self.memory.peak),
+            tags_text(&self.memory.peak_by_tag),
         );
         if self.a.receipts {
             out += "receipts\n";
@@ -240,7 +260,12 @@ impl Done<'_> {
                     "first": ms(self.times[0]), "median": ms(median), "min": ms(min), "max": ms(max), "runs": self.times.len(),
                 },
             },
-            "memory": { "process_peak_bytes": report::peak_memory(), "device": memory_json(&l.backend.memory()) },
+            "memory": {
+                "process_peak_bytes": report::peak_memory(),
+                "peak_anonymous": self.anonymous.map(|p| p.bytes),
+                "anonymous_readings": self.anonymous.map(|p| p.readings),
+                "device": memory_json(&self.memory),
+            },
             "counters": l.backend.counters(),
             "caches": l.backend.cache_stats(),
             "receipts": self.receipts,
@@ -251,10 +276,11 @@ impl Done<'_> {
     }
 }
 
-fn memory_json(m: &halcyon::MemoryStats) -> Value {
-    let tags: BTreeMap<String, u64> =
-        m.by_tag.iter().map(|(t, b)| (format!("{t:?}").to_lowercase(), *b)).collect();
-    json!({ "allocated": m.allocated, "peak": m.peak, "cached": m.cached, "limit": m.limit, "by_tag": tags })
+fn memory_json(m: &MemoryStats) -> Value {
+    json!({
+        "allocated": m.allocated, "peak": m.peak, "cached": m.cached, "limit": m.limit,
+        "by_tag": tags_json(&m.by_tag), "peak_by_tag": tags_json(&m.peak_by_tag),
+    })
 }
 
 /// Receipts as a table. What was not measured is left out.

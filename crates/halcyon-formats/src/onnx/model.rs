@@ -29,6 +29,8 @@ pub struct Model {
     pub(super) file: String,
     pub(super) proto: ModelProto,
     pub(super) external: External,
+    /// The model's own file, where it was opened as one.
+    map: Bytes,
 }
 
 /// An input or output of a model, as declared.
@@ -140,7 +142,14 @@ impl Model {
     /// # Errors
     /// [`Error::Io`]; [`Error::Format`] if it is not an ONNX model.
     pub fn open(path: &Path) -> Result<Model> {
-        Model::parse(crate::mmap::open(path)?, External::beside(path), &path.display().to_string())
+        let map = crate::mmap::open(path)?;
+        let m = Model::parse(map.clone(), External::beside(path), &path.display().to_string())?;
+        Ok(Model { map, ..m })
+    }
+
+    /// Whether a constant's bytes lie in the mapped files of the model, rather than in memory of their own.
+    pub fn maps(&self, c: &ConstData) -> bool {
+        tensor::inside(&self.map, c.bytes()) || self.external.holds(c.bytes())
     }
 
     /// As [`Model::open`], of a model in memory; `file` names it in errors.
@@ -160,7 +169,7 @@ impl Model {
         if let Some(n) = sets.map(Vec::len).find(|n| *n > OPSETS) {
             return Err(bad(file, format!("{n} operator sets are imported; at most {OPSETS} are taken")));
         }
-        Ok(Model { file: file.into(), proto, external })
+        Ok(Model { file: file.into(), proto, external, map: Bytes::new() })
     }
 
     pub(super) fn graph(&self) -> Result<&GraphProto> {

@@ -28,6 +28,12 @@ impl External {
         maps.values().map(Bytes::len).fold(0, usize::saturating_add)
     }
 
+    /// Whether these bytes lie in a mapped file.
+    pub(super) fn holds(&self, bytes: &[u8]) -> bool {
+        let maps = self.maps.lock().unwrap_or_else(|e| e.into_inner());
+        maps.values().any(|m| inside(m, bytes))
+    }
+
     /// For a model that is not a file: every external tensor is an error.
     pub fn none() -> External {
         External::default()
@@ -85,6 +91,12 @@ impl External {
         }
         Ok(map.slice(offset..offset + length))
     }
+}
+
+/// Whether `part` is a range of `whole`.
+pub(super) fn inside(whole: &[u8], part: &[u8]) -> bool {
+    let (w, p) = (whole.as_ptr_range(), part.as_ptr_range());
+    w.start <= p.start && p.end <= w.end
 }
 
 /// `TensorProto.DataType.STRING`.

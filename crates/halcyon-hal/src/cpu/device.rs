@@ -1,11 +1,11 @@
 //! The CPU device: runs commands at once, one after another, on its team of threads.
 
 use super::library::{self, CpuKernel, Fault, Run};
-use super::memory::{CpuBuffer, HostSource, Ptr};
+use super::memory::{CpuBuffer, HostSource, LINE, Ptr};
 use super::program::CpuProgram;
 use super::sys::Isa;
 use super::team::Team;
-use crate::pool::Pool;
+use crate::pool::{self, Pool};
 use crate::{
     BackendType, BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Error,
     LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing,
@@ -206,6 +206,10 @@ impl Target for CpuDevice {
     fn library(&self, call: &LibraryCall<'_>) -> Result<Arc<dyn LibraryKernel>, Declined> {
         library::find(self.isa, call).map(|k| Arc::new(k) as Arc<dyn LibraryKernel>)
     }
+
+    fn part_alignment(&self) -> Option<usize> {
+        Some(LINE)
+    }
 }
 
 impl Device for CpuDevice {
@@ -227,6 +231,14 @@ impl Device for CpuDevice {
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
         Ok(Arc::new(CpuBuffer::pooled(self.pool.alloc(bytes, tag)?)))
+    }
+
+    fn footprint(&self, bytes: usize, tag: Tag) -> usize {
+        pool::footprint(bytes, tag)
+    }
+
+    fn part(&self, of: &BufferRef, offset: usize, bytes: usize) -> Result<BufferRef> {
+        Ok(Arc::new(CpuBuffer::part(of, offset, bytes)?))
     }
 
     /// Takes data whose address is a multiple of 8, the largest element.

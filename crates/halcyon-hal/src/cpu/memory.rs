@@ -1,7 +1,7 @@
 //! Memory of the CPU device: host allocations from the pool, or host data that was lent to it.
 
 use crate::pool::{Block, Source};
-use crate::{Buffer, Error, Result};
+use crate::{Buffer, BufferRef, Error, Result};
 use halcyon_ir::data::Bytes;
 use std::alloc::Layout;
 use std::any::Any;
@@ -10,7 +10,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 /// Alignment of small allocations: a cache line, which is also the widest vector.
-const LINE: usize = 64;
+pub(crate) const LINE: usize = 64;
 /// Allocations of at least this size are aligned to it, so that the system can back them with huge pages.
 const HUGE: usize = 2 << 20;
 
@@ -74,6 +74,11 @@ enum Storage {
     Pooled(Block<HostSource>),
     /// Read only.
     Lent(Arc<dyn Bytes>),
+    /// A range of another buffer, which it keeps alive.
+    Part {
+        at: Ptr,
+        of: BufferRef,
+    },
 }
 
 /// A buffer of the CPU device.
@@ -102,8 +107,17 @@ impl CpuBuffer {
         (data.bytes().as_ptr() as usize).is_multiple_of(8).then(|| CpuBuffer(Storage::Lent(data)))
     }
 
+    /// A range of a buffer, which must lie inside of it.
+    pub(crate) fn part(of: &BufferRef, offset: usize, bytes: usize) -> Result<CpuBuffer> {
+        let whole = CpuBuffer::of(&**of, "part")?.at();
+        crate::validate::range("part", whole.bytes, offset, bytes)?;
+        let at = Ptr { ptr: whole.ptr.wrapping_add(offset), bytes, read_only: whole.read_only };
+        Ok(CpuBuffer(Storage::Part { at, of: of.clone() }))
+    }
+
     pub(crate) fn at(&self) -> Ptr {
         match &self.0 {
+            Storage::Part { at, .. } => *at,
             Storage::Pooled(b) => Ptr {
                 ptr: b.raw().map_or(std::ptr::dangling_mut(), |r| r.start.as_ptr()),
                 bytes: b.bytes(),
@@ -136,6 +150,7 @@ impl fmt::Debug for CpuBuffer {
         match &self.0 {
             Storage::Pooled(b) => b.fmt(f),
             Storage::Lent(d) => write!(f, "Lent({} bytes)", d.bytes().len()),
+            Storage::Part { at, of } => write!(f, "Part({} bytes of {of:?})", at.bytes),
         }
     }
 }

@@ -270,10 +270,9 @@ impl Team {
         let s = match best {
             Some(i) => pool.swap_remove(i),
             None => {
-                // The smallest is outgrown; holding on to it as well would only add up.
-                if pool.len() >= 4
-                    && let Some(i) = (0..pool.len()).min_by_key(|&i| pool[i].floats)
-                {
+                // One of those at hand is outgrown; holding on to it as well would only add up. What remains is as many pieces as are
+                // borrowed at one time, each as large as the largest request that met it.
+                if let Some(i) = (0..pool.len()).max_by_key(|&i| pool[i].floats) {
                     pool.swap_remove(i);
                 }
                 self.made.fetch_add(1, Ordering::Relaxed);

@@ -187,6 +187,10 @@ impl Device for OpenClDevice {
         Ok(Arc::new(ClBuffer { block: self.pool.alloc(bytes, tag)?, owner: self.number }))
     }
 
+    fn footprint(&self, bytes: usize, tag: Tag) -> usize {
+        crate::pool::footprint(bytes, tag)
+    }
+
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
         let b = self.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;

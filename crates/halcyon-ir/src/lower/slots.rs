@@ -1,64 +1,264 @@
-//! Scratch memory: buffers whose lifetimes do not meet share a slot.
+//! Scratch memory: buffers whose lifetimes do not meet share it.
+//!
+//! Where the target hands out parts of a buffer, scratch is one block and every buffer gets an offset in it: the greedy offset
+//! calculation of Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference" (2020), in their orders by size and
+//! by breadth and in the order of the steps; the smallest result counts. Elsewhere buffers of one size take turns in allocations.
 
 use super::*;
+use crate::plan::Slot;
+use std::cmp::Reverse;
 use std::collections::BTreeSet;
 
+/// Buffers that offsets are looked for; the work grows with the square. Plans of more share allocations.
+const MAX_PLACED: usize = 4096;
+
+/// A buffer to be placed: its bytes and the steps during which nothing else may lie there, both included.
+#[derive(Clone, Copy, Debug, PartialEq)]
+struct Item {
+    bytes: usize,
+    first: usize,
+    last: usize,
+}
+
+impl Item {
+    fn meets(&self, o: &Item) -> bool {
+        self.first <= o.last && o.first <= self.last
+    }
+}
+
 impl Lowerer<'_> {
-    /// Gives scratch buffers slots; buffers whose lifetimes do not meet share one.
+    /// Gives scratch buffers places; buffers whose lifetimes do not meet may get the same.
     pub(super) fn assign_slots(&mut self) {
-        let n = self.plan.buffers.len();
-        let mut last = vec![0usize; n];
-        for (t, s) in self.plan.steps.iter().enumerate() {
-            for b in &s.buffers {
-                last[b.0 as usize] = t;
-            }
+        let plan = &mut self.plan;
+        let life = plan.lifetimes();
+        let scratch: Vec<usize> =
+            (0..life.len()).filter(|&k| matches!(plan.buffers[k].storage, Storage::Slot(_))).collect();
+        if scratch.is_empty() {
+            return;
         }
-        // By size, then number.
-        let mut free: BTreeSet<(usize, u32)> = BTreeSet::new();
-        let mut placed = vec![false; n];
-        for t in 0..self.plan.steps.len() {
-            let bufs = self.plan.steps[t].buffers.clone();
-            for b in &bufs {
-                let k = b.0 as usize;
-                let spec = &self.plan.buffers[k];
-                if placed[k] || !matches!(spec.storage, Storage::Slot(_)) {
-                    continue;
-                }
-                placed[k] = true;
-                let want = spec.bytes;
-                // The smallest free slot that holds it, else the largest one grown, else a new one.
-                let slots = &mut self.plan.slots;
-                let fit = free.range((want, 0)..).next().or_else(|| free.last()).copied();
-                let slot = match fit {
-                    Some(at) => {
-                        free.remove(&at);
-                        at.1
-                    }
-                    None => {
-                        slots.push(0);
-                        slots.len() as u32 - 1
+        // Buffers that no step touches are empty tensors.
+        let item = |k: &usize| {
+            let (first, last) = life[*k].unwrap_or((0, 0));
+            Item { bytes: plan.buffers[*k].bytes, first, last }
+        };
+        let items: Vec<Item> = scratch.iter().map(item).collect();
+        let (blocks, places) = match self.target.part_alignment() {
+            Some(align) => {
+                let (total, offsets) = match items.len() <= MAX_PLACED {
+                    true => offsets(&items, align.max(1), plan.live().bytes),
+                    false => {
+                        let (blocks, of) = turns(&items);
+                        let mut end = 0usize;
+                        let starts: Vec<usize> = blocks
+                            .iter()
+                            .map(|b| {
+                                let start = end;
+                                end = end.saturating_add(aligned(*b, align.max(1)));
+                                start
+                            })
+                            .collect();
+                        (end, of.into_iter().map(|b| starts[b as usize]).collect())
                     }
                 };
-                slots[slot as usize] = slots[slot as usize].max(want);
-                self.plan.buffers[k].storage = Storage::Slot(slot);
+                let places = offsets.into_iter().zip(&items);
+                (vec![total], places.map(|(offset, i)| Slot { block: 0, offset, bytes: i.bytes }).collect())
             }
-            let mut done: Vec<BufId> = bufs;
-            done.sort();
-            done.dedup();
-            for b in done {
-                if let Storage::Slot(s) = self.plan.buffers[b.0 as usize].storage
-                    && last[b.0 as usize] == t
-                {
-                    free.insert((self.plan.slots[s as usize], s));
+            None => {
+                let (blocks, of) = turns(&items);
+                let place = |b: u32| Slot { block: b, offset: 0, bytes: blocks[b as usize] };
+                let places: Vec<Slot> = of.into_iter().map(place).collect();
+                (blocks, places)
+            }
+        };
+        plan.blocks = blocks;
+        let mut number: HashMap<Slot, u32> = HashMap::new();
+        for (k, place) in scratch.into_iter().zip(places) {
+            let slots = &mut plan.slots;
+            let n = *number.entry(place).or_insert_with(|| {
+                slots.push(place);
+                slots.len() as u32 - 1
+            });
+            plan.buffers[k].storage = Storage::Slot(n);
+        }
+        debug_assert!(items.len() > 1024 || apart(plan), "two live buffers share memory");
+    }
+}
+
+/// Whether no two buffers that live at one time overlap, and all lie in their blocks.
+fn apart(plan: &Plan) -> bool {
+    let life = plan.lifetimes();
+    let all: Vec<(Slot, Item)> = plan
+        .buffers
+        .iter()
+        .zip(life)
+        .filter_map(|(b, life)| {
+            let (Storage::Slot(s), Some((first, last))) = (b.storage, life) else { return None };
+            Some((plan.slots[s as usize], Item { bytes: b.bytes, first, last }))
+        })
+        .collect();
+    all.iter().enumerate().all(|(k, (s, i))| {
+        i.bytes <= s.bytes
+            && s.offset + s.bytes <= plan.blocks[s.block as usize]
+            && all[..k].iter().all(|(t, j)| {
+                let overlap = s.offset < t.offset + j.bytes && t.offset < s.offset + i.bytes;
+                !(overlap && s.block == t.block && i.meets(j))
+            })
+    })
+}
+
+fn aligned(bytes: usize, align: usize) -> usize {
+    bytes.div_ceil(align).saturating_mul(align)
+}
+
+/// A block's bytes and an offset in it for every buffer, a multiple of `align`. `least` is what no layout goes below.
+fn offsets(items: &[Item], align: usize, least: usize) -> (usize, Vec<usize>) {
+    let items: Vec<Item> = items.iter().map(|i| Item { bytes: aligned(i.bytes, align), ..*i }).collect();
+    let mut order: Vec<usize> = (0..items.len()).collect();
+    order.sort_by_key(|&k| (Reverse(items[k].bytes), Reverse(items[k].last - items[k].first), k));
+    let by_size = place(&items, &order);
+    if by_size.0 <= aligned(least, align) {
+        return by_size;
+    }
+    let by_breadth = place(&items, &breadth(&items, &order));
+    order.sort_by_key(|&k| (items[k].first, Reverse(items[k].bytes), k));
+    let by_step = place(&items, &order);
+    [by_size, by_breadth, by_step].into_iter().min_by_key(|r| r.0).unwrap_or_default()
+}
+
+/// What lives at the fullest step first, the largest first; then the next fullest step. `by_size` has the items by size.
+fn breadth(items: &[Item], by_size: &[usize]) -> Vec<usize> {
+    let steps = items.iter().map(|i| i.last + 1).max().unwrap_or(0);
+    let mut at: Vec<Vec<usize>> = vec![vec![]; steps];
+    let mut load = vec![0usize; steps];
+    for &k in by_size {
+        for t in items[k].first..=items[k].last {
+            at[t].push(k);
+            load[t] = load[t].saturating_add(items[k].bytes);
+        }
+    }
+    let mut order: Vec<usize> = (0..steps).collect();
+    order.sort_by_key(|&t| Reverse(load[t]));
+    let mut taken = vec![false; items.len()];
+    let mut out = Vec::with_capacity(items.len());
+    for t in order {
+        out.extend(at[t].iter().copied().filter(|&k| !std::mem::replace(&mut taken[k], true)));
+    }
+    out
+}
+
+/// Places one buffer after the other: in the smallest gap that holds it between those it lives with, else behind them.
+fn place(items: &[Item], order: &[usize]) -> (usize, Vec<usize>) {
+    let mut offsets = vec![0usize; items.len()];
+    // By offset.
+    let mut placed: Vec<usize> = Vec::with_capacity(items.len());
+    let mut total = 0;
+    for &k in order {
+        let item = &items[k];
+        let (mut end, mut best) = (0usize, None::<(usize, usize)>);
+        for &o in placed.iter().filter(|&&o| items[o].meets(item)) {
+            let gap = offsets[o].saturating_sub(end);
+            if gap >= item.bytes && best.is_none_or(|(size, _)| gap < size) {
+                best = Some((gap, end));
+            }
+            end = end.max(offsets[o].saturating_add(items[o].bytes));
+        }
+        let at = best.map_or(end, |(_, at)| at);
+        offsets[k] = at;
+        total = total.max(at.saturating_add(item.bytes));
+        placed.insert(placed.partition_point(|&o| offsets[o] <= at), k);
+    }
+    (total, offsets)
+}
+
+/// The bytes of some allocations, and for every buffer the number of its own, in the order of the steps: the smallest that is free
+/// and holds it, else the largest free one grown, else a new one.
+fn turns(items: &[Item]) -> (Vec<usize>, Vec<u32>) {
+    let mut starts: Vec<usize> = (0..items.len()).collect();
+    starts.sort_by_key(|&k| items[k].first);
+    let mut ends = starts.clone();
+    ends.sort_by_key(|&k| items[k].last);
+    let mut ends = ends.into_iter().peekable();
+    let (mut blocks, mut of) = (vec![], vec![0u32; items.len()]);
+    // By size, then number.
+    let mut free: BTreeSet<(usize, u32)> = BTreeSet::new();
+    for k in starts {
+        while let Some(done) = ends.next_if(|&e| items[e].last < items[k].first) {
+            free.insert((blocks[of[done] as usize], of[done]));
+        }
+        let want = items[k].bytes;
+        of[k] = match free.range((want, 0)..).next().or_else(|| free.last()).copied() {
+            Some(at) => {
+                free.remove(&at);
+                at.1
+            }
+            None => {
+                blocks.push(0);
+                blocks.len() as u32 - 1
+            }
+        };
+        let size = &mut blocks[of[k] as usize];
+        *size = want.max(*size);
+    }
+    (blocks, of)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    const ALIGN: usize = 64;
+
+    fn items() -> impl Strategy<Value = Vec<Item>> {
+        let item = (0usize..5000, 0usize..40, 0usize..12);
+        let item = item.prop_map(|(bytes, first, more)| Item { bytes, first, last: first + more });
+        proptest::collection::vec(item, 0..60)
+    }
+
+    fn least(items: &[Item], align: usize) -> usize {
+        let live = |t: usize| items.iter().filter(move |i| (i.first..=i.last).contains(&t));
+        (0..64).map(|t| live(t).map(|i| aligned(i.bytes, align)).sum()).max().unwrap_or(0)
+    }
+
+    proptest! {
+        #[test]
+        fn buffers_that_live_together_lie_apart(items in items()) {
+            let least = least(&items, ALIGN);
+            let (total, at) = offsets(&items, ALIGN, least);
+            prop_assert!(total >= least && total <= items.iter().map(|i| aligned(i.bytes, ALIGN)).sum());
+            for (k, i) in items.iter().enumerate() {
+                prop_assert!(at[k] % ALIGN == 0 && at[k] + i.bytes <= total);
+                for (o, j) in items.iter().enumerate().take(k) {
+                    let overlap = at[k] < at[o] + j.bytes && at[o] < at[k] + i.bytes;
+                    prop_assert!(!(overlap && i.meets(j)), "{i:?} at {} and {j:?} at {}", at[k], at[o]);
                 }
             }
         }
-        // Buffers that no step touches (empty tensors).
-        for spec in &mut self.plan.buffers {
-            if spec.storage == Storage::Slot(u32::MAX) {
-                self.plan.slots.push(spec.bytes);
-                spec.storage = Storage::Slot(self.plan.slots.len() as u32 - 1);
+
+        #[test]
+        fn an_allocation_has_one_live_buffer_at_a_time(items in items()) {
+            let (blocks, of) = turns(&items);
+            for (k, i) in items.iter().enumerate() {
+                prop_assert!(i.bytes <= blocks[of[k] as usize]);
+                for (o, j) in items.iter().enumerate().take(k) {
+                    prop_assert!(of[o] != of[k] || !i.meets(j), "{i:?} and {j:?} in {}", of[k]);
+                }
             }
+            prop_assert!(blocks.iter().sum::<usize>() >= least(&items, 1));
         }
+    }
+
+    #[test]
+    fn a_chain_and_a_branch_take_no_more_than_what_is_live() {
+        let item = |bytes, first, last| Item { bytes, first, last };
+        // A chain in which two neighbours live at a time.
+        let chain: Vec<Item> = (0..20).map(|t| item(1000 * (20 - t), t, t + 1)).collect();
+        assert_eq!(offsets(&chain, 1, least(&chain, 1)).0, least(&chain, 1));
+        // Two lie where one lay; an allocation would have to be grown.
+        let branch = [item(1000, 0, 1), item(10, 1, 2), item(10, 1, 2), item(500, 3, 4), item(500, 3, 4)];
+        let (total, at) = offsets(&branch, 1, least(&branch, 1));
+        assert_eq!(total, least(&branch, 1), "{at:?}");
+        assert!(turns(&branch).0.iter().sum::<usize>() > total);
+        assert_eq!(offsets(&[], 64, 0), (0, vec![]));
     }
 }

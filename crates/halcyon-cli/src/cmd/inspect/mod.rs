@@ -2,32 +2,27 @@
 
 mod show;
 
-use super::{node_cost, type_bytes};
+use super::{dry, node_cost, type_bytes};
 use crate::args::{InputArgs, InspectArgs};
 use crate::report::{self, short, size};
 use crate::source;
 use halcyon::hal::select;
+use halcyon::ir::Graph;
 use halcyon::ir::graph::NodeId;
 use halcyon::ir::lower::{LowerOptions, lower};
 use halcyon::ir::passes::inline::inline_composites;
 use halcyon::ir::plan::{Plan, StepWork};
 use halcyon::ir::target::Target;
-use halcyon::ir::{Graph, TensorType};
-use halcyon::{Backend, BackendType, ConstData, Error, Level, Result, Scalar};
+use halcyon::{Backend, BackendType, ConstData, Error, Level, Result};
 use halcyon_formats::npz::Npz;
-use halcyon_formats::onnx::{
-    Datum, Engine, Handle, Keys, Model, Outcome, Port, PortType, Summary, Text, Weight, tensor,
-};
+use halcyon_formats::onnx::{Datum, Model, Outcome, Port, PortType, Summary, Weight, tensor};
 use halcyon_formats::safetensors::SafeTensors;
 use halcyon_formats::sniff::{self, Kind};
 use halcyon_formats::{mmap, npy};
 use serde_json::json;
 use show::{by_type_json, parameters, weight_json, weight_rows};
-use std::cell::RefCell;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt::Write;
-use std::rc::Rc;
-use std::sync::Arc;
 
 pub fn main(a: &InspectArgs) -> Result<u8> {
     let bytes = mmap::open(&a.file)?;
@@ -252,7 +247,7 @@ fn work(file: &Model, model: &Summary, a: &InspectArgs) -> Result<Work> {
         source::resolve(&numbers, &args, true)?.into_iter().map(|i| (i.name, i.data)).collect();
     let data: Vec<Datum> = ports
         .iter()
-        .map(|p| given.remove(&p.name).map_or_else(|| empty(&p.ty), Ok))
+        .map(|p| given.remove(&p.name).map_or_else(|| dry::empty(&p.ty), Ok))
         .collect::<Result<_>>()?;
     let inputs = ports.iter().zip(&data).map(|(p, d)| (p.name.clone(), d.describe())).collect();
     let mut w = Work { inputs, ..Work::default() };
@@ -272,12 +267,8 @@ fn work(file: &Model, model: &Summary, a: &InspectArgs) -> Result<Work> {
         }
         Outcome::Staged(why) => {
             w.staged = Some(why);
-            let graphs = Rc::new(RefCell::new(vec![]));
-            match file.run_staged(&data, Box::new(Dry { graphs: graphs.clone() })) {
-                Ok((_, p)) => w.host = p.host_nodes,
-                Err(e) => w.stopped = Some(e.to_string()),
-            }
-            w.graphs = graphs.take();
+            let known = dry::stages(file, &data);
+            (w.graphs, w.host, w.stopped) = (known.graphs, known.host, known.stopped);
         }
     }
     for g in &w.graphs {
@@ -285,65 +276,6 @@ fn work(file: &Model, model: &Summary, a: &InspectArgs) -> Result<Work> {
     }
     w.activations.sort_by_key(|x| std::cmp::Reverse(x.bytes));
     Ok(w)
-}
-
-/// A value of a type without anything in it; sizes that are open are 1.
-fn empty(ty: &PortType) -> Result<Datum> {
-    Ok(match ty {
-        PortType::Tensor { dtype, shape } => {
-            let dims: Vec<usize> =
-                shape.iter().flat_map(|s| s.iter()).map(|d| d.known().unwrap_or(1)).collect();
-            let fits = dims
-                .iter()
-                .try_fold(1usize, |a, d| a.checked_mul(*d))
-                .is_some_and(|n| dtype.bytes(n) <= ZEROS);
-            if !fits {
-                return Err(Error::unsupported(format!("a value of {ty}"), "Give smaller inputs"));
-            }
-            Datum::Tensor(ConstData::splat(*dtype, &dims, Scalar::I(0))?)
-        }
-        PortType::Text { shape } => {
-            let dims: Vec<usize> =
-                shape.iter().flat_map(|s| s.iter()).map(|d| d.known().unwrap_or(1)).collect();
-            let n = dims.iter().try_fold(1usize, |a, d| a.checked_mul(*d)).filter(|n| *n <= ZEROS >> 6);
-            let n = n.ok_or_else(|| Error::unsupported(format!("a value of {ty}"), "Give smaller inputs"))?;
-            Datum::Text(Text::new(&dims, vec![String::new(); n])?)
-        }
-        PortType::Sequence(_) => Datum::Sequence(vec![]),
-        PortType::Optional(_) => Datum::Optional(None),
-        PortType::Map(of) => Datum::Map(Keys::Ints(vec![]), Box::new(empty(of)?)),
-    })
-}
-
-/// Collects the stages of a model and computes nothing: every value that is read is zero.
-#[derive(Debug)]
-struct Dry {
-    graphs: Rc<RefCell<Vec<Graph>>>,
-}
-
-/// Most bytes of zeros that a stage may ask for.
-const ZEROS: usize = 1 << 28;
-
-impl Engine for Dry {
-    fn run(&mut self, graph: Graph, _: &[Handle]) -> Result<Vec<Handle>> {
-        let out = graph.outputs().iter().map(|o| Arc::new(graph.ty(o.node).clone()) as Handle).collect();
-        self.graphs.borrow_mut().push(graph);
-        Ok(out)
-    }
-
-    fn upload(&mut self, data: &ConstData) -> Result<Handle> {
-        Ok(Arc::new(TensorType::new(data.dtype, &data.dims)))
-    }
-
-    fn read(&mut self, t: &Handle) -> Result<ConstData> {
-        let t: &TensorType = t.downcast_ref().ok_or_else(|| Error::internal("a tensor of another engine"))?;
-        let dims = t.shape.dims()?;
-        let n = dims.iter().try_fold(1usize, |a, d| a.checked_mul(*d)).filter(|n| t.dtype.bytes(*n) <= ZEROS);
-        if n.is_none() {
-            return Err(Error::unsupported(format!("a stage that reads {t}"), "Give smaller inputs"));
-        }
-        ConstData::splat(t.dtype, &dims, Scalar::I(0))
-    }
 }
 
 /// The operator that a graph node comes from.

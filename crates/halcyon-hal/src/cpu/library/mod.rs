@@ -200,7 +200,9 @@ impl CpuKernel {
         for (o, b) in r.bufs.iter().enumerate().skip(first) {
             let shares = |(i, x): (usize, &Ptr)| {
                 let pair = self.in_place && i == 0 && o == first;
-                x.ptr == b.ptr && !pair && x.bytes > 0 && b.bytes > 0
+                // Buffers may be parts of one.
+                let (x0, b0) = (x.ptr as usize, b.ptr as usize);
+                x0 < b0 + b.bytes && b0 < x0 + x.bytes && !pair && x.bytes > 0 && b.bytes > 0
             };
             if r.bufs[..o].iter().enumerate().any(shares) {
                 return bad(format!("buffer {o} is written and bound twice"));

@@ -1,0 +1,89 @@
+//! Walking a model that runs in stages without computing anything.
+
+use halcyon::ir::{Graph, TensorType};
+use halcyon::{ConstData, Error, Result, Scalar};
+use halcyon_formats::onnx::{Datum, Engine, Handle, Keys, Model, PortType, Text};
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+/// The stages of a model as far as they are known without its values.
+#[derive(Debug, Default)]
+pub struct Stages {
+    pub graphs: Vec<Graph>,
+    /// Nodes that the host computes, and how often.
+    pub host: Vec<(String, usize)>,
+    /// Why the stages end before the model does.
+    pub stopped: Option<String>,
+}
+
+/// Every value that a decision needs is taken as zero, so sizes that depend on one are too small.
+pub fn stages(model: &Model, inputs: &[Datum]) -> Stages {
+    let graphs = Rc::new(RefCell::new(vec![]));
+    let mut s = Stages::default();
+    match model.run_staged(inputs, Box::new(Dry { graphs: graphs.clone() })) {
+        Ok((_, p)) => s.host = p.host_nodes,
+        Err(e) => s.stopped = Some(e.to_string()),
+    }
+    s.graphs = graphs.take();
+    s
+}
+
+/// A value of a type without anything in it; sizes that are open are 1.
+pub fn empty(ty: &PortType) -> Result<Datum> {
+    Ok(match ty {
+        PortType::Tensor { dtype, shape } => {
+            let dims: Vec<usize> =
+                shape.iter().flat_map(|s| s.iter()).map(|d| d.known().unwrap_or(1)).collect();
+            let fits = dims
+                .iter()
+                .try_fold(1usize, |a, d| a.checked_mul(*d))
+                .is_some_and(|n| dtype.bytes(n) <= ZEROS);
+            if !fits {
+                return Err(Error::unsupported(format!("a value of {ty}"), "Give smaller inputs"));
+            }
+            Datum::Tensor(ConstData::splat(*dtype, &dims, Scalar::I(0))?)
+        }
+        PortType::Text { shape } => {
+            let dims: Vec<usize> =
+                shape.iter().flat_map(|s| s.iter()).map(|d| d.known().unwrap_or(1)).collect();
+            let n = dims.iter().try_fold(1usize, |a, d| a.checked_mul(*d)).filter(|n| *n <= ZEROS >> 6);
+            let n = n.ok_or_else(|| Error::unsupported(format!("a value of {ty}"), "Give smaller inputs"))?;
+            Datum::Text(Text::new(&dims, vec![String::new(); n])?)
+        }
+        PortType::Sequence(_) => Datum::Sequence(vec![]),
+        PortType::Optional(_) => Datum::Optional(None),
+        PortType::Map(of) => Datum::Map(Keys::Ints(vec![]), Box::new(empty(of)?)),
+    })
+}
+
+/// Collects the stages of a model and computes nothing: every value that is read is zero.
+#[derive(Debug)]
+struct Dry {
+    graphs: Rc<RefCell<Vec<Graph>>>,
+}
+
+/// Most bytes of zeros that a stage may ask for.
+pub const ZEROS: usize = 1 << 28;
+
+impl Engine for Dry {
+    fn run(&mut self, graph: Graph, _: &[Handle]) -> Result<Vec<Handle>> {
+        let out = graph.outputs().iter().map(|o| Arc::new(graph.ty(o.node).clone()) as Handle).collect();
+        self.graphs.borrow_mut().push(graph);
+        Ok(out)
+    }
+
+    fn upload(&mut self, data: &ConstData) -> Result<Handle> {
+        Ok(Arc::new(TensorType::new(data.dtype, &data.dims)))
+    }
+
+    fn read(&mut self, t: &Handle) -> Result<ConstData> {
+        let t: &TensorType = t.downcast_ref().ok_or_else(|| Error::internal("a tensor of another engine"))?;
+        let dims = t.shape.dims()?;
+        let n = dims.iter().try_fold(1usize, |a, d| a.checked_mul(*d)).filter(|n| t.dtype.bytes(*n) <= ZEROS);
+        if n.is_none() {
+            return Err(Error::unsupported(format!("a stage that reads {t}"), "Give smaller inputs"));
+        }
+        ConstData::splat(t.dtype, &dims, Scalar::I(0))
+    }
+}

@@ -1,0 +1,676 @@
+//! `halcyon fit`: what memory a model takes, from its plan, and the largest batch that fits.
+
+use super::{backend_json, backend_text, dry, tags_json};
+use crate::args::{FitArgs, InputArgs};
+use crate::report::{self, Progress, size, table};
+use crate::source::{self, Wanted};
+use halcyon::hal::heap;
+use halcyon::ir::host::{self, Watch};
+use halcyon::ir::lower::lower;
+use halcyon::ir::plan::Plan;
+use halcyon::ir::{Graph, Op};
+use halcyon::{Backend, ConstData, DType, Dim, Error, Fit, Result, Shape};
+use halcyon_formats::onnx::{Datum, Imported, Model, Outcome, Port, PortType};
+use serde_json::{Value, json};
+use std::cell::Cell;
+use std::collections::{HashMap, HashSet};
+use std::fmt::Write;
+use std::io::IsTerminal;
+use std::time::Duration;
+
+/// Values of more bytes steer no shape.
+const SMALL: usize = 1 << 16;
+/// No larger batch is tried.
+const MOST: usize = 1 << 24;
+
+pub fn main(a: &FitArgs) -> Result<u8> {
+    a.backend.check()?;
+    let watch = Watch::start(Duration::from_millis(2));
+    let model = Model::open(&a.model)?;
+    let backend = a.backend.open(false)?;
+    model.check(backend.info().backend.id())?;
+    let ports = model.inputs()?;
+    let args =
+        InputArgs { inputs: a.input.inputs.iter().map(|t| source::or_ones(t)).collect(), ..a.input.clone() };
+    let numbers: Vec<Port> =
+        ports.iter().filter(|p| matches!(p.ty, PortType::Tensor { .. })).cloned().collect();
+    let wanted = source::wanted(&numbers, &args, true)?;
+    let places = places(&numbers, &wanted)?;
+    // Before the plan: it holds the constants that are made on the host.
+    let ask = Ask {
+        model: &model,
+        backend: &backend,
+        ports: &ports,
+        wanted: &wanted,
+        places,
+        room: Room::of(&backend),
+        planning: Cell::new(0),
+    };
+
+    let batch = a.batch.map(|n| n as usize);
+    if batch.is_some() && ask.places.is_empty() {
+        let all = numbers.iter().map(|p| format!("{} {}", p.name, p.ty)).collect::<Vec<_>>().join(", ");
+        return Err(Error::argument(
+            "--batch",
+            format!("the model leaves no first dimension of its inputs open: it takes {all}"),
+        ));
+    }
+    let made = ask.make(batch)?;
+    if let Some(w) = &watch {
+        w.stop();
+        ask.planning.set(w.peak().bytes);
+    }
+    let (mut refused, mut largest) = (None, Err("the model fixes the first dimension of its inputs".into()));
+    if let Made::Whole(p) = &made {
+        refused = ask.refusal(p);
+        if let Some(now) = ask.batch(batch) {
+            largest = Ok(ask.largest(now, refused.as_ref()));
+        }
+    }
+    let r = Report { a, ask: &ask, batch, made: &made, refused: refused.as_ref(), largest };
+    // What does not fit is an error besides what is known of it. With `--json` the report holds it, in one document.
+    if a.json {
+        report::print_json(&r.json())?;
+        return Ok(refused.map_or(0, |e| e.exit_code().clamp(1, 255) as u8));
+    }
+    report::print(&r.text())?;
+    refused.map_or(Ok(0), Err)
+}
+
+/// Memory that there is, before anything of the model is in it.
+#[derive(Debug)]
+struct Room {
+    /// What buffers of the device may still take, and what it has.
+    free: Option<u64>,
+    total: Option<u64>,
+    /// Of the host: free and all.
+    host: Option<(u64, u64)>,
+    /// The device's buffers lie in the host's memory.
+    shared: bool,
+}
+
+impl Room {
+    fn of(b: &Backend) -> Room {
+        let (d, host) = (b.device(), host::memory());
+        Room {
+            free: d.available(),
+            total: d.memory().limit.or(d.info().total_memory),
+            host,
+            shared: d.info().unified_memory,
+        }
+    }
+}
+
+/// What is asked.
+struct Ask<'a> {
+    model: &'a Model,
+    backend: &'a Backend,
+    ports: &'a [Port],
+    /// The inputs that are tensors of numbers.
+    wanted: &'a [Wanted],
+    /// Input and axis of every dimension that is the batch.
+    places: Vec<(usize, usize)>,
+    room: Room,
+    /// The most anonymous memory until the plan was made.
+    planning: Cell<u64>,
+}
+
+/// A model that is one graph, planned.
+struct Planned {
+    plan: Plan,
+    fit: Fit,
+    inputs: Vec<(DType, Vec<usize>)>,
+    /// Inputs whose values the plan holds for.
+    fixed: Vec<String>,
+    /// Weights that are read in the model's files.
+    mapped: u64,
+    host: Host,
+    /// Anonymous memory of this process with the model's description, graph and plan, constants left out: a run has it too.
+    process: u64,
+}
+
+/// Anonymous memory of the host, besides buffers of a device that lives in it.
+#[derive(Clone, Copy, Default)]
+struct Host {
+    /// Constants that are not in the model's files as the graph wants them: decoded or folded.
+    constants: u64,
+    inputs: u64,
+    outputs: u64,
+}
+
+impl Host {
+    fn sum(&self) -> u64 {
+        self.constants.saturating_add(self.inputs).saturating_add(self.outputs)
+    }
+}
+
+enum Made {
+    Whole(Box<Planned>),
+    Staged(Box<Stages>),
+}
+
+struct Stages {
+    why: String,
+    known: Vec<(Plan, Fit)>,
+    /// The known ones together.
+    sum: Fit,
+    host_nodes: usize,
+    stopped: Option<String>,
+}
+
+/// The largest batch.
+struct Largest {
+    /// `None` where not even 1 fits.
+    batch: Option<usize>,
+    /// The plan of that batch.
+    planned: Option<Box<Planned>>,
+    /// Why the next one does not; `None` where the search ended at its bound.
+    limit: Option<Error>,
+    plans: usize,
+}
+
+/// The symbol that a dimension is.
+fn symbol(d: Dim) -> Option<String> {
+    let mut names = Default::default();
+    d.symbols(&mut names);
+    let name = names.pop_first()?;
+    (names.is_empty() && d == Dim::sym(&name)).then(|| name.to_string())
+}
+
+/// The first dimension of every input where it is open. Of dimensions with a name, the one that comes first counts, wherever it stands;
+/// those without one stand for themselves.
+fn places(ports: &[Port], wanted: &[Wanted]) -> Result<Vec<(usize, usize)>> {
+    let mut name: Option<String> = None;
+    let mut out = vec![];
+    for (i, p) in ports.iter().enumerate() {
+        let Some(shape) = p.shape() else {
+            // Not even the rank is declared, so what is given counts.
+            if wanted[i].tensor().is_some_and(|(_, dims)| dims.first() == Some(&1)) {
+                out.push((i, 0));
+            }
+            continue;
+        };
+        match shape.iter().next().and_then(|d| symbol(*d)) {
+            Some(s) if s == format!("{}.0", p.name) => out.push((i, 0)),
+            Some(s) => {
+                name.get_or_insert(s);
+            }
+            None => {}
+        }
+    }
+    let Some(name) = name else { return Ok(out) };
+    let batch = Dim::sym(&name);
+    for (i, shape) in ports.iter().enumerate().filter_map(|(i, p)| Some((i, p.shape()?))) {
+        out.extend(shape.iter().enumerate().filter(|(_, d)| **d == batch).map(|(axis, _)| (i, axis)));
+    }
+    Ok(out)
+}
+
+impl Ask<'_> {
+    /// The batch that a plan is made for: the one asked for, or that of the inputs.
+    fn batch(&self, asked: Option<usize>) -> Option<usize> {
+        let (i, axis) = *self.places.first()?;
+        asked.or_else(|| self.wanted[i].tensor()?.1.get(axis).copied())
+    }
+
+    /// The inputs' sizes.
+    fn sizes(&self, batch: Option<usize>) -> Result<Vec<(DType, Vec<usize>)>> {
+        let one = |w: &Wanted| w.tensor().map(|(d, dims)| (d, dims.to_vec()));
+        let mut all: Vec<(DType, Vec<usize>)> = self
+            .wanted
+            .iter()
+            .map(|w| one(w).ok_or_else(|| Error::internal("an input is no tensor")))
+            .collect::<Result<_>>()?;
+        for (i, axis) in &self.places {
+            if let (Some(n), Some(d)) = (batch, all[*i].1.get_mut(*axis)) {
+                *d = n;
+            }
+        }
+        Ok(all)
+    }
+
+    fn make(&self, batch: Option<usize>) -> Result<Made> {
+        if let Some(p) = self.ports.iter().find(|p| !matches!(p.ty, PortType::Tensor { .. })) {
+            return self.staged(batch, format!("'{}' is {}", p.name, p.ty.kind()));
+        }
+        let sizes = self.sizes(batch)?;
+        let shapes: Vec<(&str, Shape)> = self
+            .wanted
+            .iter()
+            .zip(&sizes)
+            .map(|(w, (_, d))| (w.name.as_str(), d.as_slice().into()))
+            .collect();
+        let mut values: Vec<(&str, ConstData)> = vec![];
+        for (w, (_, dims)) in self.wanted.iter().zip(&sizes) {
+            // A value of another size than asked for is no value.
+            if let Some(v) = w.small(SMALL)?
+                && v.dims.as_slice() == dims.as_slice()
+            {
+                values.push((w.name.as_str(), v));
+            }
+        }
+        match self.model.outcome(&shapes, &values)? {
+            Outcome::Staged(why) => self.staged(batch, why),
+            Outcome::Graph(g) => self.planned(*g, sizes).map(|p| Made::Whole(Box::new(p))),
+        }
+    }
+
+    /// As `Session::prepare` does it, without the device's part.
+    fn planned(&self, g: Imported, inputs: Vec<(DType, Vec<usize>)>) -> Result<Planned> {
+        let shapes: Vec<Shape> = inputs.iter().map(|(_, d)| d.as_slice().into()).collect();
+        let graph = g.graph.bind(&g.graph.solve(&shapes)?)?;
+        let plan = self.lower(&graph)?;
+        let bytes: Vec<usize> = inputs.iter().map(|(t, d)| t.bytes(d.iter().product())).collect();
+        let fit = Fit::of(self.backend, &plan, &bytes);
+        let sum = |n: &mut dyn Iterator<Item = usize>| n.fold(0u64, |a, b| a.saturating_add(b as u64));
+        let (mut seen, mut mapped, mut made) = (HashSet::new(), 0u64, 0u64);
+        let nodes = graph.nodes().iter().filter_map(|n| match &n.op {
+            Op::Const(c) => Some(c),
+            _ => None,
+        });
+        let planned: HashSet<(usize, usize)> = plan.consts.iter().map(ConstData::key).collect();
+        for c in plan.consts.iter().chain(nodes).filter(|c| seen.insert(c.key())) {
+            let n = c.bytes().len() as u64;
+            match self.model.maps(c) {
+                false => made = made.saturating_add(n),
+                true if planned.contains(&c.key()) => mapped = mapped.saturating_add(n),
+                true => {}
+            }
+        }
+        let host = Host {
+            constants: made,
+            inputs: sum(&mut bytes.into_iter()),
+            outputs: sum(&mut plan.outputs.iter().map(|o| o.dtype.bytes(o.dims.iter().product()))),
+        };
+        // As an executable does before it takes its memory.
+        heap::trim();
+        let process = host::anonymous().unwrap_or(0).saturating_sub(made);
+        Ok(Planned { plan, fit, inputs, fixed: g.fixed, mapped, host, process })
+    }
+
+    fn lower(&self, graph: &Graph) -> Result<Plan> {
+        lower(graph, self.backend.device().as_target(), &self.backend.lower_options())
+    }
+
+    fn staged(&self, batch: Option<usize>, why: String) -> Result<Made> {
+        if batch.is_some() {
+            return Err(Error::unsupported(
+                format!("--batch for a model that is no single graph: {why}"),
+                "Give the inputs' sizes with --input",
+            ));
+        }
+        let mut given: HashMap<&str, &Wanted> = self.wanted.iter().map(|w| (w.name.as_str(), w)).collect();
+        let data: Vec<Datum> = self
+            .ports
+            .iter()
+            .map(|p| match given.remove(p.name.as_str()) {
+                None => dry::empty(&p.ty),
+                Some(w) => {
+                    let v = w.small(dry::ZEROS)?.map(Datum::Tensor);
+                    v.ok_or_else(|| {
+                        Error::unsupported(format!("input '{}' of that size", p.name), "Give a smaller one")
+                    })
+                }
+            })
+            .collect::<Result<_>>()?;
+        let s = dry::stages(self.model, &data);
+        let plans = s.graphs.iter().map(|g| self.lower(g)).collect::<Result<Vec<Plan>>>()?;
+        let bytes: Vec<usize> = data.iter().filter_map(|d| Some(d.tensor()?.bytes().len())).collect();
+        let sum = Fit::of_all(self.backend, &plans.iter().collect::<Vec<_>>(), &bytes);
+        let alone = |p: Plan| {
+            let fit = Fit::of(self.backend, &p, &[]);
+            (p, fit)
+        };
+        let known = plans.into_iter().map(alone).collect();
+        Ok(Made::Staged(Box::new(Stages { why, known, sum, host_nodes: s.host.len(), stopped: s.stopped })))
+    }
+
+    /// What the host's memory must have room for.
+    fn on_host(&self, p: &Planned) -> u64 {
+        p.host.sum().saturating_add(if self.room.shared { p.fit.device() } else { 0 })
+    }
+
+    /// Anonymous memory of the whole process: while it runs, or while it plans where that takes more.
+    fn anonymous(&self, p: &Planned) -> u64 {
+        self.on_host(p).saturating_add(p.process).max(self.planning.get())
+    }
+
+    /// Why a plan does not fit.
+    fn refusal(&self, p: &Planned) -> Option<Error> {
+        let (need, host) = (p.fit.device(), self.on_host(p));
+        if let Some(free) = self.room.free
+            && need > free
+        {
+            return Some(p.fit.refusal(self.backend, &p.plan, need, free));
+        }
+        match self.room.host {
+            Some((free, total)) if host > free => Some(Error::OutOfMemory {
+                device: "the host".into(),
+                what: format!(
+                    "{}copies of inputs {} and outputs {}, constants {}",
+                    if self.room.shared {
+                        format!("buffers of {} {need}, ", self.backend.id())
+                    } else {
+                        String::new()
+                    },
+                    p.host.inputs,
+                    p.host.outputs,
+                    p.host.constants
+                ),
+                requested: host,
+                free,
+                total,
+                next: "Use smaller inputs".into(),
+            }),
+            _ => None,
+        }
+    }
+
+    /// The largest batch that fits: by doubling from one that does, then by bisection. That more fits than the batch after it is
+    /// not looked for.
+    fn largest(&self, now: usize, refused: Option<&Error>) -> Largest {
+        let mut plans = 0;
+        let fits = refused.is_none();
+        let mut limit = refused.cloned();
+        // How many it takes is not known; this is the most.
+        let mut progress =
+            std::io::stderr().is_terminal().then(|| Progress::new("plans", 2 * u64::from(MOST.ilog2())));
+        let mut best: Option<(usize, Box<Planned>)> = None;
+        let mut test = |n: usize, best: &mut Option<(usize, Box<Planned>)>| -> bool {
+            plans += 1;
+            if let Some(p) = &mut progress {
+                p.step();
+            }
+            let why = match self.make(Some(n)) {
+                Ok(Made::Whole(p)) => match self.refusal(&p) {
+                    None => {
+                        *best = Some((n, p));
+                        return true;
+                    }
+                    Some(e) => e,
+                },
+                Ok(Made::Staged(s)) => Error::unsupported(
+                    format!("a batch of {n} as one graph: {}", s.why),
+                    "Use a smaller batch",
+                ),
+                Err(e) => e,
+            };
+            limit = Some(why);
+            false
+        };
+        // `low` fits (0 stands for none), `high` does not.
+        let (mut low, mut high) = match fits {
+            true => {
+                let (mut low, mut next) = (now.max(1), now.max(1).saturating_mul(2));
+                loop {
+                    if next > MOST {
+                        break (low, None);
+                    }
+                    if !test(next, &mut best) {
+                        break (low, Some(next));
+                    }
+                    (low, next) = (next, next * 2);
+                }
+            }
+            false => (0, Some(now)),
+        };
+        while let Some(h) = high
+            && h - low > 1
+        {
+            let mid = low + (h - low) / 2;
+            if test(mid, &mut best) { low = mid } else { high = Some(mid) }
+        }
+        if low > 0 && best.as_ref().is_none_or(|(n, _)| *n != low) {
+            test(low, &mut best);
+        }
+        if let Some(p) = progress {
+            p.finish();
+        }
+        let planned = best.filter(|(n, _)| *n == low).map(|(_, p)| p);
+        Largest { batch: (low > 0).then_some(low), planned, limit: limit.filter(|_| high.is_some()), plans }
+    }
+}
+
+struct Report<'a> {
+    a: &'a FitArgs,
+    ask: &'a Ask<'a>,
+    batch: Option<usize>,
+    made: &'a Made,
+    refused: Option<&'a Error>,
+    /// Or why there is none.
+    largest: Result<Largest, String>,
+}
+
+/// How far above the bound, in percent.
+fn over(f: &Fit) -> f64 {
+    if f.live.bytes == 0 { 0.0 } else { (f.activations as f64 / f.live.bytes as f64 - 1.0) * 100.0 }
+}
+
+fn live_text(f: &Fit, p: &Plan) -> String {
+    let Some(s) = p.steps.get(f.live.step).filter(|_| f.live.bytes > 0) else {
+        return "no scratch is needed".into();
+    };
+    let at = if s.span.as_str().is_empty() { String::new() } else { format!(" at {}", s.span) };
+    format!(
+        "{} live at once (+{:.1} %): {} buffers at step {} of {}, {}{at}",
+        size(f.live.bytes as u64),
+        over(f),
+        f.live.buffers,
+        f.live.step,
+        p.steps.len(),
+        s.op
+    )
+}
+
+fn fit_json(f: &Fit, p: &Plan) -> Value {
+    let step = p.steps.get(f.live.step).filter(|_| f.live.bytes > 0);
+    json!({
+        "bytes": f.activations,
+        "lower_bound": f.live.bytes,
+        "over_percent": over(f),
+        "slots": p.slots.len(),
+        "blocks": p.blocks.len(),
+        "step": step.map(|s| json!({
+            "index": f.live.step, "of": p.steps.len(), "op": s.op, "node": s.span.as_str(), "buffers": f.live.buffers,
+        })),
+    })
+}
+
+impl Report<'_> {
+    fn text(&self) -> String {
+        let mut out = format!("model    {}\n", self.a.model.display());
+        out += &backend_text(self.ask.backend);
+        // Writing to a string does not fail.
+        let _ = writeln!(out, "level    {}", self.ask.backend.level());
+        match self.made {
+            Made::Whole(p) => self.whole_text(p, &mut out),
+            Made::Staged(s) => self.staged_text(s, &mut out),
+        }
+        out
+    }
+
+    fn room_text(&self) -> String {
+        let r = &self.ask.room;
+        let of = |free: Option<u64>, total: Option<u64>| match (free, total) {
+            (Some(f), Some(t)) => format!("{} free of {}", size(f), size(t)),
+            (Some(f), None) => format!("{} free", size(f)),
+            _ => "not known".into(),
+        };
+        let host = match r.host {
+            Some((f, t)) if !r.shared => format!(", host {}", of(Some(f), Some(t))),
+            _ => String::new(),
+        };
+        format!("{}{host}", of(r.free, r.total))
+    }
+
+    fn whole_text(&self, p: &Planned, out: &mut String) {
+        let id = self.ask.backend.id();
+        for (w, (dtype, dims)) in self.ask.wanted.iter().zip(&p.inputs) {
+            let fixed = match p.fixed.contains(&w.name) {
+                true => " (steers a shape: the plan holds for this value)",
+                false => "",
+            };
+            let _ = writeln!(out, "input    {} {dtype}{dims:?}{fixed}", w.name);
+        }
+        if let Some(n) = self.batch {
+            let _ = writeln!(out, "batch    {n}");
+        }
+        let f = &p.fit;
+        let row = |what: &str, bytes: u64, note: String| vec![what.to_string(), size(bytes), note];
+        let mut rows = vec![
+            row("weights", f.weights, format!("copied to {id}")),
+            row("", p.mapped, "read from the model's mapped files, or copied from there".into()),
+        ];
+        if f.packed > 0 {
+            rows.push(row("", f.packed, format!("packed for the kernels of {id}")));
+        }
+        if p.host.constants > 0 {
+            rows.push(row("", p.host.constants, "made on the host: decoded or folded".into()));
+        }
+        rows.push(row("activations", f.activations, live_text(f, &p.plan)));
+        rows.push(row("workspace", f.workspace, "of the kernel that wants the most".into()));
+        rows.push(row("inputs", f.inputs, format!("and {} on the host", size(p.host.inputs))));
+        rows.push(row("outputs", f.outputs, format!("and {} on the host", size(p.host.outputs))));
+        rows.push(row("process", p.process, "program, model's description, graph and plan".into()));
+        rows.push(row("peak", f.device(), format!("on {id}")));
+        let what = match self.ask.room.shared {
+            true => {
+                "anonymous memory of the process: all of these but the mapped weights, or the most that planning took"
+            }
+            false => {
+                "anonymous memory of the process: the host's part of these, or the most that planning took"
+            }
+        };
+        rows.push(row("", self.ask.anonymous(p), what.into()));
+        *out += &table(&rows);
+        let _ = writeln!(out, "memory   {}", self.room_text());
+        let _ = writeln!(out, "fits     {}", if self.refused.is_none() { "yes" } else { "no" });
+        match &self.largest {
+            Err(why) => {
+                let _ = writeln!(out, "largest batch: not searched, since {why}");
+            }
+            Ok(l) => {
+                let _ = match l.batch {
+                    Some(n) => write!(out, "largest batch {n}"),
+                    None => write!(out, "largest batch: not even 1 fits"),
+                };
+                if let Some(p) = &l.planned {
+                    let _ = write!(
+                        out,
+                        " ({} on {id}, {} anonymous)",
+                        size(p.fit.device()),
+                        size(self.ask.anonymous(p))
+                    );
+                }
+                let _ = match &l.limit {
+                    // For want of memory is what one expects.
+                    Some(Error::OutOfMemory { .. }) => writeln!(out),
+                    Some(e) => writeln!(out, "; the next is refused: {e}"),
+                    None => writeln!(out, "; more is not tried"),
+                };
+            }
+        }
+    }
+
+    fn staged_text(&self, s: &Stages, out: &mut String) {
+        let n = s.known.len();
+        let _ = writeln!(out, "the model is no single graph, since {}: it runs in stages", s.why);
+        let _ = writeln!(
+            out,
+            "the peak is not predicted; what the host decides was taken as zero here, so sizes that depend on it are too small"
+        );
+        let mut rows = vec![
+            ["stage", "scratch", "live at once", "workspace", "outputs", "weights copied", "packed"]
+                .map(String::from)
+                .to_vec(),
+        ];
+        for (i, (_, f)) in s.known.iter().enumerate() {
+            let cells =
+                [f.activations, f.live.bytes as u64, f.workspace, f.outputs, f.weights, f.packed].map(size);
+            rows.push([&[i.to_string()][..], &cells].concat());
+        }
+        *out += &table(&rows);
+        let _ = writeln!(
+            out,
+            "{n} stages known, {} nodes on the host; all of it kept at once {} on {}",
+            s.host_nodes,
+            size(s.sum.device()),
+            self.ask.backend.id()
+        );
+        if let Some(why) = &s.stopped {
+            let _ = writeln!(out, "the stages after these are not known: {}", why.replace('\n', " "));
+        }
+        let _ = writeln!(out, "memory   {}", self.room_text());
+    }
+
+    fn json(&self) -> Value {
+        let r = &self.ask.room;
+        let mut v = json!({
+            "model": self.a.model,
+            "backend": backend_json(self.ask.backend),
+            "memory": {
+                "device_free": r.free, "device_total": r.total,
+                "host_free": r.host.map(|h| h.0), "host_total": r.host.map(|h| h.1), "device_is_host": r.shared,
+            },
+            "batch": self.batch,
+            "staged": null,
+            "fits": self.refused.is_none(),
+            "error": self.refused.map(report::error_json),
+        });
+        match self.made {
+            Made::Whole(p) => self.whole_json(p, &mut v),
+            Made::Staged(s) => {
+                // What is known fits or not; the whole is open.
+                v["fits"] = Value::Null;
+                v["staged"] = json!(s.why);
+                v["stages"] = s
+                    .known
+                    .iter()
+                    .map(|(p, f)| {
+                        json!({
+                            "weights": { "device": f.weights, "packed": f.packed }, "activations": fit_json(f, p),
+                            "workspace": f.workspace, "outputs": f.outputs,
+                        })
+                    })
+                    .collect();
+                v["stopped"] = json!(s.stopped);
+                v["known"] = json!({ "device": s.sum.device(), "by_tag": tags_json(&s.sum.by_tag()) });
+            }
+        }
+        v
+    }
+
+    fn whole_json(&self, p: &Planned, v: &mut Value) {
+        let (f, inputs) = (&p.fit, self.ask.wanted.iter().zip(&p.inputs));
+        v["inputs"] = inputs
+            .map(|(w, (dtype, dims))| {
+                let fixed = p.fixed.contains(&w.name);
+                json!({ "name": w.name, "dtype": dtype, "shape": dims, "source": w.source, "steers_shape": fixed })
+            })
+            .collect();
+        v["weights"] =
+            json!({ "mapped": p.mapped, "device": f.weights, "packed": f.packed, "host": p.host.constants });
+        v["activations"] = fit_json(f, &p.plan);
+        v["workspace"] = json!(f.workspace);
+        v["io"] = json!({
+            "inputs": { "device": f.inputs, "host": p.host.inputs },
+            "outputs": { "device": f.outputs, "host": p.host.outputs },
+        });
+        v["peak"] = json!({
+            "device": f.device(), "by_tag": tags_json(&f.by_tag()), "host": p.host.sum(), "process": p.process, "planning": self.ask.planning.get(),
+            "anonymous": self.ask.anonymous(p),
+        });
+        match &self.largest {
+            Err(why) => v["no_largest_batch_because"] = json!(why),
+            Ok(l) => {
+                v["largest_batch"] = json!({
+                    "batch": l.batch,
+                    "device": l.planned.as_ref().map(|p| p.fit.device()),
+                    "anonymous": l.planned.as_ref().map(|p| self.ask.anonymous(p)),
+                    "limit": l.limit.as_ref().map(report::error_json),
+                    "plans": l.plans,
+                })
+            }
+        }
+    }
+}

@@ -1,0 +1,124 @@
+//! What a plan takes in memory, from the plan alone: nothing is uploaded or allocated to find out.
+
+use crate::backend::Backend;
+use halcyon_hal::{Device, Tag};
+use halcyon_ir::error::Error;
+use halcyon_ir::plan::{Live, Plan, Storage};
+use serde::Serialize;
+use std::collections::{BTreeMap, HashSet};
+
+/// Bytes that one run of a plan takes of a device, as the device's own accounting ([`halcyon_hal::MemoryStats`]) counts them: with
+/// what it rounds up. Other plans and tensors come on top.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
+pub struct Fit {
+    /// Bytes of constants that the device reads where they are in the host's memory; not part of [`Fit::device`].
+    pub weights_in_place: u64,
+    /// Constants that are copied to the device.
+    pub weights: u64,
+    /// Constants as the device's kernels keep them, packed once.
+    pub packed: u64,
+    /// Scratch: the blocks that buffers share by lifetime.
+    pub activations: u64,
+    /// The least scratch that any layout takes, and the step that needs it. Not rounded.
+    #[serde(skip)]
+    pub live: Live,
+    /// Scratch of the kernel that wants the most.
+    pub workspace: u64,
+    /// The inputs as buffers of the device.
+    pub inputs: u64,
+    pub outputs: u64,
+}
+
+impl Fit {
+    /// Asks the device how much each allocation of the plan takes, and which constants it reads in place. `inputs` are the bytes of
+    /// the inputs that are uploaded for a run, also of those that the plan does not read.
+    pub fn of(backend: &Backend, plan: &Plan, inputs: &[usize]) -> Fit {
+        Fit::of_all(backend, &[plan], inputs)
+    }
+
+    /// As [`Fit::of`], of plans that run one after the other and keep what they have: constants count once, scratch and outputs add
+    /// up, and [`Fit::live`] is that of the plan with the most.
+    pub fn of_all(backend: &Backend, plans: &[&Plan], inputs: &[usize]) -> Fit {
+        let d: &dyn Device = &**backend.device();
+        let takes = |bytes: usize, tag: Tag| d.footprint(bytes, tag) as u64;
+        let add = |to: &mut u64, n: u64| *to = to.saturating_add(n);
+        let mut f = Fit::default();
+        inputs.iter().for_each(|b| add(&mut f.inputs, takes(*b, Tag::Io)));
+        // A constant is there once, however often it is read.
+        let (mut seen, mut packed) = (HashSet::new(), HashSet::new());
+        for plan in plans {
+            for c in plan.consts.iter().filter(|c| seen.insert(c.key())) {
+                match d.import(c.owner()) {
+                    Some(_) => add(&mut f.weights_in_place, c.bytes().len() as u64),
+                    None => add(&mut f.weights, takes(c.bytes().len(), Tag::Weights)),
+                }
+            }
+            for p in &plan.packed {
+                if let Some(packing) = p.kernel.packing()
+                    && packed.insert((p.data.key(), packing))
+                {
+                    add(&mut f.packed, takes(packing.bytes, Tag::Weights));
+                }
+            }
+            plan.blocks.iter().for_each(|b| add(&mut f.activations, takes(*b, Tag::Activations)));
+            if plan.workspace > 0 {
+                add(&mut f.workspace, takes(plan.workspace, Tag::Workspace));
+            }
+            for b in plan.buffers.iter().filter(|b| matches!(b.storage, Storage::Output(_))) {
+                add(&mut f.outputs, takes(b.bytes, Tag::Io));
+            }
+            let live = plan.live();
+            if live.bytes > f.live.bytes {
+                f.live = live;
+            }
+        }
+        f
+    }
+
+    /// Everything that lies in the device's memory while the plan runs: the peak of a device that does nothing else.
+    pub fn device(&self) -> u64 {
+        [self.weights, self.packed, self.activations, self.workspace, self.inputs, self.outputs]
+            .into_iter()
+            .fold(0, u64::saturating_add)
+    }
+
+    /// [`Fit::device`] by purpose; what is zero is left out.
+    pub fn by_tag(&self) -> BTreeMap<Tag, u64> {
+        let io = self.inputs.saturating_add(self.outputs);
+        let all = [
+            (Tag::Weights, self.weights.saturating_add(self.packed)),
+            (Tag::Activations, self.activations),
+            (Tag::Workspace, self.workspace),
+            (Tag::Io, io),
+        ];
+        all.into_iter().filter(|(_, n)| *n > 0).collect()
+    }
+
+    /// The error for a plan that needs `need` bytes of memory with `free` left.
+    pub fn refusal(&self, backend: &Backend, plan: &Plan, need: u64, free: u64) -> Error {
+        let d = backend.device();
+        // The step that asks for the most is the one to look at.
+        let largest = plan.steps.iter().max_by_key(|s| {
+            let written = s.buffers.iter().rev().take(s.outputs);
+            written.map(|b| plan.buffers[b.0 as usize].bytes).max().unwrap_or(0)
+        });
+        let at = largest.map_or(String::new(), |s| match &s.span.0 {
+            Some(at) => format!(", the most for {} at {at}", s.op),
+            None => format!(", the most for {}", s.op),
+        });
+        Error::OutOfMemory {
+            device: d.info().id.clone(),
+            what: format!(
+                "the plan: scratch {}, outputs {}, constants {}, packed constants {}{at}",
+                self.activations.saturating_add(self.workspace),
+                self.outputs,
+                self.weights,
+                self.packed
+            ),
+            requested: need,
+            free,
+            total: d.memory().limit.or(d.info().total_memory).unwrap_or(free),
+            next: "Use smaller inputs, or raise the memory limit".into(),
+        }
+    }
+}
