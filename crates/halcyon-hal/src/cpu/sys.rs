@@ -53,6 +53,26 @@ impl Isa {
         self
     }
 
+    /// Whether this processor multiplies pairs of bf16 beside this set (AVX512_BF16, `vdpbf16ps`).
+    #[inline]
+    pub fn has_bf16(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        if self == Isa::Avx512 {
+            return self.check() == self && is_x86_feature_detected!("avx512bf16");
+        }
+        false
+    }
+
+    /// Whether this processor multiplies quads of 8-bit integers beside this set (AVX512_VNNI, `vpdpbusd`).
+    #[inline]
+    pub fn has_vnni(self) -> bool {
+        #[cfg(target_arch = "x86_64")]
+        if self == Isa::Avx512 {
+            return self.check() == self && is_x86_feature_detected!("avx512vnni");
+        }
+        false
+    }
+
     /// Short name for reports.
     pub fn name(self) -> &'static str {
         match self {
