@@ -57,12 +57,17 @@ pub trait Bf16Out: Copy + Send + Sync + sealed::Sealed + 'static {
     /// Gives `f` a matrix of f32 to write, whose elements are then those of `c`.
     #[doc(hidden)]
     fn through(team: &Team, m: usize, n: usize, c: MatMut<Self>, f: &dyn Fn(MatMut<f32>));
-    /// `c` where it is rounded.
+    /// `c`, the type known.
     #[doc(hidden)]
-    fn rounded(c: MatMut<Self>) -> Option<MatMut<bf16>>;
-    /// `c` where it is f32.
-    #[doc(hidden)]
-    fn plain(c: MatMut<Self>) -> Option<MatMut<f32>>;
+    fn known(c: MatMut<Self>) -> Known;
+}
+
+/// A result's type.
+#[doc(hidden)]
+#[derive(Debug)]
+pub enum Known {
+    F32(MatMut<f32>),
+    Bf16(MatMut<bf16>),
 }
 
 mod sealed {
@@ -75,11 +80,8 @@ impl Bf16Out for f32 {
     fn through(_: &Team, _: usize, _: usize, c: MatMut<f32>, f: &dyn Fn(MatMut<f32>)) {
         f(c);
     }
-    fn rounded(_: MatMut<f32>) -> Option<MatMut<bf16>> {
-        None
-    }
-    fn plain(c: MatMut<f32>) -> Option<MatMut<f32>> {
-        Some(c)
+    fn known(c: MatMut<f32>) -> Known {
+        Known::F32(c)
     }
 }
 
@@ -106,11 +108,8 @@ impl Bf16Out for bf16 {
             }
         });
     }
-    fn rounded(c: MatMut<bf16>) -> Option<MatMut<bf16>> {
-        Some(c)
-    }
-    fn plain(_: MatMut<bf16>) -> Option<MatMut<f32>> {
-        None
+    fn known(c: MatMut<bf16>) -> Known {
+        Known::Bf16(c)
     }
 }
 
@@ -150,13 +149,21 @@ unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
         return;
     }
     if !isa.has_bf16() || Form::of(m, n, &a, &b) != Form::Panels {
-        let epi = if C::rounded(c).is_some() { Epilogue { beta: 0.0, ..epi } } else { epi };
+        let epi = epilogue(c, epi);
         // SAFETY: the caller's.
         C::through(team, m, n, c, &|sums| unsafe { gemm(team, isa, m, n, k, a, b, sums, epi) });
         return;
     }
     // SAFETY: the caller's, and the processor has the instruction.
     unsafe { dots(team, threads, m, n, k, a, &Right::Plain(b), c, epi) }
+}
+
+/// Without `beta` where the result is rounded.
+fn epilogue<C: Bf16Out>(c: MatMut<C>, epi: Epilogue) -> Epilogue {
+    match C::known(c) {
+        Known::F32(_) => epi,
+        Known::Bf16(_) => Epilogue { beta: 0.0, ..epi },
+    }
 }
 
 /// The product on the instruction.
@@ -175,20 +182,20 @@ unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     c: MatMut<C>,
     epi: Epilogue,
 ) {
-    match (C::rounded(c), C::plain(c)) {
-        (Some(out), _) => {
-            let kind = x86::Dots::<A, B>::new(Epilogue { beta: 0.0, ..epi }, Some(out));
+    let epi = epilogue(c, epi);
+    match C::known(c) {
+        Known::Bf16(out) => {
+            let kind = x86::Dots::<A, B>::new(epi, Some(out));
             // One block of K is rounded from registers; the sums of more wait in f32.
             let blocks = super::gemm::k_blocks(k.div_ceil(2));
             let scratch = team.scratch(if blocks > 1 { m * n } else { 0 });
             // SAFETY: the caller's; the scratch holds the sums where there are some.
             unsafe { product(team, threads, &kind, m, n, k, a, b, MatMut::rows(scratch.ptr(), n)) }
         }
-        (None, Some(c)) => {
+        Known::F32(c) => {
             // SAFETY: the caller's.
             unsafe { product(team, threads, &x86::Dots::<A, B>::new(epi, None), m, n, k, a, b, c) }
         }
-        (None, None) => {}
     }
 }
 
@@ -297,7 +304,7 @@ pub unsafe fn gemm_bf16_packed<A: Bf16Elem, C: Bf16Out>(
             dots::<A, bf16, C>(team, team.threads(), m, n, k, a, &Right::Packed(p), c, epi);
         },
         Form16::Wide(p, ..) => {
-            let epi = if C::rounded(c).is_some() { Epilogue { beta: 0.0, ..epi } } else { epi };
+            let epi = epilogue(c, epi);
             // SAFETY: the caller's.
             C::through(team, m, n, c, &|sums| unsafe { gemm_packed(team, m, n, k, a, p, sums, epi) });
         }
