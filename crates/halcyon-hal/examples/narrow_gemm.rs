@@ -131,10 +131,8 @@ fn main() {
         let au: Vec<u8> = (0..m * k).map(|_| byte()).collect();
         let bi: Vec<i8> = (0..k * n).map(|_| byte() as i8).collect();
         let ai: Vec<i8> = au.iter().map(|v| *v as i8).collect();
-        let (af, bf): (Vec<f32>, Vec<f32>) = (
-            ai.iter().map(|v| *v as f32 / 128.0).collect(),
-            bi.iter().map(|v| *v as f32 / 128.0).collect(),
-        );
+        let (af, bf): (Vec<f32>, Vec<f32>) =
+            (ai.iter().map(|v| *v as f32 / 128.0).collect(), bi.iter().map(|v| *v as f32 / 128.0).collect());
         let ah: Vec<bf16> = af.iter().map(|v| bf16::from_f32(*v)).collect();
         let bh: Vec<bf16> = bf.iter().map(|v| bf16::from_f32(*v)).collect();
         let (mut cf, mut ch, mut ci) = (vec![0f32; m * n], vec![bf16::ZERO; m * n], vec![0i32; m * n]);

@@ -164,7 +164,16 @@ struct Signs {
 }
 
 /// Packs bytes as 16-bit integers.
-unsafe fn pack_wide(signed: bool, src: *const u8, rs: isize, ks: isize, n: usize, width: usize, k: usize, dst: *mut u32) {
+unsafe fn pack_wide(
+    signed: bool,
+    src: *const u8,
+    rs: isize,
+    ks: isize,
+    n: usize,
+    width: usize,
+    k: usize,
+    dst: *mut u32,
+) {
     // SAFETY: the caller's; the wrappers are transparent.
     unsafe {
         if signed {

@@ -109,7 +109,8 @@ fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
                 slack += dx * (y.abs() + dy) + dy * x.abs();
             }
             let at = i * sc.0 + j * sc.1;
-            let bias = if br { rows.slice()[i] as f64 } else { 0.0 } + if bc { cols.slice()[j] as f64 } else { 0.0 };
+            let bias =
+                if br { rows.slice()[i] as f64 } else { 0.0 } + if bc { cols.slice()[j] as f64 } else { 0.0 };
             want.push((at, epi.alpha as f64 * s + bias, mag, slack));
         }
     }
@@ -343,13 +344,15 @@ fn narrow_batches_follow_single_products() {
     for threads in [1, 2, 5] {
         let team = Team::new(threads);
         for isa in Isa::available() {
-            for (items, m, n, k) in [(0, 3, 4, 5), (1, 17, 19, 23), (12, 64, 64, 64), (5, 1, 30, 64), (40, 33, 70, 90)]
+            for (items, m, n, k) in
+                [(0, 3, 4, 5), (1, 17, 19, 23), (12, 64, 64, 64), (5, 1, 30, 64), (40, 33, 70, 90)]
             {
                 let a: Vec<bf16> = rng.vec(items * m * k).into_iter().map(bf16::from_f32).collect();
                 let b: Vec<bf16> = rng.vec(k * n).into_iter().map(bf16::from_f32).collect();
                 let ai: Vec<u8> = a.iter().map(|v| (v.to_f32() * 127.0 + 128.0) as u8).collect();
                 let bi: Vec<i8> = b.iter().map(|v| (v.to_f32() * 127.0) as i8).collect();
-                let (mut batched, mut single) = (vec![bf16::NAN; items * m * n], vec![bf16::ZERO; items * m * n]);
+                let (mut batched, mut single) =
+                    (vec![bf16::NAN; items * m * n], vec![bf16::ZERO; items * m * n]);
                 let (mut ib, mut is) = (vec![1i32; items * m * n], vec![2i32; items * m * n]);
                 let (e, step, to) = (Epilogue::default(), (m * k) as isize, (m * n) as isize);
                 // One B for the batch.
@@ -387,8 +390,10 @@ fn bf16_keeps_infinities_and_nan_and_drops_denormals() {
     let team = Team::new(1);
     let (m, n, k) = (24, 32, 5);
     let run = |x: f32, y: f32| {
-        let a: Vec<bf16> = (0..m * k).map(|i| if i % k == 4 { bf16::from_f32(x) } else { bf16::ZERO }).collect();
-        let b: Vec<bf16> = (0..k * n).map(|i| if i / n == 4 { bf16::from_f32(y) } else { bf16::ONE }).collect();
+        let a: Vec<bf16> =
+            (0..m * k).map(|i| if i % k == 4 { bf16::from_f32(x) } else { bf16::ZERO }).collect();
+        let b: Vec<bf16> =
+            (0..k * n).map(|i| if i / n == 4 { bf16::from_f32(y) } else { bf16::ONE }).collect();
         let mut c = vec![7f32; m * n];
         // SAFETY: the vectors have the sizes of the matrices.
         unsafe {

@@ -268,7 +268,9 @@ pub(crate) unsafe fn product<K: Kind>(
                     let j = q * K::NR;
                     let src = b.ptr.wrapping_offset(k0 as isize * b.rs + j as isize * b.cs);
                     // SAFETY: the panel is inside B, and its place in the buffer is this part's alone.
-                    unsafe { kind.pack_b(src, b.cs, b.rs, (n - j).min(K::NR), kn, b_buf.get().add(q * b_len)) };
+                    unsafe {
+                        kind.pack_b(src, b.cs, b.rs, (n - j).min(K::NR), kn, b_buf.get().add(q * b_len))
+                    };
                 }
             });
             let row_parts = if cut.share_b { panels.div_ceil(2).min(cut.threads * 4) } else { 1 };
@@ -331,8 +333,8 @@ mod wide {
         // SAFETY: AVX-512 F and BW by the caller's condition.
         unsafe {
             let at = _mm512_set_epi16(
-                31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19, 3, 18, 2,
-                17, 1, 16, 0,
+                31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
+                3, 18, 2, 17, 1, 16, 0,
             );
             _mm512_permutexvar_epi16(at, _mm512_inserti64x4::<1>(_mm512_castsi256_si512(lo), hi))
         }
