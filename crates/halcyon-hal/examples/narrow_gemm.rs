@@ -1,7 +1,8 @@
 //! bf16 and int8 matrix products beside a loop of their instruction on registers:
 //! `cargo run --release -p halcyon-hal --example narrow_gemm [threads] [rounds]`.
 //!
-//! Product and peak are measured in turns, so that other work on the machine moves both; medians over the rounds.
+//! Product and peak are measured in turns, so that other work on the machine moves both. Medians over the rounds, the median of the
+//! shares of the peaks before and after each run, and the best run beside the best peak.
 
 use halcyon_hal::cpu::library::gemm::{Epilogue, Mat, MatMut, gemm};
 use halcyon_hal::cpu::library::gemm_bf16::{PackedBf16, gemm_bf16, gemm_bf16_packed};
@@ -65,10 +66,32 @@ mod registers {
     pub(super) unsafe fn int8(_: usize) {}
 }
 
-fn seconds(f: impl FnOnce()) -> f64 {
-    let t = Instant::now();
+/// Processor time that this thread has had, in seconds.
+#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
+fn had() -> Option<f64> {
+    unsafe extern "C" {
+        fn clock_gettime(clock: std::ffi::c_int, to: *mut [i64; 2]) -> std::ffi::c_int;
+    }
+    let mut t = [0; 2];
+    // SAFETY: CLOCK_THREAD_CPUTIME_ID is 3; a timespec is two 64-bit integers here.
+    let ok = unsafe { clock_gettime(3, &mut t) } == 0;
+    ok.then(|| t[0] as f64 + t[1] as f64 * 1e-9)
+}
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+fn had() -> Option<f64> {
+    None
+}
+
+/// Seconds that `f` takes: of the processor where this thread alone works and the system tells (other programs disturb that less),
+/// else by the clock.
+fn seconds(team: &Team, f: impl FnOnce()) -> f64 {
+    let (t, before) = (Instant::now(), had());
     f();
-    t.elapsed().as_secs_f64()
+    let clock = t.elapsed().as_secs_f64();
+    match (before, had()) {
+        (Some(b), Some(a)) if team.threads() == 1 => a - b,
+        _ => clock,
+    }
 }
 
 fn median(v: &mut [f64]) -> f64 {
@@ -80,19 +103,25 @@ fn median(v: &mut [f64]) -> f64 {
 fn peak_of(team: &Team, lanes: usize, f: unsafe fn(usize)) -> f64 {
     let n = team.threads();
     // SAFETY: called where the processor has the instruction.
-    let t = seconds(|| team.run(n, &|_| unsafe { f(STEPS) }));
+    let t = seconds(team, || team.run(n, &|_| unsafe { f(STEPS) }));
     (2 * 16 * lanes * 24 * STEPS * n) as f64 / t
 }
 
 /// Interleaves the peak with the products; prints the median rate of each and its share of the median peak.
-fn rates(rounds: usize, ops: f64, mut top: impl FnMut() -> f64, runs: &mut [(&str, &mut dyn FnMut())]) {
+fn rates(
+    team: &Team,
+    rounds: usize,
+    ops: f64,
+    mut top: impl FnMut() -> f64,
+    runs: &mut [(&str, &mut dyn FnMut())],
+) {
     let reps = (4e8 / ops).clamp(1.0, 50.0) as usize;
     let mut tops = vec![];
     let mut found = vec![vec![]; runs.len()];
     for round in 0..rounds + 1 {
         let mut here = top();
         for (run, found) in runs.iter_mut().zip(&mut found) {
-            let r = ops * reps as f64 / seconds(|| (0..reps).for_each(|_| run.1()));
+            let r = ops * reps as f64 / seconds(team, || (0..reps).for_each(|_| run.1()));
             let next = top();
             // The first round warms up.
             if round > 0 {
@@ -102,10 +131,17 @@ fn rates(rounds: usize, ops: f64, mut top: impl FnMut() -> f64, runs: &mut [(&st
             here = next;
         }
     }
-    print!("   peak {:6.0}", median(&mut tops) / 1e9);
+    let best = |v: &[f64]| v.iter().copied().fold(0.0, f64::max);
+    let top = best(&tops);
+    print!("   peak {:5.0} (best {:5.0})", median(&mut tops) / 1e9, top / 1e9);
     for ((name, _), found) in runs.iter().zip(found) {
         let (mut r, mut s): (Vec<f64>, Vec<f64>) = found.into_iter().unzip();
-        print!("   {name} {:6.0} ({:4.1} %)", median(&mut r) / 1e9, 100.0 * median(&mut s));
+        let share = 100.0 * best(&r) / top;
+        print!(
+            "   {name} {:5.0} ({:4.1} %, best {share:4.1} %)",
+            median(&mut r) / 1e9,
+            100.0 * median(&mut s)
+        );
     }
     println!();
 }
@@ -153,7 +189,7 @@ fn main() {
         let (t, i) = (&team, isa);
         let (a, b) = (Mat::rows(af.as_ptr(), k), Mat::rows(bf.as_ptr(), n));
         print!("  f32 ");
-        rates(rounds, ops, || peak::fma_flops(t, i), &mut [("", run!(gemm(t, i, m, n, k, a, b, to, e)))]);
+        rates(t, rounds, ops, || peak::fma_flops(t, i), &mut [("", run!(gemm(t, i, m, n, k, a, b, to, e)))]);
         if isa.has_bf16() {
             let (ah, bh, bt) =
                 (Mat::rows(ah.as_ptr(), k), Mat::rows(bh.as_ptr(), n), Mat::rows(bh.as_ptr(), k).t());
@@ -161,6 +197,7 @@ fn main() {
             let packed = unsafe { PackedBf16::b(isa, bh, k, n) };
             print!("  bf16");
             rates(
+                t,
                 rounds,
                 ops,
                 || peak_of(t, 2, registers::bf16),
@@ -180,6 +217,7 @@ fn main() {
             let packed = unsafe { PackedI8::b(isa, b, k, n) };
             print!("  int8");
             rates(
+                t,
                 rounds,
                 ops,
                 || peak_of(t, 4, registers::int8),

@@ -385,8 +385,9 @@ impl Cut {
         Cut { mr, nr, threads, kc, mb, n_panels, chunk, chunks, share_b }
     }
 
+    /// A multiple of a cache line, so that the panels of B after it begin on one: vectors of theirs would straddle lines.
     pub fn a_floats(&self) -> usize {
-        self.mb * self.kc
+        (self.mb * self.kc).next_multiple_of(16)
     }
     fn b_floats(&self) -> usize {
         if self.share_b {

@@ -134,7 +134,7 @@ fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
             touched[at] = true;
             let w = act(w);
             // Half a unit of 8 bits beside the error of the sums.
-            close(got[at].to_f32(), w, w.abs() / 256.0 + slack + 4e-7 * mag, 1.0, &(what, at));
+            close(got[at].to_f32(), w, (w.abs() + slack) / 256.0 + slack + 4e-7 * mag, 1.0, &(what, at));
         }
         for (at, t) in touched.iter().enumerate() {
             assert!(*t || got[at].to_bits() == old[at].to_bits(), "wrote between the elements: {what:?}");
