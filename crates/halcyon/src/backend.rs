@@ -110,7 +110,7 @@ impl BackendBuilder {
     }
 
     /// How exact f32 matrix work must be. `Medium` lets the CPU round the factors of matrix products to bf16 (and take
-    /// denormals for zero) where the processor multiplies bf16; all else is computed at `Highest`.
+    /// denormals for zero) where the processor multiplies bf16 faster than f32; all else is computed at `Highest`.
     pub fn precision(mut self, p: MatmulPrecision) -> Self {
         self.precision = p;
         self

@@ -142,8 +142,13 @@ fn moved<T>(m: Mat<T>, by: isize) -> Mat<T> {
 }
 
 /// Products of narrow types that have kernels of their own: bytes into i32, on every processor; bf16 into bf16 or f32 and, where
-/// the processor multiplies bf16, f32 rounded to it, both at [`MatmulPrecision::Medium`] alone.
-fn narrow_matmul(isa: Isa, call: &LibraryCall<'_>, p: &Product) -> Option<Result<CpuKernel, Declined>> {
+/// the processor multiplies bf16 faster than f32, f32 rounded to it, both at [`MatmulPrecision::Medium`] alone.
+fn narrow_matmul(
+    isa: Isa,
+    call: &LibraryCall<'_>,
+    p: &Product,
+    bf16_gains: bool,
+) -> Option<Result<CpuKernel, Declined>> {
     let (a, b, c) = (call.inputs[0].dtype, call.inputs[1].dtype, call.outputs[0].dtype);
     let size = c.bytes(call.outputs[0].view.numel());
     let byte = |d: DType| matches!(d, DType::I8 | DType::U8);
@@ -152,7 +157,7 @@ fn narrow_matmul(isa: Isa, call: &LibraryCall<'_>, p: &Product) -> Option<Result
         (DType::I8, DType::I8, DType::I32) => ("i8", Product::bytes::<i8, i8>),
         (DType::I8, DType::U8, DType::I32) => ("i8", Product::bytes::<i8, u8>),
         (DType::U8, DType::U8, DType::I32) => ("i8", Product::bytes::<u8, u8>),
-        _ if call.precision < MatmulPrecision::Medium || !isa.has_bf16() => return None,
+        _ if call.precision < MatmulPrecision::Medium || !bf16_gains => return None,
         (DType::BF16, DType::BF16, DType::BF16) => ("bf16", Product::bf16::<bf16, bf16, bf16>),
         (DType::BF16, DType::BF16, DType::F32) => ("bf16", Product::bf16::<bf16, bf16, f32>),
         // Few rows or columns are bound by memory: f32 is as fast there, and exact.
@@ -180,6 +185,15 @@ fn narrow_matmul(isa: Isa, call: &LibraryCall<'_>, p: &Product) -> Option<Result
 
 /// Matrix product of any views and number types. f32 and halves sum in f32, f64 in f64, integers wrap. Bytes may go into i32.
 pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
+    matmul_where(isa, call, isa.bf16_is_faster())
+}
+
+/// [`matmul`] where bf16 products gain or do not.
+pub(super) fn matmul_where(
+    isa: Isa,
+    call: &LibraryCall<'_>,
+    bf16_gains: bool,
+) -> Result<CpuKernel, Declined> {
     let [a, b] = call.inputs else {
         return Err(Declined::because("two operands are needed"));
     };
@@ -187,7 +201,7 @@ pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Decl
         return Err(Declined::because("operands of one rank, at least 2, are needed"));
     }
     let p = Product::new(&a.view, &b.view);
-    if let Some(kernel) = narrow_matmul(isa, call, &p) {
+    if let Some(kernel) = narrow_matmul(isa, call, &p, bf16_gains) {
         return kernel;
     }
     if a.dtype != b.dtype || a.dtype != call.outputs[0].dtype {

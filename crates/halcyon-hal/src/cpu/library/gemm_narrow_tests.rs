@@ -37,7 +37,7 @@ fn random_case(rng: &mut Rng) -> Case {
 
 /// Shapes that cross the blocks of K and rows, the chunks of B's columns, and its sharing among threads.
 const LARGE: [(usize, usize, usize); 6] =
-    [(9, 530, 2103), (530, 11, 4100), (200, 40, 2200), (40, 601, 4097), (601, 20, 2051), (65, 300, 33)];
+    [(9, 530, 2103), (530, 11, 2100), (200, 40, 2200), (40, 301, 4097), (301, 20, 2051), (65, 300, 33)];
 
 fn mat<T: Copy>(g: &Guarded<T>, s: (usize, usize, usize)) -> Mat<T> {
     Mat { ptr: g.ptr(), rs: s.0 as isize, cs: s.1 as isize }
@@ -265,7 +265,8 @@ fn larger_byte_products_cross_every_blocking() {
     let mut rng = Rng::new();
     let team = Team::new(2);
     for isa in Isa::available() {
-        for (m, n, k) in LARGE {
+        // The slower code has smaller tiles, not other cuts.
+        for (m, n, k) in LARGE.into_iter().take(if isa == Isa::best() { 6 } else { 1 }) {
             check_i8_kinds(&team, isa, &mut rng, |r| Case { m, n, k, ..random_case(r) });
         }
     }

@@ -3,7 +3,7 @@
 use super::testing::Rng;
 use crate::cpu::CpuDevice;
 use crate::cpu::sys::Isa;
-use crate::{BufferRef, Command, Device, Options, Tag, Target};
+use crate::{BufferRef, Command, Device, LibraryKernel, Options, Tag, Target};
 use halcyon_ir::composite::Composite;
 use halcyon_ir::layout::View;
 use halcyon_ir::op::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
@@ -236,6 +236,7 @@ fn product(
     out: DType,
     dims: &[usize],
     precision: MatmulPrecision,
+    bf16_gains: bool,
 ) -> (String, ConstData) {
     let (x, y) = (place(dev, x, Lay::Turned), place(dev, y, Lay::Dense));
     let output = Operand { dtype: out, view: View::dense(dims) };
@@ -246,7 +247,8 @@ fn product(
         precision,
         in_place: false,
     };
-    let k = dev.library(&call).unwrap();
+    let k = super::calls::matmul_where(Isa::best(), &call, bf16_gains).unwrap();
+    let k: Arc<dyn LibraryKernel> = Arc::new(k);
     let bytes = out.bytes(dims.iter().product());
     let z = dev.alloc(bytes, Tag::Io).unwrap();
     dev.write(&z, 0, &vec![0x5A; bytes]).unwrap();
@@ -272,10 +274,11 @@ fn narrow_matmuls_go_to_their_kernels() {
             let (x, y) = (random(&mut rng, da, &a), random(&mut rng, db, &b));
             let ty = TensorType::new(DType::I32, &dims[..]);
             let want = reference::eval_op(&Op::Matmul, &[&i32s(&x), &i32s(&y)], &ty, &[]).unwrap();
-            let (name, got) = product(&dev, &x, &y, DType::I32, &dims, MatmulPrecision::Highest);
+            let (name, got) = product(&dev, &x, &y, DType::I32, &dims, MatmulPrecision::Highest, false);
             assert!(name.starts_with("cpu.gemm_i8."), "{name}");
             assert_eq!(got.bytes(), want.bytes(), "{da} {db} {a:?} {b:?}");
         }
+        // Tried where it runs, be it faster or not.
         let fast = Isa::best().has_bf16();
         for (d, out) in [(DType::BF16, DType::BF16), (DType::F32, DType::F32), (DType::BF16, DType::F32)] {
             let (x, y) = (random(&mut rng, d, &a), random(&mut rng, d, &b));
@@ -290,7 +293,7 @@ fn narrow_matmuls_go_to_their_kernels() {
                 if out != d && !(medium && fast) {
                     continue;
                 }
-                let (name, got) = product(&dev, &x, &y, out, &dims, precision);
+                let (name, got) = product(&dev, &x, &y, out, &dims, precision, fast);
                 let few = a[0].min(b[1]) <= 8 && d == DType::F32;
                 assert_eq!(name.starts_with("cpu.gemm_bf16."), medium && fast && !few, "{name}");
                 for (g, w) in got.scalars().zip(want.scalars()) {
