@@ -10,9 +10,13 @@
 //! Results depend on shape and strides, not on the number of threads. Products with few rows or columns are bound by memory and run as
 //! [`super::gemm::gemm`] does them, in f32; so does everything where the instruction is missing ("bf16 or better").
 //!
+//! On Intel's processors the instruction runs at half the rate of f32 multiply-adds, on AMD's at twice: [`Isa::bf16_is_faster`] tells, and
+//! calls use it only there.
+//!
 //! Cost. One step of the 12 x 32 micro-tile is 24 instructions (64 flops each) on 12 + 32 lanes of 4 bytes: 1,536 flops on 176 bytes of
 //! cache, so the ceiling is the instruction's rate. Around it, for a product of size n: packing reads and writes both operands (2 n^2
-//! elements of 2 bytes in, as much out), and C is written once per 1,024 steps of K.
+//! elements of 2 bytes in, as much out), and C is written once per 1,024 steps of K. `examples/narrow_gemm.rs` measures it beside the
+//! instruction on registers (two cores of an Intel Xeon with AVX512_BF16, other work on the machine): 95 to 97 % of 204 GFLOP/s at 1024.
 
 use super::gemm::{Epilogue, Form, Mat, MatMut, PackElem, Packed, gemm, gemm_packed};
 #[cfg(target_arch = "x86_64")]
@@ -244,6 +248,7 @@ pub struct PackedBf16(Form16);
 
 #[derive(Debug)]
 enum Form16 {
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     Lanes(Panels),
     Wide(Packed, usize, usize),
 }

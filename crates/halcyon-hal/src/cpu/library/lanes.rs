@@ -19,6 +19,8 @@ pub(crate) trait LaneElem: Copy + Send + Sync + 'static {
 }
 
 /// Where a tile of C goes, and which blocks of K it is the sum of.
+// The products of other architectures have no epilogue that asks for the place.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub(crate) struct Place<C> {
     pub c: *mut C,
     pub rs: isize,
