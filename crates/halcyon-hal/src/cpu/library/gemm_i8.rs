@@ -11,8 +11,9 @@
 //! Cost. One step of the 12 x 32 micro-tile is 24 instructions of 64 multiply-adds on 12 + 32 lanes of 4 bytes: 3,072 operations on
 //! 176 bytes of cache, so the ceiling is the instruction's rate, four times that of f32. Packing and C, written once per 2,048 steps
 //! of K in 4 bytes, weigh four times what they do for f32. `examples/narrow_gemm.rs` measures it beside the instruction on registers (two
-//! cores of an Intel Xeon, other work on the machine): 81 to 83 % of 1,450 Gop/s at 1024, less at 2048, where C is 16 MB. What did not
-//! help there: asking for C's lines before the sums (no change), panels of B in the first cache level instead of A's (8 % slower).
+//! cores of an Intel Xeon, other work on the machine): the best of 5 runs had 80 to 83 % of the best peak, 1,450 Gop/s, at 1024. At 2048
+//! no undisturbed run of two threads was had; on one, shares of 61 to 77 % came out. What did not help: asking for C's lines before the
+//! sums (within the noise), panels of B in the first cache level instead of A's (8 % slower at 1024, 3 % at 2048).
 
 use super::lanes::{Kind, LaneElem, Panels, Place, Right, batch, pack_lanes, product};
 use super::mat::{Mat, MatMut};
