@@ -65,7 +65,8 @@ pub struct Operand {
     pub view: View,
 }
 
-/// How exact f32 matrix work must be.
+/// How exact f32 matrix work must be. For bf16 operands, whose products f32 holds exactly, `Medium` allows instructions that take
+/// denormals for zero and add in an order of their own.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum MatmulPrecision {
     /// f32 products, f32 sums.
@@ -84,7 +85,8 @@ pub enum Work<'a> {
     Fused(&'a Fused),
 }
 
-/// Inputs may have any view; outputs are dense unless the work is fused (whose views are inside it; operands are then whole
+/// Operand types are the op's, and the output's the op's result; a device may also take [`Op::Matmul`] of 8-bit integers into i32, and of
+/// bf16 into f32, where a pass proposes it. Inputs may have any view; outputs are dense unless the work is fused (whose views are inside it; operands are then whole
 /// buffers). With [`LibraryCall::in_place`], output 0 shares the buffer of input 0.
 #[derive(Clone, Copy, Debug)]
 pub struct LibraryCall<'a> {

@@ -112,7 +112,8 @@ impl BackendBuilder {
         self
     }
 
-    /// How exact f32 matrix work must be. At present every backend computes at `Highest`.
+    /// How exact f32 matrix work must be. `Medium` lets the CPU round the factors of matrix products to bf16 (and take
+    /// denormals for zero) where the processor multiplies bf16 faster than f32; all else is computed at `Highest`.
     pub fn precision(mut self, p: MatmulPrecision) -> Self {
         self.precision = p;
         self

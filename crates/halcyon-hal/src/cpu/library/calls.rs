@@ -3,6 +3,8 @@
 use super::attention::{Attention, Heads, attention};
 use super::conv::{Conv, ConvWeights, conv_f32, conv_rows};
 use super::gemm::{Epilogue, Mat, MatMut, PackShape, Packed, by_panels, gemm, gemm_batched, gemm_packed};
+use super::gemm_bf16::{Bf16Elem, Bf16Out, gemm_bf16_batched};
+use super::gemm_i8::{Byte, gemm_i8_batched, gemm_i8_wrapped};
 use super::matmul_any::{gemm_any, gemm_rounded};
 use super::num::{Num, Wide, with_type};
 use super::pool::{Pool, pool};
@@ -16,6 +18,7 @@ use crate::{Declined, LibraryCall, Operand};
 use halcyon_ir::composite::Composite;
 use halcyon_ir::layout::{View, collapse};
 use halcyon_ir::op::{self, PoolKind};
+use halcyon_ir::target::MatmulPrecision;
 use halcyon_ir::{DType, Result as IrResult};
 use half::{bf16, f16};
 
@@ -89,13 +92,49 @@ impl Product {
     }
 
     fn mats<T>(&self, r: &Run<'_>) -> (Mat<T>, Mat<T>) {
-        let rank = self.a.rank();
-        let mat = |buf: usize, v: &View| Mat {
-            ptr: ptr::<T>(r, buf, v),
-            rs: v.strides[rank - 2],
-            cs: v.strides[rank - 1],
-        };
-        (mat(0, &self.a), mat(1, &self.b))
+        (self.a(r), self.b(r))
+    }
+
+    fn a<T>(&self, r: &Run<'_>) -> Mat<T> {
+        Product::mat(r, 0, &self.a)
+    }
+
+    fn b<T>(&self, r: &Run<'_>) -> Mat<T> {
+        Product::mat(r, 1, &self.b)
+    }
+
+    fn mat<T>(r: &Run<'_>, buf: usize, v: &View) -> Mat<T> {
+        let rank = v.rank();
+        Mat { ptr: ptr::<T>(r, buf, v), rs: v.strides[rank - 2], cs: v.strides[rank - 1] }
+    }
+
+    /// The products with bf16 factors.
+    ///
+    /// # Safety
+    /// The operands are of types A and B, the dense result of type C and shared with nothing.
+    unsafe fn bf16<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(&self, r: &Run<'_>) {
+        let (a, b, c) = (self.a::<A>(r), self.b::<B>(r), r.bufs[2].ptr as *mut C);
+        self.groups(|x, y, z| {
+            let (a, b) = ((moved(a, x), self.step[0]), (moved(b, y), self.step[1]));
+            let c = (MatMut::rows(c.wrapping_offset(z), self.n), self.step[2]);
+            let (m, n, k, epi) = (self.m, self.n, self.k, Epilogue::default());
+            // SAFETY: the caller's; views stay in their buffers.
+            unsafe { gemm_bf16_batched(r.team, r.isa, self.batch, m, n, k, a, b, c, epi) };
+        });
+    }
+
+    /// The products of bytes into i32.
+    ///
+    /// # Safety
+    /// The operands are of types A and B, the dense result of type i32 and shared with nothing.
+    unsafe fn bytes<A: Byte, B: Byte>(&self, r: &Run<'_>) {
+        let (a, b, c) = (self.a::<A>(r), self.b::<B>(r), r.bufs[2].ptr as *mut i32);
+        self.groups(|x, y, z| {
+            let (a, b) = ((moved(a, x), self.step[0]), (moved(b, y), self.step[1]));
+            let c = (MatMut::rows(c.wrapping_offset(z), self.n), self.step[2]);
+            // SAFETY: the caller's; views stay in their buffers.
+            unsafe { gemm_i8_batched(r.team, r.isa, self.batch, self.m, self.n, self.k, a, b, c) };
+        });
     }
 }
 
@@ -103,15 +142,77 @@ fn moved<T>(m: Mat<T>, by: isize) -> Mat<T> {
     Mat { ptr: m.ptr.wrapping_offset(by), ..m }
 }
 
-/// Matrix product of any views and number types. f32 and halves sum in f32, f64 in f64, integers wrap.
+/// Products of narrow types that have kernels of their own: bytes into i32, on every processor; bf16 into bf16 or f32 and, where
+/// the processor multiplies bf16 faster than f32, f32 rounded to it, both at [`MatmulPrecision::Medium`] alone.
+fn narrow_matmul(
+    isa: Isa,
+    call: &LibraryCall<'_>,
+    p: &Product,
+    bf16_gains: bool,
+) -> Option<Result<CpuKernel, Declined>> {
+    let (a, b, c) = (call.inputs[0].dtype, call.inputs[1].dtype, call.outputs[0].dtype);
+    let size = c.bytes(call.outputs[0].view.numel());
+    let byte = |d: DType| matches!(d, DType::I8 | DType::U8);
+    let (name, run): (_, unsafe fn(&Product, &Run<'_>)) = match (a, b, c) {
+        (DType::U8, DType::I8, DType::I32) => ("i8", Product::bytes::<u8, i8>),
+        (DType::I8, DType::I8, DType::I32) => ("i8", Product::bytes::<i8, i8>),
+        (DType::I8, DType::U8, DType::I32) => ("i8", Product::bytes::<i8, u8>),
+        (DType::U8, DType::U8, DType::I32) => ("i8", Product::bytes::<u8, u8>),
+        _ if call.precision < MatmulPrecision::Medium || !bf16_gains => return None,
+        (DType::BF16, DType::BF16, DType::BF16) => ("bf16", Product::bf16::<bf16, bf16, bf16>),
+        (DType::BF16, DType::BF16, DType::F32) => ("bf16", Product::bf16::<bf16, bf16, f32>),
+        // Few rows or columns are bound by memory: f32 is as fast there, and exact.
+        (DType::F32, DType::F32, DType::F32) if p.m.min(p.n) > super::gemv::ROWS => {
+            ("bf16", Product::bf16::<f32, f32, f32>)
+        }
+        _ => return None,
+    };
+    let with = match byte(a) {
+        true if isa.has_vnni() => "avx512_vnni",
+        true => isa.name(),
+        false => "avx512_bf16",
+    };
+    if call.packed.is_some() || call.epilogue.is_some() {
+        return Some(Err(Declined::because(
+            "products of narrow types take no packed operand and no epilogue",
+        )));
+    }
+    let p = p.clone();
+    Some(CpuKernel::new(format!("cpu.gemm_{name}.{with}"), call, move |r| {
+        if p.k == 0 {
+            // SAFETY: the kernel's checks.
+            unsafe { std::ptr::write_bytes(r.bufs[2].ptr, 0, size) };
+            return;
+        }
+        // SAFETY: the kernel's checks; the types are those of the call.
+        unsafe { run(&p, r) };
+    }))
+}
+
+/// Matrix product of any views and number types. f32 and halves sum in f32, f64 in f64, integers wrap. Bytes may go into i32.
 pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
+    matmul_where(isa, call, isa.bf16_is_faster())
+}
+
+/// [`matmul`] where bf16 products gain or do not.
+pub(super) fn matmul_where(
+    isa: Isa,
+    call: &LibraryCall<'_>,
+    bf16_gains: bool,
+) -> Result<CpuKernel, Declined> {
     let [a, b, ..] = call.inputs else {
         return Err(Declined::because("two operands are needed"));
     };
-    if a.view.rank() < 2 || a.view.rank() != b.view.rank() || a.dtype != b.dtype {
-        return Err(Declined::because("operands of one type and rank, at least 2, are needed"));
+    if a.view.rank() < 2 || a.view.rank() != b.view.rank() {
+        return Err(Declined::because("operands of one rank, at least 2, are needed"));
     }
     let p = Product::new(&a.view, &b.view);
+    if let Some(kernel) = narrow_matmul(isa, call, &p, bf16_gains) {
+        return kernel;
+    }
+    if a.dtype != b.dtype || a.dtype != call.outputs[0].dtype {
+        return Err(Declined::because("operands and result of one type, or bytes into i32, are needed"));
+    }
     let (d, size) = (a.dtype, call.outputs[0].dtype.bytes(call.outputs[0].view.numel()));
     let fits = p.m.min(p.n) <= super::gemv::ROWS;
     let name = match d {
@@ -188,11 +289,11 @@ pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Decl
             DType::F16 => each!(f16, |a, b, c| gemm_rounded(team, isa, m, n, k, a, b, c, n, epi)),
             DType::BF16 => each!(bf16, |a, b, c| gemm_rounded(team, isa, m, n, k, a, b, c, n, epi)),
             DType::F64 => any!(f64),
-            DType::I8 => any!(i8),
+            DType::I8 => each!(i8, |a, b, c| gemm_i8_wrapped(team, isa, m, n, k, a, b, c, n)),
             DType::I16 => any!(i16),
             DType::I32 => any!(i32),
             DType::I64 => any!(i64),
-            DType::U8 => any!(u8),
+            DType::U8 => each!(u8, |a, b, c| gemm_i8_wrapped(team, isa, m, n, k, a, b, c, n)),
             DType::U16 => any!(u16),
             DType::U32 => any!(u32),
             DType::U64 => any!(u64),

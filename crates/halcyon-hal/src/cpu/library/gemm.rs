@@ -88,15 +88,15 @@ const MB: usize = 6144;
 /// Products smaller than this many multiply-adds stay on the calling thread.
 const SERIAL: usize = 300_000;
 
-fn k_blocks(k: usize) -> usize {
+pub(super) fn k_blocks(k: usize) -> usize {
     k.div_ceil(KC).max(1)
 }
-fn k_block(k: usize, i: usize) -> (usize, usize) {
+pub(super) fn k_block(k: usize, i: usize) -> (usize, usize) {
     let n = k_blocks(k);
     (k * i / n, k * (i + 1) / n)
 }
 /// The longest block.
-fn kc_max(k: usize) -> usize {
+pub(super) fn kc_max(k: usize) -> usize {
     k.div_ceil(k_blocks(k))
 }
 
@@ -388,23 +388,28 @@ unsafe fn tiles_body<S: Simd, P: Panels>(
 }
 
 /// How a product is cut; a function of the shape and the number of threads. Only the cut of K reaches the numbers.
-struct Cut {
+pub(super) struct Cut {
     mr: usize,
     nr: usize,
-    threads: usize,
+    pub threads: usize,
     kc: usize,
     /// Rows packed at a time.
-    mb: usize,
-    n_panels: usize,
-    chunk: usize,
-    chunks: usize,
+    pub mb: usize,
+    pub n_panels: usize,
+    pub chunk: usize,
+    pub chunks: usize,
     /// B is packed once for all, because rows are split among threads.
-    share_b: bool,
+    pub share_b: bool,
 }
 
 impl Cut {
     fn new(isa: Isa, m: usize, n: usize, k: usize, threads: usize) -> Cut {
-        let (mr, nr) = tile_of(isa);
+        Cut::of(tile_of(isa), m, n, k, kc_max(k), threads)
+    }
+
+    /// For a micro-tile and packed panels of at most `kc` steps (with what heads them), `k` in all.
+    pub fn of(tile: (usize, usize), m: usize, n: usize, k: usize, kc: usize, threads: usize) -> Cut {
+        let (mr, nr) = tile;
         let n_panels = n.div_ceil(nr);
         let threads = if m.saturating_mul(n).saturating_mul(k) < SERIAL { 1 } else { threads };
         let mb = m.next_multiple_of(mr).min(MB / mr * mr);
@@ -417,11 +422,12 @@ impl Cut {
             (n_panels / (2 * threads)).clamp(1, CHUNK_PANELS)
         };
         let chunks = n_panels.div_ceil(chunk);
-        Cut { mr, nr, threads, kc: kc_max(k), mb, n_panels, chunk, chunks, share_b }
+        Cut { mr, nr, threads, kc, mb, n_panels, chunk, chunks, share_b }
     }
 
-    fn a_floats(&self) -> usize {
-        self.mb * self.kc
+    /// A multiple of a cache line, so that the panels of B after it begin on one: vectors of theirs would straddle lines.
+    pub fn a_floats(&self) -> usize {
+        (self.mb * self.kc).next_multiple_of(16)
     }
     fn b_floats(&self) -> usize {
         if self.share_b {
@@ -430,13 +436,13 @@ impl Cut {
             self.threads * self.chunk * self.nr * self.kc
         }
     }
-    fn floats(&self) -> usize {
+    pub fn floats(&self) -> usize {
         self.a_floats() + self.b_floats()
     }
 }
 
 /// Runs parts on the team, or here when there is one thread in the cut.
-fn spread(team: Option<&Team>, parts: usize, f: &(dyn Fn(usize, usize) + Sync)) {
+pub(super) fn spread(team: Option<&Team>, parts: usize, f: &(dyn Fn(usize, usize) + Sync)) {
     match team {
         Some(t) => t.run_with(parts, f),
         None => (0..parts).for_each(|p| f(0, p)),
@@ -612,7 +618,7 @@ pub fn by_panels<A, B>(m: usize, n: usize, a: &Mat<A>, b: &Mat<B>) -> bool {
 
 /// Which code does a product. A function of shape and strides alone, so that numbers do not depend on threads.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Form {
+pub(super) enum Form {
     /// Few rows.
     Rows,
     /// Few columns: the transposed product has few rows.
@@ -621,7 +627,7 @@ enum Form {
 }
 
 impl Form {
-    fn of<A, B>(m: usize, n: usize, a: &Mat<A>, b: &Mat<B>) -> Form {
+    pub fn of<A, B>(m: usize, n: usize, a: &Mat<A>, b: &Mat<B>) -> Form {
         let (rows, columns) = (gemv::fits(m, b), gemv::fits(n, &a.t()));
         match (rows, columns) {
             (true, true) if m > n => Form::Columns,

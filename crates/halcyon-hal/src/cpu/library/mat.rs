@@ -179,12 +179,29 @@ pub(crate) enum Store {
     Other,
 }
 
+/// What one step of the micro-kernel adds to a sum.
+pub(crate) trait Step<S: Simd> {
+    /// `acc` plus the product of the lanes of `a` and `b`.
+    unsafe fn step(a: S::V, b: S::V, acc: S::V) -> S::V;
+}
+
+/// A lane is an f32.
+pub(crate) struct Fma;
+
+impl<S: Simd> Step<S> for Fma {
+    #[inline(always)]
+    unsafe fn step(a: S::V, b: S::V, acc: S::V) -> S::V {
+        // SAFETY: the caller's.
+        unsafe { S::fma(a, b, acc) }
+    }
+}
+
 /// `R x (NV W)` sums over `kc` steps of packed panels, kept in registers, then stored through the epilogue. R is less than the
 /// panel's MR where only so many rows exist; each sum is the same whatever R.
 ///
 /// `a[k * MR + i]` and `b[k * NV * W + j]` are readable for `k < kc`; the tile's rows and columns that exist are writable.
 #[inline(always)]
-pub(crate) unsafe fn micro<S: Simd, const R: usize, const MR: usize, const NV: usize>(
+pub(crate) unsafe fn micro<S: Simd, D: Step<S>, const R: usize, const MR: usize, const NV: usize>(
     kc: usize,
     a: *const f32,
     b: *const f32,
@@ -202,7 +219,7 @@ pub(crate) unsafe fn micro<S: Simd, const R: usize, const MR: usize, const NV: u
             for i in 0..R {
                 let x = S::splat(*a.add(i));
                 for v in 0..NV {
-                    acc[i][v] = S::fma(x, bv[v], acc[i][v]);
+                    acc[i][v] = D::step(x, bv[v], acc[i][v]);
                 }
             }
             a = a.add(MR);

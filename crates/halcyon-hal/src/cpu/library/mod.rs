@@ -9,9 +9,14 @@ pub(crate) mod copy;
 pub mod elem;
 mod gather;
 pub mod gemm;
+pub mod gemm_bf16;
+pub mod gemm_i8;
+#[cfg(test)]
+mod gemm_narrow_tests;
 #[cfg(test)]
 mod gemm_tests;
 pub mod gemv;
+mod lanes;
 pub mod mat;
 pub mod matmul_any;
 mod num;

@@ -4,7 +4,7 @@
 //! (`dispatch_simd!` makes one): that is the safety condition of every `unsafe fn` here, beside those of its pointers.
 //! Partial loads and stores touch only the lanes asked for.
 
-use super::mat::{Tile, micro};
+use super::mat::{Fma, Tile, micro};
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
@@ -96,11 +96,11 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
 macro_rules! tile_of_rows {
     ($kc:expr, $a:expr, $b:expr, $out:expr) => {
         if $out.rows > Self::MR * 2 / 3 {
-            micro::<Self, { Self::MR }, { Self::MR }, { Self::NV }>($kc, $a, $b, $out)
+            micro::<Self, Fma, { Self::MR }, { Self::MR }, { Self::NV }>($kc, $a, $b, $out)
         } else if $out.rows > Self::MR / 3 {
-            micro::<Self, { Self::MR * 2 / 3 }, { Self::MR }, { Self::NV }>($kc, $a, $b, $out)
+            micro::<Self, Fma, { Self::MR * 2 / 3 }, { Self::MR }, { Self::NV }>($kc, $a, $b, $out)
         } else {
-            micro::<Self, { Self::MR / 3 }, { Self::MR }, { Self::NV }>($kc, $a, $b, $out)
+            micro::<Self, Fma, { Self::MR / 3 }, { Self::MR }, { Self::NV }>($kc, $a, $b, $out)
         }
     };
 }
@@ -185,11 +185,11 @@ impl Simd for Portable {
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use x86::{Avx2, Avx512};
+pub(crate) use x86::{Avx2, Avx512, mask16, transpose16};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{Simd, Tile, micro};
+    use super::{Fma, Simd, Tile, micro};
     use half::f16;
     use std::arch::x86_64::*;
 
@@ -282,7 +282,7 @@ mod x86 {
     pub(crate) struct Avx512;
 
     #[inline(always)]
-    fn mask16(n: usize) -> __mmask16 {
+    pub(crate) fn mask16(n: usize) -> __mmask16 {
         ((1u32 << n) - 1) as __mmask16
     }
 
@@ -400,7 +400,7 @@ mod x86 {
 
     /// Transposes a 16x16 block in registers: pairs, then quads, then 128-bit blocks twice.
     #[inline(always)]
-    unsafe fn transpose16(r: [__m512; 16]) -> [__m512; 16] {
+    pub(crate) unsafe fn transpose16(r: [__m512; 16]) -> [__m512; 16] {
         // SAFETY: AVX-512 by the trait's condition.
         unsafe {
             let z = _mm512_setzero_ps();

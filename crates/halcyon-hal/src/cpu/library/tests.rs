@@ -2,11 +2,12 @@
 
 use super::testing::Rng;
 use crate::cpu::CpuDevice;
-use crate::{BufferRef, Command, Device, Options, Tag, Target};
+use crate::cpu::sys::Isa;
+use crate::{BufferRef, Command, Device, LibraryKernel, Options, Tag, Target};
 use halcyon_ir::composite::Composite;
 use halcyon_ir::layout::View;
 use halcyon_ir::op::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
-use halcyon_ir::target::{LibraryCall, Operand, Work};
+use halcyon_ir::target::{LibraryCall, MatmulPrecision, Operand, Work};
 use halcyon_ir::{ConstData, DType, Graph, Scalar, TensorType, reference};
 use smallvec::smallvec;
 use std::sync::Arc;
@@ -210,6 +211,86 @@ fn matmul_of_repeated_operands() {
             for (g, w) in got.scalars().zip(want.scalars()) {
                 let (g, w) = (g.as_f64(), w.as_f64());
                 assert!((g - w).abs() <= tolerance(d) * w.abs().max(4.0), "{d} {left} {right}: {g} {w}");
+            }
+        }
+    }
+}
+
+/// Runs a product of the given precision; the kernel's name and the result's bytes.
+fn product(
+    dev: &CpuDevice,
+    x: &ConstData,
+    y: &ConstData,
+    out: DType,
+    dims: &[usize],
+    precision: MatmulPrecision,
+    bf16_gains: bool,
+) -> (String, ConstData) {
+    let (x, y) = (place(dev, x, Lay::Turned), place(dev, y, Lay::Dense));
+    let output = Operand { dtype: out, view: View::dense(dims) };
+    let call = LibraryCall {
+        work: Work::Op(&Op::Matmul),
+        inputs: &[x.1, y.1],
+        outputs: std::slice::from_ref(&output),
+        precision,
+        in_place: false,
+        packed: None,
+        epilogue: None,
+    };
+    let k = super::calls::matmul_where(Isa::best(), &call, bf16_gains).unwrap();
+    let k: Arc<dyn LibraryKernel> = Arc::new(k);
+    let bytes = out.bytes(dims.iter().product());
+    let z = dev.alloc(bytes, Tag::Io).unwrap();
+    dev.write(&z, 0, &vec![0x5A; bytes]).unwrap();
+    let bufs = [x.0, y.0, z.clone()];
+    dev.submit(&[Command::Library { kernel: &k, buffers: &bufs, args: &[], fault: 1 }]).unwrap();
+    let mut got = vec![0; bytes];
+    dev.read(&z, 0, &mut got).unwrap();
+    (k.name().into(), ConstData::new(out, dims, Arc::new(got)).unwrap())
+}
+
+/// Bytes go into i32 at every precision; bf16 factors are for those who allow them.
+#[test]
+fn narrow_matmuls_go_to_their_kernels() {
+    let dev = device();
+    let mut rng = Rng::new();
+    let i32s = |x: &ConstData| tensor(DType::I32, &x.dims, &x.scalars().collect::<Vec<_>>());
+    let shapes = [([5, 7], [7, 9]), ([40, 33], [33, 50]), ([2, 33], [33, 40]), ([17, 0], [0, 12])];
+    for (a, b) in shapes {
+        let dims = [a[0], b[1]];
+        for (da, db) in
+            [(DType::U8, DType::I8), (DType::I8, DType::I8), (DType::I8, DType::U8), (DType::U8, DType::U8)]
+        {
+            let (x, y) = (random(&mut rng, da, &a), random(&mut rng, db, &b));
+            let ty = TensorType::new(DType::I32, &dims[..]);
+            let want = reference::eval_op(&Op::Matmul, &[&i32s(&x), &i32s(&y)], &ty, &[]).unwrap();
+            let (name, got) = product(&dev, &x, &y, DType::I32, &dims, MatmulPrecision::Highest, false);
+            assert!(name.starts_with("cpu.gemm_i8."), "{name}");
+            assert_eq!(got.bytes(), want.bytes(), "{da} {db} {a:?} {b:?}");
+        }
+        // Tried where it runs, be it faster or not.
+        let fast = Isa::best().has_bf16();
+        for (d, out) in [(DType::BF16, DType::BF16), (DType::F32, DType::F32), (DType::BF16, DType::F32)] {
+            let (x, y) = (random(&mut rng, d, &a), random(&mut rng, d, &b));
+            let round = |x: &ConstData| {
+                let v = x.scalars().map(|v| Scalar::F(half::bf16::from_f64(v.as_f64()).to_f64()));
+                tensor(DType::F64, &x.dims, &v.collect::<Vec<_>>())
+            };
+            let ty = TensorType::new(DType::F64, &dims[..]);
+            let want = reference::eval_op(&Op::Matmul, &[&round(&x), &round(&y)], &ty, &[]).unwrap();
+            for precision in [MatmulPrecision::Highest, MatmulPrecision::High, MatmulPrecision::Medium] {
+                let medium = precision == MatmulPrecision::Medium;
+                if out != d && !(medium && fast) {
+                    continue;
+                }
+                let (name, got) = product(&dev, &x, &y, out, &dims, precision, fast);
+                let few = a[0].min(b[1]) <= 8 && d == DType::F32;
+                assert_eq!(name.starts_with("cpu.gemm_bf16."), medium && fast && !few, "{name}");
+                for (g, w) in got.scalars().zip(want.scalars()) {
+                    let (g, w) = (g.as_f64(), w.as_f64());
+                    let tol = if out == DType::F32 && d == DType::BF16 { 1e-4 } else { 1e-2 };
+                    assert!((g - w).abs() <= tol * w.abs().max(a[1] as f64), "{name} {a:?} {b:?}: {g} {w}");
+                }
             }
         }
     }

@@ -1,0 +1,233 @@
+//! bf16 and int8 matrix products beside a loop of their instruction on registers:
+//! `cargo run --release -p halcyon-hal --example narrow_gemm [threads] [rounds]`.
+//!
+//! Product and peak are measured in turns, so that other work on the machine moves both. Medians over the rounds, the median of the
+//! shares of the peaks before and after each run, and the best run beside the best peak.
+
+use halcyon_hal::cpu::library::gemm::{Epilogue, Mat, MatMut, gemm};
+use halcyon_hal::cpu::library::gemm_bf16::{PackedBf16, gemm_bf16, gemm_bf16_packed};
+use halcyon_hal::cpu::library::gemm_i8::{PackedI8, gemm_i8, gemm_i8_packed};
+use halcyon_hal::cpu::peak;
+use halcyon_hal::cpu::sys::Isa;
+use halcyon_hal::cpu::team::Team;
+use half::bf16;
+use std::time::Instant;
+
+/// Steps of 24 instructions in one measurement of a peak.
+const STEPS: usize = 40_000;
+
+#[cfg(target_arch = "x86_64")]
+mod registers {
+    use std::arch::x86_64::*;
+    use std::hint::black_box;
+    use std::mem::transmute;
+
+    /// `vdpbf16ps` on 24 independent sums.
+    ///
+    /// # Safety
+    /// The processor has AVX512_BF16.
+    #[target_feature(enable = "avx512f,avx512bf16")]
+    pub(super) unsafe fn bf16(steps: usize) {
+        // SAFETY: types of one size whose bits are all valid.
+        let x = unsafe { transmute::<__m512i, __m512bh>(_mm512_set1_epi16(black_box(0x3f80))) };
+        let mut acc = [_mm512_setzero_ps(); 24];
+        for _ in 0..steps {
+            for a in &mut acc {
+                *a = _mm512_dpbf16_ps(*a, x, x);
+            }
+        }
+        for a in acc {
+            black_box(a);
+        }
+    }
+
+    /// `vpdpbusd` on 24 independent sums.
+    ///
+    /// # Safety
+    /// The processor has AVX512_VNNI.
+    #[target_feature(enable = "avx512f,avx512vnni")]
+    pub(super) unsafe fn int8(steps: usize) {
+        let x = _mm512_set1_epi8(black_box(3));
+        let mut acc = [_mm512_setzero_si512(); 24];
+        for _ in 0..steps {
+            for a in &mut acc {
+                *a = _mm512_dpbusd_epi32(*a, x, x);
+            }
+        }
+        for a in acc {
+            black_box(a);
+        }
+    }
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+mod registers {
+    pub(super) unsafe fn bf16(_: usize) {}
+    pub(super) unsafe fn int8(_: usize) {}
+}
+
+/// Processor time that this thread has had, in seconds.
+#[cfg(all(target_os = "linux", target_pointer_width = "64"))]
+fn had() -> Option<f64> {
+    unsafe extern "C" {
+        fn clock_gettime(clock: std::ffi::c_int, to: *mut [i64; 2]) -> std::ffi::c_int;
+    }
+    let mut t = [0; 2];
+    // SAFETY: CLOCK_THREAD_CPUTIME_ID is 3; a timespec is two 64-bit integers here.
+    let ok = unsafe { clock_gettime(3, &mut t) } == 0;
+    ok.then(|| t[0] as f64 + t[1] as f64 * 1e-9)
+}
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+fn had() -> Option<f64> {
+    None
+}
+
+/// Seconds that `f` takes: of the processor where this thread alone works and the system tells (other programs disturb that less),
+/// else by the clock.
+fn seconds(team: &Team, f: impl FnOnce()) -> f64 {
+    let (t, before) = (Instant::now(), had());
+    f();
+    let clock = t.elapsed().as_secs_f64();
+    match (before, had()) {
+        (Some(b), Some(a)) if team.threads() == 1 => a - b,
+        _ => clock,
+    }
+}
+
+fn median(v: &mut [f64]) -> f64 {
+    v.sort_by(f64::total_cmp);
+    v[v.len() / 2]
+}
+
+/// Operations per second (two per multiply-add) of a loop on registers of all threads.
+fn peak_of(team: &Team, lanes: usize, f: unsafe fn(usize)) -> f64 {
+    let n = team.threads();
+    // SAFETY: called where the processor has the instruction.
+    let t = seconds(team, || team.run(n, &|_| unsafe { f(STEPS) }));
+    (2 * 16 * lanes * 24 * STEPS * n) as f64 / t
+}
+
+/// Interleaves the peak with the products; prints the median rate of each and its share of the median peak.
+fn rates(
+    team: &Team,
+    rounds: usize,
+    ops: f64,
+    mut top: impl FnMut() -> f64,
+    runs: &mut [(&str, &mut dyn FnMut())],
+) {
+    let reps = (4e8 / ops).clamp(1.0, 50.0) as usize;
+    let mut tops = vec![];
+    let mut found = vec![vec![]; runs.len()];
+    for round in 0..rounds + 1 {
+        let mut here = top();
+        for (run, found) in runs.iter_mut().zip(&mut found) {
+            let r = ops * reps as f64 / seconds(team, || (0..reps).for_each(|_| run.1()));
+            let next = top();
+            // The first round warms up.
+            if round > 0 {
+                found.push((r, r / ((here + next) / 2.0)));
+                tops.push(next);
+            }
+            here = next;
+        }
+    }
+    let best = |v: &[f64]| v.iter().copied().fold(0.0, f64::max);
+    let top = best(&tops);
+    print!("   peak {:5.0} (best {:5.0})", median(&mut tops) / 1e9, top / 1e9);
+    for ((name, _), found) in runs.iter().zip(found) {
+        let (mut r, mut s): (Vec<f64>, Vec<f64>) = found.into_iter().unzip();
+        let share = 100.0 * best(&r) / top;
+        print!(
+            "   {name} {:5.0} ({:4.1} %, best {share:4.1} %)",
+            median(&mut r) / 1e9,
+            100.0 * median(&mut s)
+        );
+    }
+    println!();
+}
+
+fn main() {
+    let arg = |i: usize, or: usize| std::env::args().nth(i).and_then(|s| s.parse().ok()).unwrap_or(or);
+    let (team, rounds, isa) = (Team::new(arg(1, 2)), arg(2, 9), Isa::best());
+    println!("{} threads, {}: 10^9 operations per second, medians of {rounds}", team.threads(), isa.name());
+    let mut s = 1u32;
+    let mut byte = || {
+        s = s.wrapping_mul(1664525).wrapping_add(1013904223);
+        (s >> 24) as u8
+    };
+    for (m, n, k) in [
+        (256, 256, 256),
+        (512, 512, 512),
+        (1024, 1024, 1024),
+        (2048, 2048, 2048),
+        (128, 3072, 768),
+        (64, 4096, 4096),
+    ] {
+        let ops = 2.0 * (m * n * k) as f64;
+        let au: Vec<u8> = (0..m * k).map(|_| byte()).collect();
+        let bi: Vec<i8> = (0..k * n).map(|_| byte() as i8).collect();
+        let ai: Vec<i8> = au.iter().map(|v| *v as i8).collect();
+        let (af, bf): (Vec<f32>, Vec<f32>) =
+            (ai.iter().map(|v| *v as f32 / 128.0).collect(), bi.iter().map(|v| *v as f32 / 128.0).collect());
+        let ah: Vec<bf16> = af.iter().map(|v| bf16::from_f32(*v)).collect();
+        let bh: Vec<bf16> = bf.iter().map(|v| bf16::from_f32(*v)).collect();
+        let (mut cf, mut ch, mut ci) = (vec![0f32; m * n], vec![bf16::ZERO; m * n], vec![0i32; m * n]);
+        let (e, to, half, int) = (
+            Epilogue::default(),
+            MatMut::rows(cf.as_mut_ptr(), n),
+            MatMut::rows(ch.as_mut_ptr(), n),
+            MatMut::rows(ci.as_mut_ptr(), n),
+        );
+        println!("{m} {n} {k}");
+        // A product as something to measure.
+        macro_rules! run {
+            ($e:expr) => {
+                // SAFETY: the vectors have the sizes of the matrices.
+                &mut || unsafe { $e }
+            };
+        }
+        let (t, i) = (&team, isa);
+        let (a, b) = (Mat::rows(af.as_ptr(), k), Mat::rows(bf.as_ptr(), n));
+        print!("  f32 ");
+        rates(t, rounds, ops, || peak::fma_flops(t, i), &mut [("", run!(gemm(t, i, m, n, k, a, b, to, e)))]);
+        if isa.has_bf16() {
+            let (ah, bh, bt) =
+                (Mat::rows(ah.as_ptr(), k), Mat::rows(bh.as_ptr(), n), Mat::rows(bh.as_ptr(), k).t());
+            // SAFETY: as above.
+            let packed = unsafe { PackedBf16::b(isa, bh, k, n) };
+            print!("  bf16");
+            rates(
+                t,
+                rounds,
+                ops,
+                || peak_of(t, 2, registers::bf16),
+                &mut [
+                    ("to bf16", run!(gemm_bf16(t, i, m, n, k, ah, bh, half, e))),
+                    ("to f32", run!(gemm_bf16(t, i, m, n, k, ah, bh, to, e))),
+                    ("B turned", run!(gemm_bf16(t, i, m, n, k, ah, bt, half, e))),
+                    ("B packed", run!(gemm_bf16_packed(t, m, n, k, ah, &packed, half, e))),
+                    ("of f32", run!(gemm_bf16(t, i, m, n, k, a, b, to, e))),
+                ],
+            );
+        }
+        if isa.has_vnni() {
+            let (au, ai) = (Mat::rows(au.as_ptr(), k), Mat::rows(ai.as_ptr(), k));
+            let (b, bt) = (Mat::rows(bi.as_ptr(), n), Mat::rows(bi.as_ptr(), k).t());
+            // SAFETY: as above.
+            let packed = unsafe { PackedI8::b(isa, b, k, n) };
+            print!("  int8");
+            rates(
+                t,
+                rounds,
+                ops,
+                || peak_of(t, 4, registers::int8),
+                &mut [
+                    ("u8 i8", run!(gemm_i8(t, i, m, n, k, au, b, int))),
+                    ("i8 i8", run!(gemm_i8(t, i, m, n, k, ai, b, int))),
+                    ("B turned", run!(gemm_i8(t, i, m, n, k, au, bt, int))),
+                    ("B packed", run!(gemm_i8_packed(t, m, n, k, au, &packed, int))),
+                ],
+            );
+        }
+    }
+}

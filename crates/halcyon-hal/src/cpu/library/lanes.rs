@@ -1,0 +1,435 @@
+//! The driver of matrix products whose operands are packed into 32-bit lanes, each with a few consecutive steps of K: two bf16,
+//! four 8-bit integers, two 16-bit ones.
+//!
+//! Loops, cuts and the order of the sums are those of [`super::gemm`] with a lane in the place of an f32: panels of A stay in
+//! the first cache level, a chunk of B's columns in the second; K is cut into blocks that depend on K alone and is never
+//! split among threads.
+
+use super::gemm::{Cut, k_block, k_blocks, kc_max, spread};
+use super::mat::{Mat, MatMut};
+use crate::cpu::team::{Across, SharedMut, Team};
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// An element as a lane holds it.
+pub(crate) trait LaneElem: Copy + Send + Sync + 'static {
+    /// Elements in a lane.
+    const GROUP: usize;
+    /// One element, in the low `32 / GROUP` bits.
+    fn bits(self) -> u32;
+}
+
+/// Where a tile of C goes, and which blocks of K it is the sum of.
+// The products of other architectures have no epilogue that asks for the place.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+pub(crate) struct Place<C> {
+    pub c: *mut C,
+    pub rs: isize,
+    pub cs: isize,
+    /// Rows and columns of the tile that exist.
+    pub rows: usize,
+    pub cols: usize,
+    /// Row and column of the tile in C.
+    pub i: usize,
+    pub j: usize,
+    /// Whether this is the first block of K (else the sums are added to C) and the last.
+    pub first: bool,
+    pub last: bool,
+}
+
+/// A kind of product: how its operands become lanes, and the micro-kernel.
+pub(crate) trait Kind: Sync {
+    type A: Copy + Send + Sync;
+    type B: Copy + Send + Sync;
+    /// Type of the sums in memory, of 4 bytes.
+    type C: Copy + Send + Sync;
+    /// Elements in a lane.
+    const GROUP: usize;
+    /// Rows of a packed panel before its lanes.
+    const HEAD: usize;
+    /// The micro-tile.
+    const MR: usize;
+    const NR: usize;
+
+    /// Packs `rows` rows of `k` elements, as [`pack_lanes`] does with panels of MR and HEAD rows before each.
+    unsafe fn pack_a(&self, src: *const Self::A, rs: isize, ks: isize, rows: usize, k: usize, dst: *mut u32);
+    /// Packs `cols` columns, `cs` apart, of `k` elements, with panels of NR.
+    unsafe fn pack_b(&self, src: *const Self::B, cs: isize, ks: isize, cols: usize, k: usize, dst: *mut u32);
+    /// A tile of sums over `kc` lanes of packed panels.
+    unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<Self::C>);
+}
+
+/// Packs `extent` lines of `k` elements into panels of `width` lines:
+/// `dst[p * width * (head + lanes) + (head + l) * width + r]` is lane `l` of line `p * width + r`, zero where there is no such line.
+/// Element `q` of a line is in lane `q / GROUP`, the first one lowest. The head is left as it is.
+#[inline(always)]
+pub(crate) unsafe fn pack_lanes<T: LaneElem>(
+    src: *const T,
+    rs: isize,
+    ks: isize,
+    extent: usize,
+    width: usize,
+    k: usize,
+    head: usize,
+    dst: *mut u32,
+) {
+    let lanes = k.div_ceil(T::GROUP);
+    for r in 0..extent.next_multiple_of(width) {
+        let at = r / width * width * (head + lanes) + head * width + r % width;
+        for l in 0..lanes {
+            let mut x = 0;
+            if r < extent {
+                for g in 0..T::GROUP.min(k - l * T::GROUP) {
+                    let q = (l * T::GROUP + g) as isize;
+                    // SAFETY: line r < extent and step q < k are readable by the caller's promise.
+                    x |= unsafe { *src.offset(r as isize * rs + q * ks) }.bits() << (32 / T::GROUP * g);
+                }
+            }
+            // SAFETY: the caller's buffer holds every panel.
+            unsafe { *dst.add(at + l * width) = x };
+        }
+    }
+}
+
+/// A right operand packed once for many products.
+#[derive(Debug)]
+pub(crate) struct Panels {
+    data: Vec<u32>,
+    /// Index of the first aligned lane.
+    start: usize,
+    width: usize,
+    head: usize,
+    pub extent: usize,
+    pub k: usize,
+    lanes: usize,
+}
+
+impl Panels {
+    /// Packs `k x n` elements block of K by block of K.
+    pub(crate) unsafe fn new<K: Kind>(kind: &K, b: Mat<K::B>, k: usize, n: usize) -> Panels {
+        let (width, head, lanes) = (K::NR, K::HEAD, k.div_ceil(K::GROUP));
+        let columns = n.next_multiple_of(width);
+        let len = columns * (lanes + head * k_blocks(lanes));
+        let mut data = vec![0u32; len + 16];
+        let start = data.as_ptr().align_offset(64).min(16);
+        let mut p = Panels { data: vec![], start, width, head, extent: n, k, lanes };
+        for kb in 0..k_blocks(lanes) {
+            let (l0, l1) = k_block(lanes, kb);
+            let (k0, k1) = (l0 * K::GROUP, (l1 * K::GROUP).min(k));
+            let src = b.ptr.wrapping_offset(k0 as isize * b.rs);
+            let to = data[p.at(kb, 0)..].as_mut_ptr();
+            // SAFETY: the caller's matrix covers the block; `data` holds every panel.
+            unsafe { kind.pack_b(src, b.cs, b.rs, n, k1 - k0, to) };
+        }
+        p.data = data;
+        p
+    }
+
+    fn at(&self, kb: usize, q: usize) -> usize {
+        let (l0, l1) = k_block(self.lanes, kb);
+        let columns = self.extent.next_multiple_of(self.width);
+        self.start + (l0 + kb * self.head) * columns + q * self.width * (l1 - l0 + self.head)
+    }
+
+    fn panel(&self, kb: usize, q: usize) -> *const u32 {
+        self.data[self.at(kb, q)..].as_ptr()
+    }
+
+    pub(crate) fn bytes(&self) -> usize {
+        self.data.len() * 4
+    }
+}
+
+/// The right operand of the driver.
+pub(crate) enum Right<'a, T> {
+    Plain(Mat<T>),
+    Packed(&'a Panels),
+}
+
+/// One block of K for a range of rows: what the tile tasks share.
+struct Block<'a, K: Kind> {
+    kind: &'a K,
+    /// Packed panels of A.
+    a: *const u32,
+    b: &'a Right<'a, K::B>,
+    /// All of B packed for this block of K, or null.
+    shared_b: *const u32,
+    kb: usize,
+    k0: usize,
+    /// Elements and lanes of the block.
+    kn: usize,
+    kc: usize,
+    /// Rows of this block and its first row in C.
+    m: usize,
+    i0: usize,
+    n: usize,
+    c: MatMut<K::C>,
+    first: bool,
+    last: bool,
+}
+
+/// Tiles of rows `p0..p1` (in panels of A) and columns `q0..q1` (in panels of B); `buf` holds a chunk of packed B.
+unsafe fn tiles<K: Kind>(w: &Block<'_, K>, p0: usize, p1: usize, q0: usize, q1: usize, buf: *mut u32) {
+    let (a_len, b_len) = (K::MR * (w.kc + K::HEAD), K::NR * (w.kc + K::HEAD));
+    let b = match w.b {
+        Right::Packed(p) => p.panel(w.kb, q0),
+        Right::Plain(_) if !w.shared_b.is_null() => w.shared_b.wrapping_add(q0 * b_len),
+        Right::Plain(mat) => {
+            let j = q0 * K::NR;
+            let src = mat.ptr.wrapping_offset(w.k0 as isize * mat.rs + j as isize * mat.cs);
+            // SAFETY: the driver sized the buffer; the columns are inside B.
+            unsafe { w.kind.pack_b(src, mat.cs, mat.rs, (q1 * K::NR).min(w.n) - j, w.kn, buf) };
+            buf as *const u32
+        }
+    };
+    for p in p0..p1 {
+        let i = w.i0 + p * K::MR;
+        for q in q0..q1 {
+            let j = q * K::NR;
+            let out = Place {
+                c: w.c.ptr.wrapping_offset(i as isize * w.c.rs + j as isize * w.c.cs),
+                rs: w.c.rs,
+                cs: w.c.cs,
+                rows: (w.m - p * K::MR).min(K::MR),
+                cols: (w.n - j).min(K::NR),
+                i,
+                j,
+                first: w.first,
+                last: w.last,
+            };
+            // SAFETY: the panels are packed; the tile's rows and columns are inside C.
+            unsafe { w.kind.tile(w.kc, w.a.add(p * a_len), b.add((q - q0) * b_len), &out) };
+        }
+    }
+}
+
+/// The product on at most `threads` threads of the team.
+///
+/// # Safety
+/// A and B are readable, C is writable and overlaps nothing; `kind` runs on this processor.
+pub(crate) unsafe fn product<K: Kind>(
+    team: &Team,
+    threads: usize,
+    kind: &K,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<K::A>,
+    b: &Right<'_, K::B>,
+    c: MatMut<K::C>,
+) {
+    if m == 0 || n == 0 {
+        return;
+    }
+    let lanes = k.div_ceil(K::GROUP);
+    let threads = threads.min(team.threads());
+    let mut cut = Cut::of((K::MR, K::NR), m, n, lanes, kc_max(lanes) + K::HEAD, threads);
+    cut.share_b &= matches!(b, Right::Plain(_));
+    let on = (cut.threads > 1).then_some(team);
+    let scratch = team.scratch(cut.floats());
+    let a_buf = SharedMut(scratch.ptr() as *mut u32);
+    let b_buf = SharedMut(a_buf.get().wrapping_add(cut.a_floats()));
+    let mut i0 = 0;
+    while i0 < m {
+        let mb = (m - i0).min(cut.mb);
+        let panels = mb.div_ceil(K::MR);
+        for kb in 0..k_blocks(lanes) {
+            let (l0, l1) = k_block(lanes, kb);
+            let (k0, kc) = (l0 * K::GROUP, l1 - l0);
+            let kn = (l1 * K::GROUP).min(k) - k0;
+            let (a_len, b_len) = (K::MR * (kc + K::HEAD), K::NR * (kc + K::HEAD));
+            let shared_b = if cut.share_b { b_buf.get() as *const u32 } else { std::ptr::null() };
+            let block = Across(Block {
+                kind,
+                a: a_buf.get() as *const u32,
+                b,
+                shared_b,
+                kb,
+                k0,
+                kn,
+                kc,
+                m: mb,
+                i0,
+                n,
+                c,
+                first: kb == 0,
+                last: kb + 1 == k_blocks(lanes),
+            });
+            let left = Across(a);
+            let parts = panels.div_ceil(4).min(cut.threads * 4);
+            let share = if cut.share_b { cut.n_panels } else { 0 };
+            spread(on, parts + share, &|_, part| {
+                if part < parts {
+                    let (p0, p1) = (panels * part / parts, panels * (part + 1) / parts);
+                    let (r0, r1) = (p0 * K::MR, (p1 * K::MR).min(mb));
+                    let a = left.get();
+                    let src = a.ptr.wrapping_offset((i0 + r0) as isize * a.rs + k0 as isize * a.cs);
+                    // SAFETY: the rows are inside A, and their place in the buffer is this part's alone.
+                    unsafe { kind.pack_a(src, a.rs, a.cs, r1 - r0, kn, a_buf.get().add(p0 * a_len)) };
+                } else if let Right::Plain(b) = block.get().b {
+                    let q = part - parts;
+                    let j = q * K::NR;
+                    let src = b.ptr.wrapping_offset(k0 as isize * b.rs + j as isize * b.cs);
+                    // SAFETY: the panel is inside B, and its place in the buffer is this part's alone.
+                    unsafe {
+                        kind.pack_b(src, b.cs, b.rs, (n - j).min(K::NR), kn, b_buf.get().add(q * b_len))
+                    };
+                }
+            });
+            let row_parts = if cut.share_b { panels.div_ceil(2).min(cut.threads * 4) } else { 1 };
+            spread(on, cut.chunks * row_parts, &|worker, part| {
+                let (ci, ri) = (part % cut.chunks, part / cut.chunks);
+                let (q0, q1) = (ci * cut.chunk, ((ci + 1) * cut.chunk).min(cut.n_panels));
+                let (p0, p1) = (panels * ri / row_parts, panels * (ri + 1) / row_parts);
+                let own = b_buf.get().wrapping_add(if cut.share_b { 0 } else { worker * cut.chunk * b_len });
+                // SAFETY: parts cover disjoint tiles of C; the buffer of a worker is its own.
+                unsafe { tiles(block.get(), p0, p1, q0, q1, own) };
+            });
+        }
+        i0 += mb;
+    }
+}
+
+/// Runs `f(item, threads)` for a batch of products of `work` multiply-adds each: one after the other on all threads where they
+/// are large or few, else whole products side by side, each on one thread.
+pub(crate) fn batch(team: &Team, items: usize, work: usize, f: &(dyn Fn(usize, usize) + Sync)) {
+    const SERIAL: usize = 1 << 20;
+    if items < team.threads() || work > 256 << 20 {
+        return (0..items).for_each(|i| f(i, team.threads()));
+    }
+    let parts = if work.saturating_mul(items) < SERIAL { 1 } else { items.min(team.threads() * 8) };
+    let next = AtomicUsize::new(0);
+    team.run(parts, &|_| {
+        loop {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            if i >= items {
+                break;
+            }
+            f(i, 1);
+        }
+    });
+}
+
+#[cfg(target_arch = "x86_64")]
+pub(crate) use wide::{LaneVector, interleave, pack_vectors};
+
+/// Packing with AVX-512: blocks of 16 x 16 lanes turned in registers, or rows interleaved.
+#[cfg(target_arch = "x86_64")]
+mod wide {
+    use super::super::simd::{mask16, transpose16};
+    use super::{LaneElem, pack_lanes};
+    use std::arch::x86_64::*;
+
+    /// Elements that AVX-512 (with BW and VL, and BF16 where an impl says so) makes into 16 lanes.
+    pub(crate) trait LaneVector: LaneElem {
+        /// `n <= 16 GROUP` consecutive elements, then zeros; lane by lane. With no elements `p` is not read.
+        unsafe fn along(p: *const Self, n: usize) -> __m512i;
+        /// Lanes of GROUP rows, `ks` apart, of 16 consecutive elements.
+        unsafe fn across(p: *const Self, ks: isize) -> __m512i;
+        /// As [`LaneVector::across`] with `rows <= GROUP` rows of `n <= 16` elements, zeros elsewhere.
+        unsafe fn across_part(p: *const Self, ks: isize, rows: usize, n: usize) -> __m512i;
+    }
+
+    /// The lanes of two rows of 16 halves: `lo` in the low bits.
+    #[inline(always)]
+    pub(crate) unsafe fn interleave(lo: __m256i, hi: __m256i) -> __m512i {
+        // SAFETY: AVX-512 F and BW by the caller's condition.
+        unsafe {
+            let at = _mm512_set_epi16(
+                31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22, 6, 21, 5, 20, 4, 19,
+                3, 18, 2, 17, 1, 16, 0,
+            );
+            _mm512_permutexvar_epi16(at, _mm512_inserti64x4::<1>(_mm512_castsi256_si512(lo), hi))
+        }
+    }
+
+    /// [`pack_lanes`] in vectors where one of the strides is 1.
+    ///
+    /// # Safety
+    /// As [`pack_lanes`], in a function compiled for what T needs.
+    #[inline(always)]
+    pub(crate) unsafe fn pack_vectors<T: LaneVector>(
+        src: *const T,
+        rs: isize,
+        ks: isize,
+        extent: usize,
+        width: usize,
+        k: usize,
+        head: usize,
+        dst: *mut u32,
+    ) {
+        let lanes = k.div_ceil(T::GROUP);
+        let (len, panels) = (width * (head + lanes), extent.div_ceil(width));
+        // SAFETY: the caller's; lines at or past `extent` and steps at or past `k` are not read, lanes past a panel not written.
+        unsafe {
+            if ks == 1 {
+                for p in 0..panels {
+                    for r in (0..width).step_by(16) {
+                        let at = p * width + r;
+                        let there = extent.saturating_sub(at).min(width - r).min(16);
+                        let to = dst.add(p * len + head * width + r);
+                        let from = src.wrapping_offset(at as isize * rs);
+                        turn(from, rs, there, (width - r).min(16), k, lanes, to, width);
+                    }
+                }
+            } else if rs == 1 {
+                // Row by row across the panels: the longer contiguous reads are what the prefetchers want.
+                for l in 0..lanes {
+                    let steps = (k - l * T::GROUP).min(T::GROUP);
+                    let row = src.offset((l * T::GROUP) as isize * ks);
+                    for p in 0..panels {
+                        let to = dst.add(p * len + (head + l) * width);
+                        for c in (0..width).step_by(16) {
+                            let (at, held) = (p * width + c, (width - c).min(16));
+                            let there = extent.saturating_sub(at).min(held);
+                            if there == 16 && steps == T::GROUP {
+                                _mm512_storeu_si512(to.add(c) as *mut __m512i, T::across(row.add(at), ks));
+                            } else {
+                                let v = match there {
+                                    0 => _mm512_setzero_si512(),
+                                    n => T::across_part(row.add(at), ks, steps, n),
+                                };
+                                _mm512_mask_storeu_epi32(to.add(c) as *mut i32, mask16(held), v);
+                            }
+                        }
+                    }
+                }
+            } else {
+                pack_lanes(src, rs, ks, extent, width, k, head, dst);
+            }
+        }
+    }
+
+    /// `dst[l * stride + r]` is lane `l` of line `r < there` (zero for `there <= r < held`), the lines being contiguous.
+    #[inline(always)]
+    unsafe fn turn<T: LaneVector>(
+        src: *const T,
+        rs: isize,
+        there: usize,
+        held: usize,
+        k: usize,
+        lanes: usize,
+        dst: *mut u32,
+        stride: usize,
+    ) {
+        // SAFETY: the caller's; with no elements asked for, nothing is read. Loops have constant bounds, or the compiler would
+        // keep the vectors in memory.
+        unsafe {
+            let w = mask16(held);
+            for l in (0..lanes).step_by(16) {
+                let n = (k - l * T::GROUP).min(16 * T::GROUP);
+                let mut r = [_mm512_setzero_ps(); 16];
+                for i in 0..16 {
+                    let (i_there, n) = if i < there { (i, n) } else { (0, 0) };
+                    let p = src.wrapping_offset(i_there as isize * rs).wrapping_add(l * T::GROUP);
+                    r[i] = _mm512_castsi512_ps(T::along(p, n));
+                }
+                let t = transpose16(r);
+                for i in 0..16 {
+                    if l + i < lanes {
+                        _mm512_mask_storeu_ps(dst.add((l + i) * stride) as *mut f32, w, t[i]);
+                    }
+                }
+            }
+        }
+    }
+}
