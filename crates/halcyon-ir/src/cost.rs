@@ -2,6 +2,7 @@
 
 use crate::layout::View;
 use crate::op::Op;
+use crate::passes::blocked::BLOCKED_CONV;
 use crate::target::Operand;
 
 fn distinct(v: &View) -> usize {
@@ -40,6 +41,10 @@ pub fn of(op: &Op, inputs: &[Operand], output: &Operand) -> (u64, u64) {
             (n as f64 * len.log2()) as u64
         }
         Op::Composite(c) => match &*c.name {
+            BLOCKED_CONV => {
+                let k = inputs.get(1).map_or(0, |w| count(w.view.shape.get(1..).unwrap_or(&[])));
+                n.saturating_mul(k).saturating_mul(2)
+            }
             // Two products of [sq, sk] by d, and the softmax between.
             "attention" if inputs.len() >= 2 => {
                 let (q, k) = (&inputs[0].view.shape, &inputs[1].view.shape);

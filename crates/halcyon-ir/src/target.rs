@@ -180,4 +180,14 @@ pub trait Target {
     fn part_alignment(&self) -> Option<usize> {
         None
     }
+    /// Whether kernels for products and convolutions may end in a chain ([`LibraryCall::epilogue`]). Chains are then cut so that each
+    /// joins its own product.
+    fn has_epilogues(&self) -> bool {
+        false
+    }
+    /// Channels to a block in the layout that the device's convolutions of f32 are fastest in, if it has kernels for
+    /// [`crate::passes::blocked`].
+    fn channel_block(&self) -> Option<usize> {
+        None
+    }
 }

@@ -204,11 +204,19 @@ impl Target for CpuDevice {
     }
 
     fn library(&self, call: &LibraryCall<'_>) -> Result<Arc<dyn LibraryKernel>, Declined> {
-        library::find(self.isa, call).map(|k| Arc::new(k) as Arc<dyn LibraryKernel>)
+        library::find(self.isa, self.team.threads(), call).map(|k| Arc::new(k) as Arc<dyn LibraryKernel>)
     }
 
     fn part_alignment(&self) -> Option<usize> {
         Some(LINE)
+    }
+
+    fn has_epilogues(&self) -> bool {
+        true
+    }
+
+    fn channel_block(&self) -> Option<usize> {
+        Some(library::simd::lanes(self.isa))
     }
 }
 

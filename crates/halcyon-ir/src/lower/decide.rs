@@ -1,5 +1,6 @@
 //! Which nodes get buffers, which join their reader's kernel, and which views are strides.
 
+use super::structured::may_pack;
 use super::*;
 
 /// Members that one fused kernel may have. Bounds recursion, compile time and registers.
@@ -68,6 +69,7 @@ impl Lowerer<'_> {
         let max_loads = (self.target.caps().max_bindings as usize).saturating_sub(3).clamp(2, 24);
         let fuse = self.options.passes.does(FUSION);
         let need = Use { group: None, views: 0, reshaped: false, padded: false, expands: false };
+        let cut = self.cuts();
         let mut is_output = vec![false; n];
         for o in self.g.outputs() {
             uses[o.node.index()].push(need);
@@ -124,11 +126,13 @@ impl Lowerer<'_> {
                 Op::Scalar(_) | Op::Cast | Op::Bitcast => {
                     let group = mine.first().and_then(|u| u.group);
                     let one = mine.len() == 1;
-                    let joins =
-                        fuse && group.is_some_and(|gr| {
+                    let joins = fuse
+                        && !cut[i]
+                        && group.is_some_and(|gr| {
                             let gr = &groups[gr as usize];
                             gr.members < MAX_MEMBERS && gr.loads + node.inputs.len() <= max_loads
-                        }) && mine.iter().all(|u| {
+                        })
+                        && mine.iter().all(|u| {
                             u.group == group
                                 && !(u.reshaped || u.padded || u.expands)
                                 && u.views <= if one { MAX_VIEWS } else { 0 }
@@ -168,6 +172,32 @@ impl Lowerer<'_> {
                 }
             }
         }
+    }
+
+    /// Expressions that end before their reader: where a node reads the values of several products, chains on all but the last one
+    /// become those products' own epilogues, since a kernel computes one of them.
+    fn cuts(&self) -> Vec<bool> {
+        let n = self.g.nodes().len();
+        let mut cut = vec![false; n];
+        if !self.options.passes.does(EPILOGUES) || !self.target.has_epilogues() {
+            return cut;
+        }
+        // The last product that a node's value comes from through expressions alone.
+        let mut last: Vec<Option<NodeId>> = vec![None; n];
+        for id in self.g.ids().filter(|i| self.live[i.index()]) {
+            let node = self.g.node(id);
+            if may_pack(&node.op) {
+                last[id.index()] = Some(id);
+            } else if self.is_expr(id) {
+                let most = node.inputs.iter().filter_map(|x| last[x.index()]).max();
+                for x in &node.inputs {
+                    cut[x.index()] |=
+                        last[x.index()].is_some() && last[x.index()] != most && self.is_expr(*x);
+                }
+                last[id.index()] = most;
+            }
+        }
+        cut
     }
 
     pub(super) fn path_of(&self, id: NodeId) -> Path {

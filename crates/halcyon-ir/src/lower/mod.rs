@@ -63,7 +63,7 @@ pub fn lower(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Resu
             _ => false,
         }
     };
-    let (g, receipts) = passes::optimize(graph, &options.passes, &claims)?;
+    let (g, receipts) = passes::optimize(graph, &options.passes, target.channel_block(), &claims)?;
     let mut plan = Lowerer::new(&g, target, options)?.run()?;
     // Outputs of small types are bytes to the plan.
     for (p, o) in plan.outputs.iter_mut().zip(graph.outputs()) {

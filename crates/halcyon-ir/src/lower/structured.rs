@@ -2,9 +2,19 @@
 
 use super::*;
 use crate::data::ConstData;
+use crate::passes::blocked::BLOCKED_CONV;
 
 fn reads_packed(kernel: &Arc<dyn LibraryKernel>, input: usize) -> bool {
     kernel.packing().is_some_and(|p| p.input == input)
+}
+
+/// Ops whose kernels may read a packed constant and have an epilogue; the device says which do.
+pub(super) fn may_pack(op: &Op) -> bool {
+    match op {
+        Op::Matmul | Op::Conv(_) => true,
+        Op::Composite(c) => &*c.name == BLOCKED_CONV,
+        _ => false,
+    }
 }
 
 impl Lowerer<'_> {
@@ -124,7 +134,7 @@ impl Lowerer<'_> {
         match chosen {
             Chosen::Library(k) => {
                 self.plan.workspace = self.plan.workspace.max(k.workspace());
-                if matches!(node.op, Op::Matmul | Op::Conv(_)) && self.options.passes.does(EPILOGUES) {
+                if may_pack(&node.op) && self.options.passes.does(EPILOGUES) {
                     let call = PlainCall {
                         step: self.plan.steps.len(),
                         op: node.op.clone(),
@@ -178,7 +188,7 @@ impl Lowerer<'_> {
         inputs: &[NodeId],
         id: NodeId,
     ) -> Result<Option<(Arc<dyn LibraryKernel>, ConstData)>> {
-        if !matches!(op, Op::Matmul | Op::Conv(_)) || !self.options.passes.does(PACKED) {
+        if !may_pack(op) || !self.options.passes.does(PACKED) {
             return Ok(None);
         }
         let places: Option<Vec<Placed>> = inputs.iter().map(|x| self.placement(*x)).collect();

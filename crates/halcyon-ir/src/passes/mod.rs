@@ -1,5 +1,7 @@
 //! Graph passes, run by level.
 
+pub mod affine;
+pub mod blocked;
 pub mod cse;
 pub mod fold;
 pub mod inline;
@@ -67,12 +69,15 @@ pub const COMPOSITES: &str = "whole composites";
 pub const IN_PLACE: &str = "in-place updates";
 pub const PACKED: &str = "packed constants";
 pub const EPILOGUES: &str = "epilogues";
+pub const AFFINE: &str = "affine chains";
+pub const BLOCKED: &str = "blocked layouts";
 
 /// Every transformation that has a receipt and can be switched off.
-pub const ALL: &[&str] = &[FOLD, SIMPLIFY, CSE, FUSION, COMPOSITES, IN_PLACE, PACKED, EPILOGUES];
+pub const ALL: &[&str] =
+    &[FOLD, SIMPLIFY, CSE, FUSION, COMPOSITES, IN_PLACE, PACKED, EPILOGUES, AFFINE, BLOCKED];
 
 /// The transformations that come with O2.
-const FROM_O2: &[&str] = &[PACKED, EPILOGUES];
+const FROM_O2: &[&str] = &[PACKED, EPILOGUES, AFFINE, BLOCKED];
 
 /// What to do to a graph.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
@@ -93,10 +98,11 @@ impl PassOptions {
     }
 }
 
-/// Runs the passes of the level. `claims` says which composites the device takes whole.
+/// Runs the passes of the level. `claims` says which composites the device takes whole; `block` is [`crate::target::Target::channel_block`].
 pub fn optimize(
     g: &Graph,
     options: &PassOptions,
+    block: Option<usize>,
     claims: &dyn Fn(&Composite) -> bool,
 ) -> Result<(Graph, Vec<Receipt>)> {
     let mut receipts = vec![];
@@ -124,6 +130,24 @@ pub fn optimize(
                 receipts.push(Receipt::new(name, n));
             }
         }
+    }
+    let mut note = |name, n| {
+        if n > 0 {
+            receipts.push(Receipt::new(name, n));
+        }
+    };
+    if options.does(AFFINE) {
+        let (h, n) = affine::run(&g)?;
+        // The merged constants are to be computed here.
+        g = if n > 0 { cse::run(&fold::run(&h)?.0)?.0 } else { h };
+        note(AFFINE, n);
+    }
+    if let Some(block) = block.filter(|_| options.does(BLOCKED)) {
+        let (h, n) = blocked::run(&g, block, claims)?;
+        if n > 0 {
+            g = h;
+        }
+        note(BLOCKED, n);
     }
     Ok((g, receipts))
 }

@@ -23,18 +23,18 @@ use halcyon_ir::{DType, Result as IrResult};
 use half::{bf16, f16};
 
 /// The first element of an operand.
-fn ptr<T>(r: &Run<'_>, buf: usize, v: &View) -> *const T {
+pub(super) fn ptr<T>(r: &Run<'_>, buf: usize, v: &View) -> *const T {
     (r.bufs[buf].ptr as *const T).wrapping_offset(v.offset)
 }
 
 /// Refuses operands that do not lie densely (at any offset).
-fn dense(call: &LibraryCall<'_>, which: &[usize]) -> Result<(), Declined> {
+pub(super) fn dense(call: &LibraryCall<'_>, which: &[usize]) -> Result<(), Declined> {
     let bad: Vec<usize> =
         which.iter().copied().filter(|&i| !call.inputs[i].view.has_dense_strides()).collect();
     if bad.is_empty() { Ok(()) } else { Err(Declined::needs_dense(bad)) }
 }
 
-fn reason<T>(r: IrResult<T>) -> Result<T, Declined> {
+pub(super) fn reason<T>(r: IrResult<T>) -> Result<T, Declined> {
     r.map_err(|e| Declined::because(e.to_string()))
 }
 
@@ -435,13 +435,14 @@ fn conv_packed(
     }))
 }
 
-fn pool_window(p: &op::Pool, x: &Operand) -> Result<Window, Declined> {
+/// The window of a pool over spatial axes of these sizes.
+pub(super) fn pool_window(p: &op::Pool, spatial: &[usize]) -> Result<Window, Declined> {
     let pads: Vec<(isize, isize)> = p.pad.iter().map(|p| (p.0 as isize, p.1 as isize)).collect();
     let ones = vec![1; p.kernel.len()];
-    reason(Window::new(&x.view.shape[2..], &p.kernel, &p.stride, &p.dilation, &pads, &ones))
+    reason(Window::new(spatial, &p.kernel, &p.stride, &p.dilation, &pads, &ones))
 }
 
-fn pool_kind(p: &op::Pool) -> Pool {
+pub(super) fn pool_kind(p: &op::Pool) -> Pool {
     match p.kind {
         PoolKind::Max => Pool::Max,
         PoolKind::Avg { count_include_pad } => Pool::Average { count_include_pad },
@@ -453,7 +454,7 @@ pub(crate) fn pooling(call: &LibraryCall<'_>, p: &op::Pool) -> Result<CpuKernel,
         return Err(Declined::because("one operand is needed"));
     };
     dense(call, &[0])?;
-    let window = pool_window(p, x)?;
+    let window = pool_window(p, &x.view.shape[2..])?;
     let planes = x.view.shape[0] * x.view.shape[1];
     if planes * window.out_size() != call.outputs[0].view.numel() {
         return Err(Declined::because("the output has another size"));
@@ -474,7 +475,7 @@ pub(crate) fn pool_grad(call: &LibraryCall<'_>, p: &op::Pool) -> Result<CpuKerne
     if !x.dtype.is_float() {
         return Err(Declined::because("a float type is needed"));
     }
-    let window = pool_window(p, x)?;
+    let window = pool_window(p, &x.view.shape[2..])?;
     let planes = x.view.shape[0] * x.view.shape[1];
     if planes * window.out_size() != dy.view.numel() {
         return Err(Declined::because("dy has another size"));

@@ -9,7 +9,7 @@ use crate::cpu::team::Team;
 use half::{bf16, f16};
 
 /// The definition, in f64: values and sums of magnitudes.
-fn reference(c: &Conv, x: &[f64], w: &[f64], bias: Option<&[f64]>, relu: bool) -> Vec<(f64, f64)> {
+pub(super) fn reference(c: &Conv, x: &[f64], w: &[f64], bias: Option<&[f64]>, relu: bool) -> Vec<(f64, f64)> {
     let win = &c.window;
     let (cg, mg) = (c.c_in / c.groups, c.c_out / c.groups);
     let [id, ih, iw] = win.input;

@@ -1,6 +1,11 @@
 //! Native kernels, and the table that finds one for a call.
 
 pub mod attention;
+pub mod blocked;
+mod blocked_calls;
+#[cfg(test)]
+mod blocked_tests;
+mod blocked_tile;
 mod calls;
 pub mod conv;
 #[cfg(test)]
@@ -40,6 +45,7 @@ use crate::cpu::tile;
 use crate::{Declined, Error, LibraryCall, LibraryKernel, Operand, Result};
 use halcyon_ir::Scalar;
 use halcyon_ir::op::Op;
+use halcyon_ir::passes::blocked::{BLOCKED_CONV, BLOCKED_POOL};
 use halcyon_ir::target::{Packing, Work};
 use smallvec::SmallVec;
 use std::any::Any;
@@ -104,6 +110,7 @@ pub(crate) struct CpuKernel {
     in_place: bool,
     args: usize,
     packed: Option<PackedInput>,
+    workspace: usize,
     body: Body,
 }
 
@@ -143,6 +150,7 @@ impl CpuKernel {
             in_place: call.in_place,
             args: 0,
             packed: None,
+            workspace: 0,
             body: Box::new(body),
         })
     }
@@ -150,6 +158,15 @@ impl CpuKernel {
     /// The number of run-time arguments the body reads.
     pub(crate) fn with_args(mut self, n: usize) -> CpuKernel {
         self.args = n;
+        self
+    }
+
+    /// The body gets so many bytes of scratch, at a multiple of 64 bytes, as one more buffer after the outputs.
+    pub(crate) fn with_workspace(mut self, bytes: usize) -> CpuKernel {
+        self.workspace = bytes;
+        if bytes > 0 {
+            self.needs.push(Need { bytes, write: true });
+        }
         self
     }
 
@@ -230,6 +247,9 @@ impl LibraryKernel for CpuKernel {
     fn name(&self) -> &str {
         &self.name
     }
+    fn workspace(&self) -> usize {
+        self.workspace
+    }
     fn packing(&self) -> Option<&Packing> {
         self.packed.as_ref().map(|p| &p.packing)
     }
@@ -239,7 +259,7 @@ impl LibraryKernel for CpuKernel {
 }
 
 /// A kernel for the call, or why there is none.
-pub(crate) fn find(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
+pub(crate) fn find(isa: Isa, threads: usize, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
     // What follows relies on it: small types have no kernels.
     if let Some(o) = call.inputs.iter().chain(call.outputs).find(|o| !o.dtype.is_native()) {
         return Err(Declined::because(format!("{} is a storage type, which the passes rewrite", o.dtype)));
@@ -262,8 +282,12 @@ pub(crate) fn find(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declin
     {
         return Err(Declined::because("this op does not run in place"));
     }
-    if call.packed.is_some() && !matches!(op, Op::Matmul | Op::Conv(_)) {
-        return Err(Declined::because(format!("{} reads nothing packed", op.name())));
+    let blocked = matches!(op, Op::Composite(c) if &*c.name == BLOCKED_CONV);
+    if (call.packed.is_some() || call.epilogue.is_some())
+        && !matches!(op, Op::Matmul | Op::Conv(_))
+        && !blocked
+    {
+        return Err(Declined::because(format!("{} reads nothing packed and has no epilogue", op.name())));
     }
     // One row per op.
     match op {
@@ -279,6 +303,8 @@ pub(crate) fn find(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declin
         Op::ArgReduce { max, axis, last, .. } => sort::arg_reduce(call, *max, *axis, *last),
         Op::ArgSort { axis, descending } => sort::arg_sort(call, *axis, *descending),
         Op::Scan { kind, axis, exclusive, reverse } => scan::scan(call, *kind, *axis, *exclusive, *reverse),
+        Op::Composite(c) if blocked => blocked_calls::conv(isa, threads, call, c),
+        Op::Composite(c) if &*c.name == BLOCKED_POOL => blocked_calls::pool(isa, call, c),
         Op::Composite(c) => calls::composite(isa, call, c),
         Op::Custom(_) => Err(Declined::because("custom ops bring their own kernels")),
         _ => Err(Declined::because(format!("no kernel of its own for {}", op.name()))),

@@ -27,7 +27,7 @@ struct Line<'a, T: Elem> {
 }
 
 /// Taps of output `o` on `axis` that lie before the end of the far padding, and those inside the input.
-fn counts(w: &Window, axis: usize, o: usize) -> (usize, usize) {
+pub(super) fn counts(w: &Window, axis: usize, o: usize) -> (usize, usize) {
     let end = w.input[axis] as isize + w.pad_hi[axis];
     let all = (0..w.kernel[axis]).filter(|&t| w.at(axis, o, t) < end).count();
     let inside = (0..w.kernel[axis]).filter(|&t| w.read(axis, o, t).is_some()).count();

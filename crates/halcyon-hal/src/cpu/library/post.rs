@@ -16,6 +16,9 @@ use smallvec::SmallVec;
 /// Instructions a chain may have: their blocks are on the stack.
 const MOST: usize = 24;
 
+/// The shortest last axis of a chain that does not walk whole rows.
+const PIECE: usize = 4;
+
 /// Elements that make a part worth handing to another thread.
 const GRAIN: usize = 32 << 10;
 
@@ -53,6 +56,40 @@ pub(crate) struct Post {
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PostRun(Option<(SharedConst<Post>, SharedConst<Run<'static>>, usize)>);
 
+impl Load {
+    /// Elements `at..at + n` of the operand as the chain sees it, where they lie or copied to `own`.
+    ///
+    /// # Safety
+    /// `base` is the operand's buffer, which the kernel has checked against the view; `own` has room for `n`.
+    unsafe fn read(&self, base: *const f32, at: usize, n: usize, own: *mut f32) -> *const u8 {
+        let (dim, stride) = self.axes.last().copied().unwrap_or((1, 0));
+        let mut done = 0;
+        while done < n {
+            let (mut left, mut offset) = (at + done, self.offset);
+            for (dim, stride) in self.axes.iter().rev() {
+                offset += (left % dim) as isize * stride;
+                left /= dim;
+            }
+            let src = base.wrapping_offset(offset);
+            let run = (dim - (at + done) % dim).min(n - done);
+            if stride == 1 && run == n {
+                return src as *const u8;
+            }
+            // SAFETY: the elements lie on the last axis of the view; the rest is the caller's.
+            unsafe {
+                let to = own.add(done);
+                match stride {
+                    1 => std::ptr::copy_nonoverlapping(src, to, run),
+                    0 => std::slice::from_raw_parts_mut(to, run).fill(*src),
+                    s => (0..run).for_each(|i| *to.add(i) = *src.offset(i as isize * s)),
+                }
+            }
+            done += run;
+        }
+        own as *const u8
+    }
+}
+
 #[repr(C, align(64))]
 struct Block([f32; BLOCK]);
 
@@ -77,9 +114,9 @@ impl Post {
         if out.view.offset != 0 || !dense(&out.view.strides) || columns == 0 {
             return no("writes elsewhere");
         }
-        // A part of a row must be a part of the last axis.
-        if f.space.last().is_none_or(|n| n % columns != 0) {
-            return no("walks the rows in pieces");
+        // Short runs along the last axis are not worth it.
+        if f.space.last().is_none_or(|n| n % columns != 0 && *n < PIECE) {
+            return no("walks the rows in short pieces");
         }
         let mut args = 0;
         let mut steps = Vec::with_capacity(f.body.len());
@@ -162,30 +199,8 @@ impl Post {
                         regs[k] = c as *const u8;
                         continue;
                     };
-                    let (mut left, mut offset) = (at, l.offset);
-                    for (dim, stride) in l.axes.iter().rev() {
-                        offset += (left % dim) as isize * stride;
-                        left /= dim;
-                    }
-                    let stride = l.axes.last().map_or(0, |a| a.1);
-                    let src = (r.bufs[b].ptr as *const f32).wrapping_offset(offset);
-                    // SAFETY: the elements lie on the last axis of the operand's view, which the kernel has checked against
-                    // its buffer; a block has room for `n`.
-                    unsafe {
-                        match stride {
-                            1 => src as *const u8,
-                            0 => {
-                                std::slice::from_raw_parts_mut(own, n).fill(*src);
-                                own as *const u8
-                            }
-                            s => {
-                                for i in 0..n {
-                                    *own.add(i) = *src.offset(i as isize * s);
-                                }
-                                own as *const u8
-                            }
-                        }
-                    }
+                    // SAFETY: the caller's; a block has room for `n`.
+                    unsafe { l.read(r.bufs[b].ptr as *const f32, at, n, own) }
                 }
                 Step::Param(p) => {
                     let v = match p {

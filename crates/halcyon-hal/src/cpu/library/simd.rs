@@ -5,6 +5,7 @@
 //! Partial loads and stores touch only the lanes asked for.
 
 use super::mat::{Fma, Tile, micro};
+use crate::cpu::sys::Isa;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
@@ -35,8 +36,15 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// `max(a, 0)` that keeps NaN.
     unsafe fn relu(a: Self::V) -> Self::V;
     unsafe fn sub(a: Self::V, b: Self::V) -> Self::V;
-    /// The larger; `b` where `a` is NaN.
+    /// The larger; `b` where one is NaN.
     unsafe fn max(a: Self::V, b: Self::V) -> Self::V;
+    /// The smaller; `b` where one is NaN.
+    unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
+    /// The larger; NaN where one is NaN.
+    unsafe fn max_nan(a: Self::V, b: Self::V) -> Self::V;
+    /// Asks for the cache line of `p` to be brought to the second level. Any address will do.
+    #[inline(always)]
+    unsafe fn prefetch(_: *const f32) {}
     /// `p[0], p[2], ..`: `n <= W` lanes, zeros after them. Reads nothing past `p[2 (n - 1)]`.
     #[inline(always)]
     unsafe fn load_even(p: *const f32, n: usize) -> Self::V {
@@ -105,6 +113,17 @@ macro_rules! tile_of_rows {
     };
 }
 
+/// Lanes of the vectors of an instruction set.
+pub(crate) fn lanes(isa: Isa) -> usize {
+    match isa {
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx512 => Avx512::W,
+        #[cfg(target_arch = "x86_64")]
+        Isa::Avx2 => Avx2::W,
+        _ => Portable::W,
+    }
+}
+
 /// Plain arrays, which compilers turn into the baseline's vectors.
 #[derive(Clone, Copy)]
 pub(crate) struct Portable;
@@ -167,6 +186,14 @@ impl Simd for Portable {
     #[inline(always)]
     unsafe fn max(a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
         std::array::from_fn(|i| if a[i] > b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    unsafe fn min(a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        std::array::from_fn(|i| if a[i] < b[i] { a[i] } else { b[i] })
+    }
+    #[inline(always)]
+    unsafe fn max_nan(a: [f32; 4], b: [f32; 4]) -> [f32; 4] {
+        std::array::from_fn(|i| if a[i].is_nan() || a[i] > b[i] { a[i] } else { b[i] })
     }
     #[inline(always)]
     unsafe fn relu(a: [f32; 4]) -> [f32; 4] {
@@ -260,6 +287,18 @@ mod x86 {
             unsafe { _mm256_max_ps(a, b) }
         }
         #[inline(always)]
+        unsafe fn min(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_min_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn max_nan(a: __m256, b: __m256) -> __m256 {
+            unsafe { _mm256_blendv_ps(_mm256_max_ps(a, b), a, _mm256_cmp_ps::<_CMP_UNORD_Q>(a, a)) }
+        }
+        #[inline(always)]
+        unsafe fn prefetch(p: *const f32) {
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(p as *const i8) }
+        }
+        #[inline(always)]
         unsafe fn relu(a: __m256) -> __m256 {
             // The second operand is returned when one is NaN.
             unsafe { _mm256_max_ps(_mm256_setzero_ps(), a) }
@@ -340,6 +379,18 @@ mod x86 {
         #[inline(always)]
         unsafe fn max(a: __m512, b: __m512) -> __m512 {
             unsafe { _mm512_max_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn min(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_min_ps(a, b) }
+        }
+        #[inline(always)]
+        unsafe fn max_nan(a: __m512, b: __m512) -> __m512 {
+            unsafe { _mm512_mask_mov_ps(_mm512_max_ps(a, b), _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a), a) }
+        }
+        #[inline(always)]
+        unsafe fn prefetch(p: *const f32) {
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(p as *const i8) }
         }
         #[inline(always)]
         unsafe fn relu(a: __m512) -> __m512 {

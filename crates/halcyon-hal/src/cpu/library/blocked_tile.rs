@@ -1,0 +1,308 @@
+//! The register tiles of [`super::blocked`].
+
+use super::pool::{Pool, counts};
+use super::simd::{Simd, dispatch_simd};
+use super::window::Window;
+use crate::cpu::sys::Isa;
+use crate::cpu::team::{SharedConst, SharedMut, Team};
+
+/// What follows the sums, the scale, the bias and the residual.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(crate) enum Act {
+    None,
+    /// `max(v, 0)`, NaN kept.
+    Relu,
+    /// `min(max(v, lo), hi)`, NaN kept.
+    Clamp(f32, f32),
+}
+
+/// One tile. Distances are in floats.
+pub(crate) struct Tile {
+    /// What the first tap of the first pixel reads, in the first block of input channels.
+    pub x: *const f32,
+    /// Weights of the first block of output channels, and the distance to the second's.
+    pub w: *const f32,
+    pub next_w: usize,
+    /// Blocks of input channels, and channels of a block.
+    pub blocks: usize,
+    pub inner: usize,
+    pub taps: (usize, usize),
+    /// From block to block, tap to tap and pixel to pixel of the input.
+    pub plane: usize,
+    pub tap_row: usize,
+    pub tap_col: usize,
+    pub pixel: usize,
+    /// The first pixel's output, and the distance to the second block's.
+    pub y: *mut f32,
+    pub next_y: usize,
+    /// From the first pixel of the tile to the first of its second half, in the input and in the output: the halves may lie in two rows.
+    pub half_x: usize,
+    pub half_y: usize,
+    /// At the first channel; null where absent.
+    pub scale: *const f32,
+    pub bias: *const f32,
+    /// At the first pixel, laid out as the output.
+    pub residual: *const f32,
+    pub act: Act,
+    /// Weights that later tiles read, up to `end`, and how many cache lines of them to ask for at each tap of each block.
+    pub ahead: *const f32,
+    pub end: *const f32,
+    pub lines: usize,
+}
+
+const LINE: usize = 16;
+
+/// Lines to ask for at each of so many steps, to have asked for so many floats at the end.
+pub(crate) fn prefetch_lines(floats: usize, steps: usize) -> usize {
+    floats.div_ceil(LINE).div_ceil(steps.max(1))
+}
+
+/// The widest tile for vectors of so many lanes: 2 accumulators for each pixel, 2 vectors of weights and one input value stay in
+/// registers (32 with AVX-512 and on aarch64, else 16).
+pub(crate) const fn pixels(lanes: usize) -> usize {
+    if lanes == 16 || cfg!(target_arch = "aarch64") { MOST } else { 6 }
+}
+
+const MOST: usize = 14;
+
+/// Pixels of the first half of a tile.
+pub(crate) const fn half(pixels: usize) -> usize {
+    pixels.div_ceil(2)
+}
+
+dispatch_simd! {
+    /// `T` pixels by `R` blocks of output channels, `P` vectors from pixel to pixel of the input (0: not known here).
+    unsafe fn sized[const T: usize, const R: usize, const P: usize][T, R, P](isa, t: &mut Tile) = sized_body
+}
+
+#[inline(always)]
+unsafe fn sized_body<S: Simd, const T: usize, const R: usize, const P: usize>(t: &mut Tile) {
+    if T > const { pixels(S::W) } {
+        unreachable!("tiles are not wider than their registers");
+    }
+    // SAFETY: the caller's.
+    unsafe {
+        let pixel = if P == 0 { t.pixel } else { P * S::W };
+        let mut acc = [[S::zero(); R]; T];
+        let mut w = t.w;
+        for block in 0..t.blocks {
+            for i in 0..t.taps.0 {
+                for j in 0..t.taps.1 {
+                    let mut x = t.x.add(block * t.plane + i * t.tap_row + j * t.tap_col);
+                    let until = t.ahead.wrapping_add(t.lines * LINE).min(t.end);
+                    while t.ahead < until {
+                        S::prefetch(t.ahead);
+                        t.ahead = t.ahead.wrapping_add(LINE);
+                    }
+                    for _ in 0..t.inner {
+                        let mut v = [S::zero(); R];
+                        for r in 0..R {
+                            v[r] = S::load(w.add(r * t.next_w));
+                        }
+                        for k in 0..T {
+                            let at = if k < half(T) { k * pixel } else { t.half_x + (k - half(T)) * pixel };
+                            let s = S::splat(*x.add(at));
+                            for r in 0..R {
+                                acc[k][r] = S::fma(s, v[r], acc[k][r]);
+                            }
+                        }
+                        w = w.add(S::W);
+                        x = x.add(1);
+                    }
+                }
+            }
+        }
+        for r in 0..R {
+            let column = std::array::from_fn(|k| acc[k][r]);
+            finish::<S, T>(t, r * S::W, r * t.next_y, column);
+        }
+    }
+}
+
+/// Scale, bias, residual and activation of `T` pixels, on their way to memory.
+#[inline(always)]
+unsafe fn finish<S: Simd, const T: usize>(t: &Tile, channel: usize, y: usize, mut v: [S::V; T]) {
+    let at = |k: usize| y + if k < half(T) { k * S::W } else { t.half_y + (k - half(T)) * S::W };
+    // SAFETY: the caller's.
+    unsafe {
+        match (t.scale.is_null(), t.bias.is_null()) {
+            (true, true) => {}
+            (false, true) => {
+                let s = S::load(t.scale.add(channel));
+                v.iter_mut().for_each(|v| *v = S::mul(*v, s));
+            }
+            (true, false) => {
+                let b = S::load(t.bias.add(channel));
+                v.iter_mut().for_each(|v| *v = S::add(*v, b));
+            }
+            (false, false) => {
+                let (s, b) = (S::load(t.scale.add(channel)), S::load(t.bias.add(channel)));
+                v.iter_mut().for_each(|v| *v = S::fma(*v, s, b));
+            }
+        }
+        if !t.residual.is_null() {
+            for (k, v) in v.iter_mut().enumerate() {
+                *v = S::add(*v, S::load(t.residual.add(at(k))));
+            }
+        }
+        match t.act {
+            Act::None => {}
+            Act::Relu => v.iter_mut().for_each(|v| *v = S::relu(*v)),
+            Act::Clamp(lo, hi) => {
+                let (lo, hi) = (S::splat(lo), S::splat(hi));
+                // The second operand is kept where one is NaN.
+                v.iter_mut().for_each(|v| *v = S::min(hi, S::max(lo, *v)));
+            }
+        }
+        for (k, v) in v.iter().enumerate() {
+            S::store(t.y.add(at(k)), *v);
+        }
+    }
+}
+
+macro_rules! by_width {
+    ($isa:expr, $n:expr, $r:literal, $p:literal, $t:expr, $($k:literal)*) => {
+        match $n {
+            $($k => sized::<$k, $r, $p>($isa, $t),)*
+            n => unreachable!("a tile of {n} pixels"),
+        }
+    };
+}
+
+/// A tile of `n` pixels (at most [`pixels`]) by `r` (1 or 2) blocks of output channels. Moves [`Tile::ahead`] on.
+///
+/// # Safety
+/// The pointers cover what the tile reads and writes.
+pub(crate) unsafe fn tile(isa: Isa, n: usize, r: usize, t: &mut Tile) {
+    let lanes = super::simd::lanes(isa);
+    let p = match t.pixel {
+        p if p == lanes => 1,
+        p if p == 2 * lanes => 2,
+        _ => 0,
+    };
+    // SAFETY: the caller's; `sized` checks the instruction set.
+    unsafe {
+        match (r, p) {
+            (2, 1) => by_width!(isa, n, 2, 1, t, 1 2 3 4 5 6 7 8 9 10 11 12 13 14),
+            (2, 2) => by_width!(isa, n, 2, 2, t, 1 2 3 4 5 6 7 8 9 10 11 12 13 14),
+            (2, _) => by_width!(isa, n, 2, 0, t, 1 2 3 4 5 6 7 8 9 10 11 12 13 14),
+            _ => by_width!(isa, n, 1, 0, t, 1 2 3 4 5 6 7 8 9 10 11 12 13 14),
+        }
+    }
+}
+
+dispatch_simd! {
+    /// `n` pixels of one row and block of channels of a depthwise convolution.
+    ///
+    /// # Safety
+    /// As [`tile`].
+    pub(crate) unsafe fn depthwise[][](isa, n: usize, t: &Tile) = depthwise_body
+}
+
+#[inline(always)]
+unsafe fn depthwise_body<S: Simd>(n: usize, t: &Tile) {
+    let mut done = 0;
+    // SAFETY: the caller's.
+    unsafe {
+        while n - done >= 6 {
+            depthwise_tile::<S, 6>(t, done);
+            done += 6;
+        }
+        while n - done >= 2 {
+            depthwise_tile::<S, 2>(t, done);
+            done += 2;
+        }
+        if done < n {
+            depthwise_tile::<S, 1>(t, done);
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn depthwise_tile<S: Simd, const T: usize>(t: &Tile, first: usize) {
+    // SAFETY: the caller's.
+    unsafe {
+        let mut acc = [S::zero(); T];
+        let mut w = t.w;
+        for i in 0..t.taps.0 {
+            for j in 0..t.taps.1 {
+                let x = t.x.add(first * t.pixel + i * t.tap_row + j * t.tap_col);
+                let v = S::load(w);
+                for (k, a) in acc.iter_mut().enumerate() {
+                    *a = S::fma(S::load(x.add(k * t.pixel)), v, *a);
+                }
+                w = w.add(S::W);
+            }
+        }
+        finish::<S, T>(
+            &Tile {
+                residual: if t.residual.is_null() { t.residual } else { t.residual.add(first * S::W) },
+                y: t.y.add(first * S::W),
+                half_y: half(T) * S::W,
+                ..*t
+            },
+            0,
+            0,
+            acc,
+        );
+    }
+}
+
+/// Pools `planes` images whose pixels are vectors.
+///
+/// # Safety
+/// `x` covers `planes` times the window's input in vectors, `y` its output; they do not overlap.
+pub(crate) unsafe fn pool(
+    team: &Team,
+    isa: Isa,
+    kind: Pool,
+    planes: usize,
+    w: &Window,
+    x: *const f32,
+    y: *mut f32,
+) {
+    let (rows, cols, b) = (w.output[1], w.output[2], super::simd::lanes(isa));
+    let (x, y) = (SharedConst(x), SharedMut(y));
+    let grain = (8192 / (cols * w.kernel_size()).max(1)).max(1);
+    team.ranges(planes * rows, grain, &|first, last| {
+        for k in first..last {
+            let (plane, row) = (k / rows, k % rows);
+            // SAFETY: the caller's; rows are disjoint.
+            unsafe {
+                let x = x.get().add(plane * w.in_size() * b);
+                pool_row(isa, kind, w, row, x, y.get().add(k * cols * b));
+            }
+        }
+    });
+}
+
+dispatch_simd! {
+    unsafe fn pool_row[][](isa, kind: Pool, w: &Window, row: usize, x: *const f32, y: *mut f32) = pool_row_body
+}
+
+#[inline(always)]
+unsafe fn pool_row_body<S: Simd>(kind: Pool, w: &Window, row: usize, x: *const f32, y: *mut f32) {
+    let average = matches!(kind, Pool::Average { .. });
+    let down = counts(w, 1, row);
+    for o in 0..w.output[2] {
+        // SAFETY: the caller's; `read` gives places inside the image.
+        unsafe {
+            let mut acc = if average { S::zero() } else { S::splat(f32::NEG_INFINITY) };
+            for i in 0..w.kernel[1] {
+                let Some(h) = w.read(1, row, i) else { continue };
+                for j in 0..w.kernel[2] {
+                    let Some(c) = w.read(2, o, j) else { continue };
+                    let v = S::load(x.add((h * w.input[2] + c) * S::W));
+                    acc = if average { S::add(acc, v) } else { S::max_nan(acc, v) };
+                }
+            }
+            let y = y.add(o * S::W);
+            S::store(y, acc);
+            if let Pool::Average { count_include_pad } = kind {
+                let across = counts(w, 2, o);
+                let n = if count_include_pad { down.0 * across.0 } else { down.1 * across.1 };
+                (0..S::W).for_each(|i| *y.add(i) /= n as f32);
+            }
+        }
+    }
+}
