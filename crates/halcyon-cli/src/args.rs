@@ -56,8 +56,8 @@ pub struct BackendArgs {
     /// Number of the backend's device (see `halcyon devices`)
     #[arg(long, value_name = "N")]
     pub device: Option<usize>,
-    /// How far the optimiser may go: O0 (none, debug) or O1 (conservative)
-    #[arg(long, value_name = "LEVEL", default_value = "O1")]
+    /// How far the optimiser may go: O0 (none, debug), O1 (conservative) or O2 (balanced)
+    #[arg(long, value_name = "LEVEL", default_value = "O2")]
     pub level: String,
     /// Threads of the CPU device
     #[arg(long, value_name = "N")]
@@ -394,8 +394,8 @@ pub struct InspectArgs {
     /// Only this backend, instead of every one of this machine
     #[arg(long, value_name = "NAME")]
     pub backend: Option<String>,
-    /// Level the plans are made at: O0 or O1
-    #[arg(long, value_name = "LEVEL", default_value = "O1")]
+    /// Level the plans are made at: O0, O1 or O2
+    #[arg(long, value_name = "LEVEL", default_value = "O2")]
     pub level: String,
     /// How many of the largest tensors to list
     #[arg(long, value_name = "N", default_value_t = 10)]

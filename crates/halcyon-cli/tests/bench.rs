@@ -87,7 +87,7 @@ fn works_have_times_rates_and_shares() {
     let d = bench(&[&args[..], &more[..], &["--json"]].concat()).ok();
     assert!(d.err.contains("work 3/3"), "{}", d.err);
     let v = d.json();
-    assert_eq!((&v["report"], &v["settings"]["level"]), (&json!("bench ops"), &json!("O1")));
+    assert_eq!((&v["report"], &v["settings"]["level"]), (&json!("bench ops"), &json!("O2")));
     assert_eq!(v["rows"].as_array().map(Vec::len), Some(3));
     for r in v["rows"].as_array().expect("rows") {
         ordered(&r["time_ms"], 3);

@@ -1,4 +1,4 @@
-//! Real models with known outputs, through the command: on cpu at O0 and O1, on opencl at O1.
+//! Real models with known outputs, through the command: on cpu at every level, on opencl at O1 and O2.
 
 mod common;
 
@@ -9,7 +9,8 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-const LANES: [(&str, &str); 3] = [("cpu", "O0"), ("cpu", "O1"), ("opencl", "O1")];
+const LANES: [(&str, &str); 5] =
+    [("cpu", "O0"), ("cpu", "O1"), ("cpu", "O2"), ("opencl", "O1"), ("opencl", "O2")];
 
 /// Runs a model and gives its saved first output and the report.
 fn run(lane: (&str, &str), model: &Path, inputs: &[String], more: &[&str]) -> (ConstData, serde_json::Value) {

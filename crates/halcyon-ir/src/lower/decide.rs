@@ -195,6 +195,11 @@ impl Lowerer<'_> {
                         last[x.index()].is_some() && last[x.index()] != most && self.is_expr(*x);
                 }
                 last[id.index()] = most;
+            } else if matches!(node.op, Op::Reduce { .. } | Op::Concat { .. }) {
+                // Their kernels are no epilogues.
+                for x in &node.inputs {
+                    cut[x.index()] |= last[x.index()].is_some() && self.is_expr(*x);
+                }
             }
         }
         cut

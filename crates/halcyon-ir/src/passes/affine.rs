@@ -8,7 +8,7 @@ use crate::graph::{Graph, NodeId};
 use crate::op::Op;
 use crate::scalar_op::ScalarOp;
 use crate::shape::Shape;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 
 /// `base * scale + shift`; constants as they are before broadcasting.
 #[derive(Clone, Copy)]
@@ -31,7 +31,8 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     let mut r = Rebuild::new(g);
     // By old node: what its value is of a product's.
     let mut known: HashMap<NodeId, Affine> = HashMap::new();
-    let mut merged = 0;
+    // By their products.
+    let mut merged: HashSet<NodeId> = HashSet::new();
     for id in g.ids().filter(|i| live[i.index()]) {
         let n = g.node(id);
         let new = r.copy(id)?;
@@ -65,14 +66,14 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
                 }
             }
             r.set(id, v);
-            merged += 1;
+            merged.insert(y.base);
         }
     }
-    if merged == 0 {
+    if merged.is_empty() {
         return Ok((g.clone(), 0));
     }
     let g = r.finish()?.0;
-    Ok((prune(&g)?, merged))
+    Ok((prune(&g)?, merged.len()))
 }
 
 /// The constant that a broadcast one is, before broadcasting.

@@ -108,7 +108,7 @@ impl Pass<'_> {
     }
 
     /// The blocked form of an old image that was visited.
-    fn to_blocked(&mut self, id: NodeId, d: [usize; 4]) -> Result<NodeId> {
+    fn blocked_form(&mut self, id: NodeId, d: [usize; 4]) -> Result<NodeId> {
         if let Some(x) = self.blocked.get(&id) {
             return Ok(*x);
         }
@@ -123,7 +123,7 @@ impl Pass<'_> {
                 let mut f = [1; 4];
                 f[4 - from.len()..].copy_from_slice(&from);
                 let whole = match self.image(i) {
-                    Some(f) => Some(self.to_blocked(i, f)?),
+                    Some(f) => Some(self.blocked_form(i, f)?),
                     None => None,
                 };
                 let x = match whole {
@@ -189,7 +189,7 @@ impl Pass<'_> {
         let weights = self.plain(w)?;
         let shape = self.g.shape(x).clone();
         let (operand, plain) = match self.image(x) {
-            Some(d) => (self.to_blocked(x, d)?, Some(&shape)),
+            Some(d) => (self.blocked_form(x, d)?, Some(&shape)),
             None => (self.plain(x)?, None),
         };
         let y = self
@@ -211,7 +211,7 @@ impl Pass<'_> {
         let Some(d) = self.image(id).filter(|_| n.inputs.iter().any(|i| self.blocked.contains_key(i))) else {
             return Ok(None);
         };
-        let x = n.inputs.iter().map(|i| self.to_blocked(*i, d)).collect::<Result<Vec<_>>>()?;
+        let x = n.inputs.iter().map(|i| self.blocked_form(*i, d)).collect::<Result<Vec<_>>>()?;
         let g = &mut self.r.new;
         match &n.op {
             Op::Scalar(s) => g.scalar(*s, &x).map(Some),
@@ -226,7 +226,7 @@ impl Pass<'_> {
             return Ok(None);
         }
         let parts = n.inputs.iter().zip(d);
-        let x = parts.map(|(i, d)| self.to_blocked(*i, d)).collect::<Result<Vec<_>>>()?;
+        let x = parts.map(|(i, d)| self.blocked_form(*i, d)).collect::<Result<Vec<_>>>()?;
         self.r.new.concat(&x, axis).map(Some)
     }
 

@@ -24,9 +24,10 @@ pub enum Level {
     /// Each op by itself, in program order: the reference.
     O0,
     /// Folding, common subexpressions, fusion and whole composites, within the tolerances of the ops.
-    #[default]
     O1,
-    /// What O1 does, with constant operands laid out for the kernels that read them.
+    /// What O1 does, with layouts, packed constants and epilogues that the device's kernels are fastest with. Sums may be rounded
+    /// differently.
+    #[default]
     O2,
 }
 
