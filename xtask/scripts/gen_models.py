@@ -258,20 +258,19 @@ class Net:
         return self.op("Gemm", y, w, self.draw(classes, scale=0.1), transB=1)
 
 
-def bert(n):
-    d, h, vocab = 64, 4, 100
+def bert(n, d=64, h=4, vocab=100, places=32, layers=2):
     ids = n.input("input_ids", n.rng.integers(0, vocab, (2, 12)), ["batch", "seq"])
     mask = np.ones((2, 12), np.int64)
     mask[1, 7:] = 0
     mask = n.input("attention_mask", mask, ["batch", "seq"])
     types = n.input("token_type_ids", np.zeros((2, 12), np.int64), ["batch", "seq"])
     seq = n.op("Gather", n.op("Shape", ids), np.array(1), axis=0)
-    places = n.op("Slice", np.arange(32)[None], np.array([0]), n.op("Unsqueeze", seq, np.array([0])), np.array([1]))
+    rows, places = places, n.op("Slice", np.arange(places)[None], np.array([0]), n.op("Unsqueeze", seq, np.array([0])), np.array([1]))
     x = n.op("Add", n.op("Gather", n.draw(vocab, d, scale=1.0), ids), n.op("Gather", n.draw(2, d, scale=1.0), types))
-    x = n.norm_parts(n.op("Add", x, n.op("Gather", n.draw(32, d, scale=1.0), places)), d)
+    x = n.norm_parts(n.op("Add", x, n.op("Gather", n.draw(rows, d, scale=1.0), places)), d)
     m = n.op("Cast", n.op("Unsqueeze", mask, np.array([1, 2])), to=TensorProto.FLOAT)
     m = n.op("Mul", n.op("Sub", np.float32(1), m), np.float32(-1e4))
-    for _ in range(2):
+    for _ in range(layers):
         q, k, v = (n.heads(n.linear(x, d, d), h, d) for _ in range(3))
         x = n.norm_parts(n.op("Add", x, n.linear(n.attend(q, k, v, d, h, m), d, d)), d)
         x = n.norm_parts(n.op("Add", x, n.linear(n.gelu_erf(n.linear(x, d, 4 * d)), 4 * d, d)), d)

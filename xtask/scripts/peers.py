@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The peers' side of `cargo xtask bench peers`: one engine, driven by the protocol that xtask/src/bench.rs describes.
 
-Usage: peers.py --engine numpy|onnxruntime|torch --threads N                  (serves until its input ends)
+Usage: peers.py --engine numpy|onnxruntime|openvino|torch --threads N                  (serves until its input ends)
        peers.py --engine onnxruntime --threads N --start MODEL INPUT.npy      (one answer from a fresh process)
 """
 import argparse
@@ -23,6 +23,23 @@ def timed(run):
         spent = time.perf_counter() - begin
         if spent >= FILL:
             return spent / runs
+
+
+def model_of(item):
+    """`model.resnet50.8` -> (path, [8]); `model.minilm.32x128` -> (path, [32, 128]). The folder is HALCYON_PEER_MODELS."""
+    _, name, size = item.split(".")
+    path = os.path.join(os.environ["HALCYON_PEER_MODELS"], name + ".onnx")
+    return (path, [int(n) for n in size.split("x")]) if os.path.exists(path) else None
+
+
+def feeds_of(np, inputs, size):
+    """Values for a model's inputs (name, shape, is float): open dimensions are the item's sizes, in their order."""
+    feeds = {}
+    for name, shape, floats in inputs:
+        left = iter(size)
+        dims = [d if isinstance(d, int) and d > 0 else next(left) for d in shape]
+        feeds[name] = matrix(np, *dims) if floats else np.ones(dims, np.int64)
+    return feeds
 
 
 def matrix(np, *shape):
@@ -87,6 +104,14 @@ class OnnxRuntime:
         import numpy as np
         from onnx import TensorProto, helper, numpy_helper
 
+        if item.startswith("model."):
+            found = model_of(item)
+            if not found:
+                return None
+            session = self.session(found[0])
+            inputs = [(i.name, i.shape, "float" in i.type) for i in session.get_inputs()]
+            feeds = feeds_of(np, inputs, found[1])
+            return (lambda: session.run(None, feeds)), None
         kind, size = parse(item)
         value = helper.make_tensor_value_info
         node = helper.make_node
@@ -128,6 +153,41 @@ class OnnxRuntime:
         return session.run(None, {session.get_inputs()[0].name: np.load(source)})[0].argmax()
 
 
+class OpenVino:
+    """Whole models, in f32 (`model.`) or where the engine may round to bf16 (`model16.`)."""
+
+    def __init__(self, threads):
+        import openvino
+
+        self.ov, self.threads = openvino, threads
+        self.name = f"openvino {openvino.__version__.split('-')[0]}"
+
+    def prepare(self, item):
+        import numpy as np
+
+        if not item.startswith(("model.", "model16.")):
+            return None
+        found = model_of(item)
+        if not found:
+            return None
+        core = self.ov.Core()
+        model = core.read_model(found[0])
+        inputs = []
+        for port in model.inputs:
+            dims = [d.get_length() if d.is_static else 0 for d in port.partial_shape]
+            inputs.append((port.any_name, dims, port.element_type.is_real()))
+        feeds = feeds_of(np, inputs, found[1])
+        model.reshape({k: list(v.shape) for k, v in feeds.items()})
+        hint = "bf16" if item.startswith("model16.") else "f32"
+        options = {
+            "INFERENCE_NUM_THREADS": self.threads,
+            "INFERENCE_PRECISION_HINT": hint,
+            "PERFORMANCE_HINT": "LATENCY",
+        }
+        request = core.compile_model(model, "CPU", options).create_infer_request()
+        return (lambda: request.infer(feeds)), None
+
+
 class Torch:
     def __init__(self, threads):
         import torch
@@ -157,10 +217,26 @@ class Torch:
                 t.mul_(x).mul_(w).add_(b)
 
             return chain, None
+        if kind in ("softmax", "layernorm", "silu"):
+            x = torch.randn(*size)
+            w, b = torch.randn(size[-1]), torch.randn(size[-1])
+            out = torch.empty_like(x)
+            functions = {
+                "softmax": lambda: torch.softmax(x, -1, out=out),
+                # (This one has no variant that keeps its memory.)
+                "layernorm": lambda: torch.nn.functional.layer_norm(x, (size[-1],), w, b),
+                "silu": lambda: torch.ops.aten.silu.out(x, out=out),
+            }
+            return functions[kind], None
+        if kind in ("attention", "causal"):
+            heads, length, width = size
+            q, k, v = (torch.randn(1, heads, length, width) for _ in range(3))
+            attend = torch.nn.functional.scaled_dot_product_attention
+            return (lambda: attend(q, k, v, is_causal=kind == "causal")), None
         return None
 
 
-ENGINES = {"numpy": Numpy, "onnxruntime": OnnxRuntime, "torch": Torch}
+ENGINES = {"numpy": Numpy, "onnxruntime": OnnxRuntime, "openvino": OpenVino, "torch": Torch}
 
 
 def serve(engine):

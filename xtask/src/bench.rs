@@ -16,6 +16,9 @@
 //! - `gemm.N`: `C = A B`, all N x N. B is a weight and may be packed beforehand, A is not.
 //! - `gemv.RxC`: `y = A x` with A of R x C.
 //! - `chain.RxC`: `y = silu(x) * w + b` with x of R x C, and w and b of length C broadcast over rows.
+//! - `softmax.RxC`, `layernorm.RxC`: over the rows of R x C, the second with scale and shift; `silu.N`: N values.
+//! - `attention.HxLxD`, `causal.HxLxD`: softmax(Q K' / sqrt(D)) V of H heads with L queries and keys.
+//! - `model.NAME.SIZES`: a model of `xtask/scripts/peer_models.py` for these open sizes, from arrays to arrays.
 //! - `ceiling.fma`, `ceiling.read`, `ceiling.copy`: the machine's own limits with N threads: fused multiply-adds in registers
 //!   (work in FLOP), reading memory far larger than the caches (bytes), copying it (bytes read plus written). Their answers also carry
 //!   `"work": W`, the amount done in `seconds`.
@@ -36,6 +39,8 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 use std::time::{Duration, Instant};
 
+/// Tells both sides where the models are.
+const MODELS: &str = "HALCYON_PEER_MODELS";
 const PAUSE: Duration = Duration::from_millis(60);
 
 /// What an item's work is counted in, and so which ceiling it is held against.
@@ -48,6 +53,8 @@ enum Work {
     /// Bytes read and written against `ceiling.copy`.
     Copy(f64),
     /// Wall time only.
+    Run,
+    /// Wall time of a process of its own.
     Start,
 }
 
@@ -59,6 +66,15 @@ const ITEMS: &[(&str, Work)] = &[
     ("gemv.4096x4096", Work::Read(4.0 * 4096.0 * 4096.0)),
     ("gemv.14336x4096", Work::Read(4.0 * 14336.0 * 4096.0)),
     ("chain.4096x4096", Work::Copy(8.0 * 4096.0 * 4096.0)),
+    ("softmax.4096x4096", Work::Copy(8.0 * 4096.0 * 4096.0)),
+    ("layernorm.4096x4096", Work::Copy(8.0 * 4096.0 * 4096.0)),
+    ("silu.16777216", Work::Copy(8.0 * 16777216.0)),
+    ("attention.32x1024x128", Work::Flops(32.0 * 1024.0 * 1024.0 * 4.0 * 128.0)),
+    ("causal.32x1024x128", Work::Flops(32.0 * 1024.0 * 1025.0 / 2.0 * 4.0 * 128.0)),
+    ("model.resnet50.1", Work::Run),
+    ("model.resnet50.8", Work::Run),
+    ("model.minilm.1x128", Work::Run),
+    ("model.minilm.32x128", Work::Run),
     ("start", Work::Start),
 ];
 
@@ -68,7 +84,7 @@ impl Work {
             Work::Flops(_) => Some("ceiling.fma"),
             Work::Read(_) => Some("ceiling.read"),
             Work::Copy(_) => Some("ceiling.copy"),
-            Work::Start => None,
+            Work::Run | Work::Start => None,
         }
     }
 
@@ -76,7 +92,7 @@ impl Work {
     fn rate(self, seconds: f64) -> Option<f64> {
         match self {
             Work::Flops(n) | Work::Read(n) | Work::Copy(n) => Some(n / seconds / 1e9),
-            Work::Start => None,
+            Work::Run | Work::Start => None,
         }
     }
 
@@ -84,7 +100,7 @@ impl Work {
         match self {
             Work::Flops(_) => "GFLOP/s",
             Work::Read(_) | Work::Copy(_) => "GB/s",
-            Work::Start => "",
+            Work::Run | Work::Start => "",
         }
     }
 }
@@ -198,6 +214,12 @@ impl Options {
         }
         Ok(options)
     }
+
+    /// Whether items of this name, or that begin so, are asked for.
+    fn wants(&self, item: &str) -> bool {
+        let asked = |only: &String| item.starts_with(only.as_str()) || only.starts_with(item);
+        self.only.is_empty() || self.only.iter().any(asked)
+    }
 }
 
 pub fn peers(args: &[&str]) -> Result<bool, Failure> {
@@ -223,16 +245,18 @@ pub fn peers(args: &[&str]) -> Result<bool, Failure> {
             "spine_bench",
         ]))?;
 
-    let mut sides = spawn_sides(&options, &venv)?;
+    let models = crate::target_dir().join("peer-models");
+    if options.wants("model.") && !models.join("minilm.onnx").exists() {
+        println!("making the models");
+        run(Command::new(venv.python())
+            .arg(crate::root().join("xtask/scripts/peer_models.py"))
+            .arg(&models))?;
+    }
+    let mut sides = spawn_sides(&options, &venv, &models)?;
     let names: Vec<String> = sides.iter().map(|side| side.name.clone()).collect();
     println!("{} threads, {} rounds, interleaved: {}", options.threads, options.rounds, names.join(" | "));
 
-    let items: Vec<_> = ITEMS
-        .iter()
-        .filter(|(name, _)| {
-            options.only.is_empty() || options.only.iter().any(|only| name.starts_with(only.as_str()))
-        })
-        .collect();
+    let items: Vec<_> = ITEMS.iter().filter(|(name, _)| options.wants(name)).collect();
     let ceilings = measure_ceilings(&mut sides, &items)?;
     let mut rows = Vec::new();
     for &&(item, work) in &items {
@@ -248,13 +272,13 @@ pub fn peers(args: &[&str]) -> Result<bool, Failure> {
 }
 
 /// Ours first, then the peers.
-fn spawn_sides(options: &Options, venv: &Venv) -> Result<Vec<Side>, String> {
+fn spawn_sides(options: &Options, venv: &Venv, models: &Path) -> Result<Vec<Side>, String> {
     let threads = options.threads.to_string();
     let release = crate::target_dir().join("release");
     let (model, image, array) = start_input(venv)?;
     let mut ours =
         Command::new(release.join("examples").join(format!("spine_bench{}", std::env::consts::EXE_SUFFIX)));
-    ours.args(["--serve", "--threads", &threads]);
+    ours.args(["--serve", "--threads", &threads]).env(MODELS, models);
     let start: Vec<PathBuf> = [
         release.join(format!("halcyon{}", std::env::consts::EXE_SUFFIX)),
         "run".into(),
@@ -267,13 +291,13 @@ fn spawn_sides(options: &Options, venv: &Venv) -> Result<Vec<Side>, String> {
     .into();
     let mut sides = vec![Side::spawn(ours, Some(start))?];
     let script = crate::root().join("xtask/scripts/peers.py");
-    let engines = ["onnxruntime", "numpy"].into_iter().chain(options.torch.then_some("torch"));
+    let engines = ["onnxruntime", "openvino", "numpy"].into_iter().chain(options.torch.then_some("torch"));
     for engine in engines {
         let args: Vec<PathBuf> =
             [script.clone(), "--engine".into(), engine.into(), "--threads".into(), threads.clone().into()]
                 .into();
         let mut command = Command::new(venv.python());
-        command.args(&args);
+        command.args(&args).env(MODELS, models);
         let start = (engine == "onnxruntime").then(|| {
             let once = ["--start".into(), model.clone(), array.clone()];
             [venv.python()].into_iter().chain(args).chain(once).collect()

@@ -4,6 +4,8 @@
 use halcyon::hal::cpu::{peak, sys::Isa, team::Team};
 use halcyon::ir::Error;
 use halcyon::prelude::*;
+use halcyon::{ConstData, OnnxSession, Scalar};
+use halcyon_formats::onnx::{Datum, Model, PortType};
 use serde_json::{Value, json};
 use std::io::{BufRead, Write};
 use std::time::Instant;
@@ -54,8 +56,68 @@ fn job(backend: &Backend, item: &str) -> Result<Option<Job>> {
                 Ok::<Job, Error>(Box::new(move || (x.silu() * &w + &b).eval().map(|_| ())))
             })
             .transpose()?,
+        "softmax" => sizes(size)
+            .map(|(r, c)| {
+                let x = tensor(&[r, c], 1)?;
+                Ok::<Job, Error>(Box::new(move || x.softmax(-1).eval().map(|_| ())))
+            })
+            .transpose()?,
+        "layernorm" => sizes(size)
+            .map(|(r, c)| {
+                let (x, w, b) = (tensor(&[r, c], 1)?, tensor(&[c], 2)?, tensor(&[c], 3)?);
+                Ok::<Job, Error>(Box::new(move || x.layer_norm(&w, Some(&b), -1, 1e-5).eval().map(|_| ())))
+            })
+            .transpose()?,
+        "silu" => match size.parse::<usize>() {
+            Ok(n) => {
+                let x = tensor(&[n], 1)?;
+                Some(Box::new(move || x.silu().eval().map(|_| ())))
+            }
+            Err(_) => None,
+        },
+        "attention" | "causal" => match numbers(size)[..] {
+            [heads, length, width] => {
+                let one = |seed| tensor(&[1, heads, length, width], seed);
+                let (q, k, v) = (one(1)?, one(2)?, one(3)?);
+                let (causal, scale) = (kind == "causal", 1.0 / (width as f64).sqrt());
+                Some(Box::new(move || q.attention(&k, &v, None, causal, scale).eval().map(|_| ())))
+            }
+            _ => None,
+        },
+        "model" => model(backend, size)?,
         _ => None,
     })
+}
+
+fn numbers(text: &str) -> Vec<usize> {
+    text.split('x').filter_map(|n| n.parse().ok()).collect()
+}
+
+/// A model of the folder that `HALCYON_PEER_MODELS` names, as `NAME.SIZES`: the open sizes, in their order.
+fn model(backend: &Backend, item: &str) -> Result<Option<Job>> {
+    let (Some(dir), Some((name, size))) = (std::env::var_os("HALCYON_PEER_MODELS"), item.split_once('.'))
+    else {
+        return Ok(None);
+    };
+    let path = std::path::Path::new(&dir).join(format!("{name}.onnx"));
+    if !path.exists() {
+        return Ok(None);
+    }
+    let session = OnnxSession::new(backend, Model::open(&path)?)?;
+    let size = numbers(size);
+    let mut inputs = vec![];
+    for port in session.model().inputs()? {
+        let PortType::Tensor { dtype, shape } = &port.ty else { return Ok(None) };
+        let mut open = size.iter().copied();
+        let dims: Option<Vec<usize>> =
+            shape.iter().flat_map(|s| s.iter()).map(|d| d.known().or_else(|| open.next())).collect();
+        let Some(dims) = dims else { return Ok(None) };
+        inputs.push(Datum::Tensor(match dtype {
+            DType::F32 => ConstData::from_slice(&dims, &values(dims.iter().product(), 1))?,
+            d => ConstData::splat(*d, &dims, Scalar::I(1))?,
+        }));
+    }
+    Ok(Some(Box::new(move || session.run(&inputs).map(|_| ()))))
 }
 
 fn ceiling(team: &Team, kind: &str) -> Option<(f64, f64)> {

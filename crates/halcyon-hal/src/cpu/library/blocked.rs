@@ -16,6 +16,8 @@ use crate::cpu::team::{SharedConst, SharedMut, Team};
 
 /// Bytes of input that the rows of one part should not pass, so that they stay in the second level's cache.
 const PART_BYTES: usize = 768 << 10;
+/// Bytes of weights that one part should not pass, where parts are groups of channels.
+const PART_WEIGHTS: usize = 1 << 20;
 /// Parts for each thread, so that one that is held up does not hold up all.
 const PARTS: usize = 4;
 
@@ -51,8 +53,8 @@ pub struct Blocked {
 enum Cut {
     /// Into rectangles of so many rows and columns of the output, for all channels.
     Rows { rows: usize, cols: usize },
-    /// Into so many groups of output channels, for all pixels.
-    Channels { parts: usize },
+    /// Into groups of so many pairs of blocks of output channels, for all pixels.
+    Channels { pairs: usize },
 }
 
 /// An input as a job reads it: a pointer to what the first tap of the job's first pixel reads, and distances in floats.
@@ -178,8 +180,10 @@ impl Blocked {
         let image = 4 * c.c_in * w.in_size();
         let pairs = self.pairs();
         if !self.is_depthwise() && threads > 1 && pairs >= 2 * threads && weights > c.batch * image {
-            // Several pairs to a part: each asks for the weights of the next.
-            return Cut::Channels { parts: (pairs / 4).clamp(threads, 8 * threads) };
+            // The weights of a part stay in the cache while the images pass.
+            let most = (PART_WEIGHTS / (weights / pairs).max(1)).clamp(1, pairs.div_ceil(threads));
+            let parts = pairs.div_ceil(most).next_multiple_of(threads);
+            return Cut::Channels { pairs: pairs.div_ceil(parts) };
         }
         let want = (PARTS * threads).div_ceil(c.batch).max(1);
         let want = if threads == 1 { 1 } else { want };
@@ -245,7 +249,7 @@ impl Blocked {
         let image = c.c_in * c.window.in_size();
         let blocks = c.c_in / self.inner;
         match self.cut(team.threads()) {
-            Cut::Channels { parts } => {
+            Cut::Channels { pairs: each_part } => {
                 let r = self.whole();
                 let padded = self.padded(r);
                 let (_, _, h, v) = self.reads(r);
@@ -260,19 +264,24 @@ impl Blocked {
                     });
                 }
                 let pairs = self.pairs();
+                let parts = pairs.div_ceil(each_part);
                 team.run(parts, &|p| {
-                    for pair in pairs * p / parts..pairs * (p + 1) / parts {
-                        for n in 0..c.batch {
-                            let s = match padded {
-                                true => Source {
-                                    at: SharedConst(work.get().wrapping_add(n * blocks * each)),
-                                    plane: each,
-                                    row: v * self.inner,
-                                },
-                                false => self.in_place(r, xs.get().wrapping_add(n * image)),
-                            };
-                            // The next pair's weights come from far away: they are asked for while this one is computed.
-                            let next = n + 1 == c.batch;
+                    let (first, end) = (p * each_part, ((p + 1) * each_part).min(pairs));
+                    for n in 0..c.batch {
+                        let s = match padded {
+                            true => Source {
+                                at: SharedConst(work.get().wrapping_add(n * blocks * each)),
+                                plane: each,
+                                row: v * self.inner,
+                            },
+                            false => self.in_place(r, xs.get().wrapping_add(n * image)),
+                        };
+                        for pair in first..end {
+                            // Weights come from far away: the next ones are asked for while these are used. After this part comes,
+                            // as the other threads go on as well, most likely this one.
+                            let next =
+                                if pair + 1 < end { pair + 1 } else { (p + team.threads()) * each_part };
+                            let next = Some(next).filter(|next| n == 0 && *next < pairs);
                             // SAFETY: the caller's; pairs of channels are disjoint parts of the output.
                             unsafe { job.pair(s, n, pair, r, next) };
                         }
@@ -308,7 +317,7 @@ impl Blocked {
                         if depthwise {
                             job.depthwise(s, k, r);
                         } else {
-                            (0..self.pairs()).for_each(|pair| job.pair(s, k, pair, r, false));
+                            (0..self.pairs()).for_each(|pair| job.pair(s, k, pair, r, None));
                         }
                     }
                 });
@@ -365,15 +374,16 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// One pair of blocks of output channels of image `n`, in a rectangle that reads `s`.
-    unsafe fn pair(&self, s: Source, n: usize, pair: usize, r: Rect, next: bool) {
+    /// One pair of blocks of output channels of image `n`, in a rectangle that reads `s`. The weights of pair `next` are asked for.
+    unsafe fn pair(&self, s: Source, n: usize, pair: usize, r: Rect, next: Option<usize>) {
         let (b, c) = (self.b, &self.b.conv);
         let (w, lanes) = (&c.window, b.lanes);
         let per_group = b.out_blocks() / c.groups;
         let pairs = per_group.div_ceil(2);
-        let (group, first) = (pair / pairs, pair % pairs * 2);
-        let blocks = (per_group - first).min(2);
-        let ob = group * per_group + first;
+        let first_block = |pair: usize| pair / pairs * per_group + pair % pairs * 2;
+        let group = pair / pairs;
+        let blocks = (per_group - pair % pairs * 2).min(2);
+        let ob = first_block(pair);
         let each = b.group_in() * b.inner * w.kernel_size() * lanes;
         let (size, cols) = (w.out_size(), w.output[2]);
         let channel = |p: SharedConst<f32>| match p.get().is_null() {
@@ -386,13 +396,18 @@ impl Job<'_> {
         // Two rows to a tile where they fit.
         let rows = if 2 * width <= b.pixels() { 2 } else { 1 };
         let wp = self.w.get().wrapping_add(ob * each);
+        // Taps along a row of single channels follow each other as the channels of a block do.
+        let (inner, taps) = match b.inner == 1 && w.dilation[2] == 1 {
+            true => (w.kernel[2], (w.kernel[1], 1)),
+            false => (b.inner, (w.kernel[1], w.kernel[2])),
+        };
         let mut t = Tile {
             x: s.at.get(),
             w: wp,
             next_w: each,
             blocks: b.group_in(),
-            inner: b.inner,
-            taps: (w.kernel[1], w.kernel[2]),
+            inner,
+            taps,
             plane: s.plane,
             tap_row: w.dilation[1] * s.row,
             tap_col: w.dilation[2] * b.inner,
@@ -409,10 +424,10 @@ impl Job<'_> {
             end: std::ptr::null(),
             lines: 0,
         };
-        if next && pair + 1 < b.pairs() && blocks == 2 {
+        if let Some(next) = next {
             // Spread over the tiles, in lines for each step of the taps' loop.
             let steps = tiles * (r.rows.1 - r.rows.0).div_ceil(rows) * b.group_in() * w.kernel_size();
-            t.ahead = wp.wrapping_add(2 * each);
+            t.ahead = self.w.get().wrapping_add(first_block(next) * each);
             t.end = t.ahead.wrapping_add(2 * each);
             t.lines = prefetch_lines(2 * each, steps);
         }

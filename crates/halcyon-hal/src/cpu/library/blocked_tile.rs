@@ -23,7 +23,7 @@ pub(crate) struct Tile {
     /// Weights of the first block of output channels, and the distance to the second's.
     pub w: *const f32,
     pub next_w: usize,
-    /// Blocks of input channels, and channels of a block.
+    /// Blocks of input channels, and values of a block that follow each other.
     pub blocks: usize,
     pub inner: usize,
     pub taps: (usize, usize),
@@ -50,6 +50,7 @@ pub(crate) struct Tile {
     pub lines: usize,
 }
 
+/// Floats of a cache line.
 const LINE: usize = 16;
 
 /// Lines to ask for at each of so many steps, to have asked for so many floats at the end.
@@ -83,6 +84,8 @@ unsafe fn sized_body<S: Simd, const T: usize, const R: usize, const P: usize>(t:
     // SAFETY: the caller's.
     unsafe {
         let pixel = if P == 0 { t.pixel } else { P * S::W };
+        let half_x = t.half_x;
+        let place = |k: usize| if k < half(T) { k * pixel } else { half_x + (k - half(T)) * pixel };
         let mut acc = [[S::zero(); R]; T];
         let mut w = t.w;
         for block in 0..t.blocks {
@@ -100,8 +103,7 @@ unsafe fn sized_body<S: Simd, const T: usize, const R: usize, const P: usize>(t:
                             v[r] = S::load(w.add(r * t.next_w));
                         }
                         for k in 0..T {
-                            let at = if k < half(T) { k * pixel } else { t.half_x + (k - half(T)) * pixel };
-                            let s = S::splat(*x.add(at));
+                            let s = S::splat(*x.add(place(k)));
                             for r in 0..R {
                                 acc[k][r] = S::fma(s, v[r], acc[k][r]);
                             }
@@ -282,18 +284,39 @@ dispatch_simd! {
 
 #[inline(always)]
 unsafe fn pool_row_body<S: Simd>(kind: Pool, w: &Window, row: usize, x: *const f32, y: *mut f32) {
-    let average = matches!(kind, Pool::Average { .. });
+    // SAFETY: the caller's.
+    unsafe {
+        match kind {
+            Pool::Max => pool_row_of::<S, false>(kind, w, row, x, y),
+            Pool::Average { .. } => pool_row_of::<S, true>(kind, w, row, x, y),
+        }
+    }
+}
+
+#[inline(always)]
+unsafe fn pool_row_of<S: Simd, const AVERAGE: bool>(
+    kind: Pool,
+    w: &Window,
+    row: usize,
+    x: *const f32,
+    y: *mut f32,
+) {
     let down = counts(w, 1, row);
     for o in 0..w.output[2] {
         // SAFETY: the caller's; `read` gives places inside the image.
         unsafe {
-            let mut acc = if average { S::zero() } else { S::splat(f32::NEG_INFINITY) };
+            let mut acc = if AVERAGE { S::zero() } else { S::splat(f32::NEG_INFINITY) };
+            // Inside the image no tap needs a look.
+            let (first, step) = (w.at(2, o, 0), w.dilation[2]);
+            let inside = first >= 0 && first as usize + (w.kernel[2] - 1) * step < w.input[2];
             for i in 0..w.kernel[1] {
                 let Some(h) = w.read(1, row, i) else { continue };
+                let line = x.add(h * w.input[2] * S::W);
                 for j in 0..w.kernel[2] {
-                    let Some(c) = w.read(2, o, j) else { continue };
-                    let v = S::load(x.add((h * w.input[2] + c) * S::W));
-                    acc = if average { S::add(acc, v) } else { S::max_nan(acc, v) };
+                    let c = if inside { Some(first as usize + j * step) } else { w.read(2, o, j) };
+                    let Some(c) = c else { continue };
+                    let v = S::load(line.add(c * S::W));
+                    acc = if AVERAGE { S::add(acc, v) } else { S::max_nan(acc, v) };
                 }
             }
             let y = y.add(o * S::W);
