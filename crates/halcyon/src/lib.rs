@@ -17,6 +17,7 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+pub mod capture;
 pub mod executable;
 pub mod fit;
 pub mod gradient;
@@ -29,6 +30,7 @@ pub mod state;
 pub mod tensor;
 
 pub use backend::{Backend, BackendBuilder};
+pub use capture::{CapturedGraph, Compiled};
 pub use executable::Executable;
 pub use fit::Fit;
 pub use gradient::{Gradients, value_and_grad};
