@@ -1,5 +1,46 @@
 //! The process's own allocator.
 
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The system's allocator with a count of what it was asked for: for tests and measurements, as a program's `#[global_allocator]`.
+#[derive(Debug, Default)]
+pub struct Counting(AtomicU64);
+
+impl Counting {
+    pub const fn new() -> Counting {
+        Counting(AtomicU64::new(0))
+    }
+
+    /// Allocations and growths so far, by all threads.
+    pub fn allocations(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+// SAFETY: every call goes to the system's allocator as it is.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's.
+        unsafe { System.realloc(ptr, layout, size) }
+    }
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: the caller's.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
 /// Gives memory that was freed and that the allocator keeps back to the system, where there is such a call (glibc): what planning
 /// leaves behind then makes room for the plan. Says whether anything was given back.
 pub fn trim() -> bool {
@@ -14,6 +55,29 @@ pub fn trim() -> bool {
     #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
     {
         false
+    }
+}
+
+/// Asks the system to back whole huge pages (2 MiB) of the range with such, where it gives them when asked (Linux): the first touch of
+/// large memory then takes a five-hundredth of the page faults. Only memory that lies in the range is taken, no more.
+pub(crate) fn huge_pages(start: *mut u8, bytes: usize) {
+    #[cfg(target_os = "linux")]
+    {
+        const HUGE: usize = 2 << 20;
+        const MADV_HUGEPAGE: std::ffi::c_int = 14;
+        unsafe extern "C" {
+            fn madvise(addr: *mut std::ffi::c_void, length: usize, advice: std::ffi::c_int) -> std::ffi::c_int;
+        }
+        let (a, b) = ((start as usize).next_multiple_of(HUGE), (start as usize + bytes) / HUGE * HUGE);
+        if a < b {
+            // SAFETY: the range lies in memory of the caller's, and the advice changes how it is backed, not what it holds. A system
+            // that refuses it leaves everything as it is.
+            unsafe { madvise(start.wrapping_add(a - start as usize).cast(), b - a, MADV_HUGEPAGE) };
+        }
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = (start, bytes);
     }
 }
 

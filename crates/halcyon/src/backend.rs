@@ -7,7 +7,7 @@ use halcyon_hal::{BackendType, BufferRef, Counters, Device, DeviceInfo, MemorySt
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::lower::{LowerOptions, lower};
 use halcyon_ir::passes::{Level, PassOptions};
-use halcyon_ir::plan::PackedConst;
+use halcyon_ir::plan::Plan;
 use halcyon_ir::target::{MatmulPrecision, Packing};
 use halcyon_ir::{ConstData, Graph};
 use std::collections::HashMap;
@@ -168,6 +168,18 @@ impl BackendBuilder {
     }
 }
 
+/// Where pieces of these sizes start in a block that holds them all, and the block's size.
+pub(crate) fn offsets(sizes: &[usize], align: usize) -> (Vec<usize>, usize) {
+    let mut end = 0usize;
+    let mut at = |n: &usize| {
+        let start = end.checked_next_multiple_of(align).unwrap_or(usize::MAX);
+        end = start.saturating_add(*n);
+        start
+    };
+    let starts = sizes.iter().map(&mut at).collect();
+    (starts, end)
+}
+
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     // The caches hold only whole entries, so a panic in another thread leaves them usable.
     m.lock().unwrap_or_else(|e| e.into_inner())
@@ -323,22 +335,45 @@ impl Backend {
         Ok(b)
     }
 
-    /// The device buffer of a packed constant. Plans share it.
-    pub(crate) fn packed(&self, p: &PackedConst) -> Result<BufferRef> {
-        let packing =
-            p.kernel.packing().ok_or_else(|| Error::internal("a packed constant without a packing"))?;
-        let key = (p.data.key(), packing.clone());
+    /// Device buffers of a plan's packed constants. Plans share them; what is new lies in one block, where the device hands out
+    /// parts of buffers.
+    pub(crate) fn packed(&self, plan: &Plan) -> Result<Vec<BufferRef>> {
         let mut m = lock(&self.0.packed);
-        if let Some(b) = m.get(&key).and_then(|(w, _)| w.upgrade()) {
-            return Ok(b);
+        let mut buffers = vec![None; plan.packed.len()];
+        let mut new = vec![];
+        for (i, p) in plan.packed.iter().enumerate() {
+            let packing =
+                p.kernel.packing().ok_or_else(|| Error::internal("a packed constant without a packing"))?;
+            let key = (p.data.key(), packing.clone());
+            match m.get(&key).and_then(|(w, _)| w.upgrade()) {
+                Some(b) => buffers[i] = Some(b),
+                None => new.push((i, p, key)),
+            }
         }
+        if !new.is_empty() {
+            let sizes: Vec<usize> = new.iter().map(|(_, _, key)| key.1.bytes).collect();
+            let made = self.place(&sizes)?;
+            let jobs: Vec<_> =
+                new.iter().zip(&made).map(|((_, p, _), b)| (&*p.kernel, p.data.bytes(), b)).collect();
+            self.0.device.pack_host(&jobs)?;
+            m.retain(|_, (w, _)| w.strong_count() > 0);
+            for ((i, p, key), b) in new.into_iter().zip(made) {
+                m.insert(key, (Arc::downgrade(&b), p.data.clone()));
+                buffers[i] = Some(b);
+            }
+        }
+        buffers.into_iter().map(|b| b.ok_or_else(|| Error::internal("a constant was not packed"))).collect()
+    }
+
+    /// Memory for constants of these sizes.
+    fn place(&self, sizes: &[usize]) -> Result<Vec<BufferRef>> {
         let d = &self.0.device;
-        let from = self.constant(&p.data)?;
-        let b = d.alloc(packing.bytes, Tag::Weights)?;
-        d.pack(&*p.kernel, &from, &b)?;
-        m.retain(|_, (w, _)| w.strong_count() > 0);
-        m.insert(key, (Arc::downgrade(&b), p.data.clone()));
-        Ok(b)
+        let Some(align) = d.as_target().part_alignment() else {
+            return sizes.iter().map(|n| d.alloc(*n, Tag::Weights)).collect();
+        };
+        let (offsets, total) = offsets(sizes, align);
+        let block = d.alloc(total, Tag::Weights)?;
+        offsets.into_iter().zip(sizes).map(|(at, n)| d.part(&block, at, *n)).collect()
     }
 
     /// Waits, and turns the first fault of a kernel into an error that names its op.

@@ -7,10 +7,9 @@ use crate::backend::Backend;
 use crate::executable::{Executable, Lease, OutputMemory};
 use crate::tensor::{Collector, Mode, Tensor};
 use halcyon_hal::{BufferRef, Command, Tag};
-use halcyon_ir::dtype::Scalar;
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::shape::TensorType;
-use halcyon_ir::{NodeId, Op};
+use halcyon_ir::{NodeId, Op, Scalar};
 use smallvec::SmallVec;
 use std::fmt;
 use std::sync::atomic::Ordering;
@@ -18,6 +17,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 /// Sets of types for which a compiled function keeps plans; then those go that were used longest ago.
 const TYPES: usize = 64;
+
+type Buffers = SmallVec<[BufferRef; 8]>;
 
 /// What a traced function may give.
 pub trait Outputs {
@@ -176,28 +177,49 @@ impl<F> Compiled<F> {
             }
             t.eval()?;
         }
-        let _running = self.backend.running();
-        let mut buffers: SmallVec<[BufferRef; 8]> = SmallVec::new();
-        for t in inputs {
-            buffers.push(t.ready()?);
-        }
-        let donated: SmallVec<[bool; 8]> =
-            inputs.iter().zip(&buffers).map(|(t, b)| may_take(&self.backend, t, b, 2)).collect();
-        let entry = match self.find(inputs, &donated) {
-            Some(e) => e,
-            None => self.trace(inputs, &donated)?,
+        // Tracing runs the caller's code, which may evaluate: no lock is held. What may be taken is decided under it, again if
+        // something changed.
+        let (entry, donated, mut buffers, _running) = loop {
+            let (_, donated) = self.gather(inputs)?;
+            let entry = match self.find(inputs, &donated) {
+                Some(e) => e,
+                None => self.trace(inputs, &donated)?,
+            };
+            let running = self.backend.running();
+            let (buffers, now) = self.gather(inputs)?;
+            if now == donated {
+                break (entry, donated, buffers, running);
+            }
         };
         for t in &entry.captured {
             buffers.push(t.ready()?);
+        }
+        if (0..inputs.len()).any(|i| donated[i] && Arc::strong_count(&buffers[i]) > 2) {
+            let what = "a tensor that the function also takes from its surroundings cannot be donated";
+            return Err(Error::argument("compiled function", what).at(&by));
         }
         let made = entry.exe.run(&self.backend, &buffers, &[])?;
         for (t, d) in inputs.iter().zip(&donated) {
             if *d {
                 t.taken(&by);
+            } else if t.is_donated() {
+                // Something else reads it: the plan made a copy.
+                self.backend.0.stats.state_copies.fetch_add(1, Ordering::Relaxed);
             }
         }
         let tensor = |(b, ty): (BufferRef, &TensorType)| Tensor::at(&self.backend, ty.clone(), b, by.clone());
         Ok(made.into_iter().zip(&entry.outputs).map(tensor).collect())
+    }
+
+    /// The inputs' buffers, and which of them the run may overwrite: what was donated and nothing else reads.
+    fn gather(&self, inputs: &[&Tensor]) -> Result<(Buffers, SmallVec<[bool; 8]>)> {
+        let buffers: Buffers = inputs.iter().map(|t| t.ready()).collect::<Result<_>>()?;
+        // The references are the tensor's and this run's.
+        let sole = |(t, b): (&&Tensor, &BufferRef)| {
+            t.is_donated() && t.0.readers() == 0 && Arc::strong_count(b) == 2
+        };
+        let donated = inputs.iter().zip(&buffers).map(sole).collect();
+        Ok((buffers, donated))
     }
 
     fn find(&self, inputs: &[&Tensor], donated: &[bool]) -> Option<Arc<Entry>> {
@@ -238,19 +260,6 @@ impl<F> Compiled<F> {
         plans.truncate(TYPES);
         Ok(entry)
     }
-}
-
-/// Whether a run may overwrite a value that was donated: `held` references to its buffer are this run's and the tensor's own. Counts
-/// the copy that is made where it may not.
-fn may_take(backend: &Backend, t: &Tensor, buffer: &BufferRef, held: usize) -> bool {
-    if !t.is_donated() {
-        return false;
-    }
-    let sole = t.0.readers() == 0 && Arc::strong_count(buffer) == held;
-    if !sole {
-        backend.0.stats.state_copies.fetch_add(1, Ordering::Relaxed);
-    }
-    sole
 }
 
 /// A plan with its bindings: what a launch does is submit it. See [`Backend::capture_graph`].
@@ -313,20 +322,10 @@ impl Backend {
         let Collector { graph, leaves, args, .. } = c;
         let donated: Vec<bool> = leaves.iter().map(Tensor::is_donated).collect();
         let exe = self.plan(graph, donated.clone())?;
-        let mut lease = exe.lease(self)?;
-        for (i, t) in leaves.iter().enumerate().filter(|(i, _)| !donated[*i]) {
-            exe.bind_input(&mut lease, i, &t.ready()?)?;
-        }
-        Ok(CapturedGraph {
-            backend: self.clone(),
-            inputs: leaves.iter().map(|t| t.0.ty.clone()).collect(),
-            donated,
-            outputs: outputs.iter().map(|t| t.0.ty.clone()).collect(),
-            literals,
-            bound: Mutex::new(Bound { lease, inputs: leaves, outputs: vec![None; outputs.len()], args }),
-            exe,
-            span,
-        })
+        let mut g = CapturedGraph::new(self, exe, leaves, donated, span)?;
+        g.literals = literals;
+        lock(&g.bound).args = args;
+        Ok(g)
     }
 
     /// Runs a captured graph: with `inputs` in its inputs' order, which stay bound, or with those that are bound where `inputs` is
@@ -352,6 +351,32 @@ impl Backend {
 }
 
 impl CapturedGraph {
+    /// A plan without run-time arguments, bound to `inputs`.
+    pub(crate) fn new(
+        backend: &Backend,
+        exe: Arc<Executable>,
+        inputs: Vec<Tensor>,
+        donated: Vec<bool>,
+        span: Span,
+    ) -> Result<CapturedGraph> {
+        let mut lease = exe.lease(backend)?;
+        for (i, t) in inputs.iter().enumerate().filter(|(i, _)| !donated[*i]) {
+            exe.bind_input(&mut lease, i, &t.ready()?)?;
+        }
+        let outputs: Vec<TensorType> =
+            exe.plan().outputs.iter().map(|o| TensorType::new(o.dtype, &o.dims)).collect();
+        Ok(CapturedGraph {
+            backend: backend.clone(),
+            inputs: inputs.iter().map(|t| t.0.ty.clone()).collect(),
+            donated,
+            literals: vec![],
+            bound: Mutex::new(Bound { lease, inputs, outputs: vec![None; outputs.len()], args: vec![] }),
+            outputs,
+            exe,
+            span,
+        })
+    }
+
     /// Types of the inputs, in their order.
     pub fn inputs(&self) -> &[TensorType] {
         &self.inputs
@@ -415,6 +440,12 @@ impl CapturedGraph {
         // What became of the inputs since they were bound.
         for t in &*inputs {
             t.alive()?;
+        }
+        // Results that took an input's memory belong to the caller alone.
+        for (k, out) in outputs.iter_mut().enumerate() {
+            if self.output_is_input(k).is_some() {
+                *out = None;
+            }
         }
         for (i, t) in inputs.iter().enumerate().filter(|(i, _)| self.donated[*i]) {
             let mut b = t.ready()?;

@@ -152,7 +152,7 @@ impl Executable {
             })
             .collect::<Result<_>>()?;
         let consts = plan.consts.iter().map(|c| backend.constant(c)).collect::<Result<_>>()?;
-        let packed = plan.packed.iter().map(|p| backend.packed(p)).collect::<Result<_>>()?;
+        let packed = backend.packed(&plan)?;
         let faults = plan.steps.iter().map(|s| (s.op.clone(), s.span.clone(), s.range.clone())).collect();
         let fault_base = backend.0.faults.register(faults);
         let uses = Uses::of(&plan);
