@@ -25,6 +25,8 @@ mod lru;
 #[cfg(feature = "onnx")]
 pub mod onnx;
 pub mod ops;
+#[cfg(not(target_arch = "wasm32"))]
+mod packed;
 pub mod session;
 pub mod state;
 pub mod tensor;
