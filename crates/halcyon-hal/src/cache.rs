@@ -198,12 +198,21 @@ impl DiskCache {
         None
     }
 
-    fn map_checked(&self, path: &Path, key: u128, content: u128, bytes: usize) -> Result<Mapped, &'static str> {
+    fn map_checked(
+        &self,
+        path: &Path,
+        key: u128,
+        content: u128,
+        bytes: usize,
+    ) -> Result<Mapped, &'static str> {
         let mut file = fs::File::open(path).map_err(|_| "it cannot be opened")?;
         let mut head = [0; LARGE_HEAD];
         file.read_exact(&mut head).map_err(|_| "it is too short")?;
         let len = file.metadata().map_err(|_| "its size is not known")?.len();
-        if head[..8] != *LARGE_MAGIC || head[8..24] != key.to_le_bytes() || len != (LARGE_START + bytes) as u64 {
+        if head[..8] != *LARGE_MAGIC
+            || head[8..24] != key.to_le_bytes()
+            || len != (LARGE_START + bytes) as u64
+        {
             return Err("it is damaged or of another version");
         }
         if head[24..40] != content.to_le_bytes() {
@@ -211,7 +220,9 @@ impl DiskCache {
         }
         // SAFETY: read-only, private to this process, and read as plain bytes. Entries are replaced and deleted as whole files, which
         // leaves a map of theirs as it was; nothing of ours writes into one or cuts it short.
-        let map = unsafe { memmap2::MmapOptions::new().offset(LARGE_START as u64).len(bytes).populate().map(&file) };
+        let map = unsafe {
+            memmap2::MmapOptions::new().offset(LARGE_START as u64).len(bytes).populate().map(&file)
+        };
         let map = Mapped(map.map_err(|_| "it cannot be mapped")?);
         // Also the bytes behind the head that no one reads are part of what was written.
         if head[40..56] != content_digest(&[map.as_ref()]).to_le_bytes() {
@@ -334,7 +345,8 @@ pub fn content_digest(parts: &[&[u8]]) -> u128 {
         work();
         drop(others);
     });
-    Pieces(digests.into_iter().map(|d| d.into_inner().unwrap_or_else(|e| e.into_inner())).collect()).digest(&lengths)
+    Pieces(digests.into_iter().map(|d| d.into_inner().unwrap_or_else(|e| e.into_inner())).collect())
+        .digest(&lengths)
 }
 
 fn has_extension(p: &Path, e: &str) -> bool {
@@ -425,7 +437,8 @@ mod tests {
     fn large_entries_are_mapped_and_checked_whole() {
         let dir = tempfile::tempdir().unwrap();
         let c = DiskCache::new(dir.path().into(), DEFAULT_LIMIT);
-        let data: Vec<u8> = (0..(5 << 20) + 77).map(|i: u32| (i.wrapping_mul(2654435761) >> 13) as u8).collect();
+        let data: Vec<u8> =
+            (0..(5 << 20) + 77).map(|i: u32| (i.wrapping_mul(2654435761) >> 13) as u8).collect();
         let put = |content| {
             let read = |at: usize, room: &mut [u8]| -> Result<(), ()> {
                 room.copy_from_slice(&data[at..at + room.len()]);

@@ -58,29 +58,6 @@ pub fn trim() -> bool {
     }
 }
 
-/// Asks the system to back whole huge pages (2 MiB) of the range with such, where it gives them when asked (Linux): the first touch of
-/// large memory then takes a five-hundredth of the page faults. Only memory that lies in the range is taken, no more.
-pub(crate) fn huge_pages(start: *mut u8, bytes: usize) {
-    #[cfg(target_os = "linux")]
-    {
-        const HUGE: usize = 2 << 20;
-        const MADV_HUGEPAGE: std::ffi::c_int = 14;
-        unsafe extern "C" {
-            fn madvise(addr: *mut std::ffi::c_void, length: usize, advice: std::ffi::c_int) -> std::ffi::c_int;
-        }
-        let (a, b) = ((start as usize).next_multiple_of(HUGE), (start as usize + bytes) / HUGE * HUGE);
-        if a < b {
-            // SAFETY: the range lies in memory of the caller's, and the advice changes how it is backed, not what it holds. A system
-            // that refuses it leaves everything as it is.
-            unsafe { madvise(start.wrapping_add(a - start as usize).cast(), b - a, MADV_HUGEPAGE) };
-        }
-    }
-    #[cfg(not(target_os = "linux"))]
-    {
-        let _ = (start, bytes);
-    }
-}
-
 #[cfg(test)]
 mod tests {
     #[test]

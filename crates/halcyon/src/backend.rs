@@ -180,9 +180,11 @@ impl BackendBuilder {
             #[cfg(not(target_arch = "wasm32"))]
             {
                 i.kept = match self.keep_packed {
-                    Some(true) => self.options.cache_dir.or_else(halcyon_hal::cache::user_dir).map(|d| {
-                        crate::packed::Kept::new(d, true)
-                    }),
+                    Some(true) => self
+                        .options
+                        .cache_dir
+                        .or_else(halcyon_hal::cache::user_dir)
+                        .map(|d| crate::packed::Kept::new(d, true)),
                     Some(false) => None,
                     None => crate::packed::Kept::open(self.options.cache_dir),
                 };
@@ -393,7 +395,8 @@ impl Backend {
     fn pack(&self, constants: &[&PackedConst], sizes: &[usize]) -> Result<Vec<BufferRef>> {
         let d = &self.0.device;
         let fill = |to: &[BufferRef]| {
-            let jobs: Vec<_> = constants.iter().zip(to).map(|(p, b)| (&*p.kernel, p.data.bytes(), b)).collect();
+            let jobs: Vec<_> =
+                constants.iter().zip(to).map(|(p, b)| (&*p.kernel, p.data.bytes(), b)).collect();
             d.pack_host(&jobs)
         };
         let Some(align) = d.as_target().part_alignment() else {

@@ -226,7 +226,11 @@ impl<F> Compiled<F> {
         let mut plans = lock(&self.plans);
         let same = |e: &Arc<Entry>| {
             e.inputs.len() == inputs.len()
-                && e.inputs.iter().zip(inputs).zip(donated).all(|(((ty, d), t), now)| *ty == t.0.ty && d == now)
+                && e.inputs
+                    .iter()
+                    .zip(inputs)
+                    .zip(donated)
+                    .all(|(((ty, d), t), now)| *ty == t.0.ty && d == now)
         };
         let i = plans.iter().position(same)?;
         plans[..=i].rotate_right(1);
@@ -285,7 +289,13 @@ struct Bound {
 
 impl fmt::Debug for CapturedGraph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "CapturedGraph({}, {} inputs, {} steps)", self.backend.id(), self.inputs.len(), self.exe.plan().steps.len())
+        write!(
+            f,
+            "CapturedGraph({}, {} inputs, {} steps)",
+            self.backend.id(),
+            self.inputs.len(),
+            self.exe.plan().steps.len()
+        )
     }
 }
 
@@ -422,7 +432,9 @@ impl CapturedGraph {
     pub fn set_argument(&self, literal: &Tensor, value: impl Into<Scalar>) -> Result<()> {
         let same = |l: &&(Tensor, usize)| Arc::ptr_eq(&l.0.0, &literal.0);
         let Some((t, k)) = self.literals.iter().find(same) else {
-            return Err(Error::argument("set_argument", "the tensor is no literal of this graph").at(&self.span));
+            return Err(
+                Error::argument("set_argument", "the tensor is no literal of this graph").at(&self.span)
+            );
         };
         lock(&self.bound).args[*k] = value.into().cast(t.0.ty.dtype);
         Ok(())
@@ -496,7 +508,9 @@ impl CapturedGraph {
     pub fn outputs(&self) -> Result<Vec<Tensor>> {
         let bound = lock(&self.bound);
         let one = |(b, ty): (&Option<BufferRef>, &TensorType)| {
-            let b = b.clone().ok_or_else(|| Error::argument("outputs", "the graph has not run").at(&self.span))?;
+            let b = b
+                .clone()
+                .ok_or_else(|| Error::argument("outputs", "the graph has not run").at(&self.span))?;
             Ok(Tensor::at(&self.backend, ty.clone(), b, self.span.clone()))
         };
         bound.outputs.iter().zip(&self.outputs).map(one).collect()
@@ -511,7 +525,8 @@ impl CapturedGraph {
         let bound = lock(&self.bound);
         let b = bound.outputs.get(output).and_then(|b| b.as_ref());
         let b = b.ok_or_else(|| {
-            Error::argument("read", format!("there is no output {output}, or the graph has not run")).at(&self.span)
+            Error::argument("read", format!("there is no output {output}, or the graph has not run"))
+                .at(&self.span)
         })?;
         self.backend.device().read(b, 0, to)?;
         self.backend.check_faults()

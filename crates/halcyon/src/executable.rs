@@ -211,7 +211,9 @@ impl Executable {
         let steps = &self.plan.steps;
         let buffers = steps
             .iter()
-            .map(|s| s.buffers.iter().map(buffer).chain(workspace.clone().filter(|_| wants(&s.work))).collect())
+            .map(|s| {
+                s.buffers.iter().map(buffer).chain(workspace.clone().filter(|_| wants(&s.work))).collect()
+            })
             .collect();
         let params = steps
             .iter()

@@ -7,8 +7,8 @@
 use crate::backend::Backend;
 use halcyon_hal::BufferRef;
 use halcyon_hal::cache::{self, DiskCache};
-use halcyon_ir::plan::PackedConst;
 use halcyon_ir::error::Result;
+use halcyon_ir::plan::PackedConst;
 use std::path::PathBuf;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
@@ -18,9 +18,9 @@ const LIMIT: u64 = 2 << 30;
 /// What is packed in less time is not worth a look.
 const WORTH: Duration = Duration::from_millis(20);
 /// Bytes that are digested to learn how fast this machine is at it.
-const SAMPLE: usize = 4 << 20;
+const SAMPLE: usize = 8 << 20;
 /// How many times faster than packing a file must promise to be: the first start pays for writing it.
-const GAIN: f64 = 2.0;
+const GAIN: f64 = 1.5;
 
 /// Where packed constants are kept, if anywhere.
 #[derive(Debug)]
@@ -35,10 +35,13 @@ impl Kept {
         Kept { disk: DiskCache::new(dir.join("packed"), LIMIT), always }
     }
 
-    /// In the directory asked for or the user's, unless `HALCYON_CACHE=off`; always with `HALCYON_CACHE=packed`.
+    /// In the directory asked for or the user's. `HALCYON_CACHE` says otherwise: `off` and `programs` keep nothing packed,
+    /// `packed` keeps it always.
     pub(crate) fn open(asked: Option<PathBuf>) -> Option<Kept> {
-        let always = std::env::var_os("HALCYON_CACHE").is_some_and(|v| v.eq_ignore_ascii_case("packed"));
-        asked.or_else(cache::user_dir).map(|d| Kept::new(d, always))
+        let set = std::env::var_os("HALCYON_CACHE");
+        let is = |name: &str| set.as_ref().is_some_and(|v| v.eq_ignore_ascii_case(name));
+        let dir = if is("programs") { None } else { asked.or_else(cache::user_dir) };
+        dir.map(|d| Kept::new(d, is("packed")))
     }
 }
 
@@ -60,7 +63,9 @@ impl<'a> Block<'a> {
     ) -> Block<'a> {
         let info = backend.info();
         let mut parts = vec![env!("CARGO_PKG_VERSION").to_string(), info.id.clone(), info.name.clone()];
-        parts.extend(["architecture", "simd", "features"].map(|k| format!("{k} {:?}", info.properties.get(k))));
+        parts.extend(
+            ["architecture", "simd", "features"].map(|k| format!("{k} {:?}", info.properties.get(k))),
+        );
         let mut text: Vec<u8> = parts.join("\n").into_bytes();
         for c in constants {
             // The content is compared when an entry is found; its ends tell most models apart.

@@ -87,7 +87,8 @@ fn starts_at_the_same_time_do_not_disturb_each_other() {
     let dir = tempfile::tempdir().unwrap();
     let w: Vec<Vec<f32>> = (0..2).map(|_| rng.f32s(256 * 256)).collect();
     let x = ConstData::from_slice(&[64, 256], &rng.f32s(64 * 256)).unwrap();
-    let want = Session::new(&backend(dir.path(), Some(false)), graph(&w)).run(std::slice::from_ref(&x)).unwrap();
+    let want =
+        Session::new(&backend(dir.path(), Some(false)), graph(&w)).run(std::slice::from_ref(&x)).unwrap();
     std::thread::scope(|s| {
         for _ in 0..6 {
             s.spawn(|| {

@@ -35,7 +35,10 @@ fn least(rounds: usize, mut run: impl FnMut()) -> (u64, Option<u64>) {
 
 fn costs_nothing(what: &str, rounds: usize, g: &CapturedGraph) {
     let (allocations, faults) = least(rounds, || g.replay().unwrap());
-    println!("{what}: {allocations} allocations, {faults:?} page faults in {RUNS} replays of {} steps", g.executable().plan().steps.len());
+    println!(
+        "{what}: {allocations} allocations, {faults:?} page faults in {RUNS} replays of {} steps",
+        g.executable().plan().steps.len()
+    );
     assert_eq!(allocations, 0, "{what} allocates");
     assert_eq!(faults.unwrap_or(0), 0, "{what} takes page faults");
 }
@@ -66,8 +69,12 @@ fn a_warm_run_allocates_nothing_and_takes_no_page_fault() {
     let mut rng = Rng::fresh(name);
     for level in [Level::O0, Level::O1, Level::O2] {
         for threads in [1, 3] {
-            let b =
-                Backend::builder().backend_type(BackendType::Cpu).level(level).num_threads(threads).build().unwrap();
+            let b = Backend::builder()
+                .backend_type(BackendType::Cpu)
+                .level(level)
+                .num_threads(threads)
+                .build()
+                .unwrap();
             let f = network(&b, &mut rng);
             let x = Tensor::from_slice(&b, [3 * 32 * 32], &rng.f32s(3 * 32 * 32)).unwrap();
             let ids = Tensor::from_slice(&b, [64], &(0..64).map(|i| i % 50).collect::<Vec<i64>>()).unwrap();
@@ -79,7 +86,9 @@ fn a_warm_run_allocates_nothing_and_takes_no_page_fault() {
             // An unbound run owns its outputs: their handles and the list of them are what it allocates.
             let c = b.compile(|x: &[Tensor]| f(&x[0], &x[1]));
             let (allocations, faults) = least(ROUNDS, || drop(c.call(&[&x, &ids]).unwrap()));
-            println!("{level}, {threads} threads, compiled: {allocations} allocations in {RUNS} calls, {faults:?} page faults");
+            println!(
+                "{level}, {threads} threads, compiled: {allocations} allocations in {RUNS} calls, {faults:?} page faults"
+            );
             assert!(allocations <= 8 * RUNS as u64, "{allocations}");
             assert_eq!(faults.unwrap_or(0), 0);
         }
@@ -90,7 +99,9 @@ fn a_warm_run_allocates_nothing_and_takes_no_page_fault() {
     assert_eq!(x.dtype, DType::F32);
     let port = model.inputs().unwrap().remove(0);
     let shapes = [(port.name.as_str(), halcyon::Shape::from(&x.dims))];
-    let Outcome::Graph(imported) = model.outcome(&shapes, &[]).unwrap() else { panic!("ResNet-50 is one graph") };
+    let Outcome::Graph(imported) = model.outcome(&shapes, &[]).unwrap() else {
+        panic!("ResNet-50 is one graph")
+    };
     let b = Backend::builder().backend_type(BackendType::Cpu).level(Level::O2).build().unwrap();
     let s = Session::new(&b, imported.graph.clone());
     let g = s.capture(std::slice::from_ref(&x)).unwrap();

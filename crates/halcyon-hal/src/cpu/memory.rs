@@ -1,7 +1,7 @@
 //! Memory of the CPU device: host allocations from the pool, or host data that was lent to it.
 
 use crate::pool::{Block, Source};
-use crate::{Buffer, BufferRef, Error, Result, heap};
+use crate::{Buffer, BufferRef, Error, Result};
 use halcyon_ir::data::Bytes;
 use std::alloc::Layout;
 use std::any::Any;
@@ -37,7 +37,6 @@ impl HostMemory {
         let skip = base.as_ptr().align_offset(align);
         // SAFETY: `skip < align`, and `align` more bytes than asked for were allocated.
         let start = NonNull::new(unsafe { base.as_ptr().add(skip) })?;
-        heap::huge_pages(start.as_ptr(), bytes);
         Some(HostMemory { base, layout, start })
     }
 
@@ -105,7 +104,9 @@ impl CpuBuffer {
 
     /// Host data as a buffer, where its address suits every element type.
     pub(crate) fn lent(data: Arc<dyn Bytes>) -> Option<CpuBuffer> {
-        (data.bytes().as_ptr() as usize).is_multiple_of(super::device::ELEMENT).then(|| CpuBuffer(Storage::Lent(data)))
+        (data.bytes().as_ptr() as usize)
+            .is_multiple_of(super::device::ELEMENT)
+            .then(|| CpuBuffer(Storage::Lent(data)))
     }
 
     /// A range of a buffer, which must lie inside of it.
