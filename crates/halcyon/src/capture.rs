@@ -113,6 +113,14 @@ struct Entry {
     outputs: Vec<TensorType>,
 }
 
+impl Entry {
+    fn is_for(&self, inputs: &[&Tensor], donated: &[bool]) -> bool {
+        let same = |(((ty, d), t), now): (((&TensorType, &bool), &&Tensor), &bool)| *ty == t.0.ty && d == now;
+        let types = self.inputs.iter().map(|(ty, d)| (ty, d));
+        self.inputs.len() == inputs.len() && types.zip(inputs).zip(donated).all(same)
+    }
+}
+
 impl<F> fmt::Debug for Compiled<F> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "Compiled({}, {} plans)", self.backend.id(), self.plans())
@@ -224,15 +232,7 @@ impl<F> Compiled<F> {
 
     fn find(&self, inputs: &[&Tensor], donated: &[bool]) -> Option<Arc<Entry>> {
         let mut plans = lock(&self.plans);
-        let same = |e: &Arc<Entry>| {
-            e.inputs.len() == inputs.len()
-                && e.inputs
-                    .iter()
-                    .zip(inputs)
-                    .zip(donated)
-                    .all(|(((ty, d), t), now)| *ty == t.0.ty && d == now)
-        };
-        let i = plans.iter().position(same)?;
+        let i = plans.iter().position(|e| e.is_for(inputs, donated))?;
         plans[..=i].rotate_right(1);
         Some(plans[0].clone())
     }
@@ -249,6 +249,7 @@ impl<F> Compiled<F> {
             of_another(&self.backend, t, "compiled function")?;
         }
         let c = collect(&outputs, &given, Mode::Compile)?;
+        let donated_inputs = donated;
         let mut donated = donated.to_vec();
         donated.resize(inputs.len() + c.leaves.len(), false);
         let Collector { graph, leaves, .. } = c;
@@ -260,6 +261,10 @@ impl<F> Compiled<F> {
             outputs: outputs.iter().map(|t| t.0.ty.clone()).collect(),
         });
         let mut plans = lock(&self.plans);
+        if let Some(e) = plans.iter().find(|e| e.is_for(inputs, donated_inputs)) {
+            // Another thread was faster.
+            return Ok(e.clone());
+        }
         plans.insert(0, entry.clone());
         plans.truncate(TYPES);
         Ok(entry)
@@ -353,10 +358,16 @@ impl Backend {
             });
         }
         if !inputs.is_empty() {
-            graph.bind(inputs)?;
+            graph.check(inputs)?;
         }
-        graph.replay()?;
-        graph.outputs()
+        // One launch at a time, from its inputs to its results.
+        let _running = self.running();
+        let mut bound = lock(&graph.bound);
+        if !inputs.is_empty() {
+            graph.bind_to(&mut bound, inputs)?;
+        }
+        graph.run(&mut bound)?;
+        graph.results(&bound)
     }
 }
 
@@ -402,6 +413,12 @@ impl CapturedGraph {
     /// [`Error::Argument`] for another number of inputs; [`Error::DType`] and [`Error::Shape`] where a type is not the one that was
     /// captured; [`Error::Donated`] for a tensor whose memory is gone. On an error the bindings stay as they were.
     pub fn bind(&self, inputs: &[&Tensor]) -> Result<()> {
+        self.check(inputs)?;
+        self.bind_to(&mut lock(&self.bound), inputs)
+    }
+
+    /// Types of inputs; evaluates what is pending.
+    fn check(&self, inputs: &[&Tensor]) -> Result<()> {
         const OP: &str = "launch_graph";
         if inputs.len() != self.inputs.len() {
             let what = format!("the graph has {} inputs, {} were given", self.inputs.len(), inputs.len());
@@ -413,11 +430,14 @@ impl CapturedGraph {
             expect(OP, i, t, ty)?;
             t.eval()?;
         }
-        let mut bound = lock(&self.bound);
-        let bound = &mut *bound;
-        for (i, (t, d)) in inputs.iter().zip(&self.donated).enumerate() {
-            if !d {
-                self.exe.bind_input(&mut bound.lease, i, &t.ready()?)?;
+        Ok(())
+    }
+
+    fn bind_to(&self, bound: &mut Bound, inputs: &[&Tensor]) -> Result<()> {
+        let buffers: Buffers = inputs.iter().map(|t| t.ready()).collect::<Result<_>>()?;
+        for (i, (t, b)) in inputs.iter().zip(&buffers).enumerate() {
+            if !self.donated[i] {
+                self.exe.bind_input(&mut bound.lease, i, b)?;
             }
             bound.inputs[i] = (*t).clone();
         }
@@ -447,8 +467,11 @@ impl CapturedGraph {
     /// [`Error::Donated`] where an input's memory is gone: it was donated, to an earlier launch or elsewhere.
     pub fn replay(&self) -> Result<()> {
         let _running = self.backend.running();
-        let mut bound = lock(&self.bound);
-        let Bound { lease, inputs, outputs, args } = &mut *bound;
+        self.run(&mut lock(&self.bound))
+    }
+
+    fn run(&self, bound: &mut Bound) -> Result<()> {
+        let Bound { lease, inputs, outputs, args } = bound;
         // What became of the inputs since they were bound.
         for t in &*inputs {
             t.alive()?;
@@ -506,7 +529,10 @@ impl CapturedGraph {
     /// # Errors
     /// [`Error::Argument`] before the first run.
     pub fn outputs(&self) -> Result<Vec<Tensor>> {
-        let bound = lock(&self.bound);
+        self.results(&lock(&self.bound))
+    }
+
+    fn results(&self, bound: &Bound) -> Result<Vec<Tensor>> {
         let one = |(b, ty): (&Option<BufferRef>, &TensorType)| {
             let b = b
                 .clone()

@@ -285,5 +285,20 @@ fn compiled_functions_and_captured_graphs_serve_several_threads() {
             });
         }
     });
-    assert!(f.plans() >= 1);
+    assert_eq!(f.plans(), 1);
+    let x = Tensor::from_slice(&b, [1, 1], &[1f32]).unwrap();
+    let g = b.capture_graph(|| x.matmul(&x) + 1.0).unwrap();
+    std::thread::scope(|s| {
+        for t in 0..4 {
+            let (b, g) = (&b, &g);
+            s.spawn(move || {
+                for i in 0..50 {
+                    let v = (t * 100 + i) as f32;
+                    let x = Tensor::from_slice(b, [1, 1], &[v]).unwrap();
+                    let y = b.launch_graph(g, &[&x]).unwrap();
+                    assert_eq!(y[0].to_vec::<f32>().unwrap(), [v * v + 1.0]);
+                }
+            });
+        }
+    });
 }
