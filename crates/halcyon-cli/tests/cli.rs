@@ -147,7 +147,7 @@ fn exit_codes_and_messages() {
     halcyon(&seven(&["--device", "0"])).fails(2, &["--backend"]);
     halcyon(&seven(&["--labels", ".gitignore", "--top-k", "1"])).fails(2, &["10 classes"]);
     // 3: not supported.
-    halcyon(&seven(&["--level", "O2"])).fails(3, &["O2", "Use O0 or O1"]);
+    halcyon(&seven(&["--level", "O3"])).fails(3, &["O3"]);
     // 4: not available.
     halcyon(&seven(&["--backend", "cuda"])).fails(4, &["cuda"]);
     halcyon(&seven(&["--backend", "cpu", "--device", "9"])).fails(4, &["no device 9", "cpu:0"]);
