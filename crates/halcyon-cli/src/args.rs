@@ -15,7 +15,8 @@ pub struct Cli {
 
 const TOP: &str = "\
 Exit codes: 0 done, 1 error, 2 usage, 3 not supported, 4 backend not available, 5 out of memory.
-Environment: HALCYON_LOG=info prints log lines to stderr.
+Environment: HALCYON_LOG=info prints log lines to stderr. HALCYON_CACHE=off keeps nothing on disk between runs, programs
+keeps no packed weights, packed keeps them even where packing again is faster.
 
 Examples:
   halcyon run models/digits.onnx --input models/digit-7.png --top-k 3

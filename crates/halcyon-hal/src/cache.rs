@@ -1,11 +1,13 @@
-//! Compiled programs on disk: one file per key, checked when read, replaced atomically, bounded in size.
+//! Compiled programs and packed constants on disk: one file per key, checked when read, replaced atomically, bounded in size.
 //!
-//! Nothing here can fail a build: what cannot be read is compiled again, what cannot be written is logged once.
+//! Nothing here can fail a build: what cannot be read is made again, what cannot be written is logged once.
 
+use halcyon_ir::data::Bytes;
 use std::fs;
-use std::io::Write;
+use std::io::{Read, Seek, Write};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
 const MAGIC: &[u8; 8] = b"HLCYPRG1";
@@ -78,10 +80,7 @@ impl DiskCache {
             self.remove(key);
             return None;
         }
-        // Eviction takes the entries that were used least recently; where the time cannot be set, the oldest.
-        if let Ok(f) = fs::File::options().append(true).open(&path) {
-            let _ = f.set_modified(SystemTime::now());
-        }
+        self.touch(&path);
         Some(file.split_off(HEADER))
     }
 
@@ -95,17 +94,28 @@ impl DiskCache {
     }
 
     fn write(&self, key: u128, data: &[u8]) -> std::io::Result<()> {
+        self.replace(key, |f| {
+            f.write_all(MAGIC)?;
+            f.write_all(&key.to_le_bytes())?;
+            f.write_all(&digest(&[data]).to_le_bytes())?;
+            f.write_all(&(data.len() as u64).to_le_bytes())?;
+            f.write_all(data)
+        })
+    }
+
+    /// Writes an entry aside, and puts it in its place when it is whole.
+    fn replace(
+        &self,
+        key: u128,
+        fill: impl FnOnce(&mut fs::File) -> std::io::Result<()>,
+    ) -> std::io::Result<()> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         fs::create_dir_all(&self.dir)?;
         let n = NEXT.fetch_add(1, Ordering::Relaxed);
         let temporary = self.dir.join(format!("{key:032x}.{}-{n}.tmp", std::process::id()));
         let written = (|| {
             let mut f = fs::File::create_new(&temporary)?;
-            f.write_all(MAGIC)?;
-            f.write_all(&key.to_le_bytes())?;
-            f.write_all(&digest(&[data]).to_le_bytes())?;
-            f.write_all(&(data.len() as u64).to_le_bytes())?;
-            f.write_all(data)?;
+            fill(&mut f)?;
             drop(f);
             fs::rename(&temporary, self.path(key))
         })();
@@ -114,6 +124,13 @@ impl DiskCache {
         }
         self.evict(key);
         written
+    }
+
+    /// Eviction takes the entries that were used least recently; where the time cannot be set, the oldest.
+    fn touch(&self, path: &Path) {
+        if let Ok(f) = fs::File::options().append(true).open(path) {
+            let _ = f.set_modified(SystemTime::now());
+        }
     }
 
     /// Forgets an entry.
@@ -153,6 +170,183 @@ impl DiskCache {
             }
         }
     }
+}
+
+/// Large entries, which are mapped: packed constants. They are found by a key that is cheap to make, and hold the digest of the content
+/// they were made from, which is compared.
+impl DiskCache {
+    /// Whether there is an entry, whatever it holds.
+    pub fn has(&self, key: u128) -> bool {
+        self.path(key).is_file()
+    }
+
+    /// The `bytes` bytes that [`DiskCache::put_large`] stored for this key and content, mapped. A damaged entry, and one of other
+    /// content, is deleted with a warning.
+    pub fn map(&self, key: u128, content: u128, bytes: usize) -> Option<Arc<dyn Bytes>> {
+        let path = self.path(key);
+        let why = match self.map_checked(&path, key, content, bytes) {
+            Ok(map) => {
+                self.touch(&path);
+                return Some(Arc::new(map));
+            }
+            Err(why) => why,
+        };
+        if path.exists() {
+            tracing::warn!(path = %path.display(), why, "an entry of the cache of packed constants is ignored and made again");
+            self.remove(key);
+        }
+        None
+    }
+
+    fn map_checked(
+        &self,
+        path: &Path,
+        key: u128,
+        content: u128,
+        bytes: usize,
+    ) -> Result<Mapped, &'static str> {
+        let mut file = fs::File::open(path).map_err(|_| "it cannot be opened")?;
+        let mut head = [0; LARGE_HEAD];
+        file.read_exact(&mut head).map_err(|_| "it is too short")?;
+        let len = file.metadata().map_err(|_| "its size is not known")?.len();
+        if head[..8] != *LARGE_MAGIC
+            || head[8..24] != key.to_le_bytes()
+            || len != (LARGE_START + bytes) as u64
+        {
+            return Err("it is damaged or of another version");
+        }
+        if head[24..40] != content.to_le_bytes() {
+            return Err("it was made from other values");
+        }
+        // SAFETY: read-only, private to this process, and read as plain bytes. Entries are replaced and deleted as whole files, which
+        // leaves a map of theirs as it was; nothing of ours writes into one or cuts it short.
+        let map = unsafe {
+            memmap2::MmapOptions::new().offset(LARGE_START as u64).len(bytes).populate().map(&file)
+        };
+        let map = Mapped(map.map_err(|_| "it cannot be mapped")?);
+        // Also the bytes behind the head that no one reads are part of what was written.
+        if head[40..56] != content_digest(&[map.as_ref()]).to_le_bytes() {
+            return Err("its bytes are not those that were written");
+        }
+        Ok(map)
+    }
+
+    /// Stores `bytes` bytes, which `read` gives piece by piece (offset, room). Does nothing for what would take more than half of
+    /// the cache.
+    pub fn put_large<E>(
+        &self,
+        key: u128,
+        content: u128,
+        bytes: usize,
+        mut read: impl FnMut(usize, &mut [u8]) -> Result<(), E>,
+    ) -> Result<(), E> {
+        if bytes as u64 > self.limit / 2 {
+            return Ok(());
+        }
+        let mut failed = None;
+        let stored = self.replace(key, |f| {
+            f.write_all(&[0; LARGE_START])?;
+            let mut pieces = Pieces::default();
+            let mut room = vec![0; PIECE.min(bytes)];
+            for at in (0..bytes).step_by(PIECE) {
+                let room = &mut room[..PIECE.min(bytes - at)];
+                if let Err(e) = read(at, room) {
+                    failed = Some(e);
+                    return Err(std::io::ErrorKind::Other.into());
+                }
+                pieces.0.push(piece_digest(room));
+                f.write_all(room)?;
+            }
+            let whole = pieces.digest(&[bytes]);
+            f.seek(std::io::SeekFrom::Start(0))?;
+            f.write_all(LARGE_MAGIC)?;
+            f.write_all(&key.to_le_bytes())?;
+            f.write_all(&content.to_le_bytes())?;
+            f.write_all(&whole.to_le_bytes())
+        });
+        match (stored, failed) {
+            (_, Some(e)) => return Err(e),
+            (Err(e), None) if !self.complained.swap(true, Ordering::Relaxed) => {
+                tracing::warn!(dir = %self.dir.display(), %e, "packed constants cannot be cached");
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+}
+
+const LARGE_MAGIC: &[u8; 8] = b"HLCYPAK1";
+const LARGE_HEAD: usize = 8 + 16 + 16 + 16;
+/// Where the bytes of a large entry start: at a page, so that they are aligned as memory is.
+const LARGE_START: usize = 4096;
+/// Bytes that are digested by themselves, so that threads can share the work.
+const PIECE: usize = 1 << 20;
+
+struct Mapped(memmap2::Mmap);
+
+impl AsRef<[u8]> for Mapped {
+    fn as_ref(&self) -> &[u8] {
+        &self.0
+    }
+}
+
+#[derive(Default)]
+struct Pieces(Vec<u128>);
+
+impl Pieces {
+    fn digest(&self, lengths: &[usize]) -> u128 {
+        let pieces: Vec<u8> = self.0.iter().flat_map(|d| d.to_le_bytes()).collect();
+        let lengths: Vec<u8> = lengths.iter().flat_map(|n| (*n as u64).to_le_bytes()).collect();
+        digest(&[&lengths, &pieces])
+    }
+}
+
+/// Digest of a piece at the speed of memory: eight lanes of xor, multiply by an odd number and rotate, each a bijection of the lane, so
+/// that a change of one word changes the result; folded by [`digest`]. It finds damage, not forgery.
+fn piece_digest(bytes: &[u8]) -> u128 {
+    const ODD: u64 = 0x9E37_79B9_7F4A_7C15;
+    let mut lanes: [u64; 8] = std::array::from_fn(|i| ODD.rotate_left(i as u32 * 8));
+    let mut step = |block: &[u8; 64]| {
+        for (lane, word) in lanes.iter_mut().zip(block.as_chunks::<8>().0) {
+            *lane = (*lane ^ u64::from_le_bytes(*word)).wrapping_mul(ODD).rotate_left(29);
+        }
+    };
+    let (blocks, rest) = bytes.as_chunks::<64>();
+    blocks.iter().for_each(&mut step);
+    let mut last = [0; 64];
+    last[..rest.len()].copy_from_slice(rest);
+    step(&last);
+    let lanes: Vec<u8> = lanes.iter().flat_map(|l| l.to_le_bytes()).collect();
+    digest(&[&(bytes.len() as u64).to_le_bytes(), &lanes])
+}
+
+/// Digest of large parts, with their borders, by as many threads as the process may use.
+pub fn content_digest(parts: &[&[u8]]) -> u128 {
+    let pieces: Vec<&[u8]> = parts.iter().flat_map(|p| p.chunks(PIECE)).collect();
+    let lengths: Vec<usize> = parts.iter().map(|p| p.len()).collect();
+    let threads = std::thread::available_parallelism().map_or(1, |n| n.get()).min(pieces.len() / 4).min(8);
+    if threads < 2 {
+        return Pieces(pieces.iter().map(|p| piece_digest(p)).collect()).digest(&lengths);
+    }
+    let digests: Vec<Mutex<u128>> = pieces.iter().map(|_| Mutex::default()).collect();
+    let next = AtomicUsize::new(0);
+    let work = || {
+        while let Some((p, d)) = {
+            let i = next.fetch_add(1, Ordering::Relaxed);
+            pieces.get(i).zip(digests.get(i))
+        } {
+            *d.lock().unwrap_or_else(|e| e.into_inner()) = piece_digest(p);
+        }
+    };
+    std::thread::scope(|s| {
+        // Where a thread cannot be started, the others do its share.
+        let others: Vec<_> =
+            (1..threads).filter_map(|_| std::thread::Builder::new().spawn_scoped(s, work).ok()).collect();
+        work();
+        drop(others);
+    });
+    Pieces(digests.into_iter().map(|d| d.into_inner().unwrap_or_else(|e| e.into_inner())).collect())
+        .digest(&lengths)
 }
 
 fn has_extension(p: &Path, e: &str) -> bool {
@@ -237,6 +431,66 @@ mod tests {
                 });
             }
         });
+    }
+
+    #[test]
+    fn large_entries_are_mapped_and_checked_whole() {
+        let dir = tempfile::tempdir().unwrap();
+        let c = DiskCache::new(dir.path().into(), DEFAULT_LIMIT);
+        let data: Vec<u8> =
+            (0..(5 << 20) + 77).map(|i: u32| (i.wrapping_mul(2654435761) >> 13) as u8).collect();
+        let put = |content| {
+            let read = |at: usize, room: &mut [u8]| -> Result<(), ()> {
+                room.copy_from_slice(&data[at..at + room.len()]);
+                Ok(())
+            };
+            c.put_large(1, content, data.len(), read).unwrap();
+        };
+        assert!(c.map(1, 5, data.len()).is_none() && !c.has(1));
+        put(5);
+        let map = c.map(1, 5, data.len()).unwrap();
+        assert_eq!(map.bytes(), data);
+        assert_eq!(map.bytes().as_ptr() as usize % 64, 0);
+        // Replaced and deleted while it is mapped: the map stays.
+        put(6);
+        assert!(c.map(1, 5, data.len()).is_none(), "made from other values");
+        assert!(!c.has(1));
+        assert_eq!(map.bytes(), data);
+        put(5);
+        let path = c.path(1);
+        let whole = fs::read(&path).unwrap();
+        for at in [0, 9, 30, 45, LARGE_START, LARGE_START + PIECE + 1234, whole.len() - 1] {
+            let mut bad = whole.clone();
+            bad[at] ^= 4;
+            fs::write(&path, &bad).unwrap();
+            assert!(c.map(1, 5, data.len()).is_none(), "byte {at} changed");
+            assert!(!path.exists());
+        }
+        for len in [0, 20, LARGE_START, whole.len() - 1] {
+            fs::write(&path, &whole[..len]).unwrap();
+            assert!(c.map(1, 5, data.len()).is_none(), "{len} bytes");
+        }
+        // A source that fails leaves nothing, and neither does what is too large.
+        assert_eq!(c.put_large(2, 0, 100, |_, _| Err("no")), Err("no"));
+        let small = DiskCache::new(dir.path().into(), 1000);
+        small.put_large(3, 0, 600, |_, _| Err("not read")).unwrap();
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn content_digests_tell_any_word_and_border() {
+        let mut v = vec![3u8; 9 * PIECE + 100];
+        let whole = content_digest(&[&v]);
+        assert_eq!(whole, content_digest(&[&v]), "whatever thread digests what");
+        assert_eq!(piece_digest(&v[..100]), piece_digest(&v[1..101]));
+        for at in [0, 63, 64, PIECE - 1, PIECE, 9 * PIECE + 99] {
+            v[at] ^= 1;
+            assert_ne!(content_digest(&[&v]), whole, "{at}");
+            v[at] ^= 1;
+        }
+        assert_ne!(content_digest(&[&v[..PIECE], &v[PIECE..]]), whole);
+        assert_ne!(content_digest(&[&v[..64]]), content_digest(&[&v[..65]]));
+        assert_ne!(content_digest(&[&[0]]), content_digest(&[&[0, 0]]));
     }
 
     #[test]

@@ -1,5 +1,46 @@
 //! The process's own allocator.
 
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// The system's allocator with a count of what it was asked for: for tests and measurements, as a program's `#[global_allocator]`.
+#[derive(Debug, Default)]
+pub struct Counting(AtomicU64);
+
+impl Counting {
+    pub const fn new() -> Counting {
+        Counting(AtomicU64::new(0))
+    }
+
+    /// Allocations and growths so far, by all threads.
+    pub fn allocations(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+// SAFETY: every call goes to the system's allocator as it is.
+unsafe impl GlobalAlloc for Counting {
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's.
+        unsafe { System.alloc(layout) }
+    }
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+    unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
+        self.0.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: the caller's.
+        unsafe { System.realloc(ptr, layout, size) }
+    }
+    unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
+        // SAFETY: the caller's.
+        unsafe { System.dealloc(ptr, layout) }
+    }
+}
+
 /// Gives memory that was freed and that the allocator keeps back to the system, where there is such a call (glibc): what planning
 /// leaves behind then makes room for the plan. Says whether anything was given back.
 pub fn trim() -> bool {

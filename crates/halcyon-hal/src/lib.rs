@@ -267,6 +267,21 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         Err(Error::argument("pack", format!("{} reads nothing packed", kernel.name())))
     }
 
+    /// [`Device::pack`] of constants that lie on the host: kernel, bytes, destination. One buffer at a time holds a constant as it is,
+    /// and none where the device reads it on the host.
+    ///
+    /// # Errors
+    /// As [`Device::pack`]; [`Error::OutOfMemory`].
+    fn pack_host(&self, constants: &[(&dyn LibraryKernel, &[u8], &BufferRef)]) -> Result<()> {
+        let largest = constants.iter().map(|(_, from, _)| from.len()).max().unwrap_or(0);
+        let from = self.alloc(largest, Tag::Weights)?;
+        for (kernel, bytes, to) in constants {
+            self.write(&from, 0, bytes)?;
+            self.pack(*kernel, &from, to)?;
+        }
+        Ok(())
+    }
+
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>>;
     /// Enqueues the commands in order.
     fn submit(&self, commands: &[Command<'_>]) -> Result<()>;

@@ -7,7 +7,7 @@ use halcyon_hal::{BackendType, BufferRef, Counters, Device, DeviceInfo, MemorySt
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::lower::{LowerOptions, lower};
 use halcyon_ir::passes::{Level, PassOptions};
-use halcyon_ir::plan::PackedConst;
+use halcyon_ir::plan::{PackedConst, Plan};
 use halcyon_ir::target::{MatmulPrecision, Packing};
 use halcyon_ir::{ConstData, Graph};
 use std::collections::HashMap;
@@ -36,6 +36,9 @@ pub(crate) struct Inner {
     consts: Mutex<HashMap<(usize, usize), (Weak<dyn halcyon_hal::Buffer>, ConstData)>>,
     /// Packed constants, by the identity of their bytes and the way they are packed.
     packed: Mutex<HashMap<((usize, usize), Packing), (Weak<dyn halcyon_hal::Buffer>, ConstData)>>,
+    /// Where packed constants are kept between runs of the program.
+    #[cfg(not(target_arch = "wasm32"))]
+    kept: Option<crate::packed::Kept>,
     pub(crate) faults: FaultTable,
     pub(crate) stats: Stats,
     /// Held while a run collects its inputs and submits: two threads must not decide about one buffer at a time.
@@ -50,6 +53,7 @@ pub(crate) struct Stats {
     pub(crate) runs: AtomicU64,
     pub(crate) state_copies: AtomicU64,
     pub(crate) steps: AtomicU64,
+    pub(crate) packed_loads: AtomicU64,
 }
 
 /// Numbers of plans, programs and runs of a backend.
@@ -68,6 +72,8 @@ pub struct CacheStats {
     pub steps: u64,
     /// States or donated tensors that were copied because something still had to read the old value.
     pub copies: u64,
+    /// Packed constants that were read from disk instead of packed.
+    pub packed_loads: u64,
 }
 
 #[derive(Clone, PartialEq, Eq, Hash)]
@@ -92,6 +98,7 @@ pub struct BackendBuilder {
     precision: MatmulPrecision,
     without: std::collections::BTreeSet<String>,
     options: Options,
+    keep_packed: Option<bool>,
 }
 
 impl BackendBuilder {
@@ -137,6 +144,13 @@ impl BackendBuilder {
         self
     }
 
+    /// Whether packed constants are kept on disk between runs of the program, below the cache directory: always or never. If it is not
+    /// said, they are where reading them back is faster than packing again, which is measured.
+    pub fn keep_packed(mut self, on: bool) -> Self {
+        self.keep_packed = Some(on);
+        self
+    }
+
     /// Times every command on the device.
     pub fn profile(mut self, on: bool) -> Self {
         self.options.profile = on;
@@ -163,9 +177,33 @@ impl BackendBuilder {
         if let Some(i) = Arc::get_mut(&mut b.0) {
             i.precision = self.precision;
             i.without = self.without;
+            #[cfg(not(target_arch = "wasm32"))]
+            {
+                i.kept = match self.keep_packed {
+                    Some(true) => self
+                        .options
+                        .cache_dir
+                        .or_else(halcyon_hal::cache::user_dir)
+                        .map(|d| crate::packed::Kept::new(d, true)),
+                    Some(false) => None,
+                    None => crate::packed::Kept::open(self.options.cache_dir),
+                };
+            }
         }
         Ok(b)
     }
+}
+
+/// Where pieces of these sizes start in a block that holds them all, and the block's size.
+pub(crate) fn offsets(sizes: &[usize], align: usize) -> (Vec<usize>, usize) {
+    let mut end = 0usize;
+    let mut at = |n: &usize| {
+        let start = end.checked_next_multiple_of(align).unwrap_or(usize::MAX);
+        end = start.saturating_add(*n);
+        start
+    };
+    let starts = sizes.iter().map(&mut at).collect();
+    (starts, end)
 }
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -205,6 +243,8 @@ impl Backend {
             programs: Mutex::new(Lru::new(PROGRAM_CACHE)),
             consts: Mutex::default(),
             packed: Mutex::default(),
+            #[cfg(not(target_arch = "wasm32"))]
+            kept: None,
             faults: FaultTable::default(),
             stats: Stats::default(),
             running: Mutex::new(()),
@@ -264,6 +304,7 @@ impl Backend {
             runs: g(&s.runs),
             steps: g(&s.steps),
             copies: g(&s.state_copies),
+            packed_loads: g(&s.packed_loads),
         }
     }
 
@@ -323,22 +364,67 @@ impl Backend {
         Ok(b)
     }
 
-    /// The device buffer of a packed constant. Plans share it.
-    pub(crate) fn packed(&self, p: &PackedConst) -> Result<BufferRef> {
-        let packing =
-            p.kernel.packing().ok_or_else(|| Error::internal("a packed constant without a packing"))?;
-        let key = (p.data.key(), packing.clone());
+    /// Device buffers of a plan's packed constants. Plans share them; what is new lies in one block, where the device hands out
+    /// parts of buffers.
+    pub(crate) fn packed(&self, plan: &Plan) -> Result<Vec<BufferRef>> {
         let mut m = lock(&self.0.packed);
-        if let Some(b) = m.get(&key).and_then(|(w, _)| w.upgrade()) {
-            return Ok(b);
+        let mut buffers = vec![None; plan.packed.len()];
+        let mut new = vec![];
+        for (i, p) in plan.packed.iter().enumerate() {
+            let packing =
+                p.kernel.packing().ok_or_else(|| Error::internal("a packed constant without a packing"))?;
+            let key = (p.data.key(), packing.clone());
+            match m.get(&key).and_then(|(w, _)| w.upgrade()) {
+                Some(b) => buffers[i] = Some(b),
+                None => new.push((i, p, key)),
+            }
         }
+        if !new.is_empty() {
+            let sizes: Vec<usize> = new.iter().map(|(_, _, key)| key.1.bytes).collect();
+            let constants: Vec<&PackedConst> = new.iter().map(|(_, p, _)| *p).collect();
+            let made = self.pack(&constants, &sizes)?;
+            m.retain(|_, (w, _)| w.strong_count() > 0);
+            for ((i, p, key), b) in new.into_iter().zip(made) {
+                m.insert(key, (Arc::downgrade(&b), p.data.clone()));
+                buffers[i] = Some(b);
+            }
+        }
+        buffers.into_iter().map(|b| b.ok_or_else(|| Error::internal("a constant was not packed"))).collect()
+    }
+
+    fn pack(&self, constants: &[&PackedConst], sizes: &[usize]) -> Result<Vec<BufferRef>> {
         let d = &self.0.device;
-        let from = self.constant(&p.data)?;
-        let b = d.alloc(packing.bytes, Tag::Weights)?;
-        d.pack(&*p.kernel, &from, &b)?;
-        m.retain(|_, (w, _)| w.strong_count() > 0);
-        m.insert(key, (Arc::downgrade(&b), p.data.clone()));
-        Ok(b)
+        let fill = |to: &[BufferRef]| {
+            let jobs: Vec<_> =
+                constants.iter().zip(to).map(|(p, b)| (&*p.kernel, p.data.bytes(), b)).collect();
+            d.pack_host(&jobs)
+        };
+        let Some(align) = d.as_target().part_alignment() else {
+            let each: Vec<BufferRef> =
+                sizes.iter().map(|n| d.alloc(*n, Tag::Weights)).collect::<Result<_>>()?;
+            fill(&each)?;
+            return Ok(each);
+        };
+        let (offsets, total) = offsets(sizes, align);
+        let parts = |block: &BufferRef| -> Result<Vec<BufferRef>> {
+            offsets.iter().zip(sizes).map(|(at, n)| d.part(block, *at, *n)).collect()
+        };
+        #[cfg(not(target_arch = "wasm32"))]
+        let kept = self.0.kept.as_ref().map(|k| crate::packed::Block::new(self, k, constants, total));
+        #[cfg(not(target_arch = "wasm32"))]
+        if let Some(block) = kept.as_ref().and_then(|k| k.load()) {
+            return parts(&block);
+        }
+        let block = d.alloc(total, Tag::Weights)?;
+        let made = parts(&block)?;
+        #[cfg(not(target_arch = "wasm32"))]
+        let start = std::time::Instant::now();
+        fill(&made)?;
+        #[cfg(not(target_arch = "wasm32"))]
+        if let Some(k) = kept {
+            k.keep(&block, start.elapsed())?;
+        }
+        Ok(made)
     }
 
     /// Waits, and turns the first fault of a kernel into an error that names its op.

@@ -2,11 +2,13 @@
 
 use crate::backend::Backend;
 use crate::fit::Fit;
-use halcyon_hal::{BufferRef, Command, Program, Tag, heap};
+use halcyon_hal::{Buffer, BufferRef, Command, Program, Tag, heap};
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::host;
-use halcyon_ir::plan::{Plan, StepWork, Storage};
+use halcyon_ir::plan::{BufId, HostWork, Plan, Step, StepWork, Storage};
 use halcyon_ir::{ConstData, Scalar};
+use smallvec::SmallVec;
+use std::any::Any;
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
@@ -45,13 +47,67 @@ impl FaultTable {
     }
 }
 
-/// Scratch of one run in flight.
+/// Stands where a run's input or output will be bound. No device takes it for a buffer of its own.
 #[derive(Debug)]
-struct Arena {
-    /// The plan's slots: blocks, or parts of them, which keep the blocks alive.
-    slots: Vec<BufferRef>,
-    workspace: Option<BufferRef>,
+struct Unbound;
+
+impl Buffer for Unbound {
+    fn bytes(&self) -> usize {
+        0
+    }
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
 }
+
+/// Places in a plan's steps: (step, number of the buffer or parameter there).
+type Places = Vec<(u32, u32)>;
+
+/// Where a plan names what changes from run to run.
+#[derive(Debug, Default)]
+struct Uses {
+    inputs: Vec<Places>,
+    outputs: Vec<Places>,
+    /// By place, the run-time argument that the parameter takes.
+    args: Vec<((u32, u32), u32)>,
+}
+
+impl Uses {
+    fn of(plan: &Plan) -> Uses {
+        let mut u = Uses { outputs: vec![vec![]; plan.outputs.len()], ..Uses::default() };
+        for (i, s) in plan.steps.iter().enumerate() {
+            for (k, b) in s.buffers.iter().enumerate() {
+                let place = (i as u32, k as u32);
+                match plan.buffers[b.0 as usize].storage {
+                    Storage::Input(n) => {
+                        if u.inputs.len() <= n as usize {
+                            u.inputs.resize(n as usize + 1, vec![]);
+                        }
+                        u.inputs[n as usize].push(place);
+                    }
+                    Storage::Output(n) => u.outputs[n as usize].push(place),
+                    _ => {}
+                }
+            }
+            if let StepWork::Kernel { params, .. } = &s.work {
+                let bound = params.iter().enumerate().filter_map(|(k, (_, a))| Some((k as u32, (*a)?)));
+                u.args.extend(bound.map(|(k, a)| ((i as u32, k), a)));
+            }
+        }
+        u
+    }
+}
+
+/// The bindings of one run in flight, with its scratch. Made once; a run changes what [`Uses`] names and submits.
+#[derive(Debug)]
+pub(crate) struct Lease {
+    /// Of each step, in its order; the workspace last. They keep the scratch alive.
+    buffers: Vec<Vec<BufferRef>>,
+    params: Vec<Vec<Scalar>>,
+}
+
+/// Commands that are handed over at a time: few enough for the stack.
+const BATCH: usize = 32;
 
 /// A plan, compiled for its backend.
 #[derive(Debug)]
@@ -60,8 +116,10 @@ pub struct Executable {
     programs: Vec<Option<Arc<dyn Program>>>,
     consts: Vec<BufferRef>,
     packed: Vec<BufferRef>,
-    /// Scratch that no run holds. A device runs its commands in order, so scratch is free again once a run is submitted.
-    arenas: Mutex<Vec<Arena>>,
+    uses: Uses,
+    unbound: BufferRef,
+    /// Those that no run holds. A device runs its commands in order, so scratch is free again once a run is submitted.
+    leases: Mutex<Vec<Lease>>,
     fault_base: u32,
 }
 
@@ -94,10 +152,12 @@ impl Executable {
             })
             .collect::<Result<_>>()?;
         let consts = plan.consts.iter().map(|c| backend.constant(c)).collect::<Result<_>>()?;
-        let packed = plan.packed.iter().map(|p| backend.packed(p)).collect::<Result<_>>()?;
+        let packed = backend.packed(&plan)?;
         let faults = plan.steps.iter().map(|s| (s.op.clone(), s.span.clone(), s.range.clone())).collect();
         let fault_base = backend.0.faults.register(faults);
-        Ok(Executable { plan, programs, consts, packed, arenas: Mutex::default(), fault_base })
+        let uses = Uses::of(&plan);
+        let (unbound, leases) = (Arc::new(Unbound), Mutex::default());
+        Ok(Executable { plan, programs, consts, packed, uses, unbound, leases, fault_base })
     }
 
     pub fn plan(&self) -> &Plan {
@@ -117,14 +177,15 @@ impl Executable {
         seen
     }
 
-    fn lease(&self, backend: &Backend) -> Result<Arena> {
-        if let Some(a) = self.arenas.lock().unwrap_or_else(|e| e.into_inner()).pop() {
-            return Ok(a);
+    /// Bindings that no run holds, or new ones.
+    pub(crate) fn lease(&self, backend: &Backend) -> Result<Lease> {
+        if let Some(l) = self.leases.lock().unwrap_or_else(|e| e.into_inner()).pop() {
+            return Ok(l);
         }
         let d = backend.device();
         let blocks: Vec<BufferRef> =
             self.plan.blocks.iter().map(|b| d.alloc(*b, Tag::Activations)).collect::<Result<_>>()?;
-        let slots = self
+        let slots: Vec<BufferRef> = self
             .plan
             .slots
             .iter()
@@ -140,125 +201,190 @@ impl Executable {
             0 => None,
             n => Some(d.alloc(n, Tag::Workspace)?),
         };
-        Ok(Arena { slots, workspace })
+        let buffer = |b: &BufId| match self.plan.buffers[b.0 as usize].storage {
+            Storage::Input(_) | Storage::Output(_) => self.unbound.clone(),
+            Storage::Const(i) => self.consts[i as usize].clone(),
+            Storage::Packed(i) => self.packed[i as usize].clone(),
+            Storage::Slot(i) => slots[i as usize].clone(),
+        };
+        let wants = |w: &StepWork| matches!(w, StepWork::Library(k) if k.workspace() > 0);
+        let steps = &self.plan.steps;
+        let buffers = steps
+            .iter()
+            .map(|s| {
+                s.buffers.iter().map(buffer).chain(workspace.clone().filter(|_| wants(&s.work))).collect()
+            })
+            .collect();
+        let params = steps
+            .iter()
+            .map(|s| match &s.work {
+                StepWork::Kernel { params, .. } => params.iter().map(|(v, _)| *v).collect(),
+                _ => vec![],
+            })
+            .collect();
+        Ok(Lease { buffers, params })
+    }
+
+    /// Takes bindings back, whose inputs and outputs may go.
+    pub(crate) fn give_back(&self, mut lease: Lease) {
+        for places in self.uses.inputs.iter().chain(&self.uses.outputs) {
+            lease.bind(places, &self.unbound);
+        }
+        self.leases.lock().unwrap_or_else(|e| e.into_inner()).push(lease);
+    }
+
+    /// Makes a buffer a run's input, which stays bound until another is. Allocates nothing.
+    pub(crate) fn bind_input(&self, lease: &mut Lease, i: usize, buffer: &BufferRef) -> Result<()> {
+        if buffer.bytes() < self.input_bytes(i) {
+            return Err(Error::internal(format!(
+                "input {i} holds {} bytes, the plan reads {}",
+                buffer.bytes(),
+                self.input_bytes(i)
+            )));
+        }
+        if let Some(places) = self.uses.inputs.get(i) {
+            lease.bind(places, buffer);
+        }
+        Ok(())
+    }
+
+    pub(crate) fn unbind_input(&self, lease: &mut Lease, i: usize) {
+        if let Some(places) = self.uses.inputs.get(i) {
+            lease.bind(places, &self.unbound);
+        }
+    }
+
+    /// Bytes that the plan reads of an input; 0 for one that no step reads.
+    fn input_bytes(&self, i: usize) -> usize {
+        let at = self.uses.inputs.get(i).and_then(|p| p.first());
+        at.map_or(0, |(s, k)| {
+            let b = self.plan.steps[*s as usize].buffers[*k as usize];
+            self.plan.buffers[b.0 as usize].bytes
+        })
+    }
+
+    pub(crate) fn bind_output(&self, lease: &mut Lease, k: usize, buffer: &BufferRef) {
+        lease.bind(&self.uses.outputs[k], buffer);
+    }
+
+    /// References that bindings of output `k` hold on its buffer.
+    pub(crate) fn output_references(&self, k: usize) -> usize {
+        self.uses.outputs[k].len()
+    }
+
+    /// The input whose memory output `k` takes, which was donated.
+    pub(crate) fn output_is_input(&self, k: usize) -> Option<usize> {
+        match self.plan.buffers[self.plan.outputs[k].buffer.0 as usize].storage {
+            Storage::Input(i) => Some(i as usize),
+            _ => None,
+        }
+    }
+
+    /// The input whose memory output `k` takes, for donated ones; else memory of its own.
+    pub(crate) fn output_memory(&self, backend: &Backend, k: usize) -> Result<OutputMemory> {
+        let spec = &self.plan.buffers[self.plan.outputs[k].buffer.0 as usize];
+        match spec.storage {
+            Storage::Input(i) => Ok(OutputMemory::Input(i as usize)),
+            _ => backend.device().alloc(spec.bytes, Tag::Io).map(OutputMemory::Own),
+        }
     }
 
     /// Submits the plan. `inputs` in the graph's order; those the plan was told are donated may be overwritten. Returns the
     /// outputs' buffers, which the caller owns.
     pub fn run(&self, backend: &Backend, inputs: &[BufferRef], args: &[Scalar]) -> Result<Vec<BufferRef>> {
-        let d = backend.device();
-        let arena = self.lease(backend)?;
-        let mut outputs: Vec<Option<BufferRef>> = vec![None; self.plan.outputs.len()];
-        let mut buffers: Vec<BufferRef> = Vec::with_capacity(self.plan.buffers.len());
-        for spec in &self.plan.buffers {
-            buffers.push(match spec.storage {
-                Storage::Input(i) => {
-                    let b = inputs
-                        .get(i as usize)
-                        .ok_or_else(|| Error::internal(format!("input {i} is missing")))?;
-                    if b.bytes() < spec.bytes {
-                        return Err(Error::internal(format!(
-                            "input {i} holds {} bytes, the plan reads {}",
-                            b.bytes(),
-                            spec.bytes
-                        )));
-                    }
-                    b.clone()
-                }
-                Storage::Const(i) => self.consts[i as usize].clone(),
-                Storage::Packed(i) => self.packed[i as usize].clone(),
-                Storage::Slot(i) => arena.slots[i as usize].clone(),
-                Storage::Output(i) => {
-                    let b = d.alloc(spec.bytes, Tag::Io)?;
-                    outputs[i as usize] = Some(b.clone());
-                    b
-                }
-            });
+        if inputs.len() < self.uses.inputs.len() {
+            return Err(Error::internal(format!("input {} is missing", inputs.len())));
         }
-        let step_buffers: Vec<Vec<BufferRef>> = self
-            .plan
-            .steps
-            .iter()
-            .map(|s| {
-                let mut v: Vec<BufferRef> = s.buffers.iter().map(|b| buffers[b.0 as usize].clone()).collect();
-                if let (StepWork::Library(k), Some(w)) = (&s.work, &arena.workspace)
-                    && k.workspace() > 0
-                {
-                    v.push(w.clone());
-                }
-                v
-            })
-            .collect();
-        let params: Vec<Vec<Scalar>> = self
-            .plan
-            .steps
-            .iter()
-            .map(|s| match &s.work {
-                StepWork::Kernel { params, .. } => params
-                    .iter()
-                    .map(|(v, arg)| arg.and_then(|a| args.get(a as usize).copied()).unwrap_or(*v))
-                    .collect(),
-                _ => vec![],
-            })
-            .collect();
-        let mut commands: Vec<Command<'_>> = Vec::with_capacity(self.plan.steps.len());
+        let mut lease = self.lease(backend)?;
+        for (i, b) in inputs.iter().enumerate() {
+            self.bind_input(&mut lease, i, b)?;
+        }
+        let mut outputs = Vec::with_capacity(self.plan.outputs.len());
+        for k in 0..self.plan.outputs.len() {
+            let b = match self.output_memory(backend, k)? {
+                OutputMemory::Input(i) => inputs[i].clone(),
+                OutputMemory::Own(b) => b,
+            };
+            self.bind_output(&mut lease, k, &b);
+            outputs.push(b);
+        }
+        self.submit(backend, &mut lease, args)?;
+        self.give_back(lease);
+        Ok(outputs)
+    }
+
+    /// Submits the plan with what is bound. Allocates nothing, but for steps on the host.
+    pub(crate) fn submit(&self, backend: &Backend, lease: &mut Lease, args: &[Scalar]) -> Result<()> {
+        for ((step, param), arg) in &self.uses.args {
+            let StepWork::Kernel { params, .. } = &self.plan.steps[*step as usize].work else { continue };
+            let value = args.get(*arg as usize).copied().unwrap_or(params[*param as usize].0);
+            lease.params[*step as usize][*param as usize] = value;
+        }
+        let d = backend.device();
+        let mut commands: SmallVec<[Command<'_>; BATCH]> = SmallVec::new();
         for (i, s) in self.plan.steps.iter().enumerate() {
             let fault = self.fault_base + i as u32;
+            let buffers = &lease.buffers[i][..];
+            if commands.len() == BATCH {
+                d.submit(&commands)?;
+                commands.clear();
+            }
             match &s.work {
-                StepWork::Library(kernel) => {
-                    commands.push(Command::Library { kernel, buffers: &step_buffers[i], args, fault });
-                }
+                StepWork::Library(kernel) => commands.push(Command::Library { kernel, buffers, args, fault }),
                 StepWork::Kernel { groups, .. } => {
                     let program = self.programs[i]
                         .as_ref()
                         .ok_or_else(|| Error::internal("a kernel without a program"))?;
-                    commands.push(Command::Launch {
-                        program,
-                        groups: *groups,
-                        buffers: &step_buffers[i],
-                        params: &params[i],
-                        fault,
-                    });
+                    let params = &lease.params[i];
+                    commands.push(Command::Launch { program, groups: *groups, buffers, params, fault });
                 }
                 StepWork::Host(h) => {
                     d.submit(&commands)?;
                     commands.clear();
-                    let ins = h
-                        .inputs
-                        .iter()
-                        .zip(&step_buffers[i])
-                        .map(|(o, b)| {
-                            let mut bytes = host::zeros(o.dtype.bytes(o.view.numel()), &s.op)?;
-                            d.read(b, 0, &mut bytes)?;
-                            ConstData::new(o.dtype, &o.view.shape, Arc::new(bytes))
-                        })
-                        .collect::<Result<Vec<_>>>()?;
-                    let out = h.op.op().reference(&ins).map_err(|e| e.at(&s.span))?;
-                    if out.dtype != h.output.dtype || out.dims != h.output.view.shape {
-                        return Err(Error::shape(
-                            s.op.clone(),
-                            format!(
-                                "the reference gave {out:?}, its type rule {}{:?}",
-                                h.output.dtype, h.output.view.shape
-                            ),
-                        )
-                        .at(&s.span));
-                    }
-                    d.write(&step_buffers[i][h.inputs.len()], 0, out.bytes())?;
+                    on_host(backend, s, h, buffers)?;
                 }
             }
         }
         d.submit(&commands)?;
-        drop(commands);
         let s = &backend.0.stats;
         s.runs.fetch_add(1, Ordering::Relaxed);
         s.steps.fetch_add(self.plan.steps.len() as u64, Ordering::Relaxed);
-        self.arenas.lock().unwrap_or_else(|e| e.into_inner()).push(arena);
-        self.plan
-            .outputs
-            .iter()
-            .zip(outputs)
-            .map(|(o, fresh)| Ok(fresh.unwrap_or_else(|| buffers[o.buffer.0 as usize].clone())))
-            .collect()
+        Ok(())
     }
+}
+
+/// Where an output lies.
+pub(crate) enum OutputMemory {
+    Input(usize),
+    Own(BufferRef),
+}
+
+impl Lease {
+    fn bind(&mut self, places: &[(u32, u32)], buffer: &BufferRef) {
+        for (step, k) in places {
+            self.buffers[*step as usize][*k as usize].clone_from(buffer);
+        }
+    }
+}
+
+/// A custom op's reference, on values that are read back.
+fn on_host(backend: &Backend, s: &Step, h: &HostWork, buffers: &[BufferRef]) -> Result<()> {
+    let d = backend.device();
+    let ins = h
+        .inputs
+        .iter()
+        .zip(buffers)
+        .map(|(o, b)| {
+            let mut bytes = host::zeros(o.dtype.bytes(o.view.numel()), &s.op)?;
+            d.read(b, 0, &mut bytes)?;
+            ConstData::new(o.dtype, &o.view.shape, Arc::new(bytes))
+        })
+        .collect::<Result<Vec<_>>>()?;
+    let out = h.op.op().reference(&ins).map_err(|e| e.at(&s.span))?;
+    if out.dtype != h.output.dtype || out.dims != h.output.view.shape {
+        let what =
+            format!("the reference gave {out:?}, its type rule {}{:?}", h.output.dtype, h.output.view.shape);
+        return Err(Error::shape(s.op.clone(), what).at(&s.span));
+    }
+    d.write(&buffers[h.inputs.len()], 0, out.bytes())
 }

@@ -1,6 +1,6 @@
 //! What a plan takes in memory, from the plan alone: nothing is uploaded or allocated to find out.
 
-use crate::backend::Backend;
+use crate::backend::{Backend, offsets};
 use halcyon_hal::{Device, Tag};
 use halcyon_ir::error::Error;
 use halcyon_ir::plan::{Live, Plan, Storage};
@@ -53,12 +53,16 @@ impl Fit {
                     None => add(&mut f.weights, takes(c.bytes().len(), Tag::Weights)),
                 }
             }
-            for p in &plan.packed {
-                if let Some(packing) = p.kernel.packing()
-                    && packed.insert((p.data.key(), packing))
-                {
-                    add(&mut f.packed, takes(packing.bytes, Tag::Weights));
+            let new = plan.packed.iter().filter_map(|p| {
+                let packing = p.kernel.packing()?;
+                packed.insert((p.data.key(), packing)).then_some(packing.bytes)
+            });
+            let sizes: Vec<usize> = new.collect();
+            match d.as_target().part_alignment() {
+                Some(align) if !sizes.is_empty() => {
+                    add(&mut f.packed, takes(offsets(&sizes, align).1, Tag::Weights))
                 }
+                _ => sizes.iter().for_each(|n| add(&mut f.packed, takes(*n, Tag::Weights))),
             }
             plan.blocks.iter().for_each(|b| add(&mut f.activations, takes(*b, Tag::Activations)));
             if plan.workspace > 0 {

@@ -1,6 +1,6 @@
 //! Gradients of tensors, through the gradient pass of the graph.
 
-use crate::tensor::{Collector, Tensor, lift};
+use crate::tensor::{Collector, Mode, Tensor, lift};
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::{NodeId, grad};
 use std::collections::HashMap;
@@ -29,8 +29,8 @@ impl Gradients {
 
 fn gradients_of(loss: &Tensor, wrt: Option<&[Tensor]>) -> Result<Vec<(Tensor, Tensor)>> {
     loss.check()?;
-    let mut c = Collector { through_history: true, ..Collector::default() };
-    c.visit(loss, false)?;
+    let mut c = Collector { mode: Mode::Gradient, ..Collector::default() };
+    c.visit(loss)?;
     // Parameters that the loss does not reach still get a gradient: zeros.
     let params: Vec<Tensor> = match wrt {
         Some(w) => w.to_vec(),

@@ -17,6 +17,7 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+pub mod capture;
 pub mod executable;
 pub mod fit;
 pub mod gradient;
@@ -24,11 +25,14 @@ mod lru;
 #[cfg(feature = "onnx")]
 pub mod onnx;
 pub mod ops;
+#[cfg(not(target_arch = "wasm32"))]
+mod packed;
 pub mod session;
 pub mod state;
 pub mod tensor;
 
 pub use backend::{Backend, BackendBuilder};
+pub use capture::{CapturedGraph, Compiled};
 pub use executable::Executable;
 pub use fit::Fit;
 pub use gradient::{Gradients, value_and_grad};

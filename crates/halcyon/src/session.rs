@@ -1,9 +1,11 @@
 //! Running a whole graph (a loaded model) with host data in and out.
 
 use crate::backend::Backend;
+use crate::capture::CapturedGraph;
 use crate::executable::Executable;
+use crate::tensor::Tensor;
 use halcyon_hal::{BufferRef, Tag};
-use halcyon_ir::error::{Error, Result};
+use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::host;
 use halcyon_ir::plan::Receipt;
 use halcyon_ir::shape::Shape;
@@ -74,6 +76,20 @@ impl Session {
         let b = self.upload(inputs)?;
         let out = exe.run(&self.backend, &b, &[])?;
         self.download(&exe, &out)
+    }
+
+    /// The plan for these inputs with its bindings, to be run again and again at the least cost: [`CapturedGraph::bind`] gives it
+    /// other inputs, [`CapturedGraph::replay`] runs it, [`CapturedGraph::read`] copies results to the host.
+    ///
+    /// # Errors
+    /// As [`Session::prepare`].
+    #[track_caller]
+    pub fn capture(&self, inputs: &[ConstData]) -> Result<CapturedGraph> {
+        let span = Span::caller();
+        let exe = self.prepare(inputs)?;
+        let given = inputs.iter().map(|x| Tensor::from_data(&self.backend, x)).collect::<Result<Vec<_>>>()?;
+        let donated = vec![false; given.len()];
+        CapturedGraph::new(&self.backend, exe, given, donated, span)
     }
 
     /// Copies inputs to the device.

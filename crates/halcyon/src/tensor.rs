@@ -57,6 +57,11 @@ impl Node {
         // The fields are replaced whole, so a panic elsewhere leaves them usable.
         self.inner.lock().unwrap_or_else(|e| e.into_inner())
     }
+
+    /// Pending nodes that read this one.
+    pub(crate) fn readers(&self) -> usize {
+        self.readers.load(Ordering::Relaxed)
+    }
 }
 
 impl Drop for Node {
@@ -297,12 +302,7 @@ impl Tensor {
     /// The value's buffer, evaluated.
     pub(crate) fn buffer(&self) -> Result<BufferRef> {
         self.eval()?;
-        match &self.0.lock().value {
-            Value::Ready(b) => Ok(b.clone()),
-            Value::Donated { by } => Err(Error::Donated { by: by.clone() }),
-            Value::Failed(e) => Err(e.clone()),
-            Value::Pending => Err(Error::internal("an evaluated tensor has no value")),
-        }
+        self.ready()
     }
 
     /// The values on the host.
@@ -391,6 +391,49 @@ impl Tensor {
         )
     }
 
+    /// A tensor over memory that holds its value.
+    pub(crate) fn at(backend: &Backend, ty: TensorType, b: BufferRef, span: Span) -> Tensor {
+        Tensor::leaf(backend, ty, Value::Ready(b), span)
+    }
+
+    /// What a traced function gets for an input.
+    pub(crate) fn stand_in(backend: &Backend, ty: TensorType) -> Tensor {
+        Tensor::leaf(backend, ty, Value::Pending, Span::default())
+    }
+
+    /// The buffer of a value that is there.
+    pub(crate) fn ready(&self) -> Result<BufferRef> {
+        match &self.0.lock().value {
+            Value::Ready(b) => Ok(b.clone()),
+            v => Err(self.gone(v)),
+        }
+    }
+
+    /// As [`Tensor::ready`], without the buffer.
+    pub(crate) fn alive(&self) -> Result<()> {
+        match &self.0.lock().value {
+            Value::Ready(_) => Ok(()),
+            v => Err(self.gone(v)),
+        }
+    }
+
+    fn gone(&self, value: &Value) -> Error {
+        match value {
+            Value::Donated { by } => Error::Donated { by: by.clone() },
+            Value::Failed(e) => e.clone(),
+            _ => Error::internal("a tensor that was evaluated has no value"),
+        }
+    }
+
+    pub(crate) fn is_donated(&self) -> bool {
+        self.0.donate.load(Ordering::Relaxed)
+    }
+
+    /// Its memory belongs to a result of `by` from now on.
+    pub(crate) fn taken(&self, by: &Span) {
+        self.0.lock().value = Value::Donated { by: by.clone() };
+    }
+
     pub(crate) fn mark_state(&self) {
         self.0.state.store(true, Ordering::Relaxed);
     }
@@ -398,15 +441,13 @@ impl Tensor {
     /// The graph from `inputs` (placeholders or any tensors) to `outputs`, for inspection, serialisation or a [`crate::Session`].
     /// Other leaves become constants, literals stay literals.
     pub fn trace(inputs: &[(&str, &Tensor)], outputs: &[(&str, &Tensor)]) -> Result<Graph> {
-        let mut c = Collector::default();
+        let mut c = Collector { mode: Mode::Data, ..Collector::default() };
         for (name, t) in inputs {
             t.check()?;
-            let id = c.graph.input(name, t.0.ty.clone());
-            c.ids.insert(Arc::as_ptr(&t.0), id);
-            c.order.push((*t).clone());
+            c.declare(name, t);
         }
         for (_, t) in outputs {
-            c.visit(t, true)?;
+            c.visit(t)?;
         }
         for (name, t) in outputs {
             let id = c.ids[&Arc::as_ptr(&t.0)];
@@ -461,9 +502,24 @@ pub(crate) fn lift(
     roots.iter().map(|r| map.get(r).cloned().ok_or_else(|| Error::internal("lift: root missing"))).collect()
 }
 
+/// What becomes of values and literals in a graph that is built from tensors.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) enum Mode {
+    /// Values are inputs, literals run-time arguments.
+    #[default]
+    Run,
+    /// Values are inputs, literals stay.
+    Compile,
+    /// Values are constants, literals stay.
+    Data,
+    /// As `Run`; what was evaluated and keeps its operands is looked through, and placeholders are inputs as well.
+    Gradient,
+}
+
 /// Builds one graph from tensors.
 #[derive(Default)]
 pub(crate) struct Collector {
+    pub(crate) mode: Mode,
     pub(crate) graph: Graph,
     pub(crate) ids: HashMap<*const Node, NodeId>,
     /// Tensor of each node, by node number.
@@ -471,13 +527,18 @@ pub(crate) struct Collector {
     /// Tensors of the graph's inputs, in order.
     pub(crate) leaves: Vec<Tensor>,
     pub(crate) args: Vec<Scalar>,
-    /// Look through evaluated tensors that keep their operands.
-    pub(crate) through_history: bool,
 }
 
 impl Collector {
-    /// Adds what `root` depends on. `as_data`: leaves become constants and literals stay, instead of inputs and arguments.
-    pub(crate) fn visit(&mut self, root: &Tensor, as_data: bool) -> Result<()> {
+    /// Makes a tensor an input, whatever it is.
+    pub(crate) fn declare(&mut self, name: &str, t: &Tensor) {
+        let id = self.graph.input(name, t.0.ty.clone());
+        self.ids.insert(Arc::as_ptr(&t.0), id);
+        self.order.push(t.clone());
+    }
+
+    /// Adds what `root` depends on.
+    pub(crate) fn visit(&mut self, root: &Tensor) -> Result<()> {
         let mut stack: Vec<(Tensor, bool)> = vec![(root.clone(), false)];
         while let Some((t, expanded)) = stack.pop() {
             let key = Arc::as_ptr(&t.0);
@@ -490,7 +551,7 @@ impl Collector {
                 Value::Donated { by } => return Err(Error::Donated { by: by.clone() }),
                 _ => {}
             }
-            let history = self.through_history && t.0.tracked && !inner.inputs.is_empty();
+            let history = self.mode == Mode::Gradient && t.0.tracked && !inner.inputs.is_empty();
             let ready = matches!(inner.value, Value::Ready(_)) && !history;
             if !expanded && !ready && !inner.inputs.is_empty() {
                 let ins: Vec<Tensor> = inner.inputs.to_vec();
@@ -506,7 +567,7 @@ impl Collector {
             };
             drop(inner);
             self.graph.span = t.0.span.clone();
-            let id = self.add(&t, ready, ins, as_data)?;
+            let id = self.add(&t, ready, ins)?;
             self.ids.insert(key, id);
             self.order.resize(id.index() + 1, t.clone());
             self.order[id.index()] = t;
@@ -514,10 +575,10 @@ impl Collector {
         Ok(())
     }
 
-    fn add(&mut self, t: &Tensor, ready: bool, ins: SmallVec<[NodeId; 3]>, as_data: bool) -> Result<NodeId> {
+    fn add(&mut self, t: &Tensor, ready: bool, ins: SmallVec<[NodeId; 3]>) -> Result<NodeId> {
         let n = &t.0;
         Ok(match &n.op {
-            _ if ready && as_data => {
+            _ if ready && self.mode == Mode::Data => {
                 let d = t.to_data()?;
                 self.graph.constant(d)
             }
@@ -525,14 +586,15 @@ impl Collector {
                 self.leaves.push(t.clone());
                 self.graph.input("", n.ty.clone())
             }
+            Op::Input(_) if self.mode == Mode::Gradient => self.graph.input("", n.ty.clone()),
             Op::Input(_) => {
                 return Err(Error::argument(
                     "eval",
-                    "a placeholder has no value; use it in Tensor::trace only",
+                    "a placeholder has no value: Tensor::trace and compiled functions use it, but cannot read it",
                 )
                 .at(&n.span));
             }
-            Op::Full(v) if !as_data => {
+            Op::Full(v) if matches!(self.mode, Mode::Run | Mode::Gradient) => {
                 self.args.push(*v);
                 let a = self.graph.arg(n.ty.dtype);
                 self.graph.expand(a, &n.ty.shape)?
@@ -563,7 +625,7 @@ pub fn eval(outputs: &[Tensor]) -> Result<()> {
     let _running = backend.running();
     let mut c = Collector::default();
     for t in &todo {
-        c.visit(t, false)?;
+        c.visit(t)?;
     }
     let (results, donated) = c.results(&todo);
     let names: Vec<NodeId> = results.iter().map(|t| c.ids[&Arc::as_ptr(&t.0)]).collect();
@@ -592,7 +654,7 @@ pub fn eval(outputs: &[Tensor]) -> Result<()> {
     let by = first.0.span.clone();
     for (t, d) in leaves.iter().zip(donated) {
         if d {
-            t.0.lock().value = Value::Donated { by: by.clone() };
+            t.taken(&by);
         }
     }
     Ok(())
@@ -656,7 +718,9 @@ impl Collector {
             }
             let outside =
                 leaf.0.readers.load(Ordering::Relaxed) > readers.get(&key(leaf)).copied().unwrap_or(0);
-            if outside || (held_elsewhere(leaf) && !asked_for) {
+            // Another tensor may lie in the same memory (detach), or a captured graph be bound to it.
+            let shared = matches!(&leaf.0.lock().value, Value::Ready(b) if Arc::strong_count(b) > 1);
+            if outside || shared || (held_elsewhere(leaf) && !asked_for) {
                 // Something outside this plan still reads the old value: the plan copies.
                 leaf.0.backend.0.stats.state_copies.fetch_add(1, Ordering::Relaxed);
             } else {

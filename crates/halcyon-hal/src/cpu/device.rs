@@ -5,7 +5,7 @@ use super::memory::{CpuBuffer, HostSource, LINE, Ptr};
 use super::program::CpuProgram;
 use super::sys::Isa;
 use super::team::Team;
-use crate::pool::{self, Pool};
+use crate::pool::{self, Pool, Source};
 use crate::{
     BackendType, BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Error,
     LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing,
@@ -75,6 +75,9 @@ pub(crate) fn describe() -> DeviceInfo {
     }
 }
 
+/// Alignment that suits every element type.
+pub(crate) const ELEMENT: usize = 8;
+
 /// The processor as a device.
 #[derive(Debug)]
 pub struct CpuDevice {
@@ -136,6 +139,17 @@ impl CpuDevice {
         self.queue.lock().unwrap_or_else(|e| e.into_inner())
     }
 
+    fn none_left(&self, bytes: usize, why: String) -> Error {
+        Error::OutOfMemory {
+            device: self.info.id.clone(),
+            what: format!("a constant that is packed: {why}"),
+            requested: bytes as u64,
+            free: self.available().unwrap_or(0),
+            total: self.info.total_memory.unwrap_or(0),
+            next: "Use a smaller model".into(),
+        }
+    }
+
     fn run(&self, c: &Command<'_>) -> Result<()> {
         match c {
             Command::Launch { program, groups, buffers, params, fault } => {
@@ -156,7 +170,7 @@ impl CpuDevice {
                     .as_any()
                     .downcast_ref()
                     .ok_or_else(|| Error::argument("library call", "the kernel belongs to another device"))?;
-                let at: smallvec::SmallVec<[Ptr; 8]> = buffers
+                let at: smallvec::SmallVec<[Ptr; 16]> = buffers
                     .iter()
                     .map(|b| CpuBuffer::of(&**b, k.name()).map(CpuBuffer::at))
                     .collect::<Result<_>>()?;
@@ -262,7 +276,7 @@ impl Device for CpuDevice {
         Counts::add(&self.counts.uploads, 1);
         Counts::add(&self.counts.uploaded_bytes, src.len() as u64);
         // SAFETY: inside the buffer; the host's slice cannot overlap memory that only the device hands out.
-        unsafe { std::ptr::copy_nonoverlapping(src.as_ptr(), d.ptr.add(offset), src.len()) };
+        unsafe { library::copy::bytes(&self.team, src.as_ptr(), d.ptr.add(offset), src.len()) };
         Ok(())
     }
 
@@ -273,7 +287,7 @@ impl Device for CpuDevice {
         Counts::add(&self.counts.downloads, 1);
         Counts::add(&self.counts.downloaded_bytes, dst.len() as u64);
         // SAFETY: inside the buffer; an exclusive slice of the host overlaps nothing.
-        unsafe { std::ptr::copy_nonoverlapping(s.ptr.add(offset), dst.as_mut_ptr(), dst.len()) };
+        unsafe { library::copy::bytes(&self.team, s.ptr.add(offset), dst.as_mut_ptr(), dst.len()) };
         Ok(())
     }
 
@@ -285,6 +299,29 @@ impl Device for CpuDevice {
             .ok_or_else(|| Error::argument("pack", "the kernel belongs to another device"))?;
         let (from, to) = (CpuBuffer::of(&**from, "pack")?.at(), CpuBuffer::of(&**to, "pack")?.at());
         k.pack(&self.team, &from, &to)
+    }
+
+    fn pack_host(&self, constants: &[(&dyn LibraryKernel, &[u8], &BufferRef)]) -> Result<()> {
+        let _turn = self.turn();
+        // Kernels read whole elements, which a file need not align.
+        let askew = |b: &[u8]| !(b.as_ptr() as usize).is_multiple_of(ELEMENT);
+        let largest = constants.iter().map(|(_, b, _)| b.len()).filter(|n| *n > 0);
+        let largest = largest.max().filter(|_| constants.iter().any(|(_, b, _)| askew(b)));
+        let room = largest.map(|n| HostSource.allocate(n).map_err(|e| self.none_left(n, e))).transpose()?;
+        for (kernel, bytes, to) in constants {
+            let k: &CpuKernel = kernel
+                .as_any()
+                .downcast_ref()
+                .ok_or_else(|| Error::argument("pack", "the kernel belongs to another device"))?;
+            let mut from = Ptr { ptr: bytes.as_ptr() as *mut u8, bytes: bytes.len(), read_only: true };
+            if let Some(r) = room.as_ref().filter(|_| askew(bytes)) {
+                // SAFETY: the room holds the largest constant, and nothing else knows of it.
+                unsafe { library::copy::bytes(&self.team, from.ptr, r.start(), bytes.len()) };
+                from.ptr = r.start();
+            }
+            k.pack(&self.team, &from, &CpuBuffer::of(&***to, "pack")?.at())?;
+        }
+        Ok(())
     }
 
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {

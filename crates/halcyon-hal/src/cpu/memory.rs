@@ -104,7 +104,9 @@ impl CpuBuffer {
 
     /// Host data as a buffer, where its address suits every element type.
     pub(crate) fn lent(data: Arc<dyn Bytes>) -> Option<CpuBuffer> {
-        (data.bytes().as_ptr() as usize).is_multiple_of(8).then(|| CpuBuffer(Storage::Lent(data)))
+        (data.bytes().as_ptr() as usize)
+            .is_multiple_of(super::device::ELEMENT)
+            .then(|| CpuBuffer(Storage::Lent(data)))
     }
 
     /// A range of a buffer, which must lie inside of it.

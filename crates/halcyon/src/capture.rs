@@ -1,0 +1,579 @@
+//! Plans that are kept by hand: a function compiled once per set of types, and a plan with its bindings, ready to be replayed.
+//!
+//! An evaluation finds its plan by hashing the graph of what it needs. [`Backend::compile`] and [`Backend::capture_graph`] make that
+//! graph once; later calls look at the types of their inputs alone, or at nothing.
+
+use crate::backend::Backend;
+use crate::executable::{Executable, Lease, OutputMemory};
+use crate::tensor::{Collector, Mode, Tensor};
+use halcyon_hal::{BufferRef, Command, Tag};
+use halcyon_ir::error::{Error, Result, Span};
+use halcyon_ir::shape::TensorType;
+use halcyon_ir::{NodeId, Op, Scalar};
+use smallvec::SmallVec;
+use std::fmt;
+use std::sync::atomic::Ordering;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// Sets of types for which a compiled function keeps plans; then those go that were used longest ago.
+const TYPES: usize = 64;
+
+type Buffers = SmallVec<[BufferRef; 8]>;
+
+/// What a traced function may give.
+pub trait Outputs {
+    fn tensors(self) -> Result<Vec<Tensor>>;
+}
+
+impl Outputs for Tensor {
+    fn tensors(self) -> Result<Vec<Tensor>> {
+        Ok(vec![self])
+    }
+}
+impl Outputs for Vec<Tensor> {
+    fn tensors(self) -> Result<Vec<Tensor>> {
+        Ok(self)
+    }
+}
+impl<const N: usize> Outputs for [Tensor; N] {
+    fn tensors(self) -> Result<Vec<Tensor>> {
+        Ok(self.into())
+    }
+}
+impl<T: Outputs> Outputs for Result<T> {
+    fn tensors(self) -> Result<Vec<Tensor>> {
+        self?.tensors()
+    }
+}
+
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    // What a panic leaves behind is bound anew, or whole.
+    m.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// The graph of `outputs`: `given` and what has a value are its inputs, in this order.
+fn collect(outputs: &[Tensor], given: &[Tensor], mode: Mode) -> Result<Collector> {
+    let mut c = Collector { mode, ..Collector::default() };
+    for t in given {
+        c.declare("", t);
+    }
+    for t in outputs {
+        c.visit(t)?;
+    }
+    for t in outputs {
+        let id = c.ids[&Arc::as_ptr(&t.0)];
+        c.graph.output("", id);
+    }
+    Ok(c)
+}
+
+fn of_another(backend: &Backend, t: &Tensor, op: &str) -> Result<()> {
+    if t.backend().same(backend) {
+        return Ok(());
+    }
+    Err(Error::MixedDevices {
+        op: op.into(),
+        a: backend.id().into(),
+        b: t.backend().id().into(),
+        at: t.0.span.clone(),
+    })
+}
+
+/// The type, as an error where it is another than `want`.
+fn expect(op: &str, i: usize, got: &Tensor, want: &TensorType) -> Result<()> {
+    let ty = &got.0.ty;
+    if ty.dtype != want.dtype {
+        return Err(Error::DType {
+            op: format!("{op}, input {i}"),
+            dtype: ty.dtype,
+            want: format!("it was captured with {}", want.dtype),
+            at: got.0.span.clone(),
+        });
+    }
+    if ty.shape != want.shape {
+        let what = format!("input {i} is {}, it was captured with {}", ty.shape, want.shape);
+        return Err(Error::shape(op, what).at(&got.0.span));
+    }
+    Ok(())
+}
+
+/// A function of tensors that is traced once for each set of input types. See [`Backend::compile`].
+pub struct Compiled<F> {
+    backend: Backend,
+    f: F,
+    /// The one used last is first.
+    plans: Mutex<Vec<Arc<Entry>>>,
+}
+
+struct Entry {
+    inputs: Vec<(TensorType, bool)>,
+    exe: Arc<Executable>,
+    /// Tensors of the closure's surroundings: further inputs.
+    captured: Vec<Tensor>,
+    outputs: Vec<TensorType>,
+}
+
+impl Entry {
+    fn is_for(&self, inputs: &[&Tensor], donated: &[bool]) -> bool {
+        let same = |(((ty, d), t), now): (((&TensorType, &bool), &&Tensor), &bool)| *ty == t.0.ty && d == now;
+        let types = self.inputs.iter().map(|(ty, d)| (ty, d));
+        self.inputs.len() == inputs.len() && types.zip(inputs).zip(donated).all(same)
+    }
+}
+
+impl<F> fmt::Debug for Compiled<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Compiled({}, {} plans)", self.backend.id(), self.plans())
+    }
+}
+
+impl Backend {
+    /// A function that becomes a plan at its first call with inputs of some types, and is only that plan at later calls: `f` does
+    /// not run again, no graph is built and nothing is hashed.
+    ///
+    /// `f` gets placeholders: it cannot read their values, and what it decides by their sizes holds for these sizes. Literals are
+    /// constants of the plan. Tensors with values that `f` takes from its surroundings are read at each call; they are
+    /// the tensors of the first one, also where `f` would take others now (a [`crate::State`] that was written since). Results have no
+    /// history for gradients; [`crate::value_and_grad`] inside of `f` works.
+    ///
+    /// ```
+    /// use halcyon::prelude::*;
+    /// # fn main() -> halcyon::Result<()> {
+    /// let b = Backend::cpu()?;
+    /// let f = b.compile(|x: &[Tensor]| (x[0].matmul(&x[1]) + 1.0).relu());
+    /// let a = Tensor::from_slice(&b, [2, 2], &[1.0f32, 2.0, 3.0, 4.0])?;
+    /// assert_eq!(f.call(&[&a, &a])?[0].to_vec::<f32>()?, [8.0, 11.0, 16.0, 23.0]);
+    /// assert_eq!(f.plans(), 1);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn compile<F, R>(&self, f: F) -> Compiled<F>
+    where
+        F: Fn(&[Tensor]) -> R,
+        R: Outputs,
+    {
+        Compiled { backend: self.clone(), f, plans: Mutex::default() }
+    }
+}
+
+impl<F> Compiled<F> {
+    /// Sets of types for which there is a plan.
+    pub fn plans(&self) -> usize {
+        lock(&self.plans).len()
+    }
+
+    /// Runs the function. An input that was [`Tensor::donate`]d is taken where nothing else reads its memory, and copied else.
+    ///
+    /// # Errors
+    /// Those that the function's tensors carry; [`Error::Donated`] for an input or a captured tensor whose memory is gone;
+    /// [`Error::MixedDevices`]; [`Error::Unsupported`] for inputs with a history for gradients, which would be lost.
+    #[track_caller]
+    pub fn call<R>(&self, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
+    where
+        F: Fn(&[Tensor]) -> R,
+        R: Outputs,
+    {
+        let by = Span::caller();
+        for t in inputs {
+            of_another(&self.backend, t, "compiled function")?;
+            t.check()?;
+            if t.0.tracked {
+                return Err(Error::unsupported(
+                    "gradients through a compiled function",
+                    "Call value_and_grad inside of the function, or detach() the input",
+                ));
+            }
+            t.eval()?;
+        }
+        // Tracing runs the caller's code, which may evaluate: no lock is held. What may be taken is decided under it, again if
+        // something changed.
+        let (entry, donated, mut buffers, _running) = loop {
+            let (_, donated) = self.gather(inputs)?;
+            let entry = match self.find(inputs, &donated) {
+                Some(e) => e,
+                None => self.trace(inputs, &donated)?,
+            };
+            let running = self.backend.running();
+            let (buffers, now) = self.gather(inputs)?;
+            if now == donated {
+                break (entry, donated, buffers, running);
+            }
+        };
+        for t in &entry.captured {
+            buffers.push(t.ready()?);
+        }
+        if (0..inputs.len()).any(|i| donated[i] && Arc::strong_count(&buffers[i]) > 2) {
+            let what = "a tensor that the function also takes from its surroundings cannot be donated";
+            return Err(Error::argument("compiled function", what).at(&by));
+        }
+        let made = entry.exe.run(&self.backend, &buffers, &[])?;
+        for (t, d) in inputs.iter().zip(&donated) {
+            if *d {
+                t.taken(&by);
+            } else if t.is_donated() {
+                // Something else reads it: the plan made a copy.
+                self.backend.0.stats.state_copies.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        let tensor = |(b, ty): (BufferRef, &TensorType)| Tensor::at(&self.backend, ty.clone(), b, by.clone());
+        Ok(made.into_iter().zip(&entry.outputs).map(tensor).collect())
+    }
+
+    /// The inputs' buffers, and which of them the run may overwrite: what was donated and nothing else reads.
+    fn gather(&self, inputs: &[&Tensor]) -> Result<(Buffers, SmallVec<[bool; 8]>)> {
+        let buffers: Buffers = inputs.iter().map(|t| t.ready()).collect::<Result<_>>()?;
+        // The references are the tensor's and this run's.
+        let sole = |(t, b): (&&Tensor, &BufferRef)| {
+            t.is_donated() && t.0.readers() == 0 && Arc::strong_count(b) == 2
+        };
+        let donated = inputs.iter().zip(&buffers).map(sole).collect();
+        Ok((buffers, donated))
+    }
+
+    fn find(&self, inputs: &[&Tensor], donated: &[bool]) -> Option<Arc<Entry>> {
+        let mut plans = lock(&self.plans);
+        let i = plans.iter().position(|e| e.is_for(inputs, donated))?;
+        plans[..=i].rotate_right(1);
+        Some(plans[0].clone())
+    }
+
+    fn trace<R>(&self, inputs: &[&Tensor], donated: &[bool]) -> Result<Arc<Entry>>
+    where
+        F: Fn(&[Tensor]) -> R,
+        R: Outputs,
+    {
+        let stand_in = |t: &&Tensor| Tensor::stand_in(&self.backend, t.0.ty.clone());
+        let given: Vec<Tensor> = inputs.iter().map(stand_in).collect();
+        let outputs = (self.f)(&given).tensors()?;
+        for t in &outputs {
+            of_another(&self.backend, t, "compiled function")?;
+        }
+        let c = collect(&outputs, &given, Mode::Compile)?;
+        let donated_inputs = donated;
+        let mut donated = donated.to_vec();
+        donated.resize(inputs.len() + c.leaves.len(), false);
+        let Collector { graph, leaves, .. } = c;
+        let exe = self.backend.plan(graph, donated.clone())?;
+        let entry = Arc::new(Entry {
+            inputs: inputs.iter().zip(donated).map(|(t, d)| (t.0.ty.clone(), d)).collect(),
+            exe,
+            captured: leaves,
+            outputs: outputs.iter().map(|t| t.0.ty.clone()).collect(),
+        });
+        let mut plans = lock(&self.plans);
+        if let Some(e) = plans.iter().find(|e| e.is_for(inputs, donated_inputs)) {
+            // Another thread was faster.
+            return Ok(e.clone());
+        }
+        plans.insert(0, entry.clone());
+        plans.truncate(TYPES);
+        Ok(entry)
+    }
+}
+
+/// A plan with its bindings: what a launch does is submit it. See [`Backend::capture_graph`].
+pub struct CapturedGraph {
+    backend: Backend,
+    exe: Arc<Executable>,
+    inputs: Vec<TensorType>,
+    donated: Vec<bool>,
+    outputs: Vec<TensorType>,
+    /// Each literal with the number of its run-time argument.
+    literals: Vec<(Tensor, usize)>,
+    bound: Mutex<Bound>,
+    span: Span,
+}
+
+struct Bound {
+    lease: Lease,
+    inputs: Vec<Tensor>,
+    /// Of the last run; the plan writes them again where nothing else holds them.
+    outputs: Vec<Option<BufferRef>>,
+    args: Vec<Scalar>,
+}
+
+impl fmt::Debug for CapturedGraph {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "CapturedGraph({}, {} inputs, {} steps)",
+            self.backend.id(),
+            self.inputs.len(),
+            self.exe.plan().steps.len()
+        )
+    }
+}
+
+impl Backend {
+    /// Captures what `f` computes as a plan with fixed bindings; nothing runs yet. Tensors with values that it depends on are the
+    /// graph's inputs, in the order in which the result reads them (operands from left to right), and stay bound until others are.
+    /// Inputs that were [`Tensor::donate`]d before give their memory to the launch that reads them. Literals are run-time
+    /// arguments, see [`CapturedGraph::set_argument`]. Scratch is the graph's own.
+    ///
+    /// ```
+    /// use halcyon::prelude::*;
+    /// # fn main() -> halcyon::Result<()> {
+    /// let b = Backend::cpu()?;
+    /// let x = Tensor::from_slice(&b, [3], &[1.0f32, -2.0, 3.0])?;
+    /// let graph = b.capture_graph(|| x.relu() * 2.0)?;
+    /// assert_eq!(b.launch_graph(&graph, &[])?[0].to_vec::<f32>()?, [2.0, 0.0, 6.0]);
+    /// let y = Tensor::from_slice(&b, [3], &[-1.0f32, 5.0, 0.0])?;
+    /// assert_eq!(b.launch_graph(&graph, &[&y])?[0].to_vec::<f32>()?, [0.0, 10.0, 0.0]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// Those that the tensors carry, and those of planning.
+    #[track_caller]
+    pub fn capture_graph<R: Outputs>(&self, f: impl FnOnce() -> R) -> Result<CapturedGraph> {
+        let span = Span::caller();
+        let outputs = f().tensors()?;
+        for t in &outputs {
+            of_another(self, t, "capture_graph")?;
+        }
+        let c = collect(&outputs, &[], Mode::Run)?;
+        let literals = c.literals();
+        let Collector { graph, leaves, args, .. } = c;
+        let donated: Vec<bool> = leaves.iter().map(Tensor::is_donated).collect();
+        let exe = self.plan(graph, donated.clone())?;
+        let mut g = CapturedGraph::new(self, exe, leaves, donated, span)?;
+        g.literals = literals;
+        lock(&g.bound).args = args;
+        Ok(g)
+    }
+
+    /// Runs a captured graph: with `inputs` in its inputs' order, which stay bound, or with those that are bound where `inputs` is
+    /// empty.
+    ///
+    /// # Errors
+    /// As [`CapturedGraph::bind`] and [`CapturedGraph::replay`]; [`Error::MixedDevices`] for a graph of another backend.
+    pub fn launch_graph(&self, graph: &CapturedGraph, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
+        if !graph.backend.same(self) {
+            return Err(Error::MixedDevices {
+                op: "launch_graph".into(),
+                a: self.id().into(),
+                b: graph.backend.id().into(),
+                at: graph.span.clone(),
+            });
+        }
+        if !inputs.is_empty() {
+            graph.check(inputs)?;
+        }
+        // One launch at a time, from its inputs to its results.
+        let _running = self.running();
+        let mut bound = lock(&graph.bound);
+        if !inputs.is_empty() {
+            graph.bind_to(&mut bound, inputs)?;
+        }
+        graph.run(&mut bound)?;
+        graph.results(&bound)
+    }
+}
+
+impl CapturedGraph {
+    /// A plan without run-time arguments, bound to `inputs`.
+    pub(crate) fn new(
+        backend: &Backend,
+        exe: Arc<Executable>,
+        inputs: Vec<Tensor>,
+        donated: Vec<bool>,
+        span: Span,
+    ) -> Result<CapturedGraph> {
+        let mut lease = exe.lease(backend)?;
+        for (i, t) in inputs.iter().enumerate().filter(|(i, _)| !donated[*i]) {
+            exe.bind_input(&mut lease, i, &t.ready()?)?;
+        }
+        let outputs: Vec<TensorType> =
+            exe.plan().outputs.iter().map(|o| TensorType::new(o.dtype, &o.dims)).collect();
+        Ok(CapturedGraph {
+            backend: backend.clone(),
+            inputs: inputs.iter().map(|t| t.0.ty.clone()).collect(),
+            donated,
+            literals: vec![],
+            bound: Mutex::new(Bound { lease, inputs, outputs: vec![None; outputs.len()], args: vec![] }),
+            outputs,
+            exe,
+            span,
+        })
+    }
+
+    /// Types of the inputs, in their order.
+    pub fn inputs(&self) -> &[TensorType] {
+        &self.inputs
+    }
+
+    pub fn executable(&self) -> &Executable {
+        &self.exe
+    }
+
+    /// Makes tensors the inputs of the launches that follow. They are kept alive and not copied.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for another number of inputs; [`Error::DType`] and [`Error::Shape`] where a type is not the one that was
+    /// captured; [`Error::Donated`] for a tensor whose memory is gone. On an error the bindings stay as they were.
+    pub fn bind(&self, inputs: &[&Tensor]) -> Result<()> {
+        self.check(inputs)?;
+        self.bind_to(&mut lock(&self.bound), inputs)
+    }
+
+    /// Types of inputs; evaluates what is pending.
+    fn check(&self, inputs: &[&Tensor]) -> Result<()> {
+        const OP: &str = "launch_graph";
+        if inputs.len() != self.inputs.len() {
+            let what = format!("the graph has {} inputs, {} were given", self.inputs.len(), inputs.len());
+            return Err(Error::argument("inputs", what).at(&self.span));
+        }
+        for (i, (t, ty)) in inputs.iter().zip(&self.inputs).enumerate() {
+            of_another(&self.backend, t, OP)?;
+            t.check()?;
+            expect(OP, i, t, ty)?;
+            t.eval()?;
+        }
+        Ok(())
+    }
+
+    fn bind_to(&self, bound: &mut Bound, inputs: &[&Tensor]) -> Result<()> {
+        let buffers: Buffers = inputs.iter().map(|t| t.ready()).collect::<Result<_>>()?;
+        for (i, (t, b)) in inputs.iter().zip(&buffers).enumerate() {
+            if !self.donated[i] {
+                self.exe.bind_input(&mut bound.lease, i, b)?;
+            }
+            bound.inputs[i] = (*t).clone();
+        }
+        Ok(())
+    }
+
+    /// Gives the launches that follow another value for a literal: a tensor that [`Tensor::scalar`] or [`Tensor::full`] made and that
+    /// the captured function read.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for any other tensor.
+    pub fn set_argument(&self, literal: &Tensor, value: impl Into<Scalar>) -> Result<()> {
+        let same = |l: &&(Tensor, usize)| Arc::ptr_eq(&l.0.0, &literal.0);
+        let Some((t, k)) = self.literals.iter().find(same) else {
+            return Err(
+                Error::argument("set_argument", "the tensor is no literal of this graph").at(&self.span)
+            );
+        };
+        lock(&self.bound).args[*k] = value.into().cast(t.0.ty.dtype);
+        Ok(())
+    }
+
+    /// Runs the plan with what is bound and allocates nothing: outputs take the memory of the run before, unless something
+    /// still holds that.
+    ///
+    /// # Errors
+    /// [`Error::Donated`] where an input's memory is gone: it was donated, to an earlier launch or elsewhere.
+    pub fn replay(&self) -> Result<()> {
+        let _running = self.backend.running();
+        self.run(&mut lock(&self.bound))
+    }
+
+    fn run(&self, bound: &mut Bound) -> Result<()> {
+        let Bound { lease, inputs, outputs, args } = bound;
+        // What became of the inputs since they were bound.
+        for t in &*inputs {
+            t.alive()?;
+        }
+        // Results that took an input's memory belong to the caller alone.
+        for (k, out) in outputs.iter_mut().enumerate() {
+            if self.output_is_input(k).is_some() {
+                *out = None;
+            }
+        }
+        for (i, t) in inputs.iter().enumerate().filter(|(i, _)| self.donated[*i]) {
+            let mut b = t.ready()?;
+            if t.0.readers() > 0 || Arc::strong_count(&b) > 2 {
+                // Something else reads the value: the plan gets a copy to write on.
+                self.backend.0.stats.state_copies.fetch_add(1, Ordering::Relaxed);
+                let d = self.backend.device();
+                let dst = d.alloc(b.bytes(), Tag::Io)?;
+                let (src, bytes) = (&b, b.bytes());
+                d.submit(&[Command::Copy { src, src_offset: 0, dst: &dst, dst_offset: 0, bytes }])?;
+                b = dst;
+            } else {
+                t.taken(&self.span);
+            }
+            self.exe.bind_input(lease, i, &b)?;
+            for (k, out) in outputs.iter_mut().enumerate() {
+                if self.output_is_input(k) == Some(i) {
+                    *out = Some(b.clone());
+                }
+            }
+        }
+        for (k, out) in outputs.iter_mut().enumerate() {
+            if self.output_is_input(k).is_some() {
+                continue;
+            }
+            let ours = 1 + self.exe.output_references(k);
+            if out.as_ref().is_none_or(|b| Arc::strong_count(b) > ours)
+                && let OutputMemory::Own(b) = self.exe.output_memory(&self.backend, k)?
+            {
+                self.exe.bind_output(lease, k, &b);
+                *out = Some(b);
+            }
+        }
+        let ran = self.exe.submit(&self.backend, lease, args);
+        // What was donated belongs to the outputs now.
+        (0..inputs.len()).filter(|i| self.donated[*i]).for_each(|i| self.exe.unbind_input(lease, i));
+        ran
+    }
+
+    fn output_is_input(&self, k: usize) -> Option<usize> {
+        self.exe.output_is_input(k)
+    }
+
+    /// The results of the last run. As long as one is held, the runs that follow write elsewhere.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] before the first run.
+    pub fn outputs(&self) -> Result<Vec<Tensor>> {
+        self.results(&lock(&self.bound))
+    }
+
+    fn results(&self, bound: &Bound) -> Result<Vec<Tensor>> {
+        let one = |(b, ty): (&Option<BufferRef>, &TensorType)| {
+            let b = b
+                .clone()
+                .ok_or_else(|| Error::argument("outputs", "the graph has not run").at(&self.span))?;
+            Ok(Tensor::at(&self.backend, ty.clone(), b, self.span.clone()))
+        };
+        bound.outputs.iter().zip(&self.outputs).map(one).collect()
+    }
+
+    /// Waits, and copies an output's bytes to the host: dense, row-major, little-endian. Allocates nothing.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] before the first run and for an output that there is not; [`Error::Index`] where a kernel of the run met a
+    /// bad index.
+    pub fn read(&self, output: usize, to: &mut [u8]) -> Result<()> {
+        let bound = lock(&self.bound);
+        let b = bound.outputs.get(output).and_then(|b| b.as_ref());
+        let b = b.ok_or_else(|| {
+            Error::argument("read", format!("there is no output {output}, or the graph has not run"))
+                .at(&self.span)
+        })?;
+        self.backend.device().read(b, 0, to)?;
+        self.backend.check_faults()
+    }
+}
+
+impl Collector {
+    /// Literals with the numbers of their run-time arguments.
+    fn literals(&self) -> Vec<(Tensor, usize)> {
+        let number = |id: NodeId| match self.graph.node(id).op {
+            Op::Arg(k) => Some(k as usize),
+            _ => None,
+        };
+        let of = |(i, t): (usize, &Tensor)| {
+            let id = self.ids.get(&Arc::as_ptr(&t.0)).copied().filter(|id| id.index() == i)?;
+            if !matches!(t.0.op, Op::Full(_)) {
+                return None;
+            }
+            let arg = number(id).or_else(|| number(*self.graph.node(id).inputs.first()?))?;
+            Some((t.clone(), arg))
+        };
+        self.order.iter().enumerate().filter_map(of).collect()
+    }
+}

@@ -1,0 +1,115 @@
+//! Packed constants that are kept between runs of the program.
+//!
+//! Packing is a pass over the constants, and so is what a kept file costs: the digest of the constants it must have been made from, and
+//! the check of its own bytes. Which is faster depends on the kernel's packing and on the machine, so it is measured when constants
+//! are packed, and a file is written only where it gains.
+
+use crate::backend::Backend;
+use halcyon_hal::BufferRef;
+use halcyon_hal::cache::{self, DiskCache};
+use halcyon_ir::error::Result;
+use halcyon_ir::plan::PackedConst;
+use std::path::PathBuf;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+/// Bytes that the packed constants of all models may take on disk before the oldest go.
+const LIMIT: u64 = 2 << 30;
+/// What is packed in less time is not worth a look.
+const WORTH: Duration = Duration::from_millis(20);
+/// Bytes that are digested to learn how fast this machine is at it.
+const SAMPLE: usize = 8 << 20;
+/// How many times faster than packing a file must promise to be: the first start pays for writing it.
+const GAIN: f64 = 1.5;
+
+/// Where packed constants are kept, if anywhere.
+#[derive(Debug)]
+pub(crate) struct Kept {
+    disk: DiskCache,
+    /// Also where packing again is faster.
+    always: bool,
+}
+
+impl Kept {
+    pub(crate) fn new(dir: PathBuf, always: bool) -> Kept {
+        Kept { disk: DiskCache::new(dir.join("packed"), LIMIT), always }
+    }
+
+    /// In the directory asked for or the user's. `HALCYON_CACHE` says otherwise: `off` and `programs` keep nothing packed,
+    /// `packed` keeps it always.
+    pub(crate) fn open(asked: Option<PathBuf>) -> Option<Kept> {
+        let set = std::env::var_os("HALCYON_CACHE");
+        let is = |name: &str| set.as_ref().is_some_and(|v| v.eq_ignore_ascii_case(name));
+        let dir = if is("programs") { None } else { asked.or_else(cache::user_dir) };
+        dir.map(|d| Kept::new(d, is("packed")))
+    }
+}
+
+/// Constants that are to lie in one block of `bytes` bytes.
+pub(crate) struct Block<'a> {
+    backend: &'a Backend,
+    kept: &'a Kept,
+    constants: &'a [&'a PackedConst],
+    key: u128,
+    bytes: usize,
+}
+
+impl<'a> Block<'a> {
+    pub(crate) fn new(
+        backend: &'a Backend,
+        kept: &'a Kept,
+        constants: &'a [&'a PackedConst],
+        bytes: usize,
+    ) -> Block<'a> {
+        let info = backend.info();
+        let mut parts = vec![env!("CARGO_PKG_VERSION").to_string(), info.id.clone(), info.name.clone()];
+        parts.extend(
+            ["architecture", "simd", "features"].map(|k| format!("{k} {:?}", info.properties.get(k))),
+        );
+        let mut text: Vec<u8> = parts.join("\n").into_bytes();
+        for c in constants {
+            // The content is compared when an entry is found; its ends tell most models apart.
+            let b = c.data.bytes();
+            let ends = [&b[..b.len().min(64)], &b[b.len() - b.len().min(64)..]].concat();
+            text.extend(format!("{:?} {:?} {} ", c.kernel.packing(), c.data.dtype, b.len()).into_bytes());
+            text.extend(ends);
+        }
+        Block { backend, kept, constants, key: cache::digest(&[&text]), bytes }
+    }
+
+    fn source(&self) -> Vec<&[u8]> {
+        self.constants.iter().map(|c| c.data.bytes()).collect()
+    }
+
+    /// The block from disk, where it is kept and whole.
+    pub(crate) fn load(&self) -> Option<BufferRef> {
+        if !self.kept.disk.has(self.key) {
+            return None;
+        }
+        let map = self.kept.disk.map(self.key, cache::content_digest(&self.source()), self.bytes)?;
+        let block = self.backend.device().import(map)?;
+        self.backend.0.stats.packed_loads.fetch_add(self.constants.len() as u64, Ordering::Relaxed);
+        Some(block)
+    }
+
+    /// Keeps a block whose packing took so long, where that gains.
+    pub(crate) fn keep(&self, block: &BufferRef, took: Duration) -> Result<()> {
+        let source = self.source();
+        if !self.kept.always && (took < WORTH || took.as_secs_f64() < GAIN * self.promise(&source)) {
+            return Ok(());
+        }
+        let d = self.backend.device();
+        let content = cache::content_digest(&source);
+        self.kept.disk.put_large(self.key, content, self.bytes, |at, room| d.read(block, at, room))
+    }
+
+    /// Seconds that loading would take, by a sample.
+    fn promise(&self, source: &[&[u8]]) -> f64 {
+        let total: usize = source.iter().map(|s| s.len()).sum();
+        let Some(largest) = source.iter().max_by_key(|s| s.len()) else { return 0.0 };
+        let sample = &largest[..largest.len().min(SAMPLE)];
+        let start = Instant::now();
+        std::hint::black_box(cache::content_digest(&[sample]));
+        start.elapsed().as_secs_f64() / sample.len().max(1) as f64 * (total + self.bytes) as f64
+    }
+}

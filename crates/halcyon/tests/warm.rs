@@ -1,0 +1,112 @@
+//! What a warm run costs beside its kernels: nothing. One test, since it counts for the whole process.
+
+mod common;
+
+use common::{Rng, testdata};
+use halcyon::hal::heap::Counting;
+use halcyon::ir::host;
+use halcyon::ir::op::Conv;
+use halcyon::prelude::*;
+use halcyon::{CapturedGraph, ConstData, DType, Session, session};
+use halcyon_formats::onnx::{Model, Outcome};
+
+#[global_allocator]
+static HEAP: Counting = Counting::new();
+
+/// Runs of one round, and rounds. The system itself may take pages away and give them back meanwhile, so the best round counts.
+const RUNS: usize = 5;
+const ROUNDS: usize = 10;
+
+/// Allocations and page faults of the round with the fewest.
+fn least(rounds: usize, mut run: impl FnMut()) -> (u64, Option<u64>) {
+    // Threads, scratch and fault handlers are warm after a few.
+    (0..5).for_each(|_| run());
+    let (mut allocations, mut faults) = (u64::MAX, None::<u64>);
+    for _ in 0..rounds {
+        let before = (host::page_faults(), HEAP.allocations());
+        (0..RUNS).for_each(|_| run());
+        let after = (HEAP.allocations(), host::page_faults());
+        allocations = allocations.min(after.0 - before.1);
+        let round = after.1.zip(before.0).map(|(a, b)| a - b);
+        faults = faults.map_or(round, |f| round.map(|r| r.min(f)));
+    }
+    (allocations, faults)
+}
+
+fn costs_nothing(what: &str, rounds: usize, g: &CapturedGraph) {
+    let (allocations, faults) = least(rounds, || g.replay().unwrap());
+    println!(
+        "{what}: {allocations} allocations, {faults:?} page faults in {RUNS} replays of {} steps",
+        g.executable().plan().steps.len()
+    );
+    assert_eq!(allocations, 0, "{what} allocates");
+    assert_eq!(faults.unwrap_or(0), 0, "{what} takes page faults");
+}
+
+/// A little of everything: convolution, pooling, products, attention, norms, softmax, gather, reductions, element-wise chains.
+fn network(b: &Backend, rng: &mut Rng) -> impl Fn(&Tensor, &Tensor) -> Tensor + use<> {
+    let mut weight = |dims: &[usize]| {
+        let n: usize = dims.iter().product();
+        let v: Vec<f32> = rng.f32s(n).iter().map(|v| v / (n as f32).sqrt()).collect();
+        Tensor::from_slice(b, dims, &v).unwrap()
+    };
+    let (k, w, v, t) = (weight(&[16, 3, 3, 3]), weight(&[256, 64]), weight(&[64, 64]), weight(&[50, 64]));
+    let scale = weight(&[64]);
+    move |x, ids| {
+        let pad = Conv { pad: [(1, 1), (1, 1)].into_iter().collect(), ..Conv::new(2) };
+        let y = x.reshape([1, 3, 32, 32]).conv(&k, pad).relu();
+        let y = y.reshape([64, 256]).matmul(&w).gelu();
+        let y = y + t.gather(ids, 0);
+        let z = y.layer_norm(&scale, None, -1, 1e-5).matmul(&v).softmax(-1);
+        let z = (z.sigmoid() * 2.0 - 1.0).tanh() + &y;
+        z.sum(&[1], false)
+    }
+}
+
+#[test]
+fn a_warm_run_allocates_nothing_and_takes_no_page_fault() {
+    let name = "a_warm_run_allocates_nothing_and_takes_no_page_fault";
+    let mut rng = Rng::fresh(name);
+    for level in [Level::O0, Level::O1, Level::O2] {
+        for threads in [1, 3] {
+            let b = Backend::builder()
+                .backend_type(BackendType::Cpu)
+                .level(level)
+                .num_threads(threads)
+                .build()
+                .unwrap();
+            let f = network(&b, &mut rng);
+            let x = Tensor::from_slice(&b, [3 * 32 * 32], &rng.f32s(3 * 32 * 32)).unwrap();
+            let ids = Tensor::from_slice(&b, [64], &(0..64).map(|i| i % 50).collect::<Vec<i64>>()).unwrap();
+            let g = b.capture_graph(|| f(&x, &ids)).unwrap();
+            costs_nothing(&format!("{level}, {threads} threads"), ROUNDS, &g);
+            // The results are those of an evaluation, and new bindings cost no more.
+            let want = f(&x, &ids).to_data().unwrap();
+            assert_eq!(session::difference(&[g.outputs().unwrap()[0].to_data().unwrap()], &[want]), 0.0);
+            // An unbound run owns its outputs: their handles and the list of them are what it allocates.
+            let c = b.compile(|x: &[Tensor]| f(&x[0], &x[1]));
+            let (allocations, faults) = least(ROUNDS, || drop(c.call(&[&x, &ids]).unwrap()));
+            println!(
+                "{level}, {threads} threads, compiled: {allocations} allocations in {RUNS} calls, {faults:?} page faults"
+            );
+            assert!(allocations <= 8 * RUNS as u64, "{allocations}");
+            assert_eq!(faults.unwrap_or(0), 0);
+        }
+    }
+    let Some(dir) = testdata(name, "models/random/light_resnet50") else { return };
+    let model = Model::open(&dir.join("model.onnx")).unwrap();
+    let x = ConstData::from_slice(&[1, 3, 224, 224], &rng.f32s(3 * 224 * 224)).unwrap();
+    assert_eq!(x.dtype, DType::F32);
+    let port = model.inputs().unwrap().remove(0);
+    let shapes = [(port.name.as_str(), halcyon::Shape::from(&x.dims))];
+    let Outcome::Graph(imported) = model.outcome(&shapes, &[]).unwrap() else {
+        panic!("ResNet-50 is one graph")
+    };
+    let b = Backend::builder().backend_type(BackendType::Cpu).level(Level::O2).build().unwrap();
+    let s = Session::new(&b, imported.graph.clone());
+    let g = s.capture(std::slice::from_ref(&x)).unwrap();
+    costs_nothing("ResNet-50", 3, &g);
+    let want = s.run(&[x]).unwrap();
+    let got: Vec<ConstData> = g.outputs().unwrap().iter().map(|t| t.to_data().unwrap()).collect();
+    assert_eq!(session::difference(&got, &want), 0.0);
+}
