@@ -5,6 +5,7 @@ pub mod fold;
 pub mod inline;
 pub mod narrow;
 pub mod rebuild;
+pub mod recognize;
 pub mod simplify;
 
 use crate::composite::Composite;
@@ -67,12 +68,13 @@ pub const COMPOSITES: &str = "whole composites";
 pub const IN_PLACE: &str = "in-place updates";
 pub const PACKED: &str = "packed constants";
 pub const EPILOGUES: &str = "epilogues";
+pub const RECOGNITION: &str = "composite recognition";
 
 /// Every transformation that has a receipt and can be switched off.
-pub const ALL: &[&str] = &[FOLD, SIMPLIFY, CSE, FUSION, COMPOSITES, IN_PLACE, PACKED, EPILOGUES];
+pub const ALL: &[&str] = &[FOLD, SIMPLIFY, CSE, FUSION, COMPOSITES, IN_PLACE, PACKED, EPILOGUES, RECOGNITION];
 
 /// The transformations that come with O2.
-const FROM_O2: &[&str] = &[PACKED, EPILOGUES];
+const FROM_O2: &[&str] = &[PACKED, EPILOGUES, RECOGNITION];
 
 /// What to do to a graph.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
@@ -123,6 +125,14 @@ pub fn optimize(
             if n > 0 {
                 receipts.push(Receipt::new(name, n));
             }
+        }
+    }
+    if options.does(RECOGNITION) {
+        let claims = |c: &Composite| !narrow::applies(&c.body) && claims(c);
+        let (h, n) = recognize::run(&g, whole.then_some(&claims as &dyn Fn(&Composite) -> bool))?;
+        g = h;
+        if n > 0 {
+            receipts.push(Receipt::new(RECOGNITION, n));
         }
     }
     Ok((g, receipts))

@@ -4,12 +4,13 @@
 //! The query heads that share a key head are rows of one product, so that keys and values are read once for all of them.
 //! Keys are never split among threads: results depend on the shape alone.
 
+use super::flash;
 use super::gemm::{Epilogue, Left, Mat, MatMut, inline_floats, panels_inline};
 use super::gemv::{ROWS, few_rows_inline, fits};
 use super::simd::{Simd, dispatch_simd};
 use super::softmax::{exp_in_place, max_of};
 use crate::cpu::sys::Isa;
-use crate::cpu::team::{SharedConst, SharedMut, Team};
+use crate::cpu::team::{Across, SharedConst, SharedMut, Team};
 use crate::cpu::vmath;
 
 /// An operand `[batch, head, position, feature]` with its strides in elements.
@@ -20,7 +21,7 @@ pub struct Heads<P> {
 }
 
 impl<T> Heads<SharedConst<T>> {
-    fn at(&self, b: usize, h: usize, s: usize, d: usize) -> *const T {
+    pub(super) fn at(&self, b: usize, h: usize, s: usize, d: usize) -> *const T {
         let o = [b, h, s, d].iter().zip(self.strides).map(|(i, t)| *i as isize * t).sum();
         self.ptr.get().wrapping_offset(o)
     }
@@ -44,8 +45,7 @@ pub struct Attention {
     pub causal: bool,
 }
 
-/// Rows and keys of a block.
-const BQ: usize = 96;
+/// Keys of a block, where there are few rows.
 const BK: usize = 256;
 
 /// Folds a block of scores into the running maximum `m`, sum `l` and output `o`; scores become weights.
@@ -86,7 +86,7 @@ dispatch_simd! {
     unsafe fn fold[][](isa, s: &mut [f32], cols: usize, m: &mut [f32], l: &mut [f32], o: &mut [f32], dv: usize) = fold_body
 }
 
-/// Scratch of one thread.
+/// Scratch of one thread, for few rows.
 struct Layout {
     rows: usize,
     cols: usize,
@@ -95,7 +95,7 @@ struct Layout {
 
 impl Layout {
     fn new(isa: Isa, a: &Attention) -> Layout {
-        let rows = (a.heads / a.kv_heads * a.queries).min(BQ);
+        let rows = a.heads / a.kv_heads * a.queries;
         let cols = a.keys.min(BK);
         let gemm = inline_floats(isa, rows, cols, a.d).max(inline_floats(isa, rows, a.dv, cols));
         Layout { rows, cols, gemm: gemm.max(ROWS * cols.max(a.dv)) }
@@ -151,85 +151,33 @@ pub unsafe fn attention(
     if a.batch * all_rows * a.dv == 0 {
         return;
     }
-    let layout = Layout::new(isa, a);
-    let at = layout.offsets(a);
-    let blocks = all_rows.div_ceil(layout.rows);
-    let scratch = team.scratch(at[6] * team.threads());
+    let few = all_rows <= ROWS;
+    let layout = few.then(|| Layout::new(isa, a));
+    let each = layout.as_ref().map_or_else(|| flash::floats(isa, a.d, a.dv), |l| l.offsets(a)[6]);
+    let block_rows = if few { all_rows } else { flash::BQ };
+    let blocks = all_rows.div_ceil(block_rows);
+    let scratch = team.scratch(each * team.threads());
     let buf = SharedMut(scratch.ptr());
     let parts = a.batch * a.kv_heads * blocks;
-    let work = parts.saturating_mul(layout.rows).saturating_mul(a.keys).saturating_mul(a.d + a.dv);
+    let work = parts.saturating_mul(block_rows).saturating_mul(a.keys).saturating_mul(a.d + a.dv);
+    let job = Across(flash::Job { a, q, k, v, mask, y });
     let body = |worker: usize, part: usize| {
         // The last rows see most keys under a causal mask: longest first evens out the end.
         let block = blocks - 1 - part % blocks;
         let (b, hk) = (part / blocks / a.kv_heads, part / blocks % a.kv_heads);
-        let (r0, r1) = (block * layout.rows, ((block + 1) * layout.rows).min(all_rows));
-        let rows = r1 - r0;
+        let (r0, r1) = (block * block_rows, ((block + 1) * block_rows).min(all_rows));
         let valid = match lengths {
             [] => a.keys,
             [n] => (*n).min(a.keys),
             many => many[b].min(a.keys),
         };
-        // Head and position of a row of this block, and how many keys it sees.
-        let place = |i: usize| (hk * group + (r0 + i) / a.queries, (r0 + i) % a.queries);
-        let sees = |i: usize| {
-            let n = if a.causal { (place(i).1 + 1 + valid).saturating_sub(a.queries) } else { valid };
-            n.min(valid)
-        };
-        let most = (0..rows).map(sees).max().unwrap_or(0);
-        let own = buf.get().wrapping_add(worker * at[6]);
-        // SAFETY: a worker's scratch is its own; the slices are disjoint pieces of it, zeroed before use; operands by the
-        // caller's promise.
+        let at = flash::Rows { b, hk, r0, rows: r1 - r0, valid };
+        let own = buf.get().wrapping_add(worker * each);
+        // SAFETY: a worker's scratch is its own; operands by the caller's promise.
         unsafe {
-            let piece = |i: usize, n: usize| {
-                let p = own.add(at[i]);
-                std::ptr::write_bytes(p, 0, n);
-                std::slice::from_raw_parts_mut(p, n)
-            };
-            let qs = piece(0, rows * a.d);
-            let scores = piece(1, rows * layout.cols);
-            let o = piece(2, rows * a.dv);
-            let m = piece(3, rows);
-            let l = piece(4, rows);
-            let product = own.add(at[5]);
-            m.fill(f32::NEG_INFINITY);
-            for i in 0..rows {
-                let (h, s) = place(i);
-                for d in 0..a.d {
-                    qs[i * a.d + d] = *q.at(b, h, s, d) * a.scale;
-                }
-            }
-            let mut k0 = 0;
-            while k0 < most {
-                let cols = (most - k0).min(layout.cols);
-                let kt = Mat { ptr: k.at(b, hk, k0, 0), rs: k.strides[3], cs: k.strides[2] };
-                let vm = Mat { ptr: v.at(b, hk, k0, 0), rs: v.strides[2], cs: v.strides[3] };
-                let out = MatMut::rows(scores.as_mut_ptr(), cols);
-                product_inline(isa, rows, cols, a.d, qs.as_ptr(), kt, out, 0.0, product);
-                let scores = &mut scores[..rows * cols];
-                for i in 0..rows {
-                    let row = &mut scores[i * cols..(i + 1) * cols];
-                    if let Some(mask) = &mask {
-                        let (h, s) = place(i);
-                        let step = mask.strides[3];
-                        let p = mask.at(b, h, s, k0);
-                        for (j, x) in row.iter_mut().enumerate().take(sees(i).saturating_sub(k0)) {
-                            *x += *p.offset(j as isize * step);
-                        }
-                    }
-                    let seen = sees(i).saturating_sub(k0).min(cols);
-                    row[seen..].fill(f32::NEG_INFINITY);
-                }
-                fold(isa, scores, cols, m, l, o, a.dv);
-                let out = MatMut::rows(o.as_mut_ptr(), a.dv);
-                product_inline(isa, rows, a.dv, cols, scores.as_ptr(), vm, out, 1.0, product);
-                k0 += cols;
-            }
-            for i in 0..rows {
-                let (h, s) = place(i);
-                for d in 0..a.dv {
-                    let o_at: isize = [b, h, s, d].iter().zip(y.strides).map(|(i, t)| *i as isize * t).sum();
-                    *y.ptr.get().offset(o_at) = o[i * a.dv + d] / l[i];
-                }
+            match &layout {
+                Some(layout) => few_rows(isa, layout, job.get(), at, own),
+                None => flash::block(isa, job.get(), at, own),
             }
         }
     };
@@ -237,6 +185,78 @@ pub unsafe fn attention(
         (0..parts).for_each(|p| body(0, p));
     } else {
         team.run_with(parts, &body);
+    }
+}
+
+/// Attention of so few rows that the keys and values are best read once, as they lie.
+///
+/// # Safety
+/// As [`attention`], for these rows; `own` holds what the layout asks for.
+unsafe fn few_rows(isa: Isa, layout: &Layout, job: &flash::Job<'_>, rows: flash::Rows, own: *mut f32) {
+    let flash::Job { a, q, k, v, mask, y } = job;
+    let flash::Rows { b, hk, r0, rows, valid } = rows;
+    let (group, at) = (a.heads / a.kv_heads, layout.offsets(a));
+    // Head and position of a row of this block, and how many keys it sees.
+    let place = |i: usize| (hk * group + (r0 + i) / a.queries, (r0 + i) % a.queries);
+    let sees = |i: usize| {
+        let n = if a.causal { (place(i).1 + 1 + valid).saturating_sub(a.queries) } else { valid };
+        n.min(valid)
+    };
+    let most = (0..rows).map(sees).max().unwrap_or(0);
+    // SAFETY: a worker's scratch is its own; the slices are disjoint pieces of it, zeroed before use; operands by the
+    // caller's promise.
+    unsafe {
+        let piece = |i: usize, n: usize| {
+            let p = own.add(at[i]);
+            std::ptr::write_bytes(p, 0, n);
+            std::slice::from_raw_parts_mut(p, n)
+        };
+        let qs = piece(0, rows * a.d);
+        let scores = piece(1, rows * layout.cols);
+        let o = piece(2, rows * a.dv);
+        let m = piece(3, rows);
+        let l = piece(4, rows);
+        let product = own.add(at[5]);
+        m.fill(f32::NEG_INFINITY);
+        for i in 0..rows {
+            let (h, s) = place(i);
+            for d in 0..a.d {
+                qs[i * a.d + d] = *q.at(b, h, s, d) * a.scale;
+            }
+        }
+        let mut k0 = 0;
+        while k0 < most {
+            let cols = (most - k0).min(layout.cols);
+            let kt = Mat { ptr: k.at(b, hk, k0, 0), rs: k.strides[3], cs: k.strides[2] };
+            let vm = Mat { ptr: v.at(b, hk, k0, 0), rs: v.strides[2], cs: v.strides[3] };
+            let out = MatMut::rows(scores.as_mut_ptr(), cols);
+            product_inline(isa, rows, cols, a.d, qs.as_ptr(), kt, out, 0.0, product);
+            let scores = &mut scores[..rows * cols];
+            for i in 0..rows {
+                let row = &mut scores[i * cols..(i + 1) * cols];
+                if let Some(mask) = &mask {
+                    let (h, s) = place(i);
+                    let step = mask.strides[3];
+                    let p = mask.at(b, h, s, k0);
+                    for (j, x) in row.iter_mut().enumerate().take(sees(i).saturating_sub(k0)) {
+                        *x += *p.offset(j as isize * step);
+                    }
+                }
+                let seen = sees(i).saturating_sub(k0).min(cols);
+                row[seen..].fill(f32::NEG_INFINITY);
+            }
+            fold(isa, scores, cols, m, l, o, a.dv);
+            let out = MatMut::rows(o.as_mut_ptr(), a.dv);
+            product_inline(isa, rows, a.dv, cols, scores.as_ptr(), vm, out, 1.0, product);
+            k0 += cols;
+        }
+        for i in 0..rows {
+            let (h, s) = place(i);
+            for d in 0..a.dv {
+                let o_at: isize = [b, h, s, d].iter().zip(y.strides).map(|(i, t)| *i as isize * t).sum();
+                *y.ptr.get().offset(o_at) = o[i * a.dv + d] / l[i];
+            }
+        }
     }
 }
 
