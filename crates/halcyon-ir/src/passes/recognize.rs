@@ -374,7 +374,14 @@ fn shrink(g: &mut Graph, id: NodeId, depth: usize) -> Result<NodeId> {
     let n = g.node(id).clone();
     let rank = n.ty.shape.rank();
     Ok(match &n.op {
-        Op::Expand if g.shape(n.inputs[0]).rank() == rank => n.inputs[0],
+        Op::Expand => {
+            let mut dims = g.shape(n.inputs[0]).clone();
+            while dims.rank() < rank {
+                dims.0.insert(0, 1.into());
+            }
+            let small = g.reshape(n.inputs[0], dims)?;
+            shrink(g, small, depth.saturating_sub(1))?
+        }
         Op::Full(v) => g.full(n.ty.dtype, Shape::from(vec![1; rank]), *v),
         Op::Scalar(_) | Op::Cast if depth > 0 => {
             let small: Vec<NodeId> =
@@ -496,3 +503,7 @@ fn wanted(g: &Graph, y: NodeId, claims: Option<&dyn Fn(&Composite) -> bool>) -> 
         _ => true,
     }
 }
+
+#[cfg(test)]
+#[path = "recognize_tests.rs"]
+mod tests;

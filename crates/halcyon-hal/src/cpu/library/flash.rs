@@ -262,14 +262,7 @@ unsafe fn fold<S: Simd>(
             m[i] = new;
         }
         let mut sum = [0f32; BQ];
-        for j in 0..cols {
-            let row = std::slice::from_raw_parts_mut(s.add(j * BQ), width);
-            for ((x, b), t) in row.iter_mut().zip(&base).zip(&mut sum) {
-                let e = if S::FMA { vmath::exp::<true>(*x - *b) } else { vmath::exp::<false>(*x - *b) };
-                *x = e;
-                *t += e;
-            }
-        }
+        S::weigh(s, cols, BQ, &base[..width], &mut sum[..width]);
         for i in 0..width {
             l[i] = l[i] * keep[i] + sum[i];
         }
