@@ -21,8 +21,21 @@ use std::f64::consts::{FRAC_1_SQRT_2, FRAC_2_PI};
 #[derive(Debug)]
 enum Found {
     /// `softmax(q kt scale + mask) v`.
-    Attention { q: NodeId, kt: NodeId, v: NodeId, mask: Option<NodeId>, scale: f64 },
-    Norm { x: NodeId, centred: bool, axis: usize, eps: f64, scale: NodeId, bias: Option<NodeId> },
+    Attention {
+        q: NodeId,
+        kt: NodeId,
+        v: NodeId,
+        mask: Option<NodeId>,
+        scale: f64,
+    },
+    Norm {
+        x: NodeId,
+        centred: bool,
+        axis: usize,
+        eps: f64,
+        scale: NodeId,
+        bias: Option<NodeId>,
+    },
     Scalar(ScalarOp, NodeId),
 }
 
@@ -159,9 +172,10 @@ impl<'a> Finder<'a> {
             let found = f(self, id, &mut inside)?;
             inside.push(id);
             let own: HashSet<NodeId> = inside.iter().copied().collect();
-            let closed = own.iter().filter(|i| **i != id).all(|i| {
-                self.users[i.index()].iter().all(|u| u.is_some_and(|u| own.contains(&u)))
-            });
+            let closed = own
+                .iter()
+                .filter(|i| **i != id)
+                .all(|i| self.users[i.index()].iter().all(|u| u.is_some_and(|u| own.contains(&u))));
             closed.then_some((found, inside))
         })
     }
@@ -416,7 +430,12 @@ fn with_heads(g: &mut Graph, mut x: NodeId) -> Result<NodeId> {
 }
 
 /// Builds what was found on the new graph.
-fn make(r: &mut Rebuild<'_>, found: &Found, masks: &mut HashMap<NodeId, NodeId>, id: NodeId) -> Result<NodeId> {
+fn make(
+    r: &mut Rebuild<'_>,
+    found: &Found,
+    masks: &mut HashMap<NodeId, NodeId>,
+    id: NodeId,
+) -> Result<NodeId> {
     match found {
         Found::Attention { q, kt, v, mask, scale } => {
             let (q, kt, v) = (r.get(*q)?, r.get(*kt)?, r.get(*v)?);

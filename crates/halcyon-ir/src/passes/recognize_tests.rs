@@ -23,7 +23,8 @@ impl Case {
     fn data(&mut self, dims: &[usize]) -> ConstData {
         let n: usize = dims.iter().product();
         let mut next = || {
-            self.state = self.state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            self.state =
+                self.state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             ((self.state >> 40) as f32 / (1 << 23) as f32 - 1.0) * 2.0
         };
         let v: Vec<f32> = (0..n).map(|_| next()).collect();
@@ -39,7 +40,12 @@ impl Case {
 
     /// Runs the passes of O2 for a device that claims what `claims` says; checks the values. Gives the names of the composites and
     /// activations that are left, and how many the pass made.
-    fn check(mut self, y: NodeId, claims: impl Fn(&Composite) -> bool, without: &str) -> (Vec<String>, usize) {
+    fn check(
+        mut self,
+        y: NodeId,
+        claims: impl Fn(&Composite) -> bool,
+        without: &str,
+    ) -> (Vec<String>, usize) {
         if self.g.outputs().is_empty() {
             self.g.output("y", y);
         }

@@ -192,7 +192,8 @@ unsafe fn hide<S: Simd>(
                     // Queries of one head whose rows of the mask follow each other.
                     let (h, q) = place(i);
                     let n = (job.a.queries - q).min(at.rows - i).min(S::W - i % S::W);
-                    let most = sees[i..i + n].iter().map(|n| n.saturating_sub(k0).min(cols)).max().unwrap_or(0);
+                    let most =
+                        sees[i..i + n].iter().map(|n| n.saturating_sub(k0).min(cols)).max().unwrap_or(0);
                     let least =
                         sees[i..i + n].iter().map(|n| n.saturating_sub(k0).min(cols)).min().unwrap_or(0);
                     let p = mask.at(at.b, h, q, k0);
@@ -385,10 +386,7 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
                     // Later weights are 0.
                     let n = if a.causal { most_of(i, mr).saturating_sub(k0).min(cols) } else { cols };
                     let (w, v) = (s.add(i), vs.add(j * cols));
-                    with_tile!(
-                        S,
-                        value_tile(n, w, v, keep.as_ptr().wrapping_add(i), o.add(i * dv + j), dv)
-                    );
+                    with_tile!(S, value_tile(n, w, v, keep.as_ptr().wrapping_add(i), o.add(i * dv + j), dv));
                 }
             }
             k0 += cols;

@@ -67,6 +67,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
+    /// Asks for the cache line at `p`, which need not be readable, to be in the second level soon.
+    #[inline(always)]
+    unsafe fn prefetch(_p: *const f32) {}
     /// `y[i] = e^(x[i] - m)` for `i < n`; the pointers may be equal.
     #[inline(always)]
     unsafe fn exp_minus(n: usize, x: *const f32, m: f32, y: *mut f32) {
@@ -242,6 +245,10 @@ mod x86 {
         const FMA: bool = true;
 
         #[inline(always)]
+        unsafe fn prefetch(p: *const f32) {
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(p as *const i8) }
+        }
+        #[inline(always)]
         unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
             // SAFETY: the caller's.
             unsafe { tile_of_rows!(kc, a, b, out) }
@@ -323,6 +330,10 @@ mod x86 {
         const NV: usize = 2;
         const FMA: bool = true;
 
+        #[inline(always)]
+        unsafe fn prefetch(p: *const f32) {
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(p as *const i8) }
+        }
         #[inline(always)]
         unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
             // SAFETY: the caller's.
