@@ -160,7 +160,8 @@ fn layer(rng: &mut Rng, seq: usize) -> Case {
     let x = c.input(rng, &[batch, seq, width]);
     let (scale, bias) = (c.weight(rng, &[width]), c.weight(rng, &[width]));
     let weights: Vec<NodeId> = (0..3).map(|_| c.weight(rng, &[width, width])).collect();
-    let mask = c.input(rng, &[batch, 1, [1, seq][rng.below(2)], seq]);
+    let rows = [1, seq][rng.below(2)];
+    let mask = c.input(rng, &[batch, 1, rows, seq]);
     let up = c.weight(rng, &[width, 2 * width]);
     let g = &mut c.g;
     let m = g.mean(x, &[2], true).unwrap();

@@ -302,19 +302,20 @@ mod tests {
     #[test]
     fn attention_follows_f64_between_guard_pages() {
         let mut rng = Rng::new();
-        for threads in [1, 2] {
-            let team = Team::new(threads);
+        let teams = [Team::new(1), Team::new(2)];
+        for _ in 0..2 {
             for isa in Isa::available() {
                 for round in 0..60 {
-                    let kv_heads = 1 + rng.below(3);
+                    // Eight heads of 64 lie 512 apart where the sequence is the outer axis.
+                    let kv_heads = [1, 2, 3, 8][rng.below(4)];
                     let a = Attention {
                         batch: 1 + rng.below(2),
                         heads: kv_heads * (1 + rng.below(3)),
                         kv_heads,
                         queries: [1, 1, 3, 20, 101][rng.below(5)],
                         keys: [1, 5, 33, 256, 300][rng.below(5)],
-                        d: [1, 8, 17, 32][rng.below(4)],
-                        dv: [1, 8, 19, 32][rng.below(4)],
+                        d: [1, 8, 17, 32, 64][rng.below(5)],
+                        dv: [1, 8, 19, 32, 45][rng.below(5)],
                         scale: 0.7,
                         causal: rng.below(2) == 0,
                     };
@@ -351,21 +352,26 @@ mod tests {
                     };
                     let head = |p, strides| Heads { ptr: SharedConst(p), strides };
                     let with_mask = (!mv.is_empty()).then(|| head(mask.ptr(), sm));
-                    // SAFETY: the guarded vectors cover the operands.
-                    unsafe {
+                    let again = Guarded::new(y.slice(), side);
+                    for (team, y) in teams.iter().zip([&y, &again]) {
                         let out = Heads { ptr: SharedMut(y.mut_ptr()), strides: sy };
-                        attention(
-                            &team,
-                            isa,
-                            &a,
-                            head(q.ptr(), sq),
-                            head(k.ptr(), sk),
-                            head(v.ptr(), sv),
-                            with_mask,
-                            &lengths,
-                            out,
-                        );
+                        // SAFETY: the guarded vectors cover the operands.
+                        unsafe {
+                            attention(
+                                team,
+                                isa,
+                                &a,
+                                head(q.ptr(), sq),
+                                head(k.ptr(), sk),
+                                head(v.ptr(), sv),
+                                with_mask,
+                                &lengths,
+                                out,
+                            );
+                        }
                     }
+                    let same = y.slice().iter().zip(again.slice()).all(|(a, b)| a.to_bits() == b.to_bits());
+                    assert!(same, "one thread and two differ: {:?}", (isa, &a, &lengths, round));
                     for (b, h, s) in (0..a.batch)
                         .flat_map(|b| (0..a.heads).flat_map(move |h| (0..a.queries).map(move |s| (b, h, s))))
                     {

@@ -216,12 +216,11 @@ unsafe fn hide<S: Simd>(
                 }
             }
         }
-        for j in 0..cols {
+        let all = sees[..at.rows].iter().copied().min().unwrap_or(0);
+        for j in all.saturating_sub(k0).min(cols)..cols {
             let row = std::slice::from_raw_parts_mut(s.add(j * BQ), BQ);
-            if sees[..at.rows].iter().any(|n| *n <= k0 + j) {
-                for (x, n) in row.iter_mut().zip(sees) {
-                    *x = if *n <= k0 + j { f32::NEG_INFINITY } else { *x };
-                }
+            for (x, n) in row.iter_mut().zip(sees) {
+                *x = if *n <= k0 + j { f32::NEG_INFINITY } else { *x };
             }
         }
     }
