@@ -79,7 +79,7 @@ fn logistic_16<const TIMES_X: bool>(x: __m512) -> __m512 {
 const LN2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
 
 /// `expm1(r) / r² - 1 / r` on |r| <= ln 2 / 2 and a little more, lowest coefficient first.
-const EXP: [f32; 6] = [0.5, 1.666_666_7e-1, 4.166_646_3e-2, 8.333_310_5e-3, 1.393_390_0e-3, 1.989_126_9e-4];
+const EXP: [f32; 6] = [0.5, 1.666_666_7e-1, 4.166_646_3e-2, 8.333_310_5e-3, 1.393_39e-3, 1.989_126_9e-4];
 
 /// Horner's rule, lowest coefficient first.
 #[inline]

@@ -101,7 +101,7 @@ fn attention(c: &mut Case, head: &[usize], form: usize, mask: Option<&[usize]>) 
         s = if form == 0 { g.div(s, c).unwrap() } else { g.mul(c, s).unwrap() };
     }
     if let Some(m) = mask {
-        s = if form % 2 == 0 { g.add(s, m).unwrap() } else { g.add(m, s).unwrap() };
+        s = if form.is_multiple_of(2) { g.add(s, m).unwrap() } else { g.add(m, s).unwrap() };
     }
     let p = g.softmax(s, last).unwrap();
     g.matmul(p, v).unwrap()
@@ -226,10 +226,14 @@ fn norm(
         x
     };
     let two = g.lit(d, 2.0);
-    let sq = if form % 2 == 0 { g.scalar(ScalarOp::Pow, &[d, two]).unwrap() } else { g.mul(d, d).unwrap() };
+    let sq = if form.is_multiple_of(2) {
+        g.scalar(ScalarOp::Pow, &[d, two]).unwrap()
+    } else {
+        g.mul(d, d).unwrap()
+    };
     let v = g.mean(sq, &axes, true).unwrap();
     let eps = g.lit(v, 1e-5);
-    let v = if form % 2 == 0 { g.add(v, eps).unwrap() } else { g.add(eps, v).unwrap() };
+    let v = if form.is_multiple_of(2) { g.add(v, eps).unwrap() } else { g.add(eps, v).unwrap() };
     let root = g.scalar(ScalarOp::Sqrt, &[v]).unwrap();
     let mut y = match form {
         0 | 1 => g.div(d, root).unwrap(),
@@ -248,7 +252,7 @@ fn norm(
         }
     };
     if let Some(s) = scale {
-        y = if form % 2 == 0 { g.mul(y, s).unwrap() } else { g.mul(s, y).unwrap() };
+        y = if form.is_multiple_of(2) { g.mul(y, s).unwrap() } else { g.mul(s, y).unwrap() };
     }
     if let Some(b) = bias {
         y = g.add(y, b).unwrap();
@@ -320,7 +324,7 @@ fn gelu(c: &mut Case, tanh: bool, form: usize, half: f64) -> NodeId {
     let g = &mut c.g;
     let u = if tanh {
         let three = g.lit(x, 3.0);
-        let cube = if form % 2 == 0 {
+        let cube = if form.is_multiple_of(2) {
             g.scalar(ScalarOp::Pow, &[x, three]).unwrap()
         } else {
             let s = g.mul(x, x).unwrap();
@@ -331,7 +335,7 @@ fn gelu(c: &mut Case, tanh: bool, form: usize, half: f64) -> NodeId {
         let s = g.add(x, t).unwrap();
         let k = g.lit(x, FRAC_2_PI.sqrt());
         g.mul(k, s).unwrap()
-    } else if form % 2 == 0 {
+    } else if form.is_multiple_of(2) {
         let r = g.lit(x, std::f64::consts::SQRT_2);
         g.div(x, r).unwrap()
     } else {
