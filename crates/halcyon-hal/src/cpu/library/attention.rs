@@ -2,7 +2,7 @@
 //! softmax", 2018; Dao et al., "FlashAttention", 2022): blocks of keys, a running maximum and a running sum per row.
 //!
 //! The query heads that share a key head are rows of one product, so that keys and values are read once for all of them. Many rows
-//! run in [`super::flash`]'s blocks; a few, as in decoding, here, which reads keys and values once, as they lie.
+//! run in blocks (`flash.rs`); a few, as in decoding, here, which reads keys and values once, as they lie.
 //! Keys are never split among threads: results depend on the shape alone.
 
 use super::flash;
