@@ -408,7 +408,7 @@ pub(super) struct Cut {
     pub chunks: usize,
     /// B is packed once for all, because rows are split among threads.
     pub share_b: bool,
-    /// B comes packed, and so few rows of A read it that bringing it near shows.
+    /// B comes packed, and the panels to come are brought near.
     near: bool,
 }
 
@@ -436,15 +436,16 @@ impl Cut {
     }
 
     /// For a right operand that comes packed. Nothing is gained by reading it once for many rows, so rows are taken in blocks
-    /// that stay in the second cache level; where there is one block, few columns at a time, and the next ones are asked for meanwhile.
+    /// that stay in the second cache level, with few columns at a time, and the next ones are asked for meanwhile.
     fn packed(mut self, m: usize) -> Cut {
         self.share_b = false;
         let most = (NEAR / self.kc.max(1) / self.mr).max(8) * self.mr;
         let blocks = m.div_ceil(most).max(1);
         self.mb = m.div_ceil(blocks).next_multiple_of(self.mr).min(self.mb);
-        if blocks == 1 && self.threads * 2 * NEAR_PANELS <= self.n_panels {
+        let few = if blocks == 1 { NEAR_PANELS } else { 2 * NEAR_PANELS };
+        if self.threads * 2 * few <= self.n_panels {
             self.near = true;
-            self.chunk = self.chunk.min(NEAR_PANELS);
+            self.chunk = self.chunk.min(few);
             self.chunks = self.n_panels.div_ceil(self.chunk);
         }
         self
