@@ -5,7 +5,7 @@ mod common;
 use common::Rng;
 use halcyon::ir::graph::NodeId;
 use halcyon::ir::op::{Conv, ReduceKind};
-use halcyon::ir::passes::{EPILOGUES, PACKED};
+use halcyon::ir::passes::{EPILOGUES, PACKED, RECOGNITION};
 use halcyon::ir::{Graph, ScalarOp, TensorType};
 use halcyon::prelude::*;
 use halcyon::{ConstData, Session};
@@ -150,6 +150,105 @@ fn o2_follows_o0() {
         assert_eq!(session.run(&c.inputs).unwrap(), got);
     }
     assert!(packed > 50 && epilogues > 50, "{packed} packed, {epilogues} epilogues");
+}
+
+/// A layer of a transformer as exporters write it: norm, attention over heads with a mask, a product with GELU.
+fn layer(rng: &mut Rng, seq: usize) -> Case {
+    let mut c = Case::new();
+    let (batch, heads, size) = (1 + rng.below(2), 1 + rng.below(3), 1 + rng.below(40));
+    let width = heads * size;
+    let x = c.input(rng, &[batch, seq, width]);
+    let (scale, bias) = (c.weight(rng, &[width]), c.weight(rng, &[width]));
+    let weights: Vec<NodeId> = (0..3).map(|_| c.weight(rng, &[width, width])).collect();
+    let rows = [1, seq][rng.below(2)];
+    let mask = c.input(rng, &[batch, 1, rows, seq]);
+    let up = c.weight(rng, &[width, 2 * width]);
+    let g = &mut c.g;
+    let m = g.mean(x, &[2], true).unwrap();
+    let d = g.sub(x, m).unwrap();
+    let two = g.lit(d, 2.0);
+    let sq = g.scalar(ScalarOp::Pow, &[d, two]).unwrap();
+    let v = g.mean(sq, &[2], true).unwrap();
+    let eps = g.lit(v, 1e-5);
+    let v = g.add(v, eps).unwrap();
+    let root = g.scalar(ScalarOp::Sqrt, &[v]).unwrap();
+    let n = g.div(d, root).unwrap();
+    let n = g.mul(n, scale).unwrap();
+    let n = g.add(n, bias).unwrap();
+    let split: Vec<NodeId> = weights
+        .iter()
+        .map(|w| {
+            let y = g.matmul(n, *w).unwrap();
+            let y = g.reshape(y, [batch, seq, heads, size]).unwrap();
+            g.permute(y, &[0, 2, 1, 3]).unwrap()
+        })
+        .collect();
+    let kt = g.permute(split[1], &[0, 1, 3, 2]).unwrap();
+    let s = g.matmul(split[0], kt).unwrap();
+    let r = g.lit(s, (size as f64).sqrt());
+    let s = g.div(s, r).unwrap();
+    // Some keys are hidden, by a number as by infinity.
+    let (hide, some) = (g.lit(mask, [-1e30, f64::NEG_INFINITY][rng.below(2)]), g.lit(mask, 0.8));
+    let hidden = g.scalar(ScalarOp::Gt, &[mask, some]).unwrap();
+    let mask = g.select(hidden, hide, mask).unwrap();
+    let s = g.add(s, mask).unwrap();
+    let p = g.softmax(s, 3).unwrap();
+    let y = g.matmul(p, split[2]).unwrap();
+    let y = g.permute(y, &[0, 2, 1, 3]).unwrap();
+    let y = g.reshape(y, [batch, seq, width]).unwrap();
+    let y = g.add(y, x).unwrap();
+    let y = g.matmul(y, up).unwrap();
+    let u = g.lit(y, std::f64::consts::SQRT_2);
+    let u = g.div(y, u).unwrap();
+    let e = g.scalar(ScalarOp::Erf, &[u]).unwrap();
+    let (one, half) = (g.lit(e, 1.0), g.lit(e, 0.5));
+    let e = g.add(e, one).unwrap();
+    let y = g.mul(y, e).unwrap();
+    let y = g.mul(y, half).unwrap();
+    g.output("y", y);
+    c
+}
+
+#[test]
+fn written_out_composites_follow_o0() {
+    let mut rng = Rng::fresh("composites");
+    let (each, o2) = (cpu(Level::O0, &[]), cpu(Level::O2, &[]));
+    for round in 0..20 {
+        let seq = [1, 7, 13, 33, 150][round % 5];
+        let c = layer(&mut rng, seq);
+        let want = Session::new(&each, c.g.clone()).run(&c.inputs).unwrap();
+        let session = Session::new(&o2, c.g.clone());
+        let got = session.run(&c.inputs).unwrap();
+        let plan = session.prepare(&c.inputs).unwrap();
+        // A query of which every key is hidden by infinity is NaN in both.
+        let values = |v: &[ConstData]| v[0].to_vec::<f32>();
+        let top = values(&want).iter().filter(|v| v.is_finite()).fold(0f32, |m, v| m.max(v.abs()));
+        for (a, b) in values(&got).iter().zip(values(&want)) {
+            let close = (a - b).abs() <= 2e-5 * top.max(1.0) || a.is_nan() && b.is_nan();
+            assert!(close, "round {round}: {a} {b}\n{}\n{}", c.g, plan.plan());
+        }
+        let receipt = plan.plan().receipts.iter().find(|r| r.transformation == RECOGNITION).map(|r| r.count);
+        // With one key there is no softmax to speak of, but a pattern all the same.
+        assert_eq!(receipt, Some(3), "round {round}\n{}\n{}", c.g, plan.plan());
+        assert_eq!(session.run(&c.inputs).unwrap().len(), 1);
+        let one = cpu_threads(1);
+        assert_eq!(
+            bits(&Session::new(&one, c.g.clone()).run(&c.inputs).unwrap()),
+            bits(&got),
+            "round {round}"
+        );
+    }
+    let c = layer(&mut rng, 33);
+    let plain = Session::new(&cpu(Level::O2, &[RECOGNITION]), c.g.clone()).prepare(&c.inputs).unwrap();
+    assert!(plain.plan().receipts.iter().all(|r| r.transformation != RECOGNITION), "{}", plain.plan());
+}
+
+fn cpu_threads(n: usize) -> Backend {
+    Backend::builder().backend_type(BackendType::Cpu).level(Level::O2).num_threads(n).build().unwrap()
+}
+
+fn bits(v: &[ConstData]) -> Vec<u8> {
+    v.iter().flat_map(|c| c.bytes().to_vec()).collect()
 }
 
 #[test]

@@ -651,4 +651,4 @@ dispatch! {
 
 #[cfg(test)]
 #[path = "vmath_tests.rs"]
-mod tests;
+pub(crate) mod tests;

@@ -103,7 +103,7 @@ fn unary_functions_follow_f64() {
 }
 
 /// x * Phi(x) with Phi from erfc's continued fraction in the left tail.
-fn gelu_ref(x: f64) -> f64 {
+pub(crate) fn gelu_ref(x: f64) -> f64 {
     let t = x * std::f64::consts::FRAC_1_SQRT_2;
     if x.is_infinite() && x < 0.0 {
         return f64::NAN;

@@ -7,6 +7,7 @@ pub mod fold;
 pub mod inline;
 pub mod narrow;
 pub mod rebuild;
+pub mod recognize;
 pub mod simplify;
 
 use crate::composite::Composite;
@@ -72,13 +73,14 @@ pub const PACKED: &str = "packed constants";
 pub const EPILOGUES: &str = "epilogues";
 pub const AFFINE: &str = "affine chains";
 pub const BLOCKED: &str = "blocked layouts";
+pub const RECOGNITION: &str = "composite recognition";
 
 /// Every transformation that has a receipt and can be switched off.
 pub const ALL: &[&str] =
-    &[FOLD, SIMPLIFY, CSE, FUSION, COMPOSITES, IN_PLACE, PACKED, EPILOGUES, AFFINE, BLOCKED];
+    &[FOLD, SIMPLIFY, CSE, FUSION, COMPOSITES, IN_PLACE, PACKED, EPILOGUES, AFFINE, BLOCKED, RECOGNITION];
 
 /// The transformations that come with O2.
-const FROM_O2: &[&str] = &[PACKED, EPILOGUES, AFFINE, BLOCKED];
+const FROM_O2: &[&str] = &[PACKED, EPILOGUES, AFFINE, BLOCKED, RECOGNITION];
 
 /// What to do to a graph.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
@@ -137,6 +139,12 @@ pub fn optimize(
             receipts.push(Receipt::new(name, n));
         }
     };
+    if options.does(RECOGNITION) {
+        let claims = |c: &Composite| !narrow::applies(&c.body) && claims(c);
+        let (h, n) = recognize::run(&g, whole.then_some(&claims as &dyn Fn(&Composite) -> bool))?;
+        g = h;
+        note(RECOGNITION, n);
+    }
     if options.does(AFFINE) {
         let (h, n) = affine::run(&g)?;
         // The merged constants are to be computed here.

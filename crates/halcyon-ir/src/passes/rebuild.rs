@@ -4,7 +4,7 @@ use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId, Operands};
 use crate::op::Op;
-use crate::shape::TensorType;
+use crate::shape::{Shape, TensorType};
 
 /// A graph under reconstruction. Inputs and arguments come first, all of them and in order, one node each; outputs and states
 /// are added by [`Rebuild::finish`].
@@ -66,6 +66,11 @@ impl<'a> Rebuild<'a> {
             Some(n) if *n != DROPPED => Ok(*n),
             _ => Err(Error::internal("a pass lost a node that is still used")),
         }
+    }
+
+    /// The shape of node `old` of the old graph.
+    pub fn old_shape(&self, old: NodeId) -> &'a Shape {
+        self.old.shape(old)
     }
 
     pub fn operands(&self, node: &Node) -> Result<Operands> {

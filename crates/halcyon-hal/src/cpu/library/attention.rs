@@ -1,15 +1,17 @@
 //! Scaled dot-product attention without the matrix of scores (Milakov and Gimelshein, "Online normalizer calculation for
 //! softmax", 2018; Dao et al., "FlashAttention", 2022): blocks of keys, a running maximum and a running sum per row.
 //!
-//! The query heads that share a key head are rows of one product, so that keys and values are read once for all of them.
+//! The query heads that share a key head are rows of one product, so that keys and values are read once for all of them. Many rows
+//! run in blocks (`flash.rs`); a few, as in decoding, here, which reads keys and values once, as they lie.
 //! Keys are never split among threads: results depend on the shape alone.
 
+use super::flash;
 use super::gemm::{Epilogue, Left, Mat, MatMut, inline_floats, panels_inline};
 use super::gemv::{ROWS, few_rows_inline, fits};
 use super::simd::{Simd, dispatch_simd};
 use super::softmax::{exp_in_place, max_of};
 use crate::cpu::sys::Isa;
-use crate::cpu::team::{SharedConst, SharedMut, Team};
+use crate::cpu::team::{Across, SharedConst, SharedMut, Team};
 use crate::cpu::vmath;
 
 /// An operand `[batch, head, position, feature]` with its strides in elements.
@@ -20,7 +22,7 @@ pub struct Heads<P> {
 }
 
 impl<T> Heads<SharedConst<T>> {
-    fn at(&self, b: usize, h: usize, s: usize, d: usize) -> *const T {
+    pub(super) fn at(&self, b: usize, h: usize, s: usize, d: usize) -> *const T {
         let o = [b, h, s, d].iter().zip(self.strides).map(|(i, t)| *i as isize * t).sum();
         self.ptr.get().wrapping_offset(o)
     }
@@ -44,8 +46,7 @@ pub struct Attention {
     pub causal: bool,
 }
 
-/// Rows and keys of a block.
-const BQ: usize = 96;
+/// Keys of a block, where there are few rows.
 const BK: usize = 256;
 
 /// Folds a block of scores into the running maximum `m`, sum `l` and output `o`; scores become weights.
@@ -86,7 +87,7 @@ dispatch_simd! {
     unsafe fn fold[][](isa, s: &mut [f32], cols: usize, m: &mut [f32], l: &mut [f32], o: &mut [f32], dv: usize) = fold_body
 }
 
-/// Scratch of one thread.
+/// Scratch of one thread, for few rows.
 struct Layout {
     rows: usize,
     cols: usize,
@@ -95,7 +96,7 @@ struct Layout {
 
 impl Layout {
     fn new(isa: Isa, a: &Attention) -> Layout {
-        let rows = (a.heads / a.kv_heads * a.queries).min(BQ);
+        let rows = a.heads / a.kv_heads * a.queries;
         let cols = a.keys.min(BK);
         let gemm = inline_floats(isa, rows, cols, a.d).max(inline_floats(isa, rows, a.dv, cols));
         Layout { rows, cols, gemm: gemm.max(ROWS * cols.max(a.dv)) }
@@ -151,85 +152,33 @@ pub unsafe fn attention(
     if a.batch * all_rows * a.dv == 0 {
         return;
     }
-    let layout = Layout::new(isa, a);
-    let at = layout.offsets(a);
-    let blocks = all_rows.div_ceil(layout.rows);
-    let scratch = team.scratch(at[6] * team.threads());
+    let few = all_rows <= ROWS;
+    let layout = few.then(|| Layout::new(isa, a));
+    let each = layout.as_ref().map_or_else(|| flash::floats(isa, a.d, a.dv), |l| l.offsets(a)[6]);
+    let block_rows = if few { all_rows } else { flash::BQ };
+    let blocks = all_rows.div_ceil(block_rows);
+    let scratch = team.scratch(each * team.threads());
     let buf = SharedMut(scratch.ptr());
     let parts = a.batch * a.kv_heads * blocks;
-    let work = parts.saturating_mul(layout.rows).saturating_mul(a.keys).saturating_mul(a.d + a.dv);
+    let work = parts.saturating_mul(block_rows).saturating_mul(a.keys).saturating_mul(a.d + a.dv);
+    let job = Across(flash::Job { a, q, k, v, mask, y });
     let body = |worker: usize, part: usize| {
         // The last rows see most keys under a causal mask: longest first evens out the end.
         let block = blocks - 1 - part % blocks;
         let (b, hk) = (part / blocks / a.kv_heads, part / blocks % a.kv_heads);
-        let (r0, r1) = (block * layout.rows, ((block + 1) * layout.rows).min(all_rows));
-        let rows = r1 - r0;
+        let (r0, r1) = (block * block_rows, ((block + 1) * block_rows).min(all_rows));
         let valid = match lengths {
             [] => a.keys,
             [n] => (*n).min(a.keys),
             many => many[b].min(a.keys),
         };
-        // Head and position of a row of this block, and how many keys it sees.
-        let place = |i: usize| (hk * group + (r0 + i) / a.queries, (r0 + i) % a.queries);
-        let sees = |i: usize| {
-            let n = if a.causal { (place(i).1 + 1 + valid).saturating_sub(a.queries) } else { valid };
-            n.min(valid)
-        };
-        let most = (0..rows).map(sees).max().unwrap_or(0);
-        let own = buf.get().wrapping_add(worker * at[6]);
-        // SAFETY: a worker's scratch is its own; the slices are disjoint pieces of it, zeroed before use; operands by the
-        // caller's promise.
+        let at = flash::Rows { b, hk, r0, rows: r1 - r0, valid };
+        let own = buf.get().wrapping_add(worker * each);
+        // SAFETY: a worker's scratch is its own; operands by the caller's promise.
         unsafe {
-            let piece = |i: usize, n: usize| {
-                let p = own.add(at[i]);
-                std::ptr::write_bytes(p, 0, n);
-                std::slice::from_raw_parts_mut(p, n)
-            };
-            let qs = piece(0, rows * a.d);
-            let scores = piece(1, rows * layout.cols);
-            let o = piece(2, rows * a.dv);
-            let m = piece(3, rows);
-            let l = piece(4, rows);
-            let product = own.add(at[5]);
-            m.fill(f32::NEG_INFINITY);
-            for i in 0..rows {
-                let (h, s) = place(i);
-                for d in 0..a.d {
-                    qs[i * a.d + d] = *q.at(b, h, s, d) * a.scale;
-                }
-            }
-            let mut k0 = 0;
-            while k0 < most {
-                let cols = (most - k0).min(layout.cols);
-                let kt = Mat { ptr: k.at(b, hk, k0, 0), rs: k.strides[3], cs: k.strides[2] };
-                let vm = Mat { ptr: v.at(b, hk, k0, 0), rs: v.strides[2], cs: v.strides[3] };
-                let out = MatMut::rows(scores.as_mut_ptr(), cols);
-                product_inline(isa, rows, cols, a.d, qs.as_ptr(), kt, out, 0.0, product);
-                let scores = &mut scores[..rows * cols];
-                for i in 0..rows {
-                    let row = &mut scores[i * cols..(i + 1) * cols];
-                    if let Some(mask) = &mask {
-                        let (h, s) = place(i);
-                        let step = mask.strides[3];
-                        let p = mask.at(b, h, s, k0);
-                        for (j, x) in row.iter_mut().enumerate().take(sees(i).saturating_sub(k0)) {
-                            *x += *p.offset(j as isize * step);
-                        }
-                    }
-                    let seen = sees(i).saturating_sub(k0).min(cols);
-                    row[seen..].fill(f32::NEG_INFINITY);
-                }
-                fold(isa, scores, cols, m, l, o, a.dv);
-                let out = MatMut::rows(o.as_mut_ptr(), a.dv);
-                product_inline(isa, rows, a.dv, cols, scores.as_ptr(), vm, out, 1.0, product);
-                k0 += cols;
-            }
-            for i in 0..rows {
-                let (h, s) = place(i);
-                for d in 0..a.dv {
-                    let o_at: isize = [b, h, s, d].iter().zip(y.strides).map(|(i, t)| *i as isize * t).sum();
-                    *y.ptr.get().offset(o_at) = o[i * a.dv + d] / l[i];
-                }
+            match &layout {
+                Some(layout) => few_rows(isa, layout, job.get(), at, own),
+                None => flash::block(isa, job.get(), at, own),
             }
         }
     };
@@ -237,6 +186,78 @@ pub unsafe fn attention(
         (0..parts).for_each(|p| body(0, p));
     } else {
         team.run_with(parts, &body);
+    }
+}
+
+/// Attention of so few rows that the keys and values are best read once, as they lie.
+///
+/// # Safety
+/// As [`attention`], for these rows; `own` holds what the layout asks for.
+unsafe fn few_rows(isa: Isa, layout: &Layout, job: &flash::Job<'_>, rows: flash::Rows, own: *mut f32) {
+    let flash::Job { a, q, k, v, mask, y } = job;
+    let flash::Rows { b, hk, r0, rows, valid } = rows;
+    let (group, at) = (a.heads / a.kv_heads, layout.offsets(a));
+    // Head and position of a row of this block, and how many keys it sees.
+    let place = |i: usize| (hk * group + (r0 + i) / a.queries, (r0 + i) % a.queries);
+    let sees = |i: usize| {
+        let n = if a.causal { (place(i).1 + 1 + valid).saturating_sub(a.queries) } else { valid };
+        n.min(valid)
+    };
+    let most = (0..rows).map(sees).max().unwrap_or(0);
+    // SAFETY: a worker's scratch is its own; the slices are disjoint pieces of it, zeroed before use; operands by the
+    // caller's promise.
+    unsafe {
+        let piece = |i: usize, n: usize| {
+            let p = own.add(at[i]);
+            std::ptr::write_bytes(p, 0, n);
+            std::slice::from_raw_parts_mut(p, n)
+        };
+        let qs = piece(0, rows * a.d);
+        let scores = piece(1, rows * layout.cols);
+        let o = piece(2, rows * a.dv);
+        let m = piece(3, rows);
+        let l = piece(4, rows);
+        let product = own.add(at[5]);
+        m.fill(f32::NEG_INFINITY);
+        for i in 0..rows {
+            let (h, s) = place(i);
+            for d in 0..a.d {
+                qs[i * a.d + d] = *q.at(b, h, s, d) * a.scale;
+            }
+        }
+        let mut k0 = 0;
+        while k0 < most {
+            let cols = (most - k0).min(layout.cols);
+            let kt = Mat { ptr: k.at(b, hk, k0, 0), rs: k.strides[3], cs: k.strides[2] };
+            let vm = Mat { ptr: v.at(b, hk, k0, 0), rs: v.strides[2], cs: v.strides[3] };
+            let out = MatMut::rows(scores.as_mut_ptr(), cols);
+            product_inline(isa, rows, cols, a.d, qs.as_ptr(), kt, out, 0.0, product);
+            let scores = &mut scores[..rows * cols];
+            for i in 0..rows {
+                let row = &mut scores[i * cols..(i + 1) * cols];
+                if let Some(mask) = &mask {
+                    let (h, s) = place(i);
+                    let step = mask.strides[3];
+                    let p = mask.at(b, h, s, k0);
+                    for (j, x) in row.iter_mut().enumerate().take(sees(i).saturating_sub(k0)) {
+                        *x += *p.offset(j as isize * step);
+                    }
+                }
+                let seen = sees(i).saturating_sub(k0).min(cols);
+                row[seen..].fill(f32::NEG_INFINITY);
+            }
+            fold(isa, scores, cols, m, l, o, a.dv);
+            let out = MatMut::rows(o.as_mut_ptr(), a.dv);
+            product_inline(isa, rows, a.dv, cols, scores.as_ptr(), vm, out, 1.0, product);
+            k0 += cols;
+        }
+        for i in 0..rows {
+            let (h, s) = place(i);
+            for d in 0..a.dv {
+                let o_at: isize = [b, h, s, d].iter().zip(y.strides).map(|(i, t)| *i as isize * t).sum();
+                *y.ptr.get().offset(o_at) = o[i * a.dv + d] / l[i];
+            }
+        }
     }
 }
 
@@ -281,19 +302,20 @@ mod tests {
     #[test]
     fn attention_follows_f64_between_guard_pages() {
         let mut rng = Rng::new();
-        for threads in [1, 2] {
-            let team = Team::new(threads);
+        let teams = [Team::new(1), Team::new(2)];
+        for _ in 0..2 {
             for isa in Isa::available() {
                 for round in 0..60 {
-                    let kv_heads = 1 + rng.below(3);
+                    // Eight heads of 64 lie 512 apart where the sequence is the outer axis.
+                    let kv_heads = [1, 2, 3, 8][rng.below(4)];
                     let a = Attention {
                         batch: 1 + rng.below(2),
                         heads: kv_heads * (1 + rng.below(3)),
                         kv_heads,
                         queries: [1, 1, 3, 20, 101][rng.below(5)],
                         keys: [1, 5, 33, 256, 300][rng.below(5)],
-                        d: [1, 8, 17, 32][rng.below(4)],
-                        dv: [1, 8, 19, 32][rng.below(4)],
+                        d: [1, 8, 17, 32, 64][rng.below(5)],
+                        dv: [1, 8, 19, 32, 45][rng.below(5)],
                         scale: 0.7,
                         causal: rng.below(2) == 0,
                     };
@@ -330,21 +352,26 @@ mod tests {
                     };
                     let head = |p, strides| Heads { ptr: SharedConst(p), strides };
                     let with_mask = (!mv.is_empty()).then(|| head(mask.ptr(), sm));
-                    // SAFETY: the guarded vectors cover the operands.
-                    unsafe {
+                    let again = Guarded::new(y.slice(), side);
+                    for (team, y) in teams.iter().zip([&y, &again]) {
                         let out = Heads { ptr: SharedMut(y.mut_ptr()), strides: sy };
-                        attention(
-                            &team,
-                            isa,
-                            &a,
-                            head(q.ptr(), sq),
-                            head(k.ptr(), sk),
-                            head(v.ptr(), sv),
-                            with_mask,
-                            &lengths,
-                            out,
-                        );
+                        // SAFETY: the guarded vectors cover the operands.
+                        unsafe {
+                            attention(
+                                team,
+                                isa,
+                                &a,
+                                head(q.ptr(), sq),
+                                head(k.ptr(), sk),
+                                head(v.ptr(), sv),
+                                with_mask,
+                                &lengths,
+                                out,
+                            );
+                        }
                     }
+                    let same = y.slice().iter().zip(again.slice()).all(|(a, b)| a.to_bits() == b.to_bits());
+                    assert!(same, "one thread and two differ: {:?}", (isa, &a, &lengths, round));
                     for (b, h, s) in (0..a.batch)
                         .flat_map(|b| (0..a.heads).flat_map(move |h| (0..a.queries).map(move |s| (b, h, s))))
                     {

@@ -7,7 +7,7 @@
 //! results do not depend on the number of threads.
 
 use super::gemv;
-use super::mat::Tile;
+use super::mat::{AHEAD, STRIDE, Tile};
 pub use super::mat::{Epilogue, Mat, MatMut};
 use super::simd::{Simd, Storage, dispatch_simd};
 use crate::cpu::sys::Isa;
@@ -85,6 +85,9 @@ const KC: usize = 512;
 /// Columns of B a thread packs at a time, in panels, and rows of A packed at a time.
 const CHUNK_PANELS: usize = 8;
 const MB: usize = 6144;
+/// Floats of packed A in a block, and panels of B at a time, where B comes packed.
+const NEAR: usize = 128 << 10;
+const NEAR_PANELS: usize = 2;
 /// Products smaller than this many multiply-adds stay on the calling thread.
 const SERIAL: usize = 300_000;
 
@@ -324,6 +327,8 @@ struct Block<'a, P> {
     c: MatMut<f32>,
     epi: Epilogue,
     isa: Isa,
+    /// How many panels of a packed B further on a thread is likely to go next; 0 to ask for nothing ahead.
+    ahead: usize,
 }
 
 dispatch_simd! {
@@ -363,7 +368,10 @@ unsafe fn tiles_body<S: Simd, P: Panels>(
             let i = w.i0 + p * mr;
             for q in q0..q1 {
                 let j = q * nr;
+                let (next, done) = (q + w.ahead, (p - p0) * (kc / STRIDE * AHEAD));
+                let more = w.ahead > 0 && next * nr < w.n && done < nr * kc;
                 let out = Tile {
+                    ahead: if more { panel(next).wrapping_add(done) } else { std::ptr::null() },
                     c: w.c.ptr.offset(i as isize * w.c.rs + j as isize * w.c.cs),
                     rs: w.c.rs,
                     cs: w.c.cs,
@@ -400,6 +408,8 @@ pub(super) struct Cut {
     pub chunks: usize,
     /// B is packed once for all, because rows are split among threads.
     pub share_b: bool,
+    /// B comes packed, and the panels to come are brought near.
+    near: bool,
 }
 
 impl Cut {
@@ -422,7 +432,23 @@ impl Cut {
             (n_panels / (2 * threads)).clamp(1, CHUNK_PANELS)
         };
         let chunks = n_panels.div_ceil(chunk);
-        Cut { mr, nr, threads, kc, mb, n_panels, chunk, chunks, share_b }
+        Cut { mr, nr, threads, kc, mb, n_panels, chunk, chunks, share_b, near: false }
+    }
+
+    /// For a right operand that comes packed. Nothing is gained by reading it once for many rows, so rows are taken in blocks
+    /// that stay in the second cache level, with few columns at a time, and the next ones are asked for meanwhile.
+    fn packed(mut self, m: usize) -> Cut {
+        self.share_b = false;
+        let most = (NEAR / self.kc.max(1) / self.mr).max(8) * self.mr;
+        let blocks = m.div_ceil(most).max(1);
+        self.mb = m.div_ceil(blocks).next_multiple_of(self.mr).min(self.mb);
+        let few = if blocks == 1 { NEAR_PANELS } else { 2 * NEAR_PANELS };
+        if self.threads * 2 * few <= self.n_panels {
+            self.near = true;
+            self.chunk = self.chunk.min(few);
+            self.chunks = self.n_panels.div_ceil(self.chunk);
+        }
+        self
     }
 
     /// A multiple of a cache line, so that the panels of B after it begin on one: vectors of theirs would straddle lines.
@@ -447,6 +473,19 @@ pub(super) fn spread(team: Option<&Team>, parts: usize, f: &(dyn Fn(usize, usize
         Some(t) => t.run_with(parts, f),
         None => (0..parts).for_each(|p| f(0, p)),
     }
+}
+
+/// Asks for the cache line at `p` to be in the second level soon.
+#[inline]
+fn near(p: *const f32) {
+    #[cfg(target_arch = "x86_64")]
+    // SAFETY: a request that has no effect on the program, whatever the address.
+    unsafe {
+        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
+        _mm_prefetch::<_MM_HINT_T1>(p as *const i8)
+    }
+    #[cfg(not(target_arch = "x86_64"))]
+    let _ = p;
 }
 
 /// The packed product. `buf` holds `cut.floats()`.
@@ -478,7 +517,14 @@ unsafe fn drive<T: Storage, P: Panels>(
                 Left::Plain(mat) => {
                     let parts = panels.div_ceil(4).min(cut.threads * 4);
                     let share = if cut.share_b { cut.n_panels } else { 0 };
-                    spread(team, parts + share, &|_, part| {
+                    spread(team, parts + share, &|worker, part| {
+                        if cut.near {
+                            // What this thread is likely to multiply by first.
+                            let all = cut.chunk * nr * kc / 16 * cut.threads / parts.max(1);
+                            let first = b.ready(k0, kc, worker * cut.chunk * nr);
+                            let first = first.wrapping_add(part / cut.threads * all * 16);
+                            (0..all).for_each(|line| near(first.wrapping_add(line * 16)));
+                        }
                         if part >= parts {
                             let q = part - parts;
                             // SAFETY: panel q of B is inside the matrix, and its place in the buffer is this part's alone.
@@ -522,6 +568,7 @@ unsafe fn drive<T: Storage, P: Panels>(
                 c,
                 epi: epi.for_block(kb == 0, kb + 1 == k_blocks(k)),
                 isa,
+                ahead: if cut.near { cut.chunk * cut.threads } else { 0 },
             };
             let block = Across(&block);
             let row_parts = if cut.share_b { panels.div_ceil(2).min(cut.threads * 4) } else { 1 };
@@ -552,7 +599,9 @@ pub(crate) unsafe fn gemm_panels<T: Storage, P: Panels>(
     epi: Epilogue,
 ) {
     let mut cut = Cut::new(isa, m, n, k, team.threads());
-    cut.share_b &= b.ready(0, 1, 0).is_null();
+    if !b.ready(0, 1, 0).is_null() {
+        cut = cut.packed(m);
+    }
     let scratch = team.scratch(cut.floats());
     let on = (cut.threads > 1).then_some(team);
     // SAFETY: the caller's matrices; the scratch is as large as the cut asks.

@@ -517,7 +517,7 @@ mod x86 {
             };
             let epi = self.epi.for_block(out.first, out.last);
             let (rows, cols, i, j) = (out.rows, out.cols, out.i, out.j);
-            let t = Tile { c, rs, cs, rows, cols, i, j, store: epi.store(), epi };
+            let t = Tile { c, rs, cs, rows, cols, i, j, store: epi.store(), epi, ahead: std::ptr::null() };
             // SAFETY: the caller's; the local tile holds every row and column.
             unsafe {
                 tile(kc, a as *const f32, b as *const f32, &t);

@@ -180,9 +180,15 @@ fn larger_products_cross_every_blocking() {
     let mut rng = Rng::new();
     let team = Team::new(2);
     let isa = Isa::best();
-    for (m, n, k) in
-        [(1, 700, 1500), (7, 530, 1031), (530, 3, 1031), (200, 40, 1100), (90, 601, 1537), (601, 20, 520)]
-    {
+    for (m, n, k) in [
+        (1, 700, 1500),
+        (7, 530, 1031),
+        (530, 3, 1031),
+        (200, 40, 1100),
+        (90, 601, 1537),
+        (601, 20, 520),
+        (601, 520, 520),
+    ] {
         for (la, lb) in
             [(Layout::Rows, Layout::Rows), (Layout::Rows, Layout::Cols), (Layout::Cols, Layout::Padded)]
         {

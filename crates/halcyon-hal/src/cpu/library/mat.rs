@@ -168,7 +168,14 @@ pub(crate) struct Tile {
     pub j: usize,
     pub store: Store,
     pub epi: Epilogue,
+    /// Memory that a later tile reads, to be brought near meanwhile: two cache lines in every [`STRIDE`] steps. Or null.
+    pub ahead: *const f32,
 }
+
+/// Steps of the micro-kernel between two requests for memory ahead.
+pub(crate) const STRIDE: usize = 8;
+/// Floats that are asked for each time.
+pub(crate) const AHEAD: usize = 32;
 
 /// The common epilogues, which full tiles do straight from registers.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -211,20 +218,36 @@ pub(crate) unsafe fn micro<S: Simd, D: Step<S>, const R: usize, const MR: usize,
     unsafe {
         let mut acc = [[S::zero(); NV]; R];
         let (mut a, mut b) = (a, b);
-        for _ in 0..kc {
-            let mut bv = [S::zero(); NV];
-            for v in 0..NV {
-                bv[v] = S::load(b.add(v * S::W));
-            }
-            for i in 0..R {
-                let x = S::splat(*a.add(i));
-                for v in 0..NV {
-                    acc[i][v] = D::step(x, bv[v], acc[i][v]);
+        macro_rules! steps {
+            ($n:expr) => {
+                for _ in 0..$n {
+                    let mut bv = [S::zero(); NV];
+                    for v in 0..NV {
+                        bv[v] = S::load(b.add(v * S::W));
+                    }
+                    for i in 0..R {
+                        let x = S::splat(*a.add(i));
+                        for v in 0..NV {
+                            acc[i][v] = D::step(x, bv[v], acc[i][v]);
+                        }
+                    }
+                    a = a.add(MR);
+                    b = b.add(NV * S::W);
                 }
-            }
-            a = a.add(MR);
-            b = b.add(NV * S::W);
+            };
         }
+        let mut left = kc;
+        if !out.ahead.is_null() {
+            let mut ahead = out.ahead;
+            while left >= STRIDE {
+                S::prefetch(ahead);
+                S::prefetch(ahead.wrapping_add(AHEAD / 2));
+                ahead = ahead.wrapping_add(AHEAD);
+                steps!(STRIDE);
+                left -= STRIDE;
+            }
+        }
+        steps!(left);
         // Loops over the accumulators have constant bounds and no exits, or the compiler would keep them in memory.
         let nr = NV * S::W;
         let full = out.cs == 1 && out.rows == R && out.cols == nr;

@@ -12,6 +12,7 @@ pub mod conv;
 mod conv_tests;
 pub(crate) mod copy;
 pub mod elem;
+mod flash;
 mod gather;
 pub mod gemm;
 pub mod gemm_bf16;

@@ -6,6 +6,7 @@
 
 use super::mat::{Fma, Tile, micro};
 use crate::cpu::sys::Isa;
+use crate::cpu::vmath;
 use half::slice::HalfFloatSliceExt;
 use half::{bf16, f16};
 
@@ -70,6 +71,35 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
                 for k in 0..kc {
                     *dst.add(k * stride + r) = *s.add(k);
                 }
+            }
+        }
+    }
+
+    /// Asks for the cache line at `p`, which need not be readable, to be in the second level soon.
+    #[inline(always)]
+    unsafe fn prefetch(_p: *const f32) {}
+    /// `y[i] = e^(x[i] - m)` for `i < n`; the pointers may be equal.
+    #[inline(always)]
+    unsafe fn exp_minus(n: usize, x: *const f32, m: f32, y: *mut f32) {
+        for i in 0..n {
+            // SAFETY: the caller's.
+            unsafe {
+                let d = *x.add(i) - m;
+                *y.add(i) = if Self::FMA { vmath::exp::<true>(d) } else { vmath::exp::<false>(d) };
+            }
+        }
+    }
+    /// `x[i] = e^(x[i] - base[i])`, added to `sum[i]`, for each of `rows` rows that begin `stride` apart. `base` is as long as
+    /// `sum`, a multiple of W.
+    #[inline(always)]
+    unsafe fn weigh(x: *mut f32, rows: usize, stride: usize, base: &[f32], sum: &mut [f32]) {
+        for j in 0..rows {
+            // SAFETY: the caller's.
+            let row = unsafe { std::slice::from_raw_parts_mut(x.add(j * stride), sum.len()) };
+            for ((x, b), t) in row.iter_mut().zip(base).zip(sum.iter_mut()) {
+                let d = *x - *b;
+                *x = if Self::FMA { vmath::exp::<true>(d) } else { vmath::exp::<false>(d) };
+                *t += *x;
             }
         }
     }
@@ -217,6 +247,7 @@ pub(crate) use x86::{Avx2, Avx512, mask16, transpose16};
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::{Fma, Simd, Tile, micro};
+    use crate::cpu::vmath512;
     use half::f16;
     use std::arch::x86_64::*;
 
@@ -240,6 +271,10 @@ mod x86 {
         const NV: usize = 2;
         const FMA: bool = true;
 
+        #[inline(always)]
+        unsafe fn prefetch(p: *const f32) {
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(p as *const i8) }
+        }
         #[inline(always)]
         unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
             // SAFETY: the caller's.
@@ -335,6 +370,10 @@ mod x86 {
         const FMA: bool = true;
 
         #[inline(always)]
+        unsafe fn prefetch(p: *const f32) {
+            unsafe { _mm_prefetch::<_MM_HINT_T1>(p as *const i8) }
+        }
+        #[inline(always)]
         unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
             // SAFETY: the caller's.
             unsafe { tile_of_rows!(kc, a, b, out) }
@@ -408,6 +447,26 @@ mod x86 {
             }
         }
 
+        #[inline(always)]
+        unsafe fn exp_minus(n: usize, x: *const f32, m: f32, y: *mut f32) {
+            unsafe { vmath512::exp_minus(n, x, m, y) }
+        }
+        #[inline(always)]
+        unsafe fn weigh(x: *mut f32, rows: usize, stride: usize, base: &[f32], sum: &mut [f32]) {
+            // Column by column, so that base and sum stay in registers.
+            for (i, (b, t)) in base.chunks_exact(16).zip(sum.chunks_exact_mut(16)).enumerate() {
+                unsafe {
+                    let (base, mut sum) = (_mm512_loadu_ps(b.as_ptr()), _mm512_loadu_ps(t.as_ptr()));
+                    for j in 0..rows {
+                        let p = x.add(j * stride + i * 16);
+                        let e = vmath512::exp_16(_mm512_sub_ps(_mm512_loadu_ps(p), base));
+                        _mm512_storeu_ps(p, e);
+                        sum = _mm512_add_ps(sum, e);
+                    }
+                    _mm512_storeu_ps(t.as_mut_ptr(), sum);
+                }
+            }
+        }
         #[inline(always)]
         unsafe fn transpose(
             src: *const f32,

@@ -62,9 +62,8 @@ pub(crate) unsafe fn max_of<S: Simd>(x: &[f32]) -> f32 {
 /// `y[i] = exp(x[i] - m)`; gives the sum.
 #[inline(always)]
 unsafe fn exp_minus<S: Simd>(x: &[f32], m: f32, y: &mut [f32]) -> f32 {
-    for (y, x) in y.iter_mut().zip(x) {
-        *y = if S::FMA { vmath::exp::<true>(*x - m) } else { vmath::exp::<false>(*x - m) };
-    }
+    // SAFETY: both slices hold as many; the caller is compiled for S.
+    unsafe { S::exp_minus(x.len().min(y.len()), x.as_ptr(), m, y.as_mut_ptr()) };
     // SAFETY: the caller's.
     unsafe { sum_of::<S>(y, |v| v) }
 }
@@ -72,9 +71,8 @@ unsafe fn exp_minus<S: Simd>(x: &[f32], m: f32, y: &mut [f32]) -> f32 {
 /// Replaces each `x` by `exp(x - m)` and gives the sum.
 #[inline(always)]
 pub(crate) unsafe fn exp_in_place<S: Simd>(x: &mut [f32], m: f32) -> f32 {
-    for v in x.iter_mut() {
-        *v = if S::FMA { vmath::exp::<true>(*v - m) } else { vmath::exp::<false>(*v - m) };
-    }
+    // SAFETY: inside the slice; the caller is compiled for S.
+    unsafe { S::exp_minus(x.len(), x.as_ptr(), m, x.as_mut_ptr()) };
     // SAFETY: the caller's.
     unsafe { sum_of::<S>(x, |v| v) }
 }

@@ -1,0 +1,418 @@
+//! Blocks of attention in registers: scores and weights are kept transposed, a row per key and a column per query.
+//!
+//! In this form a score tile is `keys x queries` with queries along the vector, so that the running maximum and sum of a query
+//! are a lane's, and a block of weights is what the second product wants for its left operand, as it lies. Keys are read where
+//! they lie, queries and values are packed into panels of the micro-tile's width.
+
+use super::attention::{Attention, Heads};
+use super::gemm::{pack, tile_of};
+use super::simd::{Simd, dispatch_simd};
+use crate::cpu::sys::Isa;
+use crate::cpu::team::{SharedConst, SharedMut};
+use crate::cpu::vmath;
+
+/// Queries of a block: a multiple of every micro-tile's rows and columns.
+pub(super) const BQ: usize = 96;
+/// Keys of a block: a multiple of the widest micro-tile's rows.
+const BK: usize = 132;
+
+/// What all blocks of a call share.
+pub(super) struct Job<'a> {
+    pub a: &'a Attention,
+    pub q: Heads<SharedConst<f32>>,
+    pub k: Heads<SharedConst<f32>>,
+    pub v: Heads<SharedConst<f32>>,
+    pub mask: Option<Heads<SharedConst<f32>>>,
+    pub y: Heads<SharedMut<f32>>,
+}
+
+/// Rows `r0..r0 + rows` of the queries that share key head `hk` of batch `b`, over the first `valid` keys.
+#[derive(Clone, Copy)]
+pub(super) struct Rows {
+    pub b: usize,
+    pub hk: usize,
+    pub r0: usize,
+    pub rows: usize,
+    pub valid: usize,
+}
+
+/// Where the pieces of a thread's scratch begin, in floats.
+struct Room {
+    queries: usize,
+    scores: usize,
+    out: usize,
+    values: usize,
+    keys: usize,
+    mask: usize,
+    end: usize,
+}
+
+impl Room {
+    fn new((mr, nr): (usize, usize), d: usize, dv: usize) -> Room {
+        let wide = dv.next_multiple_of(nr);
+        let mut at = 0;
+        let mut piece = |n: usize| {
+            at += n.next_multiple_of(16);
+            at - n.next_multiple_of(16)
+        };
+        Room {
+            queries: piece(BQ * d),
+            scores: piece(BK.next_multiple_of(mr) * BQ),
+            out: piece(BQ * wide),
+            values: piece(BK * wide),
+            keys: piece(mr * d),
+            mask: piece(BK * 16),
+            end: at,
+        }
+    }
+}
+
+/// Floats of scratch that a block needs.
+pub(super) fn floats(isa: Isa, d: usize, dv: usize) -> usize {
+    Room::new(tile_of(isa), d, dv).end.next_multiple_of(1024)
+}
+
+/// `MR x (NV W)` sums over `kc` steps. Element `(i, k)` of the left operand is at `a[i * rs + k * ks]`, row `k` of the right one at
+/// `b[k * NV W]`.
+#[inline(always)]
+unsafe fn sums<S: Simd, const R: usize, const NV: usize>(
+    kc: usize,
+    a: *const f32,
+    rs: usize,
+    ks: usize,
+    b: *const f32,
+) -> [[S::V; NV]; R] {
+    // SAFETY: the caller's pointers.
+    unsafe {
+        let mut acc = [[S::zero(); NV]; R];
+        // Three rows to a pointer: their distances are an index register times 0, 1 and 2.
+        let mut p = [a; R];
+        for g in 0..R.div_ceil(3) {
+            p[g] = a.wrapping_add(3 * g * rs);
+        }
+        let mut b = b;
+        for _ in 0..kc {
+            let mut bv = [S::zero(); NV];
+            for v in 0..NV {
+                bv[v] = S::load(b.add(v * S::W));
+            }
+            for i in 0..R {
+                let x = S::splat(*p[i / 3].wrapping_add(i % 3 * rs));
+                for v in 0..NV {
+                    acc[i][v] = S::fma(x, bv[v], acc[i][v]);
+                }
+            }
+            for g in 0..R.div_ceil(3) {
+                p[g] = p[g].wrapping_add(ks);
+            }
+            b = b.wrapping_add(NV * S::W);
+        }
+        acc
+    }
+}
+
+/// A tile of scores: `R` keys by a panel of queries, to rows `BQ` apart.
+#[inline(always)]
+unsafe fn score_tile<S: Simd, const R: usize, const NV: usize>(
+    d: usize,
+    k: *const f32,
+    rs: usize,
+    q: *const f32,
+    s: *mut f32,
+) {
+    // SAFETY: the caller's.
+    unsafe {
+        let acc = sums::<S, R, NV>(d, k, rs, 1, q);
+        for i in 0..R {
+            for v in 0..NV {
+                S::store(s.add(i * BQ + v * S::W), acc[i][v]);
+            }
+        }
+    }
+}
+
+/// `o = keep o + weights values` for `R` queries and a panel of features; rows of `o` are `width` apart.
+#[inline(always)]
+unsafe fn value_tile<S: Simd, const R: usize, const NV: usize>(
+    keys: usize,
+    w: *const f32,
+    v: *const f32,
+    keep: *const f32,
+    o: *mut f32,
+    width: usize,
+) {
+    // SAFETY: the caller's.
+    unsafe {
+        let acc = sums::<S, R, NV>(keys, w, 1, BQ, v);
+        for i in 0..R {
+            let x = S::splat(*keep.add(i));
+            for v in 0..NV {
+                let p = o.add(i * width + v * S::W);
+                S::store(p, S::fma(S::load(p), x, acc[i][v]));
+            }
+        }
+    }
+}
+
+/// Adds the mask to the scores of `cols` keys from `k0` and hides what the queries do not see.
+#[inline(always)]
+unsafe fn hide<S: Simd>(
+    job: &Job<'_>,
+    at: Rows,
+    k0: usize,
+    cols: usize,
+    sees: &[usize; BQ],
+    s: *mut f32,
+    room: *mut f32,
+) {
+    let place = |i: usize| {
+        let group = job.a.heads / job.a.kv_heads;
+        (at.hk * group + (at.r0 + i) / job.a.queries, (at.r0 + i) % job.a.queries)
+    };
+    // SAFETY: the caller's: the mask has an element for every query and every key that the query sees.
+    unsafe {
+        if let Some(mask) = &job.mask {
+            let step = mask.strides[3];
+            // One row for all queries: a number per key.
+            let alike = mask.strides[2] == 0 && (mask.strides[1] == 0 || place(0).0 == place(at.rows - 1).0);
+            let seen = sees[..at.rows].iter().map(|n| n.saturating_sub(k0).min(cols)).max().unwrap_or(0);
+            if alike {
+                let (h, q) = place(0);
+                let p = mask.at(at.b, h, q, k0);
+                for j in 0..seen {
+                    let m = S::splat(*p.wrapping_offset(j as isize * step));
+                    for i in (0..BQ).step_by(S::W) {
+                        let x = s.add(j * BQ + i);
+                        S::store(x, S::add(S::load(x), m));
+                    }
+                }
+            } else {
+                let mut i = 0;
+                while i < at.rows {
+                    // Queries of one head whose rows of the mask follow each other.
+                    let (h, q) = place(i);
+                    let n = (job.a.queries - q).min(at.rows - i).min(S::W - i % S::W);
+                    let most =
+                        sees[i..i + n].iter().map(|n| n.saturating_sub(k0).min(cols)).max().unwrap_or(0);
+                    let least =
+                        sees[i..i + n].iter().map(|n| n.saturating_sub(k0).min(cols)).min().unwrap_or(0);
+                    let p = mask.at(at.b, h, q, k0);
+                    let mut done = 0;
+                    if step == 1 && n == S::W {
+                        S::transpose(p, mask.strides[2], n, least, room, S::W);
+                        for j in 0..least {
+                            let x = s.add(j * BQ + i);
+                            S::store(x, S::add(S::load(x), S::load(room.add(j * S::W))));
+                        }
+                        done = least;
+                    }
+                    for j in done..most {
+                        for r in (0..n).filter(|r| sees[i + r] > k0 + j) {
+                            let at = r as isize * mask.strides[2] + j as isize * step;
+                            *s.add(j * BQ + i + r) += *p.wrapping_offset(at);
+                        }
+                    }
+                    i += n;
+                }
+            }
+        }
+        let all = sees[..at.rows].iter().copied().min().unwrap_or(0);
+        for j in all.saturating_sub(k0).min(cols)..cols {
+            let row = std::slice::from_raw_parts_mut(s.add(j * BQ), BQ);
+            for (x, n) in row.iter_mut().zip(sees) {
+                *x = if *n <= k0 + j { f32::NEG_INFINITY } else { *x };
+            }
+        }
+    }
+}
+
+/// Scores become weights: the running maxima `m` and sums `l` of the first `width` columns move on, `keep` is what the earlier
+/// weights are to be multiplied by.
+#[inline(always)]
+unsafe fn fold<S: Simd>(
+    s: *mut f32,
+    cols: usize,
+    width: usize,
+    m: &mut [f32; BQ],
+    l: &mut [f32; BQ],
+    keep: &mut [f32; BQ],
+) {
+    // SAFETY: the caller's: `cols` rows of BQ scores; the caller is compiled for S.
+    unsafe {
+        let mut base = [0f32; BQ];
+        for i in (0..width).step_by(S::W) {
+            let mut top = [S::load(m.as_ptr().add(i)); 2];
+            let mut j = 0;
+            while j + 2 <= cols {
+                top[0] = S::max(S::load(s.add(j * BQ + i)), top[0]);
+                top[1] = S::max(S::load(s.add((j + 1) * BQ + i)), top[1]);
+                j += 2;
+            }
+            if j < cols {
+                top[0] = S::max(S::load(s.add(j * BQ + i)), top[0]);
+            }
+            S::store(base.as_mut_ptr().add(i), S::max(top[0], top[1]));
+        }
+        for i in 0..width {
+            let new = base[i];
+            // Nothing seen so far: weights are 0, and what is kept is 0.
+            let none = new == f32::NEG_INFINITY;
+            keep[i] = if none { 1.0 } else { vmath::exp::<false>(m[i] - new) };
+            base[i] = if none { 0.0 } else { new };
+            m[i] = new;
+        }
+        let mut sum = [0f32; BQ];
+        S::weigh(s, cols, BQ, &base[..width], &mut sum[..width]);
+        for i in 0..width {
+            l[i] = l[i] * keep[i] + sum[i];
+        }
+    }
+}
+
+/// The micro-tile's constants are the trait's, which a function's parameters can not name.
+macro_rules! with_tile {
+    ($s:ident, $f:ident($($arg:expr),*)) => {
+        match ($s::MR, $s::NV) {
+            (12, 2) => $f::<$s, 12, 2>($($arg),*),
+            (8, 2) => $f::<$s, 8, 2>($($arg),*),
+            (6, 2) => $f::<$s, 6, 2>($($arg),*),
+            (4, 2) => $f::<$s, 4, 2>($($arg),*),
+            _ => unreachable!("no such micro-tile"),
+        }
+    };
+}
+
+#[inline(always)]
+unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
+    let a = job.a;
+    let (mr, nr) = (S::MR, S::NV * S::W);
+    let room = Room::new((mr, nr), a.d, a.dv);
+    let dv = a.dv.next_multiple_of(nr);
+    let group = a.heads / a.kv_heads;
+    let place = |i: usize| (at.hk * group + (at.r0 + i) / a.queries, (at.r0 + i) % a.queries);
+    let mut sees = [at.valid; BQ];
+    if a.causal {
+        for (i, n) in sees.iter_mut().enumerate().take(at.rows) {
+            *n = (place(i).1 + 1 + at.valid).saturating_sub(a.queries).min(at.valid);
+        }
+        // Columns without a query see what the last one sees.
+        let last = sees[at.rows - 1];
+        sees[at.rows..].fill(last);
+    }
+    let most_of = |i: usize, n: usize| sees[i..(i + n).min(BQ)].iter().copied().max().unwrap_or(0);
+    let most = most_of(0, at.rows);
+    let (mut m, mut l, mut keep) = ([f32::NEG_INFINITY; BQ], [0f32; BQ], [1f32; BQ]);
+    // Whole panels of queries and whole tiles of rows.
+    let panels = at.rows.div_ceil(nr);
+    let (wide, tall) = (panels * nr, at.rows.next_multiple_of(mr).min(BQ));
+    // SAFETY: a worker's scratch is its own, as long as `floats` says; operands by the caller's promise.
+    unsafe {
+        let (qs, s, o) = (own.add(room.queries), own.add(room.scores), own.add(room.out));
+        let (vs, ks) = (own.add(room.values), own.add(room.keys));
+        // Panels of queries, feature by feature. A row belongs to one head: runs of rows are packed together.
+        for p in 0..panels {
+            let dst = qs.add(p * nr * a.d);
+            std::ptr::write_bytes(dst, 0, nr * a.d);
+            let mut i = 0;
+            let n = (at.rows - p * nr).min(nr);
+            while i < n {
+                let (h, r) = place(p * nr + i);
+                let run = (a.queries - r).min(n - i);
+                let src = job.q.at(at.b, h, r, 0);
+                let (rs, cs) = (job.q.strides[2], job.q.strides[3]);
+                if run == nr {
+                    pack::<S, f32>(src, rs, cs, nr, nr, a.d, dst);
+                } else {
+                    for x in 0..run {
+                        for d in 0..a.d {
+                            *dst.add(d * nr + i + x) =
+                                *src.wrapping_offset(x as isize * rs + d as isize * cs);
+                        }
+                    }
+                }
+                i += run;
+            }
+            for x in std::slice::from_raw_parts_mut(dst, nr * a.d) {
+                *x *= a.scale;
+            }
+        }
+        std::ptr::write_bytes(o, 0, BQ * dv);
+        // Keys in natural order are read where they lie, unless their distance maps many of them to one set of the cache.
+        let step = job.k.strides[2];
+        let direct = job.k.strides[3] == 1 && step > 0 && step % 512 != 0;
+        let mut k0 = 0;
+        while k0 < most {
+            let cols = (most - k0).min(BK);
+            for j in (0..dv).step_by(nr) {
+                let src = job.v.at(at.b, at.hk, k0, j);
+                let n = (a.dv - j).min(nr);
+                pack::<S, f32>(src, job.v.strides[3], job.v.strides[2], n, nr, cols, vs.add(j * cols));
+            }
+            for t in (0..cols).step_by(mr) {
+                let n = (cols - t).min(mr);
+                let (mut src, mut rs) = (job.k.at(at.b, at.hk, k0 + t, 0), step as usize);
+                if !direct || n < mr {
+                    for i in 0..mr {
+                        for d in 0..a.d {
+                            *ks.add(i * a.d + d) = if i < n {
+                                *src.wrapping_offset(i as isize * step + d as isize * job.k.strides[3])
+                            } else {
+                                0.0
+                            };
+                        }
+                    }
+                    (src, rs) = (ks, a.d);
+                }
+                for p in 0..panels {
+                    let tile = s.add(t * BQ + p * nr);
+                    if a.causal && most_of(p * nr, nr) <= k0 + t {
+                        // Nobody here sees these keys, which `hide` says too.
+                        for i in 0..mr {
+                            std::ptr::write_bytes(tile.add(i * BQ), 0, nr);
+                        }
+                        continue;
+                    }
+                    with_tile!(S, score_tile(a.d, src, rs, qs.add(p * nr * a.d), tile));
+                }
+            }
+            let all_see = sees[..at.rows].iter().all(|n| *n >= k0 + cols);
+            if job.mask.is_some() || !all_see {
+                hide::<S>(job, at, k0, cols, &sees, s, own.add(room.mask));
+            }
+            fold::<S>(s, cols, wide, &mut m, &mut l, &mut keep);
+            for j in (0..dv).step_by(nr) {
+                for i in (0..tall).step_by(mr) {
+                    // Later weights are 0.
+                    let n = if a.causal { most_of(i, mr).saturating_sub(k0).min(cols) } else { cols };
+                    let (w, v) = (s.add(i), vs.add(j * cols));
+                    with_tile!(S, value_tile(n, w, v, keep.as_ptr().wrapping_add(i), o.add(i * dv + j), dv));
+                }
+            }
+            k0 += cols;
+        }
+        let [_, _, _, step] = job.y.strides;
+        for i in 0..at.rows {
+            let (h, r) = place(i);
+            let to: isize = [at.b, h, r, 0].iter().zip(job.y.strides).map(|(i, t)| *i as isize * t).sum();
+            let to = job.y.ptr.get().wrapping_offset(to);
+            let (row, over) = (std::slice::from_raw_parts(o.add(i * dv), a.dv), 1.0 / l[i]);
+            if step == 1 {
+                for (y, x) in std::slice::from_raw_parts_mut(to, a.dv).iter_mut().zip(row) {
+                    *y = *x * over;
+                }
+            } else {
+                for (d, x) in row.iter().enumerate() {
+                    *to.wrapping_offset(d as isize * step) = *x * over;
+                }
+            }
+        }
+    }
+}
+
+dispatch_simd! {
+    /// Attention of one block of rows. `own` holds [`floats`] that are this thread's.
+    ///
+    /// # Safety
+    /// As [`super::attention::attention`], for these rows.
+    pub(super) unsafe fn block[][](isa, job: &Job<'_>, at: Rows, own: *mut f32) = block_body
+}
