@@ -43,9 +43,6 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     unsafe fn min(a: Self::V, b: Self::V) -> Self::V;
     /// The larger; NaN where one is NaN.
     unsafe fn max_nan(a: Self::V, b: Self::V) -> Self::V;
-    /// Asks for the cache line of `p` to be brought to the second level. Any address will do.
-    #[inline(always)]
-    unsafe fn prefetch(_: *const f32) {}
     /// `p[0], p[2], ..`: `n <= W` lanes, zeros after them. Reads nothing past `p[2 (n - 1)]`.
     #[inline(always)]
     unsafe fn load_even(p: *const f32, n: usize) -> Self::V {
@@ -330,10 +327,6 @@ mod x86 {
             unsafe { _mm256_blendv_ps(_mm256_max_ps(a, b), a, _mm256_cmp_ps::<_CMP_UNORD_Q>(a, a)) }
         }
         #[inline(always)]
-        unsafe fn prefetch(p: *const f32) {
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(p as *const i8) }
-        }
-        #[inline(always)]
         unsafe fn relu(a: __m256) -> __m256 {
             // The second operand is returned when one is NaN.
             unsafe { _mm256_max_ps(_mm256_setzero_ps(), a) }
@@ -426,10 +419,6 @@ mod x86 {
         #[inline(always)]
         unsafe fn max_nan(a: __m512, b: __m512) -> __m512 {
             unsafe { _mm512_mask_mov_ps(_mm512_max_ps(a, b), _mm512_cmp_ps_mask::<_CMP_UNORD_Q>(a, a), a) }
-        }
-        #[inline(always)]
-        unsafe fn prefetch(p: *const f32) {
-            unsafe { _mm_prefetch::<_MM_HINT_T1>(p as *const i8) }
         }
         #[inline(always)]
         unsafe fn relu(a: __m512) -> __m512 {
