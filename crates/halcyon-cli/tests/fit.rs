@@ -147,7 +147,7 @@ fn the_readmes_model_takes_what_is_predicted() {
     assert!(figure(&batch, "/largest_batch/batch") > 1000, "{batch}");
     assert_eq!(figure(&fit, "/io/inputs/host"), 3 * 64 * 4);
     assert_eq!(figure(&fit, "/io/outputs/host"), 3 * 10 * 4);
-    let weights = ["mapped", "device", "host"].map(|k| figure(&fit, &format!("/weights/{k}")));
+    let weights = ["mapped", "device", "host", "packed"].map(|k| figure(&fit, &format!("/weights/{k}")));
     assert!(weights.iter().sum::<u64>() >= 6090 * 4, "{weights:?}");
     let said = halcyon(&[&["fit", DIGITS, "--batch", "3"], &CPU[..]].concat()).ok().out;
     for part in ["batch    3", "activations", "live at once", "fits     yes", "largest batch "] {

@@ -282,6 +282,11 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         Ok(())
     }
 
+    /// Bytes of the host's memory that [`Device::pack_host`] takes for a while to pack these constants, besides buffers.
+    fn pack_room(&self, _constants: &[&[u8]]) -> usize {
+        0
+    }
+
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>>;
     /// Enqueues the commands in order.
     fn submit(&self, commands: &[Command<'_>]) -> Result<()>;

@@ -17,6 +17,8 @@ pub struct Fit {
     pub weights: u64,
     /// Constants as the device's kernels keep them, packed once.
     pub packed: u64,
+    /// What packing takes of the host's memory for a while, before a run; not part of [`Fit::device`].
+    pub packing: u64,
     /// Scratch: the blocks that buffers share by lifetime.
     pub activations: u64,
     /// The least scratch that any layout takes, and the step that needs it. Not rounded.
@@ -53,6 +55,8 @@ impl Fit {
                     None => add(&mut f.weights, takes(c.bytes().len(), Tag::Weights)),
                 }
             }
+            let constants: Vec<&[u8]> = plan.packed.iter().map(|p| p.data.bytes()).collect();
+            f.packing = f.packing.max(d.pack_room(&constants) as u64);
             let new = plan.packed.iter().filter_map(|p| {
                 let packing = p.kernel.packing()?;
                 packed.insert((p.data.key(), packing)).then_some(packing.bytes)
@@ -64,7 +68,10 @@ impl Fit {
                 }
                 _ => sizes.iter().for_each(|n| add(&mut f.packed, takes(*n, Tag::Weights))),
             }
-            plan.blocks.iter().for_each(|b| add(&mut f.activations, takes(*b, Tag::Activations)));
+            plan.blocks
+                .iter()
+                .filter(|b| **b > 0)
+                .for_each(|b| add(&mut f.activations, takes(*b, Tag::Activations)));
             if plan.workspace > 0 {
                 add(&mut f.workspace, takes(plan.workspace, Tag::Workspace));
             }

@@ -325,9 +325,13 @@ impl Ask<'_> {
         Ok(Made::Staged(Box::new(Stages { why, known, sum, host_nodes: s.host.len(), stopped: s.stopped })))
     }
 
-    /// What the host's memory must have room for.
+    /// What the host's memory must have room for: while it runs, or while constants are packed where that takes more.
     fn on_host(&self, p: &Planned) -> u64 {
-        p.host.sum().saturating_add(if self.room.shared { p.fit.device() } else { 0 })
+        let shared = |n: u64| if self.room.shared { n } else { 0 };
+        let runs = p.host.sum().saturating_add(shared(p.fit.device()));
+        let packs =
+            [p.host.constants, p.host.inputs, shared(p.fit.weights), shared(p.fit.packed), p.fit.packing];
+        runs.max(packs.into_iter().fold(0, u64::saturating_add))
     }
 
     /// Anonymous memory of the whole process: while it runs, or while it plans where that takes more.
@@ -524,6 +528,9 @@ impl Report<'_> {
         if f.packed > 0 {
             rows.push(row("", f.packed, format!("packed for the kernels of {id}")));
         }
+        if f.packing > 0 {
+            rows.push(row("", f.packing, "while they are packed: they lie askew in the file".into()));
+        }
         if p.host.constants > 0 {
             rows.push(row("", p.host.constants, "made on the host: decoded or folded".into()));
         }
@@ -628,7 +635,7 @@ impl Report<'_> {
                     .iter()
                     .map(|(p, f)| {
                         json!({
-                            "weights": { "device": f.weights, "packed": f.packed }, "activations": fit_json(f, p),
+                            "weights": { "device": f.weights, "packed": f.packed, "packing": f.packing }, "activations": fit_json(f, p),
                             "workspace": f.workspace, "outputs": f.outputs,
                         })
                     })
@@ -648,8 +655,7 @@ impl Report<'_> {
                 json!({ "name": w.name, "dtype": dtype, "shape": dims, "source": w.source, "steers_shape": fixed })
             })
             .collect();
-        v["weights"] =
-            json!({ "mapped": p.mapped, "device": f.weights, "packed": f.packed, "host": p.host.constants });
+        v["weights"] = json!({ "mapped": p.mapped, "device": f.weights, "packed": f.packed, "packing": f.packing, "host": p.host.constants });
         v["activations"] = fit_json(f, &p.plan);
         v["workspace"] = json!(f.workspace);
         v["io"] = json!({

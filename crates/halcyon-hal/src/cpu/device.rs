@@ -194,6 +194,11 @@ impl CpuDevice {
     }
 }
 
+/// Kernels read whole elements, which a file need not align.
+fn askew(b: &[u8]) -> bool {
+    !(b.as_ptr() as usize).is_multiple_of(ELEMENT)
+}
+
 fn check_range(op: &str, p: &Ptr, offset: usize, bytes: usize) -> Result<()> {
     match offset.checked_add(bytes) {
         Some(end) if end <= p.bytes => Ok(()),
@@ -303,11 +308,11 @@ impl Device for CpuDevice {
 
     fn pack_host(&self, constants: &[(&dyn LibraryKernel, &[u8], &BufferRef)]) -> Result<()> {
         let _turn = self.turn();
-        // Kernels read whole elements, which a file need not align.
-        let askew = |b: &[u8]| !(b.as_ptr() as usize).is_multiple_of(ELEMENT);
-        let largest = constants.iter().map(|(_, b, _)| b.len()).filter(|n| *n > 0);
-        let largest = largest.max().filter(|_| constants.iter().any(|(_, b, _)| askew(b)));
-        let room = largest.map(|n| HostSource.allocate(n).map_err(|e| self.none_left(n, e))).transpose()?;
+        let bytes: Vec<&[u8]> = constants.iter().map(|(_, b, _)| *b).collect();
+        let room = match self.pack_room(&bytes) {
+            0 => None,
+            n => Some(HostSource.allocate(n).map_err(|e| self.none_left(n, e))?),
+        };
         for (kernel, bytes, to) in constants {
             let k: &CpuKernel = kernel
                 .as_any()
@@ -315,13 +320,17 @@ impl Device for CpuDevice {
                 .ok_or_else(|| Error::argument("pack", "the kernel belongs to another device"))?;
             let mut from = Ptr { ptr: bytes.as_ptr() as *mut u8, bytes: bytes.len(), read_only: true };
             if let Some(r) = room.as_ref().filter(|_| askew(bytes)) {
-                // SAFETY: the room holds the largest constant, and nothing else knows of it.
+                // SAFETY: the room holds the largest constant that lies askew, and nothing else knows of it.
                 unsafe { library::copy::bytes(&self.team, from.ptr, r.start(), bytes.len()) };
                 from.ptr = r.start();
             }
             k.pack(&self.team, &from, &CpuBuffer::of(&***to, "pack")?.at())?;
         }
         Ok(())
+    }
+
+    fn pack_room(&self, constants: &[&[u8]]) -> usize {
+        constants.iter().filter(|b| askew(b)).map(|b| b.len()).max().unwrap_or(0)
     }
 
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {

@@ -2,7 +2,7 @@
 //!
 //! Where the target hands out parts of a buffer, scratch is one block and every buffer gets an offset in it: the greedy offset
 //! calculation of Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference" (2020), in their orders by size and
-//! by breadth and in the order of the steps; the smallest result counts. Elsewhere buffers of one size take turns in allocations.
+//! by breadth and in the order of the steps, each also with what came to lie on top moved to the front; the smallest result counts. Elsewhere buffers of one size take turns in allocations.
 
 use super::*;
 use crate::plan::Slot;
@@ -11,6 +11,10 @@ use std::collections::BTreeSet;
 
 /// Buffers that offsets are looked for; the work grows with the square. Plans of more share allocations.
 const MAX_PLACED: usize = 4096;
+
+/// How often an order is tried anew with what lay on top moved to its front, as far as the work goes, in pairs of buffers.
+const ROUNDS: usize = 64;
+const MAX_WORK: usize = 1 << 23;
 
 /// A buffer to be placed: its bytes and the steps during which nothing else may lie there, both included.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -119,10 +123,25 @@ fn offsets(items: &[Item], align: usize, least: usize) -> (usize, Vec<usize>) {
     if by_size.0 <= aligned(least, align) {
         return by_size;
     }
-    let by_breadth = place(&items, &breadth(&items, &order));
-    order.sort_by_key(|&k| (items[k].first, Reverse(items[k].bytes), k));
-    let by_step = place(&items, &order);
-    [by_size, by_breadth, by_step].into_iter().min_by_key(|r| r.0).unwrap_or_default()
+    let by_breadth = breadth(&items, &order);
+    let mut by_step = order.clone();
+    by_step.sort_by_key(|&k| (items[k].first, Reverse(items[k].bytes), k));
+    let mut best = by_size;
+    for mut order in [order, by_breadth, by_step] {
+        for _ in 0..ROUNDS.min(MAX_WORK / items.len().pow(2).max(1)).max(1) {
+            let r = place(&items, &order);
+            let top = |k: usize| r.1[k] + items[k].bytes == r.0;
+            // What ended on top had the worst place: it goes first. (The sort is stable.)
+            order.sort_by_key(|&k| !top(k));
+            if r.0 < best.0 {
+                best = r;
+            }
+            if best.0 <= aligned(least, align) {
+                return best;
+            }
+        }
+    }
+    best
 }
 
 /// What lives at the fullest step first, the largest first; then the next fullest step. `by_size` has the items by size.
