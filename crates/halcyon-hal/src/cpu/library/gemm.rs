@@ -386,10 +386,9 @@ unsafe fn tiles_body<S: Simd, P: Panels>(
             }
             if w.epi.post.is_some() {
                 let (j, cols) = (q0 * nr, (q1 * nr).min(w.n) - q0 * nr);
-                for r in 0..(w.m - p * mr).min(mr) {
-                    let c = w.c.ptr.offset((i + r) as isize * w.c.rs + j as isize);
-                    w.epi.post.run(w.isa, i + r, j, cols, c);
-                }
+                let c = w.c.ptr.offset(i as isize * w.c.rs + j as isize);
+                let rows = (w.m - p * mr).min(mr);
+                w.epi.post.run_rows(w.isa, (i, rows), (j, cols), c, w.c.rs as usize);
             }
         }
     }

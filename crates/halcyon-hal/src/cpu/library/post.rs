@@ -1,14 +1,15 @@
 //! The epilogue of a product or a convolution: an element-wise chain over runs of the result that are still in the cache.
 //!
-//! The result is a matrix, row after row. The kernel calls [`Post::run`] on a part of a row when its sums are complete; the chain reads
+//! The result is a matrix, row after row. The kernel calls [`PostRun::run_rows`] on a part when its sums are complete; the chain reads
 //! them there, and its other operands where they lie, and writes its own result over them.
 
 use super::Run;
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut};
-use crate::cpu::tile::{BLOCK, apply};
+use crate::cpu::tile::apply;
 use crate::{Declined, LibraryCall};
 use halcyon_ir::fused::{Fused, InstrKind, Param};
+use halcyon_ir::layout::View;
 use halcyon_ir::scalar_op::Rule;
 use halcyon_ir::{DType, ScalarOp};
 use smallvec::SmallVec;
@@ -30,6 +31,8 @@ struct Load {
     offset: isize,
     /// Sizes and strides of the space, outer axes first.
     axes: SmallVec<[(usize, isize); 4]>,
+    /// From row to row and column to column of the result, where these are all there is to it.
+    steps: Option<(isize, isize)>,
 }
 
 #[derive(Debug)]
@@ -57,10 +60,50 @@ pub(crate) struct Post {
 pub struct PostRun(Option<(SharedConst<Post>, SharedConst<Run<'static>>, usize)>);
 
 impl Load {
+    /// A part of the operand as the chain sees it, row after row, where it lies or copied to `own`.
+    ///
+    /// # Safety
+    /// `base` is the operand's buffer, which the kernel has checked against the view; `own` has room for the part.
+    unsafe fn part(&self, base: *const f32, p: &Part, columns: usize, own: *mut f32) -> *const u8 {
+        let Some((rs, cs)) = self.steps else {
+            if p.rows == 1 {
+                // SAFETY: the caller's.
+                return unsafe { self.read(base, p.row * columns + p.col, p.cols, own) };
+            }
+            for i in 0..p.rows {
+                // SAFETY: the caller's; a row of the block each.
+                unsafe {
+                    let to = own.add(i * p.cols);
+                    let from = self.read(base, (p.row + i) * columns + p.col, p.cols, to) as *const f32;
+                    if !std::ptr::eq(from, to) {
+                        std::ptr::copy_nonoverlapping(from, to, p.cols);
+                    }
+                }
+            }
+            return own as *const u8;
+        };
+        let src = base.wrapping_offset(self.offset + p.row as isize * rs + p.col as isize * cs);
+        if cs == 1 && (p.rows == 1 || rs == p.cols as isize) {
+            return src as *const u8;
+        }
+        for i in 0..p.rows {
+            let (from, to) = (src.wrapping_offset(i as isize * rs), own.wrapping_add(i * p.cols));
+            // SAFETY: the elements lie in the operand's view, which the kernel has checked against its buffer.
+            unsafe {
+                match cs {
+                    1 => std::ptr::copy_nonoverlapping(from, to, p.cols),
+                    0 => std::slice::from_raw_parts_mut(to, p.cols).fill(*from),
+                    s => (0..p.cols).for_each(|k| *to.add(k) = *from.offset(k as isize * s)),
+                }
+            }
+        }
+        own as *const u8
+    }
+
     /// Elements `at..at + n` of the operand as the chain sees it, where they lie or copied to `own`.
     ///
     /// # Safety
-    /// `base` is the operand's buffer, which the kernel has checked against the view; `own` has room for `n`.
+    /// As [`Load::part`].
     unsafe fn read(&self, base: *const f32, at: usize, n: usize, own: *mut f32) -> *const u8 {
         let (dim, stride) = self.axes.last().copied().unwrap_or((1, 0));
         let mut done = 0;
@@ -90,8 +133,35 @@ impl Load {
     }
 }
 
+/// Elements that a chain works on at a time.
+const BLOCK: usize = 768;
+
 #[repr(C, align(64))]
 struct Block([f32; BLOCK]);
+
+/// Part of the result: rows and columns of it, and where its sums are, with so many elements from row to row.
+#[derive(Clone, Copy)]
+struct Part {
+    row: usize,
+    rows: usize,
+    col: usize,
+    cols: usize,
+    c: *mut f32,
+    rs: usize,
+}
+
+impl Part {
+    /// # Safety
+    /// The part's rows are readable, and `own` has room for them.
+    unsafe fn gather(&self, own: *mut f32) {
+        for i in 0..self.rows {
+            // SAFETY: the caller's.
+            unsafe {
+                std::ptr::copy_nonoverlapping(self.c.add(i * self.rs), own.add(i * self.cols), self.cols)
+            };
+        }
+    }
+}
 
 impl Post {
     /// The chain of a call's epilogue over a result with so many columns. The op itself reads the first `own` inputs.
@@ -140,7 +210,11 @@ impl Post {
                     if l.view.range().is_some_and(|(lo, hi)| lo < 0 || hi >= size) {
                         return no("reads outside of an operand");
                     }
+                    let seen = View { shape: f.space.clone(), ..l.view.clone() };
+                    let rows = f.space.iter().product::<usize>() / columns;
+                    let steps = seen.reshape(&[rows, columns]).map(|v| (v.strides[0], v.strides[1]));
                     Step::Load(Load {
+                        steps,
                         buffer: (!product).then_some(place),
                         offset: l.view.offset,
                         axes: f.space.iter().copied().zip(l.view.strides.iter().copied()).collect(),
@@ -172,22 +246,34 @@ impl Post {
         Ok(Some(Post { steps, result: out.value as usize, columns, args }))
     }
 
-    /// Columns `col..col + n` of row `row`, whose sums are at `c`.
+    /// The chain over a part of the result.
     ///
     /// # Safety
-    /// The operands of the call are bound in `r`; `n` floats at `c` are the calling thread's own, and belong to one row.
-    unsafe fn run(&self, isa: Isa, r: &Run<'_>, row: usize, col: usize, n: usize, c: *mut f32) {
-        let mut done = 0;
-        while done < n {
-            let len = (n - done).min(BLOCK);
-            // SAFETY: the caller's.
-            unsafe { self.block(isa, r, row * self.columns + col + done, len, c.add(done)) };
-            done += len;
+    /// The operands of the call are bound in `r`; the part's elements are the calling thread's own.
+    unsafe fn run(&self, isa: Isa, r: &Run<'_>, p: Part) {
+        let cols = p.cols.min(BLOCK).max(1);
+        let rows = (BLOCK / cols).max(1);
+        for i in (0..p.rows).step_by(rows) {
+            for j in (0..p.cols).step_by(cols) {
+                let part = Part {
+                    row: p.row + i,
+                    rows: rows.min(p.rows - i),
+                    col: p.col + j,
+                    cols: cols.min(p.cols - j),
+                    // SAFETY: the caller's.
+                    c: unsafe { p.c.add(i * p.rs + j) },
+                    rs: p.rs,
+                };
+                // SAFETY: the caller's.
+                unsafe { self.block(isa, r, part) };
+            }
         }
     }
 
-    /// Elements `at..at + n` of the result.
-    unsafe fn block(&self, isa: Isa, r: &Run<'_>, at: usize, n: usize, c: *mut f32) {
+    /// A part of at most [`BLOCK`] elements.
+    unsafe fn block(&self, isa: Isa, r: &Run<'_>, p: Part) {
+        let n = p.rows * p.cols;
+        let whole = p.rows == 1 || p.rs == p.cols;
         let mut blocks: [std::mem::MaybeUninit<Block>; MOST] =
             [const { std::mem::MaybeUninit::uninit() }; MOST];
         let mut regs: [*const u8; MOST] = [std::ptr::null(); MOST];
@@ -195,12 +281,17 @@ impl Post {
             let own = blocks[k].as_mut_ptr() as *mut f32;
             regs[k] = match step {
                 Step::Load(l) => {
-                    let Some(b) = l.buffer else {
-                        regs[k] = c as *const u8;
-                        continue;
-                    };
                     // SAFETY: the caller's; a block has room for `n`.
-                    unsafe { l.read(r.bufs[b].ptr as *const f32, at, n, own) }
+                    unsafe {
+                        match l.buffer {
+                            None if whole => p.c as *const u8,
+                            None => {
+                                p.gather(own);
+                                own as *const u8
+                            }
+                            Some(b) => l.part(r.bufs[b].ptr as *const f32, &p, self.columns, own),
+                        }
+                    }
                 }
                 Step::Param(p) => {
                     let v = match p {
@@ -223,9 +314,14 @@ impl Post {
             };
         }
         let from = regs[self.result] as *const f32;
-        if !std::ptr::eq(from, c) {
-            // SAFETY: the result's block, or an operand, holds `n` floats and is not the row itself.
-            unsafe { std::ptr::copy_nonoverlapping(from, c, n) };
+        if std::ptr::eq(from, p.c) {
+            return;
+        }
+        for i in 0..p.rows {
+            // SAFETY: the result's block, or an operand, holds `n` floats and is not the part itself.
+            unsafe {
+                std::ptr::copy_nonoverlapping(from.add(i * p.cols), p.c.add(i * p.rs), p.cols);
+            }
         }
     }
 }
@@ -252,9 +348,27 @@ impl PostRun {
     /// `n` floats at `c` are the calling thread's own, and are that part of the row.
     #[inline]
     pub(crate) unsafe fn run(&self, isa: Isa, row: usize, col: usize, n: usize, c: *mut f32) {
+        // SAFETY: the caller's.
+        unsafe { self.run_rows(isa, (row, 1), (col, n), c, n) }
+    }
+
+    /// Rows and columns, each as the first and how many, whose sums are at `c` with `rs` elements from row to row.
+    ///
+    /// # Safety
+    /// As [`PostRun::run`], for every row.
+    #[inline]
+    pub(crate) unsafe fn run_rows(
+        &self,
+        isa: Isa,
+        rows: (usize, usize),
+        cols: (usize, usize),
+        c: *mut f32,
+        rs: usize,
+    ) {
         if let Some((p, r, first)) = self.0 {
+            let part = Part { row: first + rows.0, rows: rows.1, col: cols.0, cols: cols.1, c, rs };
             // SAFETY: both live, as promised to `new`; the rest is the caller's.
-            unsafe { (*p.get()).run(isa, &*r.get(), first + row, col, n, c) }
+            unsafe { (*p.get()).run(isa, &*r.get(), part) }
         }
     }
 }
@@ -267,9 +381,8 @@ pub(crate) unsafe fn run_all(post: Option<&Post>, r: &Run<'_>, rows: usize, c: *
     let Some(p) = post else { return };
     let c = SharedMut(c);
     r.team.ranges(rows, (GRAIN / p.columns).max(1), &|a, b| {
-        for row in a..b {
-            // SAFETY: the caller's; rows are disjoint.
-            unsafe { p.run(r.isa, r, row, 0, p.columns, c.get().add(row * p.columns)) };
-        }
+        let (cols, c) = (p.columns, c.get().wrapping_add(a * p.columns));
+        // SAFETY: the caller's; rows are disjoint.
+        unsafe { p.run(r.isa, r, Part { row: a, rows: b - a, col: 0, cols, c, rs: cols }) };
     });
 }
