@@ -1,6 +1,6 @@
 //! The epilogue of a product or a convolution: an element-wise chain over runs of the result that are still in the cache.
 //!
-//! The result is a matrix, row after row. The kernel calls [`PostRun::run_rows`] on a part when its sums are complete; the chain reads
+//! The result is a matrix, row after row. The kernel calls `PostRun::run_rows` on a part when its sums are complete; the chain reads
 //! them there, and its other operands where they lie, and writes its own result over them.
 
 use super::Run;
@@ -251,7 +251,7 @@ impl Post {
     /// # Safety
     /// The operands of the call are bound in `r`; the part's elements are the calling thread's own.
     unsafe fn run(&self, isa: Isa, r: &Run<'_>, p: Part) {
-        let cols = p.cols.min(BLOCK).max(1);
+        let cols = p.cols.clamp(1, BLOCK);
         let rows = (BLOCK / cols).max(1);
         for i in (0..p.rows).step_by(rows) {
             for j in (0..p.cols).step_by(cols) {
