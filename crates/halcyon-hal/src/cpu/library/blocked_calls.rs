@@ -77,8 +77,8 @@ pub(crate) fn conv(
     let name = format!("cpu.conv_blocked.{}{}", isa.name(), if packed.is_some() { ".packed" } else { "" });
     let workspace = (own + k.workspace(threads)) * size_of::<f32>();
     let kernel = CpuKernel::new(name, call, move |r| {
-        // The workspace is for as many.
-        assert!(r.team.threads() <= threads, "the kernel was made for {threads} threads");
+        // The workspace is for so many: the device has one team.
+        assert_eq!(r.team.threads(), threads, "the kernel was made for another team");
         let work = r.bufs.get(places + 1).map_or(std::ptr::null_mut(), |b| b.ptr as *mut f32);
         let x = ptr::<f32>(r, 0, &xv);
         let finish = simple.bind(r);
@@ -172,7 +172,8 @@ impl Simple {
             });
             let literal = other.and_then(|o| match o.kind {
                 InstrKind::Param(k) => match f.params[k as usize] {
-                    (DType::F32, Param::Literal(v)) => Some(v.as_f64() as f32),
+                    // (A bound that is NaN makes all values NaN, which the tiles' clamp does not.)
+                    (DType::F32, Param::Literal(v)) => Some(v.as_f64() as f32).filter(|v| !v.is_nan()),
                     _ => None,
                 },
                 _ => None,
