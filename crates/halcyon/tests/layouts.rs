@@ -267,3 +267,24 @@ fn affine_chains_that_others_read_stay() {
     n.g.output("z", z);
     assert_eq!(count(&n.plan(&o2), AFFINE), 0);
 }
+
+/// One constant seen as weights of two shapes, which lie differently when packed.
+#[test]
+fn weights_of_two_shapes_share_no_packed_form() {
+    let mut n = Net::new("two shapes");
+    let (x, z) = (n.input(&[1, 96, 6, 6]), n.input(&[1, 32, 6, 6]));
+    let w = n.weight(&[32, 96, 1, 1], 0.1);
+    let v = n.g.reshape(w, [32usize, 32, 3, 1]).unwrap();
+    let a = n.g.conv(x, w, Conv::new(2)).unwrap();
+    let b = n.g.conv(z, v, Conv::new(2)).unwrap();
+    n.g.output("a", a);
+    n.g.output("b", b);
+    // (With constant folding the second shape would be a constant of its own.)
+    for without in [&["constant folding"][..], &[]] {
+        let o2 = cpu(Level::O2, without);
+        let plan = n.plan(&o2);
+        assert_eq!((count(&plan, BLOCKED), plan.packed.len()), (2, 2), "{plan}");
+        let d = halcyon::session::difference(&n.run(&o2), &n.run(&cpu(Level::O0, &[])));
+        assert!(d < 1e-5, "{d}");
+    }
+}

@@ -4,6 +4,14 @@ use super::*;
 use crate::data::ConstData;
 use crate::passes::blocked::BLOCKED_CONV;
 
+/// A kernel that reads a constant packed.
+struct PackedCall {
+    kernel: Arc<dyn LibraryKernel>,
+    constant: ConstData,
+    /// Inputs that it wants dense.
+    dense: Vec<usize>,
+}
+
 fn reads_packed(kernel: &Arc<dyn LibraryKernel>, input: usize) -> bool {
     kernel.packing().is_some_and(|p| p.input == input)
 }
@@ -55,11 +63,12 @@ impl Lowerer<'_> {
                 .placement(*x)
                 .ok_or_else(|| Error::internal(format!("operand of {} has no buffer", node.op.name())))?;
             let dtype = self.g.dtype(*x);
-            if let Some((kernel, c)) = packed.as_ref().filter(|(kernel, _)| reads_packed(kernel, k)) {
-                let bytes = kernel.packing().map_or(0, |p| p.bytes);
-                bufs.push(self.packed_buffer(kernel, c, bytes));
+            let must_copy = !p.view.is_dense() && packed.as_ref().is_some_and(|c| c.dense.contains(&k));
+            if let Some(chosen) = packed.as_ref().filter(|p| reads_packed(&p.kernel, k)) {
+                let bytes = chosen.kernel.packing().map_or(0, |p| p.bytes);
+                bufs.push(self.packed_buffer(&chosen.kernel, &chosen.constant, bytes));
                 ops.push(Operand { dtype, view: p.view });
-            } else if p.view.mask.is_some() {
+            } else if p.view.mask.is_some() || must_copy {
                 bufs.push(self.copy(*x, &p)?);
                 ops.push(Operand { dtype, view: View::dense(&p.view.shape) });
             } else {
@@ -74,7 +83,7 @@ impl Lowerer<'_> {
             return self.custom(id, c.clone(), bufs, ops, output);
         }
         let mut chosen = match packed {
-            Some((kernel, _)) => Ok(Chosen::Library(kernel)),
+            Some(p) => Ok(Chosen::Library(p.kernel)),
             None => select(self.target, &node.op, &ops, std::slice::from_ref(&output), precision, in_place),
         };
         if let Err(d) = &chosen
@@ -182,12 +191,7 @@ impl Lowerer<'_> {
     }
 
     /// The device's kernel for an op with a constant in a layout of the kernel's own, if it has one, and the constant.
-    fn packed(
-        &self,
-        op: &Op,
-        inputs: &[NodeId],
-        id: NodeId,
-    ) -> Result<Option<(Arc<dyn LibraryKernel>, ConstData)>> {
+    fn packed(&self, op: &Op, inputs: &[NodeId], id: NodeId) -> Result<Option<PackedCall>> {
         if !may_pack(op) || !self.options.passes.does(PACKED) {
             return Ok(None);
         }
@@ -208,10 +212,22 @@ impl Lowerer<'_> {
                 packed: Some(k),
                 ..LibraryCall::new(Work::Op(op), &operands, &output)
             };
-            if let Ok(kernel) = self.target.library(&call)
+            let mut dense = vec![];
+            let mut found = self.target.library(&call);
+            if let Err(d) = &found
+                && !d.dense.is_empty()
+                && d.dense.iter().all(|i| *i != k && *i < operands.len())
+            {
+                // Others are copied first, as without packing.
+                dense = d.dense.clone();
+                let mut operands = operands.clone();
+                dense.iter().for_each(|i| operands[*i].view = View::dense(&operands[*i].view.shape.clone()));
+                found = self.target.library(&LibraryCall { inputs: &operands, ..call });
+            }
+            if let Ok(kernel) = found
                 && reads_packed(&kernel, k)
             {
-                return Ok(Some((kernel, c.clone())));
+                return Ok(Some(PackedCall { kernel, constant: c.clone(), dense }));
             }
         }
         Ok(None)

@@ -1,7 +1,7 @@
 //! Convolution over channels in blocks of one vector: images as `[N, C / B, H, W, B]`.
 //!
-//! A register tile holds up to fourteen pixels of a row (as many as registers allow) by two blocks of output channels. Its sums run over blocks of input
-//! channels, taps and channels of a block, in that order; each step reads a vector of weights for each block of outputs and one
+//! A register tile holds up to fourteen pixels of a row (as many as registers allow) by two blocks of output channels. Its sums run
+//! over blocks of input channels, taps and channels of a block, in that order; each step reads a vector of weights for each block of outputs and one
 //! input value for each pixel, which all lie close together, so nothing is gathered or packed on the way. Weights lie in the same
 //! order as the sums, `[O / B, C / groups / b, KH, KW, b, B]`. An input whose channels come one by one (`b` = 1, `[N, C, H, W]`: the
 //! first layer's) is read in place; padding is a copy of the part of the image that a job reads, with zeros around it.

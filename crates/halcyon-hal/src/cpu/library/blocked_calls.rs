@@ -100,7 +100,8 @@ pub(crate) fn conv(
         return Ok(kernel);
     }
     let offset = w.view.offset;
-    let key = format!("conv_blocked {} {b} {} {offset}", lanes(isa), o.groups);
+    // The sizes belong to it: one constant may be seen as weights of several shapes.
+    let key = format!("conv_blocked {} {b} {} {ws:?} {offset}", lanes(isa), o.groups);
     Ok(kernel.with_packed(1, k.weights(), key, move |team, from, to| {
         // SAFETY: `CpuKernel::pack` has checked that the weights lie in the constant, and the room.
         unsafe { k.pack(team, (from as *const f32).wrapping_offset(offset), to as *mut f32) }
