@@ -26,7 +26,7 @@ def timed(run):
 
 
 def model_of(item):
-    """`model.resnet50.8` -> (path, [8]); `model.minilm.32x128` -> (path, [32, 128]). The folder is HALCYON_PEER_MODELS."""
+    """`model.resnet50.8` or `model16.resnet50.8` -> (path, [8]); `model.minilm.32x128` -> (path, [32, 128]). The folder is HALCYON_PEER_MODELS."""
     _, name, size = item.split(".")
     path = os.path.join(os.environ["HALCYON_PEER_MODELS"], name + ".onnx")
     return (path, [int(n) for n in size.split("x")]) if os.path.exists(path) else None
@@ -113,6 +113,8 @@ class OnnxRuntime:
             feeds = feeds_of(np, inputs, found[1])
             return (lambda: session.run(None, feeds)), None
         kind, size = parse(item)
+        if kind == "igemm":
+            return self.bytes(np, size[0])
         value = helper.make_tensor_value_info
         node = helper.make_node
         if kind == "gemm":
@@ -146,6 +148,28 @@ class OnnxRuntime:
         binding.bind_ortvalue_output("y", y)
         return (lambda: session.run_with_iobinding(binding)), None
 
+    def bytes(self, np, n):
+        """MatMulInteger of unsigned bytes and a weight of signed ones, without zero points."""
+        from onnx import TensorProto, helper, numpy_helper
+
+        rng = np.random.default_rng(0)
+        a, b = rng.integers(0, 256, (n, n), np.uint8), rng.integers(-128, 128, (n, n), np.int8)
+        value = helper.make_tensor_value_info
+        graph = helper.make_graph(
+            [helper.make_node("MatMulInteger", ["x", "b"], ["y"])], "item",
+            [value("x", TensorProto.UINT8, [n, n])], [value("y", TensorProto.INT32, [n, n])],
+            [numpy_helper.from_array(b, "b")],
+        )
+        model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)])
+        model.ir_version = 8
+        session = self.session(model.SerializeToString())
+        x = self.ort.OrtValue.ortvalue_from_numpy(a)
+        y = self.ort.OrtValue.ortvalue_from_numpy(np.empty((n, n), np.int32))
+        binding = session.io_binding()
+        binding.bind_ortvalue_input("x", x)
+        binding.bind_ortvalue_output("y", y)
+        return (lambda: session.run_with_iobinding(binding)), None
+
     def start(self, model, source):
         import numpy as np
 
@@ -165,6 +189,8 @@ class OpenVino:
     def prepare(self, item):
         import numpy as np
 
+        if item.startswith("gemm16."):
+            return self.product(np, parse(item)[1][0])
         if not item.startswith(("model.", "model16.")):
             return None
         found = model_of(item)
@@ -187,6 +213,26 @@ class OpenVino:
         request = core.compile_model(model, "CPU", options).create_infer_request()
         return (lambda: request.infer(feeds)), None
 
+    def product(self, np, n):
+        """bf16 by a weight into bf16."""
+        from openvino import opset13 as ops
+
+        bf16 = self.ov.Type.bf16
+        x = ops.parameter([n, n], bf16)
+        y = ops.matmul(ops.convert(x, "f32"), ops.constant(matrix(np, n, n)), False, False)
+        options = {
+            "INFERENCE_NUM_THREADS": self.threads,
+            "INFERENCE_PRECISION_HINT": "bf16",
+            "PERFORMANCE_HINT": "LATENCY",
+        }
+        model = self.ov.Model([ops.convert(y, "bf16")], [x])
+        request = self.ov.Core().compile_model(model, "CPU", options).create_infer_request()
+        a = self.ov.Tensor(bf16, [n, n])
+        a.data.view(np.uint16)[:] = (matrix(np, n, n).view(np.uint32) >> 16).astype(np.uint16)
+        request.set_input_tensor(a)
+        # (What it returns is a view of memory that stays.)
+        return (lambda: request.infer()), None
+
 
 class Torch:
     def __init__(self, threads):
@@ -201,6 +247,15 @@ class Torch:
     def prepare(self, item):
         torch = self.torch
         kind, size = parse(item)
+        if kind in ("gemm16", "gemv16"):
+            a = torch.randn(size[0], size[-1]).bfloat16()
+            b = torch.randn(*([size[0]] * 2 if kind == "gemm16" else [size[1]])).bfloat16()
+            out = torch.empty(*([size[0]] * 2 if kind == "gemm16" else [size[0]]), dtype=torch.bfloat16)
+            product = torch.mm if kind == "gemm16" else torch.mv
+            return (lambda: product(a, b, out=out)), None
+        if kind == "igemm":
+            a, b = (torch.randint(-128, 128, (size[0], size[0]), dtype=torch.int8) for _ in range(2))
+            return (lambda: torch._int_mm(a, b)), None
         if kind == "gemm":
             a, b = torch.randn(size[0], size[0]), torch.randn(size[0], size[0])
             out = torch.empty_like(a)

@@ -12,15 +12,18 @@
 //! 3. An item it does not have is answered `{"unsupported": "reason"}`.
 //! 4. The end of its input ends the child.
 //!
-//! Items, all float32:
+//! Items, float32 unless said otherwise:
 //! - `gemm.N`: `C = A B`, all N x N. B is a weight and may be packed beforehand, A is not.
+//! - `gemm16.N`, `gemv16.RxC`: the same with factors and result in bfloat16, and sums in float32.
+//! - `igemm.N`: the same with A of unsigned or signed and B of signed bytes, and 32-bit integers as the result.
 //! - `gemv.RxC`: `y = A x` with A of R x C.
 //! - `chain.RxC`: `y = silu(x) * w + b` with x of R x C, and w and b of length C broadcast over rows.
 //! - `softmax.RxC`, `layernorm.RxC`: over the rows of R x C, the second with scale and shift; `silu.N`: N values.
 //! - `attention.HxLxD`, `causal.HxLxD`: softmax(Q K' / sqrt(D)) V of H heads with L queries and keys.
 //! - `model.NAME.SIZES`: a model of `xtask/scripts/peer_models.py` for these open sizes, from arrays to arrays.
-//! - `ceiling.fma`, `ceiling.read`, `ceiling.copy`: the machine's own limits with N threads: fused multiply-adds in registers
-//!   (work in FLOP), reading memory far larger than the caches (bytes), copying it (bytes read plus written). Their answers also carry
+//! - `model16.NAME.SIZES`: the same where products and convolutions may be in bfloat16 (mixed precision).
+//! - `ceiling.fma`, `ceiling.bf16`, `ceiling.int8`, `ceiling.read`, `ceiling.copy`: the machine's own limits with N threads: multiply-adds in
+//!   registers of float32, bfloat16 and bytes (work in operations, two to a multiply-add), reading memory far larger than the caches (bytes), copying it (bytes read plus written). Their answers also carry
 //!   `"work": W`, the amount done in `seconds`.
 //!
 //! `start` is no request: we start a process that classifies one image and exits, and take the wall time. Ours is
@@ -29,6 +32,8 @@
 //!
 //! The sides take turns within each round, in an order that rotates, with a pause so that one side's spinning threads do not run into the next
 //! one's turn. Reported are medians, the median of the rounds' ratios, and ours as a share of the best ceiling any side has shown.
+//! A run over all items writes them into `docs/performance.md`, between its markers (`performance.rs`), unless `--no-write` is given.
+//! torch takes part where it can be imported; `--with torch` installs it.
 
 use crate::Failure;
 use crate::machine::{Requirements, Venv};
@@ -48,6 +53,10 @@ const PAUSE: Duration = Duration::from_millis(60);
 enum Work {
     /// Floating-point operations against `ceiling.fma`.
     Flops(f64),
+    /// The same with bfloat16 factors, against `ceiling.bf16`.
+    Bf16(f64),
+    /// Operations on bytes against `ceiling.int8`.
+    Int8(f64),
     /// Bytes against `ceiling.read`.
     Read(f64),
     /// Bytes read and written against `ceiling.copy`.
@@ -63,8 +72,13 @@ const ITEMS: &[(&str, Work)] = &[
     ("gemm.1024", Work::Flops(2.0 * 1024.0 * 1024.0 * 1024.0)),
     ("gemm.2048", Work::Flops(2.0 * 2048.0 * 2048.0 * 2048.0)),
     ("gemm.4096", Work::Flops(2.0 * 4096.0 * 4096.0 * 4096.0)),
+    ("gemm16.1024", Work::Bf16(2.0 * 1024.0 * 1024.0 * 1024.0)),
+    ("gemm16.2048", Work::Bf16(2.0 * 2048.0 * 2048.0 * 2048.0)),
+    ("igemm.1024", Work::Int8(2.0 * 1024.0 * 1024.0 * 1024.0)),
+    ("igemm.2048", Work::Int8(2.0 * 2048.0 * 2048.0 * 2048.0)),
     ("gemv.4096x4096", Work::Read(4.0 * 4096.0 * 4096.0)),
     ("gemv.14336x4096", Work::Read(4.0 * 14336.0 * 4096.0)),
+    ("gemv16.4096x4096", Work::Read(2.0 * 4096.0 * 4096.0)),
     ("chain.4096x4096", Work::Copy(8.0 * 4096.0 * 4096.0)),
     ("softmax.4096x4096", Work::Copy(8.0 * 4096.0 * 4096.0)),
     ("layernorm.4096x4096", Work::Copy(8.0 * 4096.0 * 4096.0)),
@@ -75,6 +89,10 @@ const ITEMS: &[(&str, Work)] = &[
     ("model.resnet50.8", Work::Run),
     ("model.minilm.1x128", Work::Run),
     ("model.minilm.32x128", Work::Run),
+    ("model16.resnet50.1", Work::Run),
+    ("model16.resnet50.8", Work::Run),
+    ("model16.minilm.1x128", Work::Run),
+    ("model16.minilm.32x128", Work::Run),
     ("start", Work::Start),
 ];
 
@@ -82,6 +100,8 @@ impl Work {
     fn ceiling(self) -> Option<&'static str> {
         match self {
             Work::Flops(_) => Some("ceiling.fma"),
+            Work::Bf16(_) => Some("ceiling.bf16"),
+            Work::Int8(_) => Some("ceiling.int8"),
             Work::Read(_) => Some("ceiling.read"),
             Work::Copy(_) => Some("ceiling.copy"),
             Work::Run | Work::Start => None,
@@ -91,14 +111,17 @@ impl Work {
     /// Giga-operations or gigabytes per second.
     fn rate(self, seconds: f64) -> Option<f64> {
         match self {
-            Work::Flops(n) | Work::Read(n) | Work::Copy(n) => Some(n / seconds / 1e9),
+            Work::Flops(n) | Work::Bf16(n) | Work::Int8(n) | Work::Read(n) | Work::Copy(n) => {
+                Some(n / seconds / 1e9)
+            }
             Work::Run | Work::Start => None,
         }
     }
 
     fn unit(self) -> &'static str {
         match self {
-            Work::Flops(_) => "GFLOP/s",
+            Work::Flops(_) | Work::Bf16(_) => "GFLOP/s",
+            Work::Int8(_) => "GOP/s",
             Work::Read(_) | Work::Copy(_) => "GB/s",
             Work::Run | Work::Start => "",
         }
@@ -191,14 +214,19 @@ struct Options {
     threads: usize,
     only: Vec<String>,
     torch: bool,
+    write: bool,
 }
 
 impl Options {
     fn parse(args: &[&str]) -> Result<Options, Failure> {
         let cores = std::thread::available_parallelism().map_or(1, usize::from);
-        let mut options = Options { rounds: 15, threads: cores, only: Vec::new(), torch: false };
+        let mut options = Options { rounds: 15, threads: cores, only: Vec::new(), torch: false, write: true };
         let mut args = args.iter();
         while let Some(flag) = args.next() {
+            if *flag == "--no-write" {
+                options.write = false;
+                continue;
+            }
             let value = || Failure::Usage(format!("{flag} needs a value that fits"));
             let next = args.next().ok_or_else(value)?;
             match *flag {
@@ -246,13 +274,15 @@ pub fn peers(args: &[&str]) -> Result<bool, Failure> {
         ]))?;
 
     let models = crate::target_dir().join("peer-models");
-    if options.wants("model.") && !models.join("minilm.onnx").exists() {
+    if (options.wants("model.") || options.wants("model16.")) && !models.join("minilm.onnx").exists() {
         println!("making the models");
         run(Command::new(venv.python())
             .arg(crate::root().join("xtask/scripts/peer_models.py"))
             .arg(&models))?;
     }
-    let mut sides = spawn_sides(&options, &venv, &models)?;
+    let torch =
+        options.torch || crate::machine::quiet(Command::new(venv.python()).args(["-c", "import torch"]));
+    let mut sides = spawn_sides(&options, &venv, &models, torch)?;
     let names: Vec<String> = sides.iter().map(|side| side.name.clone()).collect();
     println!("{} threads, {} rounds, interleaved: {}", options.threads, options.rounds, names.join(" | "));
 
@@ -268,11 +298,20 @@ pub fn peers(args: &[&str]) -> Result<bool, Failure> {
     let path = crate::target_dir().join("bench-peers.json");
     std::fs::write(&path, format!("{record:#}\n")).map_err(|e| format!("{}: {e}", path.display()))?;
     println!("written to {}", path.display());
+    match (options.write, options.only.is_empty()) {
+        (true, true) => {
+            let page = crate::root().join("docs/performance.md");
+            crate::performance::write(&page, &record)?;
+            println!("written to {}", page.display());
+        }
+        (true, false) => println!("docs/performance.md holds whole runs only, so it stays as it is"),
+        _ => {}
+    }
     Ok(true)
 }
 
 /// Ours first, then the peers.
-fn spawn_sides(options: &Options, venv: &Venv, models: &Path) -> Result<Vec<Side>, String> {
+fn spawn_sides(options: &Options, venv: &Venv, models: &Path, torch: bool) -> Result<Vec<Side>, String> {
     let threads = options.threads.to_string();
     let release = crate::target_dir().join("release");
     let (model, image, array) = start_input(venv)?;
@@ -291,7 +330,7 @@ fn spawn_sides(options: &Options, venv: &Venv, models: &Path) -> Result<Vec<Side
     .into();
     let mut sides = vec![Side::spawn(ours, Some(start))?];
     let script = crate::root().join("xtask/scripts/peers.py");
-    let engines = ["onnxruntime", "openvino", "numpy"].into_iter().chain(options.torch.then_some("torch"));
+    let engines = ["onnxruntime", "openvino", "numpy"].into_iter().chain(torch.then_some("torch"));
     for engine in engines {
         let args: Vec<PathBuf> =
             [script.clone(), "--engine".into(), engine.into(), "--threads".into(), threads.clone().into()]
@@ -331,7 +370,7 @@ type Ceilings = Vec<(&'static str, f64, String)>;
 
 fn measure_ceilings(sides: &mut [Side], items: &[&(&str, Work)]) -> Result<Ceilings, String> {
     let mut ceilings: Ceilings = Vec::new();
-    for name in ["ceiling.fma", "ceiling.read", "ceiling.copy"] {
+    for name in ["ceiling.fma", "ceiling.bf16", "ceiling.int8", "ceiling.read", "ceiling.copy"] {
         if !items.iter().any(|(_, work)| work.ceiling() == Some(name)) {
             continue;
         }
@@ -411,7 +450,7 @@ fn report_item(item: &str, work: Work, names: &[String], rounds: &[Vec<f64>], ce
             "ours_times_as_fast": ratio, "seconds": times}),
         );
     }
-    json!({"item": item, "sides": sides})
+    json!({"item": item, "unit": work.unit(), "sides": sides})
 }
 
 /// The middle value; the mean of the middle two for an even count.
@@ -437,6 +476,10 @@ mod tests {
         assert!(Options::parse(&["--rounds", "0"]).is_err());
         assert!(Options::parse(&["--only", "nothing"]).is_err());
         assert!(Options::parse(&["--only"]).is_err());
+        assert!(
+            Options::parse(&["--no-write"]).is_ok_and(|o| !o.write)
+                && Options::parse(&[]).is_ok_and(|o| o.write)
+        );
         assert_eq!(Options::parse(&["--only", "gemm", "--rounds", "3"]).map(|o| o.rounds).ok(), Some(3));
     }
 }

@@ -38,6 +38,12 @@ pub const LANES: &[Lane] = &[
         present: || library("libvulkan.so.1") && has_file("/usr/share/vulkan/icd.d", ".json"),
     },
     Lane {
+        name: "lane-qemu",
+        purpose: "the CPU's kernels on NEON",
+        packages: &["qemu-user"],
+        present: || quiet(Command::new("qemu-aarch64").arg("--version")),
+    },
+    Lane {
         name: "lane-hiprtc",
         purpose: "compiling the HIP dialect without a GPU",
         packages: &["libamdhip64-5", "libhiprtc-builtins5", "rocm-device-libs"],

@@ -5,7 +5,9 @@ mod bench;
 mod docs;
 mod fuzz;
 mod machine;
+mod performance;
 mod report;
+mod start;
 mod test;
 mod testdata;
 
@@ -29,8 +31,10 @@ Usage: cargo xtask <command>
   fuzz [TARGET]... [--minutes N] [--list]
       Run the fuzz targets, each for N minutes (1); installs cargo-fuzz where it is missing. docs/fuzzing.md explains it.
 
-  bench peers [--rounds N] [--only ITEM]... [--with torch] [--threads N]
+  bench peers [--rounds N] [--only ITEM]... [--with torch] [--threads N] [--no-write]
       Measure against the peers, interleaved, in one run.
+  bench start [--rounds N] [--json]
+      Time from the start of `halcyon run` to its answer, with and without packed weights on disk; exit code 1 above a bound.
 ";
 
 fn main() -> ExitCode {
@@ -42,7 +46,8 @@ fn main() -> ExitCode {
         Some((&"fuzz", rest)) => fuzz::all(rest),
         Some((&"bench", rest)) => match rest.split_first() {
             Some((&"peers", rest)) => bench::peers(rest),
-            _ => Err(Failure::Usage("bench has one form: `bench peers`".into())),
+            Some((&"start", rest)) => start::main(rest),
+            _ => Err(Failure::Usage("bench has two forms: `bench peers` and `bench start`".into())),
         },
         Some((&("help" | "-h" | "--help"), _)) => {
             print!("{USAGE}");

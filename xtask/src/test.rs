@@ -48,8 +48,10 @@ const STEPS: &[Step] = &[
     Step { name: "doc", fast: false, work: doc },
     Step { name: "platforms", fast: false, work: platforms },
     Step { name: "asan", fast: false, work: asan },
+    Step { name: "neon", fast: false, work: neon },
     Step { name: "readme", fast: false, work: readme },
     Step { name: "checks", fast: false, work: checks },
+    Step { name: "receipts", fast: false, work: receipts },
 ];
 
 struct Context {
@@ -261,6 +263,41 @@ fn asan(context: &Context) -> Outcome {
     cargo_tests(&mut command)
 }
 
+/// The CPU kernels' tests on aarch64, whose baseline is NEON, in an emulator. The target is the one that needs no compiler and no C library of that
+/// platform: the toolchain brings its linker and a C library to link statically.
+fn neon(context: &Context) -> Outcome {
+    let target = "aarch64-unknown-linux-musl";
+    if !machine::lane_present("lane-qemu") {
+        return context.missing("qemu-aarch64 is not there".into());
+    }
+    if let Err(why) = machine::rust_target(target, context.install) {
+        return context.missing(why);
+    }
+    // A dependency asks for libdl, which that C library has no file of: its functions are in libc.
+    let empty = crate::target_dir().join("neon").join("empty");
+    let made =
+        std::fs::create_dir_all(&empty).and_then(|()| std::fs::write(empty.join("libdl.a"), b"!<arch>\n"));
+    if let Err(e) = made {
+        return Outcome::Failed(format!("{}: {e}", empty.display()));
+    }
+    let mut command = context.cargo();
+    let of_target = |name: &str| format!("CARGO_TARGET_{}_{name}", target.to_uppercase().replace('-', "_"));
+    command.env(of_target("LINKER"), "rust-lld").env(of_target("RUNNER"), "qemu-aarch64");
+    command.env(of_target("RUSTFLAGS"), format!("-L native={}", empty.display())).env_remove("RUSTFLAGS");
+    // Optimised: an emulator is slow enough.
+    command
+        .env("CARGO_PROFILE_DEV_OPT_LEVEL", "2")
+        .env("CARGO_PROFILE_DEV_DEBUG", "0")
+        .env("HALCYON_EMULATED", "1");
+    command.args(["test", "-p", "halcyon-hal", "--lib", "--target", target, "--target-dir"]);
+    command.arg(crate::target_dir().join("neon")).args(["--", "cpu::"]);
+    // Times and bandwidths of an emulator say nothing.
+    for test in ["cpu::peak::", "cpu::team::tests::a_job_is_handed_over"] {
+        command.args(["--skip", test]);
+    }
+    cargo_tests(&mut command)
+}
+
 /// README's first command, on this checkout: it must print the digit that the sample image shows. It runs as written, then
 /// with the classes' names, whose first must be the right one.
 fn readme(context: &Context) -> Outcome {
@@ -332,6 +369,64 @@ fn checks(context: &Context) -> Outcome {
         total.add(counts);
     }
     Outcome::Tests(total, if bad.is_empty() { String::new() } else { format!("failed: {}", bad.join(", ")) })
+}
+
+/// What ResNet-50 gains by a transformation, at the least, on one thread: large gains, far from what others on the machine do to times.
+const GAINS: &[(&str, f64)] = &[("blocked layouts", 1.15), ("packed constants", 1.15)];
+
+/// The receipts of ResNet-50, measured twice: within 15 % of each other, with what does not depend on time equal, and the large gains
+/// lost without their transformation.
+fn receipts(context: &Context) -> Outcome {
+    let model = testdata::dir().join("models/random/light_resnet50/model.onnx");
+    if !model.is_file() {
+        return context.missing(format!("{} is not there", model.display()));
+    }
+    if let Err(why) = run(context.cargo().args(["build", "--release", "-p", "halcyon-cli"])) {
+        return Outcome::Failed(why);
+    }
+    let binary =
+        crate::target_dir().join("release").join(if cfg!(windows) { "halcyon.exe" } else { "halcyon" });
+    let (first, dir) = (crate::target_dir().join("receipts.json"), crate::root());
+    let measure = |more: &[&str]| -> Result<(bool, serde_json::Value), String> {
+        let mut c = Command::new(&binary);
+        c.current_dir(&dir).args(["bench", "receipts"]).arg(&model).args(["--input", "random:1x3x224x224"]);
+        c.args(["--backend", "cpu", "--threads", "1", "--repeat", "7", "--json"]).args(more);
+        context.tell(&mut c);
+        let out = c.output().map_err(|e| format!("{}: {e}", binary.display()))?;
+        let v = serde_json::from_slice::<serde_json::Value>(&out.stdout);
+        Ok((out.status.success(), v.map_err(|e| format!("bench receipts: {e}"))?))
+    };
+    let work = || -> Result<String, String> {
+        let mut why = String::new();
+        let keep = |v: &serde_json::Value| {
+            std::fs::write(&first, v.to_string()).map_err(|e| format!("{}: {e}", first.display()))
+        };
+        keep(&measure(&[])?.1)?;
+        // Of times, others on the machine may spoil some.
+        for _ in 0..3 {
+            let (same, v) = measure(&["--compare", &first.to_string_lossy(), "--within", "15"])?;
+            let compared = v["compare"]["receipts"].as_array().cloned().unwrap_or_default();
+            if let Some(r) = compared.iter().find(|r| r["differs"] != serde_json::json!([])) {
+                return Err(format!("not the same in a second run: {r}"));
+            }
+            let of = |name: &str| {
+                v["rows"].as_array()?.iter().find(|r| r["name"] == name)?["gain"]["median"].as_f64()
+            };
+            let small = GAINS.iter().find(|(name, least)| of(name).is_none_or(|g| g < *least));
+            let ratios = || compared.iter().filter_map(|r| r["gain_ratio"].as_f64());
+            let (low, high) = ratios().fold((1.0, 1.0), |(l, h): (f64, f64), q| (l.min(q), h.max(q)));
+            match small {
+                None if same && !compared.is_empty() => {
+                    return Ok(format!("gains in a second run {low:.2} to {high:.2} of the first"));
+                }
+                None => why = format!("gains in a second run {low:.2} to {high:.2} of the first"),
+                Some((name, least)) => why = format!("{name} gains {:?}, not {least}", of(name)),
+            }
+            keep(&v)?;
+        }
+        Err(why)
+    };
+    context.outcome(work())
 }
 
 #[cfg(test)]

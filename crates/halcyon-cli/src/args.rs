@@ -2,7 +2,7 @@
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use halcyon::ir::passes;
-use halcyon::{Backend, BackendType, Error, Level, Result};
+use halcyon::{AmpPolicy, Backend, BackendType, Error, Level, Result};
 use halcyon_formats::onnx::export::ExportOptions;
 use std::path::PathBuf;
 
@@ -16,7 +16,7 @@ pub struct Cli {
 const TOP: &str = "\
 Exit codes: 0 done, 1 error, 2 usage, 3 not supported, 4 backend not available, 5 out of memory.
 Environment: HALCYON_LOG=info prints log lines to stderr. HALCYON_CACHE=off keeps nothing on disk between runs, programs
-keeps no packed weights, packed keeps them even where packing again is faster.
+keeps no packed weights, packed keeps them even where packing again is faster. HALCYON_PRECISION is the default of --precision.
 
 Examples:
   halcyon run models/digits.onnx --input models/digit-7.png --top-k 3
@@ -60,6 +60,10 @@ pub struct BackendArgs {
     /// How far the optimiser may go: O0 (none, debug), O1 (conservative) or O2 (balanced)
     #[arg(long, value_name = "LEVEL", default_value = "O2")]
     pub level: String,
+    /// Type of products and convolutions, at O2: f32 (the model's types), or bf16 for the parts of an f32 model that bear it (mixed
+    /// precision; inputs and outputs keep their types)
+    #[arg(long, value_name = "TYPE")]
+    pub precision: Option<String>,
     /// Threads of the CPU device
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
@@ -80,6 +84,10 @@ impl BackendArgs {
         self.level.parse()
     }
 
+    fn precision(&self) -> Result<Option<AmpPolicy>> {
+        self.precision.as_deref().map(str::parse).transpose()
+    }
+
     /// Opens the device.
     pub fn open(&self, profile: bool) -> Result<Backend> {
         self.open_at(self.level()?, None, profile)
@@ -94,6 +102,9 @@ impl BackendArgs {
         if let Some(n) = self.threads {
             b = b.num_threads(n);
         }
+        if let Some(p) = self.precision()? {
+            b = b.amp(p);
+        }
         if let Some(s) = &self.memory_limit {
             b = b.memory_limit(bytes(s)?);
         }
@@ -107,6 +118,7 @@ impl BackendArgs {
     pub fn check(&self) -> Result<()> {
         self.kind()?;
         self.level()?;
+        self.precision()?;
         self.memory_limit.as_deref().map(bytes).transpose()?;
         self.without.iter().try_for_each(|n| transformation(n).map(drop))
     }
@@ -284,6 +296,8 @@ pub enum Bench {
     Ops(BenchOpsArgs),
     /// A model end to end, and where its time goes
     Model(BenchModelArgs),
+    /// What each transformation of a model's plan gains: the plan beside the one made without it
+    Receipts(BenchReceiptsArgs),
 }
 
 #[derive(Args, Debug)]
@@ -384,6 +398,40 @@ Examples:
   halcyon bench model model.onnx --compare before.json";
 
 #[derive(Args, Debug)]
+#[command(after_help = BENCH_RECEIPTS)]
+pub struct BenchReceiptsArgs {
+    /// ONNX model; external data is looked for beside it
+    pub model: PathBuf,
+    #[command(flatten)]
+    pub input: InputArgs,
+    #[command(flatten)]
+    pub backend: BackendArgs,
+    /// Pairs of bursts for each transformation, one with it and one without
+    #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
+    pub repeat: u32,
+    /// A report of this command (--json) to compare with
+    #[arg(long, value_name = "FILE")]
+    pub compare: Option<PathBuf>,
+    /// Exit code 1 if a gain is another than in that report by more than so many percent, or if what does not depend on time is
+    #[arg(long, value_name = "PERCENT", requires = "compare")]
+    pub within: Option<f64>,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const BENCH_RECEIPTS: &str = "\
+Gain is the time without a transformation over the time with it: the median of pairs of bursts that follow each other at once, with
+the middle half of the pairs over the median as its spread. Beside it stands what the plan alone tells, with it -> without it, and is
+the same each time: steps (launches), generated kernels, intermediate buffers, bytes of scratch and of packed constants, FLOPs, bytes
+moved by the steps. Inputs that are not given are filled as by `random`, symbolic sizes with 1.
+
+Examples:
+  halcyon bench receipts models/digits.onnx
+  halcyon bench receipts model.onnx --level O2 --threads 2 --json > first.json
+  halcyon bench receipts model.onnx --level O2 --threads 2 --compare first.json --within 15";
+
+#[derive(Args, Debug)]
 #[command(after_help = INSPECT)]
 pub struct InspectArgs {
     /// ONNX model; or a file of tensors (safetensors, .npz, .npy, ONNX .pb)
@@ -398,6 +446,9 @@ pub struct InspectArgs {
     /// Level the plans are made at: O0, O1 or O2
     #[arg(long, value_name = "LEVEL", default_value = "O2")]
     pub level: String,
+    /// Type of products and convolutions at O2: f32 or bf16
+    #[arg(long, value_name = "TYPE")]
+    pub precision: Option<String>,
     /// How many of the largest tensors to list
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub top: usize,

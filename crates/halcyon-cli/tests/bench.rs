@@ -252,3 +252,60 @@ fn a_model_in_stages_has_times_of_whole_runs() {
     bench(&[&args[..], &["--picture", text(&picture)]].concat()).fails(3, &["a picture", "no single graph"]);
     assert!(!picture.exists());
 }
+
+#[test]
+fn receipts_tell_what_each_transformation_gains_and_measure_the_same_again() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let file = dir.path().join("first.json");
+    let args = ["receipts", DIGITS, "--backend", "cpu", "--threads", "1", "--repeat", "11"];
+    let run = |more: &[&str]| bench(&[&args[..], more].concat());
+    let keep = |v: &Value| std::fs::write(&file, v.to_string()).expect("written");
+    let first = run(&["--json"]).ok().json();
+    let all = row(&first, "everything on");
+    let rows: Vec<&Value> = first["rows"].as_array().expect("rows").iter().skip(1).collect();
+    ordered(&all["time_ms"], 11 * rows.len() as u64);
+    for r in &rows {
+        ordered(&r["gain"], 11);
+        ordered(&r["time_ms"], 11);
+        assert!(r["applied"].as_u64() > Some(0), "{r}");
+        assert!(number(&r["error"]) < 1e-5 && number(&all["error"]) < 1e-5, "{r}");
+    }
+    // What the plan tells: launches that fusion and epilogues save, and weights that are packed once.
+    let plan = |name: &str, what: &str| row(&first, name)["plan"][what].as_u64().expect("a count");
+    for name in ["fusion", "epilogues", "whole composites"] {
+        assert!(plan(name, "steps") > plan("everything on", "steps"), "{name}: {first:#}");
+        assert!(plan(name, "intermediates") > plan("everything on", "intermediates"), "{name}: {first:#}");
+    }
+    assert!(plan("packed constants", "packed") == 0 && plan("everything on", "packed") > 0);
+
+    // Again: what does not depend on time is the same in every run. Times of microseconds are anybody's guess on a busy machine: those of a
+    // larger model are held by `cargo xtask test --only receipts`.
+    keep(&first);
+    let d = run(&["--json", "--compare", text(&file), "--within", "15"]);
+    let v = d.json();
+    let c = v["compare"]["receipts"].as_array().expect("a list");
+    assert_eq!(c.len(), rows.len() + 1);
+    assert!(c.iter().all(|r| r["differs"] == json!([])), "{c:?}");
+    let bad = c.iter().filter(|r| r["not_within"] == true).count();
+    assert_eq!(d.code, i32::from(bad > 0), "{d:?}");
+
+    // A transformation that is off has no receipt, and its gain is gone.
+    let off = run(&["--json", "--without", "epilogues"]).ok().json();
+    let names =
+        |v: &Value| v["rows"].as_array().expect("rows").iter().map(|r| r["name"].clone()).collect::<Vec<_>>();
+    assert!(names(&first).contains(&json!("epilogues")) && !names(&off).contains(&json!("epilogues")));
+    assert_eq!(row(&off, "everything on")["plan"], row(&first, "epilogues")["plan"]);
+
+    // Other figures than before are told, whatever the times say.
+    let mut other = first.clone();
+    other["rows"][0]["plan"]["steps"] = json!(1);
+    other["rows"][1]["name"] = json!("luck");
+    keep(&other);
+    let d = run(&["--compare", text(&file), "--within", "1e9"]);
+    assert_eq!(d.code, 1, "{d:?}");
+    for part in ["steps: 1 before", "luck: not there now", "not there before", "gain again"] {
+        assert!(d.out.contains(part), "{part}: {}", d.out);
+    }
+    assert!(d.err.contains("3 receipts are not within"), "{}", d.err);
+    run(&["--within", "15"]).fails(2, &["--compare"]);
+}

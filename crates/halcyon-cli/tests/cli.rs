@@ -394,3 +394,30 @@ fn conformance_tells_wrong_from_unsupported_from_broken() {
     );
     halcyon(&["conformance", "onnx", text(&at("broken/test_data_set_0"))]).fails(2, &["model.onnx"]);
 }
+
+#[test]
+fn precision_is_chosen_by_flag_or_environment_and_reported() {
+    let receipt = |v: &Value| {
+        let all = v["receipts"].as_array().expect("receipts").clone();
+        all.into_iter().find(|r| r["transformation"] == "mixed precision")
+    };
+    let v =
+        halcyon(&seven(&["--precision", "bf16", "--top-k", "1", "--json", "--backend", "cpu"])).ok().json();
+    assert_eq!((&v["top_k"]["rows"][0][0]["index"], &v["backend"]["precision"]), (&7.into(), &"bf16".into()));
+    let r = receipt(&v).expect("a receipt");
+    assert!(r["count"].as_u64() > Some(0) && r["bytes"].as_u64() > Some(0), "{r}");
+    assert_eq!(v["outputs"][0]["dtype"], "f32");
+    let text = halcyon(&seven(&["--precision", "bf16", "--backend", "cpu"])).ok();
+    assert!(text.out.contains("level    O2, bf16"), "{}", text.out);
+    let set = |p: &str, more: &[&str]| finish(command(&seven(more)).env("HALCYON_PRECISION", p));
+    let v = set("bf16", &["--json", "--backend", "cpu"]).ok().json();
+    assert!(v["backend"]["precision"] == "bf16" && receipt(&v).is_some());
+    // The flag counts before the environment, and a transformation that is switched off is off.
+    let v = set("bf16", &["--precision", "f32", "--json", "--backend", "cpu"]).ok().json();
+    assert!(v["backend"]["precision"] == "f32" && receipt(&v).is_none());
+    let v = set("bf16", &["--without", "mixed precision", "--json", "--backend", "cpu"]).ok().json();
+    assert!(receipt(&v).is_none());
+    halcyon(&seven(&["--precision", "int9"])).fails(2, &["int9"]);
+    set("int9", &["--backend", "cpu"]).fails(2, &["int9"]);
+    halcyon(&seven(&["--precision", "f16", "--backend", "cpu"])).fails(3, &["f16", "cpu:0"]);
+}

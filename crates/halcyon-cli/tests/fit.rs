@@ -272,7 +272,7 @@ fn a_model_in_stages_tells_those_that_are_known() {
 fn real_models_take_what_is_predicted_and_little_more_scratch_than_they_must() {
     let test = "real_models_take_what_is_predicted_and_little_more_scratch_than_they_must";
     let Some(dir) = prepared(test, "HALCYON_TESTDATA", "models") else { return };
-    let (mut seen, mut wrong) = (0, vec![]);
+    let (mut seen, mut within, mut wrong) = (0, 0, vec![]);
     for folder in ["random", "shapes"] {
         let Ok(entries) = std::fs::read_dir(dir.join(folder)) else { continue };
         for path in entries.flatten().map(|e| e.path().join("model.onnx")).filter(|p| p.is_file()) {
@@ -296,16 +296,45 @@ fn real_models_take_what_is_predicted_and_little_more_scratch_than_they_must() {
             // Small plans are rounded up to pages and size classes.
             let rounding = if least < MIB { 64 << 10 } else { 0 };
             assert!(scratch <= least + least / 10 + rounding, "{fit}");
-            // The graph that is worked on, scratch of the CPU's kernels and what the allocator keeps are some MiB of any model.
-            let slack = if predicted >= 100 * MIB { 0 } else { 6 * MIB };
-            if let Some(measured) = measured
-                && measured.abs_diff(predicted) > predicted / 20 + slack
-            {
-                wrong.push(format!("{}: {predicted} predicted, {measured} measured", path.display()));
+            // The program itself, the graph that is worked on and what the allocator keeps are a MiB or two of any model.
+            let slack = if predicted >= 32 * MIB { 0 } else { 2 * MIB };
+            if let Some(measured) = measured {
+                within += usize::from(measured.abs_diff(predicted) <= predicted / 20);
+                if measured.abs_diff(predicted) > predicted / 20 + slack {
+                    wrong.push(format!("{}: {predicted} predicted, {measured} measured", path.display()));
+                }
+            } else {
+                within += 1;
             }
             seen += 1;
         }
     }
     assert!(wrong.is_empty(), "{wrong:#?}");
+    println!("{within} of {seen} models within 5 %");
     assert!(seen >= 5 || !required(), "{seen} models");
+    assert!(within >= seen.min(5), "{within} of {seen} models within 5 %");
+}
+
+#[test]
+fn resnet_50_takes_its_weights_and_little_more_than_its_live_activations() {
+    let test = "resnet_50_takes_its_weights_and_little_more_than_its_live_activations";
+    let Some(dir) = prepared(test, "HALCYON_TESTDATA", "models/random/light_resnet50") else { return };
+    let (fit, predicted, measured) =
+        predicted_and_measured(&dir.join("model.onnx"), &["--input", "random:1x3x224x224"]);
+    let run = command("run", &dir.join("model.onnx"), &["--input", "random:1x3x224x224"]).ok().json();
+    let live = figure(&fit, "/activations/lower_bound");
+    let weights = figure(&run, "/memory/device/peak_by_tag/weights");
+    // Packed once, and no second copy of what is packed: about the 97.5 MiB that the file has.
+    assert!(weights < 100 * MIB, "{weights}");
+    // Scratch with workspace, the input and the result.
+    let rest = figure(&run, "/memory/device/peak") - weights;
+    println!("weights {weights}, live {live}, all else {rest}: {:.3}", rest as f64 / live as f64);
+    assert!(rest <= live + live / 10, "{rest} beside the weights, {live} live at once");
+    // The process has little on top: itself, the graph, and the host's copy of the input.
+    let Some(measured) = measured else {
+        skip(test, "the system does not tell anonymous memory");
+        return;
+    };
+    assert!(measured.abs_diff(predicted) <= predicted / 20, "{predicted} predicted, {measured} measured");
+    assert!(measured <= weights + live + live / 10 + 6 * MIB, "{measured} with {weights} and {live}");
 }

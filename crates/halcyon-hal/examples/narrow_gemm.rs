@@ -1,70 +1,18 @@
 //! bf16 and int8 matrix products beside a loop of their instruction on registers:
-//! `cargo run --release -p halcyon-hal --example narrow_gemm [threads] [rounds]`.
+//! `cargo run --release -p halcyon-hal --example narrow_gemm [threads] [rounds] [rows]`. With `rows`, only
+//! the products of so many rows run.
 //!
 //! Product and peak are measured in turns, so that other work on the machine moves both. Medians over the rounds, the median of the
 //! shares of the peaks before and after each run, and the best run beside the best peak.
 
 use halcyon_hal::cpu::library::gemm::{Epilogue, Mat, MatMut, gemm};
-use halcyon_hal::cpu::library::gemm_bf16::{PackedBf16, gemm_bf16, gemm_bf16_packed};
+use halcyon_hal::cpu::library::gemm_bf16::{Bf16Code, PackedBf16, gemm_bf16, gemm_bf16_packed};
 use halcyon_hal::cpu::library::gemm_i8::{PackedI8, gemm_i8, gemm_i8_packed};
-use halcyon_hal::cpu::peak;
+use halcyon_hal::cpu::peak::{self, MulAdd};
 use halcyon_hal::cpu::sys::Isa;
 use halcyon_hal::cpu::team::Team;
 use half::bf16;
 use std::time::Instant;
-
-/// Steps of 24 instructions in one measurement of a peak.
-const STEPS: usize = 40_000;
-
-#[cfg(target_arch = "x86_64")]
-mod registers {
-    use std::arch::x86_64::*;
-    use std::hint::black_box;
-    use std::mem::transmute;
-
-    /// `vdpbf16ps` on 24 independent sums.
-    ///
-    /// # Safety
-    /// The processor has AVX512_BF16.
-    #[target_feature(enable = "avx512f,avx512bf16")]
-    pub(super) unsafe fn bf16(steps: usize) {
-        // SAFETY: types of one size whose bits are all valid.
-        let x = unsafe { transmute::<__m512i, __m512bh>(_mm512_set1_epi16(black_box(0x3f80))) };
-        let mut acc = [_mm512_setzero_ps(); 24];
-        for _ in 0..steps {
-            for a in &mut acc {
-                *a = _mm512_dpbf16_ps(*a, x, x);
-            }
-        }
-        for a in acc {
-            black_box(a);
-        }
-    }
-
-    /// `vpdpbusd` on 24 independent sums.
-    ///
-    /// # Safety
-    /// The processor has AVX512_VNNI.
-    #[target_feature(enable = "avx512f,avx512vnni")]
-    pub(super) unsafe fn int8(steps: usize) {
-        let x = _mm512_set1_epi8(black_box(3));
-        let mut acc = [_mm512_setzero_si512(); 24];
-        for _ in 0..steps {
-            for a in &mut acc {
-                *a = _mm512_dpbusd_epi32(*a, x, x);
-            }
-        }
-        for a in acc {
-            black_box(a);
-        }
-    }
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-mod registers {
-    pub(super) unsafe fn bf16(_: usize) {}
-    pub(super) unsafe fn int8(_: usize) {}
-}
 
 /// Processor time that this thread has had, in seconds.
 #[cfg(all(target_os = "linux", target_pointer_width = "64"))]
@@ -100,11 +48,8 @@ fn median(v: &mut [f64]) -> f64 {
 }
 
 /// Operations per second (two per multiply-add) of a loop on registers of all threads.
-fn peak_of(team: &Team, lanes: usize, f: unsafe fn(usize)) -> f64 {
-    let n = team.threads();
-    // SAFETY: called where the processor has the instruction.
-    let t = seconds(team, || team.run(n, &|_| unsafe { f(STEPS) }));
-    (2 * 16 * lanes * 24 * STEPS * n) as f64 / t
+fn peak_of(team: &Team, isa: Isa, kind: MulAdd) -> f64 {
+    peak::multiply_add(team, isa, kind).map_or(0.0, |mut r| median(&mut r))
 }
 
 /// Interleaves the peak with the products; prints the median rate of each and its share of the median peak.
@@ -115,7 +60,7 @@ fn rates(
     mut top: impl FnMut() -> f64,
     runs: &mut [(&str, &mut dyn FnMut())],
 ) {
-    let reps = (4e8 / ops).clamp(1.0, 50.0) as usize;
+    let reps = (2e9 / ops).clamp(1.0, 50.0) as usize;
     let mut tops = vec![];
     let mut found = vec![vec![]; runs.len()];
     for round in 0..rounds + 1 {
@@ -149,6 +94,7 @@ fn rates(
 fn main() {
     let arg = |i: usize, or: usize| std::env::args().nth(i).and_then(|s| s.parse().ok()).unwrap_or(or);
     let (team, rounds, isa) = (Team::new(arg(1, 2)), arg(2, 9), Isa::best());
+    let only: Option<usize> = std::env::args().nth(3).and_then(|s| s.parse().ok());
     println!("{} threads, {}: 10^9 operations per second, medians of {rounds}", team.threads(), isa.name());
     let mut s = 1u32;
     let mut byte = || {
@@ -160,9 +106,15 @@ fn main() {
         (512, 512, 512),
         (1024, 1024, 1024),
         (2048, 2048, 2048),
+        (4096, 4096, 4096),
         (128, 3072, 768),
+        (128, 384, 384),
+        (4096, 1536, 384),
         (64, 4096, 4096),
     ] {
+        if only.is_some_and(|o| o != m) {
+            continue;
+        }
         let ops = 2.0 * (m * n * k) as f64;
         let au: Vec<u8> = (0..m * k).map(|_| byte()).collect();
         let bi: Vec<i8> = (0..k * n).map(|_| byte() as i8).collect();
@@ -189,23 +141,30 @@ fn main() {
         let (t, i) = (&team, isa);
         let (a, b) = (Mat::rows(af.as_ptr(), k), Mat::rows(bf.as_ptr(), n));
         print!("  f32 ");
-        rates(t, rounds, ops, || peak::fma_flops(t, i), &mut [("", run!(gemm(t, i, m, n, k, a, b, to, e)))]);
+        rates(
+            t,
+            if m > 2048 { 1 } else { rounds },
+            ops,
+            || peak::fma_flops(t, i),
+            &mut [("", run!(gemm(t, i, m, n, k, a, b, to, e)))],
+        );
         if isa.has_bf16() {
+            print!("  {}", Bf16Code::best(isa).name());
             let (ah, bh, bt) =
                 (Mat::rows(ah.as_ptr(), k), Mat::rows(bh.as_ptr(), n), Mat::rows(bh.as_ptr(), k).t());
             // SAFETY: as above.
             let packed = unsafe { PackedBf16::b(isa, bh, k, n) };
-            print!("  bf16");
             rates(
                 t,
                 rounds,
                 ops,
-                || peak_of(t, 2, registers::bf16),
+                || peak_of(t, i, MulAdd::Bf16),
                 &mut [
                     ("to bf16", run!(gemm_bf16(t, i, m, n, k, ah, bh, half, e))),
                     ("to f32", run!(gemm_bf16(t, i, m, n, k, ah, bh, to, e))),
                     ("B turned", run!(gemm_bf16(t, i, m, n, k, ah, bt, half, e))),
                     ("B packed", run!(gemm_bf16_packed(t, m, n, k, ah, &packed, half, e))),
+                    ("B packed to f32", run!(gemm_bf16_packed(t, m, n, k, ah, &packed, to, e))),
                     ("of f32", run!(gemm_bf16(t, i, m, n, k, a, b, to, e))),
                 ],
             );
@@ -220,7 +179,7 @@ fn main() {
                 t,
                 rounds,
                 ops,
-                || peak_of(t, 4, registers::int8),
+                || peak_of(t, i, MulAdd::Int8),
                 &mut [
                     ("u8 i8", run!(gemm_i8(t, i, m, n, k, au, b, int))),
                     ("i8 i8", run!(gemm_i8(t, i, m, n, k, ai, b, int))),

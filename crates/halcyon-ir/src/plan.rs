@@ -109,6 +109,9 @@ pub struct Receipt {
     pub transformation: String,
     /// How often it applied.
     pub count: usize,
+    /// Bytes that constants take less, where it is for that.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub bytes: Option<u64>,
     /// Time without it over time with it, where measured.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub gain: Option<f64>,
@@ -119,7 +122,7 @@ pub struct Receipt {
 
 impl Receipt {
     pub fn new(transformation: &str, count: usize) -> Receipt {
-        Receipt { transformation: transformation.into(), count, gain: None, error: None }
+        Receipt { transformation: transformation.into(), count, bytes: None, gain: None, error: None }
     }
 }
 
@@ -140,8 +143,10 @@ pub struct Plan {
     pub blocks: Vec<usize>,
     /// Where scratch buffers lie in the blocks.
     pub slots: Vec<Slot>,
-    /// Workspace bytes, the largest any step asks for.
+    /// Workspace bytes, the largest any step asks for, where it is a buffer of its own; 0 where workspace lies in the scratch.
     pub workspace: usize,
+    /// Steps whose kernels want workspace, with the slot that is theirs for that step; empty where it is a buffer of its own.
+    pub workspaces: Vec<(u32, u32)>,
     pub steps: Vec<Step>,
     pub outputs: Vec<PlanOutput>,
     pub args: Vec<DType>,
@@ -177,6 +182,7 @@ impl Plan {
     }
 
     /// The largest set of scratch buffers that live at one time: no layout takes less. Workspace is not in it.
+    /// [`Plan::needed`] is the same with it.
     pub fn live(&self) -> Live {
         // What starts and what ends with each step.
         let mut starts = vec![(0usize, 0usize); self.steps.len()];
@@ -199,6 +205,18 @@ impl Plan {
         most
     }
 
+    /// The most that scratch buffers and the workspace of a step take at one time: no layout takes less.
+    pub fn needed(&self) -> usize {
+        let mut load = vec![0usize; self.steps.len()];
+        for (spec, life) in self.buffers.iter().zip(self.lifetimes()) {
+            if let (Storage::Slot(_), Some((first, last))) = (spec.storage, life) {
+                load[first..=last].iter_mut().for_each(|n| *n = n.saturating_add(spec.bytes));
+            }
+        }
+        let all = self.steps.iter().zip(load).map(|(s, n)| n.saturating_add(s.work.workspace()));
+        all.max().unwrap_or(0)
+    }
+
     /// Bytes of constants, as they are.
     pub fn const_bytes(&self) -> usize {
         self.consts.iter().map(|c| c.bytes().len()).sum()
@@ -212,6 +230,14 @@ impl Plan {
 }
 
 impl StepWork {
+    /// Bytes of workspace that the kernel wants.
+    pub fn workspace(&self) -> usize {
+        match self {
+            StepWork::Library(k) => k.workspace(),
+            _ => 0,
+        }
+    }
+
     /// Name of the kernel that runs.
     pub fn kernel_name(&self) -> String {
         match self {
@@ -317,6 +343,7 @@ mod tests {
         assert_eq!(plan.lifetimes()[2], Some((1, 2)));
         assert_eq!(plan.lifetimes()[5], None);
         assert_eq!(plan.live(), Live { bytes: 150, step: 1, buffers: 2 });
+        assert_eq!(plan.needed(), 150);
         assert_eq!(Plan::default().live(), Live::default());
     }
 }

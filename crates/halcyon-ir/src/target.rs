@@ -66,7 +66,7 @@ pub struct Operand {
 }
 
 /// How exact f32 matrix work must be. For bf16 operands, whose products f32 holds exactly, `Medium` allows instructions that take
-/// denormals for zero and add in an order of their own.
+/// denormals for zero and add in an order of their own; from [`crate::passes::Level::O2`] on they are called so.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum MatmulPrecision {
     /// f32 products, f32 sums.
@@ -185,9 +185,9 @@ pub trait Target {
     fn has_epilogues(&self) -> bool {
         false
     }
-    /// Channels to a block in the layout that the device's convolutions of f32 are fastest in, if it has kernels for
+    /// Channels to a block in the layout that the device's convolutions of this element type are fastest in, if it has kernels for
     /// [`crate::passes::blocked`].
-    fn channel_block(&self) -> Option<usize> {
+    fn channel_block(&self, _dtype: DType) -> Option<usize> {
         None
     }
 }

@@ -2,9 +2,14 @@
 //! at the top of `xtask/src/bench.rs`.
 
 use halcyon::hal::cpu::{peak, sys::Isa, team::Team};
+use halcyon::hal::{Command, LibraryCall, Operand, Tag};
 use halcyon::ir::Error;
+use halcyon::ir::layout::View;
+use halcyon::ir::op::Op;
+use halcyon::ir::target::Work;
+use halcyon::ir::{Graph, TensorType};
 use halcyon::prelude::*;
-use halcyon::{ConstData, OnnxSession, Scalar};
+use halcyon::{AmpPolicy, ConstData, OnnxSession, Scalar, Session};
 use halcyon_formats::onnx::{Datum, Model, PortType};
 use serde_json::{Value, json};
 use std::io::{BufRead, Write};
@@ -32,7 +37,7 @@ fn sizes(text: &str) -> Option<(usize, usize)> {
     Some((a.parse().ok()?, b.parse().ok()?))
 }
 
-fn job(backend: &Backend, item: &str) -> Result<Option<Job>> {
+fn job(backend: &Backend, low: &Backend, item: &str) -> Result<Option<Job>> {
     let tensor =
         |shape: &[usize], seed| Tensor::from_slice(backend, shape, &values(shape.iter().product(), seed));
     let (kind, size) = item.split_once('.').unwrap_or((item, ""));
@@ -42,6 +47,19 @@ fn job(backend: &Backend, item: &str) -> Result<Option<Job>> {
                 let (a, b) = (tensor(&[n, n], 1)?, tensor(&[n, n], 2)?);
                 Some(Box::new(move || a.matmul(&b).eval().map(|_| ())))
             }
+            Err(_) => None,
+        },
+        "gemm16" => match size.parse::<usize>() {
+            Ok(n) => Some(product16(low, [n, n], n)?),
+            Err(_) => None,
+        },
+        "gemv16" => match sizes(size) {
+            // As a decoder multiplies: one row by a weight.
+            Some((r, c)) => Some(product16(low, [1, c], r)?),
+            None => None,
+        },
+        "igemm" => match size.parse::<usize>() {
+            Ok(n) => Some(bytes(backend, n)?),
             Err(_) => None,
         },
         "gemv" => sizes(size)
@@ -85,8 +103,56 @@ fn job(backend: &Backend, item: &str) -> Result<Option<Job>> {
             _ => None,
         },
         "model" => model(backend, size)?,
+        "model16" => model(low, size)?,
         _ => None,
     })
+}
+
+/// A bf16 matrix of these dimensions by a weight with `n` columns, into bf16.
+fn product16(backend: &Backend, dims: [usize; 2], n: usize) -> Result<Job> {
+    let data = |dims: [usize; 2], seed| {
+        let v = values(dims[0] * dims[1], seed).into_iter().map(|v| Scalar::F(v.into()));
+        ConstData::from_scalars(DType::BF16, &dims, v)
+    };
+    let mut g = Graph::new();
+    let a = g.input("a", TensorType::new(DType::BF16, dims));
+    let b = g.constant(data([dims[1], n], 2)?);
+    let y = g.matmul(a, b)?;
+    g.output("y", y);
+    let run = Session::new(backend, g).capture(&[data(dims, 1)?])?;
+    Ok(Box::new(move || run.replay()))
+}
+
+/// Unsigned by signed bytes into i32: the device's kernel for it, with the right factor packed where it can be.
+fn bytes(backend: &Backend, n: usize) -> Result<Job> {
+    let device = backend.device().clone();
+    let operand = |dtype| Operand { dtype, view: View::dense(&[n, n]) };
+    let (inputs, outputs) = ([operand(DType::U8), operand(DType::I8)], [operand(DType::I32)]);
+    let call = LibraryCall::new(Work::Op(&Op::Matmul), &inputs, &outputs);
+    let target = device.as_target();
+    let packed = target.library(&LibraryCall { packed: Some(1), ..call });
+    let kernel = packed
+        .or_else(|_| target.library(&call))
+        .map_err(|d| Error::unsupported("a product of bytes", d.reason))?;
+    let data = |seed| values(n * n, seed).iter().map(|v| (v * 40.0) as i8 as u8).collect::<Vec<u8>>();
+    let filled = |seed| {
+        let b = device.alloc(n * n, Tag::Io)?;
+        device.write(&b, 0, &data(seed)).map(|()| b)
+    };
+    let (a, mut b) = (filled(1)?, filled(2)?);
+    if let Some(p) = kernel.packing() {
+        let to = device.alloc(p.bytes, Tag::Weights)?;
+        device.pack(&*kernel, &b, &to)?;
+        b = to;
+    }
+    let mut buffers = vec![a, b, device.alloc(4 * n * n, Tag::Io)?];
+    if kernel.workspace() > 0 {
+        buffers.push(device.alloc(kernel.workspace(), Tag::Workspace)?);
+    }
+    Ok(Box::new(move || {
+        device.submit(&[Command::Library { kernel: &kernel, buffers: &buffers, args: &[], fault: 0 }])?;
+        device.synchronize()
+    }))
 }
 
 fn numbers(text: &str) -> Vec<usize> {
@@ -123,7 +189,13 @@ fn model(backend: &Backend, item: &str) -> Result<Option<Job>> {
 fn ceiling(team: &Team, kind: &str) -> Option<(f64, f64)> {
     let isa = Isa::best();
     // A rate, answered as the time that a round amount of work takes.
+    let best = |kind| {
+        let rates = peak::multiply_add(team, isa, kind).ok()?;
+        Some(rates.into_iter().fold(0.0, f64::max)).filter(|r| *r > 0.0)
+    };
     let (work, rate) = match kind {
+        "bf16" => (1e9, best(peak::MulAdd::Bf16)?),
+        "int8" => (1e9, best(peak::MulAdd::Int8)?),
         "fma" => (1e9, peak::fma_flops(team, isa)),
         "read" => (STREAM as f64, peak::read_bandwidth(team, isa, STREAM)),
         "copy" => (STREAM as f64, peak::triad_bandwidth(team, isa, STREAM)),
@@ -140,11 +212,13 @@ fn main() -> Result<()> {
         println!("usage: spine_bench --serve [--threads N]; see xtask/src/bench.rs for the protocol");
         return Ok(());
     }
-    let mut builder = Backend::builder().backend_type(BackendType::Cpu);
-    if let Some(n) = threads {
-        builder = builder.num_threads(n);
-    }
-    let backend = builder.build()?;
+    let open = |amp: AmpPolicy| {
+        let b = Backend::builder().backend_type(BackendType::Cpu).amp(amp);
+        threads.into_iter().fold(b, |b, n| b.num_threads(n)).build()
+    };
+    let backend = open(AmpPolicy::None)?;
+    // Made when it is asked for, so that its threads do not wait beside the others'.
+    let mut low = None;
     let say = |v: Value| {
         let mut out = std::io::stdout().lock();
         // The parent going away ends this process at its next read.
@@ -168,7 +242,10 @@ fn main() -> Result<()> {
         }
         if current.as_ref().is_none_or(|(name, _)| name != item) {
             current = None;
-            match job(&backend, item) {
+            if item.split('.').next().is_some_and(|k| k.ends_with("16")) && low.is_none() {
+                low = Some(open(AmpPolicy::Bf16)?);
+            }
+            match job(&backend, low.as_ref().unwrap_or(&backend), item) {
                 Ok(Some(f)) => {
                     f()?;
                     f()?;

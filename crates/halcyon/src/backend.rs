@@ -6,7 +6,7 @@ use halcyon_hal::select::{self, Selection};
 use halcyon_hal::{BackendType, BufferRef, Counters, Device, DeviceInfo, MemoryStats, Options, Program, Tag};
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::lower::{LowerOptions, lower};
-use halcyon_ir::passes::{Level, PassOptions};
+use halcyon_ir::passes::{AmpPolicy, Level, PassOptions, autocast};
 use halcyon_ir::plan::{PackedConst, Plan};
 use halcyon_ir::target::{MatmulPrecision, Packing};
 use halcyon_ir::{ConstData, Graph};
@@ -29,6 +29,7 @@ pub(crate) struct Inner {
     selection: Selection,
     level: Level,
     precision: MatmulPrecision,
+    amp: AmpPolicy,
     without: std::collections::BTreeSet<String>,
     plans: Mutex<Lru<PlanKey, Arc<Executable>>>,
     programs: Mutex<Lru<u128, Arc<dyn Program>>>,
@@ -81,6 +82,7 @@ struct PlanKey {
     graph: Arc<Graph>,
     donated: Vec<bool>,
     level: Level,
+    amp: AmpPolicy,
 }
 
 impl fmt::Debug for PlanKey {
@@ -96,6 +98,7 @@ pub struct BackendBuilder {
     device: Option<usize>,
     level: Level,
     precision: MatmulPrecision,
+    amp: Option<AmpPolicy>,
     without: std::collections::BTreeSet<String>,
     options: Options,
     keep_packed: Option<bool>,
@@ -123,6 +126,15 @@ impl BackendBuilder {
     /// denormals for zero) where the processor multiplies bf16 faster than f32; all else is computed at `Highest`.
     pub fn precision(mut self, p: MatmulPrecision) -> Self {
         self.precision = p;
+        self
+    }
+
+    /// Mixed precision, at level O2: products, convolutions, and what the device has kernels for of attention, norms and softmax
+    /// read and write the policy's type, everything else computes in f32 ([`autocast`]). Inputs, outputs and states keep their types.
+    /// It is for training too: parameters stay f32. If it is not said, the environment's
+    /// `HALCYON_PRECISION` counts (`f32`, `bf16`), else [`AmpPolicy::None`].
+    pub fn amp(mut self, policy: AmpPolicy) -> Self {
+        self.amp = Some(policy);
         self
     }
 
@@ -166,16 +178,24 @@ impl BackendBuilder {
     /// Opens the device.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where the backend or device is not there.
+    /// [`Error::Unavailable`] where the backend or device is not there, [`Error::Unsupported`] where it does not do the mixed precision
+    /// that was asked for.
     pub fn build(self) -> Result<Backend> {
         if self.options.threads == Some(0) {
             return Err(Error::argument("threads", "at least one thread is needed"));
         }
+        let amp = match (self.amp, std::env::var("HALCYON_PRECISION")) {
+            (Some(p), _) => p,
+            (None, Ok(p)) => p.parse()?,
+            (None, Err(_)) => AmpPolicy::None,
+        };
         let (device, selection) =
             select::open(self.backend.unwrap_or(BackendType::Auto), self.device, &self.options)?;
+        autocast::check(amp, device.as_target().caps(), &device.info().id)?;
         let mut b = Backend::from_device(device, selection, self.level);
         if let Some(i) = Arc::get_mut(&mut b.0) {
             i.precision = self.precision;
+            i.amp = amp;
             i.without = self.without;
             #[cfg(not(target_arch = "wasm32"))]
             {
@@ -238,6 +258,7 @@ impl Backend {
             selection,
             level,
             precision: MatmulPrecision::Highest,
+            amp: AmpPolicy::None,
             without: Default::default(),
             plans: Mutex::new(Lru::new(PLAN_CACHE)),
             programs: Mutex::new(Lru::new(PROGRAM_CACHE)),
@@ -271,6 +292,11 @@ impl Backend {
 
     pub fn level(&self) -> Level {
         self.0.level
+    }
+
+    /// The policy of mixed precision.
+    pub fn amp(&self) -> AmpPolicy {
+        self.0.amp
     }
 
     pub fn counters(&self) -> Counters {
@@ -311,7 +337,7 @@ impl Backend {
     /// The options that plans of this backend are lowered with.
     pub fn lower_options(&self) -> LowerOptions {
         LowerOptions {
-            passes: PassOptions { level: self.0.level, without: self.0.without.clone() },
+            passes: PassOptions { level: self.0.level, without: self.0.without.clone(), amp: self.0.amp },
             precision: self.0.precision,
             donated: vec![],
         }
@@ -319,7 +345,7 @@ impl Backend {
 
     /// A plan for a graph without symbols, from the cache where it is there.
     pub fn plan(&self, graph: Graph, donated: Vec<bool>) -> Result<Arc<Executable>> {
-        let key = PlanKey { graph: Arc::new(graph), donated, level: self.0.level };
+        let key = PlanKey { graph: Arc::new(graph), donated, level: self.0.level, amp: self.0.amp };
         if let Some(e) = lock(&self.0.plans).get(&key) {
             self.0.stats.plan_hits.fetch_add(1, Ordering::Relaxed);
             return Ok(e);

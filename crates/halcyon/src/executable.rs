@@ -207,14 +207,17 @@ impl Executable {
             Storage::Packed(i) => self.packed[i as usize].clone(),
             Storage::Slot(i) => slots[i as usize].clone(),
         };
-        let wants = |w: &StepWork| matches!(w, StepWork::Library(k) if k.workspace() > 0);
         let steps = &self.plan.steps;
-        let buffers = steps
+        let mut buffers: Vec<Vec<BufferRef>> = steps
             .iter()
             .map(|s| {
-                s.buffers.iter().map(buffer).chain(workspace.clone().filter(|_| wants(&s.work))).collect()
+                let own = workspace.clone().filter(|_| s.work.workspace() > 0);
+                s.buffers.iter().map(buffer).chain(own).collect()
             })
             .collect();
+        for (step, slot) in &self.plan.workspaces {
+            buffers[*step as usize].push(slots[*slot as usize].clone());
+        }
         let params = steps
             .iter()
             .map(|s| match &s.work {

@@ -19,12 +19,12 @@ pub struct Fit {
     pub packed: u64,
     /// What packing takes of the host's memory for a while, before a run; not part of [`Fit::device`].
     pub packing: u64,
-    /// Scratch: the blocks that buffers share by lifetime.
+    /// Scratch: the blocks that buffers share by lifetime, and the workspace of kernels where it may lie in them.
     pub activations: u64,
     /// The least scratch that any layout takes, and the step that needs it. Not rounded.
     #[serde(skip)]
     pub live: Live,
-    /// Scratch of the kernel that wants the most.
+    /// Workspace of the kernel that wants the most, where it is a buffer of its own.
     pub workspace: u64,
     /// The inputs as buffers of the device.
     pub inputs: u64,

@@ -27,6 +27,7 @@ pub mod onnx;
 pub mod ops;
 #[cfg(not(target_arch = "wasm32"))]
 mod packed;
+pub mod receipts;
 pub mod session;
 pub mod state;
 pub mod tensor;
@@ -40,7 +41,7 @@ pub use halcyon_hal as hal;
 pub use halcyon_hal::{BackendType, Counters, DeviceInfo, MemoryStats};
 pub use halcyon_ir as ir;
 pub use halcyon_ir::error::{Error, Result};
-pub use halcyon_ir::passes::Level;
+pub use halcyon_ir::passes::{AmpPolicy, Level};
 pub use halcyon_ir::target::MatmulPrecision;
 pub use halcyon_ir::{ConstData, DType, Dim, Element, Scalar, Shape};
 #[cfg(feature = "onnx")]

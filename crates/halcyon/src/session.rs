@@ -3,6 +3,7 @@
 use crate::backend::Backend;
 use crate::capture::CapturedGraph;
 use crate::executable::Executable;
+use crate::receipts::{self, Effort, Gain};
 use crate::tensor::Tensor;
 use halcyon_hal::{BufferRef, Tag};
 use halcyon_ir::error::{Error, Result, Span};
@@ -141,26 +142,22 @@ impl Session {
     }
 
     /// The receipts of this session's plan with gain and error measured: for each transformation, the time without it over
-    /// the time with it (medians of `n` runs), and the largest difference of the result from level O0 relative to O0's
-    /// largest value.
+    /// the time with it (the median of `n` pairs of bursts, see [`crate::receipts::measure`]), and the largest difference of the
+    /// result from level O0 relative to O0's largest value.
     pub fn measure_receipts(
         &self,
         inputs: &[ConstData],
         n: usize,
         rebuild: impl Fn(Option<&str>) -> Result<Backend>,
     ) -> Result<Vec<Receipt>> {
-        let mut receipts = self.prepare(inputs)?.plan().receipts.clone();
-        let reference = Session::new(&rebuild(None)?, self.graph.clone()).run(inputs)?;
-        let error = difference(&self.run(inputs)?, &reference);
-        for r in &mut receipts {
-            let without = Session::new(&rebuild(Some(&r.transformation))?, self.graph.clone());
-            // Interleaved halves, so that a drift of the machine meets both.
-            let (a, b) = (self.time(inputs, n)?, without.time(inputs, n)?);
-            let (c, d) = (self.time(inputs, n)?, without.time(inputs, n)?);
-            r.gain = Some((b + d).as_secs_f64() / (a + c).as_secs_f64().max(1e-9));
-            r.error = Some(error);
-        }
-        Ok(receipts)
+        let effort = Effort { pairs: n, ..Effort::default() };
+        let m = receipts::measure(self, inputs, effort, rebuild)?;
+        let of = |g: &Gain| Receipt {
+            gain: Some(receipts::median(&g.ratios)),
+            error: Some(m.error),
+            ..Receipt::new(&g.transformation, g.count)
+        };
+        Ok(m.gains.iter().map(of).collect())
     }
 }
 

@@ -109,7 +109,7 @@ fn onnx(a: &OnnxArgs) -> Result<u8> {
             report::table(&rows),
             cases.len(),
             backend.id(),
-            backend.level(),
+            super::level_text(&backend),
             report::time(start.elapsed()),
         ))?;
     }

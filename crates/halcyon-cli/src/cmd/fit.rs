@@ -485,7 +485,7 @@ impl Report<'_> {
         let mut out = format!("model    {}\n", self.a.model.display());
         out += &backend_text(self.ask.backend);
         // Writing to a string does not fail.
-        let _ = writeln!(out, "level    {}", self.ask.backend.level());
+        let _ = writeln!(out, "level    {}", super::level_text(self.ask.backend));
         match self.made {
             Made::Whole(p) => self.whole_text(p, &mut out),
             Made::Staged(s) => self.staged_text(s, &mut out),
@@ -535,7 +535,9 @@ impl Report<'_> {
             rows.push(row("", p.host.constants, "made on the host: decoded or folded".into()));
         }
         rows.push(row("activations", f.activations, live_text(f, &p.plan)));
-        rows.push(row("workspace", f.workspace, "of the kernel that wants the most".into()));
+        if f.workspace > 0 {
+            rows.push(row("workspace", f.workspace, "of the kernel that wants the most".into()));
+        }
         rows.push(row("inputs", f.inputs, format!("and {} on the host", size(p.host.inputs))));
         rows.push(row("outputs", f.outputs, format!("and {} on the host", size(p.host.outputs))));
         rows.push(row("process", p.process, "program, model's description, graph and plan".into()));

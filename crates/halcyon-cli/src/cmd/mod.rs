@@ -149,7 +149,16 @@ pub fn backend_json(b: &Backend) -> Value {
         "candidates": s.candidates,
         "device": s.device,
         "level": b.level(),
+        "precision": b.amp(),
     })
+}
+
+/// `O2`, and the policy of mixed precision where there is one: `O2, bf16`.
+pub fn level_text(b: &Backend) -> String {
+    match b.amp() {
+        halcyon::AmpPolicy::None => b.level().to_string(),
+        p => format!("{}, {p}", b.level()),
+    }
 }
 
 /// Memory by purpose: `activations 12.0 MiB, io 1.0 MiB`.

@@ -18,8 +18,8 @@ use std::time::{Duration, Instant};
 const ROWS: usize = 8;
 /// How often the memory is read until the first run has ended. The later ones use what it took.
 const WATCH: Duration = Duration::from_millis(5);
-/// Runs a receipt's gain is the median of.
-const RECEIPT_RUNS: usize = 5;
+/// Pairs of bursts that a receipt's gain is the median of.
+const RECEIPT_RUNS: usize = 7;
 
 pub fn main(a: &RunArgs) -> Result<u8> {
     let labels = a.labels.as_deref().map(read_labels).transpose()?;
@@ -123,7 +123,7 @@ impl Done<'_> {
         // Writing to a string does not fail.
         let _ = writeln!(out, "model    {}", self.a.model.display());
         out += &backend_text(&l.backend);
-        let _ = writeln!(out, "level    {}", l.backend.level());
+        let _ = writeln!(out, "level    {}", super::level_text(&l.backend));
         out += &l.input_text();
         if let Some(top) = &self.top {
             out += &top.text();
@@ -293,7 +293,10 @@ pub fn receipts_text(receipts: &[Receipt]) -> String {
     rows.extend(receipts.iter().map(|r| {
         vec![
             r.transformation.clone(),
-            r.count.to_string(),
+            match r.bytes {
+                Some(b) => format!("{} ({} less of constants)", r.count, report::size(b)),
+                None => r.count.to_string(),
+            },
             r.gain.map_or("not measured".into(), |g| format!("{g:.2}x")),
             r.error.map_or("not measured".into(), |e| format!("{e:.2e}")),
         ]

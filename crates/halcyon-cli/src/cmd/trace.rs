@@ -76,7 +76,7 @@ impl Trace<'_> {
         let mut out = format!("model    {}\n", self.a.model.display());
         out += &backend_text(&l.backend);
         // Writing to a string does not fail.
-        let _ = writeln!(out, "level    {}", l.backend.level());
+        let _ = writeln!(out, "level    {}", super::level_text(&l.backend));
         out += &l.input_text();
         let g = self.graph;
         let _ = writeln!(out, "\ngraph ({} nodes)\n{g}", g.nodes().len());

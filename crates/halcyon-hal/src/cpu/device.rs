@@ -234,8 +234,12 @@ impl Target for CpuDevice {
         true
     }
 
-    fn channel_block(&self) -> Option<usize> {
-        Some(library::simd::lanes(self.isa))
+    fn channel_block(&self, dtype: DType) -> Option<usize> {
+        match dtype {
+            DType::F32 => Some(library::simd::lanes(self.isa)),
+            DType::BF16 => library::blocked16::available(self.isa).then_some(library::blocked16::BLOCK),
+            _ => None,
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! The CPU backend: native kernels, a tile executor for fused work, and the kernel IR's interpreter for the rest.
 
+pub mod amx;
 mod device;
 pub mod library;
 mod memory;

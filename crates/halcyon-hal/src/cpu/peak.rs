@@ -50,6 +50,7 @@ dispatch_simd! {
 #[cfg(target_arch = "x86_64")]
 mod narrow {
     use super::CHAINS;
+    use crate::cpu::amx::{TileConfig, Tiles, tile};
     use std::arch::x86_64::*;
     use std::hint::black_box;
 
@@ -80,6 +81,33 @@ mod narrow {
         black_box(acc);
     }
 
+    /// Four tiles of sums, as products use them. Zeros are as fast as other numbers.
+    pub(super) fn bf16_tiles(steps: usize) {
+        let _tiles = Tiles::new(&TileConfig::FULL);
+        for _ in 0..steps {
+            // SAFETY: the guard lives, the registers have one size, and whoever picks this loop has looked for AMX-BF16.
+            unsafe {
+                tile::bf16::<0, 4, 6>();
+                tile::bf16::<1, 4, 7>();
+                tile::bf16::<2, 5, 6>();
+                tile::bf16::<3, 5, 7>();
+            }
+        }
+    }
+
+    pub(super) fn int8_tiles(steps: usize) {
+        let _tiles = Tiles::new(&TileConfig::FULL);
+        for _ in 0..steps {
+            // SAFETY: as above, with AMX-INT8.
+            unsafe {
+                tile::u8_i8::<0, 4, 6>();
+                tile::u8_i8::<1, 4, 7>();
+                tile::u8_i8::<2, 5, 6>();
+                tile::u8_i8::<3, 5, 7>();
+            }
+        }
+    }
+
     /// Of 16 registers, 12 hold sums.
     pub(super) const CHAINS_256: usize = 12;
 
@@ -101,9 +129,9 @@ mod narrow {
 pub enum MulAdd {
     /// f32 times f32, added to f32.
     F32,
-    /// Pairs of bf16 products, added to f32 (`vdpbf16ps`).
+    /// Pairs of bf16 products, added to f32 (`tdpbf16ps` on tile registers where this process has them, else `vdpbf16ps`).
     Bf16,
-    /// Four products of u8 and i8, added to i32 (`vpdpbusd`).
+    /// Four products of u8 and i8, added to i32 (`tdpbusd` on tile registers where this process has them, else `vpdpbusd`).
     Int8,
 }
 
@@ -154,6 +182,15 @@ fn fma(isa: Isa) -> Loop {
 fn narrow_loop(isa: Isa, kind: MulAdd) -> std::result::Result<Loop, String> {
     match kind {
         MulAdd::F32 => Ok(fma(isa)),
+        MulAdd::Bf16 if isa.has_bf16_tiles() => Ok(Loop {
+            instruction: "tdpbf16ps",
+            // 16 x 16 sums of 16 pairs.
+            ops: 4 * 16 * 16 * 32 * 2,
+            run: Box::new(narrow::bf16_tiles),
+        }),
+        MulAdd::Int8 if isa.has_int8_tiles() => {
+            Ok(Loop { instruction: "tdpbusd", ops: 4 * 16 * 16 * 64 * 2, run: Box::new(narrow::int8_tiles) })
+        }
         MulAdd::Bf16 if isa == Isa::Avx512 && is_x86_feature_detected!("avx512bf16") => Ok(Loop {
             instruction: "vdpbf16ps",
             ops: 64 * CHAINS,

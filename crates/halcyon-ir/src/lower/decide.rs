@@ -182,6 +182,16 @@ impl Lowerer<'_> {
         if !self.options.passes.does(EPILOGUES) || !self.target.has_epilogues() {
             return cut;
         }
+        // What an op reads from memory is there: its other readers load it too, and need not wait for the product behind it.
+        let mut stored = vec![false; n];
+        for id in self.g.ids().rev().filter(|i| self.live[i.index()]) {
+            let node = self.g.node(id);
+            let fuses = self.is_expr(id) || matches!(node.op, Op::Reduce { .. } | Op::Concat { .. });
+            // A view of memory is no memory of its own.
+            if !fuses && (!node.op.is_view() || stored[id.index()]) {
+                node.inputs.iter().for_each(|x| stored[x.index()] = true);
+            }
+        }
         // The last product that a node's value comes from through expressions alone.
         let mut last: Vec<Option<NodeId>> = vec![None; n];
         for id in self.g.ids().filter(|i| self.live[i.index()]) {
@@ -194,7 +204,7 @@ impl Lowerer<'_> {
                     cut[x.index()] |=
                         last[x.index()].is_some() && last[x.index()] != most && self.is_expr(*x);
                 }
-                last[id.index()] = most;
+                last[id.index()] = most.filter(|_| !stored[id.index()]);
             } else if matches!(node.op, Op::Reduce { .. } | Op::Concat { .. }) {
                 // Their kernels are no epilogues.
                 for x in &node.inputs {

@@ -309,7 +309,7 @@ impl Lowerer<'_> {
             let mut operands = c.operands.clone();
             operands.extend(inputs.iter().enumerate().filter(|(j, _)| *j != k).map(|(_, o)| o.clone()));
             let call = LibraryCall {
-                precision: self.options.precision,
+                precision: precision(self.options, &operands),
                 packed: c.packed,
                 epilogue: Some(Epilogue { fused: f, product: k as u32 }),
                 ..LibraryCall::new(Work::Op(&c.op), &operands, &output)

@@ -16,7 +16,9 @@ use crate::graph::{Graph, NodeId};
 use crate::kernel::{Kernel, Launch, lower as kernel_lower};
 use crate::layout::View;
 use crate::op::{Op, ReduceKind};
-use crate::passes::{self, COMPOSITES, EPILOGUES, FUSION, IN_PLACE, PACKED, PassOptions};
+use crate::passes::{
+    self, AmpPolicy, COMPOSITES, EPILOGUES, FUSION, IN_PLACE, Level, MIXED, PACKED, PassOptions,
+};
 use crate::plan::{
     BufId, BufferSpec, HostWork, PackedConst, Plan, PlanOutput, Receipt, Step, StepWork, Storage,
 };
@@ -58,18 +60,33 @@ pub fn lower(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Resu
         match (ins, out) {
             (Some(i), Some(o)) => {
                 let op = Op::Composite(Arc::new(c.clone()));
-                select(target, &op, &i, &[o], options.precision, false).is_ok()
+                match select(target, &op, &i, std::slice::from_ref(&o), precision(options, &i), false) {
+                    Ok(Chosen::Library(_)) => true,
+                    // A generated kernel for half types is not worth a kernel of the device's own for f32.
+                    Ok(Chosen::Kernels(_)) => {
+                        let wide = |o: &Operand| Operand { dtype: o.dtype.compute(), view: o.view.clone() };
+                        let (wide_in, wide_out): (Vec<Operand>, _) =
+                            (i.iter().map(wide).collect(), [wide(&o)]);
+                        let call = LibraryCall::new(Work::Op(&op), &wide_in, &wide_out);
+                        !widened(c) || target.library(&call).is_err()
+                    }
+                    Err(_) => false,
+                }
             }
             _ => false,
         }
     };
-    let (g, receipts) = passes::optimize(graph, &options.passes, target.channel_block(), &claims)?;
+    let (g, receipts) = passes::optimize(graph, &options.passes, &|d| target.channel_block(d), &claims)?;
     let mut plan = Lowerer::new(&g, target, options)?.run()?;
     // Outputs of small types are bytes to the plan.
     for (p, o) in plan.outputs.iter_mut().zip(graph.outputs()) {
         (p.dtype, p.dims) = (graph.dtype(o.node), graph.shape(o.node).dims()?);
     }
     plan.receipts.splice(0..0, receipts);
+    let (amp, passes) = (options.passes.amp, &options.passes);
+    if amp != AmpPolicy::None && passes.level < Level::O2 {
+        plan.warnings.push(format!("{MIXED}: comes with level O2; at {} nothing is in {amp}", passes.level));
+    }
     if options.passes.does(COMPOSITES) {
         let missed: Vec<String> = graph
             .nodes()
@@ -90,10 +107,26 @@ pub fn lower(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Resu
     Ok(plan)
 }
 
+/// Whether a composite is one of f32 whose operands and result have a half type, as `passes::autocast` makes them.
+fn widened(c: &crate::composite::Composite) -> bool {
+    let body = &c.body;
+    let half = |n: NodeId| matches!(body.dtype(n), DType::F16 | DType::BF16);
+    let result = c.result().ok().map(|r| body.node(r));
+    result.is_some_and(|r| r.op == Op::Cast && r.inputs.iter().all(|i| body.dtype(*i) == DType::F32))
+        && body.inputs().iter().any(|i| half(i.node))
+}
+
 fn dedup(mut v: Vec<String>) -> String {
     v.sort();
     v.dedup();
     v.join(", ")
+}
+
+/// How exact a call must be. Products of bf16 are exact in f32 whatever multiplies them; from O2 on the device may take denormals for zero and add
+/// in its own order.
+fn precision(options: &LowerOptions, inputs: &[Operand]) -> MatmulPrecision {
+    let half = inputs.len() >= 2 && inputs[..2].iter().all(|o| o.dtype == DType::BF16);
+    if half && options.passes.level >= Level::O2 { MatmulPrecision::Medium } else { options.precision }
 }
 
 /// How a device does one op.

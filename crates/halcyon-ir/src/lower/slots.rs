@@ -37,7 +37,14 @@ impl Lowerer<'_> {
         let life = plan.lifetimes();
         let scratch: Vec<usize> =
             (0..life.len()).filter(|&k| matches!(plan.buffers[k].storage, Storage::Slot(_))).collect();
-        if scratch.is_empty() {
+        // A part of the scratch serves as a step's workspace while other buffers do not need it.
+        let mut wanted: Vec<(u32, usize)> = vec![];
+        if self.target.part_alignment().is_some() {
+            let all = plan.steps.iter().enumerate().map(|(t, s)| (t as u32, s.work.workspace()));
+            wanted.extend(all.filter(|(_, bytes)| *bytes > 0));
+            plan.workspace = 0;
+        }
+        if scratch.is_empty() && wanted.is_empty() {
             return;
         }
         // Buffers that no step touches are empty tensors.
@@ -45,11 +52,13 @@ impl Lowerer<'_> {
             let (first, last) = life[*k].unwrap_or((0, 0));
             Item { bytes: plan.buffers[*k].bytes, first, last }
         };
-        let items: Vec<Item> = scratch.iter().map(item).collect();
+        let mut items: Vec<Item> = scratch.iter().map(item).collect();
+        let of_step = |&(t, bytes): &(u32, usize)| Item { bytes, first: t as usize, last: t as usize };
+        items.extend(wanted.iter().map(of_step));
         let (blocks, places) = match self.target.part_alignment() {
             Some(align) => {
                 let (total, offsets) = match items.len() <= MAX_PLACED {
-                    true => offsets(&items, align.max(1), plan.live().bytes),
+                    true => offsets(&items, align.max(1), plan.needed()),
                     false => {
                         let (blocks, of) = turns(&items);
                         let mut end = 0usize;
@@ -76,14 +85,17 @@ impl Lowerer<'_> {
         };
         plan.blocks = blocks;
         let mut number: HashMap<Slot, u32> = HashMap::new();
-        for (k, place) in scratch.into_iter().zip(places) {
-            let slots = &mut plan.slots;
-            let n = *number.entry(place).or_insert_with(|| {
+        let slots = &mut plan.slots;
+        let mut numbers = places.into_iter().map(|place| {
+            *number.entry(place).or_insert_with(|| {
                 slots.push(place);
                 slots.len() as u32 - 1
-            });
+            })
+        });
+        for (k, n) in scratch.into_iter().zip(numbers.by_ref()) {
             plan.buffers[k].storage = Storage::Slot(n);
         }
+        plan.workspaces = wanted.iter().map(|(t, _)| *t).zip(numbers).collect();
         debug_assert!(items.len() > 1024 || apart(plan), "two live buffers share memory");
     }
 }
@@ -91,7 +103,7 @@ impl Lowerer<'_> {
 /// Whether no two buffers that live at one time overlap, and all lie in their blocks.
 fn apart(plan: &Plan) -> bool {
     let life = plan.lifetimes();
-    let all: Vec<(Slot, Item)> = plan
+    let mut all: Vec<(Slot, Item)> = plan
         .buffers
         .iter()
         .zip(life)
@@ -100,6 +112,10 @@ fn apart(plan: &Plan) -> bool {
             Some((plan.slots[s as usize], Item { bytes: b.bytes, first, last }))
         })
         .collect();
+    all.extend(plan.workspaces.iter().map(|&(t, s)| {
+        let (bytes, t) = (plan.steps[t as usize].work.workspace(), t as usize);
+        (plan.slots[s as usize], Item { bytes, first: t, last: t })
+    }));
     all.iter().enumerate().all(|(k, (s, i))| {
         i.bytes <= s.bytes
             && s.offset + s.bytes <= plan.blocks[s.block as usize]

@@ -78,7 +78,7 @@ impl Lowerer<'_> {
         }
         let output = Operand { dtype: node.ty.dtype, view: View::dense(&out_dims) };
         let in_place = self.may_overwrite(id, &node.op, &node.inputs, &ops);
-        let precision = self.options.precision;
+        let precision = precision(self.options, &ops);
         if let Op::Custom(c) = &node.op {
             return self.custom(id, c.clone(), bufs, ops, output);
         }
@@ -208,7 +208,7 @@ impl Lowerer<'_> {
         for (k, p) in places.iter().enumerate() {
             let Op::Const(c) = &self.g.node(p.base).op else { continue };
             let call = LibraryCall {
-                precision: self.options.precision,
+                precision: precision(self.options, &operands),
                 packed: Some(k),
                 ..LibraryCall::new(Work::Op(op), &operands, &output)
             };
@@ -299,7 +299,8 @@ impl Lowerer<'_> {
 
     /// Whether an update may write into its base: the base is scratch of this plan or donated, whole, and nobody reads it later.
     pub(super) fn may_overwrite(&mut self, id: NodeId, op: &Op, inputs: &[NodeId], ops: &[Operand]) -> bool {
-        if !matches!(op, Op::UpdateSlice { .. }) || !ops[0].view.is_dense() {
+        let wanted = self.options.passes.does(IN_PLACE);
+        if !wanted || !matches!(op, Op::UpdateSlice { .. }) || !ops[0].view.is_dense() {
             return false;
         }
         let Some(p) = self.placement(inputs[0]) else {

@@ -4,6 +4,10 @@
 //! says what it is in terms of the plain one, and what has no blocked form gets the plain image, as views of the blocked one.
 //! Element-wise ops, pooling, reductions over the image and concatenation go along, so that a network of convolutions changes layout
 //! where its images come in and go out.
+//!
+//! A block has as many channels as the device says for the element type. Images of both types occur side by side: an element-wise op takes
+//! the block of its first operand that has one, and what has another is rearranged. A convolution of bf16 that the device does not take in blocks of
+//! that type is computed in f32 and rounded, which is what it means; f32's kernels are for all geometries.
 
 use super::rebuild::{DROPPED, Rebuild};
 use crate::composite::{Attrs, Composite};
@@ -19,17 +23,22 @@ pub const BLOCKED_CONV: &str = "blocked_conv";
 /// Operand and result: images in blocks.
 pub const BLOCKED_POOL: &str = "blocked_pool";
 
-/// Rewrites f32 convolutions over two spatial axes where the device takes the blocked form, for blocks of `block` channels. Returns
-/// the graph and how many convolutions there are in it now that were plain.
-pub fn run(g: &Graph, block: usize, claims: &dyn Fn(&Composite) -> bool) -> Result<(Graph, usize)> {
+/// Channels to a block for images of an element type: [`crate::target::Target::channel_block`].
+pub type Blocks<'a> = &'a dyn Fn(DType) -> Option<usize>;
+
+/// Rewrites convolutions over two spatial axes where the device takes the blocked form. Returns the graph and how many convolutions
+/// there are in it now that were plain, or in bf16.
+pub fn run(g: &Graph, blocks: Blocks<'_>, claims: &dyn Fn(&Composite) -> bool) -> Result<(Graph, usize)> {
     let mut p = Pass {
         g,
         r: Rebuild::new(g),
         blocked: HashMap::new(),
+        others: HashMap::new(),
         plain: vec![DROPPED; g.nodes().len()],
-        block,
+        blocks,
         claims,
         convs: 0,
+        widened: 0,
     };
     let live = Rebuild::live(g);
     for id in g.ids().filter(|i| live[i.index()]) {
@@ -38,32 +47,52 @@ pub fn run(g: &Graph, block: usize, claims: &dyn Fn(&Composite) -> bool) -> Resu
     for o in g.outputs() {
         p.plain(o.node)?;
     }
-    let n = p.convs;
-    let g = p.r.finish()?.0;
-    Ok((super::rebuild::prune(&g)?, n))
+    let (n, widened) = (p.convs, p.widened);
+    let g = super::rebuild::prune(&p.r.finish()?.0)?;
+    // Weights are widened here, not in every run.
+    let g = if widened > 0 { super::fold::run(&g)?.0 } else { g };
+    Ok((g, n + widened))
 }
+
+/// A node in blocks, and the channels of one.
+type Made = (NodeId, usize);
 
 struct Pass<'a> {
     g: &'a Graph,
     r: Rebuild<'a>,
-    /// Blocked forms of old nodes.
-    blocked: HashMap<NodeId, NodeId>,
+    /// Blocked forms of old nodes, and the channels of their blocks.
+    blocked: HashMap<NodeId, Made>,
+    /// Blocked forms that were asked for beside these, or that an image is brought into.
+    others: HashMap<(NodeId, usize), NodeId>,
     /// Plain forms of old nodes.
     plain: Vec<NodeId>,
-    block: usize,
+    blocks: Blocks<'a>,
     claims: &'a dyn Fn(&Composite) -> bool,
     convs: usize,
+    /// Convolutions of bf16 that became f32's.
+    widened: usize,
+}
+
+fn shape_of(d: &[usize]) -> Shape {
+    d.iter().map(|d| Dim::from(*d)).collect()
+}
+
+/// `[N, C, H, W]` in blocks.
+fn split(g: &mut Graph, x: NodeId, [n, c, h, w]: [usize; 4], block: usize) -> Result<NodeId> {
+    let x = g.reshape(x, shape_of(&[n, c / block, block, h, w]))?;
+    g.permute(x, &[0, 1, 3, 4, 2])
 }
 
 impl Pass<'_> {
     /// Sizes of an old node that has four axes and whole blocks of channels.
-    fn image(&self, id: NodeId) -> Option<[usize; 4]> {
+    fn image(&self, id: NodeId, block: usize) -> Option<[usize; 4]> {
         let d: [usize; 4] = self.g.shape(id).known()?[..].try_into().ok()?;
-        (d[1] > 0 && d[1].is_multiple_of(self.block)).then_some(d)
+        (d[1] > 0 && d[1].is_multiple_of(block)).then_some(d)
     }
 
-    fn in_blocks(&self, [n, c, h, w]: [usize; 4]) -> Shape {
-        [n, c / self.block, h, w, self.block].iter().map(|d| Dim::from(*d)).collect()
+    /// The block of the first operand that has one.
+    fn block_of(&self, n: &Node) -> Option<usize> {
+        n.inputs.iter().find_map(|i| self.blocked.get(i).map(|b| b.1))
     }
 
     fn node(&mut self, id: NodeId) -> Result<()> {
@@ -97,7 +126,7 @@ impl Pass<'_> {
         if self.plain[id.index()] != DROPPED {
             return Ok(self.plain[id.index()]);
         }
-        let x = self.blocked.get(&id).copied();
+        let x = self.blocked.get(&id).map(|b| b.0);
         let x = x.ok_or_else(|| Error::internal("a layout pass lost a node that is still used"))?;
         let g = &mut self.r.new;
         let y = g.permute(x, &[0, 1, 4, 2, 3])?;
@@ -108,13 +137,31 @@ impl Pass<'_> {
     }
 
     /// The blocked form of an old image that was visited.
-    fn blocked_form(&mut self, id: NodeId, d: [usize; 4]) -> Result<NodeId> {
-        if let Some(x) = self.blocked.get(&id) {
+    fn blocked_form(&mut self, id: NodeId, d: [usize; 4], block: usize) -> Result<NodeId> {
+        if let Some(x) = self.blocked.get(&id).filter(|b| b.1 == block) {
+            return Ok(x.0);
+        }
+        if let Some(x) = self.others.get(&(id, block)) {
             return Ok(*x);
         }
-        let shape = self.in_blocks(d);
+        let shape = shape_of(&[d[0], d[1] / block, d[2], d[3], block]);
         let n = self.g.node(id);
         let x = match &n.op {
+            // From blocks of another size, where one is a multiple of the other: pixels keep their places.
+            _ if let Some((x, from)) = self.blocked.get(&id).copied()
+                && from.max(block).is_multiple_of(from.min(block)) =>
+            {
+                let [n, c, h, w] = d;
+                let g = &mut self.r.new;
+                let x = if from > block {
+                    let x = g.reshape(x, shape_of(&[n, c / from, h, w, from / block, block]))?;
+                    g.permute(x, &[0, 1, 4, 2, 3, 5])?
+                } else {
+                    let x = g.reshape(x, shape_of(&[n, c / block, block / from, h, w, from]))?;
+                    g.permute(x, &[0, 1, 3, 4, 2, 5])?
+                };
+                g.reshape(x, shape.clone())?
+            }
             Op::Full(v) => self.r.new.full(n.ty.dtype, shape, *v),
             Op::Expand => {
                 let i = n.inputs[0];
@@ -122,32 +169,26 @@ impl Pass<'_> {
                 // Broadcasting adds axes in front.
                 let mut f = [1; 4];
                 f[4 - from.len()..].copy_from_slice(&from);
-                let whole = match self.image(i) {
-                    Some(f) => Some(self.blocked_form(i, f)?),
+                let whole = match self.image(i, block) {
+                    Some(f) => Some(self.blocked_form(i, f, block)?),
                     None => None,
                 };
                 let x = match whole {
                     Some(x) => x,
                     None => {
                         let x = self.plain(i)?;
-                        let b = if f[1] == 1 { 1 } else { self.block };
-                        let g = &mut self.r.new;
-                        let split = [f[0], f[1] / b, b, f[2], f[3]];
-                        let x = g.reshape(x, split.iter().map(|d| Dim::from(*d)).collect::<Shape>())?;
-                        g.permute(x, &[0, 1, 3, 4, 2])?
+                        let b = if f[1] == 1 { 1 } else { block };
+                        split(&mut self.r.new, x, f, b)?
                     }
                 };
                 self.r.new.expand(x, &shape)?
             }
             _ => {
                 let x = self.plain(id)?;
-                let split = [d[0], d[1] / self.block, self.block, d[2], d[3]];
-                let g = &mut self.r.new;
-                let x = g.reshape(x, split.iter().map(|d| Dim::from(*d)).collect::<Shape>())?;
-                g.permute(x, &[0, 1, 3, 4, 2])?
+                split(&mut self.r.new, x, d, block)?
             }
         };
-        self.blocked.insert(id, x);
+        self.others.insert((id, block), x);
         Ok(x)
     }
 
@@ -157,9 +198,9 @@ impl Pass<'_> {
         name: &str,
         x: &[NodeId],
         plain: Option<&Shape>,
+        block: usize,
         body: impl FnOnce(&mut Graph, &[NodeId]) -> Result<NodeId>,
     ) -> Result<Option<NodeId>> {
-        let block = self.block;
         let before = self.r.new.nodes().len();
         let y = self.r.new.composite(name, Attrs::new(), x, |g, x| {
             let mut x = x.to_vec();
@@ -169,9 +210,7 @@ impl Pass<'_> {
             }
             let y = body(g, &x)?;
             let d = g.shape(y).dims()?;
-            let split = [d[0], d[1] / block, block, d[2], d[3]];
-            let y = g.reshape(y, split.iter().map(|d| Dim::from(*d)).collect::<Shape>())?;
-            g.permute(y, &[0, 1, 3, 4, 2])
+            split(g, y, [d[0], d[1], d[2], d[3]], block)
         })?;
         debug_assert_eq!(self.r.new.nodes().len(), before + 1);
         let taken = matches!(&self.r.new.node(y).op, Op::Composite(c) if (self.claims)(c));
@@ -179,65 +218,105 @@ impl Pass<'_> {
         Ok(taken.then_some(y))
     }
 
-    fn conv(&mut self, id: NodeId, n: &Node) -> Result<Option<NodeId>> {
+    fn conv(&mut self, id: NodeId, n: &Node) -> Result<Option<Made>> {
         let Op::Conv(attrs) = &n.op else { return Ok(None) };
         let [x, w] = n.inputs[..] else { return Ok(None) };
-        let f32s = [x, w, id].iter().all(|i| self.g.dtype(*i) == DType::F32);
-        if !f32s || self.image(id).is_none() || self.g.shape(x).rank() != 4 {
+        let dtype = n.ty.dtype;
+        let same = [x, w].iter().all(|i| self.g.dtype(*i) == dtype);
+        if !same || !matches!(dtype, DType::F32 | DType::BF16) || self.g.shape(x).rank() != 4 {
+            return Ok(None);
+        }
+        if let Some(block) = (self.blocks)(dtype)
+            && let Some(y) = self.conv_in(id, n, attrs, dtype, block)?
+        {
+            self.convs += 1;
+            return Ok(Some((y, block)));
+        }
+        let Some(block) = (self.blocks)(DType::F32).filter(|_| dtype == DType::BF16) else { return Ok(None) };
+        self.widened += 1;
+        if let Some(y) = self.conv_in(id, n, attrs, DType::F32, block)? {
+            let y = self.r.new.cast(y, dtype)?;
+            return Ok(Some((y, block)));
+        }
+        let [x, w] = [self.plain(x)?, self.plain(w)?];
+        let g = &mut self.r.new;
+        let [x, w] = [g.cast(x, DType::F32)?, g.cast(w, DType::F32)?];
+        let y = g.conv(x, w, attrs.clone())?;
+        let y = g.cast(y, dtype)?;
+        self.plain[id.index()] = y;
+        self.r.set(id, y);
+        Ok(None)
+    }
+
+    /// The convolution on operands of a type, in blocks, if the device takes it.
+    fn conv_in(
+        &mut self,
+        id: NodeId,
+        n: &Node,
+        attrs: &crate::op::Conv,
+        dtype: DType,
+        block: usize,
+    ) -> Result<Option<NodeId>> {
+        let [x, w] = n.inputs[..] else { return Ok(None) };
+        if self.image(id, block).is_none() {
             return Ok(None);
         }
         let weights = self.plain(w)?;
         let shape = self.g.shape(x).clone();
-        let (operand, plain) = match self.image(x) {
-            Some(d) => (self.blocked_form(x, d)?, Some(&shape)),
+        let (operand, plain) = match self.image(x, block) {
+            Some(d) => (self.blocked_form(x, d, block)?, Some(&shape)),
             None => (self.plain(x)?, None),
         };
-        let y = self
-            .composite(BLOCKED_CONV, &[operand, weights], plain, |g, x| g.conv(x[0], x[1], attrs.clone()))?;
-        self.convs += usize::from(y.is_some());
-        Ok(y)
+        let mut operands = [operand, weights];
+        if n.ty.dtype != dtype {
+            for x in &mut operands {
+                *x = self.r.new.cast(*x, dtype)?;
+            }
+        }
+        self.composite(BLOCKED_CONV, &operands, plain, block, |g, x| g.conv(x[0], x[1], attrs.clone()))
     }
 
-    fn pool(&mut self, n: &Node) -> Result<Option<NodeId>> {
-        let (Op::Pool(attrs), Some(x)) = (&n.op, self.blocked.get(&n.inputs[0]).copied()) else {
+    fn pool(&mut self, n: &Node) -> Result<Option<Made>> {
+        let (Op::Pool(attrs), Some((x, block))) = (&n.op, self.blocked.get(&n.inputs[0]).copied()) else {
             return Ok(None);
         };
         let shape = self.g.shape(n.inputs[0]).clone();
-        self.composite(BLOCKED_POOL, &[x], Some(&shape), |g, x| g.pool(x[0], attrs.clone()))
+        let y =
+            self.composite(BLOCKED_POOL, &[x], Some(&shape), block, |g, x| g.pool(x[0], attrs.clone()))?;
+        Ok(y.map(|y| (y, block)))
     }
 
     /// Blocked if an operand is.
-    fn element_wise(&mut self, id: NodeId, n: &Node) -> Result<Option<NodeId>> {
-        let Some(d) = self.image(id).filter(|_| n.inputs.iter().any(|i| self.blocked.contains_key(i))) else {
-            return Ok(None);
-        };
-        let x = n.inputs.iter().map(|i| self.blocked_form(*i, d)).collect::<Result<Vec<_>>>()?;
+    fn element_wise(&mut self, id: NodeId, n: &Node) -> Result<Option<Made>> {
+        let Some(block) = self.block_of(n) else { return Ok(None) };
+        let Some(d) = self.image(id, block) else { return Ok(None) };
+        let x = n.inputs.iter().map(|i| self.blocked_form(*i, d, block)).collect::<Result<Vec<_>>>()?;
         let g = &mut self.r.new;
-        match &n.op {
-            Op::Scalar(s) => g.scalar(*s, &x).map(Some),
-            _ => g.cast(x[0], n.ty.dtype).map(Some),
-        }
+        let y = match &n.op {
+            Op::Scalar(s) => g.scalar(*s, &x)?,
+            _ => g.cast(x[0], n.ty.dtype)?,
+        };
+        Ok(Some((y, block)))
     }
 
-    fn concat(&mut self, id: NodeId, n: &Node, axis: usize) -> Result<Option<NodeId>> {
-        let images: Option<Vec<[usize; 4]>> = n.inputs.iter().map(|i| self.image(*i)).collect();
-        let (Some(d), Some(_)) = (images, self.image(id)) else { return Ok(None) };
-        if !n.inputs.iter().any(|i| self.blocked.contains_key(i)) {
-            return Ok(None);
-        }
+    fn concat(&mut self, id: NodeId, n: &Node, axis: usize) -> Result<Option<Made>> {
+        let Some(block) = self.block_of(n) else { return Ok(None) };
+        let images: Option<Vec<[usize; 4]>> = n.inputs.iter().map(|i| self.image(*i, block)).collect();
+        let (Some(d), Some(_)) = (images, self.image(id, block)) else { return Ok(None) };
         let parts = n.inputs.iter().zip(d);
-        let x = parts.map(|(i, d)| self.blocked_form(*i, d)).collect::<Result<Vec<_>>>()?;
-        self.r.new.concat(&x, axis).map(Some)
+        let x = parts.map(|(i, d)| self.blocked_form(*i, d, block)).collect::<Result<Vec<_>>>()?;
+        Ok(Some((self.r.new.concat(&x, axis)?, block)))
     }
 
     /// Over the whole image: one pixel of it is left, or no image.
-    fn reduce(&mut self, id: NodeId, n: &Node, keep: bool) -> Result<Option<NodeId>> {
-        let (Op::Reduce { kind, .. }, Some(x)) = (&n.op, self.blocked.get(&n.inputs[0]).copied()) else {
+    fn reduce(&mut self, id: NodeId, n: &Node, keep: bool) -> Result<Option<Made>> {
+        let (Op::Reduce { kind, .. }, Some((x, block))) = (&n.op, self.blocked.get(&n.inputs[0]).copied())
+        else {
             return Ok(None);
         };
         let y = self.r.new.reduce(*kind, x, &[2, 3], keep)?;
         if keep {
-            return Ok(Some(y));
+            return Ok(Some((y, block)));
         }
         let y = self.r.new.reshape(y, self.g.shape(id).clone())?;
         self.plain[id.index()] = y;

@@ -12,7 +12,7 @@ use crate::graph::{Graph, Node, NodeId};
 use crate::op::Op;
 use crate::reference::eval_op;
 use crate::scalar_op::Rule;
-use crate::shape::Dims;
+use crate::shape::{Dims, Shape};
 use std::collections::HashMap;
 
 /// Largest result that is folded, in elements.
@@ -42,6 +42,7 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     let own = g.nodes().iter().map(|n| if let Op::Const(c) = &n.op { c.bytes().len() } else { 0 });
     let own = own.fold(0usize, usize::saturating_add);
     let mut left = Budget { work: TOTAL_WORK, bytes: own.saturating_mul(4).saturating_add(TOTAL_BYTES) };
+    let useful = read_by_constants(g, &live);
     for id in g.ids().filter(|i| live[i.index()]) {
         let n = g.node(id);
         let new = r.copy(id)?;
@@ -61,13 +62,17 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
             changes += replace(&mut r, id, n, Op::Full(v));
             continue;
         }
+        // A view that would grow stays one, and nothing is computed from it here.
+        if !useful[id.index()] && n.op.is_view() && growing(&r, n)? {
+            continue;
+        }
         let Some(y) = value(&r, n, &known, &mut left)? else { continue };
         if let Some(v) = uniform(&y) {
             changes += replace(&mut r, id, n, Op::Full(v));
             continue;
         }
         left.bytes -= y.bytes().len();
-        if grows(n, &y, &r)? {
+        if n.op.is_view() && growing(&r, n)? {
             known.insert(new, y);
         } else {
             changes += replace(&mut r, id, n, Op::Const(y.clone()));
@@ -180,8 +185,25 @@ fn work(op: &Op, out: &[usize], x: &[Dims]) -> Option<usize> {
 }
 
 /// Whether folding would turn a free view into more memory than its operand takes.
-fn grows(n: &Node, y: &ConstData, r: &Rebuild) -> Result<bool> {
-    let x = r.operands(n)?;
-    let before = (x.first()).and_then(|i| r.new.shape(*i).known()).and_then(|d| count(&d)).unwrap_or(0);
-    Ok(n.op.is_view() && y.numel() > before)
+fn growing(r: &Rebuild, n: &Node) -> Result<bool> {
+    let numel = |s: &Shape| s.known().and_then(|d| count(&d));
+    let before = r.operands(n)?.first().and_then(|i| numel(r.new.shape(*i))).unwrap_or(0);
+    Ok(numel(&n.ty.shape).is_none_or(|after| after > before))
+}
+
+/// Of each node, whether something reads it that depends on constants alone.
+fn read_by_constants(g: &Graph, live: &[bool]) -> Vec<bool> {
+    let mut constant = vec![false; g.nodes().len()];
+    let mut read = constant.clone();
+    for id in g.ids().filter(|i| live[i.index()]) {
+        let n = g.node(id);
+        constant[id.index()] = match n.op {
+            Op::Const(_) | Op::Full(_) => true,
+            _ => !n.op.is_leaf() && n.inputs.iter().all(|i| constant[i.index()]),
+        };
+        if constant[id.index()] {
+            n.inputs.iter().for_each(|i| read[i.index()] = true);
+        }
+    }
+    read
 }

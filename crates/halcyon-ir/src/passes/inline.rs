@@ -27,6 +27,12 @@ pub fn inline_composites(g: &Graph, keep: &dyn Fn(&Composite) -> bool) -> Result
     r.finish()
 }
 
+/// Appends the body of `c` on operands `x`, with the composites in it; returns its result.
+pub fn append(g: &mut Graph, c: &Composite, x: &[NodeId]) -> Result<NodeId> {
+    let span = g.span.clone();
+    body(g, c, x, &span, &|_| true)
+}
+
 /// Appends the body of `c` on operands `x`; returns its result. Recurses once per level of composites inside composites.
 fn body(
     g: &mut Graph,

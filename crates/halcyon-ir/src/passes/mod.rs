@@ -1,6 +1,7 @@
 //! Graph passes, run by level.
 
 pub mod affine;
+pub mod autocast;
 pub mod blocked;
 pub mod cse;
 pub mod fold;
@@ -11,9 +12,11 @@ pub mod recognize;
 pub mod simplify;
 
 use crate::composite::Composite;
+use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::graph::Graph;
 use crate::plan::Receipt;
+pub use autocast::AmpPolicy;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::fmt;
@@ -74,13 +77,26 @@ pub const EPILOGUES: &str = "epilogues";
 pub const AFFINE: &str = "affine chains";
 pub const BLOCKED: &str = "blocked layouts";
 pub const RECOGNITION: &str = "composite recognition";
+pub const MIXED: &str = "mixed precision";
 
 /// Every transformation that has a receipt and can be switched off.
-pub const ALL: &[&str] =
-    &[FOLD, SIMPLIFY, CSE, FUSION, COMPOSITES, IN_PLACE, PACKED, EPILOGUES, AFFINE, BLOCKED, RECOGNITION];
+pub const ALL: &[&str] = &[
+    FOLD,
+    SIMPLIFY,
+    CSE,
+    FUSION,
+    COMPOSITES,
+    IN_PLACE,
+    PACKED,
+    EPILOGUES,
+    AFFINE,
+    BLOCKED,
+    RECOGNITION,
+    MIXED,
+];
 
 /// The transformations that come with O2.
-const FROM_O2: &[&str] = &[PACKED, EPILOGUES, AFFINE, BLOCKED, RECOGNITION];
+const FROM_O2: &[&str] = &[PACKED, EPILOGUES, AFFINE, BLOCKED, RECOGNITION, MIXED];
 
 /// What to do to a graph.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
@@ -88,11 +104,14 @@ pub struct PassOptions {
     pub level: Level,
     /// Transformations that are switched off.
     pub without: BTreeSet<String>,
+    /// The element type of products; at O2.
+    #[serde(default)]
+    pub amp: AmpPolicy,
 }
 
 impl PassOptions {
     pub fn at(level: Level) -> PassOptions {
-        PassOptions { level, without: BTreeSet::new() }
+        PassOptions { level, ..PassOptions::default() }
     }
 
     pub fn does(&self, name: &str) -> bool {
@@ -101,11 +120,11 @@ impl PassOptions {
     }
 }
 
-/// Runs the passes of the level. `claims` says which composites the device takes whole; `block` is [`crate::target::Target::channel_block`].
+/// Runs the passes of the level. `claims` says which composites the device takes whole; `blocks` is [`crate::target::Target::channel_block`].
 pub fn optimize(
     g: &Graph,
     options: &PassOptions,
-    block: Option<usize>,
+    blocks: blocked::Blocks<'_>,
     claims: &dyn Fn(&Composite) -> bool,
 ) -> Result<(Graph, Vec<Receipt>)> {
     let mut receipts = vec![];
@@ -151,8 +170,22 @@ pub fn optimize(
         g = if n > 0 { cse::run(&fold::run(&h)?.0)?.0 } else { h };
         note(AFFINE, n);
     }
-    if let Some(block) = block.filter(|_| options.does(BLOCKED)) {
-        let (h, n) = blocked::run(&g, block, claims)?;
+    // Behind the passes that look for patterns in f32; it rounds constants itself, so nothing is left to fold.
+    if let Some(low) = options.amp.dtype().filter(|_| options.does(MIXED)) {
+        let claims = |c: &Composite| whole && claims(c);
+        let (h, n, bytes) = autocast::run(&g, low, &claims)?;
+        if n > 0 {
+            g = h;
+            receipts.push(Receipt { bytes: Some(bytes), ..Receipt::new(MIXED, n) });
+        }
+    }
+    let mut note = |name, n| {
+        if n > 0 {
+            receipts.push(Receipt::new(name, n));
+        }
+    };
+    if [DType::F32, DType::BF16].iter().any(|d| blocks(*d).is_some()) && options.does(BLOCKED) {
+        let (h, n) = blocked::run(&g, blocks, claims)?;
         if n > 0 {
             g = h;
         }

@@ -16,6 +16,8 @@ pub struct Before {
     file: PathBuf,
     settings: Value,
     rows: BTreeMap<String, (Sample, bool)>,
+    /// The report as it is.
+    report: Value,
 }
 
 /// A row beside the same one of the earlier report.
@@ -64,7 +66,12 @@ impl Before {
                 }
             }
         }
-        Ok(Before { file: file.into(), settings: v["settings"].clone(), rows: known })
+        Ok(Before { file: file.into(), settings: v["settings"].clone(), rows: known, report: v })
+    }
+
+    /// A row as the earlier report has it.
+    pub fn row(&self, name: &str) -> Option<&Value> {
+        self.report["rows"].as_array()?.iter().find(|r| r["name"] == name)
     }
 
     /// The ratio of a row with this figure now; `None` where the earlier report does not have it.

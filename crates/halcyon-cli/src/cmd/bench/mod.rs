@@ -1,4 +1,4 @@
-//! `halcyon bench`: the machine's peaks, single works, models, and how they compare with an earlier report.
+//! `halcyon bench`: the machine's peaks, single works, models, what transformations gain, and how they compare with an earlier report.
 
 mod compare;
 #[cfg_attr(not(feature = "cpu"), path = "no_limits.rs")]
@@ -8,6 +8,7 @@ mod ops;
 #[cfg_attr(not(feature = "cpu"), path = "no_peak.rs")]
 mod peak;
 mod picture;
+mod receipts;
 mod works;
 
 use crate::args::{Bench, BenchArgs};
@@ -21,6 +22,7 @@ pub fn main(a: &BenchArgs) -> Result<u8> {
         Bench::Peak(a) => peak::main(a),
         Bench::Ops(a) => ops::main(a),
         Bench::Model(a) => model::main(a),
+        Bench::Receipts(a) => receipts::main(a),
     }
 }
 
@@ -97,6 +99,8 @@ fn settings(b: &Backend) -> Value {
         "name": b.info().name,
         "threads": threads(b),
         "level": b.level().to_string(),
+        // Nothing for f32, as in reports from before there was a choice.
+        "precision": Some(b.amp()).filter(|p| *p != halcyon::AmpPolicy::None),
         "build": if cfg!(debug_assertions) { "debug" } else { "release" },
     })
 }

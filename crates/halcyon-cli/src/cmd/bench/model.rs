@@ -256,7 +256,7 @@ impl Done<'_> {
         let mut out = format!("model    {}\n", self.a.model.display());
         out += &backend_text(&l.backend);
         // Writing to a string does not fail.
-        let _ = writeln!(out, "level    {}", l.backend.level());
+        let _ = writeln!(out, "level    {}", super::super::level_text(&l.backend));
         out += &l.input_text();
         let _ = writeln!(
             out,
@@ -400,7 +400,7 @@ impl Done<'_> {
         });
         let name = self.a.model.file_name().map_or_else(String::new, |n| n.to_string_lossy().into_owned());
         Ok(svg(
-            &format!("{name}: {} on {}, level {}", clock(t), b.id(), b.level()),
+            &format!("{name}: {} on {}, level {}", clock(t), b.id(), super::super::level_text(b)),
             &[
                 Part { title: "By kind (in brackets: the share of the measured peak)", bars: kinds },
                 Part { title: "Slowest steps", bars: slow.collect() },

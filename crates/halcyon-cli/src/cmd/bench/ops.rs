@@ -120,7 +120,7 @@ impl Done {
     fn text(&self) -> String {
         let mut out = backend_text(&self.backend);
         // Writing to a string does not fail.
-        let _ = writeln!(out, "level    {}", self.backend.level());
+        let _ = writeln!(out, "level    {}", super::super::level_text(&self.backend));
         if let Some(b) = &self.before {
             let names: Vec<&str> = self.rows.iter().map(|r| r.item.name.as_str()).collect();
             b.note(&self.settings, &names);

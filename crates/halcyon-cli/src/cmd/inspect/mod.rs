@@ -189,6 +189,7 @@ struct Refused {
 impl<'a> Report<'a> {
     fn new(a: &'a InspectArgs, file_bytes: u64) -> Result<Report<'a>> {
         let level: Level = a.level.parse()?;
+        let precision: Option<halcyon::AmpPolicy> = a.precision.as_deref().map(str::parse).transpose()?;
         let only: Option<BackendType> = a.backend.as_deref().map(str::parse).transpose()?;
         let file = Model::open(&a.file)?;
         let model = file.summary();
@@ -218,7 +219,8 @@ impl<'a> Report<'a> {
             }
         };
         for kind in kinds {
-            match Backend::builder().backend_type(kind).level(level).build() {
+            let b = Backend::builder().backend_type(kind).level(level);
+            match precision.into_iter().fold(b, |b, p| b.amp(p)).build() {
                 Ok(b) => backends.push(on(&b, graphs, &model)),
                 Err(e) if only.is_some() => return Err(e),
                 Err(e) => absent.push((kind, report::reason(kind, &e.to_string()))),

@@ -6,8 +6,9 @@
 //! Keys are never split among threads: results depend on the shape alone.
 
 use super::flash;
-use super::gemm::{Epilogue, Left, Mat, MatMut, inline_floats, panels_inline};
+use super::gemm::{Epilogue, Mat, MatMut};
 use super::gemv::{ROWS, few_rows_inline, fits};
+use super::panels::{Left, inline_floats, panels_inline};
 use super::simd::{Simd, dispatch_simd};
 use super::softmax::{exp_in_place, max_of};
 use crate::cpu::sys::Isa;
@@ -98,7 +99,7 @@ impl Layout {
     fn new(isa: Isa, a: &Attention) -> Layout {
         let rows = a.heads / a.kv_heads * a.queries;
         let cols = a.keys.min(BK);
-        let gemm = inline_floats(isa, rows, cols, a.d).max(inline_floats(isa, rows, a.dv, cols));
+        let gemm = inline_floats(isa, rows, cols, a.d, true).max(inline_floats(isa, rows, a.dv, cols, true));
         Layout { rows, cols, gemm: gemm.max(ROWS * cols.max(a.dv)) }
     }
     /// Offsets of queries, scores, output, maxima, sums, product buffer, and the end.

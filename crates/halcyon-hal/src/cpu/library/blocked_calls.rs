@@ -2,6 +2,9 @@
 
 use super::blocked::{Blocked, Finish};
 use super::blocked_tile::{Act, pool as pool_tiles};
+use super::blocked16::{After, Blocked16};
+use super::blocked16_tile::BLOCK;
+use super::blocked16_vector::{Depthwise16, pool as pool16};
 use super::calls::{dense, pool_kind, pool_window, ptr, reason};
 use super::conv::Conv;
 use super::post::{Post, PostRun};
@@ -9,7 +12,7 @@ use super::simd::lanes;
 use super::window::Window;
 use super::{CpuKernel, Run};
 use crate::cpu::sys::Isa;
-use crate::cpu::team::SharedConst;
+use crate::cpu::team::{SharedConst, Team};
 use crate::{Declined, LibraryCall};
 use halcyon_ir::composite::Composite;
 use halcyon_ir::fused::{InstrKind, Param};
@@ -50,13 +53,20 @@ pub(crate) fn conv(
     else {
         return no("an image in blocks is needed");
     };
-    if [x.dtype, w.dtype, y.dtype] != [DType::F32; 3] || w.view.rank() != 4 || y.view.rank() != 5 {
-        return no("f32 in blocks, and weights of two spatial axes, are needed");
+    if w.view.rank() != 4 || y.view.rank() != 5 {
+        return no("a result in blocks, and weights of two spatial axes, are needed");
+    }
+    let bf16 = [x.dtype, w.dtype] == [DType::BF16; 2] && matches!(y.dtype, DType::F32 | DType::BF16);
+    if !bf16 && [x.dtype, w.dtype, y.dtype] != [DType::F32; 3] {
+        return no("f32 or bf16 is needed");
     }
     let ws = &w.view.shape;
     let pads: Vec<(isize, isize)> = o.pad.iter().map(|p| (p.0 as isize, p.1 as isize)).collect();
     let window = reason(Window::new(&[h, v], &ws[2..], &o.stride, &o.dilation, &pads, &o.input_dilation))?;
     let conv = reason(Conv::new(n, cb * b, ws[0], o.groups, window))?;
+    if bf16 {
+        return conv16(isa, threads, call, conv, b, out);
+    }
     let Some(k) = Blocked::new(isa, conv, b).filter(|_| out[4] == lanes(isa)) else {
         return no("the channels do not fill whole blocks of a vector");
     };
@@ -65,6 +75,7 @@ pub(crate) fn conv(
     }
     let [_, ob, oh, ow, ol] = out;
     let simple = call.epilogue.as_ref().and_then(|e| Simple::of(call, e, [n, ob, oh * ow, ol]));
+    let simple = simple.filter(|s| !s.half_residual && !s.half_out);
     let post = if simple.is_some() { None } else { Post::new(call, 2, oh * ow * ol)? };
     let simple = simple.unwrap_or_default();
     let (places, args) = (call.inputs.len(), post.as_ref().map_or(0, |p| p.args));
@@ -108,6 +119,113 @@ pub(crate) fn conv(
     }))
 }
 
+/// The kernel of a convolution of bf16 in blocks of 32 channels.
+#[derive(Clone, Debug)]
+enum Kernel16 {
+    Tiles(Blocked16),
+    Vectors(Depthwise16),
+}
+
+impl Kernel16 {
+    /// Bytes.
+    fn weights(&self) -> usize {
+        match self {
+            Kernel16::Tiles(k) => k.weights(),
+            Kernel16::Vectors(k) => k.weights() * size_of::<f32>(),
+        }
+    }
+
+    /// # Safety
+    /// The weights are readable, and so many bytes writable.
+    unsafe fn pack(&self, team: &Team, from: *const u16, to: *mut u8) {
+        // SAFETY: the caller's.
+        unsafe {
+            match self {
+                Kernel16::Tiles(k) => k.pack(team, from, to as *mut u16),
+                Kernel16::Vectors(k) => k.pack(from, to as *mut f32),
+            }
+        }
+    }
+}
+
+/// bf16 in blocks of 32 channels, or one by one; `out` is the result's size.
+fn conv16(
+    isa: Isa,
+    threads: usize,
+    call: &LibraryCall<'_>,
+    conv: Conv,
+    inner: usize,
+    out: [usize; 5],
+) -> Result<CpuKernel, Declined> {
+    let no = |why: &str| Err(Declined::because(why.to_string()));
+    if !super::blocked16::available(isa) {
+        return no("this processor has no tile registers for bf16");
+    }
+    let (x, w, y) = (&call.inputs[0], &call.inputs[1], &call.outputs[0]);
+    let k = match Depthwise16::new(conv).filter(|_| inner == BLOCK) {
+        Some(k) => Some(Kernel16::Vectors(k)),
+        None => Blocked16::new(conv, inner, threads, true).map(Kernel16::Tiles),
+    };
+    let Some(k) = k.filter(|_| out[4] == BLOCK) else {
+        return no("the channels do not fill whole blocks of 32");
+    };
+    if conv.output_len() != y.view.numel() || conv.weight_len() != w.view.numel() {
+        return no("the operands have other sizes");
+    }
+    let [n, ob, oh, ow, ol] = out;
+    let wide = y.dtype == DType::F32;
+    let simple = match &call.epilogue {
+        None if wide => return no("the sums are stored as bf16"),
+        None => Simple::default(),
+        Some(e) => match Simple::of(call, e, [n, ob, oh * ow, ol]) {
+            Some(s) => s,
+            None => return no("the epilogue is more than a scale, a bias, a residual and a bound"),
+        },
+    };
+    if call.packed.is_some_and(|p| p != 1) {
+        return no("only the weights are packed");
+    }
+    let packed = call.packed.is_some();
+    let own = if packed { 0 } else { k.weights().next_multiple_of(64) };
+    let (isa_name, room) = match &k {
+        Kernel16::Tiles(k) => ("amx-bf16", k.workspace()),
+        Kernel16::Vectors(_) => (isa.name(), 0),
+    };
+    let name = format!("cpu.conv_blocked16.{isa_name}{}", if packed { ".packed" } else { "" });
+    let (places, xv, wv, kernel) = (call.inputs.len(), x.view.clone(), w.view.clone(), k.clone());
+    let made = CpuKernel::new(name, call, move |r| {
+        let work = r.bufs.get(places + 1).map_or(std::ptr::null_mut(), |b| b.ptr);
+        let (x, y) = (ptr::<u16>(r, 0, &xv), r.bufs[places].ptr);
+        let after = simple.after(r, wide);
+        // SAFETY: the kernel's checks: dense operands inside their buffers, an output and a workspace shared with nothing; weights
+        // are packed by the device or here.
+        unsafe {
+            let w = if packed {
+                r.bufs[1].ptr as *const u8
+            } else {
+                kernel.pack(r.team, ptr::<u16>(r, 1, &wv), work);
+                work as *const u8
+            };
+            match &kernel {
+                Kernel16::Tiles(k) => {
+                    k.run(r.team, isa, x, w as *const u16, y, after, work.wrapping_add(own));
+                }
+                Kernel16::Vectors(k) => k.run(r.team, isa, x, w as *const f32, y, after),
+            }
+        }
+    })?;
+    let made = made.with_workspace(own + room);
+    if !packed {
+        return Ok(made);
+    }
+    let (offset, ws) = (w.view.offset, &w.view.shape);
+    let key = format!("conv_blocked16 {inner} {} {ws:?} {offset}", conv.groups);
+    Ok(made.with_packed(1, k.weights() / size_of::<f32>(), key, move |team, from, to| {
+        // SAFETY: `CpuKernel::pack` has checked that the weights lie in the constant, and the room.
+        unsafe { k.pack(team, (from as *const u16).wrapping_offset(offset), to) }
+    }))
+}
+
 /// An epilogue that the register tiles do themselves: where its operands are.
 #[derive(Clone, Copy, Debug, Default)]
 struct Simple {
@@ -116,10 +234,14 @@ struct Simple {
     bias: Option<(usize, isize)>,
     residual: Option<(usize, isize)>,
     act: Option<Act>,
+    /// The residual is bf16, and the result; else they are f32.
+    half_residual: bool,
+    half_out: bool,
 }
 
 impl Simple {
-    /// Reads a chain as scale, bias, residual and activation, each at most once and in this order, over `[N, O / B, pixels, B]`.
+    /// Reads a chain as scale, bias, residual and activation, each at most once and in this order, over `[N, O / B, pixels, B]`. A product of
+    /// bf16 is widened at the chain's beginning, and its result may be rounded to bf16 at its end: what is between is f32.
     fn of(call: &LibraryCall<'_>, e: &Epilogue<'_>, dims: [usize; 4]) -> Option<Simple> {
         let f = e.fused;
         let [out] = &f.outs[..] else { return None };
@@ -135,13 +257,23 @@ impl Simple {
         let dense = dense_strides(&dims);
         let total: usize = dims.iter().product();
         let same = f.space.iter().product::<usize>() == total;
-        if f.reduced > 0 || out.reduce.is_some() || out.dtype != DType::F32 || !same {
+        let half_out = out.dtype == DType::BF16;
+        if f.reduced > 0 || out.reduce.is_some() || !(half_out || out.dtype == DType::F32) || !same {
             return None;
         }
         if out.view.offset != 0 || !like(&out.view, &dense) {
             return None;
         }
-        let mut s = Simple::default();
+        let mut s = Simple { half_out, ..Simple::default() };
+        // A value as it is read from memory, widened or not.
+        let source = |r: u32| {
+            let i = &f.body[r as usize];
+            match i.kind {
+                InstrKind::Cast if i.dtype == DType::F32 => &f.body[i.args[0] as usize].kind,
+                _ => &i.kind,
+            }
+        };
+        let mut narrowed = false;
         // The chain's value so far, and how much has been done to it: 1 scale, 2 bias, 3 residual, 4 activation.
         let (mut value, mut done) = (None, 0);
         for (i, instr) in f.body.iter().enumerate() {
@@ -149,7 +281,7 @@ impl Simple {
             let op = match instr.kind {
                 InstrKind::Load(k) => {
                     let l = &f.loads[k as usize];
-                    if l.dtype != DType::F32 || l.view.mask.is_some() {
+                    if !matches!(l.dtype, DType::F32 | DType::BF16) || l.view.mask.is_some() {
                         return None;
                     }
                     if l.input == e.product {
@@ -161,17 +293,30 @@ impl Simple {
                     continue;
                 }
                 InstrKind::Param(_) => continue,
-                InstrKind::Op(op) => op,
+                InstrKind::Op(op) if instr.dtype == DType::F32 && !narrowed => op,
+                InstrKind::Cast if Some(instr.args[0]) == value => {
+                    match instr.dtype {
+                        // Of the product: the sums are f32.
+                        DType::F32 if done == 0 && !narrowed => {}
+                        DType::BF16 if half_out && !narrowed => narrowed = true,
+                        _ => return None,
+                    }
+                    value = Some(i);
+                    continue;
+                }
+                // Of an operand: it is widened where it is read.
+                InstrKind::Cast if instr.dtype == DType::F32 => continue,
                 _ => return None,
             };
             // Only the chain itself is computed.
             let at = instr.args.iter().position(|a| Some(*a) == value)?;
-            let other = instr.args.get(1 - at.min(1)).map(|r| &f.body[*r as usize]);
-            let load = other.and_then(|o| match o.kind {
-                InstrKind::Load(k) => Some(&f.loads[k as usize]).filter(|l| l.input != e.product),
+            let other = instr.args.get(1 - at.min(1)).map(|r| source(*r));
+            let load = other.and_then(|o| match o {
+                InstrKind::Load(k) => Some(&f.loads[*k as usize]).filter(|l| l.input != e.product),
                 _ => None,
             });
-            let literal = other.and_then(|o| match o.kind {
+            let half = load.is_some_and(|l| l.dtype == DType::BF16);
+            let literal = other.and_then(|o| match *o {
                 InstrKind::Param(k) => match f.params[k as usize] {
                     // (A bound that is NaN makes all values NaN, which the tiles' clamp does not.)
                     (DType::F32, Param::Literal(v)) => Some(v.as_f64() as f32).filter(|v| !v.is_nan()),
@@ -188,13 +333,13 @@ impl Simple {
                 (like(&l.view, want) && lo >= 0 && hi < size).then_some((k, l.view.offset))
             };
             let channels = [0, if ob == 1 { 0 } else { lanes as isize }, 0, 1];
-            let by_channel = || if pixels * dims[0] == 1 { None } else { place(&channels) };
+            // (Of one pixel, what is a bias and what a residual is one, and so is a bias of bf16.)
+            let by_channel = || if pixels * dims[0] == 1 || half { None } else { place(&channels) };
             match op {
                 ScalarOp::Mul if done < 1 => (s.scale, done) = (Some(by_channel()?), 1),
                 ScalarOp::Add => match by_channel() {
                     Some(p) if done < 2 => (s.bias, done) = (Some(p), 2),
-                    // (Of one pixel, what is a bias and what a residual is one.)
-                    _ if done < 3 => (s.residual, done) = (Some(place(&dense)?), 3),
+                    _ if done < 3 => (s.residual, s.half_residual, done) = (Some(place(&dense)?), half, 3),
                     _ => return None,
                 },
                 ScalarOp::Relu if done < 4 => (s.act, done) = (Some(Act::Relu), 4),
@@ -213,7 +358,26 @@ impl Simple {
             }
             value = Some(i);
         }
-        (value == Some(out.value)).then_some(s)
+        (value == Some(out.value) && narrowed == half_out).then_some(s)
+    }
+
+    fn after(&self, r: &Run<'_>, wide: bool) -> After {
+        let f = self.bind(r);
+        let residual = match self.residual {
+            // The offset is in elements.
+            Some((k, at)) if self.half_residual => {
+                (r.bufs[k].ptr as *const u16).wrapping_offset(at) as *const u8
+            }
+            _ => f.residual.get() as *const u8,
+        };
+        After {
+            scale: f.scale,
+            bias: f.bias,
+            residual: SharedConst(residual),
+            residual_wide: !self.half_residual,
+            wide,
+            act: f.act,
+        }
     }
 
     fn bind(&self, r: &Run<'_>) -> Finish {
@@ -238,10 +402,24 @@ pub(crate) fn pool(isa: Isa, call: &LibraryCall<'_>, c: &Composite) -> Result<Cp
     };
     dense(call, &[0])?;
     let no = |why: &str| Err(Declined::because(why.to_string()));
-    let (Op::Pool(p), [n, cb, h, v, b], DType::F32) = (inner(c)?, &x.view.shape[..], x.dtype) else {
-        return no("an f32 image in blocks is needed");
+    let (Op::Pool(p), [n, cb, h, v, b]) = (inner(c)?, &x.view.shape[..]) else {
+        return no("an image in blocks is needed");
     };
     let window = pool_window(p, &[*h, *v])?;
+    if x.dtype == DType::BF16 && y.dtype == x.dtype {
+        if *b != BLOCK || n * cb * window.out_size() * b != y.view.numel() {
+            return no("the blocks are not of 32 channels, or the output has another size");
+        }
+        let (kind, planes, v) = (pool_kind(p), (*n, *cb), x.view.clone());
+        return CpuKernel::new(format!("cpu.pool_blocked16.{}", isa.name()), call, move |r| {
+            let (x, y) = (ptr::<u16>(r, 0, &v), r.bufs[1].ptr as *mut u16);
+            // SAFETY: the kernel's checks: a dense operand inside its buffer, an output shared with nothing.
+            unsafe { pool16(r.team, isa, kind, planes, &window, x, y) }
+        });
+    }
+    if [x.dtype, y.dtype] != [DType::F32; 2] {
+        return no("f32 or bf16 is needed");
+    }
     if *b != lanes(isa) || n * cb * window.out_size() * b != y.view.numel() {
         return no("the blocks are not a vector's, or the output has another size");
     }

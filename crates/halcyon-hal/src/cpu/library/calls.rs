@@ -3,9 +3,10 @@
 use super::attention::{Attention, Heads, attention};
 use super::conv::{Conv, ConvWeights, conv_f32, conv_rows};
 use super::gemm::{Epilogue, Mat, MatMut, PackShape, Packed, by_panels, gemm, gemm_batched, gemm_packed};
-use super::gemm_bf16::{Bf16Elem, Bf16Out, gemm_bf16_batched};
-use super::gemm_i8::{Byte, gemm_i8_batched, gemm_i8_wrapped};
+use super::gemm_bf16::Bf16Code;
+use super::gemm_i8::gemm_i8_wrapped;
 use super::matmul_any::{gemm_any, gemm_rounded};
+use super::narrow_calls::narrow_matmul;
 use super::num::{Num, Wide, with_type};
 use super::pool::{Pool, pool};
 use super::post::{Post, PostRun, run_all};
@@ -18,7 +19,6 @@ use crate::{Declined, LibraryCall, Operand};
 use halcyon_ir::composite::Composite;
 use halcyon_ir::layout::{View, collapse};
 use halcyon_ir::op::{self, PoolKind};
-use halcyon_ir::target::MatmulPrecision;
 use halcyon_ir::{DType, Result as IrResult};
 use half::{bf16, f16};
 
@@ -40,17 +40,17 @@ pub(super) fn reason<T>(r: IrResult<T>) -> Result<T, Declined> {
 
 /// Sizes and strides of a matrix product, `batch` of them.
 #[derive(Clone, Debug)]
-struct Product {
-    m: usize,
-    n: usize,
-    k: usize,
-    a: View,
-    b: View,
+pub(super) struct Product {
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
+    pub a: View,
+    pub b: View,
     /// Batch axes outside the last one: sizes, and strides of a, b and c.
-    outer: Vec<[isize; 4]>,
+    pub outer: Vec<[isize; 4]>,
     /// The last batch axis.
-    batch: usize,
-    step: [isize; 3],
+    pub batch: usize,
+    pub step: [isize; 3],
 }
 
 impl Product {
@@ -78,7 +78,7 @@ impl Product {
     }
 
     /// Offsets of each group of products that the last batch axis steps through.
-    fn groups(&self, mut f: impl FnMut(isize, isize, isize)) {
+    pub fn groups(&self, mut f: impl FnMut(isize, isize, isize)) {
         let total: isize = self.outer.iter().map(|o| o[0]).product();
         for g in 0..total {
             let (mut left, mut at) = (g, [0isize; 3]);
@@ -95,11 +95,11 @@ impl Product {
         (self.a(r), self.b(r))
     }
 
-    fn a<T>(&self, r: &Run<'_>) -> Mat<T> {
+    pub fn a<T>(&self, r: &Run<'_>) -> Mat<T> {
         Product::mat(r, 0, &self.a)
     }
 
-    fn b<T>(&self, r: &Run<'_>) -> Mat<T> {
+    pub fn b<T>(&self, r: &Run<'_>) -> Mat<T> {
         Product::mat(r, 1, &self.b)
     }
 
@@ -107,98 +107,22 @@ impl Product {
         let rank = v.rank();
         Mat { ptr: ptr::<T>(r, buf, v), rs: v.strides[rank - 2], cs: v.strides[rank - 1] }
     }
-
-    /// The products with bf16 factors.
-    ///
-    /// # Safety
-    /// The operands are of types A and B, the dense result of type C and shared with nothing.
-    unsafe fn bf16<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(&self, r: &Run<'_>) {
-        let (a, b, c) = (self.a::<A>(r), self.b::<B>(r), r.bufs[2].ptr as *mut C);
-        self.groups(|x, y, z| {
-            let (a, b) = ((moved(a, x), self.step[0]), (moved(b, y), self.step[1]));
-            let c = (MatMut::rows(c.wrapping_offset(z), self.n), self.step[2]);
-            let (m, n, k, epi) = (self.m, self.n, self.k, Epilogue::default());
-            // SAFETY: the caller's; views stay in their buffers.
-            unsafe { gemm_bf16_batched(r.team, r.isa, self.batch, m, n, k, a, b, c, epi) };
-        });
-    }
-
-    /// The products of bytes into i32.
-    ///
-    /// # Safety
-    /// The operands are of types A and B, the dense result of type i32 and shared with nothing.
-    unsafe fn bytes<A: Byte, B: Byte>(&self, r: &Run<'_>) {
-        let (a, b, c) = (self.a::<A>(r), self.b::<B>(r), r.bufs[2].ptr as *mut i32);
-        self.groups(|x, y, z| {
-            let (a, b) = ((moved(a, x), self.step[0]), (moved(b, y), self.step[1]));
-            let c = (MatMut::rows(c.wrapping_offset(z), self.n), self.step[2]);
-            // SAFETY: the caller's; views stay in their buffers.
-            unsafe { gemm_i8_batched(r.team, r.isa, self.batch, self.m, self.n, self.k, a, b, c) };
-        });
-    }
 }
 
-fn moved<T>(m: Mat<T>, by: isize) -> Mat<T> {
+pub(super) fn moved<T>(m: Mat<T>, by: isize) -> Mat<T> {
     Mat { ptr: m.ptr.wrapping_offset(by), ..m }
-}
-
-/// Products of narrow types that have kernels of their own: bytes into i32, on every processor; bf16 into bf16 or f32 and, where
-/// the processor multiplies bf16 faster than f32, f32 rounded to it, both at [`MatmulPrecision::Medium`] alone.
-fn narrow_matmul(
-    isa: Isa,
-    call: &LibraryCall<'_>,
-    p: &Product,
-    bf16_gains: bool,
-) -> Option<Result<CpuKernel, Declined>> {
-    let (a, b, c) = (call.inputs[0].dtype, call.inputs[1].dtype, call.outputs[0].dtype);
-    let size = c.bytes(call.outputs[0].view.numel());
-    let byte = |d: DType| matches!(d, DType::I8 | DType::U8);
-    let (name, run): (_, unsafe fn(&Product, &Run<'_>)) = match (a, b, c) {
-        (DType::U8, DType::I8, DType::I32) => ("i8", Product::bytes::<u8, i8>),
-        (DType::I8, DType::I8, DType::I32) => ("i8", Product::bytes::<i8, i8>),
-        (DType::I8, DType::U8, DType::I32) => ("i8", Product::bytes::<i8, u8>),
-        (DType::U8, DType::U8, DType::I32) => ("i8", Product::bytes::<u8, u8>),
-        _ if call.precision < MatmulPrecision::Medium || !bf16_gains => return None,
-        (DType::BF16, DType::BF16, DType::BF16) => ("bf16", Product::bf16::<bf16, bf16, bf16>),
-        (DType::BF16, DType::BF16, DType::F32) => ("bf16", Product::bf16::<bf16, bf16, f32>),
-        // Few rows or columns are bound by memory: f32 is as fast there, and exact.
-        (DType::F32, DType::F32, DType::F32) if p.m.min(p.n) > super::gemv::ROWS => {
-            ("bf16", Product::bf16::<f32, f32, f32>)
-        }
-        _ => return None,
-    };
-    let with = match byte(a) {
-        true if isa.has_vnni() => "avx512_vnni",
-        true => isa.name(),
-        false => "avx512_bf16",
-    };
-    if call.packed.is_some() || call.epilogue.is_some() {
-        return Some(Err(Declined::because(
-            "products of narrow types take no packed operand and no epilogue",
-        )));
-    }
-    let p = p.clone();
-    Some(CpuKernel::new(format!("cpu.gemm_{name}.{with}"), call, move |r| {
-        if p.k == 0 {
-            // SAFETY: the kernel's checks.
-            unsafe { std::ptr::write_bytes(r.bufs[2].ptr, 0, size) };
-            return;
-        }
-        // SAFETY: the kernel's checks; the types are those of the call.
-        unsafe { run(&p, r) };
-    }))
 }
 
 /// Matrix product of any views and number types. f32 and halves sum in f32, f64 in f64, integers wrap. Bytes may go into i32.
 pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
-    matmul_where(isa, call, isa.bf16_is_faster())
+    matmul_where(isa, call, isa.bf16_is_faster().then(|| Bf16Code::best(isa)))
 }
 
-/// [`matmul`] where bf16 products gain or do not.
+/// [`matmul`] where bf16 products are done by this code, or do not gain.
 pub(super) fn matmul_where(
     isa: Isa,
     call: &LibraryCall<'_>,
-    bf16_gains: bool,
+    bf16: Option<Bf16Code>,
 ) -> Result<CpuKernel, Declined> {
     let [a, b, ..] = call.inputs else {
         return Err(Declined::because("two operands are needed"));
@@ -207,7 +131,7 @@ pub(super) fn matmul_where(
         return Err(Declined::because("operands of one rank, at least 2, are needed"));
     }
     let p = Product::new(&a.view, &b.view);
-    if let Some(kernel) = narrow_matmul(isa, call, &p, bf16_gains) {
+    if let Some(kernel) = narrow_matmul(isa, call, &p, bf16) {
         return kernel;
     }
     if a.dtype != b.dtype || a.dtype != call.outputs[0].dtype {
@@ -634,20 +558,22 @@ fn norm(
     // Scale and bias of other shapes broadcast, which the body does.
     let ones = |v: &View| v.shape.iter().rev().skip(row.len()).all(|n| *n == 1);
     let fits = |o: &Operand| {
-        o.view.rank() >= row.len() && o.view.shape.ends_with(row) && ones(&o.view) && o.dtype == x.dtype
+        let typed = o.dtype == x.dtype || o.dtype == DType::F32;
+        o.view.rank() >= row.len() && o.view.shape.ends_with(row) && ones(&o.view) && typed
     };
     if call.inputs.len() < 2 || !call.inputs[1..].iter().all(fits) {
-        return Err(Declined::because("scale and bias must have the shape of a row"));
+        return Err(Declined::because("scale and bias must have the shape of a row, in its type or f32"));
     }
     dense(call, &(0..call.inputs.len()).collect::<Vec<_>>())?;
     let n: usize = row.iter().product();
     let (rows, d) = (x.view.numel() / n.max(1), x.dtype);
     let views: Vec<View> = call.inputs.iter().map(|o| o.view.clone()).collect();
+    let types: Vec<DType> = call.inputs.iter().map(|o| o.dtype).collect();
     let name = format!("cpu.{}.{}", if centred { "layer_norm" } else { "rms_norm" }, isa.name());
     CpuKernel::new(name, call, move |r| {
         let (mut s, mut b) = (vec![], vec![]);
-        let scale = floats(r, 1, &views[1], d, n, &mut s);
-        let shift = views.get(2).map_or(&[][..], |v| floats(r, 2, v, d, n, &mut b));
+        let scale = floats(r, 1, &views[1], types[1], n, &mut s);
+        let shift = views.get(2).map_or(&[][..], |v| floats(r, 2, v, types[2], n, &mut b));
         row_call!(d, T => {
             let (x, y) = (ptr::<T>(r, 0, &views[0]), r.bufs[views.len()].ptr as *mut T);
             // SAFETY: the kernel's checks: a dense operand inside its buffer, an output shared with nothing.
@@ -666,8 +592,9 @@ fn attend(isa: Isa, call: &LibraryCall<'_>, causal: bool, scale: f32) -> Result<
     let ([q, k, v] | [q, k, v, _]) = call.inputs else {
         return Err(Declined::because("three or four operands are needed"));
     };
-    if call.inputs.iter().any(|o| o.dtype != DType::F32) {
-        return Err(Declined::because("attention is for f32"));
+    let halves = [q, k, v].iter().all(|o| o.dtype == DType::BF16);
+    if !halves && call.inputs.iter().any(|o| o.dtype != DType::F32) {
+        return Err(Declined::because("attention is for f32 or bf16"));
     }
     if call.inputs[..3].iter().any(|o| o.view.rank() != 4) {
         return Err(Declined::because("operands [b, h, s, d] are needed"));
@@ -697,6 +624,9 @@ fn attend(isa: Isa, call: &LibraryCall<'_>, causal: bool, scale: f32) -> Result<
         Some(m) => Some(m.view.expand(&[a.batch, a.heads, a.queries, a.keys])),
         None => None,
     };
+    if halves {
+        return super::narrow_calls::attend_halves(isa, call, a, mask);
+    }
     let views = [q.view.clone(), k.view.clone(), v.view.clone()];
     let out = View::dense(&[a.batch, a.heads, a.queries, a.dv]);
     let last = call.inputs.len();

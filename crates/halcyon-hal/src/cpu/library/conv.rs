@@ -5,12 +5,9 @@
 //! (transposed convolution) and other element types take the row-by-row path with their accumulation type.
 
 use super::elem::Elem;
-use super::gemm::gemm_panels;
-use super::gemm::{
-    Epilogue, Left, Mat, MatMut, PackElem, PackShape, Packed, Panels, gemm, gemm_packed_a, inline_floats,
-    panels_inline,
-};
+use super::gemm::{Epilogue, Mat, MatMut, PackElem, PackShape, Packed, Panels, gemm, gemm_packed_a};
 use super::gemv::ROWS;
+use super::panels::{Left, gemm_panels, inline_floats, panels_inline};
 use super::post::PostRun;
 use super::simd::{Simd, dispatch_simd};
 pub use super::window::Window;
@@ -57,7 +54,7 @@ impl Conv {
         self.batch * self.c_out * self.window.out_size() * self.k()
     }
     /// Length of one output's sum.
-    fn k(&self) -> usize {
+    pub(super) fn k(&self) -> usize {
         self.c_in / self.groups * self.window.kernel_size()
     }
     fn is_depthwise(&self) -> bool {
@@ -151,6 +148,10 @@ struct Tap {
 /// Room for the pieces of a panel; kernels with more are worked out in several goes.
 const PIECES: usize = 256;
 const TAPS: usize = 64;
+/// Most columns of a panel.
+const COLUMNS: usize = 48;
+#[cfg(target_arch = "x86_64")]
+const _: () = assert!(super::simd::Avx512::VECS * super::simd::Avx512::W <= COLUMNS);
 
 impl Unrolled {
     /// Pieces of taps `t0..` for the panel's columns, as many taps as fit the lists; gives their number.
@@ -167,7 +168,7 @@ impl Unrolled {
         let [_, oh, ow] = w.output;
         let [ih, iw] = [w.input[1], w.input[2]];
         // Runs of columns within one output line: first column, length, and output position.
-        let mut runs = [(0, 0, 0, 0, 0); 32];
+        let mut runs = [(0, 0, 0, 0, 0); COLUMNS];
         let (mut count, mut c) = (0, 0);
         while c < cols {
             let (line, ox) = ((j + c) / ow, (j + c) % ow);
@@ -223,8 +224,8 @@ impl Panels for Unrolled {
                         let row = dst.add((k - k0) * nr);
                         let tap = taps[t];
                         if !tap.full {
-                            for v in 0..S::NV {
-                                S::store(row.add(v * S::W), S::zero());
+                            for v in (0..nr).step_by(S::W) {
+                                S::store(row.add(v), S::zero());
                             }
                         }
                         for p in &pieces[tap.first as usize..tap.last as usize] {
@@ -343,7 +344,7 @@ pub unsafe fn conv_f32(
     // (Products that `gemm` does without panels stay with it: the choice must not reach the numbers.)
     let few = packed.is_none() && conv.few();
     if items >= 2 * team.threads() && m * n * k < 64 << 20 && !few {
-        let each = inline_floats(isa, m, n, k);
+        let each = inline_floats(isa, m, n, k, true);
         let scratch = team.scratch(each * team.threads());
         let buf = SharedMut(scratch.ptr());
         let parts = if conv.macs() < 300_000 { 1 } else { items.min(team.threads() * 8) };

@@ -52,6 +52,11 @@ pub(super) fn reference(c: &Conv, x: &[f64], w: &[f64], bias: Option<&[f64]>, re
     y
 }
 
+/// Of the sum of magnitudes: roundings of a chain of sums add up like a random walk.
+fn tolerance(c: &Conv) -> f64 {
+    1.2e-7 * (c.k() as f64).sqrt().max(2.5)
+}
+
 fn random_conv(rng: &mut Rng, spread: bool) -> Conv {
     let dims = 1 + rng.below(3);
     let mut list = |lo: usize, n: usize| -> Vec<usize> { (0..dims).map(|_| lo + rng.below(n)).collect() };
@@ -122,7 +127,7 @@ fn convolutions_follow_f64_between_guard_pages() {
                         )
                     };
                     for (i, (&got, &(want, mag))) in y.slice().iter().zip(&want).enumerate() {
-                        close(got, want, mag, 3e-7, &(isa, &c, with_bias, relu, i));
+                        close(got, want, mag, tolerance(&c), &(isa, &c, with_bias, relu, i));
                     }
                 }
             }
@@ -172,6 +177,27 @@ fn groups_must_divide_channels() {
     let w = Window::new(&[4], &[1], &[1], &[1], &[(0, 0)], &[1]).unwrap();
     assert!(Conv::new(1, 6, 6, 4, w).is_err());
     assert!(Conv::new(1, 6, 6, 0, w).is_err());
+}
+
+/// Every column of a panel is a line of the output.
+#[test]
+fn lines_of_one_column_follow_f64() {
+    let mut rng = Rng::new();
+    let team = Team::new(2);
+    let window = Window::new(&[110, 3], &[3, 3], &[1, 1], &[1, 1], &[(1, 1), (0, 0)], &[1, 1]).unwrap();
+    let c = Conv::new(1, 3, 20, 1, window).unwrap();
+    let (x, w) = (rng.vec(c.input_len()), rng.vec(c.weight_len()));
+    let wide = |v: &[f32]| v.iter().map(|v| f64::from(*v)).collect::<Vec<f64>>();
+    let want = reference(&c, &wide(&x), &wide(&w), None, false);
+    for isa in Isa::available() {
+        let mut y = vec![f32::NAN; c.output_len()];
+        let (none, post) = (std::ptr::null(), PostRun::default());
+        // SAFETY: the vectors have the lengths that `c` states.
+        unsafe { conv_f32(&team, isa, &c, x.as_ptr(), w.as_ptr(), None, none, false, post, y.as_mut_ptr()) };
+        for (i, (y, (want, mag))) in y.iter().zip(&want).enumerate() {
+            close(*y, *want, *mag, tolerance(&c), &(isa, i));
+        }
+    }
 }
 
 #[test]

@@ -5,8 +5,8 @@
 //! they lie, queries and values are packed into panels of the micro-tile's width.
 
 use super::attention::{Attention, Heads};
-use super::gemm::{pack, tile_of};
-use super::simd::{Simd, dispatch_simd};
+use super::gemm::pack;
+use super::simd::{Simd, Sizes, dispatch_simd};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut};
 use crate::cpu::vmath;
@@ -69,7 +69,7 @@ impl Room {
 
 /// Floats of scratch that a block needs.
 pub(super) fn floats(isa: Isa, d: usize, dv: usize) -> usize {
-    Room::new(tile_of(isa), d, dv).end.next_multiple_of(1024)
+    Room::new(Sizes::of(isa).attention, d, dv).end.next_multiple_of(1024)
 }
 
 /// `MR x (NV W)` sums over `kc` steps. Element `(i, k)` of the left operand is at `a[i * rs + k * ks]`, row `k` of the right one at

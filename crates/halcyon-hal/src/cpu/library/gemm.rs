@@ -1,17 +1,15 @@
 //! Matrix multiplication, `C = alpha A B + beta C`.
 //!
-//! f32 runs on packed panels and one register-blocked micro-kernel (Goto and van de Geijn, "Anatomy of high-performance
-//! matrix multiplication", 2008), with the loops turned so that a panel of A stays in the first cache level and a chunk of
-//! B's columns in the second. A is packed once for all threads, each thread packs the columns of B it multiplies. f16 and
+//! Products of many rows and columns run on packed panels (`panels.rs`); few rows or columns do not ([`super::gemv`]). f16 and
 //! bf16 are widened while packing. K is cut into blocks that depend on K alone and is never split among threads, so
 //! results do not depend on the number of threads.
 
 use super::gemv;
-use super::mat::{AHEAD, STRIDE, Tile};
 pub use super::mat::{Epilogue, Mat, MatMut};
-use super::simd::{Simd, Storage, dispatch_simd};
+use super::panels::{Left, SERIAL, gemm_panels, inline_floats, pack_columns, pack_rows_on, panels_inline};
+use super::simd::{Simd, Sizes, Storage};
 use crate::cpu::sys::Isa;
-use crate::cpu::team::{Across, SharedConst, SharedMut, Team};
+use crate::cpu::team::{SharedConst, SharedMut, Team};
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 /// `dst[k * width + r] = src[r * rs + k * ks]` for `r < rows`, zeros for `rows <= r < width`, `k < kc`.
@@ -65,31 +63,8 @@ pub(crate) unsafe fn pack<S: Simd, T: Storage>(
     }
 }
 
-/// Micro-tile of an instruction set: rows and columns.
-pub(crate) fn tile_of(isa: Isa) -> (usize, usize) {
-    use super::simd::Portable;
-    fn of<S: Simd>() -> (usize, usize) {
-        (S::MR, S::NV * S::W)
-    }
-    match isa {
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => of::<super::simd::Avx512>(),
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => of::<super::simd::Avx2>(),
-        _ => of::<Portable>(),
-    }
-}
-
 /// K is cut evenly into the fewest blocks of at most this many steps.
 const KC: usize = 512;
-/// Columns of B a thread packs at a time, in panels, and rows of A packed at a time.
-const CHUNK_PANELS: usize = 8;
-const MB: usize = 6144;
-/// Floats of packed A in a block, and panels of B at a time, where B comes packed.
-const NEAR: usize = 128 << 10;
-const NEAR_PANELS: usize = 2;
-/// Products smaller than this many multiply-adds stay on the calling thread.
-const SERIAL: usize = 300_000;
 
 pub(super) fn k_blocks(k: usize) -> usize {
     k.div_ceil(KC).max(1)
@@ -105,25 +80,16 @@ pub(super) fn kc_max(k: usize) -> usize {
 
 /// Where panels of B come from.
 pub(crate) trait Panels: Sync {
-    /// Packs columns `j .. j + cols` and steps `k0 .. k0 + kc` as `dst[k * nr + c]`, with zeros up to `nr`.
+    /// Packs columns `j .. j + cols` and steps `k0 .. k0 + kc` as `dst[k * nr + c]`, with zeros up to `nr`, some whole vectors.
     unsafe fn pack<S: Simd>(&self, k0: usize, kc: usize, j: usize, cols: usize, nr: usize, dst: *mut f32);
-    /// Packs columns `j..end`, panel after panel.
+    /// Packs columns `j..end`, panel after panel; the last one is as wide as the vectors it needs.
     #[inline(always)]
-    unsafe fn pack_chunk<S: Simd>(
-        &self,
-        k0: usize,
-        kc: usize,
-        j: usize,
-        end: usize,
-        nr: usize,
-        dst: *mut f32,
-    ) {
-        let (mut j, mut dst) = (j, dst);
-        while j < end {
+    unsafe fn pack_chunk<S: Simd>(&self, k0: usize, kc: usize, j: usize, end: usize, dst: *mut f32) {
+        let most = S::VECS * S::W;
+        for (q, j) in (j..end).step_by(most).enumerate() {
+            let cols = (end - j).min(most);
             // SAFETY: the caller's.
-            unsafe { self.pack::<S>(k0, kc, j, (end - j).min(nr), nr, dst) };
-            j += nr;
-            dst = dst.wrapping_add(nr * kc);
+            unsafe { self.pack::<S>(k0, kc, j, cols, cols.next_multiple_of(S::W), dst.add(q * most * kc)) };
         }
     }
     /// The panel when it is packed already.
@@ -143,15 +109,8 @@ impl<T: Storage> Panels for Mat<T> {
     }
 
     #[inline(always)]
-    unsafe fn pack_chunk<S: Simd>(
-        &self,
-        k0: usize,
-        kc: usize,
-        j: usize,
-        end: usize,
-        nr: usize,
-        dst: *mut f32,
-    ) {
+    unsafe fn pack_chunk<S: Simd>(&self, k0: usize, kc: usize, j: usize, end: usize, dst: *mut f32) {
+        let nr = S::VECS * S::W;
         let full = if self.cs == 1 { (end - j) / nr } else { 0 };
         // SAFETY: the caller's.
         unsafe {
@@ -159,52 +118,67 @@ impl<T: Storage> Panels for Mat<T> {
             for k in 0..if full > 0 { kc } else { 0 } {
                 let s = self.ptr.offset((k0 + k) as isize * self.rs).add(j);
                 for q in 0..full {
-                    for v in 0..S::NV {
+                    for v in 0..S::VECS {
                         let at = v * S::W;
                         S::store(dst.add((q * kc + k) * nr + at), T::load::<S>(s.add(q * nr + at)));
                     }
                 }
             }
             for (q, j) in (j..end).step_by(nr).enumerate().skip(full) {
-                self.pack::<S>(k0, kc, j, (end - j).min(nr), nr, dst.add(q * nr * kc));
+                let cols = (end - j).min(nr);
+                self.pack::<S>(k0, kc, j, cols, cols.next_multiple_of(S::W), dst.add(q * nr * kc));
             }
         }
     }
 }
 
-/// How a packed operand lies: panels of `width`, block after block of K.
+/// How a packed operand lies, block after block of K: the left one as contiguous rows, the right one in panels of a register tile's
+/// columns, of which the last is as wide as the vectors it needs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PackShape {
     isa: Isa,
-    /// Panel width (rows of A or columns of B), extent along it, and K.
-    width: usize,
+    side: Side,
+    /// Rows of A or columns of B, and K.
     extent: usize,
     k: usize,
 }
 
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+enum Side {
+    Rows,
+    Panels,
+}
+
+/// Rows, or columns, that are packed in one go.
+const AT_ONCE: usize = 48;
+
 impl PackShape {
     /// For the left operand, `m x k`.
     pub fn a(isa: Isa, m: usize, k: usize) -> PackShape {
-        PackShape { isa, width: tile_of(isa).0, extent: m, k }
+        PackShape { isa, side: Side::Rows, extent: m, k }
     }
 
     /// For the right operand, `k x n`.
     pub fn b(isa: Isa, k: usize, n: usize) -> PackShape {
-        PackShape { isa, width: tile_of(isa).1, extent: n, k }
+        PackShape { isa, side: Side::Panels, extent: n, k }
     }
 
-    fn panels(&self) -> usize {
-        self.extent.div_ceil(self.width)
+    /// Floats for each step of K.
+    fn width(&self) -> usize {
+        match self.side {
+            Side::Rows => self.extent,
+            Side::Panels => self.extent.next_multiple_of(super::simd::lanes(self.isa)),
+        }
     }
 
     /// Floats that the packed operand takes.
     pub fn floats(&self) -> usize {
-        self.panels() * self.width * self.k
+        self.width() * self.k
     }
 
-    /// Where the panel of element `i` begins, for the block of K from `k0` of `kc` steps.
+    /// Where row `i`, or the panel that begins with column `i`, begins, for the block of K from `k0` of `kc` steps.
     fn at(&self, k0: usize, kc: usize, i: usize) -> usize {
-        k0 * self.panels() * self.width + i / self.width * self.width * kc
+        k0 * self.width() + i * kc
     }
 
     /// Packs the left operand.
@@ -212,8 +186,15 @@ impl PackShape {
     /// # Safety
     /// Every element of the matrix is readable, [`PackShape::floats`] at `dst` are writable and overlap nothing else.
     pub unsafe fn pack_a<T: PackElem>(&self, team: Option<&Team>, a: Mat<T>, dst: *mut f32) {
-        // SAFETY: the caller's.
-        unsafe { self.fill(team, SharedConst(a.ptr), a.rs, a.cs, SharedMut(dst)) }
+        debug_assert!(self.side == Side::Rows);
+        let (src, rs, cs) = (SharedConst(a.ptr), a.rs, a.cs);
+        self.parts(team, SharedMut(dst), &|k0, kc, i0, i1, dst| {
+            // SAFETY: the caller's matrix; `dst` holds every row, and these are this part's alone.
+            unsafe {
+                let from = src.get().wrapping_offset(i0 as isize * rs + k0 as isize * cs);
+                pack_rows_on(self.isa, from, rs, cs, i1 - i0, kc, dst);
+            }
+        });
     }
 
     /// Packs the right operand.
@@ -221,29 +202,29 @@ impl PackShape {
     /// # Safety
     /// As [`PackShape::pack_a`].
     pub unsafe fn pack_b<T: PackElem>(&self, team: Option<&Team>, b: Mat<T>, dst: *mut f32) {
-        // SAFETY: the caller's.
-        unsafe { self.fill(team, SharedConst(b.ptr), b.cs, b.rs, SharedMut(dst)) }
+        debug_assert!(self.side == Side::Panels);
+        self.parts(team, SharedMut(dst), &|k0, kc, j0, j1, dst| {
+            // SAFETY: as for the left operand.
+            unsafe { pack_columns(self.isa, &b, k0, kc, j0, j1, dst) };
+        });
     }
 
-    unsafe fn fill<T: PackElem>(
+    fn parts(
         &self,
         team: Option<&Team>,
-        src: SharedConst<T>,
-        rs: isize,
-        ks: isize,
         dst: SharedMut<f32>,
+        f: &(dyn Fn(usize, usize, usize, usize, *mut f32) + Sync),
     ) {
-        let (panels, blocks) = (self.panels(), k_blocks(self.k));
-        spread(team, panels * blocks, &|_, part| {
-            let (b, p) = (part / panels, part % panels);
-            let (k0, k1) = k_block(self.k, b);
-            let rows = (self.extent - p * self.width).min(self.width);
-            let s = src.get().wrapping_offset((p * self.width) as isize * rs + k0 as isize * ks);
-            // SAFETY: the caller's matrix covers the block; `dst` holds every panel, and this one is this part's alone.
-            unsafe {
-                let d = dst.get().add(self.at(k0, k1 - k0, p * self.width));
-                pack_one(self.isa, s, rs, ks, rows, self.width, k1 - k0, d);
-            }
+        let each = match self.side {
+            Side::Rows => AT_ONCE,
+            Side::Panels => AT_ONCE.next_multiple_of(Sizes::of(self.isa).panel),
+        };
+        let (parts, blocks) = (self.extent.div_ceil(each), k_blocks(self.k));
+        spread(team, parts * blocks, &|_, part| {
+            let (k0, k1) = k_block(self.k, part % blocks);
+            let i = part / blocks * each;
+            let end = (i + each).min(self.extent);
+            f(k0, k1 - k0, i, end, dst.get().wrapping_add(self.at(k0, k1 - k0, i)));
         });
     }
 }
@@ -266,7 +247,7 @@ impl Packed {
         &self.shape
     }
 
-    fn panel(&self, k0: usize, kc: usize, i: usize) -> *const f32 {
+    pub(super) fn panel(&self, k0: usize, kc: usize, i: usize) -> *const f32 {
         self.data.get().wrapping_add(self.shape.at(k0, kc, i))
     }
 }
@@ -285,347 +266,12 @@ impl PackElem for f32 {}
 impl PackElem for half::f16 {}
 impl PackElem for half::bf16 {}
 
-dispatch_simd! {
-    unsafe fn pack_one[T: Storage][T](isa, src: *const T, rs: isize, ks: isize, rows: usize, width: usize, kc: usize, dst: *mut f32) = pack
-}
-dispatch_simd! {
-    unsafe fn pack_panel[P: Panels][P](isa, b: &P, k0: usize, kc: usize, j: usize, cols: usize, nr: usize, dst: *mut f32) = pack_panel_body
-}
-#[inline(always)]
-unsafe fn pack_panel_body<S: Simd, P: Panels>(
-    b: &P,
-    k0: usize,
-    kc: usize,
-    j: usize,
-    cols: usize,
-    nr: usize,
-    dst: *mut f32,
-) {
-    // SAFETY: the caller's.
-    unsafe { b.pack::<S>(k0, kc, j, cols, nr, dst) }
-}
-
-/// The left operand of the driver.
-pub(crate) enum Left<T> {
-    Plain(Mat<T>),
-    Packed(Packed),
-}
-
-/// One block of K for a range of rows: what the tile tasks share.
-struct Block<'a, P> {
-    /// Packed panels of A; panel p at `a + p * mr * kc`.
-    a: *const f32,
-    k0: usize,
-    kc: usize,
-    /// Rows of this block and its first row in C.
-    m: usize,
-    i0: usize,
-    b: &'a P,
-    /// All of B packed for this block of K, or null.
-    shared_b: *const f32,
-    n: usize,
-    c: MatMut<f32>,
-    epi: Epilogue,
-    isa: Isa,
-    /// How many panels of a packed B further on a thread is likely to go next; 0 to ask for nothing ahead.
-    ahead: usize,
-}
-
-dispatch_simd! {
-    /// Tiles of rows `p0..p1` (in panels of A) and columns `q0..q1` (in panels of B); `buf` holds a chunk of packed B.
-    unsafe fn tiles[P: Panels][P](isa, w: &Block<'_, P>, p0: usize, p1: usize, q0: usize, q1: usize, buf: *mut f32) = tiles_body
-}
-
-#[inline(always)]
-unsafe fn tiles_body<S: Simd, P: Panels>(
-    w: &Block<'_, P>,
-    p0: usize,
-    p1: usize,
-    q0: usize,
-    q1: usize,
-    buf: *mut f32,
-) {
-    let (mr, nr, kc) = (S::MR, S::NV * S::W, w.kc);
-    let panel = |q: usize| -> *const f32 {
-        let r = w.b.ready(w.k0, kc, q * nr);
-        if !r.is_null() {
-            r
-        } else if !w.shared_b.is_null() {
-            w.shared_b.wrapping_add(q * nr * kc)
-        } else {
-            buf.wrapping_add((q - q0) * nr * kc)
-        }
-    };
-    let own = w.shared_b.is_null() && w.b.ready(w.k0, kc, 0).is_null();
-    // SAFETY: the driver sized the buffers; tiles stay inside C.
-    unsafe {
-        if own {
-            w.b.pack_chunk::<S>(w.k0, kc, q0 * nr, (q1 * nr).min(w.n), nr, buf);
-        }
-        let store = w.epi.store();
-        for p in p0..p1 {
-            let a = w.a.add(p * mr * kc);
-            let i = w.i0 + p * mr;
-            for q in q0..q1 {
-                let j = q * nr;
-                let (next, done) = (q + w.ahead, (p - p0) * (kc / STRIDE * AHEAD));
-                let more = w.ahead > 0 && next * nr < w.n && done < nr * kc;
-                let out = Tile {
-                    ahead: if more { panel(next).wrapping_add(done) } else { std::ptr::null() },
-                    c: w.c.ptr.offset(i as isize * w.c.rs + j as isize * w.c.cs),
-                    rs: w.c.rs,
-                    cs: w.c.cs,
-                    rows: (w.m - p * mr).min(mr),
-                    cols: (w.n - j).min(nr),
-                    i,
-                    j,
-                    store,
-                    epi: w.epi,
-                };
-                S::tile(kc, a, panel(q), &out);
-            }
-            if w.epi.post.is_some() {
-                let (j, cols) = (q0 * nr, (q1 * nr).min(w.n) - q0 * nr);
-                let c = w.c.ptr.offset(i as isize * w.c.rs + j as isize);
-                let rows = (w.m - p * mr).min(mr);
-                w.epi.post.run_rows(w.isa, (i, rows), (j, cols), c, w.c.rs as usize);
-            }
-        }
-    }
-}
-
-/// How a product is cut; a function of the shape and the number of threads. Only the cut of K reaches the numbers.
-pub(super) struct Cut {
-    mr: usize,
-    nr: usize,
-    pub threads: usize,
-    kc: usize,
-    /// Rows packed at a time.
-    pub mb: usize,
-    pub n_panels: usize,
-    pub chunk: usize,
-    pub chunks: usize,
-    /// B is packed once for all, because rows are split among threads.
-    pub share_b: bool,
-    /// B comes packed, and the panels to come are brought near.
-    near: bool,
-}
-
-impl Cut {
-    fn new(isa: Isa, m: usize, n: usize, k: usize, threads: usize) -> Cut {
-        Cut::of(tile_of(isa), m, n, k, kc_max(k), threads)
-    }
-
-    /// For a micro-tile and packed panels of at most `kc` steps (with what heads them), `k` in all.
-    pub fn of(tile: (usize, usize), m: usize, n: usize, k: usize, kc: usize, threads: usize) -> Cut {
-        let (mr, nr) = tile;
-        let n_panels = n.div_ceil(nr);
-        let threads = if m.saturating_mul(n).saturating_mul(k) < SERIAL { 1 } else { threads };
-        let mb = m.next_multiple_of(mr).min(MB / mr * mr);
-        let share_b = threads > 1 && n_panels < 2 * threads;
-        let chunk = if share_b {
-            n_panels.max(1)
-        } else if threads == 1 {
-            CHUNK_PANELS.min(n_panels).max(1)
-        } else {
-            (n_panels / (2 * threads)).clamp(1, CHUNK_PANELS)
-        };
-        let chunks = n_panels.div_ceil(chunk);
-        Cut { mr, nr, threads, kc, mb, n_panels, chunk, chunks, share_b, near: false }
-    }
-
-    /// For a right operand that comes packed. Nothing is gained by reading it once for many rows, so rows are taken in blocks
-    /// that stay in the second cache level, with few columns at a time, and the next ones are asked for meanwhile.
-    fn packed(mut self, m: usize) -> Cut {
-        self.share_b = false;
-        let most = (NEAR / self.kc.max(1) / self.mr).max(8) * self.mr;
-        let blocks = m.div_ceil(most).max(1);
-        self.mb = m.div_ceil(blocks).next_multiple_of(self.mr).min(self.mb);
-        let few = if blocks == 1 { NEAR_PANELS } else { 2 * NEAR_PANELS };
-        if self.threads * 2 * few <= self.n_panels {
-            self.near = true;
-            self.chunk = self.chunk.min(few);
-            self.chunks = self.n_panels.div_ceil(self.chunk);
-        }
-        self
-    }
-
-    /// A multiple of a cache line, so that the panels of B after it begin on one: vectors of theirs would straddle lines.
-    pub fn a_floats(&self) -> usize {
-        (self.mb * self.kc).next_multiple_of(16)
-    }
-    fn b_floats(&self) -> usize {
-        if self.share_b {
-            self.n_panels * self.nr * self.kc
-        } else {
-            self.threads * self.chunk * self.nr * self.kc
-        }
-    }
-    pub fn floats(&self) -> usize {
-        self.a_floats() + self.b_floats()
-    }
-}
-
 /// Runs parts on the team, or here when there is one thread in the cut.
 pub(super) fn spread(team: Option<&Team>, parts: usize, f: &(dyn Fn(usize, usize) + Sync)) {
     match team {
         Some(t) => t.run_with(parts, f),
         None => (0..parts).for_each(|p| f(0, p)),
     }
-}
-
-/// Asks for the cache line at `p` to be in the second level soon.
-#[inline]
-fn near(p: *const f32) {
-    #[cfg(target_arch = "x86_64")]
-    // SAFETY: a request that has no effect on the program, whatever the address.
-    unsafe {
-        use std::arch::x86_64::{_MM_HINT_T1, _mm_prefetch};
-        _mm_prefetch::<_MM_HINT_T1>(p as *const i8)
-    }
-    #[cfg(not(target_arch = "x86_64"))]
-    let _ = p;
-}
-
-/// The packed product. `buf` holds `cut.floats()`.
-unsafe fn drive<T: Storage, P: Panels>(
-    team: Option<&Team>,
-    isa: Isa,
-    cut: &Cut,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: &Left<T>,
-    b: &P,
-    c: MatMut<f32>,
-    epi: Epilogue,
-    buf: *mut f32,
-) {
-    let a_buf = SharedMut(buf);
-    let b_buf = SharedMut(buf.wrapping_add(cut.a_floats()));
-    let (mr, nr) = (cut.mr, cut.nr);
-    let mut i0 = 0;
-    while i0 < m {
-        let mb = (m - i0).min(cut.mb);
-        let panels = mb.div_ceil(mr);
-        for kb in 0..k_blocks(k) {
-            let (k0, k1) = k_block(k, kb);
-            let kc = k1 - k0;
-            let a_packed = match a {
-                Left::Packed(p) => p.panel(k0, kc, i0),
-                Left::Plain(mat) => {
-                    let parts = panels.div_ceil(4).min(cut.threads * 4);
-                    let share = if cut.share_b { cut.n_panels } else { 0 };
-                    spread(team, parts + share, &|worker, part| {
-                        if cut.near {
-                            // What this thread is likely to multiply by first.
-                            let all = cut.chunk * nr * kc / 16 * cut.threads / parts.max(1);
-                            let first = b.ready(k0, kc, worker * cut.chunk * nr);
-                            let first = first.wrapping_add(part / cut.threads * all * 16);
-                            (0..all).for_each(|line| near(first.wrapping_add(line * 16)));
-                        }
-                        if part >= parts {
-                            let q = part - parts;
-                            // SAFETY: panel q of B is inside the matrix, and its place in the buffer is this part's alone.
-                            unsafe {
-                                let dst = b_buf.get().add(q * nr * kc);
-                                pack_panel(isa, b, k0, kc, q * nr, (n - q * nr).min(nr), nr, dst);
-                            }
-                            return;
-                        }
-                        for p in panels * part / parts..panels * (part + 1) / parts {
-                            let i = p * mr;
-                            // SAFETY: as above, for panel p of A.
-                            unsafe {
-                                let s = mat.ptr.offset((i0 + i) as isize * mat.rs + k0 as isize * mat.cs);
-                                let dst = a_buf.get().add(i * kc);
-                                pack_one(isa, s, mat.rs, mat.cs, (mb - i).min(mr), mr, kc, dst);
-                            }
-                        }
-                    });
-                    a_buf.get() as *const f32
-                }
-            };
-            if cut.share_b && matches!(a, Left::Packed(_)) {
-                spread(team, cut.n_panels, &|_, q| {
-                    // SAFETY: as above.
-                    unsafe {
-                        let dst = b_buf.get().add(q * nr * kc);
-                        pack_panel(isa, b, k0, kc, q * nr, (n - q * nr).min(nr), nr, dst);
-                    }
-                });
-            }
-            let block = Block {
-                a: a_packed,
-                k0,
-                kc,
-                m: mb,
-                i0,
-                b,
-                shared_b: if cut.share_b { b_buf.get() as *const f32 } else { std::ptr::null() },
-                n,
-                c,
-                epi: epi.for_block(kb == 0, kb + 1 == k_blocks(k)),
-                isa,
-                ahead: if cut.near { cut.chunk * cut.threads } else { 0 },
-            };
-            let block = Across(&block);
-            let row_parts = if cut.share_b { panels.div_ceil(2).min(cut.threads * 4) } else { 1 };
-            spread(team, cut.chunks * row_parts, &|worker, part| {
-                let (ci, ri) = (part % cut.chunks, part / cut.chunks);
-                let (q0, q1) = (ci * cut.chunk, ((ci + 1) * cut.chunk).min(cut.n_panels));
-                let (p0, p1) = (panels * ri / row_parts, panels * (ri + 1) / row_parts);
-                let own =
-                    b_buf.get().wrapping_add(if cut.share_b { 0 } else { worker * cut.chunk * nr * kc });
-                // SAFETY: parts cover disjoint tiles of C; the buffer of a worker is its own.
-                unsafe { tiles(isa, block.get(), p0, p1, q0, q1, own) };
-            });
-        }
-        i0 += mb;
-    }
-}
-
-/// The packed product on a team, with its scratch memory.
-pub(crate) unsafe fn gemm_panels<T: Storage, P: Panels>(
-    team: &Team,
-    isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: &Left<T>,
-    b: &P,
-    c: MatMut<f32>,
-    epi: Epilogue,
-) {
-    let mut cut = Cut::new(isa, m, n, k, team.threads());
-    if !b.ready(0, 1, 0).is_null() {
-        cut = cut.packed(m);
-    }
-    let scratch = team.scratch(cut.floats());
-    let on = (cut.threads > 1).then_some(team);
-    // SAFETY: the caller's matrices; the scratch is as large as the cut asks.
-    unsafe { drive(on, isa, &cut, m, n, k, a, b, c, epi, scratch.ptr()) }
-}
-
-/// Floats of scratch that [`panels_inline`] needs.
-pub(crate) fn inline_floats(isa: Isa, m: usize, n: usize, k: usize) -> usize {
-    Cut::new(isa, m, n, k, 1).floats().next_multiple_of(1024)
-}
-
-/// The packed product on the calling thread. `buf` holds [`inline_floats`].
-pub(crate) unsafe fn panels_inline<T: Storage, P: Panels>(
-    isa: Isa,
-    m: usize,
-    n: usize,
-    k: usize,
-    a: &Left<T>,
-    b: &P,
-    c: MatMut<f32>,
-    epi: Epilogue,
-    buf: *mut f32,
-) {
-    // SAFETY: the caller's.
-    unsafe { drive(None, isa, &Cut::new(isa, m, n, k, 1), m, n, k, a, b, c, epi, buf) }
 }
 
 /// `C = act(alpha A B + beta C + bias)` in f32, `A` m x k, `B` k x n, any strides. A and B may be f32, f16 or bf16.
@@ -687,11 +333,11 @@ impl Form {
 }
 
 /// Floats of scratch that [`gemm_inline`] needs.
-fn inline_floats_of<A, B>(isa: Isa, m: usize, n: usize, k: usize, a: &Mat<A>, b: &Mat<B>) -> usize {
+fn inline_floats_of<A: Storage, B>(isa: Isa, m: usize, n: usize, k: usize, a: &Mat<A>, b: &Mat<B>) -> usize {
     let floats = match Form::of(m, n, a, b) {
         Form::Rows => gemv::item_floats(m, n, k),
         Form::Columns => gemv::item_floats(n, m, k),
-        Form::Panels => inline_floats(isa, m, n, k),
+        Form::Panels => inline_floats(isa, m, n, k, A::IS_F32 && a.cs == 1),
     };
     floats.next_multiple_of(1024)
 }

@@ -1,4 +1,4 @@
-//! Matrix products with bf16 factors and f32 sums, on AVX512_BF16's `vdpbf16ps` where the processor has it.
+//! Matrix products with bf16 factors and f32 sums: on the tile registers of AMX, or AVX512_BF16's `vdpbf16ps`, where the processor has them.
 //!
 //! What the numbers are: factors are bf16 (f32 operands are rounded to nearest, ties to even, while they are packed); every
 //! product of two bf16 is exact in f32; a lane adds two products per step, each as a multiply-add that rounds to nearest
@@ -8,23 +8,31 @@
 //! widens them; calls ask for this file at `Medium` alone all the same, so that levels O0 and O1 (`Highest`) stay the reference.
 //!
 //! Results depend on shape and strides, not on the number of threads. Products with few rows or columns are bound by memory and run as
-//! [`super::gemm::gemm`] does them, in f32; so does everything where the instruction is missing ("bf16 or better").
+//! [`super::gemm::gemm`] does them, in f32; so does everything where both are missing ("bf16 or better").
 //!
-//! On the Intel processor measured the instruction does half the flops of f32 multiply-adds; other processors do twice. Calls use it
-//! where [`Isa::bf16_is_faster`], a rule by vendor.
+//! On tile registers ([`Bf16Code::Tiles`], `tiles.rs`) a product adds 16 pairs to each of 16 x 16 sums, with the same rounding and the same
+//! treatment of denormals. `vdpbf16ps` is for processors without them. On the Intel processor measured that instruction does half the flops of f32
+//! multiply-adds and tiles do 15 times as many; other processors do twice. Calls use bf16 where [`Isa::bf16_is_faster`].
 //!
-//! Cost. One step of the 12 x 32 micro-tile is 24 instructions (64 flops each) on 12 + 32 lanes of 4 bytes: 1,536 flops on 176 bytes of
+//! Cost of `vdpbf16ps`. One step of the 12 x 32 micro-tile is 24 instructions (64 flops each) on 12 + 32 lanes of 4 bytes: 1,536 flops on 176 bytes of
 //! cache, so the ceiling is the instruction's rate. Around it, for a product of size n: packing reads and writes both operands (2 n^2
-//! elements of 2 bytes in, as much out), and C is written once per 1,024 steps of K. `examples/narrow_gemm.rs` measures it beside the
+//! elements of 2 bytes in, as much out), and C is written once per 1,024 steps of K. Measured beside the
 //! instruction on registers (two cores of an Intel Xeon with AVX512_BF16, other work on the machine): the best of 5 runs had 93 to 97 % of the best peak, 205 GFLOP/s, at 1024.
-//! At 2048 one core had medians of 93 to 95 %.
+//! At 2048 one core had medians of 93 to 95 %. `examples/narrow_gemm.rs` measures products beside their instruction.
 
-use super::gemm::{Epilogue, Form, Mat, MatMut, PackElem, PackShape, Packed, gemm, gemm_packed};
+use super::gemm::{Epilogue, Form, Mat, MatMut, PackElem, gemm};
 #[cfg(target_arch = "x86_64")]
 use super::lanes::product;
-use super::lanes::{LaneElem, Panels, Right, batch};
+use super::lanes::{LaneElem, Right, batch};
+use super::mat::Store;
+pub use super::packed_bf16::{PackedBf16, gemm_bf16_packed};
+use super::post::{PostRun, Target, round_rows};
 use super::simd::Storage;
+#[cfg(target_arch = "x86_64")]
+use super::tiles;
 use crate::cpu::sys::Isa;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::team::SharedConst;
 use crate::cpu::team::{SharedMut, Team};
 use half::bf16;
 
@@ -118,6 +126,47 @@ impl Bf16Out for bf16 {
     }
 }
 
+/// What multiplies bf16.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Bf16Code {
+    /// Tile registers ([`Isa::has_bf16_tiles`]).
+    Tiles,
+    /// `vdpbf16ps` ([`Isa::has_bf16`]).
+    Pairs,
+    /// f32, exact.
+    Wide,
+}
+
+impl Bf16Code {
+    /// Tile registers where this process has them, else pairs in vectors, else f32.
+    pub fn best(isa: Isa) -> Bf16Code {
+        [Bf16Code::Tiles, Bf16Code::Pairs].into_iter().find(|c| c.runs(isa)).unwrap_or(Bf16Code::Wide)
+    }
+
+    /// Whether this processor has it beside `isa`.
+    pub fn runs(self, isa: Isa) -> bool {
+        match self {
+            Bf16Code::Tiles => isa.has_bf16_tiles(),
+            Bf16Code::Pairs => isa.has_bf16(),
+            Bf16Code::Wide => true,
+        }
+    }
+
+    /// `amx_bf16`, `avx512_bf16`, `f32`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Bf16Code::Tiles => "amx_bf16",
+            Bf16Code::Pairs => "avx512_bf16",
+            Bf16Code::Wide => "f32",
+        }
+    }
+
+    pub(super) fn check(self, isa: Isa) -> Bf16Code {
+        assert!(self.runs(isa), "{self:?} is not available on this processor");
+        self
+    }
+}
+
 /// `C = act(alpha A B + beta C + bias)` with bf16 factors and f32 sums: A is m x k, B is k x n, any strides, f32 or bf16. With a bf16
 /// result each element is rounded once, to nearest even, and the epilogue's `beta` is ignored.
 ///
@@ -135,10 +184,34 @@ pub unsafe fn gemm_bf16<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     epi: Epilogue,
 ) {
     // SAFETY: the caller's.
-    unsafe { on_threads(team, team.threads(), isa, m, n, k, a, b, c, epi) }
+    unsafe { gemm_bf16_by(Bf16Code::best(isa), team, isa, m, n, k, a, b, c, epi) }
+}
+
+/// [`gemm_bf16`] by this code.
+///
+/// # Safety
+/// As [`gemm`].
+///
+/// # Panics
+/// Where the processor lacks it.
+pub unsafe fn gemm_bf16_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    code: Bf16Code,
+    team: &Team,
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<A>,
+    b: Mat<B>,
+    c: MatMut<C>,
+    epi: Epilogue,
+) {
+    // SAFETY: the caller's.
+    unsafe { on_threads(code.check(isa), team, team.threads(), isa, m, n, k, a, b, c, epi) }
 }
 
 unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    code: Bf16Code,
     team: &Team,
     threads: usize,
     isa: Isa,
@@ -153,7 +226,22 @@ unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     if m == 0 || n == 0 {
         return;
     }
-    if !isa.has_bf16() || Form::of(m, n, &a, &b) != Form::Panels {
+    let panels = Form::of(m, n, &a, &b) == Form::Panels;
+    #[cfg(target_arch = "x86_64")]
+    if code == Bf16Code::Tiles && panels {
+        // SAFETY: the caller's, and the process has the registers.
+        return unsafe { on_tiles(team, threads, isa, m, n, k, a, &tiles::Right::Plain(b), c, epi) };
+    }
+    if epi.post.is_some() {
+        let plain = Epilogue { post: PostRun::default(), ..epilogue(c, epi) };
+        // SAFETY: the caller's.
+        return unsafe {
+            finished(team, isa, m, n, c, epi, &|sums| {
+                on_threads(code, team, threads, isa, m, n, k, a, b, sums, plain);
+            })
+        };
+    }
+    if code == Bf16Code::Wide || !panels {
         let epi = epilogue(c, epi);
         // SAFETY: the caller's.
         C::through(team, m, n, c, &|sums| unsafe { gemm(team, isa, m, n, k, a, b, sums, epi) });
@@ -163,8 +251,160 @@ unsafe fn on_threads<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     unsafe { dots(team, threads, m, n, k, a, &Right::Plain(b), c, epi) }
 }
 
+/// A product made by `f` in scratch memory, then the chain of `epi` from there to C.
+///
+/// # Safety
+/// The chain's operands are bound; C is writable, with contiguous rows.
+unsafe fn finished<C: Bf16Out>(
+    team: &Team,
+    isa: Isa,
+    m: usize,
+    n: usize,
+    c: MatMut<C>,
+    epi: Epilogue,
+    f: &dyn Fn(MatMut<f32>),
+) {
+    let scratch = team.scratch(m * n);
+    let sums = SharedMut(scratch.ptr());
+    f(MatMut::rows(sums.get(), n));
+    let only = Epilogue { post: epi.post, ..Epilogue::default() };
+    team.ranges(m, (16 << 10) / n, &|i0, i1| {
+        // SAFETY: `f` wrote the sums; rows of different ranges are disjoint and inside C.
+        unsafe { finish(isa, &only, C::known(c), (i0, i1 - i0), (0, n), sums.get().add(i0 * n), n) }
+    });
+}
+
+/// Complete sums of some rows and columns (first, count), `rs` from row to row, through the epilogue to C.
+///
+/// # Safety
+/// The sums are the calling thread's, C's part is too; operands of the epilogue are readable.
+unsafe fn finish(
+    isa: Isa,
+    epi: &Epilogue,
+    c: Known,
+    (i, rows): (usize, usize),
+    (j, cols): (usize, usize),
+    sums: *mut f32,
+    rs: usize,
+) {
+    // SAFETY: the caller's.
+    unsafe {
+        if epi.store() != Store::Plain {
+            for r in 0..rows {
+                for l in 0..cols {
+                    let before = match &c {
+                        Known::F32(c) => {
+                            c.ptr.offset((i + r) as isize * c.rs + (j + l) as isize * c.cs).cast_const()
+                        }
+                        // Its `beta` is 0.
+                        Known::Bf16(_) => std::ptr::null(),
+                    };
+                    let s = sums.add(r * rs + l);
+                    *s = epi.scalar(*s, before, i + r, j + l);
+                }
+            }
+        }
+        if epi.post.is_some() {
+            let to = match &c {
+                Known::F32(c) => Target::F32(c.ptr.offset(i as isize * c.rs + j as isize), c.rs),
+                Known::Bf16(c) => Target::Bf16(c.ptr.offset(i as isize * c.rs + j as isize), c.rs),
+            };
+            return epi.post.run_into(isa, (i, rows), (j, cols), sums, rs, to);
+        }
+        if let Known::Bf16(c) = &c
+            && c.cs == 1
+        {
+            let to = c.ptr.offset(i as isize * c.rs + j as isize);
+            return round_rows(isa, rows, cols, (sums, rs as isize), (to, c.rs));
+        }
+        for r in 0..rows {
+            let from = sums.add(r * rs);
+            match &c {
+                Known::F32(c) if c.cs == 1 => {
+                    let to = c.ptr.offset((i + r) as isize * c.rs + j as isize);
+                    std::ptr::copy_nonoverlapping(from, to, cols);
+                }
+                Known::F32(c) => {
+                    for l in 0..cols {
+                        *c.ptr.offset((i + r) as isize * c.rs + (j + l) as isize * c.cs) = *from.add(l);
+                    }
+                }
+                Known::Bf16(c) => {
+                    for l in 0..cols {
+                        *c.ptr.offset((i + r) as isize * c.rs + (j + l) as isize * c.cs) =
+                            bf16::from_f32(*from.add(l));
+                    }
+                }
+            }
+        }
+    }
+}
+
+/// The product on tile registers.
+///
+/// # Safety
+/// As [`gemm`]; [`Bf16Code::Tiles`] runs here.
+#[cfg(target_arch = "x86_64")]
+unsafe fn on_tiles<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    team: &Team,
+    threads: usize,
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<A>,
+    b: &tiles::Right<B>,
+    c: MatMut<C>,
+    epi: Epilogue,
+) {
+    let epi = epilogue(c, epi);
+    let size = (m, n, k);
+    // SAFETY: the caller's.
+    unsafe {
+        match C::known(c) {
+            Known::F32(to) if to.cs == 1 && epi.store() == Store::Plain && !epi.post.is_some() => {
+                let sums = MatMut { ptr: to.ptr.cast(), rs: to.rs, cs: 1 };
+                tiles::product::<tiles::Halves, A, B>(team, threads, size, a, b, tiles::Dest::Sums(sums))
+            }
+            _ => {
+                let f = |rows: (usize, usize), cols: (usize, usize), sums: *mut u8, rs: usize| {
+                    finish(isa, &epi, C::known(c), rows, cols, sums.cast(), rs);
+                };
+                let near = match C::known(c) {
+                    Known::F32(c) => (c.cs == 1).then(|| (c.ptr.cast(), c.rs * 4, 4)),
+                    Known::Bf16(c) => (c.cs == 1).then(|| (c.ptr.cast(), c.rs * 2, 2)),
+                };
+                let near = near.map(|(at, rs, bytes)| tiles::Near { at, rs, bytes });
+                let to = tiles::Dest::Parts(&f, near);
+                tiles::product::<tiles::Halves, A, B>(team, threads, size, a, b, to)
+            }
+        }
+    }
+}
+
+/// [`gemm_bf16`] on tile registers with the right operand packed as [`bf16_pack_tiles`] does.
+///
+/// # Safety
+/// As [`gemm`]; [`Bf16Code::Tiles`] runs here.
+#[cfg(target_arch = "x86_64")]
+pub(super) unsafe fn gemm_bf16_tiles<A: Bf16Elem, C: Bf16Out>(
+    team: &Team,
+    isa: Isa,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<A>,
+    b: *const u8,
+    c: MatMut<C>,
+    epi: Epilogue,
+) {
+    let b = tiles::Right::<bf16>::Packed(SharedConst(b));
+    // SAFETY: the caller's.
+    unsafe { on_tiles(team, team.threads(), isa, m, n, k, a, &b, c, epi) }
+}
+
 /// Without `beta` where the result is rounded.
-fn epilogue<C: Bf16Out>(c: MatMut<C>, epi: Epilogue) -> Epilogue {
+pub(super) fn epilogue<C: Bf16Out>(c: MatMut<C>, epi: Epilogue) -> Epilogue {
     match C::known(c) {
         Known::F32(_) => epi,
         Known::Bf16(_) => Epilogue { beta: 0.0, ..epi },
@@ -176,7 +416,7 @@ fn epilogue<C: Bf16Out>(c: MatMut<C>, epi: Epilogue) -> Epilogue {
 /// # Safety
 /// As [`gemm`]; the processor has AVX512_BF16.
 #[cfg(target_arch = "x86_64")]
-unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+pub(super) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     team: &Team,
     threads: usize,
     m: usize,
@@ -205,7 +445,7 @@ unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+pub(super) unsafe fn dots<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     _: &Team,
     _: usize,
     _: usize,
@@ -235,99 +475,51 @@ pub unsafe fn gemm_bf16_batched<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     c: (MatMut<C>, isize),
     epi: Epilogue,
 ) {
-    batch(team, items, m.saturating_mul(n).saturating_mul(k), &|i, threads| {
-        let i = i as isize;
-        let (a, b, c) = (a.0.offset(i * a.1), b.0.offset(i * b.1), c.0.offset(i * c.1));
-        // SAFETY: the caller's.
-        unsafe { on_threads(team, threads, isa, m, n, k, a, b, c, epi) };
-    });
+    // SAFETY: the caller's.
+    unsafe { gemm_bf16_batched_by(Bf16Code::best(isa), team, isa, items, m, n, k, a, b, c, epi) }
 }
 
-/// A right operand packed once for many products: weights. In bf16 where the processor multiplies bf16, else widened.
-#[derive(Debug)]
-pub struct PackedBf16(Form16);
-
-#[derive(Debug)]
-enum Form16 {
-    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
-    Lanes(Panels),
-    Wide(Vec<f32>, PackShape, usize, usize),
-}
-
-impl PackedBf16 {
-    /// Packs the right operand, `k x n`.
-    ///
-    /// # Safety
-    /// Every element of the matrix is readable.
-    pub unsafe fn b<B: Bf16Elem>(isa: Isa, b: Mat<B>, k: usize, n: usize) -> PackedBf16 {
-        #[cfg(target_arch = "x86_64")]
-        if isa.has_bf16() {
-            let kind = x86::Dots::<B, B>::new(Epilogue::default(), None);
-            // SAFETY: the caller's.
-            return PackedBf16(Form16::Lanes(unsafe { Panels::new(&kind, b, k, n) }));
-        }
-        let shape = PackShape::b(isa, k, n);
-        let mut room = vec![0f32; shape.floats()];
-        // SAFETY: the caller's; the room is the shape's.
-        unsafe { shape.pack_b(None, b, room.as_mut_ptr()) };
-        PackedBf16(Form16::Wide(room, shape, k, n))
-    }
-
-    /// Bytes of memory it keeps.
-    pub fn bytes(&self) -> usize {
-        match &self.0 {
-            Form16::Lanes(p) => p.bytes(),
-            Form16::Wide(p, ..) => p.len() * size_of::<f32>(),
-        }
-    }
-}
-
-/// [`gemm_bf16`] with the right operand packed by [`PackedBf16::b`].
+/// [`gemm_bf16_batched`] by this code.
 ///
 /// # Safety
-/// As [`gemm`].
+/// As [`gemm_bf16_batched`].
 ///
 /// # Panics
-/// When `b` was packed for another shape.
-pub unsafe fn gemm_bf16_packed<A: Bf16Elem, C: Bf16Out>(
+/// Where the processor lacks it.
+pub unsafe fn gemm_bf16_batched_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    code: Bf16Code,
     team: &Team,
+    isa: Isa,
+    items: usize,
     m: usize,
     n: usize,
     k: usize,
-    a: Mat<A>,
-    b: &PackedBf16,
-    c: MatMut<C>,
+    a: (Mat<A>, isize),
+    b: (Mat<B>, isize),
+    c: (MatMut<C>, isize),
     epi: Epilogue,
 ) {
-    let shape = match &b.0 {
-        Form16::Lanes(p) => (p.k, p.extent),
-        Form16::Wide(_, _, k, n) => (*k, *n),
-    };
-    assert!(shape == (k, n), "the packed operand is for another product");
-    if m == 0 || n == 0 {
-        return;
-    }
-    match &b.0 {
-        // SAFETY: the caller's; it was packed where the processor has the instruction.
-        Form16::Lanes(p) => unsafe {
-            dots::<A, bf16, C>(team, team.threads(), m, n, k, a, &Right::Packed(p), c, epi);
-        },
-        Form16::Wide(p, shape, ..) => {
-            let epi = epilogue(c, epi);
-            // SAFETY: `PackedBf16::b` filled it; it lives as long as this call. The rest is the caller's.
-            C::through(team, m, n, c, &|sums| unsafe {
-                gemm_packed(team, m, n, k, a, &Packed::new(*shape, p.as_ptr()), sums, epi);
-            });
-        }
-    }
+    let code = code.check(isa);
+    // Tiles are done sooner: products worth all threads are larger.
+    let scale = if code == Bf16Code::Tiles { 8 } else { 1 };
+    batch(team, items, m.saturating_mul(n).saturating_mul(k) / scale, &|i, threads| {
+        // A chain sees the products below each other.
+        let down = i * (c.1.unsigned_abs() / n.max(1));
+        let i = i as isize;
+        let (a, b, c) = (a.0.offset(i * a.1), b.0.offset(i * b.1), c.0.offset(i * c.1));
+        let epi = Epilogue { post: epi.post.below(down), ..epi };
+        // SAFETY: the caller's.
+        unsafe { on_threads(code, team, threads, isa, m, n, k, a, b, c, epi) };
+    });
 }
 
 #[cfg(target_arch = "x86_64")]
-mod x86 {
+pub(super) mod x86 {
     use super::super::gemm::Epilogue;
     use super::super::lanes::{Kind, LaneVector, Place, interleave, pack_vectors};
-    use super::super::mat::{MatMut, Step, Tile, micro};
+    use super::super::mat::{MatMut, Step, Tile, register_tile};
     use super::super::simd::{Avx512, mask16};
+    use super::super::tiles::Source;
     use half::bf16;
     use std::arch::x86_64::*;
     use std::marker::PhantomData;
@@ -350,9 +542,15 @@ mod x86 {
     }
 
     /// Elements that are packed as bf16.
-    pub(crate) trait Factor: LaneVector {}
+    pub(crate) trait Factor: Source {}
     impl Factor for bf16 {}
     impl Factor for f32 {}
+    impl Source for bf16 {
+        const RAW: bool = true;
+    }
+    impl Source for f32 {
+        const RAW: bool = false;
+    }
 
     /// The first `n <= 16` elements, then zeros.
     #[inline(always)]
@@ -435,17 +633,18 @@ mod x86 {
     }
 
     /// # Safety
-    /// As [`micro`]; the processor has AVX512_BF16.
+    /// As [`register_tile`], of packed panels; the processor has AVX512_BF16.
     #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
     unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
         // SAFETY: the caller's.
         unsafe {
+            let a = (a, 1, MR);
             if out.rows > MR * 2 / 3 {
-                micro::<Avx512, Pairs, MR, MR, NV>(kc, a, b, out)
+                register_tile::<Avx512, Pairs, MR, NV>(kc, a, b, out)
             } else if out.rows > MR / 3 {
-                micro::<Avx512, Pairs, { MR * 2 / 3 }, MR, NV>(kc, a, b, out)
+                register_tile::<Avx512, Pairs, { MR * 2 / 3 }, NV>(kc, a, b, out)
             } else {
-                micro::<Avx512, Pairs, { MR / 3 }, MR, NV>(kc, a, b, out)
+                register_tile::<Avx512, Pairs, { MR / 3 }, NV>(kc, a, b, out)
             }
         }
     }
@@ -478,14 +677,14 @@ mod x86 {
     }
 
     /// The product on the instruction, its sums left in f32 or rounded to `out` after the last block of K.
-    pub(super) struct Dots<A, B> {
+    pub(in super::super) struct Dots<A, B> {
         epi: Epilogue,
         out: Option<MatMut<bf16>>,
         of: PhantomData<(A, B)>,
     }
 
     impl<A, B> Dots<A, B> {
-        pub(super) fn new(epi: Epilogue, out: Option<MatMut<bf16>>) -> Dots<A, B> {
+        pub(in super::super) fn new(epi: Epilogue, out: Option<MatMut<bf16>>) -> Dots<A, B> {
             Dots { epi, out, of: PhantomData }
         }
     }

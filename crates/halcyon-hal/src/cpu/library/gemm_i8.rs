@@ -1,5 +1,7 @@
 //! Exact matrix products of 8-bit integers: `C = A B` in i32, which wraps.
 //!
+//! On tile registers (`tiles.rs`) every mix of signed and unsigned bytes has its instruction, and operands are multiplied as they are.
+//!
 //! With AVX512_VNNI, four steps of K go through one `vpdpbusd` per lane, which multiplies unsigned by signed bytes. The left operand
 //! is packed unsigned (an i8 plus 128), the right one signed (a u8 minus 128), and sums start from what that changed, known per row of
 //! A and column of B when they are packed:
@@ -17,6 +19,10 @@
 
 use super::lanes::{Kind, LaneElem, Panels, Place, Right, batch, pack_lanes, product};
 use super::mat::{Mat, MatMut};
+#[cfg(target_arch = "x86_64")]
+use super::tiles::PackedShape;
+#[cfg(target_arch = "x86_64")]
+use super::tiles_i8::{self, gemm_i8_tiles, pack_i8_tiles};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedMut, Team};
 
@@ -251,15 +257,25 @@ impl Kind for Portable {
 
 /// Which code multiplies bytes: what operands are packed for.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Code {
+pub(super) enum Code {
     Portable,
     #[cfg(target_arch = "x86_64")]
     Avx2,
     Vnni,
+    /// Tile registers.
+    Tiles,
 }
 
 impl Code {
-    fn of(isa: Isa) -> Code {
+    pub(super) fn of(isa: Isa) -> Code {
+        match isa.check() {
+            _ if isa.has_int8_tiles() => Code::Tiles,
+            _ => Code::vectors(isa),
+        }
+    }
+
+    /// Without tile registers.
+    pub(super) fn vectors(isa: Isa) -> Code {
         match isa.check() {
             _ if isa.has_vnni() => Code::Vnni,
             #[cfg(target_arch = "x86_64")]
@@ -306,13 +322,17 @@ pub unsafe fn gemm_i8<A: Byte, B: Byte>(
     c: MatMut<i32>,
 ) {
     // SAFETY: the caller's.
-    unsafe { on_threads(team, team.threads(), isa, m, n, k, a, b, c) }
+    unsafe { on_threads(Code::of(isa), team, team.threads(), m, n, k, a, b, c) }
 }
 
-unsafe fn on_threads<A: Byte, B: Byte>(
+/// [`gemm_i8`] by this code on so many threads.
+///
+/// # Safety
+/// As [`gemm_i8`]; the processor has the code.
+pub(super) unsafe fn on_threads<A: Byte, B: Byte>(
+    code: Code,
     team: &Team,
     threads: usize,
-    isa: Isa,
     m: usize,
     n: usize,
     k: usize,
@@ -320,8 +340,13 @@ unsafe fn on_threads<A: Byte, B: Byte>(
     b: Mat<B>,
     c: MatMut<i32>,
 ) {
+    #[cfg(target_arch = "x86_64")]
+    if code == Code::Tiles {
+        // SAFETY: the caller's.
+        return unsafe { tiles_i8::on_tiles(team, threads, m, n, k, a, tiles_i8::plain(b), B::SIGNED, c) };
+    }
     let (a, b) = (bytes(a), Right::Plain(bytes(b)));
-    with_kind!(Code::of(isa), Signs { a: A::SIGNED, b: B::SIGNED }, kind => {
+    with_kind!(code, Signs { a: A::SIGNED, b: B::SIGNED }, kind => {
         // SAFETY: the caller's; the code is for this processor.
         unsafe { product(team, threads, &kind, m, n, k, a, &b, c) }
     });
@@ -342,11 +367,14 @@ pub unsafe fn gemm_i8_batched<A: Byte, B: Byte>(
     b: (Mat<B>, isize),
     c: (MatMut<i32>, isize),
 ) {
-    batch(team, items, m.saturating_mul(n).saturating_mul(k), &|i, threads| {
+    let code = Code::of(isa);
+    // Tiles are done sooner: products worth all threads are larger.
+    let scale = if code == Code::Tiles { 8 } else { 1 };
+    batch(team, items, m.saturating_mul(n).saturating_mul(k) / scale, &|i, threads| {
         let i = i as isize;
         let (a, b, c) = (a.0.offset(i * a.1), b.0.offset(i * b.1), c.0.offset(i * c.1));
         // SAFETY: the caller's.
-        unsafe { on_threads(team, threads, isa, m, n, k, a, b, c) };
+        unsafe { on_threads(code, team, threads, m, n, k, a, b, c) };
     });
 }
 
@@ -379,13 +407,30 @@ pub unsafe fn gemm_i8_wrapped<T: Byte>(
     });
 }
 
-/// A right operand packed once for many products: weights, with the sums of their columns.
+/// A right operand packed once for many products: weights, with the sums of their columns where those are needed.
 #[derive(Debug)]
-pub struct PackedI8 {
-    panels: Panels,
-    code: Code,
-    signed: bool,
+pub struct PackedI8(Form8);
+
+#[derive(Debug)]
+enum Form8 {
+    #[cfg(target_arch = "x86_64")]
+    Tiles {
+        rows: Vec<Row>,
+        shape: PackedShape,
+        signed: bool,
+    },
+    Lanes {
+        panels: Panels,
+        code: Code,
+        signed: bool,
+    },
 }
+
+/// 64 bytes, as registers are loaded.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+struct Row([u8; 64]);
 
 impl PackedI8 {
     /// Packs the right operand, `k x n`.
@@ -393,17 +438,38 @@ impl PackedI8 {
     /// # Safety
     /// Every element of the matrix is readable.
     pub unsafe fn b<B: Byte>(isa: Isa, b: Mat<B>, k: usize, n: usize) -> PackedI8 {
-        let (code, b) = (Code::of(isa), bytes(b));
+        // SAFETY: the caller's.
+        unsafe { PackedI8::b_for(Code::of(isa), b, k, n) }
+    }
+
+    /// Packs the right operand for this code.
+    ///
+    /// # Safety
+    /// As [`PackedI8::b`]; the processor has the code.
+    pub(super) unsafe fn b_for<B: Byte>(code: Code, b: Mat<B>, k: usize, n: usize) -> PackedI8 {
+        #[cfg(target_arch = "x86_64")]
+        if code == Code::Tiles {
+            let shape = PackedShape { k, n, group: 4 };
+            let mut rows = vec![Row([0; 64]); shape.bytes() / 64];
+            // SAFETY: the caller's; the rows are the shape's.
+            unsafe { pack_i8_tiles(&shape, None, b, rows.as_mut_ptr().cast()) };
+            return PackedI8(Form8::Tiles { rows, shape, signed: B::SIGNED });
+        }
+        let b = bytes(b);
         // How A is signed does not matter here.
         with_kind!(code, Signs { a: true, b: B::SIGNED }, kind => {
             // SAFETY: the caller's.
-            PackedI8 { panels: unsafe { Panels::new(&kind, b, k, n) }, code, signed: B::SIGNED }
+            PackedI8(Form8::Lanes { panels: unsafe { Panels::new(&kind, b, k, n) }, code, signed: B::SIGNED })
         })
     }
 
     /// Bytes of memory it keeps.
     pub fn bytes(&self) -> usize {
-        self.panels.bytes()
+        match &self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Form8::Tiles { rows, .. } => size_of_val(&rows[..]),
+            Form8::Lanes { panels, .. } => panels.bytes(),
+        }
     }
 }
 
@@ -423,17 +489,34 @@ pub unsafe fn gemm_i8_packed<A: Byte>(
     b: &PackedI8,
     c: MatMut<i32>,
 ) {
-    assert!((b.panels.k, b.panels.extent) == (k, n), "the packed operand is for another product");
-    with_kind!(b.code, Signs { a: A::SIGNED, b: b.signed }, kind => {
-        // SAFETY: the caller's; the code was looked for when the operand was packed.
-        unsafe { product(team, team.threads(), &kind, m, n, k, bytes(a), &Right::Packed(&b.panels), c) }
-    });
+    let shape = match &b.0 {
+        #[cfg(target_arch = "x86_64")]
+        Form8::Tiles { shape, .. } => (shape.k, shape.n),
+        Form8::Lanes { panels, .. } => (panels.k, panels.extent),
+    };
+    assert!(shape == (k, n), "the packed operand is for another product");
+    match &b.0 {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the caller's; it was packed where the process has the registers.
+        Form8::Tiles { rows, signed, .. } => unsafe {
+            gemm_i8_tiles(team, m, n, k, a, (rows.as_ptr().cast(), *signed), c);
+        },
+        Form8::Lanes { panels, code, signed } => {
+            with_kind!(*code, Signs { a: A::SIGNED, b: *signed }, kind => {
+                // SAFETY: the caller's; the code was looked for when the operand was packed.
+                unsafe { product(team, team.threads(), &kind, m, n, k, bytes(a), &Right::Packed(panels), c) }
+            });
+        }
+    }
 }
 
+#[cfg(target_arch = "x86_64")]
+pub(super) use x86::Quad;
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::super::lanes::{Kind, LaneElem, LaneVector, Place, pack_vectors};
     use super::super::simd::mask16;
+    use super::super::tiles::Source;
     use super::{Ints, Signs, micro, pack_wide};
     use std::arch::x86_64::*;
 
@@ -550,7 +633,11 @@ mod x86 {
     /// A byte, with its top bit turned where FLIP: i8 plus 128 as u8, or u8 minus 128 as i8.
     #[derive(Clone, Copy)]
     #[repr(transparent)]
-    struct Quad<const FLIP: bool>(u8);
+    pub(in super::super) struct Quad<const FLIP: bool>(u8);
+
+    impl Source for Quad<false> {
+        const RAW: bool = true;
+    }
 
     impl<const FLIP: bool> LaneElem for Quad<FLIP> {
         const GROUP: usize = 4;

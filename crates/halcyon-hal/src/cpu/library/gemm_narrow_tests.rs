@@ -18,6 +18,8 @@ fn strides(layout: usize, rows: usize, cols: usize) -> (usize, usize, usize) {
 const SIZES: [usize; 26] =
     [0, 1, 2, 3, 4, 5, 7, 8, 9, 11, 12, 13, 15, 16, 17, 23, 24, 25, 31, 32, 33, 37, 63, 65, 67, 97];
 
+const CODES: [Bf16Code; 3] = [Bf16Code::Tiles, Bf16Code::Pairs, Bf16Code::Wide];
+
 #[derive(Clone, Copy, Debug)]
 struct Case {
     m: usize,
@@ -36,8 +38,15 @@ fn random_case(rng: &mut Rng) -> Case {
 }
 
 /// Shapes that cross the blocks of K and rows, the chunks of B's columns, and its sharing among threads.
-const LARGE: [(usize, usize, usize); 6] =
-    [(9, 530, 2103), (530, 11, 2100), (200, 40, 2200), (40, 301, 4097), (301, 20, 2051), (65, 300, 33)];
+const LARGE: [(usize, usize, usize); 7] = [
+    (9, 530, 2103),
+    (530, 11, 2100),
+    (200, 40, 2200),
+    (40, 301, 4097),
+    (301, 20, 2051),
+    (65, 300, 33),
+    (35, 70, 8300),
+];
 
 fn mat<T: Copy>(g: &Guarded<T>, s: (usize, usize, usize)) -> Mat<T> {
     Mat { ptr: g.ptr(), rs: s.0 as isize, cs: s.1 as isize }
@@ -57,6 +66,8 @@ fn tell(isa: Isa) {
         };
         lack(isa.has_bf16(), "AVX512_BF16");
         lack(isa.has_vnni(), "AVX512_VNNI");
+        lack(isa.has_bf16_tiles(), "AMX-BF16 for this process");
+        lack(isa.has_int8_tiles(), "AMX-INT8 for this process");
     }
 }
 
@@ -116,14 +127,14 @@ fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
         }
     }
     let act = |v: f64| if epi.relu { v.max(0.0) } else { v };
-    let exact_factors = isa.has_bf16() && m.min(n) > super::gemv::ROWS;
-    let verify = |got: &[f32]| {
+    let exact = |code: Bf16Code| code != Bf16Code::Wide && m.min(n) > super::gemv::ROWS;
+    let verify = |code: Bf16Code, got: &[f32]| {
         let mut touched = vec![false; sc.2];
         for &(at, w, mag, slack) in &want {
             touched[at] = true;
             let w = if beta != 0.0 { w + beta as f64 * old[at] as f64 } else { w };
-            let slack = if exact_factors { 0.0 } else { slack };
-            close(got[at], act(w), mag + slack / 3e-7, 3e-7, &(what, at));
+            let slack = if exact(code) { 0.0 } else { slack };
+            close(got[at], act(w), mag + slack / 3e-7, 3e-7, &(what, code, at));
         }
         for (at, t) in touched.iter().enumerate() {
             assert!(*t || got[at].to_bits() == old[at].to_bits(), "wrote between the elements: {what:?}");
@@ -143,21 +154,23 @@ fn check_bf16<A: Bf16Elem, B: Bf16Elem>(
     };
     let (am, bm) = (mat(&a, sa), mat(&b, sb));
     let poison = vec![bf16::NAN; sc.2];
-    // SAFETY: the guarded vectors cover the matrices.
-    unsafe {
-        let out = Guarded::new(&old, c.side);
-        gemm_bf16(team, isa, m, n, k, am, bm, mat_mut(&out, sc), epi);
-        verify(out.slice());
-        let out = Guarded::new(&poison, c.side);
-        gemm_bf16(team, isa, m, n, k, am, bm, mat_mut(&out, sc), epi);
-        verify_rounded(out.slice(), &poison);
-        let packed = PackedBf16::b(isa, bm, k, n);
-        let out = Guarded::new(&old, c.side);
-        gemm_bf16_packed(team, m, n, k, am, &packed, mat_mut(&out, sc), epi);
-        verify(out.slice());
-        let out = Guarded::new(&poison, c.side);
-        gemm_bf16_packed(team, m, n, k, am, &packed, mat_mut(&out, sc), epi);
-        verify_rounded(out.slice(), &poison);
+    for code in CODES.into_iter().filter(|c| c.runs(isa)) {
+        // SAFETY: the guarded vectors cover the matrices.
+        unsafe {
+            let out = Guarded::new(&old, c.side);
+            gemm_bf16_by(code, team, isa, m, n, k, am, bm, mat_mut(&out, sc), epi);
+            verify(code, out.slice());
+            let out = Guarded::new(&poison, c.side);
+            gemm_bf16_by(code, team, isa, m, n, k, am, bm, mat_mut(&out, sc), epi);
+            verify_rounded(out.slice(), &poison);
+            let packed = PackedBf16::b_for(code, isa, bm, k, n);
+            let out = Guarded::new(&old, c.side);
+            gemm_bf16_packed(team, m, n, k, am, &packed, mat_mut(&out, sc), epi);
+            verify(code, out.slice());
+            let out = Guarded::new(&poison, c.side);
+            gemm_bf16_packed(team, m, n, k, am, &packed, mat_mut(&out, sc), epi);
+            verify_rounded(out.slice(), &poison);
+        }
     }
 }
 
@@ -189,7 +202,7 @@ fn bf16_products_follow_f64_between_guard_pages() {
 fn larger_bf16_products_cross_every_blocking() {
     let mut rng = Rng::new();
     let team = Team::new(2);
-    for (m, n, k) in LARGE {
+    for (m, n, k) in LARGE.into_iter().filter(|&(m, n, k)| bearable(m, n, k)) {
         check_bf16_kinds(&team, Isa::best(), &mut rng, |r| Case { m, n, k, ..random_case(r) });
     }
 }
@@ -225,14 +238,16 @@ where
     }
     let what = (isa, team.threads(), c, A::SIGNED, B::SIGNED);
     let (am, bm) = (mat(&a, sa), mat(&b, sb));
-    // SAFETY: the guarded vectors cover the matrices.
-    unsafe {
-        let out = Guarded::new(&poison, c.side);
-        gemm_i8(team, isa, m, n, k, am, bm, mat_mut(&out, sc));
-        assert!(out.slice() == want, "{what:?}");
-        let out = Guarded::new(&poison, c.side);
-        gemm_i8_packed(team, m, n, k, am, &PackedI8::b(isa, bm, k, n), mat_mut(&out, sc));
-        assert!(out.slice() == want, "packed {what:?}");
+    for code in [Code::of(isa), Code::vectors(isa)] {
+        // SAFETY: the guarded vectors cover the matrices; the code is for this processor.
+        unsafe {
+            let out = Guarded::new(&poison, c.side);
+            on_threads(code, team, team.threads(), m, n, k, am, bm, mat_mut(&out, sc));
+            assert!(out.slice() == want, "{code:?} {what:?}");
+            let out = Guarded::new(&poison, c.side);
+            gemm_i8_packed(team, m, n, k, am, &PackedI8::b_for(code, bm, k, n), mat_mut(&out, sc));
+            assert!(out.slice() == want, "packed {code:?} {what:?}");
+        }
     }
 }
 
@@ -267,7 +282,8 @@ fn larger_byte_products_cross_every_blocking() {
     let team = Team::new(2);
     for isa in Isa::available() {
         // The slower code has smaller tiles, not other cuts.
-        for (m, n, k) in LARGE.into_iter().take(if isa == Isa::best() { 6 } else { 1 }) {
+        let some = LARGE.into_iter().take(if isa == Isa::best() { 7 } else { 1 });
+        for (m, n, k) in some.filter(|&(m, n, k)| bearable(m, n, k)) {
             check_i8_kinds(&team, isa, &mut rng, |r| Case { m, n, k, ..random_case(r) });
         }
     }
@@ -389,6 +405,12 @@ fn bf16_keeps_infinities_and_nan_and_drops_denormals() {
         println!("skipped: this processor has no AVX512_BF16");
         return;
     }
+    for code in [Bf16Code::Pairs, Bf16Code::Tiles].into_iter().filter(|c| c.runs(isa)) {
+        special_values(isa, code);
+    }
+}
+
+fn special_values(isa: Isa, code: Bf16Code) {
     let team = Team::new(1);
     let (m, n, k) = (24, 32, 5);
     let run = |x: f32, y: f32| {
@@ -401,7 +423,7 @@ fn bf16_keeps_infinities_and_nan_and_drops_denormals() {
         unsafe {
             let (a, b) = (Mat::rows(a.as_ptr(), k), Mat::rows(b.as_ptr(), n));
             let to = MatMut::rows(c.as_mut_ptr(), n);
-            gemm_bf16(&team, isa, m, n, k, a, b, to, Epilogue::default());
+            gemm_bf16_by(code, &team, isa, m, n, k, a, b, to, Epilogue::default());
         }
         assert!(c.iter().all(|v| v.to_bits() == c[0].to_bits()));
         c[0]

@@ -1,14 +1,19 @@
 //! The driver of matrix products whose operands are packed into 32-bit lanes, each with a few consecutive steps of K: two bf16,
 //! four 8-bit integers, two 16-bit ones.
 //!
-//! Loops, cuts and the order of the sums are those of [`super::gemm`] with a lane in the place of an f32: panels of A stay in
-//! the first cache level, a chunk of B's columns in the second; K is cut into blocks that depend on K alone and is never
-//! split among threads.
+//! A is packed once for all threads, each thread packs the columns of B it multiplies: panels of A stay in the first cache level, a chunk
+//! of B's columns in the second. The order of the sums is that of [`super::gemm`] with a lane in the place of an f32: K is cut into blocks
+//! that depend on K alone and is never split among threads.
 
-use super::gemm::{Cut, k_block, k_blocks, kc_max, spread};
+use super::gemm::{k_block, k_blocks, kc_max, spread};
 use super::mat::{Mat, MatMut};
+use super::panels::SERIAL;
 use crate::cpu::team::{Across, SharedMut, Team};
 use std::sync::atomic::{AtomicUsize, Ordering};
+
+/// Columns of B a thread packs at a time, in panels, and rows of A packed at a time.
+const CHUNK_PANELS: usize = 8;
+const MB: usize = 6144;
 
 /// An element as a lane holds it.
 pub(crate) trait LaneElem: Copy + Send + Sync + 'static {
@@ -289,6 +294,55 @@ pub(crate) unsafe fn product<K: Kind>(
     }
 }
 
+/// How a product is cut; a function of the shape and the number of threads. Only the cut of K reaches the numbers.
+struct Cut {
+    nr: usize,
+    threads: usize,
+    kc: usize,
+    /// Rows packed at a time.
+    mb: usize,
+    n_panels: usize,
+    chunk: usize,
+    chunks: usize,
+    /// B is packed once for all, because rows are split among threads.
+    share_b: bool,
+}
+
+impl Cut {
+    /// For a micro-tile and packed panels of at most `kc` steps (with what heads them), `k` in all.
+    fn of(tile: (usize, usize), m: usize, n: usize, k: usize, kc: usize, threads: usize) -> Cut {
+        let (mr, nr) = tile;
+        let n_panels = n.div_ceil(nr);
+        let threads = if m.saturating_mul(n).saturating_mul(k) < SERIAL { 1 } else { threads };
+        let mb = m.next_multiple_of(mr).min(MB / mr * mr);
+        let share_b = threads > 1 && n_panels < 2 * threads;
+        let chunk = if share_b {
+            n_panels.max(1)
+        } else if threads == 1 {
+            CHUNK_PANELS.min(n_panels).max(1)
+        } else {
+            (n_panels / (2 * threads)).clamp(1, CHUNK_PANELS)
+        };
+        let chunks = n_panels.div_ceil(chunk);
+        Cut { nr, threads, kc, mb, n_panels, chunk, chunks, share_b }
+    }
+
+    /// A multiple of a cache line, so that the panels of B after it begin on one: vectors of theirs would straddle lines.
+    fn a_floats(&self) -> usize {
+        (self.mb * self.kc).next_multiple_of(16)
+    }
+    fn b_floats(&self) -> usize {
+        if self.share_b {
+            self.n_panels * self.nr * self.kc
+        } else {
+            self.threads * self.chunk * self.nr * self.kc
+        }
+    }
+    fn floats(&self) -> usize {
+        self.a_floats() + self.b_floats()
+    }
+}
+
 /// Runs `f(item, threads)` for a batch of products of `work` multiply-adds each: one after the other on all threads where they
 /// are large or few, else whole products side by side, each on one thread.
 pub(crate) fn batch(team: &Team, items: usize, work: usize, f: &(dyn Fn(usize, usize) + Sync)) {
@@ -310,7 +364,7 @@ pub(crate) fn batch(team: &Team, items: usize, work: usize, f: &(dyn Fn(usize, u
 }
 
 #[cfg(target_arch = "x86_64")]
-pub(crate) use wide::{LaneVector, interleave, pack_vectors};
+pub(crate) use wide::{LaneVector, interleave, pack_vectors, turn};
 
 /// Packing with AVX-512: blocks of 16 x 16 lanes turned in registers, or rows interleaved.
 #[cfg(target_arch = "x86_64")]
@@ -400,8 +454,11 @@ mod wide {
     }
 
     /// `dst[l * stride + r]` is lane `l` of line `r < there` (zero for `there <= r < held`), the lines being contiguous.
+    ///
+    /// # Safety
+    /// Elements that exist are readable, `lanes` rows of `held <= 16` lanes at `dst` writable; in a function compiled for what T needs.
     #[inline(always)]
-    unsafe fn turn<T: LaneVector>(
+    pub(crate) unsafe fn turn<T: LaneVector>(
         src: *const T,
         rs: isize,
         there: usize,

@@ -1,4 +1,4 @@
-//! Matrices in memory, what happens to a product on its way there, and the register-blocked micro-kernel of [`super::gemm`].
+//! Matrices in memory, what happens to a product on its way there, and the register tile of f32 sums.
 
 use super::post::PostRun;
 use super::simd::Simd;
@@ -172,7 +172,7 @@ pub(crate) struct Tile {
     pub ahead: *const f32,
 }
 
-/// Steps of the micro-kernel between two requests for memory ahead.
+/// Steps of a tile between two requests for memory ahead.
 pub(crate) const STRIDE: usize = 8;
 /// Floats that are asked for each time.
 pub(crate) const AHEAD: usize = 32;
@@ -186,7 +186,7 @@ pub(crate) enum Store {
     Other,
 }
 
-/// What one step of the micro-kernel adds to a sum.
+/// What one step of a register tile adds to a sum.
 pub(crate) trait Step<S: Simd> {
     /// `acc` plus the product of the lanes of `a` and `b`.
     unsafe fn step(a: S::V, b: S::V, acc: S::V) -> S::V;
@@ -203,14 +203,15 @@ impl<S: Simd> Step<S> for Fma {
     }
 }
 
-/// `R x (NV W)` sums over `kc` steps of packed panels, kept in registers, then stored through the epilogue. R is less than the
-/// panel's MR where only so many rows exist; each sum is the same whatever R.
+/// `R x (NV W)` sums over `kc` steps, kept in registers, then stored through the epilogue. `out` may have fewer rows than R and fewer
+/// columns; each sum is the same whatever R.
 ///
-/// `a[k * MR + i]` and `b[k * NV * W + j]` are readable for `k < kc`; the tile's rows and columns that exist are writable.
+/// Lane `k` of row `i` of the left operand is at `a[i * rs + k * ks]`, lane `k` of column `j` of the right one at `b[k * NV * W + j]`: both
+/// are readable for `i < R`, `j < NV W`, `k < kc`. The rows and columns of `out` are writable.
 #[inline(always)]
-pub(crate) unsafe fn micro<S: Simd, D: Step<S>, const R: usize, const MR: usize, const NV: usize>(
+pub(crate) unsafe fn register_tile<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
     kc: usize,
-    a: *const f32,
+    (a, rs, ks): (*const f32, isize, usize),
     b: *const f32,
     out: &Tile,
 ) {
@@ -226,12 +227,12 @@ pub(crate) unsafe fn micro<S: Simd, D: Step<S>, const R: usize, const MR: usize,
                         bv[v] = S::load(b.add(v * S::W));
                     }
                     for i in 0..R {
-                        let x = S::splat(*a.add(i));
+                        let x = S::splat(*a.offset(i as isize * rs));
                         for v in 0..NV {
                             acc[i][v] = D::step(x, bv[v], acc[i][v]);
                         }
                     }
-                    a = a.add(MR);
+                    a = a.add(ks);
                     b = b.add(NV * S::W);
                 }
             };
@@ -247,21 +248,20 @@ pub(crate) unsafe fn micro<S: Simd, D: Step<S>, const R: usize, const MR: usize,
                 left -= STRIDE;
             }
         }
+        while left >= STRIDE {
+            steps!(STRIDE);
+            left -= STRIDE;
+        }
         steps!(left);
         // Loops over the accumulators have constant bounds and no exits, or the compiler would keep them in memory.
-        let nr = NV * S::W;
-        let full = out.cs == 1 && out.rows == R && out.cols == nr;
-        if full && out.store == Store::Plain {
-            for i in 0..R {
-                for v in 0..NV {
-                    S::store(out.c.offset(i as isize * out.rs).add(v * S::W), acc[i][v]);
-                }
-            }
-        } else if full && out.store == Store::Add {
+        let full = out.cs == 1 && out.rows == R && out.cols == NV * S::W;
+        if full && out.store != Store::Other {
+            let add = out.store == Store::Add;
             for i in 0..R {
                 for v in 0..NV {
                     let p = out.c.offset(i as isize * out.rs).add(v * S::W);
-                    S::store(p, S::add(acc[i][v], S::load(p)));
+                    let x = if add { S::add(acc[i][v], S::load(p)) } else { acc[i][v] };
+                    S::store(p, x);
                 }
             }
         } else {
@@ -276,7 +276,7 @@ pub(crate) unsafe fn micro<S: Simd, D: Step<S>, const R: usize, const MR: usize,
     }
 }
 
-/// Stores sums through the epilogue, element order and rounding as in the fast paths of [`micro`].
+/// Stores sums through the epilogue, element order and rounding as in the fast path of [`register_tile`].
 #[inline(always)]
 unsafe fn store_tile<S: Simd, const R: usize, const NV: usize>(sums: &[[[f32; 16]; NV]; R], out: &Tile) {
     let e = &out.epi;

@@ -2,6 +2,11 @@
 
 pub mod attention;
 pub mod blocked;
+pub mod blocked16;
+#[cfg(test)]
+mod blocked16_tests;
+mod blocked16_tile;
+mod blocked16_vector;
 mod blocked_calls;
 #[cfg(test)]
 mod blocked_tests;
@@ -13,6 +18,8 @@ mod conv_tests;
 pub(crate) mod copy;
 pub mod elem;
 mod flash;
+#[cfg(target_arch = "x86_64")]
+mod flash16;
 mod gather;
 pub mod gemm;
 pub mod gemm_bf16;
@@ -25,7 +32,12 @@ pub mod gemv;
 mod lanes;
 pub mod mat;
 pub mod matmul_any;
+#[cfg(test)]
+mod narrow_call_tests;
+mod narrow_calls;
 mod num;
+mod packed_bf16;
+mod panels;
 pub mod pool;
 pub mod post;
 mod scan;
@@ -37,6 +49,10 @@ mod sort;
 pub(crate) mod testing;
 #[cfg(test)]
 mod tests;
+#[cfg(target_arch = "x86_64")]
+mod tiles;
+#[cfg(target_arch = "x86_64")]
+mod tiles_i8;
 pub mod window;
 
 use crate::cpu::memory::Ptr;

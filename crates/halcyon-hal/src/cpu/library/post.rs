@@ -4,6 +4,9 @@
 //! them there, and its other operands where they lie, and writes its own result over them.
 
 use super::Run;
+#[cfg(target_arch = "x86_64")]
+use super::simd::mask16;
+use super::simd::{Simd, Storage, dispatch_simd};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut};
 use crate::cpu::tile::apply;
@@ -12,6 +15,7 @@ use halcyon_ir::fused::{Fused, InstrKind, Param};
 use halcyon_ir::layout::View;
 use halcyon_ir::scalar_op::Rule;
 use halcyon_ir::{DType, ScalarOp};
+use half::bf16;
 use smallvec::SmallVec;
 
 /// Instructions a chain may have: their blocks are on the stack.
@@ -33,6 +37,8 @@ struct Load {
     axes: SmallVec<[(usize, isize); 4]>,
     /// From row to row and column to column of the result, where these are all there is to it.
     steps: Option<(isize, isize)>,
+    /// The elements are bf16.
+    half: bool,
 }
 
 #[derive(Debug)]
@@ -41,6 +47,10 @@ enum Step {
     Param(Param),
     /// The type is that of the operands.
     Op(ScalarOp, [usize; 3]),
+    /// What another step has.
+    Same(usize),
+    /// That, rounded to bf16.
+    Round(usize),
 }
 
 /// A compiled chain: one block for the result of every step.
@@ -52,6 +62,111 @@ pub(crate) struct Post {
     columns: usize,
     /// Run-time arguments that it reads.
     pub(crate) args: usize,
+    /// The result is bf16.
+    half: bool,
+}
+
+/// Where a chain's result goes, with elements from row to row.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Target {
+    F32(*mut f32, isize),
+    Bf16(*mut bf16, isize),
+}
+
+/// Elements of operands.
+trait Elem: Storage {
+    /// `n` elements as f32.
+    ///
+    /// # Safety
+    /// `n` elements are readable and writable, and do not overlap.
+    unsafe fn put(isa: Isa, from: *const Self, n: usize, to: *mut f32);
+}
+
+impl Elem for f32 {
+    #[inline(always)]
+    unsafe fn put(_: Isa, from: *const f32, n: usize, to: *mut f32) {
+        // SAFETY: the caller's.
+        unsafe { std::ptr::copy_nonoverlapping(from, to, n) }
+    }
+}
+
+impl Elem for bf16 {
+    #[inline(always)]
+    unsafe fn put(isa: Isa, from: *const bf16, n: usize, to: *mut f32) {
+        // SAFETY: the caller's.
+        unsafe { widen(isa, from, n, to) }
+    }
+}
+
+dispatch_simd! {
+    unsafe fn widen[][](isa, from: *const bf16, n: usize, to: *mut f32) = widen_body
+}
+#[inline(always)]
+unsafe fn widen_body<S: Simd>(from: *const bf16, n: usize, to: *mut f32) {
+    // SAFETY: the caller's.
+    unsafe {
+        let mut i = 0;
+        while i + S::W <= n {
+            S::store(to.add(i), bf16::load::<S>(from.add(i)));
+            i += S::W;
+        }
+        if i < n {
+            S::store_part(to.add(i), bf16::load_part::<S>(from.add(i), n - i), n - i);
+        }
+    }
+}
+
+/// Rounds floats to nearest even, row by row (first element, elements from row to row); with AVX512_BF16, denormals become zero.
+///
+/// # Safety
+/// The rows are readable and writable, and do not overlap.
+pub(crate) unsafe fn round_rows(
+    isa: Isa,
+    rows: usize,
+    n: usize,
+    from: (*const f32, isize),
+    to: (*mut bf16, isize),
+) {
+    #[cfg(target_arch = "x86_64")]
+    if isa.has_bf16() {
+        // SAFETY: the caller's; the processor has the instruction.
+        return unsafe { round_pairs(rows, n, from, to) };
+    }
+    let _ = isa;
+    for i in 0..rows as isize {
+        // SAFETY: the caller's.
+        unsafe {
+            let from = std::slice::from_raw_parts(from.0.offset(i * from.1), n);
+            bf16::narrow_slice(from, std::slice::from_raw_parts_mut(to.0.offset(i * to.1), n));
+        }
+    }
+}
+
+/// # Safety
+/// As [`round_rows`], with AVX512_BF16.
+#[cfg(target_arch = "x86_64")]
+#[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
+unsafe fn round_pairs(rows: usize, n: usize, from: (*const f32, isize), to: (*mut bf16, isize)) {
+    use std::arch::x86_64::*;
+    for r in 0..rows as isize {
+        // SAFETY: the caller's; masked elements are not touched. The types of vectors differ in name only.
+        unsafe {
+            let (from, to) = (from.0.offset(r * from.1), to.0.offset(r * to.1));
+            let mut i = 0;
+            while i + 32 <= n {
+                let (lo, hi) = (_mm512_loadu_ps(from.add(i)), _mm512_loadu_ps(from.add(i + 16)));
+                let v = std::mem::transmute::<__m512bh, __m512i>(_mm512_cvtne2ps_pbh(hi, lo));
+                _mm512_storeu_si512(to.add(i).cast(), v);
+                i += 32;
+            }
+            while i < n {
+                let m = mask16((n - i).min(16));
+                let v = _mm512_cvtneps_pbh(_mm512_maskz_loadu_ps(m, from.add(i)));
+                _mm256_mask_storeu_epi16(to.add(i).cast(), m, std::mem::transmute::<__m256bh, __m256i>(v));
+                i += 16;
+            }
+        }
+    }
 }
 
 /// A chain with the buffers of a run and the row of the whole result at which a part begins, as the kernels pass it around. The
@@ -64,17 +179,25 @@ impl Load {
     ///
     /// # Safety
     /// `base` is the operand's buffer, which the kernel has checked against the view; `own` has room for the part.
-    unsafe fn part(&self, base: *const f32, p: &Part, columns: usize, own: *mut f32) -> *const u8 {
+    unsafe fn part<T: Elem>(
+        &self,
+        isa: Isa,
+        base: *const T,
+        p: &Part,
+        columns: usize,
+        own: *mut f32,
+    ) -> *const u8 {
         let Some((rs, cs)) = self.steps else {
             if p.rows == 1 {
                 // SAFETY: the caller's.
-                return unsafe { self.read(base, p.row * columns + p.col, p.cols, own) };
+                return unsafe { self.read(isa, base, p.row * columns + p.col, p.cols, own) };
             }
             for i in 0..p.rows {
                 // SAFETY: the caller's; a row of the block each.
                 unsafe {
                     let to = own.add(i * p.cols);
-                    let from = self.read(base, (p.row + i) * columns + p.col, p.cols, to) as *const f32;
+                    let at = (p.row + i) * columns + p.col;
+                    let from = self.read(isa, base, at, p.cols, to) as *const f32;
                     if !std::ptr::eq(from, to) {
                         std::ptr::copy_nonoverlapping(from, to, p.cols);
                     }
@@ -83,7 +206,7 @@ impl Load {
             return own as *const u8;
         };
         let src = base.wrapping_offset(self.offset + p.row as isize * rs + p.col as isize * cs);
-        if cs == 1 && (p.rows == 1 || rs == p.cols as isize) {
+        if T::IS_F32 && cs == 1 && (p.rows == 1 || rs == p.cols as isize) {
             return src as *const u8;
         }
         for i in 0..p.rows {
@@ -91,9 +214,9 @@ impl Load {
             // SAFETY: the elements lie in the operand's view, which the kernel has checked against its buffer.
             unsafe {
                 match cs {
-                    1 => std::ptr::copy_nonoverlapping(from, to, p.cols),
-                    0 => std::slice::from_raw_parts_mut(to, p.cols).fill(*from),
-                    s => (0..p.cols).for_each(|k| *to.add(k) = *from.offset(k as isize * s)),
+                    1 => T::put(isa, from, p.cols, to),
+                    0 => std::slice::from_raw_parts_mut(to, p.cols).fill((*from).widen()),
+                    s => (0..p.cols).for_each(|k| *to.add(k) = (*from.offset(k as isize * s)).widen()),
                 }
             }
         }
@@ -104,7 +227,14 @@ impl Load {
     ///
     /// # Safety
     /// As [`Load::part`].
-    unsafe fn read(&self, base: *const f32, at: usize, n: usize, own: *mut f32) -> *const u8 {
+    unsafe fn read<T: Elem>(
+        &self,
+        isa: Isa,
+        base: *const T,
+        at: usize,
+        n: usize,
+        own: *mut f32,
+    ) -> *const u8 {
         let (dim, stride) = self.axes.last().copied().unwrap_or((1, 0));
         let mut done = 0;
         while done < n {
@@ -115,16 +245,16 @@ impl Load {
             }
             let src = base.wrapping_offset(offset);
             let run = (dim - (at + done) % dim).min(n - done);
-            if stride == 1 && run == n {
+            if T::IS_F32 && stride == 1 && run == n {
                 return src as *const u8;
             }
             // SAFETY: the elements lie on the last axis of the view; the rest is the caller's.
             unsafe {
                 let to = own.add(done);
                 match stride {
-                    1 => std::ptr::copy_nonoverlapping(src, to, run),
-                    0 => std::slice::from_raw_parts_mut(to, run).fill(*src),
-                    s => (0..run).for_each(|i| *to.add(i) = *src.offset(i as isize * s)),
+                    1 => T::put(isa, src, run, to),
+                    0 => std::slice::from_raw_parts_mut(to, run).fill((*src).widen()),
+                    s => (0..run).for_each(|i| *to.add(i) = (*src.offset(i as isize * s)).widen()),
                 }
             }
             done += run;
@@ -148,6 +278,7 @@ struct Part {
     cols: usize,
     c: *mut f32,
     rs: usize,
+    to: Target,
 }
 
 impl Part {
@@ -164,8 +295,25 @@ impl Part {
 }
 
 impl Post {
-    /// The chain of a call's epilogue over a result with so many columns. The op itself reads the first `own` inputs.
+    /// The chain of a call's epilogue over an f32 result with so many columns. The op itself reads the first `own` inputs.
     pub(crate) fn new(call: &LibraryCall<'_>, own: usize, columns: usize) -> Result<Option<Post>, Declined> {
+        let post = Post::or_half(call, own, columns)?;
+        let half = call
+            .epilogue
+            .is_some_and(|e| e.fused.loads.iter().any(|l| l.input == e.product && l.dtype != DType::F32));
+        if half || post.as_ref().is_some_and(|p| p.half) {
+            return Err(Declined::because("the epilogue is no chain of an f32 product into f32"));
+        }
+        Ok(post)
+    }
+
+    /// [`Post::new`] where the product and the chain's result may be bf16, for kernels that call [`PostRun::run_into`]. The chain reads
+    /// f32 sums, which it does not round to the product's type.
+    pub(crate) fn or_half(
+        call: &LibraryCall<'_>,
+        own: usize,
+        columns: usize,
+    ) -> Result<Option<Post>, Declined> {
         let Some(e) = call.epilogue else { return Ok(None) };
         let no = |why: &str| Err(Declined::because(format!("the epilogue {why}")));
         let f: &Fused = e.fused;
@@ -178,8 +326,9 @@ impl Post {
                 ok
             })
         };
-        if f.reduced > 0 || out.reduce.is_some() || out.dtype != DType::F32 || f.body.len() > MOST {
-            return no("is no short chain of f32");
+        let float = |d: DType| matches!(d, DType::F32 | DType::BF16);
+        if f.reduced > 0 || out.reduce.is_some() || !float(out.dtype) || f.body.len() > MOST {
+            return no("is no short chain of f32 or bf16");
         }
         if out.view.offset != 0 || !dense(&out.view.strides) || columns == 0 {
             return no("writes elsewhere");
@@ -190,14 +339,14 @@ impl Post {
         }
         let mut args = 0;
         let mut steps = Vec::with_capacity(f.body.len());
-        for i in &f.body {
+        for (place, i) in f.body.iter().enumerate() {
             let a: SmallVec<[usize; 3]> = i.args.iter().map(|r| *r as usize).collect();
             let at = |k: usize| a.get(k).copied().unwrap_or(0);
             steps.push(match i.kind {
                 InstrKind::Load(k) => {
                     let l = &f.loads[k as usize];
                     let product = l.input == e.product;
-                    if l.dtype != DType::F32 || l.view.mask.is_some() {
+                    if !float(l.dtype) || l.view.mask.is_some() {
                         return no("reads other types, or past an edge");
                     }
                     if product && (l.view.offset != 0 || !dense(&l.view.strides)) {
@@ -216,12 +365,13 @@ impl Post {
                     Step::Load(Load {
                         steps,
                         buffer: (!product).then_some(place),
+                        half: !product && l.dtype == DType::BF16,
                         offset: l.view.offset,
                         axes: f.space.iter().copied().zip(l.view.strides.iter().copied()).collect(),
                     })
                 }
                 InstrKind::Param(k) => match f.params[k as usize] {
-                    (DType::F32, p) => {
+                    (DType::F32 | DType::BF16, p) => {
                         if let Param::Arg(a) = p {
                             args = args.max(a as usize + 1);
                         }
@@ -231,19 +381,27 @@ impl Post {
                 },
                 InstrKind::Op(op) => {
                     let operand = |k: usize| f.body[at(k)].dtype;
+                    // Halves may stay in f32 from one instruction to the next.
                     let floats = match op.row().rule {
-                        Rule::Select => operand(0) == DType::Bool && operand(1) == DType::F32,
-                        _ => operand(0) == DType::F32,
+                        Rule::Select => operand(0) == DType::Bool && float(operand(1)),
+                        _ => float(operand(0)),
                     };
                     if !floats {
                         return no("computes in another type");
                     }
                     Step::Op(op, [at(0), at(1), at(2)])
                 }
-                _ => return no("has casts or indices"),
+                InstrKind::Cast if float(i.dtype) && float(f.body[at(0)].dtype) => {
+                    // The result is rounded when it is written.
+                    let last =
+                        place == out.value as usize && out.dtype == DType::BF16 && !read_again(f, place);
+                    if i.dtype == DType::F32 || last { Step::Same(at(0)) } else { Step::Round(at(0)) }
+                }
+                _ => return no("has other casts, or indices"),
             });
         }
-        Ok(Some(Post { steps, result: out.value as usize, columns, args }))
+        let half = out.dtype == DType::BF16;
+        Ok(Some(Post { steps, result: out.value as usize, columns, args, half }))
     }
 
     /// The chain over a part of the result.
@@ -263,6 +421,7 @@ impl Post {
                     // SAFETY: the caller's.
                     c: unsafe { p.c.add(i * p.rs + j) },
                     rs: p.rs,
+                    to: p.to.at(i, j),
                 };
                 // SAFETY: the caller's.
                 unsafe { self.block(isa, r, part) };
@@ -289,7 +448,10 @@ impl Post {
                                 p.gather(own);
                                 own as *const u8
                             }
-                            Some(b) => l.part(r.bufs[b].ptr as *const f32, &p, self.columns, own),
+                            Some(b) if l.half => {
+                                l.part(isa, r.bufs[b].ptr as *const bf16, &p, self.columns, own)
+                            }
+                            Some(b) => l.part(isa, r.bufs[b].ptr as *const f32, &p, self.columns, own),
                         }
                     }
                 }
@@ -303,25 +465,74 @@ impl Post {
                     unsafe { std::slice::from_raw_parts_mut(own, n).fill(v.as_f64() as f32) };
                     own as *const u8
                 }
+                Step::Same(of) => regs[*of],
+                Step::Round(of) => {
+                    // SAFETY: the other step's block and this one have room for `n`.
+                    unsafe {
+                        let (from, mut half) = (regs[*of] as *const f32, [bf16::ZERO; BLOCK]);
+                        round_rows(isa, 1, n, (from, 0), (half.as_mut_ptr(), 0));
+                        widen(isa, half.as_ptr(), n, own);
+                    }
+                    own as *const u8
+                }
                 Step::Op(op, a) => {
                     let x = a.map(|i| regs[i.min(k)]);
                     // An operand that is not there is any block.
                     let x = x.map(|p| if p.is_null() { regs[a[0]] } else { p });
                     // SAFETY: operands were made by earlier steps and hold `n` values of their type; the block is no operand's.
-                    unsafe { apply(isa, *op, DType::F32, n, own as *mut u8, x) };
+                    unsafe { self.apply(isa, *op, n, own, x) };
                     own as *const u8
                 }
             };
         }
         let from = regs[self.result] as *const f32;
-        if std::ptr::eq(from, p.c) {
-            return;
-        }
-        for i in 0..p.rows {
-            // SAFETY: the result's block, or an operand, holds `n` floats and is not the part itself.
-            unsafe {
-                std::ptr::copy_nonoverlapping(from.add(i * p.cols), p.c.add(i * p.rs), p.cols);
+        match p.to {
+            // SAFETY: the result's block, or an operand, holds `n` floats; the caller's rows are no block.
+            Target::Bf16(to, rs) => unsafe {
+                round_rows(isa, p.rows, p.cols, (from, p.cols as isize), (to, rs));
+            },
+            Target::F32(to, rs) => {
+                for i in 0..p.rows {
+                    // SAFETY: as above, unless the row is where it belongs.
+                    unsafe {
+                        let (from, to) = (from.add(i * p.cols), to.offset(i as isize * rs));
+                        if !std::ptr::eq(from, to) {
+                            std::ptr::copy_nonoverlapping(from, to, p.cols);
+                        }
+                    }
+                }
             }
+        }
+    }
+}
+
+impl Post {
+    /// # Safety
+    /// As [`apply`]'s, for f32.
+    #[inline]
+    unsafe fn apply(&self, isa: Isa, op: ScalarOp, n: usize, to: *mut f32, x: [*const u8; 3]) {
+        // What is rounded to bf16 needs no more.
+        #[cfg(target_arch = "x86_64")]
+        if self.half && op == ScalarOp::Gelu && isa == Isa::Avx512 {
+            // SAFETY: the caller's; the set was checked when the kernel was made.
+            return unsafe { crate::cpu::vmath512::gelu_low(n, x[0] as *const f32, to) };
+        }
+        // SAFETY: the caller's.
+        unsafe { apply(isa, op, DType::F32, n, to as *mut u8, x) }
+    }
+}
+
+/// Whether another instruction reads the one at `place`.
+fn read_again(f: &Fused, place: usize) -> bool {
+    f.body.iter().any(|i| i.args.iter().any(|a| *a as usize == place))
+}
+
+impl Target {
+    /// So many rows and columns further on.
+    fn at(self, i: usize, j: usize) -> Target {
+        match self {
+            Target::F32(p, rs) => Target::F32(p.wrapping_offset(i as isize * rs).wrapping_add(j), rs),
+            Target::Bf16(p, rs) => Target::Bf16(p.wrapping_offset(i as isize * rs).wrapping_add(j), rs),
         }
     }
 }
@@ -365,15 +576,33 @@ impl PostRun {
         c: *mut f32,
         rs: usize,
     ) {
+        // SAFETY: the caller's.
+        unsafe { self.run_into(isa, rows, cols, c, rs, Target::F32(c, rs as isize)) }
+    }
+
+    /// [`PostRun::run_rows`] with the result going elsewhere, or over the sums.
+    ///
+    /// # Safety
+    /// As [`PostRun::run_rows`]; the rows at `to` are the calling thread's, of the chain's type.
+    #[inline]
+    pub(crate) unsafe fn run_into(
+        &self,
+        isa: Isa,
+        rows: (usize, usize),
+        cols: (usize, usize),
+        c: *mut f32,
+        rs: usize,
+        to: Target,
+    ) {
         if let Some((p, r, first)) = self.0 {
-            let part = Part { row: first + rows.0, rows: rows.1, col: cols.0, cols: cols.1, c, rs };
+            let part = Part { row: first + rows.0, rows: rows.1, col: cols.0, cols: cols.1, c, rs, to };
             // SAFETY: both live, as promised to `new`; the rest is the caller's.
             unsafe { (*p.get()).run(isa, &*r.get(), part) }
         }
     }
 }
 
-/// The chain over a whole result of `rows` rows, for kernels that have no better time for it.
+/// The chain over a whole f32 result of `rows` rows, for kernels that have no better time for it.
 ///
 /// # Safety
 /// The operands of the call are bound in `r`; the result at `c` is nobody else's.
@@ -382,7 +611,8 @@ pub(crate) unsafe fn run_all(post: Option<&Post>, r: &Run<'_>, rows: usize, c: *
     let c = SharedMut(c);
     r.team.ranges(rows, (GRAIN / p.columns).max(1), &|a, b| {
         let (cols, c) = (p.columns, c.get().wrapping_add(a * p.columns));
+        let to = Target::F32(c, cols as isize);
         // SAFETY: the caller's; rows are disjoint.
-        unsafe { p.run(r.isa, r, Part { row: a, rows: b - a, col: 0, cols, c, rs: cols }) };
+        unsafe { p.run(r.isa, r, Part { row: a, rows: b - a, col: 0, cols, c, rs: cols, to }) };
     });
 }

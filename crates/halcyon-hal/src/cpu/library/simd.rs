@@ -4,7 +4,7 @@
 //! (`dispatch_simd!` makes one): that is the safety condition of every `unsafe fn` here, beside those of its pointers.
 //! Partial loads and stores touch only the lanes asked for.
 
-use super::mat::{Fma, Tile, micro};
+use super::mat::{Fma, Tile, register_tile};
 use crate::cpu::sys::Isa;
 use crate::cpu::vmath;
 use half::slice::HalfFloatSliceExt;
@@ -16,9 +16,9 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     type V: Copy;
     /// Lanes.
     const W: usize;
-    /// Rows of the matrix micro-kernel, chosen with [`Simd::NV`] so that the accumulators stay in registers.
+    /// Rows of attention's register tiles, chosen with [`Simd::NV`] so that the accumulators stay in registers.
     const MR: usize;
-    /// Vectors of a row of the micro-kernel.
+    /// Vectors of a row of those.
     const NV: usize;
     /// Whether multiply-add is one rounding.
     const FMA: bool;
@@ -101,8 +101,11 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
         }
     }
 
-    /// The matrix micro-kernel with this type's MR and NV; see [`super::mat::micro`].
-    unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile);
+    /// Most rows, and vectors of a row, of the register tile of [`super::panels`].
+    const ROWS: usize;
+    const VECS: usize;
+    /// The tile over rows of A as they lie, `rs` floats apart; see [`super::mat::register_tile`]. `out` has ROWS, ROWS - 1, 4, 2 or 1 rows.
+    unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile);
 
     #[inline(always)]
     unsafe fn zero() -> Self::V {
@@ -127,28 +130,59 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     }
 }
 
-/// The micro-kernel with as many rows as a third, two thirds or all of the panel's.
+/// The register tile with as many rows and vectors as there are.
 macro_rules! tile_of_rows {
-    ($kc:expr, $a:expr, $b:expr, $out:expr) => {
-        if $out.rows > Self::MR * 2 / 3 {
-            micro::<Self, Fma, { Self::MR }, { Self::MR }, { Self::NV }>($kc, $a, $b, $out)
-        } else if $out.rows > Self::MR / 3 {
-            micro::<Self, Fma, { Self::MR * 2 / 3 }, { Self::MR }, { Self::NV }>($kc, $a, $b, $out)
+    ($kc:expr, $a:expr, $rs:expr, $b:expr, $out:expr) => {
+        match $out.cols.div_ceil(Self::W) {
+            1 => tile_of_rows!(1, $kc, $a, $rs, $b, $out),
+            2 => tile_of_rows!(2, $kc, $a, $rs, $b, $out),
+            _ => tile_of_rows!({ Self::VECS }, $kc, $a, $rs, $b, $out),
+        }
+    };
+    ($nv:tt, $kc:expr, $a:expr, $rs:expr, $b:expr, $out:expr) => {
+        if $out.rows == Self::ROWS {
+            register_tile::<Self, Fma, { Self::ROWS }, $nv>($kc, ($a, $rs, 1), $b, $out)
+        } else if $out.rows == Self::ROWS - 1 {
+            register_tile::<Self, Fma, { Self::ROWS - 1 }, $nv>($kc, ($a, $rs, 1), $b, $out)
+        } else if $out.rows == 4 {
+            register_tile::<Self, Fma, 4, $nv>($kc, ($a, $rs, 1), $b, $out)
+        } else if $out.rows == 2 {
+            register_tile::<Self, Fma, 2, $nv>($kc, ($a, $rs, 1), $b, $out)
         } else {
-            micro::<Self, Fma, { Self::MR / 3 }, { Self::MR }, { Self::NV }>($kc, $a, $b, $out)
+            register_tile::<Self, Fma, 1, $nv>($kc, ($a, $rs, 1), $b, $out)
         }
     };
 }
 
+/// The constants of an instruction set's vectors.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub(crate) struct Sizes {
+    /// Lanes of a vector.
+    pub lanes: usize,
+    /// Columns of a panel of [`super::panels`].
+    pub panel: usize,
+    /// Rows and columns of attention's register tile.
+    pub attention: (usize, usize),
+}
+
+impl Sizes {
+    pub fn of(isa: Isa) -> Sizes {
+        const fn of<S: Simd>() -> Sizes {
+            Sizes { lanes: S::W, panel: S::VECS * S::W, attention: (S::MR, S::NV * S::W) }
+        }
+        match isa {
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx512 => of::<Avx512>(),
+            #[cfg(target_arch = "x86_64")]
+            Isa::Avx2 => of::<Avx2>(),
+            _ => of::<Portable>(),
+        }
+    }
+}
+
 /// Lanes of the vectors of an instruction set.
 pub(crate) fn lanes(isa: Isa) -> usize {
-    match isa {
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx512 => Avx512::W,
-        #[cfg(target_arch = "x86_64")]
-        Isa::Avx2 => Avx2::W,
-        _ => Portable::W,
-    }
+    Sizes::of(isa).lanes
 }
 
 /// Plain arrays, which compilers turn into the baseline's vectors.
@@ -160,12 +194,14 @@ impl Simd for Portable {
     const W: usize = 4;
     const MR: usize = if cfg!(target_arch = "aarch64") { 8 } else { 4 };
     const NV: usize = 2;
+    const ROWS: usize = Self::MR;
+    const VECS: usize = 2;
     const FMA: bool = cfg!(target_arch = "aarch64");
 
     #[inline(always)]
-    unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
+    unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile) {
         // SAFETY: the caller's.
-        unsafe { tile_of_rows!(kc, a, b, out) }
+        unsafe { tile_of_rows!(kc, a, rs, b, out) }
     }
 
     #[inline(always)]
@@ -243,7 +279,7 @@ pub(crate) use x86::{Avx2, Avx512, mask16, transpose16};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{Fma, Simd, Tile, micro};
+    use super::{Fma, Simd, Tile, register_tile};
     use crate::cpu::vmath512;
     use half::f16;
     use std::arch::x86_64::*;
@@ -266,6 +302,8 @@ mod x86 {
         const W: usize = 8;
         const MR: usize = 6;
         const NV: usize = 2;
+        const ROWS: usize = 6;
+        const VECS: usize = 2;
         const FMA: bool = true;
 
         #[inline(always)]
@@ -273,9 +311,9 @@ mod x86 {
             unsafe { _mm_prefetch::<_MM_HINT_T1>(p as *const i8) }
         }
         #[inline(always)]
-        unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
+        unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile) {
             // SAFETY: the caller's.
-            unsafe { tile_of_rows!(kc, a, b, out) }
+            unsafe { tile_of_rows!(kc, a, rs, b, out) }
         }
 
         #[inline(always)]
@@ -360,6 +398,8 @@ mod x86 {
         const W: usize = 16;
         const MR: usize = 12;
         const NV: usize = 2;
+        const ROWS: usize = 9;
+        const VECS: usize = 3;
         const FMA: bool = true;
 
         #[inline(always)]
@@ -367,9 +407,9 @@ mod x86 {
             unsafe { _mm_prefetch::<_MM_HINT_T1>(p as *const i8) }
         }
         #[inline(always)]
-        unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
+        unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile) {
             // SAFETY: the caller's.
-            unsafe { tile_of_rows!(kc, a, b, out) }
+            unsafe { tile_of_rows!(kc, a, rs, b, out) }
         }
 
         #[inline(always)]
@@ -577,7 +617,7 @@ impl Storage for f32 {
 }
 
 macro_rules! half_storage {
-    ($t:ident $load:ident) => {
+    ($t:ident $load:ident $widen:expr, $narrow:expr) => {
         impl Storage for $t {
             const IS_F32: bool = false;
             #[inline(always)]
@@ -601,16 +641,52 @@ macro_rules! half_storage {
                 self.to_f32()
             }
             fn widen_slice(src: &[$t], dst: &mut [f32]) {
-                src.convert_to_f32_slice(dst);
+                $widen(src, dst)
             }
             fn narrow_slice(src: &[f32], dst: &mut [$t]) {
-                dst.convert_from_f32_slice(src);
+                $narrow(src, dst)
             }
         }
     };
 }
-half_storage!(f16 load_f16);
-half_storage!(bf16 load_bf16);
+half_storage!(f16 load_f16 |s: &[f16], d| s.convert_to_f32_slice(d), |s, d: &mut [f16]| d.convert_from_f32_slice(s));
+half_storage!(bf16 load_bf16 widen_bf16_best, narrow_bf16_best);
+
+fn widen_bf16_best(src: &[bf16], dst: &mut [f32]) {
+    // SAFETY: this set is here.
+    unsafe { widen_bf16(Isa::best(), src, dst) }
+}
+
+fn narrow_bf16_best(src: &[f32], dst: &mut [bf16]) {
+    // SAFETY: this set is here.
+    unsafe { narrow_bf16(Isa::best(), src, dst) }
+}
+
+dispatch_simd! {
+    unsafe fn widen_bf16[][](isa, src: &[bf16], dst: &mut [f32]) = widen_bf16_body
+}
+dispatch_simd! {
+    unsafe fn narrow_bf16[][](isa, src: &[f32], dst: &mut [bf16]) = narrow_bf16_body
+}
+
+/// A plain loop, which is vector code in the functions above.
+#[inline(always)]
+unsafe fn widen_bf16_body<S: Simd>(src: &[bf16], dst: &mut [f32]) {
+    for (s, d) in src.iter().zip(dst) {
+        *d = f32::from_bits(u32::from(s.to_bits()) << 16);
+    }
+}
+
+/// As `bf16::from_f32`: to nearest, ties to even, NaN quiet.
+#[inline(always)]
+unsafe fn narrow_bf16_body<S: Simd>(src: &[f32], dst: &mut [bf16]) {
+    for (s, d) in src.iter().zip(dst) {
+        let x = s.to_bits();
+        let near = x.wrapping_add(0x7fff + (x >> 16 & 1)) >> 16;
+        let nan = x >> 16 | 0x40;
+        *d = bf16::from_bits(if x & 0x7fff_ffff > 0x7f80_0000 { nan } else { near } as u16);
+    }
+}
 
 /// Defines an unsafe function that runs `$body::<S, ..>(args)`, generic over the [`Simd`] type, compiled for `isa`. The two
 /// bracketed lists are the further generic parameters, declared and named: `f[T: Storage][T](isa, ...) = body`.
@@ -644,3 +720,42 @@ macro_rules! dispatch_simd {
     };
 }
 pub(crate) use dispatch_simd;
+
+#[cfg(test)]
+mod bf16_tests {
+    use super::*;
+
+    #[test]
+    fn conversions_are_those_of_the_type() {
+        let edges = [
+            0u32,
+            1,
+            0x7fff,
+            0x8000,
+            0x8001,
+            0x1_7fff,
+            0x1_8000,
+            0x7f7f_ffff,
+            0x7f80_0000,
+            0x7f80_0001,
+            0x7fff_ffff,
+        ];
+        let mut rng = super::super::testing::Rng::new();
+        let random = std::iter::repeat_with(|| rng.f32().to_bits().wrapping_mul(0x9e37_79b9)).take(100_000);
+        let bits = edges.iter().flat_map(|e| [*e, *e | 1 << 31]).chain(random);
+        let x: Vec<f32> = bits.map(f32::from_bits).collect();
+        for isa in Isa::available() {
+            let (mut y, mut z) = (vec![bf16::ZERO; x.len()], vec![0f32; x.len()]);
+            // SAFETY: this set is here.
+            unsafe {
+                narrow_bf16(isa, &x, &mut y);
+                widen_bf16(isa, &y, &mut z);
+            }
+            for i in 0..x.len() {
+                let want = bf16::from_f32(x[i]);
+                assert_eq!(y[i].to_bits(), want.to_bits(), "{isa:?} {:x}", x[i].to_bits());
+                assert_eq!(z[i].to_bits(), u32::from(want.to_bits()) << 16, "{isa:?}");
+            }
+        }
+    }
+}

@@ -1,5 +1,6 @@
 //! Every structured op on every element type against the host reference, through the device.
 
+use super::gemm_bf16::Bf16Code;
 use super::testing::Rng;
 use crate::cpu::CpuDevice;
 use crate::cpu::sys::Isa;
@@ -224,7 +225,7 @@ fn product(
     out: DType,
     dims: &[usize],
     precision: MatmulPrecision,
-    bf16_gains: bool,
+    bf16: Option<Bf16Code>,
 ) -> (String, ConstData) {
     let (x, y) = (place(dev, x, Lay::Turned), place(dev, y, Lay::Dense));
     let output = Operand { dtype: out, view: View::dense(dims) };
@@ -237,7 +238,7 @@ fn product(
         packed: None,
         epilogue: None,
     };
-    let k = super::calls::matmul_where(Isa::best(), &call, bf16_gains).unwrap();
+    let k = super::calls::matmul_where(Isa::best(), &call, bf16).unwrap();
     let k: Arc<dyn LibraryKernel> = Arc::new(k);
     let bytes = out.bytes(dims.iter().product());
     let z = dev.alloc(bytes, Tag::Io).unwrap();
@@ -264,32 +265,41 @@ fn narrow_matmuls_go_to_their_kernels() {
             let (x, y) = (random(&mut rng, da, &a), random(&mut rng, db, &b));
             let ty = TensorType::new(DType::I32, &dims[..]);
             let want = reference::eval_op(&Op::Matmul, &[&i32s(&x), &i32s(&y)], &ty, &[]).unwrap();
-            let (name, got) = product(&dev, &x, &y, DType::I32, &dims, MatmulPrecision::Highest, false);
+            let (name, got) = product(&dev, &x, &y, DType::I32, &dims, MatmulPrecision::Highest, None);
             assert!(name.starts_with("cpu.gemm_i8."), "{name}");
             assert_eq!(got.bytes(), want.bytes(), "{da} {db} {a:?} {b:?}");
         }
-        // Tried where it runs, be it faster or not.
-        let fast = Isa::best().has_bf16();
-        for (d, out) in [(DType::BF16, DType::BF16), (DType::F32, DType::F32), (DType::BF16, DType::F32)] {
-            let (x, y) = (random(&mut rng, d, &a), random(&mut rng, d, &b));
-            let round = |x: &ConstData| {
-                let v = x.scalars().map(|v| Scalar::F(half::bf16::from_f64(v.as_f64()).to_f64()));
-                tensor(DType::F64, &x.dims, &v.collect::<Vec<_>>())
-            };
-            let ty = TensorType::new(DType::F64, &dims[..]);
-            let want = reference::eval_op(&Op::Matmul, &[&round(&x), &round(&y)], &ty, &[]).unwrap();
-            for precision in [MatmulPrecision::Highest, MatmulPrecision::High, MatmulPrecision::Medium] {
-                let medium = precision == MatmulPrecision::Medium;
-                if out != d && !(medium && fast) {
-                    continue;
-                }
-                let (name, got) = product(&dev, &x, &y, out, &dims, precision, fast);
-                let few = a[0].min(b[1]) <= 8 && d == DType::F32;
-                assert_eq!(name.starts_with("cpu.gemm_bf16."), medium && fast && !few, "{name}");
-                for (g, w) in got.scalars().zip(want.scalars()) {
-                    let (g, w) = (g.as_f64(), w.as_f64());
-                    let tol = if out == DType::F32 && d == DType::BF16 { 1e-4 } else { 1e-2 };
-                    assert!((g - w).abs() <= tol * w.abs().max(a[1] as f64), "{name} {a:?} {b:?}: {g} {w}");
+        // Tried where they run, be they faster or not.
+        let codes = [Bf16Code::Tiles, Bf16Code::Pairs, Bf16Code::Wide].into_iter();
+        for code in codes.filter(|c| c.runs(Isa::best())).map(Some).chain([None]) {
+            for (d, out) in [(DType::BF16, DType::BF16), (DType::F32, DType::F32), (DType::BF16, DType::F32)]
+            {
+                let (x, y) = (random(&mut rng, d, &a), random(&mut rng, d, &b));
+                let round = |x: &ConstData| {
+                    let v = x.scalars().map(|v| Scalar::F(half::bf16::from_f64(v.as_f64()).to_f64()));
+                    tensor(DType::F64, &x.dims, &v.collect::<Vec<_>>())
+                };
+                let ty = TensorType::new(DType::F64, &dims[..]);
+                let want = reference::eval_op(&Op::Matmul, &[&round(&x), &round(&y)], &ty, &[]).unwrap();
+                for precision in [MatmulPrecision::Highest, MatmulPrecision::High, MatmulPrecision::Medium] {
+                    let medium = precision == MatmulPrecision::Medium && code.is_some();
+                    if out != d && !medium {
+                        continue;
+                    }
+                    let (name, got) = product(&dev, &x, &y, out, &dims, precision, code);
+                    let few = a[0].min(b[1]) <= 8 && d == DType::F32;
+                    assert_eq!(name.starts_with("cpu.gemm_bf16."), medium && !few, "{name}");
+                    if let Some(c) = code.filter(|_| medium && !few) {
+                        assert!(name.ends_with(c.name()), "{name}");
+                    }
+                    for (g, w) in got.scalars().zip(want.scalars()) {
+                        let (g, w) = (g.as_f64(), w.as_f64());
+                        let tol = if out == DType::F32 && d == DType::BF16 { 1e-4 } else { 1e-2 };
+                        assert!(
+                            (g - w).abs() <= tol * w.abs().max(a[1] as f64),
+                            "{name} {a:?} {b:?}: {g} {w}"
+                        );
+                    }
                 }
             }
         }

@@ -48,11 +48,11 @@ struct Worker<'a> {
     acc: *mut u64,
 }
 
-/// The value of a parameter in this run.
 /// Blocks that are asked for ahead of their use.
+#[cfg(target_arch = "x86_64")]
 const AHEAD: usize = 8;
 
-/// Asks for the lines that lie [`AHEAD`] blocks behind this one. An address outside the operand is no fault, only no help.
+/// Asks for the lines that lie `AHEAD` blocks behind this one, where the target has such an instruction. An address outside the operand is no fault, only no help.
 #[inline]
 fn prefetch(block: *const u8, bytes: usize) {
     #[cfg(target_arch = "x86_64")]
@@ -65,6 +65,7 @@ fn prefetch(block: *const u8, bytes: usize) {
     let _ = (block, bytes);
 }
 
+/// The value of a parameter in this run.
 fn param(p: &Plan, r: &Run<'_>, i: usize) -> Scalar {
     match p.params[i].1 {
         Param::Literal(s) => s,

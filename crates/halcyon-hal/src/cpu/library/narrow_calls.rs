@@ -1,0 +1,290 @@
+//! From calls to the products of narrow types: bf16 factors with f32 sums, bytes into i32.
+
+use super::CpuKernel;
+#[cfg(target_arch = "x86_64")]
+use super::Run;
+use super::attention::Attention;
+#[cfg(target_arch = "x86_64")]
+use super::attention::Heads;
+#[cfg(target_arch = "x86_64")]
+use super::calls::ptr;
+use super::calls::{Product, moved};
+#[cfg(target_arch = "x86_64")]
+use super::flash16::{MaskElem, OutElem, attention_bf16};
+use super::gemm::{Epilogue, MatMut};
+#[cfg(target_arch = "x86_64")]
+use super::gemm::{Mat, by_panels};
+#[cfg(target_arch = "x86_64")]
+use super::gemm_bf16::gemm_bf16_tiles;
+use super::gemm_bf16::{Bf16Code, Bf16Elem, Bf16Out, gemm_bf16_batched_by};
+use super::gemm_i8::{Byte, gemm_i8_batched};
+use super::post::{Post, PostRun};
+#[cfg(target_arch = "x86_64")]
+use super::tiles::PackedShape;
+#[cfg(target_arch = "x86_64")]
+use super::tiles_i8::{gemm_i8_tiles, pack_i8_tiles};
+use crate::cpu::sys::Isa;
+#[cfg(target_arch = "x86_64")]
+use crate::cpu::team::{SharedConst, SharedMut};
+use crate::{Declined, LibraryCall};
+use halcyon_ir::DType;
+use halcyon_ir::layout::View;
+use halcyon_ir::target::MatmulPrecision;
+use half::bf16;
+
+/// Products of narrow types that have kernels of their own: bytes into i32, on every processor; where bf16 gains, bf16 factors into
+/// bf16 or f32, and f32 rounded to bf16, at [`MatmulPrecision::Medium`] alone. A chain on top of a bf16 product reads its f32 sums.
+pub(super) fn narrow_matmul(
+    isa: Isa,
+    call: &LibraryCall<'_>,
+    p: &Product,
+    code: Option<Bf16Code>,
+) -> Option<Result<CpuKernel, Declined>> {
+    let (a, b, c) = (call.inputs[0].dtype, call.inputs[1].dtype, call.outputs[0].dtype);
+    match (a, b) {
+        (DType::U8 | DType::I8, DType::U8 | DType::I8) if c == DType::I32 => Some(match (a, b) {
+            (DType::U8, DType::I8) => bytes::<u8, i8>(isa, call, p),
+            (DType::I8, DType::I8) => bytes::<i8, i8>(isa, call, p),
+            (DType::I8, _) => bytes::<i8, u8>(isa, call, p),
+            _ => bytes::<u8, u8>(isa, call, p),
+        }),
+        _ if call.precision < MatmulPrecision::Medium => None,
+        (DType::BF16, DType::BF16) => match c {
+            DType::BF16 => Some(halves::<bf16, bf16, bf16>(isa, call, p, code?)),
+            DType::F32 => Some(halves::<bf16, bf16, f32>(isa, call, p, code?)),
+            _ => None,
+        },
+        // Few rows or columns are bound by memory: f32 is as fast there, and exact.
+        (DType::F32, DType::F32) if p.m.min(p.n) > super::gemv::ROWS => match c {
+            DType::F32 => Some(halves::<f32, f32, f32>(isa, call, p, code?)),
+            DType::BF16 if call.epilogue.is_some() => Some(halves::<f32, f32, bf16>(isa, call, p, code?)),
+            _ => None,
+        },
+        _ => None,
+    }
+}
+
+/// Bytes of the result.
+fn size(call: &LibraryCall<'_>) -> usize {
+    call.outputs[0].dtype.bytes(call.outputs[0].view.numel())
+}
+
+/// `C = A B` with bf16 factors. The operands are of types A and B, the result of type C.
+fn halves<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    isa: Isa,
+    call: &LibraryCall<'_>,
+    p: &Product,
+    code: Bf16Code,
+) -> Result<CpuKernel, Declined> {
+    let post = Post::or_half(call, 2, p.n)?;
+    if post.is_some() && p.k == 0 {
+        return Err(Declined::because("a sum of no products is no product"));
+    }
+    if let Some(which) = call.packed {
+        return halves_packed::<A, B, C>(isa, call, p, code, which, post);
+    }
+    let (p, size, out) = (p.clone(), size(call), call.inputs.len());
+    let args = post.as_ref().map_or(0, |p| p.args);
+    let kernel = CpuKernel::new(format!("cpu.gemm_bf16.{}", code.name()), call, move |r| {
+        if p.k == 0 {
+            // SAFETY: the kernel's checks.
+            unsafe { std::ptr::write_bytes(r.bufs[out].ptr, 0, size) };
+            return;
+        }
+        let (a, b, c) = (p.a::<A>(r), p.b::<B>(r), r.bufs[out].ptr as *mut C);
+        p.groups(|x, y, z| {
+            let (a, b) = ((moved(a, x), p.step[0]), (moved(b, y), p.step[1]));
+            let c = (MatMut::rows(c.wrapping_offset(z), p.n), p.step[2]);
+            // SAFETY: the kernel's checks: views stay in their buffers, the result is dense and shared with nothing; the chain lives in
+            // this closure, whose run is under way.
+            unsafe {
+                let post = PostRun::new(post.as_ref(), r).below(z.unsigned_abs() / p.n.max(1));
+                let epi = Epilogue { post, ..Epilogue::default() };
+                gemm_bf16_batched_by(code, r.team, isa, p.batch, p.m, p.n, p.k, a, b, c, epi);
+            }
+        });
+    })?;
+    Ok(kernel.with_args(args))
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    _: Isa,
+    _: &LibraryCall<'_>,
+    _: &Product,
+    _: Bf16Code,
+    _: usize,
+    _: Option<Post>,
+) -> Result<CpuKernel, Declined> {
+    Err(Declined::because("bf16 factors are packed for tile registers alone"))
+}
+
+/// With the right operand packed for tile registers.
+#[cfg(target_arch = "x86_64")]
+fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
+    isa: Isa,
+    call: &LibraryCall<'_>,
+    p: &Product,
+    code: Bf16Code,
+    which: usize,
+    post: Option<Post>,
+) -> Result<CpuKernel, Declined> {
+    if code != Bf16Code::Tiles {
+        return Err(Declined::because("bf16 factors are packed for tile registers alone"));
+    }
+    let (shape, [sa, sb]) = packable(p, which, 2)?;
+    let mat = |(rs, cs): (isize, isize)| Mat::<f32> { ptr: std::ptr::null(), rs, cs };
+    if !by_panels(p.m, p.n, &mat(sa), &mat(sb)) {
+        return Err(Declined::because("this product reads its operands once, as they are"));
+    }
+    let (offset, of) = (p.b.offset, call.inputs[1].dtype);
+    let key = format!("tiles.b {shape:?} {of} {sb:?} {offset}");
+    let (out, args) = (call.inputs.len(), post.as_ref().map_or(0, |p| p.args));
+    let p = p.clone();
+    let kernel = CpuKernel::new(format!("cpu.gemm_bf16.{}.packed", code.name()), call, move |r| {
+        let a = Mat { ptr: ptr::<A>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
+        let c = MatMut::rows(r.bufs[out].ptr as *mut C, p.n);
+        // SAFETY: the kernel's checks: the left operand and the result lie in their buffers; the device binds what `pack` wrote;
+        // the chain lives in this closure, whose run is under way; the process has tile registers.
+        unsafe {
+            let epi = Epilogue { post: PostRun::new(post.as_ref(), r), ..Epilogue::default() };
+            gemm_bf16_tiles(r.team, isa, p.m, p.n, p.k, a, r.bufs[1].ptr, c, epi);
+        }
+    })?;
+    Ok(kernel.with_args(args).with_packed(1, shape.bytes() / 4, key, move |team, from, to| {
+        let b = Mat { ptr: (from as *const B).wrapping_offset(offset), rs: sb.0, cs: sb.1 };
+        // SAFETY: `CpuKernel::pack` has checked that the constant lies in its buffer, and the room.
+        unsafe { shape.pack(Some(team), b, to) }
+    }))
+}
+
+/// The packed form of a product's right operand with so many elements to a lane, and the strides of both operands, if it is one product.
+#[cfg(target_arch = "x86_64")]
+fn packable(p: &Product, which: usize, group: usize) -> Result<(PackedShape, [(isize, isize); 2]), Declined> {
+    if which != 1 || p.k == 0 || p.batch != 1 || !p.outer.is_empty() {
+        return Err(Declined::because("the right operand of a single product is packed"));
+    }
+    let rank = p.a.rank();
+    let strides = |v: &View| (v.strides[rank - 2], v.strides[rank - 1]);
+    Ok((PackedShape { k: p.k, n: p.n, group }, [strides(&p.a), strides(&p.b)]))
+}
+
+/// `C = A B` with bytes into i32. The operands are of types A and B.
+fn bytes<A: Byte, B: Byte>(isa: Isa, call: &LibraryCall<'_>, p: &Product) -> Result<CpuKernel, Declined> {
+    if call.epilogue.is_some() {
+        return Err(Declined::because("products of bytes have no epilogue"));
+    }
+    if let Some(which) = call.packed {
+        return bytes_packed::<A, B>(isa, call, p, which);
+    }
+    let with = match isa {
+        _ if isa.has_int8_tiles() => "amx_int8",
+        _ if isa.has_vnni() => "avx512_vnni",
+        _ => isa.name(),
+    };
+    let p = p.clone();
+    CpuKernel::new(format!("cpu.gemm_i8.{with}"), call, move |r| {
+        let (a, b, c) = (p.a::<A>(r), p.b::<B>(r), r.bufs[2].ptr as *mut i32);
+        p.groups(|x, y, z| {
+            let (a, b) = ((moved(a, x), p.step[0]), (moved(b, y), p.step[1]));
+            let c = (MatMut::rows(c.wrapping_offset(z), p.n), p.step[2]);
+            // SAFETY: the kernel's checks: views stay in their buffers, the result is dense and shared with nothing.
+            unsafe { gemm_i8_batched(r.team, r.isa, p.batch, p.m, p.n, p.k, a, b, c) };
+        });
+    })
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+fn bytes_packed<A: Byte, B: Byte>(
+    _: Isa,
+    _: &LibraryCall<'_>,
+    _: &Product,
+    _: usize,
+) -> Result<CpuKernel, Declined> {
+    Err(Declined::because("bytes are packed for tile registers alone"))
+}
+
+/// With the right operand packed for tile registers.
+#[cfg(target_arch = "x86_64")]
+fn bytes_packed<A: Byte, B: Byte>(
+    isa: Isa,
+    call: &LibraryCall<'_>,
+    p: &Product,
+    which: usize,
+) -> Result<CpuKernel, Declined> {
+    if !isa.has_int8_tiles() {
+        return Err(Declined::because("bytes are packed for tile registers alone"));
+    }
+    let (shape, [sa, sb]) = packable(p, which, 4)?;
+    let offset = p.b.offset;
+    let key = format!("tiles.b {shape:?} {sb:?} {offset}");
+    let p = p.clone();
+    let kernel = CpuKernel::new("cpu.gemm_i8.amx_int8.packed", call, move |r: &Run<'_>| {
+        let a = Mat { ptr: ptr::<A>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
+        let c = MatMut::rows(r.bufs[2].ptr as *mut i32, p.n);
+        // SAFETY: the kernel's checks: the left operand and the result lie in their buffers; the device binds what `pack` wrote; the
+        // process has tile registers.
+        unsafe { gemm_i8_tiles(r.team, p.m, p.n, p.k, a, (r.bufs[1].ptr, B::SIGNED), c) };
+    })?;
+    Ok(kernel.with_packed(1, shape.bytes() / 4, key, move |team, from, to| {
+        let b = Mat { ptr: (from as *const B).wrapping_offset(offset), rs: sb.0, cs: sb.1 };
+        // SAFETY: `CpuKernel::pack` has checked that the constant lies in its buffer, and the room.
+        unsafe { pack_i8_tiles(&shape, Some(team), b, to) }
+    }))
+}
+
+#[cfg(not(target_arch = "x86_64"))]
+pub(super) fn attend_halves(
+    _: Isa,
+    _: &LibraryCall<'_>,
+    _: Attention,
+    _: Option<View>,
+) -> Result<CpuKernel, Declined> {
+    Err(Declined::because("attention of bf16 is for tile registers"))
+}
+
+/// Attention whose queries, keys and values are bf16, with a mask of f32 or bf16 of the scores' shape, on tile registers.
+#[cfg(target_arch = "x86_64")]
+pub(super) fn attend_halves(
+    isa: Isa,
+    call: &LibraryCall<'_>,
+    a: Attention,
+    mask: Option<View>,
+) -> Result<CpuKernel, Declined> {
+    if !isa.has_bf16_tiles() || call.precision < MatmulPrecision::Medium {
+        return Err(Declined::because("attention of bf16 is for tile registers, from O2 on"));
+    }
+    // Few rows are bound by memory, which packing would double.
+    if a.heads / a.kv_heads * a.queries <= super::gemv::ROWS || a.keys == 0 {
+        return Err(Declined::because("attention of few queries is not for tile registers"));
+    }
+    match (call.inputs.get(3).map_or(DType::F32, |m| m.dtype), call.outputs[0].dtype) {
+        (DType::F32, DType::F32) => attend_as::<f32, f32>(call, a, mask),
+        (DType::F32, DType::BF16) => attend_as::<f32, bf16>(call, a, mask),
+        (DType::BF16, DType::F32) => attend_as::<bf16, f32>(call, a, mask),
+        (DType::BF16, DType::BF16) => attend_as::<bf16, bf16>(call, a, mask),
+        (m, y) => Err(Declined::because(format!("a mask of {m} and a result of {y}"))),
+    }
+}
+
+#[cfg(target_arch = "x86_64")]
+fn attend_as<M: MaskElem + 'static, Y: OutElem + 'static>(
+    call: &LibraryCall<'_>,
+    a: Attention,
+    mask: Option<View>,
+) -> Result<CpuKernel, Declined> {
+    let views = [0, 1, 2].map(|i| call.inputs[i].view.clone());
+    let out = View::dense(&[a.batch, a.heads, a.queries, a.dv]);
+    let last = call.inputs.len();
+    fn strides(v: &View) -> [isize; 4] {
+        [v.strides[0], v.strides[1], v.strides[2], v.strides[3]]
+    }
+    CpuKernel::new("cpu.attention.amx_bf16", call, move |r| {
+        let heads =
+            |i: usize| Heads { ptr: SharedConst(ptr::<bf16>(r, i, &views[i])), strides: strides(&views[i]) };
+        let y = Heads { ptr: SharedMut(r.bufs[last].ptr as *mut Y), strides: strides(&out) };
+        let mask = mask.as_ref().map(|m| Heads { ptr: SharedConst(ptr::<M>(r, 3, m)), strides: strides(m) });
+        // SAFETY: the kernel's checks: views inside their buffers, an output shared with nothing; there are tile registers.
+        unsafe { attention_bf16(r.team, r.isa, &a, heads(0), heads(1), heads(2), mask, y) }
+    })
+}

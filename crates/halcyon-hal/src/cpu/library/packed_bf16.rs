@@ -1,0 +1,130 @@
+//! Right operands of [`super::gemm_bf16`] that are packed once.
+
+use super::gemm::{Epilogue, Mat, MatMut, PackShape, Packed, gemm_packed};
+use super::gemm_bf16::{Bf16Code, Bf16Elem, Bf16Out, dots, epilogue};
+#[cfg(target_arch = "x86_64")]
+use super::gemm_bf16::{gemm_bf16_tiles, x86};
+use super::lanes::{Panels, Right};
+#[cfg(target_arch = "x86_64")]
+use super::tiles;
+use crate::cpu::sys::Isa;
+use crate::cpu::team::Team;
+use half::bf16;
+
+/// A right operand packed once for many products: weights. In bf16 where the processor multiplies bf16, else widened.
+#[derive(Debug)]
+pub struct PackedBf16(Form16);
+
+/// 64 bytes, as registers are loaded.
+#[cfg(target_arch = "x86_64")]
+#[derive(Clone, Copy, Debug)]
+#[repr(C, align(64))]
+struct Row([u8; 64]);
+
+#[derive(Debug)]
+enum Form16 {
+    #[cfg(target_arch = "x86_64")]
+    Tiles(Vec<Row>, tiles::PackedShape, Isa),
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+    Lanes(Panels),
+    Wide(Vec<f32>, PackShape, usize, usize),
+}
+
+impl PackedBf16 {
+    /// Packs the right operand, `k x n`.
+    ///
+    /// # Safety
+    /// Every element of the matrix is readable.
+    pub unsafe fn b<B: Bf16Elem>(isa: Isa, b: Mat<B>, k: usize, n: usize) -> PackedBf16 {
+        // SAFETY: the caller's.
+        unsafe { PackedBf16::b_for(Bf16Code::best(isa), isa, b, k, n) }
+    }
+
+    /// Packs the right operand for this code.
+    ///
+    /// # Safety
+    /// As [`PackedBf16::b`].
+    ///
+    /// # Panics
+    /// Where the processor lacks it.
+    pub unsafe fn b_for<B: Bf16Elem>(code: Bf16Code, isa: Isa, b: Mat<B>, k: usize, n: usize) -> PackedBf16 {
+        #[cfg_attr(not(target_arch = "x86_64"), allow(unused_variables))]
+        let code = code.check(isa);
+        #[cfg(target_arch = "x86_64")]
+        if code == Bf16Code::Tiles {
+            let shape = tiles::PackedShape { k, n, group: 2 };
+            let mut room = vec![Row([0; 64]); shape.bytes() / 64];
+            // SAFETY: the caller's; the room is the shape's.
+            unsafe { shape.pack(None, b, room.as_mut_ptr().cast()) };
+            return PackedBf16(Form16::Tiles(room, shape, isa));
+        }
+        #[cfg(target_arch = "x86_64")]
+        if code == Bf16Code::Pairs {
+            let kind = x86::Dots::<B, B>::new(Epilogue::default(), None);
+            // SAFETY: the caller's.
+            return PackedBf16(Form16::Lanes(unsafe { Panels::new(&kind, b, k, n) }));
+        }
+        let shape = PackShape::b(isa, k, n);
+        let mut room = vec![0f32; shape.floats()];
+        // SAFETY: the caller's; the room is the shape's.
+        unsafe { shape.pack_b(None, b, room.as_mut_ptr()) };
+        PackedBf16(Form16::Wide(room, shape, k, n))
+    }
+
+    /// Bytes of memory it keeps.
+    pub fn bytes(&self) -> usize {
+        match &self.0 {
+            #[cfg(target_arch = "x86_64")]
+            Form16::Tiles(p, ..) => size_of_val(&p[..]),
+            Form16::Lanes(p) => p.bytes(),
+            Form16::Wide(p, ..) => p.len() * size_of::<f32>(),
+        }
+    }
+}
+
+/// [`super::gemm_bf16::gemm_bf16`] with the right operand packed by [`PackedBf16::b`].
+///
+/// # Safety
+/// As [`super::gemm::gemm`].
+///
+/// # Panics
+/// When `b` was packed for another shape.
+pub unsafe fn gemm_bf16_packed<A: Bf16Elem, C: Bf16Out>(
+    team: &Team,
+    m: usize,
+    n: usize,
+    k: usize,
+    a: Mat<A>,
+    b: &PackedBf16,
+    c: MatMut<C>,
+    epi: Epilogue,
+) {
+    let shape = match &b.0 {
+        #[cfg(target_arch = "x86_64")]
+        Form16::Tiles(_, s, _) => (s.k, s.n),
+        Form16::Lanes(p) => (p.k, p.extent),
+        Form16::Wide(_, _, k, n) => (*k, *n),
+    };
+    assert!(shape == (k, n), "the packed operand is for another product");
+    if m == 0 || n == 0 {
+        return;
+    }
+    match &b.0 {
+        #[cfg(target_arch = "x86_64")]
+        // SAFETY: the caller's; it was packed where the process has the registers.
+        Form16::Tiles(p, _, isa) => unsafe {
+            gemm_bf16_tiles(team, *isa, m, n, k, a, p.as_ptr().cast(), c, epi);
+        },
+        // SAFETY: the caller's; it was packed where the processor has the instruction.
+        Form16::Lanes(p) => unsafe {
+            dots::<A, bf16, C>(team, team.threads(), m, n, k, a, &Right::Packed(p), c, epi);
+        },
+        Form16::Wide(p, shape, ..) => {
+            let epi = epilogue(c, epi);
+            // SAFETY: `PackedBf16::b` filled it; it lives as long as this call. The rest is the caller's.
+            C::through(team, m, n, c, &|sums| unsafe {
+                gemm_packed(team, m, n, k, a, &Packed::new(*shape, p.as_ptr()), sums, epi);
+            });
+        }
+    }
+}
