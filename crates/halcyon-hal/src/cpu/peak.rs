@@ -4,7 +4,7 @@
 //! Each measurement gives one figure per burst, so that its reader can take the best, the median or the spread. Threads of a
 //! burst start together, and in the bandwidth loops each has its own part of the arrays, which stays in its own caches.
 
-use super::library::simd::{Simd, dispatch_simd};
+use super::library::simd::{Simd, Sizes, dispatch_simd};
 use super::memory::HostMemory;
 use super::sys::Isa;
 use super::team::{SharedMut, Team};
@@ -20,16 +20,37 @@ const TIME: Duration = Duration::from_millis(50);
 /// Least length of a burst that reads memory, in seconds: long beside the hand-off, and short beside the slices of time in
 /// which a busy system shares its processors out.
 const BURST: f64 = 3e-4;
-/// Independent chains of the multiply-add loops: more than latency times issue width, as many as registers hold.
+/// Independent chains of the multiply-add loops on 32 registers: more than latency times issue width, as many as they hold.
 const CHAINS: usize = 24;
 
-/// Multiply-adds in registers only.
+/// Multiply-adds in registers only: chains beyond what the registers hold would measure the stack.
 #[inline(always)]
 unsafe fn fma_loop<S: Simd>(steps: usize, out: *mut f32) {
+    // SAFETY: the caller's.
+    unsafe {
+        match chains(S::MR * S::NV) {
+            CHAINS => fma_chains::<S, CHAINS>(steps, out),
+            16 => fma_chains::<S, 16>(steps, out),
+            _ => fma_chains::<S, 12>(steps, out),
+        }
+    }
+}
+
+/// Chains of an instruction set whose register tiles hold `sums` vectors.
+const fn chains(sums: usize) -> usize {
+    match sums {
+        CHAINS.. => CHAINS,
+        16.. => 16,
+        _ => 12,
+    }
+}
+
+#[inline(always)]
+unsafe fn fma_chains<S: Simd, const N: usize>(steps: usize, out: *mut f32) {
     // SAFETY: the caller's pointer covers 16 floats.
     unsafe {
         let (x, y) = (S::splat(0.999_999), S::splat(1e-7));
-        let mut acc = [S::splat(1.0); CHAINS];
+        let mut acc = [S::splat(1.0); N];
         for _ in 0..steps {
             for a in &mut acc {
                 *a = S::fma(*a, x, y);
@@ -158,7 +179,8 @@ struct Loop {
 }
 
 fn fma(isa: Isa) -> Loop {
-    let lanes = match isa.check() {
+    let isa = isa.check();
+    let lanes = match isa {
         Isa::Avx512 => 16,
         Isa::Avx2 => 8,
         Isa::Portable => 4,
@@ -175,7 +197,8 @@ fn fma(isa: Isa) -> Loop {
         Isa::Portable => "multiply, add",
         Isa::Avx2 | Isa::Avx512 => "vfmadd",
     };
-    Loop { instruction, ops: 2 * lanes * CHAINS, run: Box::new(run) }
+    let (rows, columns) = Sizes::of(isa).attention;
+    Loop { instruction, ops: 2 * lanes * chains(rows * columns / lanes), run: Box::new(run) }
 }
 
 #[cfg(target_arch = "x86_64")]

@@ -156,11 +156,18 @@ pub unsafe fn attention(
     let few = all_rows <= ROWS;
     let layout = few.then(|| Layout::new(isa, a));
     let each = layout.as_ref().map_or_else(|| flash::floats(isa, a.d, a.dv), |l| l.offsets(a)[6]);
-    let block_rows = if few { all_rows } else { flash::BQ };
+    // Keys and values pass once for a block. Smaller blocks where threads would be left without work.
+    let heads = a.batch * a.kv_heads;
+    let enough = heads * all_rows.div_ceil(flash::BQ) >= 4 * team.threads();
+    let block_rows = match (few, enough) {
+        (true, _) => all_rows,
+        (false, true) => flash::BQ,
+        (false, false) => flash::BQ / 2,
+    };
     let blocks = all_rows.div_ceil(block_rows);
     let scratch = team.scratch(each * team.threads());
     let buf = SharedMut(scratch.ptr());
-    let parts = a.batch * a.kv_heads * blocks;
+    let parts = heads * blocks;
     let work = parts.saturating_mul(block_rows).saturating_mul(a.keys).saturating_mul(a.d + a.dv);
     let job = Across(flash::Job { a, q, k, v, mask, y });
     let body = |worker: usize, part: usize| {

@@ -6,13 +6,16 @@
 
 use super::attention::{Attention, Heads};
 use super::gemm::pack;
+use super::mat::{Fma, Left, sums};
 use super::simd::{Simd, Sizes, dispatch_simd};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut};
 use crate::cpu::vmath;
 
-/// Queries of a block: a multiple of every micro-tile's rows and columns.
-pub(super) const BQ: usize = 96;
+/// Most queries of a block: a multiple of every micro-tile's rows and columns. Half of it is one, too.
+pub(super) const BQ: usize = 192;
+/// Distance of rows of scores: an odd number of cache lines, so that a column's rows fall into all sets of a cache.
+const PITCH: usize = BQ + 16;
 /// Keys of a block: a multiple of the widest micro-tile's rows.
 const BK: usize = 132;
 
@@ -57,10 +60,10 @@ impl Room {
         };
         Room {
             queries: piece(BQ * d),
-            scores: piece(BK.next_multiple_of(mr) * BQ),
+            scores: piece(BK.next_multiple_of(mr) * PITCH),
             out: piece(BQ * wide),
             values: piece(BK * wide),
-            keys: piece(mr * d),
+            keys: piece(BK.next_multiple_of(mr) * d),
             mask: piece(BK * 16),
             end: at,
         }
@@ -72,60 +75,21 @@ pub(super) fn floats(isa: Isa, d: usize, dv: usize) -> usize {
     Room::new(Sizes::of(isa).attention, d, dv).end.next_multiple_of(1024)
 }
 
-/// `MR x (NV W)` sums over `kc` steps. Element `(i, k)` of the left operand is at `a[i * rs + k * ks]`, row `k` of the right one at
-/// `b[k * NV W]`.
-#[inline(always)]
-unsafe fn sums<S: Simd, const R: usize, const NV: usize>(
-    kc: usize,
-    a: *const f32,
-    rs: usize,
-    ks: usize,
-    b: *const f32,
-) -> [[S::V; NV]; R] {
-    // SAFETY: the caller's pointers.
-    unsafe {
-        let mut acc = [[S::zero(); NV]; R];
-        // Three rows to a pointer: their distances are an index register times 0, 1 and 2.
-        let mut p = [a; R];
-        for g in 0..R.div_ceil(3) {
-            p[g] = a.wrapping_add(3 * g * rs);
-        }
-        let mut b = b;
-        for _ in 0..kc {
-            let mut bv = [S::zero(); NV];
-            for v in 0..NV {
-                bv[v] = S::load(b.add(v * S::W));
-            }
-            for i in 0..R {
-                let x = S::splat(*p[i / 3].wrapping_add(i % 3 * rs));
-                for v in 0..NV {
-                    acc[i][v] = S::fma(x, bv[v], acc[i][v]);
-                }
-            }
-            for g in 0..R.div_ceil(3) {
-                p[g] = p[g].wrapping_add(ks);
-            }
-            b = b.wrapping_add(NV * S::W);
-        }
-        acc
-    }
-}
-
-/// A tile of scores: `R` keys by a panel of queries, to rows `BQ` apart.
+/// A tile of scores: `R` keys by a panel of queries, to rows `PITCH` apart.
 #[inline(always)]
 unsafe fn score_tile<S: Simd, const R: usize, const NV: usize>(
     d: usize,
     k: *const f32,
-    rs: usize,
+    rs: isize,
     q: *const f32,
     s: *mut f32,
 ) {
     // SAFETY: the caller's.
     unsafe {
-        let acc = sums::<S, R, NV>(d, k, rs, 1, q);
+        let acc = sums::<S, Fma, R, NV>(d, Left { ptr: k, rs, ks: 1 }, q, std::ptr::null());
         for i in 0..R {
             for v in 0..NV {
-                S::store(s.add(i * BQ + v * S::W), acc[i][v]);
+                S::store(s.add(i * PITCH + v * S::W), acc[i][v]);
             }
         }
     }
@@ -143,7 +107,7 @@ unsafe fn value_tile<S: Simd, const R: usize, const NV: usize>(
 ) {
     // SAFETY: the caller's.
     unsafe {
-        let acc = sums::<S, R, NV>(keys, w, 1, BQ, v);
+        let acc = sums::<S, Fma, R, NV>(keys, Left { ptr: w, rs: 1, ks: PITCH }, v, std::ptr::null());
         for i in 0..R {
             let x = S::splat(*keep.add(i));
             for v in 0..NV {
@@ -181,8 +145,8 @@ unsafe fn hide<S: Simd>(
                 let p = mask.at(at.b, h, q, k0);
                 for j in 0..seen {
                     let m = S::splat(*p.wrapping_offset(j as isize * step));
-                    for i in (0..BQ).step_by(S::W) {
-                        let x = s.add(j * BQ + i);
+                    for i in (0..at.rows).step_by(S::W) {
+                        let x = s.add(j * PITCH + i);
                         S::store(x, S::add(S::load(x), m));
                     }
                 }
@@ -201,7 +165,7 @@ unsafe fn hide<S: Simd>(
                     if step == 1 && n == S::W {
                         S::transpose(p, mask.strides[2], n, least, room, S::W);
                         for j in 0..least {
-                            let x = s.add(j * BQ + i);
+                            let x = s.add(j * PITCH + i);
                             S::store(x, S::add(S::load(x), S::load(room.add(j * S::W))));
                         }
                         done = least;
@@ -209,7 +173,7 @@ unsafe fn hide<S: Simd>(
                     for j in done..most {
                         for r in (0..n).filter(|r| sees[i + r] > k0 + j) {
                             let at = r as isize * mask.strides[2] + j as isize * step;
-                            *s.add(j * BQ + i + r) += *p.wrapping_offset(at);
+                            *s.add(j * PITCH + i + r) += *p.wrapping_offset(at);
                         }
                     }
                     i += n;
@@ -218,7 +182,7 @@ unsafe fn hide<S: Simd>(
         }
         let all = sees[..at.rows].iter().copied().min().unwrap_or(0);
         for j in all.saturating_sub(k0).min(cols)..cols {
-            let row = std::slice::from_raw_parts_mut(s.add(j * BQ), BQ);
+            let row = std::slice::from_raw_parts_mut(s.add(j * PITCH), BQ);
             for (x, n) in row.iter_mut().zip(sees) {
                 *x = if *n <= k0 + j { f32::NEG_INFINITY } else { *x };
             }
@@ -237,19 +201,19 @@ unsafe fn fold<S: Simd>(
     l: &mut [f32; BQ],
     keep: &mut [f32; BQ],
 ) {
-    // SAFETY: the caller's: `cols` rows of BQ scores; the caller is compiled for S.
+    // SAFETY: the caller's: `cols` rows of scores; the caller is compiled for S.
     unsafe {
         let mut base = [0f32; BQ];
         for i in (0..width).step_by(S::W) {
             let mut top = [S::load(m.as_ptr().add(i)); 2];
             let mut j = 0;
             while j + 2 <= cols {
-                top[0] = S::max(S::load(s.add(j * BQ + i)), top[0]);
-                top[1] = S::max(S::load(s.add((j + 1) * BQ + i)), top[1]);
+                top[0] = S::max(S::load(s.add(j * PITCH + i)), top[0]);
+                top[1] = S::max(S::load(s.add((j + 1) * PITCH + i)), top[1]);
                 j += 2;
             }
             if j < cols {
-                top[0] = S::max(S::load(s.add(j * BQ + i)), top[0]);
+                top[0] = S::max(S::load(s.add(j * PITCH + i)), top[0]);
             }
             S::store(base.as_mut_ptr().add(i), S::max(top[0], top[1]));
         }
@@ -262,7 +226,7 @@ unsafe fn fold<S: Simd>(
             m[i] = new;
         }
         let mut sum = [0f32; BQ];
-        S::weigh(s, cols, BQ, &base[..width], &mut sum[..width]);
+        S::weigh(s, cols, PITCH, &base[..width], &mut sum[..width]);
         for i in 0..width {
             l[i] = l[i] * keep[i] + sum[i];
         }
@@ -336,7 +300,7 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
                 *x *= a.scale;
             }
         }
-        std::ptr::write_bytes(o, 0, BQ * dv);
+        std::ptr::write_bytes(o, 0, tall * dv);
         // Keys in natural order are read where they lie, unless their distance maps many of them to one set of the cache.
         let step = job.k.strides[2];
         let direct = job.k.strides[3] == 1 && step > 0 && step % 512 != 0;
@@ -348,30 +312,39 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
                 let n = (a.dv - j).min(nr);
                 pack::<S, f32>(src, job.v.strides[3], job.v.strides[2], n, nr, cols, vs.add(j * cols));
             }
-            for t in (0..cols).step_by(mr) {
-                let n = (cols - t).min(mr);
-                let (mut src, mut rs) = (job.k.at(at.b, at.hk, k0 + t, 0), step as usize);
-                if !direct || n < mr {
-                    for i in 0..mr {
-                        for d in 0..a.d {
-                            *ks.add(i * a.d + d) = if i < n {
-                                *src.wrapping_offset(i as isize * step + d as isize * job.k.strides[3])
-                            } else {
-                                0.0
-                            };
-                        }
-                    }
-                    (src, rs) = (ks, a.d);
+            // A tile of keys: its place and the distance of its rows.
+            let tile_of = |t: usize| {
+                if direct && t + mr <= cols {
+                    (job.k.at(at.b, at.hk, k0 + t, 0), step)
+                } else {
+                    (ks.add(t * a.d).cast_const(), a.d as isize)
                 }
-                for p in 0..panels {
-                    let tile = s.add(t * BQ + p * nr);
+            };
+            for t in (0..cols).step_by(mr) {
+                let (own, n) = (ks.add(t * a.d), (cols - t).min(mr));
+                if direct && n == mr {
+                    continue;
+                }
+                for i in 0..mr {
+                    let src = job.k.at(at.b, at.hk, k0 + t + i, 0);
+                    for d in 0..a.d {
+                        *own.add(i * a.d + d) =
+                            if i < n { *src.wrapping_offset(d as isize * job.k.strides[3]) } else { 0.0 };
+                    }
+                }
+            }
+            // A panel of queries stays in the first cache while the keys, which are fewer bytes a tile, pass.
+            for p in 0..panels {
+                for t in (0..cols).step_by(mr) {
+                    let tile = s.add(t * PITCH + p * nr);
                     if a.causal && most_of(p * nr, nr) <= k0 + t {
                         // Nobody here sees these keys, which `hide` says too.
                         for i in 0..mr {
-                            std::ptr::write_bytes(tile.add(i * BQ), 0, nr);
+                            std::ptr::write_bytes(tile.add(i * PITCH), 0, nr);
                         }
                         continue;
                     }
+                    let (src, rs) = tile_of(t);
                     with_tile!(S, score_tile(a.d, src, rs, qs.add(p * nr * a.d), tile));
                 }
             }
