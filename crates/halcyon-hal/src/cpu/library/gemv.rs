@@ -79,6 +79,24 @@ struct Job<T> {
     epi: Epilogue,
 }
 
+/// Sums on their way to C: `m` rows of `cols`, from column `j0`. One function for all forms and sizes, as loops over an epilogue become a
+/// copy for each of its cases.
+///
+/// # Safety
+/// `sums` covers `m * cols` floats; that part of C is writable.
+#[inline(never)]
+unsafe fn finish(c: &MatMut<f32>, epi: &Epilogue, (m, cols): (usize, usize), j0: usize, sums: *const f32) {
+    for i in 0..m {
+        for j in 0..cols {
+            // SAFETY: the caller's.
+            unsafe {
+                let p = c.ptr.offset(i as isize * c.rs + (j0 + j) as isize * c.cs);
+                *p = epi.scalar(*sums.add(i * cols + j), p, i, j0 + j);
+            }
+        }
+    }
+}
+
 /// Columns `j0..j1` in the row-contiguous form; `buf` holds `M * (j1 - j0)` floats.
 #[inline(always)]
 unsafe fn rows_body<S: Simd, T: Storage, const M: usize>(w: &Job<T>, j0: usize, j1: usize, buf: *mut f32) {
@@ -113,12 +131,7 @@ unsafe fn rows_body<S: Simd, T: Storage, const M: usize>(w: &Job<T>, j0: usize, 
             _ => steps!(2),
         }
         steps!(1);
-        for i in 0..M {
-            for j in 0..cols {
-                let p = w.c.ptr.offset(i as isize * w.c.rs + (j0 + j) as isize * w.c.cs);
-                *p = w.epi.scalar(*buf.add(i * cols + j), p, i, j0 + j);
-            }
-        }
+        finish(&w.c, &w.epi, (M, cols), j0, buf);
     }
 }
 dispatch_simd! {
@@ -192,12 +205,7 @@ unsafe fn cols_body<S: Simd, T: Storage, const M: usize>(w: &Job<T>, j0: usize, 
             ($j:ident $r:literal $u:literal) => {
                 while j1 - $j >= $r {
                     let s = dots::<S, T, M, $r, $u>(w, $j);
-                    for i in 0..M {
-                        for r in 0..$r {
-                            let p = w.c.ptr.offset(i as isize * w.c.rs + ($j + r) as isize * w.c.cs);
-                            *p = w.epi.scalar(s[i][r], p, i, $j + r);
-                        }
-                    }
+                    finish(&w.c, &w.epi, (M, $r), $j, s.as_flattened().as_ptr());
                     $j += $r;
                 }
             };

@@ -1,7 +1,7 @@
 //! Matrices in memory, what happens to a product on its way there, and the register tile of f32 sums.
 
 use super::post::PostRun;
-use super::simd::Simd;
+use super::simd::{Simd, dispatch_simd};
 use crate::cpu::team::SharedConst;
 
 /// A matrix in memory: element `(i, j)` is at `ptr[i * rs + j * cs]`. Strides count elements and may be zero or negative.
@@ -310,14 +310,22 @@ pub(crate) unsafe fn register_tile<S: Simd, D: Step<S>, const R: usize, const NV
                     S::store(sums[i][v].as_mut_ptr(), acc[i][v]);
                 }
             }
-            store_tile::<S, R, NV>(&sums, out);
+            store_tile(S::ISA, sums.as_ptr().cast(), NV, out);
         }
     }
 }
 
-/// Stores sums through the epilogue, element order and rounding as in the fast path of [`register_tile`].
+dispatch_simd! {
+    /// Stores the sums of a tile of any size, element order and rounding as in the fast path of [`register_tile`]: one function for all
+    /// tiles of an instruction set. Rows of `sums` are `vectors` times 16 floats, of which each vector fills the first lanes.
+    ///
+    /// # Safety
+    /// `sums` covers the rows of `out`, which are writable.
+    unsafe fn store_tile[][](isa, sums: *const f32, vectors: usize, out: &Tile) = store_tile_body
+}
+
 #[inline(always)]
-unsafe fn store_tile<S: Simd, const R: usize, const NV: usize>(sums: &[[[f32; 16]; NV]; R], out: &Tile) {
+unsafe fn store_tile_body<S: Simd>(sums: *const f32, vectors: usize, out: &Tile) {
     let e = &out.epi;
     // SAFETY: the caller's pointers; rows and columns that do not exist are not touched.
     unsafe {
@@ -325,7 +333,8 @@ unsafe fn store_tile<S: Simd, const R: usize, const NV: usize>(sums: &[[[f32; 16
         let beta = S::splat(e.beta);
         for i in 0..out.rows {
             let row = out.c.offset(i as isize * out.rs);
-            for v in 0..NV {
+            for v in 0..vectors {
+                let sums = sums.add((i * vectors + v) * 16);
                 let n = out.cols.saturating_sub(v * S::W).min(S::W);
                 if n == 0 {
                     break;
@@ -334,12 +343,12 @@ unsafe fn store_tile<S: Simd, const R: usize, const NV: usize>(sums: &[[[f32; 16
                     for l in 0..n {
                         let j = v * S::W + l;
                         let p = row.offset(j as isize * out.cs);
-                        *p = e.scalar(sums[i][v][l], p, out.i + i, out.j + j);
+                        *p = e.scalar(*sums.add(l), p, out.i + i, out.j + j);
                     }
                     continue;
                 }
                 let p = row.add(v * S::W);
-                let mut x = S::mul(S::load(sums[i][v].as_ptr()), alpha);
+                let mut x = S::mul(S::load(sums), alpha);
                 if e.beta != 0.0 {
                     x = S::fma(S::load_part(p, n), beta, x);
                 }

@@ -22,6 +22,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     const NV: usize;
     /// Whether multiply-add is one rounding.
     const FMA: bool;
+    /// The instruction set's name.
+    const ISA: Isa;
 
     unsafe fn splat(x: f32) -> Self::V;
     unsafe fn load(p: *const f32) -> Self::V;
@@ -202,6 +204,7 @@ impl Simd for Portable {
     const ROWS: usize = Self::MR;
     const VECS: usize = 2;
     const FMA: bool = cfg!(target_arch = "aarch64");
+    const ISA: Isa = Isa::Portable;
 
     #[inline(always)]
     unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile) {
@@ -285,6 +288,7 @@ pub(crate) use x86::{Avx2, Avx512, mask16, transpose16};
 #[cfg(target_arch = "x86_64")]
 mod x86 {
     use super::{Fma, Left, Simd, Tile, register_tile};
+    use crate::cpu::sys::Isa;
     use crate::cpu::vmath512;
     use half::f16;
     use std::arch::x86_64::*;
@@ -310,6 +314,7 @@ mod x86 {
         const ROWS: usize = 6;
         const VECS: usize = 2;
         const FMA: bool = true;
+        const ISA: Isa = Isa::Avx2;
 
         #[inline(always)]
         unsafe fn prefetch(p: *const f32) {
@@ -406,6 +411,7 @@ mod x86 {
         const ROWS: usize = 9;
         const VECS: usize = 3;
         const FMA: bool = true;
+        const ISA: Isa = Isa::Avx512;
 
         #[inline(always)]
         unsafe fn prefetch(p: *const f32) {
