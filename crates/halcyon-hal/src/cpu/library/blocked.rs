@@ -11,19 +11,13 @@ use super::conv::Conv;
 use super::post::PostRun;
 use super::simd::lanes;
 use super::window::Window;
-use crate::cpu::sys::{Caches, Isa};
+use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut, Team};
 
 /// Bytes of input that the rows of one part should not pass, so that they stay in the second level's cache.
-fn part_bytes() -> usize {
-    (Caches::get().l2 / 8 * 3).min(768 << 10)
-}
-
+const PART_BYTES: usize = 768 << 10;
 /// Bytes of weights that one part should not pass, where parts are groups of channels.
-fn part_weights() -> usize {
-    (Caches::get().l2 / 2).min(1 << 20)
-}
-
+const PART_WEIGHTS: usize = 1 << 20;
 /// Parts for each thread, so that one that is held up does not hold up all.
 const PARTS: usize = 4;
 
@@ -187,7 +181,7 @@ impl Blocked {
         let pairs = self.pairs();
         if !self.is_depthwise() && threads > 1 && pairs >= 2 * threads && weights > c.batch * image {
             // The weights of a part stay in the cache while the images pass.
-            let most = (part_weights() / (weights / pairs).max(1)).clamp(1, pairs.div_ceil(threads));
+            let most = (PART_WEIGHTS / (weights / pairs).max(1)).clamp(1, pairs.div_ceil(threads));
             let parts = pairs.div_ceil(most).next_multiple_of(threads);
             return Cut::Channels { pairs: pairs.div_ceil(parts) };
         }
@@ -202,12 +196,12 @@ impl Blocked {
             let tiles = out[2].div_ceil(self.pixels());
             let most = tiles.div_ceil(want);
             cols = (most * self.pixels()).min(out[2]);
-            while cols > self.pixels() && bytes(Rect { rows: (0, 1), cols: (0, cols) }) > part_bytes() {
+            while cols > self.pixels() && bytes(Rect { rows: (0, 1), cols: (0, cols) }) > PART_BYTES {
                 cols = (cols / 2).next_multiple_of(self.pixels());
             }
         } else {
             rows = out[1].div_ceil(want);
-            while rows > 1 && bytes(Rect { rows: (0, rows), cols: (0, cols) }) > part_bytes() {
+            while rows > 1 && bytes(Rect { rows: (0, rows), cols: (0, cols) }) > PART_BYTES {
                 rows = rows.div_ceil(2);
             }
         }
