@@ -675,11 +675,15 @@ impl<'a> Writer<'a> {
                 };
                 self.line(&l)
             }
-            // A weak exchange may fail for no reason; keeping the largest code is as good.
+            // The exchange is a weak one, which may fail for no reason.
             Stmt::SetError { buf, index, code } => {
                 let (i, c) = (self.index(*index)?, self.ex(*code)?);
-                let l = format!("atomicMax(&{}[{i}], {c});", self.buffer(*buf));
-                self.line(&l)
+                let p = format!("&{}[{i}]", self.buffer(*buf));
+                self.line(&format!("while (atomicLoad({p}) == 0u) {{"));
+                self.line(&format!("    if (atomicCompareExchangeWeak({p}, 0u, {c}).exchanged) {{"));
+                self.line("        break;");
+                self.line("    }");
+                self.line("}");
             }
             Stmt::For { var, start, end, step, body } => {
                 let (v, t) = (format!("v{}", var.0), ty_name(self.k.values[var.ix()]));
