@@ -1,4 +1,4 @@
-//! Real models with known outputs, through the command: on cpu at every level, on opencl at O1 and O2.
+//! Real models with known outputs, through the command: on cpu at every level, on opencl and webgpu at O1 and O2.
 
 mod common;
 
@@ -9,8 +9,15 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-const LANES: [(&str, &str); 5] =
-    [("cpu", "O0"), ("cpu", "O1"), ("cpu", "O2"), ("opencl", "O1"), ("opencl", "O2")];
+const LANES: [(&str, &str); 7] = [
+    ("cpu", "O0"),
+    ("cpu", "O1"),
+    ("cpu", "O2"),
+    ("opencl", "O1"),
+    ("opencl", "O2"),
+    ("webgpu", "O1"),
+    ("webgpu", "O2"),
+];
 
 /// Runs a model and gives its saved first output and the report.
 fn run(lane: (&str, &str), model: &Path, inputs: &[String], more: &[&str]) -> (ConstData, serde_json::Value) {
@@ -138,10 +145,10 @@ fn squeezenet_follows_onnxruntime() {
     }
 }
 
-/// Every case of a folder passes on cpu and opencl.
+/// Every case of a folder passes on cpu, opencl and webgpu.
 fn all_pass(test: &'static str, folder: &str, at_least: usize) {
     let Some(dir) = prepared(test, "HALCYON_TESTDATA", folder) else { return };
-    for backend in ["cpu", "opencl"] {
+    for backend in ["cpu", "opencl", "webgpu"] {
         if !there(test, backend) {
             continue;
         }

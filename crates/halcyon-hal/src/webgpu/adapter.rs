@@ -28,16 +28,20 @@ impl Adapter {
     /// # Errors
     /// [`Error::Unavailable`] where there is none.
     pub fn all(kind: BackendType) -> Result<Vec<Adapter>> {
-        // Drivers initialise at the first question, and not all do so in two threads.
-        static FIRST: Mutex<()> = Mutex::new(());
-        let _one_at_a_time = FIRST.lock().unwrap_or_else(|e| e.into_inner());
+        // Drivers initialise at the first question, and not all do so in two threads. What was found stays: asking again costs
+        // as much as the first time.
+        static FOUND: Mutex<Vec<Adapter>> = Mutex::new(vec![]);
+        let mut known = FOUND.lock().unwrap_or_else(|e| e.into_inner());
+        let before: Vec<Adapter> = known.iter().filter(|a| a.kind == kind).cloned().collect();
+        if !before.is_empty() {
+            return Ok(before);
+        }
         let found = sys::ready(sys::instance(kind).enumerate_adapters(sys::backends(kind)));
         let mut tried = vec![];
         let mut all: Vec<wgpu::Adapter> = vec![];
         for a in found {
             let i = a.get_info();
-            let able =
-                a.get_downlevel_capabilities().flags.contains(wgpu::DownlevelFlags::COMPUTE_SHADERS);
+            let able = a.get_downlevel_capabilities().flags.contains(wgpu::DownlevelFlags::COMPUTE_SHADERS);
             if able {
                 all.push(a);
             } else {
@@ -57,7 +61,10 @@ impl Adapter {
         if all.is_empty() {
             return Err(unavailable(kind, tried));
         }
-        Ok(all.into_iter().enumerate().map(|(index, raw)| Adapter { raw, kind, index }).collect())
+        let all: Vec<Adapter> =
+            all.into_iter().enumerate().map(|(index, raw)| Adapter { raw, kind, index }).collect();
+        known.extend(all.iter().cloned());
+        Ok(all)
     }
 
     pub fn id(&self) -> String {
@@ -74,6 +81,7 @@ impl Adapter {
         wgsl::Options {
             f16: f.contains(wgpu::Features::SHADER_F16),
             int16: f.contains(wgpu::Features::SHADER_I16),
+            short_loops: self.is_cpu(),
             ..Default::default()
         }
     }
@@ -151,7 +159,8 @@ impl Adapter {
             subgroup: None,
             max_workgroup: l.max_compute_invocations_per_workgroup.min(l.max_compute_workgroup_size_x),
             workgroup_memory: l.max_compute_workgroup_storage_size,
-            max_bindings: l.max_storage_buffers_per_shader_stage,
+            // One is left to what watches loops.
+            max_bindings: l.max_storage_buffers_per_shader_stage.saturating_sub(self.is_cpu() as u32),
             max_binding_bytes: l.max_storage_buffer_binding_size.min(l.max_buffer_size),
             max_groups: l.max_compute_workgroups_per_dimension,
             // Whole buffers are bound; offsets are arguments.

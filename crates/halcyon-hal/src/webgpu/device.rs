@@ -2,7 +2,7 @@
 
 use super::adapter::Adapter;
 use super::memory::{WgBuffer, WgSource};
-use super::program::{Builder, PARAM_BYTES, WgProgram};
+use super::program::{Builder, PARAM_BYTES, WgProgram, storage};
 use super::queue::Queue;
 use super::sys;
 use crate::pool::Pool;
@@ -40,20 +40,24 @@ impl WebGpuDevice {
         let (device, raw) = adapter.request()?;
         let stray = sys::watch(&device);
         let counts = Arc::new(Counts::default());
+        let uniform = wgpu::BindGroupLayoutEntry {
+            binding: 0,
+            visibility: wgpu::ShaderStages::COMPUTE,
+            ty: wgpu::BindingType::Buffer {
+                ty: wgpu::BufferBindingType::Uniform,
+                has_dynamic_offset: true,
+                min_binding_size: wgpu::BufferSize::new(PARAM_BYTES as u64),
+            },
+            count: None,
+        };
+        let modules = adapter.options();
+        let mut entries = vec![uniform];
+        if modules.short_loops {
+            entries.push(storage(1));
+        }
         let params = sys::scoped(&device, || {
-            device.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor {
-                label: None,
-                entries: &[wgpu::BindGroupLayoutEntry {
-                    binding: 0,
-                    visibility: wgpu::ShaderStages::COMPUTE,
-                    ty: wgpu::BindingType::Buffer {
-                        ty: wgpu::BufferBindingType::Uniform,
-                        has_dynamic_offset: true,
-                        min_binding_size: wgpu::BufferSize::new(PARAM_BYTES as u64),
-                    },
-                    count: None,
-                }],
-            })
+            device
+                .create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: None, entries: &entries })
         })
         .map_err(|e| sys::driver_error(&info.id, "createBindGroupLayout", sys::text(&e)))?;
         let source = WgSource { device: device.clone(), max: caps.max_binding_bytes };
@@ -62,7 +66,7 @@ impl WebGpuDevice {
         let builder = Arc::new(Builder {
             device: device.clone(),
             id: info.id.clone(),
-            options: adapter.options(),
+            options: modules,
             params,
             counts: counts.clone(),
         });

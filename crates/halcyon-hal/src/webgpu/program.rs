@@ -13,6 +13,9 @@ use std::sync::{Arc, Mutex};
 /// The binding of each buffer of a launch: equal where two are one memory, which WebGPU lets a dispatch bind once.
 pub type Bindings = SmallVec<[usize; 16]>;
 
+/// Rounds that loops do at a time where a device gives them up early and a size is large.
+const UNROLL: u32 = 8;
+
 /// A pipeline for one way of binding.
 #[derive(Debug)]
 pub struct Variant {
@@ -29,8 +32,8 @@ pub struct WgProgram {
     kernel: Kernel,
     source: String,
     builder: Arc<Builder>,
-    /// By binding; the plain one is there from the start.
-    variants: Mutex<HashMap<Bindings, Arc<Variant>>>,
+    /// By binding, and whether loops may be long; the plain one is there from the start.
+    variants: Mutex<HashMap<(Bindings, bool), Arc<Variant>>>,
     /// Number of the device that it belongs to.
     pub owner: u64,
 }
@@ -78,21 +81,22 @@ impl Builder {
             ));
         }
         let plain: Bindings = (0..kernel.buffers.len()).collect();
-        let (variant, source) = self.variant(kernel, &plain)?;
+        let (variant, source) = self.variant(kernel, &plain, false)?;
         Ok(WgProgram {
             signature,
             params,
             kernel: kernel.clone(),
             source,
             builder: self.clone(),
-            variants: Mutex::new(HashMap::from([(plain, Arc::new(variant))])),
+            variants: Mutex::new(HashMap::from([((plain, false), Arc::new(variant))])),
             owner,
         })
     }
 
-    fn variant(&self, kernel: &Kernel, bindings: &Bindings) -> Result<(Variant, String)> {
+    fn variant(&self, kernel: &Kernel, bindings: &Bindings, long: bool) -> Result<(Variant, String)> {
         let start = std::time::Instant::now();
-        let options = wgsl::Options { bindings: bindings.to_vec(), ..self.options.clone() };
+        let unroll = if long { UNROLL } else { 1 };
+        let options = wgsl::Options { bindings: bindings.to_vec(), unroll, ..self.options.clone() };
         let source = wgsl::render(kernel, &options)?;
         let entry =
             source.entries.first().ok_or_else(|| Error::internal("a rendered kernel without an entry"))?;
@@ -104,10 +108,8 @@ impl Builder {
                 label: Some(&kernel.name),
                 source: wgpu::ShaderSource::Wgsl(source.text.as_str().into()),
             });
-            let layout = d.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor {
-                label: None,
-                entries: &slots,
-            });
+            let layout =
+                d.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: None, entries: &slots });
             let whole = d.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
                 label: None,
                 bind_group_layouts: &[Some(&layout), Some(&self.params)],
@@ -140,20 +142,21 @@ impl Builder {
 }
 
 impl WgProgram {
-    /// The pipeline for a way of binding, compiled when it is met first.
-    pub fn bound(&self, bindings: &Bindings) -> Result<Arc<Variant>> {
+    /// The pipeline for a way of binding, compiled when it is met first. `long`: a loop may have more rounds than the device does.
+    pub fn bound(&self, bindings: &Bindings, long: bool) -> Result<Arc<Variant>> {
+        let key = (bindings.clone(), long && self.builder.options.short_loops);
         let mut v = self.variants.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(v) = v.get(bindings) {
+        if let Some(v) = v.get(&key) {
             return Ok(v.clone());
         }
-        let new = Arc::new(self.builder.variant(&self.kernel, bindings)?.0);
-        v.insert(bindings.clone(), new.clone());
+        let new = Arc::new(self.builder.variant(&self.kernel, bindings, key.1)?.0);
+        v.insert(key, new.clone());
         Ok(new)
     }
 }
 
 /// A buffer that kernels read and write, whether or not this one does both: one usage for all, so none conflicts.
-fn storage(binding: u32) -> wgpu::BindGroupLayoutEntry {
+pub fn storage(binding: u32) -> wgpu::BindGroupLayoutEntry {
     wgpu::BindGroupLayoutEntry {
         binding,
         visibility: wgpu::ShaderStages::COMPUTE,

@@ -13,6 +13,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 /// Bytes of parameters of the launches that are handed over together.
 const RING: u64 = 128 << 10;
+/// A size from which on loops over it, or over two such sizes, may have more rounds than a device does that gives loops up.
+const LONG: u64 = 1 << 14;
 /// Commands that are timed together.
 const STAMPED: u32 = 512;
 /// Bytes that one mapping reads, and that are written before the queue is asked to take them.
@@ -43,6 +45,8 @@ pub struct Queue {
     raw: wgpu::Queue,
     id: String,
     fault: wgpu::Buffer,
+    /// Where the device gives loops up early: the word that such a loop sets.
+    cut: Option<wgpu::Buffer>,
     /// Parameters of the launches under way, each launch's at an offset of its own.
     ring: wgpu::Buffer,
     ring_group: wgpu::BindGroup,
@@ -83,21 +87,28 @@ impl Queue {
         use wgpu::{BufferUsages as U, Features as F};
         let id = builder.id.clone();
         let failed = |e: wgpu::Error| sys::driver_error(&id, "createBuffer", sys::text(&e));
-        let fault =
-            memory::buffer(&device, 4, U::STORAGE | U::COPY_SRC | U::COPY_DST).map_err(failed)?;
+        let fault = memory::buffer(&device, 4, U::STORAGE | U::COPY_SRC | U::COPY_DST).map_err(failed)?;
+        let cut = match builder.options.short_loops {
+            true => Some(memory::buffer(&device, 4, U::STORAGE | U::COPY_SRC | U::COPY_DST).map_err(failed)?),
+            false => None,
+        };
         let ring = memory::buffer(&device, RING, U::UNIFORM | U::COPY_DST).map_err(failed)?;
+        let mut entries = vec![wgpu::BindGroupEntry {
+            binding: 0,
+            resource: wgpu::BindingResource::Buffer(wgpu::BufferBinding {
+                buffer: &ring,
+                offset: 0,
+                size: wgpu::BufferSize::new(PARAM_BYTES as u64),
+            }),
+        }];
+        entries.extend(
+            cut.as_ref().map(|c| wgpu::BindGroupEntry { binding: 1, resource: c.as_entire_binding() }),
+        );
         let ring_group = sys::scoped(&device, || {
             device.create_bind_group(&wgpu::BindGroupDescriptor {
                 label: None,
                 layout: &builder.params,
-                entries: &[wgpu::BindGroupEntry {
-                    binding: 0,
-                    resource: wgpu::BindingResource::Buffer(wgpu::BufferBinding {
-                        buffer: &ring,
-                        offset: 0,
-                        size: wgpu::BufferSize::new(PARAM_BYTES as u64),
-                    }),
-                }],
+                entries: &entries,
             })
         })
         .map_err(|e| sys::driver_error(&id, "createBindGroup", sys::text(&e)))?;
@@ -126,9 +137,13 @@ impl Queue {
         };
         let l = device.limits();
         raw.write_buffer(&fault, 0, &[0; 4]);
+        if let Some(c) = &cut {
+            raw.write_buffer(c, 0, &[0; 4]);
+        }
         Ok(Queue {
             id,
             fault,
+            cut,
             ring,
             ring_group,
             ring_align: l.min_uniform_buffer_offset_alignment.max(16),
@@ -247,14 +262,19 @@ impl Queue {
             let start = at / 4 * 4;
             let end = (at + part.len()).next_multiple_of(4);
             let bytes = (end - start) as u64;
-            let staging = self.staging(state, bytes)?;
+            // The word of loops that were given up comes along behind.
+            let all = bytes + if self.cut.is_some() { 4 } else { 0 };
+            let staging = self.staging(state, all)?;
             let view = self.call("mapAsync", || {
                 let mut e = self.device.create_command_encoder(&Default::default());
                 e.copy_buffer_to_buffer(src, start as u64, &staging, 0, bytes);
+                if let Some(c) = &self.cut {
+                    e.copy_buffer_to_buffer(c, 0, &staging, bytes, 4);
+                }
                 let index = self.raw.submit([e.finish()]);
                 let result: Arc<Mutex<Option<String>>> = Arc::default();
                 let r = result.clone();
-                staging.map_async(wgpu::MapMode::Read, 0..bytes, move |got| {
+                staging.map_async(wgpu::MapMode::Read, 0..all, move |got| {
                     if let Err(e) = got {
                         *r.lock().unwrap_or_else(|e| e.into_inner()) = Some(sys::text(&e));
                     }
@@ -264,12 +284,20 @@ impl Queue {
                     return Err(sys::driver_error(&self.id, "mapAsync", why));
                 }
                 staging
-                    .get_mapped_range(0..bytes)
+                    .get_mapped_range(0..all)
                     .map_err(|e| sys::driver_error(&self.id, "getMappedRange", sys::text(&e)))
             })?;
             part.copy_from_slice(&view[at - start..at - start + part.len()]);
+            let cut = view[bytes as usize..].iter().any(|b| *b != 0);
             drop(view);
             staging.unmap();
+            if cut && let Some(c) = &self.cut {
+                self.raw.write_buffer(c, 0, &[0; 4]);
+                return Err(Error::unsupported(
+                    format!("a kernel whose loops have more rounds than {} does (llvmpipe: 65,535)", self.id),
+                    "Use --backend cpu or a GPU, or smaller tensors",
+                ));
+            }
             at += part.len();
         }
         Ok(())
@@ -431,7 +459,10 @@ impl Submission<'_> {
         let q = self.queue;
         if groups.iter().any(|g| *g > q.max_groups) {
             return Err(Error::unsupported(
-                format!("a grid of {groups:?} groups on {}, which takes {} per dimension", q.id, q.max_groups),
+                format!(
+                    "a grid of {groups:?} groups on {}, which takes {} per dimension",
+                    q.id, q.max_groups
+                ),
                 "Use a smaller batch",
             ));
         }
@@ -446,7 +477,15 @@ impl Submission<'_> {
                 })
             })
             .collect();
-        let v = p.bound(&bindings)?;
+        let long = arguments.iter().any(|a| {
+            let size = match a.ty {
+                Ty::I32 | Ty::U32 => a.bits as u32 as u64,
+                Ty::I64 | Ty::U64 => a.bits,
+                _ => 0,
+            };
+            (LONG..1 << 31).contains(&size)
+        });
+        let v = p.bound(&bindings, long)?;
         let at = self.params.len().next_multiple_of(q.ring_align as usize);
         if (at + PARAM_BYTES as usize) as u64 > RING {
             self.hand_over();

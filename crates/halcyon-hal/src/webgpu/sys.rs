@@ -112,6 +112,7 @@ pub fn driver_error(device: &str, call: &str, code: String) -> Error {
         device: device.into(),
         call: call.into(),
         code,
-        next: "Choose another backend with --backend, or report this with the output of `halcyon doctor`".into(),
+        next: "Choose another backend with --backend, or report this with the output of `halcyon doctor`"
+            .into(),
     }
 }

@@ -12,6 +12,7 @@
 
 mod helpers;
 mod math;
+mod storage;
 
 use super::{Language, Source, without_subgroups};
 use crate::dtype::{Class, DType};
@@ -21,6 +22,7 @@ use crate::scalar_op::{Rule, ScalarOp};
 use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
+use storage::{Element, element, touches};
 
 /// What a module may use beyond plain WGSL, and how its buffers are bound.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash)]
@@ -31,6 +33,11 @@ pub struct Options {
     pub int16: bool,
     /// The device has subgroup operations, and subgroups are runs of the linear local index.
     pub subgroups: bool,
+    /// The device gives a loop up after some tens of thousands of rounds and says nothing (llvmpipe: 65,535 per work-item). Loops that
+    /// were not finished then set the word at `@group(1) @binding(1)`.
+    pub short_loops: bool,
+    /// Rounds that a loop without loops or barriers in it does at a time; 0 is 1.
+    pub unroll: u32,
     /// The binding of each buffer; empty where each has its own. Buffers that are the same memory must share a binding.
     pub bindings: Vec<usize>,
 }
@@ -69,8 +76,8 @@ pub(super) fn batch(kernels: &[(&Kernel, String)], options: &Options) -> Result<
         let prefix = if kernels.len() > 1 { format!("{name}_") } else { String::new() };
         let entry = format!("k_{name}");
         let w = Writer::new(&k, options, prefix);
-        f16 |= w.bindings.iter().any(|b| b.element == Element::F16);
-        int16 |= w.bindings.iter().any(|b| matches!(b.element, Element::I16 | Element::U16));
+        f16 |= w.bindings.contains(&Element::F16);
+        int16 |= w.bindings.iter().any(|b| matches!(b, Element::I16 | Element::U16));
         let text = w.kernel(&entry)?;
         helpers.scan(&text, &k)?;
         let _ = write!(body, "\n{text}");
@@ -162,95 +169,6 @@ fn float_constant(v: f64, ty: Ty) -> String {
     if text.starts_with('-') { format!("({text})") } else { text }
 }
 
-/// What the elements of a binding are.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-enum Element {
-    /// A type that is storage and compute type at once.
-    Own(Ty),
-    /// All accesses are vectors of this type.
-    Vector(Ty),
-    F16,
-    I16,
-    U16,
-    /// Words that hold the elements' bits.
-    Word,
-    /// Words that some invocations change in part.
-    Atomic,
-}
-
-#[derive(Clone, Copy, Debug)]
-struct Binding {
-    element: Element,
-}
-
-/// How a kernel touches one buffer.
-#[derive(Clone, Copy, Default, Debug)]
-struct Touch {
-    element: bool,
-    store: bool,
-    vector: Option<Ty>,
-    mixed_vectors: bool,
-    word: bool,
-    atomic: bool,
-}
-
-fn touches(k: &Kernel) -> Vec<Touch> {
-    let mut all = vec![Touch::default(); k.buffers.len()];
-    let types = k.types();
-    let vector = |t: &mut Touch, ty: Ty| {
-        t.mixed_vectors |= t.vector.is_some_and(|v| v != ty);
-        t.vector = Some(ty);
-    };
-    k.walk(&mut |s| match s {
-        Stmt::Read { read: Read::Global { buf, .. }, .. } => all[buf.ix()].element = true,
-        Stmt::Read { read: Read::Vector { buf, ty, .. }, .. } => vector(&mut all[buf.ix()], *ty),
-        Stmt::Read { read: Read::Word { buf, .. }, .. } | Stmt::StoreWord { buf, .. } => {
-            all[buf.ix()].word = true
-        }
-        Stmt::Store { buf, .. } => {
-            all[buf.ix()].element = true;
-            all[buf.ix()].store = true;
-        }
-        Stmt::StoreVector { buf, value, .. } => vector(&mut all[buf.ix()], types[value.ix()]),
-        Stmt::AtomicAdd { buf, .. } | Stmt::SetError { buf, .. } => all[buf.ix()].atomic = true,
-        _ => {}
-    });
-    all
-}
-
-/// What a binding's elements are, from the buffers that share it.
-fn element(k: &Kernel, bufs: &[usize], touch: &[Touch], o: &Options) -> Element {
-    let dtype = k.buffers[bufs[0]].dtype;
-    let one = bufs.iter().all(|&b| k.buffers[b].dtype == dtype);
-    let any = |f: &dyn Fn(&Touch) -> bool| bufs.iter().any(|&b| f(&touch[b]));
-    let vector = bufs.iter().find_map(|&b| touch[b].vector);
-    let plain = one && !any(&|t| t.atomic || t.word || t.vector.is_some());
-    let narrow = match dtype {
-        DType::F16 if o.f16 => Some(Element::F16),
-        DType::I16 if o.int16 => Some(Element::I16),
-        DType::U16 | DType::BF16 if o.int16 => Some(Element::U16),
-        _ => None,
-    };
-    if plain && let Some(e) = narrow {
-        return e;
-    }
-    let partial = bufs.iter().any(|&b| touch[b].store && k.buffers[b].dtype.bits() < 32);
-    if partial || any(&|t| t.atomic) {
-        return Element::Atomic;
-    }
-    let ty = Ty::of(dtype);
-    if plain && ty != Ty::Bool && ty.dtype() == dtype {
-        return Element::Own(ty);
-    }
-    match vector {
-        Some(t) if one && !any(&|t| t.word || t.element || t.mixed_vectors) => {
-            let same = bufs.iter().all(|&b| touch[b].vector.is_none_or(|v| v == t));
-            if same { Element::Vector(t) } else { Element::Word }
-        }
-        _ => Element::Word,
-    }
-}
-
 struct Writer<'a> {
     k: &'a Kernel,
     types: Vec<Ty>,
@@ -259,9 +177,12 @@ struct Writer<'a> {
     temps: usize,
     out: String,
     depth: usize,
+    short_loops: bool,
+    unroll: u32,
     /// Begins the names that belong to the module.
     prefix: String,
-    bindings: Vec<Binding>,
+    /// What the elements of each binding are.
+    bindings: Vec<Element>,
     /// Binding of each buffer.
     binding_of: Vec<usize>,
 }
@@ -286,8 +207,7 @@ impl<'a> Writer<'a> {
         let many = binding_of.iter().map(|b| b + 1).max().unwrap_or(0);
         let bindings = (0..many).map(|b| {
             let bufs: Vec<usize> = (0..k.buffers.len()).filter(|&i| binding_of[i] == b).collect();
-            let element = if bufs.is_empty() { Element::Word } else { element(k, &bufs, &touch, options) };
-            Binding { element }
+            if bufs.is_empty() { Element::Word } else { element(k, &bufs, &touch, options) }
         });
         let bindings = bindings.collect();
         let types = k.types();
@@ -299,6 +219,8 @@ impl<'a> Writer<'a> {
             temps: 0,
             out: String::new(),
             depth: 1,
+            short_loops: options.short_loops,
+            unroll: options.unroll.max(1),
             prefix,
             bindings,
             binding_of,
@@ -323,7 +245,7 @@ impl<'a> Writer<'a> {
         let p = self.prefix.clone();
         let mut head = String::new();
         for (i, b) in self.bindings.iter().enumerate() {
-            let t = match b.element {
+            let t = match *b {
                 Element::Own(t) | Element::Vector(t) => ty_name(t),
                 Element::F16 => "f16",
                 Element::I16 => "i16",
@@ -339,6 +261,10 @@ impl<'a> Writer<'a> {
                 let _ = writeln!(head, "    p{i}: {},", stored_ty(q.ty));
             }
             let _ = writeln!(head, "}}\n@group(1) @binding(0) var<uniform> {p}params: {p}Params;");
+        }
+        if self.short_loops {
+            let _ =
+                writeln!(head, "@group(1) @binding(1) var<storage, read_write> {p}cut: array<atomic<u32>>;");
         }
         for (i, l) in k.locals.iter().enumerate() {
             let _ = writeln!(head, "var<workgroup> {p}l{i}: array<{}, {}>;", stored_ty(l.ty), l.len);
@@ -459,166 +385,6 @@ impl<'a> Writer<'a> {
         Ok(out)
     }
 
-    fn element(&self, buf: BufId) -> Element {
-        self.bindings[self.binding_of[buf.ix()]].element
-    }
-
-    fn buffer(&self, buf: BufId) -> String {
-        format!("{}b{}", self.prefix, self.binding_of[buf.ix()])
-    }
-
-    /// An index as WGSL takes it.
-    fn index(&self, e: ExprId) -> Result<String> {
-        let i = self.ex(e)?;
-        Ok(match self.types[e.ix()] {
-            Ty::I64 | Ty::U64 => format!("u32({i})"),
-            _ => i,
-        })
-    }
-
-    /// The index under a name, as u32.
-    fn named_index(&mut self, e: ExprId) -> Result<String> {
-        let (i, n) = (self.ex(e)?, self.temp());
-        let i = if self.types[e.ix()] == Ty::U32 { i } else { format!("u32({i})") };
-        self.line(&format!("let {n} = {i};"));
-        Ok(n)
-    }
-
-    /// Word `at` of a binding of words.
-    fn word(&self, buf: BufId, at: &str) -> String {
-        let p = self.buffer(buf);
-        match self.element(buf) {
-            Element::Atomic => format!("atomicLoad(&{p}[{at}])"),
-            _ => format!("{p}[{at}]"),
-        }
-    }
-
-    fn set_word(&mut self, buf: BufId, at: &str, value: &str) {
-        let p = self.buffer(buf);
-        let l = match self.element(buf) {
-            Element::Atomic => format!("atomicStore(&{p}[{at}], {value});"),
-            _ => format!("{p}[{at}] = {value};"),
-        };
-        self.line(&l)
-    }
-
-    /// The element at `index`, in its compute type.
-    fn load(&mut self, buf: BufId, index: ExprId) -> Result<String> {
-        let dtype = self.k.buffers[buf.ix()].dtype;
-        let p = self.buffer(buf);
-        let plain = |w: &Self| Ok::<String, Error>(format!("{p}[{}]", w.index(index)?));
-        Ok(match (self.element(buf), dtype) {
-            (Element::Own(_), _) => plain(self)?,
-            (Element::F16, _) => format!("f32({})", plain(self)?),
-            (Element::I16, _) => format!("i32({})", plain(self)?),
-            (Element::U16, DType::BF16) => format!("h_bf16_f32(u32({}))", plain(self)?),
-            (Element::U16, _) => format!("u32({})", plain(self)?),
-            (Element::Vector(_), _) => return Err(Error::internal("an element of a buffer of vectors")),
-            (Element::Word | Element::Atomic, d) => match d.bits() {
-                32 => {
-                    let i = self.index(index)?;
-                    let w = self.word(buf, &i);
-                    match Ty::of(d) {
-                        Ty::U32 => w,
-                        t => format!("bitcast<{}>({w})", ty_name(t)),
-                    }
-                }
-                64 => {
-                    let i = self.named_index(index)?;
-                    let (lo, hi) =
-                        (self.word(buf, &format!("{i} * 2u")), self.word(buf, &format!("{i} * 2u + 1u")));
-                    let v = format!("h_join_u64({lo}, {hi})");
-                    if d == DType::U64 { v } else { format!("bitcast<{}>({v})", ty_name(Ty::of(d))) }
-                }
-                bits => {
-                    let i = self.named_index(index)?;
-                    let shift = if bits == 16 { 1 } else { 2 };
-                    let w = self.word(buf, &format!("{i} >> {shift}u"));
-                    format!("h_load_{}({w}, {i})", d.name())
-                }
-            },
-        })
-    }
-
-    fn store(&mut self, buf: BufId, index: ExprId, value: ExprId) -> Result<()> {
-        let dtype = self.k.buffers[buf.ix()].dtype;
-        let (p, v) = (self.buffer(buf), self.ex(value)?);
-        match (self.element(buf), dtype) {
-            (Element::Vector(_), _) => return Err(Error::internal("an element of a buffer of vectors")),
-            (Element::Word | Element::Atomic, d) => match d.bits() {
-                32 => {
-                    let i = self.index(index)?;
-                    let v = if d == DType::U32 { v } else { format!("bitcast<u32>({v})") };
-                    self.set_word(buf, &i, &v);
-                }
-                64 => {
-                    let i = self.named_index(index)?;
-                    let n = self.temp();
-                    let v = if d == DType::U64 { v } else { format!("bitcast<u64>({v})") };
-                    self.line(&format!("let {n} = {v};"));
-                    self.set_word(buf, &format!("{i} * 2u"), &format!("u32({n} & 4294967295lu)"));
-                    self.set_word(buf, &format!("{i} * 2u + 1u"), &format!("u32({n} >> 32u)"));
-                }
-                bits => {
-                    let i = self.named_index(index)?;
-                    let (shift, mask) = if bits == 16 { (1, "0xffffu") } else { (2, "0xffu") };
-                    let s = self.temp();
-                    let per = (1 << shift) - 1;
-                    self.line(&format!("let {s} = ({i} & {per}u) * {bits}u;"));
-                    self.line(&format!("atomicAnd(&{p}[{i} >> {shift}u], ~({mask} << {s}));"));
-                    self.line(&format!("atomicOr(&{p}[{i} >> {shift}u], h_bits_{}({v}) << {s});", d.name()));
-                }
-            },
-            (e, d) => {
-                let v = match (e, d) {
-                    (Element::F16, _) => format!("f16(h_round_f16_f32({v}))"),
-                    (Element::I16, _) => format!("i16({v})"),
-                    (Element::U16, DType::BF16) => format!("u16(h_f32_bf16({v}))"),
-                    (Element::U16, _) => format!("u16({v})"),
-                    _ => v,
-                };
-                let i = self.index(index)?;
-                self.line(&format!("{p}[{i}] = {v};"));
-            }
-        }
-        Ok(())
-    }
-
-    fn load_vector(&mut self, buf: BufId, ty: Ty, index: ExprId) -> Result<String> {
-        if let Element::Vector(_) = self.element(buf) {
-            return Ok(format!("{}[{}]", self.buffer(buf), self.index(index)?));
-        }
-        let i = self.named_index(index)?;
-        let n = ty.lanes();
-        let own = matches!(self.element(buf), Element::Own(_));
-        let lane = |l: usize| {
-            let w = self.word(buf, &format!("{i} * {n}u + {l}u"));
-            if own { w } else { format!("bitcast<f32>({w})") }
-        };
-        let lanes: Vec<String> = (0..n).map(lane).collect();
-        Ok(format!("{}({})", ty_name(ty), lanes.join(", ")))
-    }
-
-    fn store_vector(&mut self, buf: BufId, index: ExprId, value: ExprId) -> Result<()> {
-        let v = self.ex(value)?;
-        if let Element::Vector(_) = self.element(buf) {
-            let l = format!("{}[{}] = {v};", self.buffer(buf), self.index(index)?);
-            self.line(&l);
-            return Ok(());
-        }
-        let i = self.named_index(index)?;
-        let n = self.temp();
-        self.line(&format!("let {n} = {v};"));
-        let lanes = self.types[value.ix()].lanes();
-        for l in 0..lanes {
-            let lane = format!("{n}.{}", ["x", "y", "z", "w"][l & 3]);
-            let own = matches!(self.element(buf), Element::Own(_));
-            let lane = if own { lane } else { format!("bitcast<u32>({lane})") };
-            self.set_word(buf, &format!("{i} * {lanes}u + {l}u"), &lane);
-        }
-        Ok(())
-    }
-
     fn stmt(&mut self, s: &Stmt) -> Result<()> {
         match s {
             Stmt::Let { dst, expr } => {
@@ -688,6 +454,9 @@ impl<'a> Writer<'a> {
             Stmt::For { var, start, end, step, body } => {
                 let (v, t) = (format!("v{}", var.0), ty_name(self.k.values[var.ix()]));
                 let (a, b, c) = (self.ex(*start)?, self.ex(*end)?, self.ex(*step)?);
+                if self.short_loops {
+                    return self.short_loop(&[&v, t, &a, &b, &c], body);
+                }
                 self.line(&format!("for (var {v}: {t} = {a}; {v} < {b}; {v} += {c}) {{"));
                 self.nested(body)?;
                 self.line("}")
@@ -710,6 +479,37 @@ impl<'a> Writer<'a> {
             }
             Stmt::TileMma { .. } => return Err(unsupported(self.k, "a tile multiply-accumulate")),
         }
+        Ok(())
+    }
+
+    /// A loop (counter, its type, start, end, step) that does several rounds at a time and says when it was given up.
+    fn short_loop(&mut self, [v, t, start, end, step]: &[&str; 5], body: &[Stmt]) -> Result<()> {
+        let plain = |s: &Stmt| !matches!(s, Stmt::For { .. } | Stmt::Barrier { .. });
+        let short = body.len() <= 32 && body.iter().all(plain);
+        let rounds = if short { self.unroll } else { 1 };
+        self.line("{");
+        self.depth += 1;
+        self.line(&format!("var {v}: {t} = {start};"));
+        self.line(&format!("while ({v} < {end}) {{"));
+        for round in 0..rounds {
+            if round > 0 {
+                self.line(&format!("if ({v} < {end}) {{"));
+            }
+            self.depth += 1;
+            self.line("{");
+            self.nested(body)?;
+            self.line("}");
+            self.line(&format!("{v} += {step};"));
+        }
+        for _ in 0..rounds {
+            self.depth -= 1;
+            self.line("}");
+        }
+        self.line(&format!("if ({v} < {end}) {{"));
+        self.line(&format!("    atomicStore(&{}cut[0], 1u);", self.prefix));
+        self.line("}");
+        self.depth -= 1;
+        self.line("}");
         Ok(())
     }
 
@@ -770,9 +570,12 @@ fn op_pattern(op: ScalarOp, t: Ty) -> Option<String> {
         ScalarOp::Neg if matches!(t, Ty::U32 | Ty::U64) => Some("(~$0 + 1)"),
         ScalarOp::Abs if float => Some("abs($0)"),
         ScalarOp::Floor => Some("floor($0)"),
-        ScalarOp::Ceil => Some("ceil($0)"),
-        ScalarOp::Round => Some("round($0)"),
-        ScalarOp::Trunc => Some("trunc($0)"),
+        ScalarOp::Ceil if t == Ty::F32 => Some("ceil($0)"),
+        ScalarOp::Round if t == Ty::F32 => Some("round($0)"),
+        ScalarOp::Trunc if t == Ty::F32 => Some("trunc($0)"),
+        ScalarOp::Ceil => Some("h_ceil_f64($0)"),
+        ScalarOp::Round => Some("h_round_f64($0)"),
+        ScalarOp::Trunc => Some("h_trunc_f64($0)"),
         ScalarOp::Sqrt => Some("sqrt($0)"),
         ScalarOp::Recip => Some("(1.0 / $0)"),
         ScalarOp::Fma if t.lanes() > 1 => Some("fma($0, $1, $2)"),
@@ -857,6 +660,11 @@ fn convert(from: Ty, to: Ty) -> String {
         (_, true) => Ty::U64,
         (_, false) => Ty::U32,
     };
-    let x = if same_sign == from { "$0".into() } else { format!("{}($0)", ty_name(same_sign)) };
+    let x = match (from, same_sign) {
+        (a, b) if a == b => "$0".into(),
+        // Mesa 22.3 loses the sign where it computes on with what it widened.
+        (Ty::I32, Ty::I64) => "h_widen_i32($0)".into(),
+        (_, b) => format!("{}($0)", ty_name(b)),
+    };
     if same_sign == to { x } else { format!("{}({x})", ty_name(to)) }
 }

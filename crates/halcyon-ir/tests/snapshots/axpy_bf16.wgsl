@@ -13,7 +13,16 @@ fn h_bits_bf16(x: f32) -> u32 {
     return h_f32_bf16(x);
 }
 fn h_fma_f32(x: f32, y: f32, z: f32) -> f32 {
-    return fma(x, y, z);
+    let r = fma(x, y, z);
+    if ((bitcast<u32>(r) & 0x7fffffffu) < 0x7f800000u || (bitcast<u32>(x) & 0x7fffffffu) >= 0x7f800000u || (bitcast<u32>(y) & 0x7fffffffu) >= 0x7f800000u) {
+        return r;
+    }
+    if ((bitcast<u32>(z) & 0x7fffffffu) >= 0x7f800000u) {
+        return z;
+    }
+    let d = f32(5.421010862427522e-20);
+    let u = f32(18446744073709552000.0);
+    return ((x * d) * (y * d) + z * d * d) * u * u;
 }
 
 @group(0) @binding(0) var<storage, read_write> b0: array<u32>;

@@ -53,7 +53,11 @@ fn k_everything(
     } else {
         let v8 = atomicAdd(&b4[(params.p0 + 1i)], 2u);
         if ((v8 > 1000000u)) {
-            atomicMax(&b6[0i], params.p2);
+            while (atomicLoad(&b6[0i]) == 0u) {
+                if (atomicCompareExchangeWeak(&b6[0i], 0u, params.p2).exchanged) {
+                    break;
+                }
+            }
         }
     }
     let v9 = (l1[((-v0) + 63i)] != 0u);

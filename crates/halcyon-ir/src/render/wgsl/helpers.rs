@@ -36,6 +36,9 @@ fn fixed(name: &str) -> Option<String> {
         "h_make_f32" => "fn @(u: u32) -> f32 {\n    return bitcast<f32>(u);\n}\n",
         "h_make_f64" => "fn @(u: u64) -> f64 {\n    return bitcast<f64>(u);\n}\n",
         "h_join_u64" => "fn @(lo: u32, hi: u32) -> u64 {\n    return u64(lo) | (u64(hi) << 32u);\n}\n",
+        "h_widen_i32" => {
+            "fn @(x: i32) -> i64 {\n    return bitcast<i64>(h_join_u64(bitcast<u32>(x), bitcast<u32>(x >> 31u)));\n}\n"
+        }
         "h_load_bool" => {
             "fn @(w: u32, i: u32) -> bool {\n    return ((w >> ((i & 3u) * 8u)) & 255u) != 0u;\n}\n"
         }
@@ -89,12 +92,6 @@ fn fixed(name: &str) -> Option<String> {
             "fn @(x: f64) -> f32 {\n    let f = f32(x);\n    var u = bitcast<u32>(f);\n    if (!h_isnan_f64(x) && !(f64(f) == x) && (u & 1u) == 0u) {\n        \
              u = select(u - 1u, u + 1u, abs(f64(f)) < abs(x));\n    }\n    return bitcast<f32>(u);\n}\n"
         }
-        // Upper half of a product.
-        "h_mulhi_u32" => {
-            "fn @(a: u32, b: u32) -> u32 {\n    let l = (a & 0xffffu) * (b & 0xffffu);\n    let m = (a >> 16u) * (b & 0xffffu) + (l >> 16u);\n    \
-             let n = (a & 0xffffu) * (b >> 16u) + (m & 0xffffu);\n    return (a >> 16u) * (b >> 16u) + (m >> 16u) + (n >> 16u);\n}\n"
-        }
-        "h_turn_word" => return Some(math::turn_words()),
         "h_threefry_u32" => return Some(threefry()),
         _ => return None,
     };
@@ -176,9 +173,15 @@ fn float(base: &str, ty: Ty) -> Option<String> {
         "h_le" => test(&format!("x <= y && {numbers}")),
         "h_gt" => test(&format!("x > y && {numbers}")),
         "h_ge" => test(&format!("x >= y && {numbers}")),
+        // Through integers, for a sign of zero is +0.
         "h_sign" => "fn @(x: $T) -> $T {\n    if (h_isnan_$s(x)) {\n        return x;\n    }\n    \
-             return select(select($T(0.0), $T(-1.0), x < 0.0), $T(1.0), x > 0.0);\n}\n"
+                     return $T(select(0i, 1i, x > 0.0) - select(0i, 1i, x < 0.0));\n}\n"
             .into(),
+        // What rounds to zero keeps its sign, which not every device sees to in f64.
+        "h_round" | "h_trunc" | "h_ceil" => format!(
+            "fn @(x: $T) -> $T {{\n    return h_copysign_$s({}(x), x);\n}}\n",
+            base.trim_start_matches("h_")
+        ),
         "h_relu" => {
             "fn @(x: $T) -> $T {\n    return select($T(0.0), x, x > 0.0 || h_isnan_$s(x));\n}\n".into()
         }
@@ -187,8 +190,23 @@ fn float(base: &str, ty: Ty) -> Option<String> {
              return select(y, x, x {} y);\n}}\n",
             if base == "h_min" { "<" } else { ">" }
         ),
-        "h_fma" if ty == Ty::F32 => "fn @(x: $T, y: $T, z: $T) -> $T {\n    return fma(x, y, z);\n}\n".into(),
-        "h_fma" => "fn @(x: $T, y: $T, z: $T) -> $T {\n    return x * y + z;\n}\n".into(),
+        // A product alone may be past the range of what its sum with a third number is; then all is scaled.
+        "h_fma" => {
+            let (f, down, up) = match ty {
+                Ty::F64 => ("x * y + z", "7.458340731200207e-155", "1.157920892373162e77"),
+                _ => ("fma(x, y, z)", "5.421010862427522e-20", "18446744073709552000.0"),
+            };
+            format!(
+                "fn @(x: $T, y: $T, z: $T) -> $T {{\n    let r = {f};\n    if ({} < {inf} || {} >= {inf} || {} >= {inf}) {{\n        return r;\n    }}\n    \
+                 if ({} >= {inf}) {{\n        return z;\n    }}\n    let d = $T({down});\n    let u = $T({up});\n    \
+                 return ((x * d) * (y * d) + z * d * d) * u * u{};\n}}\n",
+                magnitude("r"),
+                magnitude("x"),
+                magnitude("y"),
+                magnitude("z"),
+                if ty == Ty::F64 { " * u * u" } else { "" }
+            )
+        }
         _ => return None,
     })
 }
@@ -234,6 +252,14 @@ fn int(base: &str, ty: Ty) -> Option<String> {
                  return $T(r);"
             ))
         }
+        // Upper half of a product.
+        "h_mulhi" => two(
+            "let l = (x & %m) * (y & %m);\n    let m = (x >> %h) * (y & %m) + (l >> %h);\n    let n = (x & %m) * (y >> %h) + (m & %m);\n    \
+             return (x >> %h) * (y >> %h) + (m >> %h) + (n >> %h);",
+        )
+        .replace("%m", if width == 64 { "4294967295lu" } else { "65535u" })
+        .replace("%h", if width == 64 { "32u" } else { "16u" }),
+        "h_turn_word" => math::turn_words(ty),
         "h_shl" => two(&format!("return select($T(0), x << {count}, y < {width});")),
         "h_shr" => two(&format!("return select($T(0), x >> {count}, y < {width});")),
         "h_int_bf16" => {

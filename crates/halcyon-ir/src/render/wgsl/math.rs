@@ -27,7 +27,7 @@ fn factorial(n: usize) -> f64 {
 pub(super) fn definition(base: &str, ty: Ty) -> Option<String> {
     let name = base.strip_prefix("h_")?;
     let own = if ty == Ty::F64 { f64_only(name) } else { f32_only(name) };
-    own.or_else(|| common(name))
+    own.or_else(|| common(name, ty))
 }
 
 fn one(body: &str) -> String {
@@ -39,7 +39,7 @@ fn two(body: &str) -> String {
 }
 
 /// Compositions that read the same in both types.
-fn common(name: &str) -> Option<String> {
+fn common(name: &str, ty: Ty) -> Option<String> {
     Some(match name {
         "copysign" => two(
             "    let s = bitcast<$U>(y) & ~h_magnitude_mask_$s();\n    return bitcast<$T>((bitcast<$U>(x) & h_magnitude_mask_$s()) | s);\n",
@@ -94,6 +94,7 @@ fn common(name: &str) -> Option<String> {
             "    let p = h_trig_$s(x);\n    let v = select(p.cos, p.sin, (p.quadrant & 1) != 0);\n    return select(v, -v, ((p.quadrant + 1) & 2) != 0);\n",
         ),
         "atan2" => fn_atan2(),
+        "pow" => pow(ty),
         _ => return None,
     })
 }
@@ -113,8 +114,9 @@ fn f32_only(name: &str) -> Option<String> {
     Some(match name {
         "magnitude_mask" => "fn @() -> u32 {\n    return 0x7fffffffu;\n}\n".into(),
         "pow2" => "fn @(k: i32) -> f32 {\n    return bitcast<f32>(u32(k + 127) << 23u);\n}\n".into(),
-        // The first 12 bits of the significand.
+        // The first 12 bits of the significand, and all but the last 4. Compilers simplify (1 + x) - 1, but not through a mask.
         "head" => one("    return bitcast<f32>(bitcast<u32>(x) & 0xfffff000u);\n"),
+        "cut" => one("    return bitcast<f32>(bitcast<u32>(x) & 0xfffffff0u);\n"),
         // x 2^k for k in -252..=254, rounding once in the denormal range.
         "scale" => {
             "fn @(x: f32, k: i32) -> f32 {\n    let a = k >> 1u;\n    return x * h_pow2_f32(a) * h_pow2_f32(k - a);\n}\n"
@@ -160,9 +162,9 @@ fn f32_only(name: &str) -> Option<String> {
              return LogParts(f32(bitcast<i32>(b) >> 23u) - select(0.0, 23.0, tiny), m - 1.0);\n}\n"
                 .into()
         }
-        // log(1 + f) less f and f^2 / 2, over f^3.
+        // log(1 + f) less f - f^2 / 2.
         "log_cubic" => one(&format!(
-            "    return {};\n",
+            "    return x * x * x * {};\n",
             p(
                 "x",
                 &[
@@ -179,19 +181,19 @@ fn f32_only(name: &str) -> Option<String> {
             )
         )),
         "log" => one(&format!(
-            "{}    let p = h_log_parts_f32(x);\n    let s = p.f * p.f;\n    let t = s * p.f * h_log_cubic_f32(p.f) - 0.5 * s;\n    \
+            "{}    let p = h_log_parts_f32(x);\n    let s = p.f * p.f;\n    let t = h_log_cubic_f32(p.f) - 0.5 * s;\n    \
              return p.e * 0.69314575 + (p.f + (p.e * 1.428606765e-6 + t));\n",
             log_edges("f32")
         )),
         // log2(e) - 1 is the factor, so that the leading product is exact.
         "log2" => one(&format!(
-            "{}    let p = h_log_parts_f32(x);\n    let s = p.f * p.f;\n    let t = s * p.f * h_log_cubic_f32(p.f) - 0.5 * s;\n    \
+            "{}    let p = h_log_parts_f32(x);\n    let s = p.f * p.f;\n    let t = h_log_cubic_f32(p.f) - 0.5 * s;\n    \
              return (p.f * 0.44269504 + (t * 0.44269504 + t)) + p.f + p.e;\n",
             log_edges("f32")
         )),
         "log1p" => one(
             "    if (x == -1.0) {\n        return -h_inf_f32();\n    }\n    if (abs(x) < 1e-7 || h_isnan_f32(x) || h_isinf_f32(x)) {\n        return select(x, h_nan_f32(), x < -1.0);\n    }\n    \
-             let u = 1.0 + x;\n    return h_log_f32(u) + (x - (u - 1.0)) / u;\n",
+             let u = h_cut_f32(1.0 + x);\n    return h_log_f32(u) + (x - (u - 1.0)) / u;\n",
         ),
         "trig" => trig32(&p),
         "atan_unit" => one(&format!(
@@ -295,7 +297,6 @@ fn f32_only(name: &str) -> Option<String> {
              let s = min(n, 8u);\n        m = (m % d) << s;\n        n -= s;\n    }\n    m %= d;\n    \
              return h_copysign_f32(h_scale_f32(f32(m), i32(eb) - 150), x);\n",
         ),
-        "pow" => pow32(),
         _ => return None,
     })
 }
@@ -338,13 +339,13 @@ fn @(x: f32) -> Trig32 {
         let e = (a >> 23u) - 120u;
         let w = e >> 5u;
         let s = e & 31u;
-        var c0 = h_turn_word(w);
-        var c1 = h_turn_word(w + 1u);
-        var c2 = h_turn_word(w + 2u);
+        var c0 = h_turn_word_u32(w);
+        var c1 = h_turn_word_u32(w + 1u);
+        var c2 = h_turn_word_u32(w + 2u);
         if (s > 0u) {
             c0 = (c0 << s) | (c1 >> (32u - s));
             c1 = (c1 << s) | (c2 >> (32u - s));
-            c2 = (c2 << s) | (h_turn_word(w + 3u) >> (32u - s));
+            c2 = (c2 << s) | (h_turn_word_u32(w + 3u) >> (32u - s));
         }
         let low = m * c1;
         let mid = low + h_mulhi_u32(m, c2);
@@ -375,68 +376,175 @@ fn @(x: f32) -> Trig32 {
 const PI_PARTS: [&str; 4] =
     ["1.5703125", "0.0004837512969970703", "7.549533620476723e-08", "2.563344151594519e-12"];
 
-/// Word `i` of 2 / pi as a fraction, after a word of zeros.
-pub(super) fn turn_words() -> String {
-    const WORDS: [u32; 7] =
-        [0xa2f9_836e, 0x4e44_1529, 0xfc27_57d1, 0xf534_ddc0, 0xdb62_9599, 0x3c43_9041, 0xfe51_63ab];
-    let mut t = String::from("fn @(i: u32) -> u32 {\n    switch i {\n");
-    for (i, w) in WORDS.iter().enumerate() {
-        let _ = writeln!(t, "        case {}u: {{ return {w:#010x}u; }}", i + 1);
+/// Word `i` of 2 / pi as a fraction, after a word of zeros, in words of 32 or 64 bits.
+pub(super) fn turn_words(ty: Ty) -> String {
+    const WORDS: [u64; 20] = [
+        0xa2f9836e4e441529,
+        0xfc2757d1f534ddc0,
+        0xdb6295993c439041,
+        0xfe5163abdebbc561,
+        0xb7246e3a424dd2e0,
+        0x6492eea09d1921c,
+        0xfe1deb1cb129a73e,
+        0xe88235f52ebb4484,
+        0xe99c7026b45f7e41,
+        0x3991d639835339f4,
+        0x9c845f8bbdf9283b,
+        0x1ff897ffde05980f,
+        0xef2f118b5a0a6d1f,
+        0x6d367ecf27cb09b7,
+        0x4f463f669e5fea2d,
+        0x7527bac7ebe5f17b,
+        0x3d0739f78a5292ea,
+        0x6bfb5fb11f8d5d08,
+        0x56033046fc7b6bab,
+        0xf0cfbc209af4361d,
+    ];
+    let name = super::ty_name(ty);
+    let mut t = format!("fn @(i: u32) -> {name} {{\n    switch i {{\n");
+    let halves = WORDS.iter().flat_map(|w| [w >> 32, w & 0xffff_ffff]).take(7);
+    let words: Vec<u64> = if ty == Ty::U64 { WORDS.to_vec() } else { halves.collect() };
+    for (i, w) in words.iter().enumerate() {
+        let _ = writeln!(t, "        case {}u: {{ return {}; }}", i + 1, super::int_constant(*w, ty));
     }
-    t + "        default: { return 0u; }\n    }\n}\n"
+    t + &format!("        default: {{ return {name}(0); }}\n    }}\n}}\n")
 }
 
-/// x^y with C99's special cases. log2 x is two numbers, made from exact products of heads of 12 bits.
-fn pow32() -> String {
-    two("    if (x == 1.0 || y == 0.0) {
-        return 1.0;
+/// As [`trig32`]: parts of 33 bits up to 2^20, beyond it words of 64 bits.
+fn trig64(p: &dyn Fn(&str, &[f64]) -> String) -> String {
+    let sign = |n: usize| if n % 2 == 1 { -1.0 } else { 1.0 };
+    let sin: Vec<f64> = (1..=8).map(|n| sign(n) / factorial(2 * n + 1)).collect();
+    let cos: Vec<f64> = (2..=9).map(|n| sign(n) / factorial(2 * n)).collect();
+    let series = format!(
+        "    let s = r * r;\n    return Trig64(s * r * {} + r, s * s * {} + (1.0lf - 0.5lf * s), q);\n}}\n",
+        p("s", &sin),
+        p("s", &cos)
+    );
+    let reduce = "struct Trig64 {
+    sin: f64,
+    cos: f64,
+    quadrant: i32,
+}
+fn @(x: f64) -> Trig64 {
+    if (h_isnan_f64(x) || h_isinf_f64(x)) {
+        return Trig64(h_nan_f64(), h_nan_f64(), 0);
     }
-    if (h_isnan_f32(x) || h_isnan_f32(y)) {
-        return h_nan_f32();
+    var r = 0.0lf;
+    var q = 0;
+    let a = bitcast<u64>(x) & 9223372036854775807lu;
+    let exponent = u32(a >> 52u);
+    if (exponent < 1043u) {
+        let k = round(x * 0.6366197723675814lf);
+        r = ((x - k * 1.5707963267341256lf) - k * 6.077100506303966e-11lf) - k * 2.0222662487959506e-21lf;
+        q = i32(k) & 3;
+    } else {
+        // 192 bits of 2 / pi, from where their product with the significand is a quadrant and a fraction.
+        let m = (a & 4503599627370495lu) | 4503599627370496lu;
+        let e = exponent - 1013u;
+        let w = e >> 6u;
+        let s = e & 63u;
+        var c0 = h_turn_word_u64(w);
+        var c1 = h_turn_word_u64(w + 1u);
+        var c2 = h_turn_word_u64(w + 2u);
+        if (s > 0u) {
+            c0 = (c0 << s) | (c1 >> (64u - s));
+            c1 = (c1 << s) | (c2 >> (64u - s));
+            c2 = (c2 << s) | (h_turn_word_u64(w + 3u) >> (64u - s));
+        }
+        let low = m * c1;
+        let mid = low + h_mulhi_u64(m, c2);
+        let top = m * c0 + h_mulhi_u64(m, c1) + select(0lu, 1lu, mid < low);
+        q = i32(u32((top + 2305843009213693952lu) >> 62u));
+        var f = (top << 2u) | (mid >> 62u);
+        var g = mid << 2u;
+        let over = (f >> 63u) != 0lu;
+        f = select(f, ~f, over);
+        g = select(g, ~g, over);
+        var n = countLeadingZeros(u32(f >> 32u));
+        if (n == 32u) {
+            n += countLeadingZeros(u32(f & 4294967295lu));
+        }
+        var v = g;
+        if (n == 0u) {
+            v = f;
+        } else if (n < 64u) {
+            v = (f << n) | (g >> (64u - n));
+        }
+        r = f64(v >> 11u) * 1.5707963267948966lf * h_pow2_f64(-53 - i32(n));
+        r = select(r, -r, over != (bitcast<i64>(x) < 0li));
+        q = select(q, -q, bitcast<i64>(x) < 0li);
+    }
+";
+    reduce.to_string() + &series
+}
+
+/// x^y with C99's special cases. log2 x is two numbers, made from exact products of heads of half the significand.
+fn pow(ty: Ty) -> String {
+    // log2 e as such a head and a rest; from where numbers are whole, and from where even; half of the exponents' range.
+    let (c1, c2, whole, even, top) = match ty {
+        Ty::F64 => (
+            "1.4426950216293335",
+            "1.9259629911266175e-08",
+            "4503599627370496.0",
+            "9007199254740992.0",
+            "1100.0",
+        ),
+        _ => ("1.4423828125", "3.1222838896338e-4", "8388608.0", "16777216.0", "200.0"),
+    };
+    two("    if (x == 1.0 || y == 0.0) {
+        return $T(1.0);
+    }
+    if (h_isnan_$s(x) || h_isnan_$s(y)) {
+        return h_nan_$s();
     }
     let ax = abs(x);
     let ay = abs(y);
-    if (h_isinf_f32(y)) {
-        return select(select(0.0, h_inf_f32(), (ax > 1.0) == (y > 0.0)), 1.0, ax == 1.0);
+    if (h_isinf_$s(y)) {
+        return select(select($T(0.0), h_inf_$s(), (ax > 1.0) == (y > 0.0)), $T(1.0), ax == 1.0);
     }
-    let whole = ay >= 8388608.0 || trunc(ay) == ay;
-    let flip = whole && ay < 16777216.0 && (u32(min(ay, 16777216.0)) & 1u) != 0u && bitcast<i32>(x) < 0;
-    if (ax == 0.0 || h_isinf_f32(x)) {
-        let v = select(0.0, h_inf_f32(), (ax > 1.0) == (y > 0.0));
+    let whole = ay >= %whole || trunc(ay) == ay;
+    let flip = whole && ay < %even && ($U(min(ay, $T(%even))) & 1) != 0 && bitcast<$I>(x) < 0;
+    if (ax == 0.0 || h_isinf_$s(x)) {
+        let v = select($T(0.0), h_inf_$s(), (ax > 1.0) == (y > 0.0));
         return select(v, -v, flip);
     }
     if (x < 0.0 && !whole) {
-        return h_nan_f32();
+        return h_nan_$s();
     }
-    let p = h_log_parts_f32(ax);
-    let fh = h_head_f32(p.f);
+    let p = h_log_parts_$s(ax);
+    let fh = h_head_$s(p.f);
     let square = -0.5 * fh * fh;
-    let s = p.f + square;
-    let t = (square - (s - p.f)) + (-0.5 * (p.f - fh) * (p.f + fh) + p.f * p.f * p.f * h_log_cubic_f32(p.f));
-    let l = s + t;
-    let lh = h_head_f32(l);
-    let lt = (l - lh) + (t - (l - s));
-    // log2 e is 1477 / 1024 and a rest.
-    let u = lh * 1.4423828125;
-    let b = p.e + u;
-    let c = (u - (b - p.e)) + (lh * 3.1222838896338e-4 + lt * 1.4426950408889634);
-    let g = b + c;
-    let gh = h_head_f32(g);
-    let gt = (g - gh) + (c - (g - b));
-    let z = clamp(y, -1e30, 1e30);
-    let zh = h_head_f32(z);
+    let s = h_cut_$s(p.f + square);
+    let t = ((p.f - s) + square) + (h_log_cubic_$s(p.f) - 0.5 * (p.f - fh) * (p.f + fh));
+    let lh = h_head_$s(s + t);
+    let lt = (s - lh) + t;
+    let u = lh * %c1;
+    let b = h_cut_$s(p.e + u);
+    let c = ((p.e - b) + u) + (lh * %c2 + lt * 1.4426950408889634);
+    let gh = h_head_$s(b + c);
+    let gt = (b - gh) + c;
+    let z = clamp(y, $T(-1e30), $T(1e30));
+    let zh = h_head_$s(z);
     let w = zh * gh;
     let r = (z - zh) * gh + z * gt;
-    let k = round(clamp(w + r, -200.0, 200.0));
-    let v = h_scale_f32(h_exp2_f32(select((w - k) + r, 0.0, abs(w + r) > 199.0)), i32(k));
+    let k = round(clamp(w + r, $T(-%top), $T(%top)));
+    let far = abs(w + r) >= %top;
+    let v = h_scale_$s(h_exp2_$s(select((w - k) + r, $T(0.0), far)), i32(k));
     return select(v, -v, flip);
 ")
+    .replace("%whole", whole)
+    .replace("%even", even)
+    .replace("%top", top)
+    .replace("%c1", c1)
+    .replace("%c2", c2)
 }
 
 fn f64_only(name: &str) -> Option<String> {
     let p = |x: &str, c: &[f64]| horner(x, c, Ty::F64);
     Some(match name {
         "magnitude_mask" => "fn @() -> u64 {\n    return 9223372036854775807lu;\n}\n".into(),
+        "head" => one("    return bitcast<f64>(bitcast<u64>(x) & 18446744073575333888lu);\n"),
+        "cut" => one("    return bitcast<f64>(bitcast<u64>(x) & 18446744073709551600lu);\n"),
         "pow2" => "fn @(k: i32) -> f64 {\n    return bitcast<f64>(u64(k + 1023) << 52u);\n}\n".into(),
         // x 2^k for k in -2040..=2040.
         "scale" => {
@@ -471,14 +579,15 @@ fn f64_only(name: &str) -> Option<String> {
              return LogParts64(f64(i32(bitcast<i64>(b) >> 52u)) - select(0.0lf, 52.0lf, tiny), m - 1.0lf);\n}\n"
                 .into()
         }
-        // log(1 + f) = 2 atanh(f / (2 + f)) less f.
-        "log_tail" => {
+        // log(1 + f) = 2 atanh(f / (2 + f)), less f - f^2 / 2.
+        "log_cubic" => {
             let c: Vec<f64> = (1..=11).map(|n| 2.0 / (2 * n + 1) as f64).collect();
             one(&format!(
-                "    let s = x / (2.0lf + x);\n    let z = s * s;\n    let h = 0.5lf * x * x;\n    return s * (h + z * {}) - h;\n",
+                "    let s = x / (2.0lf + x);\n    let z = s * s;\n    return s * (0.5lf * x * x + z * {});\n",
                 p("z", &c)
             ))
         }
+        "log_tail" => one("    return h_log_cubic_f64(x) - 0.5lf * x * x;\n"),
         "log" => one(&format!(
             "{}    let p = h_log_parts_f64(x);\n    \
              return p.e * 0.6931471803691238lf + (p.f + (p.e * 1.9082149292705877e-10lf + h_log_tail_f64(p.f)));\n",
@@ -491,24 +600,9 @@ fn f64_only(name: &str) -> Option<String> {
         )),
         "log1p" => one(
             "    if (x == -1.0lf) {\n        return -h_inf_f64();\n    }\n    if (abs(x) < 1e-16lf || h_isnan_f64(x) || h_isinf_f64(x)) {\n        return select(x, h_nan_f64(), x < -1.0lf);\n    }\n    \
-             let u = 1.0lf + x;\n    return h_log_f64(u) + (x - (u - 1.0lf)) / u;\n",
+             let u = h_cut_f64(1.0lf + x);\n    return h_log_f64(u) + (x - (u - 1.0lf)) / u;\n",
         ),
-        // pi / 2 in two heads of 33 bits and a tail, whose products with up to 2^20 are exact.
-        "trig" => {
-            let sin: Vec<f64> =
-                (1..=8).map(|n| (if n % 2 == 1 { -1.0 } else { 1.0 }) / factorial(2 * n + 1)).collect();
-            let cos: Vec<f64> =
-                (2..=9).map(|n| (if n % 2 == 1 { -1.0 } else { 1.0 }) / factorial(2 * n)).collect();
-            format!(
-                "struct Trig64 {{\n    sin: f64,\n    cos: f64,\n    quadrant: i32,\n}}\nfn @(x: f64) -> Trig64 {{\n    \
-                 if (h_isnan_f64(x) || h_isinf_f64(x)) {{\n        return Trig64(h_nan_f64(), h_nan_f64(), 0);\n    }}\n    \
-                 let k = round(x * 0.6366197723675814lf);\n    \
-                 let r = ((x - k * 1.5707963267341256lf) - k * 6.077100506303966e-11lf) - k * 2.0222662487959506e-21lf;\n    \
-                 let q = i32(i64(k) & 3li);\n    let s = r * r;\n    return Trig64(s * r * {} + r, s * s * {} + (1.0lf - 0.5lf * s), q);\n}}\n",
-                p("s", &sin),
-                p("s", &cos)
-            )
-        }
+        "trig" => trig64(&p),
         // Two halvings of the angle, then the series.
         "atan_unit" => {
             let c: Vec<f64> =
@@ -554,18 +648,6 @@ fn f64_only(name: &str) -> Option<String> {
              let d = (b & 4503599627370495lu) | select(0lu, 4503599627370496lu, b >= 4503599627370496lu);\n    var n = ea - eb;\n    while (n > 0u) {\n        \
              let s = min(n, 11u);\n        m = (m % d) << s;\n        n -= s;\n    }\n    m %= d;\n    \
              return h_copysign_f64(h_scale_f64(f64(m), i32(eb) - 1075), x);\n",
-        ),
-        "pow" => two(
-            "    if (x == 1.0lf || y == 0.0lf) {\n        return 1.0lf;\n    }\n    if (h_isnan_f64(x) || h_isnan_f64(y)) {\n        return h_nan_f64();\n    }\n    \
-             let ay = abs(y);\n    let whole = h_isinf_f64(y) || trunc(ay) == ay;\n    \
-             let odd = whole && ay < 9007199254740992.0lf && (u64(min(ay, 9007199254740992.0lf)) & 1lu) != 0lu;\n    let flip = odd && bitcast<i64>(x) < 0li;\n    \
-             let ax = abs(x);\n    if (h_isinf_f64(y)) {\n        if (ax == 1.0lf) {\n            return 1.0lf;\n        }\n        \
-             return select(0.0lf, h_inf_f64(), (ax > 1.0lf) == (y > 0.0lf));\n    }\n    \
-             if (ax == 0.0lf || h_isinf_f64(x)) {\n        let v = select(0.0lf, h_inf_f64(), (ax > 1.0lf) == (y > 0.0lf));\n        return select(v, -v, flip);\n    }\n    \
-             if (x < 0.0lf && !whole) {\n        return h_nan_f64();\n    }\n    let p = h_log_parts_f64(ax);\n    let t = h_log_tail_f64(p.f);\n    \
-             let hi = p.e * 0.6931471803691238lf;\n    let lo = p.f + (p.e * 1.9082149292705877e-10lf + t);\n    let c = clamp(y, -1e300lf, 1e300lf);\n    \
-             let w = c * (hi + lo);\n    if (abs(w) > 800.0lf) {\n        let v = select(0.0lf, h_inf_f64(), w > 0.0lf);\n        return select(v, -v, flip);\n    }\n    \
-             let v = h_exp_f64(w);\n    return select(v, -v, flip);\n",
         ),
         _ => return None,
     })
