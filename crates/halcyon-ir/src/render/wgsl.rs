@@ -455,7 +455,9 @@ impl<'a> Writer<'a> {
                 let (v, t) = (format!("v{}", var.0), ty_name(self.k.values[var.ix()]));
                 let (a, b, c) = (self.ex(*start)?, self.ex(*end)?, self.ex(*step)?);
                 if self.short_loops {
-                    return self.short_loop(&[&v, t, &a, &b, &c], body);
+                    let fixed =
+                        [start, end, step].iter().all(|e| matches!(self.k.expr(**e), Expr::Const { .. }));
+                    return self.short_loop(&[&v, t, &a, &b, &c], body, !fixed);
                 }
                 self.line(&format!("for (var {v}: {t} = {a}; {v} < {b}; {v} += {c}) {{"));
                 self.nested(body)?;
@@ -482,11 +484,12 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// A loop (counter, its type, start, end, step) that does several rounds at a time and says when it was given up.
-    fn short_loop(&mut self, [v, t, start, end, step]: &[&str; 5], body: &[Stmt]) -> Result<()> {
-        let plain = |s: &Stmt| !matches!(s, Stmt::For { .. } | Stmt::Barrier { .. });
-        let short = body.len() <= 32 && body.iter().all(plain);
-        let rounds = if short { self.unroll } else { 1 };
+    /// A loop (counter, its type, start, end, step) that says when it was given up. Where it may be long, it does several rounds at a
+    /// time.
+    fn short_loop(&mut self, [v, t, start, end, step]: &[&str; 5], body: &[Stmt], long: bool) -> Result<()> {
+        // More text than this costs more to compile than it saves.
+        let short = straight(body).is_some_and(|n| n <= 16);
+        let rounds = if short && long { self.unroll } else { 1 };
         self.line("{");
         self.depth += 1;
         self.line(&format!("var {v}: {t} = {start};"));
@@ -552,6 +555,15 @@ impl<'a> Writer<'a> {
             }
         })
     }
+}
+
+/// Statements in a block without loops and barriers; `None` where it has one.
+fn straight(b: &[Stmt]) -> Option<usize> {
+    b.iter().try_fold(0, |n, s| match s {
+        Stmt::For { .. } | Stmt::Barrier { .. } => None,
+        Stmt::If { then, els, .. } => Some(n + 1 + straight(then)? + straight(els)?),
+        _ => Some(n + 1),
+    })
 }
 
 fn index_division(ty: Ty, op: char) -> String {

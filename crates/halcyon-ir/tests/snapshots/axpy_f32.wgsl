@@ -7,9 +7,9 @@ fn h_fma_f32(x: f32, y: f32, z: f32) -> f32 {
     if ((bitcast<u32>(z) & 0x7fffffffu) >= 0x7f800000u) {
         return z;
     }
-    let d = f32(5.421010862427522e-20);
-    let u = f32(18446744073709552000.0);
-    return ((x * d) * (y * d) + z * d * d) * u * u;
+    let d = x * 0.0625;
+    let e = z * 0.0625;
+    return (fma(d, y, e)) * 16.0;
 }
 
 @group(0) @binding(0) var<storage, read_write> b0: array<f32>;

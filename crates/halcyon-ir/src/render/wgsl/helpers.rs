@@ -190,21 +190,22 @@ fn float(base: &str, ty: Ty) -> Option<String> {
              return select(y, x, x {} y);\n}}\n",
             if base == "h_min" { "<" } else { ">" }
         ),
-        // A product alone may be past the range of what its sum with a third number is; then all is scaled.
+        // A product alone may be past the range of what its sum with a third number is; then all is scaled, by little, for beyond that
+        // no third number brings it back.
         "h_fma" => {
-            let (f, down, up) = match ty {
-                Ty::F64 => ("x * y + z", "7.458340731200207e-155", "1.157920892373162e77"),
-                _ => ("fma(x, y, z)", "5.421010862427522e-20", "18446744073709552000.0"),
+            let f = |x: &str, z: &str| match ty {
+                Ty::F64 => format!("{x} * y + {z}"),
+                _ => format!("fma({x}, y, {z})"),
             };
             format!(
-                "fn @(x: $T, y: $T, z: $T) -> $T {{\n    let r = {f};\n    if ({} < {inf} || {} >= {inf} || {} >= {inf}) {{\n        return r;\n    }}\n    \
-                 if ({} >= {inf}) {{\n        return z;\n    }}\n    let d = $T({down});\n    let u = $T({up});\n    \
-                 return ((x * d) * (y * d) + z * d * d) * u * u{};\n}}\n",
+                "fn @(x: $T, y: $T, z: $T) -> $T {{\n    let r = {};\n    if ({} < {inf} || {} >= {inf} || {} >= {inf}) {{\n        return r;\n    }}\n    \
+                 if ({} >= {inf}) {{\n        return z;\n    }}\n    let d = x * 0.0625;\n    let e = z * 0.0625;\n    return ({}) * 16.0;\n}}\n",
+                f("x", "z"),
                 magnitude("r"),
                 magnitude("x"),
                 magnitude("y"),
                 magnitude("z"),
-                if ty == Ty::F64 { " * u * u" } else { "" }
+                f("d", "e")
             )
         }
         _ => return None,
