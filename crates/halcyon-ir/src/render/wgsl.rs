@@ -590,6 +590,9 @@ fn op_pattern(op: ScalarOp, t: Ty) -> Option<String> {
         ScalarOp::Trunc => Some("h_trunc_f64($0)"),
         ScalarOp::Sqrt => Some("sqrt($0)"),
         ScalarOp::Recip => Some("(1.0 / $0)"),
+        ScalarOp::Div if float && t.lanes() == 1 => {
+            Some(if t == Ty::F64 { "h_div_f64($0, $1)" } else { "h_div_f32($0, $1)" })
+        }
         ScalarOp::Fma if t.lanes() > 1 => Some("fma($0, $1, $2)"),
         ScalarOp::Not if bool => Some("(!$0)"),
         ScalarOp::Not => Some("(~$0)"),

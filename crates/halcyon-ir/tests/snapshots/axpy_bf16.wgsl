@@ -12,6 +12,9 @@ fn h_f32_bf16(x: f32) -> u32 {
 fn h_bits_bf16(x: f32) -> u32 {
     return h_f32_bf16(x);
 }
+fn h_head_f32(x: f32) -> f32 {
+    return bitcast<f32>(bitcast<u32>(x) & 0xfffff000u);
+}
 fn h_fma_f32(x: f32, y: f32, z: f32) -> f32 {
     let r = fma(x, y, z);
     if ((bitcast<u32>(r) & 0x7fffffffu) < 0x7f800000u || (bitcast<u32>(x) & 0x7fffffffu) >= 0x7f800000u || (bitcast<u32>(y) & 0x7fffffffu) >= 0x7f800000u) {
@@ -21,8 +24,14 @@ fn h_fma_f32(x: f32, y: f32, z: f32) -> f32 {
         return z;
     }
     let d = x * 0.0625;
-    let e = z * 0.0625;
-    return (fma(d, y, e)) * 16.0;
+    let p = d * y;
+    if ((bitcast<u32>(p) & 0x7fffffffu) >= 0x7f800000u) {
+        return r;
+    }
+    let a = h_head_f32(d);
+    let b = h_head_f32(y);
+    let e = ((a * b - p) + a * (y - b) + (d - a) * b) + (d - a) * (y - b);
+    return ((p + z * 0.0625) + e) * 16.0;
 }
 
 @group(0) @binding(0) var<storage, read_write> b0: array<u32>;

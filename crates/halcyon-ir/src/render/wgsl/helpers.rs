@@ -190,22 +190,29 @@ fn float(base: &str, ty: Ty) -> Option<String> {
              return select(y, x, x {} y);\n}}\n",
             if base == "h_min" { "<" } else { ">" }
         ),
+        // The language allows 2.5 units of the last place, which is enough to quantise a number to its neighbour. What the quotient
+        // leaves, from exact products of halves of the significands, corrects it.
+        "h_div" => format!(
+            "fn @(x: $T, y: $T) -> $T {{\n    let q = x / y;\n    let p = q * y;\n    let a = h_head_$s(q);\n    let b = h_head_$s(y);\n    \
+             let e = ((a * b - p) + a * (y - b) + (q - a) * b) + (q - a) * (y - b);\n    let c = q + ((x - p) - e) / y;\n    \
+             return select(c, q, {} >= {inf} || {} == 0);\n}}\n",
+            magnitude("c"),
+            magnitude("c")
+        ),
         // A product alone may be past the range of what its sum with a third number is; then all is scaled, by little, for beyond that
-        // no third number brings it back.
+        // no third number brings it back, and what rounding the product loses is added, since much may cancel.
         "h_fma" => {
-            let f = |x: &str, z: &str| match ty {
-                Ty::F64 => format!("{x} * y + {z}"),
-                _ => format!("fma({x}, y, {z})"),
-            };
+            let f = if ty == Ty::F64 { "x * y + z" } else { "fma(x, y, z)" };
             format!(
-                "fn @(x: $T, y: $T, z: $T) -> $T {{\n    let r = {};\n    if ({} < {inf} || {} >= {inf} || {} >= {inf}) {{\n        return r;\n    }}\n    \
-                 if ({} >= {inf}) {{\n        return z;\n    }}\n    let d = x * 0.0625;\n    let e = z * 0.0625;\n    return ({}) * 16.0;\n}}\n",
-                f("x", "z"),
+                "fn @(x: $T, y: $T, z: $T) -> $T {{\n    let r = {f};\n    if ({} < {inf} || {} >= {inf} || {} >= {inf}) {{\n        return r;\n    }}\n    \
+                 if ({} >= {inf}) {{\n        return z;\n    }}\n    let d = x * 0.0625;\n    let p = d * y;\n    if ({} >= {inf}) {{\n        return r;\n    }}\n    \
+                 let a = h_head_$s(d);\n    let b = h_head_$s(y);\n    \
+                 let e = ((a * b - p) + a * (y - b) + (d - a) * b) + (d - a) * (y - b);\n    return ((p + z * 0.0625) + e) * 16.0;\n}}\n",
                 magnitude("r"),
                 magnitude("x"),
                 magnitude("y"),
                 magnitude("z"),
-                f("d", "e")
+                magnitude("p"),
             )
         }
         _ => return None,
