@@ -27,8 +27,10 @@ const EVERYWHERE: &[&str] = &["--workspace", "--exclude", "xtask"];
 const CHECKS: &[(&str, &[&str])] = &[
     ("check_conformance.py", &["--backend", "cpu"]),
     ("check_conformance.py", &["--backend", "opencl", "--limit", "40"]),
+    ("check_conformance.py", &["--backend", "webgpu", "--limit", "40"]),
     ("check_suite.py", &["--backend", "cpu"]),
     ("check_suite.py", &["--backend", "opencl"]),
+    ("check_suite.py", &["--backend", "webgpu"]),
     ("check_export.py", &[]),
 ];
 
@@ -349,7 +351,8 @@ fn checks(context: &Context) -> Outcome {
         crate::target_dir().join("release").join(if cfg!(windows) { "halcyon.exe" } else { "halcyon" });
     let (mut total, mut bad) = (Counts::default(), Vec::new());
     for (script, args) in CHECKS {
-        if args.contains(&"opencl") && !machine::lane_present("lane-opencl") {
+        let lanes = [("opencl", "lane-opencl"), ("webgpu", "lane-vulkan")];
+        if lanes.iter().any(|(backend, lane)| args.contains(backend) && !machine::lane_present(lane)) {
             total.add(Counts { skipped: 1, ..Counts::default() });
             continue;
         }

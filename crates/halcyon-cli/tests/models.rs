@@ -1,4 +1,4 @@
-//! Real models with known outputs, through the command: on cpu at every level, on opencl at O1 and O2.
+//! Real models with known outputs, through the command: on cpu at every level, on opencl and webgpu at O1 and O2.
 
 mod common;
 
@@ -9,8 +9,15 @@ use serde::Deserialize;
 use std::collections::BTreeMap;
 use std::path::Path;
 
-const LANES: [(&str, &str); 5] =
-    [("cpu", "O0"), ("cpu", "O1"), ("cpu", "O2"), ("opencl", "O1"), ("opencl", "O2")];
+const LANES: [(&str, &str); 7] = [
+    ("cpu", "O0"),
+    ("cpu", "O1"),
+    ("cpu", "O2"),
+    ("opencl", "O1"),
+    ("opencl", "O2"),
+    ("webgpu", "O1"),
+    ("webgpu", "O2"),
+];
 
 /// Runs a model and gives its saved first output and the report.
 fn run(lane: (&str, &str), model: &Path, inputs: &[String], more: &[&str]) -> (ConstData, serde_json::Value) {
@@ -138,10 +145,16 @@ fn squeezenet_follows_onnxruntime() {
     }
 }
 
-/// Every case of a folder passes on cpu and opencl.
+/// Whether a model is past what lavapipe does: 128 MiB in a binding, 65,535 rounds of loops in a work-item. Both are errors by name.
+fn past_lavapipe(case: &serde_json::Value) -> bool {
+    let reason = case["reason"].as_str().unwrap_or_default();
+    reason.contains("in one buffer") || reason.contains("llvmpipe: 65,535")
+}
+
+/// Every case of a folder passes on cpu, opencl and webgpu, there as far as its limits go.
 fn all_pass(test: &'static str, folder: &str, at_least: usize) {
     let Some(dir) = prepared(test, "HALCYON_TESTDATA", folder) else { return };
-    for backend in ["cpu", "opencl"] {
+    for backend in ["cpu", "opencl", "webgpu"] {
         if !there(test, backend) {
             continue;
         }
@@ -150,11 +163,12 @@ fn all_pass(test: &'static str, folder: &str, at_least: usize) {
             .as_array()
             .expect("cases")
             .iter()
-            .filter(|c| c["status"] != "passed")
+            .filter(|c| c["status"] != "passed" && !(backend == "webgpu" && past_lavapipe(c)))
             .map(|c| format!("{}: {}: {}", c["name"], c["status"], c["reason"]))
             .collect();
         assert!(bad.is_empty(), "{backend}: {bad:#?}");
         let passed = v["total"]["passed"].as_u64().expect("a count");
+        let at_least = if backend == "webgpu" { at_least / 2 } else { at_least };
         assert!(passed >= at_least as u64, "{passed} models");
     }
 }

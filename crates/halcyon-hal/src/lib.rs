@@ -22,6 +22,8 @@ pub mod pool;
 pub mod registry;
 pub mod select;
 mod validate;
+#[cfg(all(feature = "webgpu", not(target_arch = "wasm32")))]
+pub mod webgpu;
 
 pub use backend::BackendType;
 pub use halcyon_ir::error::{Error, Result};

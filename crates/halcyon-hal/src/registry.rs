@@ -11,6 +11,10 @@ fn built_in() -> Vec<Arc<dyn Driver>> {
         Arc::new(crate::cpu::CpuDriver),
         #[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]
         Arc::new(crate::opencl::OpenClDriver),
+        #[cfg(all(feature = "webgpu", not(target_arch = "wasm32")))]
+        Arc::new(crate::webgpu::WebGpuDriver::ANY),
+        #[cfg(all(feature = "webgpu", not(target_arch = "wasm32")))]
+        Arc::new(crate::webgpu::WebGpuDriver::METAL),
         Arc::new(crate::noop::NoopDriver),
     ]
 }
@@ -36,6 +40,9 @@ pub fn driver(kind: BackendType) -> Result<Arc<dyn Driver>> {
             }
             BackendType::OpenCl => {
                 ("this build has the feature \"opencl\" switched off", "Build with --features opencl")
+            }
+            BackendType::WebGpu | BackendType::Metal => {
+                ("this build has the feature \"webgpu\" switched off", "Build with --features webgpu")
             }
             _ => ("this version has no driver for it yet", "Use --backend cpu or --backend opencl"),
         };

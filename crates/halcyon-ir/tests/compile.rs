@@ -26,3 +26,22 @@ fn every_kernel_renders_in_every_language() {
         assert_eq!(s.entries.len(), kernels.len());
     }
 }
+
+/// Every kernel by itself, and each again with f16, 16-bit integers and subgroups, through naga's front end and validator.
+#[test]
+fn wgsl_passes_naga() {
+    use halcyon_ir::render::wgsl::{self, Options};
+    let extended = Options { f16: true, int16: true, subgroups: true, ..Options::default() };
+    let careful = Options { short_loops: true, unroll: 8, ..Options::default() };
+    let kernels = common::everything_for(true);
+    let mut failures = vec![];
+    for k in &kernels {
+        for o in [&Options::default(), &extended, &careful] {
+            let text = wgsl::render(k, o).unwrap_or_else(|e| panic!("{}: {e}", k.name)).text;
+            if let Err(e) = common::naga_validates(&text) {
+                failures.push(format!("{}: {e}\n{text}", k.name));
+            }
+        }
+    }
+    assert!(failures.is_empty(), "{} of {} fail; the first:\n{}", failures.len(), kernels.len(), failures[0]);
+}

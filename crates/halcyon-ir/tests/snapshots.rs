@@ -22,6 +22,9 @@ fn check(name: &str, k: &Kernel) {
         }
         let want = std::fs::read_to_string(&path).unwrap_or_default();
         assert!(want == text, "{} differs; review it with UPDATE_SNAPSHOTS=1\n{text}", path.display());
+        if l == Language::Wgsl {
+            common::naga_validates(&text).unwrap_or_else(|e| panic!("{name}: {e}"));
+        }
     }
 }
 

@@ -29,16 +29,34 @@ fn forward_on_cpu() {
 }
 
 // In two, because most of the time goes into building one program after another.
+fn forward_elementwise(kind: BackendType) {
+    let rows: Vec<Row> = elementwise::rows().into_iter().chain(small::rows()).collect();
+    forward(&format!("element-wise ops on {kind}"), kind, &rows);
+}
+
+fn forward_structured(kind: BackendType) {
+    let rows: Vec<Row> = [views::rows(), structured::rows(), windows::rows()].into_iter().flatten().collect();
+    forward(&format!("structured ops on {kind}"), kind, &rows);
+}
+
 #[test]
 fn forward_on_opencl_elementwise() {
-    let rows: Vec<Row> = elementwise::rows().into_iter().chain(small::rows()).collect();
-    forward("element-wise ops on opencl", BackendType::OpenCl, &rows);
+    forward_elementwise(BackendType::OpenCl);
 }
 
 #[test]
 fn forward_on_opencl_structured() {
-    let rows: Vec<Row> = [views::rows(), structured::rows(), windows::rows()].into_iter().flatten().collect();
-    forward("structured ops on opencl", BackendType::OpenCl, &rows);
+    forward_structured(BackendType::OpenCl);
+}
+
+#[test]
+fn forward_on_webgpu_elementwise() {
+    forward_elementwise(BackendType::WebGpu);
+}
+
+#[test]
+fn forward_on_webgpu_structured() {
+    forward_structured(BackendType::WebGpu);
 }
 
 #[test]
@@ -63,15 +81,24 @@ fn random_graphs_on_cpu() {
     Tally { cases: 200 * backends.len(), failures }.finish(what);
 }
 
-#[test]
-fn random_graphs_on_opencl() {
-    let what = "random graphs on opencl";
-    let Some(b) = open(what, BackendType::OpenCl, Level::O1) else {
+fn random_graphs(kind: BackendType) {
+    let what = format!("random graphs on {kind}");
+    let Some(b) = open(&what, kind, Level::O1) else {
         return;
     };
     // The same graphs every time, because each has programs of its own, which the disk cache then holds.
     let failures = (1..=30).filter_map(|seed| random::check(seed, std::slice::from_ref(&b)).err()).collect();
-    Tally { cases: 30, failures }.finish(what);
+    Tally { cases: 30, failures }.finish(&what);
+}
+
+#[test]
+fn random_graphs_on_opencl() {
+    random_graphs(BackendType::OpenCl);
+}
+
+#[test]
+fn random_graphs_on_webgpu() {
+    random_graphs(BackendType::WebGpu);
 }
 
 /// Operand elements of cases that the interpreter runs in moderate time.

@@ -13,36 +13,8 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt::Write;
 
-/// Renders one verified kernel; its entry point has the kernel's name.
-///
-/// # Errors
-/// [`Error::Unsupported`] for what the language cannot say (f64 in Metal, tile multiplies).
-pub fn render(k: &Kernel, language: Language) -> Result<Source> {
-    batch(&[(k, k.name.clone())], language)
-}
-
-/// Renders many kernels into one source: equal kernels once, helpers once. Entry `i` of the result belongs to kernel `i`.
-///
-/// # Errors
-/// As [`render`].
-pub fn to_batch(kernels: &[&Kernel], language: Language) -> Result<Source> {
-    let mut seen: HashMap<u128, String> = HashMap::new();
-    let mut unique = vec![];
-    let mut entries = vec![];
-    for k in kernels {
-        let name = seen.entry(k.key()).or_insert_with(|| {
-            let name = format!("{}_{}", k.name, unique.len());
-            unique.push((*k, name.clone()));
-            name
-        });
-        entries.push(name.clone());
-    }
-    let text = batch(&unique, language)?.text;
-    Ok(Source { text, entries })
-}
-
-fn batch(kernels: &[(&Kernel, String)], language: Language) -> Result<Source> {
-    let d = Dialect::of(language);
+pub(super) fn batch(kernels: &[(&Kernel, String)], d: &'static Dialect) -> Result<Source> {
+    let language = d.language;
     let mut helpers = Helpers { d, names: vec![], text: String::new() };
     let (mut body, mut f64s, mut vectors) = (String::new(), false, false);
     for (k, name) in kernels {
@@ -85,18 +57,10 @@ struct Helpers {
 
 impl Helpers {
     fn scan(&mut self, text: &str) -> Result<()> {
-        let bytes = text.as_bytes();
-        let ident = |c: u8| c.is_ascii_alphanumeric() || c == b'_';
-        let mut at = 0;
-        while let Some(p) = text[at..].find("h_") {
-            let start = at + p;
-            let end = start + bytes[start..].iter().take_while(|&&c| ident(c)).count();
-            at = end;
-            let whole = start == 0 || !ident(bytes[start - 1]);
-            if !whole || bytes.get(end) != Some(&b'(') || self.names.iter().any(|n| n == &text[start..end]) {
+        for name in super::calls(text) {
+            if self.names.iter().any(|n| n == name) {
                 continue;
             }
-            let name = &text[start..end];
             let def = definition(name, self.d)
                 .ok_or_else(|| Error::internal(format!("no helper {name} in {}", self.d.language.name())))?;
             self.names.push(name.to_string());

@@ -4,11 +4,14 @@ pub mod c;
 pub mod dialect;
 mod helpers;
 mod legalize;
+pub mod wgsl;
 
-pub use c::{render, to_batch};
 pub use legalize::without_subgroups;
 
+use crate::error::Result;
+use crate::kernel::Kernel;
 use serde::{Deserialize, Serialize};
+use std::collections::HashMap;
 
 /// A kernel language.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
@@ -21,10 +24,13 @@ pub enum Language {
     Hip,
     /// Metal Shading Language 2.
     Metal,
+    /// WebGPU Shading Language; 64-bit types as naga spells them.
+    Wgsl,
 }
 
 impl Language {
-    pub const ALL: [Language; 4] = [Language::OpenCl, Language::Cuda, Language::Hip, Language::Metal];
+    pub const ALL: [Language; 5] =
+        [Language::OpenCl, Language::Cuda, Language::Hip, Language::Metal, Language::Wgsl];
 
     /// Extension of a source file.
     pub fn extension(self) -> &'static str {
@@ -33,6 +39,7 @@ impl Language {
             Language::Cuda => "cu",
             Language::Hip => "hip",
             Language::Metal => "metal",
+            Language::Wgsl => "wgsl",
         }
     }
 
@@ -42,6 +49,7 @@ impl Language {
             Language::Cuda => "CUDA C++",
             Language::Hip => "HIP C++",
             Language::Metal => "Metal",
+            Language::Wgsl => "WGSL",
         }
     }
 }
@@ -51,4 +59,48 @@ impl Language {
 pub struct Source {
     pub text: String,
     pub entries: Vec<String>,
+}
+
+/// Renders one verified kernel; its entry point has the kernel's name (in WGSL after `k_`).
+///
+/// # Errors
+/// [`crate::Error::Unsupported`] for what the language cannot say (f64 in Metal, tile multiplies).
+pub fn render(k: &Kernel, language: Language) -> Result<Source> {
+    batch(&[(k, k.name.clone())], language)
+}
+
+/// Renders many kernels into one source: equal kernels once, helpers once. Entry `i` of the result belongs to kernel `i`.
+///
+/// # Errors
+/// As [`render`].
+pub fn to_batch(kernels: &[&Kernel], language: Language) -> Result<Source> {
+    let mut seen: HashMap<u128, usize> = HashMap::new();
+    let mut unique = vec![];
+    let mut places = vec![];
+    for k in kernels {
+        places.push(*seen.entry(k.key()).or_insert_with(|| {
+            unique.push((*k, format!("{}_{}", k.name, unique.len())));
+            unique.len() - 1
+        }));
+    }
+    let s = batch(&unique, language)?;
+    Ok(Source { entries: places.into_iter().map(|i| s.entries[i].clone()).collect(), text: s.text })
+}
+
+fn batch(kernels: &[(&Kernel, String)], language: Language) -> Result<Source> {
+    match dialect::Dialect::of(language) {
+        Some(d) => c::batch(kernels, d),
+        None => wgsl::batch(kernels, &wgsl::Options::default()),
+    }
+}
+
+/// Names of the helpers (`h_…`) that a text calls.
+fn calls(text: &str) -> impl Iterator<Item = &str> {
+    let ident = |c: u8| c.is_ascii_alphanumeric() || c == b'_';
+    let bytes = text.as_bytes();
+    text.match_indices("h_").filter_map(move |(start, _)| {
+        let end = start + bytes[start..].iter().take_while(|&&c| ident(c)).count();
+        let whole = start == 0 || !ident(bytes[start - 1]);
+        (whole && bytes.get(end) == Some(&b'(')).then(|| &text[start..end])
+    })
 }

@@ -308,3 +308,13 @@ pub fn everything_for(f64: bool) -> Vec<Kernel> {
     k.extend(all_casts(f64));
     k
 }
+
+/// Parses and validates a WGSL module with every 64-bit and 16-bit ability that a device may have.
+pub fn naga_validates(text: &str) -> Result<(), String> {
+    use naga::valid::{Capabilities, ValidationFlags, Validator};
+    let module = naga::front::wgsl::parse_str(text).map_err(|e| e.emit_to_string(text))?;
+    Validator::new(ValidationFlags::all(), Capabilities::all())
+        .validate(&module)
+        .map(|_| ())
+        .map_err(|e| e.emit_to_string(text))
+}

@@ -27,10 +27,10 @@ pub fn open(test: &str, kind: BackendType, level: Level) -> Option<Backend> {
     }
 }
 
-/// Every device that computes and is there. HALCYON_DEVICES=cpu,opencl narrows the list.
+/// Every device that computes and is there. HALCYON_DEVICES=cpu,webgpu narrows the list.
 pub fn devices(test: &str, level: Level) -> Vec<Backend> {
     let only = std::env::var("HALCYON_DEVICES").ok();
-    [BackendType::Cpu, BackendType::OpenCl]
+    [BackendType::Cpu, BackendType::OpenCl, BackendType::WebGpu]
         .into_iter()
         .filter(|k| only.as_deref().is_none_or(|o| o.split(',').any(|n| n == k.id())))
         .filter_map(|k| open(test, k, level))

@@ -71,12 +71,14 @@ pub struct Dialect {
 }
 
 impl Dialect {
-    pub fn of(l: Language) -> &'static Dialect {
+    /// The table of a language; `None` for one that is no C.
+    pub fn of(l: Language) -> Option<&'static Dialect> {
         match l {
-            Language::OpenCl => &opencl::DIALECT,
-            Language::Cuda => &cuda::DIALECT,
-            Language::Hip => &hip::DIALECT,
-            Language::Metal => &metal::DIALECT,
+            Language::OpenCl => Some(&opencl::DIALECT),
+            Language::Cuda => Some(&cuda::DIALECT),
+            Language::Hip => Some(&hip::DIALECT),
+            Language::Metal => Some(&metal::DIALECT),
+            Language::Wgsl => None,
         }
     }
 

@@ -1,0 +1,208 @@
+//! Adapters: what there is, and what it says about itself.
+
+use super::sys;
+use crate::{BackendType, Caps, DeviceInfo, Error, Result};
+use halcyon_ir::DType;
+use halcyon_ir::render::wgsl;
+use std::sync::Mutex;
+
+/// One adapter, with its place among those of its backend.
+#[derive(Clone, Debug)]
+pub struct Adapter {
+    pub raw: wgpu::Adapter,
+    pub kind: BackendType,
+    pub index: usize,
+}
+
+/// Features that kernels use where they are there. The rest is left off, so that limits of one adapter do not depend on it.
+const FEATURES: wgpu::Features = wgpu::Features::SHADER_F16
+    .union(wgpu::Features::SHADER_I16)
+    .union(wgpu::Features::SHADER_F64)
+    .union(wgpu::Features::SHADER_INT64)
+    .union(wgpu::Features::TIMESTAMP_QUERY)
+    .union(wgpu::Features::TIMESTAMP_QUERY_INSIDE_ENCODERS);
+
+impl Adapter {
+    /// Every adapter of a backend that has compute shaders: discrete ones first, software last.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] where there is none.
+    pub fn all(kind: BackendType) -> Result<Vec<Adapter>> {
+        // Drivers initialise at the first question, and not all do so in two threads. What was found stays: asking again costs
+        // as much as the first time.
+        static FOUND: Mutex<Vec<Adapter>> = Mutex::new(vec![]);
+        let mut known = FOUND.lock().unwrap_or_else(|e| e.into_inner());
+        let before: Vec<Adapter> = known.iter().filter(|a| a.kind == kind).cloned().collect();
+        if !before.is_empty() {
+            return Ok(before);
+        }
+        let found = sys::ready(sys::instance(kind).enumerate_adapters(sys::backends(kind)));
+        let mut tried = vec![];
+        let mut all: Vec<wgpu::Adapter> = vec![];
+        for a in found {
+            let i = a.get_info();
+            let able = a.get_downlevel_capabilities().flags.contains(wgpu::DownlevelFlags::COMPUTE_SHADERS);
+            if able {
+                all.push(a);
+            } else {
+                tried.push(format!("{} ({:?}): no compute shaders", i.name, i.backend));
+            }
+        }
+        all.sort_by_key(|a| {
+            let i = a.get_info();
+            let place = |order: &[wgpu::DeviceType]| order.iter().position(|t| *t == i.device_type);
+            use wgpu::DeviceType::*;
+            let system = [wgpu::Backend::Vulkan, wgpu::Backend::Metal, wgpu::Backend::Dx12];
+            (
+                place(&[DiscreteGpu, IntegratedGpu, VirtualGpu, Other, Cpu]),
+                system.iter().position(|b| *b == i.backend),
+            )
+        });
+        if all.is_empty() {
+            return Err(unavailable(kind, tried));
+        }
+        let all: Vec<Adapter> =
+            all.into_iter().enumerate().map(|(index, raw)| Adapter { raw, kind, index }).collect();
+        known.extend(all.iter().cloned());
+        Ok(all)
+    }
+
+    pub fn id(&self) -> String {
+        format!("{}:{}", self.kind.id(), self.index)
+    }
+
+    pub fn features(&self) -> wgpu::Features {
+        self.raw.features() & FEATURES
+    }
+
+    /// What rendered modules may use.
+    pub fn options(&self) -> wgsl::Options {
+        let f = self.features();
+        wgsl::Options {
+            f16: f.contains(wgpu::Features::SHADER_F16),
+            int16: f.contains(wgpu::Features::SHADER_I16),
+            short_loops: self.is_cpu(),
+            ..Default::default()
+        }
+    }
+
+    fn is_cpu(&self) -> bool {
+        self.raw.get_info().device_type == wgpu::DeviceType::Cpu
+    }
+
+    /// Facts as the library tells them. It does not tell how much memory there is.
+    pub fn info(&self) -> DeviceInfo {
+        let i = self.raw.get_info();
+        let l = self.raw.limits();
+        let software = self.is_cpu();
+        let texts = [
+            ("type", format!("{:?}", i.device_type)),
+            ("interface", i.backend.to_str().to_string()),
+            ("driver", i.driver.clone()),
+            ("pci_bus", i.device_pci_bus_id.clone()),
+            ("subgroup", format!("{}..{}", i.subgroup_min_size, i.subgroup_max_size)),
+            ("max_binding_bytes", l.max_storage_buffer_binding_size.to_string()),
+            ("max_buffer_bytes", l.max_buffer_size.to_string()),
+            ("features", names(self.features())),
+        ];
+        let vendor = match i.vendor {
+            0x10de => "NVIDIA".into(),
+            0x1002 => "AMD".into(),
+            0x8086 => "Intel".into(),
+            0x106b => "Apple".into(),
+            0x13b5 => "Arm".into(),
+            0x5143 => "Qualcomm".into(),
+            0x1_0005 => "Mesa".into(),
+            0x1414 => "Microsoft".into(),
+            n => format!("{n:#06x}"),
+        };
+        let machine = if software { halcyon_ir::host::memory() } else { None };
+        DeviceInfo {
+            backend: self.kind,
+            id: self.id(),
+            index: self.index,
+            name: if i.name.is_empty() { "unnamed adapter".into() } else { i.name },
+            vendor,
+            driver_version: Some(i.driver_info).filter(|v| !v.is_empty()),
+            total_memory: machine.map(|m| m.1),
+            free_memory: machine.map(|m| m.0),
+            compute_capability: None,
+            compute_units: None,
+            unified_memory: software || i.device_type == wgpu::DeviceType::IntegratedGpu,
+            software,
+            properties: texts
+                .into_iter()
+                .filter(|(_, v)| !v.is_empty())
+                .map(|(k, v)| (k.to_string(), v))
+                .collect(),
+        }
+    }
+
+    /// Limits and abilities. Subgroup operations are left to workgroup memory: WGSL promises neither a size nor that a subgroup is a
+    /// run of the local index.
+    pub fn caps(&self) -> Caps {
+        let (l, f) = (self.raw.limits(), self.features());
+        let i64 = f.contains(wgpu::Features::SHADER_INT64);
+        // What takes f64 apart does so in 64-bit integers.
+        let f64 = i64 && f.contains(wgpu::Features::SHADER_F64);
+        let storage = DType::native().filter(|d| match d {
+            DType::F64 => f64,
+            DType::I64 | DType::U64 => i64,
+            _ => true,
+        });
+        let cores = || std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
+        Caps {
+            storage: storage.collect(),
+            f64,
+            i64,
+            f16_arithmetic: false,
+            subgroup: None,
+            max_workgroup: l.max_compute_invocations_per_workgroup.min(l.max_compute_workgroup_size_x),
+            workgroup_memory: l.max_compute_workgroup_storage_size,
+            // One is left to what watches loops.
+            max_bindings: l.max_storage_buffers_per_shader_stage.saturating_sub(self.is_cpu() as u32),
+            max_binding_bytes: l.max_storage_buffer_binding_size.min(l.max_buffer_size),
+            max_groups: l.max_compute_workgroups_per_dimension,
+            // Whole buffers are bound; offsets are arguments.
+            offset_alignment: 1,
+            // Not told; a GPU has some.
+            compute_units: if self.is_cpu() { cores() } else { 16 },
+            is_cpu: self.is_cpu(),
+        }
+    }
+
+    /// An open device with what kernels use and all that the adapter allows.
+    pub fn request(&self) -> Result<(wgpu::Device, wgpu::Queue)> {
+        let d = wgpu::DeviceDescriptor {
+            label: Some("halcyon"),
+            required_features: self.features(),
+            required_limits: self.raw.limits(),
+            experimental_features: wgpu::ExperimentalFeatures::disabled(),
+            memory_hints: wgpu::MemoryHints::Performance,
+            trace: wgpu::Trace::Off,
+        };
+        sys::ready(self.raw.request_device(&d))
+            .map_err(|e| sys::driver_error(&self.id(), "requestDevice", sys::text(&e)))
+    }
+}
+
+fn names(f: wgpu::Features) -> String {
+    f.iter_names().map(|(n, _)| n.to_ascii_lowercase()).collect::<Vec<_>>().join(" ")
+}
+
+fn unavailable(kind: BackendType, tried: Vec<String>) -> Error {
+    let apple = cfg!(target_vendor = "apple");
+    let mut places = tried;
+    let (reason, fix) = if kind == BackendType::Metal && !apple {
+        ("Metal exists on Apple's systems only", "Use --backend webgpu")
+    } else if cfg!(target_os = "linux") {
+        places.push("libvulkan.so.1".into());
+        (
+            "there is no Vulkan library, or no driver is registered with it",
+            "Install your GPU's Vulkan driver (Debian: apt-get install libvulkan1 mesa-vulkan-drivers)",
+        )
+    } else {
+        ("no adapter with compute shaders was found", "Install or update your GPU's driver")
+    };
+    Error::Unavailable { backend: kind.id().into(), tried: places, reason: reason.into(), fix: fix.into() }
+}

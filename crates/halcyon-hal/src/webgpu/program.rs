@@ -1,0 +1,170 @@
+//! Programs: rendered to WGSL and made into pipelines.
+
+use super::sys;
+use crate::validate::Signature;
+use crate::{Counts, Error, Program, Result};
+use halcyon_ir::kernel::Kernel;
+use halcyon_ir::render::wgsl;
+use smallvec::SmallVec;
+use std::any::Any;
+use std::collections::HashMap;
+use std::sync::{Arc, Mutex};
+
+/// The binding of each buffer of a launch: equal where two are one memory, which WebGPU lets a dispatch bind once.
+pub type Bindings = SmallVec<[usize; 16]>;
+
+/// Rounds that loops do at a time where a device gives them up early and a size is large.
+const UNROLL: u32 = 8;
+
+/// A pipeline for one way of binding.
+#[derive(Debug)]
+pub struct Variant {
+    pub pipeline: wgpu::ComputePipeline,
+    pub layout: wgpu::BindGroupLayout,
+}
+
+/// A compiled kernel and what its launches must bring.
+#[derive(Debug)]
+pub struct WgProgram {
+    pub signature: Signature,
+    /// Byte offset of each parameter in its struct, and the struct's size.
+    pub params: (Vec<u32>, u32),
+    kernel: Kernel,
+    source: String,
+    builder: Arc<Builder>,
+    /// By binding, and whether loops may be long; the plain one is there from the start.
+    variants: Mutex<HashMap<(Bindings, bool), Arc<Variant>>>,
+    /// Number of the device that it belongs to.
+    pub owner: u64,
+}
+
+impl Program for WgProgram {
+    fn name(&self) -> &str {
+        &self.signature.name
+    }
+
+    fn source(&self) -> Option<&str> {
+        Some(&self.source)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// Builds programs of one device.
+#[derive(Debug)]
+pub struct Builder {
+    pub device: wgpu::Device,
+    pub id: String,
+    pub options: wgsl::Options,
+    /// The parameters' group, the same for all programs.
+    pub params: wgpu::BindGroupLayout,
+    pub counts: Arc<Counts>,
+}
+
+/// Bytes of parameters that a kernel may have: what is bound of the ring at a time.
+pub const PARAM_BYTES: u32 = 4096;
+
+impl Builder {
+    /// A program for a verified kernel.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for what WGSL cannot say, [`Error::Compile`] with the compiler's log.
+    pub fn program(self: &Arc<Self>, kernel: &Kernel, owner: u64) -> Result<WgProgram> {
+        let signature = Signature::of(kernel)?;
+        let params = wgsl::param_layout(kernel.params.iter().map(|p| p.ty));
+        if params.1 > PARAM_BYTES {
+            return Err(Error::unsupported(
+                format!("kernel {}: {} bytes of parameters, {PARAM_BYTES} are bound", kernel.name, params.1),
+                "Use a graph with fewer arguments per op",
+            ));
+        }
+        let plain: Bindings = (0..kernel.buffers.len()).collect();
+        let (variant, source) = self.variant(kernel, &plain, false)?;
+        Ok(WgProgram {
+            signature,
+            params,
+            kernel: kernel.clone(),
+            source,
+            builder: self.clone(),
+            variants: Mutex::new(HashMap::from([((plain, false), Arc::new(variant))])),
+            owner,
+        })
+    }
+
+    fn variant(&self, kernel: &Kernel, bindings: &Bindings, long: bool) -> Result<(Variant, String)> {
+        let start = std::time::Instant::now();
+        let unroll = if long { UNROLL } else { 1 };
+        let options = wgsl::Options { bindings: bindings.to_vec(), unroll, ..self.options.clone() };
+        let source = wgsl::render(kernel, &options)?;
+        let entry =
+            source.entries.first().ok_or_else(|| Error::internal("a rendered kernel without an entry"))?;
+        let many = bindings.iter().map(|b| b + 1).max().unwrap_or(0);
+        let slots: Vec<wgpu::BindGroupLayoutEntry> = (0..many as u32).map(storage).collect();
+        let d = &self.device;
+        let built = sys::scoped(d, || {
+            let module = d.create_shader_module(wgpu::ShaderModuleDescriptor {
+                label: Some(&kernel.name),
+                source: wgpu::ShaderSource::Wgsl(source.text.as_str().into()),
+            });
+            let layout =
+                d.create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: None, entries: &slots });
+            let whole = d.create_pipeline_layout(&wgpu::PipelineLayoutDescriptor {
+                label: None,
+                bind_group_layouts: &[Some(&layout), Some(&self.params)],
+                immediate_size: 0,
+            });
+            let pipeline = d.create_compute_pipeline(&wgpu::ComputePipelineDescriptor {
+                label: Some(&kernel.name),
+                layout: Some(&whole),
+                module: &module,
+                entry_point: Some(entry),
+                compilation_options: wgpu::PipelineCompilationOptions {
+                    // Kernels write workgroup memory before they read it; the interpreter checks that.
+                    zero_initialize_workgroup_memory: false,
+                    ..Default::default()
+                },
+                cache: None,
+            });
+            Variant { pipeline, layout }
+        });
+        let v = built.map_err(|e| match e {
+            wgpu::Error::OutOfMemory { .. } => {
+                sys::driver_error(&self.id, "createComputePipeline", sys::text(&e))
+            }
+            e => Error::Compile { device: self.id.clone(), kernel: kernel.name.clone(), log: sys::text(&e) },
+        })?;
+        Counts::add(&self.counts.compiles, 1);
+        tracing::debug!(kernel = kernel.name, device = self.id, elapsed = ?start.elapsed(), "compiled");
+        Ok((v, source.text))
+    }
+}
+
+impl WgProgram {
+    /// The pipeline for a way of binding, compiled when it is met first. `long`: a loop may have more rounds than the device does.
+    pub fn bound(&self, bindings: &Bindings, long: bool) -> Result<Arc<Variant>> {
+        let key = (bindings.clone(), long && self.builder.options.short_loops);
+        let mut v = self.variants.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(v) = v.get(&key) {
+            return Ok(v.clone());
+        }
+        let new = Arc::new(self.builder.variant(&self.kernel, bindings, key.1)?.0);
+        v.insert(key, new.clone());
+        Ok(new)
+    }
+}
+
+/// A buffer that kernels read and write, whether or not this one does both: one usage for all, so none conflicts.
+pub fn storage(binding: u32) -> wgpu::BindGroupLayoutEntry {
+    wgpu::BindGroupLayoutEntry {
+        binding,
+        visibility: wgpu::ShaderStages::COMPUTE,
+        ty: wgpu::BindingType::Buffer {
+            ty: wgpu::BufferBindingType::Storage { read_only: false },
+            has_dynamic_offset: false,
+            min_binding_size: None,
+        },
+        count: None,
+    }
+}

@@ -1,0 +1,598 @@
+//! The in-order queue of a device.
+
+use super::memory::{self, WgBuffer, WgSource};
+use super::program::{Bindings, Builder, PARAM_BYTES, WgProgram};
+use super::sys::{self, Stray};
+use crate::pool::Pool;
+use crate::validate::Argument;
+use crate::{Counts, Error, Result, Timing};
+use halcyon_ir::DType;
+use halcyon_ir::kernel::{self, Ty};
+use smallvec::SmallVec;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+
+/// Bytes of parameters of the launches that are handed over together.
+const RING: u64 = 128 << 10;
+/// A size from which on loops over it, or over two such sizes, may have more rounds than a device does that gives loops up.
+const LONG: u64 = 1 << 14;
+/// Commands that are timed together.
+const STAMPED: u32 = 512;
+/// Bytes that one mapping reads, and that are written before the queue is asked to take them.
+const CHUNK: usize = 32 << 20;
+
+#[derive(Debug, Default)]
+struct State {
+    done: Vec<Timing>,
+    /// A kernel that can fault ran since the fault word was last read.
+    may_have_faulted: bool,
+    /// What reads are mapped from; kept for the next one.
+    staging: Option<wgpu::Buffer>,
+}
+
+/// Time stamps of commands.
+#[derive(Debug)]
+struct Clock {
+    set: wgpu::QuerySet,
+    resolved: wgpu::Buffer,
+    /// Nanoseconds of a tick.
+    period: f64,
+}
+
+/// One in-order queue and the fault word of its device.
+#[derive(Debug)]
+pub struct Queue {
+    device: wgpu::Device,
+    raw: wgpu::Queue,
+    id: String,
+    fault: wgpu::Buffer,
+    /// Where the device gives loops up early: the word that such a loop sets.
+    cut: Option<wgpu::Buffer>,
+    /// Parameters of the launches under way, each launch's at an offset of its own.
+    ring: wgpu::Buffer,
+    ring_group: wgpu::BindGroup,
+    ring_align: u32,
+    max_groups: u32,
+    /// For the figures of an out-of-memory error.
+    pool: Arc<Pool<WgSource>>,
+    clock: Option<Clock>,
+    stray: Arc<Stray>,
+    /// Copies what the language's own copy does not: bytes at any place, and within one buffer.
+    byte_copy: OnceLock<WgProgram>,
+    builder: Arc<Builder>,
+    state: Mutex<State>,
+}
+
+/// The submission of one list of commands; holds the queue's lock.
+#[derive(Debug)]
+pub struct Submission<'a> {
+    queue: &'a Queue,
+    state: MutexGuard<'a, State>,
+    encoder: Option<wgpu::CommandEncoder>,
+    pass: Option<wgpu::ComputePass<'static>>,
+    params: Vec<u8>,
+    /// For each timed command, whether it did anything.
+    timed: Vec<bool>,
+}
+
+impl Queue {
+    /// `profile`: every command is timed, which an adapter may be unable to.
+    pub fn new(
+        device: wgpu::Device,
+        raw: wgpu::Queue,
+        stray: Arc<Stray>,
+        builder: Arc<Builder>,
+        pool: Arc<Pool<WgSource>>,
+        profile: bool,
+    ) -> Result<Queue> {
+        use wgpu::{BufferUsages as U, Features as F};
+        let id = builder.id.clone();
+        let failed = |e: wgpu::Error| sys::driver_error(&id, "createBuffer", sys::text(&e));
+        let fault = memory::buffer(&device, 4, U::STORAGE | U::COPY_SRC | U::COPY_DST).map_err(failed)?;
+        let cut = match builder.options.short_loops {
+            true => Some(memory::buffer(&device, 4, U::STORAGE | U::COPY_SRC | U::COPY_DST).map_err(failed)?),
+            false => None,
+        };
+        let ring = memory::buffer(&device, RING, U::UNIFORM | U::COPY_DST).map_err(failed)?;
+        let mut entries = vec![wgpu::BindGroupEntry {
+            binding: 0,
+            resource: wgpu::BindingResource::Buffer(wgpu::BufferBinding {
+                buffer: &ring,
+                offset: 0,
+                size: wgpu::BufferSize::new(PARAM_BYTES as u64),
+            }),
+        }];
+        entries.extend(
+            cut.as_ref().map(|c| wgpu::BindGroupEntry { binding: 1, resource: c.as_entire_binding() }),
+        );
+        let ring_group = sys::scoped(&device, || {
+            device.create_bind_group(&wgpu::BindGroupDescriptor {
+                label: None,
+                layout: &builder.params,
+                entries: &entries,
+            })
+        })
+        .map_err(|e| sys::driver_error(&id, "createBindGroup", sys::text(&e)))?;
+        let clock = match profile {
+            false => None,
+            true if device.features().contains(F::TIMESTAMP_QUERY | F::TIMESTAMP_QUERY_INSIDE_ENCODERS) => {
+                let set = sys::scoped(&device, || {
+                    device.create_query_set(&wgpu::QuerySetDescriptor {
+                        label: None,
+                        ty: wgpu::QueryType::Timestamp,
+                        count: 2 * STAMPED,
+                    })
+                });
+                let set = set.map_err(|e| sys::driver_error(&id, "createQuerySet", sys::text(&e)))?;
+                let bytes = 2 * STAMPED as u64 * 8;
+                let resolved =
+                    memory::buffer(&device, bytes, U::QUERY_RESOLVE | U::COPY_SRC).map_err(failed)?;
+                Some(Clock { set, resolved, period: raw.get_timestamp_period() as f64 })
+            }
+            true => {
+                return Err(Error::unsupported(
+                    format!("profiling on {id}: the adapter has no time stamps"),
+                    "Open it without profiling",
+                ));
+            }
+        };
+        let l = device.limits();
+        raw.write_buffer(&fault, 0, &[0; 4]);
+        if let Some(c) = &cut {
+            raw.write_buffer(c, 0, &[0; 4]);
+        }
+        Ok(Queue {
+            id,
+            fault,
+            cut,
+            ring,
+            ring_group,
+            ring_align: l.min_uniform_buffer_offset_alignment.max(16),
+            max_groups: l.max_compute_workgroups_per_dimension,
+            pool,
+            clock,
+            stray,
+            byte_copy: OnceLock::new(),
+            builder,
+            state: Mutex::default(),
+            device,
+            raw,
+        })
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Every update leaves the state whole, so a panic elsewhere does not damage it.
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn error(&self, call: &str, e: &wgpu::Error) -> Error {
+        if !matches!(e, wgpu::Error::OutOfMemory { .. }) {
+            return sys::driver_error(&self.id, call, sys::text(e));
+        }
+        let m = self.pool.stats();
+        let total = m.limit.unwrap_or(0);
+        Error::OutOfMemory {
+            device: self.id.clone(),
+            what: format!("what {call} needs besides live buffers"),
+            requested: m.allocated,
+            free: total.saturating_sub(m.allocated),
+            total,
+            next: "Use a smaller batch, or set a memory limit below what is free".into(),
+        }
+    }
+
+    /// Runs calls with every kind of error caught.
+    fn call<T>(&self, name: &str, f: impl FnOnce() -> Result<T>) -> Result<T> {
+        self.stray.check(&self.id)?;
+        match sys::scoped(&self.device, f) {
+            // What was found before the call names the cause better.
+            Ok(r) => r,
+            Err(e) => Err(self.error(name, &e)),
+        }
+    }
+
+    /// Copies host bytes to a range that was checked, after all submitted work.
+    pub fn write(&self, dst: &WgBuffer, offset: usize, src: &[u8]) -> Result<()> {
+        if src.is_empty() {
+            return Ok(());
+        }
+        let mut state = self.lock();
+        // Words in the middle go as they are; what lies past the end of a buffer is its own padding.
+        let head = (offset.next_multiple_of(4) - offset).min(src.len());
+        let (first, rest) = src.split_at(head);
+        let last = offset + src.len() == memory_end(dst);
+        let words = if last { rest.len() } else { rest.len() / 4 * 4 };
+        let (middle, tail) = rest.split_at(words);
+        let to = raw(dst)?;
+        self.call("writeBuffer", || {
+            let mut at = (offset + head) as u64;
+            for part in middle.chunks(CHUNK) {
+                let whole = part.len() / 4 * 4;
+                self.raw.write_buffer(to, at, &part[..whole]);
+                if whole < part.len() {
+                    let mut word = [0; 4];
+                    word[..part.len() - whole].copy_from_slice(&part[whole..]);
+                    self.raw.write_buffer(to, at + whole as u64, &word);
+                }
+                at += part.len() as u64;
+                if part.len() == CHUNK {
+                    self.raw.submit([]);
+                }
+            }
+            Ok(())
+        })?;
+        for (at, bytes) in [(offset, first), (offset + src.len() - tail.len(), tail)] {
+            if !bytes.is_empty() {
+                state = self.patch(state, dst, at, bytes)?;
+            }
+        }
+        Ok(())
+    }
+
+    /// Writes bytes that are not whole words, by a kernel, since a copy moves words.
+    fn patch<'a>(
+        &'a self,
+        state: MutexGuard<'a, State>,
+        dst: &WgBuffer,
+        offset: usize,
+        bytes: &[u8],
+    ) -> Result<MutexGuard<'a, State>> {
+        let mut words = bytes.to_vec();
+        words.resize(bytes.len().next_multiple_of(4), 0);
+        let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
+        let from = memory::buffer(&self.device, words.len() as u64, usage)
+            .map_err(|e| self.error("createBuffer", &e))?;
+        self.run_with(state, |s| {
+            s.queue.raw.write_buffer(&from, 0, &words);
+            s.copy_bytes(&from, 0, raw(dst)?, offset, bytes.len())
+        })
+    }
+
+    /// Copies a range that was checked to the host, after all submitted work.
+    pub fn read(&self, src: &WgBuffer, offset: usize, dst: &mut [u8]) -> Result<()> {
+        if dst.is_empty() {
+            return self.finish();
+        }
+        let mut state = self.lock();
+        self.read_raw(&mut state, raw(src)?, offset, dst)
+    }
+
+    fn read_raw(&self, state: &mut State, src: &wgpu::Buffer, offset: usize, dst: &mut [u8]) -> Result<()> {
+        let mut at = offset;
+        for part in dst.chunks_mut(CHUNK) {
+            let start = at / 4 * 4;
+            let end = (at + part.len()).next_multiple_of(4);
+            let bytes = (end - start) as u64;
+            // The word of loops that were given up comes along behind.
+            let all = bytes + if self.cut.is_some() { 4 } else { 0 };
+            let staging = self.staging(state, all)?;
+            let view = self.call("mapAsync", || {
+                let mut e = self.device.create_command_encoder(&Default::default());
+                e.copy_buffer_to_buffer(src, start as u64, &staging, 0, bytes);
+                if let Some(c) = &self.cut {
+                    e.copy_buffer_to_buffer(c, 0, &staging, bytes, 4);
+                }
+                let index = self.raw.submit([e.finish()]);
+                let result: Arc<Mutex<Option<String>>> = Arc::default();
+                let r = result.clone();
+                staging.map_async(wgpu::MapMode::Read, 0..all, move |got| {
+                    if let Err(e) = got {
+                        *r.lock().unwrap_or_else(|e| e.into_inner()) = Some(sys::text(&e));
+                    }
+                });
+                self.poll(wgpu::PollType::Wait { submission_index: Some(index), timeout: None })?;
+                if let Some(why) = result.lock().unwrap_or_else(|e| e.into_inner()).take() {
+                    return Err(sys::driver_error(&self.id, "mapAsync", why));
+                }
+                staging
+                    .get_mapped_range(0..all)
+                    .map_err(|e| sys::driver_error(&self.id, "getMappedRange", sys::text(&e)))
+            })?;
+            part.copy_from_slice(&view[at - start..at - start + part.len()]);
+            let cut = view[bytes as usize..].iter().any(|b| *b != 0);
+            drop(view);
+            staging.unmap();
+            if cut && let Some(c) = &self.cut {
+                self.raw.write_buffer(c, 0, &[0; 4]);
+                return Err(Error::unsupported(
+                    format!("a kernel whose loops have more rounds than {} does (llvmpipe: 65,535)", self.id),
+                    "Use --backend cpu or a GPU, or smaller tensors",
+                ));
+            }
+            at += part.len();
+        }
+        Ok(())
+    }
+
+    /// A buffer of at least `bytes` that can be mapped.
+    fn staging(&self, state: &mut State, bytes: u64) -> Result<wgpu::Buffer> {
+        if let Some(b) = &state.staging
+            && b.size() >= bytes
+        {
+            return Ok(b.clone());
+        }
+        let size = bytes.next_power_of_two().max(4096);
+        let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
+        let b = memory::buffer(&self.device, size, usage).map_err(|e| self.error("createBuffer", &e))?;
+        state.staging = Some(b.clone());
+        Ok(b)
+    }
+
+    fn poll(&self, how: wgpu::PollType) -> Result<()> {
+        let r = self.device.poll(how);
+        r.map(|_| ()).map_err(|e| sys::driver_error(&self.id, "poll", sys::text(&e)))
+    }
+
+    /// Enqueues what `f` asks for and hands it to the device, also where `f` fails at a later command.
+    pub fn run(&self, f: impl FnOnce(&mut Submission<'_>) -> Result<()>) -> Result<()> {
+        self.run_with(self.lock(), f).map(|_| ())
+    }
+
+    fn run_with<'a>(
+        &'a self,
+        state: MutexGuard<'a, State>,
+        f: impl FnOnce(&mut Submission<'_>) -> Result<()>,
+    ) -> Result<MutexGuard<'a, State>> {
+        self.call("submit", || {
+            let mut s =
+                Submission { queue: self, state, encoder: None, pass: None, params: vec![], timed: vec![] };
+            let r = f(&mut s);
+            s.flush()?;
+            r.map(|()| s.state)
+        })
+    }
+
+    pub fn finish(&self) -> Result<()> {
+        self.call("poll", || self.poll(wgpu::PollType::wait_indefinitely()))
+    }
+
+    /// Waits, then takes and clears the fault word.
+    pub fn take_fault(&self) -> Result<Option<u32>> {
+        let mut s = self.lock();
+        self.finish()?;
+        if !s.may_have_faulted {
+            return Ok(None);
+        }
+        let mut word = [0; 4];
+        self.read_raw(&mut s, &self.fault, 0, &mut word)?;
+        let id = u32::from_le_bytes(word);
+        if id != 0 {
+            self.call("writeBuffer", || {
+                self.raw.write_buffer(&self.fault, 0, &[0; 4]);
+                Ok(())
+            })?;
+        }
+        s.may_have_faulted = false;
+        Ok((id != 0).then_some(id))
+    }
+
+    /// The times of all commands since the last call.
+    pub fn take_timings(&self) -> Result<Vec<Timing>> {
+        Ok(std::mem::take(&mut self.lock().done))
+    }
+
+    fn byte_copy(&self) -> Result<&WgProgram> {
+        if let Some(p) = self.byte_copy.get() {
+            return Ok(p);
+        }
+        let b = kernel::Builder::new("copy_bytes", [64, 1, 1]);
+        b.may_alias();
+        let (src, dst) = (b.raw_buffer(DType::U8, false), b.raw_buffer(DType::U8, true));
+        let (n, from, to) = (b.param("n", Ty::U32), b.param("from", Ty::U32), b.param("to", Ty::U32));
+        let i = b.linear_id().to(Ty::U32);
+        b.if_(i.lt(n), || b.store(dst, to + i, b.load(src, from + i)));
+        // No one asked for this kernel, so it is not counted.
+        let own = Builder {
+            device: self.device.clone(),
+            id: self.id.clone(),
+            options: self.builder.options.clone(),
+            params: self.builder.params.clone(),
+            counts: Arc::new(Counts::default()),
+        };
+        let p = Arc::new(own).program(&b.finish()?, 0)?;
+        Ok(self.byte_copy.get_or_init(|| p))
+    }
+}
+
+fn raw(b: &WgBuffer) -> Result<&wgpu::Buffer> {
+    b.block.raw().ok_or_else(|| Error::internal("a buffer was used after its release"))
+}
+
+/// Bytes of a buffer that mean anything.
+fn memory_end(b: &WgBuffer) -> usize {
+    b.block.bytes()
+}
+
+impl Submission<'_> {
+    fn encoder(&mut self) -> &mut wgpu::CommandEncoder {
+        self.pass = None;
+        let device = &self.queue.device;
+        self.encoder.get_or_insert_with(|| device.create_command_encoder(&Default::default()))
+    }
+
+    /// Marks the start (0) or the end (1) of a command.
+    fn stamp(&mut self, end: u32) {
+        let q = self.queue;
+        if let Some(c) = &q.clock {
+            let at = 2 * self.timed.len() as u32 + end;
+            self.encoder().write_timestamp(&c.set, at);
+        }
+    }
+
+    /// Counts a command as timed; `did` is false where it had nothing to do.
+    fn note(&mut self, did: bool) -> Result<()> {
+        if self.queue.clock.is_none() {
+            return Ok(());
+        }
+        self.timed.push(did);
+        if self.timed.len() as u32 >= STAMPED { self.flush() } else { Ok(()) }
+    }
+
+    /// Enqueues a kernel. The number and types of what it gets were checked against its signature.
+    pub fn launch(
+        &mut self,
+        p: &WgProgram,
+        groups: [u32; 3],
+        buffers: &[&WgBuffer],
+        arguments: &[Argument],
+    ) -> Result<()> {
+        if groups.contains(&0) {
+            return self.note(false);
+        }
+        let mut raws = buffers.iter().map(|b| raw(b)).collect::<Result<SmallVec<[&wgpu::Buffer; 16]>>>()?;
+        if p.signature.faults {
+            raws.push(&self.queue.fault);
+            self.state.may_have_faulted = true;
+        }
+        self.stamp(0);
+        self.dispatch(p, groups, &raws, arguments)?;
+        self.stamp(1);
+        self.note(true)
+    }
+
+    fn dispatch(
+        &mut self,
+        p: &WgProgram,
+        groups: [u32; 3],
+        buffers: &[&wgpu::Buffer],
+        arguments: &[Argument],
+    ) -> Result<()> {
+        let q = self.queue;
+        if groups.iter().any(|g| *g > q.max_groups) {
+            return Err(Error::unsupported(
+                format!(
+                    "a grid of {groups:?} groups on {}, which takes {} per dimension",
+                    q.id, q.max_groups
+                ),
+                "Use a smaller batch",
+            ));
+        }
+        // One memory is bound once.
+        let mut bound: SmallVec<[&wgpu::Buffer; 16]> = SmallVec::new();
+        let bindings: Bindings = buffers
+            .iter()
+            .map(|b| {
+                bound.iter().position(|x| std::ptr::eq(*x, *b)).unwrap_or_else(|| {
+                    bound.push(b);
+                    bound.len() - 1
+                })
+            })
+            .collect();
+        let long = arguments.iter().any(|a| {
+            let size = match a.ty {
+                Ty::I32 | Ty::U32 => a.bits as u32 as u64,
+                Ty::I64 | Ty::U64 => a.bits,
+                _ => 0,
+            };
+            (LONG..1 << 31).contains(&size)
+        });
+        let v = p.bound(&bindings, long)?;
+        let at = self.params.len().next_multiple_of(q.ring_align as usize);
+        if (at + PARAM_BYTES as usize) as u64 > RING {
+            self.hand_over();
+        }
+        let at = self.params.len().next_multiple_of(q.ring_align as usize);
+        self.params.resize(at + p.params.1 as usize, 0);
+        for (a, place) in arguments.iter().zip(&p.params.0) {
+            let n = a.ty.size().min(8);
+            let place = at + *place as usize;
+            self.params[place..place + n].copy_from_slice(&a.bits.to_le_bytes()[..n]);
+        }
+        let entries: SmallVec<[wgpu::BindGroupEntry<'_>; 16]> = bound
+            .iter()
+            .enumerate()
+            .map(|(i, b)| wgpu::BindGroupEntry { binding: i as u32, resource: b.as_entire_binding() })
+            .collect();
+        let group = q.device.create_bind_group(&wgpu::BindGroupDescriptor {
+            label: None,
+            layout: &v.layout,
+            entries: &entries,
+        });
+        if self.pass.is_none() {
+            self.pass = Some(self.encoder().begin_compute_pass(&Default::default()).forget_lifetime());
+        }
+        if let Some(pass) = &mut self.pass {
+            pass.set_pipeline(&v.pipeline);
+            pass.set_bind_group(0, &group, &[]);
+            pass.set_bind_group(1, &q.ring_group, &[at as u32]);
+            pass.dispatch_workgroups(groups[0], groups[1], groups[2]);
+        }
+        Ok(())
+    }
+
+    /// Copies between ranges that were checked and do not overlap.
+    pub fn copy(
+        &mut self,
+        src: &WgBuffer,
+        src_offset: usize,
+        dst: &WgBuffer,
+        dst_offset: usize,
+        bytes: usize,
+    ) -> Result<()> {
+        if bytes == 0 {
+            return self.note(false);
+        }
+        self.stamp(0);
+        let (from, to) = (raw(src)?, raw(dst)?);
+        let words = src_offset.is_multiple_of(4) && dst_offset.is_multiple_of(4);
+        // Past the end of a buffer is padding.
+        let whole = bytes.is_multiple_of(4) || dst_offset + bytes == memory_end(dst);
+        if words && whole && !std::ptr::eq(from, to) {
+            let n = bytes.next_multiple_of(4) as u64;
+            self.encoder().copy_buffer_to_buffer(from, src_offset as u64, to, dst_offset as u64, n);
+        } else {
+            self.copy_bytes(from, src_offset, to, dst_offset, bytes)?;
+        }
+        self.stamp(1);
+        self.note(true)
+    }
+
+    fn copy_bytes(
+        &mut self,
+        from: &wgpu::Buffer,
+        src_offset: usize,
+        to: &wgpu::Buffer,
+        dst_offset: usize,
+        bytes: usize,
+    ) -> Result<()> {
+        let p = self.queue.byte_copy()?;
+        let word = |n: usize| Argument { ty: Ty::U32, bits: n as u64 };
+        let arguments = [word(bytes), word(src_offset), word(dst_offset)];
+        let groups = kernel::Launch::fold(bytes.div_ceil(64) as u64, self.queue.max_groups);
+        self.dispatch(p, groups, &[from, to], &arguments)
+    }
+
+    /// Gives what is encoded to the device.
+    fn hand_over(&mut self) {
+        self.pass = None;
+        if !self.params.is_empty() {
+            // Writes come before the commands of their submission and after those of earlier ones, so the ring starts anew each time.
+            self.params.resize(self.params.len().next_multiple_of(4), 0);
+            self.queue.raw.write_buffer(&self.queue.ring, 0, &self.params);
+            self.params.clear();
+        }
+        if let Some(e) = self.encoder.take() {
+            self.queue.raw.submit([e.finish()]);
+        }
+    }
+
+    /// Hands what was enqueued to the device, and where commands are timed, waits for their times.
+    fn flush(&mut self) -> Result<()> {
+        let q = self.queue;
+        let n = self.timed.len() as u32;
+        let Some(c) = q.clock.as_ref().filter(|_| n > 0) else {
+            self.hand_over();
+            return Ok(());
+        };
+        self.encoder().resolve_query_set(&c.set, 0..2 * n, &c.resolved, 0);
+        self.hand_over();
+        let mut bytes = vec![0; 2 * n as usize * 8];
+        q.read_raw(&mut self.state, &c.resolved, 0, &mut bytes)?;
+        let ticks: Vec<u64> =
+            bytes.chunks_exact(8).map(|b| b.iter().rev().fold(0, |v, b| v << 8 | *b as u64)).collect();
+        for (did, t) in std::mem::take(&mut self.timed).into_iter().zip(ticks.chunks_exact(2)) {
+            let nanoseconds = if did { (t[1].saturating_sub(t[0]) as f64 * c.period) as u64 } else { 0 };
+            self.state.done.push(Timing { nanoseconds });
+        }
+        Ok(())
+    }
+}

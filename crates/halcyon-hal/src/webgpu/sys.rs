@@ -1,0 +1,118 @@
+//! The instances, waiting for what is ready at once, and errors as values.
+
+use crate::{BackendType, Error, Result};
+use std::future::Future;
+use std::pin::pin;
+use std::sync::{Arc, Mutex, OnceLock};
+use std::task::{Context, Poll, Waker};
+
+/// The systems' interfaces that a backend uses. WebGPU's own over OpenGL lacks too much.
+pub fn backends(kind: BackendType) -> wgpu::Backends {
+    match kind {
+        BackendType::Metal => wgpu::Backends::METAL,
+        _ => wgpu::Backends::VULKAN | wgpu::Backends::DX12 | wgpu::Backends::METAL,
+    }
+}
+
+/// The instance of a backend. It lives as long as the process: drivers do not like to be loaded twice.
+pub fn instance(kind: BackendType) -> &'static wgpu::Instance {
+    static ANY: OnceLock<wgpu::Instance> = OnceLock::new();
+    static METAL: OnceLock<wgpu::Instance> = OnceLock::new();
+    let cell = if kind == BackendType::Metal { &METAL } else { &ANY };
+    cell.get_or_init(|| {
+        let mut d = wgpu::InstanceDescriptor::new_without_display_handle();
+        d.backends = backends(kind);
+        // Without the systems' validation layers, whatever the build: kernels are verified before.
+        d.flags = wgpu::InstanceFlags::empty();
+        wgpu::Instance::new(d)
+    })
+}
+
+/// The value of a future of `wgpu`. Outside of a browser these are ready when they are made.
+pub fn ready<F: Future>(f: F) -> F::Output {
+    let mut f = pin!(f);
+    loop {
+        match f.as_mut().poll(&mut Context::from_waker(Waker::noop())) {
+            Poll::Ready(v) => return v,
+            Poll::Pending => std::thread::yield_now(),
+        }
+    }
+}
+
+/// What went wrong outside of a scope.
+#[derive(Debug, Default)]
+pub struct Stray(Mutex<Option<(String, String)>>);
+
+impl Stray {
+    fn put(&self, call: &str, text: String) {
+        let mut s = self.0.lock().unwrap_or_else(|e| e.into_inner());
+        tracing::error!(call, %text, "an error outside of a call");
+        s.get_or_insert((call.into(), text));
+    }
+
+    /// Fails with what came in since the last call. A device that is lost stays so.
+    pub fn check(&self, device: &str) -> Result<()> {
+        let mut s = self.0.lock().unwrap_or_else(|e| e.into_inner());
+        let Some((call, text)) = s.clone() else {
+            return Ok(());
+        };
+        if call != LOST {
+            *s = None;
+        }
+        Err(driver_error(device, &call, text))
+    }
+}
+
+const LOST: &str = "device lost";
+
+/// Keeps errors that no scope catches; the library's own handler would panic.
+pub fn watch(device: &wgpu::Device) -> Arc<Stray> {
+    let stray = Arc::new(Stray::default());
+    let s = stray.clone();
+    device.on_uncaptured_error(Arc::new(move |e: wgpu::Error| s.put("wgpu", e.to_string())));
+    let s = stray.clone();
+    device.set_device_lost_callback(move |reason, text| {
+        // A device that was dropped is not lost.
+        if reason != wgpu::DeviceLostReason::Destroyed {
+            s.put(LOST, format!("{reason:?}: {text}"));
+        }
+    });
+    stray
+}
+
+/// Runs calls with a scope for each kind of error; the first that was caught.
+pub fn scoped<T>(device: &wgpu::Device, f: impl FnOnce() -> T) -> std::result::Result<T, wgpu::Error> {
+    let memory = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
+    let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);
+    let validation = device.push_error_scope(wgpu::ErrorFilter::Validation);
+    let v = f();
+    let errors = [ready(validation.pop()), ready(internal.pop()), ready(memory.pop())];
+    match errors.into_iter().flatten().next() {
+        None => Ok(v),
+        Some(e) => Err(e),
+    }
+}
+
+/// An error with its causes in one line.
+pub fn text(e: &dyn std::error::Error) -> String {
+    let mut t = e.to_string();
+    let mut at = e.source();
+    while let Some(e) = at {
+        let s = e.to_string();
+        if !t.contains(&s) {
+            t = format!("{t}: {s}");
+        }
+        at = e.source();
+    }
+    t
+}
+
+pub fn driver_error(device: &str, call: &str, code: String) -> Error {
+    Error::Driver {
+        device: device.into(),
+        call: call.into(),
+        code,
+        next: "Choose another backend with --backend, or report this with the output of `halcyon doctor`"
+            .into(),
+    }
+}
