@@ -27,10 +27,8 @@ const EVERYWHERE: &[&str] = &["--workspace", "--exclude", "xtask"];
 const CHECKS: &[(&str, &[&str])] = &[
     ("check_conformance.py", &["--backend", "cpu"]),
     ("check_conformance.py", &["--backend", "opencl", "--limit", "40"]),
-    ("check_conformance.py", &["--backend", "webgpu", "--limit", "40"]),
     ("check_suite.py", &["--backend", "cpu"]),
     ("check_suite.py", &["--backend", "opencl"]),
-    ("check_suite.py", &["--backend", "webgpu"]),
     ("check_export.py", &[]),
 ];
 

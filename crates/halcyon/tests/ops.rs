@@ -49,11 +49,13 @@ fn forward_on_opencl_structured() {
     forward_structured(BackendType::OpenCl);
 }
 
+#[cfg(feature = "webgpu")]
 #[test]
 fn forward_on_webgpu_elementwise() {
     forward_elementwise(BackendType::WebGpu);
 }
 
+#[cfg(feature = "webgpu")]
 #[test]
 fn forward_on_webgpu_structured() {
     forward_structured(BackendType::WebGpu);
@@ -96,6 +98,7 @@ fn random_graphs_on_opencl() {
     random_graphs(BackendType::OpenCl);
 }
 
+#[cfg(feature = "webgpu")]
 #[test]
 fn random_graphs_on_webgpu() {
     random_graphs(BackendType::WebGpu);

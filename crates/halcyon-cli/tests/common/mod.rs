@@ -86,6 +86,10 @@ pub fn required() -> bool {
 
 /// Whether a backend has a device here. With HALCYON_REQUIRE_LANES=1 it must have.
 pub fn there(test: &str, backend: &str) -> bool {
+    if backend == "webgpu" && cfg!(not(feature = "webgpu")) {
+        skip(test, "webgpu: the feature is switched off");
+        return false;
+    }
     static DEVICES: LazyLock<Value> = LazyLock::new(|| halcyon(&["devices", "--json"]).ok().json());
     let row =
         DEVICES.as_array().and_then(|a| a.iter().find(|r| r["id"] == backend)).cloned().unwrap_or_default();

@@ -32,6 +32,7 @@ pub fn devices(test: &str, level: Level) -> Vec<Backend> {
     let only = std::env::var("HALCYON_DEVICES").ok();
     [BackendType::Cpu, BackendType::OpenCl, BackendType::WebGpu]
         .into_iter()
+        .filter(|k| *k != BackendType::WebGpu || cfg!(feature = "webgpu"))
         .filter(|k| only.as_deref().is_none_or(|o| o.split(',').any(|n| n == k.id())))
         .filter_map(|k| open(test, k, level))
         .collect()
