@@ -31,7 +31,7 @@ fn every_kernel_renders_in_every_language() {
 #[test]
 fn wgsl_passes_naga() {
     use halcyon_ir::render::wgsl::{self, Options};
-    let extended = Options { f16: true, int16: true, subgroups: true, ..Options::default() };
+    let extended = Options { f16: true, int16: true, fused: true, subgroups: true, ..Options::default() };
     let careful = Options { short_loops: true, unroll: 8, ..Options::default() };
     let kernels = common::everything_for(true);
     let mut failures = vec![];

@@ -81,6 +81,7 @@ impl Adapter {
         wgsl::Options {
             f16: f.contains(wgpu::Features::SHADER_F16),
             int16: f.contains(wgpu::Features::SHADER_I16),
+            fused: !self.is_cpu(),
             short_loops: self.is_cpu(),
             ..Default::default()
         }

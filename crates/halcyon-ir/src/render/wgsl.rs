@@ -31,6 +31,8 @@ pub struct Options {
     pub f16: bool,
     /// `i16` and `u16` are storage types (`wgpu_int16`).
     pub int16: bool,
+    /// The device's `fma` of f32 is one instruction that rounds once, as on GPUs; without it, products past the range are seen to.
+    pub fused: bool,
     /// The device has subgroup operations, and subgroups are runs of the linear local index.
     pub subgroups: bool,
     /// The device gives a loop up after some tens of thousands of rounds and says nothing (llvmpipe: 65,535 per work-item). Loops that
@@ -177,6 +179,7 @@ struct Writer<'a> {
     temps: usize,
     out: String,
     depth: usize,
+    fused: bool,
     short_loops: bool,
     unroll: u32,
     /// Begins the names that belong to the module.
@@ -219,6 +222,7 @@ impl<'a> Writer<'a> {
             temps: 0,
             out: String::new(),
             depth: 1,
+            fused: options.fused,
             short_loops: options.short_loops,
             unroll: options.unroll.max(1),
             prefix,
@@ -351,7 +355,9 @@ impl<'a> Writer<'a> {
             }
             Expr::Op(op, x) => {
                 let data = self.types[x[if op.row().rule == Rule::Select { 1 } else { 0 }].ix()];
-                let pattern = op_pattern(op, data)
+                let fused = op == ScalarOp::Fma && data == Ty::F32 && self.fused;
+                let pattern = if fused { Some("fma($0, $1, $2)".into()) } else { op_pattern(op, data) };
+                let pattern = pattern
                     .ok_or_else(|| unsupported(self.k, &format!("{} on {}", op.name(), data.name())))?;
                 self.fill(&pattern, &x[..op.arity()])?
             }
