@@ -1,7 +1,8 @@
 //! The op table: every op, every element type it takes, every device present, levels O0 and O1; forward against the float64
 //! reference, gradients against finite differences, and every generated kernel under the sanitizer.
 //!
-//! HALCYON_SEED repeats a run's inputs, HALCYON_ROW picks rows by a part of their name.
+//! HALCYON_SEED repeats a run's inputs, HALCYON_ROW picks rows by a part of their name. Devices that build a program for each case get a
+//! third of the cases of each row and type, drawn anew in every run; HALCYON_CASES=all or HALCYON_ROW gives them all.
 
 mod common;
 mod optable;

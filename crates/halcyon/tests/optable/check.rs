@@ -4,7 +4,7 @@ use super::case::{Case, Row, Tol, extremes};
 use crate::common::Rng;
 use halcyon::ir::Graph;
 use halcyon::ir::reference;
-use halcyon::{Backend, ConstData, DType, Result, Scalar, Session};
+use halcyon::{Backend, BackendType, ConstData, DType, Result, Scalar, Session};
 
 /// Distance of 1 to the next number.
 pub fn eps(d: DType) -> f64 {
@@ -201,15 +201,26 @@ impl Tally {
     }
 }
 
-/// Runs all cases of rows; HALCYON_ROW picks the rows whose name contains it.
+/// Of the cases of a row and type, one in so many is run where every case is a program to build, drawn anew each time.
+const SAMPLE: usize = 3;
+
+/// Runs the cases of rows; HALCYON_ROW picks the rows whose name contains it. On a device that builds a program for each case, a sample of
+/// each row and type, unless HALCYON_CASES=all.
 pub fn check_rows(what: &str, rows: &[Row], backends: &[Backend], rng: &mut Rng) -> Tally {
     let pick = std::env::var("HALCYON_ROW").unwrap_or_default();
+    let all = !pick.is_empty()
+        || std::env::var("HALCYON_CASES").as_deref() == Ok("all")
+        || backends.iter().any(|b| b.device().info().backend == BackendType::Cpu);
     let mut t = Tally::default();
     for row in rows.iter().filter(|r| r.name.contains(&pick)) {
         let start = std::time::Instant::now();
         for d in &row.dtypes {
-            for case in row.cases.iter().filter(|c| c.takes(*d)) {
-                t.check(backends, row, case, *d, rng);
+            let cases: Vec<&Case> = row.cases.iter().filter(|c| c.takes(*d)).collect();
+            let sure = rng.below(cases.len().max(1));
+            for (i, case) in cases.into_iter().enumerate() {
+                if all || i == sure || rng.below(SAMPLE) == 0 {
+                    t.check(backends, row, case, *d, rng);
+                }
             }
         }
         if start.elapsed().as_secs_f64() > 2.0 {
