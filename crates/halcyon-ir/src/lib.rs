@@ -9,6 +9,7 @@ pub mod custom;
 pub mod data;
 pub mod dtype;
 pub mod error;
+pub mod fits;
 pub mod fused;
 pub mod grad;
 pub mod graph;

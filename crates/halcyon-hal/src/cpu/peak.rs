@@ -180,11 +180,7 @@ struct Loop {
 
 fn fma(isa: Isa) -> Loop {
     let isa = isa.check();
-    let lanes = match isa {
-        Isa::Avx512 => 16,
-        Isa::Avx2 => 8,
-        Isa::Portable => 4,
-    };
+    let Sizes { lanes, attention: (rows, columns), .. } = Sizes::of(isa);
     let run = move |steps| {
         let mut out = [0f32; 16];
         // SAFETY: 16 floats, and the set was checked.
@@ -197,7 +193,6 @@ fn fma(isa: Isa) -> Loop {
         Isa::Portable => "multiply, add",
         Isa::Avx2 | Isa::Avx512 => "vfmadd",
     };
-    let (rows, columns) = Sizes::of(isa).attention;
     Loop { instruction, ops: 2 * lanes * chains(rows * columns / lanes), run: Box::new(run) }
 }
 

@@ -3,16 +3,13 @@
 //!
 //! Each function takes one value and is `#[inline(always)]`; `FMA` says whether fused multiply-add is one instruction
 //! where the caller is compiled (true inside AVX2+FMA, AVX-512 and aarch64 code). `*_ps` forms take `[f32; N]`.
-//! [`apply`] runs an op in place over a slice with run-time dispatch. Polynomials are Chebyshev fits made for this file.
+//! [`apply`] runs an op in place over a slice with run-time dispatch. Polynomials are those of [`halcyon_ir::fits`].
 //!
 //! NaN goes through, infinities and overflow give what C99 gives. Errors against f64, in units of the last place, are
 //! bounded by the tests below. Denormal results are exact to their last place unless the thread flushes to zero.
 
-// Coefficients are given with the nine digits that name an f32.
-#![allow(clippy::excessive_precision)]
-
 use super::sys::dispatch;
-use halcyon_ir::ScalarOp;
+use halcyon_ir::{ScalarOp, fits};
 use std::f32::consts::{FRAC_PI_2, LN_2, LOG2_E, PI};
 
 /// `a * b + c`, fused when `FMA`.
@@ -50,7 +47,7 @@ const MAGIC: f32 = 12_582_912.0;
 const MAGIC64: f64 = 6_755_399_441_055_744.0;
 /// ln 2 as a 15-bit head (products with small integers are exact) and a tail.
 const LN2_HI: f32 = 0.693_145_75;
-const LN2_LO: f32 = 1.428_606_765e-6;
+const LN2_LO: f32 = 1.428_606_8e-6;
 
 /// `x * 2^k` for `k` in -252..=254, rounding once in the denormal range.
 #[inline(always)]
@@ -74,17 +71,7 @@ fn exp_parts<const FMA: bool>(x: f32) -> (i32, f32) {
     let k = (z.to_bits() as i32).wrapping_sub(MAGIC.to_bits() as i32);
     let n = z - MAGIC;
     let r = fma::<FMA>(n, -LN2_LO, fma::<FMA>(n, -LN2_HI, x));
-    let q = poly::<FMA, 6>(
-        r,
-        [
-            5.000000000e-01,
-            1.666666716e-01,
-            4.166646302e-02,
-            8.333310485e-03,
-            1.393390005e-03,
-            1.989126904e-04,
-        ],
-    );
+    let q = poly::<FMA, 6>(r, fits::EXP);
     (k, fma::<FMA>(r * r, q, r))
 }
 
@@ -102,18 +89,7 @@ pub fn exp2<const FMA: bool>(x: f32) -> f32 {
     let z = x + MAGIC;
     let k = (z.to_bits() as i32).wrapping_sub(MAGIC.to_bits() as i32);
     let r = x - (z - MAGIC);
-    let q = poly::<FMA, 7>(
-        r,
-        [
-            6.931471825e-01,
-            2.402265072e-01,
-            5.550410971e-02,
-            9.618056938e-03,
-            1.333350199e-03,
-            1.546146814e-04,
-            1.529734072e-05,
-        ],
-    );
+    let q = poly::<FMA, 7>(r, fits::EXP2);
     scale(fma::<FMA>(r, q, 1.0), k)
 }
 
@@ -143,20 +119,7 @@ fn log_parts(x: f32) -> (f32, f32) {
 /// log(1 + f) - f for f in [sqrt(1/2) - 1, sqrt(2) - 1].
 #[inline(always)]
 fn log_tail<const FMA: bool>(f: f32) -> f32 {
-    let p = poly::<FMA, 9>(
-        f,
-        [
-            3.333333135e-01,
-            -2.499999702e-01,
-            2.000071704e-01,
-            -1.666780710e-01,
-            1.424900740e-01,
-            -1.242552325e-01,
-            1.168578491e-01,
-            -1.148121208e-01,
-            6.972518563e-02,
-        ],
-    );
+    let p = poly::<FMA, 9>(f, fits::LOG);
     let s = f * f;
     fma::<FMA>(s * f, p, -0.5 * s)
 }
@@ -226,8 +189,8 @@ fn trig_parts<const FMA: bool>(x: f32) -> (f32, f32, i32) {
     // pi/2 as a 33-bit head and a tail.
     let r = fma64::<FMA>(k, -6.077_100_506_506_192e-11, fma64::<FMA>(k, -1.570_796_326_734_125_6, d)) as f32;
     let s = r * r;
-    let sp = poly::<FMA, 4>(s, [-1.666666716e-01, 8.333331905e-03, -1.984008268e-04, 2.724942988e-06]);
-    let cp = poly::<FMA, 4>(s, [4.166666791e-02, -1.388888806e-03, 2.480059629e-05, -2.730054689e-07]);
+    let sp = poly::<FMA, 4>(s, fits::SIN);
+    let cp = poly::<FMA, 4>(s, fits::COS);
     let sin = fma::<FMA>(s * r, sp, r);
     let cos = fma::<FMA>(s * s, cp, fma::<FMA>(s, -0.5, 1.0));
     (sin, cos, q)
@@ -262,21 +225,7 @@ pub fn tan<const FMA: bool>(x: f32) -> f32 {
 #[inline(always)]
 fn atan_unit<const FMA: bool>(t: f32) -> f32 {
     let s = t * t;
-    let p = poly::<FMA, 10>(
-        s,
-        [
-            -3.333333433e-01,
-            1.999994963e-01,
-            -1.428400427e-01,
-            1.108826175e-01,
-            -8.931826800e-02,
-            7.031914592e-02,
-            -4.896051437e-02,
-            2.630500123e-02,
-            -9.144629352e-03,
-            1.488691894e-03,
-        ],
-    );
+    let p = poly::<FMA, 10>(s, fits::ATAN);
     fma::<FMA>(s * t, p, t)
 }
 
@@ -311,17 +260,7 @@ pub fn atan2<const FMA: bool>(y: f32, x: f32) -> f32 {
 #[inline(always)]
 fn asin_half<const FMA: bool>(t: f32) -> f32 {
     let s = t * t;
-    let p = poly::<FMA, 6>(
-        s,
-        [
-            1.666666567e-01,
-            7.500094175e-02,
-            4.459940270e-02,
-            3.110066243e-02,
-            1.714923792e-02,
-            3.369084746e-02,
-        ],
-    );
+    let p = poly::<FMA, 6>(s, fits::ASIN);
     fma::<FMA>(s * t, p, t)
 }
 
@@ -414,23 +353,7 @@ fn erfc_pos<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     let b = clamp_keep_nan(b, 0.0, 16.0);
     let a = clamp_keep_nan(a, 0.0, 16.0);
     let t = (a - 2.0) / (a + 2.0);
-    let p = poly::<FMA, 12>(
-        t,
-        [
-            1.276978374e+00,
-            -9.276381135e-02,
-            -1.660304815e-01,
-            1.640508473e-01,
-            -5.421856418e-02,
-            -8.029536344e-03,
-            8.713559248e-03,
-            1.250119880e-03,
-            -1.432145480e-03,
-            -4.019996850e-04,
-            1.796295983e-04,
-            8.477312076e-05,
-        ],
-    );
+    let p = poly::<FMA, 12>(t, fits::ERFC);
     // exp(-c b^2) from a 12-bit head of `b`, whose square is exact: -b^2 = -h^2 - (b - h)(b + h).
     let h = f32::from_bits(b.to_bits() & 0xffff_f000);
     let e = exp::<FMA>(-c * h * h);
@@ -444,19 +367,7 @@ fn erfc_pos<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
 pub fn erf<const FMA: bool>(x: f32) -> f32 {
     let a = x.abs();
     let s = a * a;
-    let near = a * poly::<FMA, 8>(
-        s,
-        [
-            1.128379226e+00,
-            -3.761263788e-01,
-            1.128378212e-01,
-            -2.686543018e-02,
-            5.221031606e-03,
-            -8.484080317e-04,
-            1.126595889e-04,
-            -9.667044651e-06,
-        ],
-    );
+    let near = a * poly::<FMA, 8>(s, fits::ERF);
     let far = 1.0 - erfc_pos::<FMA>(a, a, 1.0);
     (if a < 1.0 { near } else { far }).copysign(x)
 }

@@ -1,6 +1,6 @@
 //! Elementary functions with AVX-512's own scaling instruction, where it saves half of the work of [`super::vmath`]'s forms.
 
-use halcyon_ir::ScalarOp;
+use halcyon_ir::{ScalarOp, fits};
 use std::arch::x86_64::*;
 
 /// `op` over a slice, where there is a form of it here; says whether there was.
@@ -78,9 +78,6 @@ fn logistic_16<const TIMES_X: bool>(x: __m512) -> __m512 {
 /// ln 2 in two parts, the first with few enough bits for an exact product (Cody and Waite).
 const LN2: [f32; 2] = [0.693_359_4, -2.121_944_4e-4];
 
-/// `expm1(r) / r² - 1 / r` on |r| <= ln 2 / 2 and a little more, lowest coefficient first.
-const EXP: [f32; 6] = [0.5, 1.666_666_7e-1, 4.166_646_3e-2, 8.333_310_5e-3, 1.393_39e-3, 1.989_126_9e-4];
-
 /// Horner's rule, lowest coefficient first.
 #[inline]
 #[target_feature(enable = "avx512f")]
@@ -100,7 +97,7 @@ fn exp_parts(x: __m512, d: __m512) -> (__m512, __m512) {
     let k = _mm512_roundscale_ps::<0x08>(_mm512_mul_ps(x, v(std::f32::consts::LOG2_E)));
     let r = _mm512_fnmadd_ps(k, v(LN2[1]), _mm512_fnmadd_ps(k, v(LN2[0]), x));
     let r = _mm512_add_ps(r, d);
-    let e = _mm512_fmadd_ps(_mm512_mul_ps(r, r), poly(r, EXP), r);
+    let e = _mm512_fmadd_ps(_mm512_mul_ps(r, r), poly(r, fits::EXP), r);
     (k, _mm512_add_ps(e, v(1.0)))
 }
 
@@ -176,23 +173,7 @@ fn gelu_16(x: __m512) -> __m512 {
     let (far, near) = (_mm512_add_ps(a, v(2.0)), _mm512_fmadd_ps(v(2.0), a, one));
     let r = over(_mm512_mul_ps(far, near));
     let t = _mm512_mul_ps(_mm512_mul_ps(_mm512_sub_ps(a, v(2.0)), near), r);
-    let p = poly(
-        t,
-        [
-            1.276_978_4,
-            -9.276_381e-2,
-            -1.660_304_8e-1,
-            1.640_508_5e-1,
-            -5.421_856_4e-2,
-            -8.029_536e-3,
-            8.713_559e-3,
-            1.250_119_9e-3,
-            -1.432_145_5e-3,
-            -4.019_996_8e-4,
-            1.796_296e-4,
-            8.477_312e-5,
-        ],
-    );
+    let p = poly(t, fits::ERFC);
     // exp(-b²/2) from the rounded square and what its rounding lost.
     let c = _mm512_mul_ps(b, v(-0.5));
     let s = _mm512_mul_ps(c, b);

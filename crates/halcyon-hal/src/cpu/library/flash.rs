@@ -6,7 +6,7 @@
 
 use super::attention::{Attention, Heads};
 use super::gemm::pack;
-use super::mat::{Fma, Left, sums};
+use super::mat::{Fma, TileRows, sums};
 use super::simd::{Simd, Sizes, dispatch_simd};
 use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, SharedMut};
@@ -86,7 +86,7 @@ unsafe fn score_tile<S: Simd, const R: usize, const NV: usize>(
 ) {
     // SAFETY: the caller's.
     unsafe {
-        let acc = sums::<S, Fma, R, NV>(d, Left { ptr: k, rs, ks: 1 }, q, std::ptr::null());
+        let acc = sums::<S, Fma, R, NV>(d, TileRows { ptr: k, rs, ks: 1 }, q, std::ptr::null());
         for i in 0..R {
             for v in 0..NV {
                 S::store(s.add(i * PITCH + v * S::W), acc[i][v]);
@@ -107,7 +107,7 @@ unsafe fn value_tile<S: Simd, const R: usize, const NV: usize>(
 ) {
     // SAFETY: the caller's.
     unsafe {
-        let acc = sums::<S, Fma, R, NV>(keys, Left { ptr: w, rs: 1, ks: PITCH }, v, std::ptr::null());
+        let acc = sums::<S, Fma, R, NV>(keys, TileRows { ptr: w, rs: 1, ks: PITCH }, v, std::ptr::null());
         for i in 0..R {
             let x = S::splat(*keep.add(i));
             for v in 0..NV {

@@ -517,7 +517,7 @@ pub unsafe fn gemm_bf16_batched_by<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
 pub(super) mod x86 {
     use super::super::gemm::Epilogue;
     use super::super::lanes::{Kind, LaneVector, Place, interleave, pack_vectors};
-    use super::super::mat::{Left, MatMut, Step, Tile, register_tile};
+    use super::super::mat::{MatMut, Step, Tile, TileRows, register_tile};
     use super::super::simd::{Avx512, mask16};
     use super::super::tiles::Source;
     use half::bf16;
@@ -638,7 +638,7 @@ pub(super) mod x86 {
     unsafe fn tile(kc: usize, a: *const f32, b: *const f32, out: &Tile) {
         // SAFETY: the caller's.
         unsafe {
-            let a = Left { ptr: a, rs: 1, ks: MR };
+            let a = TileRows { ptr: a, rs: 1, ks: MR };
             if out.rows > MR * 2 / 3 {
                 register_tile::<Avx512, Pairs, MR, NV>(kc, a, b, out)
             } else if out.rows > MR / 3 {

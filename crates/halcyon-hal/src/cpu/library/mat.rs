@@ -206,7 +206,7 @@ impl<S: Simd> Step<S> for Fma {
 /// The left operand of a register tile: lane `k` of row `i` is at `ptr[i * rs + k * ks]`. Callers give `ks` as a constant, so that the
 /// places of the steps of an unrolled loop are constants too.
 #[derive(Clone, Copy)]
-pub(crate) struct Left {
+pub(crate) struct TileRows {
     pub ptr: *const f32,
     pub rs: isize,
     pub ks: usize,
@@ -220,7 +220,7 @@ const UNROLL: usize = 4;
 #[inline(always)]
 pub(crate) unsafe fn sums<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
     kc: usize,
-    a: Left,
+    a: TileRows,
     b: *const f32,
     ahead: *const f32,
 ) -> [[S::V; NV]; R] {
@@ -285,7 +285,7 @@ pub(crate) unsafe fn sums<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
 #[inline(always)]
 pub(crate) unsafe fn register_tile<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
     kc: usize,
-    a: Left,
+    a: TileRows,
     b: *const f32,
     out: &Tile,
 ) {

@@ -4,7 +4,7 @@
 //! (`dispatch_simd!` makes one): that is the safety condition of every `unsafe fn` here, beside those of its pointers.
 //! Partial loads and stores touch only the lanes asked for.
 
-use super::mat::{Fma, Left, Tile, register_tile};
+use super::mat::{Fma, Tile, TileRows, register_tile};
 use crate::cpu::sys::Isa;
 use crate::cpu::vmath;
 use half::slice::HalfFloatSliceExt;
@@ -143,20 +143,25 @@ macro_rules! tile_of_rows {
     };
     ($nv:tt, $kc:expr, $a:expr, $rs:expr, $b:expr, $out:expr) => {
         if $out.rows == Self::ROWS {
-            register_tile::<Self, Fma, { Self::ROWS }, $nv>($kc, Left { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
+            register_tile::<Self, Fma, { Self::ROWS }, $nv>(
+                $kc,
+                TileRows { ptr: $a, rs: $rs, ks: 1 },
+                $b,
+                $out,
+            )
         } else if $out.rows == Self::ROWS - 1 {
             register_tile::<Self, Fma, { Self::ROWS - 1 }, $nv>(
                 $kc,
-                Left { ptr: $a, rs: $rs, ks: 1 },
+                TileRows { ptr: $a, rs: $rs, ks: 1 },
                 $b,
                 $out,
             )
         } else if $out.rows == 4 {
-            register_tile::<Self, Fma, 4, $nv>($kc, Left { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
+            register_tile::<Self, Fma, 4, $nv>($kc, TileRows { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
         } else if $out.rows == 2 {
-            register_tile::<Self, Fma, 2, $nv>($kc, Left { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
+            register_tile::<Self, Fma, 2, $nv>($kc, TileRows { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
         } else {
-            register_tile::<Self, Fma, 1, $nv>($kc, Left { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
+            register_tile::<Self, Fma, 1, $nv>($kc, TileRows { ptr: $a, rs: $rs, ks: 1 }, $b, $out)
         }
     };
 }
@@ -287,7 +292,7 @@ pub(crate) use x86::{Avx2, Avx512, mask16, transpose16};
 
 #[cfg(target_arch = "x86_64")]
 mod x86 {
-    use super::{Fma, Left, Simd, Tile, register_tile};
+    use super::{Fma, Simd, Tile, TileRows, register_tile};
     use crate::cpu::sys::Isa;
     use crate::cpu::vmath512;
     use half::f16;

@@ -1,8 +1,9 @@
 //! Mathematical functions of f32 and f64 from additions, multiplications, divisions and roots alone, because WGSL's own may be off by
 //! thousands of units of the last place, and has none of f64.
 //!
-//! f32: the reductions of the CPU's `vmath.rs`, with its Chebyshev fits. f64: shorter intervals and Taylor's series, Horner's rule.
+//! f32: the reductions of the CPU's `vmath.rs`, with the same fits ([`crate::fits`]). f64: shorter intervals and Taylor's series, Horner's rule.
 
+use crate::fits;
 use crate::kernel::ir::Ty;
 use std::fmt::Write;
 
@@ -110,7 +111,7 @@ fn fn_atan2() -> String {
 }
 
 fn f32_only(name: &str) -> Option<String> {
-    let p = |x: &str, c: &[f64]| horner(x, c, Ty::F32);
+    let p = |x: &str, c: &[f32]| horner(x, &c.iter().map(|v| f64::from(*v)).collect::<Vec<_>>(), Ty::F32);
     Some(match name {
         "magnitude_mask" => "fn @() -> u32 {\n    return 0x7fffffffu;\n}\n".into(),
         "pow2" => "fn @(k: i32) -> f32 {\n    return bitcast<f32>(u32(k + 127) << 23u);\n}\n".into(),
@@ -125,7 +126,7 @@ fn f32_only(name: &str) -> Option<String> {
         // exp(r) - 1 for |r| up to ln 2 / 2.
         "expm1_near" => one(&format!(
             "    return x * x * {} + x;\n",
-            p("x", &[0.5, 1.666666716e-01, 4.166646302e-02, 8.333310485e-03, 1.393390005e-03, 1.989126904e-04])
+            p("x", &fits::EXP)
         )),
         // What is left of x after k ln 2, for |x| up to 200: ln 2 is a head of 15 bits and a tail.
         "exp_rest" => "fn @(x: f32, k: f32) -> f32 {\n    return (x - k * 0.69314575) - k * 1.428606765e-6;\n}\n".into(),
@@ -138,15 +139,7 @@ fn f32_only(name: &str) -> Option<String> {
              return h_scale_f32(r * {} + 1.0, i32(k));\n",
             p(
                 "r",
-                &[
-                    6.931471825e-01,
-                    2.402265072e-01,
-                    5.550410971e-02,
-                    9.618056938e-03,
-                    1.333350199e-03,
-                    1.546146814e-04,
-                    1.529734072e-05
-                ]
+                &fits::EXP2
             )
         )),
         "expm1" => one(
@@ -167,17 +160,7 @@ fn f32_only(name: &str) -> Option<String> {
             "    return x * x * x * {};\n",
             p(
                 "x",
-                &[
-                    3.333333135e-01,
-                    -2.499999702e-01,
-                    2.000071704e-01,
-                    -1.666780710e-01,
-                    1.424900740e-01,
-                    -1.242552325e-01,
-                    1.168578491e-01,
-                    -1.148121208e-01,
-                    6.972518563e-02
-                ]
+                &fits::LOG
             )
         )),
         "log" => one(&format!(
@@ -200,18 +183,7 @@ fn f32_only(name: &str) -> Option<String> {
             "    let s = x * x;\n    return s * x * {} + x;\n",
             p(
                 "s",
-                &[
-                    -3.333333433e-01,
-                    1.999994963e-01,
-                    -1.428400427e-01,
-                    1.108826175e-01,
-                    -8.931826800e-02,
-                    7.031914592e-02,
-                    -4.896051437e-02,
-                    2.630500123e-02,
-                    -9.144629352e-03,
-                    1.488691894e-03
-                ]
+                &fits::ATAN
             )
         )),
         "atan" => one(
@@ -222,14 +194,7 @@ fn f32_only(name: &str) -> Option<String> {
             "    let s = x * x;\n    return s * x * {} + x;\n",
             p(
                 "s",
-                &[
-                    1.666666567e-01,
-                    7.500094175e-02,
-                    4.459940270e-02,
-                    3.110066243e-02,
-                    1.714923792e-02,
-                    3.369084746e-02
-                ]
+                &fits::ASIN
             )
         )),
         "asin" => one(
@@ -251,20 +216,7 @@ fn f32_only(name: &str) -> Option<String> {
              return h_exp_f32(-c * h * h) * (h_expm1_near_f32(d) + 1.0) * p / (2.0 * a + 1.0);\n}}\n",
             p(
                 "t",
-                &[
-                    1.276978374e+00,
-                    -9.276381135e-02,
-                    -1.660304815e-01,
-                    1.640508473e-01,
-                    -5.421856418e-02,
-                    -8.029536344e-03,
-                    8.713559248e-03,
-                    1.250119880e-03,
-                    -1.432145480e-03,
-                    -4.019996850e-04,
-                    1.796295983e-04,
-                    8.477312076e-05
-                ]
+                &fits::ERFC
             )
         ),
         "erf" => one(&format!(
@@ -272,16 +224,7 @@ fn f32_only(name: &str) -> Option<String> {
              return h_copysign_f32(a * {}, x);\n    }}\n    return h_copysign_f32(1.0 - h_erfc_pos_f32(a, a, 1.0), x);\n",
             p(
                 "s",
-                &[
-                    1.128379226e+00,
-                    -3.761263788e-01,
-                    1.128378212e-01,
-                    -2.686543018e-02,
-                    5.221031606e-03,
-                    -8.484080317e-04,
-                    1.126595889e-04,
-                    -9.667044651e-06
-                ]
+                &fits::ERF
             )
         )),
         "gelu" => one(
@@ -311,11 +254,11 @@ fn log_edges(ty: &str) -> String {
 
 /// sin and cos of what is left of x after quarters of a turn. Up to 2^10 the multiple of pi / 2 is taken off in parts whose products are
 /// exact; beyond, x is multiplied by as many words of 2 / pi as it needs (M. Payne and R. Hanek 1983).
-fn trig32(p: &dyn Fn(&str, &[f64]) -> String) -> String {
+fn trig32(p: &dyn Fn(&str, &[f32]) -> String) -> String {
     let series = format!(
         "    let s = r * r;\n    let sin = s * r * {} + r;\n    let cos = s * s * {} + (1.0 - 0.5 * s);\n    return Trig32(sin, cos, q);\n}}\n",
-        p("s", &[-1.666666716e-01, 8.333331905e-03, -1.984008268e-04, 2.724942988e-06]),
-        p("s", &[4.166666791e-02, -1.388888806e-03, 2.480059629e-05, -2.730054689e-07])
+        p("s", &fits::SIN),
+        p("s", &fits::COS)
     );
     let reduce = "struct Trig32 {
     sin: f32,
