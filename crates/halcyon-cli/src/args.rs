@@ -406,7 +406,7 @@ pub struct BenchReceiptsArgs {
     pub input: InputArgs,
     #[command(flatten)]
     pub backend: BackendArgs,
-    /// Pairs of bursts for each transformation, one with it and one without
+    /// Pairs of bursts for each transformation, one with it and one without; up to four times as many where times scatter
     #[arg(long, value_name = "N", default_value_t = 15, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
     /// A report of this command (--json) to compare with

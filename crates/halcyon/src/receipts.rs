@@ -65,17 +65,22 @@ impl Tally {
 /// How often, and for how long, times are taken.
 #[derive(Clone, Copy, Debug)]
 pub struct Effort {
-    /// Pairs of bursts for each transformation: one of runs with it, one without.
+    /// Pairs of bursts for each transformation, at the least: one of runs with it, one without.
     pub pairs: usize,
+    /// More pairs, up to [`MOST`] times as many, until the median ratio's 95 % interval is not wider than this share of it.
+    pub interval: f64,
     /// A burst has one run, and as many more as fit in this time.
     pub burst: Duration,
 }
 
 impl Default for Effort {
     fn default() -> Effort {
-        Effort { pairs: 15, burst: Duration::from_millis(10) }
+        Effort { pairs: 15, interval: 0.05, burst: Duration::from_millis(10) }
     }
 }
+
+/// How many times the asked pairs are measured where the machine is too noisy for fewer.
+pub const MOST: usize = 4;
 
 /// A transformation that changed the plan.
 #[derive(Clone, Debug)]
@@ -113,6 +118,20 @@ pub fn median(values: &[f64]) -> f64 {
         n if n % 2 == 1 => v[n / 2],
         n => (v[n / 2 - 1] + v[n / 2]) / 2.0,
     }
+}
+
+/// The 95 % interval of the median, from the order statistics that the binomial distribution puts around it: ranks
+/// `n/2 ± 0.98 √n` (Conover, Practical Nonparametric Statistics, section 3.2).
+pub fn median_interval(values: &[f64]) -> (f64, f64) {
+    let mut v = values.to_vec();
+    v.sort_by(f64::total_cmp);
+    let n = v.len();
+    if n == 0 {
+        return (f64::NAN, f64::NAN);
+    }
+    let reach = 0.98 * (n as f64).sqrt();
+    let low = (n as f64 / 2.0 - reach).floor().max(0.0) as usize;
+    (v[low], v[n - 1 - low])
 }
 
 /// A plan on device buffers, to be run again and again.
@@ -154,7 +173,7 @@ impl<'a> Side<'a> {
 
 /// Measures the receipts of a session's plan. `rebuild` gives the same backend with one transformation switched off, or at level O0
 /// for `None`. Both sides of a pair follow each other at once and take turns in who is first, so that a machine whose speed drifts
-/// decides nothing; one other plan is held at a time.
+/// decides nothing; where it is noisy, more pairs are taken ([`Effort::interval`]). One other plan is held at a time.
 ///
 /// # Errors
 /// Those of [`Session::prepare`] and of the runs.
@@ -178,7 +197,15 @@ pub fn measure(
         let error = difference(&other.run(inputs)?, &reference);
         let theirs = Side::new(&other, inputs)?;
         let (mut ratios, mut without) = (vec![], vec![]);
-        for i in 0..effort.pairs.max(1) {
+        let least = effort.pairs.max(1);
+        let unsure = |r: &[f64]| {
+            let (low, high) = median_interval(r);
+            high - low > effort.interval * median(r)
+        };
+        for i in 0..least * MOST {
+            if i >= least && !unsure(&ratios) {
+                break;
+            }
             let (a, b) = if i % 2 == 0 {
                 let a = ours.burst(effort.burst)?;
                 (a, theirs.burst(effort.burst)?)
@@ -204,5 +231,13 @@ mod tests {
     fn the_median_is_the_middle_or_between_the_two() {
         assert_eq!((median(&[3.0, 1.0, 2.0]), median(&[4.0, 1.0, 3.0, 2.0])), (2.0, 2.5));
         assert!(median(&[]).is_nan());
+    }
+
+    #[test]
+    fn the_interval_of_a_median_narrows_with_more_values() {
+        let n: Vec<f64> = (0..100).map(f64::from).collect();
+        assert_eq!(median_interval(&n), (40.0, 59.0));
+        assert_eq!(median_interval(&[3.0, 1.0, 2.0]), (1.0, 3.0));
+        assert!(median_interval(&[]).0.is_nan());
     }
 }

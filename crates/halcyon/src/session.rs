@@ -142,7 +142,7 @@ impl Session {
     }
 
     /// The receipts of this session's plan with gain and error measured: for each transformation, the time without it over
-    /// the time with it (the median of `n` pairs of bursts, see [`crate::receipts::measure`]), and the largest difference of the
+    /// the time with it (the median of `n` pairs of bursts or more, see [`crate::receipts::measure`]), and the largest difference of the
     /// result from level O0 relative to O0's largest value.
     pub fn measure_receipts(
         &self,
