@@ -2,7 +2,9 @@
 """An independent judge of the whole ONNX suite: the command sees models and inputs only, and what it saves is compared here.
 
 Needs numpy, onnx; HALCYON_BIN (the command) and HALCYON_TESTDATA (with gen_suite.py's `suite`).
-Usage: check_suite.py [--backend NAME] [--kinds node,simple,…] [--report FILE]
+Usage: check_suite.py [--backend NAME] [--kinds node,simple,…] [--one-in N] [--report FILE]
+
+With --one-in N, of each kind a Nth of the cases is drawn anew each time (HALCYON_SEED repeats a draw; all with HALCYON_CASES=all).
 
 Every case is copied to a scratch folder without its outputs; `halcyon conformance onnx SCRATCH --save` runs them all. Then the command judges the
 originals itself, and both verdicts must agree, case by case.
@@ -13,10 +15,12 @@ import argparse
 import json
 import os
 import pathlib
+import random
 import shutil
 import subprocess
 import sys
 import tempfile
+import time
 
 import numpy as np
 import onnx
@@ -113,20 +117,32 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--backend", default="cpu")
     parser.add_argument("--kinds", default=",".join(KINDS))
+    parser.add_argument("--one-in", type=int, default=1)
     parser.add_argument("--report", type=pathlib.Path)
     options = parser.parse_args()
+    one_in = 1 if os.environ.get("HALCYON_CASES") == "all" else max(1, options.one_in)
+    seed = int(os.environ.get("HALCYON_SEED", time.time_ns()))
+    draw = random.Random(seed)
+    if one_in > 1:
+        print(f"one case in {one_in}, HALCYON_SEED={seed}")
     command, backend = os.environ["HALCYON_BIN"], options.backend
     suite = pathlib.Path(os.environ["HALCYON_TESTDATA"]) / "suite"
     passed = failed = skipped = 0
     report = {}
     for kind in options.kinds.split(","):
         cases = sorted(p.parent for p in (suite / kind).glob("*/model.onnx"))
+        if one_in > 1:
+            cases = sorted(draw.sample(cases, -(-len(cases) // one_in)))
         with tempfile.TemporaryDirectory() as scratch:
-            bare, saved = pathlib.Path(scratch, "bare"), pathlib.Path(scratch, "saved")
-            shutil.copytree(suite / kind, bare, ignore=shutil.ignore_patterns("output_*.pb"))
+            bare, saved, whole = (pathlib.Path(scratch, name) for name in ("bare", "saved", "whole"))
+            for case in cases:
+                shutil.copytree(case, bare / case.name, ignore=shutil.ignore_patterns("output_*.pb"))
             ran = conformance(command, bare, backend, "--save", str(saved))
             shutil.rmtree(bare)
-            own = conformance(command, suite / kind, backend)
+            if one_in > 1:
+                for case in cases:
+                    shutil.copytree(case, whole / case.name)
+            own = conformance(command, whole if one_in > 1 else suite / kind, backend)
             counts = {"passed": 0, "wrong": 0, "unsupported": 0, "error": 0}
             verdicts = {}
             for case in cases:

@@ -28,7 +28,8 @@ const CHECKS: &[(&str, &[&str])] = &[
     ("check_conformance.py", &["--backend", "cpu"]),
     ("check_conformance.py", &["--backend", "opencl", "--limit", "40"]),
     ("check_suite.py", &["--backend", "cpu"]),
-    ("check_suite.py", &["--backend", "opencl"]),
+    // A program is built for each case: a third, drawn anew (HALCYON_CASES=all for all).
+    ("check_suite.py", &["--backend", "opencl", "--one-in", "3"]),
     ("check_export.py", &[]),
 ];
 
@@ -157,6 +158,8 @@ impl Context {
         // PoCL keeps its own programs here. Taking each one's binary for our cache too would cost more than it saves.
         command.env("POCL_CACHE_DIR", crate::target_dir().join("pocl-cache"));
         command.env("HALCYON_CACHE", "off");
+        // The user's own choices are not what is tested.
+        command.env("HALCYON_CONFIG", "off").env_remove("HALCYON_BACKENDS").env_remove("HALCYON_PRECISION");
     }
 }
 
@@ -372,8 +375,9 @@ fn checks(context: &Context) -> Outcome {
     Outcome::Tests(total, if bad.is_empty() { String::new() } else { format!("failed: {}", bad.join(", ")) })
 }
 
-/// What ResNet-50 gains by a transformation, at the least, on one thread. Blocked layouts gain 1.7 with AVX-512, and 1.03 to 1.11 with AVX2.
-const GAINS: &[(&str, f64)] = &[("blocked layouts", 1.0), ("packed constants", 1.15)];
+/// What ResNet-50 gains by a transformation, at the least, on one thread, with AVX-512 and without. Blocked layouts gain 1.7 and 1.03 to
+/// 1.11: the latter is within what a busy machine decides, so there they must not lose a tenth.
+const GAINS: &[(&str, f64, f64)] = &[("blocked layouts", 1.3, 0.9), ("packed constants", 1.15, 1.15)];
 
 /// The receipts of ResNet-50, measured twice: within 15 % of each other, with what does not depend on time equal, and the large gains
 /// lost without their transformation.
@@ -391,7 +395,7 @@ fn receipts(context: &Context) -> Outcome {
     let measure = |more: &[&str]| -> Result<(bool, serde_json::Value), String> {
         let mut c = Command::new(&binary);
         c.current_dir(&dir).args(["bench", "receipts"]).arg(&model).args(["--input", "random:1x3x224x224"]);
-        c.args(["--backend", "cpu", "--threads", "1", "--repeat", "7", "--json"]).args(more);
+        c.args(["--backend", "cpu", "--threads", "1", "--repeat", "5", "--json"]).args(more);
         context.tell(&mut c);
         let out = c.output().map_err(|e| format!("{}: {e}", binary.display()))?;
         let v = serde_json::from_slice::<serde_json::Value>(&out.stdout);
@@ -413,7 +417,10 @@ fn receipts(context: &Context) -> Outcome {
             let of = |name: &str| {
                 v["rows"].as_array()?.iter().find(|r| r["name"] == name)?["gain"]["median"].as_f64()
             };
-            let small = GAINS.iter().find(|(name, least)| of(name).is_none_or(|g| g < *least));
+            let wide =
+                v["backend"]["device"]["properties"]["simd"].as_str().is_some_and(|s| s.contains("avx512"));
+            let least = |g: &(&'static str, f64, f64)| (g.0, if wide { g.1 } else { g.2 });
+            let small = GAINS.iter().map(least).find(|(name, least)| of(name).is_none_or(|g| g < *least));
             let ratios = || compared.iter().filter_map(|r| r["gain_ratio"].as_f64());
             let (low, high) = ratios().fold((1.0, 1.0), |(l, h): (f64, f64), q| (l.min(q), h.max(q)));
             match small {

@@ -2,7 +2,7 @@
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use halcyon::ir::passes;
-use halcyon::{AmpPolicy, Backend, BackendType, Error, Level, Result};
+use halcyon::{AmpPolicy, Backend, BackendBuilder, BackendType, Error, Fallback, Level, Policy, Result};
 use halcyon_formats::onnx::export::ExportOptions;
 use std::path::PathBuf;
 
@@ -16,7 +16,8 @@ pub struct Cli {
 const TOP: &str = "\
 Exit codes: 0 done, 1 error, 2 usage, 3 not supported, 4 backend not available, 5 out of memory.
 Environment: HALCYON_LOG=info prints log lines to stderr. HALCYON_CACHE=off keeps nothing on disk between runs, programs
-keeps no packed weights, packed keeps them even where packing again is faster. HALCYON_PRECISION is the default of --precision.
+keeps no packed weights, packed keeps them even where packing again is faster. HALCYON_PRECISION is the default of --precision,
+HALCYON_BACKENDS of --backends. HALCYON_CONFIG names the configuration file (off for none).
 
 Examples:
   halcyon run models/digits.onnx --input models/digit-7.png --top-k 3
@@ -33,6 +34,8 @@ pub enum Command {
     Inspect(InspectArgs),
     /// Says what memory a model takes, whether it fits and up to which batch, without loading it
     Fit(FitArgs),
+    /// Says which device a model would run on and why, what it needs there, and which op would run where
+    Select(SelectArgs),
     /// Writes an ONNX model as Halcyon understood it: checked, folded and simplified
     Export(ExportArgs),
     /// Lists backends with their devices, or the reason they have none
@@ -57,6 +60,15 @@ pub struct BackendArgs {
     /// Number of the backend's device (see `halcyon devices`)
     #[arg(long, value_name = "N")]
     pub device: Option<usize>,
+    /// In which order auto looks at backends: names with commas between (cuda,cpu), or priority, torchbridge, torch, inference or
+    /// vendors. Without it HALCYON_BACKENDS counts, then `backends` of the configuration file (HALCYON_CONFIG, or
+    /// halcyon/config.toml), then the priorities
+    #[arg(long, value_name = "ORDER")]
+    pub backends: Option<String>,
+    /// Where the backend is not there or too small: never (an error; what counts for a named one), next (in the order; what counts
+    /// for auto) or cpu
+    #[arg(long, value_name = "WHAT")]
+    pub fallback: Option<String>,
     /// How far the optimiser may go: O0 (none, debug), O1 (conservative) or O2 (balanced)
     #[arg(long, value_name = "LEVEL", default_value = "O2")]
     pub level: String,
@@ -95,9 +107,20 @@ impl BackendArgs {
 
     /// As [`BackendArgs::open`], at another level and with one more transformation switched off.
     pub fn open_at(&self, level: Level, without: Option<&str>, profile: bool) -> Result<Backend> {
+        self.builder(level, without, profile)?.build()
+    }
+
+    /// The settings, nothing opened.
+    pub fn builder(&self, level: Level, without: Option<&str>, profile: bool) -> Result<BackendBuilder> {
         let mut b = Backend::builder().backend_type(self.kind()?).level(level).profile(profile);
         if let Some(n) = self.device {
             b = b.device(n);
+        }
+        if let Some(p) = &self.backends {
+            b = b.policy(p.parse()?);
+        }
+        if let Some(f) = &self.fallback {
+            b = b.fallback(f.parse()?);
         }
         if let Some(n) = self.threads {
             b = b.num_threads(n);
@@ -111,7 +134,7 @@ impl BackendArgs {
         for name in self.without.iter().map(String::as_str).chain(without) {
             b = b.without(transformation(name)?);
         }
-        b.build()
+        Ok(b)
     }
 
     /// Refuses what [`BackendArgs::open`] would refuse without looking at a device.
@@ -119,6 +142,8 @@ impl BackendArgs {
         self.kind()?;
         self.level()?;
         self.precision()?;
+        self.backends.as_deref().map(str::parse::<Policy>).transpose()?;
+        self.fallback.as_deref().map(str::parse::<Fallback>).transpose()?;
         self.memory_limit.as_deref().map(bytes).transpose()?;
         self.without.iter().try_for_each(|n| transformation(n).map(drop))
     }
@@ -187,6 +212,8 @@ pub struct RunArgs {
     pub input: InputArgs,
     #[command(flatten)]
     pub backend: BackendArgs,
+    #[command(flatten)]
+    pub split: SplitArgs,
     /// Saves every output there as NAME.npy (characters other than letters, digits and ._- become _); types NumPy lacks are saved
     /// as f32, i8 or u8, which a note says
     #[arg(long, value_name = "DIR")]
@@ -201,7 +228,7 @@ pub struct RunArgs {
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
     /// Measures what each transformation gained and how far the result is from level O0
-    #[arg(long)]
+    #[arg(long, conflicts_with_all = ["split", "may_leave"])]
     pub receipts: bool,
     /// Prints one JSON object
     #[arg(long)]
@@ -217,6 +244,45 @@ Examples:
   halcyon run model.onnx --input image=photo.jpg --image-mean 0.485,0.456,0.406 --image-std 0.229,0.224,0.225
   halcyon run encoder.onnx --input ids=ids.npy --input mask=ones --output-dir out
   halcyon run model.onnx --input random:1x3x224x224 --backend opencl --level O1 --repeat 20 --receipts";
+
+/// More than one device for one model.
+#[derive(Args, Debug, Clone)]
+pub struct SplitArgs {
+    /// Splits the model by layers over devices, in this order: NAME[:NUMBER][=SHARE] with commas between, where SHARE is the part
+    /// of the work (1 without one)
+    #[arg(long, value_name = "DEVICES", conflicts_with_all = ["backend", "device", "backends", "fallback"])]
+    pub split: Option<String>,
+    /// Ops that the device has no kernel for may run on the CPU, as long as they are at most so many percent of the FLOPs
+    #[arg(long, value_name = "PERCENT", conflicts_with = "split")]
+    pub may_leave: Option<f64>,
+}
+
+#[derive(Args, Debug)]
+#[command(after_help = SELECT)]
+pub struct SelectArgs {
+    /// ONNX model; external data is looked for beside it
+    pub model: PathBuf,
+    #[command(flatten)]
+    pub input: InputArgs,
+    #[command(flatten)]
+    pub backend: BackendArgs,
+    #[command(flatten)]
+    pub split: SplitArgs,
+    /// Prints one JSON object, with every op and its device
+    #[arg(long)]
+    pub json: bool,
+}
+
+const SELECT: &str = "\
+Every device that is looked at is opened and the model planned for it; one that lacks memory is rejected with what it lacks. Inputs that
+are not given are made up (random, sizes 1 where the model leaves them open): only their shapes matter. Times of copies are estimates
+from small and large ones that are made now.
+
+Examples:
+  halcyon select models/digits.onnx
+  halcyon select model.onnx --input random:8x3x224x224 --backends opencl,cpu --json
+  halcyon select model.onnx --split cpu=0.7,opencl=0.3
+  halcyon select model.onnx --backend webgpu --may-leave 5";
 
 #[derive(Args, Debug)]
 #[command(after_help = "Examples:\n  halcyon devices\n  halcyon devices --json")]

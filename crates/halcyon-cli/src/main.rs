@@ -56,6 +56,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Run(a) => cmd::run::main(&a),
         Command::Inspect(a) => cmd::inspect::main(&a),
         Command::Fit(a) => cmd::fit::main(&a),
+        Command::Select(a) => cmd::select::main(&a),
         Command::Export(a) => cmd::export::main(&a),
         Command::Devices(a) => cmd::devices::main(&a),
         Command::Conformance(a) => cmd::conformance::main(&a),

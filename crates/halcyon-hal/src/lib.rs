@@ -12,15 +12,19 @@
 pub mod backend;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod cache;
+pub mod config;
 #[cfg(feature = "cpu")]
 pub mod cpu;
 pub mod heap;
 pub mod noop;
 #[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]
 pub mod opencl;
+pub mod policy;
 pub mod pool;
 pub mod registry;
 pub mod select;
+#[cfg(all(feature = "tpu", not(target_arch = "wasm32")))]
+pub mod tpu;
 mod validate;
 #[cfg(all(feature = "webgpu", not(target_arch = "wasm32")))]
 pub mod webgpu;
@@ -310,4 +314,15 @@ impl DeviceInfo {
     pub fn memory_gb(&self) -> Option<f64> {
         self.total_memory.map(|b| b as f64 / (1u64 << 30) as f64)
     }
+}
+
+/// What the loader says of a library: the message of the innermost cause, which names what it met, without the library's own name.
+#[cfg(all(any(feature = "opencl", feature = "tpu"), not(target_arch = "wasm32")))]
+fn loader_text(name: &str, e: &dyn std::error::Error) -> String {
+    let mut e = e;
+    while let Some(s) = e.source() {
+        e = s;
+    }
+    let text = e.to_string();
+    text.strip_prefix(&format!("{name}: ")).map(String::from).unwrap_or(text)
 }

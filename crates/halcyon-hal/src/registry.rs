@@ -10,11 +10,15 @@ fn built_in() -> Vec<Arc<dyn Driver>> {
         #[cfg(feature = "cpu")]
         Arc::new(crate::cpu::CpuDriver),
         #[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]
-        Arc::new(crate::opencl::OpenClDriver),
+        Arc::new(crate::opencl::OpenClDriver::ANY),
+        #[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]
+        Arc::new(crate::opencl::OpenClDriver::INTEL),
         #[cfg(all(feature = "webgpu", not(target_arch = "wasm32")))]
         Arc::new(crate::webgpu::WebGpuDriver::ANY),
         #[cfg(all(feature = "webgpu", not(target_arch = "wasm32")))]
         Arc::new(crate::webgpu::WebGpuDriver::METAL),
+        #[cfg(all(feature = "tpu", not(target_arch = "wasm32")))]
+        Arc::new(crate::tpu::TpuDriver),
         Arc::new(crate::noop::NoopDriver),
     ]
 }
@@ -38,8 +42,11 @@ pub fn driver(kind: BackendType) -> Result<Arc<dyn Driver>> {
             BackendType::Cpu => {
                 ("this build has the feature \"cpu\" switched off", "Build with --features cpu")
             }
-            BackendType::OpenCl => {
+            BackendType::OpenCl | BackendType::Intel => {
                 ("this build has the feature \"opencl\" switched off", "Build with --features opencl")
+            }
+            BackendType::Tpu => {
+                ("this build has the feature \"tpu\" switched off", "Build with --features tpu")
             }
             BackendType::WebGpu | BackendType::Metal => {
                 ("this build has the feature \"webgpu\" switched off", "Build with --features webgpu")

@@ -1,9 +1,19 @@
 //! Choosing a device, and saying why.
+//!
+//! A backend that is named is that backend, or an error unless a [`Fallback`] is asked for. `Auto` goes through an order of backends
+//! ([`Policy`]): the caller's, else the environment's (`HALCYON_BACKENDS`), else the configuration file's ([`crate::config`]), else by
+//! priority. It takes the first device that is there, opens, has the memory that is needed, and takes the work. Software devices
+//! (a CPU behind a graphics interface) come after all others, the CPU backend included.
 
+use crate::config;
+use crate::policy::{Fallback, Policy, SetBy};
 use crate::{BackendType, Device, DeviceInfo, Error, Options, Result, backend, registry};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
+
+/// The environment variable with the order of backends: a policy's name, or names of backends with commas between.
+pub const VARIABLE: &str = "HALCYON_BACKENDS";
 
 /// A backend or device that was looked at.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -15,6 +25,12 @@ pub struct Candidate {
     pub priority: Option<u32>,
     /// The rule that rejected it; `None` for the chosen one.
     pub rejected: Option<String>,
+    /// Bytes that the work needs of it, where that was asked.
+    pub required: Option<u64>,
+    /// Bytes that it had left then.
+    pub free: Option<u64>,
+    /// Bytes that it lacks.
+    pub missing: Option<u64>,
 }
 
 /// Report of a choice: what was chosen, by which rule, and why nothing else was.
@@ -23,7 +39,28 @@ pub struct Selection {
     pub requested: BackendType,
     pub device: DeviceInfo,
     pub rule: String,
+    /// The order that was gone through.
+    pub policy: Policy,
+    /// Who set it.
+    pub policy_by: SetBy,
+    pub fallback: Fallback,
+    /// Every backend and device that was looked at, in that order.
     pub candidates: Vec<Candidate>,
+}
+
+impl Selection {
+    /// That of a device that the caller made or opened.
+    pub fn given(device: DeviceInfo) -> Selection {
+        Selection {
+            requested: device.backend,
+            rule: format!("{} was given", device.id),
+            device,
+            policy: Policy::default(),
+            policy_by: SetBy::Default,
+            fallback: Fallback::Never,
+            candidates: vec![],
+        }
+    }
 }
 
 impl fmt::Display for Selection {
@@ -72,94 +109,363 @@ pub fn discover() -> Vec<BackendReport> {
         .collect()
 }
 
-/// Opens the device asked for. An explicit backend is that backend or an error; `Auto` takes the highest priority that is
-/// there, never a software GPU.
-pub fn open(
-    requested: BackendType,
-    index: Option<usize>,
+/// What is asked for. What is `None` is looked up in the environment and the configuration file.
+#[derive(Clone, Debug)]
+pub struct Request {
+    pub backend: BackendType,
+    /// Which of a named backend's devices; the first if `None`.
+    pub index: Option<usize>,
+    pub policy: Option<Policy>,
+    /// `Never` for a named backend and `Next` for `Auto`, if nothing else is set.
+    pub fallback: Option<Fallback>,
+    /// Bytes that the device must have left.
+    pub memory: u64,
+}
+
+impl Default for Request {
+    fn default() -> Request {
+        Request::of(BackendType::Auto)
+    }
+}
+
+impl Request {
+    /// With nothing set.
+    pub fn of(backend: BackendType) -> Request {
+        Request { backend, index: None, policy: None, fallback: None, memory: 0 }
+    }
+}
+
+/// Asks an open device whether it takes the work. Its error rejects the device; [`Error::OutOfMemory`] tells by how much.
+pub type Admit<'a> = &'a mut dyn FnMut(&Arc<dyn Device>) -> Result<()>;
+
+/// Opens the device that a request leads to.
+///
+/// # Errors
+/// [`Error::Unavailable`] where no device is there, [`Error::OutOfMemory`] where those that are there have too little memory (with what
+/// each lacks), a device's own error where it alone was asked, [`Error::Argument`] for an order that is none, and those of
+/// [`config::load`].
+pub fn open(request: &Request, options: &Options) -> Result<(Arc<dyn Device>, Selection)> {
+    open_for(request, options, &mut |_| Ok(()))
+}
+
+/// As [`open`], for work that not every device may take.
+///
+/// # Errors
+/// As [`open`]; what `admit` says, where one device alone was asked.
+pub fn open_for(
+    request: &Request,
     options: &Options,
+    admit: Admit<'_>,
 ) -> Result<(Arc<dyn Device>, Selection)> {
-    if requested != BackendType::Auto {
-        let d = registry::driver(requested)?;
-        let infos = d.probe()?;
-        let i = index.unwrap_or(0);
+    let auto = request.backend == BackendType::Auto;
+    if auto && request.index.is_some() {
+        return Err(Error::argument("device", "a device number needs a backend; give --backend too"));
+    }
+    let s = Settings::of(request)?;
+    let mut search = Search { request, options, admit, candidates: vec![], errors: vec![] };
+    if !auto {
+        let requested = request.backend;
+        let first = match search.named() {
+            Ok(found) => return Ok(search.done(found, format!("{requested} was asked for"), s)),
+            Err(e) if s.fallback == Fallback::Never => return Err(e),
+            Err(e) => e,
+        };
+        tracing::warn!(%requested, fallback = %s.fallback, error = %first, "the backend that was asked for is not used");
+        search.reject(requested, None, &first);
+        let order: Vec<BackendType> = match s.fallback {
+            Fallback::Cpu => vec![BackendType::Cpu],
+            _ => s.policy.backends().iter().copied().filter(|b| *b != requested).collect(),
+        };
+        return match search.first_of(&order, false)? {
+            Some(found) => {
+                let rule = match s.fallback {
+                    Fallback::Cpu => format!("{requested} was asked for; the CPU is the fallback"),
+                    _ => format!("{requested} was asked for; next in {}", s.order()),
+                };
+                Ok(search.done(found, rule, s))
+            }
+            None => Err(search.nothing()),
+        };
+    }
+    let mut order = s.policy.backends().to_vec();
+    let found = search.first_of(&order, s.fallback != Fallback::Next)?;
+    if let Some(found) = found {
+        search.left_out(&order);
+        let rule = match (s.policy == Policy::default(), found.1.backend.row().priority) {
+            (true, Some(p)) => format!("highest priority ({p}) of the backends that are there"),
+            _ => format!("first of the backends that are there in {}", s.order()),
+        };
+        return Ok(search.done(found, rule, s));
+    }
+    if s.fallback == Fallback::Cpu && search.errors.iter().all(|(b, _)| *b != BackendType::Cpu) {
+        order = vec![BackendType::Cpu];
+        search.candidates.retain(|c| c.backend != BackendType::Cpu);
+        if let Some(found) = search.first_of(&order, false)? {
+            return Ok(search.done(found, "the CPU is the fallback".into(), s));
+        }
+    }
+    Err(search.nothing())
+}
+
+/// What counts for one request.
+struct Settings {
+    policy: Policy,
+    policy_by: SetBy,
+    fallback: Fallback,
+}
+
+impl Settings {
+    fn of(r: &Request) -> Result<Settings> {
+        let file = config::load()?;
+        let variable = std::env::var(VARIABLE).ok().filter(|v| !v.trim().is_empty());
+        let set = file.as_ref().and_then(|(path, c)| Some((path.clone(), c.backends.clone()?)));
+        let (policy, policy_by) = match (&r.policy, variable, set) {
+            (Some(p), _, _) => (p.clone(), SetBy::Caller),
+            (None, Some(v), _) => {
+                let p = v.parse().map_err(|e| Error::argument(VARIABLE, format!("{e}")))?;
+                (p, SetBy::Environment(VARIABLE.into()))
+            }
+            (None, None, Some((path, p))) => (p, SetBy::File(path)),
+            (None, None, None) => (Policy::default(), SetBy::Default),
+        };
+        let usual = match r.backend {
+            BackendType::Auto => Fallback::Next,
+            _ => Fallback::Never,
+        };
+        let fallback = r.fallback.or(file.and_then(|(_, c)| c.fallback)).unwrap_or(usual);
+        Ok(Settings { policy, policy_by, fallback })
+    }
+
+    /// `the order torchbridge (HALCYON_BACKENDS)`.
+    fn order(&self) -> String {
+        format!("the order {} ({})", self.policy, self.policy_by)
+    }
+}
+
+type Found = (Arc<dyn Device>, DeviceInfo);
+
+struct Search<'a, 'b> {
+    request: &'a Request,
+    options: &'a Options,
+    admit: Admit<'b>,
+    candidates: Vec<Candidate>,
+    /// Of devices that are there.
+    errors: Vec<(BackendType, Error)>,
+}
+
+/// Refuses a device with less memory than `need`.
+fn room(d: &Arc<dyn Device>, need: u64) -> Result<()> {
+    if need == 0 {
+        return Ok(());
+    }
+    match d.available() {
+        Some(free) if free < need => Err(Error::OutOfMemory {
+            device: d.info().id.clone(),
+            what: "what the caller needs".into(),
+            requested: need,
+            free,
+            total: d.memory().limit.or(d.info().total_memory).unwrap_or(free),
+            next: "Choose a device with more memory, or raise the memory limit".into(),
+        }),
+        _ => Ok(()),
+    }
+}
+
+impl Search<'_, '_> {
+    fn note(&mut self, backend: BackendType, device: Option<&DeviceInfo>, rejected: Option<String>) {
+        self.candidates.push(Candidate {
+            backend,
+            device: device.map(|d| d.id.clone()),
+            name: device.map(|d| d.name.clone()),
+            priority: backend.row().priority,
+            rejected,
+            required: None,
+            free: None,
+            missing: None,
+        });
+    }
+
+    fn reject(&mut self, backend: BackendType, device: Option<&DeviceInfo>, e: &Error) {
+        self.note(backend, device, Some(e.to_string()));
+        if let (Error::OutOfMemory { requested, free, .. }, Some(c)) = (e, self.candidates.last_mut()) {
+            c.required = Some(*requested);
+            c.free = Some(*free);
+            c.missing = Some(requested.saturating_sub(*free));
+        }
+        if device.is_some() || !matches!(e, Error::Unavailable { .. }) {
+            self.errors.push((backend, e.clone()));
+        }
+    }
+
+    /// Opens a device and asks whether it takes the work.
+    fn try_one(&mut self, driver: &dyn crate::Driver, index: usize) -> Result<Arc<dyn Device>> {
+        let d = driver.open(index, self.options)?;
+        room(&d, self.request.memory)?;
+        (self.admit)(&d)?;
+        Ok(d)
+    }
+
+    /// The device that the request names.
+    fn named(&mut self) -> Result<Found> {
+        let backend = self.request.backend;
+        let driver = registry::driver(backend)?;
+        let infos = driver.probe()?;
+        let i = self.request.index.unwrap_or(0);
         let info = infos.get(i).cloned().ok_or_else(|| Error::Unavailable {
-            backend: requested.id().into(),
+            backend: backend.id().into(),
             tried: infos.iter().map(|d| format!("{} {}", d.id, d.name)).collect(),
             reason: format!("there is no device {i}"),
             fix: format!("Choose one of 0..{} with --device", infos.len()),
         })?;
-        let rule = format!("{requested} was asked for");
-        return Ok((d.open(i, options)?, Selection { requested, device: info, rule, candidates: vec![] }));
+        Ok((self.try_one(&*driver, i)?, info))
     }
-    if index.is_some() {
-        return Err(Error::argument("device", "a device number needs a backend; give --backend too"));
-    }
-    let mut rows: Vec<&backend::Row> = backend::ROWS.iter().filter(|r| r.priority.is_some()).collect();
-    rows.sort_by_key(|r| std::cmp::Reverse(r.priority));
-    let mut candidates = vec![];
-    let mut chosen: Option<(Arc<dyn Device>, DeviceInfo, u32)> = None;
-    for r in rows {
-        let mut note = |device: Option<&DeviceInfo>, rejected: Option<String>| {
-            candidates.push(Candidate {
-                backend: r.backend,
-                device: device.map(|d| d.id.clone()),
-                name: device.map(|d| d.name.clone()),
-                priority: r.priority,
-                rejected,
-            })
-        };
-        if let Some((_, d, p)) = &chosen {
-            note(None, Some(format!("priority {} is below {}'s {p}", r.priority.unwrap_or(0), d.id)));
-            continue;
-        }
-        let driver = match registry::driver(r.backend) {
-            Ok(d) => d,
-            Err(e) => {
-                note(None, Some(e.to_string()));
+
+    /// The first device in an order that takes the work: software devices last. `only` gives up after the first that is there.
+    fn first_of(&mut self, order: &[BackendType], only: bool) -> Result<Option<Found>> {
+        let mut chosen: Option<Found> = None;
+        let mut software = vec![];
+        let mut refused = false;
+        for &b in order {
+            let priority = |b: BackendType| b.row().priority.unwrap_or(0);
+            if let Some((_, d)) = &chosen {
+                let why = match Policy::default().backends() == order {
+                    true => format!("priority {} is below {}'s {}", priority(b), d.id, priority(d.backend)),
+                    false => format!("{} comes before it in the order", d.id),
+                };
+                self.note(b, None, Some(why));
                 continue;
             }
-        };
-        match driver.probe() {
-            Err(e) => note(None, Some(e.to_string())),
-            Ok(infos) => {
-                for info in infos {
-                    if chosen.is_some() {
-                        note(Some(&info), Some("an earlier device of this backend was chosen".into()));
-                    } else if info.software {
-                        note(
-                            Some(&info),
-                            Some(format!(
-                                "{} runs on the CPU; a software device is used only when named",
-                                info.name
-                            )),
-                        );
-                    } else {
-                        match driver.open(info.index, options) {
-                            Ok(d) => {
-                                note(Some(&info), None);
-                                chosen = Some((d, info, r.priority.unwrap_or(0)));
-                            }
-                            Err(e) => note(Some(&info), Some(e.to_string())),
+            if only && refused {
+                self.note(
+                    b,
+                    None,
+                    Some("a backend before it is there, and the fallback is not \"next\"".into()),
+                );
+                continue;
+            }
+            let driver = match registry::driver(b) {
+                Ok(d) => d,
+                Err(e) => {
+                    self.note(b, None, Some(e.to_string()));
+                    continue;
+                }
+            };
+            let infos = match driver.probe() {
+                Ok(i) => i,
+                Err(e) => {
+                    self.note(b, None, Some(e.to_string()));
+                    continue;
+                }
+            };
+            if infos.is_empty() {
+                self.note(b, None, Some("the driver lists no device".into()));
+            }
+            for info in infos {
+                if chosen.is_some() {
+                    self.note(b, Some(&info), Some("an earlier device of this backend was chosen".into()));
+                } else if info.software {
+                    software.push((driver.clone(), info));
+                } else {
+                    match self.try_one(&*driver, info.index) {
+                        Ok(d) => {
+                            self.note(b, Some(&info), None);
+                            chosen = Some((d, info));
+                        }
+                        Err(e) => {
+                            refused = true;
+                            self.reject(b, Some(&info), &e);
                         }
                     }
                 }
             }
         }
-    }
-    match chosen {
-        Some((d, device, p)) => {
-            let rule = format!("highest priority ({p}) of the backends that are there");
-            Ok((d, Selection { requested, device, rule, candidates }))
+        for (driver, info) in software {
+            if chosen.is_some() || (only && refused) {
+                let why = format!("{} runs on the CPU; a software device is used only when named", info.name);
+                self.note(info.backend, Some(&info), Some(why));
+                continue;
+            }
+            match self.try_one(&*driver, info.index) {
+                Ok(d) => {
+                    self.note(info.backend, Some(&info), None);
+                    chosen = Some((d, info));
+                }
+                Err(e) => {
+                    refused = true;
+                    self.reject(info.backend, Some(&info), &e);
+                }
+            }
         }
-        None => Err(Error::Unavailable {
-            backend: "auto".into(),
-            tried: candidates
-                .iter()
-                .map(|c| format!("{}: {}", c.backend, c.rejected.as_deref().unwrap_or("")))
-                .collect(),
-            reason: "no backend has a device".into(),
-            fix: "Build with the feature \"cpu\", which needs nothing else".into(),
-        }),
+        Ok(chosen)
+    }
+
+    /// Notes the backends that an order does not have.
+    fn left_out(&mut self, order: &[BackendType]) {
+        for r in backend::ROWS.iter().filter(|r| r.priority.is_some() && !order.contains(&r.backend)) {
+            self.note(r.backend, None, Some("the order leaves it out".into()));
+        }
+    }
+
+    fn done(self, (device, info): Found, rule: String, s: Settings) -> (Arc<dyn Device>, Selection) {
+        let selection = Selection {
+            requested: self.request.backend,
+            device: info,
+            rule,
+            policy: s.policy,
+            policy_by: s.policy_by,
+            fallback: s.fallback,
+            candidates: self.candidates,
+        };
+        (device, selection)
+    }
+
+    /// Why nothing was chosen.
+    fn nothing(self) -> Error {
+        let short: Vec<(&String, u64, u64, u64)> = self
+            .errors
+            .iter()
+            .filter_map(|(_, e)| match e {
+                Error::OutOfMemory { device, requested, free, total, .. } => {
+                    Some((device, *requested, *free, *total))
+                }
+                _ => None,
+            })
+            .collect();
+        match (&self.errors[..], &short[..]) {
+            ([(_, one)], _) => one.clone(),
+            // The one that lacks least stands for all, and all are named.
+            (_, [_, ..]) => {
+                let least = short.iter().min_by_key(|(_, need, free, _)| need.saturating_sub(*free));
+                let (_, requested, free, total) = least.copied().unwrap_or((short[0].0, 0, 0, 0));
+                let each = short
+                    .iter()
+                    .map(|(d, need, free, _)| {
+                        format!("{d} needs {need}, has {free}, lacks {}", need.saturating_sub(*free))
+                    })
+                    .collect::<Vec<_>>()
+                    .join("; ");
+                Error::OutOfMemory {
+                    device: "every device".into(),
+                    what: each,
+                    requested,
+                    free,
+                    total,
+                    next:
+                        "Use smaller inputs, split the model over devices, or use a device with more memory"
+                            .into(),
+                }
+            }
+            ([(_, first), ..], []) => first.clone(),
+            ([], _) => Error::Unavailable {
+                backend: self.request.backend.id().into(),
+                tried: self
+                    .candidates
+                    .iter()
+                    .map(|c| format!("{}: {}", c.backend, c.rejected.as_deref().unwrap_or("")))
+                    .collect(),
+                reason: "no backend has a device".into(),
+                fix: "Build with the feature \"cpu\", which needs nothing else".into(),
+            },
+        }
     }
 }

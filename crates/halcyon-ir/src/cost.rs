@@ -1,8 +1,11 @@
 //! Work of the structured ops: floating-point (or integer) operations and the bytes that must move at least.
 
+use crate::error::Result;
+use crate::graph::{Graph, NodeId};
 use crate::layout::View;
 use crate::op::Op;
 use crate::passes::blocked::BLOCKED_CONV;
+use crate::shape::TensorType;
 use crate::target::Operand;
 
 fn distinct(v: &View) -> usize {
@@ -68,6 +71,37 @@ pub fn of(op: &Op, inputs: &[Operand], output: &Operand) -> (u64, u64) {
         _ => read + output.dtype.bytes(n as usize) as u64,
     };
     (flops, moved)
+}
+
+/// An operand as its reader finds it: what a broadcast repeats is there once.
+fn operand(g: &Graph, id: NodeId) -> Result<Operand> {
+    let n = g.node(id);
+    let dims = n.ty.shape.dims()?;
+    let view = match n.op {
+        Op::Expand => View::dense(&g.shape(n.inputs[0]).dims()?).expand(&dims),
+        Op::Full(_) => View::dense(&[]).expand(&dims),
+        _ => View::dense(&dims),
+    };
+    Ok(Operand { dtype: n.ty.dtype, view })
+}
+
+/// Bytes of a dense value without symbols.
+pub fn type_bytes(t: &TensorType) -> Result<u64> {
+    Ok(t.dtype.bytes(View::dense(&t.shape.dims()?).numel()) as u64)
+}
+
+/// FLOPs of a node by itself (a multiply-add is two), and the bytes it must move at least. Its graph has no symbols.
+pub fn of_node(g: &Graph, id: NodeId) -> Result<(u64, u64)> {
+    let n = g.node(id);
+    let ins = n.inputs.iter().map(|i| operand(g, *i)).collect::<Result<Vec<_>>>()?;
+    let out = Operand { dtype: n.ty.dtype, view: View::dense(&n.ty.shape.dims()?) };
+    let (flops, bytes) = of(&n.op, &ins, &out);
+    let flops = match n.op {
+        Op::Scalar(s) => (out.view.numel() as u64).saturating_mul(s.row().flops.into()),
+        Op::Reduce { .. } => ins.first().map_or(0, |x| x.view.numel() as u64),
+        _ => flops,
+    };
+    Ok((flops, bytes))
 }
 
 #[cfg(test)]

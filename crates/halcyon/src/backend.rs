@@ -1,8 +1,10 @@
 //! A backend: an open device with its level and its caches.
 
 use crate::executable::{Executable, FaultTable};
+use crate::fit::Fit;
 use crate::lru::Lru;
-use halcyon_hal::select::{self, Selection};
+use halcyon_hal::policy::{Fallback, Policy};
+use halcyon_hal::select::{self, Request, Selection};
 use halcyon_hal::{BackendType, BufferRef, Counters, Device, DeviceInfo, MemoryStats, Options, Program, Tag};
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::lower::{LowerOptions, lower};
@@ -96,6 +98,9 @@ impl fmt::Debug for PlanKey {
 pub struct BackendBuilder {
     backend: Option<BackendType>,
     device: Option<usize>,
+    policy: Option<Policy>,
+    fallback: Option<Fallback>,
+    memory: u64,
     level: Level,
     precision: MatmulPrecision,
     amp: Option<AmpPolicy>,
@@ -114,6 +119,25 @@ impl BackendBuilder {
     /// Which of the backend's devices.
     pub fn device(mut self, index: usize) -> Self {
         self.device = Some(index);
+        self
+    }
+
+    /// In which order `Auto` looks at backends. If it is not said, the environment's `HALCYON_BACKENDS` counts, then the configuration
+    /// file, then the priorities ([`select`]).
+    pub fn policy(mut self, order: Policy) -> Self {
+        self.policy = Some(order);
+        self
+    }
+
+    /// What happens where the backend is not there or too small: `Never` for one that is named and `Next` for `Auto`, if it is not said.
+    pub fn fallback(mut self, f: Fallback) -> Self {
+        self.fallback = Some(f);
+        self
+    }
+
+    /// Bytes that the device must have left; one that has less is rejected, and the report says what it lacks.
+    pub fn memory_needed(mut self, bytes: u64) -> Self {
+        self.memory = bytes;
         self
     }
 
@@ -178,9 +202,28 @@ impl BackendBuilder {
     /// Opens the device.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where the backend or device is not there, [`Error::Unsupported`] where it does not do the mixed precision
-    /// that was asked for.
+    /// Those of [`select::open`]; [`Error::Unsupported`] where the device does not do the mixed precision that was asked for.
     pub fn build(self) -> Result<Backend> {
+        self.open(|_| Ok(()))
+    }
+
+    /// Opens the first device that runs a graph in the memory that it has left: the graph is planned for each that is looked at.
+    /// `inputs` are the bytes of its inputs; the graph has no symbols.
+    ///
+    /// # Errors
+    /// As [`BackendBuilder::build`]; [`Error::OutOfMemory`] where the plan fits on no device, with what each lacks.
+    pub fn build_for(self, graph: &Graph, inputs: &[usize]) -> Result<Backend> {
+        self.open(|b| {
+            let plan = lower(graph, b.device().as_target(), &b.lower_options())?;
+            let fit = Fit::of(b, &plan, inputs);
+            match b.device().available() {
+                Some(free) if fit.device() > free => Err(fit.refusal(b, &plan, fit.device(), free)),
+                _ => Ok(()),
+            }
+        })
+    }
+
+    fn open(self, admit: impl Fn(&Backend) -> Result<()>) -> Result<Backend> {
         if self.options.threads == Some(0) {
             return Err(Error::argument("threads", "at least one thread is needed"));
         }
@@ -189,28 +232,39 @@ impl BackendBuilder {
             (None, Ok(p)) => p.parse()?,
             (None, Err(_)) => AmpPolicy::None,
         };
-        let (device, selection) =
-            select::open(self.backend.unwrap_or(BackendType::Auto), self.device, &self.options)?;
-        autocast::check(amp, device.as_target().caps(), &device.info().id)?;
+        let request = Request {
+            backend: self.backend.unwrap_or(BackendType::Auto),
+            index: self.device,
+            policy: self.policy.clone(),
+            fallback: self.fallback,
+            memory: self.memory,
+        };
+        let (device, selection) = select::open_for(&request, &self.options, &mut |d| {
+            autocast::check(amp, d.as_target().caps(), &d.info().id)?;
+            admit(&self.over(d.clone(), Selection::given(d.info().clone()), amp))
+        })?;
+        Ok(self.over(device, selection, amp))
+    }
+
+    fn over(&self, device: Arc<dyn Device>, selection: Selection, amp: AmpPolicy) -> Backend {
         let mut b = Backend::from_device(device, selection, self.level);
         if let Some(i) = Arc::get_mut(&mut b.0) {
             i.precision = self.precision;
             i.amp = amp;
-            i.without = self.without;
+            i.without.clone_from(&self.without);
             #[cfg(not(target_arch = "wasm32"))]
             {
+                let dir = self.options.cache_dir.clone();
                 i.kept = match self.keep_packed {
-                    Some(true) => self
-                        .options
-                        .cache_dir
-                        .or_else(halcyon_hal::cache::user_dir)
-                        .map(|d| crate::packed::Kept::new(d, true)),
+                    Some(true) => {
+                        dir.or_else(halcyon_hal::cache::user_dir).map(|d| crate::packed::Kept::new(d, true))
+                    }
                     Some(false) => None,
-                    None => crate::packed::Kept::open(self.options.cache_dir),
+                    None => crate::packed::Kept::open(dir),
                 };
             }
         }
-        Ok(b)
+        b
     }
 }
 

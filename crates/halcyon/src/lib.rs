@@ -29,6 +29,7 @@ pub mod ops;
 mod packed;
 pub mod receipts;
 pub mod session;
+pub mod split;
 pub mod state;
 pub mod tensor;
 
@@ -38,6 +39,8 @@ pub use executable::Executable;
 pub use fit::Fit;
 pub use gradient::{Gradients, value_and_grad};
 pub use halcyon_hal as hal;
+pub use halcyon_hal::policy::{Fallback, Policy};
+pub use halcyon_hal::select::Selection;
 pub use halcyon_hal::{BackendType, Counters, DeviceInfo, MemoryStats};
 pub use halcyon_ir as ir;
 pub use halcyon_ir::error::{Error, Result};
@@ -47,6 +50,7 @@ pub use halcyon_ir::{ConstData, DType, Dim, Element, Scalar, Shape};
 #[cfg(feature = "onnx")]
 pub use onnx::OnnxSession;
 pub use session::Session;
+pub use split::Split;
 pub use state::State;
 pub use tensor::{Tensor, eval};
 

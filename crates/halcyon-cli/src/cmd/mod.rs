@@ -9,16 +9,14 @@ pub mod fit;
 pub mod inspect;
 pub mod probe;
 pub mod run;
+pub mod select;
+mod split;
 pub mod trace;
 
 use crate::args::{BackendArgs, InputArgs};
 use crate::report;
 use crate::source::{self, Input};
 use halcyon::hal::Tag;
-use halcyon::ir::graph::NodeId;
-use halcyon::ir::layout::View;
-use halcyon::ir::target::Operand;
-use halcyon::ir::{Graph, Op, TensorType, cost};
 use halcyon::{Backend, Error, OnnxSession, Result};
 use halcyon_formats::onnx::{Datum, Imported, Model, Outcome};
 use serde_json::{Value, json};
@@ -146,6 +144,9 @@ pub fn backend_json(b: &Backend) -> Value {
         "name": b.info().name,
         "requested": s.requested,
         "rule": s.rule,
+        "order": s.policy,
+        "order_by": s.policy_by.to_string(),
+        "fallback": s.fallback,
         "candidates": s.candidates,
         "device": s.device,
         "level": b.level(),
@@ -193,35 +194,4 @@ pub fn backend_text(b: &Backend) -> String {
         out += &format!("         not {}: {}\n", who.join(", "), why.replace('\n', " "));
     }
     out
-}
-
-/// An operand as its reader finds it: what a broadcast repeats is there once.
-fn operand(g: &Graph, id: NodeId) -> Result<Operand> {
-    let n = g.node(id);
-    let dims = n.ty.shape.dims()?;
-    let view = match n.op {
-        Op::Expand => View::dense(&g.shape(n.inputs[0]).dims()?).expand(&dims),
-        Op::Full(_) => View::dense(&[]).expand(&dims),
-        _ => View::dense(&dims),
-    };
-    Ok(Operand { dtype: n.ty.dtype, view })
-}
-
-/// Bytes of a dense value.
-pub fn type_bytes(t: &TensorType) -> Result<u64> {
-    Ok(t.dtype.bytes(View::dense(&t.shape.dims()?).numel()) as u64)
-}
-
-/// FLOPs of a node by itself (a multiply-add is two), and the bytes it must move at least.
-pub fn node_cost(g: &Graph, id: NodeId) -> Result<(u64, u64)> {
-    let n = g.node(id);
-    let ins = n.inputs.iter().map(|i| operand(g, *i)).collect::<Result<Vec<_>>>()?;
-    let out = Operand { dtype: n.ty.dtype, view: View::dense(&n.ty.shape.dims()?) };
-    let (flops, bytes) = cost::of(&n.op, &ins, &out);
-    let flops = match n.op {
-        Op::Scalar(s) => (out.view.numel() as u64).saturating_mul(s.row().flops.into()),
-        Op::Reduce { .. } => ins.first().map_or(0, |x| x.view.numel() as u64),
-        _ => flops,
-    };
-    Ok((flops, bytes))
 }

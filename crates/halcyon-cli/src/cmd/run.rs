@@ -1,12 +1,13 @@
 //! `halcyon run`: a model once or often, with a report.
 
-use super::{Loaded, backend_json, backend_text, load, tags_json, tags_text};
+use super::{Loaded, backend_json, backend_text, load, split, tags_json, tags_text};
 use crate::args::RunArgs;
 use crate::report::{self, Progress, ms, number, size, spread, summary, table, time};
 use halcyon::ir::host::{AnonymousPeak, Watch};
 use halcyon::ir::plan::{Plan, Receipt};
 use halcyon::onnx::Run;
-use halcyon::{ConstData, Error, Level, MemoryStats, Result, Session};
+use halcyon::split::Split;
+use halcyon::{ConstData, Error, Level, MemoryStats, Result, Session, Shape};
 use halcyon_formats::onnx::{Datum, Keys, Text};
 use halcyon_formats::{data, npy};
 use serde_json::{Value, json};
@@ -25,11 +26,25 @@ pub fn main(a: &RunArgs) -> Result<u8> {
     let labels = a.labels.as_deref().map(read_labels).transpose()?;
     let watch = Watch::start(WATCH);
     let look = || watch.as_ref().inspect(|w| w.read());
-    let loaded = load(&a.model, &a.input, &a.backend, false, false)?;
+    split::check(&a.split)?;
+    let loaded = load(&a.model, &a.input, &split::first(&a.split, &a.backend)?, false, false)?;
     let inputs = loaded.data();
 
     let start = Instant::now();
-    let exe = loaded.session.prepare(&inputs)?;
+    let over = match a.split.split.is_some() || a.split.may_leave.is_some() {
+        true => {
+            let graph = &loaded.graph("a split over devices")?.graph;
+            let sizes: Vec<Shape> =
+                inputs.iter().filter_map(|d| d.tensor()).map(|t| Shape::from(&t.dims)).collect();
+            let graph = graph.bind(&graph.solve(&sizes)?)?;
+            Some(split::split(&a.split, &a.backend, &loaded.backend, &graph)?)
+        }
+        false => None,
+    };
+    let exe = match &over {
+        Some(_) => None,
+        None => loaded.session.prepare(&inputs)?,
+    };
     let compile = start.elapsed();
     look();
 
@@ -40,7 +55,10 @@ pub fn main(a: &RunArgs) -> Result<u8> {
         // Results of one run at a time.
         drop(last.take());
         let start = Instant::now();
-        last = Some(loaded.session.run(&inputs)?);
+        last = Some(match &over {
+            Some(s) => run_split(s, &inputs)?,
+            None => loaded.session.run(&inputs)?,
+        });
         times.push(start.elapsed());
         if let Some(w) = look() {
             w.stop();
@@ -79,6 +97,7 @@ pub fn main(a: &RunArgs) -> Result<u8> {
     let done = Done {
         a,
         loaded: &loaded,
+        split: over.as_ref(),
         plan,
         run: &last,
         outputs: &outputs,
@@ -98,10 +117,23 @@ pub fn main(a: &RunArgs) -> Result<u8> {
     Ok(0)
 }
 
+/// A run over more than one device.
+fn run_split(s: &Split, inputs: &[Datum]) -> Result<Run> {
+    let tensors: Vec<ConstData> = inputs.iter().filter_map(|d| d.tensor().cloned()).collect();
+    let outputs = s.run(&tensors, &[])?;
+    Ok(Run {
+        outputs: outputs.into_iter().map(Datum::Tensor).collect(),
+        placement: Default::default(),
+        staged: None,
+    })
+}
+
 /// Everything a run has to tell.
 struct Done<'a> {
     a: &'a RunArgs,
     loaded: &'a Loaded,
+    /// Of a model over more than one device.
+    split: Option<&'a Split>,
     /// Of a model that is one graph.
     plan: Option<&'a Plan>,
     run: &'a Run,
@@ -122,7 +154,10 @@ impl Done<'_> {
         let l = self.loaded;
         // Writing to a string does not fail.
         let _ = writeln!(out, "model    {}", self.a.model.display());
-        out += &backend_text(&l.backend);
+        match self.split {
+            Some(s) => s.backends().iter().for_each(|b| out += &backend_text(b)),
+            None => out += &backend_text(&l.backend),
+        }
         let _ = writeln!(out, "level    {}", super::level_text(&l.backend));
         out += &l.input_text();
         if let Some(top) = &self.top {
@@ -145,6 +180,9 @@ impl Done<'_> {
             };
         }
         out += &self.placement();
+        if let Some(s) = self.split {
+            out += &split::text(s.placement());
+        }
         for f in &self.files {
             let _ = writeln!(out, "saved    {}", f.display());
         }
@@ -272,6 +310,12 @@ impl Done<'_> {
             "warnings": self.plan.map_or(&[][..], |p| &p.warnings),
             "staged": self.run.staged,
             "placement": self.run.placement,
+            "split": self.split.map(|s| json!({
+                "placement": s.placement(),
+                "devices": s.backends().iter().map(|b| json!({
+                    "backend": backend_json(b), "counters": b.counters(), "memory": memory_json(&b.memory()),
+                })).collect::<Vec<_>>(),
+            })),
         })
     }
 }

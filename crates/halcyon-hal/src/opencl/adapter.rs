@@ -12,6 +12,8 @@ pub struct Adapter {
     pub api: &'static Api,
     pub platform: Handle,
     pub device: Handle,
+    /// Under which name it is listed, and its place there.
+    pub backend: BackendType,
     pub index: usize,
 }
 
@@ -113,7 +115,7 @@ impl Adapter {
             }
             devices.truncate(n as usize);
             for device in devices {
-                let a = Adapter { api, platform, device, index: out.len() };
+                let a = Adapter { api, platform, device, backend: BackendType::OpenCl, index: out.len() };
                 let off = [
                     (sys::DEVICE_AVAILABLE, "it is not available"),
                     (sys::DEVICE_COMPILER_AVAILABLE, "it has no compiler"),
@@ -134,7 +136,7 @@ impl Adapter {
     }
 
     pub fn id(&self) -> String {
-        format!("{}:{}", BackendType::OpenCl.id(), self.index)
+        format!("{}:{}", self.backend, self.index)
     }
 
     fn bytes(&self, param: u32) -> Option<Vec<u8>> {
@@ -191,7 +193,7 @@ impl Adapter {
         };
         let amd = has("cl_amd_device_attribute_query");
         DeviceInfo {
-            backend: BackendType::OpenCl,
+            backend: self.backend,
             id: self.id(),
             index: self.index,
             name: self.string(sys::DEVICE_NAME).unwrap_or_else(|| "unnamed OpenCL device".into()),

@@ -18,27 +18,126 @@ pub use probe::{
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
 use std::sync::Arc;
 
-/// The OpenCL driver.
+/// The OpenCL driver, under the name of one backend.
 #[derive(Debug)]
-pub struct OpenClDriver;
+pub struct OpenClDriver {
+    kind: BackendType,
+}
+
+impl OpenClDriver {
+    /// Every device of the library.
+    pub const ANY: OpenClDriver = OpenClDriver { kind: BackendType::OpenCl };
+    /// Intel's graphics processors and accelerators, under their own name. They are OpenCL devices too.
+    pub const INTEL: OpenClDriver = OpenClDriver { kind: BackendType::Intel };
+
+    fn lists(&self, d: &DeviceInfo) -> bool {
+        // Intel's driver for CPUs has its vendor too.
+        self.kind == BackendType::OpenCl || (!d.software && d.vendor.to_ascii_lowercase().contains("intel"))
+    }
+
+    /// Those of all devices that go by this name, with their new numbers.
+    fn own(&self, all: Vec<DeviceInfo>) -> Result<Vec<DeviceInfo>> {
+        let others: Vec<String> = all.iter().map(|d| format!("{} {}", d.id, d.name)).collect();
+        let mut own: Vec<DeviceInfo> = all.into_iter().filter(|d| self.lists(d)).collect();
+        for (index, d) in own.iter_mut().enumerate() {
+            d.backend = self.kind;
+            d.index = index;
+            d.id = format!("{}:{index}", self.kind);
+        }
+        match own.is_empty() {
+            true => Err(Error::Unavailable {
+                backend: self.kind.id().into(),
+                tried: others,
+                reason: "the OpenCL library lists no graphics processor or accelerator of Intel's".into(),
+                fix: "Install Intel's compute runtime for OpenCL (on Debian: intel-opencl-icd)".into(),
+            }),
+            false => Ok(own),
+        }
+    }
+
+    /// An error under this backend's name.
+    fn named(&self, e: Error) -> Error {
+        match e {
+            Error::Unavailable { tried, reason, fix, .. } => {
+                Error::Unavailable { backend: self.kind.id().into(), tried, reason, fix }
+            }
+            e => e,
+        }
+    }
+}
 
 impl Driver for OpenClDriver {
     fn kind(&self) -> BackendType {
-        BackendType::OpenCl
+        self.kind
     }
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
-        probe::probe()
+        self.own(probe::probe().map_err(|e| self.named(e))?)
     }
 
     fn open(&self, index: usize, options: &Options) -> Result<Arc<dyn Device>> {
-        let all = adapter::Adapter::all(sys::load()?)?;
-        let a = all.get(index).copied().ok_or_else(|| Error::Unavailable {
-            backend: "opencl".into(),
-            tried: all.iter().map(|a| format!("{} {}", a.id(), a.info().name)).collect(),
+        let all = sys::load().and_then(adapter::Adapter::all).map_err(|e| self.named(e))?;
+        let own: Vec<adapter::Adapter> = all.into_iter().filter(|a| self.lists(&a.info())).collect();
+        let a = own.get(index).copied().ok_or_else(|| Error::Unavailable {
+            backend: self.kind.id().into(),
+            tried: own.iter().map(|a| format!("{} {}", a.id(), a.info().name)).collect(),
             reason: format!("there is no device {index}"),
-            fix: format!("Choose one of 0..{}", all.len()),
+            fix: match own.len() {
+                0 => "Choose another backend".into(),
+                n => format!("Choose one of 0..{n}"),
+            },
         })?;
+        let a = adapter::Adapter { backend: self.kind, index, ..a };
         Ok(Arc::new(device::OpenClDevice::open(a, options)?))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn intel_lists_intels_accelerators_alone() {
+        let like = crate::noop::NoopDriver.probe().unwrap().remove(0);
+        let device = |index: usize, vendor: &str, software| DeviceInfo {
+            backend: BackendType::OpenCl,
+            id: format!("opencl:{index}"),
+            index,
+            vendor: vendor.into(),
+            software,
+            ..like.clone()
+        };
+        let all = vec![
+            device(0, "The pocl project", true),
+            device(1, "Intel(R) Corporation", true),
+            device(2, "NVIDIA Corporation", false),
+            device(3, "Intel(R) Corporation", false),
+        ];
+        let own = OpenClDriver::INTEL.own(all.clone()).unwrap();
+        let ids: Vec<(&str, usize, BackendType)> =
+            own.iter().map(|d| (d.id.as_str(), d.index, d.backend)).collect();
+        assert_eq!(ids, [("intel:0", 0, BackendType::Intel)]);
+        assert_eq!(OpenClDriver::ANY.own(all.clone()).unwrap(), all);
+        let e = OpenClDriver::INTEL.own(all[..3].to_vec()).unwrap_err();
+        assert_eq!(e.exit_code(), 4);
+        assert!(
+            e.to_string().starts_with("intel is not available") && e.to_string().contains("opencl:2"),
+            "{e}"
+        );
+    }
+
+    #[test]
+    fn intel_is_there_where_opencl_lists_it() {
+        match (OpenClDriver::ANY.probe(), OpenClDriver::INTEL.probe()) {
+            (Ok(all), Ok(own)) => assert!(own.len() <= all.len()),
+            (Ok(all), Err(e)) => {
+                assert!(!all.iter().any(|d| OpenClDriver::INTEL.lists(d)), "{e}");
+                assert_eq!(OpenClDriver::INTEL.open(0, &Options::default()).unwrap_err().exit_code(), 4);
+            }
+            (Err(a), Err(b)) => {
+                assert!(a.to_string().contains("opencl") && b.to_string().starts_with("intel"), "{b}")
+            }
+            (Err(a), Ok(own)) => panic!("{a}: {own:?}"),
+        }
     }
 }

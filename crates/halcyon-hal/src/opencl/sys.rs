@@ -320,8 +320,7 @@ pub fn load_from(names: &[String]) -> Result<&'static Api> {
         let lib = match unsafe { libloading::Library::new(name) } {
             Ok(l) => l,
             Err(e) => {
-                let why = innermost(&e);
-                tried.push(format!("{name}: {}", why.strip_prefix(&format!("{name}: ")).unwrap_or(&why)));
+                tried.push(format!("{name}: {}", crate::loader_text(name, &e)));
                 continue;
             }
         };
@@ -338,15 +337,6 @@ pub fn load_from(names: &[String]) -> Result<&'static Api> {
     }
     let reason = "no OpenCL library could be loaded".into();
     Err(Error::Unavailable { backend: "opencl".into(), tried, reason, fix: fix() })
-}
-
-/// The message of the cause, which names what the loader met; the outer ones only say "dlopen failed".
-fn innermost(e: &dyn std::error::Error) -> String {
-    let mut e = e;
-    while let Some(s) = e.source() {
-        e = s;
-    }
-    e.to_string()
 }
 
 #[cfg(test)]

@@ -287,11 +287,6 @@ impl Device for Sanitizer {
 /// A backend over the sanitizer.
 pub fn backend(subgroup: u32, is_cpu: bool, seed: u64, level: Level) -> (Backend, Arc<Sanitizer>) {
     let s = Arc::new(Sanitizer::new(subgroup, is_cpu, seed));
-    let selection = Selection {
-        requested: BackendType::Noop,
-        device: s.info().clone(),
-        rule: "the test made it".into(),
-        candidates: vec![],
-    };
+    let selection = Selection::given(s.info().clone());
     (Backend::from_device(s.clone(), selection, level), s)
 }

@@ -1,10 +1,9 @@
 //! The works that `halcyon bench ops` times.
 
 use super::limits::Work;
-use crate::cmd::{node_cost, type_bytes};
 use halcyon::ir::graph::NodeId;
 use halcyon::ir::op::Conv;
-use halcyon::ir::{ConstData, DType, Graph, Op, Shape, TensorType};
+use halcyon::ir::{ConstData, DType, Graph, Op, Shape, TensorType, cost};
 use halcyon::{Error, Result};
 use std::sync::Arc;
 
@@ -180,13 +179,13 @@ impl Item {
         for id in g.ids() {
             let n = g.node(id);
             match n.op {
-                Op::Input(_) | Op::Const(_) => w.read = w.read.saturating_add(type_bytes(&n.ty)?),
+                Op::Input(_) | Op::Const(_) => w.read = w.read.saturating_add(cost::type_bytes(&n.ty)?),
                 _ if n.op.is_leaf() || n.op.is_view() => {}
-                _ => w.flops = w.flops.saturating_add(node_cost(g, id)?.0),
+                _ => w.flops = w.flops.saturating_add(cost::of_node(g, id)?.0),
             }
         }
         for o in g.outputs() {
-            w.written = w.written.saturating_add(type_bytes(g.ty(o.node))?);
+            w.written = w.written.saturating_add(cost::type_bytes(g.ty(o.node))?);
         }
         Ok(w)
     }

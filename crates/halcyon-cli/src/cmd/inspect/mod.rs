@@ -2,17 +2,17 @@
 
 mod show;
 
-use super::{dry, node_cost, type_bytes};
+use super::dry;
 use crate::args::{InputArgs, InspectArgs};
 use crate::report::{self, short, size};
 use crate::source;
 use halcyon::hal::select;
-use halcyon::ir::Graph;
 use halcyon::ir::graph::NodeId;
 use halcyon::ir::lower::{LowerOptions, lower};
 use halcyon::ir::passes::inline::inline_composites;
 use halcyon::ir::plan::{Plan, StepWork};
 use halcyon::ir::target::Target;
+use halcyon::ir::{Graph, cost};
 use halcyon::{Backend, BackendType, ConstData, Error, Level, Result};
 use halcyon_formats::npz::Npz;
 use halcyon_formats::onnx::{Datum, Model, Outcome, Port, PortType, Summary, Weight, tensor};
@@ -304,9 +304,9 @@ fn costs(
         if n.op.is_leaf() || n.op.is_view() {
             continue;
         }
-        let (flops, bytes) = node_cost(&g, id)?;
+        let (flops, bytes) = cost::of_node(&g, id)?;
         let key = owner(model, n.span.as_str());
-        let bytes_out = type_bytes(&n.ty)?;
+        let bytes_out = cost::type_bytes(&n.ty)?;
         let (ty, node) = (n.ty.to_string(), n.span.as_str());
         match activations.last_mut().filter(|x| x.node == node) {
             // An operator may be several nodes here; its largest result stands for all.

@@ -1,0 +1,198 @@
+//! One model over more than one device: what `run` and `select` share.
+
+use crate::args::{BackendArgs, SplitArgs};
+use crate::report::{figures, size, time};
+use halcyon::ir::Graph;
+use halcyon::split::{Placement, Split, by_layers, by_support};
+use halcyon::{Backend, BackendType, Error, Result};
+use std::collections::BTreeMap;
+use std::fmt::Write;
+use std::time::Duration;
+
+/// Lines of a list in text; JSON has all.
+const ROWS: usize = 8;
+
+/// A device of `--split`.
+#[derive(Debug, PartialEq)]
+struct Part {
+    backend: BackendType,
+    device: Option<usize>,
+    share: f64,
+}
+
+/// `cpu=0.7,opencl:1=0.3`.
+fn parts(text: &str) -> Result<Vec<Part>> {
+    let one = |t: &str| {
+        let bad = |what: &str| {
+            Error::argument(
+                "--split",
+                format!("\"{t}\" {what}; write NAME[:NUMBER][=SHARE], as in opencl:0=0.3"),
+            )
+        };
+        let (device, share) = t.split_once('=').unwrap_or((t, "1"));
+        let share: f64 = share.trim().parse().map_err(|_| bad("has no number as its share"))?;
+        if !share.is_finite() || share <= 0.0 {
+            return Err(bad("has a share that is not above 0"));
+        }
+        let (name, number) = match device.split_once(':') {
+            Some((n, k)) => (n, Some(k.trim().parse().map_err(|_| bad("has no number of a device"))?)),
+            None => (device, None),
+        };
+        let backend: BackendType = name.parse()?;
+        if backend == BackendType::Auto {
+            return Err(bad("names no backend"));
+        }
+        Ok(Part { backend, device: number, share })
+    };
+    let all = text.split(',').map(str::trim).map(one).collect::<Result<Vec<_>>>()?;
+    if all.len() < 2 {
+        return Err(Error::argument("--split", "a split has two devices or more; --backend takes one"));
+    }
+    Ok(all)
+}
+
+fn of_part(a: &BackendArgs, p: &Part) -> BackendArgs {
+    BackendArgs { backend: p.backend.id().into(), device: p.device, ..a.clone() }
+}
+
+/// Refuses what is wrong without a look at a device.
+pub fn check(s: &SplitArgs) -> Result<()> {
+    s.split.as_deref().map(parts).transpose()?;
+    match s.may_leave {
+        Some(p) if !(0.0..=100.0).contains(&p) => {
+            Err(Error::argument("--may-leave", format!("{p} is no percentage from 0 to 100")))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Arguments of the first device.
+pub fn first(s: &SplitArgs, a: &BackendArgs) -> Result<BackendArgs> {
+    Ok(match &s.split {
+        Some(t) => of_part(a, &parts(t)?[0]),
+        None => a.clone(),
+    })
+}
+
+/// Where each node of a graph goes.
+#[derive(Debug)]
+pub struct Assignment {
+    pub backends: Vec<Backend>,
+    pub of: Vec<usize>,
+    pub why: BTreeMap<usize, String>,
+}
+
+/// As asked, with the first device open: all of it there where nothing else is said.
+pub fn assign(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph) -> Result<Assignment> {
+    if let Some(t) = &s.split {
+        let parts = parts(t)?;
+        let rest = parts[1..].iter().map(|p| of_part(a, p).open(false));
+        let backends = std::iter::once(Ok(first.clone())).chain(rest).collect::<Result<Vec<_>>>()?;
+        let shares: Vec<f64> = parts.iter().map(|p| p.share).collect();
+        return Ok(Assignment { backends, of: by_layers(g, &shares)?, why: BTreeMap::new() });
+    }
+    match s.may_leave {
+        Some(percent) if first.info().backend != BackendType::Cpu => {
+            let cpu = BackendArgs { backend: "cpu".into(), device: None, ..a.clone() }.open(false)?;
+            let (of, why) = by_support(first, &cpu, g, percent / 100.0)?;
+            // A device without work is not opened for nothing, but it is no part of the placement.
+            let backends = match why.is_empty() {
+                true => vec![first.clone()],
+                false => vec![first.clone(), cpu],
+            };
+            Ok(Assignment { backends, of, why })
+        }
+        _ => Ok(Assignment {
+            backends: vec![first.clone()],
+            of: vec![0; g.nodes().len()],
+            why: BTreeMap::new(),
+        }),
+    }
+}
+
+/// The model over its devices, where more than one is asked for.
+pub fn split(s: &SplitArgs, a: &BackendArgs, first: &Backend, g: &Graph) -> Result<Split> {
+    let x = assign(s, a, first, g)?;
+    Split::new(&x.backends, g.clone(), &x.of, &x.why)
+}
+
+/// The devices' shares, the copies, and the ops that are elsewhere than asked.
+pub fn text(p: &Placement) -> String {
+    let mut out = String::new();
+    if let [one] = &p.devices[..] {
+        // Writing to a string does not fail.
+        let _ = writeln!(
+            out,
+            "placement {} ops on {}; {} to the device, {} back, estimated {}",
+            one.ops,
+            one.id,
+            size(one.uploaded),
+            size(one.downloaded),
+            time(Duration::from_secs_f64(p.seconds()))
+        );
+        return out;
+    }
+    let _ = writeln!(
+        out,
+        "placement {} segments; {} between devices a run, copies estimated at {}",
+        p.segments,
+        size(p.between()),
+        time(Duration::from_secs_f64(p.seconds()))
+    );
+    let mut rows = vec![
+        ["device", "ops", "MFLOP", "share", "constants", "uploaded", "downloaded"].map(String::from).to_vec(),
+    ];
+    for d in &p.devices {
+        rows.push(vec![
+            d.id.clone(),
+            d.ops.to_string(),
+            format!("{:.1}", d.flops as f64 / 1e6),
+            format!("{:.1} %", 100.0 * d.flops as f64 / p.flops().max(1) as f64),
+            size(d.constants),
+            size(d.uploaded),
+            size(d.downloaded),
+        ]);
+    }
+    out += &figures(rows, &[1, 2, 3, 4, 5, 6]);
+    let name = |d: Option<usize>| d.map_or("host", |i| p.devices[i].id.as_str());
+    let copies: Vec<_> = p.copies.iter().filter(|c| c.from.is_some() && c.to.is_some()).collect();
+    for c in copies.iter().take(ROWS) {
+        let _ =
+            writeln!(out, "copy     {} from {} to {}: {}", c.value, name(c.from), name(c.to), size(c.bytes));
+    }
+    if copies.len() > ROWS {
+        let _ = writeln!(out, "         and {} more copies (--json has them)", copies.len() - ROWS);
+    }
+    let away: Vec<_> = p.ops.iter().filter(|o| o.reason.is_some()).collect();
+    for o in away.iter().take(ROWS) {
+        let why = o.reason.as_deref().unwrap_or("");
+        let _ = writeln!(out, "elsewhere {} at {} on {}: {why}", o.op, o.at, p.devices[o.device].id);
+    }
+    if away.len() > ROWS {
+        let _ = writeln!(out, "          and {} more ops (--json has them)", away.len() - ROWS);
+    }
+    out
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn devices_parse() {
+        let p = parts("cpu=0.7, cl:1=0.3").unwrap();
+        assert_eq!(p[0], Part { backend: BackendType::Cpu, device: None, share: 0.7 });
+        assert_eq!(p[1], Part { backend: BackendType::OpenCl, device: Some(1), share: 0.3 });
+        for (text, part) in [
+            ("cpu", "two devices"),
+            ("cpu,auto", "names no backend"),
+            ("cpu,opencl=x", "no number as its share"),
+            ("cpu,opencl=-1", "not above 0"),
+            ("cpu,opencl:x", "no number of a device"),
+            ("cpu,opencll", "not a backend"),
+        ] {
+            let e = parts(text).unwrap_err();
+            assert!(e.exit_code() == 2 && e.to_string().contains(part), "{text}: {e}");
+        }
+    }
+}

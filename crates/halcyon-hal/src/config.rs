@@ -1,0 +1,104 @@
+//! The user's configuration file, TOML:
+//!
+//! ```toml
+//! backends = "torchbridge"     # or ["cuda", "cpu"]
+//! fallback = "never"           # or "next", "cpu"
+//! ```
+//!
+//! It is the file that `HALCYON_CONFIG` names (`off` for none), else `halcyon/config.toml` in the user's configuration directory.
+
+use crate::policy::{Fallback, Policy};
+use crate::{Error, Result};
+use serde::Deserialize;
+use std::io::ErrorKind;
+use std::path::PathBuf;
+
+/// Names the configuration file; `off` for none.
+pub const VARIABLE: &str = "HALCYON_CONFIG";
+
+/// What the file may set.
+#[derive(Clone, Debug, Default, PartialEq, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct Config {
+    pub backends: Option<Policy>,
+    pub fallback: Option<Fallback>,
+}
+
+/// Where the file is looked for, and whether the user named it.
+fn path() -> Option<(PathBuf, bool)> {
+    match std::env::var_os(VARIABLE) {
+        Some(v) if v.is_empty() || v.eq_ignore_ascii_case("off") => return None,
+        Some(v) => return Some((v.into(), true)),
+        None => {}
+    }
+    let var = |n: &str| std::env::var_os(n).map(PathBuf::from).filter(|p| p.is_absolute());
+    let base = if cfg!(target_os = "windows") {
+        var("APPDATA")
+    } else if cfg!(target_os = "macos") {
+        var("HOME").map(|h| h.join("Library/Application Support"))
+    } else {
+        var("XDG_CONFIG_HOME").or_else(|| var("HOME").map(|h| h.join(".config")))
+    };
+    base.map(|b| (b.join("halcyon").join("config.toml"), false))
+}
+
+/// The file and what it sets; `None` where there is none.
+///
+/// # Errors
+/// [`Error::Io`] for a file that cannot be read, also where one that `HALCYON_CONFIG` names is not there; [`Error::Format`] for
+/// one that is no TOML, or sets what is not known.
+pub fn load() -> Result<Option<(PathBuf, Config)>> {
+    let Some((path, named)) = path() else { return Ok(None) };
+    let text = match std::fs::read_to_string(&path) {
+        Ok(t) => t,
+        // A system without files has none.
+        Err(e) if !named && matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Unsupported) => {
+            return Ok(None);
+        }
+        Err(e) => {
+            let what = match named {
+                true => format!("{e}; {VARIABLE} names this file"),
+                false => e.to_string(),
+            };
+            return Err(Error::Io { path: path.display().to_string(), what });
+        }
+    };
+    match parse(&text) {
+        Ok(c) => Ok(Some((path, c))),
+        Err(what) => Err(Error::Format { file: path.display().to_string(), what }),
+    }
+}
+
+fn parse(text: &str) -> std::result::Result<Config, String> {
+    toml::from_str(text).map_err(|e| e.to_string().trim_end().to_string())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::BackendType;
+
+    #[test]
+    fn files_set_orders_as_text_or_list() {
+        let c = parse("backends = \"torchbridge\"\nfallback = \"never\"\n").unwrap();
+        assert_eq!(c.backends.map(|p| p.name().to_string()).as_deref(), Some("torchbridge"));
+        assert_eq!(c.fallback, Some(Fallback::Never));
+        let c = parse("backends = [\"amd\", \"cpu\"]").unwrap();
+        assert_eq!(c.backends.unwrap().backends(), [BackendType::Rocm, BackendType::Cpu]);
+        assert_eq!(parse("").unwrap(), Config::default());
+    }
+
+    #[test]
+    fn what_is_wrong_is_named() {
+        for (text, part) in [
+            ("backend = \"cpu\"", "backend"),
+            ("backends = [\"cpu\", \"cpu\"]", "twice"),
+            ("backends = \"cpux\"", "cpux"),
+            ("fallback = \"maybe\"", "maybe"),
+            ("backends =", "line 1"),
+        ] {
+            let e = parse(text).unwrap_err();
+            assert!(e.contains(part), "{text}: {e}");
+        }
+    }
+}

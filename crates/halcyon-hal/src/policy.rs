@@ -1,0 +1,243 @@
+//! In which order backends are looked at, and what happens where the one that was asked for is not there.
+
+use crate::{BackendType, Error, Result, backend};
+use serde::{Deserialize, Serialize};
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+/// An order of backends: a name of [`POLICIES`], or a list.
+#[derive(Clone, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(try_from = "Spelling", into = "String")]
+pub struct Policy {
+    name: String,
+    backends: Vec<BackendType>,
+}
+
+/// A policy with a name.
+#[derive(Debug)]
+pub struct Named {
+    pub name: &'static str,
+    /// First to last.
+    pub backends: &'static [BackendType],
+    pub about: &'static str,
+}
+
+/// Name of the order that the priorities of [`backend::ROWS`] give.
+pub const BY_PRIORITY: &str = "priority";
+
+/// The orders that have a name, besides [`BY_PRIORITY`].
+pub const POLICIES: &[Named] = {
+    use BackendType::*;
+    &[
+        Named {
+            name: "torchbridge",
+            backends: &[Cuda, Rocm, Metal, Intel, Tpu, OpenCl, WebGpu, Cpu],
+            about: "as the priorities, but Intel before TPU",
+        },
+        Named { name: "torch", backends: &[Cuda, Rocm, Metal, Cpu], about: "what PyTorch has devices for" },
+        Named {
+            name: "inference",
+            backends: &[Cuda, Rocm, Metal, OpenCl, WebGpu, Cpu],
+            about: "graphics processors by the language they are programmed in, then the CPU",
+        },
+        Named {
+            name: "vendors",
+            backends: &[Cuda, Rocm, Tpu, Intel, Cpu],
+            about: "NVIDIA, AMD, Google, Intel",
+        },
+    ]
+};
+
+impl Default for Policy {
+    /// By priority: [`backend::ROWS`].
+    fn default() -> Policy {
+        let mut rows: Vec<&backend::Row> = backend::ROWS.iter().filter(|r| r.priority.is_some()).collect();
+        rows.sort_by_key(|r| std::cmp::Reverse(r.priority));
+        Policy { name: BY_PRIORITY.into(), backends: rows.iter().map(|r| r.backend).collect() }
+    }
+}
+
+impl Policy {
+    /// An order of the caller's.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for an empty list, a backend that stands twice, and `auto`.
+    pub fn of(backends: &[BackendType]) -> Result<Policy> {
+        let bad = |what: String| Err(Error::argument("backends", what));
+        if backends.is_empty() {
+            return bad("an order of backends names at least one".into());
+        }
+        for (i, b) in backends.iter().enumerate() {
+            if *b == BackendType::Auto {
+                return bad("\"auto\" has no place in an order of backends: it means one".into());
+            }
+            if backends[..i].contains(b) {
+                return bad(format!("\"{b}\" stands twice in the order"));
+            }
+        }
+        let name = backends.iter().map(|b| b.id()).collect::<Vec<_>>().join(",");
+        Ok(Policy { name, backends: backends.to_vec() })
+    }
+
+    /// `priority`, `torchbridge`, `cuda,cpu`.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
+    /// First to last. What is left out is never chosen.
+    pub fn backends(&self) -> &[BackendType] {
+        &self.backends
+    }
+}
+
+impl FromStr for Policy {
+    type Err = Error;
+    /// A name of [`POLICIES`], `priority`, or backends with commas between.
+    fn from_str(s: &str) -> Result<Policy> {
+        let name = s.trim().to_ascii_lowercase();
+        if name == BY_PRIORITY {
+            return Ok(Policy::default());
+        }
+        if let Some(p) = POLICIES.iter().find(|p| p.name == name) {
+            return Ok(Policy { name, backends: p.backends.to_vec() });
+        }
+        let parts: Vec<&str> = name.split(',').map(str::trim).filter(|p| !p.is_empty()).collect();
+        let list = parts.iter().map(|p| p.parse()).collect::<Result<Vec<BackendType>>>().map_err(|e| {
+            let names: Vec<&str> = POLICIES.iter().map(|p| p.name).collect();
+            Error::argument(
+                "backends",
+                format!("{e}; orders with a name are {BY_PRIORITY}, {}", names.join(", ")),
+            )
+        })?;
+        Policy::of(&list)
+    }
+}
+
+impl fmt::Display for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.name)
+    }
+}
+
+/// How a policy stands in a file: a string as for [`Policy::from_str`], or a list of names.
+#[derive(Deserialize)]
+#[serde(untagged)]
+enum Spelling {
+    Text(String),
+    List(Vec<String>),
+}
+
+impl TryFrom<Spelling> for Policy {
+    type Error = Error;
+    fn try_from(s: Spelling) -> Result<Policy> {
+        match s {
+            Spelling::Text(t) => t.parse(),
+            Spelling::List(l) => Policy::of(&l.iter().map(|b| b.parse()).collect::<Result<Vec<_>>>()?),
+        }
+    }
+}
+
+impl From<Policy> for String {
+    fn from(p: Policy) -> String {
+        p.name
+    }
+}
+
+/// What happens where the first choice is not there, does not open or has too little memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Fallback {
+    /// An error. What counts where a backend is named.
+    Never,
+    /// The next in the order. What counts for `auto`.
+    Next,
+    /// The CPU.
+    Cpu,
+}
+
+impl FromStr for Fallback {
+    type Err = Error;
+    fn from_str(s: &str) -> Result<Fallback> {
+        match s.trim().to_ascii_lowercase().as_str() {
+            "never" => Ok(Fallback::Never),
+            "next" => Ok(Fallback::Next),
+            "cpu" => Ok(Fallback::Cpu),
+            _ => Err(Error::argument("fallback", format!("\"{s}\" is none of never, next and cpu"))),
+        }
+    }
+}
+
+impl fmt::Display for Fallback {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Fallback::Never => "never",
+            Fallback::Next => "next",
+            Fallback::Cpu => "cpu",
+        })
+    }
+}
+
+/// Who set something.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub enum SetBy {
+    /// Nobody.
+    Default,
+    Caller,
+    /// An environment variable.
+    Environment(String),
+    /// The configuration file.
+    File(PathBuf),
+}
+
+impl fmt::Display for SetBy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            SetBy::Default => f.write_str("the default"),
+            SetBy::Caller => f.write_str("the caller's"),
+            SetBy::Environment(name) => f.write_str(name),
+            SetBy::File(path) => write!(f, "{}", path.display()),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn policies_parse_and_have_no_backend_twice() {
+        for p in POLICIES {
+            assert_eq!(Policy::of(p.backends).unwrap().backends(), p.backends);
+            assert_eq!(p.name.to_uppercase().parse::<Policy>().unwrap().backends(), p.backends);
+            assert_eq!(p.backends.last(), Some(&BackendType::Cpu), "{}", p.name);
+        }
+        let all = Policy::default();
+        assert_eq!(all, "priority".parse().unwrap());
+        assert_eq!(all.backends().first(), Some(&BackendType::Cuda));
+        assert_eq!(all.backends().len(), 8);
+        let p: Policy = " Vulkan, nvidia ,host".parse().unwrap();
+        assert_eq!((p.name(), p.backends().len()), ("webgpu,cuda,cpu", 3));
+    }
+
+    #[test]
+    fn wrong_orders_say_what_is_wrong() {
+        for (text, part) in [
+            ("", "at least one"),
+            ("cuda,auto", "\"auto\""),
+            ("cuda,cpu,nvidia", "\"cuda\" stands twice"),
+            ("torchbrige", "torchbridge"),
+        ] {
+            let e = text.parse::<Policy>().unwrap_err();
+            assert!(e.exit_code() == 2 && e.to_string().contains(part), "{text}: {e}");
+        }
+        assert!("sometimes".parse::<Fallback>().unwrap_err().to_string().contains("never, next and cpu"));
+    }
+
+    #[test]
+    fn fallbacks_parse() {
+        for f in [Fallback::Never, Fallback::Next, Fallback::Cpu] {
+            assert_eq!(f.to_string().parse::<Fallback>().unwrap(), f);
+        }
+    }
+}

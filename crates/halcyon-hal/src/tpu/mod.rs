@@ -1,0 +1,57 @@
+//! Tensor processing units, by a PJRT plugin (`libtpu.so`). The plugin is looked for, loaded and asked for its version; execution is
+//! not supported yet, so there are never devices here, and the reason says what was found.
+
+pub mod sys;
+
+use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
+use std::sync::Arc;
+
+/// The driver of TPUs.
+#[derive(Debug)]
+pub struct TpuDriver;
+
+impl Driver for TpuDriver {
+    fn kind(&self) -> BackendType {
+        BackendType::Tpu
+    }
+
+    fn probe(&self) -> Result<Vec<DeviceInfo>> {
+        Err(unavailable(&sys::candidates()))
+    }
+
+    fn open(&self, _index: usize, _options: &Options) -> Result<Arc<dyn Device>> {
+        Err(unavailable(&sys::candidates()))
+    }
+}
+
+/// What these names of plugins led to.
+fn unavailable(names: &[String]) -> Error {
+    let backend = BackendType::Tpu.id().to_string();
+    let (mut tried, mut found) = (vec![], None);
+    for name in names {
+        match sys::version(name) {
+            Ok(v) => {
+                found = Some((name, v));
+                break;
+            }
+            Err(why) => tried.push(format!("{name}: {why}")),
+        }
+    }
+    match found {
+        Some((name, v)) => {
+            tried.push(format!("{name}: loaded, PJRT {}.{}", v.major, v.minor));
+            Error::Unavailable {
+                backend,
+                tried,
+                reason: "a PJRT plugin is there, but running on TPUs is not supported yet".into(),
+                fix: "Use another backend".into(),
+            }
+        }
+        None => Error::Unavailable {
+            backend,
+            tried,
+            reason: "no PJRT plugin for TPUs could be loaded".into(),
+            fix: "On a machine with TPUs install libtpu (pip install libtpu) and set TPU_LIBRARY_PATH to its libtpu.so".into(),
+        },
+    }
+}

@@ -1,0 +1,91 @@
+//! The head of a PJRT plugin's table of functions (OpenXLA, `xla/pjrt/c/pjrt_c_api.h`): enough to ask for its version.
+
+use std::collections::BTreeMap;
+use std::ffi::c_void;
+use std::path::PathBuf;
+use std::sync::Mutex;
+
+/// Names the one library that is tried.
+pub const VARIABLE: &str = "HALCYON_TPU_LIBRARY";
+
+/// `PJRT_Api_Version`.
+#[repr(C)]
+struct ApiVersion {
+    struct_size: usize,
+    extension_start: *mut c_void,
+    major: i32,
+    minor: i32,
+}
+
+/// The first members of `PJRT_Api`.
+#[repr(C)]
+struct Api {
+    struct_size: usize,
+    extension_start: *mut c_void,
+    version: ApiVersion,
+}
+
+/// Version of the interface that a plugin was built for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Version {
+    pub major: i32,
+    pub minor: i32,
+}
+
+/// Where a plugin may lie: what the variables of libtpu and JAX name, Python's package in the active environment, the loader's path.
+pub fn candidates() -> Vec<String> {
+    let var = |n: &str| std::env::var(n).ok().filter(|v| !v.trim().is_empty());
+    if let Some(one) = var(VARIABLE) {
+        return vec![one];
+    }
+    let mut names: Vec<String> = var("TPU_LIBRARY_PATH").into_iter().collect();
+    // `name:path` with commas between.
+    let pairs = var("PJRT_NAMES_AND_LIBRARY_PATHS").unwrap_or_default();
+    names.extend(pairs.split(',').filter_map(|p| p.trim().strip_prefix("tpu:")).map(String::from));
+    let python = std::env::var_os("VIRTUAL_ENV").map(|v| PathBuf::from(v).join("lib"));
+    for dir in python.and_then(|lib| std::fs::read_dir(lib).ok()).into_iter().flatten().flatten() {
+        let plugin = dir.path().join("site-packages/libtpu/libtpu.so");
+        if plugin.is_file() {
+            names.push(plugin.display().to_string());
+        }
+    }
+    names.push("libtpu.so".into());
+    names
+}
+
+/// Loads a plugin, which stays, and asks for its version.
+///
+/// # Errors
+/// What the loader says, or what is wrong with the library.
+pub fn version(name: &str) -> Result<Version, String> {
+    static SEEN: Mutex<BTreeMap<String, Version>> = Mutex::new(BTreeMap::new());
+    let mut seen = SEEN.lock().unwrap_or_else(|e| e.into_inner());
+    if let Some(v) = seen.get(name) {
+        return Ok(*v);
+    }
+    // SAFETY: loading runs the library's initialisers. It is a PJRT plugin by its name or by the user's word.
+    let lib = unsafe { libloading::Library::new(name) }.map_err(|e| crate::loader_text(name, &e))?;
+    // SAFETY: the type is the one that the PJRT interface gives this function.
+    let get = unsafe { lib.get::<unsafe extern "C" fn() -> *const Api>(b"GetPjrtApi\0") };
+    let get = get.map_err(|_| "it has no function GetPjrtApi".to_string())?;
+    // SAFETY: the function takes nothing and gives a table that lives as long as the library, or null.
+    let api = unsafe { get() };
+    if api.is_null() {
+        return Err("GetPjrtApi gave no table".into());
+    }
+    // SAFETY: a table begins with its size; nothing past it is read before it is known to be there.
+    let size = unsafe { std::ptr::addr_of!((*api).struct_size).read_unaligned() };
+    if size < size_of::<Api>() {
+        return Err(format!("its table has {size} bytes, a version needs {}", size_of::<Api>()));
+    }
+    // SAFETY: the table is at least as large as its head.
+    let head = unsafe { std::ptr::addr_of!((*api).version).read_unaligned() };
+    if head.struct_size < size_of::<ApiVersion>() {
+        return Err(format!("its version has {} bytes, not {}", head.struct_size, size_of::<ApiVersion>()));
+    }
+    let v = Version { major: head.major, minor: head.minor };
+    // Plugins leave threads behind.
+    std::mem::forget(lib);
+    seen.insert(name.into(), v);
+    Ok(v)
+}

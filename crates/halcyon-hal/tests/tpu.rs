@@ -1,0 +1,51 @@
+//! The handshake with a PJRT plugin, with libraries made for the purpose.
+#![cfg(feature = "tpu")]
+
+use halcyon_hal::tpu::sys::{Version, version};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+/// A library with this body, or `None` without a C compiler.
+fn library(dir: &Path, name: &str, source: &str) -> Option<PathBuf> {
+    let (from, to) = (dir.join(format!("{name}.c")), dir.join(format!("{name}.so")));
+    std::fs::write(&from, source).unwrap();
+    let made = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&to).arg(&from).output().ok()?;
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    Some(to)
+}
+
+const TABLE: &str = "#include <stddef.h>
+struct version { size_t size; void *more; int major, minor; };
+struct api { size_t size; void *more; struct version v; void *functions[4]; };
+static struct api it = { SIZE, 0, { VSIZE, 0, 0, 77 } };
+const struct api *GetPjrtApi(void) { return TABLE; }\n";
+
+#[test]
+fn a_plugin_tells_its_version_and_what_is_wrong_is_said() {
+    let dir = tempfile::tempdir().unwrap();
+    let with = |name: &str, size: &str, vsize: &str, table: &str| {
+        let defines = format!("#define SIZE {size}\n#define VSIZE {vsize}\n#define TABLE {table}\n");
+        library(dir.path(), name, &(defines + TABLE))
+    };
+    let Some(good) = with("good", "sizeof(struct api)", "sizeof(struct version)", "&it") else {
+        return eprintln!("skipped: no C compiler");
+    };
+    let ask = |p: &Path| version(p.to_str().unwrap());
+    assert_eq!(ask(&good), Ok(Version { major: 0, minor: 77 }));
+    assert_eq!(ask(&good), Ok(Version { major: 0, minor: 77 }), "again");
+    let bad = [
+        (with("small", "8", "sizeof(struct version)", "&it"), "8 bytes"),
+        (with("old", "sizeof(struct api)", "4", "&it"), "its version has 4 bytes"),
+        (with("null", "1", "1", "0"), "no table"),
+        (library(dir.path(), "other", "int x;\n"), "no function GetPjrtApi"),
+    ];
+    for (lib, part) in bad {
+        let e = ask(&lib.unwrap()).unwrap_err();
+        assert!(e.contains(part), "{part}: {e}");
+    }
+    let text = dir.path().join("text.so");
+    std::fs::write(&text, "no library").unwrap();
+    assert!(
+        ask(&text).is_err() && ask(Path::new("/nowhere/libtpu.so")).unwrap_err().contains("No such file")
+    );
+}

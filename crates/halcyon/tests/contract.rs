@@ -1,0 +1,72 @@
+//! The promises of the contract, each by its row's name. Rows without a test are not kept yet.
+
+mod common;
+
+use halcyon::prelude::*;
+use halcyon::{BackendType as B, Error, Fallback, Policy};
+
+/// The order by priority, of these backends alone.
+fn by_priority(of: &[B]) -> Vec<B> {
+    Policy::default().backends().iter().copied().filter(|b| of.contains(b)).collect()
+}
+
+#[test]
+fn s1_04_auto_order() {
+    let order = [B::Cuda, B::Rocm, B::Metal, B::OpenCl, B::WebGpu, B::Cpu];
+    assert_eq!("inference".parse::<Policy>().unwrap().backends(), order);
+    assert_eq!(by_priority(&order), order);
+}
+
+#[test]
+fn s2_02_detection_order_puts_intel_before_tpu() {
+    let order: Policy = "torchbridge".parse().unwrap();
+    let of = [B::Cuda, B::Rocm, B::Intel, B::Tpu, B::Cpu];
+    let got: Vec<B> = order.backends().iter().copied().filter(|b| of.contains(b)).collect();
+    assert_eq!(got, of);
+}
+
+#[test]
+fn s4_02_auto_order() {
+    let order = [B::Cuda, B::Rocm, B::Tpu, B::Intel, B::Cpu];
+    assert_eq!("vendors".parse::<Policy>().unwrap().backends(), order);
+    assert_eq!(by_priority(&order), order);
+}
+
+#[test]
+fn s1_08_memory_check_says_how_much_is_missing() {
+    let test = "s1_08_memory_check_says_how_much_is_missing";
+    for b in common::devices(test, Level::O1) {
+        let kind = b.info().backend;
+        let with = |need: u64| {
+            let all = Backend::builder().backend_type(kind).memory_limit(64 << 20);
+            all.fallback(Fallback::Never).memory_needed(need).build()
+        };
+        assert_eq!(with(1 << 20).unwrap().info().backend, kind);
+        let e = with(100 << 20).unwrap_err();
+        let Error::OutOfMemory { requested, free, .. } = &e else { panic!("{e}") };
+        assert_eq!((*requested, *free), (100 << 20, 64 << 20));
+    }
+    // Under `auto` too, where it names each device.
+    let order: Policy = "cpu,opencl".parse().unwrap();
+    let e =
+        Backend::builder().policy(order).memory_limit(1 << 20).memory_needed(2 << 20).build().unwrap_err();
+    assert!(e.exit_code() == 5 && e.to_string().contains("cpu:0"), "{e}");
+}
+
+#[test]
+fn s1_10_the_choice_decides_where_the_model_runs() {
+    let test = "s1_10_the_choice_decides_where_the_model_runs";
+    let devices = common::devices(test, Level::O1);
+    let work = |b: &Backend| {
+        let c = b.counters();
+        c.launches + c.library_calls
+    };
+    for chosen in &devices {
+        let before: Vec<u64> = devices.iter().map(work).collect();
+        let x = Tensor::from_slice(chosen, [2, 2], &[1.0f32, 2.0, 3.0, 4.0]).unwrap();
+        assert_eq!((x.matmul(&x) + 1.0).relu().to_vec::<f32>().unwrap(), [8.0, 11.0, 16.0, 23.0]);
+        for (b, was) in devices.iter().zip(before) {
+            assert_eq!(work(b) > was, b.id() == chosen.id(), "{} while {} was chosen", b.id(), chosen.id());
+        }
+    }
+}
