@@ -40,6 +40,8 @@ pub enum Command {
     Export(ExportArgs),
     /// Lists backends with their devices, or the reason they have none
     Devices(DevicesArgs),
+    /// Examines each backend in a process of its own: library, devices, a kernel, copies, a product; each step passes or fails
+    Doctor(DoctorArgs),
     /// Runs a folder of test cases and compares the results
     Conformance(ConformanceArgs),
     /// Shows a model's graph, what the passes did, the chosen kernels, their source and the times
@@ -49,6 +51,9 @@ pub enum Command {
     /// Probes a driver and prints what it found as JSON
     #[command(name = "__probe", hide = true)]
     Probe(ProbeArgs),
+    /// Examines a backend in this process and prints an event a line
+    #[command(name = "__doctor", hide = true)]
+    DoctorChild(ProbeArgs),
 }
 
 /// Which device, and how it is used.
@@ -291,6 +296,30 @@ pub struct DevicesArgs {
     #[arg(long)]
     pub json: bool,
 }
+
+#[derive(Args, Debug)]
+#[command(after_help = DOCTOR)]
+pub struct DoctorArgs {
+    /// This backend alone, which has to be there
+    #[arg(long, value_name = "NAME")]
+    pub backend: Option<String>,
+    /// Seconds that one backend may take
+    #[arg(long, value_name = "N", default_value_t = 120)]
+    pub timeout: u64,
+    /// Prints one JSON object: the lines of every section with what was measured
+    #[arg(long)]
+    pub json: bool,
+}
+
+const DOCTOR: &str = "\
+Each line is pass, absent (the backend is not on this machine or not in this build), warn or fail, with the reason and what to do.
+A kernel runs on numbers drawn for it, and every result is compared; so are what copies bring back and a matrix product, both with
+their rates.
+Exit codes: 0 everything that is here works, 1 warnings, 2 failures (or the backend that was asked for is absent).
+
+Examples:
+  halcyon doctor
+  halcyon doctor --backend opencl --json";
 
 #[derive(Args, Debug)]
 pub struct ConformanceArgs {

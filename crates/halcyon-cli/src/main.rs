@@ -58,6 +58,8 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Fit(a) => cmd::fit::main(&a),
         Command::Select(a) => cmd::select::main(&a),
         Command::Export(a) => cmd::export::main(&a),
+        Command::Doctor(a) => cmd::doctor::main(&a),
+        Command::DoctorChild(a) => cmd::doctor::child(&a),
         Command::Devices(a) => cmd::devices::main(&a),
         Command::Conformance(a) => cmd::conformance::main(&a),
         Command::Trace(a) => cmd::trace::main(&a),

@@ -12,6 +12,8 @@
 pub mod backend;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod cache;
+#[cfg(not(target_arch = "wasm32"))]
+pub mod child;
 pub mod config;
 #[cfg(feature = "cpu")]
 pub mod cpu;

@@ -18,6 +18,7 @@
 
 pub mod backend;
 pub mod capture;
+pub mod doctor;
 pub mod executable;
 pub mod fit;
 pub mod gradient;

@@ -3,6 +3,7 @@
 pub mod bench;
 pub mod conformance;
 pub mod devices;
+pub mod doctor;
 mod dry;
 pub mod export;
 pub mod fit;

@@ -11,9 +11,7 @@ pub mod program;
 pub mod queue;
 pub mod sys;
 
-pub use probe::{
-    PROBE_CHILD_VARIABLE, probe_in_process, probe_report, probe_via_child, set_probe_executable,
-};
+pub use probe::{probe_in_process, probe_report, probe_via_child, set_probe_executable};
 
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
 use std::sync::Arc;

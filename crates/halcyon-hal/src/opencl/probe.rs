@@ -7,16 +7,13 @@
 
 use super::{adapter::Adapter, sys};
 use crate::cache::{self, DiskCache};
+use crate::child;
 use crate::{DeviceInfo, Error, Result};
 use serde::{Deserialize, Serialize};
-use std::io::Read;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Stdio};
+use std::process::Command;
 use std::sync::{Mutex, OnceLock};
-use std::time::{Duration, Instant, UNIX_EPOCH};
-
-/// Set in a child that probes, so that it does not start another.
-pub const PROBE_CHILD_VARIABLE: &str = "HALCYON_PROBE_CHILD";
+use std::time::{Duration, UNIX_EPOCH};
 
 /// How long a child may look for devices.
 const PROBE_TIME: Duration = Duration::from_secs(30);
@@ -32,7 +29,7 @@ pub fn set_probe_executable(exe: PathBuf) {
 pub(super) fn probe() -> Result<Vec<DeviceInfo>> {
     // Without a library there is nothing that could crash or be remembered.
     let api = sys::load()?;
-    if std::env::var_os(PROBE_CHILD_VARIABLE).is_some() {
+    if std::env::var_os(child::VARIABLE).is_some() {
         return probe_in_process();
     }
     // Once one look in this process has gone well, later ones are made here.
@@ -185,36 +182,12 @@ fn probe_command(command: &mut Command, limit: Duration) -> Result<Vec<DeviceInf
             fix.into(),
         )
     };
-    command.env(PROBE_CHILD_VARIABLE, "1").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let mut child = command.spawn().map_err(|e| Error::Io {
+    let done = child::output(command, limit).map_err(|e| Error::Io {
         path: command.get_program().to_string_lossy().into_owned(),
         what: format!("the process that looks for OpenCL devices did not start: {e}"),
     })?;
-    let pipe = child.stdout.take();
-    let reader = std::thread::spawn(move || {
-        let mut out = String::new();
-        if let Some(mut p) = pipe {
-            let _ = p.read_to_string(&mut out);
-        }
-        out
-    });
-    let start = Instant::now();
-    let status = loop {
-        match child.try_wait() {
-            Ok(Some(s)) => break s,
-            Ok(None) if start.elapsed() < limit => std::thread::sleep(Duration::from_millis(2)),
-            Ok(None) => {
-                let _ = child.kill();
-                let _ = child.wait();
-                return Err(crashed(format!("did not end within {limit:?}")));
-            }
-            Err(e) => return Err(crashed(format!("could not be waited for ({e})"))),
-        }
-    };
-    let out = reader.join().unwrap_or_default();
-    if !status.success() {
-        return Err(crashed(format!("ended with {status}")));
-    }
+    done.end.map_err(crashed)?;
+    let out = done.out;
     match out.lines().rev().find_map(|l| serde_json::from_str(l).ok()) {
         Some(Report::Devices(d)) => Ok(d),
         Some(Report::Unavailable { tried, reason, fix }) => Err(unavailable(tried, reason, fix)),
