@@ -45,6 +45,8 @@ fn a_model_is_placed_with_what_it_needs() {
 fn what_does_not_fit_says_what_is_missing() {
     let small = ["select", DIGITS, "--backend", "cpu", "--memory-limit", "4K"];
     clean(&small, &[]).fails(5, &["out of memory on cpu:0", "4096"]);
+    // A little more is enough.
+    clean(&["select", DIGITS, "--backend", "cpu", "--memory-limit", "64K"], &[]).ok();
     // The next in the order is asked, and has no more.
     let auto = ["select", DIGITS, "--memory-limit", "4K", "--json"];
     let e = clean(&auto, &[]);

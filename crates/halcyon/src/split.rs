@@ -288,12 +288,13 @@ impl Copying {
     }
 }
 
-/// Writing to a device and reading from it, from copies of one word and of 1 MiB: the best of three.
+/// Writing to a device and reading from it, from copies of one word and of 1 MiB (less where less is left): the best of three.
 fn rates(b: &Backend) -> Result<(Copying, Copying)> {
     const SMALL: usize = 4;
     let d = b.device();
-    let mut bytes = host::zeros(1 << 20, "a copy to be timed")?;
-    let large = bytes.len();
+    // What is left may be little.
+    let large = d.available().map_or(1 << 20, |free| (free / 4).clamp(4096, 1 << 20)) as usize;
+    let mut bytes = host::zeros(large, "a copy to be timed")?;
     let buffer = d.alloc(large, Tag::Io)?;
     let mut time = |n: usize| -> Result<(f64, f64)> {
         let (mut write, mut read) = (f64::INFINITY, f64::INFINITY);
