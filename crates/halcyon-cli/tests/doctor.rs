@@ -127,3 +127,16 @@ fn crashing(dir: &Path) -> Option<std::path::PathBuf> {
 fn crashing(_: &Path) -> Option<std::path::PathBuf> {
     None
 }
+
+/// What the user asks for elsewhere decides nothing here: sums are exact, and the device is the one that is examined.
+#[test]
+fn settings_of_the_user_do_not_change_the_verdict() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let file = dir.path().join("config.toml");
+    std::fs::write(&file, "fallback = \"cpu\"\n").expect("written");
+    let mut c = doctor(&["--backend", "cpu"]);
+    finish(c.env("HALCYON_CONFIG", &file).env("HALCYON_PRECISION", "bf16")).ok();
+    let mut c = doctor(&["--backend", "opencl"]);
+    c.env("HALCYON_CONFIG", &file).env("HALCYON_OPENCL_LIBRARY", "/nowhere/libNone.so");
+    assert_eq!(finish(&mut c).code, 2);
+}

@@ -51,8 +51,10 @@ pub fn load() -> Result<Option<(PathBuf, Config)>> {
     let Some((path, named)) = path() else { return Ok(None) };
     let text = match std::fs::read_to_string(&path) {
         Ok(t) => t,
-        // A system without files has none.
-        Err(e) if !named && matches!(e.kind(), ErrorKind::NotFound | ErrorKind::Unsupported) => {
+        Err(e) if !named && nobodys(e.kind()) => {
+            if e.kind() == ErrorKind::PermissionDenied {
+                tracing::warn!(path = %path.display(), "the configuration file may not be read, and is left out");
+            }
             return Ok(None);
         }
         Err(e) => {
@@ -67,6 +69,12 @@ pub fn load() -> Result<Option<(PathBuf, Config)>> {
         Ok(c) => Ok(Some((path, c))),
         Err(what) => Err(Error::Format { file: path.display().to_string(), what }),
     }
+}
+
+/// Nothing is there that the user could have meant: no file, a service's home that is no directory or another user's, a system without files.
+fn nobodys(kind: ErrorKind) -> bool {
+    use ErrorKind::*;
+    matches!(kind, NotFound | NotADirectory | PermissionDenied | Unsupported)
 }
 
 fn parse(text: &str) -> std::result::Result<Config, String> {

@@ -7,7 +7,7 @@
 
 use crate::config;
 use crate::policy::{Fallback, Policy, SetBy};
-use crate::{BackendType, Device, DeviceInfo, Error, Options, Result, backend, registry};
+use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result, backend, registry};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
@@ -176,7 +176,7 @@ pub fn open_for(
             Fallback::Cpu => vec![BackendType::Cpu],
             _ => s.policy.backends().iter().copied().filter(|b| *b != requested).collect(),
         };
-        return match search.first_of(&order, false)? {
+        return match search.first_of(&order, false) {
             Some(found) => {
                 let rule = match s.fallback {
                     Fallback::Cpu => format!("{requested} was asked for; the CPU is the fallback"),
@@ -187,10 +187,8 @@ pub fn open_for(
             None => Err(search.nothing()),
         };
     }
-    let mut order = s.policy.backends().to_vec();
-    let found = search.first_of(&order, s.fallback != Fallback::Next)?;
-    if let Some(found) = found {
-        search.left_out(&order);
+    if let Some(found) = search.first_of(s.policy.backends(), s.fallback != Fallback::Next) {
+        search.left_out(s.policy.backends());
         let rule = match (s.policy == Policy::default(), found.1.backend.row().priority) {
             (true, Some(p)) => format!("highest priority ({p}) of the backends that are there"),
             _ => format!("first of the backends that are there in {}", s.order()),
@@ -198,9 +196,8 @@ pub fn open_for(
         return Ok(search.done(found, rule, s));
     }
     if s.fallback == Fallback::Cpu && search.errors.iter().all(|(b, _)| *b != BackendType::Cpu) {
-        order = vec![BackendType::Cpu];
         search.candidates.retain(|c| c.backend != BackendType::Cpu);
-        if let Some(found) = search.first_of(&order, false)? {
+        if let Some(found) = search.first_of(&[BackendType::Cpu], false) {
             return Ok(search.done(found, "the CPU is the fallback".into(), s));
         }
     }
@@ -298,7 +295,7 @@ impl Search<'_, '_> {
     }
 
     /// Opens a device and asks whether it takes the work.
-    fn try_one(&mut self, driver: &dyn crate::Driver, index: usize) -> Result<Arc<dyn Device>> {
+    fn try_one(&mut self, driver: &dyn Driver, index: usize) -> Result<Arc<dyn Device>> {
         let d = driver.open(index, self.options)?;
         room(&d, self.request.memory)?;
         (self.admit)(&d)?;
@@ -321,37 +318,28 @@ impl Search<'_, '_> {
     }
 
     /// The first device in an order that takes the work: software devices last. `only` gives up after the first that is there.
-    fn first_of(&mut self, order: &[BackendType], only: bool) -> Result<Option<Found>> {
-        let mut chosen: Option<Found> = None;
-        let mut software = vec![];
-        let mut refused = false;
+    fn first_of(&mut self, order: &[BackendType], only: bool) -> Option<Found> {
+        let by_priority = Policy::default().backends() == order;
+        let (mut chosen, mut software) = (None, vec![]);
         for &b in order {
             let priority = |b: BackendType| b.row().priority.unwrap_or(0);
             if let Some((_, d)) = &chosen {
-                let why = match Policy::default().backends() == order {
+                let d: &DeviceInfo = d;
+                let why = match by_priority {
                     true => format!("priority {} is below {}'s {}", priority(b), d.id, priority(d.backend)),
                     false => format!("{} comes before it in the order", d.id),
                 };
                 self.note(b, None, Some(why));
                 continue;
             }
-            if only && refused {
-                self.note(
-                    b,
-                    None,
-                    Some("a backend before it is there, and the fallback is not \"next\"".into()),
-                );
+            if only && !self.errors.is_empty() {
+                let why = "a backend before it is there, and the fallback is not \"next\"";
+                self.note(b, None, Some(why.into()));
                 continue;
             }
-            let driver = match registry::driver(b) {
-                Ok(d) => d,
-                Err(e) => {
-                    self.note(b, None, Some(e.to_string()));
-                    continue;
-                }
-            };
-            let infos = match driver.probe() {
-                Ok(i) => i,
+            let found = registry::driver(b).and_then(|d| d.probe().map(|infos| (d, infos)));
+            let (driver, infos) = match found {
+                Ok(x) => x,
                 Err(e) => {
                     self.note(b, None, Some(e.to_string()));
                     continue;
@@ -366,37 +354,33 @@ impl Search<'_, '_> {
                 } else if info.software {
                     software.push((driver.clone(), info));
                 } else {
-                    match self.try_one(&*driver, info.index) {
-                        Ok(d) => {
-                            self.note(b, Some(&info), None);
-                            chosen = Some((d, info));
-                        }
-                        Err(e) => {
-                            refused = true;
-                            self.reject(b, Some(&info), &e);
-                        }
-                    }
+                    chosen = self.consider(&*driver, info);
                 }
             }
         }
         for (driver, info) in software {
-            if chosen.is_some() || (only && refused) {
+            if chosen.is_some() || (only && !self.errors.is_empty()) {
                 let why = format!("{} runs on the CPU; a software device is used only when named", info.name);
                 self.note(info.backend, Some(&info), Some(why));
-                continue;
-            }
-            match self.try_one(&*driver, info.index) {
-                Ok(d) => {
-                    self.note(info.backend, Some(&info), None);
-                    chosen = Some((d, info));
-                }
-                Err(e) => {
-                    refused = true;
-                    self.reject(info.backend, Some(&info), &e);
-                }
+            } else {
+                chosen = self.consider(&*driver, info);
             }
         }
-        Ok(chosen)
+        chosen
+    }
+
+    /// Tries a device that is there, and notes what came of it.
+    fn consider(&mut self, driver: &dyn Driver, info: DeviceInfo) -> Option<Found> {
+        match self.try_one(driver, info.index) {
+            Ok(d) => {
+                self.note(info.backend, Some(&info), None);
+                Some((d, info))
+            }
+            Err(e) => {
+                self.reject(info.backend, Some(&info), &e);
+                None
+            }
+        }
     }
 
     /// Notes the backends that an order does not have.

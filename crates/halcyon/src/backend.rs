@@ -215,11 +215,7 @@ impl BackendBuilder {
     pub fn build_for(self, graph: &Graph, inputs: &[usize]) -> Result<Backend> {
         self.open(|b| {
             let plan = lower(graph, b.device().as_target(), &b.lower_options())?;
-            let fit = Fit::of(b, &plan, inputs);
-            match b.device().available() {
-                Some(free) if fit.device() > free => Err(fit.refusal(b, &plan, fit.device(), free)),
-                _ => Ok(()),
-            }
+            Fit::of(b, &plan, inputs).check(b, &plan)
         })
     }
 

@@ -5,9 +5,11 @@
 
 use crate::backend::Backend;
 use crate::session::Session;
+use halcyon_hal::policy::Fallback;
 use halcyon_hal::{BackendType, Command, Device, DeviceInfo, Tag, registry};
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::kernel::{Builder, Kernel, Ty};
+use halcyon_ir::passes::AmpPolicy;
 use halcyon_ir::{ConstData, DType, Graph, Scalar, TensorType, host};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
@@ -114,7 +116,9 @@ pub fn examine(kind: BackendType, tell: &mut dyn FnMut(Event)) {
         let mut backend = None;
         let open = step("open", &mut || {
             let start = Instant::now();
-            backend = Some(Backend::builder().backend_type(driver.kind()).device(info.index).build()?);
+            // This device and exact sums, whatever the environment and the configuration file ask for elsewhere.
+            let b = Backend::builder().backend_type(driver.kind()).device(info.index);
+            backend = Some(b.fallback(Fallback::Never).amp(AmpPolicy::None).build()?);
             let took = start.elapsed().as_secs_f64();
             Ok((milliseconds(took), json!({ "seconds": took })))
         });

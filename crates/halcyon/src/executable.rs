@@ -128,16 +128,12 @@ pub struct Executable {
 fn fits(backend: &Backend, plan: &Plan) -> Result<()> {
     // Inputs are there already, or come later.
     let fit = Fit::of(backend, plan, &[]);
-    let need = fit.device();
     // Finding out what is free costs more than a small plan. The pool checks its limit in any case.
-    if need < 16 << 20 {
+    if fit.device() < 16 << 20 {
         return Ok(());
     }
     heap::trim();
-    match backend.device().available() {
-        Some(free) if need > free => Err(fit.refusal(backend, plan, need, free)),
-        _ => Ok(()),
-    }
+    fit.check(backend, plan)
 }
 
 impl Executable {

@@ -2,7 +2,7 @@
 
 use crate::backend::{Backend, offsets};
 use halcyon_hal::{Device, Tag};
-use halcyon_ir::error::Error;
+use halcyon_ir::error::{Error, Result};
 use halcyon_ir::plan::{Live, Plan, Storage};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashSet};
@@ -103,6 +103,18 @@ impl Fit {
             (Tag::Io, io),
         ];
         all.into_iter().filter(|(_, n)| *n > 0).collect()
+    }
+
+    /// Refuses a plan that takes more than its device has left.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] with both.
+    pub fn check(&self, backend: &Backend, plan: &Plan) -> Result<()> {
+        let need = self.device();
+        match backend.device().available() {
+            Some(free) if need > free => Err(self.refusal(backend, plan, need, free)),
+            _ => Ok(()),
+        }
     }
 
     /// The error for a plan that needs `need` bytes of memory with `free` left.

@@ -68,10 +68,11 @@ fn worst(s: &Section) -> Status {
 
 /// 0 where all that is here works, 1 with warnings, 2 with failures; a backend that was asked for has to be here.
 fn verdict(sections: &[Section], asked: bool) -> u8 {
+    if asked && sections.last().is_some_and(|s| worst(s) == Status::Absent) {
+        return 2;
+    }
     match sections.iter().map(worst).max().unwrap_or(Status::Fail) {
-        Status::Pass => 0,
-        Status::Absent if asked => 2,
-        Status::Absent => 0,
+        Status::Pass | Status::Absent => 0,
         Status::Warn => 1,
         Status::Fail => 2,
     }
@@ -224,6 +225,8 @@ mod tests {
         for (all, asked, code) in [
             (&[Pass, Absent][..], false, 0),
             (&[Pass, Absent], true, 2),
+            (&[Warn, Absent], true, 2),
+            (&[Warn, Pass], true, 1),
             (&[Pass, Warn, Absent], false, 1),
             (&[Fail, Warn], false, 2),
             (&[], false, 2),

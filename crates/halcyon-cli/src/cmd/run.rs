@@ -7,7 +7,7 @@ use halcyon::ir::host::{AnonymousPeak, Watch};
 use halcyon::ir::plan::{Plan, Receipt};
 use halcyon::onnx::Run;
 use halcyon::split::Split;
-use halcyon::{ConstData, Error, Level, MemoryStats, Result, Session, Shape};
+use halcyon::{Backend, ConstData, Counters, Error, Level, MemoryStats, Result, Session, Shape};
 use halcyon_formats::onnx::{Datum, Keys, Text};
 use halcyon_formats::{data, npy};
 use serde_json::{Value, json};
@@ -48,6 +48,8 @@ pub fn main(a: &RunArgs) -> Result<u8> {
     let compile = start.elapsed();
     look();
 
+    let counted = |s: &Split| -> Vec<Counters> { s.backends().iter().map(Backend::counters).collect() };
+    let before = over.as_ref().map(counted).unwrap_or_default();
     let mut times = Vec::with_capacity(a.repeat as usize);
     let mut last = None;
     let mut progress = Progress::new("run", a.repeat.into());
@@ -97,7 +99,7 @@ pub fn main(a: &RunArgs) -> Result<u8> {
     let done = Done {
         a,
         loaded: &loaded,
-        split: over.as_ref(),
+        split: over.as_ref().map(|s| (s, before.into_iter().zip(counted(s)).collect())),
         plan,
         run: &last,
         outputs: &outputs,
@@ -132,8 +134,8 @@ fn run_split(s: &Split, inputs: &[Datum]) -> Result<Run> {
 struct Done<'a> {
     a: &'a RunArgs,
     loaded: &'a Loaded,
-    /// Of a model over more than one device.
-    split: Option<&'a Split>,
+    /// Of a model over more than one device, with what each had counted before the runs and after.
+    split: Option<(&'a Split, Vec<(Counters, Counters)>)>,
     /// Of a model that is one graph.
     plan: Option<&'a Plan>,
     run: &'a Run,
@@ -154,8 +156,8 @@ impl Done<'_> {
         let l = self.loaded;
         // Writing to a string does not fail.
         let _ = writeln!(out, "model    {}", self.a.model.display());
-        match self.split {
-            Some(s) => s.backends().iter().for_each(|b| out += &backend_text(b)),
+        match &self.split {
+            Some((s, _)) => s.backends().iter().for_each(|b| out += &backend_text(b)),
             None => out += &backend_text(&l.backend),
         }
         let _ = writeln!(out, "level    {}", super::level_text(&l.backend));
@@ -180,7 +182,7 @@ impl Done<'_> {
             };
         }
         out += &self.placement();
-        if let Some(s) = self.split {
+        if let Some((s, _)) = &self.split {
             out += &split::text(s.placement());
         }
         for f in &self.files {
@@ -310,10 +312,12 @@ impl Done<'_> {
             "warnings": self.plan.map_or(&[][..], |p| &p.warnings),
             "staged": self.run.staged,
             "placement": self.run.placement,
-            "split": self.split.map(|s| json!({
+            "split": self.split.as_ref().map(|(s, counted)| json!({
                 "placement": s.placement(),
-                "devices": s.backends().iter().map(|b| json!({
-                    "backend": backend_json(b), "counters": b.counters(), "memory": memory_json(&b.memory()),
+                "devices": s.backends().iter().zip(counted).map(|(b, (was, now))| json!({
+                    "backend": backend_json(b), "counters": now, "memory": memory_json(&b.memory()),
+                    "runs_uploaded": now.uploaded_bytes - was.uploaded_bytes,
+                    "runs_downloaded": now.downloaded_bytes - was.downloaded_bytes,
                 })).collect::<Vec<_>>(),
             })),
         })

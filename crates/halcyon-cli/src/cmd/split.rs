@@ -4,7 +4,7 @@ use crate::args::{BackendArgs, SplitArgs};
 use crate::report::{figures, size, time};
 use halcyon::ir::Graph;
 use halcyon::split::{Placement, Split, by_layers, by_support};
-use halcyon::{Backend, BackendType, Error, Result};
+use halcyon::{Backend, BackendType, Error, Fallback, Result};
 use std::collections::BTreeMap;
 use std::fmt::Write;
 use std::time::Duration;
@@ -51,8 +51,10 @@ fn parts(text: &str) -> Result<Vec<Part>> {
     Ok(all)
 }
 
+/// Each device of a split is the one that is named, whatever the configuration file's fallback.
 fn of_part(a: &BackendArgs, p: &Part) -> BackendArgs {
-    BackendArgs { backend: p.backend.id().into(), device: p.device, ..a.clone() }
+    let fallback = Some(Fallback::Never.to_string());
+    BackendArgs { backend: p.backend.id().into(), device: p.device, fallback, ..a.clone() }
 }
 
 /// Refuses what is wrong without a look at a device.

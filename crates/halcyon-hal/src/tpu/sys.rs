@@ -65,6 +65,8 @@ pub fn version(name: &str) -> Result<Version, String> {
     }
     // SAFETY: loading runs the library's initialisers. It is a PJRT plugin by its name or by the user's word.
     let lib = unsafe { libloading::Library::new(name) }.map_err(|e| crate::loader_text(name, &e))?;
+    // Its initialisers may have started threads: it stays, whatever it turns out to be.
+    let lib = std::mem::ManuallyDrop::new(lib);
     // SAFETY: the type is the one that the PJRT interface gives this function.
     let get = unsafe { lib.get::<unsafe extern "C" fn() -> *const Api>(b"GetPjrtApi\0") };
     let get = get.map_err(|_| "it has no function GetPjrtApi".to_string())?;
@@ -84,8 +86,6 @@ pub fn version(name: &str) -> Result<Version, String> {
         return Err(format!("its version has {} bytes, not {}", head.struct_size, size_of::<ApiVersion>()));
     }
     let v = Version { major: head.major, minor: head.minor };
-    // Plugins leave threads behind.
-    std::mem::forget(lib);
     seen.insert(name.into(), v);
     Ok(v)
 }
