@@ -1,12 +1,13 @@
-//! Names of backends: one enum, parsed from every alias in use.
+//! Names of backends: one enum, parsed from every alias in use. Backends of drivers that are registered from outside
+//! ([`crate::registry::register`]) have names of their own.
 
-use crate::{Error, Result};
+use crate::{Error, Result, registry};
 use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
+#[serde(into = "String", try_from = "String")]
 pub enum BackendType {
     Auto,
     Cuda,
@@ -19,65 +20,90 @@ pub enum BackendType {
     Cpu,
     /// Allocates and validates, computes nothing; only when named.
     Noop,
+    /// A backend that is not planned here. Its driver brings the row; the names parse while that driver is registered.
+    Other(&'static Row),
 }
 
 /// Id, vendor, priority under the default policy, and aliases.
-#[derive(Debug)]
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug)]
 pub struct Row {
-    pub backend: BackendType,
+    /// Lower-case letters, digits, `-` and `_`, as in `cuda`.
     pub id: &'static str,
+    /// The name as people write it: `CUDA`.
+    pub title: &'static str,
     pub vendor: &'static str,
     /// Higher is tried first; `None` is never chosen automatically.
     pub priority: Option<u32>,
     pub aliases: &'static [&'static str],
 }
 
-pub const ROWS: &[Row] = &[
-    Row { backend: BackendType::Auto, id: "auto", vendor: "", priority: None, aliases: &[] },
-    Row {
-        backend: BackendType::Cuda,
-        id: "cuda",
-        vendor: "nvidia",
-        priority: Some(100),
-        aliases: &["nvidia"],
-    },
-    Row {
-        backend: BackendType::Rocm,
-        id: "rocm",
-        vendor: "amd",
-        priority: Some(90),
-        aliases: &["amd", "hip"],
-    },
-    Row { backend: BackendType::Metal, id: "metal", vendor: "apple", priority: Some(88), aliases: &["mps"] },
-    Row { backend: BackendType::Tpu, id: "tpu", vendor: "google", priority: Some(85), aliases: &["xla"] },
-    Row {
-        backend: BackendType::Intel,
-        id: "intel",
-        vendor: "intel",
-        priority: Some(80),
-        aliases: &["xpu", "oneapi"],
-    },
-    Row {
-        backend: BackendType::OpenCl,
-        id: "opencl",
-        vendor: "opencl",
-        priority: Some(60),
-        aliases: &["cl"],
-    },
-    Row {
-        backend: BackendType::WebGpu,
-        id: "webgpu",
-        vendor: "webgpu",
-        priority: Some(50),
-        aliases: &["wgpu", "vulkan"],
-    },
-    Row { backend: BackendType::Cpu, id: "cpu", vendor: "cpu", priority: Some(0), aliases: &["host"] },
-    Row { backend: BackendType::Noop, id: "noop", vendor: "", priority: None, aliases: &[] },
+/// The backends that are planned here.
+pub const BUILT_IN: &[(BackendType, Row)] = &[
+    (BackendType::Auto, Row { id: "auto", title: "Auto", vendor: "", priority: None, aliases: &[] }),
+    (
+        BackendType::Cuda,
+        Row { id: "cuda", title: "CUDA", vendor: "nvidia", priority: Some(100), aliases: &["nvidia"] },
+    ),
+    (
+        BackendType::Rocm,
+        Row { id: "rocm", title: "ROCm", vendor: "amd", priority: Some(90), aliases: &["amd", "hip"] },
+    ),
+    (
+        BackendType::Metal,
+        Row { id: "metal", title: "Metal", vendor: "apple", priority: Some(88), aliases: &["mps"] },
+    ),
+    (
+        BackendType::Tpu,
+        Row { id: "tpu", title: "TPU", vendor: "google", priority: Some(85), aliases: &["xla"] },
+    ),
+    (
+        BackendType::Intel,
+        Row { id: "intel", title: "Intel", vendor: "intel", priority: Some(80), aliases: &["xpu", "oneapi"] },
+    ),
+    (
+        BackendType::OpenCl,
+        Row { id: "opencl", title: "OpenCL", vendor: "opencl", priority: Some(60), aliases: &["cl"] },
+    ),
+    (
+        BackendType::WebGpu,
+        Row {
+            id: "webgpu",
+            title: "WebGPU",
+            vendor: "webgpu",
+            priority: Some(50),
+            aliases: &["wgpu", "vulkan"],
+        },
+    ),
+    (BackendType::Cpu, Row { id: "cpu", title: "CPU", vendor: "cpu", priority: Some(0), aliases: &["host"] }),
+    (BackendType::Noop, Row { id: "noop", title: "Noop", vendor: "", priority: None, aliases: &[] }),
 ];
+
+/// The backends that may have devices: those that are planned, and those of the drivers that were registered.
+pub fn all() -> Vec<BackendType> {
+    let planned =
+        BUILT_IN.iter().map(|(b, _)| *b).filter(|b| !matches!(b, BackendType::Auto | BackendType::Noop));
+    planned.chain(others()).collect()
+}
+
+/// The backends of drivers from outside.
+fn others() -> impl Iterator<Item = BackendType> {
+    registry::drivers().into_iter().map(|d| d.kind()).filter(|k| matches!(k, BackendType::Other(_)))
+}
+
+impl Row {
+    /// Id and aliases.
+    pub fn names(&self) -> impl Iterator<Item = &'static str> + use<> {
+        std::iter::once(self.id).chain(self.aliases.iter().copied())
+    }
+}
 
 impl BackendType {
     pub fn row(self) -> &'static Row {
-        &ROWS[self as usize]
+        match self {
+            BackendType::Other(row) => row,
+            // Every other variant has a row; the test below holds the table to it.
+            b => BUILT_IN.iter().find(|(x, _)| *x == b).map_or(&BUILT_IN[0].1, |(_, row)| row),
+        }
     }
 
     pub fn id(self) -> &'static str {
@@ -86,6 +112,11 @@ impl BackendType {
 
     pub fn vendor(self) -> &'static str {
         self.row().vendor
+    }
+
+    /// The name as people write it: `OpenCL`.
+    pub fn title(self) -> &'static str {
+        self.row().title
     }
 }
 
@@ -97,20 +128,30 @@ impl fmt::Display for BackendType {
 
 impl FromStr for BackendType {
     type Err = Error;
+    /// Any name of a planned or a registered backend, in any case.
     fn from_str(s: &str) -> Result<BackendType> {
         let l = s.trim().to_ascii_lowercase();
-        ROWS.iter().find(|r| r.id == l || r.aliases.contains(&l.as_str())).map(|r| r.backend).ok_or_else(
-            || {
-                let names: Vec<&str> = ROWS
-                    .iter()
-                    .flat_map(|r| std::iter::once(r.id).chain(r.aliases.iter().copied()))
-                    .collect();
-                Error::argument(
-                    "backend",
-                    format!("\"{s}\" is not a backend; valid names are {}", names.join(", ")),
-                )
-            },
-        )
+        let known: Vec<BackendType> = BUILT_IN.iter().map(|(b, _)| *b).chain(others()).collect();
+        known.iter().find(|b| b.row().names().any(|n| n == l)).copied().ok_or_else(|| {
+            let names: Vec<&str> = known.iter().flat_map(|b| b.row().names()).collect();
+            Error::argument(
+                "backend",
+                format!("\"{s}\" is not a backend; valid names are {}", names.join(", ")),
+            )
+        })
+    }
+}
+
+impl From<BackendType> for String {
+    fn from(b: BackendType) -> String {
+        b.id().into()
+    }
+}
+
+impl TryFrom<String> for BackendType {
+    type Error = Error;
+    fn try_from(s: String) -> Result<BackendType> {
+        s.parse()
     }
 }
 
@@ -119,12 +160,17 @@ mod tests {
     use super::*;
 
     #[test]
-    fn rows_are_in_enum_order_and_names_parse() {
-        for (i, r) in ROWS.iter().enumerate() {
-            assert_eq!(r.backend as usize, i);
-            for n in r.aliases.iter().chain([&r.id]) {
-                assert_eq!(n.to_uppercase().parse::<BackendType>().unwrap(), r.backend);
+    fn every_backend_has_a_row_and_its_names_parse() {
+        use BackendType::*;
+        for b in [Auto, Cuda, Rocm, Metal, Tpu, Intel, OpenCl, WebGpu, Cpu, Noop] {
+            let rows: Vec<_> = BUILT_IN.iter().filter(|(x, _)| *x == b).collect();
+            assert_eq!(rows.len(), 1, "{b:?}");
+            for n in b.row().names() {
+                assert_eq!(n.to_uppercase().parse::<BackendType>().unwrap(), b);
             }
+            let text = serde_json::to_string(&b).unwrap();
+            assert_eq!(text, format!("\"{b}\""));
+            assert_eq!(serde_json::from_str::<BackendType>(&text).unwrap(), b);
         }
         let e = "cudaa".parse::<BackendType>().unwrap_err();
         assert!(e.to_string().contains("rocm") && e.exit_code() == 2, "{e}");

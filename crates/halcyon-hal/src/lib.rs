@@ -1,6 +1,6 @@
 //! Hardware abstraction layer: drivers, devices, memory, selection. All FFI of the project is here.
 //!
-//! The contract, which every driver keeps and `tests/conformance.rs` checks:
+//! The contract, which every driver keeps and [`conformance`] checks:
 //! - Probing never panics. A missing library is [`Error::Unavailable`] with everything that was tried and what to do.
 //! - A device is in order: commands of one [`Device::submit`] and of successive ones act as if run one after another.
 //!   [`Device::read`] waits for what was submitted before it.
@@ -15,6 +15,8 @@ pub mod cache;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod child;
 pub mod config;
+#[cfg(not(target_arch = "wasm32"))]
+pub mod conformance;
 #[cfg(feature = "cpu")]
 pub mod cpu;
 pub mod heap;
@@ -27,7 +29,7 @@ pub mod registry;
 pub mod select;
 #[cfg(all(feature = "tpu", not(target_arch = "wasm32")))]
 pub mod tpu;
-mod validate;
+pub mod validate;
 #[cfg(all(feature = "webgpu", not(target_arch = "wasm32")))]
 pub mod webgpu;
 

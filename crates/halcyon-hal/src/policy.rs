@@ -23,7 +23,7 @@ pub struct Named {
     pub about: &'static str,
 }
 
-/// Name of the order that the priorities of [`backend::ROWS`] give.
+/// Name of the order that the priorities of [`backend::BUILT_IN`] give.
 pub const BY_PRIORITY: &str = "priority";
 
 /// The orders that have a name, besides [`BY_PRIORITY`].
@@ -50,11 +50,12 @@ pub const POLICIES: &[Named] = {
 };
 
 impl Default for Policy {
-    /// By priority: [`backend::ROWS`].
+    /// By priority: [`backend::all`].
     fn default() -> Policy {
-        let mut rows: Vec<&backend::Row> = backend::ROWS.iter().filter(|r| r.priority.is_some()).collect();
-        rows.sort_by_key(|r| std::cmp::Reverse(r.priority));
-        Policy { name: BY_PRIORITY.into(), backends: rows.iter().map(|r| r.backend).collect() }
+        let mut backends = backend::all();
+        backends.retain(|b| b.row().priority.is_some());
+        backends.sort_by_key(|b| std::cmp::Reverse(b.row().priority));
+        Policy { name: BY_PRIORITY.into(), backends }
     }
 }
 

@@ -1,5 +1,6 @@
 //! Drivers by backend. Adding one is adding a line to `built_in`; others are registered at run time.
 
+use crate::backend::BUILT_IN;
 use crate::{BackendType, Driver, Error, Result};
 use std::sync::{Arc, LazyLock, RwLock};
 
@@ -28,11 +29,42 @@ pub fn drivers() -> Vec<Arc<dyn Driver>> {
     DRIVERS.read().unwrap_or_else(|e| e.into_inner()).clone()
 }
 
-/// Adds a driver, or replaces the one of its backend.
-pub fn register(d: Arc<dyn Driver>) {
+/// Adds a driver, or replaces the one of its backend. From then on its names parse, and selection knows it.
+///
+/// # Errors
+/// [`Error::Argument`] for a backend from outside whose names are no names, or belong to another one.
+pub fn register(d: Arc<dyn Driver>) -> Result<()> {
+    let kind = d.kind();
     let mut v = DRIVERS.write().unwrap_or_else(|e| e.into_inner());
-    v.retain(|x| x.kind() != d.kind());
+    let others = v.iter().map(|x| x.kind()).filter(|k| matches!(k, BackendType::Other(_)) && *k != kind);
+    let known = BUILT_IN.iter().map(|(b, _)| *b).chain(others);
+    check(kind, known)?;
+    v.retain(|x| x.kind() != kind);
     v.push(d);
+    Ok(())
+}
+
+/// Whether a backend may have the names it has beside those that are known.
+fn check(kind: BackendType, known: impl Iterator<Item = BackendType>) -> Result<()> {
+    let bad = |what: String| Err(Error::argument("register", what));
+    match kind {
+        BackendType::Auto => return bad("\"auto\" is no backend, and has no driver".into()),
+        BackendType::Other(_) => {}
+        _ => return Ok(()),
+    }
+    let known: Vec<BackendType> = known.collect();
+    for name in kind.row().names() {
+        let letter = |c: char| c.is_ascii_lowercase() || c.is_ascii_digit() || c == '-' || c == '_';
+        if name.is_empty() || !name.chars().all(letter) {
+            return bad(format!(
+                "\"{name}\" cannot be a backend's name: use lower-case letters, digits, - and _"
+            ));
+        }
+        if let Some(k) = known.iter().find(|k| k.row().names().any(|n| n == name)) {
+            return bad(format!("the name \"{name}\" belongs to the backend {k}: choose another"));
+        }
+    }
+    Ok(())
 }
 
 /// The driver of a backend; [`Error::Unavailable`] where this build has none.
@@ -51,6 +83,9 @@ pub fn driver(kind: BackendType) -> Result<Arc<dyn Driver>> {
             BackendType::WebGpu | BackendType::Metal => {
                 ("this build has the feature \"webgpu\" switched off", "Build with --features webgpu")
             }
+            BackendType::Other(_) => {
+                ("no driver of this name is registered", "Register it with halcyon_hal::registry::register")
+            }
             _ => ("this version has no driver for it yet", "Use --backend cpu or --backend opencl"),
         };
         Error::Unavailable {
@@ -60,4 +95,31 @@ pub fn driver(kind: BackendType) -> Result<Arc<dyn Driver>> {
             fix: fix.into(),
         }
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::backend::Row;
+
+    #[test]
+    fn names_from_outside_are_names_and_belong_to_one_backend() {
+        static MINE: Row =
+            Row { id: "mine", title: "Mine", vendor: "", priority: None, aliases: &["my-own"] };
+        static TAKEN: Row = Row { id: "theirs", aliases: &["nvidia"], ..MINE };
+        static SPOILT: Row = Row { id: "a,b", aliases: &[], ..MINE };
+        static AGAIN: Row = Row { id: "again", aliases: &["my-own"], ..MINE };
+        let with = |row, mine: &[BackendType]| {
+            let known = BUILT_IN.iter().map(|(b, _)| *b).chain(mine.iter().copied());
+            check(BackendType::Other(row), known).map_err(|e| e.to_string())
+        };
+        with(&MINE, &[]).unwrap();
+        assert!(with(&TAKEN, &[]).unwrap_err().contains("belongs to the backend cuda"));
+        assert!(with(&SPOILT, &[]).unwrap_err().contains("\"a,b\""));
+        let mine = [BackendType::Other(&MINE)];
+        assert!(with(&AGAIN, &mine).unwrap_err().contains("belongs to the backend mine"));
+        assert!(check(BackendType::Auto, [].into_iter()).is_err());
+        let e = driver(mine[0]).unwrap_err();
+        assert!(e.exit_code() == 4 && e.to_string().contains("registry::register"), "{e}");
+    }
 }

@@ -87,24 +87,18 @@ pub struct BackendReport {
     pub devices: Vec<DeviceInfo>,
 }
 
-/// Every backend of the table with its devices, or the reason it has none.
+/// Every backend with its devices, or the reason it has none.
 pub fn discover() -> Vec<BackendReport> {
-    backend::ROWS
-        .iter()
-        .filter(|r| r.priority.is_some())
-        .map(|r| match registry::driver(r.backend).and_then(|d| d.probe()) {
+    backend::all()
+        .into_iter()
+        .map(|id| match registry::driver(id).and_then(|d| d.probe()) {
             Ok(devices) => BackendReport {
-                id: r.backend,
+                id,
                 available: !devices.is_empty(),
                 reason: devices.is_empty().then(|| "the driver lists no device".into()),
                 devices,
             },
-            Err(e) => BackendReport {
-                id: r.backend,
-                available: false,
-                reason: Some(e.to_string()),
-                devices: vec![],
-            },
+            Err(e) => BackendReport { id, available: false, reason: Some(e.to_string()), devices: vec![] },
         })
         .collect()
 }
@@ -385,8 +379,12 @@ impl Search<'_, '_> {
 
     /// Notes the backends that an order does not have.
     fn left_out(&mut self, order: &[BackendType]) {
-        for r in backend::ROWS.iter().filter(|r| r.priority.is_some() && !order.contains(&r.backend)) {
-            self.note(r.backend, None, Some("the order leaves it out".into()));
+        for b in backend::all().into_iter().filter(|b| !order.contains(b)) {
+            let why = match b.row().priority {
+                Some(_) => "the order leaves it out",
+                None => "it is used only when named",
+            };
+            self.note(b, None, Some(why.into()));
         }
     }
 

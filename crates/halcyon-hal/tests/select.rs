@@ -52,10 +52,10 @@ fn machine(fakes: Vec<Fake>) -> MutexGuard<'static, ()> {
     for kind in
         [BackendType::Cuda, BackendType::Rocm, BackendType::OpenCl, BackendType::WebGpu, BackendType::Metal]
     {
-        registry::register(Arc::new(Fake { kind, software: false, devices: vec![] }));
+        registry::register(Arc::new(Fake { kind, software: false, devices: vec![] })).unwrap();
     }
     for f in fakes {
-        registry::register(Arc::new(f));
+        registry::register(Arc::new(f)).unwrap();
     }
     guard
 }

@@ -17,21 +17,6 @@ pub fn main(a: &DevicesArgs) -> Result<u8> {
     Ok(0)
 }
 
-fn display_name(b: BackendType) -> &'static str {
-    match b {
-        BackendType::Auto => "Auto",
-        BackendType::Cuda => "CUDA",
-        BackendType::Rocm => "ROCm",
-        BackendType::Metal => "Metal",
-        BackendType::Tpu => "TPU",
-        BackendType::Intel => "Intel",
-        BackendType::OpenCl => "OpenCL",
-        BackendType::WebGpu => "WebGPU",
-        BackendType::Cpu => "CPU",
-        BackendType::Noop => "Noop",
-    }
-}
-
 /// The best backend with a device that `auto` would take: the highest priority, software devices left out.
 fn recommended(all: &[BackendReport]) -> Option<BackendType> {
     all.iter()
@@ -44,7 +29,7 @@ fn text(all: &[BackendReport]) -> String {
     let mut out = String::from("=== Available Backends ===\n");
     for r in all {
         let mark = if r.available { '✓' } else { '✗' };
-        let _ = writeln!(out, "{mark} {} ({})", display_name(r.id), r.id);
+        let _ = writeln!(out, "{mark} {} ({})", r.id.title(), r.id);
         for d in &r.devices {
             let _ = writeln!(out, "    {}", device(d));
         }
@@ -55,7 +40,7 @@ fn text(all: &[BackendReport]) -> String {
     }
     match recommended(all) {
         Some(b) => {
-            let _ = writeln!(out, "\nRecommended backend: {}", display_name(b));
+            let _ = writeln!(out, "\nRecommended backend: {}", b.title());
         }
         None => out.push_str("\nRecommended backend: none, no backend has a device\n"),
     }

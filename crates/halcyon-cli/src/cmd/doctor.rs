@@ -36,8 +36,7 @@ pub fn main(a: &DoctorArgs) -> Result<u8> {
         Some(BackendType::Auto) => None,
         other => other,
     };
-    let all = backend::ROWS.iter().filter(|r| r.priority.is_some()).map(|r| r.backend);
-    let kinds: Vec<BackendType> = asked.map_or_else(|| all.collect(), |k| vec![k]);
+    let kinds: Vec<BackendType> = asked.map_or_else(backend::all, |k| vec![k]);
     let mut sections = vec![Section { id: "host", lines: machine() }];
     let show = |s: &Section| if a.json { Ok(()) } else { report::print(&text(s)) };
     show(&sections[0])?;

@@ -1,0 +1,197 @@
+//! The device: runs commands at once, one after another.
+
+use crate::memory::{HostMemory, InterpreterBuffer};
+use crate::program::InterpreterProgram;
+use halcyon_hal::pool::{self, Pool};
+use halcyon_hal::{
+    BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Error, LibraryCall,
+    LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing, validate,
+};
+use halcyon_ir::kernel::Kernel;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Instant;
+
+/// An opening of the device.
+#[derive(Debug)]
+pub struct Interpreter {
+    info: DeviceInfo,
+    caps: Caps,
+    pool: Arc<Pool<HostMemory>>,
+    counts: Arc<Counts>,
+    profile: bool,
+    queue: Mutex<Queue>,
+    /// Tells openings apart: buffers and programs belong to one.
+    number: u64,
+}
+
+/// What is in order: whoever holds it has the device.
+#[derive(Debug, Default)]
+struct Queue {
+    programs: HashMap<u128, Arc<InterpreterProgram>>,
+    /// The first fault since it was taken.
+    fault: u32,
+    timings: Vec<Timing>,
+}
+
+impl Interpreter {
+    pub(crate) fn new(info: DeviceInfo, options: &Options) -> Interpreter {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let counts = Arc::new(Counts::default());
+        let limit = options.memory_limit.or(info.total_memory);
+        Interpreter {
+            pool: Pool::new(HostMemory, info.id.clone(), limit, counts.clone()),
+            info,
+            caps: Caps::generous(),
+            counts,
+            profile: options.profile,
+            queue: Mutex::default(),
+            number: NEXT.fetch_add(1, Ordering::Relaxed),
+        }
+    }
+
+    fn turn(&self) -> MutexGuard<'_, Queue> {
+        // What a panic leaves behind is a partly written buffer, not a broken queue.
+        self.queue.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a InterpreterBuffer> {
+        InterpreterBuffer::of(call, b, self.number)
+    }
+
+    fn run(&self, queue: &mut Queue, command: &Command<'_>) -> Result<()> {
+        match command {
+            Command::Launch { program, groups, buffers, params, fault } => {
+                let p = program.as_any().downcast_ref::<InterpreterProgram>();
+                let p = p.filter(|p| p.owner == self.number).ok_or_else(|| {
+                    Error::argument("launch", format!("{} was compiled for another device", program.name()))
+                })?;
+                let own = buffers.iter().map(|b| self.buffer("launch", b)).collect::<Result<Vec<_>>>()?;
+                let found = p.run(*groups, &own, params, *fault)?;
+                if queue.fault == 0 {
+                    queue.fault = found;
+                }
+                if !groups.contains(&0) {
+                    Counts::add(&self.counts.launches, 1);
+                }
+                Ok(())
+            }
+            Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
+                let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
+                let same = std::ptr::eq(from, to);
+                validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
+                if *bytes == 0 {
+                    return Ok(());
+                }
+                let (s, d) = (*src_offset..src_offset + bytes, *dst_offset..dst_offset + bytes);
+                match same {
+                    true => to.lock()?.copy_within(s, d.start),
+                    false => to.lock()?[d].copy_from_slice(&from.lock()?[s]),
+                }
+                Counts::add(&self.counts.device_copies, 1);
+                Ok(())
+            }
+            Command::Library { kernel, .. } => {
+                Err(Error::argument("submit", format!("{} is another device's kernel", kernel.name())))
+            }
+        }
+    }
+}
+
+impl Target for Interpreter {
+    fn caps(&self) -> &Caps {
+        &self.caps
+    }
+
+    fn library(&self, _: &LibraryCall<'_>) -> std::result::Result<Arc<dyn LibraryKernel>, Declined> {
+        Err(Declined::because("this device has no kernels of its own"))
+    }
+}
+
+impl Device for Interpreter {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn counters(&self) -> Counters {
+        self.counts.snapshot()
+    }
+
+    fn memory(&self) -> MemoryStats {
+        self.pool.stats()
+    }
+
+    fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
+        Ok(Arc::new(InterpreterBuffer::new(self.pool.alloc(bytes, tag)?, self.number)))
+    }
+
+    fn footprint(&self, bytes: usize, tag: Tag) -> usize {
+        pool::footprint(bytes, tag)
+    }
+
+    fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
+        let _turn = self.turn();
+        let b = self.buffer("write", dst)?;
+        validate::range("write", dst.bytes(), offset, src.len())?;
+        b.lock()?[offset..offset + src.len()].copy_from_slice(src);
+        Counts::add(&self.counts.uploads, 1);
+        Counts::add(&self.counts.uploaded_bytes, src.len() as u64);
+        Ok(())
+    }
+
+    fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
+        let _turn = self.turn();
+        let b = self.buffer("read", src)?;
+        validate::range("read", src.bytes(), offset, dst.len())?;
+        dst.copy_from_slice(&b.lock()?[offset..offset + dst.len()]);
+        Counts::add(&self.counts.downloads, 1);
+        Counts::add(&self.counts.downloaded_bytes, dst.len() as u64);
+        Ok(())
+    }
+
+    fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
+        let mut queue = self.turn();
+        if let Some(p) = queue.programs.get(&kernel.key()) {
+            return Ok(p.clone());
+        }
+        let p = Arc::new(InterpreterProgram::new(kernel, &self.caps, self.number)?);
+        queue.programs.insert(kernel.key(), p.clone());
+        Counts::add(&self.counts.compiles, 1);
+        Ok(p)
+    }
+
+    fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
+        let mut queue = self.turn();
+        for c in commands {
+            let start = Instant::now();
+            self.run(&mut queue, c)?;
+            if self.profile {
+                queue.timings.push(Timing { nanoseconds: start.elapsed().as_nanos() as u64 });
+            }
+        }
+        Ok(())
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        drop(self.turn());
+        Ok(())
+    }
+
+    fn take_fault(&self) -> Result<Option<u32>> {
+        let fault = std::mem::take(&mut self.turn().fault);
+        Ok(Some(fault).filter(|f| *f != 0))
+    }
+
+    fn take_timings(&self) -> Result<Vec<Timing>> {
+        Ok(std::mem::take(&mut self.turn().timings))
+    }
+
+    fn empty_cache(&self) -> u64 {
+        self.pool.trim()
+    }
+
+    fn as_target(&self) -> &dyn Target {
+        self
+    }
+}

@@ -1,0 +1,89 @@
+//! A backend from outside of Halcyon: a device of one thread that interprets kernel IR, with memory of its own.
+//!
+//! It is small, but all of a backend: names, probing, memory with a cap, programs, commands in order, faults, counters and
+//! timings. It has no kernels of its own ([`halcyon_hal::Target::library`] declines everything), so Halcyon gives it every op as a
+//! generated kernel. A graphics processor's driver differs in what [`program`] and [`memory`] call.
+//!
+//! ```
+//! halcyon_interpreter::register()?;
+//! let interpreter: halcyon_hal::BackendType = "interpreter".parse()?;
+//! assert_eq!(interpreter.id(), "interp");
+//! # Ok::<(), halcyon_hal::Error>(())
+//! ```
+#![forbid(unsafe_code)]
+
+pub mod device;
+pub mod memory;
+pub mod program;
+
+use halcyon_hal::backend::Row;
+use halcyon_hal::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result, registry};
+use halcyon_ir::host;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+/// The backend's names. Without a priority it is never chosen by `auto`: interpreting is for looking, not for speed.
+static ROW: Row = Row {
+    id: "interp",
+    title: "Interpreter",
+    vendor: "halcyon",
+    priority: None,
+    aliases: &["interpreter"],
+};
+
+/// This backend.
+pub const INTERPRETER: BackendType = BackendType::Other(&ROW);
+
+/// Makes the backend known to Halcyon in this process.
+///
+/// # Errors
+/// [`Error::Argument`] where another backend has one of its names.
+pub fn register() -> Result<()> {
+    registry::register(Arc::new(InterpreterDriver))
+}
+
+/// The driver.
+#[derive(Debug)]
+pub struct InterpreterDriver;
+
+impl Driver for InterpreterDriver {
+    fn kind(&self) -> BackendType {
+        INTERPRETER
+    }
+
+    fn probe(&self) -> Result<Vec<DeviceInfo>> {
+        Ok(vec![info()])
+    }
+
+    fn open(&self, index: usize, options: &Options) -> Result<Arc<dyn Device>> {
+        match index {
+            0 => Ok(Arc::new(device::Interpreter::new(info(), options))),
+            _ => Err(Error::Unavailable {
+                backend: INTERPRETER.id().into(),
+                tried: vec![info().id],
+                reason: format!("there is no device {index}"),
+                fix: "Use device 0".into(),
+            }),
+        }
+    }
+}
+
+/// What there is to tell. A driver of hardware asks its library; what that does not tell is `None`.
+fn info() -> DeviceInfo {
+    let memory = host::memory();
+    DeviceInfo {
+        backend: INTERPRETER,
+        id: format!("{INTERPRETER}:0"),
+        index: 0,
+        name: "Kernel IR interpreter".into(),
+        vendor: ROW.vendor.into(),
+        driver_version: Some(env!("CARGO_PKG_VERSION").into()),
+        total_memory: memory.map(|(_, total)| total),
+        free_memory: memory.map(|(free, _)| free),
+        compute_capability: None,
+        compute_units: Some(1),
+        unified_memory: false,
+        software: true,
+        properties: BTreeMap::new(),
+    }
+}

@@ -1,0 +1,128 @@
+//! The backend seen from above: its names, selection, its numbers, its memory cap and its faults.
+
+use halcyon::prelude::*;
+use halcyon::{ConstData, Error, Fallback, OnnxSession, Policy, Selection};
+use halcyon_formats::npy;
+use halcyon_formats::onnx::Model;
+use halcyon_hal::{backend, policy, select};
+use halcyon_interpreter::{INTERPRETER, register};
+use std::path::Path;
+
+fn open(level: Level) -> Backend {
+    register().unwrap();
+    Backend::builder().backend_type(INTERPRETER).level(level).build().unwrap()
+}
+
+#[test]
+fn its_names_parse_and_travel_as_text() {
+    register().unwrap();
+    register().unwrap(); // Again: the driver of this backend is replaced.
+    for name in ["interp", "Interpreter", " INTERP "] {
+        assert_eq!(name.parse::<BackendType>().unwrap(), INTERPRETER);
+    }
+    assert_eq!((INTERPRETER.id(), INTERPRETER.title(), INTERPRETER.vendor()), ("interp", "Interpreter", "halcyon"));
+    let text = serde_json::to_string(&INTERPRETER).unwrap();
+    assert_eq!(text, "\"interp\"");
+    assert_eq!(serde_json::from_str::<BackendType>(&text).unwrap(), INTERPRETER);
+    let e = "interpp".parse::<BackendType>().unwrap_err();
+    assert!(e.exit_code() == 2 && e.to_string().contains("noop, interp, interpreter"), "{e}");
+    assert!(backend::all().contains(&INTERPRETER));
+    assert!(select::discover().iter().any(|r| r.id == INTERPRETER && r.available));
+}
+
+#[test]
+fn selection_takes_it_where_it_is_named_and_only_there() {
+    let b = open(Level::O1);
+    assert_eq!((b.id(), b.selection().rule.as_str()), ("interp:0", "interp was asked for"));
+    let text = serde_json::to_string(b.selection()).unwrap();
+    assert_eq!(&serde_json::from_str::<Selection>(&text).unwrap(), b.selection());
+    // In an order of the user's it has its place; a software device still comes after the CPU.
+    let order = |text: &str| Backend::builder().policy(text.parse::<Policy>().unwrap()).build().unwrap();
+    assert_eq!(order("interpreter").id(), "interp:0");
+    let both = order("interp,cpu");
+    assert_eq!(both.id(), "cpu:0");
+    let why = both.selection().candidates.iter().find(|c| c.device.as_deref() == Some("interp:0")).unwrap();
+    assert!(why.rejected.as_deref().unwrap().contains("only when named"), "{}", both.selection());
+    // By priority it is not looked at, and the report says so.
+    let auto = order(policy::BY_PRIORITY);
+    let why = auto.selection().candidates.iter().find(|c| c.backend == INTERPRETER).unwrap();
+    assert_eq!(why.rejected.as_deref(), Some("it is used only when named"));
+    let e = Backend::builder().backend_type(INTERPRETER).device(3).build().unwrap_err();
+    assert!(e.exit_code() == 4 && e.to_string().contains("no device 3"), "{e}");
+}
+
+#[test]
+fn it_computes_and_every_launch_is_its_own() {
+    for level in [Level::O0, Level::O2] {
+        let b = open(level);
+        let x = Tensor::from_slice(&b, [2, 2], &[1.0f32, 2.0, 3.0, 4.0]).unwrap();
+        assert_eq!((x.matmul(&x) + 1.0).relu().to_vec::<f32>().unwrap(), [8.0, 11.0, 16.0, 23.0]);
+        let c = b.counters();
+        assert!(c.launches > 0 && c.library_calls == 0 && c.compiles > 0, "{c:?}");
+    }
+}
+
+/// Largest difference between this backend's outputs and the CPU's, and the CPU's outputs.
+fn against_the_cpu(model: &Path, input: &ConstData) -> (f64, Vec<f64>) {
+    let run = |b: &Backend| -> Vec<f64> {
+        let s = OnnxSession::new(b, Model::open(model).unwrap()).unwrap();
+        let out = s.run(&[input.clone().into()]).unwrap().outputs.remove(0);
+        out.tensor().unwrap().to_vec()
+    };
+    let (got, want) = (run(&open(Level::O2)), run(&Backend::cpu().unwrap()));
+    assert_eq!(got.len(), want.len());
+    (got.iter().zip(&want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max), want)
+}
+
+#[test]
+fn models_give_what_they_give_on_the_cpu() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    // The digits model of this repository, on numbers that are no picture.
+    let x: Vec<f32> = (0..64).map(|i| (i * 37 % 64) as f32 / 63.0).collect();
+    let x = ConstData::from_slice(&[1, 1, 8, 8], &x).unwrap();
+    let (worst, want) = against_the_cpu(&root.join("models/digits.onnx"), &x);
+    assert!(worst < 1e-4, "digits: {worst}");
+    assert!((want.iter().sum::<f64>() - 1.0).abs() < 1e-4);
+    // MNIST lies beside the repository, where it is there at all.
+    let mnist = root.join("../shared/models/mnist");
+    if !mnist.is_dir() {
+        println!("skipped mnist: the models folder beside the repository is absent");
+        return;
+    }
+    let x = npy::read(&mnist.join("digit-7.npy")).unwrap();
+    let (worst, want) = against_the_cpu(&mnist.join("mnist.onnx"), &x);
+    assert!(worst < 1e-4, "mnist: {worst}");
+    assert!(want.iter().all(|v| *v <= want[7]), "the seven is seen: {want:?}");
+}
+
+#[test]
+fn its_memory_has_a_cap() {
+    register().unwrap();
+    let b = Backend::builder().backend_type(INTERPRETER).memory_limit(64 << 10).build().unwrap();
+    let keep = Tensor::from_slice(&b, [10_000], &[1.0f32; 10_000]).unwrap();
+    let before = b.memory().allocated;
+    let e = Tensor::from_slice(&b, [10_000], &[1.0f32; 10_000]).unwrap_err();
+    let Error::OutOfMemory { requested, total, .. } = &e else { panic!("{e}") };
+    assert_eq!((*requested, *total), (40_000, 64 << 10));
+    // So is a result that does not fit.
+    let e = (&keep + 1.0).eval().map(|_| ()).unwrap_err();
+    assert_eq!(e.exit_code(), 5, "{e}");
+    assert_eq!(b.memory().allocated, before, "nothing of what failed is left");
+    drop(keep);
+    Tensor::from_slice(&b, [10_000], &[1.0f32; 10_000]).unwrap();
+    let e = Backend::builder().backend_type(INTERPRETER).memory_limit(1 << 20);
+    let e = e.fallback(Fallback::Never).memory_needed(2 << 20).build().unwrap_err();
+    let Error::OutOfMemory { requested, free, .. } = &e else { panic!("{e}") };
+    assert_eq!((*requested, *free), (2 << 20, 1 << 20));
+}
+
+#[test]
+fn a_bad_index_is_an_error_with_its_place() {
+    let b = open(Level::O1);
+    let table = Tensor::from_slice(&b, [3], &[1.0f32, 2.0, 3.0]).unwrap();
+    let at = |i: i32| table.gather(&Tensor::from_slice(&b, [1], &[i]).unwrap(), 0).to_vec::<f32>();
+    assert_eq!(at(2).unwrap(), [3.0]);
+    let e = at(3).unwrap_err();
+    assert!(matches!(e, Error::Index { .. }) && e.to_string().contains("backend.rs"), "{e}");
+    assert_eq!(at(0).unwrap(), [1.0], "reported once");
+}
