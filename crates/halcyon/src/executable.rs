@@ -10,6 +10,7 @@ use halcyon_ir::{ConstData, Scalar};
 use smallvec::SmallVec;
 use std::any::Any;
 use std::collections::BTreeMap;
+use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex};
 
@@ -291,6 +292,14 @@ impl Executable {
     /// Submits the plan. `inputs` in the graph's order; those the plan was told are donated may be overwritten. Returns the
     /// outputs' buffers, which the caller owns.
     pub fn run(&self, backend: &Backend, inputs: &[BufferRef], args: &[Scalar]) -> Result<Vec<BufferRef>> {
+        let (mut lease, outputs) = self.begin(backend, inputs)?;
+        self.submit(backend, &mut lease, args)?;
+        self.give_back(lease);
+        Ok(outputs)
+    }
+
+    /// Bindings of a run with these inputs, and its outputs' buffers; nothing is submitted.
+    pub(crate) fn begin(&self, backend: &Backend, inputs: &[BufferRef]) -> Result<(Lease, Vec<BufferRef>)> {
         if inputs.len() < self.uses.inputs.len() {
             return Err(Error::internal(format!("input {} is missing", inputs.len())));
         }
@@ -307,21 +316,39 @@ impl Executable {
             self.bind_output(&mut lease, k, &b);
             outputs.push(b);
         }
-        self.submit(backend, &mut lease, args)?;
-        self.give_back(lease);
-        Ok(outputs)
+        Ok((lease, outputs))
     }
 
     /// Submits the plan with what is bound. Allocates nothing, but for steps on the host.
     pub(crate) fn submit(&self, backend: &Backend, lease: &mut Lease, args: &[Scalar]) -> Result<()> {
+        self.set_args(lease, args);
+        self.submit_steps(backend, lease, args, 0..self.plan.steps.len())?;
+        let s = &backend.0.stats;
+        s.runs.fetch_add(1, Ordering::Relaxed);
+        s.steps.fetch_add(self.plan.steps.len() as u64, Ordering::Relaxed);
+        Ok(())
+    }
+
+    /// Gives run-time arguments to the kernels that take them.
+    fn set_args(&self, lease: &mut Lease, args: &[Scalar]) {
         for ((step, param), arg) in &self.uses.args {
             let StepWork::Kernel { params, .. } = &self.plan.steps[*step as usize].work else { continue };
             let value = args.get(*arg as usize).copied().unwrap_or(params[*param as usize].0);
             lease.params[*step as usize][*param as usize] = value;
         }
+    }
+
+    /// Submits some of the plan's steps, which come in order.
+    pub(crate) fn submit_steps(
+        &self,
+        backend: &Backend,
+        lease: &Lease,
+        args: &[Scalar],
+        steps: Range<usize>,
+    ) -> Result<()> {
         let d = backend.device();
         let mut commands: SmallVec<[Command<'_>; BATCH]> = SmallVec::new();
-        for (i, s) in self.plan.steps.iter().enumerate() {
+        for (i, s) in self.plan.steps.iter().enumerate().take(steps.end).skip(steps.start) {
             let fault = self.fault_base + i as u32;
             let buffers = &lease.buffers[i][..];
             if commands.len() == BATCH {
@@ -344,11 +371,7 @@ impl Executable {
                 }
             }
         }
-        d.submit(&commands)?;
-        let s = &backend.0.stats;
-        s.runs.fetch_add(1, Ordering::Relaxed);
-        s.steps.fetch_add(self.plan.steps.len() as u64, Ordering::Relaxed);
-        Ok(())
+        d.submit(&commands)
     }
 }
 
@@ -359,6 +382,11 @@ pub(crate) enum OutputMemory {
 }
 
 impl Lease {
+    /// What a step has bound at a place among its buffers.
+    pub(crate) fn buffer(&self, step: usize, place: usize) -> &BufferRef {
+        &self.buffers[step][place]
+    }
+
     fn bind(&mut self, places: &[(u32, u32)], buffer: &BufferRef) {
         for (step, k) in places {
             self.buffers[*step as usize][*k as usize].clone_from(buffer);

@@ -26,6 +26,7 @@ mod lru;
 #[cfg(feature = "onnx")]
 pub mod onnx;
 pub mod ops;
+pub mod optable;
 #[cfg(not(target_arch = "wasm32"))]
 mod packed;
 pub mod receipts;

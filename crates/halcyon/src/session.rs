@@ -40,6 +40,26 @@ impl Session {
 
     /// Checks the inputs against the graph's declaration, binds its symbols and compiles.
     pub fn prepare(&self, inputs: &[ConstData]) -> Result<Arc<Executable>> {
+        let shapes = self.shapes(inputs)?;
+        let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some((s, e)) = &*last
+            && *s == shapes
+        {
+            return Ok(e.clone());
+        }
+        let bindings = self.graph.solve(&shapes)?;
+        let e = self.backend.plan(self.graph.bind(&bindings)?, vec![])?;
+        *last = Some((shapes, e.clone()));
+        Ok(e)
+    }
+
+    /// The graph for inputs of these sizes, checked against its declaration.
+    pub(crate) fn bound(&self, inputs: &[ConstData]) -> Result<Graph> {
+        self.graph.bind(&self.graph.solve(&self.shapes(inputs)?)?)
+    }
+
+    /// Shapes of the inputs, whose number and types are checked.
+    fn shapes(&self, inputs: &[ConstData]) -> Result<Vec<Shape>> {
         let specs = self.graph.inputs();
         if specs.len() != inputs.len() {
             let names: Vec<&str> = specs.iter().map(|i| &*i.name).collect();
@@ -58,17 +78,7 @@ impl Session {
                 });
             }
         }
-        let shapes: Vec<Shape> = inputs.iter().map(|x| Shape::from(&x.dims)).collect();
-        let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some((s, e)) = &*last
-            && *s == shapes
-        {
-            return Ok(e.clone());
-        }
-        let bindings = self.graph.solve(&shapes)?;
-        let e = self.backend.plan(self.graph.bind(&bindings)?, vec![])?;
-        *last = Some((shapes, e.clone()));
-        Ok(e)
+        Ok(inputs.iter().map(|x| Shape::from(&x.dims)).collect())
     }
 
     /// Runs the graph; outputs in the graph's order.

@@ -1,18 +1,16 @@
 //! Ops from user code: with a kernel, without one, their gradients, and graphs that hold them.
 
 mod common;
-#[path = "optable/user.rs"]
-mod user;
 
 use common::{Rng, devices};
 use halcyon::ir::custom::{CustomOp, register};
 use halcyon::ir::plan::StepWork;
 use halcyon::ir::shape::TensorType;
 use halcyon::ir::{Graph, reference};
+use halcyon::optable::user::{PlusOne, Swirl};
 use halcyon::prelude::*;
 use halcyon::{ConstData, Session};
 use std::sync::Arc;
-use user::{PlusOne, Swirl};
 
 /// `tanh(op(xᵀ)) · 2` on `[3, 5]`, so that the op stands between fused neighbours and reads a view.
 fn between(op: Arc<dyn CustomOp>) -> Graph {

@@ -81,7 +81,7 @@ fn random_graphs_on_cpu() {
         None => (0..200).map(|_| rng.next()).collect(),
     };
     let failures = seeds.into_iter().filter_map(|s| random::check(s, &backends).err()).collect();
-    Tally { cases: 200 * backends.len(), failures }.finish(what);
+    Tally { cases: 200 * backends.len(), failures, ..Tally::default() }.finish(what);
 }
 
 fn random_graphs(kind: BackendType) {
@@ -91,7 +91,7 @@ fn random_graphs(kind: BackendType) {
     };
     // The same graphs every time, because each has programs of its own, which the disk cache then holds.
     let failures = (1..=30).filter_map(|seed| random::check(seed, std::slice::from_ref(&b)).err()).collect();
-    Tally { cases: 30, failures }.finish(&what);
+    Tally { cases: 30, failures, ..Tally::default() }.finish(&what);
 }
 
 #[test]

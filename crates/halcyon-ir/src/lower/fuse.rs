@@ -233,7 +233,8 @@ impl Lowerer<'_> {
         if reduced == 0
             && let Some(product) = self.take_as_epilogue(root, &f, &body.sources, &inputs, &buffers)
         {
-            return self.epilogue(product, f, &buffers, body.nodes, &name);
+            let values = body.sources.iter().chain([&root]).map(|n| Some(*n)).collect();
+            return self.epilogue(product, f, &buffers, values, body.nodes, &name);
         }
         let call = LibraryCall {
             precision: self.options.precision,
@@ -248,6 +249,7 @@ impl Lowerer<'_> {
             }
         };
         let (flops, moved) = (f.flops(), f.bytes());
+        self.values.push(body.sources.iter().chain([&root]).map(|n| Some(*n)).collect());
         let op = if body.nodes > 1 { format!("{name}+{}", body.nodes - 1) } else { name };
         self.plan.steps.push(Step {
             work,
@@ -327,6 +329,7 @@ impl Lowerer<'_> {
         m: Merged,
         f: Arc<Fused>,
         buffers: &[BufId],
+        values: Values,
         nodes: usize,
         name: &str,
     ) -> Result<()> {
@@ -360,6 +363,8 @@ impl Lowerer<'_> {
         // Nothing is left in the product's buffer.
         self.plan.buffers[buffers[m.product].0 as usize].bytes = 0;
         self.merged.insert(call.step);
+        let others = values.into_iter().enumerate().filter(|(k, _)| *k != m.product).map(|(_, v)| v);
+        self.values.push(call.values.into_iter().chain(others).collect());
         self.plan.steps.push(step);
         Ok(())
     }

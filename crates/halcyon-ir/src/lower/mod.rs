@@ -8,6 +8,7 @@ mod decide;
 mod fuse;
 mod slots;
 mod structured;
+mod trace;
 
 use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result};
@@ -29,6 +30,7 @@ use fuse::{Body, kernel_work};
 use smallvec::{SmallVec, smallvec};
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
+pub use trace::{Trace, Unit};
 
 /// What the caller knows beyond the graph.
 #[derive(Clone, Debug, Default)]
@@ -45,6 +47,14 @@ pub struct LowerOptions {
 /// [`Error::Shape`] for symbols and for types past [`crate::shape::MAX_BYTES`]; [`Error::Unsupported`] for what the device has no
 /// kernel for.
 pub fn lower(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Result<Plan> {
+    Ok(traced(graph, target, options)?.0)
+}
+
+/// [`lower`], and what each step of the plan computes: for whoever runs them one by one.
+///
+/// # Errors
+/// As [`lower`].
+pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Result<(Plan, Trace)> {
     for n in graph.nodes() {
         // Inputs and literals are made without a check; every other node passed it.
         if n.op.is_leaf() {
@@ -77,7 +87,7 @@ pub fn lower(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Resu
         }
     };
     let (g, receipts) = passes::optimize(graph, &options.passes, &|d| target.channel_block(d), &claims)?;
-    let mut plan = Lowerer::new(&g, target, options)?.run()?;
+    let (mut plan, values) = Lowerer::new(&g, target, options)?.run()?;
     // Outputs of small types are bytes to the plan.
     for (p, o) in plan.outputs.iter_mut().zip(graph.outputs()) {
         (p.dtype, p.dims) = (graph.dtype(o.node), graph.shape(o.node).dims()?);
@@ -104,7 +114,7 @@ pub fn lower(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Resu
             ));
         }
     }
-    Ok(plan)
+    Ok((plan, Trace { graph: g, values }))
 }
 
 /// Whether a composite is one of f32 whose operands and result have a half type, as `passes::autocast` makes them.
@@ -182,7 +192,11 @@ struct Lowerer<'a> {
     calls: HashMap<NodeId, PlainCall>,
     /// Steps that became part of a later one.
     merged: HashSet<usize>,
+    /// For each step, by its buffers: the node whose value lies there whole and dense.
+    values: Vec<Values>,
 }
+
+type Values = SmallVec<[Option<NodeId>; 4]>;
 
 /// A library call as it stands in the plan.
 struct PlainCall {
@@ -190,6 +204,7 @@ struct PlainCall {
     op: Op,
     operands: Vec<Operand>,
     buffers: Vec<BufId>,
+    values: Values,
     packed: Option<usize>,
 }
 
@@ -215,10 +230,11 @@ impl<'a> Lowerer<'a> {
             first_read: vec![u32::MAX; n],
             calls: HashMap::new(),
             merged: HashSet::new(),
+            values: vec![],
         })
     }
 
-    fn run(mut self) -> Result<Plan> {
+    fn run(mut self) -> Result<(Plan, Vec<Values>)> {
         self.decide();
         self.place_views();
         self.find_last_reads();
@@ -252,6 +268,8 @@ impl<'a> Lowerer<'a> {
         let merged = std::mem::take(&mut self.merged);
         let mut at = 0..;
         self.plan.steps.retain(|_| at.next().is_none_or(|k| !merged.contains(&k)));
+        let mut at = 0..;
+        self.values.retain(|_| at.next().is_none_or(|k| !merged.contains(&k)));
         self.assign_slots();
         let fused = self.inlined;
         if fused > 0 && self.options.passes.does(FUSION) {
@@ -266,7 +284,7 @@ impl<'a> Lowerer<'a> {
         if !self.plan.packed.is_empty() {
             self.plan.receipts.push(Receipt::new(PACKED, self.plan.packed.len()));
         }
-        Ok(self.plan)
+        Ok((self.plan, self.values))
     }
 
     fn is_literal(&self, id: NodeId) -> bool {

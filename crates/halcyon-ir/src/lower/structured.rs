@@ -56,6 +56,7 @@ impl Lowerer<'_> {
             );
         }
         let mut bufs: Vec<BufId> = vec![];
+        let mut values = Values::new();
         let mut ops: Vec<Operand> = vec![];
         let packed = self.packed(&node.op, &node.inputs, id)?;
         for (k, x) in node.inputs.iter().enumerate() {
@@ -67,12 +68,15 @@ impl Lowerer<'_> {
             if let Some(chosen) = packed.as_ref().filter(|p| reads_packed(&p.kernel, k)) {
                 let bytes = chosen.kernel.packing().map_or(0, |p| p.bytes);
                 bufs.push(self.packed_buffer(&chosen.kernel, &chosen.constant, bytes));
+                values.push(Some(p.base));
                 ops.push(Operand { dtype, view: p.view });
             } else if p.view.mask.is_some() || must_copy {
                 bufs.push(self.copy(*x, &p)?);
+                values.push(Some(*x));
                 ops.push(Operand { dtype, view: View::dense(&p.view.shape) });
             } else {
                 bufs.push(self.buffer_of(p.base)?);
+                values.push(Some(p.base));
                 ops.push(Operand { dtype, view: p.view });
             }
         }
@@ -80,7 +84,7 @@ impl Lowerer<'_> {
         let in_place = self.may_overwrite(id, &node.op, &node.inputs, &ops);
         let precision = precision(self.options, &ops);
         if let Op::Custom(c) = &node.op {
-            return self.custom(id, c.clone(), bufs, ops, output);
+            return self.custom(id, c.clone(), bufs, values, ops, output);
         }
         let mut chosen = match packed {
             Some(p) => Ok(Chosen::Library(p.kernel)),
@@ -95,6 +99,7 @@ impl Lowerer<'_> {
                         .placement(node.inputs[k])
                         .ok_or_else(|| Error::internal("operand without placement"))?;
                     bufs[k] = self.copy(node.inputs[k], &p)?;
+                    values[k] = Some(node.inputs[k]);
                     ops[k].view = View::dense(&ops[k].view.shape.clone());
                 }
             }
@@ -149,15 +154,20 @@ impl Lowerer<'_> {
                         op: node.op.clone(),
                         operands: ops,
                         buffers: bufs.clone(),
+                        values: values.clone(),
                         packed: k.packing().map(|p| p.input),
                     };
                     self.calls.insert(id, call);
                 }
                 bufs.push(b);
+                values.push(Some(id));
+                self.values.push(values);
                 self.plan.steps.push(step(StepWork::Library(k), bufs, 1));
             }
             Chosen::Kernels(low) => {
                 bufs.push(b);
+                values.push(Some(id));
+                values.resize(bufs.len() + low.temps.len(), None);
                 for t in &low.temps {
                     let bytes = *t;
                     self.plan.buffers.push(BufferSpec { bytes, storage: Storage::Slot(u32::MAX) });
@@ -183,6 +193,7 @@ impl Lowerer<'_> {
                     );
                     s.flops /= n;
                     s.bytes /= n;
+                    self.values.push(binds.iter().map(|k| values[*k]).collect());
                     self.plan.steps.push(s);
                 }
             }
@@ -255,11 +266,13 @@ impl Lowerer<'_> {
         id: NodeId,
         c: crate::custom::Custom,
         bufs: Vec<BufId>,
+        values: Values,
         ops: Vec<Operand>,
         output: Operand,
     ) -> Result<()> {
         let node = self.g.node(id).clone();
         let mut bufs = bufs;
+        let mut values = values;
         let mut ops = ops;
         for k in 0..ops.len() {
             if !ops[k].view.is_dense() {
@@ -267,12 +280,15 @@ impl Lowerer<'_> {
                     .placement(node.inputs[k])
                     .ok_or_else(|| Error::internal("operand without placement"))?;
                 bufs[k] = self.copy(node.inputs[k], &p)?;
+                values[k] = Some(node.inputs[k]);
                 ops[k].view = View::dense(&ops[k].view.shape.clone());
             }
         }
         let b = self.new_buffer(node.ty.dtype, &self.dims[id.index()].clone());
         self.buffer[id.index()] = Some(b);
         bufs.push(b);
+        values.push(Some(id));
+        self.values.push(values);
         let views: Vec<View> = ops.iter().map(|o| o.view.clone()).collect();
         let (flops, bytes) = crate::cost::of(&node.op, &ops, &output);
         let work = match c.op().kernel(&views, &output.view, self.target.caps())? {

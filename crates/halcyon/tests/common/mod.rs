@@ -66,41 +66,31 @@ pub fn testdata(test: &str, name: &str) -> Option<PathBuf> {
     None
 }
 
-/// A small generator for fresh random inputs; the seed is printed so that a failure can be repeated.
-pub struct Rng(u64);
+/// Fresh random numbers; the seed is printed so that a failure can be repeated.
+pub struct Rng(halcyon::optable::Rng);
 
 impl Rng {
     pub fn fresh(test: &str) -> Rng {
-        let seed = std::env::var("HALCYON_SEED").ok().and_then(|s| s.parse().ok()).unwrap_or_else(|| {
-            std::time::SystemTime::now()
-                .duration_since(std::time::UNIX_EPOCH)
-                .map_or(1, |d| d.as_nanos() as u64)
-        });
+        let given = std::env::var("HALCYON_SEED").ok().and_then(|s| s.parse().ok());
+        let seed = given.unwrap_or_else(halcyon::optable::Rng::fresh_seed);
         println!("{test}: HALCYON_SEED={seed}");
         Rng::new(seed)
     }
 
     pub fn new(seed: u64) -> Rng {
-        Rng(seed | 1)
+        Rng(halcyon::optable::Rng::new(seed))
     }
+}
 
-    pub fn next(&mut self) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0.wrapping_mul(0x2545_F491_4F6C_DD1D)
+impl std::ops::Deref for Rng {
+    type Target = halcyon::optable::Rng;
+    fn deref(&self) -> &Self::Target {
+        &self.0
     }
+}
 
-    /// In [0, n).
-    pub fn below(&mut self, n: usize) -> usize {
-        ((self.next() >> 32) as usize) % n.max(1)
-    }
-
-    pub fn uniform(&mut self, lo: f64, hi: f64) -> f64 {
-        lo + (self.next() >> 11) as f64 / (1u64 << 53) as f64 * (hi - lo)
-    }
-
-    pub fn f32s(&mut self, n: usize) -> Vec<f32> {
-        (0..n).map(|_| self.uniform(-1.0, 1.0) as f32).collect()
+impl std::ops::DerefMut for Rng {
+    fn deref_mut(&mut self) -> &mut Self::Target {
+        &mut self.0
     }
 }

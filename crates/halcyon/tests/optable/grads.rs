@@ -1,10 +1,10 @@
 //! Gradients against central finite differences on the graph in f64.
 
-use super::case::{Case, Fill, In, Row};
 use super::check::{Tally, has};
 use crate::common::Rng;
 use halcyon::ir::graph::Graph;
 use halcyon::ir::reference;
+use halcyon::optable::case::{Case, Fill, In, Row};
 use halcyon::{Backend, ConstData, DType, Result, Tensor, value_and_grad};
 
 /// Elements of an operand whose derivative is checked; a larger operand is sampled.

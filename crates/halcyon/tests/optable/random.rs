@@ -1,13 +1,13 @@
 //! Random graphs of element-wise ops, views, reductions and products: fused chains against the reference.
 
 use super::check::run;
-use super::views::slice;
 use crate::common::Rng;
 use halcyon::ir::ScalarOp;
 use halcyon::ir::graph::{Graph, NodeId};
 use halcyon::ir::op::ReduceKind;
 use halcyon::ir::reference;
 use halcyon::ir::shape::{Shape, TensorType};
+use halcyon::optable::views::slice;
 use halcyon::{Backend, ConstData, DType, Result};
 
 /// Largest tensor of a graph.

@@ -1,11 +1,11 @@
 //! Rows of the scalar ops, casts and leaves.
 
 use super::case::*;
-use halcyon::ir::graph::{Graph, NodeId};
-use halcyon::ir::scalar_op::{ROWS, Rule};
-use halcyon::ir::shape::TensorType;
-use halcyon::ir::{Op, ScalarOp};
-use halcyon::{ConstData, DType, Result, Scalar};
+use crate::ir::graph::{Graph, NodeId};
+use crate::ir::scalar_op::{ROWS, Rule};
+use crate::ir::shape::TensorType;
+use crate::ir::{Op, ScalarOp};
+use crate::{ConstData, DType, Result, Scalar};
 use std::sync::Arc;
 
 pub fn rows() -> Vec<Row> {
@@ -56,7 +56,8 @@ fn scalar(op: ScalarOp) -> Row {
         let dims = [vec![3, 1, 5], vec![4, 1], vec![3, 4, 5]];
         cases.push(few(case("broadcast", operands(op, &dims, domain), build)).grad_if(r.rule != Rule::Test));
     }
-    row(r.name, dtypes, tol, cases)
+    let speed = one("1 Mi elements", vec![1 << 20]);
+    row(r.name, dtypes, tol, cases).bench(speed)
 }
 
 impl Case {
@@ -129,7 +130,8 @@ fn casts() -> Vec<Row> {
         if !twice.is_empty() {
             all.extend(cases.map(|c| c.only(&twice).tol(Tol::Ulps(1.0))));
         }
-        out.push(row(format!("cast to {to}"), from, Tol::Exact, all));
+        let speed = case("1 Mi elements", [x([1 << 20])], build);
+        out.push(row(format!("cast to {to}"), from, Tol::Exact, all).bench(speed));
     }
     let widen = |g: &mut Graph, x: &[NodeId]| {
         let y = g.cast(x[0], DType::F64)?;

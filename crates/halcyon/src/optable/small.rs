@@ -2,11 +2,11 @@
 //! pattern in `halcyon-ir`; here are the ways through a device, few enough not to build a program for every pair of types.
 
 use super::case::*;
-use halcyon::ir::Rounding;
-use halcyon::ir::graph::{Graph, NodeId};
-use halcyon::ir::op::ReduceKind;
-use halcyon::ir::shape::Shape;
-use halcyon::{ConstData, DType, Result};
+use crate::ir::Rounding;
+use crate::ir::graph::{Graph, NodeId};
+use crate::ir::op::ReduceKind;
+use crate::ir::shape::Shape;
+use crate::{ConstData, DType, Result};
 use std::sync::Arc;
 
 fn small() -> Vec<DType> {

@@ -3,9 +3,9 @@
 use super::case::*;
 use super::user::{PlusOne, Swirl};
 use super::views::LOOKS;
-use halcyon::DType;
-use halcyon::ir::graph::{Graph, NodeId};
-use halcyon::ir::op::{ReduceKind, ScatterKind};
+use crate::DType;
+use crate::ir::graph::{Graph, NodeId};
+use crate::ir::op::{ReduceKind, ScatterKind};
 use std::sync::Arc;
 
 const BIG: &[DType] = &[DType::F32, DType::I32, DType::F16];
@@ -87,7 +87,10 @@ fn reduce(kind: ReduceKind) -> Row {
         cases.push(if extreme { c } else { c.tol(Tol::Sum(7)) });
     }
     let dtypes = if extreme { all() } else { numbers() };
+    let speed =
+        case("rows of 1024x1024", [operand(&[1024, 1024])], move |g, x| g.reduce(kind, x[0], &[1], false));
     row(format!("reduce_{}", kind.name()), dtypes, if extreme { Tol::Equal } else { Tol::Sum(1) }, cases)
+        .bench(speed)
 }
 
 fn argreduce(max: bool) -> Row {
@@ -111,6 +114,7 @@ fn argreduce(max: bool) -> Row {
             case("70001", [x([2, 70_001])], of(1, false, false)).only(BIG),
         ],
     )
+    .bench(case("rows of 1024x1024", [x([1024, 1024])], of(1, false, false)))
 }
 
 fn matmul() -> Row {
@@ -175,7 +179,8 @@ fn matmul() -> Row {
             .tol(Tol::Sum(5))
             .only(&[DType::F32, DType::F64]),
     );
-    row("matmul", numbers(), Tol::Sum(1), cases)
+    let speed = case("512x512 x 512x512", [x([512, 512]), x([512, 512])], |g, x| g.matmul(x[0], x[1]));
+    row("matmul", numbers(), Tol::Sum(1), cases).bench(speed)
 }
 
 fn gathers() -> Vec<Row> {
@@ -199,7 +204,10 @@ fn gathers() -> Vec<Row> {
                 case("no index", [x([7, 5]), ix([0], 0, 1)], |g, x| g.gather(x[0], x[1], 0)),
                 case("from 1-D", [x([257]), ix([33], -257, 257)], |g, x| g.gather(x[0], x[1], 0)),
             ],
-        ),
+        )
+        .bench(case("8192 rows of 128", [x([8192, 128]), ix([8192], 0, 8192)], |g, x| {
+            g.gather(x[0], x[1], 0)
+        })),
         row(
             "gather_elements",
             all(),
@@ -215,7 +223,10 @@ fn gathers() -> Vec<Row> {
                 }),
                 case("no index", [x([7, 5]), ix([0, 5], 0, 1)], |g, x| g.gather_elements(x[0], x[1], 0)),
             ],
-        ),
+        )
+        .bench(case("1024x512", [x([1024, 512]), ix([1024, 512], 0, 512)], |g, x| {
+            g.gather_elements(x[0], x[1], 1)
+        })),
     ]
 }
 
@@ -259,7 +270,8 @@ fn scatters(kind: ScatterKind) -> Vec<Row> {
                         .only(&[DType::F32, DType::F64]),
                 ),
             ],
-        ),
+        )
+        .bench(case("512x512", [x2(512, 512), ix([512, 512], 0, 512), x2(512, 512)], elements(1))),
         row(
             format!("scatter_rows {name}"),
             dtypes,
@@ -277,7 +289,12 @@ fn scatters(kind: ScatterKind) -> Vec<Row> {
                     case("each once", [x2(7, 2), once, x2(3, 2)], rows_(0)).only(&[DType::F32, DType::F64]),
                 ),
             ],
-        ),
+        )
+        .bench(case(
+            "4096 rows of 128",
+            [x2(4096, 128), ix([4096], 0, 4096), x2(4096, 128)],
+            rows_(0),
+        )),
     ]
 }
 
@@ -306,6 +323,7 @@ fn update_slice() -> Row {
             }),
         ],
     )
+    .bench(case("64 rows of 4096x256", [x([4096, 256]), x([64, 256]), at(1000.0)], on(0)))
 }
 
 fn argsort() -> Row {
@@ -326,6 +344,7 @@ fn argsort() -> Row {
             case("5000", [x([5000])], of(0, false)).only(BIG),
         ],
     )
+    .bench(case("rows of 64x1024", [x([64, 1024])], of(1, false)))
 }
 
 fn scan(kind: ReduceKind) -> Row {
@@ -361,7 +380,8 @@ fn scan(kind: ReduceKind) -> Row {
     if kind == ReduceKind::Sum {
         cases.iter_mut().skip(1).take(3).for_each(|c| c.grad = true);
     }
-    row(format!("scan_{}", kind.name()), numbers(), sum(1), cases)
+    let speed = case("rows of 1024x1024", [y(x([1024, 1024]))], of(1, false, false));
+    row(format!("scan_{}", kind.name()), numbers(), sum(1), cases).bench(speed)
 }
 
 fn composites() -> Vec<Row> {
@@ -390,7 +410,10 @@ fn composites() -> Vec<Row> {
                 case("size 1", [x([4, 1])], |g: &mut Graph, x: &[NodeId]| g.softmax(x[0], 1)),
                 case("middle of 3-D", [x([3, 7, 5])], |g: &mut Graph, x: &[NodeId]| g.softmax(x[0], 1)),
             ],
-        ),
+        )
+        .bench(case("rows of 1024x1024", [x([1024, 1024])], |g: &mut Graph, x: &[NodeId]| {
+            g.softmax(x[0], 1)
+        })),
         row(
             "log_softmax",
             floats(),
@@ -400,7 +423,10 @@ fn composites() -> Vec<Row> {
                 case("first", [x([7, 5])], |g: &mut Graph, x: &[NodeId]| g.log_softmax(x[0], 0)),
                 case("wide", [wide(x([3, 257]))], |g: &mut Graph, x: &[NodeId]| g.log_softmax(x[0], 1)),
             ],
-        ),
+        )
+        .bench(case("rows of 1024x1024", [x([1024, 1024])], |g: &mut Graph, x: &[NodeId]| {
+            g.log_softmax(x[0], 1)
+        })),
         row(
             "mean",
             floats(),
@@ -409,7 +435,10 @@ fn composites() -> Vec<Row> {
                 case("last", [x([5, 33])], |g: &mut Graph, x: &[NodeId]| g.mean(x[0], &[1], false)).grad(),
                 case("all", [x([3, 5, 7])], |g: &mut Graph, x: &[NodeId]| g.mean(x[0], &[0, 1, 2], true)),
             ],
-        ),
+        )
+        .bench(case("rows of 1024x1024", [x([1024, 1024])], |g: &mut Graph, x: &[NodeId]| {
+            g.mean(x[0], &[1], false)
+        })),
         row(
             "layer_norm",
             floats(),
@@ -424,7 +453,8 @@ fn composites() -> Vec<Row> {
                 .grad(),
                 case("no rows", [x([0, 7]), x([7]), x([7])], norm),
             ],
-        ),
+        )
+        .bench(case("rows of 1024x1024", [x([1024, 1024]), x([1024]), x([1024])], norm)),
         row(
             "rms_norm",
             floats(),
@@ -438,7 +468,12 @@ fn composites() -> Vec<Row> {
                     g.rms_norm(x[0], x[1], 1e-5)
                 }),
             ],
-        ),
+        )
+        .bench(case(
+            "rows of 1024x1024",
+            [x([1024, 1024]), x([1024])],
+            |g: &mut Graph, x: &[NodeId]| g.rms_norm(x[0], x[1], 1e-5),
+        )),
         row(
             "batch_norm",
             floats(),
@@ -456,7 +491,12 @@ fn composites() -> Vec<Row> {
                     |g: &mut Graph, x: &[NodeId]| g.batch_norm(x[0], x[1], x[2], x[3], x[4], 1e-5),
                 ),
             ],
-        ),
+        )
+        .bench(case(
+            "64 channels of 56x56",
+            [x([1, 64, 56, 56]), x([64]), x([64]), x([64]), x([64]).range(0.5, 2.0)],
+            |g: &mut Graph, x: &[NodeId]| g.batch_norm(x[0], x[1], x[2], x[3], x[4], 1e-5),
+        )),
         row(
             "attention",
             floats(),
@@ -482,7 +522,12 @@ fn composites() -> Vec<Row> {
                     .only(&[DType::F32, DType::F64])
                     .grad(),
             ],
-        ),
+        )
+        .bench(case(
+            "8 heads of 256x64",
+            [q([1, 8, 256, 64]), q([1, 8, 256, 64]), q([1, 8, 256, 64])],
+            attention(false, false),
+        )),
         row(
             "leaky_relu",
             floats(),
@@ -491,7 +536,8 @@ fn composites() -> Vec<Row> {
                 case("257", [x([257])], |g: &mut Graph, x: &[NodeId]| g.leaky_relu(x[0], 0.1)),
                 case("5", [x([5])], |g: &mut Graph, x: &[NodeId]| g.leaky_relu(x[0], 0.1)).grad(),
             ],
-        ),
+        )
+        .bench(case("1 Mi elements", [x([1 << 20])], |g: &mut Graph, x: &[NodeId]| g.leaky_relu(x[0], 0.1))),
         row(
             "cross_entropy",
             floats(),
@@ -500,7 +546,12 @@ fn composites() -> Vec<Row> {
                 g.cross_entropy(x[0], x[1])
             })
             .grad()],
-        ),
+        )
+        .bench(case(
+            "1024 of 1024",
+            [x([1024, 1024]), labels(1024, 1024)],
+            |g: &mut Graph, x: &[NodeId]| g.cross_entropy(x[0], x[1]),
+        )),
     ]
 }
 

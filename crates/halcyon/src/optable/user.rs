@@ -1,12 +1,12 @@
 //! Ops as a user of the library writes them.
 
-use halcyon::ir::custom::CustomOp;
-use halcyon::ir::kernel::{Builder, Kernel, Launch, Ty};
-use halcyon::ir::layout::View;
-use halcyon::ir::shape::TensorType;
-use halcyon::ir::target::Caps;
-use halcyon::ir::{Graph, NodeId};
-use halcyon::{ConstData, DType, Error, Result};
+use crate::ir::custom::CustomOp;
+use crate::ir::kernel::{Builder, Kernel, Launch, Ty};
+use crate::ir::layout::View;
+use crate::ir::shape::TensorType;
+use crate::ir::target::Caps;
+use crate::ir::{Graph, NodeId};
+use crate::{ConstData, DType, Error, Result};
 
 /// `x² + shift·x` on f32, with a kernel and a gradient.
 #[derive(Debug)]
@@ -77,7 +77,7 @@ impl CustomOp for PlusOne {
         let d = x[0].dtype;
         let bytes: Vec<u8> = x[0]
             .scalars()
-            .flat_map(|s| halcyon::Scalar::F(s.as_f64() + 1.0).to_bytes(d)[..d.size()].to_vec())
+            .flat_map(|s| crate::Scalar::F(s.as_f64() + 1.0).to_bytes(d)[..d.size()].to_vec())
             .collect();
         ConstData::new(d, &x[0].dims, std::sync::Arc::new(bytes))
     }

@@ -1,10 +1,10 @@
 //! Rows of convolution and pooling.
 
 use super::case::*;
-use halcyon::DType;
-use halcyon::ir::Op;
-use halcyon::ir::graph::{Graph, NodeId};
-use halcyon::ir::op::{Conv, Pool, PoolKind};
+use crate::DType;
+use crate::ir::Op;
+use crate::ir::graph::{Graph, NodeId};
+use crate::ir::op::{Conv, Pool, PoolKind};
 
 pub fn rows() -> Vec<Row> {
     let mut out = vec![conv()];
@@ -87,7 +87,12 @@ fn conv() -> Row {
         )
         .tol(Tol::Sum(12)),
     );
-    row("conv", floats(), Tol::Sum(1), cases)
+    let speed = case("3x3, 64 to 64 channels, 56x56", [x([1, 64, 56, 56]), x([64, 64, 3, 3])], |g, x| {
+        let mut c = Conv::new(2);
+        c.pad.iter_mut().for_each(|p| *p = (1, 1));
+        g.conv(x[0], x[1], c)
+    });
+    row("conv", floats(), Tol::Sum(1), cases).bench(speed)
 }
 
 fn pool(name: &str, kind: PoolKind) -> Row {
@@ -140,5 +145,8 @@ fn pool(name: &str, kind: PoolKind) -> Row {
         }
     }
     let dtypes = if max { numbers() } else { floats() };
-    row(name, dtypes, Tol::Exact, cases)
+    let (dims, p) = (vec![1, 64, 56, 56], make(&[3, 3], &[2, 2], &[(1, 1); 2], &[1, 1]));
+    let operand = In { dims, dtype: None, fill: Fill::Range(-3.0, 3.0) };
+    let speed = case("64 channels of 56x56, 3x3, stride 2", [operand], move |g, x| g.pool(x[0], p.clone()));
+    row(name, dtypes, Tol::Exact, cases).bench(speed)
 }

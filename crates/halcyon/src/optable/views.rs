@@ -1,9 +1,9 @@
 //! Rows of the views, and of ops that read their operands through views.
 
 use super::case::*;
-use halcyon::ir::graph::{Graph, NodeId};
-use halcyon::ir::op::ReduceKind;
-use halcyon::{DType, Dim, Result, Shape};
+use crate::ir::graph::{Graph, NodeId};
+use crate::ir::op::ReduceKind;
+use crate::{DType, Dim, Result, Shape};
 
 pub fn slice(g: &mut Graph, x: NodeId, start: &[usize], step: &[i64], len: &[usize]) -> Result<NodeId> {
     let d = |v: &[usize]| v.iter().map(|n| Dim::from(*n)).collect::<Vec<_>>();
@@ -61,7 +61,8 @@ pub fn rows() -> Vec<Row> {
                 case("to rank 0", [x([1, 1])], |g, x| g.reshape(x[0], Shape::scalar())),
                 case("empty", [x([0, 4])], |g, x| g.reshape(x[0], [2usize, 0])),
             ],
-        ),
+        )
+        .bench(case("1 Mi elements", [x([1024, 1024])], |g, x| g.reshape(x[0], [1usize << 20]))),
         row(
             "permute",
             all(),
@@ -72,7 +73,8 @@ pub fn rows() -> Vec<Row> {
                 case("257", [x([257, 33])], |g, x| g.transpose(x[0], 0, 1)),
                 case("empty", [x([3, 0])], |g, x| g.transpose(x[0], 0, 1)),
             ],
-        ),
+        )
+        .bench(case("1024x1024, transposed", [x([1024, 1024])], |g, x| g.transpose(x[0], 0, 1))),
         row(
             "expand",
             all(),
@@ -83,7 +85,8 @@ pub fn rows() -> Vec<Row> {
                 case("from rank 0", [x([])], |g, x| expand(g, x[0], [33])),
                 case("to nothing", [x([1, 4])], |g, x| expand(g, x[0], [0, 4])),
             ],
-        ),
+        )
+        .bench(case("1024 times 1024", [x([1, 1024])], |g, x| expand(g, x[0], [1024, 1024]))),
         row(
             "slice",
             all(),
@@ -95,7 +98,8 @@ pub fn rows() -> Vec<Row> {
                 case("nothing", [x([7, 9])], |g, x| slice(g, x[0], &[2, 1], &[1, 1], &[0, 5])),
                 case("narrow", [x([7, 9])], |g, x| g.narrow(x[0], 1, 8usize, 1usize)),
             ],
-        ),
+        )
+        .bench(case("1024x1024, backwards", [x([1024, 1024])], |g, x| g.flip(x[0], &[0, 1]))),
         row(
             "pad",
             all(),
@@ -111,7 +115,8 @@ pub fn rows() -> Vec<Row> {
                 }),
                 case("minus infinity", [x([3, 5])], |g, x| g.pad(x[0], &[1, 1], &[1, 1], f64::NEG_INFINITY)),
             ],
-        ),
+        )
+        .bench(case("1024x1024", [x([1024, 1024])], |g, x| g.pad(x[0], &[3, 5], &[5, 3], 1.0))),
         row(
             "concat",
             all(),
@@ -130,7 +135,8 @@ pub fn rows() -> Vec<Row> {
                 })
                 .only(FEW),
             ],
-        ),
+        )
+        .bench(case("2 of 1024x512", [x([1024, 512]), x([1024, 512])], |g, x| g.concat(x, 1))),
     ];
     let any = [DType::F32, DType::F16, DType::I32, DType::U8, DType::I64];
     let mut add = vec![];

@@ -1,9 +1,10 @@
 //! Rows, cases, operands and how they are filled.
 
-use crate::common::Rng;
-use halcyon::ir::graph::{Graph, NodeId};
-use halcyon::ir::shape::TensorType;
-use halcyon::{ConstData, DType, Result, Scalar};
+use super::Rng;
+use crate::ir::graph::{Graph, NodeId};
+use crate::ir::shape::TensorType;
+use crate::{ConstData, DType, Result, Scalar};
+use std::fmt;
 use std::sync::Arc;
 
 /// Adds the op under test to a graph, on nodes for the operands.
@@ -48,21 +49,25 @@ pub fn ix<const N: usize>(dims: [usize; N], lo: i64, hi: i64) -> In {
 }
 
 impl In {
+    /// Floats from this interval.
     pub fn range(mut self, lo: f64, hi: f64) -> In {
         self.fill = Fill::Range(lo, hi);
         self
     }
 
+    /// Filled in another way.
     pub fn fill(mut self, f: Fill) -> In {
         self.fill = f;
         self
     }
 
+    /// Of this type, whatever the row is run for.
     pub fn of(mut self, d: DType) -> In {
         self.dtype = Some(d);
         self
     }
 
+    /// Values for a row that is run for the type `row`.
     pub fn data(&self, row: DType, rng: &mut Rng) -> Result<ConstData> {
         let d = self.dtype.unwrap_or(row);
         let n: usize = self.dims.iter().product();
@@ -164,6 +169,7 @@ pub struct Case {
     pub slow: bool,
 }
 
+/// A case without run-time arguments, for every type of its row, with the row's tolerance.
 pub fn case(
     label: impl Into<String>,
     ins: impl Into<Vec<In>>,
@@ -182,11 +188,13 @@ pub fn case(
 }
 
 impl Case {
+    /// With a tolerance of its own.
     pub fn tol(mut self, t: Tol) -> Case {
         self.tol = Some(t);
         self
     }
 
+    /// Only for these types.
     pub fn only(mut self, d: &[DType]) -> Case {
         self.only = d.to_vec();
         self
@@ -198,11 +206,13 @@ impl Case {
         self
     }
 
+    /// The interpreter needs long for it.
     pub fn slow(mut self) -> Case {
         self.slow = true;
         self
     }
 
+    /// Whether it is run for a type.
     pub fn takes(&self, d: DType) -> bool {
         self.only.is_empty() || self.only.contains(&d)
     }
@@ -222,29 +232,51 @@ impl Case {
         Ok(g)
     }
 
+    /// Values for the operands.
     pub fn inputs(&self, d: DType, rng: &mut Rng) -> Result<Vec<ConstData>> {
         self.ins.iter().map(|i| i.data(d, rng)).collect()
     }
 }
 
+impl fmt::Debug for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Case({:?} on {:?})", self.label, self.ins)
+    }
+}
+
 /// One op.
+#[derive(Clone, Debug)]
 pub struct Row {
     pub name: String,
     pub dtypes: Vec<DType>,
     pub tol: Tol,
     pub cases: Vec<Case>,
+    /// A larger one, for its speed.
+    pub bench: Option<Case>,
 }
 
+impl Row {
+    /// What its speed is measured on.
+    pub fn bench(mut self, c: Case) -> Row {
+        self.bench = Some(c);
+        self
+    }
+}
+
+/// An op without a shape for its speed.
 pub fn row(name: impl Into<String>, dtypes: Vec<DType>, tol: Tol, cases: impl Into<Vec<Case>>) -> Row {
-    Row { name: name.into(), dtypes, tol, cases: cases.into() }
+    Row { name: name.into(), dtypes, tol, cases: cases.into(), bench: None }
 }
 
+/// Float types that kernels know.
 pub fn floats() -> Vec<DType> {
     DType::native().filter(|d| d.is_float()).collect()
 }
+/// Types that kernels know, but for bool.
 pub fn numbers() -> Vec<DType> {
     DType::native().filter(|d| *d != DType::Bool).collect()
 }
+/// Types that kernels know.
 pub fn all() -> Vec<DType> {
     DType::native().collect()
 }

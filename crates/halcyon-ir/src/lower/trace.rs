@@ -1,0 +1,112 @@
+//! Which part of the graph each step of a plan computes.
+
+use super::Values;
+use crate::error::Result;
+use crate::graph::{Graph, Node, NodeId};
+use crate::op::Op;
+use crate::plan::{BufId, Plan};
+use std::collections::BTreeMap;
+use std::ops::Range;
+
+/// A plan's graph and what lies in the buffers of its steps.
+#[derive(Clone, Debug)]
+pub struct Trace {
+    /// After the passes: what the plan's steps compute.
+    pub graph: Graph,
+    /// For each step, by its buffers: the node whose value lies there whole and dense. `None` for temporaries.
+    pub(super) values: Vec<Values>,
+}
+
+/// Steps that together compute one value of the graph from values in memory: most often one step.
+#[derive(Clone, Debug)]
+pub struct Unit {
+    pub steps: Range<usize>,
+    /// What they compute, as a graph of its own: inputs are values in memory, constants are its own, and there is one output.
+    pub graph: Graph,
+    /// Where the inputs lie before the first step, in the order of the graph's inputs: step, and place among its buffers.
+    pub inputs: Vec<(usize, usize)>,
+    /// Where the value lies after the last step.
+    pub output: (usize, usize),
+}
+
+impl Trace {
+    /// The plan's steps in units, in order: each belongs to one.
+    ///
+    /// # Errors
+    /// [`crate::Error::Internal`] for a plan that is not the trace's.
+    pub fn units(&self, plan: &Plan) -> Result<Vec<Unit>> {
+        let written = |t: usize| -> Option<(NodeId, BufId)> {
+            let s = &plan.steps[t];
+            let first = s.buffers.len() - s.outputs;
+            (first..s.buffers.len()).find_map(|k| Some(((*self.values.get(t)?.get(k)?)?, s.buffers[k])))
+        };
+        let mut units = vec![];
+        let mut start = 0;
+        for t in 0..plan.steps.len() {
+            // A step that only fills temporaries belongs to the next that does not; several may write one buffer, part by part.
+            let Some(mine) = written(t) else { continue };
+            let next = (t + 1..plan.steps.len()).find_map(written);
+            if next == Some(mine) {
+                continue;
+            }
+            units.push(self.unit(plan, start..t + 1, mine)?);
+            start = t + 1;
+        }
+        Ok(units)
+    }
+
+    fn unit(&self, plan: &Plan, steps: Range<usize>, (root, result): (NodeId, BufId)) -> Result<Unit> {
+        let mut stored: BTreeMap<NodeId, (usize, usize)> = BTreeMap::new();
+        let mut output = (steps.start, 0);
+        for t in steps.clone() {
+            let s = &plan.steps[t];
+            let read = s.buffers.len() - s.outputs;
+            for (k, (b, v)) in s.buffers.iter().zip(&self.values[t]).enumerate() {
+                match v {
+                    Some(n) if k < read && (*n, *b) != (root, result) => {
+                        stored.entry(*n).or_insert((t, k));
+                    }
+                    Some(n) if (*n, *b) == (root, result) => output = (t, k),
+                    _ => {}
+                }
+            }
+        }
+        let g = &self.graph;
+        // What a kernel reads of constants and literals is part of the graph.
+        stored.retain(|n, _| !g.node(*n).op.is_leaf() || matches!(g.node(*n).op, Op::Input(_)));
+        let mut live = vec![false; root.index() + 1];
+        live[root.index()] = true;
+        for i in (0..live.len()).rev().filter(|i| !stored.contains_key(&NodeId(*i as u32))) {
+            if live[i] {
+                g.nodes()[i].inputs.iter().for_each(|x| live[x.index()] = true);
+            }
+        }
+        let mut part = Graph::new();
+        let mut inputs = vec![];
+        let mut map: BTreeMap<NodeId, NodeId> = BTreeMap::new();
+        for id in g.ids().take(live.len()).filter(|n| live[n.index()]) {
+            let node = g.node(id);
+            part.span = node.span.clone();
+            let new = match stored.get(&id) {
+                Some(place) => {
+                    inputs.push(*place);
+                    let name = match node.op {
+                        Op::Input(k) => g.inputs()[k as usize].name.to_string(),
+                        _ => format!("{} %{}", node.op.name(), id.0),
+                    };
+                    part.input(&name, node.ty.clone())
+                }
+                None => part.push_unchecked(Node {
+                    op: node.op.clone(),
+                    inputs: node.inputs.iter().map(|x| map[x]).collect(),
+                    ty: node.ty.clone(),
+                    span: node.span.clone(),
+                }),
+            };
+            map.insert(id, new);
+        }
+        part.output(&format!("{} %{}", g.node(root).op.name(), root.0), map[&root]);
+        part.span = g.node(root).span.clone();
+        Ok(Unit { steps, graph: part, inputs, output })
+    }
+}

@@ -1,0 +1,42 @@
+//! The op table: what every op must give on every device.
+//!
+//! A [`Row`] is one op with the types it takes, its tolerance and cases (operand shapes and a graph of that one op). One table
+//! serves `halcyon conformance ops`, which runs it on the user's machine, and the library's tests: forward against the
+//! reference, gradients against finite differences, under the sanitizer, and to check that nothing is missing.
+//!
+//! ```
+//! use halcyon::optable::{self, Rng, check};
+//! # fn main() -> halcyon::Result<()> {
+//! let backend = halcyon::Backend::cpu()?;
+//! let rows = optable::rows();
+//! let row = rows.iter().find(|r| r.name == "tanh").ok_or_else(|| halcyon::Error::internal("no row"))?;
+//! let sample = row.cases[0].sample(row.tol, halcyon::DType::F32, &mut Rng::new(1))?;
+//! let verdict = check::judge(&backend, &sample)?;
+//! assert!(verdict.is_ok_and(|errors| errors.of_tolerance <= 1.0));
+//! # Ok(())
+//! # }
+//! ```
+
+pub mod case;
+pub mod check;
+pub mod elementwise;
+mod rng;
+pub mod small;
+pub mod structured;
+pub mod user;
+pub mod views;
+pub mod windows;
+
+pub use case::{Case, Row, Tol};
+pub use check::{Errors, Expected, Sample};
+pub use rng::Rng;
+
+/// Every row.
+pub fn rows() -> Vec<Row> {
+    let mut r = elementwise::rows();
+    r.extend(small::rows());
+    r.extend(views::rows());
+    r.extend(structured::rows());
+    r.extend(windows::rows());
+    r
+}
