@@ -3,7 +3,8 @@
 //! The contract, which every driver keeps and [`conformance`] checks:
 //! - Probing never panics. A missing library is [`Error::Unavailable`] with everything that was tried and what to do.
 //! - A device is in order: commands of one [`Device::submit`] and of successive ones act as if run one after another.
-//!   [`Device::read`] waits for what was submitted before it.
+//!   [`Device::read`] waits for what was submitted before it. [`stream`]s are further queues, which run beside it and each other;
+//!   work on the same memory is ordered all the same.
 //! - The caller validates shapes and bindings ([`halcyon_ir::kernel`]'s verifier); a device validates sizes of buffers, and
 //!   gives typed errors for what only the driver can know (memory, compile logs, a lost device).
 //! - Buffers hold undefined bytes when allocated. Bytes past the end are never touched by a correct kernel.
@@ -19,6 +20,8 @@ pub mod config;
 pub mod conformance;
 #[cfg(feature = "cpu")]
 pub mod cpu;
+#[cfg(any(feature = "cpu", feature = "opencl"))]
+mod hazard;
 pub mod heap;
 pub mod noop;
 #[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]
@@ -27,6 +30,7 @@ pub mod policy;
 pub mod pool;
 pub mod registry;
 pub mod select;
+pub mod stream;
 #[cfg(all(feature = "tpu", not(target_arch = "wasm32")))]
 pub mod tpu;
 pub mod validate;
@@ -37,6 +41,7 @@ pub use backend::BackendType;
 pub use halcyon_ir::error::{Error, Result};
 pub use halcyon_ir::host;
 pub use halcyon_ir::target::{Caps, Declined, LibraryCall, LibraryKernel, Operand, Target};
+pub use stream::{Download, Event, Stream, StreamOptions};
 
 use halcyon_ir::Scalar;
 use halcyon_ir::kernel::Kernel;
@@ -300,8 +305,19 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>>;
     /// Enqueues the commands in order.
     fn submit(&self, commands: &[Command<'_>]) -> Result<()>;
+    /// Waits for all that was submitted, to streams too.
     fn synchronize(&self) -> Result<()>;
-    /// Waits, then takes the id of the first fault since the last call.
+
+    /// A further queue of this device, see [`stream`].
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where the driver has none; those of the driver.
+    fn create_stream(&self, options: &StreamOptions) -> Result<Arc<dyn Stream>> {
+        let _ = options;
+        Err(Error::unsupported(format!("streams on {}", self.info().id), "Use the device's own queue"))
+    }
+
+    /// Waits, then takes the id of the first fault since the last call. Those of streams are told by their events.
     fn take_fault(&self) -> Result<Option<u32>>;
     /// Device times of the commands submitted since the last call, in order; empty unless opened with `profile`.
     fn take_timings(&self) -> Result<Vec<Timing>> {

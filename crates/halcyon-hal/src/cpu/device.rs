@@ -3,16 +3,19 @@
 use super::library::{self, CpuKernel, Fault, Run};
 use super::memory::{CpuBuffer, HostSource, LINE, Ptr};
 use super::program::CpuProgram;
+use super::stream::{self, CpuStream, Tracker};
 use super::sys::Isa;
 use super::team::Team;
+use crate::hazard::Access;
 use crate::pool::{self, Pool, Source};
 use crate::{
     BackendType, BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Error,
-    LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing,
+    LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream, StreamOptions, Tag, Target,
+    Timing,
 };
-use halcyon_ir::DType;
 use halcyon_ir::data::Bytes;
 use halcyon_ir::kernel::Kernel;
+use halcyon_ir::{DType, Scalar};
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -92,6 +95,74 @@ pub struct CpuDevice {
     profile: bool,
     /// Held while commands or copies run: the device is in order.
     queue: Mutex<Vec<Timing>>,
+    /// Keeps streams and the above apart.
+    tracker: Arc<Tracker>,
+}
+
+/// What commands run on: the device's own team or a stream's. Whoever calls has entered what they use with the tracker, or there are no
+/// streams and the device's lock is held.
+pub(crate) struct Lane<'a> {
+    pub team: &'a Team,
+    pub isa: Isa,
+    pub counts: &'a Counts,
+    pub fault: &'a AtomicU32,
+}
+
+impl Lane<'_> {
+    pub fn launch(
+        &self,
+        p: &CpuProgram,
+        groups: [u32; 3],
+        at: &[Ptr],
+        params: &[Scalar],
+        fault: u32,
+    ) -> Result<()> {
+        p.run(groups, at, params, fault, self.fault)?;
+        Counts::add(&self.counts.launches, 1);
+        Ok(())
+    }
+
+    pub fn library(&self, k: &CpuKernel, at: &[Ptr], args: &[Scalar], fault: u32) -> Result<()> {
+        Counts::add(&self.counts.library_calls, 1);
+        let fault = Fault::new(self.fault, fault);
+        k.run(&Run { bufs: at, args, team: self.team, isa: self.isa, fault })
+    }
+
+    /// Between ranges of one size that were checked.
+    pub fn copy(&self, s: &Ptr, d: &Ptr) {
+        Counts::add(&self.counts.device_copies, 1);
+        // SAFETY: both ranges are inside their buffers, the destination is writable, and nobody else uses what is written.
+        unsafe { library::copy::bytes(self.team, s.ptr, d.ptr, d.bytes) };
+    }
+
+    /// # Safety
+    /// `bytes` are readable at `from` and inside of `d`, a writable place.
+    pub unsafe fn write(&self, from: *const u8, d: &Ptr, bytes: usize) {
+        Counts::add(&self.counts.uploads, 1);
+        Counts::add(&self.counts.uploaded_bytes, bytes as u64);
+        // SAFETY: the caller's; the host's bytes cannot overlap memory that only the device hands out.
+        unsafe { library::copy::bytes(self.team, from, d.ptr, bytes) };
+    }
+
+    /// From a range that was checked and is as long.
+    pub fn read(&self, s: &Ptr, to: &mut [u8]) {
+        Counts::add(&self.counts.downloads, 1);
+        Counts::add(&self.counts.downloaded_bytes, to.len() as u64);
+        // SAFETY: inside the buffer, which nobody writes meanwhile; an exclusive slice of the host overlaps nothing.
+        unsafe { library::copy::bytes(self.team, s.ptr, to.as_mut_ptr(), to.len()) };
+    }
+}
+
+pub(crate) fn program_of(p: &Arc<dyn Program>) -> Result<&CpuProgram> {
+    p.as_any()
+        .downcast_ref()
+        .ok_or_else(|| Error::argument("launch", "the program belongs to another device"))
+}
+
+pub(crate) fn kernel_of(k: &dyn LibraryKernel) -> Result<&CpuKernel> {
+    k.as_any()
+        .downcast_ref()
+        .ok_or_else(|| Error::argument("library call", "the kernel belongs to another device"))
 }
 
 impl CpuDevice {
@@ -126,6 +197,7 @@ impl CpuDevice {
             fault: AtomicU32::new(0),
             profile: options.profile,
             queue: Mutex::new(vec![]),
+            tracker: Arc::default(),
         }
     }
 
@@ -150,47 +222,49 @@ impl CpuDevice {
         }
     }
 
+    fn lane(&self) -> Lane<'_> {
+        Lane { team: &self.team, isa: self.isa, counts: &self.counts, fault: &self.fault }
+    }
+
     fn run(&self, c: &Command<'_>) -> Result<()> {
         match c {
             Command::Launch { program, groups, buffers, params, fault } => {
-                let p: &CpuProgram = program
-                    .as_any()
-                    .downcast_ref()
-                    .ok_or_else(|| Error::argument("launch", "the program belongs to another device"))?;
+                let p = program_of(program)?;
                 let at: Vec<Ptr> = buffers
                     .iter()
                     .map(|b| CpuBuffer::of(&**b, p.name()).map(CpuBuffer::at))
                     .collect::<Result<_>>()?;
-                p.run(*groups, &at, params, *fault, &self.fault)?;
-                Counts::add(&self.counts.launches, 1);
-                Ok(())
+                self.lane().launch(p, *groups, &at, params, *fault)
             }
             Command::Library { kernel, buffers, args, fault } => {
-                let k: &CpuKernel = kernel
-                    .as_any()
-                    .downcast_ref()
-                    .ok_or_else(|| Error::argument("library call", "the kernel belongs to another device"))?;
+                let k = kernel_of(&***kernel)?;
                 let at: smallvec::SmallVec<[Ptr; 16]> = buffers
                     .iter()
                     .map(|b| CpuBuffer::of(&**b, k.name()).map(CpuBuffer::at))
                     .collect::<Result<_>>()?;
-                Counts::add(&self.counts.library_calls, 1);
-                let fault = Fault::new(&self.fault, *fault);
-                k.run(&Run { bufs: &at, args, team: &self.team, isa: self.isa, fault })
+                self.lane().library(k, &at, args, *fault)
             }
             Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
                 let (s, d) = (CpuBuffer::of(&***src, "copy")?.at(), CpuBuffer::of(&***dst, "copy")?.at());
                 let same = std::ptr::eq(s.ptr, d.ptr);
                 crate::validate::copy([s.bytes, *src_offset], [d.bytes, *dst_offset], *bytes, same)?;
                 check_writable("copy", &d)?;
-                Counts::add(&self.counts.device_copies, 1);
-                // SAFETY: both ranges are inside their buffers, the destination is writable, and the lock keeps others out.
-                unsafe {
-                    library::copy::bytes(&self.team, s.ptr.add(*src_offset), d.ptr.add(*dst_offset), *bytes)
-                };
+                let (s, d) = (stream::sub(&s, *src_offset, *bytes), stream::sub(&d, *dst_offset, *bytes));
+                self.lane().copy(&s, &d);
                 Ok(())
             }
         }
+    }
+
+    /// Runs work of the device's own queue that uses memory so. The caller holds the lock.
+    fn pass<R>(&self, access: &Access, f: impl FnOnce() -> Result<R>) -> Result<R> {
+        self.tracker.pass(&|each| each(access), f)
+    }
+
+    /// Whether there are no streams.
+    #[cfg(test)]
+    pub(crate) fn is_quiet(&self) -> bool {
+        self.tracker.is_quiet()
     }
 }
 
@@ -199,7 +273,7 @@ fn askew(b: &[u8]) -> bool {
     !(b.as_ptr() as usize).is_multiple_of(ELEMENT)
 }
 
-fn check_range(op: &str, p: &Ptr, offset: usize, bytes: usize) -> Result<()> {
+pub(crate) fn check_range(op: &str, p: &Ptr, offset: usize, bytes: usize) -> Result<()> {
     match offset.checked_add(bytes) {
         Some(end) if end <= p.bytes => Ok(()),
         _ => Err(Error::argument(
@@ -282,22 +356,23 @@ impl Device for CpuDevice {
         let d = CpuBuffer::of(&**dst, "write")?.at();
         check_range("write", &d, offset, src.len())?;
         check_writable("write", &d)?;
-        Counts::add(&self.counts.uploads, 1);
-        Counts::add(&self.counts.uploaded_bytes, src.len() as u64);
-        // SAFETY: inside the buffer; the host's slice cannot overlap memory that only the device hands out.
-        unsafe { library::copy::bytes(&self.team, src.as_ptr(), d.ptr.add(offset), src.len()) };
-        Ok(())
+        let d = stream::sub(&d, offset, src.len());
+        self.pass(&stream::writing(&d), || {
+            // SAFETY: the range was checked, and the slice is as long.
+            unsafe { self.lane().write(src.as_ptr(), &d, src.len()) };
+            Ok(())
+        })
     }
 
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
         let _turn = self.turn();
         let s = CpuBuffer::of(&**src, "read")?.at();
         check_range("read", &s, offset, dst.len())?;
-        Counts::add(&self.counts.downloads, 1);
-        Counts::add(&self.counts.downloaded_bytes, dst.len() as u64);
-        // SAFETY: inside the buffer; an exclusive slice of the host overlaps nothing.
-        unsafe { library::copy::bytes(&self.team, s.ptr.add(offset), dst.as_mut_ptr(), dst.len()) };
-        Ok(())
+        let s = stream::sub(&s, offset, dst.len());
+        self.pass(&stream::reading(&s), || {
+            self.lane().read(&s, dst);
+            Ok(())
+        })
     }
 
     fn pack(&self, kernel: &dyn LibraryKernel, from: &BufferRef, to: &BufferRef) -> Result<()> {
@@ -307,7 +382,7 @@ impl Device for CpuDevice {
             .downcast_ref()
             .ok_or_else(|| Error::argument("pack", "the kernel belongs to another device"))?;
         let (from, to) = (CpuBuffer::of(&**from, "pack")?.at(), CpuBuffer::of(&**to, "pack")?.at());
-        k.pack(&self.team, &from, &to)
+        self.pass(&stream::of_copy(&from, &to), || k.pack(&self.team, &from, &to))
     }
 
     fn pack_host(&self, constants: &[(&dyn LibraryKernel, &[u8], &BufferRef)]) -> Result<()> {
@@ -328,7 +403,8 @@ impl Device for CpuDevice {
                 unsafe { library::copy::bytes(&self.team, from.ptr, r.start(), bytes.len()) };
                 from.ptr = r.start();
             }
-            k.pack(&self.team, &from, &CpuBuffer::of(&***to, "pack")?.at())?;
+            let to = CpuBuffer::of(&***to, "pack")?.at();
+            self.pass(&stream::writing(&to), || k.pack(&self.team, &from, &to))?;
         }
         Ok(())
     }
@@ -346,19 +422,30 @@ impl Device for CpuDevice {
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         let mut timings = self.turn();
-        for c in commands {
-            let start = self.profile.then(Instant::now);
-            self.run(c)?;
-            if let Some(s) = start {
-                timings.push(Timing { nanoseconds: s.elapsed().as_nanos() as u64 });
+        let each = |f: &mut dyn FnMut(&Access)| commands.iter().for_each(|c| f(&stream::of_command(c)));
+        self.tracker.pass(&each, || {
+            for c in commands {
+                let start = self.profile.then(Instant::now);
+                self.run(c)?;
+                if let Some(s) = start {
+                    timings.push(Timing { nanoseconds: s.elapsed().as_nanos() as u64 });
+                }
             }
-        }
-        Ok(())
+            Ok(())
+        })
     }
 
     fn synchronize(&self) -> Result<()> {
         drop(self.turn());
+        self.tracker.drain();
         Ok(())
+    }
+
+    /// A thread with a team of its own. Kernels do not see that it may be smaller than the device's.
+    fn create_stream(&self, options: &StreamOptions) -> Result<Arc<dyn Stream>> {
+        let _turn = self.turn();
+        let (id, width) = (&self.info.id, self.team.threads());
+        Ok(Arc::new(CpuStream::new(id, self.isa, width, &self.tracker, &self.counts, options)?))
     }
 
     fn take_fault(&self) -> Result<Option<u32>> {

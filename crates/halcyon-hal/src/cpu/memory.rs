@@ -71,7 +71,8 @@ impl Source for HostSource {
 }
 
 enum Storage {
-    Pooled(Block<HostSource>),
+    /// Shared with the streams that use it.
+    Pooled(Arc<Block<HostSource>>),
     /// Read only.
     Lent(Arc<dyn Bytes>),
     /// A range of another buffer, which it keeps alive.
@@ -84,7 +85,28 @@ enum Storage {
 /// A buffer of the CPU device.
 pub(crate) struct CpuBuffer(Storage);
 
-/// Where a buffer lies. Whoever follows the pointer holds the device's lock and has checked the length.
+/// What keeps a buffer's bytes where they are, apart from the buffer: streams hold it until their work has run, and whoever counts the
+/// references to a buffer sees none of it.
+#[derive(Clone)]
+pub(crate) enum Keep {
+    Pooled(Arc<Block<HostSource>>),
+    Lent {
+        data: Arc<dyn Bytes>,
+    },
+}
+
+impl Keep {
+    /// Tells memory apart.
+    pub(crate) fn key(&self) -> usize {
+        match self {
+            Keep::Pooled(b) => Arc::as_ptr(b) as usize,
+            Keep::Lent { data } => Arc::as_ptr(data) as *const u8 as usize,
+        }
+    }
+}
+
+/// Where a buffer lies. Whoever follows the pointer has checked the length, keeps the memory alive, and has entered what it reads and
+/// writes with the device's tracker, or holds the device's lock while there is no stream.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ptr {
     pub ptr: *mut u8,
@@ -99,7 +121,7 @@ unsafe impl Sync for Ptr {}
 
 impl CpuBuffer {
     pub(crate) fn pooled(block: Block<HostSource>) -> CpuBuffer {
-        CpuBuffer(Storage::Pooled(block))
+        CpuBuffer(Storage::Pooled(Arc::new(block)))
     }
 
     /// Host data as a buffer, where its address suits every element type.
@@ -129,6 +151,14 @@ impl CpuBuffer {
                 let b = d.bytes();
                 Ptr { ptr: b.as_ptr() as *mut u8, bytes: b.len(), read_only: true }
             }
+        }
+    }
+
+    pub(crate) fn keep(&self) -> Result<Keep> {
+        match &self.0 {
+            Storage::Pooled(b) => Ok(Keep::Pooled(b.clone())),
+            Storage::Lent(d) => Ok(Keep::Lent { data: d.clone() }),
+            Storage::Part { of, .. } => CpuBuffer::of(&**of, "part")?.keep(),
         }
     }
 

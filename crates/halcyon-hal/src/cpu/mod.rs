@@ -6,6 +6,7 @@ pub mod library;
 mod memory;
 pub mod peak;
 mod program;
+mod stream;
 pub mod sys;
 pub mod team;
 pub mod tile;

@@ -14,7 +14,7 @@ pub(crate) struct CpuProgram {
     name: String,
     interp: Interp,
     /// Whether each buffer is written; without the fault word.
-    writes: Vec<bool>,
+    pub(crate) writes: Vec<bool>,
     /// Place of the parameter `fault`, in kernels that can meet a bad index.
     fault: Option<usize>,
 }
@@ -34,7 +34,7 @@ impl Memory for Buffers<'_> {
         match self.at.get(buf) {
             Some(p) if at + bytes <= p.bytes && bytes <= 8 => {
                 let mut w = [0u8; 8];
-                // SAFETY: inside the buffer, which lives as long as the launch; the device's lock keeps others out.
+                // SAFETY: inside the buffer, which lives as long as the launch; the device's tracker keeps others out that would write it.
                 unsafe { std::ptr::copy_nonoverlapping(p.ptr.add(at), w.as_mut_ptr(), bytes) };
                 u64::from_le_bytes(w)
             }
@@ -46,7 +46,8 @@ impl Memory for Buffers<'_> {
     fn store(&mut self, buf: usize, at: usize, bytes: usize, value: u64) {
         match self.at.get(buf) {
             Some(p) if at + bytes <= p.bytes && bytes <= 8 && !p.read_only => {
-                // SAFETY: as above.
+                // SAFETY: as above; a buffer that the kernel declares as read only, and that others may read meanwhile, is not stored to:
+                // the verifier sees to it.
                 unsafe { std::ptr::copy_nonoverlapping(value.to_le_bytes().as_ptr(), p.ptr.add(at), bytes) };
             }
             Some(_) => {}

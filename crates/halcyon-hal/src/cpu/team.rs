@@ -133,6 +133,8 @@ impl Shared {
 /// A team of `threads() - 1` workers and the calling thread, with the scratch memory its kernels reuse.
 pub struct Team {
     shared: Arc<Shared>,
+    /// What kernels take for the number of threads; there are no more.
+    width: usize,
     workers: Vec<JoinHandle<()>>,
     wake: Vec<Thread>,
     /// Held for the length of a job: jobs of several callers follow each other.
@@ -151,6 +153,12 @@ impl Team {
     /// A team of `threads` threads including the caller's (0 counts as 1). Where threads cannot be started (wasm32, or the
     /// system refuses), the team is smaller; [`Team::threads`] tells.
     pub fn new(threads: usize) -> Team {
+        Team::with_width(threads, 1)
+    }
+
+    /// A team of `threads` threads that kernels see as one of at least `width`: those that were made for a wider team run on it, with
+    /// work cut as for that.
+    pub fn with_width(threads: usize, width: usize) -> Team {
         let want = if cfg!(target_arch = "wasm32") { 0 } else { threads.clamp(1, 1024) - 1 };
         let shared = Arc::new(Shared {
             gate: AtomicU64::new(0),
@@ -175,6 +183,7 @@ impl Team {
         let wake = workers.iter().map(|w| w.thread().clone()).collect();
         Team {
             shared,
+            width: width.max(workers.len() + 1),
             workers,
             wake,
             running: Mutex::new(()),
@@ -183,9 +192,9 @@ impl Team {
         }
     }
 
-    /// Threads that work on a job, the caller's included.
+    /// Threads that work on a job, the caller's included, or the width that stands for them.
     pub fn threads(&self) -> usize {
-        self.workers.len() + 1
+        self.width
     }
 
     /// Runs `f(part)` for every part in `0..parts`, in no particular order, and returns when all are done. A panic in a

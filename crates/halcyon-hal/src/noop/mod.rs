@@ -2,11 +2,14 @@
 //! have written is filled with [`POISON`], so nobody takes it for a result. It is used only when named.
 
 use crate::pool::{Block, Pool, Source};
+use crate::stream::Report;
 use crate::validate::{self, Signature};
 use crate::{
     BackendType, Buffer, BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Driver,
-    Error, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing,
+    Error, Download, Event, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream, StreamOptions, Tag,
+    Target, Timing,
 };
+use halcyon_ir::data::Bytes;
 use halcyon_ir::kernel::{Kernel, verify_for};
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap};
@@ -143,10 +146,60 @@ struct NoopDevice {
     number: u64,
 }
 
+/// What checks and counts commands: the device and its streams, which do all at once and are in order therefore.
+#[derive(Debug)]
+struct Checker {
+    id: String,
+    counts: Arc<Counts>,
+    number: u64,
+}
+
+#[derive(Debug)]
+struct NoopStream {
+    checker: Checker,
+    report: Mutex<Arc<Report>>,
+}
+
+impl Stream for NoopStream {
+    fn overlaps(&self) -> bool {
+        false
+    }
+
+    fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
+        commands.iter().try_for_each(|c| self.checker.run(c))
+    }
+
+    fn write(&self, dst: &BufferRef, offset: usize, src: Arc<dyn Bytes>) -> Result<()> {
+        self.checker.write(dst, offset, src.bytes())
+    }
+
+    fn read(&self, src: &BufferRef, offset: usize, bytes: usize) -> Result<Download> {
+        validate::range("read", src.bytes(), offset, bytes)?;
+        let mut to = halcyon_ir::host::zeros(bytes, "a copy to the host")?;
+        self.checker.read(src, offset, &mut to)?;
+        Ok(Download::new(self.record()?, Arc::new(Mutex::new(to))))
+    }
+
+    fn record(&self) -> Result<Event> {
+        Ok(Event::completed(std::mem::take(&mut *self.report.lock().unwrap_or_else(|e| e.into_inner()))))
+    }
+
+    fn wait(&self, event: &Event) -> Result<()> {
+        // Of this device's streams all are done.
+        event.wait().map(drop)
+    }
+}
+
 impl NoopDevice {
+    fn checker(&self) -> Checker {
+        Checker { id: self.info.id.clone(), counts: self.counts.clone(), number: self.number }
+    }
+}
+
+impl Checker {
     fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a NoopBuffer> {
         b.as_any().downcast_ref::<NoopBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
-            Error::argument(call, format!("{b:?} does not belong to this opening of {}", self.info.id))
+            Error::argument(call, format!("{b:?} does not belong to this opening of {}", self.id))
         })
     }
 
@@ -190,6 +243,24 @@ impl NoopDevice {
             }
         }
     }
+
+    fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
+        let b = self.buffer("write", dst)?;
+        validate::range("write", dst.bytes(), offset, src.len())?;
+        b.lock()?[offset..offset + src.len()].copy_from_slice(src);
+        Counts::add(&self.counts.uploads, 1);
+        Counts::add(&self.counts.uploaded_bytes, src.len() as u64);
+        Ok(())
+    }
+
+    fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
+        let b = self.buffer("read", src)?;
+        validate::range("read", src.bytes(), offset, dst.len())?;
+        dst.copy_from_slice(&b.lock()?[offset..offset + dst.len()]);
+        Counts::add(&self.counts.downloads, 1);
+        Counts::add(&self.counts.downloaded_bytes, dst.len() as u64);
+        Ok(())
+    }
 }
 
 impl Target for NoopDevice {
@@ -224,21 +295,11 @@ impl Device for NoopDevice {
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
-        let b = self.buffer("write", dst)?;
-        validate::range("write", dst.bytes(), offset, src.len())?;
-        b.lock()?[offset..offset + src.len()].copy_from_slice(src);
-        Counts::add(&self.counts.uploads, 1);
-        Counts::add(&self.counts.uploaded_bytes, src.len() as u64);
-        Ok(())
+        self.checker().write(dst, offset, src)
     }
 
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
-        let b = self.buffer("read", src)?;
-        validate::range("read", src.bytes(), offset, dst.len())?;
-        dst.copy_from_slice(&b.lock()?[offset..offset + dst.len()]);
-        Counts::add(&self.counts.downloads, 1);
-        Counts::add(&self.counts.downloaded_bytes, dst.len() as u64);
-        Ok(())
+        self.checker().read(src, offset, dst)
     }
 
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
@@ -254,9 +315,10 @@ impl Device for NoopDevice {
     }
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
+        let checker = self.checker();
         for c in commands {
             let start = self.timings.as_ref().map(|_| Instant::now());
-            self.run(c)?;
+            checker.run(c)?;
             if let (Some(t), Some(start)) = (&self.timings, start) {
                 let nanoseconds = start.elapsed().as_nanos() as u64;
                 t.lock().unwrap_or_else(|e| e.into_inner()).push(Timing { nanoseconds });
@@ -267,6 +329,10 @@ impl Device for NoopDevice {
 
     fn synchronize(&self) -> Result<()> {
         Ok(())
+    }
+
+    fn create_stream(&self, _: &StreamOptions) -> Result<Arc<dyn Stream>> {
+        Ok(Arc::new(NoopStream { checker: self.checker(), report: Mutex::default() }))
     }
 
     fn take_fault(&self) -> Result<Option<u32>> {

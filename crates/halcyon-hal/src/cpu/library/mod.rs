@@ -217,6 +217,17 @@ impl CpuKernel {
         Ok(())
     }
 
+    /// Buffers that a run binds.
+    pub(crate) fn buffers(&self) -> usize {
+        self.needs.len()
+    }
+
+    /// Whether a run reads and writes buffer `i`.
+    pub(crate) fn uses(&self, i: usize) -> (bool, bool) {
+        let write = self.needs[i].write;
+        (!write || (self.in_place && i == 0), write)
+    }
+
     fn check(&self, r: &Run<'_>) -> Result<()> {
         let bad = |w: String| Err(Error::argument(self.name.as_str(), w));
         let want = self.needs.len();

@@ -1,0 +1,736 @@
+//! Streams of the CPU device: each a thread with a share of the device's threads, and what keeps them apart.
+
+use super::device::{Lane, check_range, check_writable, kernel_of, program_of};
+use super::library::CpuKernel;
+use super::memory::{CpuBuffer, HostSource, Keep, Ptr};
+use super::program::CpuProgram;
+use super::sys::Isa;
+use super::team::Team;
+use crate::hazard::{Access, Ledger, Spans};
+use crate::pool::Block;
+use crate::stream::{self, Report};
+use crate::{
+    BufferRef, Command, Counts, Download, Error, Event, LibraryKernel, Program, Result, Stream, StreamOptions,
+};
+use halcyon_ir::Scalar;
+use halcyon_ir::data::Bytes;
+use smallvec::SmallVec;
+use std::collections::VecDeque;
+use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+
+/// Pieces of work that wait in one stream; who hands over more waits for room.
+const MANY: usize = 1024;
+
+/// The device's own queue among the lanes of a ledger.
+const OWN: u64 = 0;
+
+/// Memory that failed work was to write.
+#[derive(Debug)]
+struct Spoiled {
+    span: (usize, usize),
+    of: Weak<Block<HostSource>>,
+    error: Error,
+}
+
+#[derive(Debug, Default)]
+struct Traffic {
+    ledger: Ledger<()>,
+    spoiled: Vec<Spoiled>,
+}
+
+/// Orders the work of a device's queues. While there are no streams the device's lock does that alone.
+#[derive(Debug, Default)]
+pub(crate) struct Tracker {
+    state: Mutex<Traffic>,
+    changed: Condvar,
+    streams: AtomicUsize,
+    lanes: AtomicU64,
+}
+
+/// Calls its argument with what each of some pieces of work uses, in their order; what it uses is settled.
+type Each<'a> = &'a dyn Fn(&mut dyn FnMut(&Access));
+
+impl Tracker {
+    fn lock(&self) -> MutexGuard<'_, Traffic> {
+        // Every update leaves the state whole, so a panic elsewhere does not damage it.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether there are no streams. It stays so while the device's lock is held.
+    pub fn is_quiet(&self) -> bool {
+        self.streams.load(Ordering::Acquire) == 0
+    }
+
+    /// Enters work of a queue: its ticket, and what it has to wait for.
+    fn enter(&self, lane: u64, access: Access) -> (u64, SmallVec<[u64; 4]>) {
+        let mut s = self.lock();
+        let before = s.ledger.before(lane, &access).map(|e| e.ticket()).collect();
+        (s.ledger.enter(lane, access, ()), before)
+    }
+
+    /// Waits until none of `before` is under way. The error of spoiled memory that the work would read.
+    fn admit(&self, before: &[u64], each: Each<'_>) -> Result<()> {
+        let mut s = self.lock();
+        while before.iter().any(|t| s.ledger.is_open(*t)) {
+            s = self.changed.wait(s).unwrap_or_else(PoisonError::into_inner);
+        }
+        s.spoiled.retain(|x| x.of.strong_count() > 0);
+        if s.spoiled.is_empty() {
+            return Ok(());
+        }
+        let (mut written, mut found) = (Spans::default(), None);
+        each(&mut |a| {
+            let hit = s.spoiled.iter().find(|x| {
+                // What the work itself wrote before is whole again.
+                let reads = a.reads.iter().map(|r| (r.0.max(x.span.0), r.1.min(x.span.1)));
+                reads.filter(|r| r.0 < r.1).any(|r| !written.covers(r.0, r.1))
+            });
+            found = found.take().or_else(|| hit.map(|x| x.error.clone()));
+            a.writes.iter().for_each(|w| written.add(w.0, w.1 - w.0));
+            written.settle();
+        });
+        found.map_or(Ok(()), Err)
+    }
+
+    /// The work has ended. `failed`: its error, and the memory that it may have written.
+    fn leave(&self, ticket: u64, failed: Option<(&Error, &[Keep])>) {
+        let mut s = self.lock();
+        let Some(entry) = s.ledger.leave(ticket) else { return };
+        let writes = &entry.access().writes;
+        // Last word: what is written now is no longer what failed work left.
+        s.spoiled.retain(|x| !writes.covers(x.span.0, x.span.1));
+        if let Some((error, keep)) = failed {
+            for span in writes.iter() {
+                let of = keep.iter().filter_map(|k| k.block_at(span)).map(|b| Arc::downgrade(&b));
+                s.spoiled.extend(of.map(|of| Spoiled { span, of, error: error.clone() }));
+            }
+        }
+        drop(s);
+        self.changed.notify_all();
+    }
+
+    /// Runs work of the device's own queue, whose lock the caller holds, when what it conflicts with has ended.
+    pub fn pass<R>(&self, each: Each<'_>, f: impl FnOnce() -> Result<R>) -> Result<R> {
+        if self.is_quiet() {
+            return f();
+        }
+        let (ticket, before) = self.enter(OWN, union(each));
+        // Leaves when a kernel panics too.
+        let _left = Left(self, ticket);
+        self.admit(&before, each)?;
+        f()
+    }
+
+    /// Waits for all that was handed over before.
+    pub fn drain(&self) {
+        if self.is_quiet() {
+            return;
+        }
+        let mut s = self.lock();
+        let last = s.ledger.newest();
+        while s.ledger.oldest().is_some_and(|t| t <= last) {
+            s = self.changed.wait(s).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+struct Left<'a>(&'a Tracker, u64);
+
+impl Drop for Left<'_> {
+    fn drop(&mut self) {
+        self.0.leave(self.1, None);
+    }
+}
+
+fn union(each: Each<'_>) -> Access {
+    let mut all = Access::default();
+    each(&mut |a| {
+        a.reads.iter().for_each(|r| all.reads.add(r.0, r.1 - r.0));
+        a.writes.iter().for_each(|w| all.writes.add(w.0, w.1 - w.0));
+    });
+    all.settle();
+    all
+}
+
+impl Keep {
+    /// The block, if this span lies in it.
+    fn block_at(&self, span: (usize, usize)) -> Option<Arc<Block<HostSource>>> {
+        let Keep::Pooled(b) = self else { return None };
+        let start = b.raw()?.start() as usize;
+        (start < span.1 && span.0 < start + b.bytes()).then(|| b.clone())
+    }
+}
+
+/// What a kernel over these places uses.
+fn of_kernel(k: &CpuKernel, at: &[Ptr]) -> Access {
+    let mut a = Access::default();
+    for (i, p) in at.iter().enumerate().take(k.buffers()) {
+        let (reads, writes) = k.uses(i);
+        if reads {
+            a.reads.add(p.ptr as usize, p.bytes);
+        }
+        if writes {
+            a.writes.add(p.ptr as usize, p.bytes);
+        }
+    }
+    a.settle();
+    a
+}
+
+fn of_program(p: &CpuProgram, at: &[Ptr]) -> Access {
+    let mut a = Access::default();
+    for (p, writes) in at.iter().zip(&p.writes) {
+        if *writes { &mut a.writes } else { &mut a.reads }.add(p.ptr as usize, p.bytes);
+    }
+    a.settle();
+    a
+}
+
+/// One place that is read and one that is written.
+pub(crate) fn of_copy(src: &Ptr, dst: &Ptr) -> Access {
+    let mut a = reading(src);
+    a.writes.add(dst.ptr as usize, dst.bytes);
+    a
+}
+
+/// A range that is read.
+pub(crate) fn reading(p: &Ptr) -> Access {
+    let mut a = Access::default();
+    a.reads.add(p.ptr as usize, p.bytes);
+    a
+}
+
+/// A range that is written.
+pub(crate) fn writing(p: &Ptr) -> Access {
+    let mut a = Access::default();
+    a.writes.add(p.ptr as usize, p.bytes);
+    a
+}
+
+/// What a command of the device's own queue uses. What is wrong with it is said when it runs.
+pub(crate) fn of_command(c: &Command<'_>) -> Access {
+    let at = |b: &BufferRef| CpuBuffer::of(&**b, "").ok().map(CpuBuffer::at);
+    let all = |buffers: &[BufferRef]| buffers.iter().map_while(at).collect::<SmallVec<[Ptr; 16]>>();
+    match c {
+        Command::Launch { program, buffers, .. } => {
+            program_of(program).map_or_else(|_| Access::default(), |p| of_program(p, &all(buffers)))
+        }
+        Command::Library { kernel, buffers, .. } => {
+            kernel_of(&***kernel).map_or_else(|_| Access::default(), |k| of_kernel(k, &all(buffers)))
+        }
+        Command::Copy { src, src_offset, dst, dst_offset, bytes } => match (at(src), at(dst)) {
+            (Some(s), Some(d)) => of_copy(&sub(&s, *src_offset, *bytes), &sub(&d, *dst_offset, *bytes)),
+            _ => Access::default(),
+        },
+    }
+}
+
+/// A range of a place. Nothing is followed before the range was checked.
+pub(crate) fn sub(p: &Ptr, offset: usize, bytes: usize) -> Ptr {
+    Ptr { ptr: p.ptr.wrapping_add(offset), bytes, read_only: p.read_only }
+}
+
+/// A command that owns what it needs; places were looked up.
+enum Step {
+    Launch {
+        program: Arc<dyn Program>,
+        groups: [u32; 3],
+        at: SmallVec<[Ptr; 8]>,
+        params: SmallVec<[Scalar; 8]>,
+        fault: u32,
+    },
+    Library {
+        kernel: Arc<dyn LibraryKernel>,
+        at: SmallVec<[Ptr; 8]>,
+        args: SmallVec<[Scalar; 4]>,
+        fault: u32,
+    },
+    Copy {
+        src: Ptr,
+        dst: Ptr,
+    },
+    Write {
+        src: Arc<dyn Bytes>,
+        dst: Ptr,
+    },
+    Read {
+        src: Ptr,
+        dst: Arc<Mutex<Vec<u8>>>,
+    },
+}
+
+impl Step {
+    fn access(&self) -> Access {
+        match self {
+            Step::Launch { program, at, .. } => {
+                program_of(program).map_or_else(|_| Access::default(), |p| of_program(p, at))
+            }
+            Step::Library { kernel, at, .. } => {
+                kernel_of(&**kernel).map_or_else(|_| Access::default(), |k| of_kernel(k, at))
+            }
+            Step::Copy { src, dst } => of_copy(src, dst),
+            Step::Write { dst, .. } => writing(dst),
+            Step::Read { src, .. } => reading(src),
+        }
+    }
+
+    fn run(&self, lane: &Lane<'_>) -> Result<()> {
+        match self {
+            Step::Launch { program, groups, at, params, fault } => {
+                lane.launch(program_of(program)?, *groups, at, params, *fault)
+            }
+            Step::Library { kernel, at, args, fault } => lane.library(kernel_of(&**kernel)?, at, args, *fault),
+            Step::Copy { src, dst } => {
+                lane.copy(src, dst);
+                Ok(())
+            }
+            Step::Write { src, dst } => {
+                // SAFETY: the range was checked and is this step's alone while it is entered; the host's bytes are kept and not the
+                // device's memory; no more is copied than there is.
+                unsafe { lane.write(src.bytes().as_ptr(), dst, src.bytes().len().min(dst.bytes)) };
+                Ok(())
+            }
+            Step::Read { src, dst } => {
+                let mut to = dst.lock().unwrap_or_else(PoisonError::into_inner);
+                let n = to.len().min(src.bytes);
+                lane.read(src, &mut to[..n]);
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Steps that were handed over together.
+struct Job {
+    steps: Vec<Step>,
+    /// The memory of all steps.
+    keep: Vec<Keep>,
+    ticket: u64,
+    before: SmallVec<[u64; 4]>,
+    report: Arc<Report>,
+}
+
+enum Item {
+    Job(Job),
+    Wait(Event),
+    Done(Event),
+}
+
+struct Queue {
+    items: VecDeque<Item>,
+    /// Of what follows the last event.
+    report: Arc<Report>,
+    closed: bool,
+}
+
+/// What the stream and its thread share.
+struct Shared {
+    id: String,
+    lane: u64,
+    queue: Mutex<Queue>,
+    ready: Condvar,
+    room: Condvar,
+    tracker: Arc<Tracker>,
+    counts: Arc<Counts>,
+    isa: Isa,
+    team: Team,
+    threads: usize,
+}
+
+/// A stream of the CPU device.
+pub(crate) struct CpuStream {
+    shared: Arc<Shared>,
+    /// Held over what is run by the caller, where there is no thread to run it.
+    inline: Option<Mutex<()>>,
+}
+
+impl fmt::Debug for CpuStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "CpuStream({}, {} threads)", self.shared.id, self.shared.threads)
+    }
+}
+
+fn message(p: &(dyn std::any::Any + Send)) -> &str {
+    p.downcast_ref::<&str>().copied().or_else(|| p.downcast_ref::<String>().map(String::as_str)).unwrap_or("?")
+}
+
+impl Shared {
+    fn lock(&self) -> MutexGuard<'_, Queue> {
+        self.queue.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn perform(&self, job: Job) {
+        let Job { steps, keep, ticket, before, report } = job;
+        let each = |f: &mut dyn FnMut(&Access)| steps.iter().for_each(|s| f(&s.access()));
+        let ran = self.tracker.admit(&before, &each).and_then(|()| {
+            let begin = stream::now();
+            let lane =
+                Lane { team: &self.team, isa: self.isa, counts: &self.counts, fault: report.fault() };
+            let r = catch_unwind(AssertUnwindSafe(|| steps.iter().try_for_each(|s| s.run(&lane))));
+            report.ran(begin, stream::now());
+            r.unwrap_or_else(|p| {
+                Err(Error::internal(format!("a kernel panicked in a stream of {}: {}", self.id, message(&*p))))
+            })
+        });
+        // Said before others may look at the memory.
+        if let Err(e) = &ran {
+            report.fail(e.clone());
+        }
+        self.tracker.leave(ticket, ran.as_ref().err().map(|e| (e, &keep[..])));
+    }
+
+    fn item(&self, i: Item) {
+        match i {
+            Item::Job(j) => self.perform(j),
+            // Its failure is told where it happened.
+            Item::Wait(e) => drop(e.wait()),
+            Item::Done(e) => e.complete(),
+        }
+    }
+
+    /// The life of the stream's thread.
+    fn serve(&self) {
+        loop {
+            let mut q = self.lock();
+            let item = loop {
+                match q.items.pop_front() {
+                    Some(i) => break i,
+                    None if q.closed => {
+                        self.tracker.streams.fetch_sub(1, Ordering::AcqRel);
+                        return;
+                    }
+                    None => q = self.ready.wait(q).unwrap_or_else(PoisonError::into_inner),
+                }
+            };
+            drop(q);
+            self.room.notify_one();
+            self.item(item);
+        }
+    }
+}
+
+impl CpuStream {
+    /// A stream with so many threads, whose kernels were made for a team of `width`. The caller holds the device's lock, so that nothing
+    /// of the device's own queue is under way that is not entered.
+    pub fn new(
+        id: &str,
+        isa: Isa,
+        width: usize,
+        tracker: &Arc<Tracker>,
+        counts: &Arc<Counts>,
+        options: &StreamOptions,
+    ) -> Result<CpuStream> {
+        if options.threads == Some(0) {
+            return Err(Error::argument("create_stream", "at least one thread is needed"));
+        }
+        let threads = options.threads.unwrap_or(width / 2).clamp(1, width);
+        let lane = tracker.lanes.fetch_add(1, Ordering::Relaxed) + OWN + 1;
+        let queue = Queue { items: VecDeque::new(), report: Arc::default(), closed: false };
+        let shared = Arc::new(Shared {
+            id: id.into(),
+            lane,
+            queue: Mutex::new(queue),
+            ready: Condvar::new(),
+            room: Condvar::new(),
+            tracker: tracker.clone(),
+            counts: counts.clone(),
+            isa,
+            team: Team::with_width(threads, width),
+            threads,
+        });
+        tracker.streams.fetch_add(1, Ordering::AcqRel);
+        let s = shared.clone();
+        let thread =
+            std::thread::Builder::new().name(format!("halcyon-stream-{lane}")).spawn(move || s.serve());
+        let inline = thread.err().map(|e| {
+            tracing::debug!("no thread for a stream, whose work is run by who hands it over: {e}");
+            Mutex::new(())
+        });
+        Ok(CpuStream { shared, inline })
+    }
+
+    /// Hands an item over that `make` makes of the report under way.
+    fn push<R>(&self, make: impl FnOnce(&mut Queue) -> (Item, R)) -> R {
+        let s = &*self.shared;
+        if let Some(turn) = &self.inline {
+            let _turn = turn.lock().unwrap_or_else(PoisonError::into_inner);
+            let (item, r) = make(&mut s.lock());
+            s.item(item);
+            return r;
+        }
+        let mut q = s.lock();
+        while q.items.len() >= MANY {
+            q = s.room.wait(q).unwrap_or_else(PoisonError::into_inner);
+        }
+        // Tickets rise in the order of the queue, so that what waits for another waits for something older.
+        let (item, r) = make(&mut q);
+        q.items.push_back(item);
+        drop(q);
+        s.ready.notify_one();
+        r
+    }
+
+    fn job(&self, steps: Vec<Step>, mut keep: Vec<Keep>) {
+        keep.sort_unstable_by_key(Keep::key);
+        keep.dedup_by_key(|k| k.key());
+        let access = union(&|f| steps.iter().for_each(|s| f(&s.access())));
+        self.push(|q| {
+            let (ticket, before) = self.shared.tracker.enter(self.shared.lane, access);
+            (Item::Job(Job { steps, keep, ticket, before, report: q.report.clone() }), ())
+        });
+    }
+}
+
+/// Places of buffers, which are kept.
+fn places(buffers: &[BufferRef], keep: &mut Vec<Keep>, what: &str) -> Result<SmallVec<[Ptr; 8]>> {
+    buffers.iter().map(|b| place(b, keep, what)).collect()
+}
+
+fn place(b: &BufferRef, keep: &mut Vec<Keep>, what: &str) -> Result<Ptr> {
+    let b = CpuBuffer::of(&**b, what)?;
+    keep.push(b.keep()?);
+    Ok(b.at())
+}
+
+fn bound(what: &str, got: usize, want: usize) -> Result<()> {
+    if got == want {
+        return Ok(());
+    }
+    Err(Error::argument(what, format!("{got} buffers were bound, it has {want}")))
+}
+
+impl Stream for CpuStream {
+    fn overlaps(&self) -> bool {
+        self.inline.is_none()
+    }
+
+    fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
+        let (mut steps, mut keep) = (Vec::with_capacity(commands.len()), vec![]);
+        for c in commands {
+            steps.push(match c {
+                Command::Launch { program, groups, buffers, params, fault } => {
+                    let p = program_of(program)?;
+                    bound(p.name(), buffers.len(), p.writes.len())?;
+                    Step::Launch {
+                        program: Arc::clone(program),
+                        groups: *groups,
+                        at: places(buffers, &mut keep, p.name())?,
+                        params: SmallVec::from_slice(params),
+                        fault: *fault,
+                    }
+                }
+                Command::Library { kernel, buffers, args, fault } => {
+                    let k = kernel_of(&***kernel)?;
+                    bound(k.name(), buffers.len(), k.buffers())?;
+                    Step::Library {
+                        kernel: Arc::clone(kernel),
+                        at: places(buffers, &mut keep, k.name())?,
+                        args: SmallVec::from_slice(args),
+                        fault: *fault,
+                    }
+                }
+                Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
+                    let (s, d) = (place(src, &mut keep, "copy")?, place(dst, &mut keep, "copy")?);
+                    let same = std::ptr::eq(s.ptr, d.ptr);
+                    crate::validate::copy([s.bytes, *src_offset], [d.bytes, *dst_offset], *bytes, same)?;
+                    check_writable("copy", &d)?;
+                    Step::Copy { src: sub(&s, *src_offset, *bytes), dst: sub(&d, *dst_offset, *bytes) }
+                }
+            });
+        }
+        if !steps.is_empty() {
+            self.job(steps, keep);
+        }
+        Ok(())
+    }
+
+    fn write(&self, dst: &BufferRef, offset: usize, src: Arc<dyn Bytes>) -> Result<()> {
+        let mut keep = vec![];
+        let d = place(dst, &mut keep, "write")?;
+        let n = src.bytes().len();
+        check_range("write", &d, offset, n)?;
+        check_writable("write", &d)?;
+        self.job(vec![Step::Write { src, dst: sub(&d, offset, n) }], keep);
+        Ok(())
+    }
+
+    fn read(&self, src: &BufferRef, offset: usize, bytes: usize) -> Result<Download> {
+        let mut keep = vec![];
+        let s = place(src, &mut keep, "read")?;
+        check_range("read", &s, offset, bytes)?;
+        let to = Arc::new(Mutex::new(halcyon_ir::host::zeros(bytes, "a copy to the host")?));
+        self.job(vec![Step::Read { src: sub(&s, offset, bytes), dst: to.clone() }], keep);
+        Ok(Download::new(self.record()?, to))
+    }
+
+    fn record(&self) -> Result<Event> {
+        Ok(self.push(|q| {
+            let event = Event::new(std::mem::take(&mut q.report), None);
+            (Item::Done(event.clone()), event)
+        }))
+    }
+
+    fn wait(&self, event: &Event) -> Result<()> {
+        if !event.is_done() {
+            self.push(|_| (Item::Wait(event.clone()), ()));
+        }
+        Ok(())
+    }
+}
+
+impl Drop for CpuStream {
+    fn drop(&mut self) {
+        if self.inline.is_some() {
+            self.shared.tracker.streams.fetch_sub(1, Ordering::AcqRel);
+            return;
+        }
+        self.shared.lock().closed = true;
+        self.shared.ready.notify_one();
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::device::CpuDevice;
+    use super::*;
+    use crate::{Device, LibraryCall, Operand, Options, Tag};
+    use halcyon_ir::DType;
+    use halcyon_ir::layout::View;
+    use halcyon_ir::op::Op;
+    use halcyon_ir::target::Work;
+    use std::sync::atomic::AtomicBool;
+
+    /// Writes 64 bytes; before that, does as it is told.
+    fn kernel(name: &str, f: impl Fn() + Send + Sync + 'static) -> Arc<dyn LibraryKernel> {
+        let op = Op::Full(Scalar::F(0.0));
+        let one = Operand { dtype: DType::U8, view: View::dense(&[64]) };
+        let (inputs, outputs) = ([one.clone()], [one]);
+        let call = LibraryCall::new(Work::Op(&op), &inputs, &outputs);
+        let body = move |r: &super::super::library::Run<'_>| {
+            f();
+            // SAFETY: both have 64 bytes, and the device keeps others out.
+            unsafe { std::ptr::copy(r.bufs[0].ptr, r.bufs[1].ptr, 64) };
+        };
+        Arc::new(CpuKernel::new(name, &call, body).unwrap())
+    }
+
+    fn device() -> CpuDevice {
+        CpuDevice::new(&Options { threads: Some(2), ..Options::default() })
+    }
+
+    fn filled(d: &CpuDevice, v: u8) -> BufferRef {
+        let b = d.alloc(64, Tag::Io).unwrap();
+        d.write(&b, 0, &[v; 64]).unwrap();
+        b
+    }
+
+    fn go<'a>(kernel: &'a Arc<dyn LibraryKernel>, buffers: &'a [BufferRef]) -> Command<'a> {
+        Command::Library { kernel, buffers, args: &[], fault: 0 }
+    }
+
+    #[test]
+    fn a_panic_is_an_error_at_the_event_and_spoils_what_was_to_be_written() {
+        let d = device();
+        let [s, t] = [0, 1].map(|_| d.create_stream(&StreamOptions::default()).unwrap());
+        let (a, b, c) = (filled(&d, 1), filled(&d, 2), filled(&d, 3));
+        let bad = kernel("bad", || panic!("at the wrong moment"));
+        let good = kernel("good", || ());
+        s.submit(&[go(&bad, &[a.clone(), b.clone()])]).unwrap();
+        // Of the other stream, and handed over before the failure is known or after.
+        t.submit(&[go(&good, &[b.clone(), c.clone()])]).unwrap();
+        for e in [s.synchronize(), t.synchronize()] {
+            let e = e.unwrap_err().to_string();
+            assert!(e.contains("at the wrong moment") && e.contains("cpu:0"), "{e}");
+        }
+        let mut got = [0; 64];
+        for x in [&b, &c] {
+            assert!(d.read(x, 0, &mut got).unwrap_err().to_string().contains("wrong moment"));
+        }
+        d.read(&a, 0, &mut got).unwrap();
+        // Events after that one report nothing, and what is written again is whole; a part of it is not.
+        assert_eq!((s.synchronize().unwrap(), t.synchronize().unwrap()), (None, None));
+        d.write(&b, 0, &[7; 8]).unwrap();
+        assert!(d.read(&b, 0, &mut got).is_err());
+        d.submit(&[go(&good, &[a.clone(), b.clone()]), go(&good, &[b.clone(), c.clone()])]).unwrap();
+        d.read(&c, 0, &mut got).unwrap();
+        assert_eq!(got, [1; 64]);
+        // The memory may serve others once nobody has it.
+        s.submit(&[go(&bad, &[a.clone(), b.clone()])]).unwrap();
+        assert!(s.synchronize().is_err());
+        let was = CpuBuffer::of(&*b, "").unwrap().at().ptr;
+        drop(b);
+        let again = filled(&d, 9);
+        assert_eq!(CpuBuffer::of(&*again, "").unwrap().at().ptr, was);
+        d.read(&again, 0, &mut got).unwrap();
+        assert_eq!(got, [9; 64]);
+    }
+
+    /// Each of two kernels ends only when both have begun.
+    #[test]
+    fn kernels_of_two_streams_run_at_one_time_unless_one_writes_what_the_other_uses() {
+        let d = device();
+        let [s, t] = [0, 1].map(|_| d.create_stream(&StreamOptions::default()).unwrap());
+        let (a, b, c) = (filled(&d, 1), filled(&d, 2), filled(&d, 3));
+        let flags = Arc::new([const { AtomicBool::new(false) }; 2]);
+        let meet = |i: usize| {
+            let f = flags.clone();
+            kernel("meet", move || {
+                f[i].store(true, Ordering::SeqCst);
+                let start = std::time::Instant::now();
+                while !f[1 - i].load(Ordering::SeqCst) {
+                    assert!(start.elapsed().as_secs() < 60, "the other never began");
+                    std::thread::yield_now();
+                }
+            })
+        };
+        // Both read `a`.
+        s.submit(&[go(&meet(0), &[a.clone(), b.clone()])]).unwrap();
+        t.submit(&[go(&meet(1), &[a.clone(), c.clone()])]).unwrap();
+        assert_eq!((s.synchronize().unwrap(), t.synchronize().unwrap()), (None, None));
+        // One writes what the other reads: never at one time, and in order.
+        let (busy, rounds) = (Arc::new(AtomicBool::new(false)), 50);
+        let alone = || {
+            let busy = busy.clone();
+            kernel("alone", move || {
+                assert!(!busy.swap(true, Ordering::SeqCst), "two at a time");
+                std::thread::sleep(std::time::Duration::from_micros(50));
+                busy.store(false, Ordering::SeqCst);
+            })
+        };
+        for i in 0..rounds {
+            d.write(&a, 0, &[i; 64]).unwrap();
+            s.submit(&[go(&alone(), &[a.clone(), b.clone()])]).unwrap();
+            t.submit(&[go(&alone(), &[b.clone(), c.clone()])]).unwrap();
+            d.submit(&[go(&alone(), &[c.clone(), a.clone()])]).unwrap();
+            let mut got = [0; 64];
+            d.read(&a, 0, &mut got).unwrap();
+            assert_eq!(got, [i; 64]);
+        }
+        assert_eq!((s.synchronize().unwrap(), t.synchronize().unwrap()), (None, None));
+    }
+
+    #[test]
+    fn a_stream_that_is_dropped_runs_on_and_the_device_is_quiet_again() {
+        let d = device();
+        let s = d.create_stream(&StreamOptions::default()).unwrap();
+        let (a, b) = (filled(&d, 1), filled(&d, 2));
+        let slow = kernel("slow", || std::thread::sleep(std::time::Duration::from_millis(20)));
+        for _ in 0..3 {
+            s.submit(&[go(&slow, &[a.clone(), b.clone()])]).unwrap();
+        }
+        let e = s.record().unwrap();
+        drop((s, a));
+        e.wait().unwrap();
+        let mut got = [0; 64];
+        d.read(&b, 0, &mut got).unwrap();
+        assert_eq!(got, [1; 64]);
+        let start = std::time::Instant::now();
+        while !d.is_quiet() {
+            assert!(start.elapsed().as_secs() < 60);
+            std::thread::yield_now();
+        }
+    }
+}

@@ -1,0 +1,198 @@
+//! Which work under way uses which memory: what orders the queues of one device.
+
+use smallvec::SmallVec;
+use std::collections::VecDeque;
+
+/// Ranges of addresses (or of numbers that stand for whole buffers), sorted and without overlaps once settled.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Spans(SmallVec<[(usize, usize); 8]>);
+
+impl Spans {
+    /// Adds `bytes` from `start` on. [`Spans::settle`] must follow before anything is asked.
+    pub fn add(&mut self, start: usize, bytes: usize) {
+        if bytes > 0 {
+            self.0.push((start, start.saturating_add(bytes)));
+        }
+    }
+
+    pub fn settle(&mut self) {
+        self.0.sort_unstable();
+        self.0.dedup_by(|next, last| {
+            let joins = next.0 <= last.1;
+            if joins {
+                last.1 = last.1.max(next.1);
+            }
+            joins
+        });
+    }
+
+    /// Whether some address is in both.
+    pub fn meets(&self, o: &Spans) -> bool {
+        let (mut i, mut j) = (0, 0);
+        while let (Some(a), Some(b)) = (self.0.get(i), o.0.get(j)) {
+            if a.0 < b.1 && b.0 < a.1 {
+                return true;
+            }
+            if a.1 <= b.1 { i += 1 } else { j += 1 }
+        }
+        false
+    }
+
+    /// Whether all of `start..end` is in.
+    pub fn covers(&self, start: usize, end: usize) -> bool {
+        self.0.iter().any(|s| s.0 <= start && end <= s.1)
+    }
+
+    pub fn iter(&self) -> impl Iterator<Item = (usize, usize)> {
+        self.0.iter().copied()
+    }
+}
+
+/// What some work reads and writes.
+#[derive(Clone, Debug, Default)]
+pub(crate) struct Access {
+    pub reads: Spans,
+    pub writes: Spans,
+}
+
+impl Access {
+    pub fn settle(&mut self) {
+        self.reads.settle();
+        self.writes.settle();
+    }
+
+    /// Whether one writes what the other uses. Both are settled.
+    pub fn conflicts(&self, o: &Access) -> bool {
+        self.writes.meets(&o.writes) || self.writes.meets(&o.reads) || self.reads.meets(&o.writes)
+    }
+}
+
+/// Work under way.
+#[derive(Debug)]
+pub(crate) struct Entry<T> {
+    ticket: u64,
+    lane: u64,
+    access: Access,
+    pub mark: T,
+}
+
+/// The work under way of all queues of a device, in the order in which it was handed over.
+#[derive(Debug)]
+pub(crate) struct Ledger<T> {
+    next: u64,
+    entries: VecDeque<Entry<T>>,
+}
+
+impl<T> Default for Ledger<T> {
+    fn default() -> Self {
+        Ledger { next: 0, entries: VecDeque::new() }
+    }
+}
+
+impl<T> Ledger<T> {
+    /// Work of other queues than `lane` that must end before work with this access begins. A queue is in order by itself.
+    pub fn before(&self, lane: u64, access: &Access) -> impl Iterator<Item = &Entry<T>> {
+        self.entries.iter().filter(move |e| e.lane != lane && e.access.conflicts(access))
+    }
+
+    /// Enters work; its ticket. Tickets rise in the order of entering.
+    pub fn enter(&mut self, lane: u64, access: Access, mark: T) -> u64 {
+        self.next += 1;
+        self.entries.push_back(Entry { ticket: self.next, lane, access, mark });
+        self.next
+    }
+
+    fn place(&self, ticket: u64) -> Option<usize> {
+        self.entries.binary_search_by_key(&ticket, |e| e.ticket).ok()
+    }
+
+    pub fn is_open(&self, ticket: u64) -> bool {
+        self.place(ticket).is_some()
+    }
+
+    /// The work has ended.
+    pub fn leave(&mut self, ticket: u64) -> Option<Entry<T>> {
+        self.place(ticket).and_then(|i| self.entries.remove(i))
+    }
+
+    /// Drops work that has ended, as `f` finds.
+    pub fn retain(&mut self, f: impl FnMut(&Entry<T>) -> bool) {
+        self.entries.retain(f);
+    }
+
+    /// The oldest work under way.
+    pub fn oldest(&self) -> Option<u64> {
+        self.entries.front().map(|e| e.ticket)
+    }
+
+    /// The ticket given last.
+    pub fn newest(&self) -> u64 {
+        self.next
+    }
+}
+
+impl<T> Entry<T> {
+    pub fn ticket(&self) -> u64 {
+        self.ticket
+    }
+
+    pub fn access(&self) -> &Access {
+        &self.access
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn spans(of: &[(usize, usize)]) -> Spans {
+        let mut s = Spans::default();
+        of.iter().for_each(|(at, n)| s.add(*at, *n));
+        s.settle();
+        s
+    }
+
+    #[test]
+    fn spans_join_meet_and_cover() {
+        let s = spans(&[(30, 10), (0, 10), (10, 5), (32, 2), (50, 0)]);
+        assert_eq!(s.iter().collect::<Vec<_>>(), [(0, 15), (30, 40)]);
+        assert!(s.covers(2, 15) && !s.covers(2, 16) && s.covers(30, 40));
+        for (of, meets) in [(&[(15, 15)], false), (&[(14, 1)], true), (&[(39, 5)], true), (&[(40, 1)], false)] {
+            assert_eq!((s.meets(&spans(of)), spans(of).meets(&s)), (meets, meets), "{of:?}");
+        }
+    }
+
+    /// Against the definition, byte by byte.
+    #[test]
+    fn conflicts_are_those_of_the_bytes() {
+        let mut x = 7u64;
+        let mut draw = |n: u64| {
+            x = x.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            ((x >> 33) % n) as usize
+        };
+        for _ in 0..2000 {
+            let mut one = || {
+                let mut of = || (0..draw(4)).map(|_| (draw(60), draw(6))).collect::<Vec<_>>();
+                (of(), of())
+            };
+            let (a, b) = (one(), one());
+            let has = |v: &[(usize, usize)], at: usize| v.iter().any(|(s, n)| (*s..s + n).contains(&at));
+            let want = (0..70).any(|i| {
+                has(&a.1, i) && (has(&b.0, i) || has(&b.1, i)) || has(&a.0, i) && has(&b.1, i)
+            });
+            let access = |v: &(Vec<_>, Vec<_>)| Access { reads: spans(&v.0), writes: spans(&v.1) };
+            assert_eq!(access(&a).conflicts(&access(&b)), want, "{a:?} {b:?}");
+        }
+    }
+
+    #[test]
+    fn a_queue_does_not_wait_for_itself() {
+        let w = |at| Access { writes: spans(&[(at, 8)]), ..Access::default() };
+        let mut l = Ledger::default();
+        let (a, b) = (l.enter(1, w(0), ()), l.enter(2, w(100), ()));
+        assert_eq!(l.before(1, &w(0)).count(), 0);
+        assert_eq!(l.before(3, &w(0)).map(Entry::ticket).collect::<Vec<_>>(), [a]);
+        assert!(l.leave(a).is_some() && l.leave(a).is_none() && l.is_open(b) && !l.is_open(a));
+        assert_eq!((l.oldest(), l.newest()), (Some(b), b));
+    }
+}
