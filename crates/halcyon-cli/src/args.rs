@@ -14,7 +14,7 @@ pub struct Cli {
 }
 
 const TOP: &str = "\
-Exit codes: 0 done, 1 error, 2 usage, 3 not supported, 4 backend not available, 5 out of memory.
+Exit codes: 0 done, 1 error, 2 usage, 3 not supported, 4 backend not available, 5 out of memory, 6 a result differs from the reference.
 Environment: HALCYON_LOG=info prints log lines to stderr. HALCYON_CACHE=off keeps nothing on disk between runs, programs
 keeps no packed weights, packed keeps them even where packing again is faster. HALCYON_PRECISION is the default of --precision,
 HALCYON_BACKENDS of --backends. HALCYON_CONFIG names the configuration file (off for none).
@@ -42,8 +42,10 @@ pub enum Command {
     Devices(DevicesArgs),
     /// Examines each backend in a process of its own: library, devices, a kernel, copies, a product; each step passes or fails
     Doctor(DoctorArgs),
-    /// Runs a folder of test cases and compares the results
+    /// Compares results with what they should be: of every op on this machine, or of a folder of models
     Conformance(ConformanceArgs),
+    /// Runs again what went wrong, from the file that `run --verify` or `run --save-replay` wrote
+    Replay(ReplayArgs),
     /// Shows a model's graph, what the passes did, the chosen kernels, their source and the times
     Trace(TraceArgs),
     /// Measures the machine, single works, or a model, and compares with an earlier report
@@ -235,6 +237,16 @@ pub struct RunArgs {
     /// Measures what each transformation gained and how far the result is from level O0
     #[arg(long, conflicts_with_all = ["split", "may_leave"])]
     pub receipts: bool,
+    /// Runs once more and checks a share of the plan's steps on another backend at level O0: BACKEND[:SHARE], as cpu:1% or cpu (all).
+    /// Exit code 6 at the first that differs, which is left in a replay file
+    #[arg(long, value_name = "BACKEND[:SHARE]", conflicts_with_all = ["split", "may_leave"])]
+    pub verify: Option<String>,
+    /// Draws the steps of --verify as the run that printed this seed did
+    #[arg(long, value_name = "N", requires = "verify")]
+    pub verify_seed: Option<u64>,
+    /// File for what fails or differs, for `halcyon replay` (without it --verify writes MODEL.replay here)
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["split", "may_leave"])]
+    pub save_replay: Option<PathBuf>,
     /// Prints one JSON object
     #[arg(long)]
     pub json: bool,
@@ -248,7 +260,8 @@ Examples:
   halcyon run models/digits.onnx --input models/digit-7.png --top-k 3 --labels models/digits-labels.txt
   halcyon run model.onnx --input image=photo.jpg --image-mean 0.485,0.456,0.406 --image-std 0.229,0.224,0.225
   halcyon run encoder.onnx --input ids=ids.npy --input mask=ones --output-dir out
-  halcyon run model.onnx --input random:1x3x224x224 --backend opencl --level O1 --repeat 20 --receipts";
+  halcyon run model.onnx --input random:1x3x224x224 --backend opencl --level O1 --repeat 20 --receipts
+  halcyon run model.onnx --input ids=ids.npy --backend opencl --verify cpu:5%";
 
 /// More than one device for one model.
 #[derive(Args, Debug, Clone)]
@@ -329,9 +342,90 @@ pub struct ConformanceArgs {
 
 #[derive(Subcommand, Debug)]
 pub enum Suite {
+    /// Every op on every type, on this machine: right or wrong, by how much, and its share of the machine's peak
+    Ops(OpsArgs),
     /// Cases in the layout of the ONNX backend tests
     Onnx(OnnxArgs),
 }
+
+#[derive(Args, Debug)]
+#[command(after_help = OPS)]
+pub struct OpsArgs {
+    /// Backend, as in `halcyon run`
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub backend: String,
+    /// Number of the backend's device
+    #[arg(long, value_name = "N")]
+    pub device: Option<usize>,
+    /// Threads of the CPU device
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Level of the plans: O0, O1 or O2
+    #[arg(long, value_name = "LEVEL", default_value = "O1")]
+    pub level: String,
+    /// Only this op, by its name in the table; repeatable
+    #[arg(long = "op", value_name = "NAME")]
+    pub ops: Vec<String>,
+    /// Only these element types, with commas between
+    #[arg(long = "dtype", value_name = "TYPE", value_delimiter = ',')]
+    pub dtypes: Vec<String>,
+    /// At most so many cases of each op and type (all on the CPU, else 3: a device may have to compile for each)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub cases: Option<u32>,
+    /// Draws the operands as the run that printed this seed did
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Multiplies the tolerances of ops that round: below 1 asks for more than the table does
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
+    pub tolerance: f64,
+    /// Only right or wrong: measures no times and no peaks
+    #[arg(long)]
+    pub no_speed: bool,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const OPS: &str = "\
+Results are judged against the reference: in f64 for ops that round, in the op's own type where every bit counts. The cases have odd, empty
+and large shapes, views, NaN and infinities. A cell of the matrix is the share of the machine's peak (measured in the same run: FLOP/s or
+bytes/s, whichever the op needs longer for) of an op that passed, or ok where it was not measured; no: not supported; FAIL: wrong. Exit code
+0 if nothing is wrong, else 1.
+
+Examples:
+  halcyon conformance ops
+  halcyon conformance ops --backend opencl --op matmul --op softmax
+  halcyon conformance ops --dtype f32,bf16 --json";
+
+#[derive(Args, Debug)]
+#[command(after_help = REPLAY)]
+pub struct ReplayArgs {
+    /// File that `halcyon run` wrote
+    pub file: PathBuf,
+    /// Another backend than the one that the file names
+    #[arg(long, value_name = "NAME")]
+    pub backend: Option<String>,
+    /// Number of its device
+    #[arg(long, value_name = "N")]
+    pub device: Option<usize>,
+    /// Another level than the file's
+    #[arg(long, value_name = "LEVEL")]
+    pub level: Option<String>,
+    /// Backend that says what is right, at level O0
+    #[arg(long, value_name = "NAME", default_value = "cpu")]
+    pub reference: String,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const REPLAY: &str = "\
+The file holds the part of the graph that went wrong, its inputs, what came out and what should have. It is run again on its backend and on
+the reference. Exit code 0 if they agree now, 6 if they still differ or it still fails.
+
+Examples:
+  halcyon replay model.replay
+  halcyon replay model.replay --backend cpu --level O0";
 
 #[derive(Args, Debug)]
 #[command(after_help = CONFORMANCE)]

@@ -58,6 +58,7 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Fit(a) => cmd::fit::main(&a),
         Command::Select(a) => cmd::select::main(&a),
         Command::Export(a) => cmd::export::main(&a),
+        Command::Replay(a) => cmd::replay::main(&a),
         Command::Doctor(a) => cmd::doctor::main(&a),
         Command::DoctorChild(a) => cmd::doctor::child(&a),
         Command::Devices(a) => cmd::devices::main(&a),

@@ -34,6 +34,7 @@ pub mod session;
 pub mod split;
 pub mod state;
 pub mod tensor;
+pub mod verify;
 
 pub use backend::{Backend, BackendBuilder};
 pub use capture::{CapturedGraph, Compiled};
@@ -55,6 +56,7 @@ pub use session::Session;
 pub use split::Split;
 pub use state::State;
 pub use tensor::{Tensor, eval};
+pub use verify::{Replay, VerifyOptions, VerifyReport};
 
 /// What most programs need.
 pub mod prelude {

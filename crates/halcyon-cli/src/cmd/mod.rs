@@ -9,10 +9,12 @@ pub mod export;
 pub mod fit;
 pub mod inspect;
 pub mod probe;
+pub mod replay;
 pub mod run;
 pub mod select;
 mod split;
 pub mod trace;
+mod verify;
 
 use crate::args::{BackendArgs, InputArgs};
 use crate::report;

@@ -1,5 +1,6 @@
 //! `halcyon run`: a model once or often, with a report.
 
+use super::verify::{self, Verified};
 use super::{Loaded, backend_json, backend_text, load, split, tags_json, tags_text};
 use crate::args::RunArgs;
 use crate::report::{self, Progress, ms, number, size, spread, summary, table, time};
@@ -27,6 +28,7 @@ pub fn main(a: &RunArgs) -> Result<u8> {
     let watch = Watch::start(WATCH);
     let look = || watch.as_ref().inspect(|w| w.read());
     split::check(&a.split)?;
+    let spec = verify::spec(a)?;
     let loaded = load(&a.model, &a.input, &split::first(&a.split, &a.backend)?, false, false)?;
     let inputs = loaded.data();
 
@@ -43,7 +45,7 @@ pub fn main(a: &RunArgs) -> Result<u8> {
     };
     let exe = match &over {
         Some(_) => None,
-        None => loaded.session.prepare(&inputs)?,
+        None => loaded.session.prepare(&inputs).inspect_err(|e| verify::keep(a, &loaded, &inputs, e))?,
     };
     let compile = start.elapsed();
     look();
@@ -59,7 +61,7 @@ pub fn main(a: &RunArgs) -> Result<u8> {
         let start = Instant::now();
         last = Some(match &over {
             Some(s) => run_split(s, &inputs)?,
-            None => loaded.session.run(&inputs)?,
+            None => loaded.session.run(&inputs).inspect_err(|e| verify::keep(a, &loaded, &inputs, e))?,
         });
         times.push(start.elapsed());
         if let Some(w) = look() {
@@ -69,6 +71,10 @@ pub fn main(a: &RunArgs) -> Result<u8> {
     }
     progress.finish();
     let (memory, anonymous) = (loaded.backend.memory(), watch.as_ref().map(Watch::peak));
+    let verified = match spec {
+        Some(spec) => Some(verify::run(a, spec, &loaded, &inputs)?),
+        None => None,
+    };
     let last = last.ok_or_else(|| Error::argument("--repeat", "at least one run is needed"))?;
     let outputs: Vec<(String, Leaf<'_>)> =
         loaded.outputs.iter().zip(&last.outputs).flat_map(|(n, d)| leaves(n, d)).collect();
@@ -102,6 +108,7 @@ pub fn main(a: &RunArgs) -> Result<u8> {
         split: over.as_ref().map(|s| (s, before.into_iter().zip(counted(s)).collect())),
         plan,
         run: &last,
+        verified: verified.as_ref(),
         outputs: &outputs,
         receipts: &receipts,
         times,
@@ -116,7 +123,7 @@ pub fn main(a: &RunArgs) -> Result<u8> {
     } else {
         report::print(&done.text())?
     }
-    Ok(0)
+    Ok(verified.map_or(0, |v| v.code()))
 }
 
 /// A run over more than one device.
@@ -139,6 +146,7 @@ struct Done<'a> {
     /// Of a model that is one graph.
     plan: Option<&'a Plan>,
     run: &'a Run,
+    verified: Option<&'a Verified>,
     outputs: &'a [(String, Leaf<'a>)],
     receipts: &'a [Receipt],
     times: Vec<Duration>,
@@ -222,6 +230,9 @@ impl Done<'_> {
             size(self.memory.peak),
             tags_text(&self.memory.peak_by_tag),
         );
+        if let Some(v) = self.verified {
+            out += &v.text();
+        }
         if self.a.receipts {
             out += "receipts\n";
             out += &receipts_text(self.receipts);
@@ -310,6 +321,7 @@ impl Done<'_> {
             "caches": l.backend.cache_stats(),
             "receipts": self.receipts,
             "warnings": self.plan.map_or(&[][..], |p| &p.warnings),
+            "verify": self.verified.map(Verified::json),
             "staged": self.run.staged,
             "placement": self.run.placement,
             "split": self.split.as_ref().map(|(s, counted)| json!({

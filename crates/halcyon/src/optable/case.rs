@@ -152,6 +152,18 @@ pub enum Tol {
     Norm(f64),
 }
 
+impl fmt::Display for Tol {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Tol::Exact => f.write_str("every bit"),
+            Tol::Equal => f.write_str("equal"),
+            Tol::Ulps(u) => write!(f, "{u} ulp"),
+            Tol::Sum(_) | Tol::Each(_) => f.write_str("by the sum's length"),
+            Tol::Norm(u) => write!(f, "{u} ulp of the largest"),
+        }
+    }
+}
+
 /// A graph of one op.
 #[derive(Clone)]
 pub struct Case {

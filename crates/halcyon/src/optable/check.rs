@@ -155,6 +155,12 @@ impl Expected {
         Expected { value, slack: vec![], exact: true, zeros: false }
     }
 
+    /// With tolerances multiplied; what must be equal still must.
+    pub fn scaled(mut self, factor: f64) -> Expected {
+        self.slack.iter_mut().for_each(|s| *s *= factor);
+        self
+    }
+
     pub fn value(&self) -> &ConstData {
         &self.value
     }

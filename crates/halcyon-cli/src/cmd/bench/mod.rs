@@ -2,14 +2,14 @@
 
 mod compare;
 #[cfg_attr(not(feature = "cpu"), path = "no_limits.rs")]
-mod limits;
+pub mod limits;
 mod model;
 mod ops;
 #[cfg_attr(not(feature = "cpu"), path = "no_peak.rs")]
 mod peak;
 mod picture;
 mod receipts;
-mod works;
+pub mod works;
 
 use crate::args::{Bench, BenchArgs};
 use halcyon::{Backend, Result};
@@ -111,12 +111,12 @@ fn threads(b: &Backend) -> Option<usize> {
 }
 
 /// `94 %`.
-fn percent(v: f64) -> String {
+pub fn percent(v: f64) -> String {
     if v < 0.0995 { format!("{:.1} %", v * 100.0) } else { format!("{:.0} %", v * 100.0) }
 }
 
 /// `123` or `1.23`: three digits.
-fn three(v: f64) -> String {
+pub fn three(v: f64) -> String {
     match v.abs() {
         a if a >= 99.95 || a == 0.0 => format!("{v:.0}"),
         a if a >= 9.995 => format!("{v:.1}"),

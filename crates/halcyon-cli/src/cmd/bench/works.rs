@@ -173,22 +173,26 @@ impl Item {
         Ok(g)
     }
 
-    /// FLOPs of the ops by themselves; bytes of inputs, constants and outputs, once.
     pub fn work(&self, g: &Graph) -> Result<Work> {
-        let mut w = Work { flops: 0, read: 0, written: 0, arithmetic: self.arithmetic };
-        for id in g.ids() {
-            let n = g.node(id);
-            match n.op {
-                Op::Input(_) | Op::Const(_) => w.read = w.read.saturating_add(cost::type_bytes(&n.ty)?),
-                _ if n.op.is_leaf() || n.op.is_view() => {}
-                _ => w.flops = w.flops.saturating_add(cost::of_node(g, id)?.0),
-            }
-        }
-        for o in g.outputs() {
-            w.written = w.written.saturating_add(cost::type_bytes(g.ty(o.node))?);
-        }
-        Ok(w)
+        work(g, self.arithmetic)
     }
+}
+
+/// FLOPs of the ops by themselves; bytes of inputs, constants and outputs, once.
+pub fn work(g: &Graph, arithmetic: &'static str) -> Result<Work> {
+    let mut w = Work { flops: 0, read: 0, written: 0, arithmetic };
+    for id in g.ids() {
+        let n = g.node(id);
+        match n.op {
+            Op::Input(_) | Op::Const(_) => w.read = w.read.saturating_add(cost::type_bytes(&n.ty)?),
+            _ if n.op.is_leaf() || n.op.is_view() => {}
+            _ => w.flops = w.flops.saturating_add(cost::of_node(g, id)?.0),
+        }
+    }
+    for o in g.outputs() {
+        w.written = w.written.saturating_add(cost::type_bytes(g.ty(o.node))?);
+    }
+    Ok(w)
 }
 
 /// Numbers in -1..1, the same for the same seed.

@@ -1,13 +1,13 @@
-//! `halcyon conformance`: test cases with expected outputs.
+//! `halcyon conformance onnx`: models with expected outputs.
 
-use crate::args::{ConformanceArgs, OnnxArgs, Suite};
+use super::Failed;
+use crate::args::OnnxArgs;
+use crate::cmd::level_text;
 use crate::report::{self, Progress, number};
 use halcyon::{Backend, ConstData, DType, Error, OnnxSession, Result};
 use halcyon_formats::onnx::{Datum, Model, Port};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
-use std::cell::RefCell;
-use std::panic::{AssertUnwindSafe, catch_unwind, set_hook, take_hook};
 use std::path::{Path, PathBuf};
 use std::time::Instant;
 
@@ -46,13 +46,7 @@ impl Default for Tolerance {
     }
 }
 
-pub fn main(a: &ConformanceArgs) -> Result<u8> {
-    match &a.suite {
-        Suite::Onnx(a) => onnx(a),
-    }
-}
-
-fn onnx(a: &OnnxArgs) -> Result<u8> {
+pub fn main(a: &OnnxArgs) -> Result<u8> {
     a.backend.check()?;
     let mut folders = vec![];
     find(&a.dir, &mut folders)?;
@@ -68,8 +62,7 @@ fn onnx(a: &OnnxArgs) -> Result<u8> {
 
     let start = Instant::now();
     let mut progress = Progress::new("case", folders.len() as u64);
-    let hook = take_hook();
-    set_hook(Box::new(|p| PANIC.set(p.location().map(|l| format!(" at {}:{}", l.file(), l.line())))));
+    let quiet = super::Quiet::start();
     let cases: Vec<Case> = folders
         .iter()
         .map(|dir| {
@@ -79,7 +72,7 @@ fn onnx(a: &OnnxArgs) -> Result<u8> {
             Case { name, status, reason }
         })
         .collect();
-    set_hook(hook);
+    drop(quiet);
     progress.finish();
 
     let count = |s: Status| cases.iter().filter(|c| c.status == s).count();
@@ -109,16 +102,11 @@ fn onnx(a: &OnnxArgs) -> Result<u8> {
             report::table(&rows),
             cases.len(),
             backend.id(),
-            super::level_text(&backend),
+            level_text(&backend),
             report::time(start.elapsed()),
         ))?;
     }
     Ok(if wrong + error == 0 { 0 } else { 1 })
-}
-
-thread_local! {
-    /// Place of the last panic of this thread.
-    static PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
 /// Folders with a model, at any depth. Links to folders are not followed, so that there is an end.
@@ -148,25 +136,19 @@ fn case_name(root: &Path, dir: &Path) -> String {
 }
 
 fn judge(backend: &Backend, dir: &Path, save: Option<&Path>) -> (Status, String) {
-    // A bug in one case must not hide the others; the backend's locks survive a panic.
-    match catch_unwind(AssertUnwindSafe(|| run(backend, dir, save))) {
-        Ok(Ok(Verdict::Equal)) => (Status::Passed, String::new()),
-        Ok(Ok(Verdict::Random)) => {
-            (Status::Passed, "random numbers: only type and shape are compared".into())
-        }
-        Ok(Ok(Verdict::Unjudged)) => (Status::Saved, String::new()),
-        Ok(Ok(Verdict::Differs(difference))) => (Status::Wrong, difference),
-        Ok(Err(e)) => {
+    match super::caught(|| run(backend, dir, save)) {
+        Ok(Verdict::Equal) => (Status::Passed, String::new()),
+        Ok(Verdict::Random) => (Status::Passed, "random numbers: only type and shape are compared".into()),
+        Ok(Verdict::Unjudged) => (Status::Saved, String::new()),
+        Ok(Verdict::Differs(difference)) => (Status::Wrong, difference),
+        Err(Failed::Error(e)) => {
             let status = match e {
                 Error::Unsupported { .. } | Error::UnsupportedOps(_) => Status::Unsupported,
                 _ => Status::Error,
             };
             (status, report::message(&e))
         }
-        Err(p) => {
-            let at = PANIC.take().unwrap_or_default();
-            (Status::Error, format!("panic{at}: {}", report::panic_text(p.as_ref())))
-        }
+        Err(Failed::Panic(what)) => (Status::Error, what),
     }
 }
 

@@ -1,0 +1,138 @@
+//! `halcyon run --verify`: steps of a run checked on another backend.
+
+use super::Loaded;
+use crate::args::RunArgs;
+use crate::report::{self, figures, number, size};
+use halcyon::verify::{Replay, Spec, VerifyOptions, VerifyReport};
+use halcyon::{Backend, ConstData, Error, Level, Result, Session};
+use halcyon_formats::onnx::Datum;
+use serde_json::{Value, json};
+use std::fmt::Write;
+use std::path::{Path, PathBuf};
+
+/// The exit code where a result differs from the reference.
+pub const DIFFERS: u8 = 6;
+
+/// A check with the file that it left.
+#[derive(Debug)]
+pub struct Verified {
+    report: VerifyReport,
+    file: Option<(PathBuf, u64)>,
+}
+
+/// What `--verify` asks for, before a model is opened.
+pub fn spec(a: &RunArgs) -> Result<Option<Spec>> {
+    a.verify.as_deref().map(str::parse).transpose()
+}
+
+/// A backend that says what is right.
+pub fn reference(b: halcyon::BackendBuilder) -> Result<Backend> {
+    b.level(Level::O0).amp(halcyon::AmpPolicy::None).build()
+}
+
+pub fn tensors(inputs: &[Datum]) -> Vec<ConstData> {
+    inputs.iter().filter_map(|d| d.tensor().cloned()).collect()
+}
+
+/// Runs once more, checked; a divergence is written to a file.
+pub fn run(a: &RunArgs, spec: Spec, loaded: &Loaded, inputs: &[Datum]) -> Result<Verified> {
+    let graph = loaded.graph("a verified run")?.graph.clone();
+    let mut o = VerifyOptions::new(&reference(Backend::builder().backend_type(spec.backend))?);
+    o = o.share(spec.share);
+    if let Some(seed) = a.verify_seed {
+        o = o.seed(seed);
+    }
+    let report = Session::new(&loaded.backend, graph).verify(&tensors(inputs), &o)?;
+    let file = match &report.divergence {
+        Some(r) => {
+            let path = a.save_replay.clone().unwrap_or_else(|| name(&a.model));
+            let bytes = r.write(&path)?;
+            Some((path, bytes))
+        }
+        None => None,
+    };
+    Ok(Verified { report, file })
+}
+
+/// `digits.replay` for a model `…/digits.onnx`.
+fn name(model: &Path) -> PathBuf {
+    PathBuf::from(model.file_stem().unwrap_or("model".as_ref())).with_extension("replay")
+}
+
+/// After a failure: writes what fails to the file that was asked for, and says so. The failure stays the error.
+pub fn keep(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], e: &Error) {
+    let Some(path) = &a.save_replay else { return };
+    let replay = || -> Result<(Replay, u64)> {
+        let graph = loaded.graph("a replay file")?.graph.clone();
+        let replay = Session::new(&loaded.backend, graph).replay_of(&tensors(inputs), e)?;
+        let bytes = replay.write(path)?;
+        Ok((replay, bytes))
+    };
+    match replay() {
+        Ok((r, bytes)) => {
+            let what = match r.about.step {
+                Some(step) => format!("step {step}, {}", r.about.op),
+                None => "the whole graph".into(),
+            };
+            report::note(&format!("saved {what} as {} ({})", path.display(), size(bytes)));
+        }
+        Err(why) => report::note(&format!("warning: {} was not written: {why}", path.display())),
+    }
+}
+
+impl Verified {
+    pub fn code(&self) -> u8 {
+        if self.report.agrees() { 0 } else { DIFFERS }
+    }
+
+    pub fn text(&self) -> String {
+        let r = &self.report;
+        // Writing to a string does not fail.
+        let mut out = format!(
+            "verify   {} of {} pieces of the plan ({} steps) on {} at O0, drawn by --verify-seed {}: {}\n",
+            r.checks.len(),
+            r.pieces,
+            r.steps,
+            r.reference,
+            r.seed,
+            if r.agrees() { "all agree" } else { "the last one differs" },
+        );
+        let title = ["op", "pieces", "largest error", "ulp", "of tolerance"];
+        let mut rows: Vec<Vec<String>> = vec![title.map(String::from).into()];
+        for (op, (n, e)) in r.by_op() {
+            let of = number(e.of_tolerance);
+            rows.push(vec![report::short(op, 40), n.to_string(), number(e.abs), number(e.ulp), of]);
+        }
+        out += &figures(rows, &[1, 2, 3, 4]);
+        if let Some(c) = r.checks.iter().find(|c| c.wrong.is_some()) {
+            let at = if c.span.is_empty() { String::new() } else { format!(" (at {})", c.span) };
+            let wrong = c.wrong.as_deref().unwrap_or_default();
+            let _ = writeln!(out, "differs  step {}, {} by {}{at}: {wrong}", c.step, c.op, c.kernel);
+        }
+        if let Some((path, bytes)) = &self.file {
+            let _ = writeln!(
+                out,
+                "replay   {} ({}); see it again: halcyon replay {}",
+                path.display(),
+                size(*bytes),
+                path.display()
+            );
+        }
+        out
+    }
+
+    pub fn json(&self) -> Value {
+        let r = &self.report;
+        json!({
+            "agrees": r.agrees(),
+            "reference": r.reference,
+            "seed": r.seed,
+            "share": r.share,
+            "pieces": r.pieces,
+            "steps": r.steps,
+            "checks": r.checks,
+            "by_op": r.by_op().iter().map(|(op, (n, e))| json!({ "op": op, "pieces": n, "errors": e })).collect::<Vec<_>>(),
+            "replay": self.file.as_ref().map(|(p, _)| p),
+        })
+    }
+}

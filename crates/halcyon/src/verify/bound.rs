@@ -1,0 +1,551 @@
+//! How far two right results of a part of a graph may lie apart.
+//!
+//! Each op has a tolerance of its own, that of its row in the op table. What a chain of them may be off by follows from these: the
+//! part is computed once more in f64, and beside each value the error that rounding in all ops before it can have caused there. An
+//! op's own rounding is added, and what its operands are off by goes through it: by the product rule through products and sums,
+//! by trying the ends of the interval through everything else. Both results round, so twice the error is allowed.
+
+use crate::backend::Backend;
+use crate::ir::composite::Composite;
+use crate::ir::graph::{Graph, Node, NodeId};
+use crate::ir::op::{Op, PoolKind, ReduceKind, ScatterKind};
+use crate::ir::reference;
+use crate::ir::scalar_op::{Rule, ScalarOp};
+use crate::ir::shape::TensorType;
+use crate::optable::case::extremes;
+use crate::optable::check::{Expected, eps};
+use crate::{ConstData, DType, Error, Result, Session};
+
+/// Units of the last place, relative to the largest value, that a composite's kernel may be off by: the widest row of the op table.
+const COMPOSITE: f64 = 32.0;
+/// The same where an op's error cannot be followed (an op of the user's, bits of a float), for each op of the part.
+const UNKNOWN: f64 = 32.0;
+/// Rounding of a sum of `k` terms, in units of the last place relative to the sum of magnitudes, as in the op table.
+fn sum_units(k: usize) -> f64 {
+    4.0 + 2.0 * (k as f64).sqrt()
+}
+
+/// Elements of a value that the host's reference may compute where the device lacks f64.
+const ON_HOST: usize = 1 << 26;
+
+/// Runs a graph once on a backend; nothing of it stays in the plan cache.
+pub(super) fn once(b: &Backend, graph: &Graph, inputs: &[ConstData]) -> Result<Vec<ConstData>> {
+    let plan = crate::ir::lower::lower(graph, b.device().as_target(), &b.lower_options())?;
+    let exe = crate::Executable::new(b, plan)?;
+    let s = Session::new(b, graph.clone());
+    let out = exe.run(b, &s.upload(inputs)?, &[])?;
+    s.download(&exe, &out)
+}
+
+/// What results for the outputs of `part` may be, given what the reference computed.
+pub(super) fn expected(
+    part: &Graph,
+    inputs: &[ConstData],
+    want: Vec<ConstData>,
+    reference: &Backend,
+) -> Result<Vec<Expected>> {
+    if exact(part) {
+        return Ok(want.into_iter().map(Expected::equal).collect());
+    }
+    let Some(slack) = slack(part, inputs, reference)? else {
+        let ops = part.nodes().iter().filter(|n| !n.op.is_leaf() && !n.op.is_view()).count() as f64;
+        return want.into_iter().map(|w| Ok(coarse(w, UNKNOWN * ops))).collect();
+    };
+    Ok(want
+        .into_iter()
+        .zip(slack)
+        .map(|(w, s)| match s {
+            Some(s) => Expected::within(w, s.scalars().map(|e| 2.0 * e.as_f64()).collect()),
+            None => Expected::equal(w),
+        })
+        .collect())
+}
+
+/// So many units, relative to the tensor's largest magnitude.
+fn coarse(want: ConstData, units: f64) -> Expected {
+    if !want.dtype.is_float() {
+        return Expected::equal(want);
+    }
+    let top = want.scalars().map(|s| s.as_f64().abs()).filter(|v| v.is_finite()).fold(0.0, f64::max);
+    let slack = vec![units * eps(want.dtype) * top + extremes(want.dtype).1; want.numel()];
+    Expected::within(want, slack)
+}
+
+/// Whether no op of a graph rounds, or each rounds as the table says in every bit.
+fn exact(g: &Graph) -> bool {
+    let ints = |n: &Node| !n.ty.dtype.is_float() && n.inputs.iter().all(|i| !g.dtype(*i).is_float());
+    g.nodes().iter().all(|n| match &n.op {
+        Op::Scalar(s) => s.row().ulps == 0.0 || ints(n),
+        // Devices go from a wide integer to a half type by way of f32, which may round twice.
+        Op::Cast => {
+            let from = n.inputs.first().map_or(n.ty.dtype, |x| g.dtype(*x));
+            !(from.is_int() && from.bits() >= 32 && n.ty.dtype.is_float() && n.ty.dtype.bits() == 16)
+        }
+        Op::Reduce { kind, .. } | Op::Scan { kind, .. } => {
+            matches!(kind, ReduceKind::Max | ReduceKind::Min) || ints(n)
+        }
+        Op::ScatterElements { kind, .. } | Op::ScatterRows { kind, .. } => {
+            !matches!(kind, ScatterKind::Add | ScatterKind::Mul) || !n.ty.dtype.is_float()
+        }
+        Op::Matmul | Op::Conv(_) => ints(n),
+        Op::Pool(p) => p.kind == PoolKind::Max,
+        Op::PoolGrad(_) | Op::Custom(_) => false,
+        Op::Composite(c) => exact(&c.body),
+        _ => true,
+    })
+}
+
+/// For each output, the error that one result may have; `None` for one that must be equal. `None` where that cannot be told.
+fn slack(part: &Graph, inputs: &[ConstData], reference: &Backend) -> Result<Option<Vec<Option<ConstData>>>> {
+    let mut a = Analysis { g: Graph::new() };
+    let mut ins = vec![];
+    for i in part.inputs() {
+        let t = part.ty(i.node);
+        ins.push(Value { v: a.g.input(&i.name, up(t)), e: None });
+    }
+    let values = match a.walk(part, &ins) {
+        Ok(v) => v,
+        Err(Lost::Unbounded) => return Ok(None),
+        Err(Lost::Error(e)) => return Err(e),
+    };
+    let errors: Vec<Option<NodeId>> =
+        part.outputs().iter().map(|o| values[o.node.index()].and_then(|v| v.e)).collect();
+    errors.iter().flatten().for_each(|e| {
+        a.g.output("error", *e);
+    });
+    if errors.iter().all(Option::is_none) {
+        return Ok(Some(errors.into_iter().map(|_| None).collect()));
+    }
+    let wide: Vec<ConstData> = inputs.iter().map(widened).collect::<Result<_>>()?;
+    let found = match once(reference, &a.g, &wide) {
+        Err(Error::Unsupported { .. }) => {
+            let most = a.g.nodes().iter().filter_map(|n| n.ty.shape.numel().known()).max().unwrap_or(0);
+            if most > ON_HOST {
+                return Ok(None);
+            }
+            reference::eval(&a.g, &wide, &[])?
+        }
+        r => r?,
+    };
+    let mut found = found.into_iter();
+    Ok(Some(errors.into_iter().map(|e| e.and_then(|_| found.next())).collect()))
+}
+
+fn up(t: &TensorType) -> TensorType {
+    TensorType { dtype: wide(t.dtype), shape: t.shape.clone() }
+}
+
+fn wide(d: DType) -> DType {
+    if d.is_float() { DType::F64 } else { d }
+}
+
+fn widened(c: &ConstData) -> Result<ConstData> {
+    if c.dtype.is_float() && c.dtype != DType::F64 {
+        return ConstData::from_scalars(DType::F64, &c.dims, c.scalars());
+    }
+    Ok(c.clone())
+}
+
+/// A value in f64 (integers and bools as they are) and the error that it may have, in f64; `None` where it has none.
+#[derive(Clone, Copy, Debug)]
+struct Value {
+    v: NodeId,
+    e: Option<NodeId>,
+}
+
+enum Lost {
+    /// The error cannot be followed through some op.
+    Unbounded,
+    Error(Error),
+}
+
+impl From<Error> for Lost {
+    fn from(e: Error) -> Lost {
+        Lost::Error(e)
+    }
+}
+
+type Found<T> = std::result::Result<T, Lost>;
+
+/// The graph that computes values and their errors.
+struct Analysis {
+    g: Graph,
+}
+
+impl Analysis {
+    fn walk(&mut self, graph: &Graph, ins: &[Value]) -> Found<Vec<Option<Value>>> {
+        let roots: Vec<NodeId> = graph.outputs().iter().map(|o| o.node).collect();
+        let live = graph.live(&roots);
+        let mut out: Vec<Option<Value>> = vec![None; graph.nodes().len()];
+        for id in graph.ids().filter(|i| live[i.index()]) {
+            let n = graph.node(id);
+            let x =
+                n.inputs.iter().map(|i| out[i.index()].ok_or(Lost::Unbounded)).collect::<Found<Vec<_>>>()?;
+            let from: Vec<DType> = n.inputs.iter().map(|i| graph.dtype(*i)).collect();
+            out[id.index()] = Some(self.node(n, &x, &from, ins)?);
+        }
+        Ok(out)
+    }
+
+    fn node(&mut self, n: &Node, x: &[Value], from: &[DType], ins: &[Value]) -> Found<Value> {
+        let (ty, d) = (up(&n.ty), n.ty.dtype);
+        let operands: Vec<NodeId> = x.iter().map(|x| x.v).collect();
+        let errs = x.iter().any(|x| x.e.is_some());
+        let exact = |v: NodeId| Ok(Value { v, e: None });
+        // Before a value is made, since these have none in the graph's own terms.
+        match &n.op {
+            Op::Input(k) => return ins.get(*k as usize).copied().ok_or(Lost::Unbounded),
+            Op::Const(c) => return exact(self.g.constant(widened(c)?)),
+            Op::Full(s) => return exact(self.g.full(ty.dtype, ty.shape, *s)),
+            Op::Arg(_) | Op::Custom(_) => return Err(Lost::Unbounded),
+            Op::Bitcast if errs || d.is_float() || from[0].is_float() => return Err(Lost::Unbounded),
+            Op::Cast => return self.cast(d, from[0], x[0]),
+            Op::Composite(c) => return self.composite(c, d, x),
+            Op::Concat { axis } => {
+                let v = self.g.concat(&operands, *axis)?;
+                let e = match errs {
+                    true => {
+                        let all = x.iter().map(|x| self.error_of(*x)).collect::<Found<Vec<_>>>()?;
+                        Some(self.g.concat(&all, *axis)?)
+                    }
+                    false => None,
+                };
+                return Ok(Value { v, e });
+            }
+            _ => {}
+        }
+        let op = match &n.op {
+            Op::Pad { lo, hi, value } => {
+                Op::Pad { lo: lo.clone(), hi: hi.clone(), value: value.cast(ty.dtype) }
+            }
+            op => op.clone(),
+        };
+        let v = self.g.push(op.clone(), &operands, Some(ty.clone()))?;
+        let e = match &op {
+            Op::Scalar(s) => self.scalar(*s, d, v, x)?,
+            Op::Pad { lo, hi, .. } => match x[0].e {
+                Some(e) => Some(self.g.pad(e, lo, hi, 0.0)?),
+                None => None,
+            },
+            op if op.is_view() => match x[0].e {
+                Some(e) => {
+                    let want = TensorType { dtype: DType::F64, shape: ty.shape.clone() };
+                    Some(self.g.push(op.clone(), &[e], Some(want))?)
+                }
+                None => None,
+            },
+            Op::Reduce { kind: ReduceKind::Max | ReduceKind::Min, axes, keep } if errs => {
+                let e = self.error_of(x[0])?;
+                Some(self.g.reduce(ReduceKind::Max, e, axes, *keep)?)
+            }
+            Op::Scan { kind: ReduceKind::Max | ReduceKind::Min, axis, exclusive, reverse } if errs => {
+                let e = self.error_of(x[0])?;
+                let e = self.g.scan(ReduceKind::Max, e, *axis, *exclusive, *reverse)?;
+                Some(self.not_negative(e)?)
+            }
+            Op::Pool(p) if p.kind == PoolKind::Max => match x[0].e {
+                Some(e) => {
+                    let e = self.g.pool(e, p.clone())?;
+                    Some(self.not_negative(e)?)
+                }
+                None => None,
+            },
+            Op::Gather { .. } | Op::GatherElements { .. } if errs => {
+                if x[1].e.is_some() {
+                    return Err(Lost::Unbounded);
+                }
+                let e = self.error_of(x[0])?;
+                Some(self.g.push(op.clone(), &[e, x[1].v], None)?)
+            }
+            Op::UpdateSlice { .. } if errs => {
+                let (base, update) = (self.error_of(x[0])?, self.error_of(x[1])?);
+                Some(self.g.push(op.clone(), &[base, update, x[2].v], None)?)
+            }
+            Op::ScatterElements { kind, axis } | Op::ScatterRows { kind, axis }
+                if !matches!(kind, ScatterKind::Add | ScatterKind::Mul) =>
+            {
+                if x[1].e.is_some() {
+                    return Err(Lost::Unbounded);
+                }
+                match errs {
+                    true => {
+                        let (base, update) = (self.error_of(x[0])?, self.error_of(x[2])?);
+                        let kind = if *kind == ScatterKind::Set { *kind } else { ScatterKind::Max };
+                        let op = match op {
+                            Op::ScatterRows { .. } => Op::ScatterRows { axis: *axis, kind },
+                            _ => Op::ScatterElements { axis: *axis, kind },
+                        };
+                        Some(self.g.push(op, &[base, x[1].v, update], None)?)
+                    }
+                    false => None,
+                }
+            }
+            Op::PoolGrad(_) => {
+                if errs {
+                    return Err(Lost::Unbounded);
+                }
+                Some(self.of_largest(v, 8.0 * eps(d), extremes(d).1)?)
+            }
+            // What is left is linear in each operand, or exact.
+            Op::Matmul
+            | Op::Conv(_)
+            | Op::Reduce { .. }
+            | Op::Scan { .. }
+            | Op::Pool(_)
+            | Op::ScatterElements { .. }
+            | Op::ScatterRows { .. }
+                if d.is_float() =>
+            {
+                Some(self.linear(&op, d, v, &ty, x, terms(&op, n, x, &self.g))?)
+            }
+            _ if errs => return Err(Lost::Unbounded),
+            _ => None,
+        };
+        Ok(Value { v, e })
+    }
+
+    /// The error as a tensor: zeros where there is none.
+    fn error_of(&mut self, x: Value) -> Found<NodeId> {
+        Ok(match x.e {
+            Some(e) => e,
+            None => {
+                let shape = self.g.shape(x.v).clone();
+                self.g.full(DType::F64, shape, 0.0)
+            }
+        })
+    }
+
+    fn not_negative(&mut self, e: NodeId) -> Found<NodeId> {
+        Ok(self.g.relu(e)?)
+    }
+
+    /// `units * |v| + tiny`.
+    fn of_value(&mut self, v: NodeId, units: f64, tiny: f64) -> Found<NodeId> {
+        let a = self.g.abs(v)?;
+        self.affine(a, units, tiny)
+    }
+
+    fn affine(&mut self, a: NodeId, by: f64, plus: f64) -> Found<NodeId> {
+        let (k, t) = (self.g.lit(a, by), self.g.lit(a, plus));
+        let m = self.g.mul(a, k)?;
+        Ok(self.g.add(m, t)?)
+    }
+
+    /// `units * max|v| + tiny` everywhere.
+    fn of_largest(&mut self, v: NodeId, units: f64, tiny: f64) -> Found<NodeId> {
+        let shape = self.g.shape(v).clone();
+        let a = self.g.abs(v)?;
+        // No number and infinity say nothing about the others.
+        let (inf, zero) = (self.g.lit(a, f64::INFINITY), self.g.lit(a, 0.0));
+        let finite = self.g.lt(a, inf)?;
+        let a = self.g.select(finite, a, zero)?;
+        let axes: Vec<usize> = (0..shape.rank()).collect();
+        let top = self.g.reduce(ReduceKind::Max, a, &axes, true)?;
+        let e = self.affine(top, units, tiny)?;
+        Ok(self.g.expand(e, &shape)?)
+    }
+
+    fn sum(&mut self, a: Option<NodeId>, b: Option<NodeId>) -> Found<Option<NodeId>> {
+        Ok(match (a, b) {
+            (Some(a), Some(b)) => Some(self.g.add(a, b)?),
+            (a, b) => a.or(b),
+        })
+    }
+
+    fn larger(&mut self, a: Option<NodeId>, b: Option<NodeId>) -> Found<Option<NodeId>> {
+        Ok(match (a, b) {
+            (Some(a), Some(b)) => Some(self.g.max(a, b)?),
+            (a, b) => a.or(b),
+        })
+    }
+
+    /// Sums of products: with operands off by `e`, the op on `|v| + e` bounds both what is off and the rounding.
+    fn linear(
+        &mut self,
+        op: &Op,
+        d: DType,
+        v: NodeId,
+        ty: &TensorType,
+        x: &[Value],
+        k: usize,
+    ) -> Found<NodeId> {
+        let mut sizes = vec![];
+        let mut off = vec![];
+        for x in x {
+            if self.g.dtype(x.v) != DType::F64 {
+                if x.e.is_some() {
+                    return Err(Lost::Unbounded);
+                }
+                sizes.push(x.v);
+                off.push(x.v);
+                continue;
+            }
+            let a = self.g.abs(x.v)?;
+            sizes.push(a);
+            off.push(match x.e {
+                Some(e) => self.g.add(a, e)?,
+                None => a,
+            });
+        }
+        let scale = self.g.push(op.clone(), &off, Some(ty.clone()))?;
+        let own = self.affine(scale, eps(d.compute()) * sum_units(k), extremes(d).1)?;
+        let stored = match once_rounded(d) {
+            r if r > 0.0 => Some(self.of_value(v, r, 0.0)?),
+            _ => None,
+        };
+        let mut e = self.sum(Some(own), stored)?.unwrap_or(own);
+        if sizes != off {
+            let plain = self.g.push(op.clone(), &sizes, Some(ty.clone()))?;
+            let more = self.g.sub(scale, plain)?;
+            e = self.g.add(e, more)?;
+        }
+        Ok(e)
+    }
+
+    fn composite(&mut self, c: &Composite, d: DType, x: &[Value]) -> Found<Value> {
+        let body = self.walk(&c.body, x)?;
+        let root = c.result()?;
+        let y = body[root.index()].ok_or(Lost::Unbounded)?;
+        if !d.is_float() || exact(&c.body) {
+            return Ok(y);
+        }
+        // A kernel for the whole may take another way.
+        let own =
+            self.of_largest(y.v, COMPOSITE * eps(d.compute()) + 2.0 * once_rounded(d), extremes(d).1)?;
+        let e = self.sum(Some(own), y.e)?;
+        Ok(Value { v: y.v, e })
+    }
+
+    fn cast(&mut self, to: DType, from: DType, x: Value) -> Found<Value> {
+        let v = self.g.cast(x.v, wide(to))?;
+        if to.is_float() {
+            let narrows = !from.is_float() || eps(to) > eps(from);
+            let own = match narrows {
+                true => Some(self.of_value(v, eps(to), extremes(to).1)?),
+                false => None,
+            };
+            return Ok(Value { v, e: self.sum(own, x.e)? });
+        }
+        let Some(e) = x.e else { return Ok(Value { v, e: None }) };
+        if !from.is_float() {
+            return Ok(Value { v, e: Some(e) });
+        }
+        let mut worst = None;
+        for sign in [1.0, -1.0] {
+            let d = self.affine(e, sign, 0.0)?;
+            let moved = self.g.add(x.v, d)?;
+            let y = self.g.cast(moved, to)?;
+            let off = self.distance(y, v)?;
+            worst = self.larger(worst, Some(off))?;
+        }
+        Ok(Value { v, e: worst })
+    }
+
+    /// `|a - b|` in f64; infinite where one of them is no number.
+    fn distance(&mut self, a: NodeId, b: NodeId) -> Found<NodeId> {
+        let same = self.g.scalar(ScalarOp::Eq, &[a, b])?;
+        let (x, y) = (self.g.cast(a, DType::F64)?, self.g.cast(b, DType::F64)?);
+        let d = self.g.sub(x, y)?;
+        let d = self.g.abs(d)?;
+        let (zero, inf) = (self.g.lit(d, 0.0), self.g.lit(d, f64::INFINITY));
+        let lost = self.g.isnan(d)?;
+        let d = self.g.select(lost, inf, d)?;
+        Ok(self.g.select(same, zero, d)?)
+    }
+
+    fn scalar(&mut self, s: ScalarOp, d: DType, v: NodeId, x: &[Value]) -> Found<Option<NodeId>> {
+        let passed = match x.iter().any(|x| x.e.is_some()) {
+            true => self.passed(s, v, x)?,
+            false => None,
+        };
+        let row = s.row();
+        if !d.is_float() || row.ulps == 0.0 {
+            return Ok(passed);
+        }
+        let (ec, once, tiny) = (eps(d.compute()), once_rounded(d), extremes(d).1);
+        let own = match s {
+            // On the negative side the result is a difference of nearly equal numbers: the error is relative to the operand.
+            ScalarOp::Gelu | ScalarOp::GeluTanh => {
+                let a = self.g.abs(x[0].v)?;
+                let scale = self.g.scalar(s, &[a])?;
+                let e = self.affine(scale, ec * sum_units(100), tiny)?;
+                let stored = self.of_value(v, once, 0.0)?;
+                self.g.add(e, stored)?
+            }
+            // Arithmetic rounds in units of its result, however small; functions near a zero in those of their operand.
+            _ if row.ulps <= 4.0 => self.of_value(v, once + row.ulps * ec, tiny)?,
+            _ => {
+                let a = self.g.abs(v)?;
+                let least = self.g.lit(a, 1e-3);
+                let a = self.g.max(a, least)?;
+                self.affine(a, once + row.ulps * ec, tiny)?
+            }
+        };
+        self.sum(Some(own), passed)
+    }
+
+    /// What an op makes of the errors of its operands.
+    fn passed(&mut self, s: ScalarOp, v: NodeId, x: &[Value]) -> Found<Option<NodeId>> {
+        match (s, x) {
+            (ScalarOp::Neg | ScalarOp::Abs | ScalarOp::Relu, [x]) => return Ok(x.e),
+            (ScalarOp::Not, [x]) if self.g.dtype(x.v) == DType::Bool => return Ok(x.e),
+            (ScalarOp::Add | ScalarOp::Sub, [a, b]) => return self.sum(a.e, b.e),
+            (ScalarOp::Max | ScalarOp::Min, [a, b]) => return self.larger(a.e, b.e),
+            (ScalarOp::And | ScalarOp::Or | ScalarOp::Xor, [a, b]) if self.g.dtype(a.v) == DType::Bool => {
+                return self.larger(a.e, b.e);
+            }
+            (ScalarOp::Select, [c, a, b]) => {
+                let (ea, eb) = (self.error_of(*a)?, self.error_of(*b)?);
+                let e = self.g.select(c.v, ea, eb)?;
+                let Some(ec) = c.e else { return Ok(Some(e)) };
+                // The other branch may be taken where the condition is uncertain.
+                let off = self.distance(a.v, b.v)?;
+                let zero = self.g.lit(ec, 0.0);
+                let unsure = self.g.gt(ec, zero)?;
+                let both = self.g.max(ea, eb)?;
+                let other = self.g.add(off, both)?;
+                return Ok(Some(self.g.select(unsure, other, e)?));
+            }
+            _ => {}
+        }
+        // The ends of the interval of every operand that has one.
+        let mut ends: Vec<Vec<NodeId>> = vec![vec![]];
+        for (k, x) in x.iter().enumerate() {
+            let choices = match x.e {
+                None => vec![x.v],
+                Some(_) if self.g.dtype(x.v) != DType::F64 => return Err(Lost::Unbounded),
+                Some(e) => vec![self.g.add(x.v, e)?, self.g.sub(x.v, e)?],
+            };
+            debug_assert!(s.row().rule != Rule::Select || k > 0);
+            ends = ends.iter().flat_map(|p| choices.iter().map(|c| [&p[..], &[*c]].concat())).collect();
+        }
+        let mut worst = None;
+        for e in ends {
+            let y = self.g.scalar(s, &e)?;
+            let off = self.distance(y, v)?;
+            worst = self.larger(worst, Some(off))?;
+        }
+        Ok(worst)
+    }
+}
+
+/// Half types compute in f32 and round once more when they are stored: that rounding.
+fn once_rounded(d: DType) -> f64 {
+    let (e, c) = (eps(d), eps(d.compute()));
+    if e > c { e } else { 0.0 }
+}
+
+/// Terms that one element of a result sums or multiplies.
+fn terms(op: &Op, n: &Node, x: &[Value], g: &Graph) -> usize {
+    let dims = |k: usize| x.get(k).and_then(|x| g.shape(x.v).known()).unwrap_or_default();
+    match op {
+        Op::Matmul => dims(0).last().copied().unwrap_or(1),
+        Op::Conv(_) => dims(1).iter().skip(1).product(),
+        Op::Reduce { axes, .. } => axes.iter().filter_map(|a| dims(0).get(*a).copied()).product(),
+        Op::Scan { axis, .. } => dims(0).get(*axis).copied().unwrap_or(1),
+        Op::Pool(p) => p.kernel.iter().product(),
+        // All updates may be to one place.
+        Op::ScatterElements { .. } | Op::ScatterRows { .. } => dims(1).iter().product(),
+        _ => n.inputs.len(),
+    }
+}

@@ -1,0 +1,388 @@
+//! Checking a run against a reference: [`Session::verify`], and the [`Replay`] file that a divergence leaves.
+//!
+//! A plan's steps are the pieces: what a fused kernel computes between its operands and its result lies in no memory, so a step is
+//! checked whole. Its part of the graph is run again on the reference backend at level O0, on the values that really lay in the
+//! device's memory before the step, and what the step left there is compared. An error is thus found in the step that makes it, and
+//! nothing adds up over the plan. Only the steps that are drawn cost anything besides the run.
+
+mod bound;
+mod replay;
+
+pub use replay::{About, Outcome, Recorded, Replay, Replayed};
+
+use crate::backend::Backend;
+use crate::executable::{Executable, Lease};
+use crate::optable::Rng;
+use crate::optable::check::Errors;
+use crate::session::Session;
+use halcyon_hal::{BackendType, BufferRef};
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::host;
+use halcyon_ir::lower::{self, Unit};
+use halcyon_ir::passes::Level;
+use halcyon_ir::{ConstData, DType};
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::str::FromStr;
+use std::sync::Arc;
+
+/// Which backend checks, and which share of the steps: `cpu:1%`.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Spec {
+    pub backend: BackendType,
+    /// Of 1.
+    pub share: f64,
+}
+
+impl FromStr for Spec {
+    type Err = Error;
+    /// `BACKEND[:SHARE[%]]`; without a share, all. A share without `%` is a part of 1.
+    fn from_str(s: &str) -> Result<Spec> {
+        let (name, share) = s.split_once(':').unwrap_or((s, "100%"));
+        let bad = || {
+            Error::argument(
+                "verify",
+                format!("\"{share}\" is no share of the steps; write 1%, 100% or 0.25 (above 0, at most 1)"),
+            )
+        };
+        let (digits, of) = match share.trim().strip_suffix('%') {
+            Some(d) => (d.trim(), 100.0),
+            None => (share.trim(), 1.0),
+        };
+        let share = digits.parse::<f64>().map_err(|_| bad())? / of;
+        if !(share > 0.0 && share <= 1.0) {
+            return Err(bad());
+        }
+        Ok(Spec { backend: name.parse()?, share })
+    }
+}
+
+/// How a run is checked.
+#[derive(Clone, Debug)]
+pub struct VerifyOptions {
+    /// At level O0.
+    pub reference: Backend,
+    /// Part of the pieces that are checked, of 1; at least one is.
+    pub share: f64,
+    /// Which ones: the same seed draws the same.
+    pub seed: u64,
+}
+
+impl VerifyOptions {
+    /// Every step, with a seed that is drawn now.
+    pub fn new(reference: &Backend) -> VerifyOptions {
+        VerifyOptions { reference: reference.clone(), share: 1.0, seed: Rng::fresh_seed() }
+    }
+
+    pub fn share(mut self, share: f64) -> Self {
+        self.share = share;
+        self
+    }
+
+    pub fn seed(mut self, seed: u64) -> Self {
+        self.seed = seed;
+        self
+    }
+
+    fn check(&self) -> Result<()> {
+        if !(self.share > 0.0 && self.share <= 1.0) {
+            return Err(Error::argument(
+                "verify",
+                format!("a share of {}; it is above 0 and at most 1", self.share),
+            ));
+        }
+        if self.reference.level() != Level::O0 {
+            return Err(Error::argument(
+                "verify",
+                format!("the reference is at level {}; build it with level O0", self.reference.level()),
+            ));
+        }
+        Ok(())
+    }
+
+    /// The pieces to check, of so many.
+    fn draw(&self, of: usize) -> Vec<bool> {
+        let wanted = ((self.share * of as f64).ceil() as usize).clamp(1.min(of), of);
+        let mut order: Vec<usize> = (0..of).collect();
+        let mut rng = Rng::new(self.seed);
+        let mut picked = vec![false; of];
+        for k in 0..wanted {
+            order.swap(k, k + rng.below(of - k));
+            picked[order[k]] = true;
+        }
+        picked
+    }
+}
+
+/// One piece that was checked.
+#[derive(Clone, Debug, Serialize)]
+pub struct Check {
+    /// Number of its first step in the plan.
+    pub step: usize,
+    /// Most often 1.
+    pub steps: usize,
+    /// As the plan names it: `matmul+add+2` is a product with a chain of three ops.
+    pub op: String,
+    pub kernel: String,
+    pub span: String,
+    pub elements: usize,
+    /// Largest difference that is allowed anywhere; 0 where values must be equal.
+    pub tolerance: f64,
+    pub errors: Errors,
+    /// What differs, if it is more than is allowed.
+    pub wrong: Option<String>,
+}
+
+/// What a check of a run found.
+#[derive(Debug)]
+pub struct VerifyReport {
+    /// The backend that was checked, and its level.
+    pub backend: String,
+    pub level: Level,
+    pub reference: String,
+    pub seed: u64,
+    pub share: f64,
+    /// Pieces that the plan has; [`VerifyReport::checks`] are some of them.
+    pub pieces: usize,
+    pub steps: usize,
+    /// In the plan's order. The last one is wrong where there is a divergence: nothing is checked after it.
+    pub checks: Vec<Check>,
+    /// The first piece whose result is wrong.
+    pub divergence: Option<Box<Replay>>,
+    /// Of the run that was checked; empty where it diverged, since it was not finished.
+    pub outputs: Vec<ConstData>,
+}
+
+impl VerifyReport {
+    pub fn agrees(&self) -> bool {
+        self.divergence.is_none()
+    }
+
+    /// How often each op was checked, and the largest errors.
+    pub fn by_op(&self) -> BTreeMap<&str, (usize, Errors)> {
+        let mut all: BTreeMap<&str, (usize, Errors)> = BTreeMap::new();
+        for c in &self.checks {
+            let e = all.entry(&c.op).or_default();
+            *e = (e.0 + 1, e.1.max(c.errors));
+        }
+        all
+    }
+}
+
+/// A run of a plan, piece by piece.
+struct Stepwise<'a> {
+    session: &'a Session,
+    exe: Executable,
+    units: Vec<Unit>,
+    lease: Lease,
+    outputs: Vec<BufferRef>,
+    at: usize,
+}
+
+impl<'a> Stepwise<'a> {
+    fn new(session: &'a Session, inputs: &[ConstData]) -> Result<Stepwise<'a>> {
+        let b = session.backend();
+        let graph = session.bound(inputs)?;
+        if !graph.args().is_empty() {
+            return Err(Error::unsupported(
+                "verifying a graph with run-time arguments",
+                "Make the arguments inputs of the graph",
+            ));
+        }
+        let (plan, trace) = lower::traced(&graph, b.device().as_target(), &b.lower_options())?;
+        let units = trace.units(&plan)?;
+        let exe = Executable::new(b, plan)?;
+        let (lease, outputs) = exe.begin(b, &session.upload(inputs)?)?;
+        Ok(Stepwise { session, exe, units, lease, outputs, at: 0 })
+    }
+
+    /// Submits the steps before a piece.
+    fn before(&mut self, unit: usize) -> Result<()> {
+        self.to(self.units[unit].steps.start)
+    }
+
+    fn run(&mut self, unit: usize) -> Result<()> {
+        self.to(self.units[unit].steps.end)
+    }
+
+    fn to(&mut self, step: usize) -> Result<()> {
+        let from = std::mem::replace(&mut self.at, step);
+        self.exe.submit_steps(self.session.backend(), &self.lease, &[], from..step)
+    }
+
+    /// What lies where a piece reads.
+    fn inputs(&self, unit: usize) -> Result<Vec<ConstData>> {
+        let u = &self.units[unit];
+        let all = u.graph.inputs().iter().zip(&u.inputs);
+        all.map(|(i, at)| self.read(*at, u.graph.dtype(i.node), &u.graph.shape(i.node).dims()?)).collect()
+    }
+
+    /// What lies where a piece has written.
+    fn output(&self, unit: usize) -> Result<ConstData> {
+        let u = &self.units[unit];
+        let y = u.graph.outputs()[0].node;
+        self.read(u.output, u.graph.dtype(y), &u.graph.shape(y).dims()?)
+    }
+
+    fn read(&self, (step, place): (usize, usize), dtype: DType, dims: &[usize]) -> Result<ConstData> {
+        let mut bytes = host::zeros(dtype.bytes(dims.iter().product()), "a value to verify")?;
+        self.session.backend().device().read(self.lease.buffer(step, place), 0, &mut bytes)?;
+        ConstData::new(dtype, dims, Arc::new(bytes))
+    }
+
+    fn finish(mut self) -> Result<Vec<ConstData>> {
+        self.to(self.exe.plan().steps.len())?;
+        self.session.download(&self.exe, &self.outputs)
+    }
+
+    /// Op, kernels and place of a piece.
+    fn names(&self, unit: usize) -> (String, String, String) {
+        let steps = &self.exe.plan().steps[self.units[unit].steps.clone()];
+        let kernels: Vec<String> = steps.iter().map(|s| s.work.kernel_name()).collect();
+        let last = steps.last();
+        let op = last.map_or(String::new(), |s| s.op.clone());
+        (op, kernels.join(", "), last.map_or(String::new(), |s| s.span.as_str().into()))
+    }
+
+    fn about(&self, unit: usize) -> About {
+        let (op, kernel, span) = self.names(unit);
+        let about = About::of(self.session.backend());
+        About { step: Some(self.units[unit].steps.start), op, kernel, span, ..about }
+    }
+}
+
+impl Session {
+    /// Runs the graph once, and checks a sample of the plan's steps against a reference on the values that they really read.
+    ///
+    /// # Errors
+    /// Those of [`Session::run`], and of running a step on the reference. That a result is wrong is no error but
+    /// [`VerifyReport::divergence`].
+    pub fn verify(&self, inputs: &[ConstData], options: &VerifyOptions) -> Result<VerifyReport> {
+        options.check()?;
+        let mut run = Stepwise::new(self, inputs)?;
+        let picked = options.draw(run.units.len());
+        let mut report = VerifyReport {
+            backend: self.backend().id().into(),
+            level: self.backend().level(),
+            reference: options.reference.id().into(),
+            seed: options.seed,
+            share: options.share,
+            pieces: picked.len(),
+            steps: run.exe.plan().steps.len(),
+            checks: vec![],
+            divergence: None,
+            outputs: vec![],
+        };
+        for u in (0..picked.len()).filter(|u| picked[*u]) {
+            run.before(u)?;
+            let read = run.inputs(u)?;
+            run.run(u)?;
+            let got = run.output(u)?;
+            // A fault is this piece's or one's before: the error names it.
+            self.backend().check_faults()?;
+            let part = &run.units[u].graph;
+            let want = bound::once(&options.reference, part, &read)?;
+            let expected = bound::expected(part, &read, want, &options.reference)?;
+            let expected = &expected[0];
+            let verdict = expected.judge(&got);
+            let (op, kernel, span) = run.names(u);
+            report.checks.push(Check {
+                step: run.units[u].steps.start,
+                steps: run.units[u].steps.len(),
+                op,
+                kernel,
+                span,
+                elements: got.numel(),
+                tolerance: expected.tolerance(),
+                errors: verdict.as_ref().map_or_else(|w| w.errors, |e| *e),
+                wrong: verdict.as_ref().err().map(|w| w.what.clone()),
+            });
+            if let Err(wrong) = verdict {
+                let about = About {
+                    reference: Some(options.reference.id().into()),
+                    seed: Some(options.seed),
+                    wrong: Some(wrong.what),
+                    errors: Some(wrong.errors),
+                    ..run.about(u)
+                };
+                report.divergence = Some(Box::new(Replay {
+                    about,
+                    graph: part.clone(),
+                    inputs: read,
+                    got: vec![got],
+                    expected: vec![expected.value().clone()],
+                }));
+                return Ok(report);
+            }
+        }
+        report.outputs = run.finish()?;
+        Ok(report)
+    }
+
+    /// A file's contents that repeat a run that failed: the step that fails where running them one by one fails too, else the whole
+    /// graph with its inputs.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] and the like where the inputs are not the graph's, so that there is nothing to repeat.
+    pub fn replay_of(&self, inputs: &[ConstData], failure: &Error) -> Result<Replay> {
+        if let Ok(mut run) = Stepwise::new(self, inputs) {
+            for u in 0..run.units.len() {
+                let Ok(read) = run.inputs(u) else { break };
+                let done = run
+                    .run(u)
+                    .and_then(|()| self.backend().device().synchronize())
+                    .and_then(|()| self.backend().check_faults());
+                if let Err(e) = done {
+                    let about = About { failure: Some(e.to_string()), ..run.about(u) };
+                    let graph = run.units[u].graph.clone();
+                    return Ok(Replay { about, graph, inputs: read, got: vec![], expected: vec![] });
+                }
+            }
+        }
+        let about = About { failure: Some(failure.to_string()), ..About::of(self.backend()) };
+        let passes = self.backend().lower_options().passes;
+        Ok(Replay {
+            about: About { amp: passes.amp, ..about },
+            graph: self.bound(inputs)?,
+            inputs: inputs.to_vec(),
+            got: vec![],
+            expected: vec![],
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn specs_name_a_backend_and_a_share() {
+        let spec = |s: &str| s.parse::<Spec>();
+        let is = |s: &str, share: f64| {
+            let got = spec(s).unwrap();
+            assert!(got.backend == BackendType::Cpu && (got.share - share).abs() < 1e-12, "{s}: {got:?}");
+        };
+        is("cpu", 1.0);
+        is("cpu:1%", 0.01);
+        is("cpu:100 %", 1.0);
+        is("cpu:0.25", 0.25);
+        for bad in ["cpu:0%", "cpu:101%", "cpu:2", "cpu:-1%", "cpu:", "cpu:nan", "cpu:inf%", "quantum:1%"] {
+            assert_eq!(spec(bad).unwrap_err().exit_code(), 2, "{bad}");
+        }
+    }
+
+    #[test]
+    fn samples_have_their_size_and_follow_the_seed() {
+        let b = Backend::builder().backend_type(BackendType::Noop).level(Level::O0).build().unwrap();
+        let drawn =
+            |share: f64, seed: u64, of: usize| VerifyOptions::new(&b).share(share).seed(seed).draw(of);
+        let count = |v: &[bool]| v.iter().filter(|x| **x).count();
+        for of in [1, 7, 100, 1000] {
+            assert_eq!(count(&drawn(1.0, 3, of)), of);
+            assert_eq!(count(&drawn(0.01, 3, of)), of.div_ceil(100));
+        }
+        assert!(drawn(0.5, 3, 0).is_empty());
+        assert_eq!(drawn(0.1, 9, 200), drawn(0.1, 9, 200));
+        assert_ne!(drawn(0.1, 9, 200), drawn(0.1, 11, 200));
+    }
+}

@@ -1,0 +1,369 @@
+//! Replay files: one piece of work that went wrong, with all that running it again takes.
+//!
+//! A file is `HALCRPL1`, the length of a JSON header as 8 bytes (little endian), the header, then the graph as
+//! [`Graph::to_bytes`] writes it and the tensors' bytes, in the header's order and of the sizes that it names. Nothing in a file
+//! is trusted: sizes are checked against the file's before anything is read, the graph against its type rules.
+
+use super::bound;
+use crate::backend::{Backend, BackendBuilder};
+use crate::optable::check::{Errors, Wrong};
+use halcyon_hal::BackendType;
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::passes::{AmpPolicy, Level};
+use halcyon_ir::shape::TensorType;
+use halcyon_ir::target::MatmulPrecision;
+use halcyon_ir::{ConstData, DType, Graph};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeSet;
+use std::path::Path;
+use std::sync::Arc;
+
+/// First bytes and version of a file.
+const MAGIC: &[u8; 8] = b"HALCRPL1";
+/// Bytes that a header may have.
+const HEADER: u64 = 16 << 20;
+/// Bytes that a file may have.
+const FILE: u64 = 16 << 30;
+/// Tensors that a file may have.
+const TENSORS: usize = 1 << 16;
+
+/// Where a piece of work ran, and what went wrong.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct About {
+    /// Version of Halcyon that wrote the file.
+    pub halcyon: String,
+    pub backend: BackendType,
+    /// Number of the backend's device, and what the driver calls it.
+    pub index: usize,
+    pub device: String,
+    pub driver: Option<String>,
+    pub level: Level,
+    pub precision: MatmulPrecision,
+    /// Mixed precision; a step has its casts in its graph already.
+    pub amp: AmpPolicy,
+    /// Transformations that were switched off.
+    pub without: BTreeSet<String>,
+    /// The step of the plan, where it is one.
+    pub step: Option<usize>,
+    pub op: String,
+    pub kernel: String,
+    /// Where the op comes from: an ONNX node, a line of code.
+    pub span: String,
+    /// The backend that gave the expected results.
+    pub reference: Option<String>,
+    /// Of the sample that found it.
+    pub seed: Option<u64>,
+    /// What differs.
+    pub wrong: Option<String>,
+    pub errors: Option<Errors>,
+    /// The error, where it is one.
+    pub failure: Option<String>,
+}
+
+impl About {
+    /// For work on a backend; what went wrong is to be added.
+    pub(super) fn of(b: &Backend) -> About {
+        let (info, o) = (b.info(), b.lower_options());
+        About {
+            halcyon: env!("CARGO_PKG_VERSION").into(),
+            backend: info.backend,
+            index: info.index,
+            device: info.name.clone(),
+            driver: info.driver_version.clone(),
+            level: b.level(),
+            precision: o.precision,
+            amp: AmpPolicy::None,
+            without: o.passes.without,
+            step: None,
+            op: String::new(),
+            kernel: String::new(),
+            span: String::new(),
+            reference: None,
+            seed: None,
+            wrong: None,
+            errors: None,
+            failure: None,
+        }
+    }
+
+    /// The settings of the backend that the work ran on, nothing opened.
+    pub fn backend(&self) -> BackendBuilder {
+        let b = Backend::builder()
+            .backend_type(self.backend)
+            .device(self.index)
+            .level(self.level)
+            .precision(self.precision)
+            .amp(self.amp);
+        self.without.iter().fold(b, |b, t| b.without(t))
+    }
+}
+
+/// A piece of work that went wrong.
+#[derive(Clone, Debug)]
+pub struct Replay {
+    pub about: About,
+    /// Without symbols and arguments; constants are those that the piece needs.
+    pub graph: Graph,
+    pub inputs: Vec<ConstData>,
+    /// What the device gave; empty where it gave nothing.
+    pub got: Vec<ConstData>,
+    /// What the reference gave; empty where it was not asked.
+    pub expected: Vec<ConstData>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Header {
+    about: About,
+    graph_bytes: u64,
+    tensors: Vec<Entry>,
+}
+
+#[derive(Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+struct Entry {
+    role: Role,
+    dtype: DType,
+    dims: Vec<usize>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+enum Role {
+    Input,
+    Got,
+    Expected,
+}
+
+impl Entry {
+    /// Bytes, or nothing for more than can be counted.
+    fn bytes(&self) -> Option<u64> {
+        let n = self.dims.iter().try_fold(1usize, |n, d| n.checked_mul(*d))?;
+        let bits = (n as u64).checked_mul(self.dtype.bits() as u64)?;
+        Some(bits.div_ceil(8))
+    }
+}
+
+impl Replay {
+    /// The file's bytes.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where it would be larger than a file may be.
+    pub fn to_bytes(&self) -> Result<Vec<u8>> {
+        let graph = self.graph.to_bytes()?;
+        let roles = [(Role::Input, &self.inputs), (Role::Got, &self.got), (Role::Expected, &self.expected)];
+        let all: Vec<(Role, &ConstData)> =
+            roles.into_iter().flat_map(|(r, v)| v.iter().map(move |c| (r, c))).collect();
+        let header = Header {
+            about: self.about.clone(),
+            graph_bytes: graph.len() as u64,
+            tensors: all
+                .iter()
+                .map(|(role, c)| Entry { role: *role, dtype: c.dtype, dims: c.dims.to_vec() })
+                .collect(),
+        };
+        let header = serde_json::to_vec(&header)
+            .map_err(|e| Error::internal(format!("a replay does not serialise: {e}")))?;
+        let data: u64 = all.iter().map(|(_, c)| c.bytes().len() as u64).sum();
+        let total = (graph.len() as u64).saturating_add(data).saturating_add(16 + header.len() as u64);
+        if header.len() as u64 > HEADER || total > FILE || all.len() > TENSORS {
+            return Err(Error::unsupported(
+                format!("a replay file of {total} bytes with {} tensors", all.len()),
+                format!("It may have {FILE} bytes and {TENSORS} tensors; run the model on smaller inputs"),
+            ));
+        }
+        let mut out = Vec::with_capacity(total as usize);
+        out.extend_from_slice(MAGIC);
+        out.extend_from_slice(&(header.len() as u64).to_le_bytes());
+        out.extend_from_slice(&header);
+        out.extend_from_slice(&graph);
+        all.iter().for_each(|(_, c)| out.extend_from_slice(c.bytes()));
+        Ok(out)
+    }
+
+    /// A file's contents. `name` is for messages.
+    ///
+    /// # Errors
+    /// [`Error::Format`] for what is no replay file of this version, or a damaged one.
+    pub fn from_bytes(b: &[u8], name: &str) -> Result<Replay> {
+        let bad = |what: String| Error::Format { file: name.into(), what };
+        if b.get(..8) != Some(MAGIC) {
+            return Err(bad("no replay file of this version (it does not begin with HALCRPL1)".into()));
+        }
+        let size: [u8; 8] = b
+            .get(8..16)
+            .and_then(|s| s.try_into().ok())
+            .ok_or_else(|| bad("it ends within the header's length".into()))?;
+        let rest = &b[16..];
+        let length = u64::from_le_bytes(size);
+        if length > HEADER || length > rest.len() as u64 {
+            return Err(bad(format!("a header of {length} bytes, of which there are {}", rest.len())));
+        }
+        let (header, data) = rest.split_at(length as usize);
+        let header: Header = serde_json::from_slice(header).map_err(|e| bad(format!("header: {e}")))?;
+        if header.tensors.len() > TENSORS {
+            return Err(bad(format!("{} tensors; there may be {TENSORS}", header.tensors.len())));
+        }
+        // All sizes before any of the data.
+        let mut total = header.graph_bytes;
+        for e in &header.tensors {
+            let n = e.bytes().ok_or_else(|| bad(format!("a tensor of shape {:?}", e.dims)))?;
+            total = total.checked_add(n).ok_or_else(|| bad("sizes overflow".into()))?;
+        }
+        if total != data.len() as u64 {
+            return Err(bad(format!("{} bytes of data, the header names {total}", data.len())));
+        }
+        let (graph, mut data) = data.split_at(header.graph_bytes as usize);
+        let graph = Graph::from_bytes(graph).map_err(|e| bad(format!("its graph: {e}")))?;
+        let mut replay = Replay { about: header.about, graph, inputs: vec![], got: vec![], expected: vec![] };
+        for e in &header.tensors {
+            let n = e.bytes().unwrap_or(0) as usize;
+            let (own, rest) = data.split_at(n);
+            data = rest;
+            let c = ConstData::new(e.dtype, &e.dims, Arc::new(own.to_vec()))
+                .map_err(|e| bad(format!("a tensor: {e}")))?;
+            match e.role {
+                Role::Input => replay.inputs.push(c),
+                Role::Got => replay.got.push(c),
+                Role::Expected => replay.expected.push(c),
+            }
+        }
+        replay.check().map_err(bad)?;
+        Ok(replay)
+    }
+
+    /// Whether the parts belong together; what is wrong, if not.
+    fn check(&self) -> std::result::Result<(), String> {
+        let g = &self.graph;
+        if !g.args().is_empty() || !g.symbols().is_empty() {
+            return Err("its graph has symbols or arguments".into());
+        }
+        let fits = |what: &str, nodes: Vec<&TensorType>, data: &[ConstData]| {
+            let same = nodes.len() == data.len()
+                && nodes.iter().zip(data).all(|(t, c)| **t == TensorType::new(c.dtype, &c.dims));
+            if same { Ok(()) } else { Err(format!("its {what} are not the graph's")) }
+        };
+        let outputs = || g.outputs().iter().map(|o| g.ty(o.node)).collect::<Vec<_>>();
+        fits("inputs", g.inputs().iter().map(|i| g.ty(i.node)).collect(), &self.inputs)?;
+        for (what, data) in [("results", &self.got), ("expected results", &self.expected)] {
+            if !data.is_empty() {
+                fits(what, outputs(), data)?;
+            }
+        }
+        if g.outputs().is_empty() { Err("its graph has no output".into()) } else { Ok(()) }
+    }
+
+    /// Writes a file, in place of one that may be there.
+    ///
+    /// # Errors
+    /// [`Error::Io`], and those of [`Replay::to_bytes`].
+    pub fn write(&self, path: &Path) -> Result<u64> {
+        let b = self.to_bytes()?;
+        std::fs::write(path, &b)
+            .map_err(|e| Error::Io { path: path.display().to_string(), what: e.to_string() })?;
+        Ok(b.len() as u64)
+    }
+
+    /// Reads a file.
+    ///
+    /// # Errors
+    /// [`Error::Io`]; [`Error::Format`] as [`Replay::from_bytes`] has it.
+    pub fn read(path: &Path) -> Result<Replay> {
+        let name = path.display().to_string();
+        let io = |e: std::io::Error| Error::Io { path: name.clone(), what: e.to_string() };
+        let size = std::fs::metadata(path).map_err(io)?.len();
+        if size > FILE {
+            return Err(Error::Format {
+                file: name,
+                what: format!("{size} bytes are too many for a replay file, which has at most {FILE}"),
+            });
+        }
+        Replay::from_bytes(&std::fs::read(path).map_err(io)?, &name)
+    }
+
+    /// Runs the work again, on a backend and on the reference (at level O0), and compares.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a reference at another level. That the backend fails is [`Outcome::Fails`]; so is it where the
+    /// reference does.
+    pub fn run(&self, backend: &Backend, reference: &Backend) -> Result<Replayed> {
+        if reference.level() != Level::O0 {
+            return Err(Error::argument(
+                "replay",
+                format!("the reference is at level {}; build it with level O0", reference.level()),
+            ));
+        }
+        let name = |b: &Backend| (b.id().to_string(), b.info().name.clone(), b.level());
+        let mut out = Replayed {
+            backend: name(backend),
+            reference: reference.id().into(),
+            outcome: Outcome::Agrees,
+            errors: Errors::default(),
+            tolerance: 0.0,
+            recorded: Recorded::None,
+        };
+        let got = match bound::once(backend, &self.graph, &self.inputs) {
+            Ok(y) => y,
+            Err(e) => {
+                out.outcome = Outcome::Fails(e);
+                return Ok(out);
+            }
+        };
+        if !self.got.is_empty() {
+            out.recorded = if got == self.got { Recorded::Same } else { Recorded::Differs };
+        }
+        let want = match bound::once(reference, &self.graph, &self.inputs) {
+            Ok(y) => y,
+            Err(e) => {
+                out.outcome = Outcome::Fails(e);
+                return Ok(out);
+            }
+        };
+        for (g, want) in got.iter().zip(bound::expected(&self.graph, &self.inputs, want, reference)?) {
+            out.tolerance = out.tolerance.max(want.tolerance());
+            let (errors, wrong) = match want.judge(g) {
+                Ok(e) => (e, None),
+                Err(Wrong { what, errors }) => (errors, Some(what)),
+            };
+            out.errors = out.errors.max(errors);
+            if let (Some(what), Outcome::Agrees) = (wrong, &out.outcome) {
+                out.outcome = Outcome::Diverges(what);
+            }
+        }
+        Ok(out)
+    }
+}
+
+/// What running a file's work again gave.
+#[derive(Debug)]
+pub struct Replayed {
+    /// Id and name of the device, and the level.
+    pub backend: (String, String, Level),
+    pub reference: String,
+    pub outcome: Outcome,
+    pub errors: Errors,
+    /// Largest difference that is allowed anywhere.
+    pub tolerance: f64,
+    pub recorded: Recorded,
+}
+
+/// Whether the trouble is still there.
+#[derive(Debug)]
+pub enum Outcome {
+    /// The results are those of the reference, within the tolerance.
+    Agrees,
+    /// They are not: how many elements, and the first.
+    Diverges(String),
+    /// It, or the reference, does not run.
+    Fails(Error),
+}
+
+/// Whether the results are those in the file, bit by bit.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Recorded {
+    /// The file has none.
+    None,
+    Same,
+    Differs,
+}
