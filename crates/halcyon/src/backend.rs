@@ -3,6 +3,7 @@
 use crate::executable::{Executable, FaultTable};
 use crate::fit::Fit;
 use crate::lru::Lru;
+use crate::stream::Lanes;
 use halcyon_hal::policy::{Fallback, Policy};
 use halcyon_hal::select::{self, Request, Selection};
 use halcyon_hal::{BackendType, BufferRef, Counters, Device, DeviceInfo, MemoryStats, Options, Program, Tag};
@@ -44,6 +45,7 @@ pub(crate) struct Inner {
     kept: Option<crate::packed::Kept>,
     pub(crate) faults: FaultTable,
     pub(crate) stats: Stats,
+    pub(crate) lanes: Lanes,
     /// Held while a run collects its inputs and submits: two threads must not decide about one buffer at a time.
     pub(crate) running: Mutex<()>,
 }
@@ -318,6 +320,7 @@ impl Backend {
             kept: None,
             faults: FaultTable::default(),
             stats: Stats::default(),
+            lanes: Lanes::default(),
             running: Mutex::new(()),
         }))
     }
@@ -357,9 +360,14 @@ impl Backend {
         self.0.device.memory()
     }
 
+    /// Waits for all work of this backend, that of streams and futures too.
+    ///
+    /// # Errors
+    /// The first error that nobody was told: a bad index, or one of the driver.
     pub fn synchronize(&self) -> Result<()> {
         self.0.device.synchronize()?;
-        self.check_faults()
+        let told = self.0.lanes.settle(None, &self.0.faults);
+        self.check_faults().and(told)
     }
 
     /// Forgets plans and programs and gives cached memory back; returns the bytes freed.
@@ -506,9 +514,14 @@ impl Backend {
     /// Waits, and turns the first fault of a kernel into an error that names its op.
     pub(crate) fn check_faults(&self) -> Result<()> {
         match self.0.device.take_fault()? {
-            None => Ok(()),
+            None => self.stray(),
             Some(id) => Err(self.0.faults.explain(id)),
         }
+    }
+
+    /// The first bad index that work of a stream has met by now, and nobody was told of.
+    pub(crate) fn stray(&self) -> Result<()> {
+        self.0.lanes.fault().map_or(Ok(()), |id| Err(self.0.faults.explain(id)))
     }
 
     pub(crate) fn same(&self, o: &Backend) -> bool {

@@ -5,8 +5,9 @@
 
 use crate::backend::Backend;
 use crate::executable::{Executable, Lease, OutputMemory};
+use crate::stream;
 use crate::tensor::{Collector, Mode, Tensor};
-use halcyon_hal::{BufferRef, Command, Tag};
+use halcyon_hal::{BufferRef, Command, Event, Tag};
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::shape::TensorType;
 use halcyon_ir::{NodeId, Op, Scalar};
@@ -206,7 +207,8 @@ impl<F> Compiled<F> {
             let what = "a tensor that the function also takes from its surroundings cannot be donated";
             return Err(Error::argument("compiled function", what).at(&by));
         }
-        let made = entry.exe.run(&self.backend, &buffers, &[])?;
+        let on = stream::current(&self.backend);
+        let (made, event) = entry.exe.run_on(&self.backend, &buffers, &[], on.as_deref())?;
         for (t, d) in inputs.iter().zip(&donated) {
             if *d {
                 t.taken(&by);
@@ -215,7 +217,13 @@ impl<F> Compiled<F> {
                 self.backend.0.stats.state_copies.fetch_add(1, Ordering::Relaxed);
             }
         }
-        let tensor = |(b, ty): (BufferRef, &TensorType)| Tensor::at(&self.backend, ty.clone(), b, by.clone());
+        let tensor = |(b, ty): (BufferRef, &TensorType)| {
+            let t = Tensor::at(&self.backend, ty.clone(), b, by.clone());
+            if event.is_some() {
+                t.set_flight(event.clone());
+            }
+            t
+        };
         Ok(made.into_iter().zip(&entry.outputs).map(tensor).collect())
     }
 
@@ -290,6 +298,8 @@ struct Bound {
     /// Of the last run; the plan writes them again where nothing else holds them.
     outputs: Vec<Option<BufferRef>>,
     args: Vec<Scalar>,
+    /// The end of the last run, if a stream took it.
+    flight: Option<Event>,
 }
 
 impl fmt::Debug for CapturedGraph {
@@ -380,7 +390,7 @@ impl CapturedGraph {
         donated: Vec<bool>,
         span: Span,
     ) -> Result<CapturedGraph> {
-        let mut lease = exe.lease(backend)?;
+        let mut lease = exe.lease(backend, None)?;
         for (i, t) in inputs.iter().enumerate().filter(|(i, _)| !donated[*i]) {
             exe.bind_input(&mut lease, i, &t.ready()?)?;
         }
@@ -391,7 +401,7 @@ impl CapturedGraph {
             inputs: inputs.iter().map(|t| t.0.ty.clone()).collect(),
             donated,
             literals: vec![],
-            bound: Mutex::new(Bound { lease, inputs, outputs: vec![None; outputs.len()], args: vec![] }),
+            bound: Mutex::new(Bound { lease, inputs, outputs: vec![None; outputs.len()], args: vec![], flight: None }),
             outputs,
             exe,
             span,
@@ -471,7 +481,8 @@ impl CapturedGraph {
     }
 
     fn run(&self, bound: &mut Bound) -> Result<()> {
-        let Bound { lease, inputs, outputs, args } = bound;
+        let on = stream::current(&self.backend);
+        let Bound { lease, inputs, outputs, args, flight } = bound;
         // What became of the inputs since they were bound.
         for t in &*inputs {
             t.alive()?;
@@ -490,7 +501,8 @@ impl CapturedGraph {
                 let d = self.backend.device();
                 let dst = d.alloc(b.bytes(), Tag::Io)?;
                 let (src, bytes) = (&b, b.bytes());
-                d.submit(&[Command::Copy { src, src_offset: 0, dst: &dst, dst_offset: 0, bytes }])?;
+                let copy = Command::Copy { src, src_offset: 0, dst: &dst, dst_offset: 0, bytes };
+                stream::submit(&self.backend, on.as_deref(), &[copy])?;
                 b = dst;
             } else {
                 t.taken(&self.span);
@@ -514,10 +526,11 @@ impl CapturedGraph {
                 *out = Some(b);
             }
         }
-        let ran = self.exe.submit(&self.backend, lease, args);
+        let ran = self.exe.submit(&self.backend, lease, args, on.as_deref());
         // What was donated belongs to the outputs now.
         (0..inputs.len()).filter(|i| self.donated[*i]).for_each(|i| self.exe.unbind_input(lease, i));
-        ran
+        *flight = ran?;
+        Ok(())
     }
 
     fn output_is_input(&self, k: usize) -> Option<usize> {
@@ -537,7 +550,9 @@ impl CapturedGraph {
             let b = b
                 .clone()
                 .ok_or_else(|| Error::argument("outputs", "the graph has not run").at(&self.span))?;
-            Ok(Tensor::at(&self.backend, ty.clone(), b, self.span.clone()))
+            let t = Tensor::at(&self.backend, ty.clone(), b, self.span.clone());
+            t.set_flight(bound.flight.clone());
+            Ok(t)
         };
         bound.outputs.iter().zip(&self.outputs).map(one).collect()
     }

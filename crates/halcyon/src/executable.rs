@@ -2,7 +2,8 @@
 
 use crate::backend::Backend;
 use crate::fit::Fit;
-use halcyon_hal::{Buffer, BufferRef, Command, Program, Tag, heap};
+use crate::stream::{self, Lane};
+use halcyon_hal::{Buffer, BufferRef, Command, Event, Program, Tag, heap};
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::host;
 use halcyon_ir::plan::{BufId, HostWork, Plan, Step, StepWork, Storage};
@@ -105,6 +106,8 @@ pub(crate) struct Lease {
     /// Of each step, in its order; the workspace last. They keep the scratch alive.
     buffers: Vec<Vec<BufferRef>>,
     params: Vec<Vec<Scalar>>,
+    /// The stream that used it last, and the event that is done when it has; `None` for the device's own queue.
+    last: Option<(u64, Event)>,
 }
 
 /// Commands that are handed over at a time: few enough for the stack.
@@ -119,7 +122,8 @@ pub struct Executable {
     packed: Vec<BufferRef>,
     uses: Uses,
     unbound: BufferRef,
-    /// Those that no run holds. A device runs its commands in order, so scratch is free again once a run is submitted.
+    /// Those that no run holds. A queue runs its commands in order, so for it scratch is free again once a run is submitted; for others
+    /// when that has ended.
     leases: Mutex<Vec<Lease>>,
     fault_base: u32,
 }
@@ -174,11 +178,17 @@ impl Executable {
         seen
     }
 
-    /// Bindings that no run holds, or new ones.
-    pub(crate) fn lease(&self, backend: &Backend) -> Result<Lease> {
-        if let Some(l) = self.leases.lock().unwrap_or_else(|e| e.into_inner()).pop() {
-            return Ok(l);
+    /// Bindings that no run holds, or new ones. Runs of several streams get scratch of their own, so that they need not wait.
+    pub(crate) fn lease(&self, backend: &Backend, on: Option<&Lane>) -> Result<Lease> {
+        let mut leases = self.leases.lock().unwrap_or_else(|e| e.into_inner());
+        let free = |l: &Lease| match (&l.last, on) {
+            (None, _) => true,
+            (Some((id, e)), on) => on.is_some_and(|o| o.id == *id) || e.is_done(),
+        };
+        if let Some(i) = leases.iter().rposition(free) {
+            return Ok(leases.swap_remove(i));
         }
+        drop(leases);
         let d = backend.device();
         let blocks: Vec<BufferRef> =
             self.plan.blocks.iter().map(|b| d.alloc(*b, Tag::Activations)).collect::<Result<_>>()?;
@@ -222,7 +232,7 @@ impl Executable {
                 _ => vec![],
             })
             .collect();
-        Ok(Lease { buffers, params })
+        Ok(Lease { buffers, params, last: None })
     }
 
     /// Takes bindings back, whose inputs and outputs may go.
@@ -292,18 +302,34 @@ impl Executable {
     /// Submits the plan. `inputs` in the graph's order; those the plan was told are donated may be overwritten. Returns the
     /// outputs' buffers, which the caller owns.
     pub fn run(&self, backend: &Backend, inputs: &[BufferRef], args: &[Scalar]) -> Result<Vec<BufferRef>> {
-        let (mut lease, outputs) = self.begin(backend, inputs)?;
-        self.submit(backend, &mut lease, args)?;
+        self.run_on(backend, inputs, args, stream::current(backend).as_deref()).map(|(out, _)| out)
+    }
+
+    /// [`Executable::run`] in a stream, with the event of its end, or in the device's own queue.
+    pub(crate) fn run_on(
+        &self,
+        backend: &Backend,
+        inputs: &[BufferRef],
+        args: &[Scalar],
+        on: Option<&Lane>,
+    ) -> Result<(Vec<BufferRef>, Option<Event>)> {
+        let (mut lease, outputs) = self.begin(backend, inputs, on)?;
+        let event = self.submit(backend, &mut lease, args, on)?;
         self.give_back(lease);
-        Ok(outputs)
+        Ok((outputs, event))
     }
 
     /// Bindings of a run with these inputs, and its outputs' buffers; nothing is submitted.
-    pub(crate) fn begin(&self, backend: &Backend, inputs: &[BufferRef]) -> Result<(Lease, Vec<BufferRef>)> {
+    pub(crate) fn begin(
+        &self,
+        backend: &Backend,
+        inputs: &[BufferRef],
+        on: Option<&Lane>,
+    ) -> Result<(Lease, Vec<BufferRef>)> {
         if inputs.len() < self.uses.inputs.len() {
             return Err(Error::internal(format!("input {} is missing", inputs.len())));
         }
-        let mut lease = self.lease(backend)?;
+        let mut lease = self.lease(backend, on)?;
         for (i, b) in inputs.iter().enumerate() {
             self.bind_input(&mut lease, i, b)?;
         }
@@ -319,14 +345,28 @@ impl Executable {
         Ok((lease, outputs))
     }
 
-    /// Submits the plan with what is bound. Allocates nothing, but for steps on the host.
-    pub(crate) fn submit(&self, backend: &Backend, lease: &mut Lease, args: &[Scalar]) -> Result<()> {
+    /// Submits the plan with what is bound. Allocates nothing, but for steps on the host and in streams. Of a stream, the event of the
+    /// run's end.
+    pub(crate) fn submit(
+        &self,
+        backend: &Backend,
+        lease: &mut Lease,
+        args: &[Scalar],
+        on: Option<&Lane>,
+    ) -> Result<Option<Event>> {
         self.set_args(lease, args);
-        self.submit_steps(backend, lease, args, 0..self.plan.steps.len())?;
+        self.submit_steps(backend, lease, args, 0..self.plan.steps.len(), on)?;
         let s = &backend.0.stats;
         s.runs.fetch_add(1, Ordering::Relaxed);
         s.steps.fetch_add(self.plan.steps.len() as u64, Ordering::Relaxed);
-        Ok(())
+        let Some(lane) = on else {
+            lease.last = None;
+            return Ok(None);
+        };
+        let event = lane.raw.record()?;
+        backend.0.lanes.follow(lane.id, &event);
+        lease.last = Some((lane.id, event.clone()));
+        Ok(Some(event))
     }
 
     /// Gives run-time arguments to the kernels that take them.
@@ -345,14 +385,14 @@ impl Executable {
         lease: &Lease,
         args: &[Scalar],
         steps: Range<usize>,
+        on: Option<&Lane>,
     ) -> Result<()> {
-        let d = backend.device();
         let mut commands: SmallVec<[Command<'_>; BATCH]> = SmallVec::new();
         for (i, s) in self.plan.steps.iter().enumerate().take(steps.end).skip(steps.start) {
             let fault = self.fault_base + i as u32;
             let buffers = &lease.buffers[i][..];
             if commands.len() == BATCH {
-                d.submit(&commands)?;
+                stream::submit(backend, on, &commands)?;
                 commands.clear();
             }
             match &s.work {
@@ -365,13 +405,14 @@ impl Executable {
                     commands.push(Command::Launch { program, groups: *groups, buffers, params, fault });
                 }
                 StepWork::Host(h) => {
-                    d.submit(&commands)?;
+                    stream::submit(backend, on, &commands)?;
                     commands.clear();
+                    // What the step reads is ordered behind the stream's work, and the other way round, by the device.
                     on_host(backend, s, h, buffers)?;
                 }
             }
         }
-        d.submit(&commands)
+        stream::submit(backend, on, &commands)
     }
 }
 

@@ -33,6 +33,7 @@ pub mod receipts;
 pub mod session;
 pub mod split;
 pub mod state;
+pub mod stream;
 pub mod tensor;
 pub mod verify;
 
@@ -44,7 +45,7 @@ pub use gradient::{Gradients, value_and_grad};
 pub use halcyon_hal as hal;
 pub use halcyon_hal::policy::{Fallback, Policy};
 pub use halcyon_hal::select::Selection;
-pub use halcyon_hal::{BackendType, Counters, DeviceInfo, MemoryStats};
+pub use halcyon_hal::{BackendType, Counters, DeviceInfo, MemoryStats, StreamOptions};
 pub use halcyon_ir as ir;
 pub use halcyon_ir::error::{Error, Result};
 pub use halcyon_ir::passes::{AmpPolicy, Level};
@@ -55,6 +56,7 @@ pub use onnx::OnnxSession;
 pub use session::Session;
 pub use split::Split;
 pub use state::State;
+pub use stream::{Event, Pending, Stream};
 pub use tensor::{Tensor, eval};
 pub use verify::{Replay, VerifyOptions, VerifyReport};
 

@@ -5,7 +5,8 @@
 //! values, or growing it by nothing but values, finds its plan in the cache.
 
 use crate::backend::Backend;
-use halcyon_hal::{BufferRef, Tag};
+use crate::stream;
+use halcyon_hal::{BufferRef, Event, Tag};
 use halcyon_ir::dtype::{DType, Element, Scalar};
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::shape::{Dims, Shape, TensorType};
@@ -50,6 +51,8 @@ pub(crate) struct Node {
 struct Inner {
     value: Value,
     inputs: SmallVec<[Tensor; 3]>,
+    /// Of a value that a stream computes: the end of that work.
+    flight: Option<Event>,
 }
 
 impl Node {
@@ -107,7 +110,7 @@ impl Tensor {
             span,
             tracked,
             of_gradient,
-            inner: Mutex::new(Inner { value, inputs }),
+            inner: Mutex::new(Inner { value, inputs, flight: None }),
             readers: AtomicUsize::new(0),
             donate: AtomicBool::new(false),
             state: AtomicBool::new(false),
@@ -288,7 +291,16 @@ impl Tensor {
         }
     }
 
-    /// Whether the value is on the device.
+    /// The end of the work that computes the value, if a stream does.
+    pub(crate) fn flight(&self) -> Option<Event> {
+        self.0.lock().flight.clone()
+    }
+
+    pub(crate) fn set_flight(&self, event: Option<Event>) {
+        self.0.lock().flight = event;
+    }
+
+    /// Whether the value is on the device, or a stream computes it: whatever uses it waits for it there.
     pub fn is_ready(&self) -> bool {
         matches!(self.0.lock().value, Value::Ready(_))
     }
@@ -609,10 +621,16 @@ impl Collector {
     }
 }
 
-/// Computes several tensors as one plan. What they share is computed once.
+/// Computes several tensors as one plan. What they share is computed once. Inside of [`crate::Stream::run`] the work is handed to that
+/// stream.
 pub fn eval(outputs: &[Tensor]) -> Result<()> {
+    eval_now(outputs).map(drop)
+}
+
+/// [`eval`], with the event of its end where a stream took it.
+pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
     let todo: Vec<&Tensor> = outputs.iter().filter(|t| !t.is_ready()).collect();
-    let Some(first) = todo.first() else { return Ok(()) };
+    let Some(first) = todo.first() else { return Ok(None) };
     let backend = first.0.backend.clone();
     if let Some(o) = todo.iter().find(|t| !t.0.backend.same(&backend)) {
         return Err(Error::MixedDevices {
@@ -642,11 +660,12 @@ pub fn eval(outputs: &[Tensor]) -> Result<()> {
         })
         .collect::<Result<_>>()?;
     let exe = backend.plan(graph, donated.clone())?;
-    let made = exe.run(&backend, &inputs, &args)?;
+    let (made, event) = exe.run_on(&backend, &inputs, &args, stream::current(&backend).as_deref())?;
     drop(inputs);
     for (t, b) in results.iter().zip(made) {
         let mut inner = t.0.lock();
         inner.value = Value::Ready(b);
+        inner.flight.clone_from(&event);
         let old = if t.0.tracked { vec![] } else { release(&mut inner.inputs) };
         drop(inner);
         drop(old);
@@ -657,7 +676,7 @@ pub fn eval(outputs: &[Tensor]) -> Result<()> {
             t.taken(&by);
         }
     }
-    Ok(())
+    Ok(event)
 }
 
 impl Collector {

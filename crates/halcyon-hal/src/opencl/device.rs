@@ -4,13 +4,14 @@ use super::adapter::Adapter;
 use super::memory::{self, ClBuffer, ClSource};
 use super::program::{Builder, ClProgram};
 use super::queue::Queue;
+use super::stream::{ClStream, Shared};
 use super::sys::{self, Owned};
 use crate::cache::{self, DiskCache};
 use crate::pool::Pool;
 use crate::validate::{self, Signature};
 use crate::{
     BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Error, LibraryCall,
-    LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing,
+    LibraryKernel, MemoryStats, Options, Program, Result, Stream, StreamOptions, Tag, Target, Timing,
 };
 use halcyon_ir::kernel::{Kernel, verify_for};
 use halcyon_ir::render::{self, Language};
@@ -30,6 +31,7 @@ pub struct OpenClDevice {
     counts: Arc<Counts>,
     context: Arc<Owned>,
     queue: Queue,
+    shared: Arc<Shared>,
     pool: Arc<Pool<ClSource>>,
     programs: Mutex<HashMap<u128, Arc<ClProgram>>>,
     disk: Option<DiskCache>,
@@ -65,6 +67,9 @@ impl OpenClDevice {
         let limit = options.memory_limit.or(info.total_memory);
         let pool = Pool::new(source, info.id.clone(), limit, counts.clone());
         let queue = Queue::new(&adapter, &context, word, &info.id, pool.clone(), options.profile)?;
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let (api, id) = (adapter.api, info.id.clone());
+        let shared = Shared::new(api, context.clone(), id, number, counts.clone());
         let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join("opencl"));
         Ok(OpenClDevice {
             adapter,
@@ -73,16 +78,11 @@ impl OpenClDevice {
             counts,
             context,
             queue,
+            shared,
             pool,
             programs: Mutex::default(),
             disk: dir.map(|d| DiskCache::new(d, cache::DEFAULT_LIMIT)),
-            number: NEXT.fetch_add(1, Ordering::Relaxed),
-        })
-    }
-
-    fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a ClBuffer> {
-        b.as_any().downcast_ref::<ClBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
-            Error::argument(call, format!("{b:?} does not belong to this opening of {}", self.info.id))
+            number,
         })
     }
 
@@ -132,24 +132,6 @@ impl OpenClDevice {
         }
         Ok(kernel)
     }
-
-    fn copy(
-        &self,
-        s: &mut super::queue::Submission<'_>,
-        src: &BufferRef,
-        src_offset: usize,
-        dst: &BufferRef,
-        dst_offset: usize,
-        bytes: usize,
-    ) -> Result<()> {
-        let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
-        validate::copy([src.bytes(), src_offset], [dst.bytes(), dst_offset], bytes, std::ptr::eq(from, to))?;
-        s.copy(from, src_offset, to, dst_offset, bytes)?;
-        if bytes > 0 {
-            Counts::add(&self.counts.device_copies, 1);
-        }
-        Ok(())
-    }
 }
 
 impl Target for OpenClDevice {
@@ -192,18 +174,42 @@ impl Device for OpenClDevice {
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
-        let b = self.buffer("write", dst)?;
+        let b = self.shared.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
-        self.queue.write(b, offset, src)?;
+        match self.shared.alone(|| self.queue.write(b, offset, src)) {
+            Some(r) => r?,
+            None if src.is_empty() => {}
+            None => {
+                // SAFETY: the range was checked, and `src` outlives the wait.
+                let write = || Ok((Some(unsafe { self.queue.write_later(b, offset, src)? }), ()));
+                let (event, ()) = self.shared.own(&self.queue, b.writing(), write)?;
+                self.shared.await_event(&event)?;
+            }
+        }
         Counts::add(&self.counts.uploads, 1);
         Counts::add(&self.counts.uploaded_bytes, src.len() as u64);
         Ok(())
     }
 
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
-        let b = self.buffer("read", src)?;
+        let b = self.shared.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
-        self.queue.read(b, offset, dst)?;
+        match self.shared.alone(|| self.queue.read(b, offset, dst)) {
+            Some(r) => r?,
+            None if dst.is_empty() => self.queue.finish()?,
+            None => {
+                let (to, n) = (dst.as_mut_ptr(), dst.len());
+                // SAFETY: the range was checked, and `dst` outlives the wait, which an error makes too.
+                let read = || Ok((Some(unsafe { self.queue.read_later(b, offset, to, n)? }), ()));
+                match self.shared.own(&self.queue, b.reading(), read) {
+                    Ok((event, ())) => self.shared.await_event(&event)?,
+                    Err(e) => {
+                        self.queue.finish()?;
+                        return Err(e);
+                    }
+                }
+            }
+        }
         Counts::add(&self.counts.downloads, 1);
         Counts::add(&self.counts.downloaded_bytes, dst.len() as u64);
         Ok(())
@@ -237,41 +243,29 @@ impl Device for OpenClDevice {
     }
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
-        let mut s = self.queue.begin();
-        for c in commands {
-            match c {
-                Command::Launch { program, groups, buffers, params, fault } => {
-                    let p = program.as_any().downcast_ref::<ClProgram>().filter(|p| p.owner == self.number);
-                    let p = p.ok_or_else(|| {
-                        Error::argument(
-                            "launch",
-                            format!("{} was compiled for another device", program.name()),
-                        )
-                    })?;
-                    let arguments = p.signature.arguments(buffers.len(), params, *fault)?;
-                    let own = |b| self.buffer("launch", b);
-                    let buffers = buffers.iter().map(own).collect::<Result<smallvec::SmallVec<[_; 16]>>>()?;
-                    s.launch(p, *groups, &buffers, &arguments)?;
-                    if !groups.contains(&0) {
-                        Counts::add(&self.counts.launches, 1);
-                    }
-                }
-                Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
-                    self.copy(&mut s, src, *src_offset, dst, *dst_offset, *bytes)?
-                }
-                Command::Library { kernel, .. } => {
-                    return Err(Error::argument(
-                        "submit",
-                        format!("{} is another device's kernel", kernel.name()),
-                    ));
-                }
+        let enqueue = || self.shared.enqueue(&self.queue, commands);
+        match self.shared.alone(enqueue) {
+            Some(r) => r,
+            None => {
+                let access = self.shared.access(commands);
+                self.shared.own(&self.queue, access, || enqueue().map(|()| (None, ()))).map(drop)
             }
         }
-        s.flush()
     }
 
     fn synchronize(&self) -> Result<()> {
-        self.queue.finish()
+        self.queue.finish()?;
+        self.shared.drain();
+        Ok(())
+    }
+
+    /// A queue of its own. Whether it runs beside the others is the driver's and the hardware's decision.
+    fn create_stream(&self, options: &StreamOptions) -> Result<Arc<dyn Stream>> {
+        let failed = |c| sys::driver_error(&self.info.id, "clCreateBuffer", c);
+        let word = memory::buffer(self.adapter.api, &self.context, 4).map_err(failed)?;
+        let (id, pool) = (&self.info.id, self.pool.clone());
+        let queue = Queue::new(&self.adapter, &self.context, word, id, pool, options.profile)?;
+        Ok(Arc::new(ClStream::new(&self.shared, &self.queue, queue)?))
     }
 
     fn take_fault(&self) -> Result<Option<u32>> {

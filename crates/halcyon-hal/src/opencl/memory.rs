@@ -2,6 +2,7 @@
 
 use super::sys::{self, Api, Owned};
 use crate::Buffer;
+use crate::hazard::Access;
 use crate::pool::{Block, Source};
 use std::any::Any;
 use std::fmt;
@@ -45,6 +46,24 @@ pub struct ClBuffer {
     pub block: Block<ClSource>,
     /// Number of the device that it belongs to.
     pub owner: u64,
+}
+
+impl ClBuffer {
+    fn handle(&self) -> Option<usize> {
+        self.block.raw().map(|h| h.raw() as usize)
+    }
+
+    pub(crate) fn reading(&self) -> Access {
+        let mut a = Access::default();
+        self.handle().into_iter().for_each(|h| a.reads.add(h, 1));
+        a
+    }
+
+    pub(crate) fn writing(&self) -> Access {
+        let mut a = Access::default();
+        self.handle().into_iter().for_each(|h| a.writes.add(h, 1));
+        a
+    }
 }
 
 impl Buffer for ClBuffer {

@@ -9,6 +9,7 @@ pub mod memory;
 pub mod probe;
 pub mod program;
 pub mod queue;
+pub mod stream;
 pub mod sys;
 
 pub use probe::{probe_in_process, probe_report, probe_via_child, set_probe_executable};

@@ -186,13 +186,140 @@ impl Queue {
     }
 
     fn stamp(&self, e: &Owned, which: u32) -> Result<u64> {
-        let mut t = 0u64;
-        // SAFETY: the answer is one 64-bit number.
+        sys::stamp(self.api, e, which).or_else(|c| self.check("clGetEventProfilingInfo", c).map(|()| 0))
+    }
+
+    /// The events of the commands since the last call, where they are timed.
+    pub fn take_events(&self) -> Vec<Option<Owned>> {
+        std::mem::take(&mut self.lock().events)
+    }
+
+    /// What follows begins when these events are done.
+    pub fn barrier(&self, events: &[Handle]) -> Result<()> {
+        // SAFETY: the queue is live, and so are the events, as the caller holds them.
         let code = unsafe {
-            (self.api.clGetEventProfilingInfo)(e.raw(), which, 8, (&raw mut t).cast(), std::ptr::null_mut())
+            (self.api.clEnqueueBarrierWithWaitList)(
+                self.raw.raw(),
+                events.len() as u32,
+                events.as_ptr(),
+                std::ptr::null_mut(),
+            )
         };
-        self.check("clGetEventProfilingInfo", code)?;
-        Ok(t)
+        self.check("clEnqueueBarrierWithWaitList", code)
+    }
+
+    /// An event that is done when all that was enqueued is.
+    pub fn marker(&self) -> Result<Owned> {
+        let mut event: Handle = std::ptr::null_mut();
+        // SAFETY: the queue is live; without a list the marker waits for all before it.
+        let code = unsafe {
+            (self.api.clEnqueueMarkerWithWaitList)(self.raw.raw(), 0, std::ptr::null(), &mut event)
+        };
+        self.event("clEnqueueMarkerWithWaitList", event, code)
+    }
+
+    fn event(&self, call: &str, raw: Handle, code: i32) -> Result<Owned> {
+        // SAFETY: the call gave us this event, and with it one reference.
+        unsafe { Owned::new(raw, code, self.api.clReleaseEvent) }
+            .or_else(|c| self.check(call, c).and_then(|()| Err(Error::internal(format!("{call} gave no event")))))
+    }
+
+    pub fn flush(&self) -> Result<()> {
+        // SAFETY: the queue is live.
+        self.check("clFlush", unsafe { (self.api.clFlush)(self.raw.raw()) })
+    }
+
+    /// Enqueues a copy to a range that was checked; the event of its end.
+    ///
+    /// # Safety
+    /// `src` stays as it is until the event is done.
+    pub unsafe fn write_later(&self, dst: &ClBuffer, offset: usize, src: &[u8]) -> Result<Owned> {
+        let mut event: Handle = std::ptr::null_mut();
+        // SAFETY: the range is inside of the buffer; the rest is the caller's.
+        let code = unsafe {
+            (self.api.clEnqueueWriteBuffer)(
+                self.raw.raw(),
+                raw(dst)?,
+                sys::FALSE,
+                offset,
+                src.len(),
+                src.as_ptr().cast(),
+                0,
+                std::ptr::null(),
+                &mut event,
+            )
+        };
+        self.event("clEnqueueWriteBuffer", event, code)
+    }
+
+    /// Enqueues a copy of a range that was checked to the host; the event of its end.
+    ///
+    /// # Safety
+    /// `bytes` bytes from `dst` on belong to the device until the event is done.
+    pub unsafe fn read_later(
+        &self,
+        src: &ClBuffer,
+        offset: usize,
+        dst: *mut u8,
+        bytes: usize,
+    ) -> Result<Owned> {
+        // SAFETY: the caller's.
+        unsafe { self.read_raw_later(raw(src)?, offset, dst, bytes) }
+    }
+
+    unsafe fn read_raw_later(&self, src: Handle, offset: usize, dst: *mut u8, bytes: usize) -> Result<Owned> {
+        let mut event: Handle = std::ptr::null_mut();
+        // SAFETY: the range is inside of the buffer; the rest is the caller's.
+        let code = unsafe {
+            (self.api.clEnqueueReadBuffer)(
+                self.raw.raw(),
+                src,
+                sys::FALSE,
+                offset,
+                bytes,
+                dst.cast(),
+                0,
+                std::ptr::null(),
+                &mut event,
+            )
+        };
+        self.event("clEnqueueReadBuffer", event, code)
+    }
+
+    /// Where a kernel that can fault ran since the word was last cleared, enqueues a copy of the word; whether it did.
+    ///
+    /// # Safety
+    /// `to` belongs to the device until what is enqueued now is done.
+    pub unsafe fn read_fault(&self, to: *mut u32) -> Result<bool> {
+        if !self.lock().may_have_faulted {
+            return Ok(false);
+        }
+        // SAFETY: the word has four bytes; the rest is the caller's.
+        unsafe { self.read_raw_later(self.fault.raw(), 0, to.cast(), 4)? };
+        Ok(true)
+    }
+
+    /// Enqueues clearing the fault word, where a kernel may have set it.
+    pub fn clear_fault(&self) -> Result<()> {
+        static NONE: u32 = 0;
+        if !std::mem::take(&mut self.lock().may_have_faulted) {
+            return Ok(());
+        }
+        // SAFETY: a static is never freed; the word has four bytes.
+        let code = unsafe {
+            (self.api.clEnqueueWriteBuffer)(
+                self.raw.raw(),
+                self.fault.raw(),
+                sys::FALSE,
+                0,
+                4,
+                (&raw const NONE).cast(),
+                0,
+                std::ptr::null(),
+                std::ptr::null_mut(),
+            )
+        };
+        self.check("clEnqueueWriteBuffer", code)
     }
 }
 
@@ -236,7 +363,7 @@ impl Submission<'_> {
         let mut at = 0u32;
         let mut set = |bytes: usize, value: *const c_void| {
             // SAFETY: the library copies `bytes` bytes from `value` before it returns. No other thread sets arguments of this
-            // kernel meanwhile: the queue's lock is held.
+            // kernel meanwhile: the queue's lock is held, and where the device has several queues, that of all.
             let code = unsafe { (q.api.clSetKernelArg)(k, at, bytes, value) };
             if code != sys::SUCCESS {
                 q.check(&format!("clSetKernelArg({}, {at})", p.signature.name), code)?;
@@ -271,7 +398,8 @@ impl Submission<'_> {
         let mut event: Handle = std::ptr::null_mut();
         let out = if q.profile { &raw mut event } else { std::ptr::null_mut() };
         // SAFETY: the queue and kernel are live, all arguments are set, and the sizes have three dimensions. Buffers stay alive:
-        // the queue keeps what it has enqueued, and the pool hands a freed buffer only to later commands of this queue.
+        // the queue keeps what it has enqueued, and the pool hands a freed buffer only to later commands of this queue, or of others
+        // that wait for this one.
         let code = unsafe {
             (q.api.clEnqueueNDRangeKernel)(
                 q.raw.raw(),
@@ -327,7 +455,6 @@ impl Submission<'_> {
 
     /// Hands what was enqueued to the device.
     pub fn flush(self) -> Result<()> {
-        // SAFETY: the queue is live.
-        self.queue.check("clFlush", unsafe { (self.queue.api.clFlush)(self.queue.raw.raw()) })
+        self.queue.flush()
     }
 }

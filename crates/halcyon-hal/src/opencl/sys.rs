@@ -37,6 +37,7 @@ macro_rules! api {
 }
 
 type Notify = Option<unsafe extern "system" fn(Handle, *mut c_void)>;
+type EventNotify = Option<unsafe extern "system" fn(Handle, i32, *mut c_void)>;
 type ContextNotify = Option<unsafe extern "system" fn(*const c_char, *const c_void, usize, *mut c_void)>;
 
 api! {
@@ -68,6 +69,13 @@ api! {
     clFinish(Handle) -> i32;
     clGetEventProfilingInfo(Handle, u32, usize, *mut c_void, *mut usize) -> i32;
     clReleaseEvent(Handle) -> i32;
+    clGetEventInfo(Handle, u32, usize, *mut c_void, *mut usize) -> i32;
+    clWaitForEvents(u32, *const Handle) -> i32;
+    clSetEventCallback(Handle, i32, EventNotify, *mut c_void) -> i32;
+    clCreateUserEvent(Handle, *mut i32) -> Handle;
+    clSetUserEventStatus(Handle, i32) -> i32;
+    clEnqueueMarkerWithWaitList(Handle, u32, *const Handle, *mut Handle) -> i32;
+    clEnqueueBarrierWithWaitList(Handle, u32, *const Handle, *mut Handle) -> i32;
 }
 
 impl std::fmt::Debug for Api {
@@ -84,7 +92,7 @@ pub struct Owned {
 }
 
 // SAFETY: OpenCL objects may be used and released from any thread; the one exception, setting the arguments of a kernel, is made
-// under the lock of the queue (OpenCL 1.2, appendix A.2).
+// under the lock of the only queue, or of all (OpenCL 1.2, appendix A.2).
 unsafe impl Send for Owned {}
 // SAFETY: as above.
 unsafe impl Sync for Owned {}
@@ -170,6 +178,10 @@ pub const PROGRAM_BUILD_LOG: u32 = 0x1183;
 pub const KERNEL_WORK_GROUP_SIZE: u32 = 0x11B0;
 pub const PROFILING_COMMAND_START: u32 = 0x1282;
 pub const PROFILING_COMMAND_END: u32 = 0x1283;
+pub const EVENT_COMMAND_EXECUTION_STATUS: u32 = 0x11D3;
+pub const FALSE: u32 = 0;
+/// The status of an event.
+pub const COMPLETE: i32 = 0;
 
 pub const SUCCESS: i32 = 0;
 pub const DEVICE_NOT_FOUND: i32 = -1;
@@ -259,6 +271,16 @@ pub fn driver_error(device: &str, call: &str, code: i32) -> Error {
         code: code_name(code),
         next: next_step(code).into(),
     }
+}
+
+/// When a command began or ended, in nanoseconds of the device's clock.
+pub fn stamp(api: &Api, event: &Owned, which: u32) -> std::result::Result<u64, i32> {
+    let mut t = 0u64;
+    // SAFETY: the event is live; the answer is one 64-bit number.
+    let code = unsafe {
+        (api.clGetEventProfilingInfo)(event.raw(), which, 8, (&raw mut t).cast(), std::ptr::null_mut())
+    };
+    if code == SUCCESS { Ok(t) } else { Err(code) }
 }
 
 /// Fails unless `code` is success.

@@ -89,6 +89,13 @@ FORWARD(i32, clFlush, (H a), (a))
 FORWARD(i32, clFinish, (H a), (a))
 FORWARD(i32, clGetEventProfilingInfo, (H a, u32 b, sz c, void *d, sz *e), (a, b, c, d, e))
 FORWARD(i32, clReleaseEvent, (H a), (a))
+FORWARD(i32, clGetEventInfo, (H a, u32 b, sz c, void *d, sz *e), (a, b, c, d, e))
+FORWARD(i32, clWaitForEvents, (u32 a, const H *b), (a, b))
+FORWARD(i32, clSetEventCallback, (H a, i32 b, FN c, void *d), (a, b, c, d))
+FORWARD(H, clCreateUserEvent, (H a, i32 *b), (a, b))
+FORWARD(i32, clSetUserEventStatus, (H a, i32 b), (a, b))
+FORWARD(i32, clEnqueueMarkerWithWaitList, (H a, u32 b, const H *c, H *d), (a, b, c, d))
+FORWARD(i32, clEnqueueBarrierWithWaitList, (H a, u32 b, const H *c, H *d), (a, b, c, d))
 
 i32 clEnqueueNDRangeKernel(H a, H b, u32 c, const sz *d, const sz *e, const sz *g, u32 h, const H *i, H *j) {
     RESOLVE(i32, clEnqueueNDRangeKernel, (H, H, u32, const sz *, const sz *, const sz *, u32, const H *, H *))

@@ -192,7 +192,7 @@ impl<'a> Stepwise<'a> {
         let (plan, trace) = lower::traced(&graph, b.device().as_target(), &b.lower_options())?;
         let units = trace.units(&plan)?;
         let exe = Executable::new(b, plan)?;
-        let (lease, outputs) = exe.begin(b, &session.upload(inputs)?)?;
+        let (lease, outputs) = exe.begin(b, &session.upload(inputs)?, None)?;
         Ok(Stepwise { session, exe, units, lease, outputs, at: 0 })
     }
 
@@ -207,7 +207,7 @@ impl<'a> Stepwise<'a> {
 
     fn to(&mut self, step: usize) -> Result<()> {
         let from = std::mem::replace(&mut self.at, step);
-        self.exe.submit_steps(self.session.backend(), &self.lease, &[], from..step)
+        self.exe.submit_steps(self.session.backend(), &self.lease, &[], from..step, None)
     }
 
     /// What lies where a piece reads.

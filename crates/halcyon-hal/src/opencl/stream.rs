@@ -1,0 +1,465 @@
+//! Streams: further in-order queues of a device, ordered among each other by OpenCL's events.
+
+use super::memory::ClBuffer;
+use super::program::ClProgram;
+use super::queue::Queue;
+use super::sys::{self, Api, Handle, Owned};
+use crate::hazard::{Access, Ledger};
+use crate::stream::{Progress, Report};
+use crate::validate;
+use crate::{BufferRef, Command, Counts, Download, Error, Event, Result, Stream};
+use halcyon_ir::data::Bytes;
+use std::any::Any;
+use std::ffi::c_void;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// The device's own queue among the lanes of the ledger.
+const OWN: u64 = 0;
+
+/// What the queues of one device share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub api: &'static Api,
+    pub context: Arc<Owned>,
+    pub id: String,
+    /// Tells its buffers and programs from those of other devices.
+    pub number: u64,
+    pub counts: Arc<Counts>,
+    /// Work under way, each with an event that is done when it is. Memory goes by its handle: the pool may hand it on while work uses it.
+    /// Whoever enqueues while there are streams holds this lock, also over a kernel's arguments.
+    traffic: Mutex<Ledger<Arc<Owned>>>,
+    /// Streams, until their work is done.
+    streams: AtomicUsize,
+    /// Calls of the device's own queue that found no streams.
+    unseen: AtomicUsize,
+    lanes: AtomicU64,
+}
+
+type Traffic<'a> = MutexGuard<'a, Ledger<Arc<Owned>>>;
+
+impl Shared {
+    pub fn new(
+        api: &'static Api,
+        context: Arc<Owned>,
+        id: String,
+        number: u64,
+        counts: Arc<Counts>,
+    ) -> Arc<Shared> {
+        Arc::new(Shared {
+            api,
+            context,
+            id,
+            number,
+            counts,
+            traffic: Mutex::default(),
+            streams: AtomicUsize::new(0),
+            unseen: AtomicUsize::new(0),
+            lanes: AtomicU64::new(OWN),
+        })
+    }
+
+    pub fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a ClBuffer> {
+        b.as_any().downcast_ref::<ClBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
+            Error::argument(call, format!("{b:?} does not belong to this opening of {}", self.id))
+        })
+    }
+
+    /// Enqueues commands, and says how far it came.
+    pub fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
+        let mut s = queue.begin();
+        for c in commands {
+            match c {
+                Command::Launch { program, groups, buffers, params, fault } => {
+                    let p = self.program(program)?;
+                    let arguments = p.signature.arguments(buffers.len(), params, *fault)?;
+                    let own = |b| self.buffer("launch", b);
+                    let buffers = buffers.iter().map(own).collect::<Result<smallvec::SmallVec<[_; 16]>>>()?;
+                    s.launch(p, *groups, &buffers, &arguments)?;
+                    if !groups.contains(&0) {
+                        Counts::add(&self.counts.launches, 1);
+                    }
+                }
+                Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
+                    let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
+                    let same = std::ptr::eq(from, to);
+                    validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
+                    s.copy(from, *src_offset, to, *dst_offset, *bytes)?;
+                    Counts::add(&self.counts.device_copies, (*bytes > 0) as u64);
+                }
+                Command::Library { kernel, .. } => {
+                    let what = format!("{} is another device's kernel", kernel.name());
+                    return Err(Error::argument("submit", what));
+                }
+            }
+        }
+        s.flush()
+    }
+
+    fn program<'a>(&self, p: &'a Arc<dyn crate::Program>) -> Result<&'a ClProgram> {
+        p.as_any().downcast_ref::<ClProgram>().filter(|p| p.owner == self.number).ok_or_else(|| {
+            Error::argument("launch", format!("{} was compiled for another device", p.name()))
+        })
+    }
+
+    /// What commands use. What is wrong with them is said when they are enqueued.
+    pub fn access(&self, commands: &[Command<'_>]) -> Access {
+        let mut a = Access::default();
+        let at = |b: &BufferRef| self.buffer("", b).ok().and_then(|b| b.block.raw()).map(|h| h.raw() as usize);
+        for c in commands {
+            match c {
+                Command::Launch { program, buffers, .. } => {
+                    let Ok(p) = self.program(program) else { continue };
+                    for (h, d) in buffers.iter().map(at).zip(&p.signature.buffers) {
+                        let spans = if d.write { &mut a.writes } else { &mut a.reads };
+                        h.into_iter().for_each(|h| spans.add(h, 1));
+                    }
+                }
+                Command::Copy { src, dst, .. } => {
+                    at(src).into_iter().for_each(|h| a.reads.add(h, 1));
+                    at(dst).into_iter().for_each(|h| a.writes.add(h, 1));
+                }
+                Command::Library { .. } => {}
+            }
+        }
+        a.settle();
+        a
+    }
+
+    fn lock(&self) -> Traffic<'_> {
+        // Every update leaves the ledger whole, so a panic elsewhere does not damage it.
+        self.traffic.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Runs a call of the device's own queue that needs no order with streams, because there are none. `None` where there are.
+    pub fn alone<R>(&self, f: impl FnOnce() -> R) -> Option<R> {
+        // Both sides write their own number and then look at the other's, so one of them sees the other.
+        self.unseen.fetch_add(1, Ordering::SeqCst);
+        let _end = Count(&self.unseen);
+        (self.streams.load(Ordering::SeqCst) == 0).then(f)
+    }
+
+    /// Enqueues work behind what it conflicts with. `f` gives the event of its end, or none for that of all that is in the queue.
+    pub fn ordered<R>(
+        &self,
+        lane: u64,
+        queue: &Queue,
+        access: Access,
+        f: impl FnOnce() -> Result<(Option<Owned>, R)>,
+    ) -> Result<(Arc<Owned>, R)> {
+        let mut t = self.lock();
+        t.retain(|e| !self.is_done(e.mark.raw()));
+        let before: Vec<Handle> = t.before(lane, &access).map(|e| e.mark.raw()).collect();
+        if !before.is_empty() {
+            queue.barrier(&before)?;
+        }
+        let made = f();
+        // What was enqueued before an error runs too.
+        let end = match &made {
+            Ok((Some(_), _)) => None,
+            _ => Some(queue.marker()?),
+        };
+        let (event, r) = match made {
+            Ok((e, r)) => (e.or(end), Ok(r)),
+            Err(e) => (end, Err(e)),
+        };
+        let event = Arc::new(event.ok_or_else(|| Error::internal("work without an event"))?);
+        t.enter(lane, access, event.clone());
+        // Other queues may wait for it.
+        queue.flush()?;
+        Ok((event, r?))
+    }
+
+    /// [`Shared::ordered`] for the device's own queue.
+    pub fn own<R>(
+        &self,
+        queue: &Queue,
+        access: Access,
+        f: impl FnOnce() -> Result<(Option<Owned>, R)>,
+    ) -> Result<(Arc<Owned>, R)> {
+        self.ordered(OWN, queue, access, f)
+    }
+
+    fn is_done(&self, event: Handle) -> bool {
+        let mut status = 0i32;
+        // SAFETY: the event is live; the answer is one 32-bit number.
+        let code = unsafe {
+            (self.api.clGetEventInfo)(
+                event,
+                sys::EVENT_COMMAND_EXECUTION_STATUS,
+                4,
+                (&raw mut status).cast(),
+                std::ptr::null_mut(),
+            )
+        };
+        code == sys::SUCCESS && status <= 0
+    }
+
+    /// Waits for an event of this device.
+    pub fn await_event(&self, event: &Owned) -> Result<()> {
+        let raw = event.raw();
+        // SAFETY: the event is live.
+        sys::check(&self.id, "clWaitForEvents", unsafe { (self.api.clWaitForEvents)(1, &raw) })
+    }
+
+    /// Waits for the work of streams that is under way. What failed is told by its own events.
+    pub fn drain(&self) {
+        if self.streams.load(Ordering::SeqCst) == 0 {
+            return;
+        }
+        let mut open = vec![];
+        self.lock().retain(|e| {
+            open.push(e.mark.clone());
+            true
+        });
+        for e in open {
+            if let Err(e) = self.await_event(&e) {
+                tracing::debug!("work of a stream failed: {e}");
+            }
+        }
+    }
+
+    /// Calls `f` with the event's status when it is done, on a thread of the driver.
+    fn when_done(&self, event: &Owned, f: impl FnOnce(i32) + Send + 'static) -> Result<()> {
+        type Call = Box<dyn FnOnce(i32) + Send>;
+        unsafe extern "system" fn call(_: Handle, status: i32, data: *mut c_void) {
+            // SAFETY: the box that was given away below; OpenCL calls once.
+            let f = unsafe { Box::from_raw(data.cast::<Call>()) };
+            // A panic must not reach the driver.
+            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| f(status))).is_err() {
+                tracing::error!("a callback of an OpenCL event panicked");
+            }
+        }
+        let data = Box::into_raw(Box::new(Box::new(f) as Call));
+        // SAFETY: the event is live, and `call` takes what `data` points at.
+        let code =
+            unsafe { (self.api.clSetEventCallback)(event.raw(), sys::COMPLETE, Some(call), data.cast()) };
+        if code != sys::SUCCESS {
+            // SAFETY: the driver did not take it, so it is ours again.
+            let f = unsafe { Box::from_raw(data) };
+            // Whatever `f` keeps for the device may go only now.
+            let _ = self.await_event(event);
+            f(code.min(0));
+            return sys::check(&self.id, "clSetEventCallback", code);
+        }
+        Ok(())
+    }
+}
+
+struct Count<'a>(&'a AtomicUsize);
+
+impl Drop for Count<'_> {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+/// A marker behind an [`Event`].
+struct Marker {
+    shared: Arc<Shared>,
+    event: Arc<Owned>,
+}
+
+impl Progress for Marker {
+    fn wait(&self) {
+        // The event's callback says what became of it.
+        if let Err(e) = self.shared.await_event(&self.event) {
+            tracing::debug!("an event of a stream failed: {e}");
+        }
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// A stream of an OpenCL device.
+#[derive(Debug)]
+pub(crate) struct ClStream {
+    shared: Arc<Shared>,
+    queue: Queue,
+    lane: u64,
+    /// Of what follows the last event. Held over every call, so that a report and the queue agree.
+    report: Mutex<Arc<Report>>,
+}
+
+impl ClStream {
+    /// A stream over a queue of its own. `own` is the device's, which has nothing under way afterwards that the ledger does not know.
+    pub fn new(shared: &Arc<Shared>, own: &Queue, queue: Queue) -> Result<ClStream> {
+        shared.streams.fetch_add(1, Ordering::SeqCst);
+        let lane = shared.lanes.fetch_add(1, Ordering::Relaxed) + OWN + 1;
+        let s = ClStream { shared: shared.clone(), queue, lane, report: Mutex::default() };
+        while shared.unseen.load(Ordering::SeqCst) > 0 {
+            std::thread::yield_now();
+        }
+        own.finish()?;
+        Ok(s)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Arc<Report>> {
+        self.report.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn ordered<R>(
+        &self,
+        access: Access,
+        f: impl FnOnce() -> Result<(Option<Owned>, R)>,
+    ) -> Result<(Arc<Owned>, R)> {
+        self.shared.ordered(self.lane, &self.queue, access, f)
+    }
+
+    /// After an error, waits: what the host lends to the queue is about to go.
+    fn settled<R>(&self, r: Result<R>) -> Result<R> {
+        if r.is_err() {
+            self.queue.finish()?;
+        }
+        r
+    }
+
+    /// Ends the report under way in an event. `keep` is what the device uses until then.
+    fn close(
+        &self,
+        report: &mut Arc<Report>,
+        keep: Option<Arc<Mutex<Vec<u8>>>>,
+    ) -> Result<Event> {
+        let (marker, stamps) = self.ordered(Access::default(), || {
+            self.queue.clear_fault()?;
+            Ok((None, self.queue.take_events()))
+        })?;
+        let closed = std::mem::take(report);
+        let progress = Marker { shared: self.shared.clone(), event: marker.clone() };
+        let event = Event::new(closed.clone(), Some(Box::new(progress)));
+        let (shared, done) = (self.shared.clone(), event.clone());
+        self.shared.when_done(&marker, move |status| {
+            if status < 0 {
+                closed.fail(sys::driver_error(&shared.id, "a command of a stream", status));
+            }
+            for e in stamps.iter().flatten() {
+                let at = |which| sys::stamp(shared.api, e, which);
+                let times = (at(sys::PROFILING_COMMAND_START), at(sys::PROFILING_COMMAND_END));
+                if let (Ok(begin), Ok(end)) = times {
+                    closed.ran(begin, end);
+                }
+            }
+            drop(keep);
+            done.complete();
+        })?;
+        Ok(event)
+    }
+}
+
+impl Stream for ClStream {
+    fn overlaps(&self) -> bool {
+        true
+    }
+
+    fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
+        let report = self.lock();
+        let (event, read) = self.settled(self.ordered(self.shared.access(commands), || {
+            self.shared.enqueue(&self.queue, commands)?;
+            // SAFETY: the word is the report's, which lives until the callback below has let go of it.
+            let read = unsafe { self.queue.read_fault(report.fault().as_ptr())? };
+            Ok((None, read))
+        }))?;
+        if read {
+            let keep = report.clone();
+            self.shared.when_done(&event, move |_| drop(keep))?;
+        }
+        Ok(())
+    }
+
+    fn write(&self, dst: &BufferRef, offset: usize, src: Arc<dyn Bytes>) -> Result<()> {
+        let _report = self.lock();
+        let b = self.shared.buffer("write", dst)?;
+        let bytes = src.bytes();
+        validate::range("write", dst.bytes(), offset, bytes.len())?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let (event, ()) = self.settled(self.ordered(b.writing(), || {
+            // SAFETY: the range was checked; the callback below keeps the bytes until they are copied.
+            Ok((Some(unsafe { self.queue.write_later(b, offset, bytes)? }), ()))
+        }))?;
+        Counts::add(&self.shared.counts.uploads, 1);
+        Counts::add(&self.shared.counts.uploaded_bytes, bytes.len() as u64);
+        let keep = src.clone();
+        self.shared.when_done(&event, move |_| drop(keep))
+    }
+
+    fn read(&self, src: &BufferRef, offset: usize, bytes: usize) -> Result<Download> {
+        let mut report = self.lock();
+        let b = self.shared.buffer("read", src)?;
+        validate::range("read", src.bytes(), offset, bytes)?;
+        let mut to = halcyon_ir::host::zeros(bytes, "a copy to the host")?;
+        let at = to.as_mut_ptr();
+        let to = Arc::new(Mutex::new(to));
+        if bytes > 0 {
+            // SAFETY: the range was checked, and the vector has room for it, which nobody else looks at before the event is done. What
+            // keeps it until then is the callback that `close` sets, or an error's wait for the queue.
+            let read = || Ok((Some(unsafe { self.queue.read_later(b, offset, at, bytes)? }), ()));
+            self.settled(self.ordered(b.reading(), read))?;
+        }
+        Counts::add(&self.shared.counts.downloads, 1);
+        Counts::add(&self.shared.counts.downloaded_bytes, bytes as u64);
+        let event = self.settled(self.close(&mut report, Some(to.clone())))?;
+        Ok(Download::new(event, to))
+    }
+
+    fn record(&self) -> Result<Event> {
+        self.close(&mut self.lock(), None)
+    }
+
+    fn wait(&self, event: &Event) -> Result<()> {
+        let _report = self.lock();
+        if event.is_done() {
+            return Ok(());
+        }
+        let same = |m: &&Marker| Arc::ptr_eq(&m.shared.context, &self.shared.context);
+        let marker = event.progress().and_then(|p| p.as_any().downcast_ref::<Marker>()).filter(same);
+        let (api, mut code) = (self.shared.api, 0);
+        let foreign = match marker {
+            Some(_) => None,
+            None => {
+                // SAFETY: the context is live.
+                let raw = unsafe { (api.clCreateUserEvent)(self.shared.context.raw(), &mut code) };
+                // SAFETY: an event created just now, released by its own function.
+                let own = unsafe { Owned::new(raw, code, api.clReleaseEvent) };
+                Some(own.map_err(|c| sys::driver_error(&self.shared.id, "clCreateUserEvent", c))?)
+            }
+        };
+        let raw = foreign.as_ref().map_or_else(|| marker.map(|m| m.event.raw()), |o| Some(o.raw()));
+        let enqueued = self.ordered(Access::default(), || {
+            raw.map_or(Ok(()), |h| self.queue.barrier(&[h])).map(|()| (None, ()))
+        });
+        if let Some(own) = foreign {
+            event.on_done(move || {
+                // SAFETY: the event is live, and its status is set here only. A failure would leave the queue waiting: it is said.
+                let code = unsafe { (api.clSetUserEventStatus)(own.raw(), sys::COMPLETE) };
+                if code != sys::SUCCESS {
+                    tracing::error!(code = %sys::code_name(code), "an event of another device could not be passed on");
+                }
+            });
+        }
+        enqueued.map(drop)
+    }
+}
+
+impl Drop for ClStream {
+    fn drop(&mut self) {
+        // The queue goes on until it is empty; until then the device counts it.
+        let shared = self.shared.clone();
+        let gone = move || {
+            shared.streams.fetch_sub(1, Ordering::SeqCst);
+        };
+        match self.ordered(Access::default(), || Ok((None, ()))) {
+            Ok((event, ())) => {
+                // On an error it was called already.
+                let _ = self.shared.when_done(&event, move |_| gone());
+            }
+            Err(e) => {
+                tracing::warn!("a stream ends with {e}");
+                gone();
+            }
+        }
+    }
+}
