@@ -20,6 +20,8 @@ const TYPES: usize = 64;
 
 type Buffers = SmallVec<[BufferRef; 8]>;
 
+const NOT_RUN: &str = "the graph has not run, or its last run failed";
+
 /// What a traced function may give.
 pub trait Outputs {
     fn tensors(self) -> Result<Vec<Tensor>>;
@@ -206,7 +208,13 @@ impl<F> Compiled<F> {
             let what = "a tensor that the function also takes from its surroundings cannot be donated";
             return Err(Error::argument("compiled function", what).at(&by));
         }
-        let made = entry.exe.run(&self.backend, &buffers, &[])?;
+        let made = entry.exe.start(&self.backend, &buffers, &[]).map_err(|f| {
+            // Nobody knows what a run that broke off left of what it may overwrite.
+            if f.started {
+                inputs.iter().zip(&donated).filter(|(_, d)| **d).for_each(|(t, _)| t.taken(&by));
+            }
+            f.error
+        })?;
         for (t, d) in inputs.iter().zip(&donated) {
             if *d {
                 t.taken(&by);
@@ -471,6 +479,19 @@ impl CapturedGraph {
     }
 
     fn run(&self, bound: &mut Bound) -> Result<()> {
+        let ran = self.submit(bound);
+        // What was donated belongs to the outputs now.
+        for i in (0..bound.inputs.len()).filter(|i| self.donated[*i]) {
+            self.exe.unbind_input(&mut bound.lease, i);
+        }
+        if ran.is_err() {
+            // What lies there is no result: of the run before, of half a run, or of none.
+            bound.outputs.iter_mut().for_each(|o| *o = None);
+        }
+        ran
+    }
+
+    fn submit(&self, bound: &mut Bound) -> Result<()> {
         let Bound { lease, inputs, outputs, args } = bound;
         // What became of the inputs since they were bound.
         for t in &*inputs {
@@ -482,6 +503,7 @@ impl CapturedGraph {
                 *out = None;
             }
         }
+        let mut taken: SmallVec<[&Tensor; 8]> = SmallVec::new();
         for (i, t) in inputs.iter().enumerate().filter(|(i, _)| self.donated[*i]) {
             let mut b = t.ready()?;
             if t.0.readers() > 0 || Arc::strong_count(&b) > 2 {
@@ -493,7 +515,7 @@ impl CapturedGraph {
                 d.submit(&[Command::Copy { src, src_offset: 0, dst: &dst, dst_offset: 0, bytes }])?;
                 b = dst;
             } else {
-                t.taken(&self.span);
+                taken.push(t);
             }
             self.exe.bind_input(lease, i, &b)?;
             for (k, out) in outputs.iter_mut().enumerate() {
@@ -514,10 +536,9 @@ impl CapturedGraph {
                 *out = Some(b);
             }
         }
-        let ran = self.exe.submit(&self.backend, lease, args);
-        // What was donated belongs to the outputs now.
-        (0..inputs.len()).filter(|i| self.donated[*i]).for_each(|i| self.exe.unbind_input(lease, i));
-        ran
+        // All that can be missing is there: from here on the memory is the run's, whether it fails or not.
+        taken.iter().for_each(|t| t.taken(&self.span));
+        self.exe.submit(&self.backend, lease, args)
     }
 
     fn output_is_input(&self, k: usize) -> Option<usize> {
@@ -534,9 +555,7 @@ impl CapturedGraph {
 
     fn results(&self, bound: &Bound) -> Result<Vec<Tensor>> {
         let one = |(b, ty): (&Option<BufferRef>, &TensorType)| {
-            let b = b
-                .clone()
-                .ok_or_else(|| Error::argument("outputs", "the graph has not run").at(&self.span))?;
+            let b = b.clone().ok_or_else(|| Error::argument("outputs", NOT_RUN).at(&self.span))?;
             Ok(Tensor::at(&self.backend, ty.clone(), b, self.span.clone()))
         };
         bound.outputs.iter().zip(&self.outputs).map(one).collect()
@@ -551,8 +570,7 @@ impl CapturedGraph {
         let bound = lock(&self.bound);
         let b = bound.outputs.get(output).and_then(|b| b.as_ref());
         let b = b.ok_or_else(|| {
-            Error::argument("read", format!("there is no output {output}, or the graph has not run"))
-                .at(&self.span)
+            Error::argument("read", format!("there is no output {output}, or {NOT_RUN}")).at(&self.span)
         })?;
         self.backend.device().read(b, 0, to)?;
         self.backend.check_faults()

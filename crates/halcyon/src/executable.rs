@@ -288,11 +288,21 @@ impl Executable {
         }
     }
 
-    /// Submits the plan. `inputs` in the graph's order; those the plan was told are donated may be overwritten. Returns the
-    /// outputs' buffers, which the caller owns.
+    /// Submits the plan. `inputs` in the graph's order; those the plan was told are donated may be overwritten, also by a run that
+    /// fails. Returns the outputs' buffers, which the caller owns.
     pub fn run(&self, backend: &Backend, inputs: &[BufferRef], args: &[Scalar]) -> Result<Vec<BufferRef>> {
+        self.start(backend, inputs, args).map_err(|f| f.error)
+    }
+
+    /// As [`Executable::run`]; an error says whether donated inputs are still what they were.
+    pub(crate) fn start(
+        &self,
+        backend: &Backend,
+        inputs: &[BufferRef],
+        args: &[Scalar],
+    ) -> Result<Vec<BufferRef>, Failed> {
         if inputs.len() < self.uses.inputs.len() {
-            return Err(Error::internal(format!("input {} is missing", inputs.len())));
+            return Err(Error::internal(format!("input {} is missing", inputs.len())).into());
         }
         let mut lease = self.lease(backend)?;
         for (i, b) in inputs.iter().enumerate() {
@@ -307,7 +317,7 @@ impl Executable {
             self.bind_output(&mut lease, k, &b);
             outputs.push(b);
         }
-        self.submit(backend, &mut lease, args)?;
+        self.submit(backend, &mut lease, args).map_err(|error| Failed { error, started: true })?;
         self.give_back(lease);
         Ok(outputs)
     }
@@ -349,6 +359,20 @@ impl Executable {
         s.runs.fetch_add(1, Ordering::Relaxed);
         s.steps.fetch_add(self.plan.steps.len() as u64, Ordering::Relaxed);
         Ok(())
+    }
+}
+
+/// A run that failed.
+#[derive(Debug)]
+pub(crate) struct Failed {
+    pub(crate) error: Error,
+    /// Commands were handed over, of which some may have run: what was donated may be overwritten.
+    pub(crate) started: bool,
+}
+
+impl From<Error> for Failed {
+    fn from(error: Error) -> Failed {
+        Failed { error, started: false }
     }
 }
 

@@ -17,7 +17,9 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+pub mod blas;
 pub mod capture;
+pub mod compat;
 pub mod doctor;
 pub mod executable;
 pub mod fit;
@@ -28,13 +30,16 @@ pub mod onnx;
 pub mod ops;
 #[cfg(not(target_arch = "wasm32"))]
 mod packed;
+pub mod random;
 pub mod receipts;
 pub mod session;
 pub mod split;
 pub mod state;
+pub mod summary;
 pub mod tensor;
 
 pub use backend::{Backend, BackendBuilder};
+pub use blas::ConvConfig;
 pub use capture::{CapturedGraph, Compiled};
 pub use executable::Executable;
 pub use fit::Fit;

@@ -642,7 +642,15 @@ pub fn eval(outputs: &[Tensor]) -> Result<()> {
         })
         .collect::<Result<_>>()?;
     let exe = backend.plan(graph, donated.clone())?;
-    let made = exe.run(&backend, &inputs, &args)?;
+    let by = first.0.span.clone();
+    let take = || leaves.iter().zip(&donated).filter(|(_, d)| **d).for_each(|(t, _)| t.taken(&by));
+    let made = exe.start(&backend, &inputs, &args).map_err(|f| {
+        // Nobody knows what a run that broke off left of what it may overwrite.
+        if f.started {
+            take();
+        }
+        f.error
+    })?;
     drop(inputs);
     for (t, b) in results.iter().zip(made) {
         let mut inner = t.0.lock();
@@ -651,12 +659,7 @@ pub fn eval(outputs: &[Tensor]) -> Result<()> {
         drop(inner);
         drop(old);
     }
-    let by = first.0.span.clone();
-    for (t, d) in leaves.iter().zip(donated) {
-        if d {
-            t.taken(&by);
-        }
-    }
+    take();
     Ok(())
 }
 
