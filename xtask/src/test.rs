@@ -46,6 +46,7 @@ const STEPS: &[Step] = &[
     Step { name: "fmt", fast: true, work: fmt },
     Step { name: "clippy", fast: true, work: clippy },
     Step { name: "tests", fast: true, work: tests },
+    Step { name: "backend", fast: true, work: backend },
     Step { name: "doc", fast: false, work: doc },
     Step { name: "platforms", fast: false, work: platforms },
     Step { name: "asan", fast: false, work: asan },
@@ -199,6 +200,25 @@ fn clippy(context: &Context) -> Outcome {
 
 fn tests(context: &Context) -> Outcome {
     cargo_tests(context.cargo().args(["test", "--workspace", "--no-fail-fast"]))
+}
+
+/// The backend that is no part of the workspace: its own tests, with Halcyon as a user's crate sees it.
+fn backend(context: &Context) -> Outcome {
+    let manifest = crate::root().join("examples/backend/Cargo.toml").display().to_string();
+    let fmt = ["fmt", "--manifest-path", manifest.as_str(), "--check"];
+    if let Err(why) = run(context.cargo().args(fmt)) {
+        return Outcome::Failed(why);
+    }
+    let mut command = context.cargo();
+    command.args([
+        "test",
+        "--no-fail-fast",
+        "--locked",
+        "--manifest-path",
+        manifest.as_str(),
+        "--target-dir",
+    ]);
+    cargo_tests(command.arg(crate::target_dir()))
 }
 
 /// Runs a cargo test command and counts its tests; a run without a single test is a failure.

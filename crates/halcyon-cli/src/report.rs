@@ -1,6 +1,7 @@
 //! What commands print: results on stdout, progress and errors on stderr.
 
-use halcyon::{BackendType, ConstData, Error, Result};
+pub use halcyon::summary::reason;
+use halcyon::{ConstData, Error, Result};
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 use std::any::Any;
@@ -64,13 +65,6 @@ pub fn note(text: &str) {
 /// What an error says, without a place where it has none.
 pub fn message(e: &Error) -> String {
     e.to_string()
-}
-
-/// Why a backend is not there, below or beside its name: without the name, and without a list of what was tried where that is
-/// empty.
-pub fn reason(b: BackendType, why: &str) -> String {
-    let name = format!("{b} is not available: ");
-    why.strip_prefix(&name).unwrap_or(why).replace(" Tried: nothing.", "")
 }
 
 pub fn print_error(e: &Error, json: bool) {

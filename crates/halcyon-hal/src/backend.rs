@@ -114,6 +114,18 @@ impl BackendType {
         self.row().vendor
     }
 
+    /// PyTorch's name for this kind of device: `cuda` for ROCm too.
+    pub fn torch_name(self) -> Option<&'static str> {
+        match self {
+            BackendType::Cuda | BackendType::Rocm => Some("cuda"),
+            BackendType::Metal => Some("mps"),
+            BackendType::Tpu => Some("xla"),
+            BackendType::Intel => Some("xpu"),
+            BackendType::Cpu => Some("cpu"),
+            _ => None,
+        }
+    }
+
     /// The name as people write it: `OpenCL`.
     pub fn title(self) -> &'static str {
         self.row().title

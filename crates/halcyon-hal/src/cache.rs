@@ -117,7 +117,12 @@ impl DiskCache {
             let mut f = fs::File::create_new(&temporary)?;
             fill(&mut f)?;
             drop(f);
-            fs::rename(&temporary, self.path(key))
+            let path = self.path(key);
+            fs::rename(&temporary, &path).or_else(|e| {
+                // An empty folder in its place is damage too.
+                fs::remove_dir(&path).map_err(|_| e)?;
+                fs::rename(&temporary, &path)
+            })
         })();
         if written.is_err() {
             let _ = fs::remove_file(&temporary);

@@ -213,6 +213,8 @@ pub struct MemoryStats {
 pub struct Options {
     /// Worker threads of the CPU device, the caller included. `None`: one per core the process may use.
     pub threads: Option<usize>,
+    /// Whether the CPU device uses instruction sets beyond the target's baseline. `None`: what the processor has.
+    pub simd: Option<bool>,
     /// Bytes that live buffers may take.
     pub memory_limit: Option<u64>,
     /// Directory for compiled programs. `None`: the user's cache directory.
@@ -329,10 +331,49 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     fn as_target(&self) -> &dyn Target;
 }
 
+/// Bytes in a GiB.
+const GIB: f64 = (1u64 << 30) as f64;
+
 impl DeviceInfo {
+    /// `cpu:0`, `opencl:1`.
+    pub fn id(&self) -> &str {
+        &self.id
+    }
+
+    /// The driver's name for it.
+    pub fn name(&self) -> &str {
+        &self.name
+    }
+
     /// Memory in GiB (1024³ bytes).
     pub fn memory_gb(&self) -> Option<f64> {
-        self.total_memory.map(|b| b as f64 / (1u64 << 30) as f64)
+        self.total_memory.map(|b| b as f64 / GIB)
+    }
+
+    /// Memory that nothing used when the device was looked at, in GiB (1024³ bytes).
+    pub fn free_memory_gb(&self) -> Option<f64> {
+        self.free_memory.map(|b| b as f64 / GIB)
+    }
+
+    /// The device as PyTorch names it: `cuda:0` for `rocm:0` too, `mps`, `xpu:0`, `xla:0`, `cpu`. `None` where PyTorch has no such
+    /// device.
+    pub fn torch_device(&self) -> Option<String> {
+        self.backend.torch_name().map(|n| match self.backend {
+            BackendType::Cpu | BackendType::Metal => n.into(),
+            _ => format!("{n}:{}", self.index),
+        })
+    }
+}
+
+impl MemoryStats {
+    /// [`MemoryStats::allocated`] in MiB (1024² bytes).
+    pub fn allocated_mb(&self) -> f64 {
+        self.allocated as f64 / (1u64 << 20) as f64
+    }
+
+    /// What the limit leaves, in MiB (1024² bytes); `None` where no limit is known.
+    pub fn free_mb(&self) -> Option<f64> {
+        self.limit.map(|l| l.saturating_sub(self.allocated) as f64 / (1u64 << 20) as f64)
     }
 }
 

@@ -46,6 +46,10 @@ pub(crate) struct Inner {
     pub(crate) faults: FaultTable,
     pub(crate) stats: Stats,
     pub(crate) lanes: Lanes,
+    /// Of the next [`Backend::randn`].
+    pub(crate) seed: AtomicU64,
+    /// The settings it was built with, where it was.
+    built: Option<BackendBuilder>,
     /// Held while a run collects its inputs and submits: two threads must not decide about one buffer at a time.
     pub(crate) running: Mutex<()>,
 }
@@ -170,6 +174,12 @@ impl BackendBuilder {
         self
     }
 
+    /// Whether the CPU device uses instruction sets beyond the target's baseline (AVX2, AVX-512); it does if it is not said.
+    pub fn enable_simd(mut self, on: bool) -> Self {
+        self.options.simd = Some(on);
+        self
+    }
+
     /// Bytes that live buffers may take: a hard cap.
     pub fn memory_limit(mut self, bytes: u64) -> Self {
         self.options.memory_limit = Some(bytes);
@@ -250,6 +260,7 @@ impl BackendBuilder {
             i.precision = self.precision;
             i.amp = amp;
             i.without.clone_from(&self.without);
+            i.built = Some(self.clone());
             #[cfg(not(target_arch = "wasm32"))]
             {
                 let dir = self.options.cache_dir.clone();
@@ -303,6 +314,31 @@ impl Backend {
         Backend::new(BackendType::Auto)
     }
 
+    /// The backends that have a device here.
+    pub fn available() -> Vec<BackendType> {
+        select::discover().into_iter().filter(|r| r.available).map(|r| r.id).collect()
+    }
+
+    /// Every device of this machine, by backend; software devices too.
+    pub fn list_devices() -> Vec<DeviceInfo> {
+        select::discover().into_iter().flat_map(|r| r.devices).collect()
+    }
+
+    /// Another device of this backend, opened with the same settings.
+    ///
+    /// # Errors
+    /// As [`BackendBuilder::build`].
+    pub fn on_device(&self, index: usize) -> Result<Backend> {
+        let built = self.0.built.clone().unwrap_or_else(|| BackendBuilder {
+            level: self.0.level,
+            precision: self.0.precision,
+            amp: Some(self.0.amp),
+            without: self.0.without.clone(),
+            ..BackendBuilder::default()
+        });
+        built.backend_type(self.info().backend).device(index).fallback(Fallback::Never).build()
+    }
+
     /// A backend over an open device.
     pub fn from_device(device: Arc<dyn Device>, selection: Selection, level: Level) -> Backend {
         Backend(Arc::new(Inner {
@@ -321,6 +357,8 @@ impl Backend {
             faults: FaultTable::default(),
             stats: Stats::default(),
             lanes: Lanes::default(),
+            seed: AtomicU64::new(0),
+            built: None,
             running: Mutex::new(()),
         }))
     }
@@ -345,6 +383,16 @@ impl Backend {
 
     pub fn level(&self) -> Level {
         self.0.level
+    }
+
+    /// How exact f32 matrix work is.
+    pub fn precision(&self) -> MatmulPrecision {
+        self.0.precision
+    }
+
+    /// Element types that kernels of this device load and store, as its driver was asked.
+    pub fn supported_dtypes(&self) -> &[halcyon_ir::DType] {
+        &self.0.device.caps().storage
     }
 
     /// The policy of mixed precision.

@@ -21,6 +21,8 @@ const TYPES: usize = 64;
 
 type Buffers = SmallVec<[BufferRef; 8]>;
 
+const NOT_RUN: &str = "the graph has not run, or its last run failed";
+
 /// What a traced function may give.
 pub trait Outputs {
     fn tensors(self) -> Result<Vec<Tensor>>;
@@ -208,7 +210,14 @@ impl<F> Compiled<F> {
             return Err(Error::argument("compiled function", what).at(&by));
         }
         let on = stream::current(&self.backend);
-        let (made, event) = entry.exe.run_on(&self.backend, &buffers, &[], on.as_deref())?;
+        let ran = entry.exe.run_on(&self.backend, &buffers, &[], on.as_deref());
+        let (made, event) = ran.map_err(|f| {
+            // Nobody knows what a run that broke off left of what it may overwrite.
+            if f.started {
+                inputs.iter().zip(&donated).filter(|(_, d)| **d).for_each(|(t, _)| t.taken(&by));
+            }
+            f.error
+        })?;
         for (t, d) in inputs.iter().zip(&donated) {
             if *d {
                 t.taken(&by);
@@ -481,6 +490,19 @@ impl CapturedGraph {
     }
 
     fn run(&self, bound: &mut Bound) -> Result<()> {
+        let ran = self.submit(bound);
+        // What was donated belongs to the outputs now.
+        for i in (0..bound.inputs.len()).filter(|i| self.donated[*i]) {
+            self.exe.unbind_input(&mut bound.lease, i);
+        }
+        if ran.is_err() {
+            // What lies there is no result: of the run before, of half a run, or of none.
+            bound.outputs.iter_mut().for_each(|o| *o = None);
+        }
+        ran
+    }
+
+    fn submit(&self, bound: &mut Bound) -> Result<()> {
         let on = stream::current(&self.backend);
         let Bound { lease, inputs, outputs, args, flight } = bound;
         // What became of the inputs since they were bound.
@@ -493,6 +515,7 @@ impl CapturedGraph {
                 *out = None;
             }
         }
+        let mut taken: SmallVec<[&Tensor; 8]> = SmallVec::new();
         for (i, t) in inputs.iter().enumerate().filter(|(i, _)| self.donated[*i]) {
             let mut b = t.ready()?;
             if t.0.readers() > 0 || Arc::strong_count(&b) > 2 {
@@ -505,7 +528,7 @@ impl CapturedGraph {
                 stream::submit(&self.backend, on.as_deref(), &[copy])?;
                 b = dst;
             } else {
-                t.taken(&self.span);
+                taken.push(t);
             }
             self.exe.bind_input(lease, i, &b)?;
             for (k, out) in outputs.iter_mut().enumerate() {
@@ -526,10 +549,9 @@ impl CapturedGraph {
                 *out = Some(b);
             }
         }
-        let ran = self.exe.submit(&self.backend, lease, args, on.as_deref());
-        // What was donated belongs to the outputs now.
-        (0..inputs.len()).filter(|i| self.donated[*i]).for_each(|i| self.exe.unbind_input(lease, i));
-        *flight = ran?;
+        // All that can be missing is there: from here on the memory is the run's, whether it fails or not.
+        taken.iter().for_each(|t| t.taken(&self.span));
+        *flight = self.exe.submit(&self.backend, lease, args, on.as_deref())?;
         Ok(())
     }
 
@@ -547,9 +569,7 @@ impl CapturedGraph {
 
     fn results(&self, bound: &Bound) -> Result<Vec<Tensor>> {
         let one = |(b, ty): (&Option<BufferRef>, &TensorType)| {
-            let b = b
-                .clone()
-                .ok_or_else(|| Error::argument("outputs", "the graph has not run").at(&self.span))?;
+            let b = b.clone().ok_or_else(|| Error::argument("outputs", NOT_RUN).at(&self.span))?;
             let t = Tensor::at(&self.backend, ty.clone(), b, self.span.clone());
             t.set_flight(bound.flight.clone());
             Ok(t)
@@ -566,8 +586,7 @@ impl CapturedGraph {
         let bound = lock(&self.bound);
         let b = bound.outputs.get(output).and_then(|b| b.as_ref());
         let b = b.ok_or_else(|| {
-            Error::argument("read", format!("there is no output {output}, or the graph has not run"))
-                .at(&self.span)
+            Error::argument("read", format!("there is no output {output}, or {NOT_RUN}")).at(&self.span)
         })?;
         self.backend.device().read(b, 0, to)?;
         self.backend.check_faults()

@@ -299,22 +299,27 @@ impl Executable {
         }
     }
 
-    /// Submits the plan. `inputs` in the graph's order; those the plan was told are donated may be overwritten. Returns the
-    /// outputs' buffers, which the caller owns.
+    /// Submits the plan. `inputs` in the graph's order; those the plan was told are donated may be overwritten, also by a run that
+    /// fails. Returns the outputs' buffers, which the caller owns.
     pub fn run(&self, backend: &Backend, inputs: &[BufferRef], args: &[Scalar]) -> Result<Vec<BufferRef>> {
-        self.run_on(backend, inputs, args, stream::current(backend).as_deref()).map(|(out, _)| out)
+        self.run_on(backend, inputs, args, stream::current(backend).as_deref())
+            .map(|(out, _)| out)
+            .map_err(|f| f.error)
     }
 
-    /// [`Executable::run`] in a stream, with the event of its end, or in the device's own queue.
+    /// [`Executable::run`] in a stream, with the event of its end, or in the device's own queue. An error says whether donated inputs
+    /// are still what they were.
     pub(crate) fn run_on(
         &self,
         backend: &Backend,
         inputs: &[BufferRef],
         args: &[Scalar],
         on: Option<&Lane>,
-    ) -> Result<(Vec<BufferRef>, Option<Event>)> {
+    ) -> Result<(Vec<BufferRef>, Option<Event>), Failed> {
         let (mut lease, outputs) = self.begin(backend, inputs, on)?;
-        let event = self.submit(backend, &mut lease, args, on)?;
+        let event = self
+            .submit(backend, &mut lease, args, on)
+            .map_err(|error| Failed { error, started: true })?;
         self.give_back(lease);
         Ok((outputs, event))
     }
@@ -413,6 +418,20 @@ impl Executable {
             }
         }
         stream::submit(backend, on, &commands)
+    }
+}
+
+/// A run that failed.
+#[derive(Debug)]
+pub(crate) struct Failed {
+    pub(crate) error: Error,
+    /// Commands were handed over, of which some may have run: what was donated may be overwritten.
+    pub(crate) started: bool,
+}
+
+impl From<Error> for Failed {
+    fn from(error: Error) -> Failed {
+        Failed { error, started: false }
     }
 }
 

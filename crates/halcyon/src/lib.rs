@@ -17,7 +17,9 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+pub mod blas;
 pub mod capture;
+pub mod compat;
 pub mod doctor;
 pub mod executable;
 pub mod fit;
@@ -29,15 +31,18 @@ pub mod ops;
 pub mod optable;
 #[cfg(not(target_arch = "wasm32"))]
 mod packed;
+pub mod random;
 pub mod receipts;
 pub mod session;
 pub mod split;
 pub mod state;
 pub mod stream;
+pub mod summary;
 pub mod tensor;
 pub mod verify;
 
 pub use backend::{Backend, BackendBuilder};
+pub use blas::ConvConfig;
 pub use capture::{CapturedGraph, Compiled};
 pub use executable::Executable;
 pub use fit::Fit;

@@ -660,7 +660,16 @@ pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
         })
         .collect::<Result<_>>()?;
     let exe = backend.plan(graph, donated.clone())?;
-    let (made, event) = exe.run_on(&backend, &inputs, &args, stream::current(&backend).as_deref())?;
+    let by = first.0.span.clone();
+    let take = || leaves.iter().zip(&donated).filter(|(_, d)| **d).for_each(|(t, _)| t.taken(&by));
+    let on = stream::current(&backend);
+    let (made, event) = exe.run_on(&backend, &inputs, &args, on.as_deref()).map_err(|f| {
+        // Nobody knows what a run that broke off left of what it may overwrite.
+        if f.started {
+            take();
+        }
+        f.error
+    })?;
     drop(inputs);
     for (t, b) in results.iter().zip(made) {
         let mut inner = t.0.lock();
@@ -670,12 +679,7 @@ pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
         drop(inner);
         drop(old);
     }
-    let by = first.0.span.clone();
-    for (t, d) in leaves.iter().zip(donated) {
-        if d {
-            t.taken(&by);
-        }
-    }
+    take();
     Ok(event)
 }
 

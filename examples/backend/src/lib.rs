@@ -23,13 +23,8 @@ use std::collections::BTreeMap;
 use std::sync::Arc;
 
 /// The backend's names. Without a priority it is never chosen by `auto`: interpreting is for looking, not for speed.
-static ROW: Row = Row {
-    id: "interp",
-    title: "Interpreter",
-    vendor: "halcyon",
-    priority: None,
-    aliases: &["interpreter"],
-};
+static ROW: Row =
+    Row { id: "interp", title: "Interpreter", vendor: "halcyon", priority: None, aliases: &["interpreter"] };
 
 /// This backend.
 pub const INTERPRETER: BackendType = BackendType::Other(&ROW);

@@ -20,7 +20,10 @@ fn its_names_parse_and_travel_as_text() {
     for name in ["interp", "Interpreter", " INTERP "] {
         assert_eq!(name.parse::<BackendType>().unwrap(), INTERPRETER);
     }
-    assert_eq!((INTERPRETER.id(), INTERPRETER.title(), INTERPRETER.vendor()), ("interp", "Interpreter", "halcyon"));
+    assert_eq!(
+        (INTERPRETER.id(), INTERPRETER.title(), INTERPRETER.vendor()),
+        ("interp", "Interpreter", "halcyon")
+    );
     let text = serde_json::to_string(&INTERPRETER).unwrap();
     assert_eq!(text, "\"interp\"");
     assert_eq!(serde_json::from_str::<BackendType>(&text).unwrap(), INTERPRETER);

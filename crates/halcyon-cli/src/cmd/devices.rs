@@ -2,9 +2,9 @@
 
 use crate::args::DevicesArgs;
 use crate::report;
-use halcyon::hal::select::{self, BackendReport};
-use halcyon::{BackendType, DeviceInfo, Error, Result};
-use std::fmt::Write;
+use halcyon::hal::select;
+use halcyon::summary::summary;
+use halcyon::{Error, Result};
 
 pub fn main(a: &DevicesArgs) -> Result<u8> {
     let all = select::discover();
@@ -12,103 +12,7 @@ pub fn main(a: &DevicesArgs) -> Result<u8> {
         let v = serde_json::to_value(&all).map_err(|e| Error::internal(e.to_string()))?;
         report::print_json(&v)?;
     } else {
-        report::print(&text(&all))?;
+        report::print(&summary(&all))?;
     }
     Ok(0)
-}
-
-/// The best backend with a device that `auto` would take: the highest priority, software devices left out.
-fn recommended(all: &[BackendReport]) -> Option<BackendType> {
-    all.iter()
-        .filter(|r| r.available && r.devices.iter().any(|d| !d.software))
-        .max_by_key(|r| r.id.row().priority)
-        .map(|r| r.id)
-}
-
-fn text(all: &[BackendReport]) -> String {
-    let mut out = String::from("=== Available Backends ===\n");
-    for r in all {
-        let mark = if r.available { '✓' } else { '✗' };
-        let _ = writeln!(out, "{mark} {} ({})", r.id.title(), r.id);
-        for d in &r.devices {
-            let _ = writeln!(out, "    {}", device(d));
-        }
-        if let Some(why) = &r.reason {
-            let why = report::reason(r.id, why).replace('\n', "\n           ");
-            let _ = writeln!(out, "    Error: {why}");
-        }
-    }
-    match recommended(all) {
-        Some(b) => {
-            let _ = writeln!(out, "\nRecommended backend: {}", b.title());
-        }
-        None => out.push_str("\nRecommended backend: none, no backend has a device\n"),
-    }
-    out
-}
-
-/// `[0] Name: 32.00 GB (28.50 GB free)`, where a GB is 1024³ bytes.
-fn device(d: &DeviceInfo) -> String {
-    let gb = |b: u64| format!("{:.2} GB", b as f64 / (1u64 << 30) as f64);
-    let mut s = format!("[{}] {}: ", d.index, d.name);
-    s += &d.total_memory.map_or("memory unknown".into(), gb);
-    if let Some(free) = d.free_memory {
-        let _ = write!(s, " ({} free)", gb(free));
-    }
-    if d.unified_memory {
-        s += " (unified memory)";
-    }
-    if d.software {
-        s += " (runs on the CPU, used only when named)";
-    }
-    s
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn info(backend: BackendType, free: Option<u64>, unified_memory: bool, software: bool) -> DeviceInfo {
-        DeviceInfo {
-            backend,
-            id: format!("{backend}:0"),
-            index: 0,
-            name: "Thing".into(),
-            vendor: String::new(),
-            driver_version: None,
-            total_memory: Some(32 << 30),
-            free_memory: free,
-            compute_capability: None,
-            compute_units: None,
-            unified_memory,
-            software,
-            properties: Default::default(),
-        }
-    }
-
-    #[test]
-    fn the_summary_has_its_form() {
-        let report = |id, devices: Vec<DeviceInfo>, reason: Option<&str>| BackendReport {
-            id,
-            available: !devices.is_empty(),
-            reason: reason.map(str::to_string),
-            devices,
-        };
-        let all = [
-            report(BackendType::Cpu, vec![info(BackendType::Cpu, Some(57 << 29), false, false)], None),
-            report(BackendType::Metal, vec![info(BackendType::Metal, None, true, false)], None),
-            report(BackendType::Cuda, vec![], Some("not there")),
-            report(BackendType::OpenCl, vec![info(BackendType::OpenCl, None, false, true)], None),
-        ];
-        assert_eq!(
-            text(&all),
-            "=== Available Backends ===\n\
-             ✓ CPU (cpu)\n    [0] Thing: 32.00 GB (28.50 GB free)\n\
-             ✓ Metal (metal)\n    [0] Thing: 32.00 GB (unified memory)\n\
-             ✗ CUDA (cuda)\n    Error: not there\n\
-             ✓ OpenCL (opencl)\n    [0] Thing: 32.00 GB (runs on the CPU, used only when named)\n\
-             \nRecommended backend: Metal\n"
-        );
-        assert_eq!(recommended(&all[3..]), None);
-    }
 }

@@ -12,7 +12,7 @@
 pub mod cases;
 pub mod kernels;
 
-use crate::{BackendType, Device, Driver, Options, Result};
+use crate::{BackendType, Device, Driver, Options, Result, registry};
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -29,11 +29,16 @@ pub struct Lane {
 }
 
 impl Lane {
+    /// Registers a driver from outside, so that its names parse.
+    ///
     /// # Errors
-    /// The driver's reason why it has no device.
+    /// The driver's reason why it has no device; those of [`registry::register`].
     pub fn new(driver: Arc<dyn Driver>) -> Result<Lane> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         driver.probe()?;
+        if matches!(driver.kind(), BackendType::Other(_)) {
+            registry::register(driver.clone())?;
+        }
         let n = NEXT.fetch_add(1, Ordering::Relaxed);
         let scratch = std::env::temp_dir().join(format!("halcyon-conformance-{}-{n}", std::process::id()));
         let options = Options { threads: Some(2), cache_dir: Some(scratch.clone()), ..Default::default() };

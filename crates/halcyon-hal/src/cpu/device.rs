@@ -23,6 +23,9 @@ use std::time::Instant;
 
 /// Threads the process may use.
 fn cores() -> usize {
+    if !cfg!(feature = "parallel") {
+        return 1;
+    }
     std::thread::available_parallelism().map_or(1, |n| n.get())
 }
 
@@ -168,6 +171,12 @@ pub(crate) fn kernel_of(k: &dyn LibraryKernel) -> Result<&CpuKernel> {
 impl CpuDevice {
     pub fn new(options: &Options) -> CpuDevice {
         let mut info = describe();
+        let isa = match options.simd {
+            Some(false) => Isa::Portable,
+            _ if cfg!(feature = "simd") => Isa::best(),
+            _ => Isa::Portable,
+        };
+        info.properties.insert("simd".into(), isa.name().to_string());
         let team = Team::new(options.threads.unwrap_or_else(cores));
         info.properties.insert("threads".into(), team.threads().to_string());
         let counts = Arc::new(Counts::default());
@@ -190,7 +199,7 @@ impl CpuDevice {
         CpuDevice {
             caps,
             team,
-            isa: Isa::best(),
+            isa,
             pool: Pool::new(HostSource, info.id.clone(), limit, counts.clone()),
             info,
             counts,

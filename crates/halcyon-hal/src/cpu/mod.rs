@@ -41,6 +41,18 @@ impl Driver for CpuDriver {
                 fix: "Use device 0, which is the whole machine".into(),
             });
         }
+        let missing = |feature: &str, what: &str| {
+            Err(Error::unsupported(
+                format!("{what} on the CPU in a build without the feature \"{feature}\""),
+                format!("Build with --features {feature}"),
+            ))
+        };
+        if options.threads.is_some_and(|n| n > 1) && !cfg!(feature = "parallel") {
+            return missing("parallel", "more than one thread");
+        }
+        if options.simd == Some(true) && !cfg!(feature = "simd") {
+            return missing("simd", "instruction sets beyond the target's baseline");
+        }
         Ok(Arc::new(CpuDevice::new(options)))
     }
 }

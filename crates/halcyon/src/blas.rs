@@ -1,0 +1,138 @@
+//! Operations by the names of BLAS and of networks' layers. Lazy, as all: what does not fit is an error of the tensor.
+
+use crate::state::State;
+use crate::tensor::Tensor;
+use halcyon_ir::DType;
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::graph::Graph;
+use halcyon_ir::op::Conv;
+use halcyon_ir::{NodeId, Scalar};
+
+/// A convolution of images: height first, then width.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ConvConfig {
+    pub stride: [usize; 2],
+    /// Zeros on both sides.
+    pub padding: [usize; 2],
+    pub dilation: [usize; 2],
+    pub groups: usize,
+}
+
+impl Default for ConvConfig {
+    fn default() -> ConvConfig {
+        ConvConfig { stride: [1; 2], padding: [0; 2], dilation: [1; 2], groups: 1 }
+    }
+}
+
+impl From<ConvConfig> for Conv {
+    fn from(c: ConvConfig) -> Conv {
+        let mut conv = Conv::new(2);
+        conv.stride = c.stride.into_iter().collect();
+        conv.pad = c.padding.into_iter().map(|p| (p as i64, p as i64)).collect();
+        conv.dilation = c.dilation.into_iter().collect();
+        conv.groups = c.groups;
+        conv
+    }
+}
+
+/// Weight of the batch in running statistics.
+pub const MOMENTUM: f64 = 0.1;
+/// Added to a variance before its root is taken.
+pub const EPSILON: f64 = 1e-5;
+
+fn rank(g: &Graph, op: &str, name: &str, x: NodeId, want: usize) -> Result<()> {
+    match g.shape(x).rank() {
+        r if r == want => Ok(()),
+        _ => Err(Error::shape(op, format!("{name} is {}, {want} axes are wanted", g.shape(x)))),
+    }
+}
+
+/// `alpha · product + beta · other`. As in BLAS, `other` is not read where `beta` is 0.
+fn combine(g: &mut Graph, product: NodeId, alpha: f64, other: NodeId, beta: f64) -> Result<NodeId> {
+    if g.shape(product) != g.shape(other) {
+        let what = format!("the product is {}, what is added {}", g.shape(product), g.shape(other));
+        return Err(Error::shape("gemm", what));
+    }
+    let scaled = |g: &mut Graph, x, by: f64| -> Result<NodeId> {
+        if by == 1.0 {
+            return Ok(x);
+        }
+        let k = g.lit(x, Scalar::F(by));
+        g.mul(x, k)
+    };
+    let product = scaled(g, product, alpha)?;
+    if beta == 0.0 {
+        return Ok(product);
+    }
+    let other = scaled(g, other, beta)?;
+    g.add(product, other)
+}
+
+impl Tensor {
+    /// `alpha · A·B + beta · C` of matrices `[m, k]`, `[k, n]` and `[m, n]`. `C` is not read where `beta` is 0.
+    #[track_caller]
+    pub fn gemm(&self, b: &Tensor, alpha: f64, c: &Tensor, beta: f64) -> Tensor {
+        Tensor::build(&[self, b, c], |g, x| {
+            for (x, name) in x.iter().zip(["A", "B", "C"]) {
+                rank(g, "gemm", name, *x, 2)?;
+            }
+            let p = g.matmul(x[0], x[1])?;
+            combine(g, p, alpha, x[2], beta)
+        })
+    }
+
+    /// `alpha · A·x + beta · y` of a matrix `[m, n]` and vectors `[n]` and `[m]`. `y` is not read where `beta` is 0.
+    #[track_caller]
+    pub fn gemv(&self, x: &Tensor, alpha: f64, y: &Tensor, beta: f64) -> Tensor {
+        Tensor::build(&[self, x, y], |g, v| {
+            rank(g, "gemv", "A", v[0], 2)?;
+            rank(g, "gemv", "x", v[1], 1)?;
+            rank(g, "gemv", "y", v[2], 1)?;
+            let column = g.unsqueeze(v[1], 1)?;
+            let p = g.matmul(v[0], column)?;
+            let p = g.squeeze(p, 1)?;
+            combine(g, p, alpha, v[2], beta)
+        })
+    }
+
+    /// A convolution of images `[n, c, h, w]` with a weight `[out, c / groups, kh, kw]`.
+    #[track_caller]
+    pub fn conv2d(&self, weight: &Tensor, config: ConvConfig) -> Tensor {
+        self.conv(weight, config.into())
+    }
+
+    /// Batch normalisation without scale and bias, over axis 1. In training with the statistics of this batch, which also go into
+    /// the running ones with [`MOMENTUM`] (the variance unbiased); else with the running ones, which are `[channels]`.
+    ///
+    /// # Errors
+    /// Those of [`State::write`]; what the tensors carry.
+    #[track_caller]
+    pub fn batch_norm_running(&self, mean: &State, var: &State, training: bool) -> Result<Tensor> {
+        let (old_mean, old_var) = (mean.value(), var.value());
+        let (one, zero) = (old_mean.clone() * 0.0 + 1.0, old_mean.clone() * 0.0);
+        if !training {
+            return Ok(self.batch_norm(&one, &zero, &old_mean, &old_var, EPSILON));
+        }
+        let shape = self.dims()?;
+        if shape.len() < 2 {
+            let what = format!("the input is {shape:?}: it needs a batch and a channel axis");
+            return Err(Error::shape("batch_norm", what));
+        }
+        let n: usize = shape.iter().product::<usize>() / shape[1].max(1);
+        if n < 2 {
+            let what = format!("the batch {shape:?} has {n} values to a channel: a variance needs two");
+            return Err(Error::shape("batch_norm", what));
+        }
+        let axes: Vec<i64> = (0..shape.len() as i64).filter(|a| *a != 1).collect();
+        // Statistics of halves are taken in f32.
+        let x = if old_mean.dtype()? == self.dtype()? { self.clone() } else { self.cast(DType::F32) };
+        let m = x.mean(&axes, true);
+        let centred = &x - &m;
+        let v = (&centred * &centred).mean(&axes, false);
+        let m = m.reshape([shape[1]]);
+        let mixed = |old: &Tensor, new: &Tensor| old * (1.0 - MOMENTUM) + new * MOMENTUM;
+        mean.write(mixed(&old_mean, &m))?;
+        var.write(mixed(&old_var, &(&v * (n as f64 / (n - 1) as f64))))?;
+        Ok(self.batch_norm(&one, &zero, &m, &v, EPSILON))
+    }
+}

@@ -1,0 +1,337 @@
+//! Backends by vendor, with one interface to ask them about devices and memory.
+//!
+//! ```
+//! use halcyon::compat::factory::*;
+//! # fn main() -> halcyon::Result<()> {
+//! let backend = BackendFactory::create("cpu", None)?;
+//! assert_eq!((backend.backend_name(), backend.device_type().as_str()), ("cpu", "cpu"));
+//! println!("{:?} MB allocated", backend.get_memory_stats().allocated_mb());
+//! # Ok(())
+//! # }
+//! ```
+
+use crate::backend::Backend;
+use crate::tensor::Tensor;
+use halcyon_hal::policy::{Fallback, Policy};
+use halcyon_hal::select::BackendReport;
+use halcyon_hal::{BackendType, DeviceInfo, MemoryStats, registry, select};
+use halcyon_ir::DType;
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::passes::Level;
+use serde::Serialize;
+use std::collections::BTreeMap;
+use std::ops::Deref;
+
+/// Levels, by the name of these programs.
+pub use halcyon_ir::passes::Level as OptimizationLevel;
+
+/// How a factory makes a backend.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct BackendConfig {
+    pub level: Level,
+    /// The first if it is not said.
+    pub device_id: Option<usize>,
+    /// A hard cap, in bytes.
+    pub memory_limit: Option<u64>,
+    /// Of the CPU.
+    pub num_threads: Option<usize>,
+}
+
+/// What names a backend: a [`BackendType`] or any of its names.
+pub trait BackendName {
+    /// # Errors
+    /// [`Error::Argument`] for a name that is none.
+    fn backend_type(&self) -> Result<BackendType>;
+}
+
+impl BackendName for BackendType {
+    fn backend_type(&self) -> Result<BackendType> {
+        Ok(*self)
+    }
+}
+
+impl BackendName for &str {
+    fn backend_type(&self) -> Result<BackendType> {
+        self.parse()
+    }
+}
+
+impl BackendName for String {
+    fn backend_type(&self) -> Result<BackendType> {
+        self.parse()
+    }
+}
+
+/// NVIDIA, AMD, Google, Intel, CPU: the order of `auto` here.
+fn vendors() -> Result<Policy> {
+    "vendors".parse()
+}
+
+/// What is known of a backend without opening it.
+#[derive(Clone, Debug, Serialize)]
+pub struct BackendInfo {
+    pub available: bool,
+    #[serde(rename = "type")]
+    pub backend: BackendType,
+    pub devices: Vec<DeviceInfo>,
+    /// Why it is not available.
+    pub reason: Option<String>,
+}
+
+/// Makes backends.
+#[derive(Clone, Copy, Debug)]
+pub struct BackendFactory;
+
+impl BackendFactory {
+    /// A backend by type or name; `auto` takes the first of NVIDIA, AMD, TPU, Intel and CPU that is there.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a name that is none; those of [`crate::BackendBuilder::build`].
+    pub fn create(backend: impl BackendName, config: Option<BackendConfig>) -> Result<Backend> {
+        let c = config.unwrap_or_default();
+        let mut b = Backend::builder().backend_type(backend.backend_type()?).level(c.level);
+        b = b.policy(vendors()?);
+        if let Some(i) = c.device_id {
+            b = b.device(i);
+        }
+        if let Some(n) = c.memory_limit {
+            b = b.memory_limit(n);
+        }
+        if let Some(n) = c.num_threads {
+            b = b.num_threads(n);
+        }
+        b.build()
+    }
+
+    /// Whether a backend has a device here.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a name that is none.
+    pub fn is_available(backend: impl BackendName) -> Result<bool> {
+        let kind = backend.backend_type()?;
+        if kind == BackendType::Auto {
+            return Ok(!Backend::available().is_empty());
+        }
+        Ok(registry::driver(kind).and_then(|d| d.probe()).is_ok_and(|d| !d.is_empty()))
+    }
+
+    /// Every backend by its vendor's name (`nvidia`, `amd`, …), with its devices or the reason it has none.
+    pub fn get_all_backend_info() -> BTreeMap<&'static str, BackendInfo> {
+        let info = |r: BackendReport| {
+            let name = vendor_name(r.id);
+            (
+                name,
+                BackendInfo { available: r.available, backend: r.id, devices: r.devices, reason: r.reason },
+            )
+        };
+        select::discover().into_iter().map(info).collect()
+    }
+}
+
+/// The vendor's name; the backend's where that is no company's, or is shared.
+fn vendor_name(b: BackendType) -> &'static str {
+    match b {
+        BackendType::Tpu => "tpu",
+        BackendType::Metal => "metal",
+        BackendType::Other(r) => r.id,
+        b => b.vendor(),
+    }
+}
+
+/// A backend by name, or the best one.
+///
+/// # Errors
+/// As [`BackendFactory::create`].
+pub fn get_backend(name: Option<&str>) -> Result<Backend> {
+    BackendFactory::create(name.unwrap_or("auto"), None)
+}
+
+/// The backend that `auto` takes, by its vendor's name: `nvidia`, `amd`, `tpu`, `intel` or `cpu`.
+///
+/// # Errors
+/// As [`BackendFactory::create`].
+pub fn detect_best_backend() -> Result<&'static str> {
+    Ok(vendor_name(get_backend(None)?.info().backend))
+}
+
+/// The best backend by the name of its runtime: `cuda`, `rocm`, `xpu`, `tpu` or `cpu`, looked for in this order.
+///
+/// # Errors
+/// As [`BackendFactory::create`].
+pub fn detect_best_runtime() -> Result<&'static str> {
+    use BackendType::*;
+    let order = Policy::of(&[Cuda, Rocm, Intel, Tpu, Cpu])?;
+    let b = Backend::builder().policy(order).fallback(Fallback::Next).build()?;
+    Ok(match b.info().backend {
+        Intel => "xpu",
+        b => b.id(),
+    })
+}
+
+/// Names of the backends that have a device, by vendor.
+pub fn list_available_backends() -> Vec<&'static str> {
+    Backend::available().into_iter().map(vendor_name).collect()
+}
+
+/// A device as these programs see it.
+#[derive(Clone, Debug, PartialEq, Serialize)]
+pub struct StandardDeviceInfo {
+    /// The vendor's name: `nvidia`, `cpu`.
+    pub backend: &'static str,
+    /// PyTorch's name for it, `cuda:0`, where it has one, else ours.
+    pub device_type: String,
+    pub device_id: usize,
+    pub device_name: String,
+    pub compute_capability: Option<String>,
+    /// `None` where the driver does not tell.
+    pub total_memory_bytes: Option<u64>,
+    pub available_memory_bytes: Option<u64>,
+    pub driver_version: Option<String>,
+    pub is_available: bool,
+    /// Element types that its kernels load and store.
+    pub supported_dtypes: Vec<DType>,
+    /// What the driver tells besides, and `fp8_supported`.
+    pub properties: BTreeMap<String, String>,
+}
+
+impl StandardDeviceInfo {
+    fn of(d: &DeviceInfo, dtypes: &[DType]) -> StandardDeviceInfo {
+        let mut properties = d.properties.clone();
+        let fp8 = dtypes.iter().any(|t| t.is_float() && t.bits() == 8);
+        properties.insert("fp8_supported".into(), fp8.to_string());
+        StandardDeviceInfo {
+            backend: vendor_name(d.backend),
+            device_type: d.torch_device().unwrap_or_else(|| d.id.clone()),
+            device_id: d.index,
+            device_name: d.name.clone(),
+            compute_capability: d.compute_capability.clone(),
+            total_memory_bytes: d.total_memory,
+            available_memory_bytes: d.free_memory,
+            driver_version: d.driver_version.clone(),
+            is_available: true,
+            supported_dtypes: dtypes.to_vec(),
+            properties,
+        }
+    }
+
+    /// In GiB (1024³ bytes).
+    pub fn total_memory_gb(&self) -> Option<f64> {
+        self.total_memory_bytes.map(|b| b as f64 / (1u64 << 30) as f64)
+    }
+
+    /// In MiB (1024² bytes).
+    pub fn total_memory_mb(&self) -> Option<f64> {
+        self.total_memory_bytes.map(|b| b as f64 / (1u64 << 20) as f64)
+    }
+
+    /// In GiB (1024³ bytes).
+    pub fn available_memory_gb(&self) -> Option<f64> {
+        self.available_memory_bytes.map(|b| b as f64 / (1u64 << 30) as f64)
+    }
+
+    /// All fields by name, with `total_memory_gb`.
+    ///
+    /// # Errors
+    /// [`Error::Internal`] where it has no JSON form.
+    pub fn to_dict(&self) -> Result<serde_json::Value> {
+        let mut v = serde_json::to_value(self).map_err(|e| Error::internal(e.to_string()))?;
+        v["total_memory_gb"] = self.total_memory_gb().into();
+        Ok(v)
+    }
+}
+
+/// What every backend answers.
+pub trait BaseBackend {
+    /// The vendor's name: `nvidia`, `amd`, `tpu`, `intel`, `cpu`.
+    fn backend_name(&self) -> &'static str;
+    /// PyTorch's name of the device, `cuda:0`, where it has one, else ours.
+    fn device_type(&self) -> String;
+    /// Whether the device answers.
+    fn is_available(&self) -> bool;
+    /// Devices of this backend.
+    fn device_count(&self) -> usize;
+    /// One of this backend's devices; the open one if it is not said.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] for a device that is not there.
+    fn get_device_info(&self, device_id: Option<usize>) -> Result<StandardDeviceInfo>;
+    /// Bytes in use; `allocated_mb()` and `free_mb()` give MB.
+    fn get_memory_stats(&self) -> MemoryStats;
+    /// A copy on this backend, or the tensor itself where it is there.
+    ///
+    /// # Errors
+    /// Those of computing and copying it.
+    fn to_device(&self, t: &Tensor) -> Result<Tensor>;
+    /// Makes another device the current one, with the same settings.
+    ///
+    /// # Errors
+    /// Those of opening it; then the device stays.
+    fn set_device(&mut self, device_id: usize) -> Result<()>;
+    /// The backend for a while: cached memory is given back when the guard goes.
+    fn scope(&self) -> Scope<'_>;
+}
+
+impl BaseBackend for Backend {
+    fn backend_name(&self) -> &'static str {
+        vendor_name(self.info().backend)
+    }
+
+    fn device_type(&self) -> String {
+        self.info().torch_device().unwrap_or_else(|| self.id().into())
+    }
+
+    fn is_available(&self) -> bool {
+        self.synchronize().is_ok()
+    }
+
+    fn device_count(&self) -> usize {
+        let kind = self.info().backend;
+        registry::driver(kind).and_then(|d| d.probe()).map_or(0, |d| d.len())
+    }
+
+    fn get_device_info(&self, device_id: Option<usize>) -> Result<StandardDeviceInfo> {
+        match device_id.filter(|i| *i != self.info().index) {
+            None => Ok(StandardDeviceInfo::of(self.info(), self.supported_dtypes())),
+            Some(i) => {
+                let b = self.on_device(i)?;
+                Ok(StandardDeviceInfo::of(b.info(), b.supported_dtypes()))
+            }
+        }
+    }
+
+    fn get_memory_stats(&self) -> MemoryStats {
+        self.memory()
+    }
+
+    fn to_device(&self, t: &Tensor) -> Result<Tensor> {
+        t.to(self)
+    }
+
+    fn set_device(&mut self, device_id: usize) -> Result<()> {
+        if device_id != self.info().index {
+            *self = self.on_device(device_id)?;
+        }
+        Ok(())
+    }
+
+    fn scope(&self) -> Scope<'_> {
+        Scope(self)
+    }
+}
+
+/// A backend whose cache is emptied at the end of the scope.
+#[derive(Debug)]
+pub struct Scope<'a>(&'a Backend);
+
+impl Deref for Scope<'_> {
+    type Target = Backend;
+    fn deref(&self) -> &Backend {
+        self.0
+    }
+}
+
+impl Drop for Scope<'_> {
+    fn drop(&mut self) {
+        self.0.empty_cache();
+    }
+}

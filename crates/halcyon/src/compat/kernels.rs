@@ -1,0 +1,254 @@
+//! Kernels on `ndarray` arrays, on every backend. Each call copies its arrays to the device, computes there, and copies the result
+//! back: for programs that call single kernels. A model is faster as a graph of [`Tensor`]s.
+//!
+//! ```
+//! use halcyon::compat::kernels::{CpuBackend, KernelBackend};
+//! use ndarray::{Array1, Array2};
+//! # fn main() -> halcyon::Result<()> {
+//! let cpu = CpuBackend::with_options(true, false)?;
+//! let w = Array2::from_shape_fn((2, 3), |(i, j)| (i * 3 + j) as f32);
+//! assert_eq!(cpu.matmul_vec(&w, &Array1::ones(3))?.to_vec(), [3.0, 12.0]);
+//! # Ok(())
+//! # }
+//! ```
+
+use crate::backend::Backend;
+use crate::tensor::Tensor;
+use halcyon_hal::policy::Fallback;
+use halcyon_hal::{BackendType, registry};
+use halcyon_ir::error::{Error, Result};
+use ndarray::{Array1, Array2, ArrayView1, ArrayView2, ArrayViewMut1};
+use std::fmt::Debug;
+use std::marker::PhantomData;
+
+/// Kernels of a language model over f32 arrays. Shapes that do not go together are [`Error::Shape`].
+pub trait KernelBackend: Send + Sync + Debug {
+    /// A vector on the device.
+    type Tensor1: Clone;
+    /// A matrix on the device.
+    type Tensor2: Clone;
+
+    /// The backend's id: `cpu`, `cuda`.
+    fn name(&self) -> &'static str;
+    /// Whether this machine has such a device.
+    fn is_available() -> bool
+    where
+        Self: Sized;
+
+    fn upload1(&self, x: ArrayView1<'_, f32>) -> Result<Self::Tensor1>;
+    fn upload2(&self, x: ArrayView2<'_, f32>) -> Result<Self::Tensor2>;
+
+    /// `w · x`
+    fn matmul_vec(&self, w: &Array2<f32>, x: &Array1<f32>) -> Result<Array1<f32>>;
+    /// `out = w · x`
+    fn matmul_vec_into(&self, w: &Array2<f32>, x: &Array1<f32>, out: &mut Array1<f32>) -> Result<()>;
+    /// `a · b`
+    fn matmul(&self, a: &Array2<f32>, b: &Array2<f32>) -> Result<Array2<f32>>;
+
+    /// `x = x / sqrt(mean(x²) + eps) · weight`
+    fn rmsnorm(&self, x: &mut Array1<f32>, weight: &Array1<f32>, eps: f32) -> Result<()>;
+    /// `x = softmax(x)`
+    fn softmax(&self, x: &mut Array1<f32>) -> Result<()>;
+    /// [`KernelBackend::softmax`] of a part of an array.
+    fn softmax_view(&self, x: &mut ArrayViewMut1<'_, f32>) -> Result<()>;
+
+    /// `x · sigmoid(x)`
+    fn silu(&self, x: &Array1<f32>) -> Result<Array1<f32>>;
+
+    /// Rotary positions on every row of `x` `[heads, d]`: the elements `i` and `i + d/2` are a pair that is turned by an angle.
+    /// `cos` and `sin` have one value for a pair (`d/2`) or for an element (`d`).
+    fn apply_rope(&self, x: &mut Array2<f32>, cos: &Array1<f32>, sin: &Array1<f32>) -> Result<()>;
+
+    /// `scores[i] = keys[i] · query · scale`
+    fn compute_attention_scores(
+        &self,
+        query: ArrayView1<'_, f32>,
+        keys: ArrayView2<'_, f32>,
+        scores: &mut ArrayViewMut1<'_, f32>,
+        scale: f32,
+    ) -> Result<()>;
+    /// `out = Σ weights[i] · matrix[i]`
+    fn weighted_sum_rows(
+        &self,
+        weights: ArrayView1<'_, f32>,
+        matrix: ArrayView2<'_, f32>,
+        out: &mut ArrayViewMut1<'_, f32>,
+    ) -> Result<()>;
+}
+
+/// The kind of backend that an [`On`] is for.
+pub trait Kind: Send + Sync + Debug {
+    const TYPE: BackendType;
+}
+
+/// Kernels on the devices of one kind of backend.
+#[derive(Clone, Debug)]
+pub struct On<K>(Backend, PhantomData<K>);
+
+macro_rules! kinds {
+    ($($alias:ident $kind:ident),*) => {$(
+        #[derive(Clone, Copy, Debug)]
+        pub struct $kind;
+        impl Kind for $kind {
+            const TYPE: BackendType = BackendType::$kind;
+        }
+        pub type $alias = On<$kind>;
+    )*};
+}
+kinds!(CpuBackend Cpu, CudaBackend Cuda, RocmBackend Rocm, MetalBackend Metal, OpenClBackend OpenCl, WebGpuBackend WebGpu);
+
+impl<K: Kind> On<K> {
+    /// The first device of this kind.
+    ///
+    /// # Errors
+    /// As [`crate::BackendBuilder::build`].
+    pub fn new() -> Result<On<K>> {
+        On::over(Backend::builder().backend_type(K::TYPE).fallback(Fallback::Never).build()?)
+    }
+
+    /// Over an open backend.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a backend of another kind.
+    pub fn over(backend: Backend) -> Result<On<K>> {
+        match backend.info().backend {
+            b if b == K::TYPE => Ok(On(backend, PhantomData)),
+            b => Err(Error::argument("backend", format!("{b} was given where {} is wanted", K::TYPE))),
+        }
+    }
+
+    pub fn backend(&self) -> &Backend {
+        &self.0
+    }
+
+    fn vector(&self, x: ArrayView1<'_, f32>) -> Result<Tensor> {
+        let v: Vec<f32> = x.iter().copied().collect();
+        Tensor::from_slice(&self.0, [v.len()], &v)
+    }
+
+    fn matrix(&self, x: ArrayView2<'_, f32>) -> Result<Tensor> {
+        let v: Vec<f32> = x.iter().copied().collect();
+        Tensor::from_slice(&self.0, [x.nrows(), x.ncols()], &v)
+    }
+}
+
+impl CpuBackend {
+    /// The CPU with instruction sets beyond the target's baseline or without, and with all threads or one.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for `use_simd` in a build without the feature `simd`.
+    pub fn with_options(use_simd: bool, use_parallel: bool) -> Result<CpuBackend> {
+        let b = Backend::builder().backend_type(BackendType::Cpu).enable_simd(use_simd);
+        On::over(if use_parallel { b } else { b.num_threads(1) }.build()?)
+    }
+}
+
+/// Writes a tensor's values over an array's.
+fn put(op: &str, t: &Tensor, out: &mut ArrayViewMut1<'_, f32>) -> Result<()> {
+    let v = t.to_vec::<f32>()?;
+    if v.len() != out.len() {
+        let what = format!("the result has {} elements, the array for it {}", v.len(), out.len());
+        return Err(Error::shape(op, what));
+    }
+    out.iter_mut().zip(v).for_each(|(o, v)| *o = v);
+    Ok(())
+}
+
+impl<K: Kind> KernelBackend for On<K> {
+    type Tensor1 = Tensor;
+    type Tensor2 = Tensor;
+
+    fn name(&self) -> &'static str {
+        K::TYPE.id()
+    }
+
+    fn is_available() -> bool {
+        registry::driver(K::TYPE).and_then(|d| d.probe()).is_ok_and(|d| !d.is_empty())
+    }
+
+    fn upload1(&self, x: ArrayView1<'_, f32>) -> Result<Tensor> {
+        self.vector(x)
+    }
+
+    fn upload2(&self, x: ArrayView2<'_, f32>) -> Result<Tensor> {
+        self.matrix(x)
+    }
+
+    fn matmul_vec(&self, w: &Array2<f32>, x: &Array1<f32>) -> Result<Array1<f32>> {
+        let y = self.matrix(w.view())?.matmul(&self.vector(x.view())?.unsqueeze(1));
+        Ok(y.to_vec::<f32>()?.into())
+    }
+
+    fn matmul_vec_into(&self, w: &Array2<f32>, x: &Array1<f32>, out: &mut Array1<f32>) -> Result<()> {
+        let y = self.matrix(w.view())?.matmul(&self.vector(x.view())?.unsqueeze(1));
+        put("matmul_vec_into", &y, &mut out.view_mut())
+    }
+
+    fn matmul(&self, a: &Array2<f32>, b: &Array2<f32>) -> Result<Array2<f32>> {
+        let y = self.matrix(a.view())?.matmul(&self.matrix(b.view())?);
+        Array2::from_shape_vec((a.nrows(), b.ncols()), y.to_vec()?)
+            .map_err(|e| Error::internal(format!("matmul: {e}")))
+    }
+
+    fn rmsnorm(&self, x: &mut Array1<f32>, weight: &Array1<f32>, eps: f32) -> Result<()> {
+        let y = self.vector(x.view())?.unsqueeze(0).rms_norm(&self.vector(weight.view())?, eps as f64);
+        put("rmsnorm", &y, &mut x.view_mut())
+    }
+
+    fn softmax(&self, x: &mut Array1<f32>) -> Result<()> {
+        self.softmax_view(&mut x.view_mut())
+    }
+
+    fn softmax_view(&self, x: &mut ArrayViewMut1<'_, f32>) -> Result<()> {
+        let y = self.vector(x.view())?.softmax(0);
+        put("softmax", &y, x)
+    }
+
+    fn silu(&self, x: &Array1<f32>) -> Result<Array1<f32>> {
+        Ok(self.vector(x.view())?.silu().to_vec::<f32>()?.into())
+    }
+
+    fn apply_rope(&self, x: &mut Array2<f32>, cos: &Array1<f32>, sin: &Array1<f32>) -> Result<()> {
+        let d = x.ncols();
+        if d % 2 != 0 || cos.len() != sin.len() || (cos.len() != d && cos.len() != d / 2) {
+            let what = format!(
+                "rows of {d} elements, {} cosines and {} sines: pairs and one of each for a pair or an element \
+                 are wanted",
+                cos.len(),
+                sin.len()
+            );
+            return Err(Error::shape("apply_rope", what));
+        }
+        let both = |a: &Array1<f32>| -> Result<Tensor> {
+            let t = self.vector(a.view())?;
+            Ok(if a.len() == d { t } else { Tensor::concat(&[&t, &t], 0) })
+        };
+        let t = self.matrix(x.view())?;
+        let (low, high) = (t.narrow(1, 0usize, d / 2), t.narrow(1, d / 2, d / 2));
+        let turned = Tensor::concat(&[&high.neg(), &low], 1);
+        let y = t * both(cos)? + turned * both(sin)?;
+        x.iter_mut().zip(y.to_vec::<f32>()?).for_each(|(o, v)| *o = v);
+        Ok(())
+    }
+
+    fn compute_attention_scores(
+        &self,
+        query: ArrayView1<'_, f32>,
+        keys: ArrayView2<'_, f32>,
+        scores: &mut ArrayViewMut1<'_, f32>,
+        scale: f32,
+    ) -> Result<()> {
+        let y = self.matrix(keys)?.matmul(&self.vector(query)?.unsqueeze(1)) * scale as f64;
+        put("compute_attention_scores", &y, scores)
+    }
+
+    fn weighted_sum_rows(
+        &self,
+        weights: ArrayView1<'_, f32>,
+        matrix: ArrayView2<'_, f32>,
+        out: &mut ArrayViewMut1<'_, f32>,
+    ) -> Result<()> {
+        let y = self.vector(weights)?.unsqueeze(0).matmul(&self.matrix(matrix)?);
+        put("weighted_sum_rows", &y, out)
+    }
+}

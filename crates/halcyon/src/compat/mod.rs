@@ -1,0 +1,89 @@
+//! Names of other libraries' backend layers, as thin aliases of this one.
+//!
+//! Each module is for programs written against one such layer; `docs/compat.md` has every name with what it stands for. New
+//! programs use the core: [`Backend`](crate::Backend), [`Tensor`](crate::Tensor), [`hal::select`](crate::hal::select).
+//!
+//! | module | for programs that | core |
+//! |---|---|---|
+//! | [`training`] | choose and tune a device by name before they train | [`BackendBuilder`](crate::BackendBuilder), [`MatmulPrecision`](crate::MatmulPrecision), [`AmpPolicy`](crate::AmpPolicy) |
+//! | [`inference`] | prefer a backend, check memory, print what is there | [`Policy`](crate::Policy), [`Fallback`](crate::Fallback), [`summary`](mod@crate::summary) |
+//! | [`factory`] | make backends by vendor and ask them about devices and memory | [`Backend`](crate::Backend), [`DeviceInfo`](crate::DeviceInfo), [`MemoryStats`](crate::MemoryStats) |
+//! | [`unified`] | build a backend with options and call operations on it | [`BackendBuilder`](crate::BackendBuilder), [`Tensor`](crate::Tensor) |
+//! | `kernels` (feature `ndarray`) | call kernels on `ndarray` arrays | [`Tensor`](crate::Tensor) |
+
+pub mod factory;
+pub mod inference;
+#[cfg(feature = "ndarray")]
+pub mod kernels;
+pub mod training;
+pub mod unified;
+
+use crate::Error;
+use halcyon_hal::BackendType;
+
+/// What kind of mistake or lack a [`BackendError`] is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub enum BackendErrorKind {
+    /// A name or setting that is none.
+    UnknownValue,
+    /// The name of one GPU stack where the other is there.
+    Mismatch,
+    /// The library, driver or device is not there.
+    MissingRuntime,
+    /// The device has too little memory.
+    OutOfMemory,
+    /// It is not supported yet.
+    Unsupported,
+    /// A driver's failure.
+    Other,
+}
+
+/// An [`Error`] as programs see it that distinguish by kind. Its text says what to do.
+#[derive(Clone, Debug, thiserror::Error)]
+#[error("{source}")]
+pub struct BackendError {
+    kind: BackendErrorKind,
+    source: Error,
+}
+
+impl BackendError {
+    pub fn kind(&self) -> BackendErrorKind {
+        self.kind
+    }
+
+    /// The core's error.
+    pub fn error(&self) -> &Error {
+        &self.source
+    }
+
+    /// `asked` is not there, `there` is.
+    pub(crate) fn mismatch(asked: BackendType, there: BackendType) -> BackendError {
+        let source = Error::Unavailable {
+            backend: asked.id().into(),
+            tried: vec![],
+            reason: format!("the GPU stack of this machine is {}", there.title()),
+            fix: format!("Use \"{there}\" (or \"auto\")"),
+        };
+        BackendError { kind: BackendErrorKind::Mismatch, source }
+    }
+}
+
+impl From<Error> for BackendError {
+    fn from(source: Error) -> BackendError {
+        use BackendErrorKind::*;
+        let kind = match &source {
+            Error::Argument { .. } => UnknownValue,
+            Error::Unavailable { .. } => MissingRuntime,
+            Error::OutOfMemory { .. } => OutOfMemory,
+            Error::Unsupported { .. } | Error::UnsupportedOps(_) => Unsupported,
+            _ => Other,
+        };
+        BackendError { kind, source }
+    }
+}
+
+impl From<BackendError> for Error {
+    fn from(e: BackendError) -> Error {
+        e.source
+    }
+}

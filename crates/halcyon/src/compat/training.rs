@@ -1,0 +1,158 @@
+//! A device by name, its settings for training, and the policy of mixed precision.
+//!
+//! ```
+//! use halcyon::compat::training::{configure_backend, resolve_amp_config, resolve_device};
+//! # fn main() -> Result<(), halcyon::compat::BackendError> {
+//! let device = resolve_device("cpu")?;
+//! let configured = configure_backend("cpu", &device, false)?;
+//! assert_eq!(configured.backend.id(), "cpu:0");
+//! assert!(!resolve_amp_config(&device).enabled);
+//! # Ok(())
+//! # }
+//! ```
+
+use super::BackendError;
+use crate::backend::Backend;
+use halcyon_hal::policy::Fallback;
+use halcyon_hal::{BackendType, DeviceInfo, Driver, registry};
+use halcyon_ir::DType;
+use halcyon_ir::error::Error;
+use halcyon_ir::target::MatmulPrecision;
+use serde::Serialize;
+use std::fmt;
+use std::sync::Arc;
+
+/// The order of `auto`: the first that has a device.
+pub const AUTO: [BackendType; 3] = [BackendType::Cuda, BackendType::Metal, BackendType::Cpu];
+
+/// The two stacks that programs take for one another.
+fn twin(b: BackendType) -> Option<BackendType> {
+    match b {
+        BackendType::Cuda => Some(BackendType::Rocm),
+        BackendType::Rocm => Some(BackendType::Cuda),
+        _ => None,
+    }
+}
+
+fn first_device(b: BackendType) -> Result<DeviceInfo, Error> {
+    let driver: Arc<dyn Driver> = registry::driver(b)?;
+    driver.probe()?.into_iter().next().ok_or_else(|| Error::Unavailable {
+        backend: b.id().into(),
+        tried: vec![],
+        reason: "the driver lists no device".into(),
+        fix: "Use \"auto\" or \"cpu\"".into(),
+    })
+}
+
+/// The device that a name stands for: `auto` is the first of [`AUTO`] that is there, any backend's name that backend. The same
+/// machine gives the same answer.
+///
+/// # Errors
+/// [`BackendErrorKind::UnknownValue`](super::BackendErrorKind) for a name that is none; `Mismatch` for `cuda` where the GPU stack is
+/// ROCm, and the other way round; `MissingRuntime` where the backend has no device.
+pub fn resolve_device(name: &str) -> Result<DeviceInfo, BackendError> {
+    let asked: BackendType = name.parse().map_err(BackendError::from)?;
+    if asked == BackendType::Auto {
+        let mut last = Error::internal("an empty order");
+        for b in AUTO {
+            match first_device(b) {
+                Ok(d) => return Ok(d),
+                Err(e) => last = e,
+            }
+        }
+        return Err(last.into());
+    }
+    first_device(asked).map_err(|e| match twin(asked).filter(|t| first_device(*t).is_ok()) {
+        Some(there) => BackendError::mismatch(asked, there),
+        None => e.into(),
+    })
+}
+
+/// Settings that a backend trains with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct Tuning {
+    /// Products may be computed in TF32.
+    pub tf32: bool,
+    /// How exact f32 matrix work is: a setting of the backend's kernels and library calls.
+    pub matmul_precision: MatmulPrecision,
+}
+
+/// The settings for a kind of backend. TF32 exists on CUDA alone; elsewhere [`MatmulPrecision::High`] is what the device has that
+/// is no less exact. The CPU and the rest stay as they are.
+pub fn tuning(b: BackendType) -> Tuning {
+    match b {
+        BackendType::Cuda => Tuning { tf32: true, matmul_precision: MatmulPrecision::High },
+        BackendType::Rocm | BackendType::Metal => {
+            Tuning { tf32: false, matmul_precision: MatmulPrecision::High }
+        }
+        _ => Tuning { tf32: false, matmul_precision: MatmulPrecision::Highest },
+    }
+}
+
+/// A backend with the settings of [`tuning`], and what it is.
+#[derive(Clone, Debug)]
+pub struct Configured {
+    pub backend: Backend,
+    /// As it was asked for.
+    pub requested: String,
+    pub tuning: Tuning,
+}
+
+/// Opens a resolved device with the settings for its kind. `verbose` prints what it is, which [`Configured`] shows too.
+///
+/// # Errors
+/// As [`resolve_device`]; `Mismatch` where `name` is another backend than the device's; those of opening the device.
+pub fn configure_backend(name: &str, device: &DeviceInfo, verbose: bool) -> Result<Configured, BackendError> {
+    let asked: BackendType = name.parse().map_err(BackendError::from)?;
+    if asked != BackendType::Auto && asked != device.backend {
+        return Err(BackendError::mismatch(asked, device.backend));
+    }
+    let tuning = tuning(device.backend);
+    let b = Backend::builder().backend_type(device.backend).device(device.index).fallback(Fallback::Never);
+    let backend = b.precision(tuning.matmul_precision).build()?;
+    let c = Configured { backend, requested: name.into(), tuning };
+    if verbose {
+        println!("{c}");
+    }
+    Ok(c)
+}
+
+impl fmt::Display for Configured {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let d = self.backend.info();
+        let known = |s: &Option<String>| s.clone().unwrap_or_else(|| "not told by the driver".into());
+        let gib = |b: u64| format!("{:.2} GB", b as f64 / (1u64 << 30) as f64);
+        let m = self.backend.memory();
+        writeln!(f, "backend requested: {}", self.requested)?;
+        writeln!(f, "backend resolved:  {} ({})", d.backend, d.id)?;
+        writeln!(f, "halcyon:           {}", env!("CARGO_PKG_VERSION"))?;
+        writeln!(f, "driver:            {}", known(&d.driver_version))?;
+        writeln!(f, "device:            {}", d.name)?;
+        writeln!(f, "capability:        {}", known(&d.compute_capability))?;
+        writeln!(f, "memory total:      {}", d.total_memory.map_or("not told by the driver".into(), gib))?;
+        writeln!(f, "memory allocated:  {}", gib(m.allocated))?;
+        writeln!(f, "memory reserved:   {}", gib(m.allocated + m.cached))?;
+        writeln!(f, "TF32:              {}", if self.tuning.tf32 { "on" } else { "off" })?;
+        write!(f, "matmul precision:  {:?}", self.tuning.matmul_precision)
+    }
+}
+
+/// The policy of mixed precision for a device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
+pub struct AmpConfig {
+    pub enabled: bool,
+    /// The type that autocast computes in; `None` where it is off.
+    pub dtype: Option<DType>,
+    /// Whether gradients are scaled, which f16's range asks for.
+    pub use_grad_scaler: bool,
+}
+
+/// f16 on CUDA, ROCm and Metal, with scaled gradients on the first two; nothing elsewhere.
+pub fn resolve_amp_config(device: &DeviceInfo) -> AmpConfig {
+    let (enabled, use_grad_scaler) = match device.backend {
+        BackendType::Cuda | BackendType::Rocm => (true, true),
+        BackendType::Metal => (true, false),
+        _ => (false, false),
+    };
+    AmpConfig { enabled, dtype: enabled.then_some(DType::F16), use_grad_scaler }
+}

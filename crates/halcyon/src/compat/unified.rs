@@ -1,0 +1,259 @@
+//! A backend built with options, and operations called on it.
+//!
+//! ```
+//! use halcyon::compat::unified::*;
+//! # fn main() -> halcyon::Result<()> {
+//! let backend = cpu().num_threads(1).enable_simd(true).build()?;
+//! let a = backend.randn([4, 8], DType::F32);
+//! let b = backend.randn([8, 2], DType::F32);
+//! let c = backend.relu(&backend.matmul(&a, &b));
+//! assert_eq!(c.dims()?[..], [4, 2]);
+//! # Ok(())
+//! # }
+//! ```
+
+use crate::State;
+use crate::backend::Backend as Core;
+use crate::backend::BackendBuilder as CoreBuilder;
+use halcyon_hal::policy::Fallback;
+use halcyon_hal::registry;
+use halcyon_ir::error::Error;
+use halcyon_ir::passes::Level;
+use halcyon_ir::target::MatmulPrecision;
+
+pub use crate::blas::ConvConfig;
+pub use crate::{Backend, BackendType, DType, Result, Tensor};
+
+/// Everything here, by one `use`.
+pub mod prelude {
+    pub use super::{BackendBuilder, Operations, cpu, cuda, metal};
+    pub use crate::blas::ConvConfig;
+    pub use crate::prelude::*;
+}
+
+/// Settings of a backend.
+#[derive(Clone, Debug, Default)]
+pub struct BackendBuilder(CoreBuilder);
+
+impl BackendBuilder {
+    pub fn new() -> BackendBuilder {
+        BackendBuilder::default()
+    }
+
+    pub fn backend_type(self, b: BackendType) -> Self {
+        BackendBuilder(self.0.backend_type(b))
+    }
+
+    pub fn device_id(self, n: usize) -> Self {
+        BackendBuilder(self.0.device(n))
+    }
+
+    /// Bytes that live buffers may take: a hard cap.
+    pub fn memory_pool_size(self, bytes: u64) -> Self {
+        BackendBuilder(self.0.memory_limit(bytes))
+    }
+
+    /// Lets f32 products be computed by matrix units in a narrower type: TF32 where the device has it, bf16 products with f32 sums on a
+    /// CPU that multiplies bf16 faster ([`MatmulPrecision::Medium`]).
+    pub fn enable_tensor_cores(self, on: bool) -> Self {
+        BackendBuilder(self.0.precision(match on {
+            true => MatmulPrecision::Medium,
+            false => MatmulPrecision::Highest,
+        }))
+    }
+
+    pub fn level(self, level: Level) -> Self {
+        BackendBuilder(self.0.level(level))
+    }
+
+    /// # Errors
+    /// As [`crate::BackendBuilder::build`].
+    pub fn build(self) -> Result<Core> {
+        self.0.build()
+    }
+}
+
+/// The CPU with options.
+pub fn cpu() -> CpuBuilder {
+    CpuBuilder(Core::builder().backend_type(BackendType::Cpu))
+}
+
+/// CUDA with options.
+pub fn cuda() -> CudaBuilder {
+    CudaBuilder { builder: Core::builder().backend_type(BackendType::Cuda), cudnn: None, tensor_cores: None }
+}
+
+/// Metal with options.
+pub fn metal() -> MetalBuilder {
+    MetalBuilder { builder: Core::builder().backend_type(BackendType::Metal), mps: None }
+}
+
+/// See [`cpu`].
+#[derive(Clone, Debug)]
+pub struct CpuBuilder(CoreBuilder);
+
+impl CpuBuilder {
+    /// The caller's thread included.
+    pub fn num_threads(self, n: usize) -> Self {
+        CpuBuilder(self.0.num_threads(n))
+    }
+
+    /// Instruction sets beyond the target's baseline; on if it is not said.
+    pub fn enable_simd(self, on: bool) -> Self {
+        CpuBuilder(self.0.enable_simd(on))
+    }
+
+    /// # Errors
+    /// As [`crate::BackendBuilder::build`].
+    pub fn build(self) -> Result<Core> {
+        self.0.build()
+    }
+}
+
+/// An option of a driver that is not there yet, once the device is known to be.
+fn not_yet(option: &str, backend: BackendType) -> Error {
+    Error::unsupported(
+        format!("{option} on {}", backend.title()),
+        format!("Leave it out, and see `halcyon doctor --backend {backend}` for what the driver uses"),
+    )
+}
+
+/// See [`cuda`].
+#[derive(Clone, Debug)]
+pub struct CudaBuilder {
+    builder: CoreBuilder,
+    cudnn: Option<bool>,
+    tensor_cores: Option<bool>,
+}
+
+impl CudaBuilder {
+    pub fn device(mut self, n: usize) -> Self {
+        self.builder = self.builder.device(n);
+        self
+    }
+
+    pub fn enable_cudnn(mut self, on: bool) -> Self {
+        self.cudnn = Some(on);
+        self
+    }
+
+    pub fn enable_tensor_cores(mut self, on: bool) -> Self {
+        self.tensor_cores = Some(on);
+        self
+    }
+
+    /// # Errors
+    /// [`Error::Unavailable`] where there is no CUDA; [`Error::Unsupported`] for cuDNN switched on, until the driver has it; as
+    /// [`crate::BackendBuilder::build`].
+    pub fn build(self) -> Result<Core> {
+        registry::driver(BackendType::Cuda)?.probe()?;
+        if self.cudnn == Some(true) {
+            return Err(not_yet("cuDNN", BackendType::Cuda));
+        }
+        let precision = match self.tensor_cores {
+            Some(true) => MatmulPrecision::High,
+            _ => MatmulPrecision::Highest,
+        };
+        self.builder.precision(precision).fallback(Fallback::Never).build()
+    }
+}
+
+/// See [`metal`].
+#[derive(Clone, Debug)]
+pub struct MetalBuilder {
+    builder: CoreBuilder,
+    mps: Option<bool>,
+}
+
+impl MetalBuilder {
+    pub fn device(mut self, n: usize) -> Self {
+        self.builder = self.builder.device(n);
+        self
+    }
+
+    /// Metal Performance Shaders.
+    pub fn enable_mps(mut self, on: bool) -> Self {
+        self.mps = Some(on);
+        self
+    }
+
+    /// # Errors
+    /// [`Error::Unavailable`] where there is no Metal; [`Error::Unsupported`] for MPS switched on, until the native driver is there;
+    /// as [`crate::BackendBuilder::build`].
+    pub fn build(self) -> Result<Core> {
+        registry::driver(BackendType::Metal)?.probe()?;
+        if self.mps == Some(true) {
+            return Err(not_yet("Metal Performance Shaders", BackendType::Metal));
+        }
+        self.builder.fallback(Fallback::Never).build()
+    }
+}
+
+/// Operations called on a backend: the tensor's methods by another spelling. The tensors must be on this backend; an op says so
+/// where they are on another one.
+pub trait Operations {
+    fn matmul(&self, a: &Tensor, b: &Tensor) -> Tensor;
+    fn relu(&self, x: &Tensor) -> Tensor;
+    /// [`Tensor::gemm`].
+    fn gemm(&self, a: &Tensor, b: &Tensor, alpha: f64, c: &Tensor, beta: f64) -> Tensor;
+    /// [`Tensor::gemv`].
+    fn gemv(&self, a: &Tensor, x: &Tensor, alpha: f64, y: &Tensor, beta: f64) -> Tensor;
+    /// [`Tensor::conv2d`].
+    fn conv2d(&self, input: &Tensor, weight: &Tensor, config: ConvConfig) -> Tensor;
+    /// [`Tensor::batch_norm_running`].
+    ///
+    /// # Errors
+    /// As there.
+    fn batch_norm(&self, input: &Tensor, mean: &State, var: &State, training: bool) -> Result<Tensor>;
+}
+
+impl Core {
+    /// The tensor, or one that carries the error that it is on another device.
+    #[track_caller]
+    fn own(&self, t: &Tensor) -> Tensor {
+        match t.backend().same(self) {
+            true => t.clone(),
+            false => {
+                let e = Error::MixedDevices {
+                    op: "operation".into(),
+                    a: self.id().into(),
+                    b: t.backend().id().into(),
+                    at: Default::default(),
+                };
+                Tensor::failed(self, e, std::panic::Location::caller())
+            }
+        }
+    }
+}
+
+impl Operations for Core {
+    #[track_caller]
+    fn matmul(&self, a: &Tensor, b: &Tensor) -> Tensor {
+        self.own(a).matmul(b)
+    }
+
+    #[track_caller]
+    fn relu(&self, x: &Tensor) -> Tensor {
+        self.own(x).relu()
+    }
+
+    #[track_caller]
+    fn gemm(&self, a: &Tensor, b: &Tensor, alpha: f64, c: &Tensor, beta: f64) -> Tensor {
+        self.own(a).gemm(b, alpha, c, beta)
+    }
+
+    #[track_caller]
+    fn gemv(&self, a: &Tensor, x: &Tensor, alpha: f64, y: &Tensor, beta: f64) -> Tensor {
+        self.own(a).gemv(x, alpha, y, beta)
+    }
+
+    #[track_caller]
+    fn conv2d(&self, input: &Tensor, weight: &Tensor, config: ConvConfig) -> Tensor {
+        self.own(input).conv2d(weight, config)
+    }
+
+    #[track_caller]
+    fn batch_norm(&self, input: &Tensor, mean: &State, var: &State, training: bool) -> Result<Tensor> {
+        self.own(input).batch_norm_running(mean, var, training)
+    }
+}

@@ -1,0 +1,105 @@
+//! Random tensors. Element `i` is Threefry-2x32 with 20 rounds ([`ScalarOp::Threefry`]) of the counter `i` under the seed, so a
+//! draw is the same on every device, and another seed compiles nothing.
+
+use crate::backend::Backend;
+use crate::tensor::Tensor;
+use halcyon_ir::dtype::{DType, Scalar};
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::graph::Graph;
+use halcyon_ir::shape::Shape;
+use halcyon_ir::{NodeId, ScalarOp};
+use std::panic::Location;
+use std::sync::atomic::Ordering;
+
+/// 32 random bits for each element, of word `word` of a draw.
+fn bits(g: &mut Graph, shape: &Shape, seed: u64, word: u64) -> Result<NodeId> {
+    let n = shape.dims()?.iter().try_fold(1u64, |n, d| n.checked_mul(*d as u64));
+    let n = n.filter(|n| *n <= 1 << 32).ok_or_else(|| {
+        let what = format!("{shape} random numbers in one tensor");
+        Error::unsupported(what, "Draw at most 2^32 elements at once")
+    })?;
+    // The generator is made for keys that differ little.
+    let key = seed.wrapping_add(word << 32);
+    let mut half = |k: u64| g.full(DType::U32, Shape::scalar(), Scalar::U(k & u32::MAX as u64));
+    let (low, high) = (half(key), half(key >> 32));
+    let at = g.iota(DType::U32, [n as usize], 0)?;
+    let b = g.scalar(ScalarOp::Threefry, &[low, high, at])?;
+    g.reshape(b, shape)
+}
+
+fn scaled(g: &mut Graph, x: NodeId, by: f64) -> Result<NodeId> {
+    let k = g.lit(x, by);
+    g.mul(x, k)
+}
+
+/// In `[0, 1)`, f32, with 24 bits.
+fn unit(g: &mut Graph, shape: &Shape, seed: u64, word: u64) -> Result<NodeId> {
+    let b = bits(g, shape, seed, word)?;
+    let eight = g.lit(b, Scalar::U(8));
+    let b = g.scalar(ScalarOp::Shr, &[b, eight])?;
+    let b = g.cast(b, DType::F32)?;
+    scaled(g, b, (0.5f64).powi(24))
+}
+
+/// Standard normal, f32: Box and Muller ("A note on the generation of random normal deviates", 1958).
+fn normal(g: &mut Graph, shape: &Shape, seed: u64) -> Result<NodeId> {
+    // In (0, 1]: the logarithm needs fine steps near zero, where f32 has them.
+    let b = bits(g, shape, seed, 0)?;
+    let b = g.cast(b, DType::F32)?;
+    let u = scaled(g, b, (0.5f64).powi(32))?;
+    let least = g.lit(u, (0.5f64).powi(33));
+    let u = g.add(u, least)?;
+    let l = g.log(u)?;
+    let l = scaled(g, l, -2.0)?;
+    let r = g.sqrt(l)?;
+    let v = unit(g, shape, seed, 1)?;
+    let a = scaled(g, v, std::f64::consts::TAU)?;
+    let c = g.cos(a)?;
+    g.mul(r, c)
+}
+
+impl Tensor {
+    #[track_caller]
+    fn draw(
+        backend: &Backend,
+        shape: impl Into<Shape>,
+        dtype: DType,
+        f: impl FnOnce(&mut Graph, &Shape) -> Result<NodeId>,
+    ) -> Tensor {
+        let shape = shape.into();
+        Tensor::build_on(backend, &[], Location::caller(), |g, _| {
+            if !dtype.is_float() {
+                let want = "random numbers of this kind are floats: draw them and cast".into();
+                return Err(Error::DType { op: "random".into(), dtype, want, at: Default::default() });
+            }
+            let x = f(g, &shape)?;
+            g.cast(x, dtype)
+        })
+    }
+
+    /// Uniform in `[0, 1)`, drawn in f32. The same seed gives the same numbers.
+    #[track_caller]
+    pub fn rand(backend: &Backend, shape: impl Into<Shape>, dtype: DType, seed: u64) -> Tensor {
+        Tensor::draw(backend, shape, dtype, |g, s| unit(g, s, seed, 0))
+    }
+
+    /// Standard normal, drawn in f32, where it reaches 6.7 deviations. The same seed gives the same numbers.
+    #[track_caller]
+    pub fn randn(backend: &Backend, shape: impl Into<Shape>, dtype: DType, seed: u64) -> Tensor {
+        Tensor::draw(backend, shape, dtype, |g, s| normal(g, s, seed))
+    }
+}
+
+impl Backend {
+    /// Standard normal. Every call draws other numbers; a program that calls in the same order gets the same ones, see
+    /// [`Backend::manual_seed`].
+    #[track_caller]
+    pub fn randn(&self, shape: impl Into<Shape>, dtype: DType) -> Tensor {
+        Tensor::randn(self, shape, dtype, self.0.seed.fetch_add(1, Ordering::Relaxed))
+    }
+
+    /// The draws that follow start from here.
+    pub fn manual_seed(&self, seed: u64) {
+        self.0.seed.store(seed, Ordering::Relaxed);
+    }
+}

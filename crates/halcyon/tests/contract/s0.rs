@@ -1,0 +1,111 @@
+//! Selection and settings for training.
+
+use crate::machine;
+use halcyon::compat::training::*;
+use halcyon::compat::{BackendError, BackendErrorKind as Kind};
+use halcyon::{BackendType as B, DType, Error, MatmulPrecision};
+
+fn kind(e: BackendError) -> Kind {
+    assert!(e.error().exit_code() != 1, "{e}");
+    e.kind()
+}
+
+#[test]
+fn s0_01_auto_is_cuda_then_metal_then_cpu() {
+    let auto = |m: &[(B, usize)]| {
+        let _m = machine::with(m);
+        let d = resolve_device("auto").unwrap();
+        assert_eq!(resolve_device("AUTO").unwrap(), d, "the same machine, the same answer");
+        (d.id.clone(), d.torch_device().unwrap())
+    };
+    let is = |id: &str, torch: &str| (id.to_string(), torch.to_string());
+    assert_eq!(auto(&[(B::Metal, 1), (B::Cuda, 2)]), is("cuda:0", "cuda:0"));
+    assert_eq!(auto(&[(B::Metal, 1), (B::Rocm, 1)]), is("metal:0", "mps"));
+    assert_eq!(auto(&[]), is("cpu:0", "cpu"));
+    let _m = machine::with(&[(B::Rocm, 1)]);
+    // ROCm's device is ours by our name, and PyTorch's by its own.
+    let d = resolve_device("rocm").unwrap();
+    assert_eq!((d.id.as_str(), d.torch_device().as_deref()), ("rocm:0", Some("cuda:0")));
+    assert_eq!(resolve_device("cpu").unwrap().backend, B::Cpu);
+}
+
+#[test]
+fn s0_02_the_wrong_stack_names_the_right_one() {
+    let m = machine::with(&[(B::Rocm, 1)]);
+    let e = resolve_device("cuda").unwrap_err();
+    assert!(e.to_string().contains("Use \"rocm\""), "{e}");
+    assert_eq!(kind(e), Kind::Mismatch);
+    drop(m);
+    let m = machine::with(&[(B::Cuda, 1)]);
+    let e = resolve_device("rocm").unwrap_err();
+    assert!(e.to_string().contains("Use \"cuda\""), "{e}");
+    assert_eq!(kind(e), Kind::Mismatch);
+    drop(m);
+    // With neither it is simply not there.
+    let _m = machine::with(&[]);
+    assert_eq!(kind(resolve_device("cuda").unwrap_err()), Kind::MissingRuntime);
+}
+
+#[test]
+fn s0_03_settings_are_the_backends_own() {
+    let _m = machine::with(&[(B::Cuda, 1), (B::Rocm, 1), (B::Metal, 1)]);
+    for (name, tf32, precision) in [
+        ("cuda", true, MatmulPrecision::High),
+        ("rocm", false, MatmulPrecision::High),
+        ("mps", false, MatmulPrecision::High),
+        ("cpu", false, MatmulPrecision::Highest),
+    ] {
+        let d = resolve_device(name).unwrap();
+        let c = configure_backend(name, &d, false).unwrap();
+        assert_eq!(c.tuning, Tuning { tf32, matmul_precision: precision }, "{name}");
+        // What plans are lowered with, not what a report says.
+        assert_eq!(c.backend.lower_options().precision, precision, "{name}");
+    }
+    let cuda = resolve_device("cuda").unwrap();
+    assert_eq!(kind(configure_backend("cpu", &cuda, false).unwrap_err()), Kind::Mismatch);
+    assert_eq!(configure_backend("auto", &cuda, false).unwrap().tuning, tuning(B::Cuda));
+}
+
+#[test]
+fn s0_04_verbose_tells_what_it_is() {
+    let _m = machine::with(&[]);
+    let d = resolve_device("cpu").unwrap();
+    let c = configure_backend("host", &d, true).unwrap();
+    let text = c.to_string();
+    let line = |name: &str| {
+        let found = text.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(':'));
+        found.unwrap_or_else(|| panic!("{name} is missing in\n{text}")).trim().to_string()
+    };
+    assert_eq!((line("backend requested"), line("backend resolved")), ("host".into(), "cpu (cpu:0)".into()));
+    assert_eq!(line("halcyon"), env!("CARGO_PKG_VERSION"));
+    assert_eq!(line("device"), d.name);
+    let gb = format!("{:.2} GB", d.memory_gb().unwrap());
+    assert_eq!(line("memory total"), gb);
+    assert_eq!((line("memory allocated"), line("memory reserved")), ("0.00 GB".into(), "0.00 GB".into()));
+    assert_eq!((line("TF32"), line("matmul precision")), ("off".into(), "Highest".into()));
+    assert_eq!(line("capability"), "not told by the driver");
+    line("driver");
+}
+
+#[test]
+fn s0_05_mixed_precision_by_device() {
+    let _m = machine::with(&[(B::Cuda, 1), (B::Rocm, 1), (B::Metal, 1)]);
+    let of = |name: &str| resolve_amp_config(&resolve_device(name).unwrap());
+    let f16 = |use_grad_scaler| AmpConfig { enabled: true, dtype: Some(DType::F16), use_grad_scaler };
+    assert_eq!((of("cuda"), of("rocm"), of("metal")), (f16(true), f16(true), f16(false)));
+    assert_eq!(of("cpu"), AmpConfig { enabled: false, dtype: None, use_grad_scaler: false });
+}
+
+#[test]
+fn s0_07_errors_have_a_kind_and_say_what_to_do() {
+    let _m = machine::with(&[]);
+    let e = resolve_device("cudda").unwrap_err();
+    assert!(e.to_string().contains("valid names are auto, cuda"), "{e}");
+    assert_eq!(e.kind(), Kind::UnknownValue);
+    let e = resolve_device("rocm").unwrap_err();
+    assert!(e.to_string().contains("Install the driver"), "{e}");
+    assert_eq!(e.kind(), Kind::MissingRuntime);
+    // The core's error is inside, and comes out.
+    assert!(matches!(e.error(), Error::Unavailable { tried, .. } if tried.len() == 1));
+    assert_eq!(Error::from(e).exit_code(), 4);
+}
