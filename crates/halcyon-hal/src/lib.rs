@@ -27,6 +27,7 @@ pub mod registry;
 pub mod select;
 #[cfg(all(feature = "tpu", not(target_arch = "wasm32")))]
 pub mod tpu;
+pub mod tune;
 mod validate;
 #[cfg(all(feature = "webgpu", not(target_arch = "wasm32")))]
 pub mod webgpu;

@@ -33,6 +33,7 @@ pub mod session;
 pub mod split;
 pub mod state;
 pub mod tensor;
+pub mod tune;
 
 pub use backend::{Backend, BackendBuilder};
 pub use capture::{CapturedGraph, Compiled};
@@ -54,6 +55,7 @@ pub use session::Session;
 pub use split::Split;
 pub use state::State;
 pub use tensor::{Tensor, eval};
+pub use tune::{TuningMode, TuningReport};
 
 /// What most programs need.
 pub mod prelude {

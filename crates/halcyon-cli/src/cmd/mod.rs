@@ -13,6 +13,7 @@ pub mod run;
 pub mod select;
 mod split;
 pub mod trace;
+pub mod tune;
 
 use crate::args::{BackendArgs, InputArgs};
 use crate::report;

@@ -84,7 +84,7 @@ impl Lowerer<'_> {
         }
         let mut chosen = match packed {
             Some(p) => Ok(Chosen::Library(p.kernel)),
-            None => select(self.target, &node.op, &ops, std::slice::from_ref(&output), precision, in_place),
+            None => self.select(&node.op, &ops, &output, precision, in_place),
         };
         if let Err(d) = &chosen
             && !d.dense.is_empty()
@@ -98,7 +98,7 @@ impl Lowerer<'_> {
                     ops[k].view = View::dense(&ops[k].view.shape.clone());
                 }
             }
-            chosen = select(self.target, &node.op, &ops, std::slice::from_ref(&output), precision, in_place);
+            chosen = self.select(&node.op, &ops, &output, precision, in_place);
         }
         let chosen = chosen.map_err(|d| {
             let types: Vec<String> =
@@ -139,6 +139,7 @@ impl Lowerer<'_> {
             bytes,
             nodes: 1,
             fused: None,
+            tunable: None,
         };
         match chosen {
             Chosen::Library(k) => {
@@ -156,7 +157,7 @@ impl Lowerer<'_> {
                 bufs.push(b);
                 self.plan.steps.push(step(StepWork::Library(k), bufs, 1));
             }
-            Chosen::Kernels(low) => {
+            Chosen::Kernels(low, mut tunable) => {
                 bufs.push(b);
                 for t in &low.temps {
                     let bytes = *t;
@@ -183,11 +184,23 @@ impl Lowerer<'_> {
                     );
                     s.flops /= n;
                     s.bytes /= n;
+                    s.tunable = tunable.take();
                     self.plan.steps.push(s);
                 }
             }
         }
         Ok(())
+    }
+
+    fn select(
+        &self,
+        op: &Op,
+        inputs: &[Operand],
+        output: &Operand,
+        precision: MatmulPrecision,
+        in_place: bool,
+    ) -> Result<Chosen, Declined> {
+        select(self.target, self.options, op, inputs, std::slice::from_ref(output), precision, in_place)
     }
 
     /// The device's kernel for an op with a constant in a layout of the kernel's own, if it has one, and the constant.
@@ -293,6 +306,7 @@ impl Lowerer<'_> {
             bytes,
             nodes: 1,
             fused: None,
+            tunable: None,
         });
         Ok(())
     }
