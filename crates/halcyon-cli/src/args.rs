@@ -2,7 +2,9 @@
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use halcyon::ir::passes;
-use halcyon::{AmpPolicy, Backend, BackendBuilder, BackendType, Error, Fallback, Level, Policy, Result};
+use halcyon::{
+    AmpPolicy, Backend, BackendBuilder, BackendType, Error, Fallback, Level, Policy, Result, TuningMode,
+};
 use halcyon_formats::onnx::export::ExportOptions;
 use std::path::PathBuf;
 
@@ -46,6 +48,8 @@ pub enum Command {
     Conformance(ConformanceArgs),
     /// Runs again what went wrong, from the file that `run --verify` or `run --save-replay` wrote
     Replay(ReplayArgs),
+    /// Measures which kernels are fastest on a device, and keeps what it finds
+    Tune(TuneArgs),
     /// Shows a model's graph, what the passes did, the chosen kernels, their source and the times
     Trace(TraceArgs),
     /// Measures the machine, single works, or a model, and compares with an earlier report
@@ -56,6 +60,9 @@ pub enum Command {
     /// Examines a backend in this process and prints an event a line
     #[command(name = "__doctor", hide = true)]
     DoctorChild(ProbeArgs),
+    /// Tunes in this process and prints an event a line
+    #[command(name = "__tune", hide = true)]
+    TuneChild(TuneArgs),
 }
 
 /// Which device, and how it is used.
@@ -92,6 +99,14 @@ pub struct BackendArgs {
     /// Switches a transformation off, by the name a receipt gives it; repeatable
     #[arg(long, value_name = "NAME")]
     pub without: Vec<String>,
+    /// When kernels are tuned, at O2: off (what is known is not used), cached (what is known is used), background, or a budget in seconds.
+    /// Without it HALCYON_TUNING counts, then `tuning` of the configuration file, else cached
+    #[arg(long, value_name = "MODE")]
+    pub tuning: Option<String>,
+    /// File in which tuning keeps what it finds. Without it HALCYON_TUNING_CACHE counts (off for none), then `tuning_cache` of the
+    /// configuration file, else tuning.json in the cache directory
+    #[arg(long, alias = "cache", value_name = "FILE")]
+    pub tuning_cache: Option<PathBuf>,
 }
 
 impl BackendArgs {
@@ -105,6 +120,10 @@ impl BackendArgs {
 
     fn precision(&self) -> Result<Option<AmpPolicy>> {
         self.precision.as_deref().map(str::parse).transpose()
+    }
+
+    fn tuning(&self) -> Result<Option<TuningMode>> {
+        self.tuning.as_deref().map(str::parse).transpose()
     }
 
     /// Opens the device.
@@ -138,6 +157,12 @@ impl BackendArgs {
         if let Some(s) = &self.memory_limit {
             b = b.memory_limit(bytes(s)?);
         }
+        if let Some(m) = self.tuning()? {
+            b = b.tuning(m);
+        }
+        if let Some(f) = &self.tuning_cache {
+            b = b.autotuning_cache_file(f);
+        }
         for name in self.without.iter().map(String::as_str).chain(without) {
             b = b.without(transformation(name)?);
         }
@@ -149,6 +174,7 @@ impl BackendArgs {
         self.kind()?;
         self.level()?;
         self.precision()?;
+        self.tuning()?;
         self.backends.as_deref().map(str::parse::<Policy>).transpose()?;
         self.fallback.as_deref().map(str::parse::<Fallback>).transpose()?;
         self.memory_limit.as_deref().map(bytes).transpose()?;
@@ -455,6 +481,55 @@ Examples:
   halcyon conformance onnx target/testdata/conformance
   halcyon conformance onnx target/testdata/conformance --backend opencl --limit 40 --json
   halcyon conformance onnx cases-without-outputs --save results";
+
+#[derive(Args, Debug)]
+#[command(after_help = TUNE)]
+pub struct TuneArgs {
+    /// ONNX model whose kernels are tuned; without one, a short list of works that most models have
+    pub model: Option<PathBuf>,
+    #[command(flatten)]
+    pub input: InputArgs,
+    #[command(flatten)]
+    pub backend: BackendArgs,
+    /// Stops in so many seconds; the kernels that cost most come first
+    #[arg(long, value_name = "SECONDS", overrides_with = "budget", value_parser = seconds)]
+    pub budget: Option<f64>,
+    /// Seconds that one candidate may take before it counts as hung
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = seconds)]
+    pub patience: f64,
+    /// Tries what is in quarantine on this device again
+    #[arg(long)]
+    pub retry: bool,
+    /// Adds the entries of another cache
+    #[arg(long, value_name = "FILE")]
+    pub import: Option<PathBuf>,
+    /// Adds all entries to another cache, after tuning
+    #[arg(long, value_name = "FILE")]
+    pub export: Option<PathBuf>,
+    /// Lists what is known, of every device
+    #[arg(long)]
+    pub list: bool,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// A number of seconds that a duration can be.
+fn seconds(s: &str) -> std::result::Result<f64, String> {
+    let n: f64 = s.parse().map_err(|_| format!("\"{s}\" is no number"))?;
+    std::time::Duration::try_from_secs_f64(n).map(|_| n).map_err(|e| e.to_string())
+}
+
+const TUNE: &str = "\
+Candidates run in a process of their own: one that is wrong, does not compile, crashes or hangs is put into quarantine with the reason, and
+is never tried again on that device with that driver (--retry forgets that). Kernels that the cache knows are not tuned again. Without a
+MODEL, --list, --import and --export tune nothing. What was found counts from level O2 on.
+
+Examples:
+  halcyon tune --backend opencl
+  halcyon tune model.onnx --backend opencl --input random:8x3x224x224 --budget 60
+  halcyon tune --list
+  halcyon tune --import other-machine.json";
 
 #[derive(Args, Debug)]
 #[command(after_help = "Inputs that are not given are filled as by `random`, symbolic sizes with 1.\n\n\

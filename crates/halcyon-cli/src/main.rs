@@ -64,6 +64,8 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Devices(a) => cmd::devices::main(&a),
         Command::Conformance(a) => cmd::conformance::main(&a),
         Command::Trace(a) => cmd::trace::main(&a),
+        Command::Tune(a) => cmd::tune::main(&a),
+        Command::TuneChild(a) => cmd::tune::child(&a),
         Command::Bench(a) => cmd::bench::main(&a),
         Command::Probe(a) => cmd::probe::main(&a),
     }

@@ -3,11 +3,14 @@
 //! ```toml
 //! backends = "torchbridge"     # or ["cuda", "cpu"]
 //! fallback = "never"           # or "next", "cpu"
+//! tuning = "background"        # or "off", "cached", a budget in seconds ("30")
+//! tuning_cache = "/home/me/tuning.json"
 //! ```
 //!
 //! It is the file that `HALCYON_CONFIG` names (`off` for none), else `halcyon/config.toml` in the user's configuration directory.
 
 use crate::policy::{Fallback, Policy};
+use crate::tune::TuningMode;
 use crate::{Error, Result};
 use serde::Deserialize;
 use std::io::ErrorKind;
@@ -22,6 +25,8 @@ pub const VARIABLE: &str = "HALCYON_CONFIG";
 pub struct Config {
     pub backends: Option<Policy>,
     pub fallback: Option<Fallback>,
+    pub tuning: Option<TuningMode>,
+    pub tuning_cache: Option<PathBuf>,
 }
 
 /// Where the file is looked for, and whether the user named it.
@@ -93,6 +98,9 @@ mod tests {
         assert_eq!(c.fallback, Some(Fallback::Never));
         let c = parse("backends = [\"amd\", \"cpu\"]").unwrap();
         assert_eq!(c.backends.unwrap().backends(), [BackendType::Rocm, BackendType::Cpu]);
+        let c = parse("tuning = \"30\"\ntuning_cache = \"/tmp/t.json\"").unwrap();
+        assert_eq!(c.tuning, Some(TuningMode::Budget(std::time::Duration::from_secs(30))));
+        assert_eq!(c.tuning_cache, Some("/tmp/t.json".into()));
         assert_eq!(parse("").unwrap(), Config::default());
     }
 
@@ -103,6 +111,7 @@ mod tests {
             ("backends = [\"cpu\", \"cpu\"]", "twice"),
             ("backends = \"cpux\"", "cpux"),
             ("fallback = \"maybe\"", "maybe"),
+            ("tuning = \"often\"", "often"),
             ("backends =", "line 1"),
         ] {
             let e = parse(text).unwrap_err();

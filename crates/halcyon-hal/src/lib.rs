@@ -33,6 +33,7 @@ pub mod select;
 pub mod stream;
 #[cfg(all(feature = "tpu", not(target_arch = "wasm32")))]
 pub mod tpu;
+pub mod tune;
 pub mod validate;
 #[cfg(all(feature = "webgpu", not(target_arch = "wasm32")))]
 pub mod webgpu;

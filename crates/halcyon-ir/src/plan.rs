@@ -6,6 +6,7 @@ use crate::dtype::{DType, Scalar};
 use crate::error::Span;
 use crate::fused::Fused;
 use crate::kernel::Kernel;
+use crate::kernel::tune::Tunable;
 use crate::shape::Dims;
 use crate::target::{LibraryKernel, Operand};
 use serde::{Deserialize, Serialize};
@@ -94,6 +95,8 @@ pub struct Step {
     pub nodes: usize,
     /// The fused kernel it came from, for traces.
     pub fused: Option<Arc<Fused>>,
+    /// The other ways to build its kernel, where there are any and the level tunes.
+    pub tunable: Option<Arc<Tunable>>,
 }
 
 #[derive(Clone, Debug)]
@@ -261,6 +264,9 @@ impl fmt::Display for Plan {
                 b[..split].join(" "),
                 b[split..].join(" ")
             )?;
+            if let Some(t) = s.tunable.as_ref().filter(|t| t.tuned) {
+                write!(f, " (tuned: {})", t.variant)?;
+            }
             writeln!(
                 f,
                 "  {} flop, {} B{}",
@@ -327,6 +333,7 @@ mod tests {
             bytes: 0,
             nodes: 1,
             fused: None,
+            tunable: None,
         };
         let plan = Plan {
             buffers: vec![

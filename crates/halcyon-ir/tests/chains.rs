@@ -6,7 +6,7 @@ mod tensor;
 
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out, Param};
 use halcyon_ir::kernel::interp::{Options, run};
-use halcyon_ir::kernel::lower::{fused_param, lower_fused};
+use halcyon_ir::kernel::lower::{fused_choices, fused_param, lower_fused, lower_fused_as};
 use halcyon_ir::kernel::{BufId, Kernel, Launch};
 use halcyon_ir::layout::View;
 use halcyon_ir::op::ReduceKind;
@@ -51,6 +51,16 @@ fn point(f: &Fused, x: &[Tensor], args: &[Scalar], idx: &[usize]) -> Vec<Scalar>
 
 fn check_fused(f: &Fused, x: &[Tensor], caps: &Caps, tolerance: f64) -> Kernel {
     let (k, l) = lower_fused(f, caps).unwrap();
+    check_kernel(&k, l, f, x, &[1, 4, 32, 64], tolerance);
+    // What tuning may take instead computes the same.
+    for (i, v) in fused_choices(f, caps).others.iter().enumerate() {
+        let (k, l) = lower_fused_as(f, caps, v).unwrap();
+        check_kernel(&k, l, f, x, &[[1, 4, 32, 64][i % 4]], tolerance);
+    }
+    k
+}
+
+fn check_kernel(k: &Kernel, l: Launch, f: &Fused, x: &[Tensor], subgroups: &[u32], tolerance: f64) {
     let args: Vec<Scalar> = f
         .params
         .iter()
@@ -62,14 +72,14 @@ fn check_fused(f: &Fused, x: &[Tensor], caps: &Caps, tolerance: f64) -> Kernel {
     // The plan fills arguments in by their place.
     let mut l: Launch = l;
     for i in 0..k.params.len() {
-        if let Some(p) = fused_param(&k, i)
+        if let Some(p) = fused_param(k, i)
             && let Param::Arg(_) = f.params[p].1
         {
             l.params[i] = args[p];
         }
     }
     let inner = indices(f.inner());
-    for subgroup in [1, 4, 32, 64] {
+    for &subgroup in subgroups {
         let mut mem: Vec<Vec<u8>> = x.iter().map(|t| t.bytes.clone()).collect();
         let poisoned = (0..f.outs.len()).map(|i| BufId((x.len() + i) as u32)).collect();
         for o in &f.outs {
@@ -78,7 +88,7 @@ fn check_fused(f: &Fused, x: &[Tensor], caps: &Caps, tolerance: f64) -> Kernel {
         }
         let o =
             Options { subgroup, seed: Some(subgroup as u64), sanitize: true, poisoned, ..Options::default() };
-        let r = run(&k, &l, &mut mem, &o).unwrap();
+        let r = run(k, &l, &mut mem, &o).unwrap();
         assert!(r.reports.is_empty(), "{}", r.reports[0]);
         for (n, o) in f.outs.iter().enumerate() {
             let d = f.body[o.value as usize].dtype;
@@ -102,7 +112,6 @@ fn check_fused(f: &Fused, x: &[Tensor], caps: &Caps, tolerance: f64) -> Kernel {
             close(&k.name, &got, &want, o.dtype, tolerance);
         }
     }
-    k
 }
 
 #[test]

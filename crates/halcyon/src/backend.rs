@@ -4,8 +4,10 @@ use crate::executable::{Executable, FaultTable};
 use crate::fit::Fit;
 use crate::lru::Lru;
 use crate::stream::Lanes;
+use crate::tune::Tuning;
 use halcyon_hal::policy::{Fallback, Policy};
 use halcyon_hal::select::{self, Request, Selection};
+use halcyon_hal::tune::{self, TuningCache, TuningMode};
 use halcyon_hal::{BackendType, BufferRef, Counters, Device, DeviceInfo, MemoryStats, Options, Program, Tag};
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::lower::{LowerOptions, lower};
@@ -50,6 +52,7 @@ pub(crate) struct Inner {
     pub(crate) seed: AtomicU64,
     /// The settings it was built with, where it was.
     built: Option<BackendBuilder>,
+    pub(crate) tuning: Tuning,
     /// Held while a run collects its inputs and submits: two threads must not decide about one buffer at a time.
     pub(crate) running: Mutex<()>,
 }
@@ -63,6 +66,8 @@ pub(crate) struct Stats {
     pub(crate) state_copies: AtomicU64,
     pub(crate) steps: AtomicU64,
     pub(crate) packed_loads: AtomicU64,
+    pub(crate) kernels_tuned: AtomicU64,
+    pub(crate) candidates_tried: AtomicU64,
 }
 
 /// Numbers of plans, programs and runs of a backend.
@@ -83,6 +88,10 @@ pub struct CacheStats {
     pub copies: u64,
     /// Packed constants that were read from disk instead of packed.
     pub packed_loads: u64,
+    /// Kernels that were tuned: candidates built, compared and measured.
+    pub kernels_tuned: u64,
+    /// Those candidates.
+    pub candidates_tried: u64,
 }
 
 #[derive(Clone, PartialEq, Eq, Hash)]
@@ -91,6 +100,8 @@ struct PlanKey {
     donated: Vec<bool>,
     level: Level,
     amp: AmpPolicy,
+    /// Generation of the tuning.
+    tuning: u64,
 }
 
 impl fmt::Debug for PlanKey {
@@ -113,6 +124,8 @@ pub struct BackendBuilder {
     without: std::collections::BTreeSet<String>,
     options: Options,
     keep_packed: Option<bool>,
+    tuning: Option<TuningMode>,
+    tuning_file: Option<PathBuf>,
 }
 
 impl BackendBuilder {
@@ -199,6 +212,66 @@ impl BackendBuilder {
         self
     }
 
+    /// Whether kernels are tuned: in the background while plans run ([`TuningMode::Background`]), or never, and what an earlier process
+    /// found is not used either ([`TuningMode::Off`]). A process that finds a kernel in the cache does not tune it again.
+    pub fn enable_autotuning(self, on: bool) -> Self {
+        self.tuning(if on { TuningMode::Background } else { TuningMode::Off })
+    }
+
+    /// When kernels are tuned. If it is not said, the environment's `HALCYON_TUNING` counts (`off`, `cached`, `background`, or a budget in
+    /// seconds), then the configuration file's `tuning`, else [`TuningMode::Cached`]. Tuned kernels come with level O2.
+    pub fn tuning(mut self, mode: TuningMode) -> Self {
+        self.tuning = Some(mode);
+        self
+    }
+
+    /// The file in which tuning keeps what it finds. If it is not said, the environment's `HALCYON_TUNING_CACHE` counts (`off` for
+    /// none), then the configuration file's `tuning_cache`, else `tuning.json` in the cache directory.
+    pub fn autotuning_cache_file(mut self, path: impl Into<PathBuf>) -> Self {
+        self.tuning_file = Some(path.into());
+        self
+    }
+
+    /// The file of the tuning cache, nothing opened; `None` where there is none.
+    ///
+    /// # Errors
+    /// Those of the configuration file.
+    pub fn tuning_file(&self) -> Result<Option<PathBuf>> {
+        Ok(self.tuning_settings()?.1)
+    }
+
+    /// The mode and the cache of tuning.
+    fn tuning_settings(&self) -> Result<(TuningMode, Option<PathBuf>)> {
+        let (mode, file) = (std::env::var(tune::VARIABLE).ok(), std::env::var_os(tune::FILE_VARIABLE));
+        let config = match (self.tuning, &self.tuning_file) {
+            (Some(_), Some(_)) => None,
+            _ => halcyon_hal::config::load()?.map(|(_, c)| c),
+        };
+        let mode = match (self.tuning, mode) {
+            (Some(m), _) => m,
+            (None, Some(m)) => m.parse()?,
+            (None, None) => config.as_ref().and_then(|c| c.tuning).unwrap_or_default(),
+        };
+        let file = match (&self.tuning_file, file) {
+            (Some(f), _) => Some(f.clone()),
+            (None, Some(f)) if f.eq_ignore_ascii_case("off") => None,
+            (None, Some(f)) => Some(f.into()),
+            (None, None) => config.and_then(|c| c.tuning_cache).or_else(|| self.tuning_default()),
+        };
+        Ok((mode, file))
+    }
+
+    #[cfg(not(target_arch = "wasm32"))]
+    fn tuning_default(&self) -> Option<PathBuf> {
+        let dir = self.options.cache_dir.clone().or_else(halcyon_hal::cache::user_dir);
+        dir.map(|d| d.join("tuning.json"))
+    }
+
+    #[cfg(target_arch = "wasm32")]
+    fn tuning_default(&self) -> Option<PathBuf> {
+        None
+    }
+
     /// Times every command on the device.
     pub fn profile(mut self, on: bool) -> Self {
         self.options.profile = on;
@@ -240,6 +313,7 @@ impl BackendBuilder {
             (None, Ok(p)) => p.parse()?,
             (None, Err(_)) => AmpPolicy::None,
         };
+        let tuning = self.tuning_settings()?;
         let request = Request {
             backend: self.backend.unwrap_or(BackendType::Auto),
             index: self.device,
@@ -249,16 +323,25 @@ impl BackendBuilder {
         };
         let (device, selection) = select::open_for(&request, &self.options, &mut |d| {
             autocast::check(amp, d.as_target().caps(), &d.info().id)?;
-            admit(&self.over(d.clone(), Selection::given(d.info().clone()), amp))
+            admit(&self.over(d.clone(), Selection::given(d.info().clone()), amp, &tuning))
         })?;
-        Ok(self.over(device, selection, amp))
+        Ok(self.over(device, selection, amp, &tuning))
     }
 
-    fn over(&self, device: Arc<dyn Device>, selection: Selection, amp: AmpPolicy) -> Backend {
+    fn over(
+        &self,
+        device: Arc<dyn Device>,
+        selection: Selection,
+        amp: AmpPolicy,
+        (mode, file): &(TuningMode, Option<PathBuf>),
+    ) -> Backend {
         let mut b = Backend::from_device(device, selection, self.level);
         if let Some(i) = Arc::get_mut(&mut b.0) {
             i.precision = self.precision;
             i.amp = amp;
+            let cache = file.as_ref().map_or_else(TuningCache::memory, TuningCache::at);
+            let key = tune::device_key(i.device.info(), i.device.as_target().caps());
+            i.tuning = Tuning::new(*mode, cache, key);
             i.without.clone_from(&self.without);
             i.built = Some(self.clone());
             #[cfg(not(target_arch = "wasm32"))]
@@ -341,6 +424,7 @@ impl Backend {
 
     /// A backend over an open device.
     pub fn from_device(device: Arc<dyn Device>, selection: Selection, level: Level) -> Backend {
+        let key = tune::device_key(device.info(), device.as_target().caps());
         Backend(Arc::new(Inner {
             device,
             selection,
@@ -359,6 +443,7 @@ impl Backend {
             lanes: Lanes::default(),
             seed: AtomicU64::new(0),
             built: None,
+            tuning: Tuning::new(TuningMode::Cached, TuningCache::memory(), key),
             running: Mutex::new(()),
         }))
     }
@@ -420,9 +505,13 @@ impl Backend {
 
     /// Forgets plans and programs and gives cached memory back; returns the bytes freed.
     pub fn empty_cache(&self) -> u64 {
-        lock(&self.0.plans).clear();
+        self.forget_plans();
         lock(&self.0.programs).clear();
         self.0.device.empty_cache()
+    }
+
+    pub(crate) fn forget_plans(&self) {
+        lock(&self.0.plans).clear();
     }
 
     pub fn cache_stats(&self) -> CacheStats {
@@ -437,6 +526,8 @@ impl Backend {
             steps: g(&s.steps),
             copies: g(&s.state_copies),
             packed_loads: g(&s.packed_loads),
+            kernels_tuned: g(&s.kernels_tuned),
+            candidates_tried: g(&s.candidates_tried),
         }
     }
 
@@ -446,18 +537,28 @@ impl Backend {
             passes: PassOptions { level: self.0.level, without: self.0.without.clone(), amp: self.0.amp },
             precision: self.0.precision,
             donated: vec![],
+            tuned: self.0.tuning.known(),
         }
     }
 
     /// A plan for a graph without symbols, from the cache where it is there.
     pub fn plan(&self, graph: Graph, donated: Vec<bool>) -> Result<Arc<Executable>> {
-        let key = PlanKey { graph: Arc::new(graph), donated, level: self.0.level, amp: self.0.amp };
+        let tuning = self.0.tuning.generation();
+        let graph = Arc::new(graph);
+        let mut key = PlanKey { graph, donated, level: self.0.level, amp: self.0.amp, tuning };
         if let Some(e) = lock(&self.0.plans).get(&key) {
             self.0.stats.plan_hits.fetch_add(1, Ordering::Relaxed);
             return Ok(e);
         }
-        let options = LowerOptions { donated: key.donated.clone(), ..self.lower_options() };
-        let plan = lower(&key.graph, self.0.device.as_target(), &options)?;
+        let lower = || {
+            let options = LowerOptions { donated: key.donated.clone(), ..self.lower_options() };
+            lower(&key.graph, self.0.device.as_target(), &options)
+        };
+        let mut plan = lower()?;
+        if self.tune_new(&plan) {
+            plan = lower()?;
+            key.tuning = self.0.tuning.generation();
+        }
         let exe = Arc::new(Executable::new(self, plan)?);
         self.0.stats.plans_built.fetch_add(1, Ordering::Relaxed);
         lock(&self.0.plans).put(key, exe.clone());

@@ -39,6 +39,7 @@ pub mod state;
 pub mod stream;
 pub mod summary;
 pub mod tensor;
+pub mod tune;
 pub mod verify;
 
 pub use backend::{Backend, BackendBuilder};
@@ -63,6 +64,7 @@ pub use split::Split;
 pub use state::State;
 pub use stream::{Event, Pending, Stream};
 pub use tensor::{Tensor, eval};
+pub use tune::{TuningMode, TuningReport};
 pub use verify::{Replay, VerifyOptions, VerifyReport};
 
 /// What most programs need.

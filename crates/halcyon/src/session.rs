@@ -20,8 +20,8 @@ use std::time::{Duration, Instant};
 pub struct Session {
     backend: Backend,
     graph: Graph,
-    /// Plan of the last run's sizes.
-    last: Mutex<Option<(Vec<Shape>, Arc<Executable>)>>,
+    /// Plan of the last run's sizes, and the generation of tuning that it is of.
+    last: Mutex<Option<(Vec<Shape>, u64, Arc<Executable>)>>,
 }
 
 impl Session {
@@ -42,14 +42,16 @@ impl Session {
     pub fn prepare(&self, inputs: &[ConstData]) -> Result<Arc<Executable>> {
         let shapes = self.shapes(inputs)?;
         let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some((s, e)) = &*last
+        let generation = self.backend.tuning_generation();
+        if let Some((s, g, e)) = &*last
             && *s == shapes
+            && *g == generation
         {
             return Ok(e.clone());
         }
         let bindings = self.graph.solve(&shapes)?;
         let e = self.backend.plan(self.graph.bind(&bindings)?, vec![])?;
-        *last = Some((shapes, e.clone()));
+        *last = Some((shapes, generation, e.clone()));
         Ok(e)
     }
 

@@ -25,6 +25,66 @@ fn s2_02_detection_order_puts_intel_before_tpu() {
     assert_eq!(got, of);
 }
 
+/// What a process with a tuning cache does: kernels tuned and candidates tried, and whether its plan has tuned kernels.
+fn tunes(kind: B, file: &str) -> (u64, u64, bool) {
+    let b = Backend::builder().backend_type(kind).enable_autotuning(true).autotuning_cache_file(file);
+    let b = b.build().unwrap();
+    let mut g = halcyon::ir::Graph::new();
+    let x = g.input("x", halcyon::ir::TensorType::new(DType::F32, [48, 64]));
+    let w = g.input("w", halcyon::ir::TensorType::new(DType::F32, [64, 40]));
+    let y = g.matmul(x, w).unwrap();
+    let y = g.softmax(y, 1).unwrap();
+    g.output("y", y);
+    let data = |n: usize, m: usize| {
+        let v: Vec<f32> = (0..n * m).map(|i| (i % 7) as f32 / 7.0).collect();
+        halcyon::ConstData::from_slice(&[n, m], &v).unwrap()
+    };
+    let session = halcyon::Session::new(&b, g);
+    let inputs = [data(48, 64), data(64, 40)];
+    // The default runs at once; what was found counts from then on.
+    let first = session.run(&inputs).unwrap();
+    assert!(b.wait_for_tuning(std::time::Duration::from_secs(120)));
+    assert!(halcyon::session::difference(&session.run(&inputs).unwrap(), &first) < 1e-5);
+    let plan = session.prepare(&inputs).unwrap();
+    let tuned = plan.plan().steps.iter().any(|s| s.tunable.as_ref().is_some_and(|t| t.tuned));
+    let s = b.cache_stats();
+    (s.kernels_tuned, s.candidates_tried, tuned)
+}
+
+#[test]
+fn s3_11_autotuning_cache() {
+    let test = "s3_11_autotuning_cache";
+    // The second process: this test again.
+    if let (Ok(file), Ok(kind)) = (std::env::var("HALCYON_S3_11_FILE"), std::env::var("HALCYON_S3_11")) {
+        println!("\nS3.11 {:?}", tunes(kind.parse().unwrap(), &file));
+        return;
+    }
+    for b in common::devices(test, Level::O2) {
+        let kind = b.info().backend;
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("tuning_cache.json");
+        let file = file.to_str().unwrap();
+        let process = || {
+            let mut c = std::process::Command::new(std::env::current_exe().unwrap());
+            c.args([test, "--exact", "--nocapture"]).env("HALCYON_S3_11_FILE", file);
+            let o = c.env("HALCYON_S3_11", kind.id()).output().unwrap();
+            let out = String::from_utf8(o.stdout).unwrap();
+            let said = out.lines().find_map(|l| l.strip_prefix("S3.11 ")).map(String::from);
+            said.unwrap_or_else(|| panic!("{out}{}", String::from_utf8_lossy(&o.stderr)))
+        };
+        let first = process();
+        println!("{kind}: {first}");
+        if kind == B::Cpu {
+            // Its library has no variants: there is nothing to tune, in either process.
+            assert_eq!(first, format!("{:?}", (0, 0, false)));
+        } else {
+            assert!(!first.starts_with("(0,"), "{kind} tuned nothing: {first}");
+        }
+        let second = process();
+        assert_eq!(second, format!("{:?}", (0, 0, kind != B::Cpu)), "{kind}: the second process tunes");
+    }
+}
+
 #[test]
 fn s4_02_auto_order() {
     let order = [B::Cuda, B::Rocm, B::Tpu, B::Intel, B::Cpu];

@@ -189,7 +189,8 @@ fn applied(p: &Plan, name: &str) -> usize {
 
 #[test]
 fn every_transformation_gains_and_without_it_the_gain_is_lost() -> Result<()> {
-    for name in passes::ALL {
+    // What tuning gains is time, which a plan does not tell; `tuning.rs` has it.
+    for name in passes::ALL.iter().filter(|n| **n != passes::TUNED) {
         let (c, shown) = case(name)?;
         // A policy has to be asked for.
         let (amp, most) = match *name {

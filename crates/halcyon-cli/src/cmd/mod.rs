@@ -14,6 +14,7 @@ pub mod run;
 pub mod select;
 mod split;
 pub mod trace;
+pub mod tune;
 mod verify;
 
 use crate::args::{BackendArgs, InputArgs};

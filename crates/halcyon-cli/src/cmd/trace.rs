@@ -154,6 +154,8 @@ impl Trace<'_> {
                     "nodes": s.nodes,
                     "flops": s.flops,
                     "bytes": s.bytes,
+                    "variant": s.tunable.as_ref().map(|t| t.variant.to_string()),
+                    "tuned": s.tunable.as_ref().is_some_and(|t| t.tuned),
                     "device_ms": self.steps.as_ref().and_then(|t| t.get(i)).map(|t| ms(*t)),
                 })
             })

@@ -1,18 +1,95 @@
 //! Fused chains: element-wise code over strided views, with an optional reduction at its end.
 
 use super::access::{Template, index_type, reduction, typed};
+use super::tune::{Choices, Tolerance, Variant, class, digest_chain};
 use super::{Buf, Builder, E, Kernel, Launch, Local, Ty, Var};
 use crate::dtype::{Class, DType, Scalar};
 use crate::error::{Error, Result};
 use crate::fused::{Fused, InstrKind, Param};
 use crate::layout::View;
 use crate::scalar_op::ScalarOp;
-use crate::target::Caps;
+use crate::target::{Caps, Declined};
 
-/// Work-items of a group that shares one reduction.
-const REDUCE: u32 = 128;
 /// Elements one work-item sums before it adds to its total, so that rounding errors do not grow with the length.
 const RUN: i64 = 64;
+
+/// Who does a result.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Form {
+    /// One work-item each, this many in a group.
+    Item(u32),
+    /// A group each, of this many work-items (a power of two) that share a reduction.
+    Group(u32),
+}
+
+impl Form {
+    fn variant(self) -> Variant {
+        match self {
+            Form::Item(n) => Variant::new("item", &[("items", n)]),
+            Form::Group(n) => Variant::new("group", &[("items", n)]),
+        }
+    }
+
+    fn of(v: &Variant) -> Result<Form, Declined> {
+        match &*v.kernel {
+            "item" => Ok(Form::Item(v.number("items")?)),
+            "group" => Ok(Form::Group(v.number("items")?)),
+            _ => Err(v.unknown("chain")),
+        }
+    }
+
+    fn items(self) -> u32 {
+        match self {
+            Form::Item(n) | Form::Group(n) => n,
+        }
+    }
+
+    /// One work-item per result where there are many of them or little to reduce, else one group per result.
+    fn default(f: &Fused, caps: &Caps) -> Form {
+        let outer: usize = f.outer().iter().product();
+        let inner: usize = f.inner().iter().product();
+        let alone = f.reduced == 0 || inner <= 32 || (caps.is_cpu && outer >= 64) || outer >= 1 << 16;
+        if alone { Form::Item(256.min(caps.max_workgroup)) } else { Form::Group(128) }
+    }
+}
+
+fn index(f: &Fused) -> Ty {
+    let views = f.loads.iter().map(|l| &l.view).chain(f.outs.iter().map(|o| &o.view));
+    index_type(views.chain([&View::dense(&f.space)]))
+}
+
+/// The kernels that the device can have for a fused chain.
+pub fn fused_choices(f: &Fused, caps: &Caps) -> Choices {
+    let (outer, inner) = (f.outer().iter().product(), f.inner().iter().product());
+    let mut all = [16, 32, 64, 128, 256, 512].map(Form::Item).to_vec();
+    if f.reduced > 0 {
+        all.extend([32, 64, 128, 256].map(Form::Group));
+    }
+    // The widest accumulator of each output is in workgroup memory.
+    let fits = |n: u32| n as usize * f.outs.len() * 8 <= caps.workgroup_memory as usize;
+    let legal = all.into_iter().filter(|c| c.items() <= caps.max_workgroup);
+    let legal = legal.filter(|c| matches!(c, Form::Item(_)) || fits(c.items())).map(Form::variant);
+    let key = format!(
+        "chain {:032x} {} n{} r{}",
+        digest_chain(f),
+        index(f).name(),
+        class(outer),
+        if f.reduced > 0 { class(inner) } else { 0 }
+    );
+    Choices::new(key, Form::default(f, caps).variant(), legal, Tolerance::Sums(inner))
+}
+
+/// As [`lower_fused`], one of [`fused_choices`].
+///
+/// # Errors
+/// As [`lower_fused`]; [`Error::Unsupported`] for what is not one of them.
+pub fn lower_fused_as(f: &Fused, caps: &Caps, v: &Variant) -> Result<(Kernel, Launch)> {
+    let form = Form::of(v).ok().filter(|_| fused_choices(f, caps).has(v));
+    let form = form.ok_or_else(|| {
+        Error::unsupported(format!("a chain as \"{v}\""), "Take one of the variants that are listed")
+    })?;
+    build(f, caps, form)
+}
 
 /// One kernel for a fused chain. Its buffers are the sources (`Load::input`) in order, then the outputs in order.
 ///
@@ -22,21 +99,20 @@ const RUN: i64 = 64;
 /// # Errors
 /// What the verifier finds.
 pub fn lower_fused(f: &Fused, caps: &Caps) -> Result<(Kernel, Launch)> {
-    let views = f.loads.iter().map(|l| &l.view).chain(f.outs.iter().map(|o| &o.view));
-    let space = View::dense(&f.space);
-    let ix = index_type(views.chain([&space]));
+    build(f, caps, Form::default(f, caps))
+}
+
+fn build(f: &Fused, caps: &Caps, form: Form) -> Result<(Kernel, Launch)> {
+    let ix = index(f);
     let outer: usize = f.outer().iter().product();
-    let inner: usize = f.inner().iter().product();
-    // One work-item per result where there are many of them or little to reduce, else one group per result.
-    let alone = f.reduced == 0 || inner <= 32 || (caps.is_cpu && outer >= 64) || outer >= 1 << 16;
+    let (group, alone) = (form.items(), matches!(form, Form::Item(_)));
     let name = match (f.reduced > 0, alone) {
         (false, _) => "chain",
         (true, true) => "chain_reduce",
         (true, false) => "chain_reduce_group",
     };
-    let (group, needs) = if alone { (256.min(caps.max_workgroup), false) } else { (REDUCE, true) };
     let t = Template::with_index(name, group, ix);
-    if needs && REDUCE > caps.max_workgroup {
+    if group > caps.max_workgroup {
         return Err(Error::unsupported("a group reduction", "The device's groups are too small"));
     }
     if f.reduced == 0 {
@@ -72,7 +148,7 @@ pub fn lower_fused(f: &Fused, caps: &Caps) -> Result<(Kernel, Launch)> {
         let todo = t.work(w.count, w.reduced);
         let idx = t.split(row, &w.outer);
         let total = w.accumulators(b);
-        b.for_(b.local_id(0), todo, REDUCE, |r| w.step(&t, &idx, r, &total));
+        b.for_(b.local_id(0), todo, group, |r| w.step(&t, &idx, r, &total));
         let mut scratch: Vec<(Ty, Local<'_>)> = vec![];
         let sums: Vec<E<'_>> = total
             .iter()
@@ -82,7 +158,7 @@ pub fn lower_fused(f: &Fused, caps: &Caps) -> Result<(Kernel, Launch)> {
                 let l = match scratch.iter().find(|(ty, _)| *ty == v.ty()) {
                     Some((_, l)) => *l,
                     None => {
-                        let l = b.local(v.ty(), REDUCE);
+                        let l = b.local(v.ty(), group);
                         scratch.push((v.ty(), l));
                         l
                     }

@@ -432,7 +432,13 @@ impl Hash for Kernel {
 }
 
 /// FNV-1a with 128 bits (Fowler, Noll, Vo): the same on every platform and in every process.
-struct Fnv(u128);
+pub(super) struct Fnv(pub(super) u128);
+
+impl Fnv {
+    pub(super) fn new() -> Fnv {
+        Fnv(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d)
+    }
+}
 
 impl Hasher for Fnv {
     fn finish(&self) -> u64 {
@@ -460,7 +466,7 @@ impl Hasher for Fnv {
 impl Kernel {
     /// Program key: equal for kernels that render to the same text up to their name.
     pub fn key(&self) -> u128 {
-        let mut h = Fnv(0x6c62_272e_07bb_0142_62b8_2175_6295_c58d);
+        let mut h = Fnv::new();
         self.hash(&mut h);
         h.0
     }

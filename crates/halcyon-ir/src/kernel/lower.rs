@@ -1,7 +1,8 @@
 //! From fused kernels and structured ops to kernel IR. The signatures here are what `crate::lower` calls.
 
-pub use super::chain::{fused_param, lower_fused};
+pub use super::chain::{fused_choices, fused_param, lower_fused, lower_fused_as};
 use super::templates::{self, gather, scan};
+use super::tune::{Choices, Variant};
 use super::{Kernel, Launch, verify_for};
 use crate::error::Result;
 use crate::op::Op;
@@ -43,20 +44,8 @@ pub fn lower_op(
     };
     // Inputs in order, then the output.
     let all = || (0..=n).collect::<Vec<_>>();
-    let template = match op {
-        Op::Matmul => Some(templates::matmul::lower as Template),
-        Op::Conv(_) => Some(templates::conv::lower as Template),
-        Op::Pool(_) | Op::PoolGrad(_) => Some(templates::pool::lower as Template),
-        Op::Composite(c) => match &*c.name {
-            "softmax" | "log_softmax" => Some(templates::softmax::lower as Template),
-            "layer_norm" | "rms_norm" => Some(templates::norm::lower as Template),
-            "attention" => Some(templates::attention::lower as Template),
-            _ => None,
-        },
-        _ => None,
-    };
-    if let Some(lower) = template {
-        let low = lower(op, inputs, outputs, caps)?;
+    if let Some(t) = template(op) {
+        let low = (t.lower)(op, inputs, outputs, caps)?;
         for (k, _, _) in &low.steps {
             verify_for(k, caps).map_err(|e| Declined::because(e.to_string()))?;
         }
@@ -109,4 +98,77 @@ pub fn lower_op(
 }
 
 /// A template that takes the whole op.
-type Template = fn(&Op, &[Operand], &[Operand], &Caps) -> Result<Lowered, Declined>;
+type Lower = fn(&Op, &[Operand], &[Operand], &Caps) -> Result<Lowered, Declined>;
+
+/// A template, and its variants if it has some.
+struct Template {
+    takes: fn(&Op) -> bool,
+    lower: Lower,
+    tuning: Option<Tuning>,
+}
+
+struct Tuning {
+    choices: fn(&Op, &[Operand], &[Operand], &Caps) -> Result<Choices, Declined>,
+    lower: fn(&Op, &[Operand], &[Operand], &Caps, &Variant) -> Result<Lowered, Declined>,
+}
+
+/// A row of [`TEMPLATES`] of a template with variants.
+macro_rules! tuned {
+    ($module:ident, $takes:expr) => {
+        Template {
+            takes: $takes,
+            lower: templates::$module::lower,
+            tuning: Some(Tuning {
+                choices: templates::$module::choices,
+                lower: templates::$module::lower_as,
+            }),
+        }
+    };
+}
+
+fn named(op: &Op, names: &[&str]) -> bool {
+    matches!(op, Op::Composite(c) if names.contains(&&*c.name))
+}
+
+/// One row per template that takes a whole op.
+const TEMPLATES: &[Template] = &[
+    tuned!(matmul, |op| *op == Op::Matmul),
+    tuned!(conv, |op| matches!(op, Op::Conv(_))),
+    tuned!(softmax, |op| named(op, &["softmax", "log_softmax"])),
+    tuned!(norm, |op| named(op, &["layer_norm", "rms_norm"])),
+    tuned!(attention, |op| named(op, &["attention"])),
+    Template {
+        takes: |op| matches!(op, Op::Pool(_) | Op::PoolGrad(_)),
+        lower: templates::pool::lower,
+        tuning: None,
+    },
+];
+
+fn template(op: &Op) -> Option<&'static Template> {
+    TEMPLATES.iter().find(|t| (t.takes)(op))
+}
+
+/// The ways to build the kernel of an op; `None` where there is one at the most.
+pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Option<Choices> {
+    let t = template(op)?.tuning.as_ref()?;
+    (t.choices)(op, inputs, outputs, caps).ok().filter(|c| !c.others.is_empty())
+}
+
+/// As [`lower_op`], one of the op's [`choices`].
+///
+/// # Errors
+/// As [`lower_op`], and for a variant that the template does not have.
+pub fn lower_op_as(
+    op: &Op,
+    inputs: &[Operand],
+    outputs: &[Operand],
+    caps: &Caps,
+    v: &Variant,
+) -> Result<Lowered, Declined> {
+    let t = template(op).and_then(|t| t.tuning.as_ref());
+    let t = t.ok_or_else(|| Declined::because(format!("{} has no variants", op.name())))?;
+    if !(t.choices)(op, inputs, outputs, caps)?.has(v) {
+        return Err(v.unknown(&op.name()));
+    }
+    (t.lower)(op, inputs, outputs, caps, v)
+}

@@ -7,6 +7,7 @@ pub mod interp;
 pub mod ir;
 pub mod lower;
 pub mod templates;
+pub mod tune;
 pub mod verify;
 
 pub use builder::{Buf, Builder, E, Fault, Local, Private, Var};

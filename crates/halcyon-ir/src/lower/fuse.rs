@@ -240,12 +240,12 @@ impl Lowerer<'_> {
             precision: self.options.precision,
             ..LibraryCall::new(Work::Fused(&f), &inputs, &outputs)
         };
-        let work = match self.target.library(&call) {
-            Ok(k) => StepWork::Library(k),
+        let (work, tunable) = match self.target.library(&call) {
+            Ok(k) => (StepWork::Library(k), None),
             Err(_) => {
-                let (kernel, launch) = kernel_lower::lower_fused(&f, self.target.caps())
-                    .map_err(|e| e.at(&self.g.node(root).span))?;
-                kernel_work(kernel, launch, Some(&f))
+                let (kernel, launch, tunable) =
+                    self.chain(&f, inputs, &outputs[0]).map_err(|e| e.at(&self.g.node(root).span))?;
+                (kernel_work(kernel, launch, Some(&f)), tunable)
             }
         };
         let (flops, moved) = (f.flops(), f.bytes());
@@ -262,8 +262,44 @@ impl Lowerer<'_> {
             bytes: moved,
             nodes: body.nodes.max(1),
             fused: Some(f),
+            tunable,
         });
         Ok(())
+    }
+}
+
+impl Lowerer<'_> {
+    /// The kernel of a chain: the tuned one where tuning knows it.
+    fn chain(
+        &self,
+        f: &Arc<Fused>,
+        inputs: Vec<Operand>,
+        output: &Operand,
+    ) -> Result<(Kernel, Launch, Option<Arc<Tunable>>)> {
+        let caps = self.target.caps();
+        if !self.options.tunes() {
+            let (kernel, launch) = kernel_lower::lower_fused(f, caps)?;
+            return Ok((kernel, launch, None));
+        }
+        let choices = kernel_lower::fused_choices(f, caps);
+        let mut t = Tunable {
+            work: tune::Work::Fused(f.clone()),
+            inputs,
+            output: output.clone(),
+            variant: choices.default.clone(),
+            choices,
+            tuned: false,
+        };
+        let known = self.options.tuned.as_ref().and_then(|k| k.find(&t.choices, |v| t.build(v, caps).ok()));
+        let (kernel, launch) = match known {
+            Some((v, mut low)) if low.steps.len() == 1 => {
+                (t.variant, t.tuned) = (v, true);
+                let (kernel, launch, _) = low.steps.remove(0);
+                (kernel, launch)
+            }
+            _ => kernel_lower::lower_fused(f, caps)?,
+        };
+        Ok((kernel, launch, Some(Arc::new(t))))
     }
 }
 
@@ -358,6 +394,7 @@ impl Lowerer<'_> {
             bytes: plain.bytes.saturating_add(f.bytes()).saturating_sub(2 * product),
             nodes: plain.nodes + nodes.max(1),
             fused: Some(f),
+            tunable: None,
         };
         self.plan.workspace = self.plan.workspace.max(m.kernel.workspace());
         // Nothing is left in the product's buffer.

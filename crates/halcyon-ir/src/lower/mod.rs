@@ -14,11 +14,12 @@ use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result};
 use crate::fused::{Fused, Instr, InstrKind, Load, MAX_RANK, Out, Param, Reg};
 use crate::graph::{Graph, NodeId};
+use crate::kernel::tune::{self, Known, Tunable};
 use crate::kernel::{Kernel, Launch, lower as kernel_lower};
 use crate::layout::View;
 use crate::op::{Op, ReduceKind};
 use crate::passes::{
-    self, AmpPolicy, COMPOSITES, EPILOGUES, FUSION, IN_PLACE, Level, MIXED, PACKED, PassOptions,
+    self, AmpPolicy, COMPOSITES, EPILOGUES, FUSION, IN_PLACE, Level, MIXED, PACKED, PassOptions, TUNED,
 };
 use crate::plan::{
     BufId, BufferSpec, HostWork, PackedConst, Plan, PlanOutput, Receipt, Step, StepWork, Storage,
@@ -39,6 +40,14 @@ pub struct LowerOptions {
     pub precision: MatmulPrecision,
     /// Inputs (by number) whose storage the plan may overwrite.
     pub donated: Vec<bool>,
+    /// What tuning has found for the device; counts where the level has [`TUNED`].
+    pub tuned: Option<Arc<Known>>,
+}
+
+impl LowerOptions {
+    fn tunes(&self) -> bool {
+        self.tuned.is_some() && self.passes.does(TUNED)
+    }
 }
 
 /// Optimises and lowers. The graph must have no symbols left.
@@ -70,10 +79,12 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
         match (ins, out) {
             (Some(i), Some(o)) => {
                 let op = Op::Composite(Arc::new(c.clone()));
-                match select(target, &op, &i, std::slice::from_ref(&o), precision(options, &i), false) {
+                let plain = LowerOptions { tuned: None, ..options.clone() };
+                let (outputs, precision) = (std::slice::from_ref(&o), precision(options, &i));
+                match select(target, &plain, &op, &i, outputs, precision, false) {
                     Ok(Chosen::Library(_)) => true,
                     // A generated kernel for half types is not worth a kernel of the device's own for f32.
-                    Ok(Chosen::Kernels(_)) => {
+                    Ok(Chosen::Kernels(..)) => {
                         let wide = |o: &Operand| Operand { dtype: o.dtype.compute(), view: o.view.clone() };
                         let (wide_in, wide_out): (Vec<Operand>, _) =
                             (i.iter().map(wide).collect(), [wide(&o)]);
@@ -143,12 +154,13 @@ fn precision(options: &LowerOptions, inputs: &[Operand]) -> MatmulPrecision {
 enum Chosen {
     Library(Arc<dyn LibraryKernel>),
     /// Generated kernels; bindings name operands (inputs first, then outputs, then temporaries).
-    Kernels(kernel_lower::Lowered),
+    Kernels(kernel_lower::Lowered, Option<Arc<Tunable>>),
 }
 
-/// The device's own kernel if it has one, else a template of the kernel IR.
+/// The device's own kernel if it has one, else a template of the kernel IR, as tuning knows it best.
 fn select(
     target: &dyn Target,
+    options: &LowerOptions,
     op: &Op,
     inputs: &[Operand],
     outputs: &[Operand],
@@ -160,8 +172,24 @@ fn select(
         Ok(k) => return Ok(Chosen::Library(k)),
         Err(d) => d,
     };
-    match kernel_lower::lower_op(op, inputs, outputs, in_place, target.caps()) {
-        Ok(k) => Ok(Chosen::Kernels(k)),
+    let caps = target.caps();
+    let tunable = options.tunes().then(|| kernel_lower::choices(op, inputs, outputs, caps)).flatten();
+    let mut tunable = tunable.map(|choices| Tunable {
+        work: tune::Work::Op(op.clone()),
+        inputs: inputs.to_vec(),
+        output: outputs[0].clone(),
+        variant: choices.default.clone(),
+        choices,
+        tuned: false,
+    });
+    if let (Some(t), Some(known)) = (&mut tunable, &options.tuned)
+        && let Some((v, low)) = known.find(&t.choices, |v| t.build(v, caps).ok())
+    {
+        (t.variant, t.tuned) = (v, true);
+        return Ok(Chosen::Kernels(low, tunable.map(Arc::new)));
+    }
+    match kernel_lower::lower_op(op, inputs, outputs, in_place, caps) {
+        Ok(k) => Ok(Chosen::Kernels(k, tunable.map(Arc::new))),
         Err(d) => {
             let dense = if library.dense.is_empty() { d.dense } else { library.dense };
             Err(Declined { reason: format!("library: {}; kernel IR: {}", library.reason, d.reason), dense })
@@ -283,6 +311,12 @@ impl<'a> Lowerer<'a> {
         }
         if !self.plan.packed.is_empty() {
             self.plan.receipts.push(Receipt::new(PACKED, self.plan.packed.len()));
+        }
+        // Where tuning confirmed the heuristic, it changed nothing.
+        let other = |t: &&Arc<Tunable>| t.tuned && t.variant != t.choices.default;
+        match self.plan.steps.iter().filter_map(|s| s.tunable.as_ref()).filter(other).count() {
+            0 => {}
+            n => self.plan.receipts.push(Receipt::new(TUNED, n)),
         }
         Ok((self.plan, self.values))
     }

@@ -88,7 +88,7 @@ impl Lowerer<'_> {
         }
         let mut chosen = match packed {
             Some(p) => Ok(Chosen::Library(p.kernel)),
-            None => select(self.target, &node.op, &ops, std::slice::from_ref(&output), precision, in_place),
+            None => self.select(&node.op, &ops, &output, precision, in_place),
         };
         if let Err(d) = &chosen
             && !d.dense.is_empty()
@@ -103,7 +103,7 @@ impl Lowerer<'_> {
                     ops[k].view = View::dense(&ops[k].view.shape.clone());
                 }
             }
-            chosen = select(self.target, &node.op, &ops, std::slice::from_ref(&output), precision, in_place);
+            chosen = self.select(&node.op, &ops, &output, precision, in_place);
         }
         let chosen = chosen.map_err(|d| {
             let types: Vec<String> =
@@ -144,6 +144,7 @@ impl Lowerer<'_> {
             bytes,
             nodes: 1,
             fused: None,
+            tunable: None,
         };
         match chosen {
             Chosen::Library(k) => {
@@ -164,7 +165,7 @@ impl Lowerer<'_> {
                 self.values.push(values);
                 self.plan.steps.push(step(StepWork::Library(k), bufs, 1));
             }
-            Chosen::Kernels(low) => {
+            Chosen::Kernels(low, mut tunable) => {
                 bufs.push(b);
                 values.push(Some(id));
                 values.resize(bufs.len() + low.temps.len(), None);
@@ -194,11 +195,23 @@ impl Lowerer<'_> {
                     s.flops /= n;
                     s.bytes /= n;
                     self.values.push(binds.iter().map(|k| values[*k]).collect());
+                    s.tunable = tunable.take();
                     self.plan.steps.push(s);
                 }
             }
         }
         Ok(())
+    }
+
+    fn select(
+        &self,
+        op: &Op,
+        inputs: &[Operand],
+        output: &Operand,
+        precision: MatmulPrecision,
+        in_place: bool,
+    ) -> Result<Chosen, Declined> {
+        select(self.target, self.options, op, inputs, std::slice::from_ref(output), precision, in_place)
     }
 
     /// The device's kernel for an op with a constant in a layout of the kernel's own, if it has one, and the constant.
@@ -309,6 +322,7 @@ impl Lowerer<'_> {
             bytes,
             nodes: 1,
             fused: None,
+            tunable: None,
         });
         Ok(())
     }

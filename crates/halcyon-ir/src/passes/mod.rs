@@ -78,6 +78,7 @@ pub const AFFINE: &str = "affine chains";
 pub const BLOCKED: &str = "blocked layouts";
 pub const RECOGNITION: &str = "composite recognition";
 pub const MIXED: &str = "mixed precision";
+pub const TUNED: &str = "tuned kernels";
 
 /// Every transformation that has a receipt and can be switched off.
 pub const ALL: &[&str] = &[
@@ -93,10 +94,11 @@ pub const ALL: &[&str] = &[
     BLOCKED,
     RECOGNITION,
     MIXED,
+    TUNED,
 ];
 
 /// The transformations that come with O2.
-const FROM_O2: &[&str] = &[PACKED, EPILOGUES, AFFINE, BLOCKED, RECOGNITION, MIXED];
+const FROM_O2: &[&str] = &[PACKED, EPILOGUES, AFFINE, BLOCKED, RECOGNITION, MIXED, TUNED];
 
 /// What to do to a graph.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]

@@ -1,7 +1,7 @@
 //! Runs one op through a template and compares it with the reference.
 
 use halcyon_ir::kernel::interp::{self, Options};
-use halcyon_ir::kernel::lower::Lowered;
+use halcyon_ir::kernel::lower::{Lowered, choices, lower_op_as};
 use halcyon_ir::kernel::{BufId, Ty};
 use halcyon_ir::layout::View;
 use halcyon_ir::reference::eval_f64;
@@ -129,6 +129,15 @@ pub fn check_on(
                 render(k, l).unwrap();
             }
             names.push(k.name.clone());
+        }
+        // What tuning may take instead computes the same.
+        let outs = std::slice::from_ref(&out);
+        let variants = choices(&op, &operands, outs, caps).map(|c| c.others).unwrap_or_default();
+        for (i, v) in variants.iter().enumerate() {
+            let low =
+                lower_op_as(&op, &operands, outs, caps, v).unwrap_or_else(|d| panic!("{v}: {}", d.reason));
+            let got = run(&low, inputs, &out, [1, 4, 32, 64][i % 4], i as u64 + 7);
+            compare(ty.dtype, &got, &want, tol, &format!("{} as {v} on {caps:?}", op.name()));
         }
     }
     names

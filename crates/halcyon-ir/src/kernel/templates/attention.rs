@@ -9,6 +9,7 @@ use super::common::*;
 use crate::dtype::{DType, Scalar};
 use crate::kernel::ir::{Reduce, Ty};
 use crate::kernel::lower::Lowered;
+use crate::kernel::tune::{Choices, Tolerance, Variant, class};
 use crate::kernel::{Buf, Builder, E, Var};
 use crate::op::Op;
 use crate::target::{Caps, Declined, Operand};
@@ -22,6 +23,35 @@ const NEG_INF: f64 = f64::NEG_INFINITY;
 /// # Errors
 /// Declines longer rows, values of another width than the keys', and with `needs_dense` rows that are not contiguous.
 pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
+    let cx = context(op, inputs, outputs, caps)?;
+    cx.build(cx.default(), inputs, outputs)
+}
+
+/// As [`lower`], one of [`choices`].
+///
+/// # Errors
+/// As [`lower`], and for a variant of another template.
+pub fn lower_as(
+    op: &Op,
+    inputs: &[Operand],
+    outputs: &[Operand],
+    caps: &Caps,
+    v: &Variant,
+) -> Result<Lowered, Declined> {
+    context(op, inputs, outputs, caps)?.build(Form::of(v)?, inputs, outputs)
+}
+
+/// The kernels that the device can have.
+///
+/// # Errors
+/// As [`lower`].
+pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Choices, Declined> {
+    let cx = context(op, inputs, outputs, caps)?;
+    let forms = cx.forms().into_iter().filter(|f| cx.legal(*f)).map(Form::variant);
+    Ok(Choices::new(cx.key(), cx.default().variant(), forms, Tolerance::Sums(cx.p.sk + cx.p.d)))
+}
+
+fn context<'c>(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &'c Caps) -> Result<Cx<'c>, Declined> {
     let c = match op {
         Op::Composite(c) if &*c.name == "attention" => c,
         _ => return Err(Declined::because(format!("attention: got {}", op.name()))),
@@ -34,25 +64,38 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
     // The definition multiplies by a literal of the operands' type.
     let scale = Scalar::F(scale).cast(inputs[0].dtype).as_f64();
     let p = Problem::new(inputs, c.flag("causal"), scale)?;
-    let cx = Cx {
-        p,
-        dtype: inputs[0].dtype,
-        ty: Ty::of(inputs[0].dtype),
-        ix: index_type(inputs, outputs, caps)?,
-        caps,
-    };
-    let mut args = Args::of(inputs, outputs);
-    cx.p.fill(&mut args);
-    if caps.is_cpu {
-        return cx.by_item(args);
+    let (dtype, ix) = (inputs[0].dtype, index_type(inputs, outputs, caps)?);
+    Ok(Cx { p, dtype, ty: Ty::of(dtype), ix, caps })
+}
+
+/// Which kernel, and its numbers.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Form {
+    /// Work-items of a group, each with a query, and keys that each takes at a time.
+    Item {
+        items: u32,
+        keys: u32,
+    },
+    Key,
+    Tiled(Tile),
+}
+
+impl Form {
+    fn variant(self) -> Variant {
+        match self {
+            Form::Item { items, keys } => Variant::new("item", &[("items", items), ("keys", keys)]),
+            Form::Key => Variant::new("key", &[]),
+            Form::Tiled(t) => Variant::new("tiled", &[("queries", t.queries), ("keys", t.keys)]),
+        }
     }
-    let rows = cx.p.shared * cx.p.sq;
-    if rows <= 2 && cx.p.width <= caps.max_workgroup && cx.fits(3 * cx.p.width) {
-        return cx.by_key(args);
-    }
-    match Tile::choose(&cx) {
-        Some(t) => cx.tiled(args, t),
-        None => cx.by_item(args),
+
+    fn of(v: &Variant) -> Result<Form, Declined> {
+        Ok(match &*v.kernel {
+            "item" => Form::Item { items: v.number("items")?, keys: v.number("keys")? },
+            "key" => Form::Key,
+            "tiled" => Form::Tiled(Tile { queries: v.number("queries")?, keys: v.number("keys")? }),
+            _ => return Err(v.unknown("attention")),
+        })
     }
 }
 
@@ -143,7 +186,7 @@ impl Problem {
 }
 
 /// Queries and keys of a tile; 128 work-items share it.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Debug)]
 struct Tile {
     queries: u32,
     keys: u32,
@@ -153,12 +196,17 @@ const TILE_ITEMS: u32 = 128;
 
 impl Tile {
     fn choose(cx: &Cx<'_>) -> Option<Tile> {
-        [(16, 32), (8, 16)].map(|(queries, keys)| Tile { queries, keys }).into_iter().find(|t| {
-            let words = (t.queries + t.keys) * (cx.p.width + 1) + 2 * t.queries * (t.keys + 1);
-            // Columns of a work-item's row are variables; more than sixteen would spill.
-            let columns = cx.p.width * t.queries / TILE_ITEMS;
-            columns <= 16 && cx.caps.max_workgroup >= TILE_ITEMS && cx.fits(words)
-        })
+        [(16, 32), (8, 16)].map(|(queries, keys)| Tile { queries, keys }).into_iter().find(|t| t.legal(cx))
+    }
+
+    fn legal(self, cx: &Cx<'_>) -> bool {
+        let words = (self.queries + self.keys) * (cx.p.width + 1) + 2 * self.queries * (self.keys + 1);
+        // Columns of a work-item's row are variables; more than sixteen would spill.
+        let columns = cx.p.width * self.queries / TILE_ITEMS;
+        // A query's team shares keys and columns evenly.
+        let team = TILE_ITEMS / self.queries;
+        let even = self.keys.is_multiple_of(team) && cx.p.width.is_multiple_of(team);
+        even && columns <= 16 && cx.caps.max_workgroup >= TILE_ITEMS && cx.fits(words)
     }
 }
 
@@ -306,14 +354,70 @@ impl Cx<'_> {
         self.p.b * self.p.hk * self.p.shared * self.p.sq
     }
 
-    /// One query per work-item, keys in blocks of sixteen.
-    fn by_item(&self, args: Args) -> Result<Lowered, Declined> {
-        const BLOCK: u32 = 16;
-        let wg = items(if self.caps.is_cpu { 4 } else { 64 }, self.caps);
+    fn default(&self) -> Form {
+        let item = Form::Item { items: items(if self.caps.is_cpu { 4 } else { 64 }, self.caps), keys: 16 };
+        if self.caps.is_cpu {
+            return item;
+        }
+        if self.p.shared * self.p.sq <= 2 && self.legal(Form::Key) {
+            return Form::Key;
+        }
+        Tile::choose(self).map_or(item, Form::Tiled)
+    }
+
+    /// What is worth a measurement, legal or not.
+    fn forms(&self) -> Vec<Form> {
+        if self.caps.is_cpu {
+            let blocks = [8, 16, 32].map(|keys| [1, 4, 16].map(|items| Form::Item { items, keys }));
+            return blocks.concat();
+        }
+        let tiles = [(4, 32), (8, 16), (8, 32), (16, 16), (16, 32), (32, 32)];
+        let mut all: Vec<Form> = tiles.map(|(queries, keys)| Form::Tiled(Tile { queries, keys })).to_vec();
+        all.push(Form::Key);
+        all.extend([32, 64, 128].map(|items| Form::Item { items, keys: 16 }));
+        all
+    }
+
+    fn legal(&self, f: Form) -> bool {
+        match f {
+            Form::Item { items, .. } => items <= self.caps.max_workgroup,
+            Form::Key => self.p.width <= self.caps.max_workgroup && self.fits(3 * self.p.width),
+            Form::Tiled(t) => t.legal(self),
+        }
+    }
+
+    fn key(&self) -> String {
+        let p = &self.p;
+        format!(
+            "attention {} {} heads{} queries{} keys{} width{} d{}{}{}",
+            self.dtype,
+            self.ix.name(),
+            class(p.b * p.hk),
+            class(p.shared * p.sq),
+            class(p.sk),
+            p.width,
+            class(p.d),
+            if p.causal { " causal" } else { "" },
+            if p.mask.is_some() { " mask" } else { "" },
+        )
+    }
+
+    fn build(&self, f: Form, inputs: &[Operand], outputs: &[Operand]) -> Result<Lowered, Declined> {
+        let mut args = Args::of(inputs, outputs);
+        self.p.fill(&mut args);
+        match f {
+            Form::Item { items, keys } => self.by_item(args, items, keys),
+            Form::Key => self.by_key(args),
+            Form::Tiled(t) => self.tiled(args, t),
+        }
+    }
+
+    /// One query per work-item, keys in blocks; a block's products with the query are summed in as many lanes.
+    fn by_item(&self, args: Args, wg: u32, block: u32) -> Result<Lowered, Declined> {
         let b = Builder::with_index("attention_item", [wg, 1, 1], self.ix);
         let io = Io::declare(&b, self);
-        let (acc, weight) = (b.private(self.ty, self.p.width), b.private(self.ty, BLOCK));
-        let lanes = b.private(self.ty, BLOCK);
+        let (acc, weight) = (b.private(self.ty, self.p.width), b.private(self.ty, block));
+        let lanes = b.private(self.ty, block);
         let at = b.linear_id();
         let rows = b.let_(io.shared * io.sq);
         b.if_(at.lt(io.bh * rows), || {
@@ -322,16 +426,16 @@ impl Cx<'_> {
             let (k0, v0) = io.heads(bk);
             let run = Running::new(&b, self.ty);
             b.for_(0, io.d, 1, |j| acc.store(j, 0));
-            let whole = b.let_(io.d.idiv(BLOCK) * BLOCK);
-            b.for_(0, q.keys, BLOCK, |first| {
-                let count = b.let_((q.keys - first).min(BLOCK));
+            let whole = b.let_(io.d.idiv(block) * block);
+            b.for_(0, q.keys, block, |first| {
+                let count = b.let_((q.keys - first).min(block));
                 let top = b.var_of(self.ty, NEG_INF);
                 b.for_(0, count, 1, |c| {
                     let row = b.let_(k0 + (first + c) * io.ks[2]);
                     let dot = b.var_of(self.ty, 0);
-                    b.for_(0, BLOCK, 1, |l| lanes.store(l, 0));
-                    b.for_(0, whole, BLOCK, |j| {
-                        b.for_(0, BLOCK, 1, |l| {
+                    b.for_(0, block, 1, |l| lanes.store(l, 0));
+                    b.for_(0, whole, block, |j| {
+                        b.for_(0, block, 1, |l| {
                             let (x, y) = (b.load(io.q, q.q + j + l), b.load(io.k, row + j + l));
                             lanes.store(l, x.mul_add(y, lanes.load(l)));
                         });
@@ -340,7 +444,7 @@ impl Cx<'_> {
                         let (x, y) = (b.load(io.q, q.q + j), b.load(io.k, row + j));
                         dot.set(x.mul_add(y, dot.get()));
                     });
-                    b.for_(0, BLOCK, 1, |l| dot.set(dot.get() + lanes.load(l)));
+                    b.for_(0, block, 1, |l| dot.set(dot.get() + lanes.load(l)));
                     let s = io.score(&q, first + c, dot.get());
                     weight.store(c, s);
                     top.set(top.get().max(s));

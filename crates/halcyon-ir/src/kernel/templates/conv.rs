@@ -5,6 +5,7 @@ use super::common::*;
 use crate::dtype::DType;
 use crate::kernel::ir::Ty;
 use crate::kernel::lower::Lowered;
+use crate::kernel::tune::{Choices, Tolerance, Variant, class};
 use crate::kernel::{Builder, E};
 use crate::layout::View;
 use crate::op::{Conv, Op};
@@ -15,6 +16,54 @@ use crate::target::{Caps, Declined, Operand};
 /// # Errors
 /// Declines with `needs_dense` unless both operands are row-major; declines more than three spatial axes.
 pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
+    match call(op, inputs, outputs, caps)? {
+        Call::Product(operands, out) => turned(super::matmul::lower(&Op::Matmul, &operands, &[out], caps)?),
+        Call::Direct(p) => direct(&p, p.default(caps), Args::of(inputs, outputs), caps),
+    }
+}
+
+/// As [`lower`], one of [`choices`].
+///
+/// # Errors
+/// As [`lower`], and for a variant of another template.
+pub fn lower_as(
+    op: &Op,
+    inputs: &[Operand],
+    outputs: &[Operand],
+    caps: &Caps,
+    v: &Variant,
+) -> Result<Lowered, Declined> {
+    match call(op, inputs, outputs, caps)? {
+        Call::Product(operands, out) => {
+            turned(super::matmul::lower_as(&Op::Matmul, &operands, &[out], caps, v)?)
+        }
+        Call::Direct(p) => direct(&p, Form::of(v)?, Args::of(inputs, outputs), caps),
+    }
+}
+
+/// The kernels that the device can have for a convolution. A pointwise one is tuned as the product that it is.
+///
+/// # Errors
+/// As [`lower`].
+pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Choices, Declined> {
+    let p = match call(op, inputs, outputs, caps)? {
+        Call::Product(operands, out) => {
+            return super::matmul::choices(&Op::Matmul, &operands, &[out], caps);
+        }
+        Call::Direct(p) => p,
+    };
+    let forms = p.forms(caps).into_iter().filter(|f| f.items <= caps.max_workgroup).map(Form::variant);
+    let terms = p.cg * p.k.iter().product::<usize>();
+    Ok(Choices::new(p.key(), p.default(caps).variant(), forms, Tolerance::Products(terms)))
+}
+
+/// A convolution as its kernels see it.
+enum Call {
+    Product([Operand; 2], Operand),
+    Direct(Problem),
+}
+
+fn call(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Call, Declined> {
     let Op::Conv(c) = op else {
         return Err(Declined::because(format!("conv: got {}", op.name())));
     };
@@ -25,10 +74,32 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
     }
     row_major(inputs, 0..2)?;
     if pointwise(c, &inputs[1].view) {
-        return as_matmul(inputs, outputs, caps);
+        let (operands, out) = as_product(inputs, outputs);
+        return Ok(Call::Product(operands, out));
     }
-    let p = Problem::new(c, inputs, outputs);
-    direct(&p, inputs[0].dtype, index_type(inputs, outputs, caps)?, Args::of(inputs, outputs), caps)
+    Ok(Call::Direct(Problem::new(c, inputs, outputs, index_type(inputs, outputs, caps)?)))
+}
+
+/// Output channels and places in a row of a work-item, and work-items of a group.
+#[derive(Clone, Copy, PartialEq, Debug)]
+struct Form {
+    channels: u32,
+    run: u32,
+    items: u32,
+}
+
+impl Form {
+    fn variant(self) -> Variant {
+        let Form { channels, run, items } = self;
+        Variant::new("direct", &[("channels", channels), ("run", run), ("items", items)])
+    }
+
+    fn of(v: &Variant) -> Result<Form, Declined> {
+        if v.kernel != "direct" {
+            return Err(v.unknown("conv"));
+        }
+        Ok(Form { channels: v.number("channels")?, run: v.number("run")?, items: v.number("items")? })
+    }
 }
 
 /// One product per image, `y[n] = w x[n]`.
@@ -41,7 +112,7 @@ fn pointwise(c: &Conv, w: &View) -> bool {
         && c.pad.iter().all(|&p| p == (0, 0))
 }
 
-fn as_matmul(inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
+fn as_product(inputs: &[Operand], outputs: &[Operand]) -> ([Operand; 2], Operand) {
     let (x, w, y) = (&inputs[0], &inputs[1], &outputs[0]);
     let (n, c, o) = (x.view.shape[0], x.view.shape[1], w.view.shape[0]);
     let place = |view: &View, shape: &[usize]| View { offset: view.offset, ..View::dense(shape) };
@@ -49,9 +120,11 @@ fn as_matmul(inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Low
     let operand = |view| Operand { dtype: x.dtype, view };
     let a = operand(place(&w.view, &[1, o, c]).expand(&[n, o, c]));
     let b = operand(place(&x.view, &[n, c, s]));
-    let out = operand(place(&y.view, &[n, o, s]));
-    let mut low = super::matmul::lower(&Op::Matmul, &[a, b], &[out], caps)?;
-    // The weight is the left operand there and the right one here.
+    ([a, b], operand(place(&y.view, &[n, o, s])))
+}
+
+/// The weight is the product's left operand and the convolution's right one.
+fn turned(mut low: Lowered) -> Result<Lowered, Declined> {
     for (_, _, buffers) in &mut low.steps {
         for i in buffers.iter_mut().filter(|i| **i < 2) {
             *i = 1 - *i;
@@ -61,6 +134,8 @@ fn as_matmul(inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Low
 }
 
 struct Problem {
+    dtype: DType,
+    ix: Ty,
     n: usize,
     groups: usize,
     /// Output and input channels per group.
@@ -76,9 +151,11 @@ struct Problem {
 }
 
 impl Problem {
-    fn new(c: &Conv, inputs: &[Operand], outputs: &[Operand]) -> Problem {
+    fn new(c: &Conv, inputs: &[Operand], outputs: &[Operand], ix: Ty) -> Problem {
         let (x, w, y) = (&inputs[0].view.shape, &inputs[1].view.shape, &outputs[0].view.shape);
         Problem {
+            dtype: inputs[0].dtype,
+            ix,
             n: x[0],
             groups: c.groups,
             og: w[0] / c.groups.max(1),
@@ -91,6 +168,53 @@ impl Problem {
             lo: three(c.pad.iter().map(|p| p.0), 0),
             input_dilation: three(c.input_dilation.iter().copied(), 1),
         }
+    }
+
+    fn spread(&self) -> bool {
+        self.input_dilation != [1; 3]
+    }
+
+    fn default(&self, caps: &Caps) -> Form {
+        Form {
+            channels: if self.og == 1 { 1 } else { 4 },
+            run: if caps.is_cpu && self.y[2] >= 8 { 8 } else { 1 },
+            items: items(if caps.is_cpu { 8 } else { 64 }, caps),
+        }
+    }
+
+    /// What is worth a measurement, legal or not.
+    fn forms(&self, caps: &Caps) -> Vec<Form> {
+        let plain = self.default(caps);
+        let most = self.og.next_power_of_two();
+        let (runs, groups): (&[u32], &[u32]) = match caps.is_cpu {
+            true => (&[4, 8, 16, 32], &[1, 2, 4, 16]),
+            false => (&[1, 2, 4], &[32, 128, 256]),
+        };
+        let mut all = vec![];
+        for channels in [1, 2, 4, 8].into_iter().filter(|c| *c as usize <= most) {
+            let runs = runs.iter().filter(|r| **r as usize <= self.y[2].next_power_of_two());
+            all.extend(runs.map(|&run| Form { channels, run, ..plain }));
+        }
+        all.extend(groups.iter().map(|&items| Form { items, ..plain }));
+        all
+    }
+
+    fn key(&self) -> String {
+        format!(
+            "conv {} {} n{} groups{} og{} cg{} y{}x{} k{:?} stride{:?} dilation{:?}{}",
+            self.dtype,
+            self.ix.name(),
+            class(self.n),
+            class(self.groups),
+            class(self.og),
+            class(self.cg),
+            class(self.y[0] * self.y[1]),
+            class(self.y[2]),
+            self.k,
+            self.stride,
+            self.dilation,
+            if self.spread() { " spread" } else { "" },
+        )
     }
 }
 
@@ -106,11 +230,9 @@ fn under<'a>(place: E<'a>, size: E<'a>, input_dilation: Option<E<'a>>) -> (E<'a>
     }
 }
 
-fn direct(p: &Problem, dtype: DType, ix: Ty, mut args: Args, caps: &Caps) -> Result<Lowered, Declined> {
-    let channels: u32 = if p.og == 1 { 1 } else { 4 };
-    let run: u32 = if caps.is_cpu && p.y[2] >= 8 { 8 } else { 1 };
-    let spread = p.input_dilation != [1; 3];
-    let wg = items(if caps.is_cpu { 8 } else { 64 }, caps);
+fn direct(p: &Problem, form: Form, mut args: Args, caps: &Caps) -> Result<Lowered, Declined> {
+    let Form { channels, run, items: wg } = form;
+    let (dtype, ix, spread) = (p.dtype, p.ix, p.spread());
     let acc_ty = Ty::of(dtype);
 
     let b = Builder::with_index("conv_direct", [wg, 1, 1], ix);

@@ -8,6 +8,7 @@ use super::common::*;
 use crate::dtype::DType;
 use crate::kernel::ir::Ty;
 use crate::kernel::lower::Lowered;
+use crate::kernel::tune::{Choices, Tolerance, Variant, class};
 use crate::kernel::{Buf, Builder, E};
 use crate::layout::{View, collapse};
 use crate::op::Op;
@@ -103,6 +104,40 @@ impl Problem {
 /// # Errors
 /// Declines with `needs_dense` for masked operands and for more than four batch dimensions that do not merge.
 pub fn lower(_: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
+    let (p, cx) = problem(inputs, outputs, caps)?;
+    cx.build(&p, Args::of(inputs, outputs), cx.default(&p))
+}
+
+/// As [`lower`], one of [`choices`].
+///
+/// # Errors
+/// As [`lower`], and for a variant of another template.
+pub fn lower_as(
+    _: &Op,
+    inputs: &[Operand],
+    outputs: &[Operand],
+    caps: &Caps,
+    v: &Variant,
+) -> Result<Lowered, Declined> {
+    let (p, cx) = problem(inputs, outputs, caps)?;
+    cx.build(&p, Args::of(inputs, outputs), Form::of(v)?)
+}
+
+/// The kernels that the device can have for a product.
+///
+/// # Errors
+/// As [`lower`].
+pub fn choices(_: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Choices, Declined> {
+    let (p, cx) = problem(inputs, outputs, caps)?;
+    let forms = cx.forms(&p).into_iter().filter(|f| cx.legal(&p, *f)).map(Form::variant);
+    Ok(Choices::new(cx.key(&p), cx.default(&p).variant(), forms, Tolerance::Products(p.k)))
+}
+
+fn problem<'c>(
+    inputs: &[Operand],
+    outputs: &[Operand],
+    caps: &'c Caps,
+) -> Result<(Problem, Cx<'c>), Declined> {
     arity("matmul", inputs, outputs, 2..=2)?;
     unmasked(inputs)?;
     let (a, w) = (&inputs[0].view, &inputs[1].view);
@@ -115,32 +150,67 @@ pub fn lower(_: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Re
         return Err(Declined::needs_dense(strided));
     }
     let ix = index_type(inputs, outputs, caps)?;
-    let (dtype, args) = (inputs[0].dtype, Args::of(inputs, outputs));
-    let cx = Cx { dtype, ix, caps };
-    let outs = p.batches() * p.m * p.n;
-    if caps.is_cpu {
-        return match () {
-            _ if p.bn == 1 && p.n >= 8 => cx.block(&p, args),
-            _ if p.bk == 1 && p.ak == 1 && p.k >= 16 => cx.dot(&p, args),
-            _ => cx.simple(&p, args),
-        };
+    Ok((p, Cx { dtype: inputs[0].dtype, ix, caps }))
+}
+
+/// Which kernel, and its numbers.
+#[derive(Clone, Copy, PartialEq, Debug)]
+enum Form {
+    /// Work-items of a group; likewise below.
+    Simple {
+        items: u32,
+    },
+    /// Columns of a group, whose work-items share each column's sum.
+    Split {
+        items: u32,
+        columns: u32,
+    },
+    Tiled(Tile),
+    /// Rows and columns of a work-item.
+    Block {
+        rows: u32,
+        columns: u32,
+        items: u32,
+    },
+    /// Independent partial sums.
+    Dot {
+        lanes: u32,
+        items: u32,
+    },
+}
+
+impl Form {
+    fn variant(self) -> Variant {
+        match self {
+            Form::Simple { items } => Variant::new("simple", &[("items", items)]),
+            Form::Split { items, columns } => {
+                Variant::new("split", &[("items", items), ("columns", columns)])
+            }
+            Form::Tiled(t) => {
+                Variant::new("tiled", &[("side", t.side), ("each", t.each), ("depth", t.depth)])
+            }
+            Form::Block { rows, columns, items } => {
+                Variant::new("block", &[("rows", rows), ("columns", columns), ("items", items)])
+            }
+            Form::Dot { lanes, items } => Variant::new("dot", &[("lanes", lanes), ("items", items)]),
+        }
     }
-    let narrow = p.m.min(p.n) <= 8 && p.k >= 64 && caps.max_workgroup >= 64;
-    if narrow && p.m > p.n {
-        return cx.split(&p.transposed(), args, true);
-    }
-    if narrow {
-        return cx.split(&p, args, false);
-    }
-    let tile = Tile::choose(&p, caps, Ty::of(dtype));
-    match tile {
-        Some(t) if p.m.min(p.n) >= 8 && p.k >= 8 && outs >= 1024 => cx.tiled(&p, args, t),
-        _ => cx.simple(&p, args),
+
+    fn of(v: &Variant) -> Result<Form, Declined> {
+        let n = |name| v.number(name);
+        Ok(match &*v.kernel {
+            "simple" => Form::Simple { items: n("items")? },
+            "split" => Form::Split { items: n("items")?, columns: n("columns")? },
+            "tiled" => Form::Tiled(Tile { side: n("side")?, each: n("each")?, depth: n("depth")? }),
+            "block" => Form::Block { rows: n("rows")?, columns: n("columns")?, items: n("items")? },
+            "dot" => Form::Dot { lanes: n("lanes")?, items: n("items")? },
+            _ => return Err(v.unknown("matmul")),
+        })
     }
 }
 
 /// Work-items and outputs per work-item of the tiled kernel.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy, PartialEq, Debug)]
 struct Tile {
     /// The workgroup is `side * side` work-items,
     side: u32,
@@ -250,13 +320,128 @@ impl Cx<'_> {
         Ty::of(self.dtype)
     }
 
+    /// Few rows or columns, whose sums a workgroup shares.
+    fn narrow(&self, p: &Problem) -> bool {
+        p.m.min(p.n) <= 8 && p.k >= 64 && self.caps.max_workgroup >= 64
+    }
+
+    /// Whether the split kernel's right operand, after a narrow product was turned, is contiguous along the sum.
+    fn split_along_k(p: &Problem) -> bool {
+        if p.m > p.n { p.ak.abs() <= p.am.abs() } else { p.bk.abs() <= p.bn.abs() }
+    }
+
+    fn default(&self, p: &Problem) -> Form {
+        let caps = self.caps;
+        let simple = Form::Simple { items: items(64, caps) };
+        if caps.is_cpu {
+            return match () {
+                _ if p.bn == 1 && p.n >= 8 => {
+                    Form::Block { rows: if p.m == 1 { 1 } else { 4 }, columns: 32, items: items(8, caps) }
+                }
+                _ if p.bk == 1 && p.ak == 1 && p.k >= 16 => Form::Dot { lanes: 16, items: items(16, caps) },
+                _ => simple,
+            };
+        }
+        if self.narrow(p) {
+            let items: u32 = if caps.max_workgroup >= 256 { 256 } else { 64 };
+            let columns = if Self::split_along_k(p) { items / 64 } else { 32 };
+            return Form::Split { items, columns };
+        }
+        match Tile::choose(p, caps, self.ty()) {
+            Some(t) if p.m.min(p.n) >= 8 && p.k >= 8 && p.batches() * p.m * p.n >= 1024 => Form::Tiled(t),
+            _ => simple,
+        }
+    }
+
+    /// What is worth a measurement, legal or not.
+    fn forms(&self, p: &Problem) -> Vec<Form> {
+        let mut all = vec![];
+        if self.caps.is_cpu {
+            if p.bn == 1 {
+                let rows: &[u32] = if p.m == 1 { &[1] } else { &[1, 2, 4, 6, 8] };
+                for &rows in rows {
+                    all.extend([16, 32, 64].map(|columns| Form::Block { rows, columns, items: 8 }));
+                }
+                let rows = if p.m == 1 { 1 } else { 4 };
+                all.extend([1, 2, 16].map(|items| Form::Block { rows, columns: 32, items }));
+            }
+            if p.bk == 1 && p.ak == 1 {
+                all.extend([8, 16, 32, 64].map(|lanes| Form::Dot { lanes, items: 16 }));
+                all.extend([1, 4].map(|items| Form::Dot { lanes: 16, items }));
+            }
+        } else if self.narrow(p) {
+            for items in [64, 128, 256, 512] {
+                let columns: &[u32] = if Self::split_along_k(p) { &[1, 2, 4, 8] } else { &[16, 32, 64] };
+                all.extend(columns.iter().map(|&columns| Form::Split { items, columns }));
+            }
+        } else {
+            for (side, each) in [(8, 2), (8, 4), (8, 8), (16, 2), (16, 4), (16, 8)] {
+                all.extend([8, 16, 32].map(|depth| Form::Tiled(Tile { side, each, depth })));
+            }
+        }
+        all.extend([32, 64, 128, 256].map(|items| Form::Simple { items }));
+        all
+    }
+
+    fn legal(&self, p: &Problem, f: Form) -> bool {
+        let fits = |words: u32| words as usize * self.ty().size() <= self.caps.workgroup_memory as usize;
+        let group = |n: u32| n <= self.caps.max_workgroup;
+        match f {
+            Form::Simple { items } | Form::Dot { items, .. } | Form::Block { items, .. } => group(items),
+            // A tree adds up the slices.
+            Form::Split { items, columns } => {
+                let rows = if p.m.min(p.n) == 1 { 1 } else { 4 };
+                group(items) && items >= 2 * columns && fits(rows * items)
+            }
+            // Every work-item loads the same number of elements of each operand.
+            Form::Tiled(t) => {
+                group(t.side * t.side) && (t.each * t.depth).is_multiple_of(t.side) && fits(t.words())
+            }
+        }
+    }
+
+    fn key(&self, p: &Problem) -> String {
+        // Which strides are 1, and along which axis a tile is read.
+        let strides = |k: isize, other: isize| match (k, other) {
+            (1, _) => "k",
+            (_, 1) => "o",
+            _ if k.abs() <= other.abs() => "sk",
+            _ => "so",
+        };
+        format!(
+            "matmul {} {} rank{} b{} m{} n{} k{} {} {}",
+            self.dtype,
+            self.ix.name(),
+            p.rank_class(),
+            class(p.batches()),
+            class(p.m),
+            class(p.n),
+            class(p.k),
+            strides(p.ak, p.am),
+            strides(p.bk, p.bn),
+        )
+    }
+
+    fn build(&self, p: &Problem, args: Args, f: Form) -> Result<Lowered, Declined> {
+        match f {
+            Form::Simple { items } => self.simple(p, args, items),
+            Form::Split { items, columns } if p.m > p.n => {
+                self.split(&p.transposed(), args, true, items, columns)
+            }
+            Form::Split { items, columns } => self.split(p, args, false, items, columns),
+            Form::Tiled(t) => self.tiled(p, args, t),
+            Form::Block { rows, columns, items } => self.block(p, args, rows, columns, items),
+            Form::Dot { lanes, items } => self.dot(p, args, lanes, items),
+        }
+    }
+
     fn buffers(&self, b: &Builder) -> (Buf, Buf, Buf) {
         (b.input(self.dtype), b.input(self.dtype), b.output(self.dtype))
     }
 
     /// One output per work-item.
-    fn simple(&self, p: &Problem, mut args: Args) -> Result<Lowered, Declined> {
-        let (class, wg) = (p.rank_class(), items(64, self.caps));
+    fn simple(&self, p: &Problem, mut args: Args, wg: u32) -> Result<Lowered, Declined> {
+        let class = p.rank_class();
         let b = Builder::with_index("matmul_simple", [wg, 1, 1], self.ix);
         let (a, w, y) = self.buffers(&b);
         let s = Shape::declare(&b, class);
@@ -341,11 +526,16 @@ impl Cx<'_> {
 
     /// For few rows: a workgroup owns some columns of up to four rows and splits the sum over its work-items. `flipped`: the
     /// problem is the transpose of the op's, so the buffers change places.
-    fn split(&self, p: &Problem, mut args: Args, flipped: bool) -> Result<Lowered, Declined> {
+    fn split(
+        &self,
+        p: &Problem,
+        mut args: Args,
+        flipped: bool,
+        n_items: u32,
+        columns: u32,
+    ) -> Result<Lowered, Declined> {
         let class = p.rank_class();
-        let n_items: u32 = if self.caps.max_workgroup >= 256 { 256 } else { 64 };
         let along_k = p.bk.abs() <= p.bn.abs();
-        let columns: u32 = if along_k { n_items / 64 } else { 32 };
         let (slices, rows) = (n_items / columns, if p.m == 1 { 1u32 } else { 4 });
         let b = Builder::with_index("matmul_split", [n_items, 1, 1], self.ix);
         let (a, w, y) = self.buffers(&b);
@@ -413,32 +603,37 @@ impl Cx<'_> {
 
     /// For CPUs, rows of the right operand contiguous: a block of rows and columns per work-item, whose inner loops run
     /// over consecutive columns, so that a compiler turns them into vectors.
-    fn block(&self, p: &Problem, mut args: Args) -> Result<Lowered, Declined> {
-        const COLUMNS: u32 = 32;
-        let (class, wg) = (p.rank_class(), items(8, self.caps));
-        let rows: u32 = if p.m == 1 { 1 } else { 4 };
+    fn block(
+        &self,
+        p: &Problem,
+        mut args: Args,
+        rows: u32,
+        columns: u32,
+        wg: u32,
+    ) -> Result<Lowered, Declined> {
+        let class = p.rank_class();
         let b = Builder::with_index("matmul_block", [wg, 1, 1], self.ix);
         let (a, w, y) = self.buffers(&b);
         let s = Shape::declare(&b, class);
-        let acc = b.private(self.ty(), rows * COLUMNS);
-        let (gm, gn) = (b.let_(s.m.div_ceil(rows)), b.let_(s.n.div_ceil(COLUMNS)));
+        let acc = b.private(self.ty(), rows * columns);
+        let (gm, gn) = (b.let_(s.m.div_ceil(rows)), b.let_(s.n.div_ceil(columns)));
         let at = b.linear_id();
         b.if_(at.lt(gm * gn * s.batches()), || {
             let (bt, tile) = (b.let_(at.idiv(gm * gn)), b.let_(at.imod(gm * gn)));
-            let (i0, j0) = (b.let_(tile.idiv(gn) * rows), b.let_(tile.imod(gn) * COLUMNS));
+            let (i0, j0) = (b.let_(tile.idiv(gn) * rows), b.let_(tile.imod(gn) * columns));
             let (x0, w0) = s.starts(&b, bt);
             let w0 = b.let_(w0 + j0);
             // Rows past the end compute the last row again; only their stores are left out.
             let row: Vec<_> = (0..rows).map(|r| b.let_(x0 + (i0 + r).min(s.m - 1) * s.am)).collect();
             let body = |end: E<'_>| {
-                b.for_(0, rows * COLUMNS, 1, |q| acc.store(q, 0));
+                b.for_(0, rows * columns, 1, |q| acc.store(q, 0));
                 b.for_(0, s.k, 1, |k| {
                     let from = b.let_(w0 + k * s.bk);
                     let x: Vec<_> = row.iter().map(|r| b.load(a, *r + k * s.ak)).collect();
                     b.for_(0, end, 1, |j| {
                         let v = b.load(w, from + j);
                         for (r, x) in x.iter().enumerate() {
-                            let at = j + r as u32 * COLUMNS;
+                            let at = j + r as u32 * columns;
                             acc.store(at, x.mul_add(v, acc.load(at)));
                         }
                     });
@@ -446,36 +641,35 @@ impl Cx<'_> {
                 for r in 0..rows {
                     b.if_((i0 + r).lt(s.m), || {
                         let to = b.let_((bt * s.m + i0 + r) * s.n + j0);
-                        b.for_(0, end, 1, |j| b.store(y, to + j, acc.load(j + r * COLUMNS)));
+                        b.for_(0, end, 1, |j| b.store(y, to + j, acc.load(j + r * columns)));
                     });
                 }
             };
             let left = b.let_(s.n - j0);
-            b.if_else(left.ge(COLUMNS), || body(b.index(COLUMNS as i64)), || body(left));
+            b.if_else(left.ge(columns), || body(b.index(columns as i64)), || body(left));
         });
         fill(&mut args, p, class);
-        let blocks = p.m.div_ceil(rows as usize) * p.n.div_ceil(COLUMNS as usize) * p.batches();
+        let blocks = p.m.div_ceil(rows as usize) * p.n.div_ceil(columns as usize) * p.batches();
         single(b, &args, blocks.div_ceil(wg as usize), self.caps)
     }
 
     /// For CPUs, both operands contiguous along the sum: one output per work-item, summed in independent lanes.
-    fn dot(&self, p: &Problem, mut args: Args) -> Result<Lowered, Declined> {
-        const LANES: u32 = 16;
-        let (class, wg) = (p.rank_class(), items(16, self.caps));
+    fn dot(&self, p: &Problem, mut args: Args, width: u32, wg: u32) -> Result<Lowered, Declined> {
+        let class = p.rank_class();
         let b = Builder::with_index("matmul_dot", [wg, 1, 1], self.ix);
         let (a, w, y) = self.buffers(&b);
         let s = Shape::declare(&b, class);
-        let lanes = b.private(self.ty(), LANES);
+        let lanes = b.private(self.ty(), width);
         let at = b.linear_id();
         b.if_(at.lt(s.batches() * s.m * s.n), || {
             let (row, j) = (b.let_(at.idiv(s.n)), b.let_(at.imod(s.n)));
             let (x0, w0) = s.starts(&b, row.idiv(s.m));
             let (x0, w0) = (b.let_(x0 + row.imod(s.m) * s.am), b.let_(w0 + j * s.bn));
-            b.for_(0, LANES, 1, |l| lanes.store(l, 0));
-            let whole = b.let_(s.k.idiv(LANES) * LANES);
-            b.for_(0, whole, LANES, |k| {
+            b.for_(0, width, 1, |l| lanes.store(l, 0));
+            let whole = b.let_(s.k.idiv(width) * width);
+            b.for_(0, whole, width, |k| {
                 let (x1, w1) = (b.let_(x0 + k), b.let_(w0 + k));
-                b.for_(0, LANES, 1, |l| {
+                b.for_(0, width, 1, |l| {
                     let (x, v) = (b.load(a, x1 + l), b.load(w, w1 + l));
                     lanes.store(l, x.mul_add(v, lanes.load(l)));
                 });
@@ -485,7 +679,7 @@ impl Cx<'_> {
                 let (x, v) = (b.load(a, x0 + k), b.load(w, w0 + k));
                 acc.set(x.mul_add(v, acc.get()));
             });
-            b.for_(0, LANES, 1, |l| acc.set(acc.get() + lanes.load(l)));
+            b.for_(0, width, 1, |l| acc.set(acc.get() + lanes.load(l)));
             b.store(y, at, acc.get());
         });
         fill(&mut args, p, class);

@@ -5,6 +5,7 @@ use super::rows::{By, Row};
 use crate::kernel::Builder;
 use crate::kernel::ir::{Reduce, Ty};
 use crate::kernel::lower::Lowered;
+use crate::kernel::tune::{Choices, Variant};
 use crate::op::Op;
 use crate::target::{Caps, Declined, Operand};
 
@@ -14,6 +15,45 @@ use crate::target::{Caps, Declined, Operand};
 /// # Errors
 /// Declines scale or bias that are not shaped like the normalised axes, and with `needs_dense` what is not row-major.
 pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
+    let p = problem(op, inputs, outputs)?;
+    build(&p, By::choose(p.rows, p.n, 1, Ty::of(inputs[0].dtype), caps), inputs, outputs, caps)
+}
+
+/// As [`lower`], one of [`choices`].
+///
+/// # Errors
+/// As [`lower`], and for a variant of another template.
+pub fn lower_as(
+    op: &Op,
+    inputs: &[Operand],
+    outputs: &[Operand],
+    caps: &Caps,
+    v: &Variant,
+) -> Result<Lowered, Declined> {
+    build(&problem(op, inputs, outputs)?, By::of(v)?, inputs, outputs, caps)
+}
+
+/// The kernels that the device can have.
+///
+/// # Errors
+/// As [`lower`].
+pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Choices, Declined> {
+    let p = problem(op, inputs, outputs)?;
+    let types: Vec<String> = inputs.iter().map(|i| i.dtype.to_string()).collect();
+    let name = format!("{} {} {}", p.name, types.join(" "), index_type(inputs, outputs, caps)?.name());
+    Ok(By::choices(&name, p.rows, p.n, 1, Ty::of(inputs[0].dtype), caps))
+}
+
+struct Problem {
+    name: String,
+    /// Whether the mean is taken off first.
+    centred: bool,
+    rows: usize,
+    n: usize,
+    eps: f64,
+}
+
+fn problem(op: &Op, inputs: &[Operand], outputs: &[Operand]) -> Result<Problem, Declined> {
     let name = op.name();
     let Op::Composite(c) = op else {
         return Err(Declined::because(format!("norm: got {name}")));
@@ -43,11 +83,21 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
     }
     row_major(inputs, 0..inputs.len())?;
     let (rows, n) = (shape[..axis].iter().product::<usize>(), shape[axis..].iter().product::<usize>());
+    Ok(Problem { name, centred, rows, n, eps })
+}
+
+fn build(
+    p: &Problem,
+    by: By,
+    inputs: &[Operand],
+    outputs: &[Operand],
+    caps: &Caps,
+) -> Result<Lowered, Declined> {
+    let Problem { ref name, centred, rows, n, eps } = *p;
     let dtype = inputs[0].dtype;
     let ty = Ty::of(dtype);
-    let by = By::choose(rows, n, 1, ty, caps);
 
-    let b = Builder::with_index(&name, by.workgroup(), index_type(inputs, outputs, caps)?);
+    let b = Builder::with_index(name, by.workgroup(), index_type(inputs, outputs, caps)?);
     let x = b.input(dtype);
     let weights: Vec<_> = inputs[1..].iter().map(|w| b.input(w.dtype)).collect();
     let y = b.output(dtype);

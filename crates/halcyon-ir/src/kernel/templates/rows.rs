@@ -3,8 +3,9 @@
 use super::common::*;
 use crate::dtype::Scalar;
 use crate::kernel::ir::{Reduce, Ty};
+use crate::kernel::tune::{Choices, Tolerance, Variant, class};
 use crate::kernel::{Builder, E, Local, Private};
-use crate::target::Caps;
+use crate::target::{Caps, Declined};
 
 /// Lanes of a work-item's sums: a compiler turns them into vectors, and short partial sums round less.
 const LANES: u32 = 16;
@@ -32,6 +33,34 @@ impl By {
         } else {
             By::Group(n_items)
         }
+    }
+
+    fn variant(self) -> Variant {
+        match self {
+            By::Item(n) => Variant::new("item", &[("items", n)]),
+            By::Group(n) => Variant::new("group", &[("items", n)]),
+        }
+    }
+
+    pub(super) fn of(v: &Variant) -> Result<By, Declined> {
+        match &*v.kernel {
+            "item" => Ok(By::Item(v.number("items")?)),
+            "group" => Ok(By::Group(v.number("items")?)),
+            _ => Err(v.unknown("rows")),
+        }
+    }
+
+    /// The ways to do `rows` rows of `n` elements. `name` has all that the kernel depends on besides.
+    pub(super) fn choices(name: &str, rows: usize, n: usize, gap: usize, ty: Ty, caps: &Caps) -> Choices {
+        let items: &[u32] = if caps.is_cpu { &[1, 2, 4, 8, 16, 32] } else { &[32, 64, 128, 256] };
+        // PoCL runs a group's work-items one after another, so groups are for devices that do not.
+        let groups: &[u32] = if caps.is_cpu { &[] } else { &[16, 32, 64, 128, 256, 512] };
+        let fits = |n: u32| n as usize * ty.size() <= caps.workgroup_memory as usize;
+        let all = items.iter().map(|n| By::Item(*n));
+        let all = all.chain(groups.iter().filter(|n| fits(**n)).map(|n| By::Group(*n)));
+        let legal = all.filter(|by| by.workgroup()[0] <= caps.max_workgroup).map(By::variant);
+        let key = format!("{name} rows{} n{} gap{}", class(rows), class(n), class(gap));
+        Choices::new(key, By::choose(rows, n, gap, ty, caps).variant(), legal, Tolerance::Sums(n))
     }
 
     pub(super) fn workgroup(self) -> [u32; 3] {

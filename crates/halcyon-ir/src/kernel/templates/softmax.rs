@@ -6,6 +6,7 @@ use super::rows::{By, Row};
 use crate::dtype::DType;
 use crate::kernel::ir::{Reduce, Ty};
 use crate::kernel::lower::Lowered;
+use crate::kernel::tune::{Choices, Variant};
 use crate::kernel::{Builder, E};
 use crate::op::Op;
 use crate::target::{Caps, Declined, Operand};
@@ -16,6 +17,50 @@ use crate::target::{Caps, Declined, Operand};
 /// # Errors
 /// Declines with `needs_dense` unless the operand is row-major.
 pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
+    let p = problem(op, inputs, outputs)?;
+    build(&p, By::choose(p.rows, p.n, p.inner, p.ty(), caps), inputs, outputs, caps)
+}
+
+/// As [`lower`], one of [`choices`].
+///
+/// # Errors
+/// As [`lower`], and for a variant of another template.
+pub fn lower_as(
+    op: &Op,
+    inputs: &[Operand],
+    outputs: &[Operand],
+    caps: &Caps,
+    v: &Variant,
+) -> Result<Lowered, Declined> {
+    build(&problem(op, inputs, outputs)?, By::of(v)?, inputs, outputs, caps)
+}
+
+/// The kernels that the device can have.
+///
+/// # Errors
+/// As [`lower`].
+pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Choices, Declined> {
+    let p = problem(op, inputs, outputs)?;
+    let name = format!("{} {} {}", p.name, p.dtype, index_type(inputs, outputs, caps)?.name());
+    Ok(By::choices(&name, p.rows, p.n, p.inner, p.ty(), caps))
+}
+
+struct Problem {
+    name: String,
+    dtype: DType,
+    rows: usize,
+    n: usize,
+    /// Distance of a row's elements.
+    inner: usize,
+}
+
+impl Problem {
+    fn ty(&self) -> Ty {
+        Ty::of(self.dtype)
+    }
+}
+
+fn problem(op: &Op, inputs: &[Operand], outputs: &[Operand]) -> Result<Problem, Declined> {
     let name = op.name();
     let axis = match op {
         Op::Composite(c) if matches!(&*c.name, "softmax" | "log_softmax") => c.int("axis"),
@@ -29,13 +74,22 @@ pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> R
     row_major(inputs, 0..1)?;
     let (n, inner) = (shape[axis], shape[axis + 1..].iter().product::<usize>());
     let rows = shape[..axis].iter().product::<usize>() * inner;
-    let dtype = inputs[0].dtype;
-    let ty = Ty::of(dtype);
-    let by = By::choose(rows, n, inner, ty, caps);
+    Ok(Problem { name, dtype: inputs[0].dtype, rows, n, inner })
+}
+
+fn build(
+    p: &Problem,
+    by: By,
+    inputs: &[Operand],
+    outputs: &[Operand],
+    caps: &Caps,
+) -> Result<Lowered, Declined> {
+    let Problem { ref name, dtype, rows, n, inner } = *p;
+    let ty = p.ty();
 
     // The common case, a row of neighbours, needs no strides.
     let last = inner == 1;
-    let b = Builder::with_index(&name, by.workgroup(), index_type(inputs, outputs, caps)?);
+    let b = Builder::with_index(name, by.workgroup(), index_type(inputs, outputs, caps)?);
     let (x, y) = (b.input(dtype), b.output(dtype));
     let (count, len) = (b.size("rows"), b.size("n"));
     let gap = if last { b.index(1) } else { b.size("inner") };

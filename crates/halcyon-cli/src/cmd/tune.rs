@@ -1,0 +1,349 @@
+//! `halcyon tune`: measures the kernels of a model, or of a short list of works, in a process of their own, and keeps the best.
+
+use super::load;
+use crate::args::TuneArgs;
+use crate::report::{self, table, time};
+use halcyon::hal::child;
+use halcyon::ir::Graph;
+use halcyon::tune::{
+    Entry, Event, Progress, Rejection, TuneOptions, TunedKernel, TuningCache, TuningReport, Why, standard,
+};
+use halcyon::{ConstData, Error, Result, Session};
+use serde::{Deserialize, Serialize};
+use serde_json::json;
+use std::ffi::OsString;
+use std::fmt::Write;
+use std::io::{BufRead, BufReader};
+use std::process::{Command, Stdio};
+use std::sync::mpsc::{RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+/// What the child says, a line each.
+#[derive(Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+enum Line {
+    Candidate(Progress),
+    Done(TunedKernel),
+    Report(TuningReport),
+}
+
+fn say(line: &Line) -> Result<()> {
+    let text = serde_json::to_string(line).map_err(|e| Error::internal(e.to_string()))?;
+    report::print(&(text + "\n"))
+}
+
+/// `halcyon __tune`: tunes in this process.
+pub fn child(a: &TuneArgs) -> Result<u8> {
+    let events = |e: Event<'_>| {
+        let line = match e {
+            Event::Candidate(p) => Line::Candidate(p.clone()),
+            Event::Done(k) => Line::Done(k.clone()),
+        };
+        // Nobody is left to listen: the end of this process follows.
+        let _ = say(&line);
+    };
+    let options = TuneOptions {
+        budget: a.budget.map(Duration::from_secs_f64),
+        events: &events,
+        ..TuneOptions::default()
+    };
+    let report = match &a.model {
+        None => {
+            let backend = a.backend.open(false)?;
+            retry(a, &backend)?;
+            let graphs: Vec<Graph> = standard()?.into_iter().map(|(_, g)| g).collect();
+            backend.tune_with(&graphs, &options)?
+        }
+        Some(model) => {
+            let loaded = load(model, &a.input, &a.backend, true, false)?;
+            retry(a, &loaded.backend)?;
+            let graph = &loaded.graph("tuning")?.graph;
+            let inputs: Vec<ConstData> = loaded.data().iter().filter_map(|d| d.tensor().cloned()).collect();
+            Session::new(&loaded.backend, graph.clone()).tune(&inputs, &options)?
+        }
+    };
+    say(&Line::Report(report)).map(|()| 0)
+}
+
+fn retry(a: &TuneArgs, b: &halcyon::Backend) -> Result<()> {
+    if a.retry { b.tuning_cache().release(b.tuning_device()) } else { Ok(()) }
+}
+
+pub fn main(a: &TuneArgs) -> Result<u8> {
+    a.backend.check()?;
+    let file = a.backend.builder(a.backend.level()?, None, false)?.tuning_file()?;
+    let cache = file.as_ref().map_or_else(TuningCache::memory, TuningCache::at);
+    let files = a.list || a.import.is_some() || a.export.is_some();
+    if file.is_none() && files {
+        let what =
+            "there is no cache (HALCYON_CACHE or HALCYON_TUNING_CACHE is off); name one with --tuning-cache";
+        return Err(Error::argument("tune", what));
+    }
+    let imported = a.import.as_ref().map(|f| cache.import(f)).transpose()?;
+    let report = match a.model.is_some() || !files {
+        false => None,
+        true => match supervise(a, &cache)? {
+            Ok(r) => Some(r),
+            // The child has said why.
+            Err(code) => return Ok(code),
+        },
+    };
+    // The child has written to the file.
+    let cache = file.as_ref().map_or_else(TuningCache::memory, TuningCache::at);
+    let exported = a.export.as_ref().map(|f| cache.export(f)).transpose()?;
+    let table = cache.table();
+    let entries: Vec<&Entry> = table.entries().filter(|_| a.list).collect();
+    if a.json {
+        report::print_json(&json!({
+            "cache": file,
+            "imported": imported,
+            "exported": exported,
+            "report": report,
+            "entries": a.list.then_some(entries),
+        }))?;
+        return Ok(0);
+    }
+    let mut out = String::new();
+    // Writing to a string does not fail.
+    if let (Some(n), Some(f)) = (imported, &a.import) {
+        let _ = writeln!(out, "imported {n} entries of {}", f.display());
+    }
+    if let Some(r) = &report {
+        out += &report_text(r);
+    }
+    if a.list {
+        out += &list_text(&entries);
+    }
+    if let (Some(n), Some(f)) = (exported, &a.export) {
+        let _ = writeln!(out, "exported {n} entries to {}", f.display());
+    }
+    match &file {
+        Some(f) => {
+            let _ = writeln!(out, "cache    {}", f.display());
+        }
+        None => out += "cache    none: what was found is lost (name a file with --tuning-cache)\n",
+    }
+    report::print(&out)?;
+    Ok(0)
+}
+
+/// How a child ended.
+#[derive(Debug)]
+enum Ended {
+    /// With this exit code.
+    Code(u8),
+    /// By a signal or the like.
+    Died(String),
+    /// It was silent for too long, and was ended.
+    Silent(Duration),
+}
+
+/// Runs a child and hands over what it says, until it ends. Lines that are none of ours go to stdout.
+fn watch(command: &mut Command, patience: Duration, each: &mut dyn FnMut(Line)) -> Result<Ended> {
+    let program = command.get_program().to_string_lossy().into_owned();
+    let failed = |e: std::io::Error| Error::Io { path: program.clone(), what: e.to_string() };
+    let mut process = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(failed)?;
+    let (send, receive) = channel();
+    let pipe = process.stdout.take();
+    let reader = std::thread::spawn(move || {
+        let lines = pipe.into_iter().flat_map(|p| BufReader::new(p).lines()).map_while(|l| l.ok());
+        lines.map(|l| send.send(l)).all(|sent| sent.is_ok())
+    });
+    let ended = loop {
+        match receive.recv_timeout(patience) {
+            Ok(line) => match serde_json::from_str(&line) {
+                Ok(l) => each(l),
+                Err(_) => report::print(&(line + "\n"))?,
+            },
+            Err(RecvTimeoutError::Disconnected) => {
+                let status = process.wait().map_err(failed)?;
+                let code = status.code().and_then(|c| u8::try_from(c).ok());
+                // Where there are no signals, a crash is a large exit code.
+                break code.map_or_else(|| Ended::Died(format!("ended with {status}")), Ended::Code);
+            }
+            Err(RecvTimeoutError::Timeout) => {
+                let _ = process.kill();
+                let _ = process.wait();
+                break Ended::Silent(patience);
+            }
+        }
+    };
+    let _ = reader.join();
+    Ok(ended)
+}
+
+/// Tunes in children, another after each that died of a candidate. The exit code of one that found an error, which it has printed.
+fn supervise(a: &TuneArgs, cache: &TuningCache) -> Result<std::result::Result<TuningReport, u8>> {
+    let exe = std::env::current_exe()
+        .map_err(|e| Error::Io { path: "this executable".into(), what: e.to_string() })?;
+    let start = Instant::now();
+    let mut done: Vec<TunedKernel> = vec![];
+    let mut recovered: Vec<(String, Rejection)> = vec![];
+    for first in [true].into_iter().chain(std::iter::repeat(false)) {
+        // What was released is not released again: it may be what the last child died of.
+        let keep = |s: &OsString| first || s != "--retry";
+        let mut args: Vec<OsString> = std::env::args_os().skip(2).filter(keep).collect();
+        if let Some(b) = a.budget {
+            // The last one counts, and nothing is a flag after a "--".
+            let end = args.iter().position(|s| s == "--").unwrap_or(args.len());
+            let left = (b - start.elapsed().as_secs_f64()).max(0.0);
+            args.splice(end..end, ["--budget".into(), format!("{left:.3}").into()]);
+        }
+        let mut command = Command::new(&exe);
+        command.arg("__tune").args(&args).env(child::VARIABLE, "1");
+        let (mut report, mut bar) = (None, None);
+        let ended = watch(&mut command, Duration::from_secs_f64(a.patience), &mut |line| match line {
+            Line::Candidate(p) => {
+                bar.get_or_insert_with(|| report::Progress::new("kernel", p.of as u64));
+            }
+            Line::Done(k) => {
+                done.push(k);
+                if let Some(b) = &mut bar {
+                    b.step();
+                }
+            }
+            Line::Report(r) => report = Some(r),
+        })?;
+        if let Some(b) = bar {
+            b.finish();
+        }
+        let (why, how) = match (ended, report) {
+            (Ended::Code(0), Some(mut r)) => {
+                // Those of earlier children count as known in the last.
+                r.known -= done.len().saturating_sub(r.tuned.len()).min(r.known);
+                recovered.append(&mut r.recovered);
+                (r.tuned, r.recovered, r.seconds) = (done, recovered, start.elapsed().as_secs_f64());
+                return Ok(Ok(r));
+            }
+            (Ended::Code(0), None) => {
+                return Err(Error::internal("the tuning process ended without a report"));
+            }
+            (Ended::Code(c), _) => return Ok(Err(c)),
+            (Ended::Died(how), _) => (Why::Crashed, how),
+            (Ended::Silent(limit), _) => (Why::Hung, format!("did not end within {limit:?}")),
+        };
+        let found = cache.recover(why, &format!("its process {how}"))?;
+        if found.is_empty() {
+            return Err(Error::Driver {
+                device: a.backend.backend.clone(),
+                call: "tuning".into(),
+                code: format!("the process {how}, while no candidate ran"),
+                next: "Run `halcyon doctor`".into(),
+            });
+        }
+        for (key, r) in &found {
+            report::note(&format!(
+                "{}: {key}: {} ({}); tuning goes on without it",
+                r.why, r.variant, r.detail
+            ));
+        }
+        recovered.extend(found);
+    }
+    Err(Error::internal("tuning came to no end"))
+}
+
+fn gain(k: &TunedKernel) -> String {
+    let b = &k.best;
+    match b.variant == b.default {
+        true => "the default stays".into(),
+        false => format!("{:.2}x ({:.2} to {:.2})", b.gain, b.interval.0, b.interval.1),
+    }
+}
+
+fn report_text(r: &TuningReport) -> String {
+    let mut out = format!("device   {}\n", r.device);
+    if !r.tuned.is_empty() {
+        let head = ["kernel", "steps", "default", "best", "gain", "time"];
+        let mut rows = vec![head.map(String::from).to_vec()];
+        rows.extend(r.tuned.iter().map(|k| {
+            vec![
+                report::short(&k.key, 60),
+                k.steps.to_string(),
+                k.best.default.to_string(),
+                k.best.variant.to_string(),
+                gain(k),
+                time(Duration::from_secs_f64(k.best.seconds.clamp(0.0, 1e6))),
+            ]
+        }));
+        out += &table(&rows);
+    }
+    // Writing to a string does not fail.
+    for k in &r.tuned {
+        for x in &k.rejected {
+            let _ = writeln!(
+                out,
+                "rejected {}: {} ({}): {}",
+                report::short(&k.key, 60),
+                x.variant,
+                x.why,
+                x.detail
+            );
+        }
+    }
+    for f in &r.failed {
+        let _ = writeln!(out, "left out {}: {}", report::short(&f.key, 60), f.reason);
+    }
+    let better = r.tuned.iter().filter(|k| k.best.variant != k.best.default).count();
+    let _ = writeln!(
+        out,
+        "tuned    {} kernels, {better} of them faster, in {:.1} s; {} were known{}",
+        r.tuned.len(),
+        r.seconds,
+        r.known,
+        if r.left > 0 { format!("; {} are left for another time", r.left) } else { String::new() }
+    );
+    if r.tuned.is_empty() && r.known == 0 && r.left == 0 && r.failed.is_empty() {
+        out += "         this device's kernels have no variants here: its library chooses by itself\n";
+    }
+    out
+}
+
+fn list_text(entries: &[&Entry]) -> String {
+    let (mut out, mut device) = (String::new(), "");
+    for e in entries {
+        if e.device != device {
+            device = &e.device;
+            let _ = writeln!(out, "{device}");
+        }
+        let best = match e.best() {
+            Some(b) if b.variant == b.default => format!("{} (the default)", b.variant),
+            Some(b) => format!("{} ({:.2}x)", b.variant, b.gain),
+            None => "not tuned".into(),
+        };
+        let _ = writeln!(out, "  {}: {best}", e.key);
+        for r in &e.rejected {
+            let _ = writeln!(out, "    rejected {} ({}): {}", r.variant, r.why, r.detail);
+        }
+    }
+    if entries.is_empty() {
+        out += "nothing is known\n";
+    }
+    out
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+
+    fn shell(script: &str, patience: Duration) -> (Ended, usize) {
+        let mut lines = 0;
+        let mut count = |l: Line| {
+            assert!(matches!(l, Line::Candidate(p) if p.of == 3));
+            lines += 1;
+        };
+        let ended = watch(Command::new("/bin/sh").args(["-c", script]), patience, &mut count);
+        (ended.expect("the shell starts"), lines)
+    }
+
+    #[test]
+    fn a_child_that_dies_or_is_silent_is_noticed() {
+        let line = r#"echo '{"candidate":{"done":1,"of":3,"key":"k","candidate":1,"candidates":2}}'"#;
+        let minute = Duration::from_secs(60);
+        assert!(matches!(shell(line, minute), (Ended::Code(0), 1)));
+        assert!(matches!(shell("exit 7", minute), (Ended::Code(7), 0)));
+        let (ended, lines) = shell(&format!("{line}; kill -SEGV $$"), minute);
+        assert!(matches!(&ended, Ended::Died(how) if how.contains("signal")) && lines == 1, "{ended:?}");
+        let (ended, lines) = shell(&format!("{line}; exec sleep 100"), Duration::from_millis(300));
+        assert!(matches!(ended, Ended::Silent(_)) && lines == 1, "{ended:?}");
+    }
+}

@@ -1,0 +1,911 @@
+//! What tuning found, kept on disk: a JSON file that several processes may read and write at once.
+//!
+//! An entry is what is best for one key of a template on one device with one driver, and which variants were rejected there and why.
+//! Two tables merge in any order to the same table, and every write merges with what is in the file, under a lock, and replaces it
+//! whole: processes that tune at once lose nothing of each other. The file is bounded; entries that were not used for longest go first.
+//! A file that cannot be read counts as empty, with a warning, and is set aside (`NAME.bad`) before another is written.
+//!
+//! While a candidate runs, a file beside the cache names it ([`Guard`]), locked by its process. If the process ends there, the file is
+//! left without a lock, and [`TuningCache::recover`] rejects the candidate.
+
+use crate::{Caps, DeviceInfo, Error, Result};
+use halcyon_ir::kernel::tune::{Known, Variant};
+use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
+use std::fmt;
+use std::fs::{self, File, TryLockError};
+use std::io::{ErrorKind, Read, Seek, Write};
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard};
+use std::time::{Duration, Instant, SystemTime};
+
+/// Version of the file's format.
+pub const FORMAT: u32 = 1;
+/// Entries that a file keeps.
+pub const MOST_ENTRIES: usize = 4096;
+/// Bytes that a file may take.
+pub const MOST_BYTES: usize = 8 << 20;
+/// Rejections that an entry keeps.
+const MOST_REJECTIONS: usize = 64;
+/// How long a process waits for another to write.
+const PATIENCE: Duration = Duration::from_secs(10);
+const DAY: u64 = 24 * 3600;
+
+/// Names the tuning mode ([`TuningMode`]'s text form).
+pub const VARIABLE: &str = "HALCYON_TUNING";
+/// Names the tuning cache's file; `off` for none.
+pub const FILE_VARIABLE: &str = "HALCYON_TUNING_CACHE";
+
+/// When kernels are tuned. Tuned kernels are used from level O2 on.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
+#[serde(try_from = "String", into = "String")]
+pub enum TuningMode {
+    /// Never, and what is known is not used.
+    Off,
+    /// On request alone; what is known is used.
+    #[default]
+    Cached,
+    /// A thread tunes what plans ask for, while they run as they are; later plans use what it found.
+    Background,
+    /// A new plan's kernels are tuned before it is first run, for so long in all.
+    Budget(Duration),
+}
+
+impl fmt::Display for TuningMode {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            TuningMode::Off => f.write_str("off"),
+            TuningMode::Cached => f.write_str("cached"),
+            TuningMode::Background => f.write_str("background"),
+            TuningMode::Budget(d) => write!(f, "{}", d.as_secs_f64()),
+        }
+    }
+}
+
+impl From<TuningMode> for String {
+    fn from(m: TuningMode) -> String {
+        m.to_string()
+    }
+}
+
+impl TryFrom<String> for TuningMode {
+    type Error = Error;
+    fn try_from(s: String) -> Result<TuningMode> {
+        s.parse()
+    }
+}
+
+impl FromStr for TuningMode {
+    type Err = Error;
+    fn from_str(s: &str) -> Result<TuningMode> {
+        let bad = || {
+            let what =
+                format!("\"{s}\" is no tuning mode; use off, cached, background, or a budget in seconds");
+            Error::argument("tuning", what)
+        };
+        Ok(match s.trim().to_ascii_lowercase().as_str() {
+            "off" => TuningMode::Off,
+            "cached" => TuningMode::Cached,
+            "background" => TuningMode::Background,
+            t => {
+                let seconds: f64 = t.parse().map_err(|_| bad())?;
+                TuningMode::Budget(Duration::try_from_secs_f64(seconds).map_err(|_| bad())?)
+            }
+        })
+    }
+}
+
+/// Why a variant is never tried again on a device with its driver.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Why {
+    /// Its results are others than the default's.
+    Wrong,
+    /// The device's compiler refuses it.
+    DoesNotCompile,
+    /// The device lacks something that it needs.
+    DoesNotFit,
+    /// The driver reported an error.
+    DeviceError,
+    /// The process ended while it ran.
+    Crashed,
+    /// It did not end.
+    Hung,
+    /// It took many times the default's time.
+    TooSlow,
+}
+
+impl fmt::Display for Why {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Why::Wrong => "wrong results",
+            Why::DoesNotCompile => "does not compile",
+            Why::DoesNotFit => "does not fit",
+            Why::DeviceError => "device error",
+            Why::Crashed => "the process ended while it ran",
+            Why::Hung => "did not end",
+            Why::TooSlow => "too slow",
+        })
+    }
+}
+
+/// A variant in quarantine.
+#[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub struct Rejection {
+    pub variant: Variant,
+    pub why: Why,
+    /// What was seen.
+    pub detail: String,
+}
+
+/// The outcome of tuning a key.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Best {
+    pub variant: Variant,
+    /// Digest of its kernels, hexadecimal: it counts as long as the template builds these.
+    pub program: String,
+    /// What the heuristic took.
+    pub default: Variant,
+    /// The default's time over the variant's: the median of pairs of bursts, and its 95 % interval.
+    pub gain: f64,
+    pub interval: (f64, f64),
+    /// Seconds of a run.
+    pub seconds: f64,
+    pub default_seconds: f64,
+    /// Largest difference from the default's result as a share of what is allowed.
+    pub error: f64,
+    /// Variants that ran, the default with them.
+    pub tried: usize,
+    /// When it was measured, in seconds since 1970.
+    pub measured: u64,
+}
+
+/// What is known of a key on a device.
+#[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
+pub struct Entry {
+    /// As [`device_key`] has it.
+    pub device: String,
+    /// [`halcyon_ir::kernel::tune::Choices::key`].
+    pub key: String,
+    /// `None` where tuning has not come to its end yet.
+    pub best: Option<Best>,
+    /// By variant.
+    pub rejected: Vec<Rejection>,
+    /// When a plan used it last, in seconds since 1970.
+    pub used: u64,
+}
+
+impl Entry {
+    pub fn new(device: &str, key: &str) -> Entry {
+        Entry { device: device.into(), key: key.into(), best: None, rejected: vec![], used: now() }
+    }
+
+    /// Commutative, associative and idempotent.
+    fn merge(&mut self, other: &Entry) {
+        let rank = |b: &Option<Best>| b.as_ref().map(|b| (b.measured, text(b)));
+        if rank(&other.best) > rank(&self.best) {
+            self.best.clone_from(&other.best);
+        }
+        self.rejected.extend(other.rejected.iter().cloned());
+        self.rejected.sort();
+        self.rejected.dedup_by(|a, b| a.variant == b.variant);
+        self.rejected.truncate(MOST_REJECTIONS);
+        self.used = self.used.max(other.used);
+    }
+
+    /// The best variant, unless it was rejected since.
+    pub fn best(&self) -> Option<&Best> {
+        self.best.as_ref().filter(|b| self.rejected.iter().all(|r| r.variant != b.variant))
+    }
+}
+
+fn text<T: Serialize>(v: &T) -> String {
+    serde_json::to_string(v).unwrap_or_default()
+}
+
+fn now() -> u64 {
+    SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |d| d.as_secs())
+}
+
+/// What a tuned kernel depends on besides itself: the device, its driver and its limits.
+pub fn device_key(info: &DeviceInfo, caps: &Caps) -> String {
+    let driver = info.driver_version.as_deref().unwrap_or("unknown");
+    let platform = info.properties.get("platform_version").map_or("", |s| s.as_str());
+    format!(
+        "{}: {} ({}), driver {driver} {platform}, {} units, groups of {}, {} B{}",
+        info.backend.id(),
+        info.name,
+        info.vendor,
+        caps.compute_units,
+        caps.max_workgroup,
+        caps.workgroup_memory,
+        if caps.is_cpu { ", a processor" } else { "" },
+    )
+}
+
+/// Entries by device and key.
+#[derive(Clone, Default, PartialEq, Debug)]
+pub struct Table(BTreeMap<(String, String), Entry>);
+
+#[derive(Serialize, Deserialize)]
+struct Document {
+    format: u32,
+    entries: Vec<Entry>,
+}
+
+impl Table {
+    pub fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.0.is_empty()
+    }
+
+    pub fn entries(&self) -> impl Iterator<Item = &Entry> {
+        self.0.values()
+    }
+
+    pub fn get(&self, device: &str, key: &str) -> Option<&Entry> {
+        self.0.get(&(device.to_string(), key.to_string()))
+    }
+
+    /// Adds an entry to what is known. The order in which entries are added changes nothing.
+    pub fn add(&mut self, e: &Entry) {
+        match self.0.get_mut(&(e.device.clone(), e.key.clone())) {
+            Some(old) => old.merge(e),
+            None => {
+                let mut new = Entry { best: None, rejected: vec![], ..e.clone() };
+                // Also sorts and bounds what a file brings.
+                new.merge(e);
+                self.0.insert((e.device.clone(), e.key.clone()), new);
+            }
+        }
+    }
+
+    pub fn merge(&mut self, other: &Table) {
+        other.entries().for_each(|e| self.add(e));
+    }
+
+    /// Keeps the entries that were used last.
+    fn trim(&mut self, most: usize) {
+        if self.0.len() <= most {
+            return;
+        }
+        let mut by_use: Vec<_> = self.0.iter().map(|(k, e)| (e.used, k.clone())).collect();
+        by_use.sort();
+        let gone = by_use.len() - most;
+        for (_, k) in by_use.into_iter().take(gone) {
+            self.0.remove(&k);
+        }
+    }
+
+    /// The file's text, of at most so many bytes.
+    fn render(&mut self, most_bytes: usize) -> String {
+        loop {
+            let document = Document { format: FORMAT, entries: self.0.values().cloned().collect() };
+            // Values of these types always have a text.
+            let text = serde_json::to_string_pretty(&document).unwrap_or_default() + "\n";
+            if text.len() <= most_bytes || self.0.is_empty() {
+                return text;
+            }
+            let share = most_bytes as f64 / text.len() as f64;
+            self.trim(((self.0.len() as f64 * share * 0.95) as usize).min(self.0.len() - 1));
+        }
+    }
+
+    fn parse(text: &str) -> std::result::Result<Table, String> {
+        #[derive(Deserialize)]
+        struct Version {
+            format: u32,
+        }
+        let version: Version = serde_json::from_str(text).map_err(|e| format!("no tuning cache ({e})"))?;
+        if version.format != FORMAT {
+            return Err(format!("a tuning cache of format {}, this version reads {FORMAT}", version.format));
+        }
+        let d: Document = serde_json::from_str(text).map_err(|e| e.to_string())?;
+        let mut t = Table::default();
+        d.entries.iter().for_each(|e| t.add(e));
+        t.trim(MOST_ENTRIES);
+        Ok(t)
+    }
+
+    /// Reads a file; `None` where there is none.
+    ///
+    /// # Errors
+    /// [`Error::Io`] for a file that cannot be read, [`Error::Format`] for one that is no tuning cache or one of another version.
+    pub fn read(path: &Path) -> Result<Option<Table>> {
+        let mut text = String::new();
+        let read = File::open(path).and_then(|f| f.take(8 * MOST_BYTES as u64).read_to_string(&mut text));
+        let format = |what| Error::Format { file: path.display().to_string(), what };
+        match read {
+            Ok(_) => Table::parse(&text).map(Some).map_err(format),
+            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
+            Err(e) if e.kind() == ErrorKind::InvalidData => Err(format("no tuning cache (no text)".into())),
+            Err(e) => Err(io(path, e)),
+        }
+    }
+}
+
+fn io(path: &Path, e: impl fmt::Display) -> Error {
+    Error::Io { path: path.display().to_string(), what: e.to_string() }
+}
+
+/// A table with its file, or without one.
+#[derive(Debug, Default)]
+pub struct TuningCache {
+    path: Option<PathBuf>,
+    table: Mutex<Table>,
+    loaded: AtomicBool,
+    complained: AtomicBool,
+    touched: AtomicBool,
+}
+
+impl TuningCache {
+    /// With a file, which is read when it is first asked, and made on the first write.
+    pub fn at(path: impl Into<PathBuf>) -> TuningCache {
+        TuningCache { path: Some(path.into()), ..TuningCache::default() }
+    }
+
+    /// For this process alone.
+    pub fn memory() -> TuningCache {
+        TuningCache::default()
+    }
+
+    pub fn path(&self) -> Option<&Path> {
+        self.path.as_deref()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Table> {
+        // Entries are added whole, so a panic in another thread leaves the table usable.
+        let mut t = self.table.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(path) = self.path.as_deref().filter(|_| !self.loaded.swap(true, Ordering::Relaxed)) {
+            match Table::read(path) {
+                Ok(there) => t.merge(&there.unwrap_or_default()),
+                Err(e) => tracing::warn!(%e, "the tuning cache counts as empty"),
+            }
+        }
+        t
+    }
+
+    pub fn table(&self) -> Table {
+        self.lock().clone()
+    }
+
+    pub fn get(&self, device: &str, key: &str) -> Option<Entry> {
+        self.lock().get(device, key).cloned()
+    }
+
+    /// What plans for a device ask.
+    pub fn known(&self, device: &str) -> Known {
+        let mut known = Known::default();
+        for e in self.lock().entries().filter(|e| e.device == device) {
+            if let Some(b) = e.best()
+                && let Ok(digest) = u128::from_str_radix(&b.program, 16)
+            {
+                known.insert(&*e.key, b.variant.clone(), digest);
+            }
+        }
+        known
+    }
+
+    /// Adds to what is known, in memory.
+    pub fn add(&self, e: &Entry) {
+        self.lock().add(e);
+    }
+
+    /// Notes that plans use these keys, so that they are kept longest. Writes at most once in a process, and only what is news by a day.
+    pub fn touch(&self, device: &str, keys: &[&str]) {
+        if keys.is_empty() || self.path.is_none() || self.touched.load(Ordering::Relaxed) {
+            return;
+        }
+        let (mut t, now, mut news) = (self.lock(), now(), false);
+        for k in keys {
+            if let Some(e) = t.0.get_mut(&(device.to_string(), k.to_string()))
+                && e.used + DAY <= now
+            {
+                (e.used, news) = (now, true);
+            }
+        }
+        drop(t);
+        if news && !self.touched.swap(true, Ordering::Relaxed) {
+            self.save_or_warn();
+        }
+    }
+
+    /// Merges with the file and replaces it. Afterwards this table has what other processes have found, too.
+    ///
+    /// # Errors
+    /// [`Error::Io`] where the file or its folder cannot be written, or another process holds it for longer than ten seconds. What was
+    /// found stays in memory.
+    pub fn save(&self) -> Result<()> {
+        self.edit(|_| ())
+    }
+
+    /// As [`TuningCache::save`]; what fails is a warning, once.
+    pub fn save_or_warn(&self) {
+        if let Err(e) = self.save()
+            && !self.complained.swap(true, Ordering::Relaxed)
+        {
+            tracing::warn!(%e, "what tuning found is not kept");
+        }
+    }
+
+    /// Takes all variants of a device out of quarantine.
+    ///
+    /// # Errors
+    /// As [`TuningCache::save`].
+    pub fn release(&self, device: &str) -> Result<()> {
+        self.edit(|t| t.0.values_mut().filter(|e| e.device == device).for_each(|e| e.rejected.clear()))
+    }
+
+    /// Adds the entries of another file. Returns how many it had.
+    ///
+    /// # Errors
+    /// As [`Table::read`], also where there is no file; as [`TuningCache::save`].
+    pub fn import(&self, from: &Path) -> Result<usize> {
+        let there = Table::read(from)?.ok_or_else(|| io(from, "there is no such file"))?;
+        self.lock().merge(&there);
+        self.save()?;
+        Ok(there.len())
+    }
+
+    /// Merges what is known into another file. Returns how many entries this is.
+    ///
+    /// # Errors
+    /// As [`TuningCache::save`].
+    pub fn export(&self, to: &Path) -> Result<usize> {
+        let other = TuningCache::at(to);
+        let ours = self.table();
+        other.lock().merge(&ours);
+        other.save()?;
+        Ok(ours.len())
+    }
+
+    /// Merges, changes and writes the table, under the lock of the file.
+    fn edit(&self, change: impl FnOnce(&mut Table)) -> Result<()> {
+        let mut t = self.lock();
+        let Some(path) = &self.path else {
+            change(&mut t);
+            return Ok(());
+        };
+        let _held = Held::new(path)?;
+        match Table::read(path) {
+            Ok(there) => t.merge(&there.unwrap_or_default()),
+            Err(e @ Error::Format { .. }) => set_aside(path, &e),
+            Err(e) => return Err(e),
+        }
+        change(&mut t);
+        t.trim(MOST_ENTRIES);
+        let text = t.render(MOST_BYTES);
+        replace(path, text.as_bytes())
+    }
+
+    /// A file that names the candidate under way; `None` for a cache without a file.
+    ///
+    /// # Errors
+    /// As [`TuningCache::save`].
+    pub fn guard(&self) -> Result<Option<Guard>> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let Some(path) = &self.path else { return Ok(None) };
+        let _held = Held::new(path)?;
+        let n = NEXT.fetch_add(1, Ordering::Relaxed);
+        let path = with_suffix(path, &format!("{RUNNING}{}-{n}", std::process::id()));
+        let file = File::options()
+            .create(true)
+            .truncate(true)
+            .read(true)
+            .write(true)
+            .open(&path)
+            .map_err(|e| io(&path, e))?;
+        // Nobody else knows the file yet.
+        file.lock().map_err(|e| io(&path, e))?;
+        Ok(Some(Guard { path, file }))
+    }
+
+    /// Rejects the candidates in which processes ended, this one's children among them: `why` and `detail` say what is known of that.
+    /// Returns them by key.
+    ///
+    /// # Errors
+    /// As [`TuningCache::save`].
+    pub fn recover(&self, why: Why, detail: &str) -> Result<Vec<(String, Rejection)>> {
+        let Some(path) = &self.path else { return Ok(vec![]) };
+        let (Some(folder), Some(name)) = (path.parent(), path.file_name().map(|n| n.to_string_lossy()))
+        else {
+            return Ok(vec![]);
+        };
+        let folder = if folder.as_os_str().is_empty() { Path::new(".") } else { folder };
+        let Ok(files) = fs::read_dir(folder) else { return Ok(vec![]) };
+        let start = format!("{name}{RUNNING}");
+        let left: Vec<PathBuf> = files
+            .flatten()
+            .filter(|f| f.file_name().to_string_lossy().starts_with(&start))
+            .map(|f| f.path())
+            .collect();
+        if left.is_empty() {
+            return Ok(vec![]);
+        }
+        let mut found = vec![];
+        {
+            let _held = Held::new(path)?;
+            for p in &left {
+                let Ok(mut file) = File::options().read(true).write(true).open(p) else { continue };
+                // Its process is alive.
+                if file.try_lock().is_err() {
+                    continue;
+                }
+                let mut text = String::new();
+                if file.read_to_string(&mut text).is_ok()
+                    && let Ok(r) = serde_json::from_str::<Running>(&text)
+                {
+                    found.push(r);
+                }
+                let _ = fs::remove_file(p);
+            }
+        }
+        let mut out = vec![];
+        for r in found {
+            let rejection = Rejection { variant: r.variant, why, detail: detail.into() };
+            let rejected = vec![rejection.clone()];
+            self.add(&Entry { rejected, ..Entry::new(&r.device, &r.key) });
+            out.push((r.key, rejection));
+        }
+        if !out.is_empty() {
+            self.save()?;
+        }
+        Ok(out)
+    }
+}
+
+/// What files that name candidates under way have in their names.
+const RUNNING: &str = ".running-";
+
+#[derive(Serialize, Deserialize)]
+struct Running {
+    device: String,
+    key: String,
+    variant: Variant,
+}
+
+/// Names the candidate that this process runs, for the case that it does not come back.
+#[derive(Debug)]
+pub struct Guard {
+    path: PathBuf,
+    file: File,
+}
+
+impl Guard {
+    /// What follows may end the process.
+    ///
+    /// # Errors
+    /// [`Error::Io`]
+    pub fn begin(&mut self, device: &str, key: &str, variant: &Variant) -> Result<()> {
+        let r = Running { device: device.into(), key: key.into(), variant: variant.clone() };
+        self.write(&text(&r))
+    }
+
+    /// It has come back.
+    ///
+    /// # Errors
+    /// [`Error::Io`]
+    pub fn end(&mut self) -> Result<()> {
+        self.write("")
+    }
+
+    fn write(&mut self, text: &str) -> Result<()> {
+        let all = |f: &mut File| {
+            f.set_len(0)?;
+            f.rewind()?;
+            f.write_all(text.as_bytes())
+        };
+        all(&mut self.file).map_err(|e| io(&self.path, e))
+    }
+}
+
+impl Drop for Guard {
+    fn drop(&mut self) {
+        let _ = fs::remove_file(&self.path);
+    }
+}
+
+/// The lock under which a cache's file is written. The file of the lock stays: who deleted it would take it from under another.
+struct Held(File);
+
+impl Held {
+    fn new(path: &Path) -> Result<Held> {
+        let lock = with_suffix(path, ".lock");
+        if let Some(folder) = path.parent().filter(|f| !f.as_os_str().is_empty()) {
+            fs::create_dir_all(folder).map_err(|e| io(folder, e))?;
+        }
+        let file = File::options()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(&lock)
+            .map_err(|e| io(&lock, format!("{e}; the tuning cache cannot be written")))?;
+        let start = Instant::now();
+        loop {
+            match file.try_lock() {
+                Ok(()) => return Ok(Held(file)),
+                Err(TryLockError::WouldBlock) if start.elapsed() < PATIENCE => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Err(TryLockError::WouldBlock) => {
+                    return Err(io(&lock, format!("another process holds it for longer than {PATIENCE:?}")));
+                }
+                Err(TryLockError::Error(e)) => return Err(io(&lock, e)),
+            }
+        }
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let _ = self.0.unlock();
+    }
+}
+
+fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    name.into()
+}
+
+fn set_aside(path: &Path, e: &Error) {
+    let to = with_suffix(path, ".bad");
+    match fs::rename(path, &to) {
+        Ok(()) => tracing::warn!(%e, to = %to.display(), "a tuning cache that cannot be read is set aside"),
+        Err(r) => tracing::warn!(%e, %r, "a tuning cache that cannot be read is replaced"),
+    }
+}
+
+/// Readers see the old file or the new one, whole.
+fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
+    static NEXT: AtomicU64 = AtomicU64::new(0);
+    let n = NEXT.fetch_add(1, Ordering::Relaxed);
+    let temporary = with_suffix(path, &format!(".{}-{n}.tmp", std::process::id()));
+    let written = (|| {
+        let mut f = File::create_new(&temporary)?;
+        f.write_all(bytes)?;
+        // A full disk may show only here.
+        f.sync_all()?;
+        drop(f);
+        fs::rename(&temporary, path)
+    })();
+    written.map_err(|e| {
+        let _ = fs::remove_file(&temporary);
+        io(path, format!("{e}; what tuning found is not on disk"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    fn variant(n: u32) -> Variant {
+        Variant::new("tiled", &[("side", n)])
+    }
+
+    fn best(n: u32, measured: u64) -> Best {
+        Best {
+            variant: variant(n),
+            program: format!("{n:x}"),
+            default: variant(0),
+            gain: 1.0 + f64::from(n) / 8.0,
+            interval: (1.0, 2.0),
+            seconds: 0.5,
+            default_seconds: 1.0,
+            error: 0.1,
+            tried: 3,
+            measured,
+        }
+    }
+
+    fn rejection(n: u32) -> Rejection {
+        let why = [Why::Wrong, Why::Crashed, Why::Hung][n as usize % 3];
+        Rejection { variant: variant(n), why, detail: format!("seen {n}") }
+    }
+
+    prop_compose! {
+        fn entry()(device in 0u32..2, key in 0u32..4, best_of in proptest::option::of((0u32..4, 0u64..4)),
+                   rejected in proptest::collection::vec(0u32..100, 0..80), used in 0u64..1000) -> Entry {
+            Entry {
+                device: format!("d{device}"),
+                key: format!("k{key}"),
+                best: best_of.map(|(n, m)| best(n, m)),
+                rejected: rejected.into_iter().map(rejection).collect(),
+                used,
+            }
+        }
+    }
+
+    fn table(entries: &[Entry]) -> Table {
+        let mut t = Table::default();
+        entries.iter().for_each(|e| t.add(e));
+        t
+    }
+
+    proptest! {
+        #[test]
+        fn tables_merge_in_any_order_to_the_same(mut all in proptest::collection::vec(entry(), 0..12), cut in 0usize..12) {
+            let whole = table(&all);
+            let (a, b) = all.split_at(cut.min(all.len()));
+            let (a, b) = (table(a), table(b));
+            let mut ab = a.clone();
+            ab.merge(&b);
+            let mut ba = b;
+            ba.merge(&a);
+            prop_assert_eq!(&ab, &whole);
+            prop_assert_eq!(&ba, &whole);
+            ba.merge(&whole.clone());
+            prop_assert_eq!(&ba, &whole);
+            all.reverse();
+            prop_assert_eq!(&table(&all), &whole);
+            for e in whole.entries() {
+                prop_assert!(e.rejected.len() <= MOST_REJECTIONS);
+                prop_assert!(e.rejected.is_sorted_by(|x, y| x.variant < y.variant));
+            }
+            // What is written is read back.
+            let mut t = whole.clone();
+            prop_assert_eq!(&Table::parse(&t.render(MOST_BYTES)).unwrap(), &whole);
+        }
+
+        #[test]
+        fn files_are_bounded_and_the_least_used_go_first(used in proptest::collection::vec(0u64..50, 1..60), most in 1usize..40) {
+            let one = |(i, u): (usize, &u64)| {
+                Entry { key: format!("k{i}"), best: Some(best(1, 1)), used: *u, ..Entry::new("d", "") }
+            };
+            let all: Vec<Entry> = used.iter().enumerate().map(one).collect();
+            let mut t = table(&all);
+            t.trim(most);
+            prop_assert_eq!(t.len(), most.min(all.len()));
+            let gone = all.iter().filter(|e| t.get("d", &e.key).is_none()).map(|e| e.used).max();
+            let kept = t.entries().map(|e| e.used).min();
+            prop_assert!(gone <= kept || gone.is_none());
+            let bytes = 4000;
+            let text = t.render(bytes);
+            prop_assert!(text.len() <= bytes && Table::parse(&text).unwrap() == t);
+        }
+    }
+
+    #[test]
+    fn a_rejected_best_is_none() {
+        let mut e = Entry { best: Some(best(1, 5)), ..Entry::new("d", "k") };
+        assert_eq!(e.best().map(|b| b.variant.clone()), Some(variant(1)));
+        e.merge(&Entry { rejected: vec![rejection(1)], ..Entry::new("d", "k") });
+        assert!(e.best().is_none() && e.best.is_some());
+        let c = TuningCache::memory();
+        c.add(&e);
+        assert!(c.known("d").is_empty());
+        c.release("d").unwrap();
+        assert_eq!((c.known("d").len(), c.known("other").len()), (1, 0));
+    }
+
+    #[test]
+    fn what_is_damaged_or_foreign_is_set_aside_and_counts_as_empty() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("deep/er/tuning.json");
+        let filled = Entry { best: Some(best(2, 7)), ..Entry::new("d", "k") };
+        let c = TuningCache::at(&path);
+        c.add(&filled);
+        c.save().unwrap();
+        assert_eq!(TuningCache::at(&path).get("d", "k").as_ref(), Some(&filled));
+        let whole = fs::read_to_string(&path).unwrap();
+        let half = &whole[..whole.len() / 2];
+        let newer = whole.replace("\"format\": 1", "\"format\": 2");
+        for (bad, says) in [
+            (half.as_bytes(), "EOF"),
+            (b"".as_slice(), "no tuning cache"),
+            (b"\xff\xfe\x00".as_slice(), "no text"),
+            (b"[1, 2]", "no tuning cache"),
+            (newer.as_bytes(), "format 2"),
+            (b"{\"format\": 1, \"entries\": [{\"device\": 3}]}", "invalid type"),
+        ] {
+            fs::write(&path, bad).unwrap();
+            let e = Table::read(&path).unwrap_err();
+            assert!(matches!(e, Error::Format { .. }) && e.to_string().contains(says), "{e}");
+            let c = TuningCache::at(&path);
+            assert!(c.table().is_empty());
+            // Reading changes nothing.
+            assert_eq!(fs::read(&path).unwrap(), bad);
+            c.add(&filled);
+            c.save().unwrap();
+            assert_eq!(fs::read(path.with_extension("json.bad")).unwrap(), bad);
+            assert_eq!(Table::read(&path).unwrap().unwrap().len(), 1);
+            assert_eq!(TuningCache::memory().import(&path).unwrap(), 1);
+            fs::write(&path, bad).unwrap();
+            assert!(matches!(TuningCache::memory().import(&path), Err(Error::Format { .. })));
+        }
+        // Nothing is left over.
+        let names = fs::read_dir(path.parent().unwrap()).unwrap().flatten().map(|f| f.file_name());
+        let mut names: Vec<String> = names.map(|n| n.to_string_lossy().into_owned()).collect();
+        names.sort();
+        assert_eq!(names, ["tuning.json", "tuning.json.bad", "tuning.json.lock"]);
+    }
+
+    #[test]
+    fn a_place_that_cannot_be_written_is_a_typed_error() {
+        let dir = tempfile::tempdir().unwrap();
+        let file = dir.path().join("file");
+        fs::write(&file, b"").unwrap();
+        let c = TuningCache::at(file.join("tuning.json"));
+        c.add(&Entry { best: Some(best(1, 1)), ..Entry::new("d", "k") });
+        assert!(matches!(c.save(), Err(Error::Io { .. })));
+        c.save_or_warn();
+        assert_eq!(c.known("d").len(), 1, "it stays in memory");
+        let e = TuningCache::memory().import(&dir.path().join("none")).unwrap_err();
+        assert!(e.to_string().contains("no such file"), "{e}");
+        // A folder where the file should be.
+        assert!(matches!(TuningCache::at(dir.path()).save(), Err(Error::Io { .. })));
+    }
+
+    #[test]
+    fn writers_at_once_lose_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tuning.json");
+        std::thread::scope(|s| {
+            for t in 0..4u32 {
+                let path = &path;
+                s.spawn(move || {
+                    let c = TuningCache::at(path);
+                    for k in 0..10 {
+                        c.add(&Entry {
+                            best: Some(best(t, 1)),
+                            ..Entry::new(&format!("d{t}"), &format!("k{k}"))
+                        });
+                        c.save().unwrap();
+                        assert!(Table::read(path).unwrap().is_some(), "a reader sees a whole file");
+                    }
+                });
+            }
+        });
+        assert_eq!(Table::read(&path).unwrap().unwrap().len(), 40);
+        let out = dir.path().join("other.json");
+        assert_eq!(TuningCache::at(&path).export(&out).unwrap(), 40);
+        assert_eq!(TuningCache::at(&out).table(), TuningCache::at(&path).table());
+    }
+
+    #[test]
+    fn what_ran_when_a_process_ended_is_rejected() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("tuning.json");
+        let c = TuningCache::at(&path);
+        let mut alive = c.guard().unwrap().unwrap();
+        alive.begin("d", "alive", &variant(1)).unwrap();
+        let mut done = c.guard().unwrap().unwrap();
+        done.begin("d", "done", &variant(2)).unwrap();
+        done.end().unwrap();
+        // As a process leaves them that ends: there, and not locked.
+        let mut dead = c.guard().unwrap().unwrap();
+        dead.begin("d", "dead", &variant(3)).unwrap();
+        for g in [&dead, &done] {
+            g.file.unlock().unwrap();
+        }
+        let found = TuningCache::at(&path).recover(Why::Crashed, "it ended").unwrap();
+        let [(key, r)] = &found[..] else { panic!("{found:?}") };
+        assert_eq!((&**key, r.why, &r.variant), ("dead", Why::Crashed, &variant(3)));
+        assert_eq!(Table::read(&path).unwrap().unwrap().get("d", "dead").unwrap().rejected, [r.clone()]);
+        assert!(TuningCache::at(&path).recover(Why::Crashed, "").unwrap().is_empty());
+        assert!(alive.path.exists() && !dead.path.exists() && !done.path.exists());
+        drop(alive);
+        assert!(TuningCache::at(&path).recover(Why::Crashed, "").unwrap().is_empty());
+    }
+
+    #[test]
+    fn modes_have_names() {
+        for m in [
+            TuningMode::Off,
+            TuningMode::Cached,
+            TuningMode::Background,
+            TuningMode::Budget(Duration::from_millis(2500)),
+        ] {
+            assert_eq!(m.to_string().parse::<TuningMode>().unwrap(), m);
+        }
+        for bad in ["", "on", "-1", "nan", "1e400"] {
+            assert_eq!(bad.parse::<TuningMode>().unwrap_err().exit_code(), 2, "{bad}");
+        }
+    }
+}

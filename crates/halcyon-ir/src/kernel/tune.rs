@@ -1,0 +1,280 @@
+//! What can be tuned: the kernels that a template could build for a call, besides the one that its heuristic takes.
+//!
+//! A template's heuristic needs nothing but [`Caps`], so there is a kernel at once. Its [`Choices`] list what else is legal on the
+//! device; measuring them is the caller's matter. Variants differ in tiles, workgroups and how a sum is split, never in what is
+//! computed. Since a split changes how a sum is rounded, plans use tuned variants from level O2 on.
+
+use super::ir::Fnv;
+use super::lower::{self, Lowered};
+use crate::fused::Fused;
+use crate::op::Op;
+use crate::plan::StepWork;
+use crate::target::{Caps, Declined, Operand};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, HashMap};
+use std::fmt;
+use std::hash::{Hash, Hasher};
+use std::sync::Arc;
+
+/// Variants that a template lists for one call, at the most.
+pub const MOST: usize = 24;
+
+/// One way to build a kernel: which of a template's kernels, and the numbers that it takes.
+#[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub struct Variant {
+    pub kernel: String,
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub values: BTreeMap<String, u32>,
+}
+
+impl Variant {
+    pub fn new(kernel: &str, values: &[(&str, u32)]) -> Variant {
+        Variant { kernel: kernel.into(), values: values.iter().map(|(n, v)| (n.to_string(), *v)).collect() }
+    }
+
+    /// A number by its name.
+    pub(crate) fn number(&self, name: &str) -> Result<u32, Declined> {
+        let v = self.values.get(name).copied();
+        v.ok_or_else(|| Declined::because(format!("{self}: {name} is missing")))
+    }
+
+    pub(crate) fn unknown(&self, template: &str) -> Declined {
+        Declined::because(format!("{template} has no kernel \"{}\"", self.kernel))
+    }
+}
+
+impl fmt::Display for Variant {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.kernel)?;
+        self.values.iter().try_for_each(|(n, v)| write!(f, " {n}={v}"))
+    }
+}
+
+/// How far the results of two variants may be apart.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub enum Tolerance {
+    /// Sums of so many products of operands, which are linear in each: the bound follows the sums of magnitudes.
+    Products(usize),
+    /// Other floating-point work with sums of so many terms: the bound follows the largest result.
+    Sums(usize),
+}
+
+/// The ways to build a kernel.
+#[derive(Clone, PartialEq, Debug)]
+pub struct Choices {
+    /// Template, types, layout and classes of sizes. What is best for one call of a key is taken for all of them.
+    pub key: String,
+    /// What the heuristic takes.
+    pub default: Variant,
+    /// Others that are legal on the device, without the default.
+    pub others: Vec<Variant>,
+    pub tolerance: Tolerance,
+}
+
+impl Choices {
+    pub(crate) fn new(
+        key: String,
+        default: Variant,
+        all: impl IntoIterator<Item = Variant>,
+        tolerance: Tolerance,
+    ) -> Choices {
+        let mut others: Vec<Variant> = vec![];
+        for v in all {
+            if v != default && !others.contains(&v) && others.len() < MOST {
+                others.push(v);
+            }
+        }
+        Choices { key, default, others, tolerance }
+    }
+
+    /// Whether a variant is one of them. What a file says is used only if it is.
+    pub fn has(&self, v: &Variant) -> bool {
+        *v == self.default || self.others.contains(v)
+    }
+}
+
+/// Sizes that are tuned together: every number up to 16 by itself, above that those up to the next power of two.
+pub(crate) fn class(n: usize) -> usize {
+    if n <= 16 { n } else { n.checked_next_power_of_two().unwrap_or(usize::MAX) }
+}
+
+/// What a tunable step computes.
+#[derive(Clone, Debug)]
+pub enum Work {
+    Op(Op),
+    Fused(Arc<Fused>),
+}
+
+/// A step whose kernel can be built in several ways.
+#[derive(Clone, Debug)]
+pub struct Tunable {
+    pub work: Work,
+    /// Of an op, the operands as the step reads them; of a fused chain, its buffers.
+    pub inputs: Vec<Operand>,
+    pub output: Operand,
+    pub choices: Choices,
+    /// How the step's kernel was built.
+    pub variant: Variant,
+    /// Whether tuning has found that variant; it may be the heuristic's, too.
+    pub tuned: bool,
+}
+
+impl Tunable {
+    /// The kernels of a variant.
+    ///
+    /// # Errors
+    /// [`Declined`] with the reason where the device cannot have it.
+    pub fn build(&self, v: &Variant, caps: &Caps) -> Result<Lowered, Declined> {
+        match &self.work {
+            Work::Op(op) => lower::lower_op_as(op, &self.inputs, std::slice::from_ref(&self.output), caps, v),
+            Work::Fused(f) => {
+                let (kernel, launch) =
+                    lower::lower_fused_as(f, caps, v).map_err(|e| Declined::because(e.to_string()))?;
+                let buffers = (0..=self.inputs.len()).collect();
+                Ok(Lowered { steps: vec![(kernel, launch, buffers)], temps: vec![] })
+            }
+        }
+    }
+
+    /// The op's name, of a chain the number of its instructions.
+    pub fn op(&self) -> String {
+        match &self.work {
+            Work::Op(op) => op.name(),
+            Work::Fused(f) => format!("chain of {}", f.body.len()),
+        }
+    }
+}
+
+/// A digest of the kernels that a variant is built of. Another digest under a known key means that the template has changed.
+pub fn digest(steps: &Lowered) -> u128 {
+    let mut h = Fnv::new();
+    steps.steps.iter().for_each(|(k, _, _)| k.hash(&mut h));
+    h.0
+}
+
+/// As [`digest`], of a plan's step.
+pub fn digest_step(work: &StepWork) -> Option<u128> {
+    let StepWork::Kernel { kernel, .. } = work else { return None };
+    let mut h = Fnv::new();
+    kernel.hash(&mut h);
+    Some(h.0)
+}
+
+/// A digest of a chain without what reaches it at run time.
+pub(crate) fn digest_chain(f: &Fused) -> u128 {
+    let mut h = Fnv::new();
+    f.template().hash(&mut h);
+    h.write_usize(0);
+    h.0
+}
+
+/// What tuning has found for a device.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Known {
+    best: HashMap<String, (Variant, u128)>,
+}
+
+impl Known {
+    /// Notes the best variant of a key, with the [`digest`] of its kernels.
+    pub fn insert(&mut self, key: impl Into<String>, best: Variant, digest: u128) {
+        self.best.insert(key.into(), (best, digest));
+    }
+
+    pub fn len(&self) -> usize {
+        self.best.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.best.is_empty()
+    }
+
+    /// The best variant and its kernels, if what is known still holds: the device can have it, and the template builds what was
+    /// measured.
+    pub fn find(
+        &self,
+        choices: &Choices,
+        build: impl FnOnce(&Variant) -> Option<Lowered>,
+    ) -> Option<(Variant, Lowered)> {
+        let (best, measured) = self.best.get(&choices.key)?;
+        let low = choices.has(best).then(|| build(best)).flatten()?;
+        (digest(&low) == *measured).then(|| (best.clone(), low))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::DType;
+    use crate::kernel::verify_for;
+    use crate::layout::View;
+    use crate::op::Conv;
+
+    fn operand(shape: &[usize]) -> Operand {
+        Operand { dtype: DType::F32, view: View::dense(shape) }
+    }
+
+    #[test]
+    fn small_sizes_are_classes_of_their_own() {
+        assert_eq!([1, 9, 16, 17, 32, 33, 1000].map(class), [1, 9, 16, 32, 32, 64, 1024]);
+        assert_eq!(class(usize::MAX), usize::MAX);
+    }
+
+    /// Every listed variant builds a kernel that the device takes, is listed once, and computes what the default's computes is the
+    /// matter of the interpreter's tests.
+    #[test]
+    fn every_listed_variant_is_legal() {
+        let gpu = Caps { max_workgroup: 1024, ..Caps::generous() };
+        let cpu = Caps { is_cpu: true, ..gpu.clone() };
+        let small = Caps { max_workgroup: 64, workgroup_memory: 4096, ..Caps::generous() };
+        let mut conv = Conv::new(2);
+        conv.pad.iter_mut().for_each(|p| *p = (1, 1));
+        let calls: Vec<(Op, Vec<Operand>, Operand)> = vec![
+            (Op::Matmul, vec![operand(&[200, 300]), operand(&[300, 100])], operand(&[200, 100])),
+            (Op::Matmul, vec![operand(&[1, 512]), operand(&[512, 640])], operand(&[1, 640])),
+            (
+                Op::Conv(conv),
+                vec![operand(&[2, 24, 20, 20]), operand(&[8, 24, 3, 3])],
+                operand(&[2, 8, 20, 20]),
+            ),
+        ];
+        for caps in [&gpu, &cpu, &small] {
+            for (op, inputs, output) in &calls {
+                let outputs = std::slice::from_ref(output);
+                let c = lower::choices(op, inputs, outputs, caps).unwrap();
+                assert!(c.others.len() <= MOST && !c.others.contains(&c.default), "{c:?}");
+                assert!(!c.others.is_empty(), "{} on {caps:?}", c.key);
+                let plain = lower::lower_op(op, inputs, outputs, false, caps).unwrap();
+                let mut seen = vec![];
+                for v in c.others.iter().chain([&c.default]) {
+                    let low = lower::lower_op_as(op, inputs, outputs, caps, v)
+                        .unwrap_or_else(|d| panic!("{}: {v}: {}", c.key, d.reason));
+                    low.steps.iter().for_each(|(k, _, _)| verify_for(k, caps).unwrap());
+                    assert_eq!(digest(&low) == digest(&plain), *v == c.default, "{}: {v}", c.key);
+                    assert!(!seen.contains(&digest(&low)), "{}: {v} is another's kernel", c.key);
+                    seen.push(digest(&low));
+                }
+                let none = Variant::new("none", &[]);
+                assert!(!c.has(&none) && lower::lower_op_as(op, inputs, outputs, caps, &none).is_err());
+            }
+        }
+    }
+
+    #[test]
+    fn what_is_known_counts_while_the_template_builds_it() {
+        let (op, caps) = (Op::Matmul, Caps::generous());
+        let (inputs, outputs) = ([operand(&[64, 64]), operand(&[64, 64])], [operand(&[64, 64])]);
+        let c = lower::choices(&op, &inputs, &outputs, &caps).unwrap();
+        let build = |v: &Variant| lower::lower_op_as(&op, &inputs, &outputs, &caps, v).ok();
+        let best = c.others[0].clone();
+        let d = digest(&build(&best).unwrap());
+        let mut known = Known::default();
+        assert!(known.find(&c, build).is_none());
+        known.insert(c.key.clone(), best.clone(), d);
+        assert_eq!(known.find(&c, build).map(|(v, _)| v), Some(best.clone()));
+        // Another kernel than the one that was measured, and a variant that no list has.
+        known.insert(c.key.clone(), best, d ^ 1);
+        assert!(known.find(&c, build).is_none());
+        known.insert(c.key.clone(), Variant::new("tiled", &[("side", 3)]), d);
+        assert!(known.find(&c, build).is_none());
+    }
+}

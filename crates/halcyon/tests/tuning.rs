@@ -1,0 +1,342 @@
+//! Tuning: what is found is used and kept; what is wrong, fails, crashes or does not fit is put into quarantine; processes tune at once.
+
+mod common;
+
+use halcyon::ir::kernel::lower::Lowered;
+use halcyon::ir::plan::Plan;
+use halcyon::ir::target::{Caps, Declined};
+use halcyon::ir::{Graph, TensorType};
+use halcyon::prelude::*;
+use halcyon::receipts::Effort;
+use halcyon::session::difference;
+use halcyon::tune::{
+    Entry, Rejection, Space, Table, Templates, Tunable, TuneOptions, TuningCache, TuningMode, Variant, Why,
+};
+use halcyon::{BackendBuilder, ConstData, Error, Session};
+use std::path::Path;
+use std::process::{Command, Output};
+use std::sync::Mutex;
+use std::time::{Duration, Instant};
+
+/// Short measurements: these tests are about what is kept, not about what is fast.
+fn quick<'a>() -> TuneOptions<'a> {
+    let effort = Effort { pairs: 3, interval: 1.0, burst: Duration::from_micros(200) };
+    TuneOptions { effort, ..TuneOptions::default() }
+}
+
+fn builder(file: &Path) -> BackendBuilder {
+    Backend::builder().backend_type(BackendType::OpenCl).autotuning_cache_file(file)
+}
+
+/// The device that has kernels to tune here; its cache is the file.
+fn backend(test: &str, file: &Path) -> Option<Backend> {
+    common::open(test, BackendType::OpenCl, Level::O2)?;
+    Some(builder(file).build().unwrap())
+}
+
+fn product(m: usize, k: usize, n: usize) -> Graph {
+    let mut g = Graph::new();
+    let x = g.input("x", TensorType::new(DType::F32, [m, k]));
+    let w = g.input("w", TensorType::new(DType::F32, [k, n]));
+    let y = g.matmul(x, w).unwrap();
+    g.output("y", y);
+    g
+}
+
+fn inputs(g: &Graph) -> Vec<ConstData> {
+    let mut rng = common::Rng::new(7);
+    let one = |i: &halcyon::ir::graph::InputSpec| {
+        let dims = g.shape(i.node).dims().unwrap();
+        ConstData::from_slice(&dims, &rng.f32s(dims.iter().product())).unwrap()
+    };
+    g.inputs().iter().map(one).collect()
+}
+
+fn tuned(p: &Plan) -> usize {
+    p.steps.iter().filter(|s| s.tunable.as_ref().is_some_and(|t| t.tuned)).count()
+}
+
+#[test]
+fn what_is_found_is_kept_and_used_from_o2_on() {
+    let test = "what_is_found_is_kept_and_used_from_o2_on";
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("tuning.json");
+    let Some(b) = backend(test, &file) else { return };
+    let mut g = product(96, 200, 64);
+    let y = g.outputs()[0].node;
+    let z = g.softmax(y, 1).unwrap();
+    let z = g.sum(z, &[0], false).unwrap();
+    g.output("z", z);
+    let report = b.tune_with(std::slice::from_ref(&g), &quick()).unwrap();
+    assert_eq!((report.tuned.len(), report.known, report.left), (3, 0, 0), "{report:?}");
+    for k in &report.tuned {
+        let Best { gain, interval, tried, error, .. } = k.best.clone();
+        println!("{}: {} -> {} {gain:.2}x", k.key, k.best.default, k.best.variant);
+        assert!(
+            gain >= 1.0 && interval.0 <= gain && gain <= interval.1 && tried > 3 && error <= 1.0,
+            "{k:?}"
+        );
+        assert!(k.rejected.is_empty(), "every variant that is listed works here: {k:?}");
+    }
+    assert_eq!(b.cache_stats().kernels_tuned, 3);
+    let again = b.tune_with(std::slice::from_ref(&g), &quick()).unwrap();
+    assert_eq!((again.tuned.len(), again.known), (0, 3));
+
+    let data = inputs(&g);
+    let run = |b: &Backend| {
+        let s = Session::new(b, g.clone());
+        (s.run(&data).unwrap(), s.prepare(&data).unwrap())
+    };
+    let (reference, plain) = run(&builder(&file).level(Level::O1).build().unwrap());
+    // Where sums may not be split otherwise, nothing is tuned, and nothing hangs on what the file says.
+    assert!(plain.plan().steps.iter().all(|s| s.tunable.is_none()));
+    let without =
+        Backend::builder().backend_type(BackendType::OpenCl).level(Level::O1).tuning(TuningMode::Off);
+    assert_eq!(run(&without.build().unwrap()).0[0].bytes(), reference[0].bytes());
+    let e = builder(&file).level(Level::O1).build().unwrap().tune(&g, None).unwrap_err();
+    assert!(matches!(e, Error::Argument { .. }) && e.to_string().contains("O2"), "{e}");
+
+    // A choice other than the default, whatever was fastest just now.
+    let c = TuningCache::at(&file);
+    let key = &report.tuned.iter().find(|k| k.op == "matmul").unwrap().key;
+    let t = plan_of(&b, &g).into_iter().find(|t| t.choices.key == *key).unwrap();
+    let other = t.choices.others.last().unwrap().clone();
+    let low = t.build(&other, b.device().as_target().caps()).unwrap();
+    let mut e = c.get(b.tuning_device(), key).unwrap();
+    let best = e.best.as_mut().unwrap();
+    (best.variant, best.measured) = (other.clone(), best.measured + 1);
+    best.program = format!("{:032x}", halcyon::ir::kernel::tune::digest(&low));
+    c.add(&e);
+    c.save().unwrap();
+    let second = builder(&file).build().unwrap();
+    let (y, exe) = run(&second);
+    assert_eq!((tuned(exe.plan()), second.cache_stats().candidates_tried), (3, 0));
+    assert!(exe.plan().to_string().contains(&format!("tuned: {other}")), "{}", exe.plan());
+    assert!(exe.plan().receipts.iter().any(|r| r.transformation == "tuned kernels"));
+    assert!(difference(&y, &reference) < 1e-5);
+    // Switched off, it counts no more.
+    for b in [builder(&file).without("tuned kernels"), builder(&file).tuning(TuningMode::Off)] {
+        assert_eq!(tuned(run(&b.build().unwrap()).1.plan()), 0);
+    }
+}
+
+use halcyon::tune::Best;
+
+fn plan_of(b: &Backend, g: &Graph) -> Vec<Tunable> {
+    let plan = halcyon::ir::lower::lower(g, b.device().as_target(), &b.lower_options()).unwrap();
+    plan.steps.iter().filter_map(|s| s.tunable.as_deref().cloned()).collect()
+}
+
+#[test]
+fn budgets_stop_and_new_plans_are_tuned_in_theirs() {
+    let test = "budgets_stop_and_new_plans_are_tuned_in_theirs";
+    let dir = tempfile::tempdir().unwrap();
+    let Some(b) = backend(test, &dir.path().join("a.json")) else { return };
+    let graphs: Vec<Graph> = [40, 72, 200].map(|n| product(n, 64, 48)).into();
+    let r = b.tune_with(&graphs, &TuneOptions { budget: Some(Duration::ZERO), ..quick() }).unwrap();
+    assert_eq!((r.tuned.len(), r.left), (0, 3));
+    // Stopped within a key; a candidate takes far less than the margin.
+    let start = Instant::now();
+    let r =
+        b.tune_with(&graphs, &TuneOptions { budget: Some(Duration::from_millis(100)), ..quick() }).unwrap();
+    assert!(start.elapsed() < Duration::from_secs(10) && r.tuned.len() + r.left == 3, "{r:?}");
+
+    let b = builder(&dir.path().join("b.json")).tuning(TuningMode::Budget(Duration::from_secs(60))).build();
+    let b = b.unwrap();
+    let s = Session::new(&b, graphs[0].clone());
+    let exe = s.prepare(&inputs(&graphs[0])).unwrap();
+    assert_eq!(b.cache_stats().kernels_tuned, 1);
+    // Its plan says so unless the default stayed, which changes no plan.
+    let e = b.tuning_cache().table();
+    let best = e.entries().next().and_then(|e| e.best()).unwrap().clone();
+    assert_eq!(tuned(exe.plan()) == 1, best.variant != best.default);
+}
+
+/// Templates with more variants, which nobody should have.
+struct Planted {
+    names: &'static [&'static str],
+    built: Mutex<Vec<String>>,
+}
+
+impl Planted {
+    fn new(names: &'static [&'static str]) -> Planted {
+        Planted { names, built: Mutex::default() }
+    }
+}
+
+impl Space for Planted {
+    fn variants(&self, t: &Tunable) -> Vec<Variant> {
+        let mut all: Vec<Variant> = self.names.iter().map(|n| Variant::new(n, &[])).collect();
+        all.push(t.choices.others[0].clone());
+        all
+    }
+
+    fn build(&self, t: &Tunable, v: &Variant, caps: &Caps) -> Result<Lowered, Declined> {
+        self.built.lock().unwrap().push(v.kernel.clone());
+        let mut low = Templates.build(
+            t,
+            if self.names.contains(&&*v.kernel) { &t.choices.default } else { v },
+            caps,
+        )?;
+        match &*v.kernel {
+            // The operands change places.
+            "planted wrong" => low.steps[0].2.swap(0, 1),
+            // One group alone writes its part, the rest stays as it was.
+            "planted lazy" => low.steps[0].1.groups = [1, 1, 1],
+            "planted refused" => low.steps[0].0.workgroup = [1 << 20, 1, 1],
+            "planted declined" => return Err(Declined::because("it wants what no device has")),
+            "planted slow" => {
+                let (k, l, b) = low.steps.remove(0);
+                low.steps = (0..400).map(|_| (k.clone(), l.clone(), b.clone())).collect();
+            }
+            "planted crash" => std::process::abort(),
+            _ => {}
+        }
+        Ok(low)
+    }
+}
+
+#[test]
+fn what_is_wrong_or_fails_is_quarantined_with_the_reason() {
+    let test = "what_is_wrong_or_fails_is_quarantined_with_the_reason";
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("tuning.json");
+    let Some(b) = backend(test, &file) else { return };
+    let space = Planted::new(&[
+        "planted wrong",
+        "planted lazy",
+        "planted refused",
+        "planted declined",
+        "planted slow",
+        "planted right",
+    ]);
+    let g = product(64, 64, 64);
+    let r = b.tune_with(std::slice::from_ref(&g), &TuneOptions { space: &space, ..quick() }).unwrap();
+    let [k] = &r.tuned[..] else { panic!("{r:?}") };
+    let why = |n: &str| k.rejected.iter().find(|r| r.variant.kernel == n).map(|r| (r.why, r.detail.clone()));
+    for (name, reason, part) in [
+        ("planted wrong", Why::Wrong, "differ from the default's"),
+        ("planted lazy", Why::Wrong, "instead of"),
+        ("planted refused", Why::DoesNotCompile, ""),
+        ("planted declined", Why::DoesNotFit, "no device has"),
+        ("planted slow", Why::TooSlow, "the default takes"),
+    ] {
+        let (why, detail) = why(name).unwrap_or_else(|| panic!("{name} is not rejected: {k:?}"));
+        println!("{name}: {why}: {detail}");
+        assert!(why == reason && detail.contains(part), "{name}: {why}: {detail}");
+    }
+    assert!(why("planted right").is_none() && k.rejected.len() == 5, "{k:?}");
+    assert_eq!(k.best.tried, 8);
+
+    // The file has them, and another process does not try them again, even where it has to tune anew.
+    let there = Table::read(&file).unwrap().unwrap();
+    assert_eq!(there.get(b.tuning_device(), &k.key).unwrap().rejected, k.rejected);
+    let other = dir.path().join("other.json");
+    let c = TuningCache::at(&other);
+    c.add(&Entry { rejected: k.rejected.clone(), ..Entry::new(b.tuning_device(), &k.key) });
+    c.save().unwrap();
+    space.built.lock().unwrap().clear();
+    let fresh = builder(&other).build().unwrap();
+    let r = fresh.tune_with(std::slice::from_ref(&g), &TuneOptions { space: &space, ..quick() }).unwrap();
+    let mut built = space.built.lock().unwrap().clone();
+    built.retain(|n| n.starts_with("planted"));
+    assert_eq!((built, r.tuned.len()), (vec!["planted right".to_string()], 1));
+    // A best that is planted is none of the template's: plans do not take it.
+    assert!(plan_of(&fresh, &g)[0].variant.kernel != "planted right");
+}
+
+/// Runs the test `child` of this file in a process of its own.
+fn child(job: &str, file: &Path) -> Command {
+    let mut c = Command::new(std::env::current_exe().unwrap());
+    c.args(["as_a_child", "--exact", "--nocapture"])
+        .env("HALCYON_TUNE_JOB", job)
+        .env("HALCYON_TUNE_FILE", file);
+    c
+}
+
+fn text(o: &Output) -> String {
+    format!("{}{}", String::from_utf8_lossy(&o.stdout), String::from_utf8_lossy(&o.stderr))
+}
+
+#[test]
+fn as_a_child() {
+    let (Ok(job), Ok(file)) = (std::env::var("HALCYON_TUNE_JOB"), std::env::var("HALCYON_TUNE_FILE")) else {
+        return;
+    };
+    let b = builder(Path::new(&file)).build().unwrap();
+    let crash = Planted::new(&["planted crash"]);
+    let (graphs, options) = match &*job {
+        "crash" => (vec![product(64, 64, 64)], TuneOptions { space: &crash, ..quick() }),
+        n => {
+            let n: usize = n.parse().unwrap();
+            (vec![product(64, 64, 64), product(n, 32, 64)], quick())
+        }
+    };
+    let r = b.tune_with(&graphs, &options).unwrap();
+    println!("\ntuned {} recovered {}", r.tuned.len(), r.recovered.len());
+}
+
+#[test]
+fn a_candidate_that_ends_the_process_is_quarantined_at_the_next_start() {
+    let test = "a_candidate_that_ends_the_process_is_quarantined_at_the_next_start";
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("tuning.json");
+    let Some(b) = backend(test, &file) else { return };
+    let o = child("crash", &file).output().unwrap();
+    assert!(!o.status.success(), "{}", text(&o));
+    // The same again: the candidate is known, and not tried.
+    let o = child("crash", &file).output().unwrap();
+    assert!(o.status.success() && text(&o).contains("tuned 1 recovered 1"), "{}", text(&o));
+    let there = Table::read(&file).unwrap().unwrap();
+    let all: Vec<&Rejection> = there.entries().flat_map(|e| &e.rejected).collect();
+    let [r] = all[..] else { panic!("{all:?}") };
+    assert_eq!((&*r.variant.kernel, r.why), ("planted crash", Why::Crashed));
+    assert!(there.entries().all(|e| e.device == b.tuning_device() && e.best().is_some()));
+}
+
+#[test]
+fn two_processes_tune_at_once() {
+    let test = "two_processes_tune_at_once";
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("tuning.json");
+    let Some(b) = backend(test, &file) else { return };
+    let both: Vec<_> = ["24", "72"]
+        .map(|n| child(n, &file).stdout(std::process::Stdio::piped()).spawn().unwrap())
+        .into_iter()
+        .map(|c| c.wait_with_output().unwrap())
+        .collect();
+    for o in &both {
+        assert!(o.status.success() && text(o).contains("recovered 0"), "{}", text(o));
+    }
+    // What either found is there: the product they share, and one of each.
+    let there = Table::read(&file).unwrap().unwrap();
+    assert_eq!(there.entries().filter(|e| e.best().is_some()).count(), 3);
+    let graphs = [product(64, 64, 64), product(24, 32, 64), product(72, 32, 64)];
+    assert_eq!(b.tune_with(&graphs, &quick()).unwrap().known, 3);
+    let left: Vec<_> = std::fs::read_dir(dir.path()).unwrap().flatten().map(|f| f.file_name()).collect();
+    assert_eq!(left.len(), 2, "the cache and its lock: {left:?}");
+}
+
+#[test]
+fn a_cache_that_cannot_be_used_is_an_error_when_asked_and_a_warning_otherwise() {
+    let test = "a_cache_that_cannot_be_used_is_an_error_when_asked_and_a_warning_otherwise";
+    let dir = tempfile::tempdir().unwrap();
+    let blocked = dir.path().join("file");
+    std::fs::write(&blocked, b"").unwrap();
+    let Some(b) = backend(test, &blocked.join("tuning.json")) else { return };
+    let g = product(40, 40, 40);
+    let e = b.tune_with(std::slice::from_ref(&g), &quick()).unwrap_err();
+    assert!(matches!(e, Error::Io { .. }), "{e}");
+    assert_eq!(b.cache_stats().candidates_tried, 0, "nothing is measured for nothing");
+    // In the background it is a warning, and the work goes on.
+    let b = builder(&blocked.join("tuning.json")).enable_autotuning(true).build().unwrap();
+    Session::new(&b, g.clone()).run(&inputs(&g)).unwrap();
+    assert!(b.wait_for_tuning(Duration::from_secs(60)));
+    // A damaged file counts as empty, and is set aside.
+    let damaged = dir.path().join("damaged.json");
+    std::fs::write(&damaged, b"{\"format\": 1, \"entr").unwrap();
+    let b = builder(&damaged).build().unwrap();
+    let r = b.tune_with(std::slice::from_ref(&g), &quick()).unwrap();
+    assert_eq!(r.tuned.len(), 1);
+    assert!(dir.path().join("damaged.json.bad").exists() && Table::read(&damaged).unwrap().is_some());
+}
