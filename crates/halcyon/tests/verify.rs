@@ -184,7 +184,7 @@ fn wrong(r: &VerifyReport) -> String {
 
 #[test]
 fn a_fault_is_found_in_its_step_and_its_file_repeats_it() {
-    registry::register(Arc::new(FaultyDriver));
+    registry::register(Arc::new(FaultyDriver)).unwrap();
     let x = [numbers(3, &[6, 40])];
     let dir = tempfile::tempdir().unwrap();
     for level in [Level::O0, Level::O1, Level::O2] {
