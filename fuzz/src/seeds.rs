@@ -1,6 +1,7 @@
 //! Writes the inputs that fuzzing starts from: `seeds CORPUS [FOLDER]…`. Models and tensors of the ONNX test suite are taken from
 //! the folders, one of each kind.
 
+use halcyon::{Backend, Session};
 use halcyon_formats::onnx::proto::*;
 use halcyon_formats::onnx::tensor::{self, External};
 use halcyon_formats::onnx::{Model, ops};
@@ -168,5 +169,9 @@ fn main() -> Result<(), Box<dyn Error>> {
     let y = g.attention(q, q, q, None, true, 0.5)?;
     g.output("y", y);
     graph("attention", &g)?;
+    let x = [ConstData::splat(DType::F32, &[1, 2, 3, 4], 0.5.into())?];
+    let session = Session::new(&Backend::cpu()?, g);
+    let replay = session.replay_of(&x, &halcyon::Error::unsupported("a seed", "Change it"))?;
+    c.put("replay", "attention", &replay.to_bytes()?)?;
     Ok(())
 }

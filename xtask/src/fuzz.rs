@@ -22,6 +22,7 @@ const TARGETS: &[(&str, u32)] = &[
     ("image", 8192),
     ("picture", 8192),
     ("graph", 32_768),
+    ("replay", 32_768),
 ];
 
 /// Where the sanitizer that the targets are built with exists.

@@ -54,3 +54,42 @@ fn a_falsified_read_back_changes_the_answer_and_launches_are_real() {
     finish(&mut c).ok();
     assert_eq!(proxy::seen(&counts).launches, 0);
 }
+
+#[test]
+fn verification_finds_a_falsified_step_and_its_file_repeats_nothing() {
+    let test = "verification_finds_a_falsified_step_and_its_file_repeats_nothing";
+    if !there(test, "opencl") {
+        return;
+    }
+    let dir = tempfile::tempdir().expect("a folder");
+    let Some(lib) = proxy::build(dir.path()) else {
+        skip(test, "no C compiler for the proxy library");
+        return;
+    };
+    let file = dir.path().join("wrong.replay");
+    let verified = |corrupt: Option<&str>| {
+        let model = ["run", "models/digits.onnx", "--input", "models/digit-7.png", "--backend", "opencl"];
+        let more = ["--verify", "cpu", "--save-replay", text(&file), "--json"];
+        let mut c = command(&[&model[..], &more[..]].concat());
+        proxy::through(&mut c, &lib, &dir.path().join("counts-verify"), corrupt);
+        finish(&mut c)
+    };
+    let honest = verified(None).ok().json();
+    assert_eq!(honest["verify"]["agrees"], true, "{honest}");
+    assert!(!file.exists());
+    // The run's own result is the first read-back; some later one is that of a checked step.
+    let wrong = verified(Some("5:3"));
+    assert_eq!(wrong.code, 6, "{wrong:?}");
+    let v = &wrong.json()["verify"];
+    let last = v["checks"].as_array().and_then(|c| c.last()).expect("checks");
+    assert!(v["agrees"] == false && last["wrong"].is_string() && last["span"].is_string(), "{v}");
+    // The device itself is right: its results are not those in the file, and agree with the reference.
+    let again = halcyon(&["replay", text(&file), "--json"]).ok().json();
+    assert_eq!(
+        (&again["verdict"], &again["recorded_results"]),
+        (&"agrees".into(), &"differs".into()),
+        "{again}"
+    );
+    assert_eq!(again["about"]["step"], last["step"]);
+    halcyon(&["replay", text(&file), "--backend", "cpu"]).ok();
+}

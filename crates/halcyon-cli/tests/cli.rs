@@ -269,7 +269,14 @@ fn the_probing_child_answers_in_json() {
 fn help_has_examples_and_a_version_is_told() {
     let top = halcyon(&["--help"]).ok().out;
     assert!(top.contains("Exit codes: 0 done, 1 error, 2 usage, 3 not supported"), "{top}");
-    for cmd in [&["run"][..], &["devices"], &["conformance", "onnx"], &["trace"]] {
+    for cmd in [
+        &["run"][..],
+        &["devices"],
+        &["conformance", "onnx"],
+        &["conformance", "ops"],
+        &["replay"],
+        &["trace"],
+    ] {
         let args: Vec<&str> = cmd.iter().copied().chain(["--help"]).collect();
         let out = halcyon(&args).ok().out;
         assert!(out.contains("Examples:\n  halcyon "), "{out}");
@@ -420,4 +427,95 @@ fn precision_is_chosen_by_flag_or_environment_and_reported() {
     halcyon(&seven(&["--precision", "int9"])).fails(2, &["int9"]);
     set("int9", &["--backend", "cpu"]).fails(2, &["int9"]);
     halcyon(&seven(&["--precision", "f16", "--backend", "cpu"])).fails(3, &["f16", "cpu:0"]);
+}
+
+#[test]
+fn conformance_ops_says_what_the_table_says() {
+    let ops = |more: &[&str]| {
+        let args = ["conformance", "ops", "--backend", "cpu", "--seed", "7", "--json"];
+        halcyon(&args.into_iter().chain(more.iter().copied()).collect::<Vec<_>>())
+    };
+    let few = ["--op", "tanh", "--op", "matmul", "--op", "gather", "--dtype", "f32,bf16,i32,bool"];
+    let v = ops(&few).ok().json();
+    let cells = v["cells"].as_array().expect("cells");
+    let of = |op: &str, d: &str| {
+        let cell = cells.iter().find(|c| c["op"] == op && c["dtype"] == d);
+        cell.unwrap_or_else(|| panic!("no {op} {d} in {cells:?}"))
+    };
+    // tanh takes no integers, matmul no bool.
+    assert_eq!(cells.len(), 2 + 3 + 4, "{cells:?}");
+    assert_eq!(v["total"]["passed"], 9);
+    for c in cells {
+        assert_eq!((&c["status"], &c["unsupported_cases"]), (&"passed".into(), &0.into()), "{c}");
+        assert!(c["cases"].as_u64().is_some_and(|n| n >= 3), "{c}");
+        let share = c["speed"]["share_of_peak"].as_f64().expect("a share of a measured peak");
+        // Another process may slow the peak's measurement down.
+        assert!(share > 0.0 && share < 20.0, "{c}");
+        assert!(c["speed"]["peak"]["gflops"].as_f64().is_some_and(|g| g > 0.1), "{c}");
+    }
+    assert!(of("tanh", "f32")["errors"]["ulp"].as_f64().is_some_and(|u| u > 0.0 && u < 10.0));
+    assert_eq!(of("gather", "bf16")["errors"]["abs"], 0.0);
+    assert_eq!(of("matmul", "f32")["speed"]["bound"], "compute");
+    assert_eq!(of("gather", "f32")["speed"]["bound"], "memory");
+
+    // The same operands with a tolerance that nothing keeps: what rounds is wrong, what moves is not.
+    let d = ops(&[&few[..], &["--tolerance", "1e-9", "--no-speed"]].concat());
+    assert_eq!(d.code, 1, "{d:?}");
+    let strict = d.json();
+    let status = |op: &str, dt: &str| {
+        let all = strict["cells"].as_array().expect("cells");
+        all.iter().find(|c| c["op"] == op && c["dtype"] == dt).expect("the cell")["status"].clone()
+    };
+    assert_eq!([status("tanh", "f32"), status("matmul", "f32")], ["failed", "failed"]);
+    assert_eq!([status("gather", "f32"), status("matmul", "i32")], ["passed", "passed"]);
+    let text = halcyon(&["conformance", "ops", "--backend", "cpu", "--op", "tanh", "--tolerance", "1e-9"]);
+    assert!(text.code == 1 && text.out.contains("FAIL") && text.out.contains("should be"), "{text:?}");
+
+    ops(&["--op", "tan"]).code_is(2, "there is no op");
+    ops(&["--op", "tanh", "--dtype", "i32"]).code_is(2, "takes i32");
+    ops(&["--op", "tanh", "--dtype", "f31"]).code_is(2, "is no type");
+    ops(&["--tolerance", "0"]).code_is(2, "no factor");
+    // A device without a type says so, and is not wrong.
+    let v =
+        halcyon(&["conformance", "ops", "--backend", "opencl", "--op", "neg", "--dtype", "f32", "--json"]);
+    assert!(v.code == 4 || v.code == 0 && v.json()["no_shares"].is_string(), "{v:?}");
+}
+
+#[test]
+fn a_verified_run_agrees_and_a_failing_one_leaves_a_file() {
+    let d = halcyon(&seven(&["--backend", "cpu", "--verify", "cpu:100%"])).ok();
+    assert!(d.out.contains("all agree") && d.out.contains("--verify-seed"), "{}", d.out);
+    let v = halcyon(&seven(&["--backend", "cpu", "--verify", "cpu:1%", "--verify-seed", "5", "--json"])).ok();
+    let v = &v.json()["verify"];
+    assert_eq!((&v["agrees"], &v["seed"]), (&true.into(), &5.into()));
+    assert_eq!(v["checks"].as_array().map(Vec::len), Some(1), "{v}");
+    assert!(v["pieces"].as_u64().is_some_and(|n| n > 2) && v["replay"].is_null(), "{v}");
+    for bad in ["cpu:0%", "cpu:200%", "quantum"] {
+        halcyon(&seven(&["--verify", bad])).fails(2, &[]);
+    }
+    halcyon(&seven(&["--verify-seed", "5"])).code_is(2, "--verify");
+
+    // An index past the end: the step that fails is left, and fails again.
+    let dir = tempfile::tempdir().expect("a folder");
+    let (model_file, file) = (dir.path().join("gather.onnx"), dir.path().join("bad.replay"));
+    let inputs = vec![port("x", DType::F32, &[Ok(4), Ok(3)]), port("i", DType::I64, &[Ok(2)])];
+    save(&model("Gather", "", inputs, port("y", DType::F32, &[Ok(2), Ok(3)])), &model_file);
+    npy::write(&dir.path().join("i.npy"), &ConstData::from_slice(&[2], &[1i64, 9]).expect("values"))
+        .expect("written");
+    let index = format!("i={}", text(&dir.path().join("i.npy")));
+    let args = ["run", text(&model_file), "--input", "x=ones", "--input", &index, "--backend", "cpu"];
+    let save_to = [&args[..], &["--save-replay", text(&file)]].concat();
+    let d = halcyon(&save_to);
+    assert!(d.code == 1 && d.err.contains("saved step") && d.err.contains("index out of range"), "{d:?}");
+    let d = halcyon(&["replay", text(&file)]);
+    assert!(d.code == 6 && d.out.contains("still fails: index out of range"), "{d:?}");
+    let v = halcyon(&["replay", text(&file), "--level", "O0", "--json"]);
+    assert_eq!(
+        (v.code, &v.json()["verdict"], &v.json()["about"]["level"]),
+        (6, &"fails".into(), &"O2".into())
+    );
+    // What is no such file.
+    halcyon(&["replay", "models/digits.onnx"]).fails(1, &["no replay file of this version"]);
+    halcyon(&["replay", text(&dir.path().join("none"))]).fails(1, &["none"]);
+    halcyon(&["replay", text(&file), "--backend", "quantum"]).fails(2, &["quantum"]);
 }

@@ -14,6 +14,7 @@ use halcyon::ir::kernel::Kernel;
 use halcyon::ir::op::ReduceKind;
 use halcyon::ir::shape::TensorType;
 use halcyon::ir::{Graph, NodeId};
+use halcyon::optable::{Tol, check};
 use halcyon::prelude::*;
 use halcyon::verify::{Outcome, Recorded, Replay, VerifyOptions, VerifyReport};
 use halcyon::{ConstData, Error, Session};
@@ -421,10 +422,18 @@ fn attack_every_byte_in_turn() {
     }
 }
 
-/// Keeps the helper types of the table in use here.
+#[test]
+fn infinite_errors_survive_in_a_file() {
+    let (bytes, _) = file();
+    let mut r = Replay::from_bytes(&bytes, "file").unwrap();
+    let lost = check::Expected::equal(numbers(1, &[3])).judge(&numbers(1, &[4])).unwrap_err();
+    r.about.errors = Some(lost.errors);
+    let again = Replay::from_bytes(&r.to_bytes().unwrap(), "again").unwrap();
+    assert_eq!((again.about.errors.unwrap().abs, again.about), (f64::INFINITY, r.about));
+}
+
 #[test]
 fn tolerances_bite() {
-    use halcyon::optable::{Tol, check};
     let rows = optable::rows();
     let row = rows.iter().find(|r| r.name == "tanh").unwrap();
     let b = at(BackendType::Cpu, Level::O1);

@@ -30,6 +30,12 @@ impl Done {
         self
     }
 
+    /// It ended with this code, and said this on either stream.
+    #[track_caller]
+    pub fn code_is(self, code: i32, part: &str) {
+        assert!(self.code == code && (self.err.contains(part) || self.out.contains(part)), "{self:?}");
+    }
+
     /// It ended with this code, and said all of these on stderr.
     #[track_caller]
     pub fn fails(self, code: i32, parts: &[&str]) -> Done {

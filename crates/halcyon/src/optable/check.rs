@@ -31,6 +31,7 @@ pub struct Expected {
 /// How far a result is from what it should be, at the most over its elements. Places where both are no number, or the same
 /// infinity, count as equal; where one of them is, all figures are infinite.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+#[serde(from = "Stored")]
 pub struct Errors {
     /// Difference.
     pub abs: f64,
@@ -40,6 +41,22 @@ pub struct Errors {
     pub ulp: f64,
     /// Difference over what is allowed: above 1 is wrong.
     pub of_tolerance: f64,
+}
+
+/// JSON has no infinity: it is written as null.
+#[derive(Deserialize)]
+struct Stored {
+    abs: Option<f64>,
+    rel: Option<f64>,
+    ulp: Option<f64>,
+    of_tolerance: Option<f64>,
+}
+
+impl From<Stored> for Errors {
+    fn from(s: Stored) -> Errors {
+        let of = |v: Option<f64>| v.unwrap_or(f64::INFINITY);
+        Errors { abs: of(s.abs), rel: of(s.rel), ulp: of(s.ulp), of_tolerance: of(s.of_tolerance) }
+    }
 }
 
 impl Errors {

@@ -91,7 +91,9 @@ pub fn main(a: &OpsArgs) -> Result<u8> {
     let mut run = Run { backend: &backend, limits, speed: !a.no_speed, most, factor: a.tolerance, seed };
 
     let start = Instant::now();
-    let takes = |r: &Row, d: &DType| r.dtypes.contains(d) && (dtypes.is_empty() || dtypes.contains(d));
+    let takes = |r: &Row, d: &DType| {
+        r.dtypes.contains(d) && r.cases.iter().any(|c| c.takes(*d)) && (dtypes.is_empty() || dtypes.contains(d))
+    };
     let work: Vec<(&Row, DType)> =
         rows.iter().flat_map(|r| DType::all().filter(|d| takes(r, d)).map(move |d| (r, d))).collect();
     if work.is_empty() {
