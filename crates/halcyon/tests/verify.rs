@@ -302,6 +302,36 @@ fn random_graphs_agree() {
     }
 }
 
+/// Every op with no numbers, infinities and views among its operands: a sample, or all with HALCYON_CASES=all.
+#[test]
+fn cases_of_the_op_table_agree() {
+    let what = "verified cases of the op table";
+    let all = std::env::var("HALCYON_CASES").as_deref() == Ok("all");
+    let mut rng = Rng::fresh(what);
+    let b = at(BackendType::Cpu, Level::O2);
+    let o = VerifyOptions::new(&reference());
+    let (mut cases, mut failures) = (0, vec![]);
+    for row in optable::rows() {
+        for d in &row.dtypes {
+            for c in row.cases.iter().filter(|c| c.takes(*d) && c.args.is_empty()) {
+                let seed = rng.next();
+                if !all && rng.below(12) != 0 {
+                    continue;
+                }
+                let (g, x) = (c.graph(*d).unwrap(), c.inputs(*d, &mut Rng::new(seed)).unwrap());
+                let r = Session::new(&b, g).verify(&x, &o);
+                cases += 1;
+                match r {
+                    Ok(r) if r.agrees() => {}
+                    Ok(r) => failures.push(format!("{} {d} [{}]: {}", row.name, c.label, wrong(&r))),
+                    Err(e) => failures.push(format!("{} {d} [{}]: {e}", row.name, c.label)),
+                }
+            }
+        }
+    }
+    assert!(failures.is_empty() && cases > 200, "{} of {cases}:\n{}", failures.len(), failures.join("\n"));
+}
+
 #[test]
 fn a_failing_run_leaves_the_step_that_fails() {
     let b = at(BackendType::Cpu, Level::O1);

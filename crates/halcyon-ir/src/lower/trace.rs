@@ -1,7 +1,8 @@
 //! Which part of the graph each step of a plan computes.
 
 use super::Values;
-use crate::error::Result;
+use crate::dtype::Scalar;
+use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId};
 use crate::op::Op;
 use crate::plan::{BufId, Plan};
@@ -74,10 +75,13 @@ impl Trace {
         let g = &self.graph;
         // What a kernel reads of constants and literals is part of the graph.
         stored.retain(|n, _| !g.node(*n).op.is_leaf() || matches!(g.node(*n).op, Op::Input(_)));
+        // No step computes or reads a tensor without elements.
+        let empty = |n: NodeId| g.shape(n).numel().is(0);
+        let ends = |n: NodeId| stored.contains_key(&n) || empty(n);
         let mut live = vec![false; root.index() + 1];
         live[root.index()] = true;
-        for i in (0..live.len()).rev().filter(|i| !stored.contains_key(&NodeId(*i as u32))) {
-            if live[i] {
+        for i in (0..live.len()).rev() {
+            if live[i] && !ends(NodeId(i as u32)) {
                 g.nodes()[i].inputs.iter().for_each(|x| live[x.index()] = true);
             }
         }
@@ -95,6 +99,12 @@ impl Trace {
                         _ => format!("{} %{}", node.op.name(), id.0),
                     };
                     part.input(&name, node.ty.clone())
+                }
+                None if empty(id) => {
+                    part.full(node.ty.dtype, node.ty.shape.clone(), Scalar::I(0).cast(node.ty.dtype))
+                }
+                None if matches!(node.op, Op::Input(_)) => {
+                    return Err(Error::internal(format!("no step reads the input that {root:?} comes from")));
                 }
                 None => part.push_unchecked(Node {
                     op: node.op.clone(),

@@ -92,7 +92,9 @@ pub fn main(a: &OpsArgs) -> Result<u8> {
 
     let start = Instant::now();
     let takes = |r: &Row, d: &DType| {
-        r.dtypes.contains(d) && r.cases.iter().any(|c| c.takes(*d)) && (dtypes.is_empty() || dtypes.contains(d))
+        r.dtypes.contains(d)
+            && r.cases.iter().any(|c| c.takes(*d))
+            && (dtypes.is_empty() || dtypes.contains(d))
     };
     let work: Vec<(&Row, DType)> =
         rows.iter().flat_map(|r| DType::all().filter(|d| takes(r, d)).map(move |d| (r, d))).collect();
