@@ -18,7 +18,7 @@ use crate::backend::BackendBuilder as CoreBuilder;
 use halcyon_hal::policy::Fallback;
 use halcyon_hal::registry;
 use halcyon_ir::error::Error;
-use halcyon_ir::passes::Level;
+use halcyon_ir::passes::{AmpPolicy, Level};
 use halcyon_ir::target::MatmulPrecision;
 
 pub use crate::blas::ConvConfig;
@@ -26,7 +26,7 @@ pub use crate::{Backend, BackendType, DType, Result, Tensor};
 
 /// Everything here, by one `use`.
 pub mod prelude {
-    pub use super::{BackendBuilder, Operations, cpu, cuda, metal};
+    pub use super::{BackendBuilder, MixedPrecisionConfig, Operations, cpu, cuda, metal};
     pub use crate::blas::ConvConfig;
     pub use crate::prelude::*;
 }
@@ -62,6 +62,33 @@ impl BackendBuilder {
         }))
     }
 
+    /// Mixed precision, at level O2 ([`crate::BackendBuilder::amp`]).
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for sums in another type than f32, a compute type that is none of f32, f16 and bf16, and gradients that are
+    /// scaled; [`BackendBuilder::build`] says where the device does not do the type.
+    pub fn enable_mixed_precision(self, config: MixedPrecisionConfig) -> Result<Self> {
+        let MixedPrecisionConfig { compute_dtype, accum_dtype, scale_factor } = config;
+        if accum_dtype != DType::F32 {
+            return Err(Error::unsupported(format!("sums in {accum_dtype}"), "Use accum_dtype F32"));
+        }
+        let policies = [AmpPolicy::None, AmpPolicy::F16, AmpPolicy::Bf16];
+        let policy = match compute_dtype {
+            DType::F32 => Some(AmpPolicy::None),
+            t => policies.into_iter().find(|p| p.dtype() == Some(t)),
+        };
+        let policy = policy.ok_or_else(|| {
+            Error::unsupported(format!("mixed precision in {compute_dtype}"), "Use BF16, F16 or F32")
+        })?;
+        if policy == AmpPolicy::Bf16 && scale_factor != 1.0 {
+            return Err(Error::unsupported(
+                format!("gradients scaled by {scale_factor}"),
+                "Use scale_factor 1.0: bf16 has the range of f32",
+            ));
+        }
+        Ok(BackendBuilder(self.0.amp(policy)))
+    }
+
     pub fn level(self, level: Level) -> Self {
         BackendBuilder(self.0.level(level))
     }
@@ -71,6 +98,17 @@ impl BackendBuilder {
     pub fn build(self) -> Result<Core> {
         self.0.build()
     }
+}
+
+/// How mixed precision computes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MixedPrecisionConfig {
+    /// Of the factors of products.
+    pub compute_dtype: DType,
+    /// Of their sums.
+    pub accum_dtype: DType,
+    /// By which the loss is multiplied before gradients are taken.
+    pub scale_factor: f64,
 }
 
 /// The CPU with options.

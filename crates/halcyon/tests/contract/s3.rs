@@ -1,9 +1,9 @@
 //! The unified backend: options, operations by their names.
 
 use crate::{common, machine};
-use halcyon::compat::unified::{self, BackendBuilder, Operations};
+use halcyon::compat::unified::{self, BackendBuilder, MixedPrecisionConfig, Operations};
 use halcyon::prelude::*;
-use halcyon::{BackendType as B, ConvConfig, Error, MatmulPrecision, State, blas};
+use halcyon::{AmpPolicy, BackendType as B, ConvConfig, Error, MatmulPrecision, State, blas};
 
 #[test]
 fn s3_01_backends_and_devices_are_listed_and_several_open_at_once() {
@@ -203,5 +203,55 @@ fn s3_06_batch_norm_keeps_running_statistics() {
         let one = Tensor::ones(&b, [1, channels], DType::F32);
         assert!(matches!(b.batch_norm(&one, &mean, &var, true), Err(Error::Shape { .. })));
         close(mean.value().to_vec().unwrap(), &m);
+    }
+}
+
+#[test]
+fn s3_12_mixed_precision_is_configured() {
+    let with = |compute_dtype, accum_dtype, scale_factor| {
+        let c = MixedPrecisionConfig { compute_dtype, accum_dtype, scale_factor };
+        BackendBuilder::new().backend_type(B::Cpu).enable_mixed_precision(c)?.build()
+    };
+    let product = |b: &Backend| {
+        // 1 + 2^-10 is no bf16.
+        let x = Tensor::full(b, [32, 32], DType::F32, 1.0 + (0.5f64).powi(10));
+        eval(std::slice::from_ref(&x)).unwrap();
+        x.matmul(&x).to_vec::<f64>().unwrap()[0]
+    };
+    let (plain, mixed) =
+        (with(DType::F32, DType::F32, 1.0).unwrap(), with(DType::BF16, DType::F32, 1.0).unwrap());
+    assert_eq!((plain.amp(), mixed.amp()), (AmpPolicy::None, AmpPolicy::Bf16));
+    assert!((product(&plain) - 32.0 * (1.0 + (0.5f64).powi(10)).powi(2)).abs() < 1e-4);
+    assert_eq!(product(&mixed), 32.0, "the factors were rounded");
+    // f16 needs a check of ranges that is not there yet.
+    for (compute, sums, scale) in [
+        (DType::F16, DType::F32, 65536.0),
+        (DType::BF16, DType::BF16, 1.0),
+        (DType::BF16, DType::F32, 65536.0),
+        (DType::I8, DType::F32, 1.0),
+    ] {
+        let e = with(compute, sums, scale).unwrap_err();
+        assert!(matches!(e, Error::Unsupported { .. }), "{compute} {sums} {scale}: {e}");
+    }
+}
+
+#[test]
+fn s3_13_graphs_are_captured_and_launched() {
+    for b in common::devices("s3_13_graphs_are_captured_and_launched", Level::O1) {
+        let (a, w) = (ints(&b, &[4, 4], 3).0, ints(&b, &[4, 4], 5).0);
+        let compute = |x: &Tensor| b.matmul(&b.relu(&b.matmul(x, &w)), &w);
+        let graph = b.capture_graph(|| compute(&a)).unwrap();
+        let plans = b.cache_stats().plans_built;
+        for step in [3, 4, 6] {
+            let (x, _) = ints(&b, &[4, 4], step);
+            let launched = b.launch_graph(&graph, &[&x, &w]).unwrap().remove(0).to_vec::<f32>().unwrap();
+            assert_eq!(b.cache_stats().plans_built, plans, "a launch plans nothing");
+            let other = Backend::cpu().unwrap();
+            let (x, w) = (x.to(&other).unwrap(), w.to(&other).unwrap());
+            let want = x.matmul(&w).relu().matmul(&w).to_vec::<f32>().unwrap();
+            assert_eq!(launched, want, "{}", b.id());
+        }
+        let (wrong, _) = ints(&b, &[4, 3], 1);
+        assert!(matches!(b.launch_graph(&graph, &[&wrong, &w]), Err(Error::Shape { .. })));
     }
 }

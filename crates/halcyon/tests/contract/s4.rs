@@ -6,6 +6,24 @@ use halcyon::prelude::*;
 use halcyon::{BackendType as B, Error};
 
 #[test]
+fn s2_01_every_backend_tells_its_device_and_memory() {
+    // Preparation of models comes with its own rows.
+    for b in crate::common::devices("s2_01_every_backend_tells_its_device_and_memory", Level::O1) {
+        let d = b.get_device_info(None).unwrap();
+        assert_eq!((d.device_id, &d.device_name), (b.info().index, &b.info().name));
+        assert_eq!(b.backend_name(), b.info().backend.vendor());
+        assert!(d.supported_dtypes.contains(&DType::F32) && b.device_count() > d.device_id);
+        let before = b.get_memory_stats().allocated;
+        let x = Tensor::from_slice(&b, [50_000], &vec![1.5f32; 50_000]).unwrap();
+        assert!(b.get_memory_stats().allocated >= before + 200_000);
+        b.synchronize().unwrap();
+        drop(x);
+        assert_eq!(b.get_memory_stats().allocated, before);
+        assert!(b.empty_cache() >= 200_000 && b.get_memory_stats().cached == 0);
+    }
+}
+
+#[test]
 fn s2_02_detection_by_runtime() {
     let best = |m: &[(B, usize)]| {
         let _m = machine::with(m);
