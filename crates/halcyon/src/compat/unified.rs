@@ -33,33 +33,40 @@ pub mod prelude {
 
 /// Settings of a backend.
 #[derive(Clone, Debug, Default)]
-pub struct BackendBuilder(CoreBuilder);
+pub struct BackendBuilder {
+    core: CoreBuilder,
+    kind: Option<BackendType>,
+    tensor_cores: bool,
+}
 
 impl BackendBuilder {
     pub fn new() -> BackendBuilder {
         BackendBuilder::default()
     }
 
-    pub fn backend_type(self, b: BackendType) -> Self {
-        BackendBuilder(self.0.backend_type(b))
+    pub fn backend_type(mut self, b: BackendType) -> Self {
+        self.kind = Some(b);
+        self
+    }
+
+    fn with(self, f: impl FnOnce(CoreBuilder) -> CoreBuilder) -> Self {
+        BackendBuilder { core: f(self.core), ..self }
     }
 
     pub fn device_id(self, n: usize) -> Self {
-        BackendBuilder(self.0.device(n))
+        self.with(|b| b.device(n))
     }
 
     /// Bytes that live buffers may take: a hard cap.
     pub fn memory_pool_size(self, bytes: u64) -> Self {
-        BackendBuilder(self.0.memory_limit(bytes))
+        self.with(|b| b.memory_limit(bytes))
     }
 
-    /// Lets f32 products be computed by matrix units in a narrower type: TF32 where the device has it, bf16 products with f32 sums on a
-    /// CPU that multiplies bf16 faster ([`MatmulPrecision::Medium`]).
-    pub fn enable_tensor_cores(self, on: bool) -> Self {
-        BackendBuilder(self.0.precision(match on {
-            true => MatmulPrecision::Medium,
-            false => MatmulPrecision::Highest,
-        }))
+    /// Lets matrix units compute f32 products in a narrower type: in TF32 where the device has it ([`MatmulPrecision::High`]); on the
+    /// CPU, where it is named, in bf16 with f32 sums where it multiplies bf16 faster ([`MatmulPrecision::Medium`]).
+    pub fn enable_tensor_cores(mut self, on: bool) -> Self {
+        self.tensor_cores = on;
+        self
     }
 
     /// Mixed precision, at level O2 ([`crate::BackendBuilder::amp`]).
@@ -86,17 +93,23 @@ impl BackendBuilder {
                 "Use scale_factor 1.0: bf16 has the range of f32",
             ));
         }
-        Ok(BackendBuilder(self.0.amp(policy)))
+        Ok(self.with(|b| b.amp(policy)))
     }
 
     pub fn level(self, level: Level) -> Self {
-        BackendBuilder(self.0.level(level))
+        self.with(|b| b.level(level))
     }
 
     /// # Errors
     /// As [`crate::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
-        self.0.build()
+        let kind = self.kind.unwrap_or(BackendType::Auto);
+        let precision = match (self.tensor_cores, kind) {
+            (false, _) => MatmulPrecision::Highest,
+            (true, BackendType::Cpu) => MatmulPrecision::Medium,
+            (true, _) => MatmulPrecision::High,
+        };
+        self.core.backend_type(kind).precision(precision).build()
     }
 }
 

@@ -34,6 +34,8 @@ fn s3_02_options_act_or_say_that_they_do_not() {
     let b = BackendBuilder::new().backend_type(B::Cpu).device_id(0).memory_pool_size(1 << 20);
     let b = b.enable_tensor_cores(true).build().unwrap();
     assert_eq!((b.memory().limit, b.precision()), (Some(1 << 20), MatmulPrecision::Medium));
+    let cuda_too = BackendBuilder::new().backend_type(B::Cuda).enable_tensor_cores(true).build().unwrap();
+    assert_eq!(cuda_too.precision(), MatmulPrecision::High);
     assert_eq!(Tensor::zeros(&b, [1 << 20], DType::F32).eval().unwrap_err().exit_code(), 5);
     let threads = |n| unified::cpu().num_threads(n).build().unwrap().info().properties["threads"].clone();
     assert_eq!((threads(1), threads(2)), ("1".into(), "2".into()));
