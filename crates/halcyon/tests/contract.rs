@@ -1,6 +1,18 @@
 //! The promises of the contract, each by its row's name. Rows without a test are not kept yet.
 
 mod common;
+#[path = "common/faulty.rs"]
+mod faulty;
+#[path = "contract/machine.rs"]
+mod machine;
+#[path = "contract/s0.rs"]
+mod s0;
+#[path = "contract/s1.rs"]
+mod s1;
+#[path = "contract/s3.rs"]
+mod s3;
+#[path = "contract/s4.rs"]
+mod s4;
 
 use halcyon::prelude::*;
 use halcyon::{BackendType as B, Error, Fallback, Policy};

@@ -129,3 +129,25 @@ fn a_bad_index_is_an_error_with_its_place() {
     assert!(matches!(e, Error::Index { .. }) && e.to_string().contains("backend.rs"), "{e}");
     assert_eq!(at(0).unwrap(), [1.0], "reported once");
 }
+
+#[test]
+fn the_whole_command_takes_it_by_name() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let halcyon = |args: &[&str]| {
+        let mut c = std::process::Command::new(env!("CARGO_BIN_EXE_halcyon-with-interpreter"));
+        c.current_dir(&root).args(args).env("HALCYON_CONFIG", "off").env("HALCYON_CACHE", "off");
+        let o = c.env_remove("HALCYON_BACKENDS").output().unwrap();
+        let out = String::from_utf8_lossy(&o.stdout).into_owned();
+        (o.status.code(), out, String::from_utf8_lossy(&o.stderr).into_owned())
+    };
+    let run = ["run", "models/digits.onnx", "--input", "models/digit-7.png", "--top-k", "1", "--json"];
+    let (code, out, err) = halcyon(&[&run[..], &["--backend", "Interpreter"]].concat());
+    assert_eq!(code, Some(0), "{out}{err}");
+    let v: serde_json::Value = serde_json::from_str(&out).unwrap();
+    assert_eq!(v["top_k"]["rows"][0][0]["index"], 7, "{out}");
+    assert!(out.contains("\"interp:0\""), "{out}");
+    let (_, out, _) = halcyon(&["devices"]);
+    assert!(out.contains("✓ Interpreter (interp)") && out.contains("Recommended backend: CPU"), "{out}");
+    let (code, _, err) = halcyon(&[&run[..6], &["--backend", "interpp"]].concat());
+    assert!(code == Some(2) && err.contains("interp, interpreter"), "{err}");
+}

@@ -25,6 +25,14 @@ use std::ops::Deref;
 /// Levels, by the name of these programs.
 pub use halcyon_ir::passes::Level as OptimizationLevel;
 
+/// Backends by the name of their vendor: `BackendType::NVIDIA`, with this trait in scope.
+pub trait Vendors {
+    const NVIDIA: BackendType = BackendType::Cuda;
+    const AMD: BackendType = BackendType::Rocm;
+}
+
+impl Vendors for BackendType {}
+
 /// How a factory makes a backend.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct BackendConfig {
@@ -151,7 +159,7 @@ pub fn get_backend(name: Option<&str>) -> Result<Backend> {
 /// # Errors
 /// As [`BackendFactory::create`].
 pub fn detect_best_backend() -> Result<&'static str> {
-    Ok(vendor_name(get_backend(None)?.info().backend))
+    Ok(vendor_name(get_backend(None)?.selection().device.backend))
 }
 
 /// The best backend by the name of its runtime: `cuda`, `rocm`, `xpu`, `tpu` or `cpu`, looked for in this order.
@@ -162,7 +170,7 @@ pub fn detect_best_runtime() -> Result<&'static str> {
     use BackendType::*;
     let order = Policy::of(&[Cuda, Rocm, Intel, Tpu, Cpu])?;
     let b = Backend::builder().policy(order).fallback(Fallback::Next).build()?;
-    Ok(match b.info().backend {
+    Ok(match b.selection().device.backend {
         Intel => "xpu",
         b => b.id(),
     })

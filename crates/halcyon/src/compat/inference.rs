@@ -97,7 +97,7 @@ pub fn init_backend_with_memory_check(preference: BackendPreference, bytes: u64)
 /// # Errors
 /// As [`init_backend`].
 pub fn best_available_backend() -> Result<BackendType> {
-    Ok(init_backend(BackendPreference::Auto)?.info().backend)
+    Ok(init_backend(BackendPreference::Auto)?.selection().device.backend)
 }
 
 /// Prints what this machine has ([`summary::summary`]).

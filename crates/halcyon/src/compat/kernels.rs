@@ -210,7 +210,7 @@ impl<K: Kind> KernelBackend for On<K> {
 
     fn apply_rope(&self, x: &mut Array2<f32>, cos: &Array1<f32>, sin: &Array1<f32>) -> Result<()> {
         let d = x.ncols();
-        if d % 2 != 0 || cos.len() != sin.len() || (cos.len() != d && cos.len() != d / 2) {
+        if !d.is_multiple_of(2) || cos.len() != sin.len() || (cos.len() != d && cos.len() != d / 2) {
             let what = format!(
                 "rows of {d} elements, {} cosines and {} sines: pairs and one of each for a pair or an element \
                  are wanted",

@@ -57,11 +57,11 @@ impl BackendError {
     }
 
     /// `asked` is not there, `there` is.
-    pub(crate) fn mismatch(asked: BackendType, there: BackendType) -> BackendError {
+    pub(crate) fn mismatch(asked: BackendType, there: BackendType, reason: String) -> BackendError {
         let source = Error::Unavailable {
             backend: asked.id().into(),
             tried: vec![],
-            reason: format!("the GPU stack of this machine is {}", there.title()),
+            reason,
             fix: format!("Use \"{there}\" (or \"auto\")"),
         };
         BackendError { kind: BackendErrorKind::Mismatch, source }

@@ -63,7 +63,10 @@ pub fn resolve_device(name: &str) -> Result<DeviceInfo, BackendError> {
         return Err(last.into());
     }
     first_device(asked).map_err(|e| match twin(asked).filter(|t| first_device(*t).is_ok()) {
-        Some(there) => BackendError::mismatch(asked, there),
+        Some(there) => {
+            let reason = format!("the GPU stack of this machine is {}", there.title());
+            BackendError::mismatch(asked, there, reason)
+        }
         None => e.into(),
     })
 }
@@ -105,7 +108,8 @@ pub struct Configured {
 pub fn configure_backend(name: &str, device: &DeviceInfo, verbose: bool) -> Result<Configured, BackendError> {
     let asked: BackendType = name.parse().map_err(BackendError::from)?;
     if asked != BackendType::Auto && asked != device.backend {
-        return Err(BackendError::mismatch(asked, device.backend));
+        let reason = format!("the device that was given is {}", device.id);
+        return Err(BackendError::mismatch(asked, device.backend, reason));
     }
     let tuning = tuning(device.backend);
     let b = Backend::builder().backend_type(device.backend).device(device.index).fallback(Fallback::Never);

@@ -18,7 +18,7 @@ use crate::backend::BackendBuilder as CoreBuilder;
 use halcyon_hal::policy::Fallback;
 use halcyon_hal::registry;
 use halcyon_ir::error::Error;
-use halcyon_ir::passes::Level;
+use halcyon_ir::passes::{AmpPolicy, Level};
 use halcyon_ir::target::MatmulPrecision;
 
 pub use crate::blas::ConvConfig;
@@ -26,51 +26,102 @@ pub use crate::{Backend, BackendType, DType, Result, Tensor};
 
 /// Everything here, by one `use`.
 pub mod prelude {
-    pub use super::{BackendBuilder, Operations, cpu, cuda, metal};
+    pub use super::{BackendBuilder, MixedPrecisionConfig, Operations, cpu, cuda, metal};
     pub use crate::blas::ConvConfig;
     pub use crate::prelude::*;
 }
 
 /// Settings of a backend.
 #[derive(Clone, Debug, Default)]
-pub struct BackendBuilder(CoreBuilder);
+pub struct BackendBuilder {
+    core: CoreBuilder,
+    kind: Option<BackendType>,
+    tensor_cores: bool,
+}
 
 impl BackendBuilder {
     pub fn new() -> BackendBuilder {
         BackendBuilder::default()
     }
 
-    pub fn backend_type(self, b: BackendType) -> Self {
-        BackendBuilder(self.0.backend_type(b))
+    pub fn backend_type(mut self, b: BackendType) -> Self {
+        self.kind = Some(b);
+        self
+    }
+
+    fn with(self, f: impl FnOnce(CoreBuilder) -> CoreBuilder) -> Self {
+        BackendBuilder { core: f(self.core), ..self }
     }
 
     pub fn device_id(self, n: usize) -> Self {
-        BackendBuilder(self.0.device(n))
+        self.with(|b| b.device(n))
     }
 
     /// Bytes that live buffers may take: a hard cap.
     pub fn memory_pool_size(self, bytes: u64) -> Self {
-        BackendBuilder(self.0.memory_limit(bytes))
+        self.with(|b| b.memory_limit(bytes))
     }
 
-    /// Lets f32 products be computed by matrix units in a narrower type: TF32 where the device has it, bf16 products with f32 sums on a
-    /// CPU that multiplies bf16 faster ([`MatmulPrecision::Medium`]).
-    pub fn enable_tensor_cores(self, on: bool) -> Self {
-        BackendBuilder(self.0.precision(match on {
-            true => MatmulPrecision::Medium,
-            false => MatmulPrecision::Highest,
-        }))
+    /// Lets matrix units compute f32 products in a narrower type: in TF32 where the device has it ([`MatmulPrecision::High`]); on the
+    /// CPU, where it is named, in bf16 with f32 sums where it multiplies bf16 faster ([`MatmulPrecision::Medium`]).
+    pub fn enable_tensor_cores(mut self, on: bool) -> Self {
+        self.tensor_cores = on;
+        self
+    }
+
+    /// Mixed precision, at level O2 ([`crate::BackendBuilder::amp`]).
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for sums in another type than f32, a compute type that is none of f32, f16 and bf16, and gradients that are
+    /// scaled; [`BackendBuilder::build`] says where the device does not do the type.
+    pub fn enable_mixed_precision(self, config: MixedPrecisionConfig) -> Result<Self> {
+        let MixedPrecisionConfig { compute_dtype, accum_dtype, scale_factor } = config;
+        if accum_dtype != DType::F32 {
+            return Err(Error::unsupported(format!("sums in {accum_dtype}"), "Use accum_dtype F32"));
+        }
+        let policies = [AmpPolicy::None, AmpPolicy::F16, AmpPolicy::Bf16];
+        let policy = match compute_dtype {
+            DType::F32 => Some(AmpPolicy::None),
+            t => policies.into_iter().find(|p| p.dtype() == Some(t)),
+        };
+        let policy = policy.ok_or_else(|| {
+            Error::unsupported(format!("mixed precision in {compute_dtype}"), "Use BF16, F16 or F32")
+        })?;
+        if policy == AmpPolicy::Bf16 && scale_factor != 1.0 {
+            return Err(Error::unsupported(
+                format!("gradients scaled by {scale_factor}"),
+                "Use scale_factor 1.0: bf16 has the range of f32",
+            ));
+        }
+        Ok(self.with(|b| b.amp(policy)))
     }
 
     pub fn level(self, level: Level) -> Self {
-        BackendBuilder(self.0.level(level))
+        self.with(|b| b.level(level))
     }
 
     /// # Errors
     /// As [`crate::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
-        self.0.build()
+        let kind = self.kind.unwrap_or(BackendType::Auto);
+        let precision = match (self.tensor_cores, kind) {
+            (false, _) => MatmulPrecision::Highest,
+            (true, BackendType::Cpu) => MatmulPrecision::Medium,
+            (true, _) => MatmulPrecision::High,
+        };
+        self.core.backend_type(kind).precision(precision).build()
     }
+}
+
+/// How mixed precision computes.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct MixedPrecisionConfig {
+    /// Of the factors of products.
+    pub compute_dtype: DType,
+    /// Of their sums.
+    pub accum_dtype: DType,
+    /// By which the loss is multiplied before gradients are taken.
+    pub scale_factor: f64,
 }
 
 /// The CPU with options.

@@ -1,5 +1,7 @@
 //! A device that fails where it is told to, around one that works. It is a backend from outside: registered, then named.
 
+#![allow(dead_code)]
+
 use halcyon::hal::backend::Row;
 use halcyon::hal::{
     BufferRef, Caps, Command, Counters, Declined, Device, DeviceInfo, Driver, LibraryCall, LibraryKernel,

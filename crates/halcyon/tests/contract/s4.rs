@@ -1,0 +1,190 @@
+//! Backends by vendor and by name: the factory, devices, memory.
+
+use crate::machine;
+use halcyon::compat::factory::*;
+use halcyon::prelude::*;
+use halcyon::{BackendType as B, Error};
+
+#[test]
+fn s2_01_every_backend_tells_its_device_and_memory() {
+    // Preparation of models comes with its own rows.
+    for b in crate::common::devices("s2_01_every_backend_tells_its_device_and_memory", Level::O1) {
+        let d = b.get_device_info(None).unwrap();
+        assert_eq!((d.device_id, &d.device_name), (b.info().index, &b.info().name));
+        assert_eq!(b.backend_name(), b.info().backend.vendor());
+        assert!(d.supported_dtypes.contains(&DType::F32) && b.device_count() > d.device_id);
+        let before = b.get_memory_stats().allocated;
+        let x = Tensor::from_slice(&b, [50_000], &vec![1.5f32; 50_000]).unwrap();
+        assert!(b.get_memory_stats().allocated >= before + 200_000);
+        b.synchronize().unwrap();
+        drop(x);
+        assert_eq!(b.get_memory_stats().allocated, before);
+        assert!(b.empty_cache() >= 200_000 && b.get_memory_stats().cached == 0);
+    }
+}
+
+#[test]
+fn s2_02_detection_by_runtime() {
+    let best = |m: &[(B, usize)]| {
+        let _m = machine::with(m);
+        detect_best_runtime().unwrap()
+    };
+    assert_eq!(best(&[]), "cpu");
+    assert_eq!(best(&[(B::Rocm, 1)]), "rocm");
+    assert_eq!(best(&[(B::Rocm, 1), (B::Cuda, 1)]), "cuda");
+    let _m = machine::with(&[(B::Cuda, 1)]);
+    assert_eq!(BackendFactory::create("cuda", None).unwrap().selection().device.id, "cuda:0");
+    assert_eq!(BackendFactory::create("xpu", None).unwrap_err().exit_code(), 4);
+}
+
+#[test]
+fn s2_03_a_backend_made_with_a_level_uses_it() {
+    let _m = machine::with(&[]);
+    for level in [Level::O0, Level::O1, Level::O2] {
+        let b = BackendFactory::create(B::Cpu, Some(BackendConfig { level, ..Default::default() })).unwrap();
+        let x = Tensor::ones(&b, [8, 8], DType::F32);
+        assert_eq!(((&x + 1.0) * 3.0).relu().to_vec::<f32>().unwrap(), [6.0; 64]);
+        let steps = b.cache_stats().steps;
+        // Op by op at O0, one fused kernel above it.
+        assert_eq!(steps > 1, level == Level::O0, "{steps} at {level}");
+    }
+    assert!("O3".parse::<OptimizationLevel>().is_err_and(|e| matches!(e, Error::Unsupported { .. })));
+    assert_eq!("Balanced".parse::<OptimizationLevel>().unwrap(), Level::O2);
+}
+
+#[test]
+fn s2_04_device_information_with_probed_types() {
+    let b = get_backend(Some("cpu")).unwrap();
+    let d = b.get_device_info(None).unwrap();
+    assert_eq!((d.backend, d.device_name.as_str()), ("cpu", b.info().name.as_str()));
+    assert_eq!(d.total_memory_gb(), b.info().memory_gb());
+    assert!(d.available_memory_gb() <= d.total_memory_gb() && d.available_memory_gb() > Some(0.0));
+    // What is listed is computed with, element for element.
+    for t in d.supported_dtypes.iter().filter(|t| **t != DType::Bool) {
+        let x = Tensor::ones(&b, [3], *t);
+        assert_eq!((&x + &x).to_vec::<f64>().unwrap(), [2.0; 3], "{t}");
+    }
+    assert_eq!(d.properties["fp8_supported"], "false");
+}
+
+#[test]
+fn s2_05_memory_in_megabytes() {
+    let c = BackendConfig { memory_limit: Some(64 << 20), ..Default::default() };
+    let b = BackendFactory::create("cpu", Some(c)).unwrap();
+    assert_eq!((b.get_memory_stats().allocated_mb(), b.get_memory_stats().free_mb()), (0.0, Some(64.0)));
+    let x = Tensor::from_slice(&b, [1 << 20], &vec![1.0f32; 1 << 20]).unwrap();
+    let m = b.get_memory_stats();
+    assert!(m.allocated_mb() >= 4.0 && m.allocated_mb() < 4.6, "{}", m.allocated_mb());
+    assert_eq!(m.free_mb(), Some(64.0 - m.allocated_mb()));
+    drop(x);
+    assert_eq!(b.get_memory_stats().allocated_mb(), 0.0);
+}
+
+#[test]
+fn s2_06_the_name_alone_switches() {
+    let test = "s2_06_the_name_alone_switches";
+    let model = |name: &str| {
+        let b = BackendFactory::create(name, None).unwrap();
+        let x = Tensor::from_slice(&b, [2, 2], &[1.0f32, -2.0, 3.0, 4.0]).unwrap();
+        let y = (x.matmul(&x) + 1.0).relu().softmax(1);
+        (b.id().to_string(), y.to_vec::<f64>().unwrap())
+    };
+    let (_, want) = model("cpu");
+    for b in crate::common::devices(test, Level::O1) {
+        let (id, got) = model(b.info().backend.id());
+        assert_eq!(id, b.id());
+        assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-6), "{id}: {got:?} {want:?}");
+    }
+}
+
+#[test]
+fn s4_01_the_factory_creates_and_tells() {
+    let m = machine::with(&[(B::Cuda, 2)]);
+    assert_eq!((B::NVIDIA, B::AMD), (B::Cuda, B::Rocm));
+    for name in ["nvidia", "NVIDIA", "cuda"] {
+        assert_eq!(BackendFactory::create(name, None).unwrap().selection().device.id, "cuda:0");
+    }
+    let second = BackendConfig { device_id: Some(1), ..Default::default() };
+    let b = BackendFactory::create(B::NVIDIA, Some(second)).unwrap();
+    assert_eq!(b.selection().device.id, "cuda:1");
+    assert!(
+        BackendFactory::is_available("nvidia").unwrap() && !BackendFactory::is_available(B::AMD).unwrap()
+    );
+    assert_eq!(BackendFactory::is_available("nvidiaa").unwrap_err().exit_code(), 2);
+    let all = BackendFactory::get_all_backend_info();
+    assert!(all["nvidia"].available && all["nvidia"].devices.len() == 2 && all["nvidia"].backend == B::Cuda);
+    assert!(!all["amd"].available && all["amd"].reason.as_deref().unwrap().contains("Install the driver"));
+    for name in ["tpu", "intel", "cpu", "metal"] {
+        assert!(all.contains_key(name), "{name}");
+    }
+    let json = serde_json::to_value(&all).unwrap();
+    assert_eq!((&json["nvidia"]["type"], &json["cpu"]["available"]), (&"cuda".into(), &true.into()));
+    let there = list_available_backends();
+    assert!(there.contains(&"nvidia") && there.contains(&"cpu") && !there.contains(&"amd"), "{there:?}");
+    assert_eq!(
+        (get_backend(None).unwrap().selection().device.id.as_str(), detect_best_backend().unwrap()),
+        ("cuda:0", "nvidia")
+    );
+    drop(m);
+    let _m = machine::with(&[]);
+    assert_eq!(detect_best_backend().unwrap(), "cpu");
+}
+
+#[test]
+fn s4_04_every_backend_answers_the_same_questions() {
+    let _m = machine::with(&[]);
+    let mut b = get_backend(Some("cpu")).unwrap();
+    assert_eq!((b.backend_name(), b.device_type(), b.device_count()), ("cpu", "cpu".into(), 1));
+    assert!(b.is_available());
+    let other = BackendFactory::create("cpu", None).unwrap();
+    let x = Tensor::from_slice(&other, [2], &[1.0f32, 2.0]).unwrap();
+    let moved = b.to_device(&x).unwrap();
+    assert_eq!((moved + b.to_device(&x).unwrap()).to_vec::<f32>().unwrap(), [2.0, 4.0]);
+    b.set_device(0).unwrap();
+    assert_eq!(b.set_device(7).unwrap_err().exit_code(), 4);
+    assert_eq!(b.id(), "cpu:0", "the device stays");
+    assert_eq!(b.get_device_info(Some(7)).unwrap_err().exit_code(), 4);
+    b.synchronize().unwrap();
+    // The guard empties the cache when it goes, also by way of an error.
+    let work = |fail: bool| -> Result<()> {
+        let s = b.scope();
+        drop(Tensor::from_slice(&s, [100_000], &vec![1.0f32; 100_000])?);
+        assert!(s.memory().cached >= 400_000);
+        if fail { Err(Error::argument("work", "it fails")) } else { Ok(()) }
+    };
+    for fail in [false, true] {
+        assert_eq!(work(fail).is_err(), fail);
+        assert_eq!(b.memory().cached, 0);
+    }
+}
+
+#[test]
+fn s4_06_standard_device_information() {
+    let _m = machine::with(&[(B::Cuda, 2), (B::Rocm, 1)]);
+    let b = BackendFactory::create("nvidia", None).unwrap();
+    let d = &b.selection().device;
+    assert_eq!(
+        (d.backend.id(), d.backend.vendor(), d.torch_device().as_deref()),
+        ("cuda", "nvidia", Some("cuda:0"))
+    );
+    assert_eq!((d.compute_capability.as_deref(), d.driver_version.as_deref()), (Some("9.0"), Some("535.1")));
+    let cpu = get_backend(Some("cpu")).unwrap();
+    let d = cpu.get_device_info(Some(0)).unwrap();
+    assert_eq!((d.device_type.as_str(), d.device_id, d.is_available), ("cpu", 0, true));
+    let bytes = d.total_memory_bytes.unwrap();
+    assert_eq!(d.total_memory_gb(), Some(bytes as f64 / 1024f64.powi(3)));
+    assert_eq!(d.total_memory_mb(), Some(bytes as f64 / 1024f64.powi(2)));
+    let dict = d.to_dict().unwrap();
+    for (key, want) in [
+        ("backend", serde_json::json!("cpu")),
+        ("device_type", serde_json::json!("cpu")),
+        ("device_id", serde_json::json!(0)),
+        ("device_name", serde_json::json!(d.device_name)),
+        ("compute_capability", serde_json::Value::Null),
+        ("total_memory_bytes", serde_json::json!(bytes)),
+        ("total_memory_gb", serde_json::json!(bytes as f64 / 1024f64.powi(3))),
+    ] {
+        assert_eq!(dict[key], want, "{key}");
+    }
+    assert!(dict["properties"]["simd"].is_string());
+}
