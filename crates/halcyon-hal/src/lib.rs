@@ -18,7 +18,8 @@ pub mod child;
 pub mod config;
 #[cfg(feature = "cpu")]
 pub mod cpu;
-#[cfg(any(feature = "cpu", feature = "opencl"))]
+// Each driver uses a part of it.
+#[allow(dead_code)]
 mod hazard;
 pub mod heap;
 pub mod noop;
