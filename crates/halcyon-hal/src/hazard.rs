@@ -43,6 +43,21 @@ impl Spans {
         self.0.iter().any(|s| s.0 <= start && end <= s.1)
     }
 
+    /// What of a range is not in.
+    pub fn without(&self, (from, end): (usize, usize)) -> SmallVec<[(usize, usize); 4]> {
+        let (mut left, mut start) = (SmallVec::new(), from);
+        for s in self.0.iter().filter(|s| s.1 > from && s.0 < end) {
+            if s.0 > start {
+                left.push((start, s.0));
+            }
+            start = start.max(s.1);
+        }
+        if start < end {
+            left.push((start, end));
+        }
+        left
+    }
+
     pub fn iter(&self) -> impl Iterator<Item = (usize, usize)> {
         self.0.iter().copied()
     }
@@ -157,7 +172,16 @@ mod tests {
         let s = spans(&[(30, 10), (0, 10), (10, 5), (32, 2), (50, 0)]);
         assert_eq!(s.iter().collect::<Vec<_>>(), [(0, 15), (30, 40)]);
         assert!(s.covers(2, 15) && !s.covers(2, 16) && s.covers(30, 40));
-        for (of, meets) in [(&[(15, 15)], false), (&[(14, 1)], true), (&[(39, 5)], true), (&[(40, 1)], false)] {
+        for (span, left) in [
+            ((5, 35), &[(15, 30)][..]),
+            ((0, 15), &[]),
+            ((10, 50), &[(15, 30), (40, 50)]),
+            ((20, 25), &[(20, 25)]),
+        ] {
+            assert_eq!(s.without(span).as_slice(), left, "{span:?}");
+        }
+        for (of, meets) in [(&[(15, 15)], false), (&[(14, 1)], true), (&[(39, 5)], true), (&[(40, 1)], false)]
+        {
             assert_eq!((s.meets(&spans(of)), spans(of).meets(&s)), (meets, meets), "{of:?}");
         }
     }
@@ -177,9 +201,8 @@ mod tests {
             };
             let (a, b) = (one(), one());
             let has = |v: &[(usize, usize)], at: usize| v.iter().any(|(s, n)| (*s..s + n).contains(&at));
-            let want = (0..70).any(|i| {
-                has(&a.1, i) && (has(&b.0, i) || has(&b.1, i)) || has(&a.0, i) && has(&b.1, i)
-            });
+            let want = (0..70)
+                .any(|i| has(&a.1, i) && (has(&b.0, i) || has(&b.1, i)) || has(&a.0, i) && has(&b.1, i));
             let access = |v: &(Vec<_>, Vec<_>)| Access { reads: spans(&v.0), writes: spans(&v.1) };
             assert_eq!(access(&a).conflicts(&access(&b)), want, "{a:?} {b:?}");
         }

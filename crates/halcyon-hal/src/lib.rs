@@ -20,7 +20,8 @@ pub mod config;
 pub mod conformance;
 #[cfg(feature = "cpu")]
 pub mod cpu;
-#[cfg(any(feature = "cpu", feature = "opencl"))]
+// Each driver uses a part of it.
+#[allow(dead_code)]
 mod hazard;
 pub mod heap;
 pub mod noop;

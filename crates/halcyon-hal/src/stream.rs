@@ -18,9 +18,8 @@ use std::future::{Future, IntoFuture};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::task::{Context, Poll, Waker};
-use std::time::Instant;
 
 /// Settings of a stream.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]
@@ -60,7 +59,8 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// Those of the driver.
     fn record(&self) -> Result<Event>;
 
-    /// What is enqueued from here on begins when the event is done. The caller does not wait.
+    /// What is enqueued from here on begins when the event is done. The caller does not wait, unless the event is another device's and
+    /// the driver cannot be told of it (`webgpu`).
     ///
     /// # Errors
     /// Those of the driver.
@@ -125,19 +125,26 @@ impl Report {
 }
 
 /// Nanoseconds since the process first asked.
+#[cfg(feature = "cpu")]
 pub(crate) fn now() -> u64 {
+    use std::{sync::OnceLock, time::Instant};
     static START: OnceLock<Instant> = OnceLock::new();
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
 
 /// How a driver sees that an event is done, where the driver does not say so by itself.
 pub trait Progress: Send + Sync {
-    /// Completes the event if the device has come that far.
-    fn poll(&self) {}
-    /// Waits for the device, without promise that the event is complete then.
+    /// Looks, without waiting, whether the device has come that far and the report is whole. Not asked where the driver completes the
+    /// event by itself.
+    fn poll(&self) -> bool {
+        false
+    }
+    /// Waits for the device, without promise that it has come that far then.
     fn wait(&self) {}
-    /// Somebody is to be called when the event is done: sees to it that it is completed though nobody asks.
-    fn watch(&self) {}
+    /// Somebody is to be called when the event is done: sees to it that it is looked at ([`Event::is_done`]) though nobody asks.
+    fn watch(&self, event: &Event) {
+        let _ = event;
+    }
     /// The driver's own.
     fn as_any(&self) -> &dyn Any;
 }
@@ -186,10 +193,11 @@ impl Event {
 
     /// Whether the device has come to it. Does not wait.
     pub fn is_done(&self) -> bool {
-        if let Some(p) = self.progress().filter(|_| lock(&self.0.then).is_some()) {
-            p.poll();
+        let open = || lock(&self.0.then).is_some();
+        if self.progress().is_some_and(|p| open() && p.poll()) {
+            self.complete();
         }
-        lock(&self.0.then).is_none()
+        !open()
     }
 
     /// Waits; the id of the first fault of the work since the event before in its stream, as in
@@ -200,7 +208,9 @@ impl Event {
     pub fn wait(&self) -> Result<Option<u32>> {
         if let Some(p) = self.progress().filter(|_| !self.is_done()) {
             p.wait();
-            p.poll();
+            if p.poll() {
+                self.complete();
+            }
         }
         let mut then = lock(&self.0.then);
         while then.is_some() {
@@ -226,7 +236,7 @@ impl Event {
                 v.push(Box::new(f));
                 drop(then);
                 if let Some(p) = self.progress() {
-                    p.watch();
+                    p.watch(self);
                 }
             }
             None => {

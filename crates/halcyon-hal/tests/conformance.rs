@@ -1,6 +1,8 @@
 //! The contract of `halcyon_hal`, checked on every driver that is present.
 
 mod common;
+#[path = "conformance/streams.rs"]
+mod streams;
 
 use common::*;
 use halcyon_hal::BackendType;

@@ -158,7 +158,7 @@ impl Stream {
         self.lane.raw.overlaps()
     }
 
-    /// Runs `f` at once, on this thread; what it evaluates, launches and copies on this stream's backend goes to this stream. Reading
+    /// Runs `f` at once, on this thread; what it evaluates, launches and copies without waiting, on this backend, goes to this stream. Reading
     /// values on the host ([`Tensor::to_vec`]) waits for them as ever. Custom ops without a kernel make the evaluation wait too.
     pub fn run<R>(&self, f: impl FnOnce() -> R) -> R {
         within(&self.backend, &self.lane, f)

@@ -15,7 +15,11 @@ mod s3;
 mod s4;
 
 use halcyon::prelude::*;
-use halcyon::{BackendType as B, Error, Fallback, Policy};
+use halcyon::{BackendType as B, ConstData, Error, Fallback, Policy};
+use std::future::Future;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Wake, Waker};
 
 /// The order by priority, of these backends alone.
 fn by_priority(of: &[B]) -> Vec<B> {
@@ -140,5 +144,124 @@ fn s1_10_the_choice_decides_where_the_model_runs() {
         for (b, was) in devices.iter().zip(before) {
             assert_eq!(work(b) > was, b.id() == chosen.id(), "{} while {} was chosen", b.id(), chosen.id());
         }
+    }
+}
+
+/// An executor of a few lines; `pollster` is the other one.
+fn block_on<F: Future>(f: F) -> F::Output {
+    struct Unpark(std::thread::Thread);
+    impl Wake for Unpark {
+        fn wake(self: Arc<Self>) {
+            self.0.unpark();
+        }
+    }
+    let waker = Waker::from(Arc::new(Unpark(std::thread::current())));
+    let mut f = pin!(f);
+    loop {
+        match f.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(v) => return v,
+            Poll::Pending => std::thread::park(),
+        }
+    }
+}
+
+#[test]
+fn s3_08_streams_and_async() {
+    let test = "s3_08_streams_and_async";
+    for b in common::devices(test, Level::O2) {
+        let n = 96;
+        let data = common::Rng::fresh(test).f32s(n * n);
+        let x = Tensor::from_slice(&b, [n, n], &data).unwrap();
+        let want = x.matmul(&x).to_vec::<f32>().unwrap();
+
+        // Futures, on two executors; the work goes on while nobody polls.
+        let (first, second) = (x.matmul_async(&x), (&x + &x).eval_async());
+        let got = block_on(async { first.await?.to_vec_async::<f32>().await }).unwrap();
+        assert_eq!(got, want, "{}", b.id());
+        let sum = pollster::block_on(second).unwrap();
+        assert_eq!(sum.to_vec::<f32>().unwrap()[7], 2.0 * data[7]);
+        let y = x.matmul(&x).relu();
+        drop(y.eval_async());
+        assert!(y.is_ready(), "handed over");
+        assert_eq!(pollster::block_on(y.eval_async()).unwrap().to_vec::<f32>().unwrap()[5], want[5].max(0.0));
+
+        // Two streams: results of one are operands in the other, with and without events.
+        let (s, t) = (b.create_stream().unwrap(), b.create_stream().unwrap());
+        let p = x.matmul(&x);
+        s.eval(std::slice::from_ref(&p)).unwrap();
+        let q = &p * 2.0;
+        let done = t.eval(std::slice::from_ref(&q)).unwrap();
+        s.wait(&done).unwrap();
+        let r = s.run(|| {
+            let r = &q + 1.0;
+            r.eval().map(|_| r)
+        });
+        let r = r.unwrap();
+        pollster::block_on(done).unwrap();
+        s.synchronize().unwrap();
+        let all = r.to_vec::<f32>().unwrap();
+        assert!(all.iter().zip(&want).all(|(a, w)| (a - (2.0 * w + 1.0)).abs() <= 1e-5 * w.abs().max(1.0)));
+
+        // Captured graphs and compiled functions go to the stream they are called in.
+        let g = b.capture_graph(|| x.matmul(&x) + 1.0).unwrap();
+        let f = b.compile(|v: &[Tensor]| v[0].relu());
+        let (h, k) = t.run(|| (b.launch_graph(&g, &[]).unwrap(), f.call(&[&x]).unwrap()));
+        t.synchronize().unwrap();
+        assert_eq!(h[0].to_vec::<f32>().unwrap()[3], want[3] + 1.0);
+        assert_eq!(k[0].to_vec::<f32>().unwrap()[3], data[3].max(0.0));
+
+        // What goes wrong is told where it is waited for, once.
+        let ids = Tensor::from_slice(&b, [3], &[0i64, 4000, 1]).unwrap();
+        let e = block_on(x.gather(&ids, 0).eval_async()).unwrap_err();
+        assert!(matches!(&e, Error::Index { .. }) && e.to_string().contains("contract.rs"), "{e}");
+        b.synchronize().unwrap();
+        s.eval(&[x.gather(&ids, 0)]).unwrap();
+        let e = s.synchronize().unwrap_err();
+        assert!(matches!(e, Error::Index { .. }), "{e}");
+        s.synchronize().unwrap();
+        drop(x.gather(&ids, 0).eval_async());
+        assert!(
+            matches!(b.synchronize().unwrap_err(), Error::Index { .. }),
+            "told though the future is gone"
+        );
+        b.synchronize().unwrap();
+        let e =
+            pollster::block_on(x.matmul_async(&Tensor::from_slice(&b, [1], &[1f32]).unwrap())).unwrap_err();
+        assert!(e.to_string().contains("matmul"), "{e}");
+        let other = Backend::cpu().unwrap();
+        assert!(matches!(other.create_stream().unwrap().eval(&[x.relu()]), Err(Error::MixedDevices { .. })));
+    }
+}
+
+#[test]
+fn s3_10_async_copies() {
+    let test = "s3_10_async_copies";
+    for b in common::devices(test, Level::O1) {
+        let v: Vec<f32> = common::Rng::fresh(test).f32s(100_003);
+        let data = ConstData::from_slice(&[v.len()], &v).unwrap();
+        let before = b.counters();
+        let t = pollster::block_on(b.copy_host_to_device_async(&data)).unwrap();
+        let back = block_on(b.copy_device_to_host_async(&t)).unwrap();
+        assert_eq!((back.dims.as_slice(), back.to_vec::<f32>()), (&[v.len()][..], v.clone()), "{}", b.id());
+        let after = b.counters();
+        assert_eq!(after.uploaded_bytes - before.uploaded_bytes, 4 * v.len() as u64);
+        assert_eq!(after.downloaded_bytes - before.downloaded_bytes, 4 * v.len() as u64);
+        // Copies, work on them and reading back, all in flight, with every handle dropped as soon as it is used.
+        let many: Vec<_> = (0..8)
+            .map(|i| {
+                let up = b.copy_host_to_device_async(&data);
+                async move { (up.await? * (i as f64)).to_vec_async::<f32>().await }
+            })
+            .collect();
+        drop((data, t));
+        for (i, f) in many.into_iter().enumerate() {
+            let got = pollster::block_on(f).unwrap();
+            assert!(got.iter().zip(&v).all(|(a, x)| *a == x * i as f32), "{} {i}", b.id());
+        }
+        // Where there is no room, the future says so.
+        let small = Backend::builder().backend_type(b.info().backend).memory_limit(1 << 20).build().unwrap();
+        let large = ConstData::from_slice(&[1 << 20], &vec![0f32; 1 << 20]).unwrap();
+        let e = pollster::block_on(small.copy_host_to_device_async(&large)).unwrap_err();
+        assert_eq!(e.exit_code(), 5, "{e}");
     }
 }

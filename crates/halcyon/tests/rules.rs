@@ -287,3 +287,85 @@ fn symbolic_dimensions_bind_per_run_and_graphs_serialise() {
         assert!(y.eval().is_err(), "a placeholder has no value");
     }
 }
+
+/// Random graphs over shared values, evaluated on the device's own queue and on two or three streams in turn, by threads or by one.
+#[test]
+fn streams_give_what_one_queue_gives() {
+    for b in devices("streams", Level::O2) {
+        let mut rng = Rng::fresh("streams");
+        for round in 0..6 {
+            let n = 8 + rng.below(40);
+            let base: Vec<Tensor> =
+                (0..3).map(|_| Tensor::from_slice(&b, [n, n], &rng.f32s(n * n)).unwrap()).collect();
+            let seed = rng.next();
+            // Each step makes a value of two earlier ones, and is evaluated somewhere, or not by itself.
+            let build = |place: &mut dyn FnMut(&Tensor, usize)| -> Vec<Vec<f32>> {
+                let mut r = Rng::new(seed);
+                let mut all = base.clone();
+                for _ in 0..24 {
+                    let (x, y) = (&all[r.below(all.len())], &all[r.below(all.len())]);
+                    let t = match r.below(5) {
+                        0 => x.matmul(y).tanh(),
+                        1 => (x + y) * 0.5,
+                        2 => x.softmax(-1) - y,
+                        3 => (x - y).relu(),
+                        _ => (x * y).sum(&[1], true) * 0.1 + y,
+                    };
+                    place(&t, r.below(4));
+                    all.push(t);
+                }
+                all[3..].iter().map(|t| t.to_vec::<f32>().unwrap()).collect()
+            };
+            let want = build(&mut |t, k| {
+                if k < 3 {
+                    t.eval().unwrap();
+                }
+            });
+            let streams: Vec<_> = (0..2 + round % 2).map(|_| b.create_stream().unwrap()).collect();
+            let got = build(&mut |t, k| match streams.get(k) {
+                Some(s) => drop(s.eval(std::slice::from_ref(t)).unwrap()),
+                None if k == 2 => drop(t.eval_async()),
+                None => {}
+            });
+            for (i, (g, w)) in got.iter().zip(&want).enumerate() {
+                // Which values are computed together is the same, so the numbers are.
+                let close = g.iter().zip(w).all(|(a, b)| (a - b).abs() <= 1e-4 * b.abs().max(1.0));
+                assert!(close, "{} round {round} value {i}", b.id());
+            }
+            streams.iter().for_each(|s| s.synchronize().unwrap());
+            b.synchronize().unwrap();
+        }
+    }
+}
+
+#[test]
+fn states_keep_their_order_and_their_memory_across_streams() {
+    for b in devices("states on streams", Level::O1) {
+        let (s, t) = (b.create_stream().unwrap(), b.create_stream().unwrap());
+        let state = State::new(x(&b, 64));
+        let mut reads = vec![];
+        for i in 0..64i64 {
+            let pos = Tensor::scalar(&b, DType::I32, i);
+            let new =
+                state.append(&Tensor::from_slice(&b, [1], &[100.0 + i as f32]).unwrap(), &pos, 0).unwrap();
+            let sum = new.sum(&[], false);
+            drop(new);
+            let on = if i % 2 == 0 { &s } else { &t };
+            on.eval(std::slice::from_ref(&sum)).unwrap();
+            reads.push(sum);
+        }
+        // Each read saw its own version.
+        let mut want: f32 = (0..64).sum::<i32>() as f32;
+        for (i, r) in reads.iter().enumerate() {
+            want += 100.0;
+            assert_eq!(r.item::<f32>().unwrap(), want, "{} {i}", b.id());
+        }
+        s.synchronize().unwrap();
+        t.synchronize().unwrap();
+        assert!(
+            b.cache_stats().copies <= 1,
+            "versions take the memory of those before: {:?}",
+            b.cache_stats()
+        );
+    }
+}

@@ -76,10 +76,7 @@ enum Storage {
     /// Read only.
     Lent(Arc<dyn Bytes>),
     /// A range of another buffer, which it keeps alive.
-    Part {
-        at: Ptr,
-        of: BufferRef,
-    },
+    Part { at: Ptr, of: BufferRef },
 }
 
 /// A buffer of the CPU device.
@@ -90,9 +87,7 @@ pub(crate) struct CpuBuffer(Storage);
 #[derive(Clone)]
 pub(crate) enum Keep {
     Pooled(Arc<Block<HostSource>>),
-    Lent {
-        data: Arc<dyn Bytes>,
-    },
+    Lent { data: Arc<dyn Bytes> },
 }
 
 impl Keep {

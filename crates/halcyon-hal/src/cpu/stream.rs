@@ -95,14 +95,23 @@ impl Tracker {
         found.map_or(Ok(()), Err)
     }
 
-    /// The work has ended. `failed`: its error, and the memory that it may have written.
-    fn leave(&self, ticket: u64, failed: Option<(&Error, &[Keep])>) {
+    /// The work has ended.
+    fn leave(&self, ticket: u64, end: End<'_>) {
         let mut s = self.lock();
         let Some(entry) = s.ledger.leave(ticket) else { return };
         let writes = &entry.access().writes;
-        // Last word: what is written now is no longer what failed work left.
-        s.spoiled.retain(|x| !writes.covers(x.span.0, x.span.1));
-        if let Some((error, keep)) = failed {
+        if !matches!(end, End::Refused) {
+            // What is written now is no longer what failed work left.
+            for x in std::mem::take(&mut s.spoiled) {
+                let left = writes.without(x.span);
+                s.spoiled.extend(left.into_iter().map(|span| Spoiled {
+                    span,
+                    of: x.of.clone(),
+                    error: x.error.clone(),
+                }));
+            }
+        }
+        if let End::Failed(error, keep) = end {
             for span in writes.iter() {
                 let of = keep.iter().filter_map(|k| k.block_at(span)).map(|b| Arc::downgrade(&b));
                 s.spoiled.extend(of.map(|of| Spoiled { span, of, error: error.clone() }));
@@ -119,9 +128,11 @@ impl Tracker {
         }
         let (ticket, before) = self.enter(OWN, union(each));
         // Leaves when a kernel panics too.
-        let _left = Left(self, ticket);
+        let mut left = Left(self, ticket, false);
         self.admit(&before, each)?;
-        f()
+        let r = f();
+        left.2 = r.is_ok();
+        r
     }
 
     /// Waits for all that was handed over before.
@@ -137,11 +148,21 @@ impl Tracker {
     }
 }
 
-struct Left<'a>(&'a Tracker, u64);
+/// How work ended.
+enum End<'a> {
+    Done,
+    /// It may have written some of what it was to write. Whoever handed it over goes on without knowing.
+    Failed(&'a Error, &'a [Keep]),
+    /// It failed, and its caller was told.
+    Refused,
+}
+
+/// Work of the device's own queue, and whether it was done.
+struct Left<'a>(&'a Tracker, u64, bool);
 
 impl Drop for Left<'_> {
     fn drop(&mut self) {
-        self.0.leave(self.1, None);
+        self.0.leave(self.1, if self.2 { End::Done } else { End::Refused });
     }
 }
 
@@ -282,7 +303,9 @@ impl Step {
             Step::Launch { program, groups, at, params, fault } => {
                 lane.launch(program_of(program)?, *groups, at, params, *fault)
             }
-            Step::Library { kernel, at, args, fault } => lane.library(kernel_of(&**kernel)?, at, args, *fault),
+            Step::Library { kernel, at, args, fault } => {
+                lane.library(kernel_of(&**kernel)?, at, args, *fault)
+            }
             Step::Copy { src, dst } => {
                 lane.copy(src, dst);
                 Ok(())
@@ -354,7 +377,10 @@ impl fmt::Debug for CpuStream {
 }
 
 fn message(p: &(dyn std::any::Any + Send)) -> &str {
-    p.downcast_ref::<&str>().copied().or_else(|| p.downcast_ref::<String>().map(String::as_str)).unwrap_or("?")
+    p.downcast_ref::<&str>()
+        .copied()
+        .or_else(|| p.downcast_ref::<String>().map(String::as_str))
+        .unwrap_or("?")
 }
 
 impl Shared {
@@ -367,19 +393,22 @@ impl Shared {
         let each = |f: &mut dyn FnMut(&Access)| steps.iter().for_each(|s| f(&s.access()));
         let ran = self.tracker.admit(&before, &each).and_then(|()| {
             let begin = stream::now();
-            let lane =
-                Lane { team: &self.team, isa: self.isa, counts: &self.counts, fault: report.fault() };
+            let lane = Lane { team: &self.team, isa: self.isa, counts: &self.counts, fault: report.fault() };
             let r = catch_unwind(AssertUnwindSafe(|| steps.iter().try_for_each(|s| s.run(&lane))));
             report.ran(begin, stream::now());
             r.unwrap_or_else(|p| {
-                Err(Error::internal(format!("a kernel panicked in a stream of {}: {}", self.id, message(&*p))))
+                Err(Error::internal(format!(
+                    "a kernel panicked in a stream of {}: {}",
+                    self.id,
+                    message(&*p)
+                )))
             })
         });
         // Said before others may look at the memory.
         if let Err(e) = &ran {
             report.fail(e.clone());
         }
-        self.tracker.leave(ticket, ran.as_ref().err().map(|e| (e, &keep[..])));
+        self.tracker.leave(ticket, ran.as_ref().map_or_else(|e| End::Failed(e, &keep), |()| End::Done));
     }
 
     fn item(&self, i: Item) {
@@ -657,6 +686,23 @@ mod tests {
         d.submit(&[go(&good, &[a.clone(), b.clone()]), go(&good, &[b.clone(), c.clone()])]).unwrap();
         d.read(&c, 0, &mut got).unwrap();
         assert_eq!(got, [1; 64]);
+        // Of a block, only what was not written since is spoiled.
+        let block = d.alloc(192, Tag::Activations).unwrap();
+        let [p, q, r] = [0, 64, 128].map(|at| d.part(&block, at, 64).unwrap());
+        s.submit(&[
+            go(&bad, &[a.clone(), p.clone()]),
+            go(&good, &[p.clone(), q.clone()]),
+            go(&good, &[q.clone(), r.clone()]),
+        ])
+        .unwrap();
+        s.submit(&[go(&good, &[r.clone(), p.clone()])]).unwrap();
+        assert!(s.synchronize().is_err());
+        s.submit(&[go(&good, &[a.clone(), q.clone()])]).unwrap();
+        s.submit(&[go(&good, &[q.clone(), p.clone()])]).unwrap();
+        assert_eq!(s.synchronize().unwrap(), None);
+        d.read(&p, 0, &mut got).unwrap();
+        assert_eq!(got, [1; 64]);
+        assert!(d.read(&r, 0, &mut got).is_err());
         // The memory may serve others once nobody has it.
         s.submit(&[go(&bad, &[a.clone(), b.clone()])]).unwrap();
         assert!(s.synchronize().is_err());

@@ -5,9 +5,9 @@ use crate::pool::{Block, Pool, Source};
 use crate::stream::Report;
 use crate::validate::{self, Signature};
 use crate::{
-    BackendType, Buffer, BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Driver,
-    Error, Download, Event, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream, StreamOptions, Tag,
-    Target, Timing,
+    BackendType, Buffer, BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Download,
+    Driver, Error, Event, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream,
+    StreamOptions, Tag, Target, Timing,
 };
 use halcyon_ir::data::Bytes;
 use halcyon_ir::kernel::{Kernel, verify_for};

@@ -220,8 +220,9 @@ impl Queue {
 
     fn event(&self, call: &str, raw: Handle, code: i32) -> Result<Owned> {
         // SAFETY: the call gave us this event, and with it one reference.
-        unsafe { Owned::new(raw, code, self.api.clReleaseEvent) }
-            .or_else(|c| self.check(call, c).and_then(|()| Err(Error::internal(format!("{call} gave no event")))))
+        unsafe { Owned::new(raw, code, self.api.clReleaseEvent) }.or_else(|c| {
+            self.check(call, c).and_then(|()| Err(Error::internal(format!("{call} gave no event"))))
+        })
     }
 
     pub fn flush(&self) -> Result<()> {

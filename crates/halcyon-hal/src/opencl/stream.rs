@@ -97,15 +97,17 @@ impl Shared {
     }
 
     fn program<'a>(&self, p: &'a Arc<dyn crate::Program>) -> Result<&'a ClProgram> {
-        p.as_any().downcast_ref::<ClProgram>().filter(|p| p.owner == self.number).ok_or_else(|| {
-            Error::argument("launch", format!("{} was compiled for another device", p.name()))
-        })
+        p.as_any()
+            .downcast_ref::<ClProgram>()
+            .filter(|p| p.owner == self.number)
+            .ok_or_else(|| Error::argument("launch", format!("{} was compiled for another device", p.name())))
     }
 
     /// What commands use. What is wrong with them is said when they are enqueued.
     pub fn access(&self, commands: &[Command<'_>]) -> Access {
         let mut a = Access::default();
-        let at = |b: &BufferRef| self.buffer("", b).ok().and_then(|b| b.block.raw()).map(|h| h.raw() as usize);
+        let at =
+            |b: &BufferRef| self.buffer("", b).ok().and_then(|b| b.block.raw()).map(|h| h.raw() as usize);
         for c in commands {
             match c {
                 Command::Launch { program, buffers, .. } => {
@@ -317,11 +319,7 @@ impl ClStream {
     }
 
     /// Ends the report under way in an event. `keep` is what the device uses until then.
-    fn close(
-        &self,
-        report: &mut Arc<Report>,
-        keep: Option<Arc<Mutex<Vec<u8>>>>,
-    ) -> Result<Event> {
+    fn close(&self, report: &mut Arc<Report>, keep: Option<Arc<Mutex<Vec<u8>>>>) -> Result<Event> {
         let (marker, stamps) = self.ordered(Access::default(), || {
             self.queue.clear_fault()?;
             Ok((None, self.queue.take_events()))

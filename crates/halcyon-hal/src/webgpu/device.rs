@@ -4,12 +4,13 @@ use super::adapter::Adapter;
 use super::memory::{WgBuffer, WgSource};
 use super::program::{Builder, PARAM_BYTES, WgProgram, storage};
 use super::queue::Queue;
+use super::stream::{Core, WgStream};
 use super::sys;
 use crate::pool::Pool;
 use crate::validate;
 use crate::{
-    BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Error, LibraryCall,
-    LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing,
+    BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, LibraryCall, LibraryKernel,
+    MemoryStats, Options, Program, Result, Stream, StreamOptions, Tag, Target, Timing,
 };
 use halcyon_ir::kernel::{Kernel, verify_for};
 use std::collections::HashMap;
@@ -25,7 +26,7 @@ pub struct WebGpuDevice {
     info: DeviceInfo,
     caps: Caps,
     counts: Arc<Counts>,
-    queue: Queue,
+    core: Arc<Core>,
     pool: Arc<Pool<WgSource>>,
     builder: Arc<Builder>,
     programs: Mutex<HashMap<u128, Arc<WgProgram>>>,
@@ -71,22 +72,9 @@ impl WebGpuDevice {
             counts: counts.clone(),
         });
         let queue = Queue::new(device, raw, stray, builder.clone(), pool.clone(), options.profile)?;
-        Ok(WebGpuDevice {
-            info,
-            caps,
-            counts,
-            queue,
-            pool,
-            builder,
-            programs: Mutex::default(),
-            number: NEXT.fetch_add(1, Ordering::Relaxed),
-        })
-    }
-
-    fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a WgBuffer> {
-        b.as_any().downcast_ref::<WgBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
-            Error::argument(call, format!("{b:?} does not belong to this opening of {}", self.info.id))
-        })
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let core = Arc::new(Core::new(queue, counts.clone(), info.id.clone(), number));
+        Ok(WebGpuDevice { info, caps, counts, core, pool, builder, programs: Mutex::default(), number })
     }
 }
 
@@ -130,18 +118,18 @@ impl Device for WebGpuDevice {
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
-        let b = self.buffer("write", dst)?;
+        let b = self.core.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
-        self.queue.write(b, offset, src)?;
+        self.core.queue.write(b, offset, src)?;
         Counts::add(&self.counts.uploads, 1);
         Counts::add(&self.counts.uploaded_bytes, src.len() as u64);
         Ok(())
     }
 
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
-        let b = self.buffer("read", src)?;
+        let b = self.core.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
-        self.queue.read(b, offset, dst)?;
+        self.core.queue.read(b, offset, dst)?;
         Counts::add(&self.counts.downloads, 1);
         Counts::add(&self.counts.downloaded_bytes, dst.len() as u64);
         Ok(())
@@ -164,54 +152,24 @@ impl Device for WebGpuDevice {
     }
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
-        self.queue.run(|s| {
-            for c in commands {
-                match c {
-                    Command::Launch { program, groups, buffers, params, fault } => {
-                        let p =
-                            program.as_any().downcast_ref::<WgProgram>().filter(|p| p.owner == self.number);
-                        let p = p.ok_or_else(|| {
-                            let what = format!("{} was compiled for another device", program.name());
-                            Error::argument("launch", what)
-                        })?;
-                        let arguments = p.signature.arguments(buffers.len(), params, *fault)?;
-                        let own = |b| self.buffer("launch", b);
-                        let buffers =
-                            buffers.iter().map(own).collect::<Result<smallvec::SmallVec<[_; 16]>>>()?;
-                        s.launch(p, *groups, &buffers, &arguments)?;
-                        if !groups.contains(&0) {
-                            Counts::add(&self.counts.launches, 1);
-                        }
-                    }
-                    Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
-                        let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
-                        let same = std::ptr::eq(from, to);
-                        validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
-                        s.copy(from, *src_offset, to, *dst_offset, *bytes)?;
-                        Counts::add(&self.counts.device_copies, (*bytes > 0) as u64);
-                    }
-                    Command::Library { kernel, .. } => {
-                        return Err(Error::argument(
-                            "submit",
-                            format!("{} is another device's kernel", kernel.name()),
-                        ));
-                    }
-                }
-            }
-            Ok(())
-        })
+        self.core.queue.run(|s| self.core.enqueue(s, commands))
+    }
+
+    /// Streams share the one queue that `wgpu` has: they are in order among each other too.
+    fn create_stream(&self, _: &StreamOptions) -> Result<Arc<dyn Stream>> {
+        Ok(Arc::new(WgStream::new(&self.core)?))
     }
 
     fn synchronize(&self) -> Result<()> {
-        self.queue.finish()
+        self.core.queue.finish()
     }
 
     fn take_fault(&self) -> Result<Option<u32>> {
-        self.queue.take_fault()
+        self.core.queue.take_fault()
     }
 
     fn take_timings(&self) -> Result<Vec<Timing>> {
-        self.queue.take_timings()
+        self.core.queue.take_timings()
     }
 
     fn empty_cache(&self) -> u64 {

@@ -8,6 +8,7 @@ pub mod device;
 pub mod memory;
 pub mod program;
 pub mod queue;
+mod stream;
 pub mod sys;
 
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};

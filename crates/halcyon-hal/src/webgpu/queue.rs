@@ -4,6 +4,7 @@ use super::memory::{self, WgBuffer, WgSource};
 use super::program::{Bindings, Builder, PARAM_BYTES, WgProgram};
 use super::sys::{self, Stray};
 use crate::pool::Pool;
+use crate::stream::Report;
 use crate::validate::Argument;
 use crate::{Counts, Error, Result, Timing};
 use halcyon_ir::DType;
@@ -62,11 +63,28 @@ pub struct Queue {
     state: Mutex<State>,
 }
 
+/// A copy to the host under way.
+#[derive(Debug)]
+pub struct Fetch {
+    staging: wgpu::Buffer,
+    mapped: Arc<Mutex<Option<std::result::Result<(), String>>>>,
+    index: wgpu::SubmissionIndex,
+    /// Where the bytes lie in the staging buffer.
+    bytes: std::ops::Range<usize>,
+    /// Where the words begin.
+    words: usize,
+    fault: bool,
+    cut: bool,
+}
+
 /// The submission of one list of commands; holds the queue's lock.
 #[derive(Debug)]
 pub struct Submission<'a> {
     queue: &'a Queue,
     state: MutexGuard<'a, State>,
+    /// The fault word of those who submit, and whether a kernel got it.
+    fault: &'a wgpu::Buffer,
+    faulted: bool,
     encoder: Option<wgpu::CommandEncoder>,
     pass: Option<wgpu::ComputePass<'static>>,
     params: Vec<u8>,
@@ -241,10 +259,11 @@ impl Queue {
         let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_DST;
         let from = memory::buffer(&self.device, words.len() as u64, usage)
             .map_err(|e| self.error("createBuffer", &e))?;
-        self.run_with(state, |s| {
+        let patched = self.run_with(state, &self.fault, |s| {
             s.queue.raw.write_buffer(&from, 0, &words);
             s.copy_bytes(&from, 0, raw(dst)?, offset, bytes.len())
-        })
+        });
+        patched.map(|(state, _)| state)
     }
 
     /// Copies a range that was checked to the host, after all submitted work.
@@ -293,10 +312,7 @@ impl Queue {
             staging.unmap();
             if cut && let Some(c) = &self.cut {
                 self.raw.write_buffer(c, 0, &[0; 4]);
-                return Err(Error::unsupported(
-                    format!("a kernel whose loops have more rounds than {} does (llvmpipe: 65,535)", self.id),
-                    "Use --backend cpu or a GPU, or smaller tensors",
-                ));
+                return Err(self.gave_up());
             }
             at += part.len();
         }
@@ -324,21 +340,143 @@ impl Queue {
 
     /// Enqueues what `f` asks for and hands it to the device, also where `f` fails at a later command.
     pub fn run(&self, f: impl FnOnce(&mut Submission<'_>) -> Result<()>) -> Result<()> {
-        self.run_with(self.lock(), f).map(|_| ())
+        let (mut state, faulted) = self.run_with(self.lock(), &self.fault, f)?;
+        state.may_have_faulted |= faulted;
+        Ok(())
+    }
+
+    /// As [`Queue::run`], for a stream with a fault word of its own; whether a kernel got it.
+    pub fn run_for(
+        &self,
+        fault: &wgpu::Buffer,
+        f: impl FnOnce(&mut Submission<'_>) -> Result<()>,
+    ) -> Result<bool> {
+        self.run_with(self.lock(), fault, f).map(|(_, faulted)| faulted)
     }
 
     fn run_with<'a>(
         &'a self,
         state: MutexGuard<'a, State>,
+        fault: &'a wgpu::Buffer,
         f: impl FnOnce(&mut Submission<'_>) -> Result<()>,
-    ) -> Result<MutexGuard<'a, State>> {
+    ) -> Result<(MutexGuard<'a, State>, bool)> {
         self.call("submit", || {
-            let mut s =
-                Submission { queue: self, state, encoder: None, pass: None, params: vec![], timed: vec![] };
+            let mut s = Submission {
+                queue: self,
+                state,
+                fault,
+                faulted: false,
+                encoder: None,
+                pass: None,
+                params: vec![],
+                timed: vec![],
+            };
             let r = f(&mut s);
             s.flush()?;
-            r.map(|()| s.state)
+            r.map(|()| (s.state, s.faulted))
         })
+    }
+
+    /// A cleared fault word for a stream.
+    pub fn word(&self) -> Result<wgpu::Buffer> {
+        use wgpu::BufferUsages as U;
+        let b = memory::buffer(&self.device, 4, U::STORAGE | U::COPY_SRC | U::COPY_DST)
+            .map_err(|e| self.error("createBuffer", &e))?;
+        self.call("writeBuffer", || {
+            self.raw.write_buffer(&b, 0, &[0; 4]);
+            Ok(())
+        })?;
+        Ok(b)
+    }
+
+    /// Enqueues a copy of a checked range of a buffer to the host, behind all that was submitted. Where words say what became of kernels
+    /// (faults, if `fault` is given, and loops that were given up) they come along and are cleared.
+    pub fn fetch(
+        &self,
+        from: Option<(&WgBuffer, usize, usize)>,
+        fault: Option<&wgpu::Buffer>,
+    ) -> Result<Fetch> {
+        let _state = self.lock();
+        let (start, end) = from.map_or((0, 0), |(_, at, n)| (at / 4 * 4, (at + n).next_multiple_of(4)));
+        let words: SmallVec<[&wgpu::Buffer; 2]> = fault.into_iter().chain(&self.cut).collect();
+        let size = ((end - start) + 4 * words.len()).max(4) as u64;
+        let usage = wgpu::BufferUsages::MAP_READ | wgpu::BufferUsages::COPY_DST;
+        let staging =
+            memory::buffer(&self.device, size, usage).map_err(|e| self.error("createBuffer", &e))?;
+        let mapped: Arc<Mutex<Option<std::result::Result<(), String>>>> = Arc::default();
+        let index = self.call("mapAsync", || {
+            let mut e = self.device.create_command_encoder(&Default::default());
+            if let Some((b, ..)) = from.filter(|_| end > start) {
+                e.copy_buffer_to_buffer(raw(b)?, start as u64, &staging, 0, (end - start) as u64);
+            }
+            for (i, w) in words.iter().enumerate() {
+                e.copy_buffer_to_buffer(w, 0, &staging, (end - start + 4 * i) as u64, 4);
+                e.clear_buffer(w, 0, Some(4));
+            }
+            let index = self.raw.submit([e.finish()]);
+            let m = mapped.clone();
+            staging.map_async(wgpu::MapMode::Read, 0..size, move |got| {
+                *m.lock().unwrap_or_else(|e| e.into_inner()) = Some(got.map_err(|e| sys::text(&e)));
+            });
+            Ok(index)
+        })?;
+        let skip = from.map_or(0, |(_, at, _)| at - start);
+        let fetch = Fetch {
+            bytes: skip..skip + from.map_or(0, |(_, _, n)| n),
+            words: end - start,
+            fault: fault.is_some(),
+            cut: self.cut.is_some(),
+            staging,
+            mapped,
+            index,
+        };
+        Ok(fetch)
+    }
+
+    /// What was fetched, if the device has come so far: the bytes go to `to`, what became of kernels to `report`. Does not wait.
+    pub fn fetched(&self, f: &Fetch, to: &mut [u8], report: &Report) -> bool {
+        if let Err(e) = self.poll(wgpu::PollType::Poll) {
+            report.fail(e);
+            return true;
+        }
+        let Some(got) = f.mapped.lock().unwrap_or_else(|e| e.into_inner()).take() else {
+            // A device that is lost maps nothing any more.
+            return self.stray.check(&self.id).map_err(|e| report.fail(e)).is_err();
+        };
+        let view = got.and_then(|()| f.staging.get_mapped_range(..).map_err(|e| sys::text(&e)));
+        match view {
+            Err(why) => report.fail(sys::driver_error(&self.id, "mapAsync", why)),
+            Ok(view) => {
+                to.copy_from_slice(&view[f.bytes.clone()]);
+                let word = |i: usize| {
+                    view[f.words + 4 * i..].iter().take(4).rev().fold(0u32, |v, b| v << 8 | *b as u32)
+                };
+                if f.fault {
+                    report.fault().store(word(0), std::sync::atomic::Ordering::Release);
+                }
+                if f.cut && word(f.fault as usize) != 0 {
+                    report.fail(self.gave_up());
+                }
+            }
+        }
+        f.staging.unmap();
+        true
+    }
+
+    /// Waits until the device has come to what was fetched.
+    pub fn await_fetch(&self, f: &Fetch) {
+        if let Err(e) =
+            self.poll(wgpu::PollType::Wait { submission_index: Some(f.index.clone()), timeout: None })
+        {
+            tracing::debug!("waiting for a stream: {e}");
+        }
+    }
+
+    fn gave_up(&self) -> Error {
+        Error::unsupported(
+            format!("a kernel whose loops have more rounds than {} does (llvmpipe: 65,535)", self.id),
+            "Use --backend cpu or a GPU, or smaller tensors",
+        )
     }
 
     pub fn finish(&self) -> Result<()> {
@@ -440,8 +578,8 @@ impl Submission<'_> {
         }
         let mut raws = buffers.iter().map(|b| raw(b)).collect::<Result<SmallVec<[&wgpu::Buffer; 16]>>>()?;
         if p.signature.faults {
-            raws.push(&self.queue.fault);
-            self.state.may_have_faulted = true;
+            raws.push(self.fault);
+            self.faulted = true;
         }
         self.stamp(0);
         self.dispatch(p, groups, &raws, arguments)?;

@@ -1,0 +1,205 @@
+//! Streams over the one queue that `wgpu` has. They are in order among each other, so they add no overlap, but calls that return at once:
+//! copies to the host, events and futures.
+
+use super::memory::WgBuffer;
+use super::program::WgProgram;
+use super::queue::{Fetch, Queue, Submission};
+use crate::stream::{Progress, Report};
+use crate::validate;
+use crate::{BufferRef, Command, Counts, Download, Error, Event, Result, Stream};
+use halcyon_ir::data::Bytes;
+use std::any::Any;
+use std::collections::VecDeque;
+use std::fmt;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// What a device shares with its streams.
+#[derive(Debug)]
+pub struct Core {
+    pub queue: Queue,
+    counts: Arc<Counts>,
+    id: String,
+    number: u64,
+    /// Events that somebody is to be called for, and whether there is a thread that looks after them.
+    watched: Mutex<(VecDeque<Event>, bool)>,
+}
+
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Every update leaves the value whole, so a panic elsewhere does not damage it.
+    m.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl Core {
+    pub fn new(queue: Queue, counts: Arc<Counts>, id: String, number: u64) -> Core {
+        Core { queue, counts, id, number, watched: Mutex::default() }
+    }
+
+    pub fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a WgBuffer> {
+        b.as_any().downcast_ref::<WgBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
+            Error::argument(call, format!("{b:?} does not belong to this opening of {}", self.id))
+        })
+    }
+
+    pub fn enqueue(&self, s: &mut Submission<'_>, commands: &[Command<'_>]) -> Result<()> {
+        for c in commands {
+            match c {
+                Command::Launch { program, groups, buffers, params, fault } => {
+                    let p = program.as_any().downcast_ref::<WgProgram>().filter(|p| p.owner == self.number);
+                    let p = p.ok_or_else(|| {
+                        let what = format!("{} was compiled for another device", program.name());
+                        Error::argument("launch", what)
+                    })?;
+                    let arguments = p.signature.arguments(buffers.len(), params, *fault)?;
+                    let own = |b| self.buffer("launch", b);
+                    let buffers = buffers.iter().map(own).collect::<Result<smallvec::SmallVec<[_; 16]>>>()?;
+                    s.launch(p, *groups, &buffers, &arguments)?;
+                    if !groups.contains(&0) {
+                        Counts::add(&self.counts.launches, 1);
+                    }
+                }
+                Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
+                    let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
+                    let same = std::ptr::eq(from, to);
+                    validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
+                    s.copy(from, *src_offset, to, *dst_offset, *bytes)?;
+                    Counts::add(&self.counts.device_copies, (*bytes > 0) as u64);
+                }
+                Command::Library { kernel, .. } => {
+                    let what = format!("{} is another device's kernel", kernel.name());
+                    return Err(Error::argument("submit", what));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// What is behind an [`Event`]. The device is asked: it says nothing by itself.
+struct Marker {
+    core: Arc<Core>,
+    fetch: Fetch,
+    report: Arc<Report>,
+    to: Arc<Mutex<Vec<u8>>>,
+    done: Mutex<bool>,
+}
+
+impl Progress for Marker {
+    fn poll(&self) -> bool {
+        let mut done = lock(&self.done);
+        *done = *done || self.core.queue.fetched(&self.fetch, &mut lock(&self.to), &self.report);
+        *done
+    }
+
+    fn wait(&self) {
+        self.core.queue.await_fetch(&self.fetch);
+    }
+
+    /// One thread for the events of a device, as long as there are any.
+    fn watch(&self, event: &Event) {
+        let mut w = lock(&self.core.watched);
+        w.0.push_back(event.clone());
+        if w.1 {
+            return;
+        }
+        w.1 = true;
+        drop(w);
+        let core = self.core.clone();
+        let serve = move || {
+            loop {
+                let mut w = lock(&core.watched);
+                let Some(e) = w.0.pop_front() else {
+                    w.1 = false;
+                    return;
+                };
+                drop(w);
+                // What became of it is told to whoever asks.
+                let _ = e.wait();
+            }
+        };
+        if let Err(e) = std::thread::Builder::new().name("halcyon-webgpu".into()).spawn(serve.clone()) {
+            tracing::debug!("no thread to look after events, so the caller waits: {e}");
+            serve();
+        }
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// A stream of a WebGPU device.
+pub struct WgStream {
+    core: Arc<Core>,
+    fault: wgpu::Buffer,
+    /// Of what follows the last event, and whether a kernel got the fault word since.
+    open: Mutex<(Arc<Report>, bool)>,
+}
+
+impl fmt::Debug for WgStream {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "WgStream({})", self.core.id)
+    }
+}
+
+impl WgStream {
+    pub fn new(core: &Arc<Core>) -> Result<WgStream> {
+        Ok(WgStream { core: core.clone(), fault: core.queue.word()?, open: Mutex::default() })
+    }
+
+    fn close(&self, from: Option<(&WgBuffer, usize, usize)>, to: Vec<u8>) -> Result<Download> {
+        let mut open = lock(&self.open);
+        let fault = open.1.then_some(&self.fault);
+        let fetch = self.core.queue.fetch(from, fault)?;
+        let (report, _) = std::mem::take(&mut *open);
+        let to = Arc::new(Mutex::new(to));
+        let (core, done) = (self.core.clone(), Mutex::new(false));
+        let marker = Marker { core, fetch, report: report.clone(), to: to.clone(), done };
+        Ok(Download::new(Event::new(report, Some(Box::new(marker))), to))
+    }
+}
+
+impl Stream for WgStream {
+    fn overlaps(&self) -> bool {
+        false
+    }
+
+    fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
+        let mut open = lock(&self.open);
+        open.1 |= self.core.queue.run_for(&self.fault, |s| self.core.enqueue(s, commands))?;
+        Ok(())
+    }
+
+    /// `wgpu` copies the bytes before this returns.
+    fn write(&self, dst: &BufferRef, offset: usize, src: Arc<dyn Bytes>) -> Result<()> {
+        let b = self.core.buffer("write", dst)?;
+        let bytes = src.bytes();
+        validate::range("write", dst.bytes(), offset, bytes.len())?;
+        self.core.queue.write(b, offset, bytes)?;
+        Counts::add(&self.core.counts.uploads, 1);
+        Counts::add(&self.core.counts.uploaded_bytes, bytes.len() as u64);
+        Ok(())
+    }
+
+    fn read(&self, src: &BufferRef, offset: usize, bytes: usize) -> Result<Download> {
+        let b = self.core.buffer("read", src)?;
+        validate::range("read", src.bytes(), offset, bytes)?;
+        let to = halcyon_ir::host::zeros(bytes, "a copy to the host")?;
+        let d = self.close(Some((b, offset, bytes)), to)?;
+        Counts::add(&self.core.counts.downloads, 1);
+        Counts::add(&self.core.counts.downloaded_bytes, bytes as u64);
+        Ok(d)
+    }
+
+    fn record(&self) -> Result<Event> {
+        self.close(None, vec![]).map(|d| d.event().clone())
+    }
+
+    fn wait(&self, event: &Event) -> Result<()> {
+        let marker = event.progress().and_then(|p| p.as_any().downcast_ref::<Marker>());
+        if !marker.is_some_and(|m| Arc::ptr_eq(&m.core, &self.core)) {
+            // What became of another device's work is told there.
+            let _ = event.wait();
+        }
+        Ok(())
+    }
+}
