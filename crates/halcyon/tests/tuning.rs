@@ -10,7 +10,8 @@ use halcyon::prelude::*;
 use halcyon::receipts::Effort;
 use halcyon::session::difference;
 use halcyon::tune::{
-    Entry, Rejection, Space, Table, Templates, Tunable, TuneOptions, TuningCache, TuningMode, Variant, Why,
+    Best, Entry, Rejection, Space, Table, Templates, Tunable, TuneOptions, TuningCache, TuningMode, Variant,
+    Why,
 };
 use halcyon::{BackendBuilder, ConstData, Error, Session};
 use std::path::Path;
@@ -120,8 +121,6 @@ fn what_is_found_is_kept_and_used_from_o2_on() {
     }
 }
 
-use halcyon::tune::Best;
-
 fn plan_of(b: &Backend, g: &Graph) -> Vec<Tunable> {
     let plan = halcyon::ir::lower::lower(g, b.device().as_target(), &b.lower_options()).unwrap();
     plan.steps.iter().filter_map(|s| s.tunable.as_deref().cloned()).collect()
@@ -183,7 +182,8 @@ impl Space for Planted {
             "planted wrong" => low.steps[0].2.swap(0, 1),
             // One group alone writes its part, the rest stays as it was.
             "planted lazy" => low.steps[0].1.groups = [1, 1, 1],
-            "planted refused" => low.steps[0].0.workgroup = [1 << 20, 1, 1],
+            "planted refused" => low.steps[0].0.name = "no name".into(),
+            "planted large" => low.steps[0].0.workgroup = [1 << 20, 1, 1],
             "planted declined" => return Err(Declined::because("it wants what no device has")),
             "planted slow" => {
                 let (k, l, b) = low.steps.remove(0);
@@ -206,6 +206,7 @@ fn what_is_wrong_or_fails_is_quarantined_with_the_reason() {
         "planted wrong",
         "planted lazy",
         "planted refused",
+        "planted large",
         "planted declined",
         "planted slow",
         "planted right",
@@ -217,7 +218,8 @@ fn what_is_wrong_or_fails_is_quarantined_with_the_reason() {
     for (name, reason, part) in [
         ("planted wrong", Why::Wrong, "differ from the default's"),
         ("planted lazy", Why::Wrong, "instead of"),
-        ("planted refused", Why::DoesNotCompile, ""),
+        ("planted refused", Why::DoesNotCompile, "does not compile"),
+        ("planted large", Why::DoesNotFit, "1048576 work-items"),
         ("planted declined", Why::DoesNotFit, "no device has"),
         ("planted slow", Why::TooSlow, "the default takes"),
     ] {
@@ -225,8 +227,8 @@ fn what_is_wrong_or_fails_is_quarantined_with_the_reason() {
         println!("{name}: {why}: {detail}");
         assert!(why == reason && detail.contains(part), "{name}: {why}: {detail}");
     }
-    assert!(why("planted right").is_none() && k.rejected.len() == 5, "{k:?}");
-    assert_eq!(k.best.tried, 8);
+    assert!(why("planted right").is_none() && k.rejected.len() == 6, "{k:?}");
+    assert_eq!(k.best.tried, 9);
 
     // The file has them, and another process does not try them again, even where it has to tune anew.
     let there = Table::read(&file).unwrap().unwrap();
