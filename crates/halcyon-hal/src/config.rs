@@ -3,11 +3,13 @@
 //! ```toml
 //! backends = "torchbridge"     # or ["cuda", "cpu"]
 //! fallback = "never"           # or "next", "cpu"
+//! memory_pool = "best-fit:2GiB,defragment"    # or a table: strategy, initial_size, max_size, defragment
 //! ```
 //!
 //! It is the file that `HALCYON_CONFIG` names (`off` for none), else `halcyon/config.toml` in the user's configuration directory.
 
 use crate::policy::{Fallback, Policy};
+use crate::pool::MemoryPoolConfig;
 use crate::{Error, Result};
 use serde::Deserialize;
 use std::io::ErrorKind;
@@ -22,6 +24,7 @@ pub const VARIABLE: &str = "HALCYON_CONFIG";
 pub struct Config {
     pub backends: Option<Policy>,
     pub fallback: Option<Fallback>,
+    pub memory_pool: Option<MemoryPoolConfig>,
 }
 
 /// Where the file is looked for, and whether the user named it.
@@ -94,6 +97,10 @@ mod tests {
         let c = parse("backends = [\"amd\", \"cpu\"]").unwrap();
         assert_eq!(c.backends.unwrap().backends(), [BackendType::Rocm, BackendType::Cpu]);
         assert_eq!(parse("").unwrap(), Config::default());
+        let text = parse("memory_pool = \"buddy:64MiB..1GiB\"").unwrap().memory_pool;
+        let table = "[memory_pool]\nstrategy = \"buddy\"\ninitial_size = \"64M\"\nmax_size = 1073741824";
+        assert_eq!(parse(table).unwrap().memory_pool, text);
+        assert_eq!(text.map(|c| (c.initial_size, c.max_size)), Some((64 << 20, Some(1 << 30))));
     }
 
     #[test]
@@ -103,6 +110,7 @@ mod tests {
             ("backends = [\"cpu\", \"cpu\"]", "twice"),
             ("backends = \"cpux\"", "cpux"),
             ("fallback = \"maybe\"", "maybe"),
+            ("memory_pool = \"slab\"", "memory_pool"),
             ("backends =", "line 1"),
         ] {
             let e = parse(text).unwrap_err();

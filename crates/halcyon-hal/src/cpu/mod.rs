@@ -3,7 +3,7 @@
 pub mod amx;
 mod device;
 pub mod library;
-mod memory;
+pub(crate) mod memory;
 pub mod peak;
 mod program;
 pub mod sys;
@@ -40,6 +40,6 @@ impl Driver for CpuDriver {
                 fix: "Use device 0, which is the whole machine".into(),
             });
         }
-        Ok(Arc::new(CpuDevice::new(options)))
+        Ok(Arc::new(CpuDevice::new(options)?))
     }
 }

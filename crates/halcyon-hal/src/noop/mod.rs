@@ -4,15 +4,16 @@
 use crate::pool::{Block, Pool, Source};
 use crate::validate::{self, Signature};
 use crate::{
-    BackendType, Buffer, BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Driver,
-    Error, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing,
+    BackendType, Buffer, BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device,
+    DeviceInfo, Driver, Error, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Tag,
+    Target, Timing,
 };
 use halcyon_ir::kernel::{Kernel, verify_for};
 use std::any::Any;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use std::time::Instant;
 
 /// What every byte of a buffer is after a launch that would have written it: NaN in the float types, -1 in the signed ones.
@@ -44,7 +45,8 @@ impl Driver for NoopDriver {
         let info = info();
         let counts = Arc::new(Counts::default());
         Ok(Arc::new(NoopDevice {
-            pool: Pool::new(HostMemory, info.id.clone(), options.memory_limit, counts.clone()),
+            pool: Pool::new(HostMemory, info.id.clone(), options, None, counts.clone())?,
+            turn: Mutex::default(),
             info,
             caps: Caps::generous(),
             counts,
@@ -73,16 +75,29 @@ fn info() -> DeviceInfo {
     }
 }
 
-struct HostMemory;
+#[derive(Debug)]
+pub(crate) struct HostMemory;
+
+/// Bytes, and where in them a buffer starts.
+pub(crate) type Place = (Arc<Mutex<Vec<u8>>>, usize);
 
 impl Source for HostMemory {
-    type Raw = Mutex<Vec<u8>>;
+    type Raw = Arc<Mutex<Vec<u8>>>;
+    type Place = RwLock<Place>;
 
     fn allocate(&self, bytes: usize) -> std::result::Result<Self::Raw, String> {
         let mut v = vec![];
         v.try_reserve_exact(bytes).map_err(|e| e.to_string())?;
         v.resize(bytes, POISON);
-        Ok(Mutex::new(v))
+        Ok(Arc::new(Mutex::new(v)))
+    }
+
+    fn place(
+        &self,
+        raw: &Self::Raw,
+        range: Option<(usize, usize)>,
+    ) -> std::result::Result<Self::Place, String> {
+        Ok(RwLock::new((raw.clone(), range.map_or(0, |(offset, _)| offset))))
     }
 }
 
@@ -92,9 +107,11 @@ struct NoopBuffer {
 }
 
 impl NoopBuffer {
-    fn lock(&self) -> Result<MutexGuard<'_, Vec<u8>>> {
-        let raw = self.block.raw().ok_or_else(|| Error::internal("a buffer was used after its release"))?;
-        Ok(raw.lock().unwrap_or_else(|e| e.into_inner()))
+    /// Works on its bytes. The device's turn is taken: nothing moves.
+    fn with<T>(&self, f: impl FnOnce(&mut [u8]) -> T) -> T {
+        let place = self.block.place().read().unwrap_or_else(|e| e.into_inner());
+        let mut all = place.0.lock().unwrap_or_else(|e| e.into_inner());
+        f(&mut all[place.1..place.1 + self.block.bytes()])
     }
 }
 
@@ -137,6 +154,8 @@ struct NoopDevice {
     caps: Caps,
     counts: Arc<Counts>,
     pool: Arc<Pool<HostMemory>>,
+    /// Held while commands or copies run, and while buffers are moved.
+    turn: Mutex<()>,
     programs: Mutex<HashMap<u128, Arc<NoopProgram>>>,
     /// Where profiling is on.
     timings: Option<Mutex<Vec<Timing>>>,
@@ -144,6 +163,11 @@ struct NoopDevice {
 }
 
 impl NoopDevice {
+    fn turn(&self) -> MutexGuard<'_, ()> {
+        // It guards no value.
+        self.turn.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
     fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a NoopBuffer> {
         b.as_any().downcast_ref::<NoopBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
             Error::argument(call, format!("{b:?} does not belong to this opening of {}", self.info.id))
@@ -163,7 +187,7 @@ impl NoopDevice {
                     return Ok(());
                 }
                 for (b, _) in own.iter().zip(&p.signature.buffers).filter(|(_, d)| d.write) {
-                    b.lock()?.fill(POISON);
+                    b.with(|bytes| bytes.fill(POISON));
                 }
                 Counts::add(&self.counts.launches, 1);
                 Ok(())
@@ -176,12 +200,8 @@ impl NoopDevice {
                     return Ok(());
                 }
                 let (s, d) = (*src_offset..src_offset + bytes, *dst_offset..dst_offset + bytes);
-                if same {
-                    to.lock()?.copy_within(s, d.start);
-                } else {
-                    let data = from.lock()?[s].to_vec();
-                    to.lock()?[d].copy_from_slice(&data);
-                }
+                let data = from.with(|bytes| bytes[s].to_vec());
+                to.with(|bytes| bytes[d].copy_from_slice(&data));
                 Counts::add(&self.counts.device_copies, 1);
                 Ok(())
             }
@@ -216,17 +236,32 @@ impl Device for NoopDevice {
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
-        Ok(Arc::new(NoopBuffer { block: self.pool.alloc(bytes, tag)?, owner: self.number }))
+        let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;
+        Ok(Arc::new(NoopBuffer { block, owner: self.number }))
     }
 
     fn footprint(&self, bytes: usize, tag: Tag) -> usize {
-        crate::pool::footprint(bytes, tag)
+        self.pool.footprint(bytes, tag)
+    }
+
+    fn defragment(&self) -> Result<Defragmented> {
+        let _turn = self.turn();
+        self.pool.defragment(&mut |m| {
+            let from = m.from.0.lock().unwrap_or_else(|e| e.into_inner());
+            let data = from[m.from.1..m.from.1 + m.bytes].to_vec();
+            // It may be the same allocation.
+            drop(from);
+            let mut to = m.to.0.lock().unwrap_or_else(|e| e.into_inner());
+            to[m.to.1..m.to.1 + m.bytes].copy_from_slice(&data);
+            Ok(())
+        })
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
         let b = self.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
-        b.lock()?[offset..offset + src.len()].copy_from_slice(src);
+        let _turn = self.turn();
+        b.with(|bytes| bytes[offset..offset + src.len()].copy_from_slice(src));
         Counts::add(&self.counts.uploads, 1);
         Counts::add(&self.counts.uploaded_bytes, src.len() as u64);
         Ok(())
@@ -235,7 +270,8 @@ impl Device for NoopDevice {
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
         let b = self.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
-        dst.copy_from_slice(&b.lock()?[offset..offset + dst.len()]);
+        let _turn = self.turn();
+        b.with(|bytes| dst.copy_from_slice(&bytes[offset..offset + dst.len()]));
         Counts::add(&self.counts.downloads, 1);
         Counts::add(&self.counts.downloaded_bytes, dst.len() as u64);
         Ok(())
@@ -254,6 +290,7 @@ impl Device for NoopDevice {
     }
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
+        let _turn = self.turn();
         for c in commands {
             let start = self.timings.as_ref().map(|_| Instant::now());
             self.run(c)?;
@@ -266,6 +303,7 @@ impl Device for NoopDevice {
     }
 
     fn synchronize(&self) -> Result<()> {
+        drop(self.turn());
         Ok(())
     }
 

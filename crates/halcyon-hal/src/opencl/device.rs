@@ -1,16 +1,17 @@
 //! An open OpenCL device.
 
 use super::adapter::Adapter;
-use super::memory::{self, ClBuffer, ClSource};
+use super::memory::{self, ClBuffer, ClPages, ClSource};
 use super::program::{Builder, ClProgram};
 use super::queue::Queue;
 use super::sys::{self, Owned};
 use crate::cache::{self, DiskCache};
+use crate::host_buffer::{Account, Pages};
 use crate::pool::Pool;
 use crate::validate::{self, Signature};
 use crate::{
-    BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Error, LibraryCall,
-    LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing,
+    BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
+    HostBuffer, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing,
 };
 use halcyon_ir::kernel::{Kernel, verify_for};
 use halcyon_ir::render::{self, Language};
@@ -31,6 +32,7 @@ pub struct OpenClDevice {
     context: Arc<Owned>,
     queue: Queue,
     pool: Arc<Pool<ClSource>>,
+    host: Account,
     programs: Mutex<HashMap<u128, Arc<ClProgram>>>,
     disk: Option<DiskCache>,
     /// Tells its buffers and programs from those of other devices.
@@ -61,13 +63,14 @@ impl OpenClDevice {
         let word =
             memory::buffer(api, &context, 4).map_err(|c| sys::driver_error(&info.id, "clCreateBuffer", c))?;
         let counts = Arc::new(Counts::default());
-        let source = ClSource { api, context: context.clone(), max: caps.max_binding_bytes };
-        let limit = options.memory_limit.or(info.total_memory);
-        let pool = Pool::new(source, info.id.clone(), limit, counts.clone());
+        let (max, alignment) = (caps.max_binding_bytes, adapter.alignment());
+        let source = ClSource { api, context: context.clone(), max, alignment };
+        let pool = Pool::new(source, info.id.clone(), options, info.total_memory, counts.clone())?;
         let queue = Queue::new(&adapter, &context, word, &info.id, pool.clone(), options.profile)?;
         let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join("opencl"));
         Ok(OpenClDevice {
             adapter,
+            host: Account::new(&info.id, options),
             info,
             caps,
             counts,
@@ -172,7 +175,7 @@ impl Device for OpenClDevice {
     }
 
     fn memory(&self) -> MemoryStats {
-        self.pool.stats()
+        MemoryStats { pinned: self.host.used(), ..self.pool.stats() }
     }
 
     fn available(&self) -> Option<u64> {
@@ -184,11 +187,23 @@ impl Device for OpenClDevice {
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
-        Ok(Arc::new(ClBuffer { block: self.pool.alloc(bytes, tag)?, owner: self.number }))
+        let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;
+        Ok(Arc::new(ClBuffer { block, owner: self.number }))
     }
 
     fn footprint(&self, bytes: usize, tag: Tag) -> usize {
-        crate::pool::footprint(bytes, tag)
+        self.pool.footprint(bytes, tag)
+    }
+
+    fn defragment(&self) -> Result<Defragmented> {
+        self.queue.defragment(&self.context)
+    }
+
+    fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
+        self.host.buffer(bytes, true, || {
+            let pages = ClPages::new(self.adapter.api, &self.context, self.queue.object(), bytes)?;
+            Ok(Box::new(pages) as Box<dyn Pages>)
+        })
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
