@@ -3,7 +3,8 @@
 use clap::{Args, Parser, Subcommand, ValueEnum};
 use halcyon::ir::passes;
 use halcyon::{
-    AmpPolicy, Backend, BackendBuilder, BackendType, Error, Fallback, Level, Policy, Result, TuningMode,
+    AmpPolicy, Backend, BackendBuilder, BackendType, Error, Fallback, Level, MemoryPoolConfig, Policy,
+    Result, TuningMode, hal,
 };
 use halcyon_formats::onnx::export::ExportOptions;
 use std::path::PathBuf;
@@ -93,9 +94,14 @@ pub struct BackendArgs {
     /// Threads of the CPU device
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
-    /// Most memory that live buffers may take: bytes, or a number with K, M or G (powers of 1024)
+    /// Most memory that the device may give, for live buffers and for what is kept: bytes, or a number with K, M or G (powers of 1024)
     #[arg(long, value_name = "SIZE")]
     pub memory_limit: Option<String>,
+    /// How buffers get their memory: exclusive (each an allocation, the default), best-fit, first-fit or buddy (ranges of large chunks), with
+    /// the most it may take (best-fit:512MiB) or what it starts with too (buddy:64MiB..2GiB); ",defragment" behind it moves buffers
+    /// together where a request would fail. Without it `memory_pool` of the configuration file counts
+    #[arg(long, value_name = "POOL")]
+    pub memory_pool: Option<String>,
     /// Switches a transformation off, by the name a receipt gives it; repeatable
     #[arg(long, value_name = "NAME")]
     pub without: Vec<String>,
@@ -163,6 +169,9 @@ impl BackendArgs {
         if let Some(f) = &self.tuning_cache {
             b = b.autotuning_cache_file(f);
         }
+        if let Some(p) = &self.memory_pool {
+            b = b.memory_pool(p.parse()?);
+        }
         for name in self.without.iter().map(String::as_str).chain(without) {
             b = b.without(transformation(name)?);
         }
@@ -178,6 +187,7 @@ impl BackendArgs {
         self.backends.as_deref().map(str::parse::<Policy>).transpose()?;
         self.fallback.as_deref().map(str::parse::<Fallback>).transpose()?;
         self.memory_limit.as_deref().map(bytes).transpose()?;
+        self.memory_pool.as_deref().map(str::parse::<MemoryPoolConfig>).transpose()?;
         self.without.iter().try_for_each(|n| transformation(n).map(drop))
     }
 }
@@ -193,14 +203,7 @@ fn transformation(name: &str) -> Result<&'static str> {
 
 /// `4096`, `512M`, `2G`.
 fn bytes(s: &str) -> Result<u64> {
-    let t = s.trim();
-    let (digits, shift) = match t.char_indices().last() {
-        Some((i, 'k' | 'K')) => (&t[..i], 10),
-        Some((i, 'm' | 'M')) => (&t[..i], 20),
-        Some((i, 'g' | 'G')) => (&t[..i], 30),
-        _ => (t, 0),
-    };
-    digits.parse::<u64>().ok().and_then(|n| n.checked_mul(1 << shift)).ok_or_else(|| {
+    hal::pool::size(s).ok_or_else(|| {
         Error::argument("--memory-limit", format!("\"{s}\" is no size; write 4096, 512M or 2G"))
     })
 }

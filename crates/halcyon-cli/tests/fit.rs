@@ -156,6 +156,19 @@ fn the_readmes_model_takes_what_is_predicted() {
 }
 
 #[test]
+fn predictions_hold_for_every_strategy_of_the_pool() {
+    for pool in ["exclusive", "best-fit:64MiB", "first-fit:1MiB..64MiB", "buddy:64MiB,defragment"] {
+        let args = ["--input", "random:3x1x8x8", "--memory-pool", pool];
+        predicted_and_measured(Path::new(DIGITS), &args);
+        let run = command("run", Path::new(DIGITS), &args).ok().json();
+        let of = |k: &str| figure(&run, &format!("/memory/device/{k}"));
+        assert!(of("peak") <= of("peak_reserved") && of("peak_reserved") <= 64 * MIB || pool == "exclusive");
+        assert_eq!(of("reserved"), of("allocated") + of("cached"));
+    }
+    halcyon(&["run", DIGITS, "--memory-pool", "slab:1G"]).fails(2, &["slab", "best-fit"]);
+}
+
+#[test]
 fn large_models_take_what_is_predicted() {
     let dir = tempfile::tempdir().expect("a folder");
     let at = dir.path();

@@ -68,7 +68,7 @@ fn cpu_seconds() -> f64 {
 
 fn main() -> Result<()> {
     let threads = std::env::args().nth(1).and_then(|t| t.parse().ok());
-    let dev = CpuDevice::new(&Options { threads, ..Default::default() });
+    let dev = CpuDevice::new(&Options { threads, ..Default::default() })?;
     let (rows, cols) = (4096, 4096);
     let n = rows * cols;
     let full = || View::dense(&[rows, cols]);

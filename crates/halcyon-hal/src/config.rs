@@ -5,11 +5,13 @@
 //! fallback = "never"           # or "next", "cpu"
 //! tuning = "background"        # or "off", "cached", a budget in seconds ("30")
 //! tuning_cache = "/home/me/tuning.json"
+//! memory_pool = "best-fit:2GiB,defragment"    # or a table: strategy, initial_size, max_size, defragment
 //! ```
 //!
 //! It is the file that `HALCYON_CONFIG` names (`off` for none), else `halcyon/config.toml` in the user's configuration directory.
 
 use crate::policy::{Fallback, Policy};
+use crate::pool::MemoryPoolConfig;
 use crate::tune::TuningMode;
 use crate::{Error, Result};
 use serde::Deserialize;
@@ -27,6 +29,7 @@ pub struct Config {
     pub fallback: Option<Fallback>,
     pub tuning: Option<TuningMode>,
     pub tuning_cache: Option<PathBuf>,
+    pub memory_pool: Option<MemoryPoolConfig>,
 }
 
 /// Where the file is looked for, and whether the user named it.
@@ -102,6 +105,10 @@ mod tests {
         assert_eq!(c.tuning, Some(TuningMode::Budget(std::time::Duration::from_secs(30))));
         assert_eq!(c.tuning_cache, Some("/tmp/t.json".into()));
         assert_eq!(parse("").unwrap(), Config::default());
+        let text = parse("memory_pool = \"buddy:64MiB..1GiB\"").unwrap().memory_pool;
+        let table = "[memory_pool]\nstrategy = \"buddy\"\ninitial_size = \"64M\"\nmax_size = 1073741824";
+        assert_eq!(parse(table).unwrap().memory_pool, text);
+        assert_eq!(text.map(|c| (c.initial_size, c.max_size)), Some((64 << 20, Some(1 << 30))));
     }
 
     #[test]
@@ -112,6 +119,7 @@ mod tests {
             ("backends = \"cpux\"", "cpux"),
             ("fallback = \"maybe\"", "maybe"),
             ("tuning = \"often\"", "often"),
+            ("memory_pool = \"slab\"", "memory_pool"),
             ("backends =", "line 1"),
         ] {
             let e = parse(text).unwrap_err();

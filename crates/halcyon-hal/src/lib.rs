@@ -24,6 +24,7 @@ pub mod cpu;
 #[allow(dead_code)]
 mod hazard;
 pub mod heap;
+pub mod host_buffer;
 pub mod noop;
 #[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]
 pub mod opencl;
@@ -44,6 +45,8 @@ pub use halcyon_ir::error::{Error, Result};
 pub use halcyon_ir::host;
 pub use halcyon_ir::target::{Caps, Declined, LibraryCall, LibraryKernel, Operand, Target};
 pub use stream::{Download, Event, Stream, StreamOptions};
+pub use host_buffer::HostBuffer;
+pub use pool::{AllocationStrategy, Defragmented, MemoryPoolConfig};
 
 use halcyon_ir::Scalar;
 use halcyon_ir::kernel::Kernel;
@@ -85,6 +88,10 @@ pub enum Tag {
     State,
     Workspace,
     Io,
+    /// Keys and values of attention.
+    Kv,
+    /// What an optimiser keeps for each parameter.
+    Optimizer,
 }
 
 /// Device memory. Dropping it returns it to the device's pool.
@@ -194,20 +201,57 @@ impl Counts {
     }
 }
 
-/// Bytes of a device's memory in use by this process, through this device.
+/// Bytes of a device's memory in use by this process, through this device, and what its pool did.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(default)]
 pub struct MemoryStats {
-    /// Held by live buffers.
+    /// Held by live buffers, with what their sizes are rounded up by.
     pub allocated: u64,
     /// Highest value of `allocated`.
     pub peak: u64,
     /// What made up `peak`, when it was reached first.
     pub peak_by_tag: BTreeMap<Tag, u64>,
-    /// Freed buffers that the pool keeps.
+    /// Given by the driver: `allocated` and `cached`.
+    pub reserved: u64,
+    /// Highest value of `reserved`; never above `limit`.
+    pub peak_reserved: u64,
+    /// Given by the driver and not live: freed buffers that the pool keeps, unused parts of its chunks.
     pub cached: u64,
+    /// The largest piece of `cached` that one buffer can take.
+    pub largest_free: u64,
     /// The cap, if one was set, else the device's memory where known.
     pub limit: Option<u64>,
     pub by_tag: BTreeMap<Tag, u64>,
+    /// Buffers that were handed out and given back, whatever memory served them.
+    pub allocations: u64,
+    pub frees: u64,
+    /// Times that `cached` was given back for want of room.
+    pub trims: u64,
+    pub defragmentations: u64,
+    pub moved_bytes: u64,
+    /// Defragmentations that moved a buffer: an address that was taken at an earlier generation may be another's.
+    pub generation: u64,
+    /// Requests that ended in [`Error::OutOfMemory`].
+    pub refusals: u64,
+    /// Of the host, in [`HostBuffer`]s of the device; not part of the above.
+    pub pinned: u64,
+}
+
+impl MemoryStats {
+    /// Share of the free bytes that lie outside of the largest free range: `1 - largest_free / cached`, 0 where nothing is free.
+    pub fn fragmentation(&self) -> f64 {
+        if self.cached == 0 { 0.0 } else { 1.0 - self.largest_free as f64 / self.cached as f64 }
+    }
+
+    /// MiB (1024² bytes) of live buffers.
+    pub fn allocated_mb(&self) -> f64 {
+        self.allocated as f64 / (1u64 << 20) as f64
+    }
+
+    /// MiB (1024² bytes) that live buffers may still take; `None` where neither a limit nor the device's memory is known.
+    pub fn free_mb(&self) -> Option<f64> {
+        self.limit.map(|l| l.saturating_sub(self.allocated) as f64 / (1u64 << 20) as f64)
+    }
 }
 
 /// Settings for opening a device.
@@ -217,8 +261,12 @@ pub struct Options {
     pub threads: Option<usize>,
     /// Whether the CPU device uses instruction sets beyond the target's baseline. `None`: what the processor has.
     pub simd: Option<bool>,
-    /// Bytes that live buffers may take.
+    /// Bytes that the driver may give: live buffers and what the pool keeps.
     pub memory_limit: Option<u64>,
+    /// How buffers get their memory; `None` is the default.
+    pub memory_pool: Option<MemoryPoolConfig>,
+    /// Bytes that [`Device::alloc_host`] may take. `None`: half of the machine's memory.
+    pub host_limit: Option<u64>,
     /// Directory for compiled programs. `None`: the user's cache directory.
     pub cache_dir: Option<PathBuf>,
     /// Times every command.
@@ -264,6 +312,31 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         Err(Error::unsupported(
             format!("parts of buffers on {}", self.info().id),
             "Allocate a buffer for each part",
+        ))
+    }
+
+    /// Memory of the host that copies to and from the device need no detour for: locked pages where the driver has them.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where the device has no such thing; [`Error::OutOfMemory`] past [`Options::host_limit`], or where the
+    /// system has none left.
+    fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
+        let _ = bytes;
+        Err(Error::unsupported(
+            format!("memory of the host for copies on {}", self.info().id),
+            "Copy from and to ordinary memory",
+        ))
+    }
+
+    /// Waits, and moves buffers together so that free memory lies in large ranges. Buffers keep their contents, and everything that holds
+    /// them (tensors, plans, captured graphs) goes on as before.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where the device has no pool; the driver's own.
+    fn defragment(&self) -> Result<Defragmented> {
+        Err(Error::unsupported(
+            format!("moving buffers on {}", self.info().id),
+            "Free memory with empty_cache, or use a smaller batch",
         ))
     }
 
@@ -364,18 +437,6 @@ impl DeviceInfo {
             BackendType::Cpu | BackendType::Metal => n.into(),
             _ => format!("{n}:{}", self.index),
         })
-    }
-}
-
-impl MemoryStats {
-    /// [`MemoryStats::allocated`] in MiB (1024² bytes).
-    pub fn allocated_mb(&self) -> f64 {
-        self.allocated as f64 / (1u64 << 20) as f64
-    }
-
-    /// What the limit leaves, in MiB (1024² bytes); `None` where no limit is known.
-    pub fn free_mb(&self) -> Option<f64> {
-        self.limit.map(|l| l.saturating_sub(self.allocated) as f64 / (1u64 << 20) as f64)
     }
 }
 

@@ -1,45 +1,179 @@
-//! Caching allocator shared by the drivers: freed memory is kept by size and handed out again, because fresh pages and driver
-//! calls cost more than most kernels.
+//! Memory pools, shared by the drivers. By default a caching allocator: freed memory is kept by size and handed out again, because
+//! fresh pages and driver calls cost more than most kernels. The other strategies take large chunks of the driver and hand out ranges of
+//! them, which can be moved together.
+//!
+//! What the driver gave (live buffers, kept ones, unused parts of chunks) never passes the cap. `docs/memory.md` has the whole.
 
-use crate::{Counts, Error, MemoryStats, Result, Tag};
-use std::collections::BTreeMap;
+mod config;
+mod ranges;
+#[cfg(test)]
+mod tests;
+
+pub use config::{AllocationStrategy, MemoryPoolConfig, size};
+
+use crate::{Counts, Error, MemoryStats, Options, Result, Tag};
+use ranges::{Lying, Ranges};
+use serde::{Deserialize, Serialize};
+use std::collections::{BTreeMap, HashMap};
 use std::fmt;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock, Weak};
 
 /// Allocates and frees the memory of one driver.
 pub trait Source: Send + Sync + 'static {
+    /// One allocation; dropping it gives it back.
     type Raw: Send + Sync + fmt::Debug;
+    type Place: Place;
+
     /// Exactly `bytes` bytes (never 0), or the driver's reason.
     fn allocate(&self, bytes: usize) -> std::result::Result<Self::Raw, String>;
+
+    /// What commands name: an allocation, or a range (offset, bytes) of it. It keeps alive what it needs.
+    fn place(
+        &self,
+        raw: &Self::Raw,
+        range: Option<(usize, usize)>,
+    ) -> std::result::Result<Self::Place, String>;
+
+    /// Where ranges may start; a power of two.
+    fn alignment(&self) -> usize {
+        1
+    }
+
+    /// Most bytes of one allocation.
+    fn most(&self) -> u64 {
+        u64::MAX
+    }
 }
 
-struct State<R> {
-    free: BTreeMap<usize, Vec<R>>,
+/// Where a buffer lies, as the driver's calls name it. It changes when the buffer is moved, which the driver does only while no command
+/// runs and none is being submitted.
+pub trait Place: Send + Sync + fmt::Debug {
+    fn replace(&self, with: Self);
+}
+
+impl<T: Send + Sync + fmt::Debug> Place for RwLock<T> {
+    fn replace(&self, with: Self) {
+        let with = with.into_inner().unwrap_or_else(|e| e.into_inner());
+        *self.write().unwrap_or_else(|e| e.into_inner()) = with;
+    }
+}
+
+/// A copy that moves a buffer. Where both places are in one allocation they may overlap; `to` is then below `from`.
+#[derive(Debug)]
+pub struct Relocation<'a, R> {
+    pub from: (&'a R, usize),
+    pub to: (&'a R, usize),
+    pub bytes: usize,
+    /// `from` and `to` lie in one allocation.
+    pub same: bool,
+}
+
+impl<R> Relocation<'_, R> {
+    pub fn overlaps(&self) -> bool {
+        self.same && self.from.1.abs_diff(self.to.1) < self.bytes
+    }
+}
+
+/// What [`crate::Device::defragment`] did.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Defragmented {
+    pub moved_buffers: u64,
+    pub moved_bytes: u64,
+    /// Given back to the driver.
+    pub released_bytes: u64,
+    /// Bytes of the largest free range.
+    pub largest_free_before: u64,
+    pub largest_free_after: u64,
+}
+
+/// Brings free memory together, for a request that finds none: [`Pool::defragment`] with the driver's copies.
+pub type Defragment<'a> = &'a dyn Fn() -> Result<Defragmented>;
+
+struct State<S: Source> {
+    /// Freed allocations by size, the oldest of each first, with when they came.
+    kept: BTreeMap<usize, Vec<(u64, S::Raw)>>,
+    /// By number; numbers grow.
+    chunks: BTreeMap<u64, Chunk<S::Raw>>,
+    /// What lies in chunks, by number.
+    live: HashMap<u64, Live<S>>,
+    next: u64,
     stats: MemoryStats,
+}
+
+struct Chunk<R> {
+    raw: R,
+    ranges: Ranges,
+}
+
+struct Live<S: Source> {
+    chunk: u64,
+    offset: usize,
+    bytes: usize,
+    pins: u32,
+    held: Weak<Held<S>>,
 }
 
 /// A pool over a source of memory.
 pub struct Pool<S: Source> {
     source: S,
     device: String,
-    state: Mutex<State<S::Raw>>,
+    config: MemoryPoolConfig,
+    /// Ranges are multiples of it.
+    unit: usize,
+    state: Mutex<State<S>>,
     counts: Arc<Counts>,
 }
 
-/// Memory on loan from a pool.
-pub struct Block<S: Source> {
-    raw: Option<S::Raw>,
+/// Memory on loan from a pool; clones share it, and the last one gives it back.
+pub struct Block<S: Source>(Arc<Held<S>>);
+
+impl<S: Source> Clone for Block<S> {
+    fn clone(&self) -> Self {
+        Block(self.0.clone())
+    }
+}
+
+struct Held<S: Source> {
+    place: S::Place,
+    home: Home<S::Raw>,
     bytes: usize,
     class: usize,
     tag: Tag,
     pool: Arc<Pool<S>>,
 }
 
+enum Home<R> {
+    /// An allocation of its own; taken out when it is given back.
+    Own(Option<R>),
+    /// A range of a chunk: its number in `live`.
+    Range(u64),
+}
+
+/// As long as it lives, the block stays where it is.
+pub struct Pinned<S: Source>(Block<S>);
+
+/// A block that this does not keep.
+pub struct WeakBlock<S: Source>(Weak<Held<S>>);
+
+impl<S: Source> Clone for WeakBlock<S> {
+    fn clone(&self) -> Self {
+        WeakBlock(self.0.clone())
+    }
+}
+
 /// What is rounded to pages alone.
 const PAGE: usize = 4096;
+/// Ranges of chunks are multiples of this, or of the source's alignment.
+const UNIT: usize = 256;
+/// Bytes by which chunks grow a pool, if the request is not larger.
+const GROWTH: usize = 32 << 20;
+/// Sizes of kept allocations from which on those are forgotten of which none is there.
+const SIZES: usize = 256;
+/// What may be kept although more than was ever live at a time: buffers of changing sizes fit each other badly.
+const KEPT: u64 = 256 << 20;
 
-/// Bytes that a request takes of a pool, whatever memory serves it. What a plan holds for long (weights, scratch) is rounded to
-/// pages from 1 MiB on; the rest comes and goes in changing sizes and gets a size class, so that it finds what others freed.
+/// Bytes that a request takes of a pool of the default strategy, whatever memory serves it. What a plan holds for long (weights, scratch)
+/// is rounded to pages from 1 MiB on; the rest comes and goes in changing sizes and gets a size class, so that it finds what others freed.
 pub fn footprint(bytes: usize, tag: Tag) -> usize {
     match tag {
         Tag::Weights | Tag::Activations | Tag::Workspace if bytes >= 1 << 20 => {
@@ -56,74 +190,437 @@ fn size_class(bytes: usize) -> usize {
     b.div_ceil(step).saturating_mul(step)
 }
 
-impl<S: Source> Pool<S> {
-    pub fn new(source: S, device: String, limit: Option<u64>, counts: Arc<Counts>) -> Arc<Pool<S>> {
-        let stats = MemoryStats { limit, ..Default::default() };
-        Arc::new(Pool { source, device, state: Mutex::new(State { free: BTreeMap::new(), stats }), counts })
+impl<S: Source> State<S> {
+    /// Bytes that the driver may still give.
+    fn room(&self) -> u64 {
+        self.stats.limit.map_or(u64::MAX, |l| l.saturating_sub(self.stats.reserved))
     }
 
-    fn lock(&self) -> MutexGuard<'_, State<S::Raw>> {
+    fn took(&mut self, bytes: usize) {
+        let s = &mut self.stats;
+        s.reserved += bytes as u64;
+        s.peak_reserved = s.peak_reserved.max(s.reserved);
+    }
+
+    /// Gives the allocation back that was freed first; its bytes.
+    fn evict(&mut self) -> Option<u64> {
+        let oldest = |(class, v): (&usize, &Vec<(u64, S::Raw)>)| Some((v.first()?.0, *class));
+        let (_, class) = self.kept.iter().filter_map(oldest).min()?;
+        let v = self.kept.get_mut(&class)?;
+        v.remove(0);
+        if v.is_empty() {
+            self.kept.remove(&class);
+        }
+        self.stats.reserved -= class as u64;
+        Some(class as u64)
+    }
+
+    /// Gives chunks back in which nothing lies, but for `keep`; their bytes.
+    fn release(&mut self, keep: Option<u64>) -> u64 {
+        let before = self.stats.reserved;
+        let reserved = &mut self.stats.reserved;
+        self.chunks.retain(|k, c| {
+            let stays = !c.ranges.is_free() || Some(*k) == keep;
+            *reserved -= if stays { 0 } else { c.ranges.bytes() as u64 };
+            stays
+        });
+        before - self.stats.reserved
+    }
+
+    /// Everything that is kept and not in use, back to the driver; its bytes.
+    fn trim(&mut self) -> u64 {
+        let mut freed = self.release(None);
+        while let Some(n) = self.evict() {
+            freed += n;
+        }
+        self.kept.clear();
+        freed
+    }
+
+    fn largest_free(&self) -> u64 {
+        let kept = self.kept.iter().rev().find(|(_, v)| !v.is_empty()).map_or(0, |(n, _)| *n);
+        self.chunks.values().map(|c| c.ranges.largest()).fold(kept, usize::max) as u64
+    }
+
+    /// The figures as they are shown.
+    fn shown(&self) -> MemoryStats {
+        let mut s = self.stats.clone();
+        s.cached = s.reserved - s.allocated;
+        s.largest_free = self.largest_free();
+        s
+    }
+}
+
+/// Why a request was not served: the text, and whether moving buffers could help.
+struct Full {
+    why: String,
+    scattered: bool,
+}
+
+impl<S: Source> Pool<S> {
+    /// A pool as `options` say, which takes at most `total` bytes, what the device has, if they set no cap.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for settings that contradict each other; [`Error::OutOfMemory`] where there is no room for the initial size.
+    pub fn new(
+        source: S,
+        device: String,
+        options: &Options,
+        total: Option<u64>,
+        counts: Arc<Counts>,
+    ) -> Result<Arc<Pool<S>>> {
+        let config = options.memory_pool.unwrap_or_default();
+        config.check()?;
+        let caps = [options.memory_limit, config.max_size];
+        let limit = caps.into_iter().flatten().min().or(total);
+        let stats = MemoryStats { limit, ..Default::default() };
+        let unit = source.alignment().max(UNIT).next_power_of_two();
+        let state =
+            State { kept: BTreeMap::new(), chunks: BTreeMap::new(), live: HashMap::new(), next: 0, stats };
+        let pool = Pool { source, device, config, unit, state: Mutex::new(state), counts };
+        let mut left = usize::try_from(config.initial_size).unwrap_or(usize::MAX);
+        let mut s = pool.lock();
+        while left >= unit {
+            let most = usize::try_from(pool.source.most()).unwrap_or(usize::MAX);
+            let bytes = left.min(most) / unit * unit;
+            if let Err(f) = pool.add_chunk(&mut s, bytes) {
+                return Err(pool.refusal(&mut s, left, "the initial size of the pool".into(), f));
+            }
+            left -= bytes;
+        }
+        drop(s);
+        Ok(Arc::new(pool))
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State<S>> {
         // Every update leaves the state whole, so a panic elsewhere does not damage it.
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// A block of at least `bytes` bytes. On failure the cache is emptied and the request repeated once.
-    pub fn alloc(self: &Arc<Self>, bytes: usize, tag: Tag) -> Result<Block<S>> {
-        let class = footprint(bytes, tag);
-        let mut s = self.lock();
-        let oom = |s: &State<S::Raw>, total: u64, why: String| Error::OutOfMemory {
-            device: self.device.clone(),
-            what: format!("{tag:?}, {why}"),
-            requested: bytes as u64,
-            free: total.saturating_sub(s.stats.allocated),
-            total,
-            next: "Use a smaller batch, or raise the memory limit".into(),
-        };
-        if let Some(l) = s.stats.limit
-            && s.stats.allocated.saturating_add(class as u64) > l
-        {
-            return Err(oom(&s, l, "over the limit set for this device".into()));
+    fn exclusive(&self) -> bool {
+        self.config.strategy == AllocationStrategy::Exclusive
+    }
+
+    /// Bytes that a request takes of this pool.
+    pub fn footprint(&self, bytes: usize, tag: Tag) -> usize {
+        match self.exclusive() {
+            true => footprint(bytes, tag),
+            false => ranges::rounded(self.config.strategy, bytes, self.unit),
         }
-        // Best fit within 25 % of the request.
-        let fit = s.free.range(class..=class + class / 4).find(|(_, v)| !v.is_empty()).map(|(k, _)| *k);
-        let (raw, class) = match fit.and_then(|k| Some((s.free.get_mut(&k)?.pop()?, k))) {
-            Some((raw, k)) => {
-                s.stats.cached -= k as u64;
-                (raw, k)
+    }
+
+    /// A block of at least `bytes` bytes. Where there is none, what the pool keeps is given back and the request repeated, then, if the
+    /// pool is set to it, buffers are moved together by `defragment` (without the pool's lock) and the request repeated once more.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] with what would fit.
+    pub fn alloc(self: &Arc<Self>, bytes: usize, tag: Tag, defragment: Defragment<'_>) -> Result<Block<S>> {
+        let class = self.footprint(bytes, tag);
+        let mut s = self.lock();
+        let full = match self.serve(&mut s, bytes, class, tag) {
+            Ok(b) => return Ok(b),
+            Err(f) => f,
+        };
+        if !(self.config.defragment && full.scattered) {
+            return Err(self.refusal(&mut s, bytes, format!("{tag:?}"), full));
+        }
+        drop(s);
+        let did = defragment()?;
+        tracing::warn!(device = %self.device, bytes, ?did, "out of memory: buffers were moved together");
+        let mut s = self.lock();
+        self.serve(&mut s, bytes, class, tag).map_err(|f| self.refusal(&mut s, bytes, format!("{tag:?}"), f))
+    }
+
+    fn serve(
+        self: &Arc<Self>,
+        s: &mut State<S>,
+        bytes: usize,
+        class: usize,
+        tag: Tag,
+    ) -> std::result::Result<Block<S>, Full> {
+        let held = |place, home, class| Arc::new(Held { place, home, bytes, class, tag, pool: self.clone() });
+        let block = match self.exclusive() {
+            true => {
+                let (raw, class) = self.whole(s, class)?;
+                let place = self.source.place(&raw, None);
+                let place = place.map_err(|why| {
+                    s.stats.reserved -= class as u64;
+                    Full { why, scattered: false }
+                })?;
+                held(place, Home::Own(Some(raw)), class)
             }
-            None => {
-                Counts::add(&self.counts.allocations, 1);
-                let raw = match self.source.allocate(class) {
-                    Ok(r) => r,
-                    Err(first) => {
-                        tracing::warn!(device = %self.device, bytes, %first, "out of memory: emptying the cache and trying again");
-                        s.free.clear();
-                        s.stats.cached = 0;
-                        self.source.allocate(class).map_err(|e| oom(&s, s.stats.limit.unwrap_or(0), e))?
-                    }
+            false => {
+                let (chunk, offset) = self.range(s, class)?;
+                let place = match s.chunks.get(&chunk) {
+                    Some(c) => self.source.place(&c.raw, Some((offset, class))),
+                    None => Err("the chunk is gone".into()),
                 };
-                (raw, class)
+                let place = place.map_err(|why| {
+                    if let Some(c) = s.chunks.get_mut(&chunk) {
+                        c.ranges.give(offset, class);
+                    }
+                    Full { why, scattered: false }
+                })?;
+                s.next += 1;
+                let number = s.next;
+                let h = held(place, Home::Range(number), class);
+                let live = Live { chunk, offset, bytes: class, pins: 0, held: Arc::downgrade(&h) };
+                s.live.insert(number, live);
+                h
             }
         };
-        s.stats.allocated += class as u64;
-        *s.stats.by_tag.entry(tag).or_default() += class as u64;
-        if s.stats.allocated > s.stats.peak {
-            let stats = &mut s.stats;
+        let stats = &mut s.stats;
+        stats.allocations += 1;
+        stats.allocated += block.class as u64;
+        *stats.by_tag.entry(tag).or_default() += block.class as u64;
+        if stats.allocated > stats.peak {
             stats.peak = stats.allocated;
             stats.peak_by_tag.clone_from(&stats.by_tag);
         }
-        Ok(Block { raw: Some(raw), bytes, class, tag, pool: self.clone() })
+        Ok(Block(block))
+    }
+
+    /// An allocation for one buffer: a kept one, else one of the driver's. With its bytes.
+    fn whole(&self, s: &mut State<S>, class: usize) -> std::result::Result<(S::Raw, usize), Full> {
+        // Best fit within 25 % of the request.
+        let fit = s
+            .kept
+            .range(class..=class.saturating_add(class / 4))
+            .find(|(_, v)| !v.is_empty())
+            .map(|(k, _)| *k);
+        if let Some(k) = fit
+            && let Some((_, raw)) = s.kept.get_mut(&k).and_then(Vec::pop)
+        {
+            return Ok((raw, k));
+        }
+        if s.stats.limit.is_some_and(|l| s.stats.allocated.saturating_add(class as u64) > l) {
+            return Err(Full { why: "over the limit set for this device".into(), scattered: false });
+        }
+        let mut gave = 0;
+        while s.room() < class as u64
+            && let Some(n) = s.evict()
+        {
+            gave += n;
+        }
+        if s.kept.len() > SIZES {
+            s.kept.retain(|_, v| !v.is_empty());
+        }
+        Counts::add(&self.counts.allocations, 1);
+        let mut got = self.source.allocate(class);
+        if let Err(first) = &got
+            && s.stats.reserved > s.stats.allocated
+        {
+            tracing::warn!(device = %self.device, bytes = class, %first, "out of memory: emptying the cache and trying again");
+            gave += s.trim();
+            got = self.source.allocate(class);
+        }
+        s.stats.trims += (gave > 0) as u64;
+        let raw = got.map_err(|why| Full { why, scattered: false })?;
+        s.took(class);
+        Ok((raw, class))
+    }
+
+    /// A range of a chunk: (chunk, offset).
+    fn range(&self, s: &mut State<S>, class: usize) -> std::result::Result<(u64, usize), Full> {
+        let fits = s.chunks.iter().filter_map(|(k, c)| Some((c.ranges.fit(class)?, *k)));
+        let found = match self.config.strategy {
+            // Chunks are in their order.
+            AllocationStrategy::FirstFit => fits.map(|(_, k)| k).next(),
+            _ => fits.min_by_key(|((n, _), k)| (*n, *k)).map(|(_, k)| k),
+        };
+        let chunk = match found {
+            Some(k) => k,
+            None => self.grow(s, class)?,
+        };
+        let at = s.chunks.get_mut(&chunk).and_then(|c| c.ranges.take(class));
+        at.map(|at| (chunk, at))
+            .ok_or_else(|| Full { why: "the new chunk is too small".into(), scattered: false })
+    }
+
+    /// A chunk that holds `class` bytes: of the usual size, else as small as it may be, else once more without the chunks that are free.
+    fn grow(&self, s: &mut State<S>, class: usize) -> std::result::Result<u64, Full> {
+        if class as u64 > self.source.most() {
+            let why = format!("the device allows {} bytes in one buffer", self.source.most());
+            return Err(Full { why, scattered: false });
+        }
+        let most = usize::try_from(self.source.most().min(GROWTH as u64)).unwrap_or(GROWTH);
+        let mut why = String::new();
+        for trimmed in [false, true] {
+            if trimmed {
+                let free = s.chunks.values().filter(|c| c.ranges.is_free()).map(|c| c.ranges.bytes() as u64);
+                let free: u64 = free.sum();
+                if free == 0 || s.room().saturating_add(free) < class as u64 {
+                    break;
+                }
+                let gave = s.release(None);
+                tracing::warn!(device = %self.device, bytes = class, gave, %why, "out of memory: free chunks are given back");
+                s.stats.trims += 1;
+            }
+            let room = usize::try_from(s.room()).unwrap_or(usize::MAX);
+            let usual = most.min(room).max(class) / self.unit * self.unit;
+            for bytes in [usual, class] {
+                match self.add_chunk(s, bytes) {
+                    Ok(k) => return Ok(k),
+                    Err(f) => why = f.why,
+                }
+                if usual == class {
+                    break;
+                }
+            }
+        }
+        // Moving helps where what is free would be enough.
+        let free: usize = s.chunks.values().map(|c| c.ranges.free_bytes()).sum();
+        let scattered = (free as u64).saturating_add(s.room()) >= class as u64;
+        Err(Full { why, scattered })
+    }
+
+    /// One more chunk, within the cap.
+    fn add_chunk(&self, s: &mut State<S>, bytes: usize) -> std::result::Result<u64, Full> {
+        if bytes as u64 > s.room() {
+            return Err(Full { why: "over the limit set for this device".into(), scattered: false });
+        }
+        Counts::add(&self.counts.allocations, 1);
+        let raw = self.source.allocate(bytes).map_err(|why| Full { why, scattered: false })?;
+        s.took(bytes);
+        s.next += 1;
+        s.chunks.insert(s.next, Chunk { raw, ranges: Ranges::new(self.config.strategy, bytes) });
+        Ok(s.next)
+    }
+
+    fn refusal(&self, s: &mut State<S>, bytes: usize, what: String, full: Full) -> Error {
+        s.stats.refusals += 1;
+        let m = s.shown();
+        let total = m.limit.unwrap_or(0);
+        let free = total.saturating_sub(m.allocated);
+        let fits = match self.exclusive() {
+            true => free,
+            false => m.largest_free.max(s.room().min(self.source.most())),
+        };
+        let held: Vec<String> =
+            m.by_tag.iter().filter(|(_, n)| **n > 0).map(|(t, n)| format!("{t:?} {n}")).collect();
+        let fits = if m.limit.is_some() || !self.exclusive() {
+            format!("; at most {fits} bytes fit now")
+        } else {
+            String::new()
+        };
+        let held =
+            if held.is_empty() { "nothing is live".into() } else { format!("live: {}", held.join(", ")) };
+        let next = match full.scattered {
+            true if self.config.defragment => {
+                "What is free lies between buffers that cannot be moved; use a smaller batch, or raise the memory limit"
+            }
+            true => {
+                "What is free is scattered: open the device with `defragment` set, use a smaller batch, or raise the memory limit"
+            }
+            false => "Use a smaller batch, or raise the memory limit",
+        };
+        let e = Error::OutOfMemory {
+            device: self.device.clone(),
+            what: format!("{what}, {}; {held}{fits}", full.why),
+            requested: bytes as u64,
+            free,
+            total,
+            next: next.into(),
+        };
+        tracing::warn!(device = %self.device, error = %e, "out of memory: the request is refused");
+        e
     }
 
     pub fn stats(&self) -> MemoryStats {
-        self.lock().stats.clone()
+        self.lock().shown()
     }
 
-    /// Frees what is cached.
+    /// Gives back what is kept and not in use; the bytes.
     pub fn trim(&self) -> u64 {
-        let mut s = self.lock();
-        s.free.clear();
-        std::mem::take(&mut s.stats.cached)
+        self.lock().trim()
+    }
+
+    /// Moves buffers together and gives chunks back that are then free, the largest of them only where another range is as large.
+    /// `copy` gets the moves one after the other. The caller sees to it that no command runs or is being submitted meanwhile, and that what
+    /// is submitted later runs after the copies. `copy` must not ask the pool for anything.
+    ///
+    /// # Errors
+    /// The copy's own, and [`Error::Driver`] where a new place cannot be named; what was moved before stays moved.
+    pub fn defragment(
+        &self,
+        copy: &mut dyn FnMut(Relocation<'_, S::Raw>) -> Result<()>,
+    ) -> Result<Defragmented> {
+        // Dropped after the lock: the last handle on a block asks for it.
+        let mut held: Vec<Arc<Held<S>>> = vec![];
+        let mut guard = self.lock();
+        let s = &mut *guard;
+        let mut did = Defragmented { largest_free_before: s.largest_free(), ..Default::default() };
+        if self.exclusive() {
+            did.released_bytes = s.trim();
+            return Ok(did);
+        }
+        let numbers: Vec<u64> = s.live.keys().copied().collect();
+        let chunks: Vec<u64> = s.chunks.keys().copied().collect();
+        let sizes: Vec<usize> = s.chunks.values().map(|c| c.ranges.bytes()).collect();
+        let lying: Vec<Lying> = numbers
+            .iter()
+            .filter_map(|n| {
+                let l = s.live.get(n)?;
+                let alive = l.held.upgrade();
+                // What is being given back now stays until it is.
+                let pinned = l.pins > 0 || alive.is_none();
+                held.extend(alive);
+                let chunk = chunks.iter().position(|c| *c == l.chunk)?;
+                Some(Lying { chunk, offset: l.offset, bytes: l.bytes, pinned })
+            })
+            .collect();
+        let mut result = Ok(());
+        for m in ranges::compact(self.config.strategy, &sizes, &lying) {
+            let bytes = lying[m.block].bytes;
+            result = self.relocate(s, numbers[m.block], chunks[m.to.0], m.to.1, copy);
+            if result.is_err() {
+                break;
+            }
+            did.moved_buffers += 1;
+            did.moved_bytes += bytes as u64;
+        }
+        for (k, c) in &mut s.chunks {
+            let inside = s.live.values().filter(|l| l.chunk == *k);
+            let taken: Vec<(usize, usize)> = inside.map(|l| (l.offset, l.bytes)).collect();
+            c.ranges = Ranges::with(self.config.strategy, c.ranges.bytes(), &taken);
+        }
+        s.stats.defragmentations += 1;
+        s.stats.moved_bytes += did.moved_bytes;
+        s.stats.generation += (did.moved_buffers > 0) as u64;
+        let free = s.chunks.iter().filter(|(_, c)| c.ranges.is_free()).max_by_key(|(_, c)| c.ranges.bytes());
+        let partly = s.chunks.values().filter(|c| !c.ranges.is_free()).map(|c| c.ranges.largest()).max();
+        let keep = free.filter(|(_, c)| c.ranges.largest() > partly.unwrap_or(0)).map(|(k, _)| *k);
+        did.released_bytes = s.release(keep);
+        did.largest_free_after = s.largest_free();
+        drop(guard);
+        drop(held);
+        result.map(|()| did)
+    }
+
+    /// One move: a new place, the copy, and then the block knows it.
+    fn relocate(
+        &self,
+        s: &mut State<S>,
+        number: u64,
+        chunk: u64,
+        offset: usize,
+        copy: &mut dyn FnMut(Relocation<'_, S::Raw>) -> Result<()>,
+    ) -> Result<()> {
+        let gone = || Error::internal("a block that is being moved is gone");
+        let l = s.live.get_mut(&number).ok_or_else(gone)?;
+        let (from, to) = (s.chunks.get(&l.chunk).ok_or_else(gone)?, s.chunks.get(&chunk).ok_or_else(gone)?);
+        let held = l.held.upgrade().ok_or_else(gone)?;
+        let place = self.source.place(&to.raw, Some((offset, l.bytes))).map_err(|code| Error::Driver {
+            device: self.device.clone(),
+            call: "naming a new place of a buffer".into(),
+            code,
+            next: "The buffers stay where they are; use a smaller batch, or raise the memory limit".into(),
+        })?;
+        let same = l.chunk == chunk;
+        copy(Relocation { from: (&from.raw, l.offset), to: (&to.raw, offset), bytes: l.bytes, same })?;
+        held.place.replace(place);
+        (l.chunk, l.offset) = (chunk, offset);
+        Ok(())
     }
 }
 
@@ -141,102 +638,110 @@ pub(crate) fn left_on_host(m: &MemoryStats) -> Option<u64> {
 impl<S: Source> Block<S> {
     /// The bytes that were asked for.
     pub fn bytes(&self) -> usize {
-        self.bytes
+        self.0.bytes
     }
 
-    /// The driver's handle. Present until the block is dropped.
-    pub fn raw(&self) -> Option<&S::Raw> {
-        self.raw.as_ref()
+    /// Bytes that it takes: those that were asked for, rounded up.
+    pub fn room(&self) -> usize {
+        self.0.class
+    }
+
+    /// Tells it from the other blocks that are held.
+    pub fn key(&self) -> usize {
+        Arc::as_ptr(&self.0) as usize
+    }
+
+    pub fn downgrade(&self) -> WeakBlock<S> {
+        WeakBlock(Arc::downgrade(&self.0))
+    }
+
+    /// Where it lies now. It may be elsewhere when the driver's lock was let go of meanwhile.
+    pub fn place(&self) -> &S::Place {
+        &self.0.place
+    }
+
+    /// Keeps the block where it is, for someone who holds its address.
+    pub fn pin(&self) -> Pinned<S> {
+        self.pins(1);
+        Pinned(self.clone())
+    }
+
+    fn pins(&self, more: i32) {
+        let Home::Range(number) = &self.0.home else { return };
+        if let Some(l) = self.0.pool.lock().live.get_mut(number) {
+            l.pins = l.pins.saturating_add_signed(more);
+        }
     }
 }
 
-impl<S: Source> Drop for Block<S> {
+impl<S: Source> Pinned<S> {
+    pub fn block(&self) -> &Block<S> {
+        &self.0
+    }
+}
+
+impl<S: Source> WeakBlock<S> {
+    pub fn is_held(&self) -> bool {
+        self.0.strong_count() > 0
+    }
+
+    pub fn upgrade(&self) -> Option<Block<S>> {
+        self.0.upgrade().map(Block)
+    }
+}
+
+impl<S: Source> Drop for Pinned<S> {
+    fn drop(&mut self) {
+        self.0.pins(-1);
+    }
+}
+
+impl<S: Source> Drop for Held<S> {
     fn drop(&mut self) {
         let mut s = self.pool.lock();
-        s.stats.allocated -= self.class as u64;
-        if let Some(t) = s.stats.by_tag.get_mut(&self.tag) {
+        let stats = &mut s.stats;
+        stats.frees += 1;
+        stats.allocated -= self.class as u64;
+        if let Some(t) = stats.by_tag.get_mut(&self.tag) {
             *t -= self.class as u64;
         }
-        if let Some(raw) = self.raw.take() {
-            s.stats.cached += self.class as u64;
-            s.free.entry(self.class).or_default().push(raw);
+        match &mut self.home {
+            Home::Range(number) => {
+                let s = &mut *s;
+                if let Some(l) = s.live.remove(number)
+                    && let Some(c) = s.chunks.get_mut(&l.chunk)
+                {
+                    c.ranges.give(l.offset, l.bytes);
+                }
+            }
+            Home::Own(raw) => {
+                let Some(raw) = raw.take() else { return };
+                s.next += 1;
+                let when = s.next;
+                s.kept.entry(self.class).or_default().push((when, raw));
+                while s.stats.reserved - s.stats.allocated > s.stats.peak.max(KEPT) && s.evict().is_some() {}
+            }
         }
     }
 }
 
 impl<S: Source> fmt::Debug for Block<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Block({} bytes, {:?}, {})", self.bytes, self.tag, self.pool.device)
+        write!(f, "Block({} bytes, {:?}, {})", self.0.bytes, self.0.tag, self.0.pool.device)
+    }
+}
+impl<S: Source> fmt::Debug for WeakBlock<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "WeakBlock({:?})", self.upgrade())
+    }
+}
+impl<S: Source> fmt::Debug for Pinned<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Pinned({:?})", self.0)
     }
 }
 impl<S: Source> fmt::Debug for Pool<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Pool({}, {:?})", self.device, self.stats())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    struct Fake(usize);
-    impl Source for Fake {
-        type Raw = usize;
-        fn allocate(&self, bytes: usize) -> std::result::Result<usize, String> {
-            if bytes > self.0 { Err("no room".into()) } else { Ok(bytes) }
-        }
-    }
-
-    #[test]
-    fn freed_blocks_are_reused_and_counted() {
-        let c = Arc::new(Counts::default());
-        let p = Pool::new(Fake(1 << 20), "test".into(), None, c.clone());
-        drop(p.alloc(1000, Tag::Io).unwrap());
-        let b = p.alloc(1000, Tag::Io).unwrap();
-        assert_eq!(c.snapshot().allocations, 1);
-        assert!(p.stats().allocated >= 1000 && p.stats().cached == 0);
-        drop(b);
-        assert_eq!(p.stats().allocated, 0);
-        assert!(p.trim() >= 1000);
-    }
-
-    #[test]
-    fn the_limit_and_the_driver_both_say_out_of_memory() {
-        let p = Pool::new(Fake(1 << 20), "test".into(), Some(4096), Arc::default());
-        let keep = p.alloc(3000, Tag::Io).unwrap();
-        let e = p.alloc(3000, Tag::Weights).unwrap_err();
-        assert_eq!(e.exit_code(), 5);
-        assert!(e.to_string().contains("4096"), "{e}");
-        drop(keep);
-        assert!(p.alloc(3000, Tag::Weights).is_ok());
-        let q = Pool::new(Fake(1 << 10), "test".into(), None, Arc::default());
-        assert!(matches!(q.alloc(4096, Tag::Io), Err(Error::OutOfMemory { .. })));
-    }
-
-    #[test]
-    fn the_peak_is_told_by_purpose() {
-        let p = Pool::new(Fake(1 << 30), "test".into(), None, Arc::default());
-        let a = p.alloc(5 << 20, Tag::Activations).unwrap();
-        let b = p.alloc(3000, Tag::Io).unwrap();
-        drop(a);
-        let c = p.alloc(1 << 20, Tag::Weights).unwrap();
-        let s = p.stats();
-        let io = footprint(3000, Tag::Io) as u64;
-        assert_eq!(s.peak, (5 << 20) + io);
-        assert_eq!(s.peak_by_tag, BTreeMap::from([(Tag::Activations, 5 << 20), (Tag::Io, io)]));
-        assert_eq!(s.by_tag[&Tag::Activations], 0);
-        drop((b, c));
-    }
-
-    #[test]
-    fn size_classes_waste_little() {
-        assert_eq!(size_class(usize::MAX), usize::MAX);
-        for b in [1, 255, 256, 257, 5000, 1 << 20, (1 << 20) + 1] {
-            let c = size_class(b);
-            assert!(c >= b && (b <= 512 || c as f64 <= b as f64 * 1.13), "{b} {c}");
-            let long = footprint(b, Tag::Activations);
-            assert!(long >= b && long <= c && (b < 1 << 20 || long < b + PAGE), "{b} {long}");
-            assert_eq!(footprint(b, Tag::Io), c);
-        }
+        write!(f, "Pool({}, {}, {:?})", self.device, self.config, self.stats())
     }
 }

@@ -7,6 +7,7 @@
 
 use crate::config;
 use crate::policy::{Fallback, Policy, SetBy};
+use crate::pool::MemoryPoolConfig;
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result, backend, registry};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -156,6 +157,7 @@ pub fn open_for(
         return Err(Error::argument("device", "a device number needs a backend; give --backend too"));
     }
     let s = Settings::of(request)?;
+    let options = &Options { memory_pool: options.memory_pool.or(s.memory_pool), ..options.clone() };
     let mut search = Search { request, options, admit, candidates: vec![], errors: vec![] };
     if !auto {
         let requested = request.backend;
@@ -203,6 +205,7 @@ struct Settings {
     policy: Policy,
     policy_by: SetBy,
     fallback: Fallback,
+    memory_pool: Option<MemoryPoolConfig>,
 }
 
 impl Settings {
@@ -223,8 +226,9 @@ impl Settings {
             BackendType::Auto => Fallback::Next,
             _ => Fallback::Never,
         };
-        let fallback = r.fallback.or(file.and_then(|(_, c)| c.fallback)).unwrap_or(usual);
-        Ok(Settings { policy, policy_by, fallback })
+        let file = file.map(|(_, c)| c).unwrap_or_default();
+        let fallback = r.fallback.or(file.fallback).unwrap_or(usual);
+        Ok(Settings { policy, policy_by, fallback, memory_pool: file.memory_pool })
     }
 
     /// `the order torchbridge (HALCYON_BACKENDS)`.

@@ -1,6 +1,8 @@
 //! The contract of `halcyon_hal`, checked on every driver that is present.
 
 mod common;
+#[path = "conformance/pools.rs"]
+mod pools;
 #[path = "conformance/streams.rs"]
 mod streams;
 

@@ -8,10 +8,13 @@ use crate::tune::Tuning;
 use halcyon_hal::policy::{Fallback, Policy};
 use halcyon_hal::select::{self, Request, Selection};
 use halcyon_hal::tune::{self, TuningCache, TuningMode};
-use halcyon_hal::{BackendType, BufferRef, Counters, Device, DeviceInfo, MemoryStats, Options, Program, Tag};
+use halcyon_hal::{
+    BackendType, BufferRef, Counters, Defragmented, Device, DeviceInfo, HostBuffer, MemoryPoolConfig,
+    MemoryStats, Options, Program, Tag,
+};
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::lower::{LowerOptions, lower};
-use halcyon_ir::passes::{AmpPolicy, Level, PassOptions, autocast};
+use halcyon_ir::passes::{AmpPolicy, BLOCKED, Level, PACKED, PassOptions, autocast};
 use halcyon_ir::plan::{PackedConst, Plan};
 use halcyon_ir::target::{MatmulPrecision, Packing};
 use halcyon_ir::{ConstData, Graph};
@@ -24,6 +27,8 @@ use std::sync::{Arc, Mutex, MutexGuard, Weak};
 /// Plans and programs that a backend keeps.
 const PLAN_CACHE: usize = 256;
 const PROGRAM_CACHE: usize = 1024;
+/// Transformations that cost memory: what a plan that does not fit is made without, one more each time.
+const COSTLY: [&str; 2] = [PACKED, BLOCKED];
 
 /// A handle on an open device. Cloning is cheap and shares everything.
 #[derive(Clone)]
@@ -68,6 +73,7 @@ pub(crate) struct Stats {
     pub(crate) packed_loads: AtomicU64,
     pub(crate) kernels_tuned: AtomicU64,
     pub(crate) candidates_tried: AtomicU64,
+    pub(crate) smaller_plans: AtomicU64,
 }
 
 /// Numbers of plans, programs and runs of a backend.
@@ -92,6 +98,8 @@ pub struct CacheStats {
     pub kernels_tuned: u64,
     /// Those candidates.
     pub candidates_tried: u64,
+    /// Plans that were made without transformations that cost memory, because there was too little.
+    pub smaller_plans: u64,
 }
 
 #[derive(Clone, PartialEq, Eq, Hash)]
@@ -193,9 +201,46 @@ impl BackendBuilder {
         self
     }
 
-    /// Bytes that live buffers may take: a hard cap.
+    /// Bytes that the driver may give, for live buffers and for what the pool keeps: a hard cap.
     pub fn memory_limit(mut self, bytes: u64) -> Self {
         self.options.memory_limit = Some(bytes);
+        self
+    }
+
+    /// How buffers get their memory. If it is not said, the configuration file's counts, then the default: every buffer an allocation
+    /// of its own.
+    ///
+    /// ```
+    /// use halcyon::prelude::*;
+    /// use halcyon::{AllocationStrategy, MemoryPoolConfig};
+    /// # fn main() -> halcyon::Result<()> {
+    /// let b = Backend::builder()
+    ///     .backend_type(BackendType::Cpu)
+    ///     .memory_pool(MemoryPoolConfig {
+    ///         initial_size: 1 << 20,
+    ///         max_size: Some(64 << 20),
+    ///         strategy: AllocationStrategy::BestFit,
+    ///         defragment: true,
+    ///     })
+    ///     .build()?;
+    /// assert_eq!(b.memory().reserved, 1 << 20);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn memory_pool(mut self, config: MemoryPoolConfig) -> Self {
+        self.options.memory_pool = Some(config);
+        self
+    }
+
+    /// The most that the pool takes of the driver ([`MemoryPoolConfig::max_size`]), whatever its strategy.
+    pub fn memory_pool_size(mut self, bytes: u64) -> Self {
+        self.options.memory_pool.get_or_insert_default().max_size = Some(bytes);
+        self
+    }
+
+    /// Bytes that [`Backend::alloc_host`] may take together; half of the machine's memory if it is not said.
+    pub fn host_limit(mut self, bytes: u64) -> Self {
+        self.options.host_limit = Some(bytes);
         self
     }
 
@@ -298,10 +343,7 @@ impl BackendBuilder {
     /// # Errors
     /// As [`BackendBuilder::build`]; [`Error::OutOfMemory`] where the plan fits on no device, with what each lacks.
     pub fn build_for(self, graph: &Graph, inputs: &[usize]) -> Result<Backend> {
-        self.open(|b| {
-            let plan = lower(graph, b.device().as_target(), &b.lower_options())?;
-            Fit::of(b, &plan, inputs).check(b, &plan)
-        })
+        self.open(|b| b.lower_to_fit(graph, inputs).map(drop))
     }
 
     fn open(self, admit: impl Fn(&Backend) -> Result<()>) -> Result<Backend> {
@@ -514,6 +556,22 @@ impl Backend {
         lock(&self.0.plans).clear();
     }
 
+    /// Waits, and moves buffers together so that free memory lies in large ranges ([`Device::defragment`]).
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where the device has no pool; the driver's own.
+    pub fn defragment(&self) -> Result<Defragmented> {
+        self.0.device.defragment()
+    }
+
+    /// Memory of the host that copies need no detour for ([`Device::alloc_host`]).
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where the device has no such thing; [`Error::OutOfMemory`].
+    pub fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
+        self.0.device.alloc_host(bytes)
+    }
+
     pub fn cache_stats(&self) -> CacheStats {
         let g = |c: &AtomicU64| c.load(Ordering::Relaxed);
         let s = &self.0.stats;
@@ -528,6 +586,7 @@ impl Backend {
             packed_loads: g(&s.packed_loads),
             kernels_tuned: g(&s.kernels_tuned),
             candidates_tried: g(&s.candidates_tried),
+            smaller_plans: g(&s.smaller_plans),
         }
     }
 
@@ -550,19 +609,74 @@ impl Backend {
             self.0.stats.plan_hits.fetch_add(1, Ordering::Relaxed);
             return Ok(e);
         }
-        let lower = || {
-            let options = LowerOptions { donated: key.donated.clone(), ..self.lower_options() };
-            lower(&key.graph, self.0.device.as_target(), &options)
-        };
-        let mut plan = lower()?;
-        if self.tune_new(&plan) {
-            plan = lower()?;
+        let donated = key.donated.clone();
+        let options = || LowerOptions { donated: donated.clone(), ..self.lower_options() };
+        let at_once = self.tunes_at_once();
+        if at_once && self.tune_new(&lower(&key.graph, self.0.device.as_target(), &options())?) {
             key.tuning = self.0.tuning.generation();
         }
-        let exe = Arc::new(Executable::new(self, plan)?);
+        // With the bindings of a first run, so that what has no room for its scratch is not kept.
+        let ready = |p: Plan| {
+            let exe = Executable::new(self, p)?;
+            exe.give_back(exe.lease(self, None)?);
+            Ok(exe)
+        };
+        let (exe, given_up) = self.first_that_fits(&key.graph, options(), &ready)?;
+        if !at_once {
+            self.tune_new(exe.plan());
+        }
+        let exe = Arc::new(exe);
         self.0.stats.plans_built.fetch_add(1, Ordering::Relaxed);
+        self.0.stats.smaller_plans.fetch_add((given_up > 0) as u64, Ordering::Relaxed);
         lock(&self.0.plans).put(key, exe.clone());
         Ok(exe)
+    }
+
+    /// The plan that the backend makes of a graph without symbols in the memory that it has left, with inputs of so many bytes to come: the
+    /// fastest, or where there is no room for that, one without transformations that cost memory.
+    ///
+    /// # Errors
+    /// [`Error::OutOfMemory`] with what the fastest takes, where none fits; those of planning.
+    pub fn lower_to_fit(&self, graph: &Graph, inputs: &[usize]) -> Result<Plan> {
+        let fits = |p: Plan| Fit::of(self, &p, inputs).check(self, &p).map(|()| p);
+        self.first_that_fits(graph, self.lower_options(), &fits).map(|(p, _)| p)
+    }
+
+    /// What `take` makes of a plan, of the first that it does not say out of memory to; and how many transformations were given up.
+    fn first_that_fits<T>(
+        &self,
+        graph: &Graph,
+        mut options: LowerOptions,
+        take: &dyn Fn(Plan) -> Result<T>,
+    ) -> Result<(T, usize)> {
+        let target = self.0.device.as_target();
+        let plan = lower(graph, target, &options)?;
+        let need = Fit::of(self, &plan, &[]).device();
+        let first = match take(plan) {
+            Err(e @ Error::OutOfMemory { .. }) => e,
+            r => return r.map(|v| (v, 0)),
+        };
+        for (n, name) in COSTLY.iter().enumerate() {
+            if !options.passes.does(name) {
+                continue;
+            }
+            options.passes.without.insert(name.to_string());
+            let mut plan = lower(graph, target, &options)?;
+            let less = Fit::of(self, &plan, &[]).device();
+            if less >= need {
+                continue;
+            }
+            plan.warnings
+                .push(format!("{name}: left out for want of memory ({need} bytes with it, {less} without)"));
+            match take(plan) {
+                Err(Error::OutOfMemory { .. }) => {}
+                r => {
+                    tracing::warn!(device = self.id(), without = ?&COSTLY[..=n], need, less, "out of memory: a smaller plan is taken");
+                    return r.map(|v| (v, n + 1));
+                }
+            }
+        }
+        Err(first)
     }
 
     pub(crate) fn program(&self, k: &halcyon_ir::kernel::Kernel) -> Result<Arc<dyn Program>> {

@@ -51,7 +51,10 @@ pub use gradient::{Gradients, value_and_grad};
 pub use halcyon_hal as hal;
 pub use halcyon_hal::policy::{Fallback, Policy};
 pub use halcyon_hal::select::Selection;
-pub use halcyon_hal::{BackendType, Counters, DeviceInfo, MemoryStats, StreamOptions};
+pub use halcyon_hal::{
+    AllocationStrategy, BackendType, Counters, Defragmented, DeviceInfo, HostBuffer, MemoryPoolConfig,
+    MemoryStats, StreamOptions,
+};
 pub use halcyon_ir as ir;
 pub use halcyon_ir::error::{Error, Result};
 pub use halcyon_ir::passes::{AmpPolicy, Level};

@@ -1,6 +1,8 @@
 //! Compiled functions and captured graphs: the same values as an evaluation, and guarded bindings.
 
 mod common;
+#[path = "capture/pools.rs"]
+mod pools;
 
 use common::{Rng, devices};
 use halcyon::hal::BackendType;

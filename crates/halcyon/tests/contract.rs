@@ -194,9 +194,9 @@ fn s3_08_streams_and_async() {
         s.wait(&done).unwrap();
         let r = s.run(|| {
             let r = &q + 1.0;
-            r.eval().map(|_| r)
+            r.eval().unwrap();
+            r
         });
-        let r = r.unwrap();
         pollster::block_on(done).unwrap();
         s.synchronize().unwrap();
         let all = r.to_vec::<f32>().unwrap();

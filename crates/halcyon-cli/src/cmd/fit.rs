@@ -259,8 +259,12 @@ impl Ask<'_> {
     fn planned(&self, g: Imported, inputs: Vec<(DType, Vec<usize>)>) -> Result<Planned> {
         let shapes: Vec<Shape> = inputs.iter().map(|(_, d)| d.as_slice().into()).collect();
         let graph = g.graph.bind(&g.graph.solve(&shapes)?)?;
-        let plan = self.lower(&graph)?;
         let bytes: Vec<usize> = inputs.iter().map(|(t, d)| t.bytes(d.iter().product())).collect();
+        let plan = match self.backend.lower_to_fit(&graph, &bytes) {
+            // What does not fit is told of the plan that would be made first.
+            Err(Error::OutOfMemory { .. }) => self.lower(&graph)?,
+            r => r?,
+        };
         let fit = Fit::of(self.backend, &plan, &bytes);
         let sum = |n: &mut dyn Iterator<Item = usize>| n.fold(0u64, |a, b| a.saturating_add(b as u64));
         let (mut seen, mut mapped, mut made) = (HashSet::new(), 0u64, 0u64);

@@ -339,6 +339,8 @@ impl Done<'_> {
 fn memory_json(m: &MemoryStats) -> Value {
     json!({
         "allocated": m.allocated, "peak": m.peak, "cached": m.cached, "limit": m.limit,
+        "reserved": m.reserved, "peak_reserved": m.peak_reserved, "largest_free": m.largest_free,
+        "fragmentation": m.fragmentation(), "moved_bytes": m.moved_bytes, "pinned": m.pinned,
         "by_tag": tags_json(&m.by_tag), "peak_by_tag": tags_json(&m.peak_by_tag),
     })
 }

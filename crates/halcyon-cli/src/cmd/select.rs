@@ -4,7 +4,6 @@ use super::{backend_json, backend_text, level_text, split};
 use crate::args::SelectArgs;
 use crate::report::{self, size};
 use crate::source::{self, Input};
-use halcyon::ir::lower::lower;
 use halcyon::split::Placement;
 use halcyon::{Backend, ConstData, Fit, Result, Shape};
 use halcyon_formats::onnx::{Model, Outcome};
@@ -35,7 +34,7 @@ pub fn main(a: &SelectArgs) -> Result<u8> {
             let needs = match several {
                 true => None,
                 false => {
-                    let plan = lower(&g.graph, backend.device().as_target(), &backend.lower_options())?;
+                    let plan = backend.lower_to_fit(&g.graph, &bytes)?;
                     Some(Fit::of(&backend, &plan, &bytes))
                 }
             };

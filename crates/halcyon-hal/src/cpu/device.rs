@@ -1,16 +1,18 @@
 //! The CPU device: runs commands at once, one after another, on its team of threads.
 
 use super::library::{self, CpuKernel, Fault, Run};
-use super::memory::{CpuBuffer, HostSource, LINE, Ptr};
+use super::memory::{CpuBuffer, HostMemory, HostSource, LINE, Ptr};
 use super::program::CpuProgram;
 use super::stream::{self, CpuStream, Tracker};
 use super::sys::Isa;
 use super::team::Team;
 use crate::hazard::Access;
-use crate::pool::{self, Pool, Source};
+use crate::host_buffer::{Account, Pages};
+use crate::pool::{Pool, Source};
 use crate::{
-    BackendType, BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Error,
-    LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream, StreamOptions, Tag, Target,
+    BackendType, BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo,
+    Error, HostBuffer, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream,
+    StreamOptions, Tag, Target,
     Timing,
 };
 use halcyon_ir::data::Bytes;
@@ -92,6 +94,7 @@ pub struct CpuDevice {
     team: Team,
     isa: Isa,
     pool: Arc<Pool<HostSource>>,
+    host: Account,
     counts: Arc<Counts>,
     /// The first bad index met: the id its command came with; 0 is none.
     fault: AtomicU32,
@@ -169,7 +172,9 @@ pub(crate) fn kernel_of(k: &dyn LibraryKernel) -> Result<&CpuKernel> {
 }
 
 impl CpuDevice {
-    pub fn new(options: &Options) -> CpuDevice {
+    /// # Errors
+    /// Those of the memory pool's settings.
+    pub fn new(options: &Options) -> Result<CpuDevice> {
         let mut info = describe();
         let isa = match options.simd {
             Some(false) => Isa::Portable,
@@ -180,7 +185,7 @@ impl CpuDevice {
         let team = Team::new(options.threads.unwrap_or_else(cores));
         info.properties.insert("threads".into(), team.threads().to_string());
         let counts = Arc::new(Counts::default());
-        let limit = options.memory_limit.or(info.total_memory);
+        let pool = Pool::new(HostSource, info.id.clone(), options, info.total_memory, counts.clone())?;
         let caps = Caps {
             storage: DType::native().collect(),
             f64: true,
@@ -196,18 +201,19 @@ impl CpuDevice {
             compute_units: team.threads() as u32,
             is_cpu: true,
         };
-        CpuDevice {
+        Ok(CpuDevice {
             caps,
             team,
             isa,
-            pool: Pool::new(HostSource, info.id.clone(), limit, counts.clone()),
+            pool,
+            host: Account::new(&info.id, options),
             info,
             counts,
             fault: AtomicU32::new(0),
             profile: options.profile,
             queue: Mutex::new(vec![]),
             tracker: Arc::default(),
-        }
+        })
     }
 
     /// Threads that work on a command, the caller's included.
@@ -336,7 +342,7 @@ impl Device for CpuDevice {
     }
 
     fn memory(&self) -> MemoryStats {
-        self.pool.stats()
+        MemoryStats { pinned: self.host.used(), ..self.pool.stats() }
     }
 
     fn available(&self) -> Option<u64> {
@@ -344,11 +350,29 @@ impl Device for CpuDevice {
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
-        Ok(Arc::new(CpuBuffer::pooled(self.pool.alloc(bytes, tag)?)))
+        Ok(Arc::new(CpuBuffer::pooled(self.pool.alloc(bytes, tag, &|| self.defragment())?)))
     }
 
     fn footprint(&self, bytes: usize, tag: Tag) -> usize {
-        pool::footprint(bytes, tag)
+        self.pool.footprint(bytes, tag)
+    }
+
+    fn defragment(&self) -> Result<Defragmented> {
+        let _turn = self.turn();
+        self.pool.defragment(&mut |m| {
+            let (from, to) = (m.from.0.start(), m.to.0.start());
+            // SAFETY: both ranges lie in their chunks, the block's own and a free one. The lock keeps the device's own commands out, what
+            // streams use is pinned, and the places may overlap.
+            unsafe { std::ptr::copy(from.add(m.from.1), to.add(m.to.1), m.bytes) };
+            Ok(())
+        })
+    }
+
+    fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
+        self.host.buffer(bytes, false, || match HostMemory::pages(bytes) {
+            Some(m) => Ok(Box::new(m) as Box<dyn Pages>),
+            None => Err("the system has no memory left".into()),
+        })
     }
 
     fn part(&self, of: &BufferRef, offset: usize, bytes: usize) -> Result<BufferRef> {

@@ -1,6 +1,7 @@
 //! Memory of the CPU device: host allocations from the pool, or host data that was lent to it.
 
-use crate::pool::{Block, Source};
+use crate::host_buffer::Pages;
+use crate::pool::{Block, Pinned, Place, Source};
 use crate::{Buffer, BufferRef, Error, Result};
 use halcyon_ir::data::Bytes;
 use std::alloc::Layout;
@@ -8,11 +9,14 @@ use std::any::Any;
 use std::fmt;
 use std::ptr::NonNull;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicPtr, Ordering};
 
 /// Alignment of small allocations: a cache line, which is also the widest vector.
 pub(crate) const LINE: usize = 64;
 /// Allocations of at least this size are aligned to it, so that the system can back them with huge pages.
 const HUGE: usize = 2 << 20;
+/// A page, where they are not larger.
+const PAGE: usize = 4096;
 
 /// Zeroed memory of the process. Zeroed, because reading bytes that nothing has written is undefined in Rust, whatever the
 /// contract of a device says about them; large blocks come from the system as zero pages and cost nothing more.
@@ -29,7 +33,15 @@ unsafe impl Sync for HostMemory {}
 
 impl HostMemory {
     pub(crate) fn new(bytes: usize) -> Option<HostMemory> {
-        let align = if bytes >= HUGE { HUGE } else { LINE };
+        HostMemory::aligned(bytes, if bytes >= HUGE { HUGE } else { LINE })
+    }
+
+    /// From whole pages on, for whoever reads and writes them beside the processor.
+    pub(crate) fn pages(bytes: usize) -> Option<HostMemory> {
+        HostMemory::aligned(bytes, if bytes >= HUGE { HUGE } else { PAGE })
+    }
+
+    fn aligned(bytes: usize, align: usize) -> Option<HostMemory> {
         // Over-allocated and aligned by hand: an aligned request would be cleared by hand instead of mapped as zeros.
         let layout = Layout::from_size_align(bytes.checked_add(align)?, 16).ok()?;
         // SAFETY: the size is not zero.
@@ -42,6 +54,13 @@ impl HostMemory {
 
     /// The first of the bytes asked for.
     pub(crate) fn start(&self) -> *mut u8 {
+        self.start.as_ptr()
+    }
+}
+
+// SAFETY: zeroed when it was allocated, at one address, owned.
+unsafe impl Pages for HostMemory {
+    fn start(&self) -> *mut u8 {
         self.start.as_ptr()
     }
 }
@@ -63,20 +82,53 @@ impl fmt::Debug for HostMemory {
 #[derive(Debug)]
 pub(crate) struct HostSource;
 
+/// Where a block starts.
+#[derive(Debug)]
+pub(crate) struct HostPlace(AtomicPtr<u8>);
+
+impl HostPlace {
+    pub(crate) fn get(&self) -> *mut u8 {
+        // The device's lock orders this with moves.
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl Place for HostPlace {
+    fn replace(&self, with: HostPlace) {
+        self.0.store(with.get(), Ordering::Relaxed);
+    }
+}
+
 impl Source for HostSource {
     type Raw = HostMemory;
+    type Place = HostPlace;
+
     fn allocate(&self, bytes: usize) -> std::result::Result<HostMemory, String> {
         HostMemory::new(bytes).ok_or_else(|| "the system has no memory left".into())
+    }
+
+    fn place(
+        &self,
+        raw: &HostMemory,
+        range: Option<(usize, usize)>,
+    ) -> std::result::Result<HostPlace, String> {
+        Ok(HostPlace(AtomicPtr::new(raw.start().wrapping_add(range.map_or(0, |(offset, _)| offset)))))
+    }
+
+    fn alignment(&self) -> usize {
+        LINE
     }
 }
 
 enum Storage {
     /// Shared with the streams that use it.
-    Pooled(Arc<Block<HostSource>>),
+    Pooled(Block<HostSource>),
+    /// A range of a block, which may move.
+    Part { block: Block<HostSource>, offset: usize, bytes: usize },
     /// Read only.
     Lent(Arc<dyn Bytes>),
-    /// A range of another buffer, which it keeps alive.
-    Part { at: Ptr, of: BufferRef },
+    /// A range of lent data, which it keeps alive.
+    LentPart { at: Ptr, of: Arc<dyn Bytes> },
 }
 
 /// A buffer of the CPU device.
@@ -84,9 +136,8 @@ pub(crate) struct CpuBuffer(Storage);
 
 /// What keeps a buffer's bytes where they are, apart from the buffer: streams hold it until their work has run, and whoever counts the
 /// references to a buffer sees none of it.
-#[derive(Clone)]
 pub(crate) enum Keep {
-    Pooled(Arc<Block<HostSource>>),
+    Pooled(Pinned<HostSource>),
     Lent { data: Arc<dyn Bytes> },
 }
 
@@ -94,7 +145,7 @@ impl Keep {
     /// Tells memory apart.
     pub(crate) fn key(&self) -> usize {
         match self {
-            Keep::Pooled(b) => Arc::as_ptr(b) as usize,
+            Keep::Pooled(b) => b.block().key(),
             Keep::Lent { data } => Arc::as_ptr(data) as *const u8 as usize,
         }
     }
@@ -116,7 +167,7 @@ unsafe impl Sync for Ptr {}
 
 impl CpuBuffer {
     pub(crate) fn pooled(block: Block<HostSource>) -> CpuBuffer {
-        CpuBuffer(Storage::Pooled(Arc::new(block)))
+        CpuBuffer(Storage::Pooled(block))
     }
 
     /// Host data as a buffer, where its address suits every element type.
@@ -128,20 +179,33 @@ impl CpuBuffer {
 
     /// A range of a buffer, which must lie inside of it.
     pub(crate) fn part(of: &BufferRef, offset: usize, bytes: usize) -> Result<CpuBuffer> {
-        let whole = CpuBuffer::of(&**of, "part")?.at();
-        crate::validate::range("part", whole.bytes, offset, bytes)?;
-        let at = Ptr { ptr: whole.ptr.wrapping_add(offset), bytes, read_only: whole.read_only };
-        Ok(CpuBuffer(Storage::Part { at, of: of.clone() }))
+        let whole = CpuBuffer::of(&**of, "part")?;
+        crate::validate::range("part", whole.at().bytes, offset, bytes)?;
+        let block = |block: &Block<HostSource>, start: usize| Storage::Part {
+            block: block.clone(),
+            offset: start + offset,
+            bytes,
+        };
+        let lent = |at: Ptr, of: &Arc<dyn Bytes>| Storage::LentPart {
+            at: Ptr { ptr: at.ptr.wrapping_add(offset), bytes, ..at },
+            of: of.clone(),
+        };
+        Ok(CpuBuffer(match &whole.0 {
+            Storage::Pooled(b) => block(b, 0),
+            Storage::Part { block: b, offset: start, .. } => block(b, *start),
+            Storage::Lent(d) => lent(whole.at(), d),
+            Storage::LentPart { at, of } => lent(*at, of),
+        }))
     }
 
+    /// Where it is now. Asked with the device's lock held, unless only the size matters: moves are made under it.
     pub(crate) fn at(&self) -> Ptr {
         match &self.0 {
-            Storage::Part { at, .. } => *at,
-            Storage::Pooled(b) => Ptr {
-                ptr: b.raw().map_or(std::ptr::dangling_mut(), |r| r.start.as_ptr()),
-                bytes: b.bytes(),
-                read_only: false,
-            },
+            Storage::Pooled(b) => Ptr { ptr: b.place().get(), bytes: b.bytes(), read_only: false },
+            Storage::Part { block, offset, bytes } => {
+                Ptr { ptr: block.place().get().wrapping_add(*offset), bytes: *bytes, read_only: false }
+            }
+            Storage::LentPart { at, .. } => *at,
             Storage::Lent(d) => {
                 let b = d.bytes();
                 Ptr { ptr: b.as_ptr() as *mut u8, bytes: b.len(), read_only: true }
@@ -149,11 +213,11 @@ impl CpuBuffer {
         }
     }
 
-    pub(crate) fn keep(&self) -> Result<Keep> {
+    /// From here on it stays where it is, until what is returned is dropped.
+    pub(crate) fn keep(&self) -> Keep {
         match &self.0 {
-            Storage::Pooled(b) => Ok(Keep::Pooled(b.clone())),
-            Storage::Lent(d) => Ok(Keep::Lent { data: d.clone() }),
-            Storage::Part { of, .. } => CpuBuffer::of(&**of, "part")?.keep(),
+            Storage::Pooled(block) | Storage::Part { block, .. } => Keep::Pooled(block.pin()),
+            Storage::Lent(data) | Storage::LentPart { of: data, .. } => Keep::Lent { data: data.clone() },
         }
     }
 
@@ -177,7 +241,8 @@ impl fmt::Debug for CpuBuffer {
         match &self.0 {
             Storage::Pooled(b) => b.fmt(f),
             Storage::Lent(d) => write!(f, "Lent({} bytes)", d.bytes().len()),
-            Storage::Part { at, of } => write!(f, "Part({} bytes of {of:?})", at.bytes),
+            Storage::Part { block, bytes, .. } => write!(f, "Part({bytes} bytes of {block:?})"),
+            Storage::LentPart { at, .. } => write!(f, "Part({} lent bytes)", at.bytes),
         }
     }
 }

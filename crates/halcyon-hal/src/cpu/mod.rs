@@ -3,7 +3,7 @@
 pub mod amx;
 mod device;
 pub mod library;
-mod memory;
+pub(crate) mod memory;
 pub mod peak;
 mod program;
 mod stream;
@@ -53,6 +53,6 @@ impl Driver for CpuDriver {
         if options.simd == Some(true) && !cfg!(feature = "simd") {
             return missing("simd", "instruction sets beyond the target's baseline");
         }
-        Ok(Arc::new(CpuDevice::new(options)))
+        Ok(Arc::new(CpuDevice::new(options)?))
     }
 }

@@ -7,7 +7,7 @@ use super::program::CpuProgram;
 use super::sys::Isa;
 use super::team::Team;
 use crate::hazard::{Access, Ledger, Spans};
-use crate::pool::Block;
+use crate::pool::WeakBlock;
 use crate::stream::{self, Report};
 use crate::{
     BufferRef, Command, Counts, Download, Error, Event, LibraryKernel, Program, Result, Stream, StreamOptions,
@@ -19,7 +19,7 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
 /// Pieces of work that wait in one stream; who hands over more waits for room.
 const MANY: usize = 1024;
@@ -27,12 +27,21 @@ const MANY: usize = 1024;
 /// The device's own queue among the lanes of a ledger.
 const OWN: u64 = 0;
 
-/// Memory that failed work was to write.
+/// Memory that failed work was to write: a range of a block, which may be moved.
 #[derive(Debug)]
 struct Spoiled {
-    span: (usize, usize),
-    of: Weak<Block<HostSource>>,
+    of: WeakBlock<HostSource>,
+    offset: usize,
+    bytes: usize,
     error: Error,
+}
+
+impl Spoiled {
+    /// Where it lies; `None` once nobody has the block.
+    fn span(&self) -> Option<(usize, usize)> {
+        let start = self.of.upgrade()?.place().get() as usize + self.offset;
+        Some((start, start + self.bytes))
+    }
 }
 
 #[derive(Debug, Default)]
@@ -77,18 +86,19 @@ impl Tracker {
         while before.iter().any(|t| s.ledger.is_open(*t)) {
             s = self.changed.wait(s).unwrap_or_else(PoisonError::into_inner);
         }
-        s.spoiled.retain(|x| x.of.strong_count() > 0);
+        s.spoiled.retain(|x| x.of.is_held());
         if s.spoiled.is_empty() {
             return Ok(());
         }
+        let spoiled: Vec<_> = s.spoiled.iter().filter_map(|x| Some((x.span()?, &x.error))).collect();
         let (mut written, mut found) = (Spans::default(), None);
         each(&mut |a| {
-            let hit = s.spoiled.iter().find(|x| {
+            let hit = spoiled.iter().find(|(span, _)| {
                 // What the work itself wrote before is whole again.
-                let reads = a.reads.iter().map(|r| (r.0.max(x.span.0), r.1.min(x.span.1)));
+                let reads = a.reads.iter().map(|r| (r.0.max(span.0), r.1.min(span.1)));
                 reads.filter(|r| r.0 < r.1).any(|r| !written.covers(r.0, r.1))
             });
-            found = found.take().or_else(|| hit.map(|x| x.error.clone()));
+            found = found.take().or_else(|| hit.map(|(_, e)| (*e).clone()));
             a.writes.iter().for_each(|w| written.add(w.0, w.1 - w.0));
             written.settle();
         });
@@ -103,18 +113,19 @@ impl Tracker {
         if !matches!(end, End::Refused) {
             // What is written now is no longer what failed work left.
             for x in std::mem::take(&mut s.spoiled) {
-                let left = writes.without(x.span);
-                s.spoiled.extend(left.into_iter().map(|span| Spoiled {
-                    span,
+                let Some(span) = x.span() else { continue };
+                let left = writes.without(span);
+                s.spoiled.extend(left.into_iter().map(|(from, end)| Spoiled {
                     of: x.of.clone(),
+                    offset: x.offset + (from - span.0),
+                    bytes: end - from,
                     error: x.error.clone(),
                 }));
             }
         }
         if let End::Failed(error, keep) = end {
             for span in writes.iter() {
-                let of = keep.iter().filter_map(|k| k.block_at(span)).map(|b| Arc::downgrade(&b));
-                s.spoiled.extend(of.map(|of| Spoiled { span, of, error: error.clone() }));
+                s.spoiled.extend(keep.iter().filter_map(|k| k.spoiled(span, error)));
             }
         }
         drop(s);
@@ -177,11 +188,17 @@ fn union(each: Each<'_>) -> Access {
 }
 
 impl Keep {
-    /// The block, if this span lies in it.
-    fn block_at(&self, span: (usize, usize)) -> Option<Arc<Block<HostSource>>> {
-        let Keep::Pooled(b) = self else { return None };
-        let start = b.raw()?.start() as usize;
-        (start < span.1 && span.0 < start + b.bytes()).then(|| b.clone())
+    /// What failed work that writes this span leaves of the memory.
+    fn spoiled(&self, span: (usize, usize), error: &Error) -> Option<Spoiled> {
+        let Keep::Pooled(p) = self else { return None };
+        let (block, start) = (p.block(), p.block().place().get() as usize);
+        let (from, end) = (span.0.max(start), span.1.min(start + block.bytes()));
+        (from < end).then(|| Spoiled {
+            of: block.downgrade(),
+            offset: from - start,
+            bytes: end - from,
+            error: error.clone(),
+        })
     }
 }
 
@@ -520,7 +537,8 @@ fn places(buffers: &[BufferRef], keep: &mut Vec<Keep>, what: &str) -> Result<Sma
 
 fn place(b: &BufferRef, keep: &mut Vec<Keep>, what: &str) -> Result<Ptr> {
     let b = CpuBuffer::of(&**b, what)?;
-    keep.push(b.keep()?);
+    // Kept first: from then on it is not moved.
+    keep.push(b.keep());
     Ok(b.at())
 }
 
@@ -647,7 +665,7 @@ mod tests {
     }
 
     fn device() -> CpuDevice {
-        CpuDevice::new(&Options { threads: Some(2), ..Options::default() })
+        CpuDevice::new(&Options { threads: Some(2), ..Options::default() }).unwrap()
     }
 
     fn filled(d: &CpuDevice, v: u8) -> BufferRef {

@@ -5,9 +5,9 @@ use crate::pool::{Block, Pool, Source};
 use crate::stream::Report;
 use crate::validate::{self, Signature};
 use crate::{
-    BackendType, Buffer, BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Download,
-    Driver, Error, Event, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream,
-    StreamOptions, Tag, Target, Timing,
+    BackendType, Buffer, BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device,
+    DeviceInfo, Download, Driver, Error, Event, LibraryCall, LibraryKernel, MemoryStats, Options, Program,
+    Result, Stream, StreamOptions, Tag, Target, Timing,
 };
 use halcyon_ir::data::Bytes;
 use halcyon_ir::kernel::{Kernel, verify_for};
@@ -15,7 +15,7 @@ use std::any::Any;
 use std::collections::{BTreeMap, HashMap};
 use std::fmt;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use std::time::Instant;
 
 /// What every byte of a buffer is after a launch that would have written it: NaN in the float types, -1 in the signed ones.
@@ -47,7 +47,8 @@ impl Driver for NoopDriver {
         let info = info();
         let counts = Arc::new(Counts::default());
         Ok(Arc::new(NoopDevice {
-            pool: Pool::new(HostMemory, info.id.clone(), options.memory_limit, counts.clone()),
+            pool: Pool::new(HostMemory, info.id.clone(), options, None, counts.clone())?,
+            turn: Arc::default(),
             info,
             caps: Caps::generous(),
             counts,
@@ -76,16 +77,29 @@ fn info() -> DeviceInfo {
     }
 }
 
-struct HostMemory;
+#[derive(Debug)]
+pub(crate) struct HostMemory;
+
+/// Bytes, and where in them a buffer starts.
+pub(crate) type Place = (Arc<Mutex<Vec<u8>>>, usize);
 
 impl Source for HostMemory {
-    type Raw = Mutex<Vec<u8>>;
+    type Raw = Arc<Mutex<Vec<u8>>>;
+    type Place = RwLock<Place>;
 
     fn allocate(&self, bytes: usize) -> std::result::Result<Self::Raw, String> {
         let mut v = vec![];
         v.try_reserve_exact(bytes).map_err(|e| e.to_string())?;
         v.resize(bytes, POISON);
-        Ok(Mutex::new(v))
+        Ok(Arc::new(Mutex::new(v)))
+    }
+
+    fn place(
+        &self,
+        raw: &Self::Raw,
+        range: Option<(usize, usize)>,
+    ) -> std::result::Result<Self::Place, String> {
+        Ok(RwLock::new((raw.clone(), range.map_or(0, |(offset, _)| offset))))
     }
 }
 
@@ -95,9 +109,11 @@ struct NoopBuffer {
 }
 
 impl NoopBuffer {
-    fn lock(&self) -> Result<MutexGuard<'_, Vec<u8>>> {
-        let raw = self.block.raw().ok_or_else(|| Error::internal("a buffer was used after its release"))?;
-        Ok(raw.lock().unwrap_or_else(|e| e.into_inner()))
+    /// Works on its bytes. The device's turn is taken: nothing moves.
+    fn with<T>(&self, f: impl FnOnce(&mut [u8]) -> T) -> T {
+        let place = self.block.place().read().unwrap_or_else(|e| e.into_inner());
+        let mut all = place.0.lock().unwrap_or_else(|e| e.into_inner());
+        f(&mut all[place.1..place.1 + self.block.bytes()])
     }
 }
 
@@ -140,6 +156,8 @@ struct NoopDevice {
     caps: Caps,
     counts: Arc<Counts>,
     pool: Arc<Pool<HostMemory>>,
+    /// Held while commands or copies run, and while buffers are moved.
+    turn: Arc<Mutex<()>>,
     programs: Mutex<HashMap<u128, Arc<NoopProgram>>>,
     /// Where profiling is on.
     timings: Option<Mutex<Vec<Timing>>>,
@@ -151,6 +169,7 @@ struct NoopDevice {
 struct Checker {
     id: String,
     counts: Arc<Counts>,
+    turn: Arc<Mutex<()>>,
     number: u64,
 }
 
@@ -166,6 +185,7 @@ impl Stream for NoopStream {
     }
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
+        let _turn = self.checker.turn();
         commands.iter().try_for_each(|c| self.checker.run(c))
     }
 
@@ -193,11 +213,17 @@ impl Stream for NoopStream {
 
 impl NoopDevice {
     fn checker(&self) -> Checker {
-        Checker { id: self.info.id.clone(), counts: self.counts.clone(), number: self.number }
+        let (id, counts, turn) = (self.info.id.clone(), self.counts.clone(), self.turn.clone());
+        Checker { id, counts, turn, number: self.number }
     }
 }
 
 impl Checker {
+    fn turn(&self) -> MutexGuard<'_, ()> {
+        // It guards no value.
+        self.turn.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
     fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a NoopBuffer> {
         b.as_any().downcast_ref::<NoopBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
             Error::argument(call, format!("{b:?} does not belong to this opening of {}", self.id))
@@ -217,7 +243,7 @@ impl Checker {
                     return Ok(());
                 }
                 for (b, _) in own.iter().zip(&p.signature.buffers).filter(|(_, d)| d.write) {
-                    b.lock()?.fill(POISON);
+                    b.with(|bytes| bytes.fill(POISON));
                 }
                 Counts::add(&self.counts.launches, 1);
                 Ok(())
@@ -230,12 +256,8 @@ impl Checker {
                     return Ok(());
                 }
                 let (s, d) = (*src_offset..src_offset + bytes, *dst_offset..dst_offset + bytes);
-                if same {
-                    to.lock()?.copy_within(s, d.start);
-                } else {
-                    let data = from.lock()?[s].to_vec();
-                    to.lock()?[d].copy_from_slice(&data);
-                }
+                let data = from.with(|bytes| bytes[s].to_vec());
+                to.with(|bytes| bytes[d].copy_from_slice(&data));
                 Counts::add(&self.counts.device_copies, 1);
                 Ok(())
             }
@@ -248,7 +270,8 @@ impl Checker {
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
         let b = self.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
-        b.lock()?[offset..offset + src.len()].copy_from_slice(src);
+        let _turn = self.turn();
+        b.with(|bytes| bytes[offset..offset + src.len()].copy_from_slice(src));
         Counts::add(&self.counts.uploads, 1);
         Counts::add(&self.counts.uploaded_bytes, src.len() as u64);
         Ok(())
@@ -257,7 +280,8 @@ impl Checker {
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
         let b = self.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
-        dst.copy_from_slice(&b.lock()?[offset..offset + dst.len()]);
+        let _turn = self.turn();
+        b.with(|bytes| dst.copy_from_slice(&bytes[offset..offset + dst.len()]));
         Counts::add(&self.counts.downloads, 1);
         Counts::add(&self.counts.downloaded_bytes, dst.len() as u64);
         Ok(())
@@ -288,11 +312,26 @@ impl Device for NoopDevice {
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
-        Ok(Arc::new(NoopBuffer { block: self.pool.alloc(bytes, tag)?, owner: self.number }))
+        let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;
+        Ok(Arc::new(NoopBuffer { block, owner: self.number }))
     }
 
     fn footprint(&self, bytes: usize, tag: Tag) -> usize {
-        crate::pool::footprint(bytes, tag)
+        self.pool.footprint(bytes, tag)
+    }
+
+    fn defragment(&self) -> Result<Defragmented> {
+        let checker = self.checker();
+        let _turn = checker.turn();
+        self.pool.defragment(&mut |m| {
+            let from = m.from.0.lock().unwrap_or_else(|e| e.into_inner());
+            let data = from[m.from.1..m.from.1 + m.bytes].to_vec();
+            // It may be the same allocation.
+            drop(from);
+            let mut to = m.to.0.lock().unwrap_or_else(|e| e.into_inner());
+            to[m.to.1..m.to.1 + m.bytes].copy_from_slice(&data);
+            Ok(())
+        })
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
@@ -317,6 +356,7 @@ impl Device for NoopDevice {
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         let checker = self.checker();
+        let _turn = checker.turn();
         for c in commands {
             let start = self.timings.as_ref().map(|_| Instant::now());
             checker.run(c)?;
@@ -329,6 +369,7 @@ impl Device for NoopDevice {
     }
 
     fn synchronize(&self) -> Result<()> {
+        drop(self.checker().turn());
         Ok(())
     }
 

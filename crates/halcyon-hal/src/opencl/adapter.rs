@@ -226,6 +226,11 @@ impl Adapter {
         }
     }
 
+    /// Where ranges of a buffer may start, bytes: at least what the largest vector takes.
+    pub fn alignment(&self) -> usize {
+        self.number(sys::DEVICE_MEM_BASE_ADDR_ALIGN).map_or(128, |bits| (bits / 8).clamp(1, 1 << 20) as usize)
+    }
+
     /// Limits and abilities, from the driver; where it does not answer, the least that OpenCL 1.2 allows.
     pub fn caps(&self) -> Caps {
         let u32_of = |p: u32, least: u64| self.number(p).unwrap_or(least).min(u32::MAX as u64) as u32;

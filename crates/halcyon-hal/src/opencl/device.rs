@@ -1,17 +1,19 @@
 //! An open OpenCL device.
 
 use super::adapter::Adapter;
-use super::memory::{self, ClBuffer, ClSource};
+use super::memory::{self, ClBuffer, ClPages, ClSource};
 use super::program::{Builder, ClProgram};
 use super::queue::Queue;
 use super::stream::{ClStream, Shared};
 use super::sys::{self, Owned};
 use crate::cache::{self, DiskCache};
+use crate::host_buffer::{Account, Pages};
 use crate::pool::Pool;
 use crate::validate::{self, Signature};
 use crate::{
-    BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Error, LibraryCall,
-    LibraryKernel, MemoryStats, Options, Program, Result, Stream, StreamOptions, Tag, Target, Timing,
+    BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
+    HostBuffer, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream, StreamOptions,
+    Tag, Target, Timing,
 };
 use halcyon_ir::kernel::{Kernel, verify_for};
 use halcyon_ir::render::{self, Language};
@@ -33,6 +35,7 @@ pub struct OpenClDevice {
     queue: Queue,
     shared: Arc<Shared>,
     pool: Arc<Pool<ClSource>>,
+    host: Account,
     programs: Mutex<HashMap<u128, Arc<ClProgram>>>,
     disk: Option<DiskCache>,
     /// Tells its buffers and programs from those of other devices.
@@ -63,9 +66,9 @@ impl OpenClDevice {
         let word =
             memory::buffer(api, &context, 4).map_err(|c| sys::driver_error(&info.id, "clCreateBuffer", c))?;
         let counts = Arc::new(Counts::default());
-        let source = ClSource { api, context: context.clone(), max: caps.max_binding_bytes };
-        let limit = options.memory_limit.or(info.total_memory);
-        let pool = Pool::new(source, info.id.clone(), limit, counts.clone());
+        let (max, alignment) = (caps.max_binding_bytes, adapter.alignment());
+        let source = ClSource { api, context: context.clone(), max, alignment };
+        let pool = Pool::new(source, info.id.clone(), options, info.total_memory, counts.clone())?;
         let queue = Queue::new(&adapter, &context, word, &info.id, pool.clone(), options.profile)?;
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let (api, id) = (adapter.api, info.id.clone());
@@ -73,6 +76,7 @@ impl OpenClDevice {
         let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join("opencl"));
         Ok(OpenClDevice {
             adapter,
+            host: Account::new(&info.id, options),
             info,
             caps,
             counts,
@@ -154,7 +158,7 @@ impl Device for OpenClDevice {
     }
 
     fn memory(&self) -> MemoryStats {
-        self.pool.stats()
+        MemoryStats { pinned: self.host.used(), ..self.pool.stats() }
     }
 
     fn available(&self) -> Option<u64> {
@@ -166,11 +170,23 @@ impl Device for OpenClDevice {
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
-        Ok(Arc::new(ClBuffer { block: self.pool.alloc(bytes, tag)?, owner: self.number }))
+        let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;
+        Ok(Arc::new(ClBuffer { block, owner: self.number }))
     }
 
     fn footprint(&self, bytes: usize, tag: Tag) -> usize {
-        crate::pool::footprint(bytes, tag)
+        self.pool.footprint(bytes, tag)
+    }
+
+    fn defragment(&self) -> Result<Defragmented> {
+        self.shared.still(|| self.queue.defragment(&self.context))
+    }
+
+    fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
+        self.host.buffer(bytes, true, || {
+            let pages = ClPages::new(self.adapter.api, &self.context, self.queue.object(), bytes)?;
+            Ok(Box::new(pages) as Box<dyn Pages>)
+        })
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
@@ -182,7 +198,7 @@ impl Device for OpenClDevice {
             None => {
                 // SAFETY: the range was checked, and `src` outlives the wait.
                 let write = || Ok((Some(unsafe { self.queue.write_later(b, offset, src)? }), ()));
-                let (event, ()) = self.shared.own(&self.queue, b.writing(), write)?;
+                let (event, ()) = self.shared.own(&self.queue, || b.writing(), write)?;
                 self.shared.await_event(&event)?;
             }
         }
@@ -201,7 +217,7 @@ impl Device for OpenClDevice {
                 let (to, n) = (dst.as_mut_ptr(), dst.len());
                 // SAFETY: the range was checked, and `dst` outlives the wait, which an error makes too.
                 let read = || Ok((Some(unsafe { self.queue.read_later(b, offset, to, n)? }), ()));
-                match self.shared.own(&self.queue, b.reading(), read) {
+                match self.shared.own(&self.queue, || b.reading(), read) {
                     Ok((event, ())) => self.shared.await_event(&event)?,
                     Err(e) => {
                         self.queue.finish()?;
@@ -247,7 +263,7 @@ impl Device for OpenClDevice {
         match self.shared.alone(enqueue) {
             Some(r) => r,
             None => {
-                let access = self.shared.access(commands);
+                let access = || self.shared.access(commands);
                 self.shared.own(&self.queue, access, || enqueue().map(|()| (None, ()))).map(drop)
             }
         }

@@ -1,12 +1,15 @@
 //! Buffers and where the pool gets them.
 
-use super::sys::{self, Api, Owned};
+use super::sys::{self, Api, Handle, Owned};
 use crate::Buffer;
 use crate::hazard::Access;
+use crate::host_buffer::Pages;
 use crate::pool::{Block, Source};
 use std::any::Any;
+use std::ffi::c_void;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, RwLock, RwLockReadGuard};
 
 /// The pool's source: `clCreateBuffer` in one context.
 #[derive(Debug)]
@@ -15,30 +18,160 @@ pub struct ClSource {
     pub context: Arc<Owned>,
     /// Most bytes of one buffer.
     pub max: u64,
+    /// Where sub-buffers may start, bytes.
+    pub alignment: usize,
+}
+
+/// One allocation.
+#[derive(Debug)]
+pub struct Memory {
+    pub object: Arc<Owned>,
+    /// The driver tells no addresses: from this number on, each byte of it has one of its own.
+    at: usize,
+}
+
+/// The object that stands for a buffer in commands, and its first byte's number.
+#[derive(Debug)]
+pub struct Spot {
+    object: Arc<Owned>,
+    at: usize,
 }
 
 impl Source for ClSource {
-    type Raw = Owned;
+    type Raw = Memory;
+    /// The buffer, or a sub-buffer of it.
+    type Place = RwLock<Spot>;
 
-    fn allocate(&self, bytes: usize) -> Result<Owned, String> {
+    fn allocate(&self, bytes: usize) -> Result<Memory, String> {
+        static NEXT: AtomicUsize = AtomicUsize::new(0);
         // Some implementations accept any size and fail at the first use, so the limit they report is checked here.
         if bytes as u64 > self.max {
             return Err(format!("the device allows {} bytes in one buffer", self.max));
         }
-        buffer(self.api, &self.context, bytes)
-            .map_err(|c| format!("clCreateBuffer gave {}", sys::code_name(c)))
+        let made = buffer(self.api, &self.context, bytes);
+        let object =
+            made.map(Arc::new).map_err(|c| format!("clCreateBuffer gave {}", sys::code_name(c)))?;
+        Ok(Memory { object, at: NEXT.fetch_add(bytes, Ordering::Relaxed) })
+    }
+
+    fn place(&self, raw: &Memory, range: Option<(usize, usize)>) -> Result<Self::Place, String> {
+        let Some((offset, bytes)) = range else {
+            return Ok(RwLock::new(Spot { object: raw.object.clone(), at: raw.at }));
+        };
+        let region = [offset, bytes];
+        let mut code = 0;
+        // SAFETY: the buffer is live, and the region is the structure of two sizes that this type asks for.
+        let part = unsafe {
+            (self.api.clCreateSubBuffer)(
+                raw.object.raw(),
+                sys::MEM_READ_WRITE,
+                sys::BUFFER_CREATE_TYPE_REGION,
+                region.as_ptr().cast(),
+                &mut code,
+            )
+        };
+        // SAFETY: a buffer created just now, released by its own function. It keeps the whole alive.
+        let part = unsafe { Owned::new(part, code, self.api.clReleaseMemObject) };
+        part.map(|p| RwLock::new(Spot { object: Arc::new(p), at: raw.at.wrapping_add(offset) }))
+            .map_err(|c| format!("clCreateSubBuffer gave {}", sys::code_name(c)))
+    }
+
+    fn alignment(&self) -> usize {
+        self.alignment
+    }
+
+    fn most(&self) -> u64 {
+        self.max
     }
 }
 
 /// A buffer of its own, outside the pool.
 pub fn buffer(api: &'static Api, context: &Owned, bytes: usize) -> Result<Owned, i32> {
+    buffer_with(api, context, bytes, sys::MEM_READ_WRITE)
+}
+
+fn buffer_with(api: &'static Api, context: &Owned, bytes: usize, flags: u64) -> Result<Owned, i32> {
     let mut code = 0;
     // SAFETY: the context is live; no host memory is passed.
-    let raw = unsafe {
-        (api.clCreateBuffer)(context.raw(), sys::MEM_READ_WRITE, bytes, std::ptr::null_mut(), &mut code)
-    };
+    let raw = unsafe { (api.clCreateBuffer)(context.raw(), flags, bytes, std::ptr::null_mut(), &mut code) };
     // SAFETY: a buffer created just now, released by its own function.
     unsafe { Owned::new(raw, code, api.clReleaseMemObject) }
+}
+
+/// Memory that the driver allocated where it can copy from, mapped as long as this lives.
+#[derive(Debug)]
+pub struct ClPages {
+    api: &'static Api,
+    buffer: Owned,
+    queue: Arc<Owned>,
+    at: *mut c_void,
+}
+
+// SAFETY: an address that nothing else uses; the library may be called from any thread.
+unsafe impl Send for ClPages {}
+// SAFETY: as above.
+unsafe impl Sync for ClPages {}
+
+// SAFETY: the mapping stays as it is until the value is dropped, has the size asked for, and was zeroed when it was made.
+unsafe impl Pages for ClPages {
+    fn start(&self) -> *mut u8 {
+        self.at.cast()
+    }
+}
+
+impl ClPages {
+    /// `bytes` bytes (at least one is taken), or the driver's reason.
+    pub fn new(
+        api: &'static Api,
+        context: &Owned,
+        queue: Arc<Owned>,
+        bytes: usize,
+    ) -> Result<ClPages, String> {
+        let bytes = bytes.max(1);
+        let buffer = buffer_with(api, context, bytes, sys::MEM_READ_WRITE | sys::MEM_ALLOC_HOST_PTR)
+            .map_err(|c| format!("clCreateBuffer gave {}", sys::code_name(c)))?;
+        let (mut code, flags) = (0, sys::MAP_READ | sys::MAP_WRITE);
+        // SAFETY: queue and buffer are live, and the call waits.
+        let at = unsafe {
+            (api.clEnqueueMapBuffer)(
+                queue.raw(),
+                buffer.raw(),
+                sys::TRUE,
+                flags,
+                0,
+                bytes,
+                0,
+                std::ptr::null(),
+                std::ptr::null_mut(),
+                &mut code,
+            )
+        };
+        if code != sys::SUCCESS || at.is_null() {
+            return Err(format!("clEnqueueMapBuffer gave {}", sys::code_name(code)));
+        }
+        // SAFETY: the mapping has this size and is the caller's alone.
+        unsafe { std::ptr::write_bytes(at.cast::<u8>(), 0, bytes) };
+        Ok(ClPages { api, buffer, queue, at })
+    }
+}
+
+impl Drop for ClPages {
+    fn drop(&mut self) {
+        // SAFETY: mapped once, by this queue. The buffer is released after, which waits for the command.
+        let code = unsafe {
+            (self.api.clEnqueueUnmapMemObject)(
+                self.queue.raw(),
+                self.buffer.raw(),
+                self.at,
+                0,
+                std::ptr::null(),
+                std::ptr::null_mut(),
+            )
+        };
+        if code != sys::SUCCESS {
+            tracing::warn!(code = %sys::code_name(code), "a mapping could not be undone");
+        }
+    }
 }
 
 /// Device memory on loan from the pool.
@@ -49,19 +182,33 @@ pub struct ClBuffer {
 }
 
 impl ClBuffer {
-    fn handle(&self) -> Option<usize> {
-        self.block.raw().map(|h| h.raw() as usize)
+    /// The object that commands name. While the locks of the queue and, with streams, of the ledger are held it stays the buffer's.
+    pub fn object(&self) -> Arc<Owned> {
+        self.spot().object.clone()
+    }
+
+    pub fn handle(&self) -> Handle {
+        self.spot().object.raw()
+    }
+
+    fn spot(&self) -> RwLockReadGuard<'_, Spot> {
+        self.block.place().read().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// Where it lies among the numbers that stand for the device's memory, and how many it takes.
+    pub(crate) fn span(&self) -> (usize, usize) {
+        (self.spot().at, self.block.room().max(1))
     }
 
     pub(crate) fn reading(&self) -> Access {
-        let mut a = Access::default();
-        self.handle().into_iter().for_each(|h| a.reads.add(h, 1));
+        let (mut a, (at, bytes)) = (Access::default(), self.span());
+        a.reads.add(at, bytes);
         a
     }
 
     pub(crate) fn writing(&self) -> Access {
-        let mut a = Access::default();
-        self.handle().into_iter().for_each(|h| a.writes.add(h, 1));
+        let (mut a, (at, bytes)) = (Access::default(), self.span());
+        a.writes.add(at, bytes);
         a
     }
 }

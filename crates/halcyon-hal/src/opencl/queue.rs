@@ -1,15 +1,15 @@
 //! The in-order queue of a device.
 
 use super::adapter::Adapter;
-use super::memory::{ClBuffer, ClSource};
+use super::memory::{ClBuffer, ClSource, Memory};
 use super::program::ClProgram;
 use super::sys::{self, Api, Handle, Owned};
-use crate::pool::Pool;
+use crate::pool::{Defragmented, Pool, Relocation};
 use crate::validate::Argument;
 use crate::{Error, Result, Timing};
 use halcyon_ir::kernel::Ty;
 use std::ffi::c_void;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
 /// Finished timings kept as numbers beyond this many waiting events.
 const MANY_EVENTS: usize = 4096;
@@ -26,14 +26,19 @@ struct State {
 #[derive(Debug)]
 pub struct Queue {
     api: &'static Api,
-    raw: Owned,
+    raw: Arc<Owned>,
     fault: Owned,
     id: String,
     /// For the figures of an out-of-memory error.
     pool: Arc<Pool<ClSource>>,
     profile: bool,
+    /// Copies to and from the host read it, so that no buffer moves meanwhile; they do not wait for each other.
+    moves: RwLock<()>,
     state: Mutex<State>,
 }
+
+/// Bytes of the detour that a move within one buffer takes where its places overlap.
+const DETOUR: usize = 1 << 20;
 
 /// The submission of one list of commands; holds the queue's lock.
 #[derive(Debug)]
@@ -59,7 +64,8 @@ impl Queue {
         // SAFETY: a queue created just now, released by its own function.
         let raw = unsafe { Owned::new(raw, code, api.clReleaseCommandQueue) }
             .map_err(|c| sys::driver_error(id, "clCreateCommandQueue", c))?;
-        let q = Queue { api, raw, fault, id: id.into(), pool, profile, state: Mutex::default() };
+        let (raw, moves, state) = (Arc::new(raw), RwLock::default(), Mutex::default());
+        let q = Queue { api, raw, fault, id: id.into(), pool, profile, moves, state };
         q.write_raw(q.fault.raw(), 0, &0u32.to_ne_bytes())?;
         Ok(q)
     }
@@ -126,12 +132,74 @@ impl Queue {
 
     /// Copies host bytes to a range that was checked, after all submitted work.
     pub fn write(&self, dst: &ClBuffer, offset: usize, src: &[u8]) -> Result<()> {
-        if src.is_empty() { Ok(()) } else { self.write_raw(raw(dst)?, offset, src) }
+        let _stays = self.moves.read().unwrap_or_else(|e| e.into_inner());
+        if src.is_empty() { Ok(()) } else { self.write_raw(dst.object().raw(), offset, src) }
     }
 
     /// Copies a range that was checked to the host, after all submitted work.
     pub fn read(&self, src: &ClBuffer, offset: usize, dst: &mut [u8]) -> Result<()> {
-        if dst.is_empty() { self.finish() } else { self.read_raw(raw(src)?, offset, dst) }
+        let _stays = self.moves.read().unwrap_or_else(|e| e.into_inner());
+        if dst.is_empty() { self.finish() } else { self.read_raw(src.object().raw(), offset, dst) }
+    }
+
+    /// The queue's object, for what outlives this value.
+    pub fn object(&self) -> Arc<Owned> {
+        self.raw.clone()
+    }
+
+    /// Waits, and moves the pool's buffers together.
+    pub fn defragment(&self, context: &Owned) -> Result<Defragmented> {
+        let _state = self.lock();
+        let _moves = self.moves.write().unwrap_or_else(|e| e.into_inner());
+        self.finish()?;
+        let mut detour = None;
+        let did = self.pool.defragment(&mut |m| self.relocate(context, &mut detour, &m));
+        self.finish()?;
+        did
+    }
+
+    /// One move. The pool's lock is held, so errors must not ask it for figures.
+    fn relocate(
+        &self,
+        context: &Owned,
+        detour: &mut Option<Owned>,
+        m: &Relocation<'_, Memory>,
+    ) -> Result<()> {
+        let copy = |src: &Owned, from: usize, dst: &Owned, to: usize, bytes: usize| {
+            // SAFETY: both are live, the ranges lie inside of them and do not overlap.
+            let code = unsafe {
+                (self.api.clEnqueueCopyBuffer)(
+                    self.raw.raw(),
+                    src.raw(),
+                    dst.raw(),
+                    from,
+                    to,
+                    bytes,
+                    0,
+                    std::ptr::null(),
+                    std::ptr::null_mut(),
+                )
+            };
+            sys::check(&self.id, "clEnqueueCopyBuffer", code)
+        };
+        let ((from, start), (to, end)) = ((&m.from.0.object, m.from.1), (&m.to.0.object, m.to.1));
+        if !m.overlaps() {
+            return copy(from, start, to, end, m.bytes);
+        }
+        let room = match detour {
+            Some(d) => d,
+            None => detour.insert(
+                super::memory::buffer(self.api, context, DETOUR)
+                    .map_err(|c| sys::driver_error(&self.id, "clCreateBuffer", c))?,
+            ),
+        };
+        // Towards lower places, so each piece is read before it is written over.
+        for at in (0..m.bytes).step_by(DETOUR) {
+            let n = DETOUR.min(m.bytes - at);
+            copy(from, start + at, room, 0, n)?;
+            copy(room, 0, to, end + at, n)?;
+        }
+        Ok(())
     }
 
     pub fn begin(&self) -> Submission<'_> {
@@ -240,7 +308,7 @@ impl Queue {
         let code = unsafe {
             (self.api.clEnqueueWriteBuffer)(
                 self.raw.raw(),
-                raw(dst)?,
+                dst.handle(),
                 sys::FALSE,
                 offset,
                 src.len(),
@@ -265,7 +333,7 @@ impl Queue {
         bytes: usize,
     ) -> Result<Owned> {
         // SAFETY: the caller's.
-        unsafe { self.read_raw_later(raw(src)?, offset, dst, bytes) }
+        unsafe { self.read_raw_later(src.handle(), offset, dst, bytes) }
     }
 
     unsafe fn read_raw_later(&self, src: Handle, offset: usize, dst: *mut u8, bytes: usize) -> Result<Owned> {
@@ -324,10 +392,6 @@ impl Queue {
     }
 }
 
-fn raw(b: &ClBuffer) -> Result<Handle> {
-    b.block.raw().map(|o| o.raw()).ok_or_else(|| Error::internal("a buffer was used after its release"))
-}
-
 impl Submission<'_> {
     /// Keeps the event of an enqueued command; `None` for a command that had nothing to do.
     fn note(&mut self, event: Option<Handle>) -> Result<()> {
@@ -373,7 +437,7 @@ impl Submission<'_> {
             Ok::<(), Error>(())
         };
         for b in buffers {
-            let h = raw(b)?;
+            let h = b.handle();
             set(size_of::<Handle>(), (&raw const h).cast())?;
         }
         if p.signature.faults {
@@ -440,8 +504,8 @@ impl Submission<'_> {
         let code = unsafe {
             (q.api.clEnqueueCopyBuffer)(
                 q.raw.raw(),
-                raw(src)?,
-                raw(dst)?,
+                src.handle(),
+                dst.handle(),
                 src_offset,
                 dst_offset,
                 bytes,

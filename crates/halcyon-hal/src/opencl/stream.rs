@@ -26,7 +26,7 @@ pub(crate) struct Shared {
     /// Tells its buffers and programs from those of other devices.
     pub number: u64,
     pub counts: Arc<Counts>,
-    /// Work under way, each with an event that is done when it is. Memory goes by its handle: the pool may hand it on while work uses it.
+    /// Work under way, each with an event that is done when it is. Memory goes by its numbers: the pool may hand it on while work uses it.
     /// Whoever enqueues while there are streams holds this lock, also over a kernel's arguments.
     traffic: Mutex<Ledger<Arc<Owned>>>,
     /// Streams, until their work is done.
@@ -106,20 +106,19 @@ impl Shared {
     /// What commands use. What is wrong with them is said when they are enqueued.
     pub fn access(&self, commands: &[Command<'_>]) -> Access {
         let mut a = Access::default();
-        let at =
-            |b: &BufferRef| self.buffer("", b).ok().and_then(|b| b.block.raw()).map(|h| h.raw() as usize);
+        let at = |b: &BufferRef| self.buffer("", b).ok().map(ClBuffer::span);
         for c in commands {
             match c {
                 Command::Launch { program, buffers, .. } => {
                     let Ok(p) = self.program(program) else { continue };
                     for (h, d) in buffers.iter().map(at).zip(&p.signature.buffers) {
                         let spans = if d.write { &mut a.writes } else { &mut a.reads };
-                        h.into_iter().for_each(|h| spans.add(h, 1));
+                        h.into_iter().for_each(|(at, bytes)| spans.add(at, bytes));
                     }
                 }
                 Command::Copy { src, dst, .. } => {
-                    at(src).into_iter().for_each(|h| a.reads.add(h, 1));
-                    at(dst).into_iter().for_each(|h| a.writes.add(h, 1));
+                    at(src).into_iter().for_each(|(at, bytes)| a.reads.add(at, bytes));
+                    at(dst).into_iter().for_each(|(at, bytes)| a.writes.add(at, bytes));
                 }
                 Command::Library { .. } => {}
             }
@@ -146,10 +145,12 @@ impl Shared {
         &self,
         lane: u64,
         queue: &Queue,
-        access: Access,
+        access: impl FnOnce() -> Access,
         f: impl FnOnce() -> Result<(Option<Owned>, R)>,
     ) -> Result<(Arc<Owned>, R)> {
         let mut t = self.lock();
+        // Asked with the lock: nothing moves meanwhile.
+        let access = access();
         t.retain(|e| !self.is_done(e.mark.raw()));
         let before: Vec<Handle> = t.before(lane, &access).map(|e| e.mark.raw()).collect();
         if !before.is_empty() {
@@ -176,7 +177,7 @@ impl Shared {
     pub fn own<R>(
         &self,
         queue: &Queue,
-        access: Access,
+        access: impl FnOnce() -> Access,
         f: impl FnOnce() -> Result<(Option<Owned>, R)>,
     ) -> Result<(Arc<Owned>, R)> {
         self.ordered(OWN, queue, access, f)
@@ -202,6 +203,24 @@ impl Shared {
         let raw = event.raw();
         // SAFETY: the event is live.
         sys::check(&self.id, "clWaitForEvents", unsafe { (self.api.clWaitForEvents)(1, &raw) })
+    }
+
+    /// Runs `f` while no queue has work under way and none gets any, but for calls that found no streams, which the queue's own locks
+    /// keep out.
+    pub fn still<R>(&self, f: impl FnOnce() -> Result<R>) -> Result<R> {
+        let mut t = self.lock();
+        let mut open = vec![];
+        t.retain(|e| {
+            open.push(e.mark.clone());
+            false
+        });
+        for e in open {
+            // What failed is told by its own events.
+            if let Err(e) = self.await_event(&e) {
+                tracing::debug!("work of a stream failed: {e}");
+            }
+        }
+        f()
     }
 
     /// Waits for the work of streams that is under way. What failed is told by its own events.
@@ -304,7 +323,7 @@ impl ClStream {
 
     fn ordered<R>(
         &self,
-        access: Access,
+        access: impl FnOnce() -> Access,
         f: impl FnOnce() -> Result<(Option<Owned>, R)>,
     ) -> Result<(Arc<Owned>, R)> {
         self.shared.ordered(self.lane, &self.queue, access, f)
@@ -320,7 +339,7 @@ impl ClStream {
 
     /// Ends the report under way in an event. `keep` is what the device uses until then.
     fn close(&self, report: &mut Arc<Report>, keep: Option<Arc<Mutex<Vec<u8>>>>) -> Result<Event> {
-        let (marker, stamps) = self.ordered(Access::default(), || {
+        let (marker, stamps) = self.ordered(Access::default, || {
             self.queue.clear_fault()?;
             Ok((None, self.queue.take_events()))
         })?;
@@ -353,7 +372,7 @@ impl Stream for ClStream {
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         let report = self.lock();
-        let (event, read) = self.settled(self.ordered(self.shared.access(commands), || {
+        let (event, read) = self.settled(self.ordered(|| self.shared.access(commands), || {
             self.shared.enqueue(&self.queue, commands)?;
             // SAFETY: the word is the report's, which lives until the callback below has let go of it.
             let read = unsafe { self.queue.read_fault(report.fault().as_ptr())? };
@@ -374,7 +393,7 @@ impl Stream for ClStream {
         if bytes.is_empty() {
             return Ok(());
         }
-        let (event, ()) = self.settled(self.ordered(b.writing(), || {
+        let (event, ()) = self.settled(self.ordered(|| b.writing(), || {
             // SAFETY: the range was checked; the callback below keeps the bytes until they are copied.
             Ok((Some(unsafe { self.queue.write_later(b, offset, bytes)? }), ()))
         }))?;
@@ -395,7 +414,7 @@ impl Stream for ClStream {
             // SAFETY: the range was checked, and the vector has room for it, which nobody else looks at before the event is done. What
             // keeps it until then is the callback that `close` sets, or an error's wait for the queue.
             let read = || Ok((Some(unsafe { self.queue.read_later(b, offset, at, bytes)? }), ()));
-            self.settled(self.ordered(b.reading(), read))?;
+            self.settled(self.ordered(|| b.reading(), read))?;
         }
         Counts::add(&self.shared.counts.downloads, 1);
         Counts::add(&self.shared.counts.downloaded_bytes, bytes as u64);
@@ -426,7 +445,7 @@ impl Stream for ClStream {
             }
         };
         let raw = foreign.as_ref().map_or_else(|| marker.map(|m| m.event.raw()), |o| Some(o.raw()));
-        let enqueued = self.ordered(Access::default(), || {
+        let enqueued = self.ordered(Access::default, || {
             raw.map_or(Ok(()), |h| self.queue.barrier(&[h])).map(|()| (None, ()))
         });
         if let Some(own) = foreign {
@@ -449,7 +468,7 @@ impl Drop for ClStream {
         let gone = move || {
             shared.streams.fetch_sub(1, Ordering::SeqCst);
         };
-        match self.ordered(Access::default(), || Ok((None, ()))) {
+        match self.ordered(Access::default, || Ok((None, ()))) {
             Ok((event, ())) => {
                 // On an error it was called already.
                 let _ = self.shared.when_done(&event, move |_| gone());

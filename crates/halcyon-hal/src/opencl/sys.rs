@@ -50,6 +50,7 @@ api! {
     clCreateCommandQueue(Handle, Handle, u64, *mut i32) -> Handle;
     clReleaseCommandQueue(Handle) -> i32;
     clCreateBuffer(Handle, u64, usize, *mut c_void, *mut i32) -> Handle;
+    clCreateSubBuffer(Handle, u64, u32, *const c_void, *mut i32) -> Handle;
     clReleaseMemObject(Handle) -> i32;
     clCreateProgramWithSource(Handle, u32, *const *const c_char, *const usize, *mut i32) -> Handle;
     clCreateProgramWithBinary(Handle, u32, *const Handle, *const usize, *const *const u8, *mut i32, *mut i32) -> Handle;
@@ -65,6 +66,8 @@ api! {
     clEnqueueReadBuffer(Handle, Handle, u32, usize, usize, *mut c_void, u32, *const Handle, *mut Handle) -> i32;
     clEnqueueWriteBuffer(Handle, Handle, u32, usize, usize, *const c_void, u32, *const Handle, *mut Handle) -> i32;
     clEnqueueCopyBuffer(Handle, Handle, Handle, usize, usize, usize, u32, *const Handle, *mut Handle) -> i32;
+    clEnqueueMapBuffer(Handle, Handle, u32, u64, usize, usize, u32, *const Handle, *mut Handle, *mut i32) -> *mut c_void;
+    clEnqueueUnmapMemObject(Handle, Handle, *mut c_void, u32, *const Handle, *mut Handle) -> i32;
     clFlush(Handle) -> i32;
     clFinish(Handle) -> i32;
     clGetEventProfilingInfo(Handle, u32, usize, *mut c_void, *mut usize) -> i32;
@@ -148,6 +151,8 @@ pub const DEVICE_MAX_WORK_GROUP_SIZE: u32 = 0x1004;
 pub const DEVICE_MAX_CLOCK_FREQUENCY: u32 = 0x100C;
 pub const DEVICE_MAX_MEM_ALLOC_SIZE: u32 = 0x1010;
 pub const DEVICE_MAX_PARAMETER_SIZE: u32 = 0x1017;
+/// Bits.
+pub const DEVICE_MEM_BASE_ADDR_ALIGN: u32 = 0x1019;
 pub const DEVICE_GLOBAL_MEM_SIZE: u32 = 0x101F;
 pub const DEVICE_LOCAL_MEM_SIZE: u32 = 0x1023;
 pub const DEVICE_AVAILABLE: u32 = 0x1027;
@@ -172,6 +177,11 @@ pub const DEVICE_GLOBAL_FREE_MEMORY_AMD: u32 = 0x4039;
 pub const CONTEXT_PLATFORM: isize = 0x1084;
 pub const QUEUE_PROFILING_ENABLE: u64 = 1 << 1;
 pub const MEM_READ_WRITE: u64 = 1 << 0;
+pub const MEM_ALLOC_HOST_PTR: u64 = 1 << 4;
+/// With the origin and the size, both `usize`.
+pub const BUFFER_CREATE_TYPE_REGION: u32 = 0x1220;
+pub const MAP_READ: u64 = 1 << 0;
+pub const MAP_WRITE: u64 = 1 << 1;
 pub const PROGRAM_BINARY_SIZES: u32 = 0x1165;
 pub const PROGRAM_BINARIES: u32 = 0x1166;
 pub const PROGRAM_BUILD_LOG: u32 = 0x1183;

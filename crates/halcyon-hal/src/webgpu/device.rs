@@ -9,8 +9,8 @@ use super::sys;
 use crate::pool::Pool;
 use crate::validate;
 use crate::{
-    BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, LibraryCall, LibraryKernel,
-    MemoryStats, Options, Program, Result, Stream, StreamOptions, Tag, Target, Timing,
+    BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, LibraryCall,
+    LibraryKernel, MemoryStats, Options, Program, Result, Stream, StreamOptions, Tag, Target, Timing,
 };
 use halcyon_ir::kernel::{Kernel, verify_for};
 use std::collections::HashMap;
@@ -61,9 +61,9 @@ impl WebGpuDevice {
                 .create_bind_group_layout(&wgpu::BindGroupLayoutDescriptor { label: None, entries: &entries })
         })
         .map_err(|e| sys::driver_error(&info.id, "createBindGroupLayout", sys::text(&e)))?;
-        let source = WgSource { device: device.clone(), max: caps.max_binding_bytes };
-        let limit = options.memory_limit.or(info.total_memory);
-        let pool = Pool::new(source, info.id.clone(), limit, counts.clone());
+        let alignment = device.limits().min_storage_buffer_offset_alignment as usize;
+        let source = WgSource { device: device.clone(), max: caps.max_binding_bytes, alignment };
+        let pool = Pool::new(source, info.id.clone(), options, info.total_memory, counts.clone())?;
         let builder = Arc::new(Builder {
             device: device.clone(),
             id: info.id.clone(),
@@ -110,11 +110,16 @@ impl Device for WebGpuDevice {
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
-        Ok(Arc::new(WgBuffer { block: self.pool.alloc(bytes, tag)?, owner: self.number }))
+        let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;
+        Ok(Arc::new(WgBuffer { block, owner: self.number }))
     }
 
     fn footprint(&self, bytes: usize, tag: Tag) -> usize {
-        crate::pool::footprint(bytes, tag)
+        self.pool.footprint(bytes, tag)
+    }
+
+    fn defragment(&self) -> Result<Defragmented> {
+        self.core.queue.defragment()
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {

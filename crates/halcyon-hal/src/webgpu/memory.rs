@@ -5,6 +5,7 @@ use crate::Buffer;
 use crate::pool::{Block, Source};
 use std::any::Any;
 use std::fmt;
+use std::sync::RwLock;
 
 /// The pool's source: buffers of one device.
 #[derive(Debug)]
@@ -12,10 +13,37 @@ pub struct WgSource {
     pub device: wgpu::Device,
     /// Most bytes of one buffer: a kernel binds it whole.
     pub max: u64,
+    /// Where a binding may start, bytes.
+    pub alignment: usize,
+}
+
+/// A buffer, or a range of one. A dispatch binds its storage for reading and writing, so several ranges of one buffer do not conflict.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Slice {
+    pub buffer: wgpu::Buffer,
+    /// A multiple of the binding alignment.
+    pub offset: u64,
+    /// A multiple of 4.
+    pub bytes: u64,
+}
+
+impl Slice {
+    pub fn whole(buffer: &wgpu::Buffer) -> Slice {
+        Slice { buffer: buffer.clone(), offset: 0, bytes: buffer.size() }
+    }
+
+    pub fn binding(&self) -> wgpu::BindingResource<'_> {
+        wgpu::BindingResource::Buffer(wgpu::BufferBinding {
+            buffer: &self.buffer,
+            offset: self.offset,
+            size: wgpu::BufferSize::new(self.bytes),
+        })
+    }
 }
 
 impl Source for WgSource {
     type Raw = wgpu::Buffer;
+    type Place = RwLock<Slice>;
 
     fn allocate(&self, bytes: usize) -> Result<wgpu::Buffer, String> {
         if bytes as u64 > self.max {
@@ -23,6 +51,23 @@ impl Source for WgSource {
         }
         let usage = wgpu::BufferUsages::STORAGE | wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST;
         buffer(&self.device, bytes as u64, usage).map_err(|e| sys::text(&e))
+    }
+
+    fn place(&self, raw: &wgpu::Buffer, range: Option<(usize, usize)>) -> Result<Self::Place, String> {
+        Ok(RwLock::new(match range {
+            None => Slice::whole(raw),
+            Some((offset, bytes)) => {
+                Slice { buffer: raw.clone(), offset: offset as u64, bytes: bytes as u64 }
+            }
+        }))
+    }
+
+    fn alignment(&self) -> usize {
+        self.alignment
+    }
+
+    fn most(&self) -> u64 {
+        self.max
     }
 }
 
@@ -41,6 +86,13 @@ pub struct WgBuffer {
     pub block: Block<WgSource>,
     /// Number of the device that it belongs to.
     pub owner: u64,
+}
+
+impl WgBuffer {
+    /// Where it lies. While the queue's lock is held it stays there.
+    pub fn slice(&self) -> Slice {
+        self.block.place().read().unwrap_or_else(|e| e.into_inner()).clone()
+    }
 }
 
 impl Buffer for WgBuffer {

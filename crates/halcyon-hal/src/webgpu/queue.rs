@@ -1,9 +1,9 @@
 //! The in-order queue of a device.
 
-use super::memory::{self, WgBuffer, WgSource};
+use super::memory::{self, Slice, WgBuffer, WgSource};
 use super::program::{Bindings, Builder, PARAM_BYTES, WgProgram};
 use super::sys::{self, Stray};
-use crate::pool::Pool;
+use crate::pool::{Defragmented, Pool, Relocation};
 use crate::stream::Report;
 use crate::validate::Argument;
 use crate::{Counts, Error, Result, Timing};
@@ -20,6 +20,8 @@ const LONG: u64 = 1 << 14;
 const STAMPED: u32 = 512;
 /// Bytes that one mapping reads, and that are written before the queue is asked to take them.
 const CHUNK: usize = 32 << 20;
+/// Bytes of the detour that moves within one buffer take.
+const DETOUR: u64 = 1 << 20;
 
 #[derive(Debug, Default)]
 struct State {
@@ -220,9 +222,9 @@ impl Queue {
         let last = offset + src.len() == memory_end(dst);
         let words = if last { rest.len() } else { rest.len() / 4 * 4 };
         let (middle, tail) = rest.split_at(words);
-        let to = raw(dst)?;
+        let Slice { buffer: to, offset: base, .. } = &dst.slice();
         self.call("writeBuffer", || {
-            let mut at = (offset + head) as u64;
+            let mut at = base + (offset + head) as u64;
             for part in middle.chunks(CHUNK) {
                 let whole = part.len() / 4 * 4;
                 self.raw.write_buffer(to, at, &part[..whole]);
@@ -261,7 +263,7 @@ impl Queue {
             .map_err(|e| self.error("createBuffer", &e))?;
         let patched = self.run_with(state, &self.fault, |s| {
             s.queue.raw.write_buffer(&from, 0, &words);
-            s.copy_bytes(&from, 0, raw(dst)?, offset, bytes.len())
+            s.copy_bytes(&Slice::whole(&from), 0, &dst.slice(), offset, bytes.len())
         });
         patched.map(|(state, _)| state)
     }
@@ -272,7 +274,50 @@ impl Queue {
             return self.finish();
         }
         let mut state = self.lock();
-        self.read_raw(&mut state, raw(src)?, offset, dst)
+        let from = src.slice();
+        self.read_raw(&mut state, &from.buffer, from.offset as usize + offset, dst)
+    }
+
+    /// Waits, and moves the pool's buffers together.
+    pub fn defragment(&self) -> Result<Defragmented> {
+        let _state = self.lock();
+        self.finish()?;
+        let mut detour = None;
+        let did = self.pool.defragment(&mut |m| self.relocate(&mut detour, &m));
+        self.finish()?;
+        did
+    }
+
+    /// One move, handed over at once. The pool's lock is held, so errors must not ask it for figures.
+    fn relocate(&self, detour: &mut Option<wgpu::Buffer>, m: &Relocation<'_, wgpu::Buffer>) -> Result<()> {
+        let failed = |call: &str, e: wgpu::Error| sys::driver_error(&self.id, call, sys::text(&e));
+        let (from, to) = ((m.from.0, m.from.1 as u64), (m.to.0, m.to.1 as u64));
+        // Inside of one buffer a copy takes a detour, also where its ranges lie apart.
+        let room = match (m.same, &mut *detour) {
+            (false, _) => None,
+            (true, Some(d)) => Some(&*d),
+            (true, none) => {
+                let usage = wgpu::BufferUsages::COPY_SRC | wgpu::BufferUsages::COPY_DST;
+                let d = memory::buffer(&self.device, DETOUR, usage).map_err(|e| failed("createBuffer", e))?;
+                Some(&*none.insert(d))
+            }
+        };
+        sys::scoped(&self.device, || {
+            let mut e = self.device.create_command_encoder(&Default::default());
+            match room {
+                None => e.copy_buffer_to_buffer(from.0, from.1, to.0, to.1, m.bytes as u64),
+                // Towards lower places, so each piece is read before it is written over.
+                Some(room) => {
+                    for at in (0..m.bytes as u64).step_by(DETOUR as usize) {
+                        let n = DETOUR.min(m.bytes as u64 - at);
+                        e.copy_buffer_to_buffer(from.0, from.1 + at, room, 0, n);
+                        e.copy_buffer_to_buffer(room, 0, to.0, to.1 + at, n);
+                    }
+                }
+            }
+            self.raw.submit([e.finish()]);
+        })
+        .map_err(|e| failed("copyBufferToBuffer", e))
     }
 
     fn read_raw(&self, state: &mut State, src: &wgpu::Buffer, offset: usize, dst: &mut [u8]) -> Result<()> {
@@ -407,7 +452,8 @@ impl Queue {
         let index = self.call("mapAsync", || {
             let mut e = self.device.create_command_encoder(&Default::default());
             if let Some((b, ..)) = from.filter(|_| end > start) {
-                e.copy_buffer_to_buffer(raw(b)?, start as u64, &staging, 0, (end - start) as u64);
+                let Slice { buffer, offset, .. } = b.slice();
+                e.copy_buffer_to_buffer(&buffer, offset + start as u64, &staging, 0, (end - start) as u64);
             }
             for (i, w) in words.iter().enumerate() {
                 e.copy_buffer_to_buffer(w, 0, &staging, (end - start + 4 * i) as u64, 4);
@@ -531,10 +577,6 @@ impl Queue {
     }
 }
 
-fn raw(b: &WgBuffer) -> Result<&wgpu::Buffer> {
-    b.block.raw().ok_or_else(|| Error::internal("a buffer was used after its release"))
-}
-
 /// Bytes of a buffer that mean anything.
 fn memory_end(b: &WgBuffer) -> usize {
     b.block.bytes()
@@ -576,13 +618,13 @@ impl Submission<'_> {
         if groups.contains(&0) {
             return self.note(false);
         }
-        let mut raws = buffers.iter().map(|b| raw(b)).collect::<Result<SmallVec<[&wgpu::Buffer; 16]>>>()?;
+        let mut slices: SmallVec<[Slice; 16]> = buffers.iter().map(|b| b.slice()).collect();
         if p.signature.faults {
-            raws.push(self.fault);
+            slices.push(Slice::whole(self.fault));
             self.faulted = true;
         }
         self.stamp(0);
-        self.dispatch(p, groups, &raws, arguments)?;
+        self.dispatch(p, groups, &slices, arguments)?;
         self.stamp(1);
         self.note(true)
     }
@@ -591,7 +633,7 @@ impl Submission<'_> {
         &mut self,
         p: &WgProgram,
         groups: [u32; 3],
-        buffers: &[&wgpu::Buffer],
+        buffers: &[Slice],
         arguments: &[Argument],
     ) -> Result<()> {
         let q = self.queue;
@@ -605,11 +647,11 @@ impl Submission<'_> {
             ));
         }
         // One memory is bound once.
-        let mut bound: SmallVec<[&wgpu::Buffer; 16]> = SmallVec::new();
+        let mut bound: SmallVec<[&Slice; 16]> = SmallVec::new();
         let bindings: Bindings = buffers
             .iter()
             .map(|b| {
-                bound.iter().position(|x| std::ptr::eq(*x, *b)).unwrap_or_else(|| {
+                bound.iter().position(|x| *x == b).unwrap_or_else(|| {
                     bound.push(b);
                     bound.len() - 1
                 })
@@ -638,7 +680,7 @@ impl Submission<'_> {
         let entries: SmallVec<[wgpu::BindGroupEntry<'_>; 16]> = bound
             .iter()
             .enumerate()
-            .map(|(i, b)| wgpu::BindGroupEntry { binding: i as u32, resource: b.as_entire_binding() })
+            .map(|(i, b)| wgpu::BindGroupEntry { binding: i as u32, resource: b.binding() })
             .collect();
         let group = q.device.create_bind_group(&wgpu::BindGroupDescriptor {
             label: None,
@@ -670,15 +712,16 @@ impl Submission<'_> {
             return self.note(false);
         }
         self.stamp(0);
-        let (from, to) = (raw(src)?, raw(dst)?);
+        let (from, to) = (src.slice(), dst.slice());
         let words = src_offset.is_multiple_of(4) && dst_offset.is_multiple_of(4);
         // Past the end of a buffer is padding.
         let whole = bytes.is_multiple_of(4) || dst_offset + bytes == memory_end(dst);
-        if words && whole && !std::ptr::eq(from, to) {
+        if words && whole && from.buffer != to.buffer {
             let n = bytes.next_multiple_of(4) as u64;
-            self.encoder().copy_buffer_to_buffer(from, src_offset as u64, to, dst_offset as u64, n);
+            let (start, end) = (from.offset + src_offset as u64, to.offset + dst_offset as u64);
+            self.encoder().copy_buffer_to_buffer(&from.buffer, start, &to.buffer, end, n);
         } else {
-            self.copy_bytes(from, src_offset, to, dst_offset, bytes)?;
+            self.copy_bytes(&from, src_offset, &to, dst_offset, bytes)?;
         }
         self.stamp(1);
         self.note(true)
@@ -686,9 +729,9 @@ impl Submission<'_> {
 
     fn copy_bytes(
         &mut self,
-        from: &wgpu::Buffer,
+        from: &Slice,
         src_offset: usize,
-        to: &wgpu::Buffer,
+        to: &Slice,
         dst_offset: usize,
         bytes: usize,
     ) -> Result<()> {
@@ -696,7 +739,7 @@ impl Submission<'_> {
         let word = |n: usize| Argument { ty: Ty::U32, bits: n as u64 };
         let arguments = [word(bytes), word(src_offset), word(dst_offset)];
         let groups = kernel::Launch::fold(bytes.div_ceil(64) as u64, self.queue.max_groups);
-        self.dispatch(p, groups, &[from, to], &arguments)
+        self.dispatch(p, groups, &[from.clone(), to.clone()], &arguments)
     }
 
     /// Gives what is encoded to the device.

@@ -69,6 +69,7 @@ FORWARD(i32, clReleaseContext, (H a), (a))
 FORWARD(H, clCreateCommandQueue, (H a, H b, u64 c, i32 *d), (a, b, c, d))
 FORWARD(i32, clReleaseCommandQueue, (H a), (a))
 FORWARD(H, clCreateBuffer, (H a, u64 b, sz c, void *d, i32 *e), (a, b, c, d, e))
+FORWARD(H, clCreateSubBuffer, (H a, u64 b, u32 c, const void *d, i32 *e), (a, b, c, d, e))
 FORWARD(i32, clReleaseMemObject, (H a), (a))
 FORWARD(H, clCreateProgramWithSource, (H a, u32 b, const char **c, const sz *d, i32 *e), (a, b, c, d, e))
 FORWARD(H, clCreateProgramWithBinary,
@@ -85,6 +86,9 @@ FORWARD(i32, clEnqueueWriteBuffer, (H a, H b, u32 c, sz d, sz e, const void *g, 
         (a, b, c, d, e, g, h, i, j))
 FORWARD(i32, clEnqueueCopyBuffer, (H a, H b, H c, sz d, sz e, sz g, u32 h, const H *i, H *j),
         (a, b, c, d, e, g, h, i, j))
+FORWARD(void *, clEnqueueMapBuffer, (H a, H b, u32 c, u64 d, sz e, sz g, u32 h, const H *i, H *j, i32 *k),
+        (a, b, c, d, e, g, h, i, j, k))
+FORWARD(i32, clEnqueueUnmapMemObject, (H a, H b, void *c, u32 d, const H *e, H *g), (a, b, c, d, e, g))
 FORWARD(i32, clFlush, (H a), (a))
 FORWARD(i32, clFinish, (H a), (a))
 FORWARD(i32, clGetEventProfilingInfo, (H a, u32 b, sz c, void *d, sz *e), (a, b, c, d, e))

@@ -374,6 +374,11 @@ impl Backend {
         }
     }
 
+    /// Whether a new plan's kernels are tuned before it is first run.
+    pub(crate) fn tunes_at_once(&self) -> bool {
+        matches!(self.tuning().mode, TuningMode::Budget(_))
+    }
+
     /// What the mode does about the kernels of a new plan. Whether plans would have others now.
     pub(crate) fn tune_new(&self, plan: &Plan) -> bool {
         let t = self.tuning();

@@ -14,7 +14,7 @@ use smallvec::smallvec;
 use std::sync::Arc;
 
 fn device() -> CpuDevice {
-    CpuDevice::new(&Options { threads: Some(2), ..Default::default() })
+    CpuDevice::new(&Options { threads: Some(2), ..Default::default() }).unwrap()
 }
 
 /// A random value that the type's sums and products of a few dozen hold exactly where they can.

@@ -151,7 +151,7 @@ fn execute(
 }
 
 fn device(threads: usize) -> CpuDevice {
-    CpuDevice::new(&Options { threads: Some(threads), ..Default::default() })
+    CpuDevice::new(&Options { threads: Some(threads), ..Default::default() }).unwrap()
 }
 
 fn eps(d: DType) -> f64 {

@@ -1,0 +1,116 @@
+//! Memory of the host that a device copies from and to without a detour.
+
+use crate::{Error, Options, Result};
+use std::fmt;
+use std::ops::{Deref, DerefMut};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Bytes of the host, zeroed, at an address that stays; page-locked where the driver can. Dropping it gives them back. It is
+/// [`halcyon_ir::data::Bytes`], so [`crate::Device::import`] takes it without a copy where memory is unified.
+pub struct HostBuffer {
+    memory: Box<dyn Pages>,
+    bytes: usize,
+    locked: bool,
+    _loan: Loan,
+}
+
+/// Who owns the memory of a [`HostBuffer`].
+///
+/// # Safety
+/// `start` gives the same address each time, from which on as many bytes as were asked for are initialised and nobody else's, as long as the value
+/// lives.
+pub(crate) unsafe trait Pages: Send + Sync {
+    fn start(&self) -> *mut u8;
+}
+
+/// What a device's host buffers take together.
+#[derive(Debug)]
+pub(crate) struct Account {
+    device: String,
+    limit: Option<u64>,
+    used: Arc<AtomicU64>,
+}
+
+/// Bytes of an account, until it is dropped.
+#[derive(Debug)]
+pub(crate) struct Loan {
+    used: Arc<AtomicU64>,
+    bytes: u64,
+}
+
+impl Drop for Loan {
+    fn drop(&mut self) {
+        self.used.fetch_sub(self.bytes, Ordering::AcqRel);
+    }
+}
+
+impl Account {
+    pub(crate) fn new(device: &str, options: &Options) -> Account {
+        let half = || halcyon_ir::host::memory().map(|(_, total)| total / 2);
+        Account { device: device.into(), limit: options.host_limit.or_else(half), used: Arc::default() }
+    }
+
+    pub(crate) fn used(&self) -> u64 {
+        self.used.load(Ordering::Acquire)
+    }
+
+    /// A buffer of `bytes` bytes in memory that `pages` makes, or the driver's reason.
+    pub(crate) fn buffer(
+        &self,
+        bytes: usize,
+        locked: bool,
+        pages: impl FnOnce() -> std::result::Result<Box<dyn Pages>, String>,
+    ) -> Result<HostBuffer> {
+        let full = |used: u64, why: String| Error::OutOfMemory {
+            device: self.device.clone(),
+            what: format!("memory of the host for copies: {why}"),
+            requested: bytes as u64,
+            free: self.limit.map_or(0, |l| l.saturating_sub(used)),
+            total: self.limit.unwrap_or(0),
+            next: "Copy in smaller pieces, or raise the limit of host memory".into(),
+        };
+        let n = bytes as u64;
+        let within = |used: u64| used.checked_add(n).filter(|sum| self.limit.is_none_or(|l| *sum <= l));
+        self.used
+            .fetch_update(Ordering::AcqRel, Ordering::Acquire, within)
+            .map_err(|used| full(used, "over its limit".into()))?;
+        let loan = Loan { used: self.used.clone(), bytes: n };
+        let memory = pages().map_err(|why| full(self.used() - n, why))?;
+        Ok(HostBuffer { memory, bytes, locked, _loan: loan })
+    }
+}
+
+impl HostBuffer {
+    /// Whether the driver keeps the pages in memory.
+    pub fn is_locked(&self) -> bool {
+        self.locked
+    }
+}
+
+impl Deref for HostBuffer {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        // SAFETY: so many initialised bytes from there on are this value's.
+        unsafe { std::slice::from_raw_parts(self.memory.start(), self.bytes) }
+    }
+}
+
+impl DerefMut for HostBuffer {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        // SAFETY: as above, and the value is borrowed exclusively.
+        unsafe { std::slice::from_raw_parts_mut(self.memory.start(), self.bytes) }
+    }
+}
+
+impl AsRef<[u8]> for HostBuffer {
+    fn as_ref(&self) -> &[u8] {
+        self
+    }
+}
+
+impl fmt::Debug for HostBuffer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "HostBuffer({} bytes{})", self.bytes, if self.locked { ", locked" } else { "" })
+    }
+}
