@@ -192,11 +192,8 @@ fn s3_08_streams_and_async() {
         let q = &p * 2.0;
         let done = t.eval(std::slice::from_ref(&q)).unwrap();
         s.wait(&done).unwrap();
-        let r = s.run(|| {
-            let r = &q + 1.0;
-            r.eval().unwrap();
-            r
-        });
+        let r = &q + 1.0;
+        s.run(|| r.eval().map(drop)).unwrap();
         pollster::block_on(done).unwrap();
         s.synchronize().unwrap();
         let all = r.to_vec::<f32>().unwrap();
