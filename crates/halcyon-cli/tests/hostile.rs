@@ -13,12 +13,12 @@ mod mutate;
 
 use bytes::Bytes;
 use common::*;
-use halcyon::{Backend, BackendType, ConstData, Error, OnnxSession, Result};
+use halcyon::{Backend, BackendType, ConstData, Error, Level, OnnxSession, Replay, Result, Session};
 use halcyon_formats::onnx::proto::*;
 use halcyon_formats::onnx::tensor::{self, External};
 use halcyon_formats::onnx::{Datum, Model, PortType};
 use halcyon_formats::{npy, npz, safetensors};
-use halcyon_ir::Bindings;
+use halcyon_ir::{Bindings, DType, Graph, TensorType};
 use models::{body, floats, graph, int, ints, list, model, node, port, scalar, with};
 use prost::Message;
 use std::collections::BTreeSet;
@@ -243,6 +243,35 @@ fn flipped_bits_of_tensors() {
             });
         }
     }
+}
+
+#[test]
+fn flipped_bits_of_a_replay_file() {
+    let mut g = Graph::new();
+    let x = g.input("x", TensorType::new(DType::F32, [3usize, 4]));
+    let w = g.constant(ConstData::from_slice(&[4, 2], &[0.5f32; 8]).expect("a tensor"));
+    let y = g.matmul(x, w).and_then(|y| g.softmax(y, 1)).expect("a graph");
+    g.output("y", y);
+    let x = [ConstData::from_slice(&[3, 4], &[0.25f32; 12]).expect("a tensor")];
+    let session = Session::new(&CPU, g);
+    let replay = session.replay_of(&x, &Error::unsupported("nothing", "It is a test")).expect("a replay");
+    let file = replay.to_bytes().expect("a file");
+    let small = Backend::builder().backend_type(BackendType::Cpu).num_threads(1).memory_limit(256 << 20);
+    let reference = small.level(Level::O0).build().expect("the CPU is a device");
+    let mut r = mutate::Rng(9);
+    let mut ran = 0;
+    for k in 0..600 {
+        let mut f = file.clone();
+        for _ in 0..1 + r.below(2) {
+            let at = r.below(f.len());
+            f[at] ^= 1 << r.below(8);
+        }
+        ran += usize::from(returns(&format!("flip {k}"), || {
+            let replay = Replay::from_bytes(&f, "flipped.replay")?;
+            replay.run(&CPU, &reference).map(drop)
+        }));
+    }
+    assert!(ran > 20 && ran < 600, "{ran} of 600 ran");
 }
 
 #[test]

@@ -31,6 +31,7 @@ pub fn main(a: &RunArgs) -> Result<u8> {
     let spec = verify::spec(a)?;
     let loaded = load(&a.model, &a.input, &split::first(&a.split, &a.backend)?, false, false)?;
     let inputs = loaded.data();
+    let check = spec.map(|s| verify::options(a, s, &loaded)).transpose()?;
 
     let start = Instant::now();
     let over = match a.split.split.is_some() || a.split.may_leave.is_some() {
@@ -71,8 +72,8 @@ pub fn main(a: &RunArgs) -> Result<u8> {
     }
     progress.finish();
     let (memory, anonymous) = (loaded.backend.memory(), watch.as_ref().map(Watch::peak));
-    let verified = match spec {
-        Some(spec) => Some(verify::run(a, spec, &loaded, &inputs)?),
+    let verified = match &check {
+        Some(o) => Some(verify::run(a, o, &loaded, &inputs)?),
         None => None,
     };
     let last = last.ok_or_else(|| Error::argument("--repeat", "at least one run is needed"))?;

@@ -34,15 +34,20 @@ pub fn tensors(inputs: &[Datum]) -> Vec<ConstData> {
     inputs.iter().filter_map(|d| d.tensor().cloned()).collect()
 }
 
+/// Opens the reference. What cannot be verified is refused here, before anything runs.
+pub fn options(a: &RunArgs, spec: Spec, loaded: &Loaded) -> Result<VerifyOptions> {
+    loaded.graph("a verified run")?;
+    let o = VerifyOptions::new(&reference(Backend::builder().backend_type(spec.backend))?).share(spec.share);
+    Ok(match a.verify_seed {
+        Some(seed) => o.seed(seed),
+        None => o,
+    })
+}
+
 /// Runs once more, checked; a divergence is written to a file.
-pub fn run(a: &RunArgs, spec: Spec, loaded: &Loaded, inputs: &[Datum]) -> Result<Verified> {
+pub fn run(a: &RunArgs, o: &VerifyOptions, loaded: &Loaded, inputs: &[Datum]) -> Result<Verified> {
     let graph = loaded.graph("a verified run")?.graph.clone();
-    let mut o = VerifyOptions::new(&reference(Backend::builder().backend_type(spec.backend))?);
-    o = o.share(spec.share);
-    if let Some(seed) = a.verify_seed {
-        o = o.seed(seed);
-    }
-    let report = Session::new(&loaded.backend, graph).verify(&tensors(inputs), &o)?;
+    let report = Session::new(&loaded.backend, graph).verify(&tensors(inputs), o)?;
     let file = match &report.divergence {
         Some(r) => {
             let path = a.save_replay.clone().unwrap_or_else(|| name(&a.model));
