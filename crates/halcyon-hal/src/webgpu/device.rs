@@ -2,9 +2,10 @@
 
 use super::adapter::Adapter;
 use super::memory::{WgBuffer, WgSource};
-use super::program::{Builder, PARAM_BYTES, WgProgram, storage};
+use super::program::{Builder, Kept, PARAM_BYTES, WgProgram, storage};
 use super::queue::Queue;
 use super::sys;
+use crate::cache::{self, DiskCache};
 use crate::pool::Pool;
 use crate::validate;
 use crate::{
@@ -63,12 +64,17 @@ impl WebGpuDevice {
         let source = WgSource { device: device.clone(), max: caps.max_binding_bytes };
         let limit = options.memory_limit.or(info.total_memory);
         let pool = Pool::new(source, info.id.clone(), limit, counts.clone());
+        let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join("webgpu"));
         let builder = Arc::new(Builder {
             device: device.clone(),
             id: info.id.clone(),
             options: modules,
             params,
             counts: counts.clone(),
+            kept: dir.and_then(|d| {
+                Kept::new(&device, DiskCache::new(d, cache::DEFAULT_LIMIT), adapter.identity())
+            }),
+            marks: Mutex::default(),
         });
         let queue = Queue::new(device, raw, stray, builder.clone(), pool.clone(), options.profile)?;
         Ok(WebGpuDevice {
@@ -122,6 +128,18 @@ impl Device for WebGpuDevice {
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
+        let most = self.caps.max_binding_bytes;
+        if bytes as u64 > most {
+            // A kernel binds a buffer whole: nothing that could be freed would help.
+            return Err(Error::unsupported(
+                format!(
+                    "{bytes} bytes in one buffer ({tag:?}) on {}, which binds at most {most}",
+                    self.info.id
+                ),
+                "Use a smaller batch, or a backend that binds more: cpu and opencl have no such limit, `halcyon devices --json` \
+                 tells each adapter's (max_binding_bytes)",
+            ));
+        }
         Ok(Arc::new(WgBuffer { block: self.pool.alloc(bytes, tag)?, owner: self.number }))
     }
 

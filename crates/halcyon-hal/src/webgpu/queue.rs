@@ -288,13 +288,20 @@ impl Queue {
                     .map_err(|e| sys::driver_error(&self.id, "getMappedRange", sys::text(&e)))
             })?;
             part.copy_from_slice(&view[at - start..at - start + part.len()]);
-            let cut = view[bytes as usize..].iter().any(|b| *b != 0);
+            let cut = view[bytes as usize..].first_chunk().map_or(0, |w| u32::from_le_bytes(*w));
             drop(view);
             staging.unmap();
-            if cut && let Some(c) = &self.cut {
+            if cut != 0
+                && let Some(c) = &self.cut
+            {
                 self.raw.write_buffer(c, 0, &[0; 4]);
+                let marks = self.builder.marks.lock().unwrap_or_else(|e| e.into_inner());
+                let kernel = marks.get(&cut).map_or("unknown", String::as_str);
                 return Err(Error::unsupported(
-                    format!("a kernel whose loops have more rounds than {} does (llvmpipe: 65,535)", self.id),
+                    format!(
+                        "kernel {kernel}: its loops have more rounds than {} does (llvmpipe: 65,535 for a work-item)",
+                        self.id
+                    ),
                     "Use --backend cpu or a GPU, or smaller tensors",
                 ));
             }
@@ -387,6 +394,8 @@ impl Queue {
             options: self.builder.options.clone(),
             params: self.builder.params.clone(),
             counts: Arc::new(Counts::default()),
+            kept: None,
+            marks: Mutex::default(),
         };
         let p = Arc::new(own).program(&b.finish()?, 0)?;
         Ok(self.byte_copy.get_or_init(|| p))

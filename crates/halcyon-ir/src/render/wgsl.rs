@@ -38,6 +38,8 @@ pub struct Options {
     /// The device gives a loop up after some tens of thousands of rounds and says nothing (llvmpipe: 65,535 per work-item). Loops that
     /// were not finished then set the word at `@group(1) @binding(1)`.
     pub short_loops: bool,
+    /// What is written to that word, so that it tells which kernel it was; 0 is 1.
+    pub mark: u32,
     /// Rounds that a loop without loops or barriers in it does at a time; 0 is 1.
     pub unroll: u32,
     /// The binding of each buffer; empty where each has its own. Buffers that are the same memory must share a binding.
@@ -181,6 +183,7 @@ struct Writer<'a> {
     depth: usize,
     fused: bool,
     short_loops: bool,
+    mark: u32,
     unroll: u32,
     /// Begins the names that belong to the module.
     prefix: String,
@@ -224,6 +227,7 @@ impl<'a> Writer<'a> {
             depth: 1,
             fused: options.fused,
             short_loops: options.short_loops,
+            mark: options.mark.max(1),
             unroll: options.unroll.max(1),
             prefix,
             bindings,
@@ -515,7 +519,7 @@ impl<'a> Writer<'a> {
             self.line("}");
         }
         self.line(&format!("if ({v} < {end}) {{"));
-        self.line(&format!("    atomicStore(&{}cut[0], 1u);", self.prefix));
+        self.line(&format!("    atomicStore(&{}cut[0], {}u);", self.prefix, self.mark));
         self.line("}");
         self.depth -= 1;
         self.line("}");
