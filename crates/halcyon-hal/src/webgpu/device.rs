@@ -129,8 +129,8 @@ impl Device for WebGpuDevice {
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
         let most = self.caps.max_binding_bytes;
-        if bytes as u64 > most {
-            // A kernel binds a buffer whole: nothing that could be freed would help.
+        if bytes as u64 > most && self.available().is_none_or(|free| bytes as u64 <= free) {
+            // A kernel binds a buffer whole: there is memory, and freeing more would not help.
             return Err(Error::unsupported(
                 format!(
                     "{bytes} bytes in one buffer ({tag:?}) on {}, which binds at most {most}",

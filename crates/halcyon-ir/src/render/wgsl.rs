@@ -465,9 +465,16 @@ impl<'a> Writer<'a> {
                 let (v, t) = (format!("v{}", var.0), ty_name(self.k.values[var.ix()]));
                 let (a, b, c) = (self.ex(*start)?, self.ex(*end)?, self.ex(*step)?);
                 if self.short_loops {
-                    let fixed =
-                        [start, end, step].iter().all(|e| matches!(self.k.expr(**e), Expr::Const { .. }));
-                    return self.short_loop(&[&v, t, &a, &b, &c], body, !fixed);
+                    let known = |e: ExprId| match self.k.expr(e) {
+                        Expr::Const { bits, .. } => i64::try_from(bits).ok(),
+                        _ => None,
+                    };
+                    let rounds = (|| {
+                        let (n, step) = (known(*end)?.checked_sub(known(*start)?)?, known(*step)?);
+                        // A last round that is not whole is as good as no number to divide.
+                        Some(if n.checked_rem(step)? == 0 { n / step } else { 1 })
+                    })();
+                    return self.short_loop(&[&v, t, &a, &b, &c], body, rounds);
                 }
                 self.line(&format!("for (var {v}: {t} = {a}; {v} < {b}; {v} += {c}) {{"));
                 self.nested(body)?;
@@ -494,27 +501,39 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// A loop (counter, its type, start, end, step) that says when it was given up. Where it may be long, it does several rounds at a
-    /// time.
-    fn short_loop(&mut self, [v, t, start, end, step]: &[&str; 5], body: &[Stmt], long: bool) -> Result<()> {
+    /// A loop (counter, its type, start, end, step) that says when it was given up. Where it may be long (no number of rounds is `known`,
+    /// and sizes are large), it does several rounds at a time, and so it does where a known number of rounds allows that without a test
+    /// between them: such loops lie within others, and the device counts the rounds of all.
+    fn short_loop(
+        &mut self,
+        [v, t, start, end, step]: &[&str; 5],
+        body: &[Stmt],
+        known: Option<i64>,
+    ) -> Result<()> {
         // More text than this costs more to compile than it saves.
         let short = straight(body).is_some_and(|n| n <= 16);
-        let rounds = if short && long { self.unroll } else { 1 };
+        let rounds = match known {
+            _ if !short => 1,
+            None => self.unroll,
+            Some(n) if n > 8 && n % 8 == 0 => 8,
+            Some(_) => 1,
+        };
+        let tests = known.is_none();
         self.line("{");
         self.depth += 1;
         self.line(&format!("var {v}: {t} = {start};"));
         self.line(&format!("while ({v} < {end}) {{"));
         for round in 0..rounds {
-            if round > 0 {
+            if round > 0 && tests {
                 self.line(&format!("if ({v} < {end}) {{"));
             }
-            self.depth += 1;
+            self.depth += (round == 0 || tests) as usize;
             self.line("{");
             self.nested(body)?;
             self.line("}");
             self.line(&format!("{v} += {step};"));
         }
-        for _ in 0..rounds {
+        for _ in 0..if tests { rounds } else { 1 } {
             self.depth -= 1;
             self.line("}");
         }
