@@ -33,7 +33,7 @@ pub const LANES: &[Lane] = &[
     },
     Lane {
         name: "lane-vulkan",
-        purpose: "Vulkan on lavapipe, for the feature webgpu",
+        purpose: "the WebGPU backend on lavapipe",
         packages: &["libvulkan1", "mesa-vulkan-drivers"],
         present: || library("libvulkan.so.1") && has_file("/usr/share/vulkan/icd.d", ".json"),
     },

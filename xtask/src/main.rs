@@ -2,6 +2,7 @@
 //! against its peers.
 
 mod bench;
+mod binary;
 mod docs;
 mod fuzz;
 mod machine;

@@ -1,9 +1,9 @@
 //! `cargo xtask test`: everything that must hold before a change is merged, from a machine with only a Rust toolchain.
 
-use crate::Failure;
 use crate::machine::{self, LANES, Requirements, Venv};
 use crate::report::{Counts, Outcome, Report, run, run_watching, script_result, test_result};
 use crate::testdata;
+use crate::{Failure, binary};
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -27,9 +27,11 @@ const EVERYWHERE: &[&str] = &["--workspace", "--exclude", "xtask"];
 const CHECKS: &[(&str, &[&str])] = &[
     ("check_conformance.py", &["--backend", "cpu"]),
     ("check_conformance.py", &["--backend", "opencl", "--limit", "40"]),
+    ("check_conformance.py", &["--backend", "webgpu", "--limit", "40"]),
     ("check_suite.py", &["--backend", "cpu"]),
     // A program is built for each case: a third, drawn anew (HALCYON_CASES=all for all).
     ("check_suite.py", &["--backend", "opencl", "--one-in", "3"]),
+    ("check_suite.py", &["--backend", "webgpu", "--one-in", "3"]),
     ("check_export.py", &[]),
 ];
 
@@ -53,6 +55,7 @@ const STEPS: &[Step] = &[
     Step { name: "neon", fast: false, work: neon },
     Step { name: "readme", fast: false, work: readme },
     Step { name: "checks", fast: false, work: checks },
+    Step { name: "binary", fast: false, work: binary },
     Step { name: "receipts", fast: false, work: receipts },
 ];
 
@@ -272,6 +275,10 @@ fn platforms(context: &Context) -> Outcome {
     Outcome::Tests(counts, note)
 }
 
+/// The CPU kernels' tests alone, without the other backends and what they would have to be built from.
+const CPU_TESTS: &[&str] =
+    &["test", "-p", "halcyon-hal", "--lib", "--no-default-features", "--features", "cpu"];
+
 /// The CPU kernels' tests under AddressSanitizer, which a stable compiler only has behind this switch. A build folder of
 /// its own: other flags would otherwise rebuild everything twice.
 fn asan(context: &Context) -> Outcome {
@@ -281,7 +288,7 @@ fn asan(context: &Context) -> Outcome {
     }
     let mut command = context.cargo();
     command.env("RUSTC_BOOTSTRAP", "1").env("RUSTFLAGS", "-Zsanitizer=address");
-    command.args(["test", "-p", "halcyon-hal", "--lib", "--target", target, "--target-dir"]);
+    command.args(CPU_TESTS).args(["--target", target, "--target-dir"]);
     command.arg(crate::target_dir().join("asan")).args(["--", "cpu::"]);
     cargo_tests(&mut command)
 }
@@ -312,7 +319,7 @@ fn neon(context: &Context) -> Outcome {
         .env("CARGO_PROFILE_DEV_OPT_LEVEL", "2")
         .env("CARGO_PROFILE_DEV_DEBUG", "0")
         .env("HALCYON_EMULATED", "1");
-    command.args(["test", "-p", "halcyon-hal", "--lib", "--target", target, "--target-dir"]);
+    command.args(CPU_TESTS).args(["--target", target, "--target-dir"]);
     command.arg(crate::target_dir().join("neon")).args(["--", "cpu::"]);
     // Times and bandwidths of an emulator say nothing.
     for test in ["cpu::peak::", "cpu::team::tests::a_job_is_handed_over"] {
@@ -361,15 +368,28 @@ fn digit_named(line: &str) -> Option<&str> {
     line.split(|c: char| !c.is_alphabetic()).find(|word| names.contains(word))
 }
 
+/// The release build of the command.
+fn release(context: &Context) -> Result<PathBuf, String> {
+    run(context.cargo().args(["build", "--release", "-p", "halcyon-cli"]))?;
+    Ok(crate::target_dir().join("release").join(if cfg!(windows) { "halcyon.exe" } else { "halcyon" }))
+}
+
+/// The release binary's size, libraries and times.
+fn binary(context: &Context) -> Outcome {
+    let cache = crate::target_dir().join("binary-cache");
+    // What another version has left would be read.
+    let _ = std::fs::remove_dir_all(&cache);
+    context.outcome(release(context).and_then(|b| binary::check(&b, &cache)))
+}
+
 fn checks(context: &Context) -> Outcome {
     if !context.has_python() {
         return context.missing("the Python environment is not there".into());
     }
-    if let Err(why) = run(context.cargo().args(["build", "--release", "-p", "halcyon-cli"])) {
-        return Outcome::Failed(why);
-    }
-    let binary =
-        crate::target_dir().join("release").join(if cfg!(windows) { "halcyon.exe" } else { "halcyon" });
+    let binary = match release(context) {
+        Ok(binary) => binary,
+        Err(why) => return Outcome::Failed(why),
+    };
     let (mut total, mut bad) = (Counts::default(), Vec::new());
     for (script, args) in CHECKS {
         let lanes = [("opencl", "lane-opencl"), ("webgpu", "lane-vulkan")];
@@ -406,11 +426,10 @@ fn receipts(context: &Context) -> Outcome {
     if !model.is_file() {
         return context.missing(format!("{} is not there", model.display()));
     }
-    if let Err(why) = run(context.cargo().args(["build", "--release", "-p", "halcyon-cli"])) {
-        return Outcome::Failed(why);
-    }
-    let binary =
-        crate::target_dir().join("release").join(if cfg!(windows) { "halcyon.exe" } else { "halcyon" });
+    let binary = match release(context) {
+        Ok(binary) => binary,
+        Err(why) => return Outcome::Failed(why),
+    };
     let (first, dir) = (crate::target_dir().join("receipts.json"), crate::root());
     let measure = |more: &[&str]| -> Result<(bool, serde_json::Value), String> {
         let mut c = Command::new(&binary);

@@ -55,12 +55,13 @@ fn every_backend_has_a_section_and_absent_ones_a_reason() {
 }
 
 #[test]
-fn opencl_passes_where_it_is() {
-    if !there("opencl_passes_where_it_is", "opencl") {
-        return;
+fn opencl_and_webgpu_pass_where_they_are() {
+    for backend in ["opencl", "webgpu"] {
+        if there("opencl_and_webgpu_pass_where_they_are", backend) {
+            let v = finish(&mut doctor(&["--backend", backend, "--json"])).ok().json();
+            assert_eq!(section(&v, backend)["status"], "pass", "{v:#}");
+        }
     }
-    let v = finish(&mut doctor(&["--backend", "opencl", "--json"])).ok().json();
-    assert_eq!(section(&v, "opencl")["status"], "pass", "{v:#}");
 }
 
 #[test]
@@ -81,37 +82,181 @@ fn what_is_broken_fails_and_says_what_to_do() {
     assert!(d.code == 2 && d.out.contains("fail") && d.out.contains("colour"), "{d:?}");
 }
 
-/// An OpenCL driver that ends the process that loads it.
+/// Drivers of each library that end the process that loads them: OpenCL's and Vulkan's are registered by files, PJRT's is named.
 #[test]
-fn a_driver_that_crashes_is_a_failed_line() {
-    let test = "a_driver_that_crashes_is_a_failed_line";
-    if !there(test, "opencl") {
-        return;
-    }
+fn drivers_that_crash_are_failed_lines_and_everything_else_goes_on() {
+    let test = "drivers_that_crash_are_failed_lines_and_everything_else_goes_on";
     let dir = tempfile::tempdir().expect("a folder");
-    let Some(lib) = crashing(dir.path()) else {
-        return skip(test, "no C compiler for the driver");
+    let at_load =
+        "#include <stdlib.h>\n__attribute__((constructor)) static void at_load(void) { abort(); }\n";
+    let Some(lib) = library(dir.path(), "crash", at_load) else {
+        return skip(test, "no C compiler for the drivers");
     };
     let vendors = dir.path().join("vendors");
     std::fs::create_dir(&vendors).expect("a folder");
     std::fs::write(vendors.join("crash.icd"), lib.display().to_string()).expect("written");
-    let mut c = doctor(&["--backend", "opencl", "--json"]);
-    let d = finish(c.env("OCL_ICD_VENDORS", &vendors));
-    assert_eq!(d.code, 2, "{d:?}");
-    let v = d.json();
-    let l = lines(section(&v, "opencl")).last().expect("a line");
-    assert_eq!((&l["check"], &l["status"]), (&"library".into(), &"fail".into()), "{v:#}");
-    assert!(l["text"].as_str().is_some_and(|t| t.contains("signal")), "{v:#}");
-    // Everything else goes on.
-    let mut c = command(&["run", "models/digits.onnx", "--input", "models/digit-7.png", "--json"]);
-    c.env("OCL_ICD_VENDORS", &vendors).env("HALCYON_CONFIG", "off");
-    assert_eq!(finish(&mut c).ok().json()["backend"]["id"], "cpu:0");
+    let vulkan = manifest(dir.path(), "crash.json", &lib);
+    let backends = [("opencl", "OCL_ICD_VENDORS", &vendors), ("webgpu", "VK_ICD_FILENAMES", &vulkan)];
+    let with = [("tpu", "HALCYON_TPU_LIBRARY", &lib)].into_iter().chain(backends);
+    let with: Vec<(&str, &str, &std::path::PathBuf)> =
+        with.filter(|(b, ..)| *b == "tpu" || there(test, b)).collect();
+    for (backend, variable, value) in &with {
+        let mut c = doctor(&["--backend", backend, "--json"]);
+        let d = finish(c.env_remove("VK_DRIVER_FILES").env(variable, value));
+        assert_eq!(d.code, 2, "{d:?}");
+        let v = d.json();
+        let l = lines(section(&v, backend)).last().expect("a line");
+        assert_eq!((&l["check"], &l["status"]), (&"library".into(), &"fail".into()), "{v:#}");
+        assert!(l["text"].as_str().is_some_and(|t| t.contains("signal")), "{v:#}");
+    }
+    // All of them at once, with a memory of what was found: a driver that crashes is not taken for a harmless one.
+    let all = |args: &[&str]| {
+        let mut c = command(args);
+        c.env_remove("VK_DRIVER_FILES").env("HALCYON_CONFIG", "off");
+        c.env("HALCYON_CACHE", "programs").env("XDG_CACHE_HOME", dir.path().join("cache"));
+        with.iter().for_each(|(_, variable, value)| {
+            c.env(variable, value);
+        });
+        finish(&mut c)
+    };
+    for _ in 0..2 {
+        let v = all(&["devices", "--json"]).ok().json();
+        for (backend, ..) in &with {
+            let row = row(&v, backend);
+            let reason = row["reason"].as_str().unwrap_or_default();
+            assert!(row["available"] == false && reason.contains("signal"), "{backend}: {v:#}");
+            let named = if *backend == "opencl" { "libOpenCL" } else { "libcrash.so" };
+            assert!(reason.contains(named), "{backend}: {reason}");
+        }
+    }
+    let v = all(&["run", "models/digits.onnx", "--input", "models/digit-7.png", "--json"]).ok().json();
+    assert_eq!(v["backend"]["id"], "cpu:0");
+    all(&["run", "models/digits.onnx", "--input", "models/digit-7.png", "--backend", with[0].0])
+        .fails(4, &["signal"]);
+}
+
+/// What lies where a library should be: nothing, text, a library for another processor, one without the functions. Each is an absent
+/// backend with the path and what is wrong with it.
+#[test]
+#[cfg(target_os = "linux")]
+fn what_is_no_library_is_named_with_what_is_wrong() {
+    let test = "what_is_no_library_is_named_with_what_is_wrong";
+    let dir = tempfile::tempdir().expect("a folder");
+    let text = dir.path().join("libtext.so");
+    std::fs::write(
+        &text,
+        "This is a text and not a library, however long it may be, and it is longer than a header.\n",
+    )
+    .expect("written");
+    // The head of a library for a processor that no machine here has (EM_S390).
+    let mut head = std::fs::read(env!("CARGO_BIN_EXE_halcyon"))
+        .expect("the command")
+        .into_iter()
+        .take(4096)
+        .collect::<Vec<u8>>();
+    (head[16], head[18], head[19]) = (3, 22, 0);
+    let foreign = dir.path().join("libforeign.so");
+    std::fs::write(&foreign, head).expect("written");
+    let empty = library(dir.path(), "empty", "int x;\n");
+    let mut cases = vec![
+        (dir.path().join("libnowhere.so"), "No such file"),
+        (text, "invalid ELF header"),
+        (foreign, "another processor"),
+    ];
+    match empty {
+        Some(lib) => cases.push((lib, "has no function")),
+        None => skip(test, "no C compiler for the library without functions"),
+    }
+    let vulkan = there(test, "webgpu");
+    for (lib, part) in &cases {
+        let mut c = command(&["devices", "--json"]);
+        c.env("HALCYON_OPENCL_LIBRARY", lib).env("HALCYON_TPU_LIBRARY", lib).env_remove("VK_DRIVER_FILES");
+        c.env("VK_ICD_FILENAMES", manifest(dir.path(), "driver.json", lib));
+        let v = finish(&mut c).ok().json();
+        for backend in ["opencl", "intel", "tpu", "webgpu"].iter().filter(|b| **b != "webgpu" || vulkan) {
+            let row = row(&v, backend);
+            let reason = row["reason"].as_str().unwrap_or_default();
+            assert_eq!(row["available"], false, "{backend}: {v:#}");
+            assert!(reason.contains(text_of(lib)) && reason.contains(part), "{backend}, {part}: {reason}");
+        }
+        let mut c =
+            command(&["run", "models/digits.onnx", "--input", "models/digit-7.png", "--backend", "opencl"]);
+        finish(c.env("HALCYON_OPENCL_LIBRARY", lib).env("HALCYON_CONFIG", "off"))
+            .fails(4, &[text_of(lib), part]);
+    }
+    // Vulkan's own library is found by its name alone.
+    for (lib, part) in
+        cases.iter().filter(|(_, part)| ["invalid ELF header", "has no function"].contains(part))
+    {
+        let path = dir.path().join(format!("path {part}"));
+        std::fs::create_dir(&path).expect("a folder");
+        std::fs::copy(lib, path.join("libvulkan.so.1")).expect("copied");
+        let v = finish(command(&["devices", "--json"]).env("LD_LIBRARY_PATH", &path)).ok().json();
+        let reason = row(&v, "webgpu")["reason"].as_str().unwrap_or_default().to_string();
+        assert!(reason.contains("libvulkan.so.1: ") && reason.contains(part), "{part}: {reason}");
+    }
+}
+
+/// A machine without a driver library: every absence is explained, and everything works on the CPU.
+#[test]
+#[cfg(target_os = "linux")]
+fn without_any_driver_everything_works_and_every_absence_is_explained() {
+    let dir = tempfile::tempdir().expect("a folder");
+    std::fs::write(dir.path().join("libvulkan.so.1"), "no library").expect("written");
+    let bare = |args: &[&str]| {
+        let mut c = command(args);
+        c.env("HALCYON_OPENCL_LIBRARY", "/nowhere/libOpenCL.so.1")
+            .env("HALCYON_TPU_LIBRARY", "/nowhere/libtpu.so");
+        finish(c.env("LD_LIBRARY_PATH", dir.path()).env("HALCYON_CONFIG", "off"))
+    };
+    let v = bare(&["devices", "--json"]).ok().json();
+    for r in v.as_array().expect("rows").iter().filter(|r| r["id"] != "cpu") {
+        let reason = r["reason"].as_str().unwrap_or_default();
+        assert!(
+            r["available"] == false && reason.contains("is not available: ") && reason.contains(". "),
+            "{r}"
+        );
+    }
+    assert_eq!(row(&v, "cpu")["available"], true);
+    assert!(bare(&["devices"]).ok().out.contains("Recommended backend: CPU"));
+    let v = bare(&["doctor", "--json"]).ok().json();
+    assert_eq!(
+        (&section(&v, "cpu")["status"], &section(&v, "webgpu")["status"]),
+        (&"pass".into(), &"absent".into())
+    );
+    let digit = ["models/digits.onnx", "--input", "models/digit-7.png"];
+    let v = bare(&[&["run", "--json"], &digit[..]].concat()).ok().json();
+    assert_eq!(v["backend"]["id"], "cpu:0");
+    for backend in ["opencl", "webgpu", "tpu", "metal", "cuda"] {
+        bare(&[&["run", "--backend", backend], &digit[..]].concat()).fails(4, &[backend, "not available"]);
+    }
+    bare(&["inspect", "models/digits.onnx"]).ok();
+    bare(&["fit", "models/digits.onnx"]).ok();
+    assert_eq!(bare(&["select", "models/digits.onnx", "--json"]).ok().json()["device"]["id"], "cpu:0");
+}
+
+fn row<'a>(v: &'a Value, id: &str) -> &'a Value {
+    v.as_array().and_then(|a| a.iter().find(|r| r["id"] == id)).unwrap_or_else(|| panic!("no {id} in {v:#}"))
+}
+
+fn text_of(p: &Path) -> &str {
+    text(p)
+}
+
+/// A file that registers a library as a Vulkan driver.
+fn manifest(dir: &Path, name: &str, library: &Path) -> std::path::PathBuf {
+    let file = dir.join(name);
+    let text = serde_json::json!({
+        "file_format_version": "1.0.0",
+        "ICD": { "library_path": library, "api_version": "1.1.0" },
+    });
+    std::fs::write(&file, text.to_string()).expect("written");
+    file
 }
 
 #[cfg(unix)]
-fn crashing(dir: &Path) -> Option<std::path::PathBuf> {
-    let (from, to) = (dir.join("crash.c"), dir.join("libcrash.so"));
-    let source = "#include <stdlib.h>\n__attribute__((constructor)) static void at_load(void) { abort(); }\n";
+fn library(dir: &Path, name: &str, source: &str) -> Option<std::path::PathBuf> {
+    let (from, to) = (dir.join(format!("{name}.c")), dir.join(format!("lib{name}.so")));
     std::fs::write(&from, source).expect("written");
     let made = std::process::Command::new("cc")
         .args(["-shared", "-fPIC", "-o"])
@@ -124,7 +269,7 @@ fn crashing(dir: &Path) -> Option<std::path::PathBuf> {
 }
 
 #[cfg(not(unix))]
-fn crashing(_: &Path) -> Option<std::path::PathBuf> {
+fn library(_: &Path, _: &str, _: &str) -> Option<std::path::PathBuf> {
     None
 }
 

@@ -30,6 +30,8 @@ pub mod noop;
 pub mod opencl;
 pub mod policy;
 pub mod pool;
+#[cfg(not(target_arch = "wasm32"))]
+pub mod probe;
 pub mod registry;
 pub mod select;
 pub mod stream;
@@ -441,12 +443,30 @@ impl DeviceInfo {
 }
 
 /// What the loader says of a library: the message of the innermost cause, which names what it met, without the library's own name.
-#[cfg(all(any(feature = "opencl", feature = "tpu"), not(target_arch = "wasm32")))]
+#[cfg(all(any(feature = "opencl", feature = "tpu", feature = "webgpu"), not(target_arch = "wasm32")))]
 fn loader_text(name: &str, e: &dyn std::error::Error) -> String {
     let mut e = e;
     while let Some(s) = e.source() {
         e = s;
     }
     let text = e.to_string();
-    text.strip_prefix(&format!("{name}: ")).map(String::from).unwrap_or(text)
+    let text = text.strip_prefix(&format!("{name}: ")).map(String::from).unwrap_or(text);
+    match foreign(std::path::Path::new(name)) {
+        true => format!("it is built for another processor ({text})"),
+        false => text,
+    }
+}
+
+/// Whether a path leads to an ELF file whose class or machine is not this program's. Of such a file glibc says that it does not exist.
+#[cfg(all(any(feature = "opencl", feature = "tpu", feature = "webgpu"), not(target_arch = "wasm32")))]
+fn foreign(path: &std::path::Path) -> bool {
+    let head = |p: &std::path::Path| -> Option<[u8; 20]> {
+        let mut head = [0; 20];
+        std::io::Read::read_exact(&mut std::fs::File::open(p).ok()?, &mut head).ok()?;
+        head.starts_with(b"\x7fELF").then_some(head)
+    };
+    // Class and byte order, then the machine.
+    let kind = |h: [u8; 20]| (h[4], h[5], h[18], h[19]);
+    let own = std::env::current_exe().ok().and_then(|p| head(&p));
+    head(path).zip(own).is_some_and(|(a, b)| kind(a) != kind(b))
 }

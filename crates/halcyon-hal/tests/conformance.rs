@@ -40,5 +40,14 @@ fn devices_keep_their_programs_and_opencl_keeps_them_on_disk() {
             let got = unpack(DType::F32, &download(&*warm, &b));
             assert_eq!(got, [Scalar::F(11.0)], "the cached program is right");
         }
+        if l.driver.kind() == BackendType::WebGpu {
+            // Where the driver's own caches hold pipelines; llvmpipe's never do.
+            let dir = l.options.cache_dir.as_ref().unwrap().join("webgpu");
+            let kept = std::fs::read_dir(dir).map_or(0, |d| d.count());
+            let warm = l.open();
+            warm.compile(&affine(DType::F32)).unwrap();
+            let want = if kept > 0 { (0, 1) } else { (1, 0) };
+            assert_eq!((warm.counters().compiles, warm.counters().compile_cache_hits), want, "{kept} kept");
+        }
     });
 }

@@ -1,7 +1,6 @@
 //! OpenCL 1.2 and later, loaded at run time. Kernels come through the IR; there is no vendor library.
 //!
-//! A registered driver (ICD) that is broken can end the process that looks for devices. A program that has an executable to
-//! spare for it sets [`set_probe_executable`], and the first look is then made by a child; see [`probe_via_child`].
+//! A registered driver (ICD) that is broken can end the process that looks for devices: [`crate::probe`] looks in a child first.
 
 pub mod adapter;
 pub mod device;
@@ -12,7 +11,7 @@ pub mod queue;
 pub mod stream;
 pub mod sys;
 
-pub use probe::{probe_in_process, probe_report, probe_via_child, set_probe_executable};
+pub use probe::LOOK;
 
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
 use std::sync::Arc;
@@ -71,7 +70,7 @@ impl Driver for OpenClDriver {
     }
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
-        self.own(probe::probe().map_err(|e| self.named(e))?)
+        self.own(LOOK.devices().map_err(|e| self.named(e))?)
     }
 
     fn open(&self, index: usize, options: &Options) -> Result<Arc<dyn Device>> {

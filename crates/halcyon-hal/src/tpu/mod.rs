@@ -3,8 +3,9 @@
 
 pub mod sys;
 
+use crate::probe::{Depends, Known, Look};
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// The driver of TPUs.
 #[derive(Debug)]
@@ -16,13 +17,27 @@ impl Driver for TpuDriver {
     }
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
-        Err(unavailable(&sys::candidates()))
+        LOOK.devices()
     }
 
     fn open(&self, _index: usize, _options: &Options) -> Result<Arc<dyn Device>> {
-        Err(unavailable(&sys::candidates()))
+        Err(LOOK.devices().err().unwrap_or_else(|| unavailable(&[])))
     }
 }
+
+/// A plugin is loaded in a child first: it can end the process that loads it.
+pub static LOOK: Look = Look {
+    backend: BackendType::Tpu,
+    here: || Err(unavailable(&sys::candidates())),
+    depends: |_| Depends {
+        libraries: sys::candidates(),
+        manifests: vec![],
+        variables: &["TPU_", "PJRT_", "HALCYON_TPU_", "VIRTUAL_ENV"],
+    },
+    tried: sys::candidates,
+    fix: "Remove the plugin, or name a working one in HALCYON_TPU_LIBRARY",
+    known: Mutex::new(Known::Nothing),
+};
 
 /// What these names of plugins led to.
 fn unavailable(names: &[String]) -> Error {

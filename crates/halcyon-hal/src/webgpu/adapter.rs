@@ -1,6 +1,6 @@
 //! Adapters: what there is, and what it says about itself.
 
-use super::sys;
+use super::{probe, sys};
 use crate::{BackendType, Caps, DeviceInfo, Error, Result};
 use halcyon_ir::DType;
 use halcyon_ir::render::wgsl;
@@ -19,6 +19,7 @@ const FEATURES: wgpu::Features = wgpu::Features::SHADER_F16
     .union(wgpu::Features::SHADER_I16)
     .union(wgpu::Features::SHADER_F64)
     .union(wgpu::Features::SHADER_INT64)
+    .union(wgpu::Features::PIPELINE_CACHE)
     .union(wgpu::Features::TIMESTAMP_QUERY)
     .union(wgpu::Features::TIMESTAMP_QUERY_INSIDE_ENCODERS);
 
@@ -31,10 +32,19 @@ impl Adapter {
         // Drivers initialise at the first question, and not all do so in two threads. What was found stays: asking again costs
         // as much as the first time.
         static FOUND: Mutex<Vec<Adapter>> = Mutex::new(vec![]);
+        if kind == BackendType::Metal && !cfg!(target_vendor = "apple") {
+            return Err(unavailable(kind, "Metal exists on Apple's systems only", vec![]));
+        }
         let mut known = FOUND.lock().unwrap_or_else(|e| e.into_inner());
         let before: Vec<Adapter> = known.iter().filter(|a| a.kind == kind).cloned().collect();
         if !before.is_empty() {
             return Ok(before);
+        }
+        if probe::VULKAN
+            && let Err(why) = probe::library(probe::LIBRARY)
+        {
+            let tried = vec![format!("{}: {why}", probe::LIBRARY)];
+            return Err(unavailable(kind, "the Vulkan library could not be loaded", tried));
         }
         let found = sys::ready(sys::instance(kind).enumerate_adapters(sys::backends(kind)));
         let mut tried = vec![];
@@ -59,7 +69,12 @@ impl Adapter {
             )
         });
         if all.is_empty() {
-            return Err(unavailable(kind, tried));
+            tried.extend(probe::driver_reasons());
+            let reason = match tried.is_empty() && probe::VULKAN {
+                true => "the Vulkan library is there, but no driver is registered with it",
+                false => "no adapter with compute shaders was found",
+            };
+            return Err(unavailable(kind, reason, tried));
         }
         let all: Vec<Adapter> =
             all.into_iter().enumerate().map(|(index, raw)| Adapter { raw, kind, index }).collect();
@@ -73,6 +88,13 @@ impl Adapter {
 
     pub fn features(&self) -> wgpu::Features {
         self.raw.features() & FEATURES
+    }
+
+    /// What compiled pipelines depend on besides their source.
+    pub fn identity(&self) -> String {
+        let i = self.raw.get_info();
+        let of = (i.backend, i.vendor, i.device, i.name, i.driver, i.driver_info, self.features());
+        format!("{of:?}")
     }
 
     /// What rendered modules may use.
@@ -191,19 +213,13 @@ fn names(f: wgpu::Features) -> String {
     f.iter_names().map(|(n, _)| n.to_ascii_lowercase()).collect::<Vec<_>>().join(" ")
 }
 
-fn unavailable(kind: BackendType, tried: Vec<String>) -> Error {
-    let apple = cfg!(target_vendor = "apple");
-    let mut places = tried;
-    let (reason, fix) = if kind == BackendType::Metal && !apple {
-        ("Metal exists on Apple's systems only", "Use --backend webgpu")
-    } else if cfg!(target_os = "linux") {
-        places.push("libvulkan.so.1".into());
-        (
-            "there is no Vulkan library, or no driver is registered with it",
-            "Install your GPU's Vulkan driver (Debian: apt-get install libvulkan1 mesa-vulkan-drivers)",
-        )
+fn unavailable(kind: BackendType, reason: &str, tried: Vec<String>) -> Error {
+    let fix = if kind == BackendType::Metal && !cfg!(target_vendor = "apple") {
+        "Use --backend webgpu"
+    } else if probe::VULKAN {
+        "Install your GPU's Vulkan driver (Debian: apt-get install libvulkan1 mesa-vulkan-drivers)"
     } else {
-        ("no adapter with compute shaders was found", "Install or update your GPU's driver")
+        "Install or update your GPU's driver"
     };
-    Error::Unavailable { backend: kind.id().into(), tried: places, reason: reason.into(), fix: fix.into() }
+    Error::Unavailable { backend: kind.id().into(), tried, reason: reason.into(), fix: fix.into() }
 }

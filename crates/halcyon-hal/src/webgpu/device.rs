@@ -2,15 +2,16 @@
 
 use super::adapter::Adapter;
 use super::memory::{WgBuffer, WgSource};
-use super::program::{Builder, PARAM_BYTES, WgProgram, storage};
+use super::program::{Builder, Kept, PARAM_BYTES, WgProgram, storage};
 use super::queue::Queue;
 use super::stream::{Core, WgStream};
 use super::sys;
+use crate::cache::{self, DiskCache};
 use crate::pool::Pool;
 use crate::validate;
 use crate::{
-    BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, LibraryCall,
-    LibraryKernel, MemoryStats, Options, Program, Result, Stream, StreamOptions, Tag, Target, Timing,
+    BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
+    LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream, StreamOptions, Tag, Target, Timing,
 };
 use halcyon_ir::kernel::{Kernel, verify_for};
 use std::collections::HashMap;
@@ -64,12 +65,17 @@ impl WebGpuDevice {
         let alignment = device.limits().min_storage_buffer_offset_alignment as usize;
         let source = WgSource { device: device.clone(), max: caps.max_binding_bytes, alignment };
         let pool = Pool::new(source, info.id.clone(), options, info.total_memory, counts.clone())?;
+        let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join("webgpu"));
         let builder = Arc::new(Builder {
             device: device.clone(),
             id: info.id.clone(),
             options: modules,
             params,
             counts: counts.clone(),
+            kept: dir.and_then(|d| {
+                Kept::new(&device, DiskCache::new(d, cache::DEFAULT_LIMIT), adapter.identity())
+            }),
+            marks: Mutex::default(),
         });
         let queue = Queue::new(device, raw, stray, builder.clone(), pool.clone(), options.profile)?;
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
@@ -110,6 +116,18 @@ impl Device for WebGpuDevice {
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
+        let most = self.caps.max_binding_bytes;
+        if bytes as u64 > most && self.available().is_none_or(|free| bytes as u64 <= free) {
+            // A kernel binds a buffer whole: there is memory, and freeing more would not help.
+            return Err(Error::unsupported(
+                format!(
+                    "{bytes} bytes in one buffer ({tag:?}) on {}, which binds at most {most}",
+                    self.info.id
+                ),
+                "Use a smaller batch, or a backend that binds more: cpu and opencl have no such limit, `halcyon devices --json` \
+                 tells each adapter's (max_binding_bytes)",
+            ));
+        }
         let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;
         Ok(Arc::new(WgBuffer { block, owner: self.number }))
     }

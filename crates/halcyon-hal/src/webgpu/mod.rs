@@ -6,10 +6,13 @@
 pub mod adapter;
 pub mod device;
 pub mod memory;
+pub mod probe;
 pub mod program;
 pub mod queue;
 mod stream;
 pub mod sys;
+
+pub use probe::LOOK;
 
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
 use std::sync::Arc;
@@ -33,7 +36,16 @@ impl Driver for WebGpuDriver {
     }
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
-        Ok(adapter::Adapter::all(self.kind)?.iter().map(|a| a.info()).collect())
+        if self.kind == BackendType::Metal {
+            // Part of the system, not a driver that somebody registered.
+            return Ok(adapter::Adapter::all(self.kind)?.iter().map(|a| a.info()).collect());
+        }
+        let mut all = LOOK.devices()?;
+        // A device that is remembered has the memory that is there now.
+        for d in all.iter_mut().filter(|d| d.software) {
+            (d.free_memory, d.total_memory) = halcyon_ir::host::memory().unzip();
+        }
+        Ok(all)
     }
 
     fn open(&self, index: usize, options: &Options) -> Result<Arc<dyn Device>> {

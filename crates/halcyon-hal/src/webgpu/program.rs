@@ -1,6 +1,7 @@
 //! Programs: rendered to WGSL and made into pipelines.
 
 use super::sys;
+use crate::cache::{self, DiskCache};
 use crate::validate::Signature;
 use crate::{Counts, Error, Program, Result};
 use halcyon_ir::kernel::Kernel;
@@ -61,6 +62,43 @@ pub struct Builder {
     /// The parameters' group, the same for all programs.
     pub params: wgpu::BindGroupLayout,
     pub counts: Arc<Counts>,
+    pub kept: Option<Kept>,
+    /// Kernels by what their loops write where the device gives them up.
+    pub marks: Mutex<HashMap<u32, String>>,
+}
+
+/// Pipelines on disk, in the driver's own form.
+#[derive(Debug)]
+pub struct Kept {
+    disk: DiskCache,
+    /// The adapter and its driver.
+    adapter: String,
+    /// Bytes of a cache without a pipeline. A driver whose caches never hold more keeps nothing (llvmpipe).
+    empty: usize,
+}
+
+impl Kept {
+    /// `None` where the device has no such caches (Vulkan alone has).
+    pub fn new(device: &wgpu::Device, disk: DiskCache, adapter: String) -> Option<Kept> {
+        let cache = pipeline_cache(device, None)?;
+        Some(Kept { disk, adapter, empty: cache.get_data()?.len() })
+    }
+
+    fn key(&self, source: &str) -> u128 {
+        let version = env!("CARGO_PKG_VERSION");
+        cache::digest(&[source.as_bytes(), self.adapter.as_bytes(), version.as_bytes()])
+    }
+}
+
+/// An empty cache, or one from what such a cache gave before; `None` where the device takes neither.
+fn pipeline_cache(device: &wgpu::Device, data: Option<&[u8]>) -> Option<wgpu::PipelineCache> {
+    if !device.features().contains(wgpu::Features::PIPELINE_CACHE) {
+        return None;
+    }
+    let d = wgpu::PipelineCacheDescriptor { label: None, data, fallback: false };
+    // SAFETY: the data is what `get_data` gave for the same adapter, driver and program: it lies on disk under a key of them, with a
+    // digest that is checked when it is read.
+    sys::scoped(device, || unsafe { device.create_pipeline_cache(&d) }).ok()
 }
 
 /// Bytes of parameters that a kernel may have: what is bound of the ring at a time.
@@ -96,13 +134,28 @@ impl Builder {
     fn variant(&self, kernel: &Kernel, bindings: &Bindings, long: bool) -> Result<(Variant, String)> {
         let start = std::time::Instant::now();
         let unroll = if long { UNROLL } else { 1 };
-        let options = wgsl::Options { bindings: bindings.to_vec(), unroll, ..self.options.clone() };
+        let mark = cache::digest(&[kernel.name.as_bytes()]) as u32 | 1;
+        let options = wgsl::Options { bindings: bindings.to_vec(), unroll, mark, ..self.options.clone() };
         let source = wgsl::render(kernel, &options)?;
         let entry =
             source.entries.first().ok_or_else(|| Error::internal("a rendered kernel without an entry"))?;
         let many = bindings.iter().map(|b| b + 1).max().unwrap_or(0);
         let slots: Vec<wgpu::BindGroupLayoutEntry> = (0..many as u32).map(storage).collect();
         let d = &self.device;
+        let key = self.kept.as_ref().map(|k| (k, k.key(&source.text)));
+        let before = key.and_then(|(k, key)| {
+            let cache = pipeline_cache(d, Some(&k.disk.get(key)?));
+            if cache.is_none() {
+                tracing::warn!(
+                    kernel = kernel.name,
+                    "the driver refuses a cached pipeline; it is built again"
+                );
+                k.disk.remove(key);
+            }
+            cache
+        });
+        let hit = before.is_some();
+        let cache = before.or_else(|| key.and_then(|_| pipeline_cache(d, None)));
         let built = sys::scoped(d, || {
             let module = d.create_shader_module(wgpu::ShaderModuleDescriptor {
                 label: Some(&kernel.name),
@@ -125,7 +178,7 @@ impl Builder {
                     zero_initialize_workgroup_memory: false,
                     ..Default::default()
                 },
-                cache: None,
+                cache: cache.as_ref(),
             });
             Variant { pipeline, layout }
         });
@@ -135,7 +188,21 @@ impl Builder {
             }
             e => Error::Compile { device: self.id.clone(), kernel: kernel.name.clone(), log: sys::text(&e) },
         })?;
+        if self.options.short_loops {
+            let mut marks = self.marks.lock().unwrap_or_else(|e| e.into_inner());
+            marks.entry(mark).or_insert_with(|| kernel.name.clone());
+        }
+        if hit {
+            Counts::add(&self.counts.compile_cache_hits, 1);
+            return Ok((v, source.text));
+        }
         Counts::add(&self.counts.compiles, 1);
+        if let Some((k, key)) = key
+            && let Some(data) = cache.and_then(|c| c.get_data())
+            && data.len() > k.empty
+        {
+            k.disk.put(key, &data);
+        }
         tracing::debug!(kernel = kernel.name, device = self.id, elapsed = ?start.elapsed(), "compiled");
         Ok((v, source.text))
     }

@@ -352,12 +352,14 @@ impl Queue {
                     .map_err(|e| sys::driver_error(&self.id, "getMappedRange", sys::text(&e)))
             })?;
             part.copy_from_slice(&view[at - start..at - start + part.len()]);
-            let cut = view[bytes as usize..].iter().any(|b| *b != 0);
+            let cut = view[bytes as usize..].first_chunk().map_or(0, |w| u32::from_le_bytes(*w));
             drop(view);
             staging.unmap();
-            if cut && let Some(c) = &self.cut {
+            if cut != 0
+                && let Some(c) = &self.cut
+            {
                 self.raw.write_buffer(c, 0, &[0; 4]);
-                return Err(self.gave_up());
+                return Err(self.gave_up(cut));
             }
             at += part.len();
         }
@@ -500,8 +502,9 @@ impl Queue {
                 if f.fault {
                     report.fault().store(word(0), std::sync::atomic::Ordering::Release);
                 }
-                if f.cut && word(f.fault as usize) != 0 {
-                    report.fail(self.gave_up());
+                match word(f.fault as usize) {
+                    cut if f.cut && cut != 0 => report.fail(self.gave_up(cut)),
+                    _ => {}
                 }
             }
         }
@@ -518,9 +521,15 @@ impl Queue {
         }
     }
 
-    fn gave_up(&self) -> Error {
+    /// The error of loops that were left; the word is the number of their kernel.
+    fn gave_up(&self, word: u32) -> Error {
+        let marks = self.builder.marks.lock().unwrap_or_else(|e| e.into_inner());
+        let kernel = marks.get(&word).map_or("unknown", String::as_str);
         Error::unsupported(
-            format!("a kernel whose loops have more rounds than {} does (llvmpipe: 65,535)", self.id),
+            format!(
+                "kernel {kernel}: its loops have more rounds than {} does (llvmpipe: 65,535 for a work-item)",
+                self.id
+            ),
             "Use --backend cpu or a GPU, or smaller tensors",
         )
     }
@@ -571,6 +580,8 @@ impl Queue {
             options: self.builder.options.clone(),
             params: self.builder.params.clone(),
             counts: Arc::new(Counts::default()),
+            kept: None,
+            marks: Mutex::default(),
         };
         let p = Arc::new(own).program(&b.finish()?, 0)?;
         Ok(self.byte_copy.get_or_init(|| p))

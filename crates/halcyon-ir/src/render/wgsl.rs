@@ -38,6 +38,8 @@ pub struct Options {
     /// The device gives a loop up after some tens of thousands of rounds and says nothing (llvmpipe: 65,535 per work-item). Loops that
     /// were not finished then set the word at `@group(1) @binding(1)`.
     pub short_loops: bool,
+    /// What is written to that word, so that it tells which kernel it was; 0 is 1.
+    pub mark: u32,
     /// Rounds that a loop without loops or barriers in it does at a time; 0 is 1.
     pub unroll: u32,
     /// The binding of each buffer; empty where each has its own. Buffers that are the same memory must share a binding.
@@ -181,6 +183,7 @@ struct Writer<'a> {
     depth: usize,
     fused: bool,
     short_loops: bool,
+    mark: u32,
     unroll: u32,
     /// Begins the names that belong to the module.
     prefix: String,
@@ -224,6 +227,7 @@ impl<'a> Writer<'a> {
             depth: 1,
             fused: options.fused,
             short_loops: options.short_loops,
+            mark: options.mark.max(1),
             unroll: options.unroll.max(1),
             prefix,
             bindings,
@@ -461,9 +465,16 @@ impl<'a> Writer<'a> {
                 let (v, t) = (format!("v{}", var.0), ty_name(self.k.values[var.ix()]));
                 let (a, b, c) = (self.ex(*start)?, self.ex(*end)?, self.ex(*step)?);
                 if self.short_loops {
-                    let fixed =
-                        [start, end, step].iter().all(|e| matches!(self.k.expr(**e), Expr::Const { .. }));
-                    return self.short_loop(&[&v, t, &a, &b, &c], body, !fixed);
+                    let known = |e: ExprId| match self.k.expr(e) {
+                        Expr::Const { bits, .. } => i64::try_from(bits).ok(),
+                        _ => None,
+                    };
+                    let rounds = (|| {
+                        let (n, step) = (known(*end)?.checked_sub(known(*start)?)?, known(*step)?);
+                        // A last round that is not whole is as good as no number to divide.
+                        Some(if n.checked_rem(step)? == 0 { n / step } else { 1 })
+                    })();
+                    return self.short_loop(&[&v, t, &a, &b, &c], body, rounds);
                 }
                 self.line(&format!("for (var {v}: {t} = {a}; {v} < {b}; {v} += {c}) {{"));
                 self.nested(body)?;
@@ -490,32 +501,44 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// A loop (counter, its type, start, end, step) that says when it was given up. Where it may be long, it does several rounds at a
-    /// time.
-    fn short_loop(&mut self, [v, t, start, end, step]: &[&str; 5], body: &[Stmt], long: bool) -> Result<()> {
+    /// A loop (counter, its type, start, end, step) that says when it was given up. Where it may be long (no number of rounds is `known`,
+    /// and sizes are large), it does several rounds at a time, and so it does where a known number of rounds allows that without a test
+    /// between them: such loops lie within others, and the device counts the rounds of all.
+    fn short_loop(
+        &mut self,
+        [v, t, start, end, step]: &[&str; 5],
+        body: &[Stmt],
+        known: Option<i64>,
+    ) -> Result<()> {
         // More text than this costs more to compile than it saves.
         let short = straight(body).is_some_and(|n| n <= 16);
-        let rounds = if short && long { self.unroll } else { 1 };
+        let rounds = match known {
+            _ if !short => 1,
+            None => self.unroll,
+            Some(n) if n > 8 && n % 8 == 0 => 8,
+            Some(_) => 1,
+        };
+        let tests = known.is_none();
         self.line("{");
         self.depth += 1;
         self.line(&format!("var {v}: {t} = {start};"));
         self.line(&format!("while ({v} < {end}) {{"));
         for round in 0..rounds {
-            if round > 0 {
+            if round > 0 && tests {
                 self.line(&format!("if ({v} < {end}) {{"));
             }
-            self.depth += 1;
+            self.depth += (round == 0 || tests) as usize;
             self.line("{");
             self.nested(body)?;
             self.line("}");
             self.line(&format!("{v} += {step};"));
         }
-        for _ in 0..rounds {
+        for _ in 0..if tests { rounds } else { 1 } {
             self.depth -= 1;
             self.line("}");
         }
         self.line(&format!("if ({v} < {end}) {{"));
-        self.line(&format!("    atomicStore(&{}cut[0], 1u);", self.prefix));
+        self.line(&format!("    atomicStore(&{}cut[0], {}u);", self.prefix, self.mark));
         self.line("}");
         self.depth -= 1;
         self.line("}");

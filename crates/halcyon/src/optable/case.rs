@@ -144,6 +144,9 @@ pub enum Tol {
     Equal,
     /// Units of the type's epsilon, relative to the reference's magnitude.
     Ulps(f64),
+    /// The same for `a * b + c` where a device rounds once; where its language promises no more than a product and a sum, one unit of
+    /// the terms' magnitudes more, which is what the product's own rounding can make.
+    Fused(f64),
     /// Sums (or products) of this many terms: relative to the same op on the operands' magnitudes.
     Sum(usize),
     /// The same, where the result's type holds every partial sum.
@@ -157,7 +160,7 @@ impl fmt::Display for Tol {
         match self {
             Tol::Exact => f.write_str("every bit"),
             Tol::Equal => f.write_str("equal"),
-            Tol::Ulps(u) => write!(f, "{u} ulp"),
+            Tol::Ulps(u) | Tol::Fused(u) => write!(f, "{u} ulp"),
             Tol::Sum(_) | Tol::Each(_) => f.write_str("by the sum's length"),
             Tol::Norm(u) => write!(f, "{u} ulp of the largest"),
         }

@@ -23,6 +23,8 @@ pub struct Expected {
     value: ConstData,
     /// Per element, absolute.
     slack: Vec<f64>,
+    /// What is added on a device that may round the product of an `a * b + c`.
+    unfused: Option<Vec<f64>>,
     exact: bool,
     /// The zeros differ.
     zeros: bool,
@@ -126,20 +128,28 @@ pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Res
     let value = if typed { reference::eval(g, inputs, args)? } else { reference::eval_f64(g, inputs, args)? }
         .remove(0);
     if typed {
-        return Ok(Expected { slack: vec![], value, exact: true, zeros: matches!(tol, Tol::Exact) });
+        let zeros = matches!(tol, Tol::Exact);
+        return Ok(Expected { slack: vec![], unfused: None, value, exact: true, zeros });
     }
     // Half types compute in f32 and round once.
     let (e, ec) = (eps(out), eps(out.compute()));
     let once = if e > ec { e } else { 0.0 };
     let tiny = extremes(out).1;
+    let of_magnitudes = || -> Result<ConstData> {
+        let m: Vec<ConstData> = inputs.iter().map(magnitudes).collect::<Result<_>>()?;
+        Ok(reference::eval_f64(g, &m, args)?.remove(0))
+    };
+    let unfused = match tol {
+        Tol::Fused(_) => Some(of_magnitudes()?.scalars().map(|s| ec * s.as_f64().abs()).collect()),
+        _ => None,
+    };
     let slack: Vec<f64> = match tol {
         Tol::Exact | Tol::Equal => vec![],
-        Tol::Ulps(u) => {
+        Tol::Ulps(u) | Tol::Fused(u) => {
             value.scalars().map(|s| (once + u * ec) * s.as_f64().abs().max(1e-3) + tiny).collect()
         }
         Tol::Sum(k) => {
-            let m: Vec<ConstData> = inputs.iter().map(magnitudes).collect::<Result<_>>()?;
-            let scale = reference::eval_f64(g, &m, args)?.remove(0);
+            let scale = of_magnitudes()?;
             let c = ec * (4.0 + 2.0 * (k as f64).sqrt());
             value
                 .scalars()
@@ -148,8 +158,7 @@ pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Res
                 .collect()
         }
         Tol::Each(k) => {
-            let m: Vec<ConstData> = inputs.iter().map(magnitudes).collect::<Result<_>>()?;
-            let scale = reference::eval_f64(g, &m, args)?.remove(0);
+            let scale = of_magnitudes()?;
             let c = e * (1.0 + (k as f64).sqrt());
             scale.scalars().map(|s| c * s.as_f64().abs() + tiny).collect()
         }
@@ -158,23 +167,32 @@ pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Res
             vec![u * e * top + tiny; value.numel()]
         }
     };
-    Ok(Expected { value, slack, exact: false, zeros: false })
+    Ok(Expected { value, slack, unfused, exact: false, zeros: false })
 }
 
 impl Expected {
     /// A value of which each element may be off by so much, absolutely.
     pub fn within(value: ConstData, slack: Vec<f64>) -> Expected {
-        Expected { value, slack, exact: false, zeros: false }
+        Expected { value, slack, unfused: None, exact: false, zeros: false }
     }
 
     /// A value that must be there, but that zeros are alike and any NaN is as good as another.
     pub fn equal(value: ConstData) -> Expected {
-        Expected { value, slack: vec![], exact: true, zeros: false }
+        Expected { value, slack: vec![], unfused: None, exact: true, zeros: false }
+    }
+
+    /// As it is for a device: where its language promises no more of `a * b + c` than of a product and a sum, the product's own
+    /// rounding is allowed for.
+    pub fn on(mut self, b: &Backend) -> Expected {
+        if let Some(more) = self.unfused.take().filter(|_| !fused(b)) {
+            self.slack.iter_mut().zip(more).for_each(|(s, m)| *s += m);
+        }
+        self
     }
 
     /// With tolerances multiplied; what must be equal still must.
     pub fn scaled(mut self, factor: f64) -> Expected {
-        self.slack.iter_mut().for_each(|s| *s *= factor);
+        self.slack.iter_mut().chain(self.unfused.iter_mut().flatten()).for_each(|s| *s *= factor);
         self
     }
 
@@ -208,12 +226,10 @@ impl Expected {
             } else {
                 let r = w.cast(got.dtype).as_f64();
                 let (g, w) = (g.as_f64(), w.as_f64());
-                if !r.is_finite() || !g.is_finite() {
-                    // At the edge of the range rounding decides.
-                    g == r || (g.is_nan() && r.is_nan()) || (g - w).abs() <= slack
-                } else {
-                    (g - w).abs() <= slack
-                }
+                // At the edge of the range rounding decides: a finite reference may be infinite in the type, or the reverse.
+                let near = w.is_finite() && (g - w).abs() <= slack;
+                let finite = r.is_finite() && g.is_finite();
+                near || (!finite && (g == r || (g.is_nan() && r.is_nan())))
             };
             errors = errors.max(Errors::of(got.dtype, g, w, slack, ok));
             if !ok {
@@ -272,7 +288,7 @@ impl Case {
 pub fn judge(b: &Backend, s: &Sample) -> Result<std::result::Result<Errors, Wrong>> {
     let got = run(b, &s.graph, &s.inputs, &s.args)?;
     let got = got.first().ok_or_else(|| crate::Error::internal("a case without a result"))?;
-    Ok(s.want.judge(got))
+    Ok(s.want.clone().on(b).judge(got))
 }
 
 /// Runs a graph with run-time arguments.
@@ -282,6 +298,11 @@ pub fn run(b: &Backend, g: &Graph, inputs: &[ConstData], args: &[Scalar]) -> Res
     let bufs = s.upload(inputs)?;
     let out = exe.run(b, &bufs, args)?;
     s.download(&exe, &out)
+}
+
+/// Whether a device rounds an `a * b + c` once. The accuracy that WGSL gives `fma` is that of `x * y + z`.
+fn fused(b: &Backend) -> bool {
+    !matches!(b.info().backend, crate::BackendType::WebGpu | crate::BackendType::Metal)
 }
 
 /// Whether a device stores and computes a type at all. Small types are carried by others, which every device has.

@@ -34,6 +34,7 @@ fn scalar(op: ScalarOp) -> Row {
         ScalarOp::Relu | ScalarOp::Min | ScalarOp::Max => Tol::Equal,
         // On the negative side the result is a difference of nearly equal numbers: the error is relative to the operand.
         ScalarOp::Gelu | ScalarOp::GeluTanh => Tol::Sum(100),
+        ScalarOp::Fma => Tol::Fused(r.ulps),
         _ if r.ulps == 0.0 => Tol::Exact,
         _ => Tol::Ulps(r.ulps),
     };

@@ -1,0 +1,174 @@
+//! What a look at the adapters is made of ([`crate::probe`] makes it), and what Vulkan finds its drivers by. `wgpu` itself only says that
+//! there is no adapter.
+
+use super::adapter::Adapter;
+use crate::probe::{Depends, Known, Look, entries};
+use crate::{BackendType, DeviceInfo, Result};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+/// The adapters of every interface.
+pub static LOOK: Look = Look {
+    backend: BackendType::WebGpu,
+    here,
+    depends,
+    tried,
+    fix: "Remove the broken driver (on Linux: its file in /usr/share/vulkan/icd.d or /etc/vulkan/icd.d), or name working ones in \
+          VK_DRIVER_FILES",
+    known: Mutex::new(Known::Nothing),
+};
+
+/// Whether Vulkan is the one interface of this system, found by a library and files that register drivers.
+pub const VULKAN: bool = cfg!(all(unix, not(target_vendor = "apple")));
+
+/// The name by which `wgpu` loads Vulkan where [`VULKAN`] holds.
+pub const LIBRARY: &str = if cfg!(target_os = "android") { "libvulkan.so" } else { "libvulkan.so.1" };
+
+fn here() -> Result<Vec<DeviceInfo>> {
+    Ok(Adapter::all(BackendType::WebGpu)?.iter().map(|a| a.info()).collect())
+}
+
+fn depends(root: &Path) -> Depends {
+    let layers = folders(root, "vulkan/implicit_layer.d");
+    let mut manifests = drivers(root);
+    manifests.extend(layers.iter().flat_map(|d| entries(d)).map(|f| (f, None)));
+    Depends {
+        libraries: vec![LIBRARY.into()],
+        manifests,
+        variables: &[
+            "VK_", "XDG_", "HOME", "MESA_", "DRI_", "LP_", "NVIDIA_", "CUDA_", "AMD_", "RADV_", "ENABLE_",
+            "DISABLE_", "GALLIUM_",
+        ],
+    }
+}
+
+fn tried() -> Vec<String> {
+    let mut all: Vec<String> = if VULKAN { vec![LIBRARY.into()] } else { vec![] };
+    for (file, library) in drivers(Path::new("/")) {
+        let library = library.map_or("which names no library".into(), |l| l.display().to_string());
+        all.push(format!("{}: {library}", file.display()));
+    }
+    all
+}
+
+/// Folders in which Vulkan's loader looks for such files, in its order.
+fn folders(root: &Path, kind: &str) -> Vec<PathBuf> {
+    let one = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
+    let home = |rest: &str| one("HOME").map(|h| h.join(rest));
+    let list = |name: &str, usual: &[&str]| -> Vec<PathBuf> {
+        match std::env::var_os(name).filter(|v| !v.is_empty()) {
+            Some(v) => std::env::split_paths(&v).collect(),
+            None => usual.iter().map(|p| root.join(p)).collect(),
+        }
+    };
+    let mut all: Vec<PathBuf> = one("XDG_CONFIG_HOME").or_else(|| home(".config")).into_iter().collect();
+    all.extend(list("XDG_CONFIG_DIRS", &["etc/xdg"]));
+    all.extend([root.join("etc"), root.join("usr/local/etc")]);
+    all.extend(one("XDG_DATA_HOME").or_else(|| home(".local/share")));
+    all.extend(list("XDG_DATA_DIRS", &["usr/local/share", "usr/share"]));
+    all.iter().map(|d| d.join(kind)).collect()
+}
+
+/// The files that register drivers, each with the library that it names: what a variable lists, else what the folders hold.
+pub fn drivers(root: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
+    if !VULKAN {
+        return vec![];
+    }
+    let listed = |name: &str| -> Option<Vec<PathBuf>> {
+        let v = std::env::var_os(name).filter(|v| !v.is_empty())?;
+        let files = |p: PathBuf| if p.is_dir() { entries(&p) } else { vec![p] };
+        Some(std::env::split_paths(&v).flat_map(files).collect())
+    };
+    let files = listed("VK_DRIVER_FILES").or_else(|| listed("VK_ICD_FILENAMES")).unwrap_or_else(|| {
+        let mut files = listed("VK_ADD_DRIVER_FILES").unwrap_or_default();
+        files.extend(folders(root, "vulkan/icd.d").iter().flat_map(|d| entries(d)));
+        files.retain(|f| f.extension().is_some_and(|e| e == "json"));
+        files
+    });
+    files
+        .into_iter()
+        .map(|file| {
+            let library = library_of(&file);
+            (file, library)
+        })
+        .collect()
+}
+
+/// The library that a driver's file names. A path with directories is relative to the file; a bare name is the loader's to find.
+fn library_of(file: &Path) -> Option<PathBuf> {
+    let manifest: serde_json::Value = serde_json::from_slice(&std::fs::read(file).ok()?).ok()?;
+    let named = PathBuf::from(manifest["ICD"]["library_path"].as_str()?);
+    Some(match (named.components().count() > 1, file.parent()) {
+        (true, Some(dir)) => dir.join(named),
+        _ => named,
+    })
+}
+
+/// Why Vulkan's own library cannot be used.
+///
+/// # Errors
+/// The loader's reason, or the function that the library lacks.
+pub fn library(name: &str) -> std::result::Result<(), String> {
+    // SAFETY: loading runs the library's initialisers. It is the library that `wgpu` loads by the same name.
+    let lib = unsafe { libloading::Library::new(name) }.map_err(|e| crate::loader_text(name, &e))?;
+    // Its drivers leave threads and exit handlers behind: it stays.
+    let lib = std::mem::ManuallyDrop::new(lib);
+    // SAFETY: the function is looked for, not called.
+    let entry = unsafe { lib.get::<unsafe extern "system" fn()>(b"vkGetInstanceProcAddr\0") };
+    entry.map(drop).map_err(|_| "it has no function vkGetInstanceProcAddr".into())
+}
+
+/// What became of each registered driver where they gave no adapter: its file, its library, and the loader's reason or what it lacks.
+pub fn driver_reasons() -> Vec<String> {
+    let one = |(file, library): (PathBuf, Option<PathBuf>)| {
+        let file = file.display();
+        let Some(library) = library else {
+            return format!("{file}: it cannot be read, or names no library");
+        };
+        let name = library.display().to_string();
+        // SAFETY: loading runs the library's initialisers. Vulkan's loader has just loaded the same library.
+        let lib = match unsafe { libloading::Library::new(&library) } {
+            Ok(l) => std::mem::ManuallyDrop::new(l),
+            Err(e) => return format!("{file}: {name}: {}", crate::loader_text(&name, &e)),
+        };
+        // SAFETY: the function is looked for, not called.
+        let entry = unsafe { lib.get::<unsafe extern "system" fn()>(b"vk_icdGetInstanceProcAddr\0") };
+        match entry {
+            Ok(_) => format!("{file}: {name}: it has no device with compute shaders here"),
+            Err(_) => format!("{file}: {name}: it has no function vk_icdGetInstanceProcAddr"),
+        }
+    };
+    drivers(Path::new("/")).into_iter().map(one).collect()
+}
+
+#[cfg(all(test, target_os = "linux"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_library_that_is_no_vulkan_is_named_with_what_is_wrong() {
+        let dir = tempfile::tempdir().unwrap();
+        let text = dir.path().join("libvulkan.so.1");
+        std::fs::write(&text, "no library").unwrap();
+        let of = |name: &str| library(name).unwrap_err();
+        assert!(of("libnothing-here.so.7").contains("No such file"), "{}", of("libnothing-here.so.7"));
+        assert!(of(text.to_str().unwrap()).contains("too short"), "{}", of(text.to_str().unwrap()));
+        assert_eq!(of("libc.so.6"), "it has no function vkGetInstanceProcAddr");
+    }
+
+    #[test]
+    fn manifests_name_libraries_beside_them_by_path_or_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let with = |name: &str, library: &str| {
+            let file = dir.path().join(name);
+            let text = format!(r#"{{"file_format_version":"1.0.0","ICD":{{"library_path":"{library}"}}}}"#);
+            std::fs::write(&file, text).unwrap();
+            library_of(&file)
+        };
+        assert_eq!(with("a.json", "/x/liba.so"), Some("/x/liba.so".into()));
+        assert_eq!(with("b.json", "libb.so"), Some("libb.so".into()));
+        assert_eq!(with("c.json", "./libc.so"), Some(dir.path().join("./libc.so")));
+        std::fs::write(dir.path().join("d.json"), "no JSON").unwrap();
+        assert_eq!(library_of(&dir.path().join("d.json")), None);
+    }
+}

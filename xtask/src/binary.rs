@@ -1,0 +1,124 @@
+//! What the release binary is held to: its size, what it is linked with, and how soon it starts and lists devices.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+/// Bytes of the binary, stripped.
+const SIZE: u64 = 40_000_000;
+/// Of several starts the quickest counts, since others use the machine too.
+const TRIES: usize = 40;
+/// Arguments, and the time from the start of the process to its end. Devices are listed with the memory of an earlier look.
+const TIMES: &[(&[&str], Duration)] =
+    &[(&["--version"], Duration::from_millis(20)), (&["devices", "--json"], Duration::from_millis(300))];
+/// What an ELF binary may need: the C library in its parts, the loader and the unwinder. Everything else is loaded at run time.
+const LIBRARIES: &[&str] =
+    &["libc.", "libm.", "libdl.", "libpthread.", "librt.", "libgcc_s.", "ld-linux", "ld-musl"];
+
+/// Figures of the binary as a line; `cache` is a folder for its memory of devices.
+///
+/// # Errors
+/// What is over its bound, or could not be found out.
+pub fn check(binary: &Path, cache: &Path) -> Result<String, String> {
+    let file = std::fs::read(binary).map_err(|e| format!("{}: {e}", binary.display()))?;
+    let mb = |n: u64| format!("{:.1} MB", n as f64 / 1e6);
+    let size = file.len() as u64;
+    let mut out = mb(size);
+    if size >= SIZE {
+        return Err(format!("the binary takes {}, {} are allowed", mb(size), mb(SIZE)));
+    }
+    if cfg!(target_os = "linux") {
+        let elf = Elf::read(&file).ok_or("the binary is no 64-bit ELF file")?;
+        if elf.symbols {
+            return Err("the binary is not stripped".into());
+        }
+        let of = |n: &str| LIBRARIES.iter().any(|l| n.starts_with(l));
+        if let Some(other) = elf.needed.iter().find(|n| !of(n)) {
+            return Err(format!("the binary is linked with {other}"));
+        }
+        out += &format!(", linked with {}", elf.needed.join(" "));
+    }
+    for (args, bound) in TIMES {
+        let mut least = Duration::MAX;
+        for _ in 0..=TRIES {
+            least = least.min(time(binary, args, cache)?);
+            if least < *bound {
+                break;
+            }
+        }
+        if least >= *bound {
+            return Err(format!("`halcyon {}` takes {least:.1?}, {bound:?} are allowed", args.join(" ")));
+        }
+        out += &format!(", `{}` {least:.1?}", args.join(" "));
+    }
+    Ok(out)
+}
+
+fn time(binary: &Path, args: &[&str], cache: &Path) -> Result<Duration, String> {
+    let mut c = Command::new(binary);
+    c.args(args).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+    c.env("HALCYON_CACHE", "programs").env("XDG_CACHE_HOME", cache).env("LOCALAPPDATA", cache);
+    let start = Instant::now();
+    let status = c.status().map_err(|e| format!("{}: {e}", binary.display()))?;
+    let took = start.elapsed();
+    if status.success() { Ok(took) } else { Err(format!("`halcyon {}`: {status}", args.join(" "))) }
+}
+
+/// What matters here of an ELF file of 64 bits, lowest byte first.
+#[derive(Debug, PartialEq)]
+struct Elf {
+    /// Libraries that the loader brings in.
+    needed: Vec<String>,
+    /// A table of symbols that is not there for the loader.
+    symbols: bool,
+}
+
+impl Elf {
+    fn read(file: &[u8]) -> Option<Elf> {
+        let bytes = |at: usize, n: usize| file.get(at..at.checked_add(n)?);
+        let number = |at: usize, n: usize| -> Option<usize> {
+            let v = bytes(at, n)?.iter().rev().fold(0u64, |v, b| v << 8 | *b as u64);
+            usize::try_from(v).ok()
+        };
+        if bytes(0, 6)? != b"\x7fELF\x02\x01" {
+            return None;
+        }
+        let (table, size, many) = (number(0x28, 8)?, number(0x3A, 2)?, number(0x3C, 2)?);
+        // Of each section: its type, its place, its size, and the section that it refers to.
+        let section = |i: usize| -> Option<[usize; 4]> {
+            let at = table.checked_add(i.checked_mul(size)?)?;
+            Some([number(at + 4, 4)?, number(at + 0x18, 8)?, number(at + 0x20, 8)?, number(at + 0x28, 4)?])
+        };
+        let mut elf = Elf { needed: vec![], symbols: false };
+        for i in 0..many {
+            let [kind, at, bytes, link] = section(i)?;
+            elf.symbols |= kind == 2;
+            if kind != 6 {
+                continue;
+            }
+            let names = section(link)?[1];
+            for entry in (at..at.checked_add(bytes)?).step_by(16) {
+                if number(entry, 8)? == 1 {
+                    let name = file.get(names.checked_add(number(entry + 8, 8)?)?..)?;
+                    let end = name.iter().position(|b| *b == 0)?;
+                    elf.needed.push(String::from_utf8_lossy(&name[..end]).into_owned());
+                }
+            }
+        }
+        Some(elf)
+    }
+}
+
+#[cfg(all(test, target_os = "linux", target_pointer_width = "64"))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn an_elf_file_tells_what_it_needs() {
+        let own = std::fs::read(std::env::current_exe().unwrap()).unwrap();
+        let elf = Elf::read(&own).unwrap();
+        assert!(elf.needed.iter().any(|n| n.starts_with("libc.")) && elf.symbols, "{elf:?}");
+        assert_eq!(Elf::read(b"no ELF"), None);
+        assert_eq!(Elf::read(&own[..own.len() / 2]), None, "its table of sections lies at the end");
+    }
+}
