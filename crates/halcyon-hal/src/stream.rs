@@ -225,6 +225,8 @@ impl Event {
     /// # Errors
     /// As [`Event::wait`].
     pub fn so_far(&self) -> Result<Option<u32>> {
+        // Drivers that say nothing by themselves fill the report when they are asked.
+        self.is_done();
         self.0.report.outcome()
     }
 

@@ -184,6 +184,11 @@ impl Shared {
     }
 
     fn is_done(&self, event: Handle) -> bool {
+        self.status(event).is_some_and(|s| s <= 0)
+    }
+
+    /// What the driver says of an event: 0 is done, below that failed.
+    fn status(&self, event: Handle) -> Option<i32> {
         let mut status = 0i32;
         // SAFETY: the event is live; the answer is one 32-bit number.
         let code = unsafe {
@@ -195,7 +200,7 @@ impl Shared {
                 std::ptr::null_mut(),
             )
         };
-        code == sys::SUCCESS && status <= 0
+        (code == sys::SUCCESS).then_some(status)
     }
 
     /// Waits for an event of this device.
@@ -275,16 +280,51 @@ impl Drop for Count<'_> {
     }
 }
 
-/// A marker behind an [`Event`].
+/// What is behind an [`Event`]: a marker, and what has to be done when it is done, by the driver's callback or by who asks first.
 struct Marker {
     shared: Arc<Shared>,
     event: Arc<Owned>,
+    report: Arc<Report>,
+    open: Mutex<Option<Open>>,
 }
 
-impl Progress for Marker {
+/// What an event needs until it is done.
+struct Open {
+    /// The events of timed commands.
+    stamps: Vec<Option<Owned>>,
+    /// Where the device copies to.
+    _keep: Option<Arc<Mutex<Vec<u8>>>>,
+}
+
+impl Marker {
+    /// The marker has this status, which is final. The report is whole afterwards.
+    fn end(&self, status: i32) {
+        let mut open = self.open.lock().unwrap_or_else(|e| e.into_inner());
+        let Some(o) = open.take() else { return };
+        if status < 0 {
+            self.report.fail(sys::driver_error(&self.shared.id, "a command of a stream", status));
+        }
+        for e in o.stamps.iter().flatten() {
+            let at = |which| sys::stamp(self.shared.api, e, which);
+            if let (Ok(begin), Ok(end)) = (at(sys::PROFILING_COMMAND_START), at(sys::PROFILING_COMMAND_END)) {
+                self.report.ran(begin, end);
+            }
+        }
+    }
+}
+
+/// One of two handles on a marker; the other is the callback's.
+struct Asked(Arc<Marker>);
+
+impl Progress for Asked {
+    fn poll(&self) -> bool {
+        let status = self.0.shared.status(self.0.event.raw()).filter(|s| *s <= 0);
+        status.map(|s| self.0.end(s)).is_some()
+    }
+
     fn wait(&self) {
-        // The event's callback says what became of it.
-        if let Err(e) = self.shared.await_event(&self.event) {
+        // The marker's status says what became of it.
+        if let Err(e) = self.0.shared.await_event(&self.0.event) {
             tracing::debug!("an event of a stream failed: {e}");
         }
     }
@@ -339,26 +379,17 @@ impl ClStream {
 
     /// Ends the report under way in an event. `keep` is what the device uses until then.
     fn close(&self, report: &mut Arc<Report>, keep: Option<Arc<Mutex<Vec<u8>>>>) -> Result<Event> {
-        let (marker, stamps) = self.ordered(Access::default, || {
+        let (event, stamps) = self.ordered(Access::default, || {
             self.queue.clear_fault()?;
             Ok((None, self.queue.take_events()))
         })?;
-        let closed = std::mem::take(report);
-        let progress = Marker { shared: self.shared.clone(), event: marker.clone() };
-        let event = Event::new(closed.clone(), Some(Box::new(progress)));
-        let (shared, done) = (self.shared.clone(), event.clone());
-        self.shared.when_done(&marker, move |status| {
-            if status < 0 {
-                closed.fail(sys::driver_error(&shared.id, "a command of a stream", status));
-            }
-            for e in stamps.iter().flatten() {
-                let at = |which| sys::stamp(shared.api, e, which);
-                let times = (at(sys::PROFILING_COMMAND_START), at(sys::PROFILING_COMMAND_END));
-                if let (Ok(begin), Ok(end)) = times {
-                    closed.ran(begin, end);
-                }
-            }
-            drop(keep);
+        let report = std::mem::take(report);
+        let (shared, open) = (self.shared.clone(), Mutex::new(Some(Open { stamps, _keep: keep })));
+        let marker = Arc::new(Marker { shared, event, report: report.clone(), open });
+        let event = Event::new(report, Some(Box::new(Asked(marker.clone()))));
+        let (raw, done) = (marker.event.clone(), event.clone());
+        self.shared.when_done(&raw, move |status| {
+            marker.end(status);
             done.complete();
         })?;
         Ok(event)
@@ -431,8 +462,8 @@ impl Stream for ClStream {
         if event.is_done() {
             return Ok(());
         }
-        let same = |m: &&Marker| Arc::ptr_eq(&m.shared.context, &self.shared.context);
-        let marker = event.progress().and_then(|p| p.as_any().downcast_ref::<Marker>()).filter(same);
+        let same = |m: &&Asked| Arc::ptr_eq(&m.0.shared.context, &self.shared.context);
+        let marker = event.progress().and_then(|p| p.as_any().downcast_ref::<Asked>()).filter(same);
         let (api, mut code) = (self.shared.api, 0);
         let foreign = match marker {
             Some(_) => None,
@@ -444,7 +475,7 @@ impl Stream for ClStream {
                 Some(own.map_err(|c| sys::driver_error(&self.shared.id, "clCreateUserEvent", c))?)
             }
         };
-        let raw = foreign.as_ref().map_or_else(|| marker.map(|m| m.event.raw()), |o| Some(o.raw()));
+        let raw = foreign.as_ref().map_or_else(|| marker.map(|m| m.0.event.raw()), |o| Some(o.raw()));
         let enqueued = self.ordered(Access::default, || {
             raw.map_or(Ok(()), |h| self.queue.barrier(&[h])).map(|()| (None, ()))
         });
