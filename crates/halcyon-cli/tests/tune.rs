@@ -31,7 +31,10 @@ fn a_model_is_tuned_once() {
     let first = tune(&file, &[DIGITS, "--backend", "opencl", "--json"]).ok().json();
     assert_eq!(count(&first["report"]["tuned"]) as u64, left, "{first}");
     for k in first["report"]["tuned"].as_array().expect("kernels") {
-        assert!(k["best"]["gain"].as_f64() >= Some(1.0) && count(&k["rejected"]) == 0, "{k}");
+        assert!(k["best"]["gain"].as_f64() >= Some(1.0), "{k}");
+        // Each variant that is listed works.
+        let rejected = k["rejected"].as_array().expect("rejections");
+        assert!(rejected.iter().all(|r| r["why"] == "too_slow"), "{k}");
     }
     let second = tune(&file, &[DIGITS, "--backend", "opencl", "--json"]).ok().json();
     let r = &second["report"];

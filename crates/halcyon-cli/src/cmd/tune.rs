@@ -267,9 +267,10 @@ fn report_text(r: &TuningReport) -> String {
         }));
         out += &table(&rows);
     }
+    let slow = |x: &&Rejection| x.why == Why::TooSlow;
     // Writing to a string does not fail.
     for k in &r.tuned {
-        for x in &k.rejected {
+        for x in k.rejected.iter().filter(|x| !slow(x)) {
             let _ = writeln!(
                 out,
                 "rejected {}: {} ({}): {}",
@@ -292,6 +293,13 @@ fn report_text(r: &TuningReport) -> String {
         r.known,
         if r.left > 0 { format!("; {} are left for another time", r.left) } else { String::new() }
     );
+    match r.tuned.iter().flat_map(|k| &k.rejected).filter(slow).count() {
+        0 => {}
+        n => {
+            let _ =
+                writeln!(out, "         {n} variants are far too slow and not tried again (--list has them)");
+        }
+    }
     if r.tuned.is_empty() && r.known == 0 && r.left == 0 && r.failed.is_empty() {
         out += "         this device's kernels have no variants here: its library chooses by itself\n";
     }

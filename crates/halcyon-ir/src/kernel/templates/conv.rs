@@ -17,7 +17,7 @@ use crate::target::{Caps, Declined, Operand};
 /// Declines with `needs_dense` unless both operands are row-major; declines more than three spatial axes.
 pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
     match call(op, inputs, outputs, caps)? {
-        Call::Product(operands, out) => turned(super::matmul::lower(&Op::Matmul, &operands, &[out], caps)?),
+        Call::Product(p) => turned(super::matmul::lower(&Op::Matmul, &p.0, &[p.1], caps)?),
         Call::Direct(p) => direct(&p, p.default(caps), Args::of(inputs, outputs), caps),
     }
 }
@@ -34,9 +34,7 @@ pub fn lower_as(
     v: &Variant,
 ) -> Result<Lowered, Declined> {
     match call(op, inputs, outputs, caps)? {
-        Call::Product(operands, out) => {
-            turned(super::matmul::lower_as(&Op::Matmul, &operands, &[out], caps, v)?)
-        }
+        Call::Product(p) => turned(super::matmul::lower_as(&Op::Matmul, &p.0, &[p.1], caps, v)?),
         Call::Direct(p) => direct(&p, Form::of(v)?, Args::of(inputs, outputs), caps),
     }
 }
@@ -47,9 +45,7 @@ pub fn lower_as(
 /// As [`lower`].
 pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Choices, Declined> {
     let p = match call(op, inputs, outputs, caps)? {
-        Call::Product(operands, out) => {
-            return super::matmul::choices(&Op::Matmul, &operands, &[out], caps);
-        }
+        Call::Product(p) => return super::matmul::choices(&Op::Matmul, &p.0, &[p.1], caps),
         Call::Direct(p) => p,
     };
     let forms = p.forms(caps).into_iter().filter(|f| f.items <= caps.max_workgroup).map(Form::variant);
@@ -59,7 +55,7 @@ pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) ->
 
 /// A convolution as its kernels see it.
 enum Call {
-    Product([Operand; 2], Operand),
+    Product(Box<([Operand; 2], Operand)>),
     Direct(Problem),
 }
 
@@ -74,8 +70,7 @@ fn call(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result
     }
     row_major(inputs, 0..2)?;
     if pointwise(c, &inputs[1].view) {
-        let (operands, out) = as_product(inputs, outputs);
-        return Ok(Call::Product(operands, out));
+        return Ok(Call::Product(Box::new(as_product(inputs, outputs))));
     }
     Ok(Call::Direct(Problem::new(c, inputs, outputs, index_type(inputs, outputs, caps)?)))
 }

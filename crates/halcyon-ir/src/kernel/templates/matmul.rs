@@ -379,7 +379,10 @@ impl Cx<'_> {
                 all.extend([8, 16, 32].map(|depth| Form::Tiled(Tile { side, each, depth })));
             }
         }
-        all.extend([32, 64, 128, 256].map(|items| Form::Simple { items }));
+        // On processors the others are always faster where they apply.
+        if !self.caps.is_cpu || all.is_empty() {
+            all.extend([32, 64, 128, 256].map(|items| Form::Simple { items }));
+        }
         all
     }
 
