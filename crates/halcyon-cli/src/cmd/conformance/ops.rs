@@ -289,9 +289,14 @@ impl Speed {
     /// What the op needs longer for: `12.3 GFLOP/s`.
     fn rate(&self) -> String {
         let per_second = |n: u64| three(n as f64 / self.seconds.max(1e-12) / 1e9);
-        match self.limit.map(|l| l.bound) {
-            Some("compute") => format!("{} GFLOP/s", per_second(self.flops)),
-            _ => format!("{} GB/s", per_second(self.bytes)),
+        let computes = match self.limit {
+            Some(l) => l.bound == "compute",
+            // No machine moves so few bytes in the time of so many FLOPs.
+            None => self.flops / 16 > self.bytes,
+        };
+        match computes {
+            true => format!("{} GFLOP/s", per_second(self.flops)),
+            false => format!("{} GB/s", per_second(self.bytes)),
         }
     }
 
