@@ -66,7 +66,7 @@ fn captured_graphs_plans_and_tensors_survive_moves() {
                 let did = b.defragment().unwrap();
                 assert!(moves || did.moved_bytes > 0, "{pool} on {}: {did:?}", b.id());
                 let same = |t: &Tensor| {
-                    let d = session::difference(&[t.to_data().unwrap()], &[want.clone()]);
+                    let d = session::difference(&[t.to_data().unwrap()], std::slice::from_ref(&want));
                     assert!(d < 1e-6, "{pool} on {}: {d}", b.id());
                 };
                 same(&g.outputs().unwrap()[0]);
