@@ -650,12 +650,11 @@ impl Backend {
         take: &dyn Fn(Plan) -> Result<T>,
     ) -> Result<(T, usize)> {
         let target = self.0.device.as_target();
-        let plan = lower(graph, target, &options)?;
-        let need = Fit::of(self, &plan, &[]).device();
-        let first = match take(plan) {
+        let first = match take(lower(graph, target, &options)?) {
             Err(e @ Error::OutOfMemory { .. }) => e,
             r => return r.map(|v| (v, 0)),
         };
+        let need = Fit::of(self, &lower(graph, target, &options)?, &[]).device();
         for (n, name) in COSTLY.iter().enumerate() {
             if !options.passes.does(name) {
                 continue;
