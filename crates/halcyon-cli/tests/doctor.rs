@@ -232,7 +232,7 @@ fn without_any_driver_everything_works_and_every_absence_is_explained() {
     }
     bare(&["inspect", "models/digits.onnx"]).ok();
     bare(&["fit", "models/digits.onnx"]).ok();
-    assert_eq!(bare(&["select", "models/digits.onnx", "--json"]).ok().json()["device"]["id"], "cpu:0");
+    assert_eq!(bare(&["select", "models/digits.onnx", "--json"]).ok().json()["backend"]["id"], "cpu:0");
 }
 
 fn row<'a>(v: &'a Value, id: &str) -> &'a Value {
