@@ -151,8 +151,9 @@ fn past_lavapipe(case: &serde_json::Value) -> bool {
     reason.contains("in one buffer") || reason.contains("llvmpipe: 65,535")
 }
 
-/// Every case of a folder passes on cpu, opencl and webgpu, there as far as its limits go.
-fn all_pass(test: &'static str, folder: &str, at_least: usize) {
+/// Every case of a folder passes on cpu, opencl and webgpu, there as far as lavapipe's limits go: at least so many on the first two, so many
+/// on webgpu.
+fn all_pass(test: &'static str, folder: &str, at_least: [usize; 2]) {
     let Some(dir) = prepared(test, "HALCYON_TESTDATA", folder) else { return };
     for backend in ["cpu", "opencl", "webgpu"] {
         if !there(test, backend) {
@@ -168,27 +169,27 @@ fn all_pass(test: &'static str, folder: &str, at_least: usize) {
             .collect();
         assert!(bad.is_empty(), "{backend}: {bad:#?}");
         let passed = v["total"]["passed"].as_u64().expect("a count");
-        let at_least = if backend == "webgpu" { at_least / 2 } else { at_least };
-        assert!(passed >= at_least as u64, "{passed} models");
+        let at_least = at_least[(backend == "webgpu") as usize];
+        assert!(passed >= at_least as u64, "{passed} models on {backend}");
     }
 }
 
 #[test]
 fn the_light_models_give_their_stored_outputs() {
-    all_pass("the_light_models_give_their_stored_outputs", "models/light", 9);
+    all_pass("the_light_models_give_their_stored_outputs", "models/light", [9, 6]);
 }
 
 #[test]
 fn the_light_models_with_random_weights_follow_onnxruntime() {
-    all_pass("the_light_models_with_random_weights_follow_onnxruntime", "models/random", 9);
+    all_pass("the_light_models_with_random_weights_follow_onnxruntime", "models/random", [9, 6]);
 }
 
 #[test]
 fn the_ml_domain_and_strings_follow_onnxruntime() {
-    all_pass("the_ml_domain_and_strings_follow_onnxruntime", "ml", 380);
+    all_pass("the_ml_domain_and_strings_follow_onnxruntime", "ml", [380, 380]);
 }
 
 #[test]
 fn graphs_of_real_shapes_follow_onnxruntime() {
-    all_pass("graphs_of_real_shapes_follow_onnxruntime", "models/shapes", 10);
+    all_pass("graphs_of_real_shapes_follow_onnxruntime", "models/shapes", [10, 10]);
 }

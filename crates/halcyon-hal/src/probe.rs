@@ -33,9 +33,7 @@ pub struct Look {
     pub here: fn() -> Result<Vec<DeviceInfo>>,
     /// What the answer depends on, below a root directory (`/` outside of tests).
     pub depends: fn(&Path) -> Depends,
-    /// What is loaded, for the error where that ends the process.
-    pub tried: fn() -> Vec<String>,
-    /// What to do then.
+    /// What to do where a driver ends the process that looks.
     pub fix: &'static str,
     pub known: Mutex<Known>,
 }
@@ -117,6 +115,16 @@ impl Look {
         (found, Known::Safe)
     }
 
+    /// The libraries and what is registered with them, each of which may be what ended a child.
+    fn loaded(&self) -> Vec<String> {
+        let depends = (self.depends)(Path::new("/"));
+        let registered = |(file, driver): (PathBuf, Option<PathBuf>)| match driver {
+            Some(d) => format!("{}: {}", file.display(), d.display()),
+            None => file.display().to_string(),
+        };
+        depends.libraries.into_iter().chain(depends.manifests.into_iter().map(registered)).collect()
+    }
+
     /// Digest of what the list of devices depends on; `None` on systems where that is not known. Devices come and go with a start of
     /// the machine, a driver's files, its kernel module, device nodes, and variables that filter.
     fn fingerprint(&self, root: &Path) -> Option<u128> {
@@ -174,7 +182,7 @@ impl Look {
         };
         let fatal = |how: String| {
             let reason = format!("a driver failed while it was looked at: the probing process {how}");
-            unavailable((self.tried)(), reason, self.fix.into())
+            unavailable(self.loaded(), reason, self.fix.into())
         };
         let done = child::output(command, limit).map_err(|e| Error::Io {
             path: command.get_program().to_string_lossy().into_owned(),
@@ -257,7 +265,6 @@ mod tests {
                     .collect(),
                 variables: &[],
             },
-            tried: || vec!["libnoop.so".into()],
             fix: "Mend it",
             known: Mutex::new(Known::Nothing),
         }

@@ -11,7 +11,6 @@ pub static LOOK: Look = Look {
     backend: BackendType::OpenCl,
     here,
     depends,
-    tried: sys::candidates,
     fix: "Remove the broken driver (on Linux: the files in /etc/OpenCL/vendors), or set OCL_ICD_VENDORS to a working one",
     known: Mutex::new(Known::Nothing),
 };

@@ -34,7 +34,6 @@ pub static LOOK: Look = Look {
         manifests: vec![],
         variables: &["TPU_", "PJRT_", "HALCYON_TPU_", "VIRTUAL_ENV"],
     },
-    tried: sys::candidates,
     fix: "Remove the plugin, or name a working one in HALCYON_TPU_LIBRARY",
     known: Mutex::new(Known::Nothing),
 };

@@ -12,7 +12,6 @@ pub static LOOK: Look = Look {
     backend: BackendType::WebGpu,
     here,
     depends,
-    tried,
     fix: "Remove the broken driver (on Linux: its file in /usr/share/vulkan/icd.d or /etc/vulkan/icd.d), or name working ones in \
           VK_DRIVER_FILES",
     known: Mutex::new(Known::Nothing),
@@ -33,22 +32,13 @@ fn depends(root: &Path) -> Depends {
     let mut manifests = drivers(root);
     manifests.extend(layers.iter().flat_map(|d| entries(d)).map(|f| (f, None)));
     Depends {
-        libraries: vec![LIBRARY.into()],
+        libraries: if VULKAN { vec![LIBRARY.into()] } else { vec![] },
         manifests,
         variables: &[
             "VK_", "XDG_", "HOME", "MESA_", "DRI_", "LP_", "NVIDIA_", "CUDA_", "AMD_", "RADV_", "ENABLE_",
             "DISABLE_", "GALLIUM_",
         ],
     }
-}
-
-fn tried() -> Vec<String> {
-    let mut all: Vec<String> = if VULKAN { vec![LIBRARY.into()] } else { vec![] };
-    for (file, library) in drivers(Path::new("/")) {
-        let library = library.map_or("which names no library".into(), |l| l.display().to_string());
-        all.push(format!("{}: {library}", file.display()));
-    }
-    all
 }
 
 /// Folders in which Vulkan's loader looks for such files, in its order.
