@@ -46,9 +46,9 @@ pub use backend::BackendType;
 pub use halcyon_ir::error::{Error, Result};
 pub use halcyon_ir::host;
 pub use halcyon_ir::target::{Caps, Declined, LibraryCall, LibraryKernel, Operand, Target};
-pub use stream::{Download, Event, Stream, StreamOptions};
 pub use host_buffer::HostBuffer;
 pub use pool::{AllocationStrategy, Defragmented, MemoryPoolConfig};
+pub use stream::{Download, Event, Stream, StreamOptions};
 
 use halcyon_ir::Scalar;
 use halcyon_ir::kernel::Kernel;

@@ -317,9 +317,8 @@ impl Executable {
         on: Option<&Lane>,
     ) -> Result<(Vec<BufferRef>, Option<Event>), Failed> {
         let (mut lease, outputs) = self.begin(backend, inputs, on)?;
-        let event = self
-            .submit(backend, &mut lease, args, on)
-            .map_err(|error| Failed { error, started: true })?;
+        let event =
+            self.submit(backend, &mut lease, args, on).map_err(|error| Failed { error, started: true })?;
         self.give_back(lease);
         Ok((outputs, event))
     }

@@ -12,8 +12,7 @@ use crate::pool::{Pool, Source};
 use crate::{
     BackendType, BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo,
     Error, HostBuffer, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream,
-    StreamOptions, Tag, Target,
-    Timing,
+    StreamOptions, Tag, Target, Timing,
 };
 use halcyon_ir::data::Bytes;
 use halcyon_ir::kernel::Kernel;

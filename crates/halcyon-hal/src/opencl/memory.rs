@@ -49,8 +49,7 @@ impl Source for ClSource {
             return Err(format!("the device allows {} bytes in one buffer", self.max));
         }
         let made = buffer(self.api, &self.context, bytes);
-        let object =
-            made.map(Arc::new).map_err(|c| format!("clCreateBuffer gave {}", sys::code_name(c)))?;
+        let object = made.map(Arc::new).map_err(|c| format!("clCreateBuffer gave {}", sys::code_name(c)))?;
         Ok(Memory { object, at: NEXT.fetch_add(bytes, Ordering::Relaxed) })
     }
 

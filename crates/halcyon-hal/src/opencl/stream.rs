@@ -403,12 +403,15 @@ impl Stream for ClStream {
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         let report = self.lock();
-        let (event, read) = self.settled(self.ordered(|| self.shared.access(commands), || {
-            self.shared.enqueue(&self.queue, commands)?;
-            // SAFETY: the word is the report's, which lives until the callback below has let go of it.
-            let read = unsafe { self.queue.read_fault(report.fault().as_ptr())? };
-            Ok((None, read))
-        }))?;
+        let (event, read) = self.settled(self.ordered(
+            || self.shared.access(commands),
+            || {
+                self.shared.enqueue(&self.queue, commands)?;
+                // SAFETY: the word is the report's, which lives until the callback below has let go of it.
+                let read = unsafe { self.queue.read_fault(report.fault().as_ptr())? };
+                Ok((None, read))
+            },
+        ))?;
         if read {
             let keep = report.clone();
             self.shared.when_done(&event, move |_| drop(keep))?;
@@ -424,10 +427,13 @@ impl Stream for ClStream {
         if bytes.is_empty() {
             return Ok(());
         }
-        let (event, ()) = self.settled(self.ordered(|| b.writing(), || {
-            // SAFETY: the range was checked; the callback below keeps the bytes until they are copied.
-            Ok((Some(unsafe { self.queue.write_later(b, offset, bytes)? }), ()))
-        }))?;
+        let (event, ()) = self.settled(self.ordered(
+            || b.writing(),
+            || {
+                // SAFETY: the range was checked; the callback below keeps the bytes until they are copied.
+                Ok((Some(unsafe { self.queue.write_later(b, offset, bytes)? }), ()))
+            },
+        ))?;
         Counts::add(&self.shared.counts.uploads, 1);
         Counts::add(&self.shared.counts.uploaded_bytes, bytes.len() as u64);
         let keep = src.clone();

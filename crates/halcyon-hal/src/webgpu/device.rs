@@ -11,7 +11,8 @@ use crate::pool::Pool;
 use crate::validate;
 use crate::{
     BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
-    LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream, StreamOptions, Tag, Target, Timing,
+    LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream, StreamOptions, Tag, Target,
+    Timing,
 };
 use halcyon_ir::kernel::{Kernel, verify_for};
 use std::collections::HashMap;

@@ -3,8 +3,8 @@
 use super::*;
 use halcyon_hal::{BufferRef, Command, Device, Error, Tag};
 use halcyon_ir::kernel::Launch;
-use std::sync::Arc;
 use std::collections::VecDeque;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
