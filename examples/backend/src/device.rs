@@ -1,11 +1,11 @@
 //! The device: runs commands at once, one after another.
 
-use crate::memory::{HostMemory, InterpreterBuffer};
+use crate::memory::{HostMemory, InterpreterBuffer, lock};
 use crate::program::InterpreterProgram;
-use halcyon_hal::pool::{self, Pool};
+use halcyon_hal::pool::Pool;
 use halcyon_hal::{
-    BufferRef, Caps, Command, Counters, Counts, Declined, Device, DeviceInfo, Error, LibraryCall,
-    LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing, validate,
+    BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
+    LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing, validate,
 };
 use halcyon_ir::kernel::Kernel;
 use std::collections::HashMap;
@@ -36,19 +36,20 @@ struct Queue {
 }
 
 impl Interpreter {
-    pub(crate) fn new(info: DeviceInfo, options: &Options) -> Interpreter {
+    /// # Errors
+    /// Those of the memory pool's settings.
+    pub(crate) fn new(info: DeviceInfo, options: &Options) -> Result<Interpreter> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let counts = Arc::new(Counts::default());
-        let limit = options.memory_limit.or(info.total_memory);
-        Interpreter {
-            pool: Pool::new(HostMemory, info.id.clone(), limit, counts.clone()),
+        Ok(Interpreter {
+            pool: Pool::new(HostMemory, info.id.clone(), options, info.total_memory, counts.clone())?,
             info,
             caps: Caps::generous(),
             counts,
             profile: options.profile,
             queue: Mutex::default(),
             number: NEXT.fetch_add(1, Ordering::Relaxed),
-        }
+        })
     }
 
     fn turn(&self) -> MutexGuard<'_, Queue> {
@@ -85,10 +86,8 @@ impl Interpreter {
                     return Ok(());
                 }
                 let (s, d) = (*src_offset..src_offset + bytes, *dst_offset..dst_offset + bytes);
-                match same {
-                    true => to.lock()?.copy_within(s, d.start),
-                    false => to.lock()?[d].copy_from_slice(&from.lock()?[s]),
-                }
+                let data = from.with(|bytes| bytes[s].to_vec());
+                to.with(|bytes| bytes[d].copy_from_slice(&data));
                 Counts::add(&self.counts.device_copies, 1);
                 Ok(())
             }
@@ -123,18 +122,29 @@ impl Device for Interpreter {
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
-        Ok(Arc::new(InterpreterBuffer::new(self.pool.alloc(bytes, tag)?, self.number)))
+        let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;
+        Ok(Arc::new(InterpreterBuffer::new(block, self.number)))
     }
 
     fn footprint(&self, bytes: usize, tag: Tag) -> usize {
-        pool::footprint(bytes, tag)
+        self.pool.footprint(bytes, tag)
+    }
+
+    fn defragment(&self) -> Result<Defragmented> {
+        // No command runs meanwhile, and the next one asks anew where its buffers lie.
+        let _turn = self.turn();
+        self.pool.defragment(&mut |m| {
+            let data = lock(m.from.0)[m.from.1..m.from.1 + m.bytes].to_vec();
+            lock(m.to.0)[m.to.1..m.to.1 + m.bytes].copy_from_slice(&data);
+            Ok(())
+        })
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
         let _turn = self.turn();
         let b = self.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
-        b.lock()?[offset..offset + src.len()].copy_from_slice(src);
+        b.with(|bytes| bytes[offset..offset + src.len()].copy_from_slice(src));
         Counts::add(&self.counts.uploads, 1);
         Counts::add(&self.counts.uploaded_bytes, src.len() as u64);
         Ok(())
@@ -144,7 +154,7 @@ impl Device for Interpreter {
         let _turn = self.turn();
         let b = self.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
-        dst.copy_from_slice(&b.lock()?[offset..offset + dst.len()]);
+        b.with(|bytes| dst.copy_from_slice(&bytes[offset..offset + dst.len()]));
         Counts::add(&self.counts.downloads, 1);
         Counts::add(&self.counts.downloaded_bytes, dst.len() as u64);
         Ok(())

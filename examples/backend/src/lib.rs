@@ -52,7 +52,7 @@ impl Driver for InterpreterDriver {
 
     fn open(&self, index: usize, options: &Options) -> Result<Arc<dyn Device>> {
         match index {
-            0 => Ok(Arc::new(device::Interpreter::new(info(), options))),
+            0 => Ok(Arc::new(device::Interpreter::new(info(), options)?)),
             _ => Err(Error::Unavailable {
                 backend: INTERPRETER.id().into(),
                 tried: vec![info().id],

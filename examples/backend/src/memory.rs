@@ -4,21 +4,42 @@ use halcyon_hal::pool::{Block, Source};
 use halcyon_hal::{Buffer, BufferRef, Error, Result};
 use std::any::Any;
 use std::fmt;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
 /// Where the pool gets memory from: for a graphics processor, the driver's allocation call.
 #[derive(Debug)]
 pub struct HostMemory;
 
-impl Source for HostMemory {
-    type Raw = Mutex<Vec<u8>>;
+/// One allocation.
+pub type Memory = Arc<Mutex<Vec<u8>>>;
 
-    fn allocate(&self, bytes: usize) -> std::result::Result<Self::Raw, String> {
+/// The allocation that a buffer lies in, and where in it: a pool may cut its allocations into ranges, and move what lies there.
+#[derive(Clone, Debug)]
+pub struct Spot {
+    pub memory: Memory,
+    pub offset: usize,
+}
+
+impl Source for HostMemory {
+    type Raw = Memory;
+    type Place = RwLock<Spot>;
+
+    fn allocate(&self, bytes: usize) -> std::result::Result<Memory, String> {
         let mut v = vec![];
         v.try_reserve_exact(bytes).map_err(|e| e.to_string())?;
         v.resize(bytes, 0);
-        Ok(Mutex::new(v))
+        Ok(Arc::new(Mutex::new(v)))
     }
+
+    fn place(&self, raw: &Memory, range: Option<(usize, usize)>) -> std::result::Result<Self::Place, String> {
+        let offset = range.map_or(0, |(offset, _)| offset);
+        Ok(RwLock::new(Spot { memory: raw.clone(), offset }))
+    }
+}
+
+pub(crate) fn lock(m: &Memory) -> MutexGuard<'_, Vec<u8>> {
+    // Bytes are whole whatever happened to whoever wrote them.
+    m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 /// A buffer of one opening of the device.
@@ -42,10 +63,15 @@ impl InterpreterBuffer {
         own.ok_or_else(|| Error::argument(call, format!("{b:?} belongs to another device or opening")))
     }
 
-    /// The bytes. The block may be longer than the buffer.
-    pub(crate) fn lock(&self) -> Result<MutexGuard<'_, Vec<u8>>> {
-        let raw = self.block.raw().ok_or_else(|| Error::internal("a buffer was used after its release"))?;
-        Ok(raw.lock().unwrap_or_else(|e| e.into_inner()))
+    /// Where it lies, as long as the device's turn is held.
+    pub(crate) fn spot(&self) -> Spot {
+        self.block.place().read().unwrap_or_else(|e| e.into_inner()).clone()
+    }
+
+    /// Works on its bytes.
+    pub(crate) fn with<T>(&self, f: impl FnOnce(&mut [u8]) -> T) -> T {
+        let Spot { memory, offset } = self.spot();
+        f(&mut lock(&memory)[offset..offset + self.block.bytes()])
     }
 }
 

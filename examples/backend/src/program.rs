@@ -1,14 +1,14 @@
 //! Compiled kernels: what the interpreter makes of kernel IR. A driver of hardware renders source here
 //! (`halcyon_ir::render`) and gives it to its compiler.
 
-use crate::memory::InterpreterBuffer;
+use crate::memory::{InterpreterBuffer, Spot, lock};
 use halcyon_hal::validate::Signature;
 use halcyon_hal::{Caps, Error, Program, Result};
 use halcyon_ir::Scalar;
 use halcyon_ir::kernel::interp::{Interp, Memory, Options};
 use halcyon_ir::kernel::{Kernel, Launch, verify_for};
 use std::any::Any;
-use std::sync::MutexGuard;
+use std::sync::{Arc, MutexGuard};
 
 /// A verified kernel, ready to run.
 #[derive(Debug)]
@@ -19,29 +19,34 @@ pub struct InterpreterProgram {
     pub(crate) owner: u64,
 }
 
-/// The buffers of one launch. Two bindings may be one buffer.
+/// The buffers of one launch.
 struct Bound<'a> {
-    memory: Vec<(MutexGuard<'a, Vec<u8>>, usize)>,
-    which: Vec<usize>,
+    /// The allocations that they lie in.
+    memory: Vec<MutexGuard<'a, Vec<u8>>>,
+    /// Of each binding its allocation, the place there and the size. Two bindings may be one buffer.
+    which: Vec<(usize, usize, usize)>,
     /// What the kernel sees after its own buffers: the fault word.
     fault: u32,
 }
 
 impl Memory for Bound<'_> {
     fn len(&self, buf: usize) -> usize {
-        self.which.get(buf).map_or(4, |i| self.memory[*i].1)
+        self.which.get(buf).map_or(4, |(_, _, bytes)| *bytes)
     }
 
     fn load(&self, buf: usize, at: usize, bytes: usize) -> u64 {
-        let Some(i) = self.which.get(buf) else { return self.fault as u64 };
-        let mut word = [0; 8];
-        word[..bytes].copy_from_slice(&self.memory[*i].0[at..at + bytes]);
+        let Some((i, start, _)) = self.which.get(buf) else { return self.fault as u64 };
+        let (mut word, at) = ([0; 8], start + at);
+        word[..bytes].copy_from_slice(&self.memory[*i][at..at + bytes]);
         u64::from_le_bytes(word)
     }
 
     fn store(&mut self, buf: usize, at: usize, bytes: usize, value: u64) {
         match self.which.get(buf) {
-            Some(i) => self.memory[*i].0[at..at + bytes].copy_from_slice(&value.to_le_bytes()[..bytes]),
+            Some((i, start, _)) => {
+                let at = start + at;
+                self.memory[*i][at..at + bytes].copy_from_slice(&value.to_le_bytes()[..bytes]);
+            }
             // The first fault stays.
             None if self.fault == 0 => self.fault = value as u32,
             None => {}
@@ -72,15 +77,17 @@ impl InterpreterProgram {
         if groups.contains(&0) {
             return Ok(0);
         }
-        let mut distinct: Vec<&InterpreterBuffer> = vec![];
+        let spots: Vec<Spot> = buffers.iter().map(|b| b.spot()).collect();
         let mut bound = Bound { memory: vec![], which: vec![], fault: 0 };
-        for b in buffers {
-            let known = distinct.iter().position(|d| std::ptr::eq(*d, *b));
-            bound.which.push(known.unwrap_or(distinct.len()));
+        let mut locked: Vec<&Spot> = vec![];
+        for (b, spot) in buffers.iter().zip(&spots) {
+            let known = locked.iter().position(|l| Arc::ptr_eq(&l.memory, &spot.memory));
+            let i = known.unwrap_or(locked.len());
             if known.is_none() {
-                distinct.push(b);
-                bound.memory.push((b.lock()?, halcyon_hal::Buffer::bytes(*b)));
+                locked.push(spot);
+                bound.memory.push(lock(&spot.memory));
             }
+            bound.which.push((i, spot.offset, halcyon_hal::Buffer::bytes(*b)));
         }
         let declared = self.signature.params.iter().zip(params);
         let params = declared.map(|(p, v)| if p.name == "fault" { Scalar::U(fault.into()) } else { *v });
