@@ -183,7 +183,11 @@ impl Space for Planted {
             "planted wrong" => low.steps[0].2.swap(0, 1),
             // One group alone writes its part, the rest stays as it was.
             "planted lazy" => low.steps[0].1.groups = [1, 1, 1],
-            "planted refused" => low.steps[0].0.name = "no name".into(),
+            // Another kernel than the default's, whatever its name: the device keeps programs without regard to names.
+            "planted refused" => {
+                low.steps[0].0.workgroup = [9, 1, 1];
+                low.steps[0].0.name = "no name".into();
+            }
             "planted large" => low.steps[0].0.workgroup = [1 << 20, 1, 1],
             "planted declined" => return Err(Declined::because("it wants what no device has")),
             "planted slow" => {
