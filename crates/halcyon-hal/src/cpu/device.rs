@@ -18,7 +18,7 @@ use halcyon_ir::data::Bytes;
 use halcyon_ir::kernel::Kernel;
 use halcyon_ir::{DType, Scalar};
 use std::collections::BTreeMap;
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Instant;
 
@@ -102,6 +102,8 @@ pub struct CpuDevice {
     queue: Mutex<Vec<Timing>>,
     /// Keeps streams and the above apart.
     tracker: Arc<Tracker>,
+    /// Tells its buffers from those of other openings.
+    number: u64,
 }
 
 /// What commands run on: the device's own team or a stream's. Whoever calls has entered what they use with the tracker, or there are no
@@ -174,6 +176,7 @@ impl CpuDevice {
     /// # Errors
     /// Those of the memory pool's settings.
     pub fn new(options: &Options) -> Result<CpuDevice> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
         let mut info = describe();
         let isa = match options.simd {
             Some(false) => Isa::Portable,
@@ -212,6 +215,7 @@ impl CpuDevice {
             profile: options.profile,
             queue: Mutex::new(vec![]),
             tracker: Arc::default(),
+            number: NEXT.fetch_add(1, Ordering::Relaxed),
         })
     }
 
@@ -246,7 +250,7 @@ impl CpuDevice {
                 let p = program_of(program)?;
                 let at: Vec<Ptr> = buffers
                     .iter()
-                    .map(|b| CpuBuffer::of(&**b, p.name()).map(CpuBuffer::at))
+                    .map(|b| CpuBuffer::of(&**b, self.number, p.name()).map(CpuBuffer::at))
                     .collect::<Result<_>>()?;
                 self.lane().launch(p, *groups, &at, params, *fault)
             }
@@ -254,12 +258,15 @@ impl CpuDevice {
                 let k = kernel_of(&***kernel)?;
                 let at: smallvec::SmallVec<[Ptr; 16]> = buffers
                     .iter()
-                    .map(|b| CpuBuffer::of(&**b, k.name()).map(CpuBuffer::at))
+                    .map(|b| CpuBuffer::of(&**b, self.number, k.name()).map(CpuBuffer::at))
                     .collect::<Result<_>>()?;
                 self.lane().library(k, &at, args, *fault)
             }
             Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
-                let (s, d) = (CpuBuffer::of(&***src, "copy")?.at(), CpuBuffer::of(&***dst, "copy")?.at());
+                let (s, d) = (
+                    CpuBuffer::of(&***src, self.number, "copy")?.at(),
+                    CpuBuffer::of(&***dst, self.number, "copy")?.at(),
+                );
                 let same = std::ptr::eq(s.ptr, d.ptr);
                 crate::validate::copy([s.bytes, *src_offset], [d.bytes, *dst_offset], *bytes, same)?;
                 check_writable("copy", &d)?;
@@ -273,6 +280,12 @@ impl CpuDevice {
     /// Runs work of the device's own queue that uses memory so. The caller holds the lock.
     fn pass<R>(&self, access: &Access, f: impl FnOnce() -> Result<R>) -> Result<R> {
         self.tracker.pass(&|each| each(access), f)
+    }
+
+    /// Where a buffer of this opening lies.
+    #[cfg(test)]
+    pub(crate) fn start_of(&self, b: &BufferRef) -> *mut u8 {
+        CpuBuffer::of(&**b, self.number, "test").unwrap().at().ptr
     }
 
     /// Whether there are no streams.
@@ -349,7 +362,7 @@ impl Device for CpuDevice {
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
-        Ok(Arc::new(CpuBuffer::pooled(self.pool.alloc(bytes, tag, &|| self.defragment())?)))
+        Ok(Arc::new(CpuBuffer::pooled(self.pool.alloc(bytes, tag, &|| self.defragment())?, self.number)))
     }
 
     fn footprint(&self, bytes: usize, tag: Tag) -> usize {
@@ -375,17 +388,17 @@ impl Device for CpuDevice {
     }
 
     fn part(&self, of: &BufferRef, offset: usize, bytes: usize) -> Result<BufferRef> {
-        Ok(Arc::new(CpuBuffer::part(of, offset, bytes)?))
+        Ok(Arc::new(CpuBuffer::part(of, offset, bytes, self.number)?))
     }
 
     /// Takes data whose address is a multiple of 8, the largest element.
     fn import(&self, data: Arc<dyn Bytes>) -> Option<BufferRef> {
-        CpuBuffer::lent(data).map(|b| Arc::new(b) as BufferRef)
+        CpuBuffer::lent(data, self.number).map(|b| Arc::new(b) as BufferRef)
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
         let _turn = self.turn();
-        let d = CpuBuffer::of(&**dst, "write")?.at();
+        let d = CpuBuffer::of(&**dst, self.number, "write")?.at();
         check_range("write", &d, offset, src.len())?;
         check_writable("write", &d)?;
         let d = stream::sub(&d, offset, src.len());
@@ -398,7 +411,7 @@ impl Device for CpuDevice {
 
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
         let _turn = self.turn();
-        let s = CpuBuffer::of(&**src, "read")?.at();
+        let s = CpuBuffer::of(&**src, self.number, "read")?.at();
         check_range("read", &s, offset, dst.len())?;
         let s = stream::sub(&s, offset, dst.len());
         self.pass(&stream::reading(&s), || {
@@ -413,7 +426,10 @@ impl Device for CpuDevice {
             .as_any()
             .downcast_ref()
             .ok_or_else(|| Error::argument("pack", "the kernel belongs to another device"))?;
-        let (from, to) = (CpuBuffer::of(&**from, "pack")?.at(), CpuBuffer::of(&**to, "pack")?.at());
+        let (from, to) = (
+            CpuBuffer::of(&**from, self.number, "pack")?.at(),
+            CpuBuffer::of(&**to, self.number, "pack")?.at(),
+        );
         self.pass(&stream::of_copy(&from, &to), || k.pack(&self.team, &from, &to))
     }
 
@@ -435,7 +451,7 @@ impl Device for CpuDevice {
                 unsafe { library::copy::bytes(&self.team, from.ptr, r.start(), bytes.len()) };
                 from.ptr = r.start();
             }
-            let to = CpuBuffer::of(&***to, "pack")?.at();
+            let to = CpuBuffer::of(&***to, self.number, "pack")?.at();
             self.pass(&stream::writing(&to), || k.pack(&self.team, &from, &to))?;
         }
         Ok(())
@@ -454,7 +470,8 @@ impl Device for CpuDevice {
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         let mut timings = self.turn();
-        let each = |f: &mut dyn FnMut(&Access)| commands.iter().for_each(|c| f(&stream::of_command(c)));
+        let each =
+            |f: &mut dyn FnMut(&Access)| commands.iter().for_each(|c| f(&stream::of_command(c, self.number)));
         self.tracker.pass(&each, || {
             for c in commands {
                 let start = self.profile.then(Instant::now);
@@ -477,7 +494,7 @@ impl Device for CpuDevice {
     fn create_stream(&self, options: &StreamOptions) -> Result<Arc<dyn Stream>> {
         let _turn = self.turn();
         let (id, width) = (&self.info.id, self.team.threads());
-        Ok(Arc::new(CpuStream::new(id, self.isa, width, &self.tracker, &self.counts, options)?))
+        Ok(Arc::new(CpuStream::new(id, self.number, self.isa, width, &self.tracker, &self.counts, options)?))
     }
 
     fn take_fault(&self) -> Result<Option<u32>> {

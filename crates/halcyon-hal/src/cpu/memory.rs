@@ -132,7 +132,11 @@ enum Storage {
 }
 
 /// A buffer of the CPU device.
-pub(crate) struct CpuBuffer(Storage);
+pub(crate) struct CpuBuffer {
+    storage: Storage,
+    /// Number of the opening that made it, whose lock and tracker keep its work apart.
+    owner: u64,
+}
 
 /// What keeps a buffer's bytes where they are, apart from the buffer: streams hold it until their work has run, and whoever counts the
 /// references to a buffer sees none of it.
@@ -166,20 +170,20 @@ unsafe impl Send for Ptr {}
 unsafe impl Sync for Ptr {}
 
 impl CpuBuffer {
-    pub(crate) fn pooled(block: Block<HostSource>) -> CpuBuffer {
-        CpuBuffer(Storage::Pooled(block))
+    pub(crate) fn pooled(block: Block<HostSource>, owner: u64) -> CpuBuffer {
+        CpuBuffer { storage: Storage::Pooled(block), owner }
     }
 
     /// Host data as a buffer, where its address suits every element type.
-    pub(crate) fn lent(data: Arc<dyn Bytes>) -> Option<CpuBuffer> {
+    pub(crate) fn lent(data: Arc<dyn Bytes>, owner: u64) -> Option<CpuBuffer> {
         (data.bytes().as_ptr() as usize)
             .is_multiple_of(super::device::ELEMENT)
-            .then(|| CpuBuffer(Storage::Lent(data)))
+            .then(|| CpuBuffer { storage: Storage::Lent(data), owner })
     }
 
     /// A range of a buffer, which must lie inside of it.
-    pub(crate) fn part(of: &BufferRef, offset: usize, bytes: usize) -> Result<CpuBuffer> {
-        let whole = CpuBuffer::of(&**of, "part")?;
+    pub(crate) fn part(of: &BufferRef, offset: usize, bytes: usize, owner: u64) -> Result<CpuBuffer> {
+        let whole = CpuBuffer::of(&**of, owner, "part")?;
         crate::validate::range("part", whole.at().bytes, offset, bytes)?;
         let block = |block: &Block<HostSource>, start: usize| Storage::Part {
             block: block.clone(),
@@ -190,17 +194,18 @@ impl CpuBuffer {
             at: Ptr { ptr: at.ptr.wrapping_add(offset), bytes, ..at },
             of: of.clone(),
         };
-        Ok(CpuBuffer(match &whole.0 {
+        let storage = match &whole.storage {
             Storage::Pooled(b) => block(b, 0),
             Storage::Part { block: b, offset: start, .. } => block(b, *start),
             Storage::Lent(d) => lent(whole.at(), d),
             Storage::LentPart { at, of } => lent(*at, of),
-        }))
+        };
+        Ok(CpuBuffer { storage, owner })
     }
 
     /// Where it is now. Asked with the device's lock held, unless only the size matters: moves are made under it.
     pub(crate) fn at(&self) -> Ptr {
-        match &self.0 {
+        match &self.storage {
             Storage::Pooled(b) => Ptr { ptr: b.place().get(), bytes: b.bytes(), read_only: false },
             Storage::Part { block, offset, bytes } => {
                 Ptr { ptr: block.place().get().wrapping_add(*offset), bytes: *bytes, read_only: false }
@@ -215,15 +220,18 @@ impl CpuBuffer {
 
     /// From here on it stays where it is, until what is returned is dropped.
     pub(crate) fn keep(&self) -> Keep {
-        match &self.0 {
+        match &self.storage {
             Storage::Pooled(block) | Storage::Part { block, .. } => Keep::Pooled(block.pin()),
             Storage::Lent(data) | Storage::LentPart { of: data, .. } => Keep::Lent { data: data.clone() },
         }
     }
 
-    /// Downcasts what a caller hands in.
-    pub(crate) fn of<'a>(b: &'a dyn Buffer, what: &str) -> Result<&'a CpuBuffer> {
-        b.as_any().downcast_ref().ok_or_else(|| Error::argument(what, "the buffer belongs to another device"))
+    /// What a caller hands in, if this opening made it.
+    pub(crate) fn of<'a>(b: &'a dyn Buffer, owner: u64, what: &str) -> Result<&'a CpuBuffer> {
+        let own = b.as_any().downcast_ref().filter(|b: &&CpuBuffer| b.owner == owner);
+        own.ok_or_else(|| {
+            Error::argument(what, "the buffer belongs to another device, or another opening of it")
+        })
     }
 }
 
@@ -238,7 +246,7 @@ impl Buffer for CpuBuffer {
 
 impl fmt::Debug for CpuBuffer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.0 {
+        match &self.storage {
             Storage::Pooled(b) => b.fmt(f),
             Storage::Lent(d) => write!(f, "Lent({} bytes)", d.bytes().len()),
             Storage::Part { block, bytes, .. } => write!(f, "Part({bytes} bytes of {block:?})"),

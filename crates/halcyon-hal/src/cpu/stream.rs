@@ -249,8 +249,8 @@ pub(crate) fn writing(p: &Ptr) -> Access {
 }
 
 /// What a command of the device's own queue uses. What is wrong with it is said when it runs.
-pub(crate) fn of_command(c: &Command<'_>) -> Access {
-    let at = |b: &BufferRef| CpuBuffer::of(&**b, "").ok().map(CpuBuffer::at);
+pub(crate) fn of_command(c: &Command<'_>, owner: u64) -> Access {
+    let at = |b: &BufferRef| CpuBuffer::of(&**b, owner, "").ok().map(CpuBuffer::at);
     let all = |buffers: &[BufferRef]| buffers.iter().map_while(at).collect::<SmallVec<[Ptr; 16]>>();
     match c {
         Command::Launch { program, buffers, .. } => {
@@ -369,6 +369,8 @@ struct Queue {
 /// What the stream and its thread share.
 struct Shared {
     id: String,
+    /// Number of the opening of the device.
+    owner: u64,
     lane: u64,
     queue: Mutex<Queue>,
     ready: Condvar,
@@ -463,6 +465,7 @@ impl CpuStream {
     /// of the device's own queue is under way that is not entered.
     pub fn new(
         id: &str,
+        owner: u64,
         isa: Isa,
         width: usize,
         tracker: &Arc<Tracker>,
@@ -477,6 +480,7 @@ impl CpuStream {
         let queue = Queue { items: VecDeque::new(), report: Arc::default(), closed: false };
         let shared = Arc::new(Shared {
             id: id.into(),
+            owner,
             lane,
             queue: Mutex::new(queue),
             ready: Condvar::new(),
@@ -496,6 +500,10 @@ impl CpuStream {
             Mutex::new(())
         });
         Ok(CpuStream { shared, inline })
+    }
+
+    fn places(&self) -> Places {
+        Places { owner: self.shared.owner, keep: vec![] }
     }
 
     /// Hands an item over that `make` makes of the report under way.
@@ -530,16 +538,23 @@ impl CpuStream {
     }
 }
 
-/// Places of buffers, which are kept.
-fn places(buffers: &[BufferRef], keep: &mut Vec<Keep>, what: &str) -> Result<SmallVec<[Ptr; 8]>> {
-    buffers.iter().map(|b| place(b, keep, what)).collect()
+/// Buffers whose places were looked up, and which are kept.
+struct Places {
+    owner: u64,
+    keep: Vec<Keep>,
 }
 
-fn place(b: &BufferRef, keep: &mut Vec<Keep>, what: &str) -> Result<Ptr> {
-    let b = CpuBuffer::of(&**b, what)?;
-    // Kept first: from then on it is not moved.
-    keep.push(b.keep());
-    Ok(b.at())
+impl Places {
+    fn of(&mut self, b: &BufferRef, what: &str) -> Result<Ptr> {
+        let b = CpuBuffer::of(&**b, self.owner, what)?;
+        // Kept first: from then on it is not moved.
+        self.keep.push(b.keep());
+        Ok(b.at())
+    }
+
+    fn all(&mut self, buffers: &[BufferRef], what: &str) -> Result<SmallVec<[Ptr; 8]>> {
+        buffers.iter().map(|b| self.of(b, what)).collect()
+    }
 }
 
 fn bound(what: &str, got: usize, want: usize) -> Result<()> {
@@ -555,7 +570,7 @@ impl Stream for CpuStream {
     }
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
-        let (mut steps, mut keep) = (Vec::with_capacity(commands.len()), vec![]);
+        let (mut steps, mut places) = (Vec::with_capacity(commands.len()), self.places());
         for c in commands {
             steps.push(match c {
                 Command::Launch { program, groups, buffers, params, fault } => {
@@ -564,7 +579,7 @@ impl Stream for CpuStream {
                     Step::Launch {
                         program: Arc::clone(program),
                         groups: *groups,
-                        at: places(buffers, &mut keep, p.name())?,
+                        at: places.all(buffers, p.name())?,
                         params: SmallVec::from_slice(params),
                         fault: *fault,
                     }
@@ -574,13 +589,13 @@ impl Stream for CpuStream {
                     bound(k.name(), buffers.len(), k.buffers())?;
                     Step::Library {
                         kernel: Arc::clone(kernel),
-                        at: places(buffers, &mut keep, k.name())?,
+                        at: places.all(buffers, k.name())?,
                         args: SmallVec::from_slice(args),
                         fault: *fault,
                     }
                 }
                 Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
-                    let (s, d) = (place(src, &mut keep, "copy")?, place(dst, &mut keep, "copy")?);
+                    let (s, d) = (places.of(src, "copy")?, places.of(dst, "copy")?);
                     let same = std::ptr::eq(s.ptr, d.ptr);
                     crate::validate::copy([s.bytes, *src_offset], [d.bytes, *dst_offset], *bytes, same)?;
                     check_writable("copy", &d)?;
@@ -589,27 +604,27 @@ impl Stream for CpuStream {
             });
         }
         if !steps.is_empty() {
-            self.job(steps, keep);
+            self.job(steps, places.keep);
         }
         Ok(())
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: Arc<dyn Bytes>) -> Result<()> {
-        let mut keep = vec![];
-        let d = place(dst, &mut keep, "write")?;
+        let mut places = self.places();
+        let d = places.of(dst, "write")?;
         let n = src.bytes().len();
         check_range("write", &d, offset, n)?;
         check_writable("write", &d)?;
-        self.job(vec![Step::Write { src, dst: sub(&d, offset, n) }], keep);
+        self.job(vec![Step::Write { src, dst: sub(&d, offset, n) }], places.keep);
         Ok(())
     }
 
     fn read(&self, src: &BufferRef, offset: usize, bytes: usize) -> Result<Download> {
-        let mut keep = vec![];
-        let s = place(src, &mut keep, "read")?;
+        let mut places = self.places();
+        let s = places.of(src, "read")?;
         check_range("read", &s, offset, bytes)?;
         let to = Arc::new(Mutex::new(halcyon_ir::host::zeros(bytes, "a copy to the host")?));
-        self.job(vec![Step::Read { src: sub(&s, offset, bytes), dst: to.clone() }], keep);
+        self.job(vec![Step::Read { src: sub(&s, offset, bytes), dst: to.clone() }], places.keep);
         Ok(Download::new(self.record()?, to))
     }
 
@@ -724,12 +739,27 @@ mod tests {
         // The memory may serve others once nobody has it.
         s.submit(&[go(&bad, &[a.clone(), b.clone()])]).unwrap();
         assert!(s.synchronize().is_err());
-        let was = CpuBuffer::of(&*b, "").unwrap().at().ptr;
+        let was = d.start_of(&b);
         drop(b);
         let again = filled(&d, 9);
-        assert_eq!(CpuBuffer::of(&*again, "").unwrap().at().ptr, was);
+        assert_eq!(d.start_of(&again), was);
         d.read(&again, 0, &mut got).unwrap();
         assert_eq!(got, [9; 64]);
+    }
+
+    /// Nothing would order the work of two openings on one buffer.
+    #[test]
+    fn buffers_of_another_opening_are_refused() {
+        let (d, e) = (device(), device());
+        let (a, b) = (filled(&d, 1), filled(&e, 2));
+        let refused = |r: Result<()>| assert!(r.unwrap_err().to_string().contains("another opening"));
+        refused(d.submit(&[go(&kernel("k", || ()), &[a.clone(), b.clone()])]));
+        refused(d.submit(&[Command::Copy { src: &b, src_offset: 0, dst: &a, dst_offset: 0, bytes: 1 }]));
+        refused(d.read(&b, 0, &mut [0; 4]));
+        refused(d.part(&b, 0, 8).map(drop));
+        let s = d.create_stream(&StreamOptions::default()).unwrap();
+        refused(s.submit(&[go(&kernel("k", || ()), &[b.clone(), a.clone()])]));
+        refused(s.write(&b, 0, Arc::new(vec![0u8; 4])));
     }
 
     /// Each of two kernels ends only when both have begun.
