@@ -98,7 +98,15 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
         }
     };
     let (g, receipts) = passes::optimize(graph, &options.passes, &|d| target.channel_block(d), &claims)?;
+    // Not an optimisation: without it the device refuses them.
+    let most = target.caps().max_binding_bytes;
+    let (g, divided) = passes::divide::run(g, most)?;
     let (mut plan, values) = Lowerer::new(&g, target, options)?.run()?;
+    if divided > 0 {
+        plan.warnings.push(format!(
+            "{divided} products read constants that are larger than the {most} bytes the device binds at once: they are computed in parts"
+        ));
+    }
     // Outputs of small types are bytes to the plan.
     for (p, o) in plan.outputs.iter_mut().zip(graph.outputs()) {
         (p.dtype, p.dims) = (graph.dtype(o.node), graph.shape(o.node).dims()?);

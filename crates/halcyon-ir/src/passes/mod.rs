@@ -4,6 +4,7 @@ pub mod affine;
 pub mod autocast;
 pub mod blocked;
 pub mod cse;
+pub mod divide;
 pub mod fold;
 pub mod inline;
 pub mod narrow;
