@@ -119,8 +119,23 @@ fn at_every_call(inner: BackendType, level: Level, call: Call, after: After, nam
         let (b, faults) = faulty::open(inner, with);
         faults.arm(call, n, after);
         match work(&b) {
+            // Out of memory may be answered by a smaller plan, which is counted, and whose kernels may round differently.
+            Ok(got) if faults.disarm() => {
+                let smaller = b.cache_stats().smaller_plans;
+                assert!(call == Call::Alloc && smaller > 0, "{}: an error was passed over", what(n));
+                let close = |a: f32, b: f32| a == b || (a - b).abs() <= 1e-5 * b.abs().max(1.0);
+                let same = got
+                    .iter()
+                    .zip(&want)
+                    .all(|(g, w)| g == w || close(f32::from_bits(*g), f32::from_bits(*w)));
+                assert!(
+                    same && got.len() == want.len(),
+                    "{}: a smaller plan gives {got:?}, not {want:?}",
+                    what(n)
+                );
+                continue;
+            }
             Ok(got) => {
-                assert!(!faults.disarm(), "{}: an error was passed over", what(n));
                 assert_eq!(got, want, "{}", what(n));
                 return n;
             }
