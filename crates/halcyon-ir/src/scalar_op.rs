@@ -88,6 +88,17 @@ pub fn erf(x: f64) -> f64 {
     v.copysign(x)
 }
 
+/// Where one more makes no difference under the root: the standard library's overflows for the largest numbers.
+const LARGE: f64 = (1u64 << 28) as f64;
+
+fn asinh(x: f64) -> f64 {
+    if x.abs() < LARGE { x.asinh() } else { (x.abs().ln() + std::f64::consts::LN_2).copysign(x) }
+}
+
+fn acosh(x: f64) -> f64 {
+    if x < LARGE { x.acosh() } else { x.ln() + std::f64::consts::LN_2 }
+}
+
 fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
@@ -155,8 +166,8 @@ table! {
     Sinh    "sinh"    1 Same "f"    Some(|x, _, _| x.sinh()),   None,                     "sinh($0)",      "",         10.0, ANY, 10;
     Cosh    "cosh"    1 Same "f"    Some(|x, _, _| x.cosh()),   None,                     "cosh($0)",      "",         10.0, ANY, 10;
     Tanh    "tanh"    1 Same "f"    Some(|x, _, _| x.tanh()),   None,                     "tanh($0)",      "",         10.0, ANY, 10;
-    Asinh   "asinh"   1 Same "f"    Some(|x, _, _| x.asinh()),  None,                     "asinh($0)",     "",         10.0, ANY, 12;
-    Acosh   "acosh"   1 Same "f"    Some(|x, _, _| x.acosh()),  None,                     "acosh($0)",     "",         10.0, (1.05, 4.0), 12;
+    Asinh   "asinh"   1 Same "f"    Some(|x, _, _| asinh(x)),   None,                     "asinh($0)",     "",         10.0, ANY, 12;
+    Acosh   "acosh"   1 Same "f"    Some(|x, _, _| acosh(x)),   None,                     "acosh($0)",     "",         10.0, (1.05, 4.0), 12;
     Atanh   "atanh"   1 Same "f"    Some(|x, _, _| x.atanh()),  None,                     "atanh($0)",     "",         10.0, UNIT, 12;
     Erf     "erf"     1 Same "f"    Some(|x, _, _| erf(x)),     None,                     "erf($0)",       "",         32.0, ANY, 12;
     Sigmoid "sigmoid" 1 Same "f"    Some(|x, _, _| sigmoid(x)), None,                     "h_sigmoid($0)", "",         10.0, ANY, 10;

@@ -223,7 +223,7 @@ fn what_is_wrong_or_fails_is_quarantined_with_the_reason() {
     for (name, reason, part) in [
         ("planted wrong", Why::Wrong, "differ from the default's"),
         ("planted lazy", Why::Wrong, "instead of"),
-        ("planted refused", Why::DoesNotCompile, "does not compile"),
+        ("planted refused", Why::DoesNotCompile, "not a C identifier"),
         ("planted large", Why::DoesNotFit, "1048576 work-items"),
         ("planted declined", Why::DoesNotFit, "no device has"),
         ("planted slow", Why::TooSlow, "the default takes"),
