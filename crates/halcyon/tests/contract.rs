@@ -15,7 +15,7 @@ mod s3;
 mod s4;
 
 use halcyon::prelude::*;
-use halcyon::{BackendType as B, ConstData, Error, Fallback, Policy};
+use halcyon::{AllocationStrategy, BackendType as B, ConstData, Error, Fallback, MemoryPoolConfig, Policy};
 use std::future::Future;
 use std::pin::pin;
 use std::sync::Arc;
@@ -260,5 +260,41 @@ fn s3_10_async_copies() {
         let large = ConstData::from_slice(&[1 << 20], &vec![0f32; 1 << 20]).unwrap();
         let e = pollster::block_on(small.copy_host_to_device_async(&large)).unwrap_err();
         assert_eq!(e.exit_code(), 5, "{e}");
+    }
+}
+
+#[test]
+fn s3_09_memory_pools_have_a_cap_and_move_buffers() {
+    const MIB: u64 = 1 << 20;
+    let test = "s3_09_memory_pools_have_a_cap_and_move_buffers";
+    for b in common::devices(test, Level::O1) {
+        let config = MemoryPoolConfig {
+            initial_size: MIB,
+            max_size: Some(8 * MIB),
+            strategy: AllocationStrategy::BestFit,
+            defragment: true,
+        };
+        let kind = b.info().backend;
+        let b = Backend::builder().backend_type(kind).fallback(Fallback::Never).memory_pool(config);
+        let b = b.build().unwrap();
+        assert!(b.memory().reserved >= MIB, "{:?}", b.memory());
+        // Half of the memory is free, in pieces that are too small.
+        let n = 100_000;
+        let filled = |v: f32, n: usize| Tensor::from_slice(&b, [n], &vec![v; n]);
+        let mut kept: Vec<Tensor> = (0..16).map(|i| filled(i as f32, n).unwrap()).collect();
+        let mut i = 0;
+        kept.retain(|_| {
+            i += 1;
+            i % 2 == 0
+        });
+        let large = filled(-1.0, 6 * n).unwrap();
+        let m = b.memory();
+        assert!(m.moved_bytes > 0 && m.peak_reserved <= 8 * MIB, "{}: {m:?}", b.id());
+        for (i, t) in kept.iter().enumerate() {
+            assert_eq!(t.to_vec::<f32>().unwrap(), vec![(2 * i + 1) as f32; n], "{}", b.id());
+        }
+        assert_eq!(large.to_vec::<f32>().unwrap(), vec![-1.0; 6 * n], "{}", b.id());
+        let e = filled(0.0, 12 * n).unwrap_err();
+        assert!(matches!(e, Error::OutOfMemory { .. }), "{}: {e}", b.id());
     }
 }

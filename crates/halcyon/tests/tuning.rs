@@ -146,10 +146,13 @@ fn budgets_stop_and_new_plans_are_tuned_in_theirs() {
     let s = Session::new(&b, graphs[0].clone());
     let exe = s.prepare(&inputs(&graphs[0])).unwrap();
     assert_eq!(b.cache_stats().kernels_tuned, 1);
-    // Its plan says so unless the default stayed, which changes no plan.
+    // The plan is made after the tuning: it has what was found, and a receipt where that is not the heuristic's kernel.
     let e = b.tuning_cache().table();
     let best = e.entries().next().and_then(|e| e.best()).unwrap().clone();
-    assert_eq!(tuned(exe.plan()) == 1, best.variant != best.default);
+    let step = exe.plan().steps.iter().find_map(|s| s.tunable.as_ref()).unwrap();
+    assert!(step.tuned && step.variant == best.variant, "{step:?}");
+    let receipt = exe.plan().receipts.iter().any(|r| r.transformation == "tuned kernels");
+    assert_eq!(receipt, best.variant != best.default);
 }
 
 /// Templates with more variants, which nobody should have.
