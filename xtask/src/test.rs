@@ -22,6 +22,20 @@ const PLATFORMS: &[(&str, &[&str])] = &[
 ];
 const EVERYWHERE: &[&str] = &["--workspace", "--exclude", "xtask"];
 
+/// Sets of features that are checked by themselves, and of which packages: each backend can be switched off, and nothing but itself on.
+const FEATURES: &[(&str, &[&str])] = &[
+    ("", &["halcyon-hal", "halcyon", "halcyon-cli"]),
+    ("cpu", &["halcyon-hal", "halcyon", "halcyon-cli"]),
+    ("opencl", &["halcyon-hal", "halcyon", "halcyon-cli"]),
+    ("webgpu", &["halcyon-hal", "halcyon", "halcyon-cli"]),
+    ("tpu", &["halcyon-hal", "halcyon", "halcyon-cli"]),
+    ("metal", &["halcyon", "halcyon-cli"]),
+    ("onnx", &["halcyon"]),
+    ("cpu,parallel", &["halcyon-hal", "halcyon"]),
+    ("cpu,simd", &["halcyon-hal", "halcyon"]),
+    ("cpu,opencl,webgpu,tpu,simd,parallel", &["halcyon-hal", "halcyon", "halcyon-cli"]),
+];
+
 /// Independent checks: scripts under `xtask/scripts`, run with the test environment's Python and the tests' variables, whose last line is
 /// `N passed, N failed, N skipped`. Another check is another line: (script, arguments).
 const CHECKS: &[(&str, &[&str])] = &[
@@ -50,6 +64,7 @@ const STEPS: &[Step] = &[
     Step { name: "tests", fast: true, work: tests },
     Step { name: "backend", fast: true, work: backend },
     Step { name: "doc", fast: false, work: doc },
+    Step { name: "features", fast: false, work: features },
     Step { name: "platforms", fast: false, work: platforms },
     Step { name: "asan", fast: false, work: asan },
     Step { name: "neon", fast: false, work: neon },
@@ -259,6 +274,24 @@ fn doc(context: &Context) -> Outcome {
     context.outcome(run(&mut command).map(|()| String::new()))
 }
 
+/// Backends are features, each of which can be switched on or off alone (row S3.14).
+fn features(context: &Context) -> Outcome {
+    let (mut passed, mut bad) = (0, Vec::new());
+    for (set, packages) in FEATURES {
+        let packages = packages.iter().flat_map(|p| ["-p", p]);
+        let mut command = context.cargo();
+        command.arg("clippy").args(packages).args(["--no-default-features", "--features", set]);
+        match run(command.args(["--", "-D", "warnings"])) {
+            Ok(()) => passed += 1,
+            Err(_) => bad.push(if set.is_empty() { "none" } else { *set }),
+        }
+    }
+    let counts = Counts { passed, failed: bad.len(), skipped: 0 };
+    let note = if bad.is_empty() { String::new() } else { format!("do not check: {}", bad.join("; ")) };
+    Outcome::Tests(counts, note)
+}
+
+/// Other systems and processors, type-checked.
 fn platforms(context: &Context) -> Outcome {
     let (mut good, mut bad) = (Vec::new(), Vec::new());
     for (target, packages) in PLATFORMS {

@@ -51,6 +51,9 @@ fn what_does_not_fit_says_what_is_missing() {
     let auto = ["select", DIGITS, "--memory-limit", "4K", "--json"];
     let e = clean(&auto, &[]);
     assert_eq!(e.code, 5, "{e:?}");
+    // And so it is where the plan does not fit when it is to run.
+    let e = clean(&["run", DIGITS, "--input", "random", "--memory-limit", "4K"], &[]);
+    e.fails(5, &["out of memory on every device", "cpu:0 needs", "lacks"]);
 }
 
 #[test]

@@ -24,8 +24,9 @@ pub(crate) unsafe trait Pages: Send + Sync {
     fn start(&self) -> *mut u8;
 }
 
-/// What a device's host buffers take together.
+/// What a device's host buffers take together. Not every driver has such buffers.
 #[derive(Debug)]
+#[cfg_attr(not(any(feature = "cpu", feature = "opencl")), allow(dead_code))]
 pub(crate) struct Account {
     device: String,
     limit: Option<u64>,
@@ -45,6 +46,7 @@ impl Drop for Loan {
     }
 }
 
+#[cfg_attr(not(any(feature = "cpu", feature = "opencl")), allow(dead_code))]
 impl Account {
     pub(crate) fn new(device: &str, options: &Options) -> Account {
         let half = || halcyon_ir::host::memory().map(|(_, total)| total / 2);

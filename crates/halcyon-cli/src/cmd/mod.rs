@@ -21,7 +21,8 @@ use crate::args::{BackendArgs, InputArgs};
 use crate::report;
 use crate::source::{self, Input};
 use halcyon::hal::Tag;
-use halcyon::{Backend, Error, OnnxSession, Result};
+use halcyon::ir::Graph;
+use halcyon::{Backend, BackendType, Error, OnnxSession, Result, Shape};
 use halcyon_formats::onnx::{Datum, Imported, Model, Outcome};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -99,6 +100,37 @@ impl Loaded {
                 "`run` executes it in stages and reports where",
             )),
         }
+    }
+
+    /// The graph for the inputs' sizes, without symbols.
+    ///
+    /// # Errors
+    /// As [`Loaded::graph`].
+    pub fn bound(&self, what: &str) -> Result<Graph> {
+        let graph = &self.graph(what)?.graph;
+        let sizes: Vec<Shape> =
+            self.inputs.iter().filter_map(|i| i.data.tensor()).map(|t| Shape::from(&t.dims)).collect();
+        graph.bind(&graph.solve(&sizes)?)
+    }
+
+    /// After the chosen device had no room (`e`): on the first that has, where the user left the choice to us.
+    ///
+    /// # Errors
+    /// `e` where there was no choice; [`Error::OutOfMemory`] with what each device lacks.
+    pub fn on_another(&mut self, path: &Path, b: &BackendArgs, e: Error) -> Result<()> {
+        if !matches!(e, Error::OutOfMemory { .. }) || b.kind()? != BackendType::Auto {
+            return Err(e);
+        }
+        let Ok(graph) = self.bound("a choice by memory") else { return Err(e) };
+        let bytes: Vec<usize> =
+            self.inputs.iter().filter_map(|i| i.data.tensor()).map(|t| t.bytes().len()).collect();
+        tracing::warn!(device = self.backend.id(), error = %e, "the model does not fit; asking the other devices");
+        let backend = b.builder(b.level()?, None, false)?.build_for(&graph, &bytes)?;
+        let model = Model::open(path)?;
+        model.check(backend.info().backend.id())?;
+        self.session = OnnxSession::new(&backend, model)?;
+        self.backend = backend;
+        Ok(())
     }
 
     fn fixed(&self, input: &str) -> bool {

@@ -8,7 +8,7 @@ use halcyon::ir::host::{AnonymousPeak, Watch};
 use halcyon::ir::plan::{Plan, Receipt};
 use halcyon::onnx::Run;
 use halcyon::split::Split;
-use halcyon::{Backend, ConstData, Counters, Error, Level, MemoryStats, Result, Session, Shape};
+use halcyon::{Backend, ConstData, Counters, Error, Level, MemoryStats, Result, Session};
 use halcyon_formats::onnx::{Datum, Keys, Text};
 use halcyon_formats::{data, npy};
 use serde_json::{Value, json};
@@ -29,25 +29,29 @@ pub fn main(a: &RunArgs) -> Result<u8> {
     let look = || watch.as_ref().inspect(|w| w.read());
     split::check(&a.split)?;
     let spec = verify::spec(a)?;
-    let loaded = load(&a.model, &a.input, &split::first(&a.split, &a.backend)?, false, false)?;
+    let mut loaded = load(&a.model, &a.input, &split::first(&a.split, &a.backend)?, false, false)?;
     let inputs = loaded.data();
-    let check = spec.map(|s| verify::options(a, s, &loaded)).transpose()?;
 
     let start = Instant::now();
     let over = match a.split.split.is_some() || a.split.may_leave.is_some() {
         true => {
-            let graph = &loaded.graph("a split over devices")?.graph;
-            let sizes: Vec<Shape> =
-                inputs.iter().filter_map(|d| d.tensor()).map(|t| Shape::from(&t.dims)).collect();
-            let graph = graph.bind(&graph.solve(&sizes)?)?;
+            let graph = loaded.bound("a split over devices")?;
             Some(split::split(&a.split, &a.backend, &loaded.backend, &graph)?)
         }
         false => None,
     };
     let exe = match &over {
         Some(_) => None,
-        None => loaded.session.prepare(&inputs).inspect_err(|e| verify::keep(a, &loaded, &inputs, e))?,
+        None => {
+            let first = loaded.session.prepare(&inputs);
+            let made = first.or_else(|e| {
+                loaded.on_another(&a.model, &a.backend, e)?;
+                loaded.session.prepare(&inputs)
+            });
+            made.inspect_err(|e| verify::keep(a, &loaded, &inputs, e))?
+        }
     };
+    let check = spec.map(|s| verify::options(a, s, &loaded)).transpose()?;
     let compile = start.elapsed();
     look();
 

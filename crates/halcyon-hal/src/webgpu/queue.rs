@@ -15,7 +15,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 /// Bytes of parameters of the launches that are handed over together.
 const RING: u64 = 128 << 10;
 /// A size from which on loops over it, or over two such sizes, may have more rounds than a device does that gives loops up.
-const LONG: u64 = 1 << 14;
+const LONG: u64 = 1 << 12;
 /// Commands that are timed together.
 const STAMPED: u32 = 512;
 /// Bytes that one mapping reads, and that are written before the queue is asked to take them.

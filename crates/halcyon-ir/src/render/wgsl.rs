@@ -471,8 +471,7 @@ impl<'a> Writer<'a> {
                     };
                     let rounds = (|| {
                         let (n, step) = (known(*end)?.checked_sub(known(*start)?)?, known(*step)?);
-                        // A last round that is not whole is as good as no number to divide.
-                        Some(if n.checked_rem(step)? == 0 { n / step } else { 1 })
+                        (n > 0 && step > 0).then(|| n / step + (n % step != 0) as i64)
                     })();
                     return self.short_loop(&[&v, t, &a, &b, &c], body, rounds);
                 }
@@ -503,7 +502,7 @@ impl<'a> Writer<'a> {
 
     /// A loop (counter, its type, start, end, step) that says when it was given up. Where it may be long (no number of rounds is `known`,
     /// and sizes are large), it does several rounds at a time, and so it does where a known number of rounds allows that without a test
-    /// between them: such loops lie within others, and the device counts the rounds of all.
+    /// between them: such loops lie within others, and the device counts the rounds of all. A few known rounds are no loop at all.
     fn short_loop(
         &mut self,
         [v, t, start, end, step]: &[&str; 5],
@@ -511,7 +510,30 @@ impl<'a> Writer<'a> {
         known: Option<i64>,
     ) -> Result<()> {
         // More text than this costs more to compile than it saves.
-        let short = straight(body).is_some_and(|n| n <= 16);
+        let size = straight(body);
+        let short = size.is_some_and(|n| n <= 16);
+        // What is written out whole counts as no round.
+        let whole = match (known, size) {
+            (Some(1), _) => Some(1),
+            (Some(n @ 2..=32), Some(size)) if n as usize * size <= 256 => Some(n),
+            _ => None,
+        };
+        if let Some(n) = whole {
+            self.line("{");
+            self.depth += 1;
+            self.line(&format!("var {v}: {t} = {start};"));
+            for round in 0..n {
+                if round > 0 {
+                    self.line(&format!("{v} += {step};"));
+                }
+                self.line("{");
+                self.nested(body)?;
+                self.line("}");
+            }
+            self.depth -= 1;
+            self.line("}");
+            return Ok(());
+        }
         let rounds = match known {
             _ if !short => 1,
             None => self.unroll,

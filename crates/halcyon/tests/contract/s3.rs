@@ -257,3 +257,26 @@ fn s3_13_graphs_are_captured_and_launched() {
         assert!(matches!(b.launch_graph(&graph, &[&wrong, &w]), Err(Error::Shape { .. })));
     }
 }
+
+/// Each feature by itself: `cargo xtask test --only features`.
+#[test]
+fn s3_14_features_are_backends_and_the_default_has_them_all() {
+    let here: Vec<B> = halcyon::hal::registry::drivers().iter().map(|d| d.kind()).collect();
+    for (on, kinds) in [
+        (cfg!(feature = "cpu"), &[B::Cpu][..]),
+        (cfg!(feature = "opencl"), &[B::OpenCl, B::Intel]),
+        (cfg!(feature = "webgpu"), &[B::WebGpu, B::Metal]),
+        (cfg!(feature = "tpu"), &[B::Tpu]),
+    ] {
+        for k in kinds {
+            assert_eq!(here.contains(k), on, "{k}");
+        }
+    }
+    // Every name is known to every build, and what is not there says why.
+    let _m = machine::with(&[]);
+    let all = halcyon::hal::select::discover();
+    for k in [B::Cpu, B::Cuda, B::Rocm, B::Metal, B::Tpu, B::Intel, B::OpenCl, B::WebGpu] {
+        let r = all.iter().find(|r| r.id == k).unwrap_or_else(|| panic!("{k} is not listed"));
+        assert!(r.available || r.reason.as_ref().is_some_and(|why| !why.is_empty()), "{k}");
+    }
+}

@@ -111,6 +111,7 @@ pub struct Blocked16 {
     inner: usize,
     threads: usize,
     /// On tile registers; else on vectors.
+    #[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
     tiles: bool,
     cut: Cut,
     stage: Stage,
@@ -583,6 +584,7 @@ pub(crate) fn by_place(team: &Team, parts: usize, f: &(dyn Fn(usize, usize) + Sy
 unsafe fn interleave(channels: usize, plane: usize, even: usize, n: usize, x: *const u16, to: *mut u16) {
     // SAFETY: the caller's.
     unsafe {
+        #[cfg_attr(not(target_arch = "x86_64"), allow(unused_mut))]
         let mut first = 0;
         #[cfg(target_arch = "x86_64")]
         if (channels, even) == (3, 4) {

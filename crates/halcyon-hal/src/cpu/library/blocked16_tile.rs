@@ -17,6 +17,7 @@ pub(crate) const HALF: usize = 1024;
 pub(crate) struct Sums(pub [f32; 2 * PIXELS * BLOCK]);
 
 /// One run over all steps (taps of blocks of input channels) of a sum.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub(crate) struct Steps<'a> {
     /// From a pixel's place to what each step reads, in bytes.
     pub offsets: &'a [isize],
@@ -138,6 +139,7 @@ pub(crate) unsafe fn on_tiles(s: &Steps<'_>, x: &[*const u8], out: *mut f32, mea
 }
 
 /// The registers for [`on_tiles`]: sums in 0 to 3, pixels in 4 and 5, weights in 6 and 7.
+#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
 pub(crate) const fn config(rows: usize, pairs: usize) -> crate::cpu::amx::TileConfig {
     let (c, a, b) = ((rows as u8, 64), (rows as u8, 4 * pairs as u8), (pairs as u8, 64));
     crate::cpu::amx::TileConfig::new([c, c, c, c, a, a, b, b])
