@@ -26,14 +26,16 @@ const EVERYWHERE: &[&str] = &["--workspace", "--exclude", "xtask"];
 const FEATURES: &[(&str, &[&str])] = &[
     ("", &["halcyon-hal", "halcyon", "halcyon-cli"]),
     ("cpu", &["halcyon-hal", "halcyon", "halcyon-cli"]),
+    ("cuda", &["halcyon-hal", "halcyon", "halcyon-cli"]),
     ("opencl", &["halcyon-hal", "halcyon", "halcyon-cli"]),
+    ("rocm", &["halcyon-hal", "halcyon", "halcyon-cli"]),
     ("webgpu", &["halcyon-hal", "halcyon", "halcyon-cli"]),
     ("tpu", &["halcyon-hal", "halcyon", "halcyon-cli"]),
     ("metal", &["halcyon", "halcyon-cli"]),
     ("onnx", &["halcyon"]),
     ("cpu,parallel", &["halcyon-hal", "halcyon"]),
     ("cpu,simd", &["halcyon-hal", "halcyon"]),
-    ("cpu,opencl,webgpu,tpu,simd,parallel", &["halcyon-hal", "halcyon", "halcyon-cli"]),
+    ("cpu,cuda,opencl,rocm,webgpu,tpu,simd,parallel", &["halcyon-hal", "halcyon", "halcyon-cli"]),
 ];
 
 /// Independent checks: scripts under `xtask/scripts`, run with the test environment's Python and the tests' variables, whose last line is

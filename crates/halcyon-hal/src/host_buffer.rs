@@ -26,7 +26,10 @@ pub(crate) unsafe trait Pages: Send + Sync {
 
 /// What a device's host buffers take together. Not every driver has such buffers.
 #[derive(Debug)]
-#[cfg_attr(not(any(feature = "cpu", feature = "opencl")), allow(dead_code))]
+#[cfg_attr(
+    not(any(feature = "cpu", feature = "cuda", feature = "opencl", feature = "rocm")),
+    allow(dead_code)
+)]
 pub(crate) struct Account {
     device: String,
     limit: Option<u64>,
@@ -46,7 +49,10 @@ impl Drop for Loan {
     }
 }
 
-#[cfg_attr(not(any(feature = "cpu", feature = "opencl")), allow(dead_code))]
+#[cfg_attr(
+    not(any(feature = "cpu", feature = "cuda", feature = "opencl", feature = "rocm")),
+    allow(dead_code)
+)]
 impl Account {
     pub(crate) fn new(device: &str, options: &Options) -> Account {
         let half = || halcyon_ir::host::memory().map(|(_, total)| total / 2);

@@ -20,11 +20,15 @@ pub mod config;
 pub mod conformance;
 #[cfg(feature = "cpu")]
 pub mod cpu;
+#[cfg(all(feature = "cuda", not(target_arch = "wasm32")))]
+pub mod cuda;
 // Each driver uses a part of it.
 #[allow(dead_code)]
 mod hazard;
 pub mod heap;
 pub mod host_buffer;
+#[cfg(all(any(feature = "cuda", feature = "rocm"), not(target_arch = "wasm32")))]
+mod lanes;
 pub mod noop;
 #[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]
 pub mod opencl;
@@ -33,7 +37,11 @@ pub mod pool;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod probe;
 pub mod registry;
+#[cfg(all(feature = "rocm", not(target_arch = "wasm32")))]
+pub mod rocm;
 pub mod select;
+#[cfg(all(any(feature = "cuda", feature = "rocm"), not(target_arch = "wasm32")))]
+pub mod simt;
 pub mod stream;
 #[cfg(all(feature = "tpu", not(target_arch = "wasm32")))]
 pub mod tpu;
@@ -443,7 +451,10 @@ impl DeviceInfo {
 }
 
 /// What the loader says of a library: the message of the innermost cause, which names what it met, without the library's own name.
-#[cfg(all(any(feature = "opencl", feature = "tpu", feature = "webgpu"), not(target_arch = "wasm32")))]
+#[cfg(all(
+    any(feature = "cuda", feature = "rocm", feature = "opencl", feature = "tpu", feature = "webgpu"),
+    not(target_arch = "wasm32")
+))]
 fn loader_text(name: &str, e: &dyn std::error::Error) -> String {
     let mut e = e;
     while let Some(s) = e.source() {
@@ -458,7 +469,10 @@ fn loader_text(name: &str, e: &dyn std::error::Error) -> String {
 }
 
 /// Whether a path leads to an ELF file whose class or machine is not this program's. Of such a file glibc says that it does not exist.
-#[cfg(all(any(feature = "opencl", feature = "tpu", feature = "webgpu"), not(target_arch = "wasm32")))]
+#[cfg(all(
+    any(feature = "cuda", feature = "rocm", feature = "opencl", feature = "tpu", feature = "webgpu"),
+    not(target_arch = "wasm32")
+))]
 fn foreign(path: &std::path::Path) -> bool {
     let head = |p: &std::path::Path| -> Option<[u8; 20]> {
         let mut head = [0; 20];

@@ -625,7 +625,10 @@ impl<S: Source> Pool<S> {
 }
 
 /// What a device in the machine's memory can still take.
-#[cfg_attr(not(any(feature = "cpu", feature = "opencl", feature = "webgpu")), allow(dead_code))]
+#[cfg_attr(
+    not(any(feature = "cpu", feature = "cuda", feature = "opencl", feature = "rocm", feature = "webgpu")),
+    allow(dead_code)
+)]
 pub(crate) fn left_on_host(m: &MemoryStats) -> Option<u64> {
     let left = m.limit.map(|l| l.saturating_sub(m.allocated));
     // What the pool keeps is handed out again, or given back when the system has no more.

@@ -240,6 +240,10 @@ fn looks() -> Vec<&'static Look> {
         &crate::opencl::LOOK,
         #[cfg(feature = "webgpu")]
         &crate::webgpu::LOOK,
+        #[cfg(feature = "cuda")]
+        &crate::cuda::LOOK,
+        #[cfg(feature = "rocm")]
+        &crate::rocm::LOOK,
         #[cfg(feature = "tpu")]
         &crate::tpu::LOOK,
     ]

@@ -18,6 +18,10 @@ fn built_in() -> Vec<Arc<dyn Driver>> {
         Arc::new(crate::webgpu::WebGpuDriver::ANY),
         #[cfg(all(feature = "webgpu", not(target_arch = "wasm32")))]
         Arc::new(crate::webgpu::WebGpuDriver::METAL),
+        #[cfg(all(feature = "cuda", not(target_arch = "wasm32")))]
+        Arc::new(crate::cuda::DRIVER),
+        #[cfg(all(feature = "rocm", not(target_arch = "wasm32")))]
+        Arc::new(crate::rocm::DRIVER),
         #[cfg(all(feature = "tpu", not(target_arch = "wasm32")))]
         Arc::new(crate::tpu::TpuDriver),
         Arc::new(crate::noop::NoopDriver),

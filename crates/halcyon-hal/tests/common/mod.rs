@@ -5,7 +5,11 @@ pub use halcyon_hal::conformance::Lane;
 pub use halcyon_hal::conformance::kernels::*;
 use halcyon_hal::{BackendType, registry};
 
-/// Every driver of this build that has a device. OpenCL may be absent, unless HALCYON_REQUIRE_LANES=1.
+#[cfg(all(unix, feature = "cuda", feature = "rocm"))]
+pub mod standin;
+
+/// Every driver of this build that has a device, and those of CUDA and ROCm over stand-ins. OpenCL may be absent, unless
+/// HALCYON_REQUIRE_LANES=1.
 pub fn lanes() -> Vec<Lane> {
     let mut out = vec![];
     for driver in registry::drivers() {
@@ -23,5 +27,7 @@ pub fn lanes() -> Vec<Lane> {
             }
         }
     }
+    #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
+    out.extend(standin::all().iter().map(|s| Lane::new(s.driver.clone()).unwrap()));
     out
 }

@@ -1,0 +1,77 @@
+//! NVIDIA GPUs: the driver library (libcuda) and the run-time compiler (NVRTC), both loaded at run time; no toolkit and no header is
+//! needed. See [`crate::simt`] for what is shared with ROCm.
+
+use crate::BackendType;
+use crate::probe::{Depends, Known, Look};
+use crate::simt::adapter::Adapter;
+use crate::simt::sys::Side;
+use crate::simt::{Attributes, Family, SimtDriver};
+use halcyon_ir::render::Language;
+use std::sync::Mutex;
+
+/// The driver of every CUDA device.
+pub const DRIVER: SimtDriver = SimtDriver::new(&CUDA);
+
+/// Names, numbers and flags of CUDA.
+pub static CUDA: Family = Family {
+    kind: BackendType::Cuda,
+    side: Side::Cuda,
+    title: "CUDA",
+    vendor: "NVIDIA",
+    language: Language::Cuda,
+    libraries: if cfg!(target_os = "windows") { &["nvcuda.dll"] } else { &["libcuda.so.1", "libcuda.so"] },
+    library_variable: "HALCYON_CUDA_LIBRARY",
+    fix: "On a machine with an NVIDIA GPU install NVIDIA's driver, or name libcuda in HALCYON_CUDA_LIBRARY",
+    compilers: if cfg!(target_os = "windows") {
+        &["nvrtc64_130_0.dll", "nvrtc64_120_0.dll", "nvrtc64_112_0.dll"]
+    } else {
+        &["libnvrtc.so", "libnvrtc.so.12", "libnvrtc.so.13", "libnvrtc.so.11.2"]
+    },
+    compiler_variable: "HALCYON_NVRTC_LIBRARY",
+    compiler_fix: "Install NVRTC (pip install nvidia-cuda-nvrtc-cu12, or the CUDA toolkit), or name it in HALCYON_NVRTC_LIBRARY; \
+                   without it the card can be used by --backend webgpu",
+    toolkit_variables: &["CUDA_HOME", "CUDA_PATH"],
+    toolkits: &["/usr/local/cuda", "/opt/cuda"],
+    packages: &["nvidia/cuda_nvrtc/lib", "nvidia/cu13/lib", "nvidia/cuda_nvrtc/bin"],
+    // CUdevice_attribute.
+    attributes: Attributes {
+        max_workgroup: 1,
+        workgroup_memory: 8,
+        subgroup: 10,
+        clock_khz: 13,
+        concurrent: 31,
+        compute_units: 16,
+        integrated: 18,
+        memory_clock_khz: 36,
+        memory_bits: 37,
+        l2_bytes: 38,
+        major: 75,
+        minor: 76,
+    },
+    architecture,
+    flags,
+    look: &LOOK,
+};
+
+/// The library is loaded in a child first: one that does not match the kernel's module can end the process.
+pub static LOOK: Look = Look {
+    backend: BackendType::Cuda,
+    here: || Ok(Adapter::all(CUDA.load(&CUDA.candidates())?)?.iter().map(Adapter::info).collect()),
+    depends: |_| Depends {
+        libraries: CUDA.candidates(),
+        manifests: vec![],
+        variables: &["CUDA_", "NVIDIA_", "HALCYON_CUDA_"],
+    },
+    fix: "Install the driver that matches the kernel's module again, or name a working libcuda in HALCYON_CUDA_LIBRARY",
+    known: Mutex::new(Known::Nothing),
+};
+
+fn architecture(a: &Adapter) -> Option<String> {
+    a.capability().map(|(major, minor)| format!("sm_{major}{minor}"))
+}
+
+/// Nothing that loosens arithmetic: kernels say themselves where a product and a sum are rounded once.
+fn flags(architecture: Option<&str>) -> Option<Vec<String>> {
+    let architecture = format!("--gpu-architecture={}", architecture?);
+    Some([architecture.as_str(), "--std=c++17", "--fmad=false"].map(String::from).into())
+}

@@ -1,0 +1,135 @@
+//! AMD GPUs: the HIP runtime (libamdhip64) and its run-time compiler (hipRTC), both loaded at run time. See [`crate::simt`] for what is
+//! shared with CUDA.
+
+use crate::BackendType;
+use crate::probe::{self, Depends, Known, Look};
+use crate::simt::adapter::Adapter;
+use crate::simt::sys::Side;
+use crate::simt::{Attributes, Family, SimtDriver};
+use halcyon_ir::render::Language;
+use std::path::Path;
+use std::sync::Mutex;
+
+/// The driver of every HIP device of AMD's.
+pub const DRIVER: SimtDriver = SimtDriver::new(&ROCM);
+
+/// Names, numbers and flags of HIP.
+pub static ROCM: Family = Family {
+    kind: BackendType::Rocm,
+    side: Side::Hip,
+    title: "ROCm",
+    vendor: "AMD",
+    language: Language::Hip,
+    libraries: if cfg!(target_os = "windows") {
+        &["amdhip64_7.dll", "amdhip64_6.dll", "amdhip64.dll"]
+    } else {
+        &["libamdhip64.so.7", "libamdhip64.so.6", "libamdhip64.so.5", "libamdhip64.so"]
+    },
+    library_variable: "HALCYON_HIP_LIBRARY",
+    fix: "On a machine with an AMD GPU install ROCm's HIP runtime (on Debian: libamdhip64-5), or name libamdhip64 in HALCYON_HIP_LIBRARY",
+    compilers: if cfg!(target_os = "windows") {
+        &["hiprtc0701.dll", "hiprtc0604.dll", "hiprtc0507.dll"]
+    } else {
+        // Before ROCm 6 the runtime has the compiler's functions too.
+        &["libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so.5", "libhiprtc.so", "libamdhip64.so.5"]
+    },
+    compiler_variable: "HALCYON_HIPRTC_LIBRARY",
+    compiler_fix: "Install hipRTC (on Debian: libhiprtc-builtins5 and rocm-device-libs), or name it in HALCYON_HIPRTC_LIBRARY; without it \
+                   the card can be used by --backend webgpu or opencl",
+    toolkit_variables: &["ROCM_PATH", "HIP_PATH"],
+    toolkits: &["/opt/rocm"],
+    packages: &[],
+    // hipDeviceAttribute_t, whose numbers have held since HIP 5; properties would come in a structure whose layout changed.
+    attributes: Attributes {
+        max_workgroup: 56,
+        workgroup_memory: 74,
+        subgroup: 87,
+        clock_khz: 5,
+        concurrent: 8,
+        compute_units: 63,
+        integrated: 16,
+        memory_clock_khz: 60,
+        memory_bits: 59,
+        l2_bytes: 19,
+        major: 23,
+        minor: 61,
+    },
+    architecture: |a| architecture(a.bus()?.as_str(), Path::new("/")),
+    flags,
+    look: &LOOK,
+};
+
+/// The library is loaded in a child first: an old one can end the process.
+pub static LOOK: Look = Look {
+    backend: BackendType::Rocm,
+    here: || Ok(Adapter::all(ROCM.load(&ROCM.candidates())?)?.iter().map(Adapter::info).collect()),
+    depends: |_| Depends {
+        libraries: ROCM.candidates(),
+        manifests: vec![],
+        variables: &["HIP_", "ROCR_", "GPU_", "HSA_", "ROCM_", "HALCYON_HIP_"],
+    },
+    fix: "Install ROCm again, or name a working libamdhip64 in HALCYON_HIP_LIBRARY",
+    known: Mutex::new(Known::Nothing),
+};
+
+/// The compiler's name of the device at a place on the bus (`0000:65:00.0`), from what the kernel's driver says of it below a root
+/// directory: `gfx_target_version` 90010 is gfx90a (major, minor and stepping in two decimal digits each; the last two are spelled in
+/// hexadecimal).
+fn architecture(bus: &str, root: &Path) -> Option<String> {
+    let mut numbers = bus.split([':', '.']).map(|n| u32::from_str_radix(n, 16));
+    let mut next = || numbers.next()?.ok();
+    let (domain, bus, device, function) = (next()?, next()?, next()?, next()?);
+    let place = (bus << 8) | (device << 3) | function;
+    for node in probe::entries(&root.join("sys/class/kfd/kfd/topology/nodes")) {
+        let Ok(text) = std::fs::read_to_string(node.join("properties")) else { continue };
+        let value = |name: &str| -> Option<u32> {
+            let line = text.lines().find_map(|l| l.strip_prefix(name)?.strip_prefix(' '))?;
+            line.trim().parse().ok()
+        };
+        if value("location_id") != Some(place) || value("domain").unwrap_or(0) != domain {
+            continue;
+        }
+        if let Some(v) = value("gfx_target_version").filter(|v| *v > 0) {
+            return Some(format!("gfx{}{:x}{:x}", v / 10_000, v / 100 % 100, v % 100));
+        }
+    }
+    None
+}
+
+/// Nothing that loosens arithmetic: kernels say themselves where a product and a sum are rounded once. Without an architecture hipRTC
+/// compiles for the device that the thread has chosen.
+fn flags(architecture: Option<&str>) -> Option<Vec<String>> {
+    let architecture = architecture.map(|a| format!("--offload-arch={a}"));
+    Some(architecture.into_iter().chain(["-std=c++17", "-ffp-contract=off"].map(String::from)).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn architectures_are_read_from_the_kernels_topology() {
+        let dir = tempfile::tempdir().unwrap();
+        let node = |n: u32, text: &str| {
+            let dir = dir.path().join(format!("sys/class/kfd/kfd/topology/nodes/{n}"));
+            std::fs::create_dir_all(&dir).unwrap();
+            std::fs::write(dir.join("properties"), text).unwrap();
+        };
+        node(0, "cpu_cores_count 64\nlocation_id 0\ndomain 0\ngfx_target_version 0\n");
+        node(1, "simd_count 440\nlocation_id 25856\ndomain 0\ngfx_target_version 90010\n");
+        node(2, "location_id 25856\ndomain 1\ngfx_target_version 110000\n");
+        node(3, "location_id 512\ndomain 0\ngfx_target_version 100306\n");
+        node(4, "location_id 768\ndomain 0\ngfx_target_version 90402\n");
+        for (bus, want) in [
+            ("0000:65:00.0", Some("gfx90a")),
+            ("0001:65:00.0", Some("gfx1100")),
+            ("0000:02:00.0", Some("gfx1036")),
+            ("0000:03:00.0", Some("gfx942")),
+            ("0000:00:00.0", None),
+            ("0000:66:00.0", None),
+            ("nothing", None),
+        ] {
+            assert_eq!(architecture(bus, dir.path()).as_deref(), want, "{bus}");
+        }
+    }
+}

@@ -1,0 +1,174 @@
+//! Devices: what there is, and what it says about itself.
+
+use super::sys::{self, Api, Code};
+use crate::{Caps, DeviceInfo, Error, Result};
+use halcyon_ir::DType;
+use std::ffi::{c_char, c_int};
+
+/// One device of a runtime.
+#[derive(Clone, Copy, Debug)]
+pub struct Adapter {
+    pub api: &'static Api,
+    /// The runtime's number.
+    pub device: c_int,
+    pub index: usize,
+}
+
+impl Adapter {
+    /// Every device of the runtime.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] where there is none, with what the runtime said.
+    pub fn all(api: &'static Api) -> Result<Vec<Adapter>> {
+        let family = api.family;
+        let none = |reason: String| Error::Unavailable {
+            backend: family.kind.id().into(),
+            tried: vec![api.library.clone()],
+            reason,
+            fix: family.fix.into(),
+        };
+        // SAFETY: no flag is defined.
+        let code = unsafe { (api.f.init)(0) };
+        let mut n = 0;
+        let (call, code) = match code {
+            // SAFETY: one number is written.
+            sys::SUCCESS => ("counting the devices", unsafe { (api.f.device_count)(&mut n) }),
+            c => ("initialising", c),
+        };
+        if sys::NONE.contains(&code) || (code == sys::SUCCESS && n == 0) {
+            return Err(none("the library is there, but finds no device".into()));
+        }
+        if code != sys::SUCCESS {
+            return Err(none(format!("{call} gave {}", sys::code_name(family, code))));
+        }
+        let mut all = vec![];
+        for index in 0..n {
+            let mut device = 0;
+            // SAFETY: one number is written; the index is below the count.
+            let code = unsafe { (api.f.device)(&mut device, index) };
+            if code != sys::SUCCESS {
+                return Err(none(format!("device {index} gave {}", sys::code_name(family, code))));
+            }
+            all.push(Adapter { api, device, index: index as usize });
+        }
+        Ok(all)
+    }
+
+    pub fn id(&self) -> String {
+        format!("{}:{}", self.api.family.kind, self.index)
+    }
+
+    /// A number about the device; `None` where the runtime does not tell.
+    pub fn number(&self, attribute: c_int) -> Option<i32> {
+        let mut v = 0;
+        // SAFETY: one number is written; the device is the runtime's.
+        let code = unsafe { (self.api.f.device_attribute)(&mut v, attribute, self.device) };
+        (code == sys::SUCCESS).then_some(v)
+    }
+
+    fn positive(&self, attribute: c_int) -> Option<u32> {
+        self.number(attribute).and_then(|v| u32::try_from(v).ok()).filter(|v| *v > 0)
+    }
+
+    fn text(&self, f: unsafe extern "system" fn(*mut c_char, c_int, c_int) -> Code) -> Option<String> {
+        let mut text = [0u8; 256];
+        // SAFETY: at most as many bytes are written as the buffer has.
+        let code = unsafe { f(text.as_mut_ptr().cast(), text.len() as c_int, self.device) };
+        let end = text.iter().position(|c| *c == 0).unwrap_or(text.len());
+        let text = String::from_utf8_lossy(&text[..end]).trim().to_string();
+        (code == sys::SUCCESS && !text.is_empty()).then_some(text)
+    }
+
+    /// `0000:65:00.0`.
+    pub fn bus(&self) -> Option<String> {
+        self.text(self.api.f.device_bus)
+    }
+
+    /// Whether kernels of two streams can run at one time.
+    pub fn concurrent(&self) -> bool {
+        self.positive(self.api.family.attributes.concurrent).is_some()
+    }
+
+    /// Major and minor number of its generation.
+    pub fn capability(&self) -> Option<(u32, u32)> {
+        let a = self.api.family.attributes;
+        let minor = self.number(a.minor).and_then(|v| u32::try_from(v).ok())?;
+        Some((self.positive(a.major)?, minor))
+    }
+
+    pub fn architecture(&self) -> Option<String> {
+        (self.api.family.architecture)(self)
+    }
+
+    /// `12.4`, of the version of the interface that the driver has.
+    fn driver_version(&self) -> Option<String> {
+        let mut v = 0;
+        // SAFETY: one number is written.
+        let code = unsafe { (self.api.f.driver_version)(&mut v) };
+        if code != sys::SUCCESS || v <= 0 {
+            return None;
+        }
+        Some(match self.api.family.side {
+            sys::Side::Cuda => format!("{}.{}", v / 1000, v % 1000 / 10),
+            sys::Side::Hip => format!("{}.{}.{}", v / 10_000_000, v / 100_000 % 100, v % 100_000),
+        })
+    }
+
+    /// Facts as the driver tells them. Free memory is known of open devices alone.
+    pub fn info(&self) -> DeviceInfo {
+        let (family, a) = (self.api.family, self.api.family.attributes);
+        let mut total = 0usize;
+        // SAFETY: one number is written.
+        let code = unsafe { (self.api.f.device_memory)(&mut total, self.device) };
+        let number = |attribute| self.positive(attribute).map(|n| n.to_string());
+        let texts = [
+            ("architecture", self.architecture()),
+            ("pci_bus_id", self.bus()),
+            ("subgroup", number(a.subgroup)),
+            ("clock_khz", number(a.clock_khz)),
+            ("memory_clock_khz", number(a.memory_clock_khz)),
+            ("memory_bus_bits", number(a.memory_bits)),
+            ("l2_bytes", number(a.l2_bytes)),
+            ("library", Some(self.api.library.clone())),
+        ];
+        DeviceInfo {
+            backend: family.kind,
+            id: self.id(),
+            index: self.index,
+            name: self
+                .text(self.api.f.device_name)
+                .unwrap_or_else(|| format!("unnamed {} device", family.title)),
+            vendor: family.vendor.into(),
+            driver_version: self.driver_version(),
+            total_memory: (code == sys::SUCCESS && total > 0).then_some(total as u64),
+            free_memory: None,
+            compute_capability: self.capability().map(|(major, minor)| format!("{major}.{minor}")),
+            compute_units: self.positive(a.compute_units),
+            unified_memory: self.positive(a.integrated).is_some(),
+            software: false,
+            properties: texts.into_iter().filter_map(|(k, v)| Some((k.to_string(), v?))).collect(),
+        }
+    }
+
+    /// Limits and abilities; where the driver does not answer, the least that every device of the family has.
+    pub fn caps(&self) -> Caps {
+        let a = self.api.family.attributes;
+        Caps {
+            storage: DType::native().collect(),
+            f64: true,
+            i64: true,
+            f16_arithmetic: false,
+            subgroup: self.positive(a.subgroup).filter(|n| [32, 64].contains(n)),
+            max_workgroup: self.positive(a.max_workgroup).unwrap_or(256),
+            workgroup_memory: self.positive(a.workgroup_memory).unwrap_or(32 << 10),
+            // Arguments share 4 KiB; half of it is left to scalars.
+            max_bindings: 2048 / 8,
+            max_binding_bytes: u64::MAX,
+            // Of the second and third dimension; the first has more.
+            max_groups: 65_535,
+            offset_alignment: 1,
+            compute_units: self.positive(a.compute_units).unwrap_or(1),
+            is_cpu: false,
+        }
+    }
+}

@@ -1,0 +1,396 @@
+//! An open device.
+
+use super::adapter::Adapter;
+use super::memory::{SimtBuffer, SimtPages, SimtSource};
+use super::program::{Function, SimtProgram};
+use super::queue::{Point, Queue, Stamp};
+use super::stream::{SimtStream, Staging, Watcher};
+use super::sys::{self, Compiler, Context};
+use crate::cache::{self, DiskCache};
+use crate::hazard::Access;
+use crate::host_buffer::{Account, Pages};
+use crate::lanes::{Lanes, Mark};
+use crate::pool::Pool;
+use crate::validate::{self, Signature};
+use crate::{
+    BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
+    HostBuffer, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream, StreamOptions,
+    Tag, Target, Timing,
+};
+use halcyon_ir::kernel::{Kernel, verify_for};
+use halcyon_ir::render;
+use smallvec::SmallVec;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+
+/// Programs kept in memory; beyond it those that nothing else holds are dropped.
+const MANY_PROGRAMS: usize = 2048;
+
+/// What the queues of one device share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    /// Tells its buffers and programs from those of other devices.
+    pub number: u64,
+    pub counts: Arc<Counts>,
+    pub lanes: Lanes<Point>,
+    pub staging: Staging,
+    pub watcher: Watcher,
+    /// Whether kernels of two streams can run at one time.
+    pub overlaps: bool,
+    /// When streams' times begin.
+    origin: OnceLock<Stamp>,
+    /// Last: what is above is given back in it.
+    pub context: Arc<Context>,
+}
+
+/// One context, queue and pool.
+#[derive(Debug)]
+pub struct SimtDevice {
+    info: DeviceInfo,
+    caps: Caps,
+    compiler: &'static Compiler,
+    flags: Vec<String>,
+    queue: Queue,
+    pool: Arc<Pool<SimtSource>>,
+    host: Account,
+    programs: Mutex<HashMap<u128, Arc<SimtProgram>>>,
+    disk: Option<DiskCache>,
+    shared: Arc<Shared>,
+}
+
+impl Shared {
+    pub fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a SimtBuffer> {
+        b.as_any().downcast_ref::<SimtBuffer>().filter(|b| b.owner == self.number).ok_or_else(|| {
+            let what = format!("{b:?} does not belong to this opening of {}", self.context.id);
+            Error::argument(call, what)
+        })
+    }
+
+    fn program<'a>(&self, p: &'a Arc<dyn Program>) -> Result<&'a SimtProgram> {
+        p.as_any()
+            .downcast_ref::<SimtProgram>()
+            .filter(|p| p.owner == self.number)
+            .ok_or_else(|| Error::argument("launch", format!("{} was compiled for another device", p.name())))
+    }
+
+    /// When streams' times begin.
+    pub fn origin(&self) -> Result<&Stamp> {
+        self.origin.get().ok_or_else(|| Error::internal("a stream without a beginning"))
+    }
+
+    /// Enqueues commands, as far as nothing is wrong with them.
+    pub fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
+        let mut s = queue.begin()?;
+        for c in commands {
+            match c {
+                Command::Launch { program, groups, buffers, params, fault } => {
+                    let p = self.program(program)?;
+                    let arguments = p.signature.arguments(buffers.len(), params, *fault)?;
+                    let own = |b| self.buffer("launch", b);
+                    let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 16]>>>()?;
+                    s.launch(p, *groups, &buffers, &arguments)?;
+                    Counts::add(&self.counts.launches, !groups.contains(&0) as u64);
+                }
+                Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
+                    let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
+                    let same = std::ptr::eq(from, to);
+                    validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
+                    s.copy((from, *src_offset), (to, *dst_offset), *bytes)?;
+                    Counts::add(&self.counts.device_copies, (*bytes > 0) as u64);
+                }
+                Command::Library { kernel, .. } => {
+                    let what = format!("{} is another device's kernel", kernel.name());
+                    return Err(Error::argument("submit", what));
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// What commands use. What is wrong with them is said when they are enqueued.
+    pub fn access(&self, commands: &[Command<'_>]) -> Access {
+        let mut a = Access::default();
+        let at = |b: &BufferRef| self.buffer("", b).ok().map(SimtBuffer::span);
+        for c in commands {
+            match c {
+                Command::Launch { program, buffers, .. } => {
+                    let Ok(p) = self.program(program) else { continue };
+                    for (span, d) in buffers.iter().map(at).zip(&p.signature.buffers) {
+                        let spans = if d.write { &mut a.writes } else { &mut a.reads };
+                        span.into_iter().for_each(|(at, bytes)| spans.add(at, bytes));
+                    }
+                }
+                Command::Copy { src, dst, .. } => {
+                    at(src).into_iter().for_each(|(at, bytes)| a.reads.add(at, bytes));
+                    at(dst).into_iter().for_each(|(at, bytes)| a.writes.add(at, bytes));
+                }
+                Command::Library { .. } => {}
+            }
+        }
+        a
+    }
+}
+
+impl SimtDevice {
+    pub fn open(adapter: &Adapter, compiler: &'static Compiler, options: &Options) -> Result<SimtDevice> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let (api, mut info, caps) = (adapter.api, adapter.info(), adapter.caps());
+        let flags = (api.family.flags)(adapter.architecture().as_deref()).ok_or_else(|| {
+            Error::unsupported(
+                format!("{}: the driver does not tell its architecture", info.id),
+                "Update the GPU's driver, or choose another backend",
+            )
+        })?;
+        let context = Arc::new(Context::new(api, adapter.device, info.id.clone())?);
+        let (mut free, mut total) = (0usize, 0usize);
+        // SAFETY: two numbers are written.
+        if unsafe { (api.f.memory_info)(&mut free, &mut total) } == sys::SUCCESS {
+            info.free_memory = Some(free as u64);
+        }
+        let (major, minor) = compiler.version;
+        info.properties.insert("compiler".into(), format!("{} {major}.{minor}", compiler.library));
+        let counts = Arc::new(Counts::default());
+        let source = SimtSource(context.clone());
+        let pool = Pool::new(source, info.id.clone(), options, info.total_memory, counts.clone())?;
+        let queue = Queue::new(&context, pool.clone(), options.profile)?;
+        let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join(api.family.kind.id()));
+        Ok(SimtDevice {
+            host: Account::new(&info.id, options),
+            info,
+            caps,
+            compiler,
+            flags,
+            queue,
+            pool,
+            programs: Mutex::default(),
+            disk: dir.map(|d| DiskCache::new(d, cache::DEFAULT_LIMIT)),
+            shared: Arc::new(Shared {
+                number: NEXT.fetch_add(1, Ordering::Relaxed),
+                counts,
+                lanes: Lanes::default(),
+                staging: Staging::default(),
+                watcher: Watcher::default(),
+                overlaps: adapter.concurrent(),
+                origin: OnceLock::new(),
+                context,
+            }),
+        })
+    }
+
+    /// Enqueues work of the device's own queue in order with streams.
+    fn own<R>(
+        &self,
+        access: impl FnOnce() -> Access,
+        f: impl FnOnce() -> Result<R>,
+    ) -> Result<(Arc<Point>, R)> {
+        self.shared.context.enter()?;
+        self.shared.lanes.own(&self.queue, access, f)
+    }
+
+    /// Waits for what was enqueued; after an error for all that was.
+    fn waited(&self, made: Result<(Arc<Point>, ())>) -> Result<()> {
+        match made {
+            Ok((point, ())) => point.wait(),
+            Err(e) => {
+                self.queue.finish()?;
+                Err(e)
+            }
+        }
+    }
+
+    /// Compiles source text, or takes its binary from the disk cache.
+    fn build(&self, name: &str, text: &str, entry: &str, items: u32) -> Result<Function> {
+        // The text stands for the kernel's key: it also changes when a renderer does.
+        let version = format!("{:?}", self.compiler.version);
+        let mut parts = vec![text.as_bytes(), version.as_bytes(), env!("CARGO_PKG_VERSION").as_bytes()];
+        parts.extend([
+            self.info.name.as_bytes(),
+            self.info.driver_version.as_deref().unwrap_or("").as_bytes(),
+        ]);
+        parts.extend(self.flags.iter().map(|f| f.as_bytes()));
+        let key = cache::digest(&parts);
+        if let Some(disk) = &self.disk
+            && let Some(binary) = disk.get(key)
+        {
+            match Function::load(&self.shared.context, &binary, entry, items) {
+                Ok(f) => {
+                    Counts::add(&self.shared.counts.compile_cache_hits, 1);
+                    return Ok(f);
+                }
+                Err(e) => {
+                    tracing::warn!(
+                        kernel = name,
+                        "the driver refuses a cached program, it is built again: {e}"
+                    );
+                    disk.remove(key);
+                }
+            }
+        }
+        let start = std::time::Instant::now();
+        // hipRTC may ask which device is meant.
+        self.shared.context.enter()?;
+        let binary = self.compiler.compile(&self.info.id, name, text, &self.flags)?;
+        let function = Function::load(&self.shared.context, &binary, entry, items)?;
+        Counts::add(&self.shared.counts.compiles, 1);
+        tracing::debug!(kernel = name, device = %self.info.id, elapsed = ?start.elapsed(), "compiled");
+        if let Some(disk) = &self.disk {
+            disk.put(key, &binary);
+        }
+        Ok(function)
+    }
+}
+
+impl Target for SimtDevice {
+    fn caps(&self) -> &Caps {
+        &self.caps
+    }
+
+    fn library(&self, _: &LibraryCall<'_>) -> std::result::Result<Arc<dyn LibraryKernel>, Declined> {
+        Err(Declined::because("the vendor's libraries are not used yet; kernels are generated"))
+    }
+}
+
+impl Device for SimtDevice {
+    fn info(&self) -> &DeviceInfo {
+        &self.info
+    }
+
+    fn counters(&self) -> Counters {
+        self.shared.counts.snapshot()
+    }
+
+    fn memory(&self) -> MemoryStats {
+        MemoryStats { pinned: self.host.used(), ..self.pool.stats() }
+    }
+
+    fn available(&self) -> Option<u64> {
+        let m = self.memory();
+        match self.info.unified_memory {
+            true => crate::pool::left_on_host(&m),
+            false => m.limit.map(|l| l.saturating_sub(m.allocated)),
+        }
+    }
+
+    fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
+        let block = self.pool.alloc(bytes, tag, &|| self.defragment())?;
+        Ok(Arc::new(SimtBuffer { block, owner: self.shared.number }))
+    }
+
+    fn footprint(&self, bytes: usize, tag: Tag) -> usize {
+        self.pool.footprint(bytes, tag)
+    }
+
+    fn defragment(&self) -> Result<Defragmented> {
+        self.shared.lanes.still(|| self.queue.defragment())
+    }
+
+    fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
+        self.host.buffer(bytes, true, || {
+            Ok(Box::new(SimtPages::new(&self.shared.context, bytes)?) as Box<dyn Pages>)
+        })
+    }
+
+    fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
+        let b = self.shared.buffer("write", dst)?;
+        validate::range("write", dst.bytes(), offset, src.len())?;
+        match self.shared.lanes.alone(|| self.queue.write(b, offset, src)) {
+            Some(r) => r?,
+            None if src.is_empty() => {}
+            None => {
+                let (from, n) = (src.as_ptr().cast(), src.len());
+                // SAFETY: the range was checked, and `src` outlives the wait, which an error makes too.
+                let write = || unsafe { self.queue.write_later(b, offset, from, n) };
+                self.waited(self.own(|| b.writing(), write))?;
+            }
+        }
+        Counts::add(&self.shared.counts.uploads, 1);
+        Counts::add(&self.shared.counts.uploaded_bytes, src.len() as u64);
+        Ok(())
+    }
+
+    fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
+        let b = self.shared.buffer("read", src)?;
+        validate::range("read", src.bytes(), offset, dst.len())?;
+        match self.shared.lanes.alone(|| self.queue.read(b, offset, dst)) {
+            Some(r) => r?,
+            None if dst.is_empty() => self.queue.finish()?,
+            None => {
+                let (to, n) = (dst.as_mut_ptr().cast(), dst.len());
+                // SAFETY: the range was checked, and `dst` outlives the wait, which an error makes too.
+                let read = || unsafe { self.queue.read_later(b, offset, to, n) };
+                self.waited(self.own(|| b.reading(), read))?;
+            }
+        }
+        Counts::add(&self.shared.counts.downloads, 1);
+        Counts::add(&self.shared.counts.downloaded_bytes, dst.len() as u64);
+        Ok(())
+    }
+
+    fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
+        let key = kernel.key();
+        // The lock is held while compiling, so that two threads do not build one kernel twice.
+        let mut programs = self.programs.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(p) = programs.get(&key) {
+            return Ok(p.clone());
+        }
+        verify_for(kernel, &self.caps)?;
+        let signature = Signature::of(kernel)?;
+        let source = render::render(kernel, self.shared.context.api.family.language)?;
+        let entry =
+            source.entries.first().ok_or_else(|| Error::internal("a rendered kernel without an entry"))?;
+        let function = self.build(&kernel.name, &source.text, entry, kernel.items())?;
+        let program = Arc::new(SimtProgram {
+            signature,
+            workgroup: kernel.workgroup,
+            function,
+            source: source.text,
+            owner: self.shared.number,
+        });
+        if programs.len() >= MANY_PROGRAMS {
+            programs.retain(|_, p| Arc::strong_count(p) > 1);
+        }
+        programs.insert(key, program.clone());
+        Ok(program)
+    }
+
+    fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
+        let enqueue = || self.shared.enqueue(&self.queue, commands);
+        match self.shared.lanes.alone(enqueue) {
+            Some(r) => r,
+            None => self.own(|| self.shared.access(commands), enqueue).map(drop),
+        }
+    }
+
+    fn synchronize(&self) -> Result<()> {
+        self.queue.finish()?;
+        self.shared.lanes.drain();
+        Ok(())
+    }
+
+    /// A queue of its own. Whether it runs beside the others is the hardware's decision.
+    fn create_stream(&self, options: &StreamOptions) -> Result<Arc<dyn Stream>> {
+        let queue = Queue::new(&self.shared.context, self.pool.clone(), options.profile)?;
+        if self.shared.origin.get().is_none() {
+            let stamp = queue.stamp()?;
+            self.shared.origin.get_or_init(|| stamp);
+        }
+        Ok(Arc::new(SimtStream::new(&self.shared, &self.queue, queue)?))
+    }
+
+    fn take_fault(&self) -> Result<Option<u32>> {
+        self.queue.take_fault()
+    }
+
+    fn take_timings(&self) -> Result<Vec<Timing>> {
+        self.queue.take_timings()
+    }
+
+    fn empty_cache(&self) -> u64 {
+        self.pool.trim()
+    }
+
+    fn as_target(&self) -> &dyn Target {
+        self
+    }
+}

@@ -1,0 +1,117 @@
+//! What the CUDA and ROCm drivers share. HIP is CUDA's driver interface under other names, so there is one driver with a table of both
+//! ([`sys`]); a [`Family`] says which names, libraries, numbers and compiler flags are meant.
+//!
+//! Kernels come through the IR, rendered to CUDA C++ or HIP C++ without any header and compiled at run time (NVRTC, hipRTC); binaries
+//! are kept on disk.
+
+pub mod adapter;
+pub mod device;
+pub mod memory;
+pub mod program;
+pub mod queue;
+mod stream;
+pub mod sys;
+
+use crate::probe::Look;
+use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
+use halcyon_ir::render::Language;
+use std::sync::Arc;
+use sys::Side;
+
+/// Numbers of the attributes of a device.
+#[derive(Clone, Copy, Debug)]
+pub struct Attributes {
+    pub max_workgroup: i32,
+    pub workgroup_memory: i32,
+    pub subgroup: i32,
+    pub clock_khz: i32,
+    pub concurrent: i32,
+    pub compute_units: i32,
+    pub integrated: i32,
+    pub memory_clock_khz: i32,
+    pub memory_bits: i32,
+    pub l2_bytes: i32,
+    pub major: i32,
+    pub minor: i32,
+}
+
+/// One of the two.
+#[derive(Debug)]
+pub struct Family {
+    pub kind: BackendType,
+    pub side: Side,
+    pub title: &'static str,
+    pub vendor: &'static str,
+    pub language: Language,
+    /// The runtime: file names, and the variable that names the only one to try.
+    pub libraries: &'static [&'static str],
+    pub library_variable: &'static str,
+    pub fix: &'static str,
+    /// The run-time compiler, likewise.
+    pub compilers: &'static [&'static str],
+    pub compiler_variable: &'static str,
+    pub compiler_fix: &'static str,
+    /// Variables that name the toolkit's folder, its usual folders, and those of Python's packages.
+    pub toolkit_variables: &'static [&'static str],
+    pub toolkits: &'static [&'static str],
+    pub packages: &'static [&'static str],
+    pub attributes: Attributes,
+    /// The compiler's name of a device: `sm_90`, `gfx90a`.
+    pub architecture: fn(&adapter::Adapter) -> Option<String>,
+    /// The compiler's flags for an architecture; `None` where it must be known.
+    pub flags: fn(Option<&str>) -> Option<Vec<String>>,
+    pub look: &'static Look,
+}
+
+/// The driver of one family.
+#[derive(Debug)]
+pub struct SimtDriver {
+    family: &'static Family,
+    /// Runtime and compiler to load, where a test names them.
+    libraries: Option<(String, String)>,
+}
+
+impl SimtDriver {
+    pub const fn new(family: &'static Family) -> SimtDriver {
+        SimtDriver { family, libraries: None }
+    }
+
+    /// A driver over these libraries, whatever else there is.
+    pub fn over(family: &'static Family, runtime: &str, compiler: &str) -> SimtDriver {
+        SimtDriver { family, libraries: Some((runtime.into(), compiler.into())) }
+    }
+
+    fn adapters(&self) -> Result<Vec<adapter::Adapter>> {
+        let names = self.libraries.as_ref().map_or_else(|| self.family.candidates(), |l| vec![l.0.clone()]);
+        adapter::Adapter::all(self.family.load(&names)?)
+    }
+}
+
+impl Driver for SimtDriver {
+    fn kind(&self) -> BackendType {
+        self.family.kind
+    }
+
+    fn probe(&self) -> Result<Vec<DeviceInfo>> {
+        match &self.libraries {
+            None => self.family.look.devices(),
+            Some(_) => Ok(self.adapters()?.iter().map(adapter::Adapter::info).collect()),
+        }
+    }
+
+    fn open(&self, index: usize, options: &Options) -> Result<Arc<dyn Device>> {
+        let all = self.adapters()?;
+        let n = all.len();
+        let a = all.into_iter().nth(index).ok_or_else(|| Error::Unavailable {
+            backend: self.family.kind.id().into(),
+            tried: vec![],
+            reason: format!("there is no device {index}"),
+            fix: format!("Choose one of 0..{n}"),
+        })?;
+        // Without it no kernel could be built, so another backend is the better choice.
+        let names =
+            self.libraries.as_ref().map_or_else(|| self.family.compiler_candidates(), |l| vec![l.1.clone()]);
+        let compiler = self.family.compiler(&names)?;
+        Ok(Arc::new(device::SimtDevice::open(&a, compiler, options)?))
+    }
+}

@@ -1,0 +1,180 @@
+//! Programs: rendered, compiled at run time or taken from the disk cache.
+
+use super::sys::{self, Code, Compiler, Context, Handle};
+use crate::validate::Signature;
+use crate::{Error, Program, Result};
+use std::any::Any;
+use std::ffi::{CString, c_char};
+use std::sync::Arc;
+
+/// `CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK`, and HIP's.
+const MAX_THREADS: i32 = 0;
+
+/// A compiled kernel and what its launches must bring.
+#[derive(Debug)]
+pub struct SimtProgram {
+    pub signature: Signature,
+    pub workgroup: [u32; 3],
+    pub function: Function,
+    pub source: String,
+    /// Number of the device that it belongs to.
+    pub owner: u64,
+}
+
+impl Program for SimtProgram {
+    fn name(&self) -> &str {
+        &self.signature.name
+    }
+
+    fn source(&self) -> Option<&str> {
+        Some(&self.source)
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// An entry point of a loaded module.
+#[derive(Debug)]
+pub struct Function {
+    context: Arc<Context>,
+    module: Handle,
+    raw: Handle,
+}
+
+// SAFETY: names inside of the runtime, whose functions may be called from any thread.
+unsafe impl Send for Function {}
+// SAFETY: as above.
+unsafe impl Sync for Function {}
+
+impl Function {
+    pub fn raw(&self) -> Handle {
+        self.raw
+    }
+
+    /// The entry point of a binary, which must take groups of `items` work-items.
+    pub fn load(context: &Arc<Context>, binary: &[u8], entry: &str, items: u32) -> Result<Function> {
+        context.enter()?;
+        let f = &context.api.f;
+        let mut module: Handle = std::ptr::null_mut();
+        // SAFETY: a whole image, which has its size within; the runtime copies it.
+        let code = unsafe { (f.module_load)(&mut module, binary.as_ptr().cast()) };
+        context.check(&format!("loading the module of {entry}"), code)?;
+        let mut function = Function { context: context.clone(), module, raw: std::ptr::null_mut() };
+        let name = CString::new(entry).map_err(|e| Error::internal(e.to_string()))?;
+        // SAFETY: the module is loaded and the name ends in zero.
+        let code = unsafe { (f.module_function)(&mut function.raw, module, name.as_ptr()) };
+        context.check(&format!("looking for {entry} in its module"), code)?;
+        let mut limit = 0;
+        // SAFETY: one number is written.
+        let code = unsafe { (f.function_attribute)(&mut limit, MAX_THREADS, function.raw) };
+        context.check(&format!("asking for the limits of {entry}"), code)?;
+        if (limit as i64) < items as i64 {
+            return Err(Error::unsupported(
+                format!(
+                    "kernel {entry} on {}: its groups have {items} work-items, it can have {limit}",
+                    context.id
+                ),
+                "Choose another device",
+            ));
+        }
+        Ok(function)
+    }
+}
+
+impl Drop for Function {
+    fn drop(&mut self) {
+        let code = match self.context.enter() {
+            // SAFETY: loaded once. The runtime waits for launches that are under way.
+            Ok(()) => unsafe { (self.context.api.f.module_unload)(self.module) },
+            Err(_) => return,
+        };
+        if code != sys::SUCCESS {
+            let code = sys::code_name(self.context.api.family, code);
+            tracing::warn!(device = self.context.id, %code, "a module could not be unloaded");
+        }
+    }
+}
+
+/// A program of the run-time compiler.
+struct Unit<'a> {
+    compiler: &'a Compiler,
+    raw: Handle,
+}
+
+impl Drop for Unit<'_> {
+    fn drop(&mut self) {
+        // SAFETY: created once.
+        unsafe { (self.compiler.f.destroy)(&mut self.raw) };
+    }
+}
+
+impl Compiler {
+    /// Compiles source text to a binary.
+    ///
+    /// # Errors
+    /// [`Error::Compile`] with the compiler's log.
+    pub fn compile(&self, device: &str, name: &str, text: &str, flags: &[String]) -> Result<Vec<u8>> {
+        let failed = |call: &str, code: Code| Error::Compile {
+            device: device.into(),
+            kernel: name.into(),
+            log: format!("{call} of {} gave {code}", self.library),
+        };
+        let c_text = |s: &str| CString::new(s).map_err(|e| Error::internal(e.to_string()));
+        let (text, file) = (c_text(text)?, c_text(name)?);
+        let flags = flags.iter().map(|f| c_text(f)).collect::<Result<Vec<_>>>()?;
+        let flags: Vec<*const c_char> = flags.iter().map(|f| f.as_ptr()).collect();
+        let mut unit = Unit { compiler: self, raw: std::ptr::null_mut() };
+        // SAFETY: two texts that end in zero, no headers; the compiler copies them.
+        let code = unsafe {
+            (self.f.create)(
+                &mut unit.raw,
+                text.as_ptr(),
+                file.as_ptr(),
+                0,
+                std::ptr::null(),
+                std::ptr::null(),
+            )
+        };
+        if code != sys::SUCCESS {
+            // Nothing was made that could be destroyed.
+            std::mem::forget(unit);
+            return Err(failed("creating a program", code));
+        }
+        // SAFETY: as many flags as are said, each of which ends in zero.
+        let code = unsafe { (self.f.compile)(unit.raw, flags.len() as i32, flags.as_ptr()) };
+        if code != sys::SUCCESS {
+            let log = self.log(&unit).filter(|l| !l.trim().is_empty());
+            let log = log.unwrap_or_else(|| format!("{} gave {code} and no log", self.library));
+            return Err(Error::Compile { device: device.into(), kernel: name.into(), log });
+        }
+        let mut size = 0usize;
+        // SAFETY: one number is written; the program was compiled.
+        let code = unsafe { (self.f.code_size)(unit.raw, &mut size) };
+        if code != sys::SUCCESS || size == 0 {
+            return Err(failed("asking for the binary", code));
+        }
+        let mut binary = vec![0u8; size];
+        // SAFETY: the buffer has the size that the compiler asked for.
+        match unsafe { (self.f.code)(unit.raw, binary.as_mut_ptr().cast()) } {
+            sys::SUCCESS => Ok(binary),
+            code => Err(failed("taking the binary", code)),
+        }
+    }
+
+    fn log(&self, unit: &Unit<'_>) -> Option<String> {
+        let mut size = 0usize;
+        // SAFETY: one number is written.
+        if unsafe { (self.f.log_size)(unit.raw, &mut size) } != sys::SUCCESS || size == 0 {
+            return None;
+        }
+        let mut log = vec![0u8; size];
+        // SAFETY: the buffer has the size that the compiler asked for.
+        if unsafe { (self.f.log)(unit.raw, log.as_mut_ptr().cast()) } != sys::SUCCESS {
+            return None;
+        }
+        let end = log.iter().position(|c| *c == 0).unwrap_or(log.len());
+        Some(String::from_utf8_lossy(&log[..end]).trim().to_string())
+    }
+}

@@ -1,0 +1,469 @@
+//! The in-order queue of a device.
+
+use super::memory::{Memory, SimtBuffer, SimtPages, SimtSource};
+use super::program::SimtProgram;
+use super::sys::{self, Address, Context, Handle};
+use crate::lanes::{Fenced, Mark};
+use crate::pool::{Defragmented, Pool, Relocation};
+use crate::validate::Argument;
+use crate::{Error, Result, Timing};
+use smallvec::SmallVec;
+use std::ffi::c_void;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// Timings are taken when this many are under way.
+const MANY_EVENTS: usize = 4096;
+/// Bytes of the detour that a move within one allocation takes where its places overlap.
+const DETOUR: usize = 4 << 20;
+
+/// A point of a queue that others wait for.
+#[derive(Debug)]
+pub struct Point {
+    context: Arc<Context>,
+    raw: Handle,
+}
+
+// SAFETY: a name inside of the runtime, whose functions may be called from any thread.
+unsafe impl Send for Point {}
+// SAFETY: as above.
+unsafe impl Sync for Point {}
+
+impl Mark for Point {
+    fn is_done(&self) -> bool {
+        // SAFETY: the event is live. Any answer but "not yet" is final.
+        self.context.enter().is_err()
+            || unsafe { (self.context.api.f.event_query)(self.raw) } != sys::NOT_READY
+    }
+
+    fn wait(&self) -> Result<()> {
+        self.context.enter()?;
+        // SAFETY: the event is live.
+        self.context.check("waiting for an event", unsafe { (self.context.api.f.event_wait)(self.raw) })
+    }
+}
+
+impl Drop for Point {
+    fn drop(&mut self) {
+        // SAFETY: created once; the runtime keeps what it still needs.
+        unsafe { (self.context.api.f.event_destroy)(self.raw) };
+    }
+}
+
+impl Fenced for Queue {
+    type Mark = Point;
+
+    fn behind(&self, marks: &[Arc<Point>]) -> Result<()> {
+        for m in marks {
+            // SAFETY: both are live; no flag is defined.
+            let code = unsafe { (self.context.api.f.stream_behind)(self.raw, m.raw, 0) };
+            self.check("ordering two streams", code)?;
+        }
+        Ok(())
+    }
+
+    fn mark(&self) -> Result<Point> {
+        let f = &self.context.api.f;
+        let mut raw: Handle = std::ptr::null_mut();
+        // SAFETY: one handle is written.
+        self.check("creating an event", unsafe { (f.event_create)(&mut raw, sys::DISABLE_TIMING) })?;
+        let point = Point { context: self.context.clone(), raw };
+        // SAFETY: both are live.
+        self.check("recording an event", unsafe { (f.event_record)(raw, self.raw) })?;
+        Ok(point)
+    }
+
+    fn finish(&self) -> Result<()> {
+        Queue::finish(self)
+    }
+}
+
+/// A point of the queue whose time is asked for.
+#[derive(Debug)]
+pub struct Stamp {
+    context: Arc<Context>,
+    raw: Handle,
+}
+
+// SAFETY: a name inside of the runtime, whose functions may be called from any thread.
+unsafe impl Send for Stamp {}
+// SAFETY: as above.
+unsafe impl Sync for Stamp {}
+
+impl Stamp {
+    /// A point behind all that was enqueued.
+    fn new(context: &Arc<Context>, stream: Handle) -> Result<Stamp> {
+        let mut raw: Handle = std::ptr::null_mut();
+        // SAFETY: one handle is written.
+        context.check("creating an event", unsafe { (context.api.f.event_create)(&mut raw, 0) })?;
+        let stamp = Stamp { context: context.clone(), raw };
+        // SAFETY: both are live.
+        context.check("recording an event", unsafe { (context.api.f.event_record)(raw, stream) })?;
+        Ok(stamp)
+    }
+
+    /// Nanoseconds since an earlier one. Both have been reached.
+    pub fn since(&self, begin: &Stamp) -> Result<u64> {
+        let mut ms = 0f32;
+        // SAFETY: one number is written; both are live.
+        let code = unsafe { (self.context.api.f.event_elapsed)(&mut ms, begin.raw, self.raw) };
+        self.context.check("asking for the time of a command", code)?;
+        Ok((ms.max(0.0) as f64 * 1e6) as u64)
+    }
+}
+
+impl Drop for Stamp {
+    fn drop(&mut self) {
+        // SAFETY: created once; the runtime keeps what it still needs.
+        unsafe { (self.context.api.f.event_destroy)(self.raw) };
+    }
+}
+
+#[derive(Debug, Default)]
+struct State {
+    done: Vec<Timing>,
+    /// Begin and end of timed commands; `None` of those that had nothing to do.
+    stamps: Vec<Option<(Stamp, Stamp)>>,
+    /// A kernel that can fault ran since the fault word was last read.
+    may_have_faulted: bool,
+}
+
+/// One stream of the runtime, and the fault word of its device.
+#[derive(Debug)]
+pub struct Queue {
+    context: Arc<Context>,
+    raw: Handle,
+    fault: Memory,
+    pool: Arc<Pool<SimtSource>>,
+    profile: bool,
+    state: Mutex<State>,
+}
+
+// SAFETY: the stream is a name inside of the runtime, whose functions may be called from any thread.
+unsafe impl Send for Queue {}
+// SAFETY: as above; what is enqueued is ordered by the state's lock.
+unsafe impl Sync for Queue {}
+
+/// The submission of one list of commands; holds the queue's lock.
+#[derive(Debug)]
+pub struct Submission<'a> {
+    queue: &'a Queue,
+    state: MutexGuard<'a, State>,
+}
+
+impl Queue {
+    pub fn new(context: &Arc<Context>, pool: Arc<Pool<SimtSource>>, profile: bool) -> Result<Queue> {
+        let fault = Memory::new(context, 4).map_err(|what| Error::Driver {
+            device: context.id.clone(),
+            call: "allocating four bytes".into(),
+            code: what,
+            next: "Free memory on the device, or choose another one".into(),
+        })?;
+        let mut raw: Handle = std::ptr::null_mut();
+        // SAFETY: one handle is written.
+        let code = unsafe { (context.api.f.stream_create)(&mut raw, sys::NON_BLOCKING) };
+        context.check("creating a stream", code)?;
+        let q = Queue { context: context.clone(), raw, fault, pool, profile, state: Mutex::default() };
+        // SAFETY: four bytes of an allocation of four.
+        let code = unsafe { (context.api.f.fill)(q.fault.at, 0, 4, raw) };
+        context.check("clearing the fault word", code)?;
+        Ok(q)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        // Every update leaves the state whole, so a panic elsewhere does not damage it.
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn check(&self, call: &str, code: i32) -> Result<()> {
+        self.context.check(call, code)
+    }
+
+    /// Waits for all that was enqueued.
+    pub fn finish(&self) -> Result<()> {
+        self.context.enter()?;
+        // SAFETY: the stream is live.
+        self.check("waiting for the stream", unsafe { (self.context.api.f.stream_wait)(self.raw) })
+    }
+
+    /// Copies host bytes to a range that was checked, after all submitted work.
+    pub fn write(&self, dst: &SimtBuffer, offset: usize, src: &[u8]) -> Result<()> {
+        let _state = self.lock();
+        self.context.enter()?;
+        if src.is_empty() {
+            return Ok(());
+        }
+        self.write_raw(dst.address() + offset as u64, src)
+    }
+
+    fn write_raw(&self, to: Address, src: &[u8]) -> Result<()> {
+        // SAFETY: the range is inside of the buffer, and the wait below is before `src` goes.
+        let code = unsafe { (self.context.api.f.write)(to, src.as_ptr().cast(), src.len(), self.raw) };
+        let copied = self.check("copying to the device", code);
+        self.finish()?;
+        copied
+    }
+
+    /// Copies a range that was checked to the host, after all submitted work.
+    pub fn read(&self, src: &SimtBuffer, offset: usize, dst: &mut [u8]) -> Result<()> {
+        let _state = self.lock();
+        self.context.enter()?;
+        if dst.is_empty() {
+            return self.finish();
+        }
+        self.read_raw(src.address() + offset as u64, dst)
+    }
+
+    fn read_raw(&self, from: Address, dst: &mut [u8]) -> Result<()> {
+        // SAFETY: the range is inside of the buffer, and the wait below is before `dst` goes.
+        let code = unsafe { (self.context.api.f.read)(dst.as_mut_ptr().cast(), from, dst.len(), self.raw) };
+        let copied = self.check("copying from the device", code);
+        self.finish()?;
+        copied
+    }
+
+    /// Waits, and moves the pool's buffers together.
+    pub fn defragment(&self) -> Result<Defragmented> {
+        let _state = self.lock();
+        self.finish()?;
+        let mut detour = None;
+        let did = self.pool.defragment(&mut |m| self.relocate(&mut detour, &m));
+        self.finish()?;
+        did
+    }
+
+    /// One move. The pool's lock is held, so errors must not ask it for figures.
+    fn relocate(&self, detour: &mut Option<Memory>, m: &Relocation<'_, Memory>) -> Result<()> {
+        let copy = |from: Address, to: Address, bytes: usize| {
+            // SAFETY: both ranges lie in live allocations and do not overlap.
+            self.check("moving a buffer", unsafe { (self.context.api.f.copy)(to, from, bytes, self.raw) })
+        };
+        let (from, to) = (m.from.0.at + m.from.1 as u64, m.to.0.at + m.to.1 as u64);
+        if !m.overlaps() {
+            return copy(from, to, m.bytes);
+        }
+        let room = match detour {
+            Some(d) => d,
+            None => detour.insert(Memory::new(&self.context, DETOUR).map_err(|code| Error::Driver {
+                device: self.context.id.clone(),
+                call: "allocating room to move buffers".into(),
+                code,
+                next: "Free memory on the device".into(),
+            })?),
+        };
+        // Towards lower places, so each piece is read before it is written over.
+        for at in (0..m.bytes).step_by(DETOUR) {
+            let n = DETOUR.min(m.bytes - at);
+            copy(from + at as u64, room.at, n)?;
+            copy(room.at, to + at as u64, n)?;
+        }
+        Ok(())
+    }
+
+    /// A point whose time is asked for, behind all that was enqueued.
+    pub fn stamp(&self) -> Result<Stamp> {
+        self.context.enter()?;
+        Stamp::new(&self.context, self.raw)
+    }
+
+    /// Begin and end of the commands since the last call, where they are timed.
+    pub fn take_stamps(&self) -> Vec<(Stamp, Stamp)> {
+        std::mem::take(&mut self.lock().stamps).into_iter().flatten().collect()
+    }
+
+    /// Enqueues a copy to a range that was checked.
+    ///
+    /// # Safety
+    /// `bytes` bytes from `src` on stay as they are until it is done.
+    pub unsafe fn write_later(
+        &self,
+        dst: &SimtBuffer,
+        offset: usize,
+        src: *const c_void,
+        bytes: usize,
+    ) -> Result<()> {
+        let to = dst.address() + offset as u64;
+        // SAFETY: the range is inside of the buffer; the rest is the caller's.
+        self.check("copying to the device", unsafe { (self.context.api.f.write)(to, src, bytes, self.raw) })
+    }
+
+    /// Enqueues a copy of a range that was checked to the host.
+    ///
+    /// # Safety
+    /// `bytes` bytes from `dst` on belong to the device until it is done.
+    pub unsafe fn read_later(
+        &self,
+        src: &SimtBuffer,
+        offset: usize,
+        dst: *mut c_void,
+        bytes: usize,
+    ) -> Result<()> {
+        let from = src.address() + offset as u64;
+        // SAFETY: the range is inside of the buffer; the rest is the caller's.
+        self.check("copying from the device", unsafe {
+            (self.context.api.f.read)(dst, from, bytes, self.raw)
+        })
+    }
+
+    /// Whether a kernel that can fault ran since the word was last cleared.
+    pub fn may_have_faulted(&self) -> bool {
+        self.lock().may_have_faulted
+    }
+
+    /// Enqueues a copy of the fault word to pages, and clearing it.
+    ///
+    /// # Safety
+    /// The pages belong to the device until it is done.
+    pub unsafe fn move_fault(&self, to: &SimtPages) -> Result<()> {
+        let f = &self.context.api.f;
+        // SAFETY: the word has four bytes, and the pages more; the rest is the caller's.
+        self.check("reading the fault word", unsafe { (f.read)(to.at(), self.fault.at, 4, self.raw) })?;
+        // SAFETY: as above.
+        self.check("clearing the fault word", unsafe { (f.fill)(self.fault.at, 0, 4, self.raw) })?;
+        self.lock().may_have_faulted = false;
+        Ok(())
+    }
+
+    pub fn begin(&self) -> Result<Submission<'_>> {
+        let state = self.lock();
+        self.context.enter()?;
+        Ok(Submission { queue: self, state })
+    }
+
+    /// Waits, then takes and clears the fault word.
+    pub fn take_fault(&self) -> Result<Option<u32>> {
+        let mut s = self.lock();
+        self.finish()?;
+        if !s.may_have_faulted {
+            return Ok(None);
+        }
+        let mut word = [0; 4];
+        self.read_raw(self.fault.at, &mut word)?;
+        let id = u32::from_ne_bytes(word);
+        if id != 0 {
+            self.write_raw(self.fault.at, &0u32.to_ne_bytes())?;
+        }
+        s.may_have_faulted = false;
+        Ok((id != 0).then_some(id))
+    }
+
+    /// Waits, then takes the times of all commands since the last call.
+    pub fn take_timings(&self) -> Result<Vec<Timing>> {
+        let mut s = self.lock();
+        self.settle(&mut s)?;
+        Ok(std::mem::take(&mut s.done))
+    }
+
+    /// Turns stamps into times.
+    fn settle(&self, s: &mut State) -> Result<()> {
+        if s.stamps.is_empty() {
+            return Ok(());
+        }
+        self.finish()?;
+        for pair in std::mem::take(&mut s.stamps) {
+            let nanoseconds = pair.map_or(Ok(0), |(begin, end)| end.since(&begin))?;
+            s.done.push(Timing { nanoseconds });
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Queue {
+    fn drop(&mut self) {
+        if let Err(e) = self.finish() {
+            tracing::warn!(device = self.context.id, "a queue ends with {e}");
+        }
+        // SAFETY: created once, and nothing is under way.
+        let code = unsafe { (self.context.api.f.stream_destroy)(self.raw) };
+        if code != sys::SUCCESS {
+            let code = sys::code_name(self.context.api.family, code);
+            tracing::warn!(device = self.context.id, %code, "a stream could not be destroyed");
+        }
+    }
+}
+
+impl Submission<'_> {
+    /// Enqueues one command, timed where the device is profiled.
+    fn timed(&mut self, f: impl FnOnce(&Queue) -> Result<()>) -> Result<()> {
+        let q = self.queue;
+        if !q.profile {
+            return f(q);
+        }
+        let begin = Stamp::new(&q.context, q.raw)?;
+        f(q)?;
+        let end = Stamp::new(&q.context, q.raw)?;
+        self.note(Some((begin, end)))
+    }
+
+    fn note(&mut self, stamps: Option<(Stamp, Stamp)>) -> Result<()> {
+        if !self.queue.profile {
+            return Ok(());
+        }
+        self.state.stamps.push(stamps);
+        if self.state.stamps.len() >= MANY_EVENTS {
+            self.queue.settle(&mut self.state)?;
+        }
+        Ok(())
+    }
+
+    /// Enqueues a kernel. The number and types of its arguments were checked against its signature.
+    pub fn launch(
+        &mut self,
+        p: &SimtProgram,
+        groups: [u32; 3],
+        buffers: &[&SimtBuffer],
+        arguments: &[Argument],
+    ) -> Result<()> {
+        if groups.contains(&0) {
+            return self.note(None);
+        }
+        // The first bytes of a word are the value of a smaller type.
+        const { assert!(cfg!(target_endian = "little")) };
+        let mut words: SmallVec<[u64; 32]> = buffers.iter().map(|b| b.address()).collect();
+        if p.signature.faults {
+            words.push(self.queue.fault.at);
+        }
+        words.extend(arguments.iter().map(|a| a.bits));
+        let mut pointers: SmallVec<[*mut c_void; 32]> =
+            words.iter_mut().map(|w| std::ptr::from_mut(w).cast()).collect();
+        self.timed(|q| {
+            let ([x, y, z], [i, j, k]) = (groups, p.workgroup);
+            // SAFETY: the function is loaded and gets as many arguments of at most eight bytes as it has, which the runtime copies. The
+            // buffers stay: the pool hands a freed one only to later commands of this stream.
+            let code = unsafe {
+                (q.context.api.f.launch)(
+                    p.function.raw(),
+                    x,
+                    y,
+                    z,
+                    i,
+                    j,
+                    k,
+                    0,
+                    q.raw,
+                    pointers.as_mut_ptr(),
+                    std::ptr::null_mut(),
+                )
+            };
+            if code != sys::SUCCESS {
+                let call = format!("launching {} ({groups:?} groups of {:?})", p.signature.name, p.workgroup);
+                q.check(&call, code)?;
+            }
+            Ok(())
+        })?;
+        self.state.may_have_faulted |= p.signature.faults;
+        Ok(())
+    }
+
+    /// Copies between ranges that were checked and do not overlap.
+    pub fn copy(&mut self, src: (&SimtBuffer, usize), dst: (&SimtBuffer, usize), bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return self.note(None);
+        }
+        let (from, to) = (src.0.address() + src.1 as u64, dst.0.address() + dst.1 as u64);
+        self.timed(|q| {
+            // SAFETY: both buffers are live and the ranges lie inside of them.
+            let code = unsafe { (q.context.api.f.copy)(to, from, bytes, q.raw) };
+            q.check("copying on the device", code)
+        })
+    }
+}

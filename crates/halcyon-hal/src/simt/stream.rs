@@ -1,0 +1,350 @@
+//! Streams: further in-order queues of a device, ordered among each other by the runtime's events.
+
+use super::device::Shared;
+use super::memory::SimtPages;
+use super::queue::{Point, Queue, Stamp};
+use crate::hazard::Access;
+use crate::lanes::{Fenced, Mark};
+use crate::stream::{Progress, Report};
+use crate::{BufferRef, Command, Counts, Download, Event, Result, Stream, validate};
+use halcyon_ir::data::Bytes;
+use std::any::Any;
+use std::collections::VecDeque;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::time::Duration;
+
+/// How long the watcher looks for more before it ends.
+const IDLE: Duration = Duration::from_millis(200);
+/// How long it pauses where several events are open.
+const PAUSE: Duration = Duration::from_micros(50);
+
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Every update leaves the value whole, so a panic elsewhere does not damage it.
+    m.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// A thread that completes events that nobody asks for, started when there are any.
+#[derive(Debug, Default)]
+pub(crate) struct Watcher(Arc<(Mutex<Watched>, Condvar)>);
+
+#[derive(Debug, Default)]
+struct Watched {
+    open: VecDeque<Event>,
+    runs: bool,
+}
+
+impl Watcher {
+    fn watch(&self, e: Event) {
+        let mut w = lock(&self.0.0);
+        w.open.push_back(e);
+        self.0.1.notify_one();
+        if w.runs {
+            return;
+        }
+        let both = self.0.clone();
+        let thread = std::thread::Builder::new().name("halcyon-events".into()).spawn(move || watch(&both));
+        match thread {
+            Ok(_) => w.runs = true,
+            Err(e) => {
+                // Whoever waits for them completes them; those of futures are completed now.
+                tracing::warn!("no thread for events: {e}");
+                let open = std::mem::take(&mut w.open);
+                drop(w);
+                open.iter().filter_map(Event::progress).for_each(Progress::wait);
+                let _ = open.iter().filter(|e| !e.is_done()).count();
+            }
+        }
+    }
+}
+
+fn watch(both: &(Mutex<Watched>, Condvar)) {
+    loop {
+        let open: Vec<Event> = {
+            let mut w = lock(&both.0);
+            if w.open.is_empty() {
+                w = both.1.wait_timeout(w, IDLE).unwrap_or_else(|e| e.into_inner()).0;
+            }
+            if w.open.is_empty() {
+                w.runs = false;
+                return;
+            }
+            w.open.drain(..).collect()
+        };
+        // Alone, an event is waited for; among several any may be next.
+        if let [e] = &open[..]
+            && let Some(p) = e.progress()
+        {
+            p.wait();
+        }
+        let n = open.len();
+        let left: Vec<Event> = open.into_iter().filter(|e| !e.is_done()).collect();
+        let still = left.len() == n;
+        let mut w = lock(&both.0);
+        for e in left.into_iter().rev() {
+            w.open.push_front(e);
+        }
+        drop(w);
+        if still {
+            std::thread::sleep(PAUSE);
+        }
+    }
+}
+
+/// Pages of the host between two uses, by their sizes.
+#[derive(Debug, Default)]
+pub(crate) struct Staging(Mutex<Vec<(usize, SimtPages)>>);
+
+/// Bytes of pages that are kept.
+const KEPT: usize = 64 << 20;
+
+impl Staging {
+    /// Pages of at least so many bytes.
+    fn take(&self, shared: &Shared, bytes: usize) -> Result<(usize, SimtPages)> {
+        let size = bytes.max(4096).next_power_of_two();
+        let mut kept = lock(&self.0);
+        if let Some(i) = kept.iter().position(|k| k.0 == size) {
+            return Ok(kept.swap_remove(i));
+        }
+        drop(kept);
+        let made = SimtPages::new(&shared.context, size);
+        made.map(|p| (size, p)).map_err(|why| crate::Error::OutOfMemory {
+            device: shared.context.id.clone(),
+            what: format!("locked memory of the host for a copy: {why}"),
+            requested: size as u64,
+            free: 0,
+            total: 0,
+            next: "Copy in smaller pieces".into(),
+        })
+    }
+
+    fn give(&self, pages: (usize, SimtPages)) {
+        let mut kept = lock(&self.0);
+        if kept.iter().map(|k| k.0).sum::<usize>() + pages.0 <= KEPT {
+            kept.push(pages);
+        }
+    }
+}
+
+/// What is behind an [`Event`]: a point of the stream, and what has to be done when the device has come to it.
+struct Marker {
+    shared: Arc<Shared>,
+    point: Arc<Point>,
+    report: Arc<Report>,
+    open: Mutex<Option<Open>>,
+}
+
+/// What an event needs until it is done.
+struct Open {
+    stamps: Vec<(Stamp, Stamp)>,
+    /// Where the fault word went.
+    fault: Option<(usize, SimtPages)>,
+    /// Pages that the device read.
+    written: Vec<(usize, SimtPages)>,
+    /// Pages that the device wrote, and where they go.
+    read: Option<((usize, SimtPages), Arc<Mutex<Vec<u8>>>)>,
+}
+
+impl Marker {
+    /// The device has come to it. The report is whole afterwards.
+    fn end(&self) {
+        let mut open = lock(&self.open);
+        let Some(o) = open.take() else { return };
+        let Shared { staging, .. } = &*self.shared;
+        if let Err(e) = self.point.wait() {
+            self.report.fail(e);
+        }
+        if let Some(pages) = o.fault {
+            let mut word = [0; 4];
+            pages.1.copy_to(&mut word);
+            self.report.fault().store(u32::from_ne_bytes(word), std::sync::atomic::Ordering::Release);
+            staging.give(pages);
+        }
+        for (begin, end) in &o.stamps {
+            let origin = |s: &Stamp| self.shared.origin().and_then(|o| s.since(o));
+            if let (Ok(begin), Ok(end)) = (origin(begin), origin(end)) {
+                self.report.ran(begin, end);
+            }
+        }
+        if let Some((pages, to)) = o.read {
+            pages.1.copy_to(&mut lock(&to));
+            staging.give(pages);
+        }
+        o.written.into_iter().for_each(|p| staging.give(p));
+    }
+}
+
+struct Asked(Arc<Marker>);
+
+impl Progress for Asked {
+    fn poll(&self) -> bool {
+        let done = self.0.point.is_done();
+        if done {
+            self.0.end();
+        }
+        done
+    }
+
+    fn wait(&self) {
+        // What became of it is said when the report is made.
+        if let Err(e) = self.0.point.wait() {
+            tracing::debug!("an event of a stream failed: {e}");
+        }
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// What follows the last event.
+#[derive(Debug, Default)]
+struct Since {
+    report: Arc<Report>,
+    written: Vec<(usize, SimtPages)>,
+}
+
+/// A stream of a device.
+#[derive(Debug)]
+pub(crate) struct SimtStream {
+    shared: Arc<Shared>,
+    queue: Queue,
+    lane: u64,
+    /// Held over every call, so that a report and the queue agree.
+    since: Mutex<Since>,
+}
+
+impl SimtStream {
+    /// A stream over a queue of its own. `own` is the device's.
+    pub fn new(shared: &Arc<Shared>, own: &Queue, queue: Queue) -> Result<SimtStream> {
+        let lane = shared.lanes.open(own)?;
+        Ok(SimtStream { shared: shared.clone(), queue, lane, since: Mutex::default() })
+    }
+
+    fn ordered<R>(
+        &self,
+        access: impl FnOnce() -> Access,
+        f: impl FnOnce() -> Result<R>,
+    ) -> Result<(Arc<Point>, R)> {
+        self.shared.context.enter()?;
+        self.shared.lanes.ordered(self.lane, &self.queue, access, f)
+    }
+
+    /// Ends the report under way in an event.
+    fn close(
+        &self,
+        since: &mut Since,
+        read: Option<((usize, SimtPages), Arc<Mutex<Vec<u8>>>)>,
+    ) -> Result<Event> {
+        let mut fault = None;
+        if self.queue.may_have_faulted() {
+            fault = Some(self.shared.staging.take(&self.shared, 4)?);
+        }
+        let enqueue = || match &fault {
+            // SAFETY: the pages are the marker's from here on, or wait below for the queue.
+            Some((_, pages)) => unsafe { self.queue.move_fault(pages) },
+            None => Ok(()),
+        };
+        let point = match self.ordered(Access::default, enqueue) {
+            Ok((point, ())) => point,
+            Err(e) => {
+                // The device may still use the pages.
+                self.queue.finish()?;
+                return Err(e);
+            }
+        };
+        let Since { report, written } = std::mem::take(since);
+        let open = Open { stamps: self.queue.take_stamps(), fault, written, read };
+        let (shared, open) = (self.shared.clone(), Mutex::new(Some(open)));
+        let marker = Arc::new(Marker { shared, point, report: report.clone(), open });
+        let event = Event::new(report, Some(Box::new(Asked(marker))));
+        // Pages go back, and futures wake, though nobody asks.
+        self.shared.watcher.watch(event.clone());
+        Ok(event)
+    }
+}
+
+impl Stream for SimtStream {
+    fn overlaps(&self) -> bool {
+        self.shared.overlaps
+    }
+
+    fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
+        let _since = lock(&self.since);
+        let access = || self.shared.access(commands);
+        self.ordered(access, || self.shared.enqueue(&self.queue, commands)).map(drop)
+    }
+
+    fn write(&self, dst: &BufferRef, offset: usize, src: Arc<dyn Bytes>) -> Result<()> {
+        let mut since = lock(&self.since);
+        let b = self.shared.buffer("write", dst)?;
+        let bytes = src.bytes();
+        validate::range("write", dst.bytes(), offset, bytes.len())?;
+        if bytes.is_empty() {
+            return Ok(());
+        }
+        let pages = self.shared.staging.take(&self.shared, bytes.len())?;
+        pages.1.copy_from(bytes);
+        // SAFETY: the range was checked; the pages live until the stream's next event is done, which the drop makes too.
+        let write = || unsafe { self.queue.write_later(b, offset, pages.1.at(), bytes.len()) };
+        let made = self.ordered(|| b.writing(), write);
+        since.written.push(pages);
+        made?;
+        Counts::add(&self.shared.counts.uploads, 1);
+        Counts::add(&self.shared.counts.uploaded_bytes, bytes.len() as u64);
+        Ok(())
+    }
+
+    fn read(&self, src: &BufferRef, offset: usize, bytes: usize) -> Result<Download> {
+        let mut since = lock(&self.since);
+        let b = self.shared.buffer("read", src)?;
+        validate::range("read", src.bytes(), offset, bytes)?;
+        let to = Arc::new(Mutex::new(halcyon_ir::host::zeros(bytes, "a copy to the host")?));
+        let pages = self.shared.staging.take(&self.shared, bytes)?;
+        if bytes > 0 {
+            // SAFETY: the range was checked; the pages are the event's below, and after an error wait for the queue.
+            let read = || unsafe { self.queue.read_later(b, offset, pages.1.at(), bytes) };
+            if let Err(e) = self.ordered(|| b.reading(), read) {
+                self.queue.finish()?;
+                return Err(e);
+            }
+        }
+        Counts::add(&self.shared.counts.downloads, 1);
+        Counts::add(&self.shared.counts.downloaded_bytes, bytes as u64);
+        let event = self.close(&mut since, Some((pages, to.clone())))?;
+        Ok(Download::new(event, to))
+    }
+
+    fn record(&self) -> Result<Event> {
+        self.close(&mut lock(&self.since), None)
+    }
+
+    fn wait(&self, event: &Event) -> Result<()> {
+        let _since = lock(&self.since);
+        if event.is_done() {
+            return Ok(());
+        }
+        let same = |m: &&Asked| Arc::ptr_eq(&m.0.shared, &self.shared);
+        match event.progress().and_then(|p| p.as_any().downcast_ref::<Asked>()).filter(same) {
+            Some(m) => self
+                .ordered(Access::default, || self.queue.behind(std::slice::from_ref(&m.0.point)))
+                .map(drop),
+            // The runtime has no events of other libraries. What failed there is told there.
+            None => {
+                if let Err(e) = event.wait() {
+                    tracing::debug!("an event of another device failed: {e}");
+                }
+                Ok(())
+            }
+        }
+    }
+}
+
+impl Drop for SimtStream {
+    fn drop(&mut self) {
+        // Pages that it wrote from are still in use until then.
+        if let Err(e) = self.queue.finish() {
+            tracing::warn!(device = self.shared.context.id, "a stream ends with {e}");
+        }
+        self.shared.lanes.close();
+    }
+}

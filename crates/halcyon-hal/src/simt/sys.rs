@@ -1,0 +1,432 @@
+//! Functions of the two runtimes, loaded at run time. HIP has CUDA's driver interface under its own names, so one table has a row for
+//! each function with both names. (CUDA: "CUDA Driver API" and "NVRTC" of the toolkit's documentation; HIP: `hip_runtime_api.h` and
+//! `hiprtc.h`.)
+
+use super::Family;
+use crate::{Error, Result};
+use libloading::Library;
+use std::collections::BTreeMap;
+use std::ffi::{c_char, c_int, c_uint, c_void};
+use std::path::{Path, PathBuf};
+use std::sync::Mutex;
+
+/// What a function gives: 0 is success. The numbers of the errors are the same in both runtimes.
+pub type Code = c_int;
+/// A stream, an event, a module or a function.
+pub type Handle = *mut c_void;
+/// An address on a device.
+pub type Address = u64;
+
+pub const SUCCESS: Code = 0;
+pub const OUT_OF_MEMORY: Code = 2;
+/// What initialising gives where there is no device: "no device", of HIP "invalid device" too.
+pub const NONE: [Code; 2] = [100, 101];
+pub const NOT_READY: Code = 600;
+/// Of a stream: it does not wait for the default one.
+pub const NON_BLOCKING: c_uint = 1;
+/// Of an event: nobody asks when it was.
+pub const DISABLE_TIMING: c_uint = 2;
+/// Of host memory: every context may copy from it.
+pub const PORTABLE: c_uint = 1;
+
+/// Which of the two names of a function counts.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Side {
+    Cuda,
+    Hip,
+}
+
+macro_rules! functions {
+    ($(#[$doc:meta])* $table:ident { $($field:ident: $cuda:literal, $hip:literal, ($($argument:ty),*);)* }) => {
+        $(#[$doc])*
+        #[allow(missing_debug_implementations)]
+        pub struct $table {
+            $(pub $field: unsafe extern "system" fn($($argument),*) -> Code,)*
+        }
+
+        impl $table {
+            /// The functions of a library, or the name of the one that it lacks.
+            fn resolve(lib: &Library, side: Side) -> std::result::Result<$table, &'static str> {
+                Ok($table {
+                    $($field: {
+                        let name = match side {
+                            Side::Cuda => $cuda,
+                            Side::Hip => $hip,
+                        };
+                        // SAFETY: the type is the one that both interfaces give this function.
+                        let f = unsafe {
+                            lib.get::<unsafe extern "system" fn($($argument),*) -> Code>(name.as_bytes())
+                        };
+                        *f.map_err(|_| name)?
+                    },)*
+                })
+            }
+        }
+    };
+}
+
+functions! {
+    /// The runtime.
+    Functions {
+        init: "cuInit", "hipInit", (c_uint);
+        driver_version: "cuDriverGetVersion", "hipDriverGetVersion", (*mut c_int);
+        device_count: "cuDeviceGetCount", "hipGetDeviceCount", (*mut c_int);
+        device: "cuDeviceGet", "hipDeviceGet", (*mut c_int, c_int);
+        device_name: "cuDeviceGetName", "hipDeviceGetName", (*mut c_char, c_int, c_int);
+        device_memory: "cuDeviceTotalMem_v2", "hipDeviceTotalMem", (*mut usize, c_int);
+        device_attribute: "cuDeviceGetAttribute", "hipDeviceGetAttribute", (*mut c_int, c_int, c_int);
+        device_bus: "cuDeviceGetPCIBusId", "hipDeviceGetPCIBusId", (*mut c_char, c_int, c_int);
+        memory_info: "cuMemGetInfo_v2", "hipMemGetInfo", (*mut usize, *mut usize);
+        alloc: "cuMemAlloc_v2", "hipMalloc", (*mut Address, usize);
+        free: "cuMemFree_v2", "hipFree", (Address);
+        alloc_host: "cuMemHostAlloc", "hipHostMalloc", (*mut *mut c_void, usize, c_uint);
+        free_host: "cuMemFreeHost", "hipHostFree", (*mut c_void);
+        write: "cuMemcpyHtoDAsync_v2", "hipMemcpyHtoDAsync", (Address, *const c_void, usize, Handle);
+        read: "cuMemcpyDtoHAsync_v2", "hipMemcpyDtoHAsync", (*mut c_void, Address, usize, Handle);
+        copy: "cuMemcpyDtoDAsync_v2", "hipMemcpyDtoDAsync", (Address, Address, usize, Handle);
+        fill: "cuMemsetD8Async", "hipMemsetD8Async", (Address, u8, usize, Handle);
+        stream_create: "cuStreamCreate", "hipStreamCreateWithFlags", (*mut Handle, c_uint);
+        stream_destroy: "cuStreamDestroy_v2", "hipStreamDestroy", (Handle);
+        stream_wait: "cuStreamSynchronize", "hipStreamSynchronize", (Handle);
+        event_create: "cuEventCreate", "hipEventCreateWithFlags", (*mut Handle, c_uint);
+        event_destroy: "cuEventDestroy_v2", "hipEventDestroy", (Handle);
+        event_record: "cuEventRecord", "hipEventRecord", (Handle, Handle);
+        event_query: "cuEventQuery", "hipEventQuery", (Handle);
+        event_wait: "cuEventSynchronize", "hipEventSynchronize", (Handle);
+        stream_behind: "cuStreamWaitEvent", "hipStreamWaitEvent", (Handle, Handle, c_uint);
+        event_elapsed: "cuEventElapsedTime", "hipEventElapsedTime", (*mut f32, Handle, Handle);
+        module_load: "cuModuleLoadData", "hipModuleLoadData", (*mut Handle, *const c_void);
+        module_unload: "cuModuleUnload", "hipModuleUnload", (Handle);
+        module_function: "cuModuleGetFunction", "hipModuleGetFunction", (*mut Handle, Handle, *const c_char);
+        function_attribute: "cuFuncGetAttribute", "hipFuncGetAttribute", (*mut c_int, c_int, Handle);
+        launch: "cuLaunchKernel", "hipModuleLaunchKernel",
+            (Handle, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, c_uint, Handle, *mut *mut c_void, *mut *mut c_void);
+    }
+}
+
+functions! {
+    /// The run-time compiler.
+    CompilerFunctions {
+        version: "nvrtcVersion", "hiprtcVersion", (*mut c_int, *mut c_int);
+        create: "nvrtcCreateProgram", "hiprtcCreateProgram",
+            (*mut Handle, *const c_char, *const c_char, c_int, *const *const c_char, *const *const c_char);
+        destroy: "nvrtcDestroyProgram", "hiprtcDestroyProgram", (*mut Handle);
+        compile: "nvrtcCompileProgram", "hiprtcCompileProgram", (Handle, c_int, *const *const c_char);
+        log_size: "nvrtcGetProgramLogSize", "hiprtcGetProgramLogSize", (Handle, *mut usize);
+        log: "nvrtcGetProgramLog", "hiprtcGetProgramLog", (Handle, *mut c_char);
+        code_size: "nvrtcGetCUBINSize", "hiprtcGetCodeSize", (Handle, *mut usize);
+        code: "nvrtcGetCUBIN", "hiprtcGetCode", (Handle, *mut c_char);
+    }
+}
+
+/// How a thread says which device its next calls mean.
+#[derive(Clone, Copy)]
+enum Current {
+    /// CUDA: the device's primary context, which is retained first.
+    Context {
+        retain: unsafe extern "system" fn(*mut Handle, c_int) -> Code,
+        release: unsafe extern "system" fn(c_int) -> Code,
+        set: unsafe extern "system" fn(Handle) -> Code,
+    },
+    /// HIP: its number.
+    Device(unsafe extern "system" fn(c_int) -> Code),
+}
+
+/// A loaded runtime.
+#[allow(missing_debug_implementations)]
+pub struct Api {
+    pub f: Functions,
+    current: Current,
+    pub library: String,
+    pub family: &'static Family,
+}
+
+/// A loaded run-time compiler.
+#[allow(missing_debug_implementations)]
+pub struct Compiler {
+    pub f: CompilerFunctions,
+    pub library: String,
+    pub version: (i32, i32),
+}
+
+impl std::fmt::Debug for Api {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Api({})", self.library)
+    }
+}
+
+impl std::fmt::Debug for Compiler {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Compiler({} {}.{})", self.library, self.version.0, self.version.1)
+    }
+}
+
+impl Current {
+    fn resolve(lib: &Library, side: Side) -> std::result::Result<Current, &'static str> {
+        macro_rules! get {
+            ($name:literal, ($($argument:ty),*)) => {{
+                // SAFETY: the type is the one that the interface gives this function.
+                let f = unsafe { lib.get::<unsafe extern "system" fn($($argument),*) -> Code>($name.as_bytes()) };
+                *f.map_err(|_| $name)?
+            }};
+        }
+        Ok(match side {
+            Side::Cuda => Current::Context {
+                retain: get!("cuDevicePrimaryCtxRetain", (*mut Handle, c_int)),
+                release: get!("cuDevicePrimaryCtxRelease_v2", (c_int)),
+                set: get!("cuCtxSetCurrent", (Handle)),
+            },
+            Side::Hip => Current::Device(get!("hipSetDevice", (c_int))),
+        })
+    }
+}
+
+/// A device that this process holds open; calls of the runtime mean it after [`Context::enter`].
+#[derive(Debug)]
+pub struct Context {
+    pub api: &'static Api,
+    /// The runtime's number of the device.
+    pub device: c_int,
+    /// CUDA's primary context; null in HIP.
+    raw: Handle,
+    /// `cuda:0`.
+    pub id: String,
+}
+
+// SAFETY: a context is a name inside of the runtime, whose functions may be called from any thread.
+unsafe impl Send for Context {}
+// SAFETY: as above.
+unsafe impl Sync for Context {}
+
+impl Context {
+    pub fn new(api: &'static Api, device: c_int, id: String) -> Result<Context> {
+        let mut raw: Handle = std::ptr::null_mut();
+        if let Current::Context { retain, .. } = api.current {
+            // SAFETY: the device was listed by the runtime.
+            check(api, &id, "cuDevicePrimaryCtxRetain", unsafe { retain(&mut raw, device) })?;
+        }
+        let c = Context { api, device, raw, id };
+        c.enter()?;
+        Ok(c)
+    }
+
+    /// The next calls of this thread are about this device.
+    pub fn enter(&self) -> Result<()> {
+        let (call, code) = match self.api.current {
+            // SAFETY: the context is retained.
+            Current::Context { set, .. } => ("cuCtxSetCurrent", unsafe { set(self.raw) }),
+            // SAFETY: the device was listed by the runtime.
+            Current::Device(set) => ("hipSetDevice", unsafe { set(self.device) }),
+        };
+        self.check(call, code)
+    }
+
+    /// Fails unless `code` is success.
+    pub fn check(&self, call: &str, code: Code) -> Result<()> {
+        check(self.api, &self.id, call, code)
+    }
+}
+
+impl Drop for Context {
+    fn drop(&mut self) {
+        if let Current::Context { release, .. } = self.api.current {
+            // SAFETY: it was retained once, and all that was made in it is gone: it holds this value.
+            let code = unsafe { release(self.device) };
+            if code != SUCCESS {
+                tracing::warn!(device = self.id, code = %code_name(self.api.family, code), "the context could not be released");
+            }
+        }
+    }
+}
+
+/// An error's name and number. HIP's names are CUDA's in another spelling, so the number stands with a word for both.
+pub fn code_name(family: &Family, code: Code) -> String {
+    let s = match code {
+        1 => "invalid value",
+        2 => "out of memory",
+        3 => "not initialised",
+        4 => "the runtime is shutting down",
+        35 => "the driver is older than the runtime",
+        46 => "the device is taken by another process",
+        100 => "no device",
+        101 => "invalid device",
+        200 => "invalid image",
+        201 => "invalid context",
+        209 => "no binary for this device",
+        214 => "memory error that could not be corrected",
+        218 => "invalid source or binary",
+        222 => "made by a newer compiler than the driver knows",
+        303 => "a shared object could not be initialised",
+        304 => "the operating system refused a call",
+        400 => "invalid handle",
+        500 => "not found",
+        600 => "not ready",
+        700 => "illegal address",
+        701 => "too many resources for a launch",
+        702 => "a launch ran too long",
+        715 => "illegal instruction",
+        716 => "misaligned address",
+        717 => "invalid address space",
+        718 => "invalid program counter",
+        719 => "a launch failed",
+        801 => "not supported",
+        802 => "the system is not ready",
+        803 => "driver and library do not match",
+        804 => "the device does not support compatibility mode",
+        _ => "unknown error",
+    };
+    format!("{} error {code} ({s})", family.title)
+}
+
+fn next_step(code: Code) -> &'static str {
+    match code {
+        2 => "Use a smaller batch or free memory on the device",
+        35 | 803 | 804 => "Update the GPU's driver",
+        46 => "Let the other process end, or choose another device",
+        209 | 218 | 222 => "Use a run-time compiler that is no newer than the driver, or update the driver",
+        214 | 700 | 702 | 715..=719 => {
+            "The device is lost for this process; start again, and look at the system's log"
+        }
+        801 => "Choose another device",
+        _ => "Please report this with `halcyon devices --json`; --backend cpu does not need this driver",
+    }
+}
+
+/// [`Error::Driver`] for a call that returned `code`.
+pub fn driver_error(family: &Family, device: &str, call: &str, code: Code) -> Error {
+    Error::Driver {
+        device: device.into(),
+        call: call.into(),
+        code: code_name(family, code),
+        next: next_step(code).into(),
+    }
+}
+
+fn check(api: &Api, device: &str, call: &str, code: Code) -> Result<()> {
+    if code == SUCCESS { Ok(()) } else { Err(driver_error(api.family, device, call, code)) }
+}
+
+/// A variable's value that is not empty.
+fn variable(name: &str) -> Option<String> {
+    std::env::var_os(name).filter(|v| !v.is_empty()).map(|v| v.to_string_lossy().into_owned())
+}
+
+impl Family {
+    /// Names and paths of the runtime to try, in order.
+    pub fn candidates(&self) -> Vec<String> {
+        match variable(self.library_variable) {
+            Some(named) => vec![named],
+            None => self.with_folders(self.libraries, &[]),
+        }
+    }
+
+    /// Names and paths of the run-time compiler to try, in order: the loader's path, the toolkit's folders, Python's packages.
+    pub fn compiler_candidates(&self) -> Vec<String> {
+        match variable(self.compiler_variable) {
+            Some(named) => vec![named],
+            None => self.with_folders(self.compilers, self.packages),
+        }
+    }
+
+    fn with_folders(&self, names: &[&str], packages: &[&str]) -> Vec<String> {
+        let mut all: Vec<String> = names.iter().map(|n| n.to_string()).collect();
+        let mut folders: Vec<PathBuf> = vec![];
+        let toolkits = self.toolkit_variables.iter().filter_map(|v| variable(v)).map(PathBuf::from);
+        for toolkit in toolkits.chain(self.toolkits.iter().map(PathBuf::from)) {
+            folders.extend(["lib64", "lib", "bin", "targets/x86_64-linux/lib"].map(|d| toolkit.join(d)));
+        }
+        let packages = packages.iter().flat_map(|p| site_packages().into_iter().map(move |s| s.join(p)));
+        for folder in folders.into_iter().chain(packages) {
+            let there = names.iter().map(|n| folder.join(n)).filter(|p| p.is_file());
+            all.extend(there.map(|p| p.display().to_string()));
+        }
+        all
+    }
+
+    /// The runtime. A failure is not remembered, so a library installed later is found.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] with the loader's reason for every name tried.
+    pub fn load(&'static self, names: &[String]) -> Result<&'static Api> {
+        static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
+        self.first(&LOADED, names, "runtime", self.fix, &|lib, name| {
+            let (f, current) = (Functions::resolve(lib, self.side)?, Current::resolve(lib, self.side)?);
+            Ok(Api { f, current, library: name.into(), family: self })
+        })
+    }
+
+    /// The run-time compiler.
+    ///
+    /// # Errors
+    /// As [`Family::load`].
+    pub fn compiler(&'static self, names: &[String]) -> Result<&'static Compiler> {
+        static LOADED: Mutex<BTreeMap<String, &'static Compiler>> = Mutex::new(BTreeMap::new());
+        self.first(&LOADED, names, "run-time compiler", self.compiler_fix, &|lib, name| {
+            let f = CompilerFunctions::resolve(lib, self.side)?;
+            let mut version = (0, 0);
+            // SAFETY: two numbers are written.
+            unsafe { (f.version)(&mut version.0, &mut version.1) };
+            Ok(Compiler { f, library: name.into(), version })
+        })
+    }
+
+    fn first<T>(
+        &self,
+        loaded: &Mutex<BTreeMap<String, &'static T>>,
+        names: &[String],
+        what: &str,
+        fix: &str,
+        resolve: &dyn Fn(&Library, &str) -> std::result::Result<T, &'static str>,
+    ) -> Result<&'static T> {
+        let mut loaded = loaded.lock().unwrap_or_else(|e| e.into_inner());
+        let mut tried = vec![];
+        for name in names {
+            // Both families may be given one library by name.
+            let key = format!("{} {name}", self.kind);
+            if let Some(t) = loaded.get(&key) {
+                return Ok(t);
+            }
+            // SAFETY: loading runs the library's initialisers. It is the vendor's by its name or by the user's word.
+            let lib = match unsafe { Library::new(name) } {
+                Ok(l) => l,
+                Err(e) => {
+                    tried.push(format!("{name}: {}", crate::loader_text(name, &e)));
+                    continue;
+                }
+            };
+            match resolve(&lib, name) {
+                Ok(t) => {
+                    // Drivers leave threads and exit handlers behind, so the library stays.
+                    std::mem::forget(lib);
+                    let t: &'static T = Box::leak(Box::new(t));
+                    loaded.insert(key, t);
+                    return Ok(t);
+                }
+                Err(f) => tried.push(format!("{name}: it has no function {f}")),
+            }
+        }
+        let reason = format!("no {what} of {} could be loaded", self.title);
+        Err(Error::Unavailable { backend: self.kind.id().into(), tried, reason, fix: fix.into() })
+    }
+}
+
+/// Where Python's packages may lie: the active environment's, the user's, the system's.
+fn site_packages() -> Vec<PathBuf> {
+    let environments = ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(|v| variable(v)).map(PathBuf::from);
+    let user = variable("HOME").map(|h| Path::new(&h).join(".local"));
+    let mut all = vec![];
+    for root in environments.chain(user).chain(["/usr/local", "/usr"].map(PathBuf::from)) {
+        for dir in crate::probe::entries(&root.join("lib")) {
+            let python = dir.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python"));
+            if python {
+                all.extend(
+                    ["site-packages", "dist-packages"]
+                        .map(|p| dir.join(p))
+                        .into_iter()
+                        .filter(|p| p.is_dir()),
+                );
+            }
+        }
+    }
+    all
+}

@@ -1,0 +1,74 @@
+//! Drivers of CUDA and ROCm over libraries that stand in for the vendors' (`tests/simt`): built here, where there is a C++ compiler.
+#![allow(dead_code)]
+
+use halcyon_hal::simt::{Family, SimtDriver};
+use halcyon_hal::{cuda, rocm};
+use std::ffi::{CString, c_char, c_int};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::{Arc, LazyLock};
+
+/// A stand-in that is loaded, and a driver over it.
+#[derive(Debug)]
+pub struct StandIn {
+    pub driver: Arc<SimtDriver>,
+    pub path: String,
+    get: unsafe extern "C" fn(*const c_char) -> i64,
+    set: unsafe extern "C" fn(*const c_char, i64) -> c_int,
+}
+
+impl StandIn {
+    /// One of what the library counts.
+    pub fn get(&self, name: &str) -> i64 {
+        let name = CString::new(name).unwrap();
+        // SAFETY: a text that ends in zero.
+        unsafe { (self.get)(name.as_ptr()) }
+    }
+
+    /// Sets one of what the library can be told.
+    pub fn set(&self, name: &str, v: i64) {
+        let name = CString::new(name).unwrap();
+        // SAFETY: as above.
+        assert_eq!(unsafe { (self.set)(name.as_ptr(), v) }, 0);
+    }
+}
+
+/// Both, or none where there is no C++ compiler, which HALCYON_REQUIRE_LANES=1 does not allow.
+pub fn all() -> Vec<Arc<StandIn>> {
+    static BUILT: LazyLock<Vec<Arc<StandIn>>> = LazyLock::new(|| {
+        let compiler = Command::new("c++").arg("--version").output();
+        if !cfg!(target_os = "linux") || compiler.is_err() {
+            assert!(std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"), "c++ is not there");
+            eprintln!("skipped on the stand-ins of cuda and rocm: there is no c++");
+            return vec![];
+        }
+        let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("standin");
+        let all = [(&cuda::CUDA, "cuda", None), (&rocm::ROCM, "hip", Some("-DSTANDIN_HIP"))];
+        all.map(|(family, name, flag)| Arc::new(build(family, name, flag, &dir))).into()
+    });
+    BUILT.clone()
+}
+
+/// Each process has a library of its own: it has a state.
+fn build(family: &'static Family, name: &str, flag: Option<&str>, dir: &Path) -> StandIn {
+    let modules = dir.join("modules");
+    std::fs::create_dir_all(&modules).unwrap();
+    let sources = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/simt");
+    let lib = dir.join(format!("{name}-{}.so", std::process::id()));
+    let mut c = Command::new("c++");
+    c.args(["-std=c++17", "-O2", "-Wall", "-Werror", "-fPIC", "-shared"]).args(flag);
+    c.arg(format!("-DH_KERNEL=\"{}\"", sources.join("kernel.h").display()));
+    c.arg(format!("-DH_FOLDER=\"{}\"", modules.display()));
+    c.arg("-o").arg(&lib).arg(sources.join("standin.cpp")).arg("-ldl");
+    let done = c.output().unwrap();
+    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    let path = lib.display().to_string();
+    // SAFETY: the library was built just now; it has no initialisers but of its own state. It stays.
+    let l = std::mem::ManuallyDrop::new(unsafe { libloading::Library::new(&lib) }.unwrap());
+    // SAFETY: the types are those of the source.
+    let (get, set) = unsafe { (*l.get(b"standin_get").unwrap(), *l.get(b"standin_set").unwrap()) };
+    // The loader has it; a file for each process would stay behind.
+    let driver = Arc::new(SimtDriver::over(family, &path, &path));
+    halcyon_hal::Driver::probe(&*driver).unwrap();
+    StandIn { driver, path, get, set }
+}
