@@ -78,6 +78,12 @@ pub fn driver(kind: BackendType) -> Result<Arc<dyn Driver>> {
             BackendType::Cpu => {
                 ("this build has the feature \"cpu\" switched off", "Build with --features cpu")
             }
+            BackendType::Cuda => {
+                ("this build has the feature \"cuda\" switched off", "Build with --features cuda")
+            }
+            BackendType::Rocm => {
+                ("this build has the feature \"rocm\" switched off", "Build with --features rocm")
+            }
             BackendType::OpenCl | BackendType::Intel => {
                 ("this build has the feature \"opencl\" switched off", "Build with --features opencl")
             }
@@ -90,7 +96,7 @@ pub fn driver(kind: BackendType) -> Result<Arc<dyn Driver>> {
             BackendType::Other(_) => {
                 ("no driver of this name is registered", "Register it with halcyon_hal::registry::register")
             }
-            _ => ("this version has no driver for it yet", "Use --backend cpu or --backend opencl"),
+            BackendType::Auto | BackendType::Noop => ("it has no driver", "Choose another backend"),
         };
         Error::Unavailable {
             backend: kind.id().into(),

@@ -264,6 +264,8 @@ fn s3_14_features_are_backends_and_the_default_has_them_all() {
     let here: Vec<B> = halcyon::hal::registry::drivers().iter().map(|d| d.kind()).collect();
     for (on, kinds) in [
         (cfg!(feature = "cpu"), &[B::Cpu][..]),
+        (cfg!(feature = "cuda"), &[B::Cuda]),
+        (cfg!(feature = "rocm"), &[B::Rocm]),
         (cfg!(feature = "opencl"), &[B::OpenCl, B::Intel]),
         (cfg!(feature = "webgpu"), &[B::WebGpu, B::Metal]),
         (cfg!(feature = "tpu"), &[B::Tpu]),

@@ -1,0 +1,147 @@
+//! The drivers of CUDA and ROCm over stand-ins of the vendors' libraries: what fails is a typed error, nothing is left behind, and the
+//! answers really come from the library.
+#![cfg(all(unix, feature = "cuda", feature = "rocm"))]
+
+mod common;
+
+use common::standin::{self, StandIn};
+use common::*;
+use halcyon_hal::simt::SimtDriver;
+use halcyon_hal::{Command, Device, Driver, Error, Options, Result, StreamOptions, Tag, cuda, rocm};
+use halcyon_ir::{DType, Scalar};
+use std::sync::Arc;
+
+/// What the library holds for its users.
+fn held(s: &StandIn) -> [i64; 6] {
+    ["memory", "pages", "streams", "events", "modules", "contexts"].map(|n| s.get(n))
+}
+
+/// A kernel, copies and a stream on a device opened for it; the answer of `x * 2 + 1` for 1, 2, 3.
+fn work(s: &StandIn) -> Result<Vec<f64>> {
+    let dir = tempfile::tempdir().unwrap();
+    let options = Options { cache_dir: Some(dir.path().into()), profile: true, ..Options::default() };
+    let d: Arc<dyn Device> = s.driver.open(0, &options)?;
+    let p = d.compile(&affine(DType::F32))?;
+    let x = pack(DType::F32, &[1.0, 2.0, 3.0].map(Scalar::F));
+    let (a, b) = (d.alloc(x.len(), Tag::Io)?, d.alloc(x.len(), Tag::Io)?);
+    d.write(&a, 0, &x)?;
+    let params = [Scalar::I(3), Scalar::F(2.0), Scalar::F(1.0)];
+    let buffers = [a.clone(), b.clone()];
+    let launch =
+        [Command::Launch { program: &p, groups: [1, 1, 1], buffers: &buffers, params: &params, fault: 0 }];
+    d.submit(&launch)?;
+    let host = d.alloc_host(64)?;
+    let t = d.create_stream(&StreamOptions { profile: true, ..StreamOptions::default() })?;
+    t.submit(&launch)?;
+    let got = t.read(&b, 0, x.len())?;
+    let from_stream = got.take()?;
+    let mut bytes = vec![0; x.len()];
+    d.read(&b, 0, &mut bytes)?;
+    assert_eq!(d.take_timings()?.len(), 1);
+    drop(host);
+    // Both were read, so one of the two is what a falsified read-back made of it.
+    let (one, other) = (unpack(DType::F32, &from_stream), unpack(DType::F32, &bytes));
+    Ok(one.iter().chain(&other).map(|v| v.as_f64()).collect())
+}
+
+const ANSWER: [f64; 6] = [3.0, 5.0, 7.0, 3.0, 5.0, 7.0];
+
+/// One test: the libraries have one state.
+#[test]
+fn what_fails_is_an_error_and_nothing_is_left() {
+    for s in standin::all() {
+        let kind = s.driver.kind();
+        let (before, launches) = (held(&s), s.get("launches"));
+        assert_eq!(work(&s).unwrap(), ANSWER, "{kind}");
+        // Events of a stream may be looked at a moment longer.
+        let settled = || {
+            for _ in 0..200 {
+                if held(&s) == before {
+                    return;
+                }
+                std::thread::sleep(std::time::Duration::from_millis(10));
+            }
+            panic!("{kind}: {:?} were held before, {:?} now", before, held(&s));
+        };
+        settled();
+        assert_eq!(s.get("launches") - launches, 2, "{kind}");
+
+        // Every allocation fails in turn.
+        let n = s.get("allocations");
+        work(&s).unwrap();
+        let n = s.get("allocations") - n;
+        assert!(n >= 3, "{kind}: {n} allocations");
+        for i in 0..n {
+            s.set("fail allocation", i);
+            match work(&s) {
+                // A pool's second try.
+                Ok(v) => assert_eq!(v, ANSWER, "{kind}: allocation {i}"),
+                Err(e) => {
+                    let memory =
+                        matches!(e, Error::OutOfMemory { .. }) || e.to_string().contains("out of memory");
+                    assert!(memory, "{kind}: allocation {i}: {e}");
+                }
+            }
+            s.set("fail allocation", -1);
+            settled();
+        }
+
+        // A byte that is read back is another one: it is seen.
+        s.set("falsify", 13);
+        let v = work(&s).unwrap();
+        assert!(v != ANSWER && v.iter().zip(ANSWER).filter(|(a, b)| **a != *b).count() == 1, "{kind}: {v:?}");
+        s.set("falsify", -1);
+
+        // The device is lost in the middle.
+        let d = s.driver.open(0, &Options::default()).unwrap();
+        let b = d.alloc(64, Tag::Io).unwrap();
+        s.set("lost", 719);
+        let e = d.read(&b, 0, &mut [0; 64]).unwrap_err();
+        assert!(matches!(e, Error::Driver { .. }) && e.to_string().contains("719"), "{kind}: {e}");
+        assert!(d.write(&b, 0, &[0; 64]).is_err() && d.synchronize().is_err(), "{kind}");
+        s.set("lost", 0);
+        drop((b, d));
+        settled();
+
+        // No device at all.
+        s.set("devices", 0);
+        let e = s.driver.probe().unwrap_err();
+        assert!(e.exit_code() == 4 && e.to_string().contains("finds no device"), "{kind}: {e}");
+        s.set("devices", 2);
+        let all = s.driver.probe().unwrap();
+        assert_eq!((all.len(), all[1].id()), (2, format!("{kind}:1").as_str()));
+        assert!(s.driver.open(2, &Options::default()).unwrap_err().to_string().contains("0..2"));
+        let two = [0, 1].map(|i| s.driver.open(i, &Options::default()).unwrap());
+        let b = two[0].alloc(4, Tag::Io).unwrap();
+        assert!(matches!(two[1].write(&b, 0, &[0; 4]), Err(Error::Argument { .. })), "{kind}");
+    }
+}
+
+#[test]
+fn libraries_that_are_missing_or_others_are_named() {
+    for s in standin::all() {
+        let (family, lacks) = match s.driver.kind() {
+            halcyon_hal::BackendType::Cuda => (&cuda::CUDA, ["cuInit", "nvrtcVersion"]),
+            _ => (&rocm::ROCM, ["hipInit", "hiprtcVersion"]),
+        };
+        let over = |runtime: &str, compiler: &str| {
+            SimtDriver::over(family, runtime, compiler).open(0, &Options::default()).unwrap_err().to_string()
+        };
+        let e = over("libnothing-here.so.7", &s.path);
+        assert!(e.contains("libnothing-here.so.7: ") && e.contains("runtime"), "{e}");
+        let e = over("libc.so.6", &s.path);
+        assert!(e.contains(&format!("libc.so.6: it has no function {}", lacks[0])), "{e}");
+        let e = over(&s.path, "/nowhere/lib.so");
+        assert!(e.contains("/nowhere/lib.so: ") && e.contains("run-time compiler"), "{e}");
+        let e = over(&s.path, "libc.so.6");
+        assert!(e.contains(&format!("libc.so.6: it has no function {}", lacks[1])), "{e}");
+
+        let compiler = family.compiler(std::slice::from_ref(&s.path)).unwrap();
+        let flags = (family.flags)(Some("sm_90")).unwrap();
+        let e =
+            compiler.compile("cuda:0", "broken", "int f() { return undeclared_name; }", &flags).unwrap_err();
+        let Error::Compile { kernel, log, .. } = &e else { panic!("{e}") };
+        assert!(kernel == "broken" && log.contains("undeclared_name"), "{e}");
+    }
+    assert_eq!((cuda::CUDA.flags)(None), None);
+}
