@@ -1,4 +1,5 @@
 //! Drivers of CUDA and ROCm over libraries that stand in for the vendors' (`tests/simt`): built here, where there is a C++ compiler.
+//! Another crate's tests may include this file by path.
 #![allow(dead_code)]
 
 use halcyon_hal::simt::{Family, SimtDriver};
@@ -53,7 +54,7 @@ pub fn all() -> Vec<Arc<StandIn>> {
 fn build(family: &'static Family, name: &str, flag: Option<&str>, dir: &Path) -> StandIn {
     let modules = dir.join("modules");
     std::fs::create_dir_all(&modules).unwrap();
-    let sources = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/simt");
+    let sources = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../halcyon-hal/tests/simt");
     let lib = dir.join(format!("{name}-{}.so", std::process::id()));
     let mut c = Command::new("c++");
     c.args(["-std=c++17", "-O2", "-Wall", "-Werror", "-fPIC", "-shared"]).args(flag);
@@ -67,7 +68,6 @@ fn build(family: &'static Family, name: &str, flag: Option<&str>, dir: &Path) ->
     let l = std::mem::ManuallyDrop::new(unsafe { libloading::Library::new(&lib) }.unwrap());
     // SAFETY: the types are those of the source.
     let (get, set) = unsafe { (*l.get(b"standin_get").unwrap(), *l.get(b"standin_set").unwrap()) };
-    // The loader has it; a file for each process would stay behind.
     let driver = Arc::new(SimtDriver::over(family, &path, &path));
     halcyon_hal::Driver::probe(&*driver).unwrap();
     StandIn { driver, path, get, set }

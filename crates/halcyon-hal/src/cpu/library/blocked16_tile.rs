@@ -17,7 +17,7 @@ pub(crate) const HALF: usize = 1024;
 pub(crate) struct Sums(pub [f32; 2 * PIXELS * BLOCK]);
 
 /// One run over all steps (taps of blocks of input channels) of a sum.
-#[cfg_attr(not(target_arch = "x86_64"), allow(dead_code))]
+#[cfg_attr(not(all(target_arch = "x86_64", target_os = "linux")), allow(dead_code))]
 pub(crate) struct Steps<'a> {
     /// From a pixel's place to what each step reads, in bytes.
     pub offsets: &'a [isize],
