@@ -44,6 +44,12 @@ pub const LANES: &[Lane] = &[
         present: || quiet(Command::new("qemu-aarch64").arg("--version")),
     },
     Lane {
+        name: "lane-cxx",
+        purpose: "the CUDA and ROCm drivers over libraries that stand in for the vendors'",
+        packages: &["g++"],
+        present: || quiet(Command::new("c++").arg("--version")),
+    },
+    Lane {
         name: "lane-hiprtc",
         purpose: "compiling the HIP dialect without a GPU",
         packages: &["libamdhip64-5", "libhiprtc-builtins5", "rocm-device-libs"],
