@@ -92,6 +92,18 @@ fn what_fails_is_an_error_and_nothing_is_left() {
         assert!(v != ANSWER && v.iter().zip(ANSWER).filter(|(a, b)| **a != *b).count() == 1, "{kind}: {v:?}");
         s.set("falsify", -1);
 
+        // Many writes and no event: locked pages are used again.
+        let d = s.driver.open(0, &Options::default()).unwrap();
+        let (b, t) =
+            (d.alloc(8 << 20, Tag::Io).unwrap(), d.create_stream(&StreamOptions::default()).unwrap());
+        for i in 0..24u8 {
+            t.write(&b, 0, Arc::new(vec![i; 8 << 20])).unwrap();
+        }
+        assert!((1..=10).contains(&s.get("pages")), "{kind}: {} pieces", s.get("pages"));
+        assert!(t.read(&b, 0, 8 << 20).unwrap().take().unwrap().iter().all(|v| *v == 23), "{kind}");
+        drop((b, t, d));
+        settled();
+
         // The device is lost in the middle.
         let d = s.driver.open(0, &Options::default()).unwrap();
         let b = d.alloc(64, Tag::Io).unwrap();

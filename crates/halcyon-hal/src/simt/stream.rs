@@ -289,6 +289,11 @@ impl Stream for SimtStream {
         let made = self.ordered(|| b.writing(), write);
         since.written.push(pages);
         made?;
+        // Without an event for long, the pages would be ever more.
+        if since.written.iter().map(|p| p.0).sum::<usize>() > KEPT {
+            self.queue.finish()?;
+            since.written.drain(..).for_each(|p| self.shared.staging.give(p));
+        }
         Counts::add(&self.shared.counts.uploads, 1);
         Counts::add(&self.shared.counts.uploaded_bytes, bytes.len() as u64);
         Ok(())
