@@ -450,9 +450,9 @@ fn checks(context: &Context) -> Outcome {
     Outcome::Tests(total, if bad.is_empty() { String::new() } else { format!("failed: {}", bad.join(", ")) })
 }
 
-/// What ResNet-50 gains by a transformation, at the least, on one thread, with AVX-512 and without. Blocked layouts gain 1.7 and 1.03 to
-/// 1.11: the latter is within what a busy machine decides, so there they must not lose a tenth.
-const GAINS: &[(&str, f64, f64)] = &[("blocked layouts", 1.3, 0.9), ("packed constants", 1.15, 1.15)];
+/// What ResNet-50 gains by a transformation, at the least, on one thread, with AVX-512 and without. Blocked layouts gain 1.25 to
+/// 1.7 and 1.03 to 1.11, by processor: the latter is within what a busy machine decides, so there they must not lose a tenth.
+const GAINS: &[(&str, f64, f64)] = &[("blocked layouts", 1.15, 0.9), ("packed constants", 1.15, 1.15)];
 
 /// The receipts of ResNet-50, measured twice: within 15 % of each other, with what does not depend on time equal, and the large gains
 /// lost without their transformation.
