@@ -104,6 +104,22 @@ fn what_fails_is_an_error_and_nothing_is_left() {
         drop((b, t, d));
         settled();
 
+        // Times of a stream span all of its commands, however many there were.
+        let d = s.driver.open(0, &Options::default()).unwrap();
+        let t = d.create_stream(&StreamOptions { profile: true, ..StreamOptions::default() }).unwrap();
+        let (a, b) = (d.alloc(64, Tag::Io).unwrap(), d.alloc(64, Tag::Io).unwrap());
+        let copy = || Command::Copy { src: &a, src_offset: 0, dst: &b, dst_offset: 0, bytes: 64 };
+        for _ in 0..50 {
+            t.submit(&std::array::from_fn::<_, 100, _>(|_| copy())).unwrap();
+        }
+        let e = t.record().unwrap();
+        e.wait().unwrap();
+        let ran = e.elapsed().unwrap();
+        // A microsecond for each of the stand-in's events: two of a command.
+        assert!(ran.end - ran.begin >= 2 * 5000 * 1000 - 1000, "{kind}: {ran:?}");
+        drop((e, t, a, b, d));
+        settled();
+
         // The device is lost in the middle.
         let d = s.driver.open(0, &Options::default()).unwrap();
         let b = d.alloc(64, Tag::Io).unwrap();

@@ -153,7 +153,7 @@ impl SimtDevice {
         let counts = Arc::new(Counts::default());
         let source = SimtSource(context.clone());
         let pool = Pool::new(source, info.id.clone(), options, info.total_memory, counts.clone())?;
-        let queue = Queue::new(&context, pool.clone(), options.profile)?;
+        let queue = Queue::new(&context, pool.clone(), options.profile, false)?;
         let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join(api.family.kind.id()));
         Ok(SimtDevice {
             host: Account::new(&info.id, options),
@@ -370,7 +370,7 @@ impl Device for SimtDevice {
 
     /// A queue of its own. Whether it runs beside the others is the hardware's decision.
     fn create_stream(&self, options: &StreamOptions) -> Result<Arc<dyn Stream>> {
-        let queue = Queue::new(&self.shared.context, self.pool.clone(), options.profile)?;
+        let queue = Queue::new(&self.shared.context, self.pool.clone(), options.profile, true)?;
         if self.shared.origin.get().is_none() {
             let stamp = queue.stamp()?;
             self.shared.origin.get_or_init(|| stamp);

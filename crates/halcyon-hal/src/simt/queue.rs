@@ -135,6 +135,8 @@ pub struct Queue {
     fault: Memory,
     pool: Arc<Pool<SimtSource>>,
     profile: bool,
+    /// It is a stream's: the times of its commands are told together.
+    spans: bool,
     state: Mutex<State>,
 }
 
@@ -151,7 +153,12 @@ pub struct Submission<'a> {
 }
 
 impl Queue {
-    pub fn new(context: &Arc<Context>, pool: Arc<Pool<SimtSource>>, profile: bool) -> Result<Queue> {
+    pub fn new(
+        context: &Arc<Context>,
+        pool: Arc<Pool<SimtSource>>,
+        profile: bool,
+        spans: bool,
+    ) -> Result<Queue> {
         let fault = Memory::new(context, 4).map_err(|what| Error::Driver {
             device: context.id.clone(),
             call: "allocating four bytes".into(),
@@ -162,7 +169,8 @@ impl Queue {
         // SAFETY: one handle is written.
         let code = unsafe { (context.api.f.stream_create)(&mut raw, sys::NON_BLOCKING) };
         context.check("creating a stream", code)?;
-        let q = Queue { context: context.clone(), raw, fault, pool, profile, state: Mutex::default() };
+        let state = Mutex::default();
+        let q = Queue { context: context.clone(), raw, fault, pool, profile, spans, state };
         // SAFETY: four bytes of an allocation of four.
         let code = unsafe { (context.api.f.fill)(q.fault.at, 0, 4, raw) };
         context.check("clearing the fault word", code)?;
@@ -400,7 +408,16 @@ impl Submission<'_> {
         }
         self.state.stamps.push(stamps);
         if self.state.stamps.len() >= MANY_EVENTS {
-            self.queue.settle(&mut self.state)?;
+            match self.queue.spans {
+                // Its first and its last command are what is told of a stream.
+                true => {
+                    let mut all = std::mem::take(&mut self.state.stamps).into_iter().flatten();
+                    let first = all.next();
+                    let last = all.last();
+                    self.state.stamps = first.into_iter().chain(last).map(Some).collect();
+                }
+                false => self.queue.settle(&mut self.state)?,
+            }
         }
         Ok(())
     }
