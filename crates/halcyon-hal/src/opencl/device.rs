@@ -69,7 +69,7 @@ impl OpenClDevice {
         let (max, alignment) = (caps.max_binding_bytes, adapter.alignment());
         let source = ClSource { api, context: context.clone(), max, alignment };
         let pool = Pool::new(source, info.id.clone(), options, info.total_memory, counts.clone())?;
-        let queue = Queue::new(&adapter, &context, word, &info.id, pool.clone(), options.profile)?;
+        let queue = Queue::new(&adapter, &context, word, &info.id, pool.clone(), options.profile, false)?;
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let (api, id) = (adapter.api, info.id.clone());
         let shared = Shared::new(api, context.clone(), id, number, counts.clone());
@@ -280,7 +280,7 @@ impl Device for OpenClDevice {
         let failed = |c| sys::driver_error(&self.info.id, "clCreateBuffer", c);
         let word = memory::buffer(self.adapter.api, &self.context, 4).map_err(failed)?;
         let (id, pool) = (&self.info.id, self.pool.clone());
-        let queue = Queue::new(&self.adapter, &self.context, word, id, pool, options.profile)?;
+        let queue = Queue::new(&self.adapter, &self.context, word, id, pool, options.profile, true)?;
         Ok(Arc::new(ClStream::new(&self.shared, &self.queue, queue)?))
     }
 

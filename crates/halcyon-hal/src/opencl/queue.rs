@@ -32,6 +32,8 @@ pub struct Queue {
     /// For the figures of an out-of-memory error.
     pool: Arc<Pool<ClSource>>,
     profile: bool,
+    /// It is a stream's: the times of its commands are told together.
+    spans: bool,
     /// Copies to and from the host read it, so that no buffer moves meanwhile; they do not wait for each other.
     moves: RwLock<()>,
     state: Mutex<State>,
@@ -55,6 +57,7 @@ impl Queue {
         id: &str,
         pool: Arc<Pool<ClSource>>,
         profile: bool,
+        spans: bool,
     ) -> Result<Queue> {
         let (api, device) = (adapter.api, adapter.device);
         let mut code = 0;
@@ -65,7 +68,7 @@ impl Queue {
         let raw = unsafe { Owned::new(raw, code, api.clReleaseCommandQueue) }
             .map_err(|c| sys::driver_error(id, "clCreateCommandQueue", c))?;
         let (raw, moves, state) = (Arc::new(raw), RwLock::default(), Mutex::default());
-        let q = Queue { api, raw, fault, id: id.into(), pool, profile, moves, state };
+        let q = Queue { api, raw, fault, id: id.into(), pool, profile, spans, moves, state };
         q.write_raw(q.fault.raw(), 0, &0u32.to_ne_bytes())?;
         Ok(q)
     }
@@ -408,7 +411,16 @@ impl Submission<'_> {
         };
         self.state.events.push(event);
         if self.state.events.len() >= MANY_EVENTS {
-            self.queue.settle(&mut self.state)?;
+            match self.queue.spans {
+                // Its first and its last command are what is told of a stream.
+                true => {
+                    let mut all = std::mem::take(&mut self.state.events).into_iter().flatten();
+                    let first = all.next();
+                    let last = all.last();
+                    self.state.events = first.into_iter().chain(last).map(Some).collect();
+                }
+                false => self.queue.settle(&mut self.state)?,
+            }
         }
         Ok(())
     }
