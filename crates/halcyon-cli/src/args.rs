@@ -1,6 +1,7 @@
 //! Arguments, and what several commands share.
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use halcyon::hal::DeviceName;
 use halcyon::ir::passes;
 use halcyon::{
     AmpPolicy, Backend, BackendBuilder, BackendType, Error, Fallback, Level, MemoryPoolConfig, Policy,
@@ -69,7 +70,7 @@ pub enum Command {
 /// Which device, and how it is used.
 #[derive(Args, Debug, Clone)]
 pub struct BackendArgs {
-    /// Backend: auto takes the best that is there; any other name is that backend or an error
+    /// Backend: auto takes the best that is there; any other name is that backend or an error. NAME:N is its device N
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub backend: String,
     /// Number of the backend's device (see `halcyon devices`)
@@ -117,7 +118,11 @@ pub struct BackendArgs {
 
 impl BackendArgs {
     pub fn kind(&self) -> Result<BackendType> {
-        self.backend.parse()
+        Ok(self.named()?.backend)
+    }
+
+    fn named(&self) -> Result<DeviceName> {
+        named(&self.backend, self.device)
     }
 
     pub fn level(&self) -> Result<Level> {
@@ -144,8 +149,9 @@ impl BackendArgs {
 
     /// The settings, nothing opened.
     pub fn builder(&self, level: Level, without: Option<&str>, profile: bool) -> Result<BackendBuilder> {
-        let mut b = Backend::builder().backend_type(self.kind()?).level(level).profile(profile);
-        if let Some(n) = self.device {
+        let DeviceName { backend, index } = self.named()?;
+        let mut b = Backend::builder().backend_type(backend).level(level).profile(profile);
+        if let Some(n) = index {
             b = b.device(n);
         }
         if let Some(p) = &self.backends {
@@ -189,6 +195,17 @@ impl BackendArgs {
         self.memory_limit.as_deref().map(bytes).transpose()?;
         self.memory_pool.as_deref().map(str::parse::<MemoryPoolConfig>).transpose()?;
         self.without.iter().try_for_each(|n| transformation(n).map(drop))
+    }
+}
+
+/// A device by its name, or by its backend's name and its number.
+pub fn named(backend: &str, device: Option<usize>) -> Result<DeviceName> {
+    let d: DeviceName = backend.parse()?;
+    match (d.index, device) {
+        (Some(i), Some(n)) if i != n => {
+            Err(Error::argument("--device", format!("{n} was given, and {i} by --backend {backend}")))
+        }
+        (i, n) => Ok(DeviceName { index: i.or(n), ..d }),
     }
 }
 

@@ -1,6 +1,9 @@
 //! `halcyon doctor`: what works passes, what is broken fails with the step, and nothing takes the command down.
 
 mod common;
+#[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm"))]
+#[path = "../../halcyon-hal/tests/common/standin.rs"]
+mod standin;
 
 use common::*;
 use serde_json::Value;
@@ -283,4 +286,55 @@ fn settings_of_the_user_do_not_change_the_verdict() {
     let mut c = doctor(&["--backend", "opencl"]);
     c.env("HALCYON_CONFIG", &file).env("HALCYON_OPENCL_LIBRARY", "/nowhere/libNone.so");
     assert_eq!(finish(&mut c).code, 2);
+}
+
+/// A machine with one vendor's GPU, whose libraries are stand-ins that the environment names: found in a child, examined, chosen, used.
+#[test]
+#[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm"))]
+fn a_gpu_is_found_examined_chosen_and_used() {
+    const SEVEN: [&str; 4] = ["run", "models/digits.onnx", "--input", "models/digit-7.png"];
+    let paths = standin::paths();
+    for there in paths.iter().map(|(family, _)| family.kind.id()) {
+        // With the compiler or without it.
+        let on = |args: &[&str], compiler: bool| {
+            let mut c = command(args);
+            c.env("HALCYON_CONFIG", "off").env("HALCYON_CACHE", "off").env_remove("HALCYON_BACKENDS");
+            for (family, path) in &paths {
+                let it = |wanted: bool| if wanted { path } else { "/nowhere/libNone.so" };
+                let here = family.kind.id() == there;
+                c.env(family.library_variable, it(here)).env(family.compiler_variable, it(here && compiler));
+            }
+            finish(&mut c)
+        };
+        let v = on(&["devices", "--json"], true).ok().json();
+        let d = &row(&v, there)["devices"];
+        assert_eq!(d.as_array().map(Vec::len), Some(2), "{v:#}");
+        assert_eq!((&d[1]["id"], &d[1]["software"]), (&format!("{there}:1").into(), &false.into()), "{d:#}");
+
+        let v = on(&["doctor", "--backend", there, "--json"], true).ok().json();
+        let s = section(&v, there);
+        assert_eq!(s["status"], "pass", "{v:#}");
+        for check in ["library", "device", "open", "kernel", "copies", "product"] {
+            let is = |l: &&Value| l["check"] == check && l["status"] == "pass";
+            assert!(lines(s).iter().any(|l| is(&l)), "{check}: {s:#}");
+        }
+
+        // Nobody asks for it, and it comes before the CPU.
+        let v = on(&[&SEVEN[..], &["--json"]].concat(), true).ok().json();
+        assert_eq!(v["backend"]["id"], format!("{there}:0"), "{v:#}");
+        assert!(on(&SEVEN, true).ok().out.contains('7'));
+        let v =
+            on(&["run", SEVEN[1], "--input", SEVEN[3], "--backend", &format!("{there}:1"), "--json"], true);
+        assert_eq!(v.ok().json()["backend"]["id"], format!("{there}:1"));
+
+        // Kernels could not be built, so it is another's turn, and the reason is told.
+        let v = on(&[&SEVEN[..], &["--json"]].concat(), false).ok().json();
+        let all = v["backend"]["candidates"].as_array().expect("candidates");
+        let it = all.iter().find(|c| c["backend"] == there).expect("it was looked at");
+        assert!(it["rejected"].as_str().is_some_and(|r| r.contains("/nowhere/libNone.so")), "{v:#}");
+        on(&[&SEVEN[..], &["--backend", there]].concat(), false)
+            .fails(4, &["/nowhere/libNone.so", "Install"]);
+        let v = on(&["doctor", "--backend", there, "--json"], false);
+        assert_eq!(v.code, 2, "{v:?}");
+    }
 }

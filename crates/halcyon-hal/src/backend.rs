@@ -167,9 +167,43 @@ impl TryFrom<String> for BackendType {
     }
 }
 
+/// A backend by any of its names, and which of its devices where a number follows: `cuda`, `cuda:1`.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DeviceName {
+    pub backend: BackendType,
+    pub index: Option<usize>,
+}
+
+impl FromStr for DeviceName {
+    type Err = Error;
+    fn from_str(s: &str) -> Result<DeviceName> {
+        let Some((name, number)) = s.split_once(':') else {
+            return Ok(DeviceName { backend: s.parse()?, index: None });
+        };
+        let backend: BackendType = name.parse()?;
+        let bad = |what: &str| Error::argument("backend", format!("\"{s}\" {what}; write cuda or cuda:1"));
+        let index = number.trim().parse().map_err(|_| bad("has no number of a device behind the colon"))?;
+        match backend {
+            BackendType::Auto => Err(bad("has a number, and auto is no one backend")),
+            _ => Ok(DeviceName { backend, index: Some(index) }),
+        }
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_device_is_named_by_backend_and_number() {
+        let is = |s: &str| s.parse::<DeviceName>().map(|d| (d.backend, d.index));
+        assert_eq!(is("cuda").unwrap(), (BackendType::Cuda, None));
+        assert_eq!(is("NVIDIA: 1").unwrap(), (BackendType::Cuda, Some(1)));
+        assert_eq!(is("auto").unwrap(), (BackendType::Auto, None));
+        for bad in ["cuda:", "cuda:x", "cuda:-1", "cuda:0:1", "auto:0", ":0", "cudda:0"] {
+            assert_eq!(is(bad).unwrap_err().exit_code(), 2, "{bad}");
+        }
+    }
 
     #[test]
     fn every_backend_has_a_row_and_its_names_parse() {

@@ -50,7 +50,7 @@ pub mod validate;
 #[cfg(all(feature = "webgpu", not(target_arch = "wasm32")))]
 pub mod webgpu;
 
-pub use backend::BackendType;
+pub use backend::{BackendType, DeviceName};
 pub use halcyon_ir::error::{Error, Result};
 pub use halcyon_ir::host;
 pub use halcyon_ir::target::{Caps, Declined, LibraryCall, LibraryKernel, Operand, Target};

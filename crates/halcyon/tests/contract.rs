@@ -13,6 +13,9 @@ mod s1;
 mod s3;
 #[path = "contract/s4.rs"]
 mod s4;
+#[cfg(all(unix, feature = "cuda", feature = "rocm"))]
+#[path = "../../halcyon-hal/tests/common/standin.rs"]
+mod standin;
 
 use halcyon::prelude::*;
 use halcyon::{AllocationStrategy, BackendType as B, ConstData, Error, Fallback, MemoryPoolConfig, Policy};

@@ -1,7 +1,7 @@
 //! `halcyon replay`: what went wrong, once more.
 
 use super::verify::{DIFFERS, reference};
-use crate::args::ReplayArgs;
+use crate::args::{ReplayArgs, named};
 use crate::report::{self, number};
 use halcyon::verify::{Outcome, Recorded, Replay, Replayed};
 use halcyon::{Backend, BackendType, Level, Result};
@@ -9,18 +9,17 @@ use serde_json::json;
 use std::fmt::Write;
 
 pub fn main(a: &ReplayArgs) -> Result<u8> {
-    let named = a.backend.as_deref().map(str::parse::<BackendType>).transpose()?;
+    let device = a.backend.as_deref().map(|b| named(b, a.device)).transpose()?;
     let level = a.level.as_deref().map(str::parse::<Level>).transpose()?;
     let right: BackendType = a.reference.parse()?;
     let replay = Replay::read(&a.file)?;
     let about = &replay.about;
     let mut b = about.backend();
-    if let Some(kind) = named {
-        b = b.backend_type(kind).device(0);
-    }
-    if let Some(n) = a.device {
-        b = b.device(n);
-    }
+    b = match (device, a.device) {
+        (Some(d), _) => b.backend_type(d.backend).device(d.index.unwrap_or(0)),
+        (None, Some(n)) => b.device(n),
+        (None, None) => b,
+    };
     let backend = b.level(level.unwrap_or(about.level)).build()?;
     let done = replay.run(&backend, &reference(Backend::builder().backend_type(right))?)?;
     let again = !matches!(done.outcome, Outcome::Agrees);

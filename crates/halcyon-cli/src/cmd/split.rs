@@ -2,6 +2,7 @@
 
 use crate::args::{BackendArgs, SplitArgs};
 use crate::report::{figures, size, time};
+use halcyon::hal::DeviceName;
 use halcyon::ir::Graph;
 use halcyon::split::{Placement, Split, by_layers, by_support};
 use halcyon::{Backend, BackendType, Error, Fallback, Result};
@@ -34,15 +35,11 @@ fn parts(text: &str) -> Result<Vec<Part>> {
         if !share.is_finite() || share <= 0.0 {
             return Err(bad("has a share that is not above 0"));
         }
-        let (name, number) = match device.split_once(':') {
-            Some((n, k)) => (n, Some(k.trim().parse().map_err(|_| bad("has no number of a device"))?)),
-            None => (device, None),
-        };
-        let backend: BackendType = name.parse()?;
+        let DeviceName { backend, index } = device.parse()?;
         if backend == BackendType::Auto {
             return Err(bad("names no backend"));
         }
-        Ok(Part { backend, device: number, share })
+        Ok(Part { backend, device: index, share })
     };
     let all = text.split(',').map(str::trim).map(one).collect::<Result<Vec<_>>>()?;
     if all.len() < 2 {

@@ -34,41 +34,64 @@ impl StandIn {
     }
 }
 
-/// Both, or none where there is no C++ compiler, which HALCYON_REQUIRE_LANES=1 does not allow.
+/// A stand-in's backend, file name and flag.
+type Row = (&'static Family, &'static str, Option<&'static str>);
+
+static ROWS: [Row; 2] = [(&cuda::CUDA, "cuda", None), (&rocm::ROCM, "hip", Some("-DSTANDIN_HIP"))];
+
+/// The folder for what is built, or `None` where there is no C++ compiler, which HALCYON_REQUIRE_LANES=1 does not allow.
+fn folder() -> Option<PathBuf> {
+    let compiler = Command::new("c++").arg("--version").output();
+    if !cfg!(target_os = "linux") || compiler.is_err() {
+        assert!(std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"), "c++ is not there");
+        eprintln!("skipped on the stand-ins of cuda and rocm: there is no c++");
+        return None;
+    }
+    Some(Path::new(env!("CARGO_TARGET_TMPDIR")).join("standin"))
+}
+
+/// Both, or none where they cannot be built.
 pub fn all() -> Vec<Arc<StandIn>> {
     static BUILT: LazyLock<Vec<Arc<StandIn>>> = LazyLock::new(|| {
-        let compiler = Command::new("c++").arg("--version").output();
-        if !cfg!(target_os = "linux") || compiler.is_err() {
-            assert!(std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"), "c++ is not there");
-            eprintln!("skipped on the stand-ins of cuda and rocm: there is no c++");
-            return vec![];
-        }
-        let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("standin");
-        let all = [(&cuda::CUDA, "cuda", None), (&rocm::ROCM, "hip", Some("-DSTANDIN_HIP"))];
-        all.map(|(family, name, flag)| Arc::new(build(family, name, flag, &dir))).into()
+        let Some(dir) = folder() else { return vec![] };
+        ROWS.iter().map(|row| Arc::new(load(row, &dir))).collect()
+    });
+    BUILT.clone()
+}
+
+/// Backends with the paths of their libraries, for another process to load; none where they cannot be built.
+pub fn paths() -> Vec<(&'static Family, String)> {
+    static BUILT: LazyLock<Vec<(&'static Family, String)>> = LazyLock::new(|| {
+        let Some(dir) = folder() else { return vec![] };
+        ROWS.iter().map(|row| (row.0, build(row, &dir).display().to_string())).collect()
     });
     BUILT.clone()
 }
 
 /// Each process has a library of its own: it has a state.
-fn build(family: &'static Family, name: &str, flag: Option<&str>, dir: &Path) -> StandIn {
+fn build((_, name, flag): &Row, dir: &Path) -> PathBuf {
     let modules = dir.join("modules");
     std::fs::create_dir_all(&modules).unwrap();
     let sources = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../halcyon-hal/tests/simt");
     let lib = dir.join(format!("{name}-{}.so", std::process::id()));
     let mut c = Command::new("c++");
-    c.args(["-std=c++17", "-O2", "-Wall", "-Werror", "-fPIC", "-shared"]).args(flag);
+    c.args(["-std=c++17", "-O2", "-Wall", "-Werror", "-fPIC", "-shared"]).args(*flag);
     c.arg(format!("-DH_KERNEL=\"{}\"", sources.join("kernel.h").display()));
     c.arg(format!("-DH_FOLDER=\"{}\"", modules.display()));
     c.arg("-o").arg(&lib).arg(sources.join("standin.cpp")).arg("-ldl");
     let done = c.output().unwrap();
     assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    lib
+}
+
+fn load(row: &Row, dir: &Path) -> StandIn {
+    let lib = build(row, dir);
     let path = lib.display().to_string();
     // SAFETY: the library was built just now; it has no initialisers but of its own state. It stays.
     let l = std::mem::ManuallyDrop::new(unsafe { libloading::Library::new(&lib) }.unwrap());
     // SAFETY: the types are those of the source.
     let (get, set) = unsafe { (*l.get(b"standin_get").unwrap(), *l.get(b"standin_set").unwrap()) };
-    let driver = Arc::new(SimtDriver::over(family, &path, &path));
+    let driver = Arc::new(SimtDriver::over(row.0, &path, &path));
     halcyon_hal::Driver::probe(&*driver).unwrap();
     StandIn { driver, path, get, set }
 }

@@ -109,3 +109,60 @@ fn s0_07_errors_have_a_kind_and_say_what_to_do() {
     assert!(matches!(e.error(), Error::Unavailable { tried, .. } if tried.len() == 1));
     assert_eq!(Error::from(e).exit_code(), 4);
 }
+
+/// Rows 2 to 4 over the drivers themselves: the machine of each process has one vendor's libraries, or neither's.
+#[test]
+#[cfg(all(unix, feature = "cuda", feature = "rocm"))]
+fn s0_02_s0_03_over_the_drivers() {
+    use halcyon::Tensor;
+    let test = "s0::s0_02_s0_03_over_the_drivers";
+    // The further processes: this test again.
+    if let Ok(there) = std::env::var("HALCYON_S0_02") {
+        // What CUDA's stack is called, and what ROCm's.
+        for (name, twin) in [("cuda", "rocm"), ("rocm", "cuda")] {
+            if there == twin {
+                let e = resolve_device(name).unwrap_err();
+                assert!(e.to_string().contains(&format!("Use \"{twin}\"")), "{e}");
+                assert_eq!(kind(e), Kind::Mismatch);
+            } else if there.is_empty() {
+                let e = resolve_device(name).unwrap_err();
+                assert!(e.to_string().contains("/nowhere/"), "{e}");
+                assert_eq!(kind(e), Kind::MissingRuntime);
+            } else {
+                let d = resolve_device(name).unwrap();
+                assert!(d.name.starts_with("Stand-in"), "{d:?}");
+                assert_eq!(d.torch_device().as_deref(), Some("cuda:0"));
+                let c = configure_backend(name, &d, false).unwrap();
+                assert_eq!(c.backend.id(), format!("{name}:0"));
+                assert_eq!(c.backend.lower_options().precision, MatmulPrecision::High);
+                let (text, tf32) = (c.to_string(), if name == "cuda" { "on" } else { "off" });
+                for line in [format!("TF32:              {tf32}"), "matmul precision:  High".into()] {
+                    assert!(text.contains(&line), "{line} is not in\n{text}");
+                }
+                let capability = d.compute_capability.as_deref().expect("the driver tells it");
+                assert!(text.contains(&format!("capability:        {capability}")), "{text}");
+                let x = Tensor::from_slice(&c.backend, [2, 2], &[1.0f32, 2.0, 3.0, 4.0]).unwrap();
+                assert_eq!(x.matmul(&x).to_vec::<f32>().unwrap(), [7.0, 10.0, 15.0, 22.0]);
+                assert_eq!(kind(configure_backend(twin, &d, false).unwrap_err()), Kind::Mismatch);
+            }
+        }
+        println!("\nS0.2 {there}");
+        return;
+    }
+    let paths = crate::standin::paths();
+    if paths.is_empty() {
+        return;
+    }
+    for there in ["cuda", "rocm", ""] {
+        let mut c = std::process::Command::new(std::env::current_exe().unwrap());
+        c.args([test, "--exact", "--nocapture"]).env("HALCYON_S0_02", there).env("HALCYON_CACHE", "off");
+        for (family, path) in &paths {
+            let it = if family.kind.id() == there { path } else { "/nowhere/libNone.so" };
+            c.env(family.library_variable, it).env(family.compiler_variable, it);
+        }
+        let o = c.output().unwrap();
+        let out = String::from_utf8(o.stdout).unwrap();
+        let ran = o.status.success() && out.contains(&format!("\nS0.2 {there}\n"));
+        assert!(ran, "{there}: {out}{}", String::from_utf8_lossy(&o.stderr));
+    }
+}

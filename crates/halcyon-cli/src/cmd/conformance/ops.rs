@@ -1,12 +1,13 @@
 //! `halcyon conformance ops`: the op table on this machine.
 
 use super::{Failed, Quiet, caught};
-use crate::args::OpsArgs;
+use crate::args::{OpsArgs, named};
 use crate::cmd::bench::limits::{Limit, Limits};
 use crate::cmd::bench::works;
 use crate::cmd::bench::{percent, three};
 use crate::cmd::{backend_json, backend_text, level_text};
 use crate::report::{self, Progress, figures, number};
+use halcyon::hal::DeviceName;
 use halcyon::optable::check::{self, has};
 use halcyon::optable::{self, Case, Errors, Rng, Row};
 use halcyon::{Backend, BackendType, DType, Error, Level, Result, Session};
@@ -61,7 +62,7 @@ struct Cell {
 }
 
 pub fn main(a: &OpsArgs) -> Result<u8> {
-    let kind: BackendType = a.backend.parse()?;
+    let DeviceName { backend: kind, index } = named(&a.backend, a.device)?;
     let level: Level = a.level.parse()?;
     let dtypes: Vec<DType> = a.dtypes.iter().map(|d| dtype(d)).collect::<Result<_>>()?;
     if !(a.tolerance > 0.0 && a.tolerance.is_finite()) {
@@ -69,7 +70,7 @@ pub fn main(a: &OpsArgs) -> Result<u8> {
     }
     let rows = chosen(&a.ops)?;
     let mut b = Backend::builder().backend_type(kind).level(level).amp(halcyon::AmpPolicy::None);
-    if let Some(n) = a.device {
+    if let Some(n) = index {
         b = b.device(n);
     }
     if let Some(n) = a.threads {
