@@ -26,6 +26,10 @@ pub(crate) trait Fenced {
     fn mark(&self) -> Result<Self::Mark>;
     /// Waits for all that was enqueued.
     fn finish(&self) -> Result<()>;
+    /// Hands over what was enqueued, so that other queues may wait for it.
+    fn flush(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// What the queues of one device know of each other.
@@ -90,6 +94,17 @@ impl<M: Mark> Lanes<M> {
         access: impl FnOnce() -> Access,
         f: impl FnOnce() -> Result<R>,
     ) -> Result<(Arc<M>, R)> {
+        self.marked(lane, queue, access, || f().map(|r| (None, r)))
+    }
+
+    /// [`Lanes::ordered`] for work that may know the point of its end.
+    pub fn marked<R>(
+        &self,
+        lane: u64,
+        queue: &impl Fenced<Mark = M>,
+        access: impl FnOnce() -> Access,
+        f: impl FnOnce() -> Result<(Option<M>, R)>,
+    ) -> Result<(Arc<M>, R)> {
         let mut t = self.lock();
         // Asked with the lock: nothing moves meanwhile.
         let mut access = access();
@@ -99,10 +114,15 @@ impl<M: Mark> Lanes<M> {
         if !before.is_empty() {
             queue.behind(&before)?;
         }
-        let made = f();
         // What was enqueued before an error runs too.
-        let end = Arc::new(queue.mark()?);
+        let (end, made) = match f() {
+            Ok((Some(m), r)) => (m, Ok(r)),
+            Ok((None, r)) => (queue.mark()?, Ok(r)),
+            Err(e) => (queue.mark()?, Err(e)),
+        };
+        let end = Arc::new(end);
         t.enter(lane, access, end.clone());
+        queue.flush()?;
         Ok((end, made?))
     }
 
@@ -114,6 +134,17 @@ impl<M: Mark> Lanes<M> {
         f: impl FnOnce() -> Result<R>,
     ) -> Result<(Arc<M>, R)> {
         self.ordered(OWN, queue, access, f)
+    }
+
+    /// [`Lanes::marked`] for the device's own queue.
+    #[cfg(feature = "opencl")]
+    pub fn own_marked<R>(
+        &self,
+        queue: &impl Fenced<Mark = M>,
+        access: impl FnOnce() -> Access,
+        f: impl FnOnce() -> Result<(Option<M>, R)>,
+    ) -> Result<(Arc<M>, R)> {
+        self.marked(OWN, queue, access, f)
     }
 
     /// Runs `f` while no queue has work under way and none gets any, but for calls that found no streams, which the queue's own locks

@@ -27,7 +27,7 @@ pub mod cuda;
 mod hazard;
 pub mod heap;
 pub mod host_buffer;
-#[cfg(all(any(feature = "cuda", feature = "rocm"), not(target_arch = "wasm32")))]
+#[cfg(all(any(feature = "cuda", feature = "opencl", feature = "rocm"), not(target_arch = "wasm32")))]
 mod lanes;
 pub mod noop;
 #[cfg(all(feature = "opencl", not(target_arch = "wasm32")))]

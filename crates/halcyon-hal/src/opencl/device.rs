@@ -4,10 +4,12 @@ use super::adapter::Adapter;
 use super::memory::{self, ClBuffer, ClPages, ClSource};
 use super::program::{Builder, ClProgram};
 use super::queue::Queue;
-use super::stream::{ClStream, Shared};
+use super::stream::{ClStream, Point, Shared};
 use super::sys::{self, Owned};
 use crate::cache::{self, DiskCache};
+use crate::hazard::Access;
 use crate::host_buffer::{Account, Pages};
+use crate::lanes::Mark;
 use crate::pool::Pool;
 use crate::validate::{self, Signature};
 use crate::{
@@ -88,6 +90,12 @@ impl OpenClDevice {
             disk: dir.map(|d| DiskCache::new(d, cache::DEFAULT_LIMIT)),
             number,
         })
+    }
+
+    /// Enqueues one command of the device's own queue in order with streams; the point of its end.
+    fn own(&self, access: impl FnOnce() -> Access, f: impl FnOnce() -> Result<Owned>) -> Result<Arc<Point>> {
+        let f = || f().map(|e| (Some(self.queue.point(e)), ()));
+        self.shared.lanes.own_marked(&self.queue, access, f).map(|(point, ())| point)
     }
 
     /// Compiles source text, or takes its binary from the disk cache.
@@ -179,7 +187,7 @@ impl Device for OpenClDevice {
     }
 
     fn defragment(&self) -> Result<Defragmented> {
-        self.shared.still(|| self.queue.defragment(&self.context))
+        self.shared.lanes.still(|| self.queue.defragment(&self.context))
     }
 
     fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
@@ -192,14 +200,13 @@ impl Device for OpenClDevice {
     fn write(&self, dst: &BufferRef, offset: usize, src: &[u8]) -> Result<()> {
         let b = self.shared.buffer("write", dst)?;
         validate::range("write", dst.bytes(), offset, src.len())?;
-        match self.shared.alone(|| self.queue.write(b, offset, src)) {
+        match self.shared.lanes.alone(|| self.queue.write(b, offset, src)) {
             Some(r) => r?,
             None if src.is_empty() => {}
             None => {
                 // SAFETY: the range was checked, and `src` outlives the wait.
-                let write = || Ok((Some(unsafe { self.queue.write_later(b, offset, src)? }), ()));
-                let (event, ()) = self.shared.own(&self.queue, || b.writing(), write)?;
-                self.shared.await_event(&event)?;
+                let write = || unsafe { self.queue.write_later(b, offset, src) };
+                self.own(|| b.writing(), write)?.wait()?;
             }
         }
         Counts::add(&self.counts.uploads, 1);
@@ -210,15 +217,15 @@ impl Device for OpenClDevice {
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()> {
         let b = self.shared.buffer("read", src)?;
         validate::range("read", src.bytes(), offset, dst.len())?;
-        match self.shared.alone(|| self.queue.read(b, offset, dst)) {
+        match self.shared.lanes.alone(|| self.queue.read(b, offset, dst)) {
             Some(r) => r?,
             None if dst.is_empty() => self.queue.finish()?,
             None => {
                 let (to, n) = (dst.as_mut_ptr(), dst.len());
                 // SAFETY: the range was checked, and `dst` outlives the wait, which an error makes too.
-                let read = || Ok((Some(unsafe { self.queue.read_later(b, offset, to, n)? }), ()));
-                match self.shared.own(&self.queue, || b.reading(), read) {
-                    Ok((event, ())) => self.shared.await_event(&event)?,
+                let read = || unsafe { self.queue.read_later(b, offset, to, n) };
+                match self.own(|| b.reading(), read) {
+                    Ok(point) => point.wait()?,
                     Err(e) => {
                         self.queue.finish()?;
                         return Err(e);
@@ -260,18 +267,16 @@ impl Device for OpenClDevice {
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         let enqueue = || self.shared.enqueue(&self.queue, commands);
-        match self.shared.alone(enqueue) {
+        let s = &self.shared;
+        match s.lanes.alone(enqueue) {
             Some(r) => r,
-            None => {
-                let access = || self.shared.access(commands);
-                self.shared.own(&self.queue, access, || enqueue().map(|()| (None, ()))).map(drop)
-            }
+            None => s.lanes.own(&self.queue, || s.access(commands), enqueue).map(drop),
         }
     }
 
     fn synchronize(&self) -> Result<()> {
         self.queue.finish()?;
-        self.shared.drain();
+        self.shared.lanes.drain();
         Ok(())
     }
 

@@ -25,10 +25,10 @@ struct State {
 /// One in-order queue and the fault word of its device.
 #[derive(Debug)]
 pub struct Queue {
-    api: &'static Api,
+    pub(super) api: &'static Api,
     raw: Arc<Owned>,
     fault: Owned,
-    id: String,
+    pub(super) id: Arc<str>,
     /// For the figures of an out-of-memory error.
     pool: Arc<Pool<ClSource>>,
     profile: bool,
@@ -83,7 +83,7 @@ impl Queue {
             let m = self.pool.stats();
             let total = m.limit.unwrap_or(0);
             return Err(Error::OutOfMemory {
-                device: self.id.clone(),
+                device: self.id.to_string(),
                 what: format!(
                     "all live buffers, which the driver allocates at first use; {call} gave {}",
                     sys::code_name(code)

@@ -4,18 +4,108 @@ use super::memory::ClBuffer;
 use super::program::ClProgram;
 use super::queue::Queue;
 use super::sys::{self, Api, Handle, Owned};
-use crate::hazard::{Access, Ledger};
+use crate::hazard::Access;
+use crate::lanes::{Fenced, Lanes, Mark};
 use crate::stream::{Progress, Report};
 use crate::validate;
 use crate::{BufferRef, Command, Counts, Download, Error, Event, Result, Stream};
 use halcyon_ir::data::Bytes;
 use std::any::Any;
 use std::ffi::c_void;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// The device's own queue among the lanes of the ledger.
-const OWN: u64 = 0;
+/// A point of a queue.
+#[derive(Debug)]
+pub(crate) struct Point {
+    api: &'static Api,
+    id: Arc<str>,
+    event: Owned,
+}
+
+impl Point {
+    /// What the driver says of it: 0 is done, below that failed.
+    fn status(&self) -> Option<i32> {
+        let mut status = 0i32;
+        // SAFETY: the event is live; the answer is one 32-bit number.
+        let code = unsafe {
+            (self.api.clGetEventInfo)(
+                self.event.raw(),
+                sys::EVENT_COMMAND_EXECUTION_STATUS,
+                4,
+                (&raw mut status).cast(),
+                std::ptr::null_mut(),
+            )
+        };
+        (code == sys::SUCCESS).then_some(status)
+    }
+
+    /// Calls `f` with the status when it is done, on a thread of the driver.
+    fn when_done(&self, f: impl FnOnce(i32) + Send + 'static) -> Result<()> {
+        type Call = Box<dyn FnOnce(i32) + Send>;
+        unsafe extern "system" fn call(_: Handle, status: i32, data: *mut c_void) {
+            // SAFETY: the box that was given away below; OpenCL calls once.
+            let f = unsafe { Box::from_raw(data.cast::<Call>()) };
+            // A panic must not reach the driver.
+            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| f(status))).is_err() {
+                tracing::error!("a callback of an OpenCL event panicked");
+            }
+        }
+        let data = Box::into_raw(Box::new(Box::new(f) as Call));
+        // SAFETY: the event is live, and `call` takes what `data` points at.
+        let code = unsafe {
+            (self.api.clSetEventCallback)(self.event.raw(), sys::COMPLETE, Some(call), data.cast())
+        };
+        if code != sys::SUCCESS {
+            // SAFETY: the driver did not take it, so it is ours again.
+            let f = unsafe { Box::from_raw(data) };
+            // Whatever `f` keeps for the device may go only now.
+            let _ = self.wait();
+            f(code.min(0));
+            return sys::check(&self.id, "clSetEventCallback", code);
+        }
+        Ok(())
+    }
+}
+
+impl Mark for Point {
+    fn is_done(&self) -> bool {
+        self.status().is_some_and(|s| s <= 0)
+    }
+
+    fn wait(&self) -> Result<()> {
+        let raw = self.event.raw();
+        // SAFETY: the event is live.
+        sys::check(&self.id, "clWaitForEvents", unsafe { (self.api.clWaitForEvents)(1, &raw) })
+    }
+}
+
+impl Fenced for Queue {
+    type Mark = Point;
+
+    fn behind(&self, marks: &[Arc<Point>]) -> Result<()> {
+        let raw: Vec<Handle> = marks.iter().map(|m| m.event.raw()).collect();
+        self.barrier(&raw)
+    }
+
+    fn mark(&self) -> Result<Point> {
+        self.marker().map(|e| self.point(e))
+    }
+
+    fn finish(&self) -> Result<()> {
+        Queue::finish(self)
+    }
+
+    fn flush(&self) -> Result<()> {
+        Queue::flush(self)
+    }
+}
+
+impl Queue {
+    /// An event of this queue as a point of it.
+    pub(super) fn point(&self, event: Owned) -> Point {
+        Point { api: self.api, id: self.id.clone(), event }
+    }
+}
 
 /// What the queues of one device share.
 #[derive(Debug)]
@@ -26,17 +116,8 @@ pub(crate) struct Shared {
     /// Tells its buffers and programs from those of other devices.
     pub number: u64,
     pub counts: Arc<Counts>,
-    /// Work under way, each with an event that is done when it is. Memory goes by its numbers: the pool may hand it on while work uses it.
-    /// Whoever enqueues while there are streams holds this lock, also over a kernel's arguments.
-    traffic: Mutex<Ledger<Arc<Owned>>>,
-    /// Streams, until their work is done.
-    streams: AtomicUsize,
-    /// Calls of the device's own queue that found no streams.
-    unseen: AtomicUsize,
-    lanes: AtomicU64,
+    pub lanes: Lanes<Point>,
 }
-
-type Traffic<'a> = MutexGuard<'a, Ledger<Arc<Owned>>>;
 
 impl Shared {
     pub fn new(
@@ -46,17 +127,7 @@ impl Shared {
         number: u64,
         counts: Arc<Counts>,
     ) -> Arc<Shared> {
-        Arc::new(Shared {
-            api,
-            context,
-            id,
-            number,
-            counts,
-            traffic: Mutex::default(),
-            streams: AtomicUsize::new(0),
-            unseen: AtomicUsize::new(0),
-            lanes: AtomicU64::new(OWN),
-        })
+        Arc::new(Shared { api, context, id, number, counts, lanes: Lanes::default() })
     }
 
     pub fn buffer<'a>(&self, call: &str, b: &'a BufferRef) -> Result<&'a ClBuffer> {
@@ -123,167 +194,14 @@ impl Shared {
                 Command::Library { .. } => {}
             }
         }
-        a.settle();
         a
-    }
-
-    fn lock(&self) -> Traffic<'_> {
-        // Every update leaves the ledger whole, so a panic elsewhere does not damage it.
-        self.traffic.lock().unwrap_or_else(|e| e.into_inner())
-    }
-
-    /// Runs a call of the device's own queue that needs no order with streams, because there are none. `None` where there are.
-    pub fn alone<R>(&self, f: impl FnOnce() -> R) -> Option<R> {
-        // Both sides write their own number and then look at the other's, so one of them sees the other.
-        self.unseen.fetch_add(1, Ordering::SeqCst);
-        let _end = Count(&self.unseen);
-        (self.streams.load(Ordering::SeqCst) == 0).then(f)
-    }
-
-    /// Enqueues work behind what it conflicts with. `f` gives the event of its end, or none for that of all that is in the queue.
-    pub fn ordered<R>(
-        &self,
-        lane: u64,
-        queue: &Queue,
-        access: impl FnOnce() -> Access,
-        f: impl FnOnce() -> Result<(Option<Owned>, R)>,
-    ) -> Result<(Arc<Owned>, R)> {
-        let mut t = self.lock();
-        // Asked with the lock: nothing moves meanwhile.
-        let access = access();
-        t.retain(|e| !self.is_done(e.mark.raw()));
-        let before: Vec<Handle> = t.before(lane, &access).map(|e| e.mark.raw()).collect();
-        if !before.is_empty() {
-            queue.barrier(&before)?;
-        }
-        let made = f();
-        // What was enqueued before an error runs too.
-        let end = match &made {
-            Ok((Some(_), _)) => None,
-            _ => Some(queue.marker()?),
-        };
-        let (event, r) = match made {
-            Ok((e, r)) => (e.or(end), Ok(r)),
-            Err(e) => (end, Err(e)),
-        };
-        let event = Arc::new(event.ok_or_else(|| Error::internal("work without an event"))?);
-        t.enter(lane, access, event.clone());
-        // Other queues may wait for it.
-        queue.flush()?;
-        Ok((event, r?))
-    }
-
-    /// [`Shared::ordered`] for the device's own queue.
-    pub fn own<R>(
-        &self,
-        queue: &Queue,
-        access: impl FnOnce() -> Access,
-        f: impl FnOnce() -> Result<(Option<Owned>, R)>,
-    ) -> Result<(Arc<Owned>, R)> {
-        self.ordered(OWN, queue, access, f)
-    }
-
-    fn is_done(&self, event: Handle) -> bool {
-        self.status(event).is_some_and(|s| s <= 0)
-    }
-
-    /// What the driver says of an event: 0 is done, below that failed.
-    fn status(&self, event: Handle) -> Option<i32> {
-        let mut status = 0i32;
-        // SAFETY: the event is live; the answer is one 32-bit number.
-        let code = unsafe {
-            (self.api.clGetEventInfo)(
-                event,
-                sys::EVENT_COMMAND_EXECUTION_STATUS,
-                4,
-                (&raw mut status).cast(),
-                std::ptr::null_mut(),
-            )
-        };
-        (code == sys::SUCCESS).then_some(status)
-    }
-
-    /// Waits for an event of this device.
-    pub fn await_event(&self, event: &Owned) -> Result<()> {
-        let raw = event.raw();
-        // SAFETY: the event is live.
-        sys::check(&self.id, "clWaitForEvents", unsafe { (self.api.clWaitForEvents)(1, &raw) })
-    }
-
-    /// Runs `f` while no queue has work under way and none gets any, but for calls that found no streams, which the queue's own locks
-    /// keep out.
-    pub fn still<R>(&self, f: impl FnOnce() -> Result<R>) -> Result<R> {
-        let mut t = self.lock();
-        let mut open = vec![];
-        t.retain(|e| {
-            open.push(e.mark.clone());
-            false
-        });
-        for e in open {
-            // What failed is told by its own events.
-            if let Err(e) = self.await_event(&e) {
-                tracing::debug!("work of a stream failed: {e}");
-            }
-        }
-        f()
-    }
-
-    /// Waits for the work of streams that is under way. What failed is told by its own events.
-    pub fn drain(&self) {
-        if self.streams.load(Ordering::SeqCst) == 0 {
-            return;
-        }
-        let mut open = vec![];
-        self.lock().retain(|e| {
-            open.push(e.mark.clone());
-            true
-        });
-        for e in open {
-            if let Err(e) = self.await_event(&e) {
-                tracing::debug!("work of a stream failed: {e}");
-            }
-        }
-    }
-
-    /// Calls `f` with the event's status when it is done, on a thread of the driver.
-    fn when_done(&self, event: &Owned, f: impl FnOnce(i32) + Send + 'static) -> Result<()> {
-        type Call = Box<dyn FnOnce(i32) + Send>;
-        unsafe extern "system" fn call(_: Handle, status: i32, data: *mut c_void) {
-            // SAFETY: the box that was given away below; OpenCL calls once.
-            let f = unsafe { Box::from_raw(data.cast::<Call>()) };
-            // A panic must not reach the driver.
-            if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| f(status))).is_err() {
-                tracing::error!("a callback of an OpenCL event panicked");
-            }
-        }
-        let data = Box::into_raw(Box::new(Box::new(f) as Call));
-        // SAFETY: the event is live, and `call` takes what `data` points at.
-        let code =
-            unsafe { (self.api.clSetEventCallback)(event.raw(), sys::COMPLETE, Some(call), data.cast()) };
-        if code != sys::SUCCESS {
-            // SAFETY: the driver did not take it, so it is ours again.
-            let f = unsafe { Box::from_raw(data) };
-            // Whatever `f` keeps for the device may go only now.
-            let _ = self.await_event(event);
-            f(code.min(0));
-            return sys::check(&self.id, "clSetEventCallback", code);
-        }
-        Ok(())
-    }
-}
-
-struct Count<'a>(&'a AtomicUsize);
-
-impl Drop for Count<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::SeqCst);
     }
 }
 
 /// What is behind an [`Event`]: a marker, and what has to be done when it is done, by the driver's callback or by who asks first.
 struct Marker {
     shared: Arc<Shared>,
-    event: Arc<Owned>,
+    point: Arc<Point>,
     report: Arc<Report>,
     open: Mutex<Option<Open>>,
 }
@@ -318,13 +236,13 @@ struct Asked(Arc<Marker>);
 
 impl Progress for Asked {
     fn poll(&self) -> bool {
-        let status = self.0.shared.status(self.0.event.raw()).filter(|s| *s <= 0);
+        let status = self.0.point.status().filter(|s| *s <= 0);
         status.map(|s| self.0.end(s)).is_some()
     }
 
     fn wait(&self) {
         // The marker's status says what became of it.
-        if let Err(e) = self.0.shared.await_event(&self.0.event) {
+        if let Err(e) = self.0.point.wait() {
             tracing::debug!("an event of a stream failed: {e}");
         }
     }
@@ -347,14 +265,8 @@ pub(crate) struct ClStream {
 impl ClStream {
     /// A stream over a queue of its own. `own` is the device's, which has nothing under way afterwards that the ledger does not know.
     pub fn new(shared: &Arc<Shared>, own: &Queue, queue: Queue) -> Result<ClStream> {
-        shared.streams.fetch_add(1, Ordering::SeqCst);
-        let lane = shared.lanes.fetch_add(1, Ordering::Relaxed) + OWN + 1;
-        let s = ClStream { shared: shared.clone(), queue, lane, report: Mutex::default() };
-        while shared.unseen.load(Ordering::SeqCst) > 0 {
-            std::thread::yield_now();
-        }
-        own.finish()?;
-        Ok(s)
+        let lane = shared.lanes.open(own)?;
+        Ok(ClStream { shared: shared.clone(), queue, lane, report: Mutex::default() })
     }
 
     fn lock(&self) -> MutexGuard<'_, Arc<Report>> {
@@ -364,9 +276,9 @@ impl ClStream {
     fn ordered<R>(
         &self,
         access: impl FnOnce() -> Access,
-        f: impl FnOnce() -> Result<(Option<Owned>, R)>,
-    ) -> Result<(Arc<Owned>, R)> {
-        self.shared.ordered(self.lane, &self.queue, access, f)
+        f: impl FnOnce() -> Result<(Option<Point>, R)>,
+    ) -> Result<(Arc<Point>, R)> {
+        self.shared.lanes.marked(self.lane, &self.queue, access, f)
     }
 
     /// After an error, waits: what the host lends to the queue is about to go.
@@ -379,16 +291,16 @@ impl ClStream {
 
     /// Ends the report under way in an event. `keep` is what the device uses until then.
     fn close(&self, report: &mut Arc<Report>, keep: Option<Arc<Mutex<Vec<u8>>>>) -> Result<Event> {
-        let (event, stamps) = self.ordered(Access::default, || {
+        let (point, stamps) = self.ordered(Access::default, || {
             self.queue.clear_fault()?;
             Ok((None, self.queue.take_events()))
         })?;
         let report = std::mem::take(report);
         let (shared, open) = (self.shared.clone(), Mutex::new(Some(Open { stamps, _keep: keep })));
-        let marker = Arc::new(Marker { shared, event, report: report.clone(), open });
+        let marker = Arc::new(Marker { shared, point: point.clone(), report: report.clone(), open });
         let event = Event::new(report, Some(Box::new(Asked(marker.clone()))));
-        let (raw, done) = (marker.event.clone(), event.clone());
-        self.shared.when_done(&raw, move |status| {
+        let done = event.clone();
+        point.when_done(move |status| {
             marker.end(status);
             done.complete();
         })?;
@@ -403,7 +315,7 @@ impl Stream for ClStream {
 
     fn submit(&self, commands: &[Command<'_>]) -> Result<()> {
         let report = self.lock();
-        let (event, read) = self.settled(self.ordered(
+        let (point, read) = self.settled(self.ordered(
             || self.shared.access(commands),
             || {
                 self.shared.enqueue(&self.queue, commands)?;
@@ -414,7 +326,7 @@ impl Stream for ClStream {
         ))?;
         if read {
             let keep = report.clone();
-            self.shared.when_done(&event, move |_| drop(keep))?;
+            point.when_done(move |_| drop(keep))?;
         }
         Ok(())
     }
@@ -427,17 +339,18 @@ impl Stream for ClStream {
         if bytes.is_empty() {
             return Ok(());
         }
-        let (event, ()) = self.settled(self.ordered(
+        let (point, ()) = self.settled(self.ordered(
             || b.writing(),
             || {
                 // SAFETY: the range was checked; the callback below keeps the bytes until they are copied.
-                Ok((Some(unsafe { self.queue.write_later(b, offset, bytes)? }), ()))
+                let event = unsafe { self.queue.write_later(b, offset, bytes)? };
+                Ok((Some(self.queue.point(event)), ()))
             },
         ))?;
         Counts::add(&self.shared.counts.uploads, 1);
         Counts::add(&self.shared.counts.uploaded_bytes, bytes.len() as u64);
         let keep = src.clone();
-        self.shared.when_done(&event, move |_| drop(keep))
+        point.when_done(move |_| drop(keep))
     }
 
     fn read(&self, src: &BufferRef, offset: usize, bytes: usize) -> Result<Download> {
@@ -450,8 +363,8 @@ impl Stream for ClStream {
         if bytes > 0 {
             // SAFETY: the range was checked, and the vector has room for it, which nobody else looks at before the event is done. What
             // keeps it until then is the callback that `close` sets, or an error's wait for the queue.
-            let read = || Ok((Some(unsafe { self.queue.read_later(b, offset, at, bytes)? }), ()));
-            self.settled(self.ordered(|| b.reading(), read))?;
+            let read = || unsafe { self.queue.read_later(b, offset, at, bytes) };
+            self.settled(self.ordered(|| b.reading(), || Ok((Some(self.queue.point(read()?)), ()))))?;
         }
         Counts::add(&self.shared.counts.downloads, 1);
         Counts::add(&self.shared.counts.downloaded_bytes, bytes as u64);
@@ -481,7 +394,7 @@ impl Stream for ClStream {
                 Some(own.map_err(|c| sys::driver_error(&self.shared.id, "clCreateUserEvent", c))?)
             }
         };
-        let raw = foreign.as_ref().map_or_else(|| marker.map(|m| m.0.event.raw()), |o| Some(o.raw()));
+        let raw = foreign.as_ref().map_or_else(|| marker.map(|m| m.0.point.event.raw()), |o| Some(o.raw()));
         let enqueued = self.ordered(Access::default, || {
             raw.map_or(Ok(()), |h| self.queue.barrier(&[h])).map(|()| (None, ()))
         });
@@ -502,17 +415,14 @@ impl Drop for ClStream {
     fn drop(&mut self) {
         // The queue goes on until it is empty; until then the device counts it.
         let shared = self.shared.clone();
-        let gone = move || {
-            shared.streams.fetch_sub(1, Ordering::SeqCst);
-        };
         match self.ordered(Access::default, || Ok((None, ()))) {
-            Ok((event, ())) => {
+            Ok((point, ())) => {
                 // On an error it was called already.
-                let _ = self.shared.when_done(&event, move |_| gone());
+                let _ = point.when_done(move |_| shared.lanes.close());
             }
             Err(e) => {
                 tracing::warn!("a stream ends with {e}");
-                gone();
+                shared.lanes.close();
             }
         }
     }
