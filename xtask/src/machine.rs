@@ -57,6 +57,15 @@ pub const LANES: &[Lane] = &[
             library("libamdhip64.so") && (library("libhiprtc-builtins.so") || library("libhiprtc.so"))
         },
     },
+    Lane {
+        name: "lane-clang",
+        purpose: "compiling the HIP dialect for architectures that Debian's hipRTC does not know",
+        packages: &["clang-19", "lld-19", "rocm-device-libs"],
+        present: || {
+            ["clang++-19", "ld.lld-19"].iter().all(|tool| quiet(Command::new(tool).arg("--version")))
+                && has_file("/usr/lib/x86_64-linux-gnu/amdgcn/bitcode", "ocml.bc")
+        },
+    },
 ];
 
 impl Lane {

@@ -19,6 +19,11 @@ fn hip_compiles_under_hiprtc() {
 }
 
 #[test]
+fn hip_compiles_under_clang() {
+    compile(Language::Hip, "clang_compile.py", "gfx942,gfx1100", &common::everything_for(true));
+}
+
+#[test]
 fn every_kernel_renders_in_every_language() {
     for l in Language::ALL {
         let kernels = common::everything_for(l != Language::Metal);

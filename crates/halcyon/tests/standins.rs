@@ -1,40 +1,351 @@
-//! The op table on CUDA and ROCm, whose drivers run over libraries that stand in for the vendors': kernels as a GPU gets them, with
-//! subgroups of 32 and 64, compiled as C++.
+//! CUDA and ROCm, whose drivers run over libraries that stand in for the vendors': kernels as a GPU gets them, with subgroups of 32 and
+//! 64, compiled as C++. The op table, the spine probes, models and captured graphs give the right answers, nothing is left behind, and
+//! what fails is a typed error after which the work succeeds.
 #![cfg(all(unix, feature = "cuda", feature = "rocm"))]
 
 mod common;
 mod optable;
+#[path = "spine/probes.rs"]
+mod probes;
 #[path = "../../halcyon-hal/tests/common/standin.rs"]
 mod standin;
+#[path = "common/works.rs"]
+mod works;
 
 use common::Rng;
-use halcyon::hal::registry;
+use halcyon::hal::{Driver, registry};
 use halcyon::prelude::*;
+use halcyon::{Error, OnnxSession};
+use halcyon_formats::npy;
+use halcyon_formats::onnx::{Datum, Model};
+use halcyon_ir::ConstData;
 use optable::check::{Tally, check_rows};
 use optable::{random, rows};
+use standin::StandIn;
+use std::collections::BTreeMap;
+use std::path::Path;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
+use std::time::Instant;
+use works::{WORK, captured};
 
-/// A backend over the stand-in; `None` where it could not be built.
-fn backend(kind: BackendType, level: Level) -> Option<Backend> {
-    use halcyon::hal::Driver;
-    let s = standin::all().into_iter().find(|s| s.driver.kind() == kind)?;
-    registry::register(s.driver.clone()).unwrap();
-    Some(Backend::builder().backend_type(kind).level(level).build().unwrap())
+/// The stand-in of a backend, for this test alone: a library has one state.
+struct Held {
+    s: Arc<StandIn>,
+    kind: BackendType,
+    /// What the library held for its users before.
+    before: [i64; 6],
+    start: Instant,
+    _turn: MutexGuard<'static, ()>,
+}
+
+impl Held {
+    /// `None` where it could not be built.
+    fn new(kind: BackendType) -> Option<Held> {
+        static TURNS: [Mutex<()>; 2] = [Mutex::new(()), Mutex::new(())];
+        static REGISTERED: OnceLock<()> = OnceLock::new();
+        let all = standin::all();
+        REGISTERED.get_or_init(|| all.iter().for_each(|s| registry::register(s.driver.clone()).unwrap()));
+        let at = all.iter().position(|s| s.driver.kind() == kind)?;
+        let turn = TURNS[at].lock().unwrap_or_else(|e| e.into_inner());
+        let s = all[at].clone();
+        Some(Held { before: held(&s), s, kind, start: Instant::now(), _turn: turn })
+    }
+
+    fn open(&self, level: Level) -> Backend {
+        Backend::builder().backend_type(self.kind).level(level).build().unwrap()
+    }
+
+    /// Everything was given back. Events of a stream may be looked at a moment longer.
+    fn settled(&self) {
+        for _ in 0..200 {
+            if held(&self.s) == self.before {
+                return;
+            }
+            std::thread::sleep(std::time::Duration::from_millis(10));
+        }
+        panic!(
+            "{}: {:?} (memory, pages, streams, events, modules, contexts) were held before, {:?} now",
+            self.kind,
+            self.before,
+            held(&self.s)
+        );
+    }
+
+    /// Ends a test: nothing is left, and something was launched.
+    fn done(self, launches: i64, what: &str) {
+        self.settled();
+        let n = self.s.get("launches") - launches;
+        assert!(n > 0, "{}: {what} launched nothing", self.kind);
+        println!("{}: {what}: {n} launches, {:.1} s", self.kind, self.start.elapsed().as_secs_f64());
+    }
+}
+
+fn held(s: &StandIn) -> [i64; 6] {
+    ["memory", "pages", "streams", "events", "modules", "contexts"].map(|n| s.get(n))
+}
+
+/// Runs a test on one backend, then looks at what is left.
+fn on(kind: BackendType, what: &str, f: impl FnOnce(&Held)) {
+    let Some(h) = Held::new(kind) else { return };
+    let launches = h.s.get("launches");
+    f(&h);
+    h.done(launches, what);
 }
 
 fn op_table(kind: BackendType) {
     let what = format!("op table on {kind} over its stand-in");
-    let Some(b) = backend(kind, Level::O1) else { return };
-    check_rows(&what, &rows(), std::slice::from_ref(&b), &mut Rng::fresh(&what)).finish(&what);
-    let failures = (1..=20).filter_map(|seed| random::check(seed, std::slice::from_ref(&b)).err()).collect();
-    Tally { cases: 20, failures, ..Tally::default() }.finish(&what);
+    on(kind, &what, |h| {
+        let b = h.open(Level::O1);
+        check_rows(&what, &rows(), std::slice::from_ref(&b), &mut Rng::fresh(&what)).finish(&what);
+        let failures =
+            (1..=20).filter_map(|seed| random::check(seed, std::slice::from_ref(&b)).err()).collect();
+        Tally { cases: 20, failures, ..Tally::default() }.finish(&what);
+    });
 }
 
-#[test]
-fn op_table_on_cuda() {
-    op_table(BackendType::Cuda);
+fn spine(kind: BackendType) {
+    let test = "spine_over_the_stand_ins";
+    let (Some(models), Some(mlp)) = (common::models(test), common::testdata(test, "mlp")) else { return };
+    let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../models/digits.npz");
+    on(kind, "spine", |h| {
+        let found = [
+            probes::stories(&h.open(Level::O1), &models.join("stories260k"), 8).unwrap(),
+            probes::mlp(&h.open(Level::O1), &mlp, &data, 20).unwrap(),
+        ];
+        println!("{kind}: {}; {}", found[0], found[1]);
+    });
 }
 
-#[test]
-fn op_table_on_rocm() {
-    op_table(BackendType::Rocm);
+/// Values of a model's only output.
+fn infer(s: &OnnxSession, inputs: Vec<ConstData>) -> Vec<f64> {
+    let inputs: Vec<Datum> = inputs.into_iter().map(Datum::Tensor).collect();
+    let out = s.run(&inputs).unwrap().outputs;
+    out[0].tensor().unwrap().to_vec::<f64>()
+}
+
+fn close(what: &str, got: &[f64], want: &[f64], within: f64) {
+    assert_eq!(got.len(), want.len(), "{what}");
+    for (g, w) in got.iter().zip(want) {
+        assert!((g - w).abs() <= within, "{what}: {g}, expected {w}");
+    }
+}
+
+fn mnist(kind: BackendType) {
+    let Some(dir) = common::models("mnist_over_the_stand_ins").map(|d| d.join("mnist")) else { return };
+    let expected: BTreeMap<String, Vec<f64>> =
+        serde_json::from_slice(&std::fs::read(dir.join("expected.json")).unwrap()).unwrap();
+    assert_eq!(expected.len(), 10);
+    on(kind, "mnist", |h| {
+        let s = OnnxSession::new(&h.open(Level::O2), Model::open(&dir.join("mnist.onnx")).unwrap()).unwrap();
+        for (i, (file, want)) in expected.iter().enumerate() {
+            let got = infer(&s, vec![npy::read(&dir.join(file)).unwrap()]);
+            close(file, &got, want, 1e-4);
+            let best = (0..got.len()).max_by(|a, b| got[*a].total_cmp(&got[*b]));
+            assert_eq!(best, Some(i), "{file}");
+        }
+    });
+}
+
+fn minilm(kind: BackendType) {
+    #[derive(serde::Deserialize)]
+    struct Sentence {
+        ids: Vec<i64>,
+        embedding: Vec<f64>,
+    }
+    let test = "minilm_over_the_stand_ins";
+    let Some(dir) = common::models(test).map(|d| d.join("minilm")) else { return };
+    let Some(weights) = std::env::var_os("HALCYON_MINILM") else {
+        return common::skip(test, "HALCYON_MINILM is not set");
+    };
+    let folder = tempfile::tempdir().unwrap();
+    std::fs::copy(dir.join("minilm.onnx"), folder.path().join("minilm.onnx")).unwrap();
+    std::fs::copy(Path::new(&weights).join("model.safetensors"), folder.path().join("model.safetensors"))
+        .unwrap();
+    let all: Vec<Sentence> =
+        serde_json::from_slice(&std::fs::read(dir.join("expected.json")).unwrap()).unwrap();
+    let shortest = all.iter().min_by_key(|s| s.ids.len()).unwrap();
+    let n = shortest.ids.len();
+    on(kind, "MiniLM", |h| {
+        let s =
+            OnnxSession::new(&h.open(Level::O2), Model::open(&folder.path().join("minilm.onnx")).unwrap())
+                .unwrap();
+        let ids = ConstData::from_slice(&[1, n], &shortest.ids).unwrap();
+        let mask = ConstData::from_slice(&[1, n], &vec![1i64; n]).unwrap();
+        close("embedding", &infer(&s, vec![ids, mask]), &shortest.embedding, 1e-5);
+    });
+}
+
+/// A light model with its stored output: convolutions, pools and concatenations of real sizes.
+fn light(kind: BackendType) {
+    let Some(dir) = common::testdata("light_over_the_stand_ins", "squeezenet") else { return };
+    on(kind, "SqueezeNet", |h| {
+        let s = OnnxSession::new(&h.open(Level::O2), Model::open(&dir.join("model.onnx")).unwrap()).unwrap();
+        let got = infer(&s, vec![npy::read(&dir.join("input.npy")).unwrap()]);
+        let want = npy::read(&dir.join("output.npy")).unwrap().to_vec::<f64>();
+        assert_eq!(got.len(), want.len());
+        for (g, w) in got.iter().zip(&want) {
+            assert!((g - w).abs() <= 1e-3 * w.abs(), "{g}, expected {w}");
+        }
+    });
+}
+
+fn capture(kind: BackendType) {
+    on(kind, "captured graphs", |h| {
+        for level in [Level::O0, Level::O1, Level::O2] {
+            let b = h.open(level);
+            let want =
+                captured(&Backend::builder().backend_type(BackendType::Cpu).level(level).build().unwrap())
+                    .unwrap();
+            let got = captured(&b).unwrap();
+            let far = got.iter().zip(&want).map(|(a, b)| (f32::from_bits(*a) - f32::from_bits(*b)).abs());
+            assert!(got.len() == want.len() && far.fold(0.0, f32::max) <= 1e-3, "{kind} {level}");
+            // A replay compiles, plans, uploads and allocates nothing, and reads what it is given now.
+            let x = Tensor::from_slice(&b, [4, 4], &[0.5f32; 16]).unwrap();
+            let g = b.capture_graph(|| [x.matmul(&x).relu().sum(&[1], false)]).unwrap();
+            for k in 1..=3 {
+                let y = Tensor::from_slice(&b, [4, 4], &[k as f32; 16]).unwrap();
+                g.bind(&[&y]).unwrap();
+                g.replay().unwrap();
+                let (c, n) = (b.counters(), b.cache_stats().plans_built);
+                g.replay().unwrap();
+                b.synchronize().unwrap();
+                let d = b.counters();
+                assert_eq!(
+                    (d.compiles, d.uploads, b.cache_stats().plans_built),
+                    (c.compiles, c.uploads, n),
+                    "{kind} {level}"
+                );
+                assert!(d.launches + d.library_calls > c.launches + c.library_calls);
+                assert_eq!(g.outputs().unwrap()[0].to_vec::<f32>().unwrap(), [16.0 * (k * k) as f32; 4]);
+            }
+        }
+    });
+}
+
+/// Memory that is not there, at every allocation of models, training and captures.
+fn out_of_memory(kind: BackendType) {
+    on(kind, "out of memory", |h| {
+        let cache = tempfile::tempdir().unwrap();
+        let open = || {
+            Backend::builder().backend_type(kind).level(Level::O2).cache_dir(cache.path()).build().unwrap()
+        };
+        for (name, work) in WORK {
+            let want = work(&open()).unwrap();
+            h.settled();
+            let n = h.s.get("allocations");
+            assert_eq!(work(&open()).unwrap(), want);
+            let n = h.s.get("allocations") - n;
+            assert!(n >= 2, "{kind} {name}: {n} allocations");
+            let mut errors = 0;
+            for i in 0..n {
+                let what = format!("{kind} {name}, allocation {i} of {n}");
+                h.s.set("fail allocation", i);
+                let b = match Backend::builder()
+                    .backend_type(kind)
+                    .level(Level::O2)
+                    .cache_dir(cache.path())
+                    .build()
+                {
+                    Ok(b) => b,
+                    Err(e) => {
+                        assert!(e.to_string().contains("out of memory"), "{what}: {e}");
+                        h.s.set("fail allocation", -1);
+                        errors += 1;
+                        continue;
+                    }
+                };
+                match work(&b) {
+                    // A pool gave its cache back and asked again, or a smaller plan did it.
+                    Ok(got) => close(&what, &floats(&got), &floats(&want), 1e-4),
+                    Err(e) => {
+                        errors += 1;
+                        let memory =
+                            matches!(e, Error::OutOfMemory { .. }) || e.to_string().contains("out of memory");
+                        assert!(memory, "{what}: {e}");
+                    }
+                }
+                h.s.set("fail allocation", -1);
+                // The same backend goes on, and gives the same bits.
+                assert_eq!(work(&b).unwrap(), want, "{what}: the run after it");
+                drop(b);
+                h.settled();
+            }
+            println!("{kind} {name}: {errors} errors of {n} allocations that failed");
+        }
+    });
+}
+
+fn floats(v: &[u32]) -> Vec<f64> {
+    v.iter().map(|b| f32::from_bits(*b) as f64).collect()
+}
+
+/// A device that is lost in the middle of a model, and read-backs that are not what the device holds.
+fn lost_and_falsified(kind: BackendType) {
+    on(kind, "lost devices and falsified answers", |h| {
+        for (name, work) in WORK {
+            let b = h.open(Level::O2);
+            let want = work(&b).unwrap();
+            let launches = h.s.get("launches");
+            assert_eq!(work(&b).unwrap(), want);
+            let launches = h.s.get("launches") - launches;
+            assert!(launches > 0);
+            for at in [0, launches / 2, launches - 1] {
+                let b = h.open(Level::O2);
+                h.s.set("lose at launch", at);
+                let e = work(&b).unwrap_err();
+                let lost = |e: &Error| matches!(e, Error::Driver { .. }) && e.to_string().contains("719");
+                assert!(lost(&e), "{kind} {name}, launch {at}: {e}");
+                // What follows fails too, with the same reason.
+                let then = work(&b).unwrap_err();
+                assert!(lost(&then) && b.synchronize().is_err(), "{kind} {name}, after launch {at}: {then}");
+                // A lost device frees nothing by itself.
+                h.s.set("lost", 0);
+                drop(b);
+                assert_eq!(work(&h.open(Level::O2)).unwrap(), want, "{kind} {name}: a device opened anew");
+            }
+            // One word after the other that is read back is another: some are of the answer, and nothing hides that.
+            let mut seen = 0;
+            for at in 0..64 {
+                h.s.set("falsify", 4 * at + 2);
+                match work(&b) {
+                    Ok(got) => {
+                        let others = got.iter().zip(&want).filter(|(a, b)| a != b).count();
+                        assert!(
+                            got.len() == want.len() && others <= 1,
+                            "{kind} {name}: {others} values are others"
+                        );
+                        seen += others;
+                    }
+                    // The word in which kernels report a bad index was falsified.
+                    Err(e) => assert!(e.to_string().contains("fault"), "{kind} {name}: {e}"),
+                }
+            }
+            assert!(seen >= 4, "{kind} {name}: {seen} falsified words show");
+            h.s.set("falsify", -1);
+            assert_eq!(work(&b).unwrap(), want);
+        }
+    });
+}
+
+/// A test of each for each backend.
+macro_rules! on_both {
+    ($($name:ident: $f:ident;)*) => {
+        mod cuda {
+            $(#[test] fn $name() { super::$f(halcyon::BackendType::Cuda); })*
+        }
+        mod rocm {
+            $(#[test] fn $name() { super::$f(halcyon::BackendType::Rocm); })*
+        }
+    };
+}
+
+on_both! {
+    op_table: op_table;
+    spine_probes: spine;
+    mnist_sees_ten_of_ten_digits: mnist;
+    minilm_embeds_a_sentence: minilm;
+    squeezenet_follows_onnxruntime: light;
+    captured_graphs_give_what_evaluations_do: capture;
+    out_of_memory_at_every_allocation_leaves_nothing_behind: out_of_memory;
+    lost_devices_are_errors_and_falsified_answers_show: lost_and_falsified;
 }

@@ -60,7 +60,7 @@ struct Function {
 struct Event { uint64_t at; };
 
 // What the tests ask for and set: names of standin_get and standin_set.
-static int64_t devices_ = 2, memory_ = 1 << 30, fail_alloc_ = -1, lost_ = 0, falsify_ = -1;
+static int64_t devices_ = 2, memory_ = 1 << 30, fail_alloc_ = -1, lost_ = 0, falsify_ = -1, lose_at_ = -1;
 static int64_t launches_, copies_, compiles_, allocs_;
 
 static bool initialised_;
@@ -101,6 +101,8 @@ extern "C" int standin_set(const char* name, int64_t v) {
     else if (n == "fail allocation") fail_alloc_ = v;
     // The device fails from the next call on.
     else if (n == "lost") lost_ = v;
+    // It fails from the v-th launch from now on.
+    else if (n == "lose at launch") lose_at_ = v;
     // The v-th byte that is read back from now on is another one.
     else if (n == "falsify") falsify_ = v;
     else return INVALID;
@@ -584,6 +586,7 @@ API(cuLaunchKernel, hipModuleLaunchKernel)(Handle f, unsigned gx, unsigned gy, u
     if (!live(s)) return INVALID_HANDLE;
     if (!gx || !gy || !gz || !bx || !by || !bz || bx * by * bz > 1024 || gy > 65535 || gz > 65535) return INVALID;
     Function* k = (Function*)f;
+    if (lose_at_ >= 0 && lose_at_-- == 0) return (int)(lost_ = LAUNCH_FAILED);
     launches_++;
     kernel_ = k->call;
     arguments_ = arguments;

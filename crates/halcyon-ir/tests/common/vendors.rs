@@ -1,4 +1,4 @@
-//! The vendors' run-time compilers, on batches of kernels and without a GPU. A missing compiler skips with a message, and fails
+//! The vendors' run-time compilers and clang, on batches of kernels and without a GPU. A missing compiler skips with a message, and fails
 //! where HALCYON_REQUIRE_LANES=1. Another crate's tests may include this file by path.
 #![allow(dead_code)]
 
@@ -21,7 +21,8 @@ pub fn compile(l: Language, script: &str, archs: &str, kernels: &[Kernel]) {
         assert!(std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"), "{why}");
         println!("skipped: {why}");
     };
-    let dir = std::env::temp_dir().join(format!("halcyon-{}-{}", l.extension(), std::process::id()));
+    let tool = script.split('_').next().unwrap_or(script);
+    let dir = std::env::temp_dir().join(format!("halcyon-{tool}-{}", std::process::id()));
     std::fs::create_dir_all(&dir).unwrap();
     let mut files = vec![];
     for (i, chunk) in kernels.chunks(100).enumerate() {
@@ -30,6 +31,7 @@ pub fn compile(l: Language, script: &str, archs: &str, kernels: &[Kernel]) {
         std::fs::write(&path, text).unwrap();
         files.push(path);
     }
+    let start = std::time::Instant::now();
     let run = Command::new(python())
         .arg(root().join("xtask/scripts").join(script))
         .arg(archs)
@@ -45,5 +47,6 @@ pub fn compile(l: Language, script: &str, archs: &str, kernels: &[Kernel]) {
     }
     assert!(out.status.success(), "{text}");
     assert_eq!(text.matches(": ok").count(), files.len() * archs.split(',').count(), "{text}");
+    println!("{} kernels for {archs}: {:.1} s", kernels.len(), start.elapsed().as_secs_f64());
     let _ = std::fs::remove_dir_all(&dir);
 }

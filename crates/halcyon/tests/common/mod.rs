@@ -38,9 +38,11 @@ pub fn devices(test: &str, level: Level) -> Vec<Backend> {
         .collect()
 }
 
-/// The folder of models with known outputs that may lie beside the repository.
+/// The folder of models with known outputs that may lie beside the repository, or where HALCYON_MODELS says.
 pub fn models(test: &str) -> Option<PathBuf> {
-    let dir = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../../shared/models");
+    let dir = std::env::var_os("HALCYON_MODELS")
+        .map(PathBuf::from)
+        .unwrap_or_else(|| PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../../../shared/models"));
     if dir.is_dir() {
         return Some(dir);
     }
