@@ -38,3 +38,15 @@ fn op_table_on_cuda() {
 fn op_table_on_rocm() {
     op_table(BackendType::Rocm);
 }
+
+/// A layer of a network: a product with a weight and a bias, an activation, a product of views, and on CUDA a convolution.
+fn layers(b: &Backend, x: &Tensor, image: &Tensor) -> Vec<Tensor> {
+    let mut rng = Rng::new(11);
+    let mut tensor = |dims: &[usize]| b.tensor(&rng.f32s(dims.iter().product()), dims);
+    let (w, bias, v) = (tensor(&[96, 64]), tensor(&[64]), tensor(&[64, 64]));
+    let (k, kb) = (tensor(&[8, 4, 3, 3]), tensor(&[1, 8, 1, 1]));
+    let y = (x.matmul(&w) + &bias).relu();
+    let z = y.matmul(&v.transpose(0, 1)).gelu_tanh();
+    let c = (image.conv2d(&k, ConvConfig::default()) + &kb).relu();
+    vec![y, z, c]
+}
