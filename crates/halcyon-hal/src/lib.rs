@@ -411,6 +411,11 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         Ok(vec![])
     }
 
+    /// Libraries that this device may have kernels of its own in: the name, and what was found or why it is not used. It loads them.
+    fn kernel_libraries(&self) -> Vec<(String, String)> {
+        vec![]
+    }
+
     /// Gives cached memory back to the system; returns the bytes freed.
     fn empty_cache(&self) -> u64;
     fn as_target(&self) -> &dyn Target;

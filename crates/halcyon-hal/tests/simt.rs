@@ -3,13 +3,18 @@
 #![cfg(all(unix, feature = "cuda", feature = "rocm"))]
 
 mod common;
+#[path = "simt/libraries.rs"]
+mod libraries;
 
 use common::standin::{self, StandIn};
 use common::*;
 use halcyon_hal::simt::SimtDriver;
 use halcyon_hal::{Command, Device, Driver, Error, Options, Result, StreamOptions, Tag, cuda, rocm};
 use halcyon_ir::{DType, Scalar};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
+
+/// The libraries have one state: tests that count take turns.
+static ALONE: Mutex<()> = Mutex::new(());
 
 /// What the library holds for its users.
 fn held(s: &StandIn) -> [i64; 6] {
@@ -46,9 +51,9 @@ fn work(s: &StandIn) -> Result<Vec<f64>> {
 
 const ANSWER: [f64; 6] = [3.0, 5.0, 7.0, 3.0, 5.0, 7.0];
 
-/// One test: the libraries have one state.
 #[test]
 fn what_fails_is_an_error_and_nothing_is_left() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
     for s in standin::all() {
         let kind = s.driver.kind();
         let (before, launches) = (held(&s), s.get("launches"));
@@ -147,6 +152,7 @@ fn what_fails_is_an_error_and_nothing_is_left() {
 
 #[test]
 fn libraries_that_are_missing_or_others_are_named() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
     for s in standin::all() {
         let (family, lacks) = match s.driver.kind() {
             halcyon_hal::BackendType::Cuda => (&cuda::CUDA, ["cuInit", "nvrtcVersion"]),

@@ -29,7 +29,7 @@ pub enum Status {
 /// One step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Line {
-    /// `library`, `device`, `open`, `kernel`, `copies`, `product`, `first use`.
+    /// `library`, `device`, `open`, `libraries` (of kernels, where the backend may have some), `kernel`, `copies`, `product`, `first use`.
     pub check: String,
     /// The device, where there is one: `cpu:0`.
     pub device: Option<String>,
@@ -124,6 +124,13 @@ pub fn examine(kind: BackendType, tell: &mut dyn FnMut(Event)) {
         });
         let (true, Some(b)) = (open, backend) else { continue };
         let d = &**b.device();
+        let libraries = d.kernel_libraries();
+        if !libraries.is_empty() {
+            let text: Vec<String> =
+                libraries.iter().map(|(name, found)| format!("{name}: {found}")).collect();
+            let facts = json!(libraries.iter().cloned().collect::<std::collections::BTreeMap<_, _>>());
+            step("libraries", &mut || Ok((text.join("; "), facts.clone())));
+        }
         let ran = step("kernel", &mut || kernel(d));
         let first = start.elapsed().as_secs_f64();
         step("copies", &mut || copies(d));

@@ -13,12 +13,15 @@ mod standin;
 mod works;
 
 use common::Rng;
+use halcyon::compat::training::configure_backend;
 use halcyon::hal::{Driver, registry};
+use halcyon::ir::op::Conv;
+use halcyon::ir::reference::eval_f64;
+use halcyon::ir::{Graph, TensorType};
 use halcyon::prelude::*;
-use halcyon::{Error, OnnxSession};
+use halcyon::{ConstData, Error, MatmulPrecision, OnnxSession, Session};
 use halcyon_formats::npy;
 use halcyon_formats::onnx::{Datum, Model};
-use halcyon_ir::ConstData;
 use optable::check::{Tally, check_rows};
 use optable::{random, rows};
 use standin::StandIn;
@@ -327,6 +330,84 @@ fn lost_and_falsified(kind: BackendType) {
     });
 }
 
+/// Two layers of a network, and a convolution.
+fn layers() -> (Graph, Vec<ConstData>) {
+    let (mut rng, mut g) = (Rng::new(11), Graph::new());
+    let mut data = |dims: &[usize]| ConstData::from_slice(dims, &rng.f32s(dims.iter().product())).unwrap();
+    let inputs = vec![data(&[2, 24, 96]), data(&[2, 4, 12, 12])];
+    let weights: Vec<_> =
+        [&[96, 64][..], &[64], &[80, 64], &[8, 4, 3, 3], &[1, 8, 1, 1]].map(|d| g.constant(data(d))).into();
+    let of = |i: usize| TensorType::new(DType::F32, &inputs[i].dims);
+    let (x, image) = (g.input("x", of(0)), g.input("image", of(1)));
+    let y = g.matmul(x, weights[0]).unwrap();
+    let y = g.add(y, weights[1]).unwrap();
+    let y = g.relu(y).unwrap();
+    let turned = g.permute(weights[2], &[1, 0]).unwrap();
+    let z = g.matmul(y, turned).unwrap();
+    let z = g.gelu_tanh(z).unwrap();
+    g.output("z", z);
+    let c = g.conv(image, weights[3], Conv::new(2)).unwrap();
+    let c = g.add(c, weights[4]).unwrap();
+    let c = g.relu(c).unwrap();
+    g.output("c", c);
+    (g, inputs)
+}
+
+/// Names of the kernels that [`layers`] runs by, and the largest difference of each result from `want`.
+fn kernels_and_errors(b: &Backend, want: &[ConstData]) -> (Vec<String>, Vec<f64>) {
+    let (g, inputs) = layers();
+    let session = Session::new(b, g);
+    let calls = b.counters().library_calls;
+    let got = session.run(&inputs).unwrap();
+    let plan = session.prepare(&inputs).unwrap();
+    let names: Vec<String> = plan.plan().steps.iter().map(|s| s.work.kernel_name()).collect();
+    let library = names.iter().filter(|n| !n.starts_with("ir.")).count();
+    assert_eq!(b.counters().library_calls - calls, library as u64, "{names:?}");
+    let error = |(g, w): (&ConstData, &ConstData)| {
+        let pairs = g.scalars().zip(w.scalars());
+        pairs.map(|(g, w)| (g.as_f64() - w.as_f64()).abs()).fold(0.0, f64::max)
+    };
+    (names, got.iter().zip(want).map(error).collect())
+}
+
+fn vendors_libraries(kind: BackendType) {
+    let (g, inputs) = layers();
+    let want = eval_f64(&g, &inputs, &[]).unwrap();
+    let conv = kind == BackendType::Cuda;
+    let products = if conv { "cublaslt" } else { "hipblaslt" };
+    on(kind, "vendors' libraries", |h| {
+        let plain = h.open(Level::O2);
+        let (names, exact) = kernels_and_errors(&plain, &want);
+        let has = |names: &[String], n: &str| assert!(names.iter().any(|x| x == n), "no {n} in {names:?}");
+        has(&names, &format!("{products}.f32.relu"));
+        has(&names, &format!("{products}.f32.gelu"));
+        if conv {
+            has(&names, "cudnn.conv.f32.relu");
+        }
+        assert!(exact.iter().all(|e| *e < 1e-4), "{kind}: {exact:?}");
+        // TF32 where it is allowed: in the plan, and in the digits.
+        let with = |level, p| {
+            let b = Backend::builder().backend_type(kind).level(level).precision(p);
+            kernels_and_errors(&b.build().unwrap(), &want)
+        };
+        let (names, loose) = with(Level::O2, MatmulPrecision::High);
+        has(&names, &format!("{products}.tf32.relu"));
+        assert!(loose[0] > 20.0 * exact[0] && loose[0] < 0.1, "{kind}: {exact:?}, {loose:?}");
+        if conv {
+            has(&names, "cudnn.conv.tf32.relu");
+            assert!(loose[1] > 20.0 * exact[1] && loose[1] < 0.1, "{kind}: {exact:?}, {loose:?}");
+        }
+        // Below O2 results are judged as those of the highest precision, and chains are kernels of their own.
+        let (names, e) = with(Level::O1, MatmulPrecision::High);
+        has(&names, &format!("{products}.f32"));
+        assert!(e.iter().all(|e| *e < 1e-4), "{kind}: {e:?}");
+        // The settings for training reach the library.
+        let c = configure_backend(kind.id(), plain.info(), false).unwrap();
+        let (names, _) = kernels_and_errors(&c.backend, &want);
+        has(&names, &format!("{products}.tf32.relu"));
+    });
+}
+
 /// A test of each for each backend.
 macro_rules! on_both {
     ($($name:ident: $f:ident;)*) => {
@@ -347,5 +428,6 @@ on_both! {
     squeezenet_follows_onnxruntime: light;
     captured_graphs_give_what_evaluations_do: capture;
     out_of_memory_at_every_allocation_leaves_nothing_behind: out_of_memory;
+    plans_use_the_vendors_libraries: vendors_libraries;
     lost_devices_are_errors_and_falsified_answers_show: lost_and_falsified;
 }

@@ -5,7 +5,7 @@ use crate::BackendType;
 use crate::probe::{Depends, Known, Look};
 use crate::simt::adapter::Adapter;
 use crate::simt::sys::Side;
-use crate::simt::{Attributes, Family, SimtDriver};
+use crate::simt::{Attributes, Family, SimtDriver, VendorLibrary};
 use halcyon_ir::render::Language;
 use std::sync::Mutex;
 
@@ -48,6 +48,31 @@ pub static CUDA: Family = Family {
         major: 75,
         minor: 76,
     },
+    products: VendorLibrary {
+        title: "cuBLASLt",
+        names: if cfg!(target_os = "windows") {
+            &["cublasLt64_13.dll", "cublasLt64_12.dll", "cublasLt64_11.dll"]
+        } else {
+            &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so.11", "libcublasLt.so"]
+        },
+        variable: "HALCYON_CUBLASLT_LIBRARY",
+        packages: &["nvidia/cublas/lib", "nvidia/cu13/lib", "nvidia/cublas/bin"],
+        fix: "Install cuBLAS (pip install nvidia-cublas-cu12, or the CUDA toolkit), or name libcublasLt in HALCYON_CUBLASLT_LIBRARY; \
+              without it products are generated kernels",
+    },
+    plain_products: None,
+    convolutions: Some(VendorLibrary {
+        title: "cuDNN",
+        names: if cfg!(target_os = "windows") {
+            &["cudnn64_9.dll", "cudnn64_8.dll"]
+        } else {
+            &["libcudnn.so.9", "libcudnn.so.8", "libcudnn.so"]
+        },
+        variable: "HALCYON_CUDNN_LIBRARY",
+        packages: &["nvidia/cudnn/lib", "nvidia/cudnn/bin"],
+        fix: "Install cuDNN (pip install nvidia-cudnn-cu12), or name libcudnn in HALCYON_CUDNN_LIBRARY; without it convolutions are \
+              generated kernels",
+    }),
     architecture,
     flags,
     look: &LOOK,

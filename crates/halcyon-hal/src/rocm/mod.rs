@@ -5,7 +5,7 @@ use crate::BackendType;
 use crate::probe::{self, Depends, Known, Look};
 use crate::simt::adapter::Adapter;
 use crate::simt::sys::Side;
-use crate::simt::{Attributes, Family, SimtDriver};
+use crate::simt::{Attributes, Family, SimtDriver, VendorLibrary};
 use halcyon_ir::render::Language;
 use std::path::Path;
 use std::sync::Mutex;
@@ -54,6 +54,29 @@ pub static ROCM: Family = Family {
         major: 23,
         minor: 61,
     },
+    products: VendorLibrary {
+        title: "hipBLASLt",
+        names: if cfg!(target_os = "windows") {
+            &["libhipblaslt.dll", "hipblaslt.dll"]
+        } else {
+            &["libhipblaslt.so.1", "libhipblaslt.so.0", "libhipblaslt.so"]
+        },
+        variable: "HALCYON_HIPBLASLT_LIBRARY",
+        packages: &[],
+        fix: "Install hipBLASLt of ROCm 6 or later, or name it in HALCYON_HIPBLASLT_LIBRARY; without it products are rocBLAS's",
+    },
+    plain_products: Some(VendorLibrary {
+        title: "rocBLAS",
+        names: if cfg!(target_os = "windows") {
+            &["rocblas.dll"]
+        } else {
+            &["librocblas.so.5", "librocblas.so.4", "librocblas.so.3", "librocblas.so.0", "librocblas.so"]
+        },
+        variable: "HALCYON_ROCBLAS_LIBRARY",
+        packages: &[],
+        fix: "Install rocBLAS (on Debian: librocblas0), or name it in HALCYON_ROCBLAS_LIBRARY; without it products are generated kernels",
+    }),
+    convolutions: None,
     architecture: |a| architecture(a.bus()?.as_str(), Path::new("/")),
     flags,
     look: &LOOK,

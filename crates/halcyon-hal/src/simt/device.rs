@@ -1,6 +1,7 @@
 //! An open device.
 
 use super::adapter::Adapter;
+use super::library::{Libraries, SimtKernel, Sources};
 use super::memory::{SimtBuffer, SimtPages, SimtSource};
 use super::program::{Function, SimtProgram};
 use super::queue::{Point, Queue, Stamp};
@@ -56,6 +57,7 @@ pub struct SimtDevice {
     host: Account,
     programs: Mutex<HashMap<u128, Arc<SimtProgram>>>,
     disk: Option<DiskCache>,
+    libraries: Libraries,
     shared: Arc<Shared>,
 }
 
@@ -72,6 +74,13 @@ impl Shared {
             .downcast_ref::<SimtProgram>()
             .filter(|p| p.owner == self.number)
             .ok_or_else(|| Error::argument("launch", format!("{} was compiled for another device", p.name())))
+    }
+
+    fn kernel<'a>(&self, k: &'a Arc<dyn LibraryKernel>) -> Result<&'a SimtKernel> {
+        k.as_any()
+            .downcast_ref::<SimtKernel>()
+            .filter(|k| k.owner == self.number)
+            .ok_or_else(|| Error::argument("submit", format!("{} is another device's kernel", k.name())))
     }
 
     /// When streams' times begin.
@@ -99,9 +108,13 @@ impl Shared {
                     s.copy((from, *src_offset), (to, *dst_offset), *bytes)?;
                     Counts::add(&self.counts.device_copies, (*bytes > 0) as u64);
                 }
-                Command::Library { kernel, .. } => {
-                    let what = format!("{} is another device's kernel", kernel.name());
-                    return Err(Error::argument("submit", what));
+                Command::Library { kernel, buffers, .. } => {
+                    let k = self.kernel(kernel)?;
+                    let own = |b| self.buffer(k.name(), b);
+                    let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 6]>>>()?;
+                    k.check(&buffers)?;
+                    s.library(k, &buffers)?;
+                    Counts::add(&self.counts.library_calls, 1);
                 }
             }
         }
@@ -125,7 +138,13 @@ impl Shared {
                     at(src).into_iter().for_each(|(at, bytes)| a.reads.add(at, bytes));
                     at(dst).into_iter().for_each(|(at, bytes)| a.writes.add(at, bytes));
                 }
-                Command::Library { .. } => {}
+                Command::Library { kernel, buffers, .. } => {
+                    let Ok(k) = self.kernel(kernel) else { continue };
+                    for (i, span) in buffers.iter().map(at).enumerate() {
+                        let spans = if k.writes(i) { &mut a.writes } else { &mut a.reads };
+                        span.into_iter().for_each(|(at, bytes)| spans.add(at, bytes));
+                    }
+                }
             }
         }
         a
@@ -133,7 +152,12 @@ impl Shared {
 }
 
 impl SimtDevice {
-    pub fn open(adapter: &Adapter, compiler: &'static Compiler, options: &Options) -> Result<SimtDevice> {
+    pub fn open(
+        adapter: &Adapter,
+        compiler: &'static Compiler,
+        kernels: Sources,
+        options: &Options,
+    ) -> Result<SimtDevice> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let (api, mut info, caps) = (adapter.api, adapter.info(), adapter.caps());
         let flags = (api.family.flags)(adapter.architecture().as_deref()).ok_or_else(|| {
@@ -155,7 +179,9 @@ impl SimtDevice {
         let pool = Pool::new(source, info.id.clone(), options, info.total_memory, counts.clone())?;
         let queue = Queue::new(&context, pool.clone(), options.profile, false)?;
         let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join(api.family.kind.id()));
+        let number = NEXT.fetch_add(1, Ordering::Relaxed);
         Ok(SimtDevice {
+            libraries: Libraries::new(&context, number, kernels),
             host: Account::new(&info.id, options),
             info,
             caps,
@@ -166,7 +192,7 @@ impl SimtDevice {
             programs: Mutex::default(),
             disk: dir.map(|d| DiskCache::new(d, cache::DEFAULT_LIMIT)),
             shared: Arc::new(Shared {
-                number: NEXT.fetch_add(1, Ordering::Relaxed),
+                number,
                 counts,
                 lanes: Lanes::default(),
                 staging: Staging::default(),
@@ -246,8 +272,12 @@ impl Target for SimtDevice {
         &self.caps
     }
 
-    fn library(&self, _: &LibraryCall<'_>) -> std::result::Result<Arc<dyn LibraryKernel>, Declined> {
-        Err(Declined::because("the vendor's libraries are not used yet; kernels are generated"))
+    fn library(&self, call: &LibraryCall<'_>) -> std::result::Result<Arc<dyn LibraryKernel>, Declined> {
+        self.libraries.find(call).map(|k| Arc::new(k) as Arc<dyn LibraryKernel>)
+    }
+
+    fn has_epilogues(&self) -> bool {
+        self.libraries.has_endings()
     }
 }
 
@@ -384,6 +414,10 @@ impl Device for SimtDevice {
 
     fn take_timings(&self) -> Result<Vec<Timing>> {
         self.queue.take_timings()
+    }
+
+    fn kernel_libraries(&self) -> Vec<(String, String)> {
+        self.libraries.describe()
     }
 
     fn empty_cache(&self) -> u64 {

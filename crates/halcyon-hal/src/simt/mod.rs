@@ -6,6 +6,7 @@
 
 pub mod adapter;
 pub mod device;
+pub mod library;
 pub mod memory;
 pub mod program;
 pub mod queue;
@@ -35,6 +36,19 @@ pub struct Attributes {
     pub minor: i32,
 }
 
+/// A library that the device is used without where it is missing.
+#[derive(Debug)]
+pub struct VendorLibrary {
+    /// As its vendor writes it: `cuBLASLt`.
+    pub title: &'static str,
+    pub names: &'static [&'static str],
+    /// The variable that names the only one to try.
+    pub variable: &'static str,
+    /// Folders below Python's packages.
+    pub packages: &'static [&'static str],
+    pub fix: &'static str,
+}
+
 /// One of the two.
 #[derive(Debug)]
 pub struct Family {
@@ -56,6 +70,10 @@ pub struct Family {
     pub toolkits: &'static [&'static str],
     pub packages: &'static [&'static str],
     pub attributes: Attributes,
+    /// Libraries with kernels of the vendor's own: products with a choice of algorithm, plain products, convolutions.
+    pub products: VendorLibrary,
+    pub plain_products: Option<VendorLibrary>,
+    pub convolutions: Option<VendorLibrary>,
     /// The compiler's name of a device: `sm_90`, `gfx90a`.
     pub architecture: fn(&adapter::Adapter) -> Option<String>,
     /// The compiler's flags for an architecture; `None` where it must be known.
@@ -69,16 +87,32 @@ pub struct SimtDriver {
     family: &'static Family,
     /// Runtime and compiler to load, where a test names them.
     libraries: Option<(String, String)>,
+    /// The library that has all of the vendor's kernels, where a test names one.
+    kernels: Option<String>,
 }
 
 impl SimtDriver {
     pub const fn new(family: &'static Family) -> SimtDriver {
-        SimtDriver { family, libraries: None }
+        SimtDriver { family, libraries: None, kernels: None }
     }
 
-    /// A driver over these libraries, whatever else there is.
+    /// A driver over these libraries, whatever else there is, and without any of the vendor's kernels.
     pub fn over(family: &'static Family, runtime: &str, compiler: &str) -> SimtDriver {
-        SimtDriver { family, libraries: Some((runtime.into(), compiler.into())) }
+        SimtDriver { family, libraries: Some((runtime.into(), compiler.into())), kernels: None }
+    }
+
+    /// That, with the vendor's kernels from this library.
+    pub fn with_kernels(self, library: &str) -> SimtDriver {
+        SimtDriver { kernels: Some(library.into()), ..self }
+    }
+
+    /// Where the vendor's kernels are looked for.
+    fn sources(&self) -> library::Sources {
+        match (&self.kernels, &self.libraries) {
+            (Some(path), _) => library::Sources::Named(path.clone()),
+            (None, Some(_)) => library::Sources::None,
+            (None, None) => library::Sources::System,
+        }
     }
 
     fn adapters(&self) -> Result<Vec<adapter::Adapter>> {
@@ -112,6 +146,6 @@ impl Driver for SimtDriver {
         let names =
             self.libraries.as_ref().map_or_else(|| self.family.compiler_candidates(), |l| vec![l.1.clone()]);
         let compiler = self.family.compiler(&names)?;
-        Ok(Arc::new(device::SimtDevice::open(&a, compiler, options)?))
+        Ok(Arc::new(device::SimtDevice::open(&a, compiler, self.sources(), options)?))
     }
 }

@@ -1,5 +1,6 @@
 //! The in-order queue of a device.
 
+use super::library::SimtKernel;
 use super::memory::{Memory, SimtBuffer, SimtPages, SimtSource};
 use super::program::SimtProgram;
 use super::sys::{self, Address, Context, Handle};
@@ -469,6 +470,11 @@ impl Submission<'_> {
         })?;
         self.state.may_have_faulted |= p.signature.faults;
         Ok(())
+    }
+
+    /// Enqueues a kernel of the vendor's, whose buffers were checked.
+    pub fn library(&mut self, k: &SimtKernel, buffers: &[&SimtBuffer]) -> Result<()> {
+        self.timed(|q| k.enqueue(q.raw, buffers))
     }
 
     /// Copies between ranges that were checked and do not overlap.

@@ -2,7 +2,7 @@
 //! each function with both names. (CUDA: "CUDA Driver API" and "NVRTC" of the toolkit's documentation; HIP: `hip_runtime_api.h` and
 //! `hiprtc.h`.)
 
-use super::Family;
+use super::{Family, VendorLibrary};
 use crate::{Error, Result};
 use libloading::Library;
 use std::collections::BTreeMap;
@@ -41,21 +41,21 @@ macro_rules! functions {
         $(#[$doc])*
         #[allow(missing_debug_implementations)]
         pub struct $table {
-            $(pub $field: unsafe extern "system" fn($($argument),*) -> Code,)*
+            $(pub $field: unsafe extern "system" fn($($argument),*) -> $crate::simt::sys::Code,)*
         }
 
         impl $table {
             /// The functions of a library, or the name of the one that it lacks.
-            fn resolve(lib: &Library, side: Side) -> std::result::Result<$table, &'static str> {
+            pub(crate) fn resolve(lib: &libloading::Library, side: $crate::simt::sys::Side) -> std::result::Result<$table, &'static str> {
                 Ok($table {
                     $($field: {
                         let name = match side {
-                            Side::Cuda => $cuda,
-                            Side::Hip => $hip,
+                            $crate::simt::sys::Side::Cuda => $cuda,
+                            $crate::simt::sys::Side::Hip => $hip,
                         };
                         // SAFETY: the type is the one that both interfaces give this function.
                         let f = unsafe {
-                            lib.get::<unsafe extern "system" fn($($argument),*) -> Code>(name.as_bytes())
+                            lib.get::<unsafe extern "system" fn($($argument),*) -> $crate::simt::sys::Code>(name.as_bytes())
                         };
                         *f.map_err(|_| name)?
                     },)*
@@ -64,6 +64,7 @@ macro_rules! functions {
         }
     };
 }
+pub(super) use functions;
 
 functions! {
     /// The runtime.
@@ -328,6 +329,14 @@ impl Family {
         }
     }
 
+    /// Names and paths of one of the vendor's other libraries to try, in order.
+    pub fn library_candidates(&self, l: &VendorLibrary) -> Vec<String> {
+        match variable(l.variable) {
+            Some(named) => vec![named],
+            None => self.with_folders(l.names, l.packages),
+        }
+    }
+
     fn with_folders(&self, names: &[&str], packages: &[&str]) -> Vec<String> {
         let mut all: Vec<String> = names.iter().map(|n| n.to_string()).collect();
         let mut folders: Vec<PathBuf> = vec![];
@@ -370,7 +379,7 @@ impl Family {
         })
     }
 
-    fn first<T>(
+    pub(super) fn first<T>(
         &self,
         loaded: &Mutex<BTreeMap<String, &'static T>>,
         names: &[String],

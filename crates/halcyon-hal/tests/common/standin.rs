@@ -91,7 +91,8 @@ fn load(row: &Row, dir: &Path) -> StandIn {
     let l = std::mem::ManuallyDrop::new(unsafe { libloading::Library::new(&lib) }.unwrap());
     // SAFETY: the types are those of the source.
     let (get, set) = unsafe { (*l.get(b"standin_get").unwrap(), *l.get(b"standin_set").unwrap()) };
-    let driver = Arc::new(SimtDriver::over(row.0, &path, &path));
+    // The same library stands in for those of the vendor's kernels.
+    let driver = Arc::new(SimtDriver::over(row.0, &path, &path).with_kernels(&path));
     halcyon_hal::Driver::probe(&*driver).unwrap();
     StandIn { driver, path, get, set }
 }

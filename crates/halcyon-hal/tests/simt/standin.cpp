@@ -75,6 +75,10 @@ static int64_t used_;
 static const size_t GUARD = 64;
 static const unsigned char POISON = 0xa5, FENCE = 0x5c;
 
+// Of the vendor's libraries (blas.cpp, dnn.cpp).
+static int64_t libraries_get(const std::string& name);
+static int libraries_set(const std::string& name, int64_t v);
+
 extern "C" int64_t standin_get(const char* name) {
     LOCK;
     std::string n = name;
@@ -89,7 +93,7 @@ extern "C" int64_t standin_get(const char* name) {
     if (n == "compiles") return compiles_;
     if (n == "allocations") return allocs_;
     if (n == "lost") return lost_;
-    return -1;
+    return libraries_get(n);
 }
 
 extern "C" int standin_set(const char* name, int64_t v) {
@@ -105,7 +109,7 @@ extern "C" int standin_set(const char* name, int64_t v) {
     else if (n == "lose at launch") lose_at_ = v;
     // The v-th byte that is read back from now on is another one.
     else if (n == "falsify") falsify_ = v;
-    else return INVALID;
+    else return libraries_set(n, v);
     return OK;
 }
 
@@ -609,3 +613,10 @@ API(cuLaunchKernel, hipModuleLaunchKernel)(Handle f, unsigned gx, unsigned gy, u
             }
     return OK;
 }
+
+#include "blas.cpp"
+#ifdef STANDIN_HIP
+#include "rocblas.cpp"
+#else
+#include "dnn.cpp"
+#endif

@@ -179,7 +179,9 @@ impl Lowerer<'_> {
     fn cuts(&self) -> Vec<bool> {
         let n = self.g.nodes().len();
         let mut cut = vec![false; n];
-        if !self.options.passes.does(EPILOGUES) || !self.target.has_epilogues() {
+        // A device may have to load a library to answer, so it is asked where there is something to end.
+        let products = || self.g.ids().any(|i| self.live[i.index()] && may_pack(&self.g.node(i).op));
+        if !self.options.passes.does(EPILOGUES) || !products() || !self.target.has_epilogues() {
             return cut;
         }
         // What an op reads from memory is there: its other readers load it too, and need not wait for the product behind it.

@@ -151,11 +151,15 @@ fn dedup(mut v: Vec<String>) -> String {
     v.join(", ")
 }
 
-/// How exact a call must be. Products of bf16 are exact in f32 whatever multiplies them; from O2 on the device may take denormals for zero and add
-/// in its own order.
+/// How exact a call must be. Below O2 results are held to the tolerances of the ops, which are those of the highest precision. Products of bf16
+/// are exact in f32 whatever multiplies them; from O2 on the device may take denormals for zero and add in its own order.
 fn precision(options: &LowerOptions, inputs: &[Operand]) -> MatmulPrecision {
     let half = inputs.len() >= 2 && inputs[..2].iter().all(|o| o.dtype == DType::BF16);
-    if half && options.passes.level >= Level::O2 { MatmulPrecision::Medium } else { options.precision }
+    match options.passes.level >= Level::O2 {
+        true if half => MatmulPrecision::Medium,
+        true => options.precision,
+        false => MatmulPrecision::Highest,
+    }
 }
 
 /// How a device does one op.

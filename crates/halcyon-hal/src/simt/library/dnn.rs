@@ -1,0 +1,547 @@
+//! cuDNN: convolutions, by the functions that versions 8 and 9 have (`cudnn_ops.h`, `cudnn_cnn.h`).
+
+use super::ending::{Bias, Ending};
+use super::{Body, SimtKernel, WORKSPACE, failed, functions_of_one};
+use crate::simt::VendorLibrary;
+use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS};
+use crate::{Declined, LibraryCall, Result};
+use halcyon_ir::layout::dense_strides;
+use halcyon_ir::op;
+use halcyon_ir::target::MatmulPrecision;
+use halcyon_ir::{DType, ScalarOp};
+use smallvec::SmallVec;
+use std::collections::BTreeMap;
+use std::ffi::{c_int, c_void};
+use std::ptr;
+use std::sync::{Arc, Mutex};
+
+functions_of_one! {
+    /// The library.
+    Functions {
+        property: "cudnnGetProperty", (c_int, *mut c_int);
+        create: "cudnnCreate", (*mut Handle);
+        destroy: "cudnnDestroy", (Handle);
+        set_stream: "cudnnSetStream", (Handle, Handle);
+        tensor_create: "cudnnCreateTensorDescriptor", (*mut Handle);
+        tensor_destroy: "cudnnDestroyTensorDescriptor", (Handle);
+        tensor_set: "cudnnSetTensorNdDescriptor", (Handle, c_int, c_int, *const c_int, *const c_int);
+        filter_create: "cudnnCreateFilterDescriptor", (*mut Handle);
+        filter_destroy: "cudnnDestroyFilterDescriptor", (Handle);
+        filter_set: "cudnnSetFilterNdDescriptor", (Handle, c_int, c_int, c_int, *const c_int);
+        conv_create: "cudnnCreateConvolutionDescriptor", (*mut Handle);
+        conv_destroy: "cudnnDestroyConvolutionDescriptor", (Handle);
+        conv_set: "cudnnSetConvolutionNdDescriptor",
+            (Handle, c_int, *const c_int, *const c_int, *const c_int, c_int, c_int);
+        conv_groups: "cudnnSetConvolutionGroupCount", (Handle, c_int);
+        conv_math: "cudnnSetConvolutionMathType", (Handle, c_int);
+        activation_create: "cudnnCreateActivationDescriptor", (*mut Handle);
+        activation_destroy: "cudnnDestroyActivationDescriptor", (Handle);
+        activation_set: "cudnnSetActivationDescriptor", (Handle, c_int, c_int, f64);
+        algorithms: "cudnnGetConvolutionForwardAlgorithm_v7",
+            (Handle, Handle, Handle, Handle, Handle, c_int, *mut c_int, *mut Performance);
+        workspace: "cudnnGetConvolutionForwardWorkspaceSize",
+            (Handle, Handle, Handle, Handle, Handle, c_int, *mut usize);
+        forward: "cudnnConvolutionForward",
+            (Handle, *const c_void, Handle, Address, Handle, Address, Handle, c_int, Address, usize, *const c_void, Handle, Address);
+        forward_ending: "cudnnConvolutionBiasActivationForward",
+            (Handle, *const c_void, Handle, Address, Handle, Address, Handle, c_int, Address, usize, *const c_void, Handle, Address,
+             Handle, Address, Handle, Handle, Address);
+    }
+}
+
+/// `cudnnConvolutionFwdAlgoPerf_t`.
+#[repr(C)]
+#[derive(Clone, Copy, Default)]
+pub struct Performance {
+    algorithm: c_int,
+    status: c_int,
+    time: f32,
+    memory: usize,
+    deterministic: c_int,
+    math: c_int,
+    reserved: [c_int; 3],
+}
+
+/// Layout of filters: channels before space.
+const NCHW: c_int = 0;
+const CROSS_CORRELATION: c_int = 1;
+const DETERMINISTIC: c_int = 1;
+/// Of math: what the data's type has (TF32 for f32), tensor cores, f32 as it is.
+const DEFAULT_MATH: c_int = 0;
+const TENSOR_MATH: c_int = 1;
+const FMA_MATH: c_int = 3;
+const RELU: c_int = 1;
+const IDENTITY: c_int = 5;
+const PROPAGATE_NAN: c_int = 1;
+/// Algorithms: implicit products (0, 1) and an explicit one; the others transform the image, which costs digits.
+const PRODUCTS: [c_int; 3] = [0, 1, 2];
+/// The one algorithm that a bias without an activation goes with.
+const PRECOMPUTED: c_int = 1;
+const MOST_ALGORITHMS: usize = 8;
+/// Multiply-adds below which a convolution is a generated kernel.
+const TINY: usize = 1 << 15;
+
+fn type_number(d: DType) -> Option<c_int> {
+    Some(match d {
+        DType::F32 => 0,
+        DType::F64 => 1,
+        DType::F16 => 2,
+        DType::BF16 => 9,
+        _ => return None,
+    })
+}
+
+/// Numbers of version 9 (thousands tell the kind) and of version 8.
+fn status(code: Code) -> &'static str {
+    match code {
+        1 | 1001 => "not initialised",
+        2 | 4003 | 4004 => "out of memory",
+        3 | 5 | 2000..3000 => "an invalid parameter",
+        6 | 3007 => "not for this architecture",
+        8 | 5000..6000 => "the kernel failed",
+        9 | 3000..4000 => "not supported",
+        1000..2000 => "the library's parts do not match",
+        _ => "internal error",
+    }
+}
+
+/// The library with its functions.
+pub struct Api {
+    f: Functions,
+    library: String,
+}
+
+/// The handle, which one thread uses at a time: it is bound to a stream.
+struct Raw(Handle);
+// SAFETY: a name inside of the library; its lock lets one thread use it at a time.
+unsafe impl Send for Raw {}
+
+/// A handle of the library on one device.
+pub struct Dnn {
+    api: &'static Api,
+    handle: Mutex<Raw>,
+    version: String,
+    context: Arc<Context>,
+}
+
+impl std::fmt::Debug for Dnn {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Dnn({} {})", self.api.library, self.version)
+    }
+}
+
+type Dims = SmallVec<[c_int; 5]>;
+
+/// Sizes of a convolution, with two spatial axes at least.
+#[derive(Clone, Debug)]
+pub struct Conv {
+    x: Dims,
+    w: Dims,
+    y: Dims,
+    pad: Dims,
+    stride: Dims,
+    dilation: Dims,
+    groups: c_int,
+    dtype: DType,
+    /// Bytes to the first element of x and w.
+    offsets: [isize; 2],
+    /// The result as the chain on top sees it: planes and what is in them.
+    planes: [usize; 3],
+}
+
+impl Conv {
+    pub fn of(call: &LibraryCall<'_>, c: &op::Conv) -> Result<Conv, Declined> {
+        let no = |why: &str| Err(Declined::because(why));
+        let [x, w, ..] = call.inputs else { return no("two operands are needed") };
+        let spread: SmallVec<[usize; 2]> =
+            (0..2).filter(|i| !call.inputs[*i].view.has_dense_strides()).collect();
+        if !spread.is_empty() {
+            return Err(Declined::needs_dense(spread));
+        }
+        if x.dtype != w.dtype || type_number(x.dtype).is_none() || call.outputs[0].dtype != x.dtype {
+            return no("cuDNN's convolutions are of f32, f64, f16 and bf16");
+        }
+        let spatial = c.stride.len();
+        if !(1..=3).contains(&spatial) {
+            return no("cuDNN has one to three spatial axes");
+        }
+        if c.input_dilation.iter().any(|d| *d != 1) {
+            return no("a transposed convolution is a generated kernel");
+        }
+        if c.pad.iter().any(|(lo, hi)| lo != hi || *lo < 0) {
+            return no("cuDNN pads both ends alike");
+        }
+        let (xs, ws) = (&x.view.shape, &w.view.shape);
+        let mut out = vec![xs[0], ws[0]];
+        for i in 0..spatial {
+            let room = xs[2 + i] + 2 * c.pad[i].0 as usize;
+            let reach = c.dilation[i] * (ws[2 + i].max(1) - 1) + 1;
+            if ws[2 + i] == 0 || room < reach {
+                return no("the window is larger than the image");
+            }
+            out.push((room - reach) / c.stride[i] + 1);
+        }
+        let size = out.iter().product::<usize>();
+        if size != call.outputs[0].view.numel() {
+            return no("the output has another size");
+        }
+        let work = size.saturating_mul(ws[1..].iter().product());
+        if work < TINY {
+            return Err(Declined::because(format!(
+                "fewer than {TINY} multiply-adds are a generated kernel's work"
+            )));
+        }
+        // The library wants two spatial axes: one more of size 1 in front.
+        let wide = |head: &[usize], rest: &[usize], fill: usize| -> Option<Dims> {
+            let fill = [fill].into_iter().filter(|_| spatial == 1);
+            let all = head.iter().copied().chain(fill).chain(rest.iter().copied());
+            all.map(|d| c_int::try_from(d).ok()).collect()
+        };
+        let pads: Vec<usize> = c.pad.iter().map(|p| p.0 as usize).collect();
+        let sizes = (
+            wide(&xs[..2], &xs[2..], 1),
+            wide(&ws[..2], &ws[2..], 1),
+            wide(&out[..2], &out[2..], 1),
+            wide(&[], &pads, 0),
+            wide(&[], &c.stride, 1),
+            wide(&[], &c.dilation, 1),
+        );
+        let (Some(x_dims), Some(w_dims), Some(y), Some(pad), Some(stride), Some(dilation)) = sizes else {
+            return no("a dimension is past 2³¹");
+        };
+        if [&x.view, &w.view, &call.outputs[0].view].iter().any(|v| v.numel() > i32::MAX as usize) {
+            return no("a tensor has 2³¹ elements or more");
+        }
+        let size = x.dtype.size() as isize;
+        Ok(Conv {
+            x: x_dims,
+            w: w_dims,
+            y,
+            pad,
+            stride,
+            dilation,
+            groups: c.groups as c_int,
+            dtype: x.dtype,
+            offsets: [x.view.offset * size, w.view.offset * size],
+            planes: [out[0], out[1], out[2..].iter().product()],
+        })
+    }
+}
+
+impl Dnn {
+    pub fn open(context: &Arc<Context>, l: &'static VendorLibrary, names: &[String]) -> Result<Dnn> {
+        static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
+        let family = context.api.family;
+        let api = family.first(&LOADED, names, l.title, l.fix, &|lib, name| {
+            Ok(Api { f: Functions::resolve(lib, family.side)?, library: name.into() })
+        })?;
+        let mut v = [0; 3];
+        for (which, v) in v.iter_mut().enumerate() {
+            // SAFETY: one number is written.
+            let code = unsafe { (api.f.property)(which as c_int, v) };
+            check(context, "asking for the version", code)?;
+        }
+        let mut raw = ptr::null_mut();
+        // SAFETY: one handle is written; the thread has a current context.
+        check(context, "creating a handle", unsafe { (api.f.create)(&mut raw) })?;
+        let version = format!("{}.{}.{}", v[0], v[1], v[2]);
+        Ok(Dnn { api, handle: Mutex::new(Raw(raw)), version, context: context.clone() })
+    }
+
+    pub fn describe(&self) -> String {
+        format!("{} {}", self.api.library, self.version)
+    }
+
+    pub fn kernel(
+        self: &Arc<Dnn>,
+        owner: u64,
+        call: &LibraryCall<'_>,
+        conv: Conv,
+    ) -> Result<SimtKernel, Declined> {
+        let ending = Ending::of(call, &conv.planes, 1)?;
+        // Of other types the library does not say whether it has a bias before it runs.
+        if !ending.of_type(call, &[DType::F32, DType::F16]) {
+            return Err(Declined::because("chains are on top of f32 and f16"));
+        }
+        let activation = match (ending.activation, ending.bias) {
+            (None, _) => IDENTITY,
+            (Some(ScalarOp::Relu), Some(_)) => RELU,
+            _ => return Err(Declined::because("cuDNN puts a bias, or a bias and relu, on top")),
+        };
+        let bias = ending.bias.map(|b| (b, activation));
+        let loose = call.precision > MatmulPrecision::Highest;
+        self.context.enter().map_err(|e| Declined::because(e.to_string()))?;
+        let plan =
+            Plan::new(self, &conv, bias, loose).map_err(|why| Declined::because(format!("cuDNN: {why}")))?;
+        let on_top = match bias {
+            None => "",
+            Some((_, RELU)) => ".relu",
+            Some(_) => ".bias",
+        };
+        let types = if conv.dtype == DType::F32 && loose { "tf32" } else { conv.dtype.name() };
+        SimtKernel::new(format!("cudnn.conv.{types}{on_top}"), owner, call, plan.workspace, plan)
+    }
+}
+
+fn check(context: &Context, call: &str, code: Code) -> Result<()> {
+    match code {
+        SUCCESS => Ok(()),
+        _ => Err(failed(context, "cuDNN", call, code, status(code))),
+    }
+}
+
+impl Drop for Dnn {
+    fn drop(&mut self) {
+        let raw = self.handle.lock().unwrap_or_else(|e| e.into_inner()).0;
+        if self.context.enter().is_err() {
+            return;
+        }
+        // SAFETY: created once; kernels hold this value, so none is left.
+        let code = unsafe { (self.api.f.destroy)(raw) };
+        if code != SUCCESS {
+            tracing::warn!(device = self.context.id, code, "a library's handle could not be destroyed");
+        }
+    }
+}
+
+/// A description of the library's.
+struct Made {
+    raw: Handle,
+    destroy: unsafe extern "system" fn(Handle) -> Code,
+}
+
+// SAFETY: descriptions are data of the library that nothing changes after they are made.
+unsafe impl Send for Made {}
+// SAFETY: as above.
+unsafe impl Sync for Made {}
+
+impl Made {
+    fn new(
+        create: unsafe extern "system" fn(*mut Handle) -> Code,
+        destroy: unsafe extern "system" fn(Handle) -> Code,
+        set: impl FnOnce(Handle) -> Code,
+    ) -> Result<Made, String> {
+        let mut raw = ptr::null_mut();
+        // SAFETY: one handle is written.
+        let code = unsafe { create(&mut raw) };
+        if code != SUCCESS {
+            return Err(format!("creating a description gave status {code} ({})", status(code)));
+        }
+        let made = Made { raw, destroy };
+        match set(raw) {
+            SUCCESS => Ok(made),
+            code => Err(format!("a description gave status {code} ({})", status(code))),
+        }
+    }
+}
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        // SAFETY: created once by the library.
+        unsafe { (self.destroy)(self.raw) };
+    }
+}
+
+/// A bias and what comes after it.
+struct OnTop {
+    bias: Bias,
+    shape: Made,
+    activation: Made,
+}
+
+/// A convolution with its algorithm.
+struct Plan {
+    dnn: Arc<Dnn>,
+    x: Made,
+    w: Made,
+    y: Made,
+    conv: Made,
+    on_top: Option<OnTop>,
+    algorithm: c_int,
+    workspace: usize,
+    offsets: [isize; 2],
+    /// Bits of one, in the type of scalars.
+    one: u64,
+}
+
+impl std::fmt::Debug for Plan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Plan")
+            .field("algorithm", &self.algorithm)
+            .field("workspace", &self.workspace)
+            .finish_non_exhaustive()
+    }
+}
+
+fn strides(dims: &[c_int]) -> Dims {
+    let sizes: Vec<usize> = dims.iter().map(|d| *d as usize).collect();
+    dense_strides(&sizes).iter().map(|s| *s as c_int).collect()
+}
+
+impl Plan {
+    fn new(dnn: &Arc<Dnn>, c: &Conv, bias: Option<(Bias, c_int)>, loose: bool) -> Result<Plan, String> {
+        let f = &dnn.api.f;
+        let number = type_number(c.dtype).ok_or_else(|| format!("{} has no number", c.dtype))?;
+        let tensor = |dims: &[c_int]| {
+            let steps = strides(dims);
+            Made::new(f.tensor_create, f.tensor_destroy, |t| {
+                // SAFETY: both lists have so many numbers.
+                unsafe { (f.tensor_set)(t, number, dims.len() as c_int, dims.as_ptr(), steps.as_ptr()) }
+            })
+        };
+        let (x, y) = (tensor(&c.x)?, tensor(&c.y)?);
+        let w = Made::new(f.filter_create, f.filter_destroy, |w| {
+            // SAFETY: the list has so many numbers.
+            unsafe { (f.filter_set)(w, number, NCHW, c.w.len() as c_int, c.w.as_ptr()) }
+        })?;
+        let exact = c.dtype == DType::F32 && !loose;
+        let math = match c.dtype {
+            DType::F16 | DType::BF16 => TENSOR_MATH,
+            DType::F32 if exact => FMA_MATH,
+            _ => DEFAULT_MATH,
+        };
+        // Halves are summed in f32.
+        let sums = if c.dtype == DType::F64 { DType::F64 } else { DType::F32 };
+        let sums = type_number(sums).unwrap_or_default();
+        let conv = Made::new(f.conv_create, f.conv_destroy, |conv| {
+            let (pad, stride, dilation) = (c.pad.as_ptr(), c.stride.as_ptr(), c.dilation.as_ptr());
+            // SAFETY: the three lists have so many numbers.
+            let steps = [
+                unsafe {
+                    (f.conv_set)(conv, c.pad.len() as c_int, pad, stride, dilation, CROSS_CORRELATION, sums)
+                },
+                // SAFETY: the description is live.
+                unsafe { (f.conv_groups)(conv, c.groups) },
+                // SAFETY: as above.
+                unsafe { (f.conv_math)(conv, math) },
+            ];
+            steps.into_iter().find(|code| *code != SUCCESS).unwrap_or(SUCCESS)
+        })?;
+        let on_top = match bias {
+            None => None,
+            Some((bias, activation)) => {
+                let mut dims: Dims = c.y.iter().map(|_| 1).collect();
+                dims[1] = c.y[1];
+                let activation = Made::new(f.activation_create, f.activation_destroy, |a| {
+                    // SAFETY: the description is live.
+                    unsafe { (f.activation_set)(a, activation, PROPAGATE_NAN, 0.0) }
+                })?;
+                Some(OnTop { bias, shape: tensor(&dims)?, activation })
+            }
+        };
+        let alone = bias.is_some_and(|(_, a)| a == IDENTITY);
+        let handle = dnn.handle.lock().unwrap_or_else(|e| e.into_inner());
+        let (mut found, mut all) = (0, [Performance::default(); MOST_ALGORITHMS]);
+        // SAFETY: at most as many entries are written as there are; everything else is live.
+        let code = unsafe {
+            (f.algorithms)(
+                handle.0,
+                x.raw,
+                w.raw,
+                conv.raw,
+                y.raw,
+                MOST_ALGORITHMS as c_int,
+                &mut found,
+                all.as_mut_ptr(),
+            )
+        };
+        if code != SUCCESS {
+            return Err(format!("no algorithm for this convolution (status {code}, {})", status(code)));
+        }
+        let fits = |p: &&Performance| {
+            p.status == SUCCESS
+                && p.deterministic == DETERMINISTIC
+                && p.memory <= WORKSPACE
+                && (!exact || PRODUCTS.contains(&p.algorithm) && p.math == FMA_MATH)
+                && (!alone || p.algorithm == PRECOMPUTED)
+        };
+        let found = usize::try_from(found).unwrap_or(0).min(MOST_ALGORITHMS);
+        let Some(best) = all[..found].iter().find(fits) else {
+            return Err(format!(
+                "none of {found} algorithms is deterministic, exact enough and within {WORKSPACE} bytes"
+            ));
+        };
+        let mut workspace = 0;
+        // SAFETY: one number is written; everything else is live.
+        let steps = [unsafe { (f.conv_math)(conv.raw, best.math) }, unsafe {
+            (f.workspace)(handle.0, x.raw, w.raw, conv.raw, y.raw, best.algorithm, &mut workspace)
+        }];
+        if let Some(code) = steps.into_iter().find(|code| *code != SUCCESS) {
+            return Err(format!("its algorithm {} gave status {code} ({})", best.algorithm, status(code)));
+        }
+        if workspace > WORKSPACE {
+            return Err(format!("it asks for {workspace} bytes of workspace"));
+        }
+        let one = if c.dtype == DType::F64 { 1f64.to_bits() } else { u64::from(1f32.to_bits()) };
+        drop(handle);
+        Ok(Plan {
+            dnn: dnn.clone(),
+            x,
+            w,
+            y,
+            conv,
+            on_top,
+            algorithm: best.algorithm,
+            workspace,
+            offsets: c.offsets,
+            one,
+        })
+    }
+}
+
+impl Body for Plan {
+    fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
+        let (dnn, f) = (&self.dnn, &self.dnn.api.f);
+        let inputs = 2 + usize::from(self.on_top.is_some());
+        let place = |i: usize, by: isize| at[i].wrapping_add_signed(by as i64);
+        let (x, w, y) = (place(0, self.offsets[0]), place(1, self.offsets[1]), at[inputs]);
+        let room = at.get(inputs + 1).copied().unwrap_or(0);
+        let (one, zero): (*const c_void, _) = (ptr::from_ref(&self.one).cast(), 0u64);
+        let zero: *const c_void = ptr::from_ref(&zero).cast();
+        let handle = dnn.handle.lock().unwrap_or_else(|e| e.into_inner());
+        // SAFETY: both are live.
+        check(&dnn.context, "choosing a stream", unsafe { (f.set_stream)(handle.0, stream) })?;
+        // SAFETY: the descriptions are live; the kernel's checks: operands lie in their buffers, and the result shares none. The scalars
+        // are read before the call returns.
+        let code = unsafe {
+            match &self.on_top {
+                None => (f.forward)(
+                    handle.0,
+                    one,
+                    self.x.raw,
+                    x,
+                    self.w.raw,
+                    w,
+                    self.conv.raw,
+                    self.algorithm,
+                    room,
+                    self.workspace,
+                    zero,
+                    self.y.raw,
+                    y,
+                ),
+                Some(o) => (f.forward_ending)(
+                    handle.0,
+                    one,
+                    self.x.raw,
+                    x,
+                    self.w.raw,
+                    w,
+                    self.conv.raw,
+                    self.algorithm,
+                    room,
+                    self.workspace,
+                    zero,
+                    self.y.raw,
+                    y,
+                    o.shape.raw,
+                    place(o.bias.input, o.bias.offset),
+                    o.activation.raw,
+                    self.y.raw,
+                    y,
+                ),
+            }
+        };
+        check(&dnn.context, "a convolution", code)
+    }
+}

@@ -1,0 +1,526 @@
+//! cuBLASLt and hipBLASLt: products with an algorithm chosen by the library, a bias and an activation. hipBLASLt has cuBLASLt's
+//! interface under its own names and numbers. (`cublasLt.h` of the CUDA toolkit 12; `hipblaslt.h` and `hipblas-common.h` of ROCm 6.)
+
+use super::ending::{Bias, Ending};
+use super::product::{Matrix, Product, alignment};
+use super::{Body, SimtKernel, WORKSPACE, WORKSPACE_ALIGNMENT, failed};
+use crate::simt::VendorLibrary;
+use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS, Side, functions};
+use crate::{Declined, Error, LibraryCall, Result};
+use halcyon_ir::target::MatmulPrecision;
+use halcyon_ir::{DType, ScalarOp};
+use std::collections::BTreeMap;
+use std::ffi::{c_int, c_void};
+use std::ptr;
+use std::sync::{Arc, Mutex};
+
+functions! {
+    /// The library.
+    Functions {
+        create: "cublasLtCreate", "hipblasLtCreate", (*mut Handle);
+        destroy: "cublasLtDestroy", "hipblasLtDestroy", (Handle);
+        desc_create: "cublasLtMatmulDescCreate", "hipblasLtMatmulDescCreate", (*mut Handle, c_int, c_int);
+        desc_destroy: "cublasLtMatmulDescDestroy", "hipblasLtMatmulDescDestroy", (Handle);
+        desc_set: "cublasLtMatmulDescSetAttribute", "hipblasLtMatmulDescSetAttribute", (Handle, c_int, *const c_void, usize);
+        layout_create: "cublasLtMatrixLayoutCreate", "hipblasLtMatrixLayoutCreate", (*mut Handle, c_int, u64, u64, i64);
+        layout_destroy: "cublasLtMatrixLayoutDestroy", "hipblasLtMatrixLayoutDestroy", (Handle);
+        layout_set: "cublasLtMatrixLayoutSetAttribute", "hipblasLtMatrixLayoutSetAttribute",
+            (Handle, c_int, *const c_void, usize);
+        preference_create: "cublasLtMatmulPreferenceCreate", "hipblasLtMatmulPreferenceCreate", (*mut Handle);
+        preference_destroy: "cublasLtMatmulPreferenceDestroy", "hipblasLtMatmulPreferenceDestroy", (Handle);
+        preference_set: "cublasLtMatmulPreferenceSetAttribute", "hipblasLtMatmulPreferenceSetAttribute",
+            (Handle, c_int, *const c_void, usize);
+        heuristic: "cublasLtMatmulAlgoGetHeuristic", "hipblasLtMatmulAlgoGetHeuristic",
+            (Handle, Handle, Handle, Handle, Handle, Handle, Handle, c_int, *mut u64, *mut c_int);
+        matmul: "cublasLtMatmul", "hipblasLtMatmul",
+            (Handle, Handle, *const c_void, Address, Handle, Address, Handle, *const c_void, Address, Handle, Address, Handle,
+             *const u64, Address, usize, Handle);
+    }
+}
+
+/// How the library tells its version.
+#[derive(Clone, Copy)]
+enum Version {
+    /// Major, minor and patch one by one.
+    Property(unsafe extern "system" fn(c_int, *mut c_int) -> Code),
+    /// In one number, of a handle.
+    Number(unsafe extern "system" fn(Handle, *mut c_int) -> Code),
+}
+
+/// The library with its functions.
+pub struct Api {
+    f: Functions,
+    version: Version,
+    numbers: &'static Numbers,
+    library: String,
+}
+
+/// Numbers that the two libraries do not share. Those of element types they do.
+struct Numbers {
+    /// Compute types: f32, f32 by way of TF32, f64, i32.
+    f32: c_int,
+    tf32: c_int,
+    f64: c_int,
+    i32: c_int,
+    /// Not transposed, transposed.
+    operations: [c_int; 2],
+    /// Attributes of a product: transposes, epilogue, bias.
+    transposes: [c_int; 2],
+    epilogue: c_int,
+    bias: c_int,
+    /// Attributes of a layout: batch count, stride of the batch.
+    batch: [c_int; 2],
+    /// Attributes of a preference: alignments of a, b, c and d; which sums of partial products are allowed.
+    alignments: Option<[c_int; 4]>,
+    reductions: Option<c_int>,
+    /// Words of an algorithm in the heuristic's answer.
+    algorithm: usize,
+}
+
+static CUDA: Numbers = Numbers {
+    f32: 68,
+    tf32: 77,
+    f64: 70,
+    i32: 72,
+    operations: [0, 1],
+    transposes: [3, 4],
+    epilogue: 7,
+    bias: 8,
+    batch: [5, 6],
+    alignments: Some([5, 6, 7, 8]),
+    reductions: Some(3),
+    algorithm: 8,
+};
+
+static HIP: Numbers = Numbers {
+    f32: 2,
+    tf32: 6,
+    f64: 7,
+    i32: 9,
+    operations: [111, 112],
+    transposes: [0, 1],
+    epilogue: 2,
+    bias: 3,
+    batch: [0, 1],
+    alignments: None,
+    reductions: None,
+    algorithm: 3,
+};
+
+/// Attribute of a preference: the most bytes of workspace.
+const MOST_WORKSPACE: c_int = 1;
+/// Partial products are added in the type that is computed in, never in the result's.
+const IN_COMPUTE_TYPE: u32 = 2;
+/// Epilogues: none, and what is added to a bias's.
+const DEFAULT: u32 = 1;
+const RELU: u32 = 2;
+const BIAS: u32 = 4;
+const GELU: u32 = 32;
+/// hipBLASLt before it takes other numbers for types (`hipblasDatatype_t`).
+const OLDEST_HIP: i32 = 600;
+
+/// `cudaDataType` and `hipDataType`.
+fn type_number(d: DType) -> Option<c_int> {
+    Some(match d {
+        DType::F32 => 0,
+        DType::F64 => 1,
+        DType::F16 => 2,
+        DType::I8 => 3,
+        DType::I32 => 10,
+        DType::BF16 => 14,
+        _ => return None,
+    })
+}
+
+fn status(code: Code) -> &'static str {
+    match code {
+        1 => "not initialised",
+        2 | 3 => "out of memory, or an invalid value",
+        7 => "an invalid value",
+        8 => "not for this architecture",
+        13 => "the kernel failed",
+        14 => "internal error",
+        15 => "not supported",
+        _ => "see the library's documentation",
+    }
+}
+
+/// A handle of the library on one device.
+pub struct Lt {
+    api: &'static Api,
+    handle: Handle,
+    version: String,
+    context: Arc<Context>,
+}
+
+// SAFETY: the handle is a name inside of the library, whose functions may be called from any thread.
+unsafe impl Send for Lt {}
+// SAFETY: as above; the library's documentation allows calls with one handle at one time.
+unsafe impl Sync for Lt {}
+
+impl std::fmt::Debug for Lt {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "Lt({} {})", self.api.library, self.version)
+    }
+}
+
+impl Lt {
+    pub fn open(context: &Arc<Context>, l: &'static VendorLibrary, names: &[String]) -> Result<Lt> {
+        static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
+        let family = context.api.family;
+        let api = family.first(&LOADED, names, l.title, l.fix, &|lib, name| {
+            let f = Functions::resolve(lib, family.side)?;
+            macro_rules! get {
+                ($kind:path, $name:literal, ($($argument:ty),*)) => {{
+                    // SAFETY: the type is the one that the library gives this function.
+                    let f = unsafe { lib.get::<unsafe extern "system" fn($($argument),*) -> Code>($name.as_bytes()) };
+                    $kind(*f.map_err(|_| $name)?)
+                }};
+            }
+            let (version, numbers) = match family.side {
+                Side::Cuda => (get!(Version::Property, "cublasLtGetProperty", (c_int, *mut c_int)), &CUDA),
+                Side::Hip => (get!(Version::Number, "hipblasLtGetVersion", (Handle, *mut c_int)), &HIP),
+            };
+            Ok(Api { f, version, numbers, library: name.into() })
+        })?;
+        let mut lt = Lt { api, handle: ptr::null_mut(), version: String::new(), context: context.clone() };
+        // SAFETY: one handle is written; the thread has a current context.
+        let code = unsafe { (api.f.create)(&mut lt.handle) };
+        lt.check("creating a handle", code)?;
+        lt.version = match api.version {
+            Version::Property(f) => {
+                let mut v = [0; 3];
+                for (which, v) in v.iter_mut().enumerate() {
+                    // SAFETY: one number is written.
+                    lt.check("asking for the version", unsafe { f(which as c_int, v) })?;
+                }
+                format!("{}.{}.{}", v[0], v[1], v[2])
+            }
+            Version::Number(f) => {
+                let mut v = 0;
+                // SAFETY: as above; the handle is live.
+                lt.check("asking for the version", unsafe { f(lt.handle, &mut v) })?;
+                if v < OLDEST_HIP {
+                    return Err(Error::unsupported(
+                        format!("{} of version {}.{}", l.title, v / 100_000, v / 100 % 1000),
+                        "Update ROCm to 6 or later",
+                    ));
+                }
+                format!("{}.{}.{}", v / 100_000, v / 100 % 1000, v % 100)
+            }
+        };
+        Ok(lt)
+    }
+
+    pub fn describe(&self) -> String {
+        format!("{} {}", self.api.library, self.version)
+    }
+
+    fn title(&self) -> &'static str {
+        self.context.api.family.products.title
+    }
+
+    fn check(&self, call: &str, code: Code) -> Result<()> {
+        match code {
+            SUCCESS => Ok(()),
+            _ => Err(failed(&self.context, self.title(), call, code, status(code))),
+        }
+    }
+
+    /// A kernel for a product, with the call's chain on top.
+    pub fn kernel(
+        self: &Arc<Lt>,
+        owner: u64,
+        call: &LibraryCall<'_>,
+        p: &Product,
+    ) -> Result<SimtKernel, Declined> {
+        let n = self.api.numbers;
+        let ending = Ending::of(call, &[p.m * p.batch * p.calls.len(), p.n], 1)?;
+        if !ending.of_type(call, &[DType::F32, DType::F16, DType::BF16]) {
+            return Err(Declined::because("chains are on top of f32, f16 and bf16"));
+        }
+        let mut epilogue = match ending.activation {
+            None => 0,
+            Some(ScalarOp::Relu) => RELU,
+            Some(ScalarOp::GeluTanh) => GELU,
+            Some(_) => return Err(Declined::because("the library's gelu is the one by tanh")),
+        };
+        epilogue |= if ending.bias.is_some() { BIAS } else { 0 };
+        if p.factors == DType::I8 && self.context.api.family.side == Side::Cuda {
+            // What `cublasLtMatmul` says of IMMA kernels with regular data ordering.
+            let [a, b, c] = p.alignment(WORKSPACE_ALIGNMENT);
+            let four = [p.n, p.k, p.a.ld, p.b.ld].iter().all(|d| d % 4 == 0) && a.min(b).min(c) >= 4;
+            let steps = [p.a.step, p.b.step].iter().all(|s| s % 4 == 0);
+            if !(p.a.by_rows && !p.b.by_rows && four && steps) {
+                return Err(Declined::because(
+                    "bytes are multiplied where the left factor lies by rows and the right one by columns, in multiples of four",
+                ));
+            }
+        }
+        let loose = p.factors == DType::F32 && call.precision > MatmulPrecision::Highest;
+        // Where the device has no TF32 the next one is taken.
+        let computes: &[(c_int, &str)] = match p.factors {
+            DType::F64 => &[(n.f64, "f64")],
+            DType::I8 => &[(n.i32, "i8")],
+            DType::F32 if loose => &[(n.tf32, "tf32"), (n.f32, "f32")],
+            d => &[(n.f32, if d == DType::F32 { "f32" } else { d.name() })],
+        };
+        self.context.enter().map_err(|e| Declined::because(e.to_string()))?;
+        let mut reason = String::new();
+        for (compute, name) in computes {
+            match Plan::new(self, p, *compute, epilogue, ending.bias) {
+                Ok(plan) => {
+                    let on_top = match epilogue {
+                        0 => "",
+                        e if e == BIAS => ".bias",
+                        e if e & RELU != 0 => ".relu",
+                        _ => ".gelu",
+                    };
+                    let name = format!("{}.{name}{on_top}", self.title().to_lowercase());
+                    let workspace = plan.workspace;
+                    return SimtKernel::new(name, owner, call, workspace, plan);
+                }
+                Err(e) => reason = e,
+            }
+        }
+        Err(Declined::because(format!("{}: {reason}", self.title())))
+    }
+}
+
+impl Drop for Lt {
+    fn drop(&mut self) {
+        if self.handle.is_null() {
+            return;
+        }
+        let code = match self.context.enter() {
+            // SAFETY: created once; kernels hold this value, so none is left.
+            Ok(()) => unsafe { (self.api.f.destroy)(self.handle) },
+            Err(e) => {
+                return tracing::warn!(
+                    device = self.context.id,
+                    "a library's handle could not be destroyed: {e}"
+                );
+            }
+        };
+        if code != SUCCESS {
+            tracing::warn!(device = self.context.id, code, "a library's handle could not be destroyed");
+        }
+    }
+}
+
+/// Something that the library made, and what destroys it.
+struct Made {
+    raw: Handle,
+    destroy: unsafe extern "system" fn(Handle) -> Code,
+}
+
+// SAFETY: descriptions are data of the library that is read while a call is under way; what changes them has a lock.
+unsafe impl Send for Made {}
+// SAFETY: as above.
+unsafe impl Sync for Made {}
+
+impl Drop for Made {
+    fn drop(&mut self) {
+        // SAFETY: created once by the library.
+        unsafe { (self.destroy)(self.raw) };
+    }
+}
+
+/// Sets an attribute of a description.
+fn set<T: Copy>(
+    f: unsafe extern "system" fn(Handle, c_int, *const c_void, usize) -> Code,
+    what: &Made,
+    attribute: c_int,
+    value: T,
+) -> Result<(), String> {
+    // SAFETY: the value is read during the call.
+    let code = unsafe { f(what.raw, attribute, ptr::from_ref(&value).cast(), size_of::<T>()) };
+    if code == SUCCESS {
+        Ok(())
+    } else {
+        Err(format!("attribute {attribute} gave status {code} ({})", status(code)))
+    }
+}
+
+/// A product with its algorithm.
+struct Plan {
+    lt: Arc<Lt>,
+    /// The lock is for its pointer of the bias, which is another one in every run.
+    desc: Mutex<Made>,
+    /// The library's first and second factor, and the product.
+    layouts: [Made; 3],
+    algorithm: Vec<u64>,
+    workspace: usize,
+    /// Where the workspace is among the buffers, behind inputs and output.
+    inputs: usize,
+    bias: Option<Bias>,
+    /// Bits of the factor of the product: one; that of what was there is zero.
+    one: u64,
+    /// Bytes to a, b and c of each call.
+    calls: Vec<[isize; 3]>,
+}
+
+impl std::fmt::Debug for Plan {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Plan")
+            .field("workspace", &self.workspace)
+            .field("calls", &self.calls)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Plan {
+    /// Descriptions and algorithm, or why the library has none.
+    fn new(
+        lt: &Arc<Lt>,
+        p: &Product,
+        compute: c_int,
+        epilogue: u32,
+        bias: Option<Bias>,
+    ) -> Result<Plan, String> {
+        let (f, n) = (&lt.api.f, lt.api.numbers);
+        let number = |d: DType| type_number(d).ok_or_else(|| format!("{d} has no number"));
+        let made = |code: Code, raw: Handle, destroy| match code {
+            SUCCESS => Ok(Made { raw, destroy }),
+            c => Err(format!("a description gave status {c} ({})", status(c))),
+        };
+        // Products are scaled in the type they are computed in.
+        let (scale, one) = match p.factors {
+            DType::F64 => (DType::F64, 1f64.to_bits()),
+            DType::I8 => (DType::I32, 1),
+            _ => (DType::F32, u64::from(1f32.to_bits())),
+        };
+        let mut raw = ptr::null_mut();
+        // SAFETY: one handle is written.
+        let code = unsafe { (f.desc_create)(&mut raw, compute, number(scale)?) };
+        let desc = made(code, raw, f.desc_destroy)?;
+        // Column-major: the right factor comes first, and rows that follow each other are columns.
+        for (attribute, m) in n.transposes.into_iter().zip([&p.b, &p.a]) {
+            set(f.desc_set, &desc, attribute, n.operations[usize::from(!m.by_rows)])?;
+        }
+        if epilogue != 0 {
+            // A bias alone is "bias", without "default".
+            set(f.desc_set, &desc, n.epilogue, epilogue)?;
+        } else {
+            set(f.desc_set, &desc, n.epilogue, DEFAULT)?;
+        }
+        if let Some(b) = bias {
+            // The algorithm depends on the alignment of the bias; nothing is read here.
+            set(f.desc_set, &desc, n.bias, u64::from(alignment(b.offset, WORKSPACE_ALIGNMENT)))?;
+        }
+        let layout = |d: DType, rows: usize, cols: usize, ld: usize, step: isize| -> Result<Made, String> {
+            let mut raw = ptr::null_mut();
+            // SAFETY: one handle is written.
+            let code =
+                unsafe { (f.layout_create)(&mut raw, number(d)?, rows as u64, cols as u64, ld as i64) };
+            let layout = made(code, raw, f.layout_destroy)?;
+            if p.batch > 1 {
+                set(f.layout_set, &layout, n.batch[0], p.batch as i32)?;
+                set(f.layout_set, &layout, n.batch[1], step as i64)?;
+            }
+            Ok(layout)
+        };
+        // As it is stored: the axis along which elements follow each other is that of the rows.
+        let factor = |m: &Matrix, rows: usize, cols: usize| {
+            let (x, y) = if m.by_rows { (cols, rows) } else { (rows, cols) };
+            layout(p.factors, x, y, m.ld, m.step)
+        };
+        let layouts =
+            [factor(&p.b, p.k, p.n)?, factor(&p.a, p.m, p.k)?, layout(p.result, p.n, p.m, p.n, p.step)?];
+        let mut raw = ptr::null_mut();
+        // SAFETY: one handle is written.
+        let code = unsafe { (f.preference_create)(&mut raw) };
+        let preference = made(code, raw, f.preference_destroy)?;
+        set(f.preference_set, &preference, MOST_WORKSPACE, WORKSPACE as u64)?;
+        if let Some(alignments) = n.alignments {
+            let [a, b, c] = p.alignment(WORKSPACE_ALIGNMENT);
+            for (attribute, bytes) in alignments.into_iter().zip([b, a, c, c]) {
+                set(f.preference_set, &preference, attribute, bytes)?;
+            }
+        }
+        if let Some(attribute) = n.reductions {
+            set(f.preference_set, &preference, attribute, IN_COMPUTE_TYPE)?;
+        }
+        // Algorithm, workspace, status and share of the device, and four words that mean nothing.
+        let (mut answer, mut found) = ([0u64; 16], 0);
+        // SAFETY: one answer of at most twelve words is written; everything else is live.
+        let code = unsafe {
+            (f.heuristic)(
+                lt.handle,
+                desc.raw,
+                layouts[0].raw,
+                layouts[1].raw,
+                layouts[2].raw,
+                layouts[2].raw,
+                preference.raw,
+                1,
+                answer.as_mut_ptr(),
+                &mut found,
+            )
+        };
+        let state = (answer[n.algorithm + 1] & u64::from(u32::MAX)) as Code;
+        match (code, found, state) {
+            (SUCCESS, 1.., SUCCESS) => {}
+            (SUCCESS, 1.., c) | (c, ..) => {
+                return Err(format!("no algorithm for this product (status {c}, {})", status(c)));
+            }
+        }
+        let workspace = answer[n.algorithm] as usize;
+        let sizes = [p.factors.size(), p.factors.size(), p.result.size()].map(|s| s as isize);
+        Ok(Plan {
+            lt: lt.clone(),
+            desc: Mutex::new(desc),
+            layouts,
+            algorithm: answer[..n.algorithm].to_vec(),
+            workspace,
+            inputs: 2 + usize::from(bias.is_some()),
+            bias,
+            one,
+            calls: p.calls.iter().map(|at| std::array::from_fn(|x| at[x] * sizes[x])).collect(),
+        })
+    }
+}
+
+impl Body for Plan {
+    fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
+        let (lt, f) = (&self.lt, &self.lt.api.f);
+        let [first, second, product] = &self.layouts;
+        let zero = 0u64;
+        let (a, b, c) = (at[0], at[1], at[self.inputs]);
+        let workspace = at.get(self.inputs + 1).copied().unwrap_or(0);
+        let desc = self.desc.lock().unwrap_or_else(|e| e.into_inner());
+        if let Some(bias) = self.bias {
+            let pointer = at[bias.input].wrapping_add_signed(bias.offset as i64);
+            set(f.desc_set, &desc, lt.api.numbers.bias, pointer)
+                .map_err(|why| Error::internal(format!("{}: {why}", lt.title())))?;
+        }
+        for [x, y, z] in &self.calls {
+            let (a, b) = (a.wrapping_add_signed(*x as i64), b.wrapping_add_signed(*y as i64));
+            let c = c.wrapping_add_signed(*z as i64);
+            // SAFETY: the descriptions are live; the kernel's checks: views lie in their buffers, and the result shares none. The scalars
+            // are read before the call returns.
+            let code = unsafe {
+                (f.matmul)(
+                    lt.handle,
+                    desc.raw,
+                    ptr::from_ref(&self.one).cast(),
+                    b,
+                    first.raw,
+                    a,
+                    second.raw,
+                    ptr::from_ref(&zero).cast(),
+                    c,
+                    product.raw,
+                    c,
+                    product.raw,
+                    self.algorithm.as_ptr(),
+                    workspace,
+                    self.workspace,
+                    stream,
+                )
+            };
+            lt.check("a product", code)?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,325 @@
+//! Kernels of the vendors: products by cuBLASLt, hipBLASLt and rocBLAS, convolutions by cuDNN.
+//!
+//! The libraries are optional and loaded when the first call asks for one; a call that they do not take, or that a generated kernel does
+//! better, is declined with the reason. What a run needs is decided when the kernel is made: a run neither allocates nor waits.
+
+mod dnn;
+mod ending;
+mod lt;
+mod product;
+mod rocblas;
+
+use super::memory::SimtBuffer;
+use super::sys::{Address, Code, Context, Handle};
+use super::{Family, VendorLibrary};
+use crate::{Declined, Error, LibraryCall, LibraryKernel, Operand, Result};
+use dnn::Dnn;
+use halcyon_ir::op::Op;
+use halcyon_ir::target::Work;
+use lt::Lt;
+use product::Product;
+use rocblas::RocBlas;
+use smallvec::SmallVec;
+use std::any::Any;
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+/// Scratch that one call may ask for.
+const WORKSPACE: usize = 32 << 20;
+/// Where workspaces begin: a multiple of it.
+const WORKSPACE_ALIGNMENT: usize = 256;
+
+/// Forwards a table of functions that one vendor alone has.
+macro_rules! functions_of_one {
+    ($(#[$doc:meta])* $table:ident { $($field:ident: $name:literal, ($($argument:ty),*);)* }) => {
+        crate::simt::sys::functions! {
+            $(#[$doc])*
+            $table { $($field: $name, $name, ($($argument),*);)* }
+        }
+    };
+}
+use functions_of_one;
+
+/// Where the libraries are looked for.
+#[derive(Clone, Debug)]
+pub enum Sources {
+    /// In the loader's path, the toolkit's folders and Python's packages.
+    System,
+    /// One library has the functions of all.
+    Named(String),
+    /// Nowhere.
+    None,
+}
+
+/// Why a library is not used.
+type Absent = String;
+
+/// The vendor's libraries for one device.
+#[derive(Debug)]
+pub struct Libraries {
+    context: Arc<Context>,
+    /// The device's number, which its kernels carry.
+    owner: u64,
+    sources: Sources,
+    products: OnceLock<Result<Arc<Lt>, Absent>>,
+    plain: OnceLock<Result<Arc<RocBlas>, Absent>>,
+    convolutions: OnceLock<Result<Arc<Dnn>, Absent>>,
+}
+
+impl Libraries {
+    pub fn new(context: &Arc<Context>, owner: u64, sources: Sources) -> Libraries {
+        Libraries {
+            context: context.clone(),
+            owner,
+            sources,
+            products: OnceLock::new(),
+            plain: OnceLock::new(),
+            convolutions: OnceLock::new(),
+        }
+    }
+
+    fn family(&self) -> &'static Family {
+        self.context.api.family
+    }
+
+    fn candidates(&self, l: &VendorLibrary) -> Vec<String> {
+        match &self.sources {
+            Sources::System => self.family().library_candidates(l),
+            Sources::Named(path) => vec![path.clone()],
+            Sources::None => vec![],
+        }
+    }
+
+    /// A library, loaded once.
+    fn get<T>(
+        &self,
+        slot: &OnceLock<Result<Arc<T>, Absent>>,
+        library: Option<&'static VendorLibrary>,
+        open: impl FnOnce(&Arc<Context>, &'static VendorLibrary, &[String]) -> Result<T>,
+    ) -> Result<Arc<T>, Absent> {
+        let Some(library) = library else {
+            return Err(format!("{} has no library for it here", self.family().title));
+        };
+        slot.get_or_init(|| {
+            let names = self.candidates(library);
+            if names.is_empty() {
+                return Err(format!("{} is not looked for", library.title));
+            }
+            let opened = self.context.enter().and_then(|()| open(&self.context, library, &names));
+            opened.map(Arc::new).map_err(|e| {
+                tracing::info!(device = self.context.id, library = library.title, "not used: {e}");
+                e.to_string()
+            })
+        })
+        .clone()
+    }
+
+    fn products(&self) -> Result<Arc<Lt>, Absent> {
+        self.get(&self.products, Some(&self.family().products), Lt::open)
+    }
+
+    fn plain(&self) -> Result<Arc<RocBlas>, Absent> {
+        self.get(&self.plain, self.family().plain_products.as_ref(), RocBlas::open)
+    }
+
+    fn convolutions(&self) -> Result<Arc<Dnn>, Absent> {
+        // cuDNN looks for cuBLASLt by its name alone; one that is loaded from another place already is found.
+        let _ = self.products();
+        self.get(&self.convolutions, self.family().convolutions.as_ref(), Dnn::open)
+    }
+
+    /// Whether kernels may have chains on top. Loads the library of products.
+    pub fn has_endings(&self) -> bool {
+        self.products().is_ok()
+    }
+
+    /// What was found of each, or why it is not used. Loads them.
+    pub fn describe(&self) -> Vec<(String, String)> {
+        let f = self.family();
+        let mut all =
+            vec![(f.products.title, self.products().map_or_else(|absent| absent, |l| l.describe()))];
+        if let Some(l) = &f.plain_products {
+            all.push((l.title, self.plain().map_or_else(|absent| absent, |l| l.describe())));
+        }
+        if let Some(l) = &f.convolutions {
+            all.push((l.title, self.convolutions().map_or_else(|absent| absent, |l| l.describe())));
+        }
+        all.into_iter().map(|(name, text)| (name.to_string(), text)).collect()
+    }
+
+    /// A kernel for the call, or why there is none.
+    pub fn find(&self, call: &LibraryCall<'_>) -> Result<SimtKernel, Declined> {
+        let Work::Op(op) = call.work else {
+            return Err(Declined::because("fused chains are generated kernels"));
+        };
+        if !matches!(op, Op::Matmul | Op::Conv(_)) {
+            return Err(Declined::because(format!("the vendor's libraries are not asked for {}", op.name())));
+        }
+        if call.in_place || call.packed.is_some() {
+            return Err(Declined::because(
+                "the vendor's kernels read operands as they are, and not in place",
+            ));
+        }
+        if call.outputs.len() != 1 || !call.outputs[0].view.is_dense() {
+            return Err(Declined::because("one dense output is needed"));
+        }
+        if let Some(o) = call.inputs.iter().chain(call.outputs).find(|o| !o.dtype.is_native()) {
+            return Err(Declined::because(format!(
+                "{} is a storage type, which the passes rewrite",
+                o.dtype
+            )));
+        }
+        let masked: SmallVec<[usize; 4]> =
+            (0..call.inputs.len()).filter(|&i| call.inputs[i].view.mask.is_some()).collect();
+        if !masked.is_empty() {
+            return Err(Declined::needs_dense(masked));
+        }
+        match op {
+            Op::Conv(c) => {
+                let conv = dnn::Conv::of(call, c)?;
+                let dnn = self.convolutions().map_err(Declined::because)?;
+                dnn.kernel(self.owner, call, conv)
+            }
+            _ => {
+                let p = Product::of(call)?;
+                let first = match self.products() {
+                    Ok(lt) => match lt.kernel(self.owner, call, &p) {
+                        Ok(k) => return Ok(k),
+                        Err(d) => d,
+                    },
+                    Err(absent) => Declined::because(absent),
+                };
+                if self.family().plain_products.is_none() {
+                    return Err(first);
+                }
+                let second = match self.plain() {
+                    Ok(b) => match b.kernel(self.owner, call, &p) {
+                        Ok(k) => return Ok(k),
+                        Err(d) => d.reason,
+                    },
+                    Err(absent) => absent,
+                };
+                Err(Declined::because(format!("{}; {second}", first.reason)))
+            }
+        }
+    }
+}
+
+/// What a kernel needs of a buffer.
+#[derive(Clone, Copy, Debug)]
+struct Need {
+    bytes: usize,
+    write: bool,
+}
+
+/// Enqueues the work of one call: the stream, and the addresses of its buffers.
+trait Body: Send + Sync + fmt::Debug {
+    fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()>;
+}
+
+/// A kernel of the vendor's, made for one call.
+#[derive(Debug)]
+pub struct SimtKernel {
+    name: String,
+    /// Number of the device that it belongs to.
+    pub owner: u64,
+    /// Inputs, the output, the workspace.
+    needs: SmallVec<[Need; 6]>,
+    workspace: usize,
+    /// What buffers begin at a multiple of.
+    alignment: usize,
+    body: Box<dyn Body>,
+}
+
+/// Bytes that a buffer must have for every element of the operand to be inside of it.
+fn extent(o: &Operand) -> Result<usize, Declined> {
+    match o.view.range() {
+        None => Ok(0),
+        Some((lo, hi)) if lo >= 0 => Ok(o.dtype.bytes(hi as usize + 1)),
+        Some(_) => Err(Declined::because("a view begins before its buffer")),
+    }
+}
+
+impl SimtKernel {
+    fn new(
+        name: String,
+        owner: u64,
+        call: &LibraryCall<'_>,
+        workspace: usize,
+        body: impl Body + 'static,
+    ) -> Result<SimtKernel, Declined> {
+        let mut needs = SmallVec::new();
+        for o in call.inputs {
+            needs.push(Need { bytes: extent(o)?, write: false });
+        }
+        for o in call.outputs {
+            needs.push(Need { bytes: extent(o)?, write: true });
+        }
+        if workspace > 0 {
+            needs.push(Need { bytes: workspace, write: true });
+        }
+        Ok(SimtKernel { name, owner, needs, workspace, alignment: WORKSPACE_ALIGNMENT, body: Box::new(body) })
+    }
+
+    /// Whether a run writes buffer `i`; otherwise it reads it.
+    pub fn writes(&self, i: usize) -> bool {
+        self.needs.get(i).is_some_and(|n| n.write)
+    }
+
+    /// Checks the buffers of a run. What the kernel reads and writes lies inside of them then, and what it writes is nobody else's.
+    pub fn check(&self, buffers: &[&SimtBuffer]) -> Result<()> {
+        let bad = |what: String| Err(Error::argument(self.name.as_str(), what));
+        if buffers.len() != self.needs.len() {
+            return bad(format!("{} buffers were bound, {} are needed", buffers.len(), self.needs.len()));
+        }
+        for (i, (b, n)) in buffers.iter().zip(&self.needs).enumerate() {
+            let bytes = crate::Buffer::bytes(*b);
+            if bytes < n.bytes {
+                return bad(format!("buffer {i} has {bytes} bytes, {} are needed", n.bytes));
+            }
+            if b.address() % self.alignment as u64 != 0 {
+                return bad(format!("buffer {i} does not begin at a multiple of {} bytes", self.alignment));
+            }
+            let shared = |j: usize| {
+                let (x, y, m) = (b.address(), buffers[j].address(), &self.needs[j]);
+                j != i && x < y + m.bytes as u64 && y < x + n.bytes as u64
+            };
+            if n.write && (0..buffers.len()).any(shared) {
+                return bad(format!("buffer {i} is written and bound twice"));
+            }
+        }
+        Ok(())
+    }
+
+    /// Enqueues the work. The buffers were checked.
+    pub fn enqueue(&self, stream: Handle, buffers: &[&SimtBuffer]) -> Result<()> {
+        let at: SmallVec<[Address; 6]> = buffers.iter().map(|b| b.address()).collect();
+        self.body.enqueue(stream, &at)
+    }
+}
+
+impl LibraryKernel for SimtKernel {
+    fn name(&self) -> &str {
+        &self.name
+    }
+
+    fn workspace(&self) -> usize {
+        self.workspace
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}
+
+/// [`Error::Driver`] for a call of a library that did not succeed.
+fn failed(context: &Context, library: &str, call: &str, code: Code, text: &str) -> Error {
+    Error::Driver {
+        device: context.id.clone(),
+        call: format!("{call} of {library}"),
+        code: format!("status {code} ({text})"),
+        next: "Look at the system's log for errors of the GPU; without the library (name a path that is not there in its variable) the \
+               work is done by generated kernels"
+            .into(),
+    }
+}

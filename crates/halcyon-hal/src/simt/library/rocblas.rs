@@ -1,0 +1,297 @@
+//! rocBLAS: plain products, where hipBLASLt is missing or has none. (`rocblas-types.h` and `rocblas-functions.h`; the numbers have held
+//! since ROCm 4.)
+
+use super::product::Product;
+use super::{Body, SimtKernel, WORKSPACE, failed, functions_of_one};
+use crate::simt::VendorLibrary;
+use crate::simt::memory::Memory;
+use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS};
+use crate::{Declined, Error, LibraryCall, Result};
+use halcyon_ir::DType;
+use halcyon_ir::target::MatmulPrecision;
+use std::collections::BTreeMap;
+use std::ffi::{c_char, c_int, c_void};
+use std::ptr;
+use std::sync::{Arc, Mutex};
+
+functions_of_one! {
+    /// The library.
+    Functions {
+        version: "rocblas_get_version_string", (*mut c_char, usize);
+        create: "rocblas_create_handle", (*mut Handle);
+        destroy: "rocblas_destroy_handle", (Handle);
+        set_stream: "rocblas_set_stream", (Handle, Handle);
+        set_workspace: "rocblas_set_workspace", (Handle, Address, usize);
+        set_atomics: "rocblas_set_atomics_mode", (Handle, c_int);
+        set_math: "rocblas_set_math_mode", (Handle, c_int);
+        start_query: "rocblas_start_device_memory_size_query", (Handle);
+        stop_query: "rocblas_stop_device_memory_size_query", (Handle, *mut usize);
+        gemm: "rocblas_gemm_strided_batched_ex",
+            (Handle, c_int, c_int, c_int, c_int, c_int, *const c_void, Address, c_int, c_int, i64, Address, c_int, c_int, i64,
+             *const c_void, Address, c_int, c_int, i64, Address, c_int, c_int, i64, c_int, c_int, c_int, i32, u32);
+    }
+}
+
+/// What a query of memory gives instead of success.
+const INCREASED: Code = 9;
+const UNCHANGED: Code = 10;
+const OPERATIONS: [c_int; 2] = [111, 112];
+/// Of the math mode: f32 as it is, or by way of XF32, which rounds factors as TF32 does.
+const MATH: [c_int; 2] = [0, 1];
+/// The handle always has memory of ours, so that it never takes any itself.
+const LEAST: usize = 256;
+
+fn type_number(d: DType) -> Option<c_int> {
+    Some(match d {
+        DType::F16 => 150,
+        DType::F32 => 151,
+        DType::F64 => 152,
+        DType::I8 => 160,
+        DType::I32 => 162,
+        DType::BF16 => 168,
+        _ => return None,
+    })
+}
+
+fn status(code: Code) -> &'static str {
+    match code {
+        1 => "invalid handle",
+        2 => "not implemented",
+        3 => "invalid pointer",
+        4 => "invalid size",
+        5 => "out of memory",
+        6 => "internal error",
+        11 => "invalid value",
+        14 => "left out of this build",
+        15 => "not for this architecture",
+        _ => "see the library's documentation",
+    }
+}
+
+/// The library with its functions.
+pub struct Api {
+    f: Functions,
+    library: String,
+}
+
+/// A handle of the library on one device, whose stream, memory and mode are set before each call.
+pub struct RocBlas {
+    api: &'static Api,
+    handle: Mutex<Raw>,
+    version: String,
+    context: Arc<Context>,
+    /// Goes after the handle.
+    own: Memory,
+}
+
+/// The handle, which knows neither threads nor locks.
+struct Raw(Handle);
+// SAFETY: a name inside of the library; its lock lets one thread use it at a time.
+unsafe impl Send for Raw {}
+
+impl std::fmt::Debug for RocBlas {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        write!(f, "RocBlas({} {})", self.api.library, self.version)
+    }
+}
+
+impl RocBlas {
+    pub fn open(context: &Arc<Context>, l: &'static VendorLibrary, names: &[String]) -> Result<RocBlas> {
+        static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
+        let family = context.api.family;
+        let api = family.first(&LOADED, names, l.title, l.fix, &|lib, name| {
+            Ok(Api { f: Functions::resolve(lib, family.side)?, library: name.into() })
+        })?;
+        let own = Memory::new(context, LEAST).map_err(|code| Error::Driver {
+            device: context.id.clone(),
+            call: format!("allocating {LEAST} bytes for {}", l.title),
+            code,
+            next: "Free memory on the device".into(),
+        })?;
+        let mut text = [0u8; 64];
+        // SAFETY: at most as many bytes are written as the text has.
+        unsafe { (api.f.version)(text.as_mut_ptr().cast(), text.len()) };
+        let end = text.iter().position(|c| *c == 0).unwrap_or(text.len());
+        let version = String::from_utf8_lossy(&text[..end]).into_owned();
+        let mut raw = ptr::null_mut();
+        // SAFETY: one handle is written; the thread has a current device.
+        let code = unsafe { (api.f.create)(&mut raw) };
+        let blas = RocBlas { api, handle: Mutex::new(Raw(raw)), version, context: context.clone(), own };
+        blas.check("creating a handle", code)?;
+        // Sums come in one order, run after run.
+        // SAFETY: the handle is live; so is the memory, as long as the handle.
+        blas.check("forbidding atomics", unsafe { (api.f.set_atomics)(raw, 0) })?;
+        // SAFETY: as above.
+        blas.check("giving memory", unsafe { (api.f.set_workspace)(raw, blas.own.at, LEAST) })?;
+        Ok(blas)
+    }
+
+    pub fn describe(&self) -> String {
+        format!("{} {}", self.api.library, self.version)
+    }
+
+    fn check(&self, call: &str, code: Code) -> Result<()> {
+        match code {
+            SUCCESS => Ok(()),
+            _ => Err(failed(&self.context, "rocBLAS", call, code, status(code))),
+        }
+    }
+
+    pub fn kernel(
+        self: &Arc<RocBlas>,
+        owner: u64,
+        call: &LibraryCall<'_>,
+        p: &Product,
+    ) -> Result<SimtKernel, Declined> {
+        if call.epilogue.is_some() {
+            return Err(Declined::because("rocBLAS has no chains on top of a product"));
+        }
+        let number = |d| type_number(d).ok_or_else(|| Declined::because(format!("rocBLAS has no {d}")));
+        let (compute, one) = match p.factors {
+            DType::F64 => (DType::F64, 1f64.to_bits()),
+            DType::I8 => (DType::I32, 1),
+            _ => (DType::F32, u64::from(1f32.to_bits())),
+        };
+        let loose = p.factors == DType::F32 && call.precision > MatmulPrecision::Highest;
+        let sizes = [p.factors.size(), p.factors.size(), p.result.size()].map(|s| s as isize);
+        let mut plan = Plan {
+            blas: self.clone(),
+            product: p.clone(),
+            types: [number(p.factors)?, number(p.result)?, number(compute)?],
+            math: MATH[usize::from(loose)],
+            one,
+            workspace: 0,
+            calls: p.calls.iter().map(|at| std::array::from_fn(|x| at[x] * sizes[x])).collect(),
+        };
+        plan.workspace = plan.room().map_err(|e| Declined::because(e.to_string()))?;
+        if plan.workspace > WORKSPACE {
+            return Err(Declined::because(format!("rocBLAS asks for {} bytes of workspace", plan.workspace)));
+        }
+        let name = format!("rocblas.{}", if loose { "xf32" } else { p.factors.name() });
+        SimtKernel::new(name, owner, call, plan.workspace, plan)
+    }
+}
+
+impl Drop for RocBlas {
+    fn drop(&mut self) {
+        let raw = self.handle.lock().unwrap_or_else(|e| e.into_inner()).0;
+        if raw.is_null() || self.context.enter().is_err() {
+            return;
+        }
+        // SAFETY: created once; kernels hold this value, so none is left.
+        let code = unsafe { (self.api.f.destroy)(raw) };
+        if code != SUCCESS {
+            tracing::warn!(device = self.context.id, code, "a library's handle could not be destroyed");
+        }
+    }
+}
+
+/// A product as one call's arguments.
+#[derive(Debug)]
+struct Plan {
+    blas: Arc<RocBlas>,
+    product: Product,
+    /// Of the factors, the result, and what is computed in.
+    types: [c_int; 3],
+    math: c_int,
+    one: u64,
+    workspace: usize,
+    /// Bytes to a, b and c of each call.
+    calls: Vec<[isize; 3]>,
+}
+
+impl Plan {
+    /// # Safety
+    /// The handle is live; the addresses are those of matrices that the product describes, or the handle is asked for its memory alone.
+    unsafe fn call(&self, handle: Handle, a: Address, b: Address, c: Address) -> Code {
+        let (p, zero) = (&self.product, 0u64);
+        let [factors, result, compute] = self.types;
+        let operation = |by_rows: bool| OPERATIONS[usize::from(!by_rows)];
+        // SAFETY: the caller's; dimensions fit, which was checked when the product was made; the scalars are read before it returns.
+        unsafe {
+            (self.blas.api.f.gemm)(
+                handle,
+                operation(p.b.by_rows),
+                operation(p.a.by_rows),
+                p.n as c_int,
+                p.m as c_int,
+                p.k as c_int,
+                ptr::from_ref(&self.one).cast(),
+                b,
+                factors,
+                p.b.ld as c_int,
+                p.b.step as i64,
+                a,
+                factors,
+                p.a.ld as c_int,
+                p.a.step as i64,
+                ptr::from_ref(&zero).cast(),
+                c,
+                result,
+                p.n as c_int,
+                p.step as i64,
+                c,
+                result,
+                p.n as c_int,
+                p.step as i64,
+                p.batch as c_int,
+                compute,
+                0,
+                0,
+                0,
+            )
+        }
+    }
+
+    /// Bytes that the library wants for it.
+    fn room(&self) -> Result<usize> {
+        let (blas, f) = (&self.blas, &self.blas.api.f);
+        blas.context.enter()?;
+        let handle = blas.handle.lock().unwrap_or_else(|e| e.into_inner());
+        let mut bytes = 0;
+        // SAFETY: the handle is live, and nothing is read while it is asked for its memory.
+        let (math, start, asked, stop) = unsafe {
+            let math = (f.set_math)(handle.0, self.math);
+            let start = (f.start_query)(handle.0);
+            let own = blas.own.at;
+            (math, start, self.call(handle.0, own, own, own), (f.stop_query)(handle.0, &mut bytes))
+        };
+        blas.check("choosing how f32 is multiplied", math)?;
+        blas.check("asking for memory", start)?;
+        match asked {
+            INCREASED | UNCHANGED => {}
+            code => blas.check("this product", code)?,
+        }
+        blas.check("asking for memory", stop)?;
+        Ok(bytes)
+    }
+}
+
+impl Body for Plan {
+    fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()> {
+        let (blas, f) = (&self.blas, &self.blas.api.f);
+        let (room, bytes) = match at.get(3) {
+            Some(own) => (*own, self.workspace),
+            None => (blas.own.at, LEAST),
+        };
+        let handle = blas.handle.lock().unwrap_or_else(|e| e.into_inner());
+        // SAFETY: the handle and the stream are live; memory of ours is exchanged for memory of ours, which frees none.
+        let set = unsafe {
+            [
+                (f.set_stream)(handle.0, stream),
+                (f.set_workspace)(handle.0, room, bytes),
+                (f.set_math)(handle.0, self.math),
+            ]
+        };
+        for code in set {
+            blas.check("preparing a product", code)?;
+        }
+        for [x, y, z] in &self.calls {
+            let place = |base: Address, by: &isize| base.wrapping_add_signed(*by as i64);
+            // SAFETY: the kernel's checks: views lie in their buffers, and the result shares none.
+            let code = unsafe { self.call(handle.0, place(at[0], x), place(at[1], y), place(at[2], z)) };
+            blas.check("a product", code)?;
+        }
+        Ok(())
+    }
+}

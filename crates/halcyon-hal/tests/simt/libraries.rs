@@ -1,0 +1,476 @@
+//! Products and convolutions of the vendors' libraries, against sums in f64.
+
+use crate::ALONE;
+use crate::common::standin::{self, StandIn};
+use crate::common::*;
+use halcyon_hal::simt::{Family, SimtDriver};
+use halcyon_hal::{
+    BackendType, BufferRef, Command, Declined, Device, Driver, Error, LibraryCall, LibraryKernel, Operand,
+    Options, StreamOptions, Tag, cuda, rocm,
+};
+use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out};
+use halcyon_ir::layout::View;
+use halcyon_ir::op::{Conv, Op};
+use halcyon_ir::target::{Epilogue, MatmulPrecision, Work};
+use halcyon_ir::{DType, Scalar, ScalarOp};
+use std::sync::Arc;
+
+/// Numbers that the type has, of either sign.
+fn numbers(dtype: DType, n: usize, seed: u64) -> Vec<Scalar> {
+    let mut s = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
+    let mut next = || {
+        s ^= s << 13;
+        s ^= s >> 7;
+        s ^= s << 17;
+        s >> 11
+    };
+    let one = |r: u64| match dtype {
+        DType::I8 => Scalar::I((r % 255) as i64 - 127),
+        _ => Scalar::F(r as f64 / (1u64 << 52) as f64 - 1.0),
+    };
+    (0..n).map(|_| Scalar::from_bytes(dtype, &one(next()).to_bytes(dtype)[..dtype.size()])).collect()
+}
+
+/// One call: what it is, on which operands, and how exact.
+struct Call<'a> {
+    op: &'a Op,
+    inputs: Vec<Operand>,
+    output: Operand,
+    precision: MatmulPrecision,
+    on_top: Option<&'a Fused>,
+}
+
+impl<'a> Call<'a> {
+    fn new(op: &'a Op, inputs: &[(DType, View)], output: (DType, &[usize])) -> Call<'a> {
+        let operand = |(dtype, view): &(DType, View)| Operand { dtype: *dtype, view: view.clone() };
+        Call {
+            op,
+            inputs: inputs.iter().map(operand).collect(),
+            output: Operand { dtype: output.0, view: View::dense(output.1) },
+            precision: MatmulPrecision::Highest,
+            on_top: None,
+        }
+    }
+
+    fn kernel(&self, d: &dyn Device) -> Result<Arc<dyn LibraryKernel>, Declined> {
+        d.as_target().library(&LibraryCall {
+            precision: self.precision,
+            epilogue: self.on_top.map(|fused| Epilogue { fused, product: 0 }),
+            ..LibraryCall::new(Work::Op(self.op), &self.inputs, std::slice::from_ref(&self.output))
+        })
+    }
+
+    /// Values of the operands' buffers.
+    fn values(&self) -> Vec<Vec<Scalar>> {
+        let size = |o: &Operand| o.view.range().map_or(0, |(_, hi)| hi as usize + 1);
+        let each = self.inputs.iter().enumerate();
+        each.map(|(i, o)| numbers(o.dtype, size(o), 7 + i as u64)).collect()
+    }
+
+    /// The kernel's name and result; on the device's own queue, or on a stream.
+    fn run(&self, d: &dyn Device, stream: bool) -> (String, Vec<f64>) {
+        let kernel = self.kernel(d).unwrap_or_else(|e| panic!("{:?}: {e:?}", self.inputs));
+        let buffers = self.buffers(d, &*kernel);
+        let commands = [Command::Library { kernel: &kernel, buffers: &buffers, args: &[], fault: 0 }];
+        let before = d.counters().library_calls;
+        if stream {
+            let t = d.create_stream(&StreamOptions::default()).unwrap();
+            t.submit(&commands).unwrap();
+            t.synchronize().unwrap();
+        } else {
+            d.submit(&commands).unwrap();
+        }
+        assert_eq!(d.counters().library_calls, before + 1);
+        let out = download(d, &buffers[self.inputs.len()]);
+        let got = unpack(self.output.dtype, &out).iter().map(|v| v.as_f64()).collect();
+        (kernel.name().to_string(), got)
+    }
+
+    fn buffers(&self, d: &dyn Device, kernel: &dyn LibraryKernel) -> Vec<BufferRef> {
+        let mut all: Vec<BufferRef> =
+            self.inputs.iter().zip(self.values()).map(|(o, v)| upload(d, &pack(o.dtype, &v))).collect();
+        all.push(d.alloc(self.output.dtype.bytes(self.output.view.numel()), Tag::Io).unwrap());
+        if kernel.workspace() > 0 {
+            all.push(d.alloc(kernel.workspace(), Tag::Workspace).unwrap());
+        }
+        all
+    }
+}
+
+fn at(values: &[Scalar], v: &View, index: &[usize]) -> f64 {
+    values[v.at(index).unwrap() as usize].as_f64()
+}
+
+/// Every index of a shape.
+fn indices(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> + '_ {
+    (0..shape.iter().product::<usize>()).map(|mut i| {
+        let mut x = vec![0; shape.len()];
+        for k in (0..shape.len()).rev() {
+            (x[k], i) = (i % shape[k], i / shape[k]);
+        }
+        x
+    })
+}
+
+fn product(call: &Call<'_>) -> Vec<f64> {
+    let (values, rank) = (call.values(), call.inputs[0].view.rank());
+    let (a, b) = (&call.inputs[0].view, &call.inputs[1].view);
+    let sum = |i: Vec<usize>| -> f64 {
+        let one = |l: usize| {
+            let (mut x, mut y) = (i.clone(), i.clone());
+            (x[rank - 1], y[rank - 2]) = (l, l);
+            at(&values[0], a, &x) * at(&values[1], b, &y)
+        };
+        (0..a.shape[rank - 1]).map(one).sum()
+    };
+    indices(&call.output.view.shape).map(sum).collect()
+}
+
+/// The largest difference, in parts of the largest number.
+fn error(got: &[f64], want: &[f64]) -> f64 {
+    assert_eq!(got.len(), want.len());
+    let most = want.iter().fold(0f64, |m, v| m.max(v.abs()));
+    got.iter().zip(want).fold(0f64, |m, (g, w)| if g.is_nan() { f64::NAN } else { m.max((g - w).abs()) })
+        / most
+}
+
+/// What rounding a sum to the type costs.
+fn tolerance(d: DType) -> f64 {
+    match d {
+        DType::F64 | DType::I32 => 1e-14,
+        DType::F32 => 2e-7,
+        DType::F16 => 1e-3,
+        _ => 8e-3,
+    }
+}
+
+const TYPES: [(DType, DType); 6] = [
+    (DType::F32, DType::F32),
+    (DType::F64, DType::F64),
+    (DType::F16, DType::F16),
+    (DType::BF16, DType::BF16),
+    (DType::BF16, DType::F32),
+    (DType::I8, DType::I32),
+];
+
+/// Views of the two factors of a product of 32 by 96 by 48, some of them many times.
+fn factors() -> Vec<(&'static str, View, View)> {
+    let (m, k, n) = (32, 96, 48);
+    let turned = |rows: usize, cols: usize| View::dense(&[cols, rows]).permute(&[1, 0]);
+    let heads = |rows: usize, cols: usize| View::dense(&[2, rows, 3, cols]).permute(&[0, 2, 1, 3]);
+    vec![
+        ("plain", View::dense(&[m, k]), View::dense(&[k, n])),
+        ("right turned", View::dense(&[m, k]), turned(k, n)),
+        ("left turned", turned(m, k), View::dense(&[k, n])),
+        ("both turned", turned(m, k), turned(k, n)),
+        ("window", View::dense(&[m + 5, k + 12]).slice(&[3, 4], &[1, 1], &[m, k]), turned(k, n)),
+        ("odd window", View::dense(&[m + 1, k + 3]).slice(&[1, 3], &[1, 1], &[m, k]), View::dense(&[k, n])),
+        ("batch", View::dense(&[5, m, k]), View::dense(&[5, n, k]).permute(&[0, 2, 1])),
+        ("one right factor", View::dense(&[5, m, k]), turned(k, n).expand(&[5, k, n])),
+        ("one left factor", View::dense(&[m, k]).expand(&[5, m, k]), View::dense(&[5, k, n])),
+        ("heads", heads(m, k), heads(n, k).permute(&[0, 1, 3, 2])),
+    ]
+}
+
+fn family(s: &StandIn) -> &'static Family {
+    if s.driver.kind() == BackendType::Cuda { &cuda::CUDA } else { &rocm::ROCM }
+}
+
+fn products(s: &StandIn, d: &dyn Device, only: Option<&str>) {
+    let kind = s.driver.kind();
+    for (factor, result) in TYPES {
+        for (i, (what, a, b)) in factors().into_iter().enumerate() {
+            let rank = a.rank();
+            let shape = [&a.shape[..rank - 1], &b.shape[rank - 1..]].concat();
+            let call = Call::new(&Op::Matmul, &[(factor, a.clone()), (factor, b.clone())], (result, &shape));
+            let rows = a.strides[rank - 1] == 1;
+            let columns = b.strides[rank - 1] != 1;
+            // The kernels of bytes are for one layout.
+            if kind == BackendType::Cuda && factor == DType::I8 && (!rows || !columns) {
+                let d = call.kernel(d).unwrap_err();
+                assert!(d.reason.contains("bytes are multiplied where"), "{what}: {d:?}");
+                continue;
+            }
+            let (name, got) = call.run(d, i % 2 == 1);
+            let library = match (kind, only) {
+                (BackendType::Cuda, _) => "cublaslt.",
+                // hipBLASLt has no f64.
+                (_, None) if factor != DType::F64 => "hipblaslt.",
+                _ => "rocblas.",
+            };
+            assert!(name.starts_with(library), "{kind}: {name}");
+            let e = error(&got, &product(&call));
+            assert!(e <= tolerance(result), "{kind}, {factor} into {result}, {what}: {e}");
+        }
+    }
+    // TF32 is asked for by the precision, and seen in the digits.
+    for (what, a, b) in factors() {
+        let rank = a.rank();
+        let shape = [&a.shape[..rank - 1], &b.shape[rank - 1..]].concat();
+        let mut call = Call::new(&Op::Matmul, &[(DType::F32, a), (DType::F32, b)], (DType::F32, &shape));
+        for precision in [MatmulPrecision::High, MatmulPrecision::Medium] {
+            call.precision = precision;
+            let (name, got) = call.run(d, false);
+            let e = error(&got, &product(&call));
+            assert!(name.contains("tf32") || name.contains("xf32"), "{name}");
+            assert!((2e-6..2e-3).contains(&e), "{kind}, {what}: {e}");
+        }
+    }
+}
+
+/// A bias and an activation on top of a result, as the lowering hands it over.
+fn ending(dtype: DType, shape: &[usize], axis: usize, bias: bool, activation: Option<ScalarOp>) -> Fused {
+    let along = View::dense(&[shape[axis]]);
+    let mut strides = vec![0; shape.len()];
+    strides[axis] = 1;
+    let along = View { shape: shape.into(), strides: strides.into(), ..along };
+    let instr = |kind, args: &[u32]| Instr { kind, dtype, args: args.into() };
+    let mut body = vec![instr(InstrKind::Load(0), &[])];
+    let mut loads = vec![Load { input: 0, dtype, view: View::dense(shape), fill: None }];
+    if bias {
+        loads.push(Load { input: 1, dtype, view: along, fill: None });
+        body.push(instr(InstrKind::Load(1), &[]));
+        body.push(instr(InstrKind::Op(ScalarOp::Add), &[0, 1]));
+    }
+    if let Some(op) = activation {
+        body.push(instr(InstrKind::Op(op), &[body.len() as u32 - 1]));
+    }
+    let out = Out { value: body.len() as u32 - 1, dtype, reduce: None, view: View::dense(shape) };
+    Fused { space: shape.into(), reduced: 0, loads, params: vec![], body, outs: vec![out] }
+}
+
+fn on_top(values: f64, bias: Option<f64>, activation: Option<ScalarOp>) -> f64 {
+    let v = values + bias.unwrap_or(0.0);
+    activation.map_or(v, |op| (op.row().float.unwrap())(v, 0.0, 0.0))
+}
+
+fn endings(s: &StandIn, d: &dyn Device) {
+    let (kind, shape) = (s.driver.kind(), [64, 48]);
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for bias in [false, true] {
+            for activation in [None, Some(ScalarOp::Relu), Some(ScalarOp::GeluTanh)] {
+                let f = ending(dtype, &shape, 1, bias, activation);
+                let mut inputs = vec![(dtype, View::dense(&[64, 80])), (dtype, View::dense(&[80, 48]))];
+                inputs.extend(bias.then(|| (dtype, View::dense(&[48]))));
+                let mut call = Call::new(&Op::Matmul, &inputs, (dtype, &shape));
+                let plain = product(&call);
+                let biases = call.values().get(2).cloned();
+                call.on_top = Some(&f);
+                let before = s.get("endings");
+                let (name, got) = call.run(d, false);
+                assert_eq!(s.get("endings") - before, i64::from(bias || activation.is_some()), "{name}");
+                let value = |(i, v): (usize, &f64)| {
+                    on_top(*v, biases.as_ref().map(|b| b[i % 48].as_f64()), activation)
+                };
+                let want: Vec<f64> = plain.iter().enumerate().map(value).collect();
+                let e = error(&got, &want);
+                assert!(e <= tolerance(dtype), "{kind}, {dtype}, {bias} {activation:?}: {e}");
+            }
+        }
+    }
+    // Chains that the library computes otherwise, or not at all, are kernels of their own.
+    let matrices = [(DType::F32, View::dense(&[64, 80])), (DType::F32, View::dense(&[80, 48]))];
+    let declined = |f: &Fused, more: Option<View>, why: &str| {
+        let inputs: Vec<_> = matrices.iter().cloned().chain(more.map(|v| (DType::F32, v))).collect();
+        let mut call = Call::new(&Op::Matmul, &inputs, (DType::F32, &shape));
+        call.on_top = Some(f);
+        let d = call.kernel(d).unwrap_err();
+        assert!(d.reason.contains(why), "{kind}: {d:?}");
+    };
+    declined(&ending(DType::F32, &shape, 1, false, Some(ScalarOp::Gelu)), None, "by tanh");
+    declined(&ending(DType::F32, &shape, 1, false, Some(ScalarOp::Exp)), None, "more than a bias");
+    declined(
+        &ending(DType::F32, &shape, 0, true, None),
+        Some(View::dense(&[64])),
+        "something else than a bias",
+    );
+    declined(&ending(DType::F32, &shape, 1, true, None), Some(View::dense(&[40])), "outside of its bias");
+}
+
+fn conv_of(stride: &[usize], pad: &[i64], dilation: &[usize], groups: usize) -> Op {
+    Op::Conv(Conv {
+        stride: stride.into(),
+        pad: pad.iter().map(|p| (*p, *p)).collect(),
+        dilation: dilation.into(),
+        groups,
+        ..Conv::new(stride.len())
+    })
+}
+
+fn convolution(call: &Call<'_>) -> Vec<f64> {
+    let Op::Conv(c) = call.op else { panic!() };
+    let (values, x, w) = (call.values(), &call.inputs[0].view, &call.inputs[1].view);
+    let per = w.shape[0] / c.groups;
+    let sum = |i: Vec<usize>| -> f64 {
+        let one = |k: Vec<usize>| {
+            let mut from = vec![i[0], i[1] / per * w.shape[1] + k[0]];
+            for s in 0..c.stride.len() {
+                let p = (i[2 + s] * c.stride[s] + k[1 + s] * c.dilation[s]) as i64 - c.pad[s].0;
+                if p < 0 || p >= x.shape[2 + s] as i64 {
+                    return 0.0;
+                }
+                from.push(p as usize);
+            }
+            at(&values[0], x, &from) * at(&values[1], w, &[&[i[1]], &k[..]].concat())
+        };
+        indices(&w.shape[1..]).map(one).sum()
+    };
+    indices(&call.output.view.shape).map(sum).collect()
+}
+
+fn convolutions(s: &StandIn, d: &dyn Device) {
+    let cases: [(&[usize], &[usize], Op, &[usize]); 5] = [
+        (&[2, 8, 40], &[16, 8, 5], conv_of(&[1], &[2], &[1], 1), &[2, 16, 40]),
+        (&[2, 6, 16, 15], &[12, 6, 3, 3], conv_of(&[1, 1], &[1, 1], &[1, 1], 1), &[2, 12, 16, 15]),
+        (&[1, 8, 21, 19], &[16, 4, 3, 2], conv_of(&[2, 1], &[1, 0], &[1, 3], 2), &[1, 16, 11, 16]),
+        (&[2, 16, 18, 18], &[16, 1, 5, 5], conv_of(&[1, 1], &[2, 2], &[1, 1], 16), &[2, 16, 18, 18]),
+        (
+            &[1, 3, 7, 8, 9],
+            &[8, 3, 3, 3, 3],
+            conv_of(&[1, 2, 1], &[1, 1, 0], &[1, 1, 1], 1),
+            &[1, 8, 7, 4, 7],
+        ),
+    ];
+    for (i, (x, w, op, y)) in cases.iter().enumerate() {
+        for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
+            let inputs = [(dtype, View::dense(x)), (dtype, View::dense(w))];
+            let mut call = Call::new(op, &inputs, (dtype, y));
+            let (name, got) = call.run(d, i % 2 == 0);
+            let want = convolution(&call);
+            let e = error(&got, &want);
+            assert!(name.starts_with("cudnn.conv.") && e <= tolerance(dtype), "{name}, {w:?}: {e}");
+            if dtype == DType::F32 {
+                call.precision = MatmulPrecision::High;
+                let (name, got) = call.run(d, false);
+                let e = error(&got, &want);
+                assert!(name.contains("tf32") && (1e-6..3e-3).contains(&e), "{name}, {w:?}: {e}");
+            }
+            for activation in [None, Some(ScalarOp::Relu)] {
+                let f = ending(dtype, y, 1, true, activation);
+                let inputs: Vec<_> = inputs.iter().cloned().chain([(dtype, View::dense(&[w[0]]))]).collect();
+                let mut call = Call::new(op, &inputs, (dtype, y));
+                call.on_top = Some(&f);
+                if ![DType::F32, DType::F16].contains(&dtype) {
+                    assert!(call.kernel(d).unwrap_err().reason.contains("f32 and f16"));
+                    continue;
+                }
+                let biases = call.values()[2].clone();
+                let before = s.get("endings");
+                let (name, got) = call.run(d, false);
+                assert_eq!(s.get("endings"), before + 1, "{name}");
+                let inner: usize = y[2..].iter().product();
+                let value =
+                    |(i, v): (usize, &f64)| on_top(*v, Some(biases[i / inner % y[1]].as_f64()), activation);
+                let want: Vec<f64> = want.iter().enumerate().map(value).collect();
+                let e = error(&got, &want);
+                assert!(e <= tolerance(dtype), "{name}, {w:?}: {e}");
+            }
+        }
+    }
+    let image = |op: &Op, y: &[usize], why: &str| {
+        let inputs = [(DType::F32, View::dense(&[2, 6, 16, 15])), (DType::F32, View::dense(&[12, 6, 3, 3]))];
+        let d = Call::new(op, &inputs, (DType::F32, y)).kernel(d).unwrap_err();
+        assert!(d.reason.contains(why), "{d:?}");
+    };
+    let Op::Conv(plain) = conv_of(&[1, 1], &[1, 1], &[1, 1], 1) else { panic!() };
+    let uneven = Conv { pad: [(0, 2), (1, 1)].into_iter().collect(), ..plain.clone() };
+    image(&Op::Conv(uneven), &[2, 12, 16, 15], "both ends alike");
+    let transposed = Conv { input_dilation: [2, 2].into_iter().collect(), ..plain };
+    image(&Op::Conv(transposed), &[2, 12, 31, 29], "transposed");
+}
+
+/// A product of f32 that every library has.
+fn some<'a>() -> Call<'a> {
+    let inputs = [(DType::F32, View::dense(&[64, 64])), (DType::F32, View::dense(&[64, 64]))];
+    Call::new(&Op::Matmul, &inputs, (DType::F32, &[64, 64]))
+}
+
+fn faults(s: &StandIn, d: &dyn Device) {
+    let call = some();
+    let kernel = call.kernel(d).unwrap();
+    let buffers = call.buffers(d, &*kernel);
+    let submit = |buffers: &[BufferRef]| {
+        d.submit(&[Command::Library { kernel: &kernel, buffers, args: &[], fault: 0 }])
+    };
+    // A call that fails is an error that names it, and the next one is right.
+    s.set("fail library", 1);
+    submit(&buffers).unwrap();
+    let e = submit(&buffers).unwrap_err();
+    assert!(matches!(e, Error::Driver { .. }) && e.to_string().contains("a product of "), "{e}");
+    assert!(error(&call.run(d, false).1, &product(&call)) < 2e-7);
+    // Buffers are looked at before the library sees them.
+    let calls = s.get("library calls");
+    for (bad, why) in [
+        (buffers[..3].to_vec(), "3 buffers were bound"),
+        ([&buffers[..2], &[upload(d, &[0; 64])], &buffers[3..]].concat(), "64 bytes, 16384 are needed"),
+        ([&buffers[..2], &buffers[..1], &buffers[3..]].concat(), "bound twice"),
+    ] {
+        let e = submit(&bad).unwrap_err();
+        assert!(matches!(e, Error::Argument { .. }) && e.to_string().contains(why), "{e}");
+    }
+    let other = s.driver.open(0, &Options::default()).unwrap();
+    let e = other
+        .submit(&[Command::Library { kernel: &kernel, buffers: &buffers, args: &[], fault: 0 }])
+        .unwrap_err();
+    assert!(e.to_string().contains("another device's kernel"), "{e}");
+    assert_eq!(s.get("library calls"), calls);
+}
+
+#[test]
+fn products_and_convolutions_are_the_libraries() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    for s in standin::all() {
+        let held = |s: &StandIn| ["handles", "descriptions", "memory"].map(|n| s.get(n));
+        let before = held(&s);
+        let d = s.driver.open(0, &Options::default()).unwrap();
+        assert_eq!(s.get("handles"), before[0], "opening a device loads no library");
+        products(&s, &*d, None);
+        endings(&s, &*d);
+        faults(&s, &*d);
+        let found = d.kernel_libraries();
+        let names: Vec<&str> = found.iter().map(|f| f.0.as_str()).collect();
+        match s.driver.kind() {
+            BackendType::Cuda => {
+                convolutions(&s, &*d);
+                assert_eq!(names, ["cuBLASLt", "cuDNN"]);
+                assert!(found[0].1.ends_with(" 12.9.3") && found[1].1.ends_with(" 9.2.8"), "{found:?}");
+            }
+            _ => {
+                assert_eq!(names, ["hipBLASLt", "rocBLAS"]);
+                assert!(found[0].1.ends_with(" 0.11.0") && found[1].1.contains(" 4.4.0"), "{found:?}");
+                // rocBLAS alone.
+                s.set("hide products", 1);
+                let alone = s.driver.open(0, &Options::default()).unwrap();
+                products(&s, &*alone, Some("rocblas"));
+                assert!(alone.kernel_libraries()[0].1.contains("not initialised"));
+                s.set("hide products", 0);
+            }
+        }
+        drop(d);
+        assert_eq!(held(&s), before, "{}", s.driver.kind());
+    }
+}
+
+#[test]
+fn libraries_that_are_missing_are_reasons() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    for s in standin::all() {
+        let f = family(&s);
+        let over = |kernels: Option<&str>| {
+            let plain = SimtDriver::over(f, &s.path, &s.path);
+            let driver =
+                kernels.map_or_else(|| SimtDriver::over(f, &s.path, &s.path), |k| plain.with_kernels(k));
+            let d = driver.open(0, &Options::default()).unwrap();
+            let reason = some().kernel(&*d).unwrap_err().reason;
+            assert!(!d.as_target().has_epilogues());
+            (reason, d.kernel_libraries())
+        };
+        let title = f.products.title;
+        assert!(over(None).0.contains(&format!("{title} is not looked for")));
+        let (reason, found) = over(Some("/nowhere/lib.so"));
+        assert!(reason.contains("/nowhere/lib.so: "), "{reason}");
+        assert!(found.iter().all(|(_, text)| text.contains("/nowhere/lib.so: ")), "{found:?}");
+        let (reason, _) = over(Some("libc.so.6"));
+        assert!(reason.contains("libc.so.6: it has no function"), "{reason}");
+    }
+}
