@@ -9,6 +9,7 @@ pub mod device;
 pub mod memory;
 pub mod program;
 pub mod queue;
+mod replay;
 mod stream;
 pub mod sys;
 

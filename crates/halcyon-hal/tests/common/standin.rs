@@ -50,6 +50,12 @@ pub fn all() -> Vec<Arc<StandIn>> {
     BUILT.clone()
 }
 
+/// A stand-in for a libcuda from before there were graphs.
+pub fn older() -> StandIn {
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("standin");
+    build(&cuda::CUDA, "cuda-older", Some("-DSTANDIN_OLDER"), &dir)
+}
+
 /// Each process has a library of its own: it has a state.
 fn build(family: &'static Family, name: &str, flag: Option<&str>, dir: &Path) -> StandIn {
     let modules = dir.join("modules");
