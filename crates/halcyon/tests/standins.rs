@@ -3,6 +3,8 @@
 #![cfg(all(unix, feature = "cuda", feature = "rocm"))]
 
 mod common;
+#[path = "standins/graphs.rs"]
+mod graphs;
 mod optable;
 #[path = "../../halcyon-hal/tests/common/standin.rs"]
 mod standin;
@@ -12,18 +14,23 @@ use halcyon::hal::registry;
 use halcyon::prelude::*;
 use optable::check::{Tally, check_rows};
 use optable::{random, rows};
+use standin::StandIn;
+use std::sync::{Arc, Mutex, MutexGuard};
 
-/// A backend over the stand-in; `None` where it could not be built.
-fn backend(kind: BackendType, level: Level) -> Option<Backend> {
+/// The stand-in of a backend, for one test at a time: it counts, and does as it is told. `None` where it could not be built.
+fn alone(kind: BackendType) -> Option<(Arc<StandIn>, MutexGuard<'static, ()>)> {
     use halcyon::hal::Driver;
+    static BUSY: [Mutex<()>; 2] = [Mutex::new(()), Mutex::new(())];
     let s = standin::all().into_iter().find(|s| s.driver.kind() == kind)?;
+    let busy = BUSY[(kind == BackendType::Rocm) as usize].lock().unwrap_or_else(|e| e.into_inner());
     registry::register(s.driver.clone()).unwrap();
-    Some(Backend::builder().backend_type(kind).level(level).build().unwrap())
+    Some((s, busy))
 }
 
 fn op_table(kind: BackendType) {
     let what = format!("op table on {kind} over its stand-in");
-    let Some(b) = backend(kind, Level::O1) else { return };
+    let Some((_, _alone)) = alone(kind) else { return };
+    let b = Backend::builder().backend_type(kind).level(Level::O1).build().unwrap();
     check_rows(&what, &rows(), std::slice::from_ref(&b), &mut Rng::fresh(&what)).finish(&what);
     let failures = (1..=20).filter_map(|seed| random::check(seed, std::slice::from_ref(&b)).err()).collect();
     Tally { cases: 20, failures, ..Tally::default() }.finish(&what);
