@@ -37,6 +37,7 @@ pub mod pool;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod probe;
 pub mod registry;
+pub mod replay;
 #[cfg(all(feature = "rocm", not(target_arch = "wasm32")))]
 pub mod rocm;
 pub mod select;
@@ -56,6 +57,7 @@ pub use halcyon_ir::host;
 pub use halcyon_ir::target::{Caps, Declined, LibraryCall, LibraryKernel, Operand, Target};
 pub use host_buffer::HostBuffer;
 pub use pool::{AllocationStrategy, Defragmented, MemoryPoolConfig};
+pub use replay::{Recording, Replay};
 pub use stream::{Download, Event, Stream, StreamOptions};
 
 use halcyon_ir::Scalar;
@@ -107,6 +109,11 @@ pub enum Tag {
 /// Device memory. Dropping it returns it to the device's pool.
 pub trait Buffer: Send + Sync + fmt::Debug {
     fn bytes(&self) -> usize;
+    /// Where it lies on a device that replays captured work ([`Device::capture`]): equal numbers are the same memory, until buffers
+    /// are moved.
+    fn place(&self) -> Option<u64> {
+        None
+    }
     fn as_any(&self) -> &dyn Any;
 }
 pub type BufferRef = Arc<dyn Buffer>;
@@ -172,6 +179,12 @@ pub struct Counters {
     pub device_copies: u64,
     /// Requests to the driver or the system (not those that the pool served).
     pub allocations: u64,
+    /// Launches of captured commands ([`Device::capture`]); what they run is counted above as if it were submitted.
+    #[serde(default)]
+    pub replays: u64,
+    /// Bytes copied from other devices without the host ([`Device::copy_from_peer`]).
+    #[serde(default)]
+    pub peer_bytes: u64,
 }
 
 /// The live form of [`Counters`].
@@ -187,6 +200,8 @@ pub struct Counts {
     pub downloaded_bytes: AtomicU64,
     pub device_copies: AtomicU64,
     pub allocations: AtomicU64,
+    pub replays: AtomicU64,
+    pub peer_bytes: AtomicU64,
 }
 
 impl Counts {
@@ -207,6 +222,8 @@ impl Counts {
             downloaded_bytes: g(&self.downloaded_bytes),
             device_copies: g(&self.device_copies),
             allocations: g(&self.allocations),
+            replays: g(&self.replays),
+            peer_bytes: g(&self.peer_bytes),
         }
     }
 }
@@ -392,6 +409,27 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>>;
     /// Enqueues the commands in order.
     fn submit(&self, commands: &[Command<'_>]) -> Result<()>;
+
+    /// Takes commands to be launched any number of times by one call each; nothing runs yet. See [`replay`] for what holds.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] where the device, or its runtime, has no such thing: the commands are to be submitted as ever;
+    /// [`Error::Argument`] for a command whose buffers are not all among the recording's; those of the driver.
+    fn capture(&self, recording: &Recording<'_>) -> Result<Arc<dyn Replay>> {
+        let _ = recording;
+        Err(Error::unsupported(format!("captured commands on {}", self.info().id), "Submit the commands"))
+    }
+
+    /// Launches captured commands, in order with what is submitted. `false`, and nothing runs, where a buffer does not lie where it
+    /// lay: the commands are to be captured again.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for another number of buffers or values, and for another device's capture; those of the driver.
+    fn replay(&self, replay: &dyn Replay, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
+        let _ = (buffers, values);
+        Err(replay::foreign(replay, &self.info().id))
+    }
+
     /// Waits for all that was submitted, to streams too.
     fn synchronize(&self) -> Result<()>;
 

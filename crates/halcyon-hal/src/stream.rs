@@ -10,7 +10,8 @@
 //!   written again: what reads it, in any queue, fails with the same error, where the device keeps account (`cpu`), or with the driver's.
 //! - Dropping a stream cancels nothing.
 
-use crate::{BufferRef, Command, Error, Result};
+use crate::{BufferRef, Command, Error, Replay, Result};
+use halcyon_ir::Scalar;
 use halcyon_ir::data::Bytes;
 use std::any::Any;
 use std::fmt;
@@ -40,6 +41,15 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// # Errors
     /// What can be said at once, as [`Device::submit`](crate::Device::submit); the rest is told by the next event.
     fn submit(&self, commands: &[Command<'_>]) -> Result<()>;
+
+    /// Launches captured commands, as [`Device::replay`](crate::Device::replay).
+    ///
+    /// # Errors
+    /// As there.
+    fn replay(&self, replay: &dyn Replay, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
+        let _ = (buffers, values);
+        Err(crate::replay::foreign(replay, "this stream's device"))
+    }
 
     /// Enqueues a copy of all of `src` into a buffer.
     ///

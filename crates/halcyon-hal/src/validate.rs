@@ -87,6 +87,11 @@ impl Signature {
         self.buffers.len() - self.faults as usize
     }
 
+    /// Whether a parameter is the one that takes a command's fault id.
+    pub fn is_fault(&self, param: usize) -> bool {
+        self.fault_param == Some(param)
+    }
+
     /// Arguments of a launch. `params` has a value for every parameter; that of `fault` is taken from the command instead.
     ///
     /// # Errors

@@ -3,6 +3,8 @@
 #![cfg(all(unix, feature = "cuda", feature = "rocm"))]
 
 mod common;
+#[path = "simt/graphs.rs"]
+mod graphs;
 #[path = "simt/libraries.rs"]
 mod libraries;
 
@@ -17,8 +19,8 @@ use std::sync::{Arc, Mutex};
 static ALONE: Mutex<()> = Mutex::new(());
 
 /// What the library holds for its users.
-fn held(s: &StandIn) -> [i64; 6] {
-    ["memory", "pages", "streams", "events", "modules", "contexts"].map(|n| s.get(n))
+fn held(s: &StandIn) -> [i64; 8] {
+    ["memory", "pages", "streams", "events", "modules", "contexts", "graphs", "execs"].map(|n| s.get(n))
 }
 
 /// A kernel, copies and a stream on a device opened for it; the answer of `x * 2 + 1` for 1, 2, 3.
@@ -123,6 +125,9 @@ fn what_fails_is_an_error_and_nothing_is_left() {
         // A microsecond for each of the stand-in's events: two of a command.
         assert!(ran.end - ran.begin >= 2 * 5000 * 1000 - 1000, "{kind}: {ran:?}");
         drop((e, t, a, b, d));
+        settled();
+
+        graphs::check(&s);
         settled();
 
         // The device is lost in the middle.

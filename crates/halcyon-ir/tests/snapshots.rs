@@ -3,13 +3,17 @@
 mod common;
 
 use halcyon_ir::kernel::Kernel;
-use halcyon_ir::render::{Language, render, to_batch};
-use halcyon_ir::{DType, Error, ScalarOp};
+use halcyon_ir::render::{Indirect, Language, Source, render, render_indirect, to_batch};
+use halcyon_ir::{DType, Error, Result, ScalarOp};
 use std::path::PathBuf;
 
 fn check(name: &str, k: &Kernel) {
+    check_as(name, |l| render(k, l));
+}
+
+fn check_as(name: &str, render: impl Fn(Language) -> Result<Source>) {
     for l in Language::ALL {
-        let text = match render(k, l) {
+        let text = match render(l) {
             Ok(s) => s.text,
             Err(Error::Unsupported { .. }) => continue,
             Err(e) => panic!("{name} in {}: {e}", l.name()),
@@ -41,6 +45,20 @@ fn rendered_text_is_as_reviewed() {
     check("gelu_f32", &common::scalar(ScalarOp::Gelu, DType::F32));
     check("mod_i32", &common::scalar(ScalarOp::Mod, DType::I32));
     check("threefry_u32", &common::scalar(ScalarOp::Threefry, DType::U32));
+}
+
+/// Parameters of every size, and the fault word, that come from a buffer of arguments.
+#[test]
+fn arguments_in_a_buffer_are_as_reviewed() {
+    let k = common::everything();
+    let faults = k.params.iter().any(|p| p.name == "fault");
+    let params = (0..k.params.len()).filter(|p| k.params[*p].name != "fault").collect();
+    let indirect = Indirect { fault: faults, params };
+    assert!(faults && indirect.params.len() > 1, "{:?}", k.params);
+    check_as("everything_indirect", |l| render_indirect(&k, l, &indirect));
+    let one = Indirect { params: vec![1], ..Indirect::default() };
+    check_as("axpy_f32_indirect", |l| render_indirect(&common::axpy(DType::F32), l, &one));
+    assert!(matches!(render_indirect(&k, Language::OpenCl, &one), Err(Error::Unsupported { .. })));
 }
 
 #[test]

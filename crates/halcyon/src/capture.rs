@@ -315,11 +315,17 @@ impl fmt::Debug for CapturedGraph {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "CapturedGraph({}, {} inputs, {} steps)",
+            "CapturedGraph({}, {} inputs, {} steps",
             self.backend.id(),
             self.inputs.len(),
             self.exe.plan().steps.len()
-        )
+        )?;
+        let r = self.exe.replays();
+        write!(f, "; runs of the plan: {} replayed by the device, {} submitted", r.replayed, r.submitted)?;
+        match r.reason {
+            Some(why) => write!(f, ": {why})"),
+            None => write!(f, ")"),
+        }
     }
 }
 
@@ -400,6 +406,7 @@ impl CapturedGraph {
         span: Span,
     ) -> Result<CapturedGraph> {
         let mut lease = exe.lease(backend, None)?;
+        lease.captured.at_once = true;
         for (i, t) in inputs.iter().enumerate().filter(|(i, _)| !donated[*i]) {
             exe.bind_input(&mut lease, i, &t.ready()?)?;
         }

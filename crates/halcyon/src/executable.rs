@@ -2,6 +2,7 @@
 
 use crate::backend::Backend;
 use crate::fit::Fit;
+use crate::replay::{Captured, Way};
 use crate::stream::{self, Lane};
 use halcyon_hal::{Buffer, BufferRef, Command, Event, Program, Tag, heap};
 use halcyon_ir::error::{Error, Result, Span};
@@ -108,6 +109,8 @@ pub(crate) struct Lease {
     params: Vec<Vec<Scalar>>,
     /// The stream that used it last, and the event that is done when it has; `None` for the device's own queue.
     last: Option<(u64, Event)>,
+    /// Runs with these bindings that the device launches by one call.
+    pub(crate) captured: Captured,
 }
 
 /// Commands that are handed over at a time: few enough for the stack.
@@ -126,6 +129,7 @@ pub struct Executable {
     /// when that has ended.
     leases: Mutex<Vec<Lease>>,
     fault_base: u32,
+    pub(crate) way: Way,
 }
 
 /// Refuses a plan that needs more memory than the device has left, before anything of it is allocated: scratch, outputs, and
@@ -156,9 +160,9 @@ impl Executable {
         let packed = backend.packed(&plan)?;
         let faults = plan.steps.iter().map(|s| (s.op.clone(), s.span.clone(), s.range.clone())).collect();
         let fault_base = backend.0.faults.register(faults);
-        let uses = Uses::of(&plan);
+        let (uses, way) = (Uses::of(&plan), Way::of(&plan, backend.level()));
         let (unbound, leases) = (Arc::new(Unbound), Mutex::default());
-        Ok(Executable { plan, programs, consts, packed, uses, unbound, leases, fault_base })
+        Ok(Executable { plan, programs, consts, packed, uses, unbound, leases, fault_base, way })
     }
 
     pub fn plan(&self) -> &Plan {
@@ -232,7 +236,7 @@ impl Executable {
                 _ => vec![],
             })
             .collect();
-        Ok(Lease { buffers, params, last: None })
+        Ok(Lease { buffers, params, last: None, captured: Captured::default() })
     }
 
     /// Takes bindings back, whose inputs and outputs may go.
@@ -359,7 +363,9 @@ impl Executable {
         on: Option<&Lane>,
     ) -> Result<Option<Event>> {
         self.set_args(lease, args);
-        self.submit_steps(backend, lease, args, 0..self.plan.steps.len(), on)?;
+        if !self.replay(backend, lease, args, on)? {
+            self.submit_steps(backend, lease, args, 0..self.plan.steps.len(), on)?;
+        }
         let s = &backend.0.stats;
         s.runs.fetch_add(1, Ordering::Relaxed);
         s.steps.fetch_add(self.plan.steps.len() as u64, Ordering::Relaxed);
@@ -393,30 +399,50 @@ impl Executable {
     ) -> Result<()> {
         let mut commands: SmallVec<[Command<'_>; BATCH]> = SmallVec::new();
         for (i, s) in self.plan.steps.iter().enumerate().take(steps.end).skip(steps.start) {
-            let fault = self.fault_base + i as u32;
-            let buffers = &lease.buffers[i][..];
             if commands.len() == BATCH {
                 stream::submit(backend, on, &commands)?;
                 commands.clear();
             }
-            match &s.work {
-                StepWork::Library(kernel) => commands.push(Command::Library { kernel, buffers, args, fault }),
-                StepWork::Kernel { groups, .. } => {
-                    let program = self.programs[i]
-                        .as_ref()
-                        .ok_or_else(|| Error::internal("a kernel without a program"))?;
-                    let params = &lease.params[i];
-                    commands.push(Command::Launch { program, groups: *groups, buffers, params, fault });
-                }
-                StepWork::Host(h) => {
-                    stream::submit(backend, on, &commands)?;
-                    commands.clear();
-                    // What the step reads is ordered behind the stream's work, and the other way round, by the device.
-                    on_host(backend, s, h, buffers)?;
-                }
+            if let Some(c) = self.command(lease, i, args)? {
+                commands.push(c);
+            } else if let StepWork::Host(h) = &s.work {
+                stream::submit(backend, on, &commands)?;
+                commands.clear();
+                // What the step reads is ordered behind the stream's work, and the other way round, by the device.
+                on_host(backend, s, h, &lease.buffers[i])?;
             }
         }
         stream::submit(backend, on, &commands)
+    }
+
+    /// The command of a step; `None` for one on the host.
+    pub(crate) fn command<'a>(
+        &'a self,
+        lease: &'a Lease,
+        step: usize,
+        args: &'a [Scalar],
+    ) -> Result<Option<Command<'a>>> {
+        let fault = self.fault_base + step as u32;
+        let buffers = &lease.buffers[step][..];
+        Ok(match &self.plan.steps[step].work {
+            StepWork::Library(kernel) => Some(Command::Library { kernel, buffers, args, fault }),
+            StepWork::Kernel { groups, .. } => {
+                let program = self.programs[step]
+                    .as_ref()
+                    .ok_or_else(|| Error::internal("a kernel without a program"))?;
+                let params = &lease.params[step];
+                Some(Command::Launch { program, groups: *groups, buffers, params, fault })
+            }
+            StepWork::Host(_) => None,
+        })
+    }
+
+    /// Parameters of kernels that take run-time arguments, by step and number, with the values that they have.
+    pub(crate) fn arguments(&self, lease: &Lease) -> impl Iterator<Item = ((usize, usize), Scalar)> {
+        self.uses.args.iter().map(|((step, k), _)| {
+            let at = (*step as usize, *k as usize);
+            (at, lease.params[at.0][at.1])
+        })
     }
 }
 

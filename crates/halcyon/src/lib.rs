@@ -33,6 +33,7 @@ pub mod optable;
 mod packed;
 pub mod random;
 pub mod receipts;
+mod replay;
 pub mod session;
 pub mod split;
 pub mod state;
@@ -62,6 +63,7 @@ pub use halcyon_ir::target::MatmulPrecision;
 pub use halcyon_ir::{ConstData, DType, Dim, Element, Scalar, Shape};
 #[cfg(feature = "onnx")]
 pub use onnx::OnnxSession;
+pub use replay::Replays;
 pub use session::Session;
 pub use split::Split;
 pub use state::State;

@@ -8,10 +8,10 @@ use crate::executable::FaultTable;
 use crate::tensor::{self, Tensor};
 use halcyon_hal as hal;
 use halcyon_hal::stream::{Elapsed, Reached};
-use halcyon_hal::{Command, StreamOptions, Tag};
-use halcyon_ir::ConstData;
+use halcyon_hal::{BufferRef, Command, Replay, StreamOptions, Tag};
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::shape::TensorType;
+use halcyon_ir::{ConstData, Scalar};
 use std::cell::RefCell;
 use std::fmt;
 use std::future::{Future, IntoFuture};
@@ -115,6 +115,20 @@ pub(crate) fn submit(backend: &Backend, on: Option<&Lane>, commands: &[Command<'
     match on {
         Some(l) => l.raw.submit(commands),
         None => backend.device().submit(commands),
+    }
+}
+
+/// Launches captured commands in a stream, or in the device's own queue.
+pub(crate) fn replay(
+    backend: &Backend,
+    on: Option<&Lane>,
+    replay: &dyn Replay,
+    buffers: &[&BufferRef],
+    values: &[Scalar],
+) -> Result<bool> {
+    match on {
+        Some(l) => l.raw.replay(replay, buffers, values),
+        None => backend.device().replay(replay, buffers, values),
     }
 }
 

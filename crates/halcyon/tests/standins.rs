@@ -4,6 +4,8 @@
 #![cfg(all(unix, feature = "cuda", feature = "rocm"))]
 
 mod common;
+#[path = "standins/graphs.rs"]
+mod graphs;
 mod optable;
 #[path = "spine/probes.rs"]
 mod probes;
@@ -81,6 +83,11 @@ impl Held {
         assert!(n > 0, "{}: {what} launched nothing", self.kind);
         println!("{}: {what}: {n} launches, {:.1} s", self.kind, self.start.elapsed().as_secs_f64());
     }
+}
+
+/// A stand-in for a test that looks at it by itself, and what keeps other tests away from it meanwhile.
+fn alone(kind: BackendType) -> Option<(Arc<StandIn>, Held)> {
+    Held::new(kind).map(|h| (h.s.clone(), h))
 }
 
 fn held(s: &StandIn) -> [i64; 6] {

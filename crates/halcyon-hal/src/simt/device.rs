@@ -5,6 +5,7 @@ use super::library::{Libraries, SimtKernel, Sources};
 use super::memory::{SimtBuffer, SimtPages, SimtSource};
 use super::program::{Function, SimtProgram};
 use super::queue::{Point, Queue, Stamp};
+use super::replay::SimtReplay;
 use super::stream::{SimtStream, Staging, Watcher};
 use super::sys::{self, Compiler, Context};
 use crate::cache::{self, DiskCache};
@@ -15,9 +16,10 @@ use crate::pool::Pool;
 use crate::validate::{self, Signature};
 use crate::{
     BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
-    HostBuffer, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Stream, StreamOptions,
-    Tag, Target, Timing,
+    HostBuffer, LibraryCall, LibraryKernel, MemoryStats, Options, Program, Recording, Replay, Result, Stream,
+    StreamOptions, Tag, Target, Timing,
 };
+use halcyon_ir::Scalar;
 use halcyon_ir::kernel::{Kernel, verify_for};
 use halcyon_ir::render;
 use smallvec::SmallVec;
@@ -52,13 +54,15 @@ pub struct SimtDevice {
     caps: Caps,
     compiler: &'static Compiler,
     flags: Vec<String>,
-    queue: Queue,
-    pool: Arc<Pool<SimtSource>>,
+    pub(super) queue: Queue,
+    pub(super) pool: Arc<Pool<SimtSource>>,
+    /// Where commands are captured, once some were.
+    pub(super) recorder: Mutex<Option<Queue>>,
     host: Account,
     programs: Mutex<HashMap<u128, Arc<SimtProgram>>>,
     disk: Option<DiskCache>,
     libraries: Libraries,
-    shared: Arc<Shared>,
+    pub(super) shared: Arc<Shared>,
 }
 
 impl Shared {
@@ -69,7 +73,7 @@ impl Shared {
         })
     }
 
-    fn program<'a>(&self, p: &'a Arc<dyn Program>) -> Result<&'a SimtProgram> {
+    pub(super) fn program<'a>(&self, p: &'a Arc<dyn Program>) -> Result<&'a SimtProgram> {
         p.as_any()
             .downcast_ref::<SimtProgram>()
             .filter(|p| p.owner == self.number)
@@ -99,14 +103,14 @@ impl Shared {
                     let own = |b| self.buffer("launch", b);
                     let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 16]>>>()?;
                     s.launch(p, *groups, &buffers, &arguments)?;
-                    Counts::add(&self.counts.launches, !groups.contains(&0) as u64);
+                    Counts::add(&queue.counts().launches, !groups.contains(&0) as u64);
                 }
                 Command::Copy { src, src_offset, dst, dst_offset, bytes } => {
                     let (from, to) = (self.buffer("copy", src)?, self.buffer("copy", dst)?);
                     let same = std::ptr::eq(from, to);
                     validate::copy([src.bytes(), *src_offset], [dst.bytes(), *dst_offset], *bytes, same)?;
                     s.copy((from, *src_offset), (to, *dst_offset), *bytes)?;
-                    Counts::add(&self.counts.device_copies, (*bytes > 0) as u64);
+                    Counts::add(&queue.counts().device_copies, (*bytes > 0) as u64);
                 }
                 Command::Library { kernel, buffers, .. } => {
                     let k = self.kernel(kernel)?;
@@ -177,7 +181,7 @@ impl SimtDevice {
         let counts = Arc::new(Counts::default());
         let source = SimtSource(context.clone());
         let pool = Pool::new(source, info.id.clone(), options, info.total_memory, counts.clone())?;
-        let queue = Queue::new(&context, pool.clone(), options.profile, false)?;
+        let queue = Queue::new(&context, pool.clone(), counts.clone(), options.profile, false)?;
         let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join(api.family.kind.id()));
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         Ok(SimtDevice {
@@ -189,6 +193,7 @@ impl SimtDevice {
             flags,
             queue,
             pool,
+            recorder: Mutex::default(),
             programs: Mutex::default(),
             disk: dir.map(|d| DiskCache::new(d, cache::DEFAULT_LIMIT)),
             shared: Arc::new(Shared {
@@ -205,7 +210,7 @@ impl SimtDevice {
     }
 
     /// Enqueues work of the device's own queue in order with streams.
-    fn own<R>(
+    pub(super) fn own<R>(
         &self,
         access: impl FnOnce() -> Access,
         f: impl FnOnce() -> Result<R>,
@@ -226,7 +231,7 @@ impl SimtDevice {
     }
 
     /// Compiles source text, or takes its binary from the disk cache.
-    fn build(&self, name: &str, text: &str, entry: &str, items: u32) -> Result<Function> {
+    pub(super) fn build(&self, name: &str, text: &str, entry: &str, items: u32) -> Result<Function> {
         // The text stands for the kernel's key: it also changes when a renderer does.
         let version = format!("{:?}", self.compiler.version);
         let mut parts = vec![text.as_bytes(), version.as_bytes(), env!("CARGO_PKG_VERSION").as_bytes()];
@@ -375,6 +380,8 @@ impl Device for SimtDevice {
             workgroup: kernel.workgroup,
             function,
             source: source.text,
+            kernel: kernel.clone(),
+            indirect: Mutex::default(),
             owner: self.shared.number,
         });
         if programs.len() >= MANY_PROGRAMS {
@@ -392,6 +399,19 @@ impl Device for SimtDevice {
         }
     }
 
+    fn capture(&self, recording: &Recording<'_>) -> Result<Arc<dyn Replay>> {
+        SimtReplay::new(self, recording).map(|r| Arc::new(r) as Arc<dyn Replay>)
+    }
+
+    fn replay(&self, replay: &dyn Replay, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
+        let r = SimtReplay::of(&self.shared, replay)?;
+        let launch = || r.launch(&self.queue, buffers, values);
+        match self.shared.lanes.alone(launch) {
+            Some(ran) => ran,
+            None => self.own(|| r.access(buffers), launch).map(|(_, ran)| ran),
+        }
+    }
+
     fn synchronize(&self) -> Result<()> {
         self.queue.finish()?;
         self.shared.lanes.drain();
@@ -400,7 +420,8 @@ impl Device for SimtDevice {
 
     /// A queue of its own. Whether it runs beside the others is the hardware's decision.
     fn create_stream(&self, options: &StreamOptions) -> Result<Arc<dyn Stream>> {
-        let queue = Queue::new(&self.shared.context, self.pool.clone(), options.profile, true)?;
+        let counts = self.shared.counts.clone();
+        let queue = Queue::new(&self.shared.context, self.pool.clone(), counts, options.profile, true)?;
         if self.shared.origin.get().is_none() {
             let stamp = queue.stamp()?;
             self.shared.origin.get_or_init(|| stamp);

@@ -124,6 +124,12 @@ impl SimtPages {
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at.cast(), bytes.len()) }
     }
 
+    /// Copies words to the place of word `at`, likewise.
+    pub(crate) fn copy_words(&self, at: usize, words: &[u64]) {
+        // SAFETY: the owner's word; pages begin at a multiple of eight.
+        unsafe { std::ptr::copy_nonoverlapping(words.as_ptr(), self.at.cast::<u64>().add(at), words.len()) }
+    }
+
     /// Copies bytes from the beginning, likewise.
     pub(crate) fn copy_to(&self, bytes: &mut [u8]) {
         // SAFETY: the owner's word.
@@ -176,6 +182,10 @@ impl SimtBuffer {
 impl Buffer for SimtBuffer {
     fn bytes(&self) -> usize {
         self.block.bytes()
+    }
+
+    fn place(&self) -> Option<u64> {
+        Some(self.address())
     }
 
     fn as_any(&self) -> &dyn Any {

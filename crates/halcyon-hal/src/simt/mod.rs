@@ -10,6 +10,7 @@ pub mod library;
 pub mod memory;
 pub mod program;
 pub mod queue;
+mod replay;
 mod stream;
 pub mod sys;
 

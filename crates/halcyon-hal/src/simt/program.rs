@@ -3,9 +3,11 @@
 use super::sys::{self, Code, Compiler, Context, Handle};
 use crate::validate::Signature;
 use crate::{Error, Program, Result};
+use halcyon_ir::kernel::Kernel;
+use halcyon_ir::render::Indirect;
 use std::any::Any;
 use std::ffi::{CString, c_char};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 
 /// `CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK`, and HIP's.
 const MAX_THREADS: i32 = 0;
@@ -17,6 +19,10 @@ pub struct SimtProgram {
     pub workgroup: [u32; 3],
     pub function: Function,
     pub source: String,
+    /// What it was made of.
+    pub kernel: Kernel,
+    /// Its entry points that take arguments from a buffer.
+    pub indirect: Mutex<Vec<(Indirect, Arc<Function>)>>,
     /// Number of the device that it belongs to.
     pub owner: u64,
 }

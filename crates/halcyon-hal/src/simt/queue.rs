@@ -2,12 +2,12 @@
 
 use super::library::SimtKernel;
 use super::memory::{Memory, SimtBuffer, SimtPages, SimtSource};
-use super::program::SimtProgram;
-use super::sys::{self, Address, Context, Handle};
+use super::program::{Function, SimtProgram};
+use super::sys::{self, Address, Context, GraphFunctions, Handle};
 use crate::lanes::{Fenced, Mark};
 use crate::pool::{Defragmented, Pool, Relocation};
 use crate::validate::Argument;
-use crate::{Error, Result, Timing};
+use crate::{Counts, Error, Result, Timing};
 use smallvec::SmallVec;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -135,6 +135,7 @@ pub struct Queue {
     raw: Handle,
     fault: Memory,
     pool: Arc<Pool<SimtSource>>,
+    counts: Arc<Counts>,
     profile: bool,
     /// It is a stream's: the times of its commands are told together.
     spans: bool,
@@ -157,6 +158,7 @@ impl Queue {
     pub fn new(
         context: &Arc<Context>,
         pool: Arc<Pool<SimtSource>>,
+        counts: Arc<Counts>,
         profile: bool,
         spans: bool,
     ) -> Result<Queue> {
@@ -171,7 +173,7 @@ impl Queue {
         let code = unsafe { (context.api.f.stream_create)(&mut raw, sys::NON_BLOCKING) };
         context.check("creating a stream", code)?;
         let state = Mutex::default();
-        let q = Queue { context: context.clone(), raw, fault, pool, profile, spans, state };
+        let q = Queue { context: context.clone(), raw, fault, pool, counts, profile, spans, state };
         // SAFETY: four bytes of an allocation of four.
         let code = unsafe { (context.api.f.fill)(q.fault.at, 0, 4, raw) };
         context.check("clearing the fault word", code)?;
@@ -185,6 +187,38 @@ impl Queue {
 
     fn check(&self, call: &str, code: i32) -> Result<()> {
         self.context.check(call, code)
+    }
+
+    /// The stream.
+    pub fn raw(&self) -> Handle {
+        self.raw
+    }
+
+    /// Where its kernels report a bad index.
+    pub fn fault_at(&self) -> Address {
+        self.fault.at
+    }
+
+    /// What runs in it is counted there.
+    pub fn counts(&self) -> &Counts {
+        &self.counts
+    }
+
+    /// Whether its commands are timed.
+    pub fn profiles(&self) -> bool {
+        self.profile
+    }
+
+    /// Waits for a point, in a thread that has entered the context.
+    pub fn wait_for(&self, point: &Point) -> Result<()> {
+        // SAFETY: the event is live.
+        self.check("waiting for an event", unsafe { (self.context.api.f.event_wait)(point.raw) })
+    }
+
+    /// Moves a point behind all that was enqueued.
+    pub fn mark_again(&self, point: &Point) -> Result<()> {
+        // SAFETY: both are live.
+        self.check("recording an event", unsafe { (self.context.api.f.event_record)(point.raw, self.raw) })
     }
 
     /// Waits for all that was enqueued.
@@ -290,8 +324,16 @@ impl Queue {
         src: *const c_void,
         bytes: usize,
     ) -> Result<()> {
-        let to = dst.address() + offset as u64;
         // SAFETY: the range is inside of the buffer; the rest is the caller's.
+        unsafe { self.write_raw_later(dst.address() + offset as u64, src, bytes) }
+    }
+
+    /// Enqueues a copy to an address.
+    ///
+    /// # Safety
+    /// As [`Queue::write_later`], and the range lies in an allocation.
+    pub unsafe fn write_raw_later(&self, to: Address, src: *const c_void, bytes: usize) -> Result<()> {
+        // SAFETY: the caller's.
         self.check("copying to the device", unsafe { (self.context.api.f.write)(to, src, bytes, self.raw) })
     }
 
@@ -441,6 +483,19 @@ impl Submission<'_> {
             words.push(self.queue.fault.at);
         }
         words.extend(arguments.iter().map(|a| a.bits));
+        self.launch_words(p, &p.function, groups, words)?;
+        self.state.may_have_faulted |= p.signature.faults;
+        Ok(())
+    }
+
+    /// Enqueues an entry point of a program, whose arguments are these words.
+    pub fn launch_words(
+        &mut self,
+        p: &SimtProgram,
+        function: &Function,
+        groups: [u32; 3],
+        mut words: SmallVec<[u64; 32]>,
+    ) -> Result<()> {
         let mut pointers: SmallVec<[*mut c_void; 32]> =
             words.iter_mut().map(|w| std::ptr::from_mut(w).cast()).collect();
         self.timed(|q| {
@@ -449,7 +504,7 @@ impl Submission<'_> {
             // buffers stay: the pool hands a freed one only to later commands of this stream.
             let code = unsafe {
                 (q.context.api.f.launch)(
-                    p.function.raw(),
+                    function.raw(),
                     x,
                     y,
                     z,
@@ -467,8 +522,17 @@ impl Submission<'_> {
                 q.check(&call, code)?;
             }
             Ok(())
-        })?;
-        self.state.may_have_faulted |= p.signature.faults;
+        })
+    }
+
+    /// Enqueues a captured graph.
+    ///
+    /// # Safety
+    /// It is live, and so is all that it uses, until it has run.
+    pub unsafe fn launch_graph(&mut self, graphs: &GraphFunctions, exec: Handle, faults: bool) -> Result<()> {
+        // SAFETY: the stream is live; the rest is the caller's.
+        self.timed(|q| q.check("launching a graph", unsafe { (graphs.launch)(exec, q.raw) }))?;
+        self.state.may_have_faulted |= faults;
         Ok(())
     }
 

@@ -3,10 +3,12 @@
 use super::device::Shared;
 use super::memory::SimtPages;
 use super::queue::{Point, Queue, Stamp};
+use super::replay::SimtReplay;
 use crate::hazard::Access;
 use crate::lanes::{Fenced, Mark};
 use crate::stream::{Progress, Report};
-use crate::{BufferRef, Command, Counts, Download, Event, Result, Stream, validate};
+use crate::{BufferRef, Command, Counts, Download, Event, Replay, Result, Stream, validate};
+use halcyon_ir::Scalar;
 use halcyon_ir::data::Bytes;
 use std::any::Any;
 use std::collections::VecDeque;
@@ -272,6 +274,13 @@ impl Stream for SimtStream {
         let _since = lock(&self.since);
         let access = || self.shared.access(commands);
         self.ordered(access, || self.shared.enqueue(&self.queue, commands)).map(drop)
+    }
+
+    fn replay(&self, replay: &dyn Replay, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
+        let _since = lock(&self.since);
+        let r = SimtReplay::of(&self.shared, replay)?;
+        let launch = || r.launch(&self.queue, buffers, values);
+        self.ordered(|| r.access(buffers), launch).map(|(_, ran)| ran)
     }
 
     fn write(&self, dst: &BufferRef, offset: usize, src: Arc<dyn Bytes>) -> Result<()> {

@@ -26,6 +26,8 @@ pub const NOT_READY: Code = 600;
 pub const NON_BLOCKING: c_uint = 1;
 /// Of an event: nobody asks when it was.
 pub const DISABLE_TIMING: c_uint = 2;
+/// Of a capture: only the thread that records is kept from calls that could wait.
+pub const THREAD_LOCAL: c_int = 1;
 /// Of host memory: every context may copy from it.
 pub const PORTABLE: c_uint = 1;
 
@@ -106,6 +108,18 @@ functions! {
 }
 
 functions! {
+    /// Captured graphs, which older runtimes lack.
+    GraphFunctions {
+        begin: "cuStreamBeginCapture_v2", "hipStreamBeginCapture", (Handle, c_int);
+        end: "cuStreamEndCapture", "hipStreamEndCapture", (Handle, *mut Handle);
+        instantiate: "cuGraphInstantiateWithFlags", "hipGraphInstantiateWithFlags", (*mut Handle, Handle, u64);
+        launch: "cuGraphLaunch", "hipGraphLaunch", (Handle, Handle);
+        destroy: "cuGraphDestroy", "hipGraphDestroy", (Handle);
+        exec_destroy: "cuGraphExecDestroy", "hipGraphExecDestroy", (Handle);
+    }
+}
+
+functions! {
     /// The run-time compiler.
     CompilerFunctions {
         version: "nvrtcVersion", "hiprtcVersion", (*mut c_int, *mut c_int);
@@ -137,6 +151,8 @@ enum Current {
 #[allow(missing_debug_implementations)]
 pub struct Api {
     pub f: Functions,
+    /// Or the function that is missing.
+    pub graphs: std::result::Result<GraphFunctions, &'static str>,
     current: Current,
     pub library: String,
     pub family: &'static Family,
@@ -257,6 +273,7 @@ pub fn code_name(family: &Family, code: Code) -> String {
         214 => "memory error that could not be corrected",
         218 => "invalid source or binary",
         222 => "made by a newer compiler than the driver knows",
+        217 => "peer access is not supported",
         303 => "a shared object could not be initialised",
         304 => "the operating system refused a call",
         400 => "invalid handle",
@@ -265,6 +282,8 @@ pub fn code_name(family: &Family, code: Code) -> String {
         700 => "illegal address",
         701 => "too many resources for a launch",
         702 => "a launch ran too long",
+        704 => "peer access is enabled already",
+        705 => "peer access is not enabled",
         715 => "illegal instruction",
         716 => "misaligned address",
         717 => "invalid address space",
@@ -274,6 +293,9 @@ pub fn code_name(family: &Family, code: Code) -> String {
         802 => "the system is not ready",
         803 => "driver and library do not match",
         804 => "the device does not support compatibility mode",
+        900 => "a call that a capture does not permit",
+        901 => "the capture was ended by an earlier error",
+        902..=907 => "a capture that is not whole",
         _ => "unknown error",
     };
     format!("{} error {code} ({s})", family.title)
@@ -360,7 +382,8 @@ impl Family {
         static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
         self.first(&LOADED, names, "runtime", self.fix, &|lib, name| {
             let (f, current) = (Functions::resolve(lib, self.side)?, Current::resolve(lib, self.side)?);
-            Ok(Api { f, current, library: name.into(), family: self })
+            let graphs = GraphFunctions::resolve(lib, self.side);
+            Ok(Api { f, graphs, current, library: name.into(), family: self })
         })
     }
 

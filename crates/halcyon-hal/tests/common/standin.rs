@@ -68,6 +68,12 @@ pub fn paths() -> Vec<(&'static Family, String)> {
     BUILT.clone()
 }
 
+/// A stand-in for a libcuda from before there were graphs.
+pub fn older() -> StandIn {
+    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("standin");
+    load(&(&cuda::CUDA, "cuda-older", Some("-DSTANDIN_OLDER")), &dir)
+}
+
 /// Each process has a library of its own: it has a state.
 fn build((_, name, flag): &Row, dir: &Path) -> PathBuf {
     let modules = dir.join("modules");

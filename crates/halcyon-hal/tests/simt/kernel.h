@@ -161,6 +161,19 @@ static inline float2 operator-(float2 a) { return {-a.x, -a.y}; }
 static inline float4 operator-(float4 a) { return {-a.x, -a.y, -a.z, -a.w}; }
 #endif
 
+// Sizes of an entry point's arguments, with the highest bit where one is an address; their number is returned.
+template <class T> struct h_size_of {
+    static const unsigned char value = sizeof(T);
+};
+template <class T> struct h_size_of<T*> {
+    static const unsigned char value = sizeof(T*) | 0x80;
+};
+template <class... A> static int h_sizes(void (*)(A...), unsigned char* to) {
+    const unsigned char all[] = {h_size_of<A>::value..., 0};
+    for (unsigned i = 0; i < sizeof...(A); i++) to[i] = all[i];
+    return sizeof...(A);
+}
+
 // Calls an entry point with arguments given by pointers, as the launch functions do.
 template <int... I> struct h_list {};
 template <int N, int... I> struct h_count : h_count<N - 1, N - 1, I...> {};

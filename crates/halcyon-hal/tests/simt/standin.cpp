@@ -2,21 +2,25 @@
 // as C++ (kernel.h) and run on this processor. For tests of the drivers without a GPU; the product never finds it.
 //
 // It is strict where the real libraries are: a copy outside of an allocation loses the device for good, a call without a context is
-// refused. It counts what is alive, and can be told to fail. Built by tests/simt/mod.rs, with the path of kernel.h in H_KERNEL and a
+// refused, a call that a capture does not permit ends it. It counts what is alive, and can be told to fail, and to put off all that a
+// stream is given until somebody waits for it ("defer"), as a device that is slow. Built by tests/simt/mod.rs, with the path of kernel.h in H_KERNEL and a
 // folder for modules in H_FOLDER.
 
 #include <cstdint>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <deque>
 #include <dlfcn.h>
 #include <fstream>
+#include <functional>
 #include <map>
 #include <mutex>
 #include <set>
 #include <sstream>
 #include <string>
 #include <sys/wait.h>
+#include <thread>
 #include <ucontext.h>
 #include <unistd.h>
 #include <vector>
@@ -35,7 +39,8 @@ static const bool HIP = false;
 typedef void* Handle;
 typedef uint64_t Address;
 enum { OK = 0, INVALID = 1, FULL = 2, UNINITIALISED = 3, INVALID_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201,
-       INVALID_HANDLE = 400, NOT_FOUND = 500, ILLEGAL_ADDRESS = 700, LAUNCH_FAILED = 719 };
+       INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, PEER_ENABLED = 704, LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900,
+       CAPTURE_INVALIDATED = 901, CAPTURE_UNMATCHED = 903, CAPTURE_WRONG_THREAD = 908 };
 
 struct uint3_ { unsigned x, y, z; };
 struct Runtime {
@@ -56,19 +61,44 @@ struct Module {
 struct Function {
     Module* module;
     void (*call)(void**);
+    // Of each argument; the highest bit marks an address.
+    std::vector<unsigned char> sizes;
 };
-struct Event { uint64_t at; };
+struct Event {
+    uint64_t at;
+    // Where it was recorded last, how often, and which of those have run.
+    Handle by;
+    uint64_t recorded, done = 0;
+};
+
+typedef std::function<int()> Work;
+struct Graph {
+    std::vector<Work> nodes;
+};
+struct Stream {
+    int device;
+    // Being captured, by which thread, and whether it went wrong.
+    Graph* capture;
+    std::thread::id by;
+    bool broken;
+    // What was put off.
+    std::deque<Work> waiting;
+};
 
 // What the tests ask for and set: names of standin_get and standin_set.
 static int64_t devices_ = 2, memory_ = 1 << 30, fail_alloc_ = -1, lost_ = 0, falsify_ = -1, lose_at_ = -1;
-static int64_t launches_, copies_, compiles_, allocs_;
+static int64_t launches_, copies_, compiles_, allocs_, calls_, graph_launches_, peer_copies_, fail_instantiate_ = -1, defer_, peers_ = 1;
 
 static bool initialised_;
 static thread_local int current_ = -1;
 static int contexts_;
 static std::map<Address, size_t> memory;
 static std::map<void*, size_t> pages;
-static std::set<Handle> streams, events, modules;
+static std::set<Handle> streams, events, modules, graphs, execs;
+static std::map<Address, int> where;
+static std::set<std::pair<int, int>> peer_access;
+// Streams that this thread captures.
+static thread_local int capturing_;
 static uint64_t clock_;
 static int64_t used_;
 
@@ -88,6 +118,11 @@ extern "C" int64_t standin_get(const char* name) {
     if (n == "events") return (int64_t)events.size();
     if (n == "modules") return (int64_t)modules.size();
     if (n == "contexts") return contexts_;
+    if (n == "graphs") return (int64_t)graphs.size();
+    if (n == "execs") return (int64_t)execs.size();
+    if (n == "graph launches") return graph_launches_;
+    if (n == "calls") return calls_;
+    if (n == "peer copies") return peer_copies_;
     if (n == "launches") return launches_;
     if (n == "copies") return copies_;
     if (n == "compiles") return compiles_;
@@ -109,6 +144,12 @@ extern "C" int standin_set(const char* name, int64_t v) {
     else if (n == "lose at launch") lose_at_ = v;
     // The v-th byte that is read back from now on is another one.
     else if (n == "falsify") falsify_ = v;
+    // The v-th graph from now on cannot be instantiated, once.
+    else if (n == "fail instantiate") fail_instantiate_ = v;
+    // Whether streams put off what they are given.
+    else if (n == "defer") defer_ = v;
+    // Whether devices reach each other's memory.
+    else if (n == "peers") peers_ = v;
     else return libraries_set(n, v);
     return OK;
 }
@@ -116,9 +157,51 @@ extern "C" int standin_set(const char* name, int64_t v) {
 // What every call that needs a device begins with.
 #define ENTER                              \
     LOCK;                                  \
+    calls_++;                              \
     if (!initialised_) return UNINITIALISED; \
     if (current_ < 0) return INVALID_CONTEXT; \
     if (lost_) return (int)lost_
+
+// What a call begins with that could wait: in a thread that captures it ends the capture.
+#define UNSAFE \
+    ENTER;     \
+    if (capturing_) return break_captures()
+
+static int break_captures() {
+    for (Handle s : streams) {
+        Stream* x = (Stream*)s;
+        if (x->capture && x->by == std::this_thread::get_id()) x->broken = true;
+    }
+    return CAPTURE_UNSUPPORTED;
+}
+
+// Runs what a stream put off, as long as `until` does not say that it is enough.
+static void flush(Stream* s, const std::function<bool()>& until = nullptr) {
+    while (!s->waiting.empty() && !(until && until())) {
+        Work w = std::move(s->waiting.front());
+        s->waiting.pop_front();
+        if (!lost_) w();
+    }
+}
+static void flush_all() {
+    for (Handle s : streams) flush((Stream*)s);
+}
+
+// Hands work to a stream: into its graph where it is captured.
+static int enqueue(Handle h, Work w) {
+    Stream* s = (Stream*)h;
+    if (s->capture) {
+        if (s->broken) return CAPTURE_INVALIDATED;
+        s->capture->nodes.push_back(std::move(w));
+        return OK;
+    }
+    if (defer_) {
+        s->waiting.push_back(std::move(w));
+        return OK;
+    }
+    flush(s);
+    return w();
+}
 
 API(cuInit, hipInit)(unsigned) {
     LOCK;
@@ -169,6 +252,7 @@ API(cuDeviceGetAttribute, hipDeviceGetAttribute)(int* v, int which, int) {
 #ifdef STANDIN_HIP
 extern "C" int hipSetDevice(int d) {
     LOCK;
+    calls_++;
     if (d < 0 || d >= devices_) return INVALID_DEVICE;
     current_ = d;
     return OK;
@@ -188,6 +272,7 @@ extern "C" int cuDevicePrimaryCtxRelease_v2(int) {
 }
 extern "C" int cuCtxSetCurrent(Handle c) {
     LOCK;
+    calls_++;
     if (!c || contexts_ <= 0) return INVALID_CONTEXT;
     current_ = (int)(intptr_t)c - 1;
     return OK;
@@ -201,7 +286,7 @@ API(cuMemGetInfo_v2, hipMemGetInfo)(size_t* free, size_t* total) {
     return OK;
 }
 API(cuMemAlloc_v2, hipMalloc)(Address* at, size_t n) {
-    ENTER;
+    UNSAFE;
     allocs_++;
     if (n == 0) return INVALID;
     if (fail_alloc_ >= 0 && fail_alloc_-- == 0) return FULL;
@@ -215,10 +300,12 @@ API(cuMemAlloc_v2, hipMalloc)(Address* at, size_t n) {
     used_ += (int64_t)n;
     *at = (Address)p;
     memory[*at] = n;
+    where[*at] = current_;
     return OK;
 }
 API(cuMemFree_v2, hipFree)(Address at) {
-    ENTER;
+    UNSAFE;
+    flush_all();
     auto m = memory.find(at);
     if (m == memory.end()) return INVALID;
     unsigned char* p = (unsigned char*)at;
@@ -228,12 +315,13 @@ API(cuMemFree_v2, hipFree)(Address at) {
             abort();
         }
     used_ -= (int64_t)m->second;
+    where.erase(at);
     free(p - 256);
     memory.erase(m);
     return OK;
 }
 API(cuMemHostAlloc, hipHostMalloc)(void** at, size_t n, unsigned) {
-    ENTER;
+    UNSAFE;
     *at = malloc(n);
     if (!*at) return FULL;
     pages[*at] = n;
@@ -241,6 +329,8 @@ API(cuMemHostAlloc, hipHostMalloc)(void** at, size_t n, unsigned) {
 }
 API(cuMemFreeHost, hipHostFree)(void* at) {
     LOCK;
+    if (capturing_) return break_captures();
+    flush_all();
     if (!pages.erase(at)) return INVALID;
     free(at);
     return OK;
@@ -259,90 +349,140 @@ static bool inside(Address at, size_t n) {
 }
 static bool live(Handle stream) { return streams.count(stream) != 0; }
 
+// Host memory that the device reads and writes by itself, later.
+static bool locked(const void* at) {
+    auto m = pages.upper_bound((void*)at);
+    return m != pages.begin() && (--m, (char*)at < (char*)m->first + m->second);
+}
+
 API(cuMemcpyHtoDAsync_v2, hipMemcpyHtoDAsync)(Address to, const void* from, size_t n, Handle s) {
     ENTER;
     if (!live(s)) return INVALID_HANDLE;
-    if (!inside(to, n)) return (int)lost_;
-    copies_++;
-    memcpy((void*)to, from, n);
-    return OK;
+    auto copy = [=](const void* from) {
+        if (!inside(to, n)) return (int)lost_;
+        copies_++;
+        memcpy((void*)to, from, n);
+        return (int)OK;
+    };
+    // Ordinary memory is read before the call returns.
+    if (locked(from)) return enqueue(s, [=] { return copy(from); });
+    std::vector<char> bytes((const char*)from, (const char*)from + n);
+    return enqueue(s, [=] { return copy(bytes.data()); });
 }
 API(cuMemcpyDtoHAsync_v2, hipMemcpyDtoHAsync)(void* to, Address from, size_t n, Handle s) {
     ENTER;
     if (!live(s)) return INVALID_HANDLE;
-    if (!inside(from, n)) return (int)lost_;
-    copies_++;
-    memcpy(to, (void*)from, n);
-    if (falsify_ >= 0) {
-        if ((size_t)falsify_ < n) ((unsigned char*)to)[falsify_] ^= 0x40;
-        falsify_ = (size_t)falsify_ < n ? -1 : falsify_ - (int64_t)n;
-    }
-    return OK;
+    int code = enqueue(s, [=] {
+        if (!inside(from, n)) return (int)lost_;
+        copies_++;
+        memcpy(to, (void*)from, n);
+        if (falsify_ >= 0) {
+            if ((size_t)falsify_ < n) ((unsigned char*)to)[falsify_] ^= 0x40;
+            falsify_ = (size_t)falsify_ < n ? -1 : falsify_ - (int64_t)n;
+        }
+        return (int)OK;
+    });
+    return code;
 }
 API(cuMemcpyDtoDAsync_v2, hipMemcpyDtoDAsync)(Address to, Address from, size_t n, Handle s) {
     ENTER;
     if (!live(s)) return INVALID_HANDLE;
-    if (!inside(to, n) || !inside(from, n)) return (int)lost_;
     if (to < from + n && from < to + n) {
         fprintf(stderr, "stand-in: a copy of %zu bytes overlaps itself\n", n);
         abort();
     }
-    memcpy((void*)to, (void*)from, n);
-    return OK;
+    return enqueue(s, [=] {
+        if (!inside(to, n) || !inside(from, n)) return (int)lost_;
+        memcpy((void*)to, (void*)from, n);
+        return (int)OK;
+    });
 }
 API(cuMemsetD8Async, hipMemsetD8Async)(Address to, unsigned char v, size_t n, Handle s) {
     ENTER;
     if (!live(s)) return INVALID_HANDLE;
-    if (!inside(to, n)) return (int)lost_;
-    memset((void*)to, v, n);
-    return OK;
+    return enqueue(s, [=] {
+        if (!inside(to, n)) return (int)lost_;
+        memset((void*)to, v, n);
+        return (int)OK;
+    });
 }
 
 API(cuStreamCreate, hipStreamCreateWithFlags)(Handle* s, unsigned) {
-    ENTER;
-    *s = new char;
+    UNSAFE;
+    *s = new Stream{current_, nullptr, {}, false, {}};
     streams.insert(*s);
     return OK;
 }
 API(cuStreamDestroy_v2, hipStreamDestroy)(Handle s) {
     LOCK;
-    if (!streams.erase(s)) return INVALID_HANDLE;
-    delete (char*)s;
+    if (!live(s)) return INVALID_HANDLE;
+    flush((Stream*)s);
+    streams.erase(s);
+    delete (Stream*)s;
     return OK;
 }
 API(cuStreamSynchronize, hipStreamSynchronize)(Handle s) {
-    ENTER;
-    return live(s) ? OK : INVALID_HANDLE;
+    UNSAFE;
+    if (!live(s)) return INVALID_HANDLE;
+    if (((Stream*)s)->capture) {
+        ((Stream*)s)->broken = true;
+        return CAPTURE_UNSUPPORTED;
+    }
+    flush((Stream*)s);
+    return (int)lost_;
 }
 API(cuEventCreate, hipEventCreateWithFlags)(Handle* e, unsigned) {
     ENTER;
-    *e = new Event{0};
+    *e = new Event{0, nullptr, 0};
     events.insert(*e);
     return OK;
 }
 API(cuEventDestroy_v2, hipEventDestroy)(Handle e) {
     LOCK;
     if (!events.erase(e)) return INVALID_HANDLE;
-    delete (Event*)e;
+    // What is put off may still name it: those are left to the process.
+    if (!defer_) delete (Event*)e;
     return OK;
 }
-API(cuEventRecord, hipEventRecord)(Handle e, Handle s) {
+// Runs what stands before an event.
+static void reach(Event* e, uint64_t round) {
+    if (e->by && streams.count(e->by)) flush((Stream*)e->by, [=] { return e->done >= round; });
+}
+API(cuEventRecord, hipEventRecord)(Handle h, Handle s) {
     ENTER;
-    if (!events.count(e) || !live(s)) return INVALID_HANDLE;
-    ((Event*)e)->at = ++clock_;
-    return OK;
+    if (!events.count(h) || !live(s)) return INVALID_HANDLE;
+    // The real ones order a capture by it; nothing here wants that.
+    if (((Stream*)s)->capture) return break_captures();
+    Event* e = (Event*)h;
+    e->by = s;
+    uint64_t round = ++e->recorded;
+    return enqueue(s, [=] {
+        e->at = ++clock_;
+        e->done = round;
+        return (int)OK;
+    });
 }
 API(cuEventQuery, hipEventQuery)(Handle e) {
-    ENTER;
-    return events.count(e) ? OK : INVALID_HANDLE;
+    UNSAFE;
+    if (!events.count(e)) return INVALID_HANDLE;
+    return ((Event*)e)->done < ((Event*)e)->recorded ? NOT_READY : OK;
 }
 API(cuEventSynchronize, hipEventSynchronize)(Handle e) {
-    ENTER;
-    return events.count(e) ? OK : INVALID_HANDLE;
+    UNSAFE;
+    if (!events.count(e)) return INVALID_HANDLE;
+    reach((Event*)e, ((Event*)e)->recorded);
+    return (int)lost_;
 }
-API(cuStreamWaitEvent, hipStreamWaitEvent)(Handle s, Handle e, unsigned) {
+API(cuStreamWaitEvent, hipStreamWaitEvent)(Handle s, Handle h, unsigned) {
     ENTER;
-    return live(s) && events.count(e) ? OK : INVALID_HANDLE;
+    if (!live(s) || !events.count(h)) return INVALID_HANDLE;
+    if (((Stream*)s)->capture) return break_captures();
+    Event* e = (Event*)h;
+    uint64_t round = e->recorded;
+    return enqueue(s, [=] {
+        reach(e, round);
+        return (int)OK;
+    });
 }
 API(cuEventElapsedTime, hipEventElapsedTime)(float* ms, Handle a, Handle b) {
     ENTER;
@@ -351,6 +491,75 @@ API(cuEventElapsedTime, hipEventElapsedTime)(float* ms, Handle a, Handle b) {
     *ms = (float)(((Event*)b)->at - ((Event*)a)->at) * 1e-3f;
     return OK;
 }
+
+// ---- graphs: what a captured stream was given, to be done again with the arguments of then and the memory of now.
+
+#ifndef STANDIN_OLDER
+API(cuStreamBeginCapture_v2, hipStreamBeginCapture)(Handle h, int mode) {
+    ENTER;
+    if (!live(h)) return INVALID_HANDLE;
+    Stream* s = (Stream*)h;
+    if (mode != 1 || s->capture) return INVALID;
+    s->capture = new Graph;
+    s->by = std::this_thread::get_id();
+    s->broken = false;
+    capturing_++;
+    return OK;
+}
+API(cuStreamEndCapture, hipStreamEndCapture)(Handle h, Handle* graph) {
+    ENTER;
+    if (!live(h)) return INVALID_HANDLE;
+    Stream* s = (Stream*)h;
+    if (!s->capture) return CAPTURE_UNMATCHED;
+    if (s->by != std::this_thread::get_id()) return CAPTURE_WRONG_THREAD;
+    Graph* g = s->capture;
+    s->capture = nullptr;
+    capturing_--;
+    if (s->broken) {
+        delete g;
+        *graph = nullptr;
+        return CAPTURE_INVALIDATED;
+    }
+    graphs.insert(*graph = g);
+    return OK;
+}
+API(cuGraphInstantiateWithFlags, hipGraphInstantiateWithFlags)(Handle* exec, Handle graph, unsigned long long flags) {
+    UNSAFE;
+    if (!graphs.count(graph)) return INVALID_HANDLE;
+    if (flags != 0) return INVALID;
+    if (fail_instantiate_ >= 0 && fail_instantiate_-- == 0) return FULL;
+    execs.insert(*exec = new Graph(*(Graph*)graph));
+    return OK;
+}
+API(cuGraphLaunch, hipGraphLaunch)(Handle exec, Handle s) {
+    ENTER;
+    if (!execs.count(exec) || !live(s)) return INVALID_HANDLE;
+    if (((Stream*)s)->capture) return break_captures();
+    graph_launches_++;
+    Graph* g = (Graph*)exec;
+    return enqueue(s, [=] {
+        if (!execs.count(exec)) {
+            fprintf(stderr, "stand-in: a graph was destroyed before it ran\n");
+            abort();
+        }
+        for (Work& w : g->nodes)
+            if (int code = w()) return code;
+        return (int)OK;
+    });
+}
+API(cuGraphExecDestroy, hipGraphExecDestroy)(Handle exec) {
+    ENTER;
+    if (!execs.erase(exec)) return INVALID_HANDLE;
+    delete (Graph*)exec;
+    return OK;
+}
+API(cuGraphDestroy, hipGraphDestroy)(Handle graph) {
+    LOCK;
+    if (!graphs.erase(graph)) return INVALID_HANDLE;
+    delete (Graph*)graph;
+    return OK;
+}
+#endif
 
 // ---- the compiler: a program's "binary" is the path of a shared object and its mark.
 
@@ -409,6 +618,7 @@ extern "C" int NAME(nvrtcCompileProgram, hiprtcCompileProgram)(Handle h, int n, 
         size_t from = p.text.find('\n', at) + 1, to = p.text.find('(', from);
         std::string entry = p.text.substr(from, to - from);
         whole += "extern \"C\" void h_call_" + entry + "(void** a) { h_call(" + entry + ", a); }\n";
+        whole += "extern \"C\" int h_sizes_" + entry + "(unsigned char* to) { return h_sizes(" + entry + ", to); }\n";
         at = to;
     }
     char id[32];
@@ -459,7 +669,7 @@ static unsigned long long shuffle_item(unsigned long long, int);
 static Runtime runtime_ = {{}, {}, {}, {}, WARP, sync_item, shuffle_item};
 
 API(cuModuleLoadData, hipModuleLoadData)(Handle* to, const void* image) {
-    ENTER;
+    UNSAFE;
     const char* s = (const char*)image;
     if (strncmp(s, MARK, sizeof MARK - 1) != 0) return INVALID_IMAGE;
     s += sizeof MARK - 1;
@@ -474,7 +684,8 @@ API(cuModuleLoadData, hipModuleLoadData)(Handle* to, const void* image) {
     return OK;
 }
 API(cuModuleUnload, hipModuleUnload)(Handle h) {
-    ENTER;
+    UNSAFE;
+    flush_all();
     if (!modules.erase(h)) return INVALID_HANDLE;
     dlclose(((Module*)h)->lib);
     delete (Module*)h;
@@ -486,8 +697,11 @@ API(cuModuleGetFunction, hipModuleGetFunction)(Handle* to, Handle h, const char*
     Module* m = (Module*)h;
     void* call = dlsym(m->lib, (std::string("h_call_") + name).c_str());
     if (!call) return NOT_FOUND;
+    auto sizes = (int (*)(unsigned char*))dlsym(m->lib, (std::string("h_sizes_") + name).c_str());
+    unsigned char all[1024];
+    int n = sizes(all);
     // Functions live as long as the process: the real ones belong to their module.
-    *to = new Function{m, (void (*)(void**))call};
+    *to = new Function{m, (void (*)(void**))call, std::vector<unsigned char>(all, all + n)};
     return OK;
 }
 API(cuFuncGetAttribute, hipFuncGetAttribute)(int* v, int which, Handle) {
@@ -584,34 +798,50 @@ static bool run_group(uint3_ b, size_t n) {
     return true;
 }
 
+// Runs a kernel whose arguments were copied.
+static int run_kernel(Function* k, uint3_ g, uint3_ b, std::vector<uint64_t> values) {
+    if (!modules.count(k->module)) {
+        fprintf(stderr, "stand-in: a kernel runs whose module was unloaded\n");
+        abort();
+    }
+    if (lose_at_ >= 0 && lose_at_-- == 0) return (int)(lost_ = LAUNCH_FAILED);
+    std::vector<void*> pointers;
+    for (size_t i = 0; i < values.size(); i++) {
+        if ((k->sizes[i] & 0x80) && !inside(values[i], 0)) return (int)lost_;
+        pointers.push_back(&values[i]);
+    }
+    launches_++;
+    kernel_ = k->call;
+    arguments_ = pointers.data();
+    runtime_.grid = g;
+    runtime_.block_size = b;
+    for (unsigned z = 0; z < g.z; z++)
+        for (unsigned y = 0; y < g.y; y++)
+            for (unsigned x = 0; x < g.x; x++) {
+                runtime_.block = {x, y, z};
+                if (k->module->syncs) {
+                    if (!run_group(b, (size_t)b.x * b.y * b.z)) return (int)(lost_ = LAUNCH_FAILED);
+                    continue;
+                }
+                for (unsigned l = 0; l < b.z; l++)
+                    for (unsigned j = 0; j < b.y; j++)
+                        for (unsigned i = 0; i < b.x; i++) {
+                            runtime_.thread = {i, j, l};
+                            kernel_(arguments_);
+                        }
+            }
+    return OK;
+}
+
 API(cuLaunchKernel, hipModuleLaunchKernel)(Handle f, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                                            unsigned, Handle s, void** arguments, void**) {
     ENTER;
     if (!live(s)) return INVALID_HANDLE;
     if (!gx || !gy || !gz || !bx || !by || !bz || bx * by * bz > 1024 || gy > 65535 || gz > 65535) return INVALID;
     Function* k = (Function*)f;
-    if (lose_at_ >= 0 && lose_at_-- == 0) return (int)(lost_ = LAUNCH_FAILED);
-    launches_++;
-    kernel_ = k->call;
-    arguments_ = arguments;
-    runtime_.grid = {gx, gy, gz};
-    runtime_.block_size = {bx, by, bz};
-    for (unsigned z = 0; z < gz; z++)
-        for (unsigned y = 0; y < gy; y++)
-            for (unsigned x = 0; x < gx; x++) {
-                runtime_.block = {x, y, z};
-                if (k->module->syncs) {
-                    if (!run_group({bx, by, bz}, (size_t)bx * by * bz)) return (int)(lost_ = LAUNCH_FAILED);
-                    continue;
-                }
-                for (unsigned c = 0; c < bz; c++)
-                    for (unsigned b = 0; b < by; b++)
-                        for (unsigned a = 0; a < bx; a++) {
-                            runtime_.thread = {a, b, c};
-                            kernel_(arguments);
-                        }
-            }
-    return OK;
+    std::vector<uint64_t> values(k->sizes.size(), 0);
+    for (size_t i = 0; i < values.size(); i++) memcpy(&values[i], arguments[i], k->sizes[i] & 0x7f);
+    return enqueue(s, [=] { return run_kernel(k, {gx, gy, gz}, {bx, by, bz}, values); });
 }
 
 #include "blas.cpp"

@@ -5,7 +5,7 @@
 
 use super::dialect::Dialect;
 use super::helpers::{bits, definition, math};
-use super::{Language, Source};
+use super::{Indirect, Language, Source};
 use crate::dtype::{Class, DType};
 use crate::error::{Error, Result};
 use crate::kernel::ir::*;
@@ -13,7 +13,11 @@ use std::borrow::Cow;
 use std::collections::HashMap;
 use std::fmt::Write;
 
-pub(super) fn batch(kernels: &[(&Kernel, String)], d: &'static Dialect) -> Result<Source> {
+pub(super) fn batch(
+    kernels: &[(&Kernel, String)],
+    d: &'static Dialect,
+    indirect: Option<&Indirect>,
+) -> Result<Source> {
     let language = d.language;
     let mut helpers = Helpers { d, names: vec![], text: String::new() };
     let (mut body, mut f64s, mut vectors) = (String::new(), false, false);
@@ -26,7 +30,7 @@ pub(super) fn batch(kernels: &[(&Kernel, String)], d: &'static Dialect) -> Resul
         }
         f64s |= uses_f64;
         vectors |= k.uses_ty(Ty::F32x2) || k.uses_ty(Ty::F32x4);
-        let text = Writer::new(&k, d).kernel(name)?;
+        let text = Writer::new(&k, d).kernel(name, indirect)?;
         helpers.scan(&text)?;
         body.push('\n');
         body.push_str(&text);
@@ -138,7 +142,7 @@ impl<'a> Writer<'a> {
         self.out.push('\n');
     }
 
-    fn kernel(mut self, name: &str) -> Result<String> {
+    fn kernel(mut self, name: &str, indirect: Option<&Indirect>) -> Result<String> {
         let (k, d) = (self.k, self.d);
         let w = k.workgroup;
         let mut head = d
@@ -149,7 +153,17 @@ impl<'a> Writer<'a> {
             .replace("$z", &w[2].to_string())
             .replace("$n", &k.items().to_string());
         let mut args = vec![];
+        // Its place is that of the word, whatever the launch brings.
+        let mut words = 0;
+        let mut word = |t: &str, n: &str| {
+            words += 1;
+            format!("{t} {n} = *({t}*)(g + {});", words - 1)
+        };
         for (i, b) in k.buffers.iter().enumerate() {
+            if i + 1 == k.buffers.len() && indirect.is_some_and(|w| w.fault) {
+                self.line(&word(&format!("{}* const", d.element(b.dtype)), &format!("b{i}")));
+                continue;
+            }
             let c = if b.write { "" } else { "const " };
             let r = if k.noalias { d.restrict } else { "" };
             let p = format!("{}{c}{}* {r}", d.global, d.element(b.dtype));
@@ -157,9 +171,16 @@ impl<'a> Writer<'a> {
             args.push(d.buffer_arg.replace("$p", &p).replace("$n", &n).replace("$i", &i.to_string()));
         }
         for (i, p) in k.params.iter().enumerate() {
+            if indirect.is_some_and(|w| w.params.contains(&i)) {
+                self.line(&word(&format!("const {}", d.ty(p.ty)), &format!("p{i}")));
+                continue;
+            }
             let at = (k.buffers.len() + i).to_string();
             let n = format!("p{i}");
             args.push(d.param_arg.replace("$t", d.ty(p.ty)).replace("$n", &n).replace("$i", &at));
+        }
+        if indirect.is_some() {
+            args.push(d.arguments.to_string());
         }
         if !d.extra_args.is_empty() {
             args.push(d.extra_args.to_string());

@@ -69,6 +69,30 @@ pub fn render(k: &Kernel, language: Language) -> Result<Source> {
     batch(&[(k, k.name.clone())], language)
 }
 
+/// What an entry point reads from a buffer of arguments instead of getting it with the launch, so that a launch that was recorded can run
+/// again with other values. Each takes a word of eight bytes there, in this order: the fault word's address, then the parameters.
+#[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
+pub struct Indirect {
+    /// The address of the fault word, which is the kernel's last buffer.
+    pub fault: bool,
+    /// Numbers of parameters, rising.
+    pub params: Vec<usize>,
+}
+
+/// Renders one verified kernel whose entry point gets, behind its other arguments, the address of its words in a buffer of arguments.
+///
+/// # Errors
+/// As [`render`]; [`crate::Error::Unsupported`] for languages without addresses of 64 bits as arguments.
+pub fn render_indirect(k: &Kernel, language: Language, indirect: &Indirect) -> Result<Source> {
+    match dialect::Dialect::of(language).filter(|d| !d.arguments.is_empty()) {
+        Some(d) => c::batch(&[(k, k.name.clone())], d, Some(indirect)),
+        None => Err(crate::Error::unsupported(
+            format!("arguments in a buffer in {} (kernel {})", language.name(), k.name),
+            "Launch the kernel with its arguments",
+        )),
+    }
+}
+
 /// Renders many kernels into one source: equal kernels once, helpers once. Entry `i` of the result belongs to kernel `i`.
 ///
 /// # Errors
@@ -89,7 +113,7 @@ pub fn to_batch(kernels: &[&Kernel], language: Language) -> Result<Source> {
 
 fn batch(kernels: &[(&Kernel, String)], language: Language) -> Result<Source> {
     match dialect::Dialect::of(language) {
-        Some(d) => c::batch(kernels, d),
+        Some(d) => c::batch(kernels, d, None),
         None => wgsl::batch(kernels, &wgsl::Options::default()),
     }
 }

@@ -18,6 +18,7 @@ pub(super) const DIALECT_BASE: Dialect = Dialect {
     restrict: "__restrict__ ",
     buffer_arg: "$p$n",
     param_arg: "const $t $n",
+    arguments: "const unsigned long long* __restrict__ g",
     extra_args: "",
     local_id: ["(int)threadIdx.x", "(int)threadIdx.y", "(int)threadIdx.z"],
     group_id: ["(int)blockIdx.x", "(int)blockIdx.y", "(int)blockIdx.z"],

@@ -15,6 +15,7 @@ pub static DIALECT: Dialect = Dialect {
     restrict: "",
     buffer_arg: "$p$n [[buffer($i)]]",
     param_arg: "constant $t& $n [[buffer($i)]]",
+    arguments: "",
     extra_args: "uint3 h_item [[thread_position_in_threadgroup]],\n    uint3 h_group [[threadgroup_position_in_grid]],\n    uint3 h_groups [[threadgroups_per_grid]],\n    uint h_lane [[thread_index_in_simdgroup]],\n    uint h_width [[threads_per_simdgroup]]",
     local_id: ["(int)h_item.x", "(int)h_item.y", "(int)h_item.z"],
     group_id: ["(int)h_group.x", "(int)h_group.y", "(int)h_group.z"],

@@ -1,0 +1,465 @@
+//! Captured graphs of the runtime.
+//!
+//! Commands are recorded by capturing a stream that serves nothing else, rather than by building nodes one by one: what a vendor's library
+//! enqueues is recorded the same way, and both runtimes have had it for long. Only calls of the recording thread are kept from what would wait.
+//!
+//! What changes from launch to launch lies in one buffer of words: the values of variables, and the address of the queue's fault word for
+//! each kernel that can fault. Kernels that take any of it have a second entry point ([`render::render_indirect`]) that reads it there. A
+//! launch copies the words from locked pages if they are others than those that lie there, in the order of its queue; a ring of places in
+//! the pages lets several launches be under way.
+
+use super::device::{Shared, SimtDevice};
+use super::memory::{SimtBuffer, SimtPages};
+use super::program::{Function, SimtProgram};
+use super::queue::{Point, Queue, Submission};
+use super::sys::{self, Context, GraphFunctions, Handle};
+use crate::hazard::{Access, Spans};
+use crate::lanes::{Fenced, Mark};
+use crate::{
+    BufferRef, Command, Counters, Counts, Device, Error, LibraryKernel, Program, Recording, Replay, Result,
+    Tag, replay, validate,
+};
+use halcyon_ir::Scalar;
+use halcyon_ir::kernel::{Ty, const_bits};
+use halcyon_ir::render::{self, Indirect};
+use smallvec::SmallVec;
+use std::any::Any;
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// Places for the words of launches that are under way.
+const SLOTS: usize = 16;
+
+/// What a graph holds of the runtime, until it is instantiated or given up.
+struct Template<'a> {
+    graphs: &'a GraphFunctions,
+    raw: Handle,
+}
+
+impl Drop for Template<'_> {
+    fn drop(&mut self) {
+        if !self.raw.is_null() {
+            // SAFETY: made once; what was instantiated from it is its own.
+            unsafe { (self.graphs.destroy)(self.raw) };
+        }
+    }
+}
+
+/// A graph that can be launched.
+#[derive(Debug)]
+struct Exec {
+    context: Arc<Context>,
+    raw: Handle,
+}
+
+// SAFETY: a name inside of the runtime, whose functions may be called from any thread.
+unsafe impl Send for Exec {}
+// SAFETY: as above.
+unsafe impl Sync for Exec {}
+
+impl Drop for Exec {
+    fn drop(&mut self) {
+        if let (Ok(()), Ok(g)) = (self.context.enter(), &self.context.api.graphs) {
+            // SAFETY: made once, and no launch is under way: the owner waited.
+            let code = unsafe { (g.exec_destroy)(self.raw) };
+            if code != sys::SUCCESS {
+                let code = sys::code_name(self.context.api.family, code);
+                tracing::warn!(device = self.context.id, %code, "a graph could not be destroyed");
+            }
+        }
+    }
+}
+
+/// A buffer that a launch brings.
+#[derive(Debug)]
+struct Bound {
+    at: u64,
+    reads: bool,
+    writes: bool,
+}
+
+/// What launches share and change.
+#[derive(Debug)]
+struct Ring {
+    /// As many words as the buffer of arguments has, for each slot.
+    pages: Option<SimtPages>,
+    /// Of each slot, the point behind the last launch whose words lie there.
+    slots: Vec<Option<Point>>,
+    now: usize,
+    /// What lies in the buffer of arguments, and the queue that copied it there; no queue if that is unknown.
+    sent: Vec<u64>,
+    by: Option<u64>,
+    /// What the launch at hand wants there.
+    words: Vec<u64>,
+}
+
+/// Captured commands.
+#[derive(Debug)]
+pub(crate) struct SimtReplay {
+    /// First, so that it goes before what it uses.
+    exec: Exec,
+    ring: Mutex<Ring>,
+    buffers: Vec<Bound>,
+    /// By variable, its word and type.
+    variables: Vec<(usize, Ty)>,
+    /// Words that take the address of the queue's fault word.
+    faults: Vec<usize>,
+    arguments: Option<(BufferRef, u64)>,
+    commands: usize,
+    /// What one launch counts.
+    counts: Counters,
+    _functions: Vec<Arc<Function>>,
+    _programs: Vec<Arc<dyn Program>>,
+    _libraries: Vec<Arc<dyn LibraryKernel>>,
+    shared: Arc<Shared>,
+}
+
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    // A panic between leaves points and words that are whole.
+    m.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+/// How a launch is recorded whose kernel reads words of the buffer.
+struct Words {
+    function: Arc<Function>,
+    indirect: Indirect,
+    first: usize,
+}
+
+impl SimtDevice {
+    /// The entry point of a program that takes these arguments from a buffer.
+    fn indirect(&self, p: &SimtProgram, indirect: &Indirect) -> Result<Arc<Function>> {
+        // Held while compiling, so that two threads do not build one twice.
+        let mut all = lock(&p.indirect);
+        if let Some((_, f)) = all.iter().find(|(i, _)| i == indirect) {
+            return Ok(f.clone());
+        }
+        let source = render::render_indirect(&p.kernel, self.shared.context.api.family.language, indirect)?;
+        let entry =
+            source.entries.first().ok_or_else(|| Error::internal("a rendered kernel without an entry"))?;
+        let f = Arc::new(self.build(&p.kernel.name, &source.text, entry, p.kernel.items())?);
+        all.push((indirect.clone(), f.clone()));
+        Ok(f)
+    }
+}
+
+/// Where the words of each command lie, of all together, and what each variable and fault word is.
+#[derive(Default)]
+struct Layout {
+    commands: Vec<Option<Words>>,
+    variables: Vec<(usize, Ty)>,
+    faults: Vec<usize>,
+    words: usize,
+}
+
+impl Layout {
+    fn of(d: &SimtDevice, r: &Recording<'_>) -> Result<Layout> {
+        let wrong = |what: String| Error::argument("capture", what);
+        let mut l = Layout { variables: vec![(0, Ty::I32); r.variables.len()], ..Layout::default() };
+        let mut own: Vec<Vec<(usize, usize)>> = vec![vec![]; r.commands.len()];
+        for (i, (c, p)) in r.variables.iter().enumerate() {
+            own.get_mut(*c).ok_or_else(|| wrong(format!("there is no command {c}")))?.push((*p, i));
+        }
+        for (c, mut own) in r.commands.iter().zip(own) {
+            let Command::Launch { program, .. } = c else {
+                if !own.is_empty() {
+                    return Err(wrong(format!("{c:?} has no parameters")));
+                }
+                l.commands.push(None);
+                continue;
+            };
+            let p = d.shared.program(program)?;
+            own.sort_unstable();
+            let bad = |k: usize| k >= p.signature.params.len() || p.signature.is_fault(k);
+            if own.windows(2).any(|w| w[0].0 == w[1].0) || own.last().is_some_and(|o| bad(o.0)) {
+                return Err(wrong(format!("parameters {own:?} of {} cannot vary", p.signature.name)));
+            }
+            let indirect = Indirect { fault: p.signature.faults, params: own.iter().map(|o| o.0).collect() };
+            if indirect == Indirect::default() {
+                l.commands.push(None);
+                continue;
+            }
+            let first = l.words;
+            if indirect.fault {
+                l.faults.push(first);
+            }
+            for (k, (param, i)) in own.iter().enumerate() {
+                l.variables[*i] = (first + indirect.fault as usize + k, p.signature.params[*param].ty);
+            }
+            l.words += indirect.fault as usize + own.len();
+            l.commands.push(Some(Words { function: d.indirect(p, &indirect)?, indirect, first }));
+        }
+        Ok(l)
+    }
+}
+
+impl SimtReplay {
+    /// # Errors
+    /// As [`Device::capture`].
+    pub fn new(d: &SimtDevice, r: &Recording<'_>) -> Result<SimtReplay> {
+        let shared = &d.shared;
+        let (context, api) = (&shared.context, shared.context.api);
+        let refused = |what: String, next: &str| {
+            Err(Error::unsupported(format!("captured commands on {}: {what}", context.id), next))
+        };
+        let graphs = match &api.graphs {
+            Ok(g) => g,
+            Err(f) => {
+                return refused(format!("{} has no function {f}", api.library), "Update the GPU's driver");
+            }
+        };
+        if d.queue.profiles() {
+            let what = "it is profiled, and a launch of many commands has one time".to_string();
+            return refused(what, "Open the device without profiling");
+        }
+        let layout = Layout::of(d, r)?;
+        let arguments = match layout.words {
+            0 => None,
+            n => Some(d.alloc(8 * n, Tag::Workspace)?),
+        };
+        let pages = match layout.words {
+            0 => None,
+            n => Some(SimtPages::new(context, 8 * n * SLOTS).map_err(|why| Error::OutOfMemory {
+                device: context.id.clone(),
+                what: format!("locked memory of the host for arguments: {why}"),
+                requested: (8 * n * SLOTS) as u64,
+                free: 0,
+                total: 0,
+                next: "Submit the commands".into(),
+            })?),
+        };
+        let mut recorder = lock(&d.recorder);
+        // One that a failed capture left behind may be stuck.
+        let queue = match recorder.take() {
+            Some(q) => q,
+            None => {
+                let counts = Arc::new(Counts::default());
+                Queue::new(context, d.pool.clone(), counts, false, false)?
+            }
+        };
+        // Nothing moves while addresses are read.
+        let still = d.queue.begin()?;
+        let at = |b: &BufferRef| shared.buffer("capture", b).map(SimtBuffer::address);
+        let arguments = arguments.map(|b| at(&b).map(|a| (b, a))).transpose()?;
+        let buffers = bound(shared, r)?;
+        let before = queue.counts().snapshot();
+        // SAFETY: the stream is live and idle, and nothing else uses it.
+        context.check("beginning a capture", unsafe { (graphs.begin)(queue.raw(), sys::THREAD_LOCAL) })?;
+        let recorded = record(shared, &queue, r, &layout, arguments.as_ref().map(|a| a.1));
+        let mut template = Template { graphs, raw: std::ptr::null_mut() };
+        // SAFETY: the capture was begun above, by this thread; one handle is written.
+        let code = unsafe { (graphs.end)(queue.raw(), &mut template.raw) };
+        recorded?;
+        context.check("ending a capture", code)?;
+        let after = queue.counts().snapshot();
+        *recorder = Some(queue);
+        drop(still);
+        let mut raw: Handle = std::ptr::null_mut();
+        // SAFETY: a whole graph; one handle is written; no flag is set.
+        let code = unsafe { (graphs.instantiate)(&mut raw, template.raw, 0) };
+        context.check("instantiating a graph", code)?;
+        let exec = Exec { context: context.clone(), raw };
+        let programs = r.commands.iter().filter_map(|c| match c {
+            Command::Launch { program, .. } => Some((*program).clone()),
+            _ => None,
+        });
+        let libraries = r.commands.iter().filter_map(|c| match c {
+            Command::Library { kernel, .. } => Some((*kernel).clone()),
+            _ => None,
+        });
+        let n = layout.words;
+        Ok(SimtReplay {
+            exec,
+            ring: Mutex::new(Ring {
+                pages,
+                slots: (0..SLOTS).map(|_| None).collect(),
+                now: 0,
+                sent: vec![0; n],
+                by: None,
+                words: vec![0; n],
+            }),
+            buffers,
+            variables: layout.variables,
+            faults: layout.faults,
+            arguments,
+            commands: r.commands.len(),
+            counts: Counters {
+                launches: after.launches - before.launches,
+                library_calls: after.library_calls - before.library_calls,
+                device_copies: after.device_copies - before.device_copies,
+                ..Counters::default()
+            },
+            _functions: layout.commands.into_iter().flatten().map(|w| w.function).collect(),
+            _programs: programs.collect(),
+            _libraries: libraries.collect(),
+            shared: shared.clone(),
+        })
+    }
+
+    /// A capture of this device.
+    pub fn of<'a>(shared: &Arc<Shared>, replay: &'a dyn Replay) -> Result<&'a SimtReplay> {
+        let own = |r: &&SimtReplay| Arc::ptr_eq(&r.shared, shared);
+        let r = replay.as_any().downcast_ref::<SimtReplay>().filter(own);
+        r.ok_or_else(|| replay::foreign(replay, &shared.context.id))
+    }
+
+    /// What a launch uses. What is wrong with the buffers is said when it is enqueued.
+    pub fn access(&self, buffers: &[&BufferRef]) -> Access {
+        let mut a = Access::default();
+        let of = |b: &BufferRef| self.shared.buffer("", b).ok().map(SimtBuffer::span);
+        for (b, how) in buffers.iter().zip(&self.buffers) {
+            if let Some((at, bytes)) = of(b) {
+                if how.reads {
+                    a.reads.add(at, bytes);
+                }
+                if how.writes {
+                    a.writes.add(at, bytes);
+                }
+            }
+        }
+        if let Some((at, bytes)) = self.arguments.as_ref().and_then(|(b, _)| of(b)) {
+            a.writes.add(at, bytes);
+        }
+        a
+    }
+
+    /// Enqueues a launch; `false` where a buffer lies elsewhere. The caller keeps the order with other queues.
+    pub fn launch(&self, queue: &Queue, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
+        replay::check("buffers", buffers.len(), self.buffers.len())?;
+        replay::check("values", values.len(), self.variables.len())?;
+        let mut ring = lock(&self.ring);
+        let mut s = queue.begin()?;
+        // With the queue's lock, so that nothing moves meanwhile.
+        let at = |b: &BufferRef| self.shared.buffer("replay", b).map(SimtBuffer::address);
+        for (b, was) in buffers.iter().zip(&self.buffers) {
+            if at(b)? != was.at {
+                return Ok(false);
+            }
+        }
+        if let Some((b, was)) = &self.arguments
+            && at(b)? != *was
+        {
+            return Ok(false);
+        }
+        self.faults.iter().for_each(|w| ring.words[*w] = queue.fault_at());
+        for ((w, ty), v) in self.variables.iter().zip(values) {
+            ring.words[*w] = const_bits(*ty, *v);
+        }
+        // A failure below leaves unknown what lies there.
+        let by = ring.by.take();
+        let sent = by == Some(queue.fault_at()) && ring.sent == ring.words;
+        if !sent {
+            self.send(&mut ring, queue)?;
+        }
+        let graphs = self.shared.context.api.graphs.as_ref();
+        let graphs = graphs.map_err(|f| Error::internal(format!("a graph without {f}")))?;
+        // SAFETY: the buffers lie where they lay, and stay as those of any launch; what else it uses, this value keeps until it has run.
+        unsafe { s.launch_graph(graphs, self.exec.raw, !self.faults.is_empty()) }?;
+        let now = ring.now;
+        match &ring.slots[now] {
+            Some(p) => queue.mark_again(p)?,
+            None => ring.slots[now] = Some(queue.mark()?),
+        }
+        ring.by = Some(queue.fault_at());
+        let (c, n) = (&self.shared.counts, &self.counts);
+        for (counter, n) in [
+            (&c.launches, n.launches),
+            (&c.library_calls, n.library_calls),
+            (&c.device_copies, n.device_copies),
+            (&c.replays, 1),
+        ] {
+            Counts::add(counter, n);
+        }
+        Ok(true)
+    }
+
+    /// Copies the words through the next slot. It may have to wait for the launch that has it.
+    fn send(&self, ring: &mut Ring, queue: &Queue) -> Result<()> {
+        ring.now = (ring.now + 1) % SLOTS;
+        if let Some(p) = &ring.slots[ring.now] {
+            queue.wait_for(p)?;
+        }
+        let (Some(pages), Some((_, to))) = (&ring.pages, &self.arguments) else { return Ok(()) };
+        let first = ring.now * ring.words.len();
+        pages.copy_words(first, &ring.words);
+        let bytes = 8 * ring.words.len();
+        // SAFETY: the buffer of arguments has so many bytes, and the slot is left alone until the launch behind has run.
+        unsafe { queue.write_raw_later(*to, pages.at().cast::<u64>().add(first).cast(), bytes) }?;
+        ring.sent.copy_from_slice(&ring.words);
+        Counts::add(&self.shared.counts.uploads, 1);
+        Counts::add(&self.shared.counts.uploaded_bytes, bytes as u64);
+        Ok(())
+    }
+}
+
+/// Where the buffers of a recording lie, and what is done with them.
+fn bound(shared: &Shared, r: &Recording<'_>) -> Result<Vec<Bound>> {
+    let mut access = shared.access(r.commands);
+    access.settle();
+    let (mut all, mut buffers) = (Spans::default(), vec![]);
+    for b in r.buffers {
+        let (at, bytes) = shared.buffer("capture", b)?.span();
+        all.add(at, bytes);
+        let (reads, writes) = (access.reads.covers(at, at + bytes), access.writes.covers(at, at + bytes));
+        buffers.push(Bound { at: at as u64, reads, writes });
+    }
+    all.settle();
+    if access.reads.iter().chain(access.writes.iter()).any(|(from, end)| !all.covers(from, end)) {
+        let what = "a command names a buffer that is not among those of the recording";
+        return Err(Error::argument("capture", what));
+    }
+    Ok(buffers)
+}
+
+/// Enqueues the commands in a stream that is captured.
+fn record(
+    shared: &Shared,
+    queue: &Queue,
+    r: &Recording<'_>,
+    layout: &Layout,
+    arguments: Option<u64>,
+) -> Result<()> {
+    for (c, words) in r.commands.iter().zip(&layout.commands) {
+        match (c, words, arguments) {
+            (Command::Launch { program, groups, buffers, params, fault }, Some(w), Some(at)) => {
+                let p = shared.program(program)?;
+                let arguments = p.signature.arguments(buffers.len(), params, *fault)?;
+                let mut all: SmallVec<[u64; 32]> = SmallVec::new();
+                for b in *buffers {
+                    all.push(shared.buffer("launch", b)?.address());
+                }
+                let fixed = |(k, _): &(usize, &validate::Argument)| !w.indirect.params.contains(k);
+                all.extend(arguments.iter().enumerate().filter(fixed).map(|(_, a)| a.bits));
+                all.push(at + 8 * w.first as u64);
+                if !groups.contains(&0) {
+                    let mut s: Submission<'_> = queue.begin()?;
+                    s.launch_words(p, &w.function, *groups, all)?;
+                    Counts::add(&queue.counts().launches, 1);
+                }
+            }
+            _ => shared.enqueue(queue, std::slice::from_ref(c))?,
+        }
+    }
+    Ok(())
+}
+
+impl Drop for SimtReplay {
+    fn drop(&mut self) {
+        // Not every runtime keeps a graph until its launches have run.
+        let slots = &self.ring.get_mut().unwrap_or_else(|e| e.into_inner()).slots;
+        for p in slots.iter().flatten() {
+            if let Err(e) = p.wait() {
+                tracing::debug!(device = self.shared.context.id, "a captured graph ends with {e}");
+            }
+        }
+    }
+}
+
+impl Replay for SimtReplay {
+    fn commands(&self) -> usize {
+        self.commands
+    }
+
+    fn as_any(&self) -> &dyn Any {
+        self
+    }
+}

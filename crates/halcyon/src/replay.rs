@@ -1,0 +1,276 @@
+//! Plans that the device replays: when a run's commands are captured, launched again, and when that is given up.
+//!
+//! A capture holds for the buffers that it was made with. Runs that bind others (a result is a new buffer in each) mostly get the same memory
+//! again from the pool, so what decides is where buffers lie, and commands are captured when the same places come a second time. A few
+//! captures are kept for each set of bindings; what is captured over and over without being launched again is given up.
+
+use crate::backend::Backend;
+use crate::executable::{Executable, Lease};
+use crate::stream::{self, Lane};
+use halcyon_hal::{BufferRef, Command, Recording, Replay};
+use halcyon_ir::Scalar;
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::passes::Level;
+use halcyon_ir::plan::{Plan, StepWork};
+use smallvec::SmallVec;
+use std::collections::VecDeque;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard};
+
+/// Captures that a set of bindings keeps, and places of earlier runs that it remembers.
+const KEPT: usize = 4;
+const RECENT: usize = 4;
+/// Captures that were launched less than this often again were not worth it, and after so many of them no more are made.
+const PAYS: u64 = 2;
+const WASTED: u32 = 8;
+
+/// How the runs of a plan were handed to the device ([`Executable::replays`]).
+#[derive(Clone, Debug, Default, PartialEq, Eq, serde::Serialize)]
+pub struct Replays {
+    /// Times that its commands were captured.
+    pub captures: u64,
+    /// Runs that were one launch of captured commands.
+    pub replayed: u64,
+    /// Runs whose commands were submitted one by one.
+    pub submitted: u64,
+    /// Why its commands are not captured, or not any more.
+    pub reason: Option<String>,
+}
+
+/// What a plan knows of its replays.
+#[derive(Debug, Default)]
+pub(crate) struct Way {
+    captures: AtomicU64,
+    replayed: AtomicU64,
+    submitted: AtomicU64,
+    off: AtomicBool,
+    reason: Mutex<Option<String>>,
+    /// Whether the values of run-time arguments are part of a capture, because library kernels take them.
+    fixed: bool,
+    /// For each buffer of the plan a place where it is bound: step, and number there.
+    pub(crate) places: Vec<(u32, u32)>,
+}
+
+fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
+    // Every update leaves the value whole, so a panic elsewhere does not damage it.
+    m.lock().unwrap_or_else(|e| e.into_inner())
+}
+
+impl Way {
+    pub fn of(plan: &Plan, level: Level) -> Way {
+        let mut w = Way::default();
+        let host = plan.steps.iter().find(|s| matches!(s.work, StepWork::Host(_)));
+        if level < Level::O2 {
+            w.stop(format!("level {level} submits each command; capture comes with {}", Level::O2));
+        } else if let Some(s) = host {
+            w.stop(format!("{} runs on the host between the commands", s.op));
+        } else if plan.steps.is_empty() {
+            w.stop("the plan has no commands".into());
+        }
+        if w.off.load(Ordering::Relaxed) {
+            return w;
+        }
+        w.fixed = plan.steps.iter().any(|s| matches!(s.work, StepWork::Library(_)));
+        let mut seen = vec![false; plan.buffers.len()];
+        for (i, s) in plan.steps.iter().enumerate() {
+            for (k, b) in s.buffers.iter().enumerate() {
+                if !std::mem::replace(&mut seen[b.0 as usize], true) {
+                    w.places.push((i as u32, k as u32));
+                }
+            }
+            // Workspace lies behind the step's own buffers.
+            if s.work.workspace() > 0 {
+                w.places.push((i as u32, s.buffers.len() as u32));
+            }
+        }
+        w
+    }
+
+    fn stop(&self, reason: String) {
+        lock(&self.reason).get_or_insert(reason);
+        self.off.store(true, Ordering::Relaxed);
+    }
+
+    /// One set of bindings goes on without captures.
+    fn note(&self, reason: String) {
+        lock(&self.reason).get_or_insert(reason);
+    }
+
+    pub fn replays(&self) -> Replays {
+        let n = |c: &AtomicU64| c.load(Ordering::Relaxed);
+        Replays {
+            captures: n(&self.captures),
+            replayed: n(&self.replayed),
+            submitted: n(&self.submitted),
+            reason: lock(&self.reason).clone(),
+        }
+    }
+}
+
+#[derive(Debug)]
+struct Kept {
+    key: Vec<u64>,
+    replay: Arc<dyn Replay>,
+    /// Launches after the one that it was made for.
+    again: u64,
+}
+
+/// The captures of one set of bindings; what was launched last is first.
+#[derive(Debug, Default)]
+pub(crate) struct Captured {
+    /// The first run is captured, since its bindings stay.
+    pub(crate) at_once: bool,
+    kept: Vec<Kept>,
+    /// Where the buffers of earlier runs lay.
+    recent: VecDeque<Vec<u64>>,
+    now: Vec<u64>,
+    wasted: u32,
+    over: bool,
+}
+
+impl Captured {
+    fn remember(&mut self) {
+        let mut v = match self.recent.len() {
+            RECENT => self.recent.pop_front().unwrap_or_default(),
+            _ => vec![],
+        };
+        v.clone_from(&self.now);
+        self.recent.push_back(v);
+    }
+}
+
+/// The bits of a scalar.
+fn bits(v: &Scalar) -> u64 {
+    match *v {
+        Scalar::Bool(b) => b as u64,
+        Scalar::I(i) => i as u64,
+        Scalar::U(u) => u,
+        Scalar::F(f) => f.to_bits(),
+    }
+}
+
+impl Executable {
+    /// How its runs were handed to the device.
+    pub fn replays(&self) -> Replays {
+        self.way.replays()
+    }
+
+    /// Runs the plan with what is bound as one launch, where its commands are captured or are to be; `false` where they have to be
+    /// submitted.
+    pub(crate) fn replay(
+        &self,
+        backend: &Backend,
+        lease: &mut Lease,
+        args: &[Scalar],
+        on: Option<&Lane>,
+    ) -> Result<bool> {
+        let mut captured = std::mem::take(&mut lease.captured);
+        let ran = self.replay_with(&mut captured, backend, lease, args, on);
+        lease.captured = captured;
+        let n = if matches!(ran, Ok(true)) { &self.way.replayed } else { &self.way.submitted };
+        n.fetch_add(1, Ordering::Relaxed);
+        ran
+    }
+
+    fn replay_with(
+        &self,
+        c: &mut Captured,
+        backend: &Backend,
+        lease: &Lease,
+        args: &[Scalar],
+        on: Option<&Lane>,
+    ) -> Result<bool> {
+        let w = &self.way;
+        if c.over || w.off.load(Ordering::Relaxed) {
+            return Ok(false);
+        }
+        let mut buffers: SmallVec<[&BufferRef; 128]> = SmallVec::new();
+        c.now.clear();
+        for (step, k) in &w.places {
+            let b = lease.buffer(*step as usize, *k as usize);
+            let Some(at) = b.place() else {
+                w.stop(format!("{} does not replay commands", backend.id()));
+                return Ok(false);
+            };
+            c.now.push(at);
+            buffers.push(b);
+        }
+        if w.fixed {
+            c.now.extend(args.iter().map(bits));
+        }
+        let values: SmallVec<[Scalar; 16]> = self.arguments(lease).map(|(_, v)| v).collect();
+        let launch = |r: &dyn Replay| stream::replay(backend, on, r, &buffers, &values);
+        let found = c.kept.iter().position(|k| k.key == c.now);
+        match found {
+            Some(i) => {
+                if launch(&*c.kept[i].replay)? {
+                    c.kept[i].again += 1;
+                    c.kept[..=i].rotate_right(1);
+                    return Ok(true);
+                }
+                // Something was moved that only the device knows of.
+                let old = c.kept.remove(i);
+                self.dropped(c, old);
+            }
+            None if c.recent.contains(&c.now) || (c.at_once && c.kept.is_empty() && c.wasted == 0) => {}
+            None => {
+                c.remember();
+                return Ok(false);
+            }
+        }
+        if c.kept.len() == KEPT
+            && let Some(old) = c.kept.pop()
+        {
+            self.dropped(c, old);
+        }
+        if c.over {
+            return Ok(false);
+        }
+        let replay = match self.capture(backend, lease, args, &buffers) {
+            Ok(r) => r,
+            Err(e @ Error::Unsupported { .. }) => {
+                w.stop(e.to_string());
+                return Ok(false);
+            }
+            Err(e) => {
+                tracing::warn!(device = backend.id(), "a plan's commands could not be captured: {e}");
+                w.note(e.to_string());
+                c.over = true;
+                return Ok(false);
+            }
+        };
+        w.captures.fetch_add(1, Ordering::Relaxed);
+        let ran = launch(&*replay)?;
+        if ran {
+            c.kept.insert(0, Kept { key: c.now.clone(), replay, again: 0 });
+        }
+        Ok(ran)
+    }
+
+    fn capture(
+        &self,
+        backend: &Backend,
+        lease: &Lease,
+        args: &[Scalar],
+        buffers: &[&BufferRef],
+    ) -> Result<Arc<dyn Replay>> {
+        let mut commands: Vec<Command<'_>> = Vec::with_capacity(self.plan().steps.len());
+        for i in 0..self.plan().steps.len() {
+            let c = self.command(lease, i, args)?;
+            commands.push(c.ok_or_else(|| Error::internal("a step on the host was to be captured"))?);
+        }
+        let variables: Vec<(usize, usize)> = self.arguments(lease).map(|(at, _)| at).collect();
+        backend.device().capture(&Recording { commands: &commands, buffers, variables: &variables })
+    }
+
+    /// A capture goes. Where too many were in vain, no more are made.
+    fn dropped(&self, c: &mut Captured, old: Kept) {
+        c.wasted += (old.again < PAYS) as u32;
+        if c.wasted >= WASTED {
+            c.over = true;
+            (c.kept, c.recent) = (vec![], VecDeque::new());
+            self.way
+                .note(format!("{WASTED} captures met other buffers before they were launched {PAYS} times"));
+        }
+    }
+}
