@@ -14,6 +14,7 @@ pub mod sys;
 
 use crate::probe::Look;
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
+use halcyon_ir::kernel::MatrixOp;
 use halcyon_ir::render::Language;
 use std::sync::Arc;
 use sys::Side;
@@ -36,7 +37,7 @@ pub struct Attributes {
 }
 
 /// One of the two.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Family {
     pub kind: BackendType,
     pub side: Side,
@@ -60,6 +61,8 @@ pub struct Family {
     pub architecture: fn(&adapter::Adapter) -> Option<String>,
     /// The compiler's flags for an architecture; `None` where it must be known.
     pub flags: fn(Option<&str>) -> Option<Vec<String>>,
+    /// What the matrix units of an architecture do.
+    pub matrix: fn(Option<&str>) -> Vec<MatrixOp>,
     pub look: &'static Look,
 }
 

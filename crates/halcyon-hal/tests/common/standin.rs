@@ -2,6 +2,7 @@
 //! Another crate's tests may include this file by path.
 #![allow(dead_code)]
 
+use halcyon_hal::simt::adapter::Adapter;
 use halcyon_hal::simt::{Family, SimtDriver};
 use halcyon_hal::{cuda, rocm};
 use std::ffi::{CString, c_char, c_int};
@@ -44,20 +45,38 @@ pub fn all() -> Vec<Arc<StandIn>> {
             return vec![];
         }
         let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("standin");
-        let all = [(&cuda::CUDA, "cuda", None), (&rocm::ROCM, "hip", Some("-DSTANDIN_HIP"))];
-        all.map(|(family, name, flag)| Arc::new(build(family, name, flag, &dir))).into()
+        vec![build(&cuda::CUDA, "cuda", &[], &dir), build(amd("gfx90a"), "hip", &["-DSTANDIN_HIP"], &dir)]
     });
     BUILT.clone()
 }
 
+/// One of AMD's GPUs whose waves are 32 work-items, as [`all`].
+pub fn waves_of_32() -> Option<Arc<StandIn>> {
+    static BUILT: LazyLock<Option<Arc<StandIn>>> = LazyLock::new(|| {
+        let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("standin");
+        let flags = ["-DSTANDIN_HIP", "-DSTANDIN_WARP=32", "-DSTANDIN_ARCH=\"gfx1100\""];
+        (!all().is_empty()).then(|| build(amd("gfx1100"), "hip32", &flags, &dir))
+    });
+    BUILT.clone()
+}
+
+/// HIP, on an architecture: the kernel's topology tells none of a stand-in's device.
+fn amd(architecture: &'static str) -> &'static Family {
+    let of = match architecture {
+        "gfx1100" => |_: &Adapter| Some("gfx1100".to_string()),
+        _ => |_: &Adapter| Some("gfx90a".to_string()),
+    };
+    Box::leak(Box::new(Family { architecture: of, ..rocm::ROCM }))
+}
+
 /// Each process has a library of its own: it has a state.
-fn build(family: &'static Family, name: &str, flag: Option<&str>, dir: &Path) -> StandIn {
+fn build(family: &'static Family, name: &str, flags: &[&str], dir: &Path) -> Arc<StandIn> {
     let modules = dir.join("modules");
     std::fs::create_dir_all(&modules).unwrap();
     let sources = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../halcyon-hal/tests/simt");
     let lib = dir.join(format!("{name}-{}.so", std::process::id()));
     let mut c = Command::new("c++");
-    c.args(["-std=c++17", "-O2", "-Wall", "-Werror", "-fPIC", "-shared"]).args(flag);
+    c.args(["-std=c++17", "-O2", "-Wall", "-Werror", "-fPIC", "-shared"]).args(flags);
     c.arg(format!("-DH_KERNEL=\"{}\"", sources.join("kernel.h").display()));
     c.arg(format!("-DH_FOLDER=\"{}\"", modules.display()));
     c.arg("-o").arg(&lib).arg(sources.join("standin.cpp")).arg("-ldl");
@@ -70,5 +89,5 @@ fn build(family: &'static Family, name: &str, flag: Option<&str>, dir: &Path) ->
     let (get, set) = unsafe { (*l.get(b"standin_get").unwrap(), *l.get(b"standin_set").unwrap()) };
     let driver = Arc::new(SimtDriver::over(family, &path, &path));
     halcyon_hal::Driver::probe(&*driver).unwrap();
-    StandIn { driver, path, get, set }
+    Arc::new(StandIn { driver, path, get, set })
 }
