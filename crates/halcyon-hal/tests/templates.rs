@@ -7,10 +7,10 @@ use common::*;
 use halcyon_hal::{BackendType, Command, Device, Tag};
 use halcyon_ir::kernel::lower::lower_op;
 use halcyon_ir::layout::View;
-use halcyon_ir::op::{Conv, Pool, PoolKind};
+use halcyon_ir::op::{Conv, Op, Pool, PoolKind};
 use halcyon_ir::reference::eval_f64;
 use halcyon_ir::target::{Caps, Operand};
-use halcyon_ir::{ConstData, DType, Graph, NodeId, Result, TensorType};
+use halcyon_ir::{ConstData, DType, Graph, NodeId, Result, Scalar, TensorType};
 
 /// A device that shares its workgroups' memory among 256 work-items.
 fn like_a_gpu(caps: &Caps) -> Caps {
@@ -57,13 +57,68 @@ fn check(shapes: &[&[usize]], build: impl Fn(&mut Graph, &[NodeId]) -> Result<No
     }
 }
 
+/// Products on the matrix units of NVIDIA's GPUs and of AMD's, whose waves are 64 or 32 work-items: stand-ins exchange registers as the
+/// instructions do, so that a wrong place of an element gives wrong results.
+#[cfg(all(unix, feature = "cuda", feature = "rocm"))]
+#[test]
+fn products_on_matrix_units() {
+    let mut r = Random::fresh();
+    let Some(narrow) = standin::waves_of_32() else { return };
+    let all = standin::all();
+    for (s, width, units) in [(&all[0], 32, 3), (&all[1], 64, 2), (&narrow, 32, 2)] {
+        let dev = Lane::new(s.driver.clone()).unwrap().open();
+        let caps = dev.caps();
+        let name = &dev.info().id;
+        assert_eq!((caps.subgroup, caps.matrix.len()), (Some(width), units), "{name}");
+        for op in &caps.matrix {
+            let d = op.operand.storage();
+            let shapes = [
+                ([64, 64, 64], [false, false]),
+                ([72, 40, 136], [true, false]),
+                ([35, 33, 65], [false, true]),
+            ];
+            for ([m, k, n], turned) in shapes {
+                // Multiples of 1/8 below 2, which all types hold, so that products and sums are exact.
+                let mut data =
+                    |n: usize| -> Vec<f64> { (0..n).map(|_| (r.next() >> 59) as f64 / 8.0 - 2.0).collect() };
+                let (a, b) = (data(m * k), data(k * n));
+                let bytes = |v: &[f64], d: DType| -> Vec<u8> {
+                    v.iter().flat_map(|x| Scalar::F(*x).to_bytes(d)[..d.size()].to_vec()).collect()
+                };
+                let view = |rows: usize, columns: usize, turned: bool| match turned {
+                    true => View::dense(&[columns, rows]).permute(&[1, 0]),
+                    false => View::dense(&[rows, columns]),
+                };
+                let views = [view(m, k, turned[0]), view(k, n, turned[1])];
+                let at = |v: &[f64], view: &View, i: usize, j: usize| v[view.at(&[i, j]).unwrap() as usize];
+                let inputs = views.clone().map(|view| Operand { dtype: d, view });
+                let output = [Operand { dtype: DType::F32, view: View::dense(&[m, n]) }];
+                let low = lower_op(&Op::Matmul, &inputs, &output, false, caps).unwrap();
+                assert_eq!(low.steps[0].0.name, "matmul_matrix", "{name}");
+                let got = run_steps(&*dev, &low.steps, &[bytes(&a, d), bytes(&b, d)], m * n);
+                for i in 0..m {
+                    for j in 0..n {
+                        let term = |l: usize| at(&a, &views[0], i, l) * at(&b, &views[1], l, j);
+                        let (got, want) = (got[i * n + j] as f64, (0..k).map(term).sum::<f64>());
+                        assert!(got == want, "{name} {op:?} {m}×{k}×{n} [{i}, {j}]: {got}, expected {want}");
+                    }
+                }
+            }
+        }
+    }
+}
+
 type Steps = [(halcyon_ir::kernel::Kernel, halcyon_ir::kernel::Launch, Vec<usize>)];
 
 fn launch(dev: &dyn Device, steps: &Steps, data: &[ConstData], results: usize) -> Vec<f32> {
+    run_steps(dev, steps, &data.iter().map(|d| d.bytes().to_vec()).collect::<Vec<_>>(), results)
+}
+
+fn run_steps(dev: &dyn Device, steps: &Steps, data: &[Vec<u8>], results: usize) -> Vec<f32> {
     let mut all = vec![];
     for d in data {
-        let b = dev.alloc(d.bytes().len(), Tag::Io).unwrap();
-        dev.write(&b, 0, d.bytes()).unwrap();
+        let b = dev.alloc(d.len(), Tag::Io).unwrap();
+        dev.write(&b, 0, d).unwrap();
         all.push(b);
     }
     let mut raw = vec![0xFF; results * 4];

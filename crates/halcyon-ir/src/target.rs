@@ -2,6 +2,7 @@
 
 use crate::dtype::DType;
 use crate::fused::Fused;
+use crate::kernel::MatrixOp;
 use crate::layout::View;
 use crate::op::Op;
 use serde::{Deserialize, Serialize};
@@ -35,6 +36,9 @@ pub struct Caps {
     pub compute_units: u32,
     /// The device is a CPU, so kernels should give each work-item long contiguous runs.
     pub is_cpu: bool,
+    /// What its matrix units do; empty where there are none.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub matrix: Vec<MatrixOp>,
 }
 
 impl Caps {
@@ -54,6 +58,7 @@ impl Caps {
             offset_alignment: 1,
             compute_units: 1,
             is_cpu: false,
+            matrix: vec![],
         }
     }
 }

@@ -2,10 +2,13 @@
 //! A missing compiler skips with a message, and fails where HALCYON_REQUIRE_LANES=1.
 
 mod common;
+#[path = "common/tensor.rs"]
+mod tensor;
 #[path = "common/vendors.rs"]
 mod vendors;
 
-use halcyon_ir::render::{Language, to_batch};
+use halcyon_ir::Error;
+use halcyon_ir::render::{Language, MATRIX_CUDA, MATRIX_HIP, to_batch};
 use vendors::compile;
 
 #[test]
@@ -21,6 +24,23 @@ fn hip_compiles_under_hiprtc() {
 #[test]
 fn hip_compiles_under_clang() {
     compile(Language::Hip, "clang_compile.py", "gfx942,gfx1100", &common::everything_for(true));
+}
+
+#[test]
+fn products_on_matrix_units_compile() {
+    let cuda = common::matrix_products(&tensor::with_matrix_units(&MATRIX_CUDA, 32));
+    compile(Language::Cuda, "nvrtc_compile.py", "sm_80,sm_90", &cuda);
+    let hip = common::matrix_products(&tensor::with_matrix_units(&MATRIX_HIP, 64));
+    compile(Language::Hip, "hiprtc_compile.py", "gfx90a", &hip);
+    // Where a language has none, the error says so; TF32 is NVIDIA's alone.
+    let last = cuda.last().unwrap();
+    for l in Language::ALL {
+        let found = to_batch(&[last], l);
+        match l {
+            Language::Cuda => assert!(found.unwrap().text.contains("mma.sync")),
+            _ => assert!(matches!(found, Err(Error::Unsupported { .. })), "{}", l.name()),
+        }
+    }
 }
 
 #[test]

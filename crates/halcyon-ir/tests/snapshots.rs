@@ -3,7 +3,7 @@
 mod common;
 
 use halcyon_ir::kernel::Kernel;
-use halcyon_ir::render::{Indirect, Language, Source, render, render_indirect, to_batch};
+use halcyon_ir::render::{Indirect, Language, MATRIX_CUDA, Source, render, render_indirect, to_batch};
 use halcyon_ir::{DType, Error, Result, ScalarOp};
 use std::path::PathBuf;
 
@@ -42,6 +42,9 @@ fn rendered_text_is_as_reviewed() {
     check("subgroup_f32", &common::subgroup(DType::F32));
     check("everything", &common::everything());
     check("constants", &common::constants());
+    check("matrices", &common::matrices(&MATRIX_CUDA[..2]));
+    check("matrices_tf32", &common::matrices(&MATRIX_CUDA[2..]));
+    check("words", &common::matrices(&[]));
     check("gelu_f32", &common::scalar(ScalarOp::Gelu, DType::F32));
     check("mod_i32", &common::scalar(ScalarOp::Mod, DType::I32));
     check("threefry_u32", &common::scalar(ScalarOp::Threefry, DType::U32));

@@ -5,11 +5,12 @@
 mod tensor;
 
 use halcyon_ir::graph::Graph;
-use halcyon_ir::kernel::BufId;
-use halcyon_ir::kernel::interp::{Options, run};
-use halcyon_ir::kernel::lower::lower_op;
+use halcyon_ir::kernel::interp::{Fault, Options, run};
+use halcyon_ir::kernel::lower::{choices, lower_op, lower_op_as};
+use halcyon_ir::kernel::{BufId, Builder, E, Kernel, Launch, MatrixType, Part, Ty, verify_for};
 use halcyon_ir::layout::View;
 use halcyon_ir::op::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
+use halcyon_ir::render::{MATRIX_CUDA, MATRIX_HIP};
 use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{DType, Scalar, TensorType};
 use tensor::*;
@@ -129,6 +130,160 @@ fn matmul() {
         &caps(),
     );
     assert_eq!(low.unwrap().steps[0].0.name, "matmul_split");
+}
+
+/// f32 with ten bits of the significand, ties away from zero.
+fn tf32(v: f64) -> f64 {
+    let step = 2f64.powi(v.abs().log2().floor() as i32 - 10);
+    if v == 0.0 { 0.0 } else { (v.abs() / step + 0.5).floor() * step * v.signum() }
+}
+
+/// Every tile in every layout, at the widths of NVIDIA's and AMD's subgroups.
+#[test]
+fn matmul_on_matrix_units() {
+    let mut g = Rng(77);
+    let units = [(&MATRIX_CUDA[..], 32), (&MATRIX_HIP[..], 64), (&MATRIX_HIP[..], 32)];
+    // Batch, rows, depth, columns, and the layouts of both operands.
+    let sizes: [(&[usize], usize, usize, usize, [usize; 2]); 7] = [
+        (&[], 64, 64, 64, [0, 0]),
+        (&[], 136, 40, 144, [1, 0]),
+        (&[], 70, 33, 65, [0, 1]),
+        (&[2, 2], 40, 24, 56, [0, 1]),
+        (&[3], 33, 17, 40, [2, 2]),
+        (&[], 16, 8, 200, [1, 1]),
+        (&[], 129, 72, 130, [2, 0]),
+    ];
+    let mut seen = 0;
+    for (ops, width) in units {
+        let caps = with_matrix_units(ops, width);
+        for op in &caps.matrix {
+            let d = op.operand.storage();
+            for (batch, m, k, n, layouts) in sizes {
+                let full = |a: usize, b: usize| [batch, &[a, b]].concat();
+                let a = Tensor::random(d, &full(m, k), layouts[0], &mut g);
+                let b = Tensor::random(d, &full(k, n), layouts[1], &mut g);
+                let value = |t: &Tensor, at: &[usize]| {
+                    if op.operand == MatrixType::Tf32 { tf32(t.get(at)) } else { t.get(at) }
+                };
+                let want: Vec<f64> = indices(&full(m, n))
+                    .iter()
+                    .map(|i| {
+                        let r = i.len();
+                        let term = |p: usize| {
+                            let (mut x, mut y) = (i.clone(), i.clone());
+                            (x[r - 1], y[r - 2]) = (p, p);
+                            value(&a, &x) * value(&b, &y)
+                        };
+                        (0..k).map(term).sum()
+                    })
+                    .collect();
+                // Half types also into f32.
+                for out in if d == DType::F32 { vec![d] } else { vec![d, DType::F32] } {
+                    let inputs = [a.operand.clone(), b.operand.clone()];
+                    let output = [Operand { dtype: out, view: View::dense(&full(m, n)) }];
+                    let c = choices(&Op::Matmul, &inputs, &output, &caps).unwrap();
+                    assert_eq!(c.default.kernel, "matrix", "{c:?}");
+                    let every = (m, k) == (136, 40) && out == d;
+                    let all = c.others.iter().filter(|v| every && v.kernel == "matrix").chain([&c.default]);
+                    for v in all {
+                        let low = lower_op_as(&Op::Matmul, &inputs, &output, &caps, v).unwrap();
+                        let (kernel, launch, _) = &low.steps[0];
+                        let empty = vec![0xCD; want.len() * out.size()];
+                        let mut memory = [a.bytes.clone(), b.bytes.clone(), empty];
+                        let o = Options {
+                            subgroup: width,
+                            seed: Some(seen),
+                            sanitize: true,
+                            poisoned: vec![BufId(2)],
+                            ..Options::default()
+                        };
+                        let r = run(kernel, launch, &mut memory, &o).unwrap();
+                        assert!(r.reports.is_empty(), "{v}: {}", r.reports[0]);
+                        let got: Vec<f64> = memory[2]
+                            .chunks(out.size())
+                            .map(|c| Scalar::from_bytes(out, c).as_f64())
+                            .collect();
+                        close(&format!("{v} by {width}"), &got, &want, out, 4.0 + k as f64 / 16.0);
+                        seen += 1;
+                    }
+                }
+            }
+        }
+    }
+    assert!(seen > 100, "{seen}");
+}
+
+/// What the verifier and the interpreter find wrong with matrices.
+#[test]
+fn faults_of_matrices_are_found() {
+    let (op, other) = (MATRIX_CUDA[0], MATRIX_CUDA[1]);
+    let kernel = |f: &dyn Fn(&Builder)| {
+        let b = Builder::new("matrices", [64, 1, 1]);
+        f(&b);
+        b.finish()
+    };
+    let launch = Launch { groups: [1, 1, 1], params: vec![] };
+    let found = |k: &Kernel| {
+        let o = Options { sanitize: true, ..Options::default() };
+        run(k, &launch, &mut [], &o).unwrap().reports.first().map(|r| r.fault)
+    };
+    // Work-items write an array of 128 vectors, and two subgroups load a matrix of it from a place and with a stride.
+    let loads = |barrier: bool, at: &dyn for<'a> Fn(&'a Builder) -> [E<'a>; 2]| {
+        let k = kernel(&|b| {
+            let l = b.local(Ty::U32x4, 128);
+            for i in 0..2 {
+                l.store(b.local_id(0) + i * 64, b.words([b.constant(Ty::U32, 0); 4]));
+            }
+            if barrier {
+                b.barrier();
+            }
+            let x = b.fragment(op, Part::A);
+            let [offset, stride] = at(b);
+            b.load_fragment(x, l, offset, stride, false);
+        });
+        found(&k.unwrap())
+    };
+    assert_eq!(loads(true, &|b| [b.index(0), b.index(16)]), None);
+    assert_eq!(loads(true, &|b| [b.local_id(0).idiv(32) * 256, b.index(16)]), None);
+    assert_eq!(loads(false, &|b| [b.index(0), b.index(16)]), Some(Fault::Race));
+    assert_eq!(loads(true, &|b| [b.local_id(0).idiv(16) * 16, b.index(16)]), Some(Fault::Divergent));
+    assert_eq!(loads(true, &|b| [b.index(4), b.index(16)]), Some(Fault::Misaligned));
+    assert_eq!(loads(true, &|b| [b.index(0), b.index(20)]), Some(Fault::Misaligned));
+    assert_eq!(loads(true, &|b| [b.index(0), b.index(80)]), Some(Fault::OutOfBounds));
+    // A sum that nothing set, and subgroups of another width.
+    let unset = kernel(&|b| {
+        let (x, y, s) = (b.fragment(op, Part::A), b.fragment(op, Part::B), b.fragment(op, Part::Sum));
+        b.mma(s, x, y);
+    });
+    assert_eq!(found(unset.as_ref().unwrap()), Some(Fault::Uninitialised));
+    let wide = Options { subgroup: 64, ..Options::default() };
+    assert!(run(unset.as_ref().unwrap(), &launch, &mut [], &wide).is_err());
+    // The device must have it.
+    assert!(verify_for(unset.as_ref().unwrap(), &with_matrix_units(&MATRIX_CUDA, 32)).is_ok());
+    let error = verify_for(unset.as_ref().unwrap(), &caps()).unwrap_err();
+    assert!(error.to_string().contains("16×16×16 in f16"), "{error}");
+    // What does not fit together.
+    let refused: [&dyn Fn(&Builder); 4] = [
+        &|b| {
+            let s = b.fragment(op, Part::Sum);
+            b.if_(b.local_id(0).lt(32), || b.fill_fragment(s, 0.0));
+        },
+        &|b| {
+            let (x, y, s) = (b.fragment(op, Part::A), b.fragment(other, Part::B), b.fragment(op, Part::Sum));
+            b.mma(s, x, y);
+        },
+        &|b| {
+            let s = b.fragment(op, Part::Sum);
+            b.load_fragment(s, b.local(Ty::U32x4, 128), 0, 16, false);
+        },
+        &|b| {
+            let x = b.fragment(op, Part::A);
+            b.load_fragment(x, b.local(Ty::F32, 512), 0, 16, false);
+        },
+    ];
+    for (i, f) in refused.into_iter().enumerate() {
+        assert!(kernel(f).is_err(), "{i}");
+    }
 }
 
 #[test]

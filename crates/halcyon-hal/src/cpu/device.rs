@@ -202,6 +202,7 @@ impl CpuDevice {
             offset_alignment: 8,
             compute_units: team.threads() as u32,
             is_cpu: true,
+            matrix: vec![],
         };
         Ok(CpuDevice {
             caps,

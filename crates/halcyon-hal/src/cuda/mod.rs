@@ -6,7 +6,9 @@ use crate::probe::{Depends, Known, Look};
 use crate::simt::adapter::Adapter;
 use crate::simt::sys::Side;
 use crate::simt::{Attributes, Family, SimtDriver, VendorLibrary};
-use halcyon_ir::render::Language;
+use halcyon_ir::kernel::MatrixOp;
+use halcyon_ir::render::{Language, MATRIX_CUDA};
+use halcyon_ir::target::MatmulPrecision;
 use std::sync::Mutex;
 
 /// The driver of every CUDA device.
@@ -73,8 +75,10 @@ pub static CUDA: Family = Family {
         fix: "Install cuDNN (pip install nvidia-cudnn-cu12), or name libcudnn in HALCYON_CUDNN_LIBRARY; without it convolutions are \
               generated kernels",
     }),
+    tf32: MatmulPrecision::High,
     architecture,
     flags,
+    matrix,
     look: &LOOK,
 };
 
@@ -95,8 +99,26 @@ fn architecture(a: &Adapter) -> Option<String> {
     a.capability().map(|(major, minor)| format!("sm_{major}{minor}"))
 }
 
+/// From sm_80 on (Ampere) `mma.sync` takes bf16 and TF32, too.
+fn matrix(architecture: Option<&str>) -> Vec<MatrixOp> {
+    let number = architecture.and_then(|a| a.strip_prefix("sm_")?.parse::<u32>().ok());
+    if number.is_some_and(|n| n >= 80) { MATRIX_CUDA.to_vec() } else { vec![] }
+}
+
 /// Nothing that loosens arithmetic: kernels say themselves where a product and a sum are rounded once.
 fn flags(architecture: Option<&str>) -> Option<Vec<String>> {
     let architecture = format!("--gpu-architecture={}", architecture?);
     Some([architecture.as_str(), "--std=c++17", "--fmad=false"].map(String::from).into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn matrix_units_by_architecture() {
+        for (architecture, many) in [(None, 0), (Some("sm_75"), 0), (Some("sm_80"), 3), (Some("sm_120"), 3)] {
+            assert_eq!(matrix(architecture).len(), many, "{architecture:?}");
+        }
+    }
 }

@@ -263,6 +263,7 @@ impl Adapter {
             offset_alignment: 1,
             compute_units: u32_of(sys::DEVICE_MAX_COMPUTE_UNITS, 1),
             is_cpu: self.number(sys::DEVICE_TYPE).unwrap_or(0) & sys::DEVICE_TYPE_CPU != 0,
+            matrix: vec![],
         }
     }
 }

@@ -6,7 +6,9 @@ use crate::probe::{self, Depends, Known, Look};
 use crate::simt::adapter::Adapter;
 use crate::simt::sys::Side;
 use crate::simt::{Attributes, Family, SimtDriver, VendorLibrary};
-use halcyon_ir::render::Language;
+use halcyon_ir::kernel::MatrixOp;
+use halcyon_ir::render::{Language, MATRIX_HIP};
+use halcyon_ir::target::MatmulPrecision;
 use std::path::Path;
 use std::sync::Mutex;
 
@@ -74,11 +76,14 @@ pub static ROCM: Family = Family {
         },
         variable: "HALCYON_ROCBLAS_LIBRARY",
         packages: &[],
-        fix: "Install rocBLAS (on Debian: librocblas0), or name it in HALCYON_ROCBLAS_LIBRARY; without it products are generated kernels",
+        fix: "Install rocBLAS of ROCm, or name it in HALCYON_ROCBLAS_LIBRARY; without it products are generated kernels",
     }),
     convolutions: None,
+    // As elsewhere "high" leaves XF32 off.
+    tf32: MatmulPrecision::Medium,
     architecture: |a| architecture(a.bus()?.as_str(), Path::new("/")),
     flags,
+    matrix,
     look: &LOOK,
 };
 
@@ -126,9 +131,44 @@ fn flags(architecture: Option<&str>) -> Option<Vec<String>> {
     Some(architecture.into_iter().chain(["-std=c++17", "-ffp-contract=off"].map(String::from)).collect())
 }
 
+/// Matrix units and the waves that use them: MFMA with bf16 of the later form (CDNA 2 and 3), WMMA (RDNA 3).
+const MATRIX: [(&str, u8); 8] = [
+    ("gfx90a", 64),
+    ("gfx940", 64),
+    ("gfx941", 64),
+    ("gfx942", 64),
+    ("gfx1100", 32),
+    ("gfx1101", 32),
+    ("gfx1102", 32),
+    ("gfx1103", 32),
+];
+
+fn matrix(architecture: Option<&str>) -> Vec<MatrixOp> {
+    // What follows a colon are features that are on or off (`gfx90a:xnack-`).
+    let name = architecture.and_then(|a| a.split(':').next());
+    let width = MATRIX.iter().find(|(n, _)| Some(*n) == name).map(|(_, w)| *w);
+    MATRIX_HIP.into_iter().filter(|o| Some(o.width) == width).collect()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn matrix_units_by_architecture() {
+        for (architecture, width) in [
+            (None, None),
+            (Some("gfx1036"), None),
+            (Some("gfx908"), None),
+            (Some("gfx90a:sramecc+:xnack-"), Some(64)),
+            (Some("gfx942"), Some(64)),
+            (Some("gfx1100"), Some(32)),
+        ] {
+            let found = matrix(architecture);
+            assert_eq!(found.first().map(|o| o.width), width, "{architecture:?}");
+            assert_eq!(found.len(), if width.is_some() { 2 } else { 0 });
+        }
+    }
 
     #[test]
     fn architectures_are_read_from_the_kernels_topology() {

@@ -169,6 +169,7 @@ impl Adapter {
             offset_alignment: 1,
             compute_units: self.positive(a.compute_units).unwrap_or(1),
             is_cpu: false,
+            matrix: (self.api.family.matrix)(self.architecture().as_deref()),
         }
     }
 }

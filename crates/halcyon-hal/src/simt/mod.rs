@@ -16,7 +16,9 @@ pub mod sys;
 
 use crate::probe::Look;
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
+use halcyon_ir::kernel::MatrixOp;
 use halcyon_ir::render::Language;
+use halcyon_ir::target::MatmulPrecision;
 use std::sync::Arc;
 use sys::Side;
 
@@ -38,7 +40,7 @@ pub struct Attributes {
 }
 
 /// A library that the device is used without where it is missing.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct VendorLibrary {
     /// As its vendor writes it: `cuBLASLt`.
     pub title: &'static str,
@@ -51,7 +53,7 @@ pub struct VendorLibrary {
 }
 
 /// One of the two.
-#[derive(Debug)]
+#[derive(Clone, Copy, Debug)]
 pub struct Family {
     pub kind: BackendType,
     pub side: Side,
@@ -75,10 +77,14 @@ pub struct Family {
     pub products: VendorLibrary,
     pub plain_products: Option<VendorLibrary>,
     pub convolutions: Option<VendorLibrary>,
+    /// The precision from which on f32 products go through TF32, where the device has it.
+    pub tf32: MatmulPrecision,
     /// The compiler's name of a device: `sm_90`, `gfx90a`.
     pub architecture: fn(&adapter::Adapter) -> Option<String>,
     /// The compiler's flags for an architecture; `None` where it must be known.
     pub flags: fn(Option<&str>) -> Option<Vec<String>>,
+    /// What the matrix units of an architecture do.
+    pub matrix: fn(Option<&str>) -> Vec<MatrixOp>,
     pub look: &'static Look,
 }
 

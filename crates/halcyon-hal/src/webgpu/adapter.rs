@@ -191,6 +191,7 @@ impl Adapter {
             // Not told; a GPU has some.
             compute_units: if self.is_cpu() { cores() } else { 16 },
             is_cpu: self.is_cpu(),
+            matrix: vec![],
         }
     }
 

@@ -2,6 +2,7 @@
 //! Another crate's tests may include this file by path.
 #![allow(dead_code)]
 
+use halcyon_hal::simt::adapter::Adapter;
 use halcyon_hal::simt::{Family, SimtDriver};
 use halcyon_hal::{cuda, rocm};
 use std::ffi::{CString, c_char, c_int};
@@ -34,10 +35,19 @@ impl StandIn {
     }
 }
 
-/// A stand-in's backend, file name and flag.
-type Row = (&'static Family, &'static str, Option<&'static str>);
+/// A stand-in's backend, file name and flags.
+type Row = (fn() -> &'static Family, &'static str, &'static [&'static str]);
 
-static ROWS: [Row; 2] = [(&cuda::CUDA, "cuda", None), (&rocm::ROCM, "hip", Some("-DSTANDIN_HIP"))];
+static ROWS: [Row; 2] =
+    [(|| &cuda::CUDA, "cuda", &[]), (|| amd(|_| Some("gfx90a".into())), "hip", &["-DSTANDIN_HIP"])];
+/// One of AMD's GPUs whose waves are 32 work-items.
+const WAVES_OF_32: Row = (
+    || amd(|_| Some("gfx1100".into())),
+    "hip32",
+    &["-DSTANDIN_HIP", "-DSTANDIN_WARP=32", "-DSTANDIN_ARCH=\"gfx1100\""],
+);
+/// A libcuda from before there were graphs.
+const OLDER: Row = (|| &cuda::CUDA, "cuda-older", &["-DSTANDIN_OLDER"]);
 
 /// The folder for what is built, or `None` where there is no C++ compiler, which HALCYON_REQUIRE_LANES=1 does not allow.
 fn folder() -> Option<PathBuf> {
@@ -63,25 +73,36 @@ pub fn all() -> Vec<Arc<StandIn>> {
 pub fn paths() -> Vec<(&'static Family, String)> {
     static BUILT: LazyLock<Vec<(&'static Family, String)>> = LazyLock::new(|| {
         let Some(dir) = folder() else { return vec![] };
-        ROWS.iter().map(|row| (row.0, build(row, &dir).display().to_string())).collect()
+        ROWS.iter().map(|row| (row.0(), build(row, &dir).display().to_string())).collect()
     });
     BUILT.clone()
 }
 
-/// A stand-in for a libcuda from before there were graphs.
+/// [`WAVES_OF_32`], as [`all`].
+pub fn waves_of_32() -> Option<Arc<StandIn>> {
+    static BUILT: LazyLock<Option<Arc<StandIn>>> =
+        LazyLock::new(|| folder().map(|dir| Arc::new(load(&WAVES_OF_32, &dir))));
+    BUILT.clone()
+}
+
+/// [`OLDER`]; the caller has seen that [`all`] are there.
 pub fn older() -> StandIn {
-    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("standin");
-    load(&(&cuda::CUDA, "cuda-older", Some("-DSTANDIN_OLDER")), &dir)
+    load(&OLDER, &Path::new(env!("CARGO_TARGET_TMPDIR")).join("standin"))
+}
+
+/// HIP, on an architecture: the kernel's topology tells none of a stand-in's device.
+fn amd(architecture: fn(&Adapter) -> Option<String>) -> &'static Family {
+    Box::leak(Box::new(Family { architecture, ..rocm::ROCM }))
 }
 
 /// Each process has a library of its own: it has a state.
-fn build((_, name, flag): &Row, dir: &Path) -> PathBuf {
+fn build((_, name, flags): &Row, dir: &Path) -> PathBuf {
     let modules = dir.join("modules");
     std::fs::create_dir_all(&modules).unwrap();
     let sources = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../halcyon-hal/tests/simt");
     let lib = dir.join(format!("{name}-{}.so", std::process::id()));
     let mut c = Command::new("c++");
-    c.args(["-std=c++17", "-O2", "-Wall", "-Werror", "-fPIC", "-shared"]).args(*flag);
+    c.args(["-std=c++17", "-O2", "-Wall", "-Werror", "-fPIC", "-shared"]).args(*flags);
     c.arg(format!("-DH_KERNEL=\"{}\"", sources.join("kernel.h").display()));
     c.arg(format!("-DH_FOLDER=\"{}\"", modules.display()));
     c.arg("-o").arg(&lib).arg(sources.join("standin.cpp")).arg("-ldl");
@@ -98,7 +119,7 @@ fn load(row: &Row, dir: &Path) -> StandIn {
     // SAFETY: the types are those of the source.
     let (get, set) = unsafe { (*l.get(b"standin_get").unwrap(), *l.get(b"standin_set").unwrap()) };
     // The same library stands in for those of the vendor's kernels.
-    let driver = Arc::new(SimtDriver::over(row.0, &path, &path).with_kernels(&path));
+    let driver = Arc::new(SimtDriver::over(row.0(), &path, &path).with_kernels(&path));
     halcyon_hal::Driver::probe(&*driver).unwrap();
     StandIn { driver, path, get, set }
 }

@@ -56,6 +56,11 @@ struct float2 {
 struct float4 {
     float x, y, z, w;
 };
+// A vector load or store at another alignment would be a fault.
+struct alignas(16) uint4 {
+    unsigned int x, y, z, w;
+};
+static inline uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) { return {x, y, z, w}; }
 static inline float2 make_float2(float x, float y) { return {x, y}; }
 static inline float2 make_float2(float x) { return {x, x}; }
 static inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
@@ -173,6 +178,138 @@ template <class... A> static int h_sizes(void (*)(A...), unsigned char* to) {
     for (unsigned i = 0; i < sizeof...(A); i++) to[i] = all[i];
     return sizeof...(A);
 }
+
+// ---- matrix units. Each work-item gives its registers and takes what the vendors' documents say from those of others, so that registers
+// in another order give other numbers.
+
+static inline float h_bfloat_to_float(unsigned short h) { return h_bits<float>((unsigned int)h << 16); }
+
+struct h_registers {
+    unsigned int r[16];
+};
+static h_registers h_given[2][1024];
+static unsigned int h_turn[1024];
+
+// Gives `n` registers, and the registers of the subgroup's first work-item and those after it.
+static inline const h_registers* h_give(const void* r, int n) {
+    int me = (int)(h_now->thread.x + h_now->block_size.x * (h_now->thread.y + h_now->block_size.y * h_now->thread.z));
+    // In turns: the next ones may be given before all have read these.
+    h_registers* all = h_given[h_turn[me]++ & 1];
+    __builtin_memcpy(all[me].r, r, n * 4);
+    h_exchange(0, 0);
+    return all + (me - h_lane());
+}
+static inline unsigned short h_part(unsigned int r, int i) { return (unsigned short)(r >> 16 * i); }
+static inline void h_check(bool ok) {
+    if (!ok) __builtin_trap();
+}
+
+#ifndef STANDIN_HIP
+// Addresses of workgroup memory have 32 bits.
+static char h_origin;
+static inline h_size __cvta_generic_to_shared(const void* p) { return (unsigned int)((const char*)p - &h_origin); }
+static inline const char* h_shared(unsigned int p) {
+    const char* at = &h_origin + (int)p;
+    h_check((h_size)at % 16 == 0);
+    return at;
+}
+
+// PTX ISA, "Warp-level matrix load instruction: ldmatrix": work-items 8 i to 8 i + 7 give the rows of matrix i; a work-item gets two
+// neighbours of row lane / 4, of the transpose with .trans.
+template <bool trans> static void h_ldmatrix(unsigned int& r0, unsigned int& r1, unsigned int& r2, unsigned int& r3, unsigned int p) {
+    const h_registers* w = h_give(&p, 1);
+    int lane = h_lane();
+    unsigned int* to[] = {&r0, &r1, &r2, &r3};
+    for (int i = 0; i < 4; i++) {
+        unsigned short x[2];
+        for (int j = 0; j < 2; j++) {
+            int row = lane / 4, column = lane % 4 * 2 + j;
+            x[j] = ((const unsigned short*)h_shared(w[8 * i + (trans ? column : row)].r[0]))[trans ? row : column];
+        }
+        *to[i] = x[0] | (unsigned int)x[1] << 16;
+    }
+}
+
+// PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type".
+template <float (*value)(unsigned short)>
+static void h_mma_sync(float& c0, float& c1, float& c2, float& c3, unsigned int a0, unsigned int a1, unsigned int a2, unsigned int a3,
+                       unsigned int b0, unsigned int b1) {
+    unsigned int mine[] = {a0, a1, a2, a3, b0, b1};
+    const h_registers* w = h_give(mine, 6);
+    int lane = h_lane();
+    float* c[] = {&c0, &c1, &c2, &c3};
+    for (int i = 0; i < 4; i++) {
+        int row = lane / 4 + (i >= 2 ? 8 : 0), column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 16; k++) {
+            float a = value(h_part(w[row % 8 * 4 + k % 8 / 2].r[(row >= 8) + 2 * (k >= 8)], k % 2));
+            float b = value(h_part(w[column * 4 + k % 8 / 2].r[4 + (k >= 8)], k % 2));
+            *c[i] = fmaf(a, b, *c[i]);
+        }
+    }
+}
+
+// "Matrix Fragments for mma.m16n8k8", TF32: the instruction does not look at the low 13 bits.
+static inline void h_mma_sync_tf32(float& c0, float& c1, float& c2, float& c3, unsigned int a0, unsigned int a1, unsigned int a2,
+                                   unsigned int a3, unsigned int b0, unsigned int b1) {
+    unsigned int mine[] = {a0, a1, a2, a3, b0, b1};
+    const h_registers* w = h_give(mine, 6);
+    int lane = h_lane();
+    float* c[] = {&c0, &c1, &c2, &c3};
+    for (int i = 0; i < 4; i++) {
+        int row = lane / 4 + (i >= 2 ? 8 : 0), column = lane % 4 * 2 + i % 2;
+        for (int k = 0; k < 8; k++) {
+            unsigned int a = w[row % 8 * 4 + k % 4].r[(row >= 8) + 2 * (k >= 4)], b = w[column * 4 + k % 4].r[4 + (k >= 4)];
+            *c[i] = fmaf(h_bits<float>(a & 0xffffe000u), h_bits<float>(b & 0xffffe000u), *c[i]);
+        }
+    }
+}
+static inline void h_cvt_tf32(unsigned int& r, float x) {
+    unsigned int u = h_bits<unsigned int>(x);
+    r = (u & 0x7f800000u) == 0x7f800000u ? u : (u + 0x1000u) & 0xffffe000u;
+}
+#else
+// AMD's matrix instruction calculator: v_mfma_f32_16x16x16_f16. A[i][k] is element k % 4 of work-item i + 16 (k / 4), B[k][j] of
+// j + 16 (k / 4), D[i][j] register i % 4 of j + 16 (i / 4).
+template <class A, class C> static C h_mfma(float (*value)(unsigned short), A a, A b, C c, int x, int y, int z) {
+    static_assert(sizeof(A) == 8 && sizeof(C) == 16, "registers of MFMA");
+    h_check(warpSize == 64 && x == 0 && y == 0 && z == 0);
+    unsigned int mine[4];
+    __builtin_memcpy(mine, &a, 8);
+    __builtin_memcpy(mine + 2, &b, 8);
+    const h_registers* w = h_give(mine, 4);
+    int lane = h_lane();
+    for (int r = 0; r < 4; r++) {
+        int i = lane / 16 * 4 + r, j = lane % 16;
+        for (int k = 0; k < 16; k++)
+            c.x[r] = fmaf(value(h_part(w[i + k / 4 * 16].r[k % 4 / 2], k % 2)),
+                          value(h_part(w[j + k / 4 * 16].r[2 + k % 4 / 2], k % 2)), c.x[r]);
+    }
+    return c;
+}
+#define __builtin_amdgcn_mfma_f32_16x16x16f16(a, b, c, x, y, z) h_mfma(h_half_to_float, a, b, c, x, y, z)
+#define __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(a, b, c, x, y, z) h_mfma(h_bfloat_to_float, a, b, c, x, y, z)
+
+// RDNA 3 ISA, v_wmma_f32_16x16x16_f16 in waves of 32: A[i][k] is element k of work-items i and i + 16, B[k][j] of j and j + 16, D[i][j]
+// register i / 2 of j + 16 (i % 2).
+template <class A, class C> static C h_wmma(float (*value)(unsigned short), A a, A b, C c) {
+    static_assert(sizeof(A) == 32 && sizeof(C) == 32, "registers of WMMA");
+    h_check(warpSize == 32);
+    unsigned int mine[16];
+    __builtin_memcpy(mine, &a, 32);
+    __builtin_memcpy(mine + 8, &b, 32);
+    const h_registers* w = h_give(mine, 16);
+    int lane = h_lane();
+    for (int r = 0; r < 16; r++) h_check(w[lane].r[r] == w[lane ^ 16].r[r]);
+    for (int r = 0; r < 8; r++) {
+        int i = r * 2 + lane / 16, j = lane % 16;
+        for (int k = 0; k < 16; k++)
+            c.x[r] = fmaf(value(h_part(w[i].r[k / 2], k % 2)), value(h_part(w[j].r[8 + k / 2], k % 2)), c.x[r]);
+    }
+    return c;
+}
+#define __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(a, b, c) h_wmma(h_half_to_float, a, b, c)
+#define __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32(a, b, c) h_wmma(h_bfloat_to_float, a, b, c)
+#endif
 
 // Calls an entry point with arguments given by pointers, as the launch functions do.
 template <int... I> struct h_list {};

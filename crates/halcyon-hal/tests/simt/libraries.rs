@@ -212,6 +212,11 @@ fn products(s: &StandIn, d: &dyn Device, only: Option<&str>) {
             call.precision = precision;
             let (name, got) = call.run(d, false);
             let e = error(&got, &product(&call));
+            // "High" is f32 on ROCm.
+            if kind == BackendType::Rocm && precision == MatmulPrecision::High {
+                assert!(name.contains(".f32") && e <= tolerance(DType::F32), "{kind}, {what}, {name}: {e}");
+                continue;
+            }
             assert!(name.contains("tf32") || name.contains("xf32"), "{name}");
             assert!((2e-6..2e-3).contains(&e), "{kind}, {what}: {e}");
         }

@@ -27,12 +27,19 @@
 
 #ifdef STANDIN_HIP
 #define NAME(cuda, hip) hip
-static const int WARP = 64;
+#ifndef STANDIN_WARP
+#define STANDIN_WARP 64
+#define STANDIN_ARCH "gfx90a"
+#endif
+static const int WARP = STANDIN_WARP;
 static const bool HIP = true;
+#define OWN_ARCH "--offload-arch=" STANDIN_ARCH
 #else
 #define NAME(cuda, hip) cuda
 static const int WARP = 32;
 static const bool HIP = false;
+#define OWN_ARCH "--gpu-architecture=sm_90"
+#define STANDIN_ARCH "sm_90"
 #endif
 #define API(cuda, hip) extern "C" int NAME(cuda, hip)
 
@@ -586,6 +593,49 @@ static uint64_t digest(const std::string& s) {
     return h;
 }
 
+// Inline assembly of products of matrices becomes calls of kernel.h's functions, with the operands in their order; the types of vectors that
+// only clang has become structures. False for an instruction that is not known letter by letter.
+static bool instructions(std::string& text, std::string& log) {
+    static const std::map<std::string, std::string> known = {
+        {"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];", "h_ldmatrix<false>"},
+        {"ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];", "h_ldmatrix<true>"},
+        {"mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};",
+         "h_mma_sync<h_half_to_float>"},
+        {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};",
+         "h_mma_sync<h_bfloat_to_float>"},
+        {"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};",
+         "h_mma_sync_tf32"},
+        {"cvt.rna.tf32.f32 %0, %1;", "h_cvt_tf32"},
+    };
+    for (size_t at = 0; (at = text.find("asm", at)) != std::string::npos;) {
+        size_t open = text.find('(', at), quote = open + 1, end = text.find('"', quote + 1);
+        std::string word = text.substr(at, open - at);
+        if ((word != "asm" && word != "asm volatile") || text[quote] != '"') { at += 3; continue; }
+        std::string line = text.substr(quote + 1, end - quote - 1);
+        auto found = known.find(line);
+        if (found == known.end()) {
+            // bf16 is converted by other code where no architecture is set.
+            if (line != "cvt.rn.bf16.f32 %0, %1;") { log = "unknown instruction: " + line; return false; }
+            at = end;
+            continue;
+        }
+        size_t stop = text.find(";\n", end);
+        std::string call;
+        for (size_t i = end + 1; i < stop; i++) {
+            if (text[i] != '(' || text[i - 1] != '"') continue;
+            int depth = 1;
+            size_t from = ++i;
+            for (; depth; i++) depth += (text[i] == '(') - (text[i] == ')');
+            call += (call.empty() ? "" : ", ") + text.substr(from, i - 1 - from);
+        }
+        text.replace(at, stop - at, found->second + "(" + call + ")");
+    }
+    replace(text, "typedef _Float16 h_halves __attribute__((ext_vector_type(H_OPERAND * 2)));", "struct h_halves { unsigned short x[H_OPERAND * 2]; };");
+    replace(text, "typedef short h_shorts __attribute__((ext_vector_type(H_OPERAND * 2)));", "struct h_shorts { unsigned short x[H_OPERAND * 2]; };");
+    replace(text, "typedef float h_floats __attribute__((ext_vector_type(H_SUM)));", "struct h_floats { float x[H_SUM]; };");
+    return true;
+}
+
 extern "C" int NAME(nvrtcVersion, hiprtcVersion)(int* major, int* minor) {
     *major = HIP ? 5 : 12;
     *minor = 4;
@@ -603,8 +653,8 @@ extern "C" int NAME(nvrtcDestroyProgram, hiprtcDestroyProgram)(Handle* p) {
 }
 extern "C" int NAME(nvrtcCompileProgram, hiprtcCompileProgram)(Handle h, int n, const char* const* flags) {
     Program& p = *(Program*)h;
-    bool arch = HIP;
-    for (int i = 0; i < n; i++) arch |= std::string(flags[i]).find("--gpu-architecture=sm_90") == 0;
+    bool arch = false;
+    for (int i = 0; i < n; i++) arch |= std::string(flags[i]) == OWN_ARCH;
     if (!arch) {
         p.log = "no architecture of the stand-in's";
         return 5;
@@ -612,6 +662,7 @@ extern "C" int NAME(nvrtcCompileProgram, hiprtcCompileProgram)(Handle h, int n, 
     std::string text = p.text;
     replace(text, "asm(\"cvt.f32.f16 %0, %1;\" : \"=f\"(r) : \"h\"(x));", "r = h_half_to_float(x);");
     replace(text, "asm(\"cvt.rn.f16.f32 %0, %1;\" : \"=h\"(r) : \"f\"(x));", "r = h_float_to_half(x);");
+    if (!instructions(text, p.log)) return 6;
     std::string whole = read_file(H_KERNEL) + "\n#line 1 \"" + p.name + "\"\n" + text + "\n";
     // An exported call for each entry point.
     for (size_t at = 0; (at = p.text.find("__launch_bounds__(", at)) != std::string::npos;) {
@@ -622,7 +673,7 @@ extern "C" int NAME(nvrtcCompileProgram, hiprtcCompileProgram)(Handle h, int n, 
         at = to;
     }
     char id[32];
-    snprintf(id, sizeof id, "%016llx", (unsigned long long)digest(whole + (HIP ? "hip" : "cuda")));
+    snprintf(id, sizeof id, "%016llx", (unsigned long long)digest(whole + STANDIN_ARCH));
     std::string base = std::string(H_FOLDER) + "/" + id, lib = base + ".so";
     {
         LOCK;
@@ -632,7 +683,7 @@ extern "C" int NAME(nvrtcCompileProgram, hiprtcCompileProgram)(Handle h, int n, 
         std::string own = base + "." + std::to_string(getpid()) + "." + std::to_string((uintptr_t)h);
         std::ofstream(own + ".cpp") << whole;
         std::string command = "c++ -std=c++17 -O1 -w -fPIC -shared -ffp-contract=off -fno-strict-aliasing -fno-exceptions -fno-rtti " +
-                              std::string(HIP ? "-DSTANDIN_HIP " : "") + "-o '" + own + ".so' '" + own + ".cpp' 2>'" + own + ".log'";
+                              std::string(HIP ? "-DSTANDIN_HIP -D__" STANDIN_ARCH "__ " : "") + "-o '" + own + ".so' '" + own + ".cpp' 2>'" + own + ".log'";
         int code = system(command.c_str());
         p.log = read_file(own + ".log");
         unlink((own + ".log").c_str());

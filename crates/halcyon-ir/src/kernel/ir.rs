@@ -21,6 +21,8 @@ pub enum Ty {
     F64,
     F32x2,
     F32x4,
+    /// Sixteen bytes as they lie in memory: moved, taken apart and put together, never computed with.
+    U32x4,
 }
 
 impl Ty {
@@ -43,7 +45,7 @@ impl Ty {
         match self {
             Ty::Bool => DType::Bool,
             Ty::I32 => DType::I32,
-            Ty::U32 => DType::U32,
+            Ty::U32 | Ty::U32x4 => DType::U32,
             Ty::I64 => DType::I64,
             Ty::U64 => DType::U64,
             Ty::F32 | Ty::F32x2 | Ty::F32x4 => DType::F32,
@@ -54,7 +56,7 @@ impl Ty {
     pub fn lanes(self) -> usize {
         match self {
             Ty::F32x2 => 2,
-            Ty::F32x4 => 4,
+            Ty::F32x4 | Ty::U32x4 => 4,
             _ => 1,
         }
     }
@@ -77,6 +79,7 @@ impl Ty {
         match self {
             Ty::F32x2 => "f32x2",
             Ty::F32x4 => "f32x4",
+            Ty::U32x4 => "u32x4",
             t => t.dtype().name(),
         }
     }
@@ -118,7 +121,9 @@ ids! {
     /// A workgroup array.
     LocalId,
     /// A per-item array.
-    PrivateId
+    PrivateId,
+    /// A matrix that a subgroup holds in registers.
+    FragmentId
 }
 
 /// Position of the work-item. All have type i32.
@@ -168,6 +173,10 @@ pub enum Expr {
     Lane(ExprId, u8),
     /// A vector of the first lanes given.
     Vector(Ty, [ExprId; 4]),
+    /// One element of a word that holds elements of 8 or 16 bits, the first lowest, in its compute type.
+    Unpack(DType, ExprId, u8),
+    /// A word of elements of 8 or 16 bits, each converted as a store does; unused ones repeat the first.
+    Pack(DType, [ExprId; 4]),
 }
 
 impl Expr {
@@ -178,9 +187,14 @@ impl Expr {
             Expr::Const { .. } | Expr::Param(_) | Expr::Id(_) | Expr::Value(_) => {}
             Expr::Op(op, x) => v.extend(x[..op.arity()].iter().copied()),
             Expr::IDiv(a, b) | Expr::IRem(a, b) => v.extend([a, b]),
-            Expr::Cast(_, a) | Expr::Bitcast(_, a) | Expr::Splat(_, a) | Expr::Lane(a, _) => v.push(a),
+            Expr::Cast(_, a)
+            | Expr::Bitcast(_, a)
+            | Expr::Splat(_, a)
+            | Expr::Lane(a, _)
+            | Expr::Unpack(_, a, _) => v.push(a),
             Expr::Dot4I8 { a, b, acc } => v.extend([a, b, acc]),
             Expr::Vector(t, x) => v.extend(x[..t.lanes()].iter().copied()),
+            Expr::Pack(d, x) => v.extend(x[..per_word(d)].iter().copied()),
         }
         v
     }
@@ -189,6 +203,11 @@ impl Expr {
     pub fn is_leaf(&self) -> bool {
         matches!(self, Expr::Const { .. } | Expr::Param(_) | Expr::Id(_) | Expr::Value(_))
     }
+}
+
+/// Elements of a storage type in a word; types of 32 bits and more have one.
+pub fn per_word(d: DType) -> usize {
+    (32 / d.bits() as usize).clamp(1, 4)
 }
 
 /// How a subgroup combines one value of each work-item.
@@ -236,11 +255,12 @@ pub enum Read {
         index: ExprId,
         guard: Option<ExprId>,
     },
-    /// `lanes(ty)` elements of an f32 buffer; the index counts vectors and the address is aligned to them.
+    /// `lanes(ty)` elements of an f32 buffer, or 16 bytes of any buffer; the index counts vectors and the address is aligned to them.
     Vector {
         buf: BufId,
         ty: Ty,
         index: ExprId,
+        guard: Option<ExprId>,
     },
     /// A 32-bit word of any buffer, as u32; the index counts words.
     Word {
@@ -273,12 +293,86 @@ pub enum Read {
     },
 }
 
-/// A row-major tile in a workgroup array.
+/// Type of the operands of a matrix unit. Sums are f32.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub enum MatrixType {
+    F16,
+    BF16,
+    /// f32 of which 10 bits of the significand count: rounded to nearest, ties away from zero, when it is loaded.
+    Tf32,
+}
+
+impl MatrixType {
+    /// How operands lie in memory.
+    pub fn storage(self) -> DType {
+        match self {
+            MatrixType::F16 => DType::F16,
+            MatrixType::BF16 => DType::BF16,
+            MatrixType::Tf32 => DType::F32,
+        }
+    }
+
+    pub fn name(self) -> &'static str {
+        match self {
+            MatrixType::F16 => "f16",
+            MatrixType::BF16 => "bf16",
+            MatrixType::Tf32 => "tf32",
+        }
+    }
+}
+
+/// One multiply-accumulate of matrices, done by a subgroup together: `c += a b`, with `a` m × k, `b` k × n and `c` m × n.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub struct MatrixOp {
+    pub operand: MatrixType,
+    pub m: u8,
+    pub n: u8,
+    pub k: u8,
+    /// Work-items of the subgroup.
+    pub width: u8,
+}
+
+/// Which of its matrices.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
+pub enum Part {
+    A,
+    B,
+    Sum,
+}
+
+/// A matrix that a subgroup holds in its registers; which work-item has which elements is the device's matter.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct FragmentDecl {
+    pub op: MatrixOp,
+    pub part: Part,
+}
+
+impl FragmentDecl {
+    /// Rows and columns.
+    pub fn shape(&self) -> [usize; 2] {
+        let [m, n, k] = [self.op.m, self.op.n, self.op.k].map(usize::from);
+        match self.part {
+            Part::A => [m, k],
+            Part::B => [k, n],
+            Part::Sum => [m, n],
+        }
+    }
+
+    /// How its elements lie in memory.
+    pub fn storage(&self) -> DType {
+        if self.part == Part::Sum { DType::F32 } else { self.op.operand.storage() }
+    }
+}
+
+/// A matrix in a workgroup array of [`Ty::U32x4`]. Offset and stride count elements of the fragment's storage type, are multiples of 16
+/// bytes, and are the same for all work-items of a subgroup.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Tile {
     pub arr: LocalId,
     pub offset: ExprId,
+    /// From row to row, or where it is column-major from column to column.
     pub stride: ExprId,
+    pub column_major: bool,
 }
 
 /// A statement.
@@ -308,7 +402,7 @@ pub enum Stmt {
         index: ExprId,
         value: ExprId,
     },
-    /// `lanes` elements of an f32 buffer; the index counts vectors.
+    /// `lanes` elements of an f32 buffer, or 16 bytes of any buffer; the index counts vectors.
     StoreVector {
         buf: BufId,
         index: ExprId,
@@ -360,12 +454,26 @@ pub enum Stmt {
         index: ExprId,
         code: ExprId,
     },
-    /// `c += a b` over f32 tiles of `shape` = (m, n, k) in workgroup memory, done by one subgroup together.
-    TileMma {
-        shape: [u8; 3],
-        a: Tile,
-        b: Tile,
-        c: Tile,
+    /// Sets every element of a sum to an f32 value, which is the same for all work-items of a subgroup.
+    FragmentFill {
+        dst: FragmentId,
+        value: ExprId,
+    },
+    /// Reads an operand from workgroup memory. This and what follows needs workgroup-uniform control flow.
+    FragmentLoad {
+        dst: FragmentId,
+        tile: Tile,
+    },
+    /// Writes sums, row-major.
+    FragmentStore {
+        src: FragmentId,
+        tile: Tile,
+    },
+    /// `sum += a b`: products of the operands' values are exact, and the device adds them in f32 in an order of its own.
+    Mma {
+        sum: FragmentId,
+        a: FragmentId,
+        b: FragmentId,
     },
 }
 
@@ -406,6 +514,8 @@ pub struct Kernel {
     pub params: Vec<ParamDecl>,
     pub locals: Vec<ArrayDecl>,
     pub privates: Vec<ArrayDecl>,
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub fragments: Vec<FragmentDecl>,
     pub workgroup: [u32; 3],
     /// No written buffer shares memory with another buffer.
     pub noalias: bool,
@@ -428,6 +538,10 @@ impl Hash for Kernel {
         self.values.hash(h);
         self.vars.hash(h);
         self.body.hash(h);
+        // Keys of kernels without any are as they were before there were fragments.
+        if !self.fragments.is_empty() {
+            self.fragments.hash(h);
+        }
     }
 }
 
@@ -514,7 +628,8 @@ impl Kernel {
 
     /// Whether any subgroup operation occurs.
     pub fn uses_subgroups(&self) -> bool {
-        let mut yes = self.exprs.iter().any(|e| matches!(e, Expr::Id(Id::Lane | Id::SubgroupSize)));
+        let mut yes = !self.fragments.is_empty();
+        yes |= self.exprs.iter().any(|e| matches!(e, Expr::Id(Id::Lane | Id::SubgroupSize)));
         self.walk(&mut |s| {
             yes |= matches!(
                 s,
@@ -523,7 +638,7 @@ impl Kernel {
                         | Read::SubgroupShuffle { .. }
                         | Read::SubgroupShuffleXor { .. },
                     ..
-                } | Stmt::TileMma { .. }
+                }
             )
         });
         yes
@@ -555,7 +670,10 @@ pub(crate) fn type_of(e: &Expr, ty: &dyn Fn(ExprId) -> Ty, k: &Kernel) -> Ty {
         Expr::Cast(d, _) => Ty::of(d),
         Expr::Bitcast(t, _) | Expr::Splat(t, _) | Expr::Vector(t, _) => t,
         Expr::Dot4I8 { .. } => Ty::I32,
+        Expr::Lane(a, _) if ty(a) == Ty::U32x4 => Ty::U32,
         Expr::Lane(..) => Ty::F32,
+        Expr::Unpack(d, ..) => Ty::of(d),
+        Expr::Pack(..) => Ty::U32,
     }
 }
 
@@ -566,14 +684,13 @@ impl Stmt {
         match self {
             Stmt::Let { expr, .. } => v.push(*expr),
             Stmt::Read { read, .. } => match *read {
-                Read::Global { index, guard, .. } => {
+                Read::Global { index, guard, .. } | Read::Vector { index, guard, .. } => {
                     v.push(index);
                     v.extend(guard);
                 }
-                Read::Vector { index, .. }
-                | Read::Word { index, .. }
-                | Read::Local { index, .. }
-                | Read::Private { index, .. } => v.push(index),
+                Read::Word { index, .. } | Read::Local { index, .. } | Read::Private { index, .. } => {
+                    v.push(index)
+                }
                 Read::Var(_) => {}
                 Read::SubgroupReduce { value, .. } => v.push(value),
                 Read::SubgroupShuffleXor { value, mask: m } | Read::SubgroupShuffle { value, lane: m } => {
@@ -589,10 +706,11 @@ impl Stmt {
             | Stmt::AtomicAdd { index, value, .. } => v.extend([*index, *value]),
             Stmt::For { start, end, step, .. } => v.extend([*start, *end, *step]),
             Stmt::If { cond, .. } => v.push(*cond),
-            Stmt::Barrier { .. } => {}
+            Stmt::Barrier { .. } | Stmt::Mma { .. } => {}
             Stmt::SetError { index, code, .. } => v.extend([*index, *code]),
-            Stmt::TileMma { a, b, c, .. } => {
-                v.extend([a.offset, a.stride, b.offset, b.stride, c.offset, c.stride])
+            Stmt::FragmentFill { value, .. } => v.push(*value),
+            Stmt::FragmentLoad { tile, .. } | Stmt::FragmentStore { tile, .. } => {
+                v.extend([tile.offset, tile.stride])
             }
         }
         v

@@ -17,7 +17,7 @@ use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 
 /// Variants that a template lists for one call, at the most.
-pub const MOST: usize = 24;
+pub const MOST: usize = 32;
 
 /// One way to build a kernel: which of a template's kernels, and the numbers that it takes.
 #[derive(Clone, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]

@@ -34,6 +34,13 @@ pub fn verify_for(k: &Kernel, caps: &crate::target::Caps) -> Result<()> {
     if let Some(b) = bad {
         return over(format!("a buffer of {}, which the device does not store", b.dtype));
     }
+    if let Some(f) = k.fragments.iter().find(|f| !caps.matrix.contains(&f.op)) {
+        let MatrixOp { operand, m, n, k, width } = f.op;
+        return over(format!(
+            "products of {m}×{n}×{k} in {} by subgroups of {width}, which the device has no matrix unit for",
+            operand.name()
+        ));
+    }
     let i64s = k.uses_ty(Ty::I64) || k.uses_ty(Ty::U64);
     if i64s && !caps.i64 {
         return over("64-bit integers on a device without them".into());
@@ -69,6 +76,14 @@ pub fn verify(k: &Kernel) -> Result<()> {
     for (i, a) in k.locals.iter().chain(&k.privates).enumerate() {
         if a.len == 0 {
             return fail(format!("array {i} is empty"));
+        }
+    }
+    if let Some(f) = k.fragments.first() {
+        if k.fragments.iter().any(|g| g.op.width != f.op.width) {
+            return fail("matrices of subgroups of two widths".into());
+        }
+        if !matches!(f.op.width, 32 | 64) || k.fragments.iter().any(|f| f.shape().contains(&0)) {
+            return fail("a matrix is empty, or its subgroup has neither 32 nor 64 work-items".into());
         }
     }
     let casts = k.exprs.iter().filter_map(|e| if let Expr::Cast(d, _) = e { Some(*d) } else { None });
@@ -141,7 +156,7 @@ fn check_expr(e: &Expr, t: &[Ty], k: &Kernel) -> std::result::Result<(), String>
             }
             let vector_ops =
                 [ScalarOp::Neg, ScalarOp::Add, ScalarOp::Sub, ScalarOp::Mul, ScalarOp::Div, ScalarOp::Fma];
-            if d.lanes() > 1 && !vector_ops.contains(&op) {
+            if d == Ty::U32x4 || (d.lanes() > 1 && !vector_ops.contains(&op)) {
                 return Err(format!("{} has no vector form", op.name()));
             }
             if !op.takes(d.dtype()) {
@@ -166,10 +181,20 @@ fn check_expr(e: &Expr, t: &[Ty], k: &Kernel) -> std::result::Result<(), String>
         Expr::Dot4I8 { a, b, acc } if ty(a) != Ty::U32 || ty(b) != Ty::U32 || ty(acc) != Ty::I32 => {
             Err("dot4 takes u32, u32 and i32".into())
         }
-        Expr::Splat(t, a) if t.lanes() == 1 || ty(a) != Ty::F32 => Err("splat of a non-f32".into()),
+        Expr::Splat(t, a) if t.lanes() == 1 || t.dtype() != DType::F32 || ty(a) != Ty::F32 => {
+            Err("splat of a non-f32".into())
+        }
         Expr::Lane(a, i) if i as usize >= ty(a).lanes() || ty(a).lanes() == 1 => Err("no such lane".into()),
-        Expr::Vector(t, x) if t.lanes() == 1 || x[..t.lanes()].iter().any(|&x| ty(x) != Ty::F32) => {
-            Err("a vector has f32 lanes".into())
+        Expr::Vector(t, x)
+            if t.lanes() == 1 || x[..t.lanes()].iter().any(|&x| ty(x) != Ty::of(t.dtype())) =>
+        {
+            Err("a vector has lanes of its type".into())
+        }
+        Expr::Unpack(d, a, i) if per_word(d) == 1 || i as usize >= per_word(d) || ty(a) != Ty::U32 => {
+            Err(format!("element {i} of a word of {d}"))
+        }
+        Expr::Pack(d, x) if per_word(d) == 1 || x[..per_word(d)].iter().any(|&x| ty(x) != Ty::of(d)) => {
+            Err(format!("a word of {d} out of other values"))
         }
         _ => Ok(()),
     }
@@ -339,9 +364,8 @@ impl Verifier<'_> {
                 self.want(value, Ty::of(d), "the stored value")
             }
             Stmt::StoreVector { buf, index, value } => {
-                if self.buffer(buf, true)? != DType::F32 || ty(self, value).lanes() == 1 {
-                    return Err("a vector store needs an f32 buffer and a vector".into());
-                }
+                let d = self.buffer(buf, true)?;
+                self.vector(d, ty(self, value))?;
                 self.integer(index)
             }
             Stmt::StoreWord { buf, index, value } => {
@@ -396,19 +420,58 @@ impl Verifier<'_> {
                 self.integer(index)?;
                 self.want(code, Ty::U32, "the error code")
             }
-            Stmt::TileMma { shape, a, b, c } => {
-                if shape.contains(&0) {
-                    return Err("an empty tile".into());
+            Stmt::FragmentFill { dst, value } => {
+                self.fragment(dst, Part::Sum)?;
+                self.want(value, Ty::F32, "the value of a sum")?;
+                self.uniform(div, "a fill of a matrix")
+            }
+            Stmt::FragmentLoad { dst, tile } => {
+                let operand = self.fragment(dst, Part::A).or_else(|_| self.fragment(dst, Part::B));
+                operand.map_err(|_| format!("matrix {} is no operand", dst.0))?;
+                self.tile(tile)?;
+                self.uniform(div, "a load of a matrix")
+            }
+            Stmt::FragmentStore { src, tile } => {
+                self.fragment(src, Part::Sum)?;
+                if tile.column_major {
+                    return Err("sums are stored row-major".into());
                 }
-                for t in [a, b, c] {
-                    if self.array(&self.k.locals, t.arr.ix(), t.offset)? != Ty::F32 {
-                        return Err("a tile is f32".into());
-                    }
-                    self.integer(t.stride)?;
+                self.tile(tile)?;
+                self.uniform(div, "a store of a matrix")
+            }
+            Stmt::Mma { sum, a, b } => {
+                let op = self.fragment(sum, Part::Sum)?;
+                if self.fragment(a, Part::A)? != op || self.fragment(b, Part::B)? != op {
+                    return Err("a product of matrices of another shape or type".into());
                 }
-                self.uniform(div, "a tile multiply")
+                self.uniform(div, "a product of matrices")
             }
         }
+    }
+
+    fn vector(&self, d: DType, ty: Ty) -> Check {
+        match ty {
+            Ty::U32x4 => Ok(()),
+            Ty::F32x2 | Ty::F32x4 if d == DType::F32 => Ok(()),
+            _ => Err(format!("a vector access of {} to a buffer of {d}", ty.name())),
+        }
+    }
+
+    fn fragment(&self, f: FragmentId, part: Part) -> std::result::Result<MatrixOp, String> {
+        match self.k.fragments.get(f.ix()) {
+            Some(d) if d.part == part => Ok(d.op),
+            Some(_) => Err(format!("matrix {} is another part of a product", f.0)),
+            None => Err(format!("no matrix {}", f.0)),
+        }
+    }
+
+    fn tile(&self, t: Tile) -> Check {
+        let a = self.k.locals.get(t.arr.ix()).ok_or_else(|| format!("no array {}", t.arr.0))?;
+        if a.ty != Ty::U32x4 {
+            return Err(format!("a tile in an array of {}", a.ty.name()));
+        }
+        self.integer(t.offset)?;
+        self.integer(t.stride)
     }
 
     fn read(&mut self, r: Read, div: bool) -> std::result::Result<(Ty, bool), String> {
@@ -423,11 +486,13 @@ impl Verifier<'_> {
                 let same = !self.k.buffers[buf.ix()].write && self.k.noalias;
                 (Ty::of(d), !same || self.divergent(index) || guard.is_some_and(|g| self.divergent(g)))
             }
-            Read::Vector { buf, ty, index } => {
-                if self.buffer(buf, false)? != DType::F32 || ty.lanes() == 1 {
-                    return Err("a vector read needs an f32 buffer and a vector type".into());
-                }
+            Read::Vector { buf, ty, index, guard } => {
+                let d = self.buffer(buf, false)?;
+                self.vector(d, ty)?;
                 self.integer(index)?;
+                if let Some(g) = guard {
+                    self.want(g, Ty::Bool, "a guard")?;
+                }
                 (ty, true)
             }
             Read::Word { buf, index } => {

@@ -15,7 +15,7 @@ use crate::error::{Error, Result};
 use crate::fused::{Fused, Instr, InstrKind, Load, MAX_RANK, Out, Param, Reg};
 use crate::graph::{Graph, NodeId};
 use crate::kernel::tune::{self, Known, Tunable};
-use crate::kernel::{Kernel, Launch, lower as kernel_lower};
+use crate::kernel::{Kernel, Launch, MatrixOp, MatrixType, lower as kernel_lower};
 use crate::layout::View;
 use crate::op::{Op, ReduceKind};
 use crate::passes::{
@@ -25,10 +25,13 @@ use crate::plan::{
     BufId, BufferSpec, HostWork, PackedConst, Plan, PlanOutput, Receipt, Step, StepWork, Storage,
 };
 use crate::shape::Dims;
-use crate::target::{Declined, Epilogue, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Target, Work};
+use crate::target::{
+    Caps, Declined, Epilogue, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Target, Work,
+};
 use decide::{Path, Placed};
 use fuse::{Body, kernel_work};
 use smallvec::{SmallVec, smallvec};
+use std::borrow::Cow;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 pub use trace::{Trace, Unit};
@@ -162,6 +165,17 @@ fn precision(options: &LowerOptions, inputs: &[Operand]) -> MatmulPrecision {
     }
 }
 
+/// What of the device a template may use: units that round f32 operands to TF32 only from O2 on, and where the call's precision allows it.
+fn permitted<'c>(caps: &'c Caps, options: &LowerOptions, precision: MatmulPrecision) -> Cow<'c, Caps> {
+    let rounds = |o: &MatrixOp| o.operand == MatrixType::Tf32;
+    let wanted = precision != MatmulPrecision::Highest && options.passes.level >= Level::O2;
+    if wanted || !caps.matrix.iter().any(rounds) {
+        return Cow::Borrowed(caps);
+    }
+    let matrix = caps.matrix.iter().copied().filter(|o| !rounds(o)).collect();
+    Cow::Owned(Caps { matrix, ..caps.clone() })
+}
+
 /// How a device does one op.
 enum Chosen {
     Library(Arc<dyn LibraryKernel>),
@@ -184,7 +198,7 @@ fn select(
         Ok(k) => return Ok(Chosen::Library(k)),
         Err(d) => d,
     };
-    let caps = target.caps();
+    let caps = &*permitted(target.caps(), options, precision);
     let tunable = options.tunes().then(|| kernel_lower::choices(op, inputs, outputs, caps)).flatten();
     let mut tunable = tunable.map(|choices| Tunable {
         work: tune::Work::Op(op.clone()),

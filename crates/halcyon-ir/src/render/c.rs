@@ -20,7 +20,7 @@ pub(super) fn batch(
 ) -> Result<Source> {
     let language = d.language;
     let mut helpers = Helpers { d, names: vec![], text: String::new() };
-    let (mut body, mut f64s, mut vectors) = (String::new(), false, false);
+    let (mut body, mut f64s, mut vectors, mut matrices) = (String::new(), false, false, false);
     for (k, name) in kernels {
         let k: Cow<'_, Kernel> =
             if d.has_subgroups() { Cow::Borrowed(*k) } else { Cow::Owned(super::without_subgroups(k)) };
@@ -28,6 +28,12 @@ pub(super) fn batch(
         if uses_f64 && d.ty(Ty::F64).is_empty() {
             return Err(unsupported(&k, "f64", language));
         }
+        if let Some(f) = k.fragments.iter().find(|f| !d.matrix.contains(&f.op)) {
+            let MatrixOp { operand, m, n, k: depth, width } = f.op;
+            let what = format!("a product of {m}×{n}×{depth} in {} by {width} work-items", operand.name());
+            return Err(unsupported(&k, &what, language));
+        }
+        matrices |= !k.fragments.is_empty();
         f64s |= uses_f64;
         vectors |= k.uses_ty(Ty::F32x2) || k.uses_ty(Ty::F32x4);
         let text = Writer::new(&k, d).kernel(name, indirect)?;
@@ -42,6 +48,9 @@ pub(super) fn batch(
     }
     if vectors {
         text.push_str(d.vector_ops);
+    }
+    if matrices {
+        text.push_str(d.header_matrix);
     }
     text.push_str(&helpers.text);
     text.push_str(&body);
@@ -192,6 +201,9 @@ impl<'a> Writer<'a> {
         for (i, l) in k.privates.iter().enumerate() {
             self.line(&format!("{} a{i}[{}];", self.array_ty(l.ty), l.len));
         }
+        for (i, f) in k.fragments.iter().enumerate() {
+            self.line(&format!("{} f{i};", if f.part == Part::Sum { "h_sum" } else { "h_operand" }));
+        }
         self.block(&k.body)?;
         Ok(format!("{head}{}}}\n", self.out))
     }
@@ -284,6 +296,31 @@ impl<'a> Writer<'a> {
             Expr::Vector(t, x) => {
                 let lanes: Vec<String> = x[..t.lanes()].iter().map(|&x| self.ex(x)).collect();
                 d.vector.replace("$t", d.ty(t)).replace("$0", &lanes.join(", "))
+            }
+            Expr::Unpack(t, a, i) => {
+                let w = match i as u32 * t.bits() {
+                    0 => self.ex(a),
+                    s => format!("({} >> {s})", self.ex(a)),
+                };
+                match t {
+                    DType::F16 => format!("h_f16_f32(({})({w}))", d.element(DType::U16)),
+                    DType::BF16 => format!("h_bf16_f32(({})({w}))", d.element(t)),
+                    DType::Bool => format!("(({w} & 255u) != 0)"),
+                    _ => format!("(({})({})({w}))", d.ty(ty), d.element(t)),
+                }
+            }
+            Expr::Pack(t, x) => {
+                let word = d.ty(Ty::U32);
+                let parts = x[..per_word(t)].iter().enumerate().map(|(i, &x)| {
+                    let v = match t {
+                        DType::F16 => format!("({word})h_f32_f16({})", self.ex(x)),
+                        DType::BF16 => format!("({word})h_f32_bf16({})", self.ex(x)),
+                        _ if t.bits() == 8 => format!("(({word})({}) & 255u)", self.ex(x)),
+                        _ => format!("(({word})({}) & 65535u)", self.ex(x)),
+                    };
+                    if i == 0 { v } else { format!("{v} << {}", i as u32 * t.bits()) }
+                });
+                format!("({})", parts.collect::<Vec<_>>().join(" | "))
             }
         }
     }
@@ -410,8 +447,24 @@ impl<'a> Writer<'a> {
             }
             Stmt::Barrier { global: true } => self.line(d.barrier_global),
             Stmt::Barrier { global: false } => self.line(d.barrier_local),
-            Stmt::TileMma { .. } => {
-                return Err(unsupported(self.k, "a tile multiply-accumulate", d.language));
+            Stmt::FragmentFill { dst, value } => {
+                self.line(&format!("f{} = h_fill_sum({});", dst.0, self.ex(*value)))
+            }
+            Stmt::FragmentLoad { dst, tile } => {
+                let f = self.k.fragments[dst.ix()];
+                let (part, order) =
+                    (if f.part == Part::A { 'a' } else { 'b' }, if tile.column_major { 'c' } else { 'r' });
+                let name = format!("h_load_{part}_{}{order}", f.storage().bits());
+                let place = format!("l{}, {}, {}", tile.arr.0, self.ex(tile.offset), self.ex(tile.stride));
+                self.line(&format!("f{} = {name}({place});", dst.0))
+            }
+            Stmt::FragmentStore { src, tile } => {
+                let place = format!("{}, {}", self.ex(tile.offset), self.ex(tile.stride));
+                self.line(&format!("h_store_sum(l{}, f{}, {place});", tile.arr.0, src.0))
+            }
+            Stmt::Mma { sum, a, b } => {
+                let name = self.k.fragments[sum.ix()].op.operand.name();
+                self.line(&format!("h_mma_{name}(f{}, f{}, f{});", sum.0, a.0, b.0))
             }
         }
         Ok(())
@@ -461,8 +514,11 @@ impl<'a> Writer<'a> {
                     None => v,
                 }
             }
-            Read::Vector { buf, index, .. } => {
-                format!("((const {}{}*)b{})[{}]", d.global, d.ty(t), buf.0, self.ex(index))
+            Read::Vector { buf, index, guard, .. } => {
+                let v = format!("((const {}{}*)b{})[{}]", d.global, d.ty(t), buf.0, self.ex(index));
+                let zero = vec!["0"; t.lanes()].join(", ");
+                let zero = d.vector.replace("$t", d.ty(t)).replace("$0", &zero);
+                guard.map_or(v.clone(), |g| format!("({} ? {v} : {zero})", self.ex(g)))
             }
             Read::Word { buf, index } => {
                 format!("((const {}{}*)b{})[{}]", d.global, d.ty(Ty::U32), buf.0, self.ex(index))

@@ -7,7 +7,7 @@ use crate::kernel::ir::Ty;
 
 /// Definition of a helper, without its function qualifier; `None` if there is no such helper.
 pub(super) fn definition(name: &str, d: &Dialect) -> Option<String> {
-    if let Some((_, text)) = d.helpers.iter().find(|(n, _)| *n == name) {
+    if let Some((_, text)) = d.helpers.iter().chain(d.matrix_helpers).find(|(n, _)| *n == name) {
         return Some(text.replace('@', name));
     }
     let fixed = match name {

@@ -77,6 +77,8 @@ fn remap(e: Expr, map: &[ExprId]) -> Expr {
         Expr::Splat(t, a) => Expr::Splat(t, m(a)),
         Expr::Lane(a, i) => Expr::Lane(m(a), i),
         Expr::Vector(t, x) => Expr::Vector(t, x.map(m)),
+        Expr::Unpack(d, a, i) => Expr::Unpack(d, m(a), i),
+        Expr::Pack(d, x) => Expr::Pack(d, x.map(m)),
     }
 }
 
@@ -86,14 +88,13 @@ fn remap_block(b: &mut [Stmt], map: &[ExprId]) {
         match s {
             Stmt::Let { expr, .. } => m(expr),
             Stmt::Read { read, .. } => match read {
-                Read::Global { index, guard, .. } => {
+                Read::Global { index, guard, .. } | Read::Vector { index, guard, .. } => {
                     m(index);
                     guard.iter_mut().for_each(m);
                 }
-                Read::Vector { index, .. }
-                | Read::Word { index, .. }
-                | Read::Local { index, .. }
-                | Read::Private { index, .. } => m(index),
+                Read::Word { index, .. } | Read::Local { index, .. } | Read::Private { index, .. } => {
+                    m(index)
+                }
                 Read::Var(_) => {}
                 Read::SubgroupReduce { value, .. } => m(value),
                 Read::SubgroupShuffleXor { value, mask: x } | Read::SubgroupShuffle { value, lane: x } => {
@@ -122,16 +123,15 @@ fn remap_block(b: &mut [Stmt], map: &[ExprId]) {
                 remap_block(then, map);
                 remap_block(els, map);
             }
-            Stmt::Barrier { .. } => {}
+            Stmt::Barrier { .. } | Stmt::Mma { .. } => {}
             Stmt::SetError { index, code, .. } => {
                 m(index);
                 m(code);
             }
-            Stmt::TileMma { a, b, c, .. } => {
-                for t in [a, b, c] {
-                    m(&mut t.offset);
-                    m(&mut t.stride);
-                }
+            Stmt::FragmentFill { value, .. } => m(value),
+            Stmt::FragmentLoad { tile, .. } | Stmt::FragmentStore { tile, .. } => {
+                m(&mut tile.offset);
+                m(&mut tile.stride);
             }
         }
     }

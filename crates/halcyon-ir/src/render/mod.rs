@@ -8,6 +8,8 @@ pub mod wgsl;
 
 pub use legalize::without_subgroups;
 
+pub use dialect::{MATRIX_CUDA, MATRIX_HIP};
+
 use crate::error::Result;
 use crate::kernel::Kernel;
 use serde::{Deserialize, Serialize};
@@ -64,7 +66,7 @@ pub struct Source {
 /// Renders one verified kernel; its entry point has the kernel's name (in WGSL after `k_`).
 ///
 /// # Errors
-/// [`crate::Error::Unsupported`] for what the language cannot say (f64 in Metal, tile multiplies).
+/// [`crate::Error::Unsupported`] for what the language cannot say (f64 in Metal, products of matrices outside of CUDA and HIP).
 pub fn render(k: &Kernel, language: Language) -> Result<Source> {
     batch(&[(k, k.name.clone())], language)
 }

@@ -133,6 +133,7 @@ fn ty_name(t: Ty) -> &'static str {
         Ty::F64 => "f64",
         Ty::F32x2 => "vec2<f32>",
         Ty::F32x4 => "vec4<f32>",
+        Ty::U32x4 => "vec4<u32>",
     }
 }
 
@@ -373,6 +374,15 @@ impl<'a> Writer<'a> {
             Expr::Bitcast(to, a) => self.fill(&format!("bitcast<{}>($0)", ty_name(to)), &[a])?,
             Expr::Dot4I8 { a, b, acc } => self.fill("(dot4I8Packed($0, $1) + $2)", &[a, b, acc])?,
             Expr::Splat(t, a) => self.fill(&format!("{}($0)", ty_name(t)), &[a])?,
+            Expr::Unpack(d, a, i) => format!("h_load_{}({}, {i}u)", d.name(), self.ex(a)?),
+            Expr::Pack(d, x) => {
+                let mut parts = vec![];
+                for (i, &x) in x[..per_word(d)].iter().enumerate() {
+                    let v = format!("h_bits_{}({})", d.name(), self.ex(x)?);
+                    parts.push(if i == 0 { v } else { format!("({v} << {}u)", i as u32 * d.bits()) });
+                }
+                format!("({})", parts.join(" | "))
+            }
             Expr::Lane(a, i) => format!("{}.{}", self.ex(a)?, ["x", "y", "z", "w"][i as usize & 3]),
             Expr::Vector(t, x) => {
                 let lanes: Vec<String> = x[..t.lanes()].iter().map(|&x| self.ex(x)).collect::<Result<_>>()?;
@@ -401,13 +411,16 @@ impl<'a> Writer<'a> {
                 let l = format!("let v{} = {};", dst.0, self.ex(*expr)?);
                 self.line(&l)
             }
-            Stmt::Read { dst, read: Read::Global { buf, index, guard: Some(g) } } => {
+            Stmt::Read {
+                dst,
+                read: read @ (Read::Global { guard: Some(g), .. } | Read::Vector { guard: Some(g), .. }),
+            } => {
                 let t = self.k.values[dst.ix()];
                 self.line(&format!("var v{}: {} = {}();", dst.0, ty_name(t), ty_name(t)));
                 let l = format!("if ({}) {{", self.ex(*g)?);
                 self.line(&l);
                 self.depth += 1;
-                let v = self.load(*buf, *index)?;
+                let v = self.read(*dst, *read)?;
                 self.line(&format!("v{} = {v};", dst.0));
                 self.depth -= 1;
                 self.line("}")
@@ -495,7 +508,10 @@ impl<'a> Writer<'a> {
                     self.line("storageBarrier();");
                 }
             }
-            Stmt::TileMma { .. } => return Err(unsupported(self.k, "a tile multiply-accumulate")),
+            Stmt::FragmentFill { .. }
+            | Stmt::FragmentLoad { .. }
+            | Stmt::FragmentStore { .. }
+            | Stmt::Mma { .. } => return Err(unsupported(self.k, "a product of matrices")),
         }
         Ok(())
     }
@@ -585,7 +601,7 @@ impl<'a> Writer<'a> {
         let element = |text: String| if t == Ty::Bool { format!("({text} != 0u)") } else { text };
         Ok(match r {
             Read::Global { buf, index, .. } => self.load(buf, index)?,
-            Read::Vector { buf, ty, index } => self.load_vector(buf, ty, index)?,
+            Read::Vector { buf, ty, index, .. } => self.load_vector(buf, ty, index)?,
             Read::Word { buf, index } => {
                 let i = self.index(index)?;
                 self.word(buf, &i)

@@ -2,7 +2,7 @@
 #![allow(dead_code)]
 
 use halcyon_ir::graph::Graph;
-use halcyon_ir::kernel::lower::lower_op;
+use halcyon_ir::kernel::lower::{choices, lower_op, lower_op_as};
 use halcyon_ir::kernel::*;
 use halcyon_ir::layout::View;
 use halcyon_ir::op::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
@@ -128,6 +128,37 @@ pub fn everything() -> Kernel {
         },
     );
     b.store(flags, g, wide.idiv(3).imod(2).equals(0).or(marks.load(-me + 63)));
+    b.finish().unwrap()
+}
+
+/// One product of every unit of a list: operands in both orders, from and to workgroup memory.
+pub fn matrices(ops: &[MatrixOp]) -> Kernel {
+    let b = Builder::new("matrices", [64, 1, 1]);
+    let (x, y) = (b.raw_buffer(DType::F16, false), b.raw_buffer(DType::F32, true));
+    let l = b.local(Ty::U32x4, 256);
+    let i = b.local_id(0);
+    for part in 0..4 {
+        let e = i + part * 64;
+        l.store(e, b.load_vector_if(x, Ty::U32x4, e, e.lt(250)));
+    }
+    b.barrier();
+    for op in ops {
+        let [a, w, s] = [Part::A, Part::B, Part::Sum].map(|p| b.fragment(*op, p));
+        b.fill_fragment(s, 0.5);
+        for turned in [false, true] {
+            b.load_fragment(a, l, 0, 24, turned);
+            b.load_fragment(w, l, 512, 24, turned);
+            b.mma(s, a, w);
+        }
+        b.barrier();
+        b.store_fragment(s, l, i.idiv(op.width as u32) * 512, 24);
+        b.barrier();
+    }
+    let quad = l.load(i);
+    let word =
+        b.pack(DType::BF16, &[quad.lane(0).unpack(DType::F16, 1), quad.lane(1).unpack(DType::BF16, 0)]);
+    let byte = b.pack(DType::I8, &[0, 1, 2, 3].map(|k| quad.lane(2).unpack(DType::U8, k).cast(DType::I8)));
+    b.store_vector(y, i, b.words([word, byte, quad.lane(3), byte]));
     b.finish().unwrap()
 }
 
@@ -289,6 +320,34 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
     }
     for name in TEMPLATED {
         assert!(seen.contains(name), "the template of {name} is not in this list");
+    }
+    out
+}
+
+/// Products on matrix units: every tile, and per type operands that are contiguous along the sum and across it, with and without
+/// vectors.
+pub fn matrix_products(caps: &Caps) -> Vec<Kernel> {
+    let mut out: Vec<Kernel> = vec![];
+    let types: BTreeSet<MatrixType> = caps.matrix.iter().map(|o| o.operand).collect();
+    for t in types {
+        let d = t.storage();
+        for n in [256, 250] {
+            for [x, y] in [[false, false], [true, false], [false, true], [true, true]] {
+                let o = |turn: bool| {
+                    let v = View::dense(&[n, n]);
+                    Operand { dtype: d, view: if turn { v.permute(&[1, 0]) } else { v } }
+                };
+                let dense = || Operand { dtype: d, view: View::dense(&[n, n]) };
+                let (inputs, output) = ([o(x), o(y)], [dense()]);
+                let c = choices(&Op::Matmul, &inputs, &output, caps).unwrap();
+                let all = c.others.iter().chain([&c.default]).filter(|v| v.kernel == "matrix");
+                // Of the layouts but one the heuristic's tile is enough.
+                for v in all.filter(|v| (n, x, y) == (256, false, false) || **v == c.default) {
+                    let low = lower_op_as(&Op::Matmul, &inputs, &output, caps, v).unwrap();
+                    out.extend(low.steps.into_iter().map(|s| s.0));
+                }
+            }
+        }
     }
     out
 }

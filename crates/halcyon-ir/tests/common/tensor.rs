@@ -1,6 +1,7 @@
 //! Random tensors over every memory layout, and comparison.
 #![allow(dead_code)]
 
+use halcyon_ir::kernel::MatrixOp;
 use halcyon_ir::layout::View;
 use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{DType, Scalar};
@@ -110,6 +111,19 @@ pub fn close(name: &str, got: &[f64], want: &[f64], d: DType, tolerance: f64) {
 
 pub fn caps() -> Caps {
     Caps::generous()
+}
+
+/// A GPU with those of the matrix units that work in subgroups of `width`.
+pub fn with_matrix_units(ops: &[MatrixOp], width: u32) -> Caps {
+    let matrix = ops.iter().filter(|o| o.width as u32 == width).copied().collect();
+    Caps {
+        matrix,
+        subgroup: Some(width),
+        max_workgroup: 1024,
+        workgroup_memory: 48 << 10,
+        compute_units: 4,
+        ..Caps::generous()
+    }
 }
 
 pub const FLOATS: [DType; 4] = [DType::F32, DType::F64, DType::F16, DType::BF16];

@@ -7,7 +7,6 @@ use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS};
 use crate::{Declined, LibraryCall, Result};
 use halcyon_ir::layout::dense_strides;
 use halcyon_ir::op;
-use halcyon_ir::target::MatmulPrecision;
 use halcyon_ir::{DType, ScalarOp};
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
@@ -269,7 +268,7 @@ impl Dnn {
             _ => return Err(Declined::because("cuDNN puts a bias, or a bias and relu, on top")),
         };
         let bias = ending.bias.map(|b| (b, activation));
-        let loose = call.precision > MatmulPrecision::Highest;
+        let loose = call.precision >= self.context.api.family.tf32;
         self.context.enter().map_err(|e| Declined::because(e.to_string()))?;
         let plan =
             Plan::new(self, &conv, bias, loose).map_err(|why| Declined::because(format!("cuDNN: {why}")))?;

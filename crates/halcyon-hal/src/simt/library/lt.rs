@@ -7,7 +7,6 @@ use super::{Body, SimtKernel, WORKSPACE, WORKSPACE_ALIGNMENT, failed};
 use crate::simt::VendorLibrary;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS, Side, functions};
 use crate::{Declined, Error, LibraryCall, Result};
-use halcyon_ir::target::MatmulPrecision;
 use halcyon_ir::{DType, ScalarOp};
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
@@ -257,7 +256,7 @@ impl Lt {
                 ));
             }
         }
-        let loose = p.factors == DType::F32 && call.precision > MatmulPrecision::Highest;
+        let loose = p.factors == DType::F32 && call.precision >= self.context.api.family.tf32;
         // Where the device has no TF32 the next one is taken.
         let computes: &[(c_int, &str)] = match p.factors {
             DType::F64 => &[(n.f64, "f64")],

@@ -8,7 +8,6 @@ use crate::simt::memory::Memory;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS};
 use crate::{Declined, Error, LibraryCall, Result};
 use halcyon_ir::DType;
-use halcyon_ir::target::MatmulPrecision;
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
@@ -152,7 +151,7 @@ impl RocBlas {
             DType::I8 => (DType::I32, 1),
             _ => (DType::F32, u64::from(1f32.to_bits())),
         };
-        let loose = p.factors == DType::F32 && call.precision > MatmulPrecision::Highest;
+        let loose = p.factors == DType::F32 && call.precision >= self.context.api.family.tf32;
         let sizes = [p.factors.size(), p.factors.size(), p.result.size()].map(|s| s as isize);
         let mut plan = Plan {
             blas: self.clone(),

@@ -46,6 +46,11 @@ impl<'a> E<'a> {
         self.b.add(Expr::Lane(self.id, i))
     }
 
+    /// Element `i` of a word of elements of 8 or 16 bits, in its compute type.
+    pub fn unpack(self, d: DType, i: u8) -> E<'a> {
+        self.b.add(Expr::Unpack(d, self.id, i))
+    }
+
     /// Quotient of index arithmetic: the dividend is not negative, the divisor positive.
     pub fn idiv(self, x: impl Operand<'a>) -> E<'a> {
         let x = x.operand(self.b, self.ty());

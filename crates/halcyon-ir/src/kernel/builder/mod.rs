@@ -116,6 +116,7 @@ impl Builder {
             params: vec![],
             locals: vec![],
             privates: vec![],
+            fragments: vec![],
             workgroup,
             noalias: true,
             exprs: vec![],
@@ -381,10 +382,16 @@ impl Builder {
         self.read(Ty::of(buf.dtype), Read::Global { buf: buf.id, index, guard: Some(guard.id) })
     }
 
-    /// Reads a vector of an f32 buffer declared with [`Builder::raw_buffer`]; the index counts vectors.
+    /// Reads a vector of a buffer declared with [`Builder::raw_buffer`] ([`Read::Vector`]); the index counts vectors.
     pub fn load_vector<'a>(&'a self, buf: Buf, ty: Ty, index: impl Operand<'a>) -> E<'a> {
         let index = self.at(buf, index);
-        self.read(ty, Read::Vector { buf: buf.id, ty, index })
+        self.read(ty, Read::Vector { buf: buf.id, ty, index, guard: None })
+    }
+
+    /// Reads a vector where `guard` holds; zeros elsewhere.
+    pub fn load_vector_if<'a>(&'a self, buf: Buf, ty: Ty, index: impl Operand<'a>, guard: E<'a>) -> E<'a> {
+        let index = self.at(buf, index);
+        self.read(ty, Read::Vector { buf: buf.id, ty, index, guard: Some(guard.id) })
     }
 
     /// Reads a raw 32-bit word; the index counts words (and the buffer's offset, if it has one, too).
@@ -488,9 +495,73 @@ impl Builder {
         self.read(value.ty(), Read::SubgroupShuffle { value: value.id, lane })
     }
 
-    /// `c += a b` over f32 tiles in workgroup memory.
-    pub fn tile_mma(&self, shape: [u8; 3], a: Tile, b: Tile, c: Tile) {
-        self.emit(Stmt::TileMma { shape, a, b, c })
+    /// Declares a matrix in a subgroup's registers.
+    pub fn fragment(&self, op: MatrixOp, part: Part) -> FragmentId {
+        let mut i = self.inner.borrow_mut();
+        i.k.fragments.push(FragmentDecl { op, part });
+        FragmentId(i.k.fragments.len() as u32 - 1)
+    }
+
+    /// Sets all sums of a matrix.
+    pub fn fill_fragment(&self, dst: FragmentId, value: f32) {
+        let value = self.constant(Ty::F32, value).id;
+        self.emit(Stmt::FragmentFill { dst, value })
+    }
+
+    /// Reads an operand from a workgroup array of [`Ty::U32x4`]; offset and stride as in [`Tile`].
+    pub fn load_fragment<'a>(
+        &'a self,
+        dst: FragmentId,
+        arr: Local<'a>,
+        offset: impl Operand<'a>,
+        stride: impl Operand<'a>,
+        column_major: bool,
+    ) {
+        let tile = self.tile(arr, offset, stride, column_major);
+        self.emit(Stmt::FragmentLoad { dst, tile })
+    }
+
+    /// Writes sums, row-major.
+    pub fn store_fragment<'a>(
+        &'a self,
+        src: FragmentId,
+        arr: Local<'a>,
+        offset: impl Operand<'a>,
+        stride: impl Operand<'a>,
+    ) {
+        let tile = self.tile(arr, offset, stride, false);
+        self.emit(Stmt::FragmentStore { src, tile })
+    }
+
+    fn tile<'a>(
+        &'a self,
+        arr: Local<'a>,
+        offset: impl Operand<'a>,
+        stride: impl Operand<'a>,
+        column_major: bool,
+    ) -> Tile {
+        let (offset, stride) = (offset.operand(self, self.ix).id, stride.operand(self, self.ix).id);
+        Tile { arr: arr.id, offset, stride, column_major }
+    }
+
+    /// `sum += a b`.
+    pub fn mma(&self, sum: FragmentId, a: FragmentId, b: FragmentId) {
+        self.emit(Stmt::Mma { sum, a, b })
+    }
+
+    /// Sixteen bytes out of four words.
+    pub fn words(&self, x: [E<'_>; 4]) -> E<'_> {
+        self.add(Expr::Vector(Ty::U32x4, x.map(|x| x.id)))
+    }
+
+    /// A word of as many elements of 8 or 16 bits as it holds, each converted as a store does.
+    pub fn pack(&self, d: DType, x: &[E<'_>]) -> E<'_> {
+        if x.len() != per_word(d) {
+            self.fail(format!("a word holds {} of {d}, got {}", per_word(d), x.len()));
+            return self.constant(Ty::U32, 0);
+        }
+        let g = |i: usize| x.get(i).unwrap_or(&x[0]).id;
+        self.add(Expr::Pack(d, [g(0), g(1), g(2), g(3)]))
     }
 
     /// `acc + sum a[i] * b[i]` over the four signed bytes of two u32 words.

@@ -32,6 +32,7 @@ pub(super) enum Ins {
         buf: u32,
         lanes: u8,
         index: Reg,
+        guard: Reg,
     },
     LoadWord {
         dst: Reg,
@@ -120,9 +121,38 @@ pub(super) enum Ins {
         value: Reg,
         lane: Reg,
     },
-    TileMma {
-        shape: [u8; 3],
-        tiles: [(u32, Reg, Reg); 3],
+    /// Bits of an element of a word, from a bit on; and the other way, from up to four registers.
+    Unpack {
+        dtype: DType,
+        dst: Reg,
+        word: Reg,
+        shift: u8,
+    },
+    Pack {
+        dtype: DType,
+        dst: Reg,
+        x: [Reg; 4],
+    },
+    Fill {
+        dst: u32,
+        value: Reg,
+    },
+    /// A matrix from (or to) an array, at an offset and with a stride.
+    LoadMatrix {
+        matrix: u32,
+        arr: u32,
+        at: [Reg; 2],
+        column_major: bool,
+    },
+    StoreMatrix {
+        matrix: u32,
+        arr: u32,
+        at: [Reg; 2],
+    },
+    Mma {
+        sum: u32,
+        a: u32,
+        b: u32,
     },
     Halt,
 }
@@ -305,6 +335,14 @@ impl Gen<'_> {
                     self.emit(Ins::Move(d + l as u32, x[l], 1));
                 }
             }
+            Expr::Unpack(dtype, _, i) => {
+                let shift = i * dtype.bits() as u8;
+                self.emit(Ins::Unpack { dtype, dst: d, word: x[0], shift });
+            }
+            Expr::Pack(dtype, _) => {
+                let at = |i: usize| x.get(i).copied().unwrap_or(NONE);
+                self.emit(Ins::Pack { dtype, dst: d, x: [at(0), at(1), at(2), at(3)] });
+            }
             Expr::Const { .. } | Expr::Param(_) | Expr::Id(_) | Expr::Value(_) => {}
         }
         self.ready[e.ix()] = true;
@@ -350,8 +388,9 @@ impl Gen<'_> {
                         let (index, guard) = (self.ex(index), guard.map_or(NONE, |g| self.ex(g)));
                         Ins::Load { dst, buf: buf.0, dtype: dtype(buf), index, guard }
                     }
-                    Read::Vector { buf, index, .. } => {
-                        Ins::LoadVector { dst, buf: buf.0, lanes, index: self.ex(index) }
+                    Read::Vector { buf, index, guard, .. } => {
+                        let (index, guard) = (self.ex(index), guard.map_or(NONE, |g| self.ex(g)));
+                        Ins::LoadVector { dst, buf: buf.0, lanes, index, guard }
                     }
                     Read::Word { buf, index } => Ins::LoadWord { dst, buf: buf.0, index: self.ex(index) },
                     Read::Local { arr, index } => {
@@ -435,10 +474,25 @@ impl Gen<'_> {
                 self.code.sync = true;
                 self.emit(Ins::Barrier { global });
             }
-            Stmt::TileMma { shape, a, b, c } => {
+            Stmt::FragmentFill { dst, value } => {
                 self.code.sync = true;
-                let tiles = [a, b, c].map(|t| (t.arr.0, self.ex(t.offset), self.ex(t.stride)));
-                self.emit(Ins::TileMma { shape, tiles });
+                let value = self.ex(value);
+                self.emit(Ins::Fill { dst: dst.0, value });
+            }
+            Stmt::FragmentLoad { dst, tile: t } => {
+                self.code.sync = true;
+                let at = [self.ex(t.offset), self.ex(t.stride)];
+                let (matrix, arr) = (dst.0, t.arr.0);
+                self.emit(Ins::LoadMatrix { matrix, arr, at, column_major: t.column_major });
+            }
+            Stmt::FragmentStore { src, tile: t } => {
+                self.code.sync = true;
+                let at = [self.ex(t.offset), self.ex(t.stride)];
+                self.emit(Ins::StoreMatrix { matrix: src.0, arr: t.arr.0, at });
+            }
+            Stmt::Mma { sum, a, b } => {
+                self.code.sync = true;
+                self.emit(Ins::Mma { sum: sum.0, a: a.0, b: b.0 });
             }
         }
     }

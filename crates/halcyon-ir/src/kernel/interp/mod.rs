@@ -6,6 +6,7 @@
 //! between them. Out-of-bounds accesses are always caught: reads give 0, writes do nothing.
 
 mod code;
+mod matrix;
 mod scalar;
 mod shadow;
 
@@ -74,6 +75,10 @@ pub enum Fault {
     Race,
     /// [`Expr::IDiv`] or [`Expr::IRem`] of a negative number or by one that is not positive.
     IndexDivision,
+    /// Work-items of one subgroup do not agree on where a matrix lies, or what fills it.
+    Divergent,
+    /// A matrix does not lie at multiples of 16 bytes.
+    Misaligned,
 }
 
 /// Where an access went.
@@ -82,6 +87,8 @@ pub enum Space {
     Global(BufId),
     Local(LocalId),
     Private(PrivateId),
+    /// A matrix in registers.
+    Matrix(FragmentId),
     /// No memory involved.
     None,
 }
@@ -152,6 +159,9 @@ impl Interp {
         if !o.subgroup.is_power_of_two() || o.subgroup > 64 {
             return Err(bad(format!("subgroups of {}", o.subgroup)));
         }
+        if let Some(f) = k.fragments.first().filter(|f| f.op.width as u32 != o.subgroup) {
+            return Err(bad(format!("subgroups of {}, its products are of {}", o.subgroup, f.op.width)));
+        }
         let items = k.items() as usize;
         let files = if self.code.sync { items } else { 1 };
         let mut regs = vec![0u64; files * self.code.regs];
@@ -177,6 +187,7 @@ impl Interp {
             regs,
             locals: vec![0; self.code.local_words],
             privates: vec![0; files * self.code.private_words],
+            matrices: vec![None; k.fragments.len() * items.div_ceil(o.subgroup as usize)],
             private_set: vec![false; if o.sanitize { files * self.code.private_words } else { 0 }],
             pcs: vec![0; items],
             item: 0,
@@ -227,6 +238,8 @@ struct Run<'a, M: Memory + ?Sized> {
     regs: Vec<u64>,
     locals: Vec<u64>,
     privates: Vec<u64>,
+    /// Of each subgroup, in turn, its matrices; `None` before they are set.
+    matrices: Vec<Option<Vec<f32>>>,
     private_set: Vec<bool>,
     pcs: Vec<u32>,
     /// Local index of the work-item that runs, and where its registers and private arrays start.
@@ -248,6 +261,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
             s.new_group();
         }
         self.private_set.fill(false);
+        self.matrices.fill(None);
         if !self.code.sync {
             for &i in order {
                 self.enter(i as usize, 0, gid, groups);
@@ -428,10 +442,11 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                     };
                     self.set(dst, v)
                 }
-                Ins::LoadVector { dst, buf, lanes, index } => {
+                Ins::LoadVector { dst, buf, lanes, index, guard } => {
                     let i = (self.get(index) as i64).wrapping_mul(lanes as i64);
+                    let skip = guard != NONE && self.get(guard) == 0;
                     for l in 0..lanes as u32 {
-                        let v = self.load(buf, i + l as i64, 4, pc);
+                        let v = if skip { 0 } else { self.load(buf, i + l as i64, 4, pc) };
                         self.set(dst + l, v);
                     }
                 }
@@ -446,7 +461,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                         self.set(dst + l as u32, v);
                     }
                     if let (Some(p), Some(s)) = (p, &mut self.shadow)
-                        && let Some((fault, other)) = s.read_local(p, self.item as u32)
+                        && let Some((fault, other)) = s.read_local(p, lanes as usize, self.item as u32)
                     {
                         let index = self.get(index) as i64;
                         self.report(fault, Space::Local(LocalId(arr)), index, other, pc);
@@ -485,7 +500,7 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                             self.locals[p + l] = self.get(value + l as u32);
                         }
                         if let Some(s) = &mut self.shadow
-                            && let Some((fault, other)) = s.write_local(p, self.item as u32)
+                            && let Some((fault, other)) = s.write_local(p, lanes as usize, self.item as u32)
                         {
                             self.report(fault, Space::Local(LocalId(arr)), i, other, pc);
                         }
@@ -547,7 +562,24 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                     pc = to as usize;
                     continue;
                 }
-                Ins::Barrier { .. } | Ins::Reduce { .. } | Ins::Shuffle { .. } | Ins::TileMma { .. } => {
+                Ins::Unpack { dtype, dst, word, shift } => {
+                    let raw = self.get(word) >> shift & ((1 << dtype.bits()) - 1);
+                    self.set(dst, scalar::load(dtype, raw))
+                }
+                Ins::Pack { dtype, dst, x } => {
+                    let mask = (1u64 << dtype.bits()) - 1;
+                    let parts = x.iter().take(per_word(dtype)).rev();
+                    let w =
+                        parts.fold(0, |w, &r| w << dtype.bits() | scalar::store(dtype, self.get(r)) & mask);
+                    self.set(dst, w)
+                }
+                Ins::Barrier { .. }
+                | Ins::Reduce { .. }
+                | Ins::Shuffle { .. }
+                | Ins::Fill { .. }
+                | Ins::LoadMatrix { .. }
+                | Ins::StoreMatrix { .. }
+                | Ins::Mma { .. } => {
                     self.pcs[self.item] = pc as u32;
                     return Ok(Stop::Sync);
                 }
@@ -592,31 +624,9 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                     self.regs[at(i, dst, regs)] = if l < width && from < n { all[from] } else { all[i] };
                 }
             }
-            Ins::TileMma { shape, tiles } => {
-                self.base = 0;
-                self.item = 0;
-                let [m, n, k] = shape.map(|x| x as i64);
-                let place = |t: (u32, Reg, Reg), i: i64, j: i64, r: &Self| {
-                    r.get(t.1) as i64 + i * r.get(t.2) as i64 + j
-                };
-                for i in 0..m {
-                    for j in 0..n {
-                        let ci = place(tiles[2], i, j, self);
-                        let Some(c) = self.local_place(tiles[2].0, ci, pc) else {
-                            continue;
-                        };
-                        let mut acc = f32::from_bits(self.locals[c] as u32);
-                        for x in 0..k {
-                            let (ai, bi) = (place(tiles[0], i, x, self), place(tiles[1], x, j, self));
-                            let a = self.local_place(tiles[0].0, ai, pc);
-                            let b = self.local_place(tiles[1].0, bi, pc);
-                            if let (Some(a), Some(b)) = (a, b) {
-                                let (a, b) = (self.locals[a] as u32, self.locals[b] as u32);
-                                acc = f32::from_bits(a).mul_add(f32::from_bits(b), acc);
-                            }
-                        }
-                        self.locals[c] = acc.to_bits() as u64;
-                    }
+            Ins::Fill { .. } | Ins::LoadMatrix { .. } | Ins::StoreMatrix { .. } | Ins::Mma { .. } => {
+                for first in (0..n).step_by(width) {
+                    self.matrix(first, pc);
                 }
             }
             ref i => return Err(Error::internal(format!("nothing to meet at {i:?}"))),

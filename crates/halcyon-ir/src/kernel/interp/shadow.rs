@@ -136,11 +136,15 @@ impl Shadow {
     }
 
     /// `item` is the index in the group: workgroup memory is seen by one group.
-    pub(super) fn read_local(&mut self, word: usize, item: u32) -> Found {
-        self.local[word].read(item, MANY, self.local_epoch)
+    pub(super) fn read_local(&mut self, word: usize, words: usize, item: u32) -> Found {
+        let epoch = self.local_epoch;
+        let cells = &mut self.local[word..word + words];
+        cells.iter_mut().fold(None, |found, c| c.read(item, MANY, epoch).or(found))
     }
 
-    pub(super) fn write_local(&mut self, word: usize, item: u32) -> Found {
-        self.local[word].write(item, MANY, self.local_epoch, false)
+    pub(super) fn write_local(&mut self, word: usize, words: usize, item: u32) -> Found {
+        let epoch = self.local_epoch;
+        let cells = &mut self.local[word..word + words];
+        cells.iter_mut().fold(None, |found, c| c.write(item, MANY, epoch, false).or(found))
     }
 }

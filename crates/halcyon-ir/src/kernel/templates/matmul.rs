@@ -1,10 +1,11 @@
 //! Matrix product of strided operands: `y[b…, i, j] = Σ a[b…, i, k] * w[b…, k, j]`.
 //!
-//! Five kernels. On GPUs a tiled one through workgroup memory and one for a few rows or columns, whose workgroup splits the
+//! On matrix units the kernel of `matmul_matrix.rs`. Else five. On GPUs a tiled one through workgroup memory and one for a few rows or columns, whose workgroup splits the
 //! sum; on CPUs one whose work-item owns a block of rows and columns, and one for long dot products; anywhere, for tiny
 //! products, one output per work-item.
 
 use super::common::*;
+use super::matmul_matrix::{self as matrix, Tile as MatrixTile};
 use crate::dtype::DType;
 use crate::kernel::ir::Ty;
 use crate::kernel::lower::Lowered;
@@ -16,20 +17,20 @@ use crate::target::{Caps, Declined, Operand};
 
 /// A product as the kernels see it: up to four batch dimensions of strides, then two strides per operand.
 #[derive(Clone, Debug)]
-struct Problem {
-    batch: Vec<usize>,
-    m: usize,
-    n: usize,
-    k: usize,
+pub(super) struct Problem {
+    pub batch: Vec<usize>,
+    pub m: usize,
+    pub n: usize,
+    pub k: usize,
     /// Strides of the left operand over the batch, rows and the sum; likewise below.
-    ab: Vec<isize>,
-    am: isize,
-    ak: isize,
-    bb: Vec<isize>,
-    bk: isize,
-    bn: isize,
-    ym: isize,
-    yn: isize,
+    pub ab: Vec<isize>,
+    pub am: isize,
+    pub ak: isize,
+    pub bb: Vec<isize>,
+    pub bk: isize,
+    pub bn: isize,
+    pub ym: isize,
+    pub yn: isize,
 }
 
 impl Problem {
@@ -71,7 +72,7 @@ impl Problem {
         p
     }
 
-    fn batches(&self) -> usize {
+    pub fn batches(&self) -> usize {
         self.batch.iter().product()
     }
 
@@ -94,7 +95,7 @@ impl Problem {
     }
 
     /// Batch dimensions the kernel is built for: one or four.
-    fn rank_class(&self) -> usize {
+    pub fn rank_class(&self) -> usize {
         if self.batch.len() <= 1 { 1 } else { 4 }
     }
 }
@@ -105,7 +106,7 @@ impl Problem {
 /// Declines with `needs_dense` for masked operands and for more than four batch dimensions that do not merge.
 pub fn lower(_: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
     let (p, cx) = problem(inputs, outputs, caps)?;
-    cx.build(&p, Args::of(inputs, outputs), cx.default(&p))
+    cx.build(&p, inputs, outputs, cx.default(&p))
 }
 
 /// As [`lower`], one of [`choices`].
@@ -120,7 +121,7 @@ pub fn lower_as(
     v: &Variant,
 ) -> Result<Lowered, Declined> {
     let (p, cx) = problem(inputs, outputs, caps)?;
-    cx.build(&p, Args::of(inputs, outputs), Form::of(v)?)
+    cx.build(&p, inputs, outputs, Form::of(v)?)
 }
 
 /// The kernels that the device can have for a product.
@@ -150,7 +151,7 @@ fn problem<'c>(
         return Err(Declined::needs_dense(strided));
     }
     let ix = index_type(inputs, outputs, caps)?;
-    Ok((p, Cx { dtype: inputs[0].dtype, ix, caps }))
+    Ok((p, Cx { dtype: inputs[0].dtype, out: outputs[0].dtype, ix, caps }))
 }
 
 /// Which kernel, and its numbers.
@@ -166,6 +167,7 @@ enum Form {
         columns: u32,
     },
     Tiled(Tile),
+    Matrix(MatrixTile),
     /// Rows and columns of a work-item.
     Block {
         rows: u32,
@@ -189,6 +191,7 @@ impl Form {
             Form::Tiled(t) => {
                 Variant::new("tiled", &[("side", t.side), ("each", t.each), ("depth", t.depth)])
             }
+            Form::Matrix(t) => t.variant(),
             Form::Block { rows, columns, items } => {
                 Variant::new("block", &[("rows", rows), ("columns", columns), ("items", items)])
             }
@@ -202,6 +205,7 @@ impl Form {
             "simple" => Form::Simple { items: n("items")? },
             "split" => Form::Split { items: n("items")?, columns: n("columns")? },
             "tiled" => Form::Tiled(Tile { side: n("side")?, each: n("each")?, depth: n("depth")? }),
+            "matrix" => Form::Matrix(MatrixTile::of(v)?),
             "block" => Form::Block { rows: n("rows")?, columns: n("columns")?, items: n("items")? },
             "dot" => Form::Dot { lanes: n("lanes")?, items: n("items")? },
             _ => return Err(v.unknown("matmul")),
@@ -244,28 +248,29 @@ impl Tile {
 }
 
 #[derive(Clone, Copy)]
-struct Cx<'c> {
-    dtype: DType,
-    ix: Ty,
-    caps: &'c Caps,
+pub(super) struct Cx<'c> {
+    pub dtype: DType,
+    out: DType,
+    pub ix: Ty,
+    pub caps: &'c Caps,
 }
 
 /// Parameters all kernels have.
-struct Shape<'a> {
-    m: E<'a>,
-    n: E<'a>,
-    k: E<'a>,
-    batch: Vec<E<'a>>,
-    ab: Vec<E<'a>>,
-    bb: Vec<E<'a>>,
-    am: E<'a>,
-    ak: E<'a>,
-    bk: E<'a>,
-    bn: E<'a>,
+pub(super) struct Shape<'a> {
+    pub m: E<'a>,
+    pub n: E<'a>,
+    pub k: E<'a>,
+    pub batch: Vec<E<'a>>,
+    pub ab: Vec<E<'a>>,
+    pub bb: Vec<E<'a>>,
+    pub am: E<'a>,
+    pub ak: E<'a>,
+    pub bk: E<'a>,
+    pub bn: E<'a>,
 }
 
 impl<'a> Shape<'a> {
-    fn declare(b: &'a Builder, class: usize) -> Shape<'a> {
+    pub fn declare(b: &'a Builder, class: usize) -> Shape<'a> {
         Shape {
             m: b.size("m"),
             n: b.size("n"),
@@ -281,11 +286,11 @@ impl<'a> Shape<'a> {
     }
 
     /// The number of batches, and where batch `i` starts in both operands.
-    fn batches(&self) -> E<'a> {
+    pub fn batches(&self) -> E<'a> {
         self.batch[1..].iter().fold(self.batch[0], |p, d| p * *d)
     }
 
-    fn starts(&self, b: &'a Builder, i: E<'a>) -> (E<'a>, E<'a>) {
+    pub fn starts(&self, b: &'a Builder, i: E<'a>) -> (E<'a>, E<'a>) {
         let (mut rest, mut x, mut w) = (i, b.index(0), b.index(0));
         for d in (0..self.batch.len()).rev() {
             let at = if d == 0 { rest } else { b.let_(rest.imod(self.batch[d])) };
@@ -299,7 +304,7 @@ impl<'a> Shape<'a> {
     }
 }
 
-fn fill(args: &mut Args, p: &Problem, class: usize) {
+pub(super) fn fill(args: &mut Args, p: &Problem, class: usize) {
     let pad = |v: &[isize]| {
         let mut v = v.to_vec();
         v.resize(class, 0);
@@ -347,8 +352,15 @@ impl Cx<'_> {
             let columns = if Self::split_along_k(p) { items / 64 } else { 32 };
             return Form::Split { items, columns };
         }
+        let large = p.m.min(p.n) >= 8 && p.k >= 8 && p.batches() * p.m * p.n >= 1024;
+        if let Some(op) = matrix::unit(self.dtype, caps).filter(|_| large) {
+            let form = Form::Matrix(matrix::choose(p, op, caps));
+            if self.legal(p, form) {
+                return form;
+            }
+        }
         match Tile::choose(p, caps, self.ty()) {
-            Some(t) if p.m.min(p.n) >= 8 && p.k >= 8 && p.batches() * p.m * p.n >= 1024 => Form::Tiled(t),
+            Some(t) if large => Form::Tiled(t),
             _ => simple,
         }
     }
@@ -375,6 +387,8 @@ impl Cx<'_> {
                 all.extend(columns.iter().map(|&columns| Form::Split { items, columns }));
             }
         } else {
+            let tiles = matrix::unit(self.dtype, self.caps).map(matrix::tiles);
+            all.extend(tiles.into_iter().flatten().map(Form::Matrix));
             for (side, each) in [(8, 2), (8, 4), (8, 8), (16, 2), (16, 4), (16, 8)] {
                 all.extend([8, 16, 32].map(|depth| Form::Tiled(Tile { side, each, depth })));
             }
@@ -396,6 +410,8 @@ impl Cx<'_> {
                 let rows = if p.m.min(p.n) == 1 { 1 } else { 4 };
                 group(items) && items >= 2 * columns && fits(rows * items)
             }
+            Form::Matrix(t) => matrix::unit(self.dtype, self.caps)
+                .is_some_and(|op| matrix::legal(p, self.out, op, t, self.caps)),
             // Every work-item loads the same number of elements of each operand.
             Form::Tiled(t) => {
                 group(t.side * t.side) && (t.each * t.depth).is_multiple_of(t.side) && fits(t.words())
@@ -412,7 +428,8 @@ impl Cx<'_> {
             _ => "so",
         };
         format!(
-            "matmul {} {} rank{} b{} m{} n{} k{} {} {}",
+            "matmul{} {} {} rank{} b{} m{} n{} k{} {} {}",
+            if matrix::unit(self.dtype, self.caps).is_some() { " matrix" } else { "" },
             self.dtype,
             self.ix.name(),
             p.rank_class(),
@@ -425,8 +442,20 @@ impl Cx<'_> {
         )
     }
 
-    fn build(&self, p: &Problem, args: Args, f: Form) -> Result<Lowered, Declined> {
+    fn build(
+        &self,
+        p: &Problem,
+        inputs: &[Operand],
+        outputs: &[Operand],
+        f: Form,
+    ) -> Result<Lowered, Declined> {
+        let args = Args::of(inputs, outputs);
         match f {
+            Form::Matrix(t) => self.matrix(p, args, inputs, &outputs[0], t),
+            _ if self.out != self.dtype => Err(Declined::because(format!(
+                "matmul: operands of {} into {} without matrix units",
+                self.dtype, self.out
+            ))),
             Form::Simple { items } => self.simple(p, args, items),
             Form::Split { items, columns } if p.m > p.n => {
                 self.split(&p.transposed(), args, true, items, columns)

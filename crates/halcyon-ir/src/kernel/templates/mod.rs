@@ -6,6 +6,7 @@ mod common;
 pub mod conv;
 pub(super) mod gather;
 pub mod matmul;
+mod matmul_matrix;
 pub mod norm;
 pub mod pool;
 mod rows;

@@ -1,6 +1,6 @@
 //! CUDA C++ for NVRTC with no header at all: bf16 is bits, f16 goes through inline PTX.
 
-use super::{Dialect, Language};
+use super::{Dialect, Language, matrix};
 use crate::kernel::ir::Ty;
 
 pub static DIALECT: Dialect = DIALECT_BASE;
@@ -55,6 +55,9 @@ pub(super) const DIALECT_BASE: Dialect = Dialect {
     math_missing: &[],
     vector: "make_$t($0)",
     bitcast,
+    matrix: &matrix::CUDA,
+    header_matrix: matrix::CUDA_HEADER,
+    matrix_helpers: matrix::CUDA_HELPERS,
     helpers: &[
         (
             "h_f16_f32",
@@ -88,8 +91,18 @@ pub(super) const DIALECT_BASE: Dialect = Dialect {
 pub(super) const LANE: &str =
     "((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1))";
 
-pub(super) const TYPES: [&str; 9] =
-    ["bool", "int", "unsigned int", "long long", "unsigned long long", "float", "double", "float2", "float4"];
+pub(super) const TYPES: [&str; 10] = [
+    "bool",
+    "int",
+    "unsigned int",
+    "long long",
+    "unsigned long long",
+    "float",
+    "double",
+    "float2",
+    "float4",
+    "uint4",
+];
 
 const VECTOR_OPS: &str = "\
 static __device__ __forceinline__ float2 operator+(float2 a, float2 b) { return make_float2(a.x + b.x, a.y + b.y); }

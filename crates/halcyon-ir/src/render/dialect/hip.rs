@@ -1,7 +1,7 @@
 //! HIP C++ for hipRTC: CUDA's spelling, with `_Float16`, subgroups of the wave's size and no inline assembly.
 
 use super::cuda;
-use super::{Dialect, Language};
+use super::{Dialect, Language, matrix};
 
 pub static DIALECT: Dialect = Dialect {
     language: Language::Hip,
@@ -26,7 +26,15 @@ pub static DIALECT: Dialect = Dialect {
     ],
     load_f16: "(float)$p[$i]",
     store_f16: "$p[$i] = (_Float16)($v);",
+    matrix: &matrix::HIP,
+    header_matrix: matrix::HIP_HEADER,
+    matrix_helpers: matrix::HIP_HELPERS,
     helpers: &[
+        ("h_f16_f32", "float @(unsigned short x) {\n    return (float)__builtin_bit_cast(_Float16, x);\n}\n"),
+        (
+            "h_f32_f16",
+            "unsigned short @(float x) {\n    return __builtin_bit_cast(unsigned short, (_Float16)x);\n}\n",
+        ),
         ("h_round_f16_f32", "float @(float x) {\n    return (float)(_Float16)x;\n}\n"),
         ("h_round_f16_f64", "float @(double x) {\n    return (float)(_Float16)x;\n}\n"),
         ("h_fma_f32x2", "float2 @(float2 x, float2 y, float2 z) {\n    return x * y + z;\n}\n"),

@@ -29,7 +29,7 @@ pub static DIALECT: Dialect = Dialect {
     atomic_add: "atomic_fetch_add_explicit((device atomic_$t*)&$p, $v, memory_order_relaxed)",
     // A weak exchange may fail for no reason; keeping the largest code is as good.
     set_error: "atomic_fetch_max_explicit((device atomic_uint*)&$p, $v, memory_order_relaxed);",
-    types: ["bool", "int", "uint", "long", "ulong", "float", "", "float2", "float4"],
+    types: ["bool", "int", "uint", "long", "ulong", "float", "", "float2", "float4", "uint4"],
     storage: [
         "uchar", "uchar", "ushort", "uint", "ulong", "char", "short", "int", "long", "half", "ushort",
         "float", "",
@@ -42,7 +42,12 @@ pub static DIALECT: Dialect = Dialect {
     math_missing: &["erf", "erfc", "expm1", "log1p"],
     vector: "$t($0)",
     bitcast,
+    matrix: &[],
+    header_matrix: "",
+    matrix_helpers: &[],
     helpers: &[
+        ("h_f16_f32", "float @(ushort x) {\n    return (float)as_type<half>(x);\n}\n"),
+        ("h_f32_f16", "ushort @(float x) {\n    return as_type<ushort>((half)x);\n}\n"),
         ("h_round_f16_f32", "float @(float x) {\n    return (float)(half)x;\n}\n"),
         ("h_fma_f32x2", "float2 @(float2 x, float2 y, float2 z) {\n    return fma(x, y, z);\n}\n"),
         ("h_fma_f32x4", "float4 @(float4 x, float4 y, float4 z) {\n    return fma(x, y, z);\n}\n"),

@@ -2,12 +2,15 @@
 
 pub mod cuda;
 pub mod hip;
+mod matrix;
 pub mod metal;
 pub mod opencl;
 
+pub use matrix::{CUDA as MATRIX_CUDA, HIP as MATRIX_HIP};
+
 use super::Language;
 use crate::dtype::DType;
-use crate::kernel::ir::Ty;
+use crate::kernel::ir::{MatrixOp, Ty};
 
 /// How one language spells what the C writer needs.
 #[derive(Debug)]
@@ -53,7 +56,7 @@ pub struct Dialect {
     /// Statement that sets word `$p` to `$v` unless it is set.
     pub set_error: &'static str,
     /// Types, in the order of [`Ty`]; empty if the language lacks one.
-    pub types: [&'static str; 9],
+    pub types: [&'static str; 10],
     /// Element types of buffers, in the order of [`DType`].
     pub storage: [&'static str; 13],
     /// f16 and bf16 element reads (`$p[$i]`) and writes (`$v`); bf16 is bits everywhere.
@@ -68,8 +71,13 @@ pub struct Dialect {
     /// Vector of all lanes: `$t` type, `$0` lanes.
     pub vector: &'static str,
     pub bitcast: fn(Ty, Ty) -> &'static str,
+    /// Products of matrices that the language can say, and the lines that declare their types.
+    pub matrix: &'static [MatrixOp],
+    pub header_matrix: &'static str,
     /// Helpers that replace the common ones.
     pub helpers: &'static [(&'static str, &'static str)],
+    /// Helpers of products of matrices.
+    pub matrix_helpers: &'static [(&'static str, &'static str)],
 }
 
 impl Dialect {

@@ -28,7 +28,7 @@ pub static DIALECT: Dialect = Dialect {
     barrier_global: "barrier(CLK_LOCAL_MEM_FENCE | CLK_GLOBAL_MEM_FENCE);",
     atomic_add: "atomic_add((volatile __global $t*)&$p, $v)",
     set_error: "atomic_cmpxchg((volatile __global uint*)&$p, 0u, $v);",
-    types: ["bool", "int", "uint", "long", "ulong", "float", "double", "float2", "float4"],
+    types: ["bool", "int", "uint", "long", "ulong", "float", "double", "float2", "float4", "uint4"],
     storage: [
         "uchar", "uchar", "ushort", "uint", "ulong", "char", "short", "int", "long", "half", "ushort",
         "float", "double",
@@ -41,7 +41,15 @@ pub static DIALECT: Dialect = Dialect {
     math_missing: &[],
     vector: "($t)($0)",
     bitcast,
+    matrix: &[],
+    header_matrix: "",
+    matrix_helpers: &[],
     helpers: &[
+        ("h_f16_f32", "float @(ushort x) {\n    return vload_half(0, (half*)&x);\n}\n"),
+        (
+            "h_f32_f16",
+            "ushort @(float x) {\n    ushort h;\n    vstore_half_rte(x, 0, (half*)&h);\n    return h;\n}\n",
+        ),
         // vstore_half_rte rounds once from either float type.
         (
             "h_round_f16_f32",

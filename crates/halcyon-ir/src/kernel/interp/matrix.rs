@@ -1,0 +1,140 @@
+//! Matrices that a subgroup holds together: loads, stores, products.
+
+use super::code::{Ins, Reg};
+use super::{Fault, Memory, Run, Space, scalar};
+use crate::dtype::DType;
+use crate::kernel::ir::*;
+
+impl<M: Memory + ?Sized> Run<'_, M> {
+    /// What the subgroup whose first work-item is `first` does at a matrix instruction.
+    pub(super) fn matrix(&mut self, first: usize, pc: usize) {
+        (self.item, self.base) = (first, first);
+        let place = |f: u32, r: &Self| first / r.subgroup as usize * r.kernel.fragments.len() + f as usize;
+        match self.code.ins[pc] {
+            Ins::Fill { dst, value } => {
+                let v = self.agreed(value, pc);
+                let [rows, columns] = self.kernel.fragments[dst as usize].shape();
+                let at = place(dst, self);
+                self.matrices[at] = Some(vec![f32::from_bits(v as u32); rows * columns]);
+            }
+            Ins::LoadMatrix { matrix, arr, at, column_major } => {
+                let d = self.kernel.fragments[matrix as usize];
+                let places = self.places(matrix, arr, at, column_major, pc);
+                let v = places.into_iter().map(|p| {
+                    let Some((word, shift)) = p else { return 0.0 };
+                    self.watch(arr, word, false, pc);
+                    let raw = self.locals[word] as u32 >> shift;
+                    match d.op.operand {
+                        MatrixType::Tf32 => tf32(f32::from_bits(raw)),
+                        _ => f32::from_bits(scalar::load(d.storage(), (raw & 0xffff) as u64) as u32),
+                    }
+                });
+                let v = v.collect();
+                let to = place(matrix, self);
+                self.matrices[to] = Some(v);
+            }
+            Ins::StoreMatrix { matrix, arr, at } => {
+                let v = self.held(matrix, place(matrix, self), pc);
+                let places = self.places(matrix, arr, at, false, pc);
+                for (p, v) in places.into_iter().zip(v) {
+                    if let Some((word, _)) = p {
+                        self.watch(arr, word, true, pc);
+                        self.locals[word] = v.to_bits() as u64;
+                    }
+                }
+            }
+            Ins::Mma { sum, a, b } => {
+                let [m, n, k] = {
+                    let op = self.kernel.fragments[sum as usize].op;
+                    [op.m, op.n, op.k].map(usize::from)
+                };
+                let x = self.held(a, place(a, self), pc);
+                let y = self.held(b, place(b, self), pc);
+                let mut c = self.held(sum, place(sum, self), pc);
+                for i in 0..m {
+                    for j in 0..n {
+                        let dot = (0..k).fold(c[i * n + j], |s, l| x[i * k + l].mul_add(y[l * n + j], s));
+                        c[i * n + j] = dot;
+                    }
+                }
+                let to = place(sum, self);
+                self.matrices[to] = Some(c);
+            }
+            _ => {}
+        }
+    }
+
+    /// The value of a register, on which the work-items of the subgroup must agree.
+    fn agreed(&mut self, r: Reg, pc: usize) -> u64 {
+        let v = self.get(r);
+        let end = (self.item + self.subgroup as usize).min(self.kernel.items() as usize);
+        if (self.item..end).any(|i| self.regs[i * self.code.regs + r as usize] != v) {
+            self.report(Fault::Divergent, Space::None, v as i64, None, pc);
+        }
+        v
+    }
+
+    /// A matrix that was set before; else a report and zeros.
+    fn held(&mut self, f: u32, at: usize, pc: usize) -> Vec<f32> {
+        if let Some(v) = &self.matrices[at] {
+            return v.clone();
+        }
+        self.report(Fault::Uninitialised, Space::Matrix(FragmentId(f)), 0, None, pc);
+        let [rows, columns] = self.kernel.fragments[f as usize].shape();
+        vec![0.0; rows * columns]
+    }
+
+    /// Word and first bit of each element, in rows; `None` past the array.
+    fn places(
+        &mut self,
+        f: u32,
+        arr: u32,
+        at: [Reg; 2],
+        column_major: bool,
+        pc: usize,
+    ) -> Vec<Option<(usize, u32)>> {
+        let d = self.kernel.fragments[f as usize];
+        let [rows, columns] = d.shape();
+        let [offset, stride] = at.map(|r| self.agreed(r, pc) as i64);
+        let per = if d.storage() == DType::F32 { 1 } else { 2 };
+        for v in [offset, stride] {
+            if v % (4 * per) != 0 {
+                self.report(Fault::Misaligned, Space::Local(LocalId(arr)), v, None, pc);
+            }
+        }
+        let words = self.kernel.locals[arr as usize].len as i64 * 4;
+        let mut out = Vec::with_capacity(rows * columns);
+        for i in 0..rows as i64 {
+            for j in 0..columns as i64 {
+                let e = offset + if column_major { j * stride + i } else { i * stride + j };
+                let w = e.div_euclid(per);
+                out.push(if (0..words).contains(&w) {
+                    Some((self.code.locals[arr as usize] + w as usize, (e.rem_euclid(per) * 16) as u32))
+                } else {
+                    self.report(Fault::OutOfBounds, Space::Local(LocalId(arr)), w / 4, None, pc);
+                    None
+                });
+            }
+        }
+        out
+    }
+
+    /// Tells the shadow of an access by the subgroup's first work-item.
+    fn watch(&mut self, arr: u32, word: usize, write: bool, pc: usize) {
+        let item = self.item as u32;
+        let found = match &mut self.shadow {
+            Some(s) if write => s.write_local(word, 1, item),
+            Some(s) => s.read_local(word, 1, item),
+            None => None,
+        };
+        if let Some((fault, other)) = found {
+            let index = (word - self.code.locals[arr as usize]) as i64 / 4;
+            self.report(fault, Space::Local(LocalId(arr)), index, other, pc);
+        }
+    }
+}
+
+/// To ten bits of the significand: to nearest, ties away from zero. What is not finite stays.
+fn tf32(x: f32) -> f32 {
+    if x.is_finite() { f32::from_bits(x.to_bits().wrapping_add(0x1000) & !0x1fff) } else { x }
+}

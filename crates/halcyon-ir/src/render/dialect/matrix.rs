@@ -1,0 +1,298 @@
+//! Products of matrices on NVIDIA's and AMD's matrix units: types, and the functions that load, multiply and store them.
+//!
+//! Which work-item has which elements is fixed by the instruction: for `mma.sync` in the PTX ISA (sections "Matrix Fragments for mma.m16n8k16
+//! with floating point type" and "… mma.m16n8k8"), for MFMA and WMMA in AMD's ISA documents and its matrix instruction calculator. A product
+//! here is 16 × 16, two instructions on NVIDIA's (m16n8k16), one on AMD's.
+
+use crate::kernel::ir::{MatrixOp, MatrixType};
+
+const fn op(operand: MatrixType, k: u8, width: u8) -> MatrixOp {
+    MatrixOp { operand, m: 16, n: 16, k, width }
+}
+
+/// From sm_80 on.
+pub const CUDA: [MatrixOp; 3] =
+    [op(MatrixType::F16, 16, 32), op(MatrixType::BF16, 16, 32), op(MatrixType::Tf32, 8, 32)];
+
+/// In waves of 64 MFMA (gfx90a, gfx942), of 32 WMMA (gfx11).
+pub const HIP: [MatrixOp; 4] = [
+    op(MatrixType::F16, 16, 64),
+    op(MatrixType::BF16, 16, 64),
+    op(MatrixType::F16, 16, 32),
+    op(MatrixType::BF16, 16, 32),
+];
+
+pub(super) const CUDA_HEADER: &str = "\
+struct h_operand { unsigned int r[4]; };
+struct h_sum { float r[8]; };
+";
+
+/// MFMA: work-item `l` has four elements along k from `4 (l / 16)` of row (of B, column) `l % 16`, and of the sums column `l % 16`, rows
+/// `4 (l / 16)` on. WMMA: all sixteen of row `l % 16`, both halves of the wave the same, and of the sums column `l % 16`, every other
+/// row from `l / 16` on.
+pub(super) const HIP_HEADER: &str = "\
+#if defined(__gfx90a__) || defined(__gfx940__) || defined(__gfx941__) || defined(__gfx942__) || defined(__gfx950__)
+#define H_OPERAND 2
+#define H_SUM 4
+#define H_ROW(i, half) ((half) * 4 + (i))
+#elif defined(__gfx1100__) || defined(__gfx1101__) || defined(__gfx1102__) || defined(__gfx1103__) || defined(__gfx1150__) || defined(__gfx1151__)
+#define H_WMMA
+#define H_OPERAND 8
+#define H_SUM 8
+#define H_ROW(i, half) ((i) * 2 + (half))
+#else
+#error \"no matrix unit is known of this architecture\"
+#endif
+struct h_operand { unsigned int r[H_OPERAND]; };
+struct h_sum { float r[H_SUM]; };
+typedef _Float16 h_halves __attribute__((ext_vector_type(H_OPERAND * 2)));
+typedef short h_shorts __attribute__((ext_vector_type(H_OPERAND * 2)));
+typedef float h_floats __attribute__((ext_vector_type(H_SUM)));
+typedef unsigned short __attribute__((may_alias)) h_short;
+typedef unsigned int __attribute__((may_alias)) h_word;
+typedef float __attribute__((may_alias)) h_float;
+";
+
+pub(super) const CUDA_HELPERS: &[(&str, &str)] = &[
+    (
+        "h_load_a_16r",
+        r#"h_operand @(const uint4* l, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1));
+    const unsigned int p = (unsigned int)__cvta_generic_to_shared((const unsigned short*)l + offset + (lane & 15) * stride + (lane >> 4 << 3));
+    h_operand v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(v.r[0]), "=r"(v.r[1]), "=r"(v.r[2]), "=r"(v.r[3]) : "r"(p) : "memory");
+    return v;
+}
+"#,
+    ),
+    (
+        "h_load_a_16c",
+        r#"h_operand @(const uint4* l, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1));
+    const unsigned int p = (unsigned int)__cvta_generic_to_shared((const unsigned short*)l + offset + ((lane & 7) + (lane >> 4 << 3)) * stride + (lane & 8));
+    h_operand v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(v.r[0]), "=r"(v.r[1]), "=r"(v.r[2]), "=r"(v.r[3]) : "r"(p) : "memory");
+    return v;
+}
+"#,
+    ),
+    (
+        "h_load_b_16r",
+        r#"h_operand @(const uint4* l, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1));
+    const unsigned int p = (unsigned int)__cvta_generic_to_shared((const unsigned short*)l + offset + (lane & 15) * stride + (lane >> 4 << 3));
+    h_operand v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(v.r[0]), "=r"(v.r[1]), "=r"(v.r[2]), "=r"(v.r[3]) : "r"(p) : "memory");
+    return v;
+}
+"#,
+    ),
+    (
+        "h_load_b_16c",
+        r#"h_operand @(const uint4* l, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1));
+    const unsigned int p = (unsigned int)__cvta_generic_to_shared((const unsigned short*)l + offset + ((lane & 7) + (lane >> 4 << 3)) * stride + (lane & 8));
+    h_operand v;
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(v.r[0]), "=r"(v.r[1]), "=r"(v.r[2]), "=r"(v.r[3]) : "r"(p) : "memory");
+    return v;
+}
+"#,
+    ),
+    (
+        "h_tf32",
+        r#"unsigned int @(float x) {
+    unsigned int r;
+    asm("cvt.rna.tf32.f32 %0, %1;" : "=r"(r) : "f"(x));
+    return r;
+}
+"#,
+    ),
+    (
+        "h_load_a_32r",
+        r#"h_operand @(const uint4* l, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1)), g = lane >> 2, t = lane & 3;
+    const float* p = (const float*)l + offset;
+    h_operand v;
+    v.r[0] = h_tf32(p[(g) * stride + t]);
+    v.r[1] = h_tf32(p[(g + 8) * stride + t]);
+    v.r[2] = h_tf32(p[(g) * stride + t + 4]);
+    v.r[3] = h_tf32(p[(g + 8) * stride + t + 4]);
+    return v;
+}
+"#,
+    ),
+    (
+        "h_load_a_32c",
+        r#"h_operand @(const uint4* l, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1)), g = lane >> 2, t = lane & 3;
+    const float* p = (const float*)l + offset;
+    h_operand v;
+    v.r[0] = h_tf32(p[(t) * stride + g]);
+    v.r[1] = h_tf32(p[(t) * stride + g + 8]);
+    v.r[2] = h_tf32(p[(t + 4) * stride + g]);
+    v.r[3] = h_tf32(p[(t + 4) * stride + g + 8]);
+    return v;
+}
+"#,
+    ),
+    (
+        "h_load_b_32r",
+        r#"h_operand @(const uint4* l, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1)), g = lane >> 2, t = lane & 3;
+    const float* p = (const float*)l + offset;
+    h_operand v;
+    v.r[0] = h_tf32(p[(t) * stride + g]);
+    v.r[1] = h_tf32(p[(t + 4) * stride + g]);
+    v.r[2] = h_tf32(p[(t) * stride + g + 8]);
+    v.r[3] = h_tf32(p[(t + 4) * stride + g + 8]);
+    return v;
+}
+"#,
+    ),
+    (
+        "h_load_b_32c",
+        r#"h_operand @(const uint4* l, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1)), g = lane >> 2, t = lane & 3;
+    const float* p = (const float*)l + offset;
+    h_operand v;
+    v.r[0] = h_tf32(p[(g) * stride + t]);
+    v.r[1] = h_tf32(p[(g) * stride + t + 4]);
+    v.r[2] = h_tf32(p[(g + 8) * stride + t]);
+    v.r[3] = h_tf32(p[(g + 8) * stride + t + 4]);
+    return v;
+}
+"#,
+    ),
+    (
+        "h_mma_f16",
+        r#"void @(h_sum& c, const h_operand& a, const h_operand& b) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" : "+f"(c.r[0]), "+f"(c.r[1]), "+f"(c.r[2]), "+f"(c.r[3]) : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[0]), "r"(b.r[1]));
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" : "+f"(c.r[4]), "+f"(c.r[5]), "+f"(c.r[6]), "+f"(c.r[7]) : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2]), "r"(b.r[3]));
+}
+"#,
+    ),
+    (
+        "h_mma_bf16",
+        r#"void @(h_sum& c, const h_operand& a, const h_operand& b) {
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" : "+f"(c.r[0]), "+f"(c.r[1]), "+f"(c.r[2]), "+f"(c.r[3]) : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[0]), "r"(b.r[1]));
+    asm volatile("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" : "+f"(c.r[4]), "+f"(c.r[5]), "+f"(c.r[6]), "+f"(c.r[7]) : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2]), "r"(b.r[3]));
+}
+"#,
+    ),
+    (
+        "h_mma_tf32",
+        r#"void @(h_sum& c, const h_operand& a, const h_operand& b) {
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" : "+f"(c.r[0]), "+f"(c.r[1]), "+f"(c.r[2]), "+f"(c.r[3]) : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[0]), "r"(b.r[1]));
+    asm volatile("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};" : "+f"(c.r[4]), "+f"(c.r[5]), "+f"(c.r[6]), "+f"(c.r[7]) : "r"(a.r[0]), "r"(a.r[1]), "r"(a.r[2]), "r"(a.r[3]), "r"(b.r[2]), "r"(b.r[3]));
+}
+"#,
+    ),
+    (
+        "h_fill_sum",
+        r#"h_sum @(float x) {
+    h_sum v;
+    for (int i = 0; i < 8; i++) v.r[i] = x;
+    return v;
+}
+"#,
+    ),
+    (
+        "h_store_sum",
+        r#"void @(uint4* l, const h_sum& v, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1));
+    float* p = (float*)l + offset + (lane >> 2) * stride + (lane & 3) * 2;
+    *(float2*)p = make_float2(v.r[0], v.r[1]);
+    *(float2*)(p + 8 * stride) = make_float2(v.r[2], v.r[3]);
+    *(float2*)(p + 8) = make_float2(v.r[4], v.r[5]);
+    *(float2*)(p + 8 * stride + 8) = make_float2(v.r[6], v.r[7]);
+}
+"#,
+    ),
+];
+
+pub(super) const HIP_HELPERS: &[(&str, &str)] = &[
+    (
+        "h_load_a_16r",
+        r#"h_operand @(const uint4* l, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1));
+    const h_word* p = (const h_word*)((const h_short*)l + offset + (lane & 15) * stride) + (lane >> 4) * (H_OPERAND & 3);
+    h_operand v;
+    for (int i = 0; i < H_OPERAND; i++) v.r[i] = p[i];
+    return v;
+}
+"#,
+    ),
+    (
+        "h_load_a_16c",
+        r#"h_operand @(const uint4* l, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1));
+    const h_short* p = (const h_short*)l + offset + (lane & 15) + (lane >> 4) * (H_OPERAND & 3) * 2 * stride;
+    h_operand v;
+    for (int i = 0; i < H_OPERAND; i++) v.r[i] = (unsigned int)p[2 * i * stride] | (unsigned int)p[(2 * i + 1) * stride] << 16;
+    return v;
+}
+"#,
+    ),
+    (
+        "h_load_b_16r",
+        r#"h_operand @(const uint4* l, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1));
+    const h_short* p = (const h_short*)l + offset + (lane & 15) + (lane >> 4) * (H_OPERAND & 3) * 2 * stride;
+    h_operand v;
+    for (int i = 0; i < H_OPERAND; i++) v.r[i] = (unsigned int)p[2 * i * stride] | (unsigned int)p[(2 * i + 1) * stride] << 16;
+    return v;
+}
+"#,
+    ),
+    (
+        "h_load_b_16c",
+        r#"h_operand @(const uint4* l, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1));
+    const h_word* p = (const h_word*)((const h_short*)l + offset + (lane & 15) * stride) + (lane >> 4) * (H_OPERAND & 3);
+    h_operand v;
+    for (int i = 0; i < H_OPERAND; i++) v.r[i] = p[i];
+    return v;
+}
+"#,
+    ),
+    (
+        "h_mma_f16",
+        r#"void @(h_sum& c, const h_operand& a, const h_operand& b) {
+#ifdef H_WMMA
+    c = __builtin_bit_cast(h_sum, __builtin_amdgcn_wmma_f32_16x16x16_f16_w32(__builtin_bit_cast(h_halves, a), __builtin_bit_cast(h_halves, b), __builtin_bit_cast(h_floats, c)));
+#else
+    c = __builtin_bit_cast(h_sum, __builtin_amdgcn_mfma_f32_16x16x16f16(__builtin_bit_cast(h_halves, a), __builtin_bit_cast(h_halves, b), __builtin_bit_cast(h_floats, c), 0, 0, 0));
+#endif
+}
+"#,
+    ),
+    (
+        "h_mma_bf16",
+        r#"void @(h_sum& c, const h_operand& a, const h_operand& b) {
+#ifdef H_WMMA
+    c = __builtin_bit_cast(h_sum, __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32(__builtin_bit_cast(h_shorts, a), __builtin_bit_cast(h_shorts, b), __builtin_bit_cast(h_floats, c)));
+#else
+    c = __builtin_bit_cast(h_sum, __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(__builtin_bit_cast(h_shorts, a), __builtin_bit_cast(h_shorts, b), __builtin_bit_cast(h_floats, c), 0, 0, 0));
+#endif
+}
+"#,
+    ),
+    (
+        "h_fill_sum",
+        r#"h_sum @(float x) {
+    h_sum v;
+    for (int i = 0; i < H_SUM; i++) v.r[i] = x;
+    return v;
+}
+"#,
+    ),
+    (
+        "h_store_sum",
+        r#"void @(uint4* l, const h_sum& v, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1));
+    h_float* p = (h_float*)l + offset + (lane & 15);
+    for (int i = 0; i < H_SUM; i++) p[H_ROW(i, lane >> 4) * stride] = v.r[i];
+}
+"#,
+    ),
+];
