@@ -452,7 +452,7 @@ impl Plan {
             p.status == SUCCESS
                 && p.deterministic == DETERMINISTIC
                 && p.memory <= WORKSPACE
-                && (!exact || PRODUCTS.contains(&p.algorithm) && p.math == FMA_MATH)
+                && (!exact || PRODUCTS.contains(&p.algorithm))
                 && (!alone || p.algorithm == PRECOMPUTED)
         };
         let found = usize::try_from(found).unwrap_or(0).min(MOST_ALGORITHMS);
@@ -463,7 +463,7 @@ impl Plan {
         };
         let mut workspace = 0;
         // SAFETY: one number is written; everything else is live.
-        let steps = [unsafe { (f.conv_math)(conv.raw, best.math) }, unsafe {
+        let steps = [unsafe { (f.conv_math)(conv.raw, if exact { FMA_MATH } else { best.math }) }, unsafe {
             (f.workspace)(handle.0, x.raw, w.raw, conv.raw, y.raw, best.algorithm, &mut workspace)
         }];
         if let Some(code) = steps.into_iter().find(|code| *code != SUCCESS) {
