@@ -173,9 +173,9 @@ impl BackendBuilder {
         self
     }
 
-    /// How exact f32 matrix work must be, from level O2 on; below it is `Highest`. `High` and `Medium` let the vendors' libraries on `cuda` and
-    /// `rocm` round the factors of products and convolutions to TF32, where the device has it. `Medium` lets the CPU round the factors of matrix products to bf16 (and take
-    /// denormals for zero) where the processor multiplies bf16 faster than f32; all else is computed at `Highest`.
+    /// How exact f32 matrix work must be, from level O2 on; below it, it is `Highest`. `High` and `Medium` let NVIDIA's libraries on `cuda`
+    /// round the factors of products and convolutions to TF32. `Medium` lets the CPU round the factors of matrix products to bf16 (and
+    /// take denormals for zero) where the processor multiplies bf16 faster than f32; all else is computed at `Highest`.
     pub fn precision(mut self, p: MatmulPrecision) -> Self {
         self.precision = p;
         self

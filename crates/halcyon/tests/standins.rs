@@ -397,23 +397,107 @@ fn vendors_libraries(kind: BackendType) {
             let b = Backend::builder().backend_type(kind).level(level).precision(p);
             kernels_and_errors(&b.build().unwrap(), &want)
         };
-        let first = if kind == BackendType::Cuda { MatmulPrecision::High } else { MatmulPrecision::Medium };
-        let (names, loose) = with(Level::O2, first);
-        has(&names, &format!("{products}.tf32.relu"));
-        assert!(loose[0] > 20.0 * exact[0] && loose[0] < 0.1, "{kind}: {exact:?}, {loose:?}");
-        if conv {
-            has(&names, "cudnn.conv.tf32.relu");
-            assert!(loose[1] > 20.0 * exact[1] && loose[1] < 0.1, "{kind}: {exact:?}, {loose:?}");
+        let (names, loose) = with(Level::O2, MatmulPrecision::High);
+        if !conv {
+            // AMD's devices multiply f32 as it is.
+            has(&names, &format!("{products}.f32.relu"));
+            assert!(loose[0] < 1e-4, "{kind}: {loose:?}");
+            let c = configure_backend(kind.id(), plain.info(), false).unwrap();
+            let (_, e) = kernels_and_errors(&c.backend, &want);
+            assert!(!c.tuning.tf32 && e[0] < 1e-4, "{kind}: {e:?}");
+            return;
         }
+        has(&names, "cublaslt.tf32.relu");
+        has(&names, "cudnn.conv.tf32.relu");
+        assert!(loose[0] > 20.0 * exact[0] && loose[0] < 0.1, "{kind}: {exact:?}, {loose:?}");
+        assert!(loose[1] > 20.0 * exact[1] && loose[1] < 0.1, "{kind}: {exact:?}, {loose:?}");
         // Below O2 results are judged as those of the highest precision, and chains are kernels of their own.
         let (names, e) = with(Level::O1, MatmulPrecision::High);
-        has(&names, &format!("{products}.f32"));
+        has(&names, "cublaslt.f32");
         assert!(e.iter().all(|e| *e < 1e-4), "{kind}: {e:?}");
-        // The settings for training reach the library: TF32 on CUDA, and not on ROCm (row S0.3).
+        // The settings for training reach the library (row S0.3).
         let c = configure_backend(kind.id(), plain.info(), false).unwrap();
         let (names, e) = kernels_and_errors(&c.backend, &want);
-        has(&names, &format!("{products}.{}.relu", if c.tuning.tf32 { "tf32" } else { "f32" }));
-        assert_eq!((c.tuning.tf32, e[0] > 20.0 * exact[0]), (conv, conv), "{kind}: {exact:?}, {e:?}");
+        has(&names, "cublaslt.tf32.relu");
+        assert!(c.tuning.tf32 && e[0] > 20.0 * exact[0], "{kind}: {exact:?}, {e:?}");
+    });
+}
+
+/// A product or a convolution of random sizes, and what may follow one.
+fn drawn(rng: &mut Rng) -> (Graph, Vec<ConstData>) {
+    let (mut g, mut inputs) = (Graph::new(), vec![]);
+    let mut input = |g: &mut Graph, rng: &mut Rng, dims: &[usize]| {
+        inputs.push(ConstData::from_slice(dims, &rng.f32s(dims.iter().product())).unwrap());
+        g.input(&format!("x{}", inputs.len()), TensorType::new(DType::F32, dims))
+    };
+    let conv = rng.below(3) == 0;
+    let mut y = if conv {
+        let (b, c, o, n) = (1 + rng.below(3), 2 + rng.below(4), 2 + rng.below(8), 8 + rng.below(8));
+        let x = input(&mut g, rng, &[b, c, n + 4, n]);
+        let w = input(&mut g, rng, &[o, c, 3, 3]);
+        g.conv(x, w, Conv::new(2)).unwrap()
+    } else {
+        let (m, k, n) = (16 + rng.below(24), 40 + rng.below(60), 16 + rng.below(40));
+        let head: Vec<usize> = (0..rng.below(3)).map(|_| 1 + rng.below(3)).collect();
+        let x = input(&mut g, rng, &[&head[..], &[m, k]].concat());
+        let w = match rng.below(3) {
+            0 => input(&mut g, rng, &[k, n]),
+            1 => input(&mut g, rng, &[&head[..], &[k, n]].concat()),
+            _ => {
+                let t = input(&mut g, rng, &[n, k]);
+                g.permute(t, &[1, 0]).unwrap()
+            }
+        };
+        g.matmul(x, w).unwrap()
+    };
+    let dims: Vec<usize> = g.shape(y).known().unwrap().to_vec();
+    for _ in 0..rng.below(4) {
+        let along = |axis: usize| -> Vec<usize> {
+            (0..dims.len()).map(|a| if a == axis { dims[a] } else { 1 }).collect()
+        };
+        y = match rng.below(7) {
+            0 | 1 => {
+                let b = input(&mut g, rng, &along(if conv { 1 } else { dims.len() - 1 }));
+                g.add(b, y).unwrap()
+            }
+            // Along another axis, or everywhere: no bias.
+            2 => {
+                let b = input(&mut g, rng, &along(0));
+                g.add(y, b).unwrap()
+            }
+            3 => {
+                let b = input(&mut g, rng, &dims);
+                g.add(y, b).unwrap()
+            }
+            4 => g.gelu(y).unwrap(),
+            5 => g.gelu_tanh(y).unwrap(),
+            _ => g.relu(y).unwrap(),
+        };
+    }
+    g.output("y", y);
+    (g, inputs)
+}
+
+fn chains_on_top(kind: BackendType) {
+    let what = "chains on top of the vendors' kernels";
+    let mut rng = Rng::fresh(what);
+    on(kind, what, |h| {
+        let b = h.open(Level::O2);
+        let (mut calls, mut chains) = (0, 0);
+        for round in 0..12 {
+            let (g, inputs) = drawn(&mut rng);
+            let want = eval_f64(&g, &inputs, &[]).unwrap();
+            let session = Session::new(&b, g);
+            let got = session.run(&inputs).unwrap();
+            let plan = session.prepare(&inputs).unwrap();
+            let library = plan.plan().steps.iter().filter(|s| !s.work.kernel_name().starts_with("ir."));
+            library.for_each(|s| (calls, chains) = (calls + 1, chains + u32::from(s.fused.is_some())));
+            let pairs = got[0].scalars().zip(want[0].scalars());
+            let e = pairs.map(|(g, w)| (g.as_f64() - w.as_f64()).abs()).fold(0.0, f64::max);
+            assert!(e < 1e-4, "{kind}, round {round}: {e}\n{}", plan.plan());
+        }
+        assert!(calls > 0, "{kind}: no library was asked");
+        println!("{kind}: {calls} calls, {chains} with chains on top");
     });
 }
 
@@ -438,5 +522,6 @@ on_both! {
     captured_graphs_give_what_evaluations_do: capture;
     out_of_memory_at_every_allocation_leaves_nothing_behind: out_of_memory;
     plans_use_the_vendors_libraries: vendors_libraries;
+    chains_on_top_follow_float64: chains_on_top;
     lost_devices_are_errors_and_falsified_answers_show: lost_and_falsified;
 }

@@ -8,7 +8,6 @@ use crate::simt::sys::Side;
 use crate::simt::{Attributes, Family, SimtDriver, VendorLibrary};
 use halcyon_ir::kernel::MatrixOp;
 use halcyon_ir::render::{Language, MATRIX_CUDA};
-use halcyon_ir::target::MatmulPrecision;
 use std::sync::Mutex;
 
 /// The driver of every CUDA device.
@@ -75,7 +74,6 @@ pub static CUDA: Family = Family {
         fix: "Install cuDNN (pip install nvidia-cudnn-cu12), or name libcudnn in HALCYON_CUDNN_LIBRARY; without it convolutions are \
               generated kernels",
     }),
-    tf32: MatmulPrecision::High,
     architecture,
     flags,
     matrix,

@@ -8,7 +8,6 @@ use crate::simt::sys::Side;
 use crate::simt::{Attributes, Family, SimtDriver, VendorLibrary};
 use halcyon_ir::kernel::MatrixOp;
 use halcyon_ir::render::{Language, MATRIX_HIP};
-use halcyon_ir::target::MatmulPrecision;
 use std::path::Path;
 use std::sync::Mutex;
 
@@ -79,8 +78,6 @@ pub static ROCM: Family = Family {
         fix: "Install rocBLAS of ROCm, or name it in HALCYON_ROCBLAS_LIBRARY; without it products are generated kernels",
     }),
     convolutions: None,
-    // As elsewhere "high" leaves XF32 off.
-    tf32: MatmulPrecision::Medium,
     architecture: |a| architecture(a.bus()?.as_str(), Path::new("/")),
     flags,
     matrix,

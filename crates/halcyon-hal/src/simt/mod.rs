@@ -18,7 +18,6 @@ use crate::probe::Look;
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
 use halcyon_ir::kernel::MatrixOp;
 use halcyon_ir::render::Language;
-use halcyon_ir::target::MatmulPrecision;
 use std::sync::Arc;
 use sys::Side;
 
@@ -77,8 +76,6 @@ pub struct Family {
     pub products: VendorLibrary,
     pub plain_products: Option<VendorLibrary>,
     pub convolutions: Option<VendorLibrary>,
-    /// The precision from which on f32 products go through TF32, where the device has it.
-    pub tf32: MatmulPrecision,
     /// The compiler's name of a device: `sm_90`, `gfx90a`.
     pub architecture: fn(&adapter::Adapter) -> Option<String>,
     /// The compiler's flags for an architecture; `None` where it must be known.

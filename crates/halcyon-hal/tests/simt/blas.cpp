@@ -4,7 +4,7 @@
 #include <cmath>
 #include <functional>
 
-enum { LT_OK = 0, LT_NOT_INITIALISED = 1, LT_INVALID = HIP ? 3 : 7, LT_FAILED = HIP ? 6 : 13, LT_NOT_SUPPORTED = HIP ? 7 : 15 };
+enum { LT_OK = 0, LT_NOT_INITIALISED = 1, LT_INVALID = HIP ? 3 : 7, LT_FAILED = HIP ? 5 : 13, LT_NOT_SUPPORTED = HIP ? 7 : 15 };
 // cudaDataType and hipDataType.
 enum { R32 = 0, R64 = 1, R16 = 2, I8 = 3, I32 = 10, RB16 = 14 };
 
@@ -330,9 +330,10 @@ LT(cublasLtMatmulAlgoGetHeuristic, hipblasLtMatmulAlgoGetHeuristic)(Handle h, Ha
     auto most = [](uint64_t v) { return log2_of(v) > 4 ? 4 : log2_of(v); };
     algorithm.alignment[0] = (uint8_t)(most(preference.alignment[0]) | most(preference.alignment[1]) << 4);
     algorithm.alignment[1] = (uint8_t)(most(preference.alignment[2]) | most(desc.epilogue & 4 ? desc.bias : 0) << 4);
-    if (HIP) algorithm.alignment[0] = algorithm.alignment[1] = 0;
+    // hipBLASLt is not told: its algorithms take what they like.
+    if (HIP) algorithm.alignment[0] = algorithm.alignment[1] = 4 << 4 | 4;
     const size_t words = HIP ? 3 : 8;
-    memset(results, 0, (words + 4) * 8 - (HIP ? 0 : 0));
+    memset(results, 0, (words + 4) * 8);
     memcpy(results, &algorithm, sizeof algorithm);
     results[words] = room;
     ((int32_t*)results)[2 * words + 2] = LT_OK;

@@ -9,7 +9,6 @@ struct RocHandle {
     Address workspace = 0;
     size_t bytes = 0, asked = 0;
     bool atomics = true, asks = false;
-    int math = 0;
 };
 static std::set<Handle> roc_handles;
 #define ROC                                        \
@@ -51,12 +50,6 @@ extern "C" int rocblas_set_workspace(Handle h, Address at, size_t n) {
 extern "C" int rocblas_set_atomics_mode(Handle h, int mode) {
     ROC;
     r.atomics = mode != 0;
-    return ROC_OK;
-}
-extern "C" int rocblas_set_math_mode(Handle h, int mode) {
-    ROC;
-    if (mode != 0 && mode != 1) return ROC_INVALID;
-    r.math = mode;
     return ROC_OK;
 }
 extern "C" int rocblas_start_device_memory_size_query(Handle h) {
@@ -118,11 +111,10 @@ extern "C" int rocblas_gemm_strided_batched_ex(Handle h, int ta, int tb, int m, 
     if (r.bytes < need || !r.workspace || !inside(r.workspace, r.bytes)) return ROC_MEMORY;
     if (!inside(a, x.bytes()) || !inside(b, y.bytes()) || !inside(d, z.bytes())) return ROC_INTERNAL;
     if (!apart(d, z.bytes(), a, x.bytes()) || !apart(d, z.bytes(), b, y.bytes())) return ROC_POINTER;
-    int digits = factor == R32 && r.math == 1 ? 10 : 0;
     Address room = r.workspace;
     return on_stream(r.stream, [=]() {
         memset((void*)room, 0xee, need);
-        multiply(x, a, t, y, b, u, z, d, digits, Ending());
+        multiply(x, a, t, y, b, u, z, d, 0, Ending());
         return (int)ROC_OK;
     });
 }

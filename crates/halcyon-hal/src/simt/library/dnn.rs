@@ -7,6 +7,7 @@ use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS};
 use crate::{Declined, LibraryCall, Result};
 use halcyon_ir::layout::dense_strides;
 use halcyon_ir::op;
+use halcyon_ir::target::MatmulPrecision;
 use halcyon_ir::{DType, ScalarOp};
 use smallvec::SmallVec;
 use std::collections::BTreeMap;
@@ -268,7 +269,7 @@ impl Dnn {
             _ => return Err(Declined::because("cuDNN puts a bias, or a bias and relu, on top")),
         };
         let bias = ending.bias.map(|b| (b, activation));
-        let loose = call.precision >= self.context.api.family.tf32;
+        let loose = call.precision > MatmulPrecision::Highest;
         self.context.enter().map_err(|e| Declined::because(e.to_string()))?;
         let plan =
             Plan::new(self, &conv, bias, loose).map_err(|why| Declined::because(format!("cuDNN: {why}")))?;
@@ -451,7 +452,7 @@ impl Plan {
             p.status == SUCCESS
                 && p.deterministic == DETERMINISTIC
                 && p.memory <= WORKSPACE
-                && (!exact || PRODUCTS.contains(&p.algorithm) && p.math == FMA_MATH)
+                && (!exact || PRODUCTS.contains(&p.algorithm))
                 && (!alone || p.algorithm == PRECOMPUTED)
         };
         let found = usize::try_from(found).unwrap_or(0).min(MOST_ALGORITHMS);
@@ -462,7 +463,7 @@ impl Plan {
         };
         let mut workspace = 0;
         // SAFETY: one number is written; everything else is live.
-        let steps = [unsafe { (f.conv_math)(conv.raw, best.math) }, unsafe {
+        let steps = [unsafe { (f.conv_math)(conv.raw, if exact { FMA_MATH } else { best.math }) }, unsafe {
             (f.workspace)(handle.0, x.raw, w.raw, conv.raw, y.raw, best.algorithm, &mut workspace)
         }];
         if let Some(code) = steps.into_iter().find(|code| *code != SUCCESS) {

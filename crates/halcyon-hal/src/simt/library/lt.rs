@@ -7,6 +7,7 @@ use super::{Body, SimtKernel, WORKSPACE, WORKSPACE_ALIGNMENT, failed};
 use crate::simt::VendorLibrary;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS, Side, functions};
 use crate::{Declined, Error, LibraryCall, Result};
+use halcyon_ir::target::MatmulPrecision;
 use halcyon_ir::{DType, ScalarOp};
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
@@ -56,9 +57,8 @@ pub struct Api {
 
 /// Numbers that the two libraries do not share. Those of element types they do.
 struct Numbers {
-    /// Compute types: f32, f32 by way of TF32, f64, i32.
+    /// Compute types: f32, f64, i32.
     f32: c_int,
-    tf32: c_int,
     f64: c_int,
     i32: c_int,
     /// Not transposed, transposed.
@@ -78,7 +78,6 @@ struct Numbers {
 
 static CUDA: Numbers = Numbers {
     f32: 68,
-    tf32: 77,
     f64: 70,
     i32: 72,
     operations: [0, 1],
@@ -93,7 +92,6 @@ static CUDA: Numbers = Numbers {
 
 static HIP: Numbers = Numbers {
     f32: 2,
-    tf32: 6,
     f64: 7,
     i32: 9,
     operations: [111, 112],
@@ -106,6 +104,10 @@ static HIP: Numbers = Numbers {
     algorithm: 3,
 };
 
+/// Compute type of cuBLASLt: f32 by way of TF32.
+const TF32: c_int = 77;
+/// Bytes that the widest load takes.
+const WIDEST_LOAD: u32 = 16;
 /// Attribute of a preference: the most bytes of workspace.
 const MOST_WORKSPACE: c_int = 1;
 /// Partial products are added in the type that is computed in, never in the result's.
@@ -131,15 +133,16 @@ fn type_number(d: DType) -> Option<c_int> {
     })
 }
 
-fn status(code: Code) -> &'static str {
-    match code {
-        1 => "not initialised",
-        2 | 3 => "out of memory, or an invalid value",
-        7 => "an invalid value",
-        8 => "not for this architecture",
-        13 => "the kernel failed",
-        14 => "internal error",
-        15 => "not supported",
+/// `cublasStatus_t` and `hipblasStatus_t`.
+fn status(side: Side, code: Code) -> &'static str {
+    match (side, code) {
+        (_, 1) => "not initialised",
+        (Side::Cuda, 3) | (Side::Hip, 2) => "out of memory",
+        (Side::Cuda, 7) | (Side::Hip, 3 | 10) => "an invalid value",
+        (_, 8) => "not for this architecture",
+        (Side::Cuda, 13) | (Side::Hip, 5) => "the kernel failed",
+        (Side::Cuda, 14) | (Side::Hip, 6) => "internal error",
+        (Side::Cuda, 15) | (Side::Hip, 7) => "not supported",
         _ => "see the library's documentation",
     }
 }
@@ -222,7 +225,10 @@ impl Lt {
     fn check(&self, call: &str, code: Code) -> Result<()> {
         match code {
             SUCCESS => Ok(()),
-            _ => Err(failed(&self.context, self.title(), call, code, status(code))),
+            _ => {
+                let text = status(self.context.api.family.side, code);
+                Err(failed(&self.context, self.title(), call, code, text))
+            }
         }
     }
 
@@ -234,6 +240,7 @@ impl Lt {
         p: &Product,
     ) -> Result<SimtKernel, Declined> {
         let n = self.api.numbers;
+        let hip = self.context.api.family.side == Side::Hip;
         let ending = Ending::of(call, &[p.m * p.batch * p.calls.len(), p.n], 1)?;
         if !ending.of_type(call, &[DType::F32, DType::F16, DType::BF16]) {
             return Err(Declined::because("chains are on top of f32, f16 and bf16"));
@@ -245,7 +252,7 @@ impl Lt {
             Some(_) => return Err(Declined::because("the library's gelu is the one by tanh")),
         };
         epilogue |= if ending.bias.is_some() { BIAS } else { 0 };
-        if p.factors == DType::I8 && self.context.api.family.side == Side::Cuda {
+        if p.factors == DType::I8 && !hip {
             // What `cublasLtMatmul` says of IMMA kernels with regular data ordering.
             let [a, b, c] = p.alignment(WORKSPACE_ALIGNMENT);
             let four = [p.n, p.k, p.a.ld, p.b.ld].iter().all(|d| d % 4 == 0) && a.min(b).min(c) >= 4;
@@ -256,12 +263,21 @@ impl Lt {
                 ));
             }
         }
-        let loose = p.factors == DType::F32 && call.precision >= self.context.api.family.tf32;
+        // hipBLASLt does not say what its algorithms need, and cannot be told what there is.
+        let bias =
+            ending.bias.map_or(WORKSPACE_ALIGNMENT as u32, |b| alignment(b.offset, WORKSPACE_ALIGNMENT));
+        if hip && p.alignment(WORKSPACE_ALIGNMENT).into_iter().chain([bias]).any(|a| a < WIDEST_LOAD) {
+            return Err(Declined::because(format!(
+                "operands that begin at multiples of {WIDEST_LOAD} bytes are needed"
+            )));
+        }
+        // AMD's devices multiply f32 as it is: few have another way.
+        let loose = !hip && p.factors == DType::F32 && call.precision > MatmulPrecision::Highest;
         // Where the device has no TF32 the next one is taken.
         let computes: &[(c_int, &str)] = match p.factors {
             DType::F64 => &[(n.f64, "f64")],
             DType::I8 => &[(n.i32, "i8")],
-            DType::F32 if loose => &[(n.tf32, "tf32"), (n.f32, "f32")],
+            DType::F32 if loose => &[(TF32, "tf32"), (n.f32, "f32")],
             d => &[(n.f32, if d == DType::F32 { "f32" } else { d.name() })],
         };
         self.context.enter().map_err(|e| Declined::because(e.to_string()))?;
@@ -334,11 +350,7 @@ fn set<T: Copy>(
 ) -> Result<(), String> {
     // SAFETY: the value is read during the call.
     let code = unsafe { f(what.raw, attribute, ptr::from_ref(&value).cast(), size_of::<T>()) };
-    if code == SUCCESS {
-        Ok(())
-    } else {
-        Err(format!("attribute {attribute} gave status {code} ({})", status(code)))
-    }
+    if code == SUCCESS { Ok(()) } else { Err(format!("attribute {attribute} gave status {code}")) }
 }
 
 /// A product with its algorithm.
@@ -377,11 +389,11 @@ impl Plan {
         epilogue: u32,
         bias: Option<Bias>,
     ) -> Result<Plan, String> {
-        let (f, n) = (&lt.api.f, lt.api.numbers);
+        let (f, n, side) = (&lt.api.f, lt.api.numbers, lt.context.api.family.side);
         let number = |d: DType| type_number(d).ok_or_else(|| format!("{d} has no number"));
         let made = |code: Code, raw: Handle, destroy| match code {
             SUCCESS => Ok(Made { raw, destroy }),
-            c => Err(format!("a description gave status {c} ({})", status(c))),
+            c => Err(format!("a description gave status {c} ({})", status(side, c))),
         };
         // Products are scaled in the type they are computed in.
         let (scale, one) = match p.factors {
@@ -461,7 +473,7 @@ impl Plan {
         match (code, found, state) {
             (SUCCESS, 1.., SUCCESS) => {}
             (SUCCESS, 1.., c) | (c, ..) => {
-                return Err(format!("no algorithm for this product (status {c}, {})", status(c)));
+                return Err(format!("no algorithm for this product (status {c}, {})", status(side, c)));
             }
         }
         let workspace = answer[n.algorithm] as usize;

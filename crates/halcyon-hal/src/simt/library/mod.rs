@@ -108,7 +108,13 @@ impl Libraries {
             let opened = self.context.enter().and_then(|()| open(&self.context, library, &names));
             opened.map(Arc::new).map_err(|e| {
                 tracing::info!(device = self.context.id, library = library.title, "not used: {e}");
-                e.to_string()
+                match e {
+                    // The backend is there: a library of it is not.
+                    Error::Unavailable { tried, reason, fix, .. } => {
+                        format!("{reason} ({}). {fix}", tried.join("; "))
+                    }
+                    e => e.to_string(),
+                }
             })
         })
         .clone()

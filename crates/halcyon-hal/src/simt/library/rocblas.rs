@@ -22,7 +22,6 @@ functions_of_one! {
         set_stream: "rocblas_set_stream", (Handle, Handle);
         set_workspace: "rocblas_set_workspace", (Handle, Address, usize);
         set_atomics: "rocblas_set_atomics_mode", (Handle, c_int);
-        set_math: "rocblas_set_math_mode", (Handle, c_int);
         start_query: "rocblas_start_device_memory_size_query", (Handle);
         stop_query: "rocblas_stop_device_memory_size_query", (Handle, *mut usize);
         gemm: "rocblas_gemm_strided_batched_ex",
@@ -35,8 +34,6 @@ functions_of_one! {
 const INCREASED: Code = 9;
 const UNCHANGED: Code = 10;
 const OPERATIONS: [c_int; 2] = [111, 112];
-/// Of the math mode: f32 as it is, or by way of XF32, which rounds factors as TF32 does.
-const MATH: [c_int; 2] = [0, 1];
 /// The handle always has memory of ours, so that it never takes any itself.
 const LEAST: usize = 256;
 
@@ -73,7 +70,7 @@ pub struct Api {
     library: String,
 }
 
-/// A handle of the library on one device, whose stream, memory and mode are set before each call.
+/// A handle of the library on one device, whose stream and memory are set before each call.
 pub struct RocBlas {
     api: &'static Api,
     handle: Mutex<Raw>,
@@ -151,13 +148,11 @@ impl RocBlas {
             DType::I8 => (DType::I32, 1),
             _ => (DType::F32, u64::from(1f32.to_bits())),
         };
-        let loose = p.factors == DType::F32 && call.precision >= self.context.api.family.tf32;
         let sizes = [p.factors.size(), p.factors.size(), p.result.size()].map(|s| s as isize);
         let mut plan = Plan {
             blas: self.clone(),
             product: p.clone(),
             types: [number(p.factors)?, number(p.result)?, number(compute)?],
-            math: MATH[usize::from(loose)],
             one,
             workspace: 0,
             calls: p.calls.iter().map(|at| std::array::from_fn(|x| at[x] * sizes[x])).collect(),
@@ -166,7 +161,7 @@ impl RocBlas {
         if plan.workspace > WORKSPACE {
             return Err(Declined::because(format!("rocBLAS asks for {} bytes of workspace", plan.workspace)));
         }
-        let name = format!("rocblas.{}", if loose { "xf32" } else { p.factors.name() });
+        let name = format!("rocblas.{}", p.factors.name());
         SimtKernel::new(name, owner, call, plan.workspace, plan)
     }
 }
@@ -192,7 +187,6 @@ struct Plan {
     product: Product,
     /// Of the factors, the result, and what is computed in.
     types: [c_int; 3],
-    math: c_int,
     one: u64,
     workspace: usize,
     /// Bytes to a, b and c of each call.
@@ -249,13 +243,11 @@ impl Plan {
         let handle = blas.handle.lock().unwrap_or_else(|e| e.into_inner());
         let mut bytes = 0;
         // SAFETY: the handle is live, and nothing is read while it is asked for its memory.
-        let (math, start, asked, stop) = unsafe {
-            let math = (f.set_math)(handle.0, self.math);
+        let (start, asked, stop) = unsafe {
             let start = (f.start_query)(handle.0);
             let own = blas.own.at;
-            (math, start, self.call(handle.0, own, own, own), (f.stop_query)(handle.0, &mut bytes))
+            (start, self.call(handle.0, own, own, own), (f.stop_query)(handle.0, &mut bytes))
         };
-        blas.check("choosing how f32 is multiplied", math)?;
         blas.check("asking for memory", start)?;
         match asked {
             INCREASED | UNCHANGED => {}
@@ -275,13 +267,7 @@ impl Body for Plan {
         };
         let handle = blas.handle.lock().unwrap_or_else(|e| e.into_inner());
         // SAFETY: the handle and the stream are live; memory of ours is exchanged for memory of ours, which frees none.
-        let set = unsafe {
-            [
-                (f.set_stream)(handle.0, stream),
-                (f.set_workspace)(handle.0, room, bytes),
-                (f.set_math)(handle.0, self.math),
-            ]
-        };
+        let set = unsafe { [(f.set_stream)(handle.0, stream), (f.set_workspace)(handle.0, room, bytes)] };
         for code in set {
             blas.check("preparing a product", code)?;
         }
