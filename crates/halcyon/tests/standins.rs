@@ -6,6 +6,8 @@ mod common;
 #[path = "standins/graphs.rs"]
 mod graphs;
 mod optable;
+#[path = "standins/peers.rs"]
+mod peers;
 #[path = "../../halcyon-hal/tests/common/standin.rs"]
 mod standin;
 

@@ -7,6 +7,7 @@
 pub mod adapter;
 pub mod device;
 pub mod memory;
+mod peer;
 pub mod program;
 pub mod queue;
 mod replay;
