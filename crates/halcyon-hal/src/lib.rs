@@ -410,6 +410,40 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     /// Enqueues the commands in order.
     fn submit(&self, commands: &[Command<'_>]) -> Result<()>;
 
+    /// Whether [`Device::copy_from_peer`] copies from another device.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] with the reason where it does not.
+    fn can_copy_from(&self, from: &dyn Device) -> Result<()> {
+        Err(Error::unsupported(
+            format!("copies from {} to {}", from.info().id, self.info().id),
+            "Copy through the host",
+        ))
+    }
+
+    /// Copies `bytes` bytes of another device's buffer into one of this device, without the host: behind what was submitted to
+    /// either, and before what will be.
+    ///
+    /// # Errors
+    /// As [`Device::can_copy_from`]; [`Error::Argument`] for a range outside of a buffer; those of the driver.
+    fn copy_from_peer(
+        &self,
+        from: &dyn Device,
+        src: &BufferRef,
+        src_offset: usize,
+        dst: &BufferRef,
+        dst_offset: usize,
+        bytes: usize,
+    ) -> Result<()> {
+        let _ = (src, src_offset, dst, dst_offset, bytes);
+        self.can_copy_from(from)
+    }
+
+    /// The driver's own, for [`Device::copy_from_peer`] of another of its devices.
+    fn as_peer(&self) -> Option<&dyn Any> {
+        None
+    }
+
     /// Takes commands to be launched any number of times by one call each; nothing runs yet. See [`replay`] for what holds.
     ///
     /// # Errors

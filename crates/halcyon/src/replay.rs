@@ -200,6 +200,8 @@ impl Executable {
         }
         let values: SmallVec<[Scalar; 16]> = self.arguments(lease).map(|(_, v)| v).collect();
         let launch = |r: &dyn Replay| stream::replay(backend, on, r, &buffers, &values);
+        // Vendors' kernels may have to make themselves ready in a first run.
+        let first = c.at_once && c.kept.is_empty() && c.wasted == 0;
         let found = c.kept.iter().position(|k| k.key == c.now);
         match found {
             Some(i) => {
@@ -212,7 +214,7 @@ impl Executable {
                 let old = c.kept.remove(i);
                 self.dropped(c, old);
             }
-            None if c.recent.contains(&c.now) || (c.at_once && c.kept.is_empty() && c.wasted == 0) => {}
+            None if c.recent.contains(&c.now) || (first && !w.fixed) => {}
             None => {
                 c.remember();
                 return Ok(false);

@@ -1,7 +1,7 @@
 //! One graph over several devices: which op runs where, what is copied between them, and the run itself.
 //!
 //! The graph is cut into segments. A segment is a graph of its own, planned and compiled for its device like any other; what one makes
-//! and another reads is copied through the host. What follows from constants alone is computed where it is read. [`Placement`] says all
+//! and another reads is copied from device to device where they can ([`halcyon_hal::Device::copy_from_peer`]), else through the host. What follows from constants alone is computed where it is read. [`Placement`] says all
 //! of it beforehand, with the bytes that [`halcyon_hal::Counters`] will count.
 
 use crate::backend::Backend;
@@ -15,6 +15,7 @@ use halcyon_ir::passes::{Level, PassOptions};
 use halcyon_ir::plan::StepWork;
 use halcyon_ir::{ConstData, Op, Scalar, cost, host};
 use serde::Serialize;
+use std::collections::hash_map::Entry;
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::Arc;
 use std::time::Instant;
@@ -43,6 +44,8 @@ pub struct PlacedCopy {
     pub from: Option<usize>,
     pub to: Option<usize>,
     pub bytes: u64,
+    /// Between two devices that copy from each other without the host.
+    pub direct: bool,
     /// Estimate, from what small and large copies were just seen to take on these devices.
     pub seconds: f64,
 }
@@ -59,6 +62,8 @@ pub struct Share {
     /// Bytes that a run writes to it and reads from it.
     pub uploaded: u64,
     pub downloaded: u64,
+    /// Bytes that a run copies to it from other devices without the host.
+    pub received: u64,
 }
 
 /// Which op runs where, and what is copied.
@@ -288,6 +293,11 @@ impl Copying {
     }
 }
 
+/// Whether values go from one device to the other without the host.
+fn direct(from: &Backend, to: &Backend) -> bool {
+    to.device().can_copy_from(&**from.device()).is_ok()
+}
+
 /// Writing to a device and reading from it, from copies of one word and of 1 MiB (less where less is left): the best of three.
 fn rates(b: &Backend) -> Result<(Copying, Copying)> {
     const SMALL: usize = 4;
@@ -366,6 +376,10 @@ impl Placement {
         }
         p.copies = copies(backends, graph, parts)?;
         for c in &p.copies {
+            if let (true, Some(d)) = (c.direct, c.to) {
+                p.devices[d].received += c.bytes;
+                continue;
+            }
             if let Some(d) = c.to {
                 p.devices[d].uploaded += c.bytes;
             }
@@ -377,6 +391,26 @@ impl Placement {
     }
 }
 
+/// Copying from one device to another without the host, likewise.
+fn rate_between(from: &Backend, to: &Backend) -> Result<Copying> {
+    const SMALL: usize = 4;
+    let left = |b: &Backend| b.device().available().map_or(1 << 20, |free| (free / 4).clamp(4096, 1 << 20));
+    let large = left(from).min(left(to)) as usize;
+    let (src, dst) = (from.device().alloc(large, Tag::Io)?, to.device().alloc(large, Tag::Io)?);
+    let time = |n: usize| -> Result<f64> {
+        let mut best = f64::INFINITY;
+        for _ in 0..3 {
+            let start = Instant::now();
+            to.device().copy_from_peer(&**from.device(), &src, 0, &dst, 0, n)?;
+            to.device().synchronize()?;
+            best = best.min(start.elapsed().as_secs_f64());
+        }
+        Ok(best)
+    };
+    let (small, all) = (time(SMALL)?, time(large)?);
+    Ok(Copying { latency: small, per_byte: (all - small).max(0.0) / (large - SMALL) as f64 })
+}
+
 /// The copies of a run, in their order, with bytes and estimates.
 fn copies(backends: &[Backend], graph: &Graph, parts: &[Part]) -> Result<Vec<PlacedCopy>> {
     let rates = backends.iter().map(rates).collect::<Result<Vec<_>>>()?;
@@ -384,6 +418,7 @@ fn copies(backends: &[Backend], graph: &Graph, parts: &[Part]) -> Result<Vec<Pla
     let mut at: BTreeSet<(NodeId, usize)> = BTreeSet::new();
     let mut made: HashMap<NodeId, usize> = HashMap::new();
     let bytes = |v: NodeId| cost::type_bytes(graph.ty(v));
+    let mut between: HashMap<(usize, usize), Copying> = HashMap::new();
     let name = |v: NodeId| match &graph.node(v).op {
         Op::Input(k) => graph.inputs()[*k as usize].name.to_string(),
         op => format!("{} at {}", op.name(), graph.node(v).span),
@@ -392,8 +427,18 @@ fn copies(backends: &[Backend], graph: &Graph, parts: &[Part]) -> Result<Vec<Pla
         for &v in &s.inputs {
             if made.get(&v) != Some(&s.device) && at.insert((v, s.device)) {
                 let (from, b) = (made.get(&v).copied(), bytes(v)?);
-                let seconds = rates[s.device].0.seconds(b) + from.map_or(0.0, |f| rates[f].1.seconds(b));
-                copies.push(PlacedCopy { value: name(v), from, to: Some(s.device), bytes: b, seconds });
+                let to = s.device;
+                let direct = from.is_some_and(|f| direct(&backends[f], &backends[to]));
+                let seconds = match (direct, from) {
+                    (true, Some(f)) => {
+                        if let Entry::Vacant(e) = between.entry((f, to)) {
+                            e.insert(rate_between(&backends[f], &backends[to])?);
+                        }
+                        between[&(f, to)].seconds(b)
+                    }
+                    _ => rates[to].0.seconds(b) + from.map_or(0.0, |f| rates[f].1.seconds(b)),
+                };
+                copies.push(PlacedCopy { value: name(v), from, to: Some(to), bytes: b, direct, seconds });
             }
         }
         made.extend(s.outputs.iter().map(|v| (*v, s.device)));
@@ -402,7 +447,8 @@ fn copies(backends: &[Backend], graph: &Graph, parts: &[Part]) -> Result<Vec<Pla
         if let Some(&d) = made.get(&o.node) {
             let b = bytes(o.node)?;
             let seconds = rates[d].1.seconds(b);
-            copies.push(PlacedCopy { value: o.name.to_string(), from: Some(d), to: None, bytes: b, seconds });
+            let value = o.name.to_string();
+            copies.push(PlacedCopy { value, from: Some(d), to: None, bytes: b, direct: false, seconds });
         }
     }
     Ok(copies)
@@ -497,6 +543,14 @@ impl Split {
                     buffers.push(b.clone());
                     continue;
                 }
+                if let Some(&from) = made.get(&v)
+                    && direct(&self.backends[from], backend)
+                {
+                    let b = self.receive(&at, v, from, backend)?;
+                    at.insert((v, s.device), b.clone());
+                    buffers.push(b);
+                    continue;
+                }
                 let moved;
                 let bytes = match (&self.graph.node(v).op, made.get(&v)) {
                     (_, Some(&from)) => {
@@ -534,6 +588,23 @@ impl Split {
             .collect::<Result<Vec<_>>>()?;
         self.backends.iter().try_for_each(Backend::check_faults)?;
         Ok(outputs)
+    }
+
+    /// Copies a value from one device to another.
+    fn receive(
+        &self,
+        at: &HashMap<(NodeId, usize), BufferRef>,
+        v: NodeId,
+        from: usize,
+        to: &Backend,
+    ) -> Result<BufferRef> {
+        let src = at
+            .get(&(v, from))
+            .ok_or_else(|| Error::internal("a value was dropped before its last reader"))?;
+        let bytes = cost::type_bytes(self.graph.ty(v))? as usize;
+        let dst = to.device().alloc(bytes, Tag::Io)?;
+        to.device().copy_from_peer(&**self.backends[from].device(), src, 0, &dst, 0, bytes)?;
+        Ok(dst)
     }
 
     /// Copies a value to the host.

@@ -68,6 +68,7 @@ fn run_counted(s: &Split, inputs: &[ConstData]) -> Vec<ConstData> {
         let sum = |f: fn(&Share) -> u64| said.iter().map(|d| f(d)).sum::<u64>();
         assert_eq!(now.uploaded_bytes - was.uploaded_bytes, sum(|d| d.uploaded), "{}", b.id());
         assert_eq!(now.downloaded_bytes - was.downloaded_bytes, sum(|d| d.downloaded), "{}", b.id());
+        assert_eq!(now.peer_bytes - was.peer_bytes, sum(|d| d.received), "{}", b.id());
         let ran = now.launches + now.library_calls > was.launches + was.library_calls;
         assert_eq!(ran, sum(|d| d.ops as u64) > 0, "{} ran its part", b.id());
     }

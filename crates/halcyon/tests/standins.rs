@@ -7,6 +7,8 @@ mod common;
 #[path = "standins/graphs.rs"]
 mod graphs;
 mod optable;
+#[path = "standins/peers.rs"]
+mod peers;
 #[path = "spine/probes.rs"]
 mod probes;
 #[path = "../../halcyon-hal/tests/common/standin.rs"]

@@ -139,7 +139,9 @@ pub fn text(p: &Placement) -> String {
         time(Duration::from_secs_f64(p.seconds()))
     );
     let mut rows = vec![
-        ["device", "ops", "MFLOP", "share", "constants", "uploaded", "downloaded"].map(String::from).to_vec(),
+        ["device", "ops", "MFLOP", "share", "constants", "uploaded", "downloaded", "received"]
+            .map(String::from)
+            .to_vec(),
     ];
     for d in &p.devices {
         rows.push(vec![
@@ -150,14 +152,16 @@ pub fn text(p: &Placement) -> String {
             size(d.constants),
             size(d.uploaded),
             size(d.downloaded),
+            size(d.received),
         ]);
     }
-    out += &figures(rows, &[1, 2, 3, 4, 5, 6]);
+    out += &figures(rows, &[1, 2, 3, 4, 5, 6, 7]);
     let name = |d: Option<usize>| d.map_or("host", |i| p.devices[i].id.as_str());
     let copies: Vec<_> = p.copies.iter().filter(|c| c.from.is_some() && c.to.is_some()).collect();
     for c in copies.iter().take(ROWS) {
-        let _ =
-            writeln!(out, "copy     {} from {} to {}: {}", c.value, name(c.from), name(c.to), size(c.bytes));
+        let way = if c.direct { ", without the host" } else { "" };
+        let (from, to) = (name(c.from), name(c.to));
+        let _ = writeln!(out, "copy     {} from {from} to {to}: {}{way}", c.value, size(c.bytes));
     }
     if copies.len() > ROWS {
         let _ = writeln!(out, "         and {} more copies (--json has them)", copies.len() - ROWS);

@@ -23,6 +23,7 @@ use halcyon_ir::Scalar;
 use halcyon_ir::kernel::{Kernel, verify_for};
 use halcyon_ir::render;
 use smallvec::SmallVec;
+use std::any::Any;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
@@ -43,6 +44,8 @@ pub(crate) struct Shared {
     pub overlaps: bool,
     /// When streams' times begin.
     origin: OnceLock<Stamp>,
+    /// Whether this device reaches the memory of others, by their numbers, as far as somebody asked.
+    pub peers: Mutex<HashMap<i32, bool>>,
     /// Last: what is above is given back in it.
     pub context: Arc<Context>,
 }
@@ -204,6 +207,7 @@ impl SimtDevice {
                 watcher: Watcher::default(),
                 overlaps: adapter.concurrent(),
                 origin: OnceLock::new(),
+                peers: Mutex::default(),
                 context,
             }),
         })
@@ -397,6 +401,26 @@ impl Device for SimtDevice {
             Some(r) => r,
             None => self.own(|| self.shared.access(commands), enqueue).map(drop),
         }
+    }
+
+    fn can_copy_from(&self, from: &dyn Device) -> Result<()> {
+        self.reaches(from)
+    }
+
+    fn copy_from_peer(
+        &self,
+        from: &dyn Device,
+        src: &BufferRef,
+        src_offset: usize,
+        dst: &BufferRef,
+        dst_offset: usize,
+        bytes: usize,
+    ) -> Result<()> {
+        self.copy_peer(from, (src, src_offset), (dst, dst_offset), bytes)
+    }
+
+    fn as_peer(&self) -> Option<&dyn Any> {
+        Some(self)
     }
 
     fn capture(&self, recording: &Recording<'_>) -> Result<Arc<dyn Replay>> {

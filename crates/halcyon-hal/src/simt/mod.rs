@@ -8,6 +8,7 @@ pub mod adapter;
 pub mod device;
 pub mod library;
 pub mod memory;
+mod peer;
 pub mod program;
 pub mod queue;
 mod replay;

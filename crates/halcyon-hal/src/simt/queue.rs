@@ -3,7 +3,7 @@
 use super::library::SimtKernel;
 use super::memory::{Memory, SimtBuffer, SimtPages, SimtSource};
 use super::program::{Function, SimtProgram};
-use super::sys::{self, Address, Context, GraphFunctions, Handle};
+use super::sys::{self, Address, Context, GraphFunctions, Handle, Peers};
 use crate::lanes::{Fenced, Mark};
 use crate::pool::{Defragmented, Pool, Relocation};
 use crate::validate::Argument;
@@ -522,6 +522,22 @@ impl Submission<'_> {
                 q.check(&call, code)?;
             }
             Ok(())
+        })
+    }
+
+    /// Copies from a range of another device to one of this device. Both were checked.
+    pub fn copy_peer(
+        &mut self,
+        peers: Peers,
+        to: (&SimtBuffer, usize),
+        (other, src, offset): (&Context, &SimtBuffer, usize),
+        bytes: usize,
+    ) -> Result<()> {
+        let (to, from) = (to.0.address() + to.1 as u64, src.address() + offset as u64);
+        self.timed(|q| {
+            // SAFETY: both buffers are live and the ranges lie inside of them.
+            let code = unsafe { q.context.copy_peer(peers, to, (other, from), bytes, q.raw) };
+            q.check("copying from another device", code)
         })
     }
 

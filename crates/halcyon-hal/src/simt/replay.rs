@@ -9,15 +9,15 @@
 //! the pages lets several launches be under way.
 
 use super::device::{Shared, SimtDevice};
-use super::memory::{SimtBuffer, SimtPages};
+use super::memory::{Memory, SimtBuffer, SimtPages};
 use super::program::{Function, SimtProgram};
 use super::queue::{Point, Queue, Submission};
 use super::sys::{self, Context, GraphFunctions, Handle};
 use crate::hazard::{Access, Spans};
 use crate::lanes::{Fenced, Mark};
 use crate::{
-    BufferRef, Command, Counters, Counts, Device, Error, LibraryKernel, Program, Recording, Replay, Result,
-    Tag, replay, validate,
+    BufferRef, Command, Counters, Counts, Error, LibraryKernel, Program, Recording, Replay, Result, replay,
+    validate,
 };
 use halcyon_ir::Scalar;
 use halcyon_ir::kernel::{Ty, const_bits};
@@ -103,7 +103,8 @@ pub(crate) struct SimtReplay {
     variables: Vec<(usize, Ty)>,
     /// Words that take the address of the queue's fault word.
     faults: Vec<usize>,
-    arguments: Option<(BufferRef, u64)>,
+    /// The buffer of words; it never moves.
+    arguments: Option<Memory>,
     commands: usize,
     /// What one launch counts.
     counts: Counters,
@@ -212,21 +213,20 @@ impl SimtReplay {
             return refused(what, "Open the device without profiling");
         }
         let layout = Layout::of(d, r)?;
-        let arguments = match layout.words {
-            0 => None,
-            n => Some(d.alloc(8 * n, Tag::Workspace)?),
+        let full = |bytes: usize, what: &str, why: String| Error::OutOfMemory {
+            device: context.id.clone(),
+            what: format!("{what} for the arguments of captured commands: {why}"),
+            requested: bytes as u64,
+            free: 0,
+            total: 0,
+            next: "Submit the commands".into(),
         };
-        let pages = match layout.words {
-            0 => None,
-            n => Some(SimtPages::new(context, 8 * n * SLOTS).map_err(|why| Error::OutOfMemory {
-                device: context.id.clone(),
-                what: format!("locked memory of the host for arguments: {why}"),
-                requested: (8 * n * SLOTS) as u64,
-                free: 0,
-                total: 0,
-                next: "Submit the commands".into(),
-            })?),
-        };
+        let (mut arguments, mut pages) = (None, None);
+        if layout.words > 0 {
+            let (one, all) = (8 * layout.words, 8 * layout.words * SLOTS);
+            arguments = Some(Memory::new(context, one).map_err(|why| full(one, "memory", why))?);
+            pages = Some(SimtPages::new(context, all).map_err(|why| full(all, "locked memory", why))?);
+        }
         let mut recorder = lock(&d.recorder);
         // One that a failed capture left behind may be stuck.
         let queue = match recorder.take() {
@@ -238,13 +238,11 @@ impl SimtReplay {
         };
         // Nothing moves while addresses are read.
         let still = d.queue.begin()?;
-        let at = |b: &BufferRef| shared.buffer("capture", b).map(SimtBuffer::address);
-        let arguments = arguments.map(|b| at(&b).map(|a| (b, a))).transpose()?;
         let buffers = bound(shared, r)?;
         let before = queue.counts().snapshot();
         // SAFETY: the stream is live and idle, and nothing else uses it.
         context.check("beginning a capture", unsafe { (graphs.begin)(queue.raw(), sys::THREAD_LOCAL) })?;
-        let recorded = record(shared, &queue, r, &layout, arguments.as_ref().map(|a| a.1));
+        let recorded = record(shared, &queue, r, &layout, arguments.as_ref().map(|a| a.at));
         let mut template = Template { graphs, raw: std::ptr::null_mut() };
         // SAFETY: the capture was begun above, by this thread; one handle is written.
         let code = unsafe { (graphs.end)(queue.raw(), &mut template.raw) };
@@ -316,8 +314,8 @@ impl SimtReplay {
                 }
             }
         }
-        if let Some((at, bytes)) = self.arguments.as_ref().and_then(|(b, _)| of(b)) {
-            a.writes.add(at, bytes);
+        if let Some(words) = &self.arguments {
+            a.writes.add(words.at as usize, 1);
         }
         a
     }
@@ -334,11 +332,6 @@ impl SimtReplay {
             if at(b)? != was.at {
                 return Ok(false);
             }
-        }
-        if let Some((b, was)) = &self.arguments
-            && at(b)? != *was
-        {
-            return Ok(false);
         }
         self.faults.iter().for_each(|w| ring.words[*w] = queue.fault_at());
         for ((w, ty), v) in self.variables.iter().zip(values) {
@@ -378,12 +371,12 @@ impl SimtReplay {
         if let Some(p) = &ring.slots[ring.now] {
             queue.wait_for(p)?;
         }
-        let (Some(pages), Some((_, to))) = (&ring.pages, &self.arguments) else { return Ok(()) };
+        let (Some(pages), Some(words)) = (&ring.pages, &self.arguments) else { return Ok(()) };
         let first = ring.now * ring.words.len();
         pages.copy_words(first, &ring.words);
         let bytes = 8 * ring.words.len();
         // SAFETY: the buffer of arguments has so many bytes, and the slot is left alone until the launch behind has run.
-        unsafe { queue.write_raw_later(*to, pages.at().cast::<u64>().add(first).cast(), bytes) }?;
+        unsafe { queue.write_raw_later(words.at, pages.at().cast::<u64>().add(first).cast(), bytes) }?;
         ring.sent.copy_from_slice(&ring.words);
         Counts::add(&self.shared.counts.uploads, 1);
         Counts::add(&self.shared.counts.uploaded_bytes, bytes as u64);
@@ -400,12 +393,22 @@ fn bound(shared: &Shared, r: &Recording<'_>) -> Result<Vec<Bound>> {
         let (at, bytes) = shared.buffer("capture", b)?.span();
         all.add(at, bytes);
         let (reads, writes) = (access.reads.covers(at, at + bytes), access.writes.covers(at, at + bytes));
-        buffers.push(Bound { at: at as u64, reads, writes });
+        // Of what nobody knows a use, the most is taken.
+        buffers.push(Bound { at: at as u64, reads, writes: writes || !reads });
     }
     all.settle();
-    if access.reads.iter().chain(access.writes.iter()).any(|(from, end)| !all.covers(from, end)) {
-        let what = "a command names a buffer that is not among those of the recording";
-        return Err(Error::argument("capture", what));
+    let brought = |b: &BufferRef| -> Result<()> {
+        let (at, bytes) = shared.buffer("capture", b)?.span();
+        let missing = || Error::argument("capture", format!("{b:?} is not among those of the recording"));
+        all.covers(at, at + bytes).then_some(()).ok_or_else(missing)
+    };
+    for c in r.commands {
+        match c {
+            Command::Launch { buffers, .. } | Command::Library { buffers, .. } => {
+                buffers.iter().try_for_each(brought)?;
+            }
+            Command::Copy { src, dst, .. } => [*src, *dst].into_iter().try_for_each(brought)?,
+        }
     }
     Ok(buffers)
 }

@@ -22,6 +22,7 @@ pub const OUT_OF_MEMORY: Code = 2;
 /// What initialising gives where there is no device: "no device", of HIP "invalid device" too.
 pub const NONE: [Code; 2] = [100, 101];
 pub const NOT_READY: Code = 600;
+pub const PEER_ENABLED: Code = 704;
 /// Of a stream: it does not wait for the default one.
 pub const NON_BLOCKING: c_uint = 1;
 /// Of an event: nobody asks when it was.
@@ -134,6 +135,52 @@ functions! {
     }
 }
 
+/// A function of a library, or its name. Its type is the one that the interface gives it.
+macro_rules! get {
+    ($lib:ident, $name:literal, ($($argument:ty),*)) => {{
+        // SAFETY: as said above.
+        let f = unsafe { $lib.get::<unsafe extern "system" fn($($argument),*) -> Code>($name.as_bytes()) };
+        *f.map_err(|_| $name)?
+    }};
+}
+
+/// Whether a device reaches another one's memory.
+type CanAccess = unsafe extern "system" fn(*mut c_int, c_int, c_int) -> Code;
+
+/// How memory gets from one device to another.
+#[derive(Clone, Copy, Debug)]
+pub enum Peers {
+    /// CUDA names both by their contexts.
+    Contexts {
+        can: CanAccess,
+        enable: unsafe extern "system" fn(Handle, c_uint) -> Code,
+        copy: unsafe extern "system" fn(Address, Handle, Address, Handle, usize, Handle) -> Code,
+    },
+    /// HIP by their numbers.
+    Devices {
+        can: CanAccess,
+        enable: unsafe extern "system" fn(c_int, c_uint) -> Code,
+        copy: unsafe extern "system" fn(Address, c_int, Address, c_int, usize, Handle) -> Code,
+    },
+}
+
+impl Peers {
+    fn resolve(lib: &Library, side: Side) -> std::result::Result<Peers, &'static str> {
+        Ok(match side {
+            Side::Cuda => Peers::Contexts {
+                can: get!(lib, "cuDeviceCanAccessPeer", (*mut c_int, c_int, c_int)),
+                enable: get!(lib, "cuCtxEnablePeerAccess", (Handle, c_uint)),
+                copy: get!(lib, "cuMemcpyPeerAsync", (Address, Handle, Address, Handle, usize, Handle)),
+            },
+            Side::Hip => Peers::Devices {
+                can: get!(lib, "hipDeviceCanAccessPeer", (*mut c_int, c_int, c_int)),
+                enable: get!(lib, "hipDeviceEnablePeerAccess", (c_int, c_uint)),
+                copy: get!(lib, "hipMemcpyPeerAsync", (Address, c_int, Address, c_int, usize, Handle)),
+            },
+        })
+    }
+}
+
 /// How a thread says which device its next calls mean.
 #[derive(Clone, Copy)]
 enum Current {
@@ -153,6 +200,7 @@ pub struct Api {
     pub f: Functions,
     /// Or the function that is missing.
     pub graphs: std::result::Result<GraphFunctions, &'static str>,
+    pub peers: std::result::Result<Peers, &'static str>,
     current: Current,
     pub library: String,
     pub family: &'static Family,
@@ -180,20 +228,13 @@ impl std::fmt::Debug for Compiler {
 
 impl Current {
     fn resolve(lib: &Library, side: Side) -> std::result::Result<Current, &'static str> {
-        macro_rules! get {
-            ($name:literal, ($($argument:ty),*)) => {{
-                // SAFETY: the type is the one that the interface gives this function.
-                let f = unsafe { lib.get::<unsafe extern "system" fn($($argument),*) -> Code>($name.as_bytes()) };
-                *f.map_err(|_| $name)?
-            }};
-        }
         Ok(match side {
             Side::Cuda => Current::Context {
-                retain: get!("cuDevicePrimaryCtxRetain", (*mut Handle, c_int)),
-                release: get!("cuDevicePrimaryCtxRelease_v2", (c_int)),
-                set: get!("cuCtxSetCurrent", (Handle)),
+                retain: get!(lib, "cuDevicePrimaryCtxRetain", (*mut Handle, c_int)),
+                release: get!(lib, "cuDevicePrimaryCtxRelease_v2", (c_int)),
+                set: get!(lib, "cuCtxSetCurrent", (Handle)),
             },
-            Side::Hip => Current::Device(get!("hipSetDevice", (c_int))),
+            Side::Hip => Current::Device(get!(lib, "hipSetDevice", (c_int))),
         })
     }
 }
@@ -236,6 +277,52 @@ impl Context {
             Current::Device(set) => ("hipSetDevice", unsafe { set(self.device) }),
         };
         self.check(call, code)
+    }
+
+    /// Whether this device can reach another one's memory.
+    pub fn reaches(&self, peers: Peers, other: &Context) -> Result<bool> {
+        let (Peers::Contexts { can, .. } | Peers::Devices { can, .. }) = peers;
+        let mut yes = 0;
+        // SAFETY: one number is written; the runtime listed both devices.
+        let code = unsafe { can(&mut yes, self.device, other.device) };
+        self.check("asking for access to another device", code)?;
+        Ok(yes != 0)
+    }
+
+    /// Lets this device, which the thread has entered, use another one's memory. Doing it again is no error.
+    pub fn reach(&self, peers: Peers, other: &Context) -> Result<()> {
+        let code = match peers {
+            // SAFETY: the context is retained; no flag is defined.
+            Peers::Contexts { enable, .. } => unsafe { enable(other.raw, 0) },
+            // SAFETY: the runtime listed the device; no flag is defined.
+            Peers::Devices { enable, .. } => unsafe { enable(other.device, 0) },
+        };
+        match code {
+            PEER_ENABLED => Ok(()),
+            code => self.check("reaching another device", code),
+        }
+    }
+
+    /// Enqueues a copy from another device in a stream of this one.
+    ///
+    /// # Safety
+    /// Both ranges lie in live allocations of their devices, until it is done.
+    pub unsafe fn copy_peer(
+        &self,
+        peers: Peers,
+        to: Address,
+        (other, from): (&Context, Address),
+        bytes: usize,
+        stream: Handle,
+    ) -> Code {
+        match peers {
+            // SAFETY: the caller's word.
+            Peers::Contexts { copy, .. } => unsafe { copy(to, self.raw, from, other.raw, bytes, stream) },
+            // SAFETY: the caller's word.
+            Peers::Devices { copy, .. } => unsafe {
+                copy(to, self.device, from, other.device, bytes, stream)
+            },
+        }
     }
 
     /// Fails unless `code` is success.
@@ -383,7 +470,8 @@ impl Family {
         self.first(&LOADED, names, "runtime", self.fix, &|lib, name| {
             let (f, current) = (Functions::resolve(lib, self.side)?, Current::resolve(lib, self.side)?);
             let graphs = GraphFunctions::resolve(lib, self.side);
-            Ok(Api { f, graphs, current, library: name.into(), family: self })
+            let peers = Peers::resolve(lib, self.side);
+            Ok(Api { f, graphs, peers, current, library: name.into(), family: self })
         })
     }
 

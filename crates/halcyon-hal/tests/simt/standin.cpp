@@ -64,6 +64,7 @@ struct Module {
     void* lib;
     std::string path;
     bool syncs;
+    int device;
 };
 struct Function {
     Module* module;
@@ -75,7 +76,8 @@ struct Event {
     uint64_t at;
     // Where it was recorded last, how often, and which of those have run.
     Handle by;
-    uint64_t recorded, done = 0;
+    uint64_t recorded, done;
+    int device;
 };
 
 typedef std::function<int()> Work;
@@ -440,7 +442,7 @@ API(cuStreamSynchronize, hipStreamSynchronize)(Handle s) {
 }
 API(cuEventCreate, hipEventCreateWithFlags)(Handle* e, unsigned) {
     ENTER;
-    *e = new Event{0, nullptr, 0};
+    *e = new Event{0, nullptr, 0, 0, current_};
     events.insert(*e);
     return OK;
 }
@@ -461,6 +463,7 @@ API(cuEventRecord, hipEventRecord)(Handle h, Handle s) {
     // The real ones order a capture by it; nothing here wants that.
     if (((Stream*)s)->capture) return break_captures();
     Event* e = (Event*)h;
+    if (e->device != ((Stream*)s)->device) return INVALID_HANDLE;
     e->by = s;
     uint64_t round = ++e->recorded;
     return enqueue(s, [=] {
@@ -498,6 +501,60 @@ API(cuEventElapsedTime, hipEventElapsedTime)(float* ms, Handle a, Handle b) {
     *ms = (float)(((Event*)b)->at - ((Event*)a)->at) * 1e-3f;
     return OK;
 }
+
+// ---- copies between devices
+
+API(cuDeviceCanAccessPeer, hipDeviceCanAccessPeer)(int* can, int a, int b) {
+    LOCK;
+    calls_++;
+    if (a < 0 || b < 0 || a >= devices_ || b >= devices_) return INVALID_DEVICE;
+    *can = a != b && peers_;
+    return OK;
+}
+static int enable_peer(int other) {
+    if (other == current_ || other < 0 || other >= devices_) return INVALID_DEVICE;
+    if (!peers_) return 217;
+    return peer_access.insert({current_, other}).second ? OK : PEER_ENABLED;
+}
+// A range of one device, or the devices are lost.
+static bool inside_of(int device, Address at, size_t n) {
+    if (!inside(at, n)) return false;
+    auto m = where.upper_bound(at);
+    if ((--m)->second == device) return true;
+    fprintf(stderr, "stand-in: a copy takes %llx for memory of device %d\n", (unsigned long long)at, device);
+    lost_ = ILLEGAL_ADDRESS;
+    return false;
+}
+static int copy_peer(Address to, int to_device, Address from, int from_device, size_t n, Handle s) {
+    if (!live(s)) return INVALID_HANDLE;
+    // The test is of copies that need no detour.
+    if (((Stream*)s)->device != to_device || !peer_access.count({to_device, from_device})) return INVALID;
+    return enqueue(s, [=] {
+        if (!inside_of(to_device, to, n) || !inside_of(from_device, from, n)) return (int)lost_;
+        peer_copies_++;
+        memcpy((void*)to, (void*)from, n);
+        return (int)OK;
+    });
+}
+#ifdef STANDIN_HIP
+extern "C" int hipDeviceEnablePeerAccess(int other, unsigned flags) {
+    ENTER;
+    return flags ? (int)INVALID : enable_peer(other);
+}
+extern "C" int hipMemcpyPeerAsync(Address to, int to_device, Address from, int from_device, size_t n, Handle s) {
+    ENTER;
+    return copy_peer(to, to_device, from, from_device, n, s);
+}
+#else
+extern "C" int cuCtxEnablePeerAccess(Handle other, unsigned flags) {
+    ENTER;
+    return flags ? (int)INVALID : enable_peer((int)(intptr_t)other - 1);
+}
+extern "C" int cuMemcpyPeerAsync(Address to, Handle to_context, Address from, Handle from_context, size_t n, Handle s) {
+    ENTER;
+    return copy_peer(to, (int)(intptr_t)to_context - 1, from, (int)(intptr_t)from_context - 1, n, s);
+}
+#endif
 
 // ---- graphs: what a captured stream was given, to be done again with the arguments of then and the memory of now.
 
@@ -732,7 +789,7 @@ API(cuModuleLoadData, hipModuleLoadData)(Handle* to, const void* image) {
         return INVALID_IMAGE;
     }
     ((void (*)(Runtime*))dlsym(lib, "h_bind"))(&runtime_);
-    *to = new Module{lib, s + 1, *s == 's'};
+    *to = new Module{lib, s + 1, *s == 's', current_};
     modules.insert(*to);
     return OK;
 }
@@ -892,6 +949,7 @@ API(cuLaunchKernel, hipModuleLaunchKernel)(Handle f, unsigned gx, unsigned gy, u
     if (!live(s)) return INVALID_HANDLE;
     if (!gx || !gy || !gz || !bx || !by || !bz || bx * by * bz > 1024 || gy > 65535 || gz > 65535) return INVALID;
     Function* k = (Function*)f;
+    if (k->module->device != ((Stream*)s)->device) return INVALID_HANDLE;
     std::vector<uint64_t> values(k->sizes.size(), 0);
     for (size_t i = 0; i < values.size(); i++) memcpy(&values[i], arguments[i], k->sizes[i] & 0x7f);
     return enqueue(s, [=] { return run_kernel(k, {gx, gy, gz}, {bx, by, bz}, values); });

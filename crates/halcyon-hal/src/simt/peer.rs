@@ -1,0 +1,102 @@
+//! Copies between two devices of one runtime.
+
+use super::device::SimtDevice;
+use super::sys::Peers;
+use crate::lanes::Fenced;
+use crate::{BufferRef, Command, Counts, Device, Error, Result, validate};
+use std::sync::{Arc, Mutex};
+
+/// Held over a copy, which holds the queues of both devices: two in opposite directions would wait for each other.
+static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+
+impl SimtDevice {
+    /// The other device, and how memory gets here; no way where it is the same device.
+    fn peer<'a>(&self, from: &'a dyn Device) -> Result<(&'a SimtDevice, Option<Peers>)> {
+        let (here, api) = (&self.shared.context, self.shared.context.api);
+        let refused = |why: String, next: &str| {
+            Err(Error::unsupported(format!("copies from {} to {}: {why}", from.info().id, here.id), next))
+        };
+        let next = "Copy through the host";
+        let other = from.as_peer().and_then(|p| p.downcast_ref::<SimtDevice>());
+        let Some(other) = other.filter(|o| std::ptr::eq(o.shared.context.api, api)) else {
+            return refused("they have different runtimes".into(), next);
+        };
+        if other.shared.context.device == here.device {
+            return Ok((other, None));
+        }
+        let peers = match api.peers {
+            Ok(p) => p,
+            Err(f) => {
+                return refused(format!("{} has no function {f}", api.library), "Update the GPU's driver");
+            }
+        };
+        let mut known = self.shared.peers.lock().unwrap_or_else(|e| e.into_inner());
+        let there = other.shared.context.device;
+        let reaches = match known.get(&there) {
+            Some(r) => *r,
+            None => {
+                let reaches = here.reaches(peers, &other.shared.context)?;
+                if reaches {
+                    here.enter()?;
+                    here.reach(peers, &other.shared.context)?;
+                }
+                known.insert(there, reaches);
+                reaches
+            }
+        };
+        // The runtime would take the way through the host by itself, and say nothing.
+        match reaches {
+            true => Ok((other, Some(peers))),
+            false => refused("the one does not reach the other's memory".into(), next),
+        }
+    }
+
+    /// # Errors
+    /// As [`Device::can_copy_from`].
+    pub(super) fn reaches(&self, from: &dyn Device) -> Result<()> {
+        self.peer(from).map(drop)
+    }
+
+    /// # Errors
+    /// As [`Device::copy_from_peer`].
+    pub(super) fn copy_peer(
+        &self,
+        from: &dyn Device,
+        (src, src_offset): (&BufferRef, usize),
+        (dst, dst_offset): (&BufferRef, usize),
+        bytes: usize,
+    ) -> Result<()> {
+        let (other, peers) = self.peer(from)?;
+        let (s, d) = (other.shared.buffer("copy", src)?, self.shared.buffer("copy", dst)?);
+        validate::range("copy", src.bytes(), src_offset, bytes)?;
+        validate::range("copy", dst.bytes(), dst_offset, bytes)?;
+        if Arc::ptr_eq(&self.shared, &other.shared) {
+            return self.submit(&[Command::Copy { src, src_offset, dst, dst_offset, bytes }]);
+        }
+        if bytes == 0 {
+            return Ok(());
+        }
+        let _one = ONE_AT_A_TIME.lock().unwrap_or_else(|e| e.into_inner());
+        let there = &other.shared.context;
+        let copy = |before| {
+            let mut q = self.queue.begin()?;
+            self.queue.behind(&[Arc::new(before)])?;
+            match peers {
+                Some(p) => q.copy_peer(p, (d, dst_offset), (there, s, src_offset), bytes),
+                None => q.copy((s, src_offset), (d, dst_offset), bytes),
+            }
+        };
+        let both = || {
+            // What is submitted to it meanwhile comes behind.
+            let _still = other.queue.begin()?;
+            let before = other.queue.mark()?;
+            let copied = self.own(|| d.writing(), || copy(before));
+            // The other device's queue goes on when its memory was read.
+            there.enter()?;
+            other.queue.behind(&[copied?.0])
+        };
+        other.own(|| s.reading(), both)?;
+        Counts::add(&self.shared.counts.peer_bytes, bytes as u64);
+        Ok(())
+    }
+}
