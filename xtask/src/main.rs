@@ -5,6 +5,7 @@ mod bench;
 mod binary;
 mod docs;
 mod fuzz;
+mod gpu_check;
 mod machine;
 mod performance;
 mod report;
@@ -32,6 +33,10 @@ Usage: cargo xtask <command>
   fuzz [TARGET]... [--minutes N] [--list]
       Run the fuzz targets, each for N minutes (1); installs cargo-fuzz where it is missing. docs/fuzzing.md explains it.
 
+  gpu-check [--out DIR] [--rehearse]
+      Build the binary that checks and measures a machine with an accelerator, and pack its data, both into DIR (target/gpu-check).
+      --rehearse    run them here, tiny, over the libraries that stand in for CUDA's and ROCm's and on the CPU. docs/gpu-check.md
+
   bench peers [--rounds N] [--only ITEM]... [--with torch] [--threads N] [--no-write]
       Measure against the peers, interleaved, in one run.
   bench start [--rounds N] [--json]
@@ -45,6 +50,7 @@ fn main() -> ExitCode {
         Some((&"test", rest)) => test::all(rest),
         Some((&"docs", rest)) => docs::main(rest),
         Some((&"fuzz", rest)) => fuzz::all(rest),
+        Some((&"gpu-check", rest)) => gpu_check::main(rest),
         Some((&"bench", rest)) => match rest.split_first() {
             Some((&"peers", rest)) => bench::peers(rest),
             Some((&"start", rest)) => start::main(rest),

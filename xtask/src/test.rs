@@ -3,7 +3,7 @@
 use crate::machine::{self, LANES, Requirements, Venv};
 use crate::report::{Counts, Outcome, Report, run, run_watching, script_result, test_result};
 use crate::testdata;
-use crate::{Failure, binary};
+use crate::{Failure, binary, gpu_check};
 use std::path::PathBuf;
 use std::process::Command;
 
@@ -73,6 +73,7 @@ const STEPS: &[Step] = &[
     Step { name: "readme", fast: false, work: readme },
     Step { name: "checks", fast: false, work: checks },
     Step { name: "binary", fast: false, work: binary },
+    Step { name: "gpu-check", fast: false, work: |_| gpu_check::step() },
     Step { name: "receipts", fast: false, work: receipts },
 ];
 

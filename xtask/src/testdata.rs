@@ -10,20 +10,36 @@ use std::process::Command;
 #[derive(Debug)]
 struct Generator {
     script: &'static str,
-    /// Arguments before the output folder, relative to the workspace.
-    inputs: &'static [&'static str],
+    /// Arguments before the output folder.
+    inputs: fn() -> Vec<PathBuf>,
     /// Folder below `target/testdata`; empty for that folder itself.
     output: &'static str,
 }
 
 const GENERATORS: &[Generator] = &[
-    Generator { script: "gen_squeezenet.py", inputs: &[], output: "squeezenet" },
-    Generator { script: "mlp_reference.py", inputs: &["models/digits.npz"], output: "mlp" },
-    Generator { script: "altered_conformance.py", inputs: &[], output: "" },
-    Generator { script: "gen_suite.py", inputs: &[], output: "suite" },
-    Generator { script: "gen_models.py", inputs: &[], output: "models" },
-    Generator { script: "gen_ml_cases.py", inputs: &[], output: "ml" },
+    Generator { script: "gen_squeezenet.py", inputs: Vec::new, output: "squeezenet" },
+    Generator {
+        script: "mlp_reference.py",
+        inputs: || vec![crate::root().join("models/digits.npz")],
+        output: "mlp",
+    },
+    Generator { script: "altered_conformance.py", inputs: Vec::new, output: "" },
+    Generator { script: "gen_suite.py", inputs: Vec::new, output: "suite" },
+    Generator { script: "gen_models.py", inputs: Vec::new, output: "models" },
+    Generator { script: "gen_ml_cases.py", inputs: Vec::new, output: "ml" },
+    Generator { script: "gen_check.py", inputs: minilm, output: "seeded" },
 ];
+
+/// The folder of models with known outputs that may lie beside the repository, or where HALCYON_MODELS says.
+pub fn models() -> PathBuf {
+    let beside = || crate::root().join("../shared/models");
+    std::env::var_os("HALCYON_MODELS").map_or_else(beside, PathBuf::from)
+}
+
+fn minilm() -> Vec<PathBuf> {
+    let path = models().join("minilm/minilm.onnx");
+    if path.is_file() { vec![path] } else { vec![] }
+}
 
 pub fn dir() -> PathBuf {
     crate::target_dir().join("testdata")
@@ -41,8 +57,7 @@ pub fn prepare(venv: &Venv) -> Result<String, String> {
         if std::fs::read_to_string(&stamp_file).is_ok_and(|have| have == stamp) {
             continue;
         }
-        let inputs = generator.inputs.iter().map(|path| crate::root().join(path));
-        run(Command::new(venv.python()).arg(&script).args(inputs).arg(&out))?;
+        run(Command::new(venv.python()).arg(&script).args((generator.inputs)()).arg(&out))?;
         std::fs::write(&stamp_file, stamp).map_err(|e| format!("{}: {e}", stamp_file.display()))?;
         made += 1;
     }
@@ -51,7 +66,7 @@ pub fn prepare(venv: &Venv) -> Result<String, String> {
 
 fn stamp(generator: &Generator, script: &Path) -> Result<String, String> {
     let mut hasher = DefaultHasher::new();
-    let inputs = generator.inputs.iter().map(|path| crate::root().join(path));
+    let inputs = (generator.inputs)();
     let requirements = crate::test::REQUIREMENTS.iter().map(|one| one.path());
     for path in [script.to_path_buf()].into_iter().chain(inputs).chain(requirements) {
         std::fs::read(&path).map_err(|e| format!("{}: {e}", path.display()))?.hash(&mut hasher);

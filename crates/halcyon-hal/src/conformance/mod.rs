@@ -74,9 +74,10 @@ impl Drop for Lane {
 /// Makes a `#[test]` of every case, which runs on each [`Lane`] that the expression gives.
 #[macro_export]
 macro_rules! conformance_tests {
-    ($lanes:expr) => {
+    // The one list of them.
+    (@each $how:tt $lanes:expr) => {
         $crate::conformance_tests! {
-            @cases $lanes;
+            $how $lanes;
                 info_and_caps_are_sane
                 bytes_come_back_at_every_offset
                 empty_buffers_are_buffers
@@ -101,7 +102,10 @@ macro_rules! conformance_tests {
                 a_program_serves_again_from_memory_or_disk
         }
     };
-    (@cases $lanes:expr; $($case:ident)*) => {
+    ([table] $lanes:expr; $($case:ident)*) => {
+        $lanes(&[$((stringify!($case), $crate::conformance::cases::$case)),*])
+    };
+    ([tests] $lanes:expr; $($case:ident)*) => {
         $(
             #[test]
             fn $case() {
@@ -112,7 +116,18 @@ macro_rules! conformance_tests {
             }
         )*
     };
+    ($lanes:expr) => {
+        $crate::conformance_tests! { @each [tests] $lanes }
+    };
 }
+
+/// Every case by its name, for programs that check a driver. A case panics where the driver breaks the contract.
+pub const CASES: &[(&str, fn(&Lane))] = {
+    const fn table(all: &'static [(&'static str, fn(&Lane))]) -> &'static [(&'static str, fn(&Lane))] {
+        all
+    }
+    crate::conformance_tests!(@each [table] table)
+};
 
 #[cfg(test)]
 mod tests {

@@ -1,0 +1,46 @@
+//! Attention of a prompt and of a token, beside PyTorch's.
+
+use super::{Bench, drawn, part, rate};
+use crate::bench::gemm::kernels;
+use crate::own::Own;
+use halcyon::prelude::*;
+use serde_json::json;
+
+/// Within 1.3 times PyTorch's time.
+const TARGET: f64 = 1.0 / 1.3;
+
+/// Batch, query heads, key heads, queries, keys, head size, causal.
+const SHAPES: &[(&str, [usize; 6], bool)] = &[
+    ("prompt", [2, 16, 16, 2048, 2048, 64], true),
+    ("prompt", [1, 32, 8, 4096, 4096, 128], true),
+    ("encoder", [8, 12, 12, 512, 512, 64], false),
+    ("token", [8, 32, 8, 1, 4096, 128], false),
+];
+const TINY: &[(&str, [usize; 6], bool)] =
+    &[("prompt", [1, 4, 2, 8, 8, 16], true), ("token", [1, 4, 2, 1, 16, 16], false)];
+
+pub fn main(o: &Own) -> Result<()> {
+    let mut bench = Bench::new(o);
+    let b = o.open(Level::O2)?;
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (name, [n, h, hk, sq, sk, d], causal) in if o.tiny { TINY } else { SHAPES } {
+            let name = format!("{name} {dtype} q [{n}, {h}, {sq}, {d}], k [{n}, {hk}, {sk}, {d}]");
+            part(&name, || {
+                let q = drawn(&b, &[*n, *h, *sq, *d], dtype, 1)?;
+                let k = drawn(&b, &[*n, *hk, *sk, *d], dtype, 2)?;
+                let v = drawn(&b, &[*n, *hk, *sk, *d], dtype, 3)?;
+                let there = bench.prepare(&json!({
+                    "do": "attention", "batch": n, "heads": h, "kv_heads": hk, "queries": sq, "keys": sk, "size": d,
+                    "dtype": dtype.name(), "causal": causal,
+                }));
+                let g = b.capture_graph(|| [q.attention(&k, &v, None, *causal, 1.0 / (*d as f64).sqrt())])?;
+                let t = bench.replay(there, &b, &g)?;
+                let half = if *causal { 0.5 } else { 1.0 };
+                let flops = 4.0 * half * (n * h * sq * sk * d) as f64;
+                rate(&name, "TFLOP/s", flops * 1e-12, t, &bench.theirs(), Some(TARGET), &kernels(&g));
+                Ok(())
+            });
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,84 @@
+//! What work that only moves bytes gets of the bandwidth with which the device copies.
+
+use super::{Bench, Timed, drawn, part, rate};
+use crate::bench::gemm::kernels;
+use crate::own::Own;
+use halcyon::hal::{Command, Tag};
+use halcyon::prelude::*;
+use serde_json::json;
+
+/// Of the copy's bandwidth.
+const TARGET: f64 = 0.85;
+
+type Make = fn(&[Tensor]) -> Tensor;
+
+/// Name, rows and columns of the operands as shares of the size, and the function. Each operand is read once, the result written once.
+const WORKS: &[(&str, usize, Make)] = &[
+    ("x · 2 + 1", 1, |x| &x[0] * 2.0 + 1.0),
+    ("x + y", 2, |x| &x[0] + &x[1]),
+    ("gelu", 1, |x| x[0].gelu()),
+    ("softmax", 1, |x| x[0].softmax(-1)),
+    ("layer norm", 1, |x| x[0].layer_norm(&x[x.len() - 2], Some(&x[x.len() - 1]), -1, 1e-5)),
+    ("RMS norm", 1, |x| x[0].rms_norm(&x[x.len() - 2], 1e-5)),
+];
+
+pub fn main(o: &Own) -> Result<()> {
+    let mut bench = Bench::new(o);
+    let b = o.open(Level::O2)?;
+    let mut copied = None;
+    part("device copy", || {
+        copied = Some(copy(o, &mut bench, &b)?);
+        Ok(())
+    });
+    // 256 MiB in f32: past every cache.
+    let (rows, columns) = if o.tiny { (16, 64) } else { (16384, 4096) };
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for (name, operands, make) in WORKS {
+            let name = format!("{name} {dtype} [{rows}, {columns}]");
+            part(&name, || {
+                let mut x = vec![];
+                for i in 0..*operands {
+                    x.push(drawn(&b, &[rows, columns], dtype, 1 + i as u64)?);
+                }
+                x.push(drawn(&b, &[columns], dtype, 8)?);
+                x.push(drawn(&b, &[columns], dtype, 9)?);
+                let g = b.capture_graph(|| [make(&x)])?;
+                let bytes = dtype.bytes((operands + 1) * rows * columns) as f64;
+                of_copy(&name, bytes, bench.replay(false, &b, &g)?, copied, &kernels(&g));
+                Ok(())
+            });
+        }
+    }
+    let (n, k) = if o.tiny { (48, 64) } else { (16384, 8192) };
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        let name = format!("GEMV {dtype} [1, {k}] × [{k}, {n}]");
+        part(&name, || {
+            let (x, w) = (drawn(&b, &[1, k], dtype, 1)?, drawn(&b, &[k, n], dtype, 2)?);
+            let g = b.capture_graph(|| [x.matmul(&w)])?;
+            let bytes = dtype.bytes(n * k + n + k) as f64;
+            of_copy(&name, bytes, bench.replay(false, &b, &g)?, copied, &kernels(&g));
+            Ok(())
+        });
+    }
+    Ok(())
+}
+
+/// A rate beside the copy's.
+fn of_copy(name: &str, bytes: f64, t: Timed, copied: Option<f64>, kernels: &str) {
+    let theirs = copied.map(|rate| bytes / rate);
+    rate(name, "GB/s", bytes / 1e9, Timed { theirs, ..t }, "device copy", Some(TARGET), kernels);
+}
+
+/// Bytes that a copy within the device reads and writes in a second.
+fn copy(o: &Own, bench: &mut Bench, b: &Backend) -> Result<f64> {
+    let d = b.device();
+    let bytes = if o.tiny { 1 << 16 } else { 512 << 20 };
+    let (src, dst) = (d.alloc(bytes, Tag::Io)?, d.alloc(bytes, Tag::Io)?);
+    let there = bench.prepare(&json!({ "do": "copy", "bytes": bytes }));
+    let command = Command::Copy { src: &src, src_offset: 0, dst: &dst, dst_offset: 0, bytes };
+    let t = bench.time(there, || d.submit(std::slice::from_ref(&command)), || d.synchronize())?;
+    let moved = 2.0 * bytes as f64;
+    let remark = format!("{} MiB, read and written", bytes as f64 / (1 << 20) as f64);
+    rate("device copy", "GB/s", moved / 1e9, t, &bench.theirs(), None, &remark);
+    Ok(moved / t.ours)
+}

@@ -1,0 +1,86 @@
+//! PyTorch in a process of its own: a line of JSON asks, a line answers (`peer.py`).
+
+use halcyon::BackendType;
+use serde_json::{Value, json};
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
+
+const SCRIPT: &str = include_str!("peer.py");
+
+pub struct Peer {
+    child: Child,
+    to: ChildStdin,
+    from: BufReader<ChildStdout>,
+    /// Versions and device.
+    pub name: String,
+    /// `PyTorch 2.9`.
+    pub short: String,
+}
+
+impl Peer {
+    /// # Errors
+    /// Why there is no PyTorch for this kind of device.
+    pub fn start(kind: BackendType) -> Result<Peer, String> {
+        // A card that is reached in another way is PyTorch's cuda.
+        let device = kind.torch_name().unwrap_or("cuda");
+        let python = std::env::var("HALCYON_PYTHON").unwrap_or_else(|_| "python3".into());
+        let mut command = Command::new(&python);
+        command
+            .args(["-c", SCRIPT, device])
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .stderr(Stdio::null());
+        let mut child = command.spawn().map_err(|e| format!("{python}: {e}"))?;
+        let (Some(to), Some(from)) = (child.stdin.take(), child.stdout.take()) else {
+            return Err(format!("{python}: no pipes"));
+        };
+        let mut p = Peer { child, to, from: BufReader::new(from), name: String::new(), short: String::new() };
+        let hello = p.answer()?;
+        let text = |k: &str| hello[k].as_str().unwrap_or("?").to_string();
+        p.short = format!("PyTorch {}", text("torch"));
+        p.name = format!("{} on {} ({})", p.short, text("device"), text("build"));
+        Ok(p)
+    }
+
+    fn answer(&mut self) -> Result<Value, String> {
+        let mut line = String::new();
+        match self.from.read_line(&mut line) {
+            Ok(0) => Err("the Python process ended".into()),
+            Err(e) => Err(format!("the Python process: {e}")),
+            Ok(_) => {
+                let v: Value =
+                    serde_json::from_str(&line).map_err(|e| format!("an answer that is no JSON: {e}"))?;
+                match v["error"].as_str() {
+                    Some(e) => Err(e.to_string()),
+                    None => Ok(v),
+                }
+            }
+        }
+    }
+
+    fn ask(&mut self, v: &Value) -> Result<Value, String> {
+        writeln!(self.to, "{v}")
+            .and_then(|()| self.to.flush())
+            .map_err(|e| format!("the Python process: {e}"))?;
+        self.answer()
+    }
+
+    /// Prepares a work and runs it once.
+    pub fn make(&mut self, what: &Value) -> Result<(), String> {
+        self.ask(&json!({ "make": what })).map(|_| ())
+    }
+
+    /// Seconds of a run of what was prepared last, over about so many seconds.
+    pub fn time(&mut self, seconds: f64) -> Result<f64, String> {
+        let v = self.ask(&json!({ "time": seconds }))?;
+        v["seconds"].as_f64().filter(|t| *t > 0.0).ok_or_else(|| format!("{v}: no time"))
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        // It ends with its input too; a compiler that it started may take longer.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,55 @@
+//! `halcyon-check`: one binary that is copied to a machine with an accelerator, with one file of data, and says what works there and how
+//! fast: `docs/gpu-check.md`. `cargo xtask gpu-check` makes both.
+//!
+//! It is a multi-call binary: with options it checks, with a command's name it is the `halcyon` command (`halcyon-check doctor`), and it
+//! starts itself for each section of the check, so that a section that crashes or hangs costs that section alone.
+#![forbid(unsafe_code)]
+
+mod bench;
+mod child;
+mod data;
+mod event;
+mod own;
+mod report;
+mod run;
+mod sections;
+
+use std::process::ExitCode;
+
+const USAGE: &str = "\
+Usage: halcyon-check [options]            check this machine's accelerators and write a report
+       halcyon-check COMMAND [arguments]  the halcyon command: doctor, devices, conformance, bench, ...
+
+  --backend NAME    this backend (repeatable); without it every accelerator that is here, and webgpu on the same card
+  --minutes N       stop after N minutes; what had no time is named (9)
+  --out DIR         folder of the report (.)
+  --data FILE       models and cases (halcyon-check.dat beside this file)
+  --only SECTION    only this section (repeatable); --list names them
+  --no-torch        do not measure PyTorch beside Halcyon (else where `python3 -c \"import torch\"` works; HALCYON_PYTHON names another)
+  --rehearsal       tiny sizes and a sample of the cases: shows that this program works, not how fast a device is
+
+Exit code: 0 all is right and every target was met, 1 something is wrong, 2 the command line is, 3 nothing is wrong, but something was left
+out or a target was missed.
+";
+
+fn main() -> ExitCode {
+    let args: Vec<String> = std::env::args().skip(1).collect();
+    let done = match args.first().map(String::as_str) {
+        Some("--help" | "-h" | "help") => {
+            print!("{USAGE}");
+            return ExitCode::SUCCESS;
+        }
+        Some("__section") => own::main(&args[1..]).map(|()| 0),
+        Some("__pack") => data::pack_listed(&args[1..]).map(|()| 0),
+        None => run::main(&[]),
+        Some(a) if a.starts_with("--") && a != "--version" => run::main(&args),
+        Some(_) => return halcyon_cli::main(),
+    };
+    match done {
+        Ok(code) => ExitCode::from(code),
+        Err(why) => {
+            eprintln!("{why}");
+            ExitCode::from(2)
+        }
+    }
+}

@@ -1,0 +1,153 @@
+//! The sections that this program does itself, in a child: `__section NAME BACKEND DATA [--tiny] [--torch]`.
+
+use crate::bench;
+use crate::event::{Check, Event, Status};
+use halcyon::prelude::*;
+use halcyon::{ConstData, Error, OnnxSession};
+use halcyon_formats::npy;
+use halcyon_formats::onnx::{Datum, Model};
+use halcyon_hal::conformance::{CASES, Lane};
+use halcyon_hal::{probe, registry};
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::panic::{AssertUnwindSafe, catch_unwind, set_hook};
+use std::path::PathBuf;
+
+#[path = "../../halcyon/tests/spine/probes.rs"]
+mod probes;
+
+/// What a section is told.
+#[derive(Clone, Debug)]
+pub struct Own {
+    pub kind: BackendType,
+    pub data: PathBuf,
+    pub tiny: bool,
+    pub torch: bool,
+}
+
+type Work = fn(&Own) -> Result<()>;
+
+const WORKS: &[(&str, Work)] = &[
+    ("hal", hal),
+    ("spine", spine),
+    ("mnist", mnist),
+    ("bench-memory", bench::memory::main),
+    ("bench-gemm", bench::gemm::main),
+    ("bench-attention", bench::attention::main),
+    ("bench-models", bench::models::main),
+    ("bench-capture", bench::launches::main),
+    ("bench-copies", bench::copies::main),
+];
+
+/// # Errors
+/// Words that are none of a section; everything else is an event.
+pub fn main(args: &[String]) -> std::result::Result<(), String> {
+    if let Ok(exe) = std::env::current_exe() {
+        probe::set_executable(exe);
+    }
+    if args.first().is_some_and(|a| a == "devices") {
+        devices();
+        return Ok(());
+    }
+    let [name, backend, data, more @ ..] = args else {
+        return Err("__section takes a section's name, a backend and a folder".into());
+    };
+    let has = |flag: &str| more.iter().any(|a| a == flag);
+    let kind = backend.parse().map_err(|e: Error| e.to_string())?;
+    let own = Own { kind, data: data.into(), tiny: has("--tiny"), torch: has("--torch") };
+    let (_, work) = WORKS.iter().find(|(n, _)| n == name).ok_or_else(|| format!("no section {name}"))?;
+    if let Err(e) = work(&own) {
+        tell(name, status_of(&e), e.to_string());
+    }
+    Ok(())
+}
+
+pub fn tell(name: &str, status: Status, note: String) {
+    Event::Check(Check { name: name.into(), status, note }).tell();
+}
+
+pub fn begin(what: &str) {
+    Event::Begin { what: what.into() }.tell();
+}
+
+pub fn status_of(e: &Error) -> Status {
+    match e {
+        Error::Unsupported { .. } | Error::UnsupportedOps(_) => Status::Unsupported,
+        _ => Status::Error,
+    }
+}
+
+/// Every device of every backend: a note each, with what its driver tells.
+fn devices() {
+    for driver in registry::drivers() {
+        begin(driver.kind().id());
+        for info in driver.probe().unwrap_or_default() {
+            if let Ok(text) = serde_json::to_string(&info) {
+                Event::Note { text }.tell();
+            }
+        }
+    }
+}
+
+impl Own {
+    pub fn open(&self, level: Level) -> Result<Backend> {
+        Backend::builder().backend_type(self.kind).level(level).build()
+    }
+}
+
+/// The drivers' conformance suite, whose cases panic.
+fn hal(o: &Own) -> Result<()> {
+    thread_local! {
+        static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
+    }
+    set_hook(Box::new(|p| PANIC.set(p.to_string())));
+    let lane = Lane::new(registry::driver(o.kind)?)?;
+    for (name, case) in CASES {
+        begin(name);
+        match catch_unwind(AssertUnwindSafe(|| case(&lane))) {
+            Ok(()) => tell(name, Status::Passed, String::new()),
+            Err(_) => tell(name, Status::Wrong, PANIC.take().replace('\n', " ")),
+        }
+    }
+    Ok(())
+}
+
+fn spine(o: &Own) -> Result<()> {
+    // On a stand-in a token takes a tenth of a second.
+    let few = |all| if o.tiny { 4 } else { all };
+    let found = |name: &str, r: probes::Found| match r {
+        Ok(note) => tell(name, Status::Passed, note),
+        Err(why) => tell(name, Status::Wrong, why),
+    };
+    begin("stories");
+    found("stories", probes::stories(&o.open(Level::O1)?, &o.data.join("stories260k"), few(probes::ALL)));
+    begin("mlp");
+    let data = o.data.join("digits.npz");
+    found("mlp", probes::mlp(&o.open(Level::O1)?, &o.data.join("mlp"), &data, few(probes::ALL)));
+    Ok(())
+}
+
+/// Ten digits at O1 and O2: the right one, with the expected logits.
+fn mnist(o: &Own) -> Result<()> {
+    let dir = o.data.join("mnist");
+    let io = |e: String| Error::Io { path: dir.join("expected.json").display().to_string(), what: e };
+    let text = std::fs::read(dir.join("expected.json")).map_err(|e| io(e.to_string()))?;
+    let expected: BTreeMap<String, Vec<f64>> =
+        serde_json::from_slice(&text).map_err(|e| io(e.to_string()))?;
+    for level in [Level::O1, Level::O2] {
+        begin(&format!("{level}"));
+        let s = OnnxSession::new(&o.open(level)?, Model::open(&dir.join("mnist.onnx"))?)?;
+        for (i, (file, want)) in expected.iter().enumerate() {
+            let name = format!("{file} at {level}");
+            let out = s.run(&[Datum::Tensor(npy::read(&dir.join(file))?)])?.outputs;
+            let got = out.first().and_then(Datum::tensor).map(ConstData::to_vec::<f64>).unwrap_or_default();
+            let off = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
+            let best = (0..got.len()).max_by(|a, b| got[*a].total_cmp(&got[*b]));
+            match got.len() == want.len() && off <= 1e-4 && best == Some(i) {
+                true => tell(&name, Status::Passed, String::new()),
+                false => tell(&name, Status::Wrong, format!("saw {best:?}, logits off by {off}")),
+            }
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,324 @@
+//! The check as a whole: options, devices, the sections in their order and within their time, the report.
+
+use crate::child;
+use crate::data;
+use crate::event::{Check, Event, Status};
+use crate::report::{Machine, Ran, Report};
+use crate::sections::{Context, SECTIONS, Section};
+use halcyon::{BackendType, DeviceInfo};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+/// Minutes that the sections' seconds are made for.
+const MINUTES: f64 = 9.0;
+/// Less than this is no time for a section.
+const LEAST: Duration = Duration::from_secs(3);
+/// Kept for the report.
+const RESERVE: Duration = Duration::from_secs(5);
+
+#[derive(Debug)]
+struct Options {
+    backends: Vec<String>,
+    minutes: f64,
+    out: PathBuf,
+    data: Option<PathBuf>,
+    only: Vec<String>,
+    torch: bool,
+    tiny: bool,
+}
+
+fn parse(args: &[String]) -> Result<Option<Options>, String> {
+    let mut o = Options {
+        backends: vec![],
+        minutes: MINUTES,
+        out: ".".into(),
+        data: None,
+        only: vec![],
+        torch: true,
+        tiny: false,
+    };
+    let mut args = args.iter();
+    while let Some(a) = args.next() {
+        let mut value = || args.next().cloned().ok_or_else(|| format!("{a} needs a value; --help says more"));
+        match a.as_str() {
+            "--backend" => {
+                let kind: BackendType = value()?.parse().map_err(|e: halcyon::Error| e.to_string())?;
+                o.backends.push(kind.id().into());
+            }
+            "--minutes" => {
+                let v = value()?;
+                o.minutes =
+                    v.parse().ok().filter(|m| (0.1..=600.0).contains(m)).ok_or(format!("\"{v}\" minutes"))?;
+            }
+            "--out" => o.out = value()?.into(),
+            "--data" => o.data = Some(value()?.into()),
+            "--only" => {
+                let v = value()?;
+                if !SECTIONS.iter().any(|s| s.name == v) {
+                    return Err(format!("no section \"{v}\"; --list names them"));
+                }
+                o.only.push(v);
+            }
+            "--list" => {
+                SECTIONS.iter().for_each(|s| println!("{:<16} {}", s.name, s.what));
+                return Ok(None);
+            }
+            "--no-torch" => o.torch = false,
+            "--rehearsal" => o.tiny = true,
+            other => return Err(format!("no option {other}; --help names them")),
+        }
+    }
+    Ok(Some(o))
+}
+
+/// A folder of this run, removed at its end.
+struct Work(PathBuf);
+
+impl Drop for Work {
+    fn drop(&mut self) {
+        // It lies in the system's temporary folder.
+        let _ = std::fs::remove_dir_all(&self.0);
+    }
+}
+
+/// # Errors
+/// What stops the check before it begins.
+pub fn main(args: &[String]) -> Result<u8, String> {
+    let Some(o) = parse(args)? else { return Ok(0) };
+    let start = Instant::now();
+    let end = start + Duration::from_secs_f64(o.minutes * 60.0) - RESERVE;
+    let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    let exe = std::env::current_exe().map_err(|e| format!("this executable: {e}"))?;
+    std::fs::create_dir_all(&o.out).map_err(|e| format!("{}: {e}", o.out.display()))?;
+    let work = Work(std::env::temp_dir().join(format!("halcyon-check-{}", std::process::id())));
+    let data = work.0.join("data");
+    std::fs::create_dir_all(&data).map_err(|e| format!("{}: {e}", data.display()))?;
+    let mut notes = vec![];
+    let file = o.data.clone().unwrap_or_else(|| exe.with_file_name("halcyon-check.dat"));
+    match data::unpack(&file, &data) {
+        Ok(n) => notes.push(format!("{n} files of data")),
+        Err(why) if o.data.is_some() => return Err(why),
+        Err(why) => notes.push(format!("no data: {why}")),
+    }
+    let child = |command: &mut Command| own_environment(command, &work.0);
+
+    let devices = devices(&exe, &child, start + Duration::from_secs(60));
+    let backends =
+        if o.backends.is_empty() { accelerators(&devices, &mut notes)? } else { o.backends.clone() };
+    let mut report = Report::new(Machine::new(now.as_secs()), o.tiny, o.minutes, notes);
+    report.devices = devices.into_iter().filter(|d| backends.iter().any(|b| b == d.backend.id())).collect();
+
+    let wanted = |s: &&Section| o.only.is_empty() || o.only.iter().any(|n| n == s.name);
+    // All that checks, on every backend, before all that measures.
+    let mut todo: Vec<(&str, &Section)> = vec![];
+    for measures in [false, true] {
+        for b in &backends {
+            todo.extend(
+                SECTIONS.iter().filter(wanted).filter(|s| s.measures == measures).map(|s| (b.as_str(), s)),
+            );
+        }
+    }
+    for i in 0..todo.len() {
+        let (backend, section) = todo[i];
+        let left = end.saturating_duration_since(Instant::now());
+        let rest: u64 = todo[i..].iter().map(|(_, s)| s.seconds).sum();
+        let time = allowed(section.seconds, rest, left, o.minutes);
+        let context = Context {
+            backend: backend.into(),
+            data: data.clone(),
+            tiny: o.tiny,
+            torch: o.torch,
+            exe: exe.clone(),
+            seed: now.as_nanos() as u64 % 1_000_000_007,
+        };
+        eprint!("{backend} {}: ", section.name);
+        let ran = run(section, &context, time, &child);
+        eprintln!("{}", ran.line());
+        report.sections.push(ran);
+    }
+    report.seconds = start.elapsed().as_secs_f64();
+    let paths = report.write(&o.out)?;
+    print!("{}", report.summary());
+    for p in paths {
+        println!("{}", p.display());
+    }
+    Ok(report.code())
+}
+
+/// A section's time: its own, or its share of what is left where all that follow need more.
+fn allowed(seconds: u64, rest: u64, left: Duration, minutes: f64) -> Duration {
+    let own = seconds as f64 * (minutes / MINUTES).max(1.0);
+    let share = left.as_secs_f64() * seconds as f64 / rest.max(1) as f64;
+    // What comes after may be quicker than it may be: a half more than the share.
+    Duration::from_secs_f64(own.min(1.5 * share)).min(left)
+}
+
+fn run(section: &Section, c: &Context, time: Duration, child: &dyn Fn(&mut Command)) -> Ran {
+    let mut ran = Ran::new(&c.backend, section);
+    let start = Instant::now();
+    if time < LEAST {
+        ran.skipped = Some("no time was left for it; --minutes gives more".into());
+        return ran;
+    }
+    let jobs = match (section.jobs)(c) {
+        Ok(jobs) => jobs,
+        Err(why) => {
+            ran.skipped = Some(why);
+            return ran;
+        }
+    };
+    let commands = jobs.iter().map(|j| {
+        let mut command = j.command(c);
+        child(&mut command);
+        command
+    });
+    let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
+    let parallel = if section.parallel { cores.clamp(1, 8) } else { 1 };
+    let ended = child::run_all(commands.collect(), parallel, start + time);
+    for (job, ended) in jobs.iter().zip(&ended) {
+        for e in job.events(ended) {
+            ran.take(e);
+        }
+    }
+    ran.seconds = start.elapsed().as_secs_f64();
+    ran
+}
+
+/// Caches of this run's own, and none of the user's choices.
+fn own_environment(command: &mut Command, work: &Path) {
+    let cache = work.join("cache");
+    command.env("XDG_CACHE_HOME", &cache).env("LOCALAPPDATA", &cache).env("HALCYON_CONFIG", "off");
+    for name in ["HALCYON_CACHE", "HALCYON_BACKENDS", "HALCYON_PRECISION", "HALCYON_LOG"] {
+        command.env_remove(name);
+    }
+}
+
+/// What every driver finds, in a child: one may take it down.
+fn devices(exe: &Path, child: &dyn Fn(&mut Command), until: Instant) -> Vec<DeviceInfo> {
+    let mut command = Command::new(exe);
+    child(command.args(["__section", "devices"]));
+    let ended = child::run(&mut command, until);
+    let note = |l: &str| match serde_json::from_str(l) {
+        Ok(Event::Note { text }) => serde_json::from_str(&text).ok(),
+        _ => None,
+    };
+    ended.out.lines().filter_map(note).collect()
+}
+
+/// Backends of devices that are no processor's imitation of one.
+fn accelerators(devices: &[DeviceInfo], notes: &mut Vec<String>) -> Result<Vec<String>, String> {
+    let mut found: Vec<String> = vec![];
+    for d in
+        devices.iter().filter(|d| !d.software && !matches!(d.backend, BackendType::Cpu | BackendType::Noop))
+    {
+        let id = d.backend.id().to_string();
+        if !found.contains(&id) {
+            found.push(id);
+        }
+    }
+    let native = |b: &String| ["cuda", "rocm"].contains(&b.as_str());
+    if found.iter().any(native) {
+        // The same card once more.
+        let before = found.len();
+        found.retain(|b| b != "opencl");
+        if found.len() < before {
+            notes.push("opencl on the same card was left out; --backend opencl checks it".into());
+        }
+    }
+    found.sort_by_key(|b| !native(b));
+    match found.is_empty() {
+        false => Ok(found),
+        true => Err("no accelerator was found; `halcyon-check devices` says why, and --backend names one (cpu, opencl, webgpu)".into()),
+    }
+}
+
+impl Ran {
+    /// Keeps what a section told.
+    pub fn take(&mut self, e: Event) {
+        match e {
+            Event::Begin { .. } => {}
+            Event::Figure(f) => self.figures.push(f),
+            Event::Note { text } => self.notes.push(text),
+            Event::Check(c) => self.check(c),
+        }
+    }
+
+    fn check(&mut self, c: Check) {
+        match c.status {
+            Status::Passed => self.passed += 1,
+            Status::Wrong => self.wrong += 1,
+            Status::Unsupported => self.unsupported += 1,
+            Status::Error => self.errors += 1,
+        }
+        if c.status != Status::Passed || c.note.starts_with("warning") {
+            self.failures.push(c);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sections_share_what_is_left() {
+        let s = Duration::from_secs;
+        assert_eq!(allowed(60, 600, s(900), 9.0), s(60));
+        assert_eq!(allowed(60, 600, s(200), 9.0), s(30));
+        assert_eq!(allowed(60, 60, s(20), 9.0), s(20));
+        assert_eq!(allowed(60, 600, s(1800), 30.0), s(200));
+        assert_eq!(allowed(60, 600, s(0), 9.0), s(0));
+    }
+
+    #[test]
+    fn options_are_checked() {
+        let of = |t: &str| parse(&t.split_whitespace().map(String::from).collect::<Vec<_>>());
+        let o = of("--backend CUDA --minutes 3 --only hal --no-torch --rehearsal").unwrap().unwrap();
+        assert_eq!(
+            (o.backends, o.minutes, o.only, o.torch, o.tiny),
+            (vec!["cuda".into()], 3.0, vec!["hal".into()], false, true)
+        );
+        for (bad, why) in [
+            ("--backend abacus", "not a backend"),
+            ("--minutes 0", "minutes"),
+            ("--only x", "no section"),
+            ("--wat", "no option"),
+            ("--out", "needs a value"),
+        ] {
+            assert!(of(bad).unwrap_err().contains(why), "{bad}");
+        }
+    }
+
+    #[test]
+    fn accelerators_are_no_imitations() {
+        let d = |backend: BackendType, software: bool| DeviceInfo {
+            backend,
+            id: format!("{backend}:0"),
+            index: 0,
+            name: "x".into(),
+            vendor: "x".into(),
+            driver_version: None,
+            total_memory: None,
+            free_memory: None,
+            compute_capability: None,
+            compute_units: None,
+            unified_memory: false,
+            software,
+            properties: Default::default(),
+        };
+        use BackendType::*;
+        let of = |all: &[DeviceInfo]| accelerators(all, &mut vec![]);
+        let all = [
+            d(Cpu, false),
+            d(OpenCl, false),
+            d(WebGpu, false),
+            d(Cuda, false),
+            d(Cuda, false),
+            d(Noop, true),
+        ];
+        assert_eq!(of(&all).unwrap(), ["cuda", "webgpu"]);
+        assert_eq!(of(&[d(OpenCl, false), d(WebGpu, true)]).unwrap(), ["opencl"]);
+        assert!(of(&[d(Cpu, false), d(WebGpu, true), d(Noop, true)]).unwrap_err().contains("no accelerator"));
+    }
+}
