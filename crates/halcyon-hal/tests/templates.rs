@@ -72,12 +72,15 @@ fn products_on_matrix_units() {
         assert_eq!((caps.subgroup, caps.matrix.len()), (Some(width), units), "{name}");
         for op in &caps.matrix {
             let d = op.operand.storage();
-            let shapes = [([64, 64, 64], [false, false]), ([72, 40, 136], [true, false]), ([35, 33, 65], [false, true])];
+            let shapes = [
+                ([64, 64, 64], [false, false]),
+                ([72, 40, 136], [true, false]),
+                ([35, 33, 65], [false, true]),
+            ];
             for ([m, k, n], turned) in shapes {
                 // Multiples of 1/8 below 2, which all types hold, so that products and sums are exact.
-                let mut data = |n: usize| -> Vec<f64> {
-                    (0..n).map(|_| (r.next() >> 59) as f64 / 8.0 - 2.0).collect()
-                };
+                let mut data =
+                    |n: usize| -> Vec<f64> { (0..n).map(|_| (r.next() >> 59) as f64 / 8.0 - 2.0).collect() };
                 let (a, b) = (data(m * k), data(k * n));
                 let bytes = |v: &[f64], d: DType| -> Vec<u8> {
                     v.iter().flat_map(|x| Scalar::F(*x).to_bytes(d)[..d.size()].to_vec()).collect()

@@ -117,12 +117,14 @@ fn check_kernel(k: &Kernel, l: Launch, f: &Fused, x: &[Tensor], subgroups: &[u32
 #[test]
 fn fused_chains() {
     let mut g = Rng(9);
-    for (n, d) in FLOATS.into_iter().enumerate() {
-        let shape = [3, 4, 5];
+    let types = FLOATS.into_iter().enumerate();
+    // The second size lets work-items do several neighbours.
+    for ((n, d), last) in types.flat_map(|t| [(t, 5), (t, 16)]) {
+        let shape = [3, 4, last];
         // silu(x) * w + b, where w is broadcast and b transposed, masked, and has a fill value.
         let x = Tensor::random(d, &shape, n, &mut g);
-        let w = Tensor::random(d, &[5], 0, &mut g);
-        let b = Tensor::random(d, &[2, 4, 5], 1, &mut g);
+        let w = Tensor::random(d, &[last], 0, &mut g);
+        let b = Tensor::random(d, &[2, 4, last], 1, &mut g);
         let load = |i: u32, v: View, fill| Load { input: i, dtype: d, view: v, fill };
         let f = Fused {
             space: shape.as_slice().into(),
@@ -154,12 +156,68 @@ fn fused_chains() {
                 },
             ],
         };
-        if matches!(d, DType::F32 | DType::F64) {
-            check_fused(&f, &[x, w, b], &caps(), 4.0);
+        let k = if matches!(d, DType::F32 | DType::F64) {
+            check_fused(&f, &[x, w, b], &caps(), 4.0)
         } else {
             // Half types stay in f32 between instructions: compare the float result alone.
             let f = Fused { outs: f.outs[..1].to_vec(), ..f };
-            check_fused(&f, &[x, w, b], &caps(), 4.0);
+            check_fused(&f, &[x, w, b], &caps(), 4.0)
+        };
+        let vector = last == 16 && d != DType::F64;
+        assert_eq!(k.name, if vector { "chain_vector" } else { "chain" }, "{d} {last}");
+    }
+}
+
+/// Neighbours are read and written in vectors and words where all of them lie at such places, and one by one elsewhere.
+#[test]
+fn neighbours_in_runs() {
+    let mut g = Rng(21);
+    let all = [
+        DType::Bool,
+        DType::U8,
+        DType::I8,
+        DType::I16,
+        DType::U16,
+        DType::F16,
+        DType::BF16,
+        DType::I32,
+        DType::F32,
+    ];
+    for (n, d) in all.into_iter().enumerate() {
+        for (shape, vector) in [([6, 32], true), ([5, 24], true), ([3, 4], true), ([4, 6], false)] {
+            // Dense, in the middle of a larger tensor, a column, a row, and transposed.
+            let x: Vec<Tensor> = [0, 2, 1].iter().map(|l| Tensor::random(d, &shape, *l, &mut g)).collect();
+            let row = Tensor::random(DType::F32, &[shape[1]], 0, &mut g);
+            let column = Tensor::random(DType::F32, &[shape[0], 1], 0, &mut g);
+            let mut loads: Vec<Load> = (0..3)
+                .map(|i| Load { input: i, dtype: d, view: x[i as usize].operand.view.clone(), fill: None })
+                .collect();
+            for (i, t) in [&row, &column].into_iter().enumerate() {
+                let view = t.operand.view.expand(&shape);
+                loads.push(Load { input: 3 + i as u32, dtype: DType::F32, view, fill: None });
+            }
+            let mut body: Vec<Instr> =
+                (0..5).map(|i| instr(InstrKind::Load(i), if i < 3 { d } else { DType::F32 }, &[])).collect();
+            body.extend((0..3).map(|i| instr(InstrKind::Cast, DType::F32, &[i])));
+            body.push(instr(InstrKind::Iota(1), DType::F32, &[]));
+            body.extend(
+                [(5, 6), (9, 7), (10, 3), (11, 4), (12, 8)]
+                    .map(|(a, b)| instr(InstrKind::Op(ScalarOp::Add), DType::F32, &[a, b])),
+            );
+            let out = |value, dtype| Out { value, dtype, reduce: None, view: View::dense(&shape) };
+            let f = Fused {
+                space: shape.as_slice().into(),
+                reduced: 0,
+                loads,
+                params: vec![],
+                body,
+                outs: vec![out(0, d), out(13, DType::F32)],
+            };
+            let tensors: Vec<Tensor> = x.into_iter().chain([row, column]).collect();
+            let k = check_fused(&f, &tensors, &caps(), 4.0 + n as f64);
+            assert_eq!(k.name, if vector { "chain_vector" } else { "chain" }, "{d} {shape:?}");
+            let cpu = Caps { is_cpu: true, ..caps() };
+            assert_eq!(lower_fused(&f, &cpu).unwrap().0.name, "chain");
         }
     }
 }
@@ -276,6 +334,9 @@ fn equal_chains_of_other_sizes_share_a_program() {
         };
         lower_fused(&f, &caps()).unwrap().0.key()
     };
-    assert_eq!(make(&[100], 1.0), make(&[7777], -3.0));
+    // Sizes that vectors divide have a program of their own.
+    assert_eq!(make(&[100], 1.0), make(&[7776], -3.0));
+    assert_eq!(make(&[101], 1.0), make(&[7777], -3.0));
+    assert_ne!(make(&[100], 1.0), make(&[101], 1.0));
     assert_ne!(make(&[100], 1.0), make(&[10, 10], 1.0));
 }

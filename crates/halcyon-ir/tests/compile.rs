@@ -2,10 +2,10 @@
 //! A missing compiler skips with a message, and fails where HALCYON_REQUIRE_LANES=1.
 
 mod common;
-#[path = "common/vendors.rs"]
-mod vendors;
 #[path = "common/tensor.rs"]
 mod tensor;
+#[path = "common/vendors.rs"]
+mod vendors;
 
 use halcyon_ir::Error;
 use halcyon_ir::render::{Language, MATRIX_CUDA, MATRIX_HIP, to_batch};

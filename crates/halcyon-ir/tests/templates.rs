@@ -90,7 +90,17 @@ fn execute(
 #[test]
 fn matmul() {
     let mut g = Rng(1);
-    let sizes = [(1, 1, 1), (3, 5, 7), (17, 33, 20), (70, 65, 35), (1, 40, 300), (64, 64, 16), (2, 3, 0)];
+    let sizes = [
+        (1, 1, 1),
+        (3, 5, 7),
+        (17, 33, 20),
+        (70, 65, 35),
+        (1, 40, 300),
+        (64, 64, 16),
+        (2, 3, 0),
+        (4, 72, 96),
+        (96, 1, 72),
+    ];
     for (n, (m, c, k)) in sizes.into_iter().enumerate() {
         for (j, d) in [DType::F32, DType::F64, DType::BF16, DType::I32, DType::U8].into_iter().enumerate() {
             for batch in [&[][..], &[2, 3][..]] {

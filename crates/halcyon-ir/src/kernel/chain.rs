@@ -18,6 +18,8 @@ const RUN: i64 = 64;
 enum Form {
     /// One work-item each, this many in a group.
     Item(u32),
+    /// So many neighbours for each work-item, this many in a group.
+    Vector { items: u32, each: u32 },
     /// A group each, of this many work-items (a power of two) that share a reduction.
     Group(u32),
 }
@@ -27,6 +29,7 @@ impl Form {
         match self {
             Form::Item(n) => Variant::new("item", &[("items", n)]),
             Form::Group(n) => Variant::new("group", &[("items", n)]),
+            Form::Vector { items, each } => Variant::new("vector", &[("items", items), ("each", each)]),
         }
     }
 
@@ -34,23 +37,71 @@ impl Form {
         match &*v.kernel {
             "item" => Ok(Form::Item(v.number("items")?)),
             "group" => Ok(Form::Group(v.number("items")?)),
+            "vector" => Ok(Form::Vector { items: v.number("items")?, each: v.number("each")? }),
             _ => Err(v.unknown("chain")),
         }
     }
 
     fn items(self) -> u32 {
         match self {
-            Form::Item(n) | Form::Group(n) => n,
+            Form::Item(items) | Form::Group(items) | Form::Vector { items, .. } => items,
         }
     }
 
     /// One work-item per result where there are many of them or little to reduce, else one group per result.
     fn default(f: &Fused, caps: &Caps) -> Form {
+        if let Some(each) = neighbours(f, caps) {
+            return Form::Vector { items: 256.min(caps.max_workgroup), each };
+        }
         let outer: usize = f.outer().iter().product();
         let inner: usize = f.inner().iter().product();
         let alone = f.reduced == 0 || inner <= 32 || (caps.is_cpu && outer >= 64) || outer >= 1 << 16;
         if alone { Form::Item(256.min(caps.max_workgroup)) } else { Form::Group(128) }
     }
+}
+
+/// How a work-item that does several neighbours along the last axis gets them.
+#[derive(Clone, Copy, PartialEq)]
+enum Reach {
+    /// In words and vectors.
+    Run,
+    /// They are one element.
+    Same,
+    /// One by one.
+    Each,
+}
+
+/// Whether `each` neighbours along the last axis lie next to each other, from a multiple of `each` on.
+fn runs(v: &View, dtype: DType, each: u32) -> bool {
+    let whole = |n: isize| n % each as isize == 0;
+    let Some((last, others)) = v.strides.split_last() else { return false };
+    let placed = others.iter().zip(&v.shape).all(|(s, n)| *n == 1 || whole(*s));
+    *last == 1 && v.mask.is_none() && dtype.size() <= 4 && whole(v.offset) && placed
+}
+
+fn reach(v: &View, dtype: DType, each: u32) -> Reach {
+    match v.strides.last() {
+        Some(1) if runs(v, dtype, each) => Reach::Run,
+        Some(0) if v.mask.is_none() => Reach::Same,
+        _ => Reach::Each,
+    }
+}
+
+/// How many neighbours a work-item does on a GPU: 16 bytes of the narrowest type that is read or written in runs, fewer where sizes do
+/// not divide or the code would be long; `None` for one.
+fn neighbours(f: &Fused, caps: &Caps) -> Option<u32> {
+    if caps.is_cpu || f.reduced > 0 {
+        return None;
+    }
+    let last = *f.space.last()?;
+    let sizes = f.loads.iter().filter(|l| reach(&l.view, l.dtype, 1) == Reach::Run).map(|l| l.dtype.size());
+    let narrowest = sizes.chain(f.outs.iter().map(|o| o.dtype.size())).min()?;
+    [16, 8, 4].into_iter().find(|each| {
+        *each as usize * narrowest <= 16
+            && (*each as usize * f.body.len() <= 256 || *each == 4)
+            && last % *each as usize == 0
+            && f.outs.iter().all(|o| runs(&o.view, o.dtype, *each))
+    })
 }
 
 fn index(f: &Fused) -> Ty {
@@ -61,20 +112,26 @@ fn index(f: &Fused) -> Ty {
 /// The kernels that the device can have for a fused chain.
 pub fn fused_choices(f: &Fused, caps: &Caps) -> Choices {
     let (outer, inner) = (f.outer().iter().product(), f.inner().iter().product());
-    let mut all = [16, 32, 64, 128, 256, 512].map(Form::Item).to_vec();
+    let each = neighbours(f, caps);
+    let mut all: Vec<Form> = vec![];
+    if let Some(each) = each {
+        all.extend([64, 128, 256, 512].map(|items| Form::Vector { items, each }));
+    }
+    all.extend([16, 32, 64, 128, 256, 512].map(Form::Item));
     if f.reduced > 0 {
         all.extend([32, 64, 128, 256].map(Form::Group));
     }
     // The widest accumulator of each output is in workgroup memory.
     let fits = |n: u32| n as usize * f.outs.len() * 8 <= caps.workgroup_memory as usize;
     let legal = all.into_iter().filter(|c| c.items() <= caps.max_workgroup);
-    let legal = legal.filter(|c| matches!(c, Form::Item(_)) || fits(c.items())).map(Form::variant);
+    let legal = legal.filter(|c| !matches!(c, Form::Group(_)) || fits(c.items())).map(Form::variant);
     let key = format!(
-        "chain {:032x} {} n{} r{}",
+        "chain {:032x} {} n{} r{}{}",
         digest_chain(f),
         index(f).name(),
         class(outer),
-        if f.reduced > 0 { class(inner) } else { 0 }
+        if f.reduced > 0 { class(inner) } else { 0 },
+        each.map_or(String::new(), |e| format!(" v{e}"))
     );
     Choices::new(key, Form::default(f, caps).variant(), legal, Tolerance::Sums(inner))
 }
@@ -105,8 +162,10 @@ pub fn lower_fused(f: &Fused, caps: &Caps) -> Result<(Kernel, Launch)> {
 fn build(f: &Fused, caps: &Caps, form: Form) -> Result<(Kernel, Launch)> {
     let ix = index(f);
     let outer: usize = f.outer().iter().product();
-    let (group, alone) = (form.items(), matches!(form, Form::Item(_)));
+    let (group, alone) = (form.items(), !matches!(form, Form::Group(_)));
+    let each = if let Form::Vector { each, .. } = form { each } else { 1 };
     let name = match (f.reduced > 0, alone) {
+        (false, _) if each > 1 => "chain_vector",
         (false, _) => "chain",
         (true, true) => "chain_reduce",
         (true, false) => "chain_reduce_group",
@@ -118,14 +177,20 @@ fn build(f: &Fused, caps: &Caps, form: Form) -> Result<(Kernel, Launch)> {
     if f.reduced == 0 {
         t.b.may_alias();
     }
-    let w = Chain::declare(&t, f)?;
+    let w = Chain::declare(&t, f, each)?;
     let b = &t.b;
     let groups = if alone {
         let i = b.linear_id();
         b.if_(i.lt(w.count), || {
             let idx = t.split(b.let_(i), &w.outer);
+            if each > 1 {
+                if let Err(e) = w.vector(b, idx, each) {
+                    w.fail(e);
+                }
+                return;
+            }
             if f.reduced == 0 {
-                let v = w.body(b, &idx);
+                let v = w.body(b, &idx, &[]);
                 match v {
                     Ok(v) => {
                         w.write(b, &idx, &f.outs.iter().map(|o| v[o.value as usize]).collect::<Vec<_>>())
@@ -142,7 +207,7 @@ fn build(f: &Fused, caps: &Caps, form: Form) -> Result<(Kernel, Launch)> {
             });
             w.write(b, &idx, &total.iter().map(|v| v.get()).collect::<Vec<_>>());
         });
-        (outer as u64).div_ceil(group as u64)
+        (outer as u64 / each as u64).div_ceil(group as u64)
     } else {
         let row = b.let_(b.linear_group());
         let todo = t.work(w.count, w.reduced);
@@ -205,7 +270,8 @@ struct Chain<'a> {
 }
 
 impl<'a> Chain<'a> {
-    fn declare(t: &'a Template, f: &'a Fused) -> Result<Chain<'a>> {
+    /// With `each` over one the points are as many neighbours along the last axis.
+    fn declare(t: &'a Template, f: &'a Fused, each: u32) -> Result<Chain<'a>> {
         let b = &t.b;
         let inputs = f.loads.iter().map(|l| l.input + 1).max().unwrap_or(0);
         let mut bufs = vec![];
@@ -218,7 +284,7 @@ impl<'a> Chain<'a> {
             bufs.push(b.raw_buffer(d, false));
         }
         let outs: Vec<Buf> = f.outs.iter().map(|o| b.raw_buffer(o.dtype, true)).collect();
-        let count = t.size("n", f.outer().iter().product::<usize>());
+        let count = t.size("n", f.outer().iter().product::<usize>() / each as usize);
         let reduced = t.size("r", f.inner().iter().product::<usize>());
         let border = f.space.len() - f.reduced;
         // The first dimension of each part is never divided by.
@@ -229,7 +295,8 @@ impl<'a> Chain<'a> {
                 } else if k == border {
                     reduced
                 } else {
-                    t.size(&format!("d{k}"), f.space[k])
+                    let by = if k + 1 == f.space.len() { each as usize } else { 1 };
+                    t.size(&format!("d{k}"), f.space[k] / by)
                 }
             })
             .collect();
@@ -263,15 +330,51 @@ impl<'a> Chain<'a> {
         self.error.set(Some(old.unwrap_or(e)));
     }
 
-    /// Values of all instructions at a point.
-    fn body(&self, b: &'a Builder, idx: &[E<'a>]) -> Result<Vec<E<'a>>> {
+    /// Neighbours along the last axis: what can be is read in runs, and results are written so.
+    fn vector(&self, b: &'a Builder, mut idx: Vec<E<'a>>, each: u32) -> Result<()> {
+        let Some(last) = idx.len().checked_sub(1) else {
+            return Err(Error::internal("neighbours of a scalar"));
+        };
+        idx[last] = b.let_(idx[last] * each);
+        let first = idx.clone();
+        let loaded: Vec<Vec<E<'a>>> = self
+            .f
+            .loads
+            .iter()
+            .enumerate()
+            .map(|(i, l)| match reach(&l.view, l.dtype, each) {
+                Reach::Run => b.load_run(self.loads[i].buf, self.loads[i].at(&first), each),
+                Reach::Same => vec![self.load(b, i, &first); each as usize],
+                Reach::Each => vec![],
+            })
+            .collect();
+        let mut results = vec![vec![]; self.f.outs.len()];
+        for e in 0..each as usize {
+            idx[last] = first[last] + e;
+            let given: Vec<Option<E<'a>>> = loaded.iter().map(|l| l.get(e).copied()).collect();
+            let v = self.body(b, &idx, &given)?;
+            for (r, o) in results.iter_mut().zip(&self.f.outs) {
+                r.push(v[o.value as usize]);
+            }
+        }
+        for (s, r) in self.outs.iter().zip(&results) {
+            b.store_run(s.buf, s.at(&first), r);
+        }
+        Ok(())
+    }
+
+    /// Values of all instructions at a point; those of some loads may be given.
+    fn body(&self, b: &'a Builder, idx: &[E<'a>], given: &[Option<E<'a>>]) -> Result<Vec<E<'a>>> {
         let f = self.f;
         let mut v: Vec<E<'a>> = Vec::with_capacity(f.body.len());
         for i in &f.body {
             let arg = |k: usize| v[i.args[k] as usize];
             let from = || f.body[i.args[0] as usize].dtype;
             let e = match i.kind {
-                InstrKind::Load(l) => self.load(b, l as usize, idx),
+                InstrKind::Load(l) => match given.get(l as usize) {
+                    Some(Some(v)) => *v,
+                    _ => self.load(b, l as usize, idx),
+                },
                 InstrKind::Iota(axis) => idx[axis as usize].cast(i.dtype),
                 InstrKind::Param(p) => self.params[p as usize],
                 InstrKind::Op(op) => {
@@ -336,7 +439,7 @@ impl<'a> Chain<'a> {
     fn step(&self, t: &'a Template, idx: &[E<'a>], r: E<'a>, acc: &[Var<'a>]) {
         let mut full = idx.to_vec();
         full.extend(t.split(r, &self.inner));
-        match self.body(&t.b, &full) {
+        match self.body(&t.b, &full, &[]) {
             Ok(v) => {
                 self.combine(&t.b, acc, &self.f.outs.iter().map(|o| v[o.value as usize]).collect::<Vec<_>>())
             }

@@ -688,9 +688,9 @@ impl Stmt {
                     v.push(index);
                     v.extend(guard);
                 }
-                Read::Word { index, .. }
-                | Read::Local { index, .. }
-                | Read::Private { index, .. } => v.push(index),
+                Read::Word { index, .. } | Read::Local { index, .. } | Read::Private { index, .. } => {
+                    v.push(index)
+                }
                 Read::Var(_) => {}
                 Read::SubgroupReduce { value, .. } => v.push(value),
                 Read::SubgroupShuffleXor { value, mask: m } | Read::SubgroupShuffle { value, lane: m } => {

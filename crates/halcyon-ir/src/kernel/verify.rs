@@ -185,7 +185,9 @@ fn check_expr(e: &Expr, t: &[Ty], k: &Kernel) -> std::result::Result<(), String>
             Err("splat of a non-f32".into())
         }
         Expr::Lane(a, i) if i as usize >= ty(a).lanes() || ty(a).lanes() == 1 => Err("no such lane".into()),
-        Expr::Vector(t, x) if t.lanes() == 1 || x[..t.lanes()].iter().any(|&x| ty(x) != Ty::of(t.dtype())) => {
+        Expr::Vector(t, x)
+            if t.lanes() == 1 || x[..t.lanes()].iter().any(|&x| ty(x) != Ty::of(t.dtype())) =>
+        {
             Err("a vector has lanes of its type".into())
         }
         Expr::Unpack(d, a, i) if per_word(d) == 1 || i as usize >= per_word(d) || ty(a) != Ty::U32 => {

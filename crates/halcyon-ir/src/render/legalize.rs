@@ -92,9 +92,9 @@ fn remap_block(b: &mut [Stmt], map: &[ExprId]) {
                     m(index);
                     guard.iter_mut().for_each(m);
                 }
-                Read::Word { index, .. }
-                | Read::Local { index, .. }
-                | Read::Private { index, .. } => m(index),
+                Read::Word { index, .. } | Read::Local { index, .. } | Read::Private { index, .. } => {
+                    m(index)
+                }
                 Read::Var(_) => {}
                 Read::SubgroupReduce { value, .. } => m(value),
                 Read::SubgroupShuffleXor { value, mask: x } | Read::SubgroupShuffle { value, lane: x } => {

@@ -413,8 +413,7 @@ impl<'a> Writer<'a> {
             }
             Stmt::Read {
                 dst,
-                read:
-                    read @ (Read::Global { guard: Some(g), .. } | Read::Vector { guard: Some(g), .. }),
+                read: read @ (Read::Global { guard: Some(g), .. } | Read::Vector { guard: Some(g), .. }),
             } => {
                 let t = self.k.values[dst.ix()];
                 self.line(&format!("var v{}: {} = {}();", dst.0, ty_name(t), ty_name(t)));

@@ -155,7 +155,8 @@ pub fn matrices(ops: &[MatrixOp]) -> Kernel {
         b.barrier();
     }
     let quad = l.load(i);
-    let word = b.pack(DType::BF16, &[quad.lane(0).unpack(DType::F16, 1), quad.lane(1).unpack(DType::BF16, 0)]);
+    let word =
+        b.pack(DType::BF16, &[quad.lane(0).unpack(DType::F16, 1), quad.lane(1).unpack(DType::BF16, 0)]);
     let byte = b.pack(DType::I8, &[0, 1, 2, 3].map(|k| quad.lane(2).unpack(DType::U8, k).cast(DType::I8)));
     b.store_vector(y, i, b.words([word, byte, quad.lane(3), byte]));
     b.finish().unwrap()

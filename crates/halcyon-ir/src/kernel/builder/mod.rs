@@ -389,13 +389,7 @@ impl Builder {
     }
 
     /// Reads a vector where `guard` holds; zeros elsewhere.
-    pub fn load_vector_if<'a>(
-        &'a self,
-        buf: Buf,
-        ty: Ty,
-        index: impl Operand<'a>,
-        guard: E<'a>,
-    ) -> E<'a> {
+    pub fn load_vector_if<'a>(&'a self, buf: Buf, ty: Ty, index: impl Operand<'a>, guard: E<'a>) -> E<'a> {
         let index = self.at(buf, index);
         self.read(ty, Read::Vector { buf: buf.id, ty, index, guard: Some(guard.id) })
     }
@@ -422,6 +416,53 @@ impl Builder {
         let index = self.at(buf, index);
         let value = value.operand(self, Ty::U32).id;
         self.emit(Stmt::StoreWord { buf: buf.id, index, value })
+    }
+
+    /// Reads `n` elements of 8, 16 or 32 bits from `first` on, 16 bytes or else a word at a time. `n` elements are whole words; where they
+    /// are whole vectors, too, the first one lies at a multiple of 16 bytes, and else of a word.
+    pub fn load_run<'a>(&'a self, buf: Buf, first: E<'a>, n: u32) -> Vec<E<'a>> {
+        let per = per_word(buf.dtype) as u32;
+        let at = buf.offset.map_or(first, |o| self.handle(o) + first);
+        let words = n / per;
+        let raw: Vec<E<'a>> = match words % 4 {
+            0 => (0..words / 4)
+                .flat_map(|q| {
+                    let index = (at.idiv(4 * per) + q).id;
+                    let read = Read::Vector { buf: buf.id, ty: Ty::U32x4, index, guard: None };
+                    let v = self.read(Ty::U32x4, read);
+                    (0..4).map(move |l| v.lane(l))
+                })
+                .collect(),
+            _ => (0..words)
+                .map(|w| self.read(Ty::U32, Read::Word { buf: buf.id, index: (at.idiv(per) + w).id }))
+                .collect(),
+        };
+        let element = |e: u32| match (raw[(e / per) as usize], per) {
+            (w, 1) => w.bitcast(Ty::of(buf.dtype)),
+            (w, _) => w.unpack(buf.dtype, (e % per) as u8),
+        };
+        (0..words * per).map(element).collect()
+    }
+
+    /// Writes elements from `first` on, as [`Builder::load_run`] reads them.
+    pub fn store_run<'a>(&'a self, buf: Buf, first: E<'a>, values: &[E<'a>]) {
+        let per = per_word(buf.dtype);
+        let at = buf.offset.map_or(first, |o| self.handle(o) + first);
+        let words: Vec<E<'a>> = values
+            .chunks(per)
+            .map(|x| if per == 1 { x[0].bitcast(Ty::U32) } else { self.pack(buf.dtype, x) })
+            .collect();
+        for (q, quad) in words.chunks(4).enumerate() {
+            if let (&[a, b, c, d], 0) = (quad, words.len() % 4) {
+                let (index, value) = ((at.idiv(4 * per) + q).id, self.words([a, b, c, d]).id);
+                self.emit(Stmt::StoreVector { buf: buf.id, index, value });
+                continue;
+            }
+            for (w, x) in quad.iter().enumerate() {
+                let index = (at.idiv(per) + (q * 4 + w)).id;
+                self.emit(Stmt::StoreWord { buf: buf.id, index, value: x.id });
+            }
+        }
     }
 
     /// Adds atomically to an i32 or u32 element.

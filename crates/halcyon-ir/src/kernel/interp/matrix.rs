@@ -85,7 +85,14 @@ impl<M: Memory + ?Sized> Run<'_, M> {
     }
 
     /// Word and first bit of each element, in rows; `None` past the array.
-    fn places(&mut self, f: u32, arr: u32, at: [Reg; 2], column_major: bool, pc: usize) -> Vec<Option<(usize, u32)>> {
+    fn places(
+        &mut self,
+        f: u32,
+        arr: u32,
+        at: [Reg; 2],
+        column_major: bool,
+        pc: usize,
+    ) -> Vec<Option<(usize, u32)>> {
         let d = self.kernel.fragments[f as usize];
         let [rows, columns] = d.shape();
         let [offset, stride] = at.map(|r| self.agreed(r, pc) as i64);

@@ -569,9 +569,8 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                 Ins::Pack { dtype, dst, x } => {
                     let mask = (1u64 << dtype.bits()) - 1;
                     let parts = x.iter().take(per_word(dtype)).rev();
-                    let w = parts.fold(0, |w, &r| {
-                        w << dtype.bits() | scalar::store(dtype, self.get(r)) & mask
-                    });
+                    let w =
+                        parts.fold(0, |w, &r| w << dtype.bits() | scalar::store(dtype, self.get(r)) & mask);
                     self.set(dst, w)
                 }
                 Ins::Barrier { .. }

@@ -151,7 +151,8 @@ fn problem<'c>(
         return Err(Declined::needs_dense(strided));
     }
     let ix = index_type(inputs, outputs, caps)?;
-    Ok((p, Cx { dtype: inputs[0].dtype, out: outputs[0].dtype, ix, caps }))
+    let offsets = [a.offset, w.offset];
+    Ok((p, Cx { dtype: inputs[0].dtype, out: outputs[0].dtype, offsets, ix, caps }))
 }
 
 /// Which kernel, and its numbers.
@@ -251,6 +252,8 @@ impl Tile {
 pub(super) struct Cx<'c> {
     pub dtype: DType,
     out: DType,
+    /// Of both operands, in elements.
+    pub offsets: [isize; 2],
     pub ix: Ty,
     pub caps: &'c Caps,
 }
@@ -335,6 +338,31 @@ impl Cx<'_> {
         if p.m > p.n { p.ak.abs() <= p.am.abs() } else { p.bk.abs() <= p.bn.abs() }
     }
 
+    /// A narrow product as the split kernel sees it, few rows by many columns, and where its right operand begins.
+    fn turned(&self, p: &Problem) -> (Problem, isize) {
+        if p.m > p.n { (p.transposed(), self.offsets[0]) } else { (p.clone(), self.offsets[1]) }
+    }
+
+    /// Neighbours of the right operand that a work-item of the split kernel reads at a time: 16 bytes, or one.
+    fn run(&self, p: &Problem, offset: isize) -> u32 {
+        let along_k = p.bk.abs() <= p.bn.abs();
+        let (fast, slow, extent) = if along_k { (p.bk, p.bn, p.k) } else { (p.bn, p.bk, p.n) };
+        let each = self.runs(fast, slow, extent, &p.bb, offset);
+        // The sums of several columns share workgroup memory.
+        let words = if p.m == 1 { 256 } else { 1024 } * each as usize;
+        let fits = along_k || words * self.ty().size() <= self.caps.workgroup_memory as usize;
+        if fits { each } else { 1 }
+    }
+
+    /// Elements in 16 bytes where an operand with these strides can be read so, else one.
+    fn runs(&self, fast: isize, slow: isize, extent: usize, batch: &[isize], offset: isize) -> u32 {
+        let each = (16 / self.dtype.size()) as isize;
+        let whole = |n: isize| n % each == 0;
+        let placed =
+            whole(slow) && whole(offset) && whole(extent as isize) && batch.iter().all(|s| whole(*s));
+        if self.dtype.size() <= 4 && fast == 1 && placed { each as u32 } else { 1 }
+    }
+
     fn default(&self, p: &Problem) -> Form {
         let caps = self.caps;
         let simple = Form::Simple { items: items(64, caps) };
@@ -349,7 +377,18 @@ impl Cx<'_> {
         }
         if self.narrow(p) {
             let items: u32 = if caps.max_workgroup >= 256 { 256 } else { 64 };
-            let columns = if Self::split_along_k(p) { items / 64 } else { 32 };
+            let columns = match (Self::split_along_k(p), self.turned(p)) {
+                (true, _) => items / 64,
+                // A work-item's columns are 16 bytes, of which four make whole sectors of a cache's line; more where that
+                // leaves work for all.
+                (false, (t, offset)) if self.run(&t, offset) > 1 => {
+                    let each = self.run(&t, offset) as usize;
+                    let groups = |c: u32| t.n.div_ceil(c as usize * each) * t.m.div_ceil(4) * t.batches();
+                    let enough = |c: &u32| groups(*c) >= 2 * caps.compute_units as usize;
+                    [32, 16, 8].into_iter().find(enough).unwrap_or(4)
+                }
+                _ => 32,
+            };
             return Form::Split { items, columns };
         }
         let large = p.m.min(p.n) >= 8 && p.k >= 8 && p.batches() * p.m * p.n >= 1024;
@@ -383,7 +422,8 @@ impl Cx<'_> {
             }
         } else if self.narrow(p) {
             for items in [64, 128, 256, 512] {
-                let columns: &[u32] = if Self::split_along_k(p) { &[1, 2, 4, 8] } else { &[16, 32, 64] };
+                let columns: &[u32] =
+                    if Self::split_along_k(p) { &[1, 2, 4, 8] } else { &[4, 8, 16, 32, 64] };
                 all.extend(columns.iter().map(|&columns| Form::Split { items, columns }));
             }
         } else {
@@ -408,7 +448,9 @@ impl Cx<'_> {
             // A tree adds up the slices.
             Form::Split { items, columns } => {
                 let rows = if p.m.min(p.n) == 1 { 1 } else { 4 };
-                group(items) && items >= 2 * columns && fits(rows * items)
+                let (t, offset) = self.turned(p);
+                let each = if Self::split_along_k(p) { 1 } else { self.run(&t, offset) };
+                group(items) && items >= 2 * columns && fits(rows * items * each)
             }
             Form::Matrix(t) => matrix::unit(self.dtype, self.caps)
                 .is_some_and(|op| matrix::legal(p, self.out, op, t, self.caps)),
@@ -428,8 +470,12 @@ impl Cx<'_> {
             _ => "so",
         };
         format!(
-            "matmul{} {} {} rank{} b{} m{} n{} k{} {} {}",
+            "matmul{}{} {} {} rank{} b{} m{} n{} k{} {} {}",
             if matrix::unit(self.dtype, self.caps).is_some() { " matrix" } else { "" },
+            match self.turned(p) {
+                (t, offset) if self.narrow(p) && self.run(&t, offset) > 1 => " runs",
+                _ => "",
+            },
             self.dtype,
             self.ix.name(),
             p.rank_class(),
@@ -442,7 +488,13 @@ impl Cx<'_> {
         )
     }
 
-    fn build(&self, p: &Problem, inputs: &[Operand], outputs: &[Operand], f: Form) -> Result<Lowered, Declined> {
+    fn build(
+        &self,
+        p: &Problem,
+        inputs: &[Operand],
+        outputs: &[Operand],
+        f: Form,
+    ) -> Result<Lowered, Declined> {
         let args = Args::of(inputs, outputs);
         match f {
             Form::Matrix(t) => self.matrix(p, args, inputs, &outputs[0], t),
@@ -563,13 +615,18 @@ impl Cx<'_> {
         let class = p.rank_class();
         let along_k = p.bk.abs() <= p.bn.abs();
         let (slices, rows) = (n_items / columns, if p.m == 1 { 1u32 } else { 4 });
+        let [x_offset, w_offset] = if flipped { [1, 0] } else { [0, 1] }.map(|i: usize| self.offsets[i]);
+        let run = self.run(p, w_offset);
+        // Columns of a work-item.
+        let each = if along_k { 1 } else { run };
+        let x_runs = along_k && run > 1 && self.runs(p.ak, p.am, p.k, &p.ab, x_offset) > 1;
         let b = Builder::with_index("matmul_split", [n_items, 1, 1], self.ix);
         let (a, w, y) = self.buffers(&b);
         let (a, w) = if flipped { (w, a) } else { (a, w) };
         let s = Shape::declare(&b, class);
         let (ym, yn) = (b.size("ym"), b.size("yn"));
-        let scratch = b.local(self.ty(), rows * n_items);
-        let (gm, gn) = (b.let_(s.m.div_ceil(rows)), b.let_(s.n.div_ceil(columns)));
+        let scratch = b.local(self.ty(), rows * each * n_items);
+        let (gm, gn) = (b.let_(s.m.div_ceil(rows)), b.let_(s.n.div_ceil(columns * each)));
         let g = b.let_(b.linear_group());
         b.if_(g.lt(gm * gn * s.batches()), || {
             let lid = b.local_id(0);
@@ -580,11 +637,37 @@ impl Cx<'_> {
             };
             let bt = b.let_(g.idiv(gm * gn));
             let tile = b.let_(g.imod(gm * gn));
-            let (i0, j) = (b.let_(tile.idiv(gn) * rows), b.let_(tile.imod(gn) * columns + c));
+            let (i0, j) = (b.let_(tile.idiv(gn) * rows), b.let_((tile.imod(gn) * columns + c) * each));
             let (x0, w0) = s.starts(&b, bt);
             let w0 = b.let_(w0 + j * s.bn);
-            let acc: Vec<_> = (0..rows).map(|_| b.var_of(self.ty(), 0)).collect();
+            let acc: Vec<_> = (0..rows * each).map(|_| b.var_of(self.ty(), 0)).collect();
+            // Rows past the end compute the last row again; only their stores are left out.
+            let row = |r: u32| if rows == 1 { x0 } else { x0 + (i0 + r).min(s.m - 1) * s.am };
             b.if_(j.lt(s.n), || {
+                if run > 1 && along_k {
+                    b.for_(slice * run, s.k, slices * run, |k| {
+                        let v = b.load_run(w, w0 + k, run);
+                        for (r, acc) in acc.iter().enumerate() {
+                            let at = row(r as u32);
+                            let x = match x_runs {
+                                true => b.load_run(a, at + k, run),
+                                false => (0..run).map(|e| b.load(a, at + (k + e) * s.ak)).collect(),
+                            };
+                            acc.set(x.iter().zip(&v).fold(acc.get(), |sum, (x, v)| x.mul_add(*v, sum)));
+                        }
+                    });
+                    return;
+                }
+                if run > 1 {
+                    b.for_(slice, s.k, slices, |k| {
+                        let v = b.load_run(w, w0 + k * s.bk, run);
+                        for (r, acc) in acc.chunks(run as usize).enumerate() {
+                            let x = b.load(a, row(r as u32) + k * s.ak);
+                            acc.iter().zip(&v).for_each(|(acc, v)| acc.set(x.mul_add(*v, acc.get())));
+                        }
+                    });
+                    return;
+                }
                 b.for_(slice, s.k, slices, |k| {
                     let v = b.load(w, w0 + k * s.bk);
                     for (r, acc) in acc.iter().enumerate() {
@@ -601,8 +684,8 @@ impl Cx<'_> {
             let mut half = slices / 2;
             while half > 0 {
                 b.if_(slice.lt(half), || {
-                    for r in 0..rows as usize {
-                        let at = slice * columns + c + r as u32 * n_items;
+                    for q in 0..rows * each {
+                        let at = slice * columns + c + q * n_items;
                         let other = at + half * columns;
                         let sum = scratch.load(at) + scratch.load(other);
                         scratch.store(at, sum);
@@ -615,15 +698,17 @@ impl Cx<'_> {
                 for r in 0..rows {
                     let i = i0 + r;
                     b.if_(i.lt(s.m), || {
-                        let v = scratch.load(c + r * n_items);
-                        b.store(y, bt * (s.m * s.n) + i * ym + j * yn, v);
+                        for e in 0..each {
+                            let v = scratch.load(c + (r * each + e) * n_items);
+                            b.store(y, bt * (s.m * s.n) + i * ym + (j + e) * yn, v);
+                        }
                     });
                 }
             });
         });
         fill(&mut args, p, class);
         args.int("ym", p.ym as i64).int("yn", p.yn as i64);
-        let groups = p.m.div_ceil(rows as usize) * p.n.div_ceil(columns as usize) * p.batches();
+        let groups = p.m.div_ceil(rows as usize) * p.n.div_ceil((columns * each) as usize) * p.batches();
         single(b, &args, groups, self.caps)
     }
 

@@ -255,7 +255,10 @@ impl Cx<'_> {
         let op = unit(self.dtype, self.caps)
             .ok_or_else(|| Declined::because(format!("no matrix unit takes {}", self.dtype)))?;
         if !legal(p, out.dtype, op, t, self.caps) {
-            return Err(Declined::because(format!("matmul: the device cannot have tiles of {}", t.variant())));
+            return Err(Declined::because(format!(
+                "matmul: the device cannot have tiles of {}",
+                t.variant()
+            )));
         }
         let l = &layout(p, out.dtype, op, t, [inputs[0].view.offset, inputs[1].view.offset]);
         let class = p.rank_class();
@@ -281,8 +284,7 @@ impl Cx<'_> {
             let sums = self.sums(&b, l, memory, &s, &carriers, at);
             let first = [i0 + at[0] * t.part()[0], j0 + at[1] * t.part()[1]].map(|e| b.let_(e));
             let start = b.let_(bt * (s.m * s.n) + oy);
-            let whole = p.n.is_multiple_of(l.per_out as usize)
-                && out.view.offset % l.per_out as isize == 0;
+            let whole = p.n.is_multiple_of(l.per_out as usize) && out.view.offset % l.per_out as isize == 0;
             write(&b, l, memory, &s, (y, start), &sums, (sub, first), whole);
         });
         fill(&mut args, p, class);
@@ -334,7 +336,13 @@ impl Cx<'_> {
                     // Of the left operand a row's elements are next to each other in a row-major tile, of the right one in a
                     // column-major tile.
                     let column_major = d.along_k == (side == 1);
-                    b.load_fragment(f, memory, from[side] + (i * edge as u32 * row + k), d.pitch, column_major);
+                    b.load_fragment(
+                        f,
+                        memory,
+                        from[side] + (i * edge as u32 * row + k),
+                        d.pitch,
+                        column_major,
+                    );
                 };
                 x.iter().zip(0..).for_each(|(f, i)| load(*f, i, 0, op.m));
                 for (j, v) in y.iter().enumerate() {

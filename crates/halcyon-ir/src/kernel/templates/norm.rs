@@ -1,7 +1,7 @@
 //! Layer norm and RMS norm over trailing axes: the statistics of a row, then the row.
 
 use super::common::*;
-use super::rows::{By, Row};
+use super::rows::{By, Line, Row, run};
 use crate::kernel::Builder;
 use crate::kernel::ir::{Reduce, Ty};
 use crate::kernel::lower::Lowered;
@@ -104,27 +104,27 @@ fn build(
     let (count, len) = (b.size("rows"), b.size("n"));
     let eps_value = b.param("eps", ty);
     let row = Row::new(&b, by, ty);
+    let run = run(n, &[inputs, outputs].concat());
+    let line = |buf, start| Line { buf, start, gap: b.index(1) };
     row.each(count, |r| {
         let start = b.let_(r * len);
         let divisor = b.let_(len.to(ty));
         let mean = if centred {
-            b.let_(row.reduce(Reduce::Add, len, |i| b.load(x, start + i)) / divisor)
+            b.let_(row.reduce_runs(Reduce::Add, len, line(x, start), run, |v| v) / divisor)
         } else {
             b.constant(ty, 0)
         };
-        let deviation = |i| match centred {
-            true => b.load(x, start + i) - mean,
-            false => b.load(x, start + i),
-        };
-        let squares = row.reduce(Reduce::Add, len, |i| {
-            let d = deviation(i);
+        let deviation = |v| if centred { v - mean } else { v };
+        let squares = row.reduce_runs(Reduce::Add, len, line(x, start), run, |v| {
+            let d = deviation(v);
             d * d
         });
         let factor = b.let_((squares / divisor + eps_value).rsqrt());
-        row.rewrite(len, |i| {
-            let scaled = deviation(i) * factor * b.load(weights[0], i).to(ty);
-            let v = weights.get(1).map_or(scaled, |w| scaled + b.load(*w, i).to(ty));
-            b.store(y, start + i, v);
+        let read: Vec<_> =
+            [line(x, start)].into_iter().chain(weights.iter().map(|w| line(*w, b.index(0)))).collect();
+        row.rewrite_runs(len, &read, line(y, start), run, |v| {
+            let scaled = deviation(v[0]) * factor * v[1].to(ty);
+            v.get(2).map_or(scaled, |bias| scaled + bias.to(ty))
         });
     });
     let mut args = Args::of(inputs, outputs);

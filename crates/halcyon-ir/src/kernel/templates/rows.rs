@@ -4,8 +4,8 @@ use super::common::*;
 use crate::dtype::Scalar;
 use crate::kernel::ir::{Reduce, Ty};
 use crate::kernel::tune::{Choices, Tolerance, Variant, class};
-use crate::kernel::{Builder, E, Local, Private};
-use crate::target::{Caps, Declined};
+use crate::kernel::{Buf, Builder, E, Local, Private};
+use crate::target::{Caps, Declined, Operand};
 
 /// Lanes of a work-item's sums: a compiler turns them into vectors, and short partial sums round less.
 const LANES: u32 = 16;
@@ -59,7 +59,13 @@ impl By {
         let all = items.iter().map(|n| By::Item(*n));
         let all = all.chain(groups.iter().filter(|n| fits(**n)).map(|n| By::Group(*n)));
         let legal = all.filter(|by| by.workgroup()[0] <= caps.max_workgroup).map(By::variant);
-        let key = format!("{name} rows{} n{} gap{}", class(rows), class(n), class(gap));
+        let key = format!(
+            "{name} rows{} n{} gap{} by{}",
+            class(rows),
+            class(n),
+            class(gap),
+            1 << n.trailing_zeros().min(3)
+        );
         Choices::new(key, By::choose(rows, n, gap, ty, caps).variant(), legal, Tolerance::Sums(n))
     }
 
@@ -74,6 +80,30 @@ impl By {
             By::Item(n) => rows.div_ceil(n as usize),
             By::Group(_) => rows,
         }
+    }
+}
+
+/// How many neighbours a work-item of a group takes at a time, in rows of `n` elements that lie next to each other: 16 bytes of the
+/// first operand, one where operands do not begin at such places or have other types.
+pub(super) fn run(n: usize, operands: &[Operand]) -> u32 {
+    let Some(first) = operands.first().filter(|o| o.dtype.size() <= 4) else { return 1 };
+    let run = 16 / first.dtype.size();
+    let placed = |o: &Operand| o.view.offset % run as isize == 0 && o.dtype.size() <= 4;
+    if n.is_multiple_of(run) && operands.iter().all(placed) { run as u32 } else { 1 }
+}
+
+/// Where the elements of a row lie.
+#[derive(Clone, Copy)]
+pub(super) struct Line<'a> {
+    pub buf: Buf,
+    pub start: E<'a>,
+    /// From one to the next.
+    pub gap: E<'a>,
+}
+
+impl<'a> Line<'a> {
+    fn at(&self, i: E<'a>) -> E<'a> {
+        self.start + i * self.gap
     }
 }
 
@@ -139,6 +169,54 @@ impl<'a> Row<'a> {
             }
             _ => acc.get(),
         }
+    }
+
+    /// As [`Row::reduce`] over the elements of a line, in runs of `run` where they are neighbours.
+    pub(super) fn reduce_runs(
+        self,
+        op: Reduce,
+        n: E<'a>,
+        x: Line<'a>,
+        run: u32,
+        f: impl Fn(E<'a>) -> E<'a>,
+    ) -> E<'a> {
+        let b = self.b;
+        let (By::Group(items), Some(shared), 2..) = (self.by, self.shared, run) else {
+            return self.reduce(op, n, |i| f(b.load(x.buf, x.at(i))));
+        };
+        let acc = b.var_of(self.ty, op.identity(self.ty.dtype()));
+        b.for_(b.local_id(0) * run, n, items * run, |i| {
+            let v = b.load_run(x.buf, x.start + i, run).into_iter().map(&f);
+            if let Some(v) = v.reduce(|x, y| b.op(op.op(), &[x, y])) {
+                acc.set(b.op(op.op(), &[acc.get(), v]));
+            }
+        });
+        b.group_reduce(op, acc.get(), shared)
+    }
+
+    /// Writes `f` of the elements of every line, likewise.
+    pub(super) fn rewrite_runs(
+        self,
+        n: E<'a>,
+        inputs: &[Line<'a>],
+        y: Line<'a>,
+        run: u32,
+        f: impl Fn(&[E<'a>]) -> E<'a>,
+    ) {
+        let b = self.b;
+        let (By::Group(items), 2..) = (self.by, run) else {
+            self.rewrite(n, |i| {
+                let x: Vec<E<'a>> = inputs.iter().map(|x| b.load(x.buf, x.at(i))).collect();
+                b.store(y.buf, y.at(i), f(&x));
+            });
+            return;
+        };
+        b.for_(b.local_id(0) * run, n, items * run, |i| {
+            let x: Vec<Vec<E<'a>>> = inputs.iter().map(|x| b.load_run(x.buf, x.start + i, run)).collect();
+            let v: Vec<E<'a>> =
+                (0..run as usize).map(|e| f(&x.iter().map(|x| x[e]).collect::<Vec<_>>())).collect();
+            b.store_run(y.buf, y.start + i, &v);
+        });
     }
 
     /// Runs `f(i)` for every `i` below `n`, once.

@@ -2,7 +2,7 @@
 //! A row whose maximum is -inf or NaN is NaN throughout, as the definition has it.
 
 use super::common::*;
-use super::rows::{By, Row};
+use super::rows::{By, Line, Row, run};
 use crate::dtype::DType;
 use crate::kernel::ir::{Reduce, Ty};
 use crate::kernel::lower::Lowered;
@@ -94,17 +94,19 @@ fn build(
     let (count, len) = (b.size("rows"), b.size("n"));
     let gap = if last { b.index(1) } else { b.size("inner") };
     let row = Row::new(&b, by, ty);
+    let run = if last { run(n, &[inputs, outputs].concat()) } else { 1 };
     row.each(count, |r| {
         let start = b.let_(if last { r * len } else { r.idiv(gap) * (len * gap) + r.imod(gap) });
-        let at = |i| start + i * gap;
+        let line = |buf| Line { buf, start, gap };
         // Half types round after every step, as the body does.
-        let top = row.reduce(Reduce::Max, len, |i| b.load(x, at(i)));
-        let below = |i| round(dtype, b.load(x, at(i)) - top);
-        let sum = round(dtype, row.reduce(Reduce::Add, len, |i| round(dtype, below(i).exp())));
+        let top = row.reduce_runs(Reduce::Max, len, line(x), run, |v| v);
+        let below = |v| round(dtype, v - top);
+        let exps = row.reduce_runs(Reduce::Add, len, line(x), run, |v| round(dtype, below(v).exp()));
+        let sum = round(dtype, exps);
         let log = b.let_(if name == "softmax" { sum } else { round(dtype, sum.log()) });
-        row.rewrite(len, |i| {
-            let d = below(i);
-            b.store(y, at(i), if name == "softmax" { round(dtype, d.exp()) / log } else { d - log });
+        row.rewrite_runs(len, &[line(x)], line(y), run, |v| {
+            let d = below(v[0]);
+            if name == "softmax" { round(dtype, d.exp()) / log } else { d - log }
         });
     });
     let mut args = Args::of(inputs, outputs);

@@ -30,10 +30,7 @@ pub static DIALECT: Dialect = Dialect {
     header_matrix: matrix::HIP_HEADER,
     matrix_helpers: matrix::HIP_HELPERS,
     helpers: &[
-        (
-            "h_f16_f32",
-            "float @(unsigned short x) {\n    return (float)__builtin_bit_cast(_Float16, x);\n}\n",
-        ),
+        ("h_f16_f32", "float @(unsigned short x) {\n    return (float)__builtin_bit_cast(_Float16, x);\n}\n"),
         (
             "h_f32_f16",
             "unsigned short @(float x) {\n    return __builtin_bit_cast(unsigned short, (_Float16)x);\n}\n",

@@ -244,7 +244,11 @@ impl Writer<'_> {
         for l in 0..lanes {
             let lane = format!("{n}.{}", ["x", "y", "z", "w"][l & 3]);
             let own = matches!(self.element(buf), Element::Own(_));
-            let lane = if own || self.types[value.ix()] == Ty::U32x4 { lane } else { format!("bitcast<u32>({lane})") };
+            let lane = if own || self.types[value.ix()] == Ty::U32x4 {
+                lane
+            } else {
+                format!("bitcast<u32>({lane})")
+            };
             self.set_word(buf, &format!("{i} * {lanes}u + {l}u"), &lane);
         }
         Ok(())
