@@ -9,9 +9,15 @@ use halcyon_ir::kernel::interp::{Fault, Options, run};
 use halcyon_ir::kernel::lower::{choices, lower_op, lower_op_as};
 use halcyon_ir::kernel::{BufId, Builder, E, Kernel, Launch, MatrixType, Part, Ty, verify_for};
 use halcyon_ir::layout::View;
+use halcyon_ir::lower::{LowerOptions, lower};
 use halcyon_ir::op::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
 use halcyon_ir::render::{MATRIX_CUDA, MATRIX_HIP};
-use halcyon_ir::target::{Caps, Operand};
+use halcyon_ir::passes::{Level, PassOptions};
+use halcyon_ir::plan::StepWork;
+use halcyon_ir::target::{
+    Caps, Declined, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Target,
+};
+use std::sync::Arc;
 use halcyon_ir::{DType, Scalar, TensorType};
 use tensor::*;
 
@@ -221,6 +227,44 @@ fn matmul_on_matrix_units() {
         }
     }
     assert!(seen > 100, "{seen}");
+}
+
+/// Half types go to matrix units at every level, f32 only where the call's precision allows TF32, from O2 on.
+#[test]
+fn levels_and_precision_choose_matrix_units() {
+    #[derive(Debug)]
+    struct Gpu(Caps);
+    impl Target for Gpu {
+        fn caps(&self) -> &Caps {
+            &self.0
+        }
+        fn library(&self, _: &LibraryCall<'_>) -> Result<Arc<dyn LibraryKernel>, Declined> {
+            Err(Declined::because("it has no library"))
+        }
+    }
+    let gpu = Gpu(with_matrix_units(&MATRIX_CUDA, 32));
+    let kernel = |d: DType, level: Level, precision: MatmulPrecision| {
+        let mut g = Graph::new();
+        let x = g.input("x", TensorType::new(d, &[128usize, 96][..]));
+        let w = g.input("w", TensorType::new(d, &[96usize, 64][..]));
+        let y = g.matmul(x, w).unwrap();
+        g.output("y", y);
+        let passes = PassOptions { level, ..PassOptions::default() };
+        let o = LowerOptions { passes, precision, ..LowerOptions::default() };
+        let plan = lower(&g, &gpu, &o).unwrap();
+        match &plan.steps[0].work {
+            StepWork::Kernel { kernel, .. } => kernel.name.clone(),
+            w => panic!("{w:?}"),
+        }
+    };
+    use MatmulPrecision::{High, Highest, Medium};
+    for (level, precision) in [(Level::O0, Highest), (Level::O1, High), (Level::O2, Highest), (Level::O2, Medium)] {
+        assert_eq!(kernel(DType::F16, level, precision), "matmul_matrix");
+        assert_eq!(kernel(DType::BF16, level, precision), "matmul_matrix");
+        let f32s = if level == Level::O2 && precision != Highest { "matmul_matrix" } else { "matmul_tiled" };
+        assert_eq!(kernel(DType::F32, level, precision), f32s, "{level:?} {precision:?}");
+        assert_eq!(kernel(DType::F64, level, precision), "matmul_tiled");
+    }
 }
 
 /// What the verifier and the interpreter find wrong with matrices.
