@@ -101,9 +101,10 @@ fn hal(o: &Own) -> Result<()> {
         static PANIC: RefCell<String> = const { RefCell::new(String::new()) };
     }
     set_hook(Box::new(|p| PANIC.set(p.to_string())));
-    let lane = Lane::new(registry::driver(o.kind)?)?;
     for (name, case) in CASES {
         begin(name);
+        // Each with a folder of its own for programs.
+        let lane = Lane::new(registry::driver(o.kind)?)?;
         match catch_unwind(AssertUnwindSafe(|| case(&lane))) {
             Ok(()) => tell(name, Status::Passed, String::new()),
             Err(_) => tell(name, Status::Wrong, PANIC.take().replace('\n', " ")),

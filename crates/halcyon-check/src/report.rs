@@ -118,8 +118,8 @@ impl Ran {
         }
     }
 
-    /// Counts and time in words.
-    pub fn line(&self) -> String {
+    /// Counts and time in words. What a rehearsal measures meets or misses nothing.
+    pub fn line(&self, rehearsal: bool) -> String {
         if let Some(why) = &self.skipped {
             return format!("skipped: {why}");
         }
@@ -133,7 +133,7 @@ impl Ran {
         ];
         out.extend(counts.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!("{n} {what}")));
         let met: Vec<bool> = self.figures.iter().filter_map(Figure::met).collect();
-        if !met.is_empty() {
+        if !met.is_empty() && !rehearsal {
             out.push(format!("{} of {} targets met", met.iter().filter(|m| **m).count(), met.len()));
         }
         if out.is_empty() {
@@ -221,7 +221,8 @@ impl Report {
         for s in &self.sections {
             let verdict = format!("{:?}", s.verdict(self.rehearsal)).to_lowercase();
             // Writing to a string does not fail.
-            let _ = writeln!(out, "{:<8} {:<8} {:<16} {}", verdict, s.backend, s.name, s.line());
+            let _ =
+                writeln!(out, "{:<8} {:<8} {:<16} {}", verdict, s.backend, s.name, s.line(self.rehearsal));
         }
         out
     }
@@ -262,7 +263,7 @@ impl Report {
                 s.backend,
                 s.name,
                 s.what,
-                cell(&s.line())
+                cell(&s.line(self.rehearsal))
             );
         }
         for s in self.sections.iter().filter(|s| !s.figures.is_empty()) {

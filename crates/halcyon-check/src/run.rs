@@ -134,7 +134,7 @@ pub fn main(args: &[String]) -> Result<u8, String> {
         };
         eprint!("{backend} {}: ", section.name);
         let ran = run(section, &context, time, &child);
-        eprintln!("{}", ran.line());
+        eprintln!("{}", ran.line(o.tiny));
         report.sections.push(ran);
     }
     report.seconds = start.elapsed().as_secs_f64();

@@ -198,7 +198,7 @@ fn doctor(c: &Context) -> Result<Vec<Job>, String> {
 }
 
 /// Ops of a rehearsal: one of each way to be lowered.
-const FEW: &[&str] = &["add", "exp", "matmul", "softmax", "sum", "gather", "conv"];
+const FEW: &[&str] = &["add", "exp", "matmul", "softmax", "reduce_sum", "gather", "conv"];
 
 /// Children by types: about as much to do for each.
 fn ops(c: &Context) -> Result<Vec<Job>, String> {
@@ -308,7 +308,11 @@ impl Job {
         });
         if let Some(how) = failed {
             let at = last.map_or(String::new(), |w| format!(" at \"{w}\""));
-            let err = if ended.err.is_empty() { String::new() } else { format!(": {}", ended.err) };
+            // With --json the command says there why it stopped.
+            let said = serde_json::from_str::<Value>(&ended.out).ok();
+            let said = said.and_then(|v| v["error"]["message"].as_str().map(String::from));
+            let why = said.unwrap_or_else(|| ended.err.clone());
+            let err = if why.is_empty() { String::new() } else { format!(": {why}") };
             let note = format!("the process {how}{at}{err}");
             out.push(Event::Check(Check { name: self.label.clone(), status: Status::Error, note }));
         } else if done == 0 {
