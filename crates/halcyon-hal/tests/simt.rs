@@ -148,9 +148,9 @@ fn what_fails_is_an_error_and_nothing_is_left() {
 #[test]
 fn libraries_that_are_missing_or_others_are_named() {
     for s in standin::all() {
-        let (family, lacks) = match s.driver.kind() {
-            halcyon_hal::BackendType::Cuda => (&cuda::CUDA, ["cuInit", "nvrtcVersion"]),
-            _ => (&rocm::ROCM, ["hipInit", "hiprtcVersion"]),
+        let (family, lacks, architecture) = match s.driver.kind() {
+            halcyon_hal::BackendType::Cuda => (&cuda::CUDA, ["cuInit", "nvrtcVersion"], "sm_90"),
+            _ => (&rocm::ROCM, ["hipInit", "hiprtcVersion"], "gfx90a"),
         };
         let over = |runtime: &str, compiler: &str| {
             SimtDriver::over(family, runtime, compiler).open(0, &Options::default()).unwrap_err().to_string()
@@ -165,7 +165,7 @@ fn libraries_that_are_missing_or_others_are_named() {
         assert!(e.contains(&format!("libc.so.6: it has no function {}", lacks[1])), "{e}");
 
         let compiler = family.compiler(std::slice::from_ref(&s.path)).unwrap();
-        let flags = (family.flags)(Some("sm_90")).unwrap();
+        let flags = (family.flags)(Some(architecture)).unwrap();
         let e =
             compiler.compile("cuda:0", "broken", "int f() { return undeclared_name; }", &flags).unwrap_err();
         let Error::Compile { kernel, log, .. } = &e else { panic!("{e}") };

@@ -11,14 +11,12 @@ use halcyon_ir::kernel::{BufId, Builder, E, Kernel, Launch, MatrixType, Part, Ty
 use halcyon_ir::layout::View;
 use halcyon_ir::lower::{LowerOptions, lower};
 use halcyon_ir::op::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
-use halcyon_ir::render::{MATRIX_CUDA, MATRIX_HIP};
 use halcyon_ir::passes::{Level, PassOptions};
 use halcyon_ir::plan::StepWork;
-use halcyon_ir::target::{
-    Caps, Declined, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Target,
-};
-use std::sync::Arc;
+use halcyon_ir::render::{MATRIX_CUDA, MATRIX_HIP};
+use halcyon_ir::target::{Caps, Declined, LibraryCall, LibraryKernel, MatmulPrecision, Operand, Target};
 use halcyon_ir::{DType, Scalar, TensorType};
+use std::sync::Arc;
 use tensor::*;
 
 /// Runs the kernels of an op at every subgroup size; gives the result's elements and whether the fault word was set.
@@ -258,7 +256,9 @@ fn levels_and_precision_choose_matrix_units() {
         }
     };
     use MatmulPrecision::{High, Highest, Medium};
-    for (level, precision) in [(Level::O0, Highest), (Level::O1, High), (Level::O2, Highest), (Level::O2, Medium)] {
+    for (level, precision) in
+        [(Level::O0, Highest), (Level::O1, High), (Level::O2, Highest), (Level::O2, Medium)]
+    {
         assert_eq!(kernel(DType::F16, level, precision), "matmul_matrix");
         assert_eq!(kernel(DType::BF16, level, precision), "matmul_matrix");
         let f32s = if level == Level::O2 && precision != Highest { "matmul_matrix" } else { "matmul_tiled" };

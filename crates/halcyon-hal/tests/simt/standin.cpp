@@ -438,8 +438,13 @@ extern "C" int NAME(nvrtcDestroyProgram, hiprtcDestroyProgram)(Handle* p) {
 }
 extern "C" int NAME(nvrtcCompileProgram, hiprtcCompileProgram)(Handle h, int n, const char* const* flags) {
     Program& p = *(Program*)h;
-    bool arch = false;
-    for (int i = 0; i < n; i++) arch |= std::string(flags[i]) == OWN_ARCH;
+    // hipRTC compiles for the current device where it is told none.
+    bool arch = false, told = !HIP;
+    for (int i = 0; i < n; i++) {
+        arch |= std::string(flags[i]) == OWN_ARCH;
+        told |= std::string(flags[i]).find("--offload-arch=") == 0;
+    }
+    arch |= !told;
     if (!arch) {
         p.log = "no architecture of the stand-in's";
         return 5;
