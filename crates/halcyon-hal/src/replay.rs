@@ -7,7 +7,7 @@
 //! - Scalars that are to change from launch to launch are named when the commands are captured. The device reads them from a buffer that a launch
 //!   fills in the order of its queue, so several launches can be under way with values of their own.
 
-use crate::{BufferRef, Command, Error, Result};
+use crate::{BufferRef, Command, Error};
 use std::any::Any;
 use std::fmt;
 
@@ -32,12 +32,4 @@ pub trait Replay: Send + Sync + fmt::Debug {
 /// The error of a queue that is given another driver's capture.
 pub(crate) fn foreign(replay: &dyn Replay, device: &str) -> Error {
     Error::argument("replay", format!("{replay:?} was not captured by this opening of {device}"))
-}
-
-/// Whether every launch of a capture gets what it wants.
-pub(crate) fn check(what: &str, given: usize, wanted: usize) -> Result<()> {
-    match given == wanted {
-        true => Ok(()),
-        false => Err(Error::argument("replay", format!("{given} {what} given, {wanted} captured"))),
-    }
 }

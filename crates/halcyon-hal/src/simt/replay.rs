@@ -119,6 +119,14 @@ fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
+/// Whether a launch gets what was captured.
+fn check(what: &str, given: usize, wanted: usize) -> Result<()> {
+    match given == wanted {
+        true => Ok(()),
+        false => Err(Error::argument("replay", format!("{given} {what} given, {wanted} captured"))),
+    }
+}
+
 /// How a launch is recorded whose kernel reads words of the buffer.
 struct Words {
     function: Arc<Function>,
@@ -322,8 +330,8 @@ impl SimtReplay {
 
     /// Enqueues a launch; `false` where a buffer lies elsewhere. The caller keeps the order with other queues.
     pub fn launch(&self, queue: &Queue, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
-        replay::check("buffers", buffers.len(), self.buffers.len())?;
-        replay::check("values", values.len(), self.variables.len())?;
+        check("buffers", buffers.len(), self.buffers.len())?;
+        check("values", values.len(), self.variables.len())?;
         let mut ring = lock(&self.ring);
         let mut s = queue.begin()?;
         // With the queue's lock, so that nothing moves meanwhile.
