@@ -80,7 +80,9 @@ fn pack(out: &Path) -> Result<String, String> {
     let at = |path: &Path, e: std::io::Error| format!("{}: {e}", path.display());
     std::fs::create_dir_all(out).map_err(|e| at(out, e))?;
     let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.current_dir(crate::root()).args(["build", "--release", "-p", "halcyon-check"]);
+    // As the other release builds of the tests, whose crates are used again.
+    cargo.current_dir(crate::root()).env("CARGO_INCREMENTAL", "0");
+    cargo.args(["build", "--release", "-p", "halcyon-check"]);
     if let Some(commit) = commit() {
         cargo.env("HALCYON_COMMIT", commit);
     }
