@@ -121,7 +121,7 @@ impl Shared {
                     let buffers = buffers.iter().map(own).collect::<Result<SmallVec<[_; 6]>>>()?;
                     k.check(&buffers)?;
                     s.library(k, &buffers)?;
-                    Counts::add(&self.counts.library_calls, 1);
+                    Counts::add(&queue.counts().library_calls, 1);
                 }
             }
         }

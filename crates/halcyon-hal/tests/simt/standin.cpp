@@ -313,7 +313,12 @@ API(cuMemAlloc_v2, hipMalloc)(Address* at, size_t n) {
     return OK;
 }
 API(cuMemFree_v2, hipFree)(Address at) {
-    UNSAFE;
+    LOCK;
+    calls_++;
+    if (!initialised_) return UNINITIALISED;
+    if (current_ < 0) return INVALID_CONTEXT;
+    if (capturing_) return break_captures();
+    // A lost device says so, and what it had is gone with its context.
     flush_all();
     auto m = memory.find(at);
     if (m == memory.end()) return INVALID;
@@ -327,7 +332,7 @@ API(cuMemFree_v2, hipFree)(Address at) {
     where.erase(at);
     free(p - 256);
     memory.erase(m);
-    return OK;
+    return (int)lost_;
 }
 API(cuMemHostAlloc, hipHostMalloc)(void** at, size_t n, unsigned) {
     UNSAFE;
