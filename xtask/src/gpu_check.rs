@@ -24,8 +24,26 @@ const MODELS: &[(&str, &[&str])] = &[
 
 /// A backend of the rehearsal, its variables and what they name.
 const REHEARSED: &[(&str, &[&str], &str)] = &[
-    ("cuda", &["HALCYON_CUDA_LIBRARY", "HALCYON_NVRTC_LIBRARY"], "standin-cuda.so"),
-    ("rocm", &["HALCYON_HIP_LIBRARY", "HALCYON_HIPRTC_LIBRARY"], "standin-hip.so"),
+    (
+        "cuda",
+        &[
+            "HALCYON_CUDA_LIBRARY",
+            "HALCYON_NVRTC_LIBRARY",
+            "HALCYON_CUBLASLT_LIBRARY",
+            "HALCYON_CUDNN_LIBRARY",
+        ],
+        "standin-cuda.so",
+    ),
+    (
+        "rocm",
+        &[
+            "HALCYON_HIP_LIBRARY",
+            "HALCYON_HIPRTC_LIBRARY",
+            "HALCYON_HIPBLASLT_LIBRARY",
+            "HALCYON_ROCBLAS_LIBRARY",
+        ],
+        "standin-hip.so",
+    ),
     ("cpu", &[], ""),
 ];
 
