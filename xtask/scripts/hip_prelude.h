@@ -58,10 +58,12 @@ H_DEVICE unsigned int atomicCAS(unsigned int* p, unsigned int want, unsigned int
 
 typedef float float2 __attribute__((ext_vector_type(2)));
 typedef float float4 __attribute__((ext_vector_type(4)));
+typedef unsigned int uint4 __attribute__((ext_vector_type(4)));
 H_DEVICE float2 make_float2(float x, float y) { return float2{x, y}; }
 H_DEVICE float2 make_float2(float x) { return float2{x, x}; }
 H_DEVICE float4 make_float4(float x, float y, float z, float w) { return float4{x, y, z, w}; }
 H_DEVICE float4 make_float4(float x) { return float4{x, x, x, x}; }
+H_DEVICE uint4 make_uint4(unsigned int x, unsigned int y, unsigned int z, unsigned int w) { return uint4{x, y, z, w}; }
 
 H_DEVICE int __float_as_int(float x) { return __builtin_bit_cast(int, x); }
 H_DEVICE unsigned int __float_as_uint(float x) { return __builtin_bit_cast(unsigned int, x); }

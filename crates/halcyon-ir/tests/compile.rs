@@ -32,6 +32,9 @@ fn products_on_matrix_units_compile() {
     compile(Language::Cuda, "nvrtc_compile.py", "sm_80,sm_90", &cuda);
     let hip = common::matrix_products(&tensor::with_matrix_units(&MATRIX_HIP, 64));
     compile(Language::Hip, "hiprtc_compile.py", "gfx90a", &hip);
+    compile(Language::Hip, "clang_compile.py", "gfx942", &hip);
+    let narrow = common::matrix_products(&tensor::with_matrix_units(&MATRIX_HIP, 32));
+    compile(Language::Hip, "clang_compile.py", "gfx1100", &narrow);
     // Where a language has none, the error says so; TF32 is NVIDIA's alone.
     let last = cuda.last().unwrap();
     for l in Language::ALL {

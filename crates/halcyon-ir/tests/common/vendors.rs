@@ -6,6 +6,7 @@ use halcyon_ir::kernel::Kernel;
 use halcyon_ir::render::{Language, to_batch};
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 fn root() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../..")
@@ -22,7 +23,10 @@ pub fn compile(l: Language, script: &str, archs: &str, kernels: &[Kernel]) {
         println!("skipped: {why}");
     };
     let tool = script.split('_').next().unwrap_or(script);
-    let dir = std::env::temp_dir().join(format!("halcyon-{tool}-{}", std::process::id()));
+    // Tests of one process run beside each other.
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    let number = NEXT.fetch_add(1, Ordering::Relaxed);
+    let dir = std::env::temp_dir().join(format!("halcyon-{tool}-{}-{number}", std::process::id()));
     std::fs::create_dir_all(&dir).unwrap();
     let mut files = vec![];
     for (i, chunk) in kernels.chunks(100).enumerate() {
