@@ -107,7 +107,7 @@ impl Llama {
         })
     }
 
-    /// Logits [vocabulary] after `token` at `position`. Token and position are run-time arguments.
+    /// Logits, one for each word of the vocabulary, after `token` at `position`. Token and position are run-time arguments.
     pub fn step(&self, token: u32, position: usize) -> Result<Tensor> {
         let c = &self.config;
         let (h, hk) = (c.num_attention_heads, c.num_key_value_heads);
