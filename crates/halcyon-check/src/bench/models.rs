@@ -19,7 +19,7 @@ const MODELS: &[(&str, &str, usize, usize)] = &[
 ];
 /// On a stand-in the others take too long.
 const TINY: &[(&str, &str, usize, usize)] = &[("mnist/mnist.onnx", "mnist", 1, 0)];
-const TINY_CPU: &[(&str, &str, usize, usize)] = &[("seeded/minilm/model.onnx", "minilm", 1, 8)];
+const TINY_CPU: &[(&str, &str, usize, usize)] = &[("seeded/light_resnet50/model.onnx", "resnet50", 1, 0)];
 
 pub fn main(o: &Own) -> Result<()> {
     let mut bench = Bench::new(o);
