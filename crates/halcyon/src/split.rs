@@ -1,8 +1,9 @@
 //! One graph over several devices: which op runs where, what is copied between them, and the run itself.
 //!
 //! The graph is cut into segments. A segment is a graph of its own, planned and compiled for its device like any other; what one makes
-//! and another reads is copied from device to device where they can ([`halcyon_hal::Device::copy_from_peer`]), else through the host. What follows from constants alone is computed where it is read. [`Placement`] says all
-//! of it beforehand, with the bytes that [`halcyon_hal::Counters`] will count.
+//! and another reads is copied from device to device where they can ([`halcyon_hal::Device::copy_from_peer`]), else through the host. What
+//! follows from constants alone is computed where it is read. [`Placement`] says all of it beforehand, with the bytes that
+//! [`halcyon_hal::Counters`] will count.
 
 use crate::backend::Backend;
 use crate::executable::Executable;
@@ -117,6 +118,8 @@ pub struct Split {
     backends: Vec<Backend>,
     segments: Vec<Segment>,
     placement: Placement,
+    /// From which device to which one values go without the host.
+    direct: BTreeSet<(usize, usize)>,
 }
 
 /// Nodes that follow from constants alone: each segment has its own.
@@ -483,7 +486,11 @@ impl Split {
                 Ok(Segment { device, exe: backends[device].plan(graph, vec![])?, inputs, outputs, last })
             })
             .collect::<Result<_>>()?;
-        Ok(Split { graph, backends: backends.to_vec(), segments, placement })
+        let n = backends.len();
+        let pairs = (0..n).flat_map(|from| (0..n).map(move |to| (from, to)));
+        let direct =
+            pairs.filter(|(from, to)| from != to && direct(&backends[*from], &backends[*to])).collect();
+        Ok(Split { graph, backends: backends.to_vec(), segments, placement, direct })
     }
 
     /// By layers: see [`by_layers`].
@@ -544,7 +551,7 @@ impl Split {
                     continue;
                 }
                 if let Some(&from) = made.get(&v)
-                    && direct(&self.backends[from], backend)
+                    && self.direct.contains(&(from, s.device))
                 {
                     let b = self.receive(&at, v, from, backend)?;
                     at.insert((v, s.device), b.clone());
