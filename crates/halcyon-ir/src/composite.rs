@@ -17,6 +17,7 @@ pub enum Attr {
     Float(Scalar),
     Bool(bool),
     Ints(Vec<i64>),
+    DType(DType),
 }
 
 /// Attributes by name.
@@ -71,6 +72,13 @@ impl Composite {
     pub fn float(&self, name: &str) -> Option<f64> {
         match self.attrs.get(name) {
             Some(Attr::Float(f)) => Some(f.as_f64()),
+            _ => None,
+        }
+    }
+
+    pub fn dtype(&self, name: &str) -> Option<DType> {
+        match self.attrs.get(name) {
+            Some(Attr::DType(d)) => Some(*d),
             _ => None,
         }
     }

@@ -5,6 +5,7 @@ pub mod autocast;
 pub mod blocked;
 pub mod cse;
 pub mod divide;
+pub mod f8;
 pub mod fold;
 pub mod inline;
 pub mod narrow;
@@ -142,7 +143,12 @@ pub fn optimize(
     if kept.get() > 0 {
         receipts.push(Receipt::new(COMPOSITES, kept.get()));
     }
+    let mut recognized = 0;
     if narrow::applies(&g) {
+        // Before the bytes are taken apart.
+        if whole && options.does(RECOGNITION) {
+            (g, recognized) = f8::run(&g, claims)?;
+        }
         g = narrow::run(&g)?;
     }
     type Pass = fn(&Graph) -> Result<(Graph, usize)>;
@@ -165,7 +171,7 @@ pub fn optimize(
         let claims = |c: &Composite| !narrow::applies(&c.body) && claims(c);
         let (h, n) = recognize::run(&g, whole.then_some(&claims as &dyn Fn(&Composite) -> bool))?;
         g = h;
-        note(RECOGNITION, n);
+        note(RECOGNITION, recognized + n);
     }
     if options.does(AFFINE) {
         let (h, n) = affine::run(&g)?;

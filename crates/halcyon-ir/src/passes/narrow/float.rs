@@ -111,7 +111,7 @@ fn pow2(k: i32) -> f64 {
 }
 
 /// Patterns (u8) of the small float type `d` to f32.
-pub(super) fn decode(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
+pub(crate) fn decode(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
     let mut a = Arith::like(g, x);
     let u = a.cast(x, DType::U32)?;
     let Some(f) = Format::of(d) else {

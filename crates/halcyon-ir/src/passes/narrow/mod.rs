@@ -11,7 +11,7 @@
 mod float;
 mod packed;
 
-pub(crate) use float::encode_e8m0;
+pub(crate) use float::{decode, encode_e8m0};
 
 use super::fold::MAX_RESULT;
 use super::rebuild::Rebuild;
@@ -22,7 +22,7 @@ use crate::graph::{Graph, Node, NodeId};
 use crate::op::{Op, Pool, PoolKind, ReduceKind, ScatterKind};
 use crate::scalar_op::{Rule, ScalarOp as S};
 use crate::shape::{Dims, TensorType};
-use float::{Arith, decode, encode};
+use float::{Arith, encode};
 
 /// Whether a value of the graph, or of a composite in it, is of a small type.
 pub fn applies(g: &Graph) -> bool {

@@ -1,0 +1,253 @@
+//! Products of 8-bit floats in every form that is taken, with the values of the graph as it was, and forms that are not.
+
+use super::*;
+use crate::passes::{Level, PassOptions, RECOGNITION, optimize};
+use crate::reference::eval;
+use std::hash::BuildHasher;
+
+const F8: [DType; 4] = [DType::F8E4M3FN, DType::F8E4M3FNUZ, DType::F8E5M2, DType::F8E5M2FNUZ];
+
+struct Case {
+    g: Graph,
+    inputs: Vec<ConstData>,
+    state: u64,
+}
+
+impl Case {
+    fn new() -> Case {
+        let state = std::hash::RandomState::new().hash_one(0);
+        println!("seed {state}");
+        Case { g: Graph::new(), inputs: vec![], state }
+    }
+
+    fn data(&mut self, d: DType, dims: &[usize]) -> ConstData {
+        let n: usize = dims.iter().product();
+        let mut next = || {
+            self.state =
+                self.state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (self.state >> 40) as f64 / f64::from(1 << 23) - 1.0
+        };
+        let v: Vec<_> = (0..n).map(|_| crate::Scalar::F(next() * 3.0).cast(d)).collect();
+        ConstData::from_scalars(d, dims, v).unwrap()
+    }
+
+    fn input(&mut self, d: DType, dims: &[usize]) -> NodeId {
+        let data = self.data(d, dims);
+        self.inputs.push(data);
+        let name = format!("x{}", self.inputs.len());
+        self.g.input(&name, TensorType::new(d, dims))
+    }
+
+    fn wide(&mut self, d: DType, dims: &[usize]) -> NodeId {
+        let x = self.input(d, dims);
+        self.g.cast(x, DType::F32).unwrap()
+    }
+
+    /// Results of the composites that are left at O2, their operands, and how many the pass made. The values are the old graph's.
+    fn check(mut self, y: NodeId) -> (Vec<(DType, usize)>, usize) {
+        self.g.output("y", y);
+        let (h, receipts) =
+            optimize(&self.g, &PassOptions::at(Level::O2), &|_| None, &|c| formats(c).is_some()).unwrap();
+        let (want, got) =
+            (eval(&self.g, &self.inputs, &[]).unwrap(), eval(&h, &codes(&self.inputs), &[]).unwrap());
+        let d = want[0].dtype;
+        // One step of the type, where a sum lies between two numbers of it.
+        let within = match d {
+            DType::F32 => 2e-6,
+            d if is_f8(d) => 0.26,
+            _ => 8e-3,
+        };
+        let got =
+            if is_f8(d) { ConstData::new(d, &got[0].dims, got[0].owner()).unwrap() } else { got[0].clone() };
+        assert_eq!(want[0].dims, got.dims);
+        for (a, b) in want[0].to_vec::<f64>().iter().zip(got.to_vec::<f64>()) {
+            // Terms of a sum are up to 9, times a scale's 9.
+            assert!(
+                a.is_nan() && b.is_nan()
+                    || (a - b).abs() <= within * (a.abs() + if d == DType::F32 { 20.0 } else { 0.1 }),
+                "{a} {b}\n{}\n{h}",
+                self.g
+            );
+        }
+        let kept = h.nodes().iter().filter(|n| matches!(n.op, Op::Composite(_)));
+        let made = receipts.iter().filter(|r| r.transformation == RECOGNITION).map(|r| r.count).sum();
+        (kept.map(|n| (n.ty.dtype, n.inputs.len())).collect(), made)
+    }
+}
+
+/// Inputs as the graph behind the passes has them: 8-bit floats as bytes.
+fn codes(inputs: &[ConstData]) -> Vec<ConstData> {
+    let one = |c: &ConstData| match is_f8(c.dtype) {
+        true => ConstData::new(DType::U8, &c.dims, c.owner()).unwrap(),
+        false => c.clone(),
+    };
+    inputs.iter().map(one).collect()
+}
+
+#[test]
+fn widened_factors_of_all_types_in_all_layouts_are_taken() {
+    for (i, left) in F8.into_iter().enumerate() {
+        let right = F8[(i + 1) % 4];
+        for form in 0..7 {
+            let mut c = Case::new();
+            let (m, k, n) = (4, 24, 6);
+            let y = match form {
+                0 => {
+                    let (a, b) = (c.wide(left, &[m, k]), c.wide(right, &[k, n]));
+                    c.g.matmul(a, b)
+                }
+                // The right one's columns follow each other, as weights lie.
+                1 => {
+                    let (a, b) = (c.wide(left, &[m, k]), c.wide(right, &[n, k]));
+                    let b = c.g.transpose(b, 0, 1).unwrap();
+                    c.g.matmul(a, b)
+                }
+                // A constant, for a batch.
+                2 => {
+                    let (a, w) = (c.wide(left, &[3, m, k]), c.data(right, &[k, n]));
+                    let w = c.g.constant(w);
+                    let w = c.g.cast(w, DType::F32).unwrap();
+                    c.g.matmul(a, w)
+                }
+                3 => {
+                    let (a, w) = (c.wide(left, &[m, k]), c.data(right, &[n, k]));
+                    let w = c.g.constant(w);
+                    let w = c.g.transpose(w, 0, 1).unwrap();
+                    let w = c.g.cast(w, DType::F32).unwrap();
+                    c.g.matmul(a, w)
+                }
+                // Heads between the rows.
+                4 => {
+                    let (a, b) = (c.wide(left, &[m, 2 * k]), c.wide(right, &[2, k, n]));
+                    let a = c.g.reshape(a, [m, 2, k]).unwrap();
+                    let a = c.g.permute(a, &[1, 0, 2]).unwrap();
+                    c.g.matmul(a, b)
+                }
+                // Some rows of a longer one.
+                5 => {
+                    let (a, b) = (c.wide(left, &[m + 3, k]), c.wide(right, &[k, n]));
+                    let a = c.g.narrow(a, 0, 2, m).unwrap();
+                    c.g.matmul(a, b)
+                }
+                _ => {
+                    let (a, b) = (c.input(left, &[m, k]), c.input(left, &[k, n]));
+                    c.g.matmul(a, b)
+                }
+            };
+            let (kept, made) = c.check(y.unwrap());
+            assert_eq!((kept, made), (vec![(DType::F32, 2)], 1), "{left} {right} {form}");
+        }
+    }
+}
+
+#[test]
+fn half_results_are_rounded_once() {
+    for half in [DType::F16, DType::BF16] {
+        // Halves hold the factors.
+        let mut c = Case::new();
+        let (a, b) = (c.input(DType::F8E4M3FN, &[4, 24]), c.input(DType::F8E5M2, &[24, 6]));
+        let (a, b) = (c.g.cast(a, half).unwrap(), c.g.cast(b, half).unwrap());
+        let y = c.g.matmul(a, b).unwrap();
+        assert_eq!(c.check(y), (vec![(half, 2)], 1));
+        // A cast of the sums is the product's own, unless something else reads them.
+        for shared in [false, true] {
+            let mut c = Case::new();
+            let (a, b) = (c.wide(DType::F8E4M3FN, &[4, 24]), c.wide(DType::F8E5M2, &[24, 6]));
+            let s = c.g.matmul(a, b).unwrap();
+            let y = c.g.cast(s, half).unwrap();
+            if shared {
+                c.g.output("sums", s);
+            }
+            assert_eq!(c.check(y), (vec![(if shared { DType::F32 } else { half }, 2)], 1));
+        }
+    }
+}
+
+/// A scale that multiplies a widened operand, of these sizes.
+fn scaled(c: &mut Case, x: NodeId, dims: &[usize]) -> NodeId {
+    let s = c.input(DType::F32, dims);
+    c.g.mul(x, s).unwrap()
+}
+
+#[test]
+fn scales_go_behind_the_sums() {
+    let (m, k, n) = (4, 24, 6);
+    let factors = |c: &mut Case| (c.wide(DType::F8E4M3FN, &[m, k]), c.wide(DType::F8E4M3FN, &[k, n]));
+    // One number for each operand: an operand of the composite.
+    let mut c = Case::new();
+    let (a, b) = factors(&mut c);
+    let (a, b) = (scaled(&mut c, a, &[1]), scaled(&mut c, b, &[1, 1]));
+    let y = c.g.matmul(a, b).unwrap();
+    let y = c.g.cast(y, DType::BF16).unwrap();
+    assert_eq!(c.check(y), (vec![(DType::BF16, 3)], 1));
+    // One for each row or column: behind it.
+    for (rows, columns) in [(true, false), (false, true), (true, true)] {
+        let mut c = Case::new();
+        let (mut a, mut b) = factors(&mut c);
+        if rows {
+            a = scaled(&mut c, a, &[m, 1]);
+        }
+        if columns {
+            b = scaled(&mut c, b, &[n]);
+        }
+        b = scaled(&mut c, b, &[1]);
+        let y = c.g.matmul(a, b).unwrap();
+        assert_eq!(c.check(y), (vec![(DType::F32, 3)], 1));
+    }
+    // Of weights that are turned after they were scaled.
+    let mut c = Case::new();
+    let (a, w) = (c.wide(DType::F8E4M3FN, &[m, k]), c.wide(DType::F8E4M3FN, &[n, k]));
+    let w = scaled(&mut c, w, &[n, 1]);
+    let w = c.g.transpose(w, 0, 1).unwrap();
+    let y = c.g.matmul(a, w).unwrap();
+    assert_eq!(c.check(y), (vec![(DType::F32, 2)], 1));
+    // ONNX's zero point, which is zero.
+    let mut c = Case::new();
+    let (a, b) = factors(&mut c);
+    let zero = c.g.full(DType::F8E4M3FN, [1usize], 0.0);
+    let zero = c.g.cast(zero, DType::F32).unwrap();
+    let a = c.g.sub(a, zero).unwrap();
+    let a = scaled(&mut c, a, &[1]);
+    let y = c.g.matmul(a, b).unwrap();
+    assert_eq!(c.check(y), (vec![(DType::F32, 3)], 1));
+}
+
+#[test]
+fn what_is_no_product_of_8_bit_floats_stays() {
+    let (m, k, n) = (4, 24, 6);
+    let none = (vec![], 0);
+    // A scale for each term of the sum.
+    let mut c = Case::new();
+    let (a, b) = (c.wide(DType::F8E4M3FN, &[m, k]), c.wide(DType::F8E4M3FN, &[k, n]));
+    let a = scaled(&mut c, a, &[k]);
+    let y = c.g.matmul(a, b).unwrap();
+    assert_eq!(c.check(y), none);
+    // A zero point that is not zero.
+    let mut c = Case::new();
+    let (a, b) = (c.wide(DType::F8E4M3FN, &[m, k]), c.wide(DType::F8E4M3FN, &[k, n]));
+    let one = c.g.lit(a, 1.0);
+    let a = c.g.sub(a, one).unwrap();
+    let y = c.g.matmul(a, b).unwrap();
+    assert_eq!(c.check(y), none);
+    // Scaled in a half type, which rounds; one factor in f32.
+    let mut c = Case::new();
+    let (a, b) = (c.input(DType::F8E4M3FN, &[m, k]), c.input(DType::F8E4M3FN, &[k, n]));
+    let (a, b) = (c.g.cast(a, DType::BF16).unwrap(), c.g.cast(b, DType::BF16).unwrap());
+    let s = c.input(DType::BF16, &[1]);
+    let a = c.g.mul(a, s).unwrap();
+    let y = c.g.matmul(a, b).unwrap();
+    assert_eq!(c.check(y), none);
+    let mut c = Case::new();
+    let (a, b) = (c.input(DType::F32, &[m, k]), c.wide(DType::F8E4M3FN, &[k, n]));
+    let y = c.g.matmul(a, b).unwrap();
+    assert_eq!(c.check(y), none);
+    // Below O2, and for a device that has no such kernel.
+    for (level, claims) in [(Level::O1, true), (Level::O2, false)] {
+        let mut c = Case::new();
+        let (a, b) = (c.wide(DType::F8E4M3FN, &[m, k]), c.wide(DType::F8E4M3FN, &[k, n]));
+        let y = c.g.matmul(a, b).unwrap();
+        c.g.output("y", y);
+        let (h, _) = optimize(&c.g, &PassOptions::at(level), &|_| None, &|_| claims).unwrap();
+        assert!(!h.nodes().iter().any(|n| matches!(n.op, Op::Composite(_))), "{level}");
+    }
+}
