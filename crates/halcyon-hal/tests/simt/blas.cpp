@@ -6,7 +6,7 @@
 
 enum { LT_OK = 0, LT_NOT_INITIALISED = 1, LT_INVALID = HIP ? 3 : 7, LT_FAILED = HIP ? 5 : 13, LT_NOT_SUPPORTED = HIP ? 7 : 15 };
 // cudaDataType and hipDataType.
-enum { R32 = 0, R64 = 1, R16 = 2, I8 = 3, I32 = 10, RB16 = 14 };
+enum { R32 = 0, R64 = 1, R16 = 2, I8 = 3, I32 = 10, RB16 = 14, E4M3 = HIP ? 1000 : 28, E5M2 = HIP ? 1001 : 29 };
 
 // What the tests ask for and set.
 static int64_t handles_, descriptions_, library_calls_, endings_, fail_library_ = -1, hide_products_;
@@ -25,7 +25,7 @@ static size_t type_size(int t) {
     case R64: return 8;
     case R32: case I32: return 4;
     case R16: case RB16: return 2;
-    case I8: return 1;
+    case I8: case E4M3: case E5M2: return 1;
     default: return 0;
     }
 }
@@ -56,6 +56,16 @@ static float cut(double v, int digits) {
     double unit = ldexp(1, e - 1 - digits);
     return (float)(nearbyint(v / unit) * unit);
 }
+// 8-bit floats: those of the OCP's specification on CUDA, those without a negative zero on gfx940 and its kin.
+static double eight_value(uint8_t u, int mantissa) {
+    int exponent = 7 - mantissa, bias = (1 << (exponent - 1)) - !HIP, e = u >> mantissa & ((1 << exponent) - 1);
+    int m = u & ((1 << mantissa) - 1), top = (1 << exponent) - 1;
+    if (HIP && u == 0x80) return NAN;
+    if (!HIP && mantissa == 3 && (u & 0x7f) == 0x7f) return NAN;
+    if (!HIP && mantissa == 2 && e == top) return m ? NAN : u >> 7 ? -INFINITY : INFINITY;
+    double v = e ? ldexp((1 << mantissa) + m, e - bias - mantissa) : ldexp(m, 1 - bias - mantissa);
+    return u >> 7 ? -v : v;
+}
 static double load_value(int t, Address at, int64_t i) {
     switch (t) {
     case R64: return ((double*)at)[i];
@@ -63,6 +73,8 @@ static double load_value(int t, Address at, int64_t i) {
     case R16: return half_value(((uint16_t*)at)[i]);
     case I8: return ((int8_t*)at)[i];
     case I32: return ((int32_t*)at)[i];
+    case E4M3: return eight_value(((uint8_t*)at)[i], 3);
+    case E5M2: return eight_value(((uint8_t*)at)[i], 2);
     default: {
         uint32_t bits = (uint32_t)((uint16_t*)at)[i] << 16;
         float f;
@@ -104,7 +116,7 @@ static bool apart(Address a, size_t n, Address b, size_t m) { return a + n <= b 
 
 struct Ending {
     int activation = 0;
-    Address bias = 0;
+    Address bias = 0, scale = 0;
 };
 static double gelu_by_tanh(double x) { return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))); }
 
@@ -128,6 +140,7 @@ static void multiply(const Matrix& a, Address pa, bool ta, const Matrix& b, Addr
             for (int64_t i = 0; i < d.rows; i++) {
                 double s = 0;
                 for (int64_t l = 0; l < k; l++) s += x[(size_t)(i * k + l)] * y[(size_t)(j * k + l)];
+                if (e.scale) s *= *(const float*)e.scale;
                 if (e.bias) s += load_value(d.type, e.bias, i);
                 if (e.activation == 2) s = s > 0 ? s : 0;
                 if (e.activation == 32) s = gelu_by_tanh(s);
@@ -143,7 +156,7 @@ struct LtDesc {
     int compute, scale;
     bool ta = false, tb = false;
     uint32_t epilogue = 1;
-    Address bias = 0;
+    Address bias = 0, factor = 0;
 };
 struct LtPreference {
     uint64_t workspace = 0;
@@ -224,6 +237,9 @@ LT(cublasLtMatmulDescSetAttribute, hipblasLtMatmulDescSetAttribute)(Handle h, in
     } else if (which == (HIP ? 3 : 8)) {
         if (n != 8) return LT_INVALID;
         memcpy(&d.bias, v, 8);
+    } else if (which == (HIP ? 5 : 17)) {
+        if (n != 8) return LT_INVALID;
+        memcpy(&d.factor, v, 8);
     } else {
         return LT_INVALID;
     }
@@ -297,6 +313,19 @@ static int supported(const LtDesc& d, const Matrix& a, const Matrix& b, const Ma
     static const std::vector<Row> rows = {
         {LT_F32, R32, R32, R32}, {LT_TF32, R32, R32, R32}, {LT_F32, R32, R16, R16}, {LT_F32, R32, RB16, RB16},
         {LT_F32, R32, RB16, R32}, {LT_F32, R32, R16, R32}, {LT_I32, I32, I8, I32}};
+    bool eight = type_size(a.type) == 1 && a.type != I8;
+    if (eight || (type_size(b.type) == 1 && b.type != I8)) {
+        // FP8: both of it, the first transposed, 16 bytes everywhere; one factor at least has the longer significand on CUDA.
+        if (!eight || type_size(b.type) != 1 || b.type == I8) return LT_NOT_SUPPORTED;
+        if (!HIP && a.type == E5M2 && b.type == E5M2) return LT_NOT_SUPPORTED;
+        if (d.compute != LT_F32 || d.scale != R32 || (c.type != R32 && c.type != R16 && c.type != RB16)) return LT_NOT_SUPPORTED;
+        if (!d.ta || d.tb || m % 16 || k % 16 || a.ld % 16 || b.ld % 16 || a.step % 16 || b.step % 16) return LT_NOT_SUPPORTED;
+        if (c.ld * (int64_t)type_size(c.type) % 16) return LT_NOT_SUPPORTED;
+        // The bias of sums in f32 is of another type.
+        if ((d.epilogue & 4) && c.type == R32) return LT_NOT_SUPPORTED;
+        return LT_OK;
+    }
+    if (d.factor) return LT_INVALID;
     bool found = !HIP && d.compute == LT_F64 && d.scale == R64 && a.type == R64 && c.type == R64;
     for (const Row& r : rows)
         found |= r.compute == d.compute && r.scale == d.scale && r.factor == a.type && r.result == c.type;
@@ -330,6 +359,12 @@ LT(cublasLtMatmulAlgoGetHeuristic, hipblasLtMatmulAlgoGetHeuristic)(Handle h, Ha
     auto most = [](uint64_t v) { return log2_of(v) > 4 ? 4 : log2_of(v); };
     algorithm.alignment[0] = (uint8_t)(most(preference.alignment[0]) | most(preference.alignment[1]) << 4);
     algorithm.alignment[1] = (uint8_t)(most(preference.alignment[2]) | most(desc.epilogue & 4 ? desc.bias : 0) << 4);
+    // FP8 kernels read 16 bytes, whatever they are told.
+    if (type_size(ma.type) == 1 && ma.type != I8) {
+        for (int i = 0; i < 3; i++)
+            if (preference.alignment[i] < 16) return LT_NOT_SUPPORTED;
+        algorithm.alignment[0] = 4 << 4 | 4;
+    }
     // hipBLASLt is not told: its algorithms take what they like.
     if (HIP) algorithm.alignment[0] = algorithm.alignment[1] = 4 << 4 | 4;
     const size_t words = HIP ? 3 : 8;
@@ -373,7 +408,7 @@ LT(cublasLtMatmul, hipblasLtMatmul)(Handle h, Handle d, const void* alpha, Addre
     if (!one || !zero) return LT_NOT_SUPPORTED;
     size_t bias_bytes = (size_t)mc.rows * type_size(mc.type);
     if (!inside(a, ma.bytes()) || !inside(b, mb.bytes()) || !inside(out, mc.bytes()) ||
-        (biased && !inside(desc.bias, bias_bytes)) || (bytes && !inside(workspace, bytes)))
+        (biased && !inside(desc.bias, bias_bytes)) || (desc.factor && !inside(desc.factor, 4)) || (bytes && !inside(workspace, bytes)))
         return LT_FAILED;
     if (!apart(out, mc.bytes(), a, ma.bytes()) || !apart(out, mc.bytes(), b, mb.bytes()) ||
         (biased && !apart(out, mc.bytes(), desc.bias, bias_bytes)))
@@ -383,6 +418,7 @@ LT(cublasLtMatmul, hipblasLtMatmul)(Handle h, Handle d, const void* alpha, Addre
         Ending e;
         e.activation = (int)(desc.epilogue & (2 | 32));
         e.bias = biased ? desc.bias : 0;
+        e.scale = desc.factor;
         endings_ += desc.epilogue != 1;
         multiply(ma, a, desc.ta, mb, b, desc.tb, mc, out, desc.compute == LT_TF32 ? 10 : 0, e);
         return (int)LT_OK;

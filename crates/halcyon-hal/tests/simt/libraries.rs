@@ -11,6 +11,8 @@ use halcyon_hal::{
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out};
 use halcyon_ir::layout::View;
 use halcyon_ir::op::{Conv, Op};
+use halcyon_ir::passes::f8;
+use halcyon_ir::shape::Shape;
 use halcyon_ir::target::{Epilogue, MatmulPrecision, Work};
 use halcyon_ir::{DType, Scalar, ScalarOp};
 use std::sync::Arc;
@@ -38,6 +40,8 @@ struct Call<'a> {
     output: Operand,
     precision: MatmulPrecision,
     on_top: Option<&'a Fused>,
+    /// What the bytes of the first two operands stand for.
+    codes: Option<[DType; 2]>,
 }
 
 impl<'a> Call<'a> {
@@ -49,7 +53,13 @@ impl<'a> Call<'a> {
             output: Operand { dtype: output.0, view: View::dense(output.1) },
             precision: MatmulPrecision::Highest,
             on_top: None,
+            codes: None,
         }
+    }
+
+    /// The element type of an operand's values.
+    fn means(&self, i: usize) -> DType {
+        self.codes.and_then(|c| c.get(i).copied()).unwrap_or(self.inputs[i].dtype)
     }
 
     fn kernel(&self, d: &dyn Device) -> Result<Arc<dyn LibraryKernel>, Declined> {
@@ -64,7 +74,7 @@ impl<'a> Call<'a> {
     fn values(&self) -> Vec<Vec<Scalar>> {
         let size = |o: &Operand| o.view.range().map_or(0, |(_, hi)| hi as usize + 1);
         let each = self.inputs.iter().enumerate();
-        each.map(|(i, o)| numbers(o.dtype, size(o), 7 + i as u64)).collect()
+        each.map(|(i, o)| numbers(self.means(i), size(o), 7 + i as u64)).collect()
     }
 
     /// The kernel's name and result; on the device's own queue, or on a stream.
@@ -88,7 +98,7 @@ impl<'a> Call<'a> {
 
     fn buffers(&self, d: &dyn Device, kernel: &dyn LibraryKernel) -> Vec<BufferRef> {
         let mut all: Vec<BufferRef> =
-            self.inputs.iter().zip(self.values()).map(|(o, v)| upload(d, &pack(o.dtype, &v))).collect();
+            self.values().iter().enumerate().map(|(i, v)| upload(d, &pack(self.means(i), v))).collect();
         all.push(d.alloc(self.output.dtype.bytes(self.output.view.numel()), Tag::Io).unwrap());
         if kernel.workspace() > 0 {
             all.push(d.alloc(kernel.workspace(), Tag::Workspace).unwrap());
@@ -114,14 +124,21 @@ fn indices(shape: &[usize]) -> impl Iterator<Item = Vec<usize>> + '_ {
 
 fn product(call: &Call<'_>) -> Vec<f64> {
     let (values, rank) = (call.values(), call.inputs[0].view.rank());
-    let (a, b) = (&call.inputs[0].view, &call.inputs[1].view);
+    let a = &call.inputs[0].view;
+    let mut b = call.inputs[1].view.clone();
+    let mut scale = 1.0;
+    if call.codes.is_some() {
+        b.shape.swap(rank - 2, rank - 1);
+        b.strides.swap(rank - 2, rank - 1);
+        scale = call.inputs.get(2).map_or(1.0, |o| at(&values[2], &o.view, &[0]));
+    }
     let sum = |i: Vec<usize>| -> f64 {
         let one = |l: usize| {
             let (mut x, mut y) = (i.clone(), i.clone());
             (x[rank - 1], y[rank - 2]) = (l, l);
-            at(&values[0], a, &x) * at(&values[1], b, &y)
+            at(&values[0], a, &x) * at(&values[1], &b, &y)
         };
-        (0..a.shape[rank - 1]).map(one).sum()
+        scale * (0..a.shape[rank - 1]).map(one).sum::<f64>()
     };
     indices(&call.output.view.shape).map(sum).collect()
 }
@@ -221,6 +238,104 @@ fn products(s: &StandIn, d: &dyn Device, only: Option<&str>) {
             }
         }
     }
+}
+
+/// The product of 8-bit floats, `[batch…, m, k]` by `[batch…, n, k]`.
+fn of_eight_bits(types: [DType; 2], a: &View, b: &View, scaled: bool, result: DType) -> Op {
+    let shapes = [a, b].map(|v| Shape::from(&v.shape[..]));
+    Op::Composite(f8::operation(types, shapes, scaled, result).unwrap())
+}
+
+fn eight_bits(s: &StandIn, d: &dyn Device) {
+    let cuda = s.driver.kind() == BackendType::Cuda;
+    let (m, k, n) = (24, 96, 48);
+    let (long, wide) = match cuda {
+        true => (DType::F8E4M3FN, DType::F8E5M2),
+        false => (DType::F8E4M3FNUZ, DType::F8E5M2FNUZ),
+    };
+    let layouts = [
+        ("plain", View::dense(&[m, k]), View::dense(&[n, k])),
+        ("window", View::dense(&[m + 2, k + 32]).slice(&[1, 16], &[1, 1], &[m, k]), View::dense(&[n, k])),
+        ("batch", View::dense(&[3, m, k]), View::dense(&[3, n, k])),
+        ("one right factor", View::dense(&[3, m, k]), View::dense(&[n, k]).expand(&[3, n, k])),
+        (
+            "heads",
+            View::dense(&[2, m, 3, k]).permute(&[0, 2, 1, 3]),
+            View::dense(&[2, n, 3, k]).permute(&[0, 2, 1, 3]),
+        ),
+    ];
+    for types in [[long, long], [long, wide], [wide, long]] {
+        for result in [DType::F32, DType::F16, DType::BF16] {
+            for (i, (what, a, b)) in layouts.iter().enumerate() {
+                let scaled = i % 2 == 0;
+                let op = of_eight_bits(types, a, b, scaled, result);
+                let rank = a.rank();
+                let shape = [&a.shape[..rank - 1], &[n]].concat();
+                let mut inputs = vec![(DType::U8, a.clone()), (DType::U8, b.clone())];
+                // The second of two numbers.
+                let one = View::dense(&[2]).slice(&[1], &[1], &[1]);
+                inputs.extend(scaled.then_some((DType::F32, one)));
+                let mut call = Call::new(&op, &inputs, (result, &shape));
+                call.codes = Some(types);
+                if result == DType::F32 {
+                    let reason = call.kernel(d).unwrap_err().reason;
+                    assert!(reason.contains("fewer digits than f32"), "{reason}");
+                    call.precision = MatmulPrecision::High;
+                }
+                let (name, got) = call.run(d, i % 2 == 1);
+                let of = if cuda { "cublaslt." } else { "hipblaslt." };
+                assert_eq!(name, format!("{of}{}", types[0].name()));
+                let e = error(&got, &product(&call));
+                assert!(e <= tolerance(result), "{what}, {types:?} into {result}: {e}");
+            }
+        }
+    }
+    // A bias and an activation on top of halves.
+    let (a, b) = (View::dense(&[m, k]), View::dense(&[n, k]));
+    for scaled in [false, true] {
+        for result in [DType::BF16, DType::F32] {
+            let op = of_eight_bits([long, long], &a, &b, scaled, result);
+            let f = ending(result, &[m, n], 1, true, Some(ScalarOp::Relu));
+            let mut inputs = vec![(DType::U8, a.clone()), (DType::U8, b.clone())];
+            inputs.extend(scaled.then(|| (DType::F32, View::dense(&[1]))));
+            let own = inputs.len();
+            inputs.push((result, View::dense(&[n])));
+            let mut call = Call::new(&op, &inputs, (result, &[m, n]));
+            (call.codes, call.on_top, call.precision) = (Some([long, long]), Some(&f), MatmulPrecision::High);
+            if result == DType::F32 {
+                assert!(call.kernel(d).unwrap_err().reason.contains("added to f16 and bf16"));
+                continue;
+            }
+            let biases = call.values()[own].clone();
+            let (name, got) = call.run(d, false);
+            let mut plain = Call::new(&op, &inputs[..own], (result, &[m, n]));
+            plain.codes = Some([long, long]);
+            let value =
+                |(i, v): (usize, &f64)| on_top(*v, Some(biases[i % n].as_f64()), Some(ScalarOp::Relu));
+            let want: Vec<f64> = product(&plain).iter().enumerate().map(value).collect();
+            assert!(name.ends_with(".relu") && error(&got, &want) <= tolerance(result), "{name}");
+        }
+    }
+    let declined = |types: [DType; 2], a: View, b: View| {
+        let op = of_eight_bits(types, &a, &b, false, DType::BF16);
+        let shape = [a.shape[0], b.shape[0]];
+        Call::new(&op, &[(DType::U8, a), (DType::U8, b)], (DType::BF16, &shape)).kernel(d).unwrap_err()
+    };
+    // Sizes that the units do not take, and types that the vendor does not have.
+    let why = declined([long, long], View::dense(&[m, 40]), View::dense(&[n, 40])).reason;
+    assert!(why.contains("in multiples of 16"), "{why}");
+    if cuda {
+        let why = declined([DType::F8E4M3FNUZ; 2], a.clone(), b.clone()).reason;
+        assert!(why.contains("it has no f8e4m3fnuz"), "{why}");
+        let why = declined([wide, wide], a.clone(), b.clone()).reason;
+        assert!(why.contains("no algorithm"), "{why}");
+    }
+    // Other layouts are copied first.
+    let turned = View::dense(&[k, m]).permute(&[1, 0]);
+    assert_eq!(declined([long, long], turned.clone(), b.clone()).dense, [0]);
+    assert_eq!(declined([long, long], a.clone(), View::dense(&[k, n]).permute(&[1, 0])).dense, [1]);
+    let odd = View::dense(&[m, k + 16]).slice(&[0, 3], &[1, 1], &[m, k]);
+    assert_eq!(declined([long, long], odd, b).dense, [0]);
 }
 
 /// A bias and an activation on top of a result, as the lowering hands it over.
@@ -430,6 +545,7 @@ fn products_and_convolutions_are_the_libraries() {
         let d = s.driver.open(0, &Options::default()).unwrap();
         assert_eq!(s.get("handles"), before[0], "opening a device loads no library");
         products(&s, &*d, None);
+        eight_bits(&s, &*d);
         endings(&s, &*d);
         faults(&s, &*d);
         let found = d.kernel_libraries();

@@ -14,7 +14,7 @@ use super::rebuild::{Rebuild, prune};
 use crate::composite::{Attr, Composite};
 use crate::data::ConstData;
 use crate::dtype::DType;
-use crate::error::Result;
+use crate::error::{Error, Result};
 use crate::graph::{Graph, NodeId};
 use crate::op::Op;
 use crate::scalar_op::ScalarOp;
@@ -254,21 +254,36 @@ struct Found {
     result: DType,
 }
 
+/// The composite of operands of these types and shapes: `[batch…, m, k]`, `[batch…, n, k]`.
+///
+/// # Errors
+/// Shapes that do not go together, and types that are no 8-bit floats.
+pub fn operation(
+    types: [DType; 2],
+    shapes: [Shape; 2],
+    scaled: bool,
+    result: DType,
+) -> Result<Arc<Composite>> {
+    let mut g = Graph::new();
+    let mut input = |d: DType, shape: Shape| g.input("x", TensorType { dtype: d, shape });
+    let [a, b] = shapes.map(|s| input(DType::U8, s));
+    let scale = scaled.then(|| input(DType::F32, Shape::from([1usize])));
+    let y = composite(&mut g, types, a, b, scale, result)?;
+    match &g.node(y).op {
+        Op::Composite(c) => Ok(c.clone()),
+        _ => Err(Error::internal("a composite is another op")),
+    }
+}
+
 impl Found {
-    /// The composite on placeholders, to ask the device about it before anything is made.
+    /// Asks the device before anything is made.
     fn claimed(&self, old: &Graph, id: NodeId, claims: &dyn Fn(&Composite) -> bool) -> Result<bool> {
-        let mut g = Graph::new();
-        let mut input =
-            |i: usize, d: DType, s: Shape| g.input(&format!("x{i}"), TensorType { dtype: d, shape: s });
         let [a, mut b] = [0, 1].map(|k| old.shape(old.node(id).inputs[k]).clone());
         let last = b.rank() - 1;
         b.0.swap(last - 1, last);
-        let (a, b) = (input(0, DType::U8, a), input(1, DType::U8, b));
         let scaled = self.factors.iter().any(|f| !f.scales.is_empty());
-        let scale = scaled.then(|| input(2, DType::F32, Shape::from([1usize])));
         let types = [0, 1].map(|k: usize| old.dtype(self.factors[k].codes));
-        let y = composite(&mut g, types, a, b, scale, self.result)?;
-        Ok(matches!(&g.node(y).op, Op::Composite(c) if claims(c)))
+        Ok(claims(&*operation(types, [a, b], scaled, self.result)?))
     }
 }
 

@@ -3,6 +3,8 @@
 use crate::{Declined, LibraryCall};
 use halcyon_ir::fused::{InstrKind, Param};
 use halcyon_ir::layout::View;
+use halcyon_ir::op::Op;
+use halcyon_ir::target::Work;
 use halcyon_ir::{DType, Scalar, ScalarOp};
 
 /// What happens to the result before it is stored.
@@ -22,7 +24,7 @@ pub struct Bias {
 }
 
 impl Ending {
-    /// The chain of a call whose op reads two inputs, over a result of this shape, with the bias along `axis`.
+    /// The chain of a call, over a result of this shape, with the bias along `axis`.
     pub fn of(call: &LibraryCall<'_>, shape: &[usize], axis: usize) -> Result<Ending, Declined> {
         let Some(e) = call.epilogue else { return Ok(Ending::default()) };
         let no = |why: &str| Err(Declined::because(format!("the chain on top {why}")));
@@ -77,8 +79,12 @@ impl Ending {
                     {
                         return no("adds something else than a bias of its type");
                     }
-                    // The chain's other inputs follow the op's two, in their order.
-                    let input = 2 + l.input as usize - usize::from(l.input > e.product);
+                    // The chain's other inputs follow the op's own, in their order.
+                    let own = match call.work {
+                        Work::Op(Op::Composite(c)) => c.body.inputs().len(),
+                        _ => 2,
+                    };
+                    let input = own + l.input as usize - usize::from(l.input > e.product);
                     let size = call.inputs.get(input).map_or(0, |o| o.view.numel() as isize);
                     if l.view.offset < 0 || l.view.offset + shape[axis] as isize > size {
                         return no("reads outside of its bias");

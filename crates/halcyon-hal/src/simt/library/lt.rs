@@ -2,7 +2,7 @@
 //! interface under its own names and numbers. (`cublasLt.h` of the CUDA toolkit 12; `hipblaslt.h` and `hipblas-common.h` of ROCm 6.)
 
 use super::ending::{Bias, Ending};
-use super::product::{Matrix, Product, alignment};
+use super::product::{Matrix, Product, Scale, alignment, eight_bits};
 use super::{Body, SimtKernel, WORKSPACE, WORKSPACE_ALIGNMENT, failed};
 use crate::simt::VendorLibrary;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS, Side, functions};
@@ -67,6 +67,8 @@ struct Numbers {
     transposes: [c_int; 2],
     epilogue: c_int,
     bias: c_int,
+    /// Where the number is that multiplies the first factor.
+    scale: c_int,
     /// Attributes of a layout: batch count, stride of the batch.
     batch: [c_int; 2],
     /// Attributes of a preference: alignments of a, b, c and d; which sums of partial products are allowed.
@@ -84,6 +86,7 @@ static CUDA: Numbers = Numbers {
     transposes: [3, 4],
     epilogue: 7,
     bias: 8,
+    scale: 17,
     batch: [5, 6],
     alignments: Some([5, 6, 7, 8]),
     reductions: Some(3),
@@ -98,6 +101,7 @@ static HIP: Numbers = Numbers {
     transposes: [0, 1],
     epilogue: 2,
     bias: 3,
+    scale: 5,
     batch: [0, 1],
     alignments: None,
     reductions: None,
@@ -120,8 +124,8 @@ const GELU: u32 = 32;
 /// hipBLASLt before it takes other numbers for types (`hipblasDatatype_t`).
 const OLDEST_HIP: i32 = 600;
 
-/// `cudaDataType` and `hipDataType`.
-fn type_number(d: DType) -> Option<c_int> {
+/// `cudaDataType` and `hipDataType`; the last two are AMD's alone.
+fn type_number(side: Side, d: DType) -> Option<c_int> {
     Some(match d {
         DType::F32 => 0,
         DType::F64 => 1,
@@ -129,6 +133,10 @@ fn type_number(d: DType) -> Option<c_int> {
         DType::I8 => 3,
         DType::I32 => 10,
         DType::BF16 => 14,
+        DType::F8E4M3FN => 28,
+        DType::F8E5M2 => 29,
+        DType::F8E4M3FNUZ if side == Side::Hip => 1000,
+        DType::F8E5M2FNUZ if side == Side::Hip => 1001,
         _ => return None,
     })
 }
@@ -145,6 +153,33 @@ fn status(side: Side, code: Code) -> &'static str {
         (Side::Cuda, 15) | (Side::Hip, 7) => "not supported",
         _ => "see the library's documentation",
     }
+}
+
+/// Bytes, and elements of 8-bit floats, that everything about their products is a multiple of.
+const SIXTEEN: usize = 16;
+
+/// What `cublasLtMatmul` says of FP8 kernels: both factors run along the sum (the first one transposed, the second not), and pointers,
+/// sizes and strides are multiples of 16 bytes.
+fn eight_bits_fit(p: &Product) -> Result<(), Declined> {
+    let [a, b, c] = p.alignment(WORKSPACE_ALIGNMENT).map(|a| a as usize);
+    if !p.k.is_multiple_of(SIXTEEN) || !p.n.is_multiple_of(SIXTEEN) || c < SIXTEEN {
+        return Err(Declined::because(format!(
+            "8-bit floats are multiplied in multiples of {SIXTEEN}, not {} by {}",
+            p.k, p.n
+        )));
+    }
+    let fits = |m: &Matrix, by_rows: bool, alignment: usize| {
+        m.by_rows == by_rows
+            && m.ld.is_multiple_of(SIXTEEN)
+            && m.step % SIXTEEN as isize == 0
+            && alignment >= SIXTEEN
+    };
+    let copied: Vec<usize> = [fits(&p.a, true, a), fits(&p.b, false, b)]
+        .iter()
+        .enumerate()
+        .filter_map(|(i, fits)| (!fits).then_some(i))
+        .collect();
+    if copied.is_empty() { Ok(()) } else { Err(Declined::needs_dense(copied)) }
 }
 
 /// A handle of the library on one device.
@@ -252,7 +287,18 @@ impl Lt {
             Some(_) => return Err(Declined::because("the library's gelu is the one by tanh")),
         };
         epilogue |= if ending.bias.is_some() { BIAS } else { 0 };
-        if p.factors == DType::I8 && !hip {
+        if eight_bits(call).is_some() {
+            eight_bits_fit(p)?;
+            if p.result == DType::F32 && call.precision == MatmulPrecision::Highest {
+                return Err(Declined::because(
+                    "sums of products of 8-bit floats have fewer digits than f32; the precision \"high\" allows that, and results in f16 or bf16 do not show it",
+                ));
+            }
+            if p.result == DType::F32 && ending.bias.is_some() {
+                return Err(Declined::because("a bias on top of 8-bit floats is added to f16 and bf16"));
+            }
+        }
+        if p.factors[0] == DType::I8 && !hip {
             // What `cublasLtMatmul` says of IMMA kernels with regular data ordering.
             let [a, b, c] = p.alignment(WORKSPACE_ALIGNMENT);
             let four = [p.n, p.k, p.a.ld, p.b.ld].iter().all(|d| d % 4 == 0) && a.min(b).min(c) >= 4;
@@ -272,9 +318,10 @@ impl Lt {
             )));
         }
         // AMD's devices multiply f32 as it is: few have another way.
-        let loose = !hip && p.factors == DType::F32 && call.precision > MatmulPrecision::Highest;
+        let factors = p.factors[0];
+        let loose = !hip && factors == DType::F32 && call.precision > MatmulPrecision::Highest;
         // Where the device has no TF32 the next one is taken.
-        let computes: &[(c_int, &str)] = match p.factors {
+        let computes: &[(c_int, &str)] = match factors {
             DType::F64 => &[(n.f64, "f64")],
             DType::I8 => &[(n.i32, "i8")],
             DType::F32 if loose => &[(TF32, "tf32"), (n.f32, "f32")],
@@ -283,7 +330,7 @@ impl Lt {
         self.context.enter().map_err(|e| Declined::because(e.to_string()))?;
         let mut reason = String::new();
         for (compute, name) in computes {
-            match Plan::new(self, p, *compute, epilogue, ending.bias) {
+            match Plan::new(self, p, *compute, epilogue, ending.bias, call.inputs.len()) {
                 Ok(plan) => {
                     let on_top = match epilogue {
                         0 => "",
@@ -356,7 +403,7 @@ fn set<T: Copy>(
 /// A product with its algorithm.
 struct Plan {
     lt: Arc<Lt>,
-    /// The lock is for its pointer of the bias, which is another one in every run.
+    /// The lock is for its pointers of bias and scale, which are others in every run.
     desc: Mutex<Made>,
     /// The library's first and second factor, and the product.
     layouts: [Made; 3],
@@ -365,6 +412,7 @@ struct Plan {
     /// Where the workspace is among the buffers, behind inputs and output.
     inputs: usize,
     bias: Option<Bias>,
+    scale: Option<Scale>,
     /// Bits of the factor of the product: one; that of what was there is zero.
     one: u64,
     /// Bytes to a, b and c of each call.
@@ -388,15 +436,16 @@ impl Plan {
         compute: c_int,
         epilogue: u32,
         bias: Option<Bias>,
+        inputs: usize,
     ) -> Result<Plan, String> {
         let (f, n, side) = (&lt.api.f, lt.api.numbers, lt.context.api.family.side);
-        let number = |d: DType| type_number(d).ok_or_else(|| format!("{d} has no number"));
+        let number = |d: DType| type_number(side, d).ok_or_else(|| format!("it has no {d}"));
         let made = |code: Code, raw: Handle, destroy| match code {
             SUCCESS => Ok(Made { raw, destroy }),
             c => Err(format!("a description gave status {c} ({})", status(side, c))),
         };
         // Products are scaled in the type they are computed in.
-        let (scale, one) = match p.factors {
+        let (scale, one) = match p.factors[0] {
             DType::F64 => (DType::F64, 1f64.to_bits()),
             DType::I8 => (DType::I32, 1),
             _ => (DType::F32, u64::from(1f32.to_bits())),
@@ -419,6 +468,10 @@ impl Plan {
             // The algorithm depends on the alignment of the bias; nothing is read here.
             set(f.desc_set, &desc, n.bias, u64::from(alignment(b.offset, WORKSPACE_ALIGNMENT)))?;
         }
+        if p.scale.is_some() {
+            // That there is one is what matters: nothing is read here.
+            set(f.desc_set, &desc, n.scale, WORKSPACE_ALIGNMENT as u64)?;
+        }
         let layout = |d: DType, rows: usize, cols: usize, ld: usize, step: isize| -> Result<Made, String> {
             let mut raw = ptr::null_mut();
             // SAFETY: one handle is written.
@@ -432,12 +485,16 @@ impl Plan {
             Ok(layout)
         };
         // As it is stored: the axis along which elements follow each other is that of the rows.
-        let factor = |m: &Matrix, rows: usize, cols: usize| {
+        let factor = |d: DType, m: &Matrix, rows: usize, cols: usize| {
             let (x, y) = if m.by_rows { (cols, rows) } else { (rows, cols) };
-            layout(p.factors, x, y, m.ld, m.step)
+            layout(d, x, y, m.ld, m.step)
         };
-        let layouts =
-            [factor(&p.b, p.k, p.n)?, factor(&p.a, p.m, p.k)?, layout(p.result, p.n, p.m, p.n, p.step)?];
+        let [da, db] = p.factors;
+        let layouts = [
+            factor(db, &p.b, p.k, p.n)?,
+            factor(da, &p.a, p.m, p.k)?,
+            layout(p.result, p.n, p.m, p.n, p.step)?,
+        ];
         let mut raw = ptr::null_mut();
         // SAFETY: one handle is written.
         let code = unsafe { (f.preference_create)(&mut raw) };
@@ -477,15 +534,16 @@ impl Plan {
             }
         }
         let workspace = answer[n.algorithm] as usize;
-        let sizes = [p.factors.size(), p.factors.size(), p.result.size()].map(|s| s as isize);
+        let sizes = p.sizes();
         Ok(Plan {
             lt: lt.clone(),
             desc: Mutex::new(desc),
             layouts,
             algorithm: answer[..n.algorithm].to_vec(),
             workspace,
-            inputs: 2 + usize::from(bias.is_some()),
+            inputs,
             bias,
+            scale: p.scale,
             one,
             calls: p.calls.iter().map(|at| std::array::from_fn(|x| at[x] * sizes[x])).collect(),
         })
@@ -500,9 +558,12 @@ impl Body for Plan {
         let (a, b, c) = (at[0], at[1], at[self.inputs]);
         let workspace = at.get(self.inputs + 1).copied().unwrap_or(0);
         let desc = self.desc.lock().unwrap_or_else(|e| e.into_inner());
-        if let Some(bias) = self.bias {
-            let pointer = at[bias.input].wrapping_add_signed(bias.offset as i64);
-            set(f.desc_set, &desc, lt.api.numbers.bias, pointer)
+        let numbers = lt.api.numbers;
+        let bias = self.bias.map(|b| (numbers.bias, b.input, b.offset));
+        let scale = self.scale.map(|s| (numbers.scale, s.input, s.offset));
+        for (attribute, input, offset) in bias.into_iter().chain(scale) {
+            let pointer = at[input].wrapping_add_signed(offset as i64);
+            set(f.desc_set, &desc, attribute, pointer)
                 .map_err(|why| Error::internal(format!("{}: {why}", lt.title())))?;
         }
         for [x, y, z] in &self.calls {

@@ -158,7 +158,8 @@ impl Libraries {
         let Work::Op(op) = call.work else {
             return Err(Declined::because("fused chains are generated kernels"));
         };
-        if !matches!(op, Op::Matmul | Op::Conv(_)) {
+        let eight = product::eight_bits(call).is_some();
+        if !matches!(op, Op::Matmul | Op::Conv(_)) && !eight {
             return Err(Declined::because(format!("the vendor's libraries are not asked for {}", op.name())));
         }
         if call.in_place || call.packed.is_some() {
@@ -187,7 +188,15 @@ impl Libraries {
                 dnn.kernel(self.owner, call, conv)
             }
             _ => {
-                let p = Product::of(call)?;
+                // The passes were told that dense operands are taken: others are copied.
+                let spread = |d: Declined| match eight && d.dense.is_empty() {
+                    true => {
+                        let dense = (0..2).filter(|&i| !call.inputs[i].view.is_dense()).collect();
+                        Declined { dense, ..d }
+                    }
+                    false => d,
+                };
+                let p = Product::of(call).map_err(spread)?;
                 let first = match self.products() {
                     Ok(lt) => match lt.kernel(self.owner, call, &p) {
                         Ok(k) => return Ok(k),
@@ -195,8 +204,8 @@ impl Libraries {
                     },
                     Err(absent) => Declined::because(absent),
                 };
-                if self.family().plain_products.is_none() {
-                    return Err(first);
+                if eight || self.family().plain_products.is_none() {
+                    return Err(spread(first));
                 }
                 let second = match self.plain() {
                     Ok(b) => match b.kernel(self.owner, call, &p) {

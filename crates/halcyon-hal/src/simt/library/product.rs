@@ -5,6 +5,9 @@
 use crate::{Declined, LibraryCall};
 use halcyon_ir::DType;
 use halcyon_ir::layout::{View, collapse};
+use halcyon_ir::op::Op;
+use halcyon_ir::passes::f8;
+use halcyon_ir::target::Work;
 
 /// Multiply-adds below which a product is a generated kernel: a launch costs as much, and choosing an algorithm more.
 const TINY: usize = 1 << 15;
@@ -37,11 +40,33 @@ pub struct Product {
     /// Offsets of a, b and c, in elements, of each call.
     pub calls: Vec<[isize; 3]>,
     /// Of the factors, and of the product.
-    pub factors: DType,
+    pub factors: [DType; 2],
     pub result: DType,
+    /// What the product is multiplied by: one f32 of an operand.
+    pub scale: Option<Scale>,
 }
 
-/// Type pairs that there are kernels for.
+/// One number on the device.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Scale {
+    /// Place among the call's inputs.
+    pub input: usize,
+    /// Bytes to it.
+    pub offset: isize,
+}
+
+/// The types of 8-bit floats that a call of [`f8::F8_MATMUL`] multiplies.
+pub fn eight_bits(call: &LibraryCall<'_>) -> Option<[DType; 2]> {
+    match call.work {
+        Work::Op(Op::Composite(c)) => f8::formats(c),
+        _ => None,
+    }
+}
+
+/// Results of products of 8-bit floats.
+const OF_EIGHT_BITS: &[DType] = &[DType::F32, DType::F16, DType::BF16];
+
+/// Type pairs that there are kernels for, where both factors have one.
 const TYPES: &[(DType, DType)] = &[
     (DType::F32, DType::F32),
     (DType::F64, DType::F64),
@@ -72,19 +97,38 @@ impl Product {
         if rank < 2 || rank != b.view.rank() {
             return Err(Declined::because("operands of one rank, at least 2, are needed"));
         }
+        let eight = eight_bits(call);
+        let mut b_view = b.view.clone();
+        if eight.is_some() {
+            // Its rows are the product's columns.
+            b_view.shape.swap(rank - 2, rank - 1);
+            b_view.strides.swap(rank - 2, rank - 1);
+        }
         // With a chain on top, the call's output is the chain's.
         let result = match &call.epilogue {
             None => Some(call.outputs[0].dtype),
             Some(e) => e.fused.loads.iter().find(|l| l.input == e.product).map(|l| l.dtype),
         };
-        let known = result.filter(|r| a.dtype == b.dtype && TYPES.contains(&(a.dtype, *r)));
+        let factors = eight.unwrap_or([a.dtype, b.dtype]);
+        let known = result.filter(|r| match eight {
+            Some(_) => OF_EIGHT_BITS.contains(r),
+            None => a.dtype == b.dtype && TYPES.contains(&(a.dtype, *r)),
+        });
         let Some(result) = known else {
             return Err(Declined::because(format!(
                 "no product of {} and {} into {}",
-                a.dtype, b.dtype, call.outputs[0].dtype
+                factors[0], factors[1], call.outputs[0].dtype
             )));
         };
-        let (mut m, k, n) = (a.view.shape[rank - 2], a.view.shape[rank - 1], b.view.shape[rank - 1]);
+        let own = match call.work {
+            Work::Op(Op::Composite(c)) => c.body.inputs().len(),
+            _ => 2,
+        };
+        let scale = call.inputs[..own].get(2).map(|s| {
+            let offset = s.view.offset * s.dtype.size() as isize;
+            Scale { input: 2, offset }
+        });
+        let (mut m, k, n) = (a.view.shape[rank - 2], a.view.shape[rank - 1], b_view.shape[rank - 1]);
         let strides = |v: &View| (v.strides[rank - 2], v.strides[rank - 1]);
         let head = |v: &View| View {
             shape: v.shape[..rank - 2].into(),
@@ -97,7 +141,7 @@ impl Product {
         if m * n * k * total == 0 {
             return Err(Declined::because("an empty product"));
         }
-        let (mut ba, mut bb) = (head(&a.view), head(&b.view));
+        let (mut ba, mut bb) = (head(&a.view), head(&b_view));
         collapse(&mut [&mut ba, &mut bb, &mut c], rank - 2);
         // Sizes, and strides of a, b and c; the longest axis is the library's.
         let mut axes: Vec<(usize, [isize; 3])> =
@@ -105,7 +149,7 @@ impl Product {
         axes.sort_by_key(|(n, _)| *n);
         let (mut batch, [sa, sb, sc]) = axes.pop().unwrap_or((1, [0; 3]));
         let (ra, ca) = strides(&a.view);
-        let (rb, cb) = strides(&b.view);
+        let (rb, cb) = strides(&b_view);
         // One right factor for a whole batch whose rows follow each other: one product with more rows.
         if batch > 1 && sb == 0 && sc == (m * n) as isize && sa == m as isize * ra && (ca == 1 || k == 1) {
             m *= batch;
@@ -147,14 +191,20 @@ impl Product {
                 at
             })
             .collect();
-        Ok(Product { m, n, k, a: a_matrix, b: b_matrix, batch, step: sc, calls, factors: a.dtype, result })
+        Ok(Product { m, n, k, a: a_matrix, b: b_matrix, batch, step: sc, calls, factors, result, scale })
+    }
+
+    /// Bytes of an element of a, b and c.
+    pub fn sizes(&self) -> [isize; 3] {
+        let [a, b] = self.factors;
+        [a, b, self.result].map(|d| d.size() as isize)
     }
 
     /// What every call's a, b and c begin at a multiple of, in bytes, in buffers that begin at a multiple of `most`.
     pub fn alignment(&self, most: usize) -> [u32; 3] {
-        let sizes = [self.factors.size(), self.factors.size(), self.result.size()];
+        let sizes = self.sizes();
         std::array::from_fn(|x| {
-            let one = |at: &[isize; 3]| alignment(at[x] * sizes[x] as isize, most);
+            let one = |at: &[isize; 3]| alignment(at[x] * sizes[x], most);
             self.calls.iter().map(one).min().unwrap_or(1)
         })
     }

@@ -143,16 +143,16 @@ impl RocBlas {
             return Err(Declined::because("rocBLAS has no chains on top of a product"));
         }
         let number = |d| type_number(d).ok_or_else(|| Declined::because(format!("rocBLAS has no {d}")));
-        let (compute, one) = match p.factors {
+        let (compute, one) = match p.factors[0] {
             DType::F64 => (DType::F64, 1f64.to_bits()),
             DType::I8 => (DType::I32, 1),
             _ => (DType::F32, u64::from(1f32.to_bits())),
         };
-        let sizes = [p.factors.size(), p.factors.size(), p.result.size()].map(|s| s as isize);
+        let sizes = p.sizes();
         let mut plan = Plan {
             blas: self.clone(),
             product: p.clone(),
-            types: [number(p.factors)?, number(p.result)?, number(compute)?],
+            types: [number(p.factors[0])?, number(p.result)?, number(compute)?],
             one,
             workspace: 0,
             calls: p.calls.iter().map(|at| std::array::from_fn(|x| at[x] * sizes[x])).collect(),
@@ -161,7 +161,7 @@ impl RocBlas {
         if plan.workspace > WORKSPACE {
             return Err(Declined::because(format!("rocBLAS asks for {} bytes of workspace", plan.workspace)));
         }
-        let name = format!("rocblas.{}", p.factors.name());
+        let name = format!("rocblas.{}", p.factors[0].name());
         SimtKernel::new(name, owner, call, plan.workspace, plan)
     }
 }
