@@ -23,7 +23,7 @@ use halcyon::ir::op::Conv;
 use halcyon::ir::reference::eval_f64;
 use halcyon::ir::{Graph, TensorType};
 use halcyon::prelude::*;
-use halcyon::{ConstData, Error, MatmulPrecision, OnnxSession, Session};
+use halcyon::{ConstData, Error, MatmulPrecision, OnnxSession, Scalar, Session};
 use halcyon_formats::npy;
 use halcyon_formats::onnx::{Datum, Model};
 use optable::check::{Tally, check_rows};
@@ -425,6 +425,69 @@ fn vendors_libraries(kind: BackendType) {
     });
 }
 
+/// A quantised layer in f32 (a scale for its input, one for each column of its weights) and one in bf16, with bias and activation.
+fn quantised(f8: DType) -> (Graph, Vec<ConstData>) {
+    let (mut rng, mut g) = (Rng::fresh("8-bit floats"), Graph::new());
+    let mut data = |d: DType, dims: &[usize]| {
+        let v = rng.f32s(dims.iter().product());
+        ConstData::from_scalars(d, dims, v.iter().map(|v| Scalar::F(f64::from(*v)).cast(d))).unwrap()
+    };
+    let inputs = vec![data(f8, &[2, 24, 96]), data(DType::F32, &[1])];
+    let weights = [(f8, &[96, 64][..]), (DType::F32, &[64]), (f8, &[80, 96]), (DType::BF16, &[80])];
+    let weights = weights.map(|(d, dims)| g.constant(data(d, dims)));
+    let of = |i: usize| TensorType::new(inputs[i].dtype, &inputs[i].dims);
+    let (x, scale) = (g.input("x", of(0)), g.input("scale", of(1)));
+    let wide = g.cast(x, DType::F32).unwrap();
+    let wide = g.mul(wide, scale).unwrap();
+    let w = g.cast(weights[0], DType::F32).unwrap();
+    let w = g.mul(w, weights[1]).unwrap();
+    let y = g.matmul(wide, w).unwrap();
+    g.output("y", y);
+    let half = g.cast(x, DType::BF16).unwrap();
+    let w = g.cast(weights[2], DType::BF16).unwrap();
+    let w = g.permute(w, &[1, 0]).unwrap();
+    let z = g.matmul(half, w).unwrap();
+    let z = g.add(z, weights[3]).unwrap();
+    let z = g.relu(z).unwrap();
+    g.output("z", z);
+    (g, inputs)
+}
+
+fn eight_bits(kind: BackendType) {
+    let cuda = kind == BackendType::Cuda;
+    let (f8, name) = match cuda {
+        true => (DType::F8E4M3FN, "cublaslt.f8e4m3fn"),
+        false => (DType::F8E4M3FNUZ, "hipblaslt.f8e4m3fnuz"),
+    };
+    let (g, inputs) = quantised(f8);
+    let want = eval_f64(&g, &inputs, &[]).unwrap();
+    on(kind, "8-bit floats", |h| {
+        let of = |level, p| {
+            let b = Backend::builder().backend_type(kind).level(level).precision(p).build().unwrap();
+            let session = Session::new(&b, g.clone());
+            let got = session.run(&inputs).unwrap();
+            for ((g, w), within) in got.iter().zip(&want).zip([1e-5, 8e-3]) {
+                let most = w.scalars().map(|v| v.as_f64().abs()).fold(0.0, f64::max);
+                let pairs = g.scalars().zip(w.scalars());
+                let e = pairs.map(|(g, w)| (g.as_f64() - w.as_f64()).abs()).fold(0.0, f64::max);
+                assert!(most > 0.0 && e <= within * most, "{kind}, {level}, {p:?}: {e} of {most}");
+            }
+            let plan = session.prepare(&inputs).unwrap();
+            let steps = &plan.plan().steps;
+            let mut names: Vec<String> = steps.iter().map(|s| s.work.kernel_name()).collect();
+            names.retain(|n| n.starts_with(name));
+            names.sort();
+            names
+        };
+        let ended = format!("{name}.relu");
+        assert_eq!(of(Level::O2, MatmulPrecision::High), [name, &*ended]);
+        // Sums in f32 are held to f32; those that become bf16 do not show what the units leave out.
+        assert_eq!(of(Level::O2, MatmulPrecision::Highest), [&*ended]);
+        assert!(of(Level::O1, MatmulPrecision::High).is_empty());
+        assert!(h.s.get("library calls") > 0);
+    });
+}
+
 /// A product or a convolution of random sizes, and what may follow one.
 fn drawn(rng: &mut Rng) -> (Graph, Vec<ConstData>) {
     let (mut g, mut inputs) = (Graph::new(), vec![]);
@@ -524,6 +587,7 @@ on_both! {
     captured_graphs_give_what_evaluations_do: capture;
     out_of_memory_at_every_allocation_leaves_nothing_behind: out_of_memory;
     plans_use_the_vendors_libraries: vendors_libraries;
+    products_of_8_bit_floats_are_the_vendors: eight_bits;
     chains_on_top_follow_float64: chains_on_top;
     lost_devices_are_errors_and_falsified_answers_show: lost_and_falsified;
 }
