@@ -1,6 +1,9 @@
 //! `cargo xtask gpu-check`: the binary and the data that are copied to a machine with an accelerator, and their rehearsal here, over the
 //! libraries that stand in for the vendors' and on the CPU. `docs/gpu-check.md` explains it.
 
+#[path = "../../crates/halcyon-hal/tests/common/standin_build.rs"]
+mod standin_build;
+
 use crate::machine;
 use crate::report::{Counts, Outcome, run};
 use crate::{Failure, testdata};
@@ -314,11 +317,6 @@ fn stand_in(dir: &Path, library: &str) -> Result<(), String> {
     let sources = crate::root().join("crates/halcyon-hal/tests/simt");
     // The tests' folder: kernels that they have compiled are there.
     let modules = crate::target_dir().join("tmp/standin/modules");
-    std::fs::create_dir_all(&modules).map_err(|e| format!("{}: {e}", modules.display()))?;
-    let mut c = Command::new("c++");
-    c.args(["-std=c++17", "-O2", "-Wall", "-Werror", "-fPIC", "-shared"]);
-    c.args(library.contains("hip").then_some("-DSTANDIN_HIP"));
-    c.arg(format!("-DH_KERNEL=\"{}\"", sources.join("kernel.h").display()));
-    c.arg(format!("-DH_FOLDER=\"{}\"", modules.display()));
-    run(c.arg("-o").arg(dir.join(library)).arg(sources.join("standin.cpp")).arg("-ldl"))
+    let flags: &[&str] = if library.contains("hip") { &["-DSTANDIN_HIP"] } else { &[] };
+    standin_build::compile(&sources, &modules, &dir.join(library), flags)
 }

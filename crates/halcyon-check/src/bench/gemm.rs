@@ -25,7 +25,7 @@ fn factors(b: &Backend, [m, n, k]: [usize; 3], dtype: DType) -> Result<[Tensor; 
     if dtype.is_native() {
         return Ok([drawn(b, &[m, k], dtype, 1)?, drawn(b, &[k, n], dtype, 2)?]);
     }
-    let small = |dims: &[usize], seed| {
+    let small = |dims: &[usize], seed| -> Result<Tensor> {
         let t = drawn(b, dims, DType::F32, seed)?.cast(dtype);
         t.eval()?;
         Ok(t)
@@ -33,8 +33,8 @@ fn factors(b: &Backend, [m, n, k]: [usize; 3], dtype: DType) -> Result<[Tensor; 
     Ok([small(&[m, k], 1)?, small(&[n, k], 2)?])
 }
 
-fn product([x, w]: &[Tensor; 2]) -> Tensor {
-    if x.dtype().is_native() {
+fn product([x, w]: &[Tensor; 2], dtype: DType) -> Tensor {
+    if dtype.is_native() {
         return x.matmul(w);
     }
     x.cast(DType::BF16).matmul(&w.cast(DType::BF16).transpose(0, 1))
@@ -58,7 +58,7 @@ pub fn main(o: &Own) -> Result<()> {
                 let tf32 = *precision == MatmulPrecision::High;
                 let their = json!({ "do": "matmul", "m": m, "n": n, "k": k, "dtype": theirs, "tf32": tf32 });
                 let there = bench.prepare(&their);
-                let g = b.capture_graph(|| [product(&factors)])?;
+                let g = b.capture_graph(|| [product(&factors, *dtype)])?;
                 let t = bench.replay(there, &b, &g)?;
                 let kernel = kernels(&g);
                 rate(&name, "TFLOP/s", 2e-12 * (m * n * k) as f64, t, &bench.theirs(), Some(TARGET), &kernel);

@@ -2,6 +2,9 @@
 //! Another crate's tests may include this file by path.
 #![allow(dead_code)]
 
+#[path = "standin_build.rs"]
+mod standin_build;
+
 use halcyon_hal::simt::adapter::Adapter;
 use halcyon_hal::simt::{Family, SimtDriver};
 use halcyon_hal::{cuda, rocm};
@@ -97,17 +100,9 @@ fn amd(architecture: fn(&Adapter) -> Option<String>) -> &'static Family {
 
 /// Each process has a library of its own: it has a state.
 fn build((_, name, flags): &Row, dir: &Path) -> PathBuf {
-    let modules = dir.join("modules");
-    std::fs::create_dir_all(&modules).unwrap();
     let sources = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../halcyon-hal/tests/simt");
     let lib = dir.join(format!("{name}-{}.so", std::process::id()));
-    let mut c = Command::new("c++");
-    c.args(["-std=c++17", "-O2", "-Wall", "-Werror", "-fPIC", "-shared"]).args(*flags);
-    c.arg(format!("-DH_KERNEL=\"{}\"", sources.join("kernel.h").display()));
-    c.arg(format!("-DH_FOLDER=\"{}\"", modules.display()));
-    c.arg("-o").arg(&lib).arg(sources.join("standin.cpp")).arg("-ldl");
-    let done = c.output().unwrap();
-    assert!(done.status.success(), "{}", String::from_utf8_lossy(&done.stderr));
+    standin_build::compile(&sources, &dir.join("modules"), &lib, flags).unwrap_or_else(|why| panic!("{why}"));
     lib
 }
 

@@ -469,9 +469,12 @@ impl Cx<'_> {
             _ if k.abs() <= other.abs() => "sk",
             _ => "so",
         };
+        let unit = matrix::unit(self.dtype, self.caps);
         format!(
-            "matmul{}{} {} {} rank{} b{} m{} n{} k{} {} {}",
-            if matrix::unit(self.dtype, self.caps).is_some() { " matrix" } else { "" },
+            "matmul{}{}{} {} {} rank{} b{} m{} n{} k{} {} {}",
+            if unit.is_some() { " matrix" } else { "" },
+            // Which of them are read in wide loads is part of the program's text.
+            unit.map_or("", |op| matrix::vectors(p, self.out, op, self.offsets)),
             match self.turned(p) {
                 (t, offset) if self.narrow(p) && self.run(&t, offset) > 1 => " runs",
                 _ => "",

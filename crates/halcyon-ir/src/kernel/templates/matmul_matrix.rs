@@ -147,6 +147,16 @@ fn layout(p: &Problem, out: DType, op: MatrixOp, t: Tile, offsets: [isize; 2]) -
     }
 }
 
+/// Which operands are read 16 bytes at a time, for the key of a measurement.
+pub(super) fn vectors(p: &Problem, out: DType, op: MatrixOp, offsets: [isize; 2]) -> &'static str {
+    match layout(p, out, op, tiles(op)[0], offsets).sides.map(|s| s.aligned) {
+        [false, false] => "",
+        [true, false] => " a16",
+        [false, true] => " b16",
+        [true, true] => " a16 b16",
+    }
+}
+
 /// Whether the device can have it: all work-items load as many vectors, and store as many.
 pub(super) fn legal(p: &Problem, out: DType, op: MatrixOp, t: Tile, caps: &Caps) -> bool {
     if [t.m, t.n, t.depth, t.rows, t.columns].contains(&0) {

@@ -1,0 +1,188 @@
+//! Arguments that choose a device and say how it is used.
+
+use clap::Args;
+use halcyon::hal::DeviceName;
+use halcyon::ir::passes;
+use halcyon::{
+    AmpPolicy, Backend, BackendBuilder, BackendType, Error, Fallback, Level, MemoryPoolConfig, Policy,
+    Result, TuningMode, hal,
+};
+use std::path::PathBuf;
+
+/// Which device, and how it is used.
+#[derive(Args, Debug, Clone)]
+pub struct BackendArgs {
+    /// Backend: auto takes the best that is there; any other name is that backend or an error. NAME:N is its device N
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub backend: String,
+    /// Number of the backend's device (see `halcyon devices`)
+    #[arg(long, value_name = "N")]
+    pub device: Option<usize>,
+    /// In which order auto looks at backends: names with commas between (cuda,cpu), or priority, torchbridge, torch, inference or
+    /// vendors. Without it HALCYON_BACKENDS counts, then `backends` of the configuration file (HALCYON_CONFIG, or
+    /// halcyon/config.toml), then the priorities
+    #[arg(long, value_name = "ORDER")]
+    pub backends: Option<String>,
+    /// Where the backend is not there or too small: never (an error; what counts for a named one), next (in the order; what counts
+    /// for auto) or cpu
+    #[arg(long, value_name = "WHAT")]
+    pub fallback: Option<String>,
+    /// How far the optimiser may go: O0 (none, debug), O1 (conservative) or O2 (balanced)
+    #[arg(long, value_name = "LEVEL", default_value = "O2")]
+    pub level: String,
+    /// Type of products and convolutions, at O2: f32 (the model's types), or bf16 for the parts of an f32 model that bear it (mixed
+    /// precision; inputs and outputs keep their types)
+    #[arg(long, value_name = "TYPE")]
+    pub precision: Option<String>,
+    /// Threads of the CPU device
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Most memory that the device may give, for live buffers and for what is kept: bytes, or a number with K, M or G (powers of 1024)
+    #[arg(long, value_name = "SIZE")]
+    pub memory_limit: Option<String>,
+    /// How buffers get their memory: exclusive (each an allocation, the default), best-fit, first-fit or buddy (ranges of large chunks), with
+    /// the most it may take (best-fit:512MiB) or what it starts with too (buddy:64MiB..2GiB); ",defragment" behind it moves buffers
+    /// together where a request would fail. Without it `memory_pool` of the configuration file counts
+    #[arg(long, value_name = "POOL")]
+    pub memory_pool: Option<String>,
+    /// Switches a transformation off, by the name a receipt gives it; repeatable
+    #[arg(long, value_name = "NAME")]
+    pub without: Vec<String>,
+    /// When kernels are tuned, at O2: off (what is known is not used), cached (what is known is used), background, or a budget in seconds.
+    /// Without it HALCYON_TUNING counts, then `tuning` of the configuration file, else cached
+    #[arg(long, value_name = "MODE")]
+    pub tuning: Option<String>,
+    /// File in which tuning keeps what it finds. Without it HALCYON_TUNING_CACHE counts (off for none), then `tuning_cache` of the
+    /// configuration file, else tuning.json in the cache directory
+    #[arg(long, alias = "cache", value_name = "FILE")]
+    pub tuning_cache: Option<PathBuf>,
+}
+
+impl BackendArgs {
+    pub fn kind(&self) -> Result<BackendType> {
+        Ok(self.named()?.backend)
+    }
+
+    fn named(&self) -> Result<DeviceName> {
+        named(&self.backend, self.device)
+    }
+
+    pub fn level(&self) -> Result<Level> {
+        self.level.parse()
+    }
+
+    fn precision(&self) -> Result<Option<AmpPolicy>> {
+        self.precision.as_deref().map(str::parse).transpose()
+    }
+
+    fn tuning(&self) -> Result<Option<TuningMode>> {
+        self.tuning.as_deref().map(str::parse).transpose()
+    }
+
+    /// Opens the device.
+    pub fn open(&self, profile: bool) -> Result<Backend> {
+        self.open_at(self.level()?, None, profile)
+    }
+
+    /// As [`BackendArgs::open`], at another level and with one more transformation switched off.
+    pub fn open_at(&self, level: Level, without: Option<&str>, profile: bool) -> Result<Backend> {
+        self.builder(level, without, profile)?.build()
+    }
+
+    /// The settings, nothing opened.
+    pub fn builder(&self, level: Level, without: Option<&str>, profile: bool) -> Result<BackendBuilder> {
+        let DeviceName { backend, index } = self.named()?;
+        let mut b = Backend::builder().backend_type(backend).level(level).profile(profile);
+        if let Some(n) = index {
+            b = b.device(n);
+        }
+        if let Some(p) = &self.backends {
+            b = b.policy(p.parse()?);
+        }
+        if let Some(f) = &self.fallback {
+            b = b.fallback(f.parse()?);
+        }
+        if let Some(n) = self.threads {
+            b = b.num_threads(n);
+        }
+        if let Some(p) = self.precision()? {
+            b = b.amp(p);
+        }
+        if let Some(s) = &self.memory_limit {
+            b = b.memory_limit(bytes(s)?);
+        }
+        if let Some(m) = self.tuning()? {
+            b = b.tuning(m);
+        }
+        if let Some(f) = &self.tuning_cache {
+            b = b.autotuning_cache_file(f);
+        }
+        if let Some(p) = &self.memory_pool {
+            b = b.memory_pool(p.parse()?);
+        }
+        for name in self.without.iter().map(String::as_str).chain(without) {
+            b = b.without(transformation(name)?);
+        }
+        Ok(b)
+    }
+
+    /// Refuses what [`BackendArgs::open`] would refuse without looking at a device.
+    pub fn check(&self) -> Result<()> {
+        self.kind()?;
+        self.level()?;
+        self.precision()?;
+        self.tuning()?;
+        self.backends.as_deref().map(str::parse::<Policy>).transpose()?;
+        self.fallback.as_deref().map(str::parse::<Fallback>).transpose()?;
+        self.memory_limit.as_deref().map(bytes).transpose()?;
+        self.memory_pool.as_deref().map(str::parse::<MemoryPoolConfig>).transpose()?;
+        self.without.iter().try_for_each(|n| transformation(n).map(drop))
+    }
+}
+
+/// A device by its name, or by its backend's name and its number.
+pub fn named(backend: &str, device: Option<usize>) -> Result<DeviceName> {
+    let d: DeviceName = backend.parse()?;
+    match (d.index, device) {
+        (Some(i), Some(n)) if i != n => {
+            Err(Error::argument("--device", format!("{n} was given, and {i} by --backend {backend}")))
+        }
+        (i, n) => Ok(DeviceName { index: i.or(n), ..d }),
+    }
+}
+
+fn transformation(name: &str) -> Result<&'static str> {
+    passes::ALL.iter().find(|t| **t == name).copied().ok_or_else(|| {
+        Error::argument(
+            "--without",
+            format!("\"{name}\" is not a transformation; there are {}", passes::ALL.join(", ")),
+        )
+    })
+}
+
+/// `4096`, `512M`, `2G`.
+fn bytes(s: &str) -> Result<u64> {
+    hal::pool::size(s).ok_or_else(|| {
+        Error::argument("--memory-limit", format!("\"{s}\" is no size; write 4096, 512M or 2G"))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sizes() {
+        assert_eq!(bytes("4096").ok(), Some(4096));
+        assert_eq!(bytes("512M").ok(), Some(512 << 20));
+        for bad in ["", "G", "-1", "1.5G", "99999999999G"] {
+            assert_eq!(bytes(bad).unwrap_err().exit_code(), 2, "{bad}");
+        }
+    }
+
+    #[test]
+    fn transformations_are_known_by_name() {
+        assert!(transformation("fusion").is_ok());
+        assert!(transformation("luck").unwrap_err().to_string().contains("constant folding"));
+    }
+}

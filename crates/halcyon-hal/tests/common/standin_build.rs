@@ -1,0 +1,19 @@
+//! Builds the libraries that stand in for the vendors' (`tests/simt`). Tests and the development commands include this file by path.
+
+use std::path::Path;
+use std::process::Command;
+
+/// Compiles `sources`' stand-in to `lib`. Kernels that it is given are compiled into the folder `modules`.
+pub fn compile(sources: &Path, modules: &Path, lib: &Path, flags: &[&str]) -> Result<(), String> {
+    std::fs::create_dir_all(modules).map_err(|e| format!("{}: {e}", modules.display()))?;
+    let mut c = Command::new("c++");
+    c.args(["-std=c++17", "-O2", "-Wall", "-Werror", "-fPIC", "-shared"]).args(flags);
+    c.arg(format!("-DH_KERNEL=\"{}\"", sources.join("kernel.h").display()));
+    c.arg(format!("-DH_FOLDER=\"{}\"", modules.display()));
+    c.arg("-o").arg(lib).arg(sources.join("standin.cpp")).arg("-ldl");
+    let done = c.output().map_err(|e| format!("c++: {e}"))?;
+    match done.status.success() {
+        true => Ok(()),
+        false => Err(format!("c++: {}\n{}", done.status, String::from_utf8_lossy(&done.stderr))),
+    }
+}

@@ -1,0 +1,304 @@
+//! One method for each op: it checks the operands' types, adds the node, and gives its number. A view that would change nothing is its
+//! operand.
+
+use super::{Graph, NodeId};
+use crate::custom::{Custom, CustomOp};
+use crate::dtype::{DType, Scalar};
+use crate::error::{Error, Result};
+use crate::op::{Axes, Conv, Op, Pool, ReduceKind, ScatterKind, SliceAxis};
+use crate::scalar_op::ScalarOp;
+use crate::shape::{Dim, Shape, TensorType};
+use smallvec::SmallVec;
+use std::sync::Arc;
+
+impl Graph {
+    // Element-wise.
+
+    /// Applies a scalar op with NumPy broadcasting.
+    pub fn scalar(&mut self, op: ScalarOp, x: &[NodeId]) -> Result<NodeId> {
+        let mut s =
+            self.shape(*x.first().ok_or_else(|| Error::argument(op.name(), "needs operands"))?).clone();
+        for i in &x[1..] {
+            s = s.broadcast(self.shape(*i)).map_err(|e| match e {
+                Error::Shape { what, .. } => {
+                    Error::Shape { op: op.name().into(), what, at: self.span.clone() }
+                }
+                e => e,
+            })?;
+        }
+        let x: SmallVec<[NodeId; 3]> = x.iter().map(|i| self.expand(*i, &s)).collect::<Result<_>>()?;
+        self.push(Op::Scalar(op), &x, None)
+    }
+
+    /// `cond ? a : b` with broadcasting.
+    pub fn select(&mut self, cond: NodeId, a: NodeId, b: NodeId) -> Result<NodeId> {
+        self.scalar(ScalarOp::Select, &[cond, a, b])
+    }
+
+    /// To `dtype`; nothing where it is that already.
+    pub fn cast(&mut self, x: NodeId, dtype: DType) -> Result<NodeId> {
+        if self.dtype(x) == dtype {
+            return Ok(x);
+        }
+        let want = TensorType { dtype, shape: self.shape(x).clone() };
+        self.push(Op::Cast, &[x], Some(want))
+    }
+
+    pub fn bitcast(&mut self, x: NodeId, dtype: DType) -> Result<NodeId> {
+        let want = TensorType { dtype, shape: self.shape(x).clone() };
+        self.push(Op::Bitcast, &[x], Some(want))
+    }
+
+    // Views. Each returns its operand where it would change nothing.
+
+    pub fn reshape(&mut self, x: NodeId, shape: impl Into<Shape>) -> Result<NodeId> {
+        let want = TensorType { dtype: self.dtype(x), shape: shape.into() };
+        if want.shape == *self.shape(x) {
+            return Ok(x);
+        }
+        self.push(Op::Reshape, &[x], Some(want))
+    }
+
+    pub fn permute(&mut self, x: NodeId, perm: &[usize]) -> Result<NodeId> {
+        if perm.iter().copied().eq(0..self.shape(x).rank()) {
+            return Ok(x);
+        }
+        self.push(Op::Permute(perm.into()), &[x], None)
+    }
+
+    /// Swaps two axes.
+    pub fn transpose(&mut self, x: NodeId, a: usize, b: usize) -> Result<NodeId> {
+        let mut p: Axes = (0..self.shape(x).rank()).collect();
+        if a >= p.len() || b >= p.len() {
+            return Err(
+                Error::shape("transpose", format!("axes {a} and {b} of {}", self.shape(x))).at(&self.span)
+            );
+        }
+        p.swap(a, b);
+        self.permute(x, &p)
+    }
+
+    pub fn expand(&mut self, x: NodeId, shape: &Shape) -> Result<NodeId> {
+        if self.shape(x) == shape {
+            return Ok(x);
+        }
+        let want = TensorType { dtype: self.dtype(x), shape: shape.clone() };
+        self.push(Op::Expand, &[x], Some(want))
+    }
+
+    /// `len[k]` elements from `start[k]` by `step[k]` on every axis.
+    pub fn slice(&mut self, x: NodeId, start: &[Dim], step: &[i64], len: &[Dim]) -> Result<NodeId> {
+        let same = start.iter().all(|s| s.is(0)) && step.iter().all(|s| *s == 1) && len == &self.shape(x)[..];
+        if same {
+            return Ok(x);
+        }
+        if start.len() != step.len() {
+            return Err(Error::argument("slice", "one start and one step per axis").at(&self.span));
+        }
+        let axes = start.iter().zip(step).map(|(s, t)| SliceAxis { start: *s, step: *t }).collect();
+        let want = TensorType { dtype: self.dtype(x), shape: len.iter().copied().collect() };
+        self.push(Op::Slice(axes), &[x], Some(want))
+    }
+
+    /// `len` elements from `start` along one axis.
+    pub fn narrow(
+        &mut self,
+        x: NodeId,
+        axis: usize,
+        start: impl Into<Dim>,
+        len: impl Into<Dim>,
+    ) -> Result<NodeId> {
+        let s = self.shape(x).clone();
+        if axis >= s.rank() {
+            return Err(Error::shape("narrow", format!("axis {axis} is outside shape {s}")).at(&self.span));
+        }
+        let mut st: Vec<Dim> = vec![Dim::from(0); s.rank()];
+        let mut ln: Vec<Dim> = s.to_vec();
+        st[axis] = start.into();
+        ln[axis] = len.into();
+        self.slice(x, &st, &vec![1; s.rank()], &ln)
+    }
+
+    /// Reverses axes.
+    pub fn flip(&mut self, x: NodeId, axes: &[usize]) -> Result<NodeId> {
+        let s = self.shape(x).clone();
+        let pick = |k: usize| axes.contains(&k) && !s[k].is(0);
+        let start: Vec<Dim> =
+            (0..s.rank()).map(|k| if pick(k) { s[k].offset(-1) } else { Dim::from(0) }).collect();
+        let step: Vec<i64> = (0..s.rank()).map(|k| if pick(k) { -1 } else { 1 }).collect();
+        self.slice(x, &start, &step, &s)
+    }
+
+    pub fn pad(&mut self, x: NodeId, lo: &[usize], hi: &[usize], value: impl Into<Scalar>) -> Result<NodeId> {
+        if lo.iter().chain(hi).all(|n| *n == 0) && lo.len() == self.shape(x).rank() {
+            return Ok(x);
+        }
+        let value = value.into().cast(self.dtype(x));
+        self.push(Op::Pad { lo: lo.into(), hi: hi.into(), value }, &[x], None)
+    }
+
+    /// Inserts an axis of size 1.
+    pub fn unsqueeze(&mut self, x: NodeId, axis: usize) -> Result<NodeId> {
+        let mut s = self.shape(x).clone();
+        if axis > s.rank() {
+            return Err(
+                Error::shape("unsqueeze", format!("axis {axis} is outside 0..={}", s.rank())).at(&self.span)
+            );
+        }
+        s.0.insert(axis, Dim::from(1));
+        self.reshape(x, s)
+    }
+
+    pub fn squeeze(&mut self, x: NodeId, axis: usize) -> Result<NodeId> {
+        let mut s = self.shape(x).clone();
+        if axis >= s.rank() || !s[axis].is(1) {
+            return Err(
+                Error::shape("squeeze", format!("axis {axis} of {s} is not of size 1")).at(&self.span)
+            );
+        }
+        s.0.remove(axis);
+        self.reshape(x, s)
+    }
+
+    pub fn concat(&mut self, x: &[NodeId], axis: usize) -> Result<NodeId> {
+        if let [one] = x {
+            return Ok(*one);
+        }
+        self.push(Op::Concat { axis }, x, None)
+    }
+
+    // Structured.
+
+    pub fn reduce(&mut self, kind: ReduceKind, x: NodeId, axes: &[usize], keep: bool) -> Result<NodeId> {
+        let mut axes: Axes = axes.into();
+        axes.sort();
+        axes.dedup();
+        if axes.is_empty() {
+            return Ok(x);
+        }
+        self.push(Op::Reduce { kind, axes, keep }, &[x], None)
+    }
+
+    pub fn sum(&mut self, x: NodeId, axes: &[usize], keep: bool) -> Result<NodeId> {
+        self.reduce(ReduceKind::Sum, x, axes, keep)
+    }
+
+    /// Matrix product with NumPy's rules: batch dimensions broadcast, rank-1 operands are a row or a column.
+    pub fn matmul(&mut self, a: NodeId, b: NodeId) -> Result<NodeId> {
+        let (ra, rb) = (self.shape(a).rank(), self.shape(b).rank());
+        if ra == 0 || rb == 0 {
+            return Err(Error::shape("matmul", "operands must have at least one axis").at(&self.span));
+        }
+        let a2 = if ra == 1 { self.unsqueeze(a, 0)? } else { a };
+        let b2 = if rb == 1 { self.unsqueeze(b, 1)? } else { b };
+        let (sa, sb) = (self.shape(a2).clone(), self.shape(b2).clone());
+        let (la, lb) = (sa.rank() - 2, sb.rank() - 2);
+        let batch = Shape::from(&sa[..la]).broadcast(&Shape::from(&sb[..lb])).map_err(|e| match e {
+            Error::Shape { .. } => {
+                Error::shape("matmul", format!("batch dimensions of {sa} × {sb} do not go together"))
+                    .at(&self.span)
+            }
+            e => e,
+        })?;
+        let full = |t: &[Dim]| -> Shape { batch.iter().chain(t).copied().collect() };
+        let a3 = self.expand(a2, &full(&sa[la..]))?;
+        let b3 = self.expand(b2, &full(&sb[lb..]))?;
+        let mut y = self.push(Op::Matmul, &[a3, b3], None)?;
+        if rb == 1 {
+            y = self.squeeze(y, self.shape(y).rank() - 1)?;
+        }
+        if ra == 1 {
+            y = self.squeeze(y, self.shape(y).rank() - if rb == 1 { 1 } else { 2 })?;
+        }
+        Ok(y)
+    }
+
+    pub fn conv(&mut self, x: NodeId, w: NodeId, attrs: Conv) -> Result<NodeId> {
+        self.push(Op::Conv(attrs), &[x, w], None)
+    }
+
+    pub fn pool(&mut self, x: NodeId, attrs: Pool) -> Result<NodeId> {
+        self.push(Op::Pool(attrs), &[x], None)
+    }
+
+    pub fn gather(&mut self, x: NodeId, index: NodeId, axis: usize) -> Result<NodeId> {
+        self.push(Op::Gather { axis }, &[x, index], None)
+    }
+
+    pub fn gather_elements(&mut self, x: NodeId, index: NodeId, axis: usize) -> Result<NodeId> {
+        self.push(Op::GatherElements { axis }, &[x, index], None)
+    }
+
+    pub fn scatter_elements(
+        &mut self,
+        base: NodeId,
+        index: NodeId,
+        upd: NodeId,
+        axis: usize,
+        kind: ScatterKind,
+    ) -> Result<NodeId> {
+        self.push(Op::ScatterElements { axis, kind }, &[base, index, upd], None)
+    }
+
+    pub fn scatter_rows(
+        &mut self,
+        base: NodeId,
+        index: NodeId,
+        upd: NodeId,
+        axis: usize,
+        kind: ScatterKind,
+    ) -> Result<NodeId> {
+        self.push(Op::ScatterRows { axis, kind }, &[base, index, upd], None)
+    }
+
+    /// `base` with `update` written at the run-time `position` along `axis`.
+    pub fn update_slice(
+        &mut self,
+        base: NodeId,
+        update: NodeId,
+        position: NodeId,
+        axis: usize,
+    ) -> Result<NodeId> {
+        self.push(Op::UpdateSlice { axis }, &[base, update, position], None)
+    }
+
+    pub fn argreduce(&mut self, max: bool, x: NodeId, axis: usize, keep: bool, last: bool) -> Result<NodeId> {
+        self.push(Op::ArgReduce { max, axis, keep, last }, &[x], None)
+    }
+
+    pub fn argsort(&mut self, x: NodeId, axis: usize, descending: bool) -> Result<NodeId> {
+        self.push(Op::ArgSort { axis, descending }, &[x], None)
+    }
+
+    pub fn scan(
+        &mut self,
+        kind: ReduceKind,
+        x: NodeId,
+        axis: usize,
+        exclusive: bool,
+        reverse: bool,
+    ) -> Result<NodeId> {
+        self.push(Op::Scan { kind, axis, exclusive, reverse }, &[x], None)
+    }
+
+    pub fn custom(&mut self, op: Arc<dyn CustomOp>, x: &[NodeId]) -> Result<NodeId> {
+        self.push(Op::Custom(Custom::new(op)), x, None)
+    }
+}
+
+macro_rules! scalar_methods {
+    ($($unary:ident $u:ident),*; $($binary:ident $b:ident),*) => {
+        /// Element-wise ops, with broadcasting.
+        impl Graph {
+            $(pub fn $unary(&mut self, x: NodeId) -> Result<NodeId> { self.scalar(ScalarOp::$u, &[x]) })*
+            $(pub fn $binary(&mut self, a: NodeId, b: NodeId) -> Result<NodeId> { self.scalar(ScalarOp::$b, &[a, b]) })*
+        }
+    };
+}
+scalar_methods! {
+    neg Neg, abs Abs, sign Sign, not Not, floor Floor, ceil Ceil, round Round, trunc Trunc, sqrt Sqrt, rsqrt Rsqrt, recip Recip,
+    exp Exp, exp2 Exp2, expm1 Expm1, log Log, log2 Log2, log1p Log1p, sin Sin, cos Cos, tan Tan, tanh Tanh, erf Erf,
+    sigmoid Sigmoid, silu Silu, gelu Gelu, gelu_tanh GeluTanh, relu Relu, isnan IsNan, isinf IsInf;
+    add Add, sub Sub, mul Mul, div Div, rem Rem, modulo Mod, pow Pow, min Min, max Max, and And, or Or, xor Xor,
+    eq Eq, ne Ne, lt Lt, le Le, gt Gt, ge Ge
+}
