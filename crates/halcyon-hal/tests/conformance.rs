@@ -1,10 +1,6 @@
 //! The contract of `halcyon_hal`, checked on every driver that is present.
 
 mod common;
-#[path = "conformance/pools.rs"]
-mod pools;
-#[path = "conformance/streams.rs"]
-mod streams;
 
 use common::*;
 use halcyon_hal::BackendType;
@@ -50,4 +46,12 @@ fn devices_keep_their_programs_and_opencl_keeps_them_on_disk() {
             assert_eq!((warm.counters().compiles, warm.counters().compile_cache_hits), want, "{kept} kept");
         }
     });
+}
+
+#[test]
+fn an_event_of_one_backend_orders_another() {
+    let all = lanes();
+    for (l, m) in all.iter().flat_map(|l| all.iter().map(move |m| (l, m))) {
+        halcyon_hal::conformance::streams::an_event_orders(l, m);
+    }
 }

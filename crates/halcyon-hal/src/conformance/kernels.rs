@@ -139,3 +139,14 @@ pub fn group_sum() -> Kernel {
     b.if_(b.local_id(0).equals(0), || b.store(y, b.linear_group(), s));
     b.finish().unwrap()
 }
+
+/// One work-item that takes a while: `y[0] = x[0] * a + … ` over and over.
+pub fn slow() -> Kernel {
+    let b = Builder::new("slow", [1, 1, 1]);
+    let (x, y) = (b.raw_buffer(DType::F32, false), b.raw_buffer(DType::F32, true));
+    let (n, a) = (b.size("n"), b.param("a", Ty::F32));
+    let v = b.var(b.load(x, 0));
+    b.for_(0, n, 1, |_| v.set(v.get() * a + 1.0));
+    b.store(y, 0, v.get());
+    b.finish().unwrap()
+}

@@ -11,6 +11,8 @@
 
 pub mod cases;
 pub mod kernels;
+pub mod pools;
+pub mod streams;
 
 use crate::{BackendType, Device, Driver, Options, Result, registry};
 use std::path::PathBuf;
@@ -78,40 +80,54 @@ macro_rules! conformance_tests {
     (@each $how:tt $lanes:expr) => {
         $crate::conformance_tests! {
             $how $lanes;
-                info_and_caps_are_sane
-                bytes_come_back_at_every_offset
-                empty_buffers_are_buffers
-                ranges_outside_a_buffer_are_errors
-                copies_move_the_range_and_nothing_else
-                a_part_of_a_buffer_is_a_buffer_over_its_bytes
-                a_request_takes_what_its_footprint_says
-                freed_memory_is_used_again_and_given_back_on_request
-                over_the_limit_is_out_of_memory
-                a_kernel_computes_in_every_type
-                parameters_of_every_type_arrive
-                grids_have_three_dimensions_and_every_item_runs_once
-                workgroup_memory_and_barriers_work
-                commands_act_in_order
-                a_bad_index_is_reported_once
-                counters_count_what_happened
-                what_the_verifier_refuses_does_not_compile
-                two_openings_live_side_by_side
-                one_device_serves_two_threads
-                any_order_of_drops_is_fine
-                profiling_times_every_command_in_order
-                a_program_serves_again_from_memory_or_disk
+                cases::info_and_caps_are_sane
+                cases::bytes_come_back_at_every_offset
+                cases::empty_buffers_are_buffers
+                cases::ranges_outside_a_buffer_are_errors
+                cases::copies_move_the_range_and_nothing_else
+                cases::a_part_of_a_buffer_is_a_buffer_over_its_bytes
+                cases::a_request_takes_what_its_footprint_says
+                cases::freed_memory_is_used_again_and_given_back_on_request
+                cases::over_the_limit_is_out_of_memory
+                cases::a_kernel_computes_in_every_type
+                cases::parameters_of_every_type_arrive
+                cases::grids_have_three_dimensions_and_every_item_runs_once
+                cases::workgroup_memory_and_barriers_work
+                cases::commands_act_in_order
+                cases::a_bad_index_is_reported_once
+                cases::counters_count_what_happened
+                cases::what_the_verifier_refuses_does_not_compile
+                cases::two_openings_live_side_by_side
+                cases::one_device_serves_two_threads
+                cases::any_order_of_drops_is_fine
+                cases::profiling_times_every_command_in_order
+                cases::a_program_serves_again_from_memory_or_disk
+                pools::buffers_of_one_chunk_keep_to_themselves
+                pools::a_scattered_pool_holds_a_large_buffer_after_it_moved
+                pools::parts_go_with_their_whole
+                pools::work_goes_on_while_another_thread_moves_buffers
+                pools::settings_that_contradict_each_other_open_nothing
+                pools::host_buffers_are_counted_and_copied_from_and_to
+                streams::queues_that_share_memory_act_in_the_order_of_the_calls
+                streams::a_stream_alone_is_in_order_and_its_copies_own_their_data
+                streams::events_tell_faults_once_and_errors_are_values
+                streams::callbacks_and_futures_come_without_anyone_waiting
+                streams::what_is_dropped_early_lives_as_long_as_the_work
+                streams::two_streams_overlap_where_the_device_can
+                streams::many_streams_come_and_go
+                streams::an_event_of_one_device_orders_another
         }
     };
-    ([table] $lanes:expr; $($case:ident)*) => {
-        $lanes(&[$((stringify!($case), $crate::conformance::cases::$case)),*])
+    ([table] $lanes:expr; $($file:ident::$case:ident)*) => {
+        $lanes(&[$((stringify!($case), $crate::conformance::$file::$case)),*])
     };
-    ([tests] $lanes:expr; $($case:ident)*) => {
+    ([tests] $lanes:expr; $($file:ident::$case:ident)*) => {
         $(
             #[test]
             fn $case() {
                 for lane in $lanes {
                     println!("lane {}", lane.name());
-                    $crate::conformance::cases::$case(&lane);
+                    $crate::conformance::$file::$case(&lane);
                 }
             }
         )*
@@ -134,13 +150,20 @@ mod tests {
     #[test]
     fn every_case_is_in_the_list() {
         let list = include_str!("mod.rs");
-        let cases =
-            include_str!("cases.rs").lines().filter_map(|l| l.strip_prefix("pub fn ")?.split('(').next());
+        let files = [
+            ("cases", include_str!("cases.rs")),
+            ("pools", include_str!("pools.rs")),
+            ("streams", include_str!("streams.rs")),
+        ];
         let mut n = 0;
-        for case in cases {
-            assert!(list.lines().any(|l| l.trim() == case), "{case} is not in conformance_tests!");
-            n += 1;
+        for (file, text) in files {
+            let cases = text.lines().filter_map(|l| l.strip_prefix("pub fn ")?.strip_suffix("(l: &Lane) {"));
+            for case in cases {
+                let row = format!("{file}::{case}");
+                assert!(list.lines().any(|l| l.trim() == row), "{row} is not in conformance_tests!");
+                n += 1;
+            }
         }
-        assert!(n > 20, "{n}");
+        assert!(n > 35, "{n}");
     }
 }
