@@ -5,7 +5,7 @@ use crate::graph::{Graph, NodeId};
 use crate::layout::View;
 use crate::op::Op;
 use crate::passes::blocked::BLOCKED_CONV;
-use crate::passes::f8::F8_MATMUL;
+use crate::passes::bytes::BYTE_MATMUL;
 use crate::shape::TensorType;
 use crate::target::Operand;
 
@@ -45,7 +45,7 @@ pub fn of(op: &Op, inputs: &[Operand], output: &Operand) -> (u64, u64) {
             (n as f64 * len.log2()) as u64
         }
         Op::Composite(c) => match &*c.name {
-            F8_MATMUL => {
+            BYTE_MATMUL => {
                 let k = inputs.first().and_then(|a| a.view.shape.last()).map_or(0, |k| *k as u64);
                 n.saturating_mul(k).saturating_mul(2)
             }

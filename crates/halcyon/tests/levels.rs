@@ -8,7 +8,7 @@ use halcyon::ir::op::{Conv, ReduceKind};
 use halcyon::ir::passes::{EPILOGUES, PACKED, RECOGNITION};
 use halcyon::ir::{Graph, ScalarOp, TensorType};
 use halcyon::prelude::*;
-use halcyon::{ConstData, Session};
+use halcyon::{ConstData, Scalar, Session};
 
 fn cpu(level: Level, without: &[&str]) -> Backend {
     let b = Backend::builder().backend_type(BackendType::Cpu).level(level).num_threads(2);
@@ -304,4 +304,52 @@ fn each_can_be_switched_off_and_packed_weights_are_shared() {
     twice.output("z", z);
     let _other = Session::new(&b, twice).prepare(&c.inputs).unwrap();
     assert!(b.memory().allocated < before + 60 * 80 * 4, "{} {before}", b.memory().allocated);
+}
+
+/// `(a - z)(b - w)` of bytes in f32, as a quantised model has it: O0 computes that, O2 multiplies the bytes.
+#[test]
+fn integers_are_multiplied_as_bytes_and_exactly() {
+    let mut rng = Rng::fresh("integers");
+    for round in 0..24 {
+        let mut c = Case::new();
+        let types = [rng.below(2), rng.below(2)].map(|i| [DType::I8, DType::U8][i]);
+        // Short enough for sums of f32 to be exact.
+        let (m, k, n) = (1 + rng.below(40), 1 + rng.below(200), 1 + rng.below(40));
+        let batch = [vec![], vec![3]][rng.below(2)].clone();
+        let turned = rng.below(2) == 1;
+        let dims = [[&batch[..], &[m, k]].concat(), if turned { vec![n, k] } else { vec![k, n] }];
+        let mut of = |c: &mut Case, i: usize| {
+            let low = if types[i] == DType::U8 { 100.0 } else { 0.0 };
+            let v = rng.f32s(dims[i].iter().product());
+            let v = v.iter().map(|v| Scalar::F(f64::from(*v) * 30.0 + low).cast(types[i]));
+            let data = ConstData::from_scalars(types[i], &dims[i], v).unwrap();
+            let x = if i == 1 && rng.below(2) == 0 {
+                c.g.constant(data)
+            } else {
+                c.inputs.push(data);
+                c.g.input(&format!("x{i}"), TensorType::new(types[i], &dims[i]))
+            };
+            let mut x = c.g.cast(x, DType::F32).unwrap();
+            if rng.below(2) == 0 {
+                let z = c.g.full(types[i], [1usize], 1 + rng.below(100) as i64);
+                let z = c.g.cast(z, DType::F32).unwrap();
+                x = c.g.sub(x, z).unwrap();
+            }
+            if i == 1 && turned { c.g.transpose(x, 0, 1).unwrap() } else { x }
+        };
+        let (a, b) = (of(&mut c, 0), of(&mut c, 1));
+        let y = c.g.matmul(a, b).unwrap();
+        let y = c.g.cast(y, DType::I32).unwrap();
+        c.g.output("y", y);
+        let run = |b: &Backend| Session::new(b, c.g.clone()).run(&c.inputs).unwrap();
+        let session = Session::new(&cpu(Level::O2, &[]), c.g.clone());
+        let got = session.run(&c.inputs).unwrap();
+        assert_eq!(bits(&got), bits(&run(&cpu(Level::O0, &[]))), "round {round}: {types:?} {m} {k} {n}");
+        let plan = session.prepare(&c.inputs).unwrap();
+        let names: Vec<String> = plan.plan().steps.iter().map(|s| s.work.kernel_name()).collect();
+        assert!(names.iter().any(|n| n.starts_with("cpu.gemm_i8.")), "{names:?}");
+        let without = Session::new(&cpu(Level::O2, &[RECOGNITION]), c.g.clone());
+        let plan = without.prepare(&c.inputs).unwrap();
+        assert!(plan.plan().steps.iter().all(|s| !s.work.kernel_name().starts_with("cpu.gemm_i8.")));
+    }
 }

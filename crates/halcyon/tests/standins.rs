@@ -425,18 +425,22 @@ fn vendors_libraries(kind: BackendType) {
     });
 }
 
-/// A quantised layer in f32 (a scale for its input, one for each column of its weights) and one in bf16, with bias and activation.
+/// A quantised layer in f32 (a scale for its input, one for each column of its weights), one in bf16, with bias and activation, and one of
+/// integers.
 fn quantised(f8: DType) -> (Graph, Vec<ConstData>) {
     let (mut rng, mut g) = (Rng::fresh("8-bit floats"), Graph::new());
     let mut data = |d: DType, dims: &[usize]| {
         let v = rng.f32s(dims.iter().product());
-        ConstData::from_scalars(d, dims, v.iter().map(|v| Scalar::F(f64::from(*v)).cast(d))).unwrap()
+        let times = if d.is_int() { 100.0 } else { 1.0 };
+        let low = if d == DType::U8 { 100.0 } else { 0.0 };
+        let v = v.iter().map(|v| Scalar::F(f64::from(*v) * times + low).cast(d));
+        ConstData::from_scalars(d, dims, v).unwrap()
     };
-    let inputs = vec![data(f8, &[2, 24, 96]), data(DType::F32, &[1])];
+    let mut inputs = vec![data(f8, &[2, 24, 96]), data(DType::F32, &[1])];
     let weights = [(f8, &[96, 64][..]), (DType::F32, &[64]), (f8, &[80, 96]), (DType::BF16, &[80])];
     let weights = weights.map(|(d, dims)| g.constant(data(d, dims)));
-    let of = |i: usize| TensorType::new(inputs[i].dtype, &inputs[i].dims);
-    let (x, scale) = (g.input("x", of(0)), g.input("scale", of(1)));
+    let of = |c: &ConstData| TensorType::new(c.dtype, &c.dims);
+    let (x, scale) = (g.input("x", of(&inputs[0])), g.input("scale", of(&inputs[1])));
     let wide = g.cast(x, DType::F32).unwrap();
     let wide = g.mul(wide, scale).unwrap();
     let w = g.cast(weights[0], DType::F32).unwrap();
@@ -450,6 +454,17 @@ fn quantised(f8: DType) -> (Graph, Vec<ConstData>) {
     let z = g.add(z, weights[3]).unwrap();
     let z = g.relu(z).unwrap();
     g.output("z", z);
+    // And one of integers, as ONNX's MatMulInteger writes it.
+    inputs.extend([data(DType::U8, &[40, 72]), data(DType::U8, &[1])]);
+    let w = data(DType::I8, &[72, 48]);
+    let (q, zero) = (g.input("q", of(&inputs[2])), g.input("zero", of(&inputs[3])));
+    let (q, zero) = (g.cast(q, DType::F32).unwrap(), g.cast(zero, DType::F32).unwrap());
+    let q = g.sub(q, zero).unwrap();
+    let w = g.constant(w);
+    let w = g.cast(w, DType::F32).unwrap();
+    let i = g.matmul(q, w).unwrap();
+    let i = g.cast(i, DType::I32).unwrap();
+    g.output("i", i);
     (g, inputs)
 }
 
@@ -466,7 +481,7 @@ fn eight_bits(kind: BackendType) {
             let b = Backend::builder().backend_type(kind).level(level).precision(p).build().unwrap();
             let session = Session::new(&b, g.clone());
             let got = session.run(&inputs).unwrap();
-            for ((g, w), within) in got.iter().zip(&want).zip([1e-5, 8e-3]) {
+            for ((g, w), within) in got.iter().zip(&want).zip([1e-5, 8e-3, 0.0]) {
                 let most = w.scalars().map(|v| v.as_f64().abs()).fold(0.0, f64::max);
                 let pairs = g.scalars().zip(w.scalars());
                 let e = pairs.map(|(g, w)| (g.as_f64() - w.as_f64()).abs()).fold(0.0, f64::max);
@@ -475,14 +490,15 @@ fn eight_bits(kind: BackendType) {
             let plan = session.prepare(&inputs).unwrap();
             let steps = &plan.plan().steps;
             let mut names: Vec<String> = steps.iter().map(|s| s.work.kernel_name()).collect();
-            names.retain(|n| n.starts_with(name));
+            names.retain(|n| n.starts_with(name) || n.ends_with("lt.i8"));
             names.sort();
             names
         };
+        let integers = if cuda { "cublaslt.i8" } else { "hipblaslt.i8" };
         let ended = format!("{name}.relu");
-        assert_eq!(of(Level::O2, MatmulPrecision::High), [name, &*ended]);
+        assert_eq!(of(Level::O2, MatmulPrecision::High), [name, &*ended, integers]);
         // Sums in f32 are held to f32; those that become bf16 do not show what the units leave out.
-        assert_eq!(of(Level::O2, MatmulPrecision::Highest), [&*ended]);
+        assert_eq!(of(Level::O2, MatmulPrecision::Highest), [&*ended, integers]);
         assert!(of(Level::O1, MatmulPrecision::High).is_empty());
         assert!(h.s.get("library calls") > 0);
     });

@@ -11,7 +11,7 @@ use halcyon_hal::{
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out};
 use halcyon_ir::layout::View;
 use halcyon_ir::op::{Conv, Op};
-use halcyon_ir::passes::f8;
+use halcyon_ir::passes::bytes;
 use halcyon_ir::shape::Shape;
 use halcyon_ir::target::{Epilogue, MatmulPrecision, Work};
 use halcyon_ir::{DType, Scalar, ScalarOp};
@@ -243,7 +243,7 @@ fn products(s: &StandIn, d: &dyn Device, only: Option<&str>) {
 /// The product of 8-bit floats, `[batch…, m, k]` by `[batch…, n, k]`.
 fn of_eight_bits(types: [DType; 2], a: &View, b: &View, scaled: bool, result: DType) -> Op {
     let shapes = [a, b].map(|v| Shape::from(&v.shape[..]));
-    Op::Composite(f8::operation(types, shapes, scaled, result).unwrap())
+    Op::Composite(bytes::operation(types, shapes, scaled, result).unwrap())
 }
 
 fn eight_bits(s: &StandIn, d: &dyn Device) {

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::data::ConstData;
-use crate::passes::{blocked::BLOCKED_CONV, f8::F8_MATMUL};
+use crate::passes::{blocked::BLOCKED_CONV, bytes::BYTE_MATMUL};
 
 /// A kernel that reads a constant packed.
 struct PackedCall {
@@ -20,7 +20,7 @@ fn reads_packed(kernel: &Arc<dyn LibraryKernel>, input: usize) -> bool {
 pub(super) fn may_pack(op: &Op) -> bool {
     match op {
         Op::Matmul | Op::Conv(_) => true,
-        Op::Composite(c) => [BLOCKED_CONV, F8_MATMUL].contains(&&*c.name),
+        Op::Composite(c) => [BLOCKED_CONV, BYTE_MATMUL].contains(&&*c.name),
         _ => false,
     }
 }

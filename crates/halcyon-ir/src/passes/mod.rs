@@ -3,9 +3,9 @@
 pub mod affine;
 pub mod autocast;
 pub mod blocked;
+pub mod bytes;
 pub mod cse;
 pub mod divide;
-pub mod f8;
 pub mod fold;
 pub mod inline;
 pub mod narrow;
@@ -144,11 +144,11 @@ pub fn optimize(
         receipts.push(Receipt::new(COMPOSITES, kept.get()));
     }
     let mut recognized = 0;
+    if whole && options.does(RECOGNITION) {
+        // Before 8-bit floats are taken apart.
+        (g, recognized) = bytes::run(&g, claims)?;
+    }
     if narrow::applies(&g) {
-        // Before the bytes are taken apart.
-        if whole && options.does(RECOGNITION) {
-            (g, recognized) = f8::run(&g, claims)?;
-        }
         g = narrow::run(&g)?;
     }
     type Pass = fn(&Graph) -> Result<(Graph, usize)>;

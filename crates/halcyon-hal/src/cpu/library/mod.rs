@@ -60,9 +60,11 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::Team;
 use crate::cpu::tile;
 use crate::{Declined, Error, LibraryCall, LibraryKernel, Operand, Result};
+use halcyon_ir::DType;
 use halcyon_ir::Scalar;
 use halcyon_ir::op::Op;
 use halcyon_ir::passes::blocked::{BLOCKED_CONV, BLOCKED_POOL};
+use halcyon_ir::passes::bytes;
 use halcyon_ir::target::{Packing, Work};
 use smallvec::SmallVec;
 use std::any::Any;
@@ -286,6 +288,27 @@ impl LibraryKernel for CpuKernel {
     }
 }
 
+/// [`bytes::BYTE_MATMUL`] of integers is a product whose right operand's rows are its columns.
+fn product_of_bytes(
+    isa: Isa,
+    threads: usize,
+    call: &LibraryCall<'_>,
+    types: [DType; 2],
+) -> Result<CpuKernel, Declined> {
+    let ([a, b], true) = (call.inputs, types.iter().all(|d| d.is_native())) else {
+        return Err(Declined::because(format!("no products of {} and {}", types[0], types[1])));
+    };
+    let mut turned = b.clone();
+    let last = turned.view.rank() - 1;
+    turned.view.shape.swap(last - 1, last);
+    turned.view.strides.swap(last - 1, last);
+    if turned.view.mask.is_some() {
+        return Err(Declined::needs_dense([1]));
+    }
+    let inputs = [a.clone(), turned];
+    find(isa, threads, &LibraryCall { work: Work::Op(&Op::Matmul), inputs: &inputs, ..*call })
+}
+
 /// A kernel for the call, or why there is none.
 pub(crate) fn find(isa: Isa, threads: usize, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
     // What follows relies on it: small types have no kernels.
@@ -296,6 +319,11 @@ pub(crate) fn find(isa: Isa, threads: usize, call: &LibraryCall<'_>) -> Result<C
         Work::Fused(f) => return tile::kernel(isa, f, call),
         Work::Op(op) => op,
     };
+    if let Op::Composite(c) = op
+        && let Some(types) = bytes::formats(c)
+    {
+        return product_of_bytes(isa, threads, call, types);
+    }
     // Only the reader of a mask knows what it reads outside.
     let masked: SmallVec<[usize; 4]> =
         (0..call.inputs.len()).filter(|&i| call.inputs[i].view.mask.is_some()).collect();

@@ -2,7 +2,7 @@
 //! interface under its own names and numbers. (`cublasLt.h` of the CUDA toolkit 12; `hipblaslt.h` and `hipblas-common.h` of ROCm 6.)
 
 use super::ending::{Bias, Ending};
-use super::product::{Matrix, Product, Scale, alignment, eight_bits};
+use super::product::{Matrix, Product, Scale, alignment};
 use super::{Body, SimtKernel, WORKSPACE, WORKSPACE_ALIGNMENT, failed};
 use crate::simt::VendorLibrary;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS, Side, functions};
@@ -287,7 +287,7 @@ impl Lt {
             Some(_) => return Err(Declined::because("the library's gelu is the one by tanh")),
         };
         epilogue |= if ending.bias.is_some() { BIAS } else { 0 };
-        if eight_bits(call).is_some() {
+        if !p.factors[0].is_native() {
             eight_bits_fit(p)?;
             if p.result == DType::F32 && call.precision == MatmulPrecision::Highest {
                 return Err(Declined::because(

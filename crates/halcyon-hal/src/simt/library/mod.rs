@@ -158,8 +158,8 @@ impl Libraries {
         let Work::Op(op) = call.work else {
             return Err(Declined::because("fused chains are generated kernels"));
         };
-        let eight = product::eight_bits(call).is_some();
-        if !matches!(op, Op::Matmul | Op::Conv(_)) && !eight {
+        let bytes = product::of_bytes(call).is_some();
+        if !matches!(op, Op::Matmul | Op::Conv(_)) && !bytes {
             return Err(Declined::because(format!("the vendor's libraries are not asked for {}", op.name())));
         }
         if call.in_place || call.packed.is_some() {
@@ -189,7 +189,7 @@ impl Libraries {
             }
             _ => {
                 // The passes were told that dense operands are taken: others are copied.
-                let spread = |d: Declined| match eight && d.dense.is_empty() {
+                let spread = |d: Declined| match bytes && d.dense.is_empty() {
                     true => {
                         let dense = (0..2).filter(|&i| !call.inputs[i].view.is_dense()).collect();
                         Declined { dense, ..d }
@@ -204,7 +204,7 @@ impl Libraries {
                     },
                     Err(absent) => Declined::because(absent),
                 };
-                if eight || self.family().plain_products.is_none() {
+                if self.family().plain_products.is_none() {
                     return Err(spread(first));
                 }
                 let second = match self.plain() {
@@ -214,7 +214,8 @@ impl Libraries {
                     },
                     Err(absent) => absent,
                 };
-                Err(Declined::because(format!("{}; {second}", first.reason)))
+                let reason = format!("{}; {second}", first.reason);
+                Err(spread(Declined { reason, ..first }))
             }
         }
     }

@@ -6,7 +6,7 @@ use crate::{Declined, LibraryCall};
 use halcyon_ir::DType;
 use halcyon_ir::layout::{View, collapse};
 use halcyon_ir::op::Op;
-use halcyon_ir::passes::f8;
+use halcyon_ir::passes::bytes;
 use halcyon_ir::target::Work;
 
 /// Multiply-adds below which a product is a generated kernel: a launch costs as much, and choosing an algorithm more.
@@ -55,10 +55,10 @@ pub struct Scale {
     pub offset: isize,
 }
 
-/// The types of 8-bit floats that a call of [`f8::F8_MATMUL`] multiplies.
-pub fn eight_bits(call: &LibraryCall<'_>) -> Option<[DType; 2]> {
+/// The types of bytes that a call of [`bytes::BYTE_MATMUL`] multiplies.
+pub fn of_bytes(call: &LibraryCall<'_>) -> Option<[DType; 2]> {
     match call.work {
-        Work::Op(Op::Composite(c)) => f8::formats(c),
+        Work::Op(Op::Composite(c)) => bytes::formats(c),
         _ => None,
     }
 }
@@ -97,9 +97,9 @@ impl Product {
         if rank < 2 || rank != b.view.rank() {
             return Err(Declined::because("operands of one rank, at least 2, are needed"));
         }
-        let eight = eight_bits(call);
+        let bytes = of_bytes(call);
         let mut b_view = b.view.clone();
-        if eight.is_some() {
+        if bytes.is_some() {
             // Its rows are the product's columns.
             b_view.shape.swap(rank - 2, rank - 1);
             b_view.strides.swap(rank - 2, rank - 1);
@@ -109,10 +109,10 @@ impl Product {
             None => Some(call.outputs[0].dtype),
             Some(e) => e.fused.loads.iter().find(|l| l.input == e.product).map(|l| l.dtype),
         };
-        let factors = eight.unwrap_or([a.dtype, b.dtype]);
-        let known = result.filter(|r| match eight {
-            Some(_) => OF_EIGHT_BITS.contains(r),
-            None => a.dtype == b.dtype && TYPES.contains(&(a.dtype, *r)),
+        let factors = bytes.unwrap_or([a.dtype, b.dtype]);
+        let known = result.filter(|r| match factors {
+            [a, b] if !a.is_native() && !b.is_native() => OF_EIGHT_BITS.contains(r),
+            [a, b] => a == b && TYPES.contains(&(a, *r)),
         });
         let Some(result) = known else {
             return Err(Declined::because(format!(

@@ -1,4 +1,4 @@
-//! Products of 8-bit floats in every form that is taken, with the values of the graph as it was, and forms that are not.
+//! Products of bytes in every form that is taken, with the values of the graph as it was, and forms that are not.
 
 use super::*;
 use crate::passes::{Level, PassOptions, RECOGNITION, optimize};
@@ -27,7 +27,12 @@ impl Case {
                 self.state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (self.state >> 40) as f64 / f64::from(1 << 23) - 1.0
         };
-        let v: Vec<_> = (0..n).map(|_| crate::Scalar::F(next() * 3.0).cast(d)).collect();
+        let one = |r: f64| match d {
+            DType::I8 => r * 128.0,
+            DType::U8 => r.abs() * 256.0,
+            _ => r * 3.0,
+        };
+        let v: Vec<_> = (0..n).map(|_| crate::Scalar::F(one(next())).cast(d)).collect();
         ConstData::from_scalars(d, dims, v).unwrap()
     }
 
@@ -44,30 +49,37 @@ impl Case {
     }
 
     /// Results of the composites that are left at O2, their operands, and how many the pass made. The values are the old graph's.
-    fn check(mut self, y: NodeId) -> (Vec<(DType, usize)>, usize) {
+    fn check(self, y: NodeId) -> (Vec<(DType, usize)>, usize) {
+        self.check_for(y, |_| true)
+    }
+
+    /// As [`Case::check`], for a device that has kernels of some types.
+    fn check_for(mut self, y: NodeId, has: impl Fn([DType; 2]) -> bool) -> (Vec<(DType, usize)>, usize) {
         self.g.output("y", y);
-        let (h, receipts) =
-            optimize(&self.g, &PassOptions::at(Level::O2), &|_| None, &|c| formats(c).is_some()).unwrap();
+        let claims = |c: &Composite| formats(c).is_some_and(&has);
+        let (h, receipts) = optimize(&self.g, &PassOptions::at(Level::O2), &|_| None, &claims).unwrap();
         let (want, got) =
             (eval(&self.g, &self.inputs, &[]).unwrap(), eval(&h, &codes(&self.inputs), &[]).unwrap());
         let d = want[0].dtype;
         // One step of the type, where a sum lies between two numbers of it.
         let within = match d {
             DType::F32 => 2e-6,
+            DType::I32 => 0.0,
             d if is_f8(d) => 0.26,
             _ => 8e-3,
         };
         let got =
             if is_f8(d) { ConstData::new(d, &got[0].dims, got[0].owner()).unwrap() } else { got[0].clone() };
         assert_eq!(want[0].dims, got.dims);
+        // Of all terms of a sum together: 24 of at most 9, or of integers; times two scales.
+        let terms = match self.inputs.iter().any(|c| is_int8(c.dtype)) {
+            true => 24.0 * 65025.0 * 9.0 / 10.0,
+            false if d == DType::F32 => 20.0,
+            false => 0.1,
+        };
         for (a, b) in want[0].to_vec::<f64>().iter().zip(got.to_vec::<f64>()) {
-            // Terms of a sum are up to 9, times a scale's 9.
-            assert!(
-                a.is_nan() && b.is_nan()
-                    || (a - b).abs() <= within * (a.abs() + if d == DType::F32 { 20.0 } else { 0.1 }),
-                "{a} {b}\n{}\n{h}",
-                self.g
-            );
+            let near = (a - b).abs() <= within * (a.abs() + terms);
+            assert!(a.is_nan() && b.is_nan() || near, "{a} {b}\n{}\n{h}", self.g);
         }
         let kept = h.nodes().iter().filter(|n| matches!(n.op, Op::Composite(_)));
         let made = receipts.iter().filter(|r| r.transformation == RECOGNITION).map(|r| r.count).sum();
@@ -250,4 +262,128 @@ fn what_is_no_product_of_8_bit_floats_stays() {
         let (h, _) = optimize(&c.g, &PassOptions::at(level), &|_| None, &|_| claims).unwrap();
         assert!(!h.nodes().iter().any(|n| matches!(n.op, Op::Composite(_))), "{level}");
     }
+}
+
+/// An operand as an importer writes it: widened, less its zero point, times its scale. Sizes of both; none for none.
+fn quantised(
+    c: &mut Case,
+    d: DType,
+    dims: &[usize],
+    zero: Option<&[usize]>,
+    scale: Option<&[usize]>,
+) -> NodeId {
+    let mut x = c.wide(d, dims);
+    if let Some(zero) = zero {
+        let z = c.wide(d, zero);
+        x = c.g.sub(x, z).unwrap();
+    }
+    match scale {
+        Some(s) => scaled(c, x, s),
+        None => x,
+    }
+}
+
+#[test]
+fn integers_are_summed_exactly_behind_zero_points_and_scales() {
+    let (m, k, n) = (4, 24, 6);
+    for left in [DType::U8, DType::I8] {
+        for right in [DType::U8, DType::I8] {
+            for zeros in
+                [[None, None], [Some(&[1][..]), None], [None, Some(&[1][..])], [Some(&[m, 1]), Some(&[n])]]
+            {
+                for scales in [[None, None], [Some(&[1][..]), Some(&[n][..])], [Some(&[m, 1]), Some(&[1])]] {
+                    // As it is, and on a device that has i8 alone.
+                    for all in [true, false] {
+                        let mut c = Case::new();
+                        let a = quantised(&mut c, left, &[m, k], zeros[0], scales[0]);
+                        let b = quantised(&mut c, right, &[k, n], zeros[1], scales[1]);
+                        let y = c.g.matmul(a, b).unwrap();
+                        let found = c.check_for(y, |t| all || t == [DType::I8; 2]);
+                        assert_eq!(
+                            found,
+                            (vec![(DType::I32, 2)], 1),
+                            "{left} {right} {zeros:?} {scales:?} {all}"
+                        );
+                    }
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn sums_over_parts_are_one_product() {
+    // MatMulInteger of a batch by a constant, in parts that f32 sums exactly.
+    let (m, k, n) = (3, 40, 6);
+    for cuts in [vec![40], vec![16, 40], vec![7, 8, 40]] {
+        for constant in [false, true] {
+            let mut c = Case::new();
+            let (x, zero) = (c.wide(DType::U8, &[2, m, k]), c.wide(DType::U8, &[]));
+            let x = c.g.sub(x, zero).unwrap();
+            let w = if constant {
+                let data = c.data(DType::I8, &[k, n]);
+                let w = c.g.constant(data);
+                c.g.cast(w, DType::F32).unwrap()
+            } else {
+                c.wide(DType::I8, &[k, n])
+            };
+            let (mut start, mut sum) = (0, None);
+            for end in &cuts {
+                let (a, b) = match cuts.len() {
+                    1 => (x, w),
+                    _ => (
+                        c.g.narrow(x, 2, start, end - start).unwrap(),
+                        c.g.narrow(w, 0, start, end - start).unwrap(),
+                    ),
+                };
+                let p = c.g.matmul(a, b).unwrap();
+                let p = c.g.cast(p, DType::I32).unwrap();
+                sum = Some(sum.map_or(p, |s| c.g.add(s, p).unwrap()));
+                start = *end;
+            }
+            assert_eq!(c.check(sum.unwrap()), (vec![(DType::I32, 2)], 1), "{cuts:?}");
+        }
+    }
+    // A part that is missing, or read by something else, leaves single products.
+    let mut c = Case::new();
+    let (x, w) = (c.wide(DType::U8, &[m, k]), c.wide(DType::I8, &[k, n]));
+    let mut parts = vec![];
+    for (start, len) in [(0, 8), (10, 30)] {
+        let (a, b) = (c.g.narrow(x, 1, start, len).unwrap(), c.g.narrow(w, 0, start, len).unwrap());
+        let p = c.g.matmul(a, b).unwrap();
+        parts.push(c.g.cast(p, DType::I32).unwrap());
+    }
+    let y = c.g.add(parts[0], parts[1]).unwrap();
+    assert_eq!(c.check(y), (vec![(DType::I32, 2); 2], 2));
+}
+
+#[test]
+fn what_i32_does_not_hold_stays() {
+    let none = (vec![], 0);
+    // f32 does not wrap, i32 does.
+    for (d, want) in [(DType::F32, none.clone()), (DType::I32, (vec![(DType::I32, 2)], 1))] {
+        let mut c = Case::new();
+        let (a, b) = (c.input(DType::U8, &[1, 40_000]), c.input(DType::U8, &[40_000, 2]));
+        let (a, b) = (c.g.cast(a, d).unwrap(), c.g.cast(b, d).unwrap());
+        let y = c.g.matmul(a, b).unwrap();
+        assert_eq!(c.check(y), want);
+    }
+    // A zero point between integers, one that is scaled, an integer that was cut off.
+    let mut c = Case::new();
+    let (a, b) = (c.wide(DType::U8, &[4, 24]), c.wide(DType::I8, &[24, 6]));
+    let half = c.g.lit(a, 0.5);
+    let y = c.g.sub(a, half).unwrap();
+    let y = c.g.matmul(y, b).unwrap();
+    assert_eq!(c.check(y), none);
+    let mut c = Case::new();
+    let (a, b) = (c.wide(DType::U8, &[4, 24]), c.wide(DType::I8, &[24, 6]));
+    let (a, z) = (scaled(&mut c, a, &[1]), c.wide(DType::U8, &[1]));
+    let y = c.g.sub(a, z).unwrap();
+    let y = c.g.matmul(y, b).unwrap();
+    assert_eq!(c.check(y), none);
+    let mut c = Case::new();
+    let (a, b) = (c.input(DType::F8E4M3FN, &[4, 24]), c.input(DType::F8E4M3FN, &[24, 6]));
+    let (a, b) = (c.g.cast(a, DType::I32).unwrap(), c.g.cast(b, DType::I32).unwrap());
+    let y = c.g.matmul(a, b).unwrap();
+    assert_eq!(c.check(y), none);
 }

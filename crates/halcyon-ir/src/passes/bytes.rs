@@ -1,0 +1,650 @@
+//! Products of bytes for devices that multiply them as they are: 8-bit floats on NVIDIA's tensor cores from sm_89 on and AMD's from
+//! gfx940 on, 8-bit integers almost everywhere.
+//!
+//! In a graph such a product is one of numbers that were widened, `matmul(cast(a), cast(b))`, maybe with zero points and scales: the form of a
+//! quantised model (ONNX's `DequantizeLinear`, `MatMulInteger`, `QLinearMatMul`) and of `torch._scaled_mm`. It becomes the composite [`BYTE_MATMUL`],
+//! and what is no part of the bytes goes behind the sum: `Σ s (a - z) t (b - w) = s t (Σ a b - z Σ b - w Σ a + k z w)`.
+//!
+//! - **8-bit floats.** [`super::narrow`] would else take them apart. Widening is exact, so the products are the same. A scale that is one number
+//!   is the composite's own operand. A cast of the sums to a half type, if nothing else reads them, becomes the composite's result type.
+//! - **8-bit integers** are summed in i32, exactly; a product whose sums f32 would have rounded is the more exact one. A sum of products over
+//!   parts of the summed axis, which an importer makes so that f32 holds each, is one product again. Where the device has kernels of i8 alone,
+//!   u8 is shifted by 128, and so is its zero point.
+//!
+//! A composite that the device does not claim is not made. How exact sums must be is the device's to look at: those of 8-bit floats have
+//! fewer digits than f32 on some.
+
+use super::narrow::decode;
+use super::rebuild::{Rebuild, prune};
+use crate::composite::{Attr, Composite};
+use crate::data::ConstData;
+use crate::dtype::DType;
+use crate::error::{Error, Result};
+use crate::graph::{Graph, NodeId};
+use crate::op::Op;
+use crate::scalar_op::ScalarOp;
+use crate::shape::{Dim, Shape, TensorType};
+use smallvec::SmallVec;
+use std::collections::{HashMap, HashSet};
+use std::sync::Arc;
+
+/// `a bᵀ` with `a` `[batch…, m, k]` and `b` `[batch…, n, k]`, both along the sum, as matrix units read them. The attributes `left` and `right` say
+/// what the bytes are. Integers (i8 and u8) give `[batch…, m, n]` in i32, which wraps. 8-bit floats (as u8) give f32, f16 or bf16, times a scale
+/// `[1]` in f32 if there is a third operand.
+pub const BYTE_MATMUL: &str = "byte_matmul";
+
+/// Nodes that an operand is followed through, and products that a sum is made of.
+const MOST: usize = 16;
+const PARTS: usize = 64;
+/// Constants up to this many elements are looked at whole.
+const LOOKED_AT: usize = 1 << 16;
+
+/// The element types of [`BYTE_MATMUL`]'s operands.
+pub fn formats(c: &Composite) -> Option<[DType; 2]> {
+    (&*c.name == BYTE_MATMUL).then(|| Some([c.dtype("left")?, c.dtype("right")?]))?
+}
+
+fn is_f8(d: DType) -> bool {
+    matches!(d, DType::F8E4M3FN | DType::F8E4M3FNUZ | DType::F8E5M2 | DType::F8E5M2FNUZ)
+}
+
+fn is_int8(d: DType) -> bool {
+    matches!(d, DType::I8 | DType::U8)
+}
+
+/// The composite on bytes.
+fn composite(
+    g: &mut Graph,
+    [left, right]: [DType; 2],
+    a: NodeId,
+    b: NodeId,
+    scale: Option<NodeId>,
+    result: DType,
+) -> Result<NodeId> {
+    let attrs = [("left".into(), Attr::DType(left)), ("right".into(), Attr::DType(right))].into();
+    let x: Vec<NodeId> = [a, b].into_iter().chain(scale).collect();
+    g.composite(BYTE_MATMUL, attrs, &x, |g, x| {
+        let wide = |g: &mut Graph, x, d| if is_f8(d) { decode(g, x, d) } else { g.cast(x, DType::I32) };
+        let (a, b) = (wide(g, x[0], left)?, wide(g, x[1], right)?);
+        let last = g.shape(b).rank() - 1;
+        let b = g.transpose(b, last - 1, last)?;
+        let mut y = g.matmul(a, b)?;
+        if let Some(s) = x.get(2) {
+            y = g.mul(y, *s)?;
+        }
+        g.cast(y, result)
+    })
+}
+
+/// The composite of operands of these types and shapes: `[batch…, m, k]`, `[batch…, n, k]`.
+///
+/// # Errors
+/// Shapes that do not go together, and types that are no bytes.
+pub fn operation(
+    types: [DType; 2],
+    shapes: [Shape; 2],
+    scaled: bool,
+    result: DType,
+) -> Result<Arc<Composite>> {
+    if !types.iter().all(|d| is_f8(*d)) && !types.iter().all(|d| is_int8(*d)) {
+        return Err(Error::argument(
+            BYTE_MATMUL,
+            format!("{} and {} are not multiplied", types[0], types[1]),
+        ));
+    }
+    let mut g = Graph::new();
+    let mut input = |d: DType, shape: Shape| g.input("x", TensorType { dtype: d, shape });
+    let mut at = 0;
+    let [a, b] = shapes.map(|s| {
+        at += 1;
+        input(stored(types[at - 1]), s)
+    });
+    let scale = scaled.then(|| input(DType::F32, Shape::from([1usize])));
+    let y = composite(&mut g, types, a, b, scale, result)?;
+    match &g.node(y).op {
+        Op::Composite(c) => Ok(c.clone()),
+        _ => Err(Error::internal("a composite is another op")),
+    }
+}
+
+/// The type of a value that holds bytes of a type.
+fn stored(d: DType) -> DType {
+    if is_f8(d) { DType::U8 } else { d }
+}
+
+/// Something that all elements along the summed axis have in common.
+#[derive(Clone, Copy, Debug)]
+struct Term {
+    node: NodeId,
+    /// How many of the factor's views come behind it; `None`: the node has one element, which is everybody's.
+    behind: Option<usize>,
+}
+
+/// An operand of a product, as its bytes and what was done to them.
+#[derive(Clone, Debug)]
+struct Factor {
+    codes: NodeId,
+    /// Views behind the codes, the last one first.
+    views: SmallVec<[NodeId; 4]>,
+    /// What it is multiplied by, in f32: the second is not the same for all elements.
+    scales: SmallVec<[NodeId; 2]>,
+    rows: Option<Term>,
+    /// What is subtracted from the integers.
+    zero: Option<Term>,
+    /// Only integers may follow: behind them they were integers already.
+    whole: bool,
+}
+
+/// A product: its operands in the old graph, what they are made of, and what takes its place.
+struct Found {
+    operands: [NodeId; 2],
+    factors: [Factor; 2],
+    /// Sizes of the batch.
+    batch: Shape,
+    /// Of the composite.
+    result: DType,
+    /// Operands that are shifted from u8 to i8.
+    shifted: [bool; 2],
+}
+
+struct Finder<'a> {
+    g: &'a Graph,
+    /// Readers; an output counts as one.
+    readers: HashMap<NodeId, SmallVec<[Option<NodeId>; 2]>>,
+}
+
+impl<'a> Finder<'a> {
+    fn new(g: &'a Graph, live: &[bool]) -> Finder<'a> {
+        let mut readers: HashMap<NodeId, SmallVec<[Option<NodeId>; 2]>> = HashMap::new();
+        for id in g.ids().filter(|i| live[i.index()]) {
+            g.node(id).inputs.iter().for_each(|x| readers.entry(*x).or_default().push(Some(id)));
+        }
+        g.outputs().iter().for_each(|o| readers.entry(o.node).or_default().push(None));
+        Finder { g, readers }
+    }
+
+    fn input(&self, id: NodeId) -> Option<NodeId> {
+        self.g.node(id).inputs.first().copied()
+    }
+
+    /// The one node that reads this one.
+    fn reader(&self, id: NodeId) -> Option<NodeId> {
+        match self.readers.get(&id).map(|r| &r[..]) {
+            Some([Some(r)]) => Some(*r),
+            _ => None,
+        }
+    }
+
+    /// The node of one element that this one repeats.
+    fn uniform(&self, mut id: NodeId) -> Option<NodeId> {
+        for _ in 0..MOST {
+            if self.g.shape(id).numel().is(1) {
+                return Some(id);
+            }
+            match self.g.node(id).op {
+                Op::Expand | Op::Reshape | Op::Permute(_) => id = self.input(id)?,
+                _ => return None,
+            }
+        }
+        None
+    }
+
+    /// Whether all elements along an axis are one.
+    fn constant_along(&self, mut id: NodeId, mut axis: usize) -> bool {
+        for _ in 0..MOST {
+            let n = self.g.node(id);
+            if n.ty.shape.get(axis).is_some_and(|d| d.is(1)) {
+                return true;
+            }
+            let Some(x) = self.input(id) else { return matches!(n.op, Op::Full(_)) };
+            match &n.op {
+                Op::Permute(p) => axis = p[axis],
+                Op::Expand => match axis.checked_sub(n.ty.shape.rank() - self.g.shape(x).rank()) {
+                    Some(a) => axis = a,
+                    None => return true,
+                },
+                Op::Cast => {}
+                _ => return false,
+            }
+            id = x;
+        }
+        false
+    }
+
+    /// One number for all, or for all along the summed axis.
+    fn term(&self, node: NodeId, axis: Option<usize>, views: usize) -> Option<Term> {
+        match (self.uniform(node), axis) {
+            (Some(node), _) => Some(Term { node, behind: None }),
+            (None, Some(a)) if self.constant_along(node, a) => Some(Term { node, behind: Some(views) }),
+            _ => None,
+        }
+    }
+
+    /// Follows a value through what changes no number to a leaf, and asks there.
+    fn leaf(&self, mut id: NodeId, ask: impl Fn(NodeId) -> Option<bool>) -> bool {
+        for _ in 0..MOST {
+            if let Some(answer) = ask(id) {
+                return answer;
+            }
+            match (&self.g.node(id).op, self.input(id)) {
+                (Op::Cast | Op::Expand | Op::Reshape | Op::Permute(_) | Op::Slice(_), Some(x)) => id = x,
+                _ => return false,
+            }
+        }
+        false
+    }
+
+    /// Whether every element of a constant has a property.
+    fn every(&self, id: NodeId, is: impl Fn(f64) -> bool) -> Option<bool> {
+        match &self.g.node(id).op {
+            Op::Full(v) => Some(is(v.as_f64())),
+            Op::Const(c) => Some(c.numel() <= LOOKED_AT && c.scalars().all(|v| is(v.as_f64()))),
+            _ => None,
+        }
+    }
+
+    fn zero(&self, id: NodeId) -> bool {
+        self.leaf(id, |id| self.every(id, |v| v == 0.0))
+    }
+
+    /// Whether the numbers are integers of at most 8 bits.
+    fn bytes(&self, id: NodeId) -> bool {
+        self.leaf(id, |id| match is_int8(self.g.dtype(id)) {
+            true => Some(true),
+            false => self.every(id, |v| v.fract() == 0.0 && (-128.0..=255.0).contains(&v)),
+        })
+    }
+
+    /// What `id` is made of, if that is bytes; `axis` is the one that is summed over, where it is still known.
+    fn factor(&self, id: NodeId, axis: Option<usize>, mut f: Factor, depth: usize) -> Option<Factor> {
+        let n = self.g.node(id);
+        if is_f8(n.ty.dtype) && !f.whole || is_int8(n.ty.dtype) {
+            return Some(Factor { codes: id, ..f });
+        }
+        let x = n.inputs.first().copied().filter(|_| depth < MOST)?;
+        let (d, from) = (n.ty.dtype, self.g.dtype(x));
+        match &n.op {
+            // The types hold every number of the bytes'.
+            Op::Cast if is_f8(from) && matches!(d, DType::F32 | DType::F16 | DType::BF16) && !f.whole => {
+                Some(Factor { codes: x, ..f })
+            }
+            Op::Cast if is_int8(from) && matches!(d, DType::F32 | DType::I32) => {
+                Some(Factor { codes: x, ..f })
+            }
+            Op::Cast if matches!((from, d), (DType::F32, DType::I32) | (DType::I32, DType::F32)) => {
+                f.whole = true;
+                self.factor(x, axis, f, depth + 1)
+            }
+            Op::Permute(_) | Op::Expand | Op::Reshape | Op::Slice(_) => {
+                let axis = match &n.op {
+                    Op::Permute(p) => axis.map(|a| p[a]),
+                    Op::Expand => {
+                        axis.and_then(|a| a.checked_sub(n.ty.shape.rank() - self.g.shape(x).rank()))
+                    }
+                    Op::Slice(_) => axis,
+                    _ => None,
+                };
+                f.views.push(id);
+                self.factor(x, axis, f, depth + 1)
+            }
+            Op::Scalar(ScalarOp::Sub) if matches!(d, DType::F32 | DType::I32) => {
+                let z = n.inputs[1];
+                if !self.zero(z) {
+                    if f.zero.is_some() || !self.bytes(z) {
+                        return None;
+                    }
+                    (f.zero, f.whole) = (Some(self.term(z, axis, f.views.len())?), true);
+                }
+                self.factor(x, axis, f, depth + 1)
+            }
+            // Halves would have rounded here.
+            Op::Scalar(ScalarOp::Mul) if d == DType::F32 && !f.whole => {
+                let y = n.inputs[1];
+                [(x, y), (y, x)].into_iter().find_map(|(x, s)| {
+                    let (mut f, t) = (f.clone(), self.term(s, axis, f.views.len())?);
+                    match t.behind {
+                        None => f.scales.push(t.node),
+                        Some(_) if f.rows.is_none() => f.rows = Some(t),
+                        Some(_) => return None,
+                    }
+                    self.factor(x, axis, f, depth + 1)
+                })
+            }
+            _ => None,
+        }
+    }
+
+    /// The product of two values with these sizes of the batch, in `d`.
+    fn product(&self, operands: [NodeId; 2], batch: &[Dim], d: DType) -> Option<Found> {
+        let [a, b] = operands;
+        let of = |x: NodeId, back: usize| {
+            let none = Factor {
+                codes: x,
+                views: SmallVec::new(),
+                scales: SmallVec::new(),
+                rows: None,
+                zero: None,
+                whole: false,
+            };
+            let f = self.factor(x, Some(self.g.shape(x).rank() - back), none, 0)?;
+            // A zero point belongs to integers.
+            (f.zero.is_none() || is_int8(self.g.dtype(f.codes))).then_some(f)
+        };
+        let factors = [of(a, 1)?, of(b, 2)?];
+        let types = [0, 1].map(|i: usize| self.g.dtype(factors[i].codes));
+        let k = self.g.shape(a).last()?.known()?;
+        let result = match d {
+            _ if types.iter().all(|t| is_f8(*t)) => match d {
+                DType::F16 | DType::BF16 => d,
+                d if d == DType::F32 || is_f8(d) => DType::F32,
+                _ => return None,
+            },
+            DType::I32 | DType::F32 if types.iter().all(|t| is_int8(*t)) => {
+                let largest = |i: usize| match (types[i], &factors[i].zero) {
+                    (DType::I8, None) => 128,
+                    _ => 255,
+                };
+                // f32 does not wrap.
+                let fits = largest(0) * largest(1) * k as u64 <= i32::MAX as u64;
+                if d == DType::F32 && !fits {
+                    return None;
+                }
+                DType::I32
+            }
+            _ => return None,
+        };
+        Some(Found { operands, factors, batch: Shape::from(batch), result, shifted: [false; 2] })
+    }
+
+    fn matmul(&self, id: NodeId) -> Option<Found> {
+        let n = self.g.node(id);
+        let (Op::Matmul, [a, b]) = (&n.op, &n.inputs[..]) else { return None };
+        self.product([*a, *b], &n.ty.shape[..n.ty.shape.rank() - 2], n.ty.dtype)
+    }
+
+    /// A product of integers in f32 that is cast to i32, or a sum of such over parts of the summed axis, and the nodes in it.
+    fn sum(&self, id: NodeId) -> Option<(Found, Vec<NodeId>)> {
+        let g = self.g;
+        let (mut todo, mut inside, mut products) = (vec![id], vec![], vec![]);
+        while let Some(x) = todo.pop() {
+            let n = g.node(x);
+            if n.ty.dtype != DType::I32 || x != id && self.reader(x).is_none() || products.len() > PARTS {
+                return None;
+            }
+            match (&n.op, &n.inputs[..]) {
+                (Op::Scalar(ScalarOp::Add), [a, b]) => todo.extend([*b, *a]),
+                (Op::Cast, [p]) if g.node(*p).op == Op::Matmul && g.dtype(*p) == DType::F32 => {
+                    self.reader(*p)?;
+                    products.push(*p);
+                    inside.push(*p);
+                }
+                _ => return None,
+            }
+            inside.push(x);
+        }
+        let batch = |p: NodeId| &g.shape(p)[..g.shape(p).rank() - 2];
+        if let [p] = products[..] {
+            return Some((self.matmul(p)?, inside));
+        }
+        // Each reads its part of the same two values, which follow each other.
+        let mut whole: Option<[NodeId; 2]> = None;
+        let mut end = 0;
+        for p in &products {
+            let mut sources = [id; 2];
+            let mut len = [0; 2];
+            for (i, back) in [(0, 1), (1, 2)] {
+                let mut x = g.node(*p).inputs[i];
+                if g.node(x).op == Op::Expand {
+                    x = self.input(x)?;
+                }
+                let Op::Slice(axes) = &g.node(x).op else { return None };
+                let axis = axes.len().checked_sub(back)?;
+                let plain = axes.iter().enumerate().all(|(a, s)| s.step == 1 && (a == axis || s.start.is(0)));
+                if !plain || axes[axis].start.known()? != end {
+                    return None;
+                }
+                (sources[i], len[i]) = (self.input(x)?, g.shape(x)[axis].known()?);
+                let others = |s: &Shape| s.iter().enumerate().all(|(a, d)| a == axis || g.shape(x)[a] == *d);
+                if !others(g.shape(sources[i])) {
+                    return None;
+                }
+            }
+            if len[0] != len[1] || *whole.get_or_insert(sources) != sources || batch(*p) != batch(products[0])
+            {
+                return None;
+            }
+            end += len[0];
+        }
+        let whole = whole.filter(|w| g.shape(w[0]).last().is_some_and(|k| k.is(end)))?;
+        Some((self.product(whole, batch(products[0]), DType::F32)?, inside))
+    }
+}
+
+impl Found {
+    fn types(&self, old: &Graph) -> [DType; 2] {
+        [0, 1].map(|i: usize| if self.shifted[i] { DType::I8 } else { old.dtype(self.factors[i].codes) })
+    }
+
+    /// Asks the device before anything is made, about bytes as they are, then about u8 as i8.
+    fn claimed(mut self, old: &Graph, claims: &dyn Fn(&Composite) -> bool) -> Result<Option<Found>> {
+        let shape = |i: usize| -> Shape {
+            let s = old.shape(self.operands[i]);
+            let mut last = [s[s.rank() - 2], s[s.rank() - 1]];
+            if i == 1 {
+                last.reverse();
+            }
+            self.batch.iter().copied().chain(last).collect()
+        };
+        let shapes = [shape(0), shape(1)];
+        let scaled = self.result != DType::I32 && self.factors.iter().any(|f| !f.scales.is_empty());
+        if claims(&*operation(self.types(old), shapes.clone(), scaled, self.result)?) {
+            return Ok(Some(self));
+        }
+        self.shifted = self.types(old).map(|d| d == DType::U8);
+        let other = self.shifted.contains(&true);
+        Ok((other && claims(&*operation(self.types(old), shapes, scaled, self.result)?)).then_some(self))
+    }
+}
+
+/// A constant of two axes with the axes exchanged.
+fn turned(c: &ConstData) -> Result<ConstData> {
+    let (rows, cols) = (c.dims[0], c.dims[1]);
+    let (from, mut to) = (c.bytes(), vec![0u8; rows * cols]);
+    // By tiles, so that both sides stay in the cache.
+    const TILE: usize = 64;
+    for r0 in (0..rows).step_by(TILE) {
+        for c0 in (0..cols).step_by(TILE) {
+            for c in c0..cols.min(c0 + TILE) {
+                for r in r0..rows.min(r0 + TILE) {
+                    to[c * rows + r] = from[r * cols + c];
+                }
+            }
+        }
+    }
+    ConstData::new(stored(c.dtype), &[cols, rows], Arc::new(to))
+}
+
+/// Applies views of the old graph, the last of `views` first.
+fn through(r: &mut Rebuild<'_>, old: &Graph, mut x: NodeId, views: &[NodeId]) -> Result<NodeId> {
+    for v in views.iter().rev() {
+        let n = old.node(*v);
+        let ty = TensorType { dtype: r.new.dtype(x), shape: n.ty.shape.clone() };
+        x = r.new.push(n.op.clone(), &[x], Some(ty))?;
+    }
+    Ok(x)
+}
+
+/// The bytes of an operand, those of the right one with the summed axis last.
+fn bytes(r: &mut Rebuild<'_>, old: &Graph, found: &Found, i: usize) -> Result<NodeId> {
+    let (f, right) = (&found.factors[i], i == 1);
+    let d = old.dtype(f.codes);
+    let expanded = f.views.iter().all(|v| old.node(*v).op == Op::Expand);
+    let mut x = match &old.node(f.codes).op {
+        // Once, here, and not in every run.
+        Op::Const(c) if right && expanded && c.dims.len() == 2 => {
+            let c = turned(c)?;
+            r.new.constant(c)
+        }
+        _ => {
+            let mut x = r.get(f.codes)?;
+            if is_f8(d) {
+                x = r.new.bitcast(x, DType::U8)?;
+            }
+            let x = through(r, old, x, &f.views)?;
+            let last = r.new.shape(x).rank() - 1;
+            if right { r.new.transpose(x, last - 1, last)? } else { x }
+        }
+    };
+    if found.shifted[i] {
+        // u8 less 128, as i8.
+        let top = r.new.full(DType::U8, [1usize], 0x80u32);
+        x = r.new.xor(x, top)?;
+        x = r.new.bitcast(x, DType::I8)?;
+    }
+    let s = r.new.shape(x);
+    let all: Shape = found.batch.iter().chain(&s[s.rank() - 2..]).copied().collect();
+    r.new.expand(x, &all)
+}
+
+/// A term as one number, or one for each row `[…, m, 1]` or column `[…, 1, n]`.
+fn lines(r: &mut Rebuild<'_>, old: &Graph, found: &Found, i: usize, t: Term) -> Result<NodeId> {
+    let x = r.get(t.node)?;
+    match t.behind {
+        None => r.new.reshape(x, [1usize]),
+        Some(behind) => {
+            let x = through(r, old, x, &found.factors[i].views[..behind])?;
+            let summed = r.new.shape(x).rank() - 1 - i;
+            r.new.narrow(x, summed, 0, 1)
+        }
+    }
+}
+
+/// The zero point of the bytes as the product has them, in i32.
+fn zero(r: &mut Rebuild<'_>, old: &Graph, found: &Found, i: usize) -> Result<Option<NodeId>> {
+    let z = match found.factors[i].zero {
+        Some(t) => {
+            let z = lines(r, old, found, i, t)?;
+            Some(r.new.cast(z, DType::I32)?)
+        }
+        None => None,
+    };
+    let shift = |g: &mut Graph, z: Option<NodeId>| -> Result<NodeId> {
+        let top = g.full(DType::I32, [1usize], -128);
+        z.map_or(Ok(top), |z| g.add(z, top))
+    };
+    if found.shifted[i] { shift(&mut r.new, z).map(Some) } else { Ok(z) }
+}
+
+/// What takes the place of a product.
+fn make(r: &mut Rebuild<'_>, old: &Graph, found: &Found) -> Result<NodeId> {
+    let [fa, fb] = &found.factors;
+    let (a, b) = (bytes(r, old, found, 0)?, bytes(r, old, found, 1)?);
+    let last = r.new.shape(a).rank() - 1;
+    let mut scale = None;
+    for s in fa.scales.iter().chain(&fb.scales) {
+        let s = r.get(*s)?;
+        let s = r.new.reshape(s, [1usize])?;
+        scale = Some(match scale {
+            None => s,
+            Some(t) => r.new.mul(t, s)?,
+        });
+    }
+    let whole = found.result == DType::I32;
+    let own = scale.filter(|_| !whole);
+    let mut y = composite(&mut r.new, found.types(old), a, b, own, found.result)?;
+    if whole {
+        let sums = |g: &mut Graph, x: NodeId| {
+            let x = g.cast(x, DType::I32)?;
+            g.sum(x, &[last], true)
+        };
+        let (za, zb) = (zero(r, old, found, 0)?, zero(r, old, found, 1)?);
+        let k = r.new.shape(a)[last].known().unwrap_or(0) as i64;
+        let g = &mut r.new;
+        if let Some(za) = za {
+            // z (Σ b - k w)
+            let of = sums(g, b)?;
+            let mut of = g.transpose(of, last - 1, last)?;
+            if let Some(zb) = zb {
+                let k = g.full(DType::I32, [1usize], k);
+                let all = g.mul(k, zb)?;
+                of = g.sub(of, all)?;
+            }
+            let of = g.mul(za, of)?;
+            y = g.sub(y, of)?;
+        }
+        if let Some(zb) = zb {
+            let of = sums(g, a)?;
+            let of = g.mul(of, zb)?;
+            y = g.sub(y, of)?;
+        }
+        if let Some(s) = scale {
+            y = g.cast(y, DType::F32)?;
+            y = g.mul(y, s)?;
+        }
+    }
+    for (i, f) in [fa, fb].into_iter().enumerate() {
+        if let Some(t) = f.rows {
+            let s = lines(r, old, found, i, t)?;
+            y = r.new.cast(y, DType::F32)?;
+            y = r.new.mul(y, s)?;
+        }
+    }
+    Ok(y)
+}
+
+/// Makes products of bytes what `claims` takes whole. Shapes must be known. Returns the graph and how many there were.
+pub fn run(g: &Graph, claims: &dyn Fn(&Composite) -> bool) -> Result<(Graph, usize)> {
+    let live = Rebuild::live(g);
+    let finder = Finder::new(g, &live);
+    // By the node that is replaced: the product, or the cast or sum behind it.
+    let (mut found, mut taken) = (HashMap::new(), HashSet::new());
+    // Readers first, so that the longest pattern is found.
+    for id in g.ids().rev().filter(|i| live[i.index()]) {
+        if taken.contains(&id) {
+            continue;
+        }
+        let n = g.node(id);
+        let product = n.inputs.first().copied().filter(|p| n.op == Op::Cast && g.node(*p).op == Op::Matmul);
+        let this = match &n.op {
+            Op::Matmul => finder.matmul(id).map(|f| (f, vec![])),
+            // Sums of 8-bit floats that become halves.
+            Op::Cast if matches!(n.ty.dtype, DType::F16 | DType::BF16) => product
+                .filter(|p| g.dtype(*p) == DType::F32 && finder.reader(*p).is_some())
+                .and_then(|p| Some((finder.matmul(p)?, vec![p])))
+                .filter(|(f, _)| f.result == DType::F32 && f.factors.iter().all(|f| f.rows.is_none()))
+                .map(|(f, inside)| (Found { result: n.ty.dtype, ..f }, inside)),
+            Op::Cast | Op::Scalar(ScalarOp::Add) if n.ty.dtype == DType::I32 => finder.sum(id),
+            _ => None,
+        };
+        let Some((f, inside)) = this else { continue };
+        // Values of integers are scaled in f32 alone.
+        let scaled = f.factors.iter().any(|f| !f.scales.is_empty() || f.rows.is_some());
+        if f.result == DType::I32 && scaled && n.ty.dtype != DType::F32 {
+            continue;
+        }
+        if let Some(f) = f.claimed(g, claims)? {
+            taken.extend(inside);
+            found.insert(id, f);
+        }
+    }
+    if found.is_empty() {
+        return Ok((g.clone(), 0));
+    }
+    let (mut r, mut made) = (Rebuild::new(g), 0);
+    for id in g.ids().filter(|i| live[i.index()]) {
+        if let Some(f) = found.get(&id) {
+            r.new.span = g.node(id).span.clone();
+            let y = make(&mut r, g, f)?;
+            let y = r.new.cast(y, g.dtype(id))?;
+            r.set(id, y);
+            made += 1;
+        } else {
+            r.copy(id)?;
+        }
+    }
+    Ok((prune(&r.finish()?.0)?, made))
+}
+
+#[cfg(test)]
+#[path = "bytes_tests.rs"]
+mod tests;
