@@ -327,7 +327,7 @@ fn integers_are_multiplied_as_bytes_and_exactly() {
                 c.g.constant(data)
             } else {
                 c.inputs.push(data);
-                c.g.input(&format!("x{i}"), TensorType::new(types[i], &dims[i]))
+                c.g.input(&format!("x{i}"), TensorType::new(types[i], &*dims[i]))
             };
             let mut x = c.g.cast(x, DType::F32).unwrap();
             if rng.below(2) == 0 {

@@ -11,9 +11,10 @@
 //! Products whose result is a phase (sine, cosine), is rounded or becomes an integer, as in rotary embeddings and in models of
 //! integers, stay in f32, and so do those with a constant beyond the half type's range.
 
+use super::derived::{Derived, derived};
 use super::rebuild::{DROPPED, Rebuild, prune};
 use crate::composite::Composite;
-use crate::data::{Bytes, ConstData};
+use crate::data::ConstData;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId, Operands};
@@ -23,7 +24,7 @@ use serde::{Deserialize, Serialize};
 use std::collections::HashMap;
 use std::fmt;
 use std::str::FromStr;
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::Arc;
 
 /// Automatic mixed precision: the element type of operands of products, convolutions and the like.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
@@ -439,31 +440,9 @@ fn whole(c: &Composite, low: DType) -> Result<Option<Whole>> {
     Ok(Some(Whole { composite, rounds, follows }))
 }
 
-/// Where a constant was rounded before: the same bytes for every plan, as long as one of them holds them.
-type Known = HashMap<(usize, usize, DType), (Weak<dyn Bytes>, Weak<dyn Bytes>)>;
-static ROUNDED: Mutex<Option<Known>> = Mutex::new(None);
-
 /// An f32 constant in the half type; `None` where a finite element has become infinite.
 fn rounded(c: &ConstData, low: DType) -> Result<Option<ConstData>> {
-    let owner = c.owner();
-    let (at, len) = c.key();
-    let key = (at, len, low);
-    let lock = || ROUNDED.lock().unwrap_or_else(|e| e.into_inner());
-    let before = lock().get_or_insert_default().get(&key).and_then(|(from, to)| {
-        // Other bytes may have come to lie where those were.
-        let same = std::ptr::addr_eq(Arc::as_ptr(&from.upgrade()?), Arc::as_ptr(&owner));
-        to.upgrade().filter(|_| same)
-    });
-    if let Some(b) = before {
-        return ConstData::new(low, &c.dims, b).map(Some);
-    }
-    let Some(v) = round(c.bytes(), low) else { return Ok(None) };
-    let data: Arc<dyn Bytes> = Arc::new(v);
-    let mut m = lock();
-    let known = m.get_or_insert_default();
-    known.retain(|_, (from, to)| from.strong_count() > 0 && to.strong_count() > 0);
-    known.insert(key, (Arc::downgrade(&owner), Arc::downgrade(&data)));
-    ConstData::new(low, &c.dims, data).map(Some)
+    derived(c, Derived::Rounded(low), |b| round(b, low)).map(|b| ConstData::new(low, &c.dims, b)).transpose()
 }
 
 /// Little-endian f32 to the half type, to nearest and even; `None` where a finite element has become infinite.

@@ -14,6 +14,7 @@
 //! A composite that the device does not claim is not made. How exact sums must be is the device's to look at: those of 8-bit floats have
 //! fewer digits than f32 on some.
 
+use super::derived::{Derived, derived};
 use super::narrow::decode;
 use super::rebuild::{Rebuild, prune};
 use crate::composite::{Attr, Composite};
@@ -332,7 +333,7 @@ impl<'a> Finder<'a> {
         };
         let factors = [of(a, 1)?, of(b, 2)?];
         let types = [0, 1].map(|i: usize| self.g.dtype(factors[i].codes));
-        let k = self.g.shape(a).last()?.known()?;
+        let k = self.g.shape(a).last()?.known().filter(|k| *k > 0)?;
         let result = match d {
             _ if types.iter().all(|t| is_f8(*t)) => match d {
                 DType::F16 | DType::BF16 => d,
@@ -449,19 +450,24 @@ impl Found {
 /// A constant of two axes with the axes exchanged.
 fn turned(c: &ConstData) -> Result<ConstData> {
     let (rows, cols) = (c.dims[0], c.dims[1]);
-    let (from, mut to) = (c.bytes(), vec![0u8; rows * cols]);
-    // By tiles, so that both sides stay in the cache.
-    const TILE: usize = 64;
-    for r0 in (0..rows).step_by(TILE) {
-        for c0 in (0..cols).step_by(TILE) {
-            for c in c0..cols.min(c0 + TILE) {
-                for r in r0..rows.min(r0 + TILE) {
-                    to[c * rows + r] = from[r * cols + c];
+    let turn = |from: &[u8]| {
+        let mut to = vec![0u8; rows * cols];
+        // By tiles, so that both sides stay in the cache.
+        const TILE: usize = 64;
+        for r0 in (0..rows).step_by(TILE) {
+            for c0 in (0..cols).step_by(TILE) {
+                for c in c0..cols.min(c0 + TILE) {
+                    for r in r0..rows.min(r0 + TILE) {
+                        to[c * rows + r] = from[r * cols + c];
+                    }
                 }
             }
         }
-    }
-    ConstData::new(stored(c.dtype), &[cols, rows], Arc::new(to))
+        Some(to)
+    };
+    let bytes = derived(c, Derived::Turned([rows, cols]), turn)
+        .ok_or_else(|| Error::internal("a constant could not be turned"))?;
+    ConstData::new(stored(c.dtype), &[cols, rows], bytes)
 }
 
 /// Applies views of the old graph, the last of `views` first.

@@ -387,3 +387,23 @@ fn what_i32_does_not_hold_stays() {
     let y = c.g.matmul(a, b).unwrap();
     assert_eq!(c.check(y), none);
 }
+
+#[test]
+fn turned_constants_are_made_once() {
+    let mut c = Case::new();
+    let (a, w) = (c.wide(DType::U8, &[4, 24]), c.data(DType::I8, &[24, 6]));
+    let w = c.g.constant(w);
+    let w = c.g.cast(w, DType::F32).unwrap();
+    let y = c.g.matmul(a, w).unwrap();
+    c.g.output("y", y);
+    let constant = || {
+        let (h, _) = run(&c.g, &|_| true).unwrap();
+        let found = h.nodes().iter().find_map(|n| match &n.op {
+            Op::Const(c) => Some(c.clone()),
+            _ => None,
+        });
+        found.unwrap()
+    };
+    let (first, second) = (constant(), constant());
+    assert_eq!((first.key(), &first.dims[..]), (second.key(), &[6, 24][..]));
+}

@@ -5,6 +5,7 @@ pub mod autocast;
 pub mod blocked;
 pub mod bytes;
 pub mod cse;
+mod derived;
 pub mod divide;
 pub mod fold;
 pub mod inline;
