@@ -150,8 +150,8 @@ fn faults(s: &StandIn) {
     let c = call(&op, DType::F16, dense(SHARED));
     let none = s.get("descriptions");
     let (mut reasons, mut kernels) = (0, 0);
+    let mut d = s.driver.open(0, &Options::default()).unwrap();
     for n in 0.. {
-        let d = s.driver.open(0, &Options::default()).unwrap();
         s.set("fail graph", n);
         let made = c.kernel(&*d);
         let left = s.get("fail graph");
@@ -166,17 +166,17 @@ fn faults(s: &StandIn) {
             Ok(k) => {
                 assert!(k.name() == "cudnn.attention.f16.causal" && s.get("descriptions") > none);
                 kernels += 1;
+                // The device keeps the plan.
+                (d, _) = (s.driver.open(0, &Options::default()).unwrap(), (k, d));
+                assert_eq!(s.get("descriptions"), none, "{n}");
             }
         }
-        drop(d);
-        assert_eq!(s.get("descriptions"), none, "{n}");
         if left >= 0 {
             break;
         }
     }
     assert!(reasons > 100 && kernels > 10, "{reasons} reasons, {kernels} kernels");
 
-    let d = s.driver.open(0, &Options::default()).unwrap();
     let kernel = c.kernel(&*d).unwrap();
     // The engines before are not deterministic, do not fit, or want more room.
     assert_eq!(kernel.workspace(), 4096);
@@ -203,6 +203,24 @@ fn faults(s: &StandIn) {
     let (_, got) = c.run(&*d, false);
     assert!(error(&got, &expected(&c, true, SCALE)) <= tolerance(DType::F16));
     captured(&*d, &c, &kernel, &buffers);
+}
+
+/// Plans of so many sizes are kept; kernels keep theirs.
+fn kept(s: &StandIn) {
+    let (op, d) = (attention(false, SCALE), s.driver.open(0, &Options::default()).unwrap());
+    let make =
+        |keys: usize| call(&op, DType::F16, dense([1, 8, 8, 192, 1024 + keys, 64])).kernel(&*d).unwrap();
+    let first = make(0);
+    let before = s.get("descriptions");
+    drop(make(1));
+    let one = s.get("descriptions") - before;
+    (2..64).for_each(|i| drop(make(i)));
+    let full = s.get("descriptions");
+    assert_eq!(full - before, 63 * one);
+    drop(make(64));
+    assert_eq!(s.get("descriptions"), full + one, "the oldest is not listed, but held");
+    drop(first);
+    assert_eq!(s.get("descriptions"), full);
 }
 
 /// A captured run reads the memory of the launch, and keeps the plan.
@@ -241,6 +259,7 @@ fn attention_is_the_librarys() {
     drop(d);
     assert_eq!(held(), before);
     faults(&s);
+    kept(&s);
     assert_eq!(held(), before);
 }
 

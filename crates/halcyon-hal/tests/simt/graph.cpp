@@ -386,9 +386,9 @@ extern "C" int cudnnBackendGetAttribute(Handle h, int name, int type, int64_t n,
     if (!d.done) return refuse(DNN_NOT_FINISHED, "the description is not finished");
     if (d.kind == HEURISTICS && name == 202) {
         if (type != T_DESC) return refuse(DNN_ATTRIBUTE_TYPE, "an attribute of another type");
-        // As the real one: a pattern that no engine has is no error, but has no results.
+        // As the real one: a pattern that no engine has is no error, but has no results; and some that are counted may not be given.
         int64_t engines = attention_of(*d.graph) == DNN_OK ? ENGINES : 0;
-        if (n == 0) return *found = engines, DNN_OK;
+        if (n == 0) return *found = engines ? engines + 1 : 0, DNN_OK;
         *found = n < engines ? n : engines;
         for (int64_t i = 0; i < *found; i++) {
             Handle other = ((Handle*)to)[i];
@@ -448,6 +448,7 @@ struct Computed {
 
     static int64_t place(const GraphTensor& t, int64_t i, const std::vector<int64_t>& shape, bool dense) {
         // Element i of `shape`, in a tensor that broadcasts to it.
+        if (dense && t.dims == shape) return i;
         int64_t at = 0, step = 1;
         for (size_t k = shape.size(); k-- > 0;) {
             int64_t x = i % shape[k];
@@ -499,6 +500,9 @@ struct Computed {
                 s = o.mode == 0 ? s + x[(size_t)i] : std::isnan(x[(size_t)i]) || x[(size_t)i] > s ? x[(size_t)i] : s;
             }
         } else {
+            const std::vector<double>* x[3];
+            const GraphTensor* from[3];
+            for (int k = 0; o.mode != 501 && k < operands_of(o.mode); k++) x[k] = &of(o.in[k]), from[k] = &g.tensors.at(o.in[k]);
             for (int64_t i = 0; i < y.count(); i++) {
                 double v[3] = {0, 0, 0};
                 if (o.mode == 501) {
@@ -507,7 +511,7 @@ struct Computed {
                     r[(size_t)i] = (double)(at % y.dims[(size_t)o.axis]);
                     continue;
                 }
-                for (int k = 0; k < operands_of(o.mode); k++) v[k] = of(o.in[k])[(size_t)place(g.tensors.at(o.in[k]), i, y.dims, true)];
+                for (int k = 0; k < operands_of(o.mode); k++) v[k] = (*x[k])[(size_t)place(*from[k], i, y.dims, true)];
                 switch (o.mode) {
                 case 0: r[(size_t)i] = v[0] + v[1]; break;
                 case 1: r[(size_t)i] = v[0] * v[1]; break;

@@ -1,9 +1,9 @@
 //! Attention by cuDNN: its fused kernels, which it finds for one pattern of operations (`graph.rs`).
 //!
-//! The pattern is the one of NVIDIA's cudnn-frontend before version 9.21, which newer libraries know, too: the product with the keys, the
-//! scale, where causal a comparison of indices that selects -inf, the softmax in parts (maximum, difference, exponential, sum, quotient), and
-//! the product with the values. A logarithm of the sums that nobody reads belongs to it: without it libraries take the pattern for one
-//! that they no longer have (seen with 9.10.2 and 9.28).
+//! The pattern is the one that NVIDIA's cudnn-frontend makes for libraries before 9.21, and that newer ones know, too: the product with the
+//! keys, the scale, where causal a comparison of indices that selects -inf, the softmax in parts (maximum, difference, exponential, sum,
+//! quotient), and the product with the values. A logarithm of the sums that nobody reads belongs to it: without it libraries have no engine
+//! (seen with 9.10.2 and 9.28).
 
 use super::dnn::{Dnn, TITLE, type_number};
 use super::graph::{ALIGNMENT, BOOLEAN, Builder, F32, Graphs, I32, Place, Plan, Pointwise, Reduce, Tensor};
@@ -137,7 +137,7 @@ impl Attention {
         }
         // The definition multiplies by a literal of the operands' type.
         let scale = c.float("scale").map(|s| Scalar::F(s).cast(dtype).as_f64() as f32);
-        // Kernels take the maximum before they scale, which is right for a positive scale.
+        // Kernels may take the maximum before they scale, which is right for a positive scale.
         let Some(scale) = scale.filter(|s| s.is_finite() && *s > 0.0) else {
             return no("cuDNN's attention has a positive, finite scale");
         };
