@@ -2,6 +2,8 @@
 //! answers really come from the library.
 #![cfg(all(unix, feature = "cuda", feature = "rocm"))]
 
+#[path = "simt/attention.rs"]
+mod attention;
 mod common;
 #[path = "simt/graphs.rs"]
 mod graphs;

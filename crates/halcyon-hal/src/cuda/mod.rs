@@ -71,8 +71,8 @@ pub static CUDA: Family = Family {
         },
         variable: "HALCYON_CUDNN_LIBRARY",
         packages: &["nvidia/cudnn/lib", "nvidia/cudnn/bin"],
-        fix: "Install cuDNN (pip install nvidia-cudnn-cu12), or name libcudnn in HALCYON_CUDNN_LIBRARY; without it convolutions are \
-              generated kernels",
+        fix: "Install cuDNN (pip install nvidia-cudnn-cu12), or name libcudnn in HALCYON_CUDNN_LIBRARY; without it convolutions and \
+              attention are generated kernels",
     }),
     architecture,
     flags,

@@ -10,6 +10,8 @@ enum { R32 = 0, R64 = 1, R16 = 2, I8 = 3, I32 = 10, RB16 = 14, E4M3 = HIP ? 1000
 
 // What the tests ask for and set.
 static int64_t handles_, descriptions_, library_calls_, endings_, fail_library_ = -1, hide_products_;
+// Of graph.cpp.
+static int64_t graph_calls_, attentions_, fail_graph_ = -1, dnn_version_ = 91002;
 
 // Work of a library, in the order of its stream.
 static int on_stream(Handle s, const std::function<int()>& work) { return enqueue(s, work); }
@@ -433,6 +435,9 @@ static int64_t libraries_get(const std::string& n) {
     // Products and convolutions that were asked for, and those with a chain on top.
     if (n == "library calls") return library_calls_;
     if (n == "endings") return endings_;
+    if (n == "graph calls") return graph_calls_;
+    if (n == "fail graph") return fail_graph_;
+    if (n == "attentions") return attentions_;
     return -1;
 }
 static int libraries_set(const std::string& n, int64_t v) {
@@ -440,6 +445,10 @@ static int libraries_set(const std::string& n, int64_t v) {
     if (n == "fail library") fail_library_ = v;
     // The library of products cannot be initialised.
     else if (n == "hide products") hide_products_ = v;
+    // As "fail library", of calls about graphs of operations.
+    else if (n == "fail graph") fail_graph_ = v;
+    // 91002 is 9.10.2.
+    else if (n == "dnn version") dnn_version_ = v;
     else return INVALID;
     return OK;
 }

@@ -26,9 +26,9 @@ static std::set<Handle> dnn_handles, dnn_tensors, dnn_filters, dnn_convs, dnn_ac
 static int dnn_type(int t) { return t == 0 ? (int)R32 : t == 1 ? (int)R64 : t == 2 ? (int)R16 : t == 9 ? (int)RB16 : -1; }
 
 extern "C" int cudnnGetProperty(int which, int* v) {
-    static const int version[3] = {9, 2, 8};
+    const int64_t version[3] = {dnn_version_ / 10000, dnn_version_ / 100 % 100, dnn_version_ % 100};
     if (which < 0 || which > 2) return DNN_BAD;
-    *v = version[which];
+    *v = (int)version[which];
     return DNN_OK;
 }
 extern "C" int cudnnCreate(Handle* h) {

@@ -965,4 +965,5 @@ API(cuLaunchKernel, hipModuleLaunchKernel)(Handle f, unsigned gx, unsigned gy, u
 #include "rocblas.cpp"
 #else
 #include "dnn.cpp"
+#include "graph.cpp"
 #endif

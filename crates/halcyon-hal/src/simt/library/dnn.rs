@@ -1,6 +1,8 @@
 //! cuDNN: convolutions, by the functions that versions 8 and 9 have (`cudnn_ops.h`, `cudnn_cnn.h`).
 
+use super::attention::{GENERATION, Key, Planned, SINCE};
 use super::ending::{Bias, Ending};
+use super::graph::Graphs;
 use super::{Body, SimtKernel, WORKSPACE, failed, functions_of_one};
 use crate::simt::VendorLibrary;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS};
@@ -13,7 +15,7 @@ use smallvec::SmallVec;
 use std::collections::BTreeMap;
 use std::ffi::{c_int, c_void};
 use std::ptr;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 functions_of_one! {
     /// The library.
@@ -62,6 +64,8 @@ pub struct Performance {
     reserved: [c_int; 3],
 }
 
+/// In messages.
+pub(super) const TITLE: &str = "cuDNN";
 /// Layout of filters: channels before space.
 const NCHW: c_int = 0;
 const CROSS_CORRELATION: c_int = 1;
@@ -81,7 +85,7 @@ const MOST_ALGORITHMS: usize = 8;
 /// Multiply-adds below which a convolution is a generated kernel.
 const TINY: usize = 1 << 15;
 
-fn type_number(d: DType) -> Option<c_int> {
+pub(super) fn type_number(d: DType) -> Option<c_int> {
     Some(match d {
         DType::F32 => 0,
         DType::F64 => 1,
@@ -92,7 +96,7 @@ fn type_number(d: DType) -> Option<c_int> {
 }
 
 /// Numbers of version 9 (thousands tell the kind) and of version 8.
-fn status(code: Code) -> &'static str {
+pub(super) fn status(code: Code) -> &'static str {
     match code {
         1 | 1001 => "not initialised",
         2 | 4003 | 4004 => "out of memory",
@@ -108,25 +112,29 @@ fn status(code: Code) -> &'static str {
 /// The library with its functions.
 pub struct Api {
     f: Functions,
+    /// Graphs of operations, or the name of the function that is missing.
+    graphs: Result<Graphs, &'static str>,
     library: String,
 }
 
 /// The handle, which one thread uses at a time: it is bound to a stream.
-struct Raw(Handle);
+pub(super) struct Raw(pub Handle);
 // SAFETY: a name inside of the library; its lock lets one thread use it at a time.
 unsafe impl Send for Raw {}
 
 /// A handle of the library on one device.
 pub struct Dnn {
     api: &'static Api,
-    handle: Mutex<Raw>,
-    version: String,
-    context: Arc<Context>,
+    pub(super) handle: Mutex<Raw>,
+    version: [c_int; 3],
+    pub(super) context: Arc<Context>,
+    /// Plans of attention, last used last. None holds this value.
+    pub(super) plans: Mutex<Vec<(Key, Arc<Planned>)>>,
 }
 
 impl std::fmt::Debug for Dnn {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Dnn({} {})", self.api.library, self.version)
+        write!(f, "Dnn({} {})", self.api.library, self.version())
     }
 }
 
@@ -233,10 +241,11 @@ impl Dnn {
         static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
         let family = context.api.family;
         let api = family.first(&LOADED, names, l.title, l.fix, &|lib, name| {
-            Ok(Api { f: Functions::resolve(lib, family.side)?, library: name.into() })
+            let f = Functions::resolve(lib, family.side)?;
+            Ok(Api { f, graphs: Graphs::resolve(lib, family.side), library: name.into() })
         })?;
-        let mut v = [0; 3];
-        for (which, v) in v.iter_mut().enumerate() {
+        let mut version = [0; 3];
+        for (which, v) in version.iter_mut().enumerate() {
             // SAFETY: one number is written.
             let code = unsafe { (api.f.property)(which as c_int, v) };
             check(context, "asking for the version", code)?;
@@ -244,12 +253,43 @@ impl Dnn {
         let mut raw = ptr::null_mut();
         // SAFETY: one handle is written; the thread has a current context.
         check(context, "creating a handle", unsafe { (api.f.create)(&mut raw) })?;
-        let version = format!("{}.{}.{}", v[0], v[1], v[2]);
-        Ok(Dnn { api, handle: Mutex::new(Raw(raw)), version, context: context.clone() })
+        let (handle, plans) = (Mutex::new(Raw(raw)), Mutex::default());
+        Ok(Dnn { api, handle, version, context: context.clone(), plans })
+    }
+
+    fn version(&self) -> String {
+        let [major, minor, patch] = self.version;
+        format!("{major}.{minor}.{patch}")
     }
 
     pub fn describe(&self) -> String {
-        format!("{} {}", self.api.library, self.version)
+        let attention =
+            self.graphs().map_or_else(|why| format!("no attention: {why}"), |_| "with attention".into());
+        format!("{} {}, {attention}", self.api.library, self.version())
+    }
+
+    /// Graphs of operations, or why they are not used.
+    pub(super) fn graphs(&self) -> Result<&'static Graphs, String> {
+        let graphs = self.api.graphs.as_ref().map_err(|f| format!("the library has no function {f}"))?;
+        if self.version < SINCE {
+            return Err(format!("cuDNN {} is older than 9.10.2", self.version()));
+        }
+        let (mut generation, device) = (0, &self.context);
+        let major = device.api.family.attributes.major;
+        // SAFETY: one number is written; the device is the runtime's.
+        let code = unsafe { (device.api.f.device_attribute)(&mut generation, major, device.device) };
+        match code == SUCCESS && generation >= GENERATION {
+            true => Ok(graphs),
+            false => Err(format!("sm_{GENERATION}0 or later is needed")),
+        }
+    }
+
+    /// The handle, for work in a stream that is live. Nobody else uses it meanwhile.
+    pub(super) fn bind(&self, stream: Handle) -> Result<MutexGuard<'_, Raw>> {
+        let handle = self.handle.lock().unwrap_or_else(|e| e.into_inner());
+        // SAFETY: both are live.
+        check(&self.context, "choosing a stream", unsafe { (self.api.f.set_stream)(handle.0, stream) })?;
+        Ok(handle)
     }
 
     pub fn kernel(
@@ -286,14 +326,17 @@ impl Dnn {
 fn check(context: &Context, call: &str, code: Code) -> Result<()> {
     match code {
         SUCCESS => Ok(()),
-        _ => Err(failed(context, "cuDNN", call, code, status(code))),
+        _ => Err(failed(context, TITLE, call, code, status(code))),
     }
 }
 
 impl Drop for Dnn {
     fn drop(&mut self) {
         let raw = self.handle.lock().unwrap_or_else(|e| e.into_inner()).0;
-        if self.context.enter().is_err() {
+        let entered = self.context.enter().is_ok();
+        // They go before the handle.
+        self.plans.lock().unwrap_or_else(|e| e.into_inner()).clear();
+        if !entered {
             return;
         }
         // SAFETY: created once; kernels hold this value, so none is left.
@@ -498,9 +541,7 @@ impl Body for Plan {
         let room = at.get(inputs + 1).copied().unwrap_or(0);
         let (one, zero): (*const c_void, _) = (ptr::from_ref(&self.one).cast(), 0u64);
         let zero: *const c_void = ptr::from_ref(&zero).cast();
-        let handle = dnn.handle.lock().unwrap_or_else(|e| e.into_inner());
-        // SAFETY: both are live.
-        check(&dnn.context, "choosing a stream", unsafe { (f.set_stream)(handle.0, stream) })?;
+        let handle = dnn.bind(stream)?;
         // SAFETY: the descriptions are live; the kernel's checks: operands lie in their buffers, and the result shares none. The scalars
         // are read before the call returns.
         let code = unsafe {

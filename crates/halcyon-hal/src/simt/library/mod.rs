@@ -1,10 +1,12 @@
-//! Kernels of the vendors: products by cuBLASLt, hipBLASLt and rocBLAS, convolutions by cuDNN.
+//! Kernels of the vendors: products by cuBLASLt, hipBLASLt and rocBLAS, convolutions and attention by cuDNN.
 //!
 //! The libraries are optional and loaded when the first call asks for one; a call that they do not take, or that a generated kernel does
 //! better, is declined with the reason. What a run needs is decided when the kernel is made: a run neither allocates nor waits.
 
+mod attention;
 mod dnn;
 mod ending;
+mod graph;
 mod lt;
 mod product;
 mod rocblas;
@@ -13,6 +15,7 @@ use super::memory::SimtBuffer;
 use super::sys::{Address, Code, Context, Handle};
 use super::{Family, VendorLibrary};
 use crate::{Declined, Error, LibraryCall, LibraryKernel, Operand, Result};
+use attention::Attention;
 use dnn::Dnn;
 use halcyon_ir::op::Op;
 use halcyon_ir::target::Work;
@@ -159,7 +162,11 @@ impl Libraries {
             return Err(Declined::because("fused chains are generated kernels"));
         };
         let bytes = product::of_bytes(call).is_some();
-        if !matches!(op, Op::Matmul | Op::Conv(_)) && !bytes {
+        let attention = match op {
+            Op::Composite(c) if &*c.name == "attention" && self.family().convolutions.is_some() => Some(c),
+            _ => None,
+        };
+        if !matches!(op, Op::Matmul | Op::Conv(_)) && !bytes && attention.is_none() {
             return Err(Declined::because(format!("the vendor's libraries are not asked for {}", op.name())));
         }
         if call.in_place || call.packed.is_some() {
@@ -180,6 +187,11 @@ impl Libraries {
             (0..call.inputs.len()).filter(|&i| call.inputs[i].view.mask.is_some()).collect();
         if !masked.is_empty() {
             return Err(Declined::needs_dense(masked));
+        }
+        if let Some(c) = attention {
+            let a = Attention::of(call, c)?;
+            let dnn = self.convolutions().map_err(Declined::because)?;
+            return dnn.attention(self.owner, call, &a);
         }
         match op {
             Op::Conv(c) => {
