@@ -21,7 +21,7 @@ use crate::composite::{Attr, Composite};
 use crate::data::ConstData;
 use crate::dtype::DType;
 use crate::error::{Error, Result};
-use crate::graph::{Graph, NodeId};
+use crate::graph::{Graph, Node, NodeId};
 use crate::op::Op;
 use crate::scalar_op::ScalarOp;
 use crate::shape::{Dim, Shape, TensorType};
@@ -596,6 +596,12 @@ fn make(r: &mut Rebuild<'_>, old: &Graph, found: &Found) -> Result<NodeId> {
         }
     }
     Ok(y)
+}
+
+/// Whether there may be such products.
+pub fn applies(g: &Graph) -> bool {
+    let any = |is: &dyn Fn(&Node) -> bool| g.nodes().iter().any(is);
+    any(&|n| n.op == Op::Matmul) && any(&|n| is_f8(n.ty.dtype) || is_int8(n.ty.dtype))
 }
 
 /// Makes products of bytes what `claims` takes whole. Shapes must be known. Returns the graph and how many there were.

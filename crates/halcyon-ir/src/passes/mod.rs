@@ -145,7 +145,7 @@ pub fn optimize(
         receipts.push(Receipt::new(COMPOSITES, kept.get()));
     }
     let mut recognized = 0;
-    if whole && options.does(RECOGNITION) {
+    if whole && options.does(RECOGNITION) && bytes::applies(&g) {
         // Before 8-bit floats are taken apart.
         (g, recognized) = bytes::run(&g, claims)?;
     }
