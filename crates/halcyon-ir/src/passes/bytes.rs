@@ -470,6 +470,41 @@ fn turned(c: &ConstData) -> Result<ConstData> {
     ConstData::new(stored(c.dtype), &[cols, rows], bytes)
 }
 
+/// The sums of the right operand's columns `[1, n]` in i32, where it is a constant: once, here, and not in every run.
+fn constant_sums(r: &mut Rebuild<'_>, old: &Graph, found: &Found) -> Result<Option<NodeId>> {
+    let f = &found.factors[1];
+    let Op::Const(c) = &old.node(f.codes).op else { return Ok(None) };
+    let (&[rows, cols], d) = (&c.dims[..], c.dtype) else { return Ok(None) };
+    let turns = f.views.last().is_some_and(|v| matches!(&old.node(*v).op, Op::Permute(p) if p[..] == [1, 0]));
+    let others = &f.views[..f.views.len() - usize::from(turns)];
+    if !others.iter().all(|v| old.node(*v).op == Op::Expand) {
+        return Ok(None);
+    }
+    // Of the constant's axes, the one that is summed over.
+    let axis = usize::from(turns);
+    let shift = if found.shifted[1] { 128 } else { 0 };
+    let add = |bytes: &[u8]| {
+        let mut sums = vec![0i32; if axis == 0 { cols } else { rows }];
+        for (i, row) in bytes.chunks_exact(cols.max(1)).enumerate() {
+            let values = row.iter().map(|b| if d == DType::I8 { i32::from(*b as i8) } else { i32::from(*b) });
+            match axis {
+                0 => sums.iter_mut().zip(values).for_each(|(s, v)| *s = s.wrapping_add(v)),
+                _ => sums[i] = values.fold(0, i32::wrapping_add),
+            }
+        }
+        Some(sums.iter().flat_map(|s| s.to_le_bytes()).collect())
+    };
+    let bytes = derived(c, Derived::Sums(d, [rows, cols], axis), add)
+        .ok_or_else(|| Error::internal("a constant could not be summed"))?;
+    let (n, k) = if axis == 0 { (cols, rows) } else { (rows, cols) };
+    let sums = r.new.constant(ConstData::new(DType::I32, &[1, n], bytes)?);
+    if shift == 0 {
+        return Ok(Some(sums));
+    }
+    let less = r.new.full(DType::I32, [1usize], -(shift * k as i64));
+    r.new.add(sums, less).map(Some)
+}
+
 /// Applies views of the old graph, the last of `views` first.
 fn through(r: &mut Rebuild<'_>, old: &Graph, mut x: NodeId, views: &[NodeId]) -> Result<NodeId> {
     for v in views.iter().rev() {
@@ -565,11 +600,17 @@ fn make(r: &mut Rebuild<'_>, old: &Graph, found: &Found) -> Result<NodeId> {
         };
         let (za, zb) = (zero(r, old, found, 0)?, zero(r, old, found, 1)?);
         let k = r.new.shape(a)[last].known().unwrap_or(0) as i64;
+        let known = if za.is_some() { constant_sums(r, old, found)? } else { None };
         let g = &mut r.new;
         if let Some(za) = za {
             // z (Σ b - k w)
-            let of = sums(g, b)?;
-            let mut of = g.transpose(of, last - 1, last)?;
+            let mut of = match known {
+                Some(sums) => sums,
+                None => {
+                    let of = sums(g, b)?;
+                    g.transpose(of, last - 1, last)?
+                }
+            };
             if let Some(zb) = zb {
                 let k = g.full(DType::I32, [1usize], k);
                 let all = g.mul(k, zb)?;

@@ -388,6 +388,45 @@ fn what_i32_does_not_hold_stays() {
     assert_eq!(c.check(y), none);
 }
 
+/// Weights that are constants, as they are and turned, with a zero point of the left operand, which wants their sums.
+#[test]
+fn sums_of_constants_are_known() {
+    let (m, k, n) = (4, 24, 6);
+    for (d, turns, batch) in [
+        (DType::I8, false, false),
+        (DType::I8, true, false),
+        (DType::U8, false, true),
+        (DType::U8, true, true),
+    ] {
+        for all in [true, false] {
+            let mut c = Case::new();
+            let dims = if batch { vec![2, m, k] } else { vec![m, k] };
+            let a = quantised(&mut c, DType::U8, &dims, Some(&[1]), None);
+            let w = c.data(d, &if turns { [n, k] } else { [k, n] });
+            let w = c.g.constant(w);
+            let mut w = c.g.cast(w, DType::F32).unwrap();
+            if turns {
+                w = c.g.transpose(w, 0, 1).unwrap();
+            }
+            let y = c.g.matmul(a, w).unwrap();
+            let y = c.g.cast(y, DType::I32).unwrap();
+            let (h, _) = run(
+                &{
+                    let mut g = c.g.clone();
+                    g.output("y", y);
+                    g
+                },
+                &|c| all || formats(c) == Some([DType::I8; 2]),
+            )
+            .unwrap();
+            // A right operand that is shifted wants the left one's.
+            let sums = h.nodes().iter().filter(|n| matches!(n.op, Op::Reduce { .. })).count();
+            assert_eq!(sums, usize::from(d == DType::U8 && !all), "{h}");
+            assert_eq!(c.check_for(y, |t| all || t == [DType::I8; 2]), (vec![(DType::I32, 2)], 1));
+        }
+    }
+}
+
 #[test]
 fn turned_constants_are_made_once() {
     let mut c = Case::new();

@@ -11,6 +11,8 @@ pub(super) enum Derived {
     Rounded(DType),
     /// Rows and columns of bytes, exchanged.
     Turned([usize; 2]),
+    /// Of bytes of such an element type and shape, their sums over an axis, in i32.
+    Sums(DType, [usize; 2], usize),
 }
 
 type Known = HashMap<(usize, usize, Derived), (Weak<dyn Bytes>, Weak<dyn Bytes>)>;
