@@ -75,8 +75,7 @@ impl Attention {
         let no = |why: &str| Err(Declined::because(why));
         let [q, k, v] = call.inputs else {
             return no(
-                "cuDNN does not say what a query gets that sees no key, which a mask may make: attention with a mask is a \
-                       generated kernel",
+                "cuDNN does not say what a query gets whose keys a mask hides: attention with a mask is generated",
             );
         };
         if call.epilogue.is_some() {
