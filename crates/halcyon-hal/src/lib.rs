@@ -288,6 +288,9 @@ pub struct Options {
     pub threads: Option<usize>,
     /// Whether the CPU device uses instruction sets beyond the target's baseline. `None`: what the processor has.
     pub simd: Option<bool>,
+    /// Whether CUDA devices use cuDNN. Switched on, a device without it does not open, and one with it has the property `cudnn`. `None`:
+    /// where it is found.
+    pub cudnn: Option<bool>,
     /// Bytes that the driver may give: live buffers and what the pool keeps.
     pub memory_limit: Option<u64>,
     /// How buffers get their memory; `None` is the default.

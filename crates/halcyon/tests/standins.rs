@@ -394,6 +394,17 @@ fn vendors_libraries(kind: BackendType) {
             has(&names, "cudnn.conv.f32.relu");
         }
         assert!(exact.iter().all(|e| *e < 1e-4), "{kind}: {exact:?}");
+        // cuDNN switched off, and on, which wants it there.
+        let cudnn = |on| Backend::builder().backend_type(kind).level(Level::O2).enable_cudnn(on).build();
+        let (names, e) = kernels_and_errors(&cudnn(false).unwrap(), &want);
+        assert!(!names.iter().any(|n| n.starts_with("cudnn")) && e[1] < 1e-4, "{kind}: {names:?}, {e:?}");
+        match cudnn(true) {
+            Ok(b) => {
+                assert!(conv && b.info().properties["cudnn"].contains("9."), "{:?}", b.info());
+                has(&kernels_and_errors(&b, &want).0, "cudnn.conv.f32.relu");
+            }
+            Err(e) => assert!(!conv && matches!(e, Error::Unsupported { .. }), "{kind}: {e}"),
+        }
         // TF32 where it is allowed: in the plan, and in the digits.
         let with = |level, p| {
             let b = Backend::builder().backend_type(kind).level(level).precision(p);

@@ -187,8 +187,16 @@ impl SimtDevice {
         let queue = Queue::new(&context, pool.clone(), counts.clone(), options.profile, false)?;
         let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join(api.family.kind.id()));
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
+        let libraries = Libraries::new(&context, number, kernels, options.cudnn != Some(false));
+        if options.cudnn == Some(true) {
+            let found = libraries.dnn().map_err(|absent| {
+                let next = "Leave it out, and see `halcyon doctor` for where it is looked for";
+                Error::unsupported(format!("cuDNN on {}: {absent}", info.id), next)
+            })?;
+            info.properties.insert("cudnn".into(), found);
+        }
         Ok(SimtDevice {
-            libraries: Libraries::new(&context, number, kernels),
+            libraries,
             host: Account::new(&info.id, options),
             info,
             caps,

@@ -194,18 +194,16 @@ impl CudaBuilder {
     }
 
     /// # Errors
-    /// [`Error::Unavailable`] where there is no CUDA; [`Error::Unsupported`] for cuDNN switched on, until the driver has it; as
+    /// [`Error::Unavailable`] where there is no CUDA; [`Error::Unsupported`] for cuDNN switched on where it is not found; as
     /// [`crate::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
         registry::driver(BackendType::Cuda)?.probe()?;
-        if self.cudnn == Some(true) {
-            return Err(not_yet("cuDNN", BackendType::Cuda));
-        }
         let precision = match self.tensor_cores {
             Some(true) => MatmulPrecision::High,
             _ => MatmulPrecision::Highest,
         };
-        self.builder.precision(precision).fallback(Fallback::Never).build()
+        let b = self.builder.precision(precision).fallback(Fallback::Never);
+        self.cudnn.map_or_else(|| b.clone(), |on| b.clone().enable_cudnn(on)).build()
     }
 }
 

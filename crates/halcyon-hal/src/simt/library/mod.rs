@@ -64,17 +64,20 @@ pub struct Libraries {
     /// The device's number, which its kernels carry.
     owner: u64,
     sources: Sources,
+    /// Whether cuDNN may be used.
+    dnn: bool,
     products: OnceLock<Result<Arc<Lt>, Absent>>,
     plain: OnceLock<Result<Arc<RocBlas>, Absent>>,
     convolutions: OnceLock<Result<Arc<Dnn>, Absent>>,
 }
 
 impl Libraries {
-    pub fn new(context: &Arc<Context>, owner: u64, sources: Sources) -> Libraries {
+    pub fn new(context: &Arc<Context>, owner: u64, sources: Sources, dnn: bool) -> Libraries {
         Libraries {
             context: context.clone(),
             owner,
             sources,
+            dnn,
             products: OnceLock::new(),
             plain: OnceLock::new(),
             convolutions: OnceLock::new(),
@@ -131,7 +134,15 @@ impl Libraries {
         self.get(&self.plain, self.family().plain_products.as_ref(), RocBlas::open)
     }
 
+    /// cuDNN and its version. Loads it.
+    pub fn dnn(&self) -> Result<String, Absent> {
+        self.convolutions().map(|d| d.describe())
+    }
+
     fn convolutions(&self) -> Result<Arc<Dnn>, Absent> {
+        if !self.dnn {
+            return Err("it is switched off".into());
+        }
         // cuDNN looks for cuBLASLt by its name alone; one that is loaded from another place already is found.
         let _ = self.products();
         self.get(&self.convolutions, self.family().convolutions.as_ref(), Dnn::open)

@@ -1,0 +1,309 @@
+//! Settings of a backend, and how it is opened with them.
+
+use super::Backend;
+use crate::tune::Tuning;
+use halcyon_hal::policy::{Fallback, Policy};
+use halcyon_hal::select::{self, Request, Selection};
+use halcyon_hal::tune::{self, TuningCache, TuningMode};
+use halcyon_hal::{BackendType, Device, MemoryPoolConfig, Options};
+use halcyon_ir::Graph;
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::passes::{AmpPolicy, Level, autocast};
+use halcyon_ir::target::MatmulPrecision;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+/// Settings of a [`Backend`].
+#[derive(Clone, Debug, Default)]
+pub struct BackendBuilder {
+    pub(super) backend: Option<BackendType>,
+    pub(super) device: Option<usize>,
+    pub(super) policy: Option<Policy>,
+    pub(super) fallback: Option<Fallback>,
+    pub(super) memory: u64,
+    pub(super) level: Level,
+    pub(super) precision: MatmulPrecision,
+    pub(super) amp: Option<AmpPolicy>,
+    pub(super) without: std::collections::BTreeSet<String>,
+    pub(super) options: Options,
+    pub(super) keep_packed: Option<bool>,
+    pub(super) tuning: Option<TuningMode>,
+    pub(super) tuning_file: Option<PathBuf>,
+}
+
+impl BackendBuilder {
+    /// Which backend; `Auto` if not set.
+    pub fn backend_type(mut self, b: BackendType) -> Self {
+        self.backend = Some(b);
+        self
+    }
+
+    /// Which of the backend's devices.
+    pub fn device(mut self, index: usize) -> Self {
+        self.device = Some(index);
+        self
+    }
+
+    /// In which order `Auto` looks at backends. If it is not said, the environment's `HALCYON_BACKENDS` counts, then the configuration
+    /// file, then the priorities ([`select`]).
+    pub fn policy(mut self, order: Policy) -> Self {
+        self.policy = Some(order);
+        self
+    }
+
+    /// What happens where the backend is not there or too small: `Never` for one that is named and `Next` for `Auto`, if it is not said.
+    pub fn fallback(mut self, f: Fallback) -> Self {
+        self.fallback = Some(f);
+        self
+    }
+
+    /// Bytes that the device must have left; one that has less is rejected, and the report says what it lacks.
+    pub fn memory_needed(mut self, bytes: u64) -> Self {
+        self.memory = bytes;
+        self
+    }
+
+    pub fn level(mut self, level: Level) -> Self {
+        self.level = level;
+        self
+    }
+
+    /// How exact f32 matrix work must be, from level O2 on; below it, it is `Highest`. `High` and `Medium` let NVIDIA's libraries on `cuda`
+    /// round the factors of products and convolutions to TF32. `Medium` lets the CPU round the factors of matrix products to bf16 (and
+    /// take denormals for zero) where the processor multiplies bf16 faster than f32; all else is computed at `Highest`.
+    pub fn precision(mut self, p: MatmulPrecision) -> Self {
+        self.precision = p;
+        self
+    }
+
+    /// Mixed precision, at level O2: products, convolutions, and what the device has kernels for of attention, norms and softmax
+    /// read and write the policy's type, everything else computes in f32 ([`autocast`]). Inputs, outputs and states keep their types.
+    /// It is for training too: parameters stay f32. If it is not said, the environment's
+    /// `HALCYON_PRECISION` counts (`f32`, `bf16`), else [`AmpPolicy::None`].
+    pub fn amp(mut self, policy: AmpPolicy) -> Self {
+        self.amp = Some(policy);
+        self
+    }
+
+    /// Threads of the CPU device, the caller's included.
+    pub fn num_threads(mut self, n: usize) -> Self {
+        self.options.threads = Some(n);
+        self
+    }
+
+    /// Whether the CPU device uses instruction sets beyond the target's baseline (AVX2, AVX-512); it does if it is not said.
+    pub fn enable_simd(mut self, on: bool) -> Self {
+        self.options.simd = Some(on);
+        self
+    }
+
+    /// Whether a CUDA device uses cuDNN: switched on, it has to be there. If it is not said, it is used where it is found.
+    pub fn enable_cudnn(mut self, on: bool) -> Self {
+        self.options.cudnn = Some(on);
+        self
+    }
+
+    /// Bytes that the driver may give, for live buffers and for what the pool keeps: a hard cap.
+    pub fn memory_limit(mut self, bytes: u64) -> Self {
+        self.options.memory_limit = Some(bytes);
+        self
+    }
+
+    /// How buffers get their memory. If it is not said, the configuration file's counts, then the default: every buffer an allocation
+    /// of its own.
+    ///
+    /// ```
+    /// use halcyon::prelude::*;
+    /// use halcyon::{AllocationStrategy, MemoryPoolConfig};
+    /// # fn main() -> halcyon::Result<()> {
+    /// let b = Backend::builder()
+    ///     .backend_type(BackendType::Cpu)
+    ///     .memory_pool(MemoryPoolConfig {
+    ///         initial_size: 1 << 20,
+    ///         max_size: Some(64 << 20),
+    ///         strategy: AllocationStrategy::BestFit,
+    ///         defragment: true,
+    ///     })
+    ///     .build()?;
+    /// assert_eq!(b.memory().reserved, 1 << 20);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn memory_pool(mut self, config: MemoryPoolConfig) -> Self {
+        self.options.memory_pool = Some(config);
+        self
+    }
+
+    /// The most that the pool takes of the driver ([`MemoryPoolConfig::max_size`]), whatever its strategy.
+    pub fn memory_pool_size(mut self, bytes: u64) -> Self {
+        self.options.memory_pool.get_or_insert_default().max_size = Some(bytes);
+        self
+    }
+
+    /// Bytes that [`Backend::alloc_host`] may take together; half of the machine's memory if it is not said.
+    pub fn host_limit(mut self, bytes: u64) -> Self {
+        self.options.host_limit = Some(bytes);
+        self
+    }
+
+    /// Where compiled programs are kept.
+    pub fn cache_dir(mut self, dir: impl Into<PathBuf>) -> Self {
+        self.options.cache_dir = Some(dir.into());
+        self
+    }
+
+    /// Whether packed constants are kept on disk between runs of the program, below the cache directory: always or never. If it is not
+    /// said, they are where reading them back is faster than packing again, which is measured.
+    pub fn keep_packed(mut self, on: bool) -> Self {
+        self.keep_packed = Some(on);
+        self
+    }
+
+    /// Whether kernels are tuned: in the background while plans run ([`TuningMode::Background`]), or never, and what an earlier process
+    /// found is not used either ([`TuningMode::Off`]). A process that finds a kernel in the cache does not tune it again.
+    pub fn enable_autotuning(self, on: bool) -> Self {
+        self.tuning(if on { TuningMode::Background } else { TuningMode::Off })
+    }
+
+    /// When kernels are tuned. If it is not said, the environment's `HALCYON_TUNING` counts (`off`, `cached`, `background`, or a budget in
+    /// seconds), then the configuration file's `tuning`, else [`TuningMode::Cached`]. Tuned kernels come with level O2.
+    pub fn tuning(mut self, mode: TuningMode) -> Self {
+        self.tuning = Some(mode);
+        self
+    }
+
+    /// The file in which tuning keeps what it finds. If it is not said, the environment's `HALCYON_TUNING_CACHE` counts (`off` for
+    /// none), then the configuration file's `tuning_cache`, else `tuning.json` in the cache directory.
+    pub fn autotuning_cache_file(mut self, path: impl Into<PathBuf>) -> Self {
+        self.tuning_file = Some(path.into());
+        self
+    }
+
+    /// The file of the tuning cache, nothing opened; `None` where there is none.
+    ///
+    /// # Errors
+    /// Those of the configuration file.
+    pub fn tuning_file(&self) -> Result<Option<PathBuf>> {
+        Ok(self.tuning_settings()?.1)
+    }
+
+    /// The mode and the cache of tuning.
+    fn tuning_settings(&self) -> Result<(TuningMode, Option<PathBuf>)> {
+        let (mode, file) = (std::env::var(tune::VARIABLE).ok(), std::env::var_os(tune::FILE_VARIABLE));
+        let config = match (self.tuning, &self.tuning_file) {
+            (Some(_), Some(_)) => None,
+            _ => halcyon_hal::config::load()?.map(|(_, c)| c),
+        };
+        let mode = match (self.tuning, mode) {
+            (Some(m), _) => m,
+            (None, Some(m)) => m.parse()?,
+            (None, None) => config.as_ref().and_then(|c| c.tuning).unwrap_or_default(),
+        };
+        let file = match (&self.tuning_file, file) {
+            (Some(f), _) => Some(f.clone()),
+            (None, Some(f)) if f.eq_ignore_ascii_case("off") => None,
+            (None, Some(f)) => Some(f.into()),
+            (None, None) => config.and_then(|c| c.tuning_cache).or_else(|| self.tuning_default()),
+        };
+        Ok((mode, file))
+    }
+
+    #[cfg(not(target_arch = "wasm32"))]
+    fn tuning_default(&self) -> Option<PathBuf> {
+        let dir = self.options.cache_dir.clone().or_else(halcyon_hal::cache::user_dir);
+        dir.map(|d| d.join("tuning.json"))
+    }
+
+    #[cfg(target_arch = "wasm32")]
+    fn tuning_default(&self) -> Option<PathBuf> {
+        None
+    }
+
+    /// Times every command on the device.
+    pub fn profile(mut self, on: bool) -> Self {
+        self.options.profile = on;
+        self
+    }
+
+    /// Switches a transformation off (see [`halcyon_ir::passes`] for the names).
+    pub fn without(mut self, transformation: &str) -> Self {
+        self.without.insert(transformation.into());
+        self
+    }
+
+    /// Opens the device.
+    ///
+    /// # Errors
+    /// Those of [`select::open`]; [`Error::Unsupported`] where the device does not do the mixed precision that was asked for.
+    pub fn build(self) -> Result<Backend> {
+        self.open(|_| Ok(()))
+    }
+
+    /// Opens the first device that runs a graph in the memory that it has left: the graph is planned for each that is looked at.
+    /// `inputs` are the bytes of its inputs; the graph has no symbols.
+    ///
+    /// # Errors
+    /// As [`BackendBuilder::build`]; [`Error::OutOfMemory`] where the plan fits on no device, with what each lacks.
+    pub fn build_for(self, graph: &Graph, inputs: &[usize]) -> Result<Backend> {
+        self.open(|b| b.lower_to_fit(graph, inputs).map(drop))
+    }
+
+    fn open(self, admit: impl Fn(&Backend) -> Result<()>) -> Result<Backend> {
+        if self.options.threads == Some(0) {
+            return Err(Error::argument("threads", "at least one thread is needed"));
+        }
+        let amp = match (self.amp, std::env::var("HALCYON_PRECISION")) {
+            (Some(p), _) => p,
+            (None, Ok(p)) => p.parse()?,
+            (None, Err(_)) => AmpPolicy::None,
+        };
+        let tuning = self.tuning_settings()?;
+        let request = Request {
+            backend: self.backend.unwrap_or(BackendType::Auto),
+            index: self.device,
+            policy: self.policy.clone(),
+            fallback: self.fallback,
+            memory: self.memory,
+        };
+        let (device, selection) = select::open_for(&request, &self.options, &mut |d| {
+            autocast::check(amp, d.as_target().caps(), &d.info().id)?;
+            if self.options.cudnn == Some(true) && !d.info().properties.contains_key("cudnn") {
+                let what = format!("cuDNN on {}", d.info().id);
+                return Err(Error::unsupported(what, "Leave it out, or ask for the backend cuda"));
+            }
+            admit(&self.over(d.clone(), Selection::given(d.info().clone()), amp, &tuning))
+        })?;
+        Ok(self.over(device, selection, amp, &tuning))
+    }
+
+    fn over(
+        &self,
+        device: Arc<dyn Device>,
+        selection: Selection,
+        amp: AmpPolicy,
+        (mode, file): &(TuningMode, Option<PathBuf>),
+    ) -> Backend {
+        let mut b = Backend::from_device(device, selection, self.level);
+        if let Some(i) = Arc::get_mut(&mut b.0) {
+            i.precision = self.precision;
+            i.amp = amp;
+            let cache = file.as_ref().map_or_else(TuningCache::memory, TuningCache::at);
+            let key = tune::device_key(i.device.info(), i.device.as_target().caps());
+            i.tuning = Tuning::new(*mode, cache, key);
+            i.without.clone_from(&self.without);
+            i.built = Some(self.clone());
+            #[cfg(not(target_arch = "wasm32"))]
+            {
+                let dir = self.options.cache_dir.clone();
+                i.kept = match self.keep_packed {
+                    Some(true) => {
+                        dir.or_else(halcyon_hal::cache::user_dir).map(|d| crate::packed::Kept::new(d, true))
+                    }
+                    Some(false) => None,
+                    None => crate::packed::Kept::open(dir),
+                };
+            }
+        }
+        b
+    }
+}
