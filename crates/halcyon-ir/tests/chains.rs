@@ -290,6 +290,51 @@ fn fused_reductions() {
     }
 }
 
+/// Reductions along the last axis read neighbours at once where they lie so: rows, the middle of rows, a row for all, a column, and what
+/// is transposed one by one.
+#[test]
+fn reductions_in_runs() {
+    let mut g = Rng(12);
+    for (n, d) in [DType::F32, DType::F16, DType::BF16, DType::U8, DType::I16].into_iter().enumerate() {
+        for (shape, reduced, vector) in [
+            (vec![5, 272], 1, true),
+            (vec![1024], 1, true),
+            (vec![3, 6, 48], 2, true),
+            (vec![2, 36], 1, true),
+            (vec![4, 75], 1, false),
+        ] {
+            let rank = shape.len();
+            let x: Vec<Tensor> = [0, 2, 1].iter().map(|l| Tensor::random(d, &shape, *l, &mut g)).collect();
+            let row = Tensor::random(d, &shape[rank - 1..], 0, &mut g);
+            let one = Tensor::random(d, &[&shape[..rank - 1], &[1]].concat(), 0, &mut g);
+            let tensors: Vec<Tensor> = x.into_iter().chain([row, one]).collect();
+            let view = |t: &Tensor| t.operand.view.expand(&shape);
+            let load =
+                |(i, t): (usize, &Tensor)| Load { input: i as u32, dtype: d, view: view(t), fill: None };
+            let mut body: Vec<Instr> = (0..5).map(|i| instr(InstrKind::Load(i), d, &[])).collect();
+            body.extend((0..5).map(|i| instr(InstrKind::Cast, DType::F32, &[i])));
+            body.push(instr(InstrKind::Iota(rank as u32 - 1), DType::F32, &[]));
+            body.extend(
+                [(5, 6), (11, 7), (12, 8), (13, 9), (14, 10)]
+                    .map(|(a, b)| instr(InstrKind::Op(ScalarOp::Add), DType::F32, &[a, b])),
+            );
+            let outer = &shape[..rank - reduced];
+            let out = |k| Out { value: 15, dtype: DType::F32, reduce: Some(k), view: View::dense(outer) };
+            let f = Fused {
+                space: shape.as_slice().into(),
+                reduced,
+                loads: tensors.iter().enumerate().map(load).collect(),
+                params: vec![],
+                body,
+                outs: [ReduceKind::Sum, ReduceKind::Max].map(out).to_vec(),
+            };
+            let k = check_fused(&f, &tensors, &caps(), 4.0 + n as f64);
+            let name = if vector { "chain_reduce_vector" } else { "chain_reduce_group" };
+            assert_eq!(k.name, name, "{d} {shape:?}");
+        }
+    }
+}
+
 #[test]
 fn bit_casts() {
     let pairs = [

@@ -20,8 +20,7 @@ const ROWS: u32 = 8;
 const LEAST: usize = 128;
 /// Parts, at the most: the kernel that joins them keeps a factor for each in workgroup memory.
 const PARTS: usize = 256;
-/// Work-items of that kernel's groups, and columns of each.
-const JOIN: u32 = 128;
+/// Columns of one of its work-items.
 const QUAD: u32 = 4;
 /// In the temporary, a row of sums is followed by their weight and maximum.
 const TAIL: u32 = 4;
@@ -184,10 +183,15 @@ impl Cx<'_> {
         (self.p.sk.div_ceil(per).max(1), per)
     }
 
+    /// Work-items of a group that joins parts.
+    fn joining(&self) -> Option<u32> {
+        [256, 128, 64].into_iter().find(|n| *n <= self.caps.max_workgroup)
+    }
+
     pub(super) fn split_legal(&self, s: Split) -> bool {
         self.layout(s).is_some_and(|l| {
             let join = self.parts(s, &l).0 == 1
-                || JOIN <= self.caps.max_workgroup && self.fits(PARTS as u32 + JOIN + JOIN * QUAD);
+                || self.joining().is_some_and(|n| self.fits(PARTS as u32 + n + n * QUAD));
             s.items <= self.caps.max_workgroup && self.fits(l.words()) && join
         })
     }
@@ -423,31 +427,34 @@ impl Cx<'_> {
 
     /// Joins the parts' sums: a group for each row. A part counts by how far its maximum is below the largest.
     fn join(&self, args: &Args, l: &Layout) -> Result<Lowered, Declined> {
-        let b = Builder::with_index("attention_join", [JOIN, 1, 1], self.ix);
-        self.write_join(&b, l);
+        let n = self
+            .joining()
+            .ok_or_else(|| Declined::because("attention: the device's groups are too small"))?;
+        let b = Builder::with_index("attention_join", [n, 1, 1], self.ix);
+        self.write_join(&b, l, n);
         single(b, args, self.queries(), self.caps)
     }
 
-    fn write_join<'a>(&self, b: &'a Builder, l: &Layout) {
+    fn write_join<'a>(&self, b: &'a Builder, l: &Layout, n: u32) {
         let (x, y) = (b.input(self.ty.dtype()), b.output(self.dtype));
         let [bh, rows, parts, d] = ["bh", "rows", "parts", "d"].map(|n| b.size(n));
-        let (factors, scratch) = (b.local(self.ty, PARTS as u32), b.local(self.ty, JOIN));
-        let sums = b.local(self.ty, JOIN * QUAD);
+        let (factors, scratch) = (b.local(self.ty, PARTS as u32), b.local(self.ty, n));
+        let sums = b.local(self.ty, n * QUAD);
         // Work-items across a row, and parts that are read side by side.
         let across = l.width / QUAD;
-        let slices = JOIN / across;
+        let slices = n / across;
         let g = b.let_(b.linear_group());
         b.if_(g.lt(bh * rows), || {
             let lid = b.local_id(0);
             let (bk, r) = (b.let_(g.idiv(rows)), b.let_(g.imod(rows)));
             let part = |p: E<'a>| b.let_(row_of_part(l, [bk, parts, p], rows, r));
             let top = b.var_of(self.ty, NEG_INF);
-            b.for_(lid, parts, JOIN, |p| top.set(top.get().max(b.load(x, part(p) + (l.width + 1)))));
+            b.for_(lid, parts, n, |p| top.set(top.get().max(b.load(x, part(p) + (l.width + 1)))));
             let top = b.group_reduce(Reduce::Max, top.get(), scratch);
             // Where no part saw a key its factors are 0, and the result is 0 / 0.
             let shift = b.let_(top.equals(NEG_INF).select(b.constant(self.ty, 0), top));
             let weight = b.var_of(self.ty, 0);
-            b.for_(lid, parts, JOIN, |p| {
+            b.for_(lid, parts, n, |p| {
                 let at = part(p);
                 let f = b.let_((b.load(x, at + (l.width + 1)) - shift).exp());
                 factors.store(p, f);
@@ -467,7 +474,7 @@ impl Cx<'_> {
             });
             acc.iter().enumerate().for_each(|(e, a)| sums.store(z * l.width + j + e, a.get()));
             b.barrier();
-            b.for_(lid, d, JOIN, |j| {
+            b.for_(lid, d, n, |j| {
                 let sum = b.var_of(self.ty, 0);
                 b.for_(0, slices, 1, |z| sum.set(sum.get() + sums.load(z * l.width + j)));
                 b.store(y, g * d + j, sum.get() / weight);
