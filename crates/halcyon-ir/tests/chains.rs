@@ -6,7 +6,9 @@ mod tensor;
 
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out, Param};
 use halcyon_ir::kernel::interp::{Options, run};
-use halcyon_ir::kernel::lower::{fused_choices, fused_param, lower_fused, lower_fused_as};
+use halcyon_ir::kernel::lower::{
+    fused_choices, fused_param, lower_fused, lower_fused_as, reduction_in_parts,
+};
 use halcyon_ir::kernel::{BufId, Kernel, Launch};
 use halcyon_ir::layout::View;
 use halcyon_ir::op::ReduceKind;
@@ -331,6 +333,67 @@ fn reductions_in_runs() {
             let k = check_fused(&f, &tensors, &caps(), 4.0 + n as f64);
             let name = if vector { "chain_reduce_vector" } else { "chain_reduce_group" };
             assert_eq!(k.name, name, "{d} {shape:?}");
+        }
+    }
+}
+
+/// Few results of much are reduced in parts; what lies between has the type of sums.
+#[test]
+fn long_reductions_in_parts() {
+    let mut g = Rng(13);
+    let wide = Caps { compute_units: 8, ..caps() };
+    for (shape, reduced, parts) in [
+        (vec![49_152], 1, Some(12)),
+        (vec![3, 20_000], 1, Some(2)),
+        (vec![2, 7, 3000], 2, Some(5)),
+        // A prime, and what is short or has results enough.
+        (vec![10_007], 1, None),
+        (vec![8000], 1, None),
+        (vec![16, 20_000], 1, None),
+    ] {
+        for (d, value) in [(DType::F32, DType::F32), (DType::BF16, DType::F32), (DType::U8, DType::U32)] {
+            // Multiples of 1/8 that all types hold, whose sums are exact.
+            let step = if d.is_float() { 0.125 } else { 1.0 };
+            let x = Tensor::new(d, &shape, 0, |_| g.below(32) as f64 * step);
+            let outer = &shape[..shape.len() - reduced];
+            for kind in [ReduceKind::Sum, ReduceKind::Max] {
+                let f = Fused {
+                    space: shape.as_slice().into(),
+                    reduced,
+                    loads: vec![Load { input: 0, dtype: d, view: x.operand.view.clone(), fill: None }],
+                    params: vec![],
+                    body: vec![instr(InstrKind::Load(0), d, &[])],
+                    outs: vec![Out { value: 0, dtype: d, reduce: Some(kind), view: View::dense(outer) }],
+                };
+                let two = reduction_in_parts(&f, &wide);
+                assert_eq!(two.as_ref().map(|[_, last]| *last.space.last().unwrap()), parts, "{shape:?}");
+                assert!(reduction_in_parts(&f, &Caps { is_cpu: true, ..wide.clone() }).is_none());
+                let Some([first, last]) = two else { continue };
+                assert_eq!((first.outs[0].dtype, last.outs[0].dtype), (value, d));
+                let mut bytes = x.bytes.clone();
+                for f in [&first, &last] {
+                    let (k, l) = lower_fused(f, &wide).unwrap();
+                    let o = &f.outs[0];
+                    let mut all = vec![bytes, vec![0xCD; o.dtype.bytes(o.view.numel())]];
+                    let options = Options { sanitize: true, poisoned: vec![BufId(1)], ..Options::default() };
+                    let r = run(&k, &l, &mut all, &options).unwrap();
+                    assert!(r.reports.is_empty(), "{}", r.reports[0]);
+                    bytes = all.pop().unwrap();
+                }
+                let n = x.values.len() / outer.iter().product::<usize>();
+                let want: Vec<Scalar> = x
+                    .values
+                    .chunks(n)
+                    .map(|row| match kind {
+                        ReduceKind::Sum if d == DType::U8 => row.iter().sum::<f64>() % 256.0,
+                        ReduceKind::Sum => row.iter().sum(),
+                        _ => row.iter().fold(0.0, |m, v| f64::max(m, *v)),
+                    })
+                    .map(|v| Scalar::F(v).cast(d))
+                    .collect();
+                let got: Vec<Scalar> = bytes.chunks(d.size()).map(|b| Scalar::from_bytes(d, b)).collect();
+                assert_eq!(got, want, "{d} {shape:?} {kind:?}");
+            }
         }
     }
 }
