@@ -1,9 +1,10 @@
 //! Attention in one pass over the keys with a running maximum and sum (Milakov and Gimelshein 2018; Dao et al. 2022), so no score
 //! matrix is stored.
 //!
-//! Four kernels: tiles of queries and keys in workgroup memory; for few queries, that of `attention_split.rs`, whose groups share the keys;
-//! a workgroup per query whose work-items take a key each; and, on CPUs, a work-item per query. The query heads that share a key head are rows of one tile. A query
-//! whose keys are all masked gives NaN, as the definition has it; keys past a causal limit are not read.
+//! Four kernels: tiles of queries and keys in workgroup memory; for few queries, that of `attention_split.rs`, and where a device cannot
+//! have it a workgroup per query whose work-items take a key each; and, on CPUs, a work-item per query. The query heads that share a
+//! key head are rows of one tile. A query whose keys are all masked gives NaN, as the definition has it; keys past a causal limit are
+//! not read.
 
 use super::attention_split::{self as split, Split};
 use super::common::*;
