@@ -5,7 +5,7 @@ mod common;
 
 use common::*;
 use halcyon_hal::{BackendType, Command, Device, Tag};
-use halcyon_ir::kernel::lower::lower_op;
+use halcyon_ir::kernel::lower::{Lowered, lower_op};
 use halcyon_ir::layout::View;
 use halcyon_ir::op::{Conv, Op, Pool, PoolKind};
 use halcyon_ir::reference::eval_f64;
@@ -47,7 +47,7 @@ fn check(shapes: &[&[usize]], build: impl Fn(&mut Graph, &[NodeId]) -> Result<No
             let op = &g.node(y).op;
             let low = lower_op(op, &ins, std::slice::from_ref(&out), false, &caps).unwrap();
             let name = low.steps[0].0.name.clone();
-            let got = launch(&*dev, &low.steps, &data, want.len());
+            let got = launch(&*dev, &low, &data, want.len());
             let scale = want.iter().fold(0f64, |m, v| m.max(v.abs()));
             for (i, (g, w)) in got.iter().zip(&want).enumerate() {
                 let ok = (*g as f64 - w).abs() <= 2e-5 * scale;
@@ -95,7 +95,7 @@ fn products_on_matrix_units() {
                 let output = [Operand { dtype: DType::F32, view: View::dense(&[m, n]) }];
                 let low = lower_op(&Op::Matmul, &inputs, &output, false, caps).unwrap();
                 assert_eq!(low.steps[0].0.name, "matmul_matrix", "{name}");
-                let got = run_steps(&*dev, &low.steps, &[bytes(&a, d), bytes(&b, d)], m * n);
+                let got = run_steps(&*dev, &low, &[bytes(&a, d), bytes(&b, d)], m * n);
                 for i in 0..m {
                     for j in 0..n {
                         let term = |l: usize| at(&a, &views[0], i, l) * at(&b, &views[1], l, j);
@@ -108,23 +108,20 @@ fn products_on_matrix_units() {
     }
 }
 
-type Steps = [(halcyon_ir::kernel::Kernel, halcyon_ir::kernel::Launch, Vec<usize>)];
-
-fn launch(dev: &dyn Device, steps: &Steps, data: &[ConstData], results: usize) -> Vec<f32> {
-    run_steps(dev, steps, &data.iter().map(|d| d.bytes().to_vec()).collect::<Vec<_>>(), results)
+fn launch(dev: &dyn Device, low: &Lowered, data: &[ConstData], results: usize) -> Vec<f32> {
+    run_steps(dev, low, &data.iter().map(|d| d.bytes().to_vec()).collect::<Vec<_>>(), results)
 }
 
-fn run_steps(dev: &dyn Device, steps: &Steps, data: &[Vec<u8>], results: usize) -> Vec<f32> {
+fn run_steps(dev: &dyn Device, low: &Lowered, data: &[Vec<u8>], results: usize) -> Vec<f32> {
+    let mut raw = vec![0xFF; results * 4];
+    let poison = low.temps.iter().map(|n| vec![0xFF; *n]);
     let mut all = vec![];
-    for d in data {
+    for d in data.iter().cloned().chain([raw.clone()]).chain(poison) {
         let b = dev.alloc(d.len(), Tag::Io).unwrap();
-        dev.write(&b, 0, d).unwrap();
+        dev.write(&b, 0, &d).unwrap();
         all.push(b);
     }
-    let mut raw = vec![0xFF; results * 4];
-    all.push(dev.alloc(raw.len(), Tag::Io).unwrap());
-    dev.write(&all[data.len()], 0, &raw).unwrap();
-    for (k, l, places) in steps {
+    for (k, l, places) in &low.steps {
         let program = dev.compile(k).unwrap();
         let buffers: Vec<_> = places.iter().map(|&i| all[i].clone()).collect();
         dev.submit(&[Command::Launch {
@@ -181,6 +178,11 @@ fn rows() {
 fn attention() {
     for (sq, sk, d) in [(1, 150, 64), (19, 37, 20), (5, 40, 100), (3, 20, 200)] {
         let (q, k) = ([2, 4, sq, d], [2, 2, sk, d]);
+        check(&[&q, &k, &k, &[sq, sk]], |g, x| g.attention(x[0], x[1], x[2], Some(x[3]), true, 0.2));
+    }
+    // Few queries of many keys, as a GPU gets them: in parts.
+    for (h, sq, sk, d) in [(4, 1, 700, 64), (2, 3, 300, 20)] {
+        let (q, k) = ([1, h, sq, d], [1, 1, sk, d]);
         check(&[&q, &k, &k, &[sq, sk]], |g, x| g.attention(x[0], x[1], x[2], Some(x[3]), true, 0.2));
     }
 }

@@ -6,7 +6,9 @@ mod tensor;
 
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out, Param};
 use halcyon_ir::kernel::interp::{Options, run};
-use halcyon_ir::kernel::lower::{fused_choices, fused_param, lower_fused, lower_fused_as};
+use halcyon_ir::kernel::lower::{
+    fused_choices, fused_param, lower_fused, lower_fused_as, reduction_in_parts,
+};
 use halcyon_ir::kernel::{BufId, Kernel, Launch};
 use halcyon_ir::layout::View;
 use halcyon_ir::op::ReduceKind;
@@ -286,6 +288,112 @@ fn fused_reductions() {
             };
             check_fused(&f, std::slice::from_ref(&x), &caps(), 3.0);
             check_fused(&f, &[x], &Caps { is_cpu: true, ..caps() }, 3.0);
+        }
+    }
+}
+
+/// Reductions along the last axis read neighbours at once where they lie so: rows, the middle of rows, a row for all, a column, and what
+/// is transposed one by one.
+#[test]
+fn reductions_in_runs() {
+    let mut g = Rng(12);
+    for (n, d) in [DType::F32, DType::F16, DType::BF16, DType::U8, DType::I16].into_iter().enumerate() {
+        for (shape, reduced, vector) in [
+            (vec![5, 272], 1, true),
+            (vec![1024], 1, true),
+            (vec![3, 6, 48], 2, true),
+            (vec![2, 36], 1, true),
+            (vec![4, 75], 1, false),
+        ] {
+            let rank = shape.len();
+            let x: Vec<Tensor> = [0, 2, 1].iter().map(|l| Tensor::random(d, &shape, *l, &mut g)).collect();
+            let row = Tensor::random(d, &shape[rank - 1..], 0, &mut g);
+            let one = Tensor::random(d, &[&shape[..rank - 1], &[1]].concat(), 0, &mut g);
+            let tensors: Vec<Tensor> = x.into_iter().chain([row, one]).collect();
+            let view = |t: &Tensor| t.operand.view.expand(&shape);
+            let load =
+                |(i, t): (usize, &Tensor)| Load { input: i as u32, dtype: d, view: view(t), fill: None };
+            let mut body: Vec<Instr> = (0..5).map(|i| instr(InstrKind::Load(i), d, &[])).collect();
+            body.extend((0..5).map(|i| instr(InstrKind::Cast, DType::F32, &[i])));
+            body.push(instr(InstrKind::Iota(rank as u32 - 1), DType::F32, &[]));
+            body.extend(
+                [(5, 6), (11, 7), (12, 8), (13, 9), (14, 10)]
+                    .map(|(a, b)| instr(InstrKind::Op(ScalarOp::Add), DType::F32, &[a, b])),
+            );
+            let outer = &shape[..rank - reduced];
+            let out = |k| Out { value: 15, dtype: DType::F32, reduce: Some(k), view: View::dense(outer) };
+            let f = Fused {
+                space: shape.as_slice().into(),
+                reduced,
+                loads: tensors.iter().enumerate().map(load).collect(),
+                params: vec![],
+                body,
+                outs: [ReduceKind::Sum, ReduceKind::Max].map(out).to_vec(),
+            };
+            let k = check_fused(&f, &tensors, &caps(), 4.0 + n as f64);
+            let name = if vector { "chain_reduce_vector" } else { "chain_reduce_group" };
+            assert_eq!(k.name, name, "{d} {shape:?}");
+        }
+    }
+}
+
+/// Few results of much are reduced in parts; what lies between has the type of sums.
+#[test]
+fn long_reductions_in_parts() {
+    let mut g = Rng(13);
+    let wide = Caps { compute_units: 8, ..caps() };
+    for (shape, reduced, parts) in [
+        (vec![49_152], 1, Some(12)),
+        (vec![3, 20_000], 1, Some(2)),
+        (vec![2, 7, 3000], 2, Some(5)),
+        // A prime, and what is short or has results enough.
+        (vec![10_007], 1, None),
+        (vec![8000], 1, None),
+        (vec![16, 20_000], 1, None),
+    ] {
+        for (d, value) in [(DType::F32, DType::F32), (DType::BF16, DType::F32), (DType::U8, DType::U32)] {
+            // Multiples of 1/8 that all types hold, whose sums are exact.
+            let step = if d.is_float() { 0.125 } else { 1.0 };
+            let x = Tensor::new(d, &shape, 0, |_| g.below(32) as f64 * step);
+            let outer = &shape[..shape.len() - reduced];
+            for kind in [ReduceKind::Sum, ReduceKind::Max] {
+                let f = Fused {
+                    space: shape.as_slice().into(),
+                    reduced,
+                    loads: vec![Load { input: 0, dtype: d, view: x.operand.view.clone(), fill: None }],
+                    params: vec![],
+                    body: vec![instr(InstrKind::Load(0), d, &[])],
+                    outs: vec![Out { value: 0, dtype: d, reduce: Some(kind), view: View::dense(outer) }],
+                };
+                let two = reduction_in_parts(&f, &wide);
+                assert_eq!(two.as_ref().map(|[_, last]| *last.space.last().unwrap()), parts, "{shape:?}");
+                assert!(reduction_in_parts(&f, &Caps { is_cpu: true, ..wide.clone() }).is_none());
+                let Some([first, last]) = two else { continue };
+                assert_eq!((first.outs[0].dtype, last.outs[0].dtype), (value, d));
+                let mut bytes = x.bytes.clone();
+                for f in [&first, &last] {
+                    let (k, l) = lower_fused(f, &wide).unwrap();
+                    let o = &f.outs[0];
+                    let mut all = vec![bytes, vec![0xCD; o.dtype.bytes(o.view.numel())]];
+                    let options = Options { sanitize: true, poisoned: vec![BufId(1)], ..Options::default() };
+                    let r = run(&k, &l, &mut all, &options).unwrap();
+                    assert!(r.reports.is_empty(), "{}", r.reports[0]);
+                    bytes = all.pop().unwrap();
+                }
+                let n = x.values.len() / outer.iter().product::<usize>();
+                let want: Vec<Scalar> = x
+                    .values
+                    .chunks(n)
+                    .map(|row| match kind {
+                        ReduceKind::Sum if d == DType::U8 => row.iter().sum::<f64>() % 256.0,
+                        ReduceKind::Sum => row.iter().sum(),
+                        _ => row.iter().fold(0.0, |m, v| f64::max(m, *v)),
+                    })
+                    .map(|v| Scalar::F(v).cast(d))
+                    .collect();
+                let got: Vec<Scalar> = bytes.chunks(d.size()).map(|b| Scalar::from_bytes(d, b)).collect();
+                assert_eq!(got, want, "{d} {shape:?} {kind:?}");
+            }
         }
     }
 }

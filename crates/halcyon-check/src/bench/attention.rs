@@ -15,6 +15,7 @@ const SHAPES: &[(&str, [usize; 6], bool)] = &[
     ("prompt", [1, 32, 8, 4096, 4096, 128], true),
     ("encoder", [8, 12, 12, 512, 512, 64], false),
     ("token", [8, 32, 8, 1, 4096, 128], false),
+    ("token", [1, 32, 4, 1, 65536, 128], false),
 ];
 const TINY: &[(&str, [usize; 6], bool)] =
     &[("prompt", [1, 4, 2, 8, 8, 16], true), ("token", [1, 4, 2, 1, 16, 16], false)];
@@ -35,9 +36,14 @@ pub fn main(o: &Own) -> Result<()> {
                 }));
                 let g = b.capture_graph(|| [q.attention(&k, &v, None, *causal, 1.0 / (*d as f64).sqrt())])?;
                 let t = bench.replay(there, &b, &g)?;
-                let half = if *causal { 0.5 } else { 1.0 };
-                let flops = 4.0 * half * (n * h * sq * sk * d) as f64;
-                rate(&name, "TFLOP/s", flops * 1e-12, t, &bench.theirs(), Some(TARGET), &kernels(&g));
+                // A token waits for the keys and values to be read.
+                let (unit, amount) = if *sq == 1 {
+                    ("GB/s", dtype.bytes(2 * n * d * (h * sq + hk * sk)) as f64 / 1e9)
+                } else {
+                    let half = if *causal { 0.5 } else { 1.0 };
+                    ("TFLOP/s", 4e-12 * half * (n * h * sq * sk * d) as f64)
+                };
+                rate(&name, unit, amount, t, &bench.theirs(), Some(TARGET), &kernels(&g));
                 Ok(())
             });
         }

@@ -60,6 +60,22 @@ pub fn main(o: &Own) -> Result<()> {
             Ok(())
         });
     }
+    // A step of decoding reads the keys and values of all that came before.
+    let caches: &[[usize; 5]] =
+        if o.tiny { &[[1, 4, 2, 300, 16]] } else { &[[8, 32, 8, 4096, 128], [1, 32, 4, 65536, 128]] };
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        for &[n, h, hk, sk, d] in caches {
+            let name = format!("attention of a token {dtype} q [{n}, {h}, 1, {d}], k [{n}, {hk}, {sk}, {d}]");
+            part(&name, || {
+                let q = drawn(&b, &[n, h, 1, d], dtype, 1)?;
+                let [k, v] = [drawn(&b, &[n, hk, sk, d], dtype, 2)?, drawn(&b, &[n, hk, sk, d], dtype, 3)?];
+                let g = b.capture_graph(|| [q.attention(&k, &v, None, false, 1.0 / (d as f64).sqrt())])?;
+                let bytes = dtype.bytes(2 * n * d * (h + hk * sk)) as f64;
+                of_copy(&name, bytes, bench.replay(false, &b, &g)?, copied, &kernels(&g));
+                Ok(())
+            });
+        }
+    }
     Ok(())
 }
 

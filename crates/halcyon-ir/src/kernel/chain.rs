@@ -48,15 +48,24 @@ impl Form {
         }
     }
 
-    /// One work-item per result where there are many of them or little to reduce, else one group per result.
+    /// One work-item per result where there are many of them or little to reduce, else one group per result, which also takes many where
+    /// it reads them in runs.
     fn default(f: &Fused, caps: &Caps) -> Form {
-        if let Some(each) = neighbours(f, caps) {
+        let each = neighbours(f, caps);
+        if let Some(each) = each.filter(|_| f.reduced == 0) {
             return Form::Vector { items: 256.min(caps.max_workgroup), each };
         }
         let outer: usize = f.outer().iter().product();
         let inner: usize = f.inner().iter().product();
-        let alone = f.reduced == 0 || inner <= 32 || (caps.is_cpu && outer >= 64) || outer >= 1 << 16;
-        if alone { Form::Item(256.min(caps.max_workgroup)) } else { Form::Group(128) }
+        // Reads for 32 work-items at least.
+        let runs = each.map(|e| inner / e as usize).filter(|n| *n >= 32 && caps.max_workgroup >= 128);
+        let many = outer >= 1 << 16 && runs.is_none();
+        let alone = f.reduced == 0 || inner <= 32 || (caps.is_cpu && outer >= 64) || many;
+        match runs {
+            _ if alone => Form::Item(256.min(caps.max_workgroup)),
+            Some(n) => Form::Group(n.min(128).next_power_of_two() as u32),
+            None => Form::Group(128),
+        }
     }
 }
 
@@ -88,19 +97,23 @@ fn reach(v: &View, dtype: DType, each: u32) -> Reach {
 }
 
 /// How many neighbours a work-item does on a GPU: 16 bytes of the narrowest type that is read or written in runs, fewer where sizes do
-/// not divide or the code would be long; `None` for one.
+/// not divide or the code would be long; `None` for one. Of a reduction they are what it adds up: neighbours along the last axis that
+/// some load has in runs.
 fn neighbours(f: &Fused, caps: &Caps) -> Option<u32> {
-    if caps.is_cpu || f.reduced > 0 {
+    if caps.is_cpu {
         return None;
     }
     let last = *f.space.last()?;
-    let sizes = f.loads.iter().filter(|l| reach(&l.view, l.dtype, 1) == Reach::Run).map(|l| l.dtype.size());
-    let narrowest = sizes.chain(f.outs.iter().map(|o| o.dtype.size())).min()?;
+    let in_runs = |each: u32| f.loads.iter().filter(move |l| reach(&l.view, l.dtype, each) == Reach::Run);
+    let written = f.outs.iter().filter(|_| f.reduced == 0);
+    let sizes = in_runs(1).map(|l| l.dtype.size()).chain(written.clone().map(|o| o.dtype.size()));
+    let narrowest = sizes.min()?;
     [16, 8, 4].into_iter().find(|each| {
         *each as usize * narrowest <= 16
             && (*each as usize * f.body.len() <= 256 || *each == 4)
             && last % *each as usize == 0
-            && f.outs.iter().all(|o| runs(&o.view, o.dtype, *each))
+            && written.clone().all(|o| runs(&o.view, o.dtype, *each))
+            && (f.reduced == 0 || in_runs(*each).next().is_some())
     })
 }
 
@@ -114,7 +127,7 @@ pub fn fused_choices(f: &Fused, caps: &Caps) -> Choices {
     let (outer, inner) = (f.outer().iter().product(), f.inner().iter().product());
     let each = neighbours(f, caps);
     let mut all: Vec<Form> = vec![];
-    if let Some(each) = each {
+    if let Some(each) = each.filter(|_| f.reduced == 0) {
         all.extend([64, 128, 256, 512].map(|items| Form::Vector { items, each }));
     }
     all.extend([16, 32, 64, 128, 256, 512].map(Form::Item));
@@ -163,11 +176,16 @@ fn build(f: &Fused, caps: &Caps, form: Form) -> Result<(Kernel, Launch)> {
     let ix = index(f);
     let outer: usize = f.outer().iter().product();
     let (group, alone) = (form.items(), !matches!(form, Form::Group(_)));
-    let each = if let Form::Vector { each, .. } = form { each } else { 1 };
+    let each = match form {
+        Form::Vector { each, .. } => each,
+        Form::Group(_) => neighbours(f, caps).unwrap_or(1),
+        Form::Item(_) => 1,
+    };
     let name = match (f.reduced > 0, alone) {
         (false, _) if each > 1 => "chain_vector",
         (false, _) => "chain",
         (true, true) => "chain_reduce",
+        (true, false) if each > 1 => "chain_reduce_vector",
         (true, false) => "chain_reduce_group",
     };
     let t = Template::with_index(name, group, ix);
@@ -184,8 +202,9 @@ fn build(f: &Fused, caps: &Caps, form: Form) -> Result<(Kernel, Launch)> {
         b.if_(i.lt(w.count), || {
             let idx = t.split(b.let_(i), &w.outer);
             if each > 1 {
-                if let Err(e) = w.vector(b, idx, each) {
-                    w.fail(e);
+                match w.vector(b, idx, each) {
+                    Ok((first, results)) => w.write_runs(b, &first, &results),
+                    Err(e) => w.fail(e),
                 }
                 return;
             }
@@ -213,7 +232,7 @@ fn build(f: &Fused, caps: &Caps, form: Form) -> Result<(Kernel, Launch)> {
         let todo = t.work(w.count, w.reduced);
         let idx = t.split(row, &w.outer);
         let total = w.accumulators(b);
-        b.for_(b.local_id(0), todo, group, |r| w.step(&t, &idx, r, &total));
+        b.for_(b.local_id(0), todo, group, |r| w.steps(&t, &idx, r, each, &total));
         let mut scratch: Vec<(Ty, Local<'_>)> = vec![];
         let sums: Vec<E<'_>> = total
             .iter()
@@ -269,8 +288,11 @@ struct Chain<'a> {
     error: std::cell::Cell<Option<Error>>,
 }
 
+/// A point, and for each result its values there and at the neighbours.
+type Neighbours<'a> = (Vec<E<'a>>, Vec<Vec<E<'a>>>);
+
 impl<'a> Chain<'a> {
-    /// With `each` over one the points are as many neighbours along the last axis.
+    /// With `each` over one the points, those of the reduction if there is one, are as many neighbours along the last axis.
     fn declare(t: &'a Template, f: &'a Fused, each: u32) -> Result<Chain<'a>> {
         let b = &t.b;
         let inputs = f.loads.iter().map(|l| l.input + 1).max().unwrap_or(0);
@@ -284,8 +306,9 @@ impl<'a> Chain<'a> {
             bufs.push(b.raw_buffer(d, false));
         }
         let outs: Vec<Buf> = f.outs.iter().map(|o| b.raw_buffer(o.dtype, true)).collect();
-        let count = t.size("n", f.outer().iter().product::<usize>() / each as usize);
-        let reduced = t.size("r", f.inner().iter().product::<usize>());
+        let [by_count, by_reduced] = if f.reduced == 0 { [each as usize, 1] } else { [1, each as usize] };
+        let count = t.size("n", f.outer().iter().product::<usize>() / by_count);
+        let reduced = t.size("r", f.inner().iter().product::<usize>() / by_reduced);
         let border = f.space.len() - f.reduced;
         // The first dimension of each part is never divided by.
         let dims: Vec<E<'a>> = (0..f.space.len())
@@ -330,8 +353,9 @@ impl<'a> Chain<'a> {
         self.error.set(Some(old.unwrap_or(e)));
     }
 
-    /// Neighbours along the last axis: what can be is read in runs, and results are written so.
-    fn vector(&self, b: &'a Builder, mut idx: Vec<E<'a>>, each: u32) -> Result<()> {
+    /// The place of the first of `each` neighbours along the last axis, which `idx` counts, and of all of them the results. What can be
+    /// is read in runs.
+    fn vector(&self, b: &'a Builder, mut idx: Vec<E<'a>>, each: u32) -> Result<Neighbours<'a>> {
         let Some(last) = idx.len().checked_sub(1) else {
             return Err(Error::internal("neighbours of a scalar"));
         };
@@ -357,10 +381,13 @@ impl<'a> Chain<'a> {
                 r.push(v[o.value as usize]);
             }
         }
-        for (s, r) in self.outs.iter().zip(&results) {
-            b.store_run(s.buf, s.at(&first), r);
+        Ok((first, results))
+    }
+
+    fn write_runs(&self, b: &'a Builder, first: &[E<'a>], results: &[Vec<E<'a>>]) {
+        for (s, r) in self.outs.iter().zip(results) {
+            b.store_run(s.buf, s.at(first), r);
         }
-        Ok(())
     }
 
     /// Values of all instructions at a point; those of some loads may be given.
@@ -432,6 +459,23 @@ impl<'a> Chain<'a> {
             if let Some(k) = o.reduce {
                 a.set(typed(b, k.op(d), d, &[a.get(), *v]));
             }
+        }
+    }
+
+    /// Adds `each` neighbours, of which `r` is the linear reduced index.
+    fn steps(&self, t: &'a Template, idx: &[E<'a>], r: E<'a>, each: u32, acc: &[Var<'a>]) {
+        if each == 1 {
+            return self.step(t, idx, r, acc);
+        }
+        let mut full = idx.to_vec();
+        full.extend(t.split(r, &self.inner));
+        match self.vector(&t.b, full, each) {
+            Ok((_, results)) => {
+                for e in 0..each as usize {
+                    self.combine(&t.b, acc, &results.iter().map(|r| r[e]).collect::<Vec<_>>());
+                }
+            }
+            Err(e) => self.fail(e),
         }
     }
 

@@ -1,6 +1,7 @@
 //! From fused kernels and structured ops to kernel IR. The signatures here are what `crate::lower` calls.
 
 pub use super::chain::{fused_choices, fused_param, lower_fused, lower_fused_as};
+pub use super::parts::reduction_in_parts;
 use super::templates::{self, gather, scan};
 use super::tune::{Choices, Variant};
 use super::{Kernel, Launch, verify_for};

@@ -6,6 +6,7 @@ mod chain;
 pub mod interp;
 pub mod ir;
 pub mod lower;
+mod parts;
 pub mod templates;
 pub mod tune;
 pub mod verify;

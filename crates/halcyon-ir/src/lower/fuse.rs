@@ -243,6 +243,10 @@ impl Lowerer<'_> {
         let (work, tunable) = match self.target.library(&call) {
             Ok(k) => (StepWork::Library(k), None),
             Err(_) => {
+                if let Some(two) = kernel_lower::reduction_in_parts(&f, self.target.caps()) {
+                    let of = (body.sources, body.nodes);
+                    return self.in_parts(root, two, inputs, &outputs[0], of, buffers, name);
+                }
                 let (kernel, launch, tunable) =
                     self.chain(&f, inputs, &outputs[0]).map_err(|e| e.at(&self.g.node(root).span))?;
                 (kernel_work(kernel, launch, Some(&f)), tunable)
@@ -269,6 +273,53 @@ impl Lowerer<'_> {
 }
 
 impl Lowerer<'_> {
+    /// A reduction as two steps with a temporary between them.
+    #[allow(clippy::too_many_arguments)]
+    fn in_parts(
+        &mut self,
+        root: NodeId,
+        [first, last]: [Fused; 2],
+        inputs: Vec<Operand>,
+        output: &Operand,
+        (sources, nodes): (Vec<NodeId>, usize),
+        mut buffers: Vec<BufId>,
+        name: String,
+    ) -> Result<()> {
+        let Some(between) = first.outs.first().map(|o| Operand { dtype: o.dtype, view: o.view.clone() })
+        else {
+            return Err(Error::internal("a reduction without a result"));
+        };
+        let temp = self.new_buffer(between.dtype, &between.view.shape);
+        let result = buffers.pop().ok_or_else(|| Error::internal("a reduction without a buffer"))?;
+        buffers.push(temp);
+        let read: Values = sources.into_iter().map(Some).chain([None]).collect();
+        let written: Values = [None, Some(root)].into_iter().collect();
+        let halves = [
+            (first, inputs, &between, buffers, read, nodes),
+            (last, vec![between.clone()], output, vec![temp, result], written, 1),
+        ];
+        for (f, inputs, output, buffers, values, nodes) in halves {
+            let f = Arc::new(f);
+            let (kernel, launch, tunable) =
+                self.chain(&f, inputs, output).map_err(|e| e.at(&self.g.node(root).span))?;
+            self.values.push(values);
+            self.plan.steps.push(Step {
+                work: kernel_work(kernel, launch, Some(&f)),
+                buffers,
+                outputs: 1,
+                op: if nodes > 1 { format!("{name}+{}", nodes - 1) } else { name.clone() },
+                span: self.g.node(root).span.clone(),
+                range: String::new(),
+                flops: f.flops(),
+                bytes: f.bytes(),
+                nodes: nodes.max(1),
+                fused: Some(f),
+                tunable,
+            });
+        }
+        Ok(())
+    }
+
     /// The kernel of a chain: the tuned one where tuning knows it.
     fn chain(
         &self,

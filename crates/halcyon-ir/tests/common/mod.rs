@@ -324,6 +324,26 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
     out
 }
 
+/// Attention for few queries: one row and as many as a group takes, keys that are split and not, read 16 bytes at a time and not.
+pub fn few_queries(f64: bool) -> Vec<Kernel> {
+    let mut out = vec![];
+    let caps = Caps { f64, compute_units: 64, ..Caps::generous() };
+    for d in DType::native().filter(|d| d.is_float() && (f64 || *d != DType::F64)) {
+        for (heads, keys, size) in [(1, 300, 64), (4, 300, 128), (8, 300, 50), (8, 40, 128)] {
+            let (q, kv) = ([1, heads, 1, size], [1, 1, keys, size]);
+            let mut g = Graph::new();
+            let x = [&q, &kv, &kv].map(|s| g.input("x", TensorType::new(d, *s)));
+            let y = g.attention(x[0], x[1], x[2], None, true, 0.125).unwrap();
+            let inputs = [&q, &kv, &kv].map(|s| Operand { dtype: d, view: View::dense(s) });
+            let output = [inputs[0].clone()];
+            let low = lower_op(&g.node(y).op, &inputs, &output, false, &caps).unwrap();
+            assert_eq!(low.steps.len(), if keys > 256 { 2 } else { 1 });
+            out.extend(low.steps.into_iter().map(|s| s.0));
+        }
+    }
+    out
+}
+
 /// Products on matrix units: every tile, and per type operands that are contiguous along the sum and across it, with and without
 /// vectors.
 pub fn matrix_products(caps: &Caps) -> Vec<Kernel> {
@@ -363,6 +383,7 @@ pub fn everything_for(f64: bool) -> Vec<Kernel> {
         k.push(subgroup(d));
     }
     k.extend(templates(f64));
+    k.extend(few_queries(f64));
     k.extend(all_scalars(f64));
     k.extend(all_casts(f64));
     k

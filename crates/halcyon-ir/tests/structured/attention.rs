@@ -1,6 +1,7 @@
 use crate::harness::*;
 use halcyon_ir::kernel::templates::attention::lower;
 use halcyon_ir::layout::View;
+use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{DType, Graph, TensorType};
 
 #[derive(Clone, Copy)]
@@ -30,21 +31,122 @@ const SMALL: Case = Case { b: 2, h: 4, hk: 2, sq: 5, sk: 37, d: 20 };
 #[test]
 fn shapes_choose_the_kernel() {
     let mut r = Rng::new(51);
+    let (tiled, few) = (&["attention_tiled"][..], &["attention_few"][..]);
+    let split = &["attention_split", "attention_join"][..];
     for (c, gpu) in [
-        (SMALL, "attention_tiled"),
-        (Case { sq: 19, sk: 19, h: 2, ..SMALL }, "attention_tiled"),
-        (Case { sq: 1, ..SMALL }, "attention_key"),
-        (Case { sq: 1, sk: 150, d: 64, ..SMALL }, "attention_key"),
-        (Case { b: 1, d: 100, ..SMALL }, "attention_tiled"),
-        (Case { b: 1, d: 200, sk: 20, ..SMALL }, "attention_tiled"),
-        (Case { b: 1, h: 1, hk: 1, sq: 1, sk: 300, d: 129 }, "attention_key"),
-        (Case { b: 1, h: 1, hk: 1, sq: 1, sk: 1, d: 1 }, "attention_key"),
+        (SMALL, tiled),
+        (Case { sq: 19, sk: 19, h: 2, ..SMALL }, tiled),
+        (Case { sq: 1, ..SMALL }, few),
+        (Case { sq: 1, sk: 150, d: 64, ..SMALL }, few),
+        (Case { b: 1, d: 100, ..SMALL }, tiled),
+        (Case { b: 1, d: 200, sk: 20, ..SMALL }, tiled),
+        (Case { b: 1, h: 1, hk: 1, sq: 1, sk: 300, d: 129 }, split),
+        (Case { b: 1, h: 1, hk: 1, sq: 1, sk: 1, d: 1 }, few),
     ] {
         for causal in [false, true] {
             let names = run(&operands(&mut r, DType::F32, c), causal);
-            assert_eq!(names, [gpu, "attention_item", "attention_item"]);
+            assert_eq!(names, [gpu, &["attention_item"; 2]].concat());
         }
     }
+}
+
+/// A GPU that a single group would leave idle.
+fn wide() -> Vec<Caps> {
+    vec![Caps { compute_units: 64, ..Caps::generous() }]
+}
+
+fn run_wide(x: &[Input], causal: bool) -> Vec<String> {
+    check_on(&wide(), lower, x, 64.0, |g, v| g.attention(v[0], v[1], v[2], v.get(3).copied(), causal, 0.3))
+}
+
+const SPLIT: [&str; 2] = ["attention_split", "attention_join"];
+
+#[test]
+fn few_queries_split_the_keys() {
+    let mut r = Rng::new(58);
+    let c = Case { b: 1, h: 4, hk: 2, sq: 1, sk: 300, d: 64 };
+    for (n, d) in DType::native().filter(|d| d.is_float()).enumerate() {
+        for (i, c) in [
+            c,
+            // Rows that fill a group, two groups, and part of the second one.
+            Case { h: 8, hk: 1, ..c },
+            Case { h: 2, sq: 16, d: 16, ..c },
+            Case { h: 3, hk: 1, sq: 3, d: 96, ..c },
+            // Rows that are no multiple of 16 bytes, short ones and the longest.
+            Case { sk: 257, d: 50, ..c },
+            Case { sk: 900, d: 3, ..c },
+            Case { sk: 256, d: 256, ..c },
+        ]
+        .into_iter()
+        .enumerate()
+        {
+            assert_eq!(run_wide(&operands(&mut r, d, c), (n + i) % 2 == 0), SPLIT);
+        }
+    }
+}
+
+#[test]
+fn parts_without_a_key_that_is_seen_count_for_nothing() {
+    let mut r = Rng::new(59);
+    let c = Case { b: 2, h: 4, hk: 2, sq: 2, sk: 400, d: 24 };
+    for shape in [vec![c.sk], vec![c.b, c.h, c.sq, c.sk], vec![c.b, 1, c.sq, 1]] {
+        for large in [0.0, 30.0] {
+            let mut x = operands(&mut r, DType::F32, c);
+            let mut m = Input::dense(&mut r, DType::F32, &shape);
+            let (n, last) = (shape.iter().product::<usize>(), *shape.last().unwrap());
+            for i in 0..n {
+                let key = i % last;
+                // One row in five sees nothing at all, the others nothing of the first part and the last.
+                let none = (i / last) % 5 == 1 || (last > 1 && !(150..280).contains(&key));
+                m.set(i, if none { f64::NEG_INFINITY } else { large * (key % 3) as f64 });
+            }
+            x.push(m);
+            assert_eq!(run_wide(&x, large == 0.0), SPLIT);
+        }
+    }
+}
+
+/// The maximum lies in one part alone, each of them in turn: the others' sums are scaled down.
+#[test]
+fn every_part_may_have_the_largest_score() {
+    let mut r = Rng::new(60);
+    let c = Case { b: 1, h: 2, hk: 1, sq: 1, sk: 520, d: 32 };
+    for at in [3, 200, 390, 519] {
+        let mut x = operands(&mut r, DType::F16, c);
+        let mut m = Input::dense(&mut r, DType::F16, &[c.sk]);
+        (0..c.sk).for_each(|i| m.set(i, if i == at { 4.0 } else { -((i / 130) as f64) }));
+        x.push(m);
+        assert_eq!(run_wide(&x, false), SPLIT);
+    }
+}
+
+#[test]
+fn a_cache_that_grows_keeps_the_programs() {
+    let mut r = Rng::new(61);
+    let programs = |r: &mut Rng, b: usize, sk: usize| -> Vec<u128> {
+        let q = Input::dense(r, DType::BF16, &[b, 8, 1, 64]);
+        let kv = || View::dense(&[b, 2, 4096, 64]).slice(&[0; 4], &[1; 4], &[b, 2, sk, 64]);
+        let x = [q.operand.view.clone(), kv(), kv()];
+        let ins = x.map(|view| Operand { dtype: DType::BF16, view });
+        let mut g = Graph::new();
+        let ids: Vec<_> = ins.iter().map(|i| g.input("x", TensorType::new(i.dtype, &i.view.shape))).collect();
+        let y = g.attention(ids[0], ids[1], ids[2], None, true, 0.125).unwrap();
+        let low = lower(&g.node(y).op, &ins, &[q.operand], &wide()[0]).unwrap();
+        // What is between the two kernels: a row for each part, at most 256 of them.
+        let rows = low.temps.iter().map(|n| n / ((64 + 4) * 4 * 8 * b)).collect::<Vec<_>>();
+        assert!(rows.iter().all(|n| (2..=sk / 128).contains(n)), "{rows:?} parts of {sk}");
+        low.steps.iter().map(|(k, ..)| k.key()).collect()
+    };
+    let first = programs(&mut r, 1, 256);
+    assert_eq!(first.len(), 2);
+    for sk in [257, 300, 1023, 1024, 4096] {
+        assert_eq!(programs(&mut r, 1, sk), first, "{sk} keys");
+    }
+    // One part is enough for few keys, and where heads fill the units: then nothing is joined.
+    let whole = programs(&mut r, 1, 255);
+    assert_eq!(whole.len(), 1);
+    assert_eq!(programs(&mut r, 1, 1), whole);
+    assert_eq!(programs(&mut r, 64, 4096), whole);
 }
 
 #[test]

@@ -68,6 +68,8 @@ fn reduce(kind: ReduceKind) -> Row {
     } else {
         vec![
             add("70001", &[70_001], &[0], false),
+            // GPUs do this one in parts.
+            add("69632", &[69_632], &[0], false),
             add("2 rows of 70001", &[2, 70_001], &[1], false),
             add("70001 rows", &[70_001, 2], &[0], false),
         ]
@@ -517,6 +519,17 @@ fn composites() -> Vec<Row> {
                     "one query",
                     [q([1, 2, 1, 16]), q([1, 2, 33, 16]), q([1, 2, 33, 16])],
                     attention(true, false),
+                ),
+                // Few queries of many keys, which GPUs read in parts.
+                case(
+                    "one query of 517 keys",
+                    [q([1, 4, 1, 16]), q([1, 1, 517, 16]), q([1, 1, 517, 16])],
+                    attention(false, false),
+                ),
+                case(
+                    "three queries of 300 keys",
+                    [q([1, 2, 3, 20]), q([1, 1, 300, 20]), q([1, 1, 300, 20]), q([1, 2, 1, 300])],
+                    attention(true, true),
                 ),
                 case("gradient", [q([1, 2, 3, 4]), q([1, 1, 3, 4]), q([1, 1, 3, 4])], attention(true, false))
                     .only(&[DType::F32, DType::F64])

@@ -421,6 +421,18 @@ impl Builder {
     /// Reads `n` elements of 8, 16 or 32 bits from `first` on, 16 bytes or else a word at a time. `n` elements are whole words; where they
     /// are whole vectors, too, the first one lies at a multiple of 16 bytes, and else of a word.
     pub fn load_run<'a>(&'a self, buf: Buf, first: E<'a>, n: u32) -> Vec<E<'a>> {
+        self.run_of(buf, first, n, None)
+    }
+
+    /// As [`Builder::load_run`], of whole vectors, where `guard` holds; zeros elsewhere.
+    pub fn load_run_if<'a>(&'a self, buf: Buf, first: E<'a>, n: u32, guard: E<'a>) -> Vec<E<'a>> {
+        if !(n as usize * buf.dtype.size()).is_multiple_of(16) {
+            self.fail("a guarded run is of whole vectors");
+        }
+        self.run_of(buf, first, n, Some(guard.id))
+    }
+
+    fn run_of<'a>(&'a self, buf: Buf, first: E<'a>, n: u32, guard: Option<ExprId>) -> Vec<E<'a>> {
         let per = per_word(buf.dtype) as u32;
         let at = buf.offset.map_or(first, |o| self.handle(o) + first);
         let words = n / per;
@@ -428,7 +440,7 @@ impl Builder {
             0 => (0..words / 4)
                 .flat_map(|q| {
                     let index = (at.idiv(4 * per) + q).id;
-                    let read = Read::Vector { buf: buf.id, ty: Ty::U32x4, index, guard: None };
+                    let read = Read::Vector { buf: buf.id, ty: Ty::U32x4, index, guard };
                     let v = self.read(Ty::U32x4, read);
                     (0..4).map(move |l| v.lane(l))
                 })

@@ -1,10 +1,12 @@
 //! Attention in one pass over the keys with a running maximum and sum (Milakov and Gimelshein 2018; Dao et al. 2022), so no score
 //! matrix is stored.
 //!
-//! Three kernels: tiles of queries and keys in workgroup memory; for few queries, a workgroup per query whose work-items take
-//! a key each; and, on CPUs, a work-item per query. The query heads that share a key head are rows of one tile. A query
-//! whose keys are all masked gives NaN, as the definition has it; keys past a causal limit are not read.
+//! Four kernels: tiles of queries and keys in workgroup memory; for few queries, that of `attention_split.rs`, and where a device cannot
+//! have it a workgroup per query whose work-items take a key each; and, on CPUs, a work-item per query. The query heads that share a
+//! key head are rows of one tile. A query whose keys are all masked gives NaN, as the definition has it; keys past a causal limit are
+//! not read.
 
+use super::attention_split::{self as split, Split};
 use super::common::*;
 use crate::dtype::{DType, Scalar};
 use crate::kernel::ir::{Reduce, Ty};
@@ -77,6 +79,7 @@ enum Form {
         keys: u32,
     },
     Key,
+    Split(Split),
     Tiled(Tile),
 }
 
@@ -85,6 +88,7 @@ impl Form {
         match self {
             Form::Item { items, keys } => Variant::new("item", &[("items", items), ("keys", keys)]),
             Form::Key => Variant::new("key", &[]),
+            Form::Split(s) => s.variant(),
             Form::Tiled(t) => Variant::new("tiled", &[("queries", t.queries), ("keys", t.keys)]),
         }
     }
@@ -93,27 +97,30 @@ impl Form {
         Ok(match &*v.kernel {
             "item" => Form::Item { items: v.number("items")?, keys: v.number("keys")? },
             "key" => Form::Key,
+            "split" => Form::Split(Split::of(v)?),
             "tiled" => Form::Tiled(Tile { queries: v.number("queries")?, keys: v.number("keys")? }),
             _ => return Err(v.unknown("attention")),
         })
     }
 }
 
-struct Problem {
-    b: usize,
-    hk: usize,
+pub(super) struct Problem {
+    pub b: usize,
+    pub hk: usize,
     /// Query heads per key head.
-    shared: usize,
-    sq: usize,
-    sk: usize,
-    d: usize,
+    pub shared: usize,
+    pub sq: usize,
+    pub sk: usize,
+    pub d: usize,
     /// Row length the kernel is built for.
-    width: u32,
-    causal: bool,
-    scale: f64,
+    pub width: u32,
+    pub causal: bool,
+    pub scale: f64,
     /// Strides of batch, head and position.
-    strides: [[isize; 3]; 3],
-    mask: Option<[isize; 4]>,
+    pub strides: [[isize; 3]; 3],
+    pub mask: Option<[isize; 4]>,
+    /// Whether rows of q, and those of k and v, can be read 16 bytes at a time.
+    pub runs: [bool; 2],
 }
 
 impl Problem {
@@ -168,10 +175,11 @@ impl Problem {
             scale,
             strides: [q, k, v].map(|v| [v.strides[0], v.strides[1], v.strides[2]]),
             mask,
+            runs: split::runs(inputs),
         })
     }
 
-    fn fill(&self, args: &mut Args) {
+    pub fn fill(&self, args: &mut Args) {
         args.int("bh", (self.b * self.hk) as i64).int("hk", self.hk as i64);
         args.int("shared", self.shared as i64).int("sq", self.sq as i64);
         args.int("sk", self.sk as i64).int("d", self.d as i64);
@@ -210,53 +218,58 @@ impl Tile {
     }
 }
 
-struct Cx<'c> {
-    p: Problem,
-    dtype: DType,
-    ty: Ty,
-    ix: Ty,
-    caps: &'c Caps,
+pub(super) struct Cx<'c> {
+    pub p: Problem,
+    pub dtype: DType,
+    pub ty: Ty,
+    pub ix: Ty,
+    pub caps: &'c Caps,
 }
 
 /// Buffers and parameters of every kernel.
-struct Io<'a> {
-    b: &'a Builder,
-    q: Buf,
-    k: Buf,
-    v: Buf,
-    mask: Option<Buf>,
-    y: Buf,
-    bh: E<'a>,
-    hk: E<'a>,
-    shared: E<'a>,
-    sq: E<'a>,
-    sk: E<'a>,
-    d: E<'a>,
-    qs: Vec<E<'a>>,
-    ks: Vec<E<'a>>,
-    vs: Vec<E<'a>>,
-    ms: Vec<E<'a>>,
-    scale: E<'a>,
-    causal: bool,
+pub(super) struct Io<'a> {
+    pub b: &'a Builder,
+    pub q: Buf,
+    pub k: Buf,
+    pub v: Buf,
+    pub mask: Option<Buf>,
+    pub y: Buf,
+    pub bh: E<'a>,
+    pub hk: E<'a>,
+    pub shared: E<'a>,
+    pub sq: E<'a>,
+    pub sk: E<'a>,
+    pub d: E<'a>,
+    pub qs: Vec<E<'a>>,
+    pub ks: Vec<E<'a>>,
+    pub vs: Vec<E<'a>>,
+    pub ms: Vec<E<'a>>,
+    pub scale: E<'a>,
+    pub causal: bool,
 }
 
 /// Where one query's row is.
 #[derive(Clone, Copy)]
-struct Query<'a> {
+pub(super) struct Query<'a> {
     /// Start of its row in q, in the mask and in the result.
-    q: E<'a>,
-    mask: E<'a>,
-    y: E<'a>,
+    pub q: E<'a>,
+    pub mask: E<'a>,
+    pub y: E<'a>,
     /// Number of keys it sees, which may be negative.
-    keys: E<'a>,
+    pub keys: E<'a>,
 }
 
 impl<'a> Io<'a> {
     fn declare(b: &'a Builder, cx: &Cx<'_>) -> Io<'a> {
+        Io::declare_into(b, cx, cx.dtype)
+    }
+
+    /// As `declare`, with a result of type `out`.
+    pub fn declare_into(b: &'a Builder, cx: &Cx<'_>, out: DType) -> Io<'a> {
         let d = cx.dtype;
         let (q, k, v) = (b.input(d), b.input(d), b.input(d));
         let mask = cx.p.mask.map(|_| b.input(d));
-        let y = b.output(d);
+        let y = b.output(out);
         Io {
             b,
             q,
@@ -280,14 +293,14 @@ impl<'a> Io<'a> {
     }
 
     /// Starts of the keys and values of key head `bk`, counted over the batch.
-    fn heads(&self, bk: E<'a>) -> (E<'a>, E<'a>) {
+    pub fn heads(&self, bk: E<'a>) -> (E<'a>, E<'a>) {
         let (n, h) = (self.b.let_(bk.idiv(self.hk)), self.b.let_(bk.imod(self.hk)));
         let at = |s: &[E<'a>]| self.b.let_(n * s[0] + h * s[1]);
         (at(&self.ks), at(&self.vs))
     }
 
     /// Row `r` of the queries of key head `bk`: head by head, then position.
-    fn query(&self, bk: E<'a>, r: E<'a>) -> Query<'a> {
+    pub fn query(&self, bk: E<'a>, r: E<'a>) -> Query<'a> {
         let b = self.b;
         let (n, i) = (b.let_(bk.idiv(self.hk)), b.let_(r.imod(self.sq)));
         let h = b.let_(bk.imod(self.hk) * self.shared + r.idiv(self.sq));
@@ -305,7 +318,7 @@ impl<'a> Io<'a> {
     }
 
     /// The score of a key from its product with the query; -inf for keys the query does not see.
-    fn score(&self, q: &Query<'a>, key: E<'a>, dot: E<'a>) -> E<'a> {
+    pub fn score(&self, q: &Query<'a>, key: E<'a>, dot: E<'a>) -> E<'a> {
         let seen = key.lt(q.keys);
         let mut s = dot * self.scale;
         if let (Some(m), Some(step)) = (self.mask, self.ms.get(3)) {
@@ -346,11 +359,11 @@ impl<'a> Running<'a> {
 }
 
 impl Cx<'_> {
-    fn fits(&self, words: u32) -> bool {
+    pub(super) fn fits(&self, words: u32) -> bool {
         words as usize * self.ty.size() <= self.caps.workgroup_memory as usize
     }
 
-    fn queries(&self) -> usize {
+    pub(super) fn queries(&self) -> usize {
         self.p.b * self.p.hk * self.p.shared * self.p.sq
     }
 
@@ -358,6 +371,9 @@ impl Cx<'_> {
         let item = Form::Item { items: items(if self.caps.is_cpu { 4 } else { 64 }, self.caps), keys: 16 };
         if self.caps.is_cpu {
             return item;
+        }
+        if let Some(s) = self.split_default().filter(|_| self.few()) {
+            return Form::Split(s);
         }
         if self.p.shared * self.p.sq <= 2 && self.legal(Form::Key) {
             return Form::Key;
@@ -374,6 +390,9 @@ impl Cx<'_> {
         let tiles = [(4, 32), (8, 16), (8, 32), (16, 16), (16, 32), (32, 32)];
         let mut all: Vec<Form> = tiles.map(|(queries, keys)| Form::Tiled(Tile { queries, keys })).to_vec();
         all.push(Form::Key);
+        if self.few() {
+            all.extend(self.splits().into_iter().map(Form::Split));
+        }
         all.extend([32, 64, 128].map(|items| Form::Item { items, keys: 16 }));
         all
     }
@@ -382,6 +401,7 @@ impl Cx<'_> {
         match f {
             Form::Item { items, .. } => items <= self.caps.max_workgroup,
             Form::Key => self.p.width <= self.caps.max_workgroup && self.fits(3 * self.p.width),
+            Form::Split(s) => self.few() && self.split_legal(s),
             Form::Tiled(t) => t.legal(self),
         }
     }
@@ -389,7 +409,7 @@ impl Cx<'_> {
     fn key(&self) -> String {
         let p = &self.p;
         format!(
-            "attention {} {} heads{} queries{} keys{} width{} d{}{}{}",
+            "attention {} {} heads{} queries{} keys{} width{} d{}{}{}{}",
             self.dtype,
             self.ix.name(),
             class(p.b * p.hk),
@@ -399,6 +419,7 @@ impl Cx<'_> {
             class(p.d),
             if p.causal { " causal" } else { "" },
             if p.mask.is_some() { " mask" } else { "" },
+            if p.runs[1] && self.few() { " runs" } else { "" },
         )
     }
 
@@ -408,6 +429,7 @@ impl Cx<'_> {
         match f {
             Form::Item { items, keys } => self.by_item(args, items, keys),
             Form::Key => self.by_key(args),
+            Form::Split(s) => self.split(inputs, outputs, s),
             Form::Tiled(t) => self.tiled(args, t),
         }
     }

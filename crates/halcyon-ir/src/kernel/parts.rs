@@ -1,0 +1,76 @@
+//! Long reductions with few results, which a group for each would leave most of a GPU idle over: in parts, whose results a second kernel
+//! reduces.
+
+use crate::dtype::Class;
+use crate::fused::{Fused, Instr, InstrKind, Load, MAX_RANK, Out};
+use crate::layout::View;
+use crate::target::Caps;
+
+/// Points of a part, at the least.
+const LEAST: usize = 4096;
+
+/// A reduction as two: of the parts of one of its axes, and of their results, which lie between the two in the type that the reduction
+/// computes in. `None` where one kernel has enough groups or the axis cannot be cut evenly.
+pub fn reduction_in_parts(f: &Fused, caps: &Caps) -> Option<[Fused; 2]> {
+    let [out] = &f.outs[..] else { return None };
+    if caps.is_cpu || f.reduced == 0 || f.space.len() >= MAX_RANK {
+        return None;
+    }
+    let (outer, inner): (usize, usize) = (f.outer().iter().product(), f.inner().iter().product());
+    let units = caps.compute_units.max(1) as usize;
+    if outer == 0 || outer >= 2 * units {
+        return None;
+    }
+    let value = f.body.get(out.value as usize)?.dtype.compute();
+    if value.class() == Class::Bool || !caps.storage.contains(&value) {
+        return None;
+    }
+    let border = f.space.len() - f.reduced;
+    let axis = (border..f.space.len()).max_by_key(|k| f.space[*k])?;
+    let n = f.space[axis];
+    // A part's rows begin where 16 bytes do if the axis' own do.
+    let unit = if n.is_multiple_of(16) { 16 } else { 1 };
+    let most = (4 * units).div_ceil(outer).min(inner / LEAST);
+    let parts = (2..=most).rev().find(|p| (n / unit).is_multiple_of(*p))?;
+    // Whoever computes with the place along the axis would have to know its part.
+    if f.body.iter().any(|i| i.kind == InstrKind::Iota(axis as u32)) {
+        return None;
+    }
+    let chunk = n / parts;
+    let mut first = f.clone();
+    first.space.insert(border, parts);
+    first.space[axis + 1] = chunk;
+    for l in &mut first.loads {
+        let v = &mut l.view;
+        if let Some(mask) = &mut v.mask {
+            if mask[axis] != (0, n) {
+                return None;
+            }
+            mask[axis] = (0, chunk);
+            mask.insert(border, (0, parts));
+        }
+        let step = v.strides[axis];
+        v.shape[axis] = chunk;
+        v.shape.insert(border, parts);
+        v.strides.insert(border, step * chunk as isize);
+    }
+    for i in &mut first.body {
+        if let InstrKind::Iota(k) = &mut i.kind
+            && *k as usize >= border
+        {
+            *k += 1;
+        }
+    }
+    let between: Vec<usize> = f.outer().iter().copied().chain([parts]).collect();
+    let view = View::dense(&between);
+    first.outs = vec![Out { dtype: value, view: view.clone(), ..out.clone() }];
+    let last = Fused {
+        space: between.as_slice().into(),
+        reduced: 1,
+        loads: vec![Load { input: 0, dtype: value, view, fill: None }],
+        params: vec![],
+        body: vec![Instr { kind: InstrKind::Load(0), dtype: value, args: Default::default() }],
+        outs: vec![Out { value: 0, ..out.clone() }],
+    };
+    Some([first, last])
+}
