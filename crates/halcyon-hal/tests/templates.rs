@@ -5,6 +5,7 @@ mod common;
 
 use common::*;
 use halcyon_hal::{BackendType, Command, Device, Tag};
+use halcyon_ir::kernel::MatrixType;
 use halcyon_ir::kernel::lower::{Lowered, lower_op};
 use halcyon_ir::layout::View;
 use halcyon_ir::op::{Conv, Op, Pool, PoolKind};
@@ -108,12 +109,72 @@ fn products_on_matrix_units() {
     }
 }
 
+/// Prompts there: as products, with rows that a work-item reads of others' registers, and weights that become operands.
+#[cfg(all(unix, feature = "cuda", feature = "rocm"))]
+#[test]
+fn attention_on_matrix_units() {
+    let mut r = Random::fresh();
+    let Some(narrow) = standin::waves_of_32() else { return };
+    let all = standin::all();
+    for s in [&all[0], &all[1], &narrow] {
+        let dev = Lane::new(s.driver.clone()).unwrap().open();
+        let name = &dev.info().id;
+        for (d, eps) in dev.caps().matrix.iter().map(|o| match o.operand {
+            MatrixType::BF16 => (DType::BF16, 2f64.powi(-8)),
+            _ => (o.operand.storage(), 2f64.powi(-10)),
+        }) {
+            // Batch, query heads, key heads, queries, keys, length of a row; whether masked.
+            for ([n, h, hk, sq, sk, w], masked) in
+                [([1, 4, 2, 40, 75, 64], false), ([2, 2, 1, 33, 37, 20], true)]
+            {
+                let mut g = Graph::new();
+                let mut shapes = vec![vec![n, h, sq, w], vec![n, hk, sk, w], vec![n, hk, sk, w]];
+                shapes.extend(masked.then(|| vec![sq, sk]));
+                let data: Vec<ConstData> = shapes
+                    .iter()
+                    .map(|s| {
+                        let random = || Scalar::F((r.next() >> 40) as f64 / (1u64 << 23) as f64 - 1.0);
+                        let v: Vec<u8> = std::iter::repeat_with(random)
+                            .take(s.iter().product())
+                            .flat_map(|x| x.to_bytes(d)[..d.size()].to_vec())
+                            .collect();
+                        ConstData::new(d, s, std::sync::Arc::new(v)).unwrap()
+                    })
+                    .collect();
+                let x: Vec<NodeId> =
+                    shapes.iter().map(|s| g.input("x", TensorType::new(d, &s[..]))).collect();
+                let y = g.attention(x[0], x[1], x[2], x.get(3).copied(), true, 0.5).unwrap();
+                g.output("y", y);
+                let want: Vec<f64> =
+                    eval_f64(&g, &data, &[]).unwrap()[0].scalars().map(|v| v.as_f64()).collect();
+                let dense = |s: &[usize]| Operand { dtype: d, view: View::dense(s) };
+                let inputs: Vec<Operand> = shapes.iter().map(|s| dense(s)).collect();
+                let output = [dense(&shapes[0])];
+                let low = lower_op(&g.node(y).op, &inputs, &output, false, dev.caps()).unwrap();
+                assert_eq!(low.steps[0].0.name, "attention_matrix", "{name}");
+                let bytes: Vec<Vec<u8>> = data.iter().map(|d| d.bytes().to_vec()).collect();
+                let got = run_bytes(&*dev, &low, &bytes, want.len() * d.size());
+                for (i, (g, w)) in got.chunks(d.size()).zip(&want).enumerate() {
+                    let g = Scalar::from_bytes(d, g).as_f64();
+                    // Operands, weights and results are rounded; results are at most 1.
+                    assert!((g - w).abs() <= 2.0 * eps, "{name} {d} [{i}]: {g}, expected {w}");
+                }
+            }
+        }
+    }
+}
+
 fn launch(dev: &dyn Device, low: &Lowered, data: &[ConstData], results: usize) -> Vec<f32> {
     run_steps(dev, low, &data.iter().map(|d| d.bytes().to_vec()).collect::<Vec<_>>(), results)
 }
 
 fn run_steps(dev: &dyn Device, low: &Lowered, data: &[Vec<u8>], results: usize) -> Vec<f32> {
-    let mut raw = vec![0xFF; results * 4];
+    let raw = run_bytes(dev, low, data, results * 4);
+    raw.chunks(4).map(|b| b.try_into().map_or(f32::NAN, f32::from_le_bytes)).collect()
+}
+
+fn run_bytes(dev: &dyn Device, low: &Lowered, data: &[Vec<u8>], bytes: usize) -> Vec<u8> {
+    let mut raw = vec![0xFF; bytes];
     let poison = low.temps.iter().map(|n| vec![0xFF; *n]);
     let mut all = vec![];
     for d in data.iter().cloned().chain([raw.clone()]).chain(poison) {
@@ -134,7 +195,7 @@ fn run_steps(dev: &dyn Device, low: &Lowered, data: &[Vec<u8>], results: usize) 
         .unwrap();
     }
     dev.read(&all[data.len()], 0, &mut raw).unwrap();
-    raw.chunks(4).map(|b| b.try_into().map_or(f32::NAN, f32::from_le_bytes)).collect()
+    raw
 }
 
 #[test]

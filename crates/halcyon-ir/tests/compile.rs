@@ -47,6 +47,17 @@ fn products_on_matrix_units_compile() {
 }
 
 #[test]
+fn attention_on_matrix_units_compiles() {
+    let cuda = common::matrix_attention(&tensor::with_matrix_units(&MATRIX_CUDA, 32));
+    compile(Language::Cuda, "nvrtc_compile.py", "sm_80,sm_90", &cuda);
+    let hip = common::matrix_attention(&tensor::with_matrix_units(&MATRIX_HIP, 64));
+    compile(Language::Hip, "hiprtc_compile.py", "gfx90a", &hip);
+    compile(Language::Hip, "clang_compile.py", "gfx942", &hip);
+    let narrow = common::matrix_attention(&tensor::with_matrix_units(&MATRIX_HIP, 32));
+    compile(Language::Hip, "clang_compile.py", "gfx1100", &narrow);
+}
+
+#[test]
 fn every_kernel_renders_in_every_language() {
     for l in Language::ALL {
         let kernels = common::everything_for(l != Language::Metal);

@@ -32,6 +32,10 @@ extern "C" void h_bind(h_runtime* r) { h_now = r; }
 // Groups run one after another.
 #define __shared__ static
 #define __syncthreads() h_now->sync(0)
+// The work-items of a subgroup wait for each other; a fence orders what the compiler may move, and nothing is moved here.
+#define __syncwarp() ((void)h_exchange(0, 0))
+#define __builtin_amdgcn_wave_barrier() ((void)h_exchange(0, 0))
+#define __builtin_amdgcn_fence(order, scope) static_assert((order) == __ATOMIC_ACQ_REL && sizeof(scope) == sizeof("wavefront"), "a fence of another kind")
 
 static inline int h_lane() {
     h_runtime* r = h_now;
@@ -262,6 +266,16 @@ static inline void h_mma_sync_tf32(float& c0, float& c1, float& c2, float& c3, u
             *c[i] = fmaf(h_bits<float>(a & 0xffffe000u), h_bits<float>(b & 0xffffe000u), *c[i]);
         }
     }
+}
+// PTX ISA, "cvt": of two values the first goes to the upper half.
+static inline unsigned short h_float_to_bfloat(float x) {
+    unsigned int u = h_bits<unsigned int>(x);
+    if ((u & 0x7fffffffu) > 0x7f800000u) return (unsigned short)(u >> 16 | 0x40);
+    unsigned int half = u & 0xffffu, up = half > 0x8000u || (half == 0x8000u && (u >> 16 & 1));
+    return (unsigned short)((u >> 16) + up);
+}
+template <unsigned short (*round)(float)> static void h_cvt_pair(unsigned int& r, float upper, float lower) {
+    r = (unsigned int)round(upper) << 16 | round(lower);
 }
 static inline void h_cvt_tf32(unsigned int& r, float x) {
     unsigned int u = h_bits<unsigned int>(x);

@@ -668,6 +668,8 @@ static bool instructions(std::string& text, std::string& log) {
         {"mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};",
          "h_mma_sync_tf32"},
         {"cvt.rna.tf32.f32 %0, %1;", "h_cvt_tf32"},
+        {"cvt.rn.f16x2.f32 %0, %1, %2;", "h_cvt_pair<h_float_to_half>"},
+        {"cvt.rn.bf16x2.f32 %0, %1, %2;", "h_cvt_pair<h_float_to_bfloat>"},
     };
     for (size_t at = 0; (at = text.find("asm", at)) != std::string::npos;) {
         size_t open = text.find('(', at), quote = open + 1, end = text.find('"', quote + 1);

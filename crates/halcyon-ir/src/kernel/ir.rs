@@ -291,6 +291,10 @@ pub enum Read {
         value: ExprId,
         lane: ExprId,
     },
+    /// In a [`Stmt::FragmentMap`], the element at its place; of [`Part::Rows`] the one of its row.
+    Element {
+        of: FragmentId,
+    },
 }
 
 /// Type of the operands of a matrix unit. Sums are f32.
@@ -338,6 +342,8 @@ pub enum Part {
     A,
     B,
     Sum,
+    /// One f32 for each row of the sums.
+    Rows,
 }
 
 /// A matrix that a subgroup holds in its registers; which work-item has which elements is the device's matter.
@@ -355,12 +361,16 @@ impl FragmentDecl {
             Part::A => [m, k],
             Part::B => [k, n],
             Part::Sum => [m, n],
+            Part::Rows => [m, 1],
         }
     }
 
     /// How its elements lie in memory.
     pub fn storage(&self) -> DType {
-        if self.part == Part::Sum { DType::F32 } else { self.op.operand.storage() }
+        match self.part {
+            Part::A | Part::B => self.op.operand.storage(),
+            Part::Sum | Part::Rows => DType::F32,
+        }
     }
 }
 
@@ -454,7 +464,7 @@ pub enum Stmt {
         index: ExprId,
         code: ExprId,
     },
-    /// Sets every element of a sum to an f32 value, which is the same for all work-items of a subgroup.
+    /// Sets every element of sums or rows to an f32 value, which is the same for all work-items of a subgroup.
     FragmentFill {
         dst: FragmentId,
         value: ExprId,
@@ -474,6 +484,33 @@ pub enum Stmt {
         sum: FragmentId,
         a: FragmentId,
         b: FragmentId,
+    },
+    /// Does `body` for every place of sums, or of rows: for each by a work-item that has it in its registers, and rows maybe by several.
+    /// `row` and `column` are i32. The body reads elements ([`Read::Element`]) and sets them, and has no other effect.
+    FragmentMap {
+        like: FragmentId,
+        row: ValueId,
+        column: ValueId,
+        body: Vec<Stmt>,
+    },
+    /// In a [`Stmt::FragmentMap`], sets the element at its place, of a matrix that was filled before.
+    SetElement {
+        dst: FragmentId,
+        value: ExprId,
+    },
+    /// Combines each row of sums, in an order of the device's own, and what `dst` has of it: a sum or the largest.
+    FragmentReduce {
+        dst: FragmentId,
+        src: FragmentId,
+        op: Reduce,
+    },
+    /// Sums, from a column on, rounded to a left operand. On devices that hold the two in other places they go through `scratch`, a place
+    /// for all of the sums as operands, row-major, that the subgroup has for itself. What lies there is lost.
+    FragmentConvert {
+        dst: FragmentId,
+        src: FragmentId,
+        column: u8,
+        scratch: Tile,
     },
 }
 
@@ -619,6 +656,7 @@ impl Kernel {
                         go(then, f);
                         go(els, f);
                     }
+                    Stmt::FragmentMap { body, .. } => go(body, f),
                     _ => {}
                 }
             }
@@ -691,7 +729,7 @@ impl Stmt {
                 Read::Word { index, .. } | Read::Local { index, .. } | Read::Private { index, .. } => {
                     v.push(index)
                 }
-                Read::Var(_) => {}
+                Read::Var(_) | Read::Element { .. } => {}
                 Read::SubgroupReduce { value, .. } => v.push(value),
                 Read::SubgroupShuffleXor { value, mask: m } | Read::SubgroupShuffle { value, lane: m } => {
                     v.extend([value, m])
@@ -706,12 +744,15 @@ impl Stmt {
             | Stmt::AtomicAdd { index, value, .. } => v.extend([*index, *value]),
             Stmt::For { start, end, step, .. } => v.extend([*start, *end, *step]),
             Stmt::If { cond, .. } => v.push(*cond),
-            Stmt::Barrier { .. } | Stmt::Mma { .. } => {}
+            Stmt::Barrier { .. }
+            | Stmt::Mma { .. }
+            | Stmt::FragmentMap { .. }
+            | Stmt::FragmentReduce { .. } => {}
             Stmt::SetError { index, code, .. } => v.extend([*index, *code]),
-            Stmt::FragmentFill { value, .. } => v.push(*value),
-            Stmt::FragmentLoad { tile, .. } | Stmt::FragmentStore { tile, .. } => {
-                v.extend([tile.offset, tile.stride])
-            }
+            Stmt::FragmentFill { value, .. } | Stmt::SetElement { value, .. } => v.push(*value),
+            Stmt::FragmentLoad { tile, .. }
+            | Stmt::FragmentStore { tile, .. }
+            | Stmt::FragmentConvert { scratch: tile, .. } => v.extend([tile.offset, tile.stride]),
         }
         v
     }

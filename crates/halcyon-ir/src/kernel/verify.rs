@@ -116,6 +116,7 @@ pub fn verify(k: &Kernel) -> Result<()> {
         judge: false,
         in_scope: vec![false; k.exprs.len()],
         div_memo: vec![None; k.exprs.len()],
+        map: None,
     };
     // Divergence of a variable can flow backwards through a loop, so it is iterated to its fixed point before barriers
     // are judged. Each round marks at least one more variable.
@@ -216,9 +217,20 @@ struct Verifier<'a> {
     in_scope: Vec<bool>,
     /// Divergence of expressions met so far; values are set once, so it stays true for a round.
     div_memo: Vec<Option<bool>>,
+    /// The matrix whose places an open map goes through.
+    map: Option<FragmentId>,
 }
 
 type Check = std::result::Result<(), String>;
+
+/// Whether a statement may stand in a map over a matrix, which has no effect but on elements.
+fn local_effect(s: &Stmt) -> bool {
+    match s {
+        Stmt::Let { .. } | Stmt::Read { .. } | Stmt::SetElement { .. } => true,
+        Stmt::If { then, els, .. } => then.iter().chain(els).all(local_effect),
+        _ => false,
+    }
+}
 
 impl Verifier<'_> {
     fn reset(&mut self) {
@@ -421,7 +433,7 @@ impl Verifier<'_> {
                 self.want(code, Ty::U32, "the error code")
             }
             Stmt::FragmentFill { dst, value } => {
-                self.fragment(dst, Part::Sum)?;
+                self.fragment(dst, Part::Sum).or_else(|_| self.fragment(dst, Part::Rows))?;
                 self.want(value, Ty::F32, "the value of a sum")?;
                 self.uniform(div, "a fill of a matrix")
             }
@@ -446,6 +458,48 @@ impl Verifier<'_> {
                 }
                 self.uniform(div, "a product of matrices")
             }
+            Stmt::FragmentMap { like, row, column, ref body } => {
+                self.fragment(like, Part::Sum).or_else(|_| self.fragment(like, Part::Rows))?;
+                self.uniform(div, "a map over a matrix")?;
+                if let Some(s) = body.iter().find(|s| !local_effect(s)) {
+                    return Err(format!("a map over a matrix does more than set its elements: {s:?}"));
+                }
+                self.define(row, Ty::I32, true)?;
+                self.define(column, Ty::I32, true)?;
+                self.map = Some(like);
+                let r = self.block(body, true);
+                self.map = None;
+                self.visible[row.ix()] = false;
+                self.visible[column.ix()] = false;
+                r
+            }
+            Stmt::SetElement { dst, value } => {
+                self.place(dst, true)?;
+                self.want(value, Ty::F32, "an element of a matrix")
+            }
+            Stmt::FragmentReduce { dst, src, op } => {
+                if self.fragment(dst, Part::Rows)? != self.fragment(src, Part::Sum)? {
+                    return Err("rows of a matrix of another shape or type".into());
+                }
+                if !matches!(op, Reduce::Add | Reduce::Max) {
+                    return Err("rows of a matrix are added, or the largest is taken".into());
+                }
+                self.uniform(div, "a reduction of a matrix")
+            }
+            Stmt::FragmentConvert { dst, src, column, scratch } => {
+                let op = self.fragment(dst, Part::A)?;
+                if self.fragment(src, Part::Sum)? != op {
+                    return Err("an operand out of sums of another shape or type".into());
+                }
+                if column % op.k != 0 || column as u16 + op.k as u16 > op.n as u16 {
+                    return Err(format!("an operand out of column {column} of sums"));
+                }
+                if scratch.column_major {
+                    return Err("sums are stored row-major".into());
+                }
+                self.tile(scratch)?;
+                self.uniform(div, "a conversion of a matrix")
+            }
         }
     }
 
@@ -463,6 +517,19 @@ impl Verifier<'_> {
             Some(_) => Err(format!("matrix {} is another part of a product", f.0)),
             None => Err(format!("no matrix {}", f.0)),
         }
+    }
+
+    /// Whether the open map has an element of a matrix at its place.
+    fn place(&self, f: FragmentId, set: bool) -> Check {
+        let Some(like) = self.map.map(|l| self.k.fragments[l.ix()]) else {
+            return Err("an element of a matrix outside of a map".into());
+        };
+        let d = self.k.fragments.get(f.ix()).ok_or_else(|| format!("no matrix {}", f.0))?;
+        let row = d.part == Part::Rows && like.part == Part::Sum && !set;
+        if d.op == like.op && (d.part == like.part || row) {
+            return Ok(());
+        }
+        Err(format!("matrix {} has no element at the places of the map", f.0))
     }
 
     fn tile(&self, t: Tile) -> Check {
@@ -529,6 +596,10 @@ impl Verifier<'_> {
                 self.want(m, Ty::I32, "a lane")?;
                 self.uniform(div, "a shuffle")?;
                 (t, true)
+            }
+            Read::Element { of } => {
+                self.place(of, false)?;
+                (Ty::F32, true)
             }
         })
     }

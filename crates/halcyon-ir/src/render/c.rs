@@ -125,6 +125,8 @@ struct Writer<'a> {
     temps: usize,
     out: String,
     depth: usize,
+    /// Counter of the open map over a matrix, and whether that is rows.
+    map: Option<(String, bool)>,
 }
 
 impl<'a> Writer<'a> {
@@ -140,7 +142,7 @@ impl<'a> Writer<'a> {
         }
         k.walk(&mut |s| s.exprs().into_iter().for_each(|e| count(k, e, &mut uses)));
         let types = k.types();
-        Writer { k, d, types, uses, bound: HashMap::new(), temps: 0, out: String::new(), depth: 1 }
+        Writer { k, d, types, uses, bound: HashMap::new(), temps: 0, out: String::new(), depth: 1, map: None }
     }
 
     fn line(&mut self, s: &str) {
@@ -202,7 +204,12 @@ impl<'a> Writer<'a> {
             self.line(&format!("{} a{i}[{}];", self.array_ty(l.ty), l.len));
         }
         for (i, f) in k.fragments.iter().enumerate() {
-            self.line(&format!("{} f{i};", if f.part == Part::Sum { "h_sum" } else { "h_operand" }));
+            let t = match f.part {
+                Part::A | Part::B => "h_operand",
+                Part::Sum => "h_sum",
+                Part::Rows => "h_rows",
+            };
+            self.line(&format!("{t} f{i};"));
         }
         self.block(&k.body)?;
         Ok(format!("{head}{}}}\n", self.out))
@@ -448,7 +455,9 @@ impl<'a> Writer<'a> {
             Stmt::Barrier { global: true } => self.line(d.barrier_global),
             Stmt::Barrier { global: false } => self.line(d.barrier_local),
             Stmt::FragmentFill { dst, value } => {
-                self.line(&format!("f{} = h_fill_sum({});", dst.0, self.ex(*value)))
+                let rows = self.k.fragments[dst.ix()].part == Part::Rows;
+                let name = if rows { "h_fill_rows" } else { "h_fill_sum" };
+                self.line(&format!("f{} = {name}({});", dst.0, self.ex(*value)))
             }
             Stmt::FragmentLoad { dst, tile } => {
                 let f = self.k.fragments[dst.ix()];
@@ -465,6 +474,35 @@ impl<'a> Writer<'a> {
             Stmt::Mma { sum, a, b } => {
                 let name = self.k.fragments[sum.ix()].op.operand.name();
                 self.line(&format!("h_mma_{name}(f{}, f{}, f{});", sum.0, a.0, b.0))
+            }
+            Stmt::FragmentMap { like, row, column, body } => {
+                // A counter of its own, since the body names registers by it.
+                let i = format!("i{}", row.0);
+                let rows = self.k.fragments[like.ix()].part == Part::Rows;
+                let (n, at) = if rows { ("H_ROWS", "H_ROWS_AT") } else { ("H_SUM", "H_ROW_AT") };
+                self.line("#pragma unroll");
+                self.line(&format!("for (int {i} = 0; {i} < {n}; {i}++) {{"));
+                self.depth += 1;
+                self.line(&format!("const int v{} = {at}({i}, {});", row.0, d.lane));
+                let at = if rows { "0".into() } else { format!("H_COLUMN_AT({i}, {})", d.lane) };
+                self.line(&format!("const int v{} = {at};", column.0));
+                self.depth -= 1;
+                let outer = self.map.replace((i, rows));
+                self.nested(body)?;
+                self.map = outer;
+                self.line("}")
+            }
+            Stmt::SetElement { dst, value } => {
+                let i = self.map.as_ref().map_or("0", |m| &m.0);
+                self.line(&format!("f{}.r[{i}] = {};", dst.0, self.ex(*value)))
+            }
+            Stmt::FragmentReduce { dst, src, op } => {
+                self.line(&format!("h_rows_{}(f{}, f{});", op.op().name(), dst.0, src.0))
+            }
+            Stmt::FragmentConvert { dst, src, column, scratch: t } => {
+                let name = self.k.fragments[dst.ix()].op.operand.name();
+                let place = format!("l{}, {}, {}", t.arr.0, self.ex(t.offset), self.ex(t.stride));
+                self.line(&format!("f{} = h_operand_{name}(f{}, {column}, {place});", dst.0, src.0))
             }
         }
         Ok(())
@@ -539,6 +577,13 @@ impl<'a> Writer<'a> {
             }
             Read::SubgroupShuffle { value, lane } => {
                 d.shuffle.replace("$0", &self.ex(value)).replace("$1", &self.ex(lane))
+            }
+            Read::Element { of } => {
+                let (i, in_rows) = self.map.as_ref().map_or(("0", true), |m| (&m.0, m.1));
+                match self.k.fragments[of.ix()].part == Part::Rows && !in_rows {
+                    true => format!("f{}.r[H_ROW_OF({i})]", of.0),
+                    false => format!("f{}.r[{i}]", of.0),
+                }
             }
         }
     }

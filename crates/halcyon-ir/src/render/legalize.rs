@@ -95,7 +95,7 @@ fn remap_block(b: &mut [Stmt], map: &[ExprId]) {
                 Read::Word { index, .. } | Read::Local { index, .. } | Read::Private { index, .. } => {
                     m(index)
                 }
-                Read::Var(_) => {}
+                Read::Var(_) | Read::Element { .. } => {}
                 Read::SubgroupReduce { value, .. } => m(value),
                 Read::SubgroupShuffleXor { value, mask: x } | Read::SubgroupShuffle { value, lane: x } => {
                     m(value);
@@ -123,13 +123,16 @@ fn remap_block(b: &mut [Stmt], map: &[ExprId]) {
                 remap_block(then, map);
                 remap_block(els, map);
             }
-            Stmt::Barrier { .. } | Stmt::Mma { .. } => {}
+            Stmt::Barrier { .. } | Stmt::Mma { .. } | Stmt::FragmentReduce { .. } => {}
             Stmt::SetError { index, code, .. } => {
                 m(index);
                 m(code);
             }
-            Stmt::FragmentFill { value, .. } => m(value),
-            Stmt::FragmentLoad { tile, .. } | Stmt::FragmentStore { tile, .. } => {
+            Stmt::FragmentMap { body, .. } => remap_block(body, map),
+            Stmt::FragmentFill { value, .. } | Stmt::SetElement { value, .. } => m(value),
+            Stmt::FragmentLoad { tile, .. }
+            | Stmt::FragmentStore { tile, .. }
+            | Stmt::FragmentConvert { scratch: tile, .. } => {
                 m(&mut tile.offset);
                 m(&mut tile.stride);
             }

@@ -511,6 +511,10 @@ impl<'a> Writer<'a> {
             Stmt::FragmentFill { .. }
             | Stmt::FragmentLoad { .. }
             | Stmt::FragmentStore { .. }
+            | Stmt::FragmentMap { .. }
+            | Stmt::SetElement { .. }
+            | Stmt::FragmentReduce { .. }
+            | Stmt::FragmentConvert { .. }
             | Stmt::Mma { .. } => return Err(unsupported(self.k, "a product of matrices")),
         }
         Ok(())
@@ -620,6 +624,7 @@ impl<'a> Writer<'a> {
             Read::SubgroupShuffle { value, lane } => {
                 format!("subgroupShuffle({}, u32({}))", self.ex(value)?, self.ex(lane)?)
             }
+            Read::Element { .. } => return Err(unsupported(self.k, "a product of matrices")),
         })
     }
 }

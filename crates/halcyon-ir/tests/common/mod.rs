@@ -131,7 +131,7 @@ pub fn everything() -> Kernel {
     b.finish().unwrap()
 }
 
-/// One product of every unit of a list: operands in both orders, from and to workgroup memory.
+/// One product of every unit of a list: operands in both orders, from and to workgroup memory; its rows; and the sums as an operand.
 pub fn matrices(ops: &[MatrixOp]) -> Kernel {
     let b = Builder::new("matrices", [64, 1, 1]);
     let (x, y) = (b.raw_buffer(DType::F16, false), b.raw_buffer(DType::F32, true));
@@ -150,6 +150,20 @@ pub fn matrices(ops: &[MatrixOp]) -> Kernel {
             b.load_fragment(w, l, 512, 24, turned);
             b.mma(s, a, w);
         }
+        let rows = b.fragment(*op, Part::Rows);
+        b.fill_fragment(rows, 0.0);
+        b.reduce_fragment(Reduce::Max, rows, s);
+        b.map_fragment(s, |row, column| {
+            let x = b.element(s) - b.element(rows);
+            b.set_element(s, row.lt(column).select(x, 0.0));
+        });
+        b.map_fragment(rows, |row, _| b.set_element(rows, row.to(Ty::F32)));
+        b.reduce_fragment(Reduce::Add, rows, s);
+        b.map_fragment(s, |_, _| b.set_element(s, b.element(s) * b.element(rows)));
+        b.barrier();
+        let own = i.idiv(op.width as u32) * (2048 / op.operand.storage().size() as u32);
+        b.convert_fragment(a, (s, op.n - op.k), l, own, 24);
+        b.mma(s, a, w);
         b.barrier();
         b.store_fragment(s, l, i.idiv(op.width as u32) * 512, 24);
         b.barrier();
@@ -366,6 +380,45 @@ pub fn matrix_products(caps: &Caps) -> Vec<Kernel> {
                     let low = lower_op_as(&Op::Matmul, &inputs, &output, caps, v).unwrap();
                     out.extend(low.steps.into_iter().map(|s| s.0));
                 }
+            }
+        }
+    }
+    out
+}
+
+/// Attention on matrix units: per type every tile with a causal limit and shared heads, and the heuristic's for other row lengths, masks, odd
+/// sizes and far operands.
+pub fn matrix_attention(caps: &Caps) -> Vec<Kernel> {
+    let mut out: Vec<Kernel> = vec![];
+    let types: BTreeSet<MatrixType> = caps.matrix.iter().map(|o| o.operand).collect();
+    for t in types {
+        let d = t.storage();
+        // Batch, query heads, key heads, queries, keys and length of a row; whether causal, masked, and for every tile.
+        let calls = [
+            ([2, 8, 4, 512, 512, 64], true, false, true),
+            ([1, 8, 2, 512, 512, 128], true, false, true),
+            ([1, 4, 4, 77, 99, 61], true, true, false),
+            ([1, 4, 4, 90, 90, 64], false, true, false),
+            ([1 << 12, 32, 32, 256, 256, 64], false, false, false),
+        ];
+        // The types differ by an instruction.
+        for ([b, h, hk, sq, sk, w], causal, masked, every) in
+            calls.into_iter().filter(|c| t == MatrixType::F16 || c.3)
+        {
+            let mut g = Graph::new();
+            let shapes = [vec![b, h, sq, w], vec![b, hk, sk, w], vec![b, hk, sk, w], vec![sq, sk]];
+            let shapes = &shapes[..if masked { 4 } else { 3 }];
+            let x: Vec<NodeId> = shapes.iter().map(|s| g.input("x", TensorType::new(d, &s[..]))).collect();
+            let y = g.attention(x[0], x[1], x[2], x.get(3).copied(), causal, 0.125).unwrap();
+            let dense = |s: &[usize]| Operand { dtype: d, view: View::dense(s) };
+            let inputs: Vec<Operand> = shapes.iter().map(|s| dense(s)).collect();
+            let (op, output) = (&g.node(y).op, [dense(&[b, h, sq, w])]);
+            let c = choices(op, &inputs, &output, caps).unwrap();
+            assert_eq!(c.default.kernel, "matrix", "{}", c.key);
+            let all = c.others.iter().chain([&c.default]).filter(|v| v.kernel == "matrix");
+            for v in all.filter(|v| every && t == MatrixType::F16 || **v == c.default) {
+                let low = lower_op_as(op, &inputs, &output, caps, v).unwrap();
+                out.extend(low.steps.into_iter().map(|s| s.0));
             }
         }
     }

@@ -11,8 +11,14 @@
 #else
 #error "no matrix unit is known of this architecture"
 #endif
+#define H_ROWS H_SUM
+#define H_ROW_OF(i) (i)
+#define H_ROWS_AT(i, lane) H_ROW(i, (lane) >> 4)
+#define H_ROW_AT(i, lane) H_ROW(i, (lane) >> 4)
+#define H_COLUMN_AT(i, lane) ((lane) & 15)
 struct h_operand { unsigned int r[H_OPERAND]; };
 struct h_sum { float r[H_SUM]; };
+struct h_rows { float r[H_ROWS]; };
 typedef _Float16 h_halves __attribute__((ext_vector_type(H_OPERAND * 2)));
 typedef short h_shorts __attribute__((ext_vector_type(H_OPERAND * 2)));
 typedef float h_floats __attribute__((ext_vector_type(H_SUM)));
@@ -59,8 +65,48 @@ static __device__ __forceinline__ h_operand h_load_b_16c(const uint4* l, int off
     for (int i = 0; i < H_OPERAND; i++) v.r[i] = p[i];
     return v;
 }
+static __device__ __forceinline__ h_rows h_fill_rows(float x) {
+    h_rows v;
+    for (int i = 0; i < H_ROWS; i++) v.r[i] = x;
+    return v;
+}
+static __device__ __forceinline__ float h_max_f32(float x, float y) {
+    return x > y || x != x ? x : y;
+}
+static __device__ __forceinline__ void h_rows_max(h_rows& d, const h_sum& s) {
+    #pragma unroll
+    for (int i = 0; i < H_ROWS; i++) {
+        float x = s.r[i];
+        for (int m = 1; m < 16; m *= 2) x = h_max_f32(x, __shfl_xor(x, m));
+        d.r[i] = h_max_f32(d.r[i], x);
+    }
+}
+static __device__ __forceinline__ void h_rows_add(h_rows& d, const h_sum& s) {
+    #pragma unroll
+    for (int i = 0; i < H_ROWS; i++) {
+        float x = s.r[i];
+        for (int m = 1; m < 16; m *= 2) x += __shfl_xor(x, m);
+        d.r[i] += x;
+    }
+}
 static __device__ __forceinline__ int h_udiv_i32(int x, int y) {
     return (int)((unsigned int)x / (unsigned int)y);
+}
+static __device__ __forceinline__ void h_wave() {
+    __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+    __builtin_amdgcn_wave_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+}
+static __device__ __forceinline__ unsigned short h_f32_f16(float x) {
+    return __builtin_bit_cast(unsigned short, (_Float16)x);
+}
+static __device__ __forceinline__ h_operand h_operand_f16(const h_sum& v, int column, uint4* l, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1));
+    h_short* p = (h_short*)l + offset + (lane & 15);
+    h_wave();
+    for (int i = 0; i < H_SUM; i++) p[H_ROW(i, lane >> 4) * stride] = h_f32_f16(v.r[i]);
+    h_wave();
+    return h_load_a_16r(l, offset + column, stride);
 }
 static __device__ __forceinline__ void h_store_sum(uint4* l, const h_sum& v, int offset, int stride) {
     const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1));
@@ -79,6 +125,14 @@ static __device__ __forceinline__ unsigned short h_f32_bf16(float x) {
     if ((u & 0x7fffffffu) > 0x7f800000u) return (unsigned short)((u >> 16) | 0x40u);
     return (unsigned short)((u + 0x7fffu + ((u >> 16) & 1u)) >> 16);
 }
+static __device__ __forceinline__ h_operand h_operand_bf16(const h_sum& v, int column, uint4* l, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1));
+    h_short* p = (h_short*)l + offset + (lane & 15);
+    h_wave();
+    for (int i = 0; i < H_SUM; i++) p[H_ROW(i, lane >> 4) * stride] = h_f32_bf16(v.r[i]);
+    h_wave();
+    return h_load_a_16r(l, offset + column, stride);
+}
 static __device__ __forceinline__ float h_f16_f32(unsigned short x) {
     return (float)__builtin_bit_cast(_Float16, x);
 }
@@ -95,9 +149,11 @@ matrices(
     h_operand f0;
     h_operand f1;
     h_sum f2;
-    h_operand f3;
+    h_rows f3;
     h_operand f4;
-    h_sum f5;
+    h_operand f5;
+    h_sum f6;
+    h_rows f7;
     const uint4 v0 = (((int)threadIdx.x < 250) ? ((const uint4*)b0)[(int)threadIdx.x] : make_uint4(0, 0, 0, 0));
     l0[(int)threadIdx.x] = v0;
     const int t0 = ((int)threadIdx.x + 64);
@@ -117,22 +173,80 @@ matrices(
     f0 = h_load_a_16c(l0, 0, 24);
     f1 = h_load_b_16c(l0, 512, 24);
     h_mma_f16(f2, f0, f1);
+    f3 = h_fill_rows(0.0f);
+    h_rows_max(f3, f2);
+    #pragma unroll
+    for (int i4 = 0; i4 < H_SUM; i4++) {
+        const int v4 = H_ROW_AT(i4, ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1)));
+        const int v5 = H_COLUMN_AT(i4, ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1)));
+        const float v6 = f2.r[i4];
+        const float v7 = f3.r[H_ROW_OF(i4)];
+        f2.r[i4] = ((v4 < v5) ? (v6 - v7) : 0.0f);
+    }
+    #pragma unroll
+    for (int i8 = 0; i8 < H_ROWS; i8++) {
+        const int v8 = H_ROWS_AT(i8, ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1)));
+        const int v9 = 0;
+        f3.r[i8] = ((float)(v8));
+    }
+    h_rows_add(f3, f2);
+    #pragma unroll
+    for (int i10 = 0; i10 < H_SUM; i10++) {
+        const int v10 = H_ROW_AT(i10, ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1)));
+        const int v11 = H_COLUMN_AT(i10, ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1)));
+        const float v12 = f2.r[i10];
+        const float v13 = f3.r[H_ROW_OF(i10)];
+        f2.r[i10] = (v12 * v13);
+    }
     __syncthreads();
-    const int t3 = (h_udiv_i32((int)threadIdx.x, 32) * 512);
-    h_store_sum(l0, f2, t3, 24);
+    const int t3 = h_udiv_i32((int)threadIdx.x, 32);
+    const int t4 = (t3 * 1024);
+    f0 = h_operand_f16(f2, 0, l0, t4, 24);
+    h_mma_f16(f2, f0, f1);
     __syncthreads();
-    f5 = h_fill_sum(0.5f);
-    f3 = h_load_a_16r(l0, 0, 24);
-    f4 = h_load_b_16r(l0, 512, 24);
-    h_mma_bf16(f5, f3, f4);
-    f3 = h_load_a_16c(l0, 0, 24);
-    f4 = h_load_b_16c(l0, 512, 24);
-    h_mma_bf16(f5, f3, f4);
+    const int t5 = (t3 * 512);
+    h_store_sum(l0, f2, t5, 24);
     __syncthreads();
-    h_store_sum(l0, f5, t3, 24);
+    f6 = h_fill_sum(0.5f);
+    f4 = h_load_a_16r(l0, 0, 24);
+    f5 = h_load_b_16r(l0, 512, 24);
+    h_mma_bf16(f6, f4, f5);
+    f4 = h_load_a_16c(l0, 0, 24);
+    f5 = h_load_b_16c(l0, 512, 24);
+    h_mma_bf16(f6, f4, f5);
+    f7 = h_fill_rows(0.0f);
+    h_rows_max(f7, f6);
+    #pragma unroll
+    for (int i14 = 0; i14 < H_SUM; i14++) {
+        const int v14 = H_ROW_AT(i14, ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1)));
+        const int v15 = H_COLUMN_AT(i14, ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1)));
+        const float v16 = f6.r[i14];
+        const float v17 = f7.r[H_ROW_OF(i14)];
+        f6.r[i14] = ((v14 < v15) ? (v16 - v17) : 0.0f);
+    }
+    #pragma unroll
+    for (int i18 = 0; i18 < H_ROWS; i18++) {
+        const int v18 = H_ROWS_AT(i18, ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1)));
+        const int v19 = 0;
+        f7.r[i18] = ((float)(v18));
+    }
+    h_rows_add(f7, f6);
+    #pragma unroll
+    for (int i20 = 0; i20 < H_SUM; i20++) {
+        const int v20 = H_ROW_AT(i20, ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1)));
+        const int v21 = H_COLUMN_AT(i20, ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1)));
+        const float v22 = f6.r[i20];
+        const float v23 = f7.r[H_ROW_OF(i20)];
+        f6.r[i20] = (v22 * v23);
+    }
     __syncthreads();
-    const uint4 v4 = l0[(int)threadIdx.x];
-    const unsigned int t4 = v4.z;
-    const unsigned int t5 = (((unsigned int)(((int)(signed char)(((unsigned int)(unsigned char)(t4))))) & 255u) | ((unsigned int)(((int)(signed char)(((unsigned int)(unsigned char)((t4 >> 8)))))) & 255u) << 8 | ((unsigned int)(((int)(signed char)(((unsigned int)(unsigned char)((t4 >> 16)))))) & 255u) << 16 | ((unsigned int)(((int)(signed char)(((unsigned int)(unsigned char)((t4 >> 24)))))) & 255u) << 24);
-    ((uint4*)b1)[(int)threadIdx.x] = make_uint4(((unsigned int)h_f32_bf16(h_f16_f32((unsigned short)((v4.x >> 16)))) | (unsigned int)h_f32_bf16(h_bf16_f32((unsigned short)(v4.y))) << 16), t5, v4.w, t5);
+    f4 = h_operand_bf16(f6, 0, l0, t4, 24);
+    h_mma_bf16(f6, f4, f5);
+    __syncthreads();
+    h_store_sum(l0, f6, t5, 24);
+    __syncthreads();
+    const uint4 v24 = l0[(int)threadIdx.x];
+    const unsigned int t6 = v24.z;
+    const unsigned int t7 = (((unsigned int)(((int)(signed char)(((unsigned int)(unsigned char)(t6))))) & 255u) | ((unsigned int)(((int)(signed char)(((unsigned int)(unsigned char)((t6 >> 8)))))) & 255u) << 8 | ((unsigned int)(((int)(signed char)(((unsigned int)(unsigned char)((t6 >> 16)))))) & 255u) << 16 | ((unsigned int)(((int)(signed char)(((unsigned int)(unsigned char)((t6 >> 24)))))) & 255u) << 24);
+    ((uint4*)b1)[(int)threadIdx.x] = make_uint4(((unsigned int)h_f32_bf16(h_f16_f32((unsigned short)((v24.x >> 16)))) | (unsigned int)h_f32_bf16(h_bf16_f32((unsigned short)(v24.y))) << 16), t7, v24.w, t7);
 }

@@ -531,6 +531,11 @@ fn composites() -> Vec<Row> {
                     [q([1, 2, 3, 20]), q([1, 1, 300, 20]), q([1, 1, 300, 20]), q([1, 2, 1, 300])],
                     attention(true, true),
                 ),
+                case(
+                    "prompt",
+                    [q([1, 4, 20, 24]), q([1, 2, 40, 24]), q([1, 2, 40, 24]), q([1, 1, 20, 40])],
+                    attention(true, true),
+                ),
                 case("gradient", [q([1, 2, 3, 4]), q([1, 1, 3, 4]), q([1, 1, 3, 4])], attention(true, false))
                     .only(&[DType::F32, DType::F64])
                     .grad(),

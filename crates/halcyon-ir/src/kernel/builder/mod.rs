@@ -561,7 +561,7 @@ impl Builder {
         FragmentId(i.k.fragments.len() as u32 - 1)
     }
 
-    /// Sets all sums of a matrix.
+    /// Sets all elements of sums or rows.
     pub fn fill_fragment(&self, dst: FragmentId, value: f32) {
         let value = self.constant(Ty::F32, value).id;
         self.emit(Stmt::FragmentFill { dst, value })
@@ -601,6 +601,41 @@ impl Builder {
     ) -> Tile {
         let (offset, stride) = (offset.operand(self, self.ix).id, stride.operand(self, self.ix).id);
         Tile { arr: arr.id, offset, stride, column_major }
+    }
+
+    /// Does `f` for every place of a matrix, with its row and column ([`Stmt::FragmentMap`]).
+    pub fn map_fragment<'a>(&'a self, like: FragmentId, f: impl FnOnce(E<'a>, E<'a>)) {
+        let [(row, r), (column, c)] = [self.value(Ty::I32), self.value(Ty::I32)];
+        let body = self.block(|| f(r.to(self.ix), c.to(self.ix)));
+        self.emit(Stmt::FragmentMap { like, row, column, body })
+    }
+
+    /// In [`Builder::map_fragment`], the element at its place.
+    pub fn element(&self, of: FragmentId) -> E<'_> {
+        self.read(Ty::F32, Read::Element { of })
+    }
+
+    /// In [`Builder::map_fragment`], sets the element at its place.
+    pub fn set_element<'a>(&'a self, dst: FragmentId, value: E<'a>) {
+        self.emit(Stmt::SetElement { dst, value: value.id })
+    }
+
+    /// Takes the rows of sums into `dst` ([`Stmt::FragmentReduce`]).
+    pub fn reduce_fragment(&self, op: Reduce, dst: FragmentId, src: FragmentId) {
+        self.emit(Stmt::FragmentReduce { dst, src, op })
+    }
+
+    /// Rounds sums, from a column on, to a left operand; the place in workgroup memory as in [`Stmt::FragmentConvert`].
+    pub fn convert_fragment<'a>(
+        &'a self,
+        dst: FragmentId,
+        (src, column): (FragmentId, u8),
+        arr: Local<'a>,
+        offset: impl Operand<'a>,
+        stride: impl Operand<'a>,
+    ) {
+        let scratch = self.tile(arr, offset, stride, false);
+        self.emit(Stmt::FragmentConvert { dst, src, column, scratch })
     }
 
     /// `sum += a b`.

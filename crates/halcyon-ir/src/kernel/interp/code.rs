@@ -154,6 +154,37 @@ pub(super) enum Ins {
         a: u32,
         b: u32,
     },
+    ReduceMatrix {
+        dst: u32,
+        src: u32,
+        op: Reduce,
+    },
+    ConvertMatrix {
+        dst: u32,
+        src: u32,
+        column: u8,
+        arr: u32,
+        at: [Reg; 2],
+    },
+    /// Before a map over a matrix: what is set of it by others is set.
+    Meet,
+    /// Row and column of the work-item's place number `round`; past the last one goes to `to`.
+    Place {
+        like: u32,
+        round: Reg,
+        at: [Reg; 2],
+        to: u32,
+    },
+    Element {
+        dst: Reg,
+        matrix: u32,
+        at: [Reg; 2],
+    },
+    SetElement {
+        matrix: u32,
+        at: [Reg; 2],
+        value: Reg,
+    },
     Halt,
 }
 
@@ -187,6 +218,8 @@ struct Gen<'a> {
     ready: Vec<bool>,
     statement: u32,
     next_statement: u32,
+    /// Row and column of the open map over a matrix.
+    place: [Reg; 2],
 }
 
 fn offsets(a: &[ArrayDecl]) -> (Vec<usize>, usize) {
@@ -229,6 +262,7 @@ impl Code {
             ready: vec![false; k.exprs.len()],
             statement: 0,
             next_statement: 0,
+            place: [NONE; 2],
         };
         g.code.params = k.params.iter().map(|_| g.code.regs as Reg).collect();
         for i in 0..k.params.len() {
@@ -412,6 +446,7 @@ impl Gen<'_> {
                         self.code.sync = true;
                         Ins::Shuffle { xor: false, dst, value: self.ex(value), lane: self.ex(lane) }
                     }
+                    Read::Element { of } => Ins::Element { dst, matrix: of.0, at: self.place },
                 };
                 self.emit(i);
             }
@@ -493,6 +528,33 @@ impl Gen<'_> {
             Stmt::Mma { sum, a, b } => {
                 self.code.sync = true;
                 self.emit(Ins::Mma { sum: sum.0, a: a.0, b: b.0 });
+            }
+            Stmt::FragmentMap { like, row, column, ref body } => {
+                self.code.sync = true;
+                self.emit(Ins::Meet);
+                let [zero, one, round] = [(); 3].map(|_| self.reg(Ty::I32));
+                self.code.constants.extend([(zero, 0), (one, 1)]);
+                self.emit(Ins::Move(round, zero, 1));
+                let at = [row, column].map(|v| self.values[v.ix()]);
+                let place = |to| Ins::Place { like: like.0, round, at, to };
+                let top = self.emit(place(0));
+                self.place = at;
+                self.block(body);
+                self.emit(Ins::Next { var: round, step: one, to: top as u32 });
+                self.code.ins[top] = place(self.here());
+            }
+            Stmt::SetElement { dst, value } => {
+                let value = self.ex(value);
+                self.emit(Ins::SetElement { matrix: dst.0, at: self.place, value });
+            }
+            Stmt::FragmentReduce { dst, src, op } => {
+                self.code.sync = true;
+                self.emit(Ins::ReduceMatrix { dst: dst.0, src: src.0, op });
+            }
+            Stmt::FragmentConvert { dst, src, column, scratch: t } => {
+                self.code.sync = true;
+                let at = [self.ex(t.offset), self.ex(t.stride)];
+                self.emit(Ins::ConvertMatrix { dst: dst.0, src: src.0, column, arr: t.arr.0, at });
             }
         }
     }

@@ -60,6 +60,43 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                 let to = place(sum, self);
                 self.matrices[to] = Some(c);
             }
+            Ins::ReduceMatrix { dst, src, op } => {
+                let x = self.held(src, place(src, self), pc);
+                let mut rows = self.held(dst, place(dst, self), pc);
+                let both = |a: f32, b: &f32| {
+                    let v = scalar::eval(op.op(), Ty::F32, [a.to_bits() as u64, b.to_bits() as u64, 0]);
+                    f32::from_bits(v as u32)
+                };
+                let columns = x.len() / rows.len();
+                for (r, x) in rows.iter_mut().zip(x.chunks(columns)) {
+                    *r = x.iter().fold(*r, both);
+                }
+                let to = place(dst, self);
+                self.matrices[to] = Some(rows);
+            }
+            Ins::ConvertMatrix { dst, src, column, arr, at } => {
+                let x = self.held(src, place(src, self), pc);
+                let d = self.kernel.fragments[dst as usize];
+                let round = |v: f32| match d.op.operand {
+                    MatrixType::Tf32 => tf32(v),
+                    _ => {
+                        let raw = scalar::store(d.storage(), v.to_bits() as u64);
+                        f32::from_bits(scalar::load(d.storage(), raw) as u32)
+                    }
+                };
+                let (n, k) = (d.op.n as usize, d.op.k as usize);
+                let v = x.chunks(n).flat_map(|r| r[column as usize..][..k].iter().map(|v| round(*v)));
+                let to = place(dst, self);
+                self.matrices[to] = Some(v.collect());
+                // Where it goes through memory, all of the sums do.
+                let passed = self.span(d.storage(), [d.op.m as i64, n as i64], arr, at, false, pc);
+                for (word, _) in passed.into_iter().flatten() {
+                    self.watch(arr, word, true, pc);
+                    if let Some(s) = &mut self.shadow {
+                        s.forget_local(word);
+                    }
+                }
+            }
             _ => {}
         }
     }
@@ -72,6 +109,19 @@ impl<M: Memory + ?Sized> Run<'_, M> {
             self.report(Fault::Divergent, Space::None, v as i64, None, pc);
         }
         v
+    }
+
+    /// An element of the work-item's subgroup's matrix at its place in a map; of rows the one of the row. A report and nothing where the
+    /// matrix was never set.
+    pub(super) fn element(&mut self, f: u32, at: [Reg; 2], pc: usize) -> Option<&mut f32> {
+        let [row, column] = at.map(|r| self.get(r) as usize);
+        let [_, columns] = self.kernel.fragments[f as usize].shape();
+        let place = if columns == 1 { row } else { row * columns + column };
+        let held = self.item / self.subgroup as usize * self.kernel.fragments.len() + f as usize;
+        if self.matrices[held].is_none() {
+            self.report(Fault::Uninitialised, Space::Matrix(FragmentId(f)), place as i64, None, pc);
+        }
+        self.matrices[held].as_mut()?.get_mut(place)
     }
 
     /// A matrix that was set before; else a report and zeros.
@@ -94,18 +144,29 @@ impl<M: Memory + ?Sized> Run<'_, M> {
         pc: usize,
     ) -> Vec<Option<(usize, u32)>> {
         let d = self.kernel.fragments[f as usize];
-        let [rows, columns] = d.shape();
+        self.span(d.storage(), d.shape().map(|n| n as i64), arr, at, column_major, pc)
+    }
+
+    fn span(
+        &mut self,
+        dtype: DType,
+        [rows, columns]: [i64; 2],
+        arr: u32,
+        at: [Reg; 2],
+        column_major: bool,
+        pc: usize,
+    ) -> Vec<Option<(usize, u32)>> {
         let [offset, stride] = at.map(|r| self.agreed(r, pc) as i64);
-        let per = if d.storage() == DType::F32 { 1 } else { 2 };
+        let per = if dtype == DType::F32 { 1 } else { 2 };
         for v in [offset, stride] {
             if v % (4 * per) != 0 {
                 self.report(Fault::Misaligned, Space::Local(LocalId(arr)), v, None, pc);
             }
         }
         let words = self.kernel.locals[arr as usize].len as i64 * 4;
-        let mut out = Vec::with_capacity(rows * columns);
-        for i in 0..rows as i64 {
-            for j in 0..columns as i64 {
+        let mut out = Vec::with_capacity((rows * columns) as usize);
+        for i in 0..rows {
+            for j in 0..columns {
                 let e = offset + if column_major { j * stride + i } else { i * stride + j };
                 let w = e.div_euclid(per);
                 out.push(if (0..words).contains(&w) {

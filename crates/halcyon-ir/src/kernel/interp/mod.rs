@@ -573,13 +573,37 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                         parts.fold(0, |w, &r| w << dtype.bits() | scalar::store(dtype, self.get(r)) & mask);
                     self.set(dst, w)
                 }
+                Ins::Place { like, round, at, to } => {
+                    let [rows, columns] = self.kernel.fragments[like as usize].shape();
+                    let width = self.subgroup as usize;
+                    let place = self.get(round) as usize * width + self.item % width;
+                    if place >= rows * columns {
+                        pc = to as usize;
+                        continue;
+                    }
+                    self.set(at[0], (place / columns) as u64);
+                    self.set(at[1], (place % columns) as u64);
+                }
+                Ins::Element { dst, matrix, at } => {
+                    let v = self.element(matrix, at, pc).map_or(0.0, |e| *e);
+                    self.set(dst, v.to_bits() as u64)
+                }
+                Ins::SetElement { matrix, at, value } => {
+                    let v = f32::from_bits(self.get(value) as u32);
+                    if let Some(e) = self.element(matrix, at, pc) {
+                        *e = v;
+                    }
+                }
                 Ins::Barrier { .. }
                 | Ins::Reduce { .. }
                 | Ins::Shuffle { .. }
                 | Ins::Fill { .. }
                 | Ins::LoadMatrix { .. }
                 | Ins::StoreMatrix { .. }
-                | Ins::Mma { .. } => {
+                | Ins::Mma { .. }
+                | Ins::ReduceMatrix { .. }
+                | Ins::ConvertMatrix { .. }
+                | Ins::Meet => {
                     self.pcs[self.item] = pc as u32;
                     return Ok(Stop::Sync);
                 }
@@ -624,7 +648,13 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                     self.regs[at(i, dst, regs)] = if l < width && from < n { all[from] } else { all[i] };
                 }
             }
-            Ins::Fill { .. } | Ins::LoadMatrix { .. } | Ins::StoreMatrix { .. } | Ins::Mma { .. } => {
+            Ins::Meet => {}
+            Ins::Fill { .. }
+            | Ins::LoadMatrix { .. }
+            | Ins::StoreMatrix { .. }
+            | Ins::Mma { .. }
+            | Ins::ReduceMatrix { .. }
+            | Ins::ConvertMatrix { .. } => {
                 for first in (0..n).step_by(width) {
                     self.matrix(first, pc);
                 }

@@ -142,6 +142,11 @@ impl Shadow {
         cells.iter_mut().fold(None, |found, c| c.read(item, MANY, epoch).or(found))
     }
 
+    /// What lies in a word counts as never written.
+    pub(super) fn forget_local(&mut self, word: usize) {
+        self.local[word].set = false;
+    }
+
     pub(super) fn write_local(&mut self, word: usize, words: usize, item: u32) -> Found {
         let epoch = self.local_epoch;
         let cells = &mut self.local[word..word + words];

@@ -1,11 +1,12 @@
 //! Attention in one pass over the keys with a running maximum and sum (Milakov and Gimelshein 2018; Dao et al. 2022), so no score
 //! matrix is stored.
 //!
-//! Four kernels: tiles of queries and keys in workgroup memory; for few queries, that of `attention_split.rs`, and where a device cannot
-//! have it a workgroup per query whose work-items take a key each; and, on CPUs, a work-item per query. The query heads that share a
-//! key head are rows of one tile. A query whose keys are all masked gives NaN, as the definition has it; keys past a causal limit are
-//! not read.
+//! Five kernels: on matrix units that of `attention_matrix.rs`; for few queries that of `attention_split.rs`, and where a device cannot
+//! have it a workgroup per query whose work-items take a key each; tiles of queries and keys in workgroup memory; and, on CPUs, a work-item
+//! per query. The query heads that share a key head are rows of one tile. A query whose keys are all masked gives NaN, as the definition has
+//! it; keys past a causal limit are not read.
 
+use super::attention_matrix::{self as matrix, Tile as MatrixTile};
 use super::attention_split::{self as split, Split};
 use super::common::*;
 use crate::dtype::{DType, Scalar};
@@ -81,6 +82,7 @@ enum Form {
     Key,
     Split(Split),
     Tiled(Tile),
+    Matrix(MatrixTile),
 }
 
 impl Form {
@@ -90,6 +92,7 @@ impl Form {
             Form::Key => Variant::new("key", &[]),
             Form::Split(s) => s.variant(),
             Form::Tiled(t) => Variant::new("tiled", &[("queries", t.queries), ("keys", t.keys)]),
+            Form::Matrix(t) => t.variant(),
         }
     }
 
@@ -99,6 +102,7 @@ impl Form {
             "key" => Form::Key,
             "split" => Form::Split(Split::of(v)?),
             "tiled" => Form::Tiled(Tile { queries: v.number("queries")?, keys: v.number("keys")? }),
+            "matrix" => Form::Matrix(MatrixTile::of(v)?),
             _ => return Err(v.unknown("attention")),
         })
     }
@@ -378,6 +382,9 @@ impl Cx<'_> {
         if self.p.shared * self.p.sq <= 2 && self.legal(Form::Key) {
             return Form::Key;
         }
+        if let Some(t) = matrix::choose(self) {
+            return Form::Matrix(t);
+        }
         Tile::choose(self).map_or(item, Form::Tiled)
     }
 
@@ -394,6 +401,7 @@ impl Cx<'_> {
             all.extend(self.splits().into_iter().map(Form::Split));
         }
         all.extend([32, 64, 128].map(|items| Form::Item { items, keys: 16 }));
+        all.extend(matrix::tiles().map(Form::Matrix));
         all
     }
 
@@ -403,13 +411,14 @@ impl Cx<'_> {
             Form::Key => self.p.width <= self.caps.max_workgroup && self.fits(3 * self.p.width),
             Form::Split(s) => self.few() && self.split_legal(s),
             Form::Tiled(t) => t.legal(self),
+            Form::Matrix(t) => matrix::legal(self, t),
         }
     }
 
     fn key(&self) -> String {
         let p = &self.p;
         format!(
-            "attention {} {} heads{} queries{} keys{} width{} d{}{}{}{}",
+            "attention {} {} heads{} queries{} keys{} width{} d{}{}{}{}{}",
             self.dtype,
             self.ix.name(),
             class(p.b * p.hk),
@@ -420,6 +429,7 @@ impl Cx<'_> {
             if p.causal { " causal" } else { "" },
             if p.mask.is_some() { " mask" } else { "" },
             if p.runs[1] && self.few() { " runs" } else { "" },
+            if matrix::unit_of(self).is_some() { " matrix" } else { "" },
         )
     }
 
@@ -431,6 +441,7 @@ impl Cx<'_> {
             Form::Key => self.by_key(args),
             Form::Split(s) => self.split(inputs, outputs, s),
             Form::Tiled(t) => self.tiled(args, t),
+            Form::Matrix(t) => self.matrix(args, inputs, &outputs[0], t),
         }
     }
 

@@ -245,7 +245,7 @@ impl<'a> Carrier<'a> {
 }
 
 /// Sixteen bytes of elements.
-fn words<'a>(b: &'a Builder, d: DType, x: &[E<'a>]) -> E<'a> {
+pub(super) fn words<'a>(b: &'a Builder, d: DType, x: &[E<'a>]) -> E<'a> {
     let per = x.len() / 4;
     b.words(std::array::from_fn(|w| match per {
         1 => x[w].bitcast(Ty::U32),

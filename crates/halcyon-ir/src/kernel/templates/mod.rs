@@ -2,6 +2,7 @@
 //! kernels differ only by element types, a rank class and a few flags.
 
 pub mod attention;
+mod attention_matrix;
 mod attention_split;
 mod common;
 pub mod conv;

@@ -23,8 +23,15 @@ pub const HIP: [MatrixOp; 4] = [
 ];
 
 pub(super) const CUDA_HEADER: &str = "\
+#define H_SUM 8
+#define H_ROWS 2
+#define H_ROW_OF(i) ((i) >> 1 & 1)
+#define H_ROWS_AT(i, lane) (((lane) >> 2) + (i) * 8)
+#define H_ROW_AT(i, lane) H_ROWS_AT(H_ROW_OF(i), lane)
+#define H_COLUMN_AT(i, lane) (((lane) & 3) * 2 + ((i) & 1) + ((i) >> 2) * 8)
 struct h_operand { unsigned int r[4]; };
-struct h_sum { float r[8]; };
+struct h_sum { float r[H_SUM]; };
+struct h_rows { float r[H_ROWS]; };
 ";
 
 /// MFMA: work-item `l` has four elements along k from `4 (l / 16)` of row (of B, column) `l % 16`, and of the sums column `l % 16`, rows
@@ -43,8 +50,14 @@ pub(super) const HIP_HEADER: &str = "\
 #else
 #error \"no matrix unit is known of this architecture\"
 #endif
+#define H_ROWS H_SUM
+#define H_ROW_OF(i) (i)
+#define H_ROWS_AT(i, lane) H_ROW(i, (lane) >> 4)
+#define H_ROW_AT(i, lane) H_ROW(i, (lane) >> 4)
+#define H_COLUMN_AT(i, lane) ((lane) & 15)
 struct h_operand { unsigned int r[H_OPERAND]; };
 struct h_sum { float r[H_SUM]; };
+struct h_rows { float r[H_ROWS]; };
 typedef _Float16 h_halves __attribute__((ext_vector_type(H_OPERAND * 2)));
 typedef short h_shorts __attribute__((ext_vector_type(H_OPERAND * 2)));
 typedef float h_floats __attribute__((ext_vector_type(H_SUM)));
@@ -208,6 +221,74 @@ pub(super) const CUDA_HELPERS: &[(&str, &str)] = &[
 }
 "#,
     ),
+    (
+        "h_fill_rows",
+        r#"h_rows @(float x) {
+    h_rows v;
+    for (int i = 0; i < H_ROWS; i++) v.r[i] = x;
+    return v;
+}
+"#,
+    ),
+    (
+        "h_rows_add",
+        r#"void @(h_rows& d, const h_sum& s) {
+    for (int i = 0; i < H_ROWS; i++) {
+        float x = (s.r[2 * i] + s.r[2 * i + 1]) + (s.r[2 * i + 4] + s.r[2 * i + 5]);
+        x += __shfl_xor_sync(0xffffffffu, x, 1);
+        x += __shfl_xor_sync(0xffffffffu, x, 2);
+        d.r[i] += x;
+    }
+}
+"#,
+    ),
+    (
+        "h_rows_max",
+        r#"void @(h_rows& d, const h_sum& s) {
+    for (int i = 0; i < H_ROWS; i++) {
+        float x = h_max_f32(h_max_f32(s.r[2 * i], s.r[2 * i + 1]), h_max_f32(s.r[2 * i + 4], s.r[2 * i + 5]));
+        x = h_max_f32(x, __shfl_xor_sync(0xffffffffu, x, 1));
+        x = h_max_f32(x, __shfl_xor_sync(0xffffffffu, x, 2));
+        d.r[i] = h_max_f32(d.r[i], x);
+    }
+}
+"#,
+    ),
+    // Sums lie where the operand wants them.
+    (
+        "h_operand_f16",
+        r#"h_operand @(const h_sum& v, int column, uint4* l, int offset, int stride) {
+    h_operand a;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(a.r[0]) : "f"(v.r[1]), "f"(v.r[0]));
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(a.r[1]) : "f"(v.r[3]), "f"(v.r[2]));
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(a.r[2]) : "f"(v.r[5]), "f"(v.r[4]));
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(a.r[3]) : "f"(v.r[7]), "f"(v.r[6]));
+    return a;
+}
+"#,
+    ),
+    (
+        "h_operand_bf16",
+        r#"h_operand @(const h_sum& v, int column, uint4* l, int offset, int stride) {
+    h_operand a;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(a.r[0]) : "f"(v.r[1]), "f"(v.r[0]));
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(a.r[1]) : "f"(v.r[3]), "f"(v.r[2]));
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(a.r[2]) : "f"(v.r[5]), "f"(v.r[4]));
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(a.r[3]) : "f"(v.r[7]), "f"(v.r[6]));
+    return a;
+}
+"#,
+    ),
+    (
+        "h_operand_tf32",
+        r#"h_operand @(const h_sum& v, int column, uint4* l, int offset, int stride) {
+    __syncwarp();
+    h_store_sum(l, v, offset, stride);
+    __syncwarp();
+    return h_load_a_32r(l, offset + column, stride);
+}
+"#,
+    ),
 ];
 
 pub(super) const HIP_HELPERS: &[(&str, &str)] = &[
@@ -292,6 +373,73 @@ pub(super) const HIP_HELPERS: &[(&str, &str)] = &[
     const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1));
     h_float* p = (h_float*)l + offset + (lane & 15);
     for (int i = 0; i < H_SUM; i++) p[H_ROW(i, lane >> 4) * stride] = v.r[i];
+}
+"#,
+    ),
+    (
+        "h_fill_rows",
+        r#"h_rows @(float x) {
+    h_rows v;
+    for (int i = 0; i < H_ROWS; i++) v.r[i] = x;
+    return v;
+}
+"#,
+    ),
+    (
+        "h_rows_add",
+        r#"void @(h_rows& d, const h_sum& s) {
+    #pragma unroll
+    for (int i = 0; i < H_ROWS; i++) {
+        float x = s.r[i];
+        for (int m = 1; m < 16; m *= 2) x += __shfl_xor(x, m);
+        d.r[i] += x;
+    }
+}
+"#,
+    ),
+    (
+        "h_rows_max",
+        r#"void @(h_rows& d, const h_sum& s) {
+    #pragma unroll
+    for (int i = 0; i < H_ROWS; i++) {
+        float x = s.r[i];
+        for (int m = 1; m < 16; m *= 2) x = h_max_f32(x, __shfl_xor(x, m));
+        d.r[i] = h_max_f32(d.r[i], x);
+    }
+}
+"#,
+    ),
+    // A wave's own accesses of workgroup memory stay in order; the compiler must leave them so, too.
+    (
+        "h_wave",
+        r#"void @() {
+    __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+    __builtin_amdgcn_wave_barrier();
+    __builtin_amdgcn_fence(__ATOMIC_ACQ_REL, "wavefront");
+}
+"#,
+    ),
+    (
+        "h_operand_f16",
+        r#"h_operand @(const h_sum& v, int column, uint4* l, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1));
+    h_short* p = (h_short*)l + offset + (lane & 15);
+    h_wave();
+    for (int i = 0; i < H_SUM; i++) p[H_ROW(i, lane >> 4) * stride] = h_f32_f16(v.r[i]);
+    h_wave();
+    return h_load_a_16r(l, offset + column, stride);
+}
+"#,
+    ),
+    (
+        "h_operand_bf16",
+        r#"h_operand @(const h_sum& v, int column, uint4* l, int offset, int stride) {
+    const int lane = ((int)(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) & (warpSize - 1));
+    h_short* p = (h_short*)l + offset + (lane & 15);
+    h_wave();
+    for (int i = 0; i < H_SUM; i++) p[H_ROW(i, lane >> 4) * stride] = h_f32_bf16(v.r[i]);
+    h_wave();
+    return h_load_a_16r(l, offset + column, stride);
 }
 "#,
     ),

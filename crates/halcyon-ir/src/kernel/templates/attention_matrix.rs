@@ -1,0 +1,588 @@
+//! Attention on matrix units, for prompts: a workgroup has a tile of queries, each of its subgroups some rows of that in registers, and
+//! goes over the keys in tiles (Dao et al. 2022; Dao 2023).
+//!
+//! Keys and values pass workgroup memory, each in a place of its own: while one is multiplied, the other's next tile is on its way
+//! into registers. Scores, the running maximum and sum of a row, and the results stay in registers, in f32, from the first key to the
+//! last. Weights are rounded to the operands' type for the second product; the sum they are divided by is of the weights before that.
+//! Exponentials are powers of two.
+
+use super::attention::{Cx, Problem};
+use super::common::*;
+use super::matmul_matrix::{unit, words};
+use crate::kernel::ir::{FragmentId, MatrixOp, Part, Reduce, Ty};
+use crate::kernel::lower::Lowered;
+use crate::kernel::tune::Variant;
+use crate::kernel::{Buf, Builder, E, Local};
+use crate::scalar_op::ScalarOp;
+use crate::target::{Declined, Operand};
+
+const NEG_INF: f64 = f64::NEG_INFINITY;
+const LOG2_E: f64 = std::f64::consts::LOG2_E;
+
+/// Matrices of a subgroup along the queries, keys of a tile, and subgroups of a group.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub(super) struct Tile {
+    pub rows: u32,
+    pub keys: u32,
+    pub subgroups: u32,
+}
+
+const NAMES: [&str; 3] = ["rows", "keys", "subgroups"];
+
+impl Tile {
+    pub fn variant(self) -> Variant {
+        let v = [self.rows, self.keys, self.subgroups];
+        Variant::new("matrix", &std::array::from_fn::<_, 3, _>(|i| (NAMES[i], v[i])))
+    }
+
+    pub fn of(v: &Variant) -> Result<Tile, Declined> {
+        let [rows, keys, subgroups] = NAMES.map(|name| v.number(name));
+        Ok(Tile { rows: rows?, keys: keys?, subgroups: subgroups? })
+    }
+}
+
+/// What the device's matrix units do with the operands.
+pub(super) fn unit_of(cx: &Cx<'_>) -> Option<MatrixOp> {
+    unit(cx.dtype, cx.caps)
+}
+
+/// What is worth a measurement, legal or not.
+pub(super) fn tiles() -> impl Iterator<Item = Tile> {
+    let all = [
+        (1, 64, 4),
+        (1, 32, 4),
+        (1, 64, 8),
+        (1, 32, 8),
+        (1, 128, 4),
+        (2, 64, 4),
+        (2, 32, 4),
+        (1, 64, 2),
+        (1, 32, 2),
+    ];
+    all.into_iter().map(|(rows, keys, subgroups)| Tile { rows, keys, subgroups })
+}
+
+/// The heuristic's, where a prompt is long enough to fill a matrix and the device has units of its type.
+pub(super) fn choose(cx: &Cx<'_>) -> Option<Tile> {
+    let op = unit(cx.dtype, cx.caps)?;
+    let rows = cx.p.shared * cx.p.sq;
+    if rows < op.m as usize {
+        return None;
+    }
+    // More queries for each key that is read, where registers are left for two such groups and enough groups are left for all units.
+    let groups = cx.p.b * cx.p.hk * rows.div_ceil(8 * op.m as usize);
+    let subgroups = match rows.div_ceil(op.m as usize) {
+        0..=2 => 2,
+        _ if cx.p.d <= 64 && groups >= 2 * cx.caps.compute_units as usize => 8,
+        _ => 4,
+    };
+    // Longer rows, and what a mask needs for each row, leave registers for fewer scores.
+    let keys = if cx.p.sk <= 32 || cx.p.d > 80 || cx.p.mask.is_some() { 32 } else { 64 };
+    let wanted = Tile { rows: 1, keys, subgroups };
+    let smaller = Tile { keys: 32, subgroups: subgroups.min(4), ..wanted };
+    [wanted, smaller, Tile { keys: 16, ..smaller }].into_iter().find(|t| legal(cx, *t))
+}
+
+/// Where things lie in workgroup memory. Offsets and pitches count elements of the operands.
+struct Layout {
+    op: MatrixOp,
+    tile: Tile,
+    items: u32,
+    /// Queries of a group, and of a subgroup.
+    queries: u32,
+    part: u32,
+    /// Length of a row, in whole matrices.
+    width: u32,
+    /// Elements in 16 bytes, of all operands and of the result.
+    per: u32,
+    /// From key to key and from value to value.
+    pitches: [u32; 2],
+    /// First value; the keys lie at the start, and before them the queries lay there.
+    values: u32,
+    /// Bytes before what each subgroup has for itself.
+    own: u32,
+    bytes: u32,
+}
+
+/// f32 from row to row in a subgroup's own memory, and bytes of that: one matrix.
+const OWN_PITCH: u32 = 20;
+const OWN: u32 = 16 * OWN_PITCH * 4;
+
+impl Layout {
+    fn new(p: &Problem, op: MatrixOp, t: Tile) -> Layout {
+        let size = op.operand.storage().size() as u32;
+        let per = 16 / size;
+        let part = t.rows * op.m as u32;
+        let queries = t.subgroups * part;
+        let width = (p.d as u32).max(1).next_multiple_of(op.n as u32);
+        // The padding puts what a subgroup reads at once into different banks: rows of keys along the sum, of values across it.
+        let pitches = [width + per, width + 8];
+        let values = t.keys * pitches[0];
+        let own = (values + t.keys * pitches[1]).max(queries * pitches[0]) * size;
+        Layout {
+            op,
+            tile: t,
+            items: t.subgroups * op.width as u32,
+            queries,
+            part,
+            width,
+            per,
+            pitches,
+            values,
+            own,
+            bytes: own + t.subgroups * OWN,
+        }
+    }
+}
+
+/// Whether the device can have it.
+pub(super) fn legal(cx: &Cx<'_>, t: Tile) -> bool {
+    let Some(op) = unit(cx.dtype, cx.caps) else { return false };
+    if [t.rows, t.keys, t.subgroups].contains(&0) || (op.m, op.n) != (16, 16) || cx.p.sk >= 1 << 30 {
+        return false;
+    }
+    let l = Layout::new(&cx.p, op, t);
+    let even = |n: u32, by: u32| n >= by && n.is_multiple_of(by);
+    // Sums of more would not fit the registers.
+    let registers = t.rows * (l.width + t.keys);
+    l.items <= cx.caps.max_workgroup
+        && l.items.is_multiple_of(64)
+        && registers <= 256
+        && l.width <= 128
+        && even(t.keys, op.n as u32)
+        && even(t.keys, op.k as u32)
+        && l.bytes <= cx.caps.workgroup_memory
+}
+
+/// Rows of an operand on their way to workgroup memory.
+struct Rows<'a> {
+    b: &'a Builder,
+    buf: Buf,
+    /// Whether they are read 16 bytes at a time, and elements of that.
+    aligned: bool,
+    per: u32,
+    /// Elements of a row.
+    d: E<'a>,
+    /// Of each of a work-item's vectors: its row in the tile, its place in that, and where it goes, in vectors; and rows that are to be added.
+    vectors: Vec<([E<'a>; 3], u32)>,
+    /// Whether it has the last one, too, where not all do.
+    last: Option<E<'a>>,
+}
+
+impl<'a> Rows<'a> {
+    fn new(
+        b: &'a Builder,
+        l: &Layout,
+        rows: u32,
+        (pitch, first): (u32, u32),
+        (buf, aligned): (Buf, bool),
+        d: E<'a>,
+    ) -> Rows<'a> {
+        let run = l.width / l.per;
+        let all = rows * run;
+        let vectors: Vec<_> = (0..all.div_ceil(l.items))
+            .map(|i| {
+                // Where whole rows are between a work-item's vectors they differ by a number that all of the group share.
+                let (skip, more) = match l.items.is_multiple_of(run) {
+                    true => (0, i * (l.items / run)),
+                    false => (i * l.items, 0),
+                };
+                let e = b.local_id(0) + skip;
+                let (row, at) = (e.idiv(run), e.imod(run) * l.per);
+                let to = (row * pitch + at).idiv(l.per) + (first + more * pitch) / l.per;
+                ([row, at, to], more)
+            })
+            .collect();
+        let last = (!all.is_multiple_of(l.items)).then(|| b.let_(b.local_id(0).lt(all % l.items)));
+        Rows { b, buf, aligned, per: l.per, d, vectors, last }
+    }
+
+    /// Reads rows; zeros where they are not there. `start` tells of a row, and of rows after it, where the first begins, how much further the other
+    /// does, and whether that is there.
+    fn fetch(&self, start: impl Fn(E<'a>, u32) -> [E<'a>; 3]) -> Vec<E<'a>> {
+        let b = self.b;
+        let one = |(i, ([row, at, _], more)): (usize, &([E<'a>; 3], u32))| {
+            let [from, further, mut there] = start(*row, *more);
+            if let Some(last) = self.last.filter(|_| i + 1 == self.vectors.len()) {
+                there = there.and(last);
+            }
+            let from = from + *at;
+            if self.aligned {
+                let index = from.idiv(self.per) + further.idiv(self.per);
+                return b.load_vector_if(self.buf, Ty::U32x4, index, there.and(at.lt(self.d)));
+            }
+            let x: Vec<E<'a>> = (0..self.per)
+                .map(|e| b.load_if(self.buf, from + further + e, there.and((*at + e).lt(self.d))))
+                .collect();
+            words(b, self.buf.dtype, &x)
+        };
+        self.vectors.iter().enumerate().map(one).collect()
+    }
+
+    fn put(&self, memory: Local<'a>, v: &[E<'a>]) {
+        for (i, (([_, _, to], _), v)) in self.vectors.iter().zip(v).enumerate() {
+            match self.last.filter(|_| i + 1 == self.vectors.len()) {
+                Some(last) => self.b.if_(last, || memory.store(*to, *v)),
+                None => memory.store(*to, *v),
+            }
+        }
+    }
+}
+
+/// A subgroup's matrices for one matrix of queries.
+struct Block {
+    /// Its first row among the subgroup's.
+    first: u32,
+    queries: Vec<FragmentId>,
+    scores: Vec<FragmentId>,
+    weight: FragmentId,
+    results: Vec<FragmentId>,
+    /// The largest score so far and the sum of the weights; what is subtracted from scores and what earlier sums are multiplied by; a
+    /// row's share of a tile, over the columns that lie in one register and over all.
+    top: FragmentId,
+    sum: FragmentId,
+    shift: FragmentId,
+    decay: FragmentId,
+    share: FragmentId,
+    columns: FragmentId,
+}
+
+impl Block {
+    fn new(b: &Builder, l: &Layout, i: u32) -> Block {
+        let op = l.op;
+        let make = |n: u32, part| (0..n).map(|_| b.fragment(op, part)).collect::<Vec<_>>();
+        let [k, n] = [op.k as u32, op.n as u32];
+        let [top, sum, shift, decay, share] = [(); 5].map(|_| b.fragment(op, Part::Rows));
+        Block {
+            first: i * op.m as u32,
+            queries: make(l.width.div_ceil(k), Part::A),
+            scores: make(l.tile.keys / n, Part::Sum),
+            weight: b.fragment(op, Part::A),
+            results: make(l.width / n, Part::Sum),
+            top,
+            sum,
+            shift,
+            decay,
+            share,
+            columns: b.fragment(op, Part::Sum),
+        }
+    }
+
+    fn start(&self, b: &Builder) {
+        b.fill_fragment(self.top, f32::NEG_INFINITY);
+        for f in self.results.iter().chain([&self.sum, &self.shift, &self.decay, &self.columns]) {
+            b.fill_fragment(*f, 0.0);
+        }
+    }
+
+    /// Weights of the scores: powers of two of their distances from the largest times `factor`. Earlier sums follow.
+    fn softmax<'a>(&self, b: &'a Builder, factor: Option<E<'a>>) {
+        let exp2 = |x: E<'a>| b.op(ScalarOp::Exp2, &[x]);
+        let scaled = |x: E<'a>| factor.map_or(x, |f| x * f);
+        b.map_fragment(self.columns, |_, _| {
+            let scores = self.scores.iter().map(|f| b.element(*f));
+            // A NaN that is passed over here comes back as the weight.
+            let top = scores.reduce(|x, y| b.let_(y.gt(x).select(y, x)));
+            top.into_iter().for_each(|x| b.set_element(self.columns, x));
+        });
+        b.fill_fragment(self.share, f32::NEG_INFINITY);
+        b.reduce_fragment(Reduce::Max, self.share, self.columns);
+        b.map_fragment(self.share, |_, _| {
+            let (old, new) = (b.element(self.top), b.let_(b.element(self.top).max(b.element(self.share))));
+            // With only -inf so far any finite shift leaves every weight at 0, where -inf minus -inf would not.
+            let shift = b.let_(new.equals(NEG_INF).select(b.constant(Ty::F32, 0), scaled(new)));
+            b.set_element(self.decay, exp2(scaled(old) - shift));
+            b.set_element(self.shift, shift);
+            b.set_element(self.top, new);
+        });
+        b.map_fragment(self.columns, |_, _| {
+            let shift = b.element(self.shift);
+            let weights = self.scores.iter().map(|f| {
+                let s = b.element(*f);
+                let w = b.let_(exp2(factor.map_or(s - shift, |f| s.fma(f, -shift))));
+                b.set_element(*f, w);
+                w
+            });
+            let sum = weights.reduce(|x, y| x + y);
+            sum.into_iter().for_each(|x| b.set_element(self.columns, x));
+        });
+        b.fill_fragment(self.share, 0.0);
+        b.reduce_fragment(Reduce::Add, self.share, self.columns);
+        b.map_fragment(self.share, |_, _| {
+            let sum = b.element(self.sum).fma(b.element(self.decay), b.element(self.share));
+            b.set_element(self.sum, sum);
+        });
+        b.map_fragment(self.columns, |_, _| {
+            let decay = b.element(self.decay);
+            self.results.iter().for_each(|f| b.set_element(*f, b.element(*f) * decay));
+        });
+    }
+}
+
+/// What a group knows: the parameters, and its place among the queries.
+struct Group<'a> {
+    b: &'a Builder,
+    l: &'a Layout,
+    p: &'a Problem,
+    memory: Local<'a>,
+    /// Of the operands and the result, where they begin.
+    offsets: Vec<E<'a>>,
+    mask: Option<Buf>,
+    shared: E<'a>,
+    sq: E<'a>,
+    sk: E<'a>,
+    d: E<'a>,
+    qs: Vec<E<'a>>,
+    ms: Vec<E<'a>>,
+    scale: E<'a>,
+    /// Batch and key head, and both as one number.
+    n: E<'a>,
+    h: E<'a>,
+    bk: E<'a>,
+    /// Queries of the key head, head by head, and the group's first.
+    rows: E<'a>,
+    r0: E<'a>,
+    /// The subgroup's first row in the tile, and what it has for itself, in vectors.
+    part: E<'a>,
+    own: E<'a>,
+}
+
+impl<'a> Group<'a> {
+    /// Head and position of a row.
+    fn query(&self, r: E<'a>) -> (E<'a>, E<'a>) {
+        (self.b.let_(self.h * self.shared + r.idiv(self.sq)), self.b.let_(r.imod(self.sq)))
+    }
+
+    /// Keys that the query at a position sees; may be negative.
+    fn limit(&self, i: E<'a>) -> E<'a> {
+        if self.p.causal { self.b.let_((i + 1 + self.sk - self.sq).min(self.sk)) } else { self.sk }
+    }
+
+    /// Keys that every query of the tile sees, and those that some query sees.
+    fn limits(&self) -> [E<'a>; 2] {
+        let b = self.b;
+        let last = b.let_((self.r0 + (self.l.queries - 1)).min(self.rows - 1));
+        let one_head = b.let_(self.r0.idiv(self.sq).equals(last.idiv(self.sq)));
+        let at = |r: E<'a>, other: E<'a>| self.limit(one_head.select(r.imod(self.sq), other));
+        [at(self.r0, b.index(0)), at(last, self.sq - 1)]
+    }
+
+    /// Puts the queries into registers, through the place of the keys. Rows past the end repeat the last one; only their stores are
+    /// left out.
+    fn queries(&self, buf: (Buf, bool), blocks: &[Block]) {
+        let (b, pitch) = (self.b, self.l.pitches[0]);
+        let rows = Rows::new(b, self.l, self.l.queries, (pitch, 0), buf, self.d);
+        let x = rows.fetch(|r, more| {
+            let (h, i) = self.query(b.let_((self.r0 + r + more).min(self.rows - 1)));
+            let start = self.offsets[0] + self.n * self.qs[0] + h * self.qs[1] + i * self.qs[2];
+            [b.let_(start), b.index(0), b.constant(Ty::Bool, true)]
+        });
+        rows.put(self.memory, &x);
+        b.barrier();
+        for block in blocks {
+            let start = b.let_((self.part + block.first) * pitch);
+            for (f, column) in block.queries.iter().zip((0..).step_by(self.l.op.k as usize)) {
+                b.load_fragment(*f, self.memory, start + column as u32, pitch, false);
+            }
+        }
+        b.barrier();
+    }
+
+    /// Scores of a tile of keys: adds the mask and multiplies, where `factor` does not come later, and hides the keys that a query does not
+    /// see.
+    fn finish(&self, block: &Block, first: E<'a>, factor: Option<E<'a>>) {
+        let b = self.b;
+        b.map_fragment(block.columns, |row, column| {
+            let r = b.let_((self.r0 + self.part + block.first + row).min(self.rows - 1));
+            let (h, i) = self.query(r);
+            let (limit, from) = (self.limit(i), b.let_(first + column));
+            for (f, j) in block.scores.iter().zip((0..).step_by(self.l.op.n as usize)) {
+                let (mut v, key) = (b.element(*f), b.let_(from + j as u32));
+                if factor.is_none() {
+                    v = v * self.scale;
+                }
+                if let (Some(m), [m0, m1, m2, m3]) = (self.mask, &self.ms[..]) {
+                    let at = self.offsets[3] + self.n * *m0 + h * *m1 + i * *m2 + key * *m3;
+                    v = v + b.load_if(m, at, key.lt(self.sk)) * LOG2_E;
+                }
+                b.set_element(*f, key.lt(limit).select(v, NEG_INF));
+            }
+        });
+    }
+
+    /// Adds all keys and values to the blocks' results.
+    fn attend(&self, blocks: &[Block], [k, v]: [(Buf, bool); 2], [ks, vs]: [&[E<'a>]; 2]) {
+        let (b, l) = (self.b, self.l);
+        let (op, [pk, pv]) = (l.op, l.pitches);
+        let side = |buf, pitch, first| Rows::new(b, l, l.tile.keys, (pitch, first), buf, self.d);
+        let (keys, values) = (side(k, pk, 0), side(v, pv, l.values));
+        let start = |i: usize, s: &[E<'a>]| b.let_(self.offsets[i] + self.n * s[0] + self.h * s[1]);
+        let (k0, v0) = (start(1, ks), start(2, vs));
+        let fetch = |side: &Rows<'a>, start: E<'a>, stride: E<'a>, first: E<'a>| {
+            side.fetch(|r, more| {
+                let r = first + r;
+                [start + r * stride, stride * more, (r + more).lt(self.sk)]
+            })
+        };
+        // Where scores are not multiplied yet their maximum and their distances from it are: one instruction less.
+        let factor = (self.mask.is_none() && self.p.scale > 0.0).then_some(self.scale);
+        let right = b.fragment(op, Part::B);
+        let [n, k] = [op.n as u32, op.k as u32];
+        blocks.iter().for_each(|x| x.start(b));
+        let [least, end] = self.limits();
+        keys.put(self.memory, &fetch(&keys, k0, ks[2], b.index(0)));
+        b.barrier();
+        b.for_(0, end, l.tile.keys, |first| {
+            let fetched = fetch(&values, v0, vs[2], first);
+            blocks.iter().flat_map(|x| &x.scores).for_each(|f| b.fill_fragment(*f, 0.0));
+            for i in 0..l.width / k {
+                for j in 0..l.tile.keys / n {
+                    // Rows of keys are columns of the right operand.
+                    b.load_fragment(right, self.memory, i * k + j * n * pk, pk, true);
+                    blocks.iter().for_each(|x| b.mma(x.scores[j as usize], x.queries[i as usize], right));
+                }
+            }
+            let next = b.let_(first + l.tile.keys);
+            for x in blocks {
+                match factor {
+                    Some(_) => b.if_(next.gt(least), || self.finish(x, first, factor)),
+                    None => self.finish(x, first, factor),
+                }
+                x.softmax(b, factor);
+            }
+            values.put(self.memory, &fetched);
+            b.barrier();
+            let fetched = fetch(&keys, k0, ks[2], next);
+            for i in 0..l.tile.keys / k {
+                for x in blocks {
+                    let src = (x.scores[(i * k / n) as usize], (i * k % n) as u8);
+                    b.convert_fragment(x.weight, src, self.memory, self.own * l.per, OWN_PITCH / 4 * l.per);
+                }
+                for j in 0..l.width / n {
+                    b.load_fragment(right, self.memory, l.values + i * k * pv + j * n, pv, false);
+                    blocks.iter().for_each(|x| b.mma(x.results[j as usize], x.weight, right));
+                }
+            }
+            keys.put(self.memory, &fetched);
+            b.barrier();
+        });
+    }
+
+    /// Divides the results and writes them, a matrix at a time and through what the subgroup has for itself.
+    fn write(&self, y: Buf, out: &Operand, blocks: &[Block]) {
+        let (b, l, d) = (self.b, self.l, self.d);
+        let (m, width, per) = (l.op.m as u32, l.op.width as u32, 16 / y.dtype.size() as u32);
+        let run = l.op.n as u32 / per;
+        // Whether rows of the result begin at 16 bytes.
+        let whole = self.p.d.is_multiple_of(per as usize) && out.view.offset % per as isize == 0;
+        let lane = b.let_(b.local_id(0).imod(width));
+        let start = self.offsets.last().map_or(b.index(0), |o| *o + self.bk * self.rows * d);
+        let start = b.let_(start);
+        for x in blocks {
+            b.map_fragment(x.columns, |_, _| {
+                let sum = b.element(x.sum);
+                x.results.iter().for_each(|f| b.set_element(*f, b.element(*f) / sum));
+            });
+            let first = b.let_(self.r0 + self.part + x.first);
+            for (f, column) in x.results.iter().zip((0..).step_by(l.op.n as usize)) {
+                b.store_fragment(*f, self.memory, self.own * 4, OWN_PITCH);
+                b.barrier();
+                for turn in 0..(m * run).div_ceil(width) {
+                    let e = lane + turn * width;
+                    let (r, c) = (b.let_(e.idiv(run)), b.let_(e.imod(run) * per));
+                    let (row, at) = (b.let_(first + r), b.let_(c + column as u32));
+                    b.if_(r.lt(m).and(row.lt(self.rows)).and(at.lt(d)), || {
+                        let from = b.let_(self.own + (r * OWN_PITCH + c).idiv(4));
+                        let quads: Vec<E<'a>> = (0..per / 4).map(|q| self.memory.load(from + q)).collect();
+                        let to = b.let_(start + row * d + at);
+                        let value = |e: u32| quads[e as usize / 4].lane(e as u8 % 4).bitcast(Ty::F32);
+                        if whole {
+                            let v = match quads[..] {
+                                [quad] => quad,
+                                _ => words(b, y.dtype, &(0..per).map(value).collect::<Vec<_>>()),
+                            };
+                            return b.store_vector(y, to.idiv(per), v);
+                        }
+                        for e in 0..per {
+                            b.if_((at + e).lt(d), || b.store(y, to + e, value(e)));
+                        }
+                    });
+                }
+                b.barrier();
+            }
+        }
+    }
+}
+
+impl Cx<'_> {
+    pub(super) fn matrix(
+        &self,
+        args: Args,
+        inputs: &[Operand],
+        out: &Operand,
+        t: Tile,
+    ) -> Result<Lowered, Declined> {
+        let Some(op) = unit_of(self).filter(|_| legal(self, t)) else {
+            return Err(Declined::because(format!(
+                "attention: the device cannot have tiles of {}",
+                t.variant()
+            )));
+        };
+        let (p, l) = (&self.p, &Layout::new(&self.p, op, t));
+        let builder = Builder::with_index("attention_matrix", [l.items, 1, 1], self.ix);
+        let b = &builder;
+        let [q, k, v] = std::array::from_fn(|i| {
+            // Whether every row begins at 16 bytes and has whole vectors.
+            let whole = |v: isize| v % l.per as isize == 0;
+            let aligned = p.strides[i].iter().all(|s| whole(*s) && *s >= 0) && whole(inputs[i].view.offset);
+            (b.raw_buffer(self.dtype, false), aligned && whole(p.d as isize))
+        });
+        let mask = p.mask.map(|_| b.raw_buffer(self.dtype, false));
+        let y = b.raw_buffer(self.dtype, true);
+        let offsets: Vec<E<'_>> = (0..inputs.len() + 1).map(|i| b.size(&format!("o{i}"))).collect();
+        let [bh, hk, shared, sq, sk, d] = ["bh", "hk", "shared", "sq", "sk", "d"].map(|n| b.size(n));
+        let [qs, ks, vs] = ["q", "k", "v"].map(|n| sizes(b, n, 3));
+        let ms = sizes(b, "m", if mask.is_some() { 4 } else { 0 });
+        let scale = b.let_(b.param("scale", Ty::F32) * LOG2_E);
+        let memory = b.local(Ty::U32x4, l.bytes / 16);
+        let rows = b.let_(shared * sq);
+        let tiles = b.let_(rows.div_ceil(l.queries));
+        let g = b.let_(b.linear_group());
+        b.if_(g.lt(bh * tiles), || {
+            let (bk, at) = (b.let_(g.idiv(tiles)), b.let_(g.imod(tiles)));
+            let (n, h) = (b.let_(bk.idiv(hk)), b.let_(bk.imod(hk)));
+            // Under a causal limit the last queries have the most keys: they begin first.
+            let r0 = b.let_(if p.causal { tiles - 1 - at } else { at } * l.queries);
+            let sub = b.let_(b.local_id(0).idiv(op.width as u32));
+            let (part, own) = (b.let_(sub * l.part), b.let_(sub * (OWN / 16) + l.own / 16));
+            let at = Group {
+                b,
+                l,
+                p,
+                memory,
+                offsets,
+                mask,
+                shared,
+                sq,
+                sk,
+                d,
+                qs,
+                ms,
+                scale,
+                n,
+                h,
+                bk,
+                rows,
+                r0,
+                part,
+                own,
+            };
+            let blocks: Vec<Block> = (0..t.rows).map(|i| Block::new(b, l, i)).collect();
+            at.queries(q, &blocks);
+            at.attend(&blocks, [k, v], [&ks, &vs]);
+            at.write(y, out, &blocks);
+        });
+        let tiles = (p.shared * p.sq).div_ceil(l.queries as usize);
+        single(builder, &args, p.b * p.hk * tiles, self.caps)
+    }
+}
