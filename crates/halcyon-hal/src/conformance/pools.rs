@@ -249,8 +249,9 @@ pub fn host_buffers_are_counted_and_copied_from_and_to(l: &Lane) {
     let mut h = match d.alloc_host(100_001) {
         Ok(h) => h,
         Err(e) => {
-            assert_eq!(e.exit_code(), 3, "{e}");
-            assert!([BackendType::Noop, BackendType::WebGpu].contains(&l.driver.kind()), "{e}");
+            // A driver may have none; these have.
+            let must = [BackendType::Cpu, BackendType::Cuda, BackendType::Rocm, BackendType::OpenCl];
+            assert!(matches!(e, Error::Unsupported { .. }) && !must.contains(&l.driver.kind()), "{e}");
             return;
         }
     };
@@ -269,7 +270,8 @@ pub fn host_buffers_are_counted_and_copied_from_and_to(l: &Lane) {
     assert_eq!(d.alloc_host(0).unwrap().len(), 0);
     // Where memory is unified it is a buffer as it is.
     let shared = d.import(Arc::new(h));
-    assert_eq!(shared.is_some(), l.driver.kind() == BackendType::Cpu);
+    let own = !matches!(l.driver.kind(), BackendType::Other(_));
+    assert!(!own || shared.is_some() == (l.driver.kind() == BackendType::Cpu));
     if let Some(s) = shared {
         assert_eq!((download(&*d, &s), d.memory().pinned), (data, 100_001));
     }
