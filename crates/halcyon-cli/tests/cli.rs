@@ -430,6 +430,21 @@ fn precision_is_chosen_by_flag_or_environment_and_reported() {
 }
 
 #[test]
+fn precision_of_products_is_chosen_by_flag_and_reported() {
+    let run = |p: &str, more: &[&str]| {
+        let all = [&["--matmul-precision", p, "--backend", "cpu"], more].concat();
+        halcyon(&seven(&all))
+    };
+    let v = run("Medium", &["--json"]).ok().json();
+    assert_eq!(v["backend"]["matmul_precision"], "medium");
+    assert!(run("high", &[]).ok().out.contains("level    O2, products high"));
+    // Below O2 nothing is rounded, so nothing is said.
+    assert!(!run("high", &["--level", "O1"]).ok().out.contains("products high"));
+    assert!(!run("highest", &[]).ok().out.contains("products high"));
+    run("tf32", &[]).fails(2, &["tf32", "highest, high or medium"]);
+}
+
+#[test]
 fn conformance_ops_says_what_the_table_says() {
     let ops = |more: &[&str]| {
         let args = ["conformance", "ops", "--backend", "cpu", "--seed", "7", "--json"];

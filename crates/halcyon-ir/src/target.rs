@@ -1,6 +1,7 @@
 //! What the lowering asks of a device.
 
 use crate::dtype::DType;
+use crate::error::{Error, Result};
 use crate::fused::Fused;
 use crate::kernel::MatrixOp;
 use crate::layout::View;
@@ -8,6 +9,7 @@ use crate::op::Op;
 use serde::{Deserialize, Serialize};
 use std::any::Any;
 use std::fmt;
+use std::str::FromStr;
 use std::sync::Arc;
 
 /// Limits and abilities of a device.
@@ -81,6 +83,32 @@ pub enum MatmulPrecision {
     High,
     /// bf16 products or better.
     Medium,
+}
+
+impl fmt::Display for MatmulPrecision {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            MatmulPrecision::Highest => "highest",
+            MatmulPrecision::High => "high",
+            MatmulPrecision::Medium => "medium",
+        })
+    }
+}
+
+/// `highest`, `high` or `medium`, in any case.
+impl FromStr for MatmulPrecision {
+    type Err = Error;
+    fn from_str(s: &str) -> Result<MatmulPrecision> {
+        match s.trim().to_ascii_lowercase().as_str() {
+            "highest" => Ok(MatmulPrecision::Highest),
+            "high" => Ok(MatmulPrecision::High),
+            "medium" => Ok(MatmulPrecision::Medium),
+            _ => {
+                let why = format!("\"{s}\" is not a precision of products; use highest, high or medium");
+                Err(Error::argument("matmul precision", why))
+            }
+        }
+    }
 }
 
 /// One piece of work that a device may have a kernel of its own for.

@@ -4,8 +4,8 @@ use clap::Args;
 use halcyon::hal::DeviceName;
 use halcyon::ir::passes;
 use halcyon::{
-    AmpPolicy, Backend, BackendBuilder, BackendType, Error, Fallback, Level, MemoryPoolConfig, Policy,
-    Result, TuningMode, hal,
+    AmpPolicy, Backend, BackendBuilder, BackendType, Error, Fallback, Level, MatmulPrecision,
+    MemoryPoolConfig, Policy, Result, TuningMode, hal,
 };
 use std::path::PathBuf;
 
@@ -34,6 +34,10 @@ pub struct BackendArgs {
     /// precision; inputs and outputs keep their types)
     #[arg(long, value_name = "TYPE")]
     pub precision: Option<String>,
+    /// How exact products of f32 must be, at O2: highest (the default), high (TF32 or better) or medium (bf16 or better). Where a device
+    /// gains nothing it stays exact
+    #[arg(long, value_name = "HOW")]
+    pub matmul_precision: Option<String>,
     /// Threads of the CPU device
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
@@ -75,6 +79,10 @@ impl BackendArgs {
         self.precision.as_deref().map(str::parse).transpose()
     }
 
+    fn matmul_precision(&self) -> Result<Option<MatmulPrecision>> {
+        self.matmul_precision.as_deref().map(str::parse).transpose()
+    }
+
     fn tuning(&self) -> Result<Option<TuningMode>> {
         self.tuning.as_deref().map(str::parse).transpose()
     }
@@ -108,6 +116,9 @@ impl BackendArgs {
         if let Some(p) = self.precision()? {
             b = b.amp(p);
         }
+        if let Some(p) = self.matmul_precision()? {
+            b = b.precision(p);
+        }
         if let Some(s) = &self.memory_limit {
             b = b.memory_limit(bytes(s)?);
         }
@@ -131,6 +142,7 @@ impl BackendArgs {
         self.kind()?;
         self.level()?;
         self.precision()?;
+        self.matmul_precision()?;
         self.tuning()?;
         self.backends.as_deref().map(str::parse::<Policy>).transpose()?;
         self.fallback.as_deref().map(str::parse::<Fallback>).transpose()?;

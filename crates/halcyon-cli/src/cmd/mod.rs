@@ -187,15 +187,20 @@ pub fn backend_json(b: &Backend) -> Value {
         "device": s.device,
         "level": b.level(),
         "precision": b.amp(),
+        "matmul_precision": b.precision().to_string(),
     })
 }
 
-/// `O2`, and the policy of mixed precision where there is one: `O2, bf16`.
+/// `O2`, the policy of mixed precision where there is one, and how exact products are where they need not be: `O2, bf16, products high`.
 pub fn level_text(b: &Backend) -> String {
-    match b.amp() {
-        halcyon::AmpPolicy::None => b.level().to_string(),
-        p => format!("{}, {p}", b.level()),
+    let mut text = b.level().to_string();
+    if b.amp() != halcyon::AmpPolicy::None {
+        text += &format!(", {}", b.amp());
     }
+    if b.precision() != halcyon::MatmulPrecision::Highest && b.level() >= halcyon::Level::O2 {
+        text += &format!(", products {}", b.precision());
+    }
+    text
 }
 
 /// Memory by purpose: `activations 12.0 MiB, io 1.0 MiB`.

@@ -4,8 +4,9 @@
 //! device; measuring them is the caller's matter. Variants differ in tiles, workgroups and how a sum is split, never in what is
 //! computed. Since a split changes how a sum is rounded, plans use tuned variants from level O2 on.
 
-use super::ir::Fnv;
+use super::ir::{Fnv, MatrixOp, MatrixType};
 use super::lower::{self, Lowered};
+use crate::dtype::DType;
 use crate::fused::Fused;
 use crate::op::Op;
 use crate::plan::StepWork;
@@ -69,6 +70,8 @@ pub struct Choices {
     /// Others that are legal on the device, without the default.
     pub others: Vec<Variant>,
     pub tolerance: Tolerance,
+    /// Unit roundoff of the factors that some of them round before they multiply (TF32: 2⁻¹¹); 0 where none does.
+    pub rounding: f64,
 }
 
 impl Choices {
@@ -84,7 +87,34 @@ impl Choices {
                 others.push(v);
             }
         }
-        Choices { key, default, others, tolerance }
+        Choices { key, default, others, tolerance, rounding: 0.0 }
+    }
+
+    /// For work whose factors the device may round to the operand type of a matrix unit.
+    pub(crate) fn on_matrix_units(mut self, unit: Option<MatrixOp>) -> Choices {
+        if unit.is_some_and(|o| o.operand == MatrixType::Tf32) {
+            self.rounding = 2f64.powi(-11);
+        }
+        self
+    }
+
+    /// How far the results of two variants may be apart in an output of type `out`, as a share of what [`Tolerance`] names. Rounding errors
+    /// are taken for independent: those of a sum grow by the square root of its terms.
+    pub fn share(&self, out: DType) -> f64 {
+        let eps = if out == DType::F64 { f64::EPSILON } else { f64::from(f32::EPSILON) };
+        let stored = match out {
+            DType::F16 => 2f64.powi(-10),
+            DType::BF16 => 2f64.powi(-7),
+            _ => eps,
+        };
+        match self.tolerance {
+            // Both sides round: a sum of so many terms, and its result.
+            Tolerance::Products(k) => {
+                let root = (k.max(1) as f64).sqrt();
+                2.0 * eps * (4.0 + 2.0 * root) + 2.0 * stored + 8.0 * self.rounding / root
+            }
+            Tolerance::Sums(k) => eps * (16.0 + 4.0 * (k as f64).sqrt()) + 4.0 * stored + 8.0 * self.rounding,
+        }
     }
 
     /// Whether a variant is one of them. What a file says is used only if it is.

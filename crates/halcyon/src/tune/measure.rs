@@ -1,7 +1,8 @@
 //! One key: candidates are built, compared with the default, and timed in turns with it.
 
 use super::{
-    Best, Entry, Event, Guard, Progress, Rejection, Tolerance, TuneOptions, TuningCache, Variant, Why,
+    Best, Choices, Entry, Event, Guard, Progress, Rejection, Tolerance, TuneOptions, TuningCache, Variant,
+    Why,
 };
 use crate::backend::Backend;
 use crate::receipts::{median, median_interval};
@@ -88,7 +89,7 @@ impl Measured<'_> {
         let lowered = build(default).map_err(|d| Stop::Kernel(d.reason))?;
         // The default runs in every plan; if it fails, the device does.
         let base = bench.runner(&lowered).map_err(Stop::Device)?;
-        let expected = bench.expected(&base, t.choices.tolerance).map_err(of_default)?;
+        let expected = bench.expected(&base, &t.choices).map_err(of_default)?;
         let mut alone = bench.time(&base).map_err(Stop::Device)?;
         if alone > TOO_LONG {
             return Err(Stop::Kernel(format!("a run takes {alone:.1} s, too long to measure others")));
@@ -400,40 +401,24 @@ impl<'a> Bench<'a> {
     }
 
     /// The default's result, and how far another may be off. The operands hold random numbers afterwards.
-    fn expected(&self, base: &Runner, tolerance: Tolerance) -> Result<Expected> {
-        let eps = |d: DType| match d {
-            DType::F64 => f64::EPSILON,
-            _ => f64::from(f32::EPSILON),
-        };
+    fn expected(&self, base: &Runner, choices: &Choices) -> Result<Expected> {
         let d = self.output.dtype;
-        let stored = match d {
-            DType::F16 => 2f64.powi(-10),
-            DType::BF16 => 2f64.powi(-7),
-            _ => eps(d),
-        };
-        if !d.is_float() {
+        let share = choices.share(d);
+        if d.is_float() && matches!(choices.tolerance, Tolerance::Products(_)) {
+            self.fill(true)?;
+            let scale = self.result(base)?;
             self.fill(false)?;
-            return Ok(Expected { want: self.result(base)?, slack: vec![0.0] });
+            let slack = scale.scalars().map(|s| share * s.as_f64().abs() + 1e-30).collect();
+            return Ok(Expected { want: self.result(base)?, slack });
         }
-        match tolerance {
-            Tolerance::Products(k) => {
-                // Both sides round: a sum of so many terms, and its result.
-                self.fill(true)?;
-                let scale = self.result(base)?;
-                self.fill(false)?;
-                let share = 2.0 * eps(d) * (4.0 + 2.0 * (k as f64).sqrt()) + 2.0 * stored;
-                let slack = scale.scalars().map(|s| share * s.as_f64().abs() + 1e-30).collect();
-                Ok(Expected { want: self.result(base)?, slack })
-            }
-            Tolerance::Sums(k) => {
-                self.fill(false)?;
-                let want = self.result(base)?;
-                let magnitudes = want.scalars().map(|s| s.as_f64().abs());
-                let top = magnitudes.filter(|v| v.is_finite()).fold(0.0, f64::max);
-                let share = eps(d) * (16.0 + 4.0 * (k as f64).sqrt()) + 4.0 * stored;
-                Ok(Expected { want, slack: vec![share * top + 1e-30] })
-            }
+        self.fill(false)?;
+        let want = self.result(base)?;
+        if !d.is_float() {
+            return Ok(Expected { want, slack: vec![0.0] });
         }
+        let magnitudes = want.scalars().map(|s| s.as_f64().abs());
+        let top = magnitudes.filter(|v| v.is_finite()).fold(0.0, f64::max);
+        Ok(Expected { want, slack: vec![share * top + 1e-30] })
     }
 }
 

@@ -101,6 +101,8 @@ fn settings(b: &Backend) -> Value {
         "level": b.level().to_string(),
         // Nothing for f32, as in reports from before there was a choice.
         "precision": Some(b.amp()).filter(|p| *p != halcyon::AmpPolicy::None),
+        "matmul_precision":
+            Some(b.precision()).filter(|p| *p != halcyon::MatmulPrecision::Highest).map(|p| p.to_string()),
         "build": if cfg!(debug_assertions) { "debug" } else { "release" },
     })
 }

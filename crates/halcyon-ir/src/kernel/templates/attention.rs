@@ -51,7 +51,8 @@ pub fn lower_as(
 pub fn choices(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Choices, Declined> {
     let cx = context(op, inputs, outputs, caps)?;
     let forms = cx.forms().into_iter().filter(|f| cx.legal(*f)).map(Form::variant);
-    Ok(Choices::new(cx.key(), cx.default().variant(), forms, Tolerance::Sums(cx.p.sk + cx.p.d)))
+    let all = Choices::new(cx.key(), cx.default().variant(), forms, Tolerance::Sums(cx.p.sk + cx.p.d));
+    Ok(all.on_matrix_units(matrix::unit_of(&cx)))
 }
 
 fn context<'c>(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &'c Caps) -> Result<Cx<'c>, Declined> {

@@ -131,7 +131,8 @@ pub fn lower_as(
 pub fn choices(_: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Choices, Declined> {
     let (p, cx) = problem(inputs, outputs, caps)?;
     let forms = cx.forms(&p).into_iter().filter(|f| cx.legal(&p, *f)).map(Form::variant);
-    Ok(Choices::new(cx.key(&p), cx.default(&p).variant(), forms, Tolerance::Products(p.k)))
+    let all = Choices::new(cx.key(&p), cx.default(&p).variant(), forms, Tolerance::Products(p.k));
+    Ok(all.on_matrix_units(matrix::unit(cx.dtype, caps)))
 }
 
 fn problem<'c>(
