@@ -515,6 +515,42 @@ fn eight_bits(kind: BackendType) {
     });
 }
 
+/// Operands that the library declines one after the other are copied one after the other: every other element, and a right factor by rows.
+fn scattered_bytes(kind: BackendType) {
+    let mut rng = Rng::fresh("scattered bytes");
+    let mut data = |d: DType, dims: &[usize]| {
+        let v = rng.f32s(dims.iter().product());
+        ConstData::from_scalars(d, dims, v.iter().map(|v| Scalar::F(f64::from(*v) * 100.0).cast(d))).unwrap()
+    };
+    let f8 = if kind == BackendType::Cuda { DType::F8E4M3FN } else { DType::F8E4M3FNUZ };
+    for d in [DType::I8, f8] {
+        let inputs = [data(d, &[64, 128]), data(d, &[64, 128])];
+        for (left, right) in [(true, false), (false, true), (true, true)] {
+            let mut g = Graph::new();
+            let [a, b] = [0, 1].map(|i| g.input("x", TensorType::new(d, &inputs[i].dims)));
+            let mut half = |g: &mut Graph, x, second| match second {
+                true => g.slice(x, &[(0, 64, 1), (0, 64, 2)]).unwrap(),
+                false => g.narrow(x, 1, 0, 64).unwrap(),
+            };
+            let (a, b) = (half(&mut g, a, left), half(&mut g, b, right));
+            let (a, b) = (g.cast(a, DType::F32).unwrap(), g.cast(b, DType::F32).unwrap());
+            let y = g.matmul(a, b).unwrap();
+            g.output("y", y);
+            let want = eval_f64(&g, &inputs, &[]).unwrap();
+            on(kind, "scattered bytes", |_| {
+                let b = Backend::builder().backend_type(kind).precision(MatmulPrecision::High);
+                let session = Session::new(&b.build().unwrap(), g.clone());
+                let got = session.run(&inputs).unwrap();
+                close("scattered bytes", &got[0].to_vec::<f64>(), &want[0].to_vec::<f64>(), 1e-5);
+                let plan = session.prepare(&inputs).unwrap();
+                let names: Vec<String> = plan.plan().steps.iter().map(|s| s.work.kernel_name()).collect();
+                let name = if d == DType::I8 { "lt.i8".into() } else { format!("lt.{d}") };
+                assert!(names.iter().any(|n| n.ends_with(&name)), "{left} {right}: {names:?}");
+            });
+        }
+    }
+}
+
 /// Attention of a prompt, in a type that the vendor has kernels for.
 fn prompts(kind: BackendType) {
     let mut rng = Rng::fresh("attention of a prompt");
@@ -660,6 +696,7 @@ on_both! {
     out_of_memory_at_every_allocation_leaves_nothing_behind: out_of_memory;
     plans_use_the_vendors_libraries: vendors_libraries;
     products_of_8_bit_floats_are_the_vendors: eight_bits;
+    products_of_scattered_bytes_copy_them_first: scattered_bytes;
     chains_on_top_follow_float64: chains_on_top;
     prompts_are_attended_to_by_the_vendors_kernel: prompts;
     lost_devices_are_errors_and_falsified_answers_show: lost_and_falsified;

@@ -90,18 +90,20 @@ impl Lowerer<'_> {
             Some(p) => Ok(Chosen::Library(p.kernel)),
             None => self.select(&node.op, &ops, &output, precision, in_place),
         };
-        if let Err(d) = &chosen
-            && !d.dense.is_empty()
-        {
-            for k in d.dense.clone() {
-                if k < ops.len() && !ops[k].view.is_dense() {
-                    let p = self
-                        .placement(node.inputs[k])
-                        .ok_or_else(|| Error::internal("operand without placement"))?;
-                    bufs[k] = self.copy(node.inputs[k], &p)?;
-                    values[k] = Some(node.inputs[k]);
-                    ops[k].view = View::dense(&ops[k].view.shape.clone());
-                }
+        // A device may find one operand wanting after the other.
+        while let Err(d) = &chosen {
+            let spread = |k: &usize| ops.get(*k).is_some_and(|o| !o.view.is_dense());
+            let copied: Vec<usize> = d.dense.iter().copied().filter(spread).collect();
+            if copied.is_empty() {
+                break;
+            }
+            for k in copied {
+                let p = self
+                    .placement(node.inputs[k])
+                    .ok_or_else(|| Error::internal("operand without placement"))?;
+                bufs[k] = self.copy(node.inputs[k], &p)?;
+                values[k] = Some(node.inputs[k]);
+                ops[k].view = View::dense(&ops[k].view.shape.clone());
             }
             chosen = self.select(&node.op, &ops, &output, precision, in_place);
         }

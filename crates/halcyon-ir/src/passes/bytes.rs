@@ -108,6 +108,12 @@ pub fn operation(
     }
 }
 
+/// Whether a node repeats its input along the batch alone, so that its matrices are its input's.
+fn repeats_matrices(g: &Graph, id: NodeId) -> bool {
+    let (n, last) = (g.node(id), |s: &Shape| s.rank().checked_sub(2).map(|r| s[r..].to_vec()));
+    n.op == Op::Expand && last(g.shape(n.inputs[0])).is_some_and(|own| last(&n.ty.shape) == Some(own))
+}
+
 /// The type of a value that holds bytes of a type.
 fn stored(d: DType) -> DType {
     if is_f8(d) { DType::U8 } else { d }
@@ -256,6 +262,15 @@ impl<'a> Finder<'a> {
         })
     }
 
+    /// Whether integers of at most 8 bits are all of type `d`.
+    fn of_type(&self, id: NodeId, d: DType) -> bool {
+        let (least, most) = d.range();
+        self.leaf(id, |id| match is_int8(self.g.dtype(id)) {
+            true => Some(self.g.dtype(id) == d),
+            false => self.every(id, |v| (least..=most).contains(&v)),
+        })
+    }
+
     /// What `id` is made of, if that is bytes; `axis` is the one that is summed over, where it is still known.
     fn factor(&self, id: NodeId, axis: Option<usize>, mut f: Factor, depth: usize) -> Option<Factor> {
         let n = self.g.node(id);
@@ -341,9 +356,12 @@ impl<'a> Finder<'a> {
                 _ => return None,
             },
             DType::I32 | DType::F32 if types.iter().all(|t| is_int8(*t)) => {
-                let largest = |i: usize| match (types[i], &factors[i].zero) {
+                let largest = |i: usize| match (types[i], factors[i].zero) {
                     (DType::I8, None) => 128,
-                    _ => 255,
+                    (_, None) => 255,
+                    (d, Some(z)) if self.of_type(z.node, d) => 255,
+                    // 255 less -128, -128 less 255.
+                    _ => 383,
                 };
                 // f32 does not wrap.
                 let fits = largest(0) * largest(1) * k as u64 <= i32::MAX as u64;
@@ -369,7 +387,9 @@ impl<'a> Finder<'a> {
         let (mut todo, mut inside, mut products) = (vec![id], vec![], vec![]);
         while let Some(x) = todo.pop() {
             let n = g.node(x);
-            if n.ty.dtype != DType::I32 || x != id && self.reader(x).is_none() || products.len() > PARTS {
+            // Of a sum of so many terms no more is looked at: long chains of additions start one at each of them.
+            let enough = products.len() > PARTS || inside.len() > 3 * PARTS;
+            if n.ty.dtype != DType::I32 || x != id && self.reader(x).is_none() || enough {
                 return None;
             }
             match (&n.op, &n.inputs[..]) {
@@ -395,7 +415,7 @@ impl<'a> Finder<'a> {
             let mut len = [0; 2];
             for (i, back) in [(0, 1), (1, 2)] {
                 let mut x = g.node(*p).inputs[i];
-                if g.node(x).op == Op::Expand {
+                if repeats_matrices(g, x) {
                     x = self.input(x)?;
                 }
                 let Op::Slice(axes) = &g.node(x).op else { return None };
@@ -416,8 +436,14 @@ impl<'a> Finder<'a> {
             }
             end += len[0];
         }
-        let whole = whole.filter(|w| g.shape(w[0]).last().is_some_and(|k| k.is(end)))?;
-        Some((self.product(whole, batch(products[0]), DType::F32)?, inside))
+        let [a, b] = whole?;
+        let k = |s: &Shape, back: usize| s.rank().checked_sub(back).is_some_and(|axis| s[axis].is(end));
+        if !k(g.shape(a), 1) || !k(g.shape(b), 2) {
+            return None;
+        }
+        // Sums of 8-bit floats are cut to integers part by part.
+        let found = self.product([a, b], batch(products[0]), DType::F32)?;
+        (found.result == DType::I32).then_some((found, inside))
     }
 }
 
@@ -477,7 +503,7 @@ fn constant_sums(r: &mut Rebuild<'_>, old: &Graph, found: &Found) -> Result<Opti
     let (&[rows, cols], d) = (&c.dims[..], c.dtype) else { return Ok(None) };
     let turns = f.views.last().is_some_and(|v| matches!(&old.node(*v).op, Op::Permute(p) if p[..] == [1, 0]));
     let others = &f.views[..f.views.len() - usize::from(turns)];
-    if !others.iter().all(|v| old.node(*v).op == Op::Expand) {
+    if !others.iter().all(|v| repeats_matrices(old, *v)) {
         return Ok(None);
     }
     // Of the constant's axes, the one that is summed over.
@@ -519,7 +545,7 @@ fn through(r: &mut Rebuild<'_>, old: &Graph, mut x: NodeId, views: &[NodeId]) ->
 fn bytes(r: &mut Rebuild<'_>, old: &Graph, found: &Found, i: usize) -> Result<NodeId> {
     let (f, right) = (&found.factors[i], i == 1);
     let d = old.dtype(f.codes);
-    let expanded = f.views.iter().all(|v| old.node(*v).op == Op::Expand);
+    let expanded = f.views.iter().all(|v| repeats_matrices(old, *v));
     let mut x = match &old.node(f.codes).op {
         // Once, here, and not in every run.
         Op::Const(c) if right && expanded && c.dims.len() == 2 => {
@@ -581,17 +607,17 @@ fn make(r: &mut Rebuild<'_>, old: &Graph, found: &Found) -> Result<NodeId> {
     let [fa, fb] = &found.factors;
     let (a, b) = (bytes(r, old, found, 0)?, bytes(r, old, found, 1)?);
     let last = r.new.shape(a).rank() - 1;
-    let mut scale = None;
+    let mut scales = SmallVec::<[NodeId; 4]>::new();
     for s in fa.scales.iter().chain(&fb.scales) {
         let s = r.get(*s)?;
-        let s = r.new.reshape(s, [1usize])?;
-        scale = Some(match scale {
-            None => s,
-            Some(t) => r.new.mul(t, s)?,
-        });
+        scales.push(r.new.reshape(s, [1usize])?);
     }
     let whole = found.result == DType::I32;
-    let own = scale.filter(|_| !whole);
+    // The composite has room for one.
+    let mut own = None;
+    for s in scales.iter().filter(|_| !whole) {
+        own = Some(own.map_or(Ok(*s), |t| r.new.mul(t, *s))?);
+    }
     let mut y = composite(&mut r.new, found.types(old), a, b, own, found.result)?;
     if whole {
         let sums = |g: &mut Graph, x: NodeId| {
@@ -624,7 +650,8 @@ fn make(r: &mut Rebuild<'_>, old: &Graph, found: &Found) -> Result<NodeId> {
             let of = g.mul(of, zb)?;
             y = g.sub(y, of)?;
         }
-        if let Some(s) = scale {
+        // One after the other: their product may be no number of f32 where the result is.
+        for s in scales {
             y = g.cast(y, DType::F32)?;
             y = g.mul(y, s)?;
         }
@@ -689,6 +716,10 @@ pub fn run(g: &Graph, claims: &dyn Fn(&Composite) -> bool) -> Result<(Graph, usi
             r.new.span = g.node(id).span.clone();
             let y = make(&mut r, g, f)?;
             let y = r.new.cast(y, g.dtype(id))?;
+            if r.new.shape(y) != g.shape(id) {
+                let (new, old) = (r.new.shape(y), g.shape(id));
+                return Err(Error::internal(format!("a product {old} became one {new}")));
+            }
             r.set(id, y);
             made += 1;
         } else {

@@ -357,6 +357,149 @@ fn sums_over_parts_are_one_product() {
     assert_eq!(c.check(y), (vec![(DType::I32, 2); 2], 2));
 }
 
+/// A sum of two products over parts of what `cut` gives of the operands, in f32 and cast to i32.
+fn two_parts(
+    c: &mut Case,
+    cuts: [usize; 2],
+    [a, b]: [NodeId; 2],
+    view: impl Fn(&mut Graph, NodeId, bool, usize) -> NodeId,
+) -> NodeId {
+    let (mut start, mut parts) = (0, vec![]);
+    for len in cuts {
+        let (x, w) = (c.g.shape(a).rank() - 1, c.g.shape(b).rank() - 2);
+        let (x, w) = (c.g.narrow(a, x, start, len).unwrap(), c.g.narrow(b, w, start, len).unwrap());
+        let (x, w) = (view(&mut c.g, x, false, len), view(&mut c.g, w, true, len));
+        let p = c.g.matmul(x, w).unwrap();
+        parts.push(c.g.cast(p, DType::I32).unwrap());
+        start += len;
+    }
+    c.g.add(parts[0], parts[1]).unwrap()
+}
+
+#[test]
+fn parts_that_are_no_parts_of_one_product_stay_two() {
+    let two = (vec![(DType::I32, 2); 2], 2);
+    // Repeated along the sum, along the rows, from a value of one axis, along the batch (which is one product).
+    let mut c = Case::new();
+    let ab = [c.wide(DType::U8, &[4, 2]), c.wide(DType::I8, &[2, 6])];
+    let y = two_parts(&mut c, [1, 1], ab, |g, x, right, _| {
+        g.expand(x, &Shape::from(if right { [8usize, 6] } else { [4, 8] })).unwrap()
+    });
+    assert_eq!(c.check(y), two);
+    let mut c = Case::new();
+    let ab = [c.wide(DType::U8, &[1, 40]), c.wide(DType::I8, &[40, 6])];
+    let y =
+        two_parts(
+            &mut c,
+            [16, 24],
+            ab,
+            |g, x, right, len| {
+                if right { x } else { g.expand(x, &Shape::from([3, len])).unwrap() }
+            },
+        );
+    assert_eq!(c.check(y), two);
+    let mut c = Case::new();
+    let ab = [c.wide(DType::U8, &[40]), c.wide(DType::I8, &[40, 6])];
+    let y =
+        two_parts(
+            &mut c,
+            [16, 24],
+            ab,
+            |g, x, right, len| {
+                if right { x } else { g.expand(x, &Shape::from([3, len])).unwrap() }
+            },
+        );
+    assert_eq!(c.check(y), two);
+    let mut c = Case::new();
+    let ab = [c.wide(DType::U8, &[5, 40]), c.wide(DType::I8, &[3, 40, 6])];
+    let y = two_parts(&mut c, [16, 24], ab, |g, x, right, len| {
+        if right { x } else { g.expand(x, &Shape::from([3, 5, len])).unwrap() }
+    });
+    assert_eq!(c.check(y), (vec![(DType::I32, 2)], 1));
+    // A right value that goes on behind the last part.
+    let mut c = Case::new();
+    let ab = [c.wide(DType::U8, &[4, 40]), c.wide(DType::I8, &[50, 6])];
+    let y = two_parts(&mut c, [16, 24], ab, |_, x, _, _| x);
+    assert_eq!(c.check(y), two);
+    // Each of these is cut to an integer, which their sum is not.
+    let mut c = Case::new();
+    let ab = [c.wide(DType::F8E4M3FN, &[4, 40]), c.wide(DType::F8E4M3FN, &[40, 6])];
+    let y = two_parts(&mut c, [16, 24], ab, |_, x, _, _| x);
+    c.g.output("y", y);
+    let (h, made) = run(&c.g, &|_| true).unwrap();
+    assert_eq!(made, 2, "{h}");
+    // Nothing at all, as a list of additions that is far longer than what a product is made of.
+    let mut c = Case::new();
+    let (a, b) = (c.wide(DType::U8, &[1, 4]), c.wide(DType::I8, &[4, 6]));
+    let p = c.g.matmul(a, b).unwrap();
+    let mut y = c.g.cast(p, DType::I32).unwrap();
+    for _ in 0..20_000 {
+        let one = c.g.full(DType::I32, [1usize, 6], 1);
+        y = c.g.add(y, one).unwrap();
+    }
+    c.g.output("y", y);
+    let start = std::time::Instant::now();
+    assert_eq!(run(&c.g, &|_| true).unwrap().1, 1);
+    // A minute, if each addition went through all below it.
+    assert!(start.elapsed().as_secs() < 10, "{:?}", start.elapsed());
+}
+
+/// Constants of one row or column that are repeated into a matrix, by columns and by rows, with and without their sums.
+#[test]
+fn constants_that_are_repeated_into_a_matrix_are_no_matrix() {
+    let (m, k, n) = (4, 24, 6);
+    for d in [DType::I8, DType::U8, DType::F8E4M3FN] {
+        for (dims, turns) in
+            [([k, 1], false), ([1, n], false), ([n, 1], true), ([1, k], true), ([k, n], false)]
+        {
+            for zero in [None, Some(&[1][..])] {
+                if is_f8(d) && zero.is_some() {
+                    continue;
+                }
+                let mut c = Case::new();
+                let left = if is_f8(d) { d } else { DType::U8 };
+                let a = quantised(&mut c, left, &[m, k], zero, None);
+                let w = c.data(d, &dims);
+                let w = c.g.constant(w);
+                let mut w = c.g.cast(w, DType::F32).unwrap();
+                if turns {
+                    w = c.g.transpose(w, 0, 1).unwrap();
+                }
+                let w = c.g.expand(w, &Shape::from([k, n])).unwrap();
+                let y = c.g.matmul(a, w).unwrap();
+                let result = if is_f8(d) { DType::F32 } else { DType::I32 };
+                assert_eq!(c.check(y), (vec![(result, 2)], 1), "{d} {dims:?} {turns} {zero:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn scales_may_be_large_and_small_together() {
+    for s in [1e20, 1e-20] {
+        let mut c = Case::new();
+        let (a, b) = (c.wide(DType::U8, &[4, 24]), c.wide(DType::I8, &[24, 6]));
+        let (t, u) = (c.g.full(DType::F32, [1usize], s), c.g.full(DType::F32, [1usize], s));
+        let (a, b) = (c.g.mul(a, t).unwrap(), c.g.mul(b, u).unwrap());
+        let y = c.g.matmul(a, b).unwrap();
+        c.g.output("y", y);
+        let (h, made) = run(&c.g, &|_| true).unwrap();
+        assert_eq!(made, 1);
+        // Zeros make no NaN, and 1e-36 is a number with all its digits.
+        let zeros = [(DType::U8, &[4, 24][..]), (DType::I8, &[24, 6])];
+        for v in [0.0, 100.0] {
+            let x = zeros.map(|(d, dims)| {
+                let n = dims.iter().product();
+                ConstData::from_scalars(d, dims, vec![crate::Scalar::F(v).cast(d); n]).unwrap()
+            });
+            let got = eval(&h, &x, &[]).unwrap()[0].to_vec::<f64>();
+            let want = 24.0 * (v * s) * (v * s);
+            let near = |g: f64| if want > 1e38 { g.is_infinite() } else { (g - want).abs() <= 1e-6 * want };
+            assert!(got.iter().all(|g| near(*g)), "{got:?} for {want}");
+        }
+    }
+}
+
 #[test]
 fn what_i32_does_not_hold_stays() {
     let none = (vec![], 0);
@@ -367,6 +510,18 @@ fn what_i32_does_not_hold_stays() {
         let (a, b) = (c.g.cast(a, d).unwrap(), c.g.cast(b, d).unwrap());
         let y = c.g.matmul(a, b).unwrap();
         assert_eq!(c.check(y), want);
+    }
+    // A zero point of the other type makes 9 bits of 8.
+    for (zero, want) in [(DType::U8, (vec![(DType::I32, 2)], 1)), (DType::I8, none.clone())] {
+        let mut c = Case::new();
+        let (a, z) = (c.wide(DType::U8, &[1, 30_000]), c.wide(zero, &[1]));
+        let a = c.g.sub(a, z).unwrap();
+        let b = c.wide(DType::U8, &[30_000, 2]);
+        let y = c.g.matmul(a, b).unwrap();
+        c.g.output("y", y);
+        let (h, made) = run(&c.g, &|_| true).unwrap();
+        let kept = h.nodes().iter().filter(|n| matches!(n.op, Op::Composite(_)));
+        assert_eq!((kept.map(|n| (n.ty.dtype, n.inputs.len())).collect::<Vec<_>>(), made), want, "{zero}");
     }
     // A zero point between integers, one that is scaled, an integer that was cut off.
     let mut c = Case::new();

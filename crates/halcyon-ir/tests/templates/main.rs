@@ -6,11 +6,10 @@ mod matrices;
 mod tensor;
 
 use halcyon_ir::graph::Graph;
-use halcyon_ir::kernel::interp::{Fault, Options, run};
-use halcyon_ir::kernel::lower::{choices, lower_op, lower_op_as};
-use halcyon_ir::kernel::{BufId, Builder, E, Kernel, Launch, MatrixType, Part, Reduce, Ty, verify_for};
+use halcyon_ir::kernel::BufId;
+use halcyon_ir::kernel::interp::{Options, run};
+use halcyon_ir::kernel::lower::lower_op;
 use halcyon_ir::layout::View;
-use halcyon_ir::lower::{LowerOptions, lower};
 use halcyon_ir::op::{Conv, Op, Pool, PoolKind, ReduceKind, ScatterKind};
 use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{DType, Scalar, TensorType};

@@ -295,8 +295,11 @@ fn product_of_bytes(
     call: &LibraryCall<'_>,
     types: [DType; 2],
 ) -> Result<CpuKernel, Declined> {
-    let ([a, b], true) = (call.inputs, types.iter().all(|d| d.is_native())) else {
+    if !types.iter().all(|d| d.is_native()) {
         return Err(Declined::because(format!("no products of {} and {}", types[0], types[1])));
+    }
+    let [a, b] = call.inputs else {
+        return Err(Declined::because("products of bytes read nothing besides their factors"));
     };
     let mut turned = b.clone();
     let last = turned.view.rank() - 1;
