@@ -64,6 +64,8 @@ impl Form {
         match runs {
             _ if alone => Form::Item(256.min(caps.max_workgroup)),
             Some(n) => Form::Group(n.min(128).next_power_of_two() as u32),
+            // Short rows, of which a work-item reads several elements at a time.
+            None if each.is_some_and(|e| inner / e as usize <= 32) => Form::Group(32.min(caps.max_workgroup)),
             None => Form::Group(128),
         }
     }

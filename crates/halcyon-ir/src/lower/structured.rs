@@ -31,7 +31,14 @@ impl Lowerer<'_> {
         let node = self.g.node(id).clone();
         let out_dims = self.dims[i].clone();
         let empty = out_dims.iter().product::<usize>() == 0;
-        let contracted_empty = node.op == Op::Matmul && self.dims[node.inputs[0].index()].last() == Some(&0);
+        let none =
+            |k: usize, back: usize| self.dims[node.inputs[k].index()].iter().rev().nth(back) == Some(&0);
+        let contracted_empty = match &node.op {
+            Op::Matmul => none(0, 0),
+            // Without keys there are no weights.
+            Op::Composite(c) => &*c.name == "attention" && none(1, 1),
+            _ => false,
+        };
         if empty {
             self.buffer[i] = Some(self.new_buffer(node.ty.dtype, &out_dims));
             return Ok(());

@@ -408,11 +408,16 @@ pub fn matrix_attention(caps: &Caps) -> Vec<Kernel> {
             let mut g = Graph::new();
             let shapes = [vec![b, h, sq, w], vec![b, hk, sk, w], vec![b, hk, sk, w], vec![sq, sk]];
             let shapes = &shapes[..if masked { 4 } else { 3 }];
-            let x: Vec<NodeId> = shapes.iter().map(|s| g.input("x", TensorType::new(d, &s[..]))).collect();
+            // A mask without a limit is mixed precision's: f32, as what the composite computes in.
+            let mixed = masked && !causal;
+            let wide = |d| if mixed { DType::F32 } else { d };
+            let x: Vec<NodeId> =
+                shapes.iter().map(|s| g.input("x", TensorType::new(wide(d), &s[..]))).collect();
             let y = g.attention(x[0], x[1], x[2], x.get(3).copied(), causal, 0.125).unwrap();
-            let dense = |s: &[usize]| Operand { dtype: d, view: View::dense(s) };
-            let inputs: Vec<Operand> = shapes.iter().map(|s| dense(s)).collect();
-            let (op, output) = (&g.node(y).op, [dense(&[b, h, sq, w])]);
+            let dense = |d: DType, s: &[usize]| Operand { dtype: d, view: View::dense(s) };
+            let inputs: Vec<Operand> =
+                shapes.iter().enumerate().map(|(i, s)| dense(if i == 3 { wide(d) } else { d }, s)).collect();
+            let (op, output) = (&g.node(y).op, [dense(d, &[b, h, sq, w])]);
             let c = choices(op, &inputs, &output, caps).unwrap();
             assert_eq!(c.default.kernel, "matrix", "{}", c.key);
             let all = c.others.iter().chain([&c.default]).filter(|v| v.kernel == "matrix");

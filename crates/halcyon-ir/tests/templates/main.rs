@@ -399,14 +399,19 @@ fn attention() {
                 let q = Tensor::random(d, &[b, h, sq, w], n, &mut g);
                 let k = Tensor::random(d, &[b, hk, sk, w], n + 1, &mut g);
                 let v = Tensor::random(d, &[b, hk, sk, w], n + 2, &mut g);
-                let m = Tensor::new(d, &[b, 1, 1, sk], 0, |i| {
+                // As mixed precision has it: an f32 mask, and a composite that computes in f32.
+                let mixed = causal && d.size() == 2;
+                let wide = |d| if mixed { DType::F32 } else { d };
+                let m = Tensor::new(wide(d), &[b, 1, 1, sk], 0, |i| {
                     if i % 5 == 1 && sk > 1 { f64::NEG_INFINITY } else { 0.25 }
                 });
                 let mut x = vec![&q, &k, &v];
                 if masked {
                     x.push(&m);
                 }
-                let op = composite(&x, |g, i| {
+                let mut types: Vec<Tensor> = x.iter().map(|t| (*t).clone()).collect();
+                types.iter_mut().for_each(|t| t.operand.dtype = wide(t.operand.dtype));
+                let op = composite(&types.iter().collect::<Vec<_>>(), |g, i| {
                     g.attention(i[0], i[1], i[2], i.get(3).copied(), causal, 0.4).unwrap()
                 });
                 let want: Vec<f64> = indices(&[b, h, sq, w])

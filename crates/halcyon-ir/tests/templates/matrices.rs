@@ -110,8 +110,11 @@ fn attention_on_matrix_units() {
         mask: &'static [usize],
         /// Heads behind positions in memory.
         heads_inside: bool,
+        /// An f32 mask and scale, as mixed precision has them.
+        mixed: bool,
     }
-    let call = |case, causal, mask| Call { case, causal, scale: 0.3, mask, heads_inside: false };
+    let call =
+        |case, causal, mask| Call { case, causal, scale: 0.3, mask, heads_inside: false, mixed: false };
     let calls = [
         // Every tile of these.
         call([1, 2, 1, 40, 70, 32], true, &[][..]),
@@ -125,6 +128,8 @@ fn attention_on_matrix_units() {
         call([1, 1, 1, 16, 1, 1], false, &[]),
         Call { scale: -0.4, ..call([1, 2, 2, 17, 40, 9], true, &[]) },
         Call { heads_inside: true, ..call([2, 2, 1, 24, 33, 48], false, &[]) },
+        Call { mixed: true, ..call([1, 2, 1, 40, 33, 48], false, &[0, 0]) },
+        Call { mixed: true, scale: -0.4, ..call([1, 2, 2, 17, 70, 24], true, &[0]) },
     ];
     let mut g = Rng(78);
     let mut seen = 0;
@@ -147,16 +152,32 @@ fn attention_on_matrix_units() {
             let full = [sk, sq, h, b];
             let shape: Vec<usize> =
                 c.mask.iter().zip(full).rev().map(|(m, f)| if *m == 0 { f } else { *m }).collect();
-            // The first row of keys is hidden from all queries that share it.
-            let mask = Tensor::new(d, &shape, 0, |i| {
-                if i < sk && sk > 1 || i % 5 == 2 { f64::NEG_INFINITY } else { (i % 7) as f64 / 4.0 }
+            // The first row of keys is hidden from all queries that share it, the second as exporters write it: by the lowest number,
+            // to which scores add nothing.
+            let md = if c.mixed { DType::F32 } else { d };
+            let lowest = match md {
+                DType::BF16 => -f64::from(half::bf16::MAX),
+                _ => -f64::from(f32::MAX),
+            };
+            let mask = Tensor::new(md, &shape, 0, |i| match i / sk {
+                0 if sk > 1 && shape.len() > 1 => f64::NEG_INFINITY,
+                1 if md != DType::F16 => lowest,
+                _ if i % 5 == 2 => f64::NEG_INFINITY,
+                _ => (i % 7) as f64 / 4.0,
             });
             let mut x = vec![&q, &k, &v];
             x.extend((!c.mask.is_empty()).then_some(&mask));
-            let op = composite(&x, |g, i| {
+            // Under mixed precision the composite computes in f32 whatever the operands are.
+            let types: Vec<Tensor> = x.iter().map(|t| (*t).clone()).collect();
+            let f32s = |t: &Tensor| Tensor {
+                operand: Operand { dtype: DType::F32, ..t.operand.clone() },
+                ..t.clone()
+            };
+            let types: Vec<Tensor> = if c.mixed { types.iter().map(f32s).collect() } else { types };
+            let op = composite(&types.iter().collect::<Vec<_>>(), |g, i| {
                 g.attention(i[0], i[1], i[2], i.get(3).copied(), c.causal, c.scale).unwrap()
             });
-            let scale = Scalar::F(c.scale).cast(d).as_f64();
+            let scale = if c.mixed { c.scale } else { Scalar::F(c.scale).cast(d).as_f64() };
             let mut want = vec![];
             for o in indices(&[b, h, sq]) {
                 let head = o[1] / (h / hk);
@@ -319,7 +340,7 @@ fn faults_of_matrices_are_found() {
     });
     assert_eq!(found(&unset_rows.unwrap()), Some(Fault::Uninitialised));
     // Places that sums pass through on their way to an operand: each subgroup's own, and lost afterwards.
-    let converts = |own: i64, reads: bool| {
+    let converts = |own: i64, pitch: i64, reads: bool| {
         let k = kernel(&|b| {
             let l = b.local(Ty::U32x4, 128);
             l.store(b.local_id(0), b.words([b.constant(Ty::U32, 0); 4]));
@@ -327,7 +348,7 @@ fn faults_of_matrices_are_found() {
             b.barrier();
             let (s, x) = (b.fragment(op, Part::Sum), b.fragment(op, Part::A));
             b.fill_fragment(s, 0.0);
-            b.convert_fragment(x, (s, 0), l, b.local_id(0).idiv(32) * own, 16);
+            b.convert_fragment(x, (s, 0), l, b.local_id(0).idiv(32) * own, pitch);
             b.barrier();
             if reads {
                 b.load_fragment(x, l, 0, 16, false);
@@ -335,9 +356,10 @@ fn faults_of_matrices_are_found() {
         });
         found(&k.unwrap())
     };
-    assert_eq!(converts(256, false), None);
-    assert_eq!(converts(0, false), Some(Fault::Race));
-    assert_eq!(converts(256, true), Some(Fault::Uninitialised));
+    assert_eq!(converts(256, 16, false), None);
+    assert_eq!(converts(0, 16, false), Some(Fault::Race));
+    assert_eq!(converts(256, 8, false), Some(Fault::Race));
+    assert_eq!(converts(256, 16, true), Some(Fault::Uninitialised));
     // The device must have it.
     assert!(verify_for(unset.as_ref().unwrap(), &with_matrix_units(&MATRIX_CUDA, 32)).is_ok());
     let error = verify_for(unset.as_ref().unwrap(), &caps()).unwrap_err();

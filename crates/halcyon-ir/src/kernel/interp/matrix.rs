@@ -88,7 +88,11 @@ impl<M: Memory + ?Sized> Run<'_, M> {
                 let v = x.chunks(n).flat_map(|r| r[column as usize..][..k].iter().map(|v| round(*v)));
                 let to = place(dst, self);
                 self.matrices[to] = Some(v.collect());
-                // Where it goes through memory, all of the sums do.
+                // Where it goes through memory, all of the sums do: rows must not lie on each other.
+                let stride = self.agreed(at[1], pc) as i64;
+                if stride < n as i64 {
+                    self.report(Fault::Race, Space::Local(LocalId(arr)), stride, None, pc);
+                }
                 let passed = self.span(d.storage(), [d.op.m as i64, n as i64], arr, at, false, pc);
                 for (word, _) in passed.into_iter().flatten() {
                     self.watch(arr, word, true, pc);

@@ -4,7 +4,7 @@
 //! Five kernels: on matrix units that of `attention_matrix.rs`; for few queries that of `attention_split.rs`, and where a device cannot
 //! have it a workgroup per query whose work-items take a key each; tiles of queries and keys in workgroup memory; and, on CPUs, a work-item
 //! per query. The query heads that share a key head are rows of one tile. A query whose keys are all masked gives NaN, as the definition has
-//! it; keys past a causal limit are not read.
+//! it. Of the keys past a causal limit none is read by a tile whose queries all lie before it.
 
 use super::attention_matrix::{self as matrix, Tile as MatrixTile};
 use super::attention_split::{self as split, Split};
@@ -20,8 +20,8 @@ use crate::target::{Caps, Declined, Operand};
 const NEG_INF: f64 = f64::NEG_INFINITY;
 
 /// Kernels for the composite `attention` (attributes `causal`, `scale`): q `[b, h, sq, d]`, k and v `[b, hk, sk, d]`, and maybe
-/// an additive mask that broadcasts to `[b, h, sq, sk]`; one float type, `d` up to 256. Rows of q, k and v are contiguous, their
-/// other strides free.
+/// an additive mask that broadcasts to `[b, h, sq, sk]`, of a type that is computed in as theirs is; q, k and v of one float type, `d` up to
+/// 256. Rows of q, k and v are contiguous, their other strides free.
 ///
 /// # Errors
 /// Declines longer rows, values of another width than the keys', and with `needs_dense` rows that are not contiguous.
@@ -65,8 +65,9 @@ fn context<'c>(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &'c Caps)
     let Some(scale) = c.float("scale") else {
         return Err(Declined::because("attention: no scale"));
     };
-    // The definition multiplies by a literal of the operands' type.
-    let scale = Scalar::F(scale).cast(inputs[0].dtype).as_f64();
+    // The definition multiplies by a literal of the type that it computes in, which under mixed precision is not the operands'.
+    let computed = c.body.nodes().iter().find(|n| n.op == Op::Matmul).map(|n| n.ty.dtype);
+    let scale = Scalar::F(scale).cast(computed.unwrap_or(inputs[0].dtype)).as_f64();
     let p = Problem::new(inputs, c.flag("causal"), scale)?;
     let (dtype, ix) = (inputs[0].dtype, index_type(inputs, outputs, caps)?);
     Ok(Cx { p, dtype, ty: Ty::of(dtype), ix, caps })
@@ -109,6 +110,12 @@ impl Form {
     }
 }
 
+/// Something that is added to the scores: its type, and the strides of batch, head, query and key.
+pub(super) struct Mask {
+    pub dtype: DType,
+    pub strides: [isize; 4],
+}
+
 pub(super) struct Problem {
     pub b: usize,
     pub hk: usize,
@@ -123,7 +130,9 @@ pub(super) struct Problem {
     pub scale: f64,
     /// Strides of batch, head and position.
     pub strides: [[isize; 3]; 3],
-    pub mask: Option<[isize; 4]>,
+    /// Where q, k and v begin.
+    pub offsets: [isize; 3],
+    pub mask: Option<Mask>,
     /// Whether rows of q, and those of k and v, can be read 16 bytes at a time.
     pub runs: [bool; 2],
 }
@@ -131,7 +140,10 @@ pub(super) struct Problem {
 impl Problem {
     fn new(inputs: &[Operand], causal: bool, scale: f64) -> Result<Problem, Declined> {
         let [q, k, v] = [0, 1, 2].map(|i| &inputs[i].view);
-        if [q, k, v].iter().any(|v| v.rank() != 4) || inputs.iter().any(|i| i.dtype != inputs[0].dtype) {
+        let ty = Ty::of(inputs[0].dtype);
+        let types = inputs[..3].iter().all(|i| i.dtype == inputs[0].dtype)
+            && inputs.iter().all(|i| Ty::of(i.dtype) == ty);
+        if [q, k, v].iter().any(|v| v.rank() != 4) || !types {
             return Err(Declined::because("attention: operands of rank 4 and of one type"));
         }
         let (b, h, sq, d) = (q.shape[0], q.shape[1], q.shape[2], q.shape[3]);
@@ -154,9 +166,9 @@ impl Problem {
         if !scattered.is_empty() {
             return Err(Declined::needs_dense(scattered));
         }
-        let mask = match inputs.get(3).map(|m| &m.view) {
+        let mask = match inputs.get(3).map(|m| (m.dtype, &m.view)) {
             None => None,
-            Some(m) => {
+            Some((dtype, m)) => {
                 let full = [b, h, sq, sk];
                 let lead = 4usize.checked_sub(m.rank());
                 let fits =
@@ -165,7 +177,7 @@ impl Problem {
                     return Err(Declined::because(format!("attention: a mask of {:?}", m.shape)));
                 }
                 let s = m.expand(&full).strides;
-                Some([s[0], s[1], s[2], s[3]])
+                Some(Mask { dtype, strides: [s[0], s[1], s[2], s[3]] })
             }
         };
         Ok(Problem {
@@ -179,9 +191,16 @@ impl Problem {
             causal,
             scale,
             strides: [q, k, v].map(|v| [v.strides[0], v.strides[1], v.strides[2]]),
+            offsets: [q, k, v].map(|v| v.offset),
             mask,
             runs: split::runs(inputs),
         })
+    }
+
+    /// Whether products on matrix units are multiplied by the scale only as distances from the largest, which no mask and no change of
+    /// order forbids.
+    pub fn late(&self) -> bool {
+        self.mask.is_none() && self.scale > 0.0
     }
 
     pub fn fill(&self, args: &mut Args) {
@@ -191,8 +210,8 @@ impl Problem {
         for (name, s) in ["q", "k", "v"].into_iter().zip(&self.strides) {
             args.ints(name, s.map(|s| s as i64));
         }
-        if let Some(m) = self.mask {
-            args.ints("m", m.map(|s| s as i64));
+        if let Some(m) = &self.mask {
+            args.ints("m", m.strides.map(|s| s as i64));
         }
         args.float("scale", self.scale);
     }
@@ -273,7 +292,7 @@ impl<'a> Io<'a> {
     pub fn declare_into(b: &'a Builder, cx: &Cx<'_>, out: DType) -> Io<'a> {
         let d = cx.dtype;
         let (q, k, v) = (b.input(d), b.input(d), b.input(d));
-        let mask = cx.p.mask.map(|_| b.input(d));
+        let mask = cx.p.mask.as_ref().map(|m| b.input(m.dtype));
         let y = b.output(out);
         Io {
             b,
@@ -428,9 +447,15 @@ impl Cx<'_> {
             p.width,
             class(p.d),
             if p.causal { " causal" } else { "" },
-            if p.mask.is_some() { " mask" } else { "" },
-            if p.runs[1] && self.few() { " runs" } else { "" },
-            if matrix::unit_of(self).is_some() { " matrix" } else { "" },
+            p.mask.as_ref().map_or(String::new(), |m| format!(" mask {}", m.dtype)),
+            // What is part of the programs' text, so that what is found for one call serves all of the key.
+            match p.runs {
+                [q, true] if self.few() =>
+                    format!(" runs{}{}", u8::from(q), if p.sk >= 2 * split::LEAST { " long" } else { "" }),
+                _ if self.few() && p.sk >= 2 * split::LEAST => " long".into(),
+                _ => String::new(),
+            },
+            matrix::text(self),
         )
     }
 
@@ -442,7 +467,7 @@ impl Cx<'_> {
             Form::Key => self.by_key(args),
             Form::Split(s) => self.split(inputs, outputs, s),
             Form::Tiled(t) => self.tiled(args, t),
-            Form::Matrix(t) => self.matrix(args, inputs, &outputs[0], t),
+            Form::Matrix(t) => self.matrix(args, &outputs[0], t),
         }
     }
 

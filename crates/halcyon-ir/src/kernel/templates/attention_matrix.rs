@@ -58,6 +58,7 @@ pub(super) fn tiles() -> impl Iterator<Item = Tile> {
         (2, 32, 4),
         (1, 64, 2),
         (1, 32, 2),
+        (1, 16, 4),
     ];
     all.into_iter().map(|(rows, keys, subgroups)| Tile { rows, keys, subgroups })
 }
@@ -133,6 +134,15 @@ impl Layout {
             bytes: own + t.subgroups * OWN,
         }
     }
+}
+
+/// What of a call is part of the program's text besides what the tile says.
+pub(super) fn text(cx: &Cx<'_>) -> String {
+    let Some(op) = unit_of(cx) else { return String::new() };
+    let per = 16 / op.operand.storage().size() as isize;
+    let wide = cx.aligned(per).map(u8::from);
+    let width = cx.p.d.next_multiple_of(op.n as usize);
+    format!(" matrix{width} {}{}{}{}", wide[0], wide[1], wide[2], if cx.p.late() { " late" } else { "" })
 }
 
 /// Whether the device can have it.
@@ -275,10 +285,15 @@ impl Block {
         }
     }
 
-    /// Weights of the scores: powers of two of their distances from the largest times `factor`. Earlier sums follow.
+    /// Weights of the scores: powers of two of their distances from the largest, times `factor` or, of scores that are what they are to be,
+    /// log₂ e. Only distances are multiplied by that: the lowest number of a type, which hides keys, would become -inf. Earlier sums follow.
     fn softmax<'a>(&self, b: &'a Builder, factor: Option<E<'a>>) {
-        let exp2 = |x: E<'a>| b.op(ScalarOp::Exp2, &[x]);
         let scaled = |x: E<'a>| factor.map_or(x, |f| x * f);
+        // Of a score and of a maximum, whose `shift` is multiplied already.
+        let weight = |x: E<'a>, shift: E<'a>| {
+            let distance = factor.map_or_else(|| (x - shift) * LOG2_E, |f| x.fma(f, -shift));
+            b.op(ScalarOp::Exp2, &[distance])
+        };
         b.map_fragment(self.columns, |_, _| {
             let scores = self.scores.iter().map(|f| b.element(*f));
             // A NaN that is passed over here comes back as the weight.
@@ -291,7 +306,7 @@ impl Block {
             let (old, new) = (b.element(self.top), b.let_(b.element(self.top).max(b.element(self.share))));
             // With only -inf so far any finite shift leaves every weight at 0, where -inf minus -inf would not.
             let shift = b.let_(new.equals(NEG_INF).select(b.constant(Ty::F32, 0), scaled(new)));
-            b.set_element(self.decay, exp2(scaled(old) - shift));
+            b.set_element(self.decay, weight(old, shift));
             b.set_element(self.shift, shift);
             b.set_element(self.top, new);
         });
@@ -299,7 +314,7 @@ impl Block {
             let shift = b.element(self.shift);
             let weights = self.scores.iter().map(|f| {
                 let s = b.element(*f);
-                let w = b.let_(exp2(factor.map_or(s - shift, |f| s.fma(f, -shift))));
+                let w = b.let_(weight(s, shift));
                 b.set_element(*f, w);
                 w
             });
@@ -334,7 +349,9 @@ struct Group<'a> {
     d: E<'a>,
     qs: Vec<E<'a>>,
     ms: Vec<E<'a>>,
+    /// What scores are multiplied by; where that comes late, times log₂ e.
     scale: E<'a>,
+    late: bool,
     /// Batch and key head, and both as one number.
     n: E<'a>,
     h: E<'a>,
@@ -403,7 +420,7 @@ impl<'a> Group<'a> {
                 }
                 if let (Some(m), [m0, m1, m2, m3]) = (self.mask, &self.ms[..]) {
                     let at = self.offsets[3] + self.n * *m0 + h * *m1 + i * *m2 + key * *m3;
-                    v = v + b.load_if(m, at, key.lt(self.sk)) * LOG2_E;
+                    v = v + b.load_if(m, at, key.lt(self.sk));
                 }
                 b.set_element(*f, key.lt(limit).select(v, NEG_INF));
             }
@@ -418,18 +435,18 @@ impl<'a> Group<'a> {
         let (keys, values) = (side(k, pk, 0), side(v, pv, l.values));
         let start = |i: usize, s: &[E<'a>]| b.let_(self.offsets[i] + self.n * s[0] + self.h * s[1]);
         let (k0, v0) = (start(1, ks), start(2, vs));
+        let [least, end] = self.limits();
+        // What no query of the tile sees is not read.
         let fetch = |side: &Rows<'a>, start: E<'a>, stride: E<'a>, first: E<'a>| {
             side.fetch(|r, more| {
                 let r = first + r;
-                [start + r * stride, stride * more, (r + more).lt(self.sk)]
+                [start + r * stride, stride * more, (r + more).lt(end)]
             })
         };
-        // Where scores are not multiplied yet their maximum and their distances from it are: one instruction less.
-        let factor = (self.mask.is_none() && self.p.scale > 0.0).then_some(self.scale);
+        let factor = self.late.then_some(self.scale);
         let right = b.fragment(op, Part::B);
         let [n, k] = [op.n as u32, op.k as u32];
         blocks.iter().for_each(|x| x.start(b));
-        let [least, end] = self.limits();
         keys.put(self.memory, &fetch(&keys, k0, ks[2], b.index(0)));
         b.barrier();
         b.for_(0, end, l.tile.keys, |first| {
@@ -515,13 +532,16 @@ impl<'a> Group<'a> {
 }
 
 impl Cx<'_> {
-    pub(super) fn matrix(
-        &self,
-        args: Args,
-        inputs: &[Operand],
-        out: &Operand,
-        t: Tile,
-    ) -> Result<Lowered, Declined> {
+    /// Whether every row of q, k and v begins at `per` elements and has whole vectors of so many.
+    fn aligned(&self, per: isize) -> [bool; 3] {
+        let whole = |v: isize| v % per == 0;
+        std::array::from_fn(|i| {
+            let placed = self.p.strides[i].iter().all(|s| whole(*s) && *s >= 0);
+            placed && whole(self.p.offsets[i]) && whole(self.p.d as isize)
+        })
+    }
+
+    pub(super) fn matrix(&self, args: Args, out: &Operand, t: Tile) -> Result<Lowered, Declined> {
         let Some(op) = unit_of(self).filter(|_| legal(self, t)) else {
             return Err(Declined::because(format!(
                 "attention: the device cannot have tiles of {}",
@@ -531,19 +551,19 @@ impl Cx<'_> {
         let (p, l) = (&self.p, &Layout::new(&self.p, op, t));
         let builder = Builder::with_index("attention_matrix", [l.items, 1, 1], self.ix);
         let b = &builder;
-        let [q, k, v] = std::array::from_fn(|i| {
-            // Whether every row begins at 16 bytes and has whole vectors.
-            let whole = |v: isize| v % l.per as isize == 0;
-            let aligned = p.strides[i].iter().all(|s| whole(*s) && *s >= 0) && whole(inputs[i].view.offset);
-            (b.raw_buffer(self.dtype, false), aligned && whole(p.d as isize))
-        });
-        let mask = p.mask.map(|_| b.raw_buffer(self.dtype, false));
+        let aligned = self.aligned(l.per as isize);
+        let [q, k, v] = [0, 1, 2].map(|i: usize| (b.raw_buffer(self.dtype, false), aligned[i]));
+        let mask = p.mask.as_ref().map(|m| b.raw_buffer(m.dtype, false));
         let y = b.raw_buffer(self.dtype, true);
-        let offsets: Vec<E<'_>> = (0..inputs.len() + 1).map(|i| b.size(&format!("o{i}"))).collect();
+        let offsets: Vec<E<'_>> =
+            (0..3 + p.mask.iter().len() + 1).map(|i| b.size(&format!("o{i}"))).collect();
         let [bh, hk, shared, sq, sk, d] = ["bh", "hk", "shared", "sq", "sk", "d"].map(|n| b.size(n));
         let [qs, ks, vs] = ["q", "k", "v"].map(|n| sizes(b, n, 3));
         let ms = sizes(b, "m", if mask.is_some() { 4 } else { 0 });
-        let scale = b.let_(b.param("scale", Ty::F32) * LOG2_E);
+        // Where scores are not multiplied yet their maximum and their distances from it are: one instruction less.
+        let late = p.late();
+        let scale = b.param("scale", Ty::F32);
+        let scale = if late { b.let_(scale * LOG2_E) } else { scale };
         let memory = b.local(Ty::U32x4, l.bytes / 16);
         let rows = b.let_(shared * sq);
         let tiles = b.let_(rows.div_ceil(l.queries));
@@ -569,6 +589,7 @@ impl Cx<'_> {
                 qs,
                 ms,
                 scale,
+                late,
                 n,
                 h,
                 bk,

@@ -17,7 +17,7 @@ const NEG_INF: f64 = f64::NEG_INFINITY;
 /// Rows of a group by default.
 const ROWS: u32 = 8;
 /// Keys of a part, at the least.
-const LEAST: usize = 128;
+pub(super) const LEAST: usize = 128;
 /// Parts, at the most: the kernel that joins them keeps a factor for each in workgroup memory.
 const PARTS: usize = 256;
 /// Columns of one of its work-items.
