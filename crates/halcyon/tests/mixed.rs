@@ -341,3 +341,34 @@ fn norms_and_softmax_between_products_follow_float64() {
         assert!(e > 0.0 && e < 0.05, "{}: {e}", b.id());
     }
 }
+
+/// A mask stays f32, so that the lowest number hides keys; what it is added to is of the half type.
+#[test]
+fn attention_with_a_mask_reads_halves() {
+    let what = "mixed precision, a mask";
+    for b in devices(what, Level::O2) {
+        let low = with(&b, AmpPolicy::Bf16, &[]);
+        let mut rng = Rng::fresh(what);
+        let mut g = Graph::new();
+        let mut inputs: Vec<ConstData> =
+            (0..3).map(|_| ConstData::from_slice(&[1, 2, 20, 16], &rng.f32s(640)).unwrap()).collect();
+        let mask: Vec<f32> = (0..400).map(|i| if i < 20 || i % 20 > 12 { f32::MIN } else { 0.5 }).collect();
+        inputs.push(ConstData::from_slice(&[20, 20], &mask).unwrap());
+        let x: Vec<_> = inputs.iter().map(|c| g.input("x", TensorType::new(DType::F32, &c.dims))).collect();
+        let y = g.attention(x[0], x[1], x[2], Some(x[3]), false, 0.25).unwrap();
+        g.output("y", y);
+        let p = plan(&low, &g);
+        for s in p.steps.iter().filter(|s| s.op == "attention") {
+            if let StepWork::Kernel { kernel, .. } = &s.work {
+                let types: Vec<DType> = kernel.buffers[..4].iter().map(|b| b.dtype).collect();
+                assert_eq!(types, [DType::BF16, DType::BF16, DType::BF16, DType::F32], "{}", b.id());
+            }
+        }
+        assert!(mixed(&p).is_some(), "{}", b.id());
+        let want = eval_f64(&g, &inputs, &[]).unwrap()[0].to_vec::<f64>();
+        let got = Session::new(&low, g).run(&inputs).unwrap()[0].to_vec::<f64>();
+        for (g, w) in got.iter().zip(&want) {
+            assert!((g - w).abs() < 0.03, "{}: {g} instead of {w}", b.id());
+        }
+    }
+}
