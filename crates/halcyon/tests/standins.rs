@@ -529,7 +529,7 @@ fn scattered_bytes(kind: BackendType) {
             let mut g = Graph::new();
             let [a, b] = [0, 1].map(|i| g.input("x", TensorType::new(d, &inputs[i].dims)));
             let mut half = |g: &mut Graph, x, second| match second {
-                true => g.slice(x, &[(0, 64, 1), (0, 64, 2)]).unwrap(),
+                true => g.slice(x, &[0.into(), 0.into()], &[1, 2], &[64.into(), 64.into()]).unwrap(),
                 false => g.narrow(x, 1, 0, 64).unwrap(),
             };
             let (a, b) = (half(&mut g, a, left), half(&mut g, b, right));
@@ -541,7 +541,9 @@ fn scattered_bytes(kind: BackendType) {
                 let b = Backend::builder().backend_type(kind).precision(MatmulPrecision::High);
                 let session = Session::new(&b.build().unwrap(), g.clone());
                 let got = session.run(&inputs).unwrap();
-                close("scattered bytes", &got[0].to_vec::<f64>(), &want[0].to_vec::<f64>(), 1e-5);
+                // Integers exactly; 64 products of up to 10,000 each in f32 otherwise.
+                let within = if d == DType::I8 { 0.0 } else { 0.1 };
+                close("scattered bytes", &got[0].to_vec::<f64>(), &want[0].to_vec::<f64>(), within);
                 let plan = session.prepare(&inputs).unwrap();
                 let names: Vec<String> = plan.plan().steps.iter().map(|s| s.work.kernel_name()).collect();
                 let name = if d == DType::I8 { "lt.i8".into() } else { format!("lt.{d}") };
