@@ -457,15 +457,20 @@ fn convolutions(s: &StandIn, d: &dyn Device) {
         for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
             let inputs = [(dtype, View::dense(x)), (dtype, View::dense(w))];
             let mut call = Call::new(op, &inputs, (dtype, y));
+            let transformed = s.get("winograds");
             let (name, got) = call.run(d, i % 2 == 0);
             let want = convolution(&call);
+            // Transforms cost digits of the sums, which halves have too, in f32: those are for f32 where it may be rounded.
+            assert_eq!(s.get("winograds"), transformed, "{name}");
             let e = error(&got, &want);
             assert!(name.starts_with("cudnn.conv.") && e <= tolerance(dtype), "{name}, {w:?}: {e}");
             if dtype == DType::F32 {
                 call.precision = MatmulPrecision::High;
                 let (name, got) = call.run(d, false);
                 let e = error(&got, &want);
-                assert!(name.contains("tf32") && (1e-6..3e-3).contains(&e), "{name}, {w:?}: {e}");
+                assert!(name.contains("tf32") && (1e-6..1e-2).contains(&e), "{name}, {w:?}: {e}");
+                let three = w[2..] == [3, 3];
+                assert_eq!(s.get("winograds") > transformed, three, "{name}, {w:?}");
             }
             for activation in [None, Some(ScalarOp::Relu)] {
                 let f = ending(dtype, y, 1, true, activation);
@@ -555,11 +560,11 @@ fn products_and_convolutions_are_the_libraries() {
         match s.driver.kind() {
             BackendType::Cuda => {
                 convolutions(&s, &*d);
-                assert_eq!(names, ["cuBLASLt", "cuDNN"]);
+                assert_eq!(names, ["cuBLASLt", "cuDNN", "run-time compiler"]);
                 assert!(found[0].1.ends_with(" 12.9.3") && found[1].1.contains(" 9.10.2, "), "{found:?}");
             }
             _ => {
-                assert_eq!(names, ["hipBLASLt", "rocBLAS"]);
+                assert_eq!(names, ["hipBLASLt", "rocBLAS", "run-time compiler"]);
                 assert!(found[0].1.ends_with(" 0.11.0") && found[1].1.contains(" 4.4.0"), "{found:?}");
                 // rocBLAS alone.
                 s.set("hide products", 1);
@@ -592,7 +597,8 @@ fn libraries_that_are_missing_are_reasons() {
         assert!(over(None).0.contains(&format!("{title} is not looked for")));
         let (reason, found) = over(Some("/nowhere/lib.so"));
         assert!(reason.contains("/nowhere/lib.so: "), "{reason}");
-        assert!(found.iter().all(|(_, text)| text.contains("/nowhere/lib.so: ")), "{found:?}");
+        let of_kernels = &found[..found.len() - 1];
+        assert!(of_kernels.iter().all(|(_, text)| text.contains("/nowhere/lib.so: ")), "{found:?}");
         let (reason, _) = over(Some("libc.so.6"));
         assert!(reason.contains("libc.so.6: it has no function"), "{reason}");
     }
