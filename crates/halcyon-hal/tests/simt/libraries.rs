@@ -6,7 +6,7 @@ use crate::common::*;
 use halcyon_hal::simt::{Family, SimtDriver};
 use halcyon_hal::{
     BackendType, BufferRef, Command, Declined, Device, Driver, Error, LibraryCall, LibraryKernel, Operand,
-    Options, StreamOptions, Tag, cuda, rocm,
+    Options, Recording, StreamOptions, Tag, cuda, rocm,
 };
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out};
 use halcyon_ir::layout::View;
@@ -512,6 +512,30 @@ fn some<'a>() -> Call<'a> {
     Call::new(&Op::Matmul, &inputs, (DType::F32, &[64, 64]))
 }
 
+/// A captured graph runs the library's kernels, however many streams have used its handle meanwhile. What may not be asked of a stream
+/// that is captured was asked before.
+fn captured(s: &StandIn, d: &dyn Device, library: &str) {
+    let call = some();
+    let kernel = call.kernel(d).unwrap();
+    assert!(kernel.name().starts_with(library), "{}", kernel.name());
+    let want = product(&call);
+    for round in 0..2 {
+        let buffers = call.buffers(d, &*kernel);
+        let used: Vec<&BufferRef> = buffers.iter().collect();
+        let commands = [Command::Library { kernel: &kernel, buffers: &buffers, args: &[], fault: 0 }];
+        let recording = Recording { commands: &commands, buffers: &used, variables: &[] };
+        let r = d.capture(&recording).unwrap_or_else(|e| panic!("{library}, {round}: {e}"));
+        d.submit(&commands).unwrap();
+        d.write(&buffers[2], 0, &vec![0; 64 * 64 * 4]).unwrap();
+        let calls = s.get("library calls");
+        assert!(d.replay(&*r, &used, &[]).unwrap());
+        assert_eq!(s.get("library calls"), calls, "a graph runs what was enqueued");
+        let got: Vec<f64> =
+            unpack(DType::F32, &download(d, &buffers[2])).iter().map(|v| v.as_f64()).collect();
+        assert!(error(&got, &want) < 2e-7, "{library}, {round}");
+    }
+}
+
 fn faults(s: &StandIn, d: &dyn Device) {
     let call = some();
     let kernel = call.kernel(d).unwrap();
@@ -555,6 +579,7 @@ fn products_and_convolutions_are_the_libraries() {
         eight_bits(&s, &*d);
         endings(&s, &*d);
         faults(&s, &*d);
+        captured(&s, &*d, "");
         let found = d.kernel_libraries();
         let names: Vec<&str> = found.iter().map(|f| f.0.as_str()).collect();
         match s.driver.kind() {
@@ -570,6 +595,7 @@ fn products_and_convolutions_are_the_libraries() {
                 s.set("hide products", 1);
                 let alone = s.driver.open(0, &Options::default()).unwrap();
                 products(&s, &*alone, Some("rocblas"));
+                captured(&s, &*alone, "rocblas.f32");
                 assert!(alone.kernel_libraries()[0].1.contains("not initialised"));
                 s.set("hide products", 0);
             }
@@ -599,6 +625,21 @@ fn libraries_that_are_missing_are_reasons() {
         assert!(reason.contains("/nowhere/lib.so: "), "{reason}");
         let of_kernels = &found[..found.len() - 1];
         assert!(of_kernels.iter().all(|(_, text)| text.contains("/nowhere/lib.so: ")), "{found:?}");
+        // AMD's have no kernels beside them there: rocBLAS would end the process.
+        if s.driver.kind() == BackendType::Rocm {
+            let bare = standin::copy(&s, "librocblas.so.4");
+            let (reason, found) = over(Some(&bare.path));
+            for (text, library) in [(&found[0].1, "hipBLASLt"), (&found[1].1, "rocBLAS")] {
+                let why = format!("{library} on rocm:0: it has no kernels for gfx90a in ");
+                assert!(text.contains(&why) && reason.contains(&why), "{reason}\n{found:?}");
+            }
+            let unknown: &'static Family =
+                Box::leak(Box::new(Family { architecture: |_| None, ..rocm::ROCM }));
+            let copy = standin::copy(&s, "libamdhip64.so.5");
+            let driver = SimtDriver::over(unknown, &copy.path, &copy.path).with_kernels(&s.path);
+            let d = driver.open(0, &Options::default()).unwrap();
+            assert!(some().kernel(&*d).unwrap_err().reason.contains("architecture is not known"));
+        }
         let (reason, _) = over(Some("libc.so.6"));
         assert!(reason.contains("libc.so.6: it has no function"), "{reason}");
     }

@@ -116,7 +116,9 @@ fn any_thread_may_use_and_drop_what_another_made() {
             then();
             other.empty_cache();
         }
-        // The last of it in a thread that knows nothing.
+        // The last of it, with the libraries' handles, in a thread that knows nothing.
+        let handles = s.get("handles");
+        assert!(!d.kernel_libraries().is_empty() && s.get("handles") > handles, "{kind}");
         std::thread::spawn(move || drop((d, other))).join().unwrap();
         for _ in 0..200 {
             if held(&s) == before {
@@ -124,6 +126,6 @@ fn any_thread_may_use_and_drop_what_another_made() {
             }
             std::thread::sleep(std::time::Duration::from_millis(10));
         }
-        assert_eq!(held(&s), before, "{kind}");
+        assert_eq!((held(&s), s.get("handles")), (before, handles), "{kind}");
     }
 }
