@@ -5,14 +5,19 @@
 #[path = "simt/attention.rs"]
 mod attention;
 mod common;
+#[path = "simt/compilers.rs"]
+mod compilers;
 #[path = "simt/graphs.rs"]
 mod graphs;
 #[path = "simt/libraries.rs"]
 mod libraries;
+#[path = "simt/threads.rs"]
+mod threads;
 
 use common::standin::{self, StandIn};
 use common::*;
 use halcyon_hal::simt::SimtDriver;
+use halcyon_hal::simt::program::Output;
 use halcyon_hal::{Command, Device, Driver, Error, Options, Result, StreamOptions, Tag, cuda, rocm};
 use halcyon_ir::{DType, Scalar};
 use std::sync::{Arc, Mutex};
@@ -30,6 +35,13 @@ fn work(s: &StandIn) -> Result<Vec<f64>> {
     let dir = tempfile::tempdir().unwrap();
     let options = Options { cache_dir: Some(dir.path().into()), profile: true, ..Options::default() };
     let d: Arc<dyn Device> = s.driver.open(0, &options)?;
+    let answer = work_on(&d)?;
+    assert_eq!(d.take_timings()?.len(), 1);
+    Ok(answer)
+}
+
+/// That, on a device.
+fn work_on(d: &Arc<dyn Device>) -> Result<Vec<f64>> {
     let p = d.compile(&affine(DType::F32))?;
     let x = pack(DType::F32, &[1.0, 2.0, 3.0].map(Scalar::F));
     let (a, b) = (d.alloc(x.len(), Tag::Io)?, d.alloc(x.len(), Tag::Io)?);
@@ -46,7 +58,6 @@ fn work(s: &StandIn) -> Result<Vec<f64>> {
     let from_stream = got.take()?;
     let mut bytes = vec![0; x.len()];
     d.read(&b, 0, &mut bytes)?;
-    assert_eq!(d.take_timings()?.len(), 1);
     drop(host);
     // Both were read, so one of the two is what a falsified read-back made of it.
     let (one, other) = (unpack(DType::F32, &from_stream), unpack(DType::F32, &bytes));
@@ -179,8 +190,9 @@ fn libraries_that_are_missing_or_others_are_named() {
 
         let compiler = family.compiler(std::slice::from_ref(&s.path)).unwrap();
         let flags = (family.flags)(Some(own)).unwrap();
-        let e =
-            compiler.compile("cuda:0", "broken", "int f() { return undeclared_name; }", &flags).unwrap_err();
+        let e = compiler
+            .compile("cuda:0", "broken", "int f() { return undeclared_name; }", &flags, Output::Binary)
+            .unwrap_err();
         let Error::Compile { kernel, log, .. } = &e else { panic!("{e}") };
         assert!(kernel == "broken" && log.contains("undeclared_name"), "{e}");
     }

@@ -26,14 +26,19 @@ pub static CUDA: Family = Family {
     compilers: if cfg!(target_os = "windows") {
         &["nvrtc64_130_0.dll", "nvrtc64_120_0.dll", "nvrtc64_112_0.dll"]
     } else {
-        &["libnvrtc.so", "libnvrtc.so.12", "libnvrtc.so.13", "libnvrtc.so.11.2"]
+        &["libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2", "libnvrtc.so"]
     },
     compiler_variable: "HALCYON_NVRTC_LIBRARY",
-    compiler_fix: "Install NVRTC (pip install nvidia-cuda-nvrtc-cu12, or the CUDA toolkit), or name it in HALCYON_NVRTC_LIBRARY; \
-                   without it the card can be used by --backend webgpu",
+    compiler_fix: "Install NVRTC of the driver's major version (pip install nvidia-cuda-nvrtc-cu12, for drivers of CUDA 13 \
+                   nvidia-cuda-nvrtc, or the CUDA toolkit), or name it in HALCYON_NVRTC_LIBRARY; without it the card can be used by \
+                   --backend webgpu",
     toolkit_variables: &["CUDA_HOME", "CUDA_PATH"],
     toolkits: &["/usr/local/cuda", "/opt/cuda"],
-    packages: &["nvidia/cuda_nvrtc/lib", "nvidia/cu13/lib", "nvidia/cuda_nvrtc/bin"],
+    packages: if cfg!(target_os = "windows") {
+        &["nvidia/cu13/bin/x86_64", "nvidia/cuda_nvrtc/bin"]
+    } else {
+        &["nvidia/cu13/lib", "nvidia/cuda_nvrtc/lib"]
+    },
     // CUdevice_attribute.
     attributes: Attributes {
         max_workgroup: 1,
@@ -57,7 +62,12 @@ pub static CUDA: Family = Family {
             &["libcublasLt.so.13", "libcublasLt.so.12", "libcublasLt.so.11", "libcublasLt.so"]
         },
         variable: "HALCYON_CUBLASLT_LIBRARY",
-        packages: &["nvidia/cublas/lib", "nvidia/cu13/lib", "nvidia/cublas/bin"],
+        packages: if cfg!(target_os = "windows") {
+            &["nvidia/cu13/bin/x86_64", "nvidia/cublas/bin"]
+        } else {
+            &["nvidia/cu13/lib", "nvidia/cublas/lib"]
+        },
+        with_driver: true,
         fix: "Install cuBLAS (pip install nvidia-cublas-cu12, or the CUDA toolkit), or name libcublasLt in HALCYON_CUBLASLT_LIBRARY; \
               without it products are generated kernels",
     },
@@ -70,7 +80,8 @@ pub static CUDA: Family = Family {
             &["libcudnn.so.9", "libcudnn.so.8", "libcudnn.so"]
         },
         variable: "HALCYON_CUDNN_LIBRARY",
-        packages: &["nvidia/cudnn/lib", "nvidia/cudnn/bin"],
+        packages: &[if cfg!(target_os = "windows") { "nvidia/cudnn/bin" } else { "nvidia/cudnn/lib" }],
+        with_driver: false,
         fix: "Install cuDNN (pip install nvidia-cudnn-cu12), or name libcudnn in HALCYON_CUDNN_LIBRARY; without it convolutions and \
               attention are generated kernels",
     }),

@@ -64,6 +64,7 @@ pub static ROCM: Family = Family {
         },
         variable: "HALCYON_HIPBLASLT_LIBRARY",
         packages: &[],
+        with_driver: false,
         fix: "Install hipBLASLt of ROCm 6 or later, or name it in HALCYON_HIPBLASLT_LIBRARY; without it products are rocBLAS's",
     },
     plain_products: Some(VendorLibrary {
@@ -75,10 +76,11 @@ pub static ROCM: Family = Family {
         },
         variable: "HALCYON_ROCBLAS_LIBRARY",
         packages: &[],
+        with_driver: false,
         fix: "Install rocBLAS of ROCm, or name it in HALCYON_ROCBLAS_LIBRARY; without it products are generated kernels",
     }),
     convolutions: None,
-    architecture: |a| architecture(a.bus()?.as_str(), Path::new("/")),
+    architecture: |a| architecture(a.bus()?.as_str(), Path::new("/"), &|name| std::env::var(name).ok()),
     flags,
     matrix,
     look: &LOOK,
@@ -99,8 +101,8 @@ pub static LOOK: Look = Look {
 
 /// The compiler's name of the device at a place on the bus (`0000:65:00.0`), from what the kernel's driver says of it below a root
 /// directory: `gfx_target_version` 90010 is gfx90a (major, minor and stepping in two decimal digits each; the last two are spelled in
-/// hexadecimal).
-fn architecture(bus: &str, root: &Path) -> Option<String> {
+/// hexadecimal). The runtime takes it for another one where a variable says so, for all devices or for one node.
+fn architecture(bus: &str, root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> Option<String> {
     let mut numbers = bus.split([':', '.']).map(|n| u32::from_str_radix(n, 16));
     let mut next = || numbers.next()?.ok();
     let (domain, bus, device, function) = (next()?, next()?, next()?, next()?);
@@ -115,10 +117,21 @@ fn architecture(bus: &str, root: &Path) -> Option<String> {
             continue;
         }
         if let Some(v) = value("gfx_target_version").filter(|v| *v > 0) {
-            return Some(format!("gfx{}{:x}{:x}", v / 10_000, v / 100 % 100, v % 100));
+            let number = node.file_name().unwrap_or_default().to_string_lossy().into_owned();
+            let other = variable(&format!("HSA_OVERRIDE_GFX_VERSION_{number}"))
+                .or_else(|| variable("HSA_OVERRIDE_GFX_VERSION"))
+                .and_then(|text| three(&text));
+            let [major, minor, step] = other.unwrap_or([v / 10_000, v / 100 % 100, v % 100]);
+            return Some(format!("gfx{major}{minor:x}{step:x}"));
         }
     }
     None
+}
+
+/// The numbers of `10.3.0`.
+fn three(text: &str) -> Option<[u32; 3]> {
+    let all: Option<Vec<u32>> = text.split('.').map(|n| n.parse().ok()).collect();
+    all?.try_into().ok()
 }
 
 /// Nothing that loosens arithmetic: kernels say themselves where a product and a sum are rounded once. Without an architecture hipRTC
@@ -189,7 +202,19 @@ mod tests {
             ("0000:66:00.0", None),
             ("nothing", None),
         ] {
-            assert_eq!(architecture(bus, dir.path()).as_deref(), want, "{bus}");
+            assert_eq!(architecture(bus, dir.path(), &|_| None).as_deref(), want, "{bus}");
+        }
+        // Node 3 is taken for another one than the rest; what is no version counts for nothing.
+        let variable = |name: &str| match name {
+            "HSA_OVERRIDE_GFX_VERSION_3" => Some("10.3.0".to_string()),
+            "HSA_OVERRIDE_GFX_VERSION_1" => Some("9".to_string()),
+            "HSA_OVERRIDE_GFX_VERSION" => Some("9.0.10".to_string()),
+            _ => None,
+        };
+        for (bus, want) in
+            [("0000:02:00.0", "gfx1030"), ("0000:03:00.0", "gfx90a"), ("0000:65:00.0", "gfx90a")]
+        {
+            assert_eq!(architecture(bus, dir.path(), &variable).as_deref(), Some(want), "{bus}");
         }
     }
 }

@@ -7,7 +7,8 @@ use super::program::{Function, SimtProgram};
 use super::queue::{Point, Queue, Stamp};
 use super::replay::SimtReplay;
 use super::stream::{SimtStream, Staging, Watcher};
-use super::sys::{self, Compiler, Context};
+use super::sys::{self, Context};
+use super::toolchain::Toolchain;
 use crate::cache::{self, DiskCache};
 use crate::hazard::Access;
 use crate::host_buffer::{Account, Pages};
@@ -55,8 +56,7 @@ pub(crate) struct Shared {
 pub struct SimtDevice {
     info: DeviceInfo,
     caps: Caps,
-    compiler: &'static Compiler,
-    flags: Vec<String>,
+    toolchain: Toolchain,
     pub(super) queue: Queue,
     pub(super) pool: Arc<Pool<SimtSource>>,
     /// Where commands are captured, once some were.
@@ -83,7 +83,7 @@ impl Shared {
             .ok_or_else(|| Error::argument("launch", format!("{} was compiled for another device", p.name())))
     }
 
-    fn kernel<'a>(&self, k: &'a Arc<dyn LibraryKernel>) -> Result<&'a SimtKernel> {
+    pub(super) fn kernel<'a>(&self, k: &'a Arc<dyn LibraryKernel>) -> Result<&'a SimtKernel> {
         k.as_any()
             .downcast_ref::<SimtKernel>()
             .filter(|k| k.owner == self.number)
@@ -161,31 +161,35 @@ impl Shared {
 impl SimtDevice {
     pub fn open(
         adapter: &Adapter,
-        compiler: &'static Compiler,
+        compilers: &[String],
         kernels: Sources,
         options: &Options,
     ) -> Result<SimtDevice> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let (api, mut info, caps) = (adapter.api, adapter.info(), adapter.caps());
-        let flags = (api.family.flags)(adapter.architecture().as_deref()).ok_or_else(|| {
-            Error::unsupported(
-                format!("{}: the driver does not tell its architecture", info.id),
-                "Update the GPU's driver, or choose another backend",
-            )
-        })?;
         let context = Arc::new(Context::new(api, adapter.device, info.id.clone())?);
         let (mut free, mut total) = (0usize, 0usize);
         // SAFETY: two numbers are written.
         if unsafe { (api.f.memory_info)(&mut free, &mut total) } == sys::SUCCESS {
             info.free_memory = Some(free as u64);
         }
-        let (major, minor) = compiler.version;
-        info.properties.insert("compiler".into(), format!("{} {major}.{minor}", compiler.library));
+        let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join(api.family.kind.id()));
+        let disk = dir.map(|d| DiskCache::new(d, cache::DEFAULT_LIMIT));
+        let toolchain = Toolchain::choose(adapter, &context, compilers, disk.as_ref())?;
+        info.properties.insert("compiler".into(), toolchain.describe());
+        if !toolchain.passed.is_empty() {
+            let passed = toolchain.passed.join("; ");
+            tracing::warn!(
+                device = info.id,
+                used = toolchain.describe(),
+                "compilers were passed over: {passed}"
+            );
+            info.properties.insert("compilers_passed_over".into(), passed);
+        }
         let counts = Arc::new(Counts::default());
         let source = SimtSource(context.clone());
         let pool = Pool::new(source, info.id.clone(), options, info.total_memory, counts.clone())?;
         let queue = Queue::new(&context, pool.clone(), counts.clone(), options.profile, false)?;
-        let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join(api.family.kind.id()));
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let libraries = Libraries::new(&context, number, kernels, options.cudnn != Some(false));
         if options.cudnn == Some(true) {
@@ -200,13 +204,12 @@ impl SimtDevice {
             host: Account::new(&info.id, options),
             info,
             caps,
-            compiler,
-            flags,
+            toolchain,
             queue,
             pool,
             recorder: Mutex::default(),
             programs: Mutex::default(),
-            disk: dir.map(|d| DiskCache::new(d, cache::DEFAULT_LIMIT)),
+            disk,
             shared: Arc::new(Shared {
                 number,
                 counts,
@@ -244,42 +247,16 @@ impl SimtDevice {
 
     /// Compiles source text, or takes its binary from the disk cache.
     pub(super) fn build(&self, name: &str, text: &str, entry: &str, items: u32) -> Result<Function> {
-        // The text stands for the kernel's key: it also changes when a renderer does.
-        let version = format!("{:?}", self.compiler.version);
-        let mut parts = vec![text.as_bytes(), version.as_bytes(), env!("CARGO_PKG_VERSION").as_bytes()];
-        parts.extend([
-            self.info.name.as_bytes(),
-            self.info.driver_version.as_deref().unwrap_or("").as_bytes(),
-        ]);
-        parts.extend(self.flags.iter().map(|f| f.as_bytes()));
-        let key = cache::digest(&parts);
-        if let Some(disk) = &self.disk
-            && let Some(binary) = disk.get(key)
-        {
-            match Function::load(&self.shared.context, &binary, entry, items) {
-                Ok(f) => {
-                    Counts::add(&self.shared.counts.compile_cache_hits, 1);
-                    return Ok(f);
-                }
-                Err(e) => {
-                    tracing::warn!(
-                        kernel = name,
-                        "the driver refuses a cached program, it is built again: {e}"
-                    );
-                    disk.remove(key);
-                }
-            }
-        }
         let start = std::time::Instant::now();
-        // hipRTC may ask which device is meant.
-        self.shared.context.enter()?;
-        let binary = self.compiler.compile(&self.info.id, name, text, &self.flags)?;
-        let function = Function::load(&self.shared.context, &binary, entry, items)?;
+        let disk = self.disk.as_ref();
+        let built = self.toolchain.build(&self.shared.context, disk, name, text, entry, items);
+        let (function, hit) = built.map_err(|f| f.error())?;
+        if hit {
+            Counts::add(&self.shared.counts.compile_cache_hits, 1);
+            return Ok(function);
+        }
         Counts::add(&self.shared.counts.compiles, 1);
         tracing::debug!(kernel = name, device = %self.info.id, elapsed = ?start.elapsed(), "compiled");
-        if let Some(disk) = &self.disk {
-            disk.put(key, &binary);
-        }
         Ok(function)
     }
 }
@@ -470,7 +447,12 @@ impl Device for SimtDevice {
     }
 
     fn kernel_libraries(&self) -> Vec<(String, String)> {
-        self.libraries.describe()
+        let mut all = self.libraries.describe();
+        let t = &self.toolchain;
+        let passed =
+            if t.passed.is_empty() { String::new() } else { format!(" (not used: {})", t.passed.join("; ")) };
+        all.push(("run-time compiler".into(), format!("{}{passed}", t.describe())));
+        all
     }
 
     fn empty_cache(&self) -> u64 {

@@ -38,9 +38,9 @@ impl Memory {
 
 impl Drop for Memory {
     fn drop(&mut self) {
-        let code = match self.context.enter() {
+        let code = match self.context.visit() {
             // SAFETY: allocated once, by this context. The runtime waits for the work that uses it.
-            Ok(()) => unsafe { (self.context.api.f.free)(self.at) },
+            Ok(_visit) => unsafe { (self.context.api.f.free)(self.at) },
             Err(e) => return tracing::warn!(device = self.context.id, "memory could not be freed: {e}"),
         };
         if code != sys::SUCCESS {
@@ -139,8 +139,14 @@ impl SimtPages {
 
 impl Drop for SimtPages {
     fn drop(&mut self) {
-        // SAFETY: allocated once, by this runtime.
-        let code = unsafe { (self.context.api.f.free_host)(self.at) };
+        let code = match self.context.visit() {
+            // SAFETY: allocated once, by this context.
+            Ok(_visit) => unsafe { (self.context.api.f.free_host)(self.at) },
+            Err(e) => {
+                let id = &self.context.id;
+                return tracing::warn!(device = id, "pages of the host could not be freed: {e}");
+            }
+        };
         if code != sys::SUCCESS {
             let code = sys::code_name(self.context.api.family, code);
             tracing::warn!(device = self.context.id, %code, "pages of the host could not be freed");

@@ -10,10 +10,12 @@ pub mod library;
 pub mod memory;
 mod peer;
 pub mod program;
+mod python;
 pub mod queue;
 mod replay;
 mod stream;
 pub mod sys;
+pub mod toolchain;
 
 use crate::probe::Look;
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
@@ -49,6 +51,8 @@ pub struct VendorLibrary {
     pub variable: &'static str,
     /// Folders below Python's packages.
     pub packages: &'static [&'static str],
+    /// Whether the number in its file name is the driver's major version.
+    pub with_driver: bool,
     pub fix: &'static str,
 }
 
@@ -90,8 +94,8 @@ pub struct Family {
 #[derive(Debug)]
 pub struct SimtDriver {
     family: &'static Family,
-    /// Runtime and compiler to load, where a test names them.
-    libraries: Option<(String, String)>,
+    /// Runtime, and compilers to choose from, where a test names them.
+    libraries: Option<(String, Vec<String>)>,
     /// The library that has all of the vendor's kernels, where a test names one.
     kernels: Option<String>,
 }
@@ -103,7 +107,13 @@ impl SimtDriver {
 
     /// A driver over these libraries, whatever else there is, and without any of the vendor's kernels.
     pub fn over(family: &'static Family, runtime: &str, compiler: &str) -> SimtDriver {
-        SimtDriver { family, libraries: Some((runtime.into(), compiler.into())), kernels: None }
+        SimtDriver { family, libraries: Some((runtime.into(), vec![compiler.into()])), kernels: None }
+    }
+
+    /// That, with these compilers to choose from.
+    pub fn with_compilers(self, compilers: &[&str]) -> SimtDriver {
+        let libraries = self.libraries.map(|l| (l.0, compilers.iter().map(|c| c.to_string()).collect()));
+        SimtDriver { libraries, ..self }
     }
 
     /// That, with the vendor's kernels from this library.
@@ -147,10 +157,9 @@ impl Driver for SimtDriver {
             reason: format!("there is no device {index}"),
             fix: format!("Choose one of 0..{n}"),
         })?;
-        // Without it no kernel could be built, so another backend is the better choice.
-        let names =
-            self.libraries.as_ref().map_or_else(|| self.family.compiler_candidates(), |l| vec![l.1.clone()]);
-        let compiler = self.family.compiler(&names)?;
-        Ok(Arc::new(device::SimtDevice::open(&a, compiler, self.sources(), options)?))
+        // Without one no kernel could be built, so another backend is the better choice.
+        let compilers =
+            self.libraries.as_ref().map_or_else(|| self.family.compiler_candidates(), |l| l.1.clone());
+        Ok(Arc::new(device::SimtDevice::open(&a, &compilers, self.sources(), options)?))
     }
 }

@@ -1,6 +1,7 @@
 //! Programs: rendered, compiled at run time or taken from the disk cache.
 
 use super::sys::{self, Code, Compiler, Context, Handle};
+use super::toolchain::Failed;
 use crate::validate::Signature;
 use crate::{Error, Program, Result};
 use halcyon_ir::kernel::Kernel;
@@ -59,14 +60,15 @@ impl Function {
         self.raw
     }
 
-    /// The entry point of a binary, which must take groups of `items` work-items.
-    pub fn load(context: &Arc<Context>, binary: &[u8], entry: &str, items: u32) -> Result<Function> {
+    /// The entry point of a binary, or of PTX that ends in zero, which must take groups of `items` work-items.
+    pub fn load(context: &Arc<Context>, binary: &[u8], entry: &str, items: u32) -> Result<Function, Failed> {
         context.enter()?;
         let f = &context.api.f;
         let mut module: Handle = std::ptr::null_mut();
-        // SAFETY: a whole image, which has its size within; the runtime copies it.
+        // SAFETY: a whole image, which has its size within or ends in zero; the runtime copies it.
         let code = unsafe { (f.module_load)(&mut module, binary.as_ptr().cast()) };
-        context.check(&format!("loading the module of {entry}"), code)?;
+        let loaded = context.check(&format!("loading the module of {entry}"), code);
+        loaded.map_err(|e| Failed::of(code, e))?;
         let mut function = Function { context: context.clone(), module, raw: std::ptr::null_mut() };
         let name = CString::new(entry).map_err(|e| Error::internal(e.to_string()))?;
         // SAFETY: the module is loaded and the name ends in zero.
@@ -77,13 +79,13 @@ impl Function {
         let code = unsafe { (f.function_attribute)(&mut limit, MAX_THREADS, function.raw) };
         context.check(&format!("asking for the limits of {entry}"), code)?;
         if (limit as i64) < items as i64 {
-            return Err(Error::unsupported(
+            return Err(Failed::Other(Error::unsupported(
                 format!(
                     "kernel {entry} on {}: its groups have {items} work-items, it can have {limit}",
                     context.id
                 ),
                 "Choose another device",
-            ));
+            )));
         }
         Ok(function)
     }
@@ -91,15 +93,31 @@ impl Function {
 
 impl Drop for Function {
     fn drop(&mut self) {
-        let code = match self.context.enter() {
+        let code = match self.context.visit() {
             // SAFETY: loaded once. The runtime waits for launches that are under way.
-            Ok(()) => unsafe { (self.context.api.f.module_unload)(self.module) },
+            Ok(_visit) => unsafe { (self.context.api.f.module_unload)(self.module) },
             Err(_) => return,
         };
         if code != sys::SUCCESS {
             let code = sys::code_name(self.context.api.family, code);
             tracing::warn!(device = self.context.id, %code, "a module could not be unloaded");
         }
+    }
+}
+
+/// What the run-time compiler makes.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Output {
+    /// Code of one architecture.
+    Binary,
+    /// Text in NVIDIA's intermediate language, which the driver compiles when it is loaded.
+    Ptx,
+}
+
+impl Output {
+    /// Whether the runtime finds the end of it.
+    pub fn is_whole(self, made: &[u8]) -> bool {
+        self == Output::Binary || made.last() == Some(&0)
     }
 }
 
@@ -117,11 +135,18 @@ impl Drop for Unit<'_> {
 }
 
 impl Compiler {
-    /// Compiles source text to a binary.
+    /// Compiles source text to a binary, or to PTX with the zero behind it.
     ///
     /// # Errors
     /// [`Error::Compile`] with the compiler's log.
-    pub fn compile(&self, device: &str, name: &str, text: &str, flags: &[String]) -> Result<Vec<u8>> {
+    pub fn compile(
+        &self,
+        device: &str,
+        name: &str,
+        text: &str,
+        flags: &[String],
+        output: Output,
+    ) -> Result<Vec<u8>> {
         let failed = |call: &str, code: Code| Error::Compile {
             device: device.into(),
             kernel: name.into(),
@@ -155,17 +180,22 @@ impl Compiler {
             let log = log.unwrap_or_else(|| format!("{} gave {code} and no log", self.library));
             return Err(Error::Compile { device: device.into(), kernel: name.into(), log });
         }
+        let (size_of, take) = match (output, &self.ptx) {
+            (Output::Binary, _) => (self.f.code_size, self.f.code),
+            (Output::Ptx, Some(ptx)) => (ptx.size, ptx.text),
+            (Output::Ptx, None) => return Err(Error::internal(format!("{} makes no PTX", self.library))),
+        };
         let mut size = 0usize;
         // SAFETY: one number is written; the program was compiled.
-        let code = unsafe { (self.f.code_size)(unit.raw, &mut size) };
+        let code = unsafe { size_of(unit.raw, &mut size) };
         if code != sys::SUCCESS || size == 0 {
-            return Err(failed("asking for the binary", code));
+            return Err(failed("asking for what was made", code));
         }
-        let mut binary = vec![0u8; size];
+        let mut made = vec![0u8; size];
         // SAFETY: the buffer has the size that the compiler asked for.
-        match unsafe { (self.f.code)(unit.raw, binary.as_mut_ptr().cast()) } {
-            sys::SUCCESS => Ok(binary),
-            code => Err(failed("taking the binary", code)),
+        match unsafe { take(unit.raw, made.as_mut_ptr().cast()) } {
+            sys::SUCCESS if output.is_whole(&made) => Ok(made),
+            code => Err(failed("taking what was made", code)),
         }
     }
 

@@ -17,6 +17,19 @@ const MANY_EVENTS: usize = 4096;
 /// Bytes of the detour that a move within one allocation takes where its places overlap.
 const DETOUR: usize = 4 << 20;
 
+/// Gives an event back, in whichever thread that is.
+fn forget_event(context: &Context, raw: Handle) {
+    let code = match context.visit() {
+        // SAFETY: created once, and its owner goes; the runtime keeps what it still needs.
+        Ok(_visit) => unsafe { (context.api.f.event_destroy)(raw) },
+        Err(e) => return tracing::warn!(device = context.id, "an event could not be destroyed: {e}"),
+    };
+    if code != sys::SUCCESS {
+        let code = sys::code_name(context.api.family, code);
+        tracing::warn!(device = context.id, %code, "an event could not be destroyed");
+    }
+}
+
 /// A point of a queue that others wait for.
 #[derive(Debug)]
 pub struct Point {
@@ -45,8 +58,7 @@ impl Mark for Point {
 
 impl Drop for Point {
     fn drop(&mut self) {
-        // SAFETY: created once; the runtime keeps what it still needs.
-        unsafe { (self.context.api.f.event_destroy)(self.raw) };
+        forget_event(&self.context, self.raw);
     }
 }
 
@@ -114,8 +126,7 @@ impl Stamp {
 
 impl Drop for Stamp {
     fn drop(&mut self) {
-        // SAFETY: created once; the runtime keeps what it still needs.
-        unsafe { (self.context.api.f.event_destroy)(self.raw) };
+        forget_event(&self.context, self.raw);
     }
 }
 
@@ -420,6 +431,12 @@ impl Queue {
 
 impl Drop for Queue {
     fn drop(&mut self) {
+        let _visit = match self.context.visit() {
+            Ok(visit) => visit,
+            Err(e) => {
+                return tracing::warn!(device = self.context.id, "a stream could not be destroyed: {e}");
+            }
+        };
         if let Err(e) = self.finish() {
             tracing::warn!(device = self.context.id, "a queue ends with {e}");
         }

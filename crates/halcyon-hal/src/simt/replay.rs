@@ -58,7 +58,7 @@ unsafe impl Sync for Exec {}
 
 impl Drop for Exec {
     fn drop(&mut self) {
-        if let (Ok(()), Ok(g)) = (self.context.enter(), &self.context.api.graphs) {
+        if let (Ok(_visit), Ok(g)) = (self.context.visit(), &self.context.api.graphs) {
             // SAFETY: made once, and no launch is under way: the owner waited.
             let code = unsafe { (g.exec_destroy)(self.raw) };
             if code != sys::SUCCESS {
@@ -244,6 +244,11 @@ impl SimtReplay {
                 Queue::new(context, d.pool.clone(), counts, false, false)?
             }
         };
+        for c in r.commands {
+            if let Command::Library { kernel, .. } = c {
+                shared.kernel(kernel)?.prepare(queue.raw())?;
+            }
+        }
         // Nothing moves while addresses are read.
         let still = d.queue.begin()?;
         let buffers = bound(shared, r)?;
@@ -455,6 +460,7 @@ fn record(
 
 impl Drop for SimtReplay {
     fn drop(&mut self) {
+        let _visit = self.shared.context.visit();
         // Not every runtime keeps a graph until its launches have run.
         let slots = &self.ring.get_mut().unwrap_or_else(|e| e.into_inner()).slots;
         for p in slots.iter().flatten() {

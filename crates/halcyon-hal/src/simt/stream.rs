@@ -355,6 +355,7 @@ impl Stream for SimtStream {
 
 impl Drop for SimtStream {
     fn drop(&mut self) {
+        let _visit = self.shared.context.visit();
         // Pages that it wrote from are still in use until then.
         if let Err(e) = self.queue.finish() {
             tracing::warn!(device = self.shared.context.id, "a stream ends with {e}");

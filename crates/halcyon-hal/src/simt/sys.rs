@@ -2,7 +2,7 @@
 //! each function with both names. (CUDA: "CUDA Driver API" and "NVRTC" of the toolkit's documentation; HIP: `hip_runtime_api.h` and
 //! `hiprtc.h`.)
 
-use super::{Family, VendorLibrary};
+use super::{Family, VendorLibrary, python};
 use crate::{Error, Result};
 use libloading::Library;
 use std::collections::BTreeMap;
@@ -23,6 +23,9 @@ pub const OUT_OF_MEMORY: Code = 2;
 pub const NONE: [Code; 2] = [100, 101];
 pub const NOT_READY: Code = 600;
 pub const PEER_ENABLED: Code = 704;
+/// What loading a module gives where the driver cannot use what the compiler made: its format, no code for the device, PTX that is
+/// wrong, without a compiler, too new, or not permitted.
+pub const REFUSED: [Code; 6] = [200, 209, 218, 221, 222, 223];
 /// Of a stream: it does not wait for the default one.
 pub const NON_BLOCKING: c_uint = 1;
 /// Of an event: nobody asks when it was.
@@ -135,6 +138,16 @@ functions! {
     }
 }
 
+functions! {
+    /// What NVRTC alone has, since 11.2: which generations it knows, and PTX, which the driver compiles.
+    PtxFunctions {
+        generations: "nvrtcGetNumSupportedArchs", "nvrtcGetNumSupportedArchs", (*mut c_int);
+        generation: "nvrtcGetSupportedArchs", "nvrtcGetSupportedArchs", (*mut c_int);
+        size: "nvrtcGetPTXSize", "nvrtcGetPTXSize", (Handle, *mut usize);
+        text: "nvrtcGetPTX", "nvrtcGetPTX", (Handle, *mut c_char);
+    }
+}
+
 /// A function of a library, or its name. Its type is the one that the interface gives it.
 macro_rules! get {
     ($lib:ident, $name:literal, ($($argument:ty),*)) => {{
@@ -142,6 +155,23 @@ macro_rules! get {
         let f = unsafe { $lib.get::<unsafe extern "system" fn($($argument),*) -> Code>($name.as_bytes()) };
         *f.map_err(|_| $name)?
     }};
+}
+
+impl PtxFunctions {
+    /// Numbers of the generations that the compiler knows; none where it does not tell.
+    fn known(&self) -> Vec<u32> {
+        let mut n = 0;
+        // SAFETY: one number is written.
+        if unsafe { (self.generations)(&mut n) } != SUCCESS {
+            return vec![];
+        }
+        let mut all: Vec<c_int> = vec![0; usize::try_from(n).unwrap_or(0)];
+        // SAFETY: as many numbers are written as the compiler said just now.
+        match unsafe { (self.generation)(all.as_mut_ptr()) } {
+            SUCCESS => all.into_iter().filter_map(|g| u32::try_from(g).ok()).collect(),
+            _ => vec![],
+        }
+    }
 }
 
 /// Whether a device reaches another one's memory.
@@ -189,9 +219,14 @@ enum Current {
         retain: unsafe extern "system" fn(*mut Handle, c_int) -> Code,
         release: unsafe extern "system" fn(c_int) -> Code,
         set: unsafe extern "system" fn(Handle) -> Code,
+        push: unsafe extern "system" fn(Handle) -> Code,
+        pop: unsafe extern "system" fn(*mut Handle) -> Code,
     },
     /// HIP: its number.
-    Device(unsafe extern "system" fn(c_int) -> Code),
+    Device {
+        set: unsafe extern "system" fn(c_int) -> Code,
+        get: unsafe extern "system" fn(*mut c_int) -> Code,
+    },
 }
 
 /// A loaded runtime.
@@ -210,8 +245,12 @@ pub struct Api {
 #[allow(missing_debug_implementations)]
 pub struct Compiler {
     pub f: CompilerFunctions,
+    pub ptx: Option<PtxFunctions>,
     pub library: String,
+    pub family: &'static Family,
     pub version: (i32, i32),
+    /// Numbers of the generations that it knows (90 is sm_90), as far as it tells.
+    pub generations: Vec<u32>,
 }
 
 impl std::fmt::Debug for Api {
@@ -222,7 +261,14 @@ impl std::fmt::Debug for Api {
 
 impl std::fmt::Debug for Compiler {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "Compiler({} {}.{})", self.library, self.version.0, self.version.1)
+        write!(f, "Compiler({})", self.describe())
+    }
+}
+
+impl Compiler {
+    /// `libnvrtc.so.12 12.9`.
+    pub fn describe(&self) -> String {
+        format!("{} {}.{}", self.library, self.version.0, self.version.1)
     }
 }
 
@@ -233,8 +279,27 @@ impl Current {
                 retain: get!(lib, "cuDevicePrimaryCtxRetain", (*mut Handle, c_int)),
                 release: get!(lib, "cuDevicePrimaryCtxRelease_v2", (c_int)),
                 set: get!(lib, "cuCtxSetCurrent", (Handle)),
+                push: get!(lib, "cuCtxPushCurrent_v2", (Handle)),
+                pop: get!(lib, "cuCtxPopCurrent_v2", (*mut Handle)),
             },
-            Side::Hip => Current::Device(get!(lib, "hipSetDevice", (c_int))),
+            Side::Hip => Current::Device {
+                set: get!(lib, "hipSetDevice", (c_int)),
+                get: get!(lib, "hipGetDevice", (*mut c_int)),
+            },
+        })
+    }
+}
+
+impl Api {
+    /// The first number of the version of the interface that the driver has.
+    pub fn major(&self) -> Option<u32> {
+        let mut v = 0;
+        // SAFETY: one number is written.
+        let code = unsafe { (self.f.driver_version)(&mut v) };
+        let v = u32::try_from(v).ok().filter(|v| code == SUCCESS && *v > 0)?;
+        Some(match self.family.side {
+            Side::Cuda => v / 1000,
+            Side::Hip => v / 10_000_000,
         })
     }
 }
@@ -274,9 +339,29 @@ impl Context {
             // SAFETY: the context is retained.
             Current::Context { set, .. } => ("cuCtxSetCurrent", unsafe { set(self.raw) }),
             // SAFETY: the device was listed by the runtime.
-            Current::Device(set) => ("hipSetDevice", unsafe { set(self.device) }),
+            Current::Device { set, .. } => ("hipSetDevice", unsafe { set(self.device) }),
         };
         self.check(call, code)
+    }
+
+    /// The calls of this thread are about this device until the value goes, and then about what they were about before: for what is given
+    /// back in the middle of something else, maybe another device's work.
+    pub fn visit(&self) -> Result<Visit<'_>> {
+        let mut before = None;
+        match self.api.current {
+            Current::Context { push, .. } => {
+                // SAFETY: the context is retained.
+                self.check("cuCtxPushCurrent", unsafe { push(self.raw) })?;
+            }
+            Current::Device { get, .. } => {
+                let mut device = 0;
+                // SAFETY: one number is written.
+                self.check("hipGetDevice", unsafe { get(&mut device) })?;
+                before = Some(device).filter(|d| *d != self.device);
+                self.enter()?;
+            }
+        }
+        Ok(Visit { context: self, before })
     }
 
     /// Whether this device can reach another one's memory.
@@ -331,6 +416,33 @@ impl Context {
     }
 }
 
+/// See [`Context::visit`].
+#[derive(Debug)]
+pub struct Visit<'a> {
+    context: &'a Context,
+    /// The device that HIP had chosen, if it was another one.
+    before: Option<c_int>,
+}
+
+impl Drop for Visit<'_> {
+    fn drop(&mut self) {
+        let code = match (self.context.api.current, self.before) {
+            (Current::Context { pop, .. }, _) => {
+                let mut popped: Handle = std::ptr::null_mut();
+                // SAFETY: one handle is written; the context was pushed by this thread.
+                unsafe { pop(&mut popped) }
+            }
+            // SAFETY: the runtime said so of itself.
+            (Current::Device { set, .. }, Some(device)) => unsafe { set(device) },
+            (Current::Device { .. }, None) => SUCCESS,
+        };
+        if code != SUCCESS {
+            let code = code_name(self.context.api.family, code);
+            tracing::warn!(device = self.context.id, %code, "a thread could not go back to its device");
+        }
+    }
+}
+
 impl Drop for Context {
     fn drop(&mut self) {
         if let Current::Context { release, .. } = self.api.current {
@@ -359,8 +471,10 @@ pub fn code_name(family: &Family, code: Code) -> String {
         209 => "no binary for this device",
         214 => "memory error that could not be corrected",
         218 => "invalid source or binary",
-        222 => "made by a newer compiler than the driver knows",
         217 => "peer access is not supported",
+        221 => "the driver's compiler of PTX was not found",
+        222 => "made by a newer compiler than the driver knows",
+        223 => "the driver's compiler of PTX is switched off",
         303 => "a shared object could not be initialised",
         304 => "the operating system refused a call",
         400 => "invalid handle",
@@ -393,7 +507,9 @@ fn next_step(code: Code) -> &'static str {
         2 => "Use a smaller batch or free memory on the device",
         35 | 803 | 804 => "Update the GPU's driver",
         46 => "Let the other process end, or choose another device",
-        209 | 218 | 222 => "Use a run-time compiler that is no newer than the driver, or update the driver",
+        209 | 218 | 221..=223 => {
+            "Use a run-time compiler that is no newer than the driver, or update the driver"
+        }
         214 | 700 | 702 | 715..=719 => {
             "The device is lost for this process; start again, and look at the system's log"
         }
@@ -453,7 +569,8 @@ impl Family {
         for toolkit in toolkits.chain(self.toolkits.iter().map(PathBuf::from)) {
             folders.extend(["lib64", "lib", "bin", "targets/x86_64-linux/lib"].map(|d| toolkit.join(d)));
         }
-        let packages = packages.iter().flat_map(|p| site_packages().into_iter().map(move |s| s.join(p)));
+        let sites = if packages.is_empty() { vec![] } else { python::packages() };
+        let packages = packages.iter().flat_map(|p| sites.iter().map(move |s| s.join(p)));
         for folder in folders.into_iter().chain(packages) {
             let there = names.iter().map(|n| folder.join(n)).filter(|p| p.is_file());
             all.extend(there.map(|p| p.display().to_string()));
@@ -483,10 +600,15 @@ impl Family {
         static LOADED: Mutex<BTreeMap<String, &'static Compiler>> = Mutex::new(BTreeMap::new());
         self.first(&LOADED, names, "run-time compiler", self.compiler_fix, &|lib, name| {
             let f = CompilerFunctions::resolve(lib, self.side)?;
+            let ptx = match self.side {
+                Side::Cuda => PtxFunctions::resolve(lib, self.side).ok(),
+                Side::Hip => None,
+            };
             let mut version = (0, 0);
             // SAFETY: two numbers are written.
             unsafe { (f.version)(&mut version.0, &mut version.1) };
-            Ok(Compiler { f, library: name.into(), version })
+            let generations = ptx.as_ref().map_or_else(Vec::new, PtxFunctions::known);
+            Ok(Compiler { f, ptx, library: name.into(), family: self, version, generations })
         })
     }
 
@@ -530,23 +652,60 @@ impl Family {
     }
 }
 
-/// Where Python's packages may lie: the active environment's, the user's, the system's.
-fn site_packages() -> Vec<PathBuf> {
-    let environments = ["VIRTUAL_ENV", "CONDA_PREFIX"].iter().filter_map(|v| variable(v)).map(PathBuf::from);
-    let user = variable("HOME").map(|h| Path::new(&h).join(".local"));
-    let mut all = vec![];
-    for root in environments.chain(user).chain(["/usr/local", "/usr"].map(PathBuf::from)) {
-        for dir in crate::probe::entries(&root.join("lib")) {
-            let python = dir.file_name().is_some_and(|n| n.to_string_lossy().starts_with("python"));
-            if python {
-                all.extend(
-                    ["site-packages", "dist-packages"]
-                        .map(|p| dir.join(p))
-                        .into_iter()
-                        .filter(|p| p.is_dir()),
-                );
+/// Names in the order in which they promise most beside a driver of this major version: its own and older ones, newest first; those whose
+/// names do not tell; newer ones. For libraries that have the version of CUDA or HIP in their file names.
+pub fn by_major(mut names: Vec<String>, driver: u32) -> Vec<String> {
+    names.sort_by_cached_key(|n| match major_of(n) {
+        Some(m) if m <= driver => (0, driver - m),
+        None => (1, 0),
+        Some(m) => (2, m),
+    });
+    names
+}
+
+/// The major version in a file name: `libnvrtc.so.12`, `nvrtc64_120_0.dll`. Links are followed to the name that tells.
+fn major_of(name: &str) -> Option<u32> {
+    let of = |file: &str| -> Option<u32> {
+        match (file.split_once(".so."), file.strip_suffix(".dll")) {
+            (Some((_, v)), _) => v.split('.').next()?.parse().ok(),
+            (None, Some(stem)) => {
+                let v = stem.split_once("64_")?.1.split('_').next()?;
+                let v: u32 = v.parse().ok()?;
+                // With the minor version's digit (`120`), or alone (`12`).
+                Some(if v >= 100 { v / 10 } else { v })
             }
+            _ => None,
         }
+    };
+    let path = Path::new(name);
+    let file = |p: &Path| p.file_name().and_then(|f| of(&f.to_string_lossy()));
+    file(path).or_else(|| path.is_absolute().then(|| file(&path.canonicalize().ok()?)).flatten())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn libraries_of_the_drivers_version_come_first() {
+        let dir = tempfile::tempdir().unwrap();
+        let at = |n: &str| dir.path().join(n).display().to_string();
+        std::fs::write(at("libnvrtc.so.11.8.89"), "").unwrap();
+        let mut names: Vec<String> =
+            ["libnvrtc.so", "libnvrtc.so.13", "libnvrtc.so.12", "libnvrtc.so.11.2", "/x/libnvrtc.so.12"]
+                .map(String::from)
+                .into();
+        let mut want: Vec<String> = [names[2].clone(), names[4].clone(), names[3].clone()].into();
+        #[cfg(unix)]
+        {
+            std::os::unix::fs::symlink(at("libnvrtc.so.11.8.89"), at("libnvrtc.so")).unwrap();
+            names.push(at("libnvrtc.so"));
+            want.push(at("libnvrtc.so"));
+        }
+        want.extend([names[0].clone(), names[1].clone()]);
+        assert_eq!(by_major(names, 12), want);
+        let dlls = ["nvrtc64_130_0.dll", "nvrtc64_120_0.dll", "nvrtc64_112_0.dll", "cublasLt64_12.dll"];
+        assert_eq!(dlls.map(major_of), [Some(13), Some(12), Some(11), Some(12)]);
+        assert_eq!(major_of("hiprtc0604.dll"), None);
     }
-    all
 }

@@ -107,14 +107,28 @@ fn build((_, name, flags): &Row, dir: &Path) -> PathBuf {
 }
 
 fn load(row: &Row, dir: &Path) -> StandIn {
-    let lib = build(row, dir);
+    let s = open(row.0(), &build(row, dir));
+    halcyon_hal::Driver::probe(&*s.driver).unwrap();
+    s
+}
+
+/// A copy of a stand-in, which has a state of its own. `name` is the file's, in a folder of this process.
+pub fn copy(s: &StandIn, name: &str) -> StandIn {
+    let from = Path::new(&s.path);
+    let dir = from.with_extension("copies");
+    std::fs::create_dir_all(&dir).unwrap();
+    std::fs::copy(from, dir.join(name)).unwrap();
+    let family = if s.path.contains("/cuda-") { &cuda::CUDA } else { &rocm::ROCM };
+    open(family, &dir.join(name))
+}
+
+fn open(family: &'static Family, lib: &Path) -> StandIn {
     let path = lib.display().to_string();
     // SAFETY: the library was built just now; it has no initialisers but of its own state. It stays.
-    let l = std::mem::ManuallyDrop::new(unsafe { libloading::Library::new(&lib) }.unwrap());
+    let l = std::mem::ManuallyDrop::new(unsafe { libloading::Library::new(lib) }.unwrap());
     // SAFETY: the types are those of the source.
     let (get, set) = unsafe { (*l.get(b"standin_get").unwrap(), *l.get(b"standin_set").unwrap()) };
     // The same library stands in for those of the vendor's kernels.
-    let driver = Arc::new(SimtDriver::over(row.0(), &path, &path).with_kernels(&path));
-    halcyon_hal::Driver::probe(&*driver).unwrap();
+    let driver = Arc::new(SimtDriver::over(family, &path, &path).with_kernels(&path));
     StandIn { driver, path, get, set }
 }

@@ -11,6 +11,16 @@ pub fn compile(sources: &Path, modules: &Path, lib: &Path, flags: &[&str]) -> Re
     c.arg(format!("-DH_KERNEL=\"{}\"", sources.join("kernel.h").display()));
     c.arg(format!("-DH_FOLDER=\"{}\"", modules.display()));
     c.arg("-o").arg(lib).arg(sources.join("standin.cpp")).arg("-ldl");
+    // Where the kernels of AMD's libraries would lie: in files beside them, by architecture.
+    let folder = lib.parent().unwrap_or(Path::new("."));
+    for (library, architecture) in
+        ["rocblas", "hipblaslt"].into_iter().flat_map(|l| [(l, "gfx90a"), (l, "gfx1100")])
+    {
+        let kernels = folder.join(library).join("library");
+        let file = kernels.join(format!("TensileLibrary_lazy_{architecture}.dat"));
+        let made = std::fs::create_dir_all(&kernels).and_then(|()| std::fs::write(&file, ""));
+        made.map_err(|e| format!("{}: {e}", file.display()))?;
+    }
     let done = c.output().map_err(|e| format!("c++: {e}"))?;
     match done.status.success() {
         true => Ok(()),

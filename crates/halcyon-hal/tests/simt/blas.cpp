@@ -9,7 +9,7 @@ enum { LT_OK = 0, LT_NOT_INITIALISED = 1, LT_INVALID = HIP ? 3 : 7, LT_FAILED = 
 enum { R32 = 0, R64 = 1, R16 = 2, I8 = 3, I32 = 10, RB16 = 14, E4M3 = HIP ? 1000 : 28, E5M2 = HIP ? 1001 : 29 };
 
 // What the tests ask for and set.
-static int64_t handles_, descriptions_, library_calls_, endings_, fail_library_ = -1, hide_products_;
+static int64_t handles_, descriptions_, library_calls_, endings_, fail_library_ = -1, hide_products_, winograds_;
 // Of graph.cpp.
 static int64_t graph_calls_, attentions_, fail_graph_ = -1, dnn_version_ = 91002;
 
@@ -172,6 +172,8 @@ enum { LT_F32 = HIP ? 2 : 68, LT_TF32 = HIP ? 6 : 77, LT_F64 = HIP ? 7 : 70, LT_
 
 LT(cublasLtCreate, hipblasLtCreate)(Handle* h) {
     LOCK;
+    // One for a newer CUDA than the driver's.
+    if (!HIP && compiler_ > DRIVER_MAJOR) return LT_NOT_INITIALISED;
     if (!initialised_ || current_ < 0 || lost_ || hide_products_) return LT_NOT_INITIALISED;
     *h = new LtHandle{current_};
     lt_handles.insert(*h);
@@ -180,7 +182,8 @@ LT(cublasLtCreate, hipblasLtCreate)(Handle* h) {
 }
 LT(cublasLtDestroy, hipblasLtDestroy)(Handle h) {
     LOCK;
-    if (!lt_handles.erase(h)) return LT_NOT_INITIALISED;
+    if (!lt_handles.count(h) || current_ != ((LtHandle*)h)->device) return LT_NOT_INITIALISED;
+    lt_handles.erase(h);
     delete (LtHandle*)h;
     handles_--;
     return LT_OK;
@@ -435,6 +438,7 @@ static int64_t libraries_get(const std::string& n) {
     // Products and convolutions that were asked for, and those with a chain on top.
     if (n == "library calls") return library_calls_;
     if (n == "endings") return endings_;
+    if (n == "winograds") return winograds_;
     if (n == "graph calls") return graph_calls_;
     if (n == "fail graph") return fail_graph_;
     if (n == "attentions") return attentions_;

@@ -41,7 +41,8 @@ extern "C" int cudnnCreate(Handle* h) {
 }
 extern "C" int cudnnDestroy(Handle h) {
     LOCK;
-    if (!dnn_handles.erase(h)) return DNN_BAD;
+    if (!dnn_handles.count(h) || current_ != ((DnnHandle*)h)->device) return DNN_BAD;
+    dnn_handles.erase(h);
     delete (DnnHandle*)h;
     handles_--;
     return DNN_OK;
@@ -139,7 +140,8 @@ static int check_conv(Handle h, Handle x, Handle w, Handle c, Handle y) {
     if (p.c.compute != (p.x.type == R64 ? (int)R64 : (int)R32)) return DNN_NOT_SUPPORTED;
     return DNN_OK;
 }
-// Algorithm 1 takes a workspace, algorithm 0 none; 4 (by Fourier) is not deterministic here, so that somebody must look.
+// Algorithm 1 takes a workspace, algorithm 0 none; 4 (by Fourier) is not deterministic here, so that somebody must look, and 6 (Winograd's)
+// costs digits.
 static size_t room_of(int algorithm) { return algorithm == 1 ? 8192 : algorithm == 4 ? 1 << 20 : 0; }
 
 struct Performance_ {
@@ -158,8 +160,11 @@ extern "C" int cudnnGetConvolutionForwardAlgorithm_v7(Handle h, Handle x, Handle
     int math = ((Convolution*)c)->math;
     // f32 on tensor cores is TF32.
     bool single = ((Tensor*)x)->type == R32;
-    const int order[3] = {4, 1, 0};
-    for (int i = 0; i < 3 && i < wanted; i++, ++*found)
+    // Winograd's is for windows of three by three.
+    const Tensor& window = *(Tensor*)w;
+    bool three = window.dims.size() == 4 && window.dims[2] == 3 && window.dims[3] == 3;
+    const int order[4] = {4, three ? 6 : 1, three ? 1 : 0, 0};
+    for (int i = 0; i < 3 + three && i < wanted; i++, ++*found)
         all[i] = {order[i], DNN_OK, 1.0f + (float)i, room_of(order[i]), order[i] != 4, single && math != 3 ? 0 : math, {}};
     return DNN_OK;
 }
@@ -188,7 +193,9 @@ static int forward(Handle h, const void* alpha, Handle hx, Address x, Handle hw,
         (bias && !inside(bias, (size_t)tw.dims[0] * type_size(ty.type))))
         return DNN_FAILED;
     if (!apart(y, ty.bytes(), x, tx.bytes()) || !apart(y, ty.bytes(), w, tw.bytes())) return DNN_BAD;
-    int digits = tx.type == R32 && c.math != 3 ? 10 : 0;
+    // What Winograd's transforms cost, in few digits more than a half has.
+    int digits = algorithm == 6 ? 8 : tx.type == R32 && c.math != 3 ? 10 : 0;
+    winograds_ += algorithm == 6;
     return on_stream(stream, [=]() {
         if (bytes) memset((void*)room, 0xee, bytes);
         // Two spatial axes get a third one of size 1.

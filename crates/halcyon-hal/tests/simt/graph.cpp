@@ -128,7 +128,10 @@ extern "C" int cudnnBackendCreateDescriptor(int kind, Handle* to) {
 extern "C" int cudnnBackendDestroyDescriptor(Handle h) {
     LOCK;
     // What an engine compiled goes with its plan, when launches that are under way are over.
-    if (described.count(h) && ((Described*)h)->kind == PLAN) flush_all();
+    if (described.count(h) && ((Described*)h)->kind == PLAN) {
+        if (current_ < 0) return refuse(DNN_BAD, "a plan goes in a thread without a context");
+        flush_all();
+    }
     return forget<Described>(described, h) ? refuse(DNN_BAD, "no description") : (int)DNN_OK;
 }
 extern "C" int cudnnBackendSetAttribute(Handle h, int name, int type, int64_t n, const void* from) {

@@ -6,7 +6,7 @@ use crate::common::*;
 use halcyon_hal::simt::{Family, SimtDriver};
 use halcyon_hal::{
     BackendType, BufferRef, Command, Declined, Device, Driver, Error, LibraryCall, LibraryKernel, Operand,
-    Options, StreamOptions, Tag, cuda, rocm,
+    Options, Recording, StreamOptions, Tag, cuda, rocm,
 };
 use halcyon_ir::fused::{Fused, Instr, InstrKind, Load, Out};
 use halcyon_ir::layout::View;
@@ -457,15 +457,20 @@ fn convolutions(s: &StandIn, d: &dyn Device) {
         for dtype in [DType::F32, DType::F64, DType::F16, DType::BF16] {
             let inputs = [(dtype, View::dense(x)), (dtype, View::dense(w))];
             let mut call = Call::new(op, &inputs, (dtype, y));
+            let transformed = s.get("winograds");
             let (name, got) = call.run(d, i % 2 == 0);
             let want = convolution(&call);
+            // Transforms cost digits of the sums, which halves have too, in f32: those are for f32 where it may be rounded.
+            assert_eq!(s.get("winograds"), transformed, "{name}");
             let e = error(&got, &want);
             assert!(name.starts_with("cudnn.conv.") && e <= tolerance(dtype), "{name}, {w:?}: {e}");
             if dtype == DType::F32 {
                 call.precision = MatmulPrecision::High;
                 let (name, got) = call.run(d, false);
                 let e = error(&got, &want);
-                assert!(name.contains("tf32") && (1e-6..3e-3).contains(&e), "{name}, {w:?}: {e}");
+                assert!(name.contains("tf32") && (1e-6..1e-2).contains(&e), "{name}, {w:?}: {e}");
+                let three = w[2..] == [3, 3];
+                assert_eq!(s.get("winograds") > transformed, three, "{name}, {w:?}");
             }
             for activation in [None, Some(ScalarOp::Relu)] {
                 let f = ending(dtype, y, 1, true, activation);
@@ -505,6 +510,30 @@ fn convolutions(s: &StandIn, d: &dyn Device) {
 fn some<'a>() -> Call<'a> {
     let inputs = [(DType::F32, View::dense(&[64, 64])), (DType::F32, View::dense(&[64, 64]))];
     Call::new(&Op::Matmul, &inputs, (DType::F32, &[64, 64]))
+}
+
+/// A captured graph runs the library's kernels, however many streams have used its handle meanwhile. What may not be asked of a stream
+/// that is captured was asked before.
+fn captured(s: &StandIn, d: &dyn Device, library: &str) {
+    let call = some();
+    let kernel = call.kernel(d).unwrap();
+    assert!(kernel.name().starts_with(library), "{}", kernel.name());
+    let want = product(&call);
+    for round in 0..2 {
+        let buffers = call.buffers(d, &*kernel);
+        let used: Vec<&BufferRef> = buffers.iter().collect();
+        let commands = [Command::Library { kernel: &kernel, buffers: &buffers, args: &[], fault: 0 }];
+        let recording = Recording { commands: &commands, buffers: &used, variables: &[] };
+        let r = d.capture(&recording).unwrap_or_else(|e| panic!("{library}, {round}: {e}"));
+        d.submit(&commands).unwrap();
+        d.write(&buffers[2], 0, &vec![0; 64 * 64 * 4]).unwrap();
+        let calls = s.get("library calls");
+        assert!(d.replay(&*r, &used, &[]).unwrap());
+        assert_eq!(s.get("library calls"), calls, "a graph runs what was enqueued");
+        let got: Vec<f64> =
+            unpack(DType::F32, &download(d, &buffers[2])).iter().map(|v| v.as_f64()).collect();
+        assert!(error(&got, &want) < 2e-7, "{library}, {round}");
+    }
 }
 
 fn faults(s: &StandIn, d: &dyn Device) {
@@ -550,21 +579,23 @@ fn products_and_convolutions_are_the_libraries() {
         eight_bits(&s, &*d);
         endings(&s, &*d);
         faults(&s, &*d);
+        captured(&s, &*d, "");
         let found = d.kernel_libraries();
         let names: Vec<&str> = found.iter().map(|f| f.0.as_str()).collect();
         match s.driver.kind() {
             BackendType::Cuda => {
                 convolutions(&s, &*d);
-                assert_eq!(names, ["cuBLASLt", "cuDNN"]);
+                assert_eq!(names, ["cuBLASLt", "cuDNN", "run-time compiler"]);
                 assert!(found[0].1.ends_with(" 12.9.3") && found[1].1.contains(" 9.10.2, "), "{found:?}");
             }
             _ => {
-                assert_eq!(names, ["hipBLASLt", "rocBLAS"]);
+                assert_eq!(names, ["hipBLASLt", "rocBLAS", "run-time compiler"]);
                 assert!(found[0].1.ends_with(" 0.11.0") && found[1].1.contains(" 4.4.0"), "{found:?}");
                 // rocBLAS alone.
                 s.set("hide products", 1);
                 let alone = s.driver.open(0, &Options::default()).unwrap();
                 products(&s, &*alone, Some("rocblas"));
+                captured(&s, &*alone, "rocblas.f32");
                 assert!(alone.kernel_libraries()[0].1.contains("not initialised"));
                 s.set("hide products", 0);
             }
@@ -592,7 +623,23 @@ fn libraries_that_are_missing_are_reasons() {
         assert!(over(None).0.contains(&format!("{title} is not looked for")));
         let (reason, found) = over(Some("/nowhere/lib.so"));
         assert!(reason.contains("/nowhere/lib.so: "), "{reason}");
-        assert!(found.iter().all(|(_, text)| text.contains("/nowhere/lib.so: ")), "{found:?}");
+        let of_kernels = &found[..found.len() - 1];
+        assert!(of_kernels.iter().all(|(_, text)| text.contains("/nowhere/lib.so: ")), "{found:?}");
+        // AMD's have no kernels beside them there: rocBLAS would end the process.
+        if s.driver.kind() == BackendType::Rocm {
+            let bare = standin::copy(&s, "librocblas.so.4");
+            let (reason, found) = over(Some(&bare.path));
+            for (text, library) in [(&found[0].1, "hipBLASLt"), (&found[1].1, "rocBLAS")] {
+                let why = format!("{library} on rocm:0: it has no kernels for gfx90a in ");
+                assert!(text.contains(&why) && reason.contains(&why), "{reason}\n{found:?}");
+            }
+            let unknown: &'static Family =
+                Box::leak(Box::new(Family { architecture: |_| None, ..rocm::ROCM }));
+            let copy = standin::copy(&s, "libamdhip64.so.5");
+            let driver = SimtDriver::over(unknown, &copy.path, &copy.path).with_kernels(&s.path);
+            let d = driver.open(0, &Options::default()).unwrap();
+            assert!(some().kernel(&*d).unwrap_err().reason.contains("architecture is not known"));
+        }
         let (reason, _) = over(Some("libc.so.6"));
         assert!(reason.contains("libc.so.6: it has no function"), "{reason}");
     }

@@ -1,8 +1,8 @@
 // A stand-in for the CUDA driver and NVRTC, or with STANDIN_HIP for the HIP runtime and hipRTC: devices of host memory, kernels compiled
 // as C++ (kernel.h) and run on this processor. For tests of the drivers without a GPU; the product never finds it.
 //
-// It is strict where the real libraries are: a copy outside of an allocation loses the device for good, a call without a context is
-// refused, a call that a capture does not permit ends it. It counts what is alive, and can be told to fail, and to put off all that a
+// It is strict where the real libraries are: a copy outside of an allocation loses the device for good, a call in a thread that has not
+// chosen the device of what it is about is refused (where the real ones would forgive that too), a call that a capture does not permit ends it. It counts what is alive, and can be told to fail, and to put off all that a
 // stream is given until somebody waits for it ("defer"), as a device that is slow. Built by tests/simt/mod.rs, with the path of kernel.h in H_KERNEL and a
 // folder for modules in H_FOLDER.
 
@@ -41,12 +41,14 @@ static const bool HIP = false;
 #define OWN_ARCH "--gpu-architecture=sm_90"
 #define STANDIN_ARCH "sm_90"
 #endif
+// The version of CUDA that the driver has.
+static const int DRIVER_MAJOR = 12;
 #define API(cuda, hip) extern "C" int NAME(cuda, hip)
 
 typedef void* Handle;
 typedef uint64_t Address;
 enum { OK = 0, INVALID = 1, FULL = 2, UNINITIALISED = 3, INVALID_DEVICE = 101, INVALID_IMAGE = 200, INVALID_CONTEXT = 201,
-       INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, PEER_ENABLED = 704, LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900,
+       UNSUPPORTED_PTX = 222, INVALID_HANDLE = 400, NOT_FOUND = 500, NOT_READY = 600, ILLEGAL_ADDRESS = 700, PEER_ENABLED = 704, LAUNCH_FAILED = 719, CAPTURE_UNSUPPORTED = 900,
        CAPTURE_INVALIDATED = 901, CAPTURE_UNMATCHED = 903, CAPTURE_WRONG_THREAD = 908 };
 
 struct uint3_ { unsigned x, y, z; };
@@ -96,7 +98,9 @@ struct Stream {
 
 // What the tests ask for and set: names of standin_get and standin_set.
 static int64_t devices_ = 2, memory_ = 1 << 30, fail_alloc_ = -1, lost_ = 0, falsify_ = -1, lose_at_ = -1;
-static int64_t launches_, copies_, compiles_, allocs_, calls_, graph_launches_, peer_copies_, fail_instantiate_ = -1, defer_, peers_ = 1;
+static int64_t launches_, ptx_, copies_, compiles_, allocs_, calls_, graph_launches_, peer_copies_, fail_instantiate_ = -1, defer_, peers_ = 1, refuse_module_;
+// Of the run-time compiler: its version, the oldest and the newest generation that it knows, and whether its builtins are missing.
+static int64_t compiler_ = DRIVER_MAJOR, oldest_, newest_ = 100, broken_;
 
 static bool initialised_;
 static thread_local int current_ = -1;
@@ -135,6 +139,7 @@ extern "C" int64_t standin_get(const char* name) {
     if (n == "launches") return launches_;
     if (n == "copies") return copies_;
     if (n == "compiles") return compiles_;
+    if (n == "ptx") return ptx_;
     if (n == "allocations") return allocs_;
     if (n == "lost") return lost_;
     return libraries_get(n);
@@ -159,6 +164,14 @@ extern "C" int standin_set(const char* name, int64_t v) {
     else if (n == "defer") defer_ = v;
     // Whether devices reach each other's memory.
     else if (n == "peers") peers_ = v;
+    // This thread is one that has not chosen a device yet.
+    else if (n == "forget") current_ = -1;
+    // What the next module gives.
+    else if (n == "refuse module") refuse_module_ = v;
+    else if (n == "compiler") compiler_ = v;
+    else if (n == "oldest generation") oldest_ = v;
+    else if (n == "newest generation") newest_ = v;
+    else if (n == "broken") broken_ = v;
     else return libraries_set(n, v);
     return OK;
 }
@@ -170,6 +183,13 @@ extern "C" int standin_set(const char* name, int64_t v) {
     if (!initialised_) return UNINITIALISED; \
     if (current_ < 0) return INVALID_CONTEXT; \
     if (lost_) return (int)lost_
+
+// What a call begins with that gives something back: a lost device takes it, too.
+#define LEAVE                                \
+    LOCK;                                    \
+    calls_++;                                \
+    if (!initialised_) return UNINITIALISED; \
+    if (current_ < 0) return INVALID_CONTEXT
 
 // What a call begins with that could wait: in a thread that captures it ends the capture.
 #define UNSAFE \
@@ -266,6 +286,13 @@ extern "C" int hipSetDevice(int d) {
     current_ = d;
     return OK;
 }
+extern "C" int hipGetDevice(int* d) {
+    LOCK;
+    calls_++;
+    // The first one where nothing was chosen.
+    *d = current_ < 0 ? 0 : current_;
+    return OK;
+}
 #else
 extern "C" int cuDevicePrimaryCtxRetain(Handle* c, int d) {
     LOCK;
@@ -284,6 +311,24 @@ extern "C" int cuCtxSetCurrent(Handle c) {
     calls_++;
     if (!c || contexts_ <= 0) return INVALID_CONTEXT;
     current_ = (int)(intptr_t)c - 1;
+    return OK;
+}
+static thread_local std::vector<int> visited_;
+extern "C" int cuCtxPushCurrent_v2(Handle c) {
+    LOCK;
+    calls_++;
+    if (!c || contexts_ <= 0) return INVALID_CONTEXT;
+    visited_.push_back(current_);
+    current_ = (int)(intptr_t)c - 1;
+    return OK;
+}
+extern "C" int cuCtxPopCurrent_v2(Handle* c) {
+    LOCK;
+    calls_++;
+    if (visited_.empty()) return INVALID_CONTEXT;
+    *c = (Handle)(intptr_t)(current_ + 1);
+    current_ = visited_.back();
+    visited_.pop_back();
     return OK;
 }
 #endif
@@ -313,15 +358,13 @@ API(cuMemAlloc_v2, hipMalloc)(Address* at, size_t n) {
     return OK;
 }
 API(cuMemFree_v2, hipFree)(Address at) {
-    LOCK;
-    calls_++;
-    if (!initialised_) return UNINITIALISED;
-    if (current_ < 0) return INVALID_CONTEXT;
+    LEAVE;
     if (capturing_) return break_captures();
     // A lost device says so, and what it had is gone with its context.
     flush_all();
     auto m = memory.find(at);
     if (m == memory.end()) return INVALID;
+    if (where[at] != current_) return INVALID_CONTEXT;
     unsigned char* p = (unsigned char*)at;
     for (size_t i = 0; i < GUARD; i++)
         if (p[-(ptrdiff_t)GUARD + (ptrdiff_t)i] != FENCE || p[m->second + i] != FENCE) {
@@ -342,7 +385,7 @@ API(cuMemHostAlloc, hipHostMalloc)(void** at, size_t n, unsigned) {
     return OK;
 }
 API(cuMemFreeHost, hipHostFree)(void* at) {
-    LOCK;
+    LEAVE;
     if (capturing_) return break_captures();
     flush_all();
     if (!pages.erase(at)) return INVALID;
@@ -361,7 +404,9 @@ static bool inside(Address at, size_t n) {
     lost_ = ILLEGAL_ADDRESS;
     return false;
 }
-static bool live(Handle stream) { return streams.count(stream) != 0; }
+// A stream of the device that the thread has chosen.
+static bool live(Handle stream) { return streams.count(stream) && ((Stream*)stream)->device == current_; }
+static bool live_event(Handle event) { return events.count(event) && ((Event*)event)->device == current_; }
 
 // Host memory that the device reads and writes by itself, later.
 static bool locked(const void* at) {
@@ -428,7 +473,7 @@ API(cuStreamCreate, hipStreamCreateWithFlags)(Handle* s, unsigned) {
     return OK;
 }
 API(cuStreamDestroy_v2, hipStreamDestroy)(Handle s) {
-    LOCK;
+    LEAVE;
     if (!live(s)) return INVALID_HANDLE;
     flush((Stream*)s);
     streams.erase(s);
@@ -452,8 +497,9 @@ API(cuEventCreate, hipEventCreateWithFlags)(Handle* e, unsigned) {
     return OK;
 }
 API(cuEventDestroy_v2, hipEventDestroy)(Handle e) {
-    LOCK;
-    if (!events.erase(e)) return INVALID_HANDLE;
+    LEAVE;
+    if (!live_event(e)) return INVALID_HANDLE;
+    events.erase(e);
     // What is put off may still name it: those are left to the process.
     if (!defer_) delete (Event*)e;
     return OK;
@@ -464,7 +510,7 @@ static void reach(Event* e, uint64_t round) {
 }
 API(cuEventRecord, hipEventRecord)(Handle h, Handle s) {
     ENTER;
-    if (!events.count(h) || !live(s)) return INVALID_HANDLE;
+    if (!live_event(h) || !live(s)) return INVALID_HANDLE;
     // The real ones order a capture by it; nothing here wants that.
     if (((Stream*)s)->capture) return break_captures();
     Event* e = (Event*)h;
@@ -479,12 +525,12 @@ API(cuEventRecord, hipEventRecord)(Handle h, Handle s) {
 }
 API(cuEventQuery, hipEventQuery)(Handle e) {
     UNSAFE;
-    if (!events.count(e)) return INVALID_HANDLE;
+    if (!live_event(e)) return INVALID_HANDLE;
     return ((Event*)e)->done < ((Event*)e)->recorded ? NOT_READY : OK;
 }
 API(cuEventSynchronize, hipEventSynchronize)(Handle e) {
     UNSAFE;
-    if (!events.count(e)) return INVALID_HANDLE;
+    if (!live_event(e)) return INVALID_HANDLE;
     reach((Event*)e, ((Event*)e)->recorded);
     return (int)lost_;
 }
@@ -501,7 +547,7 @@ API(cuStreamWaitEvent, hipStreamWaitEvent)(Handle s, Handle h, unsigned) {
 }
 API(cuEventElapsedTime, hipEventElapsedTime)(float* ms, Handle a, Handle b) {
     ENTER;
-    if (!events.count(a) || !events.count(b) || !((Event*)a)->at || !((Event*)b)->at) return INVALID_HANDLE;
+    if (!live_event(a) || !live_event(b) || !((Event*)a)->at || !((Event*)b)->at) return INVALID_HANDLE;
     // A microsecond for each thing that was recorded between: no time was measured.
     *ms = (float)(((Event*)b)->at - ((Event*)a)->at) * 1e-3f;
     return OK;
@@ -617,13 +663,13 @@ API(cuGraphLaunch, hipGraphLaunch)(Handle exec, Handle s) {
     });
 }
 API(cuGraphExecDestroy, hipGraphExecDestroy)(Handle exec) {
-    ENTER;
+    LEAVE;
     if (!execs.erase(exec)) return INVALID_HANDLE;
     delete (Graph*)exec;
     return OK;
 }
 API(cuGraphDestroy, hipGraphDestroy)(Handle graph) {
-    LOCK;
+    LEAVE;
     if (!graphs.erase(graph)) return INVALID_HANDLE;
     delete (Graph*)graph;
     return OK;
@@ -632,10 +678,10 @@ API(cuGraphDestroy, hipGraphDestroy)(Handle graph) {
 
 // ---- the compiler: a program's "binary" is the path of a shared object and its mark.
 
-static const char MARK[] = "halcyon stand-in module ";
+static const char MARK[] = "halcyon stand-in module ", PTX_MARK[] = "// halcyon stand-in ptx ";
 
 struct Program {
-    std::string text, name, log, binary;
+    std::string text, name, log, binary, ptx;
 };
 
 static void replace(std::string& s, const std::string& from, const std::string& to) {
@@ -701,13 +747,38 @@ static bool instructions(std::string& text, std::string& log) {
 }
 
 extern "C" int NAME(nvrtcVersion, hiprtcVersion)(int* major, int* minor) {
-    *major = HIP ? 5 : 12;
+    *major = HIP ? 5 : (int)compiler_;
     *minor = 4;
     return OK;
 }
+#ifndef STANDIN_HIP
+static std::vector<int> generations() {
+    std::vector<int> all;
+    for (int g : {75, 80, 86, 90, 100})
+        if (g >= oldest_ && g <= newest_) all.push_back(g);
+    return all;
+}
+extern "C" int nvrtcGetNumSupportedArchs(int* n) {
+    *n = (int)generations().size();
+    return OK;
+}
+extern "C" int nvrtcGetSupportedArchs(int* to) {
+    for (int g : generations()) *to++ = g;
+    return OK;
+}
+// Whether a flag's architecture is one that it knows: 1 for a device's own code, 2 for PTX alone.
+static int known(const char* flag) {
+    int g = 0;
+    bool own = sscanf(flag, "--gpu-architecture=sm_%d", &g) == 1;
+    if (!own && sscanf(flag, "--gpu-architecture=compute_%d", &g) != 1) return 0;
+    for (int k : generations())
+        if (k == g) return own ? 1 : 2;
+    return 0;
+}
+#endif
 extern "C" int NAME(nvrtcCreateProgram, hiprtcCreateProgram)(Handle* p, const char* text, const char* name, int,
                                                             const char* const*, const char* const*) {
-    *p = new Program{text, name ? name : "", "", ""};
+    *p = new Program{text, name ? name : "", "", "", ""};
     return OK;
 }
 extern "C" int NAME(nvrtcDestroyProgram, hiprtcDestroyProgram)(Handle* p) {
@@ -718,9 +789,18 @@ extern "C" int NAME(nvrtcDestroyProgram, hiprtcDestroyProgram)(Handle* p) {
 extern "C" int NAME(nvrtcCompileProgram, hiprtcCompileProgram)(Handle h, int n, const char* const* flags) {
     Program& p = *(Program*)h;
     // hipRTC compiles for the current device where nothing is said.
-    bool arch = HIP;
+    int arch = HIP;
     for (int i = 0; i < n; i++)
-        if (strstr(flags[i], "arch")) arch = std::string(flags[i]) == OWN_ARCH;
+        if (strstr(flags[i], "arch"))
+#ifdef STANDIN_HIP
+            arch = std::string(flags[i]) == OWN_ARCH;
+#else
+            arch = known(flags[i]);
+#endif
+    if (broken_) {
+        p.log = "nvrtc: error: failed to open libnvrtc-builtins.so";
+        return 7;
+    }
     if (!arch) {
         p.log = "no architecture of the stand-in's";
         return 5;
@@ -758,10 +838,22 @@ extern "C" int NAME(nvrtcCompileProgram, hiprtcCompileProgram)(Handle h, int n, 
         rename((own + ".so").c_str(), lib.c_str());
     }
     bool syncs = p.text.find("__syncthreads") != std::string::npos || p.text.find("__shfl") != std::string::npos;
-    p.binary = std::string(MARK) + (syncs ? "s" : "-") + lib;
-    p.binary.push_back('\0');
+    std::string what = std::to_string(compiler_) + (syncs ? "s" : "-") + lib;
+    what.push_back('\0');
+    if (arch == 1) p.binary = MARK + what;
+    if (!HIP) p.ptx = PTX_MARK + what;
     return OK;
 }
+#ifndef STANDIN_HIP
+extern "C" int nvrtcGetPTXSize(Handle h, size_t* n) {
+    *n = ((Program*)h)->ptx.size();
+    return OK;
+}
+extern "C" int nvrtcGetPTX(Handle h, char* to) {
+    memcpy(to, ((Program*)h)->ptx.data(), ((Program*)h)->ptx.size());
+    return OK;
+}
+#endif
 extern "C" int NAME(nvrtcGetProgramLogSize, hiprtcGetProgramLogSize)(Handle h, size_t* n) {
     *n = ((Program*)h)->log.size() + 1;
     return OK;
@@ -787,9 +879,17 @@ static Runtime runtime_ = {{}, {}, {}, {}, WARP, sync_item, shuffle_item};
 
 API(cuModuleLoadData, hipModuleLoadData)(Handle* to, const void* image) {
     UNSAFE;
+    if (int code = (int)refuse_module_) {
+        refuse_module_ = 0;
+        return code;
+    }
     const char* s = (const char*)image;
-    if (strncmp(s, MARK, sizeof MARK - 1) != 0) return INVALID_IMAGE;
-    s += sizeof MARK - 1;
+    bool ptx = !HIP && strncmp(s, PTX_MARK, sizeof PTX_MARK - 1) == 0;
+    if (!ptx && strncmp(s, MARK, sizeof MARK - 1) != 0) return INVALID_IMAGE;
+    s += (ptx ? sizeof PTX_MARK : sizeof MARK) - 1;
+    // Of a newer compiler than the driver.
+    if (strtol(s, (char**)&s, 10) > DRIVER_MAJOR) return ptx ? UNSUPPORTED_PTX : INVALID_IMAGE;
+    ptx_ += ptx;
     void* lib = dlopen(s + 1, RTLD_NOW | RTLD_LOCAL);
     if (!lib) {
         fprintf(stderr, "stand-in: %s\n", dlerror());
@@ -801,9 +901,12 @@ API(cuModuleLoadData, hipModuleLoadData)(Handle* to, const void* image) {
     return OK;
 }
 API(cuModuleUnload, hipModuleUnload)(Handle h) {
-    UNSAFE;
+    LEAVE;
+    if (capturing_) return break_captures();
     flush_all();
-    if (!modules.erase(h)) return INVALID_HANDLE;
+    if (!modules.count(h)) return INVALID_HANDLE;
+    if (((Module*)h)->device != current_) return INVALID_CONTEXT;
+    modules.erase(h);
     dlclose(((Module*)h)->lib);
     delete (Module*)h;
     return OK;
@@ -812,6 +915,7 @@ API(cuModuleGetFunction, hipModuleGetFunction)(Handle* to, Handle h, const char*
     ENTER;
     if (!modules.count(h)) return INVALID_HANDLE;
     Module* m = (Module*)h;
+    if (m->device != current_) return INVALID_CONTEXT;
     void* call = dlsym(m->lib, (std::string("h_call_") + name).c_str());
     if (!call) return NOT_FOUND;
     auto sizes = (int (*)(unsigned char*))dlsym(m->lib, (std::string("h_sizes_") + name).c_str());

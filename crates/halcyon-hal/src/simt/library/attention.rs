@@ -249,7 +249,7 @@ impl std::fmt::Debug for Run {
 
 impl Drop for Run {
     fn drop(&mut self) {
-        // What the plan compiled may go with it, which needs a context.
+        // What the plan compiled may go with it (with the fields, behind this), which needs a context.
         let _ = self.dnn.context.enter();
     }
 }

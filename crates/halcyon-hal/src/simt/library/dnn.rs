@@ -333,10 +333,10 @@ fn check(context: &Context, call: &str, code: Code) -> Result<()> {
 impl Drop for Dnn {
     fn drop(&mut self) {
         let raw = self.handle.lock().unwrap_or_else(|e| e.into_inner()).0;
-        let entered = self.context.enter().is_ok();
+        let visit = self.context.visit();
         // They go before the handle.
         self.plans.lock().unwrap_or_else(|e| e.into_inner()).clear();
-        if !entered {
+        if visit.is_err() {
             return;
         }
         // SAFETY: created once; kernels hold this value, so none is left.
@@ -437,10 +437,12 @@ impl Plan {
             // SAFETY: the list has so many numbers.
             unsafe { (f.filter_set)(w, number, NCHW, c.w.len() as c_int, c.w.as_ptr()) }
         })?;
-        let exact = c.dtype == DType::F32 && !loose;
+        // Sums have the digits of their type, those of halves f32's.
+        let exact = !loose || c.dtype != DType::F32;
+        let plain = c.dtype == DType::F32 && exact;
         let math = match c.dtype {
             DType::F16 | DType::BF16 => TENSOR_MATH,
-            DType::F32 if exact => FMA_MATH,
+            DType::F32 if plain => FMA_MATH,
             _ => DEFAULT_MATH,
         };
         // Halves are summed in f32.
@@ -506,7 +508,7 @@ impl Plan {
         };
         let mut workspace = 0;
         // SAFETY: one number is written; everything else is live.
-        let steps = [unsafe { (f.conv_math)(conv.raw, if exact { FMA_MATH } else { best.math }) }, unsafe {
+        let steps = [unsafe { (f.conv_math)(conv.raw, if plain { FMA_MATH } else { best.math }) }, unsafe {
             (f.workspace)(handle.0, x.raw, w.raw, conv.raw, y.raw, best.algorithm, &mut workspace)
         }];
         if let Some(code) = steps.into_iter().find(|code| *code != SUCCESS) {

@@ -3,6 +3,7 @@
 
 use super::ending::{Bias, Ending};
 use super::product::{Matrix, Product, Scale, alignment};
+use super::tensile::Kernels;
 use super::{Body, SimtKernel, WORKSPACE, WORKSPACE_ALIGNMENT, failed};
 use crate::simt::VendorLibrary;
 use crate::simt::sys::{Address, Code, Context, Handle, SUCCESS, Side, functions};
@@ -37,6 +38,10 @@ functions! {
              *const u64, Address, usize, Handle);
     }
 }
+
+/// Where hipBLASLt's kernels lie.
+const KERNELS: Kernels =
+    Kernels { title: "hipBLASLt", folder: "hipblaslt", variable: "HIPBLASLT_TENSILE_LIBPATH" };
 
 /// How the library tells its version.
 #[derive(Clone, Copy)]
@@ -221,6 +226,7 @@ impl Lt {
             Ok(Api { f, version, numbers, library: name.into() })
         })?;
         let mut lt = Lt { api, handle: ptr::null_mut(), version: String::new(), context: context.clone() };
+        KERNELS.check(context, api.f.matmul as usize)?;
         // SAFETY: one handle is written; the thread has a current context.
         let code = unsafe { (api.f.create)(&mut lt.handle) };
         lt.check("creating a handle", code)?;
@@ -354,9 +360,9 @@ impl Drop for Lt {
         if self.handle.is_null() {
             return;
         }
-        let code = match self.context.enter() {
+        let code = match self.context.visit() {
             // SAFETY: created once; kernels hold this value, so none is left.
-            Ok(()) => unsafe { (self.api.f.destroy)(self.handle) },
+            Ok(_visit) => unsafe { (self.api.f.destroy)(self.handle) },
             Err(e) => {
                 return tracing::warn!(
                     device = self.context.id,

@@ -10,9 +10,10 @@ mod graph;
 mod lt;
 mod product;
 mod rocblas;
+mod tensile;
 
 use super::memory::SimtBuffer;
-use super::sys::{Address, Code, Context, Handle};
+use super::sys::{Address, Code, Context, Handle, by_major};
 use super::{Family, VendorLibrary};
 use crate::{Declined, Error, LibraryCall, LibraryKernel, Operand, Result};
 use attention::Attention;
@@ -101,27 +102,47 @@ impl Libraries {
         &self,
         slot: &OnceLock<Result<Arc<T>, Absent>>,
         library: Option<&'static VendorLibrary>,
-        open: impl FnOnce(&Arc<Context>, &'static VendorLibrary, &[String]) -> Result<T>,
+        open: impl Fn(&Arc<Context>, &'static VendorLibrary, &[String]) -> Result<T>,
     ) -> Result<Arc<T>, Absent> {
         let Some(library) = library else {
             return Err(format!("{} has no library for it here", self.family().title));
         };
         slot.get_or_init(|| {
-            let names = self.candidates(library);
+            let mut names = self.candidates(library);
             if names.is_empty() {
                 return Err(format!("{} is not looked for", library.title));
             }
-            let opened = self.context.enter().and_then(|()| open(&self.context, library, &names));
-            opened.map(Arc::new).map_err(|e| {
-                tracing::info!(device = self.context.id, library = library.title, "not used: {e}");
-                match e {
-                    // The backend is there: a library of it is not.
-                    Error::Unavailable { tried, reason, fix, .. } => {
-                        format!("{reason} ({}). {fix}", tried.join("; "))
+            if library.with_driver
+                && let Some(major) = self.context.api.major()
+            {
+                names = by_major(names, major);
+            }
+            // One that does not go with the driver or the device leaves the next one a chance.
+            let (mut absent, mut passed) = (vec![], vec![]);
+            for name in &names {
+                let opened = self.context.enter();
+                match opened.and_then(|()| open(&self.context, library, std::slice::from_ref(name))) {
+                    Ok(opened) => {
+                        if !passed.is_empty() {
+                            let why = passed.join("; ");
+                            tracing::warn!(device = self.context.id, used = name, "passed over: {why}");
+                        }
+                        return Ok(Arc::new(opened));
                     }
-                    e => e.to_string(),
+                    // The backend is there: a library of it is not.
+                    Err(Error::Unavailable { tried, .. }) => absent.extend(tried),
+                    Err(e) => passed.push(format!("{name}: {e}")),
                 }
-            })
+            }
+            let reason = match passed.is_empty() {
+                true => {
+                    let title = library.title;
+                    format!("no {title} could be loaded ({}). {}", absent.join("; "), library.fix)
+                }
+                false => passed.join("; "),
+            };
+            tracing::info!(device = self.context.id, library = library.title, "not used: {reason}");
+            Err(reason)
         })
         .clone()
     }
@@ -211,7 +232,8 @@ impl Libraries {
                 dnn.kernel(self.owner, call, conv)
             }
             _ => {
-                // The passes were told that dense operands are taken: others are copied.
+                // The passes were told that dense operands are taken, so others are copied and the call is asked for again. One reason after
+                // the other may come up; when all operands are dense and it is still declined, nothing else multiplies the bytes.
                 let spread = |d: Declined| match bytes && d.dense.is_empty() {
                     true => {
                         let dense = (0..2).filter(|&i| !call.inputs[i].view.is_dense()).collect();
@@ -254,6 +276,11 @@ struct Need {
 /// Enqueues the work of one call: the stream, and the addresses of its buffers.
 trait Body: Send + Sync + fmt::Debug {
     fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()>;
+
+    /// Does what may not be done while the stream is captured. Nothing else uses the stream.
+    fn prepare(&self, _stream: Handle) -> Result<()> {
+        Ok(())
+    }
 }
 
 /// A kernel of the vendor's, made for one call.
@@ -328,6 +355,11 @@ impl SimtKernel {
             }
         }
         Ok(())
+    }
+
+    /// Readies it for a capture of a stream that serves captures alone, before it begins.
+    pub fn prepare(&self, stream: Handle) -> Result<()> {
+        self.body.prepare(stream)
     }
 
     /// Enqueues the work. The buffers were checked.

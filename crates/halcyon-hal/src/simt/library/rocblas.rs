@@ -2,6 +2,7 @@
 //! since ROCm 4.)
 
 use super::product::Product;
+use super::tensile::Kernels;
 use super::{Body, SimtKernel, WORKSPACE, failed, functions_of_one};
 use crate::simt::VendorLibrary;
 use crate::simt::memory::Memory;
@@ -11,7 +12,7 @@ use halcyon_ir::DType;
 use std::collections::BTreeMap;
 use std::ffi::{c_char, c_int, c_void};
 use std::ptr;
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, MutexGuard};
 
 functions_of_one! {
     /// The library.
@@ -70,20 +71,29 @@ pub struct Api {
     library: String,
 }
 
-/// A handle of the library on one device, whose stream and memory are set before each call.
+/// Where its kernels lie.
+const KERNELS: Kernels = Kernels { title: "rocBLAS", folder: "rocblas", variable: "ROCBLAS_TENSILE_LIBPATH" };
+
+/// Handles of the library on one device, whose memory is set before each call.
 pub struct RocBlas {
     api: &'static Api,
-    handle: Mutex<Raw>,
+    handles: Mutex<Handles>,
     version: String,
     context: Arc<Context>,
     /// Goes after the handle.
     own: Memory,
 }
 
-/// The handle, which knows neither threads nor locks.
-struct Raw(Handle);
-// SAFETY: a name inside of the library; its lock lets one thread use it at a time.
-unsafe impl Send for Raw {}
+/// The handles, which know neither threads nor locks.
+struct Handles {
+    /// Its stream is set before each call.
+    usual: Handle,
+    /// Another one, and the stream that serves captures alone. Choosing a stream asks the stream for its state, which no capture permits in
+    /// ROCm before 6.2 (rocBLAS #1432, #1438), so it is done before one begins.
+    capturing: Option<(Handle, Handle)>,
+}
+// SAFETY: names inside of the library; their lock lets one thread use them at a time.
+unsafe impl Send for Handles {}
 
 impl std::fmt::Debug for RocBlas {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -98,6 +108,7 @@ impl RocBlas {
         let api = family.first(&LOADED, names, l.title, l.fix, &|lib, name| {
             Ok(Api { f: Functions::resolve(lib, family.side)?, library: name.into() })
         })?;
+        KERNELS.check(context, api.f.gemm as usize)?;
         let own = Memory::new(context, LEAST).map_err(|code| Error::Driver {
             device: context.id.clone(),
             call: format!("allocating {LEAST} bytes for {}", l.title),
@@ -109,17 +120,42 @@ impl RocBlas {
         unsafe { (api.f.version)(text.as_mut_ptr().cast(), text.len()) };
         let end = text.iter().position(|c| *c == 0).unwrap_or(text.len());
         let version = String::from_utf8_lossy(&text[..end]).into_owned();
+        let handles = Mutex::new(Handles { usual: ptr::null_mut(), capturing: None });
+        let blas = RocBlas { api, handles, version, context: context.clone(), own };
+        let usual = blas.create()?;
+        blas.lock().usual = usual;
+        Ok(blas)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Handles> {
+        // A panic between leaves handles that are whole.
+        self.handles.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    /// A handle. The thread has entered the context.
+    fn create(&self) -> Result<Handle> {
+        let f = &self.api.f;
         let mut raw = ptr::null_mut();
         // SAFETY: one handle is written; the thread has a current device.
-        let code = unsafe { (api.f.create)(&mut raw) };
-        let blas = RocBlas { api, handle: Mutex::new(Raw(raw)), version, context: context.clone(), own };
-        blas.check("creating a handle", code)?;
+        self.check("creating a handle", unsafe { (f.create)(&mut raw) })?;
         // Sums come in one order, run after run.
         // SAFETY: the handle is live; so is the memory, as long as the handle.
-        blas.check("forbidding atomics", unsafe { (api.f.set_atomics)(raw, 0) })?;
-        // SAFETY: as above.
-        blas.check("giving memory", unsafe { (api.f.set_workspace)(raw, blas.own.at, LEAST) })?;
-        Ok(blas)
+        let steps = unsafe { [(f.set_atomics)(raw, 0), (f.set_workspace)(raw, self.own.at, LEAST)] };
+        let set = steps.into_iter().try_for_each(|code| self.check("preparing a handle", code));
+        if let Err(e) = set {
+            self.destroy(raw);
+            return Err(e);
+        }
+        Ok(raw)
+    }
+
+    /// Gives a handle back. The thread has entered the context.
+    fn destroy(&self, raw: Handle) {
+        // SAFETY: created once, and nobody uses it any more.
+        let code = unsafe { (self.api.f.destroy)(raw) };
+        if code != SUCCESS {
+            tracing::warn!(device = self.context.id, code, "a library's handle could not be destroyed");
+        }
     }
 
     pub fn describe(&self) -> String {
@@ -168,14 +204,11 @@ impl RocBlas {
 
 impl Drop for RocBlas {
     fn drop(&mut self) {
-        let raw = self.handle.lock().unwrap_or_else(|e| e.into_inner()).0;
-        if raw.is_null() || self.context.enter().is_err() {
-            return;
-        }
-        // SAFETY: created once; kernels hold this value, so none is left.
-        let code = unsafe { (self.api.f.destroy)(raw) };
-        if code != SUCCESS {
-            tracing::warn!(device = self.context.id, code, "a library's handle could not be destroyed");
+        let Ok(_visit) = self.context.visit() else { return };
+        // Kernels hold this value, so none is left.
+        let Handles { usual, capturing } = &*self.lock();
+        for raw in [*usual].into_iter().chain(capturing.map(|c| c.0)).filter(|h| !h.is_null()) {
+            self.destroy(raw);
         }
     }
 }
@@ -240,13 +273,14 @@ impl Plan {
     fn room(&self) -> Result<usize> {
         let (blas, f) = (&self.blas, &self.blas.api.f);
         blas.context.enter()?;
-        let handle = blas.handle.lock().unwrap_or_else(|e| e.into_inner());
+        let handles = blas.lock();
+        let handle = handles.usual;
         let mut bytes = 0;
         // SAFETY: the handle is live, and nothing is read while it is asked for its memory.
         let (start, asked, stop) = unsafe {
-            let start = (f.start_query)(handle.0);
+            let start = (f.start_query)(handle);
             let own = blas.own.at;
-            (start, self.call(handle.0, own, own, own), (f.stop_query)(handle.0, &mut bytes))
+            (start, self.call(handle, own, own, own), (f.stop_query)(handle, &mut bytes))
         };
         blas.check("asking for memory", start)?;
         match asked {
@@ -265,18 +299,41 @@ impl Body for Plan {
             Some(own) => (*own, self.workspace),
             None => (blas.own.at, LEAST),
         };
-        let handle = blas.handle.lock().unwrap_or_else(|e| e.into_inner());
-        // SAFETY: the handle and the stream are live; memory of ours is exchanged for memory of ours, which frees none.
-        let set = unsafe { [(f.set_stream)(handle.0, stream), (f.set_workspace)(handle.0, room, bytes)] };
-        for code in set {
-            blas.check("preparing a product", code)?;
-        }
+        let handles = blas.lock();
+        let handle = match handles.capturing {
+            Some((handle, own)) if own == stream => handle,
+            _ => {
+                // SAFETY: both are live.
+                let code = unsafe { (f.set_stream)(handles.usual, stream) };
+                blas.check("choosing a stream", code)?;
+                handles.usual
+            }
+        };
+        // SAFETY: the handle is live; memory of ours is exchanged for memory of ours, which frees none.
+        let code = unsafe { (f.set_workspace)(handle, room, bytes) };
+        blas.check("preparing a product", code)?;
         for [x, y, z] in &self.calls {
             let place = |base: Address, by: &isize| base.wrapping_add_signed(*by as i64);
             // SAFETY: the kernel's checks: views lie in their buffers, and the result shares none.
-            let code = unsafe { self.call(handle.0, place(at[0], x), place(at[1], y), place(at[2], z)) };
+            let code = unsafe { self.call(handle, place(at[0], x), place(at[1], y), place(at[2], z)) };
             blas.check("a product", code)?;
         }
+        Ok(())
+    }
+
+    fn prepare(&self, stream: Handle) -> Result<()> {
+        let blas = &self.blas;
+        blas.context.enter()?;
+        let mut handles = blas.lock();
+        let handle = match handles.capturing {
+            Some((handle, _)) => handle,
+            None => blas.create()?,
+        };
+        // Without a stream until it has one.
+        handles.capturing = Some((handle, ptr::null_mut()));
+        // SAFETY: both are live.
+        blas.check("choosing a stream", unsafe { (blas.api.f.set_stream)(handle, stream) })?;
+        handles.capturing = Some((handle, stream));
         Ok(())
     }
 }

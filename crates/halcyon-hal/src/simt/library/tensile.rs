@@ -1,0 +1,149 @@
+//! Whether AMD's libraries can be used for a device.
+//!
+//! Their kernels lie in files beside them, by architecture (`lib/rocblas/library/TensileLibrary_lazy_gfx90a.dat`). Without those of the
+//! device rocBLAS ends the process at its first product, and hipBLASLt goes on with nothing; so it is looked for them first. A library
+//! that brings another HIP runtime than the driver's would take its streams for its own, so it is not used either.
+
+use crate::simt::adapter::Adapter;
+use crate::simt::sys::{Context, Side};
+use crate::{Error, Result};
+use std::collections::BTreeSet;
+use std::path::{Path, PathBuf};
+
+/// Folders below the library's own that are searched.
+const DEEPEST: usize = 3;
+
+/// Where a library's kernels lie.
+pub struct Kernels {
+    /// In messages.
+    pub title: &'static str,
+    /// Of the folder beside the library: `rocblas`.
+    pub folder: &'static str,
+    /// The library's own variable for it.
+    pub variable: &'static str,
+}
+
+impl Kernels {
+    /// Fails where a library of AMD's, one function of which is at this address, has no kernels for the device.
+    pub fn check(&self, context: &Context, function: usize) -> Result<()> {
+        if context.api.family.side == Side::Cuda {
+            return Ok(());
+        }
+        let no = |why: String| {
+            let next = "Install the library of the driver's ROCm with kernels for this device, or do without: products are generated kernels";
+            Err(Error::unsupported(format!("{} on {}: {why}", self.title, context.id), next))
+        };
+        let adapter = Adapter { api: context.api, device: context.device, index: 0 };
+        let Some(architecture) = adapter.architecture() else {
+            return no(
+                "the device's architecture is not known, so nobody can tell whether there are kernels for it"
+                    .into(),
+            );
+        };
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+        let runtimes = named(&maps, "libamdhip64.so");
+        if runtimes.len() > 1 {
+            let all: Vec<String> = runtimes.iter().map(|r| r.display().to_string()).collect();
+            return no(format!("it brings another HIP runtime ({})", all.join(", ")));
+        }
+        let folders = match std::env::var_os(self.variable).filter(|v| !v.is_empty()) {
+            Some(named) => vec![PathBuf::from(named)],
+            None => {
+                let Some(own) = at(&maps, function).and_then(Path::parent) else {
+                    return no("the place of its file is not known".into());
+                };
+                // Also where its own builds have them.
+                [self.folder, "library", "../Tensile/library"].map(|f| own.join(f)).into()
+            }
+        };
+        let name = architecture.split(':').next().unwrap_or_default();
+        match folders.iter().any(|f| has(f, name)) {
+            true => Ok(()),
+            false => {
+                let folders: Vec<String> = folders.iter().map(|f| f.display().to_string()).collect();
+                no(format!("it has no kernels for {name} in {}", folders.join(", ")))
+            }
+        }
+    }
+}
+
+/// The files of a process's mappings, whose lines are `7f10-7f20 r-xp 00000000 08:01 42   /lib/x.so`.
+fn mapped(maps: &str) -> impl Iterator<Item = ((usize, usize), &Path)> {
+    maps.lines().filter_map(|line| {
+        let (range, rest) = line.split_once(' ')?;
+        let (from, to) = range.split_once('-')?;
+        let hex = |n| usize::from_str_radix(n, 16).ok();
+        Some(((hex(from)?, hex(to)?), Path::new(&rest[rest.find('/')?..])))
+    })
+}
+
+/// The file that an address belongs to.
+fn at(maps: &str, address: usize) -> Option<&Path> {
+    mapped(maps).find(|((from, to), _)| (*from..*to).contains(&address)).map(|(_, file)| file)
+}
+
+/// Files whose names begin so.
+fn named<'a>(maps: &'a str, name: &str) -> BTreeSet<&'a Path> {
+    let own = |p: &&Path| p.file_name().is_some_and(|f| f.to_string_lossy().starts_with(name));
+    mapped(maps).map(|(_, file)| file).filter(own).collect()
+}
+
+/// Whether a folder, or one below it, has kernels for an architecture: an index of them, and something that names it.
+fn has(folder: &Path, architecture: &str) -> bool {
+    fn search(folder: &Path, depth: usize, architecture: &str, found: &mut [bool; 2]) {
+        for path in crate::probe::entries(folder) {
+            if *found == [true; 2] {
+                return;
+            }
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            if name.starts_with("TensileLibrary") {
+                found[0] = true;
+            }
+            if path.is_dir() {
+                if depth < DEEPEST {
+                    search(&path, depth + 1, architecture, found);
+                }
+            } else if name.split(|c: char| !c.is_ascii_alphanumeric()).any(|word| word == architecture) {
+                found[1] = true;
+            }
+        }
+    }
+    let mut found = [false; 2];
+    search(folder, 0, architecture, &mut found);
+    found == [true; 2]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn kernels_are_found_by_their_architecture() {
+        let dir = tempfile::tempdir().unwrap();
+        let library = dir.path().join("rocblas/4.4/library");
+        std::fs::create_dir_all(library.join("gfx1151")).unwrap();
+        for file in [
+            "TensileLibrary_lazy_gfx90a.dat",
+            "Kernels.so-000-gfx90a-xnack+.hsaco",
+            "TensileLibrary_Type_HH_fallback.dat",
+            "gfx1151/TensileLibrary_lazy_gfx1151.dat.zlib",
+        ] {
+            std::fs::write(library.join(file), "").unwrap();
+        }
+        let folder = dir.path().join("rocblas");
+        let known = ["gfx90a", "gfx1151", "gfx90", "gfx950", "gfx115", "gfx1200"].map(|a| has(&folder, a));
+        assert_eq!(known, [true, true, false, false, false, false]);
+        assert!(!has(&dir.path().join("nothing"), "gfx90a"));
+    }
+
+    #[test]
+    fn libraries_are_found_by_their_addresses() {
+        let maps = "1000-2000 r--p 00000000 08:01 1   /opt/rocm/lib/libamdhip64.so.6.3\n\
+                    2000-3000 r-xp 00001000 08:01 1   /opt/rocm/lib/libamdhip64.so.6.3\n\
+                    3000-4000 rw-p 00000000 00:00 0 \n\
+                    4000-5000 r-xp 00000000 08:01 2   /a folder/librocblas.so.4\n";
+        assert_eq!(at(maps, 0x4123), Some(Path::new("/a folder/librocblas.so.4")));
+        assert_eq!((at(maps, 0x3123), at(maps, 0x5000)), (None, None));
+        assert_eq!(named(maps, "libamdhip64.so").len(), 1);
+    }
+}

@@ -1,0 +1,132 @@
+//! Which run-time compiler is taken where there are several.
+
+use crate::common::standin::{self, StandIn};
+use crate::common::*;
+use crate::{ALONE, ANSWER, work_on};
+use halcyon_hal::simt::SimtDriver;
+use halcyon_hal::simt::program::Output;
+use halcyon_hal::{BackendType, Device, Driver, Error, Options, Result, cuda};
+use halcyon_ir::DType;
+use std::sync::Arc;
+
+/// What the doctor says of the compiler.
+fn told(d: &dyn Device) -> String {
+    d.kernel_libraries().pop().unwrap().1
+}
+
+#[test]
+fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
+    let _alone = ALONE.lock().unwrap_or_else(|e| e.into_inner());
+    let all = standin::all();
+    let Some(s) = all.iter().find(|s| s.driver.kind() == BackendType::Cuda) else { return };
+    let one = |name: &str, set: &[(&str, i64)]| {
+        let c = standin::copy(s, name);
+        set.iter().for_each(|(what, v)| c.set(what, *v));
+        c
+    };
+    let good = one("libnvrtc.so.12.a", &[]);
+    let newer = one("libnvrtc.so.13", &[("compiler", 13)]);
+    // It says nothing of its version in its name.
+    let unnamed = one("libnvrtc.so", &[("compiler", 13)]);
+    let broken = one("libnvrtc.so.12.b", &[("broken", 1)]);
+    let before = one("libnvrtc.so.12.c", &[("newest generation", 86)]);
+    let behind = one("libnvrtc.so.12.d", &[("oldest generation", 100)]);
+    let cache = tempfile::tempdir().unwrap();
+    let open = |compilers: &[&StandIn]| -> Result<Arc<dyn Device>> {
+        let paths: Vec<&str> = compilers.iter().map(|c| c.path.as_str()).collect();
+        let driver = SimtDriver::over(&cuda::CUDA, &s.path, "").with_compilers(&paths);
+        driver.open(0, &Options { cache_dir: Some(cache.path().into()), ..Options::default() })
+    };
+
+    // Of the driver's major version, whichever comes first in the path; one trivial kernel shows it, once in a process.
+    let d = open(&[&unnamed, &newer, &good]).unwrap();
+    assert_eq!((good.get("compiles"), newer.get("compiles"), unnamed.get("compiles")), (1, 0, 0));
+    assert_eq!(told(&*d), format!("{} 12.4", good.path));
+    assert!(!d.info().properties.contains_key("compilers_passed_over"));
+    open(&[&unnamed, &newer, &good]).unwrap();
+    assert_eq!((good.get("compiles"), d.counters().compiles), (1, 0));
+    assert_eq!(work_on(&d).unwrap(), ANSWER);
+
+    // One that cannot compile, and one that no longer knows the device, are passed over and named.
+    let d = open(&[&broken, &behind, &good]).unwrap();
+    let (text, property) = (told(&*d), d.info().properties["compilers_passed_over"].clone());
+    for (c, why) in [(&broken, "libnvrtc-builtins"), (&behind, "it does not know devices as old as sm_90")] {
+        assert!(text.starts_with(&good.path) && text.contains(&format!("{} 12.4: ", c.path)), "{text}");
+        assert!(text.contains(why) && property.contains(why), "{text}\n{property}");
+    }
+    assert_eq!(behind.get("compiles"), 0);
+
+    // What the driver does not load, either: each of these codes means the compiler.
+    for code in [200, 209, 218, 221, 222, 223] {
+        let other = one(&format!("libnvrtc.so.12.{code}"), &[]);
+        s.set("refuse module", code);
+        // A cache of its own: the kernel must be compiled.
+        let dir = tempfile::tempdir().unwrap();
+        let driver = SimtDriver::over(&cuda::CUDA, &s.path, "").with_compilers(&[&other.path, &good.path]);
+        let d =
+            driver.open(0, &Options { cache_dir: Some(dir.path().into()), ..Options::default() }).unwrap();
+        let text = told(&*d);
+        assert!(text.starts_with(&good.path) && text.contains(&format!("error {code} ")), "{text}");
+    }
+    // Others are the device's.
+    let other = one("libnvrtc.so.12.719", &[]);
+    s.set("refuse module", 719);
+    let e = open(&[&other, &good]).unwrap_err();
+    assert!(matches!(e, Error::Driver { .. }) && e.to_string().contains("719"), "{e}");
+
+    // A device that is newer than the compiler: PTX, which the driver compiles; its key is another one in the same cache.
+    let own = d.compile(&affine(DType::F32)).unwrap();
+    let ptx = s.get("ptx");
+    let d = open(&[&before]).unwrap();
+    assert!(told(&*d).contains("PTX (compute_86), compiled by the driver"), "{}", told(&*d));
+    assert_eq!(work_on(&d).unwrap(), ANSWER);
+    assert!(s.get("ptx") >= ptx + 2, "the trivial kernel and the other one");
+    assert_eq!(own.source(), d.compile(&affine(DType::F32)).unwrap().source());
+    assert_eq!((d.counters().compiles, d.counters().compile_cache_hits), (1, 0));
+    // It comes behind one that knows the device.
+    assert!(told(&*open(&[&before, &good]).unwrap()).starts_with(&good.path));
+    // From the disk it is PTX again; what has lost its end is built again.
+    let (warm, ptx) = (open(&[&before]).unwrap(), s.get("ptx"));
+    assert_eq!(work_on(&warm).unwrap(), ANSWER);
+    assert_eq!((warm.counters().compile_cache_hits, s.get("ptx")), (1, ptx + 1));
+
+    // None that does: where each was found, and what is wrong with it.
+    let e = open(&[&unnamed, &newer, &broken]).unwrap_err();
+    let Error::Unavailable { tried, reason, fix, .. } = &e else { panic!("{e}") };
+    assert!(reason.contains("no run-time compiler makes kernels that the driver of cuda:0 loads"), "{e}");
+    assert!(tried.len() == 3 && tried[1].contains("13.4: ") && tried[1].contains("error 200"), "{tried:?}");
+    assert!(fix.contains("nvidia-cuda-nvrtc"), "{fix}");
+
+    // cuBLASLt for a newer CUDA than the driver's is no reason to do without one that is there.
+    let driver = SimtDriver::over(&cuda::CUDA, &s.path, &s.path).with_kernels(&newer.path);
+    let found = driver.open(0, &Options::default()).unwrap().kernel_libraries();
+    assert!(found[0].1.contains(&newer.path) && found[0].1.contains("not initialised"), "{found:?}");
+}
+
+/// NVRTC itself, where Python's packages have it: what the driver asks of it, and PTX that keeps products and sums apart.
+#[test]
+fn nvrtc_makes_ptx_for_devices_that_it_does_not_know() {
+    let named = std::env::var_os("HALCYON_PYTHON").is_some();
+    let compiler = match cuda::CUDA.compiler(&cuda::CUDA.compiler_candidates()) {
+        Ok(c) => c,
+        Err(e) => {
+            let must = named && std::env::var("HALCYON_REQUIRE_LANES").as_deref() == Ok("1");
+            assert!(!must, "{e}");
+            return eprintln!("skipped: {e}");
+        }
+    };
+    assert!(compiler.generations.contains(&90) && compiler.version.0 >= 11, "{compiler:?}");
+    let newest = compiler.generations.iter().max().unwrap();
+    let text = "extern \"C\" __global__ void __launch_bounds__(1)\nk(float* x, float y) {\n  x[0] = x[0] * y + y;\n}\n";
+    let make = |architecture: &str, output| {
+        let flags = (cuda::CUDA.flags)(Some(architecture)).unwrap();
+        compiler.compile("cuda:0", "k", text, &flags, output)
+    };
+    let ptx = String::from_utf8(make(&format!("compute_{newest}"), Output::Ptx).unwrap()).unwrap();
+    assert!(ptx.ends_with('\0') && ptx.contains(&format!(".target sm_{newest}")), "{ptx}");
+    // Rounded each: the driver's compiler leaves them so.
+    assert!(ptx.contains("mul.rn.f32") && ptx.contains("add.rn.f32") && !ptx.contains("fma"), "{ptx}");
+    assert!(make("sm_90", Output::Binary).unwrap().starts_with(b"\x7fELF"));
+    // There is no code of a device in what was compiled for all.
+    assert!(make("compute_90", Output::Binary).is_err() && make("sm_999", Output::Binary).is_err());
+}
