@@ -528,7 +528,7 @@ fn scattered_bytes(kind: BackendType) {
         for (left, right) in [(true, false), (false, true), (true, true)] {
             let mut g = Graph::new();
             let [a, b] = [0, 1].map(|i| g.input("x", TensorType::new(d, &inputs[i].dims)));
-            let mut half = |g: &mut Graph, x, second| match second {
+            let half = |g: &mut Graph, x, second| match second {
                 true => g.slice(x, &[0.into(), 0.into()], &[1, 2], &[64.into(), 64.into()]).unwrap(),
                 false => g.narrow(x, 1, 0, 64).unwrap(),
             };
