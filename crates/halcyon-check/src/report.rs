@@ -112,13 +112,12 @@ impl Ran {
         let done = if self.measures { self.figures.len() } else { self.passed };
         let cases = self.passed + self.wrong + self.unsupported + self.errors;
         let wrong = self.wrong + self.errors > 0 || (self.passed as f64) < self.least * cases as f64;
+        let met = |f: &Figure| f.target.is_none() || f.met() == Some(true);
         if self.skipped.is_some() || !wrong && done == 0 && self.not_run > 0 {
             Verdict::Skipped
         } else if wrong || done == 0 {
             Verdict::Wrong
-        } else if self.not_run > 0 {
-            Verdict::Missed
-        } else if !rehearsal && self.figures.iter().any(|f| f.target.is_some() && f.met() != Some(true)) {
+        } else if self.not_run > 0 || !rehearsal && !self.figures.iter().all(met) {
             Verdict::Missed
         } else {
             Verdict::Ok

@@ -105,6 +105,12 @@ pub fn main(args: &[String]) -> Result<u8, String> {
         Err(why) => notes.push(format!("no data: {why}")),
     }
     let prefix = python_prefix(&mut notes);
+    if o.torch && !o.tiny {
+        warm_torch();
+    }
+    if let Ok(text) = std::fs::read_to_string("/proc/driver/nvidia/version") {
+        notes.extend(text.lines().next().map(String::from));
+    }
     let child = |command: &mut Command| own_environment(command, &work.0, prefix.as_deref());
 
     let devices = devices(&exe, &child, start + Duration::from_secs(60));
@@ -139,8 +145,10 @@ pub fn main(args: &[String]) -> Result<u8, String> {
         let ran = run(section, &context, time, &child);
         eprintln!("{}", ran.line(o.tiny));
         report.sections.push(ran);
+        report.seconds = start.elapsed().as_secs_f64();
+        // Whatever ends this run early leaves a report of what was done.
+        report.write(&o.out)?;
     }
-    report.seconds = start.elapsed().as_secs_f64();
     let paths = report.write(&o.out)?;
     print!("{}", report.summary());
     for p in paths {
@@ -150,10 +158,10 @@ pub fn main(args: &[String]) -> Result<u8, String> {
 }
 
 /// All that checks, on every backend, before all that measures.
-fn order<'a>(
-    backends: &'a [String],
+fn order(
+    backends: &[String],
     sections: impl Iterator<Item = &'static Section> + Clone,
-) -> Vec<(&'a str, &'static Section)> {
+) -> Vec<(&str, &'static Section)> {
     let of = |measures: bool| {
         let these = sections.clone().filter(move |s| s.measures == measures);
         backends.iter().flat_map(move |b| these.clone().map(|s| (b.as_str(), s)))
@@ -218,6 +226,15 @@ fn python_prefix(notes: &mut Vec<String>) -> Option<String> {
         None => format!("{python} of {prefix}, which is the VIRTUAL_ENV of what runs here"),
     });
     set.is_none().then_some(prefix)
+}
+
+/// Reads PyTorch's files while the checks run, so that the first measurement does not wait for a cold disk.
+fn warm_torch() {
+    std::thread::spawn(|| {
+        let mut command = Command::new(bench::python());
+        // Whether it is there is told where it measures.
+        child::run(command.args(["-c", "import torch"]), Instant::now() + Duration::from_secs(180));
+    });
 }
 
 /// Caches of this run's own, none of the user's choices, and Python's folder where nothing names it.

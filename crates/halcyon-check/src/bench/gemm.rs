@@ -16,7 +16,7 @@ const SIZES: &[[usize; 3]] = &[[1024, 1024, 1024], [4096, 4096, 4096], [8192, 81
 const GENERATED: &[[usize; 3]] = &[[4096, 4096, 4096], [1000, 1500, 700]];
 const TINY: &[[usize; 3]] = &[[32, 48, 32]];
 /// Multiply-adds up to which starting a product counts: PyTorch's side is a captured graph there, as ours is.
-const SMALL: usize = 1 << 31;
+const SMALL: usize = 1 << 30;
 
 /// Another type of products is another row.
 #[derive(Debug)]

@@ -130,7 +130,12 @@ fn replayed(kind: BackendType, replays: u64, reason: Option<String>) -> Result<(
         return Ok(());
     }
     let why = reason.unwrap_or_else(|| "no reason is known".into());
-    Err(Error::internal(format!("the plan was not replayed, its commands were submitted one by one: {why}")))
+    Err(Error::Driver {
+        device: kind.id().into(),
+        call: "replaying a plan".into(),
+        code: format!("its commands were submitted one by one: {why}"),
+        next: "The figure would not be that of a captured graph".into(),
+    })
 }
 
 pub fn median(v: &mut [f64]) -> f64 {

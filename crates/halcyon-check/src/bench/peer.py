@@ -1,5 +1,6 @@
 # PyTorch's side of halcyon-check. One line of JSON asks: {"make": {"do": NAME, ...}} prepares a work and runs it once, {"time": SECONDS}
 # times the last one, behind a run that is not timed, as Halcyon's side does (bench/mod.rs). One line answers; {"error": TEXT} is one. The values are random: only times are compared.
+import importlib
 import importlib.metadata
 import json
 import sys
@@ -52,12 +53,20 @@ def randn(*dims, dtype="f32"):
 
 def graphed(f):
     """A captured graph, which costs the host what replaying a captured plan does."""
-    f()
-    wait()
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        f()
+    torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         f()
-    return graph.replay
+
+    # It has the operands' addresses, and f the operands.
+    def replay(keep=f):
+        graph.replay()
+
+    return replay
 
 
 def matmul(m, n, k, dtype, tf32, graph):
@@ -167,7 +176,7 @@ def model(name, compile, batch, length):
     f = f.to(dev).eval()
     if compile:
         # What was compiled for another batch would make the batch a variable.
-        torch._dynamo.reset()
+        importlib.import_module("torch._dynamo").reset()
         f = torch.compile(f, dynamic=False, mode="max-autotune-no-cudagraphs" if not on_gpu else "reduce-overhead")
         f(*inputs)
         f(*inputs)

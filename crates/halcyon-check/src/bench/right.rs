@@ -44,7 +44,7 @@ impl Exactness {
     fn slack(self, k: usize, want: f64, root: f64) -> f64 {
         let want = want.abs();
         self.factors * (2.0 * want + 4.0 * root)
-            + self.sums * 4.0 * (k as f64).sqrt() * root
+            + self.sums * 8.0 * (k as f64).sqrt() * root
             + self.result * want
     }
 }
