@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Bytes of binary and data together.
-const MOST: u64 = 60 << 20;
+const MOST: u64 = 50 << 20;
 /// Parts of the suite, each of which a process of its own runs: one that crashes costs its own cases.
 const PARTS: usize = 24;
 

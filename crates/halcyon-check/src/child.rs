@@ -1,4 +1,5 @@
-//! Children that may crash or hang, several at a time, until a deadline. What they told before is kept.
+//! Children that may crash or hang, several at a time, until a deadline. What they told before is kept, and what they started ends with
+//! them.
 
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
@@ -12,12 +13,21 @@ pub struct Ended {
     pub out: String,
     /// The end of what it wrote to its standard error.
     pub err: String,
-    /// How it ended where it did not end by itself with an exit code: `was ended by signal: 11 (SIGSEGV)`, `had no time left`.
+    /// How it ended where it did not end by itself with an exit code: `was ended by signal: 11 (SIGSEGV)`.
     pub broken: Option<String>,
+    /// The deadline came: for how long it had told nothing then. `None` in it: it was not even started.
+    pub late: Option<Option<Duration>>,
     pub code: Option<i32>,
 }
 
-type Shared = Arc<Mutex<Vec<u8>>>;
+/// What was read, and when the last of it.
+#[derive(Debug)]
+struct Heard {
+    bytes: Vec<u8>,
+    last: Instant,
+}
+
+type Shared = Arc<Mutex<Heard>>;
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
     m.lock().unwrap_or_else(|e| e.into_inner())
@@ -25,58 +35,88 @@ fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Reads along in a thread that nobody waits for: a grandchild may hold the pipe open.
 fn follow(pipe: Option<impl Read + Send + 'static>) -> Shared {
-    let to: Shared = Arc::default();
+    let to: Shared = Arc::new(Mutex::new(Heard { bytes: vec![], last: Instant::now() }));
     if let Some(mut pipe) = pipe {
         let to = to.clone();
         std::thread::spawn(move || {
             let mut piece = [0; 1 << 14];
             while let Ok(n @ 1..) = pipe.read(&mut piece) {
-                lock(&to).extend_from_slice(&piece[..n]);
+                let mut to = lock(&to);
+                to.bytes.extend_from_slice(&piece[..n]);
+                to.last = Instant::now();
             }
         });
     }
     to
 }
 
-/// Runs a command with nothing to read until it ends or `until` comes.
+/// A group of its own for a process and all that it starts.
+fn own_group(command: &mut Command) {
+    #[cfg(unix)]
+    std::os::unix::process::CommandExt::process_group(command, 0);
+    // Windows has no groups that a process could be ended by: what it started there ends with its pipes.
+    #[cfg(not(unix))]
+    let _ = command;
+}
+
+/// Ends what is left of a child's group: PyTorch, a compiler that it started.
+fn end_group(child: &Child) {
+    #[cfg(unix)]
+    if let Some(group) = rustix::process::Pid::from_raw(child.id() as i32) {
+        // Mostly there is nobody left, which is an error.
+        let _ = rustix::process::kill_process_group(group, rustix::process::Signal::KILL);
+    }
+    #[cfg(not(unix))]
+    let _ = child;
+}
+
+/// Runs a command with nothing to read until it ends or `until` comes. Then whatever it has started ends too.
 pub fn run(command: &mut Command, until: Instant) -> Ended {
+    own_group(command);
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let mut child = match command.spawn() {
         Ok(c) => c,
         Err(e) => return Ended { broken: Some(format!("could not be started: {e}")), ..Ended::default() },
     };
     let (out, err) = (follow(child.stdout.take()), follow(child.stderr.take()));
-    let (broken, code) = wait(&mut child, until);
+    let mut ended = wait(&mut child, until);
+    if ended.late.is_some() {
+        let last = lock(&out).last;
+        ended.late = Some(Some(last.elapsed()));
+    }
+    end_group(&child);
     // What is in the pipes is taken out within a moment.
     let mut before = usize::MAX;
     for _ in 0..50 {
-        let n = lock(&out).len() + lock(&err).len();
+        let n = lock(&out).bytes.len() + lock(&err).bytes.len();
         if n == before && Arc::strong_count(&out) == 1 && Arc::strong_count(&err) == 1 {
             break;
         }
         before = n;
         std::thread::sleep(Duration::from_millis(10));
     }
-    let text = |v: &Shared| String::from_utf8_lossy(&lock(v)).into_owned();
+    let text = |v: &Shared| String::from_utf8_lossy(&lock(v).bytes).into_owned();
     let err = text(&err);
     let tail = err.char_indices().rev().nth(2000).map_or(0, |(i, _)| i);
-    Ended { out: text(&out), err: err[tail..].trim().to_string(), broken, code }
+    Ended { out: text(&out), err: err[tail..].trim().to_string(), ..ended }
 }
 
-fn wait(child: &mut Child, until: Instant) -> (Option<String>, Option<i32>) {
+fn wait(child: &mut Child, until: Instant) -> Ended {
+    let none = Ended::default();
     loop {
         match child.try_wait() {
             Ok(Some(s)) => {
                 let broken = s.code().is_none().then(|| format!("was ended by {s}"));
-                return (broken, s.code());
+                return Ended { broken, code: s.code(), ..none };
             }
             Ok(None) if Instant::now() < until => std::thread::sleep(Duration::from_millis(5)),
             Ok(None) => {
+                end_group(child);
                 let _ = child.kill();
                 let _ = child.wait();
-                return (Some("had no time left".into()), None);
+                return Ended { late: Some(None), ..none };
             }
-            Err(e) => return (Some(format!("could not be waited for: {e}")), None),
+            Err(e) => return Ended { broken: Some(format!("could not be waited for: {e}")), ..none },
         }
     }
 }
@@ -95,7 +135,7 @@ pub fn run_all(commands: Vec<Command>, parallel: usize, until: Instant) -> Vec<E
                     let Some(c) = commands.get(i) else { return };
                     let ended = match Instant::now() < until {
                         true => run(&mut lock(c), until),
-                        false => Ended { broken: Some("had no time left".into()), ..Ended::default() },
+                        false => Ended { late: Some(None), ..Ended::default() },
                     };
                     *lock(&done[i]) = ended;
                 }
@@ -123,10 +163,29 @@ mod tests {
         let e = run(&mut sh("echo one; kill -SEGV $$"), soon());
         assert!(e.out == "one\n" && e.broken.is_some_and(|b| b.contains("signal: 11")));
         let start = Instant::now();
-        // The sleeper that the shell started holds the pipe open.
-        let e = run(&mut sh("echo one; sleep 60; echo two"), start + Duration::from_millis(300));
-        assert!(e.out == "one\n" && e.broken.as_deref() == Some("had no time left"), "{e:?}");
+        // What the shell started, in the background too, ends with it.
+        let sleepers = "sleep 60 & echo $!; sleep 60; echo two";
+        let e = run(&mut sh(sleepers), start + Duration::from_millis(300));
+        let silent = e.late.flatten().expect("it was late");
+        assert!((Duration::from_millis(100)..Duration::from_secs(5)).contains(&silent), "{silent:?}");
         assert!(start.elapsed() < Duration::from_secs(10));
+        let gone = |pid: &str| {
+            // One that nobody has waited for yet is a zombie.
+            let state = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+            !cfg!(target_os = "linux") || state.is_empty() || state.contains(") Z ")
+        };
+        let wait_for = |pid: &str| {
+            (0..200).any(|_| {
+                gone(pid) || {
+                    std::thread::sleep(Duration::from_millis(10));
+                    false
+                }
+            })
+        };
+        assert!(wait_for(e.out.trim()), "the sleeper {} lives", e.out);
+        // So does what a child that ended well left behind.
+        let e = run(&mut sh("sleep 60 & echo $!"), soon());
+        assert!(e.code == Some(0) && wait_for(e.out.trim()), "{e:?}");
         assert!(run(&mut Command::new("/nowhere/x"), soon()).broken.is_some_and(|b| b.contains("started")));
     }
 
@@ -142,6 +201,6 @@ mod tests {
         let out: Vec<&str> = all.iter().map(|e| e.out.trim()).collect();
         assert_eq!(out, ["0", "1", "2", "3"]);
         let late = run_all(vec![sh("echo x")], 1, Instant::now());
-        assert!(late[0].broken.is_some() && late[0].out.is_empty());
+        assert!(late[0].late == Some(None) && late[0].out.is_empty());
     }
 }

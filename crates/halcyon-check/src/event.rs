@@ -13,6 +13,9 @@ pub enum Status {
     Unsupported,
     /// It did not run to its end.
     Error,
+    /// It was left out: no time was left, or what came before took the device down.
+    #[serde(rename = "not_run")]
+    NotRun,
 }
 
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
@@ -75,13 +78,14 @@ pub enum Event {
 }
 
 impl Event {
-    /// One line on the standard output, at once.
+    /// One line on the standard output, at once. Where nobody is left to be told, this process ends.
     pub fn tell(&self) {
         use std::io::Write;
         if let Ok(line) = serde_json::to_string(self) {
             let mut out = std::io::stdout().lock();
-            // The parent is gone where this fails, and nobody is left to be told.
-            let _ = writeln!(out, "{line}").and_then(|()| out.flush());
+            if writeln!(out, "{line}").and_then(|()| out.flush()).is_err() {
+                std::process::exit(1);
+            }
         }
     }
 }

@@ -1,4 +1,4 @@
-//! The sections that this program does itself, in a child: `__section NAME BACKEND DATA [--tiny] [--torch]`.
+//! The sections that this program does itself, in a child: `__section NAME BACKEND DATA [--tiny] [--torch] [--generated]`.
 
 use crate::bench;
 use crate::event::{Check, Event, Status};
@@ -7,7 +7,7 @@ use halcyon::{ConstData, Error, OnnxSession};
 use halcyon_formats::npy;
 use halcyon_formats::onnx::{Datum, Model};
 use halcyon_hal::conformance::{CASES, Lane};
-use halcyon_hal::{probe, registry};
+use halcyon_hal::{Options, probe, registry};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook};
@@ -23,6 +23,8 @@ pub struct Own {
     pub data: PathBuf,
     pub tiny: bool,
     pub torch: bool,
+    /// The vendors' libraries are switched off, and what they would take is measured.
+    pub generated: bool,
 }
 
 type Work = fn(&Own) -> Result<()>;
@@ -54,10 +56,17 @@ pub fn main(args: &[String]) -> std::result::Result<(), String> {
     };
     let has = |flag: &str| more.iter().any(|a| a == flag);
     let kind = backend.parse().map_err(|e: Error| e.to_string())?;
-    let own = Own { kind, data: data.into(), tiny: has("--tiny"), torch: has("--torch") };
+    let own = Own {
+        kind,
+        data: data.into(),
+        tiny: has("--tiny"),
+        torch: has("--torch"),
+        generated: has("--generated"),
+    };
     let (_, work) = WORKS.iter().find(|(n, _)| n == name).ok_or_else(|| format!("no section {name}"))?;
     if let Err(e) = work(&own) {
         tell(name, status_of(&e), e.to_string());
+        own.stop_if_lost();
     }
     Ok(())
 }
@@ -90,6 +99,16 @@ fn devices() {
 }
 
 impl Own {
+    /// After something went wrong: a device that does not answer any more fails at everything else in this process too, so that is not
+    /// run, and this process ends.
+    pub fn stop_if_lost(&self) {
+        let device = registry::driver(self.kind).and_then(|d| d.open(0, &Options::default()));
+        if let Err(e) = device.and_then(|d| halcyon_cli::answers(&*d)) {
+            tell("what follows", Status::NotRun, format!("the device is lost: {e}"));
+            std::process::exit(0);
+        }
+    }
+
     pub fn open(&self, level: Level) -> Result<Backend> {
         Backend::builder().backend_type(self.kind).level(level).build()
     }
@@ -107,7 +126,10 @@ fn hal(o: &Own) -> Result<()> {
         let lane = Lane::new(registry::driver(o.kind)?)?;
         match catch_unwind(AssertUnwindSafe(|| case(&lane))) {
             Ok(()) => tell(name, Status::Passed, String::new()),
-            Err(_) => tell(name, Status::Wrong, PANIC.take().replace('\n', " ")),
+            Err(_) => {
+                tell(name, Status::Wrong, PANIC.take().replace('\n', " "));
+                o.stop_if_lost();
+            }
         }
     }
     Ok(())
@@ -118,7 +140,10 @@ fn spine(o: &Own) -> Result<()> {
     let few = |all| if o.tiny { 4 } else { all };
     let found = |name: &str, r: probes::Found| match r {
         Ok(note) => tell(name, Status::Passed, note),
-        Err(why) => tell(name, Status::Wrong, why),
+        Err(why) => {
+            tell(name, Status::Wrong, why);
+            o.stop_if_lost();
+        }
     };
     begin("stories");
     found("stories", probes::stories(&o.open(Level::O1)?, &o.data.join("stories260k"), few(probes::ALL)));
@@ -146,7 +171,10 @@ fn mnist(o: &Own) -> Result<()> {
             let best = (0..got.len()).max_by(|a, b| got[*a].total_cmp(&got[*b]));
             match got.len() == want.len() && off <= 1e-4 && best == Some(i) {
                 true => tell(&name, Status::Passed, String::new()),
-                false => tell(&name, Status::Wrong, format!("saw {best:?}, logits off by {off}")),
+                false => {
+                    tell(&name, Status::Wrong, format!("saw {best:?}, logits off by {off}"));
+                    o.stop_if_lost();
+                }
             }
         }
     }

@@ -58,15 +58,19 @@ pub struct Ran {
     pub what: &'static str,
     measures: bool,
     least: f64,
+    shown: bool,
     pub seconds: f64,
     pub skipped: Option<String>,
     pub passed: usize,
     pub wrong: usize,
     pub unsupported: usize,
     pub errors: usize,
+    pub not_run: usize,
     pub figures: Vec<Figure>,
     /// All that did not pass, and warnings.
     pub failures: Vec<Check>,
+    /// What passed and said something.
+    pub remarks: Vec<Check>,
     pub notes: Vec<String>,
 }
 
@@ -75,7 +79,7 @@ pub struct Ran {
 #[serde(rename_all = "lowercase")]
 pub enum Verdict {
     Ok,
-    /// A figure is below its target, or something was not measured.
+    /// A figure is below its target, or something was not measured or not run.
     Missed,
     Skipped,
     Wrong,
@@ -89,14 +93,17 @@ impl Ran {
             what: s.what,
             measures: s.measures,
             least: s.least,
+            shown: s.shown,
             seconds: 0.0,
             skipped: None,
             passed: 0,
             wrong: 0,
             unsupported: 0,
             errors: 0,
+            not_run: 0,
             figures: vec![],
             failures: vec![],
+            remarks: vec![],
             notes: vec![],
         }
     }
@@ -104,14 +111,13 @@ impl Ran {
     pub fn verdict(&self, rehearsal: bool) -> Verdict {
         let done = if self.measures { self.figures.len() } else { self.passed };
         let cases = self.passed + self.wrong + self.unsupported + self.errors;
-        if self.skipped.is_some() {
+        let wrong = self.wrong + self.errors > 0 || (self.passed as f64) < self.least * cases as f64;
+        let met = |f: &Figure| f.target.is_none() || f.met() == Some(true);
+        if self.skipped.is_some() || !wrong && done == 0 && self.not_run > 0 {
             Verdict::Skipped
-        } else if self.wrong + self.errors > 0
-            || done == 0
-            || (self.passed as f64) < self.least * cases as f64
-        {
+        } else if wrong || done == 0 {
             Verdict::Wrong
-        } else if !rehearsal && self.figures.iter().any(|f| f.target.is_some() && f.met() != Some(true)) {
+        } else if self.not_run > 0 || !rehearsal && !self.figures.iter().all(met) {
             Verdict::Missed
         } else {
             Verdict::Ok
@@ -129,6 +135,7 @@ impl Ran {
             (self.wrong, "wrong"),
             (self.unsupported, "not supported"),
             (self.errors, "errors"),
+            (self.not_run, "not run"),
             (self.figures.len(), "figures"),
         ];
         out.extend(counts.iter().filter(|(n, _)| *n > 0).map(|(n, what)| format!("{n} {what}")));
@@ -153,8 +160,9 @@ impl Ran {
             "backend": self.backend, "section": self.name, "what": self.what, "verdict": self.verdict(rehearsal),
             "seconds": self.seconds, "skipped": self.skipped,
             "passed": self.passed, "wrong": self.wrong, "unsupported": self.unsupported, "errors": self.errors,
+            "not_run": self.not_run,
             "figures": self.figures.iter().map(figure).collect::<Vec<_>>(),
-            "failures": self.failures, "notes": self.notes,
+            "failures": self.failures, "remarks": self.remarks, "notes": self.notes,
         })
     }
 }
@@ -174,7 +182,7 @@ pub struct Report {
 /// Text for a cell of a table.
 fn cell(s: &str) -> String {
     let one = s.replace(['\n', '\r'], " ").replace('|', "\\|");
-    match one.char_indices().nth(300) {
+    match one.char_indices().nth(500) {
         Some((at, _)) => format!("{}…", &one[..at]),
         None => one,
     }
@@ -295,13 +303,25 @@ impl Report {
                 let _ = writeln!(out, "| {} |", row.map(|c| cell(&c)).join(" | "));
             }
         }
+        for s in self.sections.iter().filter(|s| s.shown && !s.remarks.is_empty()) {
+            let _ = writeln!(out, "\n## What passed: {} on {}\n", s.name, s.backend);
+            for c in &s.remarks {
+                let _ = writeln!(out, "- `{}`: {}", c.name, cell(&c.note));
+            }
+        }
         for s in self.sections.iter().filter(|s| !s.failures.is_empty()) {
             let _ = writeln!(out, "\n## What did not pass: {} on {}\n", s.name, s.backend);
             // What is wrong before what is not supported.
             let mut all: Vec<&Check> = s.failures.iter().collect();
-            all.sort_by_key(|c| c.status == Status::Unsupported);
+            all.sort_by_key(|c| matches!(c.status, Status::Unsupported | Status::NotRun));
             for c in all.iter().take(LISTED) {
-                let status = format!("{:?}", c.status).to_lowercase();
+                let status = match c.status {
+                    Status::Passed => "warning",
+                    Status::Wrong => "wrong",
+                    Status::Unsupported => "not supported",
+                    Status::Error => "error",
+                    Status::NotRun => "not run",
+                };
                 let _ = writeln!(out, "- {status}: `{}`: {}", c.name, cell(&c.note));
             }
             if all.len() > LISTED {

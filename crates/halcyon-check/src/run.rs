@@ -1,5 +1,6 @@
 //! The check as a whole: options, devices, the sections in their order and within their time, the report.
 
+use crate::bench;
 use crate::child;
 use crate::data;
 use crate::event::{Check, Event, Status};
@@ -16,6 +17,8 @@ const MINUTES: f64 = 9.0;
 const LEAST: Duration = Duration::from_secs(3);
 /// Kept for the report.
 const RESERVE: Duration = Duration::from_secs(5);
+/// Most children beside each other: each has a context of the device, and memory for it.
+const PARALLEL: usize = 14;
 
 #[derive(Debug)]
 struct Options {
@@ -101,28 +104,34 @@ pub fn main(args: &[String]) -> Result<u8, String> {
         Err(why) if o.data.is_some() => return Err(why),
         Err(why) => notes.push(format!("no data: {why}")),
     }
-    let child = |command: &mut Command| own_environment(command, &work.0);
+    let prefix = python_prefix(&mut notes);
+    if o.torch && !o.tiny {
+        warm_torch();
+    }
+    if let Ok(text) = std::fs::read_to_string("/proc/driver/nvidia/version") {
+        notes.extend(text.lines().next().map(String::from));
+    }
+    let child = |command: &mut Command| own_environment(command, &work.0, prefix.as_deref());
 
     let devices = devices(&exe, &child, start + Duration::from_secs(60));
     let backends =
         if o.backends.is_empty() { accelerators(&devices, &mut notes)? } else { o.backends.clone() };
+    // The drivers of the card's maker first, with all the time that they need; another way to the same card gets what is left.
+    let first = backends.iter().filter(|b| native(b)).count();
+    let turns =
+        if o.backends.is_empty() && first > 0 { backends.split_at(first) } else { (&backends[..], &[][..]) };
     let mut report = Report::new(Machine::new(now.as_secs()), o.tiny, o.minutes, notes);
     report.devices = devices.into_iter().filter(|d| backends.iter().any(|b| b == d.backend.id())).collect();
 
     let wanted = |s: &&Section| o.only.is_empty() || o.only.iter().any(|n| n == s.name);
-    // All that checks, on every backend, before all that measures.
-    let mut todo: Vec<(&str, &Section)> = vec![];
-    for measures in [false, true] {
-        for b in &backends {
-            todo.extend(
-                SECTIONS.iter().filter(wanted).filter(|s| s.measures == measures).map(|s| (b.as_str(), s)),
-            );
-        }
-    }
+    let todo: Vec<(&str, &Section)> =
+        [turns.0, turns.1].iter().flat_map(|b| order(b, SECTIONS.iter().filter(wanted))).collect();
+    let ends = todo.iter().position(|(b, _)| turns.1.iter().any(|o| o == b)).unwrap_or(todo.len());
     for i in 0..todo.len() {
         let (backend, section) = todo[i];
         let left = end.saturating_duration_since(Instant::now());
-        let rest: u64 = todo[i..].iter().map(|(_, s)| s.seconds).sum();
+        let turn = if i < ends { &todo[i..ends] } else { &todo[i..] };
+        let rest: u64 = turn.iter().map(|(_, s)| s.seconds).sum();
         let time = allowed(section.seconds, rest, left, o.minutes);
         let context = Context {
             backend: backend.into(),
@@ -136,14 +145,28 @@ pub fn main(args: &[String]) -> Result<u8, String> {
         let ran = run(section, &context, time, &child);
         eprintln!("{}", ran.line(o.tiny));
         report.sections.push(ran);
+        report.seconds = start.elapsed().as_secs_f64();
+        // Whatever ends this run early leaves a report of what was done.
+        report.write(&o.out)?;
     }
-    report.seconds = start.elapsed().as_secs_f64();
     let paths = report.write(&o.out)?;
     print!("{}", report.summary());
     for p in paths {
         println!("{}", p.display());
     }
     Ok(report.code())
+}
+
+/// All that checks, on every backend, before all that measures.
+fn order(
+    backends: &[String],
+    sections: impl Iterator<Item = &'static Section> + Clone,
+) -> Vec<(&str, &'static Section)> {
+    let of = |measures: bool| {
+        let these = sections.clone().filter(move |s| s.measures == measures);
+        backends.iter().flat_map(move |b| these.clone().map(|s| (b.as_str(), s)))
+    };
+    of(false).chain(of(true)).collect()
 }
 
 /// A section's time: its own, or its share of what is left where all that follow need more.
@@ -174,10 +197,10 @@ fn run(section: &Section, c: &Context, time: Duration, child: &dyn Fn(&mut Comma
         command
     });
     let cores = std::thread::available_parallelism().map_or(1, |n| n.get());
-    let parallel = if section.parallel { cores.clamp(1, 8) } else { 1 };
+    let parallel = if section.parallel { cores.clamp(1, PARALLEL) } else { 1 };
     let ended = child::run_all(commands.collect(), parallel, start + time);
     for (job, ended) in jobs.iter().zip(&ended) {
-        for e in job.events(ended) {
+        for e in job.events(ended, section.measures) {
             ran.take(e);
         }
     }
@@ -185,10 +208,40 @@ fn run(section: &Section, c: &Context, time: Duration, child: &dyn Fn(&mut Comma
     ran
 }
 
-/// Caches of this run's own, and none of the user's choices.
-fn own_environment(command: &mut Command, work: &Path) {
+/// The folder that the Python of the check is installed in: the vendors' libraries are often beside PyTorch in its packages, and nothing
+/// tells so where its environment was not activated.
+fn python_prefix(notes: &mut Vec<String>) -> Option<String> {
+    let python = bench::python();
+    let mut command = Command::new(&python);
+    command.args(["-c", "import sys; print(sys.prefix)"]);
+    let ended = child::run(&mut command, Instant::now() + Duration::from_secs(20));
+    let prefix = ended.out.trim().to_string();
+    if ended.code != Some(0) || prefix.is_empty() {
+        notes.push(format!("no Python: {python} did not tell where it is"));
+        return None;
+    }
+    let set = std::env::var("VIRTUAL_ENV").ok().filter(|v| !v.is_empty());
+    notes.push(match &set {
+        Some(v) => format!("{python} of {prefix}; VIRTUAL_ENV is {v}"),
+        None => format!("{python} of {prefix}, which is the VIRTUAL_ENV of what runs here"),
+    });
+    set.is_none().then_some(prefix)
+}
+
+/// Reads PyTorch's files while the checks run, so that the first measurement does not wait for a cold disk.
+fn warm_torch() {
+    std::thread::spawn(|| {
+        let mut command = Command::new(bench::python());
+        // Whether it is there is told where it measures.
+        child::run(command.args(["-c", "import torch"]), Instant::now() + Duration::from_secs(180));
+    });
+}
+
+/// Caches of this run's own, none of the user's choices, and Python's folder where nothing names it.
+fn own_environment(command: &mut Command, work: &Path, prefix: Option<&str>) {
     let cache = work.join("cache");
     command.env("XDG_CACHE_HOME", &cache).env("LOCALAPPDATA", &cache).env("HALCYON_CONFIG", "off");
+    command.envs(prefix.map(|p| ("VIRTUAL_ENV", p)));
     for name in ["HALCYON_CACHE", "HALCYON_BACKENDS", "HALCYON_PRECISION", "HALCYON_LOG"] {
         command.env_remove(name);
     }
@@ -206,6 +259,11 @@ fn devices(exe: &Path, child: &dyn Fn(&mut Command), until: Instant) -> Vec<Devi
     ended.out.lines().filter_map(note).collect()
 }
 
+/// Whether it is the driver of the card's maker.
+fn native(backend: &str) -> bool {
+    ["cuda", "rocm"].contains(&backend)
+}
+
 /// Backends of devices that are no processor's imitation of one.
 fn accelerators(devices: &[DeviceInfo], notes: &mut Vec<String>) -> Result<Vec<String>, String> {
     let mut found: Vec<String> = vec![];
@@ -217,8 +275,7 @@ fn accelerators(devices: &[DeviceInfo], notes: &mut Vec<String>) -> Result<Vec<S
             found.push(id);
         }
     }
-    let native = |b: &String| ["cuda", "rocm"].contains(&b.as_str());
-    if found.iter().any(native) {
+    if found.iter().any(|b| native(b)) {
         // The same card once more.
         let before = found.len();
         found.retain(|b| b != "opencl");
@@ -250,9 +307,12 @@ impl Ran {
             Status::Wrong => self.wrong += 1,
             Status::Unsupported => self.unsupported += 1,
             Status::Error => self.errors += 1,
+            Status::NotRun => self.not_run += 1,
         }
-        if c.status != Status::Passed || c.note.starts_with("warning") {
+        if c.status != Status::Passed || c.note.contains("warning: ") {
             self.failures.push(c);
+        } else if !c.note.is_empty() {
+            self.remarks.push(c);
         }
     }
 }
@@ -269,6 +329,16 @@ mod tests {
         assert_eq!(allowed(60, 60, s(20), 9.0), s(20));
         assert_eq!(allowed(60, 600, s(1800), 30.0), s(200));
         assert_eq!(allowed(60, 600, s(0), 9.0), s(0));
+    }
+
+    #[test]
+    fn checks_come_before_measurements_on_each_backend() {
+        let backends = ["a".to_string(), "b".to_string()];
+        let all = order(&backends, SECTIONS.iter());
+        assert_eq!(all.len(), 2 * SECTIONS.len());
+        let first = all.iter().position(|(_, s)| s.measures).unwrap();
+        assert!(all[first..].iter().all(|(_, s)| s.measures));
+        assert_eq!((all[0].0, all[first].0, all[all.len() - 1].1.name), ("a", "a", "bench-models"));
     }
 
     #[test]

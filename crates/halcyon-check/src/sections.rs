@@ -6,6 +6,7 @@ use halcyon::DType;
 use serde_json::Value;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::Duration;
 
 /// What sections are run with.
 #[derive(Clone, Debug)]
@@ -29,10 +30,8 @@ pub enum Form {
     Events,
     /// `doctor --json`.
     Doctor,
-    /// `conformance ops --json`.
-    Ops,
-    /// `conformance onnx --json`.
-    Onnx,
+    /// `conformance … --json-lines`.
+    Cases,
 }
 
 /// One child.
@@ -41,6 +40,10 @@ pub struct Job {
     pub label: String,
     pub args: Vec<String>,
     pub form: Form,
+    /// What is said behind the names of its checks.
+    pub suffix: String,
+    /// The vendors' libraries are switched off: these variables name none.
+    pub without: &'static [&'static str],
 }
 
 /// A part of a check.
@@ -50,138 +53,99 @@ pub struct Section {
     pub what: &'static str,
     /// Most seconds, where the whole check may take nine minutes.
     pub seconds: u64,
+    /// Its children, or why there is nothing to run.
+    pub jobs: fn(&Context) -> Result<Vec<Job>, String>,
     /// Whether children run beside each other: not where times are measured.
     pub parallel: bool,
     /// It measures, and comes after all that checks.
     pub measures: bool,
     /// Share of the cases that must pass, where some may be of what is not supported.
     pub least: f64,
-    /// Its children, or why there is nothing to run.
-    pub jobs: fn(&Context) -> Result<Vec<Job>, String>,
+    /// The Markdown has what its passed checks say.
+    pub shown: bool,
 }
 
+type Jobs = fn(&Context) -> Result<Vec<Job>, String>;
+
+impl Section {
+    const fn new(name: &'static str, what: &'static str, seconds: u64, jobs: Jobs) -> Section {
+        Section { name, what, seconds, jobs, parallel: false, measures: false, least: 0.0, shown: false }
+    }
+
+    const fn parallel(self) -> Section {
+        Section { parallel: true, ..self }
+    }
+
+    const fn measures(self) -> Section {
+        Section { measures: true, ..self }
+    }
+
+    const fn least(self, least: f64) -> Section {
+        Section { least, ..self }
+    }
+
+    const fn shown(self) -> Section {
+        Section { shown: true, ..self }
+    }
+}
+
+/// In their order: what compiles for long with PyTorch comes last.
 pub const SECTIONS: &[Section] = &[
-    Section {
-        name: "doctor",
-        what: "each step from the library to a product",
-        seconds: 60,
-        parallel: false,
-        measures: false,
-        least: 0.0,
-        jobs: doctor,
-    },
-    Section {
-        name: "hal",
-        what: "the drivers' conformance suite",
-        seconds: 90,
-        parallel: false,
-        measures: false,
-        least: 0.0,
-        jobs: |c| Ok(vec![own(c, "hal")]),
-    },
-    Section {
-        name: "ops",
-        what: "the op table",
-        seconds: 120,
-        parallel: true,
-        measures: false,
-        least: 0.0,
-        jobs: ops,
-    },
-    Section {
-        name: "spine",
-        what: "a Llama decoded with states, a network trained",
-        seconds: 60,
-        parallel: false,
-        measures: false,
-        least: 0.0,
-        jobs: spine,
-    },
-    Section {
-        name: "mnist",
-        what: "ten digits",
-        seconds: 30,
-        parallel: false,
-        measures: false,
-        least: 0.0,
-        jobs: mnist,
-    },
-    Section {
-        name: "models",
-        what: "MiniLM, ResNet-50, the light models",
-        seconds: 120,
-        parallel: true,
-        measures: false,
-        least: 0.0,
-        jobs: models,
-    },
-    Section {
-        name: "suite",
-        what: "the ONNX backend test suite",
-        seconds: 150,
-        parallel: true,
-        measures: false,
-        least: 0.9,
-        jobs: suite,
-    },
-    Section {
-        name: "bench-memory",
-        what: "bandwidth: element-wise, norms, GEMV",
-        seconds: 60,
-        parallel: false,
-        measures: true,
-        least: 0.0,
-        jobs: |c| Ok(vec![own(c, "bench-memory")]),
-    },
-    Section {
-        name: "bench-gemm",
-        what: "products of matrices",
-        seconds: 75,
-        parallel: false,
-        measures: true,
-        least: 0.0,
-        jobs: |c| Ok(vec![own(c, "bench-gemm")]),
-    },
-    Section {
-        name: "bench-attention",
-        what: "attention",
-        seconds: 45,
-        parallel: false,
-        measures: true,
-        least: 0.0,
-        jobs: |c| Ok(vec![own(c, "bench-attention")]),
-    },
-    Section {
-        name: "bench-models",
-        what: "ResNet-50 and MiniLM",
-        seconds: 120,
-        parallel: false,
-        measures: true,
-        least: 0.0,
-        jobs: bench_models,
-    },
-    Section {
-        name: "bench-capture",
-        what: "what a launch of a captured graph costs",
-        seconds: 20,
-        parallel: false,
-        measures: true,
-        least: 0.0,
-        jobs: |c| Ok(vec![own(c, "bench-capture")]),
-    },
-    Section {
-        name: "bench-copies",
-        what: "copies between locked memory and the device",
-        seconds: 30,
-        parallel: false,
-        measures: true,
-        least: 0.0,
-        jobs: |c| Ok(vec![own(c, "bench-copies")]),
-    },
+    Section::new("doctor", "each step from the library to a product", 45, doctor).shown(),
+    Section::new("hal", "the drivers' conformance suite", 60, |c| Ok(vec![own(c, "hal")])),
+    Section::new("ops", "the op table", 110, ops).parallel(),
+    Section::new(
+        "products",
+        "products, convolutions, attention at O2, by libraries and generated",
+        60,
+        products,
+    )
+    .parallel(),
+    Section::new("spine", "a Llama decoded with states, a network trained", 45, spine).shown(),
+    Section::new("mnist", "ten digits", 20, mnist),
+    Section::new("models", "MiniLM, ResNet-50, the light models", 90, models).parallel(),
+    Section::new("suite", "the ONNX backend test suite", 110, suite).parallel().least(0.9),
+    Section::new("bench-gemm", "products of matrices", 75, |c| Ok(with_and_without(c, "bench-gemm")))
+        .measures()
+        .shown(),
+    Section::new("bench-attention", "attention", 60, |c| Ok(with_and_without(c, "bench-attention")))
+        .measures(),
+    Section::new("bench-capture", "what a launch of a captured graph costs", 20, |c| {
+        Ok(vec![own(c, "bench-capture")])
+    })
+    .measures()
+    .shown(),
+    Section::new("bench-memory", "bandwidth: element-wise, norms, GEMV", 50, |c| {
+        Ok(vec![own(c, "bench-memory")])
+    })
+    .measures(),
+    Section::new("bench-copies", "copies between locked memory and the device", 25, |c| {
+        Ok(vec![own(c, "bench-copies")])
+    })
+    .measures(),
+    Section::new("bench-models", "ResNet-50 and MiniLM", 120, bench_models).measures(),
 ];
 
+/// The variables by which each backend's libraries of kernels are named; one that names no file switches a library off.
+const LIBRARIES: &[(&str, &[&str])] = &[
+    ("cuda", &["HALCYON_CUBLASLT_LIBRARY", "HALCYON_CUDNN_LIBRARY"]),
+    ("rocm", &["HALCYON_HIPBLASLT_LIBRARY", "HALCYON_ROCBLAS_LIBRARY"]),
+];
+const NO_LIBRARY: &str = "none";
+/// Behind the names of what runs without them.
+const WITHOUT: &str = ", libraries off";
+
+/// A child that checks and told nothing for so long hangs; another one had too little time.
+const HANGS: Duration = Duration::from_secs(45);
+
 fn job(label: &str, form: Form, args: &[&str]) -> Job {
-    Job { label: label.into(), args: args.iter().map(|a| a.to_string()).collect(), form }
+    Job {
+        label: label.into(),
+        args: args.iter().map(|a| a.to_string()).collect(),
+        form,
+        suffix: String::new(),
+        without: &[],
+    }
 }
 
 /// A section of this program's own.
@@ -193,6 +157,35 @@ fn own(c: &Context, name: &str) -> Job {
     job(name, Form::Events, &args)
 }
 
+/// The variables of a backend's libraries.
+fn libraries(c: &Context) -> &'static [&'static str] {
+    LIBRARIES.iter().find(|(b, _)| *b == c.backend).map_or(&[], |(_, v)| v)
+}
+
+impl Job {
+    /// The same with the vendors' libraries switched off, so that the generated kernels run; none where there are no libraries.
+    fn without(&self, c: &Context) -> Option<Job> {
+        let without = libraries(c);
+        (!without.is_empty()).then(|| Job {
+            label: format!("{}{WITHOUT}", self.label),
+            suffix: format!("{}{WITHOUT}", self.suffix),
+            without,
+            ..self.clone()
+        })
+    }
+}
+
+fn with_and_without(c: &Context, name: &str) -> Vec<Job> {
+    let with = own(c, name);
+    let without = with.without(c).map(|mut j| {
+        // The same figures of PyTorch once more would tell nothing.
+        j.args.retain(|a| a != "--torch");
+        j.args.push("--generated".into());
+        j
+    });
+    std::iter::once(with).chain(without).collect()
+}
+
 fn doctor(c: &Context) -> Result<Vec<Job>, String> {
     Ok(vec![job("doctor", Form::Doctor, &["doctor", "--backend", &c.backend, "--json"])])
 }
@@ -200,27 +193,37 @@ fn doctor(c: &Context) -> Result<Vec<Job>, String> {
 /// Ops of a rehearsal: one of each way to be lowered.
 const FEW: &[&str] = &["add", "exp", "matmul", "softmax", "reduce_sum", "gather", "conv"];
 
-/// Children by types: about as much to do for each.
+/// The op table in these types.
+fn table(c: &Context, types: &[&str], more: &[&str]) -> Job {
+    let label = types.join(",");
+    let seed = c.seed.to_string();
+    let base = ["conformance", "ops", "--backend", &c.backend, "--no-speed", "--json-lines", "--seed", &seed];
+    job(&label, Form::Cases, &[&base[..], &["--dtype", &label], more].concat())
+}
+
+/// A child for each type that kernels know; those that have most to do come first.
 fn ops(c: &Context) -> Result<Vec<Job>, String> {
-    let base = ["conformance", "ops", "--backend", &c.backend, "--no-speed", "--json", "--dtype"];
-    let job = |types: Vec<&str>, more: &[&str]| {
-        let label = types.join(",");
-        let mut j = job(&label, Form::Ops, &[&base[..], &[label.as_str()], more].concat());
-        j.args.extend(["--seed".into(), c.seed.to_string()]);
-        j
-    };
     if c.tiny {
         let mut more = vec!["--cases", "1"];
         more.extend(FEW.iter().flat_map(|op| ["--op", op]));
-        return Ok(vec![job(vec!["f32", "i32"], &more)]);
+        return Ok(["f32", "i32"].map(|d| table(c, &[d], &more)).into());
     }
-    let alone = [DType::F32, DType::F16, DType::BF16, DType::I32, DType::F64, DType::I64];
-    let mut jobs: Vec<Job> = alone.iter().map(|d| job(vec![d.name()], &[])).collect();
-    for native in [true, false] {
-        let rest = DType::all().filter(|d| d.is_native() == native && !alone.contains(d));
-        jobs.push(job(rest.map(DType::name).collect(), &[]));
-    }
+    let long = [DType::F32, DType::F16, DType::BF16, DType::F64];
+    let native = DType::all().filter(|d| d.is_native() && !long.contains(d));
+    let mut jobs: Vec<Job> = long.into_iter().chain(native).map(|d| table(c, &[d.name()], &[])).collect();
+    let small: Vec<&str> = DType::all().filter(|d| !d.is_native()).map(DType::name).collect();
+    jobs.push(table(c, &small, &[]));
     Ok(jobs)
+}
+
+/// What the vendors' libraries may take, all cases, with them and with generated kernels on matrix units.
+fn products(c: &Context) -> Result<Vec<Job>, String> {
+    let (types, cases): (&[&str], &str) =
+        if c.tiny { (&["f16"], "21") } else { (&["f32", "f16", "bf16", "f64", "i8"], "64") };
+    let mut more = vec!["--level", "O2", "--cases", cases, "--op", "matmul"];
+    more.extend(if c.tiny { &[][..] } else { &["--op", "conv", "--op", "attention"] });
+    let with = types.iter().map(|d| Job { suffix: " at O2".into(), ..table(c, &[d], &more) });
+    Ok(with.flat_map(|j| [Some(j.clone()), j.without(c)]).flatten().collect())
 }
 
 /// The folder, or a reason that names it.
@@ -253,8 +256,8 @@ fn folders(dir: &Path) -> Result<Vec<PathBuf>, String> {
 fn cases(c: &Context, dir: &Path, more: &[&str]) -> Job {
     let label = dir.strip_prefix(&c.data).unwrap_or(dir).display().to_string();
     let path = dir.display().to_string();
-    let args = ["conformance", "onnx", path.as_str(), "--backend", &c.backend, "--json"];
-    job(&label, Form::Onnx, &[&args[..], more].concat())
+    let args = ["conformance", "onnx", path.as_str(), "--backend", &c.backend, "--json-lines"];
+    job(&label, Form::Cases, &[&args[..], more].concat())
 }
 
 fn models(c: &Context) -> Result<Vec<Job>, String> {
@@ -282,99 +285,123 @@ fn suite(c: &Context) -> Result<Vec<Job>, String> {
 impl Job {
     pub fn command(&self, c: &Context) -> Command {
         let mut command = Command::new(&c.exe);
-        command.args(&self.args);
+        command.args(&self.args).envs(self.without.iter().map(|v| (v, NO_LIBRARY)));
         command
     }
 
-    /// What a child said, and that it ended badly where it did.
-    pub fn events(&self, ended: &Ended) -> Vec<Event> {
+    /// What a child said, and that it ended badly where it did. One that measures may not come to its end in time; one that checks and
+    /// stood still hangs.
+    pub fn events(&self, ended: &Ended, measures: bool) -> Vec<Event> {
         let mut out = match self.form {
             Form::Events => lines(&ended.out),
-            _ => match serde_json::from_str::<Value>(&ended.out) {
-                Ok(v) => self.values(&v),
-                Err(_) => vec![],
-            },
+            Form::Cases => {
+                ended.out.lines().filter_map(|l| self.case(&serde_json::from_str(l).ok()?)).collect()
+            }
+            Form::Doctor => serde_json::from_str(&ended.out).map(|v| doctors(&v)).unwrap_or_default(),
         };
-        let last = out.iter().rev().find_map(|e| match e {
-            Event::Begin { what } => Some(what.clone()),
-            _ => None,
-        });
-        let done = out.iter().filter(|e| matches!(e, Event::Check(_) | Event::Figure(_))).count();
-        let failed = ended.broken.clone().or_else(|| match ended.code {
-            // The command says by its exit code what its output says too.
-            Some(0) => None,
-            Some(_) if self.form != Form::Events && done > 0 => None,
-            Some(n) => Some(format!("ended with exit code {n}")),
-            None => Some("ended in an unknown way".into()),
-        });
-        if let Some(how) = failed {
-            let at = last.map_or(String::new(), |w| format!(" at \"{w}\""));
-            // With --json the command says there why it stopped.
-            let said = serde_json::from_str::<Value>(&ended.out).ok();
-            let said = said.and_then(|v| v["error"]["message"].as_str().map(String::from));
-            let why = said.unwrap_or_else(|| ended.err.clone());
-            let err = if why.is_empty() { String::new() } else { format!(": {why}") };
-            let note = format!("the process {how}{at}{err}");
-            out.push(Event::Check(Check { name: self.label.clone(), status: Status::Error, note }));
-        } else if done == 0 {
-            let note = "it ended well and told nothing".into();
-            out.push(Event::Check(Check { name: self.label.clone(), status: Status::Error, note }));
+        for e in &mut out {
+            match e {
+                Event::Check(c) => c.name += &self.suffix,
+                Event::Figure(f) => f.name += &self.suffix,
+                Event::Begin { .. } | Event::Note { .. } => {}
+            }
         }
+        // What was begun and not told of.
+        let at = match out.iter().rev().find(|e| !matches!(e, Event::Note { .. })) {
+            Some(Event::Begin { what }) => format!(" at \"{what}\""),
+            _ => String::new(),
+        };
+        let done = out.iter().filter(|e| matches!(e, Event::Check(_) | Event::Figure(_))).count();
+        let (status, note) = match (&ended.broken, ended.late, ended.code) {
+            (_, Some(None), _) => (Status::NotRun, "no time was left for it".into()),
+            (_, Some(Some(silent)), _) if !measures && silent > HANGS => {
+                (Status::Error, format!("it hangs{at}: nothing was told for {:.0} s", silent.as_secs_f64()))
+            }
+            (_, Some(Some(_)), _) => (Status::NotRun, format!("out of time{at}; what follows was not run")),
+            (Some(how), ..) => (Status::Error, format!("the process {how}{at}{}", self.why(ended))),
+            // The command says by its exit code what its output says too.
+            (.., Some(0)) if done > 0 => return out,
+            (.., Some(_)) if self.form != Form::Events && done > 0 && at.is_empty() => return out,
+            (.., Some(0)) => (Status::Error, "it ended well and told nothing".into()),
+            (.., Some(n)) => {
+                (Status::Error, format!("the process ended with exit code {n}{at}{}", self.why(ended)))
+            }
+            (.., None) => (Status::Error, format!("the process ended in an unknown way{at}")),
+        };
+        out.push(check(self.label.clone(), status, note));
         out
     }
 
-    fn values(&self, v: &Value) -> Vec<Event> {
-        let text = |v: &Value| v.as_str().unwrap_or_default().to_string();
-        let check = |name: String, status: Status, note: String| Event::Check(Check { name, status, note });
-        let array = |v: &Value| v.as_array().cloned().unwrap_or_default();
-        match self.form {
-            Form::Events => vec![],
-            Form::Doctor => array(&v["sections"])
-                .iter()
-                .flat_map(|s| array(&s["lines"]).into_iter().map(|l| (text(&s["id"]), l)))
-                .map(|(id, l)| {
-                    let status = match l["status"].as_str() {
-                        Some("pass" | "warn") => Status::Passed,
-                        Some("absent") => Status::Unsupported,
-                        _ => Status::Error,
-                    };
-                    let name = format!("{} {}", l["device"].as_str().unwrap_or(&id), text(&l["check"]));
-                    let warn = if l["status"] == "warn" { "warning: " } else { "" };
-                    check(name, status, format!("{warn}{}", text(&l["text"])))
-                })
-                .collect(),
-            Form::Ops => array(&v["cells"])
-                .iter()
-                .map(|c| {
-                    let status = match c["status"].as_str() {
-                        Some("passed") => Status::Passed,
-                        Some("unsupported") => Status::Unsupported,
-                        _ => Status::Wrong,
-                    };
-                    check(format!("{} {}", text(&c["op"]), text(&c["dtype"])), status, text(&c["reason"]))
-                })
-                .collect(),
-            Form::Onnx => array(&v["cases"])
-                .iter()
-                .map(|c| {
-                    let status = match c["status"].as_str() {
-                        Some("passed") => Status::Passed,
-                        Some("unsupported") => Status::Unsupported,
-                        Some("wrong") => Status::Wrong,
-                        _ => Status::Error,
-                    };
-                    // A folder that is one case has the folder's name.
-                    let name = text(&c["name"]);
-                    let name = if self.label.ends_with(&name) {
-                        self.label.clone()
-                    } else {
-                        format!("{}/{name}", self.label)
-                    };
-                    check(name, status, text(&c["reason"]))
-                })
-                .collect(),
-        }
+    /// What the child said of its end: with `--json` the command says there why it stopped.
+    fn why(&self, ended: &Ended) -> String {
+        let said = serde_json::from_str::<Value>(&ended.out).ok();
+        let said = said.and_then(|v| v["error"]["message"].as_str().map(String::from));
+        let why = said.unwrap_or_else(|| ended.err.clone());
+        if why.is_empty() { why } else { format!(": {why}") }
     }
+
+    /// A line of `conformance … --json-lines`.
+    fn case(&self, v: &Value) -> Option<Event> {
+        if let Some(what) = v["begin"].as_str() {
+            return Some(Event::Begin { what: what.into() });
+        }
+        let status = |c: &Value| match c["status"].as_str() {
+            Some("passed") => Status::Passed,
+            Some("unsupported") => Status::Unsupported,
+            Some("wrong" | "failed") => Status::Wrong,
+            Some("not_run") => Status::NotRun,
+            _ => Status::Error,
+        };
+        if let Some(c) = v.get("case") {
+            // A folder that is one case has the folder's name.
+            let name = text(&c["name"]);
+            let whole = self.label.ends_with(&name);
+            let name = if whole { self.label.clone() } else { format!("{}/{name}", self.label) };
+            return Some(check(name, status(c), text(&c["reason"])));
+        }
+        let c = v.get("cell")?;
+        let name = format!("{} {}", text(&c["op"]), text(&c["dtype"]));
+        let calls = c["library_calls"].as_u64().unwrap_or(0);
+        Some(match status(c) {
+            Status::Passed if calls > 0 && !self.without.is_empty() => {
+                let note = format!("{calls} runs of libraries' kernels, which are switched off");
+                check(name, Status::Wrong, note)
+            }
+            Status::Passed => {
+                let used = c["errors"]["of_tolerance"].as_f64().unwrap_or(f64::NAN);
+                let note = format!("{} cases, {calls} by libraries, {used:.2} of the tolerance", c["cases"]);
+                check(name, Status::Passed, note)
+            }
+            s => check(name, s, text(&c["reason"])),
+        })
+    }
+}
+
+fn check(name: String, status: Status, note: String) -> Event {
+    Event::Check(Check { name, status, note })
+}
+
+fn text(v: &Value) -> String {
+    v.as_str().unwrap_or_default().to_string()
+}
+
+/// What `doctor --json` says.
+fn doctors(v: &Value) -> Vec<Event> {
+    let array = |v: &Value| v.as_array().cloned().unwrap_or_default();
+    let sections = array(&v["sections"]);
+    let all = sections.iter().flat_map(|s| array(&s["lines"]).into_iter().map(|l| (text(&s["id"]), l)));
+    all.map(|(id, l)| {
+        let (warn, status) = match l["status"].as_str() {
+            Some("pass") => ("", Status::Passed),
+            Some("warn") => ("warning: ", Status::Passed),
+            Some("absent") => ("", Status::Unsupported),
+            _ => ("", Status::Error),
+        };
+        let name = format!("{} {}", l["device"].as_str().unwrap_or(&id), text(&l["check"]));
+        let fix = l["fix"].as_str().map_or(String::new(), |f| format!(". {f}"));
+        check(name, status, format!("{warn}{}{fix}", text(&l["text"])))
+    })
+    .collect()
 }
 
 /// Events of an output; a line that was cut off is none.
@@ -395,50 +422,125 @@ mod tests {
         events.iter().filter_map(|e| if let Event::Check(c) = e { Some(c.status) } else { None }).collect()
     }
 
+    fn last(events: &[Event]) -> &Check {
+        match events.last() {
+            Some(Event::Check(c)) => c,
+            other => panic!("{other:?}"),
+        }
+    }
+
     #[test]
     fn a_child_that_dies_is_an_error_at_its_place() {
         let told = [
             r#"{"event":"begin","what":"first"}"#,
             r#"{"event":"check","name":"first","status":"passed","note":""}"#,
             r#"{"event":"begin","what":"second"}"#,
+            r#"{"event":"note","text":"x"}"#,
             r#"{"event":"che"#,
         ];
         let j = job("hal", Form::Events, &[]);
         let mut e = ended(told.join("\n"), 0);
         (e.code, e.broken, e.err) = (None, Some("was ended by signal: 11".into()), "boom".into());
-        let got = j.events(&e);
+        let got = j.events(&e, false);
         assert_eq!(statuses(&got), [Status::Passed, Status::Error]);
-        assert!(
-            matches!(got.last(), Some(Event::Check(c)) if c.note.contains("signal: 11 at \"second\": boom"))
-        );
+        assert!(last(&got).note.contains("signal: 11 at \"second\": boom"));
         // Nothing told is nothing tested.
-        assert_eq!(statuses(&j.events(&ended(String::new(), 0))), [Status::Error]);
-        let o = job("suite/1", Form::Onnx, &[]);
-        assert_eq!(statuses(&o.events(&ended("no JSON".into(), 4))), [Status::Error]);
+        assert_eq!(statuses(&j.events(&ended(String::new(), 0), false)), [Status::Error]);
+        let o = job("suite/1", Form::Cases, &[]);
+        assert_eq!(statuses(&o.events(&ended("no JSON".into(), 4), false)), [Status::Error]);
+        // Out of time is no error, standing still is one, but where it measures: a compiler may take long.
+        e.broken = None;
+        for (silent, measures, status, note) in [
+            (Some(1), false, Status::NotRun, "out of time at \"second\""),
+            (Some(60), false, Status::Error, "hangs at \"second\""),
+            (Some(60), true, Status::NotRun, "out of time at \"second\""),
+            (None, false, Status::NotRun, "no time was left"),
+        ] {
+            e.late = Some(silent.map(Duration::from_secs));
+            let got = j.events(&e, measures);
+            assert_eq!(statuses(&got), [Status::Passed, status]);
+            assert!(last(&got).note.contains(note), "{got:?}");
+        }
     }
 
     #[test]
     fn the_commands_forms_are_understood() {
-        let v = json!({ "cases": [
-            { "name": "a", "status": "passed", "reason": "" }, { "name": "b", "status": "wrong", "reason": "by 2" },
-            { "name": "c", "status": "unsupported", "reason": "x" }, { "name": "d", "status": "error", "reason": "y" },
-        ]});
-        let got = job("light", Form::Onnx, &[]).events(&ended(v.to_string(), 1));
-        assert_eq!(statuses(&got), [Status::Passed, Status::Wrong, Status::Unsupported, Status::Error]);
-        assert!(matches!(&got[1], Event::Check(c) if c.name == "light/b" && c.note == "by 2"));
-        let v = json!({ "cells": [
-            { "op": "add", "dtype": "f32", "status": "passed", "reason": null },
-            { "op": "add", "dtype": "f64", "status": "failed", "reason": "no" },
-        ]});
-        let got = job("x", Form::Ops, &[]).events(&ended(v.to_string(), 1));
-        assert_eq!(statuses(&got), [Status::Passed, Status::Wrong]);
+        let all = [
+            ("a", "passed", ""),
+            ("b", "wrong", "by 2"),
+            ("c", "unsupported", "x"),
+            ("d", "error", "y"),
+            ("e", "not_run", "z"),
+        ];
+        let case = |(n, s, r): &(&str, &str, &str)| {
+            format!(
+                "{}\n{}\n",
+                json!({ "begin": n }),
+                json!({ "case": { "name": n, "status": s, "reason": r } })
+            )
+        };
+        let told: String = all.iter().map(case).collect();
+        let j = job("light", Form::Cases, &[]);
+        let got = j.events(&ended(told.clone() + "{\"end\": {}}\n", 1), false);
+        use Status::*;
+        assert_eq!(statuses(&got), [Passed, Wrong, Unsupported, Error, NotRun]);
+        assert!(got.iter().any(|e| matches!(e, Event::Check(c) if c.name == "light/b" && c.note == "by 2")));
+        // What was told before it died counts, and the first that did not come to its end is named.
+        let mut e = ended(told + "{\"begin\":\"f\"}\n{\"case\":{\"na", 0);
+        (e.code, e.broken) = (None, Some("was ended by signal: 6".into()));
+        let got = j.events(&e, false);
+        assert_eq!(statuses(&got), [Passed, Wrong, Unsupported, Error, NotRun, Error]);
+        assert!(last(&got).note.contains("signal: 6 at \"f\""));
+
+        let cell = |status: &str, calls: u64| {
+            let errors = json!({ "of_tolerance": 0.25 });
+            let c = json!({ "op": "add", "dtype": "f32", "status": status, "reason": "no", "cases": 3, "library_calls": calls, "errors": errors });
+            json!({ "cell": c }).to_string()
+        };
+        let told = format!("{}\n{}", cell("passed", 2), cell("failed", 0));
+        let with = Job { suffix: " at O2".into(), ..job("x", Form::Cases, &[]) };
+        let got = with.events(&ended(told.clone(), 1), false);
+        assert_eq!(statuses(&got), [Passed, Wrong]);
+        assert!(
+            matches!(&got[0], Event::Check(c) if c.name == "add f32 at O2" && c.note.contains("2 by libraries, 0.25 of"))
+        );
+        // A library that is switched off and runs all the same.
+        let without = Job { without: &["X"], ..with };
+        assert_eq!(statuses(&without.events(&ended(told, 1), false)), [Wrong, Wrong]);
         let v = json!({ "sections": [{ "id": "cuda", "lines": [
-            { "check": "library", "device": null, "status": "warn", "text": "old" },
+            { "check": "library", "device": null, "status": "warn", "text": "old", "fix": "Update" },
             { "check": "kernel", "device": "cuda:0", "status": "fail", "text": "bad" },
         ]}]});
-        let got = job("x", Form::Doctor, &[]).events(&ended(v.to_string(), 2));
-        assert_eq!(statuses(&got), [Status::Passed, Status::Error]);
+        let got = job("x", Form::Doctor, &[]).events(&ended(v.to_string(), 2), false);
+        assert_eq!(statuses(&got), [Passed, Error]);
+        assert!(matches!(&got[0], Event::Check(c) if c.note == "warning: old. Update"));
         assert!(matches!(&got[1], Event::Check(c) if c.name == "cuda:0 kernel"));
+    }
+
+    #[test]
+    fn libraries_are_switched_off_in_jobs_of_their_own() {
+        let c = |backend: &str, tiny| Context {
+            backend: backend.into(),
+            data: "x".into(),
+            tiny,
+            torch: true,
+            exe: "x".into(),
+            seed: 1,
+        };
+        let off = |j: &Job| {
+            let c = j.command(&c("cuda", false));
+            c.get_envs().filter(|(_, v)| v.is_some_and(|v| v == NO_LIBRARY)).count()
+        };
+        let jobs = products(&c("cuda", false)).unwrap();
+        assert_eq!((jobs.len(), jobs.iter().filter(|j| off(j) == 2).count()), (10, 5));
+        assert_eq!(products(&c("webgpu", false)).unwrap().len(), 5);
+        let jobs = with_and_without(&c("rocm", false), "bench-gemm");
+        assert!(
+            matches!(&jobs[..], [a, b] if off(a) == 0 && off(b) == 2 && !b.args.contains(&"--torch".into()))
+        );
+        let names: Vec<String> = ops(&c("cuda", false)).unwrap().into_iter().map(|j| j.label).collect();
+        let native = DType::all().filter(|d| d.is_native()).count();
+        assert!(names.len() == native + 1 && names[0] == "f32", "{names:?}");
     }
 
     #[test]

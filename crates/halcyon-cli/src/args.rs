@@ -271,6 +271,9 @@ pub struct OpsArgs {
     /// Prints one JSON object
     #[arg(long)]
     pub json: bool,
+    /// Prints a JSON object a line, each as soon as it is known: `begin`, then its result, and `end` with the counts
+    #[arg(long, conflicts_with = "json")]
+    pub json_lines: bool,
 }
 
 const OPS: &str = "\
@@ -330,6 +333,9 @@ pub struct OnnxArgs {
     /// Prints one JSON object
     #[arg(long)]
     pub json: bool,
+    /// Prints a JSON object a line, each as soon as it is known: `begin`, then its result, and `end` with the counts
+    #[arg(long, conflicts_with = "json")]
+    pub json_lines: bool,
 }
 
 const CONFORMANCE: &str = "\

@@ -11,6 +11,8 @@ mod report;
 mod source;
 mod words;
 
+pub use cmd::conformance::answers;
+
 use args::{Cli, Command};
 use clap::Parser;
 use clap::error::ErrorKind;

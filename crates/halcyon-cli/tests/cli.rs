@@ -1,6 +1,9 @@
 //! The command as its users meet it: results, reports, errors and exit codes.
 
 mod common;
+#[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm"))]
+#[path = "../../halcyon-hal/tests/common/standin_build.rs"]
+mod standin_build;
 
 use common::*;
 use halcyon_formats::{npy, npz, onnx};
@@ -368,7 +371,7 @@ fn conformance_tells_wrong_from_unsupported_from_broken() {
     assert_eq!(d.code, 1, "{d:?}");
     assert_eq!(
         v["total"],
-        serde_json::json!({ "passed": 2, "saved": 0, "wrong": 4, "unsupported": 1, "error": 2 }),
+        serde_json::json!({ "passed": 2, "saved": 0, "wrong": 4, "unsupported": 1, "error": 2, "not_run": 0 }),
         "{v}"
     );
     let status = |name: &str| {
@@ -393,11 +396,20 @@ fn conformance_tells_wrong_from_unsupported_from_broken() {
     assert!(status("node/shape").1.contains("expected f32[3]"));
     assert_eq!(status("other").0, "unsupported");
     assert_eq!(status("empty").0, "error");
+    // The same, a line as each is known.
+    let lines = run(&["--json-lines"]);
+    assert_eq!(lines.code, 1, "{lines:?}");
+    let lines: Vec<Value> =
+        lines.out.lines().map(|l| serde_json::from_str(l).expect("a line of JSON")).collect();
+    let told: Vec<&Value> = lines.iter().filter_map(|l| l.get("case")).collect();
+    assert_eq!(told, v["cases"].as_array().expect("cases").iter().collect::<Vec<_>>());
+    assert_eq!(lines[0]["begin"], told[0]["name"]);
+    assert_eq!(lines.last().expect("an end")["end"], v["total"]);
     // Cases by name: broken, empty, node/good.
     let three = run(&["--json", "--limit", "3"]).json();
     assert_eq!(
         three["total"],
-        serde_json::json!({ "passed": 1, "saved": 0, "wrong": 0, "unsupported": 0, "error": 2 })
+        serde_json::json!({ "passed": 1, "saved": 0, "wrong": 0, "unsupported": 0, "error": 2, "not_run": 0 })
     );
     halcyon(&["conformance", "onnx", text(&at("broken/test_data_set_0"))]).fails(2, &["model.onnx"]);
 }
@@ -473,6 +485,25 @@ fn conformance_ops_says_what_the_table_says() {
     assert_eq!(of("matmul", "f32")["speed"]["bound"], "compute");
     assert_eq!(of("gather", "f32")["speed"]["bound"], "memory");
 
+    let lines = halcyon(
+        &[&["conformance", "ops", "--backend", "cpu", "--seed", "7", "--json-lines", "--no-speed"], &few[..]]
+            .concat(),
+    );
+    let lines: Vec<Value> =
+        lines.ok().out.lines().map(|l| serde_json::from_str(l).expect("a line of JSON")).collect();
+    assert_eq!(lines.len(), 2 * cells.len() + 1);
+    for (cell, pair) in cells.iter().zip(lines.chunks(2)) {
+        assert_eq!(
+            pair[0]["begin"],
+            format!("{} {}", cell["op"].as_str().unwrap(), cell["dtype"].as_str().unwrap())
+        );
+        assert_eq!(
+            (&pair[1]["cell"]["errors"], &pair[1]["cell"]["library_calls"]),
+            (&cell["errors"], &cell["library_calls"])
+        );
+    }
+    assert_eq!(lines[2 * cells.len()]["end"], v["total"]);
+
     // The same operands with a tolerance that nothing keeps: what rounds is wrong, what moves is not.
     let d = ops(&[&few[..], &["--tolerance", "1e-9", "--no-speed"]].concat());
     assert_eq!(d.code, 1, "{d:?}");
@@ -533,4 +564,51 @@ fn a_verified_run_agrees_and_a_failing_one_leaves_a_file() {
     halcyon(&["replay", "models/digits.onnx"]).fails(1, &["no replay file of this version"]);
     halcyon(&["replay", text(&dir.path().join("none"))]).fails(1, &["none"]);
     halcyon(&["replay", text(&file), "--backend", "quantum"]).fails(2, &["quantum"]);
+}
+
+/// A device that is lost fails at everything from then on: the cell where it happened is told, and the others are not run.
+#[test]
+#[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm"))]
+fn a_lost_device_ends_a_run_of_the_op_table() {
+    let compiler = std::process::Command::new("c++").arg("--version").output();
+    if compiler.is_err() {
+        assert!(!required(), "c++ is not there");
+        return skip("a_lost_device_ends_a_run_of_the_op_table", "there is no c++");
+    }
+    // The environment of a process sets what its stand-in is told at the start.
+    let dir = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("standin");
+    let lib = dir.join(format!("lost-{}.so", std::process::id()));
+    let here = root().join("crates/halcyon-cli/tests/common");
+    let flags = ["-I", text(&here), "-include", "standin_set.h"];
+    let sources = root().join("crates/halcyon-hal/tests/simt");
+    standin_build::compile(&sources, &dir.join("modules"), &lib, &flags)
+        .unwrap_or_else(|why| panic!("{why}"));
+    let run = |form: &str| {
+        let args =
+            ["conformance", "ops", "--backend", "cuda", "--no-speed", "--seed", "7", "--dtype", "f32", form];
+        let mut c =
+            command(&[&args[..], &["--op", "add", "--op", "exp", "--op", "sqrt", "--op", "tanh"]].concat());
+        c.env("HALCYON_CONFIG", "off").env("STANDIN_SET", "lose at launch=4");
+        for v in ["CUDA", "NVRTC", "CUBLASLT", "CUDNN"] {
+            c.env(format!("HALCYON_{v}_LIBRARY"), &lib);
+        }
+        finish(&mut c)
+    };
+    let d = run("--json");
+    assert_eq!(d.code, 1, "{d:?}");
+    let v = d.json();
+    let status = |s: &str| v["total"][s].as_u64().expect("a count");
+    assert!(status("passed") > 0 && status("failed") == 1 && status("not_run") > 0, "{v:#}");
+    let cells = v["cells"].as_array().expect("cells");
+    let failed = cells.iter().position(|c| c["status"] == "failed").expect("one failed");
+    assert!(cells[failed]["reason"].as_str().is_some_and(|r| r.contains("719")), "{v:#}");
+    for c in &cells[failed + 1..] {
+        assert!(
+            c["status"] == "not_run" && c["reason"].as_str().is_some_and(|r| r.contains("was lost at")),
+            "{c}"
+        );
+    }
+    let d = run("--json-lines");
+    assert!(d.code == 1 && d.out.lines().last().is_some_and(|l| l.contains("not_run")), "{d:?}");
+    let _ = std::fs::remove_file(&lib);
 }

@@ -1,6 +1,6 @@
 //! Attention of a prompt and of a token, beside PyTorch's.
 
-use super::{Bench, drawn, part, rate};
+use super::{Bench, drawn, part, rate, right};
 use crate::bench::gemm::kernels;
 use crate::own::Own;
 use halcyon::prelude::*;
@@ -23,10 +23,14 @@ const TINY: &[(&str, [usize; 6], bool)] =
 pub fn main(o: &Own) -> Result<()> {
     let mut bench = Bench::new(o);
     let b = o.open(Level::O2)?;
-    for dtype in [DType::F32, DType::F16, DType::BF16] {
-        for (name, [n, h, hk, sq, sk, d], causal) in if o.tiny { TINY } else { SHAPES } {
+    // What was switched off has no rate to reach, and libraries take prompts alone.
+    let target = (!o.generated).then_some(TARGET);
+    let shapes = if o.tiny { TINY } else { SHAPES };
+    let shapes: Vec<_> = shapes.iter().filter(|(_, s, _)| !o.generated || s[3] > 1).collect();
+    for dtype in [DType::F16, DType::BF16, DType::F32] {
+        for (name, [n, h, hk, sq, sk, d], causal) in &shapes {
             let name = format!("{name} {dtype} q [{n}, {h}, {sq}, {d}], k [{n}, {hk}, {sk}, {d}]");
-            part(&name, || {
+            part(o, &name, || {
                 let q = drawn(&b, &[*n, *h, *sq, *d], dtype, 1)?;
                 let k = drawn(&b, &[*n, *hk, *sk, *d], dtype, 2)?;
                 let v = drawn(&b, &[*n, *hk, *sk, *d], dtype, 3)?;
@@ -36,6 +40,8 @@ pub fn main(o: &Own) -> Result<()> {
                 }));
                 let g = b.capture_graph(|| [q.attention(&k, &v, None, *causal, 1.0 / (*d as f64).sqrt())])?;
                 let t = bench.replay(there, &b, &g)?;
+                let right = right::attention(&q, &k, &v, *causal, &g.outputs()?[0])?;
+                let remark = format!("{}; {right}", kernels(&g));
                 // A token waits for the keys and values to be read.
                 let (unit, amount) = if *sq == 1 {
                     ("GB/s", dtype.bytes(2 * n * d * (h * sq + hk * sk)) as f64 / 1e9)
@@ -43,7 +49,7 @@ pub fn main(o: &Own) -> Result<()> {
                     let half = if *causal { 0.5 } else { 1.0 };
                     ("TFLOP/s", 4e-12 * half * (n * h * sq * sk * d) as f64)
                 };
-                rate(&name, unit, amount, t, &bench.theirs(), Some(TARGET), &kernels(&g));
+                rate(&name, unit, amount, t, &bench.theirs(), target, &remark);
                 Ok(())
             });
         }

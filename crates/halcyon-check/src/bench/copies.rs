@@ -19,13 +19,13 @@ pub fn main(o: &Own) -> Result<()> {
     let locked = if host.borrow().is_locked() { "locked pages" } else { "pages that are not locked" };
     let buffer = d.alloc(bytes, Tag::Io)?;
     let remark = format!("{} MiB, {locked}", bytes as f64 / (1 << 20) as f64);
-    part("host to device", || {
+    part(o, "host to device", || {
         let there = bench.prepare(&json!({ "do": "upload", "bytes": bytes }));
         let t = bench.time(there, || d.write(&buffer, 0, &host.borrow()), || d.synchronize())?;
         rate("host to device", "GB/s", bytes as f64 / 1e9, t, &bench.theirs(), Some(TARGET), &remark);
         Ok(())
     });
-    part("device to host", || {
+    part(o, "device to host", || {
         let there = bench.prepare(&json!({ "do": "download", "bytes": bytes }));
         let t = bench.time(there, || d.read(&buffer, 0, &mut host.borrow_mut()), || d.synchronize())?;
         rate("device to host", "GB/s", bytes as f64 / 1e9, t, &bench.theirs(), Some(TARGET), &remark);

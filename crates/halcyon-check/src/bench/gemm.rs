@@ -1,86 +1,196 @@
 //! Products of matrices in every type that the device's matrix units may have, and what TF32 changes.
 
-use super::{Bench, drawn, note, part, rate};
-use crate::event::{Event, Figure};
-use crate::own::Own;
+use super::right::{self, Exactness};
+use super::{Bad, Bench, drawn, note, part, rate};
+use crate::event::{Event, Figure, Status};
+use crate::own::{Own, tell};
 use halcyon::prelude::*;
 use halcyon::{Error, MatmulPrecision};
 use serde_json::json;
+use std::collections::BTreeMap;
 
 /// Of PyTorch's rate.
 const TARGET: f64 = 0.9;
 const SIZES: &[[usize; 3]] = &[[1024, 1024, 1024], [4096, 4096, 4096], [8192, 8192, 8192], [128, 4096, 4096]];
+/// Of generated kernels: one whose tiles are all whole, one whose last ones are not.
+const GENERATED: &[[usize; 3]] = &[[4096, 4096, 4096], [1000, 1500, 700]];
+const TINY: &[[usize; 3]] = &[[32, 48, 32]];
+/// Multiply-adds up to which starting a product counts: PyTorch's side is a captured graph there, as ours is.
+const SMALL: usize = 1 << 30;
 
-/// Name, type, what f32 products may be made of, PyTorch's name of the type.
-const KINDS: &[(&str, DType, MatmulPrecision, &str)] = &[
-    ("f32, TF32 off", DType::F32, MatmulPrecision::Highest, "f32"),
-    ("f32, TF32 on", DType::F32, MatmulPrecision::High, "f32"),
-    ("f16", DType::F16, MatmulPrecision::Highest, "f16"),
-    ("bf16", DType::BF16, MatmulPrecision::Highest, "bf16"),
-    ("f8e4m3 into bf16", DType::F8E4M3FN, MatmulPrecision::Highest, "f8"),
-];
-
-/// Factors of a product. Those of 8-bit floats both run along the sum, as PyTorch's do.
-fn factors(b: &Backend, [m, n, k]: [usize; 3], dtype: DType) -> Result<[Tensor; 2]> {
-    if dtype.is_native() {
-        return Ok([drawn(b, &[m, k], dtype, 1)?, drawn(b, &[k, n], dtype, 2)?]);
-    }
-    let small = |dims: &[usize], seed| -> Result<Tensor> {
-        let t = drawn(b, dims, DType::F32, seed)?.cast(dtype);
-        t.eval()?;
-        Ok(t)
-    };
-    Ok([small(&[m, k], 1)?, small(&[n, k], 2)?])
+/// Another type of products is another row.
+#[derive(Debug)]
+struct Kind {
+    name: &'static str,
+    dtype: DType,
+    /// What f32 products may be made of.
+    precision: MatmulPrecision,
+    /// PyTorch's name of the type.
+    theirs: &'static str,
+    exact: Exactness,
+    /// What bytes are widened to, and multiplied in.
+    wide: Option<DType>,
 }
 
-fn product([x, w]: &[Tensor; 2], dtype: DType) -> Tensor {
-    if dtype.is_native() {
-        return x.matmul(w);
+const fn kind(name: &'static str, dtype: DType, theirs: &'static str, exact: Exactness) -> Kind {
+    Kind { name, dtype, precision: MatmulPrecision::Highest, theirs, exact, wide: None }
+}
+
+const KINDS: &[Kind] = &[
+    kind("f32, TF32 off", DType::F32, "f32", Exactness::F32),
+    Kind { precision: MatmulPrecision::High, ..kind("f32, TF32 on", DType::F32, "f32", Exactness::TF32) },
+    kind("f16", DType::F16, "f16", Exactness::F16),
+    kind("bf16", DType::BF16, "bf16", Exactness::BF16),
+    Kind { wide: Some(DType::BF16), ..kind("f8e4m3 into bf16", DType::F8E4M3FN, "f8", Exactness::F8) },
+    Kind { wide: Some(DType::I32), ..kind("i8 into i32", DType::I8, "i8", Exactness::INTEGERS) },
+];
+
+impl Kind {
+    /// Factors of a product. Those of bytes both run along the sum, as PyTorch's do.
+    fn factors(&self, b: &Backend, [m, n, k]: [usize; 3]) -> Result<[Tensor; 2]> {
+        if self.wide.is_none() {
+            return Ok([drawn(b, &[m, k], self.dtype, 1)?, drawn(b, &[k, n], self.dtype, 2)?]);
+        }
+        let scale = if self.dtype == DType::I8 { 30.0 } else { 1.0 };
+        let small = |dims: &[usize], seed| -> Result<Tensor> {
+            let t = (drawn(b, dims, DType::F32, seed)? * scale).cast(self.dtype);
+            t.eval()?;
+            Ok(t)
+        };
+        Ok([small(&[m, k], 1)?, small(&[n, k], 2)?])
     }
-    x.cast(DType::BF16).matmul(&w.cast(DType::BF16).transpose(0, 1))
+
+    fn product(&self, [x, w]: &[Tensor; 2]) -> Tensor {
+        match self.wide {
+            None => x.matmul(w),
+            Some(d) => x.cast(d).matmul(&w.cast(d).transpose(0, 1)),
+        }
+    }
 }
 
 pub fn main(o: &Own) -> Result<()> {
     let mut bench = Bench::new(o);
-    let tiny = [[32, 48, 32]];
-    let sizes = if o.tiny { &tiny[..] } else { SIZES };
-    for (kind, dtype, precision, theirs) in KINDS {
-        let b = Backend::builder().backend_type(o.kind).level(Level::O2).precision(*precision).build()?;
+    endings(o)?;
+    let sizes = match (o.tiny, o.generated) {
+        (true, _) => TINY,
+        (_, true) => GENERATED,
+        _ => SIZES,
+    };
+    // What was switched off has no rate to reach.
+    let target = (!o.generated).then_some(TARGET);
+    for kind in KINDS {
+        let b = Backend::builder().backend_type(o.kind).level(Level::O2).precision(kind.precision).build()?;
         // 8-bit floats are bytes to every device.
-        if dtype.is_native() && !b.supported_dtypes().contains(dtype) {
-            note(format!("products of {kind}: not measured: kernels of {} do not load {dtype}", b.id()));
+        if kind.dtype.is_native() && !b.supported_dtypes().contains(&kind.dtype) {
+            note(format!(
+                "products of {}: not measured: kernels of {} do not load {}",
+                kind.name,
+                b.id(),
+                kind.dtype
+            ));
             continue;
         }
         for &[m, n, k] in sizes {
-            let name = format!("{kind} [{m}, {k}] × [{k}, {n}]");
-            part(&name, || {
-                let factors = factors(&b, [m, n, k], *dtype)?;
-                let tf32 = *precision == MatmulPrecision::High;
-                let their = json!({ "do": "matmul", "m": m, "n": n, "k": k, "dtype": theirs, "tf32": tf32 });
-                let there = bench.prepare(&their);
-                let g = b.capture_graph(|| [product(&factors, *dtype)])?;
+            let name = format!("{} [{m}, {k}] × [{k}, {n}]", kind.name);
+            part(o, &name, || {
+                let factors = kind.factors(&b, [m, n, k])?;
+                let tf32 = kind.precision == MatmulPrecision::High;
+                let small = m * n * k <= SMALL;
+                let their = |graph: bool| {
+                    json!({
+                        "do": "matmul", "m": m, "n": n, "k": k, "dtype": kind.theirs, "tf32": tf32, "graph": graph,
+                    })
+                };
+                let there = bench.prepare(&their(small));
+                let g = b.capture_graph(|| [kind.product(&factors)])?;
                 let t = bench.replay(there, &b, &g)?;
-                let kernel = kernels(&g);
-                rate(&name, "TFLOP/s", 2e-12 * (m * n * k) as f64, t, &bench.theirs(), Some(TARGET), &kernel);
+                let y = &g.outputs()?[0];
+                let right = right::product(&factors[0], &factors[1], kind.wide.is_some(), y, kind.exact)?;
+                let remark = format!("{}; {right}", kernels(&g));
+                let amount = 2e-12 * (m * n * k) as f64;
+                let theirs = bench.theirs();
+                let captured = if small { format!("{theirs}, captured") } else { theirs.clone() };
+                rate(&name, "TFLOP/s", amount, t, &captured, target, &remark);
+                if small && there && bench.prepare(&their(false)) {
+                    let t = bench.replay(true, &b, &g)?;
+                    let name = format!("{name}, beside calls");
+                    rate(&name, "TFLOP/s", amount, t, &format!("{theirs}, called"), None, &remark);
+                }
                 Ok(())
             });
         }
     }
-    part("error of TF32", || error(o));
+    part(o, "error of TF32", || error(o));
     Ok(())
 }
 
-/// Names of a plan's kernels: a figure says what was measured.
+type Ending = (&'static str, fn(&Tensor) -> Tensor, fn(f64) -> f64, f64);
+
+/// What libraries put on top of products, with what the function may be off by: nobody says which gelu a library's is (the two differ by
+/// 5e-4), nor whether its relu keeps NaN.
+const ENDINGS: &[Ending] = &[
+    ("gelu(tanh)", |x| x.gelu_tanh(), gelu_tanh, 1e-4),
+    ("relu, a row of NaN", |x| x.relu(), |v| if v.is_nan() { v } else { v.max(0.0) }, 0.0),
+];
+
+fn gelu_tanh(x: f64) -> f64 {
+    0.5 * x * (1.0 + ((2.0 / std::f64::consts::PI).sqrt() * (x + 0.044715 * x * x * x)).tanh())
+}
+
+/// Products with a bias and a function on top, past the size from which libraries take them.
+fn endings(o: &Own) -> Result<()> {
+    const N: usize = 64;
+    let b = o.open(Level::O2)?;
+    for dtype in [DType::F32, DType::F16, DType::BF16] {
+        if !b.supported_dtypes().contains(&dtype) {
+            continue;
+        }
+        for (what, f, host, more) in ENDINGS {
+            let name = format!("product, bias, {what} {dtype}");
+            part(o, &name, || {
+                // Sums of about 1.5, where the two gelus differ.
+                let mut x = drawn(&b, &[N, N], DType::F32, 1)?.to_vec::<f32>()?;
+                if what.contains("NaN") {
+                    x[5 * N + 7] = f32::NAN;
+                }
+                x.iter_mut().for_each(|x| *x *= 1.5 / (N as f32).sqrt());
+                let x = Tensor::from_slice(&b, [N, N], &x)?.cast(dtype);
+                x.eval()?;
+                let (w, bias) = (drawn(&b, &[N, N], dtype, 2)?, drawn(&b, &[N], dtype, 3)?);
+                let g = b.capture_graph(|| [f(&(x.matmul(&w) + &bias))])?;
+                g.replay()?;
+                let exact = Exactness::of(dtype);
+                let note = match right::ended([&x, &w, &bias, &g.outputs()?[0]], *host, exact, *more) {
+                    // What a stand-in does with NaN is a guess: only a real library answers.
+                    Err(Bad::Wrong(what)) if o.tiny && what.ends_with("should be NaN ± 0.0e0") => {
+                        format!("warning: NaN is dropped: {what}")
+                    }
+                    other => other?,
+                };
+                tell(&name, Status::Passed, format!("{}; {note}", kernels(&g)));
+                Ok(())
+            });
+        }
+    }
+    Ok(())
+}
+
+/// A plan's kernels by name, with how often each comes: a figure says what was measured.
 pub fn kernels(g: &halcyon::CapturedGraph) -> String {
-    let mut names: Vec<String> = g.executable().plan().steps.iter().map(|s| s.work.kernel_name()).collect();
-    names.dedup();
-    let more = if names.len() > 3 { format!(" and {} more", names.len() - 3) } else { String::new() };
-    names.truncate(3);
-    names.join(", ") + &more
+    let mut count: BTreeMap<String, usize> = BTreeMap::new();
+    for s in &g.executable().plan().steps {
+        *count.entry(s.work.kernel_name()).or_default() += 1;
+    }
+    let generated = |name: &str| name.starts_with("ir.");
+    let mut all: Vec<(String, usize)> = count.into_iter().collect();
+    // The libraries' first.
+    all.sort_by_key(|(name, n)| (generated(name), std::cmp::Reverse(*n)));
+    let text = |(name, n): &(String, usize)| if *n > 1 { format!("{n} {name}") } else { name.clone() };
+    all.iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
 /// The largest error of f32 products beside sums in f64, with TF32 and without, relative to the largest value.
-fn error(o: &Own) -> Result<()> {
+fn error(o: &Own) -> Result<(), Bad> {
     let n = if o.tiny { 16 } else { 256 };
     for precision in [MatmulPrecision::Highest, MatmulPrecision::High] {
         let b = Backend::builder().backend_type(o.kind).level(Level::O2).precision(precision).build()?;
@@ -98,7 +208,8 @@ fn error(o: &Own) -> Result<()> {
         if !far.is_finite() || most == 0.0 {
             return Err(Error::internal(format!(
                 "a product of {n}×{n} is off by {far}, its largest value is {most}"
-            )));
+            ))
+            .into());
         }
         let on = if precision == MatmulPrecision::High { "on" } else { "off" };
         Event::Figure(Figure {

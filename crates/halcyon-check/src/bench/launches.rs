@@ -1,6 +1,6 @@
 //! What a launch of a captured graph costs beside the work itself.
 
-use super::{Bench, Timed, drawn, part, time};
+use super::{Bench, Timed, drawn, part, right, time};
 use crate::own::Own;
 use halcyon::Error;
 use halcyon::prelude::*;
@@ -13,10 +13,17 @@ pub fn main(o: &Own) -> Result<()> {
     // Without PyTorch: the bound is a time.
     let mut bench = Bench::new(&Own { torch: false, ..o.clone() });
     let b = o.open(Level::O2)?;
-    part("launch of a captured graph", || {
-        let (x, w) = (drawn(&b, &[16, 16], DType::F32, 1)?, drawn(&b, &[16, 16], DType::F32, 2)?);
+    part(o, "launch of a captured graph", || {
+        let of = |seed| drawn(&b, &[16, 16], DType::F32, seed);
+        let (x, other, w) = (of(1)?, of(3)?, of(2)?);
         // Products that need each other: nothing joins them.
-        let g = b.capture_graph(|| [(0..steps).fold(x.clone(), |x, _| x.matmul(&w).tanh())])?;
+        let chain = |x: &Tensor, s: &Tensor| (0..steps).fold(x.clone(), |x, _| (x.matmul(&w) * s).tanh());
+        let factor = |v: f32| Tensor::scalar(&b, DType::F32, v);
+        let s = factor(1.5);
+        // The same plan for the first time, submitted.
+        let first = chain(&x, &factor(1.5));
+        first.eval()?;
+        let g = b.capture_graph(|| [chain(&x, &s)])?;
         let count = |b: &Backend| b.counters().launches + b.counters().library_calls;
         g.replay()?;
         b.synchronize()?;
@@ -25,9 +32,32 @@ pub fn main(o: &Own) -> Result<()> {
         b.synchronize()?;
         let n = count(&b) - before;
         if n < steps as u64 {
-            return Err(Error::internal(format!("{steps} products became {n} launches")));
+            return Err(Error::internal(format!("{steps} products became {n} launches")).into());
         }
         let t = bench.replay(false, &b, &g)?;
+        let result = || g.outputs().map(|o| o[0].clone());
+        right::same(&result()?, &first)?;
+        // Other values for the run-time argument, other inputs: what is launched takes them.
+        g.set_argument(&s, 0.75f32)?;
+        g.replay()?;
+        right::same(&result()?, &chain(&x, &factor(0.75)))?;
+        g.bind(&[&other, &w])?;
+        for v in [0.75f32, 1.25] {
+            g.set_argument(&s, v)?;
+            // The second and third launches are replays of what the first one captured.
+            for _ in 0..3 {
+                g.replay()?;
+            }
+            right::same(&result()?, &chain(&other, &factor(v)))?;
+        }
+        let remark = format!("{:?}", g.executable().replays());
+        crate::own::tell(
+            "replays",
+            crate::event::Status::Passed,
+            format!(
+                "results are those of runs that were submitted, with other arguments and inputs too; {remark}"
+            ),
+        );
         let each = Timed { ours: t.ours / n as f64, theirs: Some(BOUND) };
         time(
             "launch of a captured graph",

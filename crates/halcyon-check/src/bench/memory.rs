@@ -1,6 +1,6 @@
 //! What work that only moves bytes gets of the bandwidth with which the device copies.
 
-use super::{Bench, Timed, drawn, part, rate};
+use super::{Bad, Bench, Timed, drawn, part, rate, right};
 use crate::bench::gemm::kernels;
 use crate::own::Own;
 use halcyon::hal::{Command, Tag};
@@ -26,7 +26,7 @@ pub fn main(o: &Own) -> Result<()> {
     let mut bench = Bench::new(o);
     let b = o.open(Level::O2)?;
     let mut copied = None;
-    part("device copy", || {
+    part(o, "device copy", || {
         copied = Some(copy(o, &mut bench, &b)?);
         Ok(())
     });
@@ -35,29 +35,27 @@ pub fn main(o: &Own) -> Result<()> {
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for (name, operands, make) in WORKS {
             let name = format!("{name} {dtype} [{rows}, {columns}]");
-            part(&name, || {
+            part(o, &name, || {
                 let mut x = vec![];
                 for i in 0..*operands {
                     x.push(drawn(&b, &[rows, columns], dtype, 1 + i as u64)?);
                 }
                 x.push(drawn(&b, &[columns], dtype, 8)?);
                 x.push(drawn(&b, &[columns], dtype, 9)?);
-                let g = b.capture_graph(|| [make(&x)])?;
                 let bytes = dtype.bytes((operands + 1) * rows * columns) as f64;
-                of_copy(&name, bytes, bench.replay(false, &b, &g)?, copied, &kernels(&g));
-                Ok(())
+                of_copy(&mut bench, &b, &name, bytes, copied, &|| make(&x), &|y| right::rows(&x, *make, y))
             });
         }
     }
     let (n, k) = if o.tiny { (48, 64) } else { (16384, 8192) };
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         let name = format!("GEMV {dtype} [1, {k}] × [{k}, {n}]");
-        part(&name, || {
+        part(o, &name, || {
             let (x, w) = (drawn(&b, &[1, k], dtype, 1)?, drawn(&b, &[k, n], dtype, 2)?);
-            let g = b.capture_graph(|| [x.matmul(&w)])?;
             let bytes = dtype.bytes(n * k + n + k) as f64;
-            of_copy(&name, bytes, bench.replay(false, &b, &g)?, copied, &kernels(&g));
-            Ok(())
+            let exact = right::Exactness::of(dtype);
+            let verify = |y: &Tensor| right::product(&x, &w, false, y, exact);
+            of_copy(&mut bench, &b, &name, bytes, copied, &|| x.matmul(&w), &verify)
         });
     }
     // A step of decoding reads the keys and values of all that came before.
@@ -66,23 +64,39 @@ pub fn main(o: &Own) -> Result<()> {
     for dtype in [DType::F32, DType::F16, DType::BF16] {
         for &[n, h, hk, sk, d] in caches {
             let name = format!("attention of a token {dtype} q [{n}, {h}, 1, {d}], k [{n}, {hk}, {sk}, {d}]");
-            part(&name, || {
+            part(o, &name, || {
                 let q = drawn(&b, &[n, h, 1, d], dtype, 1)?;
                 let [k, v] = [drawn(&b, &[n, hk, sk, d], dtype, 2)?, drawn(&b, &[n, hk, sk, d], dtype, 3)?];
-                let g = b.capture_graph(|| [q.attention(&k, &v, None, false, 1.0 / (d as f64).sqrt())])?;
+                let make = || q.attention(&k, &v, None, false, 1.0 / (d as f64).sqrt());
                 let bytes = dtype.bytes(2 * n * d * (h + hk * sk)) as f64;
-                of_copy(&name, bytes, bench.replay(false, &b, &g)?, copied, &kernels(&g));
-                Ok(())
+                let verify = |y: &Tensor| right::attention(&q, &k, &v, false, y);
+                of_copy(&mut bench, &b, &name, bytes, copied, &make, &verify)
             });
         }
     }
     Ok(())
 }
 
-/// A rate beside the copy's.
-fn of_copy(name: &str, bytes: f64, t: Timed, copied: Option<f64>, kernels: &str) {
+/// A rate beside the copy's. What was replayed is what a run that is submitted gives, and right.
+fn of_copy(
+    bench: &mut Bench,
+    b: &Backend,
+    name: &str,
+    bytes: f64,
+    copied: Option<f64>,
+    make: &dyn Fn() -> Tensor,
+    verify: &dyn Fn(&Tensor) -> Result<String, Bad>,
+) -> Result<(), Bad> {
+    let first = make();
+    first.eval()?;
+    let g = b.capture_graph(|| [make()])?;
+    let t = bench.replay(false, b, &g)?;
+    let y = &g.outputs()?[0];
+    right::same(y, &first)?;
+    let remark = format!("{}; {}", kernels(&g), verify(y)?);
     let theirs = copied.map(|rate| bytes / rate);
-    rate(name, "GB/s", bytes / 1e9, Timed { theirs, ..t }, "device copy", Some(TARGET), kernels);
+    rate(name, "GB/s", bytes / 1e9, Timed { theirs, ..t }, "device copy", Some(TARGET), &remark);
+    Ok(())
 }
 
 /// Bytes that a copy within the device reads and writes in a second.

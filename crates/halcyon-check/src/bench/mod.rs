@@ -7,12 +7,14 @@ pub mod launches;
 pub mod memory;
 pub mod models;
 mod peer;
+mod right;
 
 use crate::event::{Event, Figure, Reference, Status};
 use crate::own::{Own, begin, status_of, tell};
-use halcyon::CapturedGraph;
 use halcyon::prelude::*;
+use halcyon::{CapturedGraph, Error};
 use peer::Peer;
+pub use peer::python;
 use serde_json::Value;
 use std::time::Instant;
 
@@ -22,6 +24,8 @@ const ROUNDS: usize = 5;
 const TURN: f64 = 0.05;
 /// Most runs of a turn.
 const MOST: f64 = 2000.0;
+/// Runs that show how many make a turn. `peer.py` has the same numbers.
+const BATCH: usize = 10;
 
 /// PyTorch's side, once it is asked for.
 pub struct Bench {
@@ -49,6 +53,9 @@ impl Bench {
         if let Some(p) = &peer {
             note(p.name.clone());
         }
+        if own.generated {
+            note("vendors' libraries are switched off: generated kernels".into());
+        }
         Bench { own: own.clone(), peer }
     }
 
@@ -69,8 +76,8 @@ impl Bench {
         }
     }
 
-    /// Seconds that a run of `ours` and of what PyTorch has prepared take, in turns. `ours` may return before the device is done;
-    /// `wait` waits.
+    /// Seconds that a run of `ours` and of what PyTorch has prepared take, in turns, each behind a run that is not timed. `ours` may
+    /// return before the device is done; `wait` waits.
     pub fn time(
         &mut self,
         theirs: bool,
@@ -86,11 +93,17 @@ impl Bench {
             wait()?;
             Ok(start.elapsed().as_secs_f64() / n as f64)
         };
-        // The first run compiles, the second one shows how many make a turn.
+        // The first run compiles, the second one may be captured.
         run(1)?;
-        let n = (turn / run(1)?.max(1e-9)).clamp(1.0, MOST) as usize;
+        run(1)?;
+        let mut each = run(1)?;
+        if each < turn {
+            each = run(BATCH)?;
+        }
+        let n = (turn / each.max(1e-9)).clamp(1.0, MOST) as usize;
         let (mut a, mut b) = (vec![], vec![]);
         for _ in 0..if self.own.tiny { 1 } else { ROUNDS } {
+            run(1)?;
             a.push(run(n)?);
             if let Some(p) = self.peer.as_mut().filter(|_| theirs) {
                 match p.time(turn) {
@@ -102,10 +115,27 @@ impl Bench {
         Ok(Timed { ours: median(&mut a), theirs: (!b.is_empty()).then(|| median(&mut b)) })
     }
 
-    /// As [`Bench::time`], of a captured graph.
+    /// As [`Bench::time`], of a captured graph, which the drivers of CUDA and ROCm have to replay.
     pub fn replay(&mut self, theirs: bool, b: &Backend, g: &CapturedGraph) -> Result<Timed> {
-        self.time(theirs, || g.replay(), || b.synchronize())
+        let before = b.counters().replays;
+        let t = self.time(theirs, || g.replay(), || b.synchronize())?;
+        replayed(self.own.kind, b.counters().replays - before, g.executable().replays().reason)?;
+        Ok(t)
     }
+}
+
+/// A capture that failed is a warning to a program, whose commands are submitted one by one then. Here it is an error.
+fn replayed(kind: BackendType, replays: u64, reason: Option<String>) -> Result<()> {
+    if replays > 0 || !matches!(kind, BackendType::Cuda | BackendType::Rocm) {
+        return Ok(());
+    }
+    let why = reason.unwrap_or_else(|| "no reason is known".into());
+    Err(Error::Driver {
+        device: kind.id().into(),
+        call: "replaying a plan".into(),
+        code: format!("its commands were submitted one by one: {why}"),
+        next: "The figure would not be that of a captured graph".into(),
+    })
 }
 
 pub fn median(v: &mut [f64]) -> f64 {
@@ -117,17 +147,33 @@ pub fn note(text: String) {
     Event::Note { text }.tell();
 }
 
-/// Does a part of a section. Its error is that part's alone.
-pub fn part(name: &str, f: impl FnOnce() -> Result<()>) {
+/// Why there is no figure.
+#[derive(Debug)]
+pub enum Bad {
+    Error(Error),
+    /// What was to be timed computes something else.
+    Wrong(String),
+}
+
+impl From<Error> for Bad {
+    fn from(e: Error) -> Bad {
+        Bad::Error(e)
+    }
+}
+
+/// Does a part of a section. Its error is that part's alone, unless the device is lost.
+pub fn part(o: &Own, name: &str, f: impl FnOnce() -> Result<(), Bad>) {
     begin(name);
-    if let Err(e) = f() {
-        let status = match status_of(&e) {
+    match f() {
+        Ok(()) => return,
+        Err(Bad::Wrong(what)) => tell(name, Status::Wrong, what),
+        Err(Bad::Error(e)) => match status_of(&e) {
             // What a device cannot do is not measured there, which is no failure of a measurement.
             Status::Unsupported => return note(format!("{name}: not measured: {e}")),
-            s => s,
-        };
-        tell(name, status, e.to_string());
+            s => tell(name, s, e.to_string()),
+        },
     }
+    o.stop_if_lost();
 }
 
 /// A rate (more is better): `amount` of work in `unit`s a second.
@@ -174,4 +220,16 @@ pub fn drawn(b: &Backend, dims: &[usize], dtype: DType, seed: u64) -> Result<Ten
     let t = Tensor::randn(b, dims, dtype, seed);
     t.eval()?;
     Ok(t)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_is_not_replayed_is_an_error() {
+        assert!(replayed(BackendType::Cuda, 1, None).is_ok() && replayed(BackendType::Cpu, 0, None).is_ok());
+        let e = replayed(BackendType::Rocm, 0, Some("no functions for it".into())).unwrap_err();
+        assert!(e.to_string().contains("no functions for it"));
+    }
 }

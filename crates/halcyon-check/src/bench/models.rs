@@ -1,6 +1,7 @@
 //! ResNet-50 and MiniLM with weights that were generated here, beside PyTorch as it comes and compiled.
 
-use super::{Bench, note, part, time};
+use super::{Bad, Bench, note, part, time};
+use crate::bench::gemm::kernels;
 use crate::own::Own;
 use halcyon::prelude::*;
 use halcyon::{ConstData, Error, MatmulPrecision, OnnxSession, Session};
@@ -39,7 +40,7 @@ pub fn main(o: &Own) -> Result<()> {
                 note(format!("{name}: not measured: the data has no {file}"));
                 continue;
             }
-            part(&name, || {
+            part(o, &name, || {
                 let what = json!({ "do": "model", "name": theirs, "compile": compile, "batch": batch, "length": length });
                 let there = bench.prepare(&what);
                 if !there && compile {
@@ -48,13 +49,34 @@ pub fn main(o: &Own) -> Result<()> {
                 let b = Backend::builder().backend_type(o.kind).level(Level::O2);
                 let b = b.precision(MatmulPrecision::High).build()?;
                 let (s, inputs) = session(&b, &path, batch, length)?;
+                let first = s.run(&inputs)?;
                 let g = s.capture(&inputs)?;
                 let t = bench.replay(there, &b, &g)?;
+                alike(&g.outputs()?, &first)?;
                 let against = format!("{} {mode}", bench.theirs());
-                let steps = format!("{} steps", g.executable().plan().steps.len());
+                let steps = format!("{} steps: {}", g.executable().plan().steps.len(), kernels(&g));
                 time(&name, ("ms", 1e-3), t, &against, Some(target), &steps);
                 Ok(())
             });
+        }
+    }
+    Ok(())
+}
+
+/// What was replayed, beside a run that was submitted: its plan may have other kernels.
+fn alike(replayed: &[Tensor], submitted: &[ConstData]) -> Result<(), Bad> {
+    if replayed.len() != submitted.len() || replayed.is_empty() {
+        return Err(Bad::Wrong(format!("{} results instead of {}", replayed.len(), submitted.len())));
+    }
+    for (i, (a, b)) in replayed.iter().zip(submitted).enumerate() {
+        let (a, b) = (a.to_vec::<f64>()?, b.to_vec::<f64>());
+        let most = b.iter().fold(0f64, |m, v| m.max(v.abs()));
+        let off = a.iter().zip(&b).map(|(a, b)| (a - b).abs());
+        let off = off.fold(0f64, |m, d| if d.is_nan() { f64::INFINITY } else { m.max(d) });
+        if a.len() != b.len() || off > 2e-3 * most || most == 0.0 {
+            return Err(Bad::Wrong(format!(
+                "result {i} of a replay is off by {off}, the largest value is {most}"
+            )));
         }
     }
     Ok(())

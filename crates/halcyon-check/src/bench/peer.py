@@ -1,5 +1,7 @@
 # PyTorch's side of halcyon-check. One line of JSON asks: {"make": {"do": NAME, ...}} prepares a work and runs it once, {"time": SECONDS}
-# times the last one. One line answers; {"error": TEXT} is one. The values are random: only times are compared.
+# times the last one, behind a run that is not timed, as Halcyon's side does (bench/mod.rs). One line answers; {"error": TEXT} is one. The values are random: only times are compared.
+import importlib
+import importlib.metadata
 import json
 import sys
 import time
@@ -28,6 +30,8 @@ dev = torch.device(kind)
 torch.manual_seed(0)
 torch.set_grad_enabled(False)
 
+# Most runs of a turn, and those that show how many make one: as in bench/mod.rs.
+MOST, BATCH = 2000, 10
 DTYPES = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 
 
@@ -47,8 +51,35 @@ def randn(*dims, dtype="f32"):
     return torch.randn(*dims, device=dev).to(DTYPES[dtype])
 
 
-def matmul(m, n, k, dtype, tf32):
+def graphed(f):
+    """A captured graph, which costs the host what replaying a captured plan does."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        f()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        f()
+
+    # It has the operands' addresses, and f the operands.
+    def replay(keep=f):
+        graph.replay()
+
+    return replay
+
+
+def matmul(m, n, k, dtype, tf32, graph):
     globals()["tf32"](tf32)
+    f = product(m, n, k, dtype)
+    return graphed(f) if graph and on_gpu else f
+
+
+def product(m, n, k, dtype):
+    if dtype == "i8":
+        a, b = (torch.randint(-90, 90, (d, k), device=dev, dtype=torch.int8) for d in (m, n))
+        b = b.t()
+        return lambda: torch._int_mm(a, b)
     if dtype == "f8":
         a = torch.randn(m, k, device=dev).to(torch.float8_e4m3fn)
         # The second operand is column-major.
@@ -144,7 +175,9 @@ def model(name, compile, batch, length):
         f, inputs = MiniLM(), [ids, torch.ones_like(ids)]
     f = f.to(dev).eval()
     if compile:
-        f = torch.compile(f, mode="max-autotune-no-cudagraphs" if not on_gpu else "reduce-overhead")
+        # What was compiled for another batch would make the batch a variable.
+        importlib.import_module("torch._dynamo").reset()
+        f = torch.compile(f, dynamic=False, mode="max-autotune-no-cudagraphs" if not on_gpu else "reduce-overhead")
         f(*inputs)
         f(*inputs)
     return lambda: f(*inputs)
@@ -153,9 +186,37 @@ def model(name, compile, batch, length):
 WORKS = {f.__name__: f for f in [matmul, attention, copy, upload, download, model]}
 work = None
 
+
+
+def seconds(n):
+    start = time.perf_counter()
+    for _ in range(n):
+        work()
+    wait()
+    return (time.perf_counter() - start) / n
+
+
+def installed(*names):
+    """Versions of packages, which have the libraries that PyTorch loads."""
+    found = []
+    for name in names:
+        try:
+            found.append(f"{name} {importlib.metadata.version(name)}")
+        except importlib.metadata.PackageNotFoundError:
+            pass
+    return found
+
+
+def libraries():
+    if not on_gpu:
+        return "CPU"
+    build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}"
+    wheels = [f"nvidia-{lib}{cu}" for lib in ("cublas", "cudnn") for cu in ("-cu11", "-cu12", "-cu13", "")]
+    return ", ".join([build, f"cuDNN {torch.backends.cudnn.version()}", *installed(*wheels, "triton")])
+
+
 where = torch.cuda.get_device_name() if on_gpu else kind
-build = f"CUDA {torch.version.cuda}" if torch.version.cuda else f"HIP {torch.version.hip}" if torch.version.hip else "CPU"
-say({"torch": torch.__version__, "device": where, "build": build})
+say({"torch": torch.__version__, "device": where, "libraries": libraries()})
 for line in sys.stdin:
     try:
         ask = json.loads(line)
@@ -167,14 +228,11 @@ for line in sys.stdin:
             wait()
             say({"made": True})
         else:
-            start = time.perf_counter()
-            work()
-            wait()
-            n = max(1, min(2000, int(ask["time"] / max(time.perf_counter() - start, 1e-9))))
-            start = time.perf_counter()
-            for _ in range(n):
-                work()
-            wait()
-            say({"seconds": (time.perf_counter() - start) / n})
+            each = seconds(1)
+            if each < ask["time"]:
+                each = seconds(BATCH)
+            n = max(1, min(MOST, int(ask["time"] / max(each, 1e-9))))
+            seconds(1)
+            say({"seconds": seconds(n)})
     except Exception as e:
         say({"error": f"{type(e).__name__}: {e}"[:500]})

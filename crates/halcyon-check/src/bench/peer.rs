@@ -7,6 +7,11 @@ use std::process::{Child, ChildStdin, ChildStdout, Command, Stdio};
 
 const SCRIPT: &str = include_str!("peer.py");
 
+/// The Python of this check.
+pub fn python() -> String {
+    std::env::var("HALCYON_PYTHON").unwrap_or_else(|_| "python3".into())
+}
+
 pub struct Peer {
     child: Child,
     to: ChildStdin,
@@ -23,7 +28,7 @@ impl Peer {
     pub fn start(kind: BackendType) -> Result<Peer, String> {
         // A card that is reached in another way is PyTorch's cuda.
         let device = kind.torch_name().unwrap_or("cuda");
-        let python = std::env::var("HALCYON_PYTHON").unwrap_or_else(|_| "python3".into());
+        let python = python();
         let mut command = Command::new(&python);
         command
             .args(["-c", SCRIPT, device])
@@ -38,7 +43,7 @@ impl Peer {
         let hello = p.answer()?;
         let text = |k: &str| hello[k].as_str().unwrap_or("?").to_string();
         p.short = format!("PyTorch {}", text("torch"));
-        p.name = format!("{} on {} ({})", p.short, text("device"), text("build"));
+        p.name = format!("{} on {} ({})", p.short, text("device"), text("libraries"));
         Ok(p)
     }
 

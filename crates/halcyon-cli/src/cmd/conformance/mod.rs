@@ -5,7 +5,10 @@ mod ops;
 
 use crate::args::{ConformanceArgs, Suite};
 use crate::report;
+use halcyon::hal::{Device, Tag};
 use halcyon::{Error, Result};
+use serde::Serialize;
+use serde_json::json;
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, PanicHookInfo, catch_unwind, set_hook, take_hook};
 
@@ -13,6 +16,39 @@ pub fn main(a: &ConformanceArgs) -> Result<u8> {
     match &a.suite {
         Suite::Onnx(a) => onnx::main(a),
         Suite::Ops(a) => ops::main(a),
+    }
+}
+
+/// Whether a device still does what it is asked: bytes written there come back. After an error that it does not recover from (an
+/// illegal address, say) everything fails in this process, and goes on saying so.
+///
+/// # Errors
+/// The device's own, or [`Error::Driver`] where other bytes come back.
+pub fn answers(d: &dyn Device) -> Result<()> {
+    let sent: Vec<u8> = (0..64u8).map(|i| i ^ 0xA5).collect();
+    d.synchronize()?;
+    let buffer = d.alloc(sent.len(), Tag::Io)?;
+    d.write(&buffer, 0, &sent)?;
+    let mut back = vec![0; sent.len()];
+    d.read(&buffer, 0, &mut back)?;
+    if back == sent {
+        return Ok(());
+    }
+    Err(Error::Driver {
+        device: d.info().id.clone(),
+        call: "a copy there and back".into(),
+        code: "what came back is not what was sent".into(),
+        next: "The driver loses data: update it, or choose another backend".into(),
+    })
+}
+
+/// Tells what is done next and each result as it is known, where `--json-lines` asks for it: who reads along has what came before a
+/// crash.
+struct Lines(bool);
+
+impl Lines {
+    fn tell(&self, what: &str, v: impl Serialize) -> Result<()> {
+        if self.0 { report::print(&format!("{}\n", json!({ what: v }))) } else { Ok(()) }
     }
 }
 

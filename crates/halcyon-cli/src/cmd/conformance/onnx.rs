@@ -23,6 +23,9 @@ enum Status {
     Unsupported,
     /// It did not run, or its files are broken.
     Error,
+    /// An earlier case lost the device.
+    #[serde(rename = "not_run")]
+    NotRun,
 }
 
 #[derive(Debug, Serialize)]
@@ -63,32 +66,46 @@ pub fn main(a: &OnnxArgs) -> Result<u8> {
     let start = Instant::now();
     let mut progress = Progress::new("case", folders.len() as u64);
     let quiet = super::Quiet::start();
-    let cases: Vec<Case> = folders
-        .iter()
-        .map(|dir| {
-            let name = case_name(&a.dir, dir);
-            let (status, reason) = judge(&backend, dir, a.save.as_ref().map(|s| s.join(&name)).as_deref());
-            progress.step();
-            Case { name, status, reason }
-        })
-        .collect();
+    let lines = super::Lines(a.json_lines);
+    let (mut cases, mut lost) = (Vec::with_capacity(folders.len()), None::<String>);
+    for dir in &folders {
+        let name = case_name(&a.dir, dir);
+        lines.tell("begin", &name)?;
+        let (status, reason) = match &lost {
+            Some(why) => (Status::NotRun, why.clone()),
+            None => judge(&backend, dir, a.save.as_ref().map(|s| s.join(&name)).as_deref()),
+        };
+        if matches!(status, Status::Wrong | Status::Error)
+            && let Err(e) = super::answers(&**backend.device())
+        {
+            lost = Some(format!("the device was lost at {name}: {}", report::message(&e)));
+        }
+        let case = Case { name, status, reason };
+        lines.tell("case", &case)?;
+        cases.push(case);
+        progress.step();
+    }
     drop(quiet);
     progress.finish();
 
     let count = |s: Status| cases.iter().filter(|c| c.status == s).count();
     let (passed, wrong) = (count(Status::Passed), count(Status::Wrong));
     let (unsupported, error) = (count(Status::Unsupported), count(Status::Error));
-    if a.json {
-        report::print_json(&json!({
-            "total": { "passed": passed, "saved": count(Status::Saved), "wrong": wrong, "unsupported": unsupported, "error": error },
-            "cases": cases,
-        }))?;
+    let total = json!({
+        "passed": passed, "saved": count(Status::Saved), "wrong": wrong, "unsupported": unsupported, "error": error,
+        "not_run": count(Status::NotRun),
+    });
+    if a.json_lines {
+        lines.tell("end", total)?;
+    } else if a.json {
+        report::print_json(&json!({ "total": total, "cases": cases }))?;
     } else {
         let mut rows = vec![];
         for c in cases.iter().filter(|c| !matches!(c.status, Status::Passed | Status::Saved)) {
             let what = match c.status {
                 Status::Wrong => "wrong",
                 Status::Unsupported => "unsupported",
+                Status::NotRun => "not run",
                 _ => "error",
             };
             rows.push(vec![what.to_string(), c.name.clone(), c.reason.replace('\n', " ")]);
@@ -97,8 +114,12 @@ pub fn main(a: &OnnxArgs) -> Result<u8> {
             0 => String::new(),
             n => format!("{n} saved, "),
         };
+        let not_run = match count(Status::NotRun) {
+            0 => String::new(),
+            n => format!(", {n} not run"),
+        };
         report::print(&format!(
-            "{}{} cases on {} at {} in {}: {passed} passed, {saved}{wrong} wrong, {unsupported} unsupported, {error} error\n",
+            "{}{} cases on {} at {} in {}: {passed} passed, {saved}{wrong} wrong, {unsupported} unsupported, {error} error{not_run}\n",
             report::table(&rows),
             cases.len(),
             backend.id(),

@@ -1,6 +1,6 @@
 //! `halcyon conformance ops`: the op table on this machine.
 
-use super::{Failed, Quiet, caught};
+use super::{Failed, Lines, Quiet, answers, caught};
 use crate::args::{OpsArgs, named};
 use crate::cmd::bench::limits::{Limit, Limits};
 use crate::cmd::bench::works;
@@ -34,6 +34,9 @@ enum Status {
     Unsupported,
     /// A result is wrong, or something other than the lack of support came in its way.
     Failed,
+    /// An earlier one lost the device.
+    #[serde(rename = "not_run")]
+    NotRun,
 }
 
 /// How fast, beside the machine's peak.
@@ -58,6 +61,8 @@ struct Cell {
     unsupported: usize,
     tolerance: String,
     errors: Errors,
+    /// Runs of kernels of vendors' libraries.
+    library_calls: u64,
     speed: Option<Speed>,
 }
 
@@ -104,9 +109,23 @@ pub fn main(a: &OpsArgs) -> Result<u8> {
     }
     let mut progress = Progress::new("op and type", work.len() as u64);
     let quiet = Quiet::start();
+    let lines = Lines(a.json_lines);
     let mut cells = Vec::with_capacity(work.len());
+    let mut lost = None::<String>;
     for (row, d) in work {
-        cells.push(run.cell(row, d));
+        let name = format!("{} {d}", row.name);
+        lines.tell("begin", &name)?;
+        let cell = match &lost {
+            Some(why) => Cell { status: Status::NotRun, reason: why.clone(), ..Cell::of(row, d) },
+            None => run.cell(row, d),
+        };
+        if cell.status == Status::Failed
+            && let Err(e) = answers(&**backend.device())
+        {
+            lost = Some(format!("the device was lost at {name}: {}", report::message(&e)));
+        }
+        lines.tell("cell", cell.json())?;
+        cells.push(cell);
         progress.step();
         // Their programs and constants are of no more use.
         if backend.info().backend != BackendType::Cpu {
@@ -117,7 +136,9 @@ pub fn main(a: &OpsArgs) -> Result<u8> {
     progress.finish();
 
     let done = Done { a, backend: &backend, cells, seed, no_shares, took: start.elapsed() };
-    if a.json {
+    if a.json_lines {
+        lines.tell("end", done.total())?;
+    } else if a.json {
         report::print_json(&done.json())?;
     } else {
         report::print(&done.text())?;
@@ -165,17 +186,8 @@ struct Run<'a> {
 impl Run<'_> {
     fn cell(&mut self, row: &Row, d: DType) -> Cell {
         let b = self.backend;
-        let mut cell = Cell {
-            op: row.name.clone(),
-            dtype: d,
-            status: Status::Unsupported,
-            reason: String::new(),
-            cases: 0,
-            unsupported: 0,
-            tolerance: row.tol.to_string(),
-            errors: Errors::default(),
-            speed: None,
-        };
+        let mut cell = Cell::of(row, d);
+        let calls = b.counters().library_calls;
         if !has(b, d) {
             cell.reason = format!("{} has no {d}", b.id());
             return cell;
@@ -222,6 +234,7 @@ impl Run<'_> {
             cell.status = Status::Failed;
         }
         cell.reason = failed.or(lacks).unwrap_or_default();
+        cell.library_calls = b.counters().library_calls - calls;
         if cell.status == Status::Passed
             && self.speed
             && let Some(case) = row.bench.as_ref().filter(|c| c.takes(d))
@@ -315,11 +328,28 @@ impl Speed {
 }
 
 impl Cell {
+    /// One of which nothing ran yet.
+    fn of(row: &Row, d: DType) -> Cell {
+        Cell {
+            op: row.name.clone(),
+            dtype: d,
+            status: Status::Unsupported,
+            reason: String::new(),
+            cases: 0,
+            unsupported: 0,
+            tolerance: row.tol.to_string(),
+            errors: Errors::default(),
+            library_calls: 0,
+            speed: None,
+        }
+    }
+
     /// In the matrix.
     fn text(&self) -> String {
         match self.status {
             Status::Failed => "FAIL".into(),
             Status::Unsupported => "no".into(),
+            Status::NotRun => "not run".into(),
             Status::Passed => self
                 .speed
                 .as_ref()
@@ -338,6 +368,7 @@ impl Cell {
             "unsupported_cases": self.unsupported,
             "tolerance": self.tolerance,
             "errors": self.errors,
+            "library_calls": self.library_calls,
             "speed": self.speed.as_ref().map(Speed::json),
         })
     }
@@ -381,7 +412,9 @@ impl Done<'_> {
                 out += &details(&near);
             }
         }
-        for (what, status) in [("failed", Status::Failed), ("not supported", Status::Unsupported)] {
+        for (what, status) in
+            [("failed", Status::Failed), ("not run", Status::NotRun), ("not supported", Status::Unsupported)]
+        {
             let mut reasons: Vec<(&str, Vec<String>)> = vec![];
             for c in self.cells.iter().filter(|c| c.status == status) {
                 let who = format!("{} {}", c.op, c.dtype);
@@ -437,18 +470,23 @@ impl Done<'_> {
         figures(table, &right)
     }
 
+    fn total(&self) -> Value {
+        json!({
+            "passed": self.count(Status::Passed),
+            "unsupported": self.count(Status::Unsupported),
+            "failed": self.count(Status::Failed),
+            "not_run": self.count(Status::NotRun),
+            "cases": self.cells.iter().map(|c| c.cases).sum::<usize>(),
+        })
+    }
+
     fn json(&self) -> Value {
         json!({
             "backend": backend_json(self.backend),
             "level": self.backend.level(),
             "seed": self.seed,
             "tolerance_factor": self.a.tolerance,
-            "total": {
-                "passed": self.count(Status::Passed),
-                "unsupported": self.count(Status::Unsupported),
-                "failed": self.count(Status::Failed),
-                "cases": self.cells.iter().map(|c| c.cases).sum::<usize>(),
-            },
+            "total": self.total(),
             "no_shares": self.no_shares,
             "cells": self.cells.iter().map(Cell::json).collect::<Vec<_>>(),
         })
@@ -477,9 +515,10 @@ fn details(cells: &[&Cell]) -> String {
             Status::Passed => "passed",
             Status::Unsupported => "not supported",
             Status::Failed => "FAILED",
+            Status::NotRun => "not run",
         };
         let mut row = vec![c.op.clone(), c.dtype.to_string(), status.into()];
-        if c.status != Status::Unsupported {
+        if !matches!(c.status, Status::Unsupported | Status::NotRun) {
             let e = &c.errors;
             row.extend([c.cases.to_string(), short(e.abs), short(e.rel), short(e.ulp), c.tolerance.clone()]);
             row.push(percent(e.of_tolerance));
