@@ -576,7 +576,7 @@ fn a_lost_device_ends_a_run_of_the_op_table() {
         return skip("a_lost_device_ends_a_run_of_the_op_table", "there is no c++");
     }
     // The environment of a process sets what its stand-in is told at the start.
-    let dir = Path::new(env!("CARGO_TARGET_TMPDIR")).join("standin");
+    let dir = std::path::Path::new(env!("CARGO_TARGET_TMPDIR")).join("standin");
     let lib = dir.join(format!("lost-{}.so", std::process::id()));
     let here = root().join("crates/halcyon-cli/tests/common");
     let flags = ["-I", text(&here), "-include", "standin_set.h"];
