@@ -95,7 +95,7 @@ pub fn main(o: &Own) -> Result<()> {
             part(o, &name, || {
                 let factors = kind.factors(&b, [m, n, k])?;
                 let tf32 = kind.precision == MatmulPrecision::High;
-                let small = m * n * k <= SMALL;
+                let small = m * n * k <= SMALL && o.kind != BackendType::Cpu;
                 let their = |graph: bool| {
                     json!({
                         "do": "matmul", "m": m, "n": n, "k": k, "dtype": kind.theirs, "tf32": tf32, "graph": graph,
