@@ -134,7 +134,7 @@ fn replayed(kind: BackendType, replays: u64, reason: Option<String>) -> Result<(
         device: kind.id().into(),
         call: "replaying a plan".into(),
         code: format!("its commands were submitted one by one: {why}"),
-        next: "The figure would not be that of a captured graph".into(),
+        next: "Look at the call that is named: a figure without a captured graph would be another's".into(),
     })
 }
 
