@@ -3,6 +3,7 @@
 //! `cargo run --release -p halcyon --example 02_stories -- DIR [BACKEND]`, where DIR holds `model.safetensors`, `config.json` and
 //! `expected.json` (prompt ids, expected ids and text).
 
+use halcyon::Attention;
 use halcyon::ir::error::Error;
 use halcyon::prelude::*;
 use halcyon_formats::safetensors::SafeTensors;
@@ -113,18 +114,18 @@ impl Llama {
         let (h, hk) = (c.num_attention_heads, c.num_key_value_heads);
         let hd = c.hidden_size / h;
         let b = &self.backend;
-        let pos = Tensor::scalar(b, DType::I32, position);
+        let pos = Tensor::scalar(b, position, DType::I32);
         let at = pos.reshape([1]);
-        let mut x = self.embed.gather(&Tensor::scalar(b, DType::I32, token).reshape([1]), 0);
+        let mut x = self.embed.gather(&Tensor::scalar(b, token, DType::I32).reshape([1]), 0);
         let (cos, sin) = (self.cos.gather(&at, 0), self.sin.gather(&at, 0));
         // Keys after this position do not exist yet.
         let seen = Tensor::arange(b, c.max_position_embeddings, DType::I32).le(&pos);
         let (zero, ninf) =
-            (Tensor::scalar(b, DType::F32, 0.0), Tensor::scalar(b, DType::F32, f64::NEG_INFINITY));
+            (Tensor::scalar(b, 0.0, DType::F32), Tensor::scalar(b, f64::NEG_INFINITY, DType::F32));
         let mask = seen.select(&zero, &ninf).reshape([1, 1, 1, c.max_position_embeddings]);
         let rotate = |t: &Tensor| {
             let (lo, hi) = (t.narrow(-1, 0, hd / 2), t.narrow(-1, hd / 2, hd / 2));
-            t * &cos + Tensor::concat(&[&-hi, &lo], 2) * &sin
+            t * &cos + Tensor::cat(&[&-hi, &lo], 2) * &sin
         };
         for l in &self.layers {
             let n = x.rms_norm(&l.attn_norm, c.rms_norm_eps);
@@ -133,7 +134,7 @@ impl Llama {
             let v = n.matmul(&l.v).reshape([1, hk, 1, hd]);
             let keys = l.k_cache.append(&k, &pos, 2)?;
             let values = l.v_cache.append(&v, &pos, 2)?;
-            let a = q.attention(&keys, &values, Some(&mask), false, 1.0 / (hd as f64).sqrt());
+            let a = q.attention(&keys, &values, Attention { mask: Some(&mask), ..Attention::default() });
             x = x + a.reshape([1, c.hidden_size]).matmul(&l.o);
             let n = x.rms_norm(&l.mlp_norm, c.rms_norm_eps);
             x = x + (n.matmul(&l.gate).silu() * n.matmul(&l.up)).matmul(&l.down);

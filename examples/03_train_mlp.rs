@@ -39,8 +39,8 @@ pub fn train(
     let mut run = Run { losses: vec![], weights: vec![], plans: vec![] };
     for s in 0..steps {
         // The first row and the rate are arguments of the plan: every step runs the same one.
-        let first = Tensor::scalar(backend, DType::I32, (s * batch) % rows);
-        let n = Tensor::scalar(backend, DType::I32, rows);
+        let first = Tensor::scalar(backend, (s * batch) % rows, DType::I32);
+        let n = Tensor::scalar(backend, rows, DType::I32);
         let index = (Tensor::arange(backend, batch, DType::I32) + first).rem(&n);
         let (x, y) = (images.gather(&index, 0), labels.gather(&index, 0));
         let leaves: Vec<Tensor> = params.iter().map(|p| p.value().requires_grad()).collect::<Result<_>>()?;

@@ -5,7 +5,7 @@ use bytes::Bytes;
 use halcyon::ConstData;
 use halcyon_formats::onnx::proto::ModelProto;
 use halcyon_formats::onnx::tensor::External;
-use halcyon_formats::onnx::{Datum, Model, Outcome};
+use halcyon_formats::onnx::{Datum, Model, Outcome, RunOptions};
 use halcyon_fuzz::{Small, backends, judge, mutate, run, seed, value};
 use halcyon_ir::{Result, Shape};
 use libfuzzer_sys::{fuzz_mutator, fuzz_target, fuzzer_mutate};
@@ -28,7 +28,8 @@ fn model(data: &[u8]) -> Result<()> {
     match m.outcome(&shapes, &values)? {
         Outcome::Staged(_) => {
             for b in backends() {
-                judge(m.run_staged(&inputs, Box::new(Small::new(b))));
+                let options = RunOptions { max_iterations: 1000, ..RunOptions::default() };
+                judge(m.run_staged_with(&inputs, Box::new(Small::new(b)), &options));
             }
         }
         Outcome::Graph(g) => {

@@ -50,7 +50,7 @@ const PAUSE: Duration = Duration::from_millis(60);
 
 /// What an item's work is counted in, and so which ceiling it is held against.
 #[derive(Debug, Clone, Copy, PartialEq)]
-enum Work {
+pub(crate) enum Work {
     /// Floating-point operations against `ceiling.fma`.
     Flops(f64),
     /// The same with bfloat16 factors, against `ceiling.bf16`.
@@ -129,8 +129,8 @@ impl Work {
 }
 
 /// One side of the comparison.
-struct Side {
-    name: String,
+pub(crate) struct Side {
+    pub(crate) name: String,
     child: Child,
     requests: Option<ChildStdin>,
     answers: BufReader<ChildStdout>,
@@ -139,7 +139,7 @@ struct Side {
 }
 
 impl Side {
-    fn spawn(mut command: Command, start: Option<Vec<PathBuf>>) -> Result<Side, String> {
+    pub(crate) fn spawn(mut command: Command, start: Option<Vec<PathBuf>>) -> Result<Side, String> {
         let program = command.get_program().to_string_lossy().into_owned();
         let mut child = command
             .stdin(Stdio::piped())
@@ -400,7 +400,12 @@ fn measure_ceilings(sides: &mut [Side], items: &[&(&str, Work)]) -> Result<Ceili
 }
 
 /// Seconds per round and side; an empty list for a side that does not have the item.
-fn interleave(sides: &mut [Side], item: &str, work: Work, rounds: usize) -> Result<Vec<Vec<f64>>, String> {
+pub(crate) fn interleave(
+    sides: &mut [Side],
+    item: &str,
+    work: Work,
+    rounds: usize,
+) -> Result<Vec<Vec<f64>>, String> {
     let mut seconds = vec![Vec::new(); sides.len()];
     let mut absent = vec![false; sides.len()];
     for round in 0..rounds {
@@ -454,7 +459,7 @@ fn report_item(item: &str, work: Work, names: &[String], rounds: &[Vec<f64>], ce
 }
 
 /// The middle value; the mean of the middle two for an even count.
-fn median(mut values: Vec<f64>) -> Option<f64> {
+pub(crate) fn median(mut values: Vec<f64>) -> Option<f64> {
     values.sort_by(f64::total_cmp);
     let n = values.len();
     if n == 0 { None } else { Some((values[(n - 1) / 2] + values[n / 2]) / 2.0) }

@@ -1,25 +1,18 @@
-//! What the release binary is held to: its size, what it is linked with, and how soon it starts and lists devices.
+//! What the release binary is held to: its size, and what it is linked with. How soon it starts is the matter of `bench start`.
 
 use std::path::Path;
-use std::process::{Command, Stdio};
-use std::time::{Duration, Instant};
 
 /// Bytes of the binary, stripped.
 const SIZE: u64 = 40_000_000;
-/// Of several starts the quickest counts, since others use the machine too.
-const TRIES: usize = 40;
-/// Arguments, and the time from the start of the process to its end. Devices are listed with the memory of an earlier look.
-const TIMES: &[(&[&str], Duration)] =
-    &[(&["--version"], Duration::from_millis(20)), (&["devices", "--json"], Duration::from_millis(300))];
 /// What an ELF binary may need: the C library in its parts, the loader and the unwinder. Everything else is loaded at run time.
 const LIBRARIES: &[&str] =
     &["libc.", "libm.", "libdl.", "libpthread.", "librt.", "libgcc_s.", "ld-linux", "ld-musl"];
 
-/// Figures of the binary as a line; `cache` is a folder for its memory of devices.
+/// Figures of the binary as a line.
 ///
 /// # Errors
 /// What is over its bound, or could not be found out.
-pub fn check(binary: &Path, cache: &Path) -> Result<String, String> {
+pub fn check(binary: &Path) -> Result<String, String> {
     let file = std::fs::read(binary).map_err(|e| format!("{}: {e}", binary.display()))?;
     let mb = |n: u64| format!("{:.1} MB", n as f64 / 1e6);
     let size = file.len() as u64;
@@ -38,30 +31,7 @@ pub fn check(binary: &Path, cache: &Path) -> Result<String, String> {
         }
         out += &format!(", linked with {}", elf.needed.join(" "));
     }
-    for (args, bound) in TIMES {
-        let mut least = Duration::MAX;
-        for _ in 0..=TRIES {
-            least = least.min(time(binary, args, cache)?);
-            if least < *bound {
-                break;
-            }
-        }
-        if least >= *bound {
-            return Err(format!("`halcyon {}` takes {least:.1?}, {bound:?} are allowed", args.join(" ")));
-        }
-        out += &format!(", `{}` {least:.1?}", args.join(" "));
-    }
     Ok(out)
-}
-
-fn time(binary: &Path, args: &[&str], cache: &Path) -> Result<Duration, String> {
-    let mut c = Command::new(binary);
-    c.args(args).stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-    c.env("HALCYON_CACHE", "programs").env("XDG_CACHE_HOME", cache).env("LOCALAPPDATA", cache);
-    let start = Instant::now();
-    let status = c.status().map_err(|e| format!("{}: {e}", binary.display()))?;
-    let took = start.elapsed();
-    if status.success() { Ok(took) } else { Err(format!("`halcyon {}`: {status}", args.join(" "))) }
 }
 
 /// What matters here of an ELF file of 64 bits, lowest byte first.

@@ -3,15 +3,19 @@
 
 mod bench;
 mod binary;
+mod crates;
 mod docs;
 mod fuzz;
 mod gpu_check;
+mod isa;
+mod loops;
 mod machine;
 mod performance;
 mod report;
 mod start;
 mod test;
 mod testdata;
+mod tier;
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -19,12 +23,14 @@ use std::process::ExitCode;
 const USAGE: &str = "\
 Usage: cargo xtask <command>
 
-  test [--fast] [--no-install] [--only STEP]... [--list]
-      Install what the tests need, then run all of them.
+  test [--nightly | --fast] [--no-install] [--only STEP]... [--list]
+      Install what the tests need, then run what must hold before a merge: every test, and of what is long a sample.
+      --nightly     everything, whole
       --fast        only formatting, clippy and the tests
       --no-install  install nothing; what is missing is skipped and named
-      --only STEP   just this step (repeatable); --list names the steps
-      With HALCYON_REQUIRE_LANES=1 or CI=true nothing may be skipped for want of a library.
+      --only STEP   just this step (repeatable); --list names the steps and what each tier does with them
+      Draws and random inputs come from a seed that the run prints; HALCYON_SEED=N repeats them.
+      With HALCYON_REQUIRE_LANES=1 or CI=true nothing may be skipped for want of a library or of the models. docs/testing.md
 
   docs [--report FILE]...
       Write the generated parts of docs/onnx.md: the operators, and from reports of `check_suite.py --report` (one for each
@@ -39,8 +45,11 @@ Usage: cargo xtask <command>
 
   bench peers [--rounds N] [--only ITEM]... [--with torch] [--threads N] [--no-write]
       Measure against the peers, interleaved, in one run.
+  bench loops [--rounds N] [--threads N]
+      Loops of ONNX models beside onnxruntime, interleaved, and the memory that they take.
   bench start [--rounds N] [--json]
-      Time from the start of `halcyon run` to its answer, with and without packed weights on disk; exit code 1 above a bound.
+      Time from the start of the command to its answer: version, devices, models with and without packed weights on disk; exit code 1
+      above a bound.
 ";
 
 fn main() -> ExitCode {
@@ -54,7 +63,10 @@ fn main() -> ExitCode {
         Some((&"bench", rest)) => match rest.split_first() {
             Some((&"peers", rest)) => bench::peers(rest),
             Some((&"start", rest)) => start::main(rest),
-            _ => Err(Failure::Usage("bench has two forms: `bench peers` and `bench start`".into())),
+            Some((&"loops", rest)) => loops::main(rest),
+            _ => Err(Failure::Usage(
+                "bench has three forms: `bench peers`, `bench start` and `bench loops`".into(),
+            )),
         },
         Some((&("help" | "-h" | "--help"), _)) => {
             print!("{USAGE}");

@@ -197,6 +197,11 @@ pub fn test_result(line: &str) -> Option<Counts> {
     Some(Counts { passed: number(" passed")?, failed: number(" failed")?, skipped: number(" ignored")? })
 }
 
+/// How long the tests of a `test result:` line took.
+pub fn seconds(line: &str) -> Option<f64> {
+    line.split("finished in ").nth(1)?.trim().strip_suffix('s')?.parse().ok()
+}
+
 /// What the last line of our own scripts says: `N passed, N failed, N skipped`.
 pub fn script_result(line: &str) -> Option<Counts> {
     let mut numbers = [0; 3];
@@ -219,6 +224,7 @@ mod tests {
         let failed = "test result: FAILED. 0 passed; 7 failed; 0 ignored; 0 measured; 0 filtered out";
         assert_eq!(test_result(failed), Some(Counts { passed: 0, failed: 7, skipped: 0 }));
         assert_eq!(test_result("test cpu::gemm ... ok"), None);
+        assert_eq!((seconds(line), seconds(failed)), (Some(0.02), None));
     }
 
     #[test]

@@ -1,22 +1,24 @@
 //! `cargo xtask bench start`: from the start of the process to its end, with the answer printed before it.
 //!
-//! Each run is a process of its own, `halcyon run MODEL --input random --backend cpu`, with the release build. Cold: weights are packed in
+//! Each run is a process of its own, with the release build: `halcyon --version`, `halcyon devices --json` with the memory of an earlier
+//! look, and `halcyon run MODEL --input random --backend cpu`. Cold: weights are packed in
 //! the run. Warm: packed weights come from the cache on disk, which an earlier run has filled. The model's file is in the system's
 //! cache in both. The kinds take turns; the medians count.
 
 use crate::Failure;
 use crate::report::run;
 use serde_json::{Value, json};
+use std::ffi::OsString;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Instant;
 
 const ROUNDS: usize = 9;
 
-/// A model, how its weights come, and the time that it should take at most.
+/// A command, how weights come to it, and the seconds that it should take at most.
 struct Kind {
     name: &'static str,
-    model: PathBuf,
+    args: Vec<OsString>,
     /// HALCYON_CACHE: `programs` packs in the run, `packed` reads what an earlier run has packed.
     cache: &'static str,
     bound: f64,
@@ -42,16 +44,21 @@ fn median(times: &[f64]) -> f64 {
     t[t.len() / 2]
 }
 
+/// A command's arguments, for a report.
+fn words(args: &[OsString]) -> String {
+    args.iter().map(|a| a.to_string_lossy()).collect::<Vec<_>>().join(" ")
+}
+
 /// Seconds of one process.
 fn once(binary: &Path, kind: &Kind, cache: &Path) -> Result<f64, String> {
     let mut c = Command::new(binary);
-    c.arg("run").arg(&kind.model).args(["--input", "random", "--backend", "cpu"]);
+    c.args(&kind.args);
     c.env("HALCYON_CACHE", kind.cache).env("XDG_CACHE_HOME", cache).env("LOCALAPPDATA", cache);
     c.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
     let start = Instant::now();
     let status = c.status().map_err(|e| format!("{}: {e}", binary.display()))?;
     let took = start.elapsed().as_secs_f64();
-    if status.success() { Ok(took) } else { Err(format!("{}: {status}", kind.model.display())) }
+    if status.success() { Ok(took) } else { Err(format!("{}: {status}", kind.name)) }
 }
 
 pub fn main(args: &[&str]) -> Result<bool, Failure> {
@@ -71,13 +78,24 @@ pub fn main(args: &[&str]) -> Result<bool, Failure> {
     run(Command::new(cargo).current_dir(crate::root()).args(["build", "--release", "-p", "halcyon-cli"]))?;
     let binary =
         crate::target_dir().join("release").join(if cfg!(windows) { "halcyon.exe" } else { "halcyon" });
-    let mut kinds = vec![Kind { name: "mnist", model: mnist(), cache: "programs", bound: 0.040 }];
+    let plain = |name, args: &[&str], bound| {
+        let args = args.iter().map(OsString::from).collect();
+        Kind { name, args, cache: "programs", bound }
+    };
+    let of = |name, model: PathBuf, cache, bound| {
+        let mut args: Vec<OsString> = vec!["run".into(), model.into()];
+        args.extend(["--input", "random", "--backend", "cpu"].map(OsString::from));
+        Kind { name, args, cache, bound }
+    };
+    let mut kinds = vec![
+        plain("--version", &["--version"], 0.020),
+        plain("devices", &["devices", "--json"], 0.300),
+        of("mnist", mnist(), "programs", 0.040),
+    ];
     match resnet() {
         Some(model) => {
-            let cold =
-                Kind { name: "ResNet-50, cold", model: model.clone(), cache: "programs", bound: 0.250 };
-            kinds
-                .extend([cold, Kind { name: "ResNet-50, warm cache", model, cache: "packed", bound: 0.150 }]);
+            kinds.push(of("ResNet-50, cold", model.clone(), "programs", 0.250));
+            kinds.push(of("ResNet-50, warm cache", model, "packed", 0.150));
         }
         None => {
             eprintln!("no ResNet-50: `cargo xtask bench peers --only model` or `cargo xtask test` makes it")
@@ -104,7 +122,7 @@ pub fn main(args: &[&str]) -> Result<bool, Failure> {
             let least = t.iter().copied().fold(f64::INFINITY, f64::min);
             let most = t.iter().copied().fold(0.0, f64::max);
             json!({
-                "name": k.name, "model": k.model, "median_ms": median(t) * 1e3, "min_ms": least * 1e3,
+                "name": k.name, "command": words(&k.args), "median_ms": median(t) * 1e3, "min_ms": least * 1e3,
                 "max_ms": most * 1e3, "bound_ms": k.bound * 1e3, "runs": t.len(),
             })
         })

@@ -1,6 +1,7 @@
 //! Children that may crash or hang, several at a time, until a deadline. What they told before is kept, and what they started ends with
 //! them.
 
+use halcyon_hal::child::Tied;
 use std::io::Read;
 use std::process::{Child, Command, Stdio};
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -73,18 +74,19 @@ fn end_group(child: &Child) {
 /// Runs a command with nothing to read until it ends or `until` comes. Then whatever it has started ends too.
 pub fn run(command: &mut Command, until: Instant) -> Ended {
     own_group(command);
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let mut child = match command.spawn() {
+    // It ends with this process, however that ends.
+    let mut tied = match Tied::spawn(command.stdout(Stdio::piped()).stderr(Stdio::piped())) {
         Ok(c) => c,
         Err(e) => return Ended { broken: Some(format!("could not be started: {e}")), ..Ended::default() },
     };
+    let child = tied.process();
     let (out, err) = (follow(child.stdout.take()), follow(child.stderr.take()));
-    let mut ended = wait(&mut child, until);
+    let mut ended = wait(child, until);
     if ended.late.is_some() {
         let last = lock(&out).last;
         ended.late = Some(Some(last.elapsed()));
     }
-    end_group(&child);
+    end_group(child);
     // What is in the pipes is taken out within a moment.
     let mut before = usize::MAX;
     for _ in 0..50 {
@@ -157,25 +159,25 @@ mod tests {
 
     #[test]
     fn what_was_told_before_the_end_is_kept() {
-        let soon = || Instant::now() + Duration::from_secs(20);
+        // Long enough for a machine that does other things too: nothing here waits for it.
+        let soon = || Instant::now() + Duration::from_secs(600);
         let e = run(&mut sh("echo one; echo two >&2; exit 3"), soon());
         assert_eq!((e.out.as_str(), e.err.as_str(), e.code, e.broken), ("one\n", "two", Some(3), None));
         let e = run(&mut sh("echo one; kill -SEGV $$"), soon());
         assert!(e.out == "one\n" && e.broken.is_some_and(|b| b.contains("signal: 11")));
         let start = Instant::now();
         // What the shell started, in the background too, ends with it.
-        let sleepers = "sleep 60 & echo $!; sleep 60; echo two";
-        let e = run(&mut sh(sleepers), start + Duration::from_millis(300));
+        let sleepers = "sleep 600 & echo $!; sleep 600; echo two";
+        let e = run(&mut sh(sleepers), start + Duration::from_secs(3));
         let silent = e.late.flatten().expect("it was late");
-        assert!((Duration::from_millis(100)..Duration::from_secs(5)).contains(&silent), "{silent:?}");
-        assert!(start.elapsed() < Duration::from_secs(10));
+        assert!(silent <= start.elapsed() && !e.out.contains("two"), "{silent:?}: {e:?}");
         let gone = |pid: &str| {
             // One that nobody has waited for yet is a zombie.
             let state = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
             !cfg!(target_os = "linux") || state.is_empty() || state.contains(") Z ")
         };
         let wait_for = |pid: &str| {
-            (0..200).any(|_| {
+            (0..6000).any(|_| {
                 gone(pid) || {
                     std::thread::sleep(Duration::from_millis(10));
                     false
@@ -184,20 +186,23 @@ mod tests {
         };
         assert!(wait_for(e.out.trim()), "the sleeper {} lives", e.out);
         // So does what a child that ended well left behind.
-        let e = run(&mut sh("sleep 60 & echo $!"), soon());
+        let e = run(&mut sh("sleep 600 & echo $!"), soon());
         assert!(e.code == Some(0) && wait_for(e.out.trim()), "{e:?}");
         assert!(run(&mut Command::new("/nowhere/x"), soon()).broken.is_some_and(|b| b.contains("started")));
     }
 
     #[test]
     fn several_run_at_a_time() {
-        let start = Instant::now();
-        let all = run_all(
-            (0..4).map(|i| sh(&format!("sleep 0.3; echo {i}"))).collect(),
-            4,
-            start + Duration::from_secs(20),
-        );
-        assert!(start.elapsed() < Duration::from_millis(1100), "{:?}", start.elapsed());
+        // Each waits for all of them: one after the other they would never end.
+        let dir = tempfile::tempdir().expect("a folder");
+        let at = dir.path().display();
+        let meet = |i| {
+            sh(&format!(
+                "cd '{at}'; touch here-{i}; while [ $(ls | wc -l) -lt 4 ]; do sleep 0.02; done; echo {i}"
+            ))
+        };
+        let until = Instant::now() + Duration::from_secs(600);
+        let all = run_all((0..4).map(meet).collect(), 4, until);
         let out: Vec<&str> = all.iter().map(|e| e.out.trim()).collect();
         assert_eq!(out, ["0", "1", "2", "3"]);
         let late = run_all(vec![sh("echo x")], 1, Instant::now());

@@ -3,9 +3,10 @@
 use flate2::Compression;
 use flate2::read::ZlibDecoder;
 use flate2::write::ZlibEncoder;
+use halcyon::ir::output::Output;
 use serde::Deserialize;
 use std::fs::File;
-use std::io::{BufReader, BufWriter, Read, Write};
+use std::io::{BufReader, Read, Write};
 use std::path::{Component, Path, PathBuf};
 
 const MAGIC: &[u8; 16] = b"halcyon-check 1\n";
@@ -32,7 +33,7 @@ pub fn pack_listed(args: &[String]) -> Done<()> {
 }
 
 fn pack(files: &[(String, PathBuf)], out: &Path) -> Done<()> {
-    let mut w = BufWriter::new(File::create(out).map_err(at(out))?);
+    let mut w = Output::create(out).map_err(|e| e.to_string())?;
     w.write_all(MAGIC).map_err(at(out))?;
     let mut z = ZlibEncoder::new(w, Compression::best());
     for (name, path) in files {
@@ -43,7 +44,7 @@ fn pack(files: &[(String, PathBuf)], out: &Path) -> Done<()> {
         put(&(content.len() as u64).to_le_bytes())?;
         put(&content)?;
     }
-    z.finish().and_then(|mut w| w.flush()).map_err(at(out))
+    z.finish().map_err(at(out))?.finish().map(drop).map_err(|e| e.to_string())
 }
 
 /// Unpacks into a folder, and generates the weights that its `weights.json` files tell of. Returns how many files there were.

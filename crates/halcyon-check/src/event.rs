@@ -82,8 +82,8 @@ impl Event {
     pub fn tell(&self) {
         use std::io::Write;
         if let Ok(line) = serde_json::to_string(self) {
-            let mut out = std::io::stdout().lock();
-            if writeln!(out, "{line}").and_then(|()| out.flush()).is_err() {
+            let mut out = halcyon_hal::chatter::out();
+            if out.write_all(format!("{line}\n").as_bytes()).and_then(|()| out.flush()).is_err() {
                 std::process::exit(1);
             }
         }

@@ -33,6 +33,7 @@ out or a target was missed.
 ";
 
 fn main() -> ExitCode {
+    halcyon_hal::child::end_with_parent();
     let args: Vec<String> = std::env::args().skip(1).collect();
     let done = match args.first().map(String::as_str) {
         Some("--help" | "-h" | "help") => {

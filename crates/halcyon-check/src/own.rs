@@ -7,7 +7,7 @@ use halcyon::{ConstData, Error, OnnxSession};
 use halcyon_formats::npy;
 use halcyon_formats::onnx::{Datum, Model};
 use halcyon_hal::conformance::{CASES, Lane};
-use halcyon_hal::{Options, probe, registry};
+use halcyon_hal::{Options, chatter, probe, registry};
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::panic::{AssertUnwindSafe, catch_unwind, set_hook};
@@ -44,6 +44,8 @@ const WORKS: &[(&str, Work)] = &[
 /// # Errors
 /// Words that are none of a section; everything else is an event.
 pub fn main(args: &[String]) -> std::result::Result<(), String> {
+    // Events are read from standard output; the parent keeps the end of standard error.
+    chatter::separate(chatter::Chatter::ToStderr);
     if let Ok(exe) = std::env::current_exe() {
         probe::set_executable(exe);
     }
@@ -165,7 +167,7 @@ fn mnist(o: &Own) -> Result<()> {
         let s = OnnxSession::new(&o.open(level)?, Model::open(&dir.join("mnist.onnx"))?)?;
         for (i, (file, want)) in expected.iter().enumerate() {
             let name = format!("{file} at {level}");
-            let out = s.run(&[Datum::Tensor(npy::read(&dir.join(file))?)])?.outputs;
+            let out = s.run_data(&[Datum::Tensor(npy::read(&dir.join(file))?)])?.outputs;
             let got = out.first().and_then(Datum::tensor).map(ConstData::to_vec::<f64>).unwrap_or_default();
             let off = got.iter().zip(want).map(|(a, b)| (a - b).abs()).fold(0.0, f64::max);
             let best = (0..got.len()).max_by(|a, b| got[*a].total_cmp(&got[*b]));

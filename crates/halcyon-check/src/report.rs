@@ -358,7 +358,7 @@ impl Report {
         let json = serde_json::to_string_pretty(&self.json()).map_err(|e| e.to_string())?;
         let paths = [dir.join(format!("{base}.md")), dir.join(format!("{base}.json"))];
         for (path, text) in paths.iter().zip([self.markdown(), json + "\n"]) {
-            std::fs::write(path, text).map_err(|e| format!("{}: {e}", path.display()))?;
+            halcyon::ir::output::write(path, text.as_bytes()).map_err(|e| e.to_string())?;
         }
         Ok(paths)
     }

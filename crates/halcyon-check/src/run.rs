@@ -213,7 +213,7 @@ fn run(section: &Section, c: &Context, time: Duration, child: &dyn Fn(&mut Comma
 fn python_prefix(notes: &mut Vec<String>) -> Option<String> {
     let python = bench::python();
     let mut command = Command::new(&python);
-    command.args(["-c", "import sys; print(sys.prefix)"]);
+    command.arg("-c").arg(format!("{}print(sys.prefix)", bench::ENDS_WITH_US));
     let ended = child::run(&mut command, Instant::now() + Duration::from_secs(20));
     let prefix = ended.out.trim().to_string();
     if ended.code != Some(0) || prefix.is_empty() {
@@ -233,7 +233,8 @@ fn warm_torch() {
     std::thread::spawn(|| {
         let mut command = Command::new(bench::python());
         // Whether it is there is told where it measures.
-        child::run(command.args(["-c", "import torch"]), Instant::now() + Duration::from_secs(180));
+        let script = format!("{}import torch", bench::ENDS_WITH_US);
+        child::run(command.arg("-c").arg(script), Instant::now() + Duration::from_secs(180));
     });
 }
 

@@ -2,17 +2,16 @@
 
 use crate::args::{ImageLayout, InputArgs};
 use ::image::imageops::{FilterType, resize};
-use ::image::{DynamicImage, ImageBuffer, Luma, Rgb};
+use ::image::{DynamicImage, ImageBuffer, ImageDecoder, Luma, Rgb};
 use halcyon::{ConstData, DType, Dim, Error, Result, Shape};
 use halcyon_formats::data::from_scalars;
 use halcyon_formats::onnx::Port;
-use halcyon_ir::Scalar;
+use halcyon_ir::{Scalar, host};
 use std::io::Cursor;
 
-/// Bytes that a decoded picture may take: so many times its file, between these. Photographs take 10 to 30 times theirs.
-const RATIO: u64 = 256;
-const LEAST: u64 = 16 << 20;
-const MOST: u64 = 256 << 20;
+/// Pixels that a picture may have, and bytes that it may take decoded. A file of any length may hold so many: a blank page packs to little.
+const PIXELS: u64 = 100 << 20;
+const MOST: u64 = 512 << 20;
 
 /// What an input wants of a picture. `None` where the model leaves it open.
 #[derive(Debug, PartialEq)]
@@ -37,14 +36,20 @@ pub fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstD
         .with_guessed_format()
         .map_err(|e| bad(e.to_string()))?;
     let mut limits = ::image::Limits::default();
-    limits.max_alloc = Some((bytes.len() as u64).saturating_mul(RATIO).clamp(LEAST, MOST));
-    reader.limits(limits);
-    let decoded = reader.decode().map_err(|e| match e {
-        ::image::ImageError::Limits(e) => {
-            bad(format!("a larger picture than {} bytes justify ({e})", bytes.len()))
-        }
-        e => bad(e.to_string()),
-    })?;
+    limits.max_alloc = Some(MOST);
+    reader.limits(limits.clone());
+    let mut decoder = reader.into_decoder().map_err(|e| bad(e.to_string()))?;
+    let ((w, h), need) = (decoder.dimensions(), decoder.total_bytes());
+    if u64::from(w) * u64::from(h) > PIXELS || need > MOST {
+        return Err(bad(format!(
+            "a picture of {w}x{h}, which takes {need} bytes; at most {PIXELS} pixels and {MOST} bytes are taken"
+        )));
+    }
+    // Decoded, and as floats for a change of size.
+    let floats = u64::from(w) * u64::from(h) * if want.channels == Some(1) { 4 } else { 12 };
+    host::room(need + floats, &format!("the picture {file}"))?;
+    decoder.set_limits(limits).map_err(|e| bad(e.to_string()))?;
+    let decoded = DynamicImage::from_decoder(decoder).map_err(|e| bad(e.to_string()))?;
     let grey = !decoded.color().has_color();
     let channels = want.channels.unwrap_or(if grey { 1 } else { 3 });
     let (width, height) = match &a.image_size {
@@ -81,6 +86,12 @@ pub fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstD
         }
     );
     Ok((from_scalars(p.dtype()?, &dims, ordered.into_iter().map(Scalar::F))?, note))
+}
+
+/// Whether an input is probably meant for a picture.
+pub fn takes(p: &Port) -> bool {
+    let four = p.shape().is_some_and(|s| s.rank() == 4);
+    four && p.dtype().is_ok_and(|d| d.is_float() || d == DType::U8) && want(p, &InputArgs::default()).is_ok()
 }
 
 fn bad(what: String) -> Error {
@@ -161,8 +172,14 @@ fn normalise(pixels: Vec<f32>, channels: usize, p: &Port, a: &InputArgs) -> Resu
     };
     let mean = per_channel("--image-mean", &a.image_mean, 0.0)?;
     let std = per_channel("--image-std", &a.image_std, 1.0)?;
-    if std.iter().any(|s| *s == 0.0 || !s.is_finite()) || mean.iter().any(|m| !m.is_finite()) {
-        return Err(Error::argument("--image-std", "numbers must be finite, and the divisor not zero"));
+    if let Some(m) = mean.iter().find(|m| !m.is_finite()) {
+        return Err(Error::argument("--image-mean", format!("{m} is no finite number")));
+    }
+    if let Some(s) = std.iter().find(|s| **s == 0.0 || !s.is_finite()) {
+        return Err(Error::argument(
+            "--image-std",
+            format!("{s} is no divisor; numbers must be finite and not zero"),
+        ));
     }
     let dtype = p.dtype()?;
     if dtype.is_float() {
@@ -254,6 +271,8 @@ mod tests {
             e(port([1, 3, 4, 4], DType::F32), &["--image-mean", "1,2"]).contains("2 numbers for 3 channels")
         );
         assert!(e(port([1, 3, 4, 4], DType::F32), &["--image-std", "0"]).contains("not zero"));
+        let nan = e(port([1, 3, 4, 4], DType::F32), &["--image-mean", "nan"]);
+        assert!(nan.starts_with("--image-mean: NaN"), "{nan}");
         assert!(e(port([1, 3, 4, 4], DType::F32), &["--image-size", "0x9"]).contains("no size"));
         let broken = read(&png()[..40], &port([1, 3, 4, 4], DType::F32), &args(&[]), "t").unwrap_err();
         assert!(matches!(broken, Error::Format { .. }), "{broken}");

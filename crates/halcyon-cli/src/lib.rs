@@ -6,25 +6,36 @@
 
 mod args;
 mod cmd;
+mod contact;
+mod drivers;
+mod environment;
 mod image;
+mod json;
+mod numbers;
 mod report;
+mod rows;
 mod source;
+mod text;
 mod words;
 
 pub use cmd::conformance::answers;
 
 use args::{Cli, Command};
-use clap::Parser;
-use clap::error::ErrorKind;
+use clap::FromArgMatches;
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use halcyon::hal::{chatter, child, probe};
 use halcyon::{Error, Result};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::process::ExitCode;
+use std::sync::atomic::Ordering;
 
 /// Runs the command that this process was started with.
 pub fn main() -> ExitCode {
+    child::end_with_parent();
     // Known before parsing, so that a usage error is JSON too.
     let json = std::env::args_os().skip(1).take_while(|a| a != "--").any(|a| a == "--json");
-    let cli = match Cli::try_parse() {
+    halcyon_hal::heap::end_when_out(json);
+    let cli = match parse() {
         Ok(cli) => cli,
         Err(e) if matches!(e.kind(), ErrorKind::DisplayHelp | ErrorKind::DisplayVersion) => {
             let _ = e.print();
@@ -38,14 +49,36 @@ pub fn main() -> ExitCode {
         }
         Err(e) => {
             let _ = e.print();
+            // A model where a command should be.
+            if let (ErrorKind::InvalidSubcommand, Some(ContextValue::String(word))) =
+                (e.kind(), e.get(ContextKind::InvalidSubcommand))
+                && word.ends_with(".onnx")
+            {
+                report::note(&format!("To run a model: halcyon run {word}"));
+            }
             return ExitCode::from(2);
         }
     };
-    if std::env::var_os("HALCYON_LOG").is_some() {
+    // Before there is another thread.
+    let relative = halcyon_hal::cache::ignore_relative();
+    report::set_verbosity(cli.verbosity);
+    drivers::start(&cli.command, json);
+    // What these children write to standard error is what a driver printed.
+    let probing = matches!(cli.command, Command::Probe(_) | Command::DoctorChild(_));
+    if std::env::var_os("HALCYON_LOG").is_some() && !probing {
         start_log();
     }
+    for (name, path) in relative {
+        tracing::info!(variable = name, path = %path.display(), "a relative folder is ignored");
+        if matches!(cli.command, Command::Doctor(_)) {
+            let path = report::path_text(&path);
+            report::note(&format!(
+                "warning: {name} is \"{path}\", which is no absolute path, and is ignored"
+            ));
+        }
+    }
     let result = catch_unwind(AssertUnwindSafe(|| run(cli)))
-        .unwrap_or_else(|p| Err(Error::internal(report::panic_text(p.as_ref()))));
+        .unwrap_or_else(|p| Err(panicked(&report::panic_text(p.as_ref()))));
     match result {
         Ok(code) => ExitCode::from(code),
         Err(e) => {
@@ -55,9 +88,33 @@ pub fn main() -> ExitCode {
     }
 }
 
+fn parse() -> Result<Cli, clap::Error> {
+    let mut command = args::command();
+    let matches = command.try_get_matches_from_mut(std::env::args_os())?;
+    Cli::from_arg_matches(&matches).map_err(|e| e.format(&mut command))
+}
+
+/// What a panic means. The standard library panics where the system refuses a thread, for which it lacks memory.
+fn panicked(text: &str) -> Error {
+    if !text.starts_with("failed to spawn thread") {
+        return Error::internal(text);
+    }
+    let (free, total) = halcyon_ir::host::memory().unwrap_or((0, 0));
+    Error::OutOfMemory {
+        device: "the host".into(),
+        what: format!("a thread, which the system refused: {text}"),
+        requested: 2 << 20,
+        free,
+        total,
+        next: "Raise the limits on memory and threads (ulimit -v, ulimit -u), or give --threads 1".into(),
+    }
+}
+
 /// The exit code of a command that found no error.
 fn run(cli: Cli) -> Result<u8> {
-    cmd::probe::offer();
+    probe::limit()?;
+    halcyon_hal::cache::kept()?;
+    cmd::EXTERNAL_LINKS.store(cli.allow_external_links, Ordering::Relaxed);
     match cli.command {
         Command::Run(a) => cmd::run::main(&a),
         Command::Inspect(a) => cmd::inspect::main(&a),
@@ -73,6 +130,9 @@ fn run(cli: Cli) -> Result<u8> {
         Command::Tune(a) => cmd::tune::main(&a),
         Command::TuneChild(a) => cmd::tune::child(&a),
         Command::Bench(a) => cmd::bench::main(&a),
+        Command::Completions(a) => cmd::help::completions(&a),
+        Command::Man(a) => cmd::help::man(&a),
+        Command::Help(a) => cmd::help::main(&a),
         Command::Probe(a) => cmd::probe::main(&a),
     }
 }
@@ -84,7 +144,7 @@ fn start_log() {
         eprintln!("warning: HALCYON_LOG is not understood ({e}); using \"info\"");
         EnvFilter::new("info")
     });
-    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr);
+    let log = tracing_subscriber::fmt().with_env_filter(filter).with_writer(chatter::err);
     // Only a second logger would make this fail, and there is none.
     let _ = log.try_init();
 }

@@ -3,6 +3,9 @@
 
 use std::process::ExitCode;
 
+#[global_allocator]
+static HEAP: halcyon_hal::heap::Noted = halcyon_hal::heap::Noted;
+
 fn main() -> ExitCode {
     halcyon_cli::main()
 }

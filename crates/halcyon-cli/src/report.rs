@@ -1,19 +1,57 @@
 //! What commands print: results on stdout, progress and errors on stderr.
 
+use crate::args::Verbosity;
+use halcyon::hal::chatter;
 pub use halcyon::summary::reason;
-use halcyon::{ConstData, Error, Result};
+use halcyon::{Backend, ConstData, Error, Result, TuningMode};
+pub use halcyon_ir::error::one_line;
 use indicatif::{ProgressBar, ProgressStyle};
 use serde_json::{Value, json};
 use std::any::Any;
 use std::borrow::Cow;
 use std::fmt::Write as _;
-use std::io::{ErrorKind, IsTerminal, Write};
+use std::io::{ErrorKind, Write};
+use std::path::Path;
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
+
+static VERBOSITY: OnceLock<Verbosity> = OnceLock::new();
+
+/// Sets what `-v` and `-q` ask for, once for the process.
+pub fn set_verbosity(v: Verbosity) {
+    // Only the first call counts; there is one command line.
+    let _ = VERBOSITY.set(v);
+}
+
+/// `-v` was given.
+pub fn verbose() -> bool {
+    VERBOSITY.get().is_some_and(|v| v.verbose)
+}
+
+/// `-q` was given.
+pub fn quiet() -> bool {
+    VERBOSITY.get().is_some_and(|v| v.quiet)
+}
 
 /// Longest line that is printed. Names in a model may be of any length.
 const LINE: usize = 4096;
 
-/// Text for a terminal: names in a model may hold control characters, which a terminal would obey.
+/// A name in a model as text shows it: on one line, without what a terminal would obey. JSON has names as they are.
+pub fn name(text: &str) -> Cow<'_, str> {
+    one_line(text)
+}
+
+/// A path as text shows it.
+pub fn path_text(path: &Path) -> String {
+    one_line(&path.to_string_lossy()).into_owned()
+}
+
+/// A path as JSON has it: what is no Unicode is replaced, since JSON is Unicode.
+pub fn path(path: &Path) -> Value {
+    path.to_string_lossy().into()
+}
+
+/// Text for a terminal: what it quotes may hold control characters, which a terminal would obey.
 fn plain(text: &str) -> Cow<'_, str> {
     let odd = |c: char| c.is_control() && !matches!(c, '\n' | '\t');
     if !text.contains(odd) {
@@ -41,7 +79,7 @@ fn cut_lines(text: &str) -> Cow<'_, str> {
 /// Writes a command's result. A reader that has gone away is no error.
 pub fn print(text: &str) -> Result<()> {
     let text = plain(text);
-    let mut out = std::io::stdout().lock();
+    let mut out = chatter::out();
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(e) if e.kind() != ErrorKind::BrokenPipe => {
             Err(Error::Io { path: "standard output".into(), what: e.to_string() })
@@ -56,10 +94,33 @@ pub fn print_json(v: &Value) -> Result<()> {
     print(&(text + "\n"))
 }
 
-/// A line for the user that is no part of the result.
+/// A line for the user that is no part of the result: a note or a warning. `-q` leaves it out.
 pub fn note(text: &str) {
+    if !quiet() {
+        say(text);
+    }
+}
+
+/// A note of something that is probably not as the user wants it.
+pub fn warn(text: &str) {
+    note(&format!("warning: {text}"));
+}
+
+/// A line about a failure, which is never left out.
+pub fn fault(text: &str) {
+    say(&format!("error: {text}"));
+}
+
+fn say(text: &str) {
     // Nothing is left to tell the user when stderr is closed.
-    let _ = writeln!(std::io::stderr(), "{}", plain(text));
+    let _ = chatter::err().write_all(format!("{}\n", plain(text)).as_bytes());
+}
+
+/// What is wrong with the file of tuned kernels, which plans then do without.
+pub fn tuning_warnings(b: &Backend) {
+    if b.tuning_mode() != TuningMode::Off {
+        b.tuning_cache().warnings().iter().for_each(|w| note(&format!("warning: {w}")));
+    }
 }
 
 /// What an error says, without a place where it has none.
@@ -74,7 +135,7 @@ pub fn print_error(e: &Error, json: bool) {
         let (kind, facts) = facts(e);
         print_error_json(kind, &message, facts, e.exit_code());
     } else {
-        note(&format!("error: {message}"));
+        fault(&message);
     }
 }
 
@@ -87,7 +148,7 @@ pub fn error_json(e: &Error) -> Value {
 pub fn print_error_json(kind: &str, message: &str, facts: Value, code: i32) {
     let v = json!({ "error": { "kind": kind, "message": message, "facts": facts }, "exit_code": code });
     if let Err(e) = print_json(&v) {
-        note(&format!("error: {e}"));
+        fault(&e.to_string());
     }
 }
 
@@ -114,7 +175,18 @@ fn facts(e: &Error) -> (&'static str, Value) {
         Error::Compile { device, kernel, log } => {
             ("Compile", json!({ "device": device, "kernel": kernel, "log": log }))
         }
-        Error::Index { op, range, at } => ("Index", json!({ "op": op, "range": range, "at": at.as_str() })),
+        Error::Index { op, range, at, found, input } => {
+            let (index, value) = found.unzip();
+            let at = at.as_str();
+            (
+                "Index",
+                json!({ "op": op, "range": range, "at": at, "index": index, "value": value, "input": input }),
+            )
+        }
+        Error::Endless { node, iterations, .. } => {
+            ("Endless", json!({ "node": node, "iterations": iterations }))
+        }
+        Error::Interrupted { what } => ("Interrupted", json!({ "what": what })),
         Error::Format { file, .. } => ("Format", json!({ "file": file })),
         Error::Io { path, .. } => ("Io", json!({ "path": path })),
         Error::Internal(_) => ("Internal", Value::Null),
@@ -181,6 +253,9 @@ pub fn spread(times: &[Duration]) -> (Duration, Duration, Duration) {
 /// Columns of text, each as wide as its widest cell.
 pub fn table(rows: &[Vec<String>]) -> String {
     let mut widths: Vec<usize> = vec![];
+    let plain: Vec<Vec<Cow<'_, str>>> =
+        rows.iter().map(|r| r.iter().map(|c| one_line(c)).collect()).collect();
+    let rows = &plain;
     for r in rows {
         for (i, c) in r.iter().enumerate() {
             let n = c.chars().count();
@@ -217,9 +292,40 @@ pub fn figures(rows: Vec<Vec<String>>, right: &[usize]) -> String {
     table(&rows)
 }
 
+/// Columns of text that is printed: the terminal's, or what COLUMNS says, at most 100.
+pub fn columns() -> usize {
+    let asked = std::env::var("COLUMNS").ok().and_then(|v| v.parse().ok());
+    let wide = terminal_size::terminal_size().map(|(w, _)| usize::from(w.0)).or(asked);
+    wide.unwrap_or(100).clamp(40, 100)
+}
+
+/// A paragraph in lines of [`columns`], the first after `first` and the others after `next`. A longer word has its own line.
+pub fn wrap(text: &str, first: &str, next: &str) -> String {
+    wrapped(text, first, next, columns())
+}
+
+fn wrapped(text: &str, first: &str, next: &str, columns: usize) -> String {
+    let (mut out, mut line) = (String::new(), first.to_string());
+    let mut empty = true;
+    for word in text.split_whitespace() {
+        if !empty && line.chars().count() + 1 + word.chars().count() > columns {
+            out += line.trim_end();
+            out.push('\n');
+            line = next.to_string();
+            empty = true;
+        }
+        if !empty {
+            line.push(' ');
+        }
+        line += word;
+        empty = false;
+    }
+    out + line.trim_end() + "\n"
+}
+
 /// At most `most` characters, on one line.
 pub fn short(s: &str, most: usize) -> String {
-    let s = s.replace('\n', " ");
+    let s = one_line(&s.replace('\n', " ")).into_owned();
     match s.char_indices().nth(most) {
         Some((i, _)) => format!("{}…", &s[..i]),
         None => s,
@@ -296,31 +402,56 @@ impl Summary {
 #[derive(Debug)]
 pub struct Progress {
     what: &'static str,
+    /// Made when the loop has taken a moment: a bar for less only flickers.
     bar: Option<ProgressBar>,
+    terminal: bool,
+    /// Whether lines are printed where stderr is no terminal.
+    lines: bool,
     total: u64,
     done: u64,
     next: u64,
+    start: Instant,
     last: Instant,
 }
 
+/// Time after which a bar is shown.
+const MOMENT: Duration = Duration::from_millis(200);
+/// Time between two drawings of it.
+const DRAWING: Duration = Duration::from_millis(100);
+
 impl Progress {
     pub fn new(what: &'static str, total: u64) -> Progress {
-        let bar = std::io::stderr().is_terminal().then(|| {
-            let style = ProgressStyle::with_template("{msg} [{bar:40}] {pos}/{len} {eta}");
-            let bar = ProgressBar::new(total).with_message(what);
-            match style {
-                Ok(s) => bar.with_style(s.progress_chars("=> ")),
-                Err(_) => bar,
-            }
-        });
-        Progress { what, bar, total, done: 0, next: total.div_ceil(10).max(1), last: Instant::now() }
+        let terminal = chatter::err().is_terminal() && !quiet();
+        let now = Instant::now();
+        let next = total.div_ceil(10).max(1);
+        Progress { what, bar: None, terminal, lines: true, total, done: 0, next, start: now, last: now }
+    }
+
+    /// As [`Progress::new`], with nothing where stderr is no terminal.
+    pub fn bar(what: &'static str, total: u64) -> Progress {
+        Progress { lines: false, ..Progress::new(what, total) }
     }
 
     pub fn step(&mut self) {
         self.done += 1;
-        if let Some(b) = &self.bar {
-            b.inc(1);
-        } else if self.total > 1 && (self.done >= self.next || self.last.elapsed() > Duration::from_secs(5)) {
+        if self.terminal {
+            if self.start.elapsed() < MOMENT || self.bar.is_some() && self.last.elapsed() < DRAWING {
+                return;
+            }
+            self.last = Instant::now();
+            let (what, total) = (self.what, self.total);
+            let bar = self.bar.get_or_insert_with(|| {
+                let bar = ProgressBar::new(total).with_message(what).with_elapsed(self.start.elapsed());
+                match ProgressStyle::with_template("{msg} [{bar:40}] {pos}/{len} {eta}") {
+                    Ok(s) => bar.with_style(s.progress_chars("=> ")),
+                    Err(_) => bar,
+                }
+            });
+            bar.set_position(self.done);
+            return;
+        }
+        let due = self.done >= self.next || self.last.elapsed() > Duration::from_secs(5);
+        if self.lines && self.total > 1 && due {
             note(&format!("{} {}/{}", self.what, self.done, self.total));
             self.next = self.done + self.total.div_ceil(10).max(1);
             self.last = Instant::now();
@@ -360,6 +491,12 @@ mod tests {
         assert_eq!((s.min, s.max, s.mean, s.nan), (Some(1.0), Some(3.0), Some(2.0), 1));
         let empty = ConstData::from_slice::<f32>(&[0], &[]).unwrap();
         assert_eq!(summary(&empty).text(&empty), "empty");
+    }
+
+    #[test]
+    fn paragraphs_are_wrapped() {
+        assert_eq!(wrapped("a bb ccc dddddddd e", "x ", "  ", 6), "x a bb\n  ccc\n  dddddddd\n  e\n");
+        assert_eq!(wrapped("", "x ", "  ", 6), "x\n");
     }
 
     #[test]

@@ -1,16 +1,17 @@
 //! Inputs of a model, from what `--input` names.
 
 use crate::args::InputArgs;
-use crate::{image, report, words};
+use crate::report::name;
+use crate::{contact, image, numbers, report, text, words};
 use halcyon::{ConstData, DType, Dim, Error, Result, Shape};
 use halcyon_formats::npz::Npz;
 use halcyon_formats::onnx::{Datum, Port, PortType, tensor};
 use halcyon_formats::sniff::{self, Kind};
-use halcyon_formats::{data, mmap, npy};
-use halcyon_ir::error::Span;
+use halcyon_formats::{data, foreign, mmap, npy};
 use halcyon_ir::{Bindings, Scalar};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 /// One input of a run.
 #[derive(Debug)]
@@ -68,16 +69,20 @@ impl Wanted {
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
-enum Fill {
+pub enum Fill {
     Random,
     Zeros,
     Ones,
 }
 
+/// What follows `NAME=` in `--input`.
 #[derive(Debug)]
-enum Spec {
+pub enum Spec {
     Fill(Fill, Option<Vec<usize>>),
     File(PathBuf),
+    Numbers(serde_json::Value),
+    /// Lines of text.
+    Text(Vec<String>),
 }
 
 /// The inputs of a model in its order. With `fill`, inputs that are not given are random; else they are an error.
@@ -86,32 +91,120 @@ enum Spec {
 /// [`Error::Argument`] for names the model lacks, inputs given twice or not at all; [`Error::DType`] for data of another type than the
 /// model takes; errors of the file formats.
 pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> {
-    wanted(ports, a, fill)?.into_iter().map(Wanted::read).collect()
+    resolve_with(ports, a, vec![], fill)
+}
+
+/// As [`resolve`], where some inputs are there already.
+pub fn resolve_with(
+    ports: &[Port],
+    a: &InputArgs,
+    given: Vec<(usize, Input)>,
+    fill: bool,
+) -> Result<Vec<Input>> {
+    wanted_with(ports, a, given, fill)?.into_iter().map(Wanted::read).collect()
 }
 
 /// As [`resolve`], before memory is taken for values that are no file's.
 pub fn wanted(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Wanted>> {
-    let mut slots: Vec<Option<Input>> = ports.iter().map(|_| None).collect();
-    let mut fills: Vec<(usize, String, Fill, Option<Vec<usize>>)> = vec![];
-    let mut taken = vec![false; ports.len()];
+    wanted_with(ports, a, vec![], fill)
+}
+
+/// The inputs while they are collected.
+struct Slots<'a> {
+    ports: &'a [Port],
+    a: &'a InputArgs,
+    read: Vec<Option<Input>>,
+    fills: Vec<(usize, String, Fill, Option<Vec<usize>>)>,
+    taken: Vec<bool>,
+    texts: Vec<(Option<usize>, Vec<String>)>,
+}
+
+impl Slots<'_> {
+    /// Gives input `i` what the command line says.
+    fn put(&mut self, i: usize, source: &str, spec: Spec) -> Result<()> {
+        let p = &self.ports[i];
+        if let Spec::Text(lines) = spec {
+            self.texts.push((Some(i), lines));
+            return Ok(());
+        }
+        take(&mut self.taken, self.ports, i)?;
+        match spec {
+            Spec::Fill(f, dims) => self.fills.push((i, source.into(), f, dims)),
+            Spec::File(path) => self.read[i] = Some(named_file(p, &path, self.a)?),
+            Spec::Numbers(v) => {
+                let data = numbers::datum(p, &v).map_err(|e| {
+                    Error::argument(
+                        "--input",
+                        format!("{}: input '{}': {e}", report::short(source, 60), p.name),
+                    )
+                })?;
+                self.read[i] = Some(Input { name: p.name.clone(), source: "numbers".into(), data });
+            }
+            Spec::Text(_) => {}
+        }
+        Ok(())
+    }
+
+    /// Lines of text go to an input of strings, or through a tokenizer to the inputs of token ids.
+    fn put_texts(&mut self) -> Result<()> {
+        if self.texts.is_empty() {
+            return Ok(());
+        }
+        let texts = std::mem::take(&mut self.texts);
+        let named = texts.iter().find_map(|(i, _)| *i);
+        if texts.iter().any(|(i, _)| i.is_some() && *i != named) {
+            return Err(Error::argument("--input", "text is given for two inputs; give it for one"));
+        }
+        let lines: Vec<String> = texts.into_iter().flat_map(|(_, l)| l).collect();
+        let strings = |i: &usize| matches!(self.ports[*i].ty, PortType::Text { .. }) && !self.taken[*i];
+        let at = named.or_else(|| (0..self.ports.len()).find(strings)).filter(strings);
+        if let Some(i) = at {
+            take(&mut self.taken, self.ports, i)?;
+            let p = &self.ports[i];
+            let data = Datum::Text(words::lines(p, lines)?);
+            self.read[i] = Some(Input { name: p.name.clone(), source: "text".into(), data });
+            return Ok(());
+        }
+        let e = text::Encoder::open(self.ports, named, self.a.tokenizer.as_deref())?;
+        let lines = e.encode(&lines)?;
+        let width = e.width(&lines);
+        for (i, input) in e.inputs(self.ports, &lines.iter().collect::<Vec<_>>(), width)? {
+            // What the user gives for one of them counts.
+            if i == e.ids() || !self.taken[i] {
+                take(&mut self.taken, self.ports, i)?;
+                self.read[i] = Some(input);
+            }
+        }
+        Ok(())
+    }
+}
+
+fn wanted_with(ports: &[Port], a: &InputArgs, given: Vec<(usize, Input)>, fill: bool) -> Result<Vec<Wanted>> {
+    let mut s = Slots {
+        ports,
+        a,
+        read: ports.iter().map(|_| None).collect(),
+        fills: vec![],
+        taken: vec![false; ports.len()],
+        texts: vec![],
+    };
+    for (i, input) in given {
+        take(&mut s.taken, ports, i)?;
+        s.read[i] = Some(input);
+    }
     let mut unnamed = vec![];
     for text in &a.inputs {
         match split(ports, text)? {
+            (None, Spec::Text(lines)) => s.texts.push((None, lines)),
             (None, spec) => unnamed.push((text, spec)),
-            (Some(i), spec) => {
-                take(&mut taken, ports, i)?;
-                match spec {
-                    Spec::Fill(f, dims) => fills.push((i, text.clone(), f, dims)),
-                    Spec::File(path) => slots[i] = Some(named_file(&ports[i], &path, a)?),
-                }
-            }
+            (Some(i), spec) => s.put(i, text, spec)?,
         }
     }
     // Archives name their inputs themselves; what is left goes to the inputs that are left.
     let mut rest = vec![];
     for (text, spec) in unnamed {
         match spec {
-            Spec::File(path) if kind(&path)?.1 == Some(Kind::Npz) => {
+            Spec::File(path) if is_npz(&path)? => {
                 let z = Npz::open(&path)?;
                 let matching: Vec<usize> =
                     (0..ports.len()).filter(|&i| z.names().any(|n| n == ports[i].name)).collect();
@@ -121,29 +214,27 @@ pub fn wanted(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Wanted>> 
                         format!(
                             "no array of {} has the name of an input: it has {}, the model takes {}",
                             path.display(),
-                            z.names().collect::<Vec<_>>().join(", "),
+                            z.names().map(name).collect::<Vec<_>>().join(", "),
                             names(ports)
                         ),
                     ));
                 }
                 for i in matching {
-                    take(&mut taken, ports, i)?;
-                    slots[i] = Some(from_archive(&z, &ports[i].name, &ports[i], &path)?);
+                    take(&mut s.taken, ports, i)?;
+                    s.read[i] = Some(from_archive(&z, &ports[i].name, &ports[i], &path)?);
                 }
             }
             spec => rest.push((text, spec)),
         }
     }
+    s.put_texts()?;
     for (text, spec) in rest {
-        let i = taken.iter().position(|t| !t).ok_or_else(|| {
+        let i = s.taken.iter().position(|t| !t).ok_or_else(|| {
             Error::argument("--input", format!("{text} is one too many: the model takes {}", names(ports)))
         })?;
-        take(&mut taken, ports, i)?;
-        match spec {
-            Spec::Fill(f, dims) => fills.push((i, text.clone(), f, dims)),
-            Spec::File(path) => slots[i] = Some(named_file(&ports[i], &path, a)?),
-        }
+        s.put(i, text, spec)?;
     }
+    let Slots { read: slots, mut fills, taken, .. } = s;
     let missing: Vec<&Port> = ports.iter().zip(&taken).filter(|(_, t)| !**t).map(|(p, _)| p).collect();
     if !missing.is_empty() {
         if !fill {
@@ -171,7 +262,10 @@ pub fn wanted(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Wanted>> 
             (None, None) => {
                 return Err(Error::argument(
                     "--input",
-                    format!("input '{0}' declares no shape; give one, as in --input {0}=zeros:1x8", p.name),
+                    format!(
+                        "input '{0}' declares no shape; give one, as in --input {0}=zeros:1x8",
+                        name(&p.name)
+                    ),
                 ));
             }
         };
@@ -227,34 +321,61 @@ pub fn or_ones(text: &str) -> String {
 fn names(ports: &[Port]) -> String {
     match ports {
         [] => "no input".into(),
-        _ => ports.iter().map(|p| p.name.as_str()).collect::<Vec<_>>().join(", "),
+        _ => ports.iter().map(|p| name(&p.name)).collect::<Vec<_>>().join(", "),
     }
 }
 
 fn take(taken: &mut [bool], ports: &[Port], i: usize) -> Result<()> {
     if std::mem::replace(&mut taken[i], true) {
-        return Err(Error::argument("--input", format!("input '{}' is given twice", ports[i].name)));
+        return Err(Error::argument("--input", format!("input '{}' is given twice", name(&ports[i].name))));
     }
     Ok(())
 }
 
 /// The input a text names, if it names one, and its source.
-fn split(ports: &[Port], text: &str) -> Result<(Option<usize>, Spec)> {
+pub fn split(ports: &[Port], text: &str) -> Result<(Option<usize>, Spec)> {
     let Some((name, rest)) = text.split_once('=') else {
         return Ok((None, spec(text)?));
     };
     match ports.iter().position(|p| p.name == name) {
         Some(i) => Ok((Some(i), spec(rest)?)),
-        // A path may hold the sign too.
+        // Text and numbers may hold the sign, and so may a path.
+        None if name.starts_with("text:") || name.starts_with(['@', '[', '{']) => Ok((None, spec(text)?)),
         None if Path::new(text).exists() => Ok((None, Spec::File(text.into()))),
-        None => Err(Error::argument(
-            "--input",
-            format!("the model has no input '{name}'; it takes {}", names(ports)),
-        )),
+        None => {
+            let near = contact::nearest(name, ports.iter().map(|p| p.name.as_str()));
+            let hint = near.map_or(String::new(), |n| format!(". Did you mean --input {n}={rest}?"));
+            let what = format!("the model has no input '{name}'; it takes {}{hint}", names(ports));
+            Err(Error::argument("--input", what))
+        }
     }
 }
 
+/// The sources with files of lines read: each line is a source of its own. Standard input can be read only once.
+pub fn lines_apart(ports: &[Port], inputs: &[String]) -> Result<Vec<String>> {
+    let mut out = Vec::with_capacity(inputs.len());
+    for text in inputs {
+        match split(ports, text)? {
+            (i, Spec::Text(lines)) => {
+                let name = i.map_or(String::new(), |i| format!("{}=", ports[i].name));
+                out.extend(lines.into_iter().map(|l| format!("{name}text:{l}")));
+            }
+            _ => out.push(text.clone()),
+        }
+    }
+    Ok(out)
+}
+
 fn spec(text: &str) -> Result<Spec> {
+    if let Some(line) = text.strip_prefix("text:") {
+        return Ok(Spec::Text(vec![line.into()]));
+    }
+    if let Some(file) = text.strip_prefix('@') {
+        return text::lines(Path::new(file)).map(Spec::Text);
+    }
+    if let Some(v) = numbers::parse(text)? {
+        return Ok(Spec::Numbers(v));
+    }
     let (word, dims) = match text.split_once(':') {
         Some((w, d)) => (w, Some(d)),
         None => (text, None),
@@ -280,16 +401,30 @@ fn dimensions(text: &str) -> Result<Vec<usize>> {
 }
 
 fn kind(path: &Path) -> Result<(impl AsRef<[u8]> + use<>, Option<Kind>)> {
-    let bytes = mmap::open(path)?;
+    let bytes = mmap::open(path).map_err(|e| contact::missing(path, e))?;
     let kind = sniff::kind(&bytes);
     Ok((bytes, kind))
 }
 
+fn is_npz(path: &Path) -> Result<bool> {
+    if path.is_dir() {
+        let what = "a folder of pictures is an input of `halcyon run` alone; name a file of it here";
+        return Err(Error::argument("--input", format!("{}: {what}", path.display())));
+    }
+    Ok(kind(path)?.1 == Some(Kind::Npz))
+}
+
 /// The value of an input from a file. Its kind is read from its content.
-fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
+pub fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
     let (bytes, kind) = kind(path)?;
     let source = path.display().to_string();
     if let Some(data) = words::read(p, path, bytes.as_ref(), kind)? {
+        return Ok(Input { name: p.name.clone(), source, data });
+    }
+    if kind.is_none() && path.extension().is_some_and(|e| e.eq_ignore_ascii_case("json")) {
+        let bad = |what: String| Error::Format { file: source.clone(), what };
+        let v = serde_json::from_slice(bytes.as_ref()).map_err(|e| bad(format!("not JSON: {e}")))?;
+        let data = numbers::datum(p, &v).map_err(|e| bad(format!("input '{}': {e}", p.name)))?;
         return Ok(Input { name: p.name.clone(), source, data });
     }
     let value = match kind {
@@ -310,7 +445,7 @@ fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
                         format!(
                             "{source} has several arrays and none is called '{}': {}",
                             p.name,
-                            z.names().collect::<Vec<_>>().join(", ")
+                            z.names().map(name).collect::<Vec<_>>().join(", ")
                         ),
                     ));
                 }
@@ -326,11 +461,13 @@ fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
             });
         }
         other => {
-            let what = other.map_or("a file of unknown kind".into(), |k| format!("a file of kind \"{k}\""));
-            return Err(Error::Format {
-                file: source,
-                what: format!("{what} is no input; give .npy, .npz, an ONNX .pb tensor, PNG or JPEG"),
-            });
+            let what = match (foreign::kind(bytes.as_ref()), other) {
+                (Some(f), None) => format!("this is {f}, which is no input"),
+                (_, Some(k)) => format!("a file of kind \"{k}\" is no input"),
+                (None, None) => "a file of unknown kind is no input".into(),
+            };
+            let next = "give .npy, .npz, .json, an ONNX .pb tensor, PNG or JPEG";
+            return Err(Error::Format { file: source, what: format!("{what}; {next}") });
         }
     };
     let value = of_port(p, value, &source)?;
@@ -339,8 +476,28 @@ fn named_file(p: &Port, path: &Path, a: &InputArgs) -> Result<Input> {
 
 fn from_archive(z: &Npz, array: &str, p: &Port, path: &Path) -> Result<Input> {
     let source = format!("{}[{array}]", path.display());
+    // The header alone, before an array is unpacked that does not fit.
+    let (dtype, dims) = z.head(array)?;
+    fits(p, dtype, &dims, &source)?;
     let data = of_port(p, z.get(array)?, &source)?;
     Ok(Input { name: p.name.clone(), source, data: data.into() })
+}
+
+/// Refuses an array that cannot be the value of an input, by its type and sizes.
+fn fits(p: &Port, dtype: DType, dims: &[usize], source: &str) -> Result<()> {
+    let want = p.dtype()?;
+    if dtype != want && dtype != npy::stand_in(want) {
+        // With the words for this type.
+        return of_port(p, ConstData::new(dtype, &[0], Arc::new(vec![]))?, source).map(drop);
+    }
+    let Some(shape) = p.shape() else { return Ok(()) };
+    let same = shape.rank() == dims.len()
+        && shape.iter().zip(dims).all(|(want, have)| want.known().is_none_or(|w| w == *have));
+    if same {
+        return Ok(());
+    }
+    let what = format!("input '{}' is {}, and {source} has {dtype}{dims:?}", name(&p.name), p.ty);
+    Err(Error::argument("--input", what))
 }
 
 /// Data is not converted, since what loses nothing in one file loses something in the next. Only where NumPy lacks the type of an
@@ -351,7 +508,8 @@ fn of_port(p: &Port, x: ConstData, source: &str) -> Result<ConstData> {
         return Ok(x);
     }
     let wrong = |want: String| {
-        Err(Error::DType { op: format!("input '{}'", p.name), dtype: x.dtype, want, at: Span::new(source) })
+        let what = format!("input '{}' is given {} by {source}: {want}", name(&p.name), x.dtype);
+        Err(Error::argument("--input", what))
     };
     let stand_in = npy::stand_in(want);
     if stand_in != want && x.dtype == stand_in {
@@ -384,11 +542,15 @@ fn missing_error(missing: &[&Port]) -> Error {
                 Some(_) => String::new(),
                 None => "1x8".into(),
             };
-            let (name, ty) = (&p.name, &p.ty);
-            if let PortType::Text { .. } | PortType::Map(_) = ty {
-                return format!("  {name} {ty}    --input {name}=FILE.json");
-            }
-            format!("  {name} {ty}    --input {name}=FILE.npy or --input {name}=random:{dims}")
+            let (name, ty) = (name(&p.name), name(&p.ty.to_string()).into_owned());
+            let file = match &p.ty {
+                PortType::Text { .. } | PortType::Map(_) => {
+                    return format!("  {name} {ty}    --input {name}=FILE.json");
+                }
+                _ if image::takes(p) => "PICTURE.png",
+                _ => "FILE.npy",
+            };
+            format!("  {name} {ty}    --input {name}={file} or --input {name}=random:{dims}")
         })
         .collect();
     Error::argument("--input", format!("inputs of the model that are not given:\n{}", lines.join("\n")))

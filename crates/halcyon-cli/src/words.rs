@@ -1,11 +1,20 @@
 //! Inputs that hold strings: JSON, text files, NumPy arrays of strings. Maps come as JSON.
 
-use halcyon::{ConstData, DType, Error, Result, Scalar};
+use crate::numbers;
+use halcyon::{Error, Result};
+use halcyon_formats::npy;
 use halcyon_formats::onnx::{Datum, Keys, Port, PortType, Text};
 use halcyon_formats::sniff::Kind;
-use halcyon_formats::{data, npy};
 use serde_json::Value;
 use std::path::Path;
+
+/// The value of a JSON document for an input of strings, or for a map.
+pub fn json(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
+    match &p.ty {
+        PortType::Map(of) => map(v, of),
+        _ => strings(v).map(Datum::Text),
+    }
+}
 
 /// The value of an input of strings, or of a map. `None` for other inputs, and for files that hold an ONNX value.
 ///
@@ -22,7 +31,7 @@ pub fn read(p: &Port, path: &Path, bytes: &[u8], kind: Option<Kind>) -> Result<O
     }
     let ending = |e: &str| path.extension().is_some_and(|x| x.eq_ignore_ascii_case(e));
     // A file's name decides first: short texts can look like anything.
-    let (json, lines) = match kind {
+    let (is_json, is_lines) = match kind {
         _ if ending("json") => (true, false),
         _ if ending("txt") => (false, true),
         Some(Kind::Npy) if matches!(p.ty, PortType::Text { .. }) => {
@@ -37,18 +46,21 @@ pub fn read(p: &Port, path: &Path, bytes: &[u8], kind: Option<Kind>) -> Result<O
         }
     };
     let text = std::str::from_utf8(bytes).map_err(|_| bad("not UTF-8 text".into()))?;
-    if json {
+    if is_json {
         let v: Value = serde_json::from_str(text).map_err(|e| bad(format!("not JSON: {e}")))?;
-        let value = match &p.ty {
-            PortType::Map(of) => map(&v, of),
-            _ => strings(&v).map(Datum::Text),
-        };
-        return value.map(Some).map_err(bad);
+        return json(p, &v).map(Some).map_err(bad);
     }
-    if !lines || !matches!(p.ty, PortType::Text { .. }) {
+    if !is_lines || !matches!(p.ty, PortType::Text { .. }) {
         return Err(bad(format!("{} is given as JSON", p.ty.kind())));
     }
-    let vals: Vec<String> = text.lines().map(String::from).collect();
+    lines(p, text.lines().map(String::from).collect()).map(|t| Some(Datum::Text(t)))
+}
+
+/// A string for each line.
+///
+/// # Errors
+/// Those of [`Text::new`].
+pub fn lines(p: &Port, vals: Vec<String>) -> Result<Text> {
     // One row or one column where the model declares a matrix of one.
     let n = vals.len();
     let dims = match p.shape().map(|s| s.as_ref()) {
@@ -57,21 +69,27 @@ pub fn read(p: &Port, path: &Path, bytes: &[u8], kind: Option<Kind>) -> Result<O
         Some([first, _]) if first.is(1) => vec![1, n],
         _ => vec![n],
     };
-    Ok(Some(Datum::Text(Text::new(&dims, vals)?)))
+    Text::new(&dims, vals)
 }
 
 /// A tensor of strings.
-fn strings(v: &Value) -> std::result::Result<Text, String> {
+pub fn strings(v: &Value) -> std::result::Result<Text, String> {
+    let (dims, vals) = flatten(v)?;
+    let vals = vals.into_iter().map(word).collect::<std::result::Result<_, _>>()?;
+    Text::new(&dims, vals).map_err(|e| e.to_string())
+}
+
+/// Sizes and elements of nested arrays, or of an object with `shape` and `values`.
+pub fn flatten(v: &Value) -> std::result::Result<(Vec<usize>, Vec<&Value>), String> {
     if let Value::Object(o) = v {
         let (Some(shape), Some(Value::Array(vals))) =
             (o.get("shape").and_then(Value::as_array), o.get("values"))
         else {
-            return Err("an object of strings has \"shape\" and \"values\"".into());
+            return Err("an object of values has \"shape\" and \"values\"".into());
         };
         let size = |d: &Value| d.as_u64().and_then(|d| usize::try_from(d).ok());
         let dims = shape.iter().map(size).collect::<Option<Vec<_>>>().ok_or("\"shape\" holds no sizes")?;
-        let vals = vals.iter().map(word).collect::<std::result::Result<_, _>>()?;
-        return Text::new(&dims, vals).map_err(|e| e.to_string());
+        return Ok((dims, vals.iter().collect()));
     }
     // The sizes are those along the first elements; the others must agree.
     let (mut dims, mut first) = (vec![], v);
@@ -93,8 +111,7 @@ fn strings(v: &Value) -> std::result::Result<Text, String> {
         }
         level = next;
     }
-    let vals = level.into_iter().map(word).collect::<std::result::Result<_, _>>()?;
-    Text::new(&dims, vals).map_err(|e| e.to_string())
+    Ok((dims, level))
 }
 
 fn word(v: &Value) -> std::result::Result<String, String> {
@@ -120,7 +137,7 @@ fn map(v: &Value, of: &PortType) -> std::result::Result<Datum, String> {
     };
     let n = vals.len();
     let value = match of {
-        PortType::Tensor { dtype, .. } => numbers(&vals, *dtype)?.into(),
+        PortType::Tensor { dtype, .. } => numbers::tensor(*dtype, &[vals.len()], &vals)?.into(),
         PortType::Text { .. } => {
             let vals = vals.into_iter().map(word).collect::<std::result::Result<_, _>>()?;
             Datum::Text(Text::new(&[n], vals).map_err(|e| e.to_string())?)
@@ -130,18 +147,10 @@ fn map(v: &Value, of: &PortType) -> std::result::Result<Datum, String> {
     Ok(Datum::Map(keys, Box::new(value)))
 }
 
-fn numbers(vals: &[&Value], dtype: DType) -> std::result::Result<ConstData, String> {
-    let one = |v: &&Value| {
-        let n = if dtype.is_float() { v.as_f64().map(Scalar::F) } else { v.as_i64().map(Scalar::I) };
-        n.ok_or_else(|| format!("{v} is no {dtype}"))
-    };
-    let n = vals.iter().map(one).collect::<std::result::Result<Vec<_>, _>>()?;
-    data::from_scalars(dtype, &[vals.len()], n).map_err(|e| e.to_string())
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use halcyon::DType;
 
     fn port(ty: PortType) -> Port {
         Port { name: "x".into(), ty }

@@ -28,6 +28,7 @@ fn readmes_first_command_sees_a_seven() {
     let d = halcyon(&seven(&["--top-k", "3", "--labels", "models/digits-labels.txt"])).ok();
     let rank = d.out.lines().find(|l| l.trim_start().starts_with("1.")).expect("a first rank");
     assert!(rank.contains("seven (7)"), "{}", d.out);
+    let d = halcyon(&seven(&["--top-k", "3", "-v"])).ok();
     for part in ["backend  ", "times    load ", "compile ", "run      ", "memory   "] {
         assert!(d.out.contains(part), "{part}: {}", d.out);
     }
@@ -50,8 +51,8 @@ fn json_is_the_only_output_and_tells_everything() {
     assert!(0.0 < run("min") && run("min") <= run("median") && run("median") <= run("max"));
     // The classifier has 6,090 f32 parameters.
     assert!(v["memory"]["process_peak_bytes"].as_u64().is_none_or(|b| b > 6090 * 4));
-    // Progress goes elsewhere, as lines, since this is no terminal.
-    assert!(d.err.contains("run 12/12"), "{}", d.err);
+    // Progress is for terminals, and this is none.
+    assert_eq!(d.err, "");
 }
 
 #[test]
@@ -126,11 +127,11 @@ fn wrong_inputs_say_what_is_right() {
     run(&["zeros:x", "zeros"]).fails(2, &["is no shape"]);
     run(&[&path("z.npz"), "zeros"]).fails(2, &["it has x, y", "the model takes a, b"]);
     run(&[&path("gone.npy"), "zeros"]).fails(1, &["gone.npy"]);
-    run(&[&path("text.npy"), "zeros"]).fails(1, &["unknown kind"]);
+    run(&[&path("text.npy"), "zeros"]).fails(1, &["a text file", "give .npy"]);
     run(&[&m, "zeros"]).fails(1, &["ONNX model"]);
-    run(&[&path("f64.npy"), "zeros"]).fails(1, &["input 'a'", "f64", "takes f32", "astype(\"f4\")"]);
-    run(&[&path("four.npy"), "zeros"]).fails(1, &["'a'", "[n, 3]", "[1, 4]"]);
-    run(&["zeros:2x3", "zeros:5x3"]).fails(1, &["'b'"]);
+    run(&[&path("f64.npy"), "zeros"]).fails(2, &["input 'a'", "f64", "takes f32", "astype(\"f4\")"]);
+    run(&[&path("four.npy"), "zeros"]).fails(2, &["'a'", "[n, 3]", "[1, 4]"]);
+    run(&["zeros:2x3", "zeros:5x3"]).fails(2, &["'b'"]);
 }
 
 #[test]
@@ -249,14 +250,10 @@ fn devices_lists_every_backend() {
         assert_eq!(r["available"] == true, r["devices"].as_array().is_some_and(|d| !d.is_empty()), "{r}");
     }
     let text = halcyon(&["devices"]).ok().out;
-    assert!(
-        text.starts_with("=== Available Backends ===\n") && text.contains("✓ CPU (cpu)\n    [0] "),
-        "{text}"
-    );
-    assert!(
-        text.contains("✗ CUDA (cuda)\n    Error: ") && text.contains("\nRecommended backend: "),
-        "{text}"
-    );
+    for r in rows {
+        let id = r["id"].as_str().expect("an id");
+        assert!(text.lines().any(|l| l.starts_with(id)), "{id}: {text}");
+    }
 }
 
 #[test]
@@ -414,22 +411,26 @@ fn conformance_tells_wrong_from_unsupported_from_broken() {
     halcyon(&["conformance", "onnx", text(&at("broken/test_data_set_0"))]).fails(2, &["model.onnx"]);
 }
 
+/// What is asked for is done also on processors that are slower in bf16.
+const FORCE: &str = "--force-precision";
+
 #[test]
 fn precision_is_chosen_by_flag_or_environment_and_reported() {
     let receipt = |v: &Value| {
         let all = v["receipts"].as_array().expect("receipts").clone();
         all.into_iter().find(|r| r["transformation"] == "mixed precision")
     };
-    let v =
-        halcyon(&seven(&["--precision", "bf16", "--top-k", "1", "--json", "--backend", "cpu"])).ok().json();
+    let v = halcyon(&seven(&["--precision", "bf16", FORCE, "--top-k", "1", "--json", "--backend", "cpu"]))
+        .ok()
+        .json();
     assert_eq!((&v["top_k"]["rows"][0][0]["index"], &v["backend"]["precision"]), (&7.into(), &"bf16".into()));
     let r = receipt(&v).expect("a receipt");
     assert!(r["count"].as_u64() > Some(0) && r["bytes"].as_u64() > Some(0), "{r}");
     assert_eq!(v["outputs"][0]["dtype"], "f32");
-    let text = halcyon(&seven(&["--precision", "bf16", "--backend", "cpu"])).ok();
+    let text = halcyon(&seven(&["--precision", "bf16", FORCE, "--backend", "cpu", "-v"])).ok();
     assert!(text.out.contains("level    O2, bf16"), "{}", text.out);
     let set = |p: &str, more: &[&str]| finish(command(&seven(more)).env("HALCYON_PRECISION", p));
-    let v = set("bf16", &["--json", "--backend", "cpu"]).ok().json();
+    let v = set("bf16", &["--json", FORCE, "--backend", "cpu"]).ok().json();
     assert!(v["backend"]["precision"] == "bf16" && receipt(&v).is_some());
     // The flag counts before the environment, and a transformation that is switched off is off.
     let v = set("bf16", &["--precision", "f32", "--json", "--backend", "cpu"]).ok().json();
@@ -449,10 +450,10 @@ fn precision_of_products_is_chosen_by_flag_and_reported() {
     };
     let v = run("Medium", &["--json"]).ok().json();
     assert_eq!(v["backend"]["matmul_precision"], "medium");
-    assert!(run("high", &[]).ok().out.contains("level    O2, products high"));
+    assert!(run("high", &["-v"]).ok().out.contains("level    O2, products high"));
     // Below O2 nothing is rounded, so nothing is said.
-    assert!(!run("high", &["--level", "O1"]).ok().out.contains("products high"));
-    assert!(!run("highest", &[]).ok().out.contains("products high"));
+    assert!(!run("high", &["-v", "--level", "O1"]).ok().out.contains("products high"));
+    assert!(!run("highest", &["-v"]).ok().out.contains("products high"));
     run("tf32", &[]).fails(2, &["tf32", "highest, high or medium"]);
 }
 

@@ -16,7 +16,7 @@ use common::*;
 use halcyon::{Backend, BackendType, ConstData, Error, Level, OnnxSession, Replay, Result, Session};
 use halcyon_formats::onnx::proto::*;
 use halcyon_formats::onnx::tensor::{self, External};
-use halcyon_formats::onnx::{Datum, Model, PortType};
+use halcyon_formats::onnx::{Datum, Model, PortType, RunOptions};
 use halcyon_formats::{npy, npz, safetensors};
 use halcyon_ir::{Bindings, DType, Graph, TensorType};
 use models::{body, floats, graph, int, ints, list, model, node, port, scalar, with};
@@ -58,7 +58,8 @@ fn run(file: Bytes) -> Result<()> {
     let m = Model::parse(file, External::none(), "m.onnx")?;
     m.check("cpu")?;
     if let Some(x) = inputs(&m)? {
-        OnnxSession::new(&CPU, m)?.run(&x)?;
+        let options = RunOptions { max_iterations: 1000, ..RunOptions::default() };
+        OnnxSession::new(&CPU, m)?.with_options(options).run_data(&x)?;
     }
     Ok(())
 }
@@ -294,6 +295,164 @@ fn changed_models_run_or_are_refused() {
 }
 
 #[test]
+fn a_faulty_model_is_no_usage_error() {
+    let mut a = Attacks::new();
+    let scalars = |op: &str, of: &[f32]| {
+        let names: Vec<String> = (0..of.len()).map(|k| format!("s{k}")).collect();
+        let w: Vec<TensorProto> = names.iter().zip(of).map(|(n, v)| scalar(floats(n, &[1], &[*v]))).collect();
+        let ins: Vec<&str> = names.iter().map(String::as_str).collect();
+        (node(op, &ins, &["z"]), w)
+    };
+    let (n, w) = scalars("Range", &[0.0, 1.0, 0.0]);
+    let mut g = op(node("Neg", &["x"], &["y"]), w);
+    g.node.push(n);
+    g.output = vec![port("z", 1, &[])];
+    a.graph(g, 1, &["Range"]);
+    let two = vec![ints("s", &[3, 5])];
+    a.graph(op(node("Reshape", &["x", "s"], &["y"]), two), 1, &["Reshape"]);
+    let top = int(node("TopK", &["x", "k"], &["y", "i"]), "axis", 7);
+    a.graph(op(top, vec![ints("k", &[1])]), 1, &["TopK"]);
+    let sum = with(node("Einsum", &["x"], &["y"]), "equation", |a| {
+        (a.r#type, a.s) = (attribute::STRING, b"ij,jk->ik".to_vec().into())
+    });
+    a.graph(op(sum, vec![]), 1, &["Einsum"]);
+    let still = list(node("Conv", &["x", "w"], &["y"]), "strides", &[0]);
+    let w = floats("w", &[1, 1, 2], &[1.0, 2.0]);
+    let g = graph(vec![still], vec![port("x", 1, &[1, 1, 4])], vec![port("y", 1, &[])], vec![w]);
+    a.graph(g, 1, &["stride"]);
+}
+
+/// A deflated archive of one array of zeros whose header and directory say what the caller says.
+fn bomb(name: &str, floats: usize, claimed: usize) -> Vec<u8> {
+    let mut head = format!("{{'descr': '<f4', 'fortran_order': False, 'shape': ({claimed},), }}");
+    while (10 + head.len() + 1) % 64 != 0 {
+        head.push(' ');
+    }
+    head.push('\n');
+    let mut body = b"\x93NUMPY\x01\x00".to_vec();
+    body.extend((head.len() as u16).to_le_bytes());
+    body.extend(head.as_bytes());
+    let size = body.len() + 4 * claimed;
+    let mut z = flate2::write::DeflateEncoder::new(vec![], flate2::Compression::best());
+    std::io::Write::write_all(&mut z, &body).expect("packed");
+    let zeros = vec![0u8; 1 << 20];
+    let mut left = 4 * floats;
+    while left > 0 {
+        let n = left.min(zeros.len());
+        std::io::Write::write_all(&mut z, &zeros[..n]).expect("packed");
+        left -= n;
+    }
+    let packed = z.finish().expect("packed");
+    let file = format!("{name}.npy");
+    let mut common = vec![];
+    common.extend([45u8, 0, 0, 8, 8, 0, 0, 0, 0x21, 0]);
+    common.extend(0u32.to_le_bytes());
+    common.extend([0xff; 8]);
+    common.extend((file.len() as u16).to_le_bytes());
+    let extra: Vec<u8> = [1u16.to_le_bytes(), 16u16.to_le_bytes()]
+        .concat()
+        .into_iter()
+        .chain((size as u64).to_le_bytes())
+        .chain((packed.len() as u64).to_le_bytes())
+        .collect();
+    common.extend((extra.len() as u16).to_le_bytes());
+    let mut out = b"PK\x03\x04".to_vec();
+    out.extend(&common);
+    out.extend(file.as_bytes());
+    out.extend(&extra);
+    out.extend(&packed);
+    let at = out.len() as u32;
+    out.extend(b"PK\x01\x02\x2d\x00");
+    out.extend(&common);
+    out.extend([0; 10]);
+    out.extend(0u32.to_le_bytes());
+    out.extend(file.as_bytes());
+    out.extend(&extra);
+    let len = out.len() as u32 - at;
+    out.extend(b"PK\x05\x06\0\0\0\0\x01\0\x01\0");
+    out.extend(len.to_le_bytes());
+    out.extend(at.to_le_bytes());
+    out.extend([0, 0]);
+    out
+}
+
+#[test]
+fn archives_that_unpack_to_more_than_there_is() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let path = dir.path().join("bomb.npz");
+    let open = dir.path().join("open.onnx");
+    let n = vec![node("ReduceMax", &["image"], &["y"])];
+    let mut g = graph(n, vec![port("image", 1, &[1])], vec![port("y", 1, &[])], vec![]);
+    g.input = vec![common::port("image", DType::F32, &[Err("n")])];
+    save(&model(17, g), &open);
+    // One gigabyte of zeros in a megabyte: `inspect` reads the header alone, and a model that takes 64 numbers does not unpack it.
+    let count = 256 << 20;
+    std::fs::write(&path, bomb("image", count, count)).expect("a file");
+    let (done, peak) = attack(&["inspect", text(&path), "--json"]);
+    let v = done.ok().json();
+    assert_eq!(v["tensors"][0]["shape"], serde_json::json!([count]), "{v}");
+    assert!(peak.is_none_or(|p| p < 150 << 20), "{peak:?}");
+    refused(
+        &["run", "models/digits.onnx", "--backend", "cpu", "--input", text(&path)],
+        2,
+        &["'image'", "[268435456]"],
+    );
+    // Where a model takes any size, memory decides: it is asked for before it is used.
+    let given = ["run", text(&open), "--backend", "cpu", "--input", text(&path)];
+    if cfg!(target_os = "linux") {
+        let mut c = Command::new("sh");
+        let script = "ulimit -v 1000000; exec \"$0\" \"$@\"";
+        c.args(["-c", script, env!("CARGO_BIN_EXE_halcyon")]).args(given).current_dir(root());
+        finish(&mut c).fails(5, &["out of memory on the host", "image"]);
+    }
+    // Twenty gigabytes that are not there: what the directory and the header say is not believed.
+    std::fs::write(&path, bomb("image", 256 << 20, 5 << 30)).expect("a file");
+    let (done, peak) = attack(&given);
+    assert!([1, 5].contains(&done.code) && done.err.lines().count() == 1, "{done:?}");
+    assert!(peak.is_none_or(|p| p < (1 << 30) + RESIDENT), "{peak:?}");
+    let (done, _) = attack(&["inspect", text(&path)]);
+    // No such compression exists, which `inspect` says of that member.
+    assert!(done.code == 0 && done.out.contains("more than deflate can hold"), "{done:?}");
+    // The header and the directory disagree.
+    let mut lies = bomb("image", 16, 16);
+    let at = lies.windows(4).rposition(|w| w == [1, 0, 16, 0]).expect("sizes");
+    lies[at + 4..at + 12].copy_from_slice(&(1u64 << 14).to_le_bytes());
+    std::fs::write(&path, lies).expect("a file");
+    refused(&given, 1, &["takes 64 bytes"]);
+}
+
+/// Whatever the limit is, the command runs, or says that memory is short.
+#[cfg(target_os = "linux")]
+#[test]
+fn little_address_space_is_out_of_memory() {
+    let digits = ["models/digits.onnx", "--backend", "cpu"];
+    let run: Vec<&str> = ["run"].into_iter().chain(digits).chain(["--input", "ones"]).collect();
+    let fit: Vec<&str> = ["fit"].into_iter().chain(digits).chain(["--batch", "500"]).collect();
+    let inspect = vec!["inspect", "models/digits.onnx", "--backend", "cpu"];
+    for (args, json) in [(run.clone(), false), (run, true), (fit, true), (inspect, true)] {
+        let mut worked = 0;
+        for mib in [100, 150, 200, 250, 300, 400, 600, 1000, 2000, 4000] {
+            let mut c = Command::new("sh");
+            let script = format!("ulimit -v {}; exec \"$0\" \"$@\"", mib << 10);
+            c.args(["-c", &script, env!("CARGO_BIN_EXE_halcyon")]).args(&args).current_dir(root());
+            if json {
+                c.arg("--json");
+            }
+            let done = finish(&mut c);
+            worked += usize::from(done.code == 0);
+            // The loader itself fails with 127 before the command starts.
+            assert!([0, 5, 127].contains(&done.code), "{args:?} with {mib} MiB: {done:?}");
+            match (done.code, json) {
+                (5, true) => assert_eq!(done.json()["exit_code"], 5, "{done:?}"),
+                (5, false) => assert!(done.err.contains("out of memory"), "{done:?}"),
+                _ => {}
+            }
+        }
+        assert!(worked > 0, "{args:?}");
+    }
+}
+
+#[test]
 fn graphs_that_are_none() {
     let mut a = Attacks::new();
     let y = || vec![port("y", 1, &[2])];
@@ -316,7 +475,7 @@ fn graphs_that_are_none() {
     a.model(&model(17, g), &["--input", "x=ones"], 1, &["input 'x' is declared twice"]);
     let w = || floats("w", &[2], &[1.0, 2.0]);
     a.graph(op(node("Add", &["x", "w"], &["y"]), vec![w(), w()]), 1, &["initializer 'w' is declared twice"]);
-    a.bytes(b"", &[], 1, &["no graph"]);
+    a.bytes(b"", &[], 1, &["an empty file"]);
     a.bytes(b"hello, this is no model", &[], 1, &["not an ONNX model"]);
     let mut m = model(17, op(node("Neg", &["x"], &["y"]), vec![]));
     m.opset_import = vec![m.opset_import[0].clone(); 5000];
@@ -427,7 +586,11 @@ fn nesting_and_length() {
         vec![],
     );
     let n = body(node("Loop", &["n", "", "x"], &["y"]), "body", nothing);
-    a.graph(op(n, vec![scalar(ints("n", &[i64::MAX]))]), 3, &["nodes with its loops unrolled"]);
+    a.graph(
+        op(n, vec![scalar(ints("n", &[i64::MAX]))]),
+        1,
+        &["Loop#0 has not ended after 10000000 iterations", "--max-iterations"],
+    );
     // Two million empty messages of two bytes.
     let mut bomb = model(17, GraphProto::default()).encode_to_vec();
     let empty = [0x2a, 0x00].repeat(2_000_000);
@@ -473,16 +636,23 @@ fn long_chains_do_not_recurse_or_take_quadratic_time() {
             m
         }),
     ];
+    // Time that this thread had a processor: what else the machine does must not count. Systems that do not tell it judge nothing.
+    let busy = || -> Option<Duration> {
+        let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
+        Some(Duration::from_nanos(text.split_whitespace().next()?.parse().ok()?))
+    };
     let time = |m: &ModelProto| {
         let file = Bytes::from(m.encode_to_vec());
-        let start = Instant::now();
+        let before = busy();
         run(file).expect("the chain runs");
-        start.elapsed()
+        busy().zip(before).map(|(after, before)| after - before)
     };
     for (name, make) in makes {
         let (short, long) = (time(&make(2000)), time(&make(10_000)));
         println!("{name}: {short:?}, five times as long {long:?}");
-        assert!(long < short * 15 + Duration::from_secs(2), "{name}: {short:?}, then {long:?}");
+        if let (Some(short), Some(long)) = (short, long) {
+            assert!(long < short * 15 + Duration::from_secs(2), "{name}: {short:?}, then {long:?}");
+        }
     }
     let long = chain(10_000, views);
     println!("views: {:?}", time(&long));
@@ -511,7 +681,7 @@ fn sizes_that_no_machine_has() {
     a.graph(shaped(full(), &[1 << 30]), 5, &["out of memory", "ConstantOfShape"]);
     a.graph(shaped(full(), &[1 << 46]), 1, &["too large to address"]);
     a.graph(shaped(full(), &[i64::MAX, 2]), 1, &["too large"]);
-    a.graph(shaped(full(), &[-1]), 2, &["negative"]);
+    a.graph(shaped(full(), &[-1]), 1, &["negative"]);
     let expand = || node("Expand", &["x", "s"], &["y"]);
     a.graph(shaped(expand(), &[1 << 28, 2]), 5, &["out of memory"]);
     a.graph(shaped(expand(), &[1 << 62, 2]), 1, &["too large"]);
@@ -520,15 +690,15 @@ fn sizes_that_no_machine_has() {
     a.graph(shaped(tile(), &[i64::MAX]), 1, &["too large"]);
     let pad = || node("Pad", &["x", "s"], &["y"]);
     a.graph(shaped(pad(), &[0, 1 << 30]), 5, &["out of memory"]);
-    a.graph(shaped(pad(), &[i64::MAX, i64::MAX]), 2, &["out of range"]);
-    a.graph(shaped(node("Reshape", &["x", "s"], &["y"]), &[i64::MAX, 0, i64::MAX]), 2, &["has no size"]);
+    a.graph(shaped(pad(), &[i64::MAX, i64::MAX]), 1, &["out of range"]);
+    a.graph(shaped(node("Reshape", &["x", "s"], &["y"]), &[i64::MAX, 0, i64::MAX]), 1, &["has no size"]);
     a.graph(shaped(node("Reshape", &["x", "s"], &["y"]), &[i64::MAX, i64::MAX]), 1, &["too large"]);
     let range = |to: i64| {
         let v = |name: &str, n| scalar(ints(name, &[n]));
         op(node("Range", &["from", "to", "by"], &["y"]), vec![v("from", 0), v("to", to), v("by", 1)])
     };
     a.graph(range(1 << 30), 5, &["out of memory"]);
-    a.graph(range(i64::MAX), 2, &["no end"]);
+    a.graph(range(i64::MAX), 1, &["no end"]);
     // An intermediate counts as well, and a chain that multiplies its size at every step.
     let n = vec![
         node("ConstantOfShape", &["s"], &["b"]),
@@ -551,7 +721,7 @@ fn sizes_that_no_machine_has() {
     a.graph(op(node("Unsqueeze", &["x", "a"], &["y"]), vec![ints("a", &axes)]), 1, &["axes"]);
     // Parts.
     let n = int(node("Split", &["x"], &["y"]), "num_outputs", 65_536);
-    a.model(&model(18, op(n, vec![])), &["--input", "ones"], 2, &["parts"]);
+    a.model(&model(18, op(n, vec![])), &["--input", "ones"], 1, &["parts"]);
     let n = vec![
         node("Expand", &["x", "s"], &["b"]),
         node("SplitToSequence", &["b"], &["q"]),
@@ -575,7 +745,7 @@ fn sizes_that_no_machine_has() {
             save(&model(17, g), &path);
             attack(&["run", text(&path), "--backend", "cpu", "--memory-limit", "512M", "--input", "ones"])
         };
-        assert!((1..=5).contains(&done.code) && done.err.lines().count() == 1, "{name} {v:?}: {done:?}");
+        assert!([1, 5].contains(&done.code) && done.err.lines().count() == 1, "{name} {v:?}: {done:?}");
         assert!(peak.is_none_or(|p| p < RESIDENT), "{name}: {peak:?}");
     }
 }
@@ -589,12 +759,12 @@ fn wrong_types_and_missing_parts() {
     a.graph(two(node("Add", &["x", "b"], &["y"]), port("b", 7, &[2])), 1, &["i64"]);
     a.graph(two(node("Add", &["x", "b"], &["y"]), port("b", 1, &[3])), 1, &["[2]", "[3]"]);
     a.graph(two(node("MatMul", &["x", "b"], &["y"]), port("b", 1, &[3, 2])), 1, &["matmul"]);
-    a.graph(op(node("Add", &["x"], &["y"]), vec![]), 2, &["takes 2 operands"]);
-    a.graph(op(node("Reshape", &["x"], &["y"]), vec![]), 2, &["operand 1 is missing"]);
-    a.graph(op(node("Concat", &["x"], &["y"]), vec![]), 2, &["'axis' is missing"]);
+    a.graph(op(node("Add", &["x"], &["y"]), vec![]), 1, &["takes 2 operands"]);
+    a.graph(op(node("Reshape", &["x"], &["y"]), vec![]), 1, &["operand 1 is missing"]);
+    a.graph(op(node("Concat", &["x"], &["y"]), vec![]), 1, &["'axis' is missing"]);
     let wrong = with(node("Concat", &["x"], &["y"]), "axis", |a| (a.r#type, a.f) = (attribute::FLOAT, 0.0));
-    a.graph(op(wrong, vec![]), 2, &["attribute 'axis' has type 1"]);
-    a.graph(op(int(node("Concat", &["x"], &["y"]), "axis", i64::MIN), vec![]), 2, &["axis"]);
+    a.graph(op(wrong, vec![]), 1, &["attribute 'axis' has type 1"]);
+    a.graph(op(int(node("Concat", &["x"], &["y"]), "axis", i64::MIN), vec![]), 1, &["axis"]);
     // Types that ONNX lacks, in a weight and in an input; text where numbers are needed.
     let odd = |code| TensorProto { data_type: code, ..floats("w", &[2], &[1.0, 2.0]) };
     a.graph(op(node("Add", &["x", "w"], &["y"]), vec![odd(0)]), 1, &["tensor 'w'"]);
@@ -618,13 +788,13 @@ fn wrong_types_and_missing_parts() {
     let path = self::text(&path).to_string();
     let done = halcyon(&["run", &path, "--backend", "cpu", "--input", "ones"]);
     done.fails(2, &["not given", "b f32[2]"]);
-    refused(&["run", &path, "--backend", "cpu", "--input", "ones", "--input", "zeros:3"], 1, &["'b'", "[3]"]);
+    refused(&["run", &path, "--backend", "cpu", "--input", "ones", "--input", "zeros:3"], 2, &["'b'", "[3]"]);
     let npy_path = a.dir.path().join("i.npy");
     npy::write(&npy_path, &ConstData::from_slice(&[2], &[1i64, 2]).expect("a tensor")).expect("a file");
     let given = format!("b={}", self::text(&npy_path));
     refused(
         &["run", &path, "--backend", "cpu", "--input", "x=ones", "--input", &given],
-        1,
+        2,
         &["i64", "the model takes f32"],
     );
 }
@@ -691,6 +861,43 @@ fn external_data_outside_the_folder() {
         ("length", "1e9"),
     ] {
         try_one(&w("data", &[(k, v)]), &["external"]);
+    }
+    // Links stay in the folder, or are allowed by name, or are those of a Hugging Face cache.
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::symlink;
+        symlink("data", below.join("near")).expect("a link");
+        let path = below.join("m.onnx");
+        save(&w("near", &[("length", "8")]), &path);
+        let run = |path: &std::path::Path, more: &[&str]| {
+            halcyon(&[&["run", text(path), "--backend", "cpu", "--input", "ones"], more].concat())
+        };
+        run(&path, &[]).ok();
+        symlink("../secret", below.join("far")).expect("a link");
+        let far = w("far", &[("length", "8")]);
+        try_one(&far, &["is a link to", "outside of the model's folder", "--allow-external-links"]);
+        for command in ["inspect", "fit", "select", "trace"] {
+            let done = halcyon(&[command, text(&path), "--backend", "cpu"]);
+            assert!(
+                done.code == 1 && format!("{}{}", done.out, done.err).contains("is a link to"),
+                "{command}: {done:?}"
+            );
+        }
+        run(&path, &["--allow-external-links"]).ok();
+        symlink("..", below.join("up")).expect("a link");
+        try_one(&w("up/secret", &[("length", "8")]), &["is a link to"]);
+        let repo = a.dir.path().join("models--a--b");
+        let snapshot = repo.join("snapshots/0123");
+        std::fs::create_dir_all(&snapshot).expect("a folder");
+        std::fs::create_dir(repo.join("blobs")).expect("a folder");
+        std::fs::write(repo.join("blobs/m"), w("w.bin", &[]).encode_to_vec()).expect("a file");
+        std::fs::write(repo.join("blobs/w"), [0u8; 8]).expect("a file");
+        symlink("../../blobs/m", snapshot.join("m.onnx")).expect("a link");
+        symlink("../../blobs/w", snapshot.join("w.bin")).expect("a link");
+        run(&snapshot.join("m.onnx"), &[]).ok();
+        std::fs::remove_file(snapshot.join("w.bin")).expect("a link");
+        symlink(&secret, snapshot.join("w.bin")).expect("a link");
+        run(&snapshot.join("m.onnx"), &[]).fails(1, &["is a link to"]);
     }
     let t = TensorProto { raw_data: None, data_location: EXTERNAL, ..floats("w", &[2], &[]) };
     let nowhere = model(17, op(node("Add", &["x", "w"], &["y"]), vec![t]));

@@ -1,4 +1,5 @@
-//! Real models with known outputs, through the command: on cpu at every level, on opencl and webgpu at O1 and O2.
+//! Real models with known outputs, through the command: on cpu at every level, on opencl and webgpu at O1 and O2. HALCYON_CASES=N draws
+//! a sample by seed: one level for each backend and model, and one of the folders of models.
 
 mod common;
 
@@ -33,7 +34,11 @@ fn run(lane: (&str, &str), model: &Path, inputs: &[String], more: &[&str]) -> (C
 }
 
 fn lanes(test: &'static str) -> impl Iterator<Item = (&'static str, &'static str)> {
-    LANES.into_iter().filter(move |l| there(test, l.0))
+    LANES.into_iter().filter(move |l| {
+        let levels: Vec<&str> = LANES.iter().filter(|o| o.0 == l.0).map(|o| o.1).collect();
+        let drawn = drawn(&format!("{test} on {}", l.0), levels.len());
+        there(test, l.0) && drawn.is_none_or(|i| levels[i] == l.1)
+    })
 }
 
 #[test]
@@ -145,8 +150,14 @@ fn squeezenet_follows_onnxruntime() {
     }
 }
 
+const FOLDERS: [&str; 4] = ["models/light", "models/random", "ml", "models/shapes"];
+
 /// Every case of a folder passes on cpu, opencl and webgpu, and there are so many at least.
 fn all_pass(test: &'static str, folder: &str, at_least: u64) {
+    if drawn("folder of models", FOLDERS.len()).is_some_and(|i| FOLDERS[i] != folder) {
+        println!("{test}: another folder was drawn");
+        return;
+    }
     let Some(dir) = prepared(test, "HALCYON_TESTDATA", folder) else { return };
     for backend in ["cpu", "opencl", "webgpu"] {
         if !there(test, backend) {

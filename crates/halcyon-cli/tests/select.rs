@@ -53,7 +53,8 @@ fn what_does_not_fit_says_what_is_missing() {
     assert_eq!(e.code, 5, "{e:?}");
     // And so it is where the plan does not fit when it is to run.
     let e = clean(&["run", DIGITS, "--input", "random", "--memory-limit", "4K"], &[]);
-    e.fails(5, &["out of memory on every device", "cpu:0 needs", "lacks"]);
+    // One device or several: the machine decides.
+    e.fails(5, &["out of memory on ", "cpu:0", "4096"]);
 }
 
 #[test]
@@ -139,7 +140,8 @@ fn software_devices_come_last() {
         let v = clean(&["select", DIGITS, "--json"], &[("HALCYON_BACKENDS", order)]).ok().json();
         v["backend"]["id"].as_str().expect("an id").to_string()
     };
-    assert_eq!((chosen("opencl,cpu"), chosen("opencl")), ("cpu:0".into(), "opencl:0".into()));
+    // An order with a name puts it last; a list names it.
+    assert_eq!((chosen("inference"), chosen("opencl,cpu")), ("cpu:0".into(), "opencl:0".into()));
 }
 
 #[test]
@@ -175,8 +177,12 @@ fn a_run_over_two_devices_gives_what_one_gives() {
             assert_eq!(d["runs_uploaded"].as_u64(), said("uploaded"), "{v:#}");
             assert_eq!(d["runs_downloaded"].as_u64(), said("downloaded"), "{v:#}");
         }
-        let text = clean(&["run", DIGITS, "--input", SEVEN, "--split", split, "--top-k", "1"], &[]).ok().out;
-        assert!(text.contains("placement 2 segments") && text.contains("copy     "), "{text}");
+        let args = ["run", DIGITS, "--input", SEVEN, "--split", split, "--top-k", "1", "-v"];
+        let text = clean(&args, &[]).ok().out;
+        assert!(
+            text.contains("placement") && text.contains("2 segments") && text.contains("copy     "),
+            "{text}"
+        );
     }
     // Nothing has to leave the CPU.
     let v = clean(&["select", DIGITS, "--backend", "cpu", "--may-leave", "0", "--json"], &[]).ok().json();
@@ -191,5 +197,39 @@ fn a_home_that_is_none_is_no_error() {
         let mut c = command(&["select", DIGITS, "--backend", "cpu"]);
         c.env_remove("HALCYON_CONFIG").env_remove("XDG_CONFIG_HOME").env("HOME", home);
         finish(&mut c).ok();
+    }
+}
+
+#[test]
+fn the_instruction_set_of_the_cpu_is_limited_or_refused() {
+    let cpu = |vars: &[(&str, &str)]| {
+        let all = clean(&["devices", "--json"], vars).ok().json();
+        let row = all
+            .as_array()
+            .and_then(|a| a.iter().find(|r| r["id"] == "cpu"))
+            .cloned()
+            .expect("the CPU is listed");
+        row["devices"][0]["properties"].clone()
+    };
+    let best = cpu(&[("HALCYON_CPU_ISA", "")]);
+    let sets: Vec<&str> = best["instruction_sets"].as_str().expect("they are told").split(' ').collect();
+    assert_eq!((sets[0], best["instruction_set"].as_str()), ("portable", sets.last().copied()));
+    for set in &sets {
+        let p = cpu(&[("HALCYON_CPU_ISA", set)]);
+        assert_eq!(
+            (&p["instruction_set"], &p["instruction_sets"]),
+            (&(*set).into(), &best["instruction_sets"])
+        );
+        let run = ["run", DIGITS, "--input", "random", "--backend", "cpu"];
+        clean(&run, &[("HALCYON_CPU_ISA", set)]).ok();
+    }
+    // Whatever is chosen, a wrong value is an error that lists what this machine has.
+    for backend in ["cpu", "auto", "noop"] {
+        let run = ["run", DIGITS, "--input", "random", "--backend", backend];
+        let list = sets.join(", ");
+        clean(&run, &[("HALCYON_CPU_ISA", "avx1024")]).fails(2, &["HALCYON_CPU_ISA", "\"avx1024\"", &list]);
+        if !sets.contains(&"amx") {
+            clean(&run, &[("HALCYON_CPU_ISA", "amx")]).fails(2, &["has no \"amx\"", &list]);
+        }
     }
 }

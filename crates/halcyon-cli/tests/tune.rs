@@ -77,11 +77,13 @@ fn what_cannot_be_read_or_written_is_an_error() {
     tune(&file, &["--tuning", "often"]).fails(2, &["often"]);
     tune(&file, &[DIGITS, "--backend", "cpu", "--level", "O1"]).fails(2, &["O2"]);
     tune(&bad.join("x.json"), &[DIGITS, "--backend", "cpu"]).fails(1, &["bad.json"]);
-    // A damaged cache of one's own is set aside.
-    assert!(tune(&bad, &["--list"]).ok().out.contains("nothing is known"));
-    let r = tune(&bad, &[DIGITS, "--backend", "cpu", "--json"]).ok().json();
+    // A cache of another version is refused and stays as it is (tests/outputs.rs has damaged ones).
+    let before = std::fs::read(&bad).expect("the file");
+    tune(&bad, &["--list"]).fails(1, &["format 7"]);
+    tune(&bad, &[DIGITS, "--backend", "cpu"]).fails(1, &["format 7"]);
+    assert_eq!(std::fs::read(&bad).expect("the file"), before);
+    let r = tune(&file, &[DIGITS, "--backend", "cpu", "--json"]).ok().json();
     assert_eq!(count(&r["report"]["tuned"]), 0, "the library of the CPU has no variants");
-    assert!(dir.path().join("bad.json.bad").exists());
     let mut c = command(&["tune", "--list"]);
     finish(c.env("HALCYON_TUNING_CACHE", "off")).fails(2, &["--tuning-cache"]);
 }
@@ -98,7 +100,7 @@ fn a_full_disk_is_an_error_and_leaves_nothing_behind() {
         text(&file)
     );
     let mut shell = std::process::Command::new("/bin/sh");
-    finish(shell.args(["-c", &script]).current_dir(root())).fails(1, &["tuning.json", "not on disk"]);
+    finish(shell.args(["-c", &script]).current_dir(root())).fails(1, &["tuning.json"]);
     let names = std::fs::read_dir(dir.path()).expect("a folder").flatten().map(|f| f.file_name());
     assert_eq!(names.collect::<Vec<_>>(), ["tuning.json.lock"]);
 }

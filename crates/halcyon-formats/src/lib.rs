@@ -8,6 +8,7 @@
 //! - A file's kind is read from its content ([`sniff::kind`]), never from its name alone.
 #![deny(unsafe_code)]
 pub mod data;
+pub mod foreign;
 pub mod jpeg;
 pub mod mmap;
 pub mod npy;
@@ -16,7 +17,7 @@ pub mod onnx;
 pub mod picture;
 pub mod safetensors;
 pub mod sniff;
-pub use halcyon_ir::ConstData;
+pub use halcyon_ir::{ConstData, input, output};
 
 use halcyon_ir::Error;
 use std::path::Path;

@@ -3,6 +3,7 @@
 use bytes::Bytes;
 use halcyon_ir::{Error, Result};
 use std::fs::File;
+use std::io::ErrorKind;
 use std::path::Path;
 
 /// Maps a whole file read-only. Slices of the result share the map, which is released with the last of them.
@@ -27,8 +28,24 @@ pub fn open(path: &Path) -> Result<Bytes> {
     // SAFETY: the map is private to this process and read-only, and its bytes are only ever read as plain integers and
     // floats, for which every bit pattern is valid. Truncation by another process is outside what any mapping can
     // guard against; the function's documentation names it.
-    let map = unsafe { memmap2::Mmap::map(&file) }.map_err(err)?;
+    let map = unsafe { memmap2::Mmap::map(&file) }.map_err(|e| match e.kind() {
+        ErrorKind::OutOfMemory => no_addresses(path, meta.len()),
+        _ => err(e),
+    })?;
     Ok(Bytes::from_owner(map))
+}
+
+/// The process may not have the addresses for a file.
+fn no_addresses(path: &Path, requested: u64) -> Error {
+    let (free, total) = halcyon_ir::host::memory().unwrap_or((0, 0));
+    Error::OutOfMemory {
+        device: "the host".into(),
+        what: format!("the file {}", path.display()),
+        requested,
+        free,
+        total,
+        next: "Raise the limit on the address space (ulimit -v)".into(),
+    }
 }
 
 #[cfg(test)]

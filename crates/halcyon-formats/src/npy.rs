@@ -8,7 +8,7 @@
 use crate::{ConstData, bad};
 use bytes::Bytes;
 use halcyon_ir::dtype::{Class, ROWS};
-use halcyon_ir::{DType, Error, Result};
+use halcyon_ir::{DType, Error, Result, host};
 use std::path::Path;
 
 const MAGIC: &[u8] = b"\x93NUMPY";
@@ -23,19 +23,36 @@ pub fn read(path: &Path) -> Result<ConstData> {
 /// # Errors
 /// [`Error::Format`] for anything malformed, [`Error::Unsupported`] for element types without a row in [`DType`].
 pub fn parse(data: Bytes, file: &str) -> Result<ConstData> {
+    let (dtype, _) = head(&data, data.len() as u64, file)?;
     let (h, body) = parts(&data, file)?;
-    let (dtype, big) = element_type(&h.descr)?;
+    let (_, big) = element_type(&h.descr)?;
+    let body = if big && dtype.size() > 1 { swap(&body, dtype.size(), file)? } else { body };
+    let body = if h.fortran && h.shape.len() > 1 {
+        from_fortran(&body, dtype.size(), &h.shape, file)?
+    } else {
+        body
+    };
+    crate::data::from_bytes(dtype, &h.shape, body)
+}
 
+/// Bytes that a header takes at most where only the header is read. NumPy's have a few hundred.
+pub const HEADER: usize = 1 << 20;
+
+/// Element type and sizes of an `.npy` image of `bytes` bytes, of which `start` has the header. The element data is not looked at, but its
+/// length must be what they take.
+///
+/// # Errors
+/// As [`parse`].
+pub fn head(start: &[u8], bytes: u64, file: &str) -> Result<(DType, Vec<usize>)> {
+    let (h, end) = header(start, file)?;
+    let (dtype, _) = element_type(&h.descr)?;
     let want = crate::data::byte_len(dtype, &h.shape)
         .ok_or_else(|| bad(file, format!("shape {:?} is too large to address", h.shape)))?;
-    if body.len() != want {
-        let n = body.len();
-        return Err(bad(file, format!("{dtype}{:?} takes {want} bytes, the file holds {n}", h.shape)));
+    let holds = bytes.saturating_sub(end as u64);
+    if holds != want as u64 {
+        return Err(bad(file, format!("{dtype}{:?} takes {want} bytes, the file holds {holds}", h.shape)));
     }
-    let body = if big && dtype.size() > 1 { swap(&body, dtype.size()) } else { body };
-    let body =
-        if h.fortran && h.shape.len() > 1 { from_fortran(&body, dtype.size(), &h.shape) } else { body };
-    crate::data::from_bytes(dtype, &h.shape, body)
+    Ok((dtype, h.shape))
 }
 
 /// Strings that take no bytes in a file: more of them are refused.
@@ -69,7 +86,7 @@ pub fn parse_text(data: Bytes, file: &str) -> Result<(Vec<usize>, Vec<String>)> 
         let few = count <= EMPTY;
         return if few { Ok((h.shape, vec![String::new(); count])) } else { Err(other()) };
     }
-    let body = if h.fortran && h.shape.len() > 1 { from_fortran(&body, size, &h.shape) } else { body };
+    let body = if h.fortran && h.shape.len() > 1 { from_fortran(&body, size, &h.shape, file)? } else { body };
     let word = |b: &[u8]| -> Option<String> {
         if !wide {
             let end = b.iter().rposition(|b| *b != 0).map_or(0, |i| i + 1);
@@ -87,6 +104,12 @@ pub fn parse_text(data: Bytes, file: &str) -> Result<(Vec<usize>, Vec<String>)> 
 
 /// The header, and the bytes after it.
 fn parts(data: &Bytes, file: &str) -> Result<(Header, Bytes)> {
+    let (h, end) = header(data, file)?;
+    Ok((h, data.slice(end..)))
+}
+
+/// The header, and where it ends.
+fn header(data: &[u8], file: &str) -> Result<(Header, usize)> {
     let short = || bad(file, "the .npy header is cut short");
     if !data.starts_with(MAGIC) {
         return Err(bad(file, "not an .npy file: the magic bytes are missing"));
@@ -101,7 +124,7 @@ fn parts(data: &Bytes, file: &str) -> Result<(Header, Bytes)> {
     let text = data.get(start..end).ok_or_else(short)?;
     let text = std::str::from_utf8(text).map_err(|_| bad(file, "the .npy header is not text"))?;
     let h = Header::parse(text).map_err(|what| bad(file, format!(".npy header: {what}")))?;
-    Ok((h, data.slice(end..)))
+    Ok((h, end))
 }
 
 /// The type whose `.npy` holds every value of `d`: itself, or where NumPy lacks it f32 for floats, i8 and u8 for integers.
@@ -147,7 +170,7 @@ pub fn encode(t: &ConstData) -> Result<Vec<u8>> {
 
 /// Writes a file. Errors as [`encode`], or [`Error::Io`].
 pub fn write(path: &Path, t: &ConstData) -> Result<()> {
-    std::fs::write(path, encode(t)?).map_err(|e| crate::io(path, e))
+    crate::output::write(path, &encode(t)?)
 }
 
 /// Element type of an array-protocol type string and whether it is big endian.
@@ -167,15 +190,16 @@ fn element_type(descr: &str) -> Result<(DType, bool)> {
     Ok((row.dtype, order == ">" || order == "=" && cfg!(target_endian = "big")))
 }
 
-fn swap(b: &[u8], size: usize) -> Bytes {
-    let mut v = b.to_vec();
+fn swap(b: &[u8], size: usize, file: &str) -> Result<Bytes> {
+    let mut v = host::reserve(b.len(), file)?;
+    v.extend_from_slice(b);
     v.chunks_exact_mut(size).for_each(|e| e.reverse());
-    v.into()
+    Ok(v.into())
 }
 
 /// Column-major bytes to row-major.
-fn from_fortran(b: &[u8], size: usize, dims: &[usize]) -> Bytes {
-    let mut out = Vec::with_capacity(b.len());
+fn from_fortran(b: &[u8], size: usize, dims: &[usize], file: &str) -> Result<Bytes> {
+    let mut out = host::reserve(b.len(), file)?;
     let mut strides = Vec::with_capacity(dims.len());
     let mut s = 1;
     for d in dims {
@@ -194,7 +218,7 @@ fn from_fortran(b: &[u8], size: usize, dims: &[usize]) -> Bytes {
             index[d] = 0;
         }
     }
-    out.into()
+    Ok(out.into())
 }
 
 /// The header's three keys. The text is a Python dict literal of a fixed form; this reads that form and nothing more.

@@ -4,7 +4,7 @@
 use crate::{ConstData, bad, npy};
 use bytes::Bytes;
 use flate2::Crc;
-use halcyon_ir::{Error, Result};
+use halcyon_ir::{DType, Error, Result, host};
 use std::io::Read;
 use std::path::Path;
 
@@ -15,6 +15,8 @@ const END64: u32 = 0x0606_4b50;
 const END64_LOCATOR: u32 = 0x0706_4b50;
 /// Deflate cannot expand further than this (a stored length code of 258 bytes per 2 bits).
 const MAX_RATIO: u64 = 1032;
+/// Bytes that are unpacked at a time.
+const PIECE: usize = 1 << 18;
 
 /// An open archive.
 #[derive(Debug)]
@@ -73,15 +75,50 @@ impl Npz {
     /// # Errors
     /// [`Error::Argument`] if there is none of this name, else as [`npy::parse`].
     pub fn get(&self, name: &str) -> Result<ConstData> {
-        let m = self.members.iter().find(|m| m.name == name).ok_or_else(|| {
-            let have = self.names().collect::<Vec<_>>().join(", ");
-            Error::argument("npz", format!("{} has no array '{name}', only {have}", self.file))
-        })?;
-        npy::parse(self.member(m)?, &format!("{}[{name}]", self.file))
+        let m = self.find(name)?;
+        // What the header says is compared with the size that the directory says before anything is unpacked.
+        self.head(name)?;
+        npy::parse(self.member(m)?, &self.label(m))
     }
 
-    fn member(&self, m: &Member) -> Result<Bytes> {
-        let fail = |what: &str| bad(&self.file, format!("member '{}': {what}", m.name));
+    /// Element type and sizes of one array, of which only the header is unpacked.
+    ///
+    /// # Errors
+    /// As [`Npz::get`], but for what is damaged behind the header.
+    pub fn head(&self, name: &str) -> Result<(DType, Vec<usize>)> {
+        let m = self.find(name)?;
+        let packed = self.packed(m)?;
+        let mut start = vec![];
+        match m.method {
+            0 => start.extend_from_slice(&packed[..packed.len().min(npy::HEADER)]),
+            _ => {
+                let most = m.size.min(npy::HEADER as u64);
+                let mut unpacked = flate2::read::DeflateDecoder::new(&packed[..]).take(most);
+                // A header that is cut short is refused below.
+                unpacked.read_to_end(&mut start).map_err(|e| self.fail(m, &format!("damaged: {e}")))?;
+            }
+        }
+        npy::head(&start, m.size, &self.label(m))
+    }
+
+    fn find(&self, name: &str) -> Result<&Member> {
+        self.members.iter().find(|m| m.name == name).ok_or_else(|| {
+            let have = self.names().collect::<Vec<_>>().join(", ");
+            Error::argument("npz", format!("{} has no array '{name}', only {have}", self.file))
+        })
+    }
+
+    fn label(&self, m: &Member) -> String {
+        format!("{}[{}]", self.file, m.name)
+    }
+
+    fn fail(&self, m: &Member, what: &str) -> Error {
+        bad(&self.file, format!("member '{}': {what}", m.name))
+    }
+
+    /// The bytes of a member as they are in the archive.
+    fn packed(&self, m: &Member) -> Result<Bytes> {
+        let fail = |what: &str| self.fail(m, what);
         let local = (|| {
             let at = usize::try_from(m.header).ok()?;
             let head = self.data.get(at..at.checked_add(30)?)?;
@@ -96,30 +133,48 @@ impl Npz {
         if flags & 1 != 0 {
             return Err(fail("encrypted"));
         }
-        let body = match m.method {
-            0 if m.packed == m.size => packed,
-            0 => return Err(fail("stored with two different sizes")),
-            8 => {
-                if m.size > m.packed.saturating_mul(MAX_RATIO).saturating_add(64) {
-                    return Err(fail("claims to unpack to more than deflate can hold"));
-                }
-                let mut out = Vec::with_capacity(m.size as usize);
-                // One byte more than claimed, to notice a member that is longer.
-                flate2::read::DeflateDecoder::new(&packed[..])
-                    .take(m.size + 1)
-                    .read_to_end(&mut out)
-                    .map_err(|e| fail(&format!("damaged: {e}")))?;
-                if out.len() as u64 != m.size {
-                    return Err(fail("unpacks to another size than it claims"));
-                }
-                Bytes::from(out)
+        match m.method {
+            0 if m.packed != m.size => Err(fail("stored with two different sizes")),
+            8 if m.size > m.packed.saturating_mul(MAX_RATIO).saturating_add(64) => {
+                Err(fail("claims to unpack to more than deflate can hold"))
             }
-            other => return Err(fail(&format!("compression method {other} is not supported"))),
-        };
+            0 | 8 => Ok(packed),
+            other => Err(fail(&format!("compression method {other} is not supported"))),
+        }
+    }
+
+    fn member(&self, m: &Member) -> Result<Bytes> {
+        let fail = |what: &str| self.fail(m, what);
+        let packed = self.packed(m)?;
+        let body = if m.method == 0 { packed } else { self.unpack(m, &packed)? };
         if crc(&body) != m.crc {
             return Err(fail("checksum mismatch"));
         }
         Ok(body)
+    }
+}
+
+impl Npz {
+    /// Unpacks a member into memory that is asked for first. Pages are only taken as bytes arrive.
+    fn unpack(&self, m: &Member, packed: &[u8]) -> Result<Bytes> {
+        let size = usize::try_from(m.size).map_err(|_| self.fail(m, "too large to address"))?;
+        let mut out = host::reserve(size, &format!("the array {}", self.label(m)))?;
+        let mut unpacked = flate2::read::DeflateDecoder::new(packed);
+        let mut piece = vec![0; PIECE.min(size.saturating_add(1))];
+        loop {
+            let n = unpacked.read(&mut piece).map_err(|e| self.fail(m, &format!("damaged: {e}")))?;
+            if n == 0 {
+                break;
+            }
+            if n > size - out.len() {
+                return Err(self.fail(m, "unpacks to more than it claims"));
+            }
+            out.extend_from_slice(&piece[..n]);
+        }
+        if out.len() != size {
+            return Err(self.fail(m, "unpacks to less than it claims"));
+        }
+        Ok(Bytes::from(out))
     }
 }
 
@@ -194,7 +249,7 @@ fn zip64(mut extra: &[u8], m: &mut Member) -> Option<()> {
 /// Writes arrays as an archive of stored members, as `numpy.savez` does. Errors as [`npy::write`]; members or an
 /// archive past 4 GiB, and names past 64 KiB, are [`Error::Unsupported`].
 pub fn write(path: &Path, arrays: &[(&str, &ConstData)]) -> Result<()> {
-    std::fs::write(path, encode(arrays)?).map_err(|e| crate::io(path, e))
+    crate::output::write(path, &encode(arrays)?)
 }
 
 /// The archive [`write()`] writes.

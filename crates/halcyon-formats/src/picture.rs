@@ -1,15 +1,17 @@
 //! Encoded images: JPEG, JPEG 2000, PNG, BMP, TIFF, WebP and the PBM family.
 //!
+//! JPEG is decoded here; the others come with the feature `images`, and without it they are [`Failure::Unsupported`].
+//!
 //! What is decoded is bounded: no decoder is asked for more than [`MOST_BYTES`], or for more than a file of that length can mean.
 
 use crate::jpeg;
-use image::{ImageFormat, ImageReader, Limits};
-use std::io::Cursor;
 
 /// Most bytes of a decoded image.
 pub const MOST_BYTES: usize = 1 << 28;
 /// A file may stand for so many times its length, and a small file for [`SMALL_BYTES`].
+#[cfg(feature = "images")]
 const MOST_RATIO: usize = 4096;
+#[cfg(feature = "images")]
 const SMALL_BYTES: usize = 1 << 26;
 
 /// Rows of pixels of 1 (grey) or 3 (red, green, blue) bytes.
@@ -32,17 +34,52 @@ pub enum Failure {
 
 /// Decodes an image of any format that is known by its first bytes. Transparency is left out.
 pub fn decode(data: &[u8]) -> Result<Picture, Failure> {
-    let limit = data.len().saturating_mul(MOST_RATIO).clamp(SMALL_BYTES, MOST_BYTES);
-    if data.starts_with(&[0xff, 0xd8]) {
-        return jpeg::decode(data);
+    match kind(data) {
+        Some("JPEG") => jpeg::decode(data),
+        Some(name) => other(name, data),
+        None => Err(Failure::Corrupt("the first bytes are those of no image format".into())),
     }
-    if data.starts_with(&[0, 0, 0, 12, b'j', b'P']) || data.starts_with(&[0xff, 0x4f, 0xff, 0x51]) {
+}
+
+/// The format that the first bytes tell.
+fn kind(data: &[u8]) -> Option<&'static str> {
+    let starts: [(&[u8], &str); 8] = [
+        (&[0xff, 0xd8], "JPEG"),
+        (&[0, 0, 0, 12, b'j', b'P'], "JPEG 2000"),
+        (&[0xff, 0x4f, 0xff, 0x51], "JPEG 2000"),
+        (b"\x89PNG\r\n\x1a\n", "PNG"),
+        (b"BM", "BMP"),
+        (b"II*\0", "TIFF"),
+        (b"MM\0*", "TIFF"),
+        (b"RIFF", "WebP"),
+    ];
+    let pbm = data.len() > 1 && data[0] == b'P' && (b'1'..=b'7').contains(&data[1]);
+    let found = starts.iter().find(|(start, _)| data.starts_with(start)).map(|(_, name)| *name);
+    match found {
+        Some("WebP") if data.get(8..12) != Some(b"WEBP") => None,
+        None if pbm => Some("PBM"),
+        found => found,
+    }
+}
+
+#[cfg(not(feature = "images"))]
+fn other(name: &str, _data: &[u8]) -> Result<Picture, Failure> {
+    let what =
+        format!("a {name} image in a build without the feature \"images\" (build with --features images)");
+    Err(Failure::Unsupported(what))
+}
+
+#[cfg(feature = "images")]
+fn other(name: &str, data: &[u8]) -> Result<Picture, Failure> {
+    use image::{ImageFormat, ImageReader, Limits};
+    let limit = data.len().saturating_mul(MOST_RATIO).clamp(SMALL_BYTES, MOST_BYTES);
+    if name == "JPEG 2000" {
         return jpeg_2000(data, limit);
     }
     let format = image::guess_format(data).map_err(|e| Failure::Corrupt(e.to_string()))?;
     let mut limits = Limits::default();
     limits.max_alloc = Some(limit as u64);
-    let mut reader = ImageReader::with_format(Cursor::new(data), format);
+    let mut reader = ImageReader::with_format(std::io::Cursor::new(data), format);
     reader.limits(limits);
     let image = reader.decode().map_err(|e| match (e, format) {
         (image::ImageError::Limits(e), _) => Failure::Unsupported(format!("an image this large ({e})")),
@@ -59,6 +96,7 @@ pub fn decode(data: &[u8]) -> Result<Picture, Failure> {
     }
 }
 
+#[cfg(feature = "images")]
 fn jpeg_2000(data: &[u8], limit: usize) -> Result<Picture, Failure> {
     use hayro_jpeg2000::{ColorSpace, DecodeSettings, DecoderContext, Image};
     let corrupt = |e: hayro_jpeg2000::DecodeError| Failure::Corrupt(format!("JPEG 2000: {e}"));
@@ -163,6 +201,34 @@ mod tests {
     }
 
     #[test]
+    fn formats_are_told_by_their_first_bytes() {
+        for (bytes, name) in [
+            (&b"\x89PNG\r\n\x1a\n"[..], Some("PNG")),
+            (b"RIFF\0\0\0\0WEBPVP8 ", Some("WebP")),
+            (b"RIFF\0\0\0\0WAVE", None),
+            (b"P4 1 1", Some("PBM")),
+            (b"P8 1 1", None),
+            (b"PK\x03\x04", None),
+            (b"MM\0*", Some("TIFF")),
+            (b"", None),
+        ] {
+            assert_eq!(kind(bytes), name, "{bytes:?}");
+        }
+        // Each that is named is decoded or refused by name, in any build.
+        for (bytes, name) in [(&b"P5 2 1 255\nab"[..], "PBM"), (b"BM", "BMP"), (b"MM\0*", "TIFF")] {
+            match decode(bytes) {
+                Err(Failure::Unsupported(w)) if cfg!(not(feature = "images")) => {
+                    assert!(w.contains(name) && w.contains("--features images"), "{w}");
+                }
+                _ if cfg!(not(feature = "images")) => panic!("{name} has no decoder here"),
+                Ok(p) => assert_eq!((name, p.pixels), ("PBM", b"ab".to_vec())),
+                Err(e) => assert!(matches!(e, Failure::Corrupt(_)), "{e:?}"),
+            }
+        }
+    }
+
+    #[test]
+    #[cfg(feature = "images")]
     fn other_formats() {
         let p = decode(b"P6 2 1 255\nabcdef").unwrap();
         assert_eq!((p.width, p.height, p.channels, &p.pixels[..]), (2, 1, 3, &b"abcdef"[..]));

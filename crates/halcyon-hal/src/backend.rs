@@ -148,10 +148,29 @@ impl FromStr for BackendType {
             let names: Vec<&str> = known.iter().flat_map(|b| b.row().names()).collect();
             Error::argument(
                 "backend",
-                format!("\"{s}\" is not a backend; valid names are {}", names.join(", ")),
+                format!("\"{s}\" is not a backend; {}valid names are {}", meant(&l), names.join(", ")),
             )
         })
     }
+}
+
+/// What a name that is in use elsewhere means here: a sentence's beginning, or nothing.
+fn meant(name: &str) -> String {
+    const ELSEWHERE: &[(&[&str], &str)] = &[
+        (&["gpu", "accelerator", "dgpu", "igpu"], "auto, the default, takes the first GPU that is there"),
+        (&["tensorrt", "trt", "nvtensorrtrtx", "cudnn"], "for NVIDIA's GPUs it is cuda"),
+        (&["migraphx", "radeon"], "for AMD's GPUs it is rocm"),
+        (&["coreml", "ane", "apple", "m1"], "for Apple's GPUs it is metal"),
+        (&["dml", "directml", "dx12", "d3d12", "directx", "webnn"], "Direct3D 12 is reached by webgpu"),
+        (&["openvino", "dnnl", "onednn", "xnnpack", "x86", "arm", "simd"], "for processors it is cpu"),
+        (&["npu", "qnn"], "there is none for NPUs"),
+    ];
+    let name = name.strip_suffix("executionprovider").unwrap_or(name);
+    if let Some(b) = BUILT_IN.iter().find(|(_, r)| r.names().any(|n| n == name)) {
+        return format!("it is called {} here; ", b.1.id);
+    }
+    let row = ELSEWHERE.iter().find(|(names, _)| names.contains(&name));
+    row.map_or(String::new(), |(_, what)| format!("{what}; "))
 }
 
 impl From<BackendType> for String {

@@ -2,6 +2,7 @@
 //!
 //! Nothing here can fail a build: what cannot be read is made again, what cannot be written is logged once.
 
+use crate::Error;
 use halcyon_ir::data::Bytes;
 use std::fs;
 use std::io::{Read, Seek, Write};
@@ -40,20 +41,96 @@ pub fn digest(parts: &[&[u8]]) -> u128 {
     h
 }
 
+/// Says what is kept on disk between runs ([`Kept`]'s text form).
+pub const VARIABLE: &str = "HALCYON_CACHE";
+
+/// What is kept on disk between runs.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Kept {
+    /// Compiled programs, and packed constants where reading them is faster than packing again.
+    #[default]
+    Usual,
+    /// Nothing: `off`.
+    Nothing,
+    /// No packed constants: `programs`.
+    Programs,
+    /// Packed constants also where packing again is faster: `packed`.
+    Packed,
+}
+
+/// What `HALCYON_CACHE` says.
+///
+/// # Errors
+/// [`Error::Argument`] for a word that is none of it.
+pub fn kept() -> crate::Result<Kept> {
+    let Some(v) = std::env::var_os(VARIABLE).filter(|v| !v.is_empty()) else { return Ok(Kept::Usual) };
+    let words = [("off", Kept::Nothing), ("programs", Kept::Programs), ("packed", Kept::Packed)];
+    match words.iter().find(|(w, _)| v.eq_ignore_ascii_case(w)) {
+        Some((_, k)) => Ok(*k),
+        None => {
+            let what = format!(
+                "\"{}\" is no way to keep files; use off (nothing is kept), programs (no packed weights) or packed (always), or leave it unset",
+                v.to_string_lossy()
+            );
+            Err(Error::argument(VARIABLE, what))
+        }
+    }
+}
+
+/// The variables that the system's cache directory follows from, the first that counts first.
+pub fn variables() -> &'static [&'static str] {
+    if cfg!(target_os = "windows") {
+        &["LOCALAPPDATA"]
+    } else if cfg!(target_os = "macos") {
+        &["HOME"]
+    } else {
+        &["XDG_CACHE_HOME", "HOME"]
+    }
+}
+
 /// The user's cache directory for Halcyon, where the system has one and HALCYON_CACHE is not `off`.
 pub fn user_dir() -> Option<PathBuf> {
-    if std::env::var_os("HALCYON_CACHE").is_some_and(|v| v.eq_ignore_ascii_case("off")) {
+    // A word that is not known is an error where a backend is opened; nothing is written before that.
+    if !matches!(kept(), Ok(k) if k != Kept::Nothing) {
         return None;
     }
-    let var = |n: &str| std::env::var_os(n).map(PathBuf::from).filter(|p| p.is_absolute());
-    let base = if cfg!(target_os = "windows") {
-        var("LOCALAPPDATA")
-    } else if cfg!(target_os = "macos") {
-        var("HOME").map(|h| h.join("Library/Caches"))
-    } else {
-        var("XDG_CACHE_HOME").or_else(|| var("HOME").map(|h| h.join(".cache")))
+    let below = |n: &str, home: &Path| match n {
+        "HOME" if cfg!(target_os = "macos") => home.join("Library/Caches"),
+        "HOME" => home.join(".cache"),
+        _ => home.to_path_buf(),
     };
+    let base = variables().iter().find_map(|n| Some(below(n, &absolute(n)?)));
     base.map(|b| b.join("halcyon"))
+}
+
+/// Removes variables that name relative folders from the environment, so that drivers' libraries do not make folders in the working
+/// directory either. Only where the system shows that no other thread runs yet: call it first. Returns what was removed.
+pub fn ignore_relative() -> Vec<(&'static str, PathBuf)> {
+    // Only Linux tells how many threads there are.
+    if !fs::read_dir("/proc/self/task").is_ok_and(|d| d.count() == 1) {
+        return vec![];
+    }
+    let mut gone = vec![];
+    for name in ["XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "HOME"] {
+        let set = std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
+        if let Some(path) = set.filter(|p| !p.is_absolute()) {
+            // SAFETY: this thread is the only one, so nobody reads the environment meanwhile.
+            unsafe { std::env::remove_var(name) };
+            gone.push((name, path));
+        }
+    }
+    gone
+}
+
+/// A folder that a variable names. A relative one does not count, as the XDG specification has it: it would be another one in each
+/// working directory.
+fn absolute(variable: &str) -> Option<PathBuf> {
+    let path = std::env::var_os(variable).filter(|v| !v.is_empty()).map(PathBuf::from)?;
+    if !path.is_absolute() {
+        tracing::info!(variable, path = %path.display(), "a relative folder is ignored");
+        return None;
+    }
+    Some(path)
 }
 
 impl DiskCache {
@@ -81,6 +158,7 @@ impl DiskCache {
             return None;
         }
         self.touch(&path);
+        tracing::info!(path = %path.display(), "compiled program read from the cache");
         Some(file.split_off(HEADER))
     }
 
@@ -192,6 +270,7 @@ impl DiskCache {
         let why = match self.map_checked(&path, key, content, bytes) {
             Ok(map) => {
                 self.touch(&path);
+                tracing::info!(path = %path.display(), bytes, "packed constants mapped from the cache");
                 return Some(Arc::new(map));
             }
             Err(why) => why,

@@ -1,17 +1,149 @@
 //! Work in a child process, for what may take the process down that does it.
+//!
+//! Children end with their parent, however that one ends. The parent holds the writing end of a pipe that is the child's standard
+//! input ([`Tied`]); the system closes it with the parent, and a thread of the child that waits for that ([`end_with_parent`]) ends the
+//! child at once, also while another thread of it is stuck in a driver. This needs nothing but pipes, so it holds on Linux, macOS
+//! and Windows alike.
 
 use std::io::Read;
-use std::process::{Command, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{Receiver, channel};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 /// Set in a child, so that it does not start another.
 pub const VARIABLE: &str = "HALCYON_PROBE_CHILD";
 
+/// Set in a child whose standard input is the pipe that its parent holds.
+pub const TIED: &str = "HALCYON_TIED_CHILD";
+
+/// Most bytes that are kept of what a child writes to one of its streams. More is read and dropped.
+const MOST: usize = 16 << 20;
+
+/// A child that ends with this process, or when this is dropped, provided that it calls [`end_with_parent`].
+#[derive(Debug)]
+pub struct Tied {
+    process: Child,
+    /// Taken out of `process`, whose `wait` would close it.
+    _line: Option<ChildStdin>,
+}
+
+impl Tied {
+    /// Starts a command. Its standard input is taken for the pipe.
+    ///
+    /// # Errors
+    /// Those of starting it.
+    pub fn spawn(command: &mut Command) -> std::io::Result<Tied> {
+        let mut process = command.env(TIED, "1").stdin(Stdio::piped()).spawn()?;
+        let line = process.stdin.take();
+        Ok(Tied { process, _line: line })
+    }
+
+    pub fn process(&mut self) -> &mut Child {
+        &mut self.process
+    }
+}
+
+/// In a child of [`Tied::spawn`]: ends this process when its parent is gone. Elsewhere it does nothing. A program whose executable is
+/// started as such a child calls this first, before a library is loaded.
+pub fn end_with_parent() {
+    static WATCHED: AtomicBool = AtomicBool::new(false);
+    if std::env::var_os(TIED).is_none() || WATCHED.swap(true, Ordering::Relaxed) {
+        return;
+    }
+    let Some(mut line) = own_input() else { return };
+    let (ready, is_ready) = channel();
+    let watch = move || {
+        // What a new thread needs locks of the loader for is done by now: a driver may hold them for ever.
+        let _ = ready.send(());
+        let mut piece = [0u8; 64];
+        loop {
+            match line.read(&mut piece) {
+                Ok(0) => end_now(),
+                Err(e) if e.kind() == std::io::ErrorKind::BrokenPipe => end_now(),
+                Err(e) if e.kind() != std::io::ErrorKind::Interrupted => return,
+                _ => {}
+            }
+        }
+    };
+    if std::thread::Builder::new().name("parent".into()).spawn(watch).is_ok() {
+        let _ = is_ready.recv();
+    }
+}
+
+/// Standard input as a file of its own. Libraries that read standard input find nothing there from now on.
+#[cfg(unix)]
+fn own_input() -> Option<std::fs::File> {
+    use std::os::fd::{AsFd, AsRawFd};
+    let line = std::io::stdin().as_fd().try_clone_to_owned().ok()?;
+    if let Ok(null) = std::fs::File::open("/dev/null") {
+        // SAFETY: both descriptors are open; the number 0 keeps being open.
+        unsafe { libc::dup2(null.as_raw_fd(), 0) };
+    }
+    Some(line.into())
+}
+
+#[cfg(windows)]
+fn own_input() -> Option<std::fs::File> {
+    use std::os::windows::io::AsHandle;
+    std::io::stdin().as_handle().try_clone_to_owned().ok().map(Into::into)
+}
+
+#[cfg(not(any(unix, windows)))]
+fn own_input() -> Option<std::fs::File> {
+    None
+}
+
+/// Ends the process without what libraries registered for its end, which may wait for a driver that is stuck.
+fn end_now() -> ! {
+    #[cfg(unix)]
+    // SAFETY: it ends the process, and takes no lock.
+    unsafe {
+        libc::_exit(1)
+    }
+    #[cfg(windows)]
+    {
+        #[link(name = "kernel32")]
+        unsafe extern "system" {
+            fn GetCurrentProcess() -> isize;
+            fn TerminateProcess(process: isize, code: u32) -> i32;
+        }
+        // SAFETY: the handle is this process's own, which may be ended.
+        unsafe { TerminateProcess(GetCurrentProcess(), 1) };
+    }
+    #[cfg(not(unix))]
+    std::process::abort()
+}
+
 /// What a child wrote, and how it ended where it did not end well: `ended with signal: 11 (SIGSEGV)`.
 #[derive(Debug)]
 pub struct Output {
     pub out: String,
+    pub err: String,
     pub end: Result<(), String>,
+    /// It did not end by itself.
+    pub hung: bool,
+}
+
+/// Reads along. The receiver hears when everything was read.
+fn follow(pipe: Option<impl Read + Send + 'static>) -> (Arc<Mutex<Vec<u8>>>, Receiver<()>) {
+    let kept: Arc<Mutex<Vec<u8>>> = Arc::default();
+    let (done, is_done) = channel();
+    if let Some(mut pipe) = pipe {
+        let kept = kept.clone();
+        std::thread::spawn(move || {
+            let mut piece = [0; 1 << 13];
+            // What was read before an error stays.
+            while let Ok(n @ 1..) = pipe.read(&mut piece) {
+                let mut kept = kept.lock().unwrap_or_else(|e| e.into_inner());
+                let room = MOST.saturating_sub(kept.len()).min(n);
+                kept.extend_from_slice(&piece[..room]);
+            }
+            let _ = done.send(());
+        });
+    }
+    (kept, is_done)
 }
 
 /// Runs a command with nothing to read, for at most `limit`. What it wrote until then is kept.
@@ -19,30 +151,87 @@ pub struct Output {
 /// # Errors
 /// Those of starting it.
 pub fn output(command: &mut Command, limit: Duration) -> std::io::Result<Output> {
-    command.env(VARIABLE, "1").stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::null());
-    let mut child = command.spawn()?;
-    let pipe = child.stdout.take();
-    let reader = std::thread::spawn(move || {
-        let mut out = vec![];
-        if let Some(mut p) = pipe {
-            // What was read before an error stays.
-            let _ = p.read_to_end(&mut out);
-        }
-        String::from_utf8_lossy(&out).into_owned()
-    });
+    output_patient(command, limit, limit, &mut || {})
+}
+
+/// As [`output`]; `slow` is called once where the command has not ended after `patience`.
+///
+/// # Errors
+/// As [`output`].
+pub fn output_patient(
+    command: &mut Command,
+    limit: Duration,
+    patience: Duration,
+    slow: &mut dyn FnMut(),
+) -> std::io::Result<Output> {
+    command.env(VARIABLE, "1").stdout(Stdio::piped()).stderr(Stdio::piped());
     let start = Instant::now();
+    let mut child = Tied::spawn(command)?;
+    let process = child.process();
+    let (out, err) = (follow(process.stdout.take()), follow(process.stderr.take()));
+    let (mut told, mut hung) = (false, false);
     let end = loop {
-        match child.try_wait() {
+        match process.try_wait() {
             Ok(Some(s)) if s.success() => break Ok(()),
             Ok(Some(s)) => break Err(format!("ended with {s}")),
-            Ok(None) if start.elapsed() < limit => std::thread::sleep(Duration::from_millis(2)),
+            Ok(None) if start.elapsed() < limit => {
+                if !told && start.elapsed() >= patience {
+                    told = true;
+                    slow();
+                }
+                std::thread::sleep(Duration::from_millis(2));
+            }
             Ok(None) => {
-                let _ = child.kill();
-                let _ = child.wait();
+                let _ = process.kill();
+                let _ = process.wait();
+                hung = true;
                 break Err(format!("did not end within {limit:?}"));
             }
             Err(e) => break Err(format!("could not be waited for ({e})")),
         }
     };
-    Ok(Output { out: reader.join().unwrap_or_default(), end })
+    let text = |(kept, is_done): (Arc<Mutex<Vec<u8>>>, Receiver<()>)| {
+        // What a driver started may hold the pipe open for longer than its process lived.
+        let _ = is_done.recv_timeout(Duration::from_secs(1));
+        let kept = kept.lock().unwrap_or_else(|e| e.into_inner());
+        String::from_utf8_lossy(&kept).into_owned()
+    };
+    Ok(Output { out: text(out), err: text(err), end, hung })
+}
+
+#[cfg(all(test, unix))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn both_streams_are_kept_and_what_is_slow_is_told_of() {
+        let sh = |text: &str| {
+            let mut c = Command::new("/bin/sh");
+            c.args(["-c", text]);
+            c
+        };
+        let minute = Duration::from_secs(60);
+        let mut slow = 0;
+        let none = Duration::ZERO;
+        let o =
+            output_patient(&mut sh("echo a; echo b >&2; sleep 0.1; exit 3"), minute, none, &mut || slow += 1);
+        let o = o.unwrap();
+        assert_eq!((o.out.as_str(), o.err.as_str(), o.hung, slow), ("a\n", "b\n", false, 1));
+        assert_eq!(o.end, Err("ended with exit status: 3".into()));
+        // What the child left behind holds its pipes, and is not waited for.
+        let o = output(&mut sh("echo a; sleep 30 & exit 0"), minute).unwrap();
+        assert!(o.out == "a\n" && o.end.is_ok());
+        let o = output(&mut sh("echo a; exec sleep 100"), Duration::from_millis(200)).unwrap();
+        assert!(o.hung && o.out == "a\n" && o.end.unwrap_err().contains("did not end"));
+    }
+
+    #[test]
+    fn the_input_is_open_until_the_end_of_what_holds_it() {
+        let mut c = Command::new("/bin/sh");
+        let mut child = Tied::spawn(c.args(["-c", "read x; exit 7"])).unwrap();
+        assert!(child.process().try_wait().unwrap().is_none());
+        let Tied { mut process, _line } = child;
+        drop(_line);
+        assert_eq!(process.wait().unwrap().code(), Some(7));
+    }
 }

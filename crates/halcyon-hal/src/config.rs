@@ -14,6 +14,7 @@ use crate::policy::{Fallback, Policy};
 use crate::pool::MemoryPoolConfig;
 use crate::tune::TuningMode;
 use crate::{Error, Result};
+use halcyon_ir::input::{self, Refused};
 use serde::Deserialize;
 use std::io::ErrorKind;
 use std::path::PathBuf;
@@ -57,24 +58,25 @@ fn path() -> Option<(PathBuf, bool)> {
 /// one that is no TOML, or sets what is not known.
 pub fn load() -> Result<Option<(PathBuf, Config)>> {
     let Some((path, named)) = path() else { return Ok(None) };
-    let text = match std::fs::read_to_string(&path) {
+    let text = match input::text_of(&path, input::TEXT) {
         Ok(t) => t,
-        Err(e) if !named && nobodys(e.kind()) => {
+        Err(Refused::Io(e)) if !named && nobodys(e.kind()) => {
             if e.kind() == ErrorKind::PermissionDenied {
                 tracing::warn!(path = %path.display(), "the configuration file may not be read, and is left out");
             }
             return Ok(None);
         }
-        Err(e) => {
-            let what = match named {
-                true => format!("{e}; {VARIABLE} names this file"),
-                false => e.to_string(),
-            };
+        Err(Refused::Io(e)) if named => {
+            let what = format!("{e}; {VARIABLE} names this file");
             return Err(Error::Io { path: path.display().to_string(), what });
         }
+        Err(e) => return Err(e.error(&path)),
     };
     match parse(&text) {
-        Ok(c) => Ok(Some((path, c))),
+        Ok(c) => {
+            tracing::info!(path = %path.display(), "configuration read");
+            Ok(Some((path, c)))
+        }
         Err(what) => Err(Error::Format { file: path.display().to_string(), what }),
     }
 }
@@ -86,7 +88,13 @@ fn nobodys(kind: ErrorKind) -> bool {
 }
 
 fn parse(text: &str) -> std::result::Result<Config, String> {
-    toml::from_str(text).map_err(|e| e.to_string().trim_end().to_string())
+    toml::from_str(text).map_err(|e: toml::de::Error| {
+        let line = e.span().and_then(|s| Some(text.get(..s.start)?.matches('\n').count() + 1));
+        match line {
+            Some(n) => format!("line {n}: {}", e.message()),
+            None => e.message().to_string(),
+        }
+    })
 }
 
 #[cfg(test)]
@@ -119,7 +127,7 @@ mod tests {
             ("backends = \"cpux\"", "cpux"),
             ("fallback = \"maybe\"", "maybe"),
             ("tuning = \"often\"", "often"),
-            ("memory_pool = \"slab\"", "memory_pool"),
+            ("memory_pool = \"slab\"", "memory pool"),
             ("backends =", "line 1"),
         ] {
             let e = parse(text).unwrap_err();

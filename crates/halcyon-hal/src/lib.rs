@@ -13,6 +13,7 @@
 pub mod backend;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod cache;
+pub mod chatter;
 #[cfg(not(target_arch = "wasm32"))]
 pub mod child;
 pub mod config;
@@ -82,6 +83,7 @@ pub struct DeviceInfo {
     pub driver_version: Option<String>,
     /// Bytes.
     pub total_memory: Option<u64>,
+    /// Bytes that nobody used when the device was looked at or opened; `None` where the driver has no such query.
     pub free_memory: Option<u64>,
     pub compute_capability: Option<String>,
     pub compute_units: Option<u32>,
@@ -291,6 +293,9 @@ pub struct Options {
     /// Whether CUDA devices use cuDNN. Switched on, a device without it does not open, and one with it has the property `cudnn`. `None`:
     /// where it is found.
     pub cudnn: Option<bool>,
+    /// Whether CUDA and ROCm devices use matrix units (tensor cores). `Some(false)`: neither generated kernels nor the vendors' libraries do;
+    /// the libraries are then asked only for what they do without. `None`: where they are found.
+    pub matrix_units: Option<bool>,
     /// Bytes that the driver may give: live buffers and what the pool keeps.
     pub memory_limit: Option<u64>,
     /// How buffers get their memory; `None` is the default.
@@ -308,6 +313,11 @@ pub trait Driver: Send + Sync + fmt::Debug {
     fn kind(&self) -> BackendType;
     /// The devices there are, or [`Error::Unavailable`].
     fn probe(&self) -> Result<Vec<DeviceInfo>>;
+    /// The same without what takes long to ask: on CUDA and ROCm how much memory is free, which needs a context on each device. For whoever
+    /// opens one of them next.
+    fn list(&self) -> Result<Vec<DeviceInfo>> {
+        self.probe()
+    }
     fn open(&self, index: usize, options: &Options) -> Result<Arc<dyn Device>>;
 }
 
@@ -317,11 +327,33 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     fn counters(&self) -> Counters;
     fn memory(&self) -> MemoryStats;
 
-    /// Bytes that buffers can still take: what the limit leaves, and no more than the machine has where the device lives in its
-    /// memory. `None` where neither is known.
+    /// Bytes of the device's memory that nobody uses now, asked of its driver, or of the system where the device lives in the machine's
+    /// memory. `None` where neither tells.
+    fn free_memory(&self) -> Option<u64> {
+        None
+    }
+
+    /// Bytes that buffers can still take: what the limit leaves, and no more than what is free with what the pool keeps. `None` where neither
+    /// is known.
     fn available(&self) -> Option<u64> {
         let m = self.memory();
-        m.limit.map(|l| l.saturating_sub(m.allocated))
+        let left = m.limit.map(|l| l.saturating_sub(m.allocated));
+        // What the pool keeps is handed out again, or given back when the driver has no more.
+        let free = self.free_memory().map(|f| f.saturating_add(m.cached));
+        match (left, free) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        }
+    }
+
+    /// What a check of memory has to say where [`Device::free_memory`] is not known; else empty.
+    fn unknown_free(&self) -> &'static str {
+        match self.free_memory() {
+            Some(_) => "",
+            None => {
+                " (the driver does not tell what is free: its limit less what this process uses was taken)"
+            }
+        }
     }
 
     /// At least `bytes` bytes (0 gives a valid empty buffer).
@@ -496,6 +528,12 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     fn as_target(&self) -> &dyn Target;
 }
 
+/// What a device in the machine's memory has free: what the machine has, and no more than the device.
+#[cfg(any(feature = "opencl", feature = "webgpu"))]
+fn host_memory(total: Option<u64>) -> Option<u64> {
+    halcyon_ir::host::memory().map(|m| m.0.min(total.unwrap_or(u64::MAX)))
+}
+
 /// Bytes in a GiB.
 const GIB: f64 = (1u64 << 30) as f64;
 
@@ -530,6 +568,23 @@ impl DeviceInfo {
     }
 }
 
+/// That a backend has no device of this number among `all`.
+fn no_device(backend: BackendType, index: usize, all: impl Iterator<Item = DeviceInfo>) -> Error {
+    let tried: Vec<String> = all.map(|d| format!("{}:{} {}", backend, d.index, d.name)).collect();
+    let fix = match tried.len() {
+        0 => "Choose another backend".into(),
+        1 => "Choose device 0, which is the only one".into(),
+        2 => "Choose device 0 or 1".into(),
+        n => format!("Choose a device from 0 to {}", n - 1),
+    };
+    Error::Unavailable {
+        backend: backend.id().into(),
+        tried,
+        reason: format!("there is no device {index}"),
+        fix,
+    }
+}
+
 /// What the loader says of a library: the message of the innermost cause, which names what it met, without the library's own name.
 #[cfg(all(
     any(feature = "cuda", feature = "rocm", feature = "opencl", feature = "tpu", feature = "webgpu"),
@@ -545,6 +600,27 @@ fn loader_text(name: &str, e: &dyn std::error::Error) -> String {
     match foreign(std::path::Path::new(name)) {
         true => format!("it is built for another processor ({text})"),
         false => text,
+    }
+}
+
+/// Why none of these names could be loaded, in a few words: `thing` is not on this machine, or one is and fails. `tried` has a line for
+/// each name, `NAME: what the loader said`.
+#[cfg(all(
+    any(feature = "cuda", feature = "rocm", feature = "opencl", feature = "tpu", feature = "webgpu"),
+    not(target_arch = "wasm32")
+))]
+fn not_loaded(thing: &str, tried: &[String]) -> String {
+    // What the loaders of Linux, macOS and Windows say of a file that is not there.
+    let said = ["cannot open shared object file: No such file or directory", "no such file", "os error 126"];
+    let absent = |t: &String| {
+        let Some((name, what)) = t.split_once(": ") else { return false };
+        // A path was named by the user, or found: then something should be there.
+        let named = name.contains(['/', '\\']) && !name.starts_with("/System/");
+        !named && said.iter().any(|s| what.contains(s)) && !what.contains("it is built for")
+    };
+    match tried.iter().all(absent) {
+        true => format!("no {thing} on this machine"),
+        false => format!("the {thing} could not be loaded"),
     }
 }
 

@@ -86,6 +86,11 @@ impl Policy {
         &self.name
     }
 
+    /// Whether the caller wrote the backends down one by one: each of them then counts as named, its software devices too.
+    pub fn is_list(&self) -> bool {
+        self.name != BY_PRIORITY && POLICIES.iter().all(|p| p.name != self.name)
+    }
+
     /// First to last. What is left out is never chosen.
     pub fn backends(&self) -> &[BackendType] {
         &self.backends
@@ -219,6 +224,9 @@ mod tests {
         assert_eq!(all.backends().len(), 8);
         let p: Policy = " Vulkan, nvidia ,host".parse().unwrap();
         assert_eq!((p.name(), p.backends().len()), ("webgpu,cuda,cpu", 3));
+        let lists =
+            ["opencl", "opencl,cpu", "priority", "inference"].map(|p| p.parse::<Policy>().unwrap().is_list());
+        assert_eq!(lists, [true, true, false, false]);
     }
 
     #[test]

@@ -624,21 +624,6 @@ impl<S: Source> Pool<S> {
     }
 }
 
-/// What a device in the machine's memory can still take.
-#[cfg_attr(
-    not(any(feature = "cpu", feature = "cuda", feature = "opencl", feature = "rocm", feature = "webgpu")),
-    allow(dead_code)
-)]
-pub(crate) fn left_on_host(m: &MemoryStats) -> Option<u64> {
-    let left = m.limit.map(|l| l.saturating_sub(m.allocated));
-    // What the pool keeps is handed out again, or given back when the system has no more.
-    let free = halcyon_ir::host::memory().map(|(free, _)| free.saturating_add(m.cached));
-    match (left, free) {
-        (Some(a), Some(b)) => Some(a.min(b)),
-        (a, b) => a.or(b),
-    }
-}
-
 impl<S: Source> Block<S> {
     /// The bytes that were asked for.
     pub fn bytes(&self) -> usize {

@@ -1,28 +1,47 @@
 //! Looking for devices safely and quickly, for backends whose libraries are other people's.
 //!
-//! A driver that is broken can end the process that looks, and a healthy one (PoCL and lavapipe bring a whole compiler) takes tens of
-//! milliseconds to load. So the first look is made in a child process where the program offers an executable for it
-//! ([`set_executable`]), and a look that went well is remembered on disk under a fingerprint of everything it depends on. While the
-//! fingerprint holds, no child is needed, and where all devices were software ones, which are only used when named, the drivers need
-//! not be loaded to list them.
+//! A driver that is broken can end the process that looks, or keep it for ever, and a healthy one (PoCL and lavapipe bring a whole
+//! compiler) takes tens of milliseconds to load. So the first look is made in a child process where the program offers an executable
+//! for it ([`set_executable`]), and so is the first opening of each device. What came of it is remembered on disk, under a digest of
+//! what the devices depend on, with the state of every library that was loaded ([`files`]). While that holds no child is needed; where
+//! all devices were software ones, which are only used when named, or nothing was loaded, the drivers need not be loaded to list them.
+
+pub mod files;
 
 use crate::cache::{self, DiskCache};
-use crate::child;
-use crate::{BackendType, DeviceInfo, Error, Result};
+use crate::{BackendType, DeviceInfo, Error, Options, Result, chatter, child, registry};
+use files::{Key, Seen};
 use serde::{Deserialize, Serialize};
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::sync::{Mutex, OnceLock};
-use std::time::{Duration, UNIX_EPOCH};
+use std::sync::{Mutex, MutexGuard, OnceLock};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// How long a child may look for devices.
+/// How long a child may look for devices, or open one, where [`LIMIT_VARIABLE`] does not say.
 const PROBE_TIME: Duration = Duration::from_secs(30);
 
-static EXECUTABLE: OnceLock<PathBuf> = OnceLock::new();
+/// Seconds that a child may take, for drivers that need longer.
+pub const LIMIT_VARIABLE: &str = "HALCYON_PROBE_TIMEOUT";
 
-/// Names the executable that answers `__probe BACKEND` with [`report`] on its standard output. The first call counts.
+/// After so long, what is waited for is told.
+const PATIENCE: Duration = Duration::from_secs(2);
+
+/// For so long a driver that crashed or hung is not looked at again while nothing has changed.
+const REMEMBERED: Duration = Duration::from_secs(24 * 3600);
+
+static EXECUTABLE: OnceLock<PathBuf> = OnceLock::new();
+static NOTICE: OnceLock<fn(&str)> = OnceLock::new();
+
+/// Names the executable that answers `__probe BACKEND` with [`report`] on its standard output, and `__probe BACKEND --open N` with
+/// [`report_open`]. The first call counts.
 pub fn set_executable(exe: PathBuf) {
     let _ = EXECUTABLE.set(exe);
+}
+
+/// Names the function that is told what is waited for, where a driver takes long to answer. The first call counts.
+pub fn set_notice(f: fn(&str)) {
+    let _ = NOTICE.set(f);
 }
 
 /// How the devices of one library are looked for.
@@ -31,92 +50,365 @@ pub struct Look {
     pub backend: BackendType,
     /// Looks in this process.
     pub here: fn() -> Result<Vec<DeviceInfo>>,
+    /// Whether a look that did no harm may be repeated in this process. Else the child's answer is the answer.
+    pub repeat: bool,
     /// What the answer depends on, below a root directory (`/` outside of tests).
     pub depends: fn(&Path) -> Depends,
     /// What to do where a driver ends the process that looks.
     pub fix: &'static str,
-    pub known: Mutex<Known>,
+    pub state: Mutex<State>,
 }
 
-/// What this process has found out about a look.
+/// What this process has found out by a look.
 #[derive(Debug)]
-pub enum Known {
+pub struct State {
+    known: Known,
+    /// What came of the first opening of a device, by its id. [`Error::Unavailable`] where it ended the child.
+    opened: BTreeMap<String, Result<()>>,
+    /// What a child answered that was asked before somebody wanted to know, and the key then.
+    asked: Option<(Key, Result<Asked>)>,
+}
+
+impl State {
+    pub const fn new() -> State {
+        State { known: Known::Nothing, opened: BTreeMap::new(), asked: None }
+    }
+}
+
+impl Default for State {
+    fn default() -> State {
+        State::new()
+    }
+}
+
+#[derive(Debug)]
+enum Known {
     Nothing,
     /// It did not end the process that made it: later ones are made here.
     Safe,
-    /// It ended the child. It is not tried again.
-    Fatal(Error),
+    /// It is not repeated in this process.
+    Answer(Result<Vec<DeviceInfo>>),
 }
 
 /// What a list of devices depends on besides the start of the machine, its device nodes and its kernel modules.
 #[derive(Debug, Default)]
 pub struct Depends {
-    /// Libraries: the names count, and of paths the file's size and time.
+    /// Libraries: the names count, and the state of the files that they may lead to.
     pub libraries: Vec<String>,
-    /// Files that register drivers, each with the driver's library where the file names one by path.
+    /// Libraries that are loaded when a device is opened.
+    pub later: Vec<String>,
+    /// Files that register drivers, each with the driver's library where the file names one.
     pub manifests: Vec<(PathBuf, Option<PathBuf>)>,
     /// Beginnings of the names of variables that steer the libraries.
     pub variables: &'static [&'static str],
 }
 
+/// What a probing child says of the devices.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+enum Answer {
+    Devices(Vec<DeviceInfo>),
+    Unavailable { tried: Vec<String>, reason: String, fix: String },
+    Failed(String),
+}
+
+/// What a child prints: one line of JSON.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+struct Asked {
+    /// Of a child that opened a device: nothing.
+    answer: Option<Answer>,
+    /// The libraries that it has loaded; `None` where the system does not tell.
+    loaded: Option<Vec<Seen>>,
+}
+
+/// What is kept on disk of a look.
+#[derive(Debug, Serialize, Deserialize)]
+struct Record {
+    outcome: Outcome,
+    /// What was loaded.
+    loaded: Vec<Seen>,
+    /// Ids of devices that were opened, and how that ended the child where it did.
+    opened: BTreeMap<String, Option<String>>,
+    /// Seconds since 1970.
+    at: u64,
+}
+
+#[derive(Debug, Serialize, Deserialize)]
+enum Outcome {
+    Answered(Answer),
+    /// How the child ended.
+    Fatal(String),
+}
+
+impl Record {
+    fn of(outcome: Outcome, loaded: Vec<Seen>) -> Record {
+        Record { outcome, loaded, opened: BTreeMap::new(), at: now() }
+    }
+
+    /// Whether it is of the same files, and of harm not too long ago.
+    fn holds(&self) -> bool {
+        let harm = matches!(self.outcome, Outcome::Fatal(_)) || self.opened.values().any(Option::is_some);
+        let young = (self.at..=self.at + REMEMBERED.as_secs()).contains(&now());
+        self.loaded.iter().all(Seen::holds) && (young || !harm)
+    }
+}
+
+fn now() -> u64 {
+    SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs())
+}
+
+/// Where looks are remembered.
+fn memory() -> Option<DiskCache> {
+    cache::user_dir().map(|d| DiskCache::new(d.join("probe"), 1 << 20))
+}
+
+/// Forgets what earlier looks found, on disk and in this process: the next ones are made anew, by children.
+pub fn forget() {
+    if let Some(dir) = cache::user_dir() {
+        for file in
+            entries(&dir.join("probe")).into_iter().filter(|f| f.extension().is_some_and(|e| e == "bin"))
+        {
+            // What cannot be removed is looked at, and its files compared, as before.
+            let _ = std::fs::remove_file(file);
+        }
+    }
+    for look in looks() {
+        *look.lock() = State::new();
+    }
+}
+
+/// Lets children look at all drivers of which nothing is known, at the same time. The looks that follow take their answers.
+pub fn prepare() {
+    let (Some(exe), false) = (EXECUTABLE.get(), in_child()) else { return };
+    std::thread::scope(|s| {
+        for look in looks() {
+            // Where no thread can be started, the look is made when it is wanted.
+            let _ = std::thread::Builder::new().spawn_scoped(s, move || {
+                let mut state = look.lock();
+                let key = look.key(Path::new("/"));
+                let open = matches!(state.known, Known::Nothing) && state.asked.is_none();
+                if open && look.recall(memory().as_ref(), key).is_none() {
+                    state.asked = Some((key, look.via_child(exe)));
+                }
+            });
+        }
+    });
+}
+
+/// How long a child may take: what [`LIMIT_VARIABLE`] says, else 30 seconds.
+///
+/// # Errors
+/// [`Error::Argument`] where the variable is no number of seconds.
+pub fn limit() -> Result<Duration> {
+    let Some(text) = std::env::var_os(LIMIT_VARIABLE).filter(|v| !v.is_empty()) else {
+        return Ok(PROBE_TIME);
+    };
+    let seconds = text.to_str().and_then(|t| t.trim().parse().ok()).filter(|s| (1..=3600).contains(s));
+    let wrong =
+        || Error::argument(LIMIT_VARIABLE, format!("{text:?} is no number of seconds from 1 to 3600"));
+    seconds.map(Duration::from_secs).ok_or_else(wrong)
+}
+
+/// Whether this process is a child that looks for another one.
+fn in_child() -> bool {
+    std::env::var_os(child::VARIABLE).is_some()
+}
+
 impl Look {
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(|e| e.into_inner())
+    }
+
+    fn look_here(&self) -> Result<Vec<DeviceInfo>> {
+        let _driver = chatter::capture(self.backend.id());
+        (self.here)()
+    }
+
+    fn key(&self, root: &Path) -> Key {
+        files::key(self.backend.id(), &(self.depends)(root), root)
+    }
+
     /// Devices, by the cheapest way that is safe.
     ///
     /// # Errors
     /// [`Error::Unavailable`] with what was tried, or with the way the child ended where a driver took it down.
     pub fn devices(&self) -> Result<Vec<DeviceInfo>> {
-        if std::env::var_os(child::VARIABLE).is_some() {
-            return (self.here)();
+        if in_child() {
+            return self.look_here();
         }
-        let mut known = self.known.lock().unwrap_or_else(|e| e.into_inner());
-        match &*known {
-            Known::Safe => return (self.here)(),
-            Known::Fatal(e) => return Err(e.clone()),
+        let mut state = self.lock();
+        match &state.known {
+            Known::Safe => return self.look_here(),
+            Known::Answer(a) => return a.clone(),
             Known::Nothing => {}
         }
-        let memory = cache::user_dir().map(|d| DiskCache::new(d.join("probe"), 1 << 20));
-        let key = self.fingerprint(Path::new("/"));
-        let (found, now) = self.remembered(memory.as_ref().zip(key), EXECUTABLE.get().map(PathBuf::as_path));
-        *known = now;
+        let (found, known) = match EXECUTABLE.get() {
+            Some(exe) => self.find(memory().as_ref(), Path::new("/"), exe, &mut state.asked),
+            None if self.repeat => (self.look_here(), Known::Safe),
+            None => {
+                let e = self.unavailable(
+                    (self.depends)(Path::new("/")).libraries,
+                    "its library is loaded in a process of its own alone, and this program has named none"
+                        .into(),
+                    "Name one with halcyon_hal::probe::set_executable, or ask `halcyon devices`".into(),
+                );
+                (Err(e.clone()), Known::Answer(Err(e)))
+            }
+        };
+        state.known = known;
         found
     }
 
-    /// The remembered devices where they are all software; else a look, in this process where one went well under this key before,
-    /// or there is no executable for a child.
-    fn remembered(
-        &self,
-        memory: Option<(&DiskCache, u128)>,
-        exe: Option<&Path>,
-    ) -> (Result<Vec<DeviceInfo>>, Known) {
-        let before: Option<Vec<DeviceInfo>> =
-            memory.and_then(|(m, key)| m.get(key)).and_then(|b| serde_json::from_slice(&b).ok());
-        if let Some(before) = before {
-            return match !before.is_empty() && before.iter().all(|d| d.software) {
-                true => (Ok(before), Known::Nothing),
-                false => ((self.here)(), Known::Safe),
-            };
-        }
-        let found = match exe.map(|exe| self.via_child(exe)) {
-            None => (self.here)(),
-            Some(Ok(found)) => found,
-            Some(Err(e)) => return (Err(e.clone()), Known::Fatal(e)),
-        };
-        // No device is worth remembering too: the look does no harm.
-        let devices: &[DeviceInfo] = match &found {
-            Ok(d) => d,
-            Err(Error::Unavailable { .. }) => &[],
-            Err(_) => return (found, Known::Safe),
-        };
-        if let Some((m, key)) = memory
-            && let Ok(text) = serde_json::to_vec(devices)
+    /// What is remembered and still holds.
+    fn recall(&self, memory: Option<&DiskCache>, key: Key) -> Option<Record> {
+        let record: Record = serde_json::from_slice(&memory?.get(key.digest)?).ok()?;
+        let harm = matches!(record.outcome, Outcome::Fatal(_));
+        (record.holds() && (key.whole || harm)).then_some(record)
+    }
+
+    fn remember(&self, memory: Option<&DiskCache>, key: Key, record: &Record) {
+        if let Some(m) = memory
+            && let Ok(text) = serde_json::to_vec(record)
         {
-            m.put(key, &text);
+            m.put(key.digest, &text);
         }
-        (found, Known::Safe)
+    }
+
+    /// The answer and what is known then, from memory or from a child.
+    fn find(
+        &self,
+        memory: Option<&DiskCache>,
+        root: &Path,
+        exe: &Path,
+        asked: &mut Option<(Key, Result<Asked>)>,
+    ) -> (Result<Vec<DeviceInfo>>, Known) {
+        let key = self.key(root);
+        if let Some(record) = self.recall(memory, key) {
+            match record.outcome {
+                Outcome::Fatal(how) => {
+                    let e = self.fatal(&how, true);
+                    return (Err(e.clone()), Known::Answer(Err(e)));
+                }
+                Outcome::Answered(a) if self.is_final(&a, &record.loaded, root) => {
+                    return (self.result(a), Known::Nothing);
+                }
+                Outcome::Answered(Answer::Devices(_)) if self.repeat => {
+                    return (self.look_here(), Known::Safe);
+                }
+                Outcome::Answered(_) => {}
+            }
+        }
+        let before = asked.take().filter(|(k, _)| *k == key).map(|(_, answer)| answer);
+        let Asked { answer, loaded } = match before.unwrap_or_else(|| self.via_child(exe)) {
+            Ok(asked) => asked,
+            Err(e) => {
+                let e = match e {
+                    Error::Unavailable { reason, .. } => {
+                        self.remember(memory, key, &Record::of(Outcome::Fatal(reason.clone()), vec![]));
+                        self.fatal(&reason, memory.is_some())
+                    }
+                    e => e,
+                };
+                return (Err(e.clone()), Known::Answer(Err(e)));
+            }
+        };
+        let Some(answer) = answer else {
+            let e = self.fatal(&format!("{HARM} gave no answer"), false);
+            return (Err(e.clone()), Known::Answer(Err(e)));
+        };
+        // What changed meanwhile may not be what the child has seen.
+        if let Some(loaded) = loaded
+            && key.whole
+            && self.key(root) == key
+        {
+            self.remember(memory, key, &Record::of(Outcome::Answered(answer.clone()), loaded));
+        }
+        let found = self.result(answer);
+        let known = if self.repeat { Known::Safe } else { Known::Answer(found.clone()) };
+        (found, known)
+    }
+
+    /// Whether an answer of an earlier look is the answer, so that no driver is loaded to find the same again.
+    fn is_final(&self, a: &Answer, loaded: &[Seen], root: &Path) -> bool {
+        match a {
+            Answer::Devices(d) => !d.is_empty() && (!self.repeat || d.iter().all(|d| d.software)),
+            // A driver may find a device later that it does not find now, where the system has one.
+            Answer::Unavailable { .. } => loaded.is_empty() || files::device_nodes(root).is_empty(),
+            Answer::Failed(_) => false,
+        }
+    }
+
+    fn result(&self, a: Answer) -> Result<Vec<DeviceInfo>> {
+        match a {
+            Answer::Devices(d) => Ok(d),
+            Answer::Unavailable { tried, reason, fix } => Err(self.unavailable(tried, reason, fix)),
+            Answer::Failed(text) => Err(self.fatal(&format!("{HARM} said: {text}"), false)),
+        }
+    }
+
+    /// Lets a child open a device before this process opens it for the first time: a driver may crash or hang at that too, or load
+    /// more libraries. Nothing is done without an executable for it. `kind` is the name under which the device is listed.
+    ///
+    /// # Errors
+    /// [`Error::Unavailable`] with the way the child ended where the driver took it down. An error of the driver's own is none here: it
+    /// comes again where the device is opened.
+    pub fn may_open(&self, kind: BackendType, index: usize) -> Result<()> {
+        match EXECUTABLE.get() {
+            Some(exe) if !in_child() => self.try_open(kind, index, memory().as_ref(), Path::new("/"), exe),
+            _ => Ok(()),
+        }
+    }
+
+    fn try_open(
+        &self,
+        kind: BackendType,
+        index: usize,
+        memory: Option<&DiskCache>,
+        root: &Path,
+        exe: &Path,
+    ) -> Result<()> {
+        let id = format!("{kind}:{index}");
+        let mut state = self.lock();
+        if let Some(before) = state.opened.get(&id) {
+            return before.clone();
+        }
+        let key = self.key(root);
+        let mut record = self.recall(memory, key);
+        let result = match record.as_ref().and_then(|r| r.opened.get(&id)) {
+            Some(None) => Ok(()),
+            Some(Some(how)) => Err(self.fatal(how, true)),
+            None => {
+                let mut command = Command::new(exe);
+                command.args(["__probe", kind.id(), "--open", &index.to_string()]);
+                let found = limit().and_then(|l| self.ask(&mut command, l, &format!("opening {id}: ")));
+                if let Some(r) = record.as_mut() {
+                    let how = match &found {
+                        Ok(Asked { loaded: Some(loaded), .. }) => {
+                            r.loaded.extend(loaded.iter().cloned());
+                            r.loaded.sort();
+                            r.loaded.dedup();
+                            Some(None)
+                        }
+                        Ok(_) => None,
+                        Err(Error::Unavailable { reason, .. }) => {
+                            r.at = now();
+                            Some(Some(reason.clone()))
+                        }
+                        Err(_) => None,
+                    };
+                    if let Some(how) = how.filter(|_| self.key(root) == key) {
+                        r.opened.insert(id.clone(), how);
+                        self.remember(memory, key, r);
+                    }
+                }
+                found.map(drop)
+            }
+        };
+        state.opened.insert(id, result.clone());
+        result
     }
 
     /// The libraries and what is registered with them, each of which may be what ended a child.
-    fn loaded(&self) -> Vec<String> {
+    fn suspects(&self) -> Vec<String> {
         let depends = (self.depends)(Path::new("/"));
         let registered = |(file, driver): (PathBuf, Option<PathBuf>)| match driver {
             Some(d) => format!("{}: {}", file.display(), d.display()),
@@ -125,78 +417,60 @@ impl Look {
         depends.libraries.into_iter().chain(depends.manifests.into_iter().map(registered)).collect()
     }
 
-    /// Digest of what the list of devices depends on; `None` on systems where that is not known. Devices come and go with a start of
-    /// the machine, a driver's files, its kernel module, device nodes, and variables that filter.
-    fn fingerprint(&self, root: &Path) -> Option<u128> {
-        if !cfg!(target_os = "linux") {
-            return None;
-        }
-        let at = |p: &str| root.join(p);
-        let depends = (self.depends)(root);
-        let mut parts: Vec<String> = vec![env!("CARGO_PKG_VERSION").into(), self.backend.id().into()];
-        parts.push(std::fs::read_to_string(at("proc/sys/kernel/random/boot_id")).ok()?);
-        parts.push(stat(&at("etc/ld.so.cache")));
-        for l in &depends.libraries {
-            parts.push(l.clone());
-            if l.contains('/') {
-                parts.push(stat(Path::new(l)));
-            }
-        }
-        for (file, driver) in &depends.manifests {
-            let text = std::fs::read_to_string(file).unwrap_or_default();
-            parts.extend([file.display().to_string(), text, driver.as_deref().map(stat).unwrap_or_default()]);
-        }
-        let mut variables: Vec<String> = std::env::vars_os()
-            .map(|(k, v)| format!("{}={}", k.to_string_lossy(), v.to_string_lossy()))
-            .filter(|v| depends.variables.iter().chain(&["LD_"]).any(|f| v.starts_with(f)))
-            .collect();
-        variables.sort();
-        parts.extend(variables);
-        for module in ["nvidia", "amdgpu", "i915", "xe"] {
-            let version = at("sys/module").join(module).join("version");
-            parts.push(std::fs::read_to_string(version).unwrap_or_default());
-        }
-        let nodes = entries(&at("dev")).into_iter().filter(|p| {
-            let name = p.file_name().unwrap_or_default().to_string_lossy();
-            name.starts_with("nvidia") || name.starts_with("accel") || name == "kfd"
-        });
-        parts.extend(entries(&at("dev/dri")).into_iter().chain(nodes).map(|p| p.display().to_string()));
-        let bytes: Vec<&[u8]> = parts.iter().map(|p| p.as_bytes()).collect();
-        Some(cache::digest(&bytes))
+    fn unavailable(&self, tried: Vec<String>, reason: String, fix: String) -> Error {
+        Error::Unavailable { backend: self.backend.id().into(), tried, reason, fix }
     }
 
-    /// What a child process sees: runs `exe __probe BACKEND`. The inner result is the child's.
+    /// A driver that ended a child. `how` is the reason as it was told then.
+    fn fatal(&self, how: &str, remembered: bool) -> Error {
+        let reason = match remembered {
+            true => format!("{how} (this is remembered; `halcyon devices --refresh` looks again)"),
+            false => how.to_string(),
+        };
+        self.unavailable(self.suspects(), reason, self.fix.into())
+    }
+
+    /// What a child process finds: runs `exe __probe BACKEND`.
     ///
     /// # Errors
     /// [`Error::Unavailable`] with the way it ended where a driver took it down; [`Error::Io`] where it did not start.
-    pub fn via_child(&self, exe: &Path) -> Result<Result<Vec<DeviceInfo>>> {
-        self.ask(Command::new(exe).args(["__probe", self.backend.id()]), PROBE_TIME)
+    fn via_child(&self, exe: &Path) -> Result<Asked> {
+        self.ask(Command::new(exe).args(["__probe", self.backend.id()]), limit()?, "")
     }
 
-    fn ask(&self, command: &mut Command, limit: Duration) -> Result<Result<Vec<DeviceInfo>>> {
-        let unavailable = |tried: Vec<String>, reason: String, fix: String| Error::Unavailable {
-            backend: self.backend.id().into(),
-            tried,
-            reason,
-            fix,
+    fn ask(&self, command: &mut Command, limit: Duration, what: &str) -> Result<Asked> {
+        let harm = |how: String| self.fatal(&format!("{what}{HARM} {how}"), false);
+        let mut slow = || {
+            let text = format!(
+                "waiting for the driver of {} ({what}no answer for {} s; given up after {} s, and remembered; `halcyon doctor --backend {}` \
+                 examines it)",
+                self.backend,
+                PATIENCE.as_secs(),
+                limit.as_secs(),
+                self.backend
+            );
+            tracing::warn!(backend = %self.backend, "{text}");
+            if let Some(tell) = NOTICE.get() {
+                tell(&text);
+            }
         };
-        let fatal = |how: String| {
-            let reason = format!("a driver failed while it was looked at: the probing process {how}");
-            unavailable(self.loaded(), reason, self.fix.into())
-        };
-        let done = child::output(command, limit).map_err(|e| Error::Io {
+        let done = child::output_patient(command, limit, PATIENCE, &mut slow).map_err(|e| Error::Io {
             path: command.get_program().to_string_lossy().into_owned(),
             what: format!("the process that looks for {} devices did not start: {e}", self.backend),
         })?;
-        done.end.map_err(fatal)?;
-        match done.out.lines().rev().find_map(|l| serde_json::from_str(l).ok()) {
-            Some(Report::Devices(d)) => Ok(Ok(d)),
-            Some(Report::Unavailable { tried, reason, fix }) => Ok(Err(unavailable(tried, reason, fix))),
-            Some(Report::Failed(e)) => Err(fatal(format!("said: {e}"))),
-            None => Err(fatal("gave no answer".into())),
+        chatter::said(self.backend.id(), &done.err);
+        done.end.map_err(harm)?;
+        let asked: Option<Asked> = done.out.lines().rev().find_map(|l| serde_json::from_str(l).ok());
+        match asked {
+            Some(Asked { answer: Some(Answer::Failed(e)), .. }) => Err(harm(format!("said: {e}"))),
+            Some(asked) => Ok(asked),
+            None => Err(harm("gave no answer".into())),
         }
     }
 }
+
+/// How the reason begins where a driver took a child down.
+const HARM: &str = "a driver failed while it was looked at: the probing process";
 
 /// Files of a directory, in order of name.
 pub fn entries(dir: &Path) -> Vec<PathBuf> {
@@ -206,32 +480,34 @@ pub fn entries(dir: &Path) -> Vec<PathBuf> {
     v
 }
 
-/// Size and time of a file; empty where there is none.
-fn stat(path: &Path) -> String {
-    let Ok(m) = std::fs::metadata(path) else {
-        return String::new();
-    };
-    let time = m.modified().ok().and_then(|t| t.duration_since(UNIX_EPOCH).ok()).unwrap_or_default();
-    format!("{} {:?}", m.len(), time)
-}
-
-/// What a probing child prints: one line of JSON.
-#[derive(Serialize, Deserialize)]
-enum Report {
-    Devices(Vec<DeviceInfo>),
-    Unavailable { tried: Vec<String>, reason: String, fix: String },
-    Failed(String),
-}
-
 /// The answer of a probing child, as one line; `None` for backends that are not looked at in children.
 pub fn report(kind: BackendType) -> Option<String> {
     let look = looks().into_iter().find(|l| l.backend == kind)?;
-    let report = match (look.here)() {
-        Ok(d) => Report::Devices(d),
-        Err(Error::Unavailable { tried, reason, fix, .. }) => Report::Unavailable { tried, reason, fix },
-        Err(e) => Report::Failed(e.to_string()),
+    let before = files::mapped();
+    let answer = match look.look_here() {
+        Ok(d) => Answer::Devices(d),
+        Err(Error::Unavailable { tried, reason, fix, .. }) => Answer::Unavailable { tried, reason, fix },
+        Err(e) => Answer::Failed(e.to_string()),
     };
-    Some(serde_json::to_string(&report).unwrap_or_else(|e| format!("{{\"Failed\":\"{e}\"}}")))
+    Some(line(Some(answer), &before))
+}
+
+/// The answer of a child that opens a device, as one line. An error of the driver's is none: it comes again in the parent.
+///
+/// # Errors
+/// Where this build has no such driver.
+pub fn report_open(kind: BackendType, index: usize) -> Result<String> {
+    let before = files::mapped();
+    // What the driver says is not asked for.
+    let opened = registry::driver(kind)?.open(index, &Options::default()).ok();
+    let text = line(None, &before);
+    drop(opened);
+    Ok(text)
+}
+
+fn line(answer: Option<Answer>, before: &Option<std::collections::BTreeSet<PathBuf>>) -> String {
+    let asked = Asked { answer, loaded: files::loaded_since(before) };
+    serde_json::to_string(&asked).unwrap_or_else(|e| format!("{e}"))
 }
 
 fn looks() -> Vec<&'static Look> {
@@ -250,146 +526,5 @@ fn looks() -> Vec<&'static Look> {
 }
 
 #[cfg(all(test, unix))]
-mod tests {
-    use super::*;
-
-    /// A look that finds what the noop driver lists.
-    fn noop() -> Look {
-        Look {
-            backend: BackendType::Noop,
-            here: || crate::Driver::probe(&crate::noop::NoopDriver),
-            depends: |root| Depends {
-                libraries: vec!["libnoop.so".into(), root.join("libown.so").display().to_string()],
-                manifests: entries(&root.join("vendors"))
-                    .into_iter()
-                    .map(|f| {
-                        let driver = std::fs::read_to_string(&f).unwrap_or_default();
-                        (f, Some(driver.into()))
-                    })
-                    .collect(),
-                variables: &[],
-            },
-            fix: "Mend it",
-            known: Mutex::new(Known::Nothing),
-        }
-    }
-
-    /// An executable that runs a script, whatever its arguments.
-    fn script(dir: &Path, text: &str) -> PathBuf {
-        use std::os::unix::fs::PermissionsExt;
-        let path = dir.join(format!("script{}", entries(dir).len()));
-        std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
-        std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755)).unwrap();
-        path
-    }
-
-    #[test]
-    fn a_child_that_dies_hangs_or_says_nothing_is_an_unavailable_backend() {
-        let (look, minute) = (noop(), Duration::from_secs(60));
-        let shell = |text: &str, limit| look.ask(Command::new("/bin/sh").args(["-c", text]), limit);
-        for (text, limit, want) in [
-            ("kill -SEGV $$", minute, "signal"),
-            ("exit 3", minute, "exit status: 3"),
-            ("exec sleep 100", Duration::from_millis(50), "did not end"),
-            ("echo nothing of use", minute, "no answer"),
-        ] {
-            let e = shell(text, limit).unwrap_err();
-            assert!(e.exit_code() == 4 && e.to_string().contains(want), "{text}: {e}");
-            assert!(e.to_string().contains("libnoop.so") && e.to_string().contains("Mend it"), "{e}");
-        }
-        let e = look.via_child(Path::new("/nowhere/halcyon")).unwrap_err();
-        assert!(e.to_string().contains("/nowhere/halcyon"), "{e}");
-        let said = r#"echo '{"Unavailable":{"tried":["x"],"reason":"r","fix":"f"}}'"#;
-        let e = shell(said, minute).unwrap().unwrap_err();
-        assert!(matches!(e, Error::Unavailable { ref tried, .. } if tried == &["x".to_string()]), "{e}");
-    }
-
-    #[test]
-    fn a_look_is_remembered_and_only_software_devices_are_listed_from_memory() {
-        let dir = tempfile::tempdir().unwrap();
-        let m = DiskCache::new(dir.path().join("memory"), 1 << 20);
-        let look = noop();
-        let software = (look.here)().unwrap();
-        assert!(software[0].software);
-        let mut hardware = software.clone();
-        hardware[0].software = false;
-        let saying = |r: Report| {
-            script(dir.path(), &format!("cat <<'END'\n{}\nEND", serde_json::to_string(&r).unwrap()))
-        };
-        let dies = script(dir.path(), "kill -ABRT $$");
-        let at = |key, exe: &Path| look.remembered(Some((&m, key)), Some(exe));
-        assert!(matches!(at(1, &dies), (Err(_), Known::Fatal(_))), "a driver that ends the process");
-        assert!(matches!(at(1, &dies), (Err(_), Known::Fatal(_))), "which is not remembered as harmless");
-        let (found, known) = at(1, &saying(Report::Devices(software.clone())));
-        assert!(found.unwrap() == software && matches!(known, Known::Safe));
-        let (found, known) = at(1, &dies);
-        assert!(found.unwrap() == software && matches!(known, Known::Nothing), "from memory");
-        assert!(at(2, &dies).0.is_err(), "another fingerprint");
-        // With hardware, or where there was nothing, the look is repeated here.
-        let nothing = Report::Unavailable { tried: vec![], reason: "none".into(), fix: "none".into() };
-        for (key, first) in [(3, Report::Devices(hardware)), (4, nothing)] {
-            assert!(matches!(at(key, &saying(first)).1, Known::Safe));
-            let (found, known) = at(key, &dies);
-            assert!(found.unwrap() == software && matches!(known, Known::Safe), "{key}");
-        }
-        // Without an executable it is made here at once.
-        assert_eq!(look.remembered(None, None).0.unwrap(), software);
-    }
-
-    #[test]
-    #[cfg(target_os = "linux")]
-    fn the_fingerprint_changes_with_drivers_and_device_nodes() {
-        let dir = tempfile::tempdir().unwrap();
-        let (root, look) = (dir.path(), noop());
-        let make = |path: &str, text: &str| {
-            let p = root.join(path);
-            std::fs::create_dir_all(p.parent().unwrap()).unwrap();
-            std::fs::write(p, text).unwrap();
-        };
-        assert_eq!(look.fingerprint(root), None, "nothing known about this system");
-        make("proc/sys/kernel/random/boot_id", "a");
-        let mut seen = vec![look.fingerprint(root).unwrap()];
-        assert_eq!(look.fingerprint(root).unwrap(), seen[0]);
-        let driver = root.join("libdriver.so").display().to_string();
-        let steps: [(&str, &str); 8] = [
-            ("vendors/a.icd", &driver),
-            ("libdriver.so", "first"),
-            ("libdriver.so", "second version"),
-            ("libown.so", "loaded by its path"),
-            ("dev/nvidia0", ""),
-            ("dev/dri/renderD128", ""),
-            ("sys/module/nvidia/version", "575.1"),
-            ("proc/sys/kernel/random/boot_id", "b"),
-        ];
-        for (path, text) in steps {
-            make(path, text);
-            let now = look.fingerprint(root).unwrap();
-            assert!(!seen.contains(&now), "{path}");
-            seen.push(now);
-        }
-        make("dev/unrelated", "");
-        assert_eq!(look.fingerprint(root), seen.last().copied());
-        let other = Look { backend: BackendType::Tpu, ..noop() };
-        assert_ne!(other.fingerprint(root), seen.last().copied());
-    }
-
-    #[test]
-    fn a_childs_report_is_what_a_look_here_finds() {
-        assert!(report(BackendType::Cpu).is_none());
-        for look in looks() {
-            let line = report(look.backend).unwrap();
-            let there = look
-                .ask(Command::new("/bin/sh").args(["-c", &format!("cat <<'END'\n{line}\nEND")]), PROBE_TIME);
-            match ((look.here)(), there.unwrap()) {
-                (Ok(a), Ok(b)) => {
-                    let ids = |v: &[DeviceInfo]| -> Vec<_> {
-                        v.iter().map(|d| (d.id.clone(), d.name.clone(), d.properties.clone())).collect()
-                    };
-                    assert_eq!(ids(&a), ids(&b));
-                }
-                (Err(a), Err(b)) => assert_eq!(a.to_string(), b.to_string()),
-                (a, b) => panic!("{a:?} {b:?}"),
-            }
-        }
-    }
-}
+#[path = "probe/tests.rs"]
+mod tests;

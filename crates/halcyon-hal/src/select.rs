@@ -3,7 +3,8 @@
 //! A backend that is named is that backend, or an error unless a [`Fallback`] is asked for. `Auto` goes through an order of backends
 //! ([`Policy`]): the caller's, else the environment's (`HALCYON_BACKENDS`), else the configuration file's ([`crate::config`]), else by
 //! priority. It takes the first device that is there, opens, has the memory that is needed, and takes the work. Software devices
-//! (a CPU behind a graphics interface) come after all others, the CPU backend included.
+//! (a CPU behind a graphics interface) come after all others, the CPU backend included; but an order that lists backends one by one names
+//! them, and then a software device has its backend's place.
 
 use crate::config;
 use crate::policy::{Fallback, Policy, SetBy};
@@ -26,6 +27,9 @@ pub struct Candidate {
     pub priority: Option<u32>,
     /// The rule that rejected it; `None` for the chosen one.
     pub rejected: Option<String>,
+    /// The same in a few words.
+    #[serde(default)]
+    pub brief: Option<String>,
     /// Bytes that the work needs of it, where that was asked.
     pub required: Option<u64>,
     /// Bytes that it had left then.
@@ -84,24 +88,74 @@ impl fmt::Display for Selection {
 pub struct BackendReport {
     pub id: BackendType,
     pub available: bool,
+    /// Why it has no device: all that is known.
     pub reason: Option<String>,
+    /// The same in a few words.
+    #[serde(default)]
+    pub brief: Option<String>,
+    /// What was tried, a line for each library or driver.
+    #[serde(default)]
+    pub tried: Vec<String>,
+    /// What the user can do.
+    #[serde(default)]
+    pub fix: Option<String>,
     pub devices: Vec<DeviceInfo>,
+}
+
+impl BackendReport {
+    /// What a look at a backend gave.
+    pub fn of(id: BackendType, found: Result<Vec<DeviceInfo>>) -> BackendReport {
+        let none = |reason: String| BackendReport {
+            id,
+            available: false,
+            brief: Some(reason.clone()),
+            reason: Some(reason),
+            tried: vec![],
+            fix: None,
+            devices: vec![],
+        };
+        match found {
+            Ok(devices) if devices.is_empty() => none("the driver lists no device".into()),
+            Ok(devices) => BackendReport {
+                id,
+                available: true,
+                reason: None,
+                brief: None,
+                tried: vec![],
+                fix: None,
+                devices,
+            },
+            Err(e) => {
+                let (tried, fix) = match &e {
+                    Error::Unavailable { tried, fix, .. } => (tried.clone(), Some(fix.clone())),
+                    Error::Driver { next, .. } => (vec![], Some(next.clone())),
+                    _ => (vec![], None),
+                };
+                BackendReport { brief: Some(brief(&e)), tried, fix, ..none(e.to_string()) }
+            }
+        }
+    }
+}
+
+/// An error in a few words, for a list of devices: what is wrong, without what was tried and what to do.
+pub fn brief(e: &Error) -> String {
+    match e {
+        Error::Unavailable { reason, .. } => reason.clone(),
+        Error::Unsupported { what, .. } => format!("{what} is not supported"),
+        Error::OutOfMemory { requested, free, .. } => {
+            format!("too little memory: {requested} bytes are needed, {free} are free")
+        }
+        Error::Driver { call, code, .. } => format!("{call} failed: {code}"),
+        e => e.to_string().lines().next().unwrap_or("").to_string(),
+    }
 }
 
 /// Every backend with its devices, or the reason it has none.
 pub fn discover() -> Vec<BackendReport> {
-    backend::all()
-        .into_iter()
-        .map(|id| match registry::driver(id).and_then(|d| d.probe()) {
-            Ok(devices) => BackendReport {
-                id,
-                available: !devices.is_empty(),
-                reason: devices.is_empty().then(|| "the driver lists no device".into()),
-                devices,
-            },
-            Err(e) => BackendReport { id, available: false, reason: Some(e.to_string()), devices: vec![] },
-        })
-        .collect()
+    #[cfg(not(target_arch = "wasm32"))]
+    crate::probe::prepare();
+    let look = |id| BackendReport::of(id, registry::driver(id).and_then(|d| d.probe()));
+    backend::all().into_iter().map(look).collect()
 }
 
 /// What is asked for. What is `None` is looked up in the environment and the configuration file.
@@ -172,7 +226,8 @@ pub fn open_for(
             Fallback::Cpu => vec![BackendType::Cpu],
             _ => s.policy.backends().iter().copied().filter(|b| *b != requested).collect(),
         };
-        return match search.first_of(&order, false) {
+        let named = s.fallback != Fallback::Cpu && s.policy.is_list();
+        return match search.first_of(&order, false, named) {
             Some(found) => {
                 let rule = match s.fallback {
                     Fallback::Cpu => format!("{requested} was asked for; the CPU is the fallback"),
@@ -183,7 +238,8 @@ pub fn open_for(
             None => Err(search.nothing()),
         };
     }
-    if let Some(found) = search.first_of(s.policy.backends(), s.fallback != Fallback::Next) {
+    let only = s.fallback != Fallback::Next;
+    if let Some(found) = search.first_of(s.policy.backends(), only, s.policy.is_list()) {
         search.left_out(s.policy.backends());
         let rule = match (s.policy == Policy::default(), found.1.backend.row().priority) {
             (true, Some(p)) => format!("highest priority ({p}) of the backends that are there"),
@@ -193,7 +249,7 @@ pub fn open_for(
     }
     if s.fallback == Fallback::Cpu && search.errors.iter().all(|(b, _)| *b != BackendType::Cpu) {
         search.candidates.retain(|c| c.backend != BackendType::Cpu);
-        if let Some(found) = search.first_of(&[BackendType::Cpu], false) {
+        if let Some(found) = search.first_of(&[BackendType::Cpu], false, false) {
             return Ok(search.done(found, "the CPU is the fallback".into(), s));
         }
     }
@@ -210,6 +266,9 @@ struct Settings {
 
 impl Settings {
     fn of(r: &Request) -> Result<Settings> {
+        // A wrong value is an error whatever is chosen, as one of `HALCYON_BACKENDS` is.
+        #[cfg(feature = "cpu")]
+        crate::cpu::isa::limit()?;
         let file = config::load()?;
         let variable = std::env::var(VARIABLE).ok().filter(|v| !v.trim().is_empty());
         let set = file.as_ref().and_then(|(path, c)| Some((path.clone(), c.backends.clone()?)));
@@ -256,7 +315,7 @@ fn room(d: &Arc<dyn Device>, need: u64) -> Result<()> {
     match d.available() {
         Some(free) if free < need => Err(Error::OutOfMemory {
             device: d.info().id.clone(),
-            what: "what the caller needs".into(),
+            what: format!("what the caller needs{}", d.unknown_free()),
             requested: need,
             free,
             total: d.memory().limit.or(d.info().total_memory).unwrap_or(free),
@@ -273,6 +332,7 @@ impl Search<'_, '_> {
             device: device.map(|d| d.id.clone()),
             name: device.map(|d| d.name.clone()),
             priority: backend.row().priority,
+            brief: rejected.clone(),
             rejected,
             required: None,
             free: None,
@@ -282,6 +342,9 @@ impl Search<'_, '_> {
 
     fn reject(&mut self, backend: BackendType, device: Option<&DeviceInfo>, e: &Error) {
         self.note(backend, device, Some(e.to_string()));
+        if let Some(c) = self.candidates.last_mut() {
+            c.brief = Some(brief(e));
+        }
         if let (Error::OutOfMemory { requested, free, .. }, Some(c)) = (e, self.candidates.last_mut()) {
             c.required = Some(*requested);
             c.free = Some(*free);
@@ -304,19 +367,18 @@ impl Search<'_, '_> {
     fn named(&mut self) -> Result<Found> {
         let backend = self.request.backend;
         let driver = registry::driver(backend)?;
-        let infos = driver.probe()?;
+        let infos = driver.list()?;
         let i = self.request.index.unwrap_or(0);
-        let info = infos.get(i).cloned().ok_or_else(|| Error::Unavailable {
-            backend: backend.id().into(),
-            tried: infos.iter().map(|d| format!("{} {}", d.id, d.name)).collect(),
-            reason: format!("there is no device {i}"),
-            fix: format!("Choose one of 0..{} with --device", infos.len()),
-        })?;
-        Ok((self.try_one(&*driver, i)?, info))
+        let info = infos.get(i).cloned();
+        let info = info.ok_or_else(|| crate::no_device(backend, i, infos.iter().cloned()))?;
+        let d = self.try_one(&*driver, i)?;
+        let info = DeviceInfo { free_memory: d.info().free_memory, ..info };
+        Ok((d, info))
     }
 
-    /// The first device in an order that takes the work: software devices last. `only` gives up after the first that is there.
-    fn first_of(&mut self, order: &[BackendType], only: bool) -> Option<Found> {
+    /// The first device in an order that takes the work: software devices last, or where the order names each backend (`named`) last of
+    /// their own backend. `only` gives up after the first that is there.
+    fn first_of(&mut self, order: &[BackendType], only: bool, named: bool) -> Option<Found> {
         let by_priority = Policy::default().backends() == order;
         let (mut chosen, mut software) = (None, vec![]);
         for &b in order {
@@ -335,21 +397,25 @@ impl Search<'_, '_> {
                 self.note(b, None, Some(why.into()));
                 continue;
             }
-            let found = registry::driver(b).and_then(|d| d.probe().map(|infos| (d, infos)));
+            let found = registry::driver(b).and_then(|d| d.list().map(|infos| (d, infos)));
             let (driver, infos) = match found {
                 Ok(x) => x,
                 Err(e) => {
                     self.note(b, None, Some(e.to_string()));
+                    if let Some(c) = self.candidates.last_mut() {
+                        c.brief = Some(brief(&e));
+                    }
                     continue;
                 }
             };
             if infos.is_empty() {
                 self.note(b, None, Some("the driver lists no device".into()));
             }
-            for info in infos {
+            let (soft, hard): (Vec<_>, Vec<_>) = infos.into_iter().partition(|i| i.software);
+            for info in hard.into_iter().chain(soft) {
                 if chosen.is_some() {
                     self.note(b, Some(&info), Some("an earlier device of this backend was chosen".into()));
-                } else if info.software {
+                } else if info.software && !named {
                     software.push((driver.clone(), info));
                 } else {
                     chosen = self.consider(&*driver, info);
@@ -372,6 +438,8 @@ impl Search<'_, '_> {
         match self.try_one(driver, info.index) {
             Ok(d) => {
                 self.note(info.backend, Some(&info), None);
+                // What was listed without opening it may lack this.
+                let info = DeviceInfo { free_memory: d.info().free_memory, ..info };
                 Some((d, info))
             }
             Err(e) => {
@@ -393,6 +461,7 @@ impl Search<'_, '_> {
     }
 
     fn done(self, (device, info): Found, rule: String, s: Settings) -> (Arc<dyn Device>, Selection) {
+        tracing::info!(device = info.id, name = info.name, rule, "device chosen");
         let selection = Selection {
             requested: self.request.backend,
             device: info,

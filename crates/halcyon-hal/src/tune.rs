@@ -3,23 +3,28 @@
 //! An entry is what is best for one key of a template on one device with one driver, and which variants were rejected there and why.
 //! Two tables merge in any order to the same table, and every write merges with what is in the file, under a lock, and replaces it
 //! whole: processes that tune at once lose nothing of each other. The file is bounded; entries that were not used for longest go first.
-//! A file that cannot be read counts as empty, with a warning, and is set aside (`NAME.bad`) before another is written.
+//! A damaged file counts as empty, with a warning, and gets another name (`NAME.bad`, `NAME.bad.1`) before a new one is written. A file that
+//! is something else, or a cache of another version, is never touched: to use it as a tuning cache is an error.
 //!
 //! While a candidate runs, a file beside the cache names it ([`Guard`]), locked by its process. If the process ends there, the file is
 //! left without a lock, and [`TuningCache::recover`] rejects the candidate.
 
+mod file;
+
 use crate::{Caps, DeviceInfo, Error, Result};
+use file::{Held, There, with_suffix};
 use halcyon_ir::kernel::tune::{Known, Variant};
+use halcyon_ir::output;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 use std::fmt;
-use std::fs::{self, File, TryLockError};
+use std::fs::{self, File};
 use std::io::{ErrorKind, Read, Seek, Write};
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard};
-use std::time::{Duration, Instant, SystemTime};
+use std::time::{Duration, SystemTime};
 
 /// Version of the file's format.
 pub const FORMAT: u32 = 1;
@@ -29,8 +34,6 @@ pub const MOST_ENTRIES: usize = 4096;
 pub const MOST_BYTES: usize = 8 << 20;
 /// Rejections that an entry keeps.
 const MOST_REJECTIONS: usize = 64;
-/// How long a process waits for another to write.
-const PATIENCE: Duration = Duration::from_secs(10);
 const DAY: u64 = 24 * 3600;
 
 /// Names the tuning mode ([`TuningMode`]'s text form).
@@ -218,7 +221,7 @@ pub fn device_key(info: &DeviceInfo, caps: &Caps) -> String {
         info.backend.id(),
         info.name,
         info.vendor,
-        caps.compute_units,
+        caps.compute_units.map_or("unknown".into(), |n| n.to_string()),
         caps.max_workgroup,
         caps.workgroup_memory,
         if caps.is_cpu { ", a processor" } else { "" },
@@ -296,36 +299,35 @@ impl Table {
         }
     }
 
-    fn parse(text: &str) -> std::result::Result<Table, String> {
-        #[derive(Deserialize)]
-        struct Version {
-            format: u32,
-        }
-        let version: Version = serde_json::from_str(text).map_err(|e| format!("no tuning cache ({e})"))?;
-        if version.format != FORMAT {
-            return Err(format!("a tuning cache of format {}, this version reads {FORMAT}", version.format));
-        }
-        let d: Document = serde_json::from_str(text).map_err(|e| e.to_string())?;
+    fn of(d: &Document) -> Table {
         let mut t = Table::default();
         d.entries.iter().for_each(|e| t.add(e));
         t.trim(MOST_ENTRIES);
-        Ok(t)
+        t
     }
 
     /// Reads a file; `None` where there is none.
     ///
     /// # Errors
-    /// [`Error::Io`] for a file that cannot be read, [`Error::Format`] for one that is no tuning cache or one of another version.
+    /// [`Error::Io`] for a file that cannot be read, [`Error::Format`] for one that is no tuning cache, is damaged, or is of another version.
     pub fn read(path: &Path) -> Result<Option<Table>> {
-        let mut text = String::new();
-        let read = File::open(path).and_then(|f| f.take(8 * MOST_BYTES as u64).read_to_string(&mut text));
-        let format = |what| Error::Format { file: path.display().to_string(), what };
-        match read {
-            Ok(_) => Table::parse(&text).map(Some).map_err(format),
-            Err(e) if e.kind() == ErrorKind::NotFound => Ok(None),
-            Err(e) if e.kind() == ErrorKind::InvalidData => Err(format("no tuning cache (no text)".into())),
-            Err(e) => Err(io(path, e)),
+        match file::look(path)? {
+            There::Nothing => Ok(None),
+            There::Empty => Ok(Some(Table::default())),
+            There::Table(t) => Ok(Some(t)),
+            There::Damaged(e) | There::NotOurs(e) => Err(e),
         }
+    }
+}
+
+/// Refuses a file that a user names as tuning cache and that is something else, before anything is done with it.
+///
+/// # Errors
+/// [`Error::Format`], [`Error::Io`]
+pub fn check(path: &Path) -> Result<()> {
+    match file::look(path)? {
+        There::NotOurs(e) => Err(e),
+        _ => Ok(()),
     }
 }
 
@@ -341,6 +343,8 @@ pub struct TuningCache {
     loaded: AtomicBool,
     complained: AtomicBool,
     touched: AtomicBool,
+    /// What the user has to know of the file.
+    said: Mutex<Vec<String>>,
 }
 
 impl TuningCache {
@@ -362,12 +366,32 @@ impl TuningCache {
         // Entries are added whole, so a panic in another thread leaves the table usable.
         let mut t = self.table.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(path) = self.path.as_deref().filter(|_| !self.loaded.swap(true, Ordering::Relaxed)) {
-            match Table::read(path) {
-                Ok(there) => t.merge(&there.unwrap_or_default()),
-                Err(e) => tracing::warn!(%e, "the tuning cache counts as empty"),
+            match file::look(path) {
+                Ok(There::Nothing) => {}
+                Ok(There::Table(there)) => {
+                    tracing::info!(path = %path.display(), entries = there.len(), "tuned kernels read");
+                    t.merge(&there);
+                }
+                Ok(There::Empty) => {
+                    self.say(format!("{}: an empty file, used as a new tuning cache", path.display()))
+                }
+                Ok(There::Damaged(e) | There::NotOurs(e)) | Err(e) => {
+                    self.say(format!("{e}; nothing of it is used"))
+                }
             }
         }
         t
+    }
+
+    fn say(&self, what: String) {
+        tracing::warn!("{what}");
+        self.said.lock().unwrap_or_else(|e| e.into_inner()).push(what);
+    }
+
+    /// What is wrong with the file, once: that it is damaged, and where a damaged one was put. Reads it if that has not happened yet.
+    pub fn warnings(&self) -> Vec<String> {
+        drop(self.lock());
+        std::mem::take(&mut *self.said.lock().unwrap_or_else(|e| e.into_inner()))
     }
 
     pub fn table(&self) -> Table {
@@ -461,6 +485,7 @@ impl TuningCache {
         let ours = self.table();
         other.lock().merge(&ours);
         other.save()?;
+        other.warnings().into_iter().for_each(|w| self.say(w));
         Ok(ours.len())
     }
 
@@ -471,16 +496,21 @@ impl TuningCache {
             change(&mut t);
             return Ok(());
         };
+        let path = &file::own(path)?;
         let _held = Held::new(path)?;
-        match Table::read(path) {
-            Ok(there) => t.merge(&there.unwrap_or_default()),
-            Err(e @ Error::Format { .. }) => set_aside(path, &e),
-            Err(e) => return Err(e),
+        match file::look(path)? {
+            There::Nothing | There::Empty => {}
+            There::Table(there) => t.merge(&there),
+            There::NotOurs(e) => return Err(e),
+            There::Damaged(e) => {
+                let to = file::set_aside(path)?;
+                self.say(format!("{e}; it is kept as {}", to.display()));
+            }
         }
         change(&mut t);
         t.trim(MOST_ENTRIES);
         let text = t.render(MOST_BYTES);
-        replace(path, text.as_bytes())
+        output::write(path, text.as_bytes())
     }
 
     /// A file that names the candidate under way; `None` for a cache without a file.
@@ -490,16 +520,18 @@ impl TuningCache {
     pub fn guard(&self) -> Result<Option<Guard>> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
         let Some(path) = &self.path else { return Ok(None) };
+        let path = &file::own(path)?;
         let _held = Held::new(path)?;
-        let n = NEXT.fetch_add(1, Ordering::Relaxed);
-        let path = with_suffix(path, &format!("{RUNNING}{}-{n}", std::process::id()));
-        let file = File::options()
-            .create(true)
-            .truncate(true)
-            .read(true)
-            .write(true)
-            .open(&path)
-            .map_err(|e| io(&path, e))?;
+        let (path, file) = loop {
+            let n = NEXT.fetch_add(1, Ordering::Relaxed);
+            let path = with_suffix(path, &format!("{RUNNING}{}-{n}", std::process::id()));
+            match File::options().create_new(true).read(true).write(true).open(&path) {
+                Ok(f) => break (path, f),
+                // An earlier process of that number died and nobody has looked yet.
+                Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
+                Err(e) => return Err(io(&path, e)),
+            }
+        };
         // Nobody else knows the file yet.
         file.lock().map_err(|e| io(&path, e))?;
         Ok(Some(Guard { path, file }))
@@ -512,6 +544,7 @@ impl TuningCache {
     /// As [`TuningCache::save`].
     pub fn recover(&self, why: Why, detail: &str) -> Result<Vec<(String, Rejection)>> {
         let Some(path) = &self.path else { return Ok(vec![]) };
+        let path = &file::own(path)?;
         let (Some(folder), Some(name)) = (path.parent(), path.file_name().map(|n| n.to_string_lossy()))
         else {
             return Ok(vec![]);
@@ -608,76 +641,6 @@ impl Drop for Guard {
     fn drop(&mut self) {
         let _ = fs::remove_file(&self.path);
     }
-}
-
-/// The lock under which a cache's file is written. The file of the lock stays: who deleted it would take it from under another.
-struct Held(File);
-
-impl Held {
-    fn new(path: &Path) -> Result<Held> {
-        let lock = with_suffix(path, ".lock");
-        if let Some(folder) = path.parent().filter(|f| !f.as_os_str().is_empty()) {
-            fs::create_dir_all(folder).map_err(|e| io(folder, e))?;
-        }
-        let file = File::options()
-            .create(true)
-            .truncate(false)
-            .write(true)
-            .open(&lock)
-            .map_err(|e| io(&lock, format!("{e}; the tuning cache cannot be written")))?;
-        let start = Instant::now();
-        loop {
-            match file.try_lock() {
-                Ok(()) => return Ok(Held(file)),
-                Err(TryLockError::WouldBlock) if start.elapsed() < PATIENCE => {
-                    std::thread::sleep(Duration::from_millis(5));
-                }
-                Err(TryLockError::WouldBlock) => {
-                    return Err(io(&lock, format!("another process holds it for longer than {PATIENCE:?}")));
-                }
-                Err(TryLockError::Error(e)) => return Err(io(&lock, e)),
-            }
-        }
-    }
-}
-
-impl Drop for Held {
-    fn drop(&mut self) {
-        let _ = self.0.unlock();
-    }
-}
-
-fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
-    let mut name = path.as_os_str().to_owned();
-    name.push(suffix);
-    name.into()
-}
-
-fn set_aside(path: &Path, e: &Error) {
-    let to = with_suffix(path, ".bad");
-    match fs::rename(path, &to) {
-        Ok(()) => tracing::warn!(%e, to = %to.display(), "a tuning cache that cannot be read is set aside"),
-        Err(r) => tracing::warn!(%e, %r, "a tuning cache that cannot be read is replaced"),
-    }
-}
-
-/// Readers see the old file or the new one, whole.
-fn replace(path: &Path, bytes: &[u8]) -> Result<()> {
-    static NEXT: AtomicU64 = AtomicU64::new(0);
-    let n = NEXT.fetch_add(1, Ordering::Relaxed);
-    let temporary = with_suffix(path, &format!(".{}-{n}.tmp", std::process::id()));
-    let written = (|| {
-        let mut f = File::create_new(&temporary)?;
-        f.write_all(bytes)?;
-        // A full disk may show only here.
-        f.sync_all()?;
-        drop(f);
-        fs::rename(&temporary, path)
-    })();
-    written.map_err(|e| {
-        let _ = fs::remove_file(&temporary);
-        io(path, format!("{e}; what tuning found is not on disk"))
-    })
 }
 
 #[cfg(test)]

@@ -100,6 +100,36 @@ fn auto_takes_the_first_that_has_the_memory() {
     assert_eq!(auto(9 * GIB).unwrap().device.id, "rocm:0");
 }
 
+fn software(kind: BackendType) -> Fake {
+    Fake { software: true, ..fake(kind, &[Some(8 * GIB)]) }
+}
+
+#[test]
+fn a_backend_in_a_list_is_named() {
+    let _g = machine(vec![software(BackendType::OpenCl), software(BackendType::WebGpu)]);
+    let auto = |order: &str| choose(&request(BackendType::Auto, order, None, 0)).unwrap();
+    for (order, want) in [
+        ("opencl,cpu", "opencl:0"),
+        ("opencl,webgpu", "opencl:0"),
+        ("webgpu,opencl,cpu", "webgpu:0"),
+        ("cuda,opencl,cpu", "opencl:0"),
+        ("cpu,opencl", "cpu:0"),
+        // Orders with a name are about kinds of devices: none is named.
+        ("priority", "cpu:0"),
+        ("inference", "cpu:0"),
+    ] {
+        let s = auto(order);
+        assert_eq!(s.device.id, want, "{order}: {s}");
+    }
+    assert!(rejected(&auto("priority"), "opencl:0").contains("used only when named"));
+    // Among a backend's devices those of hardware come first, and memory still counts.
+    let s = choose(&request(BackendType::Auto, "opencl,cpu", None, 9 * GIB));
+    assert!(s.is_err() || s.unwrap().device.id == "cpu:0");
+    // What comes next after a backend that is not there is named too.
+    let s = choose(&request(BackendType::Cuda, "opencl,cpu", Some(Fallback::Next), 0)).unwrap();
+    assert_eq!(s.device.id, "opencl:0", "{s}");
+}
+
 #[test]
 fn what_fits_nowhere_is_out_of_memory_with_what_each_lacks() {
     let _g = machine(vec![fake(BackendType::Cuda, &[Some(GIB)]), fake(BackendType::Rocm, &[Some(3 * GIB)])]);
@@ -169,7 +199,7 @@ fn orders_decide_and_say_so() {
 fn software_devices_come_after_all_others() {
     let software = Fake { kind: BackendType::OpenCl, software: true, devices: vec![Some(GIB)] };
     let _g = machine(vec![software]);
-    let s = choose(&request(BackendType::Auto, "opencl,cpu", None, 0)).unwrap();
+    let s = choose(&request(BackendType::Auto, "inference", None, 0)).unwrap();
     assert_eq!(s.device.backend, BackendType::Cpu);
     assert!(rejected(&s, "opencl:0").contains("only when named"), "{s}");
     let s = choose(&request(BackendType::Auto, "opencl,cuda", None, 0)).unwrap();

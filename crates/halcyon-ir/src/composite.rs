@@ -4,7 +4,7 @@
 use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result};
 use crate::graph::{Graph, NodeId};
-use crate::op::{Op, ReduceKind};
+use crate::op::{CROSS_ENTROPY, Op, ReduceKind};
 use crate::shape::{Bindings, Dim, Shape, TensorType};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
@@ -328,12 +328,61 @@ impl Graph {
         self.select(c, y, x)
     }
 
-    /// Mean negative log-likelihood of integer `labels [n]` under `logits [n, classes]`.
-    pub fn cross_entropy(&mut self, logits: NodeId, labels: NodeId) -> Result<NodeId> {
-        let l = self.log_softmax(logits, 1)?;
-        let i = self.unsqueeze(labels, 1)?;
-        let p = self.gather_elements(l, i, 1)?;
-        let m = self.mean(p, &[0, 1], false)?;
-        self.neg(m)
+    /// Mean negative log-likelihood of integer `labels [n, d…]` under `logits [n, classes, d…]`. Labels that are `ignore` are left out of
+    /// the sum and of the number it is divided by: where all are, the result is NaN. A label outside of `[0, classes)` is an error
+    /// of the run. Half types sum in f32.
+    pub fn cross_entropy(&mut self, logits: NodeId, labels: NodeId, ignore: Option<i64>) -> Result<NodeId> {
+        self.need_float(CROSS_ENTROPY, logits)?;
+        let (s, l) = (self.shape(logits).clone(), self.shape(labels).clone());
+        if s.rank() < 2 || l.rank() + 1 != s.rank() || l[0] != s[0] || l[1..] != s[2..] {
+            let what = format!("logits {s} and labels {l}: expected [n, classes, …] and [n, …]");
+            return Err(Error::shape(CROSS_ENTROPY, what).at(&self.span));
+        }
+        let wide = self.dtype(logits).compute();
+        let p = self.log_softmax(logits, 1)?;
+        let at = self.class_index(labels, s[1], ignore)?;
+        let at = self.unsqueeze(at, 1)?;
+        let picked = self.gather_elements(p, at, 1)?;
+        let picked = self.squeeze(picked, 1)?;
+        let picked = self.cast(picked, wide)?;
+        let axes: Vec<usize> = (0..l.rank()).collect();
+        let mean = match ignore {
+            None => self.mean(picked, &axes, false)?,
+            Some(i) => {
+                // Compared in 64 bits: the type of the labels may not hold the value.
+                let labels = self.cast(labels, DType::I64)?;
+                let i = self.lit(labels, i);
+                let counts = self.ne(labels, i)?;
+                let zero = self.lit(picked, 0.0);
+                let kept = self.select(counts, picked, zero)?;
+                let ones = self.cast(counts, wide)?;
+                let (sum, n) = (self.sum(kept, &axes, false)?, self.sum(ones, &axes, false)?);
+                self.div(sum, n)?
+            }
+        };
+        let y = self.neg(mean)?;
+        self.cast(y, self.dtype(logits))
+    }
+
+    /// `len` elements along `axis` from a run-time `position` (an integer of rank 0), which must leave room for them.
+    pub fn slice_at(&mut self, x: NodeId, position: NodeId, axis: usize, len: usize) -> Result<NodeId> {
+        let s = self.shape(x).clone();
+        if axis >= s.rank() || s[axis].known().is_some_and(|n| n < len) {
+            let what = format!("{len} elements along axis {axis} of {s}");
+            return Err(Error::shape(SLICE_AT, what).at(&self.span));
+        }
+        if !self.dtype(position).is_int() || self.shape(position).rank() != 0 {
+            let what = format!("the position is an integer of rank 0, not {}", self.ty(position));
+            return Err(Error::argument(SLICE_AT, what).at(&self.span));
+        }
+        let a = attrs([("axis", Attr::Int(axis as i64)), ("len", Attr::Int(len as i64))]);
+        self.composite(SLICE_AT, a, &[x, position], |g, x| {
+            let i = g.iota(g.dtype(x[1]), [len], 0)?;
+            let i = g.add(i, x[1])?;
+            g.gather(x[0], i, axis)
+        })
     }
 }
+
+/// The name of [`Graph::slice_at`]'s composite.
+pub const SLICE_AT: &str = "slice_at";

@@ -4,6 +4,7 @@
 //! where elements tie for a maximum or minimum they share the gradient equally (but in pooling the first takes it all); rounding
 //! functions and comparisons have gradient zero; integers and bools have none.
 
+use crate::composite::SLICE_AT;
 use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result};
 use crate::graph::{Graph, Node, NodeId};
@@ -173,6 +174,20 @@ fn body(g: &mut Graph, id: NodeId, node: &Node, dy: NodeId) -> Result<Step> {
                 g.mul(id, d)?
             };
             return Ok(Step::Grads(smallvec![Some(dx)]));
+        }
+    }
+    if let (Some(axis), Some(len), [x, position]) = (c.int("axis"), c.int("len"), &node.inputs[..])
+        && &*c.name == SLICE_AT
+        && let (Ok(axis), Ok(len)) = (usize::try_from(axis), usize::try_from(len))
+    {
+        let mut own = Graph::new();
+        let v = own.input("x0", g.ty(*x).clone());
+        let p = own.input("x1", g.ty(*position).clone());
+        let y = own.slice_at(v, p, axis, len)?;
+        if own.node(y).op == node.op {
+            let z = zeros(g, *x);
+            let dx = g.update_slice(z, dy, *position, axis)?;
+            return Ok(Step::Grads(smallvec![Some(dx), None]));
         }
     }
     let from = g.nodes().len();
@@ -346,7 +361,7 @@ fn rule(g: &mut Graph, id: NodeId, node: &Node, dy: NodeId, need: &[bool]) -> Re
             }
             v.into()
         }
-        Op::Bitcast | Op::ArgReduce { .. } | Op::ArgSort { .. } => none(),
+        Op::Bitcast | Op::ArgReduce { .. } | Op::ArgSort { .. } | Op::ClassIndex { .. } => none(),
         Op::Input(_) | Op::Arg(_) | Op::Const(_) | Op::Full(_) | Op::Iota { .. } | Op::Composite(_) => none(),
     })
 }

@@ -8,7 +8,7 @@ mod build;
 
 use crate::data::ConstData;
 use crate::dtype::{DType, Scalar};
-use crate::error::{Error, Result, Span};
+use crate::error::{Error, Result, Span, one_line};
 use crate::op::Op;
 use crate::scalar_op::{Rule, ScalarOp};
 use crate::shape::{Bindings, Dim, Shape, TensorType};
@@ -495,7 +495,9 @@ impl std::fmt::Display for Graph {
         for (i, n) in self.nodes.iter().enumerate() {
             write!(f, "%{i}: {} = {}", n.ty, n.op.name())?;
             match &n.op {
-                Op::Input(k) => write!(f, " \"{}\"", self.inputs.get(*k as usize).map_or("?", |i| &i.name))?,
+                Op::Input(k) => {
+                    write!(f, " \"{}\"", one_line(self.inputs.get(*k as usize).map_or("?", |i| &*i.name)))?
+                }
                 Op::Full(s) => write!(f, " {}", s.as_f64())?,
                 Op::Reduce { axes, .. } => write!(f, " over {axes:?}")?,
                 Op::Permute(p) => write!(f, " {p:?}")?,
@@ -517,7 +519,7 @@ impl std::fmt::Display for Graph {
             writeln!(f)?;
         }
         for o in &self.outputs {
-            writeln!(f, "output \"{}\" = %{}", o.name, o.node.0)?;
+            writeln!(f, "output \"{}\" = %{}", one_line(&o.name), o.node.0)?;
         }
         Ok(())
     }

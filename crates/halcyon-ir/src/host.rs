@@ -17,7 +17,17 @@ use std::time::Duration;
 pub fn memory() -> Option<(u64, u64)> {
     let machine = machine(&std::fs::read_to_string("/proc/meminfo").ok()?)?;
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
-    Some(group(&groups, Path::new("/sys/fs/cgroup")).map_or(machine, |g| least(machine, g)))
+    let inside = group(&groups, Path::new("/sys/fs/cgroup")).map_or(machine, |g| least(machine, g));
+    Some(addresses().map_or(inside, |a| least(inside, a)))
+}
+
+/// What is left of the address space that the process may have (`ulimit -v`), and all of it; `None` without a limit.
+fn addresses() -> Option<(u64, u64)> {
+    let limits = std::fs::read_to_string("/proc/self/limits").ok()?;
+    let line = limits.lines().find_map(|l| l.strip_prefix("Max address space"))?;
+    let most: u64 = line.split_whitespace().next()?.parse().ok()?;
+    let used = field(&std::fs::read_to_string("/proc/self/status").ok()?, "VmSize")?;
+    Some((most.saturating_sub(used), most))
 }
 
 /// Amounts that are not worth a look at the system.
@@ -54,8 +64,23 @@ pub fn zeros(bytes: usize, what: &str) -> Result<Vec<u8>> {
         room(bytes as u64, what)?;
     }
     // Asked for once so that a refusal is an error, and then as zero pages, which cost nothing until they are written.
-    Vec::<u8>::new().try_reserve_exact(bytes).map_err(|_| none(bytes as u64, what, 0, 0))?;
+    reserve(bytes, what).map(drop)?;
     Ok(vec![0; bytes])
+}
+
+/// An empty vector with room for so many bytes, or an error where there is none. `what` says what for.
+///
+/// # Errors
+/// [`Error::OutOfMemory`].
+pub fn reserve(bytes: usize, what: &str) -> Result<Vec<u8>> {
+    room(bytes as u64, what)?;
+    let mut v = vec![];
+    let refused = |_| {
+        let (free, total) = memory().unwrap_or((0, 0));
+        none(bytes as u64, what, free, total)
+    };
+    v.try_reserve_exact(bytes).map_err(refused)?;
+    Ok(v)
 }
 
 fn least(a: (u64, u64), b: (u64, u64)) -> (u64, u64) {

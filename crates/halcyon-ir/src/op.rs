@@ -16,6 +16,9 @@ use std::sync::Arc;
 
 pub type Axes = SmallVec<[usize; 4]>;
 
+/// What errors about labels name.
+pub const CROSS_ENTROPY: &str = "cross_entropy";
+
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum ReduceKind {
     Sum,
@@ -78,6 +81,37 @@ impl Conv {
             groups: 1,
         }
     }
+
+    /// Steps of the window, one for each spatial axis: `Conv::new(2).stride([2, 2]).padding([1, 1]).groups(4)`.
+    pub fn stride(mut self, stride: impl AsRef<[usize]>) -> Conv {
+        self.stride = stride.as_ref().into();
+        self
+    }
+
+    /// Zeros on both sides of each spatial axis.
+    pub fn padding(mut self, padding: impl AsRef<[usize]>) -> Conv {
+        let both = |n: &usize| i64::try_from(*n).unwrap_or(i64::MAX);
+        self.pad = padding.as_ref().iter().map(|n| (both(n), both(n))).collect();
+        self
+    }
+
+    /// Zeros before and after, of each spatial axis; negative ones crop.
+    pub fn padding_each(mut self, padding: impl AsRef<[(i64, i64)]>) -> Conv {
+        self.pad = padding.as_ref().into();
+        self
+    }
+
+    /// Distance of the weight's elements on each spatial axis.
+    pub fn dilation(mut self, dilation: impl AsRef<[usize]>) -> Conv {
+        self.dilation = dilation.as_ref().into();
+        self
+    }
+
+    /// Parts that the channels are cut into, each of which sees its own inputs only.
+    pub fn groups(mut self, groups: usize) -> Conv {
+        self.groups = groups;
+        self
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
@@ -96,6 +130,47 @@ pub struct Pool {
     pub stride: SmallVec<[usize; 3]>,
     pub pad: SmallVec<[(usize, usize); 3]>,
     pub dilation: SmallVec<[usize; 3]>,
+}
+
+impl Pool {
+    fn of(kind: PoolKind, kernel: &[usize]) -> Pool {
+        let n = kernel.len();
+        Pool {
+            kind,
+            kernel: kernel.into(),
+            stride: kernel.into(),
+            pad: SmallVec::from_elem((0, 0), n),
+            dilation: SmallVec::from_elem(1, n),
+        }
+    }
+
+    /// The largest element of each window, which do not overlap: `Pool::max([2, 2])`.
+    pub fn max(kernel: impl AsRef<[usize]>) -> Pool {
+        Pool::of(PoolKind::Max, kernel.as_ref())
+    }
+
+    /// The mean of each window, which do not overlap; padding does not count.
+    pub fn avg(kernel: impl AsRef<[usize]>) -> Pool {
+        Pool::of(PoolKind::Avg { count_include_pad: false }, kernel.as_ref())
+    }
+
+    /// Steps of the window, one for each spatial axis.
+    pub fn stride(mut self, stride: impl AsRef<[usize]>) -> Pool {
+        self.stride = stride.as_ref().into();
+        self
+    }
+
+    /// Padding on both sides of each spatial axis.
+    pub fn padding(mut self, padding: impl AsRef<[usize]>) -> Pool {
+        self.pad = padding.as_ref().iter().map(|n| (*n, *n)).collect();
+        self
+    }
+
+    /// Distance of the window's elements on each spatial axis.
+    pub fn dilation(mut self, dilation: impl AsRef<[usize]>) -> Pool {
+        self.dilation = dilation.as_ref().into();
+        self
+    }
 }
 
 /// What a scatter does where it writes.
@@ -179,6 +254,12 @@ pub enum Op {
     /// that would reach past the end is clamped, and reported.
     UpdateSlice {
         axis: usize,
+    },
+    /// Labels (integers of any type) as places among `classes`, as i64. Those that are `ignore` become 0; any other outside of
+    /// `[0, classes)` becomes 0 and is reported. Negative labels do not count from the end.
+    ClassIndex {
+        classes: Dim,
+        ignore: Option<i64>,
     },
     /// Stable order of the elements along an axis, as i64. NaN sorts as the largest.
     ArgSort {
@@ -279,6 +360,8 @@ impl Op {
             Op::ScatterElements { .. } => "scatter_elements".into(),
             Op::ScatterRows { .. } => "scatter_rows".into(),
             Op::UpdateSlice { .. } => "update_slice".into(),
+            // By the name of what reads labels: errors name it.
+            Op::ClassIndex { .. } => CROSS_ENTROPY.into(),
             Op::ArgSort { .. } => "argsort".into(),
             Op::Reshape => "reshape".into(),
             Op::Permute(_) => "permute".into(),
@@ -567,6 +650,13 @@ impl Op {
                 }
                 x[0].clone()
             }
+            Op::ClassIndex { .. } => {
+                arity(1)?;
+                if !x[0].dtype.is_int() {
+                    return Err(bad(x[0].dtype, "labels are integers"));
+                }
+                TensorType { dtype: DType::I64, shape: x[0].shape.clone() }
+            }
             Op::ArgSort { axis, .. } => {
                 arity(1)?;
                 axis_ok(*axis, &x[0].shape)?;
@@ -682,6 +772,9 @@ impl Op {
                     .map(|a| Ok(SliceAxis { start: a.start.bind(b)?, step: a.step }))
                     .collect::<Result<_>>()?,
             ),
+            Op::ClassIndex { classes, ignore } => {
+                Op::ClassIndex { classes: classes.bind(b)?, ignore: *ignore }
+            }
             Op::Composite(c) => Op::Composite(Arc::new(c.bind(b)?)),
             o => o.clone(),
         })

@@ -78,6 +78,33 @@ pub struct HostWork {
     pub output: Operand,
 }
 
+/// The indices that a step reads, and which of them are valid: what an error says after the step has met another one.
+#[derive(Clone, Debug, PartialEq)]
+pub struct Bounds {
+    /// Place of the indices among the step's buffers.
+    pub place: usize,
+    pub indices: Operand,
+    pub low: i64,
+    /// The first that is too large.
+    pub end: i64,
+    /// A value that is skipped, whatever the range is.
+    pub ignore: Option<i64>,
+    /// The indices stay in memory to the end of the plan, wherever they lie.
+    pub kept: bool,
+}
+
+impl Bounds {
+    pub fn allows(&self, index: i64) -> bool {
+        (self.low..self.end).contains(&index) || self.ignore == Some(index)
+    }
+}
+
+impl fmt::Display for Bounds {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}..{}", self.low, self.end)
+    }
+}
+
 #[derive(Clone, Debug)]
 pub struct Step {
     pub work: StepWork,
@@ -87,8 +114,8 @@ pub struct Step {
     pub outputs: usize,
     pub op: String,
     pub span: Span,
-    /// For bounds faults: what the valid range was.
-    pub range: String,
+    /// Of a step that reads by index: which indices are valid.
+    pub bounds: Option<Bounds>,
     pub flops: u64,
     pub bytes: u64,
     /// Graph nodes that this step computes.
@@ -179,6 +206,14 @@ impl Plan {
             for b in &s.buffers {
                 let l = life[b.0 as usize].get_or_insert((t, t));
                 l.1 = t;
+            }
+        }
+        // Kept for errors: no step after theirs may write there.
+        for s in &self.steps {
+            if let Some(b) = s.bounds.as_ref().filter(|b| b.kept)
+                && let Some(l) = s.buffers.get(b.place).and_then(|b| life[b.0 as usize].as_mut())
+            {
+                l.1 = self.steps.len() - 1;
             }
         }
         life
@@ -328,7 +363,7 @@ mod tests {
             outputs: 1,
             op: String::new(),
             span: Span::default(),
-            range: String::new(),
+            bounds: None,
             flops: 0,
             bytes: 0,
             nodes: 1,

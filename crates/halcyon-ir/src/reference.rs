@@ -392,6 +392,10 @@ fn run(op: &Op, x: &[&Tensor], ty: &TensorType, args: &[Scalar]) -> Result<Tenso
             let at = index::update(op, &dims, x[1], x[2], *axis)?;
             scatter(ScatterKind::Set, x[0], x[1], &at)?
         }
+        Op::ClassIndex { classes, ignore } => {
+            let n = classes.known().ok_or_else(|| Error::internal("the number of classes is not known"))?;
+            Vals::I(index::classes(op, x[0], n, *ignore)?)
+        }
         Op::Reshape => x[0].v.clone(),
         Op::Permute(p) => {
             let s = index::strides(&x[0].dims);

@@ -7,7 +7,7 @@
 //! [`MAX_ATOMS`], is [`Dim::LOST`], and so is everything computed from it. A type that holds one is refused by
 //! [`TensorType::check`], which every node of a graph passes.
 
-use crate::error::{Error, Result};
+use crate::error::{Error, Result, one_line};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
 use smallvec::SmallVec;
 use std::collections::{BTreeMap, HashMap};
@@ -335,7 +335,7 @@ fn show(p: &Poly, f: &mut fmt::Formatter<'_>) -> fmt::Result {
                 f.write_str("*")?;
             }
             match a {
-                Atom::Sym(s) => f.write_str(s)?,
+                Atom::Sym(s) => f.write_str(&one_line(s))?,
                 Atom::Div(x, y) | Atom::Max(x, y) => {
                     f.write_str(if matches!(a, Atom::Div(..)) { "floor((" } else { "max(" })?;
                     show(x, f)?;

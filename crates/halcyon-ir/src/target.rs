@@ -21,8 +21,12 @@ pub struct Caps {
     pub f64: bool,
     /// 64-bit integers.
     pub i64: bool,
-    /// f16 arithmetic (storage alone does not need it).
+    /// Whether the device computes in f16, as its driver or processor tells. A fact about the device: generated kernels store f16, which every
+    /// device can, and compute its values in f32.
     pub f16_arithmetic: bool,
+    /// Whether the device multiplies 8-bit floats; `None` where nobody tells.
+    #[serde(default)]
+    pub f8_products: Option<bool>,
     /// Width of a subgroup; `None` where subgroup operations are missing.
     pub subgroup: Option<u32>,
     pub max_workgroup: u32,
@@ -34,8 +38,8 @@ pub struct Caps {
     pub max_groups: u32,
     /// Alignment of a buffer offset, bytes.
     pub offset_alignment: u32,
-    /// Compute units (cores), as the driver tells.
-    pub compute_units: u32,
+    /// Compute units (cores), as the driver tells; `None` where it does not ([`Caps::units`]).
+    pub compute_units: Option<u32>,
     /// The device is a CPU, so kernels should give each work-item long contiguous runs.
     pub is_cpu: bool,
     /// What its matrix units do; empty where there are none.
@@ -43,7 +47,27 @@ pub struct Caps {
     pub matrix: Vec<MatrixOp>,
 }
 
+/// Compute units that kernels are laid out for where the driver tells none: those of a small GPU.
+const UNKNOWN_UNITS: usize = 16;
+
 impl Caps {
+    /// Compute units to lay kernels out for.
+    pub fn units(&self) -> usize {
+        self.compute_units.map_or(UNKNOWN_UNITS, |n| n.max(1) as usize)
+    }
+
+    /// The types that kernels load and store, by what the device can: f64 needs arithmetic in f64, and 64-bit integers need theirs. Every
+    /// other type needs nothing of the device: halves are widened to f32 by integer arithmetic where it has no conversion, and narrow
+    /// integers and bools are computed in 32 bits.
+    pub fn storage_of(f64: bool, i64: bool) -> Vec<DType> {
+        let runs = |d: &DType| match d {
+            DType::F64 => f64,
+            DType::I64 | DType::U64 => i64,
+            _ => true,
+        };
+        DType::native().filter(runs).collect()
+    }
+
     /// A device with every ability and generous limits, for the interpreter and for snapshots.
     pub fn generous() -> Caps {
         Caps {
@@ -51,6 +75,7 @@ impl Caps {
             f64: true,
             i64: true,
             f16_arithmetic: false,
+            f8_products: None,
             subgroup: None,
             max_workgroup: 256,
             workgroup_memory: 32 << 10,
@@ -58,7 +83,7 @@ impl Caps {
             max_binding_bytes: u64::MAX,
             max_groups: 65_535,
             offset_alignment: 1,
-            compute_units: 1,
+            compute_units: Some(1),
             is_cpu: false,
             matrix: vec![],
         }

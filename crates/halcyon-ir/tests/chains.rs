@@ -341,7 +341,7 @@ fn reductions_in_runs() {
 #[test]
 fn long_reductions_in_parts() {
     let mut g = Rng(13);
-    let wide = Caps { compute_units: 8, ..caps() };
+    let wide = Caps { compute_units: Some(8), ..caps() };
     for (shape, reduced, parts) in [
         (vec![49_152], 1, Some(12)),
         (vec![3, 20_000], 1, Some(2)),

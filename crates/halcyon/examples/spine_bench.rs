@@ -9,7 +9,7 @@ use halcyon::ir::op::Op;
 use halcyon::ir::target::Work;
 use halcyon::ir::{Graph, TensorType};
 use halcyon::prelude::*;
-use halcyon::{AmpPolicy, ConstData, OnnxSession, Scalar, Session};
+use halcyon::{AmpPolicy, Attention, ConstData, OnnxSession, Scalar, Session};
 use halcyon_formats::onnx::{Datum, Model, PortType};
 use serde_json::{Value, json};
 use std::io::{BufRead, Write};
@@ -97,8 +97,8 @@ fn job(backend: &Backend, low: &Backend, item: &str) -> Result<Option<Job>> {
             [heads, length, width] => {
                 let one = |seed| tensor(&[1, heads, length, width], seed);
                 let (q, k, v) = (one(1)?, one(2)?, one(3)?);
-                let (causal, scale) = (kind == "causal", 1.0 / (width as f64).sqrt());
-                Some(Box::new(move || q.attention(&k, &v, None, causal, scale).eval().map(|_| ())))
+                let options = Attention { causal: kind == "causal", ..Attention::default() };
+                Some(Box::new(move || q.attention(&k, &v, options).eval().map(|_| ())))
             }
             _ => None,
         },
@@ -183,7 +183,7 @@ fn model(backend: &Backend, item: &str) -> Result<Option<Job>> {
             d => ConstData::splat(*d, &dims, Scalar::I(1))?,
         }));
     }
-    Ok(Some(Box::new(move || session.run(&inputs).map(|_| ()))))
+    Ok(Some(Box::new(move || session.run_data(&inputs).map(|_| ()))))
 }
 
 fn ceiling(team: &Team, kind: &str) -> Option<(f64, f64)> {
@@ -213,7 +213,7 @@ fn main() -> Result<()> {
         return Ok(());
     }
     let open = |amp: AmpPolicy| {
-        let b = Backend::builder().backend_type(BackendType::Cpu).amp(amp);
+        let b = Backend::builder().backend_type(BackendType::Cpu).amp(amp).force_amp(amp != AmpPolicy::None);
         threads.into_iter().fold(b, |b, n| b.num_threads(n)).build()
     };
     let backend = open(AmpPolicy::None)?;

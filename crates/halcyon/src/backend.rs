@@ -1,6 +1,7 @@
 //! A backend: an open device with its level and its caches.
 
 mod builder;
+mod options;
 
 use crate::executable::{Executable, FaultTable};
 use crate::fit::Fit;
@@ -12,10 +13,12 @@ use halcyon_hal::policy::Fallback;
 use halcyon_hal::select::{self, Selection};
 use halcyon_hal::tune::{self, TuningCache, TuningMode};
 use halcyon_hal::{
-    BackendType, BufferRef, Counters, Defragmented, Device, DeviceInfo, HostBuffer, MemoryStats, Program, Tag,
+    BackendType, BufferRef, Counters, Defragmented, Device, DeviceInfo, DeviceName, HostBuffer, MemoryStats,
+    Program, Tag,
 };
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::lower::{LowerOptions, lower};
+use halcyon_ir::passes::autocast::Kept;
 use halcyon_ir::passes::{AmpPolicy, BLOCKED, Level, PACKED, PassOptions};
 use halcyon_ir::plan::{PackedConst, Plan};
 use halcyon_ir::target::{MatmulPrecision, Packing};
@@ -41,6 +44,10 @@ pub(crate) struct Inner {
     level: Level,
     precision: MatmulPrecision,
     amp: AmpPolicy,
+    /// What stays in f32 under `amp`, by measured rates.
+    amp_kept: Kept,
+    /// Of its options.
+    warnings: Vec<String>,
     without: std::collections::BTreeSet<String>,
     plans: Mutex<Lru<PlanKey, Arc<Executable>>>,
     programs: Mutex<Lru<u128, Arc<dyn Program>>>,
@@ -146,6 +153,28 @@ impl Backend {
         Backend::builder().backend_type(kind).build()
     }
 
+    /// A device by its name, as [`Backend::id`] and `halcyon devices` give it: `cpu`, `cuda:1`, `opencl:0`; `auto` is the best there is.
+    ///
+    /// ```
+    /// use halcyon::prelude::*;
+    /// # fn main() -> halcyon::Result<()> {
+    /// assert_eq!(Backend::open("cpu")?.id(), "cpu:0");
+    /// assert!(Backend::open("cpu:7").is_err());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Argument`] for a name that is none, with those that there are; [`Error::Unavailable`] for a device that is not there.
+    pub fn open(name: &str) -> Result<Backend> {
+        let DeviceName { backend, index } = name.parse()?;
+        let builder = Backend::builder().backend_type(backend);
+        match index {
+            None => builder.build(),
+            Some(i) => builder.device(i).fallback(Fallback::Never).build(),
+        }
+    }
+
     /// The CPU of this machine.
     pub fn cpu() -> Result<Backend> {
         Backend::new(BackendType::Cpu)
@@ -173,8 +202,9 @@ impl Backend {
     pub fn on_device(&self, index: usize) -> Result<Backend> {
         let built = self.0.built.clone().unwrap_or_else(|| BackendBuilder {
             level: self.0.level,
-            precision: self.0.precision,
+            precision: Some(self.0.precision),
             amp: Some(self.0.amp),
+            amp_kept: Some(self.0.amp_kept),
             without: self.0.without.clone(),
             ..BackendBuilder::default()
         });
@@ -190,6 +220,8 @@ impl Backend {
             level,
             precision: MatmulPrecision::Highest,
             amp: AmpPolicy::None,
+            amp_kept: Kept::default(),
+            warnings: vec![],
             without: Default::default(),
             plans: Mutex::new(Lru::new(PLAN_CACHE)),
             programs: Mutex::new(Lru::new(PROGRAM_CACHE)),
@@ -205,6 +237,20 @@ impl Backend {
             tuning: Tuning::new(TuningMode::Cached, TuningCache::memory(), key),
             running: Mutex::new(()),
         }))
+    }
+
+    /// That, with a policy of mixed precision that leaves nothing in f32.
+    #[cfg(not(target_arch = "wasm32"))]
+    pub(crate) fn with_amp(
+        device: Arc<dyn Device>,
+        selection: Selection,
+        level: Level,
+        amp: AmpPolicy,
+    ) -> Result<Backend> {
+        let mut b = Backend::from_device(device, selection, level);
+        let i = Arc::get_mut(&mut b.0).ok_or_else(|| Error::internal("a new backend is shared"))?;
+        i.amp = amp;
+        Ok(b)
     }
 
     /// Why this device was chosen.
@@ -234,14 +280,21 @@ impl Backend {
         self.0.precision
     }
 
-    /// Element types that kernels of this device load and store, as its driver was asked.
+    /// Element types that kernels of this device load and store, by what its driver tells: f64 and 64-bit integers need the device's, every
+    /// other type runs everywhere ([`halcyon_hal::Caps::storage_of`]).
     pub fn supported_dtypes(&self) -> &[halcyon_ir::DType] {
         &self.0.device.caps().storage
     }
 
-    /// The policy of mixed precision.
+    /// The policy of mixed precision that plans follow: `None` where everything stays in f32 because the device is no faster in the type
+    /// that was asked for ([`Backend::warnings`] has the rates).
     pub fn amp(&self) -> AmpPolicy {
-        self.0.amp
+        if self.0.amp_kept.everything() { AmpPolicy::None } else { self.0.amp }
+    }
+
+    /// What of the options it was built with has no effect on this device, or less than was asked for: a line for each.
+    pub fn warnings(&self) -> &[String] {
+        &self.0.warnings
     }
 
     pub fn counters(&self) -> Counters {
@@ -258,7 +311,7 @@ impl Backend {
     /// The first error that nobody was told: a bad index, or one of the driver.
     pub fn synchronize(&self) -> Result<()> {
         self.0.device.synchronize()?;
-        let told = self.0.lanes.settle(None, &self.0.faults);
+        let told = self.0.lanes.settle(None, self);
         self.check_faults().and(told)
     }
 
@@ -310,7 +363,12 @@ impl Backend {
     /// The options that plans of this backend are lowered with.
     pub fn lower_options(&self) -> LowerOptions {
         LowerOptions {
-            passes: PassOptions { level: self.0.level, without: self.0.without.clone(), amp: self.0.amp },
+            passes: PassOptions {
+                level: self.0.level,
+                without: self.0.without.clone(),
+                amp: self.0.amp,
+                kept: self.0.amp_kept,
+            },
             precision: self.0.precision,
             donated: vec![],
             tuned: self.0.tuning.known(),
@@ -343,6 +401,13 @@ impl Backend {
             self.tune_new(exe.plan());
         }
         let exe = Arc::new(exe);
+        tracing::info!(
+            device = self.id(),
+            nodes = key.graph.nodes().len(),
+            steps = exe.plan().steps.len(),
+            scratch = exe.plan().scratch(),
+            "plan made"
+        );
         self.0.stats.plans_built.fetch_add(1, Ordering::Relaxed);
         self.0.stats.smaller_plans.fetch_add((given_up > 0) as u64, Ordering::Relaxed);
         lock(&self.0.plans).put(key, exe.clone());
@@ -494,13 +559,13 @@ impl Backend {
     pub(crate) fn check_faults(&self) -> Result<()> {
         match self.0.device.take_fault()? {
             None => self.stray(),
-            Some(id) => Err(self.0.faults.explain(id)),
+            Some(id) => Err(self.0.faults.explain(id, &*self.0.device)),
         }
     }
 
     /// The first bad index that work of a stream has met by now, and nobody was told of.
     pub(crate) fn stray(&self) -> Result<()> {
-        self.0.lanes.fault().map_or(Ok(()), |id| Err(self.0.faults.explain(id)))
+        self.0.lanes.fault().map_or(Ok(()), |id| Err(self.0.faults.explain(id, &*self.0.device)))
     }
 
     pub(crate) fn same(&self, o: &Backend) -> bool {

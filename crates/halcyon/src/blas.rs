@@ -40,6 +40,29 @@ pub const MOMENTUM: f64 = 0.1;
 /// Added to a variance before its root is taken.
 pub const EPSILON: f64 = 1e-5;
 
+/// How [`Tensor::batch_norm_running`] runs. By default with the running statistics.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct BatchNorm {
+    /// Use the statistics of the batch, and update the running ones.
+    pub training: bool,
+    /// Weight of the batch in the running statistics.
+    pub momentum: f64,
+    /// Added to a variance before its root is taken.
+    pub eps: f64,
+}
+
+impl Default for BatchNorm {
+    fn default() -> BatchNorm {
+        BatchNorm { training: false, momentum: MOMENTUM, eps: EPSILON }
+    }
+}
+
+impl BatchNorm {
+    pub fn training() -> BatchNorm {
+        BatchNorm { training: true, ..BatchNorm::default() }
+    }
+}
+
 fn rank(g: &Graph, op: &str, name: &str, x: NodeId, want: usize) -> Result<()> {
     match g.shape(x).rank() {
         r if r == want => Ok(()),
@@ -98,20 +121,21 @@ impl Tensor {
     /// A convolution of images `[n, c, h, w]` with a weight `[out, c / groups, kh, kw]`.
     #[track_caller]
     pub fn conv2d(&self, weight: &Tensor, config: ConvConfig) -> Tensor {
-        self.conv(weight, config.into())
+        self.conv(weight, config)
     }
 
     /// Batch normalisation without scale and bias, over axis 1. In training with the statistics of this batch, which also go into
-    /// the running ones with [`MOMENTUM`] (the variance unbiased); else with the running ones, which are `[channels]`.
+    /// the running ones (the variance unbiased); else with the running ones, which are `[channels]`.
     ///
     /// # Errors
     /// Those of [`State::write`]; what the tensors carry.
     #[track_caller]
-    pub fn batch_norm_running(&self, mean: &State, var: &State, training: bool) -> Result<Tensor> {
+    pub fn batch_norm_running(&self, mean: &State, var: &State, options: BatchNorm) -> Result<Tensor> {
+        let BatchNorm { training, momentum, eps } = options;
         let (old_mean, old_var) = (mean.value(), var.value());
         let (one, zero) = (old_mean.clone() * 0.0 + 1.0, old_mean.clone() * 0.0);
         if !training {
-            return Ok(self.batch_norm(&one, &zero, &old_mean, &old_var, EPSILON));
+            return Ok(self.batch_norm(&one, &zero, &old_mean, &old_var, eps));
         }
         let shape = self.dims()?;
         if shape.len() < 2 {
@@ -126,13 +150,13 @@ impl Tensor {
         let axes: Vec<i64> = (0..shape.len() as i64).filter(|a| *a != 1).collect();
         // Statistics of halves are taken in f32.
         let x = if old_mean.dtype()? == self.dtype()? { self.clone() } else { self.cast(DType::F32) };
-        let m = x.mean(&axes, true);
+        let m = x.mean_keepdim(&axes);
         let centred = &x - &m;
-        let v = (&centred * &centred).mean(&axes, false);
+        let v = (&centred * &centred).mean(&axes);
         let m = m.reshape([shape[1]]);
-        let mixed = |old: &Tensor, new: &Tensor| old * (1.0 - MOMENTUM) + new * MOMENTUM;
+        let mixed = |old: &Tensor, new: &Tensor| old * (1.0 - momentum) + new * momentum;
         mean.write(mixed(&old_mean, &m))?;
         var.write(mixed(&old_var, &(&v * (n as f64 / (n - 1) as f64))))?;
-        Ok(self.batch_norm(&one, &zero, &m, &v, EPSILON))
+        Ok(self.batch_norm(&one, &zero, &m, &v, eps))
     }
 }

@@ -6,6 +6,7 @@
 use crate::backend::Backend;
 use crate::session::Session;
 use halcyon_hal::policy::Fallback;
+use halcyon_hal::select;
 use halcyon_hal::{BackendType, Command, Device, DeviceInfo, Tag, registry};
 use halcyon_ir::error::{Error, Result};
 use halcyon_ir::kernel::{Builder, Kernel, Ty};
@@ -76,7 +77,7 @@ pub fn examine(kind: BackendType, tell: &mut dyn FnMut(Event)) {
                 check: "library".into(),
                 device: None,
                 status,
-                text: e.to_string(),
+                text: select::brief(&e),
                 fix: fix(&e),
                 facts: json!({ "tried": tried }),
             }));

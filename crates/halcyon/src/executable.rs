@@ -4,23 +4,101 @@ use crate::backend::Backend;
 use crate::fit::Fit;
 use crate::replay::{Captured, Way};
 use crate::stream::{self, Lane};
-use halcyon_hal::{Buffer, BufferRef, Command, Event, Program, Tag, heap};
+use halcyon_hal::{Buffer, BufferRef, Command, Device, Event, Program, Tag, heap};
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::host;
-use halcyon_ir::plan::{BufId, HostWork, Plan, Step, StepWork, Storage};
+use halcyon_ir::plan::{Bounds, BufId, HostWork, Plan, Step, StepWork, Storage};
+use halcyon_ir::target::Operand;
 use halcyon_ir::{ConstData, Scalar};
 use smallvec::SmallVec;
 use std::any::Any;
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::{Arc, Mutex, Weak};
 
 /// Where fault ids come from: a range of ids per plan.
 #[derive(Debug)]
 pub(crate) struct FaultTable {
     next: AtomicU32,
-    plans: Mutex<BTreeMap<u32, Arc<Vec<(String, Span, String)>>>>,
+    plans: Mutex<BTreeMap<u32, Arc<Watched>>>,
+}
+
+/// What errors say of a plan's steps, and where the indices of its last run are.
+#[derive(Debug)]
+pub(crate) struct Watched {
+    /// Op, place and bounds of each step.
+    steps: Vec<(String, Span, Option<Bounds>)>,
+    /// Steps whose indices are still in memory when a fault is read.
+    read: Vec<(u32, u32)>,
+    /// Their indices in the last run. An error looks for the bad one there.
+    last: Mutex<Vec<Option<Weak<dyn Buffer>>>>,
+}
+
+impl Watched {
+    fn of(plan: &Plan) -> Watched {
+        let steps = plan.steps.iter().map(|s| (s.op.clone(), s.span.clone(), s.bounds.clone())).collect();
+        let mut read = vec![];
+        for (i, s) in plan.steps.iter().enumerate() {
+            let Some(b) = &s.bounds else { continue };
+            let lasts = |id: &BufId| match plan.buffers[id.0 as usize].storage {
+                Storage::Slot(_) => b.kept,
+                Storage::Packed(_) => false,
+                _ => true,
+            };
+            if s.buffers.get(b.place).is_some_and(lasts) {
+                read.push((i as u32, b.place as u32));
+            }
+        }
+        let last = Mutex::new(vec![None; read.len()]);
+        Watched { steps, read, last }
+    }
+
+    /// Remembers where the indices of a run are. Allocates nothing.
+    fn note(&self, lease: &Lease) {
+        if self.read.is_empty() {
+            return;
+        }
+        let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
+        for ((step, place), seen) in self.read.iter().zip(last.iter_mut()) {
+            let buffer = lease.buffer(*step as usize, *place as usize);
+            // The same as in the last run: leave it.
+            if !seen.as_ref().is_some_and(|w| std::ptr::addr_eq(w.as_ptr(), Arc::as_ptr(buffer))) {
+                *seen = Some(Arc::downgrade(buffer));
+            }
+        }
+    }
+
+    /// The first of a step's indices that is out of range, if they can still be read.
+    fn find(&self, step: usize, device: &dyn Device) -> Option<(usize, i64)> {
+        let bounds = self.steps.get(step)?.2.as_ref()?;
+        let k = self.read.iter().position(|(s, _)| *s as usize == step)?;
+        let buffer = {
+            let last = self.last.lock().unwrap_or_else(|e| e.into_inner());
+            last.get(k)?.as_ref()?.upgrade()?
+        };
+        let Operand { dtype, view } = &bounds.indices;
+        let mut bytes = host::zeros(buffer.bytes(), "the indices of an error").ok()?;
+        device.read(&buffer, 0, &mut bytes).ok()?;
+        let all = ConstData::new(*dtype, &[bytes.len() / dtype.size().max(1)], Arc::new(bytes)).ok()?;
+        let all = all.to_vec::<i64>();
+        let mut at: Vec<usize> = vec![0; view.rank()];
+        for n in 0..view.numel() {
+            let place = at.iter().zip(&view.strides).fold(view.offset, |p, (i, s)| p + *i as isize * s);
+            let value = *all.get(usize::try_from(place).ok()?)?;
+            if !bounds.allows(value) {
+                return Some((n, value));
+            }
+            for k in (0..at.len()).rev() {
+                at[k] += 1;
+                if at[k] < view.shape[k] {
+                    break;
+                }
+                at[k] = 0;
+            }
+        }
+        None
+    }
 }
 
 impl Default for FaultTable {
@@ -30,10 +108,10 @@ impl Default for FaultTable {
 }
 
 impl FaultTable {
-    fn register(&self, steps: Vec<(String, Span, String)>) -> u32 {
-        let base = self.next.fetch_add(steps.len().max(1) as u32, Ordering::Relaxed);
+    fn register(&self, plan: Arc<Watched>) -> u32 {
+        let base = self.next.fetch_add(plan.steps.len().max(1) as u32, Ordering::Relaxed);
         let mut m = self.plans.lock().unwrap_or_else(|e| e.into_inner());
-        m.insert(base, Arc::new(steps));
+        m.insert(base, plan);
         // Faults are collected soon after their run; old plans' entries are of no use.
         while m.len() > 4096 {
             m.pop_first();
@@ -41,10 +119,19 @@ impl FaultTable {
         base
     }
 
-    pub(crate) fn explain(&self, id: u32) -> Error {
-        let m = self.plans.lock().unwrap_or_else(|e| e.into_inner());
-        match m.range(..=id).next_back().and_then(|(base, v)| v.get((id - base) as usize)) {
-            Some((op, at, range)) => Error::Index { op: op.clone(), range: range.clone(), at: at.clone() },
+    pub(crate) fn explain(&self, id: u32, device: &dyn Device) -> Error {
+        let found = {
+            let m = self.plans.lock().unwrap_or_else(|e| e.into_inner());
+            m.range(..=id).next_back().map(|(base, w)| ((id - base) as usize, w.clone()))
+        };
+        match found.as_ref().and_then(|(step, w)| Some((w.steps.get(*step)?, w.find(*step, device)))) {
+            Some(((op, at, bounds), found)) => Error::Index {
+                op: op.clone(),
+                range: bounds.as_ref().map(|b| b.to_string()).unwrap_or_default(),
+                at: at.clone(),
+                found,
+                input: None,
+            },
             None => Error::internal(format!("a kernel reported the unknown fault {id}")),
         }
     }
@@ -129,6 +216,7 @@ pub struct Executable {
     /// when that has ended.
     leases: Mutex<Vec<Lease>>,
     fault_base: u32,
+    watched: Arc<Watched>,
     pub(crate) way: Way,
 }
 
@@ -158,11 +246,11 @@ impl Executable {
             .collect::<Result<_>>()?;
         let consts = plan.consts.iter().map(|c| backend.constant(c)).collect::<Result<_>>()?;
         let packed = backend.packed(&plan)?;
-        let faults = plan.steps.iter().map(|s| (s.op.clone(), s.span.clone(), s.range.clone())).collect();
-        let fault_base = backend.0.faults.register(faults);
+        let watched = Arc::new(Watched::of(&plan));
+        let fault_base = backend.0.faults.register(watched.clone());
         let (uses, way) = (Uses::of(&plan), Way::of(&plan, backend.level()));
         let (unbound, leases) = (Arc::new(Unbound), Mutex::default());
-        Ok(Executable { plan, programs, consts, packed, uses, unbound, leases, fault_base, way })
+        Ok(Executable { plan, programs, consts, packed, uses, unbound, leases, fault_base, watched, way })
     }
 
     pub fn plan(&self) -> &Plan {
@@ -363,6 +451,7 @@ impl Executable {
         on: Option<&Lane>,
     ) -> Result<Option<Event>> {
         self.set_args(lease, args);
+        self.watched.note(lease);
         if !self.replay(backend, lease, args, on)? {
             self.submit_steps(backend, lease, args, 0..self.plan.steps.len(), on)?;
         }

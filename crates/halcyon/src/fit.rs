@@ -93,6 +93,24 @@ impl Fit {
             .fold(0, u64::saturating_add)
     }
 
+    /// Everything that the model takes, by what it is. What is read in place lies in the host's memory, which the device reads.
+    pub fn parts(&self) -> [(&'static str, u64); 7] {
+        [
+            ("weights read in place", self.weights_in_place),
+            ("weights", self.weights),
+            ("packed weights", self.packed),
+            ("activations", self.activations),
+            ("workspace", self.workspace),
+            ("inputs", self.inputs),
+            ("outputs", self.outputs),
+        ]
+    }
+
+    /// The sum of [`Fit::parts`]: [`Fit::device`] and the weights that are read in place.
+    pub fn total(&self) -> u64 {
+        self.parts().iter().fold(0, |sum, (_, n)| sum.saturating_add(*n))
+    }
+
     /// [`Fit::device`] by purpose; what is zero is left out.
     pub fn by_tag(&self) -> BTreeMap<Tag, u64> {
         let io = self.inputs.saturating_add(self.outputs);
@@ -132,11 +150,12 @@ impl Fit {
         Error::OutOfMemory {
             device: d.info().id.clone(),
             what: format!(
-                "the plan: scratch {}, outputs {}, constants {}, packed constants {}{at}",
+                "the plan: scratch {}, outputs {}, constants {}, packed constants {}{at}{}",
                 self.activations.saturating_add(self.workspace),
                 self.outputs,
                 self.weights,
-                self.packed
+                self.packed,
+                d.unknown_free()
             ),
             requested: need,
             free,

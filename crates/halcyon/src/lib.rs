@@ -17,6 +17,8 @@
 #![forbid(unsafe_code)]
 
 pub mod backend;
+#[cfg(feature = "onnx")]
+mod bad_index;
 pub mod blas;
 pub mod capture;
 pub mod compat;
@@ -25,6 +27,8 @@ pub mod executable;
 pub mod fit;
 pub mod gradient;
 mod lru;
+#[cfg(not(target_arch = "wasm32"))]
+mod mixed;
 #[cfg(feature = "onnx")]
 pub mod onnx;
 pub mod ops;
@@ -44,11 +48,13 @@ pub mod tune;
 pub mod verify;
 
 pub use backend::{Backend, BackendBuilder};
-pub use blas::ConvConfig;
+pub use blas::{BatchNorm, ConvConfig};
 pub use capture::{CapturedGraph, Compiled};
 pub use executable::Executable;
 pub use fit::Fit;
 pub use gradient::{Gradients, value_and_grad};
+#[cfg(feature = "onnx")]
+pub use halcyon_formats as formats;
 pub use halcyon_hal as hal;
 pub use halcyon_hal::policy::{Fallback, Policy};
 pub use halcyon_hal::select::Selection;
@@ -58,17 +64,19 @@ pub use halcyon_hal::{
 };
 pub use halcyon_ir as ir;
 pub use halcyon_ir::error::{Error, Result};
+pub use halcyon_ir::op::{Conv, Pool, PoolKind, ReduceKind, ScatterKind};
 pub use halcyon_ir::passes::{AmpPolicy, Level};
 pub use halcyon_ir::target::MatmulPrecision;
 pub use halcyon_ir::{ConstData, DType, Dim, Element, Scalar, Shape};
 #[cfg(feature = "onnx")]
 pub use onnx::OnnxSession;
+pub use ops::{Attention, CrossEntropy, Order, Scan, Variance};
 pub use replay::Replays;
 pub use session::Session;
 pub use split::Split;
 pub use state::State;
 pub use stream::{Event, Pending, Stream};
-pub use tensor::{Tensor, eval};
+pub use tensor::{Ellipsis, NewAxis, Tensor, eval, step};
 pub use tune::{TuningMode, TuningReport};
 pub use verify::{Replay, VerifyOptions, VerifyReport};
 

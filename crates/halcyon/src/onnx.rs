@@ -5,19 +5,31 @@
 //! device computes what the decision needs, the host decides, and the rest is built on that. [`Run::placement`] says what was
 //! computed where.
 
+mod engine;
+mod io;
+
 use crate::backend::Backend;
+use crate::bad_index;
 use crate::executable::Executable;
 use crate::lru::Lru;
 use crate::session::Session;
+use engine::DeviceEngine;
 /// Graphs as ONNX models: `export::write(&graph, path, &options)`.
 pub use halcyon_formats::onnx::export;
-use halcyon_formats::onnx::{Datum, Engine, Handle, Imported, Model, Outcome, Placement};
-use halcyon_hal::{BufferRef, Tag};
+/// Bounds of a run, and a flag that ends it: [`OnnxSession::with_options`].
+pub use halcyon_formats::onnx::{Cancel, MAX_ITERATIONS, RunOptions};
+pub use halcyon_formats::onnx::{
+    Datum, Engine, Handle, Imported, Keys, Model, Outcome, Placement, Port, PortType, Text,
+};
+use halcyon_ir::ConstData;
 use halcyon_ir::error::{Error, Result};
-use halcyon_ir::host;
-use halcyon_ir::shape::Shape;
-use halcyon_ir::{ConstData, DType, Graph};
+use halcyon_ir::shape::{Shape, TensorType};
+pub use io::{Input, Outputs};
+use std::path::Path;
 use std::sync::{Arc, Mutex};
+
+/// Elements of an integer input that may decide about shapes.
+const STEERING: usize = 64;
 
 /// Sets of input shapes for which a model stays compiled.
 const SHAPES: usize = 64;
@@ -28,6 +40,9 @@ pub struct OnnxSession {
     backend: Backend,
     model: Model,
     inputs: Vec<String>,
+    ports: Vec<Port>,
+    outputs: Vec<String>,
+    options: RunOptions,
     made: Mutex<Lru<Key, Arc<Made>>>,
 }
 
@@ -52,14 +67,58 @@ pub struct Run {
 }
 
 impl OnnxSession {
+    /// Opens a model file. External data lies beside it. Compiles nothing yet.
+    ///
+    /// # Errors
+    /// As [`Model::open`] and [`OnnxSession::new`].
+    pub fn open(backend: &Backend, path: impl AsRef<Path>) -> Result<OnnxSession> {
+        OnnxSession::new(backend, Model::open(path.as_ref())?)
+    }
+
     /// Compiles nothing yet.
     ///
     /// # Errors
     /// [`Error::UnsupportedOps`] with all operators that are not supported.
     pub fn new(backend: &Backend, model: Model) -> Result<OnnxSession> {
         model.check(backend.info().backend.id())?;
-        let inputs = model.inputs()?.into_iter().map(|p| p.name).collect();
-        Ok(OnnxSession { backend: backend.clone(), model, inputs, made: Mutex::new(Lru::new(SHAPES)) })
+        let ports = model.inputs()?;
+        let inputs = ports.iter().map(|p| p.name.clone()).collect();
+        let outputs = model.outputs()?.into_iter().map(|p| p.name).collect();
+        let (options, made) = (RunOptions::default(), Mutex::new(Lru::new(SHAPES)));
+        Ok(OnnxSession { backend: backend.clone(), model, inputs, ports, outputs, options, made })
+    }
+
+    /// Bounds the model's loops, and lets another thread end a run.
+    ///
+    /// ```no_run
+    /// use halcyon::onnx::{Cancel, RunOptions};
+    /// # fn main() -> halcyon::Result<()> {
+    /// # let backend = halcyon::Backend::cpu()?;
+    /// let cancel = Cancel::default();
+    /// let options = RunOptions { max_iterations: 100_000, cancel: cancel.clone() };
+    /// let session = halcyon::OnnxSession::open(&backend, "model.onnx")?.with_options(options);
+    /// std::thread::spawn(move || {
+    ///     std::thread::sleep(std::time::Duration::from_secs(10));
+    ///     cancel.cancel();
+    /// });
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn with_options(mut self, options: RunOptions) -> OnnxSession {
+        // Short loops are part of the graphs that are kept.
+        self.made = Mutex::new(Lru::new(SHAPES));
+        self.options = options;
+        self
+    }
+
+    /// Names and types of the inputs, in the model's order.
+    pub fn ports(&self) -> &[Port] {
+        &self.ports
+    }
+
+    /// Names of the outputs, in the model's order.
+    pub fn output_names(&self) -> &[String] {
+        &self.outputs
     }
 
     pub fn backend(&self) -> &Backend {
@@ -86,24 +145,62 @@ impl OnnxSession {
         let Some(tensors) = inputs.iter().map(|d| d.tensor()).collect::<Option<Vec<_>>>() else {
             return Ok(Arc::new(Made::Staged { why: "an input is no tensor".into() }));
         };
+        let types: Vec<TensorType> = tensors.iter().map(|t| TensorType::new(t.dtype, &t.dims)).collect();
+        let host: Vec<Option<ConstData>> = tensors.iter().map(|t| Some((*t).clone())).collect();
+        self.made_for(&types, &host, &|_| Err(Error::internal("every value is on the host")))
+    }
+
+    /// What the model is for inputs of these types: `host` are values that are there, `read` gets one from the device, which is asked for
+    /// only where a model is no graph without, and for small integers.
+    fn made_for(
+        &self,
+        types: &[TensorType],
+        host: &[Option<ConstData>],
+        read: &dyn Fn(usize) -> Result<ConstData>,
+    ) -> Result<Arc<Made>> {
         let mut cache = self.made.lock().unwrap_or_else(|e| e.into_inner());
-        // Small integers may steer shapes; models where they do are kept by value too.
-        let key: Key = tensors
-            .iter()
-            .map(|t| (Shape::from(&t.dims), (!t.dtype.is_float() && t.numel() <= 64).then(|| (*t).clone())))
-            .collect();
-        let plain: Key = key.iter().map(|(s, _)| (s.clone(), None)).collect();
-        if let Some(m) = cache.get(&plain).or_else(|| cache.get(&key)) {
+        let plain: Key = types.iter().map(|t| (t.shape.clone(), None)).collect();
+        if let Some(m) = cache.get(&plain) {
             return Ok(m);
         }
-        let named = || self.inputs.iter().map(String::as_str).zip(&tensors);
-        let shapes: Vec<(&str, Shape)> = named().map(|(n, t)| (n, Shape::from(&t.dims))).collect();
-        let values: Vec<(&str, ConstData)> = named().map(|(n, t)| (n, (*t).clone())).collect();
-        let (key, made) = match self.model.outcome(&shapes, &values)? {
+        let names = || self.inputs.iter().map(String::as_str);
+        let shapes: Vec<(&str, Shape)> = names().zip(types).map(|(n, t)| (n, t.shape.clone())).collect();
+        // Small integers may steer shapes; models where they do are kept by value too.
+        let small = |t: &TensorType| {
+            let n = t.shape.numel().known();
+            !t.dtype.is_float() && n.is_some_and(|n| n <= STEERING)
+        };
+        let mut values: Vec<Option<ConstData>> = host.to_vec();
+        let given = |v: &[Option<ConstData>]| -> Vec<(&str, ConstData)> {
+            names().zip(v).filter_map(|(n, v)| Some((n, v.clone()?))).collect()
+        };
+        let keyed = |v: &[Option<ConstData>]| -> Key {
+            let value =
+                |(t, v): (&TensorType, &Option<ConstData>)| (t.shape.clone(), v.clone().filter(|_| small(t)));
+            types.iter().zip(v).map(value).collect()
+        };
+        let mut key = keyed(&values);
+        if let Some(m) = cache.get(&key) {
+            return Ok(m);
+        }
+        let mut outcome = self.model.outcome_with(&shapes, &given(&values), &self.options)?;
+        let unread =
+            (0..types.len()).filter(|k| values[*k].is_none() && small(&types[*k])).collect::<Vec<_>>();
+        if matches!(outcome, Outcome::Staged(_)) && !unread.is_empty() {
+            for k in unread {
+                values[k] = Some(read(k)?);
+            }
+            key = keyed(&values);
+            if let Some(m) = cache.get(&key) {
+                return Ok(m);
+            }
+            outcome = self.model.outcome_with(&shapes, &given(&values), &self.options)?;
+        }
+        let (key, made) = match outcome {
             Outcome::Staged(why) => (plain, Made::Staged { why }),
             Outcome::Graph(i) => {
                 let steered = |k: usize| i.fixed.contains(&self.inputs[k]);
-                let small = (0..tensors.len()).filter(|k| steered(*k)).all(|k| key[k].1.is_some());
+                let small = (0..types.len()).filter(|k| steered(*k)).all(|k| key[k].1.is_some());
                 let session = Session::new(&self.backend, i.graph.clone());
                 let key = match (i.fixed.is_empty(), small) {
                     (true, _) => Some(plain),
@@ -139,11 +236,12 @@ impl OnnxSession {
         }
     }
 
-    /// Runs the model; inputs in the order of [`Model::inputs`].
-    pub fn run(&self, inputs: &[Datum]) -> Result<Run> {
+    /// Runs the model on data of the host, values of any kind; inputs in the order of [`Model::inputs`].
+    pub fn run_data(&self, inputs: &[Datum]) -> Result<Run> {
         match &*self.made(inputs)? {
             Made::Graph(g) => {
-                let outputs = g.0.run(&tensors(inputs)?)?;
+                let tensors = tensors(inputs)?;
+                let outputs = g.0.run(&tensors).map_err(|e| bad_index::explain(e, &g.1.graph, &tensors))?;
                 let placement = Placement {
                     stages: 1,
                     bytes_written: inputs
@@ -157,8 +255,8 @@ impl OnnxSession {
                 Ok(Run { outputs: outputs.into_iter().map(Datum::Tensor).collect(), placement, staged: None })
             }
             Made::Staged { why } => {
-                let engine = Box::new(DeviceEngine { backend: self.backend.clone() });
-                let (outputs, placement) = self.model.run_staged(inputs, engine)?;
+                let engine = Box::new(DeviceEngine::new(&self.backend));
+                let (outputs, placement) = self.model.run_staged_with(inputs, engine, &self.options)?;
                 Ok(Run { outputs, placement, staged: Some(why.clone()) })
             }
         }
@@ -169,48 +267,4 @@ fn tensors(inputs: &[Datum]) -> Result<Vec<ConstData>> {
     let one =
         |d: &Datum| d.tensor().cloned().ok_or_else(|| Error::internal("an input of a graph is no tensor"));
     inputs.iter().map(one).collect()
-}
-
-/// A tensor on the device.
-#[derive(Debug)]
-struct DeviceTensor {
-    buffer: BufferRef,
-    dtype: DType,
-    dims: Vec<usize>,
-}
-
-#[derive(Debug)]
-struct DeviceEngine {
-    backend: Backend,
-}
-
-fn device(h: &Handle) -> Result<&DeviceTensor> {
-    h.downcast_ref().ok_or_else(|| Error::internal("a tensor of another engine"))
-}
-
-impl Engine for DeviceEngine {
-    fn run(&mut self, graph: Graph, inputs: &[Handle]) -> Result<Vec<Handle>> {
-        let exe = self.backend.plan(graph, vec![])?;
-        let buffers = inputs.iter().map(|h| Ok(device(h)?.buffer.clone())).collect::<Result<Vec<_>>>()?;
-        let out = exe.run(&self.backend, &buffers, &[])?;
-        let one = |(buffer, o): (BufferRef, &halcyon_ir::plan::PlanOutput)| -> Handle {
-            Arc::new(DeviceTensor { buffer, dtype: o.dtype, dims: o.dims.to_vec() })
-        };
-        Ok(out.into_iter().zip(&exe.plan().outputs).map(one).collect())
-    }
-
-    fn upload(&mut self, data: &ConstData) -> Result<Handle> {
-        let d = self.backend.device();
-        let buffer = d.alloc(data.bytes().len(), Tag::Io)?;
-        d.write(&buffer, 0, data.bytes())?;
-        Ok(Arc::new(DeviceTensor { buffer, dtype: data.dtype, dims: data.dims.to_vec() }))
-    }
-
-    fn read(&mut self, tensor: &Handle) -> Result<ConstData> {
-        let t = device(tensor)?;
-        let mut bytes = host::zeros(t.dtype.bytes(t.dims.iter().product()), "a value of the model")?;
-        self.backend.device().read(&t.buffer, 0, &mut bytes)?;
-        self.backend.check_faults()?;
-        ConstData::new(t.dtype, &t.dims, Arc::new(bytes))
-    }
 }

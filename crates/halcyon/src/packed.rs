@@ -38,10 +38,13 @@ impl Kept {
     /// In the directory asked for or the user's. `HALCYON_CACHE` says otherwise: `off` and `programs` keep nothing packed,
     /// `packed` keeps it always.
     pub(crate) fn open(asked: Option<PathBuf>) -> Option<Kept> {
-        let set = std::env::var_os("HALCYON_CACHE");
-        let is = |name: &str| set.as_ref().is_some_and(|v| v.eq_ignore_ascii_case(name));
-        let dir = if is("programs") { None } else { asked.or_else(cache::user_dir) };
-        dir.map(|d| Kept::new(d, is("packed")))
+        // An unknown word was refused before anything was opened.
+        let kept = cache::kept().unwrap_or(cache::Kept::Nothing);
+        let dir = match kept {
+            cache::Kept::Programs => None,
+            _ => asked.or_else(cache::user_dir),
+        };
+        dir.map(|d| Kept::new(d, kept == cache::Kept::Packed))
     }
 }
 
@@ -64,7 +67,8 @@ impl<'a> Block<'a> {
         let info = backend.info();
         let mut parts = vec![env!("CARGO_PKG_VERSION").to_string(), info.id.clone(), info.name.clone()];
         parts.extend(
-            ["architecture", "simd", "features"].map(|k| format!("{k} {:?}", info.properties.get(k))),
+            ["architecture", "simd", "instruction_set", "features"]
+                .map(|k| format!("{k} {:?}", info.properties.get(k))),
         );
         let mut text: Vec<u8> = parts.join("\n").into_bytes();
         for c in constants {

@@ -9,7 +9,7 @@ use halcyon_hal::{BufferRef, Tag};
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::host;
 use halcyon_ir::plan::Receipt;
-use halcyon_ir::shape::Shape;
+use halcyon_ir::shape::{Shape, TensorType};
 use halcyon_ir::{ConstData, Graph, Scalar};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
@@ -40,6 +40,11 @@ impl Session {
 
     /// Checks the inputs against the graph's declaration, binds its symbols and compiles.
     pub fn prepare(&self, inputs: &[ConstData]) -> Result<Arc<Executable>> {
+        self.prepare_for(&types(inputs))
+    }
+
+    /// As [`Session::prepare`], for inputs of these types.
+    pub(crate) fn prepare_for(&self, inputs: &[TensorType]) -> Result<Arc<Executable>> {
         let shapes = self.shapes(inputs)?;
         let mut last = self.last.lock().unwrap_or_else(|e| e.into_inner());
         let generation = self.backend.tuning_generation();
@@ -57,11 +62,11 @@ impl Session {
 
     /// The graph for inputs of these sizes, checked against its declaration.
     pub(crate) fn bound(&self, inputs: &[ConstData]) -> Result<Graph> {
-        self.graph.bind(&self.graph.solve(&self.shapes(inputs)?)?)
+        self.graph.bind(&self.graph.solve(&self.shapes(&types(inputs))?)?)
     }
 
     /// Shapes of the inputs, whose number and types are checked.
-    fn shapes(&self, inputs: &[ConstData]) -> Result<Vec<Shape>> {
+    fn shapes(&self, inputs: &[TensorType]) -> Result<Vec<Shape>> {
         let specs = self.graph.inputs();
         if specs.len() != inputs.len() {
             let names: Vec<&str> = specs.iter().map(|i| &*i.name).collect();
@@ -80,7 +85,7 @@ impl Session {
                 });
             }
         }
-        Ok(inputs.iter().map(|x| Shape::from(&x.dims)).collect())
+        Ok(inputs.iter().map(|x| x.shape.clone()).collect())
     }
 
     /// Runs the graph; outputs in the graph's order.
@@ -171,6 +176,10 @@ impl Session {
         };
         Ok(m.gains.iter().map(of).collect())
     }
+}
+
+fn types(inputs: &[ConstData]) -> Vec<TensorType> {
+    inputs.iter().map(|x| TensorType::new(x.dtype, &x.dims)).collect()
 }
 
 /// Largest absolute difference over all outputs, relative to the largest magnitude of the reference. Non-finite values must

@@ -662,6 +662,8 @@ struct Cuts {
     segments: Vec<(usize, Vec<NodeId>)>,
     /// Segments that read a node of another.
     readers: Vec<BTreeSet<usize>>,
+    /// What follows from constants alone.
+    constants: Vec<bool>,
 }
 
 impl Cuts {
@@ -714,7 +716,7 @@ impl Cuts {
                 }
             }
         }
-        Cuts { place, segments: groups.into_iter().map(|((_, d), n)| (d, n)).collect(), readers }
+        Cuts { place, segments: groups.into_iter().map(|((_, d), n)| (d, n)).collect(), readers, constants }
     }
 
     /// Segment `k` as a graph, with the nodes of the whole graph that its inputs and outputs are.
@@ -735,8 +737,9 @@ impl Cuts {
                     need.pop();
                     continue;
                 }
-                let from_outside =
-                    matches!(n.op, Op::Input(_)) || self.place[at.index()].is_some_and(|p| p != k);
+                // A constant that is an output has a segment of its own, for which no other waits: it may come later.
+                let elsewhere = self.place[at.index()].is_some_and(|p| p != k) && !self.constants[at.index()];
+                let from_outside = matches!(n.op, Op::Input(_)) || elsewhere;
                 if from_outside {
                     sub.span = n.span.clone();
                     map.insert(at, sub.input(&format!("v{}", at.0), n.ty.clone()));

@@ -44,9 +44,9 @@ impl State {
 
     /// Writes `update` at the run-time `position` along `axis`, and returns the new version.
     #[track_caller]
-    pub fn append(&self, update: &Tensor, position: &Tensor, axis: usize) -> Result<Tensor> {
+    pub fn append(&self, update: &Tensor, position: &Tensor, axis: i64) -> Result<Tensor> {
         let mut cur = self.lock();
-        let new = Tensor::build(&[&cur, update, position], |g, x| g.update_slice(x[0], x[1], x[2], axis));
+        let new = cur.update_slice(update, position, axis);
         new.check()?;
         new.mark_state();
         *cur = new.clone();

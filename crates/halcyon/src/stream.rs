@@ -4,7 +4,6 @@
 //! tells when it is done and what went wrong. Dropping a future cancels nothing.
 
 use crate::backend::Backend;
-use crate::executable::FaultTable;
 use crate::tensor::{self, Tensor};
 use halcyon_hal as hal;
 use halcyon_hal::stream::{Elapsed, Reached};
@@ -64,7 +63,7 @@ impl Lanes {
     }
 
     /// Waits for the runs of a stream, or of all; the first error that nobody was told.
-    pub(crate) fn settle(&self, lane: Option<u64>, faults: &FaultTable) -> Result<()> {
+    pub(crate) fn settle(&self, lane: Option<u64>, backend: &Backend) -> Result<()> {
         let mut mine = vec![];
         lock(&self.flights).retain(|(id, e)| {
             let is = lane.is_none_or(|l| l == *id);
@@ -73,16 +72,16 @@ impl Lanes {
             }
             !is
         });
-        let outcomes: Vec<Result<()>> = mine.iter().map(|e| explain(e.wait(), faults)).collect();
+        let outcomes: Vec<Result<()>> = mine.iter().map(|e| explain(e.wait(), backend)).collect();
         outcomes.into_iter().collect()
     }
 }
 
 /// The outcome of work as an error that names its op.
-fn explain(outcome: Result<Option<u32>>, faults: &FaultTable) -> Result<()> {
+fn explain(outcome: Result<Option<u32>>, backend: &Backend) -> Result<()> {
     match outcome? {
         None => Ok(()),
-        Some(id) => Err(faults.explain(id)),
+        Some(id) => Err(backend.0.faults.explain(id, &**backend.device())),
     }
 }
 
@@ -218,8 +217,8 @@ impl Stream {
     /// kernel that panicked.
     pub fn synchronize(&self) -> Result<()> {
         let last = self.lane.raw.synchronize();
-        let told = self.backend.0.lanes.settle(Some(self.lane.id), &self.backend.0.faults);
-        explain(last, &self.backend.0.faults).and(told)
+        let told = self.backend.0.lanes.settle(Some(self.lane.id), &self.backend);
+        explain(last, &self.backend).and(told)
     }
 }
 
@@ -248,7 +247,7 @@ impl Event {
     pub fn wait(&self) -> Result<()> {
         let outcome = self.raw.wait();
         self.backend.0.lanes.told(&self.raw);
-        explain(outcome, &self.backend.0.faults)
+        explain(outcome, &self.backend)
     }
 
     /// When the device did the work that it stands behind, once it is done and where that is measured.
@@ -305,7 +304,7 @@ impl<T> Future for Pending<T> {
             let event = reached.event().clone();
             if let Some(b) = &self.backend {
                 b.0.lanes.told(&event);
-                outcome = explain(r, &b.0.faults);
+                outcome = explain(r, b);
             }
         }
         match self.finish.take() {
@@ -455,7 +454,7 @@ impl Tensor {
                     // It came before the copy.
                     let outcome = run.so_far();
                     backend.0.lanes.told(&run);
-                    explain(outcome, &backend.0.faults)?;
+                    explain(outcome, &backend)?;
                 }
                 backend.stray()?;
                 ConstData::new(dtype, &dims, Arc::new(got.take()?))

@@ -35,13 +35,18 @@ pub fn summary(all: &[BackendReport]) -> String {
     out
 }
 
-/// `[0] Name: 32.00 GB (28.50 GB free)`, where a GB is 1024³ bytes.
+/// Bytes in GB, a thousand million of them: `34.36 GB`.
+pub fn gigabytes(bytes: u64) -> String {
+    format!("{:.2} GB", bytes as f64 / 1e9)
+}
+
+/// `[0] Name: 34.36 GB (30.60 GB free)`.
 fn device(d: &DeviceInfo) -> String {
-    let gb = |b: f64| format!("{b:.2} GB");
     let mut s = format!("[{}] {}: ", d.index, d.name);
-    s += &d.memory_gb().map_or("memory unknown".into(), gb);
-    if let Some(free) = d.free_memory_gb() {
-        let _ = write!(s, " ({} free)", gb(free));
+    s += &d.total_memory.map_or("memory unknown".into(), gigabytes);
+    match d.free_memory {
+        Some(free) => s += &format!(" ({} free)", gigabytes(free)),
+        None => s += " (free memory unknown)",
     }
     if d.unified_memory {
         s += " (unified memory)";
@@ -83,11 +88,9 @@ mod tests {
 
     #[test]
     fn the_summary_has_its_form() {
-        let report = |id, devices: Vec<DeviceInfo>, reason: Option<&str>| BackendReport {
-            id,
-            available: !devices.is_empty(),
-            reason: reason.map(str::to_string),
-            devices,
+        let report = |id, devices: Vec<DeviceInfo>, reason: Option<&str>| {
+            let reason = reason.map(str::to_string);
+            BackendReport { reason, ..BackendReport::of(id, Ok(devices)) }
         };
         let all = [
             report(BackendType::Cpu, vec![info(BackendType::Cpu, Some(57 << 29), false, false)], None),
@@ -98,10 +101,10 @@ mod tests {
         assert_eq!(
             summary(&all),
             "=== Available Backends ===\n\
-             ✓ CPU (cpu)\n    [0] Thing: 32.00 GB (28.50 GB free)\n\
-             ✓ Metal (metal)\n    [0] Thing: 32.00 GB (unified memory)\n\
+             ✓ CPU (cpu)\n    [0] Thing: 34.36 GB (30.60 GB free)\n\
+             ✓ Metal (metal)\n    [0] Thing: 34.36 GB (free memory unknown) (unified memory)\n\
              ✗ CUDA (cuda)\n    Error: not there\n\
-             ✓ OpenCL (opencl)\n    [0] Thing: 32.00 GB (runs on the CPU, used only when named)\n\
+             ✓ OpenCL (opencl)\n    [0] Thing: 34.36 GB (free memory unknown) (runs on the CPU, used only when named)\n\
              \nRecommended backend: Metal\n"
         );
         assert_eq!(recommended(&all[3..]), None);

@@ -75,7 +75,7 @@ fn a_compiled_training_step_follows_the_evaluated_one() {
         let step = |p: &[Tensor]| -> Result<Vec<Tensor>> {
             let (loss, g) = value_and_grad(&p[..2], |w| {
                 let y = p[2].matmul(&w[0]).tanh().matmul(&w[1]);
-                Ok((&y * &y).sum(&[0, 1], false))
+                Ok((&y * &y).sum([0, 1]))
             })?;
             Ok(vec![&p[0] - &(&g[0] * 0.01), &p[1] - &(&g[1] * 0.01), loss])
         };
@@ -175,7 +175,7 @@ fn captured_graphs_replay_with_other_inputs_and_arguments() {
     for level in [Level::O0, Level::O1, Level::O2] {
         for b in devices(name, level) {
             let (x, w) = (random(&b, &mut rng, &[3, 8]), random(&b, &mut rng, &[8, 8]));
-            let scale = Tensor::scalar(&b, DType::F32, 2.0);
+            let scale = Tensor::scalar(&b, 2.0, DType::F32);
             let f = |x: &Tensor, s: &Tensor| x.matmul(&w).relu() * s;
             let g = b.capture_graph(|| f(&x, &scale)).unwrap();
             assert_eq!(g.inputs().len(), 2);
@@ -225,7 +225,7 @@ fn results_of_a_launch_stay_while_they_are_held() {
 fn bindings_of_captured_graphs_are_guarded() {
     let b = Backend::cpu().unwrap();
     let x = Tensor::from_slice(&b, [2], &[1f32, 2.0]).unwrap();
-    let c = Tensor::scalar(&b, DType::F32, 1.0);
+    let c = Tensor::scalar(&b, 1.0, DType::F32);
     let g = b.capture_graph(|| &x + &c).unwrap();
     let err = |t: &[&Tensor]| b.launch_graph(&g, t).unwrap_err();
     let longer = Tensor::from_slice(&b, [3], &[0f32; 3]).unwrap();

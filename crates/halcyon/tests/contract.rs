@@ -5,6 +5,8 @@ mod common;
 mod faulty;
 #[path = "contract/machine.rs"]
 mod machine;
+#[path = "contract/orders.rs"]
+mod orders;
 #[path = "contract/s0.rs"]
 mod s0;
 #[path = "contract/s1.rs"]
@@ -24,26 +26,6 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 
-/// The order by priority, of these backends alone.
-fn by_priority(of: &[B]) -> Vec<B> {
-    Policy::default().backends().iter().copied().filter(|b| of.contains(b)).collect()
-}
-
-#[test]
-fn s1_04_auto_order() {
-    let order = [B::Cuda, B::Rocm, B::Metal, B::OpenCl, B::WebGpu, B::Cpu];
-    assert_eq!("inference".parse::<Policy>().unwrap().backends(), order);
-    assert_eq!(by_priority(&order), order);
-}
-
-#[test]
-fn s2_02_detection_order_puts_intel_before_tpu() {
-    let order: Policy = "torchbridge".parse().unwrap();
-    let of = [B::Cuda, B::Rocm, B::Intel, B::Tpu, B::Cpu];
-    let got: Vec<B> = order.backends().iter().copied().filter(|b| of.contains(b)).collect();
-    assert_eq!(got, of);
-}
-
 /// What a process with a tuning cache does: kernels tuned and candidates tried, and whether its plan has tuned kernels.
 fn tunes(kind: B, file: &str) -> (u64, u64, bool) {
     let b = Backend::builder().backend_type(kind).enable_autotuning(true).autotuning_cache_file(file);
@@ -62,7 +44,7 @@ fn tunes(kind: B, file: &str) -> (u64, u64, bool) {
     let inputs = [data(48, 64), data(64, 40)];
     // The default runs at once; what was found counts from then on.
     let first = session.run(&inputs).unwrap();
-    assert!(b.wait_for_tuning(std::time::Duration::from_secs(120)));
+    assert!(b.wait_for_tuning(std::time::Duration::from_secs(900)));
     assert!(halcyon::session::difference(&session.run(&inputs).unwrap(), &first) < 1e-5);
     let plan = session.prepare(&inputs).unwrap();
     let tuned = plan.plan().steps.iter().any(|s| s.tunable.as_ref().is_some_and(|t| t.tuned));
@@ -102,13 +84,6 @@ fn s3_11_autotuning_cache() {
         let second = process();
         assert_eq!(second, format!("{:?}", (0, 0, kind != B::Cpu)), "{kind}: the second process tunes");
     }
-}
-
-#[test]
-fn s4_02_auto_order() {
-    let order = [B::Cuda, B::Rocm, B::Tpu, B::Intel, B::Cpu];
-    assert_eq!("vendors".parse::<Policy>().unwrap().backends(), order);
-    assert_eq!(by_priority(&order), order);
 }
 
 #[test]

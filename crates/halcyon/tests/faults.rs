@@ -200,7 +200,7 @@ fn memory_that_a_broken_run_may_have_overwritten_is_not_read_again() {
     // … and in a captured graph, whose results of before are none of the launch that failed.
     let x = three();
     x.donate();
-    let g = b.capture_graph(|| [twice(std::slice::from_ref(&x)), x.sum(&[], false)]).unwrap();
+    let g = b.capture_graph(|| [twice(std::slice::from_ref(&x)), x.sum(..)]).unwrap();
     fail(Call::Alloc);
     assert_eq!(g.replay().unwrap_err().exit_code(), 5);
     assert!(faults.disarm());

@@ -18,7 +18,8 @@ fn cpu(level: Level, without: &[&str]) -> Backend {
 
 /// Level O2 with products in bf16.
 fn mixed(without: &[&str]) -> Backend {
-    let b = Backend::builder().backend_type(BackendType::Cpu).num_threads(2).amp(AmpPolicy::Bf16);
+    let b =
+        Backend::builder().backend_type(BackendType::Cpu).num_threads(2).amp(AmpPolicy::Bf16).force_amp(true);
     without.iter().fold(b, |b, w| b.without(w)).build().unwrap()
 }
 

@@ -3,7 +3,7 @@
 mod common;
 mod optable;
 
-use common::{Rng, devices, testdata};
+use common::{Rng, devices, one_in, testdata};
 use halcyon::ir::lower::lower;
 use halcyon::ir::op::{Conv, Op};
 use halcyon::ir::passes::{MIXED, RECOGNITION};
@@ -21,6 +21,8 @@ const ROUNDING: f64 = 1.0 / 256.0;
 
 fn with(b: &Backend, amp: AmpPolicy, without: &[&str]) -> Backend {
     let n = Backend::builder().backend_type(b.info().backend).level(Level::O2).amp(amp);
+    // Also where the processor is slower in bf16: what is held here is what comes out.
+    let n = n.force_amp(amp != AmpPolicy::None);
     without.iter().fold(n, |n, w| n.without(w)).build().unwrap()
 }
 
@@ -63,9 +65,12 @@ fn the_op_table_in_bf16_follows_float64() {
         .map(|b| (with(b, AmpPolicy::Bf16, &[]), with(b, AmpPolicy::None, &[])))
         .collect();
     let mut rng = Rng::fresh(what);
-    let (mut t, mut rounded) = (Tally::default(), 0);
+    let (mut t, mut rounded, every) = (Tally::default(), 0, one_in(1));
     for row in rows().iter().filter(|r| r.dtypes.contains(&DType::F32)) {
         for case in row.cases.iter().filter(|c| c.takes(DType::F32) && c.args.is_empty()) {
+            if rng.below(every) != 0 {
+                continue;
+            }
             let g = case.graph(DType::F32).unwrap();
             let inputs = case.inputs(DType::F32, &mut rng).unwrap();
             for (low, full) in pairs.iter().filter(|(b, _)| has(b, DType::F32)) {
@@ -140,7 +145,13 @@ fn light_models(test: &str, kind: BackendType) {
     let (low, full) = (with(&b, AmpPolicy::Bf16, &[]), with(&b, AmpPolicy::None, &[]));
     let mut names: Vec<_> = std::fs::read_dir(dir).unwrap().map(|e| e.unwrap().path()).collect();
     names.sort();
-    for dir in names.iter().filter(|p| p.join("model.onnx").exists()) {
+    names.retain(|p| p.join("model.onnx").exists());
+    let mut rng = Rng::fresh(test);
+    let (sure, every) = (rng.below(names.len()), one_in(1));
+    for (i, dir) in names.iter().enumerate() {
+        if i != sure && rng.below(every) != 0 {
+            continue;
+        }
         let model = Model::open(&dir.join("model.onnx")).unwrap();
         let (_, x) = halcyon_formats::onnx::tensor::read_pb(&dir.join("test_data_set_0/input_0.pb")).unwrap();
         let port = model.inputs().unwrap().remove(0);
@@ -227,14 +238,18 @@ fn it_is_asked_for_has_a_receipt_and_can_be_switched_off() {
                 let n = Backend::builder().backend_type(b.info().backend);
                 Ok(match w {
                     None => n.level(Level::O0).build()?,
-                    Some(w) => n.level(Level::O2).amp(AmpPolicy::Bf16).without(w).build()?,
+                    Some(w) => n.level(Level::O2).amp(AmpPolicy::Bf16).force_amp(true).without(w).build()?,
                 })
             })
             .unwrap();
         let r = all.iter().find(|r| r.transformation == MIXED).unwrap();
         assert!(r.gain.is_some_and(|g| g > 0.0) && r.error.is_some_and(|e| e > 0.0 && e < 0.02), "{r:?}");
         // O1 says that it does not do it.
-        let o1 = Backend::builder().backend_type(b.info().backend).level(Level::O1).amp(AmpPolicy::Bf16);
+        let o1 = Backend::builder()
+            .backend_type(b.info().backend)
+            .level(Level::O1)
+            .amp(AmpPolicy::Bf16)
+            .force_amp(true);
         let p = plan(&o1.build().unwrap(), &g);
         assert!(mixed(&p).is_none() && p.warnings.iter().any(|w| w.starts_with(MIXED)), "{:?}", p.warnings);
         // f16 is named as what is missing.
@@ -248,6 +263,7 @@ fn results_do_not_depend_on_the_number_of_threads() {
     let (g, inputs) = network(&mut Rng::fresh("mixed precision, threads"));
     let run = |threads: usize| {
         let b = Backend::builder().backend_type(BackendType::Cpu).level(Level::O2).amp(AmpPolicy::Bf16);
+        let b = b.force_amp(true);
         Session::new(&b.num_threads(threads).build().unwrap(), g.clone()).run(&inputs).unwrap()
     };
     let one = run(1);
@@ -275,7 +291,7 @@ fn training_keeps_f32_parameters_and_learns() {
             for _ in 0..60 {
                 let (loss, grads) = value_and_grad(&w, |w: &[Tensor]| {
                     let d = x.matmul(&w[0]).tanh().matmul(&w[1]) - &target;
-                    Ok((&d * &d).mean(&[0, 1], false))
+                    Ok((&d * &d).mean([0, 1]))
                 })
                 .unwrap();
                 losses.push(loss.to_vec::<f32>().unwrap()[0]);
@@ -342,7 +358,8 @@ fn norms_and_softmax_between_products_follow_float64() {
     }
 }
 
-/// A mask stays f32, so that the lowest number hides keys; what it is added to is of the half type.
+/// A mask stays f32, so that the lowest number hides keys; what it is added to is of the half type. The CPU's kernel for halves runs on
+/// tile registers; without them the plan keeps f32 on purpose, since nothing there reads halves faster.
 #[test]
 fn attention_with_a_mask_reads_halves() {
     let what = "mixed precision, a mask";
@@ -364,11 +381,19 @@ fn attention_with_a_mask_reads_halves() {
                 assert_eq!(types, [DType::BF16, DType::BF16, DType::BF16, DType::F32], "{}", b.id());
             }
         }
-        assert!(mixed(&p).is_some(), "{}", b.id());
+        let tiles = b.info().properties.get("instruction_set").is_some_and(|s| s == "amx");
+        let halves = b.info().backend != BackendType::Cpu || tiles;
+        assert_eq!(mixed(&p).is_some(), halves, "{}", b.id());
+        if !halves {
+            let kernels =
+                |p: &Plan| p.steps.iter().map(|s| s.work.kernel_name().to_string()).collect::<Vec<_>>();
+            assert_eq!(kernels(&p), kernels(&plan(&with(&b, AmpPolicy::None, &[]), &g)), "{}", b.id());
+        }
+        let near = if halves { 0.03 } else { 1e-5 };
         let want = eval_f64(&g, &inputs, &[]).unwrap()[0].to_vec::<f64>();
         let got = Session::new(&low, g).run(&inputs).unwrap()[0].to_vec::<f64>();
         for (g, w) in got.iter().zip(&want) {
-            assert!((g - w).abs() < 0.03, "{}: {g} instead of {w}", b.id());
+            assert!((g - w).abs() < near, "{}: {g} instead of {w}", b.id());
         }
     }
 }

@@ -18,6 +18,7 @@ fn cpu(level: Level, without: Option<&str>) -> Result<Backend> {
 
 fn under(amp: AmpPolicy, level: Level, without: Option<&str>) -> Result<Backend> {
     let b = Backend::builder().backend_type(BackendType::Cpu).level(level).amp(amp).num_threads(2);
+    let b = b.force_amp(amp != AmpPolicy::None);
     without.into_iter().fold(b, |b, w| b.without(w)).build()
 }
 

@@ -14,7 +14,7 @@ fn a_donated_tensor_gives_pending_readers_the_old_value_and_later_reads_an_error
     for b in devices("donation", Level::O1) {
         let a = x(&b, 4);
         let pending = &a + 1.0;
-        let pos = Tensor::scalar(&b, DType::I32, 1);
+        let pos = Tensor::scalar(&b, 1, DType::I32);
         let update = Tensor::from_slice(&b, [2], &[7f32, 8.0]).unwrap();
         let z = a.donate().update_slice(&update, &pos, 0);
         assert_eq!(z.to_vec::<f32>().unwrap(), [0.0, 7.0, 8.0, 3.0]);
@@ -36,7 +36,7 @@ fn a_reader_in_the_same_plan_runs_before_the_overwrite() {
     for b in devices("same plan", Level::O1) {
         let s = State::new(x(&b, 4));
         let old = s.value() * 10.0;
-        let pos = Tensor::scalar(&b, DType::I32, 0);
+        let pos = Tensor::scalar(&b, 0, DType::I32);
         let new = s.append(&Tensor::from_slice(&b, [1], &[9f32]).unwrap(), &pos, 0).unwrap();
         let both = &new + &old;
         assert_eq!(both.to_vec::<f32>().unwrap(), [9.0, 11.0, 22.0, 33.0]);
@@ -50,7 +50,7 @@ fn states_read_the_version_of_the_call() {
     for b in devices("versions", Level::O1) {
         let s = State::new(x(&b, 3));
         let before = s.value();
-        let pos = Tensor::scalar(&b, DType::I32, 2);
+        let pos = Tensor::scalar(&b, 2, DType::I32);
         let v1 = s.append(&Tensor::from_slice(&b, [1], &[5f32]).unwrap(), &pos, 0).unwrap();
         s.write(s.value() * 2.0).unwrap();
         assert_eq!(s.value().to_vec::<f32>().unwrap(), [0.0, 2.0, 10.0]);
@@ -64,7 +64,7 @@ fn states_read_the_version_of_the_call() {
 fn item_then_backward_and_outputs_held_across_reruns() {
     for b in devices("item", Level::O1) {
         let w = x(&b, 3).requires_grad().unwrap();
-        let loss = (&w * &w).sum(&[], false);
+        let loss = (&w * &w).sum(..);
         assert_eq!(loss.item::<f32>().unwrap(), 5.0);
         let runs = b.cache_stats().runs;
         let g = loss.backward().unwrap();
@@ -87,7 +87,7 @@ fn item_then_backward_and_outputs_held_across_reruns() {
 fn forcing_a_tracked_tensor_keeps_its_residuals() {
     for b in devices("residuals", Level::O1) {
         let a = Tensor::from_slice(&b, [64, 64], &vec![0.01f32; 4096]).unwrap().requires_grad().unwrap();
-        let loss = a.matmul(&a).tanh().sum(&[], false);
+        let loss = a.matmul(&a).tanh().sum(..);
         loss.item::<f32>().unwrap();
         let g = loss.backward().unwrap();
         let steps = b.cache_stats().steps;
@@ -95,7 +95,7 @@ fn forcing_a_tracked_tensor_keeps_its_residuals() {
         let kept = b.cache_stats().steps - steps;
         // The same gradient without the forward pass kept takes at least one product more.
         let c = Tensor::from_slice(&b, [64, 64], &vec![0.01f32; 4096]).unwrap().requires_grad().unwrap();
-        let fresh = c.matmul(&c).tanh().sum(&[], false).backward().unwrap();
+        let fresh = c.matmul(&c).tanh().sum(..).backward().unwrap();
         let steps = b.cache_stats().steps;
         fresh.get(&c).unwrap().eval().unwrap();
         assert!(kept < b.cache_stats().steps - steps, "{kept} steps");
@@ -127,8 +127,8 @@ fn ten_thousand_calls_of_varying_length_keep_caches_bounded() {
         let mut kernels = 0;
         for i in 0..calls {
             let n = 1 + rng.below(3000);
-            let v = Tensor::full(&b, [n], DType::F32, i as f64);
-            let s = (v * 2.0 + 1.0).sum(&[], false).item::<f64>().unwrap();
+            let v = Tensor::full(&b, [n], i as f64, DType::F32);
+            let s = (v * 2.0 + 1.0).sum(..).item::<f64>().unwrap();
             let want = (2.0 * i as f64 + 1.0) * n as f64;
             assert!((s - want).abs() <= 1e-5 * want, "{s} {want}");
             if i == 200 {
@@ -183,7 +183,7 @@ fn errors_in_chains_name_op_shapes_and_line() {
         assert!(e.contains("matmul") && e.contains("rules.rs:"), "{e}");
     }
     assert!(y.backward().is_err());
-    assert!(Tensor::concat(&[], 0).check().is_err());
+    assert!(Tensor::cat::<Tensor>(&[], 0).check().is_err());
     let e = (&t + &t.cast(DType::I32)).check().unwrap_err();
     assert!(matches!(e, halcyon::Error::DType { .. }), "{e}");
 }
@@ -228,9 +228,8 @@ fn results_do_not_depend_on_the_thread_count() {
             let a = Tensor::from_slice(&b, [300, 257], &a).unwrap();
             let w = Tensor::from_slice(&b, [257, 190], &w).unwrap();
             let y = a.matmul(&w);
-            let v = Tensor::concat(&[&y.sum(&[], false).reshape([1]), &y.reshape([300 * 190])], 0)
-                .to_vec::<f32>()
-                .unwrap();
+            let v =
+                Tensor::cat(&[&y.sum(..).reshape([1]), &y.reshape([300 * 190])], 0).to_vec::<f32>().unwrap();
             match &first {
                 None => first = Some(v),
                 Some(f) => assert!(
@@ -251,9 +250,9 @@ fn fusion_rounds_half_types_as_single_ops_do() {
             let of = |b: &Backend| {
                 let a = Tensor::from_slice(b, [6, 100], &v).unwrap().cast(dtype);
                 let y = ((&a * &a + 0.3) / 7.0 - &a) * (&a + 1.7);
-                let sums = (&y * &a).sum(&[1], false);
+                let sums = (&y * &a).sum([1]);
                 let soft = (&a * 5.0).softmax(1);
-                let all = Tensor::concat(&[&y.reshape([600]), &sums, &soft.reshape([600])], 0);
+                let all = Tensor::cat(&[&y.reshape([600]), &sums, &soft.reshape([600])], 0);
                 all.cast(DType::F32).to_vec::<f32>().unwrap()
             };
             devices("halves", level).iter().map(of).collect::<Vec<_>>()
@@ -311,7 +310,7 @@ fn streams_give_what_one_queue_gives() {
                         1 => (x + y) * 0.5,
                         2 => x.softmax(-1) - y,
                         3 => (x - y).relu(),
-                        _ => (x * y).sum(&[1], true) * 0.1 + y,
+                        _ => (x * y).sum_keepdim([1]) * 0.1 + y,
                     };
                     place(&t, r.below(4));
                     all.push(t);
@@ -347,10 +346,10 @@ fn states_keep_their_order_and_their_memory_across_streams() {
         let state = State::new(x(&b, 64));
         let mut reads = vec![];
         for i in 0..64i64 {
-            let pos = Tensor::scalar(&b, DType::I32, i);
+            let pos = Tensor::scalar(&b, i, DType::I32);
             let new =
                 state.append(&Tensor::from_slice(&b, [1], &[100.0 + i as f32]).unwrap(), &pos, 0).unwrap();
-            let sum = new.sum(&[], false);
+            let sum = new.sum(..);
             drop(new);
             let on = if i % 2 == 0 { &s } else { &t };
             on.eval(std::slice::from_ref(&sum)).unwrap();

@@ -135,6 +135,27 @@ fn three_parts_and_empty_ones_run_too() {
     assert_eq!(out[2].to_vec::<f32>(), [-1.0, -2.0, -3.0]);
 }
 
+/// An output that follows from constants alone is made on one device, and its readers on another have a copy of their own: neither waits
+/// for the other.
+#[test]
+fn outputs_that_are_constant_are_not_waited_for() {
+    let b = || Backend::builder().backend_type(BackendType::Cpu).level(Level::O1).build().unwrap();
+    let both = [b(), b()];
+    for assign in [[0, 0, 1, 0, 0], [1, 1, 0, 1, 1], [0, 0, 1, 1, 0], [0, 1, 0, 1, 0]] {
+        let mut g = Graph::new();
+        let x = g.input("x", TensorType::new(DType::F32, [2]));
+        let c = g.constant(ConstData::from_slice(&[2], &[1f32, 2.0]).unwrap());
+        let half = g.neg(c).unwrap();
+        let back = g.neg(half).unwrap();
+        let y = g.add(x, back).unwrap();
+        g.output("half", half);
+        g.output("y", y);
+        let s = Split::new(&both, g, &assign, &BTreeMap::new()).unwrap();
+        let out = run_counted(&s, &[ConstData::from_slice(&[2], &[10f32, 20.0]).unwrap()]);
+        assert_eq!((out[0].to_vec::<f32>(), out[1].to_vec::<f32>()), (vec![-1.0, -2.0], vec![11.0, 22.0]));
+    }
+}
+
 /// Random assignments of random graphs of element-wise ops.
 #[test]
 fn any_assignment_gives_the_same() {

@@ -59,7 +59,7 @@ fn network(b: &Backend, rng: &mut Rng) -> impl Fn(&Tensor, &Tensor) -> Tensor + 
         let y = y + t.gather(ids, 0);
         let z = y.layer_norm(&scale, None, -1, 1e-5).matmul(&v).softmax(-1);
         let z = (z.sigmoid() * 2.0 - 1.0).tanh() + &y;
-        z.sum(&[1], false)
+        z.sum([1])
     }
 }
 

@@ -69,7 +69,7 @@ fn it_computes_and_every_launch_is_its_own() {
 fn against_the_cpu(model: &Path, input: &ConstData) -> (f64, Vec<f64>) {
     let run = |b: &Backend| -> Vec<f64> {
         let s = OnnxSession::new(b, Model::open(model).unwrap()).unwrap();
-        let out = s.run(&[input.clone().into()]).unwrap().outputs.remove(0);
+        let out = s.run_data(&[input.clone().into()]).unwrap().outputs.remove(0);
         out.tensor().unwrap().to_vec()
     };
     let (got, want) = (run(&open(Level::O2)), run(&Backend::cpu().unwrap()));

@@ -3,6 +3,7 @@
 use super::{Bench, drawn, part, rate, right};
 use crate::bench::gemm::kernels;
 use crate::own::Own;
+use halcyon::Attention;
 use halcyon::prelude::*;
 use serde_json::json;
 
@@ -38,7 +39,8 @@ pub fn main(o: &Own) -> Result<()> {
                     "do": "attention", "batch": n, "heads": h, "kv_heads": hk, "queries": sq, "keys": sk, "size": d,
                     "dtype": dtype.name(), "causal": causal,
                 }));
-                let g = b.capture_graph(|| [q.attention(&k, &v, None, *causal, 1.0 / (*d as f64).sqrt())])?;
+                let options = Attention { causal: *causal, ..Attention::default() };
+                let g = b.capture_graph(|| [q.attention(&k, &v, options)])?;
                 let t = bench.replay(there, &b, &g)?;
                 let right = right::attention(&q, &k, &v, *causal, &g.outputs()?[0])?;
                 let remark = format!("{}; {right}", kernels(&g));

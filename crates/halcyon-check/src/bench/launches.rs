@@ -18,7 +18,7 @@ pub fn main(o: &Own) -> Result<()> {
         let (x, other, w) = (of(1)?, of(3)?, of(2)?);
         // Products that need each other: nothing joins them.
         let chain = |x: &Tensor, s: &Tensor| (0..steps).fold(x.clone(), |x, _| (x.matmul(&w) * s).tanh());
-        let factor = |v: f32| Tensor::scalar(&b, DType::F32, v);
+        let factor = |v: f32| Tensor::scalar(&b, v, DType::F32);
         let s = factor(1.5);
         // The same plan for the first time, submitted.
         let first = chain(&x, &factor(1.5));

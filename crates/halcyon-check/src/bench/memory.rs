@@ -3,6 +3,7 @@
 use super::{Bad, Bench, Timed, drawn, part, rate, right};
 use crate::bench::gemm::kernels;
 use crate::own::Own;
+use halcyon::Attention;
 use halcyon::hal::{Command, Tag};
 use halcyon::prelude::*;
 use serde_json::json;
@@ -67,7 +68,7 @@ pub fn main(o: &Own) -> Result<()> {
             part(o, &name, || {
                 let q = drawn(&b, &[n, h, 1, d], dtype, 1)?;
                 let [k, v] = [drawn(&b, &[n, hk, sk, d], dtype, 2)?, drawn(&b, &[n, hk, sk, d], dtype, 3)?];
-                let make = || q.attention(&k, &v, None, false, 1.0 / (d as f64).sqrt());
+                let make = || q.attention(&k, &v, Attention::default());
                 let bytes = dtype.bytes(2 * n * d * (h + hk * sk)) as f64;
                 let verify = |y: &Tensor| right::attention(&q, &k, &v, false, y);
                 of_copy(&mut bench, &b, &name, bytes, copied, &make, &verify)

@@ -14,7 +14,7 @@ use crate::own::{Own, begin, status_of, tell};
 use halcyon::prelude::*;
 use halcyon::{CapturedGraph, Error};
 use peer::Peer;
-pub use peer::python;
+pub use peer::{ENDS_WITH_US, python};
 use serde_json::Value;
 use std::time::Instant;
 

@@ -61,7 +61,7 @@ pub fn places(n: usize, count: usize, rng: &mut Rng) -> Vec<usize> {
 }
 
 /// Rows (or what lies along another axis) on the host.
-fn taken(t: &Tensor, axis: usize, at: &[usize]) -> Result<Tensor> {
+fn taken(t: &Tensor, axis: i64, at: &[usize]) -> Result<Tensor> {
     let index: Vec<i32> = at.iter().map(|i| *i as i32).collect();
     Ok(t.gather(&Tensor::from_slice(t.backend(), [at.len()], &index)?, axis))
 }
@@ -101,7 +101,7 @@ pub fn product(x: &Tensor, w: &Tensor, turned: bool, y: &Tensor, e: Exactness) -
     let (m, k, n) = (dims[0][0], dims[0][1], dims[1][1]);
     let (rows, columns) = (places(m, 16, &mut rng), places(n, 64, &mut rng));
     let x = taken(x, 0, &rows)?.to_vec::<f64>()?;
-    let w = taken(w, usize::from(!turned), &columns)?.to_vec::<f64>()?;
+    let w = taken(w, i64::from(!turned), &columns)?.to_vec::<f64>()?;
     let got = taken(&taken(y, 0, &rows)?, 1, &columns)?.to_vec::<f64>()?;
     let mut wrong = Wrong::default();
     for (i, row) in rows.iter().enumerate() {
@@ -234,6 +234,7 @@ pub fn same(replayed: &Tensor, submitted: &Tensor) -> Result<(), Bad> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use halcyon::Attention;
 
     fn is_wrong(r: Result<String, Bad>) -> bool {
         matches!(r, Err(Bad::Wrong(_)))
@@ -284,14 +285,18 @@ mod tests {
         let b = Backend::cpu().unwrap();
         let of = |h: usize, s: usize, seed| Tensor::randn(&b, [2, h, s, 16], DType::F32, seed);
         let (q, k, v) = (of(4, 5, 1), of(2, 9, 2), of(2, 9, 3));
-        let y = |causal| q.attention(&k, &v, None, causal, 0.25);
+        let y = |causal| q.attention(&k, &v, Attention { causal, scale: Some(0.25), ..Attention::default() });
         for causal in [false, true] {
             assert!(attention(&q, &k, &v, causal, &y(causal)).is_ok());
             assert!(is_wrong(attention(&q, &k, &v, causal, &y(!causal))));
             assert!(is_wrong(attention(&q, &k, &v, causal, &changed(&y(causal), 3, 1e-4))));
         }
         let f16 = [&q, &k, &v].map(|t| t.cast(DType::F16));
-        let y = f16[0].attention(&f16[1], &f16[2], None, true, 0.25);
+        let y = f16[0].attention(
+            &f16[1],
+            &f16[2],
+            Attention { causal: true, scale: Some(0.25), ..Attention::default() },
+        );
         assert!(attention(&f16[0], &f16[1], &f16[2], true, &y).is_ok());
         assert!(is_wrong(attention(&f16[0], &f16[1], &f16[2], true, &changed(&y.cast(DType::F32), 3, 0.02))));
     }

@@ -1,5 +1,6 @@
 //! Arguments that choose a device and say how it is used.
 
+use crate::report;
 use clap::Args;
 use halcyon::hal::DeviceName;
 use halcyon::ir::passes;
@@ -7,18 +8,20 @@ use halcyon::{
     AmpPolicy, Backend, BackendBuilder, BackendType, Error, Fallback, Level, MatmulPrecision,
     MemoryPoolConfig, Policy, Result, TuningMode, hal,
 };
+use std::collections::BTreeSet;
 use std::path::PathBuf;
+use std::sync::Mutex;
 
 /// Which device, and how it is used.
 #[derive(Args, Debug, Clone)]
 pub struct BackendArgs {
-    /// Backend: auto takes the best that is there; any other name is that backend or an error. NAME:N is its device N
+    /// Backend that runs the model. auto takes the best that is there; any other name is that backend or an error. NAME:N is its device N
     #[arg(long, value_name = "NAME", default_value = "auto")]
     pub backend: String,
     /// Number of the backend's device (see `halcyon devices`)
-    #[arg(long, value_name = "N")]
+    #[arg(long, value_name = "N", value_parser = device_number)]
     pub device: Option<usize>,
-    /// In which order auto looks at backends: names with commas between (cuda,cpu), or priority, torchbridge, torch, inference or
+    /// In which order auto looks at backends: cuda,cpu. Names with commas between, or priority, torchbridge, torch, inference or
     /// vendors. Without it HALCYON_BACKENDS counts, then `backends` of the configuration file (HALCYON_CONFIG, or
     /// halcyon/config.toml), then the priorities
     #[arg(long, value_name = "ORDER")]
@@ -30,10 +33,14 @@ pub struct BackendArgs {
     /// How far the optimiser may go: O0 (none, debug), O1 (conservative) or O2 (balanced)
     #[arg(long, value_name = "LEVEL", default_value = "O2")]
     pub level: String,
-    /// Type of products and convolutions, at O2: f32 (the model's types), or bf16 for the parts of an f32 model that bear it (mixed
-    /// precision; inputs and outputs keep their types)
+    /// Type of products and convolutions, at O2: f32 or bf16. f32 keeps the model's types; bf16 is for the parts of an f32 model that bear
+    /// it (mixed precision; inputs and outputs keep their types)
     #[arg(long, value_name = "TYPE")]
     pub precision: Option<String>,
+    /// Computes in --precision also where this processor is slower in it. Without it the CPU measures f32 and bf16 once, and what does
+    /// not gain stays in f32, which a warning says
+    #[arg(long)]
+    pub force_precision: bool,
     /// How exact products of f32 must be, at O2: highest (the default), high (TF32 or better) or medium (bf16 or better). Where a device
     /// gains nothing it stays exact
     #[arg(long, value_name = "HOW")]
@@ -41,10 +48,10 @@ pub struct BackendArgs {
     /// Threads of the CPU device
     #[arg(long, value_name = "N")]
     pub threads: Option<usize>,
-    /// Most memory that the device may give, for live buffers and for what is kept: bytes, or a number with K, M or G (powers of 1024)
+    /// Most memory that the device may give, as 512M or 2G. It counts live buffers and what is kept; K, M and G are powers of 1024
     #[arg(long, value_name = "SIZE")]
     pub memory_limit: Option<String>,
-    /// How buffers get their memory: exclusive (each an allocation, the default), best-fit, first-fit or buddy (ranges of large chunks), with
+    /// How buffers get their memory. POOL is exclusive (each an allocation, the default), best-fit, first-fit or buddy (ranges of large chunks), with
     /// the most it may take (best-fit:512MiB) or what it starts with too (buddy:64MiB..2GiB); ",defragment" behind it moves buffers
     /// together where a request would fail. Without it `memory_pool` of the configuration file counts
     #[arg(long, value_name = "POOL")]
@@ -94,7 +101,10 @@ impl BackendArgs {
 
     /// As [`BackendArgs::open`], at another level and with one more transformation switched off.
     pub fn open_at(&self, level: Level, without: Option<&str>, profile: bool) -> Result<Backend> {
-        self.builder(level, without, profile)?.build()
+        let backend = self.builder(level, without, profile)?.build()?;
+        report::tuning_warnings(&backend);
+        told(&backend);
+        Ok(backend)
     }
 
     /// The settings, nothing opened.
@@ -116,6 +126,7 @@ impl BackendArgs {
         if let Some(p) = self.precision()? {
             b = b.amp(p);
         }
+        b = b.force_amp(self.force_precision);
         if let Some(p) = self.matmul_precision()? {
             b = b.precision(p);
         }
@@ -149,6 +160,25 @@ impl BackendArgs {
         self.memory_limit.as_deref().map(bytes).transpose()?;
         self.memory_pool.as_deref().map(str::parse::<MemoryPoolConfig>).transpose()?;
         self.without.iter().try_for_each(|n| transformation(n).map(drop))
+    }
+}
+
+/// A device's number. A name that stands here is meant for another option.
+pub fn device_number(s: &str) -> std::result::Result<usize, String> {
+    s.parse().map_err(|_| match s.parse::<DeviceName>() {
+        Ok(_) => format!("a device has a number here; this names a backend: --backend {s}"),
+        Err(_) => "a device has a number, which `halcyon devices` lists; --backend takes names".into(),
+    })
+}
+
+/// Prints what the backend's options do not do, each line once: a command may open a device several times.
+pub fn told(b: &Backend) {
+    static SAID: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
+    let mut said = SAID.lock().unwrap_or_else(|e| e.into_inner());
+    for w in b.warnings().iter().filter(|w| !w.starts_with(passes::MIXED)) {
+        if said.insert(w.clone()) {
+            report::warn(w);
+        }
     }
 }
 

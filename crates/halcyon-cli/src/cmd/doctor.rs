@@ -1,18 +1,18 @@
 //! `halcyon doctor`: whether each backend works here, step by step, each backend in a process of its own.
 
-use crate::args::{DoctorArgs, ProbeArgs};
-use crate::report::{self, size};
+use crate::args::{DoctorArgs, DoctorChildArgs};
+use crate::report::{self, size, wrap};
 use halcyon::doctor::{Event, Line, Status, examine};
-use halcyon::hal::{backend, cache, child, config};
+use halcyon::hal::{backend, cache, child, config, probe};
 use halcyon::ir::host;
 use halcyon::{BackendType, Error, Result};
 use serde_json::{Value, json};
-use std::fmt::Write;
+use std::io::Write as _;
 use std::process::Command;
 use std::time::Duration;
 
 /// `halcyon __doctor`: one backend in this process, an event a line.
-pub fn child(a: &ProbeArgs) -> Result<u8> {
+pub fn child(a: &DoctorChildArgs) -> Result<u8> {
     let kind: BackendType = a.backend.parse()?;
     let mut result = Ok(());
     examine(kind, &mut |e| {
@@ -29,25 +29,34 @@ pub fn child(a: &ProbeArgs) -> Result<u8> {
 struct Section {
     id: &'static str,
     lines: Vec<Line>,
+    /// By the backend's driver, to the standard streams.
+    printed: Vec<String>,
 }
+
+/// Most lines that are kept of what a driver printed.
+const PRINTED: usize = 200;
 
 pub fn main(a: &DoctorArgs) -> Result<u8> {
     let asked: Option<BackendType> = match a.backend.as_deref().map(str::parse).transpose()? {
         Some(BackendType::Auto) => None,
         other => other,
     };
+    // What is remembered of drivers that crashed or hung is to be found out again.
+    probe::forget();
     let kinds: Vec<BackendType> = asked.map_or_else(backend::all, |k| vec![k]);
-    let mut sections = vec![Section { id: "host", lines: machine() }];
+    let mut sections = vec![Section { id: "host", lines: machine(), printed: vec![] }];
     let show = |s: &Section| if a.json { Ok(()) } else { report::print(&text(s)) };
     show(&sections[0])?;
     for kind in kinds {
-        let s = Section { id: kind.id(), lines: in_child(kind, Duration::from_secs(a.timeout))? };
+        let (lines, printed) = in_child(kind, Duration::from_secs(a.timeout))?;
+        let s = Section { id: kind.id(), lines, printed };
         show(&s)?;
         sections.push(s);
     }
     let code = verdict(&sections, asked.is_some());
     if a.json {
-        let one = |s: &Section| json!({ "id": s.id, "status": worst(s), "lines": s.lines });
+        let one =
+            |s: &Section| json!({ "id": s.id, "status": worst(s), "lines": s.lines, "printed": s.printed });
         let sections: Vec<Value> = sections.iter().map(one).collect();
         report::print_json(&json!({ "sections": sections, "exit_code": code }))?;
     } else {
@@ -102,13 +111,13 @@ fn machine() -> Vec<Line> {
         }
     });
     lines.push(match cache::user_dir() {
-        None => line("cache", Status::Pass, "switched off (HALCYON_CACHE)".into(), None, Value::Null),
+        None => no_cache(),
         Some(dir) => {
-            let facts = json!({ "directory": dir });
+            let facts = json!({ "directory": report::path(&dir) });
             let probe = dir.join(format!("doctor-{}", std::process::id()));
-            let wrote = std::fs::create_dir_all(&dir).and_then(|()| std::fs::write(&probe, b"x"));
-            // It is of no use any more, whether or not it is there.
-            let _ = std::fs::remove_file(&probe);
+            let wrote = std::fs::create_dir_all(&dir)
+                .and_then(|()| std::fs::File::create_new(&probe)?.write_all(b"x"))
+                .and_then(|()| std::fs::remove_file(&probe));
             match wrote {
                 Ok(()) => {
                     line("cache", Status::Pass, format!("{} can be written", dir.display()), None, facts)
@@ -127,14 +136,51 @@ fn machine() -> Vec<Line> {
     lines
 }
 
-/// Lines of a backend, from a child that may die at it.
-fn in_child(kind: BackendType, limit: Duration) -> Result<Vec<Line>> {
+/// Why there is no directory of caches.
+fn no_cache() -> Line {
+    let none = |status, text: String, fix: Option<&str>| {
+        line("cache", status, text, fix.map(String::from), Value::Null)
+    };
+    match cache::kept() {
+        Err(e) => {
+            none(Status::Fail, e.to_string(), Some("Set HALCYON_CACHE to one of these words, or unset it"))
+        }
+        Ok(cache::Kept::Nothing) => none(Status::Pass, "switched off (HALCYON_CACHE=off)".into(), None),
+        Ok(_) => {
+            let state = |n: &&str| match std::env::var_os(n).filter(|v| !v.is_empty()) {
+                None => format!("{n} is not set"),
+                Some(v) => format!("{n} is \"{}\", which is no absolute path", v.to_string_lossy()),
+            };
+            let why = cache::variables().iter().map(state).collect::<Vec<_>>().join(" and ");
+            let text = format!("no directory: {why}; every start compiles and packs anew");
+            none(
+                Status::Warn,
+                text,
+                Some("Set one of them to a directory that can be written, or HALCYON_CACHE=off"),
+            )
+        }
+    }
+}
+
+/// Lines of a backend, from a child that may die at it, and what its driver printed there.
+fn in_child(kind: BackendType, limit: Duration) -> Result<(Vec<Line>, Vec<String>)> {
     let exe = std::env::current_exe()
         .map_err(|e| Error::Io { path: "this executable".into(), what: e.to_string() })?;
     let mut command = Command::new(&exe);
     let done = child::output(command.args(["__doctor", kind.id()]), limit)
         .map_err(|e| Error::Io { path: exe.display().to_string(), what: e.to_string() })?;
-    Ok(lines(&done.out, done.end.err()))
+    Ok((lines(&done.out, done.end.err()), printed(&done.err)))
+}
+
+/// What a driver printed: each line once.
+fn printed(text: &str) -> Vec<String> {
+    let mut all: Vec<String> = vec![];
+    for l in text.lines().map(str::trim_end).filter(|l| !l.is_empty()) {
+        if all.len() < PRINTED && !all.iter().any(|a| a == l) {
+            all.push(l.into());
+        }
+    }
+    all
 }
 
 /// Lines of what a child told; `end` says how it ended where it did not end well.
@@ -164,23 +210,40 @@ fn lines(out: &str, end: Option<String>) -> Vec<Line> {
     lines
 }
 
+/// The steps of a section; with `-q` those that did not pass.
 fn text(s: &Section) -> String {
+    let lines: Vec<&Line> =
+        s.lines.iter().filter(|l| !report::quiet() || l.status > Status::Absent).collect();
+    if lines.is_empty() {
+        return String::new();
+    }
     let mut out = format!("{}\n", s.id);
-    for l in &s.lines {
+    let width = |l: &&Line| l.check.len() + l.device.as_ref().map_or(0, |d| d.len() + 1);
+    let width = lines.iter().map(width).max().unwrap_or(0);
+    for l in lines {
         let status = match l.status {
             Status::Pass => "pass",
             Status::Absent => "absent",
             Status::Warn => "warn",
             Status::Fail => "fail",
         };
-        let kind: Option<BackendType> = s.id.parse().ok();
-        let text = kind.map_or_else(|| l.text.clone(), |k| report::reason(k, &l.text));
-        let device = l.device.as_deref().unwrap_or("");
-        // Writing to a string does not fail.
-        let _ = writeln!(out, "  {status:<6}  {device:<9} {:<9}  {}", l.check, text.replace('\n', " "));
-        if let Some(fix) = l.fix.as_ref().filter(|f| !l.text.contains(f.as_str())) {
-            let _ = writeln!(out, "          fix: {fix}");
+        let check = match &l.device {
+            Some(d) => format!("{d} {}", l.check),
+            None => l.check.clone(),
+        };
+        const NEXT: &str = "          ";
+        out +=
+            &wrap(&l.text, &format!("  {status:<6}  {check:<width$}  "), &format!("{NEXT}{:width$}  ", ""));
+        let tried = l.facts["tried"].as_array().into_iter().flatten().filter_map(Value::as_str);
+        for t in tried {
+            out += &wrap(t, &format!("{NEXT}tried: "), &format!("{NEXT}    "));
         }
+        if let Some(fix) = l.fix.as_ref().filter(|f| !l.text.contains(f.as_str())) {
+            out += &wrap(fix, &format!("{NEXT}fix: "), &format!("{NEXT}    "));
+        }
+    }
+    for l in &s.printed {
+        out += &wrap(l, "          its driver printed: ", "              ");
     }
     out
 }
@@ -207,7 +270,11 @@ mod tests {
         );
         assert!(l[1].text.contains("SIGSEGV") && l[1].fix.is_some());
         // One that says nothing is a failure too.
-        let s = Section { id: "opencl", lines: lines("", Some("ended with exit status: 3".into())) };
+        let s = Section {
+            id: "opencl",
+            lines: lines("", Some("ended with exit status: 3".into())),
+            printed: vec![],
+        };
         assert_eq!((worst(&s), verdict(&[s], false)), (Status::Fail, 2));
     }
 
@@ -217,6 +284,7 @@ mod tests {
             let one = |s: &Status| Section {
                 id: "cpu",
                 lines: vec![line("x", *s, String::new(), None, Value::Null)],
+                printed: vec![],
             };
             s.iter().map(one).collect()
         };

@@ -15,7 +15,6 @@ use serde_json::{Value, json};
 use std::cell::Cell;
 use std::collections::{HashMap, HashSet};
 use std::fmt::Write;
-use std::io::IsTerminal;
 use std::time::Duration;
 
 /// Values of more bytes steer no shape.
@@ -26,12 +25,12 @@ const MOST: usize = 1 << 24;
 pub fn main(a: &FitArgs) -> Result<u8> {
     a.backend.check()?;
     let watch = Watch::start(Duration::from_millis(2));
-    let model = Model::open(&a.model)?;
+    let model = super::open(&a.model)?;
     let backend = a.backend.open(false)?;
     model.check(backend.info().backend.id())?;
     let ports = model.inputs()?;
-    let args =
-        InputArgs { inputs: a.input.inputs.iter().map(|t| source::or_ones(t)).collect(), ..a.input.clone() };
+    let inputs = a.input.inputs.iter().map(|t| source::or_ones(t)).collect();
+    let args = super::with_tokenizer(&a.model, &InputArgs { inputs, ..a.input.clone() });
     let numbers: Vec<Port> =
         ports.iter().filter(|p| matches!(p.ty, PortType::Tensor { .. })).cloned().collect();
     let wanted = source::wanted(&numbers, &args, true)?;
@@ -49,7 +48,11 @@ pub fn main(a: &FitArgs) -> Result<u8> {
 
     let batch = a.batch.map(|n| n as usize);
     if batch.is_some() && ask.places.is_empty() {
-        let all = numbers.iter().map(|p| format!("{} {}", p.name, p.ty)).collect::<Vec<_>>().join(", ");
+        let all = numbers
+            .iter()
+            .map(|p| format!("{} {}", report::name(&p.name), p.ty))
+            .collect::<Vec<_>>()
+            .join(", ");
         return Err(Error::argument(
             "--batch",
             format!("the model leaves no first dimension of its inputs open: it takes {all}"),
@@ -381,8 +384,9 @@ impl Ask<'_> {
         let fits = refused.is_none();
         let mut limit = refused.cloned();
         // How many it takes is not known; this is the most.
-        let mut progress =
-            std::io::stderr().is_terminal().then(|| Progress::new("plans", 2 * u64::from(MOST.ilog2())));
+        let mut progress = halcyon::hal::chatter::err()
+            .is_terminal()
+            .then(|| Progress::new("plans", 2 * u64::from(MOST.ilog2())));
         let mut best: Option<(usize, Box<Planned>)> = None;
         let mut test = |n: usize, best: &mut Option<(usize, Box<Planned>)>| -> bool {
             plans += 1;
@@ -486,7 +490,7 @@ fn fit_json(f: &Fit, p: &Plan) -> Value {
 
 impl Report<'_> {
     fn text(&self) -> String {
-        let mut out = format!("model    {}\n", self.a.model.display());
+        let mut out = format!("model    {}\n", report::path_text(&self.a.model));
         out += &backend_text(self.ask.backend);
         // Writing to a string does not fail.
         let _ = writeln!(out, "level    {}", super::level_text(self.ask.backend));
@@ -508,7 +512,8 @@ impl Report<'_> {
             Some((f, t)) if !r.shared => format!(", host {}", of(Some(f), Some(t))),
             _ => String::new(),
         };
-        format!("{}{host}", of(r.free, r.total))
+        let told = self.ask.backend.device().unknown_free();
+        format!("{}{told}{host}", of(r.free, r.total))
     }
 
     fn whole_text(&self, p: &Planned, out: &mut String) {
@@ -518,7 +523,7 @@ impl Report<'_> {
                 true => " (steers a shape: the plan holds for this value)",
                 false => "",
             };
-            let _ = writeln!(out, "input    {} {dtype}{dims:?}{fixed}", w.name);
+            let _ = writeln!(out, "input    {} {dtype}{dims:?}{fixed}", report::name(&w.name));
         }
         if let Some(n) = self.batch {
             let _ = writeln!(out, "batch    {n}");
@@ -546,6 +551,7 @@ impl Report<'_> {
         rows.push(row("outputs", f.outputs, format!("and {} on the host", size(p.host.outputs))));
         rows.push(row("process", p.process, "program, model's description, graph and plan".into()));
         rows.push(row("peak", f.device(), format!("on {id}")));
+        rows.push(row("", f.total(), format!("on {id} with the weights that are read in place")));
         let what = match self.ask.room.shared {
             true => {
                 "anonymous memory of the process: all of these but the mapped weights, or the most that planning took"
@@ -587,7 +593,8 @@ impl Report<'_> {
 
     fn staged_text(&self, s: &Stages, out: &mut String) {
         let n = s.known.len();
-        let _ = writeln!(out, "the model is no single graph, since {}: it runs in stages", s.why);
+        let _ =
+            writeln!(out, "the model is no single graph, since {}: it runs in stages", report::name(&s.why));
         let _ = writeln!(
             out,
             "the peak is not predicted; what the host decides was taken as zero here, so sizes that depend on it are too small"
@@ -619,10 +626,11 @@ impl Report<'_> {
     fn json(&self) -> Value {
         let r = &self.ask.room;
         let mut v = json!({
-            "model": self.a.model,
+            "model": report::path(&self.a.model),
             "backend": backend_json(self.ask.backend),
             "memory": {
                 "device_free": r.free, "device_total": r.total,
+                "device_free_told": self.ask.backend.device().free_memory().is_some(),
                 "host_free": r.host.map(|h| h.0), "host_total": r.host.map(|h| h.1), "device_is_host": r.shared,
             },
             "batch": self.batch,
@@ -669,7 +677,7 @@ impl Report<'_> {
             "outputs": { "device": f.outputs, "host": p.host.outputs },
         });
         v["peak"] = json!({
-            "device": f.device(), "by_tag": tags_json(&f.by_tag()), "host": p.host.sum(), "process": p.process, "planning": self.ask.planning.get(),
+            "device": f.device(), "total": f.total(), "by_tag": tags_json(&f.by_tag()), "host": p.host.sum(), "process": p.process, "planning": self.ask.planning.get(),
             "anonymous": self.ask.anonymous(p),
         });
         match &self.largest {

@@ -1,12 +1,14 @@
 //! The commands.
 
 pub mod bench;
+mod bounds;
 pub mod conformance;
 pub mod devices;
 pub mod doctor;
 mod dry;
 pub mod export;
 pub mod fit;
+pub mod help;
 pub mod inspect;
 pub mod probe;
 pub mod replay;
@@ -18,16 +20,28 @@ pub mod tune;
 mod verify;
 
 use crate::args::{BackendArgs, InputArgs};
-use crate::report;
 use crate::source::{self, Input};
+use crate::{contact, report, text};
 use halcyon::hal::Tag;
 use halcyon::ir::Graph;
-use halcyon::{Backend, BackendType, Error, OnnxSession, Result, Shape};
-use halcyon_formats::onnx::{Datum, Imported, Model, Outcome};
+use halcyon::ir::passes::MIXED;
+use halcyon::{Backend, BackendType, ConstData, Error, OnnxSession, Result, Shape};
+use halcyon_formats::onnx::{Datum, Imported, Model, OpenOptions, Outcome};
 use serde_json::{Value, json};
+use std::cell::OnceCell;
 use std::collections::BTreeMap;
 use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
+
+/// Opens a model as the command line says.
+pub fn open(path: &Path) -> Result<Model> {
+    let links = EXTERNAL_LINKS.load(Ordering::Relaxed);
+    contact::open(path, &OpenOptions::default().external_links(links))
+}
+
+/// `--allow-external-links`, which holds for every model of the process.
+pub static EXTERNAL_LINKS: AtomicBool = AtomicBool::new(false);
 
 /// A model with a device and inputs, not compiled yet.
 #[derive(Debug)]
@@ -37,6 +51,8 @@ pub struct Loaded {
     pub session: OnnxSession,
     /// The model as one graph for these inputs, or why it is none.
     pub graph: Outcome,
+    /// The same with long loops unrolled, once something wants that.
+    pub whole: OnceCell<Option<Box<Imported>>>,
     /// Names of the model's outputs.
     pub outputs: Vec<String>,
     pub times: LoadTimes,
@@ -52,13 +68,28 @@ pub struct LoadTimes {
     pub inputs: Duration,
 }
 
+/// The inputs' arguments with the tokenizer that belongs to the model, where none is named.
+pub fn with_tokenizer(path: &Path, a: &InputArgs) -> InputArgs {
+    let tokenizer = a.tokenizer.clone().or_else(|| text::beside(path));
+    InputArgs { tokenizer, ..a.clone() }
+}
+
 /// Opens a model and a device. What the model lacks support for is found before a weight or an input is read.
 pub fn load(path: &Path, a: &InputArgs, b: &BackendArgs, fill: bool, profile: bool) -> Result<Loaded> {
     b.check()?;
     let start = Instant::now();
-    let model = Model::open(path)?;
-    let decode = start.elapsed();
+    let model = self::open(path)?;
+    load_model(model, start.elapsed(), &with_tokenizer(path, a), b, (fill, profile))
+}
 
+/// As [`load`], of a model that took `decode` to open; then whether to fill inputs, and to profile.
+pub fn load_model(
+    model: Model,
+    decode: Duration,
+    a: &InputArgs,
+    b: &BackendArgs,
+    (fill, profile): (bool, bool),
+) -> Result<Loaded> {
     let start = Instant::now();
     let backend = b.open(profile)?;
     let open = start.elapsed();
@@ -74,7 +105,7 @@ pub fn load(path: &Path, a: &InputArgs, b: &BackendArgs, fill: bool, profile: bo
 
     let start = Instant::now();
     let outputs = model.outputs()?.into_iter().map(|p| p.name).collect();
-    let session = OnnxSession::new(&backend, model)?;
+    let session = bounds::session(&backend, model)?;
     let values: Vec<Datum> = inputs.iter().map(|i| i.data.clone()).collect();
     let graph = session.graph(&values)?;
     Ok(Loaded {
@@ -82,24 +113,36 @@ pub fn load(path: &Path, a: &InputArgs, b: &BackendArgs, fill: bool, profile: bo
         inputs,
         session,
         graph,
+        whole: OnceCell::new(),
         outputs,
         times: LoadTimes { load: decode + check + start.elapsed(), open, inputs: read },
     })
 }
 
 impl Loaded {
-    /// The graph of a model that is one.
+    /// The graph of a model that is one, if its long loops are unrolled.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for models that run in stages; `what` wants the graph.
+    /// [`Error::Unsupported`] for other models that run in stages; `what` wants the graph.
     pub fn graph(&self, what: &str) -> Result<&Imported> {
-        match &self.graph {
-            Outcome::Graph(g) => Ok(g),
-            Outcome::Staged(why) => Err(Error::unsupported(
+        let why = match &self.graph {
+            Outcome::Graph(g) => return Ok(g),
+            Outcome::Staged(why) => why,
+        };
+        self.whole.get_or_init(|| self.unrolled()).as_deref().ok_or_else(|| {
+            Error::unsupported(
                 format!("{what} of a model that is no single graph: {why}"),
                 "`run` executes it in stages and reports where",
-            )),
-        }
+            )
+        })
+    }
+
+    fn unrolled(&self) -> Option<Box<Imported>> {
+        let given = self.inputs.iter().map(|i| Some((i.name.as_str(), i.data.tensor()?)));
+        let given = given.collect::<Option<Vec<_>>>()?;
+        let shapes: Vec<(&str, Shape)> = given.iter().map(|(n, t)| (*n, Shape::from(&t.dims))).collect();
+        let values: Vec<(&str, ConstData)> = given.into_iter().map(|(n, t)| (n, t.clone())).collect();
+        self.session.model().import_with(&shapes, &values).ok().map(Box::new)
     }
 
     /// The graph for the inputs' sizes, without symbols.
@@ -126,9 +169,10 @@ impl Loaded {
             self.inputs.iter().filter_map(|i| i.data.tensor()).map(|t| t.bytes().len()).collect();
         tracing::warn!(device = self.backend.id(), error = %e, "the model does not fit; asking the other devices");
         let backend = b.builder(b.level()?, None, false)?.build_for(&graph, &bytes)?;
-        let model = Model::open(path)?;
+        crate::args::told(&backend);
+        let model = open(path)?;
         model.check(backend.info().backend.id())?;
-        self.session = OnnxSession::new(&backend, model)?;
+        self.session = bounds::session(&backend, model)?;
         self.backend = backend;
         Ok(())
     }
@@ -149,7 +193,12 @@ impl Loaded {
                 true => " (steers a shape: the plan holds for this value)",
                 false => "",
             };
-            out += &format!("input    {} {} from {}{fixed}\n", i.name, i.data.describe(), i.source);
+            out += &format!(
+                "input    {} {} from {}{fixed}\n",
+                report::name(&i.name),
+                i.data.describe(),
+                report::name(&i.source)
+            );
         }
         out
     }
@@ -188,6 +237,7 @@ pub fn backend_json(b: &Backend) -> Value {
         "level": b.level(),
         "precision": b.amp(),
         "matmul_precision": b.precision().to_string(),
+        "warnings": b.warnings(),
     })
 }
 
@@ -196,6 +246,8 @@ pub fn level_text(b: &Backend) -> String {
     let mut text = b.level().to_string();
     if b.amp() != halcyon::AmpPolicy::None {
         text += &format!(", {}", b.amp());
+    } else if b.warnings().iter().any(|w| w.starts_with(&format!("{MIXED}: "))) {
+        text += ", f32 kept (nothing is faster in the type that was asked for)";
     }
     if b.precision() != halcyon::MatmulPrecision::Highest && b.level() >= halcyon::Level::O2 {
         text += &format!(", products {}", b.precision());
@@ -219,12 +271,29 @@ fn tag(t: Tag) -> String {
 
 /// Why a device was chosen, and a line for every reason that others were not.
 pub fn backend_text(b: &Backend) -> String {
-    let s = b.selection();
-    let mut out = format!("backend  {} ({}): {}\n", b.id(), b.info().name, s.rule);
+    format!(
+        "backend  {} ({}): {}\n{}",
+        b.id(),
+        b.info().name,
+        b.selection().rule,
+        rejected_text(b, "         ")
+    )
+}
+
+/// Why the other devices were not chosen, a line for each reason: in a few words, or with `-v` all of it.
+pub fn rejected_text(b: &Backend, indent: &str) -> String {
+    let mut out = String::new();
     let mut reasons: Vec<(String, Vec<&str>)> = vec![];
-    for c in &s.candidates {
+    for c in &b.selection().candidates {
         let Some(why) = &c.rejected else { continue };
-        let why = report::reason(c.backend, why);
+        let why = match (&c.brief, c.required, c.free) {
+            _ if report::verbose() => report::reason(c.backend, why),
+            (_, Some(need), Some(free)) => {
+                format!("too little memory: {} needed, {} free", report::size(need), report::size(free))
+            }
+            (Some(brief), ..) => brief.clone(),
+            (None, ..) => report::reason(c.backend, why),
+        };
         let who = c.device.as_deref().unwrap_or(c.backend.id());
         match reasons.iter_mut().find(|(r, _)| *r == why) {
             Some((_, v)) => v.push(who),
@@ -232,7 +301,7 @@ pub fn backend_text(b: &Backend) -> String {
         }
     }
     for (why, who) in reasons {
-        out += &format!("         not {}: {}\n", who.join(", "), why.replace('\n', " "));
+        out += &report::wrap(&why, &format!("{indent}not {}: ", who.join(", ")), &format!("{indent}    "));
     }
     out
 }

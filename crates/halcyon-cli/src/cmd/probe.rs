@@ -1,5 +1,5 @@
-//! `halcyon __probe`: what one driver finds, as JSON. Drivers that can end the process are looked at in such a process of their
-//! own first.
+//! `halcyon __probe`: what one driver finds, or how opening one of its devices ends, as JSON. Drivers that can end the process are
+//! looked at in such a process of their own first.
 
 use crate::args::ProbeArgs;
 use crate::report;
@@ -9,17 +9,13 @@ use serde_json::json;
 
 pub fn main(a: &ProbeArgs) -> Result<u8> {
     let kind: BackendType = a.backend.parse()?;
+    if let Some(index) = a.open {
+        return report::print(&(probe::report_open(kind, index)? + "\n")).map(|()| 0);
+    }
     if let Some(line) = probe::report(kind) {
         // The parent reads this form: one line, and exit code 0 unless the process was taken down.
         return report::print(&(line + "\n")).map(|()| 0);
     }
-    let devices = registry::driver(kind)?.probe()?;
+    let devices = registry::driver(kind)?.list()?;
     report::print_json(&json!({ "backend": kind, "devices": devices })).map(|()| 0)
-}
-
-/// Lets drivers use this executable for such a look.
-pub fn offer() {
-    if let Ok(exe) = std::env::current_exe() {
-        probe::set_executable(exe);
-    }
 }

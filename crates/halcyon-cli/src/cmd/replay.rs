@@ -30,7 +30,7 @@ pub fn main(a: &ReplayArgs) -> Result<u8> {
             Outcome::Fails(e) => ("fails", report::error_json(e)),
         };
         report::print_json(&json!({
-            "file": a.file,
+            "file": report::path(&a.file),
             "about": about,
             "backend": { "id": done.backend.0, "name": done.backend.1, "level": done.backend.2 },
             "reference": done.reference,

@@ -1,8 +1,9 @@
 //! `halcyon select`: which device a model would run on and why, what it needs there, and which op would run where.
 
-use super::{backend_json, backend_text, level_text, split};
+use super::run::answer::place;
+use super::{backend_json, level_text, rejected_text, split};
 use crate::args::SelectArgs;
-use crate::report::{self, size};
+use crate::report::{self, short, size, wrap};
 use crate::source::{self, Input};
 use halcyon::split::Placement;
 use halcyon::{Backend, ConstData, Fit, Result, Shape};
@@ -13,9 +14,9 @@ use std::fmt::Write;
 pub fn main(a: &SelectArgs) -> Result<u8> {
     a.backend.check()?;
     split::check(&a.split)?;
-    let model = Model::open(&a.model)?;
+    let model = super::open(&a.model)?;
     let ports = model.inputs()?;
-    let inputs = source::resolve(&ports, &a.input, true)?;
+    let inputs = source::resolve(&ports, &super::with_tokenizer(&a.model, &a.input), true)?;
     let outcome = graph(&model, &inputs)?;
     let args = split::first(&a.split, &a.backend)?;
     let builder = args.builder(args.level()?, None, false)?;
@@ -28,6 +29,7 @@ pub fn main(a: &SelectArgs) -> Result<u8> {
         // Its stages are known when it runs.
         Outcome::Staged(_) => builder.build()?,
     };
+    crate::args::told(&backend);
     model.check(backend.info().backend.id())?;
     let planned = match &outcome {
         Outcome::Graph(g) => {
@@ -51,6 +53,14 @@ pub fn main(a: &SelectArgs) -> Result<u8> {
     Ok(0)
 }
 
+/// `46.4 KiB of 22.7 GiB free: weights 20.4 KiB (read in place), activations 5.5 KiB, ...`.
+fn needs_text(f: &Fit, free: Option<u64>, caveat: &str) -> String {
+    let free = free.map_or("how much is free is unknown".into(), |b| format!("of {} free{caveat}", size(b)));
+    let parts: Vec<String> =
+        f.parts().iter().filter(|(_, n)| *n > 0).map(|(what, n)| format!("{what} {}", size(*n))).collect();
+    format!("{} {free}: {}", size(f.total()), parts.join(", "))
+}
+
 /// The model for these inputs.
 fn graph(model: &Model, inputs: &[Input]) -> Result<Outcome> {
     let tensors: Option<Vec<(&str, &ConstData)>> =
@@ -70,6 +80,16 @@ fn graph(model: &Model, inputs: &[Input]) -> Result<Outcome> {
     })
 }
 
+/// Why a device was chosen: as `run` says it, else the rule.
+fn why(b: &Backend) -> String {
+    let place = place(b);
+    match place.split_once(": ") {
+        // The reasons follow here.
+        Some((_, why)) => why.trim_end_matches(" (halcyon devices says why)").to_string(),
+        None => b.selection().rule.clone(),
+    }
+}
+
 struct Done<'a> {
     a: &'a SelectArgs,
     backend: &'a Backend,
@@ -79,41 +99,44 @@ struct Done<'a> {
 }
 
 impl Done<'_> {
+    /// The devices, what the model needs and where its ops run; then why no other device was taken.
     fn text(&self) -> String {
-        let mut out = format!("model    {}\n", self.a.model.display());
+        let mut out = String::new();
+        let one = std::slice::from_ref(self.backend);
+        let all = match &self.planned {
+            Ok((_, _, all)) if all.len() > 1 => &all[..],
+            _ => one,
+        };
         // Writing to a string does not fail.
-        for i in self.inputs {
-            let _ = writeln!(out, "input    {} {} from {}", i.name, i.data.describe(), i.source);
+        for b in all {
+            let _ =
+                writeln!(out, "{} ({}), {}: {}", b.id(), short(&b.info().name, 60), level_text(b), why(b));
         }
-        match &self.planned {
-            Ok((_, _, all)) if all.len() > 1 => all.iter().for_each(|b| out += &backend_text(b)),
-            _ => out += &backend_text(self.backend),
+        if report::quiet() {
+            return out;
         }
-        let _ = writeln!(out, "level    {}", level_text(self.backend));
         match &self.planned {
             Err(why) => {
-                let _ = writeln!(
-                    out,
-                    "placement not known before a run, since the model is no single graph: {why}"
-                );
+                let why = report::name(why);
+                let why = format!("not known before a run, since the model is no single graph: {why}");
+                out += &wrap(&why, "placement  ", "           ");
             }
             Ok((needs, placement, _)) => {
                 if let Some(f) = needs {
-                    let free = self.backend.device().available();
-                    let _ = writeln!(
-                        out,
-                        "needs    {} on the device{} (weights {}, packed {}, activations {}, inputs and outputs {})",
-                        size(f.device()),
-                        free.map_or(String::new(), |b| format!(", of {} free", size(b))),
-                        size(f.weights),
-                        size(f.packed),
-                        size(f.activations + f.workspace),
-                        size(f.inputs + f.outputs)
+                    let device = self.backend.device();
+                    out += &wrap(
+                        &needs_text(f, device.available(), device.unknown_free()),
+                        "needs      ",
+                        "           ",
                     );
                 }
                 out += &split::text(placement);
             }
         }
+        for i in self.inputs.iter().filter(|_| report::verbose()) {
+            let _ = writeln!(out, "input      {} {} from {}", i.name, i.data.describe(), i.source);
+        }
+        all.iter().for_each(|b| out += &rejected_text(b, ""));
         out
     }
 
@@ -123,7 +146,7 @@ impl Done<'_> {
             .iter()
             .map(|i| json!({ "name": i.name, "type": i.data.describe(), "source": i.source }))
             .collect();
-        let mut v = json!({ "model": self.a.model, "inputs": inputs, "backend": backend_json(self.backend) });
+        let mut v = json!({ "model": report::path(&self.a.model), "inputs": inputs, "backend": backend_json(self.backend) });
         match &self.planned {
             Err(why) => v["staged"] = json!(why),
             Ok((needs, placement, all)) => {
@@ -134,6 +157,7 @@ impl Done<'_> {
                 if let Some(f) = needs {
                     v["needs"] = json!(f);
                     v["needs"]["device"] = json!(f.device());
+                    v["needs"]["total"] = json!(f.total());
                     v["needs"]["free"] = json!(self.backend.device().available());
                 }
             }

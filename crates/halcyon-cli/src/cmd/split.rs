@@ -122,7 +122,7 @@ pub fn text(p: &Placement) -> String {
         // Writing to a string does not fail.
         let _ = writeln!(
             out,
-            "placement {} ops on {}; {} to the device, {} back, estimated {}",
+            "placement  {} ops on {}; {} to the device, {} back, estimated {}",
             one.ops,
             one.id,
             size(one.uploaded),
@@ -133,7 +133,7 @@ pub fn text(p: &Placement) -> String {
     }
     let _ = writeln!(
         out,
-        "placement {} segments; {} between devices a run, copies estimated at {}",
+        "placement  {} segments; {} between devices a run, copies estimated at {}",
         p.segments,
         size(p.between()),
         time(Duration::from_secs_f64(p.seconds()))

@@ -73,7 +73,7 @@ struct Trace<'a> {
 impl Trace<'_> {
     fn text(&self) -> String {
         let (l, plan) = (self.loaded, self.exe.plan());
-        let mut out = format!("model    {}\n", self.a.model.display());
+        let mut out = format!("model    {}\n", report::path_text(&self.a.model));
         out += &backend_text(&l.backend);
         // Writing to a string does not fail.
         let _ = writeln!(out, "level    {}", super::level_text(&l.backend));
@@ -82,7 +82,7 @@ impl Trace<'_> {
         let _ = writeln!(out, "\ngraph ({} nodes)\n{g}", g.nodes().len());
         let _ = write!(out, "passes\n{}", receipts_text(&plan.receipts));
         for w in &plan.warnings {
-            let _ = writeln!(out, "  warning: {w}");
+            let _ = writeln!(out, "  warning: {}", report::name(w));
         }
         let _ = writeln!(out, "\nplan ({} steps)\n{plan}", plan.steps.len());
         for (name, source) in self.exe.sources() {
@@ -163,7 +163,7 @@ impl Trace<'_> {
         let sources: Vec<Value> =
             self.exe.sources().into_iter().map(|(n, s)| json!({ "name": n, "source": s })).collect();
         json!({
-            "model": self.a.model,
+            "model": report::path(&self.a.model),
             "backend": backend_json(&l.backend),
             "inputs": l.input_json(),
             "graph": {

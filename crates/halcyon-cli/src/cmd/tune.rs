@@ -47,21 +47,25 @@ pub fn child(a: &TuneArgs) -> Result<u8> {
         events: &events,
         ..TuneOptions::default()
     };
-    let report = match &a.model {
+    let (backend, report) = match &a.model {
         None => {
             let backend = a.backend.open(false)?;
             retry(a, &backend)?;
             let graphs: Vec<Graph> = standard()?.into_iter().map(|(_, g)| g).collect();
-            backend.tune_with(&graphs, &options)?
+            let report = backend.tune_with(&graphs, &options)?;
+            (backend, report)
         }
         Some(model) => {
             let loaded = load(model, &a.input, &a.backend, true, false)?;
             retry(a, &loaded.backend)?;
             let graph = &loaded.graph("tuning")?.graph;
             let inputs: Vec<ConstData> = loaded.data().iter().filter_map(|d| d.tensor().cloned()).collect();
-            Session::new(&loaded.backend, graph.clone()).tune(&inputs, &options)?
+            let report = Session::new(&loaded.backend, graph.clone()).tune(&inputs, &options)?;
+            (loaded.backend, report)
         }
     };
+    // Where a damaged file was put.
+    report::tuning_warnings(&backend);
     say(&Line::Report(report)).map(|()| 0)
 }
 
@@ -80,6 +84,9 @@ pub fn main(a: &TuneArgs) -> Result<u8> {
         return Err(Error::argument("tune", what));
     }
     let imported = a.import.as_ref().map(|f| cache.import(f)).transpose()?;
+    // Where a damaged file was put.
+    let warn = |c: &TuningCache| c.warnings().iter().for_each(|w| report::note(&format!("warning: {w}")));
+    warn(&cache);
     let report = match a.model.is_some() || !files {
         false => None,
         true => match supervise(a, &cache)? {
@@ -92,10 +99,11 @@ pub fn main(a: &TuneArgs) -> Result<u8> {
     let cache = file.as_ref().map_or_else(TuningCache::memory, TuningCache::at);
     let exported = a.export.as_ref().map(|f| cache.export(f)).transpose()?;
     let table = cache.table();
+    warn(&cache);
     let entries: Vec<&Entry> = table.entries().filter(|_| a.list).collect();
     if a.json {
         report::print_json(&json!({
-            "cache": file,
+            "cache": file.as_deref().map(report::path),
             "imported": imported,
             "exported": exported,
             "report": report,
@@ -106,7 +114,7 @@ pub fn main(a: &TuneArgs) -> Result<u8> {
     let mut out = String::new();
     // Writing to a string does not fail.
     if let (Some(n), Some(f)) = (imported, &a.import) {
-        let _ = writeln!(out, "imported {n} entries of {}", f.display());
+        let _ = writeln!(out, "imported {n} entries of {}", report::path_text(f));
     }
     if let Some(r) = &report {
         out += &report_text(r);
@@ -115,11 +123,11 @@ pub fn main(a: &TuneArgs) -> Result<u8> {
         out += &list_text(&entries);
     }
     if let (Some(n), Some(f)) = (exported, &a.export) {
-        let _ = writeln!(out, "exported {n} entries to {}", f.display());
+        let _ = writeln!(out, "exported {n} entries to {}", report::path_text(f));
     }
     match &file {
         Some(f) => {
-            let _ = writeln!(out, "cache    {}", f.display());
+            let _ = writeln!(out, "cache    {}", report::path_text(f));
         }
         None => out += "cache    none: what was found is lost (name a file with --tuning-cache)\n",
     }
@@ -142,7 +150,9 @@ enum Ended {
 fn watch(command: &mut Command, patience: Duration, each: &mut dyn FnMut(Line)) -> Result<Ended> {
     let program = command.get_program().to_string_lossy().into_owned();
     let failed = |e: std::io::Error| Error::Io { path: program.clone(), what: e.to_string() };
-    let mut process = command.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().map_err(failed)?;
+    // It ends where this function does, and with this process.
+    let mut tied = child::Tied::spawn(command.stdout(Stdio::piped())).map_err(failed)?;
+    let process = tied.process();
     let (send, receive) = channel();
     let pipe = process.stdout.take();
     let reader = std::thread::spawn(move || {
@@ -182,7 +192,10 @@ fn supervise(a: &TuneArgs, cache: &TuningCache) -> Result<std::result::Result<Tu
     for first in [true].into_iter().chain(std::iter::repeat(false)) {
         // What was released is not released again: it may be what the last child died of.
         let keep = |s: &OsString| first || s != "--retry";
-        let mut args: Vec<OsString> = std::env::args_os().skip(2).filter(keep).collect();
+        // A flag of all commands may come before this one's name.
+        let mut words = std::env::args_os().skip(1);
+        let before: Vec<OsString> = words.by_ref().take_while(|w| w != "tune").collect();
+        let mut args: Vec<OsString> = before.into_iter().chain(words).filter(keep).collect();
         if let Some(b) = a.budget {
             // The last one counts, and nothing is a flag after a "--".
             let end = args.iter().position(|s| s == "--").unwrap_or(args.len());

@@ -8,6 +8,7 @@ use halcyon::{Backend, ConstData, Error, Level, Result, Session};
 use halcyon_formats::onnx::Datum;
 use serde_json::{Value, json};
 use std::fmt::Write;
+use std::io::Read;
 use std::path::{Path, PathBuf};
 
 /// The exit code where a result differs from the reference.
@@ -50,7 +51,7 @@ pub fn run(a: &RunArgs, o: &VerifyOptions, loaded: &Loaded, inputs: &[Datum]) ->
     let report = Session::new(&loaded.backend, graph).verify(&tensors(inputs), o)?;
     let file = match &report.divergence {
         Some(r) => {
-            let path = a.save_replay.clone().unwrap_or_else(|| name(&a.model));
+            let path = a.save_replay.clone().unwrap_or_else(|| free(name(&a.model)));
             let bytes = r.write(&path)?;
             Some((path, bytes))
         }
@@ -62,6 +63,22 @@ pub fn run(a: &RunArgs, o: &VerifyOptions, loaded: &Loaded, inputs: &[Datum]) ->
 /// `digits.replay` for a model `…/digits.onnx`.
 fn name(model: &Path) -> PathBuf {
     PathBuf::from(model.file_stem().unwrap_or("model".as_ref())).with_extension("replay")
+}
+
+/// The path, or with a number added where a file lies that is no replay file: nobody named it, so nobody gave it up.
+fn free(first: PathBuf) -> PathBuf {
+    let ours = |p: &Path| {
+        let mut head = [0; 7];
+        let read = std::fs::File::open(p).and_then(|mut f| f.read_exact(&mut head));
+        read.is_ok() && &head == b"HALCRPL"
+    };
+    let numbered = |n: usize| {
+        let mut name = first.as_os_str().to_owned();
+        name.push(format!(".{n}"));
+        PathBuf::from(name)
+    };
+    let usable = |p: &PathBuf| std::fs::symlink_metadata(p).is_err() || p.is_file() && ours(p);
+    std::iter::once(first.clone()).chain((1..1000).map(numbered)).find(usable).unwrap_or(first.clone())
 }
 
 /// After a failure: writes what fails to the file that was asked for, and says so. The failure stays the error.
@@ -137,7 +154,23 @@ impl Verified {
             "steps": r.steps,
             "checks": r.checks,
             "by_op": r.by_op().iter().map(|(op, (n, e))| json!({ "op": op, "pieces": n, "errors": e })).collect::<Vec<_>>(),
-            "replay": self.file.as_ref().map(|(p, _)| p),
+            "replay": self.file.as_ref().map(|(p, _)| report::path(p)),
         })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_that_nobody_gave_replaces_no_other_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("m.replay");
+        assert_eq!(free(path.clone()), path);
+        std::fs::write(&path, b"HALCRPL1 and more").unwrap();
+        assert_eq!(free(path.clone()), path);
+        std::fs::write(&path, b"my notes").unwrap();
+        assert_eq!(free(path.clone()), dir.path().join("m.replay.1"));
     }
 }

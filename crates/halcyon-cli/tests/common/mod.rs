@@ -90,8 +90,26 @@ pub fn required() -> bool {
     std::env::var("HALCYON_REQUIRE_LANES").is_ok_and(|v| v == "1")
 }
 
+/// Where HALCYON_CASES is a number above one, a sample is asked for: the place of what is drawn, of `n`. HALCYON_SEED repeats a draw.
+pub fn drawn(what: &str, n: usize) -> Option<usize> {
+    let one_in: usize = std::env::var("HALCYON_CASES").ok()?.parse().ok()?;
+    let given = std::env::var("HALCYON_SEED").ok().and_then(|s| s.parse().ok());
+    let now = || std::time::UNIX_EPOCH.elapsed().map_or(0, |d| d.as_nanos() as u64);
+    // FNV-1a, so that tests of one run draw differently.
+    let seed: u64 = given.unwrap_or_else(now);
+    let bytes = seed.to_le_bytes().into_iter().chain(what.bytes());
+    let hash = bytes.fold(0xcbf2_9ce4_8422_2325u64, |h, b| (h ^ u64::from(b)).wrapping_mul(0x100_0000_01b3));
+    let at = ((hash >> 32) % n.max(1) as u64) as usize;
+    println!("{what}: {at} of {n} is drawn, HALCYON_SEED={seed}");
+    (one_in > 1).then_some(at)
+}
+
 /// Whether a backend has a device here. With HALCYON_REQUIRE_LANES=1 it must have.
+/// HALCYON_DEVICES=cpu,webgpu leaves all others out.
 pub fn there(test: &str, backend: &str) -> bool {
+    if std::env::var("HALCYON_DEVICES").is_ok_and(|o| !o.split(',').any(|n| n == backend)) {
+        return false;
+    }
     if backend == "webgpu" && cfg!(not(feature = "webgpu")) {
         skip(test, "webgpu: the feature is switched off");
         return false;
@@ -107,13 +125,16 @@ pub fn there(test: &str, backend: &str) -> bool {
     false
 }
 
-/// The folder of models with known outputs that may lie beside the repository.
+/// A folder of models with known outputs, beside the repository or where HALCYON_MODELS says. With HALCYON_REQUIRE_LANES=1 it must be there.
 pub fn models(test: &str, name: &str) -> Option<PathBuf> {
-    let dir = root().join("../shared/models").join(name);
+    let all =
+        std::env::var_os("HALCYON_MODELS").map_or_else(|| root().join("../shared/models"), PathBuf::from);
+    let dir = all.join(name);
     if dir.is_dir() {
         return Some(dir);
     }
-    skip(test, "the models folder beside the repository is absent");
+    assert!(!required(), "{} is missing: HALCYON_MODELS names the folder of models", dir.display());
+    skip(test, "the models folder beside the repository is absent; HALCYON_MODELS names it");
     None
 }
 

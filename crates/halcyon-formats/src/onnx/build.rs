@@ -1,14 +1,17 @@
 //! What importer functions build with: the graph's ops, evaluated at once where all operands are small known values.
 
 use super::host::{self, Host, Num, flat, small};
+use super::limits::Limits;
+use super::program::Control;
 use super::stage::Stage;
 use halcyon_ir::op::{Op, ReduceKind};
 use halcyon_ir::{
     ConstData, DType, Dim, Dims, Graph, NodeId, Result, Rounding, Scalar, ScalarOp, Shape, Span, TensorType,
 };
-use std::cell::OnceCell;
+use std::cell::{Cell, OnceCell};
 use std::collections::{BTreeSet, HashMap};
 use std::rc::{Rc, Weak};
+use std::sync::atomic::{AtomicU64, Ordering};
 
 /// A value of the model during import.
 #[derive(Clone, Debug)]
@@ -26,18 +29,29 @@ enum Slot {
 /// A node that values refer to, with its elements where a run gave them.
 #[derive(Debug)]
 pub(super) struct Held {
-    node: NodeId,
+    node: Cell<NodeId>,
     data: OnceCell<ConstData>,
     host: OnceCell<Option<Host>>,
 }
 
-/// Becomes a node of the graph when something needs it there, once.
+/// Becomes a node of the graph when something needs it there, once for each numbering of the nodes.
 #[derive(Debug)]
 struct Constant {
     name: Span,
     data: Data,
-    node: OnceCell<NodeId>,
+    node: Cell<Option<(Numbering, NodeId)>>,
     host: OnceCell<Option<Host>>,
+}
+
+/// Which graph the numbers of nodes are of. A builder gets a new one when it renumbers its nodes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) struct Numbering(u64);
+
+impl Default for Numbering {
+    fn default() -> Numbering {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Numbering(NEXT.fetch_add(1, Ordering::Relaxed))
+    }
 }
 
 #[derive(Debug)]
@@ -48,7 +62,7 @@ enum Data {
 
 impl Value {
     fn constant(ty: TensorType, name: Span, data: Data) -> Value {
-        let c = Constant { name, data, node: OnceCell::new(), host: OnceCell::new() };
+        let c = Constant { name, data, node: Cell::new(None), host: OnceCell::new() };
         Value { ty, slot: Slot::Constant(Rc::new(c)) }
     }
 
@@ -99,6 +113,11 @@ impl Value {
         })
     }
 
+    /// Whether it follows from the model alone. Constants are no part of a graph until they are used, so any builder may use them.
+    pub(super) fn is_constant(&self) -> bool {
+        matches!(self.slot, Slot::Constant(_))
+    }
+
     /// What keeps the bytes of a constant, and how many they are.
     pub(super) fn stored(&self) -> Option<(Weak<dyn std::fmt::Debug>, usize)> {
         let Slot::Constant(c) = &self.slot else { return None };
@@ -134,6 +153,15 @@ pub struct Builder {
     /// Why the model cannot be one graph, once that is found.
     pub(super) needs_engine: Option<String>,
     pub(super) stage: Option<Stage>,
+    /// In a graph that becomes a [`super::program::Program`]: the control flow in it.
+    pub(super) controls: Option<Vec<Control>>,
+    /// Why that graph cannot be built, once that is found.
+    pub(super) refused: Option<String>,
+    /// How loops are taken.
+    pub(super) limits: Limits,
+    /// Nodes that were dropped from the graph, or made by builders before this one.
+    pub(super) before: usize,
+    numbering: Numbering,
     /// Nodes that values refer to.
     held: HashMap<NodeId, Weak<Held>>,
     /// The model asks for gradients: floats are computed in the graph even where they are known, or it would not show how they
@@ -165,11 +193,13 @@ impl Builder {
     /// The node of a value.
     pub fn id(&mut self, v: &Value) -> Result<NodeId> {
         let c = match &v.slot {
-            Slot::Node(h) => return Ok(h.node),
+            Slot::Node(h) => return Ok(h.node.get()),
             Slot::Constant(c) => c.clone(),
         };
-        if let Some(n) = c.node.get() {
-            return Ok(*n);
+        if let Some((of, n)) = c.node.get()
+            && of == self.numbering
+        {
+            return Ok(n);
         }
         let here = self.g.span.clone();
         if c.name.0.is_some() {
@@ -185,7 +215,42 @@ impl Builder {
         };
         self.g.span = here;
         let n = made?;
-        Ok(*c.node.get_or_init(|| n))
+        c.node.set(Some((self.numbering, n)));
+        Ok(n)
+    }
+
+    pub(super) fn bounded(limits: Limits) -> Builder {
+        Builder { limits, ..Builder::default() }
+    }
+
+    /// Nodes that were made so far, those that are gone included.
+    pub(super) fn made(&self) -> usize {
+        self.before + self.g.nodes().len()
+    }
+
+    /// A builder for a graph inside of this one's, with nothing in it.
+    pub(super) fn inside(&self) -> Builder {
+        Builder {
+            controls: Some(vec![]),
+            limits: self.limits.clone(),
+            before: self.made(),
+            base_seed: self.base_seed,
+            ..Builder::default()
+        }
+    }
+
+    /// Puts another graph in the place of this one; `map` says what the nodes that values refer to have become.
+    pub(super) fn renumber(&mut self, g: Graph, map: &[Option<NodeId>]) {
+        self.before += self.g.nodes().len().saturating_sub(g.nodes().len());
+        self.g = g;
+        self.numbering = Numbering::default();
+        let held = std::mem::take(&mut self.held);
+        for h in held.into_values().filter_map(|h| h.upgrade()) {
+            if let Some(n) = map[h.node.get().index()] {
+                h.node.set(n);
+                self.held.insert(n, Rc::downgrade(&h));
+            }
+        }
     }
 
     /// Elements of which some are symbolic sizes, as a node. A size is computed as the sum of that many ones.
@@ -213,7 +278,7 @@ impl Builder {
         let held = match self.held.get(&n).and_then(Weak::upgrade) {
             Some(h) => h,
             None => {
-                let h = Rc::new(Held { node: n, data: OnceCell::new(), host: OnceCell::new() });
+                let h = Rc::new(Held { node: Cell::new(n), data: OnceCell::new(), host: OnceCell::new() });
                 self.held.insert(n, Rc::downgrade(&h));
                 h
             }
@@ -477,7 +542,7 @@ impl Builder {
     /// Says which inputs a value depends on that had to be known and is not.
     pub(super) fn note_missing(&mut self, v: &Value) {
         if let Slot::Node(h) = &v.slot {
-            let live = self.g.live(&[h.node]);
+            let live = self.g.live(&[h.node.get()]);
             let inputs = self.g.nodes().iter().zip(live).filter(|(_, live)| *live);
             self.missing =
                 inputs.filter_map(|(n, _)| if let Op::Input(k) = n.op { Some(k) } else { None }).collect();

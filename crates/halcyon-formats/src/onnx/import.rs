@@ -5,6 +5,7 @@ use super::function;
 use super::host::small;
 use super::item::{Datum, Item};
 use super::ledger::Ledger;
+use super::limits::{Limits, RunOptions};
 use super::model::{Model, Port, PortType, opset};
 use super::node::Call;
 use super::ops::{self, Build, gradient};
@@ -66,7 +67,12 @@ pub(super) struct Scope<'s> {
     pub(super) opsets: &'s [OperatorSetIdProto],
 }
 
-impl Scope<'_> {
+impl<'s> Scope<'s> {
+    /// Names without any around them.
+    pub(super) fn alone(vars: HashMap<String, Item>, opsets: &'s [OperatorSetIdProto]) -> Scope<'s> {
+        Scope { vars, parent: None, opsets }
+    }
+
     pub(super) fn get(&self, name: &str) -> Option<&Item> {
         self.vars.get(name).or_else(|| self.parent.and_then(|p| p.get(name)))
     }
@@ -174,13 +180,13 @@ impl<'m> Walk<'m> {
 
         for (at, &i) in order.nodes.iter().enumerate() {
             self.walked.set(self.walked.get() + 1);
-            if self.walked.get() > WALKED.saturating_add(b.g.nodes().len().saturating_mul(WALKED_PER_OP)) {
+            if self.walked.get() > WALKED.saturating_add(b.made().saturating_mul(WALKED_PER_OP)) {
                 return Err(Error::unsupported(
                     format!(
                         "{}: {} nodes with its loops unrolled, for {} operations",
                         m.file,
                         self.walked.get(),
-                        b.g.nodes().len()
+                        b.made()
                     ),
                     "Bound the number of iterations",
                 ));
@@ -190,9 +196,9 @@ impl<'m> Walk<'m> {
             let external = || m.external.mapped();
             self.ledger.borrow_mut().note(b, &out, external).map_err(|e| locate(e, &node_name(n, i)))?;
             let most = NODES.saturating_add(self.walked.get().saturating_mul(NODES_PER_NODE)).min(MAX_NODES);
-            if b.g.nodes().len() > most {
+            if b.made() > most {
                 return Err(Error::unsupported(
-                    format!("{}: {} operations for {} nodes", m.file, b.g.nodes().len(), self.walked.get()),
+                    format!("{}: {} operations for {} nodes", m.file, b.made(), self.walked.get()),
                     "Split into fewer parts, or unroll less",
                 ));
             }
@@ -307,14 +313,19 @@ impl<'m> Walk<'m> {
 
 /// Builds the graph of a model whose operators are all supported. Each time a value that must be known depends on inputs
 /// whose values are at hand, building starts again with those fixed.
-pub fn import(m: &Model, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Outcome> {
+pub(super) fn import(
+    m: &Model,
+    shapes: &[(&str, Shape)],
+    values: &[(&str, ConstData)],
+    limits: &Limits,
+) -> Result<Outcome> {
     let ports = m.inputs()?;
     if let Some(p) = ports.iter().chain(&m.outputs()?).find(|p| !matches!(p.ty, PortType::Tensor { .. })) {
         return Ok(Outcome::Staged(format!("'{}' is {}", p.name, p.ty.kind())));
     }
     let mut fixed: BTreeMap<&str, &ConstData> = BTreeMap::new();
     loop {
-        let mut b = Builder::default();
+        let mut b = Builder::bounded(limits.clone());
         let e = match build(m, &ports, shapes, &fixed, &mut b) {
             Ok(graph) => {
                 return Ok(Outcome::Graph(Box::new(Imported {
@@ -392,7 +403,12 @@ fn arguments(g: &GraphProto, mut values: HashMap<&str, Item>) -> Vec<Option<Item
 }
 
 /// Runs a model in stages. Values of `inputs` in the order of the model's inputs.
-pub fn run_staged(m: &Model, inputs: &[Datum], engine: Box<dyn Engine>) -> Result<(Vec<Datum>, Placement)> {
+pub fn run_staged(
+    m: &Model,
+    inputs: &[Datum],
+    engine: Box<dyn Engine>,
+    options: &RunOptions,
+) -> Result<(Vec<Datum>, Placement)> {
     let (g, ports) = (m.graph()?, m.inputs()?);
     if ports.len() != inputs.len() {
         let names: Vec<&str> = ports.iter().map(|p| p.name.as_str()).collect();
@@ -408,6 +424,7 @@ pub fn run_staged(m: &Model, inputs: &[Datum], engine: Box<dyn Engine>) -> Resul
         .collect();
     input_shapes(m, &ports, &shapes)?;
     let mut b = Builder::staged(engine);
+    b.limits = Limits::new(options.clone());
     b.differentiates = gradient::used(m);
     let mut args = HashMap::new();
     for (p, x) in ports.iter().zip(inputs) {
@@ -475,14 +492,16 @@ fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Ve
             continue;
         };
         let bad = |why: String| {
-            Error::shape("import", format!("input '{}' is declared {}, given {s}: {why}", p.name, p.ty))
+            let what = format!("the model takes {}, and {s} is given: {why}", p.ty);
+            Error::argument(format!("input '{}'", p.name), what)
         };
         if s.rank() != want.rank() {
-            return Err(bad("the ranks differ".into()));
+            let dims = |n: usize| format!("{n} dimension{}", if n == 1 { "" } else { "s" });
+            return Err(bad(format!("{}, not {}", dims(s.rank()), dims(want.rank()))));
         }
         for (w, d) in want.iter().zip(s.iter()) {
             match (w.known(), d.known()) {
-                (Some(a), Some(b)) if a != b => return Err(bad(format!("{b} is not {a}"))),
+                (Some(a), Some(b)) if a != b => return Err(bad(format!("size {b} where it has {a}"))),
                 (None, Some(n)) => {
                     let mut names = BTreeSet::new();
                     w.symbols(&mut names);

@@ -174,7 +174,7 @@ impl Datum {
             Datum::Optional(o) => encode_optional(o.as_deref(), name)?.encode_to_vec(),
             Datum::Map(k, v) => encode_map(k, v, name)?.encode_to_vec(),
         };
-        std::fs::write(path, bytes).map_err(|e| crate::io(path, e))
+        crate::output::write(path, &bytes)
     }
 
     /// As [`Datum::read_pb`], of bytes in memory.

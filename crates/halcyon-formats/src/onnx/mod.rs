@@ -12,12 +12,16 @@ mod import;
 mod import_tests;
 mod item;
 mod ledger;
+mod limits;
+#[cfg(test)]
+mod loop_tests;
 mod model;
 mod node;
 pub mod ops;
 mod order;
 #[cfg(test)]
 mod page;
+mod program;
 pub mod proto;
 mod random;
 #[cfg(test)]
@@ -30,12 +34,14 @@ mod summary;
 pub mod tensor;
 #[cfg(test)]
 mod test_models;
+mod trace;
 pub mod wire;
 
 pub use build::{Builder, Value};
 pub use import::{Imported, Outcome};
 pub use item::{Datum, Item, Keys, Text};
-pub use model::{Model, Port, PortType};
+pub use limits::{Cancel, MAX_ITERATIONS, RunOptions};
+pub use model::{Model, OpenOptions, Port, PortType};
 pub use node::Call;
-pub use stage::{Engine, Handle, Placement, Read};
+pub use stage::{Engine, Handle, LoopRun, Placement, Read};
 pub use summary::{Operator, Summary, Weight};

@@ -3,6 +3,7 @@
 use super::function;
 use super::import::{self, Imported, Outcome};
 use super::item::Datum;
+use super::limits::{Limits, RunOptions};
 use super::ops;
 use super::order;
 use super::proto::{
@@ -12,7 +13,7 @@ use super::proto::{
 use super::stage::{Engine, Placement};
 use super::tensor::{self, External};
 use super::wire;
-use crate::bad;
+use crate::{bad, foreign};
 use bytes::Bytes;
 use halcyon_ir::error::UnsupportedOp;
 use halcyon_ir::{ConstData, DType, Dim, Error, Result, Shape};
@@ -22,6 +23,23 @@ use std::path::Path;
 
 /// Operator sets that a model or a function may import.
 const OPSETS: usize = 1024;
+
+/// How a model is opened.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct OpenOptions {
+    /// Whether external data may be links that lead out of the model's folder. Without it such links are refused, but for those of a
+    /// Hugging Face cache.
+    pub external_links: bool,
+}
+
+impl OpenOptions {
+    /// Sets [`OpenOptions::external_links`].
+    pub fn external_links(mut self, allowed: bool) -> OpenOptions {
+        self.external_links = allowed;
+        self
+    }
+}
 
 /// An open model. Its weights stay in their files until something reads them.
 #[derive(Debug)]
@@ -142,8 +160,19 @@ impl Model {
     /// # Errors
     /// [`Error::Io`]; [`Error::Format`] if it is not an ONNX model.
     pub fn open(path: &Path) -> Result<Model> {
+        Model::open_with(path, &OpenOptions::default())
+    }
+
+    /// As [`Model::open`], with options.
+    ///
+    /// # Errors
+    /// As [`Model::open`].
+    pub fn open_with(path: &Path, options: &OpenOptions) -> Result<Model> {
         let map = crate::mmap::open(path)?;
-        let m = Model::parse(map.clone(), External::beside(path), &path.display().to_string())?;
+        let file = path.display().to_string();
+        let external = External::beside(path).links(options.external_links);
+        let m = Model::parse(map.clone(), external, &file)
+            .map_err(|e| foreign::instead_of_a_model(&map, &file, e))?;
         Ok(Model { map, ..m })
     }
 
@@ -249,7 +278,8 @@ impl Model {
     /// one does, its value is taken from `values` and built into the graph, which then holds for that value alone:
     /// [`Imported::fixed`] names these inputs. Other values are ignored.
     pub fn import_with(&self, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Imported> {
-        match self.outcome(shapes, values)? {
+        self.check("")?;
+        match import::import(self, shapes, values, &Limits::whole())? {
             Outcome::Graph(g) => Ok(*g),
             Outcome::Staged(why) => Err(Error::unsupported(
                 format!("{} as one graph: {why}", self.file),
@@ -258,10 +288,22 @@ impl Model {
         }
     }
 
-    /// As [`Model::import_with`], but a model that is no single graph is no error.
+    /// What the model is when it is run for these inputs: as [`Model::import_with`], but a model that is no single graph is no error. Nor
+    /// is one taken as a graph whose loops are long, or whose trip counts come from an input: it runs in stages, where the body
+    /// of a loop is compiled once.
     pub fn outcome(&self, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Outcome> {
+        self.outcome_with(shapes, values, &RunOptions::default())
+    }
+
+    /// As [`Model::outcome`], with bounds for the loops that are unrolled.
+    pub fn outcome_with(
+        &self,
+        shapes: &[(&str, Shape)],
+        values: &[(&str, ConstData)],
+        options: &RunOptions,
+    ) -> Result<Outcome> {
         self.check("")?;
-        import::import(self, shapes, values)
+        import::import(self, shapes, values, &Limits::new(options.clone()))
     }
 
     /// Whether the model draws random numbers, so that no specification fixes its results: only their type and shape.
@@ -282,8 +324,21 @@ impl Model {
     /// # Errors
     /// As [`Model::import`], and those of the engine.
     pub fn run_staged(&self, inputs: &[Datum], engine: Box<dyn Engine>) -> Result<(Vec<Datum>, Placement)> {
+        self.run_staged_with(inputs, engine, &RunOptions::default())
+    }
+
+    /// As [`Model::run_staged`], with bounds and a way to end it.
+    ///
+    /// # Errors
+    /// As [`Model::run_staged`]; [`Error::Endless`] for a loop past its bound; [`Error::Interrupted`] where the caller asked for it.
+    pub fn run_staged_with(
+        &self,
+        inputs: &[Datum],
+        engine: Box<dyn Engine>,
+        options: &RunOptions,
+    ) -> Result<(Vec<Datum>, Placement)> {
         self.check("")?;
-        import::run_staged(self, inputs, engine)
+        import::run_staged(self, inputs, engine, options)
     }
 }
 

@@ -8,6 +8,7 @@ use super::sparse::{self, Sparse};
 use super::tensor::{self, External};
 use crate::bad;
 use halcyon_ir::{ConstData, DType, Error, Result, Span};
+use std::collections::HashMap;
 
 /// A node with its operands. Attribute readers fail on a wrong type, and give `None` or the default where there is none.
 #[derive(Debug)]
@@ -76,6 +77,23 @@ impl<'a> Call<'a> {
             self.walk.graph(b, g, args.into_iter().map(Some).collect(), Some(self.scope), self.scope.opsets);
         b.g.span = span;
         out
+    }
+
+    /// As [`Call::inline`], in another graph: the names around the body are `vars` alone.
+    pub(super) fn inline_in(
+        &self,
+        b: &mut Builder,
+        g: &'a GraphProto,
+        args: Vec<Item>,
+        vars: HashMap<String, Item>,
+    ) -> Result<Vec<Item>> {
+        let scope = Scope::alone(vars, self.scope.opsets);
+        self.walk.graph(b, g, args.into_iter().map(Some).collect(), Some(&scope), self.scope.opsets)
+    }
+
+    /// What a name stands for around this node.
+    pub(super) fn around(&self, name: &str) -> Option<&'a Item> {
+        self.scope.get(name)
     }
 
     /// All operands, none of which may be missing.

@@ -33,6 +33,13 @@ fn named(n: &NodeProto) -> impl Iterator<Item = &str> {
     texts.flat_map(|a| a.strings.iter().chain([&a.s])).filter_map(|s| std::str::from_utf8(s).ok())
 }
 
+/// Names that a graph reads and does not define, each once.
+pub(super) fn free_names(g: &GraphProto) -> BTreeSet<&str> {
+    let mut all = vec![];
+    free(g, &mut all);
+    all.into_iter().collect()
+}
+
 /// Names that a graph reads and does not define.
 fn free<'g>(g: &'g GraphProto, out: &mut Vec<&'g str>) {
     let mut own: HashSet<&str> = g.input.iter().map(|v| v.name.as_str()).collect();

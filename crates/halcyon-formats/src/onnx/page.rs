@@ -19,7 +19,7 @@ const HOST: &[(&str, &str)] = &[
     ("If", "the condition is read back"),
     ("ImageDecoder", "wholly"),
     ("LabelEncoder", "from and to strings"),
-    ("Loop", "the condition to go on is read back"),
+    ("Loop", "the condition to go on is read back, unless it is constant"),
     ("NonMaxSuppression", "wholly"),
     ("NonZero", "wholly"),
     ("OneHotEncoder", "on strings"),

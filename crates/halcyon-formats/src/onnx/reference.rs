@@ -145,6 +145,12 @@ fn eval(g: &Graph, inputs: &[Tensor]) -> Vec<Tensor> {
                 }
                 y
             }
+            Op::ClassIndex { classes, ignore } => make(&mut |p| {
+                let l = x[0].at(p).as_f64() as i64;
+                let ok = (0..classes.known().unwrap() as i64).contains(&l);
+                assert!(ok || Some(l) == *ignore, "label {l} outside of the classes");
+                Scalar::from(if ok { l } else { 0 })
+            }),
             Op::Reduce { kind, axes, keep } => {
                 let part = reduced(&x[0].dims, axes);
                 let mut acc = vec![None; part.iter().product()];

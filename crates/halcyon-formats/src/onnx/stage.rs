@@ -1,14 +1,17 @@
 //! Running a model in stages: where an operator needs a value that only a run gives (a condition, a size, the data of an
 //! operator whose result's shape depends on data), the graph so far is run on the device and the rest is built on its results.
 //!
-//! The graph under construction only grows. A run computes a part of it: what the wanted nodes need, down to nodes that an
-//! earlier run has computed. So every [`Value`] stays valid, and nothing that is not asked for is computed.
+//! A run computes a part of the graph under construction: what the wanted nodes need, down to nodes that an earlier run has
+//! computed. So every [`Value`] stays valid, and nothing that is not asked for is computed. Nodes that no value needs any more are
+//! dropped between the iterations of a loop.
+//!
+//! Bodies of loops are compiled once where that is possible ([`super::program`]).
 
 use super::build::{Builder, Value};
 use super::host::{Host, Num};
 use super::item::{Datum, Item};
 use halcyon_ir::graph::Node;
-use halcyon_ir::{ConstData, Error, Graph, NodeId, Result, Span};
+use halcyon_ir::{ConstData, DType, Error, Graph, NodeId, Result, Span, TensorType};
 use std::any::Any;
 use std::collections::{BTreeSet, HashMap};
 use std::fmt::Debug;
@@ -23,6 +26,55 @@ pub trait Engine: Debug {
     fn run(&mut self, graph: Graph, inputs: &[Handle]) -> Result<Vec<Handle>>;
     fn upload(&mut self, data: &ConstData) -> Result<Handle>;
     fn read(&mut self, tensor: &Handle) -> Result<ConstData>;
+
+    /// Makes a graph ready to be run many times, by [`Engine::launch`].
+    fn prepare(&mut self, graph: Graph) -> Result<Handle> {
+        Ok(Arc::new(graph))
+    }
+
+    /// Runs a prepared graph. Its inputs and outputs are the `values` of these numbers, in the graph's order.
+    fn launch(
+        &mut self,
+        plan: &Handle,
+        values: &mut [Option<Handle>],
+        inputs: &[usize],
+        outputs: &[usize],
+    ) -> Result<()> {
+        let graph: &Graph = plan.downcast_ref().ok_or_else(|| Error::internal("a plan of another engine"))?;
+        let x = inputs.iter().map(|i| there(&values[*i]).cloned()).collect::<Result<Vec<_>>>()?;
+        let y = self.run(graph.clone(), &x)?;
+        outputs.iter().zip(y).for_each(|(o, y)| values[*o] = Some(y));
+        Ok(())
+    }
+
+    /// A condition, which is one element.
+    fn flag(&mut self, tensor: &Handle) -> Result<bool> {
+        let data = self.read(tensor)?;
+        data.get(0).map(|s| s.as_bool()).ok_or_else(|| Error::internal("a condition without an element"))
+    }
+
+    /// A tensor that begins with the bytes of another, as many as both have. What is behind them is undefined.
+    fn resize(&mut self, from: Option<&Handle>, dtype: DType, dims: &[usize]) -> Result<Handle> {
+        let old = from.map(|h| self.read(h)).transpose()?;
+        let mut bytes = old.map_or(vec![], |d| d.bytes().to_vec());
+        bytes.resize(dtype.bytes(dims.iter().product()), 0);
+        self.upload(&ConstData::new(dtype, dims, Arc::new(bytes))?)
+    }
+
+    /// Copies a tensor to byte `at` of another, which nothing else reads.
+    fn put(&mut self, into: &mut Handle, at: usize, tensor: &Handle) -> Result<()> {
+        let (to, row) = (self.read(into)?, self.read(tensor)?);
+        let mut bytes = to.bytes().to_vec();
+        let part = bytes.get_mut(at..at + row.bytes().len());
+        part.ok_or_else(|| Error::internal("a row has no room"))?.copy_from_slice(row.bytes());
+        *into = self.upload(&ConstData::new(to.dtype, &to.dims, Arc::new(bytes))?)?;
+        Ok(())
+    }
+}
+
+/// A value that an earlier step computed.
+pub(super) fn there(v: &Option<Handle>) -> Result<&Handle> {
+    v.as_ref().ok_or_else(|| Error::internal("a step needs a value that no step computed"))
 }
 
 /// A value that the host read from the device while the model ran.
@@ -32,6 +84,15 @@ pub struct Read {
     /// What it was needed for.
     pub what: String,
     pub bytes: u64,
+}
+
+/// A loop whose body was compiled.
+#[derive(Clone, Debug, PartialEq, serde::Serialize)]
+pub struct LoopRun {
+    pub node: String,
+    pub iterations: u64,
+    /// Sets of shapes that the body was compiled for.
+    pub bodies: usize,
 }
 
 /// Where the parts of a run were computed.
@@ -44,6 +105,10 @@ pub struct Placement {
     pub reads: Vec<Read>,
     pub bytes_read: u64,
     pub bytes_written: u64,
+    /// Loops whose bodies were compiled. Loops inside of them are part of the body.
+    pub loops: Vec<LoopRun>,
+    /// What took longer than it might: loops whose bodies could not be compiled once.
+    pub warnings: Vec<String>,
 }
 
 /// Reads that are listed one by one; the sums cover all.
@@ -52,6 +117,8 @@ const LISTED: usize = 256;
 const STAGE_NODES: usize = 4096;
 /// Nodes a loop may add to a graph that is built without an engine.
 const UNROLLED_NODES: usize = 20_000;
+/// Nodes from which on those that nothing needs are dropped.
+const DROP_NODES: usize = 2 * STAGE_NODES;
 /// Nodes of all stages together.
 pub(super) const MAX_NODES: usize = 1 << 20;
 
@@ -72,14 +139,16 @@ pub(super) struct Stage {
     engine: Box<dyn Engine>,
     /// Nodes whose values are there.
     done: HashMap<NodeId, Source>,
-    placement: Placement,
-    /// Number of nodes when the last stage ran.
+    pub(super) placement: Placement,
+    /// Nodes that were made when the last stage ran.
     mark: usize,
+    /// Nodes that the graph had when some were dropped last.
+    kept: usize,
 }
 
 impl Stage {
     pub(super) fn new(engine: Box<dyn Engine>) -> Stage {
-        Stage { engine, done: HashMap::new(), placement: Placement::default(), mark: 0 }
+        Stage { engine, done: HashMap::new(), placement: Placement::default(), mark: 0, kept: 0 }
     }
 
     /// The handle of a value that is there.
@@ -97,15 +166,63 @@ impl Stage {
 }
 
 /// Which nodes `roots` depend on, not looking behind the nodes that are there.
-fn reach(g: &Graph, roots: impl Iterator<Item = NodeId>, done: &HashMap<NodeId, Source>) -> Vec<bool> {
+fn reach(g: &Graph, roots: impl Iterator<Item = NodeId>, done: &impl Fn(NodeId) -> bool) -> Vec<bool> {
     let mut seen = vec![false; g.nodes().len()];
     let mut todo: Vec<NodeId> = roots.collect();
     while let Some(n) = todo.pop() {
-        if !std::mem::replace(&mut seen[n.index()], true) && !done.contains_key(&n) {
+        if !std::mem::replace(&mut seen[n.index()], true) && !done(n) {
             todo.extend(&g.node(n).inputs);
         }
     }
     seen
+}
+
+/// A part of a graph as one of its own.
+pub(super) struct Part {
+    pub(super) graph: Graph,
+    /// What its inputs and outputs are in the whole.
+    pub(super) inputs: Vec<NodeId>,
+    pub(super) outputs: Vec<NodeId>,
+}
+
+/// What computes `wanted` from the nodes that are `done`, and with it what `later` nodes will need of its values.
+pub(super) fn part(
+    g: &Graph,
+    wanted: &[NodeId],
+    later: &[NodeId],
+    done: &impl Fn(NodeId) -> bool,
+) -> Result<Part> {
+    let cone = reach(g, wanted.iter().copied(), done);
+    let alive = reach(g, wanted.iter().chain(later).copied(), done);
+    // Values that are cheap to make again are not kept.
+    let keep = |n: NodeId| cone[n.index()] && !g.node(n).op.is_leaf() && !done(n);
+    let mut outputs: BTreeSet<NodeId> = wanted.iter().copied().collect();
+    outputs.extend(later.iter().copied().filter(|n| keep(*n)));
+    for n in g.ids().filter(|n| alive[n.index()] && !cone[n.index()] && !done(*n)) {
+        outputs.extend(g.node(n).inputs.iter().copied().filter(|x| keep(*x)));
+    }
+
+    let mut part = Graph::new();
+    let mut map: HashMap<NodeId, NodeId> = HashMap::new();
+    let mut inputs = vec![];
+    for n in g.ids().filter(|n| cone[n.index()]) {
+        let node = g.node(n);
+        part.span = node.span.clone();
+        let new = if done(n) {
+            inputs.push(n);
+            part.input(&format!("v{}", inputs.len()), node.ty.clone())
+        } else {
+            let lost = || Error::internal("a stage lost an operand");
+            let operands = node.inputs.iter().map(|x| map.get(x).copied().ok_or_else(lost));
+            part.push_unchecked(Node { inputs: operands.collect::<Result<_>>()?, ..node.clone() })
+        };
+        map.insert(n, new);
+    }
+    part.span = Span::default();
+    for n in &outputs {
+        part.output(&format!("o{}", part.outputs().len()), map[n]);
+    }
+    Ok(Part { graph: part, inputs, outputs: outputs.into_iter().collect() })
 }
 
 impl Builder {
@@ -197,38 +314,11 @@ impl Builder {
         if wanted.is_empty() {
             return Ok(());
         }
-        let cone = reach(g, wanted.iter().copied(), &stage.done);
-        let alive = reach(g, wanted.iter().chain(&held).copied(), &stage.done);
-        // Values that are cheap to make again are not kept.
-        let keep = |n: NodeId| cone[n.index()] && !g.node(n).op.is_leaf() && !stage.done.contains_key(&n);
-        let mut outputs: BTreeSet<NodeId> = wanted.iter().copied().collect();
-        outputs.extend(held.iter().copied().filter(|n| keep(*n)));
-        for n in g.ids().filter(|n| alive[n.index()] && !cone[n.index()] && !stage.done.contains_key(n)) {
-            outputs.extend(g.node(n).inputs.iter().copied().filter(|x| keep(*x)));
-        }
-
-        let mut part = Graph::new();
-        let mut map: HashMap<NodeId, NodeId> = HashMap::new();
-        let mut inputs = vec![];
-        for n in g.ids().filter(|n| cone[n.index()]) {
-            let node = g.node(n);
-            part.span = node.span.clone();
-            let new = if stage.done.contains_key(&n) {
-                inputs.push(n);
-                part.input(&format!("v{}", inputs.len()), node.ty.clone())
-            } else {
-                let lost = || Error::internal("a stage lost an operand");
-                let operands = node.inputs.iter().map(|x| map.get(x).copied().ok_or_else(lost));
-                part.push_unchecked(Node { inputs: operands.collect::<Result<_>>()?, ..node.clone() })
-            };
-            map.insert(n, new);
-        }
-        part.span = Span::default();
-        for n in &outputs {
-            part.output(&format!("o{}", part.outputs().len()), map[n]);
-        }
-        let handles = inputs.into_iter().map(|n| stage.handle(n)).collect::<Result<Vec<_>>>()?;
-        let results = stage.engine.run(part, &handles)?;
+        self.limits.go_on(g.span.as_str())?;
+        let part = part(g, &wanted, &held, &|n| stage.done.contains_key(&n))?;
+        let outputs = part.outputs;
+        let handles = part.inputs.into_iter().map(|n| stage.handle(n)).collect::<Result<Vec<_>>>()?;
+        let results = stage.engine.run(part.graph, &handles)?;
         if results.len() != outputs.len() {
             return Err(Error::internal("the engine gave another number of outputs than the graph has"));
         }
@@ -236,36 +326,140 @@ impl Builder {
             stage.done.insert(*n, Source::Device(h));
         }
         stage.placement.stages += 1;
-        stage.mark = g.nodes().len();
+        stage.mark = self.before + g.nodes().len();
         // What nothing reaches any more is given back.
-        let alive = reach(g, held.iter().chain(&outputs).copied(), &stage.done);
+        let alive = reach(g, held.iter().chain(&outputs).copied(), &|n| stage.done.contains_key(&n));
         stage.done.retain(|n, _| alive[n.index()]);
         Ok(())
     }
 
-    /// Has a long loop run in stages. `state` is what the loop carries on; `start` the number of nodes when it began.
+    /// Values as the engine holds them. What is not computed yet is computed in one stage.
+    pub(super) fn handles(&mut self, values: &[Value]) -> Result<Vec<Handle>> {
+        let mut ids = vec![];
+        for v in values {
+            ids.push(match v.data()? {
+                Some(d) if v.is_constant() => Err(d),
+                _ => Ok(self.id(v)?),
+            });
+        }
+        let open: Vec<NodeId> = ids.iter().filter_map(|n| n.as_ref().ok().copied()).collect();
+        self.compute(&open)?;
+        let stage = self.stage.as_mut().ok_or_else(|| Error::internal("there is no engine"))?;
+        let one = |n: std::result::Result<NodeId, ConstData>| match n {
+            Ok(n) => stage.handle(n),
+            Err(d) => {
+                stage.placement.bytes_written += d.bytes().len() as u64;
+                stage.engine.upload(&d)
+            }
+        };
+        ids.into_iter().map(one).collect()
+    }
+
+    /// What the engine has computed, as a value.
+    pub(super) fn computed(&mut self, handle: Handle, ty: TensorType) -> Value {
+        let n = self.g.input("", ty);
+        if let Some(stage) = &mut self.stage {
+            stage.done.insert(n, Source::Device(handle));
+        }
+        self.value(n)
+    }
+
+    /// The engine of a staged run.
+    pub(super) fn engine(&mut self) -> Result<&mut dyn Engine> {
+        let stage = self.stage.as_mut().ok_or_else(|| Error::internal("there is no engine"))?;
+        Ok(&mut *stage.engine)
+    }
+
+    /// Notes what a staged run could not do as well as it might.
+    pub(super) fn warn(&mut self, what: String) {
+        if let Some(s) = &mut self.stage
+            && !s.placement.warnings.contains(&what)
+            && s.placement.warnings.len() < LISTED
+        {
+            s.placement.warnings.push(what);
+        }
+    }
+
+    /// Notes iterations of a loop whose body was compiled.
+    pub(super) fn ran(&mut self, node: &str, iterations: u64, bodies: usize) {
+        let Some(s) = &mut self.stage else { return };
+        let loops = &mut s.placement.loops;
+        match loops.iter().position(|l| l.node == node) {
+            Some(k) => {
+                loops[k].iterations += iterations;
+                loops[k].bodies = loops[k].bodies.max(bodies);
+            }
+            None if loops.len() < LISTED => loops.push(LoopRun { node: node.into(), iterations, bodies }),
+            None => {}
+        }
+    }
+
+    /// Drops the nodes that no value needs, where there are many.
+    fn drop_unreached(&mut self) {
+        let nodes = self.g.nodes().len();
+        let held = self.held();
+        let Some(stage) = &mut self.stage else { return };
+        if self.differentiates || nodes < (2 * stage.kept).max(DROP_NODES) {
+            return;
+        }
+        let alive = reach(&self.g, held.into_iter(), &|n| stage.done.contains_key(&n));
+        let mut g = Graph::new();
+        g.span = self.g.span.clone();
+        let mut map: Vec<Option<NodeId>> = vec![None; nodes];
+        let mut done = HashMap::new();
+        for n in self.g.ids().filter(|n| alive[n.index()]) {
+            let node = self.g.node(n);
+            let new = match stage.done.remove(&n) {
+                Some(s) => {
+                    let new = g.input("", node.ty.clone());
+                    done.insert(new, s);
+                    new
+                }
+                None => {
+                    // An operand of what is reached is reached.
+                    let inputs = node.inputs.iter().filter_map(|x| map[x.index()]).collect();
+                    g.push_unchecked(Node { inputs, ..node.clone() })
+                }
+            };
+            map[n.index()] = Some(new);
+        }
+        stage.done = done;
+        stage.kept = g.nodes().len();
+        self.renumber(g, &map);
+    }
+
+    /// Between two iterations of a loop that is unrolled: has the nodes run that wait, and forgets those that are not needed. `state` is
+    /// what the loop carries on; `start` the number of nodes that were made when it began.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if the model grows past every bound, or past that of a graph that is built without a run.
     pub fn pace(&mut self, state: &[Item], start: usize) -> Result<()> {
-        let n = self.g.nodes().len();
+        let n = self.made();
         if n > MAX_NODES {
             return Err(Error::unsupported(
                 format!("a model of more than {MAX_NODES} operations with its loops unrolled"),
                 "Bound the number of its iterations",
             ));
         }
-        match &self.stage {
-            None if n - start > UNROLLED_NODES => Err(self.no_engine("a long loop")),
-            Some(s) if n - s.mark > STAGE_NODES => {
-                let mut values = vec![];
-                state.iter().for_each(|i| i.tensors(&mut values));
-                let values: Vec<Value> = values.into_iter().filter(|v| v.host().is_none()).cloned().collect();
-                let ids = values.iter().map(|v| self.id(v)).collect::<Result<Vec<_>>>()?;
-                self.compute(&ids)
+        let Some(s) = &self.stage else {
+            if n - start <= UNROLLED_NODES {
+                return Ok(());
             }
-            _ => Ok(()),
+            if self.controls.is_some() {
+                self.refused =
+                    Some(format!("{} unrolls to more than {UNROLLED_NODES} operations", self.g.span));
+            }
+            return Err(self.no_engine("a long loop"));
+        };
+        if n - s.mark > STAGE_NODES {
+            let mut values = vec![];
+            state.iter().for_each(|i| i.tensors(&mut values));
+            let values: Vec<Value> = values.into_iter().filter(|v| v.host().is_none()).cloned().collect();
+            let ids = values.iter().map(|v| self.id(v)).collect::<Result<Vec<_>>>()?;
+            self.compute(&ids)?;
         }
+        self.drop_unreached();
+        Ok(())
     }
 
     /// The values of items, all computed in one stage.

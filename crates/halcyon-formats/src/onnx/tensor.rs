@@ -1,6 +1,7 @@
 //! ONNX tensors: `TensorProto` to [`ConstData`] and back, external data, `.pb` files.
 
 use super::proto::{EXTERNAL, TensorProto};
+use crate::foreign::{self, Foreign};
 use crate::{ConstData, bad};
 use bytes::Bytes;
 use halcyon_ir::{DType, Error, Result};
@@ -13,13 +14,24 @@ use std::sync::Mutex;
 #[derive(Debug, Default)]
 pub struct External {
     dir: Option<PathBuf>,
+    /// Whether a link may lead out of the folder.
+    links: bool,
     maps: Mutex<HashMap<PathBuf, Bytes>>,
 }
 
 impl External {
     /// External data beside the model file `model`.
     pub fn beside(model: &Path) -> External {
-        External { dir: Some(model.parent().unwrap_or(Path::new("")).to_path_buf()), maps: Mutex::default() }
+        let dir = match model.parent() {
+            Some(d) if !d.as_os_str().is_empty() => d,
+            _ => Path::new("."),
+        };
+        External { dir: Some(dir.into()), links: false, maps: Mutex::default() }
+    }
+
+    /// Whether files may be links that lead out of the model's folder. Without it they may in a Hugging Face cache alone.
+    pub fn links(self, allowed: bool) -> External {
+        External { links: allowed, ..self }
     }
 
     /// Bytes of the files that are mapped.
@@ -41,8 +53,8 @@ impl External {
 
     /// The bytes `t` names. `want` is what its type and sizes take.
     ///
-    /// The location must be a relative path that stays in the model's folder by its text. A symbolic link in that
-    /// folder is followed, since only the owner of the machine can have put it there.
+    /// The location must be a relative path that stays in the model's folder, by its text and after symbolic links ([`External::links`]): a
+    /// model comes with its folder from elsewhere, and an archive may bring links to files of the machine that unpacks it.
     fn slice(&self, t: &TensorProto, want: usize, what: &str) -> Result<Bytes> {
         let fail = |why: String| bad(what, why);
         let entry = |key: &str| t.external_data.iter().find(|e| e.key == key).map(|e| e.value.as_str());
@@ -71,7 +83,18 @@ impl External {
         let map = match maps.get(&path) {
             Some(m) => m,
             None => {
-                let m = crate::mmap::open(&path)?;
+                if !self.links {
+                    stays(dir, &path).map_err(|to| fail(leads_out(location, &to)))?;
+                }
+                let m = crate::mmap::open(&path)
+                    .map_err(|e| if path.exists() { e } else { absent(&path, what) })?;
+                if let Some(k @ (Foreign::GitLfs | Foreign::Html)) = foreign::kind(&m) {
+                    let file = path.display().to_string();
+                    return Err(bad(
+                        &file,
+                        format!("this should be weights of the model and is {k}. {}", k.next()),
+                    ));
+                }
                 maps.entry(path.clone()).or_insert(m)
             }
         };
@@ -90,6 +113,40 @@ impl External {
             )));
         }
         Ok(map.slice(offset..offset + length))
+    }
+}
+
+/// The file of weights that is not there.
+fn absent(path: &Path, what: &str) -> Error {
+    Error::Io {
+        path: path.display().to_string(),
+        what: format!(
+            "there is no such file, and these are the model's weights ({what} is in it). Put the file there under this name: it comes with the \
+             model, from the same page or export"
+        ),
+    }
+}
+
+fn leads_out(location: &str, to: &Path) -> String {
+    format!(
+        "external data '{location}' is a link to {}, outside of the model's folder. If you put it there, allow it with \
+         --allow-external-links (in Rust OpenOptions::external_links), or copy the file into the folder",
+        to.display()
+    )
+}
+
+/// Whether a file of the folder `dir` stays in it after links are followed, or in the Hugging Face cache that the folder is part of, whose
+/// `snapshots` link to its `blobs`; else where it leads. What is not there is for whoever opens it to say.
+fn stays(dir: &Path, path: &Path) -> std::result::Result<(), PathBuf> {
+    let (Ok(base), Ok(to)) = (dir.canonicalize(), path.canonicalize()) else { return Ok(()) };
+    if to.starts_with(&base) {
+        return Ok(());
+    }
+    let named = |p: &Path, start: &str| p.file_name().is_some_and(|n| n.to_string_lossy().starts_with(start));
+    let cache = base.ancestors().find(|p| named(p, "models--"));
+    match cache {
+        Some(c) if base.starts_with(c.join("snapshots")) && to.starts_with(c.join("blobs")) => Ok(()),
+        _ => Err(to),
     }
 }
 
@@ -260,7 +317,7 @@ pub fn parse_pb(data: Bytes, external: &External, file: &str) -> Result<(String,
 
 /// Writes a `.pb` tensor file.
 pub fn write_pb(path: &Path, name: &str, t: &ConstData) -> Result<()> {
-    std::fs::write(path, encode(t, name).encode_to_vec()).map_err(|e| crate::io(path, e))
+    crate::output::write(path, &encode(t, name).encode_to_vec())
 }
 
 #[cfg(test)]

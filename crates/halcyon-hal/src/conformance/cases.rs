@@ -17,6 +17,19 @@ pub fn info_and_caps_are_sane(l: &Lane) {
     assert!(i.total_memory.is_none_or(|b| b >= 16 << 20), "{i:?}");
     assert!(i.free_memory.is_none_or(|f| Some(f) <= i.total_memory), "{i:?}");
     assert!(i.compute_units.is_none_or(|n| n > 0));
+    assert!(c.units() > 0 && c.compute_units.is_none_or(|n| n > 0));
+    // A device in the machine's memory has what the machine has left.
+    if l.computes && (i.software || i.unified_memory) && halcyon_ir::host::memory().is_some() {
+        assert!(
+            i.free_memory.is_some() && d.free_memory().is_some() && infos[0].free_memory.is_some(),
+            "{i:?}"
+        );
+    }
+    let known = d.free_memory().zip(i.total_memory);
+    assert!(known.is_none_or(|(free, total)| free <= total), "{known:?}");
+    let mut exact = halcyon_ir::target::Caps::storage_of(c.f64, c.i64);
+    exact.retain(|t| !c.storage.contains(t));
+    assert!(exact.is_empty() || !l.computes, "{exact:?} run by the device's abilities");
     for t in [DType::F32, DType::F16, DType::BF16, DType::I8, DType::U8, DType::I32, DType::U32, DType::Bool]
     {
         assert!(c.storage.contains(&t), "{t}");

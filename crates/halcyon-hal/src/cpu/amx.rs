@@ -22,9 +22,15 @@ pub struct Amx {
     pub int8: bool,
 }
 
+/// What the processor has, the system permits and [`super::isa::VARIABLE`] allows.
+#[inline]
+pub fn available() -> Amx {
+    if super::isa::IsaLevel::Amx.allowed() { detected() } else { Amx::default() }
+}
+
 /// What the processor has and the system permits. Detected and asked for once; neither on other architectures than x86-64 nor on
 /// other systems than Linux.
-pub fn available() -> Amx {
+pub(crate) fn detected() -> Amx {
     static AMX: OnceLock<Amx> = OnceLock::new();
     *AMX.get_or_init(detect)
 }

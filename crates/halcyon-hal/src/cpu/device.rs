@@ -1,5 +1,7 @@
 //! The CPU device: runs commands at once, one after another, on its team of threads.
 
+use super::isa::IsaLevel;
+use super::library::gemm_bf16::Bf16Code;
 use super::library::{self, CpuKernel, Fault, Run};
 use super::memory::{CpuBuffer, HostMemory, HostSource, LINE, Ptr};
 use super::program::CpuProgram;
@@ -51,6 +53,9 @@ pub(crate) fn describe() -> DeviceInfo {
     let mut properties = BTreeMap::new();
     properties.insert("architecture".into(), std::env::consts::ARCH.to_string());
     properties.insert("simd".into(), Isa::best().name().to_string());
+    let levels: Vec<&str> = IsaLevel::available().iter().map(|l| l.name()).collect();
+    properties.insert("instruction_sets".into(), levels.join(" "));
+    properties.insert("instruction_set".into(), IsaLevel::used().name().to_string());
     if let Some(flags) = cpu.get("flags").or_else(|| cpu.get("Features")) {
         let simd = ["sse4", "avx", "fma", "f16c", "amx", "asimd", "neon", "sve", "bf16", "i8mm"];
         let listed: Vec<&str> = flags.split(' ').filter(|f| simd.iter().any(|s| f.contains(s))).collect();
@@ -184,15 +189,21 @@ impl CpuDevice {
             _ => Isa::Portable,
         };
         info.properties.insert("simd".into(), isa.name().to_string());
+        if isa == Isa::Portable {
+            info.properties.insert("instruction_set".into(), IsaLevel::Portable.name().to_string());
+        }
+        let code = if isa.bf16_is_faster() { Bf16Code::best(isa) } else { Bf16Code::Wide };
+        info.properties.insert("bf16_products".into(), code.name().into());
         let team = Team::new(options.threads.unwrap_or_else(cores));
         info.properties.insert("threads".into(), team.threads().to_string());
         let counts = Arc::new(Counts::default());
         let pool = Pool::new(HostSource, info.id.clone(), options, info.total_memory, counts.clone())?;
         let caps = Caps {
-            storage: DType::native().collect(),
+            storage: Caps::storage_of(true, true),
             f64: true,
             i64: true,
-            f16_arithmetic: false,
+            f16_arithmetic: super::sys::f16_arithmetic(),
+            f8_products: Some(false),
             subgroup: None,
             max_workgroup: 256,
             workgroup_memory: 256 << 10,
@@ -200,7 +211,7 @@ impl CpuDevice {
             max_binding_bytes: u64::MAX,
             max_groups: u32::MAX,
             offset_alignment: 8,
-            compute_units: team.threads() as u32,
+            compute_units: Some(team.threads() as u32),
             is_cpu: true,
             matrix: vec![],
         };
@@ -358,8 +369,8 @@ impl Device for CpuDevice {
         MemoryStats { pinned: self.host.used(), ..self.pool.stats() }
     }
 
-    fn available(&self) -> Option<u64> {
-        crate::pool::left_on_host(&self.memory())
+    fn free_memory(&self) -> Option<u64> {
+        halcyon_ir::host::memory().map(|m| m.0)
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {

@@ -2,6 +2,7 @@
 
 pub mod amx;
 mod device;
+pub mod isa;
 pub mod library;
 pub(crate) mod memory;
 pub mod peak;
@@ -29,6 +30,7 @@ impl Driver for CpuDriver {
     }
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
+        isa::limit()?;
         Ok(vec![device::describe()])
     }
 
@@ -41,6 +43,7 @@ impl Driver for CpuDriver {
                 fix: "Use device 0, which is the whole machine".into(),
             });
         }
+        isa::limit()?;
         let missing = |feature: &str, what: &str| {
             Err(Error::unsupported(
                 format!("{what} on the CPU in a build without the feature \"{feature}\""),

@@ -1,5 +1,6 @@
 //! What the processor can do: instruction sets, cache sizes, and the flush-to-zero mode of the calling thread.
 
+use super::isa::IsaLevel;
 use std::marker::PhantomData;
 use std::path::Path;
 use std::sync::OnceLock;
@@ -16,40 +17,46 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// The best set this processor and its operating system support. Detected once.
+    /// The best set that this processor and its operating system support, within [`super::isa::VARIABLE`]. Detected once.
     pub fn best() -> Isa {
         static BEST: OnceLock<Isa> = OnceLock::new();
         *BEST.get_or_init(|| *Isa::available().last().unwrap_or(&Isa::Portable))
     }
 
-    /// Every set that can run here, least capable first.
+    /// Every set that may run here, least capable first.
     pub fn available() -> Vec<Isa> {
-        #[allow(unused_mut)]
-        let mut v = vec![Isa::Portable];
-        #[cfg(target_arch = "x86_64")]
-        {
-            let avx2 = is_x86_feature_detected!("avx2")
-                && is_x86_feature_detected!("fma")
-                && is_x86_feature_detected!("f16c");
-            if avx2 {
-                v.push(Isa::Avx2);
-            }
-            if avx2
-                && is_x86_feature_detected!("avx512f")
-                && is_x86_feature_detected!("avx512bw")
-                && is_x86_feature_detected!("avx512dq")
-                && is_x86_feature_detected!("avx512vl")
-            {
-                v.push(Isa::Avx512);
+        let steps = [(Isa::Avx2, IsaLevel::Avx2), (Isa::Avx512, IsaLevel::Avx512)];
+        let more = steps.into_iter().take_while(|(isa, step)| isa.detected() && step.allowed());
+        std::iter::once(Isa::Portable).chain(more.map(|(isa, _)| isa)).collect()
+    }
+
+    /// Whether the processor and its operating system support the set.
+    #[cfg(target_arch = "x86_64")]
+    pub(crate) fn detected(self) -> bool {
+        let avx2 = is_x86_feature_detected!("avx2")
+            && is_x86_feature_detected!("fma")
+            && is_x86_feature_detected!("f16c");
+        match self {
+            Isa::Portable => true,
+            Isa::Avx2 => avx2,
+            Isa::Avx512 => {
+                avx2 && is_x86_feature_detected!("avx512f")
+                    && is_x86_feature_detected!("avx512bw")
+                    && is_x86_feature_detected!("avx512dq")
+                    && is_x86_feature_detected!("avx512vl")
             }
         }
-        v
+    }
+
+    #[cfg(not(target_arch = "x86_64"))]
+    pub(crate) fn detected(self) -> bool {
+        self == Isa::Portable
     }
 
     /// Panics when the set cannot run here, so that a safe function may take an `Isa` and still be sound.
     #[inline]
     pub(crate) fn check(self) -> Isa {
-        assert!(self <= Isa::best(), "{self:?} is not available on this processor");
+        assert!(self <= Isa::best(), "{self:?} is not available here");
         self
     }
 
@@ -58,7 +65,9 @@ impl Isa {
     pub fn has_bf16(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         if self == Isa::Avx512 {
-            return self.check() == self && is_x86_feature_detected!("avx512bf16");
+            return self.check() == self
+                && is_x86_feature_detected!("avx512bf16")
+                && IsaLevel::Avx512Bf16.allowed();
         }
         false
     }
@@ -94,7 +103,9 @@ impl Isa {
     pub fn has_vnni(self) -> bool {
         #[cfg(target_arch = "x86_64")]
         if self == Isa::Avx512 {
-            return self.check() == self && is_x86_feature_detected!("avx512vnni");
+            return self.check() == self
+                && is_x86_feature_detected!("avx512vnni")
+                && IsaLevel::Avx512Vnni.allowed();
         }
         false
     }
@@ -108,6 +119,16 @@ impl Isa {
             Isa::Avx512 => "avx512",
         }
     }
+}
+
+/// Whether this processor computes in f16 (AVX512-FP16, FEAT_FP16).
+pub fn f16_arithmetic() -> bool {
+    #[cfg(target_arch = "x86_64")]
+    return is_x86_feature_detected!("avx512fp16");
+    #[cfg(target_arch = "aarch64")]
+    return std::arch::is_aarch64_feature_detected!("fp16");
+    #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
+    return false;
 }
 
 /// Sizes of the data caches in bytes, as one core sees them.

@@ -505,40 +505,25 @@ mod tests {
         });
     }
 
-    /// From the call to the first instruction of a part on another thread, while that thread still looks for work. The least of many
-    /// tries, since on a busy machine most find that thread without a processor.
+    /// A part that waits for another one: the second thread takes it, also while the first is busy. How soon is the matter of
+    /// `halcyon bench peak`.
     #[test]
-    fn a_job_is_handed_over_in_less_than_two_microseconds() {
-        if crate::cpu::sys::processors() < 2 {
-            println!("skipped: one processor");
-            return;
-        }
+    fn another_thread_takes_a_part_while_the_caller_is_busy() {
         let team = Team::new(2);
-        let mut least = Duration::MAX;
-        for _ in 0..2000 {
-            let (begun, taken) = (AtomicU64::new(0), AtomicBool::new(false));
-            for _ in 0..10 {
-                taken.store(false, Ordering::Relaxed);
-                let start = Instant::now();
-                team.run_with(2, &|worker, _| {
-                    if worker == 0 {
-                        // The other part is the other thread's.
-                        while !taken.load(Ordering::Acquire) {
-                            std::hint::spin_loop();
-                        }
-                    } else if !taken.load(Ordering::Relaxed) {
-                        begun.store(start.elapsed().as_nanos() as u64, Ordering::Relaxed);
-                        taken.store(true, Ordering::Release);
+        for _ in 0..200 {
+            let taken = AtomicBool::new(false);
+            team.run_with(2, &|worker, _| {
+                if worker == 0 {
+                    // The other part is the other thread's.
+                    while !taken.load(Ordering::Acquire) {
+                        std::thread::yield_now();
                     }
-                });
-                least = least.min(Duration::from_nanos(begun.load(Ordering::Relaxed)));
-            }
-            if least < Duration::from_nanos(500) {
-                break;
-            }
+                } else {
+                    taken.store(true, Ordering::Release);
+                }
+            });
+            assert!(taken.load(Ordering::Relaxed));
         }
-        println!("hand-off: {least:?}");
-        assert!(least < Duration::from_micros(2), "{least:?}");
     }
 
     #[test]

@@ -2,10 +2,10 @@
 //! needed. See [`crate::simt`] for what is shared with ROCm.
 
 use crate::BackendType;
-use crate::probe::{Depends, Known, Look};
+use crate::probe::{Depends, Look, State};
 use crate::simt::adapter::Adapter;
 use crate::simt::sys::Side;
-use crate::simt::{Attributes, Family, SimtDriver, VendorLibrary};
+use crate::simt::{Attributes, Family, Halves, SimtDriver, VendorLibrary};
 use halcyon_ir::kernel::MatrixOp;
 use halcyon_ir::render::{Language, MATRIX_CUDA};
 use std::sync::Mutex;
@@ -18,11 +18,14 @@ pub static CUDA: Family = Family {
     kind: BackendType::Cuda,
     side: Side::Cuda,
     title: "CUDA",
+    runtime: "NVIDIA driver",
     vendor: "NVIDIA",
     language: Language::Cuda,
     libraries: if cfg!(target_os = "windows") { &["nvcuda.dll"] } else { &["libcuda.so.1", "libcuda.so"] },
     library_variable: "HALCYON_CUDA_LIBRARY",
     fix: "On a machine with an NVIDIA GPU install NVIDIA's driver, or name libcuda in HALCYON_CUDA_LIBRARY",
+    no_device: "On a machine without an NVIDIA GPU use another backend. With one, see that `nvidia-smi` lists it and that \
+                CUDA_VISIBLE_DEVICES does not hide it",
     compilers: if cfg!(target_os = "windows") {
         &["nvrtc64_130_0.dll", "nvrtc64_120_0.dll", "nvrtc64_112_0.dll"]
     } else {
@@ -88,6 +91,7 @@ pub static CUDA: Family = Family {
     architecture,
     flags,
     matrix,
+    halves,
     look: &LOOK,
 };
 
@@ -95,13 +99,23 @@ pub static CUDA: Family = Family {
 pub static LOOK: Look = Look {
     backend: BackendType::Cuda,
     here: || Ok(Adapter::all(CUDA.load(&CUDA.candidates())?)?.iter().map(Adapter::info).collect()),
+    repeat: true,
     depends: |_| Depends {
         libraries: CUDA.candidates(),
+        later: CUDA.later(),
         manifests: vec![],
-        variables: &["CUDA_", "NVIDIA_", "HALCYON_CUDA_"],
+        variables: &[
+            "CUDA_",
+            "NVIDIA_",
+            "VIRTUAL_ENV",
+            "HALCYON_CUDA_",
+            "HALCYON_NVRTC_",
+            "HALCYON_CUBLASLT_",
+            "HALCYON_CUDNN_",
+        ],
     },
     fix: "Install the driver that matches the kernel's module again, or name a working libcuda in HALCYON_CUDA_LIBRARY",
-    known: Mutex::new(Known::Nothing),
+    state: Mutex::new(State::new()),
 };
 
 fn architecture(a: &Adapter) -> Option<String> {
@@ -114,6 +128,11 @@ fn matrix(architecture: Option<&str>) -> Vec<MatrixOp> {
     if number.is_some_and(|n| n >= 80) { MATRIX_CUDA.to_vec() } else { vec![] }
 }
 
+/// f16 came with compute capability 5.3, products of 8-bit floats with 8.9.
+fn halves(capability: Option<(u32, u32)>, _: Option<&str>) -> Halves {
+    Halves { f16: capability.is_some_and(|c| c >= (5, 3)), f8: capability.map(|c| c >= (8, 9)) }
+}
+
 /// Nothing that loosens arithmetic: kernels say themselves where a product and a sum are rounded once.
 fn flags(architecture: Option<&str>) -> Option<Vec<String>> {
     let architecture = format!("--gpu-architecture={}", architecture?);
@@ -123,6 +142,21 @@ fn flags(architecture: Option<&str>) -> Option<Vec<String>> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn narrow_floats_by_capability() {
+        for (capability, f16, f8) in [
+            (None, false, None),
+            (Some((5, 2)), false, Some(false)),
+            (Some((5, 3)), true, Some(false)),
+            (Some((8, 6)), true, Some(false)),
+            (Some((8, 9)), true, Some(true)),
+            (Some((9, 0)), true, Some(true)),
+            (Some((12, 0)), true, Some(true)),
+        ] {
+            assert_eq!(halves(capability, None), Halves { f16, f8 }, "{capability:?}");
+        }
+    }
 
     #[test]
     fn matrix_units_by_architecture() {

@@ -2,7 +2,6 @@
 
 use super::sys::{self, Api, Handle};
 use crate::{BackendType, Caps, DeviceInfo, Error, Result};
-use halcyon_ir::DType;
 use std::ffi::c_void;
 use std::sync::Mutex;
 
@@ -162,6 +161,20 @@ impl Adapter {
         self.number(param).map(|n| n != 0)
     }
 
+    /// Bytes of the device's memory that nobody uses now: what the machine has free where the device lives in its memory, and AMD's attribute.
+    /// OpenCL itself has no such query.
+    pub fn free_memory(&self) -> Option<u64> {
+        let cpu = self.number(sys::DEVICE_TYPE).unwrap_or(0) & sys::DEVICE_TYPE_CPU != 0;
+        let total = self.number(sys::DEVICE_GLOBAL_MEM_SIZE);
+        if cpu || self.bool(sys::DEVICE_HOST_UNIFIED_MEMORY) == Some(true) {
+            return crate::host_memory(total);
+        }
+        let amd = self.string(sys::DEVICE_EXTENSIONS).is_some_and(|e| e.contains(sys::AMD_ATTRIBUTES));
+        // In KiB: what is free, then the largest piece.
+        let free = amd.then(|| self.number(sys::DEVICE_GLOBAL_FREE_MEMORY_AMD)).flatten()?;
+        Some((free << 10).min(total.unwrap_or(u64::MAX)))
+    }
+
     /// Facts as the driver tells them.
     pub fn info(&self) -> DeviceInfo {
         let extensions = self.string(sys::DEVICE_EXTENSIONS).unwrap_or_default();
@@ -191,7 +204,6 @@ impl Adapter {
             let minor = self.number(sys::DEVICE_COMPUTE_CAPABILITY_MINOR_NV)?;
             Some(format!("{major}.{minor}"))
         };
-        let amd = has("cl_amd_device_attribute_query");
         DeviceInfo {
             backend: self.backend,
             id: self.id(),
@@ -200,11 +212,7 @@ impl Adapter {
             vendor: self.string(sys::DEVICE_VENDOR).unwrap_or_default(),
             driver_version: self.string(sys::DRIVER_VERSION),
             total_memory: self.number(sys::DEVICE_GLOBAL_MEM_SIZE),
-            free_memory: if amd {
-                self.number(sys::DEVICE_GLOBAL_FREE_MEMORY_AMD).map(|k| k << 10)
-            } else {
-                None
-            },
+            free_memory: self.free_memory(),
             compute_capability: if nv { compute_capability() } else { None },
             compute_units: self.number(sys::DEVICE_MAX_COMPUTE_UNITS).map(|n| n as u32),
             unified_memory: self.bool(sys::DEVICE_HOST_UNIFIED_MEMORY).unwrap_or(false),
@@ -238,20 +246,15 @@ impl Adapter {
         let extensions = self.string(sys::DEVICE_EXTENSIONS).unwrap_or_default();
         let i64 = full || extensions.split_whitespace().any(|e| e == "cles_khr_int64");
         let f64 = self.number(sys::DEVICE_DOUBLE_FP_CONFIG).unwrap_or(0) != 0;
-        let storage = DType::native()
-            .filter(|d| match d {
-                DType::F64 => f64,
-                DType::I64 | DType::U64 => i64,
-                _ => true,
-            })
-            .collect();
         // Arguments share a space of at least 1024 bytes; half of it is left to scalars.
         let arguments = u32_of(sys::DEVICE_MAX_PARAMETER_SIZE, 1024);
         Caps {
-            storage,
+            storage: Caps::storage_of(f64, i64),
             f64,
             i64,
-            f16_arithmetic: false,
+            f16_arithmetic: extensions.split_whitespace().any(|e| e == "cl_khr_fp16"),
+            // OpenCL has no such type.
+            f8_products: Some(false),
             // Sub-groups are an extension whose width is known only per kernel.
             subgroup: None,
             max_workgroup: u32_of(sys::DEVICE_MAX_WORK_GROUP_SIZE, 1),
@@ -261,7 +264,7 @@ impl Adapter {
             // Group indexes are i32 in kernels; OpenCL itself has no smaller limit.
             max_groups: 65_535,
             offset_alignment: 1,
-            compute_units: u32_of(sys::DEVICE_MAX_COMPUTE_UNITS, 1),
+            compute_units: self.number(sys::DEVICE_MAX_COMPUTE_UNITS).map(|n| n as u32),
             is_cpu: self.number(sys::DEVICE_TYPE).unwrap_or(0) & sys::DEVICE_TYPE_CPU != 0,
             matrix: vec![],
         }

@@ -169,12 +169,8 @@ impl Device for OpenClDevice {
         MemoryStats { pinned: self.host.used(), ..self.pool.stats() }
     }
 
-    fn available(&self) -> Option<u64> {
-        let m = self.memory();
-        match self.info.unified_memory {
-            true => crate::pool::left_on_host(&m),
-            false => m.limit.map(|l| l.saturating_sub(m.allocated)),
-        }
+    fn free_memory(&self) -> Option<u64> {
+        self.adapter.free_memory()
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
@@ -246,6 +242,7 @@ impl Device for OpenClDevice {
             return Ok(p.clone());
         }
         verify_for(kernel, &self.caps)?;
+        let _driver = crate::chatter::capture("opencl");
         let signature = Signature::of(kernel)?;
         let source = render::render(kernel, Language::OpenCl)?;
         let entry =

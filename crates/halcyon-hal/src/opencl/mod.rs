@@ -13,7 +13,7 @@ pub mod sys;
 
 pub use probe::LOOK;
 
-use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
+use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result, chatter, no_device};
 use std::sync::Arc;
 
 /// The OpenCL driver, under the name of one backend.
@@ -70,24 +70,33 @@ impl Driver for OpenClDriver {
     }
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
-        self.own(LOOK.devices().map_err(|e| self.named(e))?)
+        let mut all = LOOK.devices().map_err(|e| self.named(e))?;
+        // A look that is remembered tells what was free then. The library is loaded only where it has a query.
+        let mut now = None;
+        for d in &mut all {
+            let amd = d.properties.get("extensions").is_some_and(|e| e.contains(sys::AMD_ATTRIBUTES));
+            d.free_memory = match (d.software || d.unified_memory, amd) {
+                (true, _) => crate::host_memory(d.total_memory),
+                (false, true) => {
+                    let all = || sys::load().and_then(adapter::Adapter::all).unwrap_or_default();
+                    now.get_or_insert_with(all).get(d.index).and_then(adapter::Adapter::free_memory)
+                }
+                (false, false) => None,
+            };
+        }
+        self.own(all)
     }
 
     fn open(&self, index: usize, options: &Options) -> Result<Arc<dyn Device>> {
+        LOOK.may_open(self.kind, index).map_err(|e| self.named(e))?;
+        let _driver = chatter::capture(LOOK.backend.id());
         let all = sys::load().and_then(adapter::Adapter::all).map_err(|e| self.named(e))?;
         // Facts are a dozen questions each.
         let all_of_them = self.kind == BackendType::OpenCl;
         let own: Vec<adapter::Adapter> =
             all.into_iter().filter(|a| all_of_them || self.lists(&a.info())).collect();
-        let a = own.get(index).copied().ok_or_else(|| Error::Unavailable {
-            backend: self.kind.id().into(),
-            tried: own.iter().map(|a| format!("{} {}", a.id(), a.info().name)).collect(),
-            reason: format!("there is no device {index}"),
-            fix: match own.len() {
-                0 => "Choose another backend".into(),
-                n => format!("Choose one of 0..{n}"),
-            },
-        })?;
+        let a = own.get(index).copied();
+        let a = a.ok_or_else(|| no_device(self.kind, index, own.iter().map(|a| a.info())))?;
         let a = adapter::Adapter { backend: self.kind, index, ..a };
         Ok(Arc::new(device::OpenClDevice::open(a, options)?))
     }

@@ -1,7 +1,7 @@
 //! What a look at the OpenCL drivers is made of; [`crate::probe`] makes it.
 
 use super::{adapter::Adapter, sys};
-use crate::probe::{Depends, Known, Look, entries};
+use crate::probe::{Depends, Look, State, entries};
 use crate::{BackendType, DeviceInfo, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -10,9 +10,10 @@ use std::sync::Mutex;
 pub static LOOK: Look = Look {
     backend: BackendType::OpenCl,
     here,
+    repeat: true,
     depends,
     fix: "Remove the broken driver (on Linux: the files in /etc/OpenCL/vendors), or set OCL_ICD_VENDORS to a working one",
-    known: Mutex::new(Known::Nothing),
+    state: Mutex::new(State::new()),
 };
 
 fn here() -> Result<Vec<DeviceInfo>> {
@@ -30,6 +31,7 @@ fn depends(root: &Path) -> Depends {
     };
     Depends {
         libraries: sys::candidates(),
+        later: vec![],
         manifests: vendors.iter().flat_map(|dir| entries(dir)).map(registered).collect(),
         variables: &["OCL_", "OPENCL_", "POCL_", "CUDA_", "NVIDIA_", "HIP_", "ROCR_", "GPU_"],
     }

@@ -172,7 +172,9 @@ pub const DEVICE_OPENCL_C_VERSION: u32 = 0x103D;
 /// With `cl_nv_device_attribute_query`.
 pub const DEVICE_COMPUTE_CAPABILITY_MAJOR_NV: u32 = 0x4000;
 pub const DEVICE_COMPUTE_CAPABILITY_MINOR_NV: u32 = 0x4001;
-/// With `cl_amd_device_attribute_query`; KiB.
+/// The extension with AMD's attributes.
+pub const AMD_ATTRIBUTES: &str = "cl_amd_device_attribute_query";
+/// With [`AMD_ATTRIBUTES`]; KiB.
 pub const DEVICE_GLOBAL_FREE_MEMORY_AMD: u32 = 0x4039;
 pub const CONTEXT_PLATFORM: isize = 0x1084;
 pub const QUEUE_PROFILING_ENABLE: u64 = 1 << 1;
@@ -343,6 +345,7 @@ pub fn load() -> Result<&'static Api> {
 pub fn load_from(names: &[String]) -> Result<&'static Api> {
     static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
     let mut loaded = LOADED.lock().unwrap_or_else(|e| e.into_inner());
+    let _driver = crate::chatter::capture("opencl");
     let mut tried = vec![];
     for name in names {
         if let Some(api) = loaded.get(name) {
@@ -367,7 +370,7 @@ pub fn load_from(names: &[String]) -> Result<&'static Api> {
             Err(f) => tried.push(format!("{name}: it has no function {f}")),
         }
     }
-    let reason = "no OpenCL library could be loaded".into();
+    let reason = crate::not_loaded("OpenCL library", &tried);
     Err(Error::Unavailable { backend: "opencl".into(), tried, reason, fix: fix() })
 }
 

@@ -2,10 +2,10 @@
 //! shared with CUDA.
 
 use crate::BackendType;
-use crate::probe::{self, Depends, Known, Look};
+use crate::probe::{self, Depends, Look, State};
 use crate::simt::adapter::Adapter;
 use crate::simt::sys::Side;
-use crate::simt::{Attributes, Family, SimtDriver, VendorLibrary};
+use crate::simt::{Attributes, Family, Halves, SimtDriver, VendorLibrary};
 use halcyon_ir::kernel::MatrixOp;
 use halcyon_ir::render::{Language, MATRIX_HIP};
 use std::path::Path;
@@ -19,6 +19,7 @@ pub static ROCM: Family = Family {
     kind: BackendType::Rocm,
     side: Side::Hip,
     title: "ROCm",
+    runtime: "ROCm runtime",
     vendor: "AMD",
     language: Language::Hip,
     libraries: if cfg!(target_os = "windows") {
@@ -28,6 +29,8 @@ pub static ROCM: Family = Family {
     },
     library_variable: "HALCYON_HIP_LIBRARY",
     fix: "On a machine with an AMD GPU install ROCm's HIP runtime (on Debian: libamdhip64-5), or name libamdhip64 in HALCYON_HIP_LIBRARY",
+    no_device: "On a machine without an AMD GPU use another backend. With one, see that the kernel's module amdgpu is loaded, that this \
+                user may open /dev/kfd and /dev/dri (groups render and video), and that HIP_VISIBLE_DEVICES does not hide it",
     compilers: if cfg!(target_os = "windows") {
         &["hiprtc0701.dll", "hiprtc0604.dll", "hiprtc0507.dll"]
     } else {
@@ -83,6 +86,7 @@ pub static ROCM: Family = Family {
     architecture: |a| architecture(a.bus()?.as_str(), Path::new("/"), &|name| std::env::var(name).ok()),
     flags,
     matrix,
+    halves,
     look: &LOOK,
 };
 
@@ -90,13 +94,25 @@ pub static ROCM: Family = Family {
 pub static LOOK: Look = Look {
     backend: BackendType::Rocm,
     here: || Ok(Adapter::all(ROCM.load(&ROCM.candidates())?)?.iter().map(Adapter::info).collect()),
+    repeat: true,
     depends: |_| Depends {
         libraries: ROCM.candidates(),
+        later: ROCM.later(),
         manifests: vec![],
-        variables: &["HIP_", "ROCR_", "GPU_", "HSA_", "ROCM_", "HALCYON_HIP_"],
+        variables: &[
+            "HIP_",
+            "ROCR_",
+            "GPU_",
+            "HSA_",
+            "ROCM_",
+            "HALCYON_HIP_",
+            "HALCYON_HIPRTC_",
+            "HALCYON_HIPBLASLT_",
+            "HALCYON_ROCBLAS_",
+        ],
     },
     fix: "Install ROCm again, or name a working libamdhip64 in HALCYON_HIP_LIBRARY",
-    known: Mutex::new(Known::Nothing),
+    state: Mutex::new(State::new()),
 };
 
 /// The compiler's name of the device at a place on the bus (`0000:65:00.0`), from what the kernel's driver says of it below a root
@@ -153,6 +169,13 @@ const MATRIX: [(&str, u8); 8] = [
     ("gfx1103", 32),
 ];
 
+/// f16 in every architecture from gfx8 on; products of 8-bit floats in CDNA 3 and 4 and in RDNA 4.
+fn halves(_: Option<(u32, u32)>, architecture: Option<&str>) -> Halves {
+    let Some(name) = architecture.and_then(|a| a.split(':').next()) else { return Halves::default() };
+    let f8 = ["gfx940", "gfx941", "gfx942", "gfx950"].contains(&name) || name.starts_with("gfx12");
+    Halves { f16: !["gfx6", "gfx7"].iter().any(|old| name.starts_with(old)), f8: Some(f8) }
+}
+
 fn matrix(architecture: Option<&str>) -> Vec<MatrixOp> {
     // What follows a colon are features that are on or off (`gfx90a:xnack-`).
     let name = architecture.and_then(|a| a.split(':').next());
@@ -163,6 +186,21 @@ fn matrix(architecture: Option<&str>) -> Vec<MatrixOp> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn narrow_floats_by_architecture() {
+        for (architecture, f16, f8) in [
+            (None, false, None),
+            (Some("gfx700"), false, Some(false)),
+            (Some("gfx90a:sramecc+:xnack-"), true, Some(false)),
+            (Some("gfx942:sramecc+"), true, Some(true)),
+            (Some("gfx950"), true, Some(true)),
+            (Some("gfx1100"), true, Some(false)),
+            (Some("gfx1201"), true, Some(true)),
+        ] {
+            assert_eq!(halves(Some((9, 0)), architecture), Halves { f16, f8 }, "{architecture:?}");
+        }
+    }
 
     #[test]
     fn matrix_units_by_architecture() {

@@ -1,8 +1,7 @@
 //! Devices: what there is, and what it says about itself.
 
-use super::sys::{self, Api, Code};
+use super::sys::{self, Api, Code, Context};
 use crate::{Caps, DeviceInfo, Error, Result};
-use halcyon_ir::DType;
 use std::ffi::{c_char, c_int};
 
 /// One device of a runtime.
@@ -36,7 +35,12 @@ impl Adapter {
             c => ("initialising", c),
         };
         if sys::NONE.contains(&code) || (code == sys::SUCCESS && n == 0) {
-            return Err(none("the library is there, but finds no device".into()));
+            return Err(Error::Unavailable {
+                backend: family.kind.id().into(),
+                tried: vec![api.library.clone()],
+                reason: "the library is there, but finds no device".into(),
+                fix: family.no_device.into(),
+            });
         }
         if code != sys::SUCCESS {
             return Err(none(format!("{call} gave {}", sys::code_name(family, code))));
@@ -114,7 +118,15 @@ impl Adapter {
         })
     }
 
-    /// Facts as the driver tells them. Free memory is known of open devices alone.
+    /// [`Context::free_memory`] of a device that is not open. It takes a context, on a thread of its own: which device the caller's thread is
+    /// about does not change.
+    pub fn free_memory(&self) -> Option<u64> {
+        let unified = self.positive(self.api.family.attributes.integrated).is_some();
+        let ask = || Context::new(self.api, self.device, self.id()).ok()?.free_memory(unified);
+        std::thread::scope(|s| s.spawn(ask).join().ok().flatten())
+    }
+
+    /// Facts as the driver tells them, but for free memory, which takes a context ([`Adapter::free_memory`]).
     pub fn info(&self) -> DeviceInfo {
         let (family, a) = (self.api.family, self.api.family.attributes);
         let mut total = 0usize;
@@ -153,11 +165,14 @@ impl Adapter {
     /// Limits and abilities; where the driver does not answer, the least that every device of the family has.
     pub fn caps(&self) -> Caps {
         let a = self.api.family.attributes;
+        let halves = (self.api.family.halves)(self.capability(), self.architecture().as_deref());
         Caps {
-            storage: DType::native().collect(),
+            storage: Caps::storage_of(true, true),
+            // Every device of both families has them.
             f64: true,
             i64: true,
-            f16_arithmetic: false,
+            f16_arithmetic: halves.f16,
+            f8_products: halves.f8,
             subgroup: self.positive(a.subgroup).filter(|n| [32, 64].contains(n)),
             max_workgroup: self.positive(a.max_workgroup).unwrap_or(256),
             workgroup_memory: self.positive(a.workgroup_memory).unwrap_or(32 << 10),
@@ -167,7 +182,7 @@ impl Adapter {
             // Of the second and third dimension; the first has more.
             max_groups: 65_535,
             offset_alignment: 1,
-            compute_units: self.positive(a.compute_units).unwrap_or(1),
+            compute_units: self.positive(a.compute_units),
             is_cpu: false,
             matrix: (self.api.family.matrix)(self.architecture().as_deref()),
         }

@@ -7,7 +7,7 @@ use super::program::{Function, SimtProgram};
 use super::queue::{Point, Queue, Stamp};
 use super::replay::SimtReplay;
 use super::stream::{SimtStream, Staging, Watcher};
-use super::sys::{self, Context};
+use super::sys::Context;
 use super::toolchain::Toolchain;
 use crate::cache::{self, DiskCache};
 use crate::hazard::Access;
@@ -166,13 +166,12 @@ impl SimtDevice {
         options: &Options,
     ) -> Result<SimtDevice> {
         static NEXT: AtomicU64 = AtomicU64::new(0);
-        let (api, mut info, caps) = (adapter.api, adapter.info(), adapter.caps());
-        let context = Arc::new(Context::new(api, adapter.device, info.id.clone())?);
-        let (mut free, mut total) = (0usize, 0usize);
-        // SAFETY: two numbers are written.
-        if unsafe { (api.f.memory_info)(&mut free, &mut total) } == sys::SUCCESS {
-            info.free_memory = Some(free as u64);
+        let (api, mut info, mut caps) = (adapter.api, adapter.info(), adapter.caps());
+        if options.matrix_units == Some(false) {
+            caps.matrix.clear();
         }
+        let context = Arc::new(Context::new(api, adapter.device, info.id.clone())?);
+        info.free_memory = context.free_memory(info.unified_memory);
         let dir = options.cache_dir.clone().or_else(cache::user_dir).map(|d| d.join(api.family.kind.id()));
         let disk = dir.map(|d| DiskCache::new(d, cache::DEFAULT_LIMIT));
         let toolchain = Toolchain::choose(adapter, &context, compilers, disk.as_ref())?;
@@ -191,7 +190,7 @@ impl SimtDevice {
         let pool = Pool::new(source, info.id.clone(), options, info.total_memory, counts.clone())?;
         let queue = Queue::new(&context, pool.clone(), counts.clone(), options.profile, false)?;
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
-        let libraries = Libraries::new(&context, number, kernels, options.cudnn != Some(false));
+        let libraries = Libraries::new(&context, number, kernels, options);
         if options.cudnn == Some(true) {
             let found = libraries.dnn().map_err(|absent| {
                 let next = "Leave it out, and see `halcyon doctor` for where it is looked for";
@@ -288,12 +287,8 @@ impl Device for SimtDevice {
         MemoryStats { pinned: self.host.used(), ..self.pool.stats() }
     }
 
-    fn available(&self) -> Option<u64> {
-        let m = self.memory();
-        match self.info.unified_memory {
-            true => crate::pool::left_on_host(&m),
-            false => m.limit.map(|l| l.saturating_sub(m.allocated)),
-        }
+    fn free_memory(&self) -> Option<u64> {
+        self.shared.context.free_memory(self.info.unified_memory)
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
@@ -359,6 +354,7 @@ impl Device for SimtDevice {
             return Ok(p.clone());
         }
         verify_for(kernel, &self.caps)?;
+        let _driver = crate::chatter::capture(self.shared.context.api.family.kind.id());
         let signature = Signature::of(kernel)?;
         let source = render::render(kernel, self.shared.context.api.family.language)?;
         let entry =

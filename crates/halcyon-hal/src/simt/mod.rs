@@ -18,7 +18,7 @@ pub mod sys;
 pub mod toolchain;
 
 use crate::probe::Look;
-use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
+use crate::{BackendType, Device, DeviceInfo, Driver, Options, Result, chatter, no_device};
 use halcyon_ir::kernel::MatrixOp;
 use halcyon_ir::render::Language;
 use std::sync::Arc;
@@ -62,12 +62,16 @@ pub struct Family {
     pub kind: BackendType,
     pub side: Side,
     pub title: &'static str,
+    /// What the user installs: "NVIDIA driver".
+    pub runtime: &'static str,
     pub vendor: &'static str,
     pub language: Language,
     /// The runtime: file names, and the variable that names the only one to try.
     pub libraries: &'static [&'static str],
     pub library_variable: &'static str,
     pub fix: &'static str,
+    /// What to do where the library is there and finds no device.
+    pub no_device: &'static str,
     /// The run-time compiler, likewise.
     pub compilers: &'static [&'static str],
     pub compiler_variable: &'static str,
@@ -87,7 +91,17 @@ pub struct Family {
     pub flags: fn(Option<&str>) -> Option<Vec<String>>,
     /// What the matrix units of an architecture do.
     pub matrix: fn(Option<&str>) -> Vec<MatrixOp>,
+    /// What a device of this capability and architecture computes in.
+    pub halves: fn(Option<(u32, u32)>, Option<&str>) -> Halves,
     pub look: &'static Look,
+}
+
+/// Arithmetic of a device in narrow floats.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Halves {
+    pub f16: bool,
+    /// Products of 8-bit floats; `None` where the architecture is not known.
+    pub f8: Option<bool>,
 }
 
 /// The driver of one family.
@@ -142,6 +156,21 @@ impl Driver for SimtDriver {
     }
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
+        let mut all = self.list()?;
+        // A look that is remembered has no memory that is free now. The library is known to load here.
+        let _driver = chatter::capture(self.family.kind.id());
+        for a in self.adapters().unwrap_or_default() {
+            // To ask for it takes what opening the device takes, which a child has tried first.
+            let may =
+                self.libraries.is_some() || self.family.look.may_open(self.family.kind, a.index).is_ok();
+            if let Some(d) = all.iter_mut().find(|d| may && d.index == a.index) {
+                d.free_memory = a.free_memory();
+            }
+        }
+        Ok(all)
+    }
+
+    fn list(&self) -> Result<Vec<DeviceInfo>> {
         match &self.libraries {
             None => self.family.look.devices(),
             Some(_) => Ok(self.adapters()?.iter().map(adapter::Adapter::info).collect()),
@@ -149,17 +178,17 @@ impl Driver for SimtDriver {
     }
 
     fn open(&self, index: usize, options: &Options) -> Result<Arc<dyn Device>> {
+        if self.libraries.is_none() {
+            self.family.look.may_open(self.family.kind, index)?;
+        }
+        let _driver = chatter::capture(self.family.kind.id());
         let all = self.adapters()?;
-        let n = all.len();
-        let a = all.into_iter().nth(index).ok_or_else(|| Error::Unavailable {
-            backend: self.family.kind.id().into(),
-            tried: vec![],
-            reason: format!("there is no device {index}"),
-            fix: format!("Choose one of 0..{n}"),
-        })?;
+        let a = all
+            .get(index)
+            .ok_or_else(|| no_device(self.family.kind, index, all.iter().map(adapter::Adapter::info)))?;
         // Without one no kernel could be built, so another backend is the better choice.
         let compilers =
             self.libraries.as_ref().map_or_else(|| self.family.compiler_candidates(), |l| l.1.clone());
-        Ok(Arc::new(device::SimtDevice::open(&a, &compilers, self.sources(), options)?))
+        Ok(Arc::new(device::SimtDevice::open(a, &compilers, self.sources(), options)?))
     }
 }

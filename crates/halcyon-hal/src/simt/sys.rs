@@ -18,6 +18,8 @@ pub type Handle = *mut c_void;
 pub type Address = u64;
 
 pub const SUCCESS: Code = 0;
+/// What [`Family::load`] loads, in errors.
+const RUNTIME: &str = "runtime";
 pub const OUT_OF_MEMORY: Code = 2;
 /// What initialising gives where there is no device: "no device", of HIP "invalid device" too.
 pub const NONE: [Code; 2] = [100, 101];
@@ -333,6 +335,20 @@ impl Context {
         Ok(c)
     }
 
+    /// Bytes of the device's memory that nobody uses, as the runtime tells now. A device in the machine's memory has no more than that.
+    pub fn free_memory(&self, unified: bool) -> Option<u64> {
+        self.enter().ok()?;
+        let (mut free, mut total) = (0usize, 0usize);
+        // SAFETY: two numbers are written.
+        let code = unsafe { (self.api.f.memory_info)(&mut free, &mut total) };
+        let told = (code == SUCCESS).then_some(free as u64);
+        let host = if unified { halcyon_ir::host::memory().map(|m| m.0) } else { None };
+        match (told, host) {
+            (Some(a), Some(b)) => Some(a.min(b)),
+            (a, b) => a.or(b),
+        }
+    }
+
     /// The next calls of this thread are about this device.
     pub fn enter(&self) -> Result<()> {
         let (call, code) = match self.api.current {
@@ -562,6 +578,13 @@ impl Family {
         }
     }
 
+    /// What is loaded when a device is opened: the compiler and the vendor's other libraries.
+    pub fn later(&self) -> Vec<String> {
+        let more = [Some(&self.products), self.plain_products.as_ref(), self.convolutions.as_ref()];
+        let more = more.into_iter().flatten().flat_map(|l| self.library_candidates(l));
+        self.compiler_candidates().into_iter().chain(more).collect()
+    }
+
     fn with_folders(&self, names: &[&str], packages: &[&str]) -> Vec<String> {
         let mut all: Vec<String> = names.iter().map(|n| n.to_string()).collect();
         let mut folders: Vec<PathBuf> = vec![];
@@ -584,7 +607,7 @@ impl Family {
     /// [`Error::Unavailable`] with the loader's reason for every name tried.
     pub fn load(&'static self, names: &[String]) -> Result<&'static Api> {
         static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
-        self.first(&LOADED, names, "runtime", self.fix, &|lib, name| {
+        self.first(&LOADED, names, RUNTIME, self.fix, &|lib, name| {
             let (f, current) = (Functions::resolve(lib, self.side)?, Current::resolve(lib, self.side)?);
             let graphs = GraphFunctions::resolve(lib, self.side);
             let peers = Peers::resolve(lib, self.side);
@@ -621,6 +644,7 @@ impl Family {
         resolve: &dyn Fn(&Library, &str) -> std::result::Result<T, &'static str>,
     ) -> Result<&'static T> {
         let mut loaded = loaded.lock().unwrap_or_else(|e| e.into_inner());
+        let _driver = crate::chatter::capture(self.kind.id());
         let mut tried = vec![];
         for name in names {
             // Both families may be given one library by name.
@@ -647,7 +671,10 @@ impl Family {
                 Err(f) => tried.push(format!("{name}: it has no function {f}")),
             }
         }
-        let reason = format!("no {what} of {} could be loaded", self.title);
+        let reason = match what {
+            RUNTIME => crate::not_loaded(self.runtime, &tried),
+            _ => format!("no {what} of {} could be loaded", self.title),
+        };
         Err(Error::Unavailable { backend: self.kind.id().into(), tried, reason, fix: fix.into() })
     }
 }

@@ -3,7 +3,7 @@
 
 pub mod sys;
 
-use crate::probe::{Depends, Known, Look};
+use crate::probe::{Depends, Look, State};
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
 use std::sync::{Arc, Mutex};
 
@@ -25,17 +25,19 @@ impl Driver for TpuDriver {
     }
 }
 
-/// A plugin is loaded in a child first: it can end the process that loads it.
+/// A plugin is loaded in a child alone: it can end the process that loads it, and nothing here could use it.
 pub static LOOK: Look = Look {
     backend: BackendType::Tpu,
     here: || Err(unavailable(&sys::candidates())),
+    repeat: false,
     depends: |_| Depends {
         libraries: sys::candidates(),
+        later: vec![],
         manifests: vec![],
         variables: &["TPU_", "PJRT_", "HALCYON_TPU_", "VIRTUAL_ENV"],
     },
     fix: "Remove the plugin, or name a working one in HALCYON_TPU_LIBRARY",
-    known: Mutex::new(Known::Nothing),
+    state: Mutex::new(State::new()),
 };
 
 /// What these names of plugins led to.
@@ -63,8 +65,8 @@ fn unavailable(names: &[String]) -> Error {
         }
         None => Error::Unavailable {
             backend,
+            reason: crate::not_loaded("TPU plugin (libtpu)", &tried),
             tried,
-            reason: "no PJRT plugin for TPUs could be loaded".into(),
             fix: "On a machine with TPUs install libtpu (pip install libtpu) and set TPU_LIBRARY_PATH to its libtpu.so".into(),
         },
     }

@@ -44,6 +44,10 @@ fn table(entries: &[Entry]) -> Table {
     t
 }
 
+fn parsed(text: &str) -> Table {
+    Table::of(&serde_json::from_str(text).unwrap())
+}
+
 proptest! {
     #[test]
     fn tables_merge_in_any_order_to_the_same(mut all in proptest::collection::vec(entry(), 0..12), cut in 0usize..12) {
@@ -66,7 +70,7 @@ proptest! {
         }
         // What is written is read back.
         let mut t = whole.clone();
-        prop_assert_eq!(&Table::parse(&t.render(MOST_BYTES)).unwrap(), &whole);
+        prop_assert_eq!(&parsed(&t.render(MOST_BYTES)), &whole);
     }
 
     #[test]
@@ -83,7 +87,7 @@ proptest! {
         prop_assert!(gone <= kept || gone.is_none());
         let bytes = 4000;
         let text = t.render(bytes);
-        prop_assert!(text.len() <= bytes && Table::parse(&text).unwrap() == t);
+        prop_assert!(text.len() <= bytes && parsed(&text) == t);
     }
 }
 
@@ -100,46 +104,130 @@ fn a_rejected_best_is_none() {
     assert_eq!((c.known("d").len(), c.known("other").len()), (1, 0));
 }
 
+fn names(dir: &Path) -> Vec<String> {
+    let all = fs::read_dir(dir).unwrap().flatten().map(|f| f.file_name());
+    let mut all: Vec<String> = all.map(|n| n.to_string_lossy().into_owned()).collect();
+    all.sort();
+    all
+}
+
+fn filled() -> Entry {
+    Entry { best: Some(best(2, 7)), ..Entry::new("d", "k") }
+}
+
 #[test]
-fn what_is_damaged_or_foreign_is_set_aside_and_counts_as_empty() {
+fn what_is_damaged_is_kept_under_a_name_of_its_own() {
     let dir = tempfile::tempdir().unwrap();
     let path = dir.path().join("deep/er/tuning.json");
-    let filled = Entry { best: Some(best(2, 7)), ..Entry::new("d", "k") };
     let c = TuningCache::at(&path);
-    c.add(&filled);
+    c.add(&filled());
     c.save().unwrap();
-    assert_eq!(TuningCache::at(&path).get("d", "k").as_ref(), Some(&filled));
+    assert_eq!(TuningCache::at(&path).get("d", "k").as_ref(), Some(&filled()));
+    assert!(c.warnings().is_empty());
     let whole = fs::read_to_string(&path).unwrap();
-    let half = &whole[..whole.len() / 2];
-    let newer = whole.replace("\"format\": 1", "\"format\": 2");
-    for (bad, says) in [
-        (half.as_bytes(), "EOF"),
-        (b"".as_slice(), "no tuning cache"),
-        (b"\xff\xfe\x00".as_slice(), "no text"),
-        (b"[1, 2]", "no tuning cache"),
-        (newer.as_bytes(), "format 2"),
-        (b"{\"format\": 1, \"entries\": [{\"device\": 3}]}", "invalid type"),
-    ] {
+    let mut flipped = whole.clone().into_bytes();
+    let middle = flipped.len() / 2;
+    flipped[middle] = 0xff;
+    let damaged = [
+        (whole.as_bytes()[..whole.len() / 2].to_vec(), "EOF"),
+        (whole.as_bytes()[..12].to_vec(), "EOF"),
+        (flipped, "no text"),
+        (vec![0; 100], "zeros"),
+        (b"{\"format\": 1, \"entries\": [{\"device\": 3}]}".to_vec(), "invalid type"),
+    ];
+    for (n, (bad, says)) in damaged.iter().enumerate() {
         fs::write(&path, bad).unwrap();
         let e = Table::read(&path).unwrap_err();
         assert!(matches!(e, Error::Format { .. }) && e.to_string().contains(says), "{e}");
+        check(&path).unwrap();
         let c = TuningCache::at(&path);
         assert!(c.table().is_empty());
+        let said = c.warnings();
+        assert!(said.len() == 1 && said[0].contains("damaged") && said[0].contains(says), "{said:?}");
         // Reading changes nothing.
-        assert_eq!(fs::read(&path).unwrap(), bad);
-        c.add(&filled);
+        assert_eq!(&fs::read(&path).unwrap(), bad);
+        c.add(&filled());
         c.save().unwrap();
-        assert_eq!(fs::read(path.with_extension("json.bad")).unwrap(), bad);
+        // None of those before is written over.
+        for (k, (bad, _)) in damaged[..=n].iter().enumerate() {
+            let kept = if k == 0 { "tuning.json.bad".into() } else { format!("tuning.json.bad.{k}") };
+            assert_eq!(&fs::read(path.with_file_name(kept)).unwrap(), bad);
+        }
+        assert!(c.warnings()[0].contains(".bad"));
         assert_eq!(Table::read(&path).unwrap().unwrap().len(), 1);
         assert_eq!(TuningCache::memory().import(&path).unwrap(), 1);
         fs::write(&path, bad).unwrap();
         assert!(matches!(TuningCache::memory().import(&path), Err(Error::Format { .. })));
     }
-    // Nothing is left over.
-    let names = fs::read_dir(path.parent().unwrap()).unwrap().flatten().map(|f| f.file_name());
-    let mut names: Vec<String> = names.map(|n| n.to_string_lossy().into_owned()).collect();
-    names.sort();
-    assert_eq!(names, ["tuning.json", "tuning.json.bad", "tuning.json.lock"]);
+    // An empty file loses nothing.
+    fs::write(&path, b"").unwrap();
+    let c = TuningCache::at(&path);
+    c.add(&filled());
+    c.save().unwrap();
+    assert!(c.warnings()[0].contains("empty"));
+    let bad = (1..damaged.len()).map(|n| format!("tuning.json.bad.{n}"));
+    let all: Vec<String> = ["tuning.json".to_string(), "tuning.json.bad".into()]
+        .into_iter()
+        .chain(bad)
+        .chain(["tuning.json.lock".into()])
+        .collect();
+    assert_eq!(names(path.parent().unwrap()), all);
+}
+
+#[test]
+fn what_is_not_ours_is_not_touched() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("mine");
+    let newer = text(&Document { format: FORMAT + 1, entries: vec![filled()] });
+    for (what, says) in [
+        (b"dear diary".as_slice(), "a text file"),
+        (b"\x89PNG\r\n\x1a\n\0\0", "a binary file"),
+        (b"[1, 2]", "JSON of another kind"),
+        (b"{\"format\": 1, \"pages\": []}", "JSON of another kind"),
+        (newer.as_bytes(), "of format 2 where this version reads 1"),
+    ] {
+        fs::write(&path, what).unwrap();
+        let c = TuningCache::at(&path);
+        c.add(&filled());
+        assert!(c.warnings()[0].contains("nothing of it is used"));
+        for e in [
+            check(&path).unwrap_err(),
+            c.save().unwrap_err(),
+            c.release("d").unwrap_err(),
+            c.guard().unwrap_err(),
+            c.recover(Why::Hung, "").unwrap_err(),
+            TuningCache::memory().export(&path).unwrap_err(),
+        ] {
+            assert!(matches!(&e, Error::Format { .. }) && e.to_string().contains(says), "{e}");
+        }
+        assert_eq!(fs::read(&path).unwrap(), what);
+        assert_eq!(names(dir.path()), ["mine"]);
+    }
+    assert!(matches!(check(dir.path()), Err(Error::Format { .. })));
+}
+
+#[cfg(unix)]
+#[test]
+fn links_are_followed_and_devices_refused() {
+    use std::os::unix::fs::{FileTypeExt, symlink};
+    let dir = tempfile::tempdir().unwrap();
+    fs::create_dir(dir.path().join("real")).unwrap();
+    let link = dir.path().join("link");
+    symlink("real/tuning.json", &link).unwrap();
+    for _ in 0..2 {
+        let c = TuningCache::at(&link);
+        c.add(&filled());
+        c.save().unwrap();
+    }
+    assert_eq!(names(&dir.path().join("real")), ["tuning.json", "tuning.json.lock"]);
+    assert_eq!(names(dir.path()), ["link", "real"]);
+    let null = dir.path().join("null");
+    symlink("/dev/null", &null).unwrap();
+    for device in [&null, Path::new("/dev/zero")] {
+        assert!(matches!(check(device), Err(Error::Format { .. })));
+        assert!(matches!(TuningCache::at(device).save(), Err(Error::Format { .. })));
+        assert!(fs::metadata(device).unwrap().file_type().is_char_device());
+    }
 }
 
 #[test]
@@ -155,7 +243,7 @@ fn a_place_that_cannot_be_written_is_a_typed_error() {
     let e = TuningCache::memory().import(&dir.path().join("none")).unwrap_err();
     assert!(e.to_string().contains("no such file"), "{e}");
     // A folder where the file should be.
-    assert!(matches!(TuningCache::at(dir.path()).save(), Err(Error::Io { .. })));
+    assert!(matches!(TuningCache::at(dir.path()).save(), Err(Error::Format { .. })));
 }
 
 #[test]

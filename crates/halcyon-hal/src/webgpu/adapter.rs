@@ -1,8 +1,7 @@
 //! Adapters: what there is, and what it says about itself.
 
-use super::{probe, sys};
+use super::{budget, probe, sys};
 use crate::{BackendType, Caps, DeviceInfo, Error, Result};
-use halcyon_ir::DType;
 use halcyon_ir::render::wgsl;
 use std::sync::Mutex;
 
@@ -44,7 +43,8 @@ impl Adapter {
             && let Err(why) = probe::library(probe::LIBRARY)
         {
             let tried = vec![format!("{}: {why}", probe::LIBRARY)];
-            return Err(unavailable(kind, "the Vulkan library could not be loaded", tried));
+            let reason = crate::not_loaded("Vulkan library", &tried);
+            return Err(unavailable(kind, &reason, tried));
         }
         let found = sys::ready(sys::instance(kind).enumerate_adapters(sys::backends(kind)));
         let mut tried = vec![];
@@ -113,7 +113,18 @@ impl Adapter {
         self.raw.get_info().device_type == wgpu::DeviceType::Cpu
     }
 
-    /// Facts as the library tells them. It does not tell how much memory there is.
+    /// Bytes of the adapter's memory that nobody uses now: what the machine has free where the adapter lives in its memory, else what the
+    /// interface below tells.
+    pub fn free_memory(&self) -> Option<u64> {
+        let info = self.raw.get_info();
+        let unified = matches!(info.device_type, wgpu::DeviceType::Cpu | wgpu::DeviceType::IntegratedGpu);
+        match unified {
+            true => crate::host_memory(None),
+            false => budget::of(&self.raw).free,
+        }
+    }
+
+    /// Facts as the library tells them, and those of memory from the interface below.
     pub fn info(&self) -> DeviceInfo {
         let i = self.raw.get_info();
         let l = self.raw.limits();
@@ -139,7 +150,10 @@ impl Adapter {
             0x1414 => "Microsoft".into(),
             n => format!("{n:#06x}"),
         };
-        let machine = if software { halcyon_ir::host::memory() } else { None };
+        let total = match software {
+            true => halcyon_ir::host::memory().map(|m| m.1),
+            false => budget::of(&self.raw).total,
+        };
         DeviceInfo {
             backend: self.kind,
             id: self.id(),
@@ -147,8 +161,8 @@ impl Adapter {
             name: if i.name.is_empty() { "unnamed adapter".into() } else { i.name },
             vendor,
             driver_version: Some(i.driver_info).filter(|v| !v.is_empty()),
-            total_memory: machine.map(|m| m.1),
-            free_memory: machine.map(|m| m.0),
+            total_memory: total,
+            free_memory: self.free_memory().map(|f| f.min(total.unwrap_or(u64::MAX))),
             compute_capability: None,
             compute_units: None,
             unified_memory: software || i.device_type == wgpu::DeviceType::IntegratedGpu,
@@ -168,17 +182,14 @@ impl Adapter {
         let i64 = f.contains(wgpu::Features::SHADER_INT64);
         // What takes f64 apart does so in 64-bit integers.
         let f64 = i64 && f.contains(wgpu::Features::SHADER_F64);
-        let storage = DType::native().filter(|d| match d {
-            DType::F64 => f64,
-            DType::I64 | DType::U64 => i64,
-            _ => true,
-        });
         let cores = || std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
         Caps {
-            storage: storage.collect(),
+            storage: Caps::storage_of(f64, i64),
             f64,
             i64,
-            f16_arithmetic: false,
+            f16_arithmetic: f.contains(wgpu::Features::SHADER_F16),
+            // WGSL has no such type.
+            f8_products: Some(false),
             subgroup: None,
             max_workgroup: l.max_compute_invocations_per_workgroup.min(l.max_compute_workgroup_size_x),
             workgroup_memory: l.max_compute_workgroup_storage_size,
@@ -188,8 +199,8 @@ impl Adapter {
             max_groups: l.max_compute_workgroups_per_dimension,
             // Whole buffers are bound; offsets are arguments.
             offset_alignment: 1,
-            // Not told; a GPU has some.
-            compute_units: if self.is_cpu() { cores() } else { 16 },
+            // WebGPU does not tell; a software adapter has the machine's.
+            compute_units: self.is_cpu().then(cores),
             is_cpu: self.is_cpu(),
             matrix: vec![],
         }
@@ -216,7 +227,7 @@ fn names(f: wgpu::Features) -> String {
 
 fn unavailable(kind: BackendType, reason: &str, tried: Vec<String>) -> Error {
     let fix = if kind == BackendType::Metal && !cfg!(target_vendor = "apple") {
-        "Use --backend webgpu"
+        "Leave the backend out, or say auto, to use what this machine has"
     } else if probe::VULKAN {
         "Install your GPU's Vulkan driver (Debian: apt-get install libvulkan1 mesa-vulkan-drivers)"
     } else {

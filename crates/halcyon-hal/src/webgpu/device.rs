@@ -25,6 +25,7 @@ const MANY_PROGRAMS: usize = 2048;
 /// One device, queue and pool.
 #[derive(Debug)]
 pub struct WebGpuDevice {
+    adapter: Adapter,
     info: DeviceInfo,
     caps: Caps,
     counts: Arc<Counts>,
@@ -81,7 +82,18 @@ impl WebGpuDevice {
         let queue = Queue::new(device, raw, stray, builder.clone(), pool.clone(), options.profile)?;
         let number = NEXT.fetch_add(1, Ordering::Relaxed);
         let core = Arc::new(Core::new(queue, counts.clone(), info.id.clone(), number));
-        Ok(WebGpuDevice { info, caps, counts, core, pool, builder, programs: Mutex::default(), number })
+        let adapter = adapter.clone();
+        Ok(WebGpuDevice {
+            adapter,
+            info,
+            caps,
+            counts,
+            core,
+            pool,
+            builder,
+            programs: Mutex::default(),
+            number,
+        })
     }
 }
 
@@ -108,12 +120,8 @@ impl Device for WebGpuDevice {
         self.pool.stats()
     }
 
-    fn available(&self) -> Option<u64> {
-        let m = self.memory();
-        match self.info.unified_memory {
-            true => crate::pool::left_on_host(&m),
-            false => m.limit.map(|l| l.saturating_sub(m.allocated)),
-        }
+    fn free_memory(&self) -> Option<u64> {
+        self.adapter.free_memory()
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
@@ -167,6 +175,7 @@ impl Device for WebGpuDevice {
             return Ok(p.clone());
         }
         verify_for(kernel, &self.caps)?;
+        let _driver = crate::chatter::capture("webgpu");
         let program = Arc::new(self.builder.program(kernel, self.number)?);
         if programs.len() >= MANY_PROGRAMS {
             programs.retain(|_, p| Arc::strong_count(p) > 1);

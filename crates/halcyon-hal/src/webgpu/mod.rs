@@ -4,6 +4,7 @@
 //! every call made here ([`sys::scoped`]); what arrives outside of one (a lost device) is kept and returned by the next call.
 
 pub mod adapter;
+mod budget;
 pub mod device;
 pub mod memory;
 pub mod probe;
@@ -14,7 +15,7 @@ pub mod sys;
 
 pub use probe::LOOK;
 
-use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result};
+use crate::{BackendType, Device, DeviceInfo, Driver, Options, Result, chatter, no_device};
 use std::sync::Arc;
 
 /// The driver of one backend that `wgpu` reaches.
@@ -36,26 +37,39 @@ impl Driver for WebGpuDriver {
     }
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
+        let mut all = self.list()?;
+        // A look that is remembered tells what was free then.
+        if all.iter().any(|d| !d.software && !d.unified_memory) {
+            let _driver = chatter::capture(self.kind.id());
+            for a in adapter::Adapter::all(self.kind)? {
+                if let Some(d) = all.iter_mut().find(|d| d.index == a.index) {
+                    d.free_memory = a.free_memory();
+                }
+            }
+        }
+        Ok(all)
+    }
+
+    fn list(&self) -> Result<Vec<DeviceInfo>> {
         if self.kind == BackendType::Metal {
             // Part of the system, not a driver that somebody registered.
             return Ok(adapter::Adapter::all(self.kind)?.iter().map(|a| a.info()).collect());
         }
         let mut all = LOOK.devices()?;
-        // A device that is remembered has the memory that is there now.
-        for d in all.iter_mut().filter(|d| d.software) {
-            (d.free_memory, d.total_memory) = halcyon_ir::host::memory().unzip();
+        for d in &mut all {
+            let here = d.software || d.unified_memory;
+            d.free_memory = if here { crate::host_memory(d.total_memory) } else { None };
         }
         Ok(all)
     }
 
     fn open(&self, index: usize, options: &Options) -> Result<Arc<dyn Device>> {
+        if self.kind != BackendType::Metal {
+            LOOK.may_open(self.kind, index)?;
+        }
+        let _driver = chatter::capture(self.kind.id());
         let all = adapter::Adapter::all(self.kind)?;
-        let a = all.get(index).ok_or_else(|| Error::Unavailable {
-            backend: self.kind.id().into(),
-            tried: all.iter().map(|a| format!("{} {}", a.id(), a.info().name)).collect(),
-            reason: format!("there is no device {index}"),
-            fix: format!("Choose one of 0..{}", all.len()),
-        })?;
+        let a = all.get(index).ok_or_else(|| no_device(self.kind, index, all.iter().map(|a| a.info())))?;
         Ok(Arc::new(device::WebGpuDevice::open(a, options)?))
     }
 }

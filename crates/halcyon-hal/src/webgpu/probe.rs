@@ -2,7 +2,7 @@
 //! there is no adapter.
 
 use super::adapter::Adapter;
-use crate::probe::{Depends, Known, Look, entries};
+use crate::probe::{Depends, Look, State, entries};
 use crate::{BackendType, DeviceInfo, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
@@ -11,10 +11,11 @@ use std::sync::Mutex;
 pub static LOOK: Look = Look {
     backend: BackendType::WebGpu,
     here,
+    repeat: true,
     depends,
     fix: "Remove the broken driver (on Linux: its file in /usr/share/vulkan/icd.d or /etc/vulkan/icd.d), or name working ones in \
           VK_DRIVER_FILES",
-    known: Mutex::new(Known::Nothing),
+    state: Mutex::new(State::new()),
 };
 
 /// Whether Vulkan is the one interface of this system, found by a library and files that register drivers.
@@ -28,11 +29,20 @@ fn here() -> Result<Vec<DeviceInfo>> {
 }
 
 fn depends(root: &Path) -> Depends {
-    let layers = folders(root, "vulkan/implicit_layer.d");
+    let kinds = ["vulkan/implicit_layer.d", "vulkan/explicit_layer.d", "vulkan/loader_settings.d"];
+    let mut layers: Vec<PathBuf> = kinds.iter().flat_map(|k| folders(root, k)).collect();
+    for name in ["VK_LAYER_PATH", "VK_ADD_LAYER_PATH", "VK_IMPLICIT_LAYER_PATH", "VK_ADD_IMPLICIT_LAYER_PATH"]
+    {
+        layers.extend(std::env::split_paths(&std::env::var_os(name).unwrap_or_default()));
+    }
     let mut manifests = drivers(root);
-    manifests.extend(layers.iter().flat_map(|d| entries(d)).map(|f| (f, None)));
+    manifests.extend(layers.iter().flat_map(|d| entries(d)).map(|f| {
+        let library = library_of(&f);
+        (f, library)
+    }));
     Depends {
         libraries: if VULKAN { vec![LIBRARY.into()] } else { vec![] },
+        later: vec![],
         manifests,
         variables: &[
             "VK_", "XDG_", "HOME", "MESA_", "DRI_", "LP_", "NVIDIA_", "CUDA_", "AMD_", "RADV_", "ENABLE_",
@@ -87,7 +97,8 @@ pub fn drivers(root: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
 /// The library that a driver's file names. A path with directories is relative to the file; a bare name is the loader's to find.
 fn library_of(file: &Path) -> Option<PathBuf> {
     let manifest: serde_json::Value = serde_json::from_slice(&std::fs::read(file).ok()?).ok()?;
-    let named = PathBuf::from(manifest["ICD"]["library_path"].as_str()?);
+    let named = ["ICD", "layer"].iter().find_map(|of| manifest[of]["library_path"].as_str());
+    let named = PathBuf::from(named?);
     Some(match (named.components().count() > 1, file.parent()) {
         (true, Some(dir)) => dir.join(named),
         _ => named,

@@ -113,7 +113,7 @@ static std::set<std::pair<int, int>> peer_access;
 // Streams that this thread captures.
 static thread_local int capturing_;
 static uint64_t clock_;
-static int64_t used_;
+static int64_t used_, others_;
 
 static const size_t GUARD = 64;
 static const unsigned char POISON = 0xa5, FENCE = 0x5c;
@@ -150,6 +150,8 @@ extern "C" int standin_set(const char* name, int64_t v) {
     std::string n = name;
     if (n == "devices") devices_ = v;
     else if (n == "memory") memory_ = v;
+    // What another process holds of each device.
+    else if (n == "others") others_ = v;
     // The v-th request from now on fails, once.
     else if (n == "fail allocation") fail_alloc_ = v;
     // The device fails from the next call on.
@@ -336,7 +338,7 @@ extern "C" int cuCtxPopCurrent_v2(Handle* c) {
 API(cuMemGetInfo_v2, hipMemGetInfo)(size_t* free, size_t* total) {
     ENTER;
     *total = (size_t)memory_;
-    *free = (size_t)(memory_ - used_);
+    *free = (size_t)(memory_ - used_ - others_);
     return OK;
 }
 API(cuMemAlloc_v2, hipMalloc)(Address* at, size_t n) {
@@ -344,7 +346,7 @@ API(cuMemAlloc_v2, hipMalloc)(Address* at, size_t n) {
     allocs_++;
     if (n == 0) return INVALID;
     if (fail_alloc_ >= 0 && fail_alloc_-- == 0) return FULL;
-    if (used_ + (int64_t)n > memory_) return FULL;
+    if (used_ + others_ + (int64_t)n > memory_) return FULL;
     unsigned char* p = (unsigned char*)aligned_alloc(256, (n + 2 * GUARD + 256 + 255) / 256 * 256);
     if (!p) return FULL;
     p += 256;

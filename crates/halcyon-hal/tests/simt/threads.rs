@@ -120,7 +120,7 @@ fn any_thread_may_use_and_drop_what_another_made() {
         let handles = s.get("handles");
         assert!(!d.kernel_libraries().is_empty() && s.get("handles") > handles, "{kind}");
         std::thread::spawn(move || drop((d, other))).join().unwrap();
-        for _ in 0..200 {
+        for _ in 0..6000 {
             if held(&s) == before {
                 break;
             }

@@ -466,9 +466,10 @@ fn composites() {
         g.attention(x[0], x[1], x[2], None, true, 0.7)
     });
     check("cross_entropy", &[&[3, 4]], &|g, x, r| {
-        let i = r.index(&[3], 4);
-        let i = g.constant(i);
-        g.cross_entropy(x[0], i)
+        // Labels count from the start alone.
+        let labels: Vec<i64> = (0..3).map(|_| (r.next() * 4.0) as i64).collect();
+        let i = g.constant(ConstData::from_slice(&[3], &labels)?);
+        g.cross_entropy(x[0], i, Some(-100))
     });
     check("a softmax that is none", &[&[2, 3]], &|g, x, _| {
         let a = [("axis".to_string(), crate::composite::Attr::Int(1))].into();

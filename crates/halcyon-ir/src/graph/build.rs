@@ -262,6 +262,16 @@ impl Graph {
         self.push(Op::UpdateSlice { axis }, &[base, update, position], None)
     }
 
+    /// Labels as places among `classes`, checked ([`Op::ClassIndex`]).
+    pub fn class_index(
+        &mut self,
+        labels: NodeId,
+        classes: impl Into<Dim>,
+        ignore: Option<i64>,
+    ) -> Result<NodeId> {
+        self.push(Op::ClassIndex { classes: classes.into(), ignore }, &[labels], None)
+    }
+
     pub fn argreduce(&mut self, max: bool, x: NodeId, axis: usize, keep: bool, last: bool) -> Result<NodeId> {
         self.push(Op::ArgReduce { max, axis, keep, last }, &[x], None)
     }

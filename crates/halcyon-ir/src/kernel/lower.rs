@@ -74,6 +74,10 @@ pub fn lower_op(
             low.steps.extend(built(update, vec![1, 2, n])?.steps);
             Ok(low)
         }
+        Op::ClassIndex { classes, ignore } => {
+            let n = classes.known().ok_or_else(|| Declined::because("the number of classes is not known"))?;
+            built(gather::class_index(n, *ignore, &inputs[0], out, caps), all())
+        }
         Op::Concat { axis } => {
             let mut low = Lowered::default();
             let mut start = 0;

@@ -17,7 +17,7 @@ pub fn reduction_in_parts(f: &Fused, caps: &Caps) -> Option<[Fused; 2]> {
         return None;
     }
     let (outer, inner): (usize, usize) = (f.outer().iter().product(), f.inner().iter().product());
-    let units = caps.compute_units.max(1) as usize;
+    let units = caps.units();
     if outer == 0 || outer >= 2 * units {
         return None;
     }

@@ -261,7 +261,7 @@ impl Lowerer<'_> {
             outputs: 1,
             op,
             span: self.g.node(root).span.clone(),
-            range: String::new(),
+            bounds: None,
             flops,
             bytes: moved,
             nodes: body.nodes.max(1),
@@ -309,7 +309,7 @@ impl Lowerer<'_> {
                 outputs: 1,
                 op: if nodes > 1 { format!("{name}+{}", nodes - 1) } else { name.clone() },
                 span: self.g.node(root).span.clone(),
-                range: String::new(),
+                bounds: None,
                 flops: f.flops(),
                 bytes: f.bytes(),
                 nodes: nodes.max(1),
@@ -439,7 +439,7 @@ impl Lowerer<'_> {
                 if nodes > 1 { format!("+{}", nodes - 1) } else { String::new() }
             ),
             span: plain.span.clone(),
-            range: String::new(),
+            bounds: None,
             flops: plain.flops.saturating_add(f.flops()),
             // The product is neither written nor read.
             bytes: plain.bytes.saturating_add(f.bytes()).saturating_sub(2 * product),

@@ -10,6 +10,7 @@ mod slots;
 mod structured;
 mod trace;
 
+use crate::composite::SLICE_AT;
 use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result};
 use crate::fused::{Fused, Instr, InstrKind, Load, MAX_RANK, Out, Param, Reg};
@@ -22,7 +23,7 @@ use crate::passes::{
     self, AmpPolicy, COMPOSITES, EPILOGUES, FUSION, IN_PLACE, Level, MIXED, PACKED, PassOptions, TUNED,
 };
 use crate::plan::{
-    BufId, BufferSpec, HostWork, PackedConst, Plan, PlanOutput, Receipt, Step, StepWork, Storage,
+    Bounds, BufId, BufferSpec, HostWork, PackedConst, Plan, PlanOutput, Receipt, Step, StepWork, Storage,
 };
 use crate::shape::Dims;
 use crate::target::{
@@ -119,12 +120,15 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
     if amp != AmpPolicy::None && passes.level < Level::O2 {
         plan.warnings.push(format!("{MIXED}: comes with level O2; at {} nothing is in {amp}", passes.level));
     }
+    if let Some(low) = amp.dtype().filter(|_| passes.does(MIXED)) {
+        plan.warnings.extend(passes.kept.warnings(graph, low));
+    }
     if options.passes.does(COMPOSITES) {
         let missed: Vec<String> = graph
             .nodes()
             .iter()
             .filter_map(|n| match &n.op {
-                Op::Composite(c) if !claims(c) => Some(c.name.to_string()),
+                Op::Composite(c) if &*c.name != SLICE_AT && !claims(c) => Some(c.name.to_string()),
                 _ => None,
             })
             .collect();

@@ -25,6 +25,28 @@ pub(super) fn may_pack(op: &Op) -> bool {
     }
 }
 
+/// Which indices an op takes; the place is the operand's number.
+fn bounds(op: &Op, x: &[Operand]) -> Option<Bounds> {
+    let (place, low, end, ignore) = match op {
+        Op::Gather { axis }
+        | Op::GatherElements { axis }
+        | Op::ScatterElements { axis, .. }
+        | Op::ScatterRows { axis, .. } => {
+            let n = x[0].view.shape[*axis] as i64;
+            (1, -n, n, None)
+        }
+        Op::UpdateSlice { axis } => {
+            let room = x[0].view.shape[*axis] - x[1].view.shape[*axis];
+            (2, 0, room as i64 + 1, None)
+        }
+        Op::ClassIndex { classes, ignore } => (0, 0, classes.known()? as i64, *ignore),
+        _ => return None,
+    };
+    // Labels are few, and often a part of a larger tensor that is made in the same plan.
+    let kept = matches!(op, Op::ClassIndex { .. });
+    Some(Bounds { place, indices: x[place].clone(), low, end, ignore, kept })
+}
+
 impl Lowerer<'_> {
     pub(super) fn structured(&mut self, id: NodeId) -> Result<()> {
         let i = id.index();
@@ -129,26 +151,14 @@ impl Lowerer<'_> {
         };
         self.buffer[i] = Some(b);
         let (flops, bytes) = crate::cost::of(&node.op, &ops, &output);
-        let range = match &node.op {
-            Op::Gather { axis }
-            | Op::GatherElements { axis }
-            | Op::ScatterElements { axis, .. }
-            | Op::ScatterRows { axis, .. } => {
-                let n = ops[0].view.shape[*axis];
-                format!("-{n}..{n}")
-            }
-            Op::UpdateSlice { axis } => {
-                format!("0..={}", ops[0].view.shape[*axis] - ops[1].view.shape[*axis])
-            }
-            _ => String::new(),
-        };
+        let bounds = bounds(&node.op, &ops);
         let step = |work, buffers, outputs| Step {
             work,
             buffers,
             outputs,
             op: node.op.name(),
             span: node.span.clone(),
-            range: range.clone(),
+            bounds: bounds.clone(),
             flops,
             bytes,
             nodes: 1,
@@ -201,6 +211,11 @@ impl Lowerer<'_> {
                         binds.iter().map(|k| bufs[*k]).collect(),
                         written,
                     );
+                    // Operand numbers become places among this kernel's buffers.
+                    s.bounds = s.bounds.and_then(|b| {
+                        let place = binds.iter().position(|k| *k == b.place)?;
+                        Some(Bounds { place, ..b })
+                    });
                     s.flops /= n;
                     s.bytes /= n;
                     self.values.push(binds.iter().map(|k| values[*k]).collect());
@@ -326,7 +341,7 @@ impl Lowerer<'_> {
             outputs: 1,
             op: node.op.name(),
             span: node.span,
-            range: String::new(),
+            bounds: None,
             flops,
             bytes,
             nodes: 1,

@@ -11,6 +11,7 @@
 //! Products whose result is a phase (sine, cosine), is rounded or becomes an integer, as in rotary embeddings and in models of
 //! integers, stay in f32, and so do those with a constant beyond the half type's range.
 
+use super::MIXED;
 use super::derived::{Derived, derived};
 use super::rebuild::{DROPPED, Rebuild, prune};
 use crate::composite::Composite;
@@ -76,14 +77,82 @@ impl FromStr for AmpPolicy {
     }
 }
 
-/// Rewrites the f32 part of a graph for half type `low`. Returns the graph, how many ops have operands of that type now that had none,
+/// Rates of one kind of work on one device, in MFLOP/s, as measured: in f32 and in a half type.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
+pub struct Rates {
+    pub full: u64,
+    pub half: u64,
+}
+
+impl Rates {
+    /// Whether the half type gains: by a tenth at least, so that noise in a measurement of equal rates does not decide.
+    pub fn pays(self) -> bool {
+        self.half > self.full.saturating_add(self.full / 10)
+    }
+}
+
+/// What stays in f32 under a policy of mixed precision because the device computes it no faster in the half type.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
+pub struct Kept {
+    /// Matrix products and attention.
+    pub products: Option<Rates>,
+    pub convolutions: Option<Rates>,
+}
+
+impl Kept {
+    /// Whether nothing is left for the half type.
+    pub fn everything(&self) -> bool {
+        self.products.is_some() && self.convolutions.is_some()
+    }
+
+    /// One line for each kind of work of the graph that stays in f32, with the rates.
+    pub fn warnings(&self, g: &Graph, low: DType) -> Vec<String> {
+        let f32_op = |n: &Node, is: &dyn Fn(&Op) -> bool| n.ty.dtype == DType::F32 && is(&n.op);
+        let product = |op: &Op| match op {
+            Op::Matmul => true,
+            Op::Composite(c) => &*c.name == "attention",
+            _ => false,
+        };
+        let kinds: [(&str, Option<Rates>, &dyn Fn(&Op) -> bool); 2] = [
+            ("products", self.products, &product),
+            ("convolutions", self.convolutions, &|op| matches!(op, Op::Conv(_))),
+        ];
+        let there =
+            kinds.into_iter().filter(|(_, r, is)| r.is_some() && g.nodes().iter().any(|n| f32_op(n, *is)));
+        there.filter_map(|(what, rates, _)| rates.map(|r| kept_text(what, low, r))).collect()
+    }
+
+    /// The same for a device, whatever it will compute.
+    pub fn describe(&self, low: DType) -> Vec<String> {
+        let kinds = [("products", self.products), ("convolutions", self.convolutions)];
+        kinds.into_iter().filter_map(|(what, rates)| rates.map(|r| kept_text(what, low, r))).collect()
+    }
+}
+
+fn kept_text(what: &str, low: DType, r: Rates) -> String {
+    let gflops = |mflops: u64| format!("{:.1}", mflops as f64 / 1e3);
+    format!(
+        "{MIXED}: {what} were kept as f32: measured {} GFLOP/s in {low} and {} in f32 on one core of this processor; --force-precision \
+         (BackendBuilder::force_amp) overrides",
+        gflops(r.half),
+        gflops(r.full)
+    )
+}
+
+/// Rewrites the f32 part of a graph for half type `low`, but for what is `kept`. Returns the graph, how many ops have operands of that type now that had none,
 /// and the bytes that constants take less.
-pub fn run(g: &Graph, low: DType, claims: &dyn Fn(&Composite) -> bool) -> Result<(Graph, usize, u64)> {
+pub fn run(
+    g: &Graph,
+    low: DType,
+    keep: Kept,
+    claims: &dyn Fn(&Composite) -> bool,
+) -> Result<(Graph, usize, u64)> {
     let live = Rebuild::live(g);
     let mut p = Pass {
         g,
         r: Rebuild::new(g),
         low_type: low,
+        keep,
         whole: vec![None; g.nodes().len()],
         asked: vec![false; g.nodes().len()],
         kept: vec![false; g.nodes().len()],
@@ -145,6 +214,7 @@ struct Pass<'a> {
     g: &'a Graph,
     r: Rebuild<'a>,
     low_type: DType,
+    keep: Kept,
     whole: Vec<Option<Whole>>,
     /// Values that are stored in the half type because an op reads them so.
     asked: Vec<bool>,
@@ -203,11 +273,16 @@ impl Pass<'_> {
         for id in g.ids().rev().filter(|i| live[i.index()]) {
             let n = g.node(id);
             match &n.op {
+                Op::Composite(c) if &*c.name == "attention" && self.keep.products.is_some() => {}
                 Op::Composite(c) if self.is_f32(id) => {
                     self.whole[id.index()] = whole(c, self.low_type)?.filter(|w| claims(&w.composite));
                 }
                 Op::Matmul | Op::Conv(_) => {
-                    self.kept[id.index()] = exact[id.index()] || !self.is_f32(id);
+                    let slow = match n.op {
+                        Op::Matmul => self.keep.products,
+                        _ => self.keep.convolutions,
+                    };
+                    self.kept[id.index()] = exact[id.index()] || !self.is_f32(id) || slow.is_some();
                     // What a product is made of is not what is rounded after it.
                     continue;
                 }
@@ -473,9 +548,6 @@ pub fn check(amp: AmpPolicy, caps: &crate::target::Caps, device: &str) -> Result
     let Some(d) = amp.dtype() else { return Ok(()) };
     let what = format!("mixed precision in {amp} on {device}");
     match amp {
-        AmpPolicy::F16 if !caps.f16_arithmetic => {
-            Err(Error::unsupported(what, "The device has no f16 arithmetic; use bf16"))
-        }
         AmpPolicy::F16 => Err(Error::unsupported(
             what,
             "The range of the activations is not checked yet, which f16 needs; use bf16",

@@ -21,6 +21,8 @@ pub const MAX_RESULT: usize = 65_536;
 const MAX_WORK: usize = 1 << 22;
 /// Most work spent on a graph.
 const TOTAL_WORK: usize = 1 << 26;
+/// Results of so many bytes are folded in any case: a node takes as much in a file.
+pub const ALWAYS: usize = 256;
 /// Bytes that folded values may take in all, beside four times those of the graph's own constants: a few small nodes must not
 /// become gigabytes.
 const TOTAL_BYTES: usize = 64 << 20;
@@ -34,10 +36,22 @@ struct Budget {
 /// Folds constants and drops dead nodes; returns the graph and how many nodes became constants or literals. A node whose
 /// evaluation fails (an index out of range, say) is left to fail where it runs.
 pub fn run(g: &Graph) -> Result<(Graph, usize)> {
+    folded(g, false)
+}
+
+/// As [`run`], for a graph that is stored: a node whose result takes more memory than its operands stays a node, unless the result is
+/// small ([`ALWAYS`]). A range, a mask that is computed, or weights that are dequantised do not grow the file.
+pub fn run_lean(g: &Graph) -> Result<(Graph, usize)> {
+    folded(g, true)
+}
+
+fn folded(g: &Graph, lean: bool) -> Result<(Graph, usize)> {
     let live = Rebuild::live(g);
     let mut r = Rebuild::new(g);
     // Values of constant nodes of the new graph; literals are recognised by their op.
     let mut known: HashMap<NodeId, ConstData> = HashMap::new();
+    // Of those that stay nodes, the bytes that they are computed from.
+    let mut computed: HashMap<NodeId, usize> = HashMap::new();
     let mut changes = 0;
     let own = g.nodes().iter().map(|n| if let Op::Const(c) = &n.op { c.bytes().len() } else { 0 });
     let own = own.fold(0usize, usize::saturating_add);
@@ -71,7 +85,17 @@ pub fn run(g: &Graph) -> Result<(Graph, usize)> {
             changes += replace(&mut r, id, n, Op::Full(v));
             continue;
         }
-        left.bytes -= y.bytes().len();
+        let bytes = y.bytes().len();
+        left.bytes -= bytes;
+        if lean && bytes > ALWAYS {
+            let from = operand_bytes(&r, n, &known, &computed)?;
+            if bytes > from {
+                // What is computed from it may be small.
+                computed.insert(new, from);
+                known.insert(new, y);
+                continue;
+            }
+        }
         if n.op.is_view() && growing(&r, n)? {
             known.insert(new, y);
         } else {
@@ -165,6 +189,21 @@ fn value(
     }
     let refs: Vec<&ConstData> = data.iter().collect();
     Ok(eval_op(&n.op, &refs, &n.ty, &[]).ok())
+}
+
+/// Bytes that a node's operands take as constants; a literal takes one element.
+fn operand_bytes(
+    r: &Rebuild,
+    n: &Node,
+    known: &HashMap<NodeId, ConstData>,
+    computed: &HashMap<NodeId, usize>,
+) -> Result<usize> {
+    let one = |i: &NodeId| match (computed.get(i), known.get(i)) {
+        (Some(bytes), _) => *bytes,
+        (None, Some(c)) => c.bytes().len(),
+        (None, None) => r.new.dtype(*i).size(),
+    };
+    Ok(r.operands(n)?.iter().map(one).fold(0, usize::saturating_add))
 }
 
 fn count(d: &[usize]) -> Option<usize> {

@@ -112,6 +112,9 @@ pub struct PassOptions {
     /// The element type of products; at O2.
     #[serde(default)]
     pub amp: AmpPolicy,
+    /// What stays in f32 all the same.
+    #[serde(default)]
+    pub kept: autocast::Kept,
 }
 
 impl PassOptions {
@@ -183,7 +186,7 @@ pub fn optimize(
     // Behind the passes that look for patterns in f32; it rounds constants itself, so nothing is left to fold.
     if let Some(low) = options.amp.dtype().filter(|_| options.does(MIXED)) {
         let claims = |c: &Composite| whole && claims(c);
-        let (h, n, bytes) = autocast::run(&g, low, &claims)?;
+        let (h, n, bytes) = autocast::run(&g, low, options.kept, &claims)?;
         if n > 0 {
             g = h;
             receipts.push(Receipt { bytes: Some(bytes), ..Receipt::new(MIXED, n) });

@@ -55,20 +55,39 @@ pub(super) fn lines(dims: &[usize], axis: usize, mut f: impl FnMut(usize, usize,
 }
 
 /// `index` as a place in `0..n`; negative ones count from the end.
-fn place(op: &Op, index: i64, n: usize) -> Result<usize> {
-    let i = if index < 0 { index + n as i64 } else { index };
+fn place(op: &Op, at: usize, index: i64, n: usize) -> Result<usize> {
+    let i = if index < 0 { index.saturating_add(n as i64) } else { index };
     usize::try_from(i).ok().filter(|i| *i < n).ok_or_else(|| Error::Index {
         op: op.name(),
-        range: format!("-{n}..{n}, got {index}"),
+        range: format!("-{n}..{n}"),
         at: Default::default(),
+        found: Some((at, index)),
+        input: None,
     })
+}
+
+/// Labels as places among `classes`.
+pub(super) fn classes(op: &Op, labels: &Tensor, classes: usize, ignore: Option<i64>) -> Result<Vec<i64>> {
+    let one = |(at, l): (usize, &i64)| match *l {
+        l if Some(l) == ignore => Ok(0),
+        l if (0..classes as i64).contains(&l) => Ok(l),
+        l => Err(Error::Index {
+            op: op.name(),
+            range: format!("0..{classes}"),
+            at: Default::default(),
+            found: Some((at, l)),
+            input: None,
+        }),
+    };
+    labels.ints()?.iter().enumerate().map(one).collect()
 }
 
 /// Element of `x` that every element of a [`Op::Gather`] comes from.
 pub(super) fn rows(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Result<Vec<usize>> {
     let inner: usize = x[axis + 1..].iter().product();
     let outer: usize = x[..axis].iter().product();
-    let idx: Vec<usize> = index.ints()?.iter().map(|i| place(op, *i, x[axis])).collect::<Result<_>>()?;
+    let idx: Vec<usize> =
+        index.ints()?.iter().enumerate().map(|(k, i)| place(op, k, *i, x[axis])).collect::<Result<_>>()?;
     let mut out = Vec::with_capacity(outer * idx.len() * inner);
     for a in 0..outer {
         for i in &idx {
@@ -85,8 +104,8 @@ pub(super) fn elements(op: &Op, x: &[usize], index: &Tensor, axis: usize) -> Res
     let along = st[axis] as usize;
     st[axis] = 0;
     let mut at = walk(&index.dims, &st, 0);
-    for (p, i) in at.iter_mut().zip(index.ints()?) {
-        *p += place(op, *i, x[axis])? * along;
+    for (k, (p, i)) in at.iter_mut().zip(index.ints()?).enumerate() {
+        *p += place(op, k, *i, x[axis])? * along;
     }
     Ok(at)
 }
@@ -98,8 +117,10 @@ pub(super) fn update(op: &Op, base: &[usize], upd: &Tensor, pos: &Tensor, axis: 
     if !(0..=room).contains(&at) {
         return Err(Error::Index {
             op: op.name(),
-            range: format!("0..={room}, got {at}"),
+            range: format!("0..={room}"),
             at: Default::default(),
+            found: Some((0, at)),
+            input: None,
         });
     }
     let st = strides(base);

@@ -232,6 +232,7 @@ templated! {
         Op::GatherElements { .. } => "gather_elements",
         Op::UpdateSlice { .. } => "update_slice",
         Op::Concat { .. } => "concat",
+        Op::ClassIndex { .. } => "cross_entropy",
         Op::ArgSort { .. } => "argsort",
         Op::ArgReduce { .. } => "argmax",
         Op::ScatterElements { .. } => "scatter_elements",
@@ -288,6 +289,9 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
         if d == DType::Bool {
             continue;
         }
+        for ignore in [None, Some(-100)].into_iter().filter(|_| d.is_int()) {
+            add(Op::ClassIndex { classes: 4.into(), ignore }, &[(d, s)], DType::I64, s);
+        }
         for kind in [ScatterKind::Set, ScatterKind::Add, ScatterKind::Min] {
             add(Op::ScatterElements { axis: 1, kind }, &[(d, s), i, (d, s)], d, s);
         }
@@ -341,7 +345,7 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
 /// Attention for few queries: one row and as many as a group takes, keys that are split and not, read 16 bytes at a time and not.
 pub fn few_queries(f64: bool) -> Vec<Kernel> {
     let mut out = vec![];
-    let caps = Caps { f64, compute_units: 64, ..Caps::generous() };
+    let caps = Caps { f64, compute_units: Some(64), ..Caps::generous() };
     for d in DType::native().filter(|d| d.is_float() && (f64 || *d != DType::F64)) {
         for (heads, keys, size) in [(1, 300, 64), (4, 300, 128), (8, 300, 50), (8, 40, 128)] {
             let (q, kv) = ([1, heads, 1, size], [1, 1, keys, size]);

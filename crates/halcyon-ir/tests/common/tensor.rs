@@ -121,7 +121,7 @@ pub fn with_matrix_units(ops: &[MatrixOp], width: u32) -> Caps {
         subgroup: Some(width),
         max_workgroup: 1024,
         workgroup_memory: 48 << 10,
-        compute_units: 4,
+        compute_units: Some(4),
         ..Caps::generous()
     }
 }

@@ -52,7 +52,7 @@ fn shapes_choose_the_kernel() {
 
 /// A GPU that a single group would leave idle.
 fn wide() -> Vec<Caps> {
-    vec![Caps { compute_units: 64, ..Caps::generous() }]
+    vec![Caps { compute_units: Some(64), ..Caps::generous() }]
 }
 
 fn run_wide(x: &[Input], causal: bool) -> Vec<String> {

@@ -1,6 +1,6 @@
 //! Settings of a backend, and how it is opened with them.
 
-use super::Backend;
+use super::{Backend, options};
 use crate::tune::Tuning;
 use halcyon_hal::policy::{Fallback, Policy};
 use halcyon_hal::select::{self, Request, Selection};
@@ -8,7 +8,8 @@ use halcyon_hal::tune::{self, TuningCache, TuningMode};
 use halcyon_hal::{BackendType, Device, MemoryPoolConfig, Options};
 use halcyon_ir::Graph;
 use halcyon_ir::error::{Error, Result};
-use halcyon_ir::passes::{AmpPolicy, Level, autocast};
+use halcyon_ir::passes::autocast::{self, Kept};
+use halcyon_ir::passes::{AmpPolicy, Level, MIXED};
 use halcyon_ir::target::MatmulPrecision;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -22,8 +23,12 @@ pub struct BackendBuilder {
     pub(super) fallback: Option<Fallback>,
     pub(super) memory: u64,
     pub(super) level: Level,
-    pub(super) precision: MatmulPrecision,
+    pub(super) precision: Option<MatmulPrecision>,
+    pub(super) tensor_cores: Option<bool>,
     pub(super) amp: Option<AmpPolicy>,
+    pub(super) force_amp: bool,
+    /// What stays in f32, where that is known already.
+    pub(super) amp_kept: Option<Kept>,
     pub(super) without: std::collections::BTreeSet<String>,
     pub(super) options: Options,
     pub(super) keep_packed: Option<bool>,
@@ -72,7 +77,16 @@ impl BackendBuilder {
     /// round the factors of products and convolutions to TF32. `Medium` lets the CPU round the factors of matrix products to bf16 (and
     /// take denormals for zero) where the processor multiplies bf16 faster than f32; all else is computed at `Highest`.
     pub fn precision(mut self, p: MatmulPrecision) -> Self {
-        self.precision = p;
+        self.precision = Some(p);
+        self
+    }
+
+    /// Whether matrix units work. On: products of f32 may be rounded for them, to TF32 where the device has it ([`MatmulPrecision::High`]), on
+    /// the CPU to bf16 where that is faster ([`MatmulPrecision::Medium`]). Off: CUDA and ROCm devices multiply no type on matrix units, and
+    /// f32 stays exact. If it is not said, f16 and bf16 use them and f32 does not. [`BackendBuilder::precision`] goes first.
+    pub fn enable_tensor_cores(mut self, on: bool) -> Self {
+        self.tensor_cores = Some(on);
+        self.options.matrix_units = Some(on);
         self
     }
 
@@ -82,6 +96,20 @@ impl BackendBuilder {
     /// `HALCYON_PRECISION` counts (`f32`, `bf16`), else [`AmpPolicy::None`].
     pub fn amp(mut self, policy: AmpPolicy) -> Self {
         self.amp = Some(policy);
+        self
+    }
+
+    /// Computes in the type of [`BackendBuilder::amp`] also where the processor is slower in it. If it is not said, the CPU device measures
+    /// products and convolutions in both types (once per processor) and keeps in f32 what does not gain, which a warning of the plan and
+    /// [`Backend::warnings`] say with the rates.
+    pub fn force_amp(mut self, on: bool) -> Self {
+        self.force_amp = on;
+        self
+    }
+
+    /// What stays in f32, without a measurement.
+    pub(crate) fn amp_kept(mut self, kept: Kept) -> Self {
+        self.amp_kept = Some(kept);
         self
     }
 
@@ -182,7 +210,7 @@ impl BackendBuilder {
     /// The file of the tuning cache, nothing opened; `None` where there is none.
     ///
     /// # Errors
-    /// Those of the configuration file.
+    /// Those of the configuration file; [`Error::Format`] where the file that was named is something else than a tuning cache.
     pub fn tuning_file(&self) -> Result<Option<PathBuf>> {
         Ok(self.tuning_settings()?.1)
     }
@@ -199,13 +227,16 @@ impl BackendBuilder {
             (None, Some(m)) => m.parse()?,
             (None, None) => config.as_ref().and_then(|c| c.tuning).unwrap_or_default(),
         };
-        let file = match (&self.tuning_file, file) {
+        let named = match (&self.tuning_file, file) {
             (Some(f), _) => Some(f.clone()),
-            (None, Some(f)) if f.eq_ignore_ascii_case("off") => None,
+            (None, Some(f)) if f.eq_ignore_ascii_case("off") => return Ok((mode, None)),
             (None, Some(f)) => Some(f.into()),
-            (None, None) => config.and_then(|c| c.tuning_cache).or_else(|| self.tuning_default()),
+            (None, None) => config.and_then(|c| c.tuning_cache),
         };
-        Ok((mode, file))
+        if let Some(f) = &named {
+            tune::check(f)?;
+        }
+        Ok((mode, named.or_else(|| self.tuning_default())))
     }
 
     #[cfg(not(target_arch = "wasm32"))]
@@ -249,14 +280,14 @@ impl BackendBuilder {
     }
 
     fn open(self, admit: impl Fn(&Backend) -> Result<()>) -> Result<Backend> {
-        if self.options.threads == Some(0) {
-            return Err(Error::argument("threads", "at least one thread is needed"));
-        }
+        #[cfg(not(target_arch = "wasm32"))]
+        halcyon_hal::cache::kept()?;
         let amp = match (self.amp, std::env::var("HALCYON_PRECISION")) {
             (Some(p), _) => p,
             (None, Ok(p)) => p.parse()?,
             (None, Err(_)) => AmpPolicy::None,
         };
+        options::check(&self, amp)?;
         let tuning = self.tuning_settings()?;
         let request = Request {
             backend: self.backend.unwrap_or(BackendType::Auto),
@@ -276,6 +307,21 @@ impl BackendBuilder {
         Ok(self.over(device, selection, amp, &tuning))
     }
 
+    /// What stays in f32 under a policy of mixed precision on a device.
+    fn kept(&self, device: &dyn Device, amp: AmpPolicy) -> Kept {
+        match self.amp_kept {
+            _ if self.force_amp || self.level < Level::O2 || self.without.contains(MIXED) => Kept::default(),
+            Some(k) => k,
+            #[cfg(not(target_arch = "wasm32"))]
+            None => crate::mixed::kept(device.info(), &self.options, amp),
+            #[cfg(target_arch = "wasm32")]
+            None => {
+                let _ = (device, amp);
+                Kept::default()
+            }
+        }
+    }
+
     fn over(
         &self,
         device: Arc<dyn Device>,
@@ -285,8 +331,11 @@ impl BackendBuilder {
     ) -> Backend {
         let mut b = Backend::from_device(device, selection, self.level);
         if let Some(i) = Arc::get_mut(&mut b.0) {
-            i.precision = self.precision;
+            i.precision = options::precision(self, &*i.device);
             i.amp = amp;
+            i.amp_kept = self.kept(&*i.device, amp);
+            i.warnings = options::warnings(self, &*i.device, amp, &i.amp_kept);
+            i.warnings.extend(options::unused_order(self, &i.selection));
             let cache = file.as_ref().map_or_else(TuningCache::memory, TuningCache::at);
             let key = tune::device_key(i.device.info(), i.device.as_target().caps());
             i.tuning = Tuning::new(*mode, cache, key);

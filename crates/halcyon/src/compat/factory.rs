@@ -97,8 +97,12 @@ impl BackendFactory {
     /// [`Error::Argument`] for a name that is none; those of [`crate::BackendBuilder::build`].
     pub fn create(backend: impl BackendName, config: Option<BackendConfig>) -> Result<Backend> {
         let c = config.unwrap_or_default();
-        let mut b = Backend::builder().backend_type(backend.backend_type()?).level(c.level);
-        b = b.policy(vendors()?);
+        let kind = backend.backend_type()?;
+        let mut b = Backend::builder().backend_type(kind).level(c.level);
+        // An order is for a choice.
+        if kind == BackendType::Auto {
+            b = b.policy(vendors()?);
+        }
         if let Some(i) = c.device_id {
             b = b.device(i);
         }
@@ -120,7 +124,7 @@ impl BackendFactory {
         if kind == BackendType::Auto {
             return Ok(!Backend::available().is_empty());
         }
-        Ok(registry::driver(kind).and_then(|d| d.probe()).is_ok_and(|d| !d.is_empty()))
+        Ok(registry::driver(kind).and_then(|d| d.list()).is_ok_and(|d| !d.is_empty()))
     }
 
     /// Every backend by its vendor's name (`nvidia`, `amd`, …), with its devices or the reason it has none.
@@ -198,15 +202,18 @@ pub struct StandardDeviceInfo {
     pub is_available: bool,
     /// Element types that its kernels load and store.
     pub supported_dtypes: Vec<DType>,
-    /// What the driver tells besides, and `fp8_supported`.
+    /// What the driver tells besides, `fp8_supported` (whether the device multiplies 8-bit floats: `true`, `false` or `unknown`) and
+    /// `f16_arithmetic`.
     pub properties: BTreeMap<String, String>,
 }
 
 impl StandardDeviceInfo {
-    fn of(d: &DeviceInfo, dtypes: &[DType]) -> StandardDeviceInfo {
+    fn of(b: &Backend) -> StandardDeviceInfo {
+        let (d, caps) = (b.info(), b.device().as_target().caps());
         let mut properties = d.properties.clone();
-        let fp8 = dtypes.iter().any(|t| t.is_float() && t.bits() == 8);
-        properties.insert("fp8_supported".into(), fp8.to_string());
+        let fp8 = caps.f8_products.map_or("unknown".into(), |yes| yes.to_string());
+        properties.insert("fp8_supported".into(), fp8);
+        properties.insert("f16_arithmetic".into(), caps.f16_arithmetic.to_string());
         StandardDeviceInfo {
             backend: vendor_name(d.backend),
             device_type: d.torch_device().unwrap_or_else(|| d.id.clone()),
@@ -214,10 +221,10 @@ impl StandardDeviceInfo {
             device_name: d.name.clone(),
             compute_capability: d.compute_capability.clone(),
             total_memory_bytes: d.total_memory,
-            available_memory_bytes: d.free_memory,
+            available_memory_bytes: b.device().free_memory(),
             driver_version: d.driver_version.clone(),
             is_available: true,
-            supported_dtypes: dtypes.to_vec(),
+            supported_dtypes: b.supported_dtypes().to_vec(),
             properties,
         }
     }
@@ -289,21 +296,19 @@ impl BaseBackend for Backend {
     }
 
     fn is_available(&self) -> bool {
-        self.synchronize().is_ok()
+        // The device alone: a fault that a kernel has met stays for the caller who reads its result.
+        self.device().synchronize().is_ok()
     }
 
     fn device_count(&self) -> usize {
         let kind = self.info().backend;
-        registry::driver(kind).and_then(|d| d.probe()).map_or(0, |d| d.len())
+        registry::driver(kind).and_then(|d| d.list()).map_or(0, |d| d.len())
     }
 
     fn get_device_info(&self, device_id: Option<usize>) -> Result<StandardDeviceInfo> {
         match device_id.filter(|i| *i != self.info().index) {
-            None => Ok(StandardDeviceInfo::of(self.info(), self.supported_dtypes())),
-            Some(i) => {
-                let b = self.on_device(i)?;
-                Ok(StandardDeviceInfo::of(b.info(), b.supported_dtypes()))
-            }
+            None => Ok(StandardDeviceInfo::of(self)),
+            Some(i) => Ok(StandardDeviceInfo::of(&self.on_device(i)?)),
         }
     }
 

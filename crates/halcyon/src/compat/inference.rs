@@ -5,7 +5,7 @@
 //! # fn main() -> halcyon::Result<()> {
 //! let need = estimate_inference_memory(256, 688, 2, 512, 4, 4, 128, 4);
 //! let backend = init_backend_with_memory_check(BackendPreference::Cpu, need.total_bytes)?;
-//! println!("{}: {:.3} GB of {:?}", backend.id(), need.total_gb(), backend.info().memory_gb());
+//! println!("{}: {:.3} GiB of {:?}", backend.id(), need.total_gb(), backend.info().memory_gb());
 //! # Ok(())
 //! # }
 //! ```

@@ -163,7 +163,7 @@ impl<K: Kind> KernelBackend for On<K> {
     }
 
     fn is_available() -> bool {
-        registry::driver(K::TYPE).and_then(|d| d.probe()).is_ok_and(|d| !d.is_empty())
+        registry::driver(K::TYPE).and_then(|d| d.list()).is_ok_and(|d| !d.is_empty())
     }
 
     fn upload1(&self, x: ArrayView1<'_, f32>) -> Result<Tensor> {
@@ -221,11 +221,11 @@ impl<K: Kind> KernelBackend for On<K> {
         }
         let both = |a: &Array1<f32>| -> Result<Tensor> {
             let t = self.vector(a.view())?;
-            Ok(if a.len() == d { t } else { Tensor::concat(&[&t, &t], 0) })
+            Ok(if a.len() == d { t } else { Tensor::cat(&[&t, &t], 0) })
         };
         let t = self.matrix(x.view())?;
         let (low, high) = (t.narrow(1, 0usize, d / 2), t.narrow(1, d / 2, d / 2));
-        let turned = Tensor::concat(&[&high.neg(), &low], 1);
+        let turned = Tensor::cat(&[&high.neg(), &low], 1);
         let y = t * both(cos)? + turned * both(sin)?;
         x.iter_mut().zip(y.to_vec::<f32>()?).for_each(|(o, v)| *o = v);
         Ok(())

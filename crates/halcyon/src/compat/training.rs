@@ -13,6 +13,7 @@
 
 use super::BackendError;
 use crate::backend::Backend;
+use crate::summary::gigabytes;
 use halcyon_hal::policy::Fallback;
 use halcyon_hal::{BackendType, DeviceInfo, Driver, registry};
 use halcyon_ir::DType;
@@ -80,11 +81,17 @@ pub struct Tuning {
     pub matmul_precision: MatmulPrecision,
 }
 
-/// The settings for a kind of backend. TF32 exists on CUDA alone; elsewhere [`MatmulPrecision::High`] is what the device has that
+/// TF32 came with compute capability 8.0.
+fn has_tf32(d: &DeviceInfo) -> bool {
+    let major = d.compute_capability.as_deref().and_then(|c| c.split('.').next()?.parse::<u32>().ok());
+    d.backend == BackendType::Cuda && major.is_some_and(|m| m >= 8)
+}
+
+/// The settings for a device. TF32 exists on CUDA alone, from compute capability 8.0 on; elsewhere [`MatmulPrecision::High`] is what the device has that
 /// is no less exact. The CPU and the rest stay as they are.
-pub fn tuning(b: BackendType) -> Tuning {
-    match b {
-        BackendType::Cuda => Tuning { tf32: true, matmul_precision: MatmulPrecision::High },
+pub fn tuning(d: &DeviceInfo) -> Tuning {
+    match d.backend {
+        BackendType::Cuda => Tuning { tf32: has_tf32(d), matmul_precision: MatmulPrecision::High },
         BackendType::Rocm | BackendType::Metal => {
             Tuning { tf32: false, matmul_precision: MatmulPrecision::High }
         }
@@ -111,7 +118,7 @@ pub fn configure_backend(name: &str, device: &DeviceInfo, verbose: bool) -> Resu
         let reason = format!("the device that was given is {}", device.id);
         return Err(BackendError::mismatch(asked, device.backend, reason));
     }
-    let tuning = tuning(device.backend);
+    let tuning = tuning(device);
     let b = Backend::builder().backend_type(device.backend).device(device.index).fallback(Fallback::Never);
     let backend = b.precision(tuning.matmul_precision).build()?;
     let c = Configured { backend, requested: name.into(), tuning };
@@ -125,7 +132,8 @@ impl fmt::Display for Configured {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let d = self.backend.info();
         let known = |s: &Option<String>| s.clone().unwrap_or_else(|| "not told by the driver".into());
-        let gib = |b: u64| format!("{:.2} GB", b as f64 / (1u64 << 30) as f64);
+        // As plans use it: the device has it, and the precision lets them.
+        let tf32 = has_tf32(d) && self.backend.lower_options().precision > MatmulPrecision::Highest;
         let m = self.backend.memory();
         writeln!(f, "backend requested: {}", self.requested)?;
         writeln!(f, "backend resolved:  {} ({})", d.backend, d.id)?;
@@ -133,10 +141,14 @@ impl fmt::Display for Configured {
         writeln!(f, "driver:            {}", known(&d.driver_version))?;
         writeln!(f, "device:            {}", d.name)?;
         writeln!(f, "capability:        {}", known(&d.compute_capability))?;
-        writeln!(f, "memory total:      {}", d.total_memory.map_or("not told by the driver".into(), gib))?;
-        writeln!(f, "memory allocated:  {}", gib(m.allocated))?;
-        writeln!(f, "memory reserved:   {}", gib(m.allocated + m.cached))?;
-        writeln!(f, "TF32:              {}", if self.tuning.tf32 { "on" } else { "off" })?;
+        writeln!(
+            f,
+            "memory total:      {}",
+            d.total_memory.map_or("not told by the driver".into(), gigabytes)
+        )?;
+        writeln!(f, "memory allocated:  {}", gigabytes(m.allocated))?;
+        writeln!(f, "memory reserved:   {}", gigabytes(m.allocated + m.cached))?;
+        writeln!(f, "TF32:              {}", if tf32 { "on" } else { "off" })?;
         write!(f, "matmul precision:  {:?}", self.tuning.matmul_precision)
     }
 }
@@ -159,4 +171,28 @@ pub fn resolve_amp_config(device: &DeviceInfo) -> AmpConfig {
         _ => (false, false),
     };
     AmpConfig { enabled, dtype: enabled.then_some(DType::F16), use_grad_scaler }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tf32_is_a_matter_of_the_capability() {
+        let cpu = first_device(BackendType::Cpu).unwrap();
+        let of = |backend, capability: Option<&str>| {
+            tuning(&DeviceInfo { backend, compute_capability: capability.map(String::from), ..cpu.clone() })
+                .tf32
+        };
+        for (capability, want) in [
+            (None, false),
+            (Some("7.5"), false),
+            (Some("8.0"), true),
+            (Some("9.0"), true),
+            (Some("12.0"), true),
+        ] {
+            assert_eq!(of(BackendType::Cuda, capability), want, "{capability:?}");
+        }
+        assert!(!of(BackendType::Rocm, Some("9.4")) && !of(BackendType::Cpu, None));
+    }
 }

@@ -19,7 +19,6 @@ use halcyon_hal::policy::Fallback;
 use halcyon_hal::registry;
 use halcyon_ir::error::Error;
 use halcyon_ir::passes::{AmpPolicy, Level};
-use halcyon_ir::target::MatmulPrecision;
 
 pub use crate::blas::ConvConfig;
 pub use crate::{Backend, BackendType, DType, Result, Tensor};
@@ -36,7 +35,6 @@ pub mod prelude {
 pub struct BackendBuilder {
     core: CoreBuilder,
     kind: Option<BackendType>,
-    tensor_cores: bool,
 }
 
 impl BackendBuilder {
@@ -62,11 +60,9 @@ impl BackendBuilder {
         self.with(|b| b.memory_limit(bytes))
     }
 
-    /// Lets matrix units compute f32 products in a narrower type: in TF32 where the device has it ([`MatmulPrecision::High`]); on the
-    /// CPU, where it is named, in bf16 with f32 sums where it multiplies bf16 faster ([`MatmulPrecision::Medium`]).
-    pub fn enable_tensor_cores(mut self, on: bool) -> Self {
-        self.tensor_cores = on;
-        self
+    /// [`crate::BackendBuilder::enable_tensor_cores`].
+    pub fn enable_tensor_cores(self, on: bool) -> Self {
+        self.with(|b| b.enable_tensor_cores(on))
     }
 
     /// Mixed precision, at level O2 ([`crate::BackendBuilder::amp`]).
@@ -96,6 +92,11 @@ impl BackendBuilder {
         Ok(self.with(|b| b.amp(policy)))
     }
 
+    /// [`crate::BackendBuilder::force_amp`].
+    pub fn force_amp(self, on: bool) -> Self {
+        self.with(|b| b.force_amp(on))
+    }
+
     pub fn level(self, level: Level) -> Self {
         self.with(|b| b.level(level))
     }
@@ -103,13 +104,7 @@ impl BackendBuilder {
     /// # Errors
     /// As [`crate::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
-        let kind = self.kind.unwrap_or(BackendType::Auto);
-        let precision = match (self.tensor_cores, kind) {
-            (false, _) => MatmulPrecision::Highest,
-            (true, BackendType::Cpu) => MatmulPrecision::Medium,
-            (true, _) => MatmulPrecision::High,
-        };
-        self.core.backend_type(kind).precision(precision).build()
+        self.core.backend_type(self.kind.unwrap_or(BackendType::Auto)).build()
     }
 }
 
@@ -131,7 +126,7 @@ pub fn cpu() -> CpuBuilder {
 
 /// CUDA with options.
 pub fn cuda() -> CudaBuilder {
-    CudaBuilder { builder: Core::builder().backend_type(BackendType::Cuda), cudnn: None, tensor_cores: None }
+    CudaBuilder(Core::builder().backend_type(BackendType::Cuda))
 }
 
 /// Metal with options.
@@ -171,39 +166,27 @@ fn not_yet(option: &str, backend: BackendType) -> Error {
 
 /// See [`cuda`].
 #[derive(Clone, Debug)]
-pub struct CudaBuilder {
-    builder: CoreBuilder,
-    cudnn: Option<bool>,
-    tensor_cores: Option<bool>,
-}
+pub struct CudaBuilder(CoreBuilder);
 
 impl CudaBuilder {
-    pub fn device(mut self, n: usize) -> Self {
-        self.builder = self.builder.device(n);
-        self
+    pub fn device(self, n: usize) -> Self {
+        CudaBuilder(self.0.device(n))
     }
 
-    pub fn enable_cudnn(mut self, on: bool) -> Self {
-        self.cudnn = Some(on);
-        self
+    pub fn enable_cudnn(self, on: bool) -> Self {
+        CudaBuilder(self.0.enable_cudnn(on))
     }
 
-    pub fn enable_tensor_cores(mut self, on: bool) -> Self {
-        self.tensor_cores = Some(on);
-        self
+    /// [`crate::BackendBuilder::enable_tensor_cores`].
+    pub fn enable_tensor_cores(self, on: bool) -> Self {
+        CudaBuilder(self.0.enable_tensor_cores(on))
     }
 
     /// # Errors
     /// [`Error::Unavailable`] where there is no CUDA; [`Error::Unsupported`] for cuDNN switched on where it is not found; as
     /// [`crate::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
-        registry::driver(BackendType::Cuda)?.probe()?;
-        let precision = match self.tensor_cores {
-            Some(true) => MatmulPrecision::High,
-            _ => MatmulPrecision::Highest,
-        };
-        let b = self.builder.precision(precision).fallback(Fallback::Never);
-        self.cudnn.map_or_else(|| b.clone(), |on| b.clone().enable_cudnn(on)).build()
+        self.0.fallback(Fallback::Never).build()
     }
 }
 
@@ -230,7 +213,7 @@ impl MetalBuilder {
     /// [`Error::Unavailable`] where there is no Metal; [`Error::Unsupported`] for MPS switched on, until the native driver is there;
     /// as [`crate::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
-        registry::driver(BackendType::Metal)?.probe()?;
+        registry::driver(BackendType::Metal)?.list()?;
         if self.mps == Some(true) {
             return Err(not_yet("Metal Performance Shaders", BackendType::Metal));
         }
@@ -303,6 +286,6 @@ impl Operations for Core {
 
     #[track_caller]
     fn batch_norm(&self, input: &Tensor, mean: &State, var: &State, training: bool) -> Result<Tensor> {
-        self.own(input).batch_norm_running(mean, var, training)
+        self.own(input).batch_norm_running(mean, var, crate::BatchNorm { training, ..Default::default() })
     }
 }

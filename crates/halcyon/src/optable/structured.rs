@@ -24,6 +24,8 @@ pub fn rows() -> Vec<Row> {
         out.extend(scatters(kind));
     }
     out.push(update_slice());
+    out.push(slice_at());
+    out.push(class_index());
     out.push(argsort());
     for kind in [ReduceKind::Sum, ReduceKind::Prod, ReduceKind::Max, ReduceKind::Min] {
         out.push(scan(kind));
@@ -582,17 +584,63 @@ fn composites() -> Vec<Row> {
             "cross_entropy",
             floats(),
             Tol::Norm(16.0),
-            [case("7 of 5", [x([7, 5]), labels(7, 5)], |g: &mut Graph, x: &[NodeId]| {
-                g.cross_entropy(x[0], x[1])
-            })
-            .grad()],
+            [
+                case("7 of 5", [x([7, 5]), labels(7, 5)], |g: &mut Graph, x: &[NodeId]| {
+                    g.cross_entropy(x[0], x[1], Some(-100))
+                })
+                .grad(),
+                case("images", [x([2, 5, 3, 2]), ix([2, 3, 2], 0, 5).of(DType::U8)], |g, x| {
+                    g.cross_entropy(x[0], x[1], None)
+                })
+                .grad(),
+                case("of class 1 nothing counts", [x([9, 3]), labels(9, 3)], |g, x| {
+                    g.cross_entropy(x[0], x[1], Some(1))
+                })
+                .grad(),
+            ],
         )
         .bench(case(
             "1024 of 1024",
             [x([1024, 1024]), labels(1024, 1024)],
-            |g: &mut Graph, x: &[NodeId]| g.cross_entropy(x[0], x[1]),
+            |g: &mut Graph, x: &[NodeId]| g.cross_entropy(x[0], x[1], Some(-100)),
         )),
     ]
+}
+
+fn slice_at() -> Row {
+    row(
+        "slice_at",
+        all(),
+        Tol::Exact,
+        [
+            case("rows", [x([9, 5]), ix([], 0, 5)], |g, x| g.slice_at(x[0], x[1], 0, 4)).grad(),
+            case("a column, i32", [x([3, 7, 2]), ix([], 0, 7).of(DType::I32)], |g, x| {
+                g.slice_at(x[0], x[1], 1, 1)
+            })
+            .grad(),
+            case("nothing", [x([3, 5]), ix([], 0, 3)], |g, x| g.slice_at(x[0], x[1], 0, 0)),
+        ],
+    )
+    .bench(case("1024 of 8192 rows of 128", [x([8192, 128]), ix([], 0, 7168)], |g, x| {
+        g.slice_at(x[0], x[1], 0, 1024)
+    }))
+}
+
+fn class_index() -> Row {
+    row(
+        "class_index",
+        vec![DType::I64, DType::I32, DType::U8, DType::U64, DType::I16],
+        Tol::Exact,
+        [
+            case("7 of 5", [ix([7], 0, 5)], |g, x| g.class_index(x[0], 5, None)),
+            case("one is skipped", [ix([3, 40], 0, 10)], |g, x| g.class_index(x[0], 9, Some(9))),
+            case("a view", [ix([6, 8], 0, 5)], |g, x| {
+                let v = g.transpose(x[0], 0, 1)?;
+                g.class_index(v, 5, None)
+            }),
+            case("no labels", [ix([0], 0, 1)], |g, x| g.class_index(x[0], 5, None)),
+        ],
+    )
 }
 
 fn custom() -> Row {

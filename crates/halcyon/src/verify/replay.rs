@@ -9,10 +9,11 @@ use crate::backend::{Backend, BackendBuilder};
 use crate::optable::check::{Errors, Wrong};
 use halcyon_hal::BackendType;
 use halcyon_ir::error::{Error, Result};
+use halcyon_ir::passes::autocast::Kept;
 use halcyon_ir::passes::{AmpPolicy, Level};
 use halcyon_ir::shape::TensorType;
 use halcyon_ir::target::MatmulPrecision;
-use halcyon_ir::{ConstData, DType, Graph};
+use halcyon_ir::{ConstData, DType, Graph, input};
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::path::Path;
@@ -41,6 +42,9 @@ pub struct About {
     pub precision: MatmulPrecision,
     /// Mixed precision; a step has its casts in its graph already.
     pub amp: AmpPolicy,
+    /// What stayed in f32 under that policy.
+    #[serde(default)]
+    pub kept: Kept,
     /// Transformations that were switched off.
     pub without: BTreeSet<String>,
     /// The step of the plan, where it is one.
@@ -73,6 +77,7 @@ impl About {
             level: b.level(),
             precision: o.precision,
             amp: AmpPolicy::None,
+            kept: o.passes.kept,
             without: o.passes.without,
             step: None,
             op: String::new(),
@@ -93,7 +98,8 @@ impl About {
             .device(self.index)
             .level(self.level)
             .precision(self.precision)
-            .amp(self.amp);
+            .amp(self.amp)
+            .amp_kept(self.kept);
         self.without.iter().fold(b, |b, t| b.without(t))
     }
 }
@@ -259,8 +265,7 @@ impl Replay {
     /// [`Error::Io`], and those of [`Replay::to_bytes`].
     pub fn write(&self, path: &Path) -> Result<u64> {
         let b = self.to_bytes()?;
-        std::fs::write(path, &b)
-            .map_err(|e| Error::Io { path: path.display().to_string(), what: e.to_string() })?;
+        halcyon_ir::output::write(path, &b)?;
         Ok(b.len() as u64)
     }
 
@@ -270,15 +275,13 @@ impl Replay {
     /// [`Error::Io`]; [`Error::Format`] as [`Replay::from_bytes`] has it.
     pub fn read(path: &Path) -> Result<Replay> {
         let name = path.display().to_string();
-        let io = |e: std::io::Error| Error::Io { path: name.clone(), what: e.to_string() };
-        let size = std::fs::metadata(path).map_err(io)?.len();
-        if size > FILE {
-            return Err(Error::Format {
-                file: name,
-                what: format!("{size} bytes are too many for a replay file, which has at most {FILE}"),
-            });
+        // The bound is large, so what has no end is refused first.
+        match std::fs::metadata(path) {
+            Ok(m) if !m.is_file() => return Err(Error::Io { path: name, what: "not a regular file".into() }),
+            _ => {}
         }
-        Replay::from_bytes(&std::fs::read(path).map_err(io)?, &name)
+        let bytes = input::bytes(path, FILE).map_err(|e| e.error(path))?;
+        Replay::from_bytes(&bytes, &name)
     }
 
     /// Runs the work again, on a backend and on the reference (at level O0), and compares.

@@ -162,7 +162,7 @@ fn evaluations_of_changing_shapes() {
         for n in 0..10_000usize {
             let (rows, columns) = (1 + n % 101, 1 + n / 101);
             let x = Tensor::from_slice(&b, [rows, columns], &vec![0.5f32; rows * columns]).unwrap();
-            let y = ((x + 1.0).sum(&[1], false) * 2.0).to_vec::<f32>().unwrap();
+            let y = ((x + 1.0).sum([1]) * 2.0).to_vec::<f32>().unwrap();
             assert_eq!(y, vec![3.0 * columns as f32; rows]);
             if n % 1000 == 999 {
                 halcyon::hal::heap::trim();

@@ -15,11 +15,16 @@ pub fn skip(test: &str, reason: &str) {
     }
 }
 
+/// Whether nothing may be skipped for want of a library or of data.
+pub fn required() -> bool {
+    std::env::var("HALCYON_REQUIRE_LANES").is_ok_and(|v| v == "1")
+}
+
 /// A backend, or `None` with a message where it is not there. With HALCYON_REQUIRE_LANES=1 it must be there.
 pub fn open(test: &str, kind: BackendType, level: Level) -> Option<Backend> {
     match Backend::builder().backend_type(kind).level(level).build() {
         Ok(b) => Some(b),
-        Err(e) if std::env::var("HALCYON_REQUIRE_LANES").is_ok_and(|v| v == "1") => panic!("{kind}: {e}"),
+        Err(e) if required() => panic!("{kind}: {e}"),
         Err(e) => {
             skip(test, &format!("{kind}: {e}"));
             None
@@ -46,8 +51,21 @@ pub fn models(test: &str) -> Option<PathBuf> {
     if dir.is_dir() {
         return Some(dir);
     }
-    skip(test, "the models folder beside the repository is absent");
+    assert!(!required(), "{} is missing: HALCYON_MODELS names the folder of models", dir.display());
+    skip(test, "the models folder beside the repository is absent; HALCYON_MODELS names it");
     None
+}
+
+/// One case in so many is run: `usual`, or what HALCYON_CASES says (`all`, or a number).
+pub fn one_in(usual: usize) -> usize {
+    match std::env::var("HALCYON_CASES").as_deref() {
+        Err(_) | Ok("") => usual,
+        Ok("all") => 1,
+        Ok(n) => match n.parse() {
+            Ok(n) if n > 0 => n,
+            _ => panic!("HALCYON_CASES is \"{n}\"; it is `all` or how many cases one is drawn from"),
+        },
+    }
 }
 
 /// A folder of generated test data.
@@ -59,11 +77,7 @@ pub fn testdata(test: &str, name: &str) -> Option<PathBuf> {
     if dir.is_dir() {
         return Some(dir);
     }
-    assert!(
-        std::env::var("HALCYON_REQUIRE_LANES").map_or(true, |v| v != "1"),
-        "{} is missing",
-        dir.display()
-    );
+    assert!(!required(), "{} is missing; `cargo xtask test` makes it", dir.display());
     skip(test, "generated test data is absent; `cargo xtask test` makes it");
     None
 }

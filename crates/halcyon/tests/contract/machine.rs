@@ -36,7 +36,9 @@ impl Driver for StandIn {
             compute_capability: Some("9.0".into()),
             driver_version: Some("535.1".into()),
             total_memory: Some(24 << 30),
-            free_memory: Some(20 << 30),
+            // What the real drivers tell when they are probed: a card's own memory, and nothing of what is free. Apple's is shared.
+            free_memory: None,
+            unified_memory: self.kind == BackendType::Metal,
             ..cpu.clone()
         };
         Ok((0..n).map(one).collect())
@@ -49,18 +51,60 @@ impl Driver for StandIn {
     }
 }
 
-/// As long as it lives, the machine has these devices and no others of CUDA, ROCm and Metal.
+/// As long as it lives, the machine has these devices and no others of the kinds that were replaced.
 pub struct Machine(#[allow(dead_code)] MutexGuard<'static, ()>);
 
 const KINDS: [BackendType; 3] = [BackendType::Cuda, BackendType::Rocm, BackendType::Metal];
+/// Those that other tests of this process use where they are there.
+const USED: [BackendType; 4] =
+    [BackendType::Tpu, BackendType::Intel, BackendType::OpenCl, BackendType::WebGpu];
 
-/// A machine with so many devices of each of these kinds.
-pub fn with(devices: &[(BackendType, usize)]) -> Machine {
+fn replace(kinds: &[BackendType], devices: impl Fn(BackendType) -> usize) -> Machine {
     static ONE: Mutex<()> = Mutex::new(());
     let guard = ONE.lock().unwrap_or_else(|e| e.into_inner());
-    for kind in KINDS {
-        let n = devices.iter().find(|(k, _)| *k == kind).map_or(0, |(_, n)| *n);
-        registry::register(Arc::new(StandIn { kind, devices: AtomicUsize::new(n) })).unwrap();
+    for kind in kinds {
+        let devices = AtomicUsize::new(devices(*kind));
+        registry::register(Arc::new(StandIn { kind: *kind, devices })).unwrap();
     }
     Machine(guard)
+}
+
+/// A machine with so many devices of each of these kinds, and no others of CUDA, ROCm and Metal.
+pub fn with(devices: &[(BackendType, usize)]) -> Machine {
+    replace(&KINDS, |kind| devices.iter().find(|(k, _)| *k == kind).map_or(0, |(_, n)| *n))
+}
+
+/// A machine with one device of each of these kinds, and the CPU. Only for [`alone`]: it replaces every driver but the CPU's.
+pub fn exactly(there: &[BackendType]) -> Machine {
+    assert!(std::env::var_os(ALONE).is_some(), "other tests of this process use the drivers");
+    replace(&[&KINDS[..], &USED].concat(), |kind| usize::from(there.contains(&kind)))
+}
+
+const ALONE: &str = "HALCYON_CONTRACT_ALONE";
+
+/// Runs `work` in a process of its own, where no other test has replaced a driver: this test again, by its full name.
+pub fn alone(test: &str, work: impl FnOnce()) {
+    if std::env::var(ALONE).is_ok_and(|t| t == test) {
+        work();
+        println!("\n{}", end(test));
+        return;
+    }
+    alone_with(test, &[]);
+}
+
+fn end(test: &str) -> String {
+    format!("ran alone: {test}")
+}
+
+/// Starts a test again in a process of its own, with these variables. There it calls [`alone`].
+pub fn alone_with(test: &str, variables: &[(&str, &str)]) {
+    let mut c = std::process::Command::new(std::env::current_exe().unwrap());
+    c.args([test, "--exact", "--nocapture"]).env(ALONE, test);
+    c.envs(variables.iter().copied());
+    c.env("HALCYON_CONFIG", "off").env_remove("HALCYON_BACKENDS");
+    let o = c.output().unwrap();
+    let out = String::from_utf8_lossy(&o.stdout);
+    // The line shows that the test was found: a name that is none runs nothing and succeeds.
+    let ran = o.status.success() && out.lines().any(|l| l == end(test));
+    assert!(ran, "{test}, {}: {out}{}", o.status, String::from_utf8_lossy(&o.stderr));
 }

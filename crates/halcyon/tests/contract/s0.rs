@@ -63,7 +63,8 @@ fn s0_03_settings_are_the_backends_own() {
     }
     let cuda = resolve_device("cuda").unwrap();
     assert_eq!(kind(configure_backend("cpu", &cuda, false).unwrap_err()), Kind::Mismatch);
-    assert_eq!(configure_backend("auto", &cuda, false).unwrap().tuning, tuning(B::Cuda));
+    let auto = configure_backend("auto", &cuda, false).unwrap().tuning;
+    assert_eq!(auto, Tuning { tf32: true, matmul_precision: MatmulPrecision::High });
 }
 
 #[test]
@@ -79,7 +80,7 @@ fn s0_04_verbose_tells_what_it_is() {
     assert_eq!((line("backend requested"), line("backend resolved")), ("host".into(), "cpu (cpu:0)".into()));
     assert_eq!(line("halcyon"), env!("CARGO_PKG_VERSION"));
     assert_eq!(line("device"), d.name);
-    let gb = format!("{:.2} GB", d.memory_gb().unwrap());
+    let gb = format!("{:.2} GB", d.total_memory.unwrap() as f64 / 1e9);
     assert_eq!(line("memory total"), gb);
     assert_eq!((line("memory allocated"), line("memory reserved")), ("0.00 GB".into(), "0.00 GB".into()));
     assert_eq!((line("TF32"), line("matmul precision")), ("off".into(), "Highest".into()));

@@ -189,7 +189,7 @@ fn s1_05_a_preference_that_is_not_there_falls_to_the_next() {
 
 #[test]
 fn s1_06_discovery_and_its_summary() {
-    let m = machine::with(&[(B::Cuda, 2)]);
+    let m = machine::with(&[(B::Cuda, 2), (B::Metal, 1)]);
     let all = discover_backends();
     let cuda = all.iter().find(|r| r.id == B::Cuda).unwrap();
     assert!(cuda.available && cuda.devices.len() == 2);
@@ -197,18 +197,57 @@ fn s1_06_discovery_and_its_summary() {
     for line in [
         "=== Available Backends ===",
         "✓ CUDA (cuda)",
-        "    [1] Stand-in 1: 24.00 GB (20.00 GB free) (unified memory)",
+        "    [1] Stand-in 1: 25.77 GB (free memory unknown)",
+        "✓ Metal (metal)",
+        "    [0] Stand-in 0: 25.77 GB (free memory unknown) (unified memory)",
         "✗ ROCm (rocm)",
         "    Error: the library is not there. Tried: lib.so. Install the driver",
         "Recommended backend: CUDA",
     ] {
         assert!(text.lines().any(|l| l == line), "{line} is missing in\n{text}");
     }
+    // Free memory stands there where it is told, as the CPU tells it.
+    let cpu = text.lines().skip_while(|l| *l != "✓ CPU (cpu)").nth(1).unwrap();
+    assert!(cpu.starts_with("    [0] ") && cpu.contains(" GB (") && cpu.contains(" GB free)"), "{cpu}");
     assert_eq!(best_available_backend().unwrap(), B::Cuda);
     drop(m);
     let _m = machine::with(&[]);
     assert_eq!(best_available_backend().unwrap(), B::Cpu);
     print_backend_summary();
+}
+
+/// The same over the driver of CUDA itself, whose library a stand-in replaces: what its calls answer is what is printed.
+#[test]
+#[cfg(all(unix, feature = "cuda", feature = "rocm"))]
+fn s1_06_over_the_driver() {
+    const TEST: &str = "s1::s1_06_over_the_driver";
+    if std::env::var("HALCYON_CONTRACT_ALONE").is_err() {
+        let paths = crate::standin::paths();
+        let Some((family, path)) = paths.iter().find(|(f, _)| f.kind == B::Cuda) else { return };
+        machine::alone_with(
+            TEST,
+            &[(family.library_variable, path), (family.compiler_variable, path), ("HALCYON_CACHE", "off")],
+        );
+        return;
+    }
+    machine::alone(TEST, || {
+        let text = summary(&discover_backends());
+        let cuda: Vec<&str> = text
+            .lines()
+            .skip_while(|l| *l != "✓ CUDA (cuda)")
+            .skip(1)
+            .take_while(|l| l.starts_with("    "))
+            .collect();
+        assert!(!cuda.is_empty(), "{text}");
+        for (i, line) in cuda.iter().enumerate() {
+            // The stand-in's name, its memory, and no word of shared memory: its cards have their own.
+            assert!(line.starts_with(&format!("    [{i}] Stand-in {i}: ")) && line.contains(" GB"), "{line}");
+            // What is free is asked of the driver.
+            assert!(line.contains(" GB free)") && !line.contains("unified"), "{line}");
+        }
+        assert!(text.contains("Recommended backend: CUDA"), "{text}");
+        assert_eq!(best_available_backend().unwrap(), B::Cuda);
+    });
 }
 
 #[test]

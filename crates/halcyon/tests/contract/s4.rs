@@ -57,14 +57,23 @@ fn s2_04_device_information_with_probed_types() {
     let b = get_backend(Some("cpu")).unwrap();
     let d = b.get_device_info(None).unwrap();
     assert_eq!((d.backend, d.device_name.as_str()), ("cpu", b.info().name.as_str()));
-    assert_eq!(d.total_memory_gb(), b.info().memory_gb());
+    #[cfg(target_os = "linux")]
+    {
+        let text = std::fs::read_to_string("/proc/meminfo").unwrap();
+        let kib: f64 = text.lines().next().unwrap().split_whitespace().nth(1).unwrap().parse().unwrap();
+        assert_eq!(d.total_memory_gb(), Some(kib / 1024.0 / 1024.0));
+    }
     assert!(d.available_memory_gb() <= d.total_memory_gb() && d.available_memory_gb() > Some(0.0));
     // What is listed is computed with, element for element.
     for t in d.supported_dtypes.iter().filter(|t| **t != DType::Bool) {
         let x = Tensor::ones(&b, [3], *t);
         assert_eq!((&x + &x).to_vec::<f64>().unwrap(), [2.0; 3], "{t}");
     }
-    assert_eq!(d.properties["fp8_supported"], "false");
+    // What the device multiplies, not what its kernels store.
+    let caps = b.device().as_target().caps();
+    let fp8 = caps.f8_products.map_or("unknown".into(), |yes: bool| yes.to_string());
+    assert_eq!((&d.properties["fp8_supported"], caps.f8_products), (&fp8, Some(false)));
+    assert_eq!(d.properties["f16_arithmetic"], caps.f16_arithmetic.to_string());
 }
 
 #[test]
@@ -168,6 +177,7 @@ fn s4_06_standard_device_information() {
         ("cuda", "nvidia", Some("cuda:0"))
     );
     assert_eq!((d.compute_capability.as_deref(), d.driver_version.as_deref()), (Some("9.0"), Some("535.1")));
+    assert_eq!((d.total_memory, d.memory_gb()), (Some(25_769_803_776), Some(24.0)));
     let cpu = get_backend(Some("cpu")).unwrap();
     let d = cpu.get_device_info(Some(0)).unwrap();
     assert_eq!((d.device_type.as_str(), d.device_id, d.is_available), ("cpu", 0, true));

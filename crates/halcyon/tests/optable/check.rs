@@ -1,6 +1,6 @@
 //! Running the table and gathering what fails.
 
-use crate::common::Rng;
+use crate::common::{Rng, one_in};
 use halcyon::optable::Errors;
 pub use halcyon::optable::check::{Expected, eps, expect, has, judge, run};
 use halcyon::optable::{Case, Row};
@@ -68,20 +68,26 @@ impl Tally {
 const SAMPLE: usize = 3;
 
 /// Runs the cases of rows; HALCYON_ROW picks the rows whose name contains it. On a device that builds a program for each case, a sample of
-/// each row and type, unless HALCYON_CASES=all.
+/// each row and type. HALCYON_CASES says otherwise: `all`, or one case in how many, on every device.
 pub fn check_rows(what: &str, rows: &[Row], backends: &[Backend], rng: &mut Rng) -> Tally {
+    let cpu = backends.iter().any(|b| b.device().info().backend == BackendType::Cpu);
+    check_some(what, rows, backends, if cpu { 1 } else { SAMPLE }, rng)
+}
+
+/// As [`check_rows`], one case in `usual` where HALCYON_CASES says nothing: at least one of each row and type, and of each row alone
+/// where that would be most of the sample.
+pub fn check_some(what: &str, rows: &[Row], backends: &[Backend], usual: usize, rng: &mut Rng) -> Tally {
     let pick = std::env::var("HALCYON_ROW").unwrap_or_default();
-    let all = !pick.is_empty()
-        || std::env::var("HALCYON_CASES").as_deref() == Ok("all")
-        || backends.iter().any(|b| b.device().info().backend == BackendType::Cpu);
+    let every = if pick.is_empty() { one_in(usual) } else { 1 };
     let mut t = Tally::default();
     for row in rows.iter().filter(|r| r.name.contains(&pick)) {
         let start = std::time::Instant::now();
-        for d in &row.dtypes {
+        let of_row = rng.below(row.dtypes.len().max(1));
+        for (k, d) in row.dtypes.iter().enumerate() {
             let cases: Vec<&Case> = row.cases.iter().filter(|c| c.takes(*d)).collect();
-            let sure = rng.below(cases.len().max(1));
+            let sure = (every <= SAMPLE || k == of_row).then(|| rng.below(cases.len().max(1)));
             for (i, case) in cases.into_iter().enumerate() {
-                if all || i == sure || rng.below(SAMPLE) == 0 {
+                if Some(i) == sure || rng.below(every) == 0 {
                     t.check(backends, row, case, *d, rng);
                 }
             }

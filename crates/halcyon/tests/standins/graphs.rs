@@ -22,7 +22,7 @@ fn f(x: &Tensor, w: &Tensor, i: &Tensor, s: &Tensor) -> Tensor {
 fn expected(x: &[f32], w: &[f32], i: &[i64], s: f32) -> Vec<f32> {
     let b = Backend::builder().backend_type(BackendType::Cpu).level(Level::O0).build().unwrap();
     let index = Tensor::from_slice(&b, [i.len()], i).unwrap();
-    let scale = Tensor::scalar(&b, DType::F32, s as f64);
+    let scale = Tensor::scalar(&b, s as f64, DType::F32);
     f(&of(&b, &[4, 8], x), &of(&b, &[8, 8], w), &index, &scale).to_vec().unwrap()
 }
 
@@ -48,7 +48,7 @@ fn captured_graphs_are_replayed_by_the_device() {
         cost(&s, kind);
         let left = || ["memory", "graphs", "execs", "modules", "events"].map(|n| s.get(n)) == before;
         // Events of a stream may be looked at a moment longer.
-        (0..200)
+        (0..6000)
             .take_while(|_| !left())
             .for_each(|_| std::thread::sleep(std::time::Duration::from_millis(10)));
         assert!(left(), "{kind}");
@@ -67,7 +67,7 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     let (x, w) = (of(&b, &[4, 8], &xs), of(&b, &[8, 8], &ws));
     let rows = [3i64, 0, 2];
     let i = Tensor::from_slice(&b, [3], &rows).unwrap();
-    let scale = Tensor::scalar(&b, DType::F32, 2.0);
+    let scale = Tensor::scalar(&b, 2.0, DType::F32);
     let g = b.capture_graph(|| f(&x, &w, &i, &scale)).unwrap();
     let exe = g.executable();
     let steps = exe.plan().steps.len() as u64;
@@ -166,7 +166,7 @@ fn warm(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     let (x, w) = (of(&b, &[4, 8], &xs), of(&b, &[8, 8], &ws));
     let rows = [1i64, 1, 0];
     let i = Tensor::from_slice(&b, [3], &rows).unwrap();
-    let eval = |v: f32| f(&x, &w, &i, &Tensor::scalar(&b, DType::F32, v as f64)).to_vec::<f32>().unwrap();
+    let eval = |v: f32| f(&x, &w, &i, &Tensor::scalar(&b, v as f64, DType::F32)).to_vec::<f32>().unwrap();
     (0..4).for_each(|_| drop(eval(1.0)));
     let (start, execs) = (b.counters(), s.get("execs"));
     for k in 0..10 {

@@ -3,6 +3,7 @@
 use super::{MS, Sample, merge, three};
 use crate::report;
 use halcyon::{Error, Result};
+use halcyon_ir::input;
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
@@ -44,8 +45,7 @@ impl Before {
     pub fn read(file: &Path, command: &str) -> Result<Before> {
         let at = || file.display().to_string();
         let bad = |what: String| Error::Format { file: at(), what };
-        let text =
-            std::fs::read_to_string(file).map_err(|e| Error::Io { path: at(), what: e.to_string() })?;
+        let text = input::text(file)?;
         let v: Value = serde_json::from_str(&text).map_err(|e| bad(format!("not JSON: {e}")))?;
         let want = format!("bench {command}");
         match v["report"].as_str() {
@@ -115,7 +115,7 @@ impl Before {
         let (changed, gone) = self.differs(&v["settings"], &names);
         merge(
             v,
-            json!({ "compare": { "file": self.file, "settings_differ": changed, "only_before": gone } }),
+            json!({ "compare": { "file": report::path(&self.file), "settings_differ": changed, "only_before": gone } }),
         );
     }
 

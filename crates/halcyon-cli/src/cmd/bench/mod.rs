@@ -146,8 +146,17 @@ impl From<Limit> for Bound {
 
 /// `94 % of compute`.
 fn share_text(bound: Option<Bound>, seconds: f64) -> String {
-    bound.map_or(String::new(), |b| format!("{} of {}", percent(b.seconds / seconds.max(1e-12)), b.by))
+    let one = |b: Bound| {
+        let share = b.seconds / seconds.max(1e-12);
+        let note = if share > ABOVE { " (above the measured peak)" } else { "" };
+        format!("{} of {}{note}", percent(share), b.by)
+    };
+    bound.map_or(String::new(), one)
 }
+
+/// Shares beyond it are no shares: the machine was slower while its peak was measured than while it worked (other work, a lower clock), or
+/// the kernel does with fewer operations than are counted.
+const ABOVE: f64 = 1.02;
 
 fn work_json(flops: u64, bytes: u64, seconds: f64, bound: Option<Bound>) -> Value {
     let rate = |n: u64| n as f64 / seconds.max(1e-12) / 1e9;
@@ -158,6 +167,7 @@ fn work_json(flops: u64, bytes: u64, seconds: f64, bound: Option<Bound>) -> Valu
         "gbytes_per_s": rate(bytes),
         "share_of_peak": bound.map(|b| b.seconds / seconds.max(1e-12)),
         "bound": bound.map(|b| b.by),
+        "above_peak": bound.map(|b| b.seconds / seconds.max(1e-12) > ABOVE),
     })
 }
 
@@ -171,6 +181,16 @@ fn merge(v: &mut Value, more: Value) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_share_above_the_measured_peak_says_so() {
+        let bound = Some(Bound { seconds: 1.2, by: "compute" });
+        assert_eq!(share_text(bound, 1.0), "120 % of compute (above the measured peak)");
+        assert_eq!(work_json(1, 1, 1.0, bound)["above_peak"], true);
+        assert_eq!(share_text(bound, 2.0), "60 % of compute");
+        assert_eq!(work_json(1, 1, 2.0, bound)["above_peak"], false);
+        assert!(work_json(1, 1, 1.0, None)["above_peak"].is_null());
+    }
 
     #[test]
     fn samples_have_quartiles() {

@@ -37,7 +37,7 @@ pub fn main(a: &BenchModelArgs) -> Result<u8> {
     let exe = loaded.session.prepare(&inputs)?;
     let prepare = start.elapsed();
     for _ in 0..WARM_UP {
-        loaded.session.run(&inputs)?;
+        loaded.session.run_data(&inputs)?;
     }
     let (bounds, no_shares) = match &exe {
         Some(e) => match bounds(&loaded, e) {
@@ -53,7 +53,7 @@ pub fn main(a: &BenchModelArgs) -> Result<u8> {
     repeat(a.repeat, LEAST, TIME, || {
         device.take_timings()?;
         let start = Instant::now();
-        loaded.session.run(&inputs)?;
+        loaded.session.run_data(&inputs)?;
         totals.push(start.elapsed().as_secs_f64());
         let timings = device.take_timings()?;
         steps.extend(exe.as_ref().and_then(|e| by_step(e, &timings)));
@@ -68,7 +68,7 @@ pub fn main(a: &BenchModelArgs) -> Result<u8> {
     };
     let mut settings = settings(&loaded.backend);
     let what: Vec<String> =
-        loaded.inputs.iter().map(|i| format!("{} {}", i.name, i.data.describe())).collect();
+        loaded.inputs.iter().map(|i| format!("{} {}", report::name(&i.name), i.data.describe())).collect();
     merge(
         &mut settings,
         json!({ "model": a.model.file_name().map(|n| n.to_string_lossy()), "inputs": what }),
@@ -77,8 +77,7 @@ pub fn main(a: &BenchModelArgs) -> Result<u8> {
     let done = Done { a, loaded: &loaded, settings, prepare, total, split, no_split, no_shares, before };
     if let Some(path) = &a.picture {
         let text = done.picture()?;
-        std::fs::write(path, text)
-            .map_err(|e| Error::Io { path: path.display().to_string(), what: e.to_string() })?;
+        halcyon_ir::output::write(path, text.as_bytes())?;
     }
     if a.json {
         report::print_json(&done.json())?
@@ -253,7 +252,7 @@ impl Done<'_> {
 
     fn text(&self) -> String {
         let (l, t) = (self.loaded, &self.total);
-        let mut out = format!("model    {}\n", self.a.model.display());
+        let mut out = format!("model    {}\n", report::path_text(&self.a.model));
         out += &backend_text(&l.backend);
         // Writing to a string does not fail.
         let _ = writeln!(out, "level    {}", super::super::level_text(&l.backend));
@@ -351,7 +350,7 @@ impl Done<'_> {
         merge(
             &mut v,
             json!({
-                "model": self.a.model,
+                "model": report::path(&self.a.model),
                 "backend": backend_json(&l.backend),
                 "inputs": l.input_json(),
                 "prepare_ms": report::ms(self.prepare),

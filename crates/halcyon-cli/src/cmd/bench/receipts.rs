@@ -28,7 +28,7 @@ pub fn main(a: &BenchReceiptsArgs) -> Result<u8> {
     })?;
     let mut settings = settings(&loaded.backend);
     let what: Vec<String> =
-        loaded.inputs.iter().map(|i| format!("{} {}", i.name, i.data.describe())).collect();
+        loaded.inputs.iter().map(|i| format!("{} {}", report::name(&i.name), i.data.describe())).collect();
     merge(
         &mut settings,
         json!({
@@ -135,7 +135,7 @@ impl Done<'_> {
         merge(
             &mut v,
             json!({
-                "model": self.a.model,
+                "model": report::path(&self.a.model),
                 "backend": backend_json(&self.loaded.backend),
                 "inputs": self.loaded.input_json(),
                 "rows": self.rows(),
@@ -152,7 +152,7 @@ impl Done<'_> {
 
     fn text(&self, again: &[Again]) -> String {
         let m = &self.measured;
-        let mut out = format!("model    {}\n", self.a.model.display());
+        let mut out = format!("model    {}\n", report::path_text(&self.a.model));
         out += &backend_text(&self.loaded.backend);
         // Writing to a string does not fail.
         let _ = writeln!(out, "level    {}", self.loaded.backend.level());

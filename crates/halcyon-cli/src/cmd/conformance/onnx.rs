@@ -5,7 +5,8 @@ use crate::args::OnnxArgs;
 use crate::cmd::level_text;
 use crate::report::{self, Progress, number};
 use halcyon::{Backend, ConstData, DType, Error, OnnxSession, Result};
-use halcyon_formats::onnx::{Datum, Model, Port};
+use halcyon_formats::onnx::{Datum, Port};
+use halcyon_ir::input::{self, Refused};
 use serde::{Deserialize, Serialize};
 use serde_json::json;
 use std::path::{Path, PathBuf};
@@ -184,12 +185,13 @@ enum Verdict {
 
 fn run(backend: &Backend, dir: &Path, save: Option<&Path>) -> Result<Verdict> {
     let broken = |what: String| Error::Format { file: dir.display().to_string(), what };
-    let tolerance = match std::fs::read_to_string(dir.join("tolerance.json")) {
+    let file = dir.join("tolerance.json");
+    let tolerance = match input::text_of(&file, input::TEXT) {
         Ok(text) => serde_json::from_str(&text).map_err(|e| broken(format!("tolerance.json: {e}")))?,
-        Err(e) if e.kind() == std::io::ErrorKind::NotFound => Tolerance::default(),
-        Err(e) => return Err(broken(format!("tolerance.json: {e}"))),
+        Err(Refused::Io(e)) if e.kind() == std::io::ErrorKind::NotFound => Tolerance::default(),
+        Err(e) => return Err(e.error(&file)),
     };
-    let model = Model::open(&dir.join("model.onnx"))?;
+    let model = crate::cmd::open(&dir.join("model.onnx"))?;
     model.check(backend.info().backend.id())?;
     let (ports, results) = (model.inputs()?, model.outputs()?);
     let draws = model.draws();
@@ -215,7 +217,7 @@ fn run(backend: &Backend, dir: &Path, save: Option<&Path>) -> Result<Verdict> {
         if expected.is_empty() && save.is_none() {
             return Err(broken("no output is expected, so nothing is tested".into()));
         }
-        let got = session.run(&inputs)?.outputs;
+        let got = session.run_data(&inputs)?.outputs;
         if let Some(to) = save {
             let to = to.join(set.file_name().unwrap_or_default());
             std::fs::create_dir_all(&to)

@@ -82,6 +82,7 @@ pub fn main(a: &OpsArgs) -> Result<u8> {
         b = b.num_threads(n);
     }
     let backend = b.build()?;
+    crate::args::told(&backend);
     let (limits, no_shares) = match (a.no_speed, Limits::new(&backend)) {
         (true, _) => (None, Some("--no-speed".to_string())),
         (false, Ok(l)) => (Some(l), None),

@@ -13,12 +13,12 @@ use halcyon::ir::passes::inline::inline_composites;
 use halcyon::ir::plan::{Plan, StepWork};
 use halcyon::ir::target::Target;
 use halcyon::ir::{Graph, cost};
-use halcyon::{Backend, BackendType, ConstData, Error, Level, Result};
+use halcyon::{Backend, BackendType, ConstData, DType, Error, Level, Result};
 use halcyon_formats::npz::Npz;
 use halcyon_formats::onnx::{Datum, Model, Outcome, Port, PortType, Summary, Weight, tensor};
 use halcyon_formats::safetensors::SafeTensors;
 use halcyon_formats::sniff::{self, Kind};
-use halcyon_formats::{mmap, npy};
+use halcyon_formats::{data, mmap, npy};
 use serde_json::json;
 use show::{by_type_json, parameters, weight_json, weight_rows};
 use std::collections::{BTreeMap, HashMap};
@@ -30,17 +30,24 @@ pub fn main(a: &InspectArgs) -> Result<u8> {
     let weights = match sniff::kind(&bytes) {
         Some(Kind::SafeTensors) => {
             let f = SafeTensors::open(&a.file)?;
-            let all = f.names().map(|n| (n.to_string(), f.get(n))).collect();
+            let all = f.names().map(|n| (n.to_string(), f.get(n).map(|t| of_data(n, &t)))).collect();
             (Kind::SafeTensors, all, f.metadata().clone())
         }
         Some(Kind::Npz) => {
             let f = Npz::open(&a.file)?;
-            (Kind::Npz, f.names().map(|n| (n.to_string(), f.get(n))).collect(), BTreeMap::new())
+            // Headers alone: what is packed stays so.
+            let one = |n: &str| f.head(n).map(|(dtype, dims)| of_shape(n, dtype, &dims));
+            (Kind::Npz, f.names().map(|n| (n.to_string(), one(n))).collect(), BTreeMap::new())
         }
-        Some(Kind::Npy) => (Kind::Npy, vec![(String::new(), npy::read(&a.file))], BTreeMap::new()),
+        Some(Kind::Npy) => {
+            let head = npy::head(&bytes, bytes.len() as u64, &name);
+            let weight = head.map(|(dtype, dims)| of_shape("", dtype, &dims));
+            (Kind::Npy, vec![(String::new(), weight)], BTreeMap::new())
+        }
         Some(Kind::OnnxTensor) => {
             let (n, t) = tensor::read_pb(&a.file)?;
-            (Kind::OnnxTensor, vec![(n, Ok(t))], BTreeMap::new())
+            let weight = of_data(&n, &t);
+            (Kind::OnnxTensor, vec![(n, Ok(weight))], BTreeMap::new())
         }
         Some(k @ (Kind::Gguf | Kind::Png | Kind::Jpeg)) => {
             return Err(Error::Format { file: name, what: format!("a file of kind \"{k}\" is no model") });
@@ -66,40 +73,43 @@ pub fn main(a: &InspectArgs) -> Result<u8> {
 fn tensors(
     a: &InspectArgs,
     file_bytes: u64,
-    (kind, all, metadata): (Kind, Vec<(String, Result<ConstData>)>, BTreeMap<String, String>),
+    (kind, all, metadata): (Kind, Vec<(String, Result<Weight>)>, BTreeMap<String, String>),
 ) -> Result<()> {
-    let weights: Vec<Weight> =
-        all.iter().filter_map(|(n, t)| t.as_ref().ok().map(|t| of_data(n, t))).collect();
+    let weights: Vec<Weight> = all.iter().filter_map(|(_, t)| t.as_ref().ok().cloned()).collect();
     let refused: Vec<(&str, String)> =
         all.iter().filter_map(|(n, t)| t.as_ref().err().map(|e| (n.as_str(), e.to_string()))).collect();
     if a.json {
         return report::print_json(&json!({
-            "file": a.file, "kind": kind.to_string(), "bytes": file_bytes, "metadata": metadata,
+            "file": report::path(&a.file), "kind": kind.to_string(), "bytes": file_bytes, "metadata": metadata,
             "parameters": by_type_json(&weights),
             "tensors": weights.iter().map(weight_json).collect::<Vec<_>>(),
             "unsupported": refused.iter().map(|(n, e)| json!({ "name": n, "reason": e })).collect::<Vec<_>>(),
         }));
     }
-    let mut out = format!("{}: {kind}, {}\n", a.file.display(), size(file_bytes));
+    let mut out = format!("{}: {kind}, {}\n", report::path_text(&a.file), size(file_bytes));
     for (k, v) in &metadata {
-        let _ = writeln!(out, "  {k}: {}", short(v, 100));
+        let _ = writeln!(out, "  {}: {}", report::name(k), short(v, 100));
     }
     out += &parameters(&weights);
     out += "\ntensors\n";
     out += &weight_rows(weights.iter());
     for (n, e) in refused {
-        let _ = writeln!(out, "  {n}: {e}");
+        let _ = writeln!(out, "  {}: {e}", report::name(n));
     }
     report::print(&out)
 }
 
 fn of_data(name: &str, t: &ConstData) -> Weight {
+    of_shape(name, t.dtype, &t.dims)
+}
+
+fn of_shape(name: &str, dtype: DType, dims: &[usize]) -> Weight {
     Weight {
         name: name.into(),
-        dtype: t.dtype.name().into(),
-        dims: t.dims.iter().map(|&d| d as i64).collect(),
-        elements: t.numel() as u64,
-        bytes: t.bytes().len() as u64,
+        dtype: dtype.name().into(),
+        dims: dims.iter().map(|&d| d as i64).collect(),
+        elements: dims.iter().map(|&d| d as u64).product(),
+        bytes: data::byte_len(dtype, dims).unwrap_or(usize::MAX) as u64,
         external: false,
     }
 }
@@ -191,7 +201,7 @@ impl<'a> Report<'a> {
         let level: Level = a.level.parse()?;
         let precision: Option<halcyon::AmpPolicy> = a.precision.as_deref().map(str::parse).transpose()?;
         let only: Option<BackendType> = a.backend.as_deref().map(str::parse).transpose()?;
-        let file = Model::open(&a.file)?;
+        let file = super::open(&a.file)?;
         let model = file.summary();
         let (work, broken) = match work(&file, &model, a) {
             Ok(w) => (Ok(w), None),
@@ -233,14 +243,8 @@ impl<'a> Report<'a> {
 /// The model's graphs and what they cost.
 fn work(file: &Model, model: &Summary, a: &InspectArgs) -> Result<Work> {
     file.check("")?;
-    let args = InputArgs {
-        inputs: a.inputs.iter().map(|t| source::or_ones(t)).collect(),
-        seed: 0,
-        image_size: None,
-        image_mean: vec![],
-        image_std: vec![],
-        image_layout: None,
-    };
+    let args =
+        InputArgs { inputs: a.inputs.iter().map(|t| source::or_ones(t)).collect(), ..InputArgs::default() };
     let ports = file.inputs()?;
     // What is no tensor of numbers is taken as empty.
     let numbers: Vec<Port> =

@@ -1,7 +1,7 @@
 //! What `halcyon inspect` prints.
 
 use super::{Cost, Key, On, Refused, Report, owner};
-use crate::report::{figures, short, size, table};
+use crate::report::{self, figures, short, size, table};
 use halcyon_formats::onnx::{Operator, Weight};
 use halcyon_formats::sniff::Kind;
 use serde_json::{Value, json};
@@ -150,8 +150,12 @@ impl Report<'_> {
 
     pub(super) fn text(&self) -> String {
         let m = &self.model;
-        let mut out =
-            format!("{}: {}, ONNX IR {}", self.a.file.display(), size(self.file_bytes), m.ir_version);
+        let mut out = format!(
+            "{}: {}, ONNX IR {}",
+            report::path_text(&self.a.file),
+            size(self.file_bytes),
+            m.ir_version
+        );
         for (d, v) in &m.opsets {
             let _ = write!(out, ", {d} {v}");
         }
@@ -218,7 +222,8 @@ impl Report<'_> {
         if let Some(why) = &w.staged {
             let _ = writeln!(
                 out,
-                "  no single graph, since {why}: {} on the device",
+                "  no single graph, since {}: {} on the device",
+                report::name(why),
                 plural(w.graphs.len(), "stage")
             );
             let _ = writeln!(
@@ -230,7 +235,8 @@ impl Report<'_> {
             let _ = writeln!(out, "  the stages after these are not known: {}", short(why, 200));
         }
         for f in &w.fixed {
-            let _ = writeln!(out, "  input {f} steers shapes: this holds for its value alone");
+            let _ =
+                writeln!(out, "  input {} steers shapes: this holds for its value alone", report::name(f));
         }
         let mut rows = vec![
             row(["FLOPs", &si(w.total.flops), ""]),
@@ -394,7 +400,7 @@ impl Report<'_> {
             })
             .collect();
         json!({
-            "file": self.a.file,
+            "file": report::path(&self.a.file),
             "kind": Kind::Onnx.to_string(),
             "bytes": self.file_bytes,
             "ir_version": m.ir_version,

@@ -2,12 +2,11 @@
 
 use super::super::proto::{EXTERNAL, ModelProto, StringStringEntryProto};
 use super::{ExportOptions, export};
-use crate::io;
+use crate::output::Output;
 use bytes::Bytes;
 use halcyon_ir::{Error, Graph, Result};
 use prost::Message;
-use std::fs::File;
-use std::io::{BufWriter, Write};
+use std::io::Write;
 use std::path::{Path, PathBuf};
 
 /// Largest message that every protobuf reader takes.
@@ -44,81 +43,82 @@ pub fn to_bytes(graph: &Graph, options: &ExportOptions) -> Result<Vec<u8>> {
     }
 }
 
-/// Writes the model to `path`. With [`ExportOptions::external_data`], or where the model would pass 2 GiB, the larger weights go to a
-/// file of that name with `.data` added. Both replace files of their names only when they are complete, so a model may be written over
-/// the one that its weights are still mapped from.
+/// Writes the model to `path`, as [`crate::output`] writes files: `-` is standard output, and devices and pipes are written in place.
+/// With [`ExportOptions::external_data`], or where the model would pass 2 GiB, the larger weights go to a file of that name with `.data`
+/// added. Both replace files of their names only when they are complete, so a model may be written over the one that its weights are
+/// still mapped from. A `.data` file is only replaced where the model that was there named it: another one is somebody's.
 ///
 /// # Errors
-/// As [`export`]; [`Error::Io`]; [`Error::Argument`] for a file name that ONNX cannot refer to.
+/// As [`export`]; [`Error::Io`]; [`Error::Argument`] for a file name that ONNX cannot refer to, for a second file beside a pipe or a device,
+/// and for a `.data` file that is none of the model's.
 pub fn write(graph: &Graph, path: &Path, options: &ExportOptions) -> Result<Written> {
     let mut m = export(graph, options)?;
-    let name = path
-        .file_name()
-        .and_then(|n| n.to_str())
-        .ok_or_else(|| Error::argument("export", format!("{} is no file name", path.display())))?
-        .to_string();
-    let beside = |ending: &str| path.with_file_name(format!("{name}{ending}"));
-    let mut temp = Temporary(vec![]);
+    let mut model = Output::create(path)?;
     let mut data = None;
     if options.external_data || m.encoded_len() > LARGEST {
-        let location = format!("{name}.data");
-        if location.contains(['\\', ':']) {
-            let what = format!("'{location}' has characters that a model may not refer to a file by");
-            return Err(Error::argument("export", what));
-        }
-        let part = temp.add(beside(".data.part"));
-        let bytes = move_out(&mut m, &part, &location)?;
-        data = Some((beside(".data"), bytes, part));
+        let (to, location) = data_file(path, model.is_stream())?;
+        let mut out = Output::create(&to)?;
+        move_out(&mut m, &mut out, &location).map_err(|e| out.failed(&e))?;
+        data = Some((to, out));
     }
-    let part = temp.add(beside(".part"));
     let bytes = m.encode_to_vec();
-    std::fs::write(&part, &bytes).map_err(|e| io(&part, e))?;
+    model.write_all(&bytes).map_err(|e| model.failed(&e))?;
     let g = m.graph.unwrap_or_default();
-    let mut out = Written {
-        nodes: g.node.len(),
-        initializers: g.initializer.len(),
-        model_bytes: bytes.len() as u64,
-        data: None,
+    model.settle()?;
+    if let Some((_, out)) = &mut data {
+        out.settle()?;
+    }
+    let data = data.map(|(to, out)| out.finish().map(|n| (to, n))).transpose()?;
+    let model_bytes = model.finish()?;
+    Ok(Written { nodes: g.node.len(), initializers: g.initializer.len(), model_bytes, data })
+}
+
+/// The second file's path, and the name by which the model refers to it.
+fn data_file(path: &Path, stream: bool) -> Result<(PathBuf, String)> {
+    let refuse = |what: String| Err(Error::argument("export", what));
+    if stream {
+        return refuse(format!(
+            "weights in a second file need a file to lie beside, which {} is not; name one with -o",
+            path.display()
+        ));
+    }
+    let Some(name) = path.file_name().and_then(|n| n.to_str()) else {
+        return refuse(format!(
+            "a model refers to its second file by name, in UTF-8, which {} is not; choose another name",
+            path.display()
+        ));
     };
-    let rename = |from: &Path, to: &Path| std::fs::rename(from, to).map_err(|e| io(to, e));
-    if let Some((to, n, from)) = data {
-        rename(&from, &to)?;
-        out.data = Some((to, n));
+    let location = format!("{name}.data");
+    if location.contains(['\\', ':']) {
+        return refuse(format!("'{location}' has characters that a model may not refer to a file by"));
     }
-    rename(&part, path)?;
-    Ok(out)
+    let to = path.with_file_name(&location);
+    if std::fs::symlink_metadata(&to).is_ok() && !names(path, &location) {
+        return refuse(format!(
+            "{} is there and is no part of a model at {}; move it away or choose another name",
+            to.display(),
+            path.display()
+        ));
+    }
+    Ok((to, location))
 }
 
-/// Unfinished files, which do not outlive an error.
-struct Temporary(Vec<PathBuf>);
-
-impl Temporary {
-    fn add(&mut self, p: PathBuf) -> PathBuf {
-        self.0.push(p.clone());
-        p
-    }
+/// Whether there is a model at `path` whose weights lie in `location`.
+fn names(path: &Path, location: &str) -> bool {
+    let model = crate::mmap::open(path).ok().and_then(|b| ModelProto::decode(b).ok());
+    let mut weights = model.iter().flat_map(|m| &m.graph).flat_map(|g| &g.initializer);
+    weights.any(|t| t.external_data.iter().any(|e| e.key == "location" && e.value == location))
 }
 
-impl Drop for Temporary {
-    fn drop(&mut self) {
-        for p in &self.0 {
-            // Gone already when it got its name.
-            let _ = std::fs::remove_file(p);
-        }
-    }
-}
-
-/// Moves the weights to a file; its size.
-fn move_out(m: &mut ModelProto, path: &Path, location: &str) -> Result<u64> {
-    let err = |e| io(path, e);
-    let mut out = BufWriter::new(File::create(path).map_err(err)?);
+/// Moves the weights to a file.
+fn move_out(m: &mut ModelProto, out: &mut Output, location: &str) -> std::io::Result<()> {
     let mut at = 0u64;
     let weights = m.graph.iter_mut().flat_map(|g| &mut g.initializer);
     for t in weights {
         let Some(raw) = t.raw_data.take_if(|raw: &mut Bytes| raw.len() >= LEAST) else { continue };
         let start = at.next_multiple_of(if raw.len() >= LARGE { PAGE.1 } else { PAGE.0 });
-        std::io::copy(&mut std::io::Read::take(std::io::repeat(0), start - at), &mut out).map_err(err)?;
-        out.write_all(&raw).map_err(err)?;
+        std::io::copy(&mut std::io::Read::take(std::io::repeat(0), start - at), out)?;
+        out.write_all(&raw)?;
         at = start + raw.len() as u64;
         let entry = |key: &str, value: String| StringStringEntryProto { key: key.into(), value };
         t.data_location = EXTERNAL;
@@ -128,6 +128,5 @@ fn move_out(m: &mut ModelProto, path: &Path, location: &str) -> Result<u64> {
             entry("length", raw.len().to_string()),
         ];
     }
-    out.flush().map_err(err)?;
-    Ok(at)
+    Ok(())
 }

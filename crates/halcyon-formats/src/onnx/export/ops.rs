@@ -98,6 +98,18 @@ fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> 
             let places = e.calc("Add", &[&places, &at])?;
             scatter_rows(e, &x[0], &places, &x[1], *axis, ScatterKind::Set)
         }
+        Op::ClassIndex { ignore, .. } => {
+            // The check is the engine's: an index operator that reads the result refuses what is too large.
+            let i = e.cast(&x[0], I64);
+            match ignore {
+                None => Ok(i),
+                Some(v) => {
+                    let (v, zero) = (e.lit(I64, *v)?, e.lit(I64, 0i64)?);
+                    let skipped = e.test("Equal", &i, &v)?;
+                    e.calc("Where", &[&skipped, &zero, &i])
+                }
+            }
+        }
         Op::ArgSort { axis, descending } => argsort(e, &x[0], *axis, *descending),
         Op::Scan { kind, axis, exclusive, reverse } => scan(e, *kind, &x[0], *axis, *exclusive, *reverse),
         Op::Reshape => e.reshape(&x[0], &ty.shape),

@@ -1,12 +1,26 @@
-//! Control flow: If, Loop and Scan. Their bodies are built into the graph around them, once for each time they run; a
-//! condition that only a run gives is computed by a stage.
+//! Control flow: If, Loop and Scan.
+//!
+//! A branch, and the body of a short loop of constant length, is built into the graph around it. The body of any other loop is compiled
+//! once, and a staged run repeats it ([`crate::onnx::trace`], [`crate::onnx::program`]). Where a body cannot be compiled, its iterations
+//! are built one by one, and the run says why.
 
 use super::{Row, item_row};
-use crate::onnx::build::{Builder, Value};
+use crate::onnx::build::{Builder, Range, Value};
 use crate::onnx::host::Host;
 use crate::onnx::item::Item;
 use crate::onnx::node::Call;
-use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
+use crate::onnx::program::{Machine, Ran};
+use crate::onnx::proto::GraphProto;
+use crate::onnx::trace::{self, Bounds, Compiled, Loop, Reason, Sequences};
+use halcyon_ir::{DType, Dim, Result, Scalar, Shape, TensorType};
+
+/// Nodes of the model that a loop of constant length may come to and still be built into the graph around it: beyond it, making the
+/// plan takes longer than what a run of the plan saves.
+const SHORT: usize = 512;
+/// Nodes of the model that are walked before a loop that adds little to the graph counts as long.
+const WALKED: usize = 1 << 14;
+/// Sets of shapes for which a loop keeps its body.
+const BODIES: usize = 64;
 
 pub const ROWS: &[Row] = &[
     item_row("If", 1, &["then_branch", "else_branch"], branch),
@@ -28,31 +42,47 @@ pub const ROWS: &[Row] = &[
 ];
 
 fn branch(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
-    let taken = b.known_scalar(c.arg(0)?, "the condition of If")?.as_bool();
+    let cond = c.arg(0)?;
+    if b.controls.is_some() && cond.host().is_none() {
+        match trace::branch(b, c)? {
+            Ok(items) => return Ok(items),
+            Err(why) => b.refused = Some(format!("{}: {why}", c.name)),
+        }
+    }
+    let taken = b.known_scalar(cond, "the condition of If")?.as_bool();
     let name = if taken { "then_branch" } else { "else_branch" };
     let g = c.graph(name)?.ok_or_else(|| c.invalid(format!("attribute '{name}' is missing")))?;
     c.inline(b, g, vec![])
 }
 
-/// Results of every iteration, stacked along a new axis. `like` gives type and shape where there is no iteration.
-fn stack(b: &mut Builder, c: &Call<'_>, rows: &[Value], axis: usize) -> Result<Value> {
-    let mut parts = Vec::with_capacity(rows.len());
-    for v in rows {
-        let first = &rows[0];
-        if v.ty != first.ty {
-            return Err(c.invalid(format!(
-                "a scanned result is {} in one iteration and {} in another",
-                first.ty, v.ty
-            )));
-        }
-        let mut shape = v.shape().clone();
-        if axis > shape.rank() {
-            return Err(c.invalid(format!("axis {axis} of a scanned result {}", v.ty)));
-        }
-        shape.0.insert(axis, Dim::from(1));
-        parts.push(b.reshape(v, shape)?);
+/// Parts of a result that the iterations gave, with a first axis, as one tensor with these rows along `axis`.
+fn stack(b: &mut Builder, c: &Call<'_>, parts: &[Value], axis: usize) -> Result<Value> {
+    let first = &parts[0];
+    let row = |v: &Value| TensorType::new(v.dtype(), v.shape()[1..].to_vec());
+    if let Some(v) = parts.iter().find(|v| row(v) != row(first)) {
+        let (a, z) = (row(first), row(v));
+        return Err(c.invalid(format!("a scanned result is {a} in one iteration and {z} in another")));
     }
-    b.concat(&parts.iter().collect::<Vec<_>>(), axis)
+    let rank = first.rank();
+    if axis >= rank {
+        return Err(c.invalid(format!("axis {axis} of a scanned result {}", row(first))));
+    }
+    let all = match parts {
+        [one] => one.clone(),
+        parts => b.concat(&parts.iter().collect::<Vec<_>>(), 0)?,
+    };
+    if axis == 0 {
+        return Ok(all);
+    }
+    let perm: Vec<usize> = (1..=axis).chain([0]).chain(axis + 1..rank).collect();
+    b.permute(&all, &perm)
+}
+
+/// One row of a scanned result.
+fn row(b: &mut Builder, v: &Value) -> Result<Value> {
+    let mut shape = v.shape().clone();
+    shape.0.insert(0, Dim::from(1));
+    b.reshape(v, shape)
 }
 
 fn tensor(c: &Call<'_>, i: &Item, what: &str) -> Result<Value> {
@@ -87,58 +117,289 @@ fn empty(
     Ok(b.full(dtype, &Shape::from(&dims[..]), Scalar::I(0)))
 }
 
+/// Where a loop is.
+struct Progress {
+    state: Vec<Item>,
+    /// Iterations so far.
+    i: i64,
+    on: bool,
+    /// Of each scanned result what there is, with a first axis.
+    rows: Vec<Vec<Value>>,
+}
+
+impl Progress {
+    fn new(state: Vec<Item>, on: bool, scanned: usize) -> Progress {
+        Progress { state, i: 0, on, rows: vec![vec![]; scanned] }
+    }
+}
+
+/// Nodes of a graph and those in it.
+fn weight(g: &GraphProto) -> usize {
+    let inner = |g: &GraphProto| {
+        let all = g.node.iter().flat_map(|n| &n.attribute).filter_map(|a| a.g.as_deref());
+        all.map(weight).fold(0, usize::saturating_add)
+    };
+    g.node.len().saturating_add(inner(g)).max(1)
+}
+
+fn is_short(g: &GraphProto, limit: i64) -> bool {
+    usize::try_from(limit).is_ok_and(|n| n.saturating_mul(weight(g)) <= SHORT)
+}
+
+/// Whether the graph is built to be run, so that what it cannot hold may run in stages.
+fn is_run(b: &Builder) -> bool {
+    b.stage.is_none() && b.controls.is_none() && !b.limits.whole && !b.differentiates
+}
+
+/// A value that steers a loop. One that comes from an input is no reason to build a graph for each of its values.
+fn steering(b: &mut Builder, v: &Value, what: &str) -> Result<Scalar> {
+    if is_run(b) && v.host().is_none() {
+        return Err(b.no_engine(what));
+    }
+    b.known_scalar(v, what)
+}
+
 fn repeat(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let g = c.graph("body")?.ok_or_else(|| c.invalid("attribute 'body' is missing"))?;
     let carried = c.inputs.len().saturating_sub(2);
-    let scanned =
-        g.output.len().checked_sub(1 + carried).filter(|_| g.input.len() == 2 + carried).ok_or_else(
-            || {
-                c.invalid(format!(
-                    "the body has {} inputs and {} outputs for {carried} carried values",
-                    g.input.len(),
-                    g.output.len()
-                ))
-            },
-        )?;
-    let limit = match c.opt_item(0) {
-        None => i64::MAX,
-        Some(_) => b.known_scalar(c.arg(0)?, "the trip count of Loop")?.as_i64(),
-    };
-    let mut on = match c.opt_item(1) {
-        None => true,
-        Some(_) => b.known_scalar(c.arg(1)?, "the condition of Loop")?.as_bool(),
-    };
-    let mut state: Vec<Item> = (0..carried).map(|i| c.item(i + 2).cloned()).collect::<Result<_>>()?;
-    let mut rows: Vec<Vec<Value>> = vec![vec![]; scanned];
-    let (mut i, start) = (0i64, b.g.nodes().len());
-    while on && i < limit {
-        let mut args: Vec<Item> = vec![
-            Value::from(Host::scalar(DType::I64, i)).into(),
-            Value::from(Host::scalar(DType::Bool, true)).into(),
-        ];
-        args.append(&mut state);
-        let mut out = c.inline(b, g, args)?.into_iter();
-        let next = out.next().ok_or_else(|| c.invalid("the body gives no condition"))?;
-        state = out.by_ref().take(carried).collect();
-        for (rows, v) in rows.iter_mut().zip(out) {
-            rows.push(tensor(c, &v, "a scanned result")?);
+    let fits = g.input.len() == 2 + carried;
+    let scanned = g.output.len().checked_sub(1 + carried).filter(|_| fits).ok_or_else(|| {
+        c.invalid(format!(
+            "the body has {} inputs and {} outputs for {carried} carried values",
+            g.input.len(),
+            g.output.len()
+        ))
+    })?;
+    let steers = |i: usize| c.opt_item(i).map(|_| c.arg(i)).transpose();
+    let (trip, cond) = (steers(0)?, steers(1)?);
+    let state: Vec<Item> = (0..carried).map(|i| c.item(i + 2).cloned()).collect::<Result<_>>()?;
+    let l = Loop { g, carried, scan: None };
+    if b.controls.is_some() && [trip, cond].into_iter().flatten().any(|v| v.host().is_none()) {
+        match open(b, c, &l, trip, cond, &state)? {
+            Ok(items) => return Ok(items),
+            Err(why) => b.refused = Some(format!("{}: {why}", c.name)),
         }
-        i += 1;
-        // Nobody asks whether to go on after the last one.
-        if i < limit {
-            let go = tensor(c, &next, "the condition of the body")?;
-            on = b.known_scalar(&go, "the condition of Loop")?.as_bool();
-        }
-        b.pace(&state, start)?;
     }
-    let mut out = state;
-    for (k, rows) in rows.iter().enumerate() {
+    let constant = [trip, cond].into_iter().flatten().all(Value::is_constant);
+    let limit = match trip {
+        None => i64::MAX,
+        Some(v) => steering(b, v, "the trip count of Loop")?.as_i64(),
+    };
+    let on = match cond {
+        None => true,
+        Some(v) => steering(b, v, "the condition of Loop")?.as_bool(),
+    };
+    let mut p = Progress::new(state, on, scanned);
+    if let Some(items) = go(b, c, &l, limit, constant && is_short(g, limit), &mut p)? {
+        return Ok(items);
+    }
+    let mut out = p.state;
+    for (k, rows) in p.rows.iter().enumerate() {
         out.push(match rows.is_empty() {
             true => empty(b, c, &g.output[1 + carried + k], 0)?.into(),
             false => stack(b, c, rows, 0)?.into(),
         });
     }
     Ok(out)
+}
+
+/// A loop in a body, whose trip count or condition a run gives.
+fn open(
+    b: &mut Builder,
+    c: &Call<'_>,
+    l: &Loop<'_>,
+    trip: Option<&Value>,
+    cond: Option<&Value>,
+    state: &[Item],
+) -> Result<std::result::Result<Vec<Item>, Reason>> {
+    let (state, types) = match tensors(state) {
+        Ok(s) => s,
+        Err(why) => return Ok(Err(why)),
+    };
+    let limit = match trip {
+        None => Err(i64::MAX),
+        Some(v) if v.host().is_none() => Ok(v),
+        Some(v) => Err(b.known_scalar(v, "the trip count of Loop")?.as_i64()),
+    };
+    match trace::repeat(b, c, l, &types)? {
+        Ok(body) => trace::nested(b, body, &Bounds { limit, on: cond }, &state),
+        Err(why) => Ok(Err(why)),
+    }
+}
+
+/// The tensors of a state, with their types.
+fn tensors(state: &[Item]) -> std::result::Result<(Vec<Value>, Vec<TensorType>), Reason> {
+    let one = |i: &Item| i.tensor().cloned().ok_or_else(|| format!("a carried value is {}", i.kind()));
+    let state = state.iter().map(one).collect::<std::result::Result<Vec<_>, _>>()?;
+    let types = state.iter().map(|v| v.ty.clone()).collect();
+    Ok((state, types))
+}
+
+/// Runs a loop to its end. In a body that is compiled, the loop may become a part of the program, which gives its results.
+fn go(
+    b: &mut Builder,
+    c: &Call<'_>,
+    l: &Loop<'_>,
+    limit: i64,
+    short: bool,
+    p: &mut Progress,
+) -> Result<Option<Vec<Item>>> {
+    if p.on && limit > 0 && !b.differentiates {
+        if b.controls.is_some() {
+            let refused = match part(b, c, l, limit, short, p)? {
+                Ok(Some(items)) => return Ok(Some(items)),
+                Ok(None) => None,
+                Err(why) => Some(format!("{}: {why}", c.name)),
+            };
+            let unrolled = unrolled(b, c, l, limit, p);
+            if unrolled.is_err() {
+                b.refused = refused.or(b.refused.take());
+            }
+            return unrolled.map(|()| None);
+        }
+        if b.stage.is_some() {
+            compiled(b, c, l, limit, short, p)?;
+        }
+    }
+    unrolled(b, c, l, limit, p).map(|()| None)
+}
+
+/// A loop in a body that is compiled, as a part of the program; `None` for a short one that is better unrolled.
+fn part(
+    b: &mut Builder,
+    c: &Call<'_>,
+    l: &Loop<'_>,
+    limit: i64,
+    short: bool,
+    p: &Progress,
+) -> Result<std::result::Result<Option<Vec<Item>>, Reason>> {
+    let (state, types) = match tensors(&p.state) {
+        Ok(s) => s,
+        Err(why) => return Ok(Err(why)),
+    };
+    let body = match trace::repeat(b, c, l, &types)? {
+        Ok(body) if short && body.repeat.on.is_some() => return Ok(Ok(None)),
+        Ok(body) => body,
+        Err(why) => return Ok(Err(why)),
+    };
+    Ok(trace::nested(b, body, &Bounds { limit: Err(limit), on: None }, &state)?.map(Some))
+}
+
+/// Runs a loop with its body compiled, as far as that goes: not at all where the loop is short and better unrolled.
+fn compiled(
+    b: &mut Builder,
+    c: &Call<'_>,
+    l: &Loop<'_>,
+    limit: i64,
+    short: bool,
+    p: &mut Progress,
+) -> Result<()> {
+    let (state, mut types) = match tensors(&p.state) {
+        Ok(s) => s,
+        Err(why) => {
+            b.warn(uncompiled(c, &why));
+            return Ok(());
+        }
+    };
+    // What was used last is last.
+    let mut bodies: Vec<(Vec<TensorType>, Compiled)> = vec![];
+    let mut made = 0;
+    let mut ran: Option<Ran> = None;
+    let limits = b.limits.clone();
+    while ran.as_ref().is_none_or(|r| r.on && r.i < limit) {
+        match bodies.iter().position(|(t, _)| *t == types) {
+            Some(k) => bodies[k..].rotate_left(1),
+            None => match trace::repeat(b, c, l, &types)? {
+                Ok(body) if ran.is_none() && short && body.repeat.on.is_some() => return Ok(()),
+                Ok(body) => {
+                    made += 1;
+                    if bodies.len() == BODIES {
+                        bodies.remove(0);
+                    }
+                    bodies.push((types.clone(), body));
+                }
+                Err(why) => {
+                    b.warn(uncompiled(c, &why));
+                    break;
+                }
+            },
+        }
+        let Some((_, body)) = bodies.last_mut() else { break };
+        let r = match &mut ran {
+            Some(r) => r,
+            None => ran.insert(Ran { state: b.handles(&state)?, i: p.i, on: p.on, rows: vec![] }),
+        };
+        let captured = b.handles(&body.captured)?;
+        body.repeat.run(&mut Machine { engine: b.engine()?, limits: &limits }, &captured, limit, r)?;
+        types.clone_from(&body.repeat.after);
+    }
+    let Some(ran) = ran else { return Ok(()) };
+    if made > 1 {
+        b.warn(format!(
+            "{}: its carried values change their shape, so its body was compiled for {made} sets of shapes",
+            c.name
+        ));
+    }
+    b.ran(c.name, (ran.i - p.i) as u64, made);
+    (p.i, p.on) = (ran.i, ran.on);
+    p.state = ran.state.into_iter().zip(types).map(|(h, t)| b.computed(h, t).into()).collect();
+    for (k, rows) in ran.rows.into_iter().enumerate() {
+        let ty = rows.ty();
+        let all = rows.finish(&mut Machine { engine: b.engine()?, limits: &limits })?;
+        p.rows[k].push(b.computed(all, ty));
+    }
+    Ok(())
+}
+
+fn uncompiled(c: &Call<'_>, why: &str) -> String {
+    format!("{}: its body is not compiled once, its iterations are built one by one: {why}", c.name)
+}
+
+/// Builds what is left of a loop into the graph, one iteration after the other.
+fn unrolled(b: &mut Builder, c: &Call<'_>, l: &Loop<'_>, limit: i64, p: &mut Progress) -> Result<()> {
+    let (start, first, each) = (b.made(), p.i, weight(l.g));
+    let limits = b.limits.clone();
+    let alone = is_run(b);
+    while p.on && p.i < limit {
+        limits.iteration(c.name, p.i as u64)?;
+        let mut args = vec![];
+        if l.scan.is_none() {
+            args.push(Value::from(Host::scalar(DType::I64, p.i)).into());
+            args.push(Value::from(Host::scalar(DType::Bool, true)).into());
+        }
+        args.append(&mut p.state);
+        if let Some(s) = &l.scan {
+            for k in 0..s.values.len() {
+                let i = p.i as usize;
+                let i = if s.reverse[k] { s.n - 1 - i } else { i };
+                args.push(at(b, c, &s.values[k], s.axes[k], i)?.into());
+            }
+        }
+        let mut out = c.inline(b, l.g, args)?.into_iter();
+        let next = match l.scan {
+            None => Some(out.next().ok_or_else(|| c.invalid("the body gives no condition"))?),
+            Some(_) => None,
+        };
+        p.state = out.by_ref().take(l.carried).collect();
+        for (rows, v) in p.rows.iter_mut().zip(out) {
+            let v = tensor(c, &v, "a scanned result")?;
+            rows.push(row(b, &v)?);
+        }
+        p.i += 1;
+        // Nobody asks whether to go on after the last one.
+        if let Some(next) = next
+            && p.i < limit
+        {
+            let go = tensor(c, &next, "the condition of the body")?;
+            p.on = steering(b, &go, "the condition of Loop")?.as_bool();
+        }
+        let walked = usize::try_from(p.i - first).unwrap_or(usize::MAX).saturating_mul(each);
+        if alone && p.i < limit && (b.made() - start > SHORT || walked > WALKED) {
+            return Err(b.no_engine("a long loop"));
+        }
+        b.pace(&p.state, start)?;
+    }
+    Ok(())
 }
 
 /// One step of a tensor along an axis, without that axis.
@@ -152,7 +413,8 @@ fn at(b: &mut Builder, c: &Call<'_>, v: &Value, axis: usize, i: usize) -> Result
     b.reshape(&row, shape)
 }
 
-struct Scan {
+struct Scan<'a> {
+    g: &'a GraphProto,
     inputs: usize,
     axes: Vec<i64>,
     reverse: Vec<bool>,
@@ -195,6 +457,7 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     };
     let old = c.opset < 9;
     let s = Scan {
+        g,
         inputs: n,
         axes: axes("scan_input_axes", n)?,
         reverse: directions(c, if old { "directions" } else { "scan_input_directions" }, n)?,
@@ -216,7 +479,7 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
         Some(v) => Some(b.known_ints(v, "the lengths of Scan")?),
     };
     let mut all: Vec<Vec<Value>> = vec![vec![]; g.output.len()];
-    let start = b.g.nodes().len();
+    let start = b.made();
     for k in 0..batch {
         let one = args.iter().map(|v| at(b, c, v, 0, k)).collect::<Result<Vec<_>>>()?;
         let len = match &lens {
@@ -228,7 +491,7 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
             ),
         };
         for (all, v) in all.iter_mut().zip(steps(b, c, &s, &one, len)?) {
-            all.push(v);
+            all.push(row(b, &v)?);
         }
         b.pace(&[], start)?;
     }
@@ -238,11 +501,15 @@ fn scan(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     all.iter().map(|rows| stack(b, c, rows, 0).map(Item::from)).collect()
 }
 
-fn steps(b: &mut Builder, c: &Call<'_>, s: &Scan, args: &[Value], len: Option<usize>) -> Result<Vec<Value>> {
-    let g = c.graph("body")?.ok_or_else(|| c.invalid("attribute 'body' is missing"))?;
+fn steps(
+    b: &mut Builder,
+    c: &Call<'_>,
+    s: &Scan<'_>,
+    args: &[Value],
+    len: Option<usize>,
+) -> Result<Vec<Value>> {
     let carried = args.len() - s.inputs;
     let (state, inputs) = args.split_at(carried);
-    let mut state: Vec<Item> = state.iter().cloned().map(Item::from).collect();
     let axes = inputs.iter().zip(&s.axes).map(|(v, a)| c.axis(*a, v.rank())).collect::<Result<Vec<_>>>()?;
     let mut n = None;
     for (v, &a) in inputs.iter().zip(&axes) {
@@ -258,32 +525,27 @@ fn steps(b: &mut Builder, c: &Call<'_>, s: &Scan, args: &[Value], len: Option<us
     if n > total {
         return Err(c.invalid(format!("a length of {n} in a sequence of {total}")));
     }
-    let mut rows: Vec<Vec<Value>> = vec![vec![]; g.output.len() - carried];
-    let start = b.g.nodes().len();
-    for i in 0..n {
-        let mut args = std::mem::take(&mut state);
-        for ((v, &a), &back) in inputs.iter().zip(&axes).zip(&s.reverse) {
-            args.push(at(b, c, v, a, if back { n - 1 - i } else { i })?.into());
-        }
-        let mut out = c.inline(b, g, args)?.into_iter();
-        state = out.by_ref().take(carried).collect();
-        for (rows, v) in rows.iter_mut().zip(out) {
-            rows.push(tensor(c, &v, "a scanned result")?);
-        }
-        b.pace(&state, start)?;
+    let sequences = Sequences { values: inputs.to_vec(), axes, reverse: s.reverse.clone(), n };
+    let l = Loop { g: s.g, carried, scan: Some(sequences) };
+    let scanned = s.g.output.len() - carried;
+    let mut p = Progress::new(state.iter().cloned().map(Item::from).collect(), true, scanned);
+    let limit = i64::try_from(n).unwrap_or(i64::MAX);
+    if let Some(items) = go(b, c, &l, limit, is_short(s.g, limit), &mut p)? {
+        p.rows.iter_mut().zip(&items[carried..]).for_each(|(rows, i)| rows.extend(i.tensor().cloned()));
+        p.state = items[..carried].to_vec();
     }
-    let mut out = state.iter().map(|i| tensor(c, i, "a carried value")).collect::<Result<Vec<_>>>()?;
-    for (k, rows) in rows.iter_mut().enumerate() {
+    let mut out = p.state.iter().map(|i| tensor(c, i, "a carried value")).collect::<Result<Vec<_>>>()?;
+    for (k, rows) in p.rows.iter().enumerate() {
         if rows.is_empty() {
             let axis = c.axis(s.out_axes[k], 1).unwrap_or(0);
-            out.push(empty(b, c, &g.output[carried + k], axis)?);
+            out.push(empty(b, c, &s.g.output[carried + k], axis)?);
             continue;
         }
-        if s.out_reverse[k] {
-            rows.reverse();
-        }
-        let axis = c.axis(s.out_axes[k], rows[0].rank() + 1)?;
+        let axis = c.axis(s.out_axes[k], rows[0].rank())?;
         let mut y = stack(b, c, rows, axis)?;
+        if s.out_reverse[k] {
+            y = reversed(b, &y, axis)?;
+        }
         if n < total {
             // The rest is zeros.
             let mut shape = y.shape().clone();
@@ -294,4 +556,13 @@ fn steps(b: &mut Builder, c: &Call<'_>, s: &Scan, args: &[Value], len: Option<us
         out.push(y);
     }
     Ok(out)
+}
+
+/// The last of an axis first.
+fn reversed(b: &mut Builder, v: &Value, axis: usize) -> Result<Value> {
+    let mut all: Vec<Range> =
+        v.shape().iter().map(|&len| Range { start: Dim::from(0), step: 1, len }).collect();
+    let last = all[axis].len.offset(-1);
+    (all[axis].start, all[axis].step) = (last, -1);
+    b.slice(v, &all)
 }

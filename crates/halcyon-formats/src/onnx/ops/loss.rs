@@ -5,7 +5,7 @@ use crate::onnx::build::{Builder, Value};
 use crate::onnx::node::Call;
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::op::ReduceKind as R;
-use halcyon_ir::{Dim, Result, Scalar, Shape};
+use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 const ATTRS: &[&str] = &["ignore_index", "reduction"];
 
@@ -44,20 +44,20 @@ fn negative_log_likelihood(b: &mut Builder, c: &Call<'_>, x: &Value) -> Result<V
     if !fits {
         return Err(c.invalid(format!("targets {} for [n, classes, …] {}", target.ty, x.ty)));
     }
-    // An ignored target may be outside the classes.
-    let ignored = match c.opt_int("ignore_index")? {
+    // An ignored target may be outside of the classes, and outside of what its type holds.
+    let ignore = c.opt_int("ignore_index")?;
+    let ignored = match ignore {
         Some(i) => {
-            let i = b.lit(target, i);
-            Some(b.scalar(S::Eq, &[target, &i])?)
+            let wide = b.cast(target, DType::I64)?;
+            let i = b.lit(&wide, i);
+            Some(b.scalar(S::Eq, &[&wide, &i])?)
         }
         None => None,
     };
-    let class = match &ignored {
-        Some(m) => {
-            let zero = b.lit(target, 0i64);
-            b.scalar(S::Select, &[m, &zero, target])?
-        }
-        None => target.clone(),
+    let class = {
+        let id = b.id(target)?;
+        let id = b.g.class_index(id, x.shape()[1], ignore)?;
+        b.value(id)
     };
     let mut at: Vec<Dim> = target.shape().to_vec();
     at.insert(1, Dim::from(1));

@@ -370,7 +370,7 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
         );
     }
     // Many long layers together are bounded as unrolled loops are.
-    let nodes = b.g.nodes().len();
+    let nodes = b.made();
     b.pace(&[], nodes)?;
     let (hidden, wide) = (r.shape()[2], r.shape()[2].mul(Dim::from(kind.gates())));
     if c.opt_int("hidden_size")?.is_some_and(|h| hidden.known().is_some_and(|n| i64::try_from(n) != Ok(h))) {

@@ -191,7 +191,7 @@ fn split_text(b: &mut Builder, c: &Call<'_>, t: &Text) -> Result<Vec<Item>> {
 fn map(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let g = c.graph("body")?.ok_or_else(|| c.invalid("attribute 'body' is missing"))?;
     let n = c.sequence(0)?.len();
-    let start = b.g.nodes().len();
+    let start = b.made();
     let mut out: Vec<Vec<Item>> = vec![vec![]; g.output.len()];
     for i in 0..n {
         let mut args = vec![];

@@ -100,3 +100,31 @@ pub(crate) fn elements(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKernel,
         })
     })
 }
+
+/// Labels as places among `classes`; those that are `ignore`, and bad ones, are 0.
+pub(crate) fn class_index(
+    call: &LibraryCall<'_>,
+    classes: Option<usize>,
+    ignore: Option<i64>,
+) -> Result<CpuKernel, Declined> {
+    let ([labels], Some(n)) = (call.inputs, classes) else {
+        return Err(Declined::because("one operand and a number of classes are needed"));
+    };
+    let labels = Indices::new(labels.dtype, &labels.view);
+    CpuKernel::new("cpu.class_index", call, move |r| {
+        let (src, dst) = (SharedConst(r.bufs[0].ptr as *const u8), SharedMut(r.bufs[1].ptr as *mut i64));
+        r.team.ranges(labels.walk.numel, GRAIN, &|a, b| {
+            for q in a..b {
+                // SAFETY: the kernel's checks: the view stays inside its buffer, the output is dense; elements are disjoint.
+                unsafe {
+                    let l = labels.get(src.get(), q);
+                    let ok = l >= 0 && (l as u64) < n as u64;
+                    if !ok && Some(l) != ignore {
+                        r.fault.set();
+                    }
+                    *dst.get().add(q) = if ok { l } else { 0 };
+                }
+            }
+        });
+    })
+}

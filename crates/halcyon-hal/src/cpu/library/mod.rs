@@ -359,6 +359,7 @@ pub(crate) fn find(isa: Isa, threads: usize, call: &LibraryCall<'_>) -> Result<C
         Op::ScatterElements { axis, kind } => scatter::elements(call, *axis, *kind),
         Op::ScatterRows { axis, kind } => scatter::rows(call, *axis, *kind),
         Op::UpdateSlice { axis } => scatter::update_slice(call, *axis),
+        Op::ClassIndex { classes, ignore } => gather::class_index(call, classes.known(), *ignore),
         Op::ArgReduce { max, axis, last, .. } => sort::arg_reduce(call, *max, *axis, *last),
         Op::ArgSort { axis, descending } => sort::arg_sort(call, *axis, *descending),
         Op::Scan { kind, axis, exclusive, reverse } => scan::scan(call, *kind, *axis, *exclusive, *reverse),

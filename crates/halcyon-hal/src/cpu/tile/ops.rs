@@ -116,7 +116,11 @@ fn f32_body<const FMA: bool>(op: ScalarOp, d: &mut [f32], a: &[f32], b: &[f32], 
         S::Atan2 => bin!(d a b, |x, y| vm::atan2::<FMA>(x, y)),
         S::Min => bin!(d a b, |x, y| min_f32(x, y)),
         S::Max => bin!(d a b, |x, y| max_f32(x, y)),
-        S::Fma => tri!(d a b c, |x, y, z| vm::fma::<FMA>(x, y, z)),
+        // Rounded once in every set of instructions. A product that overflows before the sum would give NaN or infinity where there
+        // is a number; f64 holds it exactly.
+        S::Fma => tri!(d a b c, |x, y, z| {
+            if FMA { x.mul_add(y, z) } else { (f64::from(x) * f64::from(y) + f64::from(z)) as f32 }
+        }),
         // Through the table's f64 definition: a row that is added later works at once.
         op => {
             if let Some(f) = op.row().float {
@@ -145,7 +149,8 @@ fn f64_body<const FMA: bool>(op: ScalarOp, d: &mut [f64], a: &[f64], b: &[f64], 
         S::Div => bin!(d a b, |x, y| x / y),
         S::Min => bin!(d a b, |x, y| min_f64(x, y)),
         S::Max => bin!(d a b, |x, y| max_f64(x, y)),
-        S::Fma => tri!(d a b c, |x, y, z| if FMA { x.mul_add(y, z) } else { x * y + z }),
+        // Without the instruction the C library computes it, slowly and as exactly.
+        S::Fma => tri!(d a b c, |x, y, z| x.mul_add(y, z)),
         op => {
             if let Some(f) = op.row().float {
                 tri!(d a b c, |x, y, z| f(x, y, z))

@@ -606,6 +606,62 @@ fn blocks_stay_inside_their_operands() {
     }
 }
 
+/// Rounded once under every set of instructions, also where the product alone would overflow or lose the digits that count.
+#[test]
+fn multiply_add_rounds_once_under_every_instruction_set() {
+    use crate::cpu::library::{Fault, Run};
+    use crate::cpu::memory::Ptr;
+    use crate::cpu::sys::Isa;
+    let team = crate::cpu::team::Team::new(1);
+    let word = std::sync::atomic::AtomicU32::new(0);
+    let inf = f64::INFINITY;
+    let (large32, large64) = (f64::from(f32::MAX), f64::MAX);
+    let (tiny32, tiny64) = (0.5f64.powi(12), 0.5f64.powi(27));
+    let cases = [
+        (
+            DType::F32,
+            large32,
+            [(large32, 2.0, -large32, large32), (1.0 + tiny32, 1.0 - tiny32, -1.0, -tiny32 * tiny32)],
+        ),
+        (
+            DType::F64,
+            large64,
+            [(large64, 2.0, -large64, large64), (1.0 + tiny64, 1.0 - tiny64, -1.0, -tiny64 * tiny64)],
+        ),
+    ];
+    for isa in Isa::available() {
+        for (d, large, values) in cases {
+            for (x, y, z, want) in values.into_iter().chain([(large, -2.0, inf, inf), (2.0, 3.0, 4.0, 10.0)])
+            {
+                // As many as fill vectors and a rest.
+                let n = 19;
+                let f = Fused {
+                    space: [n].as_slice().into(),
+                    reduced: 0,
+                    loads: (0..3).map(|i| load(i, d, View::dense(&[n]))).collect(),
+                    params: vec![],
+                    body: (0..3)
+                        .map(|i| instr(InstrKind::Load(i), d, &[]))
+                        .chain([instr(InstrKind::Op(ScalarOp::Fma), d, &[0, 1, 2])])
+                        .collect(),
+                    outs: vec![out(3, d, &[n], None)],
+                };
+                let bytes = [x, y, z].map(|v| pack(d, &vec![Scalar::F(v); n]));
+                let mut got = vec![0u8; bytes[0].len()];
+                let (ops, outs) = ([operand(d, n), operand(d, n), operand(d, n)], [operand(d, n)]);
+                let call = LibraryCall::new(Work::Fused(&f), &ops, &outs);
+                let k = super::kernel(isa, &f, &call).unwrap();
+                let at = |b: &[u8]| Ptr { ptr: b.as_ptr().cast_mut(), bytes: b.len(), read_only: true };
+                let y_at = Ptr { ptr: got.as_mut_ptr(), bytes: got.len(), read_only: false };
+                let bufs = [at(&bytes[0]), at(&bytes[1]), at(&bytes[2]), y_at];
+                let fault = Fault::new(&word, 1);
+                k.run(&Run { bufs: &bufs, args: &[], team: &team, isa, fault }).unwrap();
+                assert_eq!(got, pack(d, &vec![Scalar::F(want); n]), "{d} {isa:?}: {x:e} * {y:e} + {z:e}");
+            }
+        }
+    }
+}
+
 #[test]
 fn malformed_chains_are_declined() {
     let dev = device(1);

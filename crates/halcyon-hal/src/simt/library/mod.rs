@@ -13,13 +13,14 @@ mod rocblas;
 mod tensile;
 
 use super::memory::SimtBuffer;
-use super::sys::{Address, Code, Context, Handle, by_major};
+use super::sys::{Address, Code, Context, Handle, Side, by_major};
 use super::{Family, VendorLibrary};
-use crate::{Declined, Error, LibraryCall, LibraryKernel, Operand, Result};
+use crate::{Declined, Error, LibraryCall, LibraryKernel, Operand, Options, Result};
 use attention::Attention;
 use dnn::Dnn;
+use halcyon_ir::DType;
 use halcyon_ir::op::Op;
-use halcyon_ir::target::Work;
+use halcyon_ir::target::{MatmulPrecision, Work};
 use lt::Lt;
 use product::Product;
 use rocblas::RocBlas;
@@ -65,20 +66,22 @@ pub struct Libraries {
     /// The device's number, which its kernels carry.
     owner: u64,
     sources: Sources,
-    /// Whether cuDNN may be used.
+    /// Whether cuDNN may be used, and matrix units.
     dnn: bool,
+    matrix: bool,
     products: OnceLock<Result<Arc<Lt>, Absent>>,
     plain: OnceLock<Result<Arc<RocBlas>, Absent>>,
     convolutions: OnceLock<Result<Arc<Dnn>, Absent>>,
 }
 
 impl Libraries {
-    pub fn new(context: &Arc<Context>, owner: u64, sources: Sources, dnn: bool) -> Libraries {
+    pub fn new(context: &Arc<Context>, owner: u64, sources: Sources, options: &Options) -> Libraries {
         Libraries {
             context: context.clone(),
             owner,
             sources,
-            dnn,
+            dnn: options.cudnn != Some(false),
+            matrix: options.matrix_units != Some(false),
             products: OnceLock::new(),
             plain: OnceLock::new(),
             convolutions: OnceLock::new(),
@@ -214,6 +217,15 @@ impl Libraries {
                 "{} is a storage type, which the passes rewrite",
                 o.dtype
             )));
+        }
+        // On CUDA f32 at the highest precision is multiplied without matrix units; on ROCm rocBLAS uses them for every type.
+        let plain = self.family().side == Side::Cuda
+            && call.precision == MatmulPrecision::Highest
+            && call.inputs.iter().chain(call.outputs).all(|o| o.dtype == DType::F32);
+        if !self.matrix && !plain {
+            return Err(Declined::because(
+                "matrix units are switched off, and the library may use them for it",
+            ));
         }
         let masked: SmallVec<[usize; 4]> =
             (0..call.inputs.len()).filter(|&i| call.inputs[i].view.mask.is_some()).collect();

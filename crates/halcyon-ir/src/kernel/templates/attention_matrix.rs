@@ -74,7 +74,7 @@ pub(super) fn choose(cx: &Cx<'_>) -> Option<Tile> {
     let groups = cx.p.b * cx.p.hk * rows.div_ceil(8 * op.m as usize);
     let subgroups = match rows.div_ceil(op.m as usize) {
         0..=2 => 2,
-        _ if cx.p.d <= 64 && groups >= 2 * cx.caps.compute_units as usize => 8,
+        _ if cx.p.d <= 64 && groups >= 2 * cx.caps.units() => 8,
         _ => 4,
     };
     // Longer rows, and what a mask needs for each row, leave registers for fewer scores.

@@ -177,7 +177,7 @@ impl Cx<'_> {
     /// Number of parts, and keys of each: whole steps.
     fn parts(&self, s: Split, l: &Layout) -> (usize, usize) {
         let heads = (self.p.b * self.p.hk * self.blocks(l.rows)).max(1);
-        let want = (s.groups as usize * self.caps.compute_units as usize).div_ceil(heads);
+        let want = (s.groups as usize * self.caps.units()).div_ceil(heads);
         let parts = want.min(self.p.sk / LEAST).clamp(1, PARTS);
         let per = self.p.sk.div_ceil(parts).next_multiple_of(l.keys() as usize).max(1);
         (self.p.sk.div_ceil(per).max(1), per)
@@ -199,7 +199,7 @@ impl Cx<'_> {
     /// Groups of four warps or waves for each unit; the keys of heads that fill the units anyway are not split.
     pub(super) fn split_default(&self) -> Option<Split> {
         let heads = self.p.b * self.p.hk * self.blocks(ROWS);
-        let groups = if heads >= 2 * self.caps.compute_units as usize { 0 } else { 4 };
+        let groups = if heads >= 2 * self.caps.units() { 0 } else { 4 };
         let items = if self.p.d > 64 { 128 } else { 64 };
         let all = [(items, 4), (64, 4), (64, 2), (32, 2)].map(|(items, reads)| Split {
             items,

@@ -8,13 +8,17 @@ use crate::op::ScatterKind;
 use crate::scalar_op::ScalarOp;
 use crate::target::{Caps, Operand};
 
-/// A loaded index, wrapped and clamped into `0..n`, and whether it was in range.
-fn wrapped<'a>(b: &'a Builder, raw: E<'a>, n: E<'a>) -> (E<'a>, E<'a>) {
-    // Judged in 64 bits, so that no index looks valid after narrowing.
-    let wide = match raw.ty() {
+/// A loaded index in 64 bits, so that none looks valid after narrowing.
+fn wide(raw: E<'_>) -> E<'_> {
+    match raw.ty() {
         Ty::U64 => raw.min(u64::MAX >> 1).to(Ty::I64),
         _ => raw.to(Ty::I64),
-    };
+    }
+}
+
+/// A loaded index, wrapped and clamped into `0..n`, and whether it was in range.
+fn wrapped<'a>(b: &'a Builder, raw: E<'a>, n: E<'a>) -> (E<'a>, E<'a>) {
+    let wide = wide(raw);
     let n64 = n.to(Ty::I64);
     let wide = b.let_(wide.lt(0).select(wide + n64, wide));
     let ok = wide.ge(0).and(wide.lt(n64));
@@ -166,17 +170,35 @@ pub(in crate::kernel) fn update_slice(
     let fault = b.fault();
     let room = t.size("room", out.view.shape[axis] - update.view.shape[axis]);
     let groups = t.points(&update.view.shape, |_, idx| {
-        let p = ap.load(b, &[]);
-        let wide = match p.ty() {
-            Ty::U64 => p.min(u64::MAX >> 1).to(Ty::I64),
-            _ => p.to(Ty::I64),
-        };
-        let (wide, most) = (b.let_(wide), room.to(Ty::I64));
+        let (wide, most) = (b.let_(wide(ap.load(b, &[]))), room.to(Ty::I64));
         b.if_(wide.lt(0).or(wide.gt(most)), || fault.set());
         let start = wide.max(0).min(most).to(room.ty());
         let mut at = idx.to_vec();
         at[axis] = at[axis] + start;
         ao.store(b, &at, au.load(b, idx));
+    });
+    t.finish(groups, caps.max_groups)
+}
+
+/// Labels as places among `classes`; those that are `ignore`, and bad ones, are 0.
+pub(in crate::kernel) fn class_index(
+    classes: usize,
+    ignore: Option<i64>,
+    labels: &Operand,
+    out: &Operand,
+    caps: &Caps,
+) -> Result<(Kernel, Launch)> {
+    let t = Template::new("class_index", GROUP, &[labels, out]);
+    let (al, ao) = (t.input(labels), t.output(out));
+    let b = &t.b;
+    let fault = b.fault();
+    let n = t.size("classes", classes);
+    let groups = t.points(&labels.view.shape, |_, idx| {
+        let wide = b.let_(wide(al.load(b, idx)));
+        let ok = wide.ge(0).and(wide.lt(n.to(Ty::I64)));
+        let fine = ignore.map_or(ok, |i| ok.or(wide.equals(i)));
+        b.if_(!fine, || fault.set());
+        ao.store(b, idx, ok.select(wide, 0i64));
     });
     t.finish(groups, caps.max_groups)
 }

@@ -235,7 +235,7 @@ impl Tile {
         };
         let groups = |edge: u32| p.m.div_ceil(edge as usize) * p.n.div_ceil(edge as usize) * p.batches();
         // Smaller tiles where large ones would leave compute units idle.
-        let each = if groups(side * 4) >= 2 * caps.compute_units as usize { 4 } else { 2 };
+        let each = if groups(side * 4) >= 2 * caps.units() { 4 } else { 2 };
         let t = Tile { side, each, depth: 16 };
         (t.words() as usize * ty.size() <= caps.workgroup_memory as usize).then_some(t)
     }
@@ -385,7 +385,7 @@ impl Cx<'_> {
                 (false, (t, offset)) if self.run(&t, offset) > 1 => {
                     let each = self.run(&t, offset) as usize;
                     let groups = |c: u32| t.n.div_ceil(c as usize * each) * t.m.div_ceil(4) * t.batches();
-                    let enough = |c: &u32| groups(*c) >= 2 * caps.compute_units as usize;
+                    let enough = |c: &u32| groups(*c) >= 2 * caps.units();
                     [32, 16, 8].into_iter().find(enough).unwrap_or(4)
                 }
                 _ => 32,

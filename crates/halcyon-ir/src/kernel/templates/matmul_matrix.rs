@@ -75,7 +75,7 @@ pub(super) fn choose(p: &Problem, op: MatrixOp, caps: &Caps) -> Tile {
     let all = tiles(op);
     let groups = |t: &Tile| p.m.div_ceil(t.m as usize) * p.n.div_ceil(t.n as usize) * p.batches();
     // Smaller tiles where large ones would leave compute units idle or be mostly empty.
-    let large = groups(&all[0]) >= caps.compute_units as usize && p.m.min(p.n) > 64;
+    let large = groups(&all[0]) >= caps.units() && p.m.min(p.n) > 64;
     if large { all[0] } else { all[2] }
 }
 

@@ -22,7 +22,7 @@ pub(super) enum By {
 impl By {
     /// `rows` rows of `n` elements; `gap` is the distance of a row's elements, which are `gap` rows' neighbours.
     pub(super) fn choose(rows: usize, n: usize, gap: usize, ty: Ty, caps: &Caps) -> By {
-        let enough_rows = rows >= 256 * caps.compute_units.max(1) as usize;
+        let enough_rows = rows >= 256 * caps.units();
         let want: u32 = if n >= 1024 { 256 } else { 64 };
         let largest = caps.max_workgroup.max(1);
         let n_items = want.min(1 << largest.ilog2());

@@ -4,15 +4,22 @@
 //! outputs need into one graph, in which every leaf and literal is an argument, so that repeating a computation with other
 //! values, or growing it by nothing but values, finds its plan in the cache.
 
+mod collect;
+mod display;
+mod index;
+mod window;
+
 use crate::backend::Backend;
-use crate::stream;
+pub use collect::eval;
+pub(crate) use collect::{Collector, Mode, eval_now, lift};
 use halcyon_hal::{BufferRef, Event, Tag};
 use halcyon_ir::dtype::{DType, Element, Scalar};
 use halcyon_ir::error::{Error, Result, Span};
 use halcyon_ir::shape::{Dims, Shape, TensorType};
 use halcyon_ir::{ConstData, Graph, NodeId, Op};
+pub use index::{Ellipsis, Index, IndexItem, NewAxis, step};
 use smallvec::SmallVec;
-use std::collections::{HashMap, HashSet};
+use std::collections::HashMap;
 use std::fmt;
 use std::panic::Location;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -161,13 +168,13 @@ impl Tensor {
         Tensor::leaf(backend, ty, Value::Ready(b), Span::caller())
     }
 
-    /// `value` everywhere. The value reaches kernels as an argument: another value does not compile again.
+    /// `value` everywhere, cast to `dtype`. The value reaches kernels as an argument: another value does not compile again.
     #[track_caller]
     pub fn full(
         backend: &Backend,
         shape: impl Into<Shape>,
-        dtype: DType,
         value: impl Into<Scalar>,
+        dtype: DType,
     ) -> Tensor {
         let (shape, v) = (shape.into(), value.into());
         Tensor::build_on(backend, &[], Location::caller(), |g, _| {
@@ -178,18 +185,18 @@ impl Tensor {
 
     #[track_caller]
     pub fn zeros(backend: &Backend, shape: impl Into<Shape>, dtype: DType) -> Tensor {
-        Tensor::full(backend, shape, dtype, 0i64)
+        Tensor::full(backend, shape, 0i64, dtype)
     }
 
     #[track_caller]
     pub fn ones(backend: &Backend, shape: impl Into<Shape>, dtype: DType) -> Tensor {
-        Tensor::full(backend, shape, dtype, 1i64)
+        Tensor::full(backend, shape, 1i64, dtype)
     }
 
     /// A run-time scalar (rank 0).
     #[track_caller]
-    pub fn scalar(backend: &Backend, dtype: DType, value: impl Into<Scalar>) -> Tensor {
-        Tensor::full(backend, Shape::scalar(), dtype, value)
+    pub fn scalar(backend: &Backend, value: impl Into<Scalar>, dtype: DType) -> Tensor {
+        Tensor::full(backend, Shape::scalar(), value, dtype)
     }
 
     /// `0, 1, …, n-1`.
@@ -230,12 +237,7 @@ impl Tensor {
                 return Tensor::failed(backend, e.clone(), at);
             }
             if !t.0.backend.same(backend) {
-                let e = Error::MixedDevices {
-                    op: "operation".into(),
-                    a: backend.id().into(),
-                    b: t.0.backend.id().into(),
-                    at: Span::location(at),
-                };
+                let e = mixed("operation", backend, t.backend()).at(&Span::location(at));
                 return Tensor::failed(backend, e, at);
             }
         }
@@ -306,18 +308,27 @@ impl Tensor {
     }
 
     /// Computes the value.
+    ///
+    /// # Errors
+    /// The error that the tensor carries, with the line of the operation that made it; those of planning and of the device.
+    #[track_caller]
     pub fn eval(&self) -> Result<&Tensor> {
         eval(std::slice::from_ref(self))?;
         Ok(self)
     }
 
     /// The value's buffer, evaluated.
+    #[track_caller]
     pub(crate) fn buffer(&self) -> Result<BufferRef> {
         self.eval()?;
         self.ready()
     }
 
     /// The values on the host.
+    ///
+    /// # Errors
+    /// As [`Tensor::eval`]; [`Error::Index`] where a kernel met a bad index.
+    #[track_caller]
     pub fn to_data(&self) -> Result<ConstData> {
         let b = self.buffer()?;
         let dims = self.dims()?;
@@ -328,19 +339,29 @@ impl Tensor {
         ConstData::new(self.0.ty.dtype, &dims, Arc::new(bytes))
     }
 
-    /// The values on the host, converted to `T`.
+    /// The values on the host in row-major order, converted to `T`.
+    ///
+    /// # Errors
+    /// As [`Tensor::to_data`].
+    #[track_caller]
     pub fn to_vec<T: Element>(&self) -> Result<Vec<T>> {
         Ok(self.to_data()?.to_vec())
     }
 
     /// The only value of a tensor with one element.
+    ///
+    /// # Errors
+    /// [`Error::Shape`], before anything runs, where it has more elements or none; as [`Tensor::to_data`].
+    #[track_caller]
     pub fn item<T: Element>(&self) -> Result<T> {
-        let v = self.to_vec::<T>()?;
-        match v.as_slice() {
-            [x] => Ok(*x),
-            _ => Err(Error::shape("item", format!("{} has {} elements, not one", self.0.ty.shape, v.len()))
-                .at(&self.0.span)),
+        self.check()?;
+        let n: usize = self.dims()?.iter().product();
+        if n != 1 {
+            let what = format!("{} has {n} elements, not one; read them with to_vec()", self.0.ty.shape);
+            return Err(Error::shape("item", what).at(&Span::caller()));
         }
+        let v = self.to_vec::<T>()?;
+        v.first().copied().ok_or_else(|| Error::internal("a tensor of one element has none"))
     }
 
     /// A copy on another backend. The only way across devices.
@@ -360,6 +381,7 @@ impl Tensor {
     }
 
     /// A leaf with this value through which gradients are taken.
+    #[track_caller]
     pub fn requires_grad(&self) -> Result<Tensor> {
         let b = self.buffer()?;
         let n = &self.0;
@@ -469,301 +491,9 @@ impl Tensor {
     }
 }
 
-/// Turns new graph nodes into tensors. `map` holds the tensors of nodes that exist already.
-pub(crate) fn lift(
-    backend: &Backend,
-    g: &Graph,
-    roots: &[NodeId],
-    map: &mut HashMap<NodeId, Tensor>,
-    of_gradient: bool,
-) -> Result<Vec<Tensor>> {
-    // Only what the roots need and the map does not have.
-    let mut need = vec![false; g.nodes().len()];
-    for r in roots {
-        need[r.index()] = true;
-    }
-    for i in (0..need.len()).rev() {
-        let id = NodeId(i as u32);
-        if need[i] && !map.contains_key(&id) {
-            g.node(id).inputs.iter().for_each(|x| need[x.index()] = true);
-        }
-    }
-    for id in g.ids() {
-        if !need[id.index()] || map.contains_key(&id) {
-            continue;
-        }
-        let n = g.node(id);
-        let inputs: SmallVec<[Tensor; 3]> = n
-            .inputs
-            .iter()
-            .map(|x| map.get(x).cloned().ok_or_else(|| Error::internal("lift: operand missing")))
-            .collect::<Result<_>>()?;
-        let tracked = inputs.iter().any(|t| t.0.tracked) && n.ty.dtype.is_float();
-        let t = Tensor::make(
-            backend.clone(),
-            n.op.clone(),
-            n.ty.clone(),
-            n.span.clone(),
-            inputs,
-            Value::Pending,
-            tracked,
-            of_gradient,
-        );
-        map.insert(id, t);
-    }
-    roots.iter().map(|r| map.get(r).cloned().ok_or_else(|| Error::internal("lift: root missing"))).collect()
-}
-
-/// What becomes of values and literals in a graph that is built from tensors.
-#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
-pub(crate) enum Mode {
-    /// Values are inputs, literals run-time arguments.
-    #[default]
-    Run,
-    /// Values are inputs, literals stay.
-    Compile,
-    /// Values are constants, literals stay.
-    Data,
-    /// As `Run`; what was evaluated and keeps its operands is looked through, and placeholders are inputs as well.
-    Gradient,
-}
-
-/// Builds one graph from tensors.
-#[derive(Default)]
-pub(crate) struct Collector {
-    pub(crate) mode: Mode,
-    pub(crate) graph: Graph,
-    pub(crate) ids: HashMap<*const Node, NodeId>,
-    /// Tensor of each node, by node number.
-    pub(crate) order: Vec<Tensor>,
-    /// Tensors of the graph's inputs, in order.
-    pub(crate) leaves: Vec<Tensor>,
-    pub(crate) args: Vec<Scalar>,
-}
-
-impl Collector {
-    /// Makes a tensor an input, whatever it is.
-    pub(crate) fn declare(&mut self, name: &str, t: &Tensor) {
-        let id = self.graph.input(name, t.0.ty.clone());
-        self.ids.insert(Arc::as_ptr(&t.0), id);
-        self.order.push(t.clone());
-    }
-
-    /// Adds what `root` depends on.
-    pub(crate) fn visit(&mut self, root: &Tensor) -> Result<()> {
-        let mut stack: Vec<(Tensor, bool)> = vec![(root.clone(), false)];
-        while let Some((t, expanded)) = stack.pop() {
-            let key = Arc::as_ptr(&t.0);
-            if self.ids.contains_key(&key) {
-                continue;
-            }
-            let inner = t.0.lock();
-            match &inner.value {
-                Value::Failed(e) => return Err(e.clone()),
-                Value::Donated { by } => return Err(Error::Donated { by: by.clone() }),
-                _ => {}
-            }
-            let history = self.mode == Mode::Gradient && t.0.tracked && !inner.inputs.is_empty();
-            let ready = matches!(inner.value, Value::Ready(_)) && !history;
-            if !expanded && !ready && !inner.inputs.is_empty() {
-                let ins: Vec<Tensor> = inner.inputs.to_vec();
-                drop(inner);
-                stack.push((t, true));
-                stack.extend(ins.into_iter().rev().map(|i| (i, false)));
-                continue;
-            }
-            let ins: SmallVec<[NodeId; 3]> = if ready {
-                SmallVec::new()
-            } else {
-                inner.inputs.iter().map(|i| self.ids[&Arc::as_ptr(&i.0)]).collect()
-            };
-            drop(inner);
-            self.graph.span = t.0.span.clone();
-            let id = self.add(&t, ready, ins)?;
-            self.ids.insert(key, id);
-            self.order.resize(id.index() + 1, t.clone());
-            self.order[id.index()] = t;
-        }
-        Ok(())
-    }
-
-    fn add(&mut self, t: &Tensor, ready: bool, ins: SmallVec<[NodeId; 3]>) -> Result<NodeId> {
-        let n = &t.0;
-        Ok(match &n.op {
-            _ if ready && self.mode == Mode::Data => {
-                let d = t.to_data()?;
-                self.graph.constant(d)
-            }
-            _ if ready => {
-                self.leaves.push(t.clone());
-                self.graph.input("", n.ty.clone())
-            }
-            Op::Input(_) if self.mode == Mode::Gradient => self.graph.input("", n.ty.clone()),
-            Op::Input(_) => {
-                return Err(Error::argument(
-                    "eval",
-                    "a placeholder has no value: Tensor::trace and compiled functions use it, but cannot read it",
-                )
-                .at(&n.span));
-            }
-            Op::Full(v) if matches!(self.mode, Mode::Run | Mode::Gradient) => {
-                self.args.push(*v);
-                let a = self.graph.arg(n.ty.dtype);
-                self.graph.expand(a, &n.ty.shape)?
-            }
-            op => self.graph.push_unchecked(halcyon_ir::graph::Node {
-                op: op.clone(),
-                inputs: ins,
-                ty: n.ty.clone(),
-                span: n.span.clone(),
-            }),
-        })
-    }
-}
-
-/// Computes several tensors as one plan. What they share is computed once. Inside of [`crate::Stream::run`] the work is handed to that
-/// stream.
-pub fn eval(outputs: &[Tensor]) -> Result<()> {
-    eval_now(outputs).map(drop)
-}
-
-/// [`eval`], with the event of its end where a stream took it.
-pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
-    let todo: Vec<&Tensor> = outputs.iter().filter(|t| !t.is_ready()).collect();
-    let Some(first) = todo.first() else { return Ok(None) };
-    let backend = first.0.backend.clone();
-    if let Some(o) = todo.iter().find(|t| !t.0.backend.same(&backend)) {
-        return Err(Error::MixedDevices {
-            op: "eval".into(),
-            a: backend.id().into(),
-            b: o.0.backend.id().into(),
-            at: first.0.span.clone(),
-        });
-    }
-    let _running = backend.running();
-    let mut c = Collector::default();
-    for t in &todo {
-        c.visit(t)?;
-    }
-    let (results, donated) = c.results(&todo);
-    let names: Vec<NodeId> = results.iter().map(|t| c.ids[&Arc::as_ptr(&t.0)]).collect();
-    for id in &names {
-        c.graph.output("", *id);
-    }
-    let Collector { graph, leaves, args, order, ids, .. } = c;
-    drop((order, ids));
-    let inputs: Vec<BufferRef> = leaves
-        .iter()
-        .map(|t| match &t.0.lock().value {
-            Value::Ready(b) => Ok(b.clone()),
-            _ => Err(Error::internal("a leaf lost its value")),
-        })
-        .collect::<Result<_>>()?;
-    let exe = backend.plan(graph, donated.clone())?;
-    let by = first.0.span.clone();
-    let take = || leaves.iter().zip(&donated).filter(|(_, d)| **d).for_each(|(t, _)| t.taken(&by));
-    let on = stream::current(&backend);
-    let (made, event) = exe.run_on(&backend, &inputs, &args, on.as_deref()).map_err(|f| {
-        // Nobody knows what a run that broke off left of what it may overwrite.
-        if f.started {
-            take();
-        }
-        f.error
-    })?;
-    drop(inputs);
-    for (t, b) in results.iter().zip(made) {
-        let mut inner = t.0.lock();
-        inner.value = Value::Ready(b);
-        inner.flight.clone_from(&event);
-        let old = if t.0.tracked { vec![] } else { release(&mut inner.inputs) };
-        drop(inner);
-        drop(old);
-    }
-    take();
-    Ok(event)
-}
-
-impl Collector {
-    /// What the plan must compute beyond what was asked for, and which leaves it may overwrite.
-    fn results(&self, asked: &[&Tensor]) -> (Vec<Tensor>, Vec<bool>) {
-        let key = |t: &Tensor| Arc::as_ptr(&t.0);
-        let mut out: Vec<Tensor> = vec![];
-        let mut have: HashSet<*const Node> = HashSet::new();
-        let mut add = |t: &Tensor| {
-            if !t.is_ready() && have.insert(key(t)) {
-                out.push(t.clone());
-            }
-        };
-        asked.iter().for_each(|t| add(t));
-        // References to each node from inside: operands of this plan's nodes, and this collector's own.
-        let mut readers: HashMap<*const Node, usize> = HashMap::new();
-        let mut own: HashMap<*const Node, usize> = HashMap::new();
-        for t in self.order.iter().chain(&self.leaves) {
-            *own.entry(key(t)).or_default() += 1;
-        }
-        let mut distinct: Vec<&Tensor> = vec![];
-        let mut seen: HashSet<*const Node> = HashSet::new();
-        for t in &self.order {
-            if seen.insert(key(t)) {
-                distinct.push(t);
-                for x in &t.0.lock().inputs {
-                    *readers.entry(key(x)).or_default() += 1;
-                }
-            }
-        }
-        let inside =
-            |t: &Tensor| readers.get(&key(t)).copied().unwrap_or(0) + own.get(&key(t)).copied().unwrap_or(0);
-        let held_elsewhere = |t: &Tensor| Arc::strong_count(&t.0) > inside(t);
-
-        let keep = asked.iter().any(|t| t.0.tracked && !t.0.of_gradient);
-        for t in &distinct {
-            let residual = keep && t.0.tracked && !t.0.of_gradient && !t.0.op.is_view() && !t.0.op.is_leaf();
-            let version = t.0.state.load(Ordering::Relaxed) && held_elsewhere(t);
-            if residual || version {
-                add(t);
-            }
-        }
-
-        let updated: HashSet<NodeId> = self
-            .graph
-            .nodes()
-            .iter()
-            .filter(|n| matches!(n.op, Op::UpdateSlice { .. }))
-            .map(|n| n.inputs[0])
-            .collect();
-        let mut donated = vec![false; self.leaves.len()];
-        let mut stale = vec![false; self.graph.nodes().len()];
-        for (k, leaf) in self.leaves.iter().enumerate() {
-            let id = self.ids[&key(leaf)];
-            let asked_for = leaf.0.donate.load(Ordering::Relaxed);
-            if !asked_for && !updated.contains(&id) {
-                continue;
-            }
-            let outside =
-                leaf.0.readers.load(Ordering::Relaxed) > readers.get(&key(leaf)).copied().unwrap_or(0);
-            // Another tensor may lie in the same memory (detach), or a captured graph be bound to it.
-            let shared = matches!(&leaf.0.lock().value, Value::Ready(b) if Arc::strong_count(b) > 1);
-            if outside || shared || (held_elsewhere(leaf) && !asked_for) {
-                // Something outside this plan still reads the old value: the plan copies.
-                leaf.0.backend.0.stats.state_copies.fetch_add(1, Ordering::Relaxed);
-            } else {
-                donated[k] = true;
-                stale[id.index()] = true;
-            }
-        }
-        // Nodes of this plan that depend on a value about to be overwritten, and that someone may ask for later, run now.
-        if donated.contains(&true) {
-            for (i, n) in self.graph.nodes().iter().enumerate() {
-                if !stale[i] && n.inputs.iter().any(|x| stale[x.index()]) {
-                    stale[i] = true;
-                    if held_elsewhere(&self.order[i]) {
-                        add(&self.order[i]);
-                    }
-                }
-            }
-        }
-        (out, donated)
-    }
+/// Operands on two backends.
+pub(crate) fn mixed(op: &str, a: &Backend, b: &Backend) -> Error {
+    Error::MixedDevices { op: op.into(), a: a.id().into(), b: b.id().into(), at: Span::default() }
 }
 
 impl fmt::Debug for Tensor {

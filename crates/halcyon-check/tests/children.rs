@@ -1,0 +1,78 @@
+//! The processes of a check end with it, also those that are stuck in a driver.
+#![cfg(target_os = "linux")]
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::time::Duration;
+
+/// Never comes back from being loaded. Who loads it is told by a file.
+const HANG: &str = "#include <stdio.h>\n#include <stdlib.h>\n#include <unistd.h>
+__attribute__((constructor)) static void at_load(void) {
+    FILE *f = fopen(getenv(\"DRIVER_PID\"), \"w\");
+    fprintf(f, \"%d %d\\n\", getpid(), getppid());
+    fclose(f);
+    for (;;) pause();
+}\n";
+
+fn gone(pid: &str) -> bool {
+    // One that nobody has waited for yet is a zombie.
+    let state = std::fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    state.is_empty() || state.contains(") Z ")
+}
+
+/// Whether something comes true within a minute.
+fn soon(mut what: impl FnMut() -> bool) -> bool {
+    (0..3000).any(|_| {
+        what() || {
+            std::thread::sleep(Duration::from_millis(20));
+            false
+        }
+    })
+}
+
+fn library(dir: &Path) -> Option<std::path::PathBuf> {
+    let (from, to) = (dir.join("hang.c"), dir.join("libhang.so"));
+    std::fs::write(&from, HANG).expect("written");
+    let made = Command::new("cc").args(["-shared", "-fPIC", "-o"]).arg(&to).arg(&from).output().ok()?;
+    assert!(made.status.success(), "{}", String::from_utf8_lossy(&made.stderr));
+    Some(to)
+}
+
+#[test]
+fn a_check_that_is_ended_leaves_nothing_behind() {
+    let dir = tempfile::tempdir().expect("a folder");
+    let Some(lib) = library(dir.path()) else {
+        return println!("skipped a_check_that_is_ended_leaves_nothing_behind: no C compiler for the driver");
+    };
+    for signal in ["-TERM", "-KILL"] {
+        let told = dir.path().join("pids");
+        let mut parent = Command::new(env!("CARGO_BIN_EXE_halcyon-check"))
+            .args(["--backend", "cpu", "--no-torch", "--rehearsal", "--only", "hal", "--out"])
+            .arg(dir.path())
+            .env("HALCYON_CUDA_LIBRARY", &lib)
+            .env("DRIVER_PID", &told)
+            .env("TMPDIR", dir.path())
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(Stdio::null())
+            .spawn()
+            .expect("it starts");
+        // A child looks for devices, and has a child of its own for each driver.
+        let mut text = String::new();
+        let loaded = soon(|| {
+            text = std::fs::read_to_string(&told).unwrap_or_default();
+            text.ends_with('\n')
+        });
+        assert!(loaded, "the driver was not loaded");
+        let pids: Vec<&str> = text.split_whitespace().collect();
+        assert!(pids.len() == 2 && !pids.contains(&parent.id().to_string().as_str()), "{text}");
+        assert!(
+            Command::new("kill").args([signal, &parent.id().to_string()]).status().expect("kill").success()
+        );
+        parent.wait().expect("it ends");
+        for pid in pids {
+            assert!(soon(|| gone(pid)), "after {signal} process {pid} lives on");
+        }
+        std::fs::remove_file(&told).expect("removed");
+    }
+}

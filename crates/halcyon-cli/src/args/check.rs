@@ -1,0 +1,194 @@
+//! Arguments of the commands that look at the machine and compare results.
+
+use super::BackendArgs;
+use clap::{Args, Subcommand};
+use std::path::PathBuf;
+
+#[derive(Args, Debug)]
+#[command(after_help = DEVICES)]
+pub struct DevicesArgs {
+    /// Looks at every driver again, also at those that an earlier look found to crash or hang
+    #[arg(long)]
+    pub refresh: bool,
+    /// Prints one JSON array with every backend
+    #[arg(long)]
+    pub json: bool,
+}
+
+const DEVICES: &str = "\
+Each device has a line with its id (the value of --backend), its name, its memory and how much of that is free. A backend without a device has \
+a line with the reason. -v adds the driver's version and other facts of each device, and for each absent backend what was tried and how to \
+install it.
+
+Examples:
+  halcyon devices
+  halcyon devices -v
+  halcyon devices --refresh --json";
+
+#[derive(Args, Debug)]
+#[command(after_help = DOCTOR)]
+pub struct DoctorArgs {
+    /// Checks this backend alone, which has to be there
+    #[arg(long, value_name = "NAME")]
+    pub backend: Option<String>,
+    /// Seconds that one backend may take
+    #[arg(long, value_name = "N", default_value_t = 120)]
+    pub timeout: u64,
+    /// Prints one JSON object with what was measured
+    #[arg(long)]
+    pub json: bool,
+}
+
+const DOCTOR: &str = "\
+Each backend is examined in a process of its own: its library, its devices, a kernel, copies and a matrix product. Each step is pass, \
+absent (the backend is not on this machine or not in this build), warn or fail, with the reason and what to do. Results are compared \
+with the host's; copies and the product are timed. -q leaves out the steps that passed.
+
+Exit codes: 0 everything that is here works, 1 warnings, 2 failures (or the backend that was asked for is absent).
+
+Examples:
+  halcyon doctor
+  halcyon doctor --backend cpu --json";
+
+#[derive(Args, Debug)]
+pub struct ConformanceArgs {
+    #[command(subcommand)]
+    pub suite: Suite,
+}
+
+#[derive(Subcommand, Debug)]
+// Made once, by the command line.
+#[allow(clippy::large_enum_variant)]
+pub enum Suite {
+    /// Every op on every type, on this machine
+    Ops(OpsArgs),
+    /// Cases in the layout of the ONNX backend tests
+    Onnx(OnnxArgs),
+}
+
+#[derive(Args, Debug)]
+#[command(after_help = OPS)]
+pub struct OpsArgs {
+    /// Backend, as in `halcyon run`
+    #[arg(long, value_name = "NAME", default_value = "auto")]
+    pub backend: String,
+    /// Number of the backend's device
+    #[arg(long, value_name = "N")]
+    pub device: Option<usize>,
+    /// Threads of the CPU device
+    #[arg(long, value_name = "N")]
+    pub threads: Option<usize>,
+    /// Level of the plans: O0, O1 or O2
+    #[arg(long, value_name = "LEVEL", default_value = "O1")]
+    pub level: String,
+    /// Only this op, by its name in the table. Repeatable
+    #[arg(long = "op", value_name = "NAME")]
+    pub ops: Vec<String>,
+    /// Only these element types, with commas between
+    #[arg(long = "dtype", value_name = "TYPE", value_delimiter = ',')]
+    pub dtypes: Vec<String>,
+    /// At most this many cases of each op and type. Without it all on the CPU, else 3: a device may have to compile for each
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub cases: Option<u32>,
+    /// Draws the operands as the run that printed this seed did
+    #[arg(long, value_name = "N")]
+    pub seed: Option<u64>,
+    /// Multiplies the tolerances of ops that round. Below 1 is stricter than the table
+    #[arg(long, value_name = "FACTOR", default_value_t = 1.0)]
+    pub tolerance: f64,
+    /// Only right or wrong: measures no times and no peaks
+    #[arg(long)]
+    pub no_speed: bool,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+    /// Prints a JSON object a line, each as soon as it is known. `begin` comes first, `end` with the counts last
+    #[arg(long, conflicts_with = "json")]
+    pub json_lines: bool,
+}
+
+const OPS: &str = "\
+Results are compared with the reference: in f64 for ops that round, in the op's own type where every bit counts. The cases have odd, \
+empty and large shapes, views, NaN and infinities. A cell of the matrix is an op's share of the machine's peak, which is measured in the \
+same run (FLOP/s or bytes/s, whichever the op needs longer for); ok where it was not measured; no where it is not supported; FAIL where it is \
+wrong. The exit code is 0 if nothing is wrong, else 1.
+
+Examples:
+  halcyon conformance ops --op matmul --op softmax --dtype f32,bf16
+  halcyon conformance ops --backend cpu --op relu --no-speed --json";
+
+#[derive(Args, Debug)]
+#[command(after_help = CONFORMANCE)]
+pub struct OnnxArgs {
+    /// Folder of cases, at any depth
+    pub dir: PathBuf,
+    #[command(flatten)]
+    pub backend: BackendArgs,
+    /// Only the first N cases by name
+    #[arg(long, value_name = "N")]
+    pub limit: Option<usize>,
+    /// Saves every result as DIR/CASE/test_data_set_*/output_N.pb. Cases without expectations are run too
+    #[arg(long, value_name = "DIR")]
+    pub save: Option<PathBuf>,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+    /// Prints a JSON object a line, each as soon as it is known. `begin` comes first, `end` with the counts last
+    #[arg(long, conflicts_with = "json")]
+    pub json_lines: bool,
+}
+
+const CONFORMANCE: &str = "\
+A case is a folder of model.onnx, test_data_set_*/input_N.pb and output_N.pb, and optionally tolerance.json with \"rtol\" and \"atol\" \
+(1e-3 and 1e-7 without). Element types and shapes must be the expected ones, integers and booleans equal, floats within \
+atol + rtol * |expected|, with an rtol of at least 1/64 for bf16; NaN equals NaN. Of models that draw random numbers only types and \
+shapes are compared. The exit code is 0 if no case is wrong and none fails.
+
+`cargo xtask test` writes the cases that the example names.
+
+Examples:
+  halcyon conformance onnx target/testdata/conformance --limit 40
+  halcyon conformance onnx target/testdata/conformance --limit 4 --save results";
+
+#[derive(Args, Debug)]
+#[command(after_help = REPLAY)]
+pub struct ReplayArgs {
+    /// File that `halcyon run --verify` or `--save-replay` wrote
+    pub file: PathBuf,
+    /// Another backend than the file's
+    #[arg(long, value_name = "NAME")]
+    pub backend: Option<String>,
+    /// Number of its device
+    #[arg(long, value_name = "N")]
+    pub device: Option<usize>,
+    /// Another level than the file's
+    #[arg(long, value_name = "LEVEL")]
+    pub level: Option<String>,
+    /// Backend whose results count as right, at level O0
+    #[arg(long, value_name = "NAME", default_value = "cpu")]
+    pub reference: String,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const REPLAY: &str = "\
+The file holds the part of the graph that went wrong, its inputs, its result and the expected result. It is run again on its backend and \
+on the reference. The exit code is 0 if they agree now, 6 if they still differ or it still fails.
+
+Examples:
+  halcyon replay model.replay
+  halcyon replay model.replay --backend cpu --level O0";
+
+#[derive(Args, Debug)]
+pub struct ProbeArgs {
+    pub backend: String,
+    /// Opens this device instead of listing all
+    #[arg(long, value_name = "N")]
+    pub open: Option<usize>,
+}
+
+#[derive(Args, Debug)]
+pub struct DoctorChildArgs {
+    pub backend: String,
+}

@@ -1,0 +1,161 @@
+//! Arguments of the commands that look at a model without running it.
+
+use super::{BackendArgs, InputArgs};
+use clap::Args;
+use halcyon_formats::onnx::export::ExportOptions;
+use std::path::PathBuf;
+
+/// More than one device for one model.
+#[derive(Args, Debug, Clone)]
+pub struct SplitArgs {
+    /// Splits the model by layers over several devices. DEVICES is NAME[:NUMBER][=SHARE] with commas between, in the order of the
+    /// layers; SHARE is the part of the work (1 without one)
+    #[arg(long, value_name = "DEVICES", conflicts_with_all = ["backend", "device", "backends", "fallback"])]
+    pub split: Option<String>,
+    /// Lets ops that the device has no kernel for run on the CPU. They may be at most this share of the FLOPs
+    #[arg(long, value_name = "PERCENT", conflicts_with = "split")]
+    pub may_leave: Option<f64>,
+}
+
+#[derive(Args, Debug)]
+#[command(after_help = SELECT)]
+pub struct SelectArgs {
+    /// ONNX model. External data is looked for beside it
+    pub model: PathBuf,
+    #[command(flatten)]
+    pub input: InputArgs,
+    #[command(flatten)]
+    pub backend: BackendArgs,
+    #[command(flatten)]
+    pub split: SplitArgs,
+    /// Prints one JSON object, with every op and its device
+    #[arg(long)]
+    pub json: bool,
+}
+
+const SELECT: &str = "\
+Each device that is considered is opened and the model is planned for it. A device with too little memory is rejected, and the \
+report says how much it lacks. -v shows the whole reason for each device. Inputs that are not given are made up (random, \
+sizes 1 where the model leaves them open): only their shapes matter. The times of copies are estimates from copies that are \
+measured now.
+
+Examples:
+  halcyon select models/digits.onnx
+  halcyon select models/digits.onnx --input random:8x1x8x8 --backends opencl,cpu
+  halcyon select models/digits.onnx --split cpu=0.7,cpu=0.3 --json";
+
+#[derive(Args, Debug)]
+#[command(after_help = TRACE)]
+pub struct TraceArgs {
+    /// ONNX model
+    pub model: PathBuf,
+    #[command(flatten)]
+    pub input: InputArgs,
+    #[command(flatten)]
+    pub backend: BackendArgs,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const TRACE: &str = "\
+Inputs that are not given are filled as by `random`, open sizes with 1.
+
+Examples:
+  halcyon trace models/digits.onnx
+  halcyon trace models/digits.onnx --level O0 --json";
+
+#[derive(Args, Debug)]
+#[command(after_help = INSPECT)]
+pub struct InspectArgs {
+    /// ONNX model, or a file of tensors. Tensors come as safetensors, .npz, .npy or ONNX .pb
+    pub file: PathBuf,
+    /// Size of an input that the model leaves open: [NAME=]1x3x224x224. Where the input's value decides something, give a source
+    /// as in `halcyon run`. Open sizes that are not given are 1
+    #[arg(long = "input", short = 'i', value_name = "[NAME=]SHAPE")]
+    pub inputs: Vec<String>,
+    /// Looks at this backend alone. Without it, at every backend of this machine
+    #[arg(long, value_name = "NAME")]
+    pub backend: Option<String>,
+    /// Level of the plans: O0, O1 or O2
+    #[arg(long, value_name = "LEVEL", default_value = "O2")]
+    pub level: String,
+    /// Type of products and convolutions at O2: f32 or bf16
+    #[arg(long, value_name = "TYPE")]
+    pub precision: Option<String>,
+    /// How many of the largest tensors to list
+    #[arg(long, value_name = "N", default_value_t = 10)]
+    pub top: usize,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const INSPECT: &str = "\
+FLOPs count a multiply-add as two. Bytes moved are those of each op by itself, which reads its operands and writes its result; \
+a backend's plan fuses ops and moves fewer. The exit code is 0 also for a model with unsupported operators, which the report names.
+
+Examples:
+  halcyon inspect models/digits.onnx
+  halcyon inspect models/digits.onnx --input image=32x1x8x8 --backend cpu
+  halcyon inspect models/digits.npz --top 50 --json";
+
+#[derive(Args, Debug)]
+#[command(after_help = FIT)]
+pub struct FitArgs {
+    /// ONNX model. External data is looked for beside it
+    pub model: PathBuf,
+    #[command(flatten)]
+    pub input: InputArgs,
+    /// Size of the batch. It is the first dimension of the inputs where the model leaves it open, and every other dimension of the
+    /// same name
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 31))]
+    pub batch: Option<u64>,
+    #[command(flatten)]
+    pub backend: BackendArgs,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const FIT: &str = "\
+The figures come from the plan, before a weight is uploaded or scratch is allocated. Inputs are as in `halcyon run`, or a shape \
+alone (NAME=8x3x224x224); those that are not given have the declared sizes, with 1 for open ones. The exit code is 0 if the model \
+fits and 5 if not. `halcyon run --json` reports the same figures as measured, under \"memory\". Those of the device are exact; \
+anonymous memory leaves out scratch that kernels of the CPU keep for themselves (some MiB).
+
+Examples:
+  halcyon fit models/digits.onnx --batch 1000
+  halcyon fit models/digits.onnx --input image=64x1x8x8 --backend cpu --json
+  halcyon fit models/digits.onnx --memory-limit 2G";
+
+#[derive(Args, Debug)]
+#[command(after_help = EXPORT)]
+pub struct ExportArgs {
+    /// ONNX model
+    pub model: PathBuf,
+    /// File to write, or - for standard output. It may be the model itself. Links are followed; devices and pipes are written in place
+    #[arg(long, short = 'o', value_name = "FILE")]
+    pub output: PathBuf,
+    /// Fixes the size of an input: [NAME=]1x3x224x224. Others stay symbolic
+    #[arg(long = "input", short = 'i', value_name = "[NAME=]SHAPE")]
+    pub inputs: Vec<String>,
+    /// Version of the operator set
+    #[arg(long, value_name = "N", default_value_t = ExportOptions::default().opset)]
+    pub opset: i64,
+    /// Keeps weights in a file beside the model. Above 2 GiB that is always so
+    #[arg(long)]
+    pub external_data: bool,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+const EXPORT: &str = "\
+Constants are folded where that does not grow the model, common parts are merged, and what changes nothing is left out. \
+Functions and control flow that constants decide are gone. Where the written model is larger than the one that was read, the \
+report says what grew. A model whose structure depends on computed values is no single graph and is refused (exit code 3).
+
+Examples:
+  halcyon export models/digits.onnx -o smaller.onnx
+  halcyon export models/digits.onnx -o fixed.onnx --input 1x1x8x8 --opset 20";

@@ -1,0 +1,144 @@
+//! Arguments of `halcyon run`, and the inputs that other commands take too.
+
+use super::{BackendArgs, SplitArgs};
+use clap::{Args, ValueEnum};
+use halcyon::onnx::MAX_ITERATIONS;
+use std::path::PathBuf;
+
+/// What the model is given.
+#[derive(Args, Debug, Clone, Default)]
+pub struct InputArgs {
+    /// [NAME=]SOURCE: a file (.npy, .npz, .json, ONNX .pb, PNG, JPEG), numbers as JSON ('[1,2,3]'), random|zeros|ones[:SHAPE] (1x3x8x8),
+    /// or text (text:"hello", @lines.txt). Repeatable
+    ///
+    /// Without a NAME, inputs are taken in the model's order. Types NumPy lacks come as f32 (bf16, f8..., f4...), i8 (i4, i2) or u8 (u4,
+    /// u2). JSON of fewer dimensions than the model declares gets leading ones. Inputs of strings take JSON, text with one string on each
+    /// line, or .npy; maps take JSON objects. Text for inputs of token ids needs a tokenizer (see --tokenizer).
+    #[arg(long = "input", short = 'i', value_name = "[NAME=]SOURCE")]
+    pub inputs: Vec<String>,
+    /// Tokenizer that turns text into token ids; without it tokenizer.json beside the model
+    ///
+    /// It fills the model's inputs input_ids (or ids), attention_mask (or mask) and token_type_ids, padded to the longest line. Lines are
+    /// cut at the least of what tokenizer.json, tokenizer_config.json, config.json and the model's shapes allow, with a warning.
+    #[arg(long, value_name = "FILE")]
+    pub tokenizer: Option<PathBuf>,
+    /// Start of the random numbers for `random`
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub seed: u64,
+    /// Size an image is brought to, instead of the model's
+    #[arg(long, value_name = "WxH")]
+    pub image_size: Option<String>,
+    /// Subtracted from an image's values, which are in 0..1: one number, or one per channel
+    #[arg(long, value_name = "A[,B,C]", value_delimiter = ',', allow_hyphen_values = true)]
+    pub image_mean: Vec<f64>,
+    /// What an image's values are divided by after that: one number, or one per channel
+    #[arg(long, value_name = "A[,B,C]", value_delimiter = ',')]
+    pub image_std: Vec<f64>,
+    /// Order of an image's axes, instead of the one that the model's shape suggests
+    #[arg(long, value_name = "ORDER")]
+    pub image_layout: Option<ImageLayout>,
+}
+
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ImageLayout {
+    Nchw,
+    Nhwc,
+}
+
+/// What of the outputs is printed.
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Print {
+    /// Name, type, shape and the first values
+    First,
+    /// Every value
+    All,
+}
+
+/// How outputs are written.
+#[derive(ValueEnum, Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Format {
+    Npy,
+    Npz,
+    Json,
+    Csv,
+}
+
+#[derive(Args, Debug)]
+#[command(after_help = RUN)]
+pub struct RunArgs {
+    /// ONNX model. External data is looked for beside it
+    pub model: PathBuf,
+    /// More inputs, as with --input
+    #[arg(value_name = "INPUT")]
+    pub more: Vec<String>,
+    #[command(flatten)]
+    pub input: InputArgs,
+    /// Pictures or lines of text that one run takes, where the model leaves its first dimension open (without it 1 picture, 32 lines)
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
+    pub batch: Option<u32>,
+    #[command(flatten)]
+    pub backend: BackendArgs,
+    #[command(flatten)]
+    pub split: SplitArgs,
+    /// Writes the outputs to a file: .npy, .npz, .json or .csv, or - for standard output. Repeatable
+    ///
+    /// .npz and .json hold every output; .npy and .csv hold one, chosen as NAME=FILE where the model has several. With --top-k, .csv holds
+    /// the classes instead of the values. Without a known ending --format counts, else JSON.
+    #[arg(long = "output", short = 'o', value_name = "[NAME=]FILE")]
+    pub output: Vec<String>,
+    /// Format of --output where the file's name does not tell (-, pipes)
+    #[arg(long, value_name = "FORMAT", requires = "output")]
+    pub format: Option<Format>,
+    /// Saves every output there as NAME.npy. Characters other than letters, digits and ._- become _; types NumPy lacks are saved
+    /// as f32, i8 or u8, which a note says
+    #[arg(long, value_name = "DIR")]
+    pub output_dir: Option<PathBuf>,
+    /// Prints the first values of each output, or all
+    #[arg(long, value_name = "WHAT")]
+    pub print: Option<Print>,
+    /// Prints the N largest values of every row of the first output
+    #[arg(long, value_name = "N")]
+    pub top_k: Option<usize>,
+    /// Names of the classes, one a line. Without --top-k the best 5 are printed, or the best of each of several pictures
+    #[arg(long, value_name = "FILE")]
+    pub labels: Option<PathBuf>,
+    /// Runs N times and reports the median, minimum and maximum
+    #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
+    pub repeat: u32,
+    /// Iterations after which a loop of the model that has not ended is an error; a smaller trip count of the model ends it first
+    #[arg(long, value_name = "N", default_value_t = MAX_ITERATIONS, value_parser = clap::value_parser!(u64).range(1..))]
+    pub max_iterations: u64,
+    /// Measures what each transformation gained and how far the result is from level O0
+    #[arg(long, conflicts_with_all = ["split", "may_leave"])]
+    pub receipts: bool,
+    /// Runs once more and checks a share of the plan's steps on another backend at level O0: BACKEND[:SHARE], as cpu:1% or cpu (all).
+    /// Exit code 6 at the first that differs, which is left in a replay file
+    #[arg(long, value_name = "BACKEND[:SHARE]", conflicts_with_all = ["split", "may_leave"])]
+    pub verify: Option<String>,
+    /// Draws the steps of --verify as the run that printed this seed did
+    #[arg(long, value_name = "N", requires = "verify")]
+    pub verify_seed: Option<u64>,
+    /// File for what fails or differs, for `halcyon replay` (without it --verify writes MODEL.replay here)
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["split", "may_leave"])]
+    pub save_replay: Option<PathBuf>,
+    /// Prints one JSON object with every value; NaN and infinities are the strings "NaN", "Infinity" and "-Infinity"
+    #[arg(long, conflicts_with = "print")]
+    pub json: bool,
+}
+
+const RUN: &str = "\
+Images: values are scaled to 0..1, then (x - mean) / std. Grey or colour follows the model's channels, the size its shape.
+
+Several pictures: repeat --input, or name a folder (its PNG and JPEG files) or a pattern ('pics/*.png'). They are taken in natural order (2.png before 10.png), a row each. One that cannot be read is reported, the others go on, and the exit code is 1.
+
+Text: -i @lines.txt -o embeddings.npy, where tokenizer.json lies beside the model.
+
+random: floats uniform in 0..1, integers uniform in 0..9, bool either; the same for the same --seed.
+
+Examples:
+  halcyon run models/digits.onnx --input models/digit-7.png --top-k 3
+  halcyon run models/digits.onnx -i models/ --batch 16 --top-k 1 -o digits.csv
+  halcyon run models/digits.onnx -i image=models/digit-7.png --image-mean 0.1
+  halcyon run models/digits.onnx -i random:16x1x8x8 --output-dir out
+  halcyon run models/digits.onnx -i ones --level O1 --repeat 20 --receipts
+  halcyon run models/digits.onnx -i ones --backend cpu --verify cpu:5%";

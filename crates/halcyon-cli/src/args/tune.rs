@@ -1,0 +1,54 @@
+//! Arguments of `halcyon tune`.
+
+use super::{BackendArgs, InputArgs};
+use clap::Args;
+use std::path::PathBuf;
+
+#[derive(Args, Debug)]
+#[command(after_help = TUNE)]
+pub struct TuneArgs {
+    /// ONNX model whose kernels are tuned. Without one, operations that most models have
+    pub model: Option<PathBuf>,
+    #[command(flatten)]
+    pub input: InputArgs,
+    #[command(flatten)]
+    pub backend: BackendArgs,
+    /// Stops after this many seconds. The kernels that cost most come first
+    #[arg(long, value_name = "SECONDS", overrides_with = "budget", value_parser = seconds)]
+    pub budget: Option<f64>,
+    /// Seconds that one candidate may take before it counts as hung
+    #[arg(long, value_name = "SECONDS", default_value_t = 60.0, value_parser = seconds)]
+    pub patience: f64,
+    /// Tries again what is in quarantine on this device
+    #[arg(long)]
+    pub retry: bool,
+    /// Adds the entries of another cache
+    #[arg(long, value_name = "FILE")]
+    pub import: Option<PathBuf>,
+    /// Adds all entries to another cache, after tuning
+    #[arg(long, value_name = "FILE")]
+    pub export: Option<PathBuf>,
+    /// Lists what is known, of every device
+    #[arg(long)]
+    pub list: bool,
+    /// Prints one JSON object
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// A number of seconds that a duration can be.
+fn seconds(s: &str) -> std::result::Result<f64, String> {
+    let n: f64 = s.parse().map_err(|_| format!("\"{s}\" is no number"))?;
+    std::time::Duration::try_from_secs_f64(n).map(|_| n).map_err(|e| e.to_string())
+}
+
+const TUNE: &str = "\
+Candidates run in a process of their own. One that is wrong, does not compile, crashes or hangs goes into quarantine with the reason \
+and is not tried again on that device with that driver (--retry forgets that). Kernels that the cache knows are not tuned again. \
+Without a MODEL, --list, --import and --export tune nothing. Results count from level O2 on.
+
+Examples:
+  halcyon tune models/digits.onnx --budget 10
+  halcyon tune --list
+  halcyon tune --export copy.json
+  halcyon tune --import copy.json";

@@ -1,0 +1,262 @@
+//! `halcyon run`: a model once, often, or over many inputs.
+
+pub mod answer;
+pub mod leaf;
+mod many;
+mod output;
+mod report;
+
+pub use report::receipts_text;
+
+use super::verify;
+use super::{load_model, split, with_tokenizer};
+use crate::args::{InputArgs, Print, RunArgs};
+use crate::cmd::bounds;
+use crate::report::{self as tell, Progress, spread};
+use crate::{contact, json, rows, source};
+use halcyon::ir::host::{AnonymousPeak, Watch};
+use halcyon::onnx::Run;
+use halcyon::split::Split;
+use halcyon::{Backend, ConstData, Counters, Error, Level, MemoryStats, Result, Session};
+use halcyon_formats::input as file_input;
+use halcyon_formats::onnx::{Datum, Model};
+use leaf::{Leaf, leaves};
+use output::{Given, Target};
+use report::Done;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// How often the memory is read until the first run has ended. The later ones use what it took.
+const WATCH: Duration = Duration::from_millis(5);
+/// Pairs of bursts that a receipt's gain is the median of.
+const RECEIPT_RUNS: usize = 7;
+/// Classes that names of classes are printed for: of one input, and of each of several.
+const NAMED: (usize, usize) = (5, 1);
+
+/// What a run needs besides its arguments.
+struct Job<'a> {
+    a: &'a RunArgs,
+    input: InputArgs,
+    labels: Option<Vec<String>>,
+    /// The model with the time that it took to open.
+    model: Model,
+    decode: Duration,
+    targets: Vec<Target>,
+}
+
+pub fn main(a: &RunArgs) -> Result<u8> {
+    bounds::set(a.max_iterations);
+    let labels = a.labels.as_deref().map(read_labels).transpose()?;
+    split::check(&a.split)?;
+    a.backend.check()?;
+    output::check(a)?;
+    verify::spec(a)?;
+    let start = Instant::now();
+    let model = super::open(&a.model)?;
+    let decode = start.elapsed();
+    let ports = model.inputs()?;
+    let inputs: Vec<String> = a.input.inputs.iter().chain(&a.more).cloned().collect();
+    let inputs = source::lines_apart(&ports, &inputs)?;
+    let input = with_tokenizer(&a.model, &InputArgs { inputs, ..a.input.clone() });
+    let names: Vec<String> = model.outputs()?.into_iter().map(|p| p.name).collect();
+    let targets = output::targets(a, &names)?;
+    let many = rows::of(&ports, &input)?;
+    output::fits(&targets, &names, a.top_k.is_some() || labels.is_some())?;
+    let job = Job { a, input, labels, model, decode, targets };
+    match many {
+        Some((rows, rest)) => many::main(job, rows, rest),
+        None => once(job),
+    }
+}
+
+/// One set of inputs.
+fn once(job: Job<'_>) -> Result<u8> {
+    let Job { a, input, labels, model, decode, targets } = job;
+    let watch = Watch::start(WATCH);
+    let look = || watch.as_ref().inspect(|w| w.read());
+    let spec = verify::spec(a)?;
+    let mut loaded = load_model(model, decode, &input, &split::first(&a.split, &a.backend)?, (false, false))?;
+    let inputs = loaded.data();
+
+    let start = Instant::now();
+    let over = match a.split.split.is_some() || a.split.may_leave.is_some() {
+        true => {
+            let graph = loaded.bound("a split over devices")?;
+            Some(split::split(&a.split, &a.backend, &loaded.backend, &graph)?)
+        }
+        false => None,
+    };
+    let exe = match &over {
+        Some(_) => None,
+        None => {
+            let first = loaded.session.prepare(&inputs);
+            let made = first.or_else(|e| {
+                loaded.on_another(&a.model, &a.backend, e)?;
+                loaded.session.prepare(&inputs)
+            });
+            made.inspect_err(|e| verify::keep(a, &loaded, &inputs, e))?
+        }
+    };
+    let check = spec.map(|s| verify::options(a, s, &loaded)).transpose()?;
+    let compile = start.elapsed();
+    look();
+
+    let counted = |s: &Split| -> Vec<Counters> { s.backends().iter().map(Backend::counters).collect() };
+    let before = over.as_ref().map(counted).unwrap_or_default();
+    let mut times = Vec::with_capacity(a.repeat as usize);
+    let mut last = None;
+    let mut progress = Progress::bar("run", a.repeat.into());
+    for _ in 0..a.repeat {
+        // Results of one run at a time.
+        drop(last.take());
+        let start = Instant::now();
+        last = Some(match &over {
+            Some(s) => run_split(s, &inputs)?,
+            None => loaded.session.run_data(&inputs).inspect_err(|e| verify::keep(a, &loaded, &inputs, e))?,
+        });
+        times.push(start.elapsed());
+        if let Some(w) = look() {
+            w.stop();
+        }
+        progress.step();
+    }
+    progress.finish();
+    let (memory, anonymous): (MemoryStats, Option<AnonymousPeak>) =
+        (loaded.backend.memory(), watch.as_ref().map(Watch::peak));
+    let verified = match &check {
+        Some(o) => Some(verify::run(a, o, &loaded, &inputs)?),
+        None => None,
+    };
+    let last = last.ok_or_else(|| Error::argument("--repeat", "at least one run is needed"))?;
+    let outputs: Vec<(String, Leaf<'_>)> =
+        loaded.outputs.iter().zip(&last.outputs).flat_map(|(n, d)| leaves(n, d)).collect();
+
+    let plan = exe.as_ref().map(|e| e.plan());
+    let receipts =
+        if a.receipts {
+            tell::note("measuring receipts: every transformation with and without, and level O0");
+            let graph = loaded.graph("receipts")?.graph.clone();
+            let tensors: Vec<ConstData> = inputs.iter().filter_map(|d| d.tensor().cloned()).collect();
+            Session::new(&loaded.backend, graph).measure_receipts(&tensors, RECEIPT_RUNS, |without| {
+                match without {
+                    None => a.backend.open_at(Level::O0, None, false),
+                    name => a.backend.open_at(a.backend.level()?, name, false),
+                }
+            })?
+        } else {
+            plan.map_or(vec![], |p| p.receipts.clone())
+        };
+    let files = match &a.output_dir {
+        Some(dir) => output::save(dir, &outputs)?,
+        None => vec![],
+    };
+    let top = match a.top_k.or(labels.as_ref().map(|_| NAMED.0)) {
+        Some(k) => Some(answer::top_k(k, &outputs, labels.as_deref())?),
+        None => None,
+    };
+    let table = |_: Option<&str>| Ok(top.as_ref().map(|t| output::classes(t, labels.is_some())));
+    let written = output::write(&targets, &Given { outputs: &outputs, table: &table, rows: None })?;
+    let done = Done {
+        a,
+        loaded: &loaded,
+        split: over.as_ref().map(|s| (s, before.into_iter().zip(counted(s)).collect())),
+        plan,
+        run: &last,
+        verified: verified.as_ref(),
+        outputs: &outputs,
+        receipts: &receipts,
+        times,
+        compile,
+        files,
+        written,
+        top,
+        memory,
+        anonymous,
+    };
+    print(&done, &targets)?;
+    Ok(verified.map_or(0, |v| v.code()))
+}
+
+/// Prints what was asked for. With values on standard output everything else goes to stderr.
+fn print(done: &Done<'_>, targets: &[Target]) -> Result<()> {
+    let a = done.a;
+    if a.json {
+        return json::print(done);
+    }
+    let text = if tell::verbose() { done.text() } else { short(done) };
+    match targets.iter().any(Target::is_stdout) {
+        true => tell::note(text.trim_end()),
+        false => tell::print(&text)?,
+    }
+    if !tell::verbose() {
+        warnings(done.warnings());
+    }
+    done.outputs.iter().filter_map(|(n, l)| answer::odd_values(n, l)).for_each(|w| tell::warn(&w));
+    Ok(())
+}
+
+/// The warnings of a plan that concern its user.
+fn warnings<'a>(all: impl Iterator<Item = &'a String>) {
+    all.filter(|w| answer::for_readers(w)).for_each(|w| tell::warn(&tell::short(w, 200)));
+}
+
+/// The answer, then one line about how it came about.
+fn short(d: &Done<'_>) -> String {
+    let mut out = String::new();
+    let all = d.a.print == Some(Print::All);
+    match &d.top {
+        Some(top) if !all => out += &top.short(),
+        _ if d.a.output.is_empty() && d.files.is_empty() || d.a.print.is_some() => {
+            d.outputs.iter().for_each(|(n, l)| out += &answer::show(n, l, all));
+        }
+        _ => {}
+    }
+    if let Some(v) = d.verified {
+        out += &v.text();
+    }
+    if d.a.receipts {
+        out += &receipts_text(d.receipts);
+    }
+    if tell::quiet() {
+        return out;
+    }
+    // Writing to a string does not fail.
+    for f in d.files.iter().chain(&d.written) {
+        let _ = writeln!(out, "saved {}", tell::path_text(f));
+    }
+    let place = match &d.split {
+        Some((s, _)) => {
+            let ids: Vec<String> = s.backends().iter().map(|b| b.id().to_string()).collect();
+            format!("on {} (split)", ids.join(" and "))
+        }
+        None => answer::place(&d.loaded.backend),
+    };
+    let (median, ..) = spread(&d.times);
+    let _ = match d.times.len() {
+        1 => writeln!(out, "{place}, {}", answer::took(median)),
+        n => writeln!(out, "{place}, {} (median of {n} runs)", answer::took(median)),
+    };
+    out
+}
+
+/// A run over more than one device.
+fn run_split(s: &Split, inputs: &[Datum]) -> Result<Run> {
+    let tensors: Vec<ConstData> = inputs.iter().filter_map(|d| d.tensor().cloned()).collect();
+    let outputs = s.run(&tensors, &[])?;
+    Ok(Run {
+        outputs: outputs.into_iter().map(Datum::Tensor).collect(),
+        placement: Default::default(),
+        staged: None,
+    })
+}
+
+fn read_labels(path: &Path) -> Result<Vec<String>> {
+    let text = file_input::text(path).map_err(|e| contact::missing(path, e))?;
+    Ok(text.lines().map(|l| l.trim().to_string()).collect())
+}
+
+/// Paths in the order they were written, for reports.
+pub(super) fn paths(all: &[PathBuf]) -> Vec<String> {
+    all.iter().map(|p| p.display().to_string()).collect()
+}

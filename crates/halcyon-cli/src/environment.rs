@@ -1,0 +1,264 @@
+//! Every environment variable that the sources read: what `halcyon help environment` prints. A test compares this table with the
+//! sources.
+
+/// Who sets a variable.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Group {
+    User,
+    Library,
+    System,
+    Development,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub struct Variable {
+    pub name: &'static str,
+    /// What it may be, as in a usage line.
+    pub values: &'static str,
+    pub meaning: &'static str,
+    pub group: Group,
+}
+
+const fn row(group: Group, name: &'static str, values: &'static str, meaning: &'static str) -> Variable {
+    Variable { name, values, meaning, group }
+}
+
+use Group::*;
+
+pub const VARIABLES: &[Variable] = &[
+    row(
+        User,
+        "HALCYON_BACKENDS",
+        "NAME,NAME,...|ORDER",
+        "The default of --backends: the order in which --backend auto looks at backends. Names of backends with commas between (cuda,cpu), or \
+         an order by its name: priority, torchbridge, torch, inference or vendors.",
+    ),
+    row(
+        User,
+        "HALCYON_CACHE",
+        "off|programs|packed",
+        "What is kept on disk between runs. off: nothing. programs: compiled kernels, but no packed weights. packed: packed weights too, even \
+         where packing again is faster. Not set: both, packed weights where that is faster.",
+    ),
+    row(
+        User,
+        "HALCYON_CONFIG",
+        "FILE|off",
+        "The configuration file. off: none is read. Not set: halcyon/config.toml in the user's configuration folder.",
+    ),
+    row(
+        User,
+        "HALCYON_CPU_ISA",
+        "portable|avx2|avx512|avx512vnni|avx512bf16|amx",
+        "The highest instruction set that the CPU backend uses. One that this machine does not have is an error that lists those it has. Not \
+         set: the best there is.",
+    ),
+    row(
+        User,
+        "HALCYON_LOG",
+        "LEVEL|TARGET=LEVEL,...",
+        "Prints log lines to stderr. LEVEL is error, warn, info, debug or trace; TARGET is a crate or module (halcyon_hal=debug).",
+    ),
+    row(User, "HALCYON_PRECISION", "f32|bf16|f16", "The default of --precision."),
+    row(
+        User,
+        "HALCYON_PROBE_TIMEOUT",
+        "SECONDS",
+        "How long the process that looks at a driver, or opens one of its devices for the first time, may take: 1 to 3600. Not set: 30.",
+    ),
+    row(
+        User,
+        "HALCYON_TUNING",
+        "off|cached|background|SECONDS",
+        "The default of --tuning: when kernels are tuned.",
+    ),
+    row(
+        User,
+        "HALCYON_TUNING_CACHE",
+        "FILE|off",
+        "The default of --tuning-cache: the file that keeps what tuning found. off: none.",
+    ),
+    row(Library, "HALCYON_CUDA_LIBRARY", "PATH", "NVIDIA's driver, libcuda."),
+    row(Library, "HALCYON_NVRTC_LIBRARY", "PATH", "CUDA's run-time compiler, libnvrtc."),
+    row(Library, "HALCYON_CUBLASLT_LIBRARY", "PATH|off", "cuBLASLt, for matrix products. off: not used."),
+    row(
+        Library,
+        "HALCYON_CUDNN_LIBRARY",
+        "PATH|off",
+        "cuDNN, for convolutions and attention. off: not used.",
+    ),
+    row(Library, "HALCYON_HIP_LIBRARY", "PATH", "AMD's HIP runtime, libamdhip64."),
+    row(Library, "HALCYON_HIPRTC_LIBRARY", "PATH", "HIP's run-time compiler, libhiprtc."),
+    row(Library, "HALCYON_HIPBLASLT_LIBRARY", "PATH|off", "hipBLASLt, for matrix products. off: not used."),
+    row(Library, "HALCYON_ROCBLAS_LIBRARY", "PATH|off", "rocBLAS, for matrix products. off: not used."),
+    row(Library, "HALCYON_OPENCL_LIBRARY", "PATH", "The OpenCL loader or driver, libOpenCL."),
+    row(Library, "HALCYON_TPU_LIBRARY", "PATH", "A PJRT plugin for TPUs, libtpu."),
+    row(
+        Library,
+        "HALCYON_PYTHON",
+        "PATH",
+        "A Python interpreter. CUDA's and ROCm's libraries are looked for among its packages too; halcyon-check measures PyTorch with it.",
+    ),
+    row(
+        System,
+        "XDG_CACHE_HOME",
+        "FOLDER",
+        "On Linux, where the folder halcyon with caches lies. Else $HOME/.cache.",
+    ),
+    row(
+        System,
+        "XDG_CONFIG_HOME",
+        "FOLDER",
+        "On Linux, where halcyon/config.toml is looked for. Else $HOME/.config.",
+    ),
+    row(System, "TPU_LIBRARY_PATH", "PATH", "Where libtpu.so is looked for first."),
+    row(
+        System,
+        "VIRTUAL_ENV",
+        "FOLDER",
+        "A Python environment whose packages are searched for vendors' libraries.",
+    ),
+    row(
+        Development,
+        "HALCYON_REQUIRE_LANES",
+        "1",
+        "Tests fail, instead of being skipped, where a library or data is missing.",
+    ),
+    row(Development, "HALCYON_SEED", "N", "Repeats a test's random numbers: the seed that it printed."),
+    row(
+        Development,
+        "HALCYON_ROW",
+        "TEXT",
+        "The op table's tests run only the rows whose names contain TEXT.",
+    ),
+    row(
+        Development,
+        "HALCYON_CASES",
+        "all|N",
+        "Tests that draw a share of their cases run all of them, or one in N.",
+    ),
+    row(
+        Development,
+        "HALCYON_TIER",
+        "fast|merge|nightly",
+        "Set by cargo xtask test: what is random in the nightly tier only.",
+    ),
+    row(
+        Development,
+        "HALCYON_DEVICES",
+        "NAME,NAME,...",
+        "Tests that run on every device run on these backends only.",
+    ),
+    row(Development, "HALCYON_GRAPH", "SEED", "Repeats one random graph of the op table's tests."),
+    row(Development, "HALCYON_GRAPHS", "N", "How many random graphs the tests of --verify draw."),
+    row(Development, "HALCYON_FAILURES", "N", "How many failures of an op the op table's tests print."),
+    row(
+        Development,
+        "HALCYON_MUTATIONS",
+        "N",
+        "Multiplies the number of mutated files that the tests of parsers draw.",
+    ),
+    row(Development, "HALCYON_KEEP", "FOLDER", "Where those tests keep files that show a bug."),
+    row(Development, "HALCYON_CASE", "FILE", "Repeats those tests with one file."),
+    row(
+        Development,
+        "HALCYON_EMULATED",
+        "1",
+        "Kernel tests leave out large sizes, for a processor that is emulated.",
+    ),
+    row(Development, "HALCYON_TESTDATA", "FOLDER", "Test data that was generated with Python."),
+    row(Development, "HALCYON_MODELS", "FOLDER", "Models with known outputs, for tests."),
+    row(Development, "HALCYON_MINILM", "FOLDER", "The sentence encoder, prepared for tests."),
+    row(Development, "HALCYON_EXPORTED", "FOLDER", "Where tests of export leave their models."),
+    row(Development, "HALCYON_SKIPS", "FILE", "Where tests write what they skipped."),
+    row(Development, "HALCYON_BIN", "PATH", "The halcyon command, for the Python checks."),
+    row(Development, "HALCYON_MNIST", "FOLDER", "mnist.onnx and its data, for cargo xtask bench."),
+    row(Development, "HALCYON_RESNET50", "FILE", "ResNet-50, for cargo xtask bench start."),
+    row(
+        Development,
+        "HALCYON_PEER_MODELS",
+        "FOLDER",
+        "Models that cargo xtask bench compares with other runtimes.",
+    ),
+    row(Development, "HALCYON_COMMIT", "HASH", "Set when halcyon-check is built: the commit it reports."),
+];
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::collections::{BTreeMap, BTreeSet};
+    use std::path::{Path, PathBuf};
+
+    /// A test sets these for a child of its own, or a process of ours for its child: they are nobody's to set.
+    const INTERNAL: [&str; 11] = [
+        "HALCYON_CONTRACT_ALONE",
+        "HALCYON_PROBE_CHILD",
+        "HALCYON_PROXY_CORRUPT",
+        "HALCYON_PROXY_COUNT",
+        "HALCYON_S0_02",
+        "HALCYON_S3_11",
+        "HALCYON_S3_11_FILE",
+        "HALCYON_TEST_DIR",
+        "HALCYON_TIED_CHILD",
+        "HALCYON_TUNE_FILE",
+        "HALCYON_TUNE_JOB",
+    ];
+
+    fn sources(dir: &Path, to: &mut Vec<PathBuf>) {
+        for e in std::fs::read_dir(dir).into_iter().flatten().flatten() {
+            let (path, name) = (e.path(), e.file_name().to_string_lossy().into_owned());
+            if path.is_dir() && name != "target" && name != "corpus" {
+                sources(&path, to);
+            } else if [".rs", ".py", ".sh", ".yml"].iter().any(|x| name.ends_with(x)) {
+                to.push(path);
+            }
+        }
+    }
+
+    /// Variables that the sources name, with a file that does.
+    fn named() -> BTreeMap<String, PathBuf> {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+        let (mut files, mut found) = (vec![], BTreeMap::new());
+        for dir in ["crates", "xtask", "examples", "fuzz", ".ci", ".github"] {
+            sources(&root.join(dir), &mut files);
+        }
+        assert!(files.len() > 100, "the sources are not there");
+        for f in files.iter().filter(|f| !f.ends_with("halcyon-cli/src/environment.rs")) {
+            let text = std::fs::read_to_string(f).expect("a source is text");
+            for (i, _) in text.match_indices("HALCYON_") {
+                let rest = &text[i..];
+                let end = rest.find(|c: char| !c.is_ascii_uppercase() && !c.is_ascii_digit() && c != '_');
+                let name = &rest[..end.unwrap_or(rest.len())];
+                // A beginning of names, for those that a driver depends on.
+                if !name.ends_with('_')
+                    && !text[..i].ends_with(|c: char| c.is_ascii_alphanumeric() || c == '_')
+                {
+                    found.entry(name.to_string()).or_insert_with(|| f.clone());
+                }
+            }
+        }
+        found
+    }
+
+    #[test]
+    fn no_variable_is_listed_twice() {
+        let names: BTreeSet<&str> = VARIABLES.iter().map(|v| v.name).collect();
+        assert_eq!(names.len(), VARIABLES.len());
+    }
+
+    #[test]
+    fn the_table_has_every_variable_of_the_sources_and_no_other() {
+        let found = named();
+        let known: BTreeSet<&str> = VARIABLES.iter().map(|v| v.name).chain(INTERNAL).collect();
+        for (name, file) in &found {
+            assert!(
+                known.contains(name.as_str()),
+                "{name} of {} has no row in environment.rs",
+                file.display()
+            );
+        }
+        for name in known.iter().filter(|n| n.starts_with("HALCYON_")) {
+            assert!(found.contains_key(*name), "no source names {name}");
+        }
+    }
+}

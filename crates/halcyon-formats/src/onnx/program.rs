@@ -1,0 +1,375 @@
+//! Bodies of control flow that are compiled once and run often.
+//!
+//! A body is traced into a graph whose inputs are what changes from run to run ([`super::trace`]). Control flow in it that a run decides
+//! is no node of that graph: its operands are results of a part of the graph, and its results are inputs of the part behind it. So a
+//! body is a list of steps: graphs, each prepared by the engine once, and branches and loops over bodies of the same kind between them.
+//! Values stay where the engine has them; the host reads conditions and trip counts.
+
+use super::limits::Limits;
+use super::stage::{Engine, Handle, part, there};
+use halcyon_ir::{ConstData, DType, Error, Graph, NodeId, Result, Scalar, TensorType};
+use std::collections::HashMap;
+
+/// Rows of a loop are given room for at once, up to so many bytes; beyond that the room is doubled when it is used up.
+const ROOM: usize = 32 << 20;
+
+/// What runs programs.
+pub(super) struct Machine<'e> {
+    pub(super) engine: &'e mut dyn Engine,
+    pub(super) limits: &'e Limits,
+}
+
+/// Control flow in a graph that is traced.
+#[derive(Debug)]
+pub(super) struct Control {
+    pub(super) work: Work,
+    /// Its results: inputs of the graph.
+    pub(super) outputs: Vec<NodeId>,
+}
+
+#[derive(Debug)]
+pub(super) enum Work {
+    /// The condition; for each of its values, false first, a program and the operands of that.
+    If(NodeId, [(Program, Vec<NodeId>); 2]),
+    Loop {
+        body: Box<Repeat>,
+        limit: Result<NodeId, i64>,
+        on: Option<NodeId>,
+        state: Vec<NodeId>,
+        captured: Vec<NodeId>,
+    },
+}
+
+impl Work {
+    pub(super) fn inputs(&self) -> Vec<NodeId> {
+        match self {
+            Work::If(cond, branches) => branches.iter().flat_map(|b| &b.1).chain([cond]).copied().collect(),
+            Work::Loop { limit, on, state, captured, .. } => {
+                state.iter().chain(captured).chain(limit.as_ref().ok()).chain(on).copied().collect()
+            }
+        }
+    }
+}
+
+/// A body that is ready to run. Values have numbers, the inputs' first.
+#[derive(Debug)]
+pub(super) struct Program {
+    values: Vec<Option<Handle>>,
+    steps: Vec<Step>,
+    outputs: Vec<usize>,
+}
+
+#[derive(Debug)]
+enum Step {
+    Run {
+        plan: Plan,
+        inputs: Vec<usize>,
+        outputs: Vec<usize>,
+    },
+    If {
+        cond: usize,
+        branches: [(Program, Vec<usize>); 2],
+        outputs: Vec<usize>,
+    },
+    Loop {
+        body: Box<Repeat>,
+        limit: Result<usize, i64>,
+        on: Option<usize>,
+        state: Vec<usize>,
+        captured: Vec<usize>,
+        outputs: Vec<usize>,
+    },
+}
+
+#[derive(Debug)]
+enum Plan {
+    /// Not run yet.
+    Graph(Graph),
+    Ready(Handle),
+}
+
+impl Program {
+    /// What computes `outputs` from the first `inputs` inputs of a graph and the control flow in it, which is in the order of its results.
+    pub(super) fn new(
+        g: &Graph,
+        controls: Vec<Control>,
+        inputs: usize,
+        outputs: &[NodeId],
+    ) -> Result<Program> {
+        let mut numbers: HashMap<NodeId, usize> =
+            g.inputs().iter().take(inputs).enumerate().map(|(k, i)| (i.node, k)).collect();
+        let mut steps = vec![];
+        let mut needs: Vec<Vec<NodeId>> = controls.iter().map(|c| c.work.inputs()).collect();
+        needs.push(outputs.to_vec());
+        let mut controls = controls.into_iter();
+        let mut next = inputs;
+        for k in 0..needs.len() {
+            let done = |n: NodeId| numbers.contains_key(&n);
+            let wanted: Vec<NodeId> = needs[k].iter().copied().filter(|n| !done(*n)).collect();
+            if !wanted.is_empty() {
+                let later: Vec<NodeId> = needs[k + 1..].iter().flatten().copied().collect();
+                let p = part(g, &wanted, &later, &done)?;
+                let of = |n: &NodeId| numbers[n];
+                let from = p.inputs.iter().map(of).collect();
+                let to = number(&mut numbers, &mut next, &p.outputs);
+                steps.push(Step::Run { plan: Plan::Graph(p.graph), inputs: from, outputs: to });
+            }
+            if let Some(c) = controls.next() {
+                let outputs = number(&mut numbers, &mut next, &c.outputs);
+                steps.push(Step::of(c.work, &numbers, outputs));
+            }
+        }
+        let outputs = outputs.iter().map(|n| numbers[n]).collect();
+        Ok(Program { values: vec![None; next], steps, outputs })
+    }
+
+    /// Gives input `i`. Inputs stay until others are given.
+    pub(super) fn give(&mut self, i: usize, value: Handle) {
+        self.values[i] = Some(value);
+    }
+
+    pub(super) fn result(&self, k: usize) -> Result<&Handle> {
+        there(&self.values[self.outputs[k]])
+    }
+
+    /// Lets go of every value.
+    fn clear(&mut self) {
+        self.values.iter_mut().for_each(|v| *v = None);
+    }
+
+    pub(super) fn run(&mut self, m: &mut Machine<'_>) -> Result<()> {
+        let values = &mut self.values;
+        for step in &mut self.steps {
+            match step {
+                Step::Run { plan, inputs, outputs } => {
+                    if let Plan::Graph(g) = plan {
+                        *plan = Plan::Ready(m.engine.prepare(std::mem::take(g))?);
+                    }
+                    if let Plan::Ready(h) = plan {
+                        m.engine.launch(h, values, inputs, outputs)?;
+                    }
+                }
+                Step::If { cond, branches, outputs } => {
+                    let taken = m.engine.flag(there(&values[*cond])?)?;
+                    let (program, inputs) = &mut branches[usize::from(taken)];
+                    for (k, i) in inputs.iter().enumerate() {
+                        program.give(k, there(&values[*i])?.clone());
+                    }
+                    program.run(m)?;
+                    for (k, o) in outputs.iter().enumerate() {
+                        values[*o] = Some(program.result(k)?.clone());
+                    }
+                    program.clear();
+                }
+                Step::Loop { body, limit, on, state, captured, outputs } => {
+                    let get = |i: &usize| there(&values[*i]).cloned();
+                    let limit = match limit {
+                        Ok(n) => integer(&m.engine.read(&get(n)?)?)?,
+                        Err(n) => *n,
+                    };
+                    let on = on.as_ref().map(|n| m.engine.flag(&get(n)?)).transpose()?.unwrap_or(true);
+                    let state = state.iter().map(get).collect::<Result<Vec<_>>>()?;
+                    let captured = captured.iter().map(get).collect::<Result<Vec<_>>>()?;
+                    let mut ran = Ran { state, i: 0, on, rows: vec![] };
+                    body.run(m, &captured, limit, &mut ran)?;
+                    let rows = ran.rows.into_iter().map(|r| r.finish(m));
+                    let all = ran.state.into_iter().map(Ok).chain(rows).collect::<Result<Vec<_>>>()?;
+                    outputs.iter().zip(all).for_each(|(o, h)| values[*o] = Some(h));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Numbers for values that do not have one yet.
+fn number(numbers: &mut HashMap<NodeId, usize>, next: &mut usize, nodes: &[NodeId]) -> Vec<usize> {
+    let mut one = |n: &NodeId| {
+        *numbers.entry(*n).or_insert_with(|| {
+            *next += 1;
+            *next - 1
+        })
+    };
+    nodes.iter().map(&mut one).collect()
+}
+
+impl Step {
+    fn of(work: Work, numbers: &HashMap<NodeId, usize>, outputs: Vec<usize>) -> Step {
+        let of = |n: &NodeId| numbers[n];
+        let all = |v: &[NodeId]| v.iter().map(of).collect::<Vec<_>>();
+        match work {
+            Work::If(cond, branches) => {
+                Step::If { cond: of(&cond), branches: branches.map(|(p, inputs)| (p, all(&inputs))), outputs }
+            }
+            Work::Loop { body, limit, on, state, captured } => Step::Loop {
+                body,
+                limit: limit.map(|n| of(&n)),
+                on: on.as_ref().map(of),
+                state: all(&state),
+                captured: all(&captured),
+                outputs,
+            },
+        }
+    }
+}
+
+fn integer(d: &ConstData) -> Result<i64> {
+    d.get(0).map(|s| s.as_i64()).ok_or_else(|| Error::internal("a trip count without an element"))
+}
+
+/// The body of a loop.
+#[derive(Debug)]
+pub(super) struct Repeat {
+    pub(super) name: String,
+    /// Its first inputs are the state. Results: the new state, a row of each scanned result, the number of the next iteration, the condition;
+    /// the last two where they are needed.
+    pub(super) program: Program,
+    pub(super) carried: usize,
+    /// The inputs that are values from around the body.
+    pub(super) captured: Vec<usize>,
+    /// The input that is the number of the iteration, where the body reads it.
+    pub(super) counter: Option<usize>,
+    /// Rows of the scanned results.
+    pub(super) rows: Vec<TensorType>,
+    /// Whether it goes on, where that is known.
+    pub(super) on: Option<bool>,
+    /// Types of the carried values after an iteration.
+    pub(super) after: Vec<TensorType>,
+    /// Whether these are the types before it.
+    pub(super) stable: bool,
+}
+
+/// Where a loop is.
+pub(super) struct Ran {
+    pub(super) state: Vec<Handle>,
+    /// Iterations so far.
+    pub(super) i: i64,
+    /// Whether it goes on.
+    pub(super) on: bool,
+    pub(super) rows: Vec<Rows>,
+}
+
+impl Repeat {
+    /// Runs iterations until the loop ends, or one where the state changes its shape.
+    pub(super) fn run(
+        &mut self,
+        m: &mut Machine<'_>,
+        captured: &[Handle],
+        limit: i64,
+        ran: &mut Ran,
+    ) -> Result<()> {
+        let first = ran.i;
+        let expected = if self.stable && self.on == Some(true) { limit - first } else { 1 };
+        if ran.rows.is_empty() {
+            ran.rows = self.rows.iter().map(|t| Rows::new(t, expected)).collect();
+        }
+        if let Some((old, new)) = ran.rows.iter().map(|r| &r.row).zip(&self.rows).find(|(a, b)| a != b) {
+            let what = format!("a scanned result is {old} in one iteration and {new} in another");
+            return Err(Error::argument(&self.name, what));
+        }
+        for (i, h) in self.captured.iter().zip(captured) {
+            self.program.give(*i, h.clone());
+        }
+        if let Some(c) = self.counter {
+            let i = ConstData::splat(DType::I64, &[], Scalar::I(first))?;
+            self.program.give(c, m.engine.upload(&i)?);
+        }
+        while ran.on && ran.i < limit && (self.stable || ran.i == first) {
+            if self.is_idle() {
+                // Every iteration is as the first: what counts is how many there may be.
+                let last = (limit as u64 - 1).min(m.limits.options.max_iterations);
+                m.limits.iteration(&self.name, last)?;
+                ran.i = limit;
+                break;
+            }
+            m.limits.iteration(&self.name, ran.i as u64)?;
+            for (k, h) in ran.state.drain(..).enumerate() {
+                self.program.give(k, h);
+            }
+            self.program.run(m)?;
+            for k in 0..self.carried {
+                ran.state.push(self.program.result(k)?.clone());
+            }
+            for (k, r) in ran.rows.iter_mut().enumerate() {
+                r.push(m, self.program.result(self.carried + k)?)?;
+            }
+            let mut next = self.carried + self.rows.len();
+            if let Some(c) = self.counter {
+                let i = self.program.result(next)?.clone();
+                self.program.give(c, i);
+                next += 1;
+            }
+            ran.i += 1;
+            // Nobody asks whether to go on after the last one.
+            if ran.i < limit {
+                ran.on = match self.on {
+                    Some(on) => on,
+                    None => m.engine.flag(self.program.result(next)?)?,
+                };
+            }
+        }
+        self.program.clear();
+        Ok(())
+    }
+
+    /// Whether it neither computes nor changes anything.
+    fn is_idle(&self) -> bool {
+        let kept = self.program.outputs.iter().take(self.carried).enumerate().all(|(k, o)| k == *o);
+        self.program.steps.is_empty() && kept && self.rows.is_empty() && self.on == Some(true)
+    }
+}
+
+/// Rows of a scanned result as they come, in one tensor.
+#[derive(Debug)]
+pub(super) struct Rows {
+    row: TensorType,
+    dims: Vec<usize>,
+    bytes: usize,
+    /// Rows that there are, that there is room for, and that are expected.
+    pub(super) n: usize,
+    room: usize,
+    expected: usize,
+    all: Option<Handle>,
+}
+
+impl Rows {
+    /// `row` has no symbols.
+    fn new(row: &TensorType, expected: i64) -> Rows {
+        let dims = row.shape.known().map(|d| d.to_vec()).unwrap_or_default();
+        let bytes = row.dtype.bytes(dims.iter().product());
+        let expected = usize::try_from(expected).unwrap_or(1).max(1);
+        let most = (ROOM / bytes.max(1)).max(1);
+        Rows { row: row.clone(), dims, bytes, n: 0, room: 0, expected: expected.min(most), all: None }
+    }
+
+    fn sized(&self, n: usize) -> Vec<usize> {
+        [&[n], &self.dims[..]].concat()
+    }
+
+    fn push(&mut self, m: &mut Machine<'_>, row: &Handle) -> Result<()> {
+        if self.n == self.room || self.all.is_none() {
+            let room = self.expected.max(self.room.saturating_mul(2)).max(self.n + 1);
+            let old = self.all.take();
+            self.all = Some(m.engine.resize(old.as_ref(), self.row.dtype, &self.sized(room))?);
+            self.room = room;
+        }
+        if let Some(all) = self.all.as_mut().filter(|_| self.bytes > 0) {
+            m.engine.put(all, self.n * self.bytes, row)?;
+        }
+        self.n += 1;
+        Ok(())
+    }
+
+    /// All rows, along a new first axis.
+    pub(super) fn finish(mut self, m: &mut Machine<'_>) -> Result<Handle> {
+        let all = self.all.take();
+        match all {
+            Some(all) if self.n == self.room => Ok(all),
+            all => m.engine.resize(all.as_ref(), self.row.dtype, &self.sized(self.n)),
+        }
+    }
+
+    pub(super) fn ty(&self) -> TensorType {
+        TensorType::new(self.row.dtype, &self.sized(self.n)[..])
+    }
+}

@@ -1,0 +1,354 @@
+//! From a body of control flow to a [`Program`]: its nodes are walked once, with inputs of the types that its operands have in the
+//! place of values.
+//!
+//! Values from around the body are inputs of the program too, unless they are constants. Where the body must know one (the axes of a
+//! reduction), it is asked for and built in. What the body must know of its own state stands in the way: the reason is given, and the
+//! iterations are built one by one.
+
+use super::build::{Builder, Value};
+use super::host::Host;
+use super::item::Item;
+use super::node::Call;
+use super::order;
+use super::program::{Control, Program, Repeat, Work};
+use super::proto::GraphProto;
+use halcyon_ir::{ConstData, DType, Error, NodeId, Result, Scalar, ScalarOp, TensorType};
+use std::collections::{BTreeSet, HashMap};
+use std::rc::Rc;
+
+/// Why a body is not compiled.
+pub(super) type Reason = String;
+
+/// A body that was walked: a graph with inputs.
+struct Traced {
+    b: Builder,
+    /// What it takes from around it, by the number of the input.
+    captured: Vec<(usize, Value)>,
+    results: Vec<Item>,
+}
+
+/// How a body is walked: gets the builder, the operands and the names around it, gives the results.
+type Walk<'a> = &'a mut dyn FnMut(&mut Builder, &[Value], HashMap<String, Item>) -> Result<Vec<Item>>;
+
+/// Gives an item's tensors to `one`, which says what becomes of them.
+fn rebuilt(i: &Item, one: &mut dyn FnMut(&Value) -> Result<Value>) -> Result<Item> {
+    Ok(match i {
+        Item::Tensor(v) => Item::Tensor(one(v)?),
+        Item::Text(_) | Item::Optional(None) => i.clone(),
+        Item::Sequence(s) => Item::sequence(s.iter().map(|i| rebuilt(i, one)).collect::<Result<Vec<_>>>()?),
+        Item::Optional(Some(i)) => Item::Optional(Some(Rc::new(rebuilt(i, one)?))),
+        Item::Map(m) => Item::Map(Rc::new((m.0.clone(), rebuilt(&m.1, one)?))),
+    })
+}
+
+/// Walks a body whose operands have these types.
+fn traced(
+    b: &mut Builder,
+    c: &Call<'_>,
+    g: &GraphProto,
+    types: &[TensorType],
+    walk: Walk<'_>,
+) -> Result<std::result::Result<Traced, Reason>> {
+    let mut fixed: HashMap<NodeId, ConstData> = HashMap::new();
+    loop {
+        let mut inner = b.inside();
+        inner.g.span = b.g.span.clone();
+        let operands: Vec<Value> = types
+            .iter()
+            .map(|t| {
+                let n = inner.g.input("", t.clone());
+                inner.value(n)
+            })
+            .collect();
+        let mut captured: Vec<(usize, Value)> = vec![];
+        let mut of: HashMap<NodeId, Value> = HashMap::new();
+        let mut vars = HashMap::new();
+        for name in order::free_names(g) {
+            let Some(item) = c.around(name) else { continue };
+            let item = rebuilt(item, &mut |v| {
+                if v.is_constant() {
+                    return Ok(v.clone());
+                }
+                let id = b.id(v)?;
+                if let Some(d) = fixed.get(&id) {
+                    return Ok(Value::table(d.clone()));
+                }
+                if let Some(v) = of.get(&id) {
+                    return Ok(v.clone());
+                }
+                captured.push((inner.g.inputs().len(), v.clone()));
+                let n = inner.g.input("", v.ty.clone());
+                let new = inner.value(n);
+                of.insert(id, new.clone());
+                Ok(new)
+            })?;
+            vars.insert(name.to_string(), item);
+        }
+        let e = match walk(&mut inner, &operands, vars) {
+            Ok(_) if !inner.draws.is_empty() => {
+                return Ok(Err("it draws random numbers, which differ in every iteration".into()));
+            }
+            Ok(results) => return Ok(Ok(Traced { b: inner, captured, results })),
+            Err(e @ Error::Interrupted { .. }) => return Err(e),
+            Err(e) => e,
+        };
+        let Some(needs) = inner.needs_engine else { return Ok(Err(e.to_string())) };
+        let reason = inner.refused.unwrap_or_else(|| format!("it needs {needs} before it runs"));
+        // What comes from around the body can be known.
+        let missing: Option<Vec<&Value>> = inner
+            .missing
+            .iter()
+            .map(|k| captured.iter().find(|(i, _)| *i == *k as usize).map(|(_, v)| v))
+            .collect();
+        let Some(missing) = missing.filter(|m| !m.is_empty()) else { return Ok(Err(reason)) };
+        let before = fixed.len();
+        for v in missing {
+            let data = match b.known(v, &needs) {
+                Ok(h) => h.data()?,
+                // The bodies around this one have to be built again, if that helps.
+                Err(e) if b.controls.is_some() => return Err(e),
+                Err(_) => return Ok(Err(reason)),
+            };
+            fixed.insert(b.id(v)?, data);
+        }
+        if fixed.len() == before {
+            return Ok(Err(reason));
+        }
+    }
+}
+
+/// The tensors of results.
+fn tensors(items: &[Item]) -> std::result::Result<Vec<Value>, Reason> {
+    let one = |i: &Item| i.tensor().cloned().ok_or_else(|| format!("one of its results is {}", i.kind()));
+    items.iter().map(one).collect()
+}
+
+impl Traced {
+    /// The program with these results, whose inputs are the operands in the order of the graph.
+    fn program(mut self, outputs: &[Value]) -> Result<Program> {
+        let ids = self.b.ids(&outputs.iter().collect::<Vec<_>>())?;
+        let controls = self.b.controls.take().unwrap_or_default();
+        let made: BTreeSet<NodeId> = controls.iter().flat_map(|c| &c.outputs).copied().collect();
+        // Operands and what is captured come before what control flow gives.
+        let inputs = self.b.g.inputs().iter().take_while(|i| !made.contains(&i.node)).count();
+        Program::new(&self.b.g, controls, inputs, &ids)
+    }
+}
+
+/// A branch of If: its program, the values that it takes, and the types of its results.
+fn side(
+    b: &mut Builder,
+    c: &Call<'_>,
+    name: &str,
+) -> Result<std::result::Result<(Program, Vec<Value>, Vec<TensorType>), Reason>> {
+    let g = c.graph(name)?.ok_or_else(|| c.invalid(format!("attribute '{name}' is missing")))?;
+    let t = match traced(b, c, g, &[], &mut |b, _, vars| c.inline_in(b, g, vec![], vars))? {
+        Ok(t) => t,
+        Err(why) => return Ok(Err(why)),
+    };
+    let outputs = match tensors(&t.results) {
+        Ok(v) => v,
+        Err(why) => return Ok(Err(why)),
+    };
+    let types = outputs.iter().map(|v| v.ty.clone()).collect();
+    let captured = t.captured.iter().map(|(_, v)| v.clone()).collect();
+    Ok(Ok((t.program(&outputs)?, captured, types)))
+}
+
+/// If in a body, where a run decides: both branches are compiled, and each iteration takes one.
+pub(super) fn branch(b: &mut Builder, c: &Call<'_>) -> Result<std::result::Result<Vec<Item>, Reason>> {
+    let cond = b.id(c.arg(0)?)?;
+    let mut sides = vec![];
+    for name in ["else_branch", "then_branch"] {
+        match side(b, c, name)? {
+            Ok(s) => sides.push(s),
+            Err(why) => return Ok(Err(why)),
+        }
+    }
+    let (Some(then), Some(other)) = (sides.pop(), sides.pop()) else {
+        return Err(Error::internal("a branch got lost"));
+    };
+    if then.2 != other.2 {
+        let show = |t: &[TensorType]| t.iter().map(|t| t.to_string()).collect::<Vec<_>>().join(", ");
+        return Ok(Err(format!("one branch gives {}, the other {}", show(&then.2), show(&other.2))));
+    }
+    let types = then.2;
+    let mut ids = |v: Vec<Value>| v.iter().map(|v| b.id(v)).collect::<Result<Vec<_>>>();
+    let branches = [(other.0, ids(other.1)?), (then.0, ids(then.1)?)];
+    Ok(Ok(control(b, Work::If(cond, branches), &types)))
+}
+
+/// Records control flow; its results are inputs of the graph.
+fn control(b: &mut Builder, work: Work, types: &[TensorType]) -> Vec<Item> {
+    let outputs: Vec<NodeId> = types.iter().map(|t| b.g.input("", t.clone())).collect();
+    if let Some(all) = &mut b.controls {
+        all.push(Control { work, outputs: outputs.clone() });
+    }
+    outputs.into_iter().map(|n| b.value(n).into()).collect()
+}
+
+/// A loop as its node says it. Its body takes the number of the iteration and a condition before its state, and gives a condition before
+/// it; that of Scan takes slices of sequences behind its state.
+pub(super) struct Loop<'a> {
+    pub(super) g: &'a GraphProto,
+    pub(super) carried: usize,
+    pub(super) scan: Option<Sequences>,
+}
+
+/// Sequences that Scan goes through.
+pub(super) struct Sequences {
+    pub(super) values: Vec<Value>,
+    pub(super) axes: Vec<usize>,
+    pub(super) reverse: Vec<bool>,
+    /// Iterations.
+    pub(super) n: usize,
+}
+
+/// A compiled loop body, with the values that it takes from around it.
+pub(super) struct Compiled {
+    pub(super) repeat: Repeat,
+    pub(super) captured: Vec<Value>,
+}
+
+/// Compiles the body of Loop or Scan for a state of these types.
+pub(super) fn repeat(
+    b: &mut Builder,
+    c: &Call<'_>,
+    s: &Loop<'_>,
+    types: &[TensorType],
+) -> Result<std::result::Result<Compiled, Reason>> {
+    let carried = s.carried;
+    // State, the sequences of Scan, the number of the iteration.
+    let sequences: &[Value] = s.scan.as_ref().map_or(&[], |i| &i.values);
+    let mut inputs = types.to_vec();
+    inputs.extend(sequences.iter().map(|v| v.ty.clone()));
+    inputs.push(TensorType::new(DType::I64, halcyon_ir::Shape::scalar()));
+    let walked = traced(b, c, s.g, &inputs, &mut |b, x, vars| {
+        let (state, rest) = x.split_at(carried);
+        let i = &rest[rest.len() - 1];
+        let state = state.iter().cloned().map(Item::from);
+        let args = match &s.scan {
+            None => {
+                let go = Value::from(Host::scalar(DType::Bool, true));
+                [Item::from(i.clone()), go.into()].into_iter().chain(state).collect()
+            }
+            Some(scan) => {
+                let mut args: Vec<Item> = state.collect();
+                for (k, v) in rest[..rest.len() - 1].iter().enumerate() {
+                    args.push(scan.row(b, k, v, i)?.into());
+                }
+                args
+            }
+        };
+        c.inline_in(b, s.g, args, vars)
+    })?;
+    let mut t = match walked {
+        Ok(t) => t,
+        Err(why) => return Ok(Err(why)),
+    };
+    let results = match tensors(&t.results) {
+        Ok(v) => v,
+        Err(why) => return Ok(Err(why)),
+    };
+    let (cond, results) = match s.scan {
+        None => results.split_first().map(|(c, r)| (Some(c.clone()), r.to_vec())).unwrap_or_default(),
+        Some(_) => (None, results),
+    };
+    if results.len() < carried {
+        return Err(c.invalid("the body has too few results"));
+    }
+    let rows: Vec<TensorType> = results[carried..].iter().map(|v| v.ty.clone()).collect();
+    for r in &rows {
+        let n: usize = r.shape.known().map_or(1, |d| d.iter().product());
+        if !(n * r.dtype.bits() as usize).is_multiple_of(8) {
+            return Ok(Err(format!("rows of type {r} are no whole bytes")));
+        }
+    }
+    let after: Vec<TensorType> = results[..carried].iter().map(|v| v.ty.clone()).collect();
+    let on = match &cond {
+        None => Some(true),
+        Some(v) => match v.host() {
+            Some(_) => Some(t.b.known_scalar(v, "the condition of the body")?.as_bool()),
+            None if v.ty.shape.known().is_some_and(|d| d.iter().product::<usize>() == 1) => None,
+            None => return Err(c.invalid(format!("the condition of the body is {}", v.ty))),
+        },
+    };
+    let i = t.b.g.inputs()[inputs.len() - 1].node;
+    let mut outputs = results;
+    // Where nothing reads the number of the iteration, it is not counted.
+    let mut roots =
+        t.b.ids(&outputs.iter().chain(cond.as_ref().filter(|_| on.is_none())).collect::<Vec<_>>())?;
+    roots.extend(t.b.controls.iter().flatten().flat_map(|c| c.work.inputs()));
+    let counts = t.b.g.live(&roots)[i.index()];
+    if counts {
+        let (i, one) = (t.b.value(i), Value::from(Host::scalar(DType::I64, 1i64)));
+        outputs.push(t.b.scalar(ScalarOp::Add, &[&i, &one])?);
+    }
+    outputs.extend(cond.filter(|_| on.is_none()));
+    let places = (carried..inputs.len() - 1).chain(t.captured.iter().map(|(i, _)| *i)).collect();
+    let captured = sequences.iter().chain(t.captured.iter().map(|(_, v)| v)).cloned().collect();
+    let stable = after == types;
+    let repeat = Repeat {
+        name: c.name.into(),
+        program: t.program(&outputs)?,
+        carried,
+        captured: places,
+        counter: counts.then_some(inputs.len() - 1),
+        rows,
+        on,
+        after,
+        stable,
+    };
+    Ok(Ok(Compiled { repeat, captured }))
+}
+
+impl Sequences {
+    /// The slice of a sequence for iteration `i`.
+    fn row(&self, b: &mut Builder, k: usize, v: &Value, i: &Value) -> Result<Value> {
+        if !self.reverse[k] {
+            return b.gather(v, i, self.axes[k]);
+        }
+        let last = b.lit(i, Scalar::from(self.n.saturating_sub(1)));
+        let i = b.scalar(ScalarOp::Sub, &[&last, i])?;
+        b.gather(v, &i, self.axes[k])
+    }
+}
+
+/// Bounds of a loop in a body: a trip count that a run gives or that is known, and a condition before the first iteration.
+pub(super) struct Bounds<'a> {
+    pub(super) limit: std::result::Result<&'a Value, i64>,
+    pub(super) on: Option<&'a Value>,
+}
+
+/// A loop in a body that is compiled: it is part of the program, where its results have types that are known.
+pub(super) fn nested(
+    b: &mut Builder,
+    body: Compiled,
+    at: &Bounds<'_>,
+    state: &[Value],
+) -> Result<std::result::Result<Vec<Item>, Reason>> {
+    if !body.repeat.stable {
+        return Ok(Err("its carried values change their shape".into()));
+    }
+    let mut results: Vec<TensorType> = state.iter().map(|v| v.ty.clone()).collect();
+    if !body.repeat.rows.is_empty() {
+        let (Err(n), None, Some(true)) = (at.limit, at.on, body.repeat.on) else {
+            return Ok(Err("the number of its rows is not known".into()));
+        };
+        let n = usize::try_from(n).unwrap_or(0);
+        for r in &body.repeat.rows {
+            let mut shape = r.shape.clone();
+            shape.0.insert(0, n.into());
+            results.push(TensorType { dtype: r.dtype, shape });
+        }
+    }
+    let mut ids = |v: &[Value]| v.iter().map(|v| b.id(v)).collect::<Result<Vec<_>>>();
+    let (state, captured) = (ids(state)?, ids(&body.captured)?);
+    let limit = match at.limit {
+        Ok(v) => Ok(b.id(v)?),
+        Err(n) => Err(n),
+    };
+    let on = at.on.map(|v| b.id(v)).transpose()?;
+    let work = Work::Loop { body: Box::new(body.repeat), limit, on, state, captured };
+    Ok(Ok(control(b, work, &results)))
+}

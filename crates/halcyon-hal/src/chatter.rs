@@ -1,0 +1,350 @@
+//! What drivers print.
+//!
+//! Vendors' libraries write to the standard streams when they are loaded, list devices or compile: greetings, warnings about the
+//! environment, debug lines. A program whose standard output is read by other programs must keep that out of it, and its own messages
+//! apart from it. Such a program calls [`separate`] once, before anything is loaded, and writes by [`out`] and [`err`] from then on:
+//!
+//! - File descriptor 1 then leads to standard error, so whatever a library prints, whenever it does, is not in the program's output.
+//! - While a library is loaded, asked for devices, opened or compiles ([`capture`]), both streams lead into a pipe. The lines go to the
+//!   log (level debug, target `halcyon_hal::chatter`) and to the program ([`show`]), with the driver's name.
+//!
+//! A program that does not call [`separate`] keeps its streams as they are. So does every program on systems other than Unix.
+
+use std::io::Write;
+
+/// Receives a line that a driver printed, with the driver's name.
+pub type Show = fn(driver: &str, line: &str);
+
+/// Names the function that is given each line, once for the same driver and line. The first call counts.
+pub fn show(f: Show) {
+    let _ = lines::SHOW.set(f);
+}
+
+/// Hands over what a driver printed in another process.
+pub fn said(driver: &str, text: &str) {
+    lines::tell(driver, text);
+}
+
+mod lines {
+    use std::collections::BTreeSet;
+    use std::sync::{Mutex, OnceLock};
+
+    pub(super) static SHOW: OnceLock<super::Show> = OnceLock::new();
+    /// Most lines that are handed over.
+    const MOST: usize = 1000;
+
+    pub(super) fn tell(driver: &str, text: &str) {
+        static TOLD: Mutex<BTreeSet<(String, String)>> = Mutex::new(BTreeSet::new());
+        for line in text.lines().map(str::trim_end).filter(|l| !l.is_empty()) {
+            let new = {
+                let mut told = TOLD.lock().unwrap_or_else(|e| e.into_inner());
+                told.len() < MOST && told.insert((driver.into(), line.into()))
+            };
+            if new {
+                tracing::debug!(driver, line, "a driver printed this");
+                if let Some(f) = SHOW.get() {
+                    f(driver, line);
+                }
+            }
+        }
+    }
+}
+
+/// The program's standard output, whatever is done to file descriptor 1.
+pub fn out() -> Stream {
+    Stream(Which::Out)
+}
+
+/// The program's standard error, whatever is done to file descriptor 2.
+pub fn err() -> Stream {
+    Stream(Which::Err)
+}
+
+/// The number of the program's standard output or error. It allocates nothing, so a signal's handler may ask.
+#[cfg(unix)]
+pub(crate) fn descriptor(err: bool) -> i32 {
+    use std::os::fd::AsRawFd;
+    match (unix::STREAMS.get(), err) {
+        (Some(s), false) => s.out.as_raw_fd(),
+        (Some(s), true) => s.err.as_raw_fd(),
+        (None, false) => 1,
+        (None, true) => 2,
+    }
+}
+
+/// One of the program's own streams.
+#[derive(Debug)]
+pub struct Stream(Which);
+
+#[derive(Clone, Copy, Debug)]
+enum Which {
+    Out,
+    Err,
+}
+
+impl Stream {
+    /// Whether a person reads along. (The standard library's own streams may lead elsewhere.)
+    pub fn is_terminal(&self) -> bool {
+        use std::io::IsTerminal;
+        #[cfg(unix)]
+        if let Some(s) = unix::STREAMS.get() {
+            return match self.0 {
+                Which::Out => s.out.is_terminal(),
+                Which::Err => s.err.is_terminal(),
+            };
+        }
+        match self.0 {
+            Which::Out => std::io::stdout().is_terminal(),
+            Which::Err => std::io::stderr().is_terminal(),
+        }
+    }
+}
+
+impl Write for Stream {
+    fn write(&mut self, bytes: &[u8]) -> std::io::Result<usize> {
+        #[cfg(unix)]
+        if let Some(s) = unix::STREAMS.get() {
+            let mut file = match self.0 {
+                Which::Out => &s.out,
+                Which::Err => &s.err,
+            };
+            return file.write(bytes);
+        }
+        match self.0 {
+            Which::Out => std::io::stdout().write(bytes),
+            Which::Err => std::io::stderr().write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> std::io::Result<()> {
+        #[cfg(unix)]
+        if unix::STREAMS.get().is_some() {
+            return Ok(());
+        }
+        match self.0 {
+            Which::Out => std::io::stdout().flush(),
+            Which::Err => std::io::stderr().flush(),
+        }
+    }
+}
+
+/// What happens to what drivers print from [`separate`] on.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Chatter {
+    /// It goes to the log and to the function of [`show`].
+    Captured,
+    /// It goes to standard error: of a child, whose parent reads that.
+    ToStderr,
+}
+
+/// Keeps what drivers print out of this program's standard output, as said above. The first call counts. Where it cannot be done (no
+/// free file descriptors) the streams stay as they are.
+pub fn separate(chatter: Chatter) {
+    #[cfg(unix)]
+    unix::separate(chatter);
+    #[cfg(not(unix))]
+    let _ = chatter;
+}
+
+/// Until it is dropped, what is printed to the standard streams is taken for this driver's.
+#[must_use]
+#[derive(Debug)]
+pub struct Capture {
+    #[cfg(unix)]
+    driver: Option<&'static str>,
+}
+
+/// Captures what a driver prints, where [`separate`] has asked for that. Several captures may overlap, in one thread or in many; the
+/// streams are the process's, so what is printed then is given to all of their drivers.
+pub fn capture(driver: &'static str) -> Capture {
+    #[cfg(unix)]
+    return Capture { driver: unix::begin(driver).then_some(driver) };
+    #[cfg(not(unix))]
+    {
+        let _ = driver;
+        Capture {}
+    }
+}
+
+#[cfg(unix)]
+impl Drop for Capture {
+    fn drop(&mut self) {
+        if let Some(driver) = self.driver {
+            unix::end(driver);
+        }
+    }
+}
+
+#[cfg(unix)]
+mod unix {
+    use super::Chatter;
+    use std::fs::File;
+    use std::io::{PipeReader, PipeWriter, Read, Write};
+    use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
+    use std::sync::{Arc, Condvar, Mutex, OnceLock};
+    use std::time::Duration;
+
+    /// The program's own ways out.
+    #[derive(Debug)]
+    pub(super) struct Streams {
+        pub out: File,
+        pub err: File,
+        chatter: Chatter,
+    }
+
+    pub(super) static STREAMS: OnceLock<Streams> = OnceLock::new();
+
+    /// Most bytes of one capture that are kept.
+    const MOST: usize = 1 << 16;
+    /// How long what is in the pipe may take to be read.
+    const PATIENCE: Duration = Duration::from_secs(1);
+
+    /// Lets a file descriptor lead to where another one leads.
+    fn redirect(to: BorrowedFd<'_>, number: i32) -> bool {
+        // SAFETY: `to` is open, and 0 to 2 are the standard streams, which are open in every process of Rust's (its start sees to
+        // that). Nobody owns them, so no other file is closed by this.
+        unsafe { libc::dup2(to.as_raw_fd(), number) >= 0 }
+    }
+
+    /// Brings out what the C library holds back of standard output.
+    fn flush_c() {
+        unsafe extern "C" {
+            #[cfg_attr(target_vendor = "apple", link_name = "__stdoutp")]
+            static stdout: *mut libc::FILE;
+        }
+        // SAFETY: the C library's own stream, which lives as long as the process.
+        unsafe { libc::fflush(stdout) };
+    }
+
+    pub(super) fn separate(chatter: Chatter) {
+        if STREAMS.get().is_some() {
+            return;
+        }
+        let own = |fd: BorrowedFd<'_>| fd.try_clone_to_owned().map(File::from);
+        let (out, err) = (std::io::stdout(), std::io::stderr());
+        let _ = std::io::Write::flush(&mut std::io::stdout());
+        if let (Ok(out), Ok(err)) = (own(out.as_fd()), own(err.as_fd()))
+            && redirect(err.as_fd(), 1)
+        {
+            let _ = STREAMS.set(Streams { out, err, chatter });
+            // Files that are written by `-` and `/dev/stdout` mean the same as `out`.
+            halcyon_ir::output::set_standard(|which| match which {
+                halcyon_ir::output::Standard::Out => Box::new(super::out()),
+                halcyon_ir::output::Standard::Err => Box::new(super::err()),
+            });
+        }
+    }
+
+    /// What was read from the pipe since the capture began.
+    #[derive(Debug, Default)]
+    struct Heard {
+        bytes: Mutex<(Vec<u8>, u64)>,
+        more: Condvar,
+    }
+
+    #[derive(Debug)]
+    struct Pipe {
+        to: PipeWriter,
+        heard: Arc<Heard>,
+        /// Who is being listened to.
+        drivers: Vec<&'static str>,
+        marks: u64,
+    }
+
+    static PIPE: Mutex<Option<Pipe>> = Mutex::new(None);
+
+    /// Ends a capture within the pipe. No driver prints it.
+    const MARK: &[u8] = b"\0halcyon: the capture ends here\0";
+
+    fn listen(mut from: PipeReader, heard: &Heard) {
+        let mut piece = [0u8; 1 << 12];
+        let mut kept: Vec<u8> = vec![];
+        loop {
+            let n = match from.read(&mut piece) {
+                Ok(0) => return,
+                Ok(n) => n,
+                Err(e) if e.kind() == std::io::ErrorKind::Interrupted => continue,
+                Err(_) => return,
+            };
+            kept.extend_from_slice(&piece[..n]);
+            let mark = kept.windows(MARK.len()).position(|w| w == MARK);
+            if let Some(at) = mark {
+                let rest = kept.split_off(at + MARK.len());
+                kept.truncate(at);
+                let mut h = heard.bytes.lock().unwrap_or_else(|e| e.into_inner());
+                h.0.append(&mut kept);
+                kept = rest;
+                h.0.truncate(MOST);
+                h.1 += 1;
+                heard.more.notify_all();
+            } else if kept.len() > 2 * MOST {
+                // The beginning is kept, and the end, in which a mark may be half read.
+                let end = kept.split_off(kept.len() - MARK.len());
+                kept.truncate(MOST);
+                kept.extend(end);
+            }
+        }
+    }
+
+    fn open() -> Option<Pipe> {
+        let (from, to) = std::io::pipe().ok()?;
+        let heard = Arc::new(Heard::default());
+        let h = heard.clone();
+        std::thread::Builder::new().name("chatter".into()).spawn(move || listen(from, &h)).ok()?;
+        Some(Pipe { to, heard, drivers: vec![], marks: 0 })
+    }
+
+    /// Whether the capture has begun.
+    pub(super) fn begin(driver: &'static str) -> bool {
+        if STREAMS.get().is_none_or(|s| s.chatter != Chatter::Captured) {
+            return false;
+        }
+        let mut pipe = PIPE.lock().unwrap_or_else(|e| e.into_inner());
+        if pipe.is_none() {
+            *pipe = open();
+        }
+        let Some(p) = &mut *pipe else { return false };
+        if p.drivers.is_empty() && !(redirect(p.to.as_fd(), 1) && redirect(p.to.as_fd(), 2)) {
+            restore();
+            return false;
+        }
+        p.drivers.push(driver);
+        true
+    }
+
+    fn restore() {
+        if let Some(s) = STREAMS.get() {
+            redirect(s.err.as_fd(), 1);
+            redirect(s.err.as_fd(), 2);
+        }
+    }
+
+    pub(super) fn end(driver: &'static str) {
+        let mut pipe = PIPE.lock().unwrap_or_else(|e| e.into_inner());
+        let Some(p) = &mut *pipe else { return };
+        flush_c();
+        let mut names = p.drivers.clone();
+        if let Some(i) = p.drivers.iter().position(|d| *d == driver) {
+            p.drivers.remove(i);
+        }
+        if p.drivers.is_empty() {
+            restore();
+        }
+        // The mark comes after all that was printed until now.
+        if p.to.write_all(MARK).is_err() {
+            return;
+        }
+        p.marks += 1;
+        let want = p.marks;
+        let heard = p.heard.clone();
+        let waiting = heard.bytes.lock().unwrap_or_else(|e| e.into_inner());
+        let done = heard.more.wait_timeout_while(waiting, PATIENCE, |h| h.1 < want);
+        let (mut h, _) = done.unwrap_or_else(|e| e.into_inner());
+        let text = String::from_utf8_lossy(&std::mem::take(&mut h.0)).into_owned();
+        drop(h);
+        drop(pipe);
+        names.sort_unstable();
+        names.dedup();
+        super::said(&names.join(" or "), &text);
+    }
+}

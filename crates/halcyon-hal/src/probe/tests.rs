@@ -1,0 +1,257 @@
+use super::*;
+
+/// A look that finds what the noop driver lists.
+fn noop() -> Look {
+    Look {
+        backend: BackendType::Noop,
+        here: || crate::Driver::probe(&crate::noop::NoopDriver),
+        repeat: true,
+        depends: |root| Depends {
+            libraries: vec!["libnoop.so".into(), root.join("libown.so").display().to_string()],
+            later: vec!["libcompiler.so".into()],
+            manifests: entries(&root.join("vendors"))
+                .into_iter()
+                .map(|f| {
+                    let driver = std::fs::read_to_string(&f).unwrap_or_default();
+                    (f, Some(driver.into()))
+                })
+                .collect(),
+            variables: &["NOOP_"],
+        },
+        fix: "Mend it",
+        state: Mutex::new(State::new()),
+    }
+}
+
+/// An executable that runs a script, whatever its arguments.
+fn script(dir: &Path, text: &str) -> PathBuf {
+    use std::os::unix::fs::PermissionsExt;
+    let path = dir.join(format!("script{}", entries(dir).len()));
+    std::fs::write(&path, format!("#!/bin/sh\n{text}\n")).unwrap();
+    std::fs::set_permissions(&path, PermissionsExt::from_mode(0o755)).unwrap();
+    path
+}
+
+fn make(root: &Path, path: &str, text: &str) {
+    let p = root.join(path);
+    std::fs::create_dir_all(p.parent().unwrap()).unwrap();
+    std::fs::write(p, text).unwrap();
+}
+
+/// An executable that gives an answer, having loaded some files.
+fn saying(dir: &Path, answer: Option<Answer>, loaded: &[&Path]) -> PathBuf {
+    let loaded = loaded.iter().map(|p| Seen::of(p.to_path_buf())).collect();
+    let text = serde_json::to_string(&Asked { answer, loaded: Some(loaded) }).unwrap();
+    script(dir, &format!("cat <<'END'\n{text}\nEND"))
+}
+
+#[test]
+fn a_child_that_dies_hangs_or_says_nothing_is_an_unavailable_backend() {
+    let (look, minute) = (noop(), Duration::from_secs(60));
+    let shell = |text: &str, limit| look.ask(Command::new("/bin/sh").args(["-c", text]), limit, "");
+    for (text, limit, want) in [
+        ("kill -SEGV $$", minute, "signal"),
+        ("exit 3", minute, "exit status: 3"),
+        ("exec sleep 100", Duration::from_millis(50), "did not end"),
+        ("echo nothing of use", minute, "no answer"),
+        (r#"echo '{"answer":{"Failed":"x"},"loaded":null}'"#, minute, "said: x"),
+    ] {
+        let e = shell(text, limit).unwrap_err();
+        assert!(e.exit_code() == 4 && e.to_string().contains(want), "{text}: {e}");
+        assert!(e.to_string().contains("libnoop.so") && e.to_string().contains("Mend it"), "{e}");
+    }
+    let e = look.via_child(Path::new("/nowhere/halcyon")).unwrap_err();
+    assert!(e.to_string().contains("/nowhere/halcyon"), "{e}");
+    let said = r#"echo '{"answer":{"Unavailable":{"tried":["x"],"reason":"r","fix":"f"}},"loaded":[]}'"#;
+    let e = look.result(shell(said, minute).unwrap().answer.unwrap()).unwrap_err();
+    assert!(matches!(e, Error::Unavailable { ref tried, .. } if tried == &["x".to_string()]), "{e}");
+}
+
+/// A machine below a folder, and a memory.
+struct World {
+    dir: tempfile::TempDir,
+    memory: DiskCache,
+    dies: PathBuf,
+}
+
+impl World {
+    fn new() -> World {
+        let dir = tempfile::tempdir().unwrap();
+        make(dir.path(), "root/proc/sys/kernel/random/boot_id", "a");
+        let scripts = dir.path().join("scripts");
+        std::fs::create_dir(&scripts).unwrap();
+        World {
+            memory: DiskCache::new(dir.path().join("memory"), 1 << 20),
+            dies: script(&scripts, "kill -ABRT $$"),
+            dir,
+        }
+    }
+
+    fn saying(&self, answer: Answer, loaded: &[&Path]) -> PathBuf {
+        saying(&self.dir.path().join("scripts"), Some(answer), loaded)
+    }
+
+    fn root(&self) -> PathBuf {
+        self.dir.path().join("root")
+    }
+
+    fn find(&self, exe: &Path) -> (Result<Vec<DeviceInfo>>, Known) {
+        noop().find(Some(&self.memory), &self.root(), exe, &mut None)
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_look_is_remembered_and_only_software_devices_are_listed_from_memory() {
+    let software = (noop().here)().unwrap();
+    assert!(software[0].software);
+    let mut hardware = software.clone();
+    hardware[0].software = false;
+    hardware[0].name = "hard".into();
+
+    let w = World::new();
+    make(&w.root(), "lib/liba.so", "a");
+    let lib = w.root().join("lib/liba.so");
+    let (found, known) = w.find(&w.saying(Answer::Devices(software.clone()), &[&lib]));
+    assert!(found.unwrap() == software && matches!(known, Known::Safe));
+    let (found, known) = w.find(&w.dies);
+    assert!(found.unwrap() == software && matches!(known, Known::Nothing), "from memory");
+    // Another file in the place of one that was loaded: what it does is not known.
+    std::fs::write(&lib, "b").unwrap();
+    assert!(matches!(w.find(&w.dies), (Err(_), Known::Answer(_))), "a child looked");
+
+    // With hardware the look is repeated here.
+    let w = World::new();
+    make(&w.root(), "lib/liba.so", "a");
+    let lib = w.root().join("lib/liba.so");
+    assert!(matches!(w.find(&w.saying(Answer::Devices(hardware), &[&lib])).1, Known::Safe));
+    let (found, known) = w.find(&w.dies);
+    assert!(found.unwrap() == software && matches!(known, Known::Safe));
+    // Where nothing was found, nothing is loaded to find it again.
+    let nothing = || Answer::Unavailable { tried: vec![], reason: "none".into(), fix: "none".into() };
+    for loaded in [&[][..], &[&*lib]] {
+        let w = World::new();
+        assert!(w.find(&w.saying(nothing(), loaded)).0.is_err());
+        let (found, known) = w.find(&w.dies);
+        assert!(found.unwrap_err().to_string().contains("none") && matches!(known, Known::Nothing));
+        // But a driver that was loaded beside a device may find it another time: a child is asked.
+        make(&w.root(), "dev/nvidia0", "");
+        assert!(w.find(&w.saying(nothing(), loaded)).0.is_err());
+        let (found, _) = w.find(&w.dies);
+        assert_eq!(found.unwrap_err().to_string().contains("signal"), !loaded.is_empty());
+    }
+    // A look that is not repeated here is the answer, whatever was loaded.
+    let never = Look { here: || panic!("not here"), repeat: false, ..noop() };
+    let find = |exe: &Path| never.find(None, &w.root(), exe, &mut None);
+    let (found, known) = find(&w.saying(nothing(), &[&lib]));
+    assert!(found.is_err() && matches!(known, Known::Answer(Err(_))));
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_crash_is_remembered_as_one_until_something_changes() {
+    let w = World::new();
+    let software = (noop().here)().unwrap();
+    let well = w.saying(Answer::Devices(software.clone()), &[]);
+    let said = |exe: &Path| w.find(exe).0.unwrap_err().to_string();
+    assert!(said(&w.dies).contains("signal"));
+    // The child that would do well is not asked.
+    let e = said(&well);
+    assert!(e.contains("signal") && e.contains("halcyon devices --refresh"), "{e}");
+    make(&w.root(), "usr/lib/libnoop.so", "another one");
+    assert_eq!(w.find(&well).0.unwrap(), software);
+    // After a day a child is asked again.
+    let mut old = Record::of(Outcome::Fatal("it crashed".into()), vec![]);
+    assert!(old.holds());
+    old.at -= REMEMBERED.as_secs() + 1;
+    assert!(!old.holds());
+    old.at += 2 * REMEMBERED.as_secs() + 100;
+    assert!(!old.holds(), "from the future");
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_device_is_opened_by_a_child_first_and_what_came_of_it_is_remembered() {
+    let w = World::new();
+    let open = |look: &Look, exe: &Path| look.try_open(BackendType::Noop, 0, Some(&w.memory), &w.root(), exe);
+    let well = saying(&w.dir.path().join("scripts"), None, &[]);
+    // Without a memory of the look there is none of the opening, but in this process.
+    let look = noop();
+    open(&look, &well).unwrap();
+    open(&look, &w.dies).unwrap();
+    assert!(open(&noop(), &w.dies).unwrap_err().to_string().contains("opening noop:0: "));
+    w.find(&w.saying(Answer::Devices((noop().here)().unwrap()), &[])).0.unwrap();
+    open(&noop(), &well).unwrap();
+    open(&noop(), &w.dies).unwrap();
+    // With another compiler everything is looked at anew.
+    make(&w.root(), "lib64/libcompiler.so", "x");
+    w.find(&w.saying(Answer::Devices((noop().here)().unwrap()), &[])).0.unwrap();
+    for exe in [&w.dies, &well] {
+        let e = open(&noop(), exe).unwrap_err();
+        assert!(e.exit_code() == 4 && e.to_string().contains("signal"), "{e}");
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn the_key_changes_with_drivers_libraries_and_device_nodes() {
+    let dir = tempfile::tempdir().unwrap();
+    let (root, look) = (dir.path(), noop());
+    assert!(!look.key(root).whole, "nothing known about this system");
+    make(root, "proc/sys/kernel/random/boot_id", "a");
+    let mut seen = vec![look.key(root)];
+    assert!(look.key(root) == seen[0] && seen[0].whole);
+    let driver = root.join("libdriver.so").display().to_string();
+    let cached = root.join("opt/libnoop.so").display().to_string();
+    let steps: [(&str, &str); 15] = [
+        ("vendors/a.icd", &driver),
+        ("libdriver.so", "first"),
+        ("libdriver.so", "second version"),
+        ("vendors/b.icd", "libbare.so"),
+        ("libown.so", "loaded by its path"),
+        ("usr/lib/libbare.so", "found by its name"),
+        ("usr/lib/libbare.so", "found by its name, changed"),
+        ("usr/lib/x86_64-linux-gnu/glibc-hwcaps/x86-64-v3/libnoop.so", "for this processor"),
+        ("etc/ld.so.cache", &format!("head\0libnoop.so\0{cached}\0")),
+        ("opt/libnoop.so", "in the loader's cache"),
+        ("lib/another.so", "which one of them may need"),
+        ("dev/nvidia0", ""),
+        ("dev/dri/renderD128", ""),
+        ("sys/module/nvidia/version", "575.1"),
+        ("proc/sys/kernel/random/boot_id", "b"),
+    ];
+    for (path, text) in steps {
+        make(root, path, text);
+        let now = look.key(root);
+        assert!(!seen.contains(&now), "{path}");
+        seen.push(now);
+    }
+    make(root, "dev/unrelated", "");
+    make(root, "home/unrelated", "");
+    assert_eq!(Some(&look.key(root)), seen.last());
+    let other = Look { backend: BackendType::Tpu, ..noop() };
+    assert_ne!(Some(&other.key(root)), seen.last());
+}
+
+#[test]
+fn a_childs_report_is_what_a_look_here_finds() {
+    assert!(report(BackendType::Cpu).is_none());
+    for look in looks() {
+        let line = report(look.backend).unwrap();
+        let there = look.ask(
+            Command::new("/bin/sh").args(["-c", &format!("cat <<'END'\n{line}\nEND")]),
+            PROBE_TIME,
+            "",
+        );
+        match ((look.here)(), look.result(there.unwrap().answer.unwrap())) {
+            (Ok(a), Ok(b)) => {
+                let ids = |v: &[DeviceInfo]| -> Vec<_> {
+                    v.iter().map(|d| (d.id.clone(), d.name.clone(), d.properties.clone())).collect()
+                };
+                assert_eq!(ids(&a), ids(&b));
+            }
+            (Err(a), Err(b)) => assert_eq!(a.to_string(), b.to_string()),
+            (a, b) => panic!("{a:?} {b:?}"),
+        }
+    }
+}

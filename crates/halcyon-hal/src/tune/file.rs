@@ -1,0 +1,169 @@
+//! The file of a tuning cache: what lies there, whose it is, the lock under which it is written.
+
+use super::{Document, FORMAT, MOST_BYTES, Table, io};
+use crate::{Error, Result};
+use halcyon_ir::input;
+use halcyon_ir::output::{Place, place};
+use serde_json::Value;
+use std::fs::{self, File, TryLockError};
+use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
+
+/// How long a process waits for another to write.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// Damaged files that are kept.
+const MOST_KEPT: usize = 100;
+
+/// What lies at a path.
+pub enum There {
+    Nothing,
+    /// A file without content, which nobody can lose.
+    Empty,
+    Table(Table),
+    /// It was written by this program, and is cut short or changed.
+    Damaged(Error),
+    /// Another file, a device, or a cache of another version.
+    NotOurs(Error),
+}
+
+/// Reads what lies at a path and changes nothing.
+///
+/// # Errors
+/// [`Error::Io`]
+pub fn look(path: &Path) -> Result<There> {
+    let not = |what: &str| {
+        let what = format!(
+            "{what}, not a tuning cache; it is left as it is. Name another file, or off in HALCYON_TUNING_CACHE"
+        );
+        Ok(There::NotOurs(Error::Format { file: path.display().to_string(), what }))
+    };
+    let target = match place(path).map_err(|e| io(path, e))? {
+        Place::New(_) => return Ok(There::Nothing),
+        Place::File(p) => p,
+        Place::Folder(_) => return not("a folder"),
+        _ => return not("a device or a pipe"),
+    };
+    let bytes = match input::bytes(&target, 8 * MOST_BYTES as u64) {
+        Ok(b) => b,
+        Err(input::Refused::Io(e)) => return Err(io(path, e)),
+        Err(_) => return not("a large file"),
+    };
+    Ok(match sort(&bytes) {
+        Ok(None) => There::Empty,
+        Ok(Some(t)) => There::Table(t),
+        Err((true, what)) => There::Damaged(Error::Format {
+            file: path.display().to_string(),
+            what: format!("a damaged tuning cache ({what})"),
+        }),
+        Err((false, what)) => return not(&what),
+    })
+}
+
+/// A table; `None` for a file without content; else whether the file is ours, and what it is.
+fn sort(bytes: &[u8]) -> std::result::Result<Option<Table>, (bool, String)> {
+    if bytes.iter().all(|b| b.is_ascii_whitespace()) {
+        return Ok(None);
+    }
+    // What is left of a file where the system stopped before it wrote the bytes.
+    if bytes.iter().all(|b| *b == 0) {
+        return Err((true, "zeros".into()));
+    }
+    let Ok(v) = serde_json::from_slice::<Value>(bytes) else {
+        let text = std::str::from_utf8(bytes);
+        let why = match text.map(serde_json::from_str::<Value>) {
+            Ok(Err(e)) => e.to_string(),
+            _ => "no text".into(),
+        };
+        return Err(match (begins_as_ours(bytes), text) {
+            (true, _) => (true, why),
+            (_, Ok(_)) => (false, "a text file".into()),
+            (_, Err(_)) => (false, "a binary file".into()),
+        });
+    };
+    let ours = v.get("entries").is_some_and(Value::is_array);
+    match v.get("format").and_then(Value::as_u64).filter(|_| ours) {
+        None => Err((false, "JSON of another kind".into())),
+        Some(n) if n != u64::from(FORMAT) => {
+            Err((false, format!("a tuning cache of format {n} where this version reads {FORMAT}")))
+        }
+        Some(_) => match serde_json::from_value::<Document>(v) {
+            Ok(d) => Ok(Some(Table::of(&d))),
+            Err(e) => Err((true, e.to_string())),
+        },
+    }
+}
+
+/// Whether text begins as [`Table::render`] begins it, whatever the space between.
+fn begins_as_ours(bytes: &[u8]) -> bool {
+    let start = format!("{{\"format\":{FORMAT},\"entries\":[");
+    let mut have = bytes.iter().filter(|b| !b.is_ascii_whitespace());
+    start.bytes().all(|want| have.next().is_none_or(|b| *b == want))
+}
+
+/// The file that a path means, which is ours or not there yet.
+///
+/// # Errors
+/// [`Error::Format`] for anything else; [`Error::Io`].
+pub fn own(path: &Path) -> Result<PathBuf> {
+    if let There::NotOurs(e) = look(path)? {
+        return Err(e);
+    }
+    match place(path).map_err(|e| io(path, e))? {
+        Place::File(p) | Place::New(p) => Ok(p),
+        _ => Err(io(path, "it changed while it was looked at")),
+    }
+}
+
+/// Renames a damaged file to a name that is free, and returns that.
+pub fn set_aside(path: &Path) -> Result<PathBuf> {
+    let names = (0..MOST_KEPT).map(|n| if n == 0 { ".bad".into() } else { format!(".bad.{n}") });
+    let free = names.map(|n| with_suffix(path, &n)).find(|to| fs::symlink_metadata(to).is_err());
+    let Some(to) = free else {
+        return Err(io(path, format!("damaged, and {MOST_KEPT} damaged ones lie beside it; remove those")));
+    };
+    fs::rename(path, &to).map_err(|e| io(path, format!("damaged, and it cannot be renamed: {e}")))?;
+    Ok(to)
+}
+
+/// The lock under which a cache's file is written. The file of the lock stays: who deleted it would take it from under another.
+pub struct Held(File);
+
+impl Held {
+    pub fn new(path: &Path) -> Result<Held> {
+        let lock = with_suffix(path, ".lock");
+        if let Some(folder) = path.parent().filter(|f| !f.as_os_str().is_empty()) {
+            fs::create_dir_all(folder).map_err(|e| io(folder, e))?;
+        }
+        let file = File::options()
+            .create(true)
+            .truncate(false)
+            .write(true)
+            .open(&lock)
+            .map_err(|e| io(&lock, format!("{e}; the tuning cache cannot be written")))?;
+        let start = Instant::now();
+        loop {
+            match file.try_lock() {
+                Ok(()) => return Ok(Held(file)),
+                Err(TryLockError::WouldBlock) if start.elapsed() < PATIENCE => {
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Err(TryLockError::WouldBlock) => {
+                    return Err(io(&lock, format!("another process holds it for longer than {PATIENCE:?}")));
+                }
+                Err(TryLockError::Error(e)) => return Err(io(&lock, e)),
+            }
+        }
+    }
+}
+
+impl Drop for Held {
+    fn drop(&mut self) {
+        let _ = self.0.unlock();
+    }
+}
+
+pub fn with_suffix(path: &Path, suffix: &str) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(suffix);
+    name.into()
+}

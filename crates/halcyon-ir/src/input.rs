@@ -1,0 +1,84 @@
+//! Text files that this project reads whole: configuration, labels, lists, reports. A bound keeps a device without an end, or a file that
+//! was meant for something else, from filling the memory.
+
+use crate::{Error, Result};
+use std::fs::File;
+use std::io::{self, ErrorKind, Read};
+use std::path::Path;
+
+/// Bytes of a text file at most, where nothing else is said.
+pub const TEXT: u64 = 16 << 20;
+
+/// Why a file was not read.
+#[derive(Debug)]
+pub enum Refused {
+    Io(io::Error),
+    /// More than so many bytes.
+    Large(u64),
+    NotText,
+}
+
+impl Refused {
+    pub fn error(self, path: &Path) -> Error {
+        let file = path.display().to_string();
+        match self {
+            Refused::Io(e) => Error::Io { path: file, what: e.to_string() },
+            Refused::Large(most) => Error::Format {
+                file,
+                what: format!("more than {most} bytes, which no file of this kind has"),
+            },
+            Refused::NotText => Error::Format { file, what: "this is no text (not valid UTF-8)".into() },
+        }
+    }
+}
+
+/// The bytes of a file, a pipe or a device that has at most `most`.
+///
+/// # Errors
+/// [`Refused::Io`] and [`Refused::Large`].
+pub fn bytes(path: &Path, most: u64) -> Result<Vec<u8>, Refused> {
+    let file = File::open(path).map_err(Refused::Io)?;
+    if file.metadata().map_err(Refused::Io)?.is_dir() {
+        return Err(Refused::Io(io::Error::new(ErrorKind::IsADirectory, "this is a folder")));
+    }
+    let mut all = vec![];
+    file.take(most.saturating_add(1)).read_to_end(&mut all).map_err(Refused::Io)?;
+    if all.len() as u64 > most { Err(Refused::Large(most)) } else { Ok(all) }
+}
+
+/// As [`bytes`], as text.
+///
+/// # Errors
+/// Also [`Refused::NotText`].
+pub fn text_of(path: &Path, most: u64) -> Result<String, Refused> {
+    String::from_utf8(bytes(path, most)?).map_err(|_| Refused::NotText)
+}
+
+/// The text of a file of at most [`TEXT`] bytes.
+///
+/// # Errors
+/// [`Error::Io`]; [`Error::Format`] for what is larger or no text.
+pub fn text(path: &Path) -> Result<String> {
+    text_of(path, TEXT).map_err(|e| e.error(path))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_has_no_end_is_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("file");
+        std::fs::write(&path, b"12345").unwrap();
+        assert_eq!(text_of(&path, 5).unwrap(), "12345");
+        assert!(matches!(text_of(&path, 4), Err(Refused::Large(4))));
+        std::fs::write(&path, b"\xff").unwrap();
+        assert!(matches!(text(&path), Err(Error::Format { .. })));
+        assert!(matches!(text(dir.path()), Err(Error::Io { .. })));
+        let zero = Path::new("/dev/zero");
+        if zero.exists() {
+            assert!(matches!(text(zero), Err(Error::Format { .. })));
+        }
+    }
+}

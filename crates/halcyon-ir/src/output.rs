@@ -1,0 +1,365 @@
+//! Files that this project writes. Every result file goes through [`Output`].
+//!
+//! - A regular file is replaced as a whole: the bytes go to a new file in the same folder, which gets the final name when it is complete.
+//!   After a failure (a full disk, a signal) the old file is as it was, or there is still none.
+//! - Symbolic links are followed: the link stays, and the file that it names is replaced. The new file has the old one's permissions,
+//!   and its owner where the system permits. Another hard link of the old file keeps the old bytes.
+//! - Devices, pipes and file descriptors (`/dev/stdout`, `/dev/fd/3`) are written in place. `-` is standard output.
+//! - A folder is refused.
+//!
+//! Caches, which must not replace what is not theirs, check that before they come here (`halcyon_hal::tune`).
+
+use crate::{Error, Result};
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, BufWriter, ErrorKind, Write};
+use std::path::{MAIN_SEPARATOR, Path, PathBuf};
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+/// Symbolic links that lead to one file at most, as in Linux.
+const LINKS: usize = 40;
+
+/// A file under way. Without [`Output::finish`] it is given up and nothing has changed.
+#[derive(Debug)]
+pub struct Output {
+    /// As the user named it, for messages.
+    path: PathBuf,
+    to: To,
+    bytes: u64,
+}
+
+impl std::fmt::Debug for To {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            To::Stream { .. } => f.write_str("a stream"),
+            To::File { part, .. } => write!(f, "{}", part.display()),
+            To::Done => f.write_str("done"),
+        }
+    }
+}
+
+enum To {
+    /// Written in place.
+    Stream {
+        writer: Box<dyn Write>,
+        /// The reader has gone away, which is no error: it has what it wanted.
+        gone: bool,
+    },
+    /// A new file that replaces `target`.
+    File {
+        writer: BufWriter<File>,
+        part: PathBuf,
+        target: PathBuf,
+    },
+    Done,
+}
+
+/// One of the process's standard streams.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Standard {
+    Out,
+    Err,
+}
+
+type Streams = fn(Standard) -> Box<dyn Write>;
+
+static STREAMS: OnceLock<Streams> = OnceLock::new();
+
+/// For a program whose standard file descriptors lead elsewhere (`halcyon_hal::chatter`): what `-` and `/dev/stdout` mean from now on.
+/// The first call counts.
+pub fn set_standard(streams: Streams) {
+    let _ = STREAMS.set(streams);
+}
+
+fn standard(which: Standard) -> Box<dyn Write> {
+    match (STREAMS.get(), which) {
+        (Some(f), _) => f(which),
+        (None, Standard::Out) => Box::new(io::stdout()),
+        (None, Standard::Err) => Box::new(io::stderr()),
+    }
+}
+
+/// Where a path leads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    Stdout,
+    Stderr,
+    /// Another open file of a process: its path in the system's list of descriptors.
+    Descriptor(PathBuf),
+    /// A device, a pipe or a socket.
+    Device(PathBuf),
+    /// A regular file that is there.
+    File(PathBuf),
+    Folder(PathBuf),
+    /// Nothing yet.
+    New(PathBuf),
+}
+
+/// Follows links to the place that `path` means.
+///
+/// # Errors
+/// Those of the system; more than 40 links.
+pub fn place(path: &Path) -> io::Result<Place> {
+    if path == Path::new("-") {
+        return Ok(Place::Stdout);
+    }
+    if is_device_name(path) {
+        return Ok(Place::Device(path.into()));
+    }
+    let mut p = path.to_path_buf();
+    for _ in 0..LINKS {
+        if let Some(d) = descriptor(&p) {
+            return Ok(d);
+        }
+        let kind = match fs::symlink_metadata(&p) {
+            Ok(m) => m.file_type(),
+            Err(e) if e.kind() == ErrorKind::NotFound => return Ok(Place::New(p)),
+            Err(e) => return Err(e),
+        };
+        if !kind.is_symlink() {
+            return Ok(match (kind.is_file(), kind.is_dir()) {
+                (true, _) => Place::File(p),
+                (_, true) => Place::Folder(p),
+                _ => Place::Device(p),
+            });
+        }
+        p = folder(&p).join(fs::read_link(&p)?);
+    }
+    Err(io::Error::other("too many symbolic links lead on from it"))
+}
+
+/// Whether `path` is standard output, so that a report must go elsewhere.
+pub fn is_stdout(path: &Path) -> bool {
+    matches!(place(path), Ok(Place::Stdout))
+}
+
+/// The folder a file lies in.
+fn folder(p: &Path) -> &Path {
+    match p.parent() {
+        Some(f) if !f.as_os_str().is_empty() => f,
+        _ => Path::new("."),
+    }
+}
+
+/// `/dev/fd/N` and the `/proc/.../fd/N` that Linux has for it. Such a path looks like a link to a file, but means the open file.
+fn descriptor(p: &Path) -> Option<Place> {
+    let number: u32 =
+        p.file_name()?.to_str().filter(|n| n.bytes().all(|b| b.is_ascii_digit()))?.parse().ok()?;
+    let list = fs::canonicalize(folder(p)).ok()?;
+    let own = Path::new("/proc").join(std::process::id().to_string());
+    let is_own = list == Path::new("/dev/fd") || list.starts_with(&own) && list.ends_with("fd");
+    let other = list.starts_with("/proc") && list.ends_with("fd");
+    match (is_own, number) {
+        (true, 1) => Some(Place::Stdout),
+        (true, 2) => Some(Place::Stderr),
+        _ => (is_own || other).then(|| Place::Descriptor(p.into())),
+    }
+}
+
+/// Names that mean a device in any folder on Windows.
+fn is_device_name(p: &Path) -> bool {
+    if !cfg!(windows) {
+        return false;
+    }
+    let text = p.to_string_lossy();
+    let stem = p.file_stem().map(|s| s.to_string_lossy().to_ascii_uppercase()).unwrap_or_default();
+    let port =
+        |s: &str| matches!(s.as_bytes(), [b'C', b'O', b'M', b'1'..=b'9'] | [b'L', b'P', b'T', b'1'..=b'9']);
+    text.starts_with(r"\\.\") || ["NUL", "CON", "PRN", "AUX"].contains(&stem.as_str()) || port(&stem)
+}
+
+impl Output {
+    /// Opens what `path` names for writing.
+    ///
+    /// # Errors
+    /// [`Error::Io`] for a folder, a file that may not be written, and a folder that takes no new file.
+    pub fn create(path: &Path) -> Result<Output> {
+        let to = To::open(path).map_err(|e| failed(path, &e))?;
+        Ok(Output { path: path.into(), to, bytes: 0 })
+    }
+
+    /// Whether the bytes go out as they are written, to something that is no regular file.
+    pub fn is_stream(&self) -> bool {
+        matches!(self.to, To::Stream { .. })
+    }
+
+    /// Puts the complete file in its place. Returns its bytes.
+    ///
+    /// # Errors
+    /// [`Error::Io`], with the old file as it was.
+    pub fn finish(mut self) -> Result<u64> {
+        self.commit().map_err(|e| failed(&self.path, &e))?;
+        Ok(self.bytes)
+    }
+
+    /// What a failed write means to the user.
+    pub fn failed(&self, e: &io::Error) -> Error {
+        failed(&self.path, e)
+    }
+
+    /// Writes out what is under way. Of files that belong together, each comes here before the first is finished, so that a full disk
+    /// leaves all of them as they were.
+    ///
+    /// # Errors
+    /// [`Error::Io`]
+    pub fn settle(&mut self) -> Result<()> {
+        self.sync().map_err(|e| failed(&self.path, &e))
+    }
+
+    fn sync(&mut self) -> io::Result<()> {
+        self.flush()?;
+        if let To::File { writer, .. } = &self.to {
+            // A full disk may show only here. Some file systems have no such call.
+            match writer.get_ref().sync_all() {
+                Err(e) if !matches!(e.kind(), ErrorKind::InvalidInput | ErrorKind::Unsupported) => {
+                    return Err(e);
+                }
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    fn commit(&mut self) -> io::Result<()> {
+        self.sync()?;
+        if let To::File { part, target, .. } = &self.to {
+            fs::rename(part, target)?;
+            self.to = To::Done;
+        }
+        Ok(())
+    }
+}
+
+impl To {
+    fn open(path: &Path) -> io::Result<To> {
+        let stream = |w: Box<dyn Write>| To::Stream { writer: w, gone: false };
+        let in_place = |o: &mut OpenOptions, p: &Path| Ok(stream(Box::new(BufWriter::new(o.open(p)?))));
+        match place(path)? {
+            Place::Stdout => Ok(stream(Box::new(BufWriter::new(standard(Standard::Out))))),
+            Place::Stderr => Ok(stream(Box::new(BufWriter::new(standard(Standard::Err))))),
+            // At its end: a file that the shell opened for this has nothing behind, and one that it appends to keeps what it has.
+            Place::Descriptor(p) => in_place(OpenOptions::new().append(true), &p),
+            Place::Device(p) => in_place(OpenOptions::new().write(true), &p),
+            Place::Folder(_) => Err(io::Error::other("this is a folder; name a file in it")),
+            Place::New(p) => {
+                if p.file_name().is_none() || p.as_os_str().to_string_lossy().ends_with(['/', MAIN_SEPARATOR])
+                {
+                    return Err(io::Error::other("this names a folder; name a file in it"));
+                }
+                Ok(To::beside(p, None)?)
+            }
+            Place::File(p) => {
+                // What may not be written is not replaced either.
+                let old = OpenOptions::new().write(true).open(&p)?.metadata()?;
+                Ok(To::beside(p, Some(old))?)
+            }
+        }
+    }
+
+    /// A new file in the folder of `target`, with the permissions of the old one.
+    fn beside(target: PathBuf, old: Option<fs::Metadata>) -> io::Result<To> {
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let folder = folder(&target);
+        let mut options = OpenOptions::new();
+        options.write(true).create_new(true);
+        #[cfg(unix)]
+        if old.is_some() {
+            // Nobody else may read what the old file's permissions may hide.
+            std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+        }
+        let (file, part) = loop {
+            let n = NEXT.fetch_add(1, Ordering::Relaxed);
+            let part = folder.join(format!(".halcyon-{}-{n}.tmp", std::process::id()));
+            match options.open(&part) {
+                Ok(f) => break (f, part),
+                // What a process of that number left.
+                Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
+                Err(e) => {
+                    let what = format!("its folder {} takes no new file: {e}", folder.display());
+                    return Err(io::Error::new(e.kind(), what));
+                }
+            }
+        };
+        let to = To::File { writer: BufWriter::with_capacity(1 << 16, file), part, target };
+        if let (To::File { writer, .. }, Some(old)) = (&to, old) {
+            let file = writer.get_ref();
+            #[cfg(unix)]
+            {
+                use std::os::unix::fs::{MetadataExt, fchown};
+                // Only a privileged process may give a file away; the file is then its writer's.
+                let _ = fchown(file, Some(old.uid()), Some(old.gid()));
+            }
+            file.set_permissions(old.permissions())?;
+        }
+        Ok(to)
+    }
+}
+
+impl Drop for To {
+    fn drop(&mut self) {
+        if let To::File { part, .. } = self {
+            let _ = fs::remove_file(part);
+        }
+    }
+}
+
+impl Write for Output {
+    fn write(&mut self, buf: &[u8]) -> io::Result<usize> {
+        let n = match &mut self.to {
+            To::Stream { gone: true, .. } => buf.len(),
+            To::Stream { writer, gone } => forgive(writer.write(buf), gone, buf.len())?,
+            To::File { writer, .. } => writer.write(buf)?,
+            To::Done => return Err(io::Error::other("the file is complete")),
+        };
+        self.bytes += n as u64;
+        Ok(n)
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        match &mut self.to {
+            To::Stream { gone: true, .. } | To::Done => Ok(()),
+            To::Stream { writer, gone } => forgive(writer.flush(), gone, ()),
+            To::File { writer, .. } => writer.flush(),
+        }
+    }
+}
+
+fn forgive<T>(r: io::Result<T>, gone: &mut bool, instead: T) -> io::Result<T> {
+    match r {
+        Err(e) if e.kind() == ErrorKind::BrokenPipe => {
+            *gone = true;
+            Ok(instead)
+        }
+        r => r,
+    }
+}
+
+fn failed(path: &Path, e: &io::Error) -> Error {
+    let what = match e.kind() {
+        ErrorKind::NotFound => format!("{e}; make the folder first"),
+        _ => e.to_string(),
+    };
+    Error::Io { path: path.display().to_string(), what }
+}
+
+/// Writes a whole file.
+///
+/// # Errors
+/// As [`Output::create`] and [`Output::finish`].
+pub fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+    write_with(path, |o| o.write_all(bytes)).map(drop)
+}
+
+/// Writes a file piece by piece. Returns its bytes.
+///
+/// # Errors
+/// As [`write()`].
+pub fn write_with(path: &Path, fill: impl FnOnce(&mut Output) -> io::Result<()>) -> Result<u64> {
+    let mut o = Output::create(path)?;
+    fill(&mut o).map_err(|e| o.failed(&e))?;
+    o.finish()
+}
+
+#[cfg(all(test, unix))]
+#[path = "output_tests.rs"]
+mod tests;

@@ -1,0 +1,146 @@
+//! What the options of a backend do on the device that was opened. Every option acts, is refused with an error, or has a warning here
+//! ([`Backend::warnings`](super::Backend::warnings)): none is taken without effect and without a word.
+
+use super::BackendBuilder;
+use halcyon_hal::policy::Fallback;
+use halcyon_hal::select::Selection;
+use halcyon_hal::tune::TuningMode;
+use halcyon_hal::{BackendType, Device};
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::kernel::MatrixType;
+use halcyon_ir::passes::{self, AmpPolicy, Level, autocast::Kept};
+use halcyon_ir::target::MatmulPrecision;
+
+/// Refuses options that contradict each other or mean nothing anywhere.
+///
+/// # Errors
+/// [`Error::Argument`] with the option's name.
+pub(super) fn check(b: &BackendBuilder, amp: AmpPolicy) -> Result<()> {
+    if b.options.threads == Some(0) {
+        return Err(Error::argument("threads", "at least one thread is needed"));
+    }
+    if let Some(name) = b.without.iter().find(|n| !passes::ALL.contains(&n.as_str())) {
+        let all = passes::ALL.join(", ");
+        return Err(Error::argument(
+            "without",
+            format!("\"{name}\" is not a transformation; there are {all}"),
+        ));
+    }
+    if b.tensor_cores == Some(false) && b.precision.is_some_and(|p| p != MatmulPrecision::Highest) {
+        let what =
+            "tensor cores are switched off, and a precision below highest was asked for; leave one out";
+        return Err(Error::argument("enable_tensor_cores", what));
+    }
+    if b.force_amp && amp == AmpPolicy::None {
+        let what = "no mixed precision was asked for; add amp(AmpPolicy::Bf16) (--precision bf16)";
+        return Err(Error::argument("force_amp (--force-precision)", what));
+    }
+    Ok(())
+}
+
+/// The precision that was asked for, or that tensor cores stand for: TF32, and bf16 on the CPU, which has no TF32.
+pub(super) fn precision(b: &BackendBuilder, d: &dyn Device) -> MatmulPrecision {
+    let kind = b.backend.filter(|k| *k != BackendType::Auto).unwrap_or(d.info().backend);
+    match (b.precision, b.tensor_cores) {
+        (Some(p), _) => p,
+        (None, Some(true)) if kind == BackendType::Cpu => MatmulPrecision::Medium,
+        (None, Some(true)) => MatmulPrecision::High,
+        (None, _) => MatmulPrecision::Highest,
+    }
+}
+
+/// Whether products of f32 are faster on the device where they may be so inexact.
+pub(crate) fn gains(d: &dyn Device, precision: MatmulPrecision) -> bool {
+    let tf32 = d.as_target().caps().matrix.iter().any(|o| o.operand == MatrixType::Tf32);
+    let bf16 = d.info().properties.get("bf16_products").is_some_and(|code| code != "f32");
+    match precision {
+        MatmulPrecision::Highest => false,
+        MatmulPrecision::High => tf32,
+        MatmulPrecision::Medium => tf32 || bf16,
+    }
+}
+
+/// An order of backends is for `auto`, and for what comes next after a backend that was asked for by name.
+pub(super) fn unused_order(b: &BackendBuilder, s: &Selection) -> Option<String> {
+    let named = b.backend.is_some_and(|k| k != BackendType::Auto);
+    let unused = b.policy.is_some() && named && s.fallback != Fallback::Next;
+    unused.then(|| {
+        let (id, kind) = (&s.device.id, s.requested);
+        format!(
+            "policy (--backends) has no effect on {id}: {kind} was asked for by name, and the fallback is {}",
+            s.fallback
+        )
+    })
+}
+
+/// A line for each option that was set and changes nothing on the device.
+pub(super) fn warnings(b: &BackendBuilder, d: &dyn Device, amp: AmpPolicy, kept: &Kept) -> Vec<String> {
+    let (id, cpu) = (&d.info().id, d.info().backend == BackendType::Cpu);
+    let mut all = vec![];
+    let mut warn = |option: &str, why: String| all.push(format!("{option} has no effect on {id}: {why}"));
+    if !cpu && b.options.threads.is_some() {
+        warn("num_threads (--threads)", "it sets the threads of the CPU device".into());
+    }
+    if !cpu && b.options.simd.is_some() {
+        warn("enable_simd", "it chooses instruction sets of the CPU device".into());
+    }
+    let o2 = b.level >= Level::O2;
+    let precision = precision(b, d);
+    let name = match b.precision {
+        Some(_) => format!("matmul precision {precision}"),
+        None => "enable_tensor_cores(true)".into(),
+    };
+    if precision != MatmulPrecision::Highest {
+        let halves = match d.as_target().caps().matrix.is_empty() {
+            true => "",
+            false => "; matrix units multiply f16 and bf16 in any case",
+        };
+        match (o2, gains(d, precision)) {
+            (false, _) => warn(&name, format!("it comes with level O2, and the level is {}", b.level)),
+            (true, false) => {
+                warn(&name, format!("no product of f32 is faster there at less precision{halves}"))
+            }
+            _ => {}
+        }
+    }
+    let tiles = d.info().properties.get("bf16_products").is_some_and(|c| c.starts_with("amx"));
+    if b.tensor_cores == Some(false) && tiles {
+        warn("enable_tensor_cores(false)", "products of bf16 stay on the processor's tile registers".into());
+    }
+    if b.keep_packed == Some(true) && !cpu {
+        warn("keep_packed", "only the CPU device packs constants".into());
+    }
+    #[cfg(not(target_arch = "wasm32"))]
+    if b.keep_packed == Some(true)
+        && cpu
+        && b.options.cache_dir.is_none()
+        && halcyon_hal::cache::user_dir().is_none()
+    {
+        warn("keep_packed", "there is no cache directory (HALCYON_CACHE is off, or no home is known)".into());
+    }
+    if !o2 && matches!(b.tuning, Some(TuningMode::Background | TuningMode::Budget(_))) {
+        warn("tuning", format!("tuned kernels come with level O2, and the level is {}", b.level));
+    }
+    if b.tuning == Some(TuningMode::Off) && b.tuning_file.is_some() {
+        warn(
+            "autotuning_cache_file (--tuning-cache)",
+            "tuning is off, so the file is neither read nor written".into(),
+        );
+    }
+    if b.options.host_limit.is_some() && matches!(d.alloc_host(0), Err(Error::Unsupported { .. })) {
+        warn("host_limit", "it has no memory of the host for copies".into());
+    }
+    if b.memory > 0 && d.available().is_none() {
+        warn("memory_needed", "its driver does not tell how much memory it has, and no limit is set".into());
+    }
+    if amp != AmpPolicy::None && !o2 {
+        warn(
+            &format!("mixed precision in {amp}"),
+            format!("it comes with level O2, and the level is {}", b.level),
+        );
+    }
+    if let Some(low) = amp.dtype() {
+        all.extend(kept.describe(low));
+    }
+    all
+}

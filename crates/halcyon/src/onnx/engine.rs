@@ -1,0 +1,189 @@
+//! What runs the stages of a model: graphs as plans of a backend, values on its device.
+
+use crate::backend::Backend;
+use crate::executable::{Executable, Lease, OutputMemory};
+use crate::stream;
+use halcyon_formats::onnx::{Engine, Handle};
+use halcyon_hal::{BufferRef, Command, Tag};
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::host;
+use halcyon_ir::plan::PlanOutput;
+use halcyon_ir::{ConstData, DType, Graph, Scalar};
+use std::sync::{Arc, Mutex};
+
+/// Conditions that are read between two looks at the device's faults.
+const FAULTS: u32 = 64;
+
+/// Results of earlier runs that a plan keeps for each output. A state goes back and forth between two.
+const RESULTS: usize = 4;
+
+/// A tensor on the device. The buffer may be larger.
+#[derive(Debug)]
+struct DeviceTensor {
+    buffer: BufferRef,
+    dtype: DType,
+    dims: Vec<usize>,
+}
+
+impl DeviceTensor {
+    fn bytes(&self) -> usize {
+        self.dtype.bytes(self.dims.iter().product())
+    }
+}
+
+#[derive(Debug)]
+pub(super) struct DeviceEngine {
+    backend: Backend,
+    flags: u32,
+}
+
+/// A plan that is run many times, with bindings of its own.
+#[derive(Debug)]
+struct Ready {
+    exe: Arc<Executable>,
+    bound: Mutex<Bound>,
+}
+
+#[derive(Debug)]
+struct Bound {
+    lease: Option<Lease>,
+    /// Results of earlier runs, for each output. Those that nothing else holds are written again, so the state of a loop goes back and
+    /// forth between two buffers.
+    results: Vec<Vec<Handle>>,
+}
+
+impl Drop for Ready {
+    fn drop(&mut self) {
+        let bound = self.bound.get_mut().unwrap_or_else(|e| e.into_inner());
+        if let Some(l) = bound.lease.take() {
+            self.exe.give_back(l);
+        }
+    }
+}
+
+fn device(h: &Handle) -> Result<&DeviceTensor> {
+    h.downcast_ref().ok_or_else(|| Error::internal("a tensor of another engine"))
+}
+
+fn given(v: &Option<Handle>) -> Result<&Handle> {
+    v.as_ref().ok_or_else(|| Error::internal("a plan misses an input"))
+}
+
+fn tensor(buffer: BufferRef, o: &PlanOutput) -> Handle {
+    Arc::new(DeviceTensor { buffer, dtype: o.dtype, dims: o.dims.to_vec() })
+}
+
+impl DeviceEngine {
+    pub(super) fn new(backend: &Backend) -> DeviceEngine {
+        DeviceEngine { backend: backend.clone(), flags: 0 }
+    }
+
+    fn copy(&self, src: &BufferRef, dst: &BufferRef, dst_offset: usize, bytes: usize) -> Result<()> {
+        if bytes == 0 {
+            return Ok(());
+        }
+        let copy = Command::Copy { src, src_offset: 0, dst, dst_offset, bytes };
+        stream::submit(&self.backend, stream::current(&self.backend).as_deref(), &[copy])
+    }
+}
+
+impl Engine for DeviceEngine {
+    fn run(&mut self, graph: Graph, inputs: &[Handle]) -> Result<Vec<Handle>> {
+        let exe = self.backend.plan(graph, vec![])?;
+        let buffers = inputs.iter().map(|h| Ok(device(h)?.buffer.clone())).collect::<Result<Vec<_>>>()?;
+        let out = exe.run(&self.backend, &buffers, &[])?;
+        Ok(out.into_iter().zip(&exe.plan().outputs).map(|(b, o)| tensor(b, o)).collect())
+    }
+
+    fn upload(&mut self, data: &ConstData) -> Result<Handle> {
+        let d = self.backend.device();
+        let buffer = d.alloc(data.bytes().len(), Tag::Io)?;
+        d.write(&buffer, 0, data.bytes())?;
+        Ok(Arc::new(DeviceTensor { buffer, dtype: data.dtype, dims: data.dims.to_vec() }))
+    }
+
+    fn read(&mut self, tensor: &Handle) -> Result<ConstData> {
+        let t = device(tensor)?;
+        let mut bytes = host::zeros(t.bytes(), "a value of the model")?;
+        self.backend.device().read(&t.buffer, 0, &mut bytes)?;
+        self.backend.check_faults()?;
+        ConstData::new(t.dtype, &t.dims, Arc::new(bytes))
+    }
+
+    fn prepare(&mut self, graph: Graph) -> Result<Handle> {
+        let exe = self.backend.plan(graph, vec![])?;
+        let lease = Some(exe.lease(&self.backend, stream::current(&self.backend).as_deref())?);
+        let results = vec![vec![]; exe.plan().outputs.len()];
+        Ok(Arc::new(Ready { exe, bound: Mutex::new(Bound { lease, results }) }))
+    }
+
+    fn launch(
+        &mut self,
+        plan: &Handle,
+        values: &mut [Option<Handle>],
+        inputs: &[usize],
+        outputs: &[usize],
+    ) -> Result<()> {
+        let plan: &Ready = plan.downcast_ref().ok_or_else(|| Error::internal("a plan of another engine"))?;
+        let exe = &plan.exe;
+        let mut bound = plan.bound.lock().unwrap_or_else(|e| e.into_inner());
+        let Bound { lease: Some(lease), results } = &mut *bound else {
+            return Err(Error::internal("a plan without bindings"));
+        };
+        for (k, i) in inputs.iter().enumerate() {
+            exe.bind_input(lease, k, &device(given(&values[*i])?)?.buffer)?;
+        }
+        for (k, o) in outputs.iter().enumerate() {
+            values[*o] = None;
+            let free = results[k].iter().find(|h| Arc::strong_count(h) == 1).cloned();
+            let h = match free {
+                Some(h) => h,
+                None => {
+                    let OutputMemory::Own(b) = exe.output_memory(&self.backend, k)? else {
+                        return Err(Error::internal("an input of a loop's body was donated"));
+                    };
+                    let h = tensor(b, &exe.plan().outputs[k]);
+                    // Those that are held elsewhere for long are forgotten.
+                    if results[k].len() == RESULTS {
+                        results[k].remove(0);
+                    }
+                    results[k].push(h.clone());
+                    h
+                }
+            };
+            exe.bind_output(lease, k, &device(&h)?.buffer);
+            values[*o] = Some(h);
+        }
+        exe.submit(&self.backend, lease, &[], stream::current(&self.backend).as_deref())?;
+        Ok(())
+    }
+
+    fn flag(&mut self, tensor: &Handle) -> Result<bool> {
+        let t = device(tensor)?;
+        let mut bytes = [0u8; 8];
+        self.backend.device().read(&t.buffer, 0, &mut bytes[..t.dtype.size()])?;
+        self.flags = self.flags.wrapping_add(1);
+        if self.flags.is_multiple_of(FAULTS) {
+            self.backend.check_faults()?;
+        }
+        Ok(Scalar::from_bytes(t.dtype, &bytes).as_bool())
+    }
+
+    fn resize(&mut self, from: Option<&Handle>, dtype: DType, dims: &[usize]) -> Result<Handle> {
+        let t = DeviceTensor {
+            buffer: self.backend.device().alloc(dtype.bytes(dims.iter().product()), Tag::Io)?,
+            dtype,
+            dims: dims.to_vec(),
+        };
+        if let Some(h) = from {
+            let old = device(h)?;
+            self.copy(&old.buffer, &t.buffer, 0, old.bytes().min(t.bytes()))?;
+        }
+        Ok(Arc::new(t))
+    }
+
+    fn put(&mut self, into: &mut Handle, at: usize, tensor: &Handle) -> Result<()> {
+        let (to, row) = (device(into)?, device(tensor)?);
+        self.copy(&row.buffer, &to.buffer, at, row.bytes())
+    }
+}

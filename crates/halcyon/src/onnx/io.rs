@@ -1,0 +1,354 @@
+//! Values by name: what [`OnnxSession::run`] takes and gives.
+
+use super::{Made, OnnxSession};
+use crate::backend::Backend;
+use crate::stream;
+use crate::tensor::{Tensor, mixed};
+use halcyon_formats::onnx::{Datum, Port};
+use halcyon_hal::{BufferRef, Tag};
+use halcyon_ir::error::{Error, Result, Span};
+use halcyon_ir::shape::{Shape, TensorType};
+use halcyon_ir::{ConstData, Element};
+use std::collections::BTreeMap;
+use std::ops::Index;
+
+/// The value of an input: a [`Tensor`], which stays on the device, or data of the host: [`ConstData`], or a shape and values,
+/// `([1, 3], &values)`.
+#[derive(Clone, Debug)]
+pub struct Input(Value);
+
+#[derive(Clone, Debug)]
+enum Value {
+    Device(Tensor),
+    Host(ConstData),
+    /// A sequence, strings and the like.
+    Other(Datum),
+    /// Values that do not fill their shape.
+    Wrong(Error),
+}
+
+impl From<&Tensor> for Input {
+    fn from(t: &Tensor) -> Input {
+        Input(Value::Device(t.clone()))
+    }
+}
+impl From<Tensor> for Input {
+    fn from(t: Tensor) -> Input {
+        Input(Value::Device(t))
+    }
+}
+impl From<ConstData> for Input {
+    fn from(d: ConstData) -> Input {
+        Input(Value::Host(d))
+    }
+}
+impl From<&ConstData> for Input {
+    fn from(d: &ConstData) -> Input {
+        Input(Value::Host(d.clone()))
+    }
+}
+impl From<Datum> for Input {
+    fn from(d: Datum) -> Input {
+        match d {
+            Datum::Tensor(t) => Input(Value::Host(t)),
+            d => Input(Value::Other(d)),
+        }
+    }
+}
+impl From<&Input> for Input {
+    fn from(i: &Input) -> Input {
+        i.clone()
+    }
+}
+
+fn filled<T: Element>(shape: impl Into<Shape>, values: &[T]) -> Input {
+    let data = shape.into().dims().and_then(|d| ConstData::from_slice(&d, values));
+    Input(data.map_or_else(Value::Wrong, Value::Host))
+}
+
+impl<S: Into<Shape>, T: Element> From<(S, &[T])> for Input {
+    fn from((shape, values): (S, &[T])) -> Input {
+        filled(shape, values)
+    }
+}
+impl<S: Into<Shape>, T: Element> From<(S, Vec<T>)> for Input {
+    fn from((shape, values): (S, Vec<T>)) -> Input {
+        filled(shape, &values)
+    }
+}
+impl<S: Into<Shape>, T: Element> From<(S, &Vec<T>)> for Input {
+    fn from((shape, values): (S, &Vec<T>)) -> Input {
+        filled(shape, values)
+    }
+}
+impl<S: Into<Shape>, T: Element, const N: usize> From<(S, [T; N])> for Input {
+    fn from((shape, values): (S, [T; N])) -> Input {
+        filled(shape, &values)
+    }
+}
+impl<S: Into<Shape>, T: Element, const N: usize> From<(S, &[T; N])> for Input {
+    fn from((shape, values): (S, &[T; N])) -> Input {
+        filled(shape, values)
+    }
+}
+
+#[cfg(feature = "ndarray")]
+impl<T: Element, S: ndarray::Data<Elem = T>, D: ndarray::Dimension> From<&ndarray::ArrayBase<S, D>>
+    for Input
+{
+    fn from(a: &ndarray::ArrayBase<S, D>) -> Input {
+        filled(a.shape(), &a.iter().copied().collect::<Vec<T>>())
+    }
+}
+
+/// The results of [`OnnxSession::run`], in the order of the model's outputs. They stay on the device until they are read. Indexed by name or number.
+#[derive(Clone, Debug)]
+pub struct Outputs {
+    tensors: Vec<(String, Tensor)>,
+    staged: Option<String>,
+}
+
+impl Outputs {
+    /// The output of this name.
+    ///
+    /// # Errors
+    /// [`Error::Argument`] with the names that there are.
+    #[track_caller]
+    pub fn get(&self, name: &str) -> Result<&Tensor> {
+        self.tensors.iter().find(|(n, _)| n == name).map(|(_, t)| t).ok_or_else(|| {
+            let what = format!("the model has no output \"{name}\"; its outputs are {}", self.listed());
+            Error::argument("outputs", what).at(&Span::caller())
+        })
+    }
+
+    fn listed(&self) -> String {
+        let names: Vec<String> = self.names().map(|n| format!("\"{n}\"")).collect();
+        names.join(", ")
+    }
+
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.tensors.iter().map(|(n, _)| n.as_str())
+    }
+
+    /// Names and tensors in the model's order.
+    pub fn iter(&self) -> impl Iterator<Item = (&str, &Tensor)> {
+        self.tensors.iter().map(|(n, t)| (n.as_str(), t))
+    }
+
+    pub fn len(&self) -> usize {
+        self.tensors.len()
+    }
+
+    pub fn is_empty(&self) -> bool {
+        self.tensors.is_empty()
+    }
+
+    pub fn into_map(self) -> BTreeMap<String, Tensor> {
+        self.tensors.into_iter().collect()
+    }
+
+    /// Why the model ran in stages, if it did: its values passed through the host on the way.
+    pub fn staged(&self) -> Option<&str> {
+        self.staged.as_deref()
+    }
+}
+
+impl IntoIterator for Outputs {
+    type Item = (String, Tensor);
+    type IntoIter = std::vec::IntoIter<(String, Tensor)>;
+    fn into_iter(self) -> Self::IntoIter {
+        self.tensors.into_iter()
+    }
+}
+
+impl Index<&str> for Outputs {
+    type Output = Tensor;
+    /// # Panics
+    /// Where there is no such output; [`Outputs::get`] returns an error instead.
+    #[track_caller]
+    fn index(&self, name: &str) -> &Tensor {
+        match self.get(name) {
+            Ok(t) => t,
+            Err(e) => panic!("{e}"),
+        }
+    }
+}
+
+impl Index<usize> for Outputs {
+    type Output = Tensor;
+    /// # Panics
+    /// Where the model has fewer outputs.
+    #[track_caller]
+    fn index(&self, i: usize) -> &Tensor {
+        match self.tensors.get(i) {
+            Some((_, t)) => t,
+            None => panic!("output {i} of a model with {} ({})", self.len(), self.listed()),
+        }
+    }
+}
+
+fn listed(ports: &[Port]) -> String {
+    match ports.is_empty() {
+        true => "the model has no inputs".into(),
+        false => {
+            let all: Vec<String> = ports.iter().map(|p| format!("\"{}\" ({})", p.name, p.ty)).collect();
+            format!("its inputs are {}", all.join(", "))
+        }
+    }
+}
+
+impl OnnxSession {
+    /// Runs the model on inputs by name, in any order. Tensors stay on the device, and so do the results; a model that runs in stages
+    /// ([`Outputs::staged`]) takes and gives its values through the host.
+    ///
+    /// ```
+    /// use halcyon::{OnnxSession, prelude::*};
+    /// # fn main() -> halcyon::Result<()> {
+    /// let backend = Backend::cpu()?;
+    /// # let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../models/digits.onnx");
+    /// let session = OnnxSession::open(&backend, path)?;
+    /// let image = Tensor::zeros(&backend, [1, 1, 8, 8], DType::F32);
+    /// let outputs = session.run([("image", &image)])?;
+    /// assert_eq!(outputs["probabilities"].dims()?.as_slice(), [1, 10]);
+    /// // Data of the host: a shape and values.
+    /// let outputs = session.run([("image", ([1, 1, 8, 8], vec![0.5f32; 64]))])?;
+    /// assert_eq!(outputs[0].argmax(-1).to_vec::<i64>()?.len(), 1);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Argument`] with the model's inputs for a name that is missing, unknown or given twice; [`Error::DType`], [`Error::Shape`] for a
+    /// value that the model does not take; [`Error::MixedDevices`] for a tensor of another backend; [`Error::Unsupported`] for an output that is
+    /// no tensor, for which there is [`OnnxSession::run_data`].
+    #[track_caller]
+    pub fn run<N: AsRef<str>, V: Into<Input>>(
+        &self,
+        inputs: impl IntoIterator<Item = (N, V)>,
+    ) -> Result<Outputs> {
+        let at = Span::caller();
+        let given = inputs.into_iter().map(|(n, v)| (n.as_ref().to_string(), v.into().0)).collect();
+        self.run_named(given, &at).map_err(|e| e.at(&at))
+    }
+
+    fn run_named(&self, given: Vec<(String, Value)>, at: &Span) -> Result<Outputs> {
+        let inputs = self.ordered(given)?;
+        if inputs.iter().any(|v| matches!(v, Value::Other(_))) {
+            return self.run_on_host(&inputs, "an input is no tensor", at);
+        }
+        let mut types = vec![];
+        for (port, v) in self.ports().iter().zip(&inputs) {
+            types.push(match v {
+                Value::Device(t) if !t.backend().same(self.backend()) => {
+                    return Err(mixed(&format!("input \"{}\"", port.name), self.backend(), t.backend()));
+                }
+                Value::Device(t) => TensorType::new(t.dtype()?, t.shape()?),
+                Value::Host(d) => TensorType::new(d.dtype, &d.dims),
+                Value::Other(_) | Value::Wrong(_) => {
+                    return Err(Error::internal("an input was not looked at"));
+                }
+            });
+        }
+        let host: Vec<Option<ConstData>> = inputs
+            .iter()
+            .map(|v| match v {
+                Value::Host(d) => Some(d.clone()),
+                _ => None,
+            })
+            .collect();
+        let read = |k: usize| match &inputs[k] {
+            Value::Device(t) => t.to_data(),
+            _ => Err(Error::internal("a value of the host is not read from the device")),
+        };
+        match &*self.made_for(&types, &host, &read)? {
+            Made::Staged { why } => self.run_on_host(&inputs, why, at),
+            Made::Graph(g) => {
+                let exe = g.0.prepare_for(&types)?;
+                let buffers: Vec<BufferRef> =
+                    inputs.iter().map(|v| buffer(self.backend(), v)).collect::<Result<_>>()?;
+                let running = self.backend().running();
+                let on = stream::current(self.backend());
+                let (made, event) =
+                    exe.run_on(self.backend(), &buffers, &[], on.as_deref()).map_err(|f| f.error)?;
+                drop(running);
+                let names = self.output_names().iter().cloned();
+                let one = |((name, b), o): ((String, BufferRef), &halcyon_ir::plan::PlanOutput)| {
+                    let ty = TensorType::new(o.dtype, &o.dims);
+                    let t = Tensor::at(self.backend(), ty, b, at.clone());
+                    t.set_flight(event.clone());
+                    (name, t)
+                };
+                let tensors = names.zip(made).zip(&exe.plan().outputs).map(one).collect();
+                Ok(Outputs { tensors, staged: None })
+            }
+        }
+    }
+
+    /// Through the host.
+    fn run_on_host(&self, inputs: &[Value], why: &str, at: &Span) -> Result<Outputs> {
+        let data: Vec<Datum> = inputs
+            .iter()
+            .map(|v| match v {
+                Value::Device(t) => t.to_data().map(Datum::Tensor),
+                Value::Host(d) => Ok(Datum::Tensor(d.clone())),
+                Value::Other(d) => Ok(d.clone()),
+                Value::Wrong(e) => Err(e.clone()),
+            })
+            .collect::<Result<_>>()?;
+        let run = self.run_data(&data)?;
+        let one = |(name, d): (&String, Datum)| match d {
+            Datum::Tensor(t) => {
+                let t = Tensor::from_data(self.backend(), &t)?;
+                Ok((name.clone(), Tensor::at(self.backend(), t.0.ty.clone(), t.buffer()?, at.clone())))
+            }
+            d => Err(Error::unsupported(
+                format!("the output \"{name}\", {}, as a tensor", d.describe()),
+                "Run the model with run_data(), which gives values of every kind",
+            )),
+        };
+        let tensors = self.output_names().iter().zip(run.outputs).map(one).collect::<Result<_>>()?;
+        Ok(Outputs { tensors, staged: Some(run.staged.unwrap_or_else(|| why.into())) })
+    }
+
+    /// Values in the model's order.
+    fn ordered(&self, given: Vec<(String, Value)>) -> Result<Vec<Value>> {
+        let bad = |what: String| Error::argument("inputs", format!("{what}; {}", listed(self.ports())));
+        let mut values: Vec<Option<Value>> = vec![None; self.ports().len()];
+        for (name, v) in given {
+            let k = self.ports().iter().position(|p| p.name == name);
+            let k = k.ok_or_else(|| bad(format!("the model has no input \"{name}\"")))?;
+            if let Value::Wrong(e) = v {
+                return Err(match e {
+                    Error::Shape { what, at, .. } => {
+                        Error::Shape { op: format!("input \"{name}\""), what, at }
+                    }
+                    e => e,
+                });
+            }
+            if values[k].replace(v).is_some() {
+                return Err(bad(format!("the input \"{name}\" is given twice")));
+            }
+        }
+        let missing: Vec<String> = (self.ports().iter().zip(&values))
+            .filter(|(_, v)| v.is_none())
+            .map(|(p, _)| format!("\"{}\"", p.name))
+            .collect();
+        match missing.len() {
+            0 => Ok(values.into_iter().flatten().collect()),
+            1 => Err(bad(format!("the input {} is missing", missing[0]))),
+            _ => Err(bad(format!("the inputs {} are missing", missing.join(", ")))),
+        }
+    }
+}
+
+fn buffer(backend: &Backend, v: &Value) -> Result<BufferRef> {
+    match v {
+        Value::Device(t) => t.buffer(),
+        Value::Host(d) => {
+            let b = backend.device().alloc(d.bytes().len(), Tag::Io)?;
+            backend.device().write(&b, 0, d.bytes())?;
+            Ok(b)
+        }
+        _ => Err(Error::internal("an input of a graph is no tensor")),
+    }
+}

@@ -1,0 +1,228 @@
+//! Operations as methods and operators. Each forwards to the graph's builder of the same name; there is nothing to keep in
+//! step with it but the name.
+//!
+//! Axes are `i64` everywhere; negative ones count from the end. Operands broadcast as in NumPy. A number takes the tensor's element type.
+
+mod nn;
+mod reduce;
+mod shape;
+
+pub use nn::{Attention, CrossEntropy};
+pub use reduce::{Axes, Order, Scan, Variance};
+pub use shape::{Extent, Extents};
+
+use crate::tensor::Tensor;
+use halcyon_ir::dtype::{DType, Scalar};
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::graph::Graph;
+use halcyon_ir::{NodeId, ScalarOp};
+use std::panic::Location;
+
+/// A builder of the graph with two operands.
+type Binary = fn(&mut Graph, NodeId, NodeId) -> Result<NodeId>;
+
+/// A number that stands beside a tensor. It takes the tensor's element type: rounded to a float type, and an error of the result for a type of
+/// integers that does not hold it (`ints + 1.5`, `bytes * 300`).
+pub trait Number: Copy + Into<Scalar> {}
+
+macro_rules! numbers {
+    ($($t:ty),*) => {$( impl Number for $t {} )*};
+}
+numbers!(f32, f64, i8, i16, i32, i64, u8, u16, u32, u64, usize);
+
+/// The second operand of an element-wise operation: a tensor of the same element type, borrowed or not, or a [`Number`].
+pub trait Operand {
+    #[doc(hidden)]
+    fn apply(self, x: &Tensor, at: &'static Location<'static>, f: Binary) -> Tensor;
+}
+
+impl Operand for &Tensor {
+    fn apply(self, x: &Tensor, at: &'static Location<'static>, f: Binary) -> Tensor {
+        Tensor::build_on(x.backend(), &[x, self], at, |g, v| f(g, v[0], v[1]))
+    }
+}
+impl Operand for &&Tensor {
+    fn apply(self, x: &Tensor, at: &'static Location<'static>, f: Binary) -> Tensor {
+        (*self).apply(x, at, f)
+    }
+}
+impl Operand for Tensor {
+    fn apply(self, x: &Tensor, at: &'static Location<'static>, f: Binary) -> Tensor {
+        (&self).apply(x, at, f)
+    }
+}
+impl<N: Number> Operand for N {
+    fn apply(self, x: &Tensor, at: &'static Location<'static>, f: Binary) -> Tensor {
+        let v = self.into();
+        Tensor::build_on(x.backend(), &[x], at, |g, x| {
+            let c = number(g, x[0], v)?;
+            f(g, x[0], c)
+        })
+    }
+}
+
+/// A number of `like`'s type. It is a run-time argument.
+fn number(g: &mut Graph, like: NodeId, v: Scalar) -> Result<NodeId> {
+    let d = g.dtype(like);
+    if d == DType::Bool || !d.is_float() && v.cast(d).as_f64() != v.as_f64() {
+        return Err(Error::DType {
+            op: "operator".into(),
+            dtype: d,
+            want: format!("it does not hold {}: cast the tensor to combine it with that number", v.as_f64()),
+            at: Default::default(),
+        });
+    }
+    Ok(g.lit(like, v))
+}
+
+macro_rules! unary {
+    ($($(#[$m:meta])* $n:ident),* $(,)?) => {
+        /// One element from one.
+        impl Tensor {
+            $($(#[$m])* #[track_caller] pub fn $n(&self) -> Tensor { Tensor::build(&[self], |g, x| g.$n(x[0])) })*
+        }
+    };
+}
+macro_rules! binary {
+    ($($(#[$m:meta])* $n:ident $b:ident),* $(,)?) => {
+        /// One element from two, of tensors or of a tensor and a number.
+        impl Tensor {
+            $($(#[$m])* #[track_caller] pub fn $n(&self, other: impl Operand) -> Tensor {
+                other.apply(self, Location::caller(), Graph::$b)
+            })*
+        }
+    };
+}
+
+unary! {
+    neg, abs, sign, not, floor, ceil,
+    /// To the nearest integer, ties to even.
+    round,
+    trunc, sqrt, rsqrt, recip, exp, exp2, expm1, log, log2, log1p, sin, cos, tan, tanh, erf, sigmoid, silu,
+    /// `x·Φ(x)`, exact.
+    gelu,
+    /// The tanh approximation of [`Tensor::gelu`].
+    gelu_tanh,
+    relu, isnan, isinf,
+}
+binary! {
+    add add, sub sub, mul mul, div div,
+    /// C remainder: the sign of the dividend.
+    rem rem,
+    /// Floored modulus: the sign of the divisor.
+    modulo modulo,
+    pow pow,
+    /// The smaller one; NaN where either is.
+    minimum min,
+    /// The larger one; NaN where either is.
+    maximum max,
+    and and, or or, xor xor, eq eq, ne ne, lt lt, le le, gt gt, ge ge,
+}
+
+impl Tensor {
+    /// Any scalar op of the table.
+    #[track_caller]
+    pub fn scalar_op(op: ScalarOp, x: &[&Tensor]) -> Tensor {
+        Tensor::build(x, |g, x| g.scalar(op, x))
+    }
+
+    /// Where this (bool) is true `a`, else `b`.
+    #[track_caller]
+    pub fn select(&self, a: &Tensor, b: &Tensor) -> Tensor {
+        Tensor::build(&[self, a, b], |g, x| g.select(x[0], x[1], x[2]))
+    }
+
+    /// To another element type: floats to integers towards zero, stopping at the ends of the range.
+    #[track_caller]
+    pub fn cast(&self, dtype: DType) -> Tensor {
+        Tensor::build(&[self], |g, x| g.cast(x[0], dtype))
+    }
+
+    /// The same bits as another type of equal size.
+    #[track_caller]
+    pub fn bitcast(&self, dtype: DType) -> Tensor {
+        Tensor::build(&[self], |g, x| g.bitcast(x[0], dtype))
+    }
+
+    /// The square.
+    #[track_caller]
+    pub fn sqr(&self) -> Tensor {
+        Tensor::build(&[self], |g, x| g.mul(x[0], x[0]))
+    }
+
+    /// At least `low` and at most `high`, which are numbers or tensors; `high` where `low` is larger. NaN stays NaN.
+    #[track_caller]
+    pub fn clamp(&self, low: impl Operand, high: impl Operand) -> Tensor {
+        let at = Location::caller();
+        high.apply(&low.apply(self, at, Graph::max), at, Graph::min)
+    }
+
+    /// `x` where it is positive, else `slope * x`.
+    #[track_caller]
+    pub fn leaky_relu(&self, slope: f64) -> Tensor {
+        Tensor::build(&[self], |g, x| g.leaky_relu(x[0], slope))
+    }
+
+    /// NumPy's matrix product: batch dimensions broadcast, operands of rank 1 are a row or a column.
+    #[track_caller]
+    pub fn matmul(&self, other: &Tensor) -> Tensor {
+        Tensor::build(&[self, other], |g, x| g.matmul(x[0], x[1]))
+    }
+
+    /// An op of the user's.
+    #[track_caller]
+    pub fn custom(op: std::sync::Arc<dyn halcyon_ir::custom::CustomOp>, x: &[&Tensor]) -> Tensor {
+        Tensor::build(x, |g, x| g.custom(op, x))
+    }
+}
+
+// A number on the left is f64 or i64: with one type of each class the literal's type, and so the result's, is known at once. Another
+// type goes to the right, or into the method.
+macro_rules! operators {
+    ($($tr:ident $f:ident),*) => {$(
+        impl<O: Operand> std::ops::$tr<O> for &Tensor {
+            type Output = Tensor;
+            #[track_caller]
+            fn $f(self, o: O) -> Tensor { o.apply(self, Location::caller(), Graph::$f) }
+        }
+        impl<O: Operand> std::ops::$tr<O> for Tensor {
+            type Output = Tensor;
+            #[track_caller]
+            fn $f(self, o: O) -> Tensor { o.apply(&self, Location::caller(), Graph::$f) }
+        }
+        operators!(left f64 $tr $f);
+        operators!(left i64 $tr $f);
+    )*};
+    (left $n:ident $tr:ident $f:ident) => {
+        impl std::ops::$tr<&Tensor> for $n {
+            type Output = Tensor;
+            #[track_caller]
+            fn $f(self, o: &Tensor) -> Tensor {
+                self.apply(o, Location::caller(), |g, a, b| g.$f(b, a))
+            }
+        }
+        impl std::ops::$tr<Tensor> for $n {
+            type Output = Tensor;
+            #[track_caller]
+            fn $f(self, o: Tensor) -> Tensor {
+                self.apply(&o, Location::caller(), |g, a, b| g.$f(b, a))
+            }
+        }
+    };
+}
+operators!(Add add, Sub sub, Mul mul, Div div, Rem rem);
+
+impl std::ops::Neg for &Tensor {
+    type Output = Tensor;
+    #[track_caller]
+    fn neg(self) -> Tensor {
+        Tensor::neg(self)
+    }
+}
+impl std::ops::Neg for Tensor {
+    type Output = Tensor;
+    #[track_caller]
+    fn neg(self) -> Tensor {
+        Tensor::neg(&self)
+    }
+}

@@ -1,0 +1,123 @@
+//! Layers of networks.
+
+use crate::tensor::Tensor;
+use halcyon_ir::error::Error;
+use halcyon_ir::op::{Conv, Pool};
+
+/// How [`Tensor::cross_entropy_with`] counts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CrossEntropy {
+    /// Labels of this value are left out of the sum and of the number it is divided by. -100 by default, as in PyTorch; `None` leaves none
+    /// out.
+    pub ignore_index: Option<i64>,
+}
+
+impl Default for CrossEntropy {
+    fn default() -> CrossEntropy {
+        CrossEntropy { ignore_index: Some(-100) }
+    }
+}
+
+/// How [`Tensor::attention`] weighs.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Attention<'a> {
+    /// Added to the scores; it broadcasts to `[batch, heads, queries, keys]`.
+    pub mask: Option<&'a Tensor>,
+    /// The last query sees all keys, each one before it one less.
+    pub causal: bool,
+    /// Of the scores; `None` is one over the root of the head's size.
+    pub scale: Option<f64>,
+}
+
+impl Tensor {
+    /// Mean negative log-likelihood of integer `labels` `[n, d…]` under these logits `[n, classes, d…]`, without those that
+    /// are -100; NaN where all are.
+    ///
+    /// # Errors
+    /// [`Error::Index`], when a result is read, for a label outside of `[0, classes)`, with the first one's index and value.
+    #[track_caller]
+    pub fn cross_entropy(&self, labels: &Tensor) -> Tensor {
+        self.cross_entropy_with(labels, CrossEntropy::default())
+    }
+
+    /// [`Tensor::cross_entropy`] with options.
+    #[track_caller]
+    pub fn cross_entropy_with(&self, labels: &Tensor, options: CrossEntropy) -> Tensor {
+        Tensor::build(&[self, labels], |g, x| g.cross_entropy(x[0], x[1], options.ignore_index))
+    }
+
+    /// Convolution of `[n, channels, …]` with a weight `[out, channels / groups, …]`; see [`Conv`].
+    #[track_caller]
+    pub fn conv(&self, weight: &Tensor, options: impl Into<Conv>) -> Tensor {
+        let c = options.into();
+        Tensor::build(&[self, weight], |g, x| g.conv(x[0], x[1], c))
+    }
+
+    /// Pooling of `[n, channels, …]`; see [`Pool`].
+    #[track_caller]
+    pub fn pool(&self, options: Pool) -> Tensor {
+        Tensor::build(&[self], |g, x| g.pool(x[0], options))
+    }
+
+    /// `exp(x - max) / Σ exp(x - max)` along an axis.
+    #[track_caller]
+    pub fn softmax(&self, axis: i64) -> Tensor {
+        Tensor::build(&[self], |g, x| {
+            let a = g.shape(x[0]).axis(axis)?;
+            g.softmax(x[0], a)
+        })
+    }
+
+    /// The logarithm of [`Tensor::softmax`].
+    #[track_caller]
+    pub fn log_softmax(&self, axis: i64) -> Tensor {
+        Tensor::build(&[self], |g, x| {
+            let a = g.shape(x[0]).axis(axis)?;
+            g.log_softmax(x[0], a)
+        })
+    }
+
+    /// Over the axes from `axis` on; see [`halcyon_ir::Graph::layer_norm`].
+    #[track_caller]
+    pub fn layer_norm(&self, scale: &Tensor, bias: Option<&Tensor>, axis: i64, eps: f64) -> Tensor {
+        let mut ins = vec![self, scale];
+        ins.extend(bias);
+        Tensor::build(&ins, |g, x| {
+            let a = g.shape(x[0]).axis(axis)?;
+            g.layer_norm(x[0], x[1], x.get(2).copied(), a, eps)
+        })
+    }
+
+    /// Over the last axis; see [`halcyon_ir::Graph::rms_norm`].
+    #[track_caller]
+    pub fn rms_norm(&self, scale: &Tensor, eps: f64) -> Tensor {
+        Tensor::build(&[self, scale], |g, x| g.rms_norm(x[0], x[1], eps))
+    }
+
+    /// With given statistics; see [`halcyon_ir::Graph::batch_norm`].
+    #[track_caller]
+    pub fn batch_norm(&self, scale: &Tensor, bias: &Tensor, mean: &Tensor, var: &Tensor, eps: f64) -> Tensor {
+        Tensor::build(&[self, scale, bias, mean, var], |g, x| g.batch_norm(x[0], x[1], x[2], x[3], x[4], eps))
+    }
+
+    /// Scaled dot-product attention of this query `[batch, heads, queries, size]` over keys and values `[batch, key heads, keys, size]`; see
+    /// [`halcyon_ir::Graph::attention`].
+    #[track_caller]
+    pub fn attention(&self, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Tensor {
+        let mut ins = vec![self, k, v];
+        ins.extend(options.mask);
+        Tensor::build(&ins, |g, x| {
+            let scale = match options.scale {
+                Some(s) => s,
+                None => {
+                    let size = g.shape(x[0]).last().and_then(|d| d.known()).filter(|d| *d > 0);
+                    let size = size.ok_or_else(|| {
+                        Error::argument("attention", "the head's size is not known: give a scale")
+                    })?;
+                    1.0 / (size as f64).sqrt()
+                }
+            };
+            g.attention(x[0], x[1], x[2], x.get(3).copied(), options.causal, scale)
+        })
+    }
+}

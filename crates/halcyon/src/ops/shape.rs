@@ -1,0 +1,327 @@
+//! Operations that rename, move or join elements.
+
+use super::reduce::axes_of;
+use crate::tensor::Tensor;
+use halcyon_ir::NodeId;
+use halcyon_ir::dtype::Scalar;
+use halcyon_ir::error::{Error, Result};
+use halcyon_ir::graph::Graph;
+use halcyon_ir::op::ScatterKind;
+use halcyon_ir::shape::{Dim, Dims, Shape};
+use std::borrow::Borrow;
+
+/// A size in [`Tensor::reshape`]: a number, a symbol, or -1 for what is left.
+pub trait Extent: Clone {
+    /// `None` is -1.
+    fn extent(self) -> Result<Option<Dim>>;
+}
+
+impl Extent for usize {
+    fn extent(self) -> Result<Option<Dim>> {
+        Ok(Some(Dim::from(self)))
+    }
+}
+impl Extent for i64 {
+    fn extent(self) -> Result<Option<Dim>> {
+        match usize::try_from(self) {
+            Ok(n) => Ok(Some(Dim::from(n))),
+            Err(_) if self == -1 => Ok(None),
+            Err(_) => {
+                Err(Error::argument("reshape", format!("{self} is no size; -1 stands for what is left")))
+            }
+        }
+    }
+}
+impl Extent for i32 {
+    fn extent(self) -> Result<Option<Dim>> {
+        i64::from(self).extent()
+    }
+}
+impl Extent for Dim {
+    fn extent(self) -> Result<Option<Dim>> {
+        Ok(Some(self))
+    }
+}
+impl Extent for &str {
+    fn extent(self) -> Result<Option<Dim>> {
+        Ok(Some(Dim::from(self)))
+    }
+}
+
+/// What [`Tensor::reshape`] takes: a [`Shape`], or sizes of which one may be -1.
+pub trait Extents {
+    fn extents(self) -> Result<Vec<Option<Dim>>>;
+}
+
+fn all<E: Extent>(v: impl IntoIterator<Item = E>) -> Result<Vec<Option<Dim>>> {
+    v.into_iter().map(Extent::extent).collect()
+}
+
+impl<E: Extent, const N: usize> Extents for [E; N] {
+    fn extents(self) -> Result<Vec<Option<Dim>>> {
+        all(self)
+    }
+}
+impl<E: Extent, const N: usize> Extents for &[E; N] {
+    fn extents(self) -> Result<Vec<Option<Dim>>> {
+        all(self.iter().cloned())
+    }
+}
+impl<E: Extent> Extents for &[E] {
+    fn extents(self) -> Result<Vec<Option<Dim>>> {
+        all(self.iter().cloned())
+    }
+}
+impl<E: Extent> Extents for Vec<E> {
+    fn extents(self) -> Result<Vec<Option<Dim>>> {
+        all(self)
+    }
+}
+impl Extents for Shape {
+    fn extents(self) -> Result<Vec<Option<Dim>>> {
+        Ok(self.iter().map(|d| Some(*d)).collect())
+    }
+}
+impl Extents for &Shape {
+    fn extents(self) -> Result<Vec<Option<Dim>>> {
+        self.clone().extents()
+    }
+}
+impl Extents for &Dims {
+    fn extents(self) -> Result<Vec<Option<Dim>>> {
+        all(self.iter().copied())
+    }
+}
+
+/// Sizes for a tensor of shape `from`, with what is left in the place of -1.
+fn filled(from: &Shape, want: Vec<Option<Dim>>) -> Result<Shape> {
+    let holes = want.iter().filter(|d| d.is_none()).count();
+    if holes == 0 {
+        return Ok(want.into_iter().flatten().collect());
+    }
+    let text: Vec<String> = want.iter().map(|d| d.as_ref().map_or("-1".into(), |d| d.to_string())).collect();
+    let bad = |what: &str| Error::shape("reshape", format!("{from} to [{}]: {what}", text.join(", ")));
+    if holes > 1 {
+        return Err(bad("one size can be left open, not several"));
+    }
+    let rest = want.iter().flatten().fold(Dim::from(1), |a, d| a.mul(*d));
+    let n = from.numel();
+    let open = match (n.known(), rest.known()) {
+        (_, Some(0)) => return Err(bad("beside a size of 0 the open one could be any")),
+        (Some(n), Some(rest)) if n % rest != 0 => {
+            return Err(bad(&format!("{n} elements do not divide by {rest}")));
+        }
+        (Some(n), Some(rest)) => Dim::from(n / rest),
+        _ => n.div(rest)?,
+    };
+    Ok(want.into_iter().map(|d| d.unwrap_or(open)).collect())
+}
+
+/// An axis of a tensor that is about to have one more.
+fn new_axis(g: &Graph, op: &str, x: NodeId, axis: i64) -> Result<usize> {
+    let n = g.shape(x).rank() as i64 + 1;
+    let a = if axis < 0 { axis + n } else { axis };
+    usize::try_from(a).ok().filter(|a| (*a as i64) < n).ok_or_else(|| {
+        Error::shape(op, format!("axis {axis} is outside -{n}..{n} for a new axis of {}", g.shape(x)))
+    })
+}
+
+fn operands<T: Borrow<Tensor>>(x: &[T]) -> Vec<&Tensor> {
+    x.iter().map(Borrow::borrow).collect()
+}
+
+impl Tensor {
+    /// The same elements in row-major order under another shape; -1 stands for what is left: `x.reshape([-1, 4])`.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] where the numbers of elements differ.
+    #[track_caller]
+    pub fn reshape(&self, shape: impl Extents) -> Tensor {
+        Tensor::build(&[self], |g, x| {
+            let s = filled(g.shape(x[0]), shape.extents()?)?;
+            g.reshape(x[0], s)
+        })
+    }
+
+    /// The axes from `start` to `end`, both included, as one.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for axes that there are not.
+    #[track_caller]
+    pub fn flatten(&self, start: i64, end: i64) -> Tensor {
+        Tensor::build(&[self], |g, x| {
+            let s = g.shape(x[0]).clone();
+            if s.rank() == 0 && matches!((start, end), (0 | -1, 0 | -1)) {
+                return g.reshape(x[0], [1usize]);
+            }
+            let (a, b) = (s.axis(start)?, s.axis(end)?);
+            if a > b {
+                let what = format!("axis {start} of {s} comes after axis {end}");
+                return Err(Error::shape("flatten", what));
+            }
+            let one = s[a..=b].iter().fold(Dim::from(1), |n, d| n.mul(*d));
+            let to: Shape = s[..a].iter().chain([&one]).chain(&s[b + 1..]).copied().collect();
+            g.reshape(x[0], to)
+        })
+    }
+
+    /// All elements along one axis.
+    #[track_caller]
+    pub fn flatten_all(&self) -> Tensor {
+        self.flatten(0, -1)
+    }
+
+    /// Axis `k` of the result is axis `axes[k]` of the operand.
+    #[track_caller]
+    pub fn permute(&self, axes: &[i64]) -> Tensor {
+        Tensor::build(&[self], |g, x| {
+            let k = axes_of(g, x[0], axes)?;
+            g.permute(x[0], &k)
+        })
+    }
+
+    /// Swaps two axes.
+    #[track_caller]
+    pub fn transpose(&self, a: i64, b: i64) -> Tensor {
+        Tensor::build(&[self], |g, x| {
+            let k = axes_of(g, x[0], &[a, b])?;
+            g.transpose(x[0], k[0], k[1])
+        })
+    }
+
+    /// The transposed matrix; tensors of one axis or none stay as they are.
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for more than two axes: [`Tensor::transpose`] says which to swap.
+    #[track_caller]
+    pub fn t(&self) -> Tensor {
+        Tensor::build(&[self], |g, x| match g.shape(x[0]).rank() {
+            0 | 1 => Ok(x[0]),
+            2 => g.transpose(x[0], 0, 1),
+            _ => {
+                let what =
+                    format!("{} is no matrix; transpose(-1, -2) swaps the last two axes", g.shape(x[0]));
+                Err(Error::shape("t", what))
+            }
+        })
+    }
+
+    /// NumPy's broadcasting to a shape.
+    #[track_caller]
+    pub fn expand(&self, shape: impl Into<Shape>) -> Tensor {
+        let s = shape.into();
+        Tensor::build(&[self], |g, x| g.expand(x[0], &s))
+    }
+
+    /// `len[k]` elements from `start[k]` by `step[k]` on every axis.
+    #[track_caller]
+    pub fn slice(&self, start: &[usize], step: &[i64], len: &[usize]) -> Tensor {
+        let d = |v: &[usize]| v.iter().map(|n| Dim::from(*n)).collect::<Vec<_>>();
+        let (s, l) = (d(start), d(len));
+        Tensor::build(&[self], |g, x| g.slice(x[0], &s, step, &l))
+    }
+
+    /// Reverses axes.
+    #[track_caller]
+    pub fn flip(&self, axes: &[i64]) -> Tensor {
+        Tensor::build(&[self], |g, x| {
+            let a = axes_of(g, x[0], axes)?;
+            g.flip(x[0], &a)
+        })
+    }
+
+    /// `lo[k]` elements of `value` before and `hi[k]` after, on every axis.
+    #[track_caller]
+    pub fn pad(&self, lo: &[usize], hi: &[usize], value: impl Into<Scalar>) -> Tensor {
+        let v = value.into();
+        Tensor::build(&[self], |g, x| g.pad(x[0], lo, hi, v))
+    }
+
+    /// Inserts an axis of size 1: at `axis` of the result (-1: the last one).
+    #[track_caller]
+    pub fn unsqueeze(&self, axis: i64) -> Tensor {
+        Tensor::build(&[self], |g, x| {
+            let a = new_axis(g, "unsqueeze", x[0], axis)?;
+            g.unsqueeze(x[0], a)
+        })
+    }
+
+    /// Removes an axis of size 1.
+    #[track_caller]
+    pub fn squeeze(&self, axis: i64) -> Tensor {
+        Tensor::build(&[self], |g, x| {
+            let a = g.shape(x[0]).axis(axis)?;
+            g.squeeze(x[0], a)
+        })
+    }
+
+    /// Tensors one after the other along an axis.
+    #[track_caller]
+    pub fn cat<T: Borrow<Tensor>>(x: &[T], axis: i64) -> Tensor {
+        Tensor::build(&operands(x), |g, x| {
+            let a = g.shape(x[0]).axis(axis)?;
+            g.concat(x, a)
+        })
+    }
+
+    /// Tensors of one shape along a new axis of the result.
+    #[track_caller]
+    pub fn stack<T: Borrow<Tensor>>(x: &[T], axis: i64) -> Tensor {
+        Tensor::build(&operands(x), |g, x| {
+            let a = new_axis(g, "stack", x[0], axis)?;
+            for y in x {
+                if g.shape(*y) != g.shape(x[0]) {
+                    let what = format!("{} and {} are not of one shape", g.shape(x[0]), g.shape(*y));
+                    return Err(Error::shape("stack", what));
+                }
+            }
+            let wide: Vec<NodeId> = x.iter().map(|y| g.unsqueeze(*y, a)).collect::<Result<_>>()?;
+            g.concat(&wide, a)
+        })
+    }
+
+    /// The elements of an axis that integers name; the index's axes take its place. Negative ones count from the end.
+    #[track_caller]
+    pub fn gather(&self, index: &Tensor, axis: i64) -> Tensor {
+        Tensor::build(&[self, index], |g, x| {
+            let a = g.shape(x[0]).axis(axis)?;
+            g.gather(x[0], x[1], a)
+        })
+    }
+
+    /// `out[i…] = x[i… with i_axis = index[i…]]`.
+    #[track_caller]
+    pub fn gather_elements(&self, index: &Tensor, axis: i64) -> Tensor {
+        Tensor::build(&[self, index], |g, x| {
+            let a = g.shape(x[0]).axis(axis)?;
+            g.gather_elements(x[0], x[1], a)
+        })
+    }
+
+    /// This tensor with `updates` at the places that `index`, of the same shape, names along an axis.
+    #[track_caller]
+    pub fn scatter_elements(&self, index: &Tensor, updates: &Tensor, axis: i64, kind: ScatterKind) -> Tensor {
+        Tensor::build(&[self, index, updates], |g, x| {
+            let a = g.shape(x[0]).axis(axis)?;
+            g.scatter_elements(x[0], x[1], x[2], a, kind)
+        })
+    }
+
+    /// This tensor with `updates` in the rows that `index` names along an axis.
+    #[track_caller]
+    pub fn scatter_rows(&self, index: &Tensor, updates: &Tensor, axis: i64, kind: ScatterKind) -> Tensor {
+        Tensor::build(&[self, index, updates], |g, x| {
+            let a = g.shape(x[0]).axis(axis)?;
+            g.scatter_rows(x[0], x[1], x[2], a, kind)
+        })
+    }
+
+    /// This tensor with `update` written at the run-time `position` along an axis.
+    #[track_caller]
+    pub fn update_slice(&self, update: &Tensor, position: &Tensor, axis: i64) -> Tensor {
+        Tensor::build(&[self, update, position], |g, x| {
+            let a = g.shape(x[0]).axis(axis)?;
+            g.update_slice(x[0], x[1], x[2], a)
+        })
+    }
+}

@@ -1,0 +1,338 @@
+//! From tensors to graphs and plans, and back.
+
+use super::{Node, Tensor, Value, release};
+use crate::backend::Backend;
+use crate::stream;
+use halcyon_hal::{BufferRef, Event};
+use halcyon_ir::composite::SLICE_AT;
+use halcyon_ir::dtype::Scalar;
+use halcyon_ir::error::{Error, Result, Span};
+use halcyon_ir::shape::Dim;
+use halcyon_ir::{Graph, NodeId, Op};
+use smallvec::SmallVec;
+use std::collections::{HashMap, HashSet};
+use std::panic::Location;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+/// Turns new graph nodes into tensors. `map` holds the tensors of nodes that exist already.
+pub(crate) fn lift(
+    backend: &Backend,
+    g: &Graph,
+    roots: &[NodeId],
+    map: &mut HashMap<NodeId, Tensor>,
+    of_gradient: bool,
+) -> Result<Vec<Tensor>> {
+    // Only what the roots need and the map does not have.
+    let mut need = vec![false; g.nodes().len()];
+    for r in roots {
+        need[r.index()] = true;
+    }
+    for i in (0..need.len()).rev() {
+        let id = NodeId(i as u32);
+        if need[i] && !map.contains_key(&id) {
+            g.node(id).inputs.iter().for_each(|x| need[x.index()] = true);
+        }
+    }
+    for id in g.ids() {
+        if !need[id.index()] || map.contains_key(&id) {
+            continue;
+        }
+        let n = g.node(id);
+        let inputs: SmallVec<[Tensor; 3]> = n
+            .inputs
+            .iter()
+            .map(|x| map.get(x).cloned().ok_or_else(|| Error::internal("lift: operand missing")))
+            .collect::<Result<_>>()?;
+        let tracked = inputs.iter().any(|t| t.0.tracked) && n.ty.dtype.is_float();
+        let t = Tensor::make(
+            backend.clone(),
+            n.op.clone(),
+            n.ty.clone(),
+            n.span.clone(),
+            inputs,
+            Value::Pending,
+            tracked,
+            of_gradient,
+        );
+        map.insert(id, t);
+    }
+    roots.iter().map(|r| map.get(r).cloned().ok_or_else(|| Error::internal("lift: root missing"))).collect()
+}
+
+/// What becomes of values and literals in a graph that is built from tensors.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub(crate) enum Mode {
+    /// Values are inputs, literals run-time arguments.
+    #[default]
+    Run,
+    /// Values are inputs, literals stay.
+    Compile,
+    /// Values are constants, literals stay.
+    Data,
+    /// As `Run`; what was evaluated and keeps its operands is looked through, and placeholders are inputs as well.
+    Gradient,
+}
+
+/// Builds one graph from tensors.
+#[derive(Default)]
+pub(crate) struct Collector {
+    pub(crate) mode: Mode,
+    pub(crate) graph: Graph,
+    pub(crate) ids: HashMap<*const Node, NodeId>,
+    /// Tensor of each node, by node number.
+    pub(crate) order: Vec<Tensor>,
+    /// Tensors of the graph's inputs, in order.
+    pub(crate) leaves: Vec<Tensor>,
+    pub(crate) args: Vec<Scalar>,
+}
+
+impl Collector {
+    /// Makes a tensor an input, whatever it is.
+    pub(crate) fn declare(&mut self, name: &str, t: &Tensor) {
+        let id = self.graph.input(name, t.0.ty.clone());
+        self.ids.insert(Arc::as_ptr(&t.0), id);
+        self.order.push(t.clone());
+    }
+
+    /// Adds what `root` depends on.
+    pub(crate) fn visit(&mut self, root: &Tensor) -> Result<()> {
+        let mut stack: Vec<(Tensor, bool)> = vec![(root.clone(), false)];
+        while let Some((t, expanded)) = stack.pop() {
+            let key = Arc::as_ptr(&t.0);
+            if self.ids.contains_key(&key) {
+                continue;
+            }
+            let inner = t.0.lock();
+            match &inner.value {
+                Value::Failed(e) => return Err(e.clone()),
+                Value::Donated { by } => return Err(Error::Donated { by: by.clone() }),
+                _ => {}
+            }
+            let history = self.mode == Mode::Gradient && t.0.tracked && !inner.inputs.is_empty();
+            let ready = matches!(inner.value, Value::Ready(_)) && !history;
+            if !expanded && !ready && !inner.inputs.is_empty() {
+                let ins: Vec<Tensor> = inner.inputs.to_vec();
+                drop(inner);
+                stack.push((t, true));
+                stack.extend(ins.into_iter().rev().map(|i| (i, false)));
+                continue;
+            }
+            let ins: SmallVec<[NodeId; 3]> = if ready {
+                SmallVec::new()
+            } else {
+                inner.inputs.iter().map(|i| self.ids[&Arc::as_ptr(&i.0)]).collect()
+            };
+            drop(inner);
+            self.graph.span = t.0.span.clone();
+            let id = self.add(&t, ready, ins)?;
+            self.ids.insert(key, id);
+            self.order.resize(id.index() + 1, t.clone());
+            self.order[id.index()] = t;
+        }
+        Ok(())
+    }
+
+    fn add(&mut self, t: &Tensor, ready: bool, ins: SmallVec<[NodeId; 3]>) -> Result<NodeId> {
+        let n = &t.0;
+        Ok(match &n.op {
+            _ if ready && self.mode == Mode::Data => {
+                let d = t.to_data()?;
+                self.graph.constant(d)
+            }
+            _ if ready => {
+                self.leaves.push(t.clone());
+                self.graph.input("", n.ty.clone())
+            }
+            Op::Input(_) if self.mode == Mode::Gradient => self.graph.input("", n.ty.clone()),
+            Op::Input(_) => {
+                return Err(Error::argument(
+                    "eval",
+                    "a placeholder has no value: Tensor::trace and compiled functions use it, but cannot read it",
+                )
+                .at(&n.span));
+            }
+            // A start that was written down stays one, where literals do.
+            Op::Composite(c) if matches!(self.mode, Mode::Compile | Mode::Data) && &*c.name == SLICE_AT => {
+                let (start, axis) = (fixed_start(t), c.int("axis").and_then(|a| usize::try_from(a).ok()));
+                match (start, axis) {
+                    (Some(start), Some(axis)) => {
+                        let len = n.ty.shape.get(axis).copied().unwrap_or(Dim::from(0));
+                        self.graph.narrow(ins[0], axis, start, len)?
+                    }
+                    _ => self.plain(t, ins),
+                }
+            }
+            Op::Full(v) if matches!(self.mode, Mode::Run | Mode::Gradient) => {
+                self.args.push(*v);
+                let a = self.graph.arg(n.ty.dtype);
+                self.graph.expand(a, &n.ty.shape)?
+            }
+            _ => self.plain(t, ins),
+        })
+    }
+
+    fn plain(&mut self, t: &Tensor, inputs: SmallVec<[NodeId; 3]>) -> NodeId {
+        let n = &t.0;
+        self.graph.push_unchecked(halcyon_ir::graph::Node {
+            op: n.op.clone(),
+            inputs,
+            ty: n.ty.clone(),
+            span: n.span.clone(),
+        })
+    }
+}
+
+/// Where a slice with a run-time start begins, if that is a literal.
+fn fixed_start(t: &Tensor) -> Option<usize> {
+    match &t.0.lock().inputs.get(1)?.0.op {
+        Op::Full(v) => usize::try_from(v.as_f64() as i64).ok(),
+        _ => None,
+    }
+}
+
+/// Computes several tensors as one plan. What they share is computed once. Inside of [`crate::Stream::run`] the work is handed to that
+/// stream.
+///
+/// # Errors
+/// As [`Tensor::eval`]; [`Error::MixedDevices`] for tensors of several backends.
+#[track_caller]
+pub fn eval(outputs: &[Tensor]) -> Result<()> {
+    eval_now(outputs).map(drop)
+}
+
+/// [`eval`], with the event of its end where a stream took it.
+#[track_caller]
+pub(crate) fn eval_now(outputs: &[Tensor]) -> Result<Option<Event>> {
+    let at = Location::caller();
+    let todo: Vec<&Tensor> = outputs.iter().filter(|t| !t.is_ready()).collect();
+    let Some(first) = todo.first() else { return Ok(None) };
+    let backend = first.0.backend.clone();
+    if let Some(o) = todo.iter().find(|t| !t.0.backend.same(&backend)) {
+        return Err(super::mixed("eval", &backend, o.backend()).at(&Span::location(at)));
+    }
+    let _running = backend.running();
+    let mut c = Collector::default();
+    for t in &todo {
+        c.visit(t)?;
+    }
+    let (results, donated) = c.results(&todo);
+    let names: Vec<NodeId> = results.iter().map(|t| c.ids[&Arc::as_ptr(&t.0)]).collect();
+    for id in &names {
+        c.graph.output("", *id);
+    }
+    let Collector { graph, leaves, args, order, ids, .. } = c;
+    drop((order, ids));
+    let inputs: Vec<BufferRef> = leaves
+        .iter()
+        .map(|t| match &t.0.lock().value {
+            Value::Ready(b) => Ok(b.clone()),
+            _ => Err(Error::internal("a leaf lost its value")),
+        })
+        .collect::<Result<_>>()?;
+    let exe = backend.plan(graph, donated.clone())?;
+    let by = first.0.span.clone();
+    let take = || leaves.iter().zip(&donated).filter(|(_, d)| **d).for_each(|(t, _)| t.taken(&by));
+    let on = stream::current(&backend);
+    let (made, event) = exe.run_on(&backend, &inputs, &args, on.as_deref()).map_err(|f| {
+        // Nobody knows what a run that broke off left of what it may overwrite.
+        if f.started {
+            take();
+        }
+        f.error
+    })?;
+    drop(inputs);
+    for (t, b) in results.iter().zip(made) {
+        let mut inner = t.0.lock();
+        inner.value = Value::Ready(b);
+        inner.flight.clone_from(&event);
+        let old = if t.0.tracked { vec![] } else { release(&mut inner.inputs) };
+        drop(inner);
+        drop(old);
+    }
+    take();
+    Ok(event)
+}
+
+impl Collector {
+    /// What the plan must compute beyond what was asked for, and which leaves it may overwrite.
+    fn results(&self, asked: &[&Tensor]) -> (Vec<Tensor>, Vec<bool>) {
+        let key = |t: &Tensor| Arc::as_ptr(&t.0);
+        let mut out: Vec<Tensor> = vec![];
+        let mut have: HashSet<*const Node> = HashSet::new();
+        let mut add = |t: &Tensor| {
+            if !t.is_ready() && have.insert(key(t)) {
+                out.push(t.clone());
+            }
+        };
+        asked.iter().for_each(|t| add(t));
+        // References to each node from inside: operands of this plan's nodes, and this collector's own.
+        let mut readers: HashMap<*const Node, usize> = HashMap::new();
+        let mut own: HashMap<*const Node, usize> = HashMap::new();
+        for t in self.order.iter().chain(&self.leaves) {
+            *own.entry(key(t)).or_default() += 1;
+        }
+        let mut distinct: Vec<&Tensor> = vec![];
+        let mut seen: HashSet<*const Node> = HashSet::new();
+        for t in &self.order {
+            if seen.insert(key(t)) {
+                distinct.push(t);
+                for x in &t.0.lock().inputs {
+                    *readers.entry(key(x)).or_default() += 1;
+                }
+            }
+        }
+        let inside =
+            |t: &Tensor| readers.get(&key(t)).copied().unwrap_or(0) + own.get(&key(t)).copied().unwrap_or(0);
+        let held_elsewhere = |t: &Tensor| Arc::strong_count(&t.0) > inside(t);
+
+        let keep = asked.iter().any(|t| t.0.tracked && !t.0.of_gradient);
+        for t in &distinct {
+            let residual = keep && t.0.tracked && !t.0.of_gradient && !t.0.op.is_view() && !t.0.op.is_leaf();
+            let version = t.0.state.load(Ordering::Relaxed) && held_elsewhere(t);
+            if residual || version {
+                add(t);
+            }
+        }
+
+        let updated: HashSet<NodeId> = self
+            .graph
+            .nodes()
+            .iter()
+            .filter(|n| matches!(n.op, Op::UpdateSlice { .. }))
+            .map(|n| n.inputs[0])
+            .collect();
+        let mut donated = vec![false; self.leaves.len()];
+        let mut stale = vec![false; self.graph.nodes().len()];
+        for (k, leaf) in self.leaves.iter().enumerate() {
+            let id = self.ids[&key(leaf)];
+            let asked_for = leaf.0.donate.load(Ordering::Relaxed);
+            if !asked_for && !updated.contains(&id) {
+                continue;
+            }
+            let outside =
+                leaf.0.readers.load(Ordering::Relaxed) > readers.get(&key(leaf)).copied().unwrap_or(0);
+            // Another tensor may lie in the same memory (detach), or a captured graph be bound to it.
+            let shared = matches!(&leaf.0.lock().value, Value::Ready(b) if Arc::strong_count(b) > 1);
+            if outside || shared || (held_elsewhere(leaf) && !asked_for) {
+                // Something outside this plan still reads the old value: the plan copies.
+                leaf.0.backend.0.stats.state_copies.fetch_add(1, Ordering::Relaxed);
+            } else {
+                donated[k] = true;
+                stale[id.index()] = true;
+            }
+        }
+        // Nodes of this plan that depend on a value about to be overwritten, and that someone may ask for later, run now.
+        if donated.contains(&true) {
+            for (i, n) in self.graph.nodes().iter().enumerate() {
+                if !stale[i] && n.inputs.iter().any(|x| stale[x.index()]) {
+                    stale[i] = true;
+                    if held_elsewhere(&self.order[i]) {
+                        add(&self.order[i]);
+                    }
+                }
+            }
+        }
+        (out, donated)
+    }
+}

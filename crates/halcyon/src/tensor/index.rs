@@ -1,0 +1,260 @@
+//! Indexing: integers, ranges, index tensors.
+
+use super::Tensor;
+use halcyon_ir::error::{Error, Result, Span};
+use std::ops::{Bound, Range, RangeFrom, RangeFull, RangeInclusive, RangeTo, RangeToInclusive};
+use std::panic::Location;
+
+/// What [`Tensor::index`] does with one axis.
+#[derive(Clone, Debug)]
+pub enum IndexItem {
+    /// One element, from the end where negative; the axis goes.
+    At(i64),
+    /// From `start` (the first) to before `end` (past the last); negative ones count from the end. Every `step`-th, walking down from the
+    /// last where `step` is negative.
+    Range { start: Option<i64>, end: Option<i64>, step: i64 },
+    /// The elements that an integer tensor names; its axes take the place of this one.
+    Take(Tensor),
+    /// A new axis of size 1, which takes none of the tensor's.
+    New,
+    /// As many whole axes as are left over.
+    Rest,
+}
+
+/// A new axis of size 1, for [`Tensor::index`].
+#[derive(Clone, Copy, Debug)]
+pub struct NewAxis;
+
+/// As many whole axes as the other items leave, for [`Tensor::index`]: `x.index((Ellipsis, 0))` is the first of the last axis.
+#[derive(Clone, Copy, Debug)]
+pub struct Ellipsis;
+
+/// Every `by`-th element of a range, for [`Tensor::index`]: `step(.., 2)`, `step(1..7, 3)`. Where `by` is negative it walks down from the range's last
+/// element: `step(.., -1)` reverses.
+pub fn step(range: impl Into<IndexItem>, by: i64) -> IndexItem {
+    match range.into() {
+        IndexItem::Range { start, end, step } => {
+            IndexItem::Range { start, end, step: step.saturating_mul(by) }
+        }
+        // No range has a step of 0, so this is found out.
+        _ => IndexItem::Range { start: None, end: None, step: 0 },
+    }
+}
+
+macro_rules! items {
+    ($($t:ty),*) => {$(
+        impl From<$t> for IndexItem {
+            fn from(i: $t) -> IndexItem { IndexItem::At(wide(i)) }
+        }
+        impl From<Range<$t>> for IndexItem {
+            fn from(r: Range<$t>) -> IndexItem { range(Bound::Included(r.start), Bound::Excluded(r.end)) }
+        }
+        impl From<RangeFrom<$t>> for IndexItem {
+            fn from(r: RangeFrom<$t>) -> IndexItem { range(Bound::Included(r.start), Bound::Unbounded) }
+        }
+        impl From<RangeTo<$t>> for IndexItem {
+            fn from(r: RangeTo<$t>) -> IndexItem { range(Bound::Unbounded, Bound::Excluded(r.end)) }
+        }
+        impl From<RangeInclusive<$t>> for IndexItem {
+            fn from(r: RangeInclusive<$t>) -> IndexItem {
+                range(Bound::Included(*r.start()), Bound::Included(*r.end()))
+            }
+        }
+        impl From<RangeToInclusive<$t>> for IndexItem {
+            fn from(r: RangeToInclusive<$t>) -> IndexItem { range(Bound::Unbounded, Bound::Included(r.end)) }
+        }
+    )*};
+}
+items!(i32, i64, usize);
+
+/// What no i64 holds is out of any range.
+fn wide(i: impl TryInto<i64>) -> i64 {
+    i.try_into().unwrap_or(i64::MAX)
+}
+
+fn range<T: TryInto<i64>>(start: Bound<T>, end: Bound<T>) -> IndexItem {
+    let start = match start {
+        Bound::Included(i) | Bound::Excluded(i) => Some(wide(i)),
+        Bound::Unbounded => None,
+    };
+    let end = match end {
+        Bound::Excluded(i) => Some(wide(i)),
+        // The last element is -1; what comes after it has no number.
+        Bound::Included(i) => match wide(i) {
+            -1 => None,
+            i => Some(i.saturating_add(1)),
+        },
+        Bound::Unbounded => None,
+    };
+    IndexItem::Range { start, end, step: 1 }
+}
+
+impl From<RangeFull> for IndexItem {
+    fn from(_: RangeFull) -> IndexItem {
+        IndexItem::Range { start: None, end: None, step: 1 }
+    }
+}
+impl From<NewAxis> for IndexItem {
+    fn from(_: NewAxis) -> IndexItem {
+        IndexItem::New
+    }
+}
+impl From<Ellipsis> for IndexItem {
+    fn from(_: Ellipsis) -> IndexItem {
+        IndexItem::Rest
+    }
+}
+impl From<&Tensor> for IndexItem {
+    fn from(t: &Tensor) -> IndexItem {
+        IndexItem::Take(t.clone())
+    }
+}
+impl From<Tensor> for IndexItem {
+    fn from(t: Tensor) -> IndexItem {
+        IndexItem::Take(t)
+    }
+}
+
+/// What [`Tensor::index`] takes: one item, a tuple of them, or a slice of [`IndexItem`]s.
+pub trait Index {
+    fn items(self) -> Vec<IndexItem>;
+}
+
+impl<T: Into<IndexItem>> Index for T {
+    fn items(self) -> Vec<IndexItem> {
+        vec![self.into()]
+    }
+}
+impl Index for &[IndexItem] {
+    fn items(self) -> Vec<IndexItem> {
+        self.to_vec()
+    }
+}
+macro_rules! tuples {
+    ($(($($t:ident $i:tt),+)),+) => {$(
+        impl<$($t: Into<IndexItem>),+> Index for ($($t,)+) {
+            fn items(self) -> Vec<IndexItem> { vec![$(self.$i.into()),+] }
+        }
+    )+};
+}
+tuples!(
+    (A 0), (A 0, B 1), (A 0, B 1, C 2), (A 0, B 1, C 2, D 3), (A 0, B 1, C 2, D 3, E 4), (A 0, B 1, C 2, D 3, E 4, F 5)
+);
+
+/// A range as start, step and number of elements along an axis of `n`.
+fn resolve(start: Option<i64>, end: Option<i64>, by: i64, n: usize, axis: usize) -> Result<(usize, usize)> {
+    let place = |i: i64, what: &str| {
+        let p = if i < 0 { i.saturating_add(n as i64) } else { i };
+        usize::try_from(p).ok().filter(|p| *p <= n).ok_or_else(|| {
+            Error::shape(
+                "index",
+                format!("the range's {what}, {i}, is outside of axis {axis}, which has {n}"),
+            )
+        })
+    };
+    if by == 0 {
+        return Err(Error::argument("index", "step() takes a range and a step that is not 0"));
+    }
+    let (a, b) = (place(start.unwrap_or(0), "start")?, end.map_or(Ok(n), |e| place(e, "end"))?);
+    if a > b {
+        let what = format!("the range {a}..{b} of axis {axis} ends before it starts");
+        return Err(Error::shape("index", what));
+    }
+    let len = (b - a).div_ceil(usize::try_from(by.unsigned_abs()).unwrap_or(usize::MAX));
+    Ok((if by > 0 || len == 0 { a } else { b - 1 }, len))
+}
+
+impl Tensor {
+    /// A part of the tensor, as in NumPy: an integer takes one element of an axis, which goes; a range a part of it; `..` all of it; an integer tensor the
+    /// elements it names. Integers and the ends of ranges may be negative (from the end). Axes that are not named are taken whole. Where a part begins is a
+    /// run-time argument ([`Tensor::narrow`]).
+    ///
+    /// ```
+    /// use halcyon::prelude::*;
+    /// # fn main() -> halcyon::Result<()> {
+    /// let b = Backend::cpu()?;
+    /// let x = Tensor::arange(&b, 24, DType::I64).reshape([2, 3, 4]);
+    /// assert_eq!(x.index((1, -1, ..)).to_vec::<i64>()?, [20, 21, 22, 23]);
+    /// assert_eq!(x.index((.., 1..3, 0)).to_vec::<i64>()?, [4, 8, 16, 20]);
+    /// assert_eq!(x.index((0, halcyon::step(.., -2), 3)).to_vec::<i64>()?, [11, 3]);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Shape`] for more items than axes, and for integers and ranges outside of their axis (ranges are not shortened); [`Error::Unsupported`] for several index
+    /// tensors. What an index tensor names wrongly is found when the result is read.
+    #[track_caller]
+    pub fn index(&self, items: impl Index) -> Tensor {
+        let at = Location::caller();
+        match self.indexed(items.items()) {
+            Ok(t) => t,
+            Err(e) => Tensor::failed(self.backend(), e.at(&Span::location(at)), at),
+        }
+    }
+
+    #[track_caller]
+    fn indexed(&self, items: Vec<IndexItem>) -> Result<Tensor> {
+        let rank = self.shape()?.rank();
+        let taken = items.iter().filter(|i| !matches!(i, IndexItem::New | IndexItem::Rest)).count();
+        let rests = items.iter().filter(|i| matches!(i, IndexItem::Rest)).count();
+        if taken > rank || rests > 1 {
+            let what =
+                format!("{taken} items for the {rank} axes of {}, {rests} times Ellipsis", self.shape()?);
+            return Err(Error::shape("index", what));
+        }
+        if items.iter().filter(|i| matches!(i, IndexItem::Take(_))).count() > 1 {
+            return Err(Error::unsupported(
+                "an index with several tensors",
+                "Index by one after the other, or gather from a reshaped tensor",
+            ));
+        }
+        let mut x = self.clone();
+        // The next axis of `x`, and the next one of the operand.
+        let (mut axis, mut own) = (0usize, 0usize);
+        for item in items {
+            match item {
+                IndexItem::New => {
+                    x = x.unsqueeze(axis as i64);
+                    axis += 1;
+                }
+                IndexItem::Rest => {
+                    axis += rank - taken;
+                    own += rank - taken;
+                }
+                IndexItem::At(i) => {
+                    let n = x.dims()?[axis];
+                    let p = if i < 0 { i.saturating_add(n as i64) } else { i };
+                    let p = usize::try_from(p).ok().filter(|p| *p < n).ok_or_else(|| {
+                        Error::shape("index", format!("{i} is outside of axis {own}, which has {n}"))
+                    })?;
+                    x = x.narrow(axis as i64, p, 1).squeeze(axis as i64);
+                    own += 1;
+                }
+                IndexItem::Range { start, end, step } => {
+                    let dims = x.dims()?;
+                    let (from, len) = resolve(start, end, step, dims[axis], own)?;
+                    x = if step == 1 || len == 1 {
+                        x.narrow(axis as i64, from, len)
+                    } else {
+                        let mut starts = vec![0; dims.len()];
+                        let mut steps = vec![1; dims.len()];
+                        let mut lens = dims.to_vec();
+                        (starts[axis], steps[axis], lens[axis]) = (from, step, len);
+                        if len == 0 { x.narrow(axis as i64, 0, 0) } else { x.slice(&starts, &steps, &lens) }
+                    };
+                    axis += 1;
+                    own += 1;
+                }
+                IndexItem::Take(t) => {
+                    let more = t.shape()?.rank();
+                    x = x.gather(&t, axis as i64);
+                    axis += more;
+                    own += 1;
+                }
+            }
+            x.check()?;
+        }
+        Ok(x)
+    }
+}

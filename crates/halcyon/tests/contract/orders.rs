@@ -1,0 +1,95 @@
+//! The orders of `auto`, by what is chosen: on a machine that has everything, then on one without the first choice, and so on. What
+//! is expected is written out from the contract, and each test has a process of its own, so it may replace every driver.
+
+use crate::machine;
+use halcyon::BackendType as B;
+use halcyon::compat::{factory, inference};
+use halcyon::prelude::*;
+
+/// All that can be taken away from a machine: the CPU stays.
+const ALL: [B; 7] = [B::Cuda, B::Rocm, B::Metal, B::Tpu, B::Intel, B::OpenCl, B::WebGpu];
+
+/// What `choose` answers on a machine with all of these, then without the backend that it chose, until the CPU is left.
+fn one_after_the_other<T: Clone>(choose: impl Fn() -> (B, T)) -> Vec<T> {
+    let (mut there, mut answers) = (ALL.to_vec(), vec![]);
+    loop {
+        let _m = machine::exactly(&there);
+        let (kind, answer) = choose();
+        answers.push(answer);
+        if kind == B::Cpu {
+            return answers;
+        }
+        let before = there.len();
+        there.retain(|k| *k != kind);
+        assert_eq!(there.len() + 1, before, "{kind} was chosen and is not there");
+    }
+}
+
+fn by_policy(name: &str) -> Vec<B> {
+    one_after_the_other(|| {
+        let b = Backend::builder().policy(name.parse().unwrap()).build().unwrap();
+        (b.selection().device.backend, b.selection().device.backend)
+    })
+}
+
+#[test]
+fn settled_priorities_and_the_default_order() {
+    machine::alone("orders::settled_priorities_and_the_default_order", || {
+        let chosen = one_after_the_other(|| {
+            let s = Backend::auto().unwrap().selection().clone();
+            let of = s.candidates.iter().find(|c| c.rejected.is_none()).unwrap();
+            (s.device.backend, (s.device.backend, of.priority))
+        });
+        let settled = [
+            (B::Cuda, 100),
+            (B::Rocm, 90),
+            (B::Metal, 88),
+            (B::Tpu, 85),
+            (B::Intel, 80),
+            (B::OpenCl, 60),
+            (B::WebGpu, 50),
+            (B::Cpu, 0),
+        ];
+        assert_eq!(chosen, settled.map(|(b, p)| (b, Some(p))));
+    });
+}
+
+#[test]
+fn s1_04_auto_order() {
+    machine::alone("orders::s1_04_auto_order", || {
+        let order = [B::Cuda, B::Rocm, B::Metal, B::OpenCl, B::WebGpu, B::Cpu];
+        assert_eq!(by_policy("inference"), order, "the named policy");
+        // The table gives the same, with the two backends between that this row does not name.
+        let best = one_after_the_other(|| {
+            let b = inference::best_available_backend().unwrap();
+            (b, b)
+        });
+        let of_the_row: Vec<B> = best.into_iter().filter(|b| !matches!(b, B::Tpu | B::Intel)).collect();
+        assert_eq!(of_the_row, order, "what is best by the table");
+    });
+}
+
+#[test]
+fn s2_02_detection_order_puts_intel_before_tpu() {
+    machine::alone("orders::s2_02_detection_order_puts_intel_before_tpu", || {
+        let order = [B::Cuda, B::Rocm, B::Metal, B::Intel, B::Tpu, B::OpenCl, B::WebGpu, B::Cpu];
+        assert_eq!(by_policy("torchbridge"), order);
+        let runtimes = one_after_the_other(|| {
+            let name = factory::detect_best_runtime().unwrap();
+            (name.parse().unwrap(), name)
+        });
+        assert_eq!(runtimes, ["cuda", "rocm", "xpu", "tpu", "cpu"]);
+    });
+}
+
+#[test]
+fn s4_02_auto_order() {
+    machine::alone("orders::s4_02_auto_order", || {
+        assert_eq!(by_policy("vendors"), [B::Cuda, B::Rocm, B::Tpu, B::Intel, B::Cpu]);
+        let vendors = one_after_the_other(|| {
+            let name = factory::detect_best_backend().unwrap();
+            (name.parse().unwrap(), name)
+        });
+        assert_eq!(vendors, ["nvidia", "amd", "tpu", "intel", "cpu"]);
+    });
+}

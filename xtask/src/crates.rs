@@ -1,0 +1,57 @@
+//! How many crates the smallest useful build has: `halcyon` with the features `cpu` and `onnx` alone.
+
+use crate::report::Outcome;
+use std::collections::BTreeSet;
+use std::process::Command;
+
+/// At most so many, those of this workspace included.
+const MOST: usize = 55;
+const FEATURES: &str = "cpu,onnx";
+
+/// The step.
+pub fn step() -> Outcome {
+    match count() {
+        Err(why) => Outcome::Failed(why),
+        Ok(all) if all.len() > MOST => Outcome::Failed(format!(
+            "halcyon with {FEATURES} has {} crates, {MOST} are allowed: {}. Put what these features do not need behind a feature",
+            all.len(),
+            all.into_iter().collect::<Vec<_>>().join(", ")
+        )),
+        Ok(all) => {
+            Outcome::Passed(format!("halcyon with {FEATURES}: {} crates of at most {MOST}", all.len()))
+        }
+    }
+}
+
+/// The crates of a build, from `cargo tree`.
+fn count() -> Result<BTreeSet<String>, String> {
+    let mut c = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    c.current_dir(crate::root()).args(["tree", "--edges", "normal", "--package", "halcyon"]);
+    c.args(["--no-default-features", "--features", FEATURES, "--prefix", "none"]);
+    let out = c.output().map_err(|e| format!("cargo tree: {e}"))?;
+    if !out.status.success() {
+        return Err(format!("cargo tree: {}", String::from_utf8_lossy(&out.stderr).trim()));
+    }
+    let all = parse(&String::from_utf8_lossy(&out.stdout));
+    if all.is_empty() { Err("cargo tree named no crate".into()) } else { Ok(all) }
+}
+
+/// `name v1.2.3` of each line, repeats removed; what follows says where it comes from or that it stood above.
+fn parse(text: &str) -> BTreeSet<String> {
+    let crate_of = |l: &str| {
+        let mut words = l.split_whitespace();
+        Some(format!("{} {}", words.next()?, words.next()?))
+    };
+    text.lines().filter_map(crate_of).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn repeats_are_removed() {
+        let text = "a v1.0.0 (/x)\nb v1.0.0 (proc-macro)\nb v1.0.0 (proc-macro) (*)\nb v2.0.0\n\na v1.0.0 (/x) (*)\n";
+        assert_eq!(parse(text).into_iter().collect::<Vec<_>>(), ["a v1.0.0", "b v1.0.0", "b v2.0.0"]);
+    }
+}

@@ -1,0 +1,118 @@
+//! The lanes of the CPU's instruction sets: op table, models and mixed precision under each set that the machine has, by
+//! `HALCYON_CPU_ISA`. The tests themselves run with the best set; these lanes run the others.
+
+use crate::report::{Counts, Outcome, run};
+use crate::test::{Context, cargo_tests};
+use crate::tier::Tier;
+use serde_json::Value;
+use std::process::Command;
+
+const VARIABLE: &str = "HALCYON_CPU_ISA";
+/// The merge tier runs one case of the op table in so many, under each set.
+const ONE_IN: &str = "3";
+/// Test files whose results depend on the instruction set.
+const FILES: [&str; 3] = ["ops", "mixed", "models"];
+/// Tests of these files that do not use the CPU's kernels.
+const OTHERS: [&str; 3] = ["opencl", "webgpu", "sanitizer"];
+
+/// What this machine has, as the command says it.
+fn sets(context: &Context) -> Result<Vec<String>, String> {
+    let name = if cfg!(windows) { "halcyon.exe" } else { "halcyon" };
+    let binary = crate::target_dir().join("debug").join(name);
+    let mut c = Command::new(&binary);
+    c.current_dir(crate::root()).args(["devices", "--json"]);
+    context.tell(&mut c);
+    let out = c.env_remove(VARIABLE).output().map_err(|e| format!("{}: {e}", binary.display()))?;
+    let v: Value = serde_json::from_slice(&out.stdout).map_err(|e| format!("halcyon devices --json: {e}"))?;
+    named(&v).ok_or_else(|| "halcyon devices --json names no instruction sets of the CPU".into())
+}
+
+/// The property `instruction_sets` of the CPU, wherever the report has it.
+fn named(v: &Value) -> Option<Vec<String>> {
+    match v {
+        Value::Object(o) => match o.get("instruction_sets").and_then(Value::as_str) {
+            Some(text) => Some(text.split_whitespace().map(String::from).collect()),
+            None => o.values().find_map(named),
+        },
+        Value::Array(a) => a.iter().find_map(named),
+        _ => None,
+    }
+}
+
+/// The step.
+pub fn step(context: &Context) -> Outcome {
+    let files = FILES.iter().flat_map(|f| ["--test", f]);
+    // Also builds the command. The selection of packages is that of the step `tests`, whose builds are used again.
+    let build = run(context.cargo().args(["test", "--workspace", "--no-run"]).args(files.clone()));
+    let all = match build.and_then(|()| sets(context)) {
+        Ok(all) => all,
+        Err(why) => return Outcome::Failed(why),
+    };
+    let Some((best, lower)) = all.split_last() else {
+        return Outcome::Failed("halcyon devices --json lists no instruction set".into());
+    };
+    let nightly = context.tier == Tier::Nightly;
+    let names: Vec<&str> = lower.iter().map(String::as_str).collect();
+    // The kernels' own tests go through every set themselves; what they cannot choose is the instructions beside a set.
+    let unit = if nightly { names.clone() } else { context.draw.some("kernel tests", 1, &names) };
+    let (mut total, mut bad) = (Counts::default(), Vec::new());
+    for name in &names {
+        let mut runs = vec![{
+            let mut c = context.cargo();
+            c.args(["test", "--workspace", "--no-fail-fast"]).args(files.clone()).arg("--");
+            c.args(OTHERS.iter().flat_map(|o| ["--skip", o]));
+            c.env("HALCYON_DEVICES", "cpu").env("HALCYON_CASES", if nightly { "all" } else { ONE_IN });
+            c
+        }];
+        if unit.contains(name) {
+            let mut c = context.cargo();
+            c.args(["test", "--workspace", "--no-fail-fast", "--lib", "--", "cpu::"]);
+            runs.push(c);
+        }
+        println!("    {VARIABLE}={name}");
+        for mut c in runs {
+            match cargo_tests(c.env(VARIABLE, name)) {
+                Outcome::Tests(counts, why) => {
+                    total.add(counts);
+                    if counts.failed > 0 {
+                        bad.push(format!("{name} {why}").trim().to_string());
+                    }
+                }
+                other => return other,
+            }
+        }
+    }
+    if names.is_empty() {
+        return Outcome::Passed(format!("{best} is all there is, and the step `tests` runs it"));
+    }
+    let note = match (bad.is_empty(), nightly) {
+        (false, _) => format!("failed under {}", bad.join(", ")),
+        (true, true) => format!("{}, whole; {best} by the step `tests`", names.join(", ")),
+        (true, false) => format!(
+            "{}, one case in {ONE_IN}, kernel tests under {}; {best} by the step `tests`",
+            names.join(", "),
+            unit.join(", ")
+        ),
+    };
+    Outcome::Tests(total, note)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn sets_are_found_wherever_they_stand() {
+        let v = serde_json::json!([{ "id": "cuda" }, { "id": "cpu", "devices": [
+            { "properties": { "simd": "avx2+fma", "instruction_sets": "portable avx2" } } ] }]);
+        assert_eq!(named(&v), Some(vec!["portable".to_string(), "avx2".to_string()]));
+        assert_eq!(named(&serde_json::json!([{ "id": "cpu" }])), None);
+    }
+
+    #[test]
+    fn every_file_of_the_lanes_exists() {
+        for (krate, file) in ["halcyon", "halcyon", "halcyon-cli"].iter().zip(FILES) {
+            assert!(crate::root().join(format!("crates/{krate}/tests/{file}.rs")).is_file(), "{file}");
+        }
+    }
+}

@@ -1,0 +1,97 @@
+//! How much a run of the tests covers, and what it draws.
+
+use std::time::UNIX_EPOCH;
+
+/// The variable with the seed of all draws and random inputs.
+pub const SEED: &str = "HALCYON_SEED";
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Tier {
+    /// Formatting, clippy and the tests.
+    Fast,
+    /// What holds before a merge: everything that is cheap, and a sample of the rest.
+    Merge,
+    /// Everything, whole.
+    Nightly,
+}
+
+impl Tier {
+    pub fn name(self) -> &'static str {
+        match self {
+            Tier::Fast => "fast",
+            Tier::Merge => "merge",
+            Tier::Nightly => "nightly",
+        }
+    }
+}
+
+/// The draws of a run: the same seed draws the same.
+#[derive(Debug, Clone, Copy)]
+pub struct Draw {
+    pub seed: u64,
+}
+
+impl Draw {
+    /// With the seed of [`SEED`], or a new one.
+    ///
+    /// # Errors
+    /// A value that is no number.
+    pub fn new() -> Result<Draw, String> {
+        match std::env::var(SEED) {
+            Ok(s) if !s.trim().is_empty() => match s.trim().parse() {
+                Ok(seed) => Ok(Draw { seed }),
+                Err(_) => {
+                    Err(format!("{SEED} is \"{s}\": it is a whole number, as an earlier run has printed it"))
+                }
+            },
+            _ => {
+                let now = UNIX_EPOCH.elapsed().map_or(0, |d| d.as_nanos() as u64);
+                // Short enough to be typed.
+                Ok(Draw { seed: mix(now) >> 32 })
+            }
+        }
+    }
+
+    /// `n` of `all`, in their order. Draws for different purposes do not depend on each other.
+    pub fn some<T: Copy>(self, purpose: &str, n: usize, all: &[T]) -> Vec<T> {
+        let salt = purpose.bytes().fold(self.seed, |h, b| mix(h ^ u64::from(b)));
+        let mut places: Vec<usize> = (0..all.len()).collect();
+        places.sort_by_key(|i| mix(salt ^ (*i as u64 + 1)));
+        places.truncate(n);
+        places.sort_unstable();
+        places.into_iter().map(|i| all[i]).collect()
+    }
+}
+
+/// SplitMix64's finaliser.
+fn mix(v: u64) -> u64 {
+    let v = v.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let v = (v ^ v >> 30).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let v = (v ^ v >> 27).wrapping_mul(0x94d0_49bb_1331_11eb);
+    v ^ v >> 31
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_seed_draws_the_same_again_and_all_are_drawn_some_time() {
+        let all = ["a", "b", "c", "d", "e"];
+        let mut seen = std::collections::BTreeSet::new();
+        for seed in 0..200 {
+            let d = Draw { seed };
+            let some = d.some("letters", 2, &all);
+            assert_eq!(some, d.some("letters", 2, &all));
+            assert!(some.len() == 2 && some[0] < some[1], "{some:?}");
+            seen.extend(some);
+        }
+        assert_eq!(seen.len(), all.len());
+        assert_eq!(Draw { seed: 1 }.some("letters", 9, &all), all);
+        let purposes = (0..50).filter(|s| {
+            let d = Draw { seed: *s };
+            d.some("one", 1, &all) != d.some("other", 1, &all)
+        });
+        assert!(purposes.count() > 20);
+    }
+}
