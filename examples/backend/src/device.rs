@@ -7,6 +7,7 @@ use halcyon_hal::{
     BufferRef, Caps, Command, Counters, Counts, Declined, Defragmented, Device, DeviceInfo, Error,
     LibraryCall, LibraryKernel, MemoryStats, Options, Program, Result, Tag, Target, Timing, validate,
 };
+use halcyon_ir::host;
 use halcyon_ir::kernel::Kernel;
 use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -119,6 +120,10 @@ impl Device for Interpreter {
 
     fn memory(&self) -> MemoryStats {
         self.pool.stats()
+    }
+
+    fn free_memory(&self) -> Option<u64> {
+        host::memory().map(|(free, _)| free)
     }
 
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
