@@ -1,7 +1,7 @@
 //! A Llama decoded token by token, with its KV caches as states: one plan serves every step.
 //!
-//! `cargo run --release -p halcyon --example 02_stories -- DIR [BACKEND]`, where DIR holds `model.safetensors`, `config.json` and
-//! `expected.json` (prompt ids, expected ids and text).
+//! `cargo run --release -p halcyon --example 02_stories -- DIR [BACKEND]`, where DIR holds
+//! `model.safetensors`, `config.json` and `expected.json` (prompt ids, expected ids and text).
 
 use halcyon::Attention;
 use halcyon::ir::error::Error;
@@ -108,7 +108,8 @@ impl Llama {
         })
     }
 
-    /// Logits, one for each word of the vocabulary, after `token` at `position`. Token and position are run-time arguments.
+    /// Logits, one for each word of the vocabulary, after `token` at `position`. Token and position are
+    /// run-time arguments.
     pub fn step(&self, token: u32, position: usize) -> Result<Tensor> {
         let c = &self.config;
         let (h, hk) = (c.num_attention_heads, c.num_key_value_heads);

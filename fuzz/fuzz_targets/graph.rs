@@ -1,7 +1,7 @@
 //! A serialised graph: read, written again, and run on the CPU at both levels where that is little work.
 //!
-//! An input that does not begin as such a file is taken as its header and data, up to the last brace and from there on: the
-//! length between them is put in here.
+//! An input that does not begin as such a file is taken as its header and data, up to the last brace and from
+//! there on: the length between them is put in here.
 #![no_main]
 
 use halcyon::{ConstData, Result};

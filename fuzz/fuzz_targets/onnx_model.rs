@@ -1,4 +1,5 @@
-//! An ONNX model: decoded, checked, imported with and without sizes, and run on the CPU at both levels where that is little work.
+//! An ONNX model: decoded, checked, imported with and without sizes, and run on the CPU at both levels where
+//! that is little work.
 #![no_main]
 
 use bytes::Bytes;

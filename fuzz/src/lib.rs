@@ -1,7 +1,8 @@
 //! What the targets share: a device with little memory, and bounds on the work of one input.
 //!
-//! A file may ask for much work without asking for much memory, and it may do so rightly. Such work is not run here: a target looks
-//! for crashes and for memory that a file does not justify, and needs thousands of inputs a minute.
+//! A file may ask for much work without asking for much memory, and it may do so rightly. Such work is not
+//! run here: a target looks for crashes and for memory that a file does not justify, and needs thousands of
+//! inputs a minute.
 
 use halcyon::{Backend, BackendType, ConstData, Error, Level, Result, Session};
 use halcyon_formats::onnx::{Datum, Engine, Handle, PortType};

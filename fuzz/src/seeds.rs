@@ -1,5 +1,5 @@
-//! Writes the inputs that fuzzing starts from: `seeds CORPUS [FOLDER]…`. Models and tensors of the ONNX test suite are taken from
-//! the folders, one of each kind.
+//! Writes the inputs that fuzzing starts from: `seeds CORPUS [FOLDER]…`. Models and tensors of the ONNX test
+//! suite are taken from the folders, one of each kind.
 
 use halcyon::{Backend, Session};
 use halcyon_formats::onnx::proto::*;

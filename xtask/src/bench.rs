@@ -6,34 +6,40 @@
 //! - Peers: `python xtask/scripts/peers.py --engine E --threads N`.
 //!
 //! 1. The child starts by printing `{"name": "onnxruntime 1.31.1"}`: who it is, with its version.
-//! 2. We write one item's name and a newline. The child prepares the item when it differs from the one before (data from a
-//!    normal distribution, packing, compiling, two warm-up runs: none of it timed; what the previous item held is freed), then runs it as often as
-//!    fills 30 ms, at least once, and answers `{"seconds": S}`: the mean wall time of one run. Memory is kept between runs.
+//! 2. We write one item's name and a newline. The child prepares the item when it differs from the one before
+//!    (data from a normal distribution, packing, compiling, two warm-up runs: none of it timed; what the
+//!    previous item held is freed), then runs it as often as fills 30 ms, at least once, and answers
+//!    `{"seconds": S}`: the mean wall time of one run. Memory is kept between runs.
 //! 3. An item it does not have is answered `{"unsupported": "reason"}`.
 //! 4. The end of its input ends the child.
 //!
 //! Items, float32 unless said otherwise:
 //! - `gemm.N`: `C = A B`, all N x N. B is a weight and may be packed beforehand, A is not.
 //! - `gemm16.N`, `gemv16.RxC`: the same with factors and result in bfloat16, and sums in float32.
-//! - `igemm.N`: the same with A of unsigned or signed and B of signed bytes, and 32-bit integers as the result.
+//! - `igemm.N`: the same with A of unsigned or signed and B of signed bytes, and 32-bit integers as the
+//!   result.
 //! - `gemv.RxC`: `y = A x` with A of R x C.
 //! - `chain.RxC`: `y = silu(x) * w + b` with x of R x C, and w and b of length C broadcast over rows.
-//! - `softmax.RxC`, `layernorm.RxC`: over the rows of R x C, the second with scale and shift; `silu.N`: N values.
+//! - `softmax.RxC`, `layernorm.RxC`: over the rows of R x C, the second with scale and shift; `silu.N`: N
+//!   values.
 //! - `attention.HxLxD`, `causal.HxLxD`: softmax(Q K' / sqrt(D)) V of H heads with L queries and keys.
-//! - `model.NAME.SIZES`: a model of `xtask/scripts/peer_models.py` for these open sizes, from arrays to arrays.
+//! - `model.NAME.SIZES`: a model of `xtask/scripts/peer_models.py` for these open sizes, from arrays to
+//!   arrays.
 //! - `model16.NAME.SIZES`: the same where products and convolutions may be in bfloat16 (mixed precision).
-//! - `ceiling.fma`, `ceiling.bf16`, `ceiling.int8`, `ceiling.read`, `ceiling.copy`: the machine's own limits with N threads: multiply-adds in
-//!   registers of float32, bfloat16 and bytes (work in operations, two to a multiply-add), reading memory far larger than the caches (bytes), copying it (bytes read plus written). Their answers also carry
-//!   `"work": W`, the amount done in `seconds`.
+//! - `ceiling.fma`, `ceiling.bf16`, `ceiling.int8`, `ceiling.read`, `ceiling.copy`: the machine's own limits
+//!   with N threads: multiply-adds in registers of float32, bfloat16 and bytes (work in operations, two to a
+//!   multiply-add), reading memory far larger than the caches (bytes), copying it (bytes read plus written).
+//!   Their answers also carry `"work": W`, the amount done in `seconds`.
 //!
-//! `start` is no request: we start a process that classifies one image and exits, and take the wall time. Ours is
-//! `halcyon run MODEL --input FILE`. The model is ours (`models/digits.onnx`); with `HALCYON_MNIST` naming a folder with `mnist.onnx`
-//! and `digit-7.npy` it is that one.
+//! `start` is no request: we start a process that classifies one image and exits, and take the wall time.
+//! Ours is `halcyon run MODEL --input FILE`. The model is ours (`models/digits.onnx`); with `HALCYON_MNIST`
+//! naming a folder with `mnist.onnx` and `digit-7.npy` it is that one.
 //!
-//! The sides take turns within each round, in an order that rotates, with a pause so that one side's spinning threads do not run into the next
-//! one's turn. Reported are medians, the median of the rounds' ratios, and ours as a share of the best ceiling any side has shown.
-//! A run over all items writes them into `docs/performance.md`, between its markers (`performance.rs`), unless `--no-write` is given.
-//! torch takes part where it can be imported; `--with torch` installs it.
+//! The sides take turns within each round, in an order that rotates, with a pause so that one side's spinning
+//! threads do not run into the next one's turn. Reported are medians, the median of the rounds' ratios, and
+//! ours as a share of the best ceiling any side has shown. A run over all items writes them into
+//! `docs/performance.md`, between its markers (`performance.rs`), unless `--no-write` is given. torch takes
+//! part where it can be imported; `--with torch` installs it.
 
 use crate::Failure;
 use crate::machine::{Requirements, Venv};

@@ -1,10 +1,12 @@
-//! What the release binary is held to: its size, and what it is linked with. How soon it starts is the matter of `bench start`.
+//! What the release binary is held to: its size, and what it is linked with. How soon it starts is the matter
+//! of `bench start`.
 
 use std::path::Path;
 
 /// Bytes of the binary, stripped.
 const SIZE: u64 = 40_000_000;
-/// What an ELF binary may need: the C library in its parts, the loader and the unwinder. Everything else is loaded at run time.
+/// What an ELF binary may need: the C library in its parts, the loader and the unwinder. Everything else is
+/// loaded at run time.
 const LIBRARIES: &[&str] =
     &["libc.", "libm.", "libdl.", "libpthread.", "librt.", "libgcc_s.", "ld-linux", "ld-musl"];
 

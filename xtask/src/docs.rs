@@ -7,7 +7,8 @@ use std::collections::BTreeMap;
 use std::path::PathBuf;
 use std::process::Command;
 
-/// `docs [--report FILE]...`: FILE is what `check_suite.py --report` wrote, one for each backend. Without, that part stays.
+/// `docs [--report FILE]...`: FILE is what `check_suite.py --report` wrote, one for each backend. Without,
+/// that part stays.
 pub fn main(args: &[&str]) -> Result<bool, Failure> {
     let mut reports = vec![];
     let mut args = args.iter();

@@ -1,5 +1,6 @@
-//! `cargo xtask gpu-check`: the binary and the data that are copied to a machine with an accelerator, and their rehearsal here, over the
-//! libraries that stand in for the vendors' and on the CPU. `docs/gpu-check.md` explains it.
+//! `cargo xtask gpu-check`: the binary and the data that are copied to a machine with an accelerator, and
+//! their rehearsal here, over the libraries that stand in for the vendors' and on the CPU.
+//! `docs/gpu-check.md` explains it.
 
 #[path = "../../crates/halcyon-hal/tests/common/standin_build.rs"]
 mod standin_build;
@@ -211,7 +212,8 @@ fn find_cases(dir: &Path, name: &str, out: &mut Vec<(String, PathBuf)>) -> Resul
     Ok(())
 }
 
-/// Runs what was packed over the stand-ins and on the CPU, beside each other; each section of each must have run and told something.
+/// Runs what was packed over the stand-ins and on the CPU, beside each other; each section of each must have
+/// run and told something.
 fn rehearsal(dir: &Path) -> Outcome {
     let cxx = cfg!(unix) && machine::lane_present("lane-cxx");
     let ran: Vec<(&str, Result<Counts, String>)> = std::thread::scope(|s| {

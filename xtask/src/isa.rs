@@ -1,5 +1,5 @@
-//! The lanes of the CPU's instruction sets: op table, models and mixed precision under each set that the machine has, by
-//! `HALCYON_CPU_ISA`. The tests themselves run with the best set; these lanes run the others.
+//! The lanes of the CPU's instruction sets: op table, models and mixed precision under each set that the
+//! machine has, by `HALCYON_CPU_ISA`. The tests themselves run with the best set; these lanes run the others.
 
 use crate::report::{Counts, Outcome, run};
 use crate::test::{Context, cargo_tests};
@@ -42,7 +42,8 @@ fn named(v: &Value) -> Option<Vec<String>> {
 /// The step.
 pub fn step(context: &Context) -> Outcome {
     let files = FILES.iter().flat_map(|f| ["--test", f]);
-    // Also builds the command. The selection of packages is that of the step `tests`, whose builds are used again.
+    // Also builds the command. The selection of packages is that of the step `tests`, whose builds are used
+    // again.
     let build = run(context.cargo().args(["test", "--workspace", "--no-run"]).args(files.clone()));
     let all = match build.and_then(|()| sets(context)) {
         Ok(all) => all,
@@ -53,7 +54,8 @@ pub fn step(context: &Context) -> Outcome {
     };
     let nightly = context.tier == Tier::Nightly;
     let names: Vec<&str> = lower.iter().map(String::as_str).collect();
-    // The kernels' own tests go through every set themselves; what they cannot choose is the instructions beside a set.
+    // The kernels' own tests go through every set themselves; what they cannot choose is the instructions
+    // beside a set.
     let unit = if nightly { names.clone() } else { context.draw.some("kernel tests", 1, &names) };
     let (mut total, mut bad) = (Counts::default(), Vec::new());
     for name in &names {

@@ -1,5 +1,5 @@
-//! `cargo xtask bench loops`: loops of ONNX models beside onnxruntime, interleaved in one run by the protocol of `bench peers`, and the memory
-//! that the command takes for loops of more and more iterations.
+//! `cargo xtask bench loops`: loops of ONNX models beside onnxruntime, interleaved in one run by the protocol
+//! of `bench peers`, and the memory that the command takes for loops of more and more iterations.
 
 use crate::Failure;
 use crate::bench::{Side, Work, interleave, median};

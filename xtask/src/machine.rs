@@ -1,4 +1,5 @@
-//! What this machine has, and the installing of what it lacks: Debian packages, a Python environment, Rust targets.
+//! What this machine has, and the installing of what it lacks: Debian packages, a Python environment, Rust
+//! targets.
 
 use crate::report::{Outcome, retry, run};
 use std::ffi::OsStr;

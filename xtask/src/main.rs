@@ -1,5 +1,5 @@
-//! Everything around the crates: `cargo xtask test` proves a checkout on a fresh machine, `cargo xtask bench` measures it
-//! against its peers.
+//! Everything around the crates: `cargo xtask test` proves a checkout on a fresh machine, `cargo xtask bench`
+//! measures it against its peers.
 
 mod bench;
 mod binary;

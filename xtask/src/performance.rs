@@ -1,4 +1,5 @@
-//! The part of `docs/performance.md` that `cargo xtask bench peers` writes: one run, as a table, with its date, machine and versions.
+//! The part of `docs/performance.md` that `cargo xtask bench peers` writes: one run, as a table, with its
+//! date, machine and versions.
 
 use serde_json::Value;
 use std::fmt::Write as _;

@@ -116,7 +116,8 @@ pub fn run(command: &mut Command) -> Result<(), String> {
     run_watching(command, |_| ())
 }
 
-/// Like [`run`]; `watch` also sees every line. Both of the command's streams go through one pipe, so that their order is kept.
+/// Like [`run`]; `watch` also sees every line. Both of the command's streams go through one pipe, so that
+/// their order is kept.
 pub fn run_watching(command: &mut Command, mut watch: impl FnMut(&str)) -> Result<(), String> {
     println!("    $ {}", line(command));
     let (reader, writer) = std::io::pipe().map_err(|e| format!("no pipe: {e}"))?;

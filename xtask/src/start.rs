@@ -1,9 +1,9 @@
 //! `cargo xtask bench start`: from the start of the process to its end, with the answer printed before it.
 //!
-//! Each run is a process of its own, with the release build: `halcyon --version`, `halcyon devices --json` with the memory of an earlier
-//! look, and `halcyon run MODEL --input random --backend cpu`. Cold: weights are packed in
-//! the run. Warm: packed weights come from the cache on disk, which an earlier run has filled. The model's file is in the system's
-//! cache in both. The kinds take turns; the medians count.
+//! Each run is a process of its own, with the release build: `halcyon --version`, `halcyon devices --json`
+//! with the memory of an earlier look, and `halcyon run MODEL --input random --backend cpu`. Cold: weights
+//! are packed in the run. Warm: packed weights come from the cache on disk, which an earlier run has filled.
+//! The model's file is in the system's cache in both. The kinds take turns; the medians count.
 
 use crate::Failure;
 use crate::report::run;

@@ -1,5 +1,5 @@
-//! `cargo xtask test`: what must hold before a change is merged, from a machine with only a Rust toolchain. With `--nightly`
-//! everything, whole. `docs/testing.md` explains the tiers.
+//! `cargo xtask test`: what must hold before a change is merged, from a machine with only a Rust toolchain.
+//! With `--nightly` everything, whole. `docs/testing.md` explains the tiers.
 
 use crate::machine::{self, LANES, Requirements, Venv};
 use crate::report::{Counts, Outcome, Report, run, run_watching, script_result, seconds, test_result};
@@ -24,8 +24,9 @@ const PLATFORMS: &[(&str, &[&str])] = &[
 ];
 const EVERYWHERE: &[&str] = &["--workspace", "--exclude", "xtask"];
 
-/// Sets of features that are checked by themselves, and of which packages: each backend can be switched off, and nothing but itself on.
-/// The merge tier checks the first [`FEATURES_ALWAYS`] and draws [`FEATURES_DRAWN`] of the others.
+/// Sets of features that are checked by themselves, and of which packages: each backend can be switched off,
+/// and nothing but itself on. The merge tier checks the first [`FEATURES_ALWAYS`] and draws
+/// [`FEATURES_DRAWN`] of the others.
 const FEATURES: &[(&str, &[&str])] = &[
     ("", &["halcyon-hal", "halcyon", "halcyon-cli"]),
     ("cpu,onnx", &["halcyon"]),
@@ -45,8 +46,9 @@ const FEATURES: &[(&str, &[&str])] = &[
 const FEATURES_ALWAYS: usize = 2;
 const FEATURES_DRAWN: usize = 2;
 
-/// Independent checks: scripts under `xtask/scripts`, run with the test environment's Python and the tests' variables, whose last line is
-/// `N passed, N failed, N skipped`. Another check is another line: (script, arguments, arguments of the merge tier's sample).
+/// Independent checks: scripts under `xtask/scripts`, run with the test environment's Python and the tests'
+/// variables, whose last line is `N passed, N failed, N skipped`. Another check is another line: (script,
+/// arguments, arguments of the merge tier's sample).
 const CHECKS: &[(&str, &[&str], &[&str])] = &[
     ("check_conformance.py", &["--backend", "cpu"], &[]),
     // On these two a program is built for each case.
@@ -291,7 +293,8 @@ impl Context {
         // One test leaves models here that a check reads.
         command.env("HALCYON_EXPORTED", crate::target_dir().join("exported"));
         command.env("HALCYON_SKIPS", skips_file());
-        // PoCL keeps its own programs here. Taking each one's binary for our cache too would cost more than it saves.
+        // PoCL keeps its own programs here. Taking each one's binary for our cache too would cost more than
+        // it saves.
         command.env("POCL_CACHE_DIR", crate::target_dir().join("pocl-cache"));
         command.env("HALCYON_CACHE", "off");
         // The user's own choices are not what is tested.
@@ -455,8 +458,8 @@ fn platforms(context: &Context) -> Outcome {
 const CPU_TESTS: &[&str] =
     &["test", "-p", "halcyon-hal", "--lib", "--no-default-features", "--features", "cpu"];
 
-/// The CPU kernels' tests under AddressSanitizer, which a stable compiler only has behind this switch. A build folder of
-/// its own: other flags would otherwise rebuild everything twice.
+/// The CPU kernels' tests under AddressSanitizer, which a stable compiler only has behind this switch. A
+/// build folder of its own: other flags would otherwise rebuild everything twice.
 fn asan(context: &Context) -> Outcome {
     let target = "x86_64-unknown-linux-gnu";
     if !cfg!(all(target_os = "linux", target_arch = "x86_64")) {
@@ -469,8 +472,9 @@ fn asan(context: &Context) -> Outcome {
     cargo_tests(&mut command)
 }
 
-/// The CPU kernels' tests on aarch64, whose baseline is NEON, in an emulator. The target is the one that needs no compiler and no C library of that
-/// platform: the toolchain brings its linker and a C library to link statically.
+/// The CPU kernels' tests on aarch64, whose baseline is NEON, in an emulator. The target is the one that
+/// needs no compiler and no C library of that platform: the toolchain brings its linker and a C library to
+/// link statically.
 fn neon(context: &Context) -> Outcome {
     let target = "aarch64-unknown-linux-musl";
     if !machine::lane_present("lane-qemu") {
@@ -502,8 +506,8 @@ fn neon(context: &Context) -> Outcome {
     cargo_tests(&mut command)
 }
 
-/// README's first command, on this checkout: it must print the digit that the sample image shows. It runs as written, then
-/// with the classes' names, whose first must be the right one.
+/// README's first command, on this checkout: it must print the digit that the sample image shows. It runs as
+/// written, then with the classes' names, whose first must be the right one.
 fn readme(context: &Context) -> Outcome {
     let path = crate::root().join("README.md");
     let text = match std::fs::read_to_string(&path) {
@@ -589,12 +593,13 @@ fn checks(context: &Context) -> Outcome {
     Outcome::Tests(total, if bad.is_empty() { String::new() } else { format!("failed: {}", bad.join(", ")) })
 }
 
-/// What ResNet-50 gains by a transformation, at the least, on one thread, with AVX-512 and without. Blocked layouts gain 1.25 to
-/// 1.7 and 1.03 to 1.11, by processor: the latter is within what a busy machine decides, so there they must not lose a tenth.
+/// What ResNet-50 gains by a transformation, at the least, on one thread, with AVX-512 and without. Blocked
+/// layouts gain 1.25 to 1.7 and 1.03 to 1.11, by processor: the latter is within what a busy machine decides,
+/// so there they must not lose a tenth.
 const GAINS: &[(&str, f64, f64)] = &[("blocked layouts", 1.15, 0.9), ("packed constants", 1.15, 1.15)];
 
-/// The receipts of ResNet-50, measured twice: within 15 % of each other, with what does not depend on time equal, and the large gains
-/// lost without their transformation.
+/// The receipts of ResNet-50, measured twice: within 15 % of each other, with what does not depend on time
+/// equal, and the large gains lost without their transformation.
 fn receipts(context: &Context) -> Outcome {
     let model = testdata::dir().join("models/random/light_resnet50/model.onnx");
     if !model.is_file() {

@@ -1,5 +1,5 @@
-//! Children that may crash or hang, several at a time, until a deadline. What they told before is kept, and what they started ends with
-//! them.
+//! Children that may crash or hang, several at a time, until a deadline. What they told before is kept, and
+//! what they started ends with them.
 
 use halcyon_hal::child::Tied;
 use std::io::Read;

@@ -1,4 +1,5 @@
-//! The one file of data: names and contents, deflated together. And the weights that are too large to carry, which are generated.
+//! The one file of data: names and contents, deflated together. And the weights that are too large to carry,
+//! which are generated.
 
 use flate2::Compression;
 use flate2::read::ZlibDecoder;
@@ -47,7 +48,8 @@ fn pack(files: &[(String, PathBuf)], out: &Path) -> Done<()> {
     z.finish().map_err(at(out))?.finish().map(drop).map_err(|e| e.to_string())
 }
 
-/// Unpacks into a folder, and generates the weights that its `weights.json` files tell of. Returns how many files there were.
+/// Unpacks into a folder, and generates the weights that its `weights.json` files tell of. Returns how many
+/// files there were.
 pub fn unpack(file: &Path, to: &Path) -> Done<usize> {
     let mut r = BufReader::new(File::open(file).map_err(at(file))?);
     let mut magic = [0; 16];
@@ -115,8 +117,8 @@ struct Weights {
     tensors: Vec<Drawn>,
 }
 
-/// The number `i` of a seed, in [0, 1): 24 bits of a mixed counter (Steele, Lea and Flood 2014, in 32 bits). The same formula is in
-/// `xtask/scripts/gen_check.py`.
+/// The number `i` of a seed, in [0, 1): 24 bits of a mixed counter (Steele, Lea and Flood 2014, in 32 bits).
+/// The same formula is in `xtask/scripts/gen_check.py`.
 fn unit(seed: u32, i: u32) -> f64 {
     let mut x = i.wrapping_mul(0x9E37_79B9).wrapping_add(seed.wrapping_mul(0x85EB_CA6B));
     x = (x ^ (x >> 16)).wrapping_mul(0x7FEB_352D);

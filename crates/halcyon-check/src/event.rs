@@ -1,4 +1,5 @@
-//! What a section tells: a line of JSON for each thing that is known, so that what came before a crash is kept.
+//! What a section tells: a line of JSON for each thing that is known, so that what came before a crash is
+//! kept.
 
 use serde::{Deserialize, Serialize};
 

@@ -1,4 +1,5 @@
-//! The sections that this program does itself, in a child: `__section NAME BACKEND DATA [--tiny] [--torch] [--generated]`.
+//! The sections that this program does itself, in a child: `__section NAME BACKEND DATA [--tiny] [--torch]
+//! [--generated]`.
 
 use crate::bench;
 use crate::event::{Check, Event, Status};
@@ -101,8 +102,8 @@ fn devices() {
 }
 
 impl Own {
-    /// After something went wrong: a device that does not answer any more fails at everything else in this process too, so that is not
-    /// run, and this process ends.
+    /// After something went wrong: a device that does not answer any more fails at everything else in this
+    /// process too, so that is not run, and this process ends.
     pub fn stop_if_lost(&self) {
         let device = registry::driver(self.kind).and_then(|d| d.open(0, &Options::default()));
         if let Err(e) = device.and_then(|d| halcyon_cli::answers(&*d)) {

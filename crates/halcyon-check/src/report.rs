@@ -39,7 +39,8 @@ impl Machine {
     }
 }
 
-/// Year, month and day of a number of days since 1970 (Hinnant, "chrono-compatible low-level date algorithms").
+/// Year, month and day of a number of days since 1970 (Hinnant, "chrono-compatible low-level date
+/// algorithms").
 fn civil(days: u64) -> (u64, u64, u64) {
     let z = days + 719_468;
     let (era, doe) = (z / 146_097, z % 146_097);

@@ -116,7 +116,8 @@ pub fn main(args: &[String]) -> Result<u8, String> {
     let devices = devices(&exe, &child, start + Duration::from_secs(60));
     let backends =
         if o.backends.is_empty() { accelerators(&devices, &mut notes)? } else { o.backends.clone() };
-    // The drivers of the card's maker first, with all the time that they need; another way to the same card gets what is left.
+    // The drivers of the card's maker first, with all the time that they need; another way to the same card
+    // gets what is left.
     let first = backends.iter().filter(|b| native(b)).count();
     let turns =
         if o.backends.is_empty() && first > 0 { backends.split_at(first) } else { (&backends[..], &[][..]) };
@@ -208,8 +209,8 @@ fn run(section: &Section, c: &Context, time: Duration, child: &dyn Fn(&mut Comma
     ran
 }
 
-/// The folder that the Python of the check is installed in: the vendors' libraries are often beside PyTorch in its packages, and nothing
-/// tells so where its environment was not activated.
+/// The folder that the Python of the check is installed in: the vendors' libraries are often beside PyTorch
+/// in its packages, and nothing tells so where its environment was not activated.
 fn python_prefix(notes: &mut Vec<String>) -> Option<String> {
     let python = bench::python();
     let mut command = Command::new(&python);

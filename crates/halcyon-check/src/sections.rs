@@ -126,7 +126,8 @@ pub const SECTIONS: &[Section] = &[
     Section::new("bench-models", "ResNet-50 and MiniLM", 120, bench_models).measures(),
 ];
 
-/// The variables by which each backend's libraries of kernels are named; one that names no file switches a library off.
+/// The variables by which each backend's libraries of kernels are named; one that names no file switches a
+/// library off.
 const LIBRARIES: &[(&str, &[&str])] = &[
     ("cuda", &["HALCYON_CUBLASLT_LIBRARY", "HALCYON_CUDNN_LIBRARY"]),
     ("rocm", &["HALCYON_HIPBLASLT_LIBRARY", "HALCYON_ROCBLAS_LIBRARY"]),
@@ -163,7 +164,8 @@ fn libraries(c: &Context) -> &'static [&'static str] {
 }
 
 impl Job {
-    /// The same with the vendors' libraries switched off, so that the generated kernels run; none where there are no libraries.
+    /// The same with the vendors' libraries switched off, so that the generated kernels run; none where there
+    /// are no libraries.
     fn without(&self, c: &Context) -> Option<Job> {
         let without = libraries(c);
         (!without.is_empty()).then(|| Job {
@@ -289,8 +291,8 @@ impl Job {
         command
     }
 
-    /// What a child said, and that it ended badly where it did. One that measures may not come to its end in time; one that checks and
-    /// stood still hangs.
+    /// What a child said, and that it ended badly where it did. One that measures may not come to its end in
+    /// time; one that checks and stood still hangs.
     pub fn events(&self, ended: &Ended, measures: bool) -> Vec<Event> {
         let mut out = match self.form {
             Form::Events => lines(&ended.out),

@@ -1,4 +1,5 @@
-//! How the command treats drivers: they are looked at by children first, and what they print is kept apart from what the command prints.
+//! How the command treats drivers: they are looked at by children first, and what they print is kept apart
+//! from what the command prints.
 
 use crate::args::Command;
 use crate::report;

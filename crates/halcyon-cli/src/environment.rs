@@ -1,5 +1,5 @@
-//! Every environment variable that the sources read: what `halcyon help environment` prints. A test compares this table with the
-//! sources.
+//! Every environment variable that the sources read: what `halcyon help environment` prints. A test compares
+//! this table with the sources.
 
 /// Who sets a variable.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -189,7 +189,8 @@ mod tests {
     use std::collections::{BTreeMap, BTreeSet};
     use std::path::{Path, PathBuf};
 
-    /// A test sets these for a child of its own, or a process of ours for its child: they are nobody's to set.
+    /// A test sets these for a child of its own, or a process of ours for its child: they are nobody's to
+    /// set.
     const INTERNAL: [&str; 11] = [
         "HALCYON_CONTRACT_ALONE",
         "HALCYON_PROBE_CHILD",

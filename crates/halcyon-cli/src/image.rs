@@ -9,7 +9,8 @@ use halcyon_formats::onnx::Port;
 use halcyon_ir::{Scalar, host};
 use std::io::Cursor;
 
-/// Pixels that a picture may have, and bytes that it may take decoded. A file of any length may hold so many: a blank page packs to little.
+/// Pixels that a picture may have, and bytes that it may take decoded. A file of any length may hold so many:
+/// a blank page packs to little.
 const PIXELS: u64 = 100 << 20;
 const MOST: u64 = 512 << 20;
 
@@ -25,10 +26,12 @@ struct Want {
 
 /// Decodes a PNG or JPEG file for an input, and says how in a few words.
 ///
-/// Values are scaled to 0..1; then `(x - mean) / std`. An input of u8 takes the bytes as they are. Transparency is ignored.
+/// Values are scaled to 0..1; then `(x - mean) / std`. An input of u8 takes the bytes as they are.
+/// Transparency is ignored.
 ///
 /// # Errors
-/// [`Error::Argument`] where the input cannot be a picture or an option does not fit; [`Error::Format`] for a broken file.
+/// [`Error::Argument`] where the input cannot be a picture or an option does not fit; [`Error::Format`] for a
+/// broken file.
 pub fn read(bytes: &[u8], p: &Port, a: &InputArgs, file: &str) -> Result<(ConstData, String)> {
     let want = want(p, a)?;
     let bad = |what: String| Error::Format { file: file.into(), what };
@@ -183,7 +186,8 @@ fn normalise(pixels: Vec<f32>, channels: usize, p: &Port, a: &InputArgs) -> Resu
     }
     let dtype = p.dtype()?;
     if dtype.is_float() {
-        // The division by 255 has rounded to f32 once; the rest is exact enough not to round again before the cast.
+        // The division by 255 has rounded to f32 once; the rest is exact enough not to round again before the
+        // cast.
         return Ok(pixels
             .iter()
             .enumerate()

@@ -30,7 +30,8 @@ pub fn print(v: &impl Serialize) -> Result<()> {
     write(&mut io::BufWriter::new(chatter::out()), v, "standard output")
 }
 
-/// The values of a tensor in row-major order, each as short as its type allows. JSON has no NaN and no infinities: they are strings.
+/// The values of a tensor in row-major order, each as short as its type allows. JSON has no NaN and no
+/// infinities: they are strings.
 #[derive(Debug)]
 pub struct Values<'a>(pub &'a ConstData);
 

@@ -94,7 +94,8 @@ fn parse() -> Result<Cli, clap::Error> {
     Cli::from_arg_matches(&matches).map_err(|e| e.format(&mut command))
 }
 
-/// What a panic means. The standard library panics where the system refuses a thread, for which it lacks memory.
+/// What a panic means. The standard library panics where the system refuses a thread, for which it lacks
+/// memory.
 fn panicked(text: &str) -> Error {
     if !text.starts_with("failed to spawn thread") {
         return Error::internal(text);

@@ -36,7 +36,8 @@ pub fn quiet() -> bool {
 /// Longest line that is printed. Names in a model may be of any length.
 const LINE: usize = 4096;
 
-/// A name in a model as text shows it: on one line, without what a terminal would obey. JSON has names as they are.
+/// A name in a model as text shows it: on one line, without what a terminal would obey. JSON has names as
+/// they are.
 pub fn name(text: &str) -> Cow<'_, str> {
     one_line(text)
 }
@@ -299,7 +300,8 @@ pub fn columns() -> usize {
     wide.unwrap_or(100).clamp(40, 100)
 }
 
-/// A paragraph in lines of [`columns`], the first after `first` and the others after `next`. A longer word has its own line.
+/// A paragraph in lines of [`columns`], the first after `first` and the others after `next`. A longer word
+/// has its own line.
 pub fn wrap(text: &str, first: &str, next: &str) -> String {
     wrapped(text, first, next, columns())
 }

@@ -7,7 +7,8 @@ use halcyon_formats::onnx::{Port, PortType};
 use std::cmp::Ordering;
 use std::path::{Path, PathBuf};
 
-/// Endings of pictures. Those that no decoder is for are taken too, so that they are reported and not passed over.
+/// Endings of pictures. Those that no decoder is for are taken too, so that they are reported and not passed
+/// over.
 const PICTURES: &[&str] = &["png", "jpg", "jpeg", "bmp", "gif", "webp", "tif", "tiff", "avif", "heic"];
 /// Files that a pattern or folder may give.
 const MOST: usize = 1 << 24;

@@ -85,11 +85,12 @@ pub enum Spec {
     Text(Vec<String>),
 }
 
-/// The inputs of a model in its order. With `fill`, inputs that are not given are random; else they are an error.
+/// The inputs of a model in its order. With `fill`, inputs that are not given are random; else they are an
+/// error.
 ///
 /// # Errors
-/// [`Error::Argument`] for names the model lacks, inputs given twice or not at all; [`Error::DType`] for data of another type than the
-/// model takes; errors of the file formats.
+/// [`Error::Argument`] for names the model lacks, inputs given twice or not at all; [`Error::DType`] for data
+/// of another type than the model takes; errors of the file formats.
 pub fn resolve(ports: &[Port], a: &InputArgs, fill: bool) -> Result<Vec<Input>> {
     resolve_with(ports, a, vec![], fill)
 }
@@ -351,7 +352,8 @@ pub fn split(ports: &[Port], text: &str) -> Result<(Option<usize>, Spec)> {
     }
 }
 
-/// The sources with files of lines read: each line is a source of its own. Standard input can be read only once.
+/// The sources with files of lines read: each line is a source of its own. Standard input can be read only
+/// once.
 pub fn lines_apart(ports: &[Port], inputs: &[String]) -> Result<Vec<String>> {
     let mut out = Vec::with_capacity(inputs.len());
     for text in inputs {
@@ -500,8 +502,9 @@ fn fits(p: &Port, dtype: DType, dims: &[usize], source: &str) -> Result<()> {
     Err(Error::argument("--input", what))
 }
 
-/// Data is not converted, since what loses nothing in one file loses something in the next. Only where NumPy lacks the type of an
-/// input, its values come in the type that holds them all ([`npy::stand_in`]), and each must be one.
+/// Data is not converted, since what loses nothing in one file loses something in the next. Only where NumPy
+/// lacks the type of an input, its values come in the type that holds them all ([`npy::stand_in`]), and each
+/// must be one.
 fn of_port(p: &Port, x: ConstData, source: &str) -> Result<ConstData> {
     let want = p.dtype()?;
     if x.dtype == want {

@@ -79,7 +79,8 @@ impl Encoder {
     /// `named` is the input that the text was given for, `file` the tokenizer.
     ///
     /// # Errors
-    /// [`Error::Argument`] where the model has no input for token ids, or there is no tokenizer; [`Error::Format`] for a broken one.
+    /// [`Error::Argument`] where the model has no input for token ids, or there is no tokenizer;
+    /// [`Error::Format`] for a broken one.
     pub fn open(ports: &[Port], named: Option<usize>, file: Option<&Path>) -> Result<Encoder> {
         let find = |names: &[&str]| {
             let at = |n: &&str| ports.iter().position(|p| p.name == **n);

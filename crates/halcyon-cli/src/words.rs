@@ -16,10 +16,12 @@ pub fn json(p: &Port, v: &Value) -> std::result::Result<Datum, String> {
     }
 }
 
-/// The value of an input of strings, or of a map. `None` for other inputs, and for files that hold an ONNX value.
+/// The value of an input of strings, or of a map. `None` for other inputs, and for files that hold an ONNX
+/// value.
 ///
-/// JSON for strings is an array, nested as the tensor is, or what `run` saves: `{"shape": […], "values": […]}`. For a map it is
-/// an object, or `{"keys": […], "values": […]}` where keys are integers. A text file has one string on each line.
+/// JSON for strings is an array, nested as the tensor is, or what `run` saves: `{"shape": […], "values":
+/// […]}`. For a map it is an object, or `{"keys": […], "values": […]}` where keys are integers. A text file
+/// has one string on each line.
 ///
 /// # Errors
 /// [`Error::Format`] for files that hold something else.

@@ -140,7 +140,8 @@ fn reports_compare_with_earlier_ones() {
     assert!((ratio - want).abs() < 1e-6 * want, "{r}");
     assert_eq!(v["compare"]["settings_differ"], json!([]));
 
-    // A machine that was a hundred million times slower, so that no noise of this one hides it, on more threads, with a work that there is no more.
+    // A machine that was a hundred million times slower, so that no noise of this one hides it, on more
+    // threads, with a work that there is no more.
     let mut slow = before.clone();
     slow["settings"]["threads"] = json!(64);
     for k in ["median", "min", "max", "low_quartile", "high_quartile"] {
@@ -282,8 +283,8 @@ fn receipts_tell_what_each_transformation_gains_and_measure_the_same_again() {
     }
     assert!(plan("packed constants", "packed") == 0 && plan("everything on", "packed") > 0);
 
-    // Again: what does not depend on time is the same in every run. Times of microseconds are anybody's guess on a busy machine: those of a
-    // larger model are held by `cargo xtask test --only receipts`.
+    // Again: what does not depend on time is the same in every run. Times of microseconds are anybody's guess
+    // on a busy machine: those of a larger model are held by `cargo xtask test --only receipts`.
     keep(&first);
     let d = run(&["--json", "--compare", text(&file), "--within", "15"]);
     let v = d.json();

@@ -1,5 +1,5 @@
-//! No cheating: the device asked for is the device that works. A library between the command and the real OpenCL counts the
-//! launches and falsifies one read-back; the answer must show it.
+//! No cheating: the device asked for is the device that works. A library between the command and the real
+//! OpenCL counts the launches and falsifies one read-back; the answer must show it.
 
 mod common;
 #[path = "../../halcyon-hal/tests/common/proxy.rs"]

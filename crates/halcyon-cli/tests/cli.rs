@@ -567,7 +567,8 @@ fn a_verified_run_agrees_and_a_failing_one_leaves_a_file() {
     halcyon(&["replay", text(&file), "--backend", "quantum"]).fails(2, &["quantum"]);
 }
 
-/// A device that is lost fails at everything from then on: the cell where it happened is told, and the others are not run.
+/// A device that is lost fails at everything from then on: the cell where it happened is told, and the others
+/// are not run.
 #[test]
 #[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm"))]
 fn a_lost_device_ends_a_run_of_the_op_table() {

@@ -1,4 +1,5 @@
-//! `halcyon doctor`: what works passes, what is broken fails with the step, and nothing takes the command down.
+//! `halcyon doctor`: what works passes, what is broken fails with the step, and nothing takes the command
+//! down.
 
 mod common;
 #[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm"))]
@@ -85,7 +86,8 @@ fn what_is_broken_fails_and_says_what_to_do() {
     assert!(d.code == 2 && d.out.contains("fail") && d.out.contains("colour"), "{d:?}");
 }
 
-/// Drivers of each library that end the process that loads them: OpenCL's and Vulkan's are registered by files, PJRT's is named.
+/// Drivers of each library that end the process that loads them: OpenCL's and Vulkan's are registered by
+/// files, PJRT's is named.
 #[test]
 fn drivers_that_crash_are_failed_lines_and_everything_else_goes_on() {
     let test = "drivers_that_crash_are_failed_lines_and_everything_else_goes_on";
@@ -112,7 +114,8 @@ fn drivers_that_crash_are_failed_lines_and_everything_else_goes_on() {
         assert_eq!((&l["check"], &l["status"]), (&"library".into(), &"fail".into()), "{v:#}");
         assert!(l["text"].as_str().is_some_and(|t| t.contains("signal")), "{v:#}");
     }
-    // All of them at once, with a memory of what was found: a driver that crashes is not taken for a harmless one.
+    // All of them at once, with a memory of what was found: a driver that crashes is not taken for a harmless
+    // one.
     let all = |args: &[&str]| {
         let mut c = command(args);
         c.env_remove("VK_DRIVER_FILES").env("HALCYON_CONFIG", "off");
@@ -137,8 +140,8 @@ fn drivers_that_crash_are_failed_lines_and_everything_else_goes_on() {
         .fails(4, &["signal"]);
 }
 
-/// What lies where a library should be: nothing, text, a library for another processor, one without the functions. Each is an absent
-/// backend with the path and what is wrong with it.
+/// What lies where a library should be: nothing, text, a library for another processor, one without the
+/// functions. Each is an absent backend with the path and what is wrong with it.
 #[test]
 #[cfg(target_os = "linux")]
 fn what_is_no_library_is_named_with_what_is_wrong() {
@@ -275,7 +278,8 @@ fn library(_: &Path, _: &str, _: &str) -> Option<std::path::PathBuf> {
     None
 }
 
-/// What the user asks for elsewhere decides nothing here: sums are exact, and the device is the one that is examined.
+/// What the user asks for elsewhere decides nothing here: sums are exact, and the device is the one that is
+/// examined.
 #[test]
 fn settings_of_the_user_do_not_change_the_verdict() {
     let dir = tempfile::tempdir().expect("a folder");
@@ -288,7 +292,8 @@ fn settings_of_the_user_do_not_change_the_verdict() {
     assert_eq!(finish(&mut c).code, 2);
 }
 
-/// A machine with one vendor's GPU, whose libraries are stand-ins that the environment names: found in a child, examined, chosen, used.
+/// A machine with one vendor's GPU, whose libraries are stand-ins that the environment names: found in a
+/// child, examined, chosen, used.
 #[test]
 #[cfg(all(target_os = "linux", feature = "cuda", feature = "rocm"))]
 fn a_gpu_is_found_examined_chosen_and_used() {

@@ -1,5 +1,5 @@
-//! Drivers that crash, hang, print, and change after they were looked at: none of them takes the command down, keeps it waiting twice or
-//! writes into its output; and no process that looks at one is left behind.
+//! Drivers that crash, hang, print, and change after they were looked at: none of them takes the command
+//! down, keeps it waiting twice or writes into its output; and no process that looks at one is left behind.
 #![cfg(all(target_os = "linux", feature = "cuda", feature = "rocm", feature = "tpu"))]
 
 mod common;
@@ -23,7 +23,8 @@ __attribute__((constructor)) static void at_load(void) {
     if (path) { FILE *f = fopen(path, \"w\"); fprintf(f, \"%d\\n\", getpid()); fclose(f); }
     for (;;) pause();
 }\n";
-/// What is printed when it is loaded, when a kernel is loaded, and when the process ends; and only half of it is a line.
+/// What is printed when it is loaded, when a kernel is loaded, and when the process ends; and only half of it
+/// is a line.
 const TALK: &str = "#define _GNU_SOURCE\n#include <dlfcn.h>\n#include <stdio.h>
 __attribute__((constructor)) static void at_load(void) {
     printf(\"hello from the driver\\n\");
@@ -96,8 +97,8 @@ fn reason(d: &Done, backend: &str) -> String {
     row["reason"].as_str().unwrap_or_default().into()
 }
 
-/// The list of devices is known, and then a library comes that takes down what loads it: it is found where the loader finds it, and no
-/// earlier look speaks for it.
+/// The list of devices is known, and then a library comes that takes down what loads it: it is found where
+/// the loader finds it, and no earlier look speaks for it.
 #[test]
 fn a_library_that_comes_later_is_looked_at_by_a_child() {
     let test = "a_library_that_comes_later_is_looked_at_by_a_child";
@@ -128,8 +129,8 @@ fn a_library_that_comes_later_is_looked_at_by_a_child() {
     }
 }
 
-/// The places where the loader looks: entries that are relative or empty, a folder that comes into being, one for the processor, a
-/// library that another one needs.
+/// The places where the loader looks: entries that are relative or empty, a folder that comes into being, one
+/// for the processor, a library that another one needs.
 #[test]
 fn every_way_to_a_library_counts() {
     let test = "every_way_to_a_library_counts";
@@ -294,7 +295,8 @@ fn a_file_that_is_standard_output_gets_there() {
     }
 }
 
-/// The list of devices does no harm, but opening one does: automatic choice goes on, and the one who asks for it is told.
+/// The list of devices does no harm, but opening one does: automatic choice goes on, and the one who asks for
+/// it is told.
 #[test]
 fn a_driver_that_crashes_when_it_is_opened_takes_nothing_down() {
     let test = "a_driver_that_crashes_when_it_is_opened_takes_nothing_down";

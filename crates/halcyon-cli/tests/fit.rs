@@ -30,8 +30,8 @@ fn by_tag(v: &Value, path: &str) -> Map<String, Value> {
     all.iter().filter(|(_, b)| **b != 0).map(|(t, b)| (t.clone(), b.clone())).collect()
 }
 
-/// The prediction and what a run then took: equal in the device's accounting. Gives the prediction of the anonymous memory, and
-/// what was measured.
+/// The prediction and what a run then took: equal in the device's accounting. Gives the prediction of the
+/// anonymous memory, and what was measured.
 #[track_caller]
 fn predicted_and_measured(model: &Path, more: &[&str]) -> (Value, u64, Option<u64>) {
     let fit = command("fit", model, more).ok().json();
@@ -309,7 +309,8 @@ fn real_models_take_what_is_predicted_and_little_more_scratch_than_they_must() {
             // Small plans are rounded up to pages and size classes.
             let rounding = if least < MIB { 64 << 10 } else { 0 };
             assert!(scratch <= least + least / 10 + rounding, "{fit}");
-            // The program itself, the graph that is worked on and what the allocator keeps are a MiB or two of any model.
+            // The program itself, the graph that is worked on and what the allocator keeps are a MiB or two
+            // of any model.
             let slack = if predicted >= 32 * MIB { 0 } else { 2 * MIB };
             if let Some(measured) = measured {
                 within += usize::from(measured.abs_diff(predicted) <= predicted / 20);

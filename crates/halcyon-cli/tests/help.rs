@@ -1,5 +1,5 @@
-//! Help: every example runs, topics and completions are there, -v and -q do what they say; and the links of the documents lead
-//! somewhere.
+//! Help: every example runs, topics and completions are there, -v and -q do what they say; and the links of
+//! the documents lead somewhere.
 
 mod common;
 

@@ -1,5 +1,5 @@
-//! Attacks by name. Whatever a file holds, the command ends with one clear error and the documented exit code, in bounded time and
-//! memory; it never panics and never runs into the system's own limits.
+//! Attacks by name. Whatever a file holds, the command ends with one clear error and the documented exit
+//! code, in bounded time and memory; it never panics and never runs into the system's own limits.
 //!
 //! What takes many cases runs in this process; exit codes, messages and memory are those of the command.
 
@@ -27,7 +27,8 @@ use std::process::{Command, Stdio};
 use std::sync::LazyLock;
 use std::time::{Duration, Instant};
 
-/// Memory that the command may have resident in any of the attacks, and address space, which its threads and files take as well.
+/// Memory that the command may have resident in any of the attacks, and address space, which its threads and
+/// files take as well.
 const RESIDENT: u64 = 400 << 20;
 const ADDRESSES: u64 = 8 << 30;
 
@@ -385,7 +386,8 @@ fn archives_that_unpack_to_more_than_there_is() {
     let mut g = graph(n, vec![port("image", 1, &[1])], vec![port("y", 1, &[])], vec![]);
     g.input = vec![common::port("image", DType::F32, &[Err("n")])];
     save(&model(17, g), &open);
-    // One gigabyte of zeros in a megabyte: `inspect` reads the header alone, and a model that takes 64 numbers does not unpack it.
+    // One gigabyte of zeros in a megabyte: `inspect` reads the header alone, and a model that takes 64
+    // numbers does not unpack it.
     let count = 256 << 20;
     std::fs::write(&path, bomb("image", count, count)).expect("a file");
     let (done, peak) = attack(&["inspect", text(&path), "--json"]);
@@ -636,7 +638,8 @@ fn long_chains_do_not_recurse_or_take_quadratic_time() {
             m
         }),
     ];
-    // Time that this thread had a processor: what else the machine does must not count. Systems that do not tell it judge nothing.
+    // Time that this thread had a processor: what else the machine does must not count. Systems that do not
+    // tell it judge nothing.
     let busy = || -> Option<Duration> {
         let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok()?;
         Some(Duration::from_nanos(text.split_whitespace().next()?.parse().ok()?))

@@ -1,5 +1,6 @@
-//! Real models with known outputs, through the command: on cpu at every level, on opencl and webgpu at O1 and O2. HALCYON_CASES=N draws
-//! a sample by seed: one level for each backend and model, and one of the folders of models.
+//! Real models with known outputs, through the command: on cpu at every level, on opencl and webgpu at O1 and
+//! O2. HALCYON_CASES=N draws a sample by seed: one level for each backend and model, and one of the folders
+//! of models.
 
 mod common;
 

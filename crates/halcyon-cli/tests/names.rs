@@ -1,5 +1,5 @@
-//! Names that others chose: of files, which need not be text, and of what a model holds, which may be anything; and what the environment
-//! names.
+//! Names that others chose: of files, which need not be text, and of what a model holds, which may be
+//! anything; and what the environment names.
 
 mod common;
 

@@ -22,7 +22,8 @@ fn f32s(dims: &[usize], v: &[f32]) -> ConstData {
     ConstData::from_slice(dims, v).expect("values fill the shape")
 }
 
-/// A folder of sixteen-pixel pictures of one grey each: `p1.png`, `p2.png`, `p10.png`, and one that is no picture.
+/// A folder of sixteen-pixel pictures of one grey each: `p1.png`, `p2.png`, `p10.png`, and one that is no
+/// picture.
 fn pictures(dir: &Path) {
     let png = std::fs::read(root().join(SEVEN)).expect("the sample");
     for n in ["p10.png", "p2.png", "p1.png"] {

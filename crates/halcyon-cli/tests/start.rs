@@ -1,4 +1,5 @@
-//! Caches of packed weights from start to start. How long a start takes is the matter of `cargo xtask bench start`.
+//! Caches of packed weights from start to start. How long a start takes is the matter of `cargo xtask bench
+//! start`.
 
 mod common;
 

@@ -1,4 +1,5 @@
-//! `halcyon tune`: measured once, kept, listed, moved between files; what cannot be written or read is an error.
+//! `halcyon tune`: measured once, kept, listed, moved between files; what cannot be written or read is an
+//! error.
 
 mod common;
 

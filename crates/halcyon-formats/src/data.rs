@@ -4,8 +4,8 @@ use bytes::Bytes;
 use halcyon_ir::{ConstData, DType, Error, Result, Scalar};
 use std::sync::Arc;
 
-/// Bytes that a dense tensor takes, or `None` if that (with every size of zero taken as one, so that strides fit as
-/// well) is more than an allocation can hold.
+/// Bytes that a dense tensor takes, or `None` if that (with every size of zero taken as one, so that strides
+/// fit as well) is more than an allocation can hold.
 pub fn byte_len(dtype: DType, dims: &[usize]) -> Option<usize> {
     let bound = dims.iter().try_fold(1usize, |n, &d| n.checked_mul(d.max(1)))?;
     let bits = bound.checked_mul(dtype.bits() as usize)?;

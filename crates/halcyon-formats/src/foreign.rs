@@ -91,7 +91,8 @@ impl fmt::Display for Foreign {
     }
 }
 
-/// The error about a file that was given as a model and does not decode (`e`): what the file is, where its content tells.
+/// The error about a file that was given as a model and does not decode (`e`): what the file is, where its
+/// content tells.
 pub fn instead_of_a_model(data: &[u8], file: &str, e: Error) -> Error {
     match (&e, kind(data)) {
         (Error::Format { .. }, Some(k)) => {

@@ -1,8 +1,9 @@
-//! JPEG (ITU-T T.81): baseline, extended and progressive Huffman-coded images of 8 bits, grey or of three components.
+//! JPEG (ITU-T T.81): baseline, extended and progressive Huffman-coded images of 8 bits, grey or of three
+//! components.
 //!
-//! ONNX asks for a given result: chroma is interpolated with an ordered dither. The inverse transform is the integer one of Loeffler,
-//! Ligtenberg and Moschytz (1989) in the fixed point that the Independent JPEG Group's library made common, so that results are equal
-//! bit by bit to those of decoders that follow it.
+//! ONNX asks for a given result: chroma is interpolated with an ordered dither. The inverse transform is the
+//! integer one of Loeffler, Ligtenberg and Moschytz (1989) in the fixed point that the Independent JPEG
+//! Group's library made common, so that results are equal bit by bit to those of decoders that follow it.
 
 use crate::picture::{Failure, Picture};
 
@@ -189,8 +190,9 @@ struct Decoder {
 /// Decodes an image to grey or RGB.
 ///
 /// # Errors
-/// [`Failure::Unsupported`] for arithmetic coding, lossless and hierarchical images, 12 bits, four components, and sampling factors
-/// that do not divide each other; [`Failure::Corrupt`] for everything that is no complete JPEG.
+/// [`Failure::Unsupported`] for arithmetic coding, lossless and hierarchical images, 12 bits, four
+/// components, and sampling factors that do not divide each other; [`Failure::Corrupt`] for everything that
+/// is no complete JPEG.
 pub fn decode(data: &[u8]) -> Result<Picture> {
     let mut d = Decoder::default();
     let mut at = 2;
@@ -612,8 +614,8 @@ fn idct(block: &[i16; 64], q: &[u16; 64]) -> [u8; 64] {
     out
 }
 
-/// A component in the size of the image. Factors of two interpolate: a sample counts three quarters, its neighbour one, and the
-/// rounding alternates.
+/// A component in the size of the image. Factors of two interpolate: a sample counts three quarters, its
+/// neighbour one, and the rounding alternates.
 fn upsample(plane: &[u8], c: &Component, f: &Frame) -> Result<Vec<u8>> {
     if !f.h.is_multiple_of(c.h) || !f.v.is_multiple_of(c.v) {
         return Err(Failure::Unsupported("JPEG with fractional sampling".into()));

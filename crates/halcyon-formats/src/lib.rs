@@ -1,10 +1,10 @@
 //! Model and tensor files: ONNX, safetensors and NumPy; and the images that ONNX models decode.
 //!
 //! Contract of the crate:
-//! - Every parser distrusts its input. Lengths and offsets are checked against the file before anything is sliced or
-//!   allocated, and what is refused is an [`halcyon_ir::Error::Format`] that names file and place.
-//! - Weights are not copied. A file is mapped once ([`mmap::open`]) and every tensor of it is a slice of that map. Such
-//!   a slice need not be aligned to its element type.
+//! - Every parser distrusts its input. Lengths and offsets are checked against the file before anything is
+//!   sliced or allocated, and what is refused is an [`halcyon_ir::Error::Format`] that names file and place.
+//! - Weights are not copied. A file is mapped once ([`mmap::open`]) and every tensor of it is a slice of that
+//!   map. Such a slice need not be aligned to its element type.
 //! - A file's kind is read from its content ([`sniff::kind`]), never from its name alone.
 #![deny(unsafe_code)]
 pub mod data;

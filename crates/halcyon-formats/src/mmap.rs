@@ -8,11 +8,12 @@ use std::path::Path;
 
 /// Maps a whole file read-only. Slices of the result share the map, which is released with the last of them.
 ///
-/// The file must not be truncated while it is mapped: the operating system ends a process that then reads the missing
-/// pages. Bytes changed by others meanwhile may be seen.
+/// The file must not be truncated while it is mapped: the operating system ends a process that then reads the
+/// missing pages. Bytes changed by others meanwhile may be seen.
 ///
 /// # Errors
-/// [`Error::Io`] if the file cannot be opened or mapped, or is not a regular file (a device or pipe has no end).
+/// [`Error::Io`] if the file cannot be opened or mapped, or is not a regular file (a device or pipe has no
+/// end).
 #[allow(unsafe_code)]
 pub fn open(path: &Path) -> Result<Bytes> {
     let err = |e| crate::io(path, e);
@@ -25,9 +26,9 @@ pub fn open(path: &Path) -> Result<Bytes> {
     if meta.len() == 0 {
         return Ok(Bytes::new());
     }
-    // SAFETY: the map is private to this process and read-only, and its bytes are only ever read as plain integers and
-    // floats, for which every bit pattern is valid. Truncation by another process is outside what any mapping can
-    // guard against; the function's documentation names it.
+    // SAFETY: the map is private to this process and read-only, and its bytes are only ever read as plain
+    // integers and floats, for which every bit pattern is valid. Truncation by another process is outside
+    // what any mapping can guard against; the function's documentation names it.
     let map = unsafe { memmap2::Mmap::map(&file) }.map_err(|e| match e.kind() {
         ErrorKind::OutOfMemory => no_addresses(path, meta.len()),
         _ => err(e),

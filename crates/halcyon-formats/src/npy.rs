@@ -1,9 +1,10 @@
 //! NumPy's `.npy`, format versions 1 to 3 (numpy.lib.format).
 //!
-//! Read: bool, integers and floats of [`DType`], C and Fortran order, both byte orders; the result is row-major and
-//! little endian, and is a slice of the file where that needs no conversion. Written: version 1, C order, little endian.
-//! NumPy has no bf16, no floats of 8 bits and fewer and no integers under 8 bits, so writing one is a typed error; cast to
-//! [`stand_in`] first, which is exact. Strings have a reader of their own, [`parse_text`].
+//! Read: bool, integers and floats of [`DType`], C and Fortran order, both byte orders; the result is
+//! row-major and little endian, and is a slice of the file where that needs no conversion. Written: version
+//! 1, C order, little endian. NumPy has no bf16, no floats of 8 bits and fewer and no integers under 8 bits,
+//! so writing one is a typed error; cast to [`stand_in`] first, which is exact. Strings have a reader of
+//! their own, [`parse_text`].
 
 use crate::{ConstData, bad};
 use bytes::Bytes;
@@ -21,7 +22,8 @@ pub fn read(path: &Path) -> Result<ConstData> {
 /// Reads an `.npy` image; `file` names it in errors.
 ///
 /// # Errors
-/// [`Error::Format`] for anything malformed, [`Error::Unsupported`] for element types without a row in [`DType`].
+/// [`Error::Format`] for anything malformed, [`Error::Unsupported`] for element types without a row in
+/// [`DType`].
 pub fn parse(data: Bytes, file: &str) -> Result<ConstData> {
     let (dtype, _) = head(&data, data.len() as u64, file)?;
     let (h, body) = parts(&data, file)?;
@@ -38,8 +40,8 @@ pub fn parse(data: Bytes, file: &str) -> Result<ConstData> {
 /// Bytes that a header takes at most where only the header is read. NumPy's have a few hundred.
 pub const HEADER: usize = 1 << 20;
 
-/// Element type and sizes of an `.npy` image of `bytes` bytes, of which `start` has the header. The element data is not looked at, but its
-/// length must be what they take.
+/// Element type and sizes of an `.npy` image of `bytes` bytes, of which `start` has the header. The element
+/// data is not looked at, but its length must be what they take.
 ///
 /// # Errors
 /// As [`parse`].
@@ -58,7 +60,8 @@ pub fn head(start: &[u8], bytes: u64, file: &str) -> Result<(DType, Vec<usize>)>
 /// Strings that take no bytes in a file: more of them are refused.
 const EMPTY: usize = 1 << 16;
 
-/// Reads an `.npy` image of strings (`U` or `S`): its sizes, and the strings in row-major order without the NULs at their ends.
+/// Reads an `.npy` image of strings (`U` or `S`): its sizes, and the strings in row-major order without the
+/// NULs at their ends.
 ///
 /// # Errors
 /// [`Error::Format`] for anything malformed, [`Error::Unsupported`] for other element types.
@@ -127,7 +130,8 @@ fn header(data: &[u8], file: &str) -> Result<(Header, usize)> {
     Ok((h, end))
 }
 
-/// The type whose `.npy` holds every value of `d`: itself, or where NumPy lacks it f32 for floats, i8 and u8 for integers.
+/// The type whose `.npy` holds every value of `d`: itself, or where NumPy lacks it f32 for floats, i8 and u8
+/// for integers.
 pub fn stand_in(d: DType) -> DType {
     match d.class() {
         _ if d.row().npy.is_some() => d,
@@ -221,7 +225,8 @@ fn from_fortran(b: &[u8], size: usize, dims: &[usize], file: &str) -> Result<Byt
     Ok(out.into())
 }
 
-/// The header's three keys. The text is a Python dict literal of a fixed form; this reads that form and nothing more.
+/// The header's three keys. The text is a Python dict literal of a fixed form; this reads that form and
+/// nothing more.
 struct Header {
     descr: String,
     fortran: bool,

@@ -1,5 +1,5 @@
-//! NumPy's `.npz`: a zip archive of `.npy` members (PKWARE APPNOTE 6.3, the parts NumPy writes: stored and deflated
-//! members, zip64 sizes). A stored member stays a slice of the file.
+//! NumPy's `.npz`: a zip archive of `.npy` members (PKWARE APPNOTE 6.3, the parts NumPy writes: stored and
+//! deflated members, zip64 sizes). A stored member stays a slice of the file.
 
 use crate::{ConstData, bad, npy};
 use bytes::Bytes;
@@ -246,8 +246,8 @@ fn zip64(mut extra: &[u8], m: &mut Member) -> Option<()> {
     Some(())
 }
 
-/// Writes arrays as an archive of stored members, as `numpy.savez` does. Errors as [`npy::write`]; members or an
-/// archive past 4 GiB, and names past 64 KiB, are [`Error::Unsupported`].
+/// Writes arrays as an archive of stored members, as `numpy.savez` does. Errors as [`npy::write`]; members or
+/// an archive past 4 GiB, and names past 64 KiB, are [`Error::Unsupported`].
 pub fn write(path: &Path, arrays: &[(&str, &ConstData)]) -> Result<()> {
     crate::output::write(path, &encode(arrays)?)
 }
@@ -262,7 +262,8 @@ pub fn encode(arrays: &[(&str, &ConstData)]) -> Result<Vec<u8>> {
         let name = format!("{name}.npy");
         let header = u32::try_from(out.len()).map_err(|_| big())?;
         let size = u32::try_from(body.len()).map_err(|_| big())?;
-        // Shared by both headers: version, flags (UTF-8 name), method, time, date, checksum, sizes, name, no extra.
+        // Shared by both headers: version, flags (UTF-8 name), method, time, date, checksum, sizes, name, no
+        // extra.
         let mut common = Vec::new();
         common.extend(20u16.to_le_bytes());
         common.extend(0x0800u16.to_le_bytes());

@@ -1,8 +1,10 @@
 //! Encoded images: JPEG, JPEG 2000, PNG, BMP, TIFF, WebP and the PBM family.
 //!
-//! JPEG is decoded here; the others come with the feature `images`, and without it they are [`Failure::Unsupported`].
+//! JPEG is decoded here; the others come with the feature `images`, and without it they are
+//! [`Failure::Unsupported`].
 //!
-//! What is decoded is bounded: no decoder is asked for more than [`MOST_BYTES`], or for more than a file of that length can mean.
+//! What is decoded is bounded: no decoder is asked for more than [`MOST_BYTES`], or for more than a file of
+//! that length can mean.
 
 use crate::jpeg;
 

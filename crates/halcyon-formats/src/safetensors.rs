@@ -1,8 +1,9 @@
 //! Safetensors files: an 8-byte length, a JSON header, then the tensors back to back
 //! (the format section of the huggingface/safetensors README).
 //!
-//! The header is checked here in full rather than by the `safetensors` crate, whose end-of-buffer sum can overflow on a
-//! hostile header. As the format demands, tensors must cover the data without holes or overlaps.
+//! The header is checked here in full rather than by the `safetensors` crate, whose end-of-buffer sum can
+//! overflow on a hostile header. As the format demands, tensors must cover the data without holes or
+//! overlaps.
 
 use crate::{ConstData, bad};
 use bytes::Bytes;
@@ -36,7 +37,8 @@ struct Info {
 
 impl SafeTensors {
     /// # Errors
-    /// [`Error::Io`], or [`Error::Format`] if the header is malformed or does not describe the rest of the file exactly.
+    /// [`Error::Io`], or [`Error::Format`] if the header is malformed or does not describe the rest of the
+    /// file exactly.
     pub fn open(path: &Path) -> Result<SafeTensors> {
         SafeTensors::parse(crate::mmap::open(path)?, &path.display().to_string())
     }
@@ -95,8 +97,8 @@ impl SafeTensors {
     /// One tensor, without a copy.
     ///
     /// # Errors
-    /// [`Error::Argument`] if there is none of this name; [`Error::Unsupported`] for an element type that has no row in
-    /// [`halcyon_ir::DType`].
+    /// [`Error::Argument`] if there is none of this name; [`Error::Unsupported`] for an element type that has
+    /// no row in [`halcyon_ir::DType`].
     pub fn get(&self, name: &str) -> Result<ConstData> {
         let i = self
             .tensors

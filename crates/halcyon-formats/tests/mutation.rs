@@ -1,8 +1,9 @@
-//! Models that are almost valid: whatever a file holds, importing and running it returns, in bounded time and memory.
+//! Models that are almost valid: whatever a file holds, importing and running it returns, in bounded time and
+//! memory.
 //!
-//! Without `HALCYON_TESTDATA` the models of `support/models.rs` and one of every operator are changed; with it, every model below
-//! that folder too. `HALCYON_MUTATIONS` multiplies the number of changes, `HALCYON_SEED` repeats a run. Before a merge the changes are the
-//! same in every run.
+//! Without `HALCYON_TESTDATA` the models of `support/models.rs` and one of every operator are changed; with
+//! it, every model below that folder too. `HALCYON_MUTATIONS` multiplies the number of changes,
+//! `HALCYON_SEED` repeats a run. Before a merge the changes are the same in every run.
 
 mod support {
     pub mod models;
@@ -52,7 +53,8 @@ static ALLOCATOR: Counting = Counting;
 /// One case at a time, so that memory is attributed to it.
 static TURN: Mutex<()> = Mutex::new(());
 
-/// Memory that importing and running a model of a few kilobytes may take. The evaluator below accounts for a part.
+/// Memory that importing and running a model of a few kilobytes may take. The evaluator below accounts for a
+/// part.
 const MEMORY: usize = 192 << 20;
 /// Time, without optimisation and beside other tests.
 const TIME: Duration = Duration::from_secs(10);
@@ -156,8 +158,8 @@ fn keep(name: &str, model: &[u8]) {
     }
 }
 
-/// Time that this thread has had a processor: a busy machine must not look like a slow importer. Zero where the system does not
-/// tell, which judges nothing there.
+/// Time that this thread has had a processor: a busy machine must not look like a slow importer. Zero where
+/// the system does not tell, which judges nothing there.
 fn busy() -> Duration {
     let text = std::fs::read_to_string("/proc/thread-self/schedstat").ok();
     let ns = text.and_then(|t| t.split_whitespace().next()?.parse().ok());

@@ -1,4 +1,5 @@
-//! Speed of the CPU kernels beside what this machine can do: `cargo run --release -p halcyon-hal --example cpu_kernels [threads]`.
+//! Speed of the CPU kernels beside what this machine can do: `cargo run --release -p halcyon-hal --example
+//! cpu_kernels [threads]`.
 
 use halcyon_hal::cpu::library::attention::{Attention, Heads, attention};
 use halcyon_hal::cpu::library::conv::{Conv, ConvWeights, Window, conv_f32};
@@ -201,7 +202,8 @@ fn main() {
         );
     }
 
-    // Batch, channels in and out, groups, image, kernel, stride, padding: layers of ResNet-50, SqueezeNet and MobileNet.
+    // Batch, channels in and out, groups, image, kernel, stride, padding: layers of ResNet-50, SqueezeNet and
+    // MobileNet.
     for (b, ci, co, g, hw, k, s, p) in [
         (1, 3, 64, 1, 224, 7, 2, 3),
         (1, 64, 64, 1, 56, 3, 1, 1),

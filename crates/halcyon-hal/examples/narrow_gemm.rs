@@ -2,8 +2,9 @@
 //! `cargo run --release -p halcyon-hal --example narrow_gemm [threads] [rounds] [rows]`. With `rows`, only
 //! the products of so many rows run.
 //!
-//! Product and peak are measured in turns, so that other work on the machine moves both. Medians over the rounds, the median of the
-//! shares of the peaks before and after each run, and the best run beside the best peak.
+//! Product and peak are measured in turns, so that other work on the machine moves both. Medians over the
+//! rounds, the median of the shares of the peaks before and after each run, and the best run beside the best
+//! peak.
 
 use halcyon_hal::cpu::library::gemm::{Epilogue, Mat, MatMut, gemm};
 use halcyon_hal::cpu::library::gemm_bf16::{Bf16Code, PackedBf16, gemm_bf16, gemm_bf16_packed};
@@ -30,8 +31,8 @@ fn had() -> Option<f64> {
     None
 }
 
-/// Seconds that `f` takes: of the processor where this thread alone works and the system tells (other programs disturb that less),
-/// else by the clock.
+/// Seconds that `f` takes: of the processor where this thread alone works and the system tells (other
+/// programs disturb that less), else by the clock.
 fn seconds(team: &Team, f: impl FnOnce()) -> f64 {
     let (t, before) = (Instant::now(), had());
     f();

@@ -1,8 +1,9 @@
 //! Fused chains on the CPU against the machine's memory bandwidth.
 //!
-//! `cargo run --release -p halcyon-hal --example tile_bench [threads]`. Each line: the best time of many interleaved runs,
-//! the rate at which the bytes that have to move moved, and that rate as a share of the best plain copy's (read 1, write 1).
-//! The last column is the least processor time per thread, which other programs on the machine disturb less.
+//! `cargo run --release -p halcyon-hal --example tile_bench [threads]`. Each line: the best time of many
+//! interleaved runs, the rate at which the bytes that have to move moved, and that rate as a share of the
+//! best plain copy's (read 1, write 1). The last column is the least processor time per thread, which other
+//! programs on the machine disturb less.
 
 use halcyon_hal::cpu::CpuDevice;
 use halcyon_hal::{BufferRef, Command, Device, Options, Result, Tag, Target};

@@ -1,5 +1,5 @@
-//! Names of backends: one enum, parsed from every alias in use. Backends of drivers that are registered from outside
-//! ([`crate::registry::register`]) have names of their own.
+//! Names of backends: one enum, parsed from every alias in use. Backends of drivers that are registered from
+//! outside ([`crate::registry::register`]) have names of their own.
 
 use crate::{Error, Result, registry};
 use serde::{Deserialize, Serialize};
@@ -20,7 +20,8 @@ pub enum BackendType {
     Cpu,
     /// Allocates and validates, computes nothing; only when named.
     Noop,
-    /// A backend that is not planned here. Its driver brings the row; the names parse while that driver is registered.
+    /// A backend that is not planned here. Its driver brings the row; the names parse while that driver is
+    /// registered.
     Other(&'static Row),
 }
 

@@ -1,4 +1,5 @@
-//! Compiled programs and packed constants on disk: one file per key, checked when read, replaced atomically, bounded in size.
+//! Compiled programs and packed constants on disk: one file per key, checked when read, replaced atomically,
+//! bounded in size.
 //!
 //! Nothing here can fail a build: what cannot be read is made again, what cannot be written is logged once.
 
@@ -103,8 +104,9 @@ pub fn user_dir() -> Option<PathBuf> {
     base.map(|b| b.join("halcyon"))
 }
 
-/// Removes variables that name relative folders from the environment, so that drivers' libraries do not make folders in the working
-/// directory either. Only where the system shows that no other thread runs yet: call it first. Returns what was removed.
+/// Removes variables that name relative folders from the environment, so that drivers' libraries do not make
+/// folders in the working directory either. Only where the system shows that no other thread runs yet: call
+/// it first. Returns what was removed.
 pub fn ignore_relative() -> Vec<(&'static str, PathBuf)> {
     // Only Linux tells how many threads there are.
     if !fs::read_dir("/proc/self/task").is_ok_and(|d| d.count() == 1) {
@@ -122,8 +124,8 @@ pub fn ignore_relative() -> Vec<(&'static str, PathBuf)> {
     gone
 }
 
-/// A folder that a variable names. A relative one does not count, as the XDG specification has it: it would be another one in each
-/// working directory.
+/// A folder that a variable names. A relative one does not count, as the XDG specification has it: it would
+/// be another one in each working directory.
 fn absolute(variable: &str) -> Option<PathBuf> {
     let path = std::env::var_os(variable).filter(|v| !v.is_empty()).map(PathBuf::from)?;
     if !path.is_absolute() {
@@ -221,7 +223,8 @@ impl DiskCache {
         let _ = fs::remove_file(self.path(key));
     }
 
-    /// Deletes the oldest entries until a tenth of the limit is free, and what interrupted writers left; never the entry `keep`.
+    /// Deletes the oldest entries until a tenth of the limit is free, and what interrupted writers left;
+    /// never the entry `keep`.
     fn evict(&self, keep: u128) {
         let Ok(dir) = fs::read_dir(&self.dir) else { return };
         let kept = self.path(keep);
@@ -255,16 +258,16 @@ impl DiskCache {
     }
 }
 
-/// Large entries, which are mapped: packed constants. They are found by a key that is cheap to make, and hold the digest of the content
-/// they were made from, which is compared.
+/// Large entries, which are mapped: packed constants. They are found by a key that is cheap to make, and hold
+/// the digest of the content they were made from, which is compared.
 impl DiskCache {
     /// Whether there is an entry, whatever it holds.
     pub fn has(&self, key: u128) -> bool {
         self.path(key).is_file()
     }
 
-    /// The `bytes` bytes that [`DiskCache::put_large`] stored for this key and content, mapped. A damaged entry, and one of other
-    /// content, is deleted with a warning.
+    /// The `bytes` bytes that [`DiskCache::put_large`] stored for this key and content, mapped. A damaged
+    /// entry, and one of other content, is deleted with a warning.
     pub fn map(&self, key: u128, content: u128, bytes: usize) -> Option<Arc<dyn Bytes>> {
         let path = self.path(key);
         let why = match self.map_checked(&path, key, content, bytes) {
@@ -302,8 +305,9 @@ impl DiskCache {
         if head[24..40] != content.to_le_bytes() {
             return Err("it was made from other values");
         }
-        // SAFETY: read-only, private to this process, and read as plain bytes. Entries are replaced and deleted as whole files, which
-        // leaves a map of theirs as it was; nothing of ours writes into one or cuts it short.
+        // SAFETY: read-only, private to this process, and read as plain bytes. Entries are replaced and
+        // deleted as whole files, which leaves a map of theirs as it was; nothing of ours writes into one or
+        // cuts it short.
         let map = unsafe {
             memmap2::MmapOptions::new().offset(LARGE_START as u64).len(bytes).populate().map(&file)
         };
@@ -315,8 +319,8 @@ impl DiskCache {
         Ok(map)
     }
 
-    /// Stores `bytes` bytes, which `read` gives piece by piece (offset, room). Does nothing for what would take more than half of
-    /// the cache.
+    /// Stores `bytes` bytes, which `read` gives piece by piece (offset, room). Does nothing for what would
+    /// take more than half of the cache.
     pub fn put_large<E>(
         &self,
         key: u128,
@@ -385,8 +389,9 @@ impl Pieces {
     }
 }
 
-/// Digest of a piece at the speed of memory: eight lanes of xor, multiply by an odd number and rotate, each a bijection of the lane, so
-/// that a change of one word changes the result; folded by [`digest`]. It finds damage, not forgery.
+/// Digest of a piece at the speed of memory: eight lanes of xor, multiply by an odd number and rotate, each a
+/// bijection of the lane, so that a change of one word changes the result; folded by [`digest`]. It finds
+/// damage, not forgery.
 fn piece_digest(bytes: &[u8]) -> u128 {
     const ODD: u64 = 0x9E37_79B9_7F4A_7C15;
     let mut lanes: [u64; 8] = std::array::from_fn(|i| ODD.rotate_left(i as u32 * 8));

@@ -1,14 +1,18 @@
 //! What drivers print.
 //!
-//! Vendors' libraries write to the standard streams when they are loaded, list devices or compile: greetings, warnings about the
-//! environment, debug lines. A program whose standard output is read by other programs must keep that out of it, and its own messages
-//! apart from it. Such a program calls [`separate`] once, before anything is loaded, and writes by [`out`] and [`err`] from then on:
+//! Vendors' libraries write to the standard streams when they are loaded, list devices or compile: greetings,
+//! warnings about the environment, debug lines. A program whose standard output is read by other programs
+//! must keep that out of it, and its own messages apart from it. Such a program calls [`separate`] once,
+//! before anything is loaded, and writes by [`out`] and [`err`] from then on:
 //!
-//! - File descriptor 1 then leads to standard error, so whatever a library prints, whenever it does, is not in the program's output.
-//! - While a library is loaded, asked for devices, opened or compiles ([`capture`]), both streams lead into a pipe. The lines go to the
-//!   log (level debug, target `halcyon_hal::chatter`) and to the program ([`show`]), with the driver's name.
+//! - File descriptor 1 then leads to standard error, so whatever a library prints, whenever it does, is not
+//!   in the program's output.
+//! - While a library is loaded, asked for devices, opened or compiles ([`capture`]), both streams lead into a
+//!   pipe. The lines go to the log (level debug, target `halcyon_hal::chatter`) and to the program
+//!   ([`show`]), with the driver's name.
 //!
-//! A program that does not call [`separate`] keeps its streams as they are. So does every program on systems other than Unix.
+//! A program that does not call [`separate`] keeps its streams as they are. So does every program on systems
+//! other than Unix.
 
 use std::io::Write;
 
@@ -137,8 +141,8 @@ pub enum Chatter {
     ToStderr,
 }
 
-/// Keeps what drivers print out of this program's standard output, as said above. The first call counts. Where it cannot be done (no
-/// free file descriptors) the streams stay as they are.
+/// Keeps what drivers print out of this program's standard output, as said above. The first call counts.
+/// Where it cannot be done (no free file descriptors) the streams stay as they are.
 pub fn separate(chatter: Chatter) {
     #[cfg(unix)]
     unix::separate(chatter);
@@ -154,8 +158,9 @@ pub struct Capture {
     driver: Option<&'static str>,
 }
 
-/// Captures what a driver prints, where [`separate`] has asked for that. Several captures may overlap, in one thread or in many; the
-/// streams are the process's, so what is printed then is given to all of their drivers.
+/// Captures what a driver prints, where [`separate`] has asked for that. Several captures may overlap, in one
+/// thread or in many; the streams are the process's, so what is printed then is given to all of their
+/// drivers.
 pub fn capture(driver: &'static str) -> Capture {
     #[cfg(unix)]
     return Capture { driver: unix::begin(driver).then_some(driver) };
@@ -201,8 +206,8 @@ mod unix {
 
     /// Lets a file descriptor lead to where another one leads.
     fn redirect(to: BorrowedFd<'_>, number: i32) -> bool {
-        // SAFETY: `to` is open, and 0 to 2 are the standard streams, which are open in every process of Rust's (its start sees to
-        // that). Nobody owns them, so no other file is closed by this.
+        // SAFETY: `to` is open, and 0 to 2 are the standard streams, which are open in every process of
+        // Rust's (its start sees to that). Nobody owns them, so no other file is closed by this.
         unsafe { libc::dup2(to.as_raw_fd(), number) >= 0 }
     }
 

@@ -1,9 +1,9 @@
 //! Work in a child process, for what may take the process down that does it.
 //!
-//! Children end with their parent, however that one ends. The parent holds the writing end of a pipe that is the child's standard
-//! input ([`Tied`]); the system closes it with the parent, and a thread of the child that waits for that ([`end_with_parent`]) ends the
-//! child at once, also while another thread of it is stuck in a driver. This needs nothing but pipes, so it holds on Linux, macOS
-//! and Windows alike.
+//! Children end with their parent, however that one ends. The parent holds the writing end of a pipe that is
+//! the child's standard input ([`Tied`]); the system closes it with the parent, and a thread of the child
+//! that waits for that ([`end_with_parent`]) ends the child at once, also while another thread of it is stuck
+//! in a driver. This needs nothing but pipes, so it holds on Linux, macOS and Windows alike.
 
 use std::io::Read;
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -45,8 +45,8 @@ impl Tied {
     }
 }
 
-/// In a child of [`Tied::spawn`]: ends this process when its parent is gone. Elsewhere it does nothing. A program whose executable is
-/// started as such a child calls this first, before a library is loaded.
+/// In a child of [`Tied::spawn`]: ends this process when its parent is gone. Elsewhere it does nothing. A
+/// program whose executable is started as such a child calls this first, before a library is loaded.
 pub fn end_with_parent() {
     static WATCHED: AtomicBool = AtomicBool::new(false);
     if std::env::var_os(TIED).is_none() || WATCHED.swap(true, Ordering::Relaxed) {

@@ -8,7 +8,8 @@
 //! memory_pool = "best-fit:2GiB,defragment"    # or a table: strategy, initial_size, max_size, defragment
 //! ```
 //!
-//! It is the file that `HALCYON_CONFIG` names (`off` for none), else `halcyon/config.toml` in the user's configuration directory.
+//! It is the file that `HALCYON_CONFIG` names (`off` for none), else `halcyon/config.toml` in the user's
+//! configuration directory.
 
 use crate::policy::{Fallback, Policy};
 use crate::pool::MemoryPoolConfig;
@@ -54,8 +55,8 @@ fn path() -> Option<(PathBuf, bool)> {
 /// The file and what it sets; `None` where there is none.
 ///
 /// # Errors
-/// [`Error::Io`] for a file that cannot be read, also where one that `HALCYON_CONFIG` names is not there; [`Error::Format`] for
-/// one that is no TOML, or sets what is not known.
+/// [`Error::Io`] for a file that cannot be read, also where one that `HALCYON_CONFIG` names is not there;
+/// [`Error::Format`] for one that is no TOML, or sets what is not known.
 pub fn load() -> Result<Option<(PathBuf, Config)>> {
     let Some((path, named)) = path() else { return Ok(None) };
     let text = match input::text_of(&path, input::TEXT) {
@@ -81,7 +82,8 @@ pub fn load() -> Result<Option<(PathBuf, Config)>> {
     }
 }
 
-/// Nothing is there that the user could have meant: no file, a service's home that is no directory or another user's, a system without files.
+/// Nothing is there that the user could have meant: no file, a service's home that is no directory or another
+/// user's, a system without files.
 fn nobodys(kind: ErrorKind) -> bool {
     use ErrorKind::*;
     matches!(kind, NotFound | NotADirectory | PermissionDenied | Unsupported)

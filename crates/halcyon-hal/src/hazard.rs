@@ -3,7 +3,8 @@
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 
-/// Ranges of addresses (or of numbers that stand for whole buffers), sorted and without overlaps once settled.
+/// Ranges of addresses (or of numbers that stand for whole buffers), sorted and without overlaps once
+/// settled.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Spans(SmallVec<[(usize, usize); 8]>);
 
@@ -105,7 +106,8 @@ impl<T> Default for Ledger<T> {
 }
 
 impl<T> Ledger<T> {
-    /// Work of other queues than `lane` that must end before work with this access begins. A queue is in order by itself.
+    /// Work of other queues than `lane` that must end before work with this access begins. A queue is in
+    /// order by itself.
     pub fn before(&self, lane: u64, access: &Access) -> impl Iterator<Item = &Entry<T>> {
         self.entries.iter().filter(move |e| e.lane != lane && e.access.conflicts(access))
     }

@@ -3,7 +3,8 @@
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// The system's allocator with a count of what it was asked for: for tests and measurements, as a program's `#[global_allocator]`.
+/// The system's allocator with a count of what it was asked for: for tests and measurements, as a program's
+/// `#[global_allocator]`.
 #[derive(Debug, Default)]
 pub struct Counting(AtomicU64);
 
@@ -41,7 +42,8 @@ unsafe impl GlobalAlloc for Counting {
     }
 }
 
-/// The system's allocator, which remembers what it refused: as the `#[global_allocator]` of a command that says so ([`end_when_out`]).
+/// The system's allocator, which remembers what it refused: as the `#[global_allocator]` of a command that
+/// says so ([`end_when_out`]).
 #[derive(Debug, Default)]
 pub struct Noted;
 
@@ -58,26 +60,31 @@ fn noted(p: *mut u8, bytes: usize) -> *mut u8 {
 // SAFETY: every call goes to the system's allocator as it is.
 unsafe impl GlobalAlloc for Noted {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the arguments are passed on unchanged, so what the caller guarantees for them holds for the system's allocator.
+        // SAFETY: the arguments are passed on unchanged, so what the caller guarantees for them holds for the
+        // system's allocator.
         noted(unsafe { System.alloc(layout) }, layout.size())
     }
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the arguments are passed on unchanged, so what the caller guarantees for them holds for the system's allocator.
+        // SAFETY: the arguments are passed on unchanged, so what the caller guarantees for them holds for the
+        // system's allocator.
         noted(unsafe { System.alloc_zeroed(layout) }, layout.size())
     }
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: the arguments are passed on unchanged, so what the caller guarantees for them holds for the system's allocator.
+        // SAFETY: the arguments are passed on unchanged, so what the caller guarantees for them holds for the
+        // system's allocator.
         noted(unsafe { System.realloc(ptr, layout, size) }, size)
     }
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the arguments are passed on unchanged, so what the caller guarantees for them holds for the system's allocator.
+        // SAFETY: the arguments are passed on unchanged, so what the caller guarantees for them holds for the
+        // system's allocator.
         unsafe { System.dealloc(ptr, layout) }
     }
 }
 
-/// Has the process end with exit code 5 and one message where it would be ended for want of memory: by an allocation that cannot fail in
-/// an orderly way, in Rust (of a process with [`Noted`]) or in a driver's library. Without it such an end is a signal. `json` has the
-/// message on standard output as the command prints errors. Where there are no signals this does nothing.
+/// Has the process end with exit code 5 and one message where it would be ended for want of memory: by an
+/// allocation that cannot fail in an orderly way, in Rust (of a process with [`Noted`]) or in a driver's
+/// library. Without it such an end is a signal. `json` has the message on standard output as the command
+/// prints errors. Where there are no signals this does nothing.
 pub fn end_when_out(json: bool) {
     #[cfg(unix)]
     out::install(json);
@@ -189,15 +196,16 @@ mod out {
     }
 }
 
-/// Gives memory that was freed and that the allocator keeps back to the system, where there is such a call (glibc): what planning
-/// leaves behind then makes room for the plan. Says whether anything was given back.
+/// Gives memory that was freed and that the allocator keeps back to the system, where there is such a call
+/// (glibc): what planning leaves behind then makes room for the plan. Says whether anything was given back.
 pub fn trim() -> bool {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
         unsafe extern "C" {
             fn malloc_trim(pad: usize) -> std::ffi::c_int;
         }
-        // SAFETY: it takes no pointer, and the allocator locks what it works on; live allocations are not touched.
+        // SAFETY: it takes no pointer, and the allocator locks what it works on; live allocations are not
+        // touched.
         unsafe { malloc_trim(0) == 1 }
     }
     #[cfg(not(all(target_os = "linux", target_env = "gnu")))]

@@ -6,8 +6,9 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes of the host, zeroed, at an address that stays; page-locked where the driver can. Dropping it gives them back. It is
-/// [`halcyon_ir::data::Bytes`], so [`crate::Device::import`] takes it without a copy where memory is unified.
+/// Bytes of the host, zeroed, at an address that stays; page-locked where the driver can. Dropping it gives
+/// them back. It is [`halcyon_ir::data::Bytes`], so [`crate::Device::import`] takes it without a copy where
+/// memory is unified.
 pub struct HostBuffer {
     memory: Box<dyn Pages>,
     bytes: usize,
@@ -18,8 +19,8 @@ pub struct HostBuffer {
 /// Who owns the memory of a [`HostBuffer`].
 ///
 /// # Safety
-/// `start` gives the same address each time, from which on as many bytes as were asked for are initialised and nobody else's, as long as the value
-/// lives.
+/// `start` gives the same address each time, from which on as many bytes as were asked for are initialised
+/// and nobody else's, as long as the value lives.
 pub(crate) unsafe trait Pages: Send + Sync {
     fn start(&self) -> *mut u8;
 }

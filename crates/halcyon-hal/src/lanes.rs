@@ -1,4 +1,5 @@
-//! The queues of one device: its own and its streams', ordered among each other by what their work reads and writes.
+//! The queues of one device: its own and its streams', ordered among each other by what their work reads and
+//! writes.
 
 use crate::Result;
 use crate::hazard::{Access, Ledger};
@@ -35,7 +36,8 @@ pub(crate) trait Fenced {
 /// What the queues of one device know of each other.
 #[derive(Debug)]
 pub(crate) struct Lanes<M> {
-    /// Work under way, each with the point of its end. Whoever enqueues while there are streams holds this lock.
+    /// Work under way, each with the point of its end. Whoever enqueues while there are streams holds this
+    /// lock.
     traffic: Mutex<Ledger<Arc<M>>>,
     /// Streams, until their work is done.
     streams: AtomicUsize,
@@ -57,7 +59,8 @@ impl<M: Mark> Lanes<M> {
         self.traffic.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// A lane for a stream. `own` is the device's queue, which has nothing under way afterwards that the ledger does not know.
+    /// A lane for a stream. `own` is the device's queue, which has nothing under way afterwards that the
+    /// ledger does not know.
     pub fn open(&self, own: &impl Fenced<Mark = M>) -> Result<u64> {
         self.streams.fetch_add(1, Ordering::SeqCst);
         while self.unseen.load(Ordering::SeqCst) > 0 {
@@ -72,7 +75,8 @@ impl<M: Mark> Lanes<M> {
         self.streams.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Runs a call of the device's own queue that needs no order with streams, because there are none. `None` where there are.
+    /// Runs a call of the device's own queue that needs no order with streams, because there are none. `None`
+    /// where there are.
     pub fn alone<R>(&self, f: impl FnOnce() -> R) -> Option<R> {
         struct Count<'a>(&'a AtomicUsize);
         impl Drop for Count<'_> {
@@ -147,8 +151,8 @@ impl<M: Mark> Lanes<M> {
         self.marked(OWN, queue, access, f)
     }
 
-    /// Runs `f` while no queue has work under way and none gets any, but for calls that found no streams, which the queue's own locks
-    /// keep out.
+    /// Runs `f` while no queue has work under way and none gets any, but for calls that found no streams,
+    /// which the queue's own locks keep out.
     pub fn still<R>(&self, f: impl FnOnce() -> Result<R>) -> Result<R> {
         let mut t = self.lock();
         let mut open = vec![];

@@ -1,12 +1,14 @@
 //! Hardware abstraction layer: drivers, devices, memory, selection. All FFI of the project is here.
 //!
 //! The contract, which every driver keeps and [`conformance`] checks:
-//! - Probing never panics. A missing library is [`Error::Unavailable`] with everything that was tried and what to do.
-//! - A device is in order: commands of one [`Device::submit`] and of successive ones act as if run one after another.
-//!   [`Device::read`] waits for what was submitted before it. [`stream`]s are further queues, which run beside it and each other;
-//!   work on the same memory is ordered all the same.
-//! - The caller validates shapes and bindings ([`halcyon_ir::kernel`]'s verifier); a device validates sizes of buffers, and
-//!   gives typed errors for what only the driver can know (memory, compile logs, a lost device).
+//! - Probing never panics. A missing library is [`Error::Unavailable`] with everything that was tried and
+//!   what to do.
+//! - A device is in order: commands of one [`Device::submit`] and of successive ones act as if run one after
+//!   another. [`Device::read`] waits for what was submitted before it. [`stream`]s are further queues, which
+//!   run beside it and each other; work on the same memory is ordered all the same.
+//! - The caller validates shapes and bindings ([`halcyon_ir::kernel`]'s verifier); a device validates sizes
+//!   of buffers, and gives typed errors for what only the driver can know (memory, compile logs, a lost
+//!   device).
 //! - Buffers hold undefined bytes when allocated. Bytes past the end are never touched by a correct kernel.
 //! - A kernel that meets a bad index clamps it and sets the device's fault word, see [`Device::take_fault`].
 
@@ -83,7 +85,8 @@ pub struct DeviceInfo {
     pub driver_version: Option<String>,
     /// Bytes.
     pub total_memory: Option<u64>,
-    /// Bytes that nobody used when the device was looked at or opened; `None` where the driver has no such query.
+    /// Bytes that nobody used when the device was looked at or opened; `None` where the driver has no such
+    /// query.
     pub free_memory: Option<u64>,
     pub compute_capability: Option<String>,
     pub compute_units: Option<u32>,
@@ -111,8 +114,8 @@ pub enum Tag {
 /// Device memory. Dropping it returns it to the device's pool.
 pub trait Buffer: Send + Sync + fmt::Debug {
     fn bytes(&self) -> usize;
-    /// Where it lies on a device that replays captured work ([`Device::capture`]): equal numbers are the same memory, until buffers
-    /// are moved.
+    /// Where it lies on a device that replays captured work ([`Device::capture`]): equal numbers are the same
+    /// memory, until buffers are moved.
     fn place(&self) -> Option<u64> {
         None
     }
@@ -133,9 +136,9 @@ pub trait Program: Send + Sync + fmt::Debug {
 /// One piece of submitted work.
 #[derive(Debug)]
 pub enum Command<'a> {
-    /// Buffers in the kernel's order; `params` in the kernel's order. A kernel that can fault (`Stmt::SetError`) has the
-    /// fault word (u32) as its last buffer, which the device binds itself, and a parameter named `fault`, for which the
-    /// device passes this command's `fault`.
+    /// Buffers in the kernel's order; `params` in the kernel's order. A kernel that can fault
+    /// (`Stmt::SetError`) has the fault word (u32) as its last buffer, which the device binds itself, and a
+    /// parameter named `fault`, for which the device passes this command's `fault`.
     Launch {
         program: &'a Arc<dyn Program>,
         groups: [u32; 3],
@@ -143,7 +146,8 @@ pub enum Command<'a> {
         params: &'a [Scalar],
         fault: u32,
     },
-    /// Buffers: inputs, outputs, then the workspace if the kernel wants one. `args` are the plan's run-time arguments.
+    /// Buffers: inputs, outputs, then the workspace if the kernel wants one. `args` are the plan's run-time
+    /// arguments.
     Library {
         kernel: &'a Arc<dyn LibraryKernel>,
         buffers: &'a [BufferRef],
@@ -181,7 +185,8 @@ pub struct Counters {
     pub device_copies: u64,
     /// Requests to the driver or the system (not those that the pool served).
     pub allocations: u64,
-    /// Launches of captured commands ([`Device::capture`]); what they run is counted above as if it were submitted.
+    /// Launches of captured commands ([`Device::capture`]); what they run is counted above as if it were
+    /// submitted.
     #[serde(default)]
     pub replays: u64,
     /// Bytes copied from other devices without the host ([`Device::copy_from_peer`]).
@@ -258,7 +263,8 @@ pub struct MemoryStats {
     pub trims: u64,
     pub defragmentations: u64,
     pub moved_bytes: u64,
-    /// Defragmentations that moved a buffer: an address that was taken at an earlier generation may be another's.
+    /// Defragmentations that moved a buffer: an address that was taken at an earlier generation may be
+    /// another's.
     pub generation: u64,
     /// Requests that ended in [`Error::OutOfMemory`].
     pub refusals: u64,
@@ -267,7 +273,8 @@ pub struct MemoryStats {
 }
 
 impl MemoryStats {
-    /// Share of the free bytes that lie outside of the largest free range: `1 - largest_free / cached`, 0 where nothing is free.
+    /// Share of the free bytes that lie outside of the largest free range: `1 - largest_free / cached`, 0
+    /// where nothing is free.
     pub fn fragmentation(&self) -> f64 {
         if self.cached == 0 { 0.0 } else { 1.0 - self.largest_free as f64 / self.cached as f64 }
     }
@@ -277,7 +284,8 @@ impl MemoryStats {
         self.allocated as f64 / (1u64 << 20) as f64
     }
 
-    /// MiB (1024² bytes) that live buffers may still take; `None` where neither a limit nor the device's memory is known.
+    /// MiB (1024² bytes) that live buffers may still take; `None` where neither a limit nor the device's
+    /// memory is known.
     pub fn free_mb(&self) -> Option<f64> {
         self.limit.map(|l| l.saturating_sub(self.allocated) as f64 / (1u64 << 20) as f64)
     }
@@ -288,13 +296,15 @@ impl MemoryStats {
 pub struct Options {
     /// Worker threads of the CPU device, the caller included. `None`: one per core the process may use.
     pub threads: Option<usize>,
-    /// Whether the CPU device uses instruction sets beyond the target's baseline. `None`: what the processor has.
+    /// Whether the CPU device uses instruction sets beyond the target's baseline. `None`: what the processor
+    /// has.
     pub simd: Option<bool>,
-    /// Whether CUDA devices use cuDNN. Switched on, a device without it does not open, and one with it has the property `cudnn`. `None`:
-    /// where it is found.
+    /// Whether CUDA devices use cuDNN. Switched on, a device without it does not open, and one with it has
+    /// the property `cudnn`. `None`: where it is found.
     pub cudnn: Option<bool>,
-    /// Whether CUDA and ROCm devices use matrix units (tensor cores). `Some(false)`: neither generated kernels nor the vendors' libraries do;
-    /// the libraries are then asked only for what they do without. `None`: where they are found.
+    /// Whether CUDA and ROCm devices use matrix units (tensor cores). `Some(false)`: neither generated
+    /// kernels nor the vendors' libraries do; the libraries are then asked only for what they do without.
+    /// `None`: where they are found.
     pub matrix_units: Option<bool>,
     /// Bytes that the driver may give: live buffers and what the pool keeps.
     pub memory_limit: Option<u64>,
@@ -313,8 +323,8 @@ pub trait Driver: Send + Sync + fmt::Debug {
     fn kind(&self) -> BackendType;
     /// The devices there are, or [`Error::Unavailable`].
     fn probe(&self) -> Result<Vec<DeviceInfo>>;
-    /// The same without what takes long to ask: on CUDA and ROCm how much memory is free, which needs a context on each device. For whoever
-    /// opens one of them next.
+    /// The same without what takes long to ask: on CUDA and ROCm how much memory is free, which needs a
+    /// context on each device. For whoever opens one of them next.
     fn list(&self) -> Result<Vec<DeviceInfo>> {
         self.probe()
     }
@@ -327,14 +337,14 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     fn counters(&self) -> Counters;
     fn memory(&self) -> MemoryStats;
 
-    /// Bytes of the device's memory that nobody uses now, asked of its driver, or of the system where the device lives in the machine's
-    /// memory. `None` where neither tells.
+    /// Bytes of the device's memory that nobody uses now, asked of its driver, or of the system where the
+    /// device lives in the machine's memory. `None` where neither tells.
     fn free_memory(&self) -> Option<u64> {
         None
     }
 
-    /// Bytes that buffers can still take: what the limit leaves, and no more than what is free with what the pool keeps. `None` where neither
-    /// is known.
+    /// Bytes that buffers can still take: what the limit leaves, and no more than what is free with what the
+    /// pool keeps. `None` where neither is known.
     fn available(&self) -> Option<u64> {
         let m = self.memory();
         let left = m.limit.map(|l| l.saturating_sub(m.allocated));
@@ -359,16 +369,19 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     /// At least `bytes` bytes (0 gives a valid empty buffer).
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef>;
 
-    /// Bytes by which such an [`Device::alloc`] raises [`MemoryStats::allocated`], where nothing that was freed serves it.
+    /// Bytes by which such an [`Device::alloc`] raises [`MemoryStats::allocated`], where nothing that was
+    /// freed serves it.
     fn footprint(&self, bytes: usize, _tag: Tag) -> usize {
         bytes
     }
 
-    /// `bytes` bytes of a buffer from `offset` on as a buffer, which keeps the whole alive. The caller sees to it that parts that
-    /// overlap are not in use by one command. `offset` is a multiple of [`Target::part_alignment`].
+    /// `bytes` bytes of a buffer from `offset` on as a buffer, which keeps the whole alive. The caller sees
+    /// to it that parts that overlap are not in use by one command. `offset` is a multiple of
+    /// [`Target::part_alignment`].
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where the device has no such thing; [`Error::Argument`] for a range outside of the buffer.
+    /// [`Error::Unsupported`] where the device has no such thing; [`Error::Argument`] for a range outside of
+    /// the buffer.
     fn part(&self, of: &BufferRef, offset: usize, bytes: usize) -> Result<BufferRef> {
         let _ = (of, offset, bytes);
         Err(Error::unsupported(
@@ -377,11 +390,12 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         ))
     }
 
-    /// Memory of the host that copies to and from the device need no detour for: locked pages where the driver has them.
+    /// Memory of the host that copies to and from the device need no detour for: locked pages where the
+    /// driver has them.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where the device has no such thing; [`Error::OutOfMemory`] past [`Options::host_limit`], or where the
-    /// system has none left.
+    /// [`Error::Unsupported`] where the device has no such thing; [`Error::OutOfMemory`] past
+    /// [`Options::host_limit`], or where the system has none left.
     fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
         let _ = bytes;
         Err(Error::unsupported(
@@ -390,8 +404,8 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         ))
     }
 
-    /// Waits, and moves buffers together so that free memory lies in large ranges. Buffers keep their contents, and everything that holds
-    /// them (tensors, plans, captured graphs) goes on as before.
+    /// Waits, and moves buffers together so that free memory lies in large ranges. Buffers keep their
+    /// contents, and everything that holds them (tensors, plans, captured graphs) goes on as before.
     ///
     /// # Errors
     /// [`Error::Unsupported`] where the device has no pool; the driver's own.
@@ -412,8 +426,8 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     /// Waits for submitted work, then copies out.
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()>;
 
-    /// Writes a constant in the layout that a kernel of this device reads it in ([`LibraryKernel::packing`]). `from` holds the
-    /// constant as it is, `to` has the packing's size.
+    /// Writes a constant in the layout that a kernel of this device reads it in ([`LibraryKernel::packing`]).
+    /// `from` holds the constant as it is, `to` has the packing's size.
     ///
     /// # Errors
     /// [`Error::Argument`] for a kernel that reads nothing packed, or of another device.
@@ -421,8 +435,8 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         Err(Error::argument("pack", format!("{} reads nothing packed", kernel.name())))
     }
 
-    /// [`Device::pack`] of constants that lie on the host: kernel, bytes, destination. One buffer at a time holds a constant as it is,
-    /// and none where the device reads it on the host.
+    /// [`Device::pack`] of constants that lie on the host: kernel, bytes, destination. One buffer at a time
+    /// holds a constant as it is, and none where the device reads it on the host.
     ///
     /// # Errors
     /// As [`Device::pack`]; [`Error::OutOfMemory`].
@@ -436,7 +450,8 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         Ok(())
     }
 
-    /// Bytes of the host's memory that [`Device::pack_host`] takes for a while to pack these constants, besides buffers.
+    /// Bytes of the host's memory that [`Device::pack_host`] takes for a while to pack these constants,
+    /// besides buffers.
     fn pack_room(&self, _constants: &[&[u8]]) -> usize {
         0
     }
@@ -456,11 +471,12 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         ))
     }
 
-    /// Copies `bytes` bytes of another device's buffer into one of this device, without the host: behind what was submitted to
-    /// either, and before what will be.
+    /// Copies `bytes` bytes of another device's buffer into one of this device, without the host: behind what
+    /// was submitted to either, and before what will be.
     ///
     /// # Errors
-    /// As [`Device::can_copy_from`]; [`Error::Argument`] for a range outside of a buffer; those of the driver.
+    /// As [`Device::can_copy_from`]; [`Error::Argument`] for a range outside of a buffer; those of the
+    /// driver.
     fn copy_from_peer(
         &self,
         from: &dyn Device,
@@ -479,21 +495,24 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         None
     }
 
-    /// Takes commands to be launched any number of times by one call each; nothing runs yet. See [`replay`] for what holds.
+    /// Takes commands to be launched any number of times by one call each; nothing runs yet. See [`replay`]
+    /// for what holds.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where the device, or its runtime, has no such thing: the commands are to be submitted as ever;
-    /// [`Error::Argument`] for a command whose buffers are not all among the recording's; those of the driver.
+    /// [`Error::Unsupported`] where the device, or its runtime, has no such thing: the commands are to be
+    /// submitted as ever; [`Error::Argument`] for a command whose buffers are not all among the recording's;
+    /// those of the driver.
     fn capture(&self, recording: &Recording<'_>) -> Result<Arc<dyn Replay>> {
         let _ = recording;
         Err(Error::unsupported(format!("captured commands on {}", self.info().id), "Submit the commands"))
     }
 
-    /// Launches captured commands, in order with what is submitted. `false`, and nothing runs, where a buffer does not lie where it
-    /// lay: the commands are to be captured again.
+    /// Launches captured commands, in order with what is submitted. `false`, and nothing runs, where a buffer
+    /// does not lie where it lay: the commands are to be captured again.
     ///
     /// # Errors
-    /// [`Error::Argument`] for another number of buffers or values, and for another device's capture; those of the driver.
+    /// [`Error::Argument`] for another number of buffers or values, and for another device's capture; those
+    /// of the driver.
     fn replay(&self, replay: &dyn Replay, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
         let _ = (buffers, values);
         Err(replay::foreign(replay, &self.info().id))
@@ -511,14 +530,17 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         Err(Error::unsupported(format!("streams on {}", self.info().id), "Use the device's own queue"))
     }
 
-    /// Waits, then takes the id of the first fault since the last call. Those of streams are told by their events.
+    /// Waits, then takes the id of the first fault since the last call. Those of streams are told by their
+    /// events.
     fn take_fault(&self) -> Result<Option<u32>>;
-    /// Device times of the commands submitted since the last call, in order; empty unless opened with `profile`.
+    /// Device times of the commands submitted since the last call, in order; empty unless opened with
+    /// `profile`.
     fn take_timings(&self) -> Result<Vec<Timing>> {
         Ok(vec![])
     }
 
-    /// Libraries that this device may have kernels of its own in: the name, and what was found or why it is not used. It loads them.
+    /// Libraries that this device may have kernels of its own in: the name, and what was found or why it is
+    /// not used. It loads them.
     fn kernel_libraries(&self) -> Vec<(String, String)> {
         vec![]
     }
@@ -558,8 +580,8 @@ impl DeviceInfo {
         self.free_memory.map(|b| b as f64 / GIB)
     }
 
-    /// The device as PyTorch names it: `cuda:0` for `rocm:0` too, `mps`, `xpu:0`, `xla:0`, `cpu`. `None` where PyTorch has no such
-    /// device.
+    /// The device as PyTorch names it: `cuda:0` for `rocm:0` too, `mps`, `xpu:0`, `xla:0`, `cpu`. `None`
+    /// where PyTorch has no such device.
     pub fn torch_device(&self) -> Option<String> {
         self.backend.torch_name().map(|n| match self.backend {
             BackendType::Cpu | BackendType::Metal => n.into(),
@@ -585,7 +607,8 @@ fn no_device(backend: BackendType, index: usize, all: impl Iterator<Item = Devic
     }
 }
 
-/// What the loader says of a library: the message of the innermost cause, which names what it met, without the library's own name.
+/// What the loader says of a library: the message of the innermost cause, which names what it met, without
+/// the library's own name.
 #[cfg(all(
     any(feature = "cuda", feature = "rocm", feature = "opencl", feature = "tpu", feature = "webgpu"),
     not(target_arch = "wasm32")
@@ -603,8 +626,8 @@ fn loader_text(name: &str, e: &dyn std::error::Error) -> String {
     }
 }
 
-/// Why none of these names could be loaded, in a few words: `thing` is not on this machine, or one is and fails. `tried` has a line for
-/// each name, `NAME: what the loader said`.
+/// Why none of these names could be loaded, in a few words: `thing` is not on this machine, or one is and
+/// fails. `tried` has a line for each name, `NAME: what the loader said`.
 #[cfg(all(
     any(feature = "cuda", feature = "rocm", feature = "opencl", feature = "tpu", feature = "webgpu"),
     not(target_arch = "wasm32")
@@ -624,7 +647,8 @@ fn not_loaded(thing: &str, tried: &[String]) -> String {
     }
 }
 
-/// Whether a path leads to an ELF file whose class or machine is not this program's. Of such a file glibc says that it does not exist.
+/// Whether a path leads to an ELF file whose class or machine is not this program's. Of such a file glibc
+/// says that it does not exist.
 #[cfg(all(
     any(feature = "cuda", feature = "rocm", feature = "opencl", feature = "tpu", feature = "webgpu"),
     not(target_arch = "wasm32")

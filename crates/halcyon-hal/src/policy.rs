@@ -86,7 +86,8 @@ impl Policy {
         &self.name
     }
 
-    /// Whether the caller wrote the backends down one by one: each of them then counts as named, its software devices too.
+    /// Whether the caller wrote the backends down one by one: each of them then counts as named, its software
+    /// devices too.
     pub fn is_list(&self) -> bool {
         self.name != BY_PRIORITY && POLICIES.iter().all(|p| p.name != self.name)
     }

@@ -1,8 +1,9 @@
-//! Memory pools, shared by the drivers. By default a caching allocator: freed memory is kept by size and handed out again, because
-//! fresh pages and driver calls cost more than most kernels. The other strategies take large chunks of the driver and hand out ranges of
-//! them, which can be moved together.
+//! Memory pools, shared by the drivers. By default a caching allocator: freed memory is kept by size and
+//! handed out again, because fresh pages and driver calls cost more than most kernels. The other strategies
+//! take large chunks of the driver and hand out ranges of them, which can be moved together.
 //!
-//! What the driver gave (live buffers, kept ones, unused parts of chunks) never passes the cap. `docs/memory.md` has the whole.
+//! What the driver gave (live buffers, kept ones, unused parts of chunks) never passes the cap.
+//! `docs/memory.md` has the whole.
 
 mod config;
 mod ranges;
@@ -45,8 +46,8 @@ pub trait Source: Send + Sync + 'static {
     }
 }
 
-/// Where a buffer lies, as the driver's calls name it. It changes when the buffer is moved, which the driver does only while no command
-/// runs and none is being submitted.
+/// Where a buffer lies, as the driver's calls name it. It changes when the buffer is moved, which the driver
+/// does only while no command runs and none is being submitted.
 pub trait Place: Send + Sync + fmt::Debug {
     fn replace(&self, with: Self);
 }
@@ -58,7 +59,8 @@ impl<T: Send + Sync + fmt::Debug> Place for RwLock<T> {
     }
 }
 
-/// A copy that moves a buffer. Where both places are in one allocation they may overlap; `to` is then below `from`.
+/// A copy that moves a buffer. Where both places are in one allocation they may overlap; `to` is then below
+/// `from`.
 #[derive(Debug)]
 pub struct Relocation<'a, R> {
     pub from: (&'a R, usize),
@@ -169,11 +171,13 @@ const UNIT: usize = 256;
 const GROWTH: usize = 32 << 20;
 /// Sizes of kept allocations from which on those are forgotten of which none is there.
 const SIZES: usize = 256;
-/// What may be kept although more than was ever live at a time: buffers of changing sizes fit each other badly.
+/// What may be kept although more than was ever live at a time: buffers of changing sizes fit each other
+/// badly.
 const KEPT: u64 = 256 << 20;
 
-/// Bytes that a request takes of a pool of the default strategy, whatever memory serves it. What a plan holds for long (weights, scratch)
-/// is rounded to pages from 1 MiB on; the rest comes and goes in changing sizes and gets a size class, so that it finds what others freed.
+/// Bytes that a request takes of a pool of the default strategy, whatever memory serves it. What a plan holds
+/// for long (weights, scratch) is rounded to pages from 1 MiB on; the rest comes and goes in changing sizes
+/// and gets a size class, so that it finds what others freed.
 pub fn footprint(bytes: usize, tag: Tag) -> usize {
     match tag {
         Tag::Weights | Tag::Activations | Tag::Workspace if bytes >= 1 << 20 => {
@@ -261,7 +265,8 @@ impl<S: Source> Pool<S> {
     /// A pool as `options` say, which takes at most `total` bytes, what the device has, if they set no cap.
     ///
     /// # Errors
-    /// [`Error::Argument`] for settings that contradict each other; [`Error::OutOfMemory`] where there is no room for the initial size.
+    /// [`Error::Argument`] for settings that contradict each other; [`Error::OutOfMemory`] where there is no
+    /// room for the initial size.
     pub fn new(
         source: S,
         device: String,
@@ -309,8 +314,9 @@ impl<S: Source> Pool<S> {
         }
     }
 
-    /// A block of at least `bytes` bytes. Where there is none, what the pool keeps is given back and the request repeated, then, if the
-    /// pool is set to it, buffers are moved together by `defragment` (without the pool's lock) and the request repeated once more.
+    /// A block of at least `bytes` bytes. Where there is none, what the pool keeps is given back and the
+    /// request repeated, then, if the pool is set to it, buffers are moved together by `defragment` (without
+    /// the pool's lock) and the request repeated once more.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] with what would fit.
@@ -437,7 +443,8 @@ impl<S: Source> Pool<S> {
             .ok_or_else(|| Full { why: "the new chunk is too small".into(), scattered: false })
     }
 
-    /// A chunk that holds `class` bytes: of the usual size, else as small as it may be, else once more without the chunks that are free.
+    /// A chunk that holds `class` bytes: of the usual size, else as small as it may be, else once more
+    /// without the chunks that are free.
     fn grow(&self, s: &mut State<S>, class: usize) -> std::result::Result<u64, Full> {
         if class as u64 > self.source.most() {
             let why = format!("the device allows {} bytes in one buffer", self.source.most());
@@ -535,12 +542,14 @@ impl<S: Source> Pool<S> {
         self.lock().trim()
     }
 
-    /// Moves buffers together and gives chunks back that are then free, the largest of them only where another range is as large.
-    /// `copy` gets the moves one after the other. The caller sees to it that no command runs or is being submitted meanwhile, and that what
-    /// is submitted later runs after the copies. `copy` must not ask the pool for anything.
+    /// Moves buffers together and gives chunks back that are then free, the largest of them only where
+    /// another range is as large. `copy` gets the moves one after the other. The caller sees to it that no
+    /// command runs or is being submitted meanwhile, and that what is submitted later runs after the copies.
+    /// `copy` must not ask the pool for anything.
     ///
     /// # Errors
-    /// The copy's own, and [`Error::Driver`] where a new place cannot be named; what was moved before stays moved.
+    /// The copy's own, and [`Error::Driver`] where a new place cannot be named; what was moved before stays
+    /// moved.
     pub fn defragment(
         &self,
         copy: &mut dyn FnMut(Relocation<'_, S::Raw>) -> Result<()>,

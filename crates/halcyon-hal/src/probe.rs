@@ -1,10 +1,12 @@
 //! Looking for devices safely and quickly, for backends whose libraries are other people's.
 //!
-//! A driver that is broken can end the process that looks, or keep it for ever, and a healthy one (PoCL and lavapipe bring a whole
-//! compiler) takes tens of milliseconds to load. So the first look is made in a child process where the program offers an executable
-//! for it ([`set_executable`]), and so is the first opening of each device. What came of it is remembered on disk, under a digest of
-//! what the devices depend on, with the state of every library that was loaded ([`files`]). While that holds no child is needed; where
-//! all devices were software ones, which are only used when named, or nothing was loaded, the drivers need not be loaded to list them.
+//! A driver that is broken can end the process that looks, or keep it for ever, and a healthy one (PoCL and
+//! lavapipe bring a whole compiler) takes tens of milliseconds to load. So the first look is made in a child
+//! process where the program offers an executable for it ([`set_executable`]), and so is the first opening of
+//! each device. What came of it is remembered on disk, under a digest of what the devices depend on, with the
+//! state of every library that was loaded ([`files`]). While that holds no child is needed; where all devices
+//! were software ones, which are only used when named, or nothing was loaded, the drivers need not be loaded
+//! to list them.
 
 pub mod files;
 
@@ -33,13 +35,14 @@ const REMEMBERED: Duration = Duration::from_secs(24 * 3600);
 static EXECUTABLE: OnceLock<PathBuf> = OnceLock::new();
 static NOTICE: OnceLock<fn(&str)> = OnceLock::new();
 
-/// Names the executable that answers `__probe BACKEND` with [`report`] on its standard output, and `__probe BACKEND --open N` with
-/// [`report_open`]. The first call counts.
+/// Names the executable that answers `__probe BACKEND` with [`report`] on its standard output, and `__probe
+/// BACKEND --open N` with [`report_open`]. The first call counts.
 pub fn set_executable(exe: PathBuf) {
     let _ = EXECUTABLE.set(exe);
 }
 
-/// Names the function that is told what is waited for, where a driver takes long to answer. The first call counts.
+/// Names the function that is told what is waited for, where a driver takes long to answer. The first call
+/// counts.
 pub fn set_notice(f: fn(&str)) {
     let _ = NOTICE.set(f);
 }
@@ -50,7 +53,8 @@ pub struct Look {
     pub backend: BackendType,
     /// Looks in this process.
     pub here: fn() -> Result<Vec<DeviceInfo>>,
-    /// Whether a look that did no harm may be repeated in this process. Else the child's answer is the answer.
+    /// Whether a look that did no harm may be repeated in this process. Else the child's answer is the
+    /// answer.
     pub repeat: bool,
     /// What the answer depends on, below a root directory (`/` outside of tests).
     pub depends: fn(&Path) -> Depends,
@@ -63,7 +67,8 @@ pub struct Look {
 #[derive(Debug)]
 pub struct State {
     known: Known,
-    /// What came of the first opening of a device, by its id. [`Error::Unavailable`] where it ended the child.
+    /// What came of the first opening of a device, by its id. [`Error::Unavailable`] where it ended the
+    /// child.
     opened: BTreeMap<String, Result<()>>,
     /// What a child answered that was asked before somebody wanted to know, and the key then.
     asked: Option<(Key, Result<Asked>)>,
@@ -90,7 +95,8 @@ enum Known {
     Answer(Result<Vec<DeviceInfo>>),
 }
 
-/// What a list of devices depends on besides the start of the machine, its device nodes and its kernel modules.
+/// What a list of devices depends on besides the start of the machine, its device nodes and its kernel
+/// modules.
 #[derive(Debug, Default)]
 pub struct Depends {
     /// Libraries: the names count, and the state of the files that they may lead to.
@@ -176,7 +182,8 @@ pub fn forget() {
     }
 }
 
-/// Lets children look at all drivers of which nothing is known, at the same time. The looks that follow take their answers.
+/// Lets children look at all drivers of which nothing is known, at the same time. The looks that follow take
+/// their answers.
 pub fn prepare() {
     let (Some(exe), false) = (EXECUTABLE.get(), in_child()) else { return };
     std::thread::scope(|s| {
@@ -230,7 +237,8 @@ impl Look {
     /// Devices, by the cheapest way that is safe.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with what was tried, or with the way the child ended where a driver took it down.
+    /// [`Error::Unavailable`] with what was tried, or with the way the child ended where a driver took it
+    /// down.
     pub fn devices(&self) -> Result<Vec<DeviceInfo>> {
         if in_child() {
             return self.look_here();
@@ -327,7 +335,8 @@ impl Look {
         (found, known)
     }
 
-    /// Whether an answer of an earlier look is the answer, so that no driver is loaded to find the same again.
+    /// Whether an answer of an earlier look is the answer, so that no driver is loaded to find the same
+    /// again.
     fn is_final(&self, a: &Answer, loaded: &[Seen], root: &Path) -> bool {
         match a {
             Answer::Devices(d) => !d.is_empty() && (!self.repeat || d.iter().all(|d| d.software)),
@@ -345,12 +354,13 @@ impl Look {
         }
     }
 
-    /// Lets a child open a device before this process opens it for the first time: a driver may crash or hang at that too, or load
-    /// more libraries. Nothing is done without an executable for it. `kind` is the name under which the device is listed.
+    /// Lets a child open a device before this process opens it for the first time: a driver may crash or hang
+    /// at that too, or load more libraries. Nothing is done without an executable for it. `kind` is the name
+    /// under which the device is listed.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with the way the child ended where the driver took it down. An error of the driver's own is none here: it
-    /// comes again where the device is opened.
+    /// [`Error::Unavailable`] with the way the child ended where the driver took it down. An error of the
+    /// driver's own is none here: it comes again where the device is opened.
     pub fn may_open(&self, kind: BackendType, index: usize) -> Result<()> {
         match EXECUTABLE.get() {
             Some(exe) if !in_child() => self.try_open(kind, index, memory().as_ref(), Path::new("/"), exe),
@@ -433,7 +443,8 @@ impl Look {
     /// What a child process finds: runs `exe __probe BACKEND`.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with the way it ended where a driver took it down; [`Error::Io`] where it did not start.
+    /// [`Error::Unavailable`] with the way it ended where a driver took it down; [`Error::Io`] where it did
+    /// not start.
     fn via_child(&self, exe: &Path) -> Result<Asked> {
         self.ask(Command::new(exe).args(["__probe", self.backend.id()]), limit()?, "")
     }
@@ -492,7 +503,8 @@ pub fn report(kind: BackendType) -> Option<String> {
     Some(line(Some(answer), &before))
 }
 
-/// The answer of a child that opens a device, as one line. An error of the driver's is none: it comes again in the parent.
+/// The answer of a child that opens a device, as one line. An error of the driver's is none: it comes again
+/// in the parent.
 ///
 /// # Errors
 /// Where this build has no such driver.

@@ -1,11 +1,13 @@
 //! Captured work: a list of commands that a device has taken once and runs again by one call.
 //!
-//! - A capture keeps programs and kernels alive, not buffers: each launch brings them, and runs only if they lie where they lay
-//!   when the commands were captured. So a capture keeps no memory from the pool, and buffers that were moved since
-//!   ([`MemoryStats::generation`](crate::MemoryStats::generation)) or are others are seen.
+//! - A capture keeps programs and kernels alive, not buffers: each launch brings them, and runs only if they
+//!   lie where they lay when the commands were captured. So a capture keeps no memory from the pool, and
+//!   buffers that were moved since ([`MemoryStats::generation`](crate::MemoryStats::generation)) or are
+//!   others are seen.
 //! - A launch is ordered as a submission of the same commands would be, and counts what it runs.
-//! - Scalars that are to change from launch to launch are named when the commands are captured. The device reads them from a buffer that a launch
-//!   fills in the order of its queue, so several launches can be under way with values of their own.
+//! - Scalars that are to change from launch to launch are named when the commands are captured. The device
+//!   reads them from a buffer that a launch fills in the order of its queue, so several launches can be under
+//!   way with values of their own.
 
 use crate::{BufferRef, Command, Error};
 use std::any::Any;

@@ -1,10 +1,11 @@
 //! Choosing a device, and saying why.
 //!
-//! A backend that is named is that backend, or an error unless a [`Fallback`] is asked for. `Auto` goes through an order of backends
-//! ([`Policy`]): the caller's, else the environment's (`HALCYON_BACKENDS`), else the configuration file's ([`crate::config`]), else by
-//! priority. It takes the first device that is there, opens, has the memory that is needed, and takes the work. Software devices
-//! (a CPU behind a graphics interface) come after all others, the CPU backend included; but an order that lists backends one by one names
-//! them, and then a software device has its backend's place.
+//! A backend that is named is that backend, or an error unless a [`Fallback`] is asked for. `Auto` goes
+//! through an order of backends ([`Policy`]): the caller's, else the environment's (`HALCYON_BACKENDS`), else
+//! the configuration file's ([`crate::config`]), else by priority. It takes the first device that is there,
+//! opens, has the memory that is needed, and takes the work. Software devices (a CPU behind a graphics
+//! interface) come after all others, the CPU backend included; but an order that lists backends one by one
+//! names them, and then a software device has its backend's place.
 
 use crate::config;
 use crate::policy::{Fallback, Policy, SetBy};
@@ -14,7 +15,8 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 
-/// The environment variable with the order of backends: a policy's name, or names of backends with commas between.
+/// The environment variable with the order of backends: a policy's name, or names of backends with commas
+/// between.
 pub const VARIABLE: &str = "HALCYON_BACKENDS";
 
 /// A backend or device that was looked at.
@@ -184,15 +186,16 @@ impl Request {
     }
 }
 
-/// Asks an open device whether it takes the work. Its error rejects the device; [`Error::OutOfMemory`] tells by how much.
+/// Asks an open device whether it takes the work. Its error rejects the device; [`Error::OutOfMemory`] tells
+/// by how much.
 pub type Admit<'a> = &'a mut dyn FnMut(&Arc<dyn Device>) -> Result<()>;
 
 /// Opens the device that a request leads to.
 ///
 /// # Errors
-/// [`Error::Unavailable`] where no device is there, [`Error::OutOfMemory`] where those that are there have too little memory (with what
-/// each lacks), a device's own error where it alone was asked, [`Error::Argument`] for an order that is none, and those of
-/// [`config::load`].
+/// [`Error::Unavailable`] where no device is there, [`Error::OutOfMemory`] where those that are there have
+/// too little memory (with what each lacks), a device's own error where it alone was asked,
+/// [`Error::Argument`] for an order that is none, and those of [`config::load`].
 pub fn open(request: &Request, options: &Options) -> Result<(Arc<dyn Device>, Selection)> {
     open_for(request, options, &mut |_| Ok(()))
 }
@@ -376,8 +379,8 @@ impl Search<'_, '_> {
         Ok((d, info))
     }
 
-    /// The first device in an order that takes the work: software devices last, or where the order names each backend (`named`) last of
-    /// their own backend. `only` gives up after the first that is there.
+    /// The first device in an order that takes the work: software devices last, or where the order names each
+    /// backend (`named`) last of their own backend. `only` gives up after the first that is there.
     fn first_of(&mut self, order: &[BackendType], only: bool, named: bool) -> Option<Found> {
         let by_priority = Policy::default().backends() == order;
         let (mut chosen, mut software) = (None, vec![]);

@@ -1,13 +1,15 @@
 //! Streams: queues of a device beside its own, events that order them, and copies that nobody waits for.
 //!
-//! - A stream is in order. Streams of one device, and the device's own queue ([`Device::submit`](crate::Device::submit)), run side by
-//!   side where the device can, unless they use the same memory: work that writes what other work reads or writes waits for it, in the
-//!   order of the calls. Reads do not exclude each other. No caller has to order anything for the results to be defined; events are for
-//!   order beyond that.
-//! - A call hands work over and returns. Commands, programs and memory that they use stay alive until they have run, whatever the caller
-//!   drops; what a copy reads of the host is owned by it or shared with it.
-//! - What goes wrong in a stream is told by the next [`Event`] recorded in it. Memory that failed work was to write is spoiled until it is
-//!   written again: what reads it, in any queue, fails with the same error, where the device keeps account (`cpu`), or with the driver's.
+//! - A stream is in order. Streams of one device, and the device's own queue
+//!   ([`Device::submit`](crate::Device::submit)), run side by side where the device can, unless they use the
+//!   same memory: work that writes what other work reads or writes waits for it, in the order of the calls.
+//!   Reads do not exclude each other. No caller has to order anything for the results to be defined; events
+//!   are for order beyond that.
+//! - A call hands work over and returns. Commands, programs and memory that they use stay alive until they
+//!   have run, whatever the caller drops; what a copy reads of the host is owned by it or shared with it.
+//! - What goes wrong in a stream is told by the next [`Event`] recorded in it. Memory that failed work was to
+//!   write is spoiled until it is written again: what reads it, in any queue, fails with the same error,
+//!   where the device keeps account (`cpu`), or with the driver's.
 //! - Dropping a stream cancels nothing.
 
 use crate::{BufferRef, Command, Error, Replay, Result};
@@ -27,7 +29,8 @@ use std::task::{Context, Poll, Waker};
 pub struct StreamOptions {
     /// Threads of a stream of the CPU device. `None`: half of the device's, at least one.
     pub threads: Option<usize>,
-    /// Events tell when the device began and ended ([`Event::elapsed`]), where asking costs time. On the CPU they always do.
+    /// Events tell when the device began and ended ([`Event::elapsed`]), where asking costs time. On the CPU
+    /// they always do.
     pub profile: bool,
 }
 
@@ -39,7 +42,8 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// Enqueues the commands.
     ///
     /// # Errors
-    /// What can be said at once, as [`Device::submit`](crate::Device::submit); the rest is told by the next event.
+    /// What can be said at once, as [`Device::submit`](crate::Device::submit); the rest is told by the next
+    /// event.
     fn submit(&self, commands: &[Command<'_>]) -> Result<()>;
 
     /// Launches captured commands, as [`Device::replay`](crate::Device::replay).
@@ -60,7 +64,8 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// Enqueues a copy of `bytes` bytes to the host and records an event behind it.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a range outside of the buffer; [`Error::OutOfMemory`] where the host has no room.
+    /// [`Error::Argument`] for a range outside of the buffer; [`Error::OutOfMemory`] where the host has no
+    /// room.
     fn read(&self, src: &BufferRef, offset: usize, bytes: usize) -> Result<Download>;
 
     /// An event that is done when what was enqueued before is.
@@ -69,14 +74,15 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// Those of the driver.
     fn record(&self) -> Result<Event>;
 
-    /// What is enqueued from here on begins when the event is done. The caller does not wait, unless the event is another device's and
-    /// the driver cannot be told of it (`webgpu`).
+    /// What is enqueued from here on begins when the event is done. The caller does not wait, unless the
+    /// event is another device's and the driver cannot be told of it (`webgpu`).
     ///
     /// # Errors
     /// Those of the driver.
     fn wait(&self, event: &Event) -> Result<()>;
 
-    /// Waits for what was enqueued; what its events, and the work since the last one, report: see [`Event::wait`].
+    /// Waits for what was enqueued; what its events, and the work since the last one, report: see
+    /// [`Event::wait`].
     ///
     /// # Errors
     /// As [`Event::wait`].
@@ -94,8 +100,8 @@ pub struct Elapsed {
     pub end: u64,
 }
 
-/// What happened in a stream between two events. Drivers write it, before they complete the event or tell others that the memory is
-/// written.
+/// What happened in a stream between two events. Drivers write it, before they complete the event or tell
+/// others that the memory is written.
 #[derive(Debug, Default)]
 pub struct Report {
     fault: AtomicU32,
@@ -144,14 +150,15 @@ pub(crate) fn now() -> u64 {
 
 /// How a driver sees that an event is done, where the driver does not say so by itself.
 pub trait Progress: Send + Sync {
-    /// Looks, without waiting, whether the device has come that far and the report is whole. Not asked where the driver completes the
-    /// event by itself.
+    /// Looks, without waiting, whether the device has come that far and the report is whole. Not asked where
+    /// the driver completes the event by itself.
     fn poll(&self) -> bool {
         false
     }
     /// Waits for the device, without promise that it has come that far then.
     fn wait(&self) {}
-    /// Somebody is to be called when the event is done: sees to it that it is looked at ([`Event::is_done`]) though nobody asks.
+    /// Somebody is to be called when the event is done: sees to it that it is looked at ([`Event::is_done`])
+    /// though nobody asks.
     fn watch(&self, event: &Event) {
         let _ = event;
     }
@@ -230,7 +237,8 @@ impl Event {
         self.0.report.outcome()
     }
 
-    /// What is known by now of what [`Event::wait`] will say. It is all of it for work whose memory has been read since.
+    /// What is known by now of what [`Event::wait`] will say. It is all of it for work whose memory has been
+    /// read since.
     ///
     /// # Errors
     /// As [`Event::wait`].
@@ -240,7 +248,8 @@ impl Event {
         self.0.report.outcome()
     }
 
-    /// Calls `f` when it is done, at once if it is. `f` runs on a thread of the driver: it must be short and must not wait for a stream.
+    /// Calls `f` when it is done, at once if it is. `f` runs on a thread of the driver: it must be short and
+    /// must not wait for a stream.
     pub fn on_done(&self, f: impl FnOnce() + Send + 'static) {
         let mut then = lock(&self.0.then);
         match &mut *then {
@@ -258,7 +267,8 @@ impl Event {
         }
     }
 
-    /// When the device did the work since the event before, once it is done; `None` where nothing ran, or nobody measured.
+    /// When the device did the work since the event before, once it is done; `None` where nothing ran, or
+    /// nobody measured.
     pub fn elapsed(&self) -> Option<Elapsed> {
         if self.is_done() { *lock(&self.0.report.elapsed) } else { None }
     }

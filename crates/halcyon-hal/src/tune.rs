@@ -1,13 +1,15 @@
 //! What tuning found, kept on disk: a JSON file that several processes may read and write at once.
 //!
-//! An entry is what is best for one key of a template on one device with one driver, and which variants were rejected there and why.
-//! Two tables merge in any order to the same table, and every write merges with what is in the file, under a lock, and replaces it
-//! whole: processes that tune at once lose nothing of each other. The file is bounded; entries that were not used for longest go first.
-//! A damaged file counts as empty, with a warning, and gets another name (`NAME.bad`, `NAME.bad.1`) before a new one is written. A file that
-//! is something else, or a cache of another version, is never touched: to use it as a tuning cache is an error.
+//! An entry is what is best for one key of a template on one device with one driver, and which variants were
+//! rejected there and why. Two tables merge in any order to the same table, and every write merges with what
+//! is in the file, under a lock, and replaces it whole: processes that tune at once lose nothing of each
+//! other. The file is bounded; entries that were not used for longest go first. A damaged file counts as
+//! empty, with a warning, and gets another name (`NAME.bad`, `NAME.bad.1`) before a new one is written. A
+//! file that is something else, or a cache of another version, is never touched: to use it as a tuning cache
+//! is an error.
 //!
-//! While a candidate runs, a file beside the cache names it ([`Guard`]), locked by its process. If the process ends there, the file is
-//! left without a lock, and [`TuningCache::recover`] rejects the candidate.
+//! While a candidate runs, a file beside the cache names it ([`Guard`]), locked by its process. If the
+//! process ends there, the file is left without a lock, and [`TuningCache::recover`] rejects the candidate.
 
 mod file;
 
@@ -309,7 +311,8 @@ impl Table {
     /// Reads a file; `None` where there is none.
     ///
     /// # Errors
-    /// [`Error::Io`] for a file that cannot be read, [`Error::Format`] for one that is no tuning cache, is damaged, or is of another version.
+    /// [`Error::Io`] for a file that cannot be read, [`Error::Format`] for one that is no tuning cache, is
+    /// damaged, or is of another version.
     pub fn read(path: &Path) -> Result<Option<Table>> {
         match file::look(path)? {
             There::Nothing => Ok(None),
@@ -320,7 +323,8 @@ impl Table {
     }
 }
 
-/// Refuses a file that a user names as tuning cache and that is something else, before anything is done with it.
+/// Refuses a file that a user names as tuning cache and that is something else, before anything is done with
+/// it.
 ///
 /// # Errors
 /// [`Error::Format`], [`Error::Io`]
@@ -388,7 +392,8 @@ impl TuningCache {
         self.said.lock().unwrap_or_else(|e| e.into_inner()).push(what);
     }
 
-    /// What is wrong with the file, once: that it is damaged, and where a damaged one was put. Reads it if that has not happened yet.
+    /// What is wrong with the file, once: that it is damaged, and where a damaged one was put. Reads it if
+    /// that has not happened yet.
     pub fn warnings(&self) -> Vec<String> {
         drop(self.lock());
         std::mem::take(&mut *self.said.lock().unwrap_or_else(|e| e.into_inner()))
@@ -420,7 +425,8 @@ impl TuningCache {
         self.lock().add(e);
     }
 
-    /// Notes that plans use these keys, so that they are kept longest. Writes at most once in a process, and only what is news by a day.
+    /// Notes that plans use these keys, so that they are kept longest. Writes at most once in a process, and
+    /// only what is news by a day.
     pub fn touch(&self, device: &str, keys: &[&str]) {
         if keys.is_empty() || self.path.is_none() || self.touched.load(Ordering::Relaxed) {
             return;
@@ -442,8 +448,8 @@ impl TuningCache {
     /// Merges with the file and replaces it. Afterwards this table has what other processes have found, too.
     ///
     /// # Errors
-    /// [`Error::Io`] where the file or its folder cannot be written, or another process holds it for longer than ten seconds. What was
-    /// found stays in memory.
+    /// [`Error::Io`] where the file or its folder cannot be written, or another process holds it for longer
+    /// than ten seconds. What was found stays in memory.
     pub fn save(&self) -> Result<()> {
         self.edit(|_| ())
     }
@@ -537,8 +543,8 @@ impl TuningCache {
         Ok(Some(Guard { path, file }))
     }
 
-    /// Rejects the candidates in which processes ended, this one's children among them: `why` and `detail` say what is known of that.
-    /// Returns them by key.
+    /// Rejects the candidates in which processes ended, this one's children among them: `why` and `detail`
+    /// say what is known of that. Returns them by key.
     ///
     /// # Errors
     /// As [`TuningCache::save`].

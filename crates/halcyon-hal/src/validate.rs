@@ -16,7 +16,8 @@ pub fn range(call: &str, size: usize, offset: usize, bytes: usize) -> Result<()>
     }
 }
 
-/// Fails unless both ranges, each given as the buffer's size and the offset, lie inside and do not overlap in one buffer.
+/// Fails unless both ranges, each given as the buffer's size and the offset, lie inside and do not overlap in
+/// one buffer.
 pub fn copy(src: [usize; 2], dst: [usize; 2], bytes: usize, same: bool) -> Result<()> {
     range("copy", src[0], src[1], bytes)?;
     range("copy", dst[0], dst[1], bytes)?;
@@ -92,7 +93,8 @@ impl Signature {
         self.fault_param == Some(param)
     }
 
-    /// Arguments of a launch. `params` has a value for every parameter; that of `fault` is taken from the command instead.
+    /// Arguments of a launch. `params` has a value for every parameter; that of `fault` is taken from the
+    /// command instead.
     ///
     /// # Errors
     /// [`Error::Internal`] that names the kernel and what does not fit.

@@ -1,5 +1,5 @@
-//! The OpenCL driver really uses the library: a proxy sees its launches, and a read-back that the proxy falsifies changes the
-//! answer. And a library that is missing or named wrongly is reported, not passed over.
+//! The OpenCL driver really uses the library: a proxy sees its launches, and a read-back that the proxy
+//! falsifies changes the answer. And a library that is missing or named wrongly is reported, not passed over.
 #![cfg(all(unix, feature = "opencl"))]
 
 mod common;

@@ -1,5 +1,5 @@
-//! The drivers of CUDA and ROCm over stand-ins of the vendors' libraries: what fails is a typed error, nothing is left behind, and the
-//! answers really come from the library.
+//! The drivers of CUDA and ROCm over stand-ins of the vendors' libraries: what fails is a typed error,
+//! nothing is left behind, and the answers really come from the library.
 #![cfg(all(unix, feature = "cuda", feature = "rocm"))]
 
 #[path = "simt/attention.rs"]

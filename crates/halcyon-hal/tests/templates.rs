@@ -1,5 +1,5 @@
-//! The hand-written kernels compiled and run by the OpenCL device there is, as lowered for it and as lowered for a GPU, against
-//! the float64 reference.
+//! The hand-written kernels compiled and run by the OpenCL device there is, as lowered for it and as lowered
+//! for a GPU, against the float64 reference.
 
 mod common;
 
@@ -58,8 +58,8 @@ fn check(shapes: &[&[usize]], build: impl Fn(&mut Graph, &[NodeId]) -> Result<No
     }
 }
 
-/// Products on the matrix units of NVIDIA's GPUs and of AMD's, whose waves are 64 or 32 work-items: stand-ins exchange registers as the
-/// instructions do, so that a wrong place of an element gives wrong results.
+/// Products on the matrix units of NVIDIA's GPUs and of AMD's, whose waves are 64 or 32 work-items: stand-ins
+/// exchange registers as the instructions do, so that a wrong place of an element gives wrong results.
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 #[test]
 fn products_on_matrix_units() {
@@ -109,7 +109,8 @@ fn products_on_matrix_units() {
     }
 }
 
-/// Prompts there: as products, with rows that a work-item reads of others' registers, and weights that become operands.
+/// Prompts there: as products, with rows that a work-item reads of others' registers, and weights that become
+/// operands.
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 #[test]
 fn attention_on_matrix_units() {

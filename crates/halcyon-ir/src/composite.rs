@@ -1,5 +1,5 @@
-//! Composites: named functions of primitives. A device may claim one whole as a library kernel; otherwise it is replaced by
-//! its body. Adding one is adding a function here.
+//! Composites: named functions of primitives. A device may claim one whole as a library kernel; otherwise it
+//! is replaced by its body. Adding one is adding a function here.
 
 use crate::dtype::{DType, Scalar};
 use crate::error::{Error, Result};
@@ -167,8 +167,8 @@ impl Graph {
         self.div(s, d)
     }
 
-    /// `(x - mean) / sqrt(variance + eps) * scale + bias` over the axes from `axis` on (biased variance). Half types compute
-    /// in f32. (Ba, Kiros, Hinton 2016.)
+    /// `(x - mean) / sqrt(variance + eps) * scale + bias` over the axes from `axis` on (biased variance).
+    /// Half types compute in f32. (Ba, Kiros, Hinton 2016.)
     pub fn layer_norm(
         &mut self,
         x: NodeId,
@@ -205,7 +205,8 @@ impl Graph {
         )
     }
 
-    /// `x / sqrt(mean(x²) + eps) * scale` over the last axis. Half types compute in f32. (Zhang and Sennrich 2019.)
+    /// `x / sqrt(mean(x²) + eps) * scale` over the last axis. Half types compute in f32. (Zhang and Sennrich
+    /// 2019.)
     pub fn rms_norm(&mut self, x: NodeId, scale: NodeId, eps: f64) -> Result<NodeId> {
         self.need_float("rms_norm", x)?;
         self.composite("rms_norm", attrs([("eps", float(eps))]), &[x, scale], |g, v| {
@@ -223,7 +224,8 @@ impl Graph {
         })
     }
 
-    /// `(x - mean) / sqrt(var + eps) * scale + bias`, one statistic per channel (axis 1). (Ioffe and Szegedy 2015.)
+    /// `(x - mean) / sqrt(var + eps) * scale + bias`, one statistic per channel (axis 1). (Ioffe and Szegedy
+    /// 2015.)
     pub fn batch_norm(
         &mut self,
         x: NodeId,
@@ -252,9 +254,10 @@ impl Graph {
         })
     }
 
-    /// Scaled dot-product attention: `softmax(q·kᵀ·scale + mask)·v` with `q [b, h, sq, d]`, `k, v [b, hk, sk, d]` (`h` a multiple of
-    /// `hk`: query heads share key heads in order), an additive `mask` that broadcasts to `[b, h, sq, sk]`, and `causal`, which
-    /// lets query `i` see keys up to `i + sk - sq`. (Vaswani et al. 2017; Ainslie et al. 2023 for shared heads.)
+    /// Scaled dot-product attention: `softmax(q·kᵀ·scale + mask)·v` with `q [b, h, sq, d]`, `k, v [b, hk, sk,
+    /// d]` (`h` a multiple of `hk`: query heads share key heads in order), an additive `mask` that broadcasts
+    /// to `[b, h, sq, sk]`, and `causal`, which lets query `i` see keys up to `i + sk - sq`. (Vaswani et al.
+    /// 2017; Ainslie et al. 2023 for shared heads.)
     pub fn attention(
         &mut self,
         q: NodeId,
@@ -328,9 +331,9 @@ impl Graph {
         self.select(c, y, x)
     }
 
-    /// Mean negative log-likelihood of integer `labels [n, d…]` under `logits [n, classes, d…]`. Labels that are `ignore` are left out of
-    /// the sum and of the number it is divided by: where all are, the result is NaN. A label outside of `[0, classes)` is an error
-    /// of the run. Half types sum in f32.
+    /// Mean negative log-likelihood of integer `labels [n, d…]` under `logits [n, classes, d…]`. Labels that
+    /// are `ignore` are left out of the sum and of the number it is divided by: where all are, the result is
+    /// NaN. A label outside of `[0, classes)` is an error of the run. Half types sum in f32.
     pub fn cross_entropy(&mut self, logits: NodeId, labels: NodeId, ignore: Option<i64>) -> Result<NodeId> {
         self.need_float(CROSS_ENTROPY, logits)?;
         let (s, l) = (self.shape(logits).clone(), self.shape(labels).clone());
@@ -364,7 +367,8 @@ impl Graph {
         self.cast(y, self.dtype(logits))
     }
 
-    /// `len` elements along `axis` from a run-time `position` (an integer of rank 0), which must leave room for them.
+    /// `len` elements along `axis` from a run-time `position` (an integer of rank 0), which must leave room
+    /// for them.
     pub fn slice_at(&mut self, x: NodeId, position: NodeId, axis: usize, len: usize) -> Result<NodeId> {
         let s = self.shape(x).clone();
         if axis >= s.rank() || s[axis].known().is_some_and(|n| n < len) {

@@ -1,4 +1,5 @@
-//! Conversions that a plain cast does not do: to the ends of the range instead of past them, and powers of two.
+//! Conversions that a plain cast does not do: to the ends of the range instead of past them, and powers of
+//! two.
 
 use crate::dtype::{Class, DType, Scalar};
 use crate::error::Result;
@@ -18,10 +19,10 @@ pub enum Rounding {
 }
 
 impl Graph {
-    /// [`Graph::cast`] of the number in the finite range of `dtype` that is nearest to `x`: infinities and numbers out of range
-    /// become the largest and smallest one. NaN is cast as it is. This is ONNX `Cast` with `saturate` to the 8-bit floats, and
-    /// the last step of a quantisation: a float is truncated to an integer, so round it first. To `f8e8m0` it is
-    /// [`Graph::cast_e8m0`] to the nearest power.
+    /// [`Graph::cast`] of the number in the finite range of `dtype` that is nearest to `x`: infinities and
+    /// numbers out of range become the largest and smallest one. NaN is cast as it is. This is ONNX `Cast`
+    /// with `saturate` to the 8-bit floats, and the last step of a quantisation: a float is truncated to an
+    /// integer, so round it first. To `f8e8m0` it is [`Graph::cast_e8m0`] to the nearest power.
     pub fn cast_saturating(&mut self, x: NodeId, dtype: DType) -> Result<NodeId> {
         let mut x = x;
         let from = self.dtype(x);
@@ -52,7 +53,8 @@ impl Graph {
         }
         // With infinities, where the type has them.
         let has = if is.is_float() { is.range() } else { from.range() };
-        // Casts from floats to integers of 8 bits and more stop at the ends themselves, which f32 does not hold exactly.
+        // Casts from floats to integers of 8 bits and more stop at the ends themselves, which f32 does not
+        // hold exactly.
         let stops = is.is_float() && dtype.is_int() && dtype.bits() >= 8;
         for (op, end, needed) in [(ScalarOp::Max, lo, has.0 < lo), (ScalarOp::Min, hi, has.1 > hi)] {
             if needed && !stops {
@@ -64,8 +66,9 @@ impl Graph {
         self.cast(x, dtype)
     }
 
-    /// To `f8e8m0`: the power of two that stands for `x`. Negative numbers and NaN are NaN, -0 is zero. What is outside of 2^-127
-    /// to 2^127, zero and infinity among it, becomes the nearer end where `saturate` is set, and NaN else (ONNX `Cast`).
+    /// To `f8e8m0`: the power of two that stands for `x`. Negative numbers and NaN are NaN, -0 is zero. What
+    /// is outside of 2^-127 to 2^127, zero and infinity among it, becomes the nearer end where `saturate` is
+    /// set, and NaN else (ONNX `Cast`).
     pub fn cast_e8m0(&mut self, x: NodeId, rounding: Rounding, saturate: bool) -> Result<NodeId> {
         let x = if self.dtype(x).is_native() { x } else { self.cast(x, DType::F32)? };
         let bits = encode_e8m0(self, x, rounding, saturate)?;

@@ -95,7 +95,8 @@ pub fn type_bytes(t: &TensorType) -> Result<u64> {
     Ok(t.dtype.bytes(View::dense(&t.shape.dims()?).numel()) as u64)
 }
 
-/// FLOPs of a node by itself (a multiply-add is two), and the bytes it must move at least. Its graph has no symbols.
+/// FLOPs of a node by itself (a multiply-add is two), and the bytes it must move at least. Its graph has no
+/// symbols.
 pub fn of_node(g: &Graph, id: NodeId) -> Result<(u64, u64)> {
     let n = g.node(id);
     let ins = n.inputs.iter().map(|i| operand(g, *i)).collect::<Result<Vec<_>>>()?;

@@ -13,7 +13,8 @@ use std::fmt;
 use std::hash::{Hash, Hasher};
 use std::sync::{Arc, LazyLock, RwLock};
 
-/// One operation from user code. It joins fusion boundaries, the sanitizer and the op table like a built-in op.
+/// One operation from user code. It joins fusion boundaries, the sanitizer and the op table like a built-in
+/// op.
 pub trait CustomOp: Send + Sync + fmt::Debug {
     /// Unique name, for example `mycrate.swirl`. Attributes belong into [`CustomOp::key`].
     fn name(&self) -> &str;
@@ -25,7 +26,8 @@ pub trait CustomOp: Send + Sync + fmt::Debug {
     fn infer(&self, inputs: &[TensorType]) -> Result<TensorType>;
     /// The definition, on the host, used for level O0's check and where a device has nothing better.
     fn reference(&self, inputs: &[ConstData]) -> Result<ConstData>;
-    /// Nodes for the gradients of the operands, given operands, result and its gradient; `None` where there is none.
+    /// Nodes for the gradients of the operands, given operands, result and its gradient; `None` where there
+    /// is none.
     fn gradient(
         &self,
         _g: &mut Graph,
@@ -35,7 +37,8 @@ pub trait CustomOp: Send + Sync + fmt::Debug {
     ) -> Result<Vec<Option<NodeId>>> {
         Err(Error::unsupported(format!("the gradient of {}", self.name()), "Implement CustomOp::gradient"))
     }
-    /// A kernel for dense operands followed by the dense result, or `None` to run [`CustomOp::reference`] on the host.
+    /// A kernel for dense operands followed by the dense result, or `None` to run [`CustomOp::reference`] on
+    /// the host.
     fn kernel(&self, _inputs: &[View], _output: &View, _caps: &Caps) -> Result<Option<(Kernel, Launch)>> {
         Ok(None)
     }

@@ -18,9 +18,9 @@ impl<T: AsRef<[u8]> + Send + Sync> Bytes for T {
     }
 }
 
-/// Dense row-major little-endian tensor data. Elements of fewer than 8 bits are packed, the first in the low bits of a byte, as
-/// in the raw data of ONNX; the unused bits of a last byte are not looked at. Cloning shares the bytes. Two values are equal when they share them, or when
-/// type, shape and bytes are equal.
+/// Dense row-major little-endian tensor data. Elements of fewer than 8 bits are packed, the first in the low
+/// bits of a byte, as in the raw data of ONNX; the unused bits of a last byte are not looked at. Cloning
+/// shares the bytes. Two values are equal when they share them, or when type, shape and bytes are equal.
 #[derive(Clone, Serialize, Deserialize)]
 pub struct ConstData {
     pub dtype: DType,
@@ -68,7 +68,8 @@ impl ConstData {
         ConstData::from_scalars(T::DTYPE, dims, values.iter().map(|v| v.to_scalar()))
     }
 
-    /// Casts each value to `dtype`, by the rules of [`Scalar::cast`]. The unused bits of a last byte are zero.
+    /// Casts each value to `dtype`, by the rules of [`Scalar::cast`]. The unused bits of a last byte are
+    /// zero.
     pub fn from_scalars(
         dtype: DType,
         dims: &[usize],

@@ -1,8 +1,9 @@
 //! Element types. One row per type: everything that depends on the type alone is a column of [`ROWS`].
 //!
-//! Types of 2 and 4 bits and floats of 4 and 8 bits are for storage: tensors hold, move, compare and cast them, and devices
-//! never see them, because [`crate::passes::narrow`] rewrites a graph to types of [`DType::native`]. Elements under 8 bits are
-//! packed, the first in the low bits of a byte, and a last byte that is not full ends in zero bits.
+//! Types of 2 and 4 bits and floats of 4 and 8 bits are for storage: tensors hold, move, compare and cast
+//! them, and devices never see them, because [`crate::passes::narrow`] rewrites a graph to types of
+//! [`DType::native`]. Elements under 8 bits are packed, the first in the low bits of a byte, and a last byte
+//! that is not full ends in zero bits.
 
 use crate::minifloat::{self, Format, Special};
 use serde::{Deserialize, Serialize};
@@ -39,7 +40,8 @@ pub enum DType {
     F8E5M2,
     /// Largest 57,344, NaN, no infinity, no negative zero.
     F8E5M2FNUZ,
-    /// A power of two from 2^-127 to 2^127, or NaN: scales of microscaling formats (OCP MX). It has no zero and no sign.
+    /// A power of two from 2^-127 to 2^127, or NaN: scales of microscaling formats (OCP MX). It has no zero
+    /// and no sign.
     F8E8M0,
 }
 
@@ -160,7 +162,8 @@ impl DType {
         self.bytes(1)
     }
 
-    /// The type arithmetic runs in: half floats compute in f32, small integers in 32 bits (wrapping on store).
+    /// The type arithmetic runs in: half floats compute in f32, small integers in 32 bits (wrapping on
+    /// store).
     pub fn compute(self) -> DType {
         match self {
             DType::F16 | DType::BF16 => DType::F32,
@@ -268,13 +271,13 @@ impl Scalar {
     }
 
     /// The value after a cast to `dtype` with the rules of the `Cast` op: to bool is `!= 0`; between integers
-    /// wraps; float to integer truncates and saturates (NaN is 0); to a float rounds to nearest even, and past the largest
-    /// number becomes infinity.
+    /// wraps; float to integer truncates and saturates (NaN is 0); to a float rounds to nearest even, and
+    /// past the largest number becomes infinity.
     ///
-    /// Small types: a float becomes an integer of 2 or 4 bits by way of i32, whose low bits are kept. A small float type
-    /// without infinity has NaN in its place, and one without NaN (`f4e2m1`) saturates and makes NaN -0. To `f8e8m0` the
-    /// nearest power of two counts, ties up; zero, negative numbers and what is outside of its range are NaN.
-    /// `Graph::cast_saturating` and `Graph::cast_e8m0` do otherwise.
+    /// Small types: a float becomes an integer of 2 or 4 bits by way of i32, whose low bits are kept. A small
+    /// float type without infinity has NaN in its place, and one without NaN (`f4e2m1`) saturates and makes
+    /// NaN -0. To `f8e8m0` the nearest power of two counts, ties up; zero, negative numbers and what is
+    /// outside of its range are NaN. `Graph::cast_saturating` and `Graph::cast_e8m0` do otherwise.
     pub fn cast(self, dtype: DType) -> Scalar {
         match dtype.class() {
             Class::Bool => Scalar::Bool(self.as_bool()),
@@ -319,7 +322,8 @@ impl Scalar {
         }
     }
 
-    /// As f64; an integer that f64 does not hold is rounded to odd, so that a second rounding is as if it were the first.
+    /// As f64; an integer that f64 does not hold is rounded to odd, so that a second rounding is as if it
+    /// were the first.
     fn to_odd_f64(self) -> f64 {
         let odd = |m: u64| {
             if m >> 53 == 0 { m as f64 } else { (m >> 11 | (m & 0x7ff != 0) as u64) as f64 * 2048.0 }
@@ -331,8 +335,8 @@ impl Scalar {
         }
     }
 
-    /// Little-endian bytes of the value as `dtype` (which the value is cast to first). A type under 8 bits takes the low bits of
-    /// the first byte.
+    /// Little-endian bytes of the value as `dtype` (which the value is cast to first). A type under 8 bits
+    /// takes the low bits of the first byte.
     pub fn to_bytes(self, dtype: DType) -> [u8; 8] {
         let mut out = [0u8; 8];
         let n = dtype.size();
@@ -353,8 +357,8 @@ impl Scalar {
         out
     }
 
-    /// Reads one little-endian value of `dtype` from the start of `b`, which must hold it; a type under 8 bits from the low bits
-    /// of the first byte.
+    /// Reads one little-endian value of `dtype` from the start of `b`, which must hold it; a type under 8
+    /// bits from the low bits of the first byte.
     pub fn from_bytes(dtype: DType, b: &[u8]) -> Scalar {
         let mut w = [0u8; 8];
         w[..dtype.size()].copy_from_slice(&b[..dtype.size()]);
@@ -396,8 +400,9 @@ impl std::hash::Hash for Scalar {
     }
 }
 
-/// `v` in f32, rounded to odd: of the two neighbours of an inexact value the one whose last bit is set. What is then rounded
-/// to nearest in a type with at least two bits fewer is as if rounded once (Boldo and Melquiond 2008).
+/// `v` in f32, rounded to odd: of the two neighbours of an inexact value the one whose last bit is set. What
+/// is then rounded to nearest in a type with at least two bits fewer is as if rounded once (Boldo and
+/// Melquiond 2008).
 fn to_odd(v: f64) -> f32 {
     let y = v as f32;
     let exact = y as f64 == v || v.is_nan();

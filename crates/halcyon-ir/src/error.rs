@@ -31,8 +31,9 @@ impl Span {
     }
 }
 
-/// Text from a file (a name in a model, a file's name) as it is shown to people: control characters, which a terminal would obey, line ends,
-/// which would begin a line of our own, and marks that turn the direction of writing are written as escapes.
+/// Text from a file (a name in a model, a file's name) as it is shown to people: control characters, which a
+/// terminal would obey, line ends, which would begin a line of our own, and marks that turn the direction of
+/// writing are written as escapes.
 pub fn one_line(text: &str) -> Cow<'_, str> {
     let odd = |c: char| {
         c.is_control()
@@ -133,7 +134,8 @@ pub enum Error {
     /// An op asked for an element type it does not take.
     #[error("{}: element type {dtype} is not accepted, {}{}", one_line(op), one_line(want), place(at))]
     DType { op: String, dtype: DType, want: String, at: Span },
-    /// An argument out of its range: with a place, of a model or of a program; without one, of the command or of a call.
+    /// An argument out of its range: with a place, of a model or of a program; without one, of the command or
+    /// of a call.
     #[error("{}: {}{}", one_line(op), lines(what, at), place(at))]
     Argument { op: String, what: String, at: Span },
     /// Not supported yet; names the thing.
@@ -170,9 +172,11 @@ pub enum Error {
         op: String,
         range: String,
         at: Span,
-        /// Where among the indices (row-major) the first one out of range stands, and its value, where they can still be read.
+        /// Where among the indices (row-major) the first one out of range stands, and its value, where they
+        /// can still be read.
         found: Option<(usize, i64)>,
-        /// The model's input that holds the index, with the value and its place: `input 'ids' is 40000 at [0, 3]`.
+        /// The model's input that holds the index, with the value and its place: `input 'ids' is 40000 at [0,
+        /// 3]`.
         input: Option<String>,
     },
     /// A loop that goes on past its bound.
@@ -226,8 +230,8 @@ impl Error {
         self
     }
 
-    /// Exit code of the command: 2 usage, 3 unsupported, 4 unavailable, 5 out of memory, 130 interrupted, 1 other. An argument with a place belongs to a
-    /// node of a model, which no other command line mends.
+    /// Exit code of the command: 2 usage, 3 unsupported, 4 unavailable, 5 out of memory, 130 interrupted, 1
+    /// other. An argument with a place belongs to a node of a model, which no other command line mends.
     pub fn exit_code(&self) -> i32 {
         match self {
             Error::Argument { at, .. } if at.0.is_some() => 1,

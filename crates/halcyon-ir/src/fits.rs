@@ -1,5 +1,6 @@
-//! Polynomials of the mathematical functions of f32, lowest coefficient first: Chebyshev fits made for this project. The CPU's kernels and the
-//! renderers of languages without good functions of their own evaluate them, each with its own reductions and bounds of error.
+//! Polynomials of the mathematical functions of f32, lowest coefficient first: Chebyshev fits made for this
+//! project. The CPU's kernels and the renderers of languages without good functions of their own evaluate
+//! them, each with its own reductions and bounds of error.
 
 // Coefficients are given with the nine digits that name an f32.
 #![allow(clippy::excessive_precision)]

@@ -1,7 +1,7 @@
 //! Fused kernels: a chain of element-wise ops over strided views, with an optional reduction at its end.
 //!
-//! This is the hand-over from the lowering to a device: GPUs get it as kernel IR (`kernel::lower`), the CPU's tile executor
-//! runs it as it is.
+//! This is the hand-over from the lowering to a device: GPUs get it as kernel IR (`kernel::lower`), the CPU's
+//! tile executor runs it as it is.
 
 use crate::dtype::{DType, Scalar};
 use crate::layout::View;
@@ -14,8 +14,9 @@ use smallvec::SmallVec;
 /// Number of an instruction.
 pub type Reg = u32;
 
-/// One value per point of the iteration space. `dtype` is the value's type. Half floats may be kept in f32 between
-/// instructions; a [`InstrKind::Cast`] to their own type rounds them. Small integers wrap after every instruction.
+/// One value per point of the iteration space. `dtype` is the value's type. Half floats may be kept in f32
+/// between instructions; a [`InstrKind::Cast`] to their own type rounds them. Small integers wrap after every
+/// instruction.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Instr {
     pub kind: InstrKind,
@@ -32,8 +33,8 @@ pub enum InstrKind {
     /// `params[n]`: a literal or a run-time argument.
     Param(u32),
     Op(ScalarOp),
-    /// To `dtype`, by the rules of [`Scalar::cast`]. From a half type to itself: drops the digits that an executor which
-    /// keeps halves in f32 has beyond the type.
+    /// To `dtype`, by the rules of [`Scalar::cast`]. From a half type to itself: drops the digits that an
+    /// executor which keeps halves in f32 has beyond the type.
     Cast,
     Bitcast,
 }
@@ -56,7 +57,8 @@ pub struct Load {
     pub fill: Option<u32>,
 }
 
-/// A result, written to output buffer `n` (its place in the list) through `view`, whose shape is the outer space.
+/// A result, written to output buffer `n` (its place in the list) through `view`, whose shape is the outer
+/// space.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Out {
     pub value: Reg,
@@ -114,8 +116,8 @@ impl Fused {
         (r + w) as u64
     }
 
-    /// The program without what reaches it at run time (sizes, strides, offsets, literal values): two fused kernels of one
-    /// template can share a compiled program whose sizes are arguments.
+    /// The program without what reaches it at run time (sizes, strides, offsets, literal values): two fused
+    /// kernels of one template can share a compiled program whose sizes are arguments.
     pub fn template(&self) -> Fused {
         let mut f = self.clone();
         let blank = |v: &mut View| {

@@ -1,8 +1,9 @@
 //! Reverse-mode differentiation as a graph pass: one rule per op, one row per scalar op (`grad/scalar.rs`).
 //!
-//! Gradients are ordinary nodes, so fusion, memory planning and a second differentiation apply to them. Conventions:
-//! where elements tie for a maximum or minimum they share the gradient equally (but in pooling the first takes it all); rounding
-//! functions and comparisons have gradient zero; integers and bools have none.
+//! Gradients are ordinary nodes, so fusion, memory planning and a second differentiation apply to them.
+//! Conventions: where elements tie for a maximum or minimum they share the gradient equally (but in pooling
+//! the first takes it all); rounding functions and comparisons have gradient zero; integers and bools have
+//! none.
 
 use crate::composite::SLICE_AT;
 use crate::dtype::{DType, Scalar};
@@ -20,13 +21,13 @@ pub use scalar::{ScalarGrad, scalar_row};
 /// Gradients of a node's operands; `None` where there is none.
 type Grads = SmallVec<[Option<NodeId>; 3]>;
 
-/// Appends the nodes of `d loss / d wrt[k]` and returns them in the order of `wrt`: shaped and typed like `wrt[k]`, `None` where
-/// the loss does not depend on it (or it is not a float).
+/// Appends the nodes of `d loss / d wrt[k]` and returns them in the order of `wrt`: shaped and typed like
+/// `wrt[k]`, `None` where the loss does not depend on it (or it is not a float).
 ///
-/// `loss` must be a float with one element, unless `seed`, a node of the loss's type, gives the gradient that flows into it.
-/// Contributions to one node are added in falling order of the users' numbers, so the result does not depend on anything else.
-/// Composites are differentiated through a copy of their body, softmax and log-softmax in closed form. New nodes have the span
-/// of the node they belong to.
+/// `loss` must be a float with one element, unless `seed`, a node of the loss's type, gives the gradient that
+/// flows into it. Contributions to one node are added in falling order of the users' numbers, so the result
+/// does not depend on anything else. Composites are differentiated through a copy of their body, softmax and
+/// log-softmax in closed form. New nodes have the span of the node they belong to.
 ///
 /// Errors: a loss of the wrong type, an op without a gradient ([`Error::Unsupported`], with its name).
 pub fn gradients(
@@ -73,8 +74,9 @@ fn reverse(g: &mut Graph, loss: NodeId, wrt: &[NodeId], seed: Option<NodeId>) ->
     mark(g, &mut needs, 0);
     let first = first_seed(g, loss, seed)?;
 
-    // Nodes that wait for their rule, largest number first: every user of a node comes before it. The body of a composite is
-    // appended when the composite's turn comes, so its nodes are larger than all that still wait.
+    // Nodes that wait for their rule, largest number first: every user of a node comes before it. The body of
+    // a composite is appended when the composite's turn comes, so its nodes are larger than all that still
+    // wait.
     let mut parts: HashMap<NodeId, SmallVec<[NodeId; 2]>> = HashMap::new();
     let mut todo = BinaryHeap::new();
     let mut done: HashMap<NodeId, NodeId> = HashMap::new();
@@ -386,7 +388,8 @@ fn reduced(
             keep(g, hit, share)
         }
         ReduceKind::Prod => {
-            // The product of the others, which no division by a zero can spoil: what comes before times what comes after.
+            // The product of the others, which no division by a zero can spoil: what comes before times what
+            // comes after.
             let rest: Vec<usize> = (0..s.rank()).filter(|k| !axes.contains(k)).collect();
             let perm: Vec<usize> = rest.iter().chain(axes).copied().collect();
             let n = axes.iter().fold(Dim::from(1), |a, k| a.mul(s[*k]));
@@ -406,8 +409,8 @@ fn reduced(
     }
 }
 
-/// Gradient of a running product, maximum or minimum, as `n` reductions over the elements each result has seen. Takes memory
-/// quadratic in the axis.
+/// Gradient of a running product, maximum or minimum, as `n` reductions over the elements each result has
+/// seen. Takes memory quadratic in the axis.
 fn unscan(
     g: &mut Graph,
     kind: ReduceKind,
@@ -521,8 +524,8 @@ fn unscatter(
                 out[0] = Some(write(g, dy, z, ScatterKind::Set)?);
             }
             if need[2] {
-                // Of several updates of one place only the last one counts: the updates' numbers are scattered the same way,
-                // and the one that finds its own number won.
+                // Of several updates of one place only the last one counts: the updates' numbers are
+                // scattered the same way, and the one that finds its own number won.
                 let (places, numbers) = if rows {
                     (Shape::from([g.shape(base)[axis]]), g.shape(index).clone())
                 } else {

@@ -1,8 +1,8 @@
 //! The graph: one arena of typed nodes that serves user code, autodiff, the passes and every importer.
 //!
-//! A graph is a pure function of its inputs and arguments. State (KV caches, parameters, running statistics) is an input whose
-//! new value is an output: [`Graph::states`] pairs them, and the memory pass lets the new value take the old one's storage when
-//! nothing else reads it.
+//! A graph is a pure function of its inputs and arguments. State (KV caches, parameters, running statistics)
+//! is an input whose new value is an output: [`Graph::states`] pairs them, and the memory pass lets the new
+//! value take the old one's storage when nothing else reads it.
 
 mod build;
 
@@ -115,7 +115,8 @@ impl Graph {
         &self.states
     }
 
-    /// Adds a node after checking its type rule. `want` is needed by ops whose type their operands do not fix.
+    /// Adds a node after checking its type rule. `want` is needed by ops whose type their operands do not
+    /// fix.
     pub fn push(&mut self, op: Op, inputs: &[NodeId], want: Option<TensorType>) -> Result<NodeId> {
         let ty = {
             let tys: SmallVec<[&TensorType; 4]> = inputs.iter().map(|i| self.ty(*i)).collect();
@@ -265,8 +266,8 @@ impl Graph {
         Ok(b)
     }
 
-    /// Copies the nodes of `other` that `roots` need into this graph; `map` says what its inputs become. Returns the roots'
-    /// new numbers.
+    /// Copies the nodes of `other` that `roots` need into this graph; `map` says what its inputs become.
+    /// Returns the roots' new numbers.
     pub fn inline(&mut self, other: &Graph, inputs: &[NodeId], roots: &[NodeId]) -> Result<Vec<NodeId>> {
         let mut map: HashMap<NodeId, NodeId> = HashMap::new();
         let live = other.live(roots);
@@ -584,7 +585,8 @@ mod tests {
         g.output("y", y);
         let b = g.to_bytes().unwrap();
         assert_eq!(Graph::from_bytes(&b).unwrap(), g);
-        // In the header as text: operands, inputs, outputs and states that are not there, in the graph and in the body.
+        // In the header as text: operands, inputs, outputs and states that are not there, in the graph and in
+        // the body.
         let len = u64::from_le_bytes(b[8..16].try_into().unwrap()) as usize;
         let head = std::str::from_utf8(&b[16..16 + len]).unwrap();
         let with = |head: &str| {

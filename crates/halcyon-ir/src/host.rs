@@ -1,7 +1,7 @@
 //! Memory of the machine that the process may still take, and what it has taken.
 //!
-//! A system that hands out more memory than it has ends the process when the memory is touched, so whoever is about to take
-//! much asks here first.
+//! A system that hands out more memory than it has ends the process when the memory is touched, so whoever is
+//! about to take much asks here first.
 
 use crate::error::{Error, Result};
 use serde::Serialize;
@@ -12,8 +12,8 @@ use std::sync::{Arc, Mutex};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-/// `(free, total)` bytes: of the machine, or of the control group that the process runs in where that has less. `None` where the
-/// system does not tell.
+/// `(free, total)` bytes: of the machine, or of the control group that the process runs in where that has
+/// less. `None` where the system does not tell.
 pub fn memory() -> Option<(u64, u64)> {
     let machine = machine(&std::fs::read_to_string("/proc/meminfo").ok()?)?;
     let groups = std::fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
@@ -21,7 +21,8 @@ pub fn memory() -> Option<(u64, u64)> {
     Some(addresses().map_or(inside, |a| least(inside, a)))
 }
 
-/// What is left of the address space that the process may have (`ulimit -v`), and all of it; `None` without a limit.
+/// What is left of the address space that the process may have (`ulimit -v`), and all of it; `None` without a
+/// limit.
 fn addresses() -> Option<(u64, u64)> {
     let limits = std::fs::read_to_string("/proc/self/limits").ok()?;
     let line = limits.lines().find_map(|l| l.strip_prefix("Max address space"))?;
@@ -63,7 +64,8 @@ pub fn zeros(bytes: usize, what: &str) -> Result<Vec<u8>> {
     if bytes as u64 > SMALL {
         room(bytes as u64, what)?;
     }
-    // Asked for once so that a refusal is an error, and then as zero pages, which cost nothing until they are written.
+    // Asked for once so that a refusal is an error, and then as zero pages, which cost nothing until they are
+    // written.
     reserve(bytes, what).map(drop)?;
     Ok(vec![0; bytes])
 }
@@ -97,15 +99,16 @@ fn machine(meminfo: &str) -> Option<(u64, u64)> {
     Some((field(meminfo, "MemAvailable")?, field(meminfo, "MemTotal")?))
 }
 
-/// Bytes of memory that the process has resident and that no file is behind: what it allocated and touched. Pages of mapped files
-/// (code, weights) are not in it, since the system may drop them and read them again. `None` where the system does not tell
-/// (it does on Linux, as `RssAnon` of `/proc/self/status`).
+/// Bytes of memory that the process has resident and that no file is behind: what it allocated and touched.
+/// Pages of mapped files (code, weights) are not in it, since the system may drop them and read them again.
+/// `None` where the system does not tell (it does on Linux, as `RssAnon` of `/proc/self/status`).
 pub fn anonymous() -> Option<u64> {
     field(&std::fs::read_to_string("/proc/self/status").ok()?, "RssAnon")
 }
 
-/// Page faults of the process so far, those of all its threads: first touches of memory among them. Allocates nothing. `None` where the
-/// system does not tell (it does on Linux: `minflt` and `majflt` of `/proc/self/stat`, proc(5)).
+/// Page faults of the process so far, those of all its threads: first touches of memory among them. Allocates
+/// nothing. `None` where the system does not tell (it does on Linux: `minflt` and `majflt` of
+/// `/proc/self/stat`, proc(5)).
 pub fn page_faults() -> Option<u64> {
     let mut text = [0u8; 1024];
     let n = std::fs::File::open("/proc/self/stat").ok()?.read(&mut text).ok()?;
@@ -125,8 +128,8 @@ pub struct AnonymousPeak {
     pub readings: u64,
 }
 
-/// Reads the anonymous memory of the process now and then. The system keeps no highest value of it (`VmHWM` counts the pages of
-/// files too), so what lives for less than the interval can be missed.
+/// Reads the anonymous memory of the process now and then. The system keeps no highest value of it (`VmHWM`
+/// counts the pages of files too), so what lives for less than the interval can be missed.
 #[derive(Debug)]
 pub struct Watch {
     seen: Arc<Seen>,
@@ -197,7 +200,8 @@ impl Drop for Watch {
     }
 }
 
-/// The smallest limit on the way from the process's group to the root, in either version of the interface (cgroups(7)).
+/// The smallest limit on the way from the process's group to the root, in either version of the interface
+/// (cgroups(7)).
 fn group(groups: &str, root: &Path) -> Option<(u64, u64)> {
     let number = |p: &Path| std::fs::read_to_string(p).ok()?.trim().parse::<u64>().ok();
     let mut found = None;

@@ -1,5 +1,5 @@
-//! Text files that this project reads whole: configuration, labels, lists, reports. A bound keeps a device without an end, or a file that
-//! was meant for something else, from filling the memory.
+//! Text files that this project reads whole: configuration, labels, lists, reports. A bound keeps a device
+//! without an end, or a file that was meant for something else, from filling the memory.
 
 use crate::{Error, Result};
 use std::fs::File;

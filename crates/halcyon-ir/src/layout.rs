@@ -4,8 +4,8 @@ use crate::shape::Dims;
 use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 
-/// Element `i0, i1, …` lives at `offset + Σ i_k * strides[k]`, counted in elements. Where `mask` is set and an index is
-/// outside its `[lo, hi)`, the element is the reader's fill value and memory is not touched.
+/// Element `i0, i1, …` lives at `offset + Σ i_k * strides[k]`, counted in elements. Where `mask` is set and
+/// an index is outside its `[lo, hi)`, the element is the reader's fill value and memory is not touched.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct View {
     pub shape: Dims,
@@ -17,8 +17,8 @@ pub struct View {
 /// Which of `len` places from `start` by `step` lie in `[lo, hi)`: they are consecutive.
 fn inside((lo, hi): (usize, usize), start: isize, step: isize, len: usize) -> (usize, usize) {
     let (lo, hi, len) = (lo as isize, hi as isize, len as isize);
-    // The first place at or past a bound, seen in the direction of the walk: the quotient rounded up, as division by a
-    // negative number rounds it already.
+    // The first place at or past a bound, seen in the direction of the walk: the quotient rounded up, as
+    // division by a negative number rounds it already.
     let past = |bound: isize| {
         let (q, r) = ((bound - start).div_euclid(step), (bound - start).rem_euclid(step));
         q + isize::from(step > 0 && r != 0)
@@ -53,7 +53,8 @@ impl View {
         self.shape.iter().product()
     }
 
-    /// Row-major without gaps from offset 0 and without a mask (strides of dimensions of size 1 do not matter).
+    /// Row-major without gaps from offset 0 and without a mask (strides of dimensions of size 1 do not
+    /// matter).
     pub fn is_dense(&self) -> bool {
         self.offset == 0 && self.has_dense_strides()
     }
@@ -235,8 +236,9 @@ impl View {
     }
 }
 
-/// Merges neighbouring dimensions wherever every view allows it, and drops dimensions of size 1. `keep` is an index that is
-/// never merged across (the border between outer and reduced dimensions). Returns the new border.
+/// Merges neighbouring dimensions wherever every view allows it, and drops dimensions of size 1. `keep` is an
+/// index that is never merged across (the border between outer and reduced dimensions). Returns the new
+/// border.
 pub fn collapse(views: &mut [&mut View], border: usize) -> usize {
     let Some(first) = views.first() else { return border };
     let shape = first.shape.clone();

@@ -1,7 +1,9 @@
-//! Floats of 8 bits and fewer: how their bits are read and written, on the host. `passes::narrow` does the same with graph ops.
+//! Floats of 8 bits and fewer: how their bits are read and written, on the host. `passes::narrow` does the
+//! same with graph ops.
 //!
-//! Sources: the OCP 8-bit floating point specification 1.0 (E4M3, E5M2), "8-bit Numerical Formats for Deep Neural Networks"
-//! (Noune et al. 2022; the FNUZ types), the OCP microscaling formats specification 1.0 (E2M1, E8M0).
+//! Sources: the OCP 8-bit floating point specification 1.0 (E4M3, E5M2), "8-bit Numerical Formats for Deep
+//! Neural Networks" (Noune et al. 2022; the FNUZ types), the OCP microscaling formats specification 1.0
+//! (E2M1, E8M0).
 
 use crate::dtype::DType;
 
@@ -145,7 +147,8 @@ pub fn e8m0_decode(bits: u8) -> f64 {
     if bits == E8M0_NAN { f64::NAN } else { pow2(bits as i32 - 127) }
 }
 
-/// The nearest power of two, ties up. NaN for what is outside of 2^-127 to 2^127, for zero and for negative numbers.
+/// The nearest power of two, ties up. NaN for what is outside of 2^-127 to 2^127, for zero and for negative
+/// numbers.
 pub fn e8m0_encode(v: f64) -> u8 {
     if !(pow2(-127)..=pow2(127)).contains(&v) {
         return E8M0_NAN;

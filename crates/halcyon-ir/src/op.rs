@@ -1,7 +1,8 @@
 //! The primitive operations of a graph, their attributes and their type rules.
 //!
-//! Every op has one output. Operands of [`Op::Scalar`] have equal shapes (the graph's builder inserts [`Op::Expand`]).
-//! Norms, softmax, gelu, attention and the like are not here: they are composites (`crate::composite`).
+//! Every op has one output. Operands of [`Op::Scalar`] have equal shapes (the graph's builder inserts
+//! [`Op::Expand`]). Norms, softmax, gelu, attention and the like are not here: they are composites
+//! (`crate::composite`).
 
 use crate::composite::Composite;
 use crate::custom::Custom;
@@ -58,9 +59,9 @@ impl ReduceKind {
     }
 }
 
-/// Convolution. Input `[n, c, i…]`, weight `[o, c/groups, k…]`, result `[n, o, y…]` with
-/// `y = (((i-1)*input_dilation+1) + lo + hi - ((k-1)*dilation+1)) / stride + 1`. Padding is with zeros and may be negative
-/// (cropping). It is a cross-correlation, as in ONNX `Conv`. One entry per spatial axis.
+/// Convolution. Input `[n, c, i…]`, weight `[o, c/groups, k…]`, result `[n, o, y…]` with `y =
+/// (((i-1)*input_dilation+1) + lo + hi - ((k-1)*dilation+1)) / stride + 1`. Padding is with zeros and may be
+/// negative (cropping). It is a cross-correlation, as in ONNX `Conv`. One entry per spatial axis.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Conv {
     pub stride: SmallVec<[usize; 3]>,
@@ -82,7 +83,8 @@ impl Conv {
         }
     }
 
-    /// Steps of the window, one for each spatial axis: `Conv::new(2).stride([2, 2]).padding([1, 1]).groups(4)`.
+    /// Steps of the window, one for each spatial axis: `Conv::new(2).stride([2, 2]).padding([1,
+    /// 1]).groups(4)`.
     pub fn stride(mut self, stride: impl AsRef<[usize]>) -> Conv {
         self.stride = stride.as_ref().into();
         self
@@ -196,7 +198,8 @@ pub struct SliceAxis {
 pub enum Op {
     /// Run-time tensor; the number is its place among the graph's inputs.
     Input(u32),
-    /// Run-time scalar argument (rank 0); the number is its place among the graph's arguments. Its value never recompiles.
+    /// Run-time scalar argument (rank 0); the number is its place among the graph's arguments. Its value
+    /// never recompiles.
     Arg(u32),
     /// Data in the graph (weights). Read lazily.
     Const(ConstData),
@@ -217,7 +220,8 @@ pub enum Op {
         axes: Axes,
         keep: bool,
     },
-    /// Index (i64) of the largest or smallest element; the first of equals unless `last`. NaN counts as the extreme.
+    /// Index (i64) of the largest or smallest element; the first of equals unless `last`. NaN counts as the
+    /// extreme.
     ArgReduce {
         max: bool,
         axis: usize,
@@ -229,8 +233,8 @@ pub enum Op {
     /// Operands: input, weight.
     Conv(Conv),
     Pool(Pool),
-    /// Gradient of a pool. Operands: x, y, dy; result like x. Where several elements of a window are equal to its
-    /// maximum, the first takes the gradient.
+    /// Gradient of a pool. Operands: x, y, dy; result like x. Where several elements of a window are equal to
+    /// its maximum, the first takes the gradient.
     PoolGrad(Pool),
     /// `out[a…, i…, b…] = x[a…, index[i…], b…]`; negative indices count from the end.
     Gather {
@@ -250,13 +254,13 @@ pub enum Op {
         axis: usize,
         kind: ScatterKind,
     },
-    /// Operands: base, update, position (rank 0 integer): base with `update` written at `position` along `axis`. A position
-    /// that would reach past the end is clamped, and reported.
+    /// Operands: base, update, position (rank 0 integer): base with `update` written at `position` along
+    /// `axis`. A position that would reach past the end is clamped, and reported.
     UpdateSlice {
         axis: usize,
     },
-    /// Labels (integers of any type) as places among `classes`, as i64. Those that are `ignore` become 0; any other outside of
-    /// `[0, classes)` becomes 0 and is reported. Negative labels do not count from the end.
+    /// Labels (integers of any type) as places among `classes`, as i64. Those that are `ignore` become 0; any
+    /// other outside of `[0, classes)` becomes 0 and is reported. Negative labels do not count from the end.
     ClassIndex {
         classes: Dim,
         ignore: Option<i64>,
@@ -382,8 +386,8 @@ impl Op {
         matches!(self, Op::Input(_) | Op::Arg(_) | Op::Const(_) | Op::Full(_) | Op::Iota { .. })
     }
 
-    /// Result type for operands of the given types. `want` is the type asked for: ops whose result is not fixed by their
-    /// operands (leaves, cast, reshape, expand, slice) check it, the others ignore it.
+    /// Result type for operands of the given types. `want` is the type asked for: ops whose result is not
+    /// fixed by their operands (leaves, cast, reshape, expand, slice) check it, the others ignore it.
     pub fn infer(&self, x: &[&TensorType], want: Option<&TensorType>) -> Result<TensorType> {
         let name = self.name();
         let op = name.as_str();

@@ -1,10 +1,13 @@
 //! Files that this project writes. Every result file goes through [`Output`].
 //!
-//! - A regular file is replaced as a whole: the bytes go to a new file in the same folder, which gets the final name when it is complete.
-//!   After a failure (a full disk, a signal) the old file is as it was, or there is still none.
-//! - Symbolic links are followed: the link stays, and the file that it names is replaced. The new file has the old one's permissions,
-//!   and its owner where the system permits. Another hard link of the old file keeps the old bytes.
-//! - Devices, pipes and file descriptors (`/dev/stdout`, `/dev/fd/3`) are written in place. `-` is standard output.
+//! - A regular file is replaced as a whole: the bytes go to a new file in the same folder, which gets the
+//!   final name when it is complete. After a failure (a full disk, a signal) the old file is as it was, or
+//!   there is still none.
+//! - Symbolic links are followed: the link stays, and the file that it names is replaced. The new file has
+//!   the old one's permissions, and its owner where the system permits. Another hard link of the old file
+//!   keeps the old bytes.
+//! - Devices, pipes and file descriptors (`/dev/stdout`, `/dev/fd/3`) are written in place. `-` is standard
+//!   output.
 //! - A folder is refused.
 //!
 //! Caches, which must not replace what is not theirs, check that before they come here (`halcyon_hal::tune`).
@@ -65,8 +68,8 @@ type Streams = fn(Standard) -> Box<dyn Write>;
 
 static STREAMS: OnceLock<Streams> = OnceLock::new();
 
-/// For a program whose standard file descriptors lead elsewhere (`halcyon_hal::chatter`): what `-` and `/dev/stdout` mean from now on.
-/// The first call counts.
+/// For a program whose standard file descriptors lead elsewhere (`halcyon_hal::chatter`): what `-` and
+/// `/dev/stdout` mean from now on. The first call counts.
 pub fn set_standard(streams: Streams) {
     let _ = STREAMS.set(streams);
 }
@@ -141,7 +144,8 @@ fn folder(p: &Path) -> &Path {
     }
 }
 
-/// `/dev/fd/N` and the `/proc/.../fd/N` that Linux has for it. Such a path looks like a link to a file, but means the open file.
+/// `/dev/fd/N` and the `/proc/.../fd/N` that Linux has for it. Such a path looks like a link to a file, but
+/// means the open file.
 fn descriptor(p: &Path) -> Option<Place> {
     let number: u32 =
         p.file_name()?.to_str().filter(|n| n.bytes().all(|b| b.is_ascii_digit()))?.parse().ok()?;
@@ -197,8 +201,8 @@ impl Output {
         failed(&self.path, e)
     }
 
-    /// Writes out what is under way. Of files that belong together, each comes here before the first is finished, so that a full disk
-    /// leaves all of them as they were.
+    /// Writes out what is under way. Of files that belong together, each comes here before the first is
+    /// finished, so that a full disk leaves all of them as they were.
     ///
     /// # Errors
     /// [`Error::Io`]
@@ -237,7 +241,8 @@ impl To {
         match place(path)? {
             Place::Stdout => Ok(stream(Box::new(BufWriter::new(standard(Standard::Out))))),
             Place::Stderr => Ok(stream(Box::new(BufWriter::new(standard(Standard::Err))))),
-            // At its end: a file that the shell opened for this has nothing behind, and one that it appends to keeps what it has.
+            // At its end: a file that the shell opened for this has nothing behind, and one that it appends
+            // to keeps what it has.
             Place::Descriptor(p) => in_place(OpenOptions::new().append(true), &p),
             Place::Device(p) => in_place(OpenOptions::new().write(true), &p),
             Place::Folder(_) => Err(io::Error::other("this is a folder; name a file in it")),

@@ -26,7 +26,8 @@ pub enum Storage {
     Const(u32),
     /// `Plan::packed` of this number, packed once.
     Packed(u32),
-    /// Scratch of the plan: `Plan::slots` of this number. Buffers whose lifetimes do not meet may lie in the same memory.
+    /// Scratch of the plan: `Plan::slots` of this number. Buffers whose lifetimes do not meet may lie in the
+    /// same memory.
     Slot(u32),
     /// Allocated for each run; outlives it.
     Output(u32),
@@ -78,7 +79,8 @@ pub struct HostWork {
     pub output: Operand,
 }
 
-/// The indices that a step reads, and which of them are valid: what an error says after the step has met another one.
+/// The indices that a step reads, and which of them are valid: what an error says after the step has met
+/// another one.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Bounds {
     /// Place of the indices among the step's buffers.
@@ -173,9 +175,11 @@ pub struct Plan {
     pub blocks: Vec<usize>,
     /// Where scratch buffers lie in the blocks.
     pub slots: Vec<Slot>,
-    /// Workspace bytes, the largest any step asks for, where it is a buffer of its own; 0 where workspace lies in the scratch.
+    /// Workspace bytes, the largest any step asks for, where it is a buffer of its own; 0 where workspace
+    /// lies in the scratch.
     pub workspace: usize,
-    /// Steps whose kernels want workspace, with the slot that is theirs for that step; empty where it is a buffer of its own.
+    /// Steps whose kernels want workspace, with the slot that is theirs for that step; empty where it is a
+    /// buffer of its own.
     pub workspaces: Vec<(u32, u32)>,
     pub steps: Vec<Step>,
     pub outputs: Vec<PlanOutput>,
@@ -219,8 +223,8 @@ impl Plan {
         life
     }
 
-    /// The largest set of scratch buffers that live at one time: no layout takes less. Workspace is not in it.
-    /// [`Plan::needed`] is the same with it.
+    /// The largest set of scratch buffers that live at one time: no layout takes less. Workspace is not in
+    /// it. [`Plan::needed`] is the same with it.
     pub fn live(&self) -> Live {
         // What starts and what ends with each step.
         let mut starts = vec![(0usize, 0usize); self.steps.len()];

@@ -1,9 +1,9 @@
-//! The definition of every op, on the host: slow and right. Level O0 is checked against it, the constant folder runs on it, and
-//! [`eval_f64`] is the float64 reference of the op tests.
+//! The definition of every op, on the host: slow and right. Level O0 is checked against it, the constant
+//! folder runs on it, and [`eval_f64`] is the float64 reference of the op tests.
 //!
-//! Semantics: a node's elements are rounded to its type after every op; sums, products of sums and scans of floats accumulate in
-//! f64 and round once; integers wrap in their type. Where a device clamps an index and reports it, this returns
-//! [`Error::Index`]. An average over a window wholly in the padding is 0.
+//! Semantics: a node's elements are rounded to its type after every op; sums, products of sums and scans of
+//! floats accumulate in f64 and round once; integers wrap in their type. Where a device clamps an index and
+//! reports it, this returns [`Error::Index`]. An average over a window wholly in the padding is 0.
 
 use crate::composite::Composite;
 use crate::data::ConstData;
@@ -19,7 +19,8 @@ use std::sync::Arc;
 mod index;
 mod window;
 
-/// Elements widened to 64 bits: floats exactly; bool, signed and unsigned integers as `i64` (u64 by its bits).
+/// Elements widened to 64 bits: floats exactly; bool, signed and unsigned integers as `i64` (u64 by its
+/// bits).
 #[derive(Clone, Debug)]
 enum Vals {
     F(Vec<f64>),
@@ -189,15 +190,17 @@ impl Tensor {
 
 /// Evaluates one op on host data. `ty` is the node's type, `args` are the values of the graph's arguments.
 ///
-/// Errors: `Input`, which has no value of its own; symbolic shapes; an index out of range; what a custom op returns.
+/// Errors: `Input`, which has no value of its own; symbolic shapes; an index out of range; what a custom op
+/// returns.
 pub fn eval_op(op: &Op, inputs: &[&ConstData], ty: &TensorType, args: &[Scalar]) -> Result<ConstData> {
     let x: Vec<Tensor> = inputs.iter().map(|c| Tensor::read(c)).collect();
     let refs: Vec<&Tensor> = x.iter().collect();
     run(op, &refs, ty, args)?.write()
 }
 
-/// Evaluates a graph on host data; returns the outputs' values in order. `inputs` are in the order of [`Graph::inputs`], `args`
-/// of [`Graph::args`]. A symbolic graph is bound to the inputs' shapes first. A value is dropped after its last use.
+/// Evaluates a graph on host data; returns the outputs' values in order. `inputs` are in the order of
+/// [`Graph::inputs`], `args` of [`Graph::args`]. A symbolic graph is bound to the inputs' shapes first. A
+/// value is dropped after its last use.
 pub fn eval(graph: &Graph, inputs: &[ConstData], args: &[Scalar]) -> Result<Vec<ConstData>> {
     let shapes: Vec<Shape> = inputs.iter().map(|c| Shape::from(&c.dims)).collect();
     if !graph.nodes().iter().all(|n| n.ty.shape.known().is_some()) {
@@ -226,8 +229,8 @@ pub fn eval(graph: &Graph, inputs: &[ConstData], args: &[Scalar]) -> Result<Vec<
     run_graph(graph, x, args)?.iter().map(Tensor::write).collect()
 }
 
-/// [`eval`] with every float computed and kept in f64: the reference that rounding errors are measured against. Float inputs are
-/// widened, float outputs are f64.
+/// [`eval`] with every float computed and kept in f64: the reference that rounding errors are measured
+/// against. Float inputs are widened, float outputs are f64.
 pub fn eval_f64(graph: &Graph, inputs: &[ConstData], args: &[Scalar]) -> Result<Vec<ConstData>> {
     let x: Vec<ConstData> = inputs.iter().map(widened).collect::<Result<_>>()?;
     eval(&promote(graph)?, &x, args)
@@ -241,8 +244,8 @@ fn widened(c: &ConstData) -> Result<ConstData> {
     Ok(c.clone())
 }
 
-/// The graph with every float type replaced by f64. Literals keep the value that their type rounded them to. Errors: a bitcast
-/// between a float and an integer, whose sizes then differ.
+/// The graph with every float type replaced by f64. Literals keep the value that their type rounded them to.
+/// Errors: a bitcast between a float and an integer, whose sizes then differ.
 pub fn promote(graph: &Graph) -> Result<Graph> {
     let up = |d: DType| if d.is_float() { DType::F64 } else { d };
     let mut g = Graph::new();

@@ -62,7 +62,8 @@ fn fmax(a: f64, b: f64) -> f64 {
     -fmin(-a, -b)
 }
 
-/// Error function. Series below 2.5, continued fraction above (Abramowitz and Stegun 7.1.6 and 7.1.14); relative error under 1e-14.
+/// Error function. Series below 2.5, continued fraction above (Abramowitz and Stegun 7.1.6 and 7.1.14);
+/// relative error under 1e-14.
 pub fn erf(x: f64) -> f64 {
     let a = x.abs();
     if a.is_nan() {
@@ -88,7 +89,8 @@ pub fn erf(x: f64) -> f64 {
     v.copysign(x)
 }
 
-/// Where one more makes no difference under the root: the standard library's overflows for the largest numbers.
+/// Where one more makes no difference under the root: the standard library's overflows for the largest
+/// numbers.
 const LARGE: f64 = (1u64 << 28) as f64;
 
 fn asinh(x: f64) -> f64 {
@@ -99,7 +101,8 @@ fn acosh(x: f64) -> f64 {
     if x < LARGE { x.acosh() } else { x.ln() + std::f64::consts::LN_2 }
 }
 
-/// By the positive number: for negative ones near -1 the standard library's `ln_1p(2x / (1 - x))` loses digits.
+/// By the positive number: for negative ones near -1 the standard library's `ln_1p(2x / (1 - x))` loses
+/// digits.
 fn atanh(x: f64) -> f64 {
     x.abs().atanh().copysign(x)
 }
@@ -108,8 +111,8 @@ fn sigmoid(x: f64) -> f64 {
     1.0 / (1.0 + (-x).exp())
 }
 
-/// Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the first word for
-/// key `(k0, k1)` and counter `(c, 0)`.
+/// Threefry-2x32 with 20 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011): the
+/// first word for key `(k0, k1)` and counter `(c, 0)`.
 pub fn threefry(k0: u32, k1: u32, c: u32) -> u32 {
     const R: [u32; 8] = [13, 15, 26, 6, 17, 29, 16, 24];
     let ks = [k0, k1, 0x1BD1_1BDA ^ k0 ^ k1];
@@ -144,7 +147,8 @@ const POS: (f64, f64) = (0.05, 4.0);
 const UNIT: (f64, f64) = (-0.95, 0.95);
 
 table! {
-    // op   name    arity rule on   float value                int value                C float          C int        ulps domain flops
+    // op   name    arity rule on   float value                int value                C float          C int
+    // ulps domain flops
     Neg     "neg"     1 Same "fiu"  Some(|x, _, _| -x),         Some(|x, _, _| -x),       "(-$0)",         "(-$0)",     0.0, ANY, 1;
     Abs     "abs"     1 Same "fiu"  Some(|x, _, _| x.abs()),    Some(|x, _, _| x.abs()),  "fabs($0)",      "h_iabs($0)", 0.0, ANY, 1;
     Sign    "sign"    1 Same "fiu"  Some(|x, _, _| if x.is_nan() { x } else { b(x > 0.0) - b(x < 0.0) }), Some(|x, _, _| x.signum()), "h_sign($0)", "h_isign($0)", 0.0, ANY, 1;
@@ -275,7 +279,8 @@ impl ScalarOp {
         picks || matches!(self, S::Floor | S::Ceil | S::Round | S::Trunc) || self.row().rule == Rule::Test
     }
 
-    // Value of the op on operands of type `d`, rounded or wrapped to the result type. The reference for every device.
+    // Value of the op on operands of type `d`, rounded or wrapped to the result type. The reference for every
+    // device.
     pub fn eval(self, d: DType, x: &[Scalar]) -> Scalar {
         let r = self.row();
         let get = |i: usize| x.get(i).copied().unwrap_or(Scalar::I(0));

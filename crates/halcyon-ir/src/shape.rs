@@ -1,11 +1,11 @@
 //! Shapes with known and symbolic dimensions.
 //!
-//! A [`Dim`] is a non-negative integer or a polynomial over symbols in a normal form, so `b*s` equals `s*b`. Graphs may hold
-//! symbolic dimensions; plans never do: [`crate::Graph::bind`] replaces every symbol first.
+//! A [`Dim`] is a non-negative integer or a polynomial over symbols in a normal form, so `b*s` equals `s*b`.
+//! Graphs may hold symbolic dimensions; plans never do: [`crate::Graph::bind`] replaces every symbol first.
 //!
-//! Arithmetic never wraps and never panics. A result outside 64 bits, or an expression over symbols that has grown past
-//! [`MAX_ATOMS`], is [`Dim::LOST`], and so is everything computed from it. A type that holds one is refused by
-//! [`TensorType::check`], which every node of a graph passes.
+//! Arithmetic never wraps and never panics. A result outside 64 bits, or an expression over symbols that has
+//! grown past [`MAX_ATOMS`], is [`Dim::LOST`], and so is everything computed from it. A type that holds one
+//! is refused by [`TensorType::check`], which every node of a graph passes.
 
 use crate::error::{Error, Result, one_line};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
@@ -42,8 +42,8 @@ static INTERNER: LazyLock<RwLock<Interner>> = LazyLock::new(Default::default);
 
 /// Most axes that a tensor has. (NumPy takes 64 too.)
 pub const MAX_AXES: usize = 64;
-/// Most bytes that a tensor takes, sizes of zero counted as one: what a 64-bit process can address. Counts of elements, offsets
-/// and strides of such tensors, and sums of a few of them, fit an `isize`.
+/// Most bytes that a tensor takes, sizes of zero counted as one: what a 64-bit process can address. Counts of
+/// elements, offsets and strides of such tensors, and sums of a few of them, fit an `isize`.
 pub const MAX_BYTES: u64 = 1 << 47;
 /// Symbols, quotients, maxima and terms in one expression, nested ones included.
 pub const MAX_ATOMS: usize = 256;
@@ -68,8 +68,8 @@ fn weight(p: &Poly) -> usize {
 }
 
 impl Dim {
-    /// A size outside 64 bits, or an expression that is too large to keep. It equals nothing that fits, has no value and
-    /// cannot be bound.
+    /// A size outside 64 bits, or an expression that is too large to keep. It equals nothing that fits, has
+    /// no value and cannot be bound.
     pub const LOST: Dim = Dim(i64::MIN);
 
     pub fn sym(name: &str) -> Dim {
@@ -550,8 +550,9 @@ impl TensorType {
         TensorType { dtype, shape: shape.into() }
     }
 
-    /// Refuses what no device can hold: more than [`MAX_AXES`] axes, a size that is negative or outside 64 bits, known sizes that
-    /// take more than [`MAX_BYTES`] (sizes of zero counted as one, so that strides fit as well).
+    /// Refuses what no device can hold: more than [`MAX_AXES`] axes, a size that is negative or outside 64
+    /// bits, known sizes that take more than [`MAX_BYTES`] (sizes of zero counted as one, so that strides fit
+    /// as well).
     ///
     /// # Errors
     /// [`Error::Shape`], which names `op`.

@@ -21,8 +21,8 @@ pub struct Caps {
     pub f64: bool,
     /// 64-bit integers.
     pub i64: bool,
-    /// Whether the device computes in f16, as its driver or processor tells. A fact about the device: generated kernels store f16, which every
-    /// device can, and compute its values in f32.
+    /// Whether the device computes in f16, as its driver or processor tells. A fact about the device:
+    /// generated kernels store f16, which every device can, and compute its values in f32.
     pub f16_arithmetic: bool,
     /// Whether the device multiplies 8-bit floats; `None` where nobody tells.
     #[serde(default)]
@@ -56,9 +56,9 @@ impl Caps {
         self.compute_units.map_or(UNKNOWN_UNITS, |n| n.max(1) as usize)
     }
 
-    /// The types that kernels load and store, by what the device can: f64 needs arithmetic in f64, and 64-bit integers need theirs. Every
-    /// other type needs nothing of the device: halves are widened to f32 by integer arithmetic where it has no conversion, and narrow
-    /// integers and bools are computed in 32 bits.
+    /// The types that kernels load and store, by what the device can: f64 needs arithmetic in f64, and 64-bit
+    /// integers need theirs. Every other type needs nothing of the device: halves are widened to f32 by
+    /// integer arithmetic where it has no conversion, and narrow integers and bools are computed in 32 bits.
     pub fn storage_of(f64: bool, i64: bool) -> Vec<DType> {
         let runs = |d: &DType| match d {
             DType::F64 => f64,
@@ -97,8 +97,9 @@ pub struct Operand {
     pub view: View,
 }
 
-/// How exact f32 matrix work must be. For bf16 operands, whose products f32 holds exactly, `Medium` allows instructions that take
-/// denormals for zero and add in an order of their own; from [`crate::passes::Level::O2`] on they are called so.
+/// How exact f32 matrix work must be. For bf16 operands, whose products f32 holds exactly, `Medium` allows
+/// instructions that take denormals for zero and add in an order of their own; from
+/// [`crate::passes::Level::O2`] on they are called so.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum MatmulPrecision {
     /// f32 products, f32 sums.
@@ -143,9 +144,10 @@ pub enum Work<'a> {
     Fused(&'a Fused),
 }
 
-/// Operand types are the op's, and the output's the op's result; a device may also take [`Op::Matmul`] of 8-bit integers into i32, and of
-/// bf16 into f32, where a pass proposes it. Inputs may have any view; outputs are dense unless the work is fused (whose views are inside it; operands are then whole
-/// buffers). With [`LibraryCall::in_place`], output 0 shares the buffer of input 0.
+/// Operand types are the op's, and the output's the op's result; a device may also take [`Op::Matmul`] of
+/// 8-bit integers into i32, and of bf16 into f32, where a pass proposes it. Inputs may have any view; outputs
+/// are dense unless the work is fused (whose views are inside it; operands are then whole buffers). With
+/// [`LibraryCall::in_place`], output 0 shares the buffer of input 0.
 #[derive(Clone, Copy, Debug)]
 pub struct LibraryCall<'a> {
     pub work: Work<'a>,
@@ -153,10 +155,11 @@ pub struct LibraryCall<'a> {
     pub outputs: &'a [Operand],
     pub precision: MatmulPrecision,
     pub in_place: bool,
-    /// A constant input that the kernel is to read in a layout of its own ([`LibraryKernel::packing`]). A device declines where it
-    /// has none that pays.
+    /// A constant input that the kernel is to read in a layout of its own ([`LibraryKernel::packing`]). A
+    /// device declines where it has none that pays.
     pub packed: Option<usize>,
-    /// What happens to the result before it is the call's output. The inputs are the op's own, then the chain's others.
+    /// What happens to the result before it is the call's output. The inputs are the op's own, then the
+    /// chain's others.
     pub epilogue: Option<Epilogue<'a>>,
 }
 
@@ -221,7 +224,8 @@ pub trait LibraryKernel: Send + Sync + fmt::Debug {
     fn workspace(&self) -> usize {
         0
     }
-    /// How the input lies that the call asked to be packed; `None` for a call that did not ask. The device packs it.
+    /// How the input lies that the call asked to be packed; `None` for a call that did not ask. The device
+    /// packs it.
     fn packing(&self) -> Option<&Packing> {
         None
     }
@@ -233,18 +237,19 @@ pub trait Target {
     fn caps(&self) -> &Caps;
     /// Asks for a kernel of the device's own. Support and execution are one value, so they cannot disagree.
     fn library(&self, call: &LibraryCall<'_>) -> Result<Arc<dyn LibraryKernel>, Declined>;
-    /// Whether the device hands out parts of a buffer as buffers: the alignment in bytes of where a part may start. Scratch is then
-    /// one block in which buffers have offsets. `None`: every buffer is an allocation of its own.
+    /// Whether the device hands out parts of a buffer as buffers: the alignment in bytes of where a part may
+    /// start. Scratch is then one block in which buffers have offsets. `None`: every buffer is an allocation
+    /// of its own.
     fn part_alignment(&self) -> Option<usize> {
         None
     }
-    /// Whether kernels for products and convolutions may end in a chain ([`LibraryCall::epilogue`]). Chains are then cut so that each
-    /// joins its own product.
+    /// Whether kernels for products and convolutions may end in a chain ([`LibraryCall::epilogue`]). Chains
+    /// are then cut so that each joins its own product.
     fn has_epilogues(&self) -> bool {
         false
     }
-    /// Channels to a block in the layout that the device's convolutions of this element type are fastest in, if it has kernels for
-    /// [`crate::passes::blocked`].
+    /// Channels to a block in the layout that the device's convolutions of this element type are fastest in,
+    /// if it has kernels for [`crate::passes::blocked`].
     fn channel_block(&self, _dtype: DType) -> Option<usize> {
         None
     }

@@ -1,5 +1,5 @@
-//! Fused chains through the interpreter: all subgroup sizes, random order, poisoned outputs, against a point-by-point
-//! evaluation of the instructions.
+//! Fused chains through the interpreter: all subgroup sizes, random order, poisoned outputs, against a
+//! point-by-point evaluation of the instructions.
 
 #[path = "common/tensor.rs"]
 mod tensor;
@@ -170,7 +170,8 @@ fn fused_chains() {
     }
 }
 
-/// Neighbours are read and written in vectors and words where all of them lie at such places, and one by one elsewhere.
+/// Neighbours are read and written in vectors and words where all of them lie at such places, and one by one
+/// elsewhere.
 #[test]
 fn neighbours_in_runs() {
     let mut g = Rng(21);
@@ -292,8 +293,8 @@ fn fused_reductions() {
     }
 }
 
-/// Reductions along the last axis read neighbours at once where they lie so: rows, the middle of rows, a row for all, a column, and what
-/// is transposed one by one.
+/// Reductions along the last axis read neighbours at once where they lie so: rows, the middle of rows, a row
+/// for all, a column, and what is transposed one by one.
 #[test]
 fn reductions_in_runs() {
     let mut g = Rng(12);

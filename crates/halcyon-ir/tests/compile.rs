@@ -66,7 +66,8 @@ fn every_kernel_renders_in_every_language() {
     }
 }
 
-/// Every kernel by itself, and each again with f16, 16-bit integers and subgroups, through naga's front end and validator.
+/// Every kernel by itself, and each again with f16, 16-bit integers and subgroups, through naga's front end
+/// and validator.
 #[test]
 fn wgsl_passes_naga() {
     use halcyon_ir::render::wgsl::{self, Options};

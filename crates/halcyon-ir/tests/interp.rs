@@ -1,4 +1,5 @@
-//! The interpreter: values against the scalar rows, every subgroup size and order, and what the sanitizer finds.
+//! The interpreter: values against the scalar rows, every subgroup size and order, and what the sanitizer
+//! finds.
 
 mod common;
 

@@ -1,4 +1,5 @@
-//! Rendered text, reviewed as a diff. `UPDATE_SNAPSHOTS=1 cargo test -p halcyon-ir --test snapshots` rewrites it.
+//! Rendered text, reviewed as a diff. `UPDATE_SNAPSHOTS=1 cargo test -p halcyon-ir --test snapshots` rewrites
+//! it.
 
 mod common;
 

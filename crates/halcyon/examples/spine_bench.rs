@@ -1,5 +1,5 @@
-//! Serves measurements of the CPU backend, through the public tensor API, to `cargo xtask bench peers`. The protocol is described
-//! at the top of `xtask/src/bench.rs`.
+//! Serves measurements of the CPU backend, through the public tensor API, to `cargo xtask bench peers`. The
+//! protocol is described at the top of `xtask/src/bench.rs`.
 
 use halcyon::hal::cpu::{peak, sys::Isa, team::Team};
 use halcyon::hal::{Command, LibraryCall, Operand, Tag};
@@ -123,7 +123,8 @@ fn product16(backend: &Backend, dims: [usize; 2], n: usize) -> Result<Job> {
     Ok(Box::new(move || run.replay()))
 }
 
-/// Unsigned by signed bytes into i32: the device's kernel for it, with the right factor packed where it can be.
+/// Unsigned by signed bytes into i32: the device's kernel for it, with the right factor packed where it can
+/// be.
 fn bytes(backend: &Backend, n: usize) -> Result<Job> {
     let device = backend.device().clone();
     let operand = |dtype| Operand { dtype, view: View::dense(&[n, n]) };

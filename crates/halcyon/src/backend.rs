@@ -66,7 +66,8 @@ pub(crate) struct Inner {
     /// The settings it was built with, where it was.
     built: Option<BackendBuilder>,
     pub(crate) tuning: Tuning,
-    /// Held while a run collects its inputs and submits: two threads must not decide about one buffer at a time.
+    /// Held while a run collects its inputs and submits: two threads must not decide about one buffer at a
+    /// time.
     pub(crate) running: Mutex<()>,
 }
 
@@ -153,7 +154,8 @@ impl Backend {
         Backend::builder().backend_type(kind).build()
     }
 
-    /// A device by its name, as [`Backend::id`] and `halcyon devices` give it: `cpu`, `cuda:1`, `opencl:0`; `auto` is the best there is.
+    /// A device by its name, as [`Backend::id`] and `halcyon devices` give it: `cpu`, `cuda:1`, `opencl:0`;
+    /// `auto` is the best there is.
     ///
     /// ```
     /// use halcyon::prelude::*;
@@ -165,7 +167,8 @@ impl Backend {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Argument`] for a name that is none, with those that there are; [`Error::Unavailable`] for a device that is not there.
+    /// [`Error::Argument`] for a name that is none, with those that there are; [`Error::Unavailable`] for a
+    /// device that is not there.
     pub fn open(name: &str) -> Result<Backend> {
         let DeviceName { backend, index } = name.parse()?;
         let builder = Backend::builder().backend_type(backend);
@@ -280,19 +283,20 @@ impl Backend {
         self.0.precision
     }
 
-    /// Element types that kernels of this device load and store, by what its driver tells: f64 and 64-bit integers need the device's, every
-    /// other type runs everywhere ([`halcyon_hal::Caps::storage_of`]).
+    /// Element types that kernels of this device load and store, by what its driver tells: f64 and 64-bit
+    /// integers need the device's, every other type runs everywhere ([`halcyon_hal::Caps::storage_of`]).
     pub fn supported_dtypes(&self) -> &[halcyon_ir::DType] {
         &self.0.device.caps().storage
     }
 
-    /// The policy of mixed precision that plans follow: `None` where everything stays in f32 because the device is no faster in the type
-    /// that was asked for ([`Backend::warnings`] has the rates).
+    /// The policy of mixed precision that plans follow: `None` where everything stays in f32 because the
+    /// device is no faster in the type that was asked for ([`Backend::warnings`] has the rates).
     pub fn amp(&self) -> AmpPolicy {
         if self.0.amp_kept.everything() { AmpPolicy::None } else { self.0.amp }
     }
 
-    /// What of the options it was built with has no effect on this device, or less than was asked for: a line for each.
+    /// What of the options it was built with has no effect on this device, or less than was asked for: a line
+    /// for each.
     pub fn warnings(&self) -> &[String] {
         &self.0.warnings
     }
@@ -414,8 +418,9 @@ impl Backend {
         Ok(exe)
     }
 
-    /// The plan that the backend makes of a graph without symbols in the memory that it has left, with inputs of so many bytes to come: the
-    /// fastest, or where there is no room for that, one without transformations that cost memory.
+    /// The plan that the backend makes of a graph without symbols in the memory that it has left, with inputs
+    /// of so many bytes to come: the fastest, or where there is no room for that, one without transformations
+    /// that cost memory.
     ///
     /// # Errors
     /// [`Error::OutOfMemory`] with what the fastest takes, where none fits; those of planning.
@@ -424,7 +429,8 @@ impl Backend {
         self.first_that_fits(graph, self.lower_options(), &fits).map(|(p, _)| p)
     }
 
-    /// What `take` makes of a plan, of the first that it does not say out of memory to; and how many transformations were given up.
+    /// What `take` makes of a plan, of the first that it does not say out of memory to; and how many
+    /// transformations were given up.
     fn first_that_fits<T>(
         &self,
         graph: &Graph,
@@ -492,8 +498,8 @@ impl Backend {
         Ok(b)
     }
 
-    /// Device buffers of a plan's packed constants. Plans share them; what is new lies in one block, where the device hands out
-    /// parts of buffers.
+    /// Device buffers of a plan's packed constants. Plans share them; what is new lies in one block, where
+    /// the device hands out parts of buffers.
     pub(crate) fn packed(&self, plan: &Plan) -> Result<Vec<BufferRef>> {
         let mut m = lock(&self.0.packed);
         let mut buffers = vec![None; plan.packed.len()];

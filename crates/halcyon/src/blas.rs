@@ -1,4 +1,5 @@
-//! Operations by the names of BLAS and of networks' layers. Lazy, as all: what does not fit is an error of the tensor.
+//! Operations by the names of BLAS and of networks' layers. Lazy, as all: what does not fit is an error of
+//! the tensor.
 
 use crate::state::State;
 use crate::tensor::Tensor;
@@ -92,7 +93,8 @@ fn combine(g: &mut Graph, product: NodeId, alpha: f64, other: NodeId, beta: f64)
 }
 
 impl Tensor {
-    /// `alpha · A·B + beta · C` of matrices `[m, k]`, `[k, n]` and `[m, n]`. `C` is not read where `beta` is 0.
+    /// `alpha · A·B + beta · C` of matrices `[m, k]`, `[k, n]` and `[m, n]`. `C` is not read where `beta` is
+    /// 0.
     #[track_caller]
     pub fn gemm(&self, b: &Tensor, alpha: f64, c: &Tensor, beta: f64) -> Tensor {
         Tensor::build(&[self, b, c], |g, x| {
@@ -104,7 +106,8 @@ impl Tensor {
         })
     }
 
-    /// `alpha · A·x + beta · y` of a matrix `[m, n]` and vectors `[n]` and `[m]`. `y` is not read where `beta` is 0.
+    /// `alpha · A·x + beta · y` of a matrix `[m, n]` and vectors `[n]` and `[m]`. `y` is not read where
+    /// `beta` is 0.
     #[track_caller]
     pub fn gemv(&self, x: &Tensor, alpha: f64, y: &Tensor, beta: f64) -> Tensor {
         Tensor::build(&[self, x, y], |g, v| {
@@ -124,8 +127,9 @@ impl Tensor {
         self.conv(weight, config)
     }
 
-    /// Batch normalisation without scale and bias, over axis 1. In training with the statistics of this batch, which also go into
-    /// the running ones (the variance unbiased); else with the running ones, which are `[channels]`.
+    /// Batch normalisation without scale and bias, over axis 1. In training with the statistics of this
+    /// batch, which also go into the running ones (the variance unbiased); else with the running ones, which
+    /// are `[channels]`.
     ///
     /// # Errors
     /// Those of [`State::write`]; what the tensors carry.

@@ -1,7 +1,9 @@
-//! Plans that are kept by hand: a function compiled once per set of types, and a plan with its bindings, ready to be replayed.
+//! Plans that are kept by hand: a function compiled once per set of types, and a plan with its bindings,
+//! ready to be replayed.
 //!
-//! An evaluation finds its plan by hashing the graph of what it needs. [`Backend::compile`] and [`Backend::capture_graph`] make that
-//! graph once; later calls look at the types of their inputs alone, or at nothing.
+//! An evaluation finds its plan by hashing the graph of what it needs. [`Backend::compile`] and
+//! [`Backend::capture_graph`] make that graph once; later calls look at the types of their inputs alone, or
+//! at nothing.
 
 use crate::backend::Backend;
 use crate::executable::{Executable, Lease, OutputMemory};
@@ -131,13 +133,14 @@ impl<F> fmt::Debug for Compiled<F> {
 }
 
 impl Backend {
-    /// A function that becomes a plan at its first call with inputs of some types, and is only that plan at later calls: `f` does
-    /// not run again, no graph is built and nothing is hashed.
+    /// A function that becomes a plan at its first call with inputs of some types, and is only that plan at
+    /// later calls: `f` does not run again, no graph is built and nothing is hashed.
     ///
-    /// `f` gets placeholders: it cannot read their values, and what it decides by their sizes holds for these sizes. Literals are
-    /// constants of the plan. Tensors with values that `f` takes from its surroundings are read at each call; they are
-    /// the tensors of the first one, also where `f` would take others now (a [`crate::State`] that was written since). Results have no
-    /// history for gradients; [`crate::value_and_grad`] inside of `f` works.
+    /// `f` gets placeholders: it cannot read their values, and what it decides by their sizes holds for these
+    /// sizes. Literals are constants of the plan. Tensors with values that `f` takes from its surroundings
+    /// are read at each call; they are the tensors of the first one, also where `f` would take others now (a
+    /// [`crate::State`] that was written since). Results have no history for gradients;
+    /// [`crate::value_and_grad`] inside of `f` works.
     ///
     /// ```
     /// use halcyon::prelude::*;
@@ -165,11 +168,13 @@ impl<F> Compiled<F> {
         lock(&self.plans).len()
     }
 
-    /// Runs the function. An input that was [`Tensor::donate`]d is taken where nothing else reads its memory, and copied else.
+    /// Runs the function. An input that was [`Tensor::donate`]d is taken where nothing else reads its memory,
+    /// and copied else.
     ///
     /// # Errors
-    /// Those that the function's tensors carry; [`Error::Donated`] for an input or a captured tensor whose memory is gone;
-    /// [`Error::MixedDevices`]; [`Error::Unsupported`] for inputs with a history for gradients, which would be lost.
+    /// Those that the function's tensors carry; [`Error::Donated`] for an input or a captured tensor whose
+    /// memory is gone; [`Error::MixedDevices`]; [`Error::Unsupported`] for inputs with a history for
+    /// gradients, which would be lost.
     #[track_caller]
     pub fn call<R>(&self, inputs: &[&Tensor]) -> Result<Vec<Tensor>>
     where
@@ -188,8 +193,8 @@ impl<F> Compiled<F> {
             }
             t.eval()?;
         }
-        // Tracing runs the caller's code, which may evaluate: no lock is held. What may be taken is decided under it, again if
-        // something changed.
+        // Tracing runs the caller's code, which may evaluate: no lock is held. What may be taken is decided
+        // under it, again if something changed.
         let (entry, donated, mut buffers, _running) = loop {
             let (_, donated) = self.gather(inputs)?;
             let entry = match self.find(inputs, &donated) {
@@ -330,10 +335,11 @@ impl fmt::Debug for CapturedGraph {
 }
 
 impl Backend {
-    /// Captures what `f` computes as a plan with fixed bindings; nothing runs yet. Tensors with values that it depends on are the
-    /// graph's inputs, in the order in which the result reads them (operands from left to right), and stay bound until others are.
-    /// Inputs that were [`Tensor::donate`]d before give their memory to the launch that reads them. Literals are run-time
-    /// arguments, see [`CapturedGraph::set_argument`]. Scratch is the graph's own.
+    /// Captures what `f` computes as a plan with fixed bindings; nothing runs yet. Tensors with values that
+    /// it depends on are the graph's inputs, in the order in which the result reads them (operands from left
+    /// to right), and stay bound until others are. Inputs that were [`Tensor::donate`]d before give their
+    /// memory to the launch that reads them. Literals are run-time arguments, see
+    /// [`CapturedGraph::set_argument`]. Scratch is the graph's own.
     ///
     /// ```
     /// use halcyon::prelude::*;
@@ -368,11 +374,12 @@ impl Backend {
         Ok(g)
     }
 
-    /// Runs a captured graph: with `inputs` in its inputs' order, which stay bound, or with those that are bound where `inputs` is
-    /// empty.
+    /// Runs a captured graph: with `inputs` in its inputs' order, which stay bound, or with those that are
+    /// bound where `inputs` is empty.
     ///
     /// # Errors
-    /// As [`CapturedGraph::bind`] and [`CapturedGraph::replay`]; [`Error::MixedDevices`] for a graph of another backend.
+    /// As [`CapturedGraph::bind`] and [`CapturedGraph::replay`]; [`Error::MixedDevices`] for a graph of
+    /// another backend.
     pub fn launch_graph(&self, graph: &CapturedGraph, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         if !graph.backend.same(self) {
             return Err(Error::MixedDevices {
@@ -442,8 +449,9 @@ impl CapturedGraph {
     /// Makes tensors the inputs of the launches that follow. They are kept alive and not copied.
     ///
     /// # Errors
-    /// [`Error::Argument`] for another number of inputs; [`Error::DType`] and [`Error::Shape`] where a type is not the one that was
-    /// captured; [`Error::Donated`] for a tensor whose memory is gone. On an error the bindings stay as they were.
+    /// [`Error::Argument`] for another number of inputs; [`Error::DType`] and [`Error::Shape`] where a type
+    /// is not the one that was captured; [`Error::Donated`] for a tensor whose memory is gone. On an error
+    /// the bindings stay as they were.
     pub fn bind(&self, inputs: &[&Tensor]) -> Result<()> {
         self.check(inputs)?;
         self.bind_to(&mut lock(&self.bound), inputs)
@@ -476,8 +484,8 @@ impl CapturedGraph {
         Ok(())
     }
 
-    /// Gives the launches that follow another value for a literal: a tensor that [`Tensor::scalar`] or [`Tensor::full`] made and that
-    /// the captured function read.
+    /// Gives the launches that follow another value for a literal: a tensor that [`Tensor::scalar`] or
+    /// [`Tensor::full`] made and that the captured function read.
     ///
     /// # Errors
     /// [`Error::Argument`] for any other tensor.
@@ -492,8 +500,8 @@ impl CapturedGraph {
         Ok(())
     }
 
-    /// Runs the plan with what is bound and allocates nothing: outputs take the memory of the run before, unless something
-    /// still holds that.
+    /// Runs the plan with what is bound and allocates nothing: outputs take the memory of the run before,
+    /// unless something still holds that.
     ///
     /// # Errors
     /// [`Error::Donated`] where an input's memory is gone: it was donated, to an earlier launch or elsewhere.
@@ -593,8 +601,8 @@ impl CapturedGraph {
     /// Waits, and copies an output's bytes to the host: dense, row-major, little-endian. Allocates nothing.
     ///
     /// # Errors
-    /// [`Error::Argument`] before the first run and for an output that there is not; [`Error::Index`] where a kernel of the run met a
-    /// bad index.
+    /// [`Error::Argument`] before the first run and for an output that there is not; [`Error::Index`] where a
+    /// kernel of the run met a bad index.
     pub fn read(&self, output: usize, to: &mut [u8]) -> Result<()> {
         let bound = lock(&self.bound);
         let b = bound.outputs.get(output).and_then(|b| b.as_ref());

@@ -1,7 +1,8 @@
-//! Whether a backend works on this machine: every step from its library to a product of matrices, each a line that passed or did
-//! not, with what was measured.
+//! Whether a backend works on this machine: every step from its library to a product of matrices, each a line
+//! that passed or did not, with what was measured.
 //!
-//! A driver may end the process that asks it. Programs run [`examine`] in a child ([`halcyon_hal::child`]); `halcyon doctor` does.
+//! A driver may end the process that asks it. Programs run [`examine`] in a child ([`halcyon_hal::child`]);
+//! `halcyon doctor` does.
 
 use crate::backend::Backend;
 use crate::session::Session;
@@ -30,7 +31,8 @@ pub enum Status {
 /// One step.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Line {
-    /// `library`, `device`, `open`, `libraries` (of kernels, where the backend may have some), `kernel`, `copies`, `product`, `first use`.
+    /// `library`, `device`, `open`, `libraries` (of kernels, where the backend may have some), `kernel`,
+    /// `copies`, `product`, `first use`.
     pub check: String,
     /// The device, where there is one: `cpu:0`.
     pub device: Option<String>,
@@ -62,8 +64,8 @@ fn fix(e: &Error) -> Option<String> {
     }
 }
 
-/// Goes through a backend and all its devices; `tell` gets each line when it is known, and before each step its name and device, so
-/// that something is known where the step takes the process down.
+/// Goes through a backend and all its devices; `tell` gets each line when it is known, and before each step
+/// its name and device, so that something is known where the step takes the process down.
 pub fn examine(kind: BackendType, tell: &mut dyn FnMut(Event)) {
     tell(Event::Started { check: "library".into(), device: None });
     let driver = match registry::driver(kind).and_then(|d| d.probe().map(|infos| (d, infos))) {
@@ -117,7 +119,8 @@ pub fn examine(kind: BackendType, tell: &mut dyn FnMut(Event)) {
         let mut backend = None;
         let open = step("open", &mut || {
             let start = Instant::now();
-            // This device and exact sums, whatever the environment and the configuration file ask for elsewhere.
+            // This device and exact sums, whatever the environment and the configuration file ask for
+            // elsewhere.
             let b = Backend::builder().backend_type(driver.kind()).device(info.index);
             backend = Some(b.fallback(Fallback::Never).amp(AmpPolicy::None).build()?);
             let took = start.elapsed().as_secs_f64();
@@ -236,7 +239,8 @@ fn nonce() -> u32 {
     (n.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32) as u32
 }
 
-/// Bytes per second to the device, from it, and inside it (a copy reads and writes each byte): the best of three.
+/// Bytes per second to the device, from it, and inside it (a copy reads and writes each byte): the best of
+/// three.
 fn copies(d: &dyn Device) -> Result<(String, Value)> {
     let size = d.available().map_or(COPIED, |free| COPIED.min((free / 4) as usize)).max(4096);
     let mut bytes = host::zeros(size, "copies to be timed")?;

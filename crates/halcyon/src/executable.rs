@@ -188,13 +188,15 @@ impl Uses {
     }
 }
 
-/// The bindings of one run in flight, with its scratch. Made once; a run changes what [`Uses`] names and submits.
+/// The bindings of one run in flight, with its scratch. Made once; a run changes what [`Uses`] names and
+/// submits.
 #[derive(Debug)]
 pub(crate) struct Lease {
     /// Of each step, in its order; the workspace last. They keep the scratch alive.
     buffers: Vec<Vec<BufferRef>>,
     params: Vec<Vec<Scalar>>,
-    /// The stream that used it last, and the event that is done when it has; `None` for the device's own queue.
+    /// The stream that used it last, and the event that is done when it has; `None` for the device's own
+    /// queue.
     last: Option<(u64, Event)>,
     /// Runs with these bindings that the device launches by one call.
     pub(crate) captured: Captured,
@@ -212,16 +214,16 @@ pub struct Executable {
     packed: Vec<BufferRef>,
     uses: Uses,
     unbound: BufferRef,
-    /// Those that no run holds. A queue runs its commands in order, so for it scratch is free again once a run is submitted; for others
-    /// when that has ended.
+    /// Those that no run holds. A queue runs its commands in order, so for it scratch is free again once a
+    /// run is submitted; for others when that has ended.
     leases: Mutex<Vec<Lease>>,
     fault_base: u32,
     watched: Arc<Watched>,
     pub(crate) way: Way,
 }
 
-/// Refuses a plan that needs more memory than the device has left, before anything of it is allocated: scratch, outputs, and
-/// the constants that are copied to the device.
+/// Refuses a plan that needs more memory than the device has left, before anything of it is allocated:
+/// scratch, outputs, and the constants that are copied to the device.
 fn fits(backend: &Backend, plan: &Plan) -> Result<()> {
     // Inputs are there already, or come later.
     let fit = Fit::of(backend, plan, &[]);
@@ -270,7 +272,8 @@ impl Executable {
         seen
     }
 
-    /// Bindings that no run holds, or new ones. Runs of several streams get scratch of their own, so that they need not wait.
+    /// Bindings that no run holds, or new ones. Runs of several streams get scratch of their own, so that
+    /// they need not wait.
     pub(crate) fn lease(&self, backend: &Backend, on: Option<&Lane>) -> Result<Lease> {
         let mut leases = self.leases.lock().unwrap_or_else(|e| e.into_inner());
         let free = |l: &Lease| match (&l.last, on) {
@@ -391,16 +394,16 @@ impl Executable {
         }
     }
 
-    /// Submits the plan. `inputs` in the graph's order; those the plan was told are donated may be overwritten, also by a run that
-    /// fails. Returns the outputs' buffers, which the caller owns.
+    /// Submits the plan. `inputs` in the graph's order; those the plan was told are donated may be
+    /// overwritten, also by a run that fails. Returns the outputs' buffers, which the caller owns.
     pub fn run(&self, backend: &Backend, inputs: &[BufferRef], args: &[Scalar]) -> Result<Vec<BufferRef>> {
         self.run_on(backend, inputs, args, stream::current(backend).as_deref())
             .map(|(out, _)| out)
             .map_err(|f| f.error)
     }
 
-    /// [`Executable::run`] in a stream, with the event of its end, or in the device's own queue. An error says whether donated inputs
-    /// are still what they were.
+    /// [`Executable::run`] in a stream, with the event of its end, or in the device's own queue. An error
+    /// says whether donated inputs are still what they were.
     pub(crate) fn run_on(
         &self,
         backend: &Backend,
@@ -441,8 +444,8 @@ impl Executable {
         Ok((lease, outputs))
     }
 
-    /// Submits the plan with what is bound. Allocates nothing, but for steps on the host and in streams. Of a stream, the event of the
-    /// run's end.
+    /// Submits the plan with what is bound. Allocates nothing, but for steps on the host and in streams. Of a
+    /// stream, the event of the run's end.
     pub(crate) fn submit(
         &self,
         backend: &Backend,
@@ -497,7 +500,8 @@ impl Executable {
             } else if let StepWork::Host(h) = &s.work {
                 stream::submit(backend, on, &commands)?;
                 commands.clear();
-                // What the step reads is ordered behind the stream's work, and the other way round, by the device.
+                // What the step reads is ordered behind the stream's work, and the other way round, by the
+                // device.
                 on_host(backend, s, h, &lease.buffers[i])?;
             }
         }
@@ -526,7 +530,8 @@ impl Executable {
         })
     }
 
-    /// Parameters of kernels that take run-time arguments, by step and number, with the values that they have.
+    /// Parameters of kernels that take run-time arguments, by step and number, with the values that they
+    /// have.
     pub(crate) fn arguments(&self, lease: &Lease) -> impl Iterator<Item = ((usize, usize), Scalar)> {
         self.uses.args.iter().map(|((step, k), _)| {
             let at = (*step as usize, *k as usize);

@@ -7,11 +7,12 @@ use halcyon_ir::plan::{Live, Plan, Storage};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashSet};
 
-/// Bytes that one run of a plan takes of a device, as the device's own accounting ([`halcyon_hal::MemoryStats`]) counts them: with
-/// what it rounds up. Other plans and tensors come on top.
+/// Bytes that one run of a plan takes of a device, as the device's own accounting
+/// ([`halcyon_hal::MemoryStats`]) counts them: with what it rounds up. Other plans and tensors come on top.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize)]
 pub struct Fit {
-    /// Bytes of constants that the device reads where they are in the host's memory; not part of [`Fit::device`].
+    /// Bytes of constants that the device reads where they are in the host's memory; not part of
+    /// [`Fit::device`].
     pub weights_in_place: u64,
     /// Constants that are copied to the device.
     pub weights: u64,
@@ -19,7 +20,8 @@ pub struct Fit {
     pub packed: u64,
     /// What packing takes of the host's memory for a while, before a run; not part of [`Fit::device`].
     pub packing: u64,
-    /// Scratch: the blocks that buffers share by lifetime, and the workspace of kernels where it may lie in them.
+    /// Scratch: the blocks that buffers share by lifetime, and the workspace of kernels where it may lie in
+    /// them.
     pub activations: u64,
     /// The least scratch that any layout takes, and the step that needs it. Not rounded.
     #[serde(skip)]
@@ -32,14 +34,15 @@ pub struct Fit {
 }
 
 impl Fit {
-    /// Asks the device how much each allocation of the plan takes, and which constants it reads in place. `inputs` are the bytes of
-    /// the inputs that are uploaded for a run, also of those that the plan does not read.
+    /// Asks the device how much each allocation of the plan takes, and which constants it reads in place.
+    /// `inputs` are the bytes of the inputs that are uploaded for a run, also of those that the plan does not
+    /// read.
     pub fn of(backend: &Backend, plan: &Plan, inputs: &[usize]) -> Fit {
         Fit::of_all(backend, &[plan], inputs)
     }
 
-    /// As [`Fit::of`], of plans that run one after the other and keep what they have: constants count once, scratch and outputs add
-    /// up, and [`Fit::live`] is that of the plan with the most.
+    /// As [`Fit::of`], of plans that run one after the other and keep what they have: constants count once,
+    /// scratch and outputs add up, and [`Fit::live`] is that of the plan with the most.
     pub fn of_all(backend: &Backend, plans: &[&Plan], inputs: &[usize]) -> Fit {
         let d: &dyn Device = &**backend.device();
         let takes = |bytes: usize, tag: Tag| d.footprint(bytes, tag) as u64;
@@ -86,14 +89,16 @@ impl Fit {
         f
     }
 
-    /// Everything that lies in the device's memory while the plan runs: the peak of a device that does nothing else.
+    /// Everything that lies in the device's memory while the plan runs: the peak of a device that does
+    /// nothing else.
     pub fn device(&self) -> u64 {
         [self.weights, self.packed, self.activations, self.workspace, self.inputs, self.outputs]
             .into_iter()
             .fold(0, u64::saturating_add)
     }
 
-    /// Everything that the model takes, by what it is. What is read in place lies in the host's memory, which the device reads.
+    /// Everything that the model takes, by what it is. What is read in place lies in the host's memory, which
+    /// the device reads.
     pub fn parts(&self) -> [(&'static str, u64); 7] {
         [
             ("weights read in place", self.weights_in_place),

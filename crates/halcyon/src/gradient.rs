@@ -71,8 +71,8 @@ fn gradients_of(loss: &Tensor, wrt: Option<&[Tensor]>) -> Result<Vec<(Tensor, Te
 }
 
 impl Tensor {
-    /// Gradients of this scalar with respect to every leaf it depends on that was [`Tensor::requires_grad`]. Lazy: they run when
-    /// they are read, with what the forward pass kept.
+    /// Gradients of this scalar with respect to every leaf it depends on that was [`Tensor::requires_grad`].
+    /// Lazy: they run when they are read, with what the forward pass kept.
     pub fn backward(&self) -> Result<Gradients> {
         Ok(Gradients { of: gradients_of(self, None)? })
     }

@@ -11,9 +11,9 @@
 //! # }
 //! ```
 //!
-//! Tensors are lazy handles: an operation checks shapes and types at once and runs nothing. Reading a value, [`Tensor::eval`]
-//! or [`eval`] runs what it needs as one plan. Operators chain without `?`: an error is kept in the tensor, with the caller's
-//! line, and returned by the first call that can fail.
+//! Tensors are lazy handles: an operation checks shapes and types at once and runs nothing. Reading a value,
+//! [`Tensor::eval`] or [`eval`] runs what it needs as one plan. Operators chain without `?`: an error is kept
+//! in the tensor, with the caller's line, and returned by the first call that can fail.
 #![forbid(unsafe_code)]
 
 pub mod backend;

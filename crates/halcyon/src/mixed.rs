@@ -1,8 +1,9 @@
-//! Whether mixed precision gains on this processor: rates of f32 and of the half type, measured on the kernels that plans use.
+//! Whether mixed precision gains on this processor: rates of f32 and of the half type, measured on the
+//! kernels that plans use.
 //!
-//! Only processors are asked. A chain of matrix products and one of convolutions run on one core, in f32 and in the half type in turns, and
-//! the best of each counts. That takes some tens of milliseconds, once per processor: the rates are kept in this process, and on disk
-//! beside the compiled programs.
+//! Only processors are asked. A chain of matrix products and one of convolutions run on one core, in f32 and
+//! in the half type in turns, and the best of each counts. That takes some tens of milliseconds, once per
+//! processor: the rates are kept in this process, and on disk beside the compiled programs.
 
 use crate::backend::Backend;
 use crate::session::Session;
@@ -26,7 +27,8 @@ const LIMIT: u64 = 1 << 20;
 /// Layers of a chain: casts at its ends weigh little.
 const LAYERS: usize = 3;
 
-/// What a policy leaves in f32 on a device. Where nothing can be measured that is nothing, and the log says why.
+/// What a policy leaves in f32 on a device. Where nothing can be measured that is nothing, and the log says
+/// why.
 pub(crate) fn kept(info: &DeviceInfo, options: &Options, amp: AmpPolicy) -> Kept {
     if info.backend != BackendType::Cpu || amp == AmpPolicy::None {
         return Kept::default();

@@ -1,9 +1,9 @@
 //! Running ONNX models.
 //!
-//! A model whose shapes follow from its inputs' shapes is one graph, compiled once for each set of shapes. A model in which computed
-//! values decide how it goes on (conditions, run-time sizes, results whose shape depends on data, sequences) runs in stages: the
-//! device computes what the decision needs, the host decides, and the rest is built on that. [`Run::placement`] says what was
-//! computed where.
+//! A model whose shapes follow from its inputs' shapes is one graph, compiled once for each set of shapes. A
+//! model in which computed values decide how it goes on (conditions, run-time sizes, results whose shape
+//! depends on data, sequences) runs in stages: the device computes what the decision needs, the host decides,
+//! and the rest is built on that. [`Run::placement`] says what was computed where.
 
 mod engine;
 mod io;
@@ -150,8 +150,8 @@ impl OnnxSession {
         self.made_for(&types, &host, &|_| Err(Error::internal("every value is on the host")))
     }
 
-    /// What the model is for inputs of these types: `host` are values that are there, `read` gets one from the device, which is asked for
-    /// only where a model is no graph without, and for small integers.
+    /// What the model is for inputs of these types: `host` are values that are there, `read` gets one from
+    /// the device, which is asked for only where a model is no graph without, and for small integers.
     fn made_for(
         &self,
         types: &[TensorType],

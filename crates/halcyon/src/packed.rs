@@ -1,8 +1,9 @@
 //! Packed constants that are kept between runs of the program.
 //!
-//! Packing is a pass over the constants, and so is what a kept file costs: the digest of the constants it must have been made from, and
-//! the check of its own bytes. Which is faster depends on the kernel's packing and on the machine, so it is measured when constants
-//! are packed, and a file is written only where it gains.
+//! Packing is a pass over the constants, and so is what a kept file costs: the digest of the constants it
+//! must have been made from, and the check of its own bytes. Which is faster depends on the kernel's packing
+//! and on the machine, so it is measured when constants are packed, and a file is written only where it
+//! gains.
 
 use crate::backend::Backend;
 use halcyon_hal::BufferRef;
@@ -35,8 +36,8 @@ impl Kept {
         Kept { disk: DiskCache::new(dir.join("packed"), LIMIT), always }
     }
 
-    /// In the directory asked for or the user's. `HALCYON_CACHE` says otherwise: `off` and `programs` keep nothing packed,
-    /// `packed` keeps it always.
+    /// In the directory asked for or the user's. `HALCYON_CACHE` says otherwise: `off` and `programs` keep
+    /// nothing packed, `packed` keeps it always.
     pub(crate) fn open(asked: Option<PathBuf>) -> Option<Kept> {
         // An unknown word was refused before anything was opened.
         let kept = cache::kept().unwrap_or(cache::Kept::Nothing);

@@ -1,5 +1,5 @@
-//! Random tensors. Element `i` is Threefry-2x32 with 20 rounds ([`ScalarOp::Threefry`]) of the counter `i` under the seed, so a
-//! draw is the same on every device, and another seed compiles nothing.
+//! Random tensors. Element `i` is Threefry-2x32 with 20 rounds ([`ScalarOp::Threefry`]) of the counter `i`
+//! under the seed, so a draw is the same on every device, and another seed compiles nothing.
 
 use crate::backend::Backend;
 use crate::tensor::Tensor;
@@ -91,8 +91,8 @@ impl Tensor {
 }
 
 impl Backend {
-    /// Standard normal. Every call draws other numbers; a program that calls in the same order gets the same ones, see
-    /// [`Backend::manual_seed`].
+    /// Standard normal. Every call draws other numbers; a program that calls in the same order gets the same
+    /// ones, see [`Backend::manual_seed`].
     #[track_caller]
     pub fn randn(&self, shape: impl Into<Shape>, dtype: DType) -> Tensor {
         Tensor::randn(self, shape, dtype, self.0.seed.fetch_add(1, Ordering::Relaxed))

@@ -67,7 +67,8 @@ impl Tally {
 pub struct Effort {
     /// Pairs of bursts for each transformation, at the least: one of runs with it, one without.
     pub pairs: usize,
-    /// More pairs, up to [`MOST`] times as many, until the median ratio's 95 % interval is not wider than this share of it.
+    /// More pairs, up to [`MOST`] times as many, until the median ratio's 95 % interval is not wider than
+    /// this share of it.
     pub interval: f64,
     /// A burst has one run, and as many more as fit in this time.
     pub burst: Duration,
@@ -120,8 +121,8 @@ pub fn median(values: &[f64]) -> f64 {
     }
 }
 
-/// The 95 % interval of the median, from the order statistics that the binomial distribution puts around it: ranks
-/// `n/2 ± 0.98 √n` (Conover, Practical Nonparametric Statistics, section 3.2).
+/// The 95 % interval of the median, from the order statistics that the binomial distribution puts around it:
+/// ranks `n/2 ± 0.98 √n` (Conover, Practical Nonparametric Statistics, section 3.2).
 pub fn median_interval(values: &[f64]) -> (f64, f64) {
     let mut v = values.to_vec();
     v.sort_by(f64::total_cmp);
@@ -171,9 +172,10 @@ impl<'a> Side<'a> {
     }
 }
 
-/// Measures the receipts of a session's plan. `rebuild` gives the same backend with one transformation switched off, or at level O0
-/// for `None`. Both sides of a pair follow each other at once and take turns in who is first, so that a machine whose speed drifts
-/// decides nothing; where it is noisy, more pairs are taken ([`Effort::interval`]). One other plan is held at a time.
+/// Measures the receipts of a session's plan. `rebuild` gives the same backend with one transformation
+/// switched off, or at level O0 for `None`. Both sides of a pair follow each other at once and take turns in
+/// who is first, so that a machine whose speed drifts decides nothing; where it is noisy, more pairs are
+/// taken ([`Effort::interval`]). One other plan is held at a time.
 ///
 /// # Errors
 /// Those of [`Session::prepare`] and of the runs.

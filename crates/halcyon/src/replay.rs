@@ -1,8 +1,10 @@
-//! Plans that the device replays: when a run's commands are captured, launched again, and when that is given up.
+//! Plans that the device replays: when a run's commands are captured, launched again, and when that is given
+//! up.
 //!
-//! A capture holds for the buffers that it was made with. Runs that bind others (a result is a new buffer in each) mostly get the same memory
-//! again from the pool, so what decides is where buffers lie, and commands are captured when the same places come a second time. A few
-//! captures are kept for each set of bindings; what is captured over and over without being launched again is given up.
+//! A capture holds for the buffers that it was made with. Runs that bind others (a result is a new buffer in
+//! each) mostly get the same memory again from the pool, so what decides is where buffers lie, and commands
+//! are captured when the same places come a second time. A few captures are kept for each set of bindings;
+//! what is captured over and over without being launched again is given up.
 
 use crate::backend::Backend;
 use crate::executable::{Executable, Lease};
@@ -20,7 +22,8 @@ use std::sync::{Arc, Mutex, MutexGuard};
 /// Captures that a set of bindings keeps, and places of earlier runs that it remembers.
 const KEPT: usize = 4;
 const RECENT: usize = 4;
-/// Captures that were launched less than this often again were not worth it, and after so many of them no more are made.
+/// Captures that were launched less than this often again were not worth it, and after so many of them no
+/// more are made.
 const PAYS: u64 = 2;
 const WASTED: u32 = 8;
 
@@ -155,8 +158,8 @@ impl Executable {
         self.way.replays()
     }
 
-    /// Runs the plan with what is bound as one launch, where its commands are captured or are to be; `false` where they have to be
-    /// submitted.
+    /// Runs the plan with what is bound as one launch, where its commands are captured or are to be; `false`
+    /// where they have to be submitted.
     pub(crate) fn replay(
         &self,
         backend: &Backend,

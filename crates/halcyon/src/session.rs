@@ -14,8 +14,8 @@ use halcyon_ir::{ConstData, Graph, Scalar};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// A graph on a backend. Sizes of symbolic dimensions are taken from the inputs of each run; the plan for a set of sizes is
-/// made once.
+/// A graph on a backend. Sizes of symbolic dimensions are taken from the inputs of each run; the plan for a
+/// set of sizes is made once.
 #[derive(Debug)]
 pub struct Session {
     backend: Backend,
@@ -96,8 +96,9 @@ impl Session {
         self.download(&exe, &out)
     }
 
-    /// The plan for these inputs with its bindings, to be run again and again at the least cost: [`CapturedGraph::bind`] gives it
-    /// other inputs, [`CapturedGraph::replay`] runs it, [`CapturedGraph::read`] copies results to the host.
+    /// The plan for these inputs with its bindings, to be run again and again at the least cost:
+    /// [`CapturedGraph::bind`] gives it other inputs, [`CapturedGraph::replay`] runs it,
+    /// [`CapturedGraph::read`] copies results to the host.
     ///
     /// # Errors
     /// As [`Session::prepare`].
@@ -158,9 +159,10 @@ impl Session {
         Ok(t[t.len() / 2])
     }
 
-    /// The receipts of this session's plan with gain and error measured: for each transformation, the time without it over
-    /// the time with it (the median of `n` pairs of bursts or more, see [`crate::receipts::measure`]), and the largest difference of the
-    /// result from level O0 relative to O0's largest value.
+    /// The receipts of this session's plan with gain and error measured: for each transformation, the time
+    /// without it over the time with it (the median of `n` pairs of bursts or more, see
+    /// [`crate::receipts::measure`]), and the largest difference of the result from level O0 relative to O0's
+    /// largest value.
     pub fn measure_receipts(
         &self,
         inputs: &[ConstData],
@@ -182,8 +184,8 @@ fn types(inputs: &[ConstData]) -> Vec<TensorType> {
     inputs.iter().map(|x| TensorType::new(x.dtype, &x.dims)).collect()
 }
 
-/// Largest absolute difference over all outputs, relative to the largest magnitude of the reference. Non-finite values must
-/// agree exactly; where they do not the result is infinite.
+/// Largest absolute difference over all outputs, relative to the largest magnitude of the reference.
+/// Non-finite values must agree exactly; where they do not the result is infinite.
 pub fn difference(got: &[ConstData], reference: &[ConstData]) -> f64 {
     let (mut worst, mut scale) = (0f64, 0f64);
     for (g, r) in got.iter().zip(reference) {

@@ -1,8 +1,9 @@
 //! One graph over several devices: which op runs where, what is copied between them, and the run itself.
 //!
-//! The graph is cut into segments. A segment is a graph of its own, planned and compiled for its device like any other; what one makes
-//! and another reads is copied from device to device where they can ([`halcyon_hal::Device::copy_from_peer`]), else through the host. What
-//! follows from constants alone is computed where it is read. [`Placement`] says all of it beforehand, with the bytes that
+//! The graph is cut into segments. A segment is a graph of its own, planned and compiled for its device like
+//! any other; what one makes and another reads is copied from device to device where they can
+//! ([`halcyon_hal::Device::copy_from_peer`]), else through the host. What follows from constants alone is
+//! computed where it is read. [`Placement`] says all of it beforehand, with the bytes that
 //! [`halcyon_hal::Counters`] will count.
 
 use crate::backend::Backend;
@@ -135,9 +136,9 @@ fn constant(g: &Graph) -> Vec<bool> {
     c
 }
 
-/// The device of every node for a split by layers: the nodes in their order, the first `shares[0]` of the work on the first device and so
-/// on. Close to each border (within a twentieth of the work) the cut is made where the least bytes cross it. Work is FLOPs, and
-/// bytes moved where the graph has none.
+/// The device of every node for a split by layers: the nodes in their order, the first `shares[0]` of the
+/// work on the first device and so on. Close to each border (within a twentieth of the work) the cut is made
+/// where the least bytes cross it. Work is FLOPs, and bytes moved where the graph has none.
 ///
 /// # Errors
 /// [`Error::Argument`] for shares that are not positive numbers; those of a graph with symbols.
@@ -227,10 +228,12 @@ fn takes(b: &Backend, g: &Graph, id: NodeId) -> Result<()> {
     })
 }
 
-/// The device of every node where the first device takes all it can and the second the rest, and why those are there.
+/// The device of every node where the first device takes all it can and the second the rest, and why those
+/// are there.
 ///
 /// # Errors
-/// [`Error::Unsupported`] where more than `limit` of the FLOPs would leave the first device, with the ops; and what neither takes.
+/// [`Error::Unsupported`] where more than `limit` of the FLOPs would leave the first device, with the ops;
+/// and what neither takes.
 pub fn by_support(
     first: &Backend,
     rest: &Backend,
@@ -301,7 +304,8 @@ fn direct(from: &Backend, to: &Backend) -> bool {
     to.device().can_copy_from(&**from.device()).is_ok()
 }
 
-/// Writing to a device and reading from it, from copies of one word and of 1 MiB (less where less is left): the best of three.
+/// Writing to a device and reading from it, from copies of one word and of 1 MiB (less where less is left):
+/// the best of three.
 fn rates(b: &Backend) -> Result<(Copying, Copying)> {
     const SMALL: usize = 4;
     let d = b.device();
@@ -331,8 +335,8 @@ fn rates(b: &Backend) -> Result<(Copying, Copying)> {
 }
 
 impl Placement {
-    /// Of a graph without symbols on `backends`, where `assign` has the device of each node; `why` says of nodes why they are where they
-    /// are. Nothing is compiled; the devices are timed reading and writing.
+    /// Of a graph without symbols on `backends`, where `assign` has the device of each node; `why` says of
+    /// nodes why they are where they are. Nothing is compiled; the devices are timed reading and writing.
     ///
     /// # Errors
     /// As [`Split::new`], but for planning.
@@ -458,12 +462,13 @@ fn copies(backends: &[Backend], graph: &Graph, parts: &[Part]) -> Result<Vec<Pla
 }
 
 impl Split {
-    /// Compiles a graph without symbols for `backends`, where `assign` has the device of each node. `why` says of nodes why they are
-    /// where they are.
+    /// Compiles a graph without symbols for `backends`, where `assign` has the device of each node. `why`
+    /// says of nodes why they are where they are.
     ///
     /// # Errors
-    /// [`Error::Argument`] for an assignment of another length or to a device that is not there; [`Error::Unsupported`] for graphs with
-    /// states; those of planning a segment, the memory check of its device among them.
+    /// [`Error::Argument`] for an assignment of another length or to a device that is not there;
+    /// [`Error::Unsupported`] for graphs with states; those of planning a segment, the memory check of its
+    /// device among them.
     pub fn new(
         backends: &[Backend],
         graph: Graph,
@@ -504,8 +509,8 @@ impl Split {
         Split::new(&backends, graph, &assign, &BTreeMap::new())
     }
 
-    /// What the first device takes there, the rest on the second, as long as no more than `limit` (0 to 1) of the FLOPs leave: see
-    /// [`by_support`].
+    /// What the first device takes there, the rest on the second, as long as no more than `limit` (0 to 1) of
+    /// the FLOPs leave: see [`by_support`].
     ///
     /// # Errors
     /// As [`by_support`] and [`Split::new`].
@@ -671,8 +676,8 @@ impl Cuts {
         let live = g.live(&g.outputs().iter().map(|o| o.node).collect::<Vec<_>>());
         let constants = constant(g);
         let output: BTreeSet<usize> = g.outputs().iter().map(|o| o.node.index()).collect();
-        // A node's stage is the number of times that what leads to it changed devices: nodes of one stage and device never wait for each
-        // other's segments.
+        // A node's stage is the number of times that what leads to it changed devices: nodes of one stage and
+        // device never wait for each other's segments.
         let mut keys: Vec<Option<(usize, usize)>> = vec![None; g.nodes().len()];
         for (i, n) in g.nodes().iter().enumerate() {
             // A constant that is an output has to be made somewhere.
@@ -684,7 +689,8 @@ impl Cuts {
             let stage = n.inputs.iter().filter_map(of).max().unwrap_or(0);
             keys[i] = Some((stage, assign[i]));
         }
-        // What nothing before it holds up waits for its first reader on its device, so that it makes no segment of its own.
+        // What nothing before it holds up waits for its first reader on its device, so that it makes no
+        // segment of its own.
         let mut readers: Vec<Vec<usize>> = vec![vec![]; g.nodes().len()];
         for (i, n) in g.nodes().iter().enumerate().filter(|(i, _)| keys[*i].is_some()) {
             n.inputs.iter().for_each(|x| readers[x.index()].push(i));
@@ -727,7 +733,8 @@ impl Cuts {
         // Arguments keep their numbers.
         let args: Vec<NodeId> = g.args().iter().map(|d| sub.arg(*d)).collect();
         let finals: BTreeSet<NodeId> = g.outputs().iter().map(|o| o.node).collect();
-        // What a node of the segment reads from outside of it: an input of the segment, or its own copy of what is constant.
+        // What a node of the segment reads from outside of it: an input of the segment, or its own copy of
+        // what is constant.
         let mut need: Vec<NodeId> = vec![];
         for &id in nodes {
             need.push(id);
@@ -737,7 +744,8 @@ impl Cuts {
                     need.pop();
                     continue;
                 }
-                // A constant that is an output has a segment of its own, for which no other waits: it may come later.
+                // A constant that is an output has a segment of its own, for which no other waits: it may
+                // come later.
                 let elsewhere = self.place[at.index()].is_some_and(|p| p != k) && !self.constants[at.index()];
                 let from_outside = matches!(n.op, Op::Input(_)) || elsewhere;
                 if from_outside {

@@ -4,9 +4,10 @@ use crate::tensor::Tensor;
 use halcyon_ir::error::{Error, Result};
 use std::sync::{Mutex, MutexGuard};
 
-/// A value that is replaced over time. Reads and writes are ordered by the program: [`State::value`] gives the version that
-/// is current at the call, whatever is written later. A new version takes the old one's memory unless something still reads
-/// that; then the memory is copied, which [`crate::backend::CacheStats::copies`] counts.
+/// A value that is replaced over time. Reads and writes are ordered by the program: [`State::value`] gives
+/// the version that is current at the call, whatever is written later. A new version takes the old one's
+/// memory unless something still reads that; then the memory is copied, which
+/// [`crate::backend::CacheStats::copies`] counts.
 #[derive(Debug)]
 pub struct State(Mutex<Tensor>);
 

@@ -1,7 +1,7 @@
 //! Streams, events and futures: work that is handed over now and waited for later, or never.
 //!
-//! A future here is a plain [`std::future::Future`] for any executor. The work begins with the call, not with the first poll; awaiting it
-//! tells when it is done and what went wrong. Dropping a future cancels nothing.
+//! A future here is a plain [`std::future::Future`] for any executor. The work begins with the call, not with
+//! the first poll; awaiting it tells when it is done and what went wrong. Dropping a future cancels nothing.
 
 use crate::backend::Backend;
 use crate::tensor::{self, Tensor};
@@ -131,9 +131,9 @@ pub(crate) fn replay(
     }
 }
 
-/// A queue of a device beside its own, in order by itself. Work on values that another stream computes waits for them without being
-/// told; what shares nothing runs side by side where the device can ([`Stream::overlaps`]). Cloning shares it; dropping it cancels
-/// nothing.
+/// A queue of a device beside its own, in order by itself. Work on values that another stream computes waits
+/// for them without being told; what shares nothing runs side by side where the device can
+/// ([`Stream::overlaps`]). Cloning shares it; dropping it cancels nothing.
 ///
 /// ```
 /// use halcyon::prelude::*;
@@ -171,13 +171,15 @@ impl Stream {
         self.lane.raw.overlaps()
     }
 
-    /// Runs `f` at once, on this thread; what it evaluates, launches and copies without waiting, on this backend, goes to this stream. Reading
-    /// values on the host ([`Tensor::to_vec`]) waits for them as ever. Custom ops without a kernel make the evaluation wait too.
+    /// Runs `f` at once, on this thread; what it evaluates, launches and copies without waiting, on this
+    /// backend, goes to this stream. Reading values on the host ([`Tensor::to_vec`]) waits for them as ever.
+    /// Custom ops without a kernel make the evaluation wait too.
     pub fn run<R>(&self, f: impl FnOnce() -> R) -> R {
         within(&self.backend, &self.lane, f)
     }
 
-    /// Hands the computation of several tensors over as one plan; the event is done when they are computed. They can be used at once.
+    /// Hands the computation of several tensors over as one plan; the event is done when they are computed.
+    /// They can be used at once.
     ///
     /// # Errors
     /// As [`crate::eval`], for what can be said before anything runs; the rest is the event's.
@@ -199,13 +201,14 @@ impl Stream {
         self.record()
     }
 
-    /// An event that is done when what was handed to this stream before is. What evaluations come to is told by their own events,
-    /// futures, and [`Stream::synchronize`].
+    /// An event that is done when what was handed to this stream before is. What evaluations come to is told
+    /// by their own events, futures, and [`Stream::synchronize`].
     pub fn record(&self) -> Result<Event> {
         Ok(Event { backend: self.backend.clone(), raw: self.lane.raw.record()? })
     }
 
-    /// What is handed to this stream from here on begins when the event is done, which may be of another device.
+    /// What is handed to this stream from here on begins when the event is done, which may be of another
+    /// device.
     pub fn wait(&self, event: &Event) -> Result<()> {
         self.lane.raw.wait(&event.raw)
     }
@@ -213,8 +216,8 @@ impl Stream {
     /// Waits for what was handed to this stream.
     ///
     /// # Errors
-    /// The first error of its work that nobody was told: [`Error::Index`] for a bad index, that of the driver, [`Error::Internal`] for a
-    /// kernel that panicked.
+    /// The first error of its work that nobody was told: [`Error::Index`] for a bad index, that of the
+    /// driver, [`Error::Internal`] for a kernel that panicked.
     pub fn synchronize(&self) -> Result<()> {
         let last = self.lane.raw.synchronize();
         let told = self.backend.0.lanes.settle(Some(self.lane.id), &self.backend);
@@ -264,8 +267,8 @@ impl IntoFuture for Event {
     }
 }
 
-/// A value that a device is at work on: a future for any executor. The work was handed over already, and is done whether or not anyone
-/// asks; dropping this cancels nothing.
+/// A value that a device is at work on: a future for any executor. The work was handed over already, and is
+/// done whether or not anyone asks; dropping this cancels nothing.
 pub struct Pending<T> {
     backend: Option<Backend>,
     reached: Option<Reached>,
@@ -336,7 +339,8 @@ impl Backend {
         Ok(Arc::new(Lane { raw, id: self.0.lanes.next.fetch_add(1, Ordering::Relaxed) }))
     }
 
-    /// The stream that a future's work goes to: the current one, or the one kept in `kept`; `None` where the device has none.
+    /// The stream that a future's work goes to: the current one, or the one kept in `kept`; `None` where the
+    /// device has none.
     fn lane_for(&self, kept: &Mutex<Option<Arc<Lane>>>, threads: usize) -> Result<Option<Arc<Lane>>> {
         if let Some(l) = current(self) {
             return Ok(Some(l));
@@ -361,7 +365,8 @@ impl Backend {
         self.lane_for(&self.0.lanes.copies, 1)
     }
 
-    /// Copies host data to the device without waiting. The data is shared, not copied first; the tensor is the future's value.
+    /// Copies host data to the device without waiting. The data is shared, not copied first; the tensor is
+    /// the future's value.
     ///
     /// # Errors
     /// The future's: where the device has no room, and those of the driver.
@@ -408,11 +413,12 @@ impl Backend {
 
 /// Futures. What can be said at once (shapes, types, memory) is the future's error too.
 impl Tensor {
-    /// Hands the computation over, to the current stream ([`Stream::run`]) or one of the backend's own, and returns. The value is this
-    /// tensor, which can be used at once: what reads it waits for it on the device.
+    /// Hands the computation over, to the current stream ([`Stream::run`]) or one of the backend's own, and
+    /// returns. The value is this tensor, which can be used at once: what reads it waits for it on the
+    /// device.
     ///
-    /// Planning and compiling a plan that is not kept yet happen in this call, and so does all of the computation on a device without
-    /// streams and of custom ops without a kernel.
+    /// Planning and compiling a plan that is not kept yet happen in this call, and so does all of the
+    /// computation on a device without streams and of custom ops without a kernel.
     pub fn eval_async(&self) -> Pending<Tensor> {
         match self.hand_over() {
             Ok((_, event)) => {
@@ -438,7 +444,8 @@ impl Tensor {
     /// The values on the host.
     ///
     /// # Errors
-    /// The future's: as [`Tensor::to_data`]. A bad index in work of the device's own queue is told by the next call that waits for it.
+    /// The future's: as [`Tensor::to_data`]. A bad index in work of the device's own queue is told by the
+    /// next call that waits for it.
     pub fn to_data_async(&self) -> Pending<ConstData> {
         let begin = || -> Result<Pending<ConstData>> {
             let (lane, run) = self.hand_over()?;

@@ -57,8 +57,8 @@ fn device(d: &DeviceInfo) -> String {
     s
 }
 
-/// Why a backend is not there, below or beside its name: without the name, and without a list of what was tried where that is
-/// empty.
+/// Why a backend is not there, below or beside its name: without the name, and without a list of what was
+/// tried where that is empty.
 pub fn reason(b: BackendType, why: &str) -> String {
     let name = format!("{b} is not available: ");
     why.strip_prefix(&name).unwrap_or(why).replace(" Tried: nothing.", "")

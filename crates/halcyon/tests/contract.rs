@@ -26,7 +26,8 @@ use std::pin::pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 
-/// What a process with a tuning cache does: kernels tuned and candidates tried, and whether its plan has tuned kernels.
+/// What a process with a tuning cache does: kernels tuned and candidates tried, and whether its plan has
+/// tuned kernels.
 fn tunes(kind: B, file: &str) -> (u64, u64, bool) {
     let b = Backend::builder().backend_type(kind).enable_autotuning(true).autotuning_cache_file(file);
     let b = b.build().unwrap();
@@ -221,7 +222,8 @@ fn s3_10_async_copies() {
         let after = b.counters();
         assert_eq!(after.uploaded_bytes - before.uploaded_bytes, 4 * v.len() as u64);
         assert_eq!(after.downloaded_bytes - before.downloaded_bytes, 4 * v.len() as u64);
-        // Copies, work on them and reading back, all in flight, with every handle dropped as soon as it is used.
+        // Copies, work on them and reading back, all in flight, with every handle dropped as soon as it is
+        // used.
         let many: Vec<_> = (0..8)
             .map(|i| {
                 let up = b.copy_host_to_device_async(&data);

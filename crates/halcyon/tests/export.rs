@@ -1,7 +1,8 @@
 //! Every case of the op table as an ONNX model: exported, imported again and evaluated by the reference.
 //!
-//! With HALCYON_EXPORTED set, the models are left there with their inputs and the reference's results, in the layout of the ONNX
-//! backend tests, for other engines to run (`xtask/scripts/check_export.py`). HALCYON_ROW picks rows by a part of their name.
+//! With HALCYON_EXPORTED set, the models are left there with their inputs and the reference's results, in the
+//! layout of the ONNX backend tests, for other engines to run (`xtask/scripts/check_export.py`). HALCYON_ROW
+//! picks rows by a part of their name.
 #![cfg(feature = "onnx")]
 
 mod common;
@@ -102,8 +103,9 @@ fn round_trips(what: &str, opset: i64, types: &dyn Fn(DType) -> bool) {
     t.finish(what);
 }
 
-/// Whether the operators that write a case define its result, so that another engine must agree: no integer division by zero, no sum past
-/// the range of integers, no cast to one that cannot hold the value, no NaN to order, no two updates of one place.
+/// Whether the operators that write a case define its result, so that another engine must agree: no integer
+/// division by zero, no sum past the range of integers, no cast to one that cannot hold the value, no NaN to
+/// order, no two updates of one place.
 fn settled(row: &Row, c: &Case, d: DType, opset: i64) -> bool {
     let whole =
         !d.is_float() && ["div", "rem", "mod", "pow", "shl", "shr", "abs", "neg"].contains(&&*row.name);

@@ -1,5 +1,5 @@
-//! Faults at every call in turn, and caches that are damaged or cannot be written: a typed error or a clean recovery, nothing left
-//! behind, and the right result afterwards.
+//! Faults at every call in turn, and caches that are damaged or cannot be written: a typed error or a clean
+//! recovery, nothing left behind, and the right result afterwards.
 
 mod common;
 #[path = "common/faulty.rs"]
@@ -26,8 +26,8 @@ fn is_typed(e: &Error, call: Call, after: After) -> bool {
     }
 }
 
-/// The first, second, … such call fails, until there are no more. Each time on a fresh device, which then does the work. Returns
-/// how many calls there were.
+/// The first, second, … such call fails, until there are no more. Each time on a fresh device, which then
+/// does the work. Returns how many calls there were.
 fn at_every_call(inner: BackendType, level: Level, call: Call, after: After, name: &str, work: Work) -> u64 {
     let with = |b: BackendBuilder| b.level(level).num_threads(1);
     let what = |n: u64| format!("{name} on {inner} at {level}, {call:?} {n}, {after:?}");
@@ -36,7 +36,8 @@ fn at_every_call(inner: BackendType, level: Level, call: Call, after: After, nam
         let (b, faults) = faulty::open(inner, with);
         faults.arm(call, n, after);
         match work(&b) {
-            // Out of memory may be answered by a smaller plan, which is counted, and whose kernels may round differently.
+            // Out of memory may be answered by a smaller plan, which is counted, and whose kernels may round
+            // differently.
             Ok(got) if faults.disarm() => {
                 let smaller = b.cache_stats().smaller_plans;
                 assert!(call == Call::Alloc && smaller > 0, "{}: an error was passed over", what(n));
@@ -322,8 +323,8 @@ fn caches_that_cannot_be_written_cost_nothing_but_time() {
     }
 }
 
-/// A disk with room for a few blocks: what a process may write to a file is limited to that, and the signal is ignored, so that
-/// writing fails.
+/// A disk with room for a few blocks: what a process may write to a file is limited to that, and the signal
+/// is ignored, so that writing fails.
 #[cfg(target_os = "linux")]
 #[test]
 fn a_full_disk_costs_nothing_but_time() {

@@ -219,7 +219,8 @@ fn blocked_networks_follow_o0() {
     assert!(blocked * 2 > convs, "{blocked} of {convs}");
 }
 
-/// One step for each convolution: normalisation, shortcut and activation are its own end, and nothing changes layout on the way.
+/// One step for each convolution: normalisation, shortcut and activation are its own end, and nothing changes
+/// layout on the way.
 #[test]
 fn a_residual_block_is_one_step_per_convolution() {
     let mut n = Net::new("residual");
@@ -303,7 +304,8 @@ fn networks_in_bf16_follow_f32() {
     for round in 0..30 {
         let n = Net::random("networks in bf16");
         let (want, got) = (n.run(&each), n.run(&amp));
-        // Eight bits of precision, over some ten layers; the plain kernels of bf16 differ from f32 by as much.
+        // Eight bits of precision, over some ten layers; the plain kernels of bf16 differ from f32 by as
+        // much.
         let (d, p) =
             (halcyon::session::difference(&got, &want), halcyon::session::difference(&n.run(&plain), &want));
         assert!(d < 0.03 && d < 3.0 * p + 0.004, "round {round}: {d}, plain {p}\n{}\n{}", n.g, n.plan(&amp));

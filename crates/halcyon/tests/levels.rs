@@ -152,7 +152,8 @@ fn o2_follows_o0() {
     assert!(packed > 50 && epilogues > 50, "{packed} packed, {epilogues} epilogues");
 }
 
-/// A layer of a transformer as exporters write it: norm, attention over heads with a mask, a product with GELU.
+/// A layer of a transformer as exporters write it: norm, attention over heads with a mask, a product with
+/// GELU.
 fn layer(rng: &mut Rng, seq: usize) -> Case {
     let mut c = Case::new();
     // One element would be no norm.

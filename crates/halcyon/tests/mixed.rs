@@ -1,4 +1,5 @@
-//! Mixed precision: products of the op table in bf16 against float64, and whole networks against their f32 plans.
+//! Mixed precision: products of the op table in bf16 against float64, and whole networks against their f32
+//! plans.
 
 mod common;
 mod optable;
@@ -39,7 +40,8 @@ fn fits(c: &ConstData) -> bool {
     c.scalars().all(|s| !s.as_f64().is_finite() || s.cast(DType::BF16).as_f64().is_finite())
 }
 
-/// How far a result may be: products have both factors and the result rounded; what holds an exponential is judged by its largest value.
+/// How far a result may be: products have both factors and the result rounded; what holds an exponential is
+/// judged by its largest value.
 fn slack(g: &Graph, inputs: &[ConstData], want: &ConstData) -> halcyon::Result<Vec<f64>> {
     if g.nodes().iter().any(|n| matches!(n.op, Op::Composite(_))) {
         let top = want.scalars().map(|s| s.as_f64().abs()).filter(|v| v.is_finite()).fold(0.0, f64::max);
@@ -358,8 +360,9 @@ fn norms_and_softmax_between_products_follow_float64() {
     }
 }
 
-/// A mask stays f32, so that the lowest number hides keys; what it is added to is of the half type. The CPU's kernel for halves runs on
-/// tile registers; without them the plan keeps f32 on purpose, since nothing there reads halves faster.
+/// A mask stays f32, so that the lowest number hides keys; what it is added to is of the half type. The CPU's
+/// kernel for halves runs on tile registers; without them the plan keeps f32 on purpose, since nothing there
+/// reads halves faster.
 #[test]
 fn attention_with_a_mask_reads_halves() {
     let what = "mixed precision, a mask";

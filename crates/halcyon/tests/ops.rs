@@ -1,9 +1,10 @@
-//! The op table: every op, every element type it takes, every device present, levels O0 and O1; forward against the float64
-//! reference, gradients against finite differences, and every generated kernel under the sanitizer.
+//! The op table: every op, every element type it takes, every device present, levels O0 and O1; forward
+//! against the float64 reference, gradients against finite differences, and every generated kernel under the
+//! sanitizer.
 //!
-//! HALCYON_SEED repeats a run's inputs, HALCYON_ROW picks rows by a part of their name. Devices that build a program for each case get a
-//! third of the cases of each row and type, drawn anew in every run; HALCYON_CASES=all or HALCYON_ROW gives them all, and a number N one
-//! case in N on every device.
+//! HALCYON_SEED repeats a run's inputs, HALCYON_ROW picks rows by a part of their name. Devices that build a
+//! program for each case get a third of the cases of each row and type, drawn anew in every run;
+//! HALCYON_CASES=all or HALCYON_ROW gives them all, and a number N one case in N on every device.
 
 mod common;
 mod optable;
@@ -110,7 +111,8 @@ fn random_graphs_on_webgpu() {
 /// Operand elements of cases that the interpreter runs in moderate time.
 const SANITIZED_ELEMENTS: usize = 3000;
 
-/// Every kernel that the table's cases lower to, on a device without kernels of its own, at each subgroup size.
+/// Every kernel that the table's cases lower to, on a device without kernels of its own, at each subgroup
+/// size.
 fn sanitized(subgroup: u32) {
     let what = format!("sanitizer, subgroups of {subgroup}");
     let mut rng = Rng::fresh(&what);
@@ -152,7 +154,8 @@ fn kernels_under_the_sanitizer_64() {
     sanitized(64);
 }
 
-/// Names the kinds of ops. A new op does not compile here until it has a line, and fails below until it has a row.
+/// Names the kinds of ops. A new op does not compile here until it has a line, and fails below until it has a
+/// row.
 macro_rules! kinds {
     ($($op:pat => $name:literal,)*) => {
         fn kind(op: &Op) -> String {

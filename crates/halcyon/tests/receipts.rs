@@ -1,5 +1,6 @@
-//! Every transformation gains something on some graph, and the gain is lost when it is switched off: by what a plan alone tells, which
-//! is held exactly. Times are the matter of `cargo xtask test --only receipts`, with an optimised build.
+//! Every transformation gains something on some graph, and the gain is lost when it is switched off: by what
+//! a plan alone tells, which is held exactly. Times are the matter of `cargo xtask test --only receipts`,
+//! with an optimised build.
 
 mod common;
 
@@ -123,7 +124,8 @@ fn case(name: &str) -> Result<(Case, &'static [Shown])> {
             let at = c.g.full(DType::I64, [] as [usize; 0], 3i64);
             (c.g.update_slice(x, row, at, 0)?, &[Shown::Scratch])
         }
-        // A convolution reads its weights as they were packed once, and needs no room to pack them in each run.
+        // A convolution reads its weights as they were packed once, and needs no room to pack them in each
+        // run.
         passes::PACKED => {
             let x = c.input(&[1, 64, 28, 28]);
             (c.conv(x, 64, 80, 3)?, &[Shown::Scratch])
@@ -145,8 +147,8 @@ fn case(name: &str) -> Result<(Case, &'static [Shown])> {
             }
             (y, &[Shown::Flops])
         }
-        // Convolutions from layer to layer. The plans are alike but for the order of bytes: the gain is time, which
-        // `cargo xtask test --only receipts` measures.
+        // Convolutions from layer to layer. The plans are alike but for the order of bytes: the gain is time,
+        // which `cargo xtask test --only receipts` measures.
         passes::BLOCKED => {
             let x = c.input(&[1, 3, 56, 56]);
             let mut y = c.conv(x, 3, 80, 3)?;

@@ -287,7 +287,8 @@ fn symbolic_dimensions_bind_per_run_and_graphs_serialise() {
     }
 }
 
-/// Random graphs over shared values, evaluated on the device's own queue and on two or three streams in turn, by threads or by one.
+/// Random graphs over shared values, evaluated on the device's own queue and on two or three streams in turn,
+/// by threads or by one.
 #[test]
 fn streams_give_what_one_queue_gives() {
     for b in devices("streams", Level::O2) {

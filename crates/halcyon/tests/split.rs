@@ -94,7 +94,8 @@ fn a_model_over_two_devices_is_the_model_on_one() {
                     let p = s.placement();
                     assert_eq!(p.segments, 2);
                     assert!(p.devices.iter().all(|d| d.flops > 0 && d.ops > 0 && d.constants > 0), "{p:?}");
-                    // The state of one layer crosses, of 8 by 32 numbers, or a layer's inner value and its residual.
+                    // The state of one layer crosses, of 8 by 32 numbers, or a layer's inner value and its
+                    // residual.
                     assert!([1024, 2048].contains(&p.between()), "{p:?}");
                 }
             }
@@ -135,8 +136,8 @@ fn three_parts_and_empty_ones_run_too() {
     assert_eq!(out[2].to_vec::<f32>(), [-1.0, -2.0, -3.0]);
 }
 
-/// An output that follows from constants alone is made on one device, and its readers on another have a copy of their own: neither waits
-/// for the other.
+/// An output that follows from constants alone is made on one device, and its readers on another have a copy
+/// of their own: neither waits for the other.
 #[test]
 fn outputs_that_are_constant_are_not_waited_for() {
     let b = || Backend::builder().backend_type(BackendType::Cpu).level(Level::O1).build().unwrap();

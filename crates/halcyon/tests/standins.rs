@@ -1,6 +1,7 @@
-//! CUDA and ROCm, whose drivers run over libraries that stand in for the vendors': kernels as a GPU gets them, with subgroups of 32 and
-//! 64, compiled as C++. The op table, the spine probes, models and captured graphs give the right answers, nothing is left behind, and
-//! what fails is a typed error after which the work succeeds.
+//! CUDA and ROCm, whose drivers run over libraries that stand in for the vendors': kernels as a GPU gets
+//! them, with subgroups of 32 and 64, compiled as C++. The op table, the spine probes, models and captured
+//! graphs give the right answers, nothing is left behind, and what fails is a typed error after which the
+//! work succeeds.
 #![cfg(all(unix, feature = "cuda", feature = "rocm"))]
 
 mod common;
@@ -318,7 +319,8 @@ fn lost_and_falsified(kind: BackendType) {
                 drop(b);
                 assert_eq!(work(&h.open(Level::O2)).unwrap(), want, "{kind} {name}: a device opened anew");
             }
-            // One word after the other that is read back is another: some are of the answer, and nothing hides that.
+            // One word after the other that is read back is another: some are of the answer, and nothing
+            // hides that.
             let mut seen = 0;
             for at in 0..64 {
                 h.s.set("falsify", 4 * at + 2);
@@ -439,8 +441,8 @@ fn vendors_libraries(kind: BackendType) {
     });
 }
 
-/// A quantised layer in f32 (a scale for its input, one for each column of its weights), one in bf16, with bias and activation, and one of
-/// integers.
+/// A quantised layer in f32 (a scale for its input, one for each column of its weights), one in bf16, with
+/// bias and activation, and one of integers.
 fn quantised(f8: DType) -> (Graph, Vec<ConstData>) {
     let (mut rng, mut g) = (Rng::fresh("8-bit floats"), Graph::new());
     let mut data = |d: DType, dims: &[usize]| {
@@ -518,7 +520,8 @@ fn eight_bits(kind: BackendType) {
     });
 }
 
-/// Operands that the library declines one after the other are copied one after the other: every other element, and a right factor by rows.
+/// Operands that the library declines one after the other are copied one after the other: every other
+/// element, and a right factor by rows.
 fn scattered_bytes(kind: BackendType) {
     let mut rng = Rng::fresh("scattered bytes");
     let mut data = |d: DType, dims: &[usize]| {

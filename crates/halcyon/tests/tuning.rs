@@ -1,4 +1,5 @@
-//! Tuning: what is found is used and kept; what is wrong, fails, crashes or does not fit is put into quarantine; processes tune at once.
+//! Tuning: what is found is used and kept; what is wrong, fails, crashes or does not fit is put into
+//! quarantine; processes tune at once.
 
 mod common;
 
@@ -145,7 +146,8 @@ fn budgets_stop_and_new_plans_are_tuned_in_theirs() {
     let s = Session::new(&b, graphs[0].clone());
     let exe = s.prepare(&inputs(&graphs[0])).unwrap();
     assert_eq!(b.cache_stats().kernels_tuned, 1);
-    // The plan is made after the tuning: it has what was found, and a receipt where that is not the heuristic's kernel.
+    // The plan is made after the tuning: it has what was found, and a receipt where that is not the
+    // heuristic's kernel.
     let e = b.tuning_cache().table();
     let best = e.entries().next().and_then(|e| e.best()).unwrap().clone();
     let step = exe.plan().steps.iter().find_map(|s| s.tunable.as_ref()).unwrap();
@@ -185,7 +187,8 @@ impl Space for Planted {
             "planted wrong" => low.steps[0].2.swap(0, 1),
             // One group alone writes its part, the rest stays as it was.
             "planted lazy" => low.steps[0].1.groups = [1, 1, 1],
-            // Another kernel than the default's, whatever its name: the device keeps programs without regard to names.
+            // Another kernel than the default's, whatever its name: the device keeps programs without regard
+            // to names.
             "planted refused" => {
                 low.steps[0].0.workgroup = [9, 1, 1];
                 low.steps[0].0.name = "no name".into();

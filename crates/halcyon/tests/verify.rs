@@ -1,5 +1,5 @@
-//! Runs checked against a reference: a device with a fault is found in the step that has it, a good one is left alone, and the
-//! replay file says which it is.
+//! Runs checked against a reference: a device with a fault is found in the step that has it, a good one is
+//! left alone, and the replay file says which it is.
 #![cfg(feature = "onnx")]
 
 mod common;
@@ -302,7 +302,8 @@ fn random_graphs_agree() {
     }
 }
 
-/// Every op with no numbers, infinities and views among its operands: one case in twelve, or as HALCYON_CASES says.
+/// Every op with no numbers, infinities and views among its operands: one case in twelve, or as HALCYON_CASES
+/// says.
 #[test]
 fn cases_of_the_op_table_agree() {
     let what = "verified cases of the op table";
@@ -441,7 +442,8 @@ fn attack_sizes_and_shapes_in_the_header() {
 #[test]
 fn attack_every_byte_in_turn() {
     let (bytes, end) = file();
-    // What the tensors hold may be anything; all before them has to be read with care. A changed text is still a file.
+    // What the tensors hold may be anything; all before them has to be read with care. A changed text is
+    // still a file.
     let mut rng = Rng::new(11);
     for at in (0..end + 600).step_by(3) {
         let mut b = bytes.clone();

@@ -13,7 +13,8 @@ use halcyon_formats::onnx::{Model, Outcome};
 #[global_allocator]
 static HEAP: Counting = Counting::new();
 
-/// Runs of one round, and rounds. The system itself may take pages away and give them back meanwhile, so the best round counts.
+/// Runs of one round, and rounds. The system itself may take pages away and give them back meanwhile, so the
+/// best round counts.
 const RUNS: usize = 5;
 const ROUNDS: usize = 10;
 
@@ -43,7 +44,8 @@ fn costs_nothing(what: &str, rounds: usize, g: &CapturedGraph) {
     assert_eq!(faults.unwrap_or(0), 0, "{what} takes page faults");
 }
 
-/// A little of everything: convolution, pooling, products, attention, norms, softmax, gather, reductions, element-wise chains.
+/// A little of everything: convolution, pooling, products, attention, norms, softmax, gather, reductions,
+/// element-wise chains.
 fn network(b: &Backend, rng: &mut Rng) -> impl Fn(&Tensor, &Tensor) -> Tensor + use<> {
     let mut weight = |dims: &[usize]| {
         let n: usize = dims.iter().product();

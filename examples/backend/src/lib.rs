@@ -1,8 +1,10 @@
-//! A backend from outside of Halcyon: a device of one thread that interprets kernel IR, with memory of its own.
+//! A backend from outside of Halcyon: a device of one thread that interprets kernel IR, with memory of its
+//! own.
 //!
-//! It is small, but all of a backend: names, probing, memory with a cap, programs, commands in order, faults, counters and
-//! timings. It has no kernels of its own ([`halcyon_hal::Target::library`] declines everything), so Halcyon gives it every op as a
-//! generated kernel. A graphics processor's driver differs in what [`program`] and [`memory`] call.
+//! It is small, but all of a backend: names, probing, memory with a cap, programs, commands in order, faults,
+//! counters and timings. It has no kernels of its own ([`halcyon_hal::Target::library`] declines everything),
+//! so Halcyon gives it every op as a generated kernel. A graphics processor's driver differs in what
+//! [`program`] and [`memory`] call.
 //!
 //! ```
 //! halcyon_interpreter::register()?;
@@ -22,7 +24,8 @@ use halcyon_ir::host;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
-/// The backend's names. Without a priority it is never chosen by `auto`: interpreting is for looking, not for speed.
+/// The backend's names. Without a priority it is never chosen by `auto`: interpreting is for looking, not for
+/// speed.
 static ROW: Row =
     Row { id: "interp", title: "Interpreter", vendor: "halcyon", priority: None, aliases: &["interpreter"] };
 

@@ -1,4 +1,5 @@
-//! Buffers: host memory, handed out by Halcyon's pool, which brings reuse, the hard cap, accounting and counters.
+//! Buffers: host memory, handed out by Halcyon's pool, which brings reuse, the hard cap, accounting and
+//! counters.
 
 use halcyon_hal::pool::{Block, Source};
 use halcyon_hal::{Buffer, BufferRef, Error, Result};
@@ -13,7 +14,8 @@ pub struct HostMemory;
 /// One allocation.
 pub type Memory = Arc<Mutex<Vec<u8>>>;
 
-/// The allocation that a buffer lies in, and where in it: a pool may cut its allocations into ranges, and move what lies there.
+/// The allocation that a buffer lies in, and where in it: a pool may cut its allocations into ranges, and
+/// move what lies there.
 #[derive(Clone, Debug)]
 pub struct Spot {
     pub memory: Memory,

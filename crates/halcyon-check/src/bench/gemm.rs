@@ -126,8 +126,8 @@ pub fn main(o: &Own) -> Result<()> {
 
 type Ending = (&'static str, fn(&Tensor) -> Tensor, fn(f64) -> f64, f64);
 
-/// What libraries put on top of products, with what the function may be off by: nobody says which gelu a library's is (the two differ by
-/// 5e-4), nor whether its relu keeps NaN.
+/// What libraries put on top of products, with what the function may be off by: nobody says which gelu a
+/// library's is (the two differ by 5e-4), nor whether its relu keeps NaN.
 const ENDINGS: &[Ending] = &[
     ("gelu(tanh)", |x| x.gelu_tanh(), gelu_tanh, 1e-4),
     ("relu, a row of NaN", |x| x.relu(), |v| if v.is_nan() { v } else { v.max(0.0) }, 0.0),
@@ -189,7 +189,8 @@ pub fn kernels(g: &halcyon::CapturedGraph) -> String {
     all.iter().map(text).collect::<Vec<_>>().join(", ")
 }
 
-/// The largest error of f32 products beside sums in f64, with TF32 and without, relative to the largest value.
+/// The largest error of f32 products beside sums in f64, with TF32 and without, relative to the largest
+/// value.
 fn error(o: &Own) -> Result<(), Bad> {
     let n = if o.tiny { 16 } else { 256 };
     for precision in [MatmulPrecision::Highest, MatmulPrecision::High] {

@@ -13,7 +13,8 @@ const TARGET: f64 = 0.85;
 
 type Make = fn(&[Tensor]) -> Tensor;
 
-/// Name, rows and columns of the operands as shares of the size, and the function. Each operand is read once, the result written once.
+/// Name, rows and columns of the operands as shares of the size, and the function. Each operand is read once,
+/// the result written once.
 const WORKS: &[(&str, usize, Make)] = &[
     ("x · 2 + 1", 1, |x| &x[0] * 2.0 + 1.0),
     ("x + y", 2, |x| &x[0] + &x[1]),

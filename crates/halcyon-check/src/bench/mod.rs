@@ -76,8 +76,8 @@ impl Bench {
         }
     }
 
-    /// Seconds that a run of `ours` and of what PyTorch has prepared take, in turns, each behind a run that is not timed. `ours` may
-    /// return before the device is done; `wait` waits.
+    /// Seconds that a run of `ours` and of what PyTorch has prepared take, in turns, each behind a run that
+    /// is not timed. `ours` may return before the device is done; `wait` waits.
     pub fn time(
         &mut self,
         theirs: bool,
@@ -124,7 +124,8 @@ impl Bench {
     }
 }
 
-/// A capture that failed is a warning to a program, whose commands are submitted one by one then. Here it is an error.
+/// A capture that failed is a warning to a program, whose commands are submitted one by one then. Here it is
+/// an error.
 fn replayed(kind: BackendType, replays: u64, reason: Option<String>) -> Result<()> {
     if replays > 0 || !matches!(kind, BackendType::Cuda | BackendType::Rocm) {
         return Ok(());

@@ -1,11 +1,13 @@
-//! Whether what is timed computes the right numbers: a drawn sample of its results beside sums in f64 on the host.
+//! Whether what is timed computes the right numbers: a drawn sample of its results beside sums in f64 on the
+//! host.
 
 use super::Bad;
 use halcyon::Error;
 use halcyon::optable::Rng;
 use halcyon::prelude::*;
 
-/// How exact products of a kind are: relative roundings of the factors, of the sum's steps, and of the result.
+/// How exact products of a kind are: relative roundings of the factors, of the sum's steps, and of the
+/// result.
 #[derive(Clone, Copy, Debug)]
 pub struct Exactness {
     pub factors: f64,
@@ -38,9 +40,10 @@ impl Exactness {
         }
     }
 
-    /// How far a sum of `k` products may be from `want`, where `root` is the root of the sum of their squares. Roundings are as likely up
-    /// as down, so they add up by their squares; those that are cut off lean with the result. A tile of products that is left out, added
-    /// twice or of other rows is off by far more.
+    /// How far a sum of `k` products may be from `want`, where `root` is the root of the sum of their
+    /// squares. Roundings are as likely up as down, so they add up by their squares; those that are cut off
+    /// lean with the result. A tile of products that is left out, added twice or of other rows is off by far
+    /// more.
     fn slack(self, k: usize, want: f64, root: f64) -> f64 {
         let want = want.abs();
         self.factors * (2.0 * want + 4.0 * root)
@@ -94,7 +97,8 @@ impl Wrong {
     }
 }
 
-/// Some rows and columns of `y`, beside the sums of `x` `[m, k]` and `w` `[k, n]` (`[n, k]` where it is `turned`).
+/// Some rows and columns of `y`, beside the sums of `x` `[m, k]` and `w` `[k, n]` (`[n, k]` where it is
+/// `turned`).
 pub fn product(x: &Tensor, w: &Tensor, turned: bool, y: &Tensor, e: Exactness) -> Result<String, Bad> {
     let mut rng = Rng::new(Rng::fresh_seed());
     let dims = [x.dims()?, y.dims()?];
@@ -167,7 +171,8 @@ pub fn attention(q: &Tensor, k: &Tensor, v: &Tensor, causal: bool, y: &Tensor) -
     wrong.verdict()
 }
 
-/// All of a product's results with a bias and a function on top, where `e` says how exact its results are and `more` what the function may add.
+/// All of a product's results with a bias and a function on top, where `e` says how exact its results are and
+/// `more` what the function may add.
 pub fn ended(
     [x, w, bias, y]: [&Tensor; 4],
     f: fn(f64) -> f64,
@@ -192,8 +197,8 @@ pub fn ended(
     wrong.verdict()
 }
 
-/// Some rows of `make`, which computes each by itself, beside those that the CPU computes of the same operands: matrices of the result's
-/// rows, and vectors.
+/// Some rows of `make`, which computes each by itself, beside those that the CPU computes of the same
+/// operands: matrices of the result's rows, and vectors.
 pub fn rows(x: &[Tensor], make: fn(&[Tensor]) -> Tensor, y: &Tensor) -> Result<String, Bad> {
     let dims = y.dims()?;
     let at = places(dims[0], 8, &mut Rng::new(Rng::fresh_seed()));

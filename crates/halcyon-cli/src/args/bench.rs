@@ -130,7 +130,8 @@ pub struct BenchReceiptsArgs {
     /// A report of this command (--json) to compare with
     #[arg(long, value_name = "FILE")]
     pub compare: Option<PathBuf>,
-    /// Exit code 1 if a gain differs by more than this from the report. Also if a figure differs that does not depend on time
+    /// Exit code 1 if a gain differs by more than this from the report. Also if a figure differs that does
+    /// not depend on time
     #[arg(long, value_name = "PERCENT", requires = "compare")]
     pub within: Option<f64>,
     /// Prints one JSON object

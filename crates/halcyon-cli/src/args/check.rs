@@ -87,7 +87,8 @@ pub struct OpsArgs {
     /// Only these element types, with commas between
     #[arg(long = "dtype", value_name = "TYPE", value_delimiter = ',')]
     pub dtypes: Vec<String>,
-    /// At most this many cases of each op and type. Without it all on the CPU, else 3: a device may have to compile for each
+    /// At most this many cases of each op and type. Without it all on the CPU, else 3: a device may have to
+    /// compile for each
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
     pub cases: Option<u32>,
     /// Draws the operands as the run that printed this seed did
@@ -102,7 +103,8 @@ pub struct OpsArgs {
     /// Prints one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Prints a JSON object a line, each as soon as it is known. `begin` comes first, `end` with the counts last
+    /// Prints a JSON object a line, each as soon as it is known. `begin` comes first, `end` with the counts
+    /// last
     #[arg(long, conflicts_with = "json")]
     pub json_lines: bool,
 }
@@ -133,7 +135,8 @@ pub struct OnnxArgs {
     /// Prints one JSON object
     #[arg(long)]
     pub json: bool,
-    /// Prints a JSON object a line, each as soon as it is known. `begin` comes first, `end` with the counts last
+    /// Prints a JSON object a line, each as soon as it is known. `begin` comes first, `end` with the counts
+    /// last
     #[arg(long, conflicts_with = "json")]
     pub json_lines: bool,
 }

@@ -1,7 +1,7 @@
 //! How help is made of the definitions.
 //!
-//! A text is written once: the comment at an option, the `after_help` of a command. `--help` shows all of it; `-h` shows the
-//! first sentence of an option, leaves rare options out, and gives one example.
+//! A text is written once: the comment at an option, the `after_help` of a command. `--help` shows all of it;
+//! `-h` shows the first sentence of an option, leaves rare options out, and gives one example.
 
 use super::{BackendArgs, Cli, InputArgs};
 use clap::builder::StyledStr;
@@ -166,7 +166,8 @@ mod tests {
         );
     }
 
-    /// A text is wrapped by the terminal's width, once: no line of it is broken by hand, and an example fits into 80 columns.
+    /// A text is wrapped by the terminal's width, once: no line of it is broken by hand, and an example fits
+    /// into 80 columns.
     #[test]
     fn texts_are_wrapped_once_and_examples_fit() {
         for (path, c) in commands() {

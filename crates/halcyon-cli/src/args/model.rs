@@ -8,8 +8,8 @@ use std::path::PathBuf;
 /// More than one device for one model.
 #[derive(Args, Debug, Clone)]
 pub struct SplitArgs {
-    /// Splits the model by layers over several devices. DEVICES is NAME[:NUMBER][=SHARE] with commas between, in the order of the
-    /// layers; SHARE is the part of the work (1 without one)
+    /// Splits the model by layers over several devices. DEVICES is NAME[:NUMBER][=SHARE] with commas between,
+    /// in the order of the layers; SHARE is the part of the work (1 without one)
     #[arg(long, value_name = "DEVICES", conflicts_with_all = ["backend", "device", "backends", "fallback"])]
     pub split: Option<String>,
     /// Lets ops that the device has no kernel for run on the CPU. They may be at most this share of the FLOPs
@@ -70,8 +70,8 @@ Examples:
 pub struct InspectArgs {
     /// ONNX model, or a file of tensors. Tensors come as safetensors, .npz, .npy or ONNX .pb
     pub file: PathBuf,
-    /// Size of an input that the model leaves open: [NAME=]1x3x224x224. Where the input's value decides something, give a source
-    /// as in `halcyon run`. Open sizes that are not given are 1
+    /// Size of an input that the model leaves open: [NAME=]1x3x224x224. Where the input's value decides
+    /// something, give a source as in `halcyon run`. Open sizes that are not given are 1
     #[arg(long = "input", short = 'i', value_name = "[NAME=]SHAPE")]
     pub inputs: Vec<String>,
     /// Looks at this backend alone. Without it, at every backend of this machine
@@ -107,8 +107,8 @@ pub struct FitArgs {
     pub model: PathBuf,
     #[command(flatten)]
     pub input: InputArgs,
-    /// Size of the batch. It is the first dimension of the inputs where the model leaves it open, and every other dimension of the
-    /// same name
+    /// Size of the batch. It is the first dimension of the inputs where the model leaves it open, and every
+    /// other dimension of the same name
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..=1 << 31))]
     pub batch: Option<u64>,
     #[command(flatten)]
@@ -134,7 +134,8 @@ Examples:
 pub struct ExportArgs {
     /// ONNX model
     pub model: PathBuf,
-    /// File to write, or - for standard output. It may be the model itself. Links are followed; devices and pipes are written in place
+    /// File to write, or - for standard output. It may be the model itself. Links are followed; devices and
+    /// pipes are written in place
     #[arg(long, short = 'o', value_name = "FILE")]
     pub output: PathBuf,
     /// Fixes the size of an input: [NAME=]1x3x224x224. Others stay symbolic

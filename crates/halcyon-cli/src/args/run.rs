@@ -8,18 +8,20 @@ use std::path::PathBuf;
 /// What the model is given.
 #[derive(Args, Debug, Clone, Default)]
 pub struct InputArgs {
-    /// [NAME=]SOURCE: a file (.npy, .npz, .json, ONNX .pb, PNG, JPEG), numbers as JSON ('[1,2,3]'), random|zeros|ones[:SHAPE] (1x3x8x8),
-    /// or text (text:"hello", @lines.txt). Repeatable
+    /// [NAME=]SOURCE: a file (.npy, .npz, .json, ONNX .pb, PNG, JPEG), numbers as JSON ('[1,2,3]'),
+    /// random|zeros|ones[:SHAPE] (1x3x8x8), or text (text:"hello", @lines.txt). Repeatable
     ///
-    /// Without a NAME, inputs are taken in the model's order. Types NumPy lacks come as f32 (bf16, f8..., f4...), i8 (i4, i2) or u8 (u4,
-    /// u2). JSON of fewer dimensions than the model declares gets leading ones. Inputs of strings take JSON, text with one string on each
-    /// line, or .npy; maps take JSON objects. Text for inputs of token ids needs a tokenizer (see --tokenizer).
+    /// Without a NAME, inputs are taken in the model's order. Types NumPy lacks come as f32 (bf16, f8...,
+    /// f4...), i8 (i4, i2) or u8 (u4, u2). JSON of fewer dimensions than the model declares gets leading
+    /// ones. Inputs of strings take JSON, text with one string on each line, or .npy; maps take JSON objects.
+    /// Text for inputs of token ids needs a tokenizer (see --tokenizer).
     #[arg(long = "input", short = 'i', value_name = "[NAME=]SOURCE")]
     pub inputs: Vec<String>,
     /// Tokenizer that turns text into token ids; without it tokenizer.json beside the model
     ///
-    /// It fills the model's inputs input_ids (or ids), attention_mask (or mask) and token_type_ids, padded to the longest line. Lines are
-    /// cut at the least of what tokenizer.json, tokenizer_config.json, config.json and the model's shapes allow, with a warning.
+    /// It fills the model's inputs input_ids (or ids), attention_mask (or mask) and token_type_ids, padded to
+    /// the longest line. Lines are cut at the least of what tokenizer.json, tokenizer_config.json,
+    /// config.json and the model's shapes allow, with a warning.
     #[arg(long, value_name = "FILE")]
     pub tokenizer: Option<PathBuf>,
     /// Start of the random numbers for `random`
@@ -73,7 +75,8 @@ pub struct RunArgs {
     pub more: Vec<String>,
     #[command(flatten)]
     pub input: InputArgs,
-    /// Pictures or lines of text that one run takes, where the model leaves its first dimension open (without it 1 picture, 32 lines)
+    /// Pictures or lines of text that one run takes, where the model leaves its first dimension open (without
+    /// it 1 picture, 32 lines)
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..=65536))]
     pub batch: Option<u32>,
     #[command(flatten)]
@@ -82,15 +85,16 @@ pub struct RunArgs {
     pub split: SplitArgs,
     /// Writes the outputs to a file: .npy, .npz, .json or .csv, or - for standard output. Repeatable
     ///
-    /// .npz and .json hold every output; .npy and .csv hold one, chosen as NAME=FILE where the model has several. With --top-k, .csv holds
-    /// the classes instead of the values. Without a known ending --format counts, else JSON.
+    /// .npz and .json hold every output; .npy and .csv hold one, chosen as NAME=FILE where the model has
+    /// several. With --top-k, .csv holds the classes instead of the values. Without a known ending --format
+    /// counts, else JSON.
     #[arg(long = "output", short = 'o', value_name = "[NAME=]FILE")]
     pub output: Vec<String>,
     /// Format of --output where the file's name does not tell (-, pipes)
     #[arg(long, value_name = "FORMAT", requires = "output")]
     pub format: Option<Format>,
-    /// Saves every output there as NAME.npy. Characters other than letters, digits and ._- become _; types NumPy lacks are saved
-    /// as f32, i8 or u8, which a note says
+    /// Saves every output there as NAME.npy. Characters other than letters, digits and ._- become _; types
+    /// NumPy lacks are saved as f32, i8 or u8, which a note says
     #[arg(long, value_name = "DIR")]
     pub output_dir: Option<PathBuf>,
     /// Prints the first values of each output, or all
@@ -99,20 +103,22 @@ pub struct RunArgs {
     /// Prints the N largest values of every row of the first output
     #[arg(long, value_name = "N")]
     pub top_k: Option<usize>,
-    /// Names of the classes, one a line. Without --top-k the best 5 are printed, or the best of each of several pictures
+    /// Names of the classes, one a line. Without --top-k the best 5 are printed, or the best of each of
+    /// several pictures
     #[arg(long, value_name = "FILE")]
     pub labels: Option<PathBuf>,
     /// Runs N times and reports the median, minimum and maximum
     #[arg(long, value_name = "N", default_value_t = 1, value_parser = clap::value_parser!(u32).range(1..))]
     pub repeat: u32,
-    /// Iterations after which a loop of the model that has not ended is an error; a smaller trip count of the model ends it first
+    /// Iterations after which a loop of the model that has not ended is an error; a smaller trip count of the
+    /// model ends it first
     #[arg(long, value_name = "N", default_value_t = MAX_ITERATIONS, value_parser = clap::value_parser!(u64).range(1..))]
     pub max_iterations: u64,
     /// Measures what each transformation gained and how far the result is from level O0
     #[arg(long, conflicts_with_all = ["split", "may_leave"])]
     pub receipts: bool,
-    /// Runs once more and checks a share of the plan's steps on another backend at level O0: BACKEND[:SHARE], as cpu:1% or cpu (all).
-    /// Exit code 6 at the first that differs, which is left in a replay file
+    /// Runs once more and checks a share of the plan's steps on another backend at level O0: BACKEND[:SHARE],
+    /// as cpu:1% or cpu (all). Exit code 6 at the first that differs, which is left in a replay file
     #[arg(long, value_name = "BACKEND[:SHARE]", conflicts_with_all = ["split", "may_leave"])]
     pub verify: Option<String>,
     /// Draws the steps of --verify as the run that printed this seed did
@@ -121,7 +127,8 @@ pub struct RunArgs {
     /// File for what fails or differs, for `halcyon replay` (without it --verify writes MODEL.replay here)
     #[arg(long, value_name = "FILE", conflicts_with_all = ["split", "may_leave"])]
     pub save_replay: Option<PathBuf>,
-    /// Prints one JSON object with every value; NaN and infinities are the strings "NaN", "Infinity" and "-Infinity"
+    /// Prints one JSON object with every value; NaN and infinities are the strings "NaN", "Infinity" and
+    /// "-Infinity"
     #[arg(long, conflicts_with = "print")]
     pub json: bool,
 }

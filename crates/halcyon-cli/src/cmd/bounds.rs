@@ -13,8 +13,8 @@ const GRACE: Duration = Duration::from_millis(500);
 
 static OPTIONS: OnceLock<RunOptions> = OnceLock::new();
 
-/// Bounds the loops of the models that this process runs, and ends them at Ctrl-C. Outputs are written behind the last run and replaced
-/// as a whole, so an interrupted command leaves none that is cut short.
+/// Bounds the loops of the models that this process runs, and ends them at Ctrl-C. Outputs are written behind
+/// the last run and replaced as a whole, so an interrupted command leaves none that is cut short.
 pub fn set(max_iterations: u64) {
     let cancel = Cancel::default();
     let options = RunOptions { max_iterations, cancel: cancel.clone() };

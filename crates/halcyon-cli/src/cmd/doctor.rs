@@ -74,7 +74,8 @@ fn worst(s: &Section) -> Status {
     s.lines.iter().map(|l| l.status).max().unwrap_or(Status::Fail)
 }
 
-/// 0 where all that is here works, 1 with warnings, 2 with failures; a backend that was asked for has to be here.
+/// 0 where all that is here works, 1 with warnings, 2 with failures; a backend that was asked for has to be
+/// here.
 fn verdict(sections: &[Section], asked: bool) -> u8 {
     if asked && sections.last().is_some_and(|s| worst(s) == Status::Absent) {
         return 2;

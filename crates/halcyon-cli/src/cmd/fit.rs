@@ -71,7 +71,8 @@ pub fn main(a: &FitArgs) -> Result<u8> {
         }
     }
     let r = Report { a, ask: &ask, batch, made: &made, refused: refused.as_ref(), largest };
-    // What does not fit is an error besides what is known of it. With `--json` the report holds it, in one document.
+    // What does not fit is an error besides what is known of it. With `--json` the report holds it, in one
+    // document.
     if a.json {
         report::print_json(&r.json())?;
         return Ok(refused.map_or(0, |e| e.exit_code().clamp(1, 255) as u8));
@@ -128,7 +129,8 @@ struct Planned {
     /// Weights that are read in the model's files.
     mapped: u64,
     host: Host,
-    /// Anonymous memory of this process with the model's description, graph and plan, constants left out: a run has it too.
+    /// Anonymous memory of this process with the model's description, graph and plan, constants left out: a
+    /// run has it too.
     process: u64,
 }
 
@@ -180,8 +182,8 @@ fn symbol(d: Dim) -> Option<String> {
     (names.is_empty() && d == Dim::sym(&name)).then(|| name.to_string())
 }
 
-/// The first dimension of every input where it is open. Of dimensions with a name, the one that comes first counts, wherever it stands;
-/// those without one stand for themselves.
+/// The first dimension of every input where it is open. Of dimensions with a name, the one that comes first
+/// counts, wherever it stands; those without one stand for themselves.
 fn places(ports: &[Port], wanted: &[Wanted]) -> Result<Vec<(usize, usize)>> {
     let mut name: Option<String> = None;
     let mut out = vec![];
@@ -332,7 +334,8 @@ impl Ask<'_> {
         Ok(Made::Staged(Box::new(Stages { why, known, sum, host_nodes: s.host.len(), stopped: s.stopped })))
     }
 
-    /// What the host's memory must have room for: while it runs, or while constants are packed where that takes more.
+    /// What the host's memory must have room for: while it runs, or while constants are packed where that
+    /// takes more.
     fn on_host(&self, p: &Planned) -> u64 {
         let shared = |n: u64| if self.room.shared { n } else { 0 };
         let runs = p.host.sum().saturating_add(shared(p.fit.device()));
@@ -377,8 +380,8 @@ impl Ask<'_> {
         }
     }
 
-    /// The largest batch that fits: by doubling from one that does, then by bisection. That more fits than the batch after it is
-    /// not looked for.
+    /// The largest batch that fits: by doubling from one that does, then by bisection. That more fits than
+    /// the batch after it is not looked for.
     fn largest(&self, now: usize, refused: Option<&Error>) -> Largest {
         let mut plans = 0;
         let fits = refused.is_none();

@@ -156,7 +156,8 @@ impl Loaded {
         graph.bind(&graph.solve(&sizes)?)
     }
 
-    /// After the chosen device had no room (`e`): on the first that has, where the user left the choice to us.
+    /// After the chosen device had no room (`e`): on the first that has, where the user left the choice to
+    /// us.
     ///
     /// # Errors
     /// `e` where there was no choice; [`Error::OutOfMemory`] with what each device lacks.
@@ -241,7 +242,8 @@ pub fn backend_json(b: &Backend) -> Value {
     })
 }
 
-/// `O2`, the policy of mixed precision where there is one, and how exact products are where they need not be: `O2, bf16, products high`.
+/// `O2`, the policy of mixed precision where there is one, and how exact products are where they need not be:
+/// `O2, bf16, products high`.
 pub fn level_text(b: &Backend) -> String {
     let mut text = b.level().to_string();
     if b.amp() != halcyon::AmpPolicy::None {

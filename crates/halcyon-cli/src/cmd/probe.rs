@@ -1,5 +1,5 @@
-//! `halcyon __probe`: what one driver finds, or how opening one of its devices ends, as JSON. Drivers that can end the process are
-//! looked at in such a process of their own first.
+//! `halcyon __probe`: what one driver finds, or how opening one of its devices ends, as JSON. Drivers that
+//! can end the process are looked at in such a process of their own first.
 
 use crate::args::ProbeArgs;
 use crate::report;

@@ -1,4 +1,5 @@
-//! `halcyon select`: which device a model would run on and why, what it needs there, and which op would run where.
+//! `halcyon select`: which device a model would run on and why, what it needs there, and which op would run
+//! where.
 
 use super::run::answer::place;
 use super::{backend_json, level_text, rejected_text, split};

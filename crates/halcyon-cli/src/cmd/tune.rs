@@ -1,4 +1,5 @@
-//! `halcyon tune`: measures the kernels of a model, or of a short list of works, in a process of their own, and keeps the best.
+//! `halcyon tune`: measures the kernels of a model, or of a short list of works, in a process of their own,
+//! and keeps the best.
 
 use super::load;
 use crate::args::TuneArgs;
@@ -182,7 +183,8 @@ fn watch(command: &mut Command, patience: Duration, each: &mut dyn FnMut(Line)) 
     Ok(ended)
 }
 
-/// Tunes in children, another after each that died of a candidate. The exit code of one that found an error, which it has printed.
+/// Tunes in children, another after each that died of a candidate. The exit code of one that found an error,
+/// which it has printed.
 fn supervise(a: &TuneArgs, cache: &TuningCache) -> Result<std::result::Result<TuningReport, u8>> {
     let exe = std::env::current_exe()
         .map_err(|e| Error::Io { path: "this executable".into(), what: e.to_string() })?;

@@ -65,7 +65,8 @@ fn name(model: &Path) -> PathBuf {
     PathBuf::from(model.file_stem().unwrap_or("model".as_ref())).with_extension("replay")
 }
 
-/// The path, or with a number added where a file lies that is no replay file: nobody named it, so nobody gave it up.
+/// The path, or with a number added where a file lies that is no replay file: nobody named it, so nobody gave
+/// it up.
 fn free(first: PathBuf) -> PathBuf {
     let ours = |p: &Path| {
         let mut head = [0; 7];
@@ -81,7 +82,8 @@ fn free(first: PathBuf) -> PathBuf {
     std::iter::once(first.clone()).chain((1..1000).map(numbered)).find(usable).unwrap_or(first.clone())
 }
 
-/// After a failure: writes what fails to the file that was asked for, and says so. The failure stays the error.
+/// After a failure: writes what fails to the file that was asked for, and says so. The failure stays the
+/// error.
 pub fn keep(a: &RunArgs, loaded: &Loaded, inputs: &[Datum], e: &Error) {
     let Some(path) = &a.save_replay else { return };
     let replay = || -> Result<(Replay, u64)> {

@@ -90,7 +90,8 @@ pub fn required() -> bool {
     std::env::var("HALCYON_REQUIRE_LANES").is_ok_and(|v| v == "1")
 }
 
-/// Where HALCYON_CASES is a number above one, a sample is asked for: the place of what is drawn, of `n`. HALCYON_SEED repeats a draw.
+/// Where HALCYON_CASES is a number above one, a sample is asked for: the place of what is drawn, of `n`.
+/// HALCYON_SEED repeats a draw.
 pub fn drawn(what: &str, n: usize) -> Option<usize> {
     let one_in: usize = std::env::var("HALCYON_CASES").ok()?.parse().ok()?;
     let given = std::env::var("HALCYON_SEED").ok().and_then(|s| s.parse().ok());
@@ -125,7 +126,8 @@ pub fn there(test: &str, backend: &str) -> bool {
     false
 }
 
-/// A folder of models with known outputs, beside the repository or where HALCYON_MODELS says. With HALCYON_REQUIRE_LANES=1 it must be there.
+/// A folder of models with known outputs, beside the repository or where HALCYON_MODELS says. With
+/// HALCYON_REQUIRE_LANES=1 it must be there.
 pub fn models(test: &str, name: &str) -> Option<PathBuf> {
     let all =
         std::env::var_os("HALCYON_MODELS").map_or_else(|| root().join("../shared/models"), PathBuf::from);

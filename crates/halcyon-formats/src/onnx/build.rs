@@ -1,4 +1,5 @@
-//! What importer functions build with: the graph's ops, evaluated at once where all operands are small known values.
+//! What importer functions build with: the graph's ops, evaluated at once where all operands are small known
+//! values.
 
 use super::host::{self, Host, Num, flat, small};
 use super::limits::Limits;
@@ -113,7 +114,8 @@ impl Value {
         })
     }
 
-    /// Whether it follows from the model alone. Constants are no part of a graph until they are used, so any builder may use them.
+    /// Whether it follows from the model alone. Constants are no part of a graph until they are used, so any
+    /// builder may use them.
     pub(super) fn is_constant(&self) -> bool {
         matches!(self.slot, Slot::Constant(_))
     }
@@ -164,8 +166,8 @@ pub struct Builder {
     numbering: Numbering,
     /// Nodes that values refer to.
     held: HashMap<NodeId, Weak<Held>>,
-    /// The model asks for gradients: floats are computed in the graph even where they are known, or it would not show how they
-    /// depend on each other.
+    /// The model asks for gradients: floats are computed in the graph even where they are known, or it would
+    /// not show how they depend on each other.
     pub(super) differentiates: bool,
     /// Elements of folded values that are not tiny.
     folded: usize,
@@ -177,8 +179,8 @@ pub struct Builder {
 
 /// Elements of a folded value that are not counted.
 const TINY: usize = 64;
-/// Elements that are folded in all. Beyond it, what is not tiny is left to the graph: a short model must not fill the memory with
-/// values that nobody needs.
+/// Elements that are folded in all. Beyond it, what is not tiny is left to the graph: a short model must not
+/// fill the memory with values that nobody needs.
 const FOLDED: usize = 4 << 20;
 
 /// One axis of a slice, resolved.
@@ -239,7 +241,8 @@ impl Builder {
         }
     }
 
-    /// Puts another graph in the place of this one; `map` says what the nodes that values refer to have become.
+    /// Puts another graph in the place of this one; `map` says what the nodes that values refer to have
+    /// become.
     pub(super) fn renumber(&mut self, g: Graph, map: &[Option<NodeId>]) {
         self.before += self.g.nodes().len().saturating_sub(g.nodes().len());
         self.g = g;
@@ -375,9 +378,10 @@ impl Builder {
         Ok(self.value(n))
     }
 
-    /// The number in the finite range of `dtype` that is nearest to `x`, cast: the last step of a quantisation, and `Cast` with
-    /// `saturate` to the 8-bit floats. See [`halcyon_ir::Graph::cast_saturating`]. ([`Builder::cast`] wraps integers and floats
-    /// of 2- and 4-bit integer types, and makes infinity or NaN of what is past the largest number of an 8-bit float type.)
+    /// The number in the finite range of `dtype` that is nearest to `x`, cast: the last step of a
+    /// quantisation, and `Cast` with `saturate` to the 8-bit floats. See
+    /// [`halcyon_ir::Graph::cast_saturating`]. ([`Builder::cast`] wraps integers and floats of 2- and 4-bit
+    /// integer types, and makes infinity or NaN of what is past the largest number of an 8-bit float type.)
     pub fn cast_saturating(&mut self, x: &Value, dtype: DType) -> Result<Value> {
         if x.dtype() == dtype {
             return Ok(x.clone());

@@ -71,7 +71,8 @@ pub(super) fn body(f: &FunctionProto, n: &NodeProto, file: &str) -> Result<Graph
     Ok(g)
 }
 
-/// Puts the values of the function's attributes where its nodes refer to them; a reference to one without a value goes.
+/// Puts the values of the function's attributes where its nodes refer to them; a reference to one without a
+/// value goes.
 fn fill<'v>(g: &mut GraphProto, value: &impl Fn(&str) -> Option<&'v AttributeProto>) {
     for n in &mut g.node {
         n.attribute.retain_mut(|a| {

@@ -36,8 +36,8 @@ pub struct Imported {
 #[derive(Clone, Debug)]
 pub enum Outcome {
     Graph(Box<Imported>),
-    /// It is no single graph, for this reason: values computed at run time decide how it goes on, or it takes or gives something that is
-    /// no tensor. [`Model::run_staged`] runs it.
+    /// It is no single graph, for this reason: values computed at run time decide how it goes on, or it takes
+    /// or gives something that is no tensor. [`Model::run_staged`] runs it.
     Staged(String),
 }
 
@@ -51,8 +51,8 @@ const DEPTH: usize = 64;
 /// Nodes that a model may come to when its functions are expanded, and the bytes that they take.
 const EXPANDED: usize = 1 << 18;
 const COPIED: usize = 256 << 20;
-/// Nodes that a model may come to with the iterations of its loops, and how many more for each operation that they give the
-/// device: a loop that only counts does not go on for hours.
+/// Nodes that a model may come to with the iterations of its loops, and how many more for each operation that
+/// they give the device: a loop that only counts does not go on for hours.
 const WALKED: usize = if cfg!(fuzzing) { 1 << 14 } else { 1 << 17 };
 const WALKED_PER_OP: usize = 64;
 /// Nodes of the graph that any model may come to, and that each of its nodes may add.
@@ -311,8 +311,8 @@ impl<'m> Walk<'m> {
     }
 }
 
-/// Builds the graph of a model whose operators are all supported. Each time a value that must be known depends on inputs
-/// whose values are at hand, building starts again with those fixed.
+/// Builds the graph of a model whose operators are all supported. Each time a value that must be known
+/// depends on inputs whose values are at hand, building starts again with those fixed.
 pub(super) fn import(
     m: &Model,
     shapes: &[(&str, Shape)],
@@ -473,7 +473,8 @@ fn missing(m: &Model, value: &str, node: &str) -> Error {
     bad(&m.file, format!("node {node} reads '{value}', which is no input, weight or result of another node"))
 }
 
-/// The shape of every input: the given one, or the declared one with the symbols that the given ones determine.
+/// The shape of every input: the given one, or the declared one with the symbols that the given ones
+/// determine.
 fn input_shapes(m: &Model, ports: &[Port], given: &[(&str, Shape)]) -> Result<Vec<Shape>> {
     let declared: HashSet<&str> = ports.iter().map(|p| p.name.as_str()).collect();
     if let Some((name, _)) = given.iter().find(|(n, _)| !declared.contains(n)) {

@@ -1,5 +1,5 @@
-//! Values of a model that are more than one dense tensor: strings, sequences, optionals and maps; inside an import
-//! ([`Item`]) and outside of it ([`Datum`]).
+//! Values of a model that are more than one dense tensor: strings, sequences, optionals and maps; inside an
+//! import ([`Item`]) and outside of it ([`Datum`]).
 
 use super::build::Value;
 use super::model::PortType;

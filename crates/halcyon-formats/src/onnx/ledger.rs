@@ -1,5 +1,6 @@
-//! What the values that a model makes while it is built take in memory. A node of some bytes may make megabytes (the taps of a
-//! resize, a window of a million samples, strings joined to longer ones), and a thousand such nodes must not fill the machine.
+//! What the values that a model makes while it is built take in memory. A node of some bytes may make
+//! megabytes (the taps of a resize, a window of a million samples, strings joined to longer ones), and a
+//! thousand such nodes must not fill the machine.
 
 use super::build::{Builder, Value};
 use super::item::{Item, Text};
@@ -44,7 +45,8 @@ impl Ledger {
         Ledger { file, base, next: base, live: vec![], sum: 0, constants: HashSet::new(), fixed: 0, nodes: 0 }
     }
 
-    /// Notes the results of a node and the constants that it put into the graph. `external` tells the bytes of the other files.
+    /// Notes the results of a node and the constants that it put into the graph. `external` tells the bytes
+    /// of the other files.
     ///
     /// # Errors
     /// [`Error::Unsupported`] if what is alive takes too much.

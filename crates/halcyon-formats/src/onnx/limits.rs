@@ -16,7 +16,8 @@ const ALL: u64 = 64;
 pub struct Cancel(Arc<AtomicBool>);
 
 impl Cancel {
-    /// Asks every run with this flag to end. It ends before its next iteration or stage, with [`Error::Interrupted`].
+    /// Asks every run with this flag to end. It ends before its next iteration or stage, with
+    /// [`Error::Interrupted`].
     pub fn cancel(&self) {
         self.0.store(true, Ordering::Relaxed);
     }
@@ -34,7 +35,8 @@ impl Cancel {
 /// Bounds of a run in stages.
 #[derive(Clone, Debug)]
 pub struct RunOptions {
-    /// Iterations after which a loop that has not ended is an error. A model's own trip count below it ends the loop first.
+    /// Iterations after which a loop that has not ended is an error. A model's own trip count below it ends
+    /// the loop first.
     pub max_iterations: u64,
     pub cancel: Cancel,
 }

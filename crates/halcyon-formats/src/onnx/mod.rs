@@ -1,7 +1,8 @@
 //! ONNX models and tensors.
 //!
-//! [`Model::open`] maps and decodes a file, [`Model::check`] lists what of it is unsupported before any weight is touched,
-//! [`Model::import`] builds its graph for given input shapes. Operators are rows in [`ops`].
+//! [`Model::open`] maps and decodes a file, [`Model::check`] lists what of it is unsupported before any
+//! weight is touched, [`Model::import`] builds its graph for given input shapes. Operators are rows in
+//! [`ops`].
 
 mod build;
 pub mod export;

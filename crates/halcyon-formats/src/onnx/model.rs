@@ -28,8 +28,8 @@ const OPSETS: usize = 1024;
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct OpenOptions {
-    /// Whether external data may be links that lead out of the model's folder. Without it such links are refused, but for those of a
-    /// Hugging Face cache.
+    /// Whether external data may be links that lead out of the model's folder. Without it such links are
+    /// refused, but for those of a Hugging Face cache.
     pub external_links: bool,
 }
 
@@ -63,8 +63,8 @@ pub struct Port {
 pub enum PortType {
     Tensor {
         dtype: DType,
-        /// Symbols where the model names a size; a size it leaves open gets a symbol made of the port's name and the axis.
-        /// `None` where even the rank is open.
+        /// Symbols where the model names a size; a size it leaves open gets a symbol made of the port's name
+        /// and the axis. `None` where even the rank is open.
         shape: Option<Shape>,
     },
     /// A tensor of strings.
@@ -263,20 +263,20 @@ impl Model {
         if check.found.is_empty() { Ok(()) } else { Err(Error::UnsupportedOps(check.found)) }
     }
 
-    /// Builds the graph. Inputs that `shapes` does not name keep their declared shapes, in which a symbol that the given
-    /// shapes determine is replaced by its size. Shapes may be symbolic.
+    /// Builds the graph. Inputs that `shapes` does not name keep their declared shapes, in which a symbol
+    /// that the given shapes determine is replaced by its size. Shapes may be symbolic.
     ///
     /// # Errors
-    /// As [`Model::check`]; [`Error::Argument`] and [`Error::Shape`] for shapes that do not fit the declared ones or the
-    /// operators; [`Error::Format`] for values that are missing, defined twice or defined in a cycle;
-    /// [`Error::Unsupported`] where a shape depends on the value of an input.
+    /// As [`Model::check`]; [`Error::Argument`] and [`Error::Shape`] for shapes that do not fit the declared
+    /// ones or the operators; [`Error::Format`] for values that are missing, defined twice or defined in a
+    /// cycle; [`Error::Unsupported`] where a shape depends on the value of an input.
     pub fn import(&self, shapes: &[(&str, Shape)]) -> Result<Imported> {
         self.import_with(shapes, &[])
     }
 
-    /// As [`Model::import`], for models in which inputs steer shapes (the target of a Reshape, the axes of a reduction). Where
-    /// one does, its value is taken from `values` and built into the graph, which then holds for that value alone:
-    /// [`Imported::fixed`] names these inputs. Other values are ignored.
+    /// As [`Model::import`], for models in which inputs steer shapes (the target of a Reshape, the axes of a
+    /// reduction). Where one does, its value is taken from `values` and built into the graph, which then
+    /// holds for that value alone: [`Imported::fixed`] names these inputs. Other values are ignored.
     pub fn import_with(&self, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Imported> {
         self.check("")?;
         match import::import(self, shapes, values, &Limits::whole())? {
@@ -288,9 +288,9 @@ impl Model {
         }
     }
 
-    /// What the model is when it is run for these inputs: as [`Model::import_with`], but a model that is no single graph is no error. Nor
-    /// is one taken as a graph whose loops are long, or whose trip counts come from an input: it runs in stages, where the body
-    /// of a loop is compiled once.
+    /// What the model is when it is run for these inputs: as [`Model::import_with`], but a model that is no
+    /// single graph is no error. Nor is one taken as a graph whose loops are long, or whose trip counts come
+    /// from an input: it runs in stages, where the body of a loop is compiled once.
     pub fn outcome(&self, shapes: &[(&str, Shape)], values: &[(&str, ConstData)]) -> Result<Outcome> {
         self.outcome_with(shapes, values, &RunOptions::default())
     }
@@ -306,7 +306,8 @@ impl Model {
         import::import(self, shapes, values, &Limits::new(options.clone()))
     }
 
-    /// Whether the model draws random numbers, so that no specification fixes its results: only their type and shape.
+    /// Whether the model draws random numbers, so that no specification fixes its results: only their type
+    /// and shape.
     pub fn draws(&self) -> bool {
         fn any(nodes: &[NodeProto]) -> bool {
             nodes.iter().any(|n| {
@@ -318,8 +319,8 @@ impl Model {
         functions || self.proto.graph.as_ref().is_some_and(|g| any(&g.node))
     }
 
-    /// Runs the model in stages: what it computes decides how it goes on. Values of `inputs` in the order of [`Model::inputs`]; the results
-    /// in the order of [`Model::outputs`], with what was computed where.
+    /// Runs the model in stages: what it computes decides how it goes on. Values of `inputs` in the order of
+    /// [`Model::inputs`]; the results in the order of [`Model::outputs`], with what was computed where.
     ///
     /// # Errors
     /// As [`Model::import`], and those of the engine.
@@ -330,7 +331,8 @@ impl Model {
     /// As [`Model::run_staged`], with bounds and a way to end it.
     ///
     /// # Errors
-    /// As [`Model::run_staged`]; [`Error::Endless`] for a loop past its bound; [`Error::Interrupted`] where the caller asked for it.
+    /// As [`Model::run_staged`]; [`Error::Endless`] for a loop past its bound; [`Error::Interrupted`] where
+    /// the caller asked for it.
     pub fn run_staged_with(
         &self,
         inputs: &[Datum],

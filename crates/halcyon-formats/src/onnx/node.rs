@@ -10,7 +10,8 @@ use crate::bad;
 use halcyon_ir::{ConstData, DType, Error, Result, Span};
 use std::collections::HashMap;
 
-/// A node with its operands. Attribute readers fail on a wrong type, and give `None` or the default where there is none.
+/// A node with its operands. Attribute readers fail on a wrong type, and give `None` or the default where
+/// there is none.
 #[derive(Debug)]
 pub struct Call<'a> {
     pub node: &'a NodeProto,
@@ -70,7 +71,8 @@ impl<'a> Call<'a> {
         Ok(Some(g))
     }
 
-    /// The results of a graph attribute for these operands. Names it does not define are those around this node.
+    /// The results of a graph attribute for these operands. Names it does not define are those around this
+    /// node.
     pub fn inline(&self, b: &mut Builder, g: &'a GraphProto, args: Vec<Item>) -> Result<Vec<Item>> {
         let span = b.g.span.clone();
         let out =

@@ -12,7 +12,8 @@ const LISTED: usize = 8;
 
 #[derive(Debug)]
 pub(super) struct Order {
-    /// The nodes that the outputs need, each after those it reads; in the model's order where that is such an order.
+    /// The nodes that the outputs need, each after those it reads; in the model's order where that is such an
+    /// order.
     pub(super) nodes: Vec<usize>,
     /// Names that nothing reads any more after each of the nodes.
     pub(super) drops: Vec<Vec<String>>,

@@ -8,8 +8,8 @@ use halcyon_ir::scalar_op::Rule;
 use std::fmt::Write;
 use std::path::PathBuf;
 
-/// Operators that the host computes, wholly or where this applies: the shape of their result depends on data, or the data is no
-/// number. Everything else runs on the device.
+/// Operators that the host computes, wholly or where this applies: the shape of their result depends on data,
+/// or the data is no number. Everything else runs on the device.
 const HOST: &[(&str, &str)] = &[
     ("CastMap", "wholly"),
     ("Cast", "from and to strings"),

@@ -1,16 +1,18 @@
 //! Bodies of control flow that are compiled once and run often.
 //!
-//! A body is traced into a graph whose inputs are what changes from run to run ([`super::trace`]). Control flow in it that a run decides
-//! is no node of that graph: its operands are results of a part of the graph, and its results are inputs of the part behind it. So a
-//! body is a list of steps: graphs, each prepared by the engine once, and branches and loops over bodies of the same kind between them.
-//! Values stay where the engine has them; the host reads conditions and trip counts.
+//! A body is traced into a graph whose inputs are what changes from run to run ([`super::trace`]). Control
+//! flow in it that a run decides is no node of that graph: its operands are results of a part of the graph,
+//! and its results are inputs of the part behind it. So a body is a list of steps: graphs, each prepared by
+//! the engine once, and branches and loops over bodies of the same kind between them. Values stay where the
+//! engine has them; the host reads conditions and trip counts.
 
 use super::limits::Limits;
 use super::stage::{Engine, Handle, part, there};
 use halcyon_ir::{ConstData, DType, Error, Graph, NodeId, Result, Scalar, TensorType};
 use std::collections::HashMap;
 
-/// Rows of a loop are given room for at once, up to so many bytes; beyond that the room is doubled when it is used up.
+/// Rows of a loop are given room for at once, up to so many bytes; beyond that the room is doubled when it is
+/// used up.
 const ROOM: usize = 32 << 20;
 
 /// What runs programs.
@@ -89,7 +91,8 @@ enum Plan {
 }
 
 impl Program {
-    /// What computes `outputs` from the first `inputs` inputs of a graph and the control flow in it, which is in the order of its results.
+    /// What computes `outputs` from the first `inputs` inputs of a graph and the control flow in it, which is
+    /// in the order of its results.
     pub(super) fn new(
         g: &Graph,
         controls: Vec<Control>,
@@ -221,8 +224,8 @@ fn integer(d: &ConstData) -> Result<i64> {
 #[derive(Debug)]
 pub(super) struct Repeat {
     pub(super) name: String,
-    /// Its first inputs are the state. Results: the new state, a row of each scanned result, the number of the next iteration, the condition;
-    /// the last two where they are needed.
+    /// Its first inputs are the state. Results: the new state, a row of each scanned result, the number of
+    /// the next iteration, the condition; the last two where they are needed.
     pub(super) program: Program,
     pub(super) carried: usize,
     /// The inputs that are values from around the body.

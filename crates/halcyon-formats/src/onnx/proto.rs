@@ -1,5 +1,6 @@
-//! The messages of onnx.proto (ONNX IR version 13), by hand: fields that nothing here reads are left out and skipped
-//! when decoding. Bytes fields are [`Bytes`], so that decoding from a mapped file leaves weights where they are.
+//! The messages of onnx.proto (ONNX IR version 13), by hand: fields that nothing here reads are left out and
+//! skipped when decoding. Bytes fields are [`Bytes`], so that decoding from a mapped file leaves weights
+//! where they are.
 
 use bytes::Bytes;
 use prost::{Message, Oneof};

@@ -1,13 +1,14 @@
 //! Random numbers as nodes of the graph.
 //!
-//! The generator is counter-based: element `i` of a tensor is Threefry-2x32 with 20 rounds ([`S::Threefry`]; Salmon et al.,
-//! "Parallel random numbers: as easy as 1, 2, 3", SC 2011) of the counter `i` under a key. The bits are therefore equal on every
-//! device, whatever the order of work, and every run of a graph gives the same numbers.
+//! The generator is counter-based: element `i` of a tensor is Threefry-2x32 with 20 rounds ([`S::Threefry`];
+//! Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011) of the counter `i` under a key. The
+//! bits are therefore equal on every device, whatever the order of work, and every run of a graph gives the
+//! same numbers.
 //!
-//! **Keys.** A draw has a `seed` and a `salt`. The seed belongs to the node ([`Builder::node_seed`]): the bits of its `seed`
-//! attribute, else a hash of the node's name and of [`Builder::base_seed`]. Where one node is built several times (the body of an
-//! unrolled loop), each time has another seed. The salt tells the draws of one node apart. Both reach kernels as arguments,
-//! so another seed compiles nothing.
+//! **Keys.** A draw has a `seed` and a `salt`. The seed belongs to the node ([`Builder::node_seed`]): the
+//! bits of its `seed` attribute, else a hash of the node's name and of [`Builder::base_seed`]. Where one node
+//! is built several times (the body of an unrolled loop), each time has another seed. The salt tells the
+//! draws of one node apart. Both reach kernels as arguments, so another seed compiles nothing.
 //!
 //! **Period.** The counter has 32 bits; a draw of more elements is unsupported.
 
@@ -17,7 +18,8 @@ use super::node::Call;
 use halcyon_ir::ScalarOp as S;
 use halcyon_ir::{DType, Error, Result, Scalar, Shape};
 
-/// The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014).
+/// The finalizer of SplitMix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators",
+/// OOPSLA 2014).
 fn mix(z: u64) -> u64 {
     let z = z.wrapping_add(0x9E37_79B9_7F4A_7C15);
     let z = (z ^ (z >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
@@ -31,8 +33,8 @@ fn hash(text: &str) -> u64 {
 }
 
 impl Builder {
-    /// The seed of a node: `given` (the bits of its `seed` attribute), else one made of its name and [`Builder::base_seed`].
-    /// Every further call for the same node name gives another seed.
+    /// The seed of a node: `given` (the bits of its `seed` attribute), else one made of its name and
+    /// [`Builder::base_seed`]. Every further call for the same node name gives another seed.
     pub fn node_seed(&mut self, c: &Call<'_>, given: Option<u64>) -> u64 {
         let turn = self.draws.entry(c.name.to_string()).or_insert(0);
         let seed = given.unwrap_or_else(|| mix(self.base_seed) ^ hash(c.name));
@@ -98,8 +100,8 @@ impl Builder {
         self.scalar(S::Mul, &[x, &k])
     }
 
-    /// Uniform between `lo` and `hi`: `lo + u * (hi - lo)` with `u` in `[0, 1)`, computed in f32, or in f64 for that type. `hi`
-    /// itself comes up only by rounding, never with bounds of 0 and 1 in f32 and f64.
+    /// Uniform between `lo` and `hi`: `lo + u * (hi - lo)` with `u` in `[0, 1)`, computed in f32, or in f64
+    /// for that type. `hi` itself comes up only by rounding, never with bounds of 0 and 1 in f32 and f64.
     ///
     /// # Errors
     /// [`Error::DType`] for a type that is no float; [`Error::Argument`] where `hi - lo` is not finite; as
@@ -126,8 +128,9 @@ impl Builder {
         self.cast(&v, dtype)
     }
 
-    /// Normal with the given mean and standard deviation, by Box and Muller ("A note on the generation of random normal
-    /// deviates", 1958): `mean + scale * sqrt(-2 ln u) * cos(2π v)`. Computed in f32, which reaches 6.7 deviations, or in f64.
+    /// Normal with the given mean and standard deviation, by Box and Muller ("A note on the generation of
+    /// random normal deviates", 1958): `mean + scale * sqrt(-2 ln u) * cos(2π v)`. Computed in f32, which
+    /// reaches 6.7 deviations, or in f64.
     ///
     /// # Errors
     /// As [`Builder::random_uniform`].

@@ -18,7 +18,8 @@ fn threefry(key: [u32; 2], counter: [u32; 2]) -> [u32; 2] {
     [a, b]
 }
 
-/// The known answers of the authors' library (Random123, `kat_vectors`), and the scalar op against the same function.
+/// The known answers of the authors' library (Random123, `kat_vectors`), and the scalar op against the same
+/// function.
 #[test]
 fn known_answers_of_the_generator() {
     assert_eq!(threefry([0; 2], [0; 2]), [0x6b20_0159, 0x99ba_4efe]);
@@ -51,8 +52,8 @@ fn shape() -> Shape {
     [N].into()
 }
 
-/// The largest distance between the samples' distribution and `cdf`, times the root of their number. Above 1.95 has a chance of
-/// one in a thousand (Kolmogorov and Smirnov).
+/// The largest distance between the samples' distribution and `cdf`, times the root of their number. Above
+/// 1.95 has a chance of one in a thousand (Kolmogorov and Smirnov).
 fn distance(mut v: Vec<f64>, cdf: impl Fn(f64) -> f64) -> f64 {
     v.sort_by(f64::total_cmp);
     let n = v.len() as f64;

@@ -1,5 +1,6 @@
-//! A plain evaluator of graphs for the tests of the importer: every op by its definition, one element at a time. Floats are
-//! held in f64 and rounded to the node's type after each op; sums are not rounded between terms.
+//! A plain evaluator of graphs for the tests of the importer: every op by its definition, one element at a
+//! time. Floats are held in f64 and rounded to the node's type after each op; sums are not rounded between
+//! terms.
 
 use halcyon_ir::layout::View;
 use halcyon_ir::op::{PoolKind, ReduceKind, ScatterKind};

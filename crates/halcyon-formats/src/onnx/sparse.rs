@@ -1,7 +1,7 @@
 //! Sparse tensors (`SparseTensorProto` of onnx.proto): the elements that are not zero, and where they are.
 //!
-//! A few bytes may name a tensor of any size, so a large one is not made here: it becomes a scatter into zeros in the graph, whose
-//! memory is the device's to grant.
+//! A few bytes may name a tensor of any size, so a large one is not made here: it becomes a scatter into
+//! zeros in the graph, whose memory is the device's to grant.
 
 use super::build::{Builder, Value};
 use super::proto::SparseTensorProto;
@@ -27,11 +27,12 @@ pub struct Sparse {
     pub values: ConstData,
 }
 
-/// Reads a sparse tensor. Indices are places (`[n]`) or coordinates (`[n, rank]`), in ascending order without repetition. `file`
-/// names the file in errors.
+/// Reads a sparse tensor. Indices are places (`[n]`) or coordinates (`[n, rank]`), in ascending order without
+/// repetition. `file` names the file in errors.
 ///
 /// # Errors
-/// [`halcyon_ir::Error::Format`] if the parts do not go together or an index is outside the tensor; errors of [`tensor::decode`].
+/// [`halcyon_ir::Error::Format`] if the parts do not go together or an index is outside the tensor; errors of
+/// [`tensor::decode`].
 pub fn decode(t: &SparseTensorProto, external: &External, file: &str) -> Result<Sparse> {
     let part = |p: &Option<super::proto::TensorProto>, name: &str| {
         let p = p.as_ref().ok_or_else(|| bad(file, format!("a sparse tensor has no {name}")))?;

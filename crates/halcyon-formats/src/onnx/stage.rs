@@ -1,9 +1,10 @@
-//! Running a model in stages: where an operator needs a value that only a run gives (a condition, a size, the data of an
-//! operator whose result's shape depends on data), the graph so far is run on the device and the rest is built on its results.
+//! Running a model in stages: where an operator needs a value that only a run gives (a condition, a size, the
+//! data of an operator whose result's shape depends on data), the graph so far is run on the device and the
+//! rest is built on its results.
 //!
-//! A run computes a part of the graph under construction: what the wanted nodes need, down to nodes that an earlier run has
-//! computed. So every [`Value`] stays valid, and nothing that is not asked for is computed. Nodes that no value needs any more are
-//! dropped between the iterations of a loop.
+//! A run computes a part of the graph under construction: what the wanted nodes need, down to nodes that an
+//! earlier run has computed. So every [`Value`] stays valid, and nothing that is not asked for is computed.
+//! Nodes that no value needs any more are dropped between the iterations of a loop.
 //!
 //! Bodies of loops are compiled once where that is possible ([`super::program`]).
 
@@ -22,7 +23,8 @@ pub type Handle = Arc<dyn Any + Send + Sync>;
 
 /// What runs the stages of a model.
 pub trait Engine: Debug {
-    /// Values of the graph's outputs for those of its inputs, both in the graph's order. The graph has no symbols.
+    /// Values of the graph's outputs for those of its inputs, both in the graph's order. The graph has no
+    /// symbols.
     fn run(&mut self, graph: Graph, inputs: &[Handle]) -> Result<Vec<Handle>>;
     fn upload(&mut self, data: &ConstData) -> Result<Handle>;
     fn read(&mut self, tensor: &Handle) -> Result<ConstData>;
@@ -53,7 +55,8 @@ pub trait Engine: Debug {
         data.get(0).map(|s| s.as_bool()).ok_or_else(|| Error::internal("a condition without an element"))
     }
 
-    /// A tensor that begins with the bytes of another, as many as both have. What is behind them is undefined.
+    /// A tensor that begins with the bytes of another, as many as both have. What is behind them is
+    /// undefined.
     fn resize(&mut self, from: Option<&Handle>, dtype: DType, dims: &[usize]) -> Result<Handle> {
         let old = from.map(|h| self.read(h)).transpose()?;
         let mut bytes = old.map_or(vec![], |d| d.bytes().to_vec());
@@ -185,7 +188,8 @@ pub(super) struct Part {
     pub(super) outputs: Vec<NodeId>,
 }
 
-/// What computes `wanted` from the nodes that are `done`, and with it what `later` nodes will need of its values.
+/// What computes `wanted` from the nodes that are `done`, and with it what `later` nodes will need of its
+/// values.
 pub(super) fn part(
     g: &Graph,
     wanted: &[NodeId],
@@ -428,11 +432,13 @@ impl Builder {
         self.renumber(g, &map);
     }
 
-    /// Between two iterations of a loop that is unrolled: has the nodes run that wait, and forgets those that are not needed. `state` is
-    /// what the loop carries on; `start` the number of nodes that were made when it began.
+    /// Between two iterations of a loop that is unrolled: has the nodes run that wait, and forgets those that
+    /// are not needed. `state` is what the loop carries on; `start` the number of nodes that were made when
+    /// it began.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] if the model grows past every bound, or past that of a graph that is built without a run.
+    /// [`Error::Unsupported`] if the model grows past every bound, or past that of a graph that is built
+    /// without a run.
     pub fn pace(&mut self, state: &[Item], start: usize) -> Result<()> {
         let n = self.made();
         if n > MAX_NODES {
@@ -500,7 +506,8 @@ impl Builder {
         })
     }
 
-    /// Elements that must be known now: axes, sizes, conditions. A staged run computes them. `what` names them in errors.
+    /// Elements that must be known now: axes, sizes, conditions. A staged run computes them. `what` names
+    /// them in errors.
     pub fn known<'v>(&mut self, v: &'v Value, what: &str) -> Result<&'v Host> {
         if v.host().is_none() && self.stage.is_some() {
             self.fetch(v, what)?;

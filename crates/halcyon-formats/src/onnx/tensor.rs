@@ -29,7 +29,8 @@ impl External {
         External { dir: Some(dir.into()), links: false, maps: Mutex::default() }
     }
 
-    /// Whether files may be links that lead out of the model's folder. Without it they may in a Hugging Face cache alone.
+    /// Whether files may be links that lead out of the model's folder. Without it they may in a Hugging Face
+    /// cache alone.
     pub fn links(self, allowed: bool) -> External {
         External { links: allowed, ..self }
     }
@@ -53,8 +54,9 @@ impl External {
 
     /// The bytes `t` names. `want` is what its type and sizes take.
     ///
-    /// The location must be a relative path that stays in the model's folder, by its text and after symbolic links ([`External::links`]): a
-    /// model comes with its folder from elsewhere, and an archive may bring links to files of the machine that unpacks it.
+    /// The location must be a relative path that stays in the model's folder, by its text and after symbolic
+    /// links ([`External::links`]): a model comes with its folder from elsewhere, and an archive may bring
+    /// links to files of the machine that unpacks it.
     fn slice(&self, t: &TensorProto, want: usize, what: &str) -> Result<Bytes> {
         let fail = |why: String| bad(what, why);
         let entry = |key: &str| t.external_data.iter().find(|e| e.key == key).map(|e| e.value.as_str());
@@ -135,8 +137,9 @@ fn leads_out(location: &str, to: &Path) -> String {
     )
 }
 
-/// Whether a file of the folder `dir` stays in it after links are followed, or in the Hugging Face cache that the folder is part of, whose
-/// `snapshots` link to its `blobs`; else where it leads. What is not there is for whoever opens it to say.
+/// Whether a file of the folder `dir` stays in it after links are followed, or in the Hugging Face cache that
+/// the folder is part of, whose `snapshots` link to its `blobs`; else where it leads. What is not there is
+/// for whoever opens it to say.
 fn stays(dir: &Path, path: &Path) -> std::result::Result<(), PathBuf> {
     let (Ok(base), Ok(to)) = (dir.canonicalize(), path.canonicalize()) else { return Ok(()) };
     if to.starts_with(&base) {
@@ -191,7 +194,8 @@ pub(super) fn type_name(code: i32) -> &'static str {
 /// The element type of an ONNX type code.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for ONNX types we lack, [`Error::Format`] for numbers ONNX lacks; `what` names the tensor.
+/// [`Error::Unsupported`] for ONNX types we lack, [`Error::Format`] for numbers ONNX lacks; `what` names the
+/// tensor.
 pub fn dtype(code: i32, what: &str) -> Result<DType> {
     DType::from_onnx(code).ok_or_else(|| match OTHER_TYPES.iter().find(|(c, _)| *c == code) {
         Some((_, name)) => Error::unsupported(
@@ -216,7 +220,8 @@ pub fn sizes(dims: &[i64], what: &str) -> Result<Vec<usize>> {
 ///
 /// # Errors
 /// [`Error::Format`] if sizes, type and data disagree or external data is not where it should be;
-/// [`Error::Unsupported`] for element types without a row in [`DType`] and for segmented tensors; [`Error::Io`].
+/// [`Error::Unsupported`] for element types without a row in [`DType`] and for segmented tensors;
+/// [`Error::Io`].
 pub fn decode(t: &TensorProto, external: &External, file: &str) -> Result<ConstData> {
     let what = if t.name.is_empty() { file.to_string() } else { format!("{file}: tensor '{}'", t.name) };
     let dtype = dtype(t.data_type, &what)?;
@@ -247,8 +252,8 @@ fn typed(t: &TensorProto, dtype: DType, what: &str) -> Result<Bytes> {
     fn pack<T: Copy, const N: usize>(v: &[T], f: impl Fn(T) -> [u8; N]) -> Bytes {
         v.iter().flat_map(|&x| f(x)).collect::<Vec<u8>>().into()
     }
-    // Narrow types are stored one to an integer, which must be in their range. Half and 8-bit floats are stored as their bits,
-    // types under 8 bits as packed bytes.
+    // Narrow types are stored one to an integer, which must be in their range. Half and 8-bit floats are
+    // stored as their bits, types under 8 bits as packed bytes.
     let narrow = |lo: i32, hi: i32, size: usize| {
         let mut out = Vec::with_capacity(t.int32_data.len() * size);
         for &v in &t.int32_data {

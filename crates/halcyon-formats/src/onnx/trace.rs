@@ -1,9 +1,9 @@
-//! From a body of control flow to a [`Program`]: its nodes are walked once, with inputs of the types that its operands have in the
-//! place of values.
+//! From a body of control flow to a [`Program`]: its nodes are walked once, with inputs of the types that its
+//! operands have in the place of values.
 //!
-//! Values from around the body are inputs of the program too, unless they are constants. Where the body must know one (the axes of a
-//! reduction), it is asked for and built in. What the body must know of its own state stands in the way: the reason is given, and the
-//! iterations are built one by one.
+//! Values from around the body are inputs of the program too, unless they are constants. Where the body must
+//! know one (the axes of a reduction), it is asked for and built in. What the body must know of its own state
+//! stands in the way: the reason is given, and the iterations are built one by one.
 
 use super::build::{Builder, Value};
 use super::host::Host;
@@ -187,8 +187,8 @@ fn control(b: &mut Builder, work: Work, types: &[TensorType]) -> Vec<Item> {
     outputs.into_iter().map(|n| b.value(n).into()).collect()
 }
 
-/// A loop as its node says it. Its body takes the number of the iteration and a condition before its state, and gives a condition before
-/// it; that of Scan takes slices of sequences behind its state.
+/// A loop as its node says it. Its body takes the number of the iteration and a condition before its state,
+/// and gives a condition before it; that of Scan takes slices of sequences behind its state.
 pub(super) struct Loop<'a> {
     pub(super) g: &'a GraphProto,
     pub(super) carried: usize,
@@ -314,7 +314,8 @@ impl Sequences {
     }
 }
 
-/// Bounds of a loop in a body: a trip count that a run gives or that is known, and a condition before the first iteration.
+/// Bounds of a loop in a body: a trip count that a run gives or that is known, and a condition before the
+/// first iteration.
 pub(super) struct Bounds<'a> {
     pub(super) limit: std::result::Result<&'a Value, i64>,
     pub(super) on: Option<&'a Value>,

@@ -1,8 +1,9 @@
-//! A look at an encoded message before it is decoded: how deep it is nested, and how much memory its structure would take.
+//! A look at an encoded message before it is decoded: how deep it is nested, and how much memory its
+//! structure would take.
 //!
-//! A message of two bytes may decode to a struct of hundreds. Decoding first and counting then would let a file of some
-//! megabytes take gigabytes, so the fields are counted where they lie. Weights are byte strings, which decoding leaves in the
-//! file; they are passed over.
+//! A message of two bytes may decode to a struct of hundreds. Decoding first and counting then would let a
+//! file of some megabytes take gigabytes, so the fields are counted where they lie. Weights are byte strings,
+//! which decoding leaves in the file; they are passed over.
 
 use super::proto::*;
 use crate::bad;
@@ -13,7 +14,8 @@ use halcyon_ir::Result;
 const MAX_DEPTH: usize = 100;
 /// Memory that any file may take.
 const BASE: usize = 16 << 20;
-/// Memory for each byte of structure beyond that. Models of some size take 10 to 27; those of one node up to 48.
+/// Memory for each byte of structure beyond that. Models of some size take 10 to 27; those of one node up to
+/// 48.
 const RATIO: usize = 32;
 
 /// The messages, as places in `FIELDS`.
@@ -193,7 +195,8 @@ pub struct Cost {
 /// Checks an encoded message of this kind. `file` names it in errors.
 ///
 /// # Errors
-/// [`halcyon_ir::Error::Format`] if it is cut short, nested too deep, or would take more memory than its size justifies.
+/// [`halcyon_ir::Error::Format`] if it is cut short, nested too deep, or would take more memory than its size
+/// justifies.
 pub fn check(data: &Bytes, kind: Kind, file: &str) -> Result<()> {
     let what = match kind {
         Kind::Tensor => "tensor",

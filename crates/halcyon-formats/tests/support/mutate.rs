@@ -1,4 +1,5 @@
-//! Small changes to models that keep most of what is valid: hostile numbers, other types, other names, missing parts.
+//! Small changes to models that keep most of what is valid: hostile numbers, other types, other names,
+//! missing parts.
 
 use bytes::Bytes;
 use halcyon_formats::onnx::ops;

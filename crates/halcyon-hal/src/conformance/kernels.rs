@@ -5,7 +5,8 @@ use halcyon_ir::kernel::{Builder, Kernel, Reduce, Ty};
 use halcyon_ir::{DType, Scalar};
 use std::sync::Arc;
 
-/// Pseudo-random numbers (xorshift64*, Vigna 2016) from a seed that is new in every run and printed, so that a failure shows it.
+/// Pseudo-random numbers (xorshift64*, Vigna 2016) from a seed that is new in every run and printed, so that
+/// a failure shows it.
 #[derive(Debug)]
 pub struct Random(u64);
 
@@ -84,7 +85,8 @@ pub fn affine(dtype: DType) -> Kernel {
     b.finish().unwrap()
 }
 
-/// All types a parameter may have (numbers). Writes each to the first element of its own buffer; the types alternate in size.
+/// All types a parameter may have (numbers). Writes each to the first element of its own buffer; the types
+/// alternate in size.
 pub fn params_of_every_type(f64: bool) -> (Kernel, Vec<Ty>) {
     let mut types = vec![Ty::I32, Ty::I64, Ty::U64, Ty::U32, Ty::F32, Ty::I64, Ty::F32];
     if f64 {
@@ -99,7 +101,8 @@ pub fn params_of_every_type(f64: bool) -> (Kernel, Vec<Ty>) {
     (b.finish().unwrap(), types)
 }
 
-/// Every work-item of a three-dimensional grid adds one to its own element and writes its group's and its own place.
+/// Every work-item of a three-dimensional grid adds one to its own element and writes its group's and its own
+/// place.
 pub fn grid() -> Kernel {
     let b = Builder::new("grid", [4, 2, 2]);
     let (count, place) = (b.raw_buffer(DType::I32, true), b.raw_buffer(DType::I32, true));

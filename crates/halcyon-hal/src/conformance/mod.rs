@@ -6,8 +6,8 @@
 //! # impl MyDriver { fn new() -> std::sync::Arc<dyn halcyon_hal::Driver> { unimplemented!() } }
 //! halcyon_hal::conformance_tests!([halcyon_hal::conformance::Lane::new(MyDriver::new()).unwrap()]);
 //! ```
-//! That is one `#[test]` per case. A case panics where the driver breaks the contract, as tests do: this module is for tests
-//! alone, and nothing else in the crate uses it.
+//! That is one `#[test]` per case. A case panics where the driver breaks the contract, as tests do: this
+//! module is for tests alone, and nothing else in the crate uses it.
 
 pub mod cases;
 pub mod kernels;
@@ -137,7 +137,8 @@ macro_rules! conformance_tests {
     };
 }
 
-/// Every case by its name, for programs that check a driver. A case panics where the driver breaks the contract.
+/// Every case by its name, for programs that check a driver. A case panics where the driver breaks the
+/// contract.
 pub const CASES: &[(&str, fn(&Lane))] = {
     const fn table(all: &'static [(&'static str, fn(&Lane))]) -> &'static [(&'static str, fn(&Lane))] {
         all

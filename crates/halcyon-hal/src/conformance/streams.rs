@@ -77,8 +77,8 @@ impl Queue {
     }
 }
 
-/// Writes, kernels and copies in three queues over few buffers, some of them dropped and made anew meanwhile, give what one queue
-/// gives: nothing but the order of the calls decides.
+/// Writes, kernels and copies in three queues over few buffers, some of them dropped and made anew meanwhile,
+/// give what one queue gives: nothing but the order of the calls decides.
 pub fn queues_that_share_memory_act_in_the_order_of_the_calls(l: &Lane) {
     let d = l.open();
     if !has_streams(&*d) {
@@ -331,8 +331,8 @@ fn overlap(a: Elapsed, b: Elapsed) -> f64 {
     both / (a.end - a.begin).min(b.end - b.begin).max(1) as f64
 }
 
-/// By the device's own times: most of the shorter piece of work runs while the other does. Where both use one place that one of them
-/// writes, none of it does.
+/// By the device's own times: most of the shorter piece of work runs while the other does. Where both use one
+/// place that one of them writes, none of it does.
 pub fn two_streams_overlap_where_the_device_can(l: &Lane) {
     let d = l.open();
     if !has_streams(&*d) {

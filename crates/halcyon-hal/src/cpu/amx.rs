@@ -1,15 +1,16 @@
-//! The tile registers of AMX (Intel's Advanced Matrix Extensions): whether this process may use them, a guard for their
-//! configuration, and their instructions.
+//! The tile registers of AMX (Intel's Advanced Matrix Extensions): whether this process may use them, a guard
+//! for their configuration, and their instructions.
 //!
-//! Eight registers `tmm0` to `tmm7` hold up to 16 rows of 64 bytes. A product `C += A B` takes A with rows of `4 K` bytes (K lanes of two
-//! bf16 or four bytes), B with K rows, row `l` holding lane `l` of each column, and C with 4-byte sums. Source: Intel 64 and IA-32
-//! Architectures Software Developer's Manual, volume 1 chapter "Programming with Intel AMX", volume 2 for the instructions.
+//! Eight registers `tmm0` to `tmm7` hold up to 16 rows of 64 bytes. A product `C += A B` takes A with rows of
+//! `4 K` bytes (K lanes of two bf16 or four bytes), B with K rows, row `l` holding lane `l` of each column,
+//! and C with 4-byte sums. Source: Intel 64 and IA-32 Architectures Software Developer's Manual, volume 1
+//! chapter "Programming with Intel AMX", volume 2 for the instructions.
 //!
-//! `tdpbf16ps` rounds every step to nearest even and takes denormal operands and results as zero, whatever MXCSR says; the byte products
-//! are exact in 32 bits, which wrap.
+//! `tdpbf16ps` rounds every step to nearest even and takes denormal operands and results as zero, whatever
+//! MXCSR says; the byte products are exact in 32 bits, which wrap.
 //!
-//! The system saves tile registers for processes that asked for them alone: [`available`] asks Linux once (`arch_prctl` with
-//! `ARCH_REQ_XCOMP_PERM`). Elsewhere, and where it refuses, there are no tiles.
+//! The system saves tile registers for processes that asked for them alone: [`available`] asks Linux once
+//! (`arch_prctl` with `ARCH_REQ_XCOMP_PERM`). Elsewhere, and where it refuses, there are no tiles.
 
 use std::sync::OnceLock;
 
@@ -28,8 +29,8 @@ pub fn available() -> Amx {
     if super::isa::IsaLevel::Amx.allowed() { detected() } else { Amx::default() }
 }
 
-/// What the processor has and the system permits. Detected and asked for once; neither on other architectures than x86-64 nor on
-/// other systems than Linux.
+/// What the processor has and the system permits. Detected and asked for once; neither on other architectures
+/// than x86-64 nor on other systems than Linux.
 pub(crate) fn detected() -> Amx {
     static AMX: OnceLock<Amx> = OnceLock::new();
     *AMX.get_or_init(detect)
@@ -114,8 +115,8 @@ impl TileConfig {
     /// All registers with 16 rows of 64 bytes.
     pub const FULL: TileConfig = TileConfig::new([(16, 64); 8]);
 
-    /// For a product of two tiles of rows by two of columns with 64 bytes of K: sums of (`top`, `below`) rows in registers 0, 1 and 2, 3, the
-    /// rows of A in 4 and 5, and full tiles of B in 6 and 7.
+    /// For a product of two tiles of rows by two of columns with 64 bytes of K: sums of (`top`, `below`) rows
+    /// in registers 0, 1 and 2, 3, the rows of A in 4 and 5, and full tiles of B in 6 and 7.
     ///
     /// # Panics
     /// As [`TileConfig::new`].
@@ -125,8 +126,8 @@ impl TileConfig {
     }
 }
 
-/// While it lives, the calling thread's tile registers are configured; they are released afterwards, so that the system need not
-/// save them.
+/// While it lives, the calling thread's tile registers are configured; they are released afterwards, so that
+/// the system need not save them.
 #[cfg(target_arch = "x86_64")]
 #[derive(Debug)]
 pub struct Tiles {
@@ -137,8 +138,8 @@ pub struct Tiles {
 
 #[cfg(target_arch = "x86_64")]
 impl Tiles {
-    /// Configures the registers and clears them. One guard at a time for each thread: another one's configuration and contents
-    /// would be lost.
+    /// Configures the registers and clears them. One guard at a time for each thread: another one's
+    /// configuration and contents would be lost.
     ///
     /// # Panics
     /// Where [`available`] names nothing.
@@ -179,8 +180,8 @@ unsafe fn load_config(config: &TileConfig) {
     unsafe { std::arch::asm!("ldtilecfg [{}]", in(reg) config, options(nostack, readonly, preserves_flags)) };
 }
 
-/// The instructions, by number of register. Code that the compiler makes by itself never touches the registers: they keep
-/// their contents from one call to the next while a [`Tiles`] guard lives.
+/// The instructions, by number of register. Code that the compiler makes by itself never touches the
+/// registers: they keep their contents from one call to the next while a [`Tiles`] guard lives.
 #[cfg(target_arch = "x86_64")]
 pub mod tile {
     use std::arch::asm;
@@ -239,8 +240,9 @@ pub mod tile {
             $(#[$doc])*
             ///
             /// # Safety
-            /// A [`super::Tiles`] guard lives on this thread, the processor has the instruction, and the three registers differ and fit each
-            /// other: C has A's rows and B's bytes of a row, B a row for every 4 bytes of a row of A.
+            /// A [`super::Tiles`] guard lives on this thread, the processor has the instruction, and the
+            /// three registers differ and fit each other: C has A's rows and B's bytes of a row, B a row for
+            /// every 4 bytes of a row of A.
             #[inline(always)]
             pub unsafe fn $name<const C: u8, const A: u8, const B: u8>() {
                 // SAFETY: the caller's.

@@ -111,8 +111,8 @@ pub struct CpuDevice {
     number: u64,
 }
 
-/// What commands run on: the device's own team or a stream's. Whoever calls has entered what they use with the tracker, or there are no
-/// streams and the device's lock is held.
+/// What commands run on: the device's own team or a stream's. Whoever calls has entered what they use with
+/// the tracker, or there are no streams and the device's lock is held.
 pub(crate) struct Lane<'a> {
     pub team: &'a Team,
     pub isa: Isa,
@@ -143,7 +143,8 @@ impl Lane<'_> {
     /// Between ranges of one size that were checked.
     pub fn copy(&self, s: &Ptr, d: &Ptr) {
         Counts::add(&self.counts.device_copies, 1);
-        // SAFETY: both ranges are inside their buffers, the destination is writable, and nobody else uses what is written.
+        // SAFETY: both ranges are inside their buffers, the destination is writable, and nobody else uses
+        // what is written.
         unsafe { library::copy::bytes(self.team, s.ptr, d.ptr, d.bytes) };
     }
 
@@ -160,7 +161,8 @@ impl Lane<'_> {
     pub fn read(&self, s: &Ptr, to: &mut [u8]) {
         Counts::add(&self.counts.downloads, 1);
         Counts::add(&self.counts.downloaded_bytes, to.len() as u64);
-        // SAFETY: inside the buffer, which nobody writes meanwhile; an exclusive slice of the host overlaps nothing.
+        // SAFETY: inside the buffer, which nobody writes meanwhile; an exclusive slice of the host overlaps
+        // nothing.
         unsafe { library::copy::bytes(self.team, s.ptr, to.as_mut_ptr(), to.len()) };
     }
 }
@@ -385,8 +387,8 @@ impl Device for CpuDevice {
         let _turn = self.turn();
         self.pool.defragment(&mut |m| {
             let (from, to) = (m.from.0.start(), m.to.0.start());
-            // SAFETY: both ranges lie in their chunks, the block's own and a free one. The lock keeps the device's own commands out, what
-            // streams use is pinned, and the places may overlap.
+            // SAFETY: both ranges lie in their chunks, the block's own and a free one. The lock keeps the
+            // device's own commands out, what streams use is pinned, and the places may overlap.
             unsafe { std::ptr::copy(from.add(m.from.1), to.add(m.to.1), m.bytes) };
             Ok(())
         })

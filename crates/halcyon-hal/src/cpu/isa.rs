@@ -1,8 +1,9 @@
 //! Limiting the CPU backend to an instruction set.
 //!
-//! `HALCYON_CPU_ISA` names the highest set that kernels may use, one of [`IsaLevel::ALL`]. Every question about instructions goes
-//! through it: [`Isa::best`], [`Isa::available`], [`amx::available`] and the `has_*` methods. A machine with AVX-512 then
-//! chooses kernels, packings and plans as one without it does, so its tests cover both.
+//! `HALCYON_CPU_ISA` names the highest set that kernels may use, one of [`IsaLevel::ALL`]. Every question
+//! about instructions goes through it: [`Isa::best`], [`Isa::available`], [`amx::available`] and the `has_*`
+//! methods. A machine with AVX-512 then chooses kernels, packings and plans as one without it does, so its
+//! tests cover both.
 
 #[cfg_attr(not(target_arch = "x86_64"), allow(unused_imports))]
 use super::{amx, sys::Isa};
@@ -98,7 +99,8 @@ impl IsaLevel {
 /// The limit that `HALCYON_CPU_ISA` sets; `None` where it is unset. Read once.
 ///
 /// # Errors
-/// [`Error::Argument`] for a name that is none, and for a set that this machine does not have. Both list those that it has.
+/// [`Error::Argument`] for a name that is none, and for a set that this machine does not have. Both list
+/// those that it has.
 pub fn limit() -> Result<Option<IsaLevel>> {
     static LIMIT: OnceLock<std::result::Result<Option<IsaLevel>, String>> = OnceLock::new();
     let read = || match std::env::var_os(VARIABLE) {
@@ -155,7 +157,8 @@ mod tests {
         assert!(missing.contains("has portable, avx2."), "{missing}");
     }
 
-    /// Every question about instructions has the same answer as the list of steps. Run with `HALCYON_CPU_ISA` set, it holds the limit.
+    /// Every question about instructions has the same answer as the list of steps. Run with `HALCYON_CPU_ISA`
+    /// set, it holds the limit.
     #[test]
     fn what_is_asked_for_limits_every_answer() {
         let used = IsaLevel::used();

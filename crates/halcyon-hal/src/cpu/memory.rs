@@ -18,8 +18,9 @@ const HUGE: usize = 2 << 20;
 /// A page, where they are not larger.
 const PAGE: usize = 4096;
 
-/// Zeroed memory of the process. Zeroed, because reading bytes that nothing has written is undefined in Rust, whatever the
-/// contract of a device says about them; large blocks come from the system as zero pages and cost nothing more.
+/// Zeroed memory of the process. Zeroed, because reading bytes that nothing has written is undefined in Rust,
+/// whatever the contract of a device says about them; large blocks come from the system as zero pages and
+/// cost nothing more.
 pub(crate) struct HostMemory {
     base: NonNull<u8>,
     layout: Layout,
@@ -42,7 +43,8 @@ impl HostMemory {
     }
 
     fn aligned(bytes: usize, align: usize) -> Option<HostMemory> {
-        // Over-allocated and aligned by hand: an aligned request would be cleared by hand instead of mapped as zeros.
+        // Over-allocated and aligned by hand: an aligned request would be cleared by hand instead of mapped
+        // as zeros.
         let layout = Layout::from_size_align(bytes.checked_add(align)?, 16).ok()?;
         // SAFETY: the size is not zero.
         let base = NonNull::new(unsafe { std::alloc::alloc_zeroed(layout) })?;
@@ -138,8 +140,8 @@ pub(crate) struct CpuBuffer {
     owner: u64,
 }
 
-/// What keeps a buffer's bytes where they are, apart from the buffer: streams hold it until their work has run, and whoever counts the
-/// references to a buffer sees none of it.
+/// What keeps a buffer's bytes where they are, apart from the buffer: streams hold it until their work has
+/// run, and whoever counts the references to a buffer sees none of it.
 pub(crate) enum Keep {
     Pooled(Pinned<HostSource>),
     Lent { data: Arc<dyn Bytes> },
@@ -155,8 +157,9 @@ impl Keep {
     }
 }
 
-/// Where a buffer lies. Whoever follows the pointer has checked the length, keeps the memory alive, and has entered what it reads and
-/// writes with the device's tracker, or holds the device's lock while there is no stream.
+/// Where a buffer lies. Whoever follows the pointer has checked the length, keeps the memory alive, and has
+/// entered what it reads and writes with the device's tracker, or holds the device's lock while there is no
+/// stream.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Ptr {
     pub ptr: *mut u8,
@@ -203,7 +206,8 @@ impl CpuBuffer {
         Ok(CpuBuffer { storage, owner })
     }
 
-    /// Where it is now. Asked with the device's lock held, unless only the size matters: moves are made under it.
+    /// Where it is now. Asked with the device's lock held, unless only the size matters: moves are made under
+    /// it.
     pub(crate) fn at(&self) -> Ptr {
         match &self.storage {
             Storage::Pooled(b) => Ptr { ptr: b.place().get(), bytes: b.bytes(), read_only: false },

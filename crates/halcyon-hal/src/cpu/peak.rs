@@ -1,8 +1,9 @@
-//! What this machine can do: multiply-add rates, memory bandwidth and the team's hand-off, measured. Every share of a peak is
-//! against these.
+//! What this machine can do: multiply-add rates, memory bandwidth and the team's hand-off, measured. Every
+//! share of a peak is against these.
 //!
-//! Each measurement gives one figure per burst, so that its reader can take the best, the median or the spread. Threads of a
-//! burst start together, and in the bandwidth loops each has its own part of the arrays, which stays in its own caches.
+//! Each measurement gives one figure per burst, so that its reader can take the best, the median or the
+//! spread. Threads of a burst start together, and in the bandwidth loops each has its own part of the arrays,
+//! which stays in its own caches.
 
 use super::library::simd::{Simd, Sizes, dispatch_simd};
 use super::memory::HostMemory;
@@ -13,14 +14,15 @@ use std::hint::black_box;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
-/// Fewest bursts of a measurement, and how long it goes on: other work on the machine spoils some bursts, and often several in
-/// a row.
+/// Fewest bursts of a measurement, and how long it goes on: other work on the machine spoils some bursts, and
+/// often several in a row.
 const BURSTS: usize = 12;
 const TIME: Duration = Duration::from_millis(50);
-/// Least length of a burst that reads memory, in seconds: long beside the hand-off, and short beside the slices of time in
-/// which a busy system shares its processors out.
+/// Least length of a burst that reads memory, in seconds: long beside the hand-off, and short beside the
+/// slices of time in which a busy system shares its processors out.
 const BURST: f64 = 3e-4;
-/// Independent chains of the multiply-add loops on 32 registers: more than latency times issue width, as many as they hold.
+/// Independent chains of the multiply-add loops on 32 registers: more than latency times issue width, as many
+/// as they hold.
 const CHAINS: usize = 24;
 
 /// Multiply-adds in registers only: chains beyond what the registers hold would measure the stack.
@@ -106,7 +108,8 @@ mod narrow {
     pub(super) fn bf16_tiles(steps: usize) {
         let _tiles = Tiles::new(&TileConfig::FULL);
         for _ in 0..steps {
-            // SAFETY: the guard lives, the registers have one size, and whoever picks this loop has looked for AMX-BF16.
+            // SAFETY: the guard lives, the registers have one size, and whoever picks this loop has looked
+            // for AMX-BF16.
             unsafe {
                 tile::bf16::<0, 4, 6>();
                 tile::bf16::<1, 4, 7>();
@@ -150,9 +153,11 @@ mod narrow {
 pub enum MulAdd {
     /// f32 times f32, added to f32.
     F32,
-    /// Pairs of bf16 products, added to f32 (`tdpbf16ps` on tile registers where this process has them, else `vdpbf16ps`).
+    /// Pairs of bf16 products, added to f32 (`tdpbf16ps` on tile registers where this process has them, else
+    /// `vdpbf16ps`).
     Bf16,
-    /// Four products of u8 and i8, added to i32 (`tdpbusd` on tile registers where this process has them, else `vpdpbusd`).
+    /// Four products of u8 and i8, added to i32 (`tdpbusd` on tile registers where this process has them,
+    /// else `vpdpbusd`).
     Int8,
 }
 
@@ -264,8 +269,8 @@ pub fn instruction(isa: Isa, kind: MulAdd) -> Result<&'static str> {
     pick(isa, kind).map(|l| l.instruction)
 }
 
-/// Runs `f(thread)` once on every thread of the team, all at a time. Called from a part of a job, which runs on one thread,
-/// the calls follow each other after a pause.
+/// Runs `f(thread)` once on every thread of the team, all at a time. Called from a part of a job, which runs
+/// on one thread, the calls follow each other after a pause.
 fn together(team: &Team, f: &(dyn Fn(usize) + Sync)) {
     const LONGEST: Duration = Duration::from_millis(100);
     let (threads, here) = (team.threads(), AtomicUsize::new(0));
@@ -305,8 +310,8 @@ fn best(rates: &[f64]) -> f64 {
     rates.iter().copied().fold(0.0, f64::max)
 }
 
-/// Multiply-adds of all threads of the team, in operations per second (two per product), one figure for each burst. Takes
-/// some 50 ms.
+/// Multiply-adds of all threads of the team, in operations per second (two per product), one figure for each
+/// burst. Takes some 50 ms.
 ///
 /// # Errors
 /// [`Error::Unsupported`] where the processor or `isa` lacks the instruction.
@@ -385,8 +390,8 @@ impl Stream {
     }
 }
 
-/// Bandwidth of all threads of the team on a working set of `bytes`, all arrays together (at least 4 KiB for each thread and
-/// array), in bytes per second, one figure for each burst.
+/// Bandwidth of all threads of the team on a working set of `bytes`, all arrays together (at least 4 KiB for
+/// each thread and array), in bytes per second, one figure for each burst.
 ///
 /// # Errors
 /// [`Error::OutOfMemory`] where the system has no memory for the arrays.
@@ -446,19 +451,20 @@ pub fn bandwidth(team: &Team, isa: Isa, stream: Stream, bytes: usize) -> Result<
     Ok(bursts(|| (total * passes) as f64 / time(passes)))
 }
 
-/// The best of [`bandwidth`] reading `bytes` of memory, in bytes per second; 0 where there is no memory. Use several times the
-/// last cache.
+/// The best of [`bandwidth`] reading `bytes` of memory, in bytes per second; 0 where there is no memory. Use
+/// several times the last cache.
 pub fn read_bandwidth(team: &Team, isa: Isa, bytes: usize) -> f64 {
     bandwidth(team, isa, Stream::Read, bytes).map_or(0.0, |r| best(&r))
 }
 
-/// The best of [`bandwidth`] of the triad over three arrays of `bytes` together, in bytes per second; 0 where there is no memory.
+/// The best of [`bandwidth`] of the triad over three arrays of `bytes` together, in bytes per second; 0 where
+/// there is no memory.
 pub fn triad_bandwidth(team: &Team, isa: Isa, bytes: usize) -> f64 {
     bandwidth(team, isa, Stream::Triad, bytes).map_or(0.0, |r| best(&r))
 }
 
-/// Seconds from the start of a job until every thread of the team has joined it and the caller goes on, `jobs` times, each
-/// after `rest`. A rest longer than the workers' patience makes them park.
+/// Seconds from the start of a job until every thread of the team has joined it and the caller goes on,
+/// `jobs` times, each after `rest`. A rest longer than the workers' patience makes them park.
 pub fn hand_off(team: &Team, rest: Duration, jobs: usize) -> Vec<f64> {
     together(team, &|_| {});
     (0..jobs)

@@ -34,7 +34,8 @@ impl Memory for Buffers<'_> {
         match self.at.get(buf) {
             Some(p) if at + bytes <= p.bytes && bytes <= 8 => {
                 let mut w = [0u8; 8];
-                // SAFETY: inside the buffer, which lives as long as the launch; the device's tracker keeps others out that would write it.
+                // SAFETY: inside the buffer, which lives as long as the launch; the device's tracker keeps
+                // others out that would write it.
                 unsafe { std::ptr::copy_nonoverlapping(p.ptr.add(at), w.as_mut_ptr(), bytes) };
                 u64::from_le_bytes(w)
             }
@@ -46,8 +47,8 @@ impl Memory for Buffers<'_> {
     fn store(&mut self, buf: usize, at: usize, bytes: usize, value: u64) {
         match self.at.get(buf) {
             Some(p) if at + bytes <= p.bytes && bytes <= 8 && !p.read_only => {
-                // SAFETY: as above; a buffer that the kernel declares as read only, and that others may read meanwhile, is not stored to:
-                // the verifier sees to it.
+                // SAFETY: as above; a buffer that the kernel declares as read only, and that others may read
+                // meanwhile, is not stored to: the verifier sees to it.
                 unsafe { std::ptr::copy_nonoverlapping(value.to_le_bytes().as_ptr(), p.ptr.add(at), bytes) };
             }
             Some(_) => {}
@@ -74,7 +75,8 @@ impl CpuProgram {
     /// One launch over buffers in the kernel's order, the fault word left out.
     ///
     /// # Errors
-    /// `Argument` when buffers or parameters do not match, or the kernel left a buffer (nothing outside was touched).
+    /// `Argument` when buffers or parameters do not match, or the kernel left a buffer (nothing outside was
+    /// touched).
     pub(crate) fn run(
         &self,
         groups: [u32; 3],

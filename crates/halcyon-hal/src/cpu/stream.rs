@@ -132,7 +132,8 @@ impl Tracker {
         self.changed.notify_all();
     }
 
-    /// Runs work of the device's own queue, whose lock the caller holds, when what it conflicts with has ended.
+    /// Runs work of the device's own queue, whose lock the caller holds, when what it conflicts with has
+    /// ended.
     pub fn pass<R>(&self, each: Each<'_>, f: impl FnOnce() -> Result<R>) -> Result<R> {
         if self.is_quiet() {
             return f();
@@ -328,8 +329,8 @@ impl Step {
                 Ok(())
             }
             Step::Write { src, dst } => {
-                // SAFETY: the range was checked and is this step's alone while it is entered; the host's bytes are kept and not the
-                // device's memory; no more is copied than there is.
+                // SAFETY: the range was checked and is this step's alone while it is entered; the host's
+                // bytes are kept and not the device's memory; no more is copied than there is.
                 unsafe { lane.write(src.bytes().as_ptr(), dst, src.bytes().len().min(dst.bytes)) };
                 Ok(())
             }
@@ -461,8 +462,8 @@ impl Shared {
 }
 
 impl CpuStream {
-    /// A stream with so many threads, whose kernels were made for a team of `width`. The caller holds the device's lock, so that nothing
-    /// of the device's own queue is under way that is not entered.
+    /// A stream with so many threads, whose kernels were made for a team of `width`. The caller holds the
+    /// device's lock, so that nothing of the device's own queue is under way that is not entered.
     pub fn new(
         id: &str,
         owner: u64,

@@ -1,14 +1,17 @@
-//! What the processor can do: instruction sets, cache sizes, and the flush-to-zero mode of the calling thread.
+//! What the processor can do: instruction sets, cache sizes, and the flush-to-zero mode of the calling
+//! thread.
 
 use super::isa::IsaLevel;
 use std::marker::PhantomData;
 use std::path::Path;
 use std::sync::OnceLock;
 
-/// Instruction sets the native kernels are compiled for. Ordered from least to most capable on one architecture.
+/// Instruction sets the native kernels are compiled for. Ordered from least to most capable on one
+/// architecture.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Debug)]
 pub enum Isa {
-    /// Whatever the target's baseline gives (SSE2 on x86-64, NEON on aarch64); multiply and add round separately on x86.
+    /// Whatever the target's baseline gives (SSE2 on x86-64, NEON on aarch64); multiply and add round
+    /// separately on x86.
     Portable,
     /// AVX2 with FMA and F16C.
     Avx2,
@@ -17,7 +20,8 @@ pub enum Isa {
 }
 
 impl Isa {
-    /// The best set that this processor and its operating system support, within [`super::isa::VARIABLE`]. Detected once.
+    /// The best set that this processor and its operating system support, within [`super::isa::VARIABLE`].
+    /// Detected once.
     pub fn best() -> Isa {
         static BEST: OnceLock<Isa> = OnceLock::new();
         *BEST.get_or_init(|| *Isa::available().last().unwrap_or(&Isa::Portable))
@@ -84,9 +88,10 @@ impl Isa {
         self.has_vnni() && super::amx::available().int8
     }
 
-    /// Whether products of bf16 come faster than f32 multiply-adds. On tile registers they do, 15 times on the processor measured. Pairs in
-    /// vectors ([`Isa::has_bf16`]) are judged by vendor: on an Intel processor loops on registers ran at 107 against 204 GFLOP/s a core;
-    /// others are taken to do twice the f32 rate.
+    /// Whether products of bf16 come faster than f32 multiply-adds. On tile registers they do, 15 times on
+    /// the processor measured. Pairs in vectors ([`Isa::has_bf16`]) are judged by vendor: on an Intel
+    /// processor loops on registers ran at 107 against 204 GFLOP/s a core; others are taken to do twice the
+    /// f32 rate.
     #[inline]
     pub fn bf16_is_faster(self) -> bool {
         #[cfg(target_arch = "x86_64")]
@@ -188,8 +193,9 @@ pub fn processors() -> usize {
     std::thread::available_parallelism().map_or(1, |n| n.get())
 }
 
-/// While it lives, the calling thread replaces denormal operands and results by zero, which streams of tiny numbers need to
-/// keep their speed. Acts on x86-64 and aarch64, and does nothing elsewhere. The mode is the thread's own: take one guard per part.
+/// While it lives, the calling thread replaces denormal operands and results by zero, which streams of tiny
+/// numbers need to keep their speed. Acts on x86-64 and aarch64, and does nothing elsewhere. The mode is the
+/// thread's own: take one guard per part.
 #[derive(Debug)]
 pub struct FlushToZero {
     before: u64,
@@ -236,8 +242,9 @@ fn control() -> u64 {
 #[inline]
 fn set_control(v: u64) {
     let v = v as u32;
-    // SAFETY: a value read from MXCSR with at most the flush bits changed. The compiler assumes the default mode when it
-    // folds constants, which can differ in denormals only: what the guard's user has asked to give up.
+    // SAFETY: a value read from MXCSR with at most the flush bits changed. The compiler assumes the default
+    // mode when it folds constants, which can differ in denormals only: what the guard's user has asked to
+    // give up.
     unsafe { std::arch::asm!("ldmxcsr [{}]", in(reg) &v, options(nostack, preserves_flags, readonly)) };
 }
 
@@ -264,9 +271,9 @@ fn control() -> u64 {
 #[cfg(not(any(target_arch = "x86_64", target_arch = "aarch64")))]
 fn set_control(_: u64) {}
 
-/// Defines a function that runs `$body::<FMA, ..>(args)` compiled for the given instruction set. The body must be an
-/// `#[inline(always)]` function, generic over `const FMA: bool` first. The two bracketed lists are further generic parameters,
-/// declared and named.
+/// Defines a function that runs `$body::<FMA, ..>(args)` compiled for the given instruction set. The body
+/// must be an `#[inline(always)]` function, generic over `const FMA: bool` first. The two bracketed lists are
+/// further generic parameters, declared and named.
 macro_rules! dispatch {
     ($(#[$doc:meta])* $vis:vis fn $name:ident [$($g:tt)*] [$($u:tt)*] ($isa:ident $(, $arg:ident: $ty:ty)* $(,)?) $(-> $ret:ty)? = $body:ident) => {
         $(#[$doc])*

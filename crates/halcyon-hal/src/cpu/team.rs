@@ -1,8 +1,8 @@
 //! A team of threads that share short jobs: one per device, spinning briefly before it parks.
 //!
-//! A job is a number of parts and a function of the part. Parts are handed out one by one, and the caller works too, so a
-//! worker that wakes late costs nothing: when all parts are taken the job closes and nobody joins it any more. A job
-//! started from inside a part runs on that thread alone.
+//! A job is a number of parts and a function of the part. Parts are handed out one by one, and the caller
+//! works too, so a worker that wakes late costs nothing: when all parts are taken the job closes and nobody
+//! joins it any more. A job started from inside a part runs on that thread alone.
 
 use std::any::Any;
 use std::cell::{Cell, UnsafeCell};
@@ -14,10 +14,12 @@ use std::time::{Duration, Instant};
 
 /// How long an idle worker looks for the next job before it parks.
 const SPIN: Duration = Duration::from_micros(50);
-/// Looks at the gate between two offers of the processor to others, so that an oversubscribed machine is not starved.
+/// Looks at the gate between two offers of the processor to others, so that an oversubscribed machine is not
+/// starved.
 const SPINS_PER_YIELD: u32 = 256;
 
-/// `fn(worker, part)` with its lifetime removed; valid while the gate that published it is open or has workers inside.
+/// `fn(worker, part)` with its lifetime removed; valid while the gate that published it is open or has
+/// workers inside.
 type Job = *const (dyn Fn(usize, usize) + Sync);
 
 // The gate is one word: workers inside (16 bits), open (1 bit), generation (the rest).
@@ -37,8 +39,9 @@ struct Shared {
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
-// SAFETY: `parts` and `job` are written only by the thread that holds `Team::running` while the gate is closed with nobody
-// inside, and read only by threads that entered through the gate, whose atomic operations order the accesses.
+// SAFETY: `parts` and `job` are written only by the thread that holds `Team::running` while the gate is
+// closed with nobody inside, and read only by threads that entered through the gate, whose atomic operations
+// order the accesses.
 unsafe impl Sync for Shared {}
 // SAFETY: the raw pointer in `job` is only followed under the same rule; the function behind it is `Sync`.
 unsafe impl Send for Shared {}
@@ -94,7 +97,8 @@ impl Shared {
         let mut spins = 0u32;
         loop {
             if self.enter(&mut seen) {
-                // SAFETY: this thread is inside the gate, so the caller keeps the job alive and does not write it.
+                // SAFETY: this thread is inside the gate, so the caller keeps the job alive and does not
+                // write it.
                 let (parts, job) = unsafe { (*self.parts.get(), *self.job.get()) };
                 if let Some(job) = job {
                     // SAFETY: as above; `run` does not return before this thread has left.
@@ -150,14 +154,14 @@ impl std::fmt::Debug for Team {
 }
 
 impl Team {
-    /// A team of `threads` threads including the caller's (0 counts as 1). Where threads cannot be started (wasm32, or the
-    /// system refuses), the team is smaller; [`Team::threads`] tells.
+    /// A team of `threads` threads including the caller's (0 counts as 1). Where threads cannot be started
+    /// (wasm32, or the system refuses), the team is smaller; [`Team::threads`] tells.
     pub fn new(threads: usize) -> Team {
         Team::with_width(threads, 1)
     }
 
-    /// A team of `threads` threads that kernels see as one of at least `width`: those that were made for a wider team run on it, with
-    /// work cut as for that.
+    /// A team of `threads` threads that kernels see as one of at least `width`: those that were made for a
+    /// wider team run on it, with work cut as for that.
     pub fn with_width(threads: usize, width: usize) -> Team {
         let want = if cfg!(target_arch = "wasm32") { 0 } else { threads.clamp(1, 1024) - 1 };
         let shared = Arc::new(Shared {
@@ -197,14 +201,15 @@ impl Team {
         self.width
     }
 
-    /// Runs `f(part)` for every part in `0..parts`, in no particular order, and returns when all are done. A panic in a
-    /// part is resumed here, after the other threads have left the job; parts not yet begun are skipped then.
+    /// Runs `f(part)` for every part in `0..parts`, in no particular order, and returns when all are done. A
+    /// panic in a part is resumed here, after the other threads have left the job; parts not yet begun are
+    /// skipped then.
     pub fn run(&self, parts: usize, f: &(dyn Fn(usize) + Sync)) {
         self.run_with(parts, &|_, p| f(p));
     }
 
-    /// Like [`Team::run`], with the number of the thread (below [`Team::threads`]) as first argument. No two parts that
-    /// run at the same time in one job get the same number.
+    /// Like [`Team::run`], with the number of the thread (below [`Team::threads`]) as first argument. No two
+    /// parts that run at the same time in one job get the same number.
     pub fn run_with(&self, parts: usize, f: &(dyn Fn(usize, usize) + Sync)) {
         if parts == 0 {
             return;
@@ -256,7 +261,8 @@ impl Team {
         }
     }
 
-    /// Splits `0..n` into ranges of at least `grain` items, a few per thread, and runs `f(start, end)` on each.
+    /// Splits `0..n` into ranges of at least `grain` items, a few per thread, and runs `f(start, end)` on
+    /// each.
     pub fn ranges(&self, n: usize, grain: usize, f: &(dyn Fn(usize, usize) + Sync)) {
         let grain = grain.max(1);
         let most = if self.threads() == 1 { 1 } else { self.threads() * 4 };
@@ -272,15 +278,17 @@ impl Team {
         self.made.load(Ordering::Relaxed)
     }
 
-    /// Borrows uninitialised memory of `floats` f32s (64-byte aligned), kept for the next call when returned by drop.
+    /// Borrows uninitialised memory of `floats` f32s (64-byte aligned), kept for the next call when returned
+    /// by drop.
     pub(crate) fn scratch(&self, floats: usize) -> ScratchGuard<'_> {
         let mut pool = self.scratch.lock().unwrap_or_else(PoisonError::into_inner);
         let best = (0..pool.len()).filter(|&i| pool[i].floats >= floats).min_by_key(|&i| pool[i].floats);
         let s = match best {
             Some(i) => pool.swap_remove(i),
             None => {
-                // One of those at hand is outgrown; holding on to it as well would only add up. What remains is as many pieces as are
-                // borrowed at one time, each as large as the largest request that met it.
+                // One of those at hand is outgrown; holding on to it as well would only add up. What remains
+                // is as many pieces as are borrowed at one time, each as large as the largest request that
+                // met it.
                 if let Some(i) = (0..pool.len()).max_by_key(|&i| pool[i].floats) {
                     pool.swap_remove(i);
                 }
@@ -408,8 +416,8 @@ impl<T> SharedConst<T> {
 /// Lets a value that holds raw pointers cross threads by reference.
 pub(crate) struct Across<T>(pub(crate) T);
 
-// SAFETY: computing with the pointers is harmless; whoever dereferences one (which is unsafe) promises that threads touch
-// disjoint places.
+// SAFETY: computing with the pointers is harmless; whoever dereferences one (which is unsafe) promises that
+// threads touch disjoint places.
 unsafe impl<T> Sync for Across<T> {}
 
 impl<T> Across<T> {
@@ -505,8 +513,8 @@ mod tests {
         });
     }
 
-    /// A part that waits for another one: the second thread takes it, also while the first is busy. How soon is the matter of
-    /// `halcyon bench peak`.
+    /// A part that waits for another one: the second thread takes it, also while the first is busy. How soon
+    /// is the matter of `halcyon bench peak`.
     #[test]
     fn another_thread_takes_a_part_while_the_caller_is_busy() {
         let team = Team::new(2);

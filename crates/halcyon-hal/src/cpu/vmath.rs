@@ -1,12 +1,14 @@
 //! Single-precision functions written without branches, so that a loop over them inside a function with
 //! `#[target_feature]` becomes vector code.
 //!
-//! Each function takes one value and is `#[inline(always)]`; `FMA` says whether fused multiply-add is one instruction
-//! where the caller is compiled (true inside AVX2+FMA, AVX-512 and aarch64 code). `*_ps` forms take `[f32; N]`.
-//! [`apply`] runs an op in place over a slice with run-time dispatch. Polynomials are those of [`halcyon_ir::fits`].
+//! Each function takes one value and is `#[inline(always)]`; `FMA` says whether fused multiply-add is one
+//! instruction where the caller is compiled (true inside AVX2+FMA, AVX-512 and aarch64 code). `*_ps` forms
+//! take `[f32; N]`. [`apply`] runs an op in place over a slice with run-time dispatch. Polynomials are those
+//! of [`halcyon_ir::fits`].
 //!
-//! NaN goes through, infinities and overflow give what C99 gives. Errors against f64, in units of the last place, are
-//! bounded by the tests below. Denormal results are exact to their last place unless the thread flushes to zero.
+//! NaN goes through, infinities and overflow give what C99 gives. Errors against f64, in units of the last
+//! place, are bounded by the tests below. Denormal results are exact to their last place unless the thread
+//! flushes to zero.
 
 use super::sys::dispatch;
 use halcyon_ir::{ScalarOp, fits};
@@ -346,8 +348,8 @@ pub fn atanh<const FMA: bool>(x: f32) -> f32 {
     (0.5 * log1p::<FMA>(2.0 * a / (1.0 - a))).copysign(x)
 }
 
-/// erfc(a) for a >= 0, where a^2 = c b^2 and c is 1 or 1/2 (so that rounding `a` does not reach the exponential):
-/// exp(-a^2) / (1 + 2a) times a polynomial in (a - 2) / (a + 2).
+/// erfc(a) for a >= 0, where a^2 = c b^2 and c is 1 or 1/2 (so that rounding `a` does not reach the
+/// exponential): exp(-a^2) / (1 + 2a) times a polynomial in (a - 2) / (a + 2).
 #[inline(always)]
 fn erfc_pos<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     let b = clamp_keep_nan(b, 0.0, 16.0);
@@ -493,7 +495,8 @@ fn map(x: &mut [f32], f: impl Fn(f32) -> f32) {
     }
 }
 
-/// A trigonometric function in place: fast where the whole block is within [`TRIG_LIMIT`], else the standard library's.
+/// A trigonometric function in place: fast where the whole block is within [`TRIG_LIMIT`], else the standard
+/// library's.
 #[inline(always)]
 fn map_trig(x: &mut [f32], f: impl Fn(f32) -> f32, slow: impl Fn(f32) -> f32) {
     for b in x.chunks_mut(256) {
@@ -552,11 +555,13 @@ fn apply2_body<const FMA: bool>(op: ScalarOp, x: &mut [f32], y: &[f32]) -> bool 
 }
 
 dispatch! {
-    /// Replaces each element by `op` of it. Gives false, and changes nothing, when the op is not a function of this file.
+    /// Replaces each element by `op` of it. Gives false, and changes nothing, when the op is not a function
+    /// of this file.
     pub fn apply[][](isa, op: ScalarOp, x: &mut [f32]) -> bool = apply_body
 }
 dispatch! {
-    /// `x = op(x, y)` element by element over the shorter length, for `Pow` and `Atan2`; false for any other op.
+    /// `x = op(x, y)` element by element over the shorter length, for `Pow` and `Atan2`; false for any other
+    /// op.
     pub fn apply2[][](isa, op: ScalarOp, x: &mut [f32], y: &[f32]) -> bool = apply2_body
 }
 

@@ -1,4 +1,5 @@
-//! Elementary functions with AVX-512's own scaling instruction, where it saves half of the work of [`super::vmath`]'s forms.
+//! Elementary functions with AVX-512's own scaling instruction, where it saves half of the work of
+//! [`super::vmath`]'s forms.
 
 use halcyon_ir::{ScalarOp, fits};
 use std::arch::x86_64::*;
@@ -20,14 +21,15 @@ pub(super) fn apply(op: ScalarOp, d: &mut [f32], a: &[f32]) -> bool {
     true
 }
 
-/// `x / (1 + e^-x)`, or `1 / (1 + e^-x)`. Written as `x / (2^k + e^-r) 2^k` with `x = k ln 2 + r`, so that nothing overflows and
-/// a result only just above the denormals keeps its precision. Under 3 ulp.
+/// `x / (1 + e^-x)`, or `1 / (1 + e^-x)`. Written as `x / (2^k + e^-r) 2^k` with `x = k ln 2 + r`, so that
+/// nothing overflows and a result only just above the denormals keeps its precision. Under 3 ulp.
 ///
 /// # Safety
 /// The processor has AVX-512F, and both pointers are good for `n` floats.
 #[target_feature(enable = "avx512f")]
 unsafe fn logistic<const TIMES_X: bool>(n: usize, a: *const f32, d: *mut f32) {
-    // Whole vectors without a mask: what is stored is read again at once, and a masked store is not forwarded.
+    // Whole vectors without a mask: what is stored is read again at once, and a masked store is not
+    // forwarded.
     let whole = n / 16 * 16;
     let mut i = 0;
     while i < whole {
@@ -49,7 +51,8 @@ unsafe fn logistic<const TIMES_X: bool>(n: usize, a: *const f32, d: *mut f32) {
 #[target_feature(enable = "avx512f")]
 fn logistic_16<const TIMES_X: bool>(x: __m512) -> __m512 {
     let v = |f: f32| _mm512_set1_ps(f);
-    // Above 20.8, e^-x is under half an ulp of 1. Below -150 every result is 0. The operand order lets NaN through.
+    // Above 20.8, e^-x is under half an ulp of 1. Below -150 every result is 0. The operand order lets NaN
+    // through.
     let c = _mm512_max_ps(v(-150.0), _mm512_min_ps(v(20.8), x));
     let k = _mm512_roundscale_ps::<0x08>(_mm512_mul_ps(c, v(std::f32::consts::LOG2_E)));
     // ln 2 in two parts, the first with few enough bits for an exact product (Cody and Waite).
@@ -61,7 +64,8 @@ fn logistic_16<const TIMES_X: bool>(x: __m512) -> __m512 {
         p = _mm512_fmadd_ps(p, r, v(q));
     }
     let one = v(1.0);
-    // 1 / (2^k + e^-r) to the last place or so: the estimate and one step of Newton's. The divisor is a normal number.
+    // 1 / (2^k + e^-r) to the last place or so: the estimate and one step of Newton's. The divisor is a
+    // normal number.
     let den = _mm512_add_ps(_mm512_scalef_ps(one, k), p);
     let y = _mm512_rcp14_ps(den);
     let y = _mm512_fmadd_ps(y, _mm512_fnmadd_ps(den, y, one), y);
@@ -155,7 +159,8 @@ unsafe fn gelu(n: usize, a: *const f32, d: *mut f32) {
     }
 }
 
-/// The form of [`super::vmath::gelu`]: `erfc(a) = exp(-a²) / (1 + 2 a)` times a polynomial in `(a - 2) / (a + 2)`.
+/// The form of [`super::vmath::gelu`]: `erfc(a) = exp(-a²) / (1 + 2 a)` times a polynomial in `(a - 2) / (a +
+/// 2)`.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn gelu_16(x: __m512) -> __m512 {
@@ -193,7 +198,8 @@ fn beyond(x: __m512, tail: __m512) -> __m512 {
     _mm512_sub_ps(_mm512_max_ps(_mm512_setzero_ps(), x), tail)
 }
 
-/// [`gelu`] to about 12 bits, for results that are rounded to bf16: under 2e-4 of the value, and -0 where that is below 1e-37.
+/// [`gelu`] to about 12 bits, for results that are rounded to bf16: under 2e-4 of the value, and -0 where
+/// that is below 1e-37.
 ///
 /// # Safety
 /// The processor has AVX-512F, and both pointers are good for `n` floats.
@@ -213,7 +219,8 @@ pub(super) unsafe fn gelu_low(n: usize, a: *const f32, d: *mut f32) {
     }
 }
 
-/// The form of [`gelu_16`] with shorter polynomials (least squares of the relative error, fitted for this file) and no Newton step.
+/// The form of [`gelu_16`] with shorter polynomials (least squares of the relative error, fitted for this
+/// file) and no Newton step.
 #[inline]
 #[target_feature(enable = "avx512f")]
 fn gelu_low_16(x: __m512) -> __m512 {

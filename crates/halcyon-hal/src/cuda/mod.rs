@@ -1,5 +1,5 @@
-//! NVIDIA GPUs: the driver library (libcuda) and the run-time compiler (NVRTC), both loaded at run time; no toolkit and no header is
-//! needed. See [`crate::simt`] for what is shared with ROCm.
+//! NVIDIA GPUs: the driver library (libcuda) and the run-time compiler (NVRTC), both loaded at run time; no
+//! toolkit and no header is needed. See [`crate::simt`] for what is shared with ROCm.
 
 use crate::BackendType;
 use crate::probe::{Depends, Look, State};

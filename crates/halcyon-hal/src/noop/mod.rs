@@ -1,5 +1,6 @@
-//! A device that computes nothing: it holds real memory, verifies kernels, checks every command and counts. What a launch would
-//! have written is filled with [`POISON`], so nobody takes it for a result. It is used only when named.
+//! A device that computes nothing: it holds real memory, verifies kernels, checks every command and counts.
+//! What a launch would have written is filled with [`POISON`], so nobody takes it for a result. It is used
+//! only when named.
 
 use crate::pool::{Block, Pool, Source};
 use crate::stream::Report;
@@ -18,7 +19,8 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use std::time::Instant;
 
-/// What every byte of a buffer is after a launch that would have written it: NaN in the float types, -1 in the signed ones.
+/// What every byte of a buffer is after a launch that would have written it: NaN in the float types, -1 in
+/// the signed ones.
 pub const POISON: u8 = 0xFF;
 
 /// The driver that computes nothing.
@@ -164,7 +166,8 @@ struct NoopDevice {
     number: u64,
 }
 
-/// What checks and counts commands: the device and its streams, which do all at once and are in order therefore.
+/// What checks and counts commands: the device and its streams, which do all at once and are in order
+/// therefore.
 #[derive(Debug)]
 struct Checker {
     id: String,

@@ -16,8 +16,8 @@ pub struct Adapter {
     pub index: usize,
 }
 
-// SAFETY: platform and device handles are plain names inside the library, valid for its lifetime, and every query on them may
-// run on any thread (OpenCL 1.2, appendix A.2).
+// SAFETY: platform and device handles are plain names inside the library, valid for its lifetime, and every
+// query on them may run on any thread (OpenCL 1.2, appendix A.2).
 unsafe impl Send for Adapter {}
 // SAFETY: as above.
 unsafe impl Sync for Adapter {}
@@ -61,8 +61,8 @@ impl Adapter {
     /// # Errors
     /// [`Error::Unavailable`] where there is none, with each platform and what it said.
     pub fn all(api: &'static Api) -> Result<Vec<Adapter>> {
-        // Drivers initialise at the first question. PoCL 3.1 does not wait for that in a second thread: it finds no device there,
-        // or a half-made one.
+        // Drivers initialise at the first question. PoCL 3.1 does not wait for that in a second thread: it
+        // finds no device there, or a half-made one.
         static FIRST: Mutex<()> = Mutex::new(());
         let _one_at_a_time = FIRST.lock().unwrap_or_else(|e| e.into_inner());
         let mut n = 0u32;
@@ -161,8 +161,8 @@ impl Adapter {
         self.number(param).map(|n| n != 0)
     }
 
-    /// Bytes of the device's memory that nobody uses now: what the machine has free where the device lives in its memory, and AMD's attribute.
-    /// OpenCL itself has no such query.
+    /// Bytes of the device's memory that nobody uses now: what the machine has free where the device lives in
+    /// its memory, and AMD's attribute. OpenCL itself has no such query.
     pub fn free_memory(&self) -> Option<u64> {
         let cpu = self.number(sys::DEVICE_TYPE).unwrap_or(0) & sys::DEVICE_TYPE_CPU != 0;
         let total = self.number(sys::DEVICE_GLOBAL_MEM_SIZE);
@@ -224,7 +224,8 @@ impl Adapter {
         }
     }
 
-    /// Options for the compiler: nothing that loosens arithmetic, and IEEE division and roots where the device has them.
+    /// Options for the compiler: nothing that loosens arithmetic, and IEEE division and roots where the
+    /// device has them.
     pub fn build_options(&self) -> &'static str {
         let config = self.number(sys::DEVICE_SINGLE_FP_CONFIG).unwrap_or(0);
         if config & sys::FP_CORRECTLY_ROUNDED_DIVIDE_SQRT != 0 {

@@ -44,7 +44,8 @@ impl Source for ClSource {
 
     fn allocate(&self, bytes: usize) -> Result<Memory, String> {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
-        // Some implementations accept any size and fail at the first use, so the limit they report is checked here.
+        // Some implementations accept any size and fail at the first use, so the limit they report is checked
+        // here.
         if bytes as u64 > self.max {
             return Err(format!("the device allows {} bytes in one buffer", self.max));
         }
@@ -111,7 +112,8 @@ unsafe impl Send for ClPages {}
 // SAFETY: as above.
 unsafe impl Sync for ClPages {}
 
-// SAFETY: the mapping stays as it is until the value is dropped, has the size asked for, and was zeroed when it was made.
+// SAFETY: the mapping stays as it is until the value is dropped, has the size asked for, and was zeroed when
+// it was made.
 unsafe impl Pages for ClPages {
     fn start(&self) -> *mut u8 {
         self.at.cast()
@@ -181,7 +183,8 @@ pub struct ClBuffer {
 }
 
 impl ClBuffer {
-    /// The object that commands name. While the locks of the queue and, with streams, of the ledger are held it stays the buffer's.
+    /// The object that commands name. While the locks of the queue and, with streams, of the ledger are held
+    /// it stays the buffer's.
     pub fn object(&self) -> Arc<Owned> {
         self.spot().object.clone()
     }

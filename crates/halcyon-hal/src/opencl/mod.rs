@@ -1,6 +1,7 @@
 //! OpenCL 1.2 and later, loaded at run time. Kernels come through the IR; there is no vendor library.
 //!
-//! A registered driver (ICD) that is broken can end the process that looks for devices: [`crate::probe`] looks in a child first.
+//! A registered driver (ICD) that is broken can end the process that looks for devices: [`crate::probe`]
+//! looks in a child first.
 
 pub mod adapter;
 pub mod device;
@@ -71,7 +72,8 @@ impl Driver for OpenClDriver {
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
         let mut all = LOOK.devices().map_err(|e| self.named(e))?;
-        // A look that is remembered tells what was free then. The library is loaded only where it has a query.
+        // A look that is remembered tells what was free then. The library is loaded only where it has a
+        // query.
         let mut now = None;
         for d in &mut all {
             let amd = d.properties.get("extensions").is_some_and(|e| e.contains(sys::AMD_ATTRIBUTES));

@@ -93,7 +93,8 @@ impl Builder<'_> {
     fn build(&self, program: &Owned) -> Result<i32> {
         let options = CString::new(self.options).map_err(|e| Error::internal(e.to_string()))?;
         let device: Handle = self.adapter.device;
-        // SAFETY: the program and the device are live, the options end in zero, and no callback is given, so the call waits.
+        // SAFETY: the program and the device are live, the options end in zero, and no callback is given, so
+        // the call waits.
         Ok(unsafe {
             (self.adapter.api.clBuildProgram)(
                 program.raw(),

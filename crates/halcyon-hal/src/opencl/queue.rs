@@ -34,7 +34,8 @@ pub struct Queue {
     profile: bool,
     /// It is a stream's: the times of its commands are told together.
     spans: bool,
-    /// Copies to and from the host read it, so that no buffer moves meanwhile; they do not wait for each other.
+    /// Copies to and from the host read it, so that no buffer moves meanwhile; they do not wait for each
+    /// other.
     moves: RwLock<()>,
     state: Mutex<State>,
 }
@@ -358,7 +359,8 @@ impl Queue {
         self.event("clEnqueueReadBuffer", event, code)
     }
 
-    /// Where a kernel that can fault ran since the word was last cleared, enqueues a copy of the word; whether it did.
+    /// Where a kernel that can fault ran since the word was last cleared, enqueues a copy of the word;
+    /// whether it did.
     ///
     /// # Safety
     /// `to` belongs to the device until what is enqueued now is done.
@@ -439,8 +441,9 @@ impl Submission<'_> {
         }
         let mut at = 0u32;
         let mut set = |bytes: usize, value: *const c_void| {
-            // SAFETY: the library copies `bytes` bytes from `value` before it returns. No other thread sets arguments of this
-            // kernel meanwhile: the queue's lock is held, and where the device has several queues, that of all.
+            // SAFETY: the library copies `bytes` bytes from `value` before it returns. No other thread sets
+            // arguments of this kernel meanwhile: the queue's lock is held, and where the device has several
+            // queues, that of all.
             let code = unsafe { (q.api.clSetKernelArg)(k, at, bytes, value) };
             if code != sys::SUCCESS {
                 q.check(&format!("clSetKernelArg({}, {at})", p.signature.name), code)?;
@@ -474,9 +477,9 @@ impl Submission<'_> {
         }
         let mut event: Handle = std::ptr::null_mut();
         let out = if q.profile { &raw mut event } else { std::ptr::null_mut() };
-        // SAFETY: the queue and kernel are live, all arguments are set, and the sizes have three dimensions. Buffers stay alive:
-        // the queue keeps what it has enqueued, and the pool hands a freed buffer only to later commands of this queue, or of others
-        // that wait for this one.
+        // SAFETY: the queue and kernel are live, all arguments are set, and the sizes have three dimensions.
+        // Buffers stay alive: the queue keeps what it has enqueued, and the pool hands a freed buffer only to
+        // later commands of this queue, or of others that wait for this one.
         let code = unsafe {
             (q.api.clEnqueueNDRangeKernel)(
                 q.raw.raw(),

@@ -198,7 +198,8 @@ impl Shared {
     }
 }
 
-/// What is behind an [`Event`]: a marker, and what has to be done when it is done, by the driver's callback or by who asks first.
+/// What is behind an [`Event`]: a marker, and what has to be done when it is done, by the driver's callback
+/// or by who asks first.
 struct Marker {
     shared: Arc<Shared>,
     point: Arc<Point>,
@@ -263,7 +264,8 @@ pub(crate) struct ClStream {
 }
 
 impl ClStream {
-    /// A stream over a queue of its own. `own` is the device's, which has nothing under way afterwards that the ledger does not know.
+    /// A stream over a queue of its own. `own` is the device's, which has nothing under way afterwards that
+    /// the ledger does not know.
     pub fn new(shared: &Arc<Shared>, own: &Queue, queue: Queue) -> Result<ClStream> {
         let lane = shared.lanes.open(own)?;
         Ok(ClStream { shared: shared.clone(), queue, lane, report: Mutex::default() })
@@ -361,8 +363,9 @@ impl Stream for ClStream {
         let at = to.as_mut_ptr();
         let to = Arc::new(Mutex::new(to));
         if bytes > 0 {
-            // SAFETY: the range was checked, and the vector has room for it, which nobody else looks at before the event is done. What
-            // keeps it until then is the callback that `close` sets, or an error's wait for the queue.
+            // SAFETY: the range was checked, and the vector has room for it, which nobody else looks at
+            // before the event is done. What keeps it until then is the callback that `close` sets, or an
+            // error's wait for the queue.
             let read = || unsafe { self.queue.read_later(b, offset, at, bytes) };
             self.settled(self.ordered(|| b.reading(), || Ok((Some(self.queue.point(read()?)), ()))))?;
         }
@@ -400,7 +403,8 @@ impl Stream for ClStream {
         });
         if let Some(own) = foreign {
             event.on_done(move || {
-                // SAFETY: the event is live, and its status is set here only. A failure would leave the queue waiting: it is said.
+                // SAFETY: the event is live, and its status is set here only. A failure would leave the queue
+                // waiting: it is said.
                 let code = unsafe { (api.clSetUserEventStatus)(own.raw(), sys::COMPLETE) };
                 if code != sys::SUCCESS {
                     tracing::error!(code = %sys::code_name(code), "an event of another device could not be passed on");

@@ -1,7 +1,9 @@
-//! The OpenCL library: loaded at run time, one table of its functions, its constants, and its error codes in words.
+//! The OpenCL library: loaded at run time, one table of its functions, its constants, and its error codes in
+//! words.
 //!
-//! Values are those of Khronos' `CL/cl.h`. A binding crate is not used because the ones there are fall through to the system's
-//! library when the named one does not load, and reduce the loader's reason to a number.
+//! Values are those of Khronos' `CL/cl.h`. A binding crate is not used because the ones there are fall
+//! through to the system's library when the named one does not load, and reduce the loader's reason to a
+//! number.
 
 use crate::{Error, Result};
 use std::collections::BTreeMap;
@@ -87,15 +89,16 @@ impl std::fmt::Debug for Api {
     }
 }
 
-/// An object of the library that is released when dropped. Contexts, queues, buffers, programs and kernels keep what they depend
-/// on alive themselves (by OpenCL's own reference counts), so the order of drops does not matter.
+/// An object of the library that is released when dropped. Contexts, queues, buffers, programs and kernels
+/// keep what they depend on alive themselves (by OpenCL's own reference counts), so the order of drops does
+/// not matter.
 pub struct Owned {
     raw: Handle,
     release: unsafe extern "system" fn(Handle) -> i32,
 }
 
-// SAFETY: OpenCL objects may be used and released from any thread; the one exception, setting the arguments of a kernel, is made
-// under the lock of the only queue, or of all (OpenCL 1.2, appendix A.2).
+// SAFETY: OpenCL objects may be used and released from any thread; the one exception, setting the arguments
+// of a kernel, is made under the lock of the only queue, or of all (OpenCL 1.2, appendix A.2).
 unsafe impl Send for Owned {}
 // SAFETY: as above.
 unsafe impl Sync for Owned {}
@@ -104,7 +107,8 @@ impl Owned {
     /// Takes over one reference to `raw`, or gives the code that the creating call left in `code`.
     ///
     /// # Safety
-    /// Where `code` is success, `raw` must be a live object whose reference is the caller's, and `release` its release function.
+    /// Where `code` is success, `raw` must be a live object whose reference is the caller's, and `release`
+    /// its release function.
     pub unsafe fn new(
         raw: Handle,
         code: i32,
@@ -351,7 +355,8 @@ pub fn load_from(names: &[String]) -> Result<&'static Api> {
         if let Some(api) = loaded.get(name) {
             return Ok(api);
         }
-        // SAFETY: loading runs the library's initialisers. It is an OpenCL library by its name or by the user's word.
+        // SAFETY: loading runs the library's initialisers. It is an OpenCL library by its name or by the
+        // user's word.
         let lib = match unsafe { libloading::Library::new(name) } {
             Ok(l) => l,
             Err(e) => {

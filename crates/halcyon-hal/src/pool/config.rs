@@ -46,13 +46,15 @@ impl FromStr for AllocationStrategy {
     }
 }
 
-/// Settings of a device's memory pool. As text: `best-fit`, `best-fit:512MiB` (at most), `buddy:64MiB..2GiB` (at first, at most), each
-/// with `,defragment` behind it where that is wanted.
+/// Settings of a device's memory pool. As text: `best-fit`, `best-fit:512MiB` (at most), `buddy:64MiB..2GiB`
+/// (at first, at most), each with `,defragment` behind it where that is wanted.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 pub struct MemoryPoolConfig {
-    /// Bytes that are taken of the driver when the device is opened; 0 for `Exclusive`, which has no use for them.
+    /// Bytes that are taken of the driver when the device is opened; 0 for `Exclusive`, which has no use for
+    /// them.
     pub initial_size: u64,
-    /// The most bytes that the driver ever gives: live buffers, kept ones and unused parts of chunks. `None`: what the device has.
+    /// The most bytes that the driver ever gives: live buffers, kept ones and unused parts of chunks. `None`:
+    /// what the device has.
     pub max_size: Option<u64>,
     pub strategy: AllocationStrategy,
     /// Moves buffers together where a request finds no range that is large enough.

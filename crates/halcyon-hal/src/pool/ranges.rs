@@ -3,7 +3,8 @@
 use super::AllocationStrategy;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The free ranges of one chunk. Ranges that touch are one, except in buddies, where only halves of one whole become one.
+/// The free ranges of one chunk. Ranges that touch are one, except in buddies, where only halves of one whole
+/// become one.
 #[derive(Clone, Debug)]
 pub(super) struct Ranges {
     strategy: AllocationStrategy,
@@ -15,7 +16,8 @@ pub(super) struct Ranges {
     sizes: BTreeSet<(usize, usize)>,
 }
 
-/// Bytes that a request takes: a multiple of `unit`, a power of two, or a power of two of its own for buddies.
+/// Bytes that a request takes: a multiple of `unit`, a power of two, or a power of two of its own for
+/// buddies.
 pub(super) fn rounded(strategy: AllocationStrategy, bytes: usize, unit: usize) -> usize {
     let b = bytes.max(unit);
     match strategy {
@@ -25,7 +27,8 @@ pub(super) fn rounded(strategy: AllocationStrategy, bytes: usize, unit: usize) -
 }
 
 impl Ranges {
-    /// All of `bytes` is free. It is a multiple of the unit; buddies start as the powers of two that it is the sum of, the largest first.
+    /// All of `bytes` is free. It is a multiple of the unit; buddies start as the powers of two that it is
+    /// the sum of, the largest first.
     pub(super) fn new(strategy: AllocationStrategy, bytes: usize) -> Ranges {
         let mut r = Ranges { strategy, bytes, free_bytes: 0, free: BTreeMap::new(), sizes: BTreeSet::new() };
         let mut at = 0;
@@ -171,7 +174,8 @@ pub(super) struct Lying {
     pub pinned: bool,
 }
 
-/// A taken range, by its number, goes elsewhere. Inside of one chunk the places may overlap; then it goes to a lower one.
+/// A taken range, by its number, goes elsewhere. Inside of one chunk the places may overlap; then it goes to
+/// a lower one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Move {
     pub block: usize,
@@ -179,8 +183,8 @@ pub(super) struct Move {
     pub to: (usize, usize),
 }
 
-/// Moves, one after the other, that bring free ranges together: inside of chunks, and out of those that can be emptied. `chunks` are
-/// their bytes.
+/// Moves, one after the other, that bring free ranges together: inside of chunks, and out of those that can
+/// be emptied. `chunks` are their bytes.
 pub(super) fn compact(strategy: AllocationStrategy, chunks: &[usize], blocks: &[Lying]) -> Vec<Move> {
     let mut c = Compaction { strategy, chunks, at: blocks.to_vec(), moves: vec![] };
     match strategy {
@@ -258,8 +262,8 @@ impl Compaction<'_> {
         }
     }
 
-    /// Of two free ranges of one size, the one takes in what is in the other's buddy, which then merges with it. From small to large, so
-    /// that at most one of each size is left where nothing is pinned.
+    /// Of two free ranges of one size, the one takes in what is in the other's buddy, which then merges with
+    /// it. From small to large, so that at most one of each size is left where nothing is pinned.
     fn merge(&mut self) {
         let mut rooms: Vec<Ranges> = (0..self.chunks.len()).map(|k| self.ranges(k)).collect();
         let most = self.chunks.iter().max().map_or(0, |n| n.ilog2());

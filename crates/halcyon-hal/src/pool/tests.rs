@@ -97,7 +97,8 @@ fn what_is_kept_counts_against_the_cap_and_goes_first_in_first_out() {
     let all: Vec<_> = (1..=4).map(|n| p.get(n << 20, Tag::Weights).unwrap()).collect();
     drop(all);
     assert_eq!((p.stats().reserved, p.stats().cached, p.stats().trims), (10 << 20, 10 << 20, 0));
-    // None of them is near enough in size. The first two that were freed, 1 and 2 MiB, do not make room for 6; the third does.
+    // None of them is near enough in size. The first two that were freed, 1 and 2 MiB, do not make room for
+    // 6; the third does.
     let b = p.get(6 << 20, Tag::Weights).unwrap();
     let s = p.stats();
     assert_eq!((s.reserved, s.cached, s.largest_free, s.trims), (10 << 20, 4 << 20, 4 << 20, 1));
@@ -228,8 +229,8 @@ fn move_in<S: Memory>(p: &Pool<Counted<S>>, turn: &Mutex<()>) -> Result<Defragme
     })
 }
 
-/// Several threads take and give back blocks of any size, write to them, look at them later, and now and then move everything. What the
-/// source gave never passes the cap, and nobody's bytes change.
+/// Several threads take and give back blocks of any size, write to them, look at them later, and now and then
+/// move everything. What the source gave never passes the cap, and nobody's bytes change.
 fn stress<S: Memory>(source: impl Fn() -> S, config: &str) {
     const CAP: u64 = 3 << 19;
     const THREADS: u64 = 4;

@@ -1,8 +1,8 @@
 //! What a list of devices depends on, and which files a look at them has loaded.
 //!
-//! A look that did no harm says something about the files that were loaded then, and about nothing else. So a memory of it counts only
-//! while each of these files is the same ([`Seen`]), and while nothing has changed in the places where the loader looks for them
-//! ([`Key`]): another file there could be loaded instead.
+//! A look that did no harm says something about the files that were loaded then, and about nothing else. So a
+//! memory of it counts only while each of these files is the same ([`Seen`]), and while nothing has changed
+//! in the places where the loader looks for them ([`Key`]): another file there could be loaded instead.
 
 use super::{Depends, entries};
 use crate::cache;
@@ -28,7 +28,8 @@ const BY_PROCESSOR: [&str; 11] = [
     "atomics",
 ];
 
-/// Folders in which a loader looks after all others, below the root; those of this processor's Debian folder too.
+/// Folders in which a loader looks after all others, below the root; those of this processor's Debian folder
+/// too.
 const USUAL: [&str; 9] = [
     "lib",
     "usr/lib",
@@ -59,8 +60,9 @@ impl Seen {
     }
 }
 
-/// What tells one file at a path from another: device and number of the file, size, time of its content and of its last change of any
-/// kind, which cannot be set. Of a folder it changes when a file in it is made, renamed or removed. Empty where nothing is there.
+/// What tells one file at a path from another: device and number of the file, size, time of its content and
+/// of its last change of any kind, which cannot be set. Of a folder it changes when a file in it is made,
+/// renamed or removed. Empty where nothing is there.
 #[cfg(unix)]
 fn state(path: &Path) -> String {
     use std::os::unix::fs::MetadataExt;
@@ -83,8 +85,8 @@ pub struct Key {
     pub whole: bool,
 }
 
-/// The key of a backend on the system below a root directory (`/` outside of tests). Devices come and go with a start of the machine,
-/// a driver's files, its kernel module, device nodes, and variables that filter.
+/// The key of a backend on the system below a root directory (`/` outside of tests). Devices come and go with
+/// a start of the machine, a driver's files, its kernel module, device nodes, and variables that filter.
 pub fn key(backend: &str, depends: &Depends, root: &Path) -> Key {
     let at = |p: &str| root.join(p);
     let mut parts: Vec<String> = vec!["look 2".into(), env!("CARGO_PKG_VERSION").into(), backend.into()];
@@ -129,7 +131,8 @@ pub fn device_nodes(root: &Path) -> Vec<String> {
     entries(&root.join("dev/dri")).into_iter().chain(nodes).map(|p| p.display().to_string()).collect()
 }
 
-/// The variables that steer the libraries, and the state of files and folders that they name. Whether that is all of it.
+/// The variables that steer the libraries, and the state of files and folders that they name. Whether that is
+/// all of it.
 fn variables(depends: &Depends, parts: &mut Vec<String>) -> bool {
     let steers = |name: &str| depends.variables.iter().chain(&["LD_", "DYLD_"]).any(|f| name.starts_with(f));
     let mut all: Vec<(String, String)> = std::env::vars_os()
@@ -233,7 +236,8 @@ impl Places<'_> {
     }
 }
 
-/// Shared libraries that this process has mapped; `None` where the system does not tell, or where one of them is no longer there.
+/// Shared libraries that this process has mapped; `None` where the system does not tell, or where one of them
+/// is no longer there.
 pub fn mapped() -> Option<BTreeSet<PathBuf>> {
     let text = std::fs::read_to_string("/proc/self/maps").ok()?;
     let mut all = BTreeSet::new();

@@ -1,5 +1,5 @@
-//! AMD GPUs: the HIP runtime (libamdhip64) and its run-time compiler (hipRTC), both loaded at run time. See [`crate::simt`] for what is
-//! shared with CUDA.
+//! AMD GPUs: the HIP runtime (libamdhip64) and its run-time compiler (hipRTC), both loaded at run time. See
+//! [`crate::simt`] for what is shared with CUDA.
 
 use crate::BackendType;
 use crate::probe::{self, Depends, Look, State};
@@ -43,7 +43,8 @@ pub static ROCM: Family = Family {
     toolkit_variables: &["ROCM_PATH", "HIP_PATH"],
     toolkits: &["/opt/rocm"],
     packages: &[],
-    // hipDeviceAttribute_t, whose numbers have held since HIP 5; properties would come in a structure whose layout changed.
+    // hipDeviceAttribute_t, whose numbers have held since HIP 5; properties would come in a structure whose
+    // layout changed.
     attributes: Attributes {
         max_workgroup: 56,
         workgroup_memory: 74,
@@ -115,9 +116,10 @@ pub static LOOK: Look = Look {
     state: Mutex::new(State::new()),
 };
 
-/// The compiler's name of the device at a place on the bus (`0000:65:00.0`), from what the kernel's driver says of it below a root
-/// directory: `gfx_target_version` 90010 is gfx90a (major, minor and stepping in two decimal digits each; the last two are spelled in
-/// hexadecimal). The runtime takes it for another one where a variable says so, for all devices or for one node.
+/// The compiler's name of the device at a place on the bus (`0000:65:00.0`), from what the kernel's driver
+/// says of it below a root directory: `gfx_target_version` 90010 is gfx90a (major, minor and stepping in two
+/// decimal digits each; the last two are spelled in hexadecimal). The runtime takes it for another one where
+/// a variable says so, for all devices or for one node.
 fn architecture(bus: &str, root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> Option<String> {
     let mut numbers = bus.split([':', '.']).map(|n| u32::from_str_radix(n, 16));
     let mut next = || numbers.next()?.ok();
@@ -150,8 +152,8 @@ fn three(text: &str) -> Option<[u32; 3]> {
     all?.try_into().ok()
 }
 
-/// Nothing that loosens arithmetic: kernels say themselves where a product and a sum are rounded once. Without an architecture hipRTC
-/// compiles for the device that the thread has chosen.
+/// Nothing that loosens arithmetic: kernels say themselves where a product and a sum are rounded once.
+/// Without an architecture hipRTC compiles for the device that the thread has chosen.
 fn flags(architecture: Option<&str>) -> Option<Vec<String>> {
     let architecture = architecture.map(|a| format!("--offload-arch={a}"));
     Some(architecture.into_iter().chain(["-std=c++17", "-ffp-contract=off"].map(String::from)).collect())

@@ -118,8 +118,8 @@ impl Adapter {
         })
     }
 
-    /// [`Context::free_memory`] of a device that is not open. It takes a context, on a thread of its own: which device the caller's thread is
-    /// about does not change.
+    /// [`Context::free_memory`] of a device that is not open. It takes a context, on a thread of its own:
+    /// which device the caller's thread is about does not change.
     pub fn free_memory(&self) -> Option<u64> {
         let unified = self.positive(self.api.family.attributes.integrated).is_some();
         let ask = || Context::new(self.api, self.device, self.id()).ok()?.free_memory(unified);

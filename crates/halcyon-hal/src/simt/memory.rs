@@ -90,7 +90,8 @@ unsafe impl Send for SimtPages {}
 // SAFETY: as above.
 unsafe impl Sync for SimtPages {}
 
-// SAFETY: the pages stay where they are until the value is dropped, have the size asked for, and were zeroed when they were made.
+// SAFETY: the pages stay where they are until the value is dropped, have the size asked for, and were zeroed
+// when they were made.
 unsafe impl Pages for SimtPages {
     fn start(&self) -> *mut u8 {
         self.at.cast()

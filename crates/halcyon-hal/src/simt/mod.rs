@@ -1,8 +1,9 @@
-//! What the CUDA and ROCm drivers share. HIP is CUDA's driver interface under other names, so there is one driver with a table of both
-//! ([`sys`]); a [`Family`] says which names, libraries, numbers and compiler flags are meant.
+//! What the CUDA and ROCm drivers share. HIP is CUDA's driver interface under other names, so there is one
+//! driver with a table of both ([`sys`]); a [`Family`] says which names, libraries, numbers and compiler
+//! flags are meant.
 //!
-//! Kernels come through the IR, rendered to CUDA C++ or HIP C++ without any header and compiled at run time (NVRTC, hipRTC); binaries
-//! are kept on disk.
+//! Kernels come through the IR, rendered to CUDA C++ or HIP C++ without any header and compiled at run time
+//! (NVRTC, hipRTC); binaries are kept on disk.
 
 pub mod adapter;
 pub mod device;
@@ -81,7 +82,8 @@ pub struct Family {
     pub toolkits: &'static [&'static str],
     pub packages: &'static [&'static str],
     pub attributes: Attributes,
-    /// Libraries with kernels of the vendor's own: products with a choice of algorithm, plain products, convolutions.
+    /// Libraries with kernels of the vendor's own: products with a choice of algorithm, plain products,
+    /// convolutions.
     pub products: VendorLibrary,
     pub plain_products: Option<VendorLibrary>,
     pub convolutions: Option<VendorLibrary>,

@@ -6,7 +6,8 @@ use crate::lanes::Fenced;
 use crate::{BufferRef, Command, Counts, Device, Error, Result, validate};
 use std::sync::{Arc, Mutex};
 
-/// Held over a copy, which holds the queues of both devices: two in opposite directions would wait for each other.
+/// Held over a copy, which holds the queues of both devices: two in opposite directions would wait for each
+/// other.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 impl SimtDevice {

@@ -60,7 +60,8 @@ impl Function {
         self.raw
     }
 
-    /// The entry point of a binary, or of PTX that ends in zero, which must take groups of `items` work-items.
+    /// The entry point of a binary, or of PTX that ends in zero, which must take groups of `items`
+    /// work-items.
     pub fn load(context: &Arc<Context>, binary: &[u8], entry: &str, items: u32) -> Result<Function, Failed> {
         context.enter()?;
         let f = &context.api.f;

@@ -1,10 +1,11 @@
-//! Where Python's packages lie, since NVIDIA's libraries come as such, too: `site-packages/nvidia/<library>/lib`.
+//! Where Python's packages lie, since NVIDIA's libraries come as such, too:
+//! `site-packages/nvidia/<library>/lib`.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-/// Folders of packages: of the Python that is named, of active environments, of what `python3` in the path means, the user's, the
-/// system's.
+/// Folders of packages: of the Python that is named, of active environments, of what `python3` in the path
+/// means, the user's, the system's.
 pub fn packages() -> Vec<PathBuf> {
     let variable = |n: &str| std::env::var_os(n).filter(|v| !v.is_empty());
     let mut roots: Vec<PathBuf> = vec![];
@@ -19,15 +20,17 @@ pub fn packages() -> Vec<PathBuf> {
 /// The names of Python's program.
 const PROGRAMS: [&str; 2] = if cfg!(windows) { ["python.exe", "python3.exe"] } else { ["python3", "python"] };
 
-/// Where the environments lie whose programs a list of folders finds. A link is not followed: that of a virtual environment leads out of it.
-/// What is relative to the current folder is left out, since libraries are loaded from there.
+/// Where the environments lie whose programs a list of folders finds. A link is not followed: that of a
+/// virtual environment leads out of it. What is relative to the current folder is left out, since libraries
+/// are loaded from there.
 fn in_path(path: &OsStr) -> Vec<PathBuf> {
     let folders = std::env::split_paths(path).filter(|f| f.is_absolute());
     let there = |f: &PathBuf| PROGRAMS.iter().any(|p| f.join(p).is_file());
     folders.filter(there).filter_map(|f| root_of(&f.join(PROGRAMS[0]))).collect()
 }
 
-/// Where the environment of a program lies: `/x` of `/x/bin/python3`. On Windows it is beside `Scripts`, or the program's own folder.
+/// Where the environment of a program lies: `/x` of `/x/bin/python3`. On Windows it is beside `Scripts`, or
+/// the program's own folder.
 fn root_of(program: &Path) -> Option<PathBuf> {
     let folder = program.parent().filter(|f| f.is_absolute())?;
     let own = cfg!(windows) && !folder.ends_with("Scripts");

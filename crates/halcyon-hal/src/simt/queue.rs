@@ -517,8 +517,9 @@ impl Submission<'_> {
             words.iter_mut().map(|w| std::ptr::from_mut(w).cast()).collect();
         self.timed(|q| {
             let ([x, y, z], [i, j, k]) = (groups, p.workgroup);
-            // SAFETY: the function is loaded and gets as many arguments of at most eight bytes as it has, which the runtime copies. The
-            // buffers stay: the pool hands a freed one only to later commands of this stream.
+            // SAFETY: the function is loaded and gets as many arguments of at most eight bytes as it has,
+            // which the runtime copies. The buffers stay: the pool hands a freed one only to later commands
+            // of this stream.
             let code = unsafe {
                 (q.context.api.f.launch)(
                     function.raw(),

@@ -1,12 +1,14 @@
 //! Captured graphs of the runtime.
 //!
-//! Commands are recorded by capturing a stream that serves nothing else, rather than by building nodes one by one: what a vendor's library
-//! enqueues is recorded the same way, and both runtimes have had it for long. Only calls of the recording thread are kept from what would wait.
+//! Commands are recorded by capturing a stream that serves nothing else, rather than by building nodes one by
+//! one: what a vendor's library enqueues is recorded the same way, and both runtimes have had it for long.
+//! Only calls of the recording thread are kept from what would wait.
 //!
-//! What changes from launch to launch lies in one buffer of words: the values of variables, and the address of the queue's fault word for
-//! each kernel that can fault. Kernels that take any of it have a second entry point ([`render::render_indirect`]) that reads it there. A
-//! launch copies the words from locked pages if they are others than those that lie there, in the order of its queue; a ring of places in
-//! the pages lets several launches be under way.
+//! What changes from launch to launch lies in one buffer of words: the values of variables, and the address
+//! of the queue's fault word for each kernel that can fault. Kernels that take any of it have a second entry
+//! point ([`render::render_indirect`]) that reads it there. A launch copies the words from locked pages if
+//! they are others than those that lie there, in the order of its queue; a ring of places in the pages lets
+//! several launches be under way.
 
 use super::device::{Shared, SimtDevice};
 use super::memory::{Memory, SimtBuffer, SimtPages};
@@ -333,7 +335,8 @@ impl SimtReplay {
         a
     }
 
-    /// Enqueues a launch; `false` where a buffer lies elsewhere. The caller keeps the order with other queues.
+    /// Enqueues a launch; `false` where a buffer lies elsewhere. The caller keeps the order with other
+    /// queues.
     pub fn launch(&self, queue: &Queue, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
         check("buffers", buffers.len(), self.buffers.len())?;
         check("values", values.len(), self.variables.len())?;
@@ -358,7 +361,8 @@ impl SimtReplay {
         }
         let graphs = self.shared.context.api.graphs.as_ref();
         let graphs = graphs.map_err(|f| Error::internal(format!("a graph without {f}")))?;
-        // SAFETY: the buffers lie where they lay, and stay as those of any launch; what else it uses, this value keeps until it has run.
+        // SAFETY: the buffers lie where they lay, and stay as those of any launch; what else it uses, this
+        // value keeps until it has run.
         unsafe { s.launch_graph(graphs, self.exec.raw, !self.faults.is_empty()) }?;
         let now = ring.now;
         match &ring.slots[now] {
@@ -388,7 +392,8 @@ impl SimtReplay {
         let first = ring.now * ring.words.len();
         pages.copy_words(first, &ring.words);
         let bytes = 8 * ring.words.len();
-        // SAFETY: the buffer of arguments has so many bytes, and the slot is left alone until the launch behind has run.
+        // SAFETY: the buffer of arguments has so many bytes, and the slot is left alone until the launch
+        // behind has run.
         unsafe { queue.write_raw_later(words.at, pages.at().cast::<u64>().add(first).cast(), bytes) }?;
         ring.sent.copy_from_slice(&ring.words);
         Counts::add(&self.shared.counts.uploads, 1);

@@ -127,7 +127,8 @@ impl Staging {
     }
 }
 
-/// What is behind an [`Event`]: a point of the stream, and what has to be done when the device has come to it.
+/// What is behind an [`Event`]: a point of the stream, and what has to be done when the device has come to
+/// it.
 struct Marker {
     shared: Arc<Shared>,
     point: Arc<Point>,
@@ -293,7 +294,8 @@ impl Stream for SimtStream {
         }
         let pages = self.shared.staging.take(&self.shared, bytes.len())?;
         pages.1.copy_from(bytes);
-        // SAFETY: the range was checked; the pages live until the stream's next event is done, which the drop makes too.
+        // SAFETY: the range was checked; the pages live until the stream's next event is done, which the drop
+        // makes too.
         let write = || unsafe { self.queue.write_later(b, offset, pages.1.at(), bytes.len()) };
         let made = self.ordered(|| b.writing(), write);
         since.written.push(pages);
@@ -315,7 +317,8 @@ impl Stream for SimtStream {
         let to = Arc::new(Mutex::new(halcyon_ir::host::zeros(bytes, "a copy to the host")?));
         let pages = self.shared.staging.take(&self.shared, bytes)?;
         if bytes > 0 {
-            // SAFETY: the range was checked; the pages are the event's below, and after an error wait for the queue.
+            // SAFETY: the range was checked; the pages are the event's below, and after an error wait for the
+            // queue.
             let read = || unsafe { self.queue.read_later(b, offset, pages.1.at(), bytes) };
             if let Err(e) = self.ordered(|| b.reading(), read) {
                 self.queue.finish()?;

@@ -1,6 +1,6 @@
-//! Functions of the two runtimes, loaded at run time. HIP has CUDA's driver interface under its own names, so one table has a row for
-//! each function with both names. (CUDA: "CUDA Driver API" and "NVRTC" of the toolkit's documentation; HIP: `hip_runtime_api.h` and
-//! `hiprtc.h`.)
+//! Functions of the two runtimes, loaded at run time. HIP has CUDA's driver interface under its own names, so
+//! one table has a row for each function with both names. (CUDA: "CUDA Driver API" and "NVRTC" of the
+//! toolkit's documentation; HIP: `hip_runtime_api.h` and `hiprtc.h`.)
 
 use super::{Family, VendorLibrary, python};
 use crate::{Error, Result};
@@ -25,8 +25,8 @@ pub const OUT_OF_MEMORY: Code = 2;
 pub const NONE: [Code; 2] = [100, 101];
 pub const NOT_READY: Code = 600;
 pub const PEER_ENABLED: Code = 704;
-/// What loading a module gives where the driver cannot use what the compiler made: its format, no code for the device, PTX that is
-/// wrong, without a compiler, too new, or not permitted.
+/// What loading a module gives where the driver cannot use what the compiler made: its format, no code for
+/// the device, PTX that is wrong, without a compiler, too new, or not permitted.
 pub const REFUSED: [Code; 6] = [200, 209, 218, 221, 222, 223];
 /// Of a stream: it does not wait for the default one.
 pub const NON_BLOCKING: c_uint = 1;
@@ -335,7 +335,8 @@ impl Context {
         Ok(c)
     }
 
-    /// Bytes of the device's memory that nobody uses, as the runtime tells now. A device in the machine's memory has no more than that.
+    /// Bytes of the device's memory that nobody uses, as the runtime tells now. A device in the machine's
+    /// memory has no more than that.
     pub fn free_memory(&self, unified: bool) -> Option<u64> {
         self.enter().ok()?;
         let (mut free, mut total) = (0usize, 0usize);
@@ -360,8 +361,8 @@ impl Context {
         self.check(call, code)
     }
 
-    /// The calls of this thread are about this device until the value goes, and then about what they were about before: for what is given
-    /// back in the middle of something else, maybe another device's work.
+    /// The calls of this thread are about this device until the value goes, and then about what they were
+    /// about before: for what is given back in the middle of something else, maybe another device's work.
     pub fn visit(&self) -> Result<Visit<'_>> {
         let mut before = None;
         match self.api.current {
@@ -471,7 +472,8 @@ impl Drop for Context {
     }
 }
 
-/// An error's name and number. HIP's names are CUDA's in another spelling, so the number stands with a word for both.
+/// An error's name and number. HIP's names are CUDA's in another spelling, so the number stands with a word
+/// for both.
 pub fn code_name(family: &Family, code: Code) -> String {
     let s = match code {
         1 => "invalid value",
@@ -562,7 +564,8 @@ impl Family {
         }
     }
 
-    /// Names and paths of the run-time compiler to try, in order: the loader's path, the toolkit's folders, Python's packages.
+    /// Names and paths of the run-time compiler to try, in order: the loader's path, the toolkit's folders,
+    /// Python's packages.
     pub fn compiler_candidates(&self) -> Vec<String> {
         match variable(self.compiler_variable) {
             Some(named) => vec![named],
@@ -652,7 +655,8 @@ impl Family {
             if let Some(t) = loaded.get(&key) {
                 return Ok(t);
             }
-            // SAFETY: loading runs the library's initialisers. It is the vendor's by its name or by the user's word.
+            // SAFETY: loading runs the library's initialisers. It is the vendor's by its name or by the
+            // user's word.
             let lib = match unsafe { Library::new(name) } {
                 Ok(l) => l,
                 Err(e) => {
@@ -679,8 +683,9 @@ impl Family {
     }
 }
 
-/// Names in the order in which they promise most beside a driver of this major version: its own and older ones, newest first; those whose
-/// names do not tell; newer ones. For libraries that have the version of CUDA or HIP in their file names.
+/// Names in the order in which they promise most beside a driver of this major version: its own and older
+/// ones, newest first; those whose names do not tell; newer ones. For libraries that have the version of CUDA
+/// or HIP in their file names.
 pub fn by_major(mut names: Vec<String>, driver: u32) -> Vec<String> {
     names.sort_by_cached_key(|n| match major_of(n) {
         Some(m) if m <= driver => (0, driver - m),
@@ -690,7 +695,8 @@ pub fn by_major(mut names: Vec<String>, driver: u32) -> Vec<String> {
     names
 }
 
-/// The major version in a file name: `libnvrtc.so.12`, `nvrtc64_120_0.dll`. Links are followed to the name that tells.
+/// The major version in a file name: `libnvrtc.so.12`, `nvrtc64_120_0.dll`. Links are followed to the name
+/// that tells.
 fn major_of(name: &str) -> Option<u32> {
     let of = |file: &str| -> Option<u32> {
         match (file.split_once(".so."), file.strip_suffix(".dll")) {

@@ -1,7 +1,8 @@
 //! Which run-time compiler makes a device's kernels.
 //!
-//! A machine may have several: of the toolkit, of Python's packages, newer than the driver or older than the card. So each is asked for one
-//! trivial kernel, which the driver has to load, and the next one is tried where it does not.
+//! A machine may have several: of the toolkit, of Python's packages, newer than the driver or older than the
+//! card. So each is asked for one trivial kernel, which the driver has to load, and the next one is tried
+//! where it does not.
 
 use super::adapter::Adapter;
 use super::program::{Function, Output};
@@ -43,11 +44,13 @@ enum Verdict {
 }
 
 impl Toolchain {
-    /// The first of these compilers whose kernels the device loads, as `family`'s order and the driver's version have them; those that make
-    /// PTX alone, since they do not know the device yet, and those of a newer major version than the driver come last.
+    /// The first of these compilers whose kernels the device loads, as `family`'s order and the driver's
+    /// version have them; those that make PTX alone, since they do not know the device yet, and those of a
+    /// newer major version than the driver come last.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where there is none, with a reason for each; errors of a device that fails otherwise.
+    /// [`Error::Unavailable`] where there is none, with a reason for each; errors of a device that fails
+    /// otherwise.
     pub fn choose(
         adapter: &Adapter,
         context: &Arc<Context>,
@@ -168,7 +171,8 @@ impl Toolchain {
         entry: &str,
         items: u32,
     ) -> Result<(Function, bool), Failed> {
-        // The text stands for the kernel's key: it also changes when a renderer does. The flags tell what is made of it.
+        // The text stands for the kernel's key: it also changes when a renderer does. The flags tell what is
+        // made of it.
         let version = format!("{:?}", self.compiler.version);
         let mut parts = vec![text.as_bytes(), version.as_bytes(), env!("CARGO_PKG_VERSION").as_bytes()];
         parts.extend(self.device.iter().map(|d| d.as_bytes()));

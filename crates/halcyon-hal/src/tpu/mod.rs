@@ -1,5 +1,6 @@
-//! Tensor processing units, by a PJRT plugin (`libtpu.so`). The plugin is looked for, loaded and asked for its version; execution is
-//! not supported yet, so there are never devices here, and the reason says what was found.
+//! Tensor processing units, by a PJRT plugin (`libtpu.so`). The plugin is looked for, loaded and asked for
+//! its version; execution is not supported yet, so there are never devices here, and the reason says what was
+//! found.
 
 pub mod sys;
 

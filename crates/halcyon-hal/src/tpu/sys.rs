@@ -1,4 +1,5 @@
-//! The head of a PJRT plugin's table of functions (OpenXLA, `xla/pjrt/c/pjrt_c_api.h`): enough to ask for its version.
+//! The head of a PJRT plugin's table of functions (OpenXLA, `xla/pjrt/c/pjrt_c_api.h`): enough to ask for its
+//! version.
 
 use std::collections::BTreeMap;
 use std::ffi::c_void;
@@ -32,7 +33,8 @@ pub struct Version {
     pub minor: i32,
 }
 
-/// Where a plugin may lie: what the variables of libtpu and JAX name, Python's package in the active environment, the loader's path.
+/// Where a plugin may lie: what the variables of libtpu and JAX name, Python's package in the active
+/// environment, the loader's path.
 pub fn candidates() -> Vec<String> {
     let var = |n: &str| std::env::var(n).ok().filter(|v| !v.trim().is_empty());
     if let Some(one) = var(VARIABLE) {

@@ -125,7 +125,8 @@ pub fn set_aside(path: &Path) -> Result<PathBuf> {
     Ok(to)
 }
 
-/// The lock under which a cache's file is written. The file of the lock stays: who deleted it would take it from under another.
+/// The lock under which a cache's file is written. The file of the lock stays: who deleted it would take it
+/// from under another.
 pub struct Held(File);
 
 impl Held {

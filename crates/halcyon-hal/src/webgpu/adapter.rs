@@ -13,7 +13,8 @@ pub struct Adapter {
     pub index: usize,
 }
 
-/// Features that kernels use where they are there. The rest is left off, so that limits of one adapter do not depend on it.
+/// Features that kernels use where they are there. The rest is left off, so that limits of one adapter do not
+/// depend on it.
 const FEATURES: wgpu::Features = wgpu::Features::SHADER_F16
     .union(wgpu::Features::SHADER_I16)
     .union(wgpu::Features::SHADER_F64)
@@ -28,8 +29,8 @@ impl Adapter {
     /// # Errors
     /// [`Error::Unavailable`] where there is none.
     pub fn all(kind: BackendType) -> Result<Vec<Adapter>> {
-        // Drivers initialise at the first question, and not all do so in two threads. What was found stays: asking again costs
-        // as much as the first time.
+        // Drivers initialise at the first question, and not all do so in two threads. What was found stays:
+        // asking again costs as much as the first time.
         static FOUND: Mutex<Vec<Adapter>> = Mutex::new(vec![]);
         if kind == BackendType::Metal && !cfg!(target_vendor = "apple") {
             return Err(unavailable(kind, "Metal exists on Apple's systems only", vec![]));
@@ -113,8 +114,8 @@ impl Adapter {
         self.raw.get_info().device_type == wgpu::DeviceType::Cpu
     }
 
-    /// Bytes of the adapter's memory that nobody uses now: what the machine has free where the adapter lives in its memory, else what the
-    /// interface below tells.
+    /// Bytes of the adapter's memory that nobody uses now: what the machine has free where the adapter lives
+    /// in its memory, else what the interface below tells.
     pub fn free_memory(&self) -> Option<u64> {
         let info = self.raw.get_info();
         let unified = matches!(info.device_type, wgpu::DeviceType::Cpu | wgpu::DeviceType::IntegratedGpu);
@@ -175,8 +176,8 @@ impl Adapter {
         }
     }
 
-    /// Limits and abilities. Subgroup operations are left to workgroup memory: WGSL promises neither a size nor that a subgroup is a
-    /// run of the local index.
+    /// Limits and abilities. Subgroup operations are left to workgroup memory: WGSL promises neither a size
+    /// nor that a subgroup is a run of the local index.
     pub fn caps(&self) -> Caps {
         let (l, f) = (self.raw.limits(), self.features());
         let i64 = f.contains(wgpu::Features::SHADER_INT64);

@@ -1,5 +1,6 @@
-//! How much memory an adapter has and has left. WebGPU has no such query, the interfaces below it do: Vulkan's VK_EXT_memory_budget, which
-//! counts what other processes use, and DXGI's budget of a process. Metal has none for memory of others.
+//! How much memory an adapter has and has left. WebGPU has no such query, the interfaces below it do:
+//! Vulkan's VK_EXT_memory_budget, which counts what other processes use, and DXGI's budget of a process.
+//! Metal has none for memory of others.
 
 /// Bytes of an adapter's own memory.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -22,7 +23,8 @@ pub fn of(adapter: &wgpu::Adapter) -> Memory {
     Memory::default()
 }
 
-/// The largest heap on the device: where a part of it can be written from the host, that part is listed once more.
+/// The largest heap on the device: where a part of it can be written from the host, that part is listed once
+/// more.
 #[cfg(not(target_vendor = "apple"))]
 fn vulkan(adapter: &wgpu::Adapter) -> Option<Memory> {
     use ash::vk;
@@ -50,7 +52,8 @@ fn vulkan(adapter: &wgpu::Adapter) -> Option<Memory> {
     let free = (asks && told).then(|| {
         let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
         let mut all = vk::PhysicalDeviceMemoryProperties2::default().push_next(&mut budget);
-        // SAFETY: as above; the device has the extension whose structure is chained, and both structures outlive the call.
+        // SAFETY: as above; the device has the extension whose structure is chained, and both structures
+        // outlive the call.
         unsafe { raw.get_physical_device_memory_properties2(device, &mut all) };
         budget.heap_budget[heap].saturating_sub(budget.heap_usage[heap])
     });

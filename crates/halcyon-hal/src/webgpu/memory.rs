@@ -17,7 +17,8 @@ pub struct WgSource {
     pub alignment: usize,
 }
 
-/// A buffer, or a range of one. A dispatch binds its storage for reading and writing, so several ranges of one buffer do not conflict.
+/// A buffer, or a range of one. A dispatch binds its storage for reading and writing, so several ranges of
+/// one buffer do not conflict.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Slice {
     pub buffer: wgpu::Buffer,

@@ -1,7 +1,9 @@
-//! WebGPU through `wgpu`: Vulkan, Direct3D 12 and Metal. Kernels come through the IR as WGSL; there is no vendor library.
+//! WebGPU through `wgpu`: Vulkan, Direct3D 12 and Metal. Kernels come through the IR as WGSL; there is no
+//! vendor library.
 //!
-//! `wgpu` finds the system's libraries at run time, so a build needs none. Its calls report errors through scopes, and one is open around
-//! every call made here ([`sys::scoped`]); what arrives outside of one (a lost device) is kept and returned by the next call.
+//! `wgpu` finds the system's libraries at run time, so a build needs none. Its calls report errors through
+//! scopes, and one is open around every call made here ([`sys::scoped`]); what arrives outside of one (a lost
+//! device) is kept and returned by the next call.
 
 pub mod adapter;
 mod budget;

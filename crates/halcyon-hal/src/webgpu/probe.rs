@@ -1,5 +1,5 @@
-//! What a look at the adapters is made of ([`crate::probe`] makes it), and what Vulkan finds its drivers by. `wgpu` itself only says that
-//! there is no adapter.
+//! What a look at the adapters is made of ([`crate::probe`] makes it), and what Vulkan finds its drivers by.
+//! `wgpu` itself only says that there is no adapter.
 
 use super::adapter::Adapter;
 use crate::probe::{Depends, Look, State, entries};
@@ -69,7 +69,8 @@ fn folders(root: &Path, kind: &str) -> Vec<PathBuf> {
     all.iter().map(|d| d.join(kind)).collect()
 }
 
-/// The files that register drivers, each with the library that it names: what a variable lists, else what the folders hold.
+/// The files that register drivers, each with the library that it names: what a variable lists, else what the
+/// folders hold.
 pub fn drivers(root: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
     if !VULKAN {
         return vec![];
@@ -94,7 +95,8 @@ pub fn drivers(root: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
         .collect()
 }
 
-/// The library that a driver's file names. A path with directories is relative to the file; a bare name is the loader's to find.
+/// The library that a driver's file names. A path with directories is relative to the file; a bare name is
+/// the loader's to find.
 fn library_of(file: &Path) -> Option<PathBuf> {
     let manifest: serde_json::Value = serde_json::from_slice(&std::fs::read(file).ok()?).ok()?;
     let named = ["ICD", "layer"].iter().find_map(|of| manifest[of]["library_path"].as_str());
@@ -119,7 +121,8 @@ pub fn library(name: &str) -> std::result::Result<(), String> {
     entry.map(drop).map_err(|_| "it has no function vkGetInstanceProcAddr".into())
 }
 
-/// What became of each registered driver where they gave no adapter: its file, its library, and the loader's reason or what it lacks.
+/// What became of each registered driver where they gave no adapter: its file, its library, and the loader's
+/// reason or what it lacks.
 pub fn driver_reasons() -> Vec<String> {
     let one = |(file, library): (PathBuf, Option<PathBuf>)| {
         let file = file.display();

@@ -11,7 +11,8 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-/// The binding of each buffer of a launch: equal where two are one memory, which WebGPU lets a dispatch bind once.
+/// The binding of each buffer of a launch: equal where two are one memory, which WebGPU lets a dispatch bind
+/// once.
 pub type Bindings = SmallVec<[usize; 16]>;
 
 /// Rounds that loops do at a time where a device gives them up early and a size is large.
@@ -96,8 +97,8 @@ fn pipeline_cache(device: &wgpu::Device, data: Option<&[u8]>) -> Option<wgpu::Pi
         return None;
     }
     let d = wgpu::PipelineCacheDescriptor { label: None, data, fallback: false };
-    // SAFETY: the data is what `get_data` gave for the same adapter, driver and program: it lies on disk under a key of them, with a
-    // digest that is checked when it is read.
+    // SAFETY: the data is what `get_data` gave for the same adapter, driver and program: it lies on disk
+    // under a key of them, with a digest that is checked when it is read.
     sys::scoped(device, || unsafe { device.create_pipeline_cache(&d) }).ok()
 }
 
@@ -209,7 +210,8 @@ impl Builder {
 }
 
 impl WgProgram {
-    /// The pipeline for a way of binding, compiled when it is met first. `long`: a loop may have more rounds than the device does.
+    /// The pipeline for a way of binding, compiled when it is met first. `long`: a loop may have more rounds
+    /// than the device does.
     pub fn bound(&self, bindings: &Bindings, long: bool) -> Result<Arc<Variant>> {
         let key = (bindings.clone(), long && self.builder.options.short_loops);
         let mut v = self.variants.lock().unwrap_or_else(|e| e.into_inner());
@@ -222,7 +224,8 @@ impl WgProgram {
     }
 }
 
-/// A buffer that kernels read and write, whether or not this one does both: one usage for all, so none conflicts.
+/// A buffer that kernels read and write, whether or not this one does both: one usage for all, so none
+/// conflicts.
 pub fn storage(binding: u32) -> wgpu::BindGroupLayoutEntry {
     wgpu::BindGroupLayoutEntry {
         binding,

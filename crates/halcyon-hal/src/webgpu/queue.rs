@@ -14,7 +14,8 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
 /// Bytes of parameters of the launches that are handed over together.
 const RING: u64 = 128 << 10;
-/// A size from which on loops over it, or over two such sizes, may have more rounds than a device does that gives loops up.
+/// A size from which on loops over it, or over two such sizes, may have more rounds than a device does that
+/// gives loops up.
 const LONG: u64 = 1 << 12;
 /// Commands that are timed together.
 const STAMPED: u32 = 512;
@@ -436,8 +437,9 @@ impl Queue {
         Ok(b)
     }
 
-    /// Enqueues a copy of a checked range of a buffer to the host, behind all that was submitted. Where words say what became of kernels
-    /// (faults, if `fault` is given, and loops that were given up) they come along and are cleared.
+    /// Enqueues a copy of a checked range of a buffer to the host, behind all that was submitted. Where words
+    /// say what became of kernels (faults, if `fault` is given, and loops that were given up) they come along
+    /// and are cleared.
     pub fn fetch(
         &self,
         from: Option<(&WgBuffer, usize, usize)>,
@@ -481,7 +483,8 @@ impl Queue {
         Ok(fetch)
     }
 
-    /// What was fetched, if the device has come so far: the bytes go to `to`, what became of kernels to `report`. Does not wait.
+    /// What was fetched, if the device has come so far: the bytes go to `to`, what became of kernels to
+    /// `report`. Does not wait.
     pub fn fetched(&self, f: &Fetch, to: &mut [u8], report: &Report) -> bool {
         if let Err(e) = self.poll(wgpu::PollType::Poll) {
             report.fail(e);
@@ -757,7 +760,8 @@ impl Submission<'_> {
     fn hand_over(&mut self) {
         self.pass = None;
         if !self.params.is_empty() {
-            // Writes come before the commands of their submission and after those of earlier ones, so the ring starts anew each time.
+            // Writes come before the commands of their submission and after those of earlier ones, so the
+            // ring starts anew each time.
             self.params.resize(self.params.len().next_multiple_of(4), 0);
             self.queue.raw.write_buffer(&self.queue.ring, 0, &self.params);
             self.params.clear();

@@ -1,5 +1,5 @@
-//! Streams over the one queue that `wgpu` has. They are in order among each other, so they add no overlap, but calls that return at once:
-//! copies to the host, events and futures.
+//! Streams over the one queue that `wgpu` has. They are in order among each other, so they add no overlap,
+//! but calls that return at once: copies to the host, events and futures.
 
 use super::memory::WgBuffer;
 use super::program::WgProgram;

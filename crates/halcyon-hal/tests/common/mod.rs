@@ -8,8 +8,8 @@ use halcyon_hal::{BackendType, registry};
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 pub mod standin;
 
-/// Every driver of this build that has a device, and those of CUDA and ROCm over stand-ins. OpenCL may be absent, unless
-/// HALCYON_REQUIRE_LANES=1.
+/// Every driver of this build that has a device, and those of CUDA and ROCm over stand-ins. OpenCL may be
+/// absent, unless HALCYON_REQUIRE_LANES=1.
 pub fn lanes() -> Vec<Lane> {
     let mut out = vec![];
     for driver in registry::drivers() {

@@ -1,4 +1,5 @@
-//! Builds and drives the proxy OpenCL library of `tests/proxy/proxy.c`. Another crate's tests may include this file by path.
+//! Builds and drives the proxy OpenCL library of `tests/proxy/proxy.c`. Another crate's tests may include
+//! this file by path.
 #![allow(dead_code)]
 
 use std::path::{Path, PathBuf};

@@ -1,5 +1,5 @@
-//! Drivers of CUDA and ROCm over libraries that stand in for the vendors' (`tests/simt`): built here, where there is a C++ compiler.
-//! Another crate's tests may include this file by path.
+//! Drivers of CUDA and ROCm over libraries that stand in for the vendors' (`tests/simt`): built here, where
+//! there is a C++ compiler. Another crate's tests may include this file by path.
 #![allow(dead_code)]
 
 #[path = "standin_build.rs"]
@@ -52,7 +52,8 @@ const WAVES_OF_32: Row = (
 /// A libcuda from before there were graphs.
 const OLDER: Row = (|| &cuda::CUDA, "cuda-older", &["-DSTANDIN_OLDER"]);
 
-/// The folder for what is built, or `None` where there is no C++ compiler, which HALCYON_REQUIRE_LANES=1 does not allow.
+/// The folder for what is built, or `None` where there is no C++ compiler, which HALCYON_REQUIRE_LANES=1 does
+/// not allow.
 fn folder() -> Option<PathBuf> {
     let compiler = Command::new("c++").arg("--version").output();
     if !cfg!(target_os = "linux") || compiler.is_err() {

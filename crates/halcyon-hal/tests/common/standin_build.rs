@@ -1,4 +1,5 @@
-//! Builds the libraries that stand in for the vendors' (`tests/simt`). Tests and the development commands include this file by path.
+//! Builds the libraries that stand in for the vendors' (`tests/simt`). Tests and the development commands
+//! include this file by path.
 
 use std::path::Path;
 use std::process::Command;

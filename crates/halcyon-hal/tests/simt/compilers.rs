@@ -38,7 +38,8 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
         driver.open(0, &Options { cache_dir: Some(cache.path().into()), ..Options::default() })
     };
 
-    // Of the driver's major version, whichever comes first in the path; one trivial kernel shows it, once in a process.
+    // Of the driver's major version, whichever comes first in the path; one trivial kernel shows it, once in
+    // a process.
     let d = open(&[&unnamed, &newer, &good]).unwrap();
     assert_eq!((good.get("compiles"), newer.get("compiles"), unnamed.get("compiles")), (1, 0, 0));
     assert_eq!(told(&*d), format!("{} 12.4", good.path));
@@ -74,7 +75,8 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
     let e = open(&[&other, &good]).unwrap_err();
     assert!(matches!(e, Error::Driver { .. }) && e.to_string().contains("719"), "{e}");
 
-    // A device that is newer than the compiler: PTX, which the driver compiles; its key is another one in the same cache.
+    // A device that is newer than the compiler: PTX, which the driver compiles; its key is another one in the
+    // same cache.
     let own = d.compile(&affine(DType::F32)).unwrap();
     let ptx = s.get("ptx");
     let d = open(&[&before]).unwrap();
@@ -103,7 +105,8 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
     assert!(found[0].1.contains(&newer.path) && found[0].1.contains("not initialised"), "{found:?}");
 }
 
-/// NVRTC itself, where Python's packages have it: what the driver asks of it, and PTX that keeps products and sums apart.
+/// NVRTC itself, where Python's packages have it: what the driver asks of it, and PTX that keeps products and
+/// sums apart.
 #[test]
 fn nvrtc_makes_ptx_for_devices_that_it_does_not_know() {
     let named = std::env::var_os("HALCYON_PYTHON").is_some();

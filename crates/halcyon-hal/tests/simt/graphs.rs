@@ -108,7 +108,8 @@ pub fn check(s: &StandIn) {
         assert_eq!((after.replays - start.replays, after.uploaded_bytes - start.uploaded_bytes), (1, 24));
     }
 
-    // Calls into the runtime: the device, the launch, the point behind it; with new values their copy and a place for them.
+    // Calls into the runtime: the device, the launch, the point behind it; with new values their copy and a
+    // place for them.
     let calls = |v| {
         let n = s.get("calls");
         assert!(w.launch(&r, v));

@@ -460,7 +460,8 @@ fn convolutions(s: &StandIn, d: &dyn Device) {
             let transformed = s.get("winograds");
             let (name, got) = call.run(d, i % 2 == 0);
             let want = convolution(&call);
-            // Transforms cost digits of the sums, which halves have too, in f32: those are for f32 where it may be rounded.
+            // Transforms cost digits of the sums, which halves have too, in f32: those are for f32 where it
+            // may be rounded.
             assert_eq!(s.get("winograds"), transformed, "{name}");
             let e = error(&got, &want);
             assert!(name.starts_with("cudnn.conv.") && e <= tolerance(dtype), "{name}, {w:?}: {e}");
@@ -512,8 +513,8 @@ fn some<'a>() -> Call<'a> {
     Call::new(&Op::Matmul, &inputs, (DType::F32, &[64, 64]))
 }
 
-/// A captured graph runs the library's kernels, however many streams have used its handle meanwhile. What may not be asked of a stream
-/// that is captured was asked before.
+/// A captured graph runs the library's kernels, however many streams have used its handle meanwhile. What may
+/// not be asked of a stream that is captured was asked before.
 fn captured(s: &StandIn, d: &dyn Device, library: &str) {
     let call = some();
     let kernel = call.kernel(d).unwrap();

@@ -1,5 +1,5 @@
-//! Every call is made in a thread that has chosen the device: the stand-ins refuse others, so each of the driver's entries is used here by
-//! a thread that has not yet, or whose last call was about another device.
+//! Every call is made in a thread that has chosen the device: the stand-ins refuse others, so each of the
+//! driver's entries is used here by a thread that has not yet, or whose last call was about another device.
 
 use crate::common::standin;
 use crate::common::*;

@@ -1,13 +1,15 @@
 //! Gradients of a convolution, as convolutions.
 //!
-//! On one spatial axis with input size `i`, kernel `k`, output `o`, stride `s`, dilation `d`, input dilation `e` and low padding
-//! `l`, the convolution is `y[q] = Σ_j x̂[q·s + j·d - l]·w[j]`, where `x̂` is `x` with `e - 1` zeros between elements. Hence
-//! - `dx[p] = Σ_j ŷ[p·e + l - j·d]·w[j]` with `ŷ` the gradient dilated by `s`: a convolution of it with the flipped weight, of stride
-//!   `e`, dilation `d`, input dilation `s` and low padding `(k-1)·d - l`;
-//! - `dw[j] = Σ_q x̂[j·d + q·s - l]·dy[q]`: a convolution of `x` with the gradient as its weight, of stride `d`, dilation `s`, input
-//!   dilation `e` and low padding `l`.
+//! On one spatial axis with input size `i`, kernel `k`, output `o`, stride `s`, dilation `d`, input dilation
+//! `e` and low padding `l`, the convolution is `y[q] = Σ_j x̂[q·s + j·d - l]·w[j]`, where `x̂` is `x` with `e
+//! - 1` zeros between elements. Hence
+//! - `dx[p] = Σ_j ŷ[p·e + l - j·d]·w[j]` with `ŷ` the gradient dilated by `s`: a convolution of it with the
+//!   flipped weight, of stride `e`, dilation `d`, input dilation `s` and low padding `(k-1)·d - l`;
+//! - `dw[j] = Σ_q x̂[j·d + q·s - l]·dy[q]`: a convolution of `x` with the gradient as its weight, of stride
+//!   `d`, dilation `s`, input dilation `e` and low padding `l`.
 //!
-//! High paddings are what makes the result's size come out exactly. The form is closed, so gradients of any order follow.
+//! High paddings are what makes the result's size come out exactly. The form is closed, so gradients of any
+//! order follow.
 
 use super::unsupported;
 use crate::error::Result;

@@ -1,5 +1,5 @@
-//! Every rule against central differences in f64, on inputs that differ from run to run. A failure prints the seed; set
-//! `HALCYON_SEED` to it to run it again.
+//! Every rule against central differences in f64, on inputs that differ from run to run. A failure prints the
+//! seed; set `HALCYON_SEED` to it to run it again.
 
 use super::*;
 use crate::custom::CustomOp;
@@ -311,7 +311,8 @@ fn reductions_and_scans() {
             });
         }
     }
-    // An exclusive maximum starts at -inf, which differences cannot pass through; its gradient is checked behind a clamp.
+    // An exclusive maximum starts at -inf, which differences cannot pass through; its gradient is checked
+    // behind a clamp.
     check("exclusive scan max", &[&[5]], &|g, x, _| {
         let s = g.scan(ReduceKind::Max, x[0], 0, true, false)?;
         let lo = g.lit(s, -100.0);

@@ -1,5 +1,5 @@
-//! One method for each op: it checks the operands' types, adds the node, and gives its number. A view that would change nothing is its
-//! operand.
+//! One method for each op: it checks the operands' types, adds the node, and gives its number. A view that
+//! would change nothing is its operand.
 
 use super::{Graph, NodeId};
 use crate::custom::{Custom, CustomOp};

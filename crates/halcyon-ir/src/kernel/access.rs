@@ -1,7 +1,8 @@
 //! What the templates share: parameters declared together with their values, strided operands, output points.
 //!
-//! A value given here only ever reaches the launch, never the text, so a kernel serves every shape of its class. What
-//! does change the text: types, ranks, and for each operand which strides are 0 and whether the innermost is 1.
+//! A value given here only ever reaches the launch, never the text, so a kernel serves every shape of its
+//! class. What does change the text: types, ranks, and for each operand which strides are 0 and whether the
+//! innermost is 1.
 
 use super::{Buf, Builder, E, Kernel, Launch, Reduce, Ty};
 use crate::dtype::{DType, Scalar};
@@ -91,8 +92,9 @@ impl Template {
         Access { buf, strides: strides.collect() }
     }
 
-    /// `work` in the first `count` groups, 0 in those that folding the grid adds. Kernels with barriers bound their loops
-    /// by it instead of wrapping everything in an `if`: PoCL 3.1 miscompiles loops between barriers inside conditions.
+    /// `work` in the first `count` groups, 0 in those that folding the grid adds. Kernels with barriers bound
+    /// their loops by it instead of wrapping everything in an `if`: PoCL 3.1 miscompiles loops between
+    /// barriers inside conditions.
     pub fn work<'a>(&'a self, count: E<'a>, work: E<'a>) -> E<'a> {
         let b = &self.b;
         b.let_(b.linear_group().lt(count).select(work, 0))
@@ -113,7 +115,8 @@ impl Template {
         idx
     }
 
-    /// Runs `f` with the index of each point of a space of `dims`, one work-item each; gives the number of groups.
+    /// Runs `f` with the index of each point of a space of `dims`, one work-item each; gives the number of
+    /// groups.
     pub fn points<'a>(&'a self, shape: &[usize], f: impl FnOnce(E<'a>, &[E<'a>])) -> u64 {
         let n: usize = shape.iter().product();
         let count = self.size("n", n);
@@ -154,8 +157,8 @@ impl<'a> Access<'a> {
     }
 }
 
-/// A scalar op with the wrapping that element types promise: C's signed overflow is undefined, so signed sums and products
-/// go through the unsigned type; types under 32 bits wrap after every op.
+/// A scalar op with the wrapping that element types promise: C's signed overflow is undefined, so signed sums
+/// and products go through the unsigned type; types under 32 bits wrap after every op.
 pub(super) fn typed<'a>(b: &'a Builder, op: ScalarOp, d: DType, x: &[E<'a>]) -> E<'a> {
     let unsigned = match Ty::of(d) {
         Ty::I32 => Some((Ty::U32, Ty::I32)),

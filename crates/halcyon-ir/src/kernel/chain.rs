@@ -10,7 +10,8 @@ use crate::layout::View;
 use crate::scalar_op::ScalarOp;
 use crate::target::{Caps, Declined};
 
-/// Elements one work-item sums before it adds to its total, so that rounding errors do not grow with the length.
+/// Elements one work-item sums before it adds to its total, so that rounding errors do not grow with the
+/// length.
 const RUN: i64 = 64;
 
 /// Who does a result.
@@ -48,8 +49,8 @@ impl Form {
         }
     }
 
-    /// One work-item per result where there are many of them or little to reduce, else one group per result, which also takes many where
-    /// it reads them in runs.
+    /// One work-item per result where there are many of them or little to reduce, else one group per result,
+    /// which also takes many where it reads them in runs.
     fn default(f: &Fused, caps: &Caps) -> Form {
         let each = neighbours(f, caps);
         if let Some(each) = each.filter(|_| f.reduced == 0) {
@@ -98,9 +99,9 @@ fn reach(v: &View, dtype: DType, each: u32) -> Reach {
     }
 }
 
-/// How many neighbours a work-item does on a GPU: 16 bytes of the narrowest type that is read or written in runs, fewer where sizes do
-/// not divide or the code would be long; `None` for one. Of a reduction they are what it adds up: neighbours along the last axis that
-/// some load has in runs.
+/// How many neighbours a work-item does on a GPU: 16 bytes of the narrowest type that is read or written in
+/// runs, fewer where sizes do not divide or the code would be long; `None` for one. Of a reduction they are
+/// what it adds up: neighbours along the last axis that some load has in runs.
 fn neighbours(f: &Fused, caps: &Caps) -> Option<u32> {
     if caps.is_cpu {
         return None;
@@ -163,10 +164,12 @@ pub fn lower_fused_as(f: &Fused, caps: &Caps, v: &Variant) -> Result<(Kernel, La
     build(f, caps, form)
 }
 
-/// One kernel for a fused chain. Its buffers are the sources (`Load::input`) in order, then the outputs in order.
+/// One kernel for a fused chain. Its buffers are the sources (`Load::input`) in order, then the outputs in
+/// order.
 ///
-/// The kernel depends on the ranks, the types, the body, which strides are 0, whether the innermost is 1 and which axes are
-/// masked; sizes, strides, offsets, mask bounds and literals are parameters. Programs are shared by [`Kernel::key`].
+/// The kernel depends on the ranks, the types, the body, which strides are 0, whether the innermost is 1 and
+/// which axes are masked; sizes, strides, offsets, mask bounds and literals are parameters. Programs are
+/// shared by [`Kernel::key`].
 ///
 /// # Errors
 /// What the verifier finds.
@@ -294,7 +297,8 @@ struct Chain<'a> {
 type Neighbours<'a> = (Vec<E<'a>>, Vec<Vec<E<'a>>>);
 
 impl<'a> Chain<'a> {
-    /// With `each` over one the points, those of the reduction if there is one, are as many neighbours along the last axis.
+    /// With `each` over one the points, those of the reduction if there is one, are as many neighbours along
+    /// the last axis.
     fn declare(t: &'a Template, f: &'a Fused, each: u32) -> Result<Chain<'a>> {
         let b = &t.b;
         let inputs = f.loads.iter().map(|l| l.input + 1).max().unwrap_or(0);
@@ -355,8 +359,8 @@ impl<'a> Chain<'a> {
         self.error.set(Some(old.unwrap_or(e)));
     }
 
-    /// The place of the first of `each` neighbours along the last axis, which `idx` counts, and of all of them the results. What can be
-    /// is read in runs.
+    /// The place of the first of `each` neighbours along the last axis, which `idx` counts, and of all of
+    /// them the results. What can be is read in runs.
     fn vector(&self, b: &'a Builder, mut idx: Vec<E<'a>>, each: u32) -> Result<Neighbours<'a>> {
         let Some(last) = idx.len().checked_sub(1) else {
             return Err(Error::internal("neighbours of a scalar"));

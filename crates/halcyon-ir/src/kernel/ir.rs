@@ -1,8 +1,9 @@
 //! The kernel IR: a structured statement tree over a hash-consed arena of pure expressions.
 //!
-//! Everything that reads memory or a mutable variable is a statement ([`Stmt::Read`]) that names its result once, so
-//! an expression is pure: it may be evaluated anywhere its operands are visible, once or many times. Storage types are
-//! separate from compute types: a load converts to [`DType::compute`], a store converts back.
+//! Everything that reads memory or a mutable variable is a statement ([`Stmt::Read`]) that names its result
+//! once, so an expression is pure: it may be evaluated anywhere its operands are visible, once or many times.
+//! Storage types are separate from compute types: a load converts to [`DType::compute`], a store converts
+//! back.
 
 use crate::dtype::{Class, DType, Scalar};
 use crate::scalar_op::{Rule, ScalarOp};
@@ -255,7 +256,8 @@ pub enum Read {
         index: ExprId,
         guard: Option<ExprId>,
     },
-    /// `lanes(ty)` elements of an f32 buffer, or 16 bytes of any buffer; the index counts vectors and the address is aligned to them.
+    /// `lanes(ty)` elements of an f32 buffer, or 16 bytes of any buffer; the index counts vectors and the
+    /// address is aligned to them.
     Vector {
         buf: BufId,
         ty: Ty,
@@ -302,7 +304,8 @@ pub enum Read {
 pub enum MatrixType {
     F16,
     BF16,
-    /// f32 of which 10 bits of the significand count: rounded to nearest, ties away from zero, when it is loaded.
+    /// f32 of which 10 bits of the significand count: rounded to nearest, ties away from zero, when it is
+    /// loaded.
     Tf32,
 }
 
@@ -325,7 +328,8 @@ impl MatrixType {
     }
 }
 
-/// One multiply-accumulate of matrices, done by a subgroup together: `c += a b`, with `a` m × k, `b` k × n and `c` m × n.
+/// One multiply-accumulate of matrices, done by a subgroup together: `c += a b`, with `a` m × k, `b` k × n
+/// and `c` m × n.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct MatrixOp {
     pub operand: MatrixType,
@@ -346,7 +350,8 @@ pub enum Part {
     Rows,
 }
 
-/// A matrix that a subgroup holds in its registers; which work-item has which elements is the device's matter.
+/// A matrix that a subgroup holds in its registers; which work-item has which elements is the device's
+/// matter.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct FragmentDecl {
     pub op: MatrixOp,
@@ -374,8 +379,8 @@ impl FragmentDecl {
     }
 }
 
-/// A matrix in a workgroup array of [`Ty::U32x4`]. Offset and stride count elements of the fragment's storage type, are multiples of 16
-/// bytes, and are the same for all work-items of a subgroup.
+/// A matrix in a workgroup array of [`Ty::U32x4`]. Offset and stride count elements of the fragment's storage
+/// type, are multiples of 16 bytes, and are the same for all work-items of a subgroup.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Tile {
     pub arr: LocalId,
@@ -458,13 +463,15 @@ pub enum Stmt {
     Barrier {
         global: bool,
     },
-    /// Sets word `index` of an u32 buffer to a code unless it is already set (a bad index was met and clamped).
+    /// Sets word `index` of an u32 buffer to a code unless it is already set (a bad index was met and
+    /// clamped).
     SetError {
         buf: BufId,
         index: ExprId,
         code: ExprId,
     },
-    /// Sets every element of sums or rows to an f32 value, which is the same for all work-items of a subgroup.
+    /// Sets every element of sums or rows to an f32 value, which is the same for all work-items of a
+    /// subgroup.
     FragmentFill {
         dst: FragmentId,
         value: ExprId,
@@ -479,14 +486,16 @@ pub enum Stmt {
         src: FragmentId,
         tile: Tile,
     },
-    /// `sum += a b`: products of the operands' values are exact, and the device adds them in f32 in an order of its own.
+    /// `sum += a b`: products of the operands' values are exact, and the device adds them in f32 in an order
+    /// of its own.
     Mma {
         sum: FragmentId,
         a: FragmentId,
         b: FragmentId,
     },
-    /// Does `body` for every place of sums, or of rows: for each by a work-item that has it in its registers, and rows maybe by several.
-    /// `row` and `column` are i32. The body reads elements ([`Read::Element`]) and sets them, and has no other effect.
+    /// Does `body` for every place of sums, or of rows: for each by a work-item that has it in its registers,
+    /// and rows maybe by several. `row` and `column` are i32. The body reads elements ([`Read::Element`]) and
+    /// sets them, and has no other effect.
     FragmentMap {
         like: FragmentId,
         row: ValueId,
@@ -498,14 +507,16 @@ pub enum Stmt {
         dst: FragmentId,
         value: ExprId,
     },
-    /// Combines each row of sums, in an order of the device's own, and what `dst` has of it: a sum or the largest.
+    /// Combines each row of sums, in an order of the device's own, and what `dst` has of it: a sum or the
+    /// largest.
     FragmentReduce {
         dst: FragmentId,
         src: FragmentId,
         op: Reduce,
     },
-    /// Sums, from a column on, rounded to a left operand. On devices that hold the two in other places they go through `scratch`, a place
-    /// for all of the sums as operands, row-major, that the subgroup has for itself. What lies there is lost.
+    /// Sums, from a column on, rounded to a left operand. On devices that hold the two in other places they
+    /// go through `scratch`, a place for all of the sums as operands, row-major, that the subgroup has for
+    /// itself. What lies there is lost.
     FragmentConvert {
         dst: FragmentId,
         src: FragmentId,
@@ -635,7 +646,8 @@ impl Kernel {
         self.locals.iter().map(|l| l.ty.size() * l.len as usize).sum()
     }
 
-    /// Type of each expression. The kernel must have been verified (types of ill-formed expressions are arbitrary).
+    /// Type of each expression. The kernel must have been verified (types of ill-formed expressions are
+    /// arbitrary).
     pub fn types(&self) -> Vec<Ty> {
         let mut t: Vec<Ty> = Vec::with_capacity(self.exprs.len());
         for e in &self.exprs {

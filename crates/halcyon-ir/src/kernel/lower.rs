@@ -12,15 +12,16 @@ use crate::target::{Caps, Declined, Operand};
 /// Kernels that together do one op.
 #[derive(Debug, Default)]
 pub struct Lowered {
-    /// Kernel, launch, and for each of its buffers (read ones declared before written ones; without the fault word, which the
-    /// device binds) a number: inputs first, then the output, then temporaries.
+    /// Kernel, launch, and for each of its buffers (read ones declared before written ones; without the fault
+    /// word, which the device binds) a number: inputs first, then the output, then temporaries.
     pub steps: Vec<(Kernel, Launch, Vec<usize>)>,
     /// Bytes of each temporary.
     pub temps: Vec<usize>,
 }
 
-/// Kernels for a structured op or a composite. `inputs` may be strided (a template that cannot take that declines with
-/// [`Declined::needs_dense`]); the output is dense. `in_place`: the output's buffer is input 0's ([`Op::UpdateSlice`]).
+/// Kernels for a structured op or a composite. `inputs` may be strided (a template that cannot take that
+/// declines with [`Declined::needs_dense`]); the output is dense. `in_place`: the output's buffer is input
+/// 0's ([`Op::UpdateSlice`]).
 ///
 /// # Errors
 /// [`Declined`] with the reason where there is no template, a type has none, or an operand is masked.

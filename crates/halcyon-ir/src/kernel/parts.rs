@@ -1,5 +1,5 @@
-//! Long reductions with few results, which a group for each would leave most of a GPU idle over: in parts, whose results a second kernel
-//! reduces.
+//! Long reductions with few results, which a group for each would leave most of a GPU idle over: in parts,
+//! whose results a second kernel reduces.
 
 use crate::dtype::Class;
 use crate::fused::{Fused, Instr, InstrKind, Load, MAX_RANK, Out};
@@ -9,8 +9,9 @@ use crate::target::Caps;
 /// Points of a part, at the least.
 const LEAST: usize = 4096;
 
-/// A reduction as two: of the parts of one of its axes, and of their results, which lie between the two in the type that the reduction
-/// computes in. `None` where one kernel has enough groups or the axis cannot be cut evenly.
+/// A reduction as two: of the parts of one of its axes, and of their results, which lie between the two in
+/// the type that the reduction computes in. `None` where one kernel has enough groups or the axis cannot be
+/// cut evenly.
 pub fn reduction_in_parts(f: &Fused, caps: &Caps) -> Option<[Fused; 2]> {
     let [out] = &f.outs[..] else { return None };
     if caps.is_cpu || f.reduced == 0 || f.space.len() >= MAX_RANK {

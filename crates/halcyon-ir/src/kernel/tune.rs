@@ -1,8 +1,10 @@
-//! What can be tuned: the kernels that a template could build for a call, besides the one that its heuristic takes.
+//! What can be tuned: the kernels that a template could build for a call, besides the one that its heuristic
+//! takes.
 //!
-//! A template's heuristic needs nothing but [`Caps`], so there is a kernel at once. Its [`Choices`] list what else is legal on the
-//! device; measuring them is the caller's matter. Variants differ in tiles, workgroups and how a sum is split, never in what is
-//! computed. Since a split changes how a sum is rounded, plans use tuned variants from level O2 on.
+//! A template's heuristic needs nothing but [`Caps`], so there is a kernel at once. Its [`Choices`] list what
+//! else is legal on the device; measuring them is the caller's matter. Variants differ in tiles, workgroups
+//! and how a sum is split, never in what is computed. Since a split changes how a sum is rounded, plans use
+//! tuned variants from level O2 on.
 
 use super::ir::{Fnv, MatrixOp, MatrixType};
 use super::lower::{self, Lowered};
@@ -54,7 +56,8 @@ impl fmt::Display for Variant {
 /// How far the results of two variants may be apart.
 #[derive(Clone, Copy, PartialEq, Debug)]
 pub enum Tolerance {
-    /// Sums of so many products of operands, which are linear in each: the bound follows the sums of magnitudes.
+    /// Sums of so many products of operands, which are linear in each: the bound follows the sums of
+    /// magnitudes.
     Products(usize),
     /// Other floating-point work with sums of so many terms: the bound follows the largest result.
     Sums(usize),
@@ -63,14 +66,16 @@ pub enum Tolerance {
 /// The ways to build a kernel.
 #[derive(Clone, PartialEq, Debug)]
 pub struct Choices {
-    /// Template, types, layout and classes of sizes. What is best for one call of a key is taken for all of them.
+    /// Template, types, layout and classes of sizes. What is best for one call of a key is taken for all of
+    /// them.
     pub key: String,
     /// What the heuristic takes.
     pub default: Variant,
     /// Others that are legal on the device, without the default.
     pub others: Vec<Variant>,
     pub tolerance: Tolerance,
-    /// Unit roundoff of the factors that some of them round before they multiply (TF32: 2⁻¹¹); 0 where none does.
+    /// Unit roundoff of the factors that some of them round before they multiply (TF32: 2⁻¹¹); 0 where none
+    /// does.
     pub rounding: f64,
 }
 
@@ -98,8 +103,9 @@ impl Choices {
         self
     }
 
-    /// How far the results of two variants may be apart in an output of type `out`, as a share of what [`Tolerance`] names. Rounding errors
-    /// are taken for independent: those of a sum grow by the square root of its terms.
+    /// How far the results of two variants may be apart in an output of type `out`, as a share of what
+    /// [`Tolerance`] names. Rounding errors are taken for independent: those of a sum grow by the square root
+    /// of its terms.
     pub fn share(&self, out: DType) -> f64 {
         let eps = if out == DType::F64 { f64::EPSILON } else { f64::from(f32::EPSILON) };
         let stored = match out {
@@ -123,7 +129,8 @@ impl Choices {
     }
 }
 
-/// Sizes that are tuned together: every number up to 16 by itself, above that those up to the next power of two.
+/// Sizes that are tuned together: every number up to 16 by itself, above that those up to the next power of
+/// two.
 pub(crate) fn class(n: usize) -> usize {
     if n <= 16 { n } else { n.checked_next_power_of_two().unwrap_or(usize::MAX) }
 }
@@ -175,7 +182,8 @@ impl Tunable {
     }
 }
 
-/// A digest of the kernels that a variant is built of. Another digest under a known key means that the template has changed.
+/// A digest of the kernels that a variant is built of. Another digest under a known key means that the
+/// template has changed.
 pub fn digest(steps: &Lowered) -> u128 {
     let mut h = Fnv::new();
     steps.steps.iter().for_each(|(k, _, _)| k.hash(&mut h));
@@ -218,8 +226,8 @@ impl Known {
         self.best.is_empty()
     }
 
-    /// The best variant and its kernels, if what is known still holds: the device can have it, and the template builds what was
-    /// measured.
+    /// The best variant and its kernels, if what is known still holds: the device can have it, and the
+    /// template builds what was measured.
     pub fn find(
         &self,
         choices: &Choices,
@@ -249,8 +257,8 @@ mod tests {
         assert_eq!(class(usize::MAX), usize::MAX);
     }
 
-    /// Every listed variant builds a kernel that the device takes, is listed once, and computes what the default's computes is the
-    /// matter of the interpreter's tests.
+    /// Every listed variant builds a kernel that the device takes, is listed once, and computes what the
+    /// default's computes is the matter of the interpreter's tests.
     #[test]
     fn every_listed_variant_is_legal() {
         let gpu = Caps { max_workgroup: 1024, ..Caps::generous() };

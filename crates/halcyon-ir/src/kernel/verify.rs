@@ -55,8 +55,8 @@ pub fn verify_for(k: &Kernel, caps: &crate::target::Caps) -> Result<()> {
     Ok(())
 }
 
-/// Checks types, scopes, access rights, constant bounds of workgroup and private arrays, and that barriers and subgroup
-/// operations are reached by all work-items of a group or none.
+/// Checks types, scopes, access rights, constant bounds of workgroup and private arrays, and that barriers
+/// and subgroup operations are reached by all work-items of a group or none.
 ///
 /// # Errors
 /// [`Error::Argument`] that names the kernel and the fault.
@@ -118,8 +118,8 @@ pub fn verify(k: &Kernel) -> Result<()> {
         div_memo: vec![None; k.exprs.len()],
         map: None,
     };
-    // Divergence of a variable can flow backwards through a loop, so it is iterated to its fixed point before barriers
-    // are judged. Each round marks at least one more variable.
+    // Divergence of a variable can flow backwards through a loop, so it is iterated to its fixed point before
+    // barriers are judged. Each round marks at least one more variable.
     loop {
         v.reset();
         v.block(&k.body, false).or_else(&fail)?;
@@ -567,8 +567,8 @@ impl Verifier<'_> {
                 self.integer(index)?;
                 (Ty::U32, true)
             }
-            // Workgroup memory after a barrier is the same for all, but that is not proved here except for what a
-            // group reduction leaves: a place that does not depend on the work-item.
+            // Workgroup memory after a barrier is the same for all, but that is not proved here except for
+            // what a group reduction leaves: a place that does not depend on the work-item.
             Read::Local { arr, index } => {
                 (self.array(&self.k.locals, arr.ix(), index)?, div || self.divergent(index))
             }

@@ -99,7 +99,8 @@ impl Lowerer<'_> {
                         && self.dims[i].iter().product::<usize>()
                             > self.dims[x.index()].iter().product::<usize>();
                     let (reshapes, pads) = (matches!(op, Op::Reshape), matches!(op, Op::Pad { .. }));
-                    // A view that is an output becomes a copy, and so does one that too many read through views of it.
+                    // A view that is an output becomes a copy, and so does one that too many read through
+                    // views of it.
                     let wanted = is_output[i] && mine.iter().any(|u| u.group.is_none());
                     if wanted || mine.len() > MAX_USES && mine.iter().any(|u| u.views > MAX_VIEWS) {
                         self.root[i] = true;
@@ -174,8 +175,8 @@ impl Lowerer<'_> {
         }
     }
 
-    /// Expressions that end before their reader: where a node reads the values of several products, chains on all but the last one
-    /// become those products' own epilogues, since a kernel computes one of them.
+    /// Expressions that end before their reader: where a node reads the values of several products, chains on
+    /// all but the last one become those products' own epilogues, since a kernel computes one of them.
     fn cuts(&self) -> Vec<bool> {
         let n = self.g.nodes().len();
         let mut cut = vec![false; n];
@@ -184,7 +185,8 @@ impl Lowerer<'_> {
         if !self.options.passes.does(EPILOGUES) || !products() || !self.target.has_epilogues() {
             return cut;
         }
-        // What an op reads from memory is there: its other readers load it too, and need not wait for the product behind it.
+        // What an op reads from memory is there: its other readers load it too, and need not wait for the
+        // product behind it.
         let mut stored = vec![false; n];
         for id in self.g.ids().rev().filter(|i| self.live[i.index()]) {
             let node = self.g.node(id);

@@ -57,7 +57,8 @@ impl Lowerer<'_> {
         self.finish(root, body, r, space, reduced, reduce, out, b, name)
     }
 
-    /// Adds the instructions that compute `id` as seen through path number `path`. `own`: compute it even if it has a buffer.
+    /// Adds the instructions that compute `id` as seen through path number `path`. `own`: compute it even if
+    /// it has a buffer.
     pub(super) fn emit(&self, body: &mut Body, id: NodeId, path: usize, own: bool) -> Result<Reg> {
         if let Some(r) = body.memo.get(&(id, path)) {
             return Ok(*r);
@@ -363,8 +364,8 @@ struct Merged {
 }
 
 impl Lowerer<'_> {
-    /// A kernel that computes one of the chain's operands and the chain on top of it. The operand must have no other reader, and
-    /// what it is computed from must still be there.
+    /// A kernel that computes one of the chain's operands and the chain on top of it. The operand must have
+    /// no other reader, and what it is computed from must still be there.
     fn take_as_epilogue(
         &self,
         root: NodeId,
@@ -472,7 +473,8 @@ impl Body {
     }
 
     pub(super) fn param(&mut self, dtype: DType, p: Param) -> u32 {
-        // Equal arguments share a parameter. Literals do not: which of them are equal must not change the program.
+        // Equal arguments share a parameter. Literals do not: which of them are equal must not change the
+        // program.
         if let (Param::Arg(_), Some(k)) = (p, self.params.iter().position(|q| *q == (dtype, p))) {
             return k as u32;
         }

@@ -1,8 +1,8 @@
 //! Lowering: a graph with concrete shapes becomes a [`Plan`] for a device.
 //!
-//! Element-wise nodes join the kernel of their only reader (fusion); views become strides of the reader's loads; every
-//! other node gets a buffer and a step. The decision runs backwards over the graph (readers first), so it needs no search
-//! and no recursion over the whole graph.
+//! Element-wise nodes join the kernel of their only reader (fusion); views become strides of the reader's
+//! loads; every other node gets a buffer and a step. The decision runs backwards over the graph (readers
+//! first), so it needs no search and no recursion over the whole graph.
 
 mod decide;
 mod fuse;
@@ -57,8 +57,8 @@ impl LowerOptions {
 /// Optimises and lowers. The graph must have no symbols left.
 ///
 /// # Errors
-/// [`Error::Shape`] for symbols and for types past [`crate::shape::MAX_BYTES`]; [`Error::Unsupported`] for what the device has no
-/// kernel for.
+/// [`Error::Shape`] for symbols and for types past [`crate::shape::MAX_BYTES`]; [`Error::Unsupported`] for
+/// what the device has no kernel for.
 pub fn lower(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Result<Plan> {
     Ok(traced(graph, target, options)?.0)
 }
@@ -143,7 +143,8 @@ pub fn traced(graph: &Graph, target: &dyn Target, options: &LowerOptions) -> Res
     Ok((plan, Trace { graph: g, values }))
 }
 
-/// Whether a composite is one of f32 whose operands and result have a half type, as `passes::autocast` makes them.
+/// Whether a composite is one of f32 whose operands and result have a half type, as `passes::autocast` makes
+/// them.
 fn widened(c: &crate::composite::Composite) -> bool {
     let body = &c.body;
     let half = |n: NodeId| matches!(body.dtype(n), DType::F16 | DType::BF16);
@@ -158,8 +159,9 @@ fn dedup(mut v: Vec<String>) -> String {
     v.join(", ")
 }
 
-/// How exact a call must be. Below O2 results are held to the tolerances of the ops, which are those of the highest precision. Products of bf16
-/// are exact in f32 whatever multiplies them; from O2 on the device may take denormals for zero and add in its own order.
+/// How exact a call must be. Below O2 results are held to the tolerances of the ops, which are those of the
+/// highest precision. Products of bf16 are exact in f32 whatever multiplies them; from O2 on the device may
+/// take denormals for zero and add in its own order.
 fn precision(options: &LowerOptions, inputs: &[Operand]) -> MatmulPrecision {
     let half = inputs.len() >= 2 && inputs[..2].iter().all(|o| o.dtype == DType::BF16);
     match options.passes.level >= Level::O2 {
@@ -169,7 +171,8 @@ fn precision(options: &LowerOptions, inputs: &[Operand]) -> MatmulPrecision {
     }
 }
 
-/// What of the device a template may use: units that round f32 operands to TF32 only from O2 on, and where the call's precision allows it.
+/// What of the device a template may use: units that round f32 operands to TF32 only from O2 on, and where
+/// the call's precision allows it.
 fn permitted<'c>(caps: &'c Caps, options: &LowerOptions, precision: MatmulPrecision) -> Cow<'c, Caps> {
     let rounds = |o: &MatrixOp| o.operand == MatrixType::Tf32;
     let wanted = precision != MatmulPrecision::Highest && options.passes.level >= Level::O2;

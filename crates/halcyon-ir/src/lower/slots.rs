@@ -1,8 +1,10 @@
 //! Scratch memory: buffers whose lifetimes do not meet share it.
 //!
-//! Where the target hands out parts of a buffer, scratch is one block and every buffer gets an offset in it: the greedy offset
-//! calculation of Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net Inference" (2020), in their orders by size and
-//! by breadth and in the order of the steps, each also with what came to lie on top moved to the front; the smallest result counts. Elsewhere buffers of one size take turns in allocations.
+//! Where the target hands out parts of a buffer, scratch is one block and every buffer gets an offset in it:
+//! the greedy offset calculation of Pisarchyk and Lee, "Efficient Memory Management for Deep Neural Net
+//! Inference" (2020), in their orders by size and by breadth and in the order of the steps, each also with
+//! what came to lie on top moved to the front; the smallest result counts. Elsewhere buffers of one size take
+//! turns in allocations.
 
 use super::*;
 use crate::plan::Slot;
@@ -12,7 +14,8 @@ use std::collections::BTreeSet;
 /// Buffers that offsets are looked for; the work grows with the square. Plans of more share allocations.
 const MAX_PLACED: usize = 4096;
 
-/// How often an order is tried anew with what lay on top moved to its front, as far as the work goes, in pairs of buffers.
+/// How often an order is tried anew with what lay on top moved to its front, as far as the work goes, in
+/// pairs of buffers.
 const ROUNDS: usize = 64;
 const MAX_WORK: usize = 1 << 23;
 
@@ -130,7 +133,8 @@ fn aligned(bytes: usize, align: usize) -> usize {
     bytes.div_ceil(align).saturating_mul(align)
 }
 
-/// A block's bytes and an offset in it for every buffer, a multiple of `align`. `least` is what no layout goes below.
+/// A block's bytes and an offset in it for every buffer, a multiple of `align`. `least` is what no layout
+/// goes below.
 fn offsets(items: &[Item], align: usize, least: usize) -> (usize, Vec<usize>) {
     let items: Vec<Item> = items.iter().map(|i| Item { bytes: aligned(i.bytes, align), ..*i }).collect();
     let mut order: Vec<usize> = (0..items.len()).collect();
@@ -160,7 +164,8 @@ fn offsets(items: &[Item], align: usize, least: usize) -> (usize, Vec<usize>) {
     best
 }
 
-/// What lives at the fullest step first, the largest first; then the next fullest step. `by_size` has the items by size.
+/// What lives at the fullest step first, the largest first; then the next fullest step. `by_size` has the
+/// items by size.
 fn breadth(items: &[Item], by_size: &[usize]) -> Vec<usize> {
     let steps = items.iter().map(|i| i.last + 1).max().unwrap_or(0);
     let mut at: Vec<Vec<usize>> = vec![vec![]; steps];
@@ -181,7 +186,8 @@ fn breadth(items: &[Item], by_size: &[usize]) -> Vec<usize> {
     out
 }
 
-/// Places one buffer after the other: in the smallest gap that holds it between those it lives with, else behind them.
+/// Places one buffer after the other: in the smallest gap that holds it between those it lives with, else
+/// behind them.
 fn place(items: &[Item], order: &[usize]) -> (usize, Vec<usize>) {
     let mut offsets = vec![0usize; items.len()];
     // By offset.
@@ -205,8 +211,8 @@ fn place(items: &[Item], order: &[usize]) -> (usize, Vec<usize>) {
     (total, offsets)
 }
 
-/// The bytes of some allocations, and for every buffer the number of its own, in the order of the steps: the smallest that is free
-/// and holds it, else the largest free one grown, else a new one.
+/// The bytes of some allocations, and for every buffer the number of its own, in the order of the steps: the
+/// smallest that is free and holds it, else the largest free one grown, else a new one.
 fn turns(items: &[Item]) -> (Vec<usize>, Vec<u32>) {
     let mut starts: Vec<usize> = (0..items.len()).collect();
     starts.sort_by_key(|&k| items[k].first);

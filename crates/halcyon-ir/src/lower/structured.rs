@@ -197,8 +197,8 @@ impl Lowerer<'_> {
                 for (kernel, launch, binds) in low.steps {
                     let written = kernel.buffers.iter().zip(&binds).filter(|(d, _)| d.write).count();
                     let mut order: Vec<usize> = (0..binds.len()).collect();
-                    // Read operands first, written ones last, as `Step` wants them for liveness; the kernel's own order is kept
-                    // because templates declare written buffers last.
+                    // Read operands first, written ones last, as `Step` wants them for liveness; the kernel's
+                    // own order is kept because templates declare written buffers last.
                     order.sort_by_key(|&k| kernel.buffers[k].write);
                     if order.iter().enumerate().any(|(a, b)| a != *b) {
                         return Err(Error::internal(format!(
@@ -238,7 +238,8 @@ impl Lowerer<'_> {
         select(self.target, self.options, op, inputs, std::slice::from_ref(output), precision, in_place)
     }
 
-    /// The device's kernel for an op with a constant in a layout of the kernel's own, if it has one, and the constant.
+    /// The device's kernel for an op with a constant in a layout of the kernel's own, if it has one, and the
+    /// constant.
     fn packed(&self, op: &Op, inputs: &[NodeId], id: NodeId) -> Result<Option<PackedCall>> {
         if !may_pack(op) || !self.options.passes.does(PACKED) {
             return Ok(None);
@@ -351,7 +352,8 @@ impl Lowerer<'_> {
         Ok(())
     }
 
-    /// Whether an update may write into its base: the base is scratch of this plan or donated, whole, and nobody reads it later.
+    /// Whether an update may write into its base: the base is scratch of this plan or donated, whole, and
+    /// nobody reads it later.
     pub(super) fn may_overwrite(&mut self, id: NodeId, op: &Op, inputs: &[NodeId], ops: &[Operand]) -> bool {
         let wanted = self.options.passes.does(IN_PLACE);
         if !wanted || !matches!(op, Op::UpdateSlice { .. }) || !ops[0].view.is_dense() {

@@ -14,7 +14,8 @@ use std::ops::Range;
 pub struct Trace {
     /// After the passes: what the plan's steps compute.
     pub graph: Graph,
-    /// For each step, by its buffers: the node whose value lies there whole and dense. `None` for temporaries.
+    /// For each step, by its buffers: the node whose value lies there whole and dense. `None` for
+    /// temporaries.
     pub(super) values: Vec<Values>,
 }
 
@@ -22,9 +23,11 @@ pub struct Trace {
 #[derive(Clone, Debug)]
 pub struct Unit {
     pub steps: Range<usize>,
-    /// What they compute, as a graph of its own: inputs are values in memory, constants are its own, and there is one output.
+    /// What they compute, as a graph of its own: inputs are values in memory, constants are its own, and
+    /// there is one output.
     pub graph: Graph,
-    /// Where the inputs lie before the first step, in the order of the graph's inputs: step, and place among its buffers.
+    /// Where the inputs lie before the first step, in the order of the graph's inputs: step, and place among
+    /// its buffers.
     pub inputs: Vec<(usize, usize)>,
     /// Where the value lies after the last step.
     pub output: (usize, usize),
@@ -44,7 +47,8 @@ impl Trace {
         let mut units = vec![];
         let mut start = 0;
         for t in 0..plan.steps.len() {
-            // A step that only fills temporaries belongs to the next that does not; several may write one buffer, part by part.
+            // A step that only fills temporaries belongs to the next that does not; several may write one
+            // buffer, part by part.
             let Some(mine) = written(t) else { continue };
             let next = (t + 1..plan.steps.len()).find_map(written);
             if next == Some(mine) {

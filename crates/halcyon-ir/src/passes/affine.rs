@@ -1,6 +1,7 @@
-//! Chains of additions and multiplications by constants behind a product or a convolution, as one multiplication and one addition:
-//! batch normalisation at inference. `((x - a) * b) * c + d` is `x * (b c) + (d - a b c)`; the constants are computed by the folding
-//! that follows. The results are rounded differently, within the tolerance of level O2.
+//! Chains of additions and multiplications by constants behind a product or a convolution, as one
+//! multiplication and one addition: batch normalisation at inference. `((x - a) * b) * c + d` is `x * (b c) +
+//! (d - a b c)`; the constants are computed by the folding that follows. The results are rounded differently,
+//! within the tolerance of level O2.
 
 use super::rebuild::{Rebuild, prune};
 use crate::error::Result;

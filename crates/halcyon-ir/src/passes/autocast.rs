@@ -1,15 +1,16 @@
-//! Mixed precision: products, convolutions and what the device claims of attention, norms and softmax take operands of a half
-//! type, and everything that loses by it stays in f32.
+//! Mixed precision: products, convolutions and what the device claims of attention, norms and softmax take
+//! operands of a half type, and everything that loses by it stays in f32.
 //!
-//! A value that such an op reads is rounded and stored once, and its other readers widen it again, so that memory holds one
-//! form of it. What only moves elements (views, concatenation, gathers, maximum and average pools, whose sums are f32) passes the
-//! half type on. Element-wise arithmetic, sums, and a composite that the device does not take in the half type compute in f32. Constants
-//! are rounded here; a bias, a norm's scale and an attention mask stay in f32. Values of other types are not touched, and
-//! inputs, outputs and states keep theirs. Gradients are ordinary nodes, so training has the same rules: parameters are f32 in
+//! A value that such an op reads is rounded and stored once, and its other readers widen it again, so that
+//! memory holds one form of it. What only moves elements (views, concatenation, gathers, maximum and average
+//! pools, whose sums are f32) passes the half type on. Element-wise arithmetic, sums, and a composite that
+//! the device does not take in the half type compute in f32. Constants are rounded here; a bias, a norm's
+//! scale and an attention mask stay in f32. Values of other types are not touched, and inputs, outputs and
+//! states keep theirs. Gradients are ordinary nodes, so training has the same rules: parameters are f32 in
 //! memory, and the graph rounds them where they are read.
 //!
-//! Products whose result is a phase (sine, cosine), is rounded or becomes an integer, as in rotary embeddings and in models of
-//! integers, stay in f32, and so do those with a constant beyond the half type's range.
+//! Products whose result is a phase (sine, cosine), is rounded or becomes an integer, as in rotary embeddings
+//! and in models of integers, stay in f32, and so do those with a constant beyond the half type's range.
 
 use super::MIXED;
 use super::derived::{Derived, derived};
@@ -85,13 +86,15 @@ pub struct Rates {
 }
 
 impl Rates {
-    /// Whether the half type gains: by a tenth at least, so that noise in a measurement of equal rates does not decide.
+    /// Whether the half type gains: by a tenth at least, so that noise in a measurement of equal rates does
+    /// not decide.
     pub fn pays(self) -> bool {
         self.half > self.full.saturating_add(self.full / 10)
     }
 }
 
-/// What stays in f32 under a policy of mixed precision because the device computes it no faster in the half type.
+/// What stays in f32 under a policy of mixed precision because the device computes it no faster in the half
+/// type.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Default, Serialize, Deserialize)]
 pub struct Kept {
     /// Matrix products and attention.
@@ -139,8 +142,8 @@ fn kept_text(what: &str, low: DType, r: Rates) -> String {
     )
 }
 
-/// Rewrites the f32 part of a graph for half type `low`, but for what is `kept`. Returns the graph, how many ops have operands of that type now that had none,
-/// and the bytes that constants take less.
+/// Rewrites the f32 part of a graph for half type `low`, but for what is `kept`. Returns the graph, how many
+/// ops have operands of that type now that had none, and the bytes that constants take less.
 pub fn run(
     g: &Graph,
     low: DType,
@@ -346,7 +349,8 @@ impl Pass<'_> {
         }
     }
 
-    /// Whether a composite gives the half type: attention is a product, others do it for a reader that wants it.
+    /// Whether a composite gives the half type: attention is a product, others do it for a reader that wants
+    /// it.
     fn takes(&self, id: NodeId, w: &Whole) -> bool {
         &*w.composite.name == "attention" || self.asked[id.index()] && !self.outputs[id.index()]
     }
@@ -355,7 +359,8 @@ impl Pass<'_> {
         self.low[old.index()] != DROPPED
     }
 
-    /// The value in its own type. Where only the half form is stored, every reader widens it for itself, so that it is not stored again.
+    /// The value in its own type. Where only the half form is stored, every reader widens it for itself, so
+    /// that it is not stored again.
     fn own(&mut self, old: NodeId) -> Result<NodeId> {
         match self.r.get(old) {
             Ok(x) => Ok(x),
@@ -520,7 +525,8 @@ fn rounded(c: &ConstData, low: DType) -> Result<Option<ConstData>> {
     derived(c, Derived::Rounded(low), |b| round(b, low)).map(|b| ConstData::new(low, &c.dims, b)).transpose()
 }
 
-/// Little-endian f32 to the half type, to nearest and even; `None` where a finite element has become infinite.
+/// Little-endian f32 to the half type, to nearest and even; `None` where a finite element has become
+/// infinite.
 fn round(f32s: &[u8], low: DType) -> Option<Vec<u8>> {
     let value = |b: &[u8; 4]| f32::from_le_bytes(*b);
     let (words, _) = f32s.as_chunks::<4>();
@@ -542,8 +548,8 @@ fn round(f32s: &[u8], low: DType) -> Option<Vec<u8>> {
 /// Whether policy `amp` may be used on a device with these abilities.
 ///
 /// # Errors
-/// [`Error::Unsupported`] where the device does not store the type, and for f16 everywhere: its range is exceeded by activations of
-/// ordinary networks, which the preparation does not look at.
+/// [`Error::Unsupported`] where the device does not store the type, and for f16 everywhere: its range is
+/// exceeded by activations of ordinary networks, which the preparation does not look at.
 pub fn check(amp: AmpPolicy, caps: &crate::target::Caps, device: &str) -> Result<()> {
     let Some(d) = amp.dtype() else { return Ok(()) };
     let what = format!("mixed precision in {amp} on {device}");

@@ -1,13 +1,16 @@
-//! Layout propagation: images whose channels lie in blocks, `[N, C / B, H, W, B]`, between convolutions that read and write them so.
+//! Layout propagation: images whose channels lie in blocks, `[N, C / B, H, W, B]`, between convolutions that
+//! read and write them so.
 //!
-//! The graph keeps its meaning: a blocked image is a tensor of five axes, a convolution over blocked images is a composite whose body
-//! says what it is in terms of the plain one, and what has no blocked form gets the plain image, as views of the blocked one.
-//! Element-wise ops, pooling, reductions over the image and concatenation go along, so that a network of convolutions changes layout
-//! where its images come in and go out.
+//! The graph keeps its meaning: a blocked image is a tensor of five axes, a convolution over blocked images
+//! is a composite whose body says what it is in terms of the plain one, and what has no blocked form gets the
+//! plain image, as views of the blocked one. Element-wise ops, pooling, reductions over the image and
+//! concatenation go along, so that a network of convolutions changes layout where its images come in and go
+//! out.
 //!
-//! A block has as many channels as the device says for the element type. Images of both types occur side by side: an element-wise op takes
-//! the block of its first operand that has one, and what has another is rearranged. A convolution of bf16 that the device does not take in blocks of
-//! that type is computed in f32 and rounded, which is what it means; f32's kernels are for all geometries.
+//! A block has as many channels as the device says for the element type. Images of both types occur side by
+//! side: an element-wise op takes the block of its first operand that has one, and what has another is
+//! rearranged. A convolution of bf16 that the device does not take in blocks of that type is computed in f32
+//! and rounded, which is what it means; f32's kernels are for all geometries.
 
 use super::rebuild::{DROPPED, Rebuild};
 use crate::composite::{Attrs, Composite};
@@ -18,7 +21,8 @@ use crate::op::Op;
 use crate::shape::{Dim, Shape};
 use std::collections::HashMap;
 
-/// Operands: an image in blocks (or plain `[N, C, H, W]`), weights `[O, C / groups, KH, KW]`. Result: an image in blocks.
+/// Operands: an image in blocks (or plain `[N, C, H, W]`), weights `[O, C / groups, KH, KW]`. Result: an
+/// image in blocks.
 pub const BLOCKED_CONV: &str = "blocked_conv";
 /// Operand and result: images in blocks.
 pub const BLOCKED_POOL: &str = "blocked_pool";
@@ -26,8 +30,8 @@ pub const BLOCKED_POOL: &str = "blocked_pool";
 /// Channels to a block for images of an element type: [`crate::target::Target::channel_block`].
 pub type Blocks<'a> = &'a dyn Fn(DType) -> Option<usize>;
 
-/// Rewrites convolutions over two spatial axes where the device takes the blocked form. Returns the graph and how many convolutions
-/// there are in it now that were plain, or in bf16.
+/// Rewrites convolutions over two spatial axes where the device takes the blocked form. Returns the graph and
+/// how many convolutions there are in it now that were plain, or in bf16.
 pub fn run(g: &Graph, blocks: Blocks<'_>, claims: &dyn Fn(&Composite) -> bool) -> Result<(Graph, usize)> {
     let mut p = Pass {
         g,
@@ -192,7 +196,8 @@ impl Pass<'_> {
         Ok(x)
     }
 
-    /// A composite of this name over blocked images if the device takes it; `body` gets the first operand as it is plain.
+    /// A composite of this name over blocked images if the device takes it; `body` gets the first operand as
+    /// it is plain.
     fn composite(
         &mut self,
         name: &str,

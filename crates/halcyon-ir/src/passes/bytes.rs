@@ -1,18 +1,21 @@
-//! Products of bytes for devices that multiply them as they are: 8-bit floats on NVIDIA's tensor cores from sm_89 on and AMD's from
-//! gfx940 on, 8-bit integers almost everywhere.
+//! Products of bytes for devices that multiply them as they are: 8-bit floats on NVIDIA's tensor cores from
+//! sm_89 on and AMD's from gfx940 on, 8-bit integers almost everywhere.
 //!
-//! In a graph such a product is one of numbers that were widened, `matmul(cast(a), cast(b))`, maybe with zero points and scales: the form of a
-//! quantised model (ONNX's `DequantizeLinear`, `MatMulInteger`, `QLinearMatMul`) and of `torch._scaled_mm`. It becomes the composite [`BYTE_MATMUL`],
-//! and what is no part of the bytes goes behind the sum: `Σ s (a - z) t (b - w) = s t (Σ a b - z Σ b - w Σ a + k z w)`.
+//! In a graph such a product is one of numbers that were widened, `matmul(cast(a), cast(b))`, maybe with zero
+//! points and scales: the form of a quantised model (ONNX's `DequantizeLinear`, `MatMulInteger`,
+//! `QLinearMatMul`) and of `torch._scaled_mm`. It becomes the composite [`BYTE_MATMUL`], and what is no part
+//! of the bytes goes behind the sum: `Σ s (a - z) t (b - w) = s t (Σ a b - z Σ b - w Σ a + k z w)`.
 //!
-//! - **8-bit floats.** [`super::narrow`] would else take them apart. Widening is exact, so the products are the same. A scale that is one number
-//!   is the composite's own operand. A cast of the sums to a half type, if nothing else reads them, becomes the composite's result type.
-//! - **8-bit integers** are summed in i32, exactly; a product whose sums f32 would have rounded is the more exact one. A sum of products over
-//!   parts of the summed axis, which an importer makes so that f32 holds each, is one product again. Where the device has kernels of i8 alone,
-//!   u8 is shifted by 128, and so is its zero point.
+//! - **8-bit floats.** [`super::narrow`] would else take them apart. Widening is exact, so the products are
+//!   the same. A scale that is one number is the composite's own operand. A cast of the sums to a half type,
+//!   if nothing else reads them, becomes the composite's result type.
+//! - **8-bit integers** are summed in i32, exactly; a product whose sums f32 would have rounded is the more
+//!   exact one. A sum of products over parts of the summed axis, which an importer makes so that f32 holds
+//!   each, is one product again. Where the device has kernels of i8 alone, u8 is shifted by 128, and so is
+//!   its zero point.
 //!
-//! A composite that the device does not claim is not made. How exact sums must be is the device's to look at: those of 8-bit floats have
-//! fewer digits than f32 on some.
+//! A composite that the device does not claim is not made. How exact sums must be is the device's to look at:
+//! those of 8-bit floats have fewer digits than f32 on some.
 
 use super::derived::{Derived, derived};
 use super::narrow::decode;
@@ -29,9 +32,10 @@ use smallvec::SmallVec;
 use std::collections::{HashMap, HashSet};
 use std::sync::Arc;
 
-/// `a bᵀ` with `a` `[batch…, m, k]` and `b` `[batch…, n, k]`, both along the sum, as matrix units read them. The attributes `left` and `right` say
-/// what the bytes are. Integers (i8 and u8) give `[batch…, m, n]` in i32, which wraps. 8-bit floats (as u8) give f32, f16 or bf16, times a scale
-/// `[1]` in f32 if there is a third operand.
+/// `a bᵀ` with `a` `[batch…, m, k]` and `b` `[batch…, n, k]`, both along the sum, as matrix units read them.
+/// The attributes `left` and `right` say what the bytes are. Integers (i8 and u8) give `[batch…, m, n]` in
+/// i32, which wraps. 8-bit floats (as u8) give f32, f16 or bf16, times a scale `[1]` in f32 if there is a
+/// third operand.
 pub const BYTE_MATMUL: &str = "byte_matmul";
 
 /// Nodes that an operand is followed through, and products that a sum is made of.
@@ -271,7 +275,8 @@ impl<'a> Finder<'a> {
         })
     }
 
-    /// What `id` is made of, if that is bytes; `axis` is the one that is summed over, where it is still known.
+    /// What `id` is made of, if that is bytes; `axis` is the one that is summed over, where it is still
+    /// known.
     fn factor(&self, id: NodeId, axis: Option<usize>, mut f: Factor, depth: usize) -> Option<Factor> {
         let n = self.g.node(id);
         if is_f8(n.ty.dtype) && !f.whole || is_int8(n.ty.dtype) {
@@ -381,13 +386,15 @@ impl<'a> Finder<'a> {
         self.product([*a, *b], &n.ty.shape[..n.ty.shape.rank() - 2], n.ty.dtype)
     }
 
-    /// A product of integers in f32 that is cast to i32, or a sum of such over parts of the summed axis, and the nodes in it.
+    /// A product of integers in f32 that is cast to i32, or a sum of such over parts of the summed axis, and
+    /// the nodes in it.
     fn sum(&self, id: NodeId) -> Option<(Found, Vec<NodeId>)> {
         let g = self.g;
         let (mut todo, mut inside, mut products) = (vec![id], vec![], vec![]);
         while let Some(x) = todo.pop() {
             let n = g.node(x);
-            // Of a sum of so many terms no more is looked at: long chains of additions start one at each of them.
+            // Of a sum of so many terms no more is looked at: long chains of additions start one at each of
+            // them.
             let enough = products.len() > PARTS || inside.len() > 3 * PARTS;
             if n.ty.dtype != DType::I32 || x != id && self.reader(x).is_none() || enough {
                 return None;
@@ -496,7 +503,8 @@ fn turned(c: &ConstData) -> Result<ConstData> {
     ConstData::new(stored(c.dtype), &[cols, rows], bytes)
 }
 
-/// The sums of the right operand's columns `[1, n]` in i32, where it is a constant: once, here, and not in every run.
+/// The sums of the right operand's columns `[1, n]` in i32, where it is a constant: once, here, and not in
+/// every run.
 fn constant_sums(r: &mut Rebuild<'_>, old: &Graph, found: &Found) -> Result<Option<NodeId>> {
     let f = &found.factors[1];
     let Op::Const(c) = &old.node(f.codes).op else { return Ok(None) };
@@ -672,7 +680,8 @@ pub fn applies(g: &Graph) -> bool {
     any(&|n| n.op == Op::Matmul) && any(&|n| is_f8(n.ty.dtype) || is_int8(n.ty.dtype))
 }
 
-/// Makes products of bytes what `claims` takes whole. Shapes must be known. Returns the graph and how many there were.
+/// Makes products of bytes what `claims` takes whole. Shapes must be known. Returns the graph and how many
+/// there were.
 pub fn run(g: &Graph, claims: &dyn Fn(&Composite) -> bool) -> Result<(Graph, usize)> {
     let live = Rebuild::live(g);
     let finder = Finder::new(g, &live);

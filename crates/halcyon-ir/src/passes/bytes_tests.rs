@@ -1,4 +1,5 @@
-//! Products of bytes in every form that is taken, with the values of the graph as it was, and forms that are not.
+//! Products of bytes in every form that is taken, with the values of the graph as it was, and forms that are
+//! not.
 
 use super::*;
 use crate::passes::{Level, PassOptions, RECOGNITION, optimize};
@@ -48,7 +49,8 @@ impl Case {
         self.g.cast(x, DType::F32).unwrap()
     }
 
-    /// Results of the composites that are left at O2, their operands, and how many the pass made. The values are the old graph's.
+    /// Results of the composites that are left at O2, their operands, and how many the pass made. The values
+    /// are the old graph's.
     fn check(self, y: NodeId) -> (Vec<(DType, usize)>, usize) {
         self.check_for(y, |_| true)
     }
@@ -264,7 +266,8 @@ fn what_is_no_product_of_8_bit_floats_stays() {
     }
 }
 
-/// An operand as an importer writes it: widened, less its zero point, times its scale. Sizes of both; none for none.
+/// An operand as an importer writes it: widened, less its zero point, times its scale. Sizes of both; none
+/// for none.
 fn quantised(
     c: &mut Case,
     d: DType,
@@ -379,7 +382,8 @@ fn two_parts(
 #[test]
 fn parts_that_are_no_parts_of_one_product_stay_two() {
     let two = (vec![(DType::I32, 2); 2], 2);
-    // Repeated along the sum, along the rows, from a value of one axis, along the batch (which is one product).
+    // Repeated along the sum, along the rows, from a value of one axis, along the batch (which is one
+    // product).
     let mut c = Case::new();
     let ab = [c.wide(DType::U8, &[4, 2]), c.wide(DType::I8, &[2, 6])];
     let y = two_parts(&mut c, [1, 1], ab, |g, x, right, _| {
@@ -433,13 +437,15 @@ fn parts_that_are_no_parts_of_one_product_stay_two() {
         assert_eq!(run(&c.g, &|_| true).unwrap().1, 1);
         busy().zip(before).map(|(after, before)| after - before)
     };
-    // Eight times as many take 64 times as long where each addition goes through all below it: a minute in all.
+    // Eight times as many take 64 times as long where each addition goes through all below it: a minute in
+    // all.
     if let (Some(short), Some(long)) = (time(2500), time(20_000)) {
         assert!(long < 24 * short + 2_000_000_000, "{short} ns, eight times as many {long} ns");
     }
 }
 
-/// Constants of one row or column that are repeated into a matrix, by columns and by rows, with and without their sums.
+/// Constants of one row or column that are repeated into a matrix, by columns and by rows, with and without
+/// their sums.
 #[test]
 fn constants_that_are_repeated_into_a_matrix_are_no_matrix() {
     let (m, k, n) = (4, 24, 6);
@@ -538,7 +544,8 @@ fn what_i32_does_not_hold_stays() {
     assert_eq!(c.check(y), none);
 }
 
-/// Weights that are constants, as they are and turned, with a zero point of the left operand, which wants their sums.
+/// Weights that are constants, as they are and turned, with a zero point of the left operand, which wants
+/// their sums.
 #[test]
 fn sums_of_constants_are_known() {
     let (m, k, n) = (4, 24, 6);

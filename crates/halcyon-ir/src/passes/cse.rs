@@ -12,7 +12,8 @@ use std::collections::HashMap;
 use std::collections::hash_map::{DefaultHasher, Entry};
 use std::hash::{Hash, Hasher};
 
-/// Constants of one hash that a constant is compared with. Equal weights are found in any model that is not made to prevent it.
+/// Constants of one hash that a constant is compared with. Equal weights are found in any model that is not
+/// made to prevent it.
 const MAX_ALIKE: usize = 8;
 /// Constants up to this many bytes are hashed whole.
 const HASHED_WHOLE: usize = 4096;
@@ -34,8 +35,9 @@ fn commutes(op: ScalarOp) -> bool {
     matches!(op, Add | Mul | Min | Max | And | Or | Xor | Eq | Ne)
 }
 
-/// Merges equal nodes and drops dead ones; returns the graph and how many merged. Every op is a pure function of its operands,
-/// so any two equal nodes may merge; the first one's span stays. Operands of commutative scalar ops match in either order.
+/// Merges equal nodes and drops dead ones; returns the graph and how many merged. Every op is a pure function
+/// of its operands, so any two equal nodes may merge; the first one's span stays. Operands of commutative
+/// scalar ops match in either order.
 pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     let live = Rebuild::live(g);
     let mut r = Rebuild::new(g);

@@ -1,4 +1,5 @@
-//! Constants that a pass computes from others: the same bytes for every plan, as long as one of them holds them.
+//! Constants that a pass computes from others: the same bytes for every plan, as long as one of them holds
+//! them.
 
 use crate::data::{Bytes, ConstData};
 use crate::dtype::DType;

@@ -1,5 +1,6 @@
-//! Products whose constant operand is larger than a device binds at once, as products with parts of it side by side: the weights of a
-//! classifier on a WebGPU adapter that binds 128 MiB. Each result is computed as before; only the operand lies in several buffers.
+//! Products whose constant operand is larger than a device binds at once, as products with parts of it side
+//! by side: the weights of a classifier on a WebGPU adapter that binds 128 MiB. Each result is computed as
+//! before; only the operand lies in several buffers.
 
 use super::rebuild::{Rebuild, prune};
 use crate::data::ConstData;

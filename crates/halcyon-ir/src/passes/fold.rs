@@ -1,8 +1,8 @@
 //! Constant folding, by the reference's own arithmetic.
 //!
-//! A node whose operands are constants becomes a constant if that is small; a constant that holds one value everywhere becomes a
-//! literal ([`Op::Full`]), which costs no memory. Views that would grow a constant stay views, but what is computed from them
-//! folds.
+//! A node whose operands are constants becomes a constant if that is small; a constant that holds one value
+//! everywhere becomes a literal ([`Op::Full`]), which costs no memory. Views that would grow a constant stay
+//! views, but what is computed from them folds.
 
 use super::rebuild::Rebuild;
 use crate::data::ConstData;
@@ -23,8 +23,8 @@ const MAX_WORK: usize = 1 << 22;
 const TOTAL_WORK: usize = 1 << 26;
 /// Results of so many bytes are folded in any case: a node takes as much in a file.
 pub const ALWAYS: usize = 256;
-/// Bytes that folded values may take in all, beside four times those of the graph's own constants: a few small nodes must not
-/// become gigabytes.
+/// Bytes that folded values may take in all, beside four times those of the graph's own constants: a few
+/// small nodes must not become gigabytes.
 const TOTAL_BYTES: usize = 64 << 20;
 
 /// What is left to spend on a graph.
@@ -33,14 +33,15 @@ struct Budget {
     bytes: usize,
 }
 
-/// Folds constants and drops dead nodes; returns the graph and how many nodes became constants or literals. A node whose
-/// evaluation fails (an index out of range, say) is left to fail where it runs.
+/// Folds constants and drops dead nodes; returns the graph and how many nodes became constants or literals. A
+/// node whose evaluation fails (an index out of range, say) is left to fail where it runs.
 pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     folded(g, false)
 }
 
-/// As [`run`], for a graph that is stored: a node whose result takes more memory than its operands stays a node, unless the result is
-/// small ([`ALWAYS`]). A range, a mask that is computed, or weights that are dequantised do not grow the file.
+/// As [`run`], for a graph that is stored: a node whose result takes more memory than its operands stays a
+/// node, unless the result is small ([`ALWAYS`]). A range, a mask that is computed, or weights that are
+/// dequantised do not grow the file.
 pub fn run_lean(g: &Graph) -> Result<(Graph, usize)> {
     folded(g, true)
 }
@@ -126,7 +127,8 @@ fn uniform(c: &ConstData) -> Option<Scalar> {
     (b.len() >= n && b[n..] == b[..b.len() - n]).then(|| c.get(0)).flatten()
 }
 
-/// The literal that a node of literals is, found without looking at a single element. Works for any shape, symbolic too.
+/// The literal that a node of literals is, found without looking at a single element. Works for any shape,
+/// symbolic too.
 fn literal(r: &Rebuild, n: &Node) -> Result<Option<Scalar>> {
     let x = r.operands(n)?;
     let mut vals = vec![];

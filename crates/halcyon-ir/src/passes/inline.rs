@@ -6,8 +6,9 @@ use crate::error::{Error, Result, Span};
 use crate::graph::{Graph, Node, NodeId};
 use crate::op::Op;
 
-/// The graph with every composite that `keep` refuses replaced by its body, at every depth. Body nodes without a place of their
-/// own take the composite's. Also returns what every old node became ([`super::rebuild::DROPPED`] for those no output needs).
+/// The graph with every composite that `keep` refuses replaced by its body, at every depth. Body nodes
+/// without a place of their own take the composite's. Also returns what every old node became
+/// ([`super::rebuild::DROPPED`] for those no output needs).
 pub fn inline_composites(g: &Graph, keep: &dyn Fn(&Composite) -> bool) -> Result<(Graph, Vec<NodeId>)> {
     let live = Rebuild::live(g);
     let mut r = Rebuild::new(g);
@@ -33,7 +34,8 @@ pub fn append(g: &mut Graph, c: &Composite, x: &[NodeId]) -> Result<NodeId> {
     body(g, c, x, &span, &|_| true)
 }
 
-/// Appends the body of `c` on operands `x`; returns its result. Recurses once per level of composites inside composites.
+/// Appends the body of `c` on operands `x`; returns its result. Recurses once per level of composites inside
+/// composites.
 fn body(
     g: &mut Graph,
     c: &Composite,

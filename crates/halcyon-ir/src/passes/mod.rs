@@ -32,8 +32,8 @@ pub enum Level {
     O0,
     /// Folding, common subexpressions, fusion and whole composites, within the tolerances of the ops.
     O1,
-    /// What O1 does, with layouts, packed constants and epilogues that the device's kernels are fastest with. Sums may be rounded
-    /// differently.
+    /// What O1 does, with layouts, packed constants and epilogues that the device's kernels are fastest with.
+    /// Sums may be rounded differently.
     #[default]
     O2,
 }
@@ -128,7 +128,8 @@ impl PassOptions {
     }
 }
 
-/// Runs the passes of the level. `claims` says which composites the device takes whole; `blocks` is [`crate::target::Target::channel_block`].
+/// Runs the passes of the level. `claims` says which composites the device takes whole; `blocks` is
+/// [`crate::target::Target::channel_block`].
 pub fn optimize(
     g: &Graph,
     options: &PassOptions,
@@ -183,7 +184,8 @@ pub fn optimize(
         g = if n > 0 { cse::run(&fold::run(&h)?.0)?.0 } else { h };
         note(AFFINE, n);
     }
-    // Behind the passes that look for patterns in f32; it rounds constants itself, so nothing is left to fold.
+    // Behind the passes that look for patterns in f32; it rounds constants itself, so nothing is left to
+    // fold.
     if let Some(low) = options.amp.dtype().filter(|_| options.does(MIXED)) {
         let claims = |c: &Composite| whole && claims(c);
         let (h, n, bytes) = autocast::run(&g, low, options.kept, &claims)?;

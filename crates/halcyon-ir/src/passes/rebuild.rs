@@ -6,8 +6,8 @@ use crate::graph::{Graph, Node, NodeId, Operands};
 use crate::op::Op;
 use crate::shape::{Shape, TensorType};
 
-/// A graph under reconstruction. Inputs and arguments come first, all of them and in order, one node each; outputs and states
-/// are added by [`Rebuild::finish`].
+/// A graph under reconstruction. Inputs and arguments come first, all of them and in order, one node each;
+/// outputs and states are added by [`Rebuild::finish`].
 #[derive(Debug)]
 pub struct Rebuild<'a> {
     old: &'a Graph,
@@ -92,7 +92,8 @@ impl<'a> Rebuild<'a> {
         self.map[old.index()] = new;
     }
 
-    /// Copies node `old`, whose operands must have been placed, and places it. Sets the new graph's span to the node's.
+    /// Copies node `old`, whose operands must have been placed, and places it. Sets the new graph's span to
+    /// the node's.
     pub fn copy(&mut self, old: NodeId) -> Result<NodeId> {
         let n = self.old.node(old);
         self.new.span = n.span.clone();

@@ -1,9 +1,9 @@
-//! Finds composites that a graph has written out: attention, layer and RMS norm, and the activations GELU (exact and by tanh) and
-//! SiLU, as exporters to ONNX write them. Values stay within rounding: the composite is the same function, evaluated in
-//! another order.
+//! Finds composites that a graph has written out: attention, layer and RMS norm, and the activations GELU
+//! (exact and by tanh) and SiLU, as exporters to ONNX write them. Values stay within rounding: the composite
+//! is the same function, evaluated in another order.
 //!
-//! Only f32 is looked at, since halves would round elsewhere. What a pattern holds must have no reader outside of it, or it would be
-//! computed twice. A composite that the device does not claim is not made.
+//! Only f32 is looked at, since halves would round elsewhere. What a pattern holds must have no reader
+//! outside of it, or it would be computed twice. A composite that the device does not claim is not made.
 
 use super::rebuild::{Rebuild, prune};
 use crate::composite::Composite;
@@ -383,7 +383,8 @@ impl<'a> Finder<'a> {
     }
 }
 
-/// The mask of new graph `g` without the repetitions it was made with: a function of what is repeated is computed before.
+/// The mask of new graph `g` without the repetitions it was made with: a function of what is repeated is
+/// computed before.
 fn shrink(g: &mut Graph, id: NodeId, depth: usize) -> Result<NodeId> {
     let n = g.node(id).clone();
     let rank = n.ty.shape.rank();
@@ -475,8 +476,8 @@ fn make(
     }
 }
 
-/// Makes the composites that the graph has written out. `claims` says which the device takes whole; without it only activations
-/// are looked for. Returns the graph and how many there were.
+/// Makes the composites that the graph has written out. `claims` says which the device takes whole; without
+/// it only activations are looked for. Returns the graph and how many there were.
 pub fn run(g: &Graph, claims: Option<&dyn Fn(&Composite) -> bool>) -> Result<(Graph, usize)> {
     let live = Rebuild::live(g);
     let finder = Finder::new(g, &live);

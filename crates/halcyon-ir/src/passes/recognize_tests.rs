@@ -38,8 +38,8 @@ impl Case {
         self.g.input(&name, TensorType::new(DType::F32, dims))
     }
 
-    /// Runs the passes of O2 for a device that claims what `claims` says; checks the values. Gives the names of the composites and
-    /// activations that are left, and how many the pass made.
+    /// Runs the passes of O2 for a device that claims what `claims` says; checks the values. Gives the names
+    /// of the composites and activations that are left, and how many the pass made.
     fn check(
         mut self,
         y: NodeId,

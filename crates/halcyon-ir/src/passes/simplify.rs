@@ -8,8 +8,8 @@ use crate::op::{Op, ReduceKind, SliceAxis};
 use crate::scalar_op::ScalarOp;
 use crate::shape::Dim;
 
-/// Applies the identities once, in node order (operands first, so chains collapse in one run), and drops dead nodes. Returns the
-/// graph and how many nodes were rewritten or dropped.
+/// Applies the identities once, in node order (operands first, so chains collapse in one run), and drops dead
+/// nodes. Returns the graph and how many nodes were rewritten or dropped.
 pub fn run(g: &Graph) -> Result<(Graph, usize)> {
     let live = Rebuild::live(g);
     let mut r = Rebuild::new(g);
@@ -54,7 +54,8 @@ fn uniform(g: &Graph, mut id: NodeId) -> Option<Scalar> {
     None
 }
 
-/// A simpler node with the value of `n` on operands `x`. The builder's checks stay on: what they refuse is not rewritten.
+/// A simpler node with the value of `n` on operands `x`. The builder's checks stay on: what they refuse is
+/// not rewritten.
 fn rewrite(g: &mut Graph, n: &Node, x: &[NodeId]) -> Option<NodeId> {
     let first = *x.first()?;
     let under = g.node(first).clone();
@@ -141,8 +142,8 @@ fn holds(b: DType, a: DType) -> bool {
     }
 }
 
-/// Whether casting `a` to `b` to `c` is casting `a` to `c`: `b` must lose nothing, and the second cast must treat the value as the
-/// direct one does (a float saturates where an integer wraps).
+/// Whether casting `a` to `b` to `c` is casting `a` to `c`: `b` must lose nothing, and the second cast must
+/// treat the value as the direct one does (a float saturates where an integer wraps).
 fn casts_merge(a: DType, b: DType, c: DType) -> bool {
     let wraps = a.is_int() && b.is_float() && c.is_int();
     holds(b, a) && (!wraps || c == a)

@@ -437,7 +437,8 @@ fn literals_fold_without_elements_and_constants_do_not_grow() {
     let out: Vec<&Op> = h.outputs().iter().map(|o| &h.node(o.node).op).collect();
     assert_eq!(out[0], &Op::Expand);
     assert!(matches!(out[1], Op::Const(c) if c.to_vec::<f64>() == [1000.0, 8000.0, 36000.0]));
-    // For a graph that is stored: what is larger than what it is computed from stays, and what follows from it is folded.
+    // For a graph that is stored: what is larger than what it is computed from stays, and what follows from
+    // it is folded.
     let mut g = Graph::new();
     let bytes: Vec<i8> = (0..100).collect();
     let w = g.constant(ConstData::from_slice(&[100], &bytes).unwrap());

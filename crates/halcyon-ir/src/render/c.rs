@@ -1,7 +1,7 @@
 //! The C-family writer: walks a kernel once and spells it with a [`Dialect`].
 //!
-//! Names are positional (`b0` buffers, `p0` parameters, `v0` values, `m0` variables, `t0` shared expressions, `l0` and
-//! `a0` arrays), so equal kernels give equal text.
+//! Names are positional (`b0` buffers, `p0` parameters, `v0` values, `m0` variables, `t0` shared expressions,
+//! `l0` and `a0` arrays), so equal kernels give equal text.
 
 use super::dialect::Dialect;
 use super::helpers::{bits, definition, math};
@@ -515,8 +515,9 @@ impl<'a> Writer<'a> {
         r
     }
 
-    /// Ends a conditional block that waits with a barrier, in OpenCL. Without it PoCL 3.1 takes a branch after the block's last
-    /// barrier for all work-items as the first one does, so that those past the end of an array write, too.
+    /// Ends a conditional block that waits with a barrier, in OpenCL. Without it PoCL 3.1 takes a branch
+    /// after the block's last barrier for all work-items as the first one does, so that those past the end of
+    /// an array write, too.
     fn rejoin(&mut self, block: &[Stmt]) {
         fn waits(s: &Stmt) -> bool {
             match s {

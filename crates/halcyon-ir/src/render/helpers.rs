@@ -1,5 +1,5 @@
-//! Functions the C writer emits where they are used. `$T` is the type, `$U` the unsigned type of its width, `@` the
-//! function's own name; `%name(` is a math function on the type.
+//! Functions the C writer emits where they are used. `$T` is the type, `$U` the unsigned type of its width,
+//! `@` the function's own name; `%name(` is a math function on the type.
 
 use super::dialect::Dialect;
 use crate::dtype::DType;

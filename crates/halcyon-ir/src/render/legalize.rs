@@ -1,4 +1,5 @@
-//! Subgroup operations for languages without them: the same meaning over workgroup memory, with subgroups of 32.
+//! Subgroup operations for languages without them: the same meaning over workgroup memory, with subgroups of
+//! 32.
 
 use crate::dtype::Scalar;
 use crate::kernel::ir::*;
@@ -16,7 +17,8 @@ struct Pass {
     lane: ExprId,
 }
 
-/// The kernel without subgroup operations. Verified kernels reach them uniformly, so the barriers put here are legal.
+/// The kernel without subgroup operations. Verified kernels reach them uniformly, so the barriers put here
+/// are legal.
 pub fn without_subgroups(kernel: &Kernel) -> Kernel {
     if !kernel.uses_subgroups() {
         return kernel.clone();

@@ -66,13 +66,15 @@ pub struct Source {
 /// Renders one verified kernel; its entry point has the kernel's name (in WGSL after `k_`).
 ///
 /// # Errors
-/// [`crate::Error::Unsupported`] for what the language cannot say (f64 in Metal, products of matrices outside of CUDA and HIP).
+/// [`crate::Error::Unsupported`] for what the language cannot say (f64 in Metal, products of matrices outside
+/// of CUDA and HIP).
 pub fn render(k: &Kernel, language: Language) -> Result<Source> {
     batch(&[(k, k.name.clone())], language)
 }
 
-/// What an entry point reads from a buffer of arguments instead of getting it with the launch, so that a launch that was recorded can run
-/// again with other values. Each takes a word of eight bytes there, in this order: the fault word's address, then the parameters.
+/// What an entry point reads from a buffer of arguments instead of getting it with the launch, so that a
+/// launch that was recorded can run again with other values. Each takes a word of eight bytes there, in this
+/// order: the fault word's address, then the parameters.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Default)]
 pub struct Indirect {
     /// The address of the fault word, which is the kernel's last buffer.
@@ -81,7 +83,8 @@ pub struct Indirect {
     pub params: Vec<usize>,
 }
 
-/// Renders one verified kernel whose entry point gets, behind its other arguments, the address of its words in a buffer of arguments.
+/// Renders one verified kernel whose entry point gets, behind its other arguments, the address of its words
+/// in a buffer of arguments.
 ///
 /// # Errors
 /// As [`render`]; [`crate::Error::Unsupported`] for languages without addresses of 64 bits as arguments.
@@ -95,7 +98,8 @@ pub fn render_indirect(k: &Kernel, language: Language, indirect: &Indirect) -> R
     }
 }
 
-/// Renders many kernels into one source: equal kernels once, helpers once. Entry `i` of the result belongs to kernel `i`.
+/// Renders many kernels into one source: equal kernels once, helpers once. Entry `i` of the result belongs to
+/// kernel `i`.
 ///
 /// # Errors
 /// As [`render`].

@@ -1,14 +1,18 @@
-//! The WGSL writer. WGSL is no C: values are immutable `let`s, there are no conversions, pointers or ternaries, and storage has
-//! elements of 32 bits. What it lacks is legalised here:
+//! The WGSL writer. WGSL is no C: values are immutable `let`s, there are no conversions, pointers or
+//! ternaries, and storage has elements of 32 bits. What it lacks is legalised here:
 //!
-//! - Elements of 8 and 16 bits lie in words. A store replaces its bits of the word by two atomic operations, so an invocation never
-//!   overwrites bytes that another one owns. With [`Options::f16`] and [`Options::int16`] 16-bit elements are storage types.
-//! - Compilers of WGSL may assume that NaN and infinities do not exist, so comparisons test for NaN by bits and constants are made
-//!   from bits at run time. Mathematical functions are written out (`wgsl/math.rs`): the language's own may be off by thousands of ulps.
+//! - Elements of 8 and 16 bits lie in words. A store replaces its bits of the word by two atomic operations,
+//!   so an invocation never overwrites bytes that another one owns. With [`Options::f16`] and
+//!   [`Options::int16`] 16-bit elements are storage types.
+//! - Compilers of WGSL may assume that NaN and infinities do not exist, so comparisons test for NaN by bits
+//!   and constants are made from bits at run time. Mathematical functions are written out (`wgsl/math.rs`):
+//!   the language's own may be off by thousands of ulps.
 //! - 64-bit types are `i64`, `u64` and `f64`, which a device may lack; whoever renders asks the device first.
-//! - One memory may be bound once: buffers that a launch gives one memory share a binding ([`Options::bindings`]).
+//! - One memory may be bound once: buffers that a launch gives one memory share a binding
+//!   ([`Options::bindings`]).
 //!
-//! Buffers are `@group(0)`, all `read_write`; parameters are one uniform struct at `@group(1) @binding(0)` laid out by [`param_layout`].
+//! Buffers are `@group(0)`, all `read_write`; parameters are one uniform struct at `@group(1) @binding(0)`
+//! laid out by [`param_layout`].
 
 mod helpers;
 mod math;
@@ -31,18 +35,20 @@ pub struct Options {
     pub f16: bool,
     /// `i16` and `u16` are storage types (`wgpu_int16`).
     pub int16: bool,
-    /// The device's `fma` of f32 is one instruction that rounds once, as on GPUs; without it, products past the range are seen to.
+    /// The device's `fma` of f32 is one instruction that rounds once, as on GPUs; without it, products past
+    /// the range are seen to.
     pub fused: bool,
     /// The device has subgroup operations, and subgroups are runs of the linear local index.
     pub subgroups: bool,
-    /// The device gives a loop up after some tens of thousands of rounds and says nothing (llvmpipe: 65,535 per work-item). Loops that
-    /// were not finished then set the word at `@group(1) @binding(1)`.
+    /// The device gives a loop up after some tens of thousands of rounds and says nothing (llvmpipe: 65,535
+    /// per work-item). Loops that were not finished then set the word at `@group(1) @binding(1)`.
     pub short_loops: bool,
     /// What is written to that word, so that it tells which kernel it was; 0 is 1.
     pub mark: u32,
     /// Rounds that a loop without loops or barriers in it does at a time; 0 is 1.
     pub unroll: u32,
-    /// The binding of each buffer; empty where each has its own. Buffers that are the same memory must share a binding.
+    /// The binding of each buffer; empty where each has its own. Buffers that are the same memory must share
+    /// a binding.
     pub bindings: Vec<usize>,
 }
 
@@ -520,9 +526,10 @@ impl<'a> Writer<'a> {
         Ok(())
     }
 
-    /// A loop (counter, its type, start, end, step) that says when it was given up. Where it may be long (no number of rounds is `known`,
-    /// and sizes are large), it does several rounds at a time, and so it does where a known number of rounds allows that without a test
-    /// between them: such loops lie within others, and the device counts the rounds of all. A few known rounds are no loop at all.
+    /// A loop (counter, its type, start, end, step) that says when it was given up. Where it may be long (no
+    /// number of rounds is `known`, and sizes are large), it does several rounds at a time, and so it does
+    /// where a known number of rounds allows that without a test between them: such loops lie within others,
+    /// and the device counts the rounds of all. A few known rounds are no loop at all.
     fn short_loop(
         &mut self,
         [v, t, start, end, step]: &[&str; 5],

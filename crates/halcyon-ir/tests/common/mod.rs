@@ -131,7 +131,8 @@ pub fn everything() -> Kernel {
     b.finish().unwrap()
 }
 
-/// One product of every unit of a list: operands in both orders, from and to workgroup memory; its rows; and the sums as an operand.
+/// One product of every unit of a list: operands in both orders, from and to workgroup memory; its rows; and
+/// the sums as an operand.
 pub fn matrices(ops: &[MatrixOp]) -> Kernel {
     let b = Builder::new("matrices", [64, 1, 1]);
     let (x, y) = (b.raw_buffer(DType::F16, false), b.raw_buffer(DType::F32, true));
@@ -211,8 +212,8 @@ pub fn all_casts(f64: bool) -> Vec<Kernel> {
     DType::native().filter(keep).flat_map(|a| DType::native().filter(keep).map(move |b| cast(a, b))).collect()
 }
 
-/// The ops with a template, and those that fused kernels, the memory planner or their own bodies take care of. A new op does not
-/// compile until it is named here; with a template it must be in [`templates`].
+/// The ops with a template, and those that fused kernels, the memory planner or their own bodies take care
+/// of. A new op does not compile until it is named here; with a template it must be in [`templates`].
 macro_rules! templated {
     ([$($op:pat => $name:literal,)*] [$($other:pat,)*]) => {
         fn template_of(op: &Op) -> Option<&'static str> {
@@ -342,7 +343,8 @@ pub fn templates(f64: bool) -> Vec<Kernel> {
     out
 }
 
-/// Attention for few queries: one row and as many as a group takes, keys that are split and not, read 16 bytes at a time and not.
+/// Attention for few queries: one row and as many as a group takes, keys that are split and not, read 16
+/// bytes at a time and not.
 pub fn few_queries(f64: bool) -> Vec<Kernel> {
     let mut out = vec![];
     let caps = Caps { f64, compute_units: Some(64), ..Caps::generous() };
@@ -362,8 +364,8 @@ pub fn few_queries(f64: bool) -> Vec<Kernel> {
     out
 }
 
-/// Products on matrix units: every tile, and per type operands that are contiguous along the sum and across it, with and without
-/// vectors.
+/// Products on matrix units: every tile, and per type operands that are contiguous along the sum and across
+/// it, with and without vectors.
 pub fn matrix_products(caps: &Caps) -> Vec<Kernel> {
     let mut out: Vec<Kernel> = vec![];
     let types: BTreeSet<MatrixType> = caps.matrix.iter().map(|o| o.operand).collect();
@@ -390,14 +392,15 @@ pub fn matrix_products(caps: &Caps) -> Vec<Kernel> {
     out
 }
 
-/// Attention on matrix units: per type every tile with a causal limit and shared heads, and the heuristic's for other row lengths, masks, odd
-/// sizes and far operands.
+/// Attention on matrix units: per type every tile with a causal limit and shared heads, and the heuristic's
+/// for other row lengths, masks, odd sizes and far operands.
 pub fn matrix_attention(caps: &Caps) -> Vec<Kernel> {
     let mut out: Vec<Kernel> = vec![];
     let types: BTreeSet<MatrixType> = caps.matrix.iter().map(|o| o.operand).collect();
     for t in types {
         let d = t.storage();
-        // Batch, query heads, key heads, queries, keys and length of a row; whether causal, masked, and for every tile.
+        // Batch, query heads, key heads, queries, keys and length of a row; whether causal, masked, and for
+        // every tile.
         let calls = [
             ([2, 8, 4, 512, 512, 64], true, false, true),
             ([1, 8, 2, 512, 512, 128], true, false, true),

@@ -1,5 +1,6 @@
-//! The vendors' run-time compilers and clang, on batches of kernels and without a GPU. A missing compiler skips with a message, and fails
-//! where HALCYON_REQUIRE_LANES=1. Another crate's tests may include this file by path.
+//! The vendors' run-time compilers and clang, on batches of kernels and without a GPU. A missing compiler
+//! skips with a message, and fails where HALCYON_REQUIRE_LANES=1. Another crate's tests may include this file
+//! by path.
 #![allow(dead_code)]
 
 use halcyon_ir::kernel::Kernel;

@@ -81,7 +81,8 @@ impl Input {
     }
 }
 
-/// Devices to lower for: like a GPU, like a CPU, and one that takes four work-items and no workgroup memory to speak of.
+/// Devices to lower for: like a GPU, like a CPU, and one that takes four work-items and no workgroup memory
+/// to speak of.
 pub fn devices() -> Vec<Caps> {
     let gpu = Caps::generous();
     let cpu = Caps { is_cpu: true, ..gpu.clone() };
@@ -89,9 +90,9 @@ pub fn devices() -> Vec<Caps> {
     vec![gpu, cpu, tiny]
 }
 
-/// Lowers the one op that `build` adds for all [`devices`], runs it and compares. `tol` counts units of rounding of the
-/// compute type, relative to the largest result; the storage type's own rounding comes on top.
-/// Returns the names of the kernels used.
+/// Lowers the one op that `build` adds for all [`devices`], runs it and compares. `tol` counts units of
+/// rounding of the compute type, relative to the largest result; the storage type's own rounding comes on
+/// top. Returns the names of the kernels used.
 pub fn check(
     lower: Lower,
     inputs: &[Input],

@@ -1,5 +1,5 @@
-//! Every template through the interpreter: all subgroup sizes, random order, poisoned outputs, strided operands, against
-//! references written from the definitions in f64.
+//! Every template through the interpreter: all subgroup sizes, random order, poisoned outputs, strided
+//! operands, against references written from the definitions in f64.
 
 mod matrices;
 #[path = "../common/tensor.rs"]
@@ -15,7 +15,8 @@ use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{DType, Scalar, TensorType};
 use tensor::*;
 
-/// Runs the kernels of an op at every subgroup size; gives the result's elements and whether the fault word was set.
+/// Runs the kernels of an op at every subgroup size; gives the result's elements and whether the fault word
+/// was set.
 fn execute(
     op: &Op,
     x: &[&Tensor],
@@ -58,7 +59,8 @@ fn execute(
                     *v = Scalar::U(7);
                 }
             }
-            // Concatenations and updates write one result in several steps, of which only the first finds it untouched.
+            // Concatenations and updates write one result in several steps, of which only the first finds it
+            // untouched.
             let poisoned = if written { vec![] } else { vec![BufId(binding.len() as u32 - 1)] };
             let o = Options {
                 subgroup,

@@ -1,4 +1,5 @@
-//! Products and attention on matrix units: every tile against the definitions, what chooses them, and the faults that are found.
+//! Products and attention on matrix units: every tile against the definitions, what chooses them, and the
+//! faults that are found.
 
 use super::composite;
 use super::tensor::*;
@@ -97,7 +98,8 @@ fn matmul_on_matrix_units() {
     assert!(seen > 100, "{seen}");
 }
 
-/// Prompts on matrix units: every tile, at the widths of NVIDIA's and AMD's subgroups, against the definition.
+/// Prompts on matrix units: every tile, at the widths of NVIDIA's and AMD's subgroups, against the
+/// definition.
 #[test]
 fn attention_on_matrix_units() {
     // Batch, query heads, key heads, queries, keys and length of a row.
@@ -152,8 +154,8 @@ fn attention_on_matrix_units() {
             let full = [sk, sq, h, b];
             let shape: Vec<usize> =
                 c.mask.iter().zip(full).rev().map(|(m, f)| if *m == 0 { f } else { *m }).collect();
-            // The first row of keys is hidden from all queries that share it, the second as exporters write it: by the lowest number,
-            // to which scores add nothing.
+            // The first row of keys is hidden from all queries that share it, the second as exporters write
+            // it: by the lowest number, to which scores add nothing.
             let md = if c.mixed { DType::F32 } else { d };
             let lowest = match md {
                 DType::BF16 => -f64::from(half::bf16::MAX),
@@ -226,7 +228,8 @@ fn attention_on_matrix_units() {
                 assert!(r.reports.is_empty(), "{what}: {}", r.reports[0]);
                 let got: Vec<f64> =
                     memory[x.len()].chunks(d.size()).map(|c| Scalar::from_bytes(d, c).as_f64()).collect();
-                // Scores of TF32 products are off by the operands' rounding; weights of half types are rounded.
+                // Scores of TF32 products are off by the operands' rounding; weights of half types are
+                // rounded.
                 close(&what, &got, &want, if d == DType::F32 { DType::F16 } else { d }, 4.0);
                 seen += 1;
             }
@@ -302,7 +305,8 @@ fn faults_of_matrices_are_found() {
         let o = Options { sanitize: true, ..Options::default() };
         run(k, &launch, &mut [], &o).unwrap().reports.first().map(|r| r.fault)
     };
-    // Work-items write an array of 128 vectors, and two subgroups load a matrix of it from a place and with a stride.
+    // Work-items write an array of 128 vectors, and two subgroups load a matrix of it from a place and with a
+    // stride.
     let loads = |barrier: bool, at: &dyn for<'a> Fn(&'a Builder) -> [E<'a>; 2]| {
         let k = kernel(&|b| {
             let l = b.local(Ty::U32x4, 128);
@@ -394,7 +398,8 @@ fn faults_of_matrices_are_found() {
             let (s, r) = (b.fragment(op, Part::Sum), b.fragment(op, Part::Rows));
             b.map_fragment(s, |_, _| b.set_element(r, b.element(s)));
         },
-        // A map with another effect, a product of a row's elements, and an operand that begins within another.
+        // A map with another effect, a product of a row's elements, and an operand that begins within
+        // another.
         &|b| {
             let (s, l) = (b.fragment(op, Part::Sum), b.local(Ty::F32, 64));
             b.map_fragment(s, |row, _| l.store(row, b.element(s)));
@@ -410,8 +415,8 @@ fn faults_of_matrices_are_found() {
     }
 }
 
-/// Kernels that round f32 factors to TF32 pass the comparison with those that do not, whichever is the default; without the share of
-/// that rounding they would not.
+/// Kernels that round f32 factors to TF32 pass the comparison with those that do not, whichever is the
+/// default; without the share of that rounding they would not.
 #[test]
 fn tuning_allows_for_the_rounding_of_factors() {
     let caps = with_matrix_units(&MATRIX_CUDA, 32);

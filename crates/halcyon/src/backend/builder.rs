@@ -49,20 +49,22 @@ impl BackendBuilder {
         self
     }
 
-    /// In which order `Auto` looks at backends. If it is not said, the environment's `HALCYON_BACKENDS` counts, then the configuration
-    /// file, then the priorities ([`select`]).
+    /// In which order `Auto` looks at backends. If it is not said, the environment's `HALCYON_BACKENDS`
+    /// counts, then the configuration file, then the priorities ([`select`]).
     pub fn policy(mut self, order: Policy) -> Self {
         self.policy = Some(order);
         self
     }
 
-    /// What happens where the backend is not there or too small: `Never` for one that is named and `Next` for `Auto`, if it is not said.
+    /// What happens where the backend is not there or too small: `Never` for one that is named and `Next` for
+    /// `Auto`, if it is not said.
     pub fn fallback(mut self, f: Fallback) -> Self {
         self.fallback = Some(f);
         self
     }
 
-    /// Bytes that the device must have left; one that has less is rejected, and the report says what it lacks.
+    /// Bytes that the device must have left; one that has less is rejected, and the report says what it
+    /// lacks.
     pub fn memory_needed(mut self, bytes: u64) -> Self {
         self.memory = bytes;
         self
@@ -73,35 +75,38 @@ impl BackendBuilder {
         self
     }
 
-    /// How exact f32 matrix work must be, from level O2 on; below it, it is `Highest`. `High` and `Medium` let NVIDIA's libraries on `cuda`
-    /// round the factors of products and convolutions to TF32. `Medium` lets the CPU round the factors of matrix products to bf16 (and
-    /// take denormals for zero) where the processor multiplies bf16 faster than f32; all else is computed at `Highest`.
+    /// How exact f32 matrix work must be, from level O2 on; below it, it is `Highest`. `High` and `Medium`
+    /// let NVIDIA's libraries on `cuda` round the factors of products and convolutions to TF32. `Medium` lets
+    /// the CPU round the factors of matrix products to bf16 (and take denormals for zero) where the processor
+    /// multiplies bf16 faster than f32; all else is computed at `Highest`.
     pub fn precision(mut self, p: MatmulPrecision) -> Self {
         self.precision = Some(p);
         self
     }
 
-    /// Whether matrix units work. On: products of f32 may be rounded for them, to TF32 where the device has it ([`MatmulPrecision::High`]), on
-    /// the CPU to bf16 where that is faster ([`MatmulPrecision::Medium`]). Off: CUDA and ROCm devices multiply no type on matrix units, and
-    /// f32 stays exact. If it is not said, f16 and bf16 use them and f32 does not. [`BackendBuilder::precision`] goes first.
+    /// Whether matrix units work. On: products of f32 may be rounded for them, to TF32 where the device has
+    /// it ([`MatmulPrecision::High`]), on the CPU to bf16 where that is faster ([`MatmulPrecision::Medium`]).
+    /// Off: CUDA and ROCm devices multiply no type on matrix units, and f32 stays exact. If it is not said,
+    /// f16 and bf16 use them and f32 does not. [`BackendBuilder::precision`] goes first.
     pub fn enable_tensor_cores(mut self, on: bool) -> Self {
         self.tensor_cores = Some(on);
         self.options.matrix_units = Some(on);
         self
     }
 
-    /// Mixed precision, at level O2: products, convolutions, and what the device has kernels for of attention, norms and softmax
-    /// read and write the policy's type, everything else computes in f32 ([`autocast`]). Inputs, outputs and states keep their types.
-    /// It is for training too: parameters stay f32. If it is not said, the environment's
-    /// `HALCYON_PRECISION` counts (`f32`, `bf16`), else [`AmpPolicy::None`].
+    /// Mixed precision, at level O2: products, convolutions, and what the device has kernels for of
+    /// attention, norms and softmax read and write the policy's type, everything else computes in f32
+    /// ([`autocast`]). Inputs, outputs and states keep their types. It is for training too: parameters stay
+    /// f32. If it is not said, the environment's `HALCYON_PRECISION` counts (`f32`, `bf16`), else
+    /// [`AmpPolicy::None`].
     pub fn amp(mut self, policy: AmpPolicy) -> Self {
         self.amp = Some(policy);
         self
     }
 
-    /// Computes in the type of [`BackendBuilder::amp`] also where the processor is slower in it. If it is not said, the CPU device measures
-    /// products and convolutions in both types (once per processor) and keeps in f32 what does not gain, which a warning of the plan and
-    /// [`Backend::warnings`] say with the rates.
+    /// Computes in the type of [`BackendBuilder::amp`] also where the processor is slower in it. If it is not
+    /// said, the CPU device measures products and convolutions in both types (once per processor) and keeps
+    /// in f32 what does not gain, which a warning of the plan and [`Backend::warnings`] say with the rates.
     pub fn force_amp(mut self, on: bool) -> Self {
         self.force_amp = on;
         self
@@ -119,13 +124,15 @@ impl BackendBuilder {
         self
     }
 
-    /// Whether the CPU device uses instruction sets beyond the target's baseline (AVX2, AVX-512); it does if it is not said.
+    /// Whether the CPU device uses instruction sets beyond the target's baseline (AVX2, AVX-512); it does if
+    /// it is not said.
     pub fn enable_simd(mut self, on: bool) -> Self {
         self.options.simd = Some(on);
         self
     }
 
-    /// Whether a CUDA device uses cuDNN: switched on, it has to be there. If it is not said, it is used where it is found.
+    /// Whether a CUDA device uses cuDNN: switched on, it has to be there. If it is not said, it is used where
+    /// it is found.
     pub fn enable_cudnn(mut self, on: bool) -> Self {
         self.options.cudnn = Some(on);
         self
@@ -137,8 +144,8 @@ impl BackendBuilder {
         self
     }
 
-    /// How buffers get their memory. If it is not said, the configuration file's counts, then the default: every buffer an allocation
-    /// of its own.
+    /// How buffers get their memory. If it is not said, the configuration file's counts, then the default:
+    /// every buffer an allocation of its own.
     ///
     /// ```
     /// use halcyon::prelude::*;
@@ -180,28 +187,32 @@ impl BackendBuilder {
         self
     }
 
-    /// Whether packed constants are kept on disk between runs of the program, below the cache directory: always or never. If it is not
-    /// said, they are where reading them back is faster than packing again, which is measured.
+    /// Whether packed constants are kept on disk between runs of the program, below the cache directory:
+    /// always or never. If it is not said, they are where reading them back is faster than packing again,
+    /// which is measured.
     pub fn keep_packed(mut self, on: bool) -> Self {
         self.keep_packed = Some(on);
         self
     }
 
-    /// Whether kernels are tuned: in the background while plans run ([`TuningMode::Background`]), or never, and what an earlier process
-    /// found is not used either ([`TuningMode::Off`]). A process that finds a kernel in the cache does not tune it again.
+    /// Whether kernels are tuned: in the background while plans run ([`TuningMode::Background`]), or never,
+    /// and what an earlier process found is not used either ([`TuningMode::Off`]). A process that finds a
+    /// kernel in the cache does not tune it again.
     pub fn enable_autotuning(self, on: bool) -> Self {
         self.tuning(if on { TuningMode::Background } else { TuningMode::Off })
     }
 
-    /// When kernels are tuned. If it is not said, the environment's `HALCYON_TUNING` counts (`off`, `cached`, `background`, or a budget in
-    /// seconds), then the configuration file's `tuning`, else [`TuningMode::Cached`]. Tuned kernels come with level O2.
+    /// When kernels are tuned. If it is not said, the environment's `HALCYON_TUNING` counts (`off`, `cached`,
+    /// `background`, or a budget in seconds), then the configuration file's `tuning`, else
+    /// [`TuningMode::Cached`]. Tuned kernels come with level O2.
     pub fn tuning(mut self, mode: TuningMode) -> Self {
         self.tuning = Some(mode);
         self
     }
 
-    /// The file in which tuning keeps what it finds. If it is not said, the environment's `HALCYON_TUNING_CACHE` counts (`off` for
-    /// none), then the configuration file's `tuning_cache`, else `tuning.json` in the cache directory.
+    /// The file in which tuning keeps what it finds. If it is not said, the environment's
+    /// `HALCYON_TUNING_CACHE` counts (`off` for none), then the configuration file's `tuning_cache`, else
+    /// `tuning.json` in the cache directory.
     pub fn autotuning_cache_file(mut self, path: impl Into<PathBuf>) -> Self {
         self.tuning_file = Some(path.into());
         self
@@ -210,7 +221,8 @@ impl BackendBuilder {
     /// The file of the tuning cache, nothing opened; `None` where there is none.
     ///
     /// # Errors
-    /// Those of the configuration file; [`Error::Format`] where the file that was named is something else than a tuning cache.
+    /// Those of the configuration file; [`Error::Format`] where the file that was named is something else
+    /// than a tuning cache.
     pub fn tuning_file(&self) -> Result<Option<PathBuf>> {
         Ok(self.tuning_settings()?.1)
     }
@@ -265,16 +277,18 @@ impl BackendBuilder {
     /// Opens the device.
     ///
     /// # Errors
-    /// Those of [`select::open`]; [`Error::Unsupported`] where the device does not do the mixed precision that was asked for.
+    /// Those of [`select::open`]; [`Error::Unsupported`] where the device does not do the mixed precision
+    /// that was asked for.
     pub fn build(self) -> Result<Backend> {
         self.open(|_| Ok(()))
     }
 
-    /// Opens the first device that runs a graph in the memory that it has left: the graph is planned for each that is looked at.
-    /// `inputs` are the bytes of its inputs; the graph has no symbols.
+    /// Opens the first device that runs a graph in the memory that it has left: the graph is planned for each
+    /// that is looked at. `inputs` are the bytes of its inputs; the graph has no symbols.
     ///
     /// # Errors
-    /// As [`BackendBuilder::build`]; [`Error::OutOfMemory`] where the plan fits on no device, with what each lacks.
+    /// As [`BackendBuilder::build`]; [`Error::OutOfMemory`] where the plan fits on no device, with what each
+    /// lacks.
     pub fn build_for(self, graph: &Graph, inputs: &[usize]) -> Result<Backend> {
         self.open(|b| b.lower_to_fit(graph, inputs).map(drop))
     }

@@ -1,5 +1,6 @@
-//! What the options of a backend do on the device that was opened. Every option acts, is refused with an error, or has a warning here
-//! ([`Backend::warnings`](super::Backend::warnings)): none is taken without effect and without a word.
+//! What the options of a backend do on the device that was opened. Every option acts, is refused with an
+//! error, or has a warning here ([`Backend::warnings`](super::Backend::warnings)): none is taken without
+//! effect and without a word.
 
 use super::BackendBuilder;
 use halcyon_hal::policy::Fallback;
@@ -38,7 +39,8 @@ pub(super) fn check(b: &BackendBuilder, amp: AmpPolicy) -> Result<()> {
     Ok(())
 }
 
-/// The precision that was asked for, or that tensor cores stand for: TF32, and bf16 on the CPU, which has no TF32.
+/// The precision that was asked for, or that tensor cores stand for: TF32, and bf16 on the CPU, which has no
+/// TF32.
 pub(super) fn precision(b: &BackendBuilder, d: &dyn Device) -> MatmulPrecision {
     let kind = b.backend.filter(|k| *k != BackendType::Auto).unwrap_or(d.info().backend);
     match (b.precision, b.tensor_cores) {

@@ -166,7 +166,8 @@ pub fn detect_best_backend() -> Result<&'static str> {
     Ok(vendor_name(get_backend(None)?.selection().device.backend))
 }
 
-/// The best backend by the name of its runtime: `cuda`, `rocm`, `xpu`, `tpu` or `cpu`, looked for in this order.
+/// The best backend by the name of its runtime: `cuda`, `rocm`, `xpu`, `tpu` or `cpu`, looked for in this
+/// order.
 ///
 /// # Errors
 /// As [`BackendFactory::create`].
@@ -202,8 +203,8 @@ pub struct StandardDeviceInfo {
     pub is_available: bool,
     /// Element types that its kernels load and store.
     pub supported_dtypes: Vec<DType>,
-    /// What the driver tells besides, `fp8_supported` (whether the device multiplies 8-bit floats: `true`, `false` or `unknown`) and
-    /// `f16_arithmetic`.
+    /// What the driver tells besides, `fp8_supported` (whether the device multiplies 8-bit floats: `true`,
+    /// `false` or `unknown`) and `f16_arithmetic`.
     pub properties: BTreeMap<String, String>,
 }
 

@@ -75,8 +75,8 @@ fn preferred(p: BackendPreference) -> Result<BackendBuilder> {
     Ok(Backend::builder().backend_type(p.into()).policy(order()?).fallback(fallback))
 }
 
-/// The preferred backend, else the next that is there in the order CUDA, ROCm, Metal, OpenCL, WebGPU, CPU, which
-/// [`Backend::selection`] tells. `Cpu` forces the CPU.
+/// The preferred backend, else the next that is there in the order CUDA, ROCm, Metal, OpenCL, WebGPU, CPU,
+/// which [`Backend::selection`] tells. `Cpu` forces the CPU.
 ///
 /// # Errors
 /// Those of [`BackendBuilder::build`].
@@ -123,11 +123,13 @@ impl MemoryEstimate {
 
 /// What a Llama-like decoder takes, by its sizes. Sums that no `u64` holds stop at its end.
 ///
-/// - Weights: embedding and output `2 · vocab · hidden`; in each layer the attention's `hidden · (2 · hidden + 2 · kv_heads · head)`,
-///   the network's `3 · hidden · intermediate` and two norms; one norm at the end. A head has `hidden / heads` elements.
+/// - Weights: embedding and output `2 · vocab · hidden`; in each layer the attention's `hidden · (2 · hidden
+///   + 2 · kv_heads · head)`, the network's `3 · hidden · intermediate` and two norms; one norm at the end. A
+///   head has `hidden / heads` elements.
 /// - Keys and values: `2 · layers · max_seq · kv_heads · head`.
-/// - Activations of one token: residual, its norm and the attention's result, `3 · hidden`; queries, keys and values; a
-///   score for every head and position; gate and value of the network, `2 · intermediate`; the logits, `vocab`.
+/// - Activations of one token: residual, its norm and the attention's result, `3 · hidden`; queries, keys and
+///   values; a score for every head and position; gate and value of the network, `2 · intermediate`; the
+///   logits, `vocab`.
 pub fn estimate_inference_memory(
     hidden: usize,
     intermediate: usize,

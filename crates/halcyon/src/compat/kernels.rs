@@ -1,5 +1,6 @@
-//! Kernels on `ndarray` arrays, on every backend. Each call copies its arrays to the device, computes there, and copies the result
-//! back: for programs that call single kernels. A model is faster as a graph of [`Tensor`]s.
+//! Kernels on `ndarray` arrays, on every backend. Each call copies its arrays to the device, computes there,
+//! and copies the result back: for programs that call single kernels. A model is faster as a graph of
+//! [`Tensor`]s.
 //!
 //! ```
 //! use halcyon::compat::kernels::{CpuBackend, KernelBackend};
@@ -55,8 +56,8 @@ pub trait KernelBackend: Send + Sync + Debug {
     /// `x · sigmoid(x)`
     fn silu(&self, x: &Array1<f32>) -> Result<Array1<f32>>;
 
-    /// Rotary positions on every row of `x` `[heads, d]`: the elements `i` and `i + d/2` are a pair that is turned by an angle.
-    /// `cos` and `sin` have one value for a pair (`d/2`) or for an element (`d`).
+    /// Rotary positions on every row of `x` `[heads, d]`: the elements `i` and `i + d/2` are a pair that is
+    /// turned by an angle. `cos` and `sin` have one value for a pair (`d/2`) or for an element (`d`).
     fn apply_rope(&self, x: &mut Array2<f32>, cos: &Array1<f32>, sin: &Array1<f32>) -> Result<()>;
 
     /// `scores[i] = keys[i] · query · scale`

@@ -1,7 +1,8 @@
 //! Names of other libraries' backend layers, as thin aliases of this one.
 //!
-//! Each module is for programs written against one such layer; `docs/compat.md` has every name with what it stands for. New
-//! programs use the core: [`Backend`](crate::Backend), [`Tensor`](crate::Tensor), [`hal::select`](crate::hal::select).
+//! Each module is for programs written against one such layer; `docs/compat.md` has every name with what it
+//! stands for. New programs use the core: [`Backend`](crate::Backend), [`Tensor`](crate::Tensor),
+//! [`hal::select`](crate::hal::select).
 //!
 //! | module | for programs that | core |
 //! |---|---|---|

@@ -45,12 +45,12 @@ fn first_device(b: BackendType) -> Result<DeviceInfo, Error> {
     })
 }
 
-/// The device that a name stands for: `auto` is the first of [`AUTO`] that is there, any backend's name that backend. The same
-/// machine gives the same answer.
+/// The device that a name stands for: `auto` is the first of [`AUTO`] that is there, any backend's name that
+/// backend. The same machine gives the same answer.
 ///
 /// # Errors
-/// [`BackendErrorKind::UnknownValue`](super::BackendErrorKind) for a name that is none; `Mismatch` for `cuda` where the GPU stack is
-/// ROCm, and the other way round; `MissingRuntime` where the backend has no device.
+/// [`BackendErrorKind::UnknownValue`](super::BackendErrorKind) for a name that is none; `Mismatch` for `cuda`
+/// where the GPU stack is ROCm, and the other way round; `MissingRuntime` where the backend has no device.
 pub fn resolve_device(name: &str) -> Result<DeviceInfo, BackendError> {
     let asked: BackendType = name.parse().map_err(BackendError::from)?;
     if asked == BackendType::Auto {
@@ -87,8 +87,9 @@ fn has_tf32(d: &DeviceInfo) -> bool {
     d.backend == BackendType::Cuda && major.is_some_and(|m| m >= 8)
 }
 
-/// The settings for a device. TF32 exists on CUDA alone, from compute capability 8.0 on; elsewhere [`MatmulPrecision::High`] is what the device has that
-/// is no less exact. The CPU and the rest stay as they are.
+/// The settings for a device. TF32 exists on CUDA alone, from compute capability 8.0 on; elsewhere
+/// [`MatmulPrecision::High`] is what the device has that is no less exact. The CPU and the rest stay as they
+/// are.
 pub fn tuning(d: &DeviceInfo) -> Tuning {
     match d.backend {
         BackendType::Cuda => Tuning { tf32: has_tf32(d), matmul_precision: MatmulPrecision::High },
@@ -108,10 +109,12 @@ pub struct Configured {
     pub tuning: Tuning,
 }
 
-/// Opens a resolved device with the settings for its kind. `verbose` prints what it is, which [`Configured`] shows too.
+/// Opens a resolved device with the settings for its kind. `verbose` prints what it is, which [`Configured`]
+/// shows too.
 ///
 /// # Errors
-/// As [`resolve_device`]; `Mismatch` where `name` is another backend than the device's; those of opening the device.
+/// As [`resolve_device`]; `Mismatch` where `name` is another backend than the device's; those of opening the
+/// device.
 pub fn configure_backend(name: &str, device: &DeviceInfo, verbose: bool) -> Result<Configured, BackendError> {
     let asked: BackendType = name.parse().map_err(BackendError::from)?;
     if asked != BackendType::Auto && asked != device.backend {

@@ -68,8 +68,9 @@ impl BackendBuilder {
     /// Mixed precision, at level O2 ([`crate::BackendBuilder::amp`]).
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for sums in another type than f32, a compute type that is none of f32, f16 and bf16, and gradients that are
-    /// scaled; [`BackendBuilder::build`] says where the device does not do the type.
+    /// [`Error::Unsupported`] for sums in another type than f32, a compute type that is none of f32, f16 and
+    /// bf16, and gradients that are scaled; [`BackendBuilder::build`] says where the device does not do the
+    /// type.
     pub fn enable_mixed_precision(self, config: MixedPrecisionConfig) -> Result<Self> {
         let MixedPrecisionConfig { compute_dtype, accum_dtype, scale_factor } = config;
         if accum_dtype != DType::F32 {
@@ -183,8 +184,8 @@ impl CudaBuilder {
     }
 
     /// # Errors
-    /// [`Error::Unavailable`] where there is no CUDA; [`Error::Unsupported`] for cuDNN switched on where it is not found; as
-    /// [`crate::BackendBuilder::build`].
+    /// [`Error::Unavailable`] where there is no CUDA; [`Error::Unsupported`] for cuDNN switched on where it
+    /// is not found; as [`crate::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
         self.0.fallback(Fallback::Never).build()
     }
@@ -210,8 +211,8 @@ impl MetalBuilder {
     }
 
     /// # Errors
-    /// [`Error::Unavailable`] where there is no Metal; [`Error::Unsupported`] for MPS switched on, until the native driver is there;
-    /// as [`crate::BackendBuilder::build`].
+    /// [`Error::Unavailable`] where there is no Metal; [`Error::Unsupported`] for MPS switched on, until the
+    /// native driver is there; as [`crate::BackendBuilder::build`].
     pub fn build(self) -> Result<Core> {
         registry::driver(BackendType::Metal)?.list()?;
         if self.mps == Some(true) {
@@ -221,8 +222,8 @@ impl MetalBuilder {
     }
 }
 
-/// Operations called on a backend: the tensor's methods by another spelling. The tensors must be on this backend; an op says so
-/// where they are on another one.
+/// Operations called on a backend: the tensor's methods by another spelling. The tensors must be on this
+/// backend; an op says so where they are on another one.
 pub trait Operations {
     fn matmul(&self, a: &Tensor, b: &Tensor) -> Tensor;
     fn relu(&self, x: &Tensor) -> Tensor;

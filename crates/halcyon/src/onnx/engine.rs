@@ -47,8 +47,8 @@ struct Ready {
 #[derive(Debug)]
 struct Bound {
     lease: Option<Lease>,
-    /// Results of earlier runs, for each output. Those that nothing else holds are written again, so the state of a loop goes back and
-    /// forth between two buffers.
+    /// Results of earlier runs, for each output. Those that nothing else holds are written again, so the
+    /// state of a loop goes back and forth between two buffers.
     results: Vec<Vec<Handle>>,
 }
 

@@ -12,8 +12,8 @@ use halcyon_ir::{ConstData, Element};
 use std::collections::BTreeMap;
 use std::ops::Index;
 
-/// The value of an input: a [`Tensor`], which stays on the device, or data of the host: [`ConstData`], or a shape and values,
-/// `([1, 3], &values)`.
+/// The value of an input: a [`Tensor`], which stays on the device, or data of the host: [`ConstData`], or a
+/// shape and values, `([1, 3], &values)`.
 #[derive(Clone, Debug)]
 pub struct Input(Value);
 
@@ -101,7 +101,8 @@ impl<T: Element, S: ndarray::Data<Elem = T>, D: ndarray::Dimension> From<&ndarra
     }
 }
 
-/// The results of [`OnnxSession::run`], in the order of the model's outputs. They stay on the device until they are read. Indexed by name or number.
+/// The results of [`OnnxSession::run`], in the order of the model's outputs. They stay on the device until
+/// they are read. Indexed by name or number.
 #[derive(Clone, Debug)]
 pub struct Outputs {
     tensors: Vec<(String, Tensor)>,
@@ -198,8 +199,8 @@ fn listed(ports: &[Port]) -> String {
 }
 
 impl OnnxSession {
-    /// Runs the model on inputs by name, in any order. Tensors stay on the device, and so do the results; a model that runs in stages
-    /// ([`Outputs::staged`]) takes and gives its values through the host.
+    /// Runs the model on inputs by name, in any order. Tensors stay on the device, and so do the results; a
+    /// model that runs in stages ([`Outputs::staged`]) takes and gives its values through the host.
     ///
     /// ```
     /// use halcyon::{OnnxSession, prelude::*};
@@ -218,9 +219,10 @@ impl OnnxSession {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Argument`] with the model's inputs for a name that is missing, unknown or given twice; [`Error::DType`], [`Error::Shape`] for a
-    /// value that the model does not take; [`Error::MixedDevices`] for a tensor of another backend; [`Error::Unsupported`] for an output that is
-    /// no tensor, for which there is [`OnnxSession::run_data`].
+    /// [`Error::Argument`] with the model's inputs for a name that is missing, unknown or given twice;
+    /// [`Error::DType`], [`Error::Shape`] for a value that the model does not take; [`Error::MixedDevices`]
+    /// for a tensor of another backend; [`Error::Unsupported`] for an output that is no tensor, for which
+    /// there is [`OnnxSession::run_data`].
     #[track_caller]
     pub fn run<N: AsRef<str>, V: Into<Input>>(
         &self,

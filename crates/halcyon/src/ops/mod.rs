@@ -1,7 +1,8 @@
-//! Operations as methods and operators. Each forwards to the graph's builder of the same name; there is nothing to keep in
-//! step with it but the name.
+//! Operations as methods and operators. Each forwards to the graph's builder of the same name; there is
+//! nothing to keep in step with it but the name.
 //!
-//! Axes are `i64` everywhere; negative ones count from the end. Operands broadcast as in NumPy. A number takes the tensor's element type.
+//! Axes are `i64` everywhere; negative ones count from the end. Operands broadcast as in NumPy. A number
+//! takes the tensor's element type.
 
 mod nn;
 mod reduce;
@@ -21,8 +22,8 @@ use std::panic::Location;
 /// A builder of the graph with two operands.
 type Binary = fn(&mut Graph, NodeId, NodeId) -> Result<NodeId>;
 
-/// A number that stands beside a tensor. It takes the tensor's element type: rounded to a float type, and an error of the result for a type of
-/// integers that does not hold it (`ints + 1.5`, `bytes * 300`).
+/// A number that stands beside a tensor. It takes the tensor's element type: rounded to a float type, and an
+/// error of the result for a type of integers that does not hold it (`ints + 1.5`, `bytes * 300`).
 pub trait Number: Copy + Into<Scalar> {}
 
 macro_rules! numbers {
@@ -30,7 +31,8 @@ macro_rules! numbers {
 }
 numbers!(f32, f64, i8, i16, i32, i64, u8, u16, u32, u64, usize);
 
-/// The second operand of an element-wise operation: a tensor of the same element type, borrowed or not, or a [`Number`].
+/// The second operand of an element-wise operation: a tensor of the same element type, borrowed or not, or a
+/// [`Number`].
 pub trait Operand {
     #[doc(hidden)]
     fn apply(self, x: &Tensor, at: &'static Location<'static>, f: Binary) -> Tensor;
@@ -150,7 +152,8 @@ impl Tensor {
         Tensor::build(&[self], |g, x| g.mul(x[0], x[0]))
     }
 
-    /// At least `low` and at most `high`, which are numbers or tensors; `high` where `low` is larger. NaN stays NaN.
+    /// At least `low` and at most `high`, which are numbers or tensors; `high` where `low` is larger. NaN
+    /// stays NaN.
     #[track_caller]
     pub fn clamp(&self, low: impl Operand, high: impl Operand) -> Tensor {
         let at = Location::caller();
@@ -176,8 +179,8 @@ impl Tensor {
     }
 }
 
-// A number on the left is f64 or i64: with one type of each class the literal's type, and so the result's, is known at once. Another
-// type goes to the right, or into the method.
+// A number on the left is f64 or i64: with one type of each class the literal's type, and so the result's, is
+// known at once. Another type goes to the right, or into the method.
 macro_rules! operators {
     ($($tr:ident $f:ident),*) => {$(
         impl<O: Operand> std::ops::$tr<O> for &Tensor {

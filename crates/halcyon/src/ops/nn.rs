@@ -7,8 +7,8 @@ use halcyon_ir::op::{Conv, Pool};
 /// How [`Tensor::cross_entropy_with`] counts.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CrossEntropy {
-    /// Labels of this value are left out of the sum and of the number it is divided by. -100 by default, as in PyTorch; `None` leaves none
-    /// out.
+    /// Labels of this value are left out of the sum and of the number it is divided by. -100 by default, as
+    /// in PyTorch; `None` leaves none out.
     pub ignore_index: Option<i64>,
 }
 
@@ -30,11 +30,12 @@ pub struct Attention<'a> {
 }
 
 impl Tensor {
-    /// Mean negative log-likelihood of integer `labels` `[n, d…]` under these logits `[n, classes, d…]`, without those that
-    /// are -100; NaN where all are.
+    /// Mean negative log-likelihood of integer `labels` `[n, d…]` under these logits `[n, classes, d…]`,
+    /// without those that are -100; NaN where all are.
     ///
     /// # Errors
-    /// [`Error::Index`], when a result is read, for a label outside of `[0, classes)`, with the first one's index and value.
+    /// [`Error::Index`], when a result is read, for a label outside of `[0, classes)`, with the first one's
+    /// index and value.
     #[track_caller]
     pub fn cross_entropy(&self, labels: &Tensor) -> Tensor {
         self.cross_entropy_with(labels, CrossEntropy::default())
@@ -100,8 +101,8 @@ impl Tensor {
         Tensor::build(&[self, scale, bias, mean, var], |g, x| g.batch_norm(x[0], x[1], x[2], x[3], x[4], eps))
     }
 
-    /// Scaled dot-product attention of this query `[batch, heads, queries, size]` over keys and values `[batch, key heads, keys, size]`; see
-    /// [`halcyon_ir::Graph::attention`].
+    /// Scaled dot-product attention of this query `[batch, heads, queries, size]` over keys and values
+    /// `[batch, key heads, keys, size]`; see [`halcyon_ir::Graph::attention`].
     #[track_caller]
     pub fn attention(&self, k: &Tensor, v: &Tensor, options: Attention<'_>) -> Tensor {
         let mut ins = vec![self, k, v];

@@ -7,7 +7,8 @@ use halcyon_ir::graph::Graph;
 use halcyon_ir::op::ReduceKind;
 use std::ops::RangeFull;
 
-/// The axes of a reduction: one (`1`), several (`[0, -1]`), or all (`..`, and an empty list). Negative ones count from the end.
+/// The axes of a reduction: one (`1`), several (`[0, -1]`), or all (`..`, and an empty list). Negative ones
+/// count from the end.
 pub trait Axes {
     fn axes(&self) -> &[i64];
 }
@@ -51,7 +52,8 @@ impl Axes for RangeFull {
 /// How [`Tensor::var_with`] and [`Tensor::std_with`] compute.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Variance {
-    /// What is taken from the number of elements before the division: 1 (the default) estimates from a sample, 0 is of the whole.
+    /// What is taken from the number of elements before the division: 1 (the default) estimates from a
+    /// sample, 0 is of the whole.
     pub correction: usize,
     /// Reduced axes stay, with size 1.
     pub keepdim: bool,
@@ -101,7 +103,8 @@ fn reduced(g: &Graph, op: &str, x: NodeId, axes: &[i64]) -> Result<Vec<usize>> {
 
 macro_rules! reductions {
     ($($(#[$m:meta])* $n:ident $keep:ident $kind:ident),* $(,)?) => {
-        /// Reductions over axes. With `_keepdim` reduced axes stay, with size 1, so that the result broadcasts against the operand.
+        /// Reductions over axes. With `_keepdim` reduced axes stay, with size 1, so that the result
+        /// broadcasts against the operand.
         impl Tensor {
             $(
                 $(#[$m])*
@@ -123,9 +126,11 @@ reductions! {
     sum sum_keepdim Sum,
     /// Product over axes.
     prod prod_keepdim Prod,
-    /// Largest element over axes; NaN where there is one. Of bools: whether any is true. (Of two tensors: [`Tensor::maximum`].)
+    /// Largest element over axes; NaN where there is one. Of bools: whether any is true. (Of two tensors:
+    /// [`Tensor::maximum`].)
     max max_keepdim Max,
-    /// Smallest element over axes; NaN where there is one. Of bools: whether all are true. (Of two tensors: [`Tensor::minimum`].)
+    /// Smallest element over axes; NaN where there is one. Of bools: whether all are true. (Of two tensors:
+    /// [`Tensor::minimum`].)
     min min_keepdim Min,
 }
 
@@ -203,8 +208,8 @@ impl Tensor {
         })
     }
 
-    /// Variance over axes, as [`Variance::default`] estimates it from a sample: divided by the number of elements less one. NaN of one
-    /// element.
+    /// Variance over axes, as [`Variance::default`] estimates it from a sample: divided by the number of
+    /// elements less one. NaN of one element.
     #[track_caller]
     pub fn var(&self, axes: impl Axes) -> Tensor {
         self.var_with(axes, Variance::default())
@@ -216,7 +221,8 @@ impl Tensor {
         self.var_with(axes, Variance { keepdim: true, ..Variance::default() })
     }
 
-    /// Variance over axes, of floats. Where the correction leaves nothing to divide by, the result is NaN or infinite.
+    /// Variance over axes, of floats. Where the correction leaves nothing to divide by, the result is NaN or
+    /// infinite.
     #[track_caller]
     pub fn var_with(&self, axes: impl Axes, options: Variance) -> Tensor {
         Tensor::build(&[self], |g, x| variance(g, x[0], axes.axes(), options))

@@ -131,7 +131,8 @@ fn operands<T: Borrow<Tensor>>(x: &[T]) -> Vec<&Tensor> {
 }
 
 impl Tensor {
-    /// The same elements in row-major order under another shape; -1 stands for what is left: `x.reshape([-1, 4])`.
+    /// The same elements in row-major order under another shape; -1 stands for what is left: `x.reshape([-1,
+    /// 4])`.
     ///
     /// # Errors
     /// [`Error::Shape`] where the numbers of elements differ.
@@ -280,7 +281,8 @@ impl Tensor {
         })
     }
 
-    /// The elements of an axis that integers name; the index's axes take its place. Negative ones count from the end.
+    /// The elements of an axis that integers name; the index's axes take its place. Negative ones count from
+    /// the end.
     #[track_caller]
     pub fn gather(&self, index: &Tensor, axis: i64) -> Tensor {
         Tensor::build(&[self, index], |g, x| {

@@ -144,8 +144,9 @@ pub enum Tol {
     Equal,
     /// Units of the type's epsilon, relative to the reference's magnitude.
     Ulps(f64),
-    /// The same for `a * b + c` where a device rounds once; where its language promises no more than a product and a sum, one unit of
-    /// the terms' magnitudes more, which is what the product's own rounding can make.
+    /// The same for `a * b + c` where a device rounds once; where its language promises no more than a
+    /// product and a sum, one unit of the terms' magnitudes more, which is what the product's own rounding
+    /// can make.
     Fused(f64),
     /// Sums (or products) of this many terms: relative to the same op on the operands' magnitudes.
     Sum(usize),

@@ -30,8 +30,8 @@ pub struct Expected {
     zeros: bool,
 }
 
-/// How far a result is from what it should be, at the most over its elements. Places where both are no number, or the same
-/// infinity, count as equal; where one of them is, all figures are infinite.
+/// How far a result is from what it should be, at the most over its elements. Places where both are no
+/// number, or the same infinity, count as equal; where one of them is, all figures are infinite.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 #[serde(from = "Stored")]
 pub struct Errors {
@@ -103,8 +103,8 @@ impl Errors {
     }
 }
 
-/// Equality of single values. Any NaN is as good as another. A device may flush numbers below the smallest normal of f32 and
-/// f64 (and bf16, which is the upper half of f32) to zero; those of f16 are data.
+/// Equality of single values. Any NaN is as good as another. A device may flush numbers below the smallest
+/// normal of f32 and f64 (and bf16, which is the upper half of f32) to zero; those of f16 are data.
 pub fn same(d: DType, g: Scalar, w: Scalar, zeros: bool) -> bool {
     if g == w || !d.is_float() {
         return g == w;
@@ -121,7 +121,8 @@ fn magnitudes(c: &ConstData) -> Result<ConstData> {
     ConstData::from_scalars(c.dtype, &c.dims, c.scalars().map(|s| Scalar::F(s.as_f64().abs())))
 }
 
-/// What a graph of one op should give, by the reference: in the op's own types where the tolerance is exact, else in f64.
+/// What a graph of one op should give, by the reference: in the op's own types where the tolerance is exact,
+/// else in f64.
 pub fn expect(g: &Graph, inputs: &[ConstData], args: &[Scalar], tol: Tol) -> Result<Expected> {
     let out = g.dtype(g.outputs()[0].node);
     let typed = matches!(tol, Tol::Exact | Tol::Equal) || !out.is_float();
@@ -181,8 +182,8 @@ impl Expected {
         Expected { value, slack: vec![], unfused: None, exact: true, zeros: false }
     }
 
-    /// As it is for a device: where its language promises no more of `a * b + c` than of a product and a sum, the product's own
-    /// rounding is allowed for.
+    /// As it is for a device: where its language promises no more of `a * b + c` than of a product and a sum,
+    /// the product's own rounding is allowed for.
     pub fn on(mut self, b: &Backend) -> Expected {
         if let Some(more) = self.unfused.take().filter(|_| !fused(b)) {
             self.slack.iter_mut().zip(more).for_each(|(s, m)| *s += m);
@@ -226,7 +227,8 @@ impl Expected {
             } else {
                 let r = w.cast(got.dtype).as_f64();
                 let (g, w) = (g.as_f64(), w.as_f64());
-                // At the edge of the range rounding decides: a finite reference may be infinite in the type, or the reverse.
+                // At the edge of the range rounding decides: a finite reference may be infinite in the type,
+                // or the reverse.
                 let near = w.is_finite() && (g - w).abs() <= slack;
                 let finite = r.is_finite() && g.is_finite();
                 near || (!finite && (g == r || (g.is_nan() && r.is_nan())))
@@ -305,7 +307,8 @@ fn fused(b: &Backend) -> bool {
     !matches!(b.info().backend, crate::BackendType::WebGpu | crate::BackendType::Metal)
 }
 
-/// Whether a device stores and computes a type at all. Small types are carried by others, which every device has.
+/// Whether a device stores and computes a type at all. Small types are carried by others, which every device
+/// has.
 pub fn has(b: &Backend, d: DType) -> bool {
     let caps = b.device().as_target().caps();
     let wide = matches!(d, DType::I64 | DType::U64);

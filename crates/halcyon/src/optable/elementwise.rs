@@ -32,7 +32,8 @@ fn scalar(op: ScalarOp) -> Row {
     let tol = match op {
         // Which zero comes out of two is not promised.
         ScalarOp::Relu | ScalarOp::Min | ScalarOp::Max => Tol::Equal,
-        // On the negative side the result is a difference of nearly equal numbers: the error is relative to the operand.
+        // On the negative side the result is a difference of nearly equal numbers: the error is relative to
+        // the operand.
         ScalarOp::Gelu | ScalarOp::GeluTanh => Tol::Sum(100),
         ScalarOp::Fma => Tol::Fused(r.ulps),
         _ if r.ulps == 0.0 => Tol::Exact,

@@ -1,8 +1,9 @@
 //! The op table: what every op must give on every device.
 //!
-//! A [`Row`] is one op with the types it takes, its tolerance and cases (operand shapes and a graph of that one op). One table
-//! serves `halcyon conformance ops`, which runs it on the user's machine, and the library's tests: forward against the
-//! reference, gradients against finite differences, under the sanitizer, and to check that nothing is missing.
+//! A [`Row`] is one op with the types it takes, its tolerance and cases (operand shapes and a graph of that
+//! one op). One table serves `halcyon conformance ops`, which runs it on the user's machine, and the
+//! library's tests: forward against the reference, gradients against finite differences, under the sanitizer,
+//! and to check that nothing is missing.
 //!
 //! ```
 //! use halcyon::optable::{self, Rng, check};

@@ -1,5 +1,6 @@
-//! Rows of the types that the passes carry by others: packed integers and small floats. How they are carried is tested on every
-//! pattern in `halcyon-ir`; here are the ways through a device, few enough not to build a program for every pair of types.
+//! Rows of the types that the passes carry by others: packed integers and small floats. How they are carried
+//! is tested on every pattern in `halcyon-ir`; here are the ways through a device, few enough not to build a
+//! program for every pair of types.
 
 use super::case::*;
 use crate::ir::Rounding;

@@ -253,7 +253,8 @@ fn scatters(kind: ScatterKind) -> Vec<Row> {
         if kind == ScatterKind::Mul { dims.range(0.5, 1.5) } else { dims }
     };
     let x2 = |a: usize, b: usize| small(x([a, b]));
-    // An index for every place at most once, for the gradient of `Set`, whose duplicates have no derivative of their own.
+    // An index for every place at most once, for the gradient of `Set`, whose duplicates have no derivative
+    // of their own.
     let once = ix([3], 0, 1).fill(Fill::Values(vec![4.0, -7.0, 2.0]));
     let each = ix([3, 2], 0, 1).fill(Fill::Values(vec![4.0, 1.0, -7.0, 2.0, 2.0, -1.0]));
     vec![
@@ -538,8 +539,9 @@ fn composites() -> Vec<Row> {
                     [q([1, 4, 20, 24]), q([1, 2, 40, 24]), q([1, 2, 40, 24]), q([1, 1, 20, 40])],
                     attention(true, true),
                 ),
-                // The first queries' keys are all hidden by the type's lowest number, to which scores add nothing: every one counts as much. Not
-                // so in f16, where they add a little in some orders of rounding.
+                // The first queries' keys are all hidden by the type's lowest number, to which scores add
+                // nothing: every one counts as much. Not so in f16, where they add a little in some orders of
+                // rounding.
                 case(
                     "prompt, lowest numbers",
                     [q([1, 2, 20, 16]), q([1, 2, 40, 16]), q([1, 2, 40, 16])],

@@ -123,7 +123,8 @@ fn pool(name: &str, kind: PoolKind) -> Row {
         let q = p.clone();
         cases.push(case(label, [operand.clone()], move |g, x| g.pool(x[0], q.clone())).tol(tol).grad());
         let q = p.clone();
-        // The gradient as an op of its own, with an upstream gradient computed from the input so that shapes follow.
+        // The gradient as an op of its own, with an upstream gradient computed from the input so that shapes
+        // follow.
         cases.push(
             case(format!("gradient, {label}"), [operand.clone()], move |g: &mut Graph, x: &[NodeId]| {
                 let y = g.pool(x[0], q.clone())?;

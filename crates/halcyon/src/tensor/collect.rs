@@ -70,7 +70,8 @@ pub(crate) enum Mode {
     Compile,
     /// Values are constants, literals stay.
     Data,
-    /// As `Run`; what was evaluated and keeps its operands is looked through, and placeholders are inputs as well.
+    /// As `Run`; what was evaluated and keeps its operands is looked through, and placeholders are inputs as
+    /// well.
     Gradient,
 }
 
@@ -191,8 +192,8 @@ fn fixed_start(t: &Tensor) -> Option<usize> {
     }
 }
 
-/// Computes several tensors as one plan. What they share is computed once. Inside of [`crate::Stream::run`] the work is handed to that
-/// stream.
+/// Computes several tensors as one plan. What they share is computed once. Inside of [`crate::Stream::run`]
+/// the work is handed to that stream.
 ///
 /// # Errors
 /// As [`Tensor::eval`]; [`Error::MixedDevices`] for tensors of several backends.
@@ -322,7 +323,8 @@ impl Collector {
                 stale[id.index()] = true;
             }
         }
-        // Nodes of this plan that depend on a value about to be overwritten, and that someone may ask for later, run now.
+        // Nodes of this plan that depend on a value about to be overwritten, and that someone may ask for
+        // later, run now.
         if donated.contains(&true) {
             for (i, n) in self.graph.nodes().iter().enumerate() {
                 if !stale[i] && n.inputs.iter().any(|x| stale[x.index()]) {

@@ -111,9 +111,9 @@ fn shown(data: &ConstData, all: bool) -> Vec<Scalar> {
     at.into_iter().filter_map(|i| data.get(i)).collect()
 }
 
-/// The values as NumPy and PyTorch write them, with the type, the sizes and the device below. Computes them if need be. Of more than
-/// 1,000 elements the first and the last three of each axis are shown; a precision (`{:.2}`) sets the digits. An error that the tensor carries is
-/// written in the place of its values.
+/// The values as NumPy and PyTorch write them, with the type, the sizes and the device below. Computes them
+/// if need be. Of more than 1,000 elements the first and the last three of each axis are shown; a precision
+/// (`{:.2}`) sets the digits. An error that the tensor carries is written in the place of its values.
 impl fmt::Display for Tensor {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let data = match self.to_data() {

@@ -10,8 +10,8 @@ use std::panic::Location;
 pub enum IndexItem {
     /// One element, from the end where negative; the axis goes.
     At(i64),
-    /// From `start` (the first) to before `end` (past the last); negative ones count from the end. Every `step`-th, walking down from the
-    /// last where `step` is negative.
+    /// From `start` (the first) to before `end` (past the last); negative ones count from the end. Every
+    /// `step`-th, walking down from the last where `step` is negative.
     Range { start: Option<i64>, end: Option<i64>, step: i64 },
     /// The elements that an integer tensor names; its axes take the place of this one.
     Take(Tensor),
@@ -25,12 +25,13 @@ pub enum IndexItem {
 #[derive(Clone, Copy, Debug)]
 pub struct NewAxis;
 
-/// As many whole axes as the other items leave, for [`Tensor::index`]: `x.index((Ellipsis, 0))` is the first of the last axis.
+/// As many whole axes as the other items leave, for [`Tensor::index`]: `x.index((Ellipsis, 0))` is the first
+/// of the last axis.
 #[derive(Clone, Copy, Debug)]
 pub struct Ellipsis;
 
-/// Every `by`-th element of a range, for [`Tensor::index`]: `step(.., 2)`, `step(1..7, 3)`. Where `by` is negative it walks down from the range's last
-/// element: `step(.., -1)` reverses.
+/// Every `by`-th element of a range, for [`Tensor::index`]: `step(.., 2)`, `step(1..7, 3)`. Where `by` is
+/// negative it walks down from the range's last element: `step(.., -1)` reverses.
 pub fn step(range: impl Into<IndexItem>, by: i64) -> IndexItem {
     match range.into() {
         IndexItem::Range { start, end, step } => {
@@ -165,9 +166,10 @@ fn resolve(start: Option<i64>, end: Option<i64>, by: i64, n: usize, axis: usize)
 }
 
 impl Tensor {
-    /// A part of the tensor, as in NumPy: an integer takes one element of an axis, which goes; a range a part of it; `..` all of it; an integer tensor the
-    /// elements it names. Integers and the ends of ranges may be negative (from the end). Axes that are not named are taken whole. Where a part begins is a
-    /// run-time argument ([`Tensor::narrow`]).
+    /// A part of the tensor, as in NumPy: an integer takes one element of an axis, which goes; a range a part
+    /// of it; `..` all of it; an integer tensor the elements it names. Integers and the ends of ranges may be
+    /// negative (from the end). Axes that are not named are taken whole. Where a part begins is a run-time
+    /// argument ([`Tensor::narrow`]).
     ///
     /// ```
     /// use halcyon::prelude::*;
@@ -182,8 +184,9 @@ impl Tensor {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Shape`] for more items than axes, and for integers and ranges outside of their axis (ranges are not shortened); [`Error::Unsupported`] for several index
-    /// tensors. What an index tensor names wrongly is found when the result is read.
+    /// [`Error::Shape`] for more items than axes, and for integers and ranges outside of their axis (ranges
+    /// are not shortened); [`Error::Unsupported`] for several index tensors. What an index tensor names
+    /// wrongly is found when the result is read.
     #[track_caller]
     pub fn index(&self, items: impl Index) -> Tensor {
         let at = Location::caller();

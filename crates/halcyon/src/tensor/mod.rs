@@ -1,8 +1,9 @@
 //! Lazy tensors.
 //!
-//! A [`Tensor`] is a handle on a node: an operation with its operands, or a value on a device. [`eval`] collects what its
-//! outputs need into one graph, in which every leaf and literal is an argument, so that repeating a computation with other
-//! values, or growing it by nothing but values, finds its plan in the cache.
+//! A [`Tensor`] is a handle on a node: an operation with its operands, or a value on a device. [`eval`]
+//! collects what its outputs need into one graph, in which every leaf and literal is an argument, so that
+//! repeating a computation with other values, or growing it by nothing but values, finds its plan in the
+//! cache.
 
 mod collect;
 mod display;
@@ -155,8 +156,8 @@ impl Tensor {
         Ok(Tensor::from_buffer(backend, TensorType::new(data.dtype, &data.dims), b))
     }
 
-    /// Like [`Tensor::from_data`], for data that stays as it is (weights): a device that shares the host's memory does not copy
-    /// it.
+    /// Like [`Tensor::from_data`], for data that stays as it is (weights): a device that shares the host's
+    /// memory does not copy it.
     #[track_caller]
     pub fn from_weights(backend: &Backend, data: &ConstData) -> Result<Tensor> {
         let b = backend.constant(data)?;
@@ -168,7 +169,8 @@ impl Tensor {
         Tensor::leaf(backend, ty, Value::Ready(b), Span::caller())
     }
 
-    /// `value` everywhere, cast to `dtype`. The value reaches kernels as an argument: another value does not compile again.
+    /// `value` everywhere, cast to `dtype`. The value reaches kernels as an argument: another value does not
+    /// compile again.
     #[track_caller]
     pub fn full(
         backend: &Backend,
@@ -205,14 +207,15 @@ impl Tensor {
         Tensor::build_on(backend, &[], Location::caller(), |g, _| g.iota(dtype, [n], 0))
     }
 
-    /// A marker for an input of unknown value, whose shape may have symbols, to be given to [`Tensor::trace`].
+    /// A marker for an input of unknown value, whose shape may have symbols, to be given to
+    /// [`Tensor::trace`].
     #[track_caller]
     pub fn placeholder(backend: &Backend, dtype: DType, shape: impl Into<Shape>) -> Tensor {
         Tensor::leaf(backend, TensorType::new(dtype, shape), Value::Pending, Span::caller())
     }
 
-    /// Adds the nodes that `f` builds from `inputs`. All of [`Graph`]'s builders, custom ops included, serve as tensor
-    /// operations this way.
+    /// Adds the nodes that `f` builds from `inputs`. All of [`Graph`]'s builders, custom ops included, serve
+    /// as tensor operations this way.
     #[track_caller]
     pub fn build(inputs: &[&Tensor], f: impl FnOnce(&mut Graph, &[NodeId]) -> Result<NodeId>) -> Tensor {
         let at = Location::caller();
@@ -310,7 +313,8 @@ impl Tensor {
     /// Computes the value.
     ///
     /// # Errors
-    /// The error that the tensor carries, with the line of the operation that made it; those of planning and of the device.
+    /// The error that the tensor carries, with the line of the operation that made it; those of planning and
+    /// of the device.
     #[track_caller]
     pub fn eval(&self) -> Result<&Tensor> {
         eval(std::slice::from_ref(self))?;
@@ -373,8 +377,9 @@ impl Tensor {
         Tensor::from_data(backend, &self.to_data()?)
     }
 
-    /// Allows the next evaluation that reads this tensor to take its memory. Whatever is already pending on it still gets the
-    /// right value (it is computed along, or the memory is copied); later reads give [`Error::Donated`].
+    /// Allows the next evaluation that reads this tensor to take its memory. Whatever is already pending on
+    /// it still gets the right value (it is computed along, or the memory is copied); later reads give
+    /// [`Error::Donated`].
     pub fn donate(&self) -> &Tensor {
         self.0.donate.store(true, Ordering::Relaxed);
         self
@@ -472,8 +477,8 @@ impl Tensor {
         self.0.state.store(true, Ordering::Relaxed);
     }
 
-    /// The graph from `inputs` (placeholders or any tensors) to `outputs`, for inspection, serialisation or a [`crate::Session`].
-    /// Other leaves become constants, literals stay literals.
+    /// The graph from `inputs` (placeholders or any tensors) to `outputs`, for inspection, serialisation or a
+    /// [`crate::Session`]. Other leaves become constants, literals stay literals.
     pub fn trace(inputs: &[(&str, &Tensor)], outputs: &[(&str, &Tensor)]) -> Result<Graph> {
         let mut c = Collector { mode: Mode::Data, ..Collector::default() };
         for (name, t) in inputs {

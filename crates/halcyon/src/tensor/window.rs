@@ -1,8 +1,9 @@
 //! Parts of a tensor along an axis.
 //!
-//! Where a part begins is a run-time argument, as literals are: cutting data into batches builds one plan, whatever the offset. That holds for what is
-//! data: values on the device, inputs of compiled functions, and what is computed from those element by element, through which the cut is moved to the
-//! data itself, so that only the part is computed. A cut through another result (a product, say) has its place in the model; it
+//! Where a part begins is a run-time argument, as literals are: cutting data into batches builds one plan,
+//! whatever the offset. That holds for what is data: values on the device, inputs of compiled functions, and
+//! what is computed from those element by element, through which the cut is moved to the data itself, so that
+//! only the part is computed. A cut through another result (a product, say) has its place in the model; it
 //! stays a view, which costs nothing.
 
 use super::{Node, Tensor};
@@ -25,8 +26,9 @@ struct Cut {
 }
 
 impl Tensor {
-    /// `len` elements from `start` along an axis, which may count from the end. Another `start` builds no other plan where the tensor
-    /// is data (a value on the device, or computed from such element by element), so a loop over batches runs one:
+    /// `len` elements from `start` along an axis, which may count from the end. Another `start` builds no
+    /// other plan where the tensor is data (a value on the device, or computed from such element by element),
+    /// so a loop over batches runs one:
     ///
     /// ```
     /// use halcyon::prelude::*;
@@ -70,8 +72,8 @@ impl Tensor {
     /// `len` elements along an axis from a `position` that is computed on the device (an integer of rank 0).
     ///
     /// # Errors
-    /// [`Error::Shape`] for a part that is longer than the axis; [`Error::Index`], when the result is read, for a position that leaves too
-    /// little room.
+    /// [`Error::Shape`] for a part that is longer than the axis; [`Error::Index`], when the result is read,
+    /// for a position that leaves too little room.
     #[track_caller]
     pub fn narrow_at(&self, axis: i64, position: &Tensor, len: usize) -> Tensor {
         Tensor::build(&[self, position], |g, x| {
@@ -184,7 +186,8 @@ impl Tensor {
     /// At most `count` parts along an axis: of equal size, rounded up, the last one smaller.
     ///
     /// # Errors
-    /// [`Error::Argument`] for no parts, [`Error::Shape`] for an axis that there is not; what the tensor carries.
+    /// [`Error::Argument`] for no parts, [`Error::Shape`] for an axis that there is not; what the tensor
+    /// carries.
     #[track_caller]
     pub fn chunk(&self, count: usize, axis: i64) -> Result<Vec<Tensor>> {
         let at = Span::caller();
@@ -196,12 +199,12 @@ impl Tensor {
         self.parts("chunk", &even(n, n.div_ceil(count).max(1)), axis, &at)
     }
 
-    /// Parts along an axis: of one size, the last one smaller (`x.split(2, 0)`), or of these sizes, which must add up to the
-    /// axis (`x.split([1, 3], 0)`).
+    /// Parts along an axis: of one size, the last one smaller (`x.split(2, 0)`), or of these sizes, which
+    /// must add up to the axis (`x.split([1, 3], 0)`).
     ///
     /// # Errors
-    /// [`Error::Argument`] for a size of 0, [`Error::Shape`] for sizes that do not add up and for an axis that there is not;
-    /// what the tensor carries.
+    /// [`Error::Argument`] for a size of 0, [`Error::Shape`] for sizes that do not add up and for an axis
+    /// that there is not; what the tensor carries.
     #[track_caller]
     pub fn split(&self, sizes: impl Into<Parts>, axis: i64) -> Result<Vec<Tensor>> {
         let at = Span::caller();

@@ -17,7 +17,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant, SystemTime};
 
-/// What outputs hold before a candidate runs: a large finite number in every type, which no kernel gives by chance.
+/// What outputs hold before a candidate runs: a large finite number in every type, which no kernel gives by
+/// chance.
 const POISON: u8 = 0x7A;
 /// Pairs of bursts that decide which candidates are measured well.
 const SCREEN: usize = 3;
@@ -238,7 +239,8 @@ impl Measured<'_> {
         Ok(c)
     }
 
-    /// Times both in turns, each first in every other pair, so that a machine whose speed drifts decides nothing.
+    /// Times both in turns, each first in every other pair, so that a machine whose speed drifts decides
+    /// nothing.
     fn pairs(
         &self,
         bench: &Bench<'_>,
@@ -373,7 +375,8 @@ impl<'a> Bench<'a> {
         Ok(start.elapsed().as_secs_f64() / f64::from(n))
     }
 
-    /// Mean seconds of a run, of as many as fit in the time, after one that brings back what the other side has pushed out of the caches.
+    /// Mean seconds of a run, of as many as fit in the time, after one that brings back what the other side
+    /// has pushed out of the caches.
     fn burst(&self, r: &Runner, time: Duration) -> Result<f64> {
         let one = self.time(r)?.max(1e-7);
         self.times(r, (time.as_secs_f64() / one).clamp(1.0, MOST_LAUNCHES) as u32)
@@ -450,7 +453,8 @@ impl Expected {
     }
 }
 
-/// Random elements: floats in [-1, 1), integers from -4 (unsigned ones from 0) to 4; a period of a prime number of elements, for speed.
+/// Random elements: floats in [-1, 1), integers from -4 (unsigned ones from 0) to 4; a period of a prime
+/// number of elements, for speed.
 fn random(d: DType, n: usize, seed: u64, magnitudes: bool) -> Result<Vec<u8>> {
     const PERIOD: usize = 65_521;
     let mut state = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;

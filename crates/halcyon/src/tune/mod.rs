@@ -1,11 +1,13 @@
 //! Tuning: which of the kernels that a template could build is fastest on this device.
 //!
-//! A backend works at once with what the templates' heuristics take. Tuning builds the others that are legal on the device
-//! ([`halcyon_ir::kernel::tune`]), compares their results with the default's, measures both in turns, and notes the best in a cache on
-//! disk ([`halcyon_hal::tune`]). What is wrong, does not compile, fails or crashes is noted there too, and never tried again on that
-//! device with that driver. Plans take what is known from level O2 on, which their receipts and steps say.
+//! A backend works at once with what the templates' heuristics take. Tuning builds the others that are legal
+//! on the device ([`halcyon_ir::kernel::tune`]), compares their results with the default's, measures both in
+//! turns, and notes the best in a cache on disk ([`halcyon_hal::tune`]). What is wrong, does not compile,
+//! fails or crashes is noted there too, and never tried again on that device with that driver. Plans take
+//! what is known from level O2 on, which their receipts and steps say.
 //!
-//! [`Backend::tune`] tunes a graph's kernels on request; [`TuningMode`] says whether plans tune by themselves.
+//! [`Backend::tune`] tunes a graph's kernels on request; [`TuningMode`] says whether plans tune by
+//! themselves.
 
 mod measure;
 mod standard;
@@ -256,17 +258,19 @@ impl Backend {
         &self.tuning().device
     }
 
-    /// Counts the times that tuning changed which kernels plans take. Plans of an earlier generation are made anew when they are
-    /// asked for; compiled functions and captured graphs keep theirs.
+    /// Counts the times that tuning changed which kernels plans take. Plans of an earlier generation are made
+    /// anew when they are asked for; compiled functions and captured graphs keep theirs.
     pub fn tuning_generation(&self) -> u64 {
         self.tuning().generation()
     }
 
-    /// Tunes the kernels that a graph's plan would have, those that are not known yet. The graph has no symbols.
+    /// Tunes the kernels that a graph's plan would have, those that are not known yet. The graph has no
+    /// symbols.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a backend whose level or mode has no tuned kernels; [`Error::Io`] where the cache's file cannot be
-    /// written, which is found before anything is measured; [`Error::Driver`] where the device fails with the default kernels, too.
+    /// [`Error::Argument`] for a backend whose level or mode has no tuned kernels; [`Error::Io`] where the
+    /// cache's file cannot be written, which is found before anything is measured; [`Error::Driver`] where
+    /// the device fails with the default kernels, too.
     pub fn tune(&self, graph: &Graph, budget: Option<Duration>) -> Result<TuningReport> {
         self.tune_with(std::slice::from_ref(graph), &TuneOptions { budget, ..TuneOptions::default() })
     }
@@ -364,7 +368,8 @@ impl Backend {
         result.map(|()| report)
     }
 
-    /// Plans take from now on what the cache knows. Where they would be others (`news`), the plans of before are forgotten.
+    /// Plans take from now on what the cache knows. Where they would be others (`news`), the plans of before
+    /// are forgotten.
     fn adopt(&self, news: bool) {
         let t = self.tuning();
         *lock(&t.known) = Some(Arc::new(t.cache.known(&t.device)));

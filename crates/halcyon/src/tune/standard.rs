@@ -4,8 +4,8 @@ use halcyon_ir::error::Result;
 use halcyon_ir::op::Conv;
 use halcyon_ir::{DType, Graph, ScalarOp, TensorType};
 
-/// Graphs of one work each, with their names: products (square, few rows, batched), a convolution, attention, softmax, a norm, a
-/// reduction and a chain, in f32.
+/// Graphs of one work each, with their names: products (square, few rows, batched), a convolution, attention,
+/// softmax, a norm, a reduction and a chain, in f32.
 ///
 /// # Errors
 /// Those of the graph's builders, which these shapes do not meet.

@@ -1,9 +1,10 @@
 //! How far two right results of a part of a graph may lie apart.
 //!
-//! Each op has a tolerance of its own, that of its row in the op table. What a chain of them may be off by follows from these: the
-//! part is computed once more in f64, and beside each value the error that rounding in all ops before it can have caused there. An
-//! op's own rounding is added, and what its operands are off by goes through it: by the product rule through products and sums,
-//! by trying the ends of the interval through everything else. Both results round, so twice the error is allowed.
+//! Each op has a tolerance of its own, that of its row in the op table. What a chain of them may be off by
+//! follows from these: the part is computed once more in f64, and beside each value the error that rounding
+//! in all ops before it can have caused there. An op's own rounding is added, and what its operands are off
+//! by goes through it: by the product rule through products and sums, by trying the ends of the interval
+//! through everything else. Both results round, so twice the error is allowed.
 
 use crate::backend::Backend;
 use crate::ir::composite::Composite;
@@ -16,11 +17,14 @@ use crate::optable::case::extremes;
 use crate::optable::check::{Expected, eps};
 use crate::{ConstData, DType, Error, Result, Session};
 
-/// Units of the last place, relative to the largest value, that a composite's kernel may be off by: the widest row of the op table.
+/// Units of the last place, relative to the largest value, that a composite's kernel may be off by: the
+/// widest row of the op table.
 const COMPOSITE: f64 = 32.0;
-/// The same where an op's error cannot be followed (an op of the user's, bits of a float), for each op of the part.
+/// The same where an op's error cannot be followed (an op of the user's, bits of a float), for each op of the
+/// part.
 const UNKNOWN: f64 = 32.0;
-/// Rounding of a sum of `k` terms, in units of the last place relative to the sum of magnitudes, as in the op table.
+/// Rounding of a sum of `k` terms, in units of the last place relative to the sum of magnitudes, as in the op
+/// table.
 fn sum_units(k: usize) -> f64 {
     4.0 + 2.0 * (k as f64).sqrt()
 }
@@ -95,7 +99,8 @@ fn exact(g: &Graph) -> bool {
     })
 }
 
-/// For each output, the error that one result may have; `None` for one that must be equal. `None` where that cannot be told.
+/// For each output, the error that one result may have; `None` for one that must be equal. `None` where that
+/// cannot be told.
 fn slack(part: &Graph, inputs: &[ConstData], reference: &Backend) -> Result<Option<Vec<Option<ConstData>>>> {
     let mut a = Analysis { g: Graph::new() };
     let mut ins = vec![];
@@ -146,7 +151,8 @@ fn widened(c: &ConstData) -> Result<ConstData> {
     Ok(c.clone())
 }
 
-/// A value in f64 (integers and bools as they are) and the error that it may have, in f64; `None` where it has none.
+/// A value in f64 (integers and bools as they are) and the error that it may have, in f64; `None` where it
+/// has none.
 #[derive(Clone, Copy, Debug)]
 struct Value {
     v: NodeId,
@@ -359,7 +365,8 @@ impl Analysis {
         })
     }
 
-    /// Sums of products: with operands off by `e`, the op on `|v| + e` bounds both what is off and the rounding.
+    /// Sums of products: with operands off by `e`, the op on `|v| + e` bounds both what is off and the
+    /// rounding.
     fn linear(
         &mut self,
         op: &Op,
@@ -464,7 +471,8 @@ impl Analysis {
         }
         let (ec, once, tiny) = (eps(d.compute()), once_rounded(d), extremes(d).1);
         let own = match s {
-            // On the negative side the result is a difference of nearly equal numbers: the error is relative to the operand.
+            // On the negative side the result is a difference of nearly equal numbers: the error is relative
+            // to the operand.
             ScalarOp::Gelu | ScalarOp::GeluTanh => {
                 let a = self.g.abs(x[0].v)?;
                 let scale = self.g.scalar(s, &[a])?;
@@ -472,7 +480,8 @@ impl Analysis {
                 let stored = self.of_value(v, once, 0.0)?;
                 self.g.add(e, stored)?
             }
-            // Arithmetic rounds in units of its result, however small; functions near a zero in those of their operand.
+            // Arithmetic rounds in units of its result, however small; functions near a zero in those of
+            // their operand.
             _ if row.ulps <= 4.0 => self.of_value(v, once + row.ulps * ec, tiny)?,
             _ => {
                 let a = self.g.abs(v)?;

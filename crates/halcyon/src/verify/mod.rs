@@ -1,9 +1,10 @@
 //! Checking a run against a reference: [`Session::verify`], and the [`Replay`] file that a divergence leaves.
 //!
-//! A plan's steps are the pieces: what a fused kernel computes between its operands and its result lies in no memory, so a step is
-//! checked whole. Its part of the graph is run again on the reference backend at level O0, on the values that really lay in the
-//! device's memory before the step, and what the step left there is compared. An error is thus found in the step that makes it, and
-//! nothing adds up over the plan. Only the steps that are drawn cost anything besides the run.
+//! A plan's steps are the pieces: what a fused kernel computes between its operands and its result lies in no
+//! memory, so a step is checked whole. Its part of the graph is run again on the reference backend at level
+//! O0, on the values that really lay in the device's memory before the step, and what the step left there is
+//! compared. An error is thus found in the step that makes it, and nothing adds up over the plan. Only the
+//! steps that are drawn cost anything besides the run.
 
 mod bound;
 mod replay;
@@ -252,11 +253,12 @@ impl<'a> Stepwise<'a> {
 }
 
 impl Session {
-    /// Runs the graph once, and checks a sample of the plan's steps against a reference on the values that they really read.
+    /// Runs the graph once, and checks a sample of the plan's steps against a reference on the values that
+    /// they really read.
     ///
     /// # Errors
-    /// Those of [`Session::run`], and of running a step on the reference. That a result is wrong is no error but
-    /// [`VerifyReport::divergence`].
+    /// Those of [`Session::run`], and of running a step on the reference. That a result is wrong is no error
+    /// but [`VerifyReport::divergence`].
     pub fn verify(&self, inputs: &[ConstData], options: &VerifyOptions) -> Result<VerifyReport> {
         options.check()?;
         let mut run = Stepwise::new(self, inputs)?;
@@ -319,11 +321,12 @@ impl Session {
         Ok(report)
     }
 
-    /// A file's contents that repeat a run that failed: the step that fails where running them one by one fails too, else the whole
-    /// graph with its inputs.
+    /// A file's contents that repeat a run that failed: the step that fails where running them one by one
+    /// fails too, else the whole graph with its inputs.
     ///
     /// # Errors
-    /// [`Error::Shape`] and the like where the inputs are not the graph's, so that there is nothing to repeat.
+    /// [`Error::Shape`] and the like where the inputs are not the graph's, so that there is nothing to
+    /// repeat.
     pub fn replay_of(&self, inputs: &[ConstData], failure: &Error) -> Result<Replay> {
         if let Ok(mut run) = Stepwise::new(self, inputs) {
             for u in 0..run.units.len() {

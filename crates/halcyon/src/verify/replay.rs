@@ -1,8 +1,9 @@
 //! Replay files: one piece of work that went wrong, with all that running it again takes.
 //!
-//! A file is `HALCRPL1`, the length of a JSON header as 8 bytes (little endian), the header, then the graph as
-//! [`Graph::to_bytes`] writes it and the tensors' bytes, in the header's order and of the sizes that it names. Nothing in a file
-//! is trusted: sizes are checked against the file's before anything is read, the graph against its type rules.
+//! A file is `HALCRPL1`, the length of a JSON header as 8 bytes (little endian), the header, then the graph
+//! as [`Graph::to_bytes`] writes it and the tensors' bytes, in the header's order and of the sizes that it
+//! names. Nothing in a file is trusted: sizes are checked against the file's before anything is read, the
+//! graph against its type rules.
 
 use super::bound;
 use crate::backend::{Backend, BackendBuilder};
@@ -287,8 +288,8 @@ impl Replay {
     /// Runs the work again, on a backend and on the reference (at level O0), and compares.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a reference at another level. That the backend fails is [`Outcome::Fails`]; so is it where the
-    /// reference does.
+    /// [`Error::Argument`] for a reference at another level. That the backend fails is [`Outcome::Fails`]; so
+    /// is it where the reference does.
     pub fn run(&self, backend: &Backend, reference: &Backend) -> Result<Replayed> {
         if reference.level() != Level::O0 {
             return Err(Error::argument(

@@ -1,4 +1,5 @@
-//! Captured graphs, plans and tensors over memory pools whose buffers move, and what happens when memory runs out.
+//! Captured graphs, plans and tensors over memory pools whose buffers move, and what happens when memory runs
+//! out.
 
 use super::*;
 use halcyon::{AllocationStrategy, ConstData, MemoryPoolConfig, Session};

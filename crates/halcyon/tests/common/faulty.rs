@@ -1,4 +1,5 @@
-//! A device that fails where it is told to, around one that works. It is a backend from outside: registered, then named.
+//! A device that fails where it is told to, around one that works. It is a backend from outside: registered,
+//! then named.
 
 #![allow(dead_code)]
 
@@ -127,7 +128,8 @@ impl Driver for FaultyDriver {
     }
 }
 
-/// A backend over a device of `inner` that fails on request, with more settings from `with`. Each has a name of its own.
+/// A backend over a device of `inner` that fails on request, with more settings from `with`. Each has a name
+/// of its own.
 pub fn open(
     inner: BackendType,
     with: impl FnOnce(BackendBuilder) -> BackendBuilder,

@@ -1,5 +1,5 @@
-//! Stand-ins for hardware that is not here: drivers of CUDA, ROCm and Metal whose devices are this CPU, switched on for one test at
-//! a time.
+//! Stand-ins for hardware that is not here: drivers of CUDA, ROCm and Metal whose devices are this CPU,
+//! switched on for one test at a time.
 
 use halcyon::hal::{Device, DeviceInfo, Driver, Options, registry};
 use halcyon::{BackendType, Error, Result};
@@ -36,7 +36,8 @@ impl Driver for StandIn {
             compute_capability: Some("9.0".into()),
             driver_version: Some("535.1".into()),
             total_memory: Some(24 << 30),
-            // What the real drivers tell when they are probed: a card's own memory, and nothing of what is free. Apple's is shared.
+            // What the real drivers tell when they are probed: a card's own memory, and nothing of what is
+            // free. Apple's is shared.
             free_memory: None,
             unified_memory: self.kind == BackendType::Metal,
             ..cpu.clone()
@@ -74,7 +75,8 @@ pub fn with(devices: &[(BackendType, usize)]) -> Machine {
     replace(&KINDS, |kind| devices.iter().find(|(k, _)| *k == kind).map_or(0, |(_, n)| *n))
 }
 
-/// A machine with one device of each of these kinds, and the CPU. Only for [`alone`]: it replaces every driver but the CPU's.
+/// A machine with one device of each of these kinds, and the CPU. Only for [`alone`]: it replaces every
+/// driver but the CPU's.
 pub fn exactly(there: &[BackendType]) -> Machine {
     assert!(std::env::var_os(ALONE).is_some(), "other tests of this process use the drivers");
     replace(&[&KINDS[..], &USED].concat(), |kind| usize::from(there.contains(&kind)))
@@ -82,7 +84,8 @@ pub fn exactly(there: &[BackendType]) -> Machine {
 
 const ALONE: &str = "HALCYON_CONTRACT_ALONE";
 
-/// Runs `work` in a process of its own, where no other test has replaced a driver: this test again, by its full name.
+/// Runs `work` in a process of its own, where no other test has replaced a driver: this test again, by its
+/// full name.
 pub fn alone(test: &str, work: impl FnOnce()) {
     if std::env::var(ALONE).is_ok_and(|t| t == test) {
         work();

@@ -1,5 +1,6 @@
-//! The orders of `auto`, by what is chosen: on a machine that has everything, then on one without the first choice, and so on. What
-//! is expected is written out from the contract, and each test has a process of its own, so it may replace every driver.
+//! The orders of `auto`, by what is chosen: on a machine that has everything, then on one without the first
+//! choice, and so on. What is expected is written out from the contract, and each test has a process of its
+//! own, so it may replace every driver.
 
 use crate::machine;
 use halcyon::BackendType as B;
@@ -9,7 +10,8 @@ use halcyon::prelude::*;
 /// All that can be taken away from a machine: the CPU stays.
 const ALL: [B; 7] = [B::Cuda, B::Rocm, B::Metal, B::Tpu, B::Intel, B::OpenCl, B::WebGpu];
 
-/// What `choose` answers on a machine with all of these, then without the backend that it chose, until the CPU is left.
+/// What `choose` answers on a machine with all of these, then without the backend that it chose, until the
+/// CPU is left.
 fn one_after_the_other<T: Clone>(choose: impl Fn() -> (B, T)) -> Vec<T> {
     let (mut there, mut answers) = (ALL.to_vec(), vec![]);
     loop {

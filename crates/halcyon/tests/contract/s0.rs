@@ -111,7 +111,8 @@ fn s0_07_errors_have_a_kind_and_say_what_to_do() {
     assert_eq!(Error::from(e).exit_code(), 4);
 }
 
-/// Rows 2 to 4 over the drivers themselves: the machine of each process has one vendor's libraries, or neither's.
+/// Rows 2 to 4 over the drivers themselves: the machine of each process has one vendor's libraries, or
+/// neither's.
 #[test]
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 fn s0_02_s0_03_over_the_drivers() {

@@ -216,7 +216,8 @@ fn s1_06_discovery_and_its_summary() {
     print_backend_summary();
 }
 
-/// The same over the driver of CUDA itself, whose library a stand-in replaces: what its calls answer is what is printed.
+/// The same over the driver of CUDA itself, whose library a stand-in replaces: what its calls answer is what
+/// is printed.
 #[test]
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 fn s1_06_over_the_driver() {

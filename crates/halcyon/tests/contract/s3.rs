@@ -18,7 +18,8 @@ fn s3_01_backends_and_devices_are_listed_and_several_open_at_once() {
         (first.selection().device.id.as_str(), &auto.selection().device.id),
         ("cuda:0", &first.selection().device.id)
     );
-    // Another device of the same backend, with the same settings. (The device behind the stand-in is the CPU.)
+    // Another device of the same backend, with the same settings. (The device behind the stand-in is the
+    // CPU.)
     let cpu = Backend::builder().backend_type(B::Cpu).level(Level::O1).memory_limit(1 << 30).build().unwrap();
     let again = cpu.on_device(0).unwrap();
     assert_eq!((again.level(), again.memory().limit), (Level::O1, Some(1 << 30)));
@@ -260,8 +261,8 @@ fn s3_13_graphs_are_captured_and_launched() {
     }
 }
 
-/// Each feature by itself: `cargo xtask test --only features`. In a process of its own, since the stand-ins of other tests would count
-/// as drivers of this build.
+/// Each feature by itself: `cargo xtask test --only features`. In a process of its own, since the stand-ins
+/// of other tests would count as drivers of this build.
 #[test]
 fn s3_14_features_are_backends_and_the_default_has_them_all() {
     machine::alone("s3::s3_14_features_are_backends_and_the_default_has_them_all", || {

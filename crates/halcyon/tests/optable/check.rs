@@ -64,18 +64,20 @@ impl Tally {
     }
 }
 
-/// Of the cases of a row and type, one in so many is run where every case is a program to build, drawn anew each time.
+/// Of the cases of a row and type, one in so many is run where every case is a program to build, drawn anew
+/// each time.
 const SAMPLE: usize = 3;
 
-/// Runs the cases of rows; HALCYON_ROW picks the rows whose name contains it. On a device that builds a program for each case, a sample of
-/// each row and type. HALCYON_CASES says otherwise: `all`, or one case in how many, on every device.
+/// Runs the cases of rows; HALCYON_ROW picks the rows whose name contains it. On a device that builds a
+/// program for each case, a sample of each row and type. HALCYON_CASES says otherwise: `all`, or one case in
+/// how many, on every device.
 pub fn check_rows(what: &str, rows: &[Row], backends: &[Backend], rng: &mut Rng) -> Tally {
     let cpu = backends.iter().any(|b| b.device().info().backend == BackendType::Cpu);
     check_some(what, rows, backends, if cpu { 1 } else { SAMPLE }, rng)
 }
 
-/// As [`check_rows`], one case in `usual` where HALCYON_CASES says nothing: at least one of each row and type, and of each row alone
-/// where that would be most of the sample.
+/// As [`check_rows`], one case in `usual` where HALCYON_CASES says nothing: at least one of each row and
+/// type, and of each row alone where that would be most of the sample.
 pub fn check_some(what: &str, rows: &[Row], backends: &[Backend], usual: usize, rng: &mut Rng) -> Tally {
     let pick = std::env::var("HALCYON_ROW").unwrap_or_default();
     let every = if pick.is_empty() { one_in(usual) } else { 1 };

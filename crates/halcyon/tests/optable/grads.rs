@@ -24,8 +24,9 @@ fn loss(c: &Case, d: DType) -> Result<(Graph, Vec<usize>)> {
     Ok((g, dims.to_vec()))
 }
 
-/// The derivative of the loss at some elements of input `k`: (element, value). Two steps of different length must agree: where they do
-/// not, two values that an op chooses from lie within the step, and there is no derivative to compare with.
+/// The derivative of the loss at some elements of input `k`: (element, value). Two steps of different length
+/// must agree: where they do not, two values that an op chooses from lie within the step, and there is no
+/// derivative to compare with.
 fn differences(g: &Graph, at: &[ConstData], k: usize, rng: &mut Rng) -> Result<Vec<(usize, f64)>> {
     let n = at[k].numel();
     let picked: Vec<usize> =

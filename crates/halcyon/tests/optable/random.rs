@@ -56,7 +56,8 @@ pub fn graph(nodes: usize, rng: &mut Rng) -> Result<(Graph, Vec<ConstData>)> {
             m.values.push(id);
         }
     }
-    // Everything that nothing reads is an output, so nothing is optimised away; a few inner values are outputs too.
+    // Everything that nothing reads is an output, so nothing is optimised away; a few inner values are
+    // outputs too.
     let mut read = vec![false; m.g.nodes().len()];
     m.g.nodes().iter().for_each(|n| n.inputs.iter().for_each(|i| read[i.index()] = true));
     let outs: Vec<NodeId> =
@@ -225,8 +226,8 @@ fn error(b: &Backend, g: &Graph, inputs: &[ConstData]) -> std::result::Result<f6
     Ok(worst)
 }
 
-/// Runs one graph on backends and compares its outputs with the reference. A failure shows the smallest part of the graph,
-/// one node with what it needs, that fails too.
+/// Runs one graph on backends and compares its outputs with the reference. A failure shows the smallest part
+/// of the graph, one node with what it needs, that fails too.
 pub fn check(seed: u64, backends: &[Backend]) -> std::result::Result<(), String> {
     let mut rng = Rng::new(seed);
     let nodes = 5 + rng.below(36);

@@ -1,4 +1,5 @@
-//! A device with no kernels of its own: everything runs as kernel IR on the interpreter, which watches every access.
+//! A device with no kernels of its own: everything runs as kernel IR on the interpreter, which watches every
+//! access.
 
 use halcyon::hal::{
     BackendType, Buffer, BufferRef, Caps, Command, Counters, Declined, Device, DeviceInfo, LibraryCall,

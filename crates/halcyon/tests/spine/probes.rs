@@ -1,5 +1,5 @@
-//! The spine probes on one backend: a Llama decoded with states, an MLP trained through the gradient pass. What is not as it must be is
-//! an error that says so, since `halcyon-check` runs them too.
+//! The spine probes on one backend: a Llama decoded with states, an MLP trained through the gradient pass.
+//! What is not as it must be is an error that says so, since `halcyon-check` runs them too.
 
 #[path = "../../../../examples/02_stories.rs"]
 mod stories;
@@ -50,7 +50,8 @@ pub fn stories(b: &Backend, dir: &Path, tokens: usize) -> Found {
     Ok(format!("{} tokens as expected, logits within {far:.1e}", d.ids.len()))
 }
 
-/// `dir` holds the start values and what a float64 run makes of them, `data` the digits. The weights are compared after all steps.
+/// `dir` holds the start values and what a float64 run makes of them, `data` the digits. The weights are
+/// compared after all steps.
 pub fn mlp(b: &Backend, dir: &Path, data: &Path, steps: usize) -> Found {
     let read = |f: &str| halcyon_formats::npy::read(&dir.join(f)).map_err(|e| e.to_string());
     let start = ["w0.npy", "b0.npy", "w1.npy", "b1.npy"].map(read);

@@ -159,7 +159,8 @@ fn captured(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     }
 }
 
-/// Plans that are not captured by hand: results are new buffers in each run, which the pool takes from the same places.
+/// Plans that are not captured by hand: results are new buffers in each run, which the pool takes from the
+/// same places.
 fn warm(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     let b = builder(kind, Level::O2).build().unwrap();
     let (xs, ws) = (rng.f32s(32), rng.f32s(64));
@@ -212,7 +213,8 @@ fn given_up(s: &StandIn, kind: BackendType, rng: &mut Rng) {
     assert_eq!(s.get("execs"), execs, "{kind}: none is kept");
 }
 
-/// Calls into the runtime, and the time of the host, for a plan of a hundred kernels. The device puts all work off.
+/// Calls into the runtime, and the time of the host, for a plan of a hundred kernels. The device puts all
+/// work off.
 fn cost(s: &StandIn, kind: BackendType) {
     let run = |level: Level| {
         let b = builder(kind, level).build().unwrap();

@@ -1,4 +1,5 @@
-//! Options of a backend: on every kind of device each one acts, is refused with a typed error, or has a warning.
+//! Options of a backend: on every kind of device each one acts, is refused with a typed error, or has a
+//! warning.
 
 use super::{Held, common};
 use halcyon::ir::plan::StepWork;

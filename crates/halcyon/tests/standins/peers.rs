@@ -81,7 +81,8 @@ fn values_between_two_devices_of_a_runtime_do_not_meet_the_host() {
     }
 }
 
-/// Copies wait for what was submitted before, in streams too, and what comes behind waits for them. The devices put all work off.
+/// Copies wait for what was submitted before, in streams too, and what comes behind waits for them. The
+/// devices put all work off.
 fn ordered(s: &crate::standin::StandIn) {
     use halcyon::hal::Driver;
     let open = |i| -> Arc<dyn Device> { s.driver.open(i, &Options::default()).unwrap() };

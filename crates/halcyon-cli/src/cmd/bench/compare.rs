@@ -8,7 +8,8 @@ use serde_json::{Value, json};
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-/// Fields of a report's rows with the figures that compare, the factor they are written with, and whether more is better.
+/// Fields of a report's rows with the figures that compare, the factor they are written with, and whether
+/// more is better.
 const FIGURES: [(&str, f64, bool); 2] = [("time_ms", MS, false), ("rate", 1.0, true)];
 
 /// An earlier report.

@@ -152,8 +152,8 @@ fn round_up(n: u64) -> u64 {
     if n <= p / 4 * 3 { p / 4 * 3 } else { p }
 }
 
-/// Bursts until the best three agree within a twentieth, at most four times as many as one measurement has: other work on the
-/// machine can spoil all of a few.
+/// Bursts until the best three agree within a twentieth, at most four times as many as one measurement has:
+/// other work on the machine can spoil all of a few.
 pub fn rates(mut measure: impl FnMut() -> Result<Vec<f64>>) -> Result<Vec<f64>> {
     let mut all = measure()?;
     for _ in 0..3 {
@@ -166,7 +166,8 @@ pub fn rates(mut measure: impl FnMut() -> Result<Vec<f64>>) -> Result<Vec<f64>> 
     Ok(all)
 }
 
-/// Working sets that lie in the second cache, in the last, and in memory, all threads together; or why there is none.
+/// Working sets that lie in the second cache, in the last, and in memory, all threads together; or why there
+/// is none.
 pub fn working_sets(threads: usize) -> [(&'static str, std::result::Result<usize, String>); 3] {
     let c = Caches::get();
     let l2 = c.l2 * threads;

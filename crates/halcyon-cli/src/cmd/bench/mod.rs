@@ -1,4 +1,5 @@
-//! `halcyon bench`: the machine's peaks, single works, models, what transformations gain, and how they compare with an earlier report.
+//! `halcyon bench`: the machine's peaks, single works, models, what transformations gain, and how they
+//! compare with an earlier report.
 
 mod compare;
 #[cfg_attr(not(feature = "cpu"), path = "no_limits.rs")]
@@ -154,8 +155,8 @@ fn share_text(bound: Option<Bound>, seconds: f64) -> String {
     bound.map_or(String::new(), one)
 }
 
-/// Shares beyond it are no shares: the machine was slower while its peak was measured than while it worked (other work, a lower clock), or
-/// the kernel does with fewer operations than are counted.
+/// Shares beyond it are no shares: the machine was slower while its peak was measured than while it worked
+/// (other work, a lower clock), or the kernel does with fewer operations than are counted.
 const ABOVE: f64 = 1.02;
 
 fn work_json(flops: u64, bytes: u64, seconds: f64, bound: Option<Bound>) -> Value {

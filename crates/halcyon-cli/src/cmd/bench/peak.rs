@@ -121,7 +121,8 @@ struct Done {
 }
 
 impl Row {
-    /// Name in reports: that of the table with the number of threads. "all" is the device's number, which settings tell.
+    /// Name in reports: that of the table with the number of threads. "all" is the device's number, which
+    /// settings tell.
     fn key(&self) -> String {
         format!("{}, {}", self.name, if self.threads == 1 { "1 thread" } else { "all threads" })
     }

@@ -19,8 +19,8 @@ pub fn main(a: &ConformanceArgs) -> Result<u8> {
     }
 }
 
-/// Whether a device still does what it is asked: bytes written there come back. After an error that it does not recover from (an
-/// illegal address, say) everything fails in this process, and goes on saying so.
+/// Whether a device still does what it is asked: bytes written there come back. After an error that it does
+/// not recover from (an illegal address, say) everything fails in this process, and goes on saying so.
 ///
 /// # Errors
 /// The device's own, or [`Error::Driver`] where other bytes come back.
@@ -42,8 +42,8 @@ pub fn answers(d: &dyn Device) -> Result<()> {
     })
 }
 
-/// Tells what is done next and each result as it is known, where `--json-lines` asks for it: who reads along has what came before a
-/// crash.
+/// Tells what is done next and each result as it is known, where `--json-lines` asks for it: who reads along
+/// has what came before a crash.
 struct Lines(bool);
 
 impl Lines {

@@ -278,12 +278,12 @@ fn differs(got: &Datum, want: &Datum, t: Tolerance) -> Option<String> {
     }
 }
 
-/// Least relative tolerance of bf16, two units in the last place, as in the ONNX project's own test runner: its expected values
-/// come from NumPy, which rounds to bf16 after every addition of a sum.
+/// Least relative tolerance of bf16, two units in the last place, as in the ONNX project's own test runner:
+/// its expected values come from NumPy, which rounds to bf16 after every addition of a sum.
 const RTOL_BF16: f64 = 1.0 / 64.0;
 
-/// How a result differs from the expected one: `|got - want| <= atol + rtol * |want|` for floats, NaN and infinities equal
-/// themselves; everything else exactly.
+/// How a result differs from the expected one: `|got - want| <= atol + rtol * |want|` for floats, NaN and
+/// infinities equal themselves; everything else exactly.
 fn difference(got: &ConstData, want: &ConstData, t: Tolerance) -> Option<String> {
     if got.dtype != want.dtype || got.dims != want.dims {
         return Some(format!(

@@ -1,4 +1,5 @@
-//! `halcyon inspect`: what a model holds, costs and would run on, without running it; or the tensors of a file.
+//! `halcyon inspect`: what a model holds, costs and would run on, without running it; or the tensors of a
+//! file.
 
 mod show;
 
@@ -55,7 +56,8 @@ pub fn main(a: &InspectArgs) -> Result<u8> {
         // Protobuf has no magic bytes; what is no model is refused by the decoder.
         Some(Kind::Onnx) | None => {
             let r = Report::new(a, bytes.len() as u64)?;
-            // A broken model is an error besides what is known of it. With `--json` the report says why, in one document.
+            // A broken model is an error besides what is known of it. With `--json` the report says why, in
+            // one document.
             if a.json {
                 report::print_json(&r.json())?;
                 return Ok(r.broken.map_or(0, |e| e.exit_code().clamp(1, 255) as u8));

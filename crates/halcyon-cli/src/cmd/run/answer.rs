@@ -279,8 +279,8 @@ pub fn top_k(k: usize, outputs: &[(String, Leaf<'_>)], labels: Option<&[String]>
     Ok(Top { output: name.clone(), rows })
 }
 
-/// The share of each class: the value itself where the row is a distribution, its exponential where it is the logarithm of
-/// one, else the softmax.
+/// The share of each class: the value itself where the row is a distribution, its exponential where it is the
+/// logarithm of one, else the softmax.
 pub fn shares(row: &[f64]) -> (Scores, Vec<f64>) {
     let near_one = |s: f64| (s - 1.0).abs() < 1e-3;
     let exp: Vec<f64> = row.iter().map(|v| v.exp()).collect();

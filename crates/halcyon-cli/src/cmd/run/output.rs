@@ -103,7 +103,8 @@ pub fn targets(a: &RunArgs, names: &[String]) -> Result<Vec<Target>> {
     Ok(all)
 }
 
-/// Refuses what a file cannot hold, before anything runs. `table` says that .csv takes the classes of `--top-k`.
+/// Refuses what a file cannot hold, before anything runs. `table` says that .csv takes the classes of
+/// `--top-k`.
 pub fn fits(targets: &[Target], names: &[String], table: bool) -> Result<()> {
     for t in targets {
         let one = matches!(t.format, Format::Npy) || matches!(t.format, Format::Csv) && !table;

@@ -490,7 +490,8 @@ fn known_since(d: DType) -> i64 {
 fn fresh(taken: &mut HashSet<String>, base: &str) -> String {
     let mut name = base.to_string();
     let mut n = 1;
-    // Linear only where one name is asked for over and over, which `rest` counts from the number of names instead.
+    // Linear only where one name is asked for over and over, which `rest` counts from the number of names
+    // instead.
     while !taken.insert(name.clone()) {
         let rest = if n == 1 { taken.len() } else { taken.len() + n };
         name = format!("{base}_{rest}");
@@ -499,7 +500,8 @@ fn fresh(taken: &mut HashSet<String>, base: &str) -> String {
     name
 }
 
-/// Operands as ONNX takes them: element-wise operators and products broadcast, so an expansion that only serves that is left out.
+/// Operands as ONNX takes them: element-wise operators and products broadcast, so an expansion that only
+/// serves that is left out.
 fn sources(g: &Graph, id: NodeId) -> Vec<Source> {
     let n = g.node(id);
     let mut out: Vec<Source> = n.inputs.iter().map(|i| Source::Node(*i)).collect();

@@ -13,7 +13,8 @@ use std::path::{Path, PathBuf};
 const LARGEST: usize = i32::MAX as usize;
 /// Smallest tensor that is worth a place in the second file, in bytes.
 const LEAST: usize = 1024;
-/// Offsets are multiples of a page, and for tensors from this size on of what Windows maps in, as onnx.proto advises.
+/// Offsets are multiples of a page, and for tensors from this size on of what Windows maps in, as onnx.proto
+/// advises.
 const PAGE: (u64, u64) = (4096, 65_536);
 const LARGE: usize = 1 << 20;
 
@@ -43,14 +44,15 @@ pub fn to_bytes(graph: &Graph, options: &ExportOptions) -> Result<Vec<u8>> {
     }
 }
 
-/// Writes the model to `path`, as [`crate::output`] writes files: `-` is standard output, and devices and pipes are written in place.
-/// With [`ExportOptions::external_data`], or where the model would pass 2 GiB, the larger weights go to a file of that name with `.data`
-/// added. Both replace files of their names only when they are complete, so a model may be written over the one that its weights are
-/// still mapped from. A `.data` file is only replaced where the model that was there named it: another one is somebody's.
+/// Writes the model to `path`, as [`crate::output`] writes files: `-` is standard output, and devices and
+/// pipes are written in place. With [`ExportOptions::external_data`], or where the model would pass 2 GiB,
+/// the larger weights go to a file of that name with `.data` added. Both replace files of their names only
+/// when they are complete, so a model may be written over the one that its weights are still mapped from. A
+/// `.data` file is only replaced where the model that was there named it: another one is somebody's.
 ///
 /// # Errors
-/// As [`export`]; [`Error::Io`]; [`Error::Argument`] for a file name that ONNX cannot refer to, for a second file beside a pipe or a device,
-/// and for a `.data` file that is none of the model's.
+/// As [`export`]; [`Error::Io`]; [`Error::Argument`] for a file name that ONNX cannot refer to, for a second
+/// file beside a pipe or a device, and for a `.data` file that is none of the model's.
 pub fn write(graph: &Graph, path: &Path, options: &ExportOptions) -> Result<Written> {
     let mut m = export(graph, options)?;
     let mut model = Output::create(path)?;

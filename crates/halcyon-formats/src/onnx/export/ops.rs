@@ -14,7 +14,8 @@ const EXTREME: Types = &[(1, &[U8, I8, U32, U64, I32, I64, F16, F32, F64, BF16, 
 const NUMBERS: Types = &[(1, &[U8, U16, U32, U64, I8, I16, I32, I64, F16, F32, F64, BF16])];
 const SORTED: Types = &[(1, &[U8, U16, U32, U64, I8, I16, I32, I64, F16, F32, F64]), (24, &[BF16])];
 
-/// The nodes of one graph node; its result. Few operators take small types, so others work on the next wider one.
+/// The nodes of one graph node; its result. Few operators take small types, so others work on the next wider
+/// one.
 pub(super) fn node(e: &mut Emitter<'_>, id: NodeId) -> Result<Val> {
     let n = e.g.node(id);
     let x = if matches!(n.op, Op::Full(_)) { vec![] } else { e.operands(id)? };
@@ -131,8 +132,9 @@ fn op(e: &mut Emitter<'_>, op: &Op, x: Vec<Val>, ty: TensorType) -> Result<Val> 
     }
 }
 
-/// A cast as we define it: a float stops at the ends of an integer's range, if that has 8 bits or more; of fewer it keeps the low
-/// bits, as the operator does. (At the ends of 32 and 64 bits, which floats do not hold, the engine decides.)
+/// A cast as we define it: a float stops at the ends of an integer's range, if that has 8 bits or more; of
+/// fewer it keeps the low bits, as the operator does. (At the ends of 32 and 64 bits, which floats do not
+/// hold, the engine decides.)
 fn cast(e: &mut Emitter<'_>, x: &Val, to: DType) -> Result<Val> {
     let mut x = x.clone();
     if x.dtype() == to {
@@ -228,8 +230,8 @@ fn argsort(e: &mut Emitter<'_>, x: &Val, axis: usize, descending: bool) -> Resul
     })
 }
 
-/// Running sums are CumSum and running products CumProd. The others, and products in older operator sets, combine with what lies 1, 2,
-/// 4, … places before (Hillis and Steele 1986).
+/// Running sums are CumSum and running products CumProd. The others, and products in older operator sets,
+/// combine with what lies 1, 2, 4, … places before (Hillis and Steele 1986).
 fn scan(
     e: &mut Emitter<'_>,
     kind: ReduceKind,
@@ -301,7 +303,8 @@ fn bounds(size: Dim, a: &SliceAxis, len: Dim) -> Result<Bounds> {
         });
     }
     if a.step < 0 {
-        // From the end all the way down is what a flip is; other walks have bounds that could pass for counts from the end.
+        // From the end all the way down is what a flip is; other walks have bounds that could pass for counts
+        // from the end.
         if a.step == -1 && a.start == size.offset(-1) && len == size {
             return Ok(Bounds::Known(-1, DOWN));
         }

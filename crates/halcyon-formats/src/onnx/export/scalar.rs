@@ -259,8 +259,9 @@ fn implied(e: &mut Emitter<'_>, a: &Val, b: &Val, op: &str) -> Result<Val> {
     e.test(op, &n, b)
 }
 
-/// Powers wrap alike in every type that is as wide, but an exponent of 2^63 and more would be negative in i64: there an odd base gives
-/// what the exponent's other bits give (the odd residues have order 2^62), an even one 0.
+/// Powers wrap alike in every type that is as wide, but an exponent of 2^63 and more would be negative in
+/// i64: there an odd base gives what the exponent's other bits give (the odd residues have order 2^62), an
+/// even one 0.
 fn power(e: &mut Emitter<'_>, x: &[Val]) -> Result<Val> {
     let (base, exponent) = (&x[0], &x[1]);
     let d = base.dtype();

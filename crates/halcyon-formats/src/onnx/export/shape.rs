@@ -122,7 +122,8 @@ impl Emitter<'_> {
         ))
     }
 
-    /// The target of a Reshape from one shape to another, and whether a 0 in it means a size of 0 (it means "as before" otherwise).
+    /// The target of a Reshape from one shape to another, and whether a 0 in it means a size of 0 (it means
+    /// "as before" otherwise).
     pub(super) fn target(&mut self, from: &Shape, to: &Shape) -> Result<(Val, bool)> {
         if let Some(known) = to.known() {
             let v: Vec<i64> = known.iter().map(|&n| n as i64).collect();

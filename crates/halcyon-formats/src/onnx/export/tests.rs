@@ -199,7 +199,8 @@ fn composites_are_operators_where_the_set_has_them() {
         reference::eval(&g, &data, &[]).unwrap().remove(0).to_vec::<f64>(),
     );
     assert!(got.iter().zip(&want).all(|(a, b)| (a - b).abs() < 1e-6));
-    // More queries than keys: the masks differ, so the body is written. In f64 the statistics would lose precision.
+    // More queries than keys: the masks differ, so the body is written. In f64 the statistics would lose
+    // precision.
     let mut g = Graph::new();
     let q = g.input("q", ty(&[1.into(), 1.into(), 2.into(), 4.into()]));
     let k = g.input("k", ty(&[1.into(), 1.into(), 5.into(), 4.into()]));

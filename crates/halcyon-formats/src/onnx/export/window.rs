@@ -18,8 +18,8 @@ fn pads(v: impl IntoIterator<Item = (i64, i64)> + Clone) -> super::super::proto:
     ints("pads", &[lo, hi].concat())
 }
 
-/// A convolution. One with input dilation is ConvTranspose where it has that form, and else runs over the input with the zeros written
-/// out. Negative padding is cut off before.
+/// A convolution. One with input dilation is ConvTranspose where it has that form, and else runs over the
+/// input with the zeros written out. Negative padding is cut off before.
 pub(super) fn conv(e: &mut Emitter<'_>, c: &Conv, x: &Val, w: &Val, to: &Shape) -> Result<Val> {
     let n = c.stride.len();
     if n == 0 {
@@ -78,7 +78,8 @@ fn spread(e: &mut Emitter<'_>, x: &Val, axis: usize, d: usize) -> Result<Val> {
     narrow(e, &y, axis, 0, 1, long[axis].offset(1 - d as i64))
 }
 
-/// ConvTranspose has the kernel reversed and its channels the other way round; its padding is what is taken off the full result.
+/// ConvTranspose has the kernel reversed and its channels the other way round; its padding is what is taken
+/// off the full result.
 fn transposed(
     e: &mut Emitter<'_>,
     c: &Conv,
@@ -246,7 +247,8 @@ fn max_grad(e: &mut Emitter<'_>, p: &Pool, x: &Val, dy: &Val) -> Result<Val> {
     e.reshape(&y, x.shape())
 }
 
-/// A transposed convolution with ones, channel by channel, of the gradient over the number of elements in its window.
+/// A transposed convolution with ones, channel by channel, of the gradient over the number of elements in its
+/// window.
 fn avg_grad(e: &mut Emitter<'_>, p: &Pool, x: &Val, dy: &Val, all: bool) -> Result<Val> {
     let (d, n) = (dy.dtype(), p.kernel.len());
     let wide = e.cast(dy, d.compute());

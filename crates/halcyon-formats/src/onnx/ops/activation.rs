@@ -143,7 +143,8 @@ fn softsign(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.scalar(S::Div, &[x, &d])?)
 }
 
-/// `x - bias` above `lambd`, `x + bias` below `-lambd`, else zero. Integers are computed in a float type that holds them.
+/// `x - bias` above `lambd`, `x + bias` below `-lambd`, else zero. Integers are computed in a float type that
+/// holds them.
 fn shrink(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let (bias, lambd) = (c.float("bias", 0.0)?, c.float("lambd", 0.5)?);
@@ -200,8 +201,8 @@ fn whole(b: &mut Builder, x: &Value, axis: usize, f: Composite) -> Result<Value>
     Ok(b.value(n))
 }
 
-/// A function of rows along `axis`. Before version 13 the operand counts as a matrix: its rows are the axes before `axis`,
-/// its columns those from it on.
+/// A function of rows along `axis`. Before version 13 the operand counts as a matrix: its rows are the axes
+/// before `axis`, its columns those from it on.
 fn rows(
     b: &mut Builder,
     c: &Call<'_>,

@@ -74,8 +74,8 @@ pub fn pack(b: &mut Builder, x: &Value) -> Result<Value> {
     b.reshape(&x, [s[0], s[1], s[2].mul(s[3])])
 }
 
-/// Products of the matrices `[b, h, m, k]` and `[b, hk, k, n]`: `h / hk` neighbouring heads share each right side, and are
-/// rows of one product.
+/// Products of the matrices `[b, h, m, k]` and `[b, hk, k, n]`: `h / hk` neighbouring heads share each right
+/// side, and are rows of one product.
 pub fn shared(b: &mut Builder, x: &Value, y: &Value) -> Result<Value> {
     let (sx, sy) = (x.shape().clone(), y.shape().clone());
     if sx[1] == sy[1] {
@@ -421,8 +421,8 @@ fn flex(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, dtype)?)
 }
 
-/// Rotates pairs of features by angles that depend on the position (Su et al., "RoFormer", 2021). The pairs are neighbours
-/// (`interleaved`) or lie half of the rotated features apart.
+/// Rotates pairs of features by angles that depend on the position (Su et al., "RoFormer", 2021). The pairs
+/// are neighbours (`interleaved`) or lie half of the rotated features apart.
 fn rotary(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let packed = x.rank() == 3;

@@ -20,8 +20,8 @@ fn four(x: &ConstData) -> [usize; 4] {
     x.dims[..].try_into().unwrap()
 }
 
-/// Attention over `q [b, h, s, d]`, `k [b, hk, t, d]` and `v [b, hk, t, dv]`, where softmax sees `score(b, h, i, j, x)` of a
-/// scaled product `x`. Rows without a key are zero.
+/// Attention over `q [b, h, s, d]`, `k [b, hk, t, d]` and `v [b, hk, t, dv]`, where softmax sees `score(b, h,
+/// i, j, x)` of a scaled product `x`. Rows without a key are zero.
 fn plain(
     q: &ConstData,
     k: &ConstData,
@@ -197,7 +197,8 @@ fn a_graph_that_changes_scores_must_keep_their_type() {
     }
 }
 
-/// The recurrence as the operator's text has it: `[t, h, d]` operands of one batch, decay and beta as functions of token, head and feature.
+/// The recurrence as the operator's text has it: `[t, h, d]` operands of one batch, decay and beta as
+/// functions of token, head and feature.
 fn recurrence(
     [q, k, v]: [&ConstData; 3],
     group: usize,

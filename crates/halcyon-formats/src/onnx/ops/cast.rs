@@ -7,9 +7,9 @@ use halcyon_ir::{DType, Result, Rounding};
 
 pub const ROWS: &[Row] = &[row("BitCast", 26, &["to"], bit_cast)];
 
-/// `x` by the tables of `Cast`: with `saturate`, which is the default, what an 8-bit float type does not reach becomes its largest
-/// number, infinity included; without, infinity or NaN. Integers of 2 and 4 bits keep the low bits, of floats too, where
-/// ONNX says nothing.
+/// `x` by the tables of `Cast`: with `saturate`, which is the default, what an 8-bit float type does not
+/// reach becomes its largest number, infinity included; without, infinity or NaN. Integers of 2 and 4 bits
+/// keep the low bits, of floats too, where ONNX says nothing.
 pub fn convert(b: &mut Builder, c: &Call<'_>, x: &Value, to: DType) -> Result<Value> {
     let saturate = c.flag("saturate", true)?;
     match to {

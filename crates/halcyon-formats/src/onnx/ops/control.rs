@@ -1,8 +1,9 @@
 //! Control flow: If, Loop and Scan.
 //!
-//! A branch, and the body of a short loop of constant length, is built into the graph around it. The body of any other loop is compiled
-//! once, and a staged run repeats it ([`crate::onnx::trace`], [`crate::onnx::program`]). Where a body cannot be compiled, its iterations
-//! are built one by one, and the run says why.
+//! A branch, and the body of a short loop of constant length, is built into the graph around it. The body of
+//! any other loop is compiled once, and a staged run repeats it ([`crate::onnx::trace`],
+//! [`crate::onnx::program`]). Where a body cannot be compiled, its iterations are built one by one, and the
+//! run says why.
 
 use super::{Row, item_row};
 use crate::onnx::build::{Builder, Range, Value};
@@ -14,8 +15,8 @@ use crate::onnx::proto::GraphProto;
 use crate::onnx::trace::{self, Bounds, Compiled, Loop, Reason, Sequences};
 use halcyon_ir::{DType, Dim, Result, Scalar, Shape, TensorType};
 
-/// Nodes of the model that a loop of constant length may come to and still be built into the graph around it: beyond it, making the
-/// plan takes longer than what a run of the plan saves.
+/// Nodes of the model that a loop of constant length may come to and still be built into the graph around it:
+/// beyond it, making the plan takes longer than what a run of the plan saves.
 const SHORT: usize = 512;
 /// Nodes of the model that are walked before a loop that adds little to the graph counts as long.
 const WALKED: usize = 1 << 14;
@@ -151,7 +152,8 @@ fn is_run(b: &Builder) -> bool {
     b.stage.is_none() && b.controls.is_none() && !b.limits.whole && !b.differentiates
 }
 
-/// A value that steers a loop. One that comes from an input is no reason to build a graph for each of its values.
+/// A value that steers a loop. One that comes from an input is no reason to build a graph for each of its
+/// values.
 fn steering(b: &mut Builder, v: &Value, what: &str) -> Result<Scalar> {
     if is_run(b) && v.host().is_none() {
         return Err(b.no_engine(what));
@@ -235,7 +237,8 @@ fn tensors(state: &[Item]) -> std::result::Result<(Vec<Value>, Vec<TensorType>),
     Ok((state, types))
 }
 
-/// Runs a loop to its end. In a body that is compiled, the loop may become a part of the program, which gives its results.
+/// Runs a loop to its end. In a body that is compiled, the loop may become a part of the program, which gives
+/// its results.
 fn go(
     b: &mut Builder,
     c: &Call<'_>,
@@ -264,7 +267,8 @@ fn go(
     unrolled(b, c, l, limit, p).map(|()| None)
 }
 
-/// A loop in a body that is compiled, as a part of the program; `None` for a short one that is better unrolled.
+/// A loop in a body that is compiled, as a part of the program; `None` for a short one that is better
+/// unrolled.
 fn part(
     b: &mut Builder,
     c: &Call<'_>,
@@ -285,7 +289,8 @@ fn part(
     Ok(trace::nested(b, body, &Bounds { limit: Err(limit), on: None }, &state)?.map(Some))
 }
 
-/// Runs a loop with its body compiled, as far as that goes: not at all where the loop is short and better unrolled.
+/// Runs a loop with its body compiled, as far as that goes: not at all where the loop is short and better
+/// unrolled.
 fn compiled(
     b: &mut Builder,
     c: &Call<'_>,

@@ -163,8 +163,8 @@ fn conv_transpose(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(add_bias(b, c, y, c.opt(2))?)
 }
 
-/// Columns of bilinear samples at shifted places, times the weight. Dai et al., "Deformable Convolutional Networks" (2017), with
-/// the mask of Zhu et al. (2018).
+/// Columns of bilinear samples at shifted places, times the weight. Dai et al., "Deformable Convolutional
+/// Networks" (2017), with the mask of Zhu et al. (2018).
 fn deform_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, w, offset) = (c.arg(0)?, c.arg(1)?, c.arg(2)?);
     let k = kernel(c, x, w)?;
@@ -259,8 +259,8 @@ fn deform_conv(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, to)?)
 }
 
-/// Sum of blocks at their places, one axis after the other: along each, a place of the image adds those (block element, block)
-/// pairs that fall on it.
+/// Sum of blocks at their places, one axis after the other: along each, a place of the image adds those
+/// (block element, block) pairs that fall on it.
 fn col2im(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let image = b.known_ints(c.arg(1)?, "the image shape of Col2Im")?;

@@ -11,8 +11,8 @@ pub const ROWS: &[Row] = &[row("Dropout", 1, &["consumed_inputs", "is_test", "ra
 /// Most elements of a mask that is made during the import.
 const MOST: usize = 1 << 24;
 
-/// At inference the operator passes its operand on; the mask is then all ones. In training an element is kept with
-/// probability `1 - ratio`, and scaled by one over it. Versions 7 to 11 know inference only.
+/// At inference the operator passes its operand on; the mask is then all ones. In training an element is kept
+/// with probability `1 - ratio`, and scaled by one over it. Versions 7 to 11 know inference only.
 fn dropout(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let (mut training, mut ratio) = (false, f64::from(c.float("ratio", 0.5)?));
@@ -41,8 +41,9 @@ fn dropout(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     Ok(vec![y, b.cast(&keep, masks)?])
 }
 
-/// The mask of a node with a seed is the one that ONNX's reference implementation draws: uniform doubles of a [`Twister`], kept
-/// from `ratio` on. It is made here. Without a seed, and where the shape is open or large, the graph makes one.
+/// The mask of a node with a seed is the one that ONNX's reference implementation draws: uniform doubles of a
+/// [`Twister`], kept from `ratio` on. It is made here. Without a seed, and where the shape is open or large,
+/// the graph makes one.
 fn mask(b: &mut Builder, c: &Call<'_>, shape: &Shape, ratio: f64) -> Result<Value> {
     let seed = c.opt_int("seed")?;
     let n = shape.known().and_then(|d| d.iter().try_fold(1usize, |n, &k| n.checked_mul(k)));

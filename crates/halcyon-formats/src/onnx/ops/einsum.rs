@@ -203,7 +203,8 @@ fn sum_out(b: &mut Builder, t: Term, wanted: &dyn Fn(Label) -> bool) -> Result<T
     Ok(Term { v: b.reduce(R::Sum, &t.v, &gone, false)?, labels })
 }
 
-/// The product of two terms, summed over what only they have and nothing wants: a matrix product where there is such an axis.
+/// The product of two terms, summed over what only they have and nothing wants: a matrix product where there
+/// is such an axis.
 fn pair(b: &mut Builder, x: Term, y: Term, wanted: &dyn Fn(Label) -> bool) -> Result<Term> {
     let (xl, yl) = (x.labels.clone(), y.labels.clone());
     let x = sum_out(b, x, &|l| wanted(l) || yl.contains(&l))?;

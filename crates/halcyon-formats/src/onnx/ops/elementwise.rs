@@ -82,8 +82,8 @@ pub fn map(b: &mut Builder, c: &Call<'_>, op: S) -> Result<Vec<Value>> {
     one(b.scalar(op, &args)?)
 }
 
-/// The second operand of two. Before version 7 it broadcasts only where `broadcast` is set, and its axes are those of the
-/// first from `axis` on, or the last ones.
+/// The second operand of two. Before version 7 it broadcasts only where `broadcast` is set, and its axes are
+/// those of the first from `axis` on, or the last ones.
 fn second(b: &mut Builder, c: &Call<'_>, x: &Value, y: &Value) -> Result<Value> {
     let (wide, axis) = (c.flag("broadcast", false)?, c.opt_int("axis")?);
     if c.opset >= 7 {
@@ -198,8 +198,8 @@ fn pow(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let e = &second(b, c, x, c.arg(1)?)?;
     let to = x.dtype();
-    // An integer base with a float exponent is computed in a float type that holds it, and with a wider integer in that type: its
-    // low bits are those of the narrow one.
+    // An integer base with a float exponent is computed in a float type that holds it, and with a wider
+    // integer in that type: its low bits are those of the narrow one.
     let via = match (to.is_float(), e.dtype().is_float()) {
         (false, true) if to.bits() > 16 => DType::F64,
         (false, true) => DType::F32,

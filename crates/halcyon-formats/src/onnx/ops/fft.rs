@@ -1,11 +1,12 @@
 //! Discrete Fourier transforms as matrix products.
 //!
-//! A transform of up to [`LEAF`] points is one product with a matrix of cosines and sines. A longer one of composite length
-//! `n = n1 * n2` is `n2` transforms of length `n1`, a twist, and `n1` transforms of length `n2` (Cooley and Tukey, "An algorithm
-//! for the machine calculation of complex Fourier series", 1965), so it costs `n * (n1 + n2)`. A long prime length is a convolution
-//! with a chirp (Bluestein, "A linear filtering approach to the computation of discrete Fourier transform", 1970), computed
-//! by transforms of a power of two. Complex signals of even length are split in halves before a product, which then is half the
-//! work. Tables are computed in f64 and rounded once.
+//! A transform of up to [`LEAF`] points is one product with a matrix of cosines and sines. A longer one of
+//! composite length `n = n1 * n2` is `n2` transforms of length `n1`, a twist, and `n1` transforms of length
+//! `n2` (Cooley and Tukey, "An algorithm for the machine calculation of complex Fourier series", 1965), so it
+//! costs `n * (n1 + n2)`. A long prime length is a convolution with a chirp (Bluestein, "A linear filtering
+//! approach to the computation of discrete Fourier transform", 1970), computed by transforms of a power of
+//! two. Complex signals of even length are split in halves before a product, which then is half the work.
+//! Tables are computed in f64 and rounded once.
 //!
 //! Signals are `[m, n, c]`: `m` of them, with real (`c = 1`) or complex (`c = 2`) elements.
 
@@ -97,7 +98,8 @@ pub fn transform(b: &mut Builder, x: &Value, n: usize, keep: usize, sign: Sign) 
     b.scalar(S::Mul, &[&y, &k])
 }
 
-/// The `n` real points whose transform begins with `x`, `[m, n / 2 + 1, 1 or 2]`, and is symmetric, as `[m, n, 1]`.
+/// The `n` real points whose transform begins with `x`, `[m, n / 2 + 1, 1 or 2]`, and is symmetric, as `[m,
+/// n, 1]`.
 ///
 /// # Errors
 /// As [`transform`].
@@ -165,7 +167,8 @@ fn leaf(b: &mut Builder, x: &Value, n: usize, keep: usize, sign: f64, scale: f64
     b.reshape(&y, [m, Dim::from(keep), Dim::from(2)])
 }
 
-/// `n = 2 * half` complex points: even ones of the result from `x[j] + x[j + half]`, odd ones from their twisted differences.
+/// `n = 2 * half` complex points: even ones of the result from `x[j] + x[j + half]`, odd ones from their
+/// twisted differences.
 fn halves(b: &mut Builder, x: &Value, half: usize, sign: f64) -> Result<Value> {
     let (m, h, two) = (x.shape()[0], Dim::from(half), Dim::from(2));
     let (lo, hi) = (b.narrow(x, 1, Dim::from(0), h)?, b.narrow(x, 1, h, h)?);
@@ -196,7 +199,8 @@ fn any(b: &mut Builder, x: &Value, n: usize, sign: f64) -> Result<Value> {
     }
 }
 
-/// With `j = n2 * j1 + j2` and `k = k1 + n1 * k2`: `X[k] = Σ_j2 e(j2 k2 / n2) e(j2 k1 / n) Σ_j1 e(j1 k1 / n1) x[j]`.
+/// With `j = n2 * j1 + j2` and `k = k1 + n1 * k2`: `X[k] = Σ_j2 e(j2 k2 / n2) e(j2 k1 / n) Σ_j1 e(j1 k1 / n1)
+/// x[j]`.
 fn split(b: &mut Builder, x: &Value, n1: usize, n2: usize, sign: f64) -> Result<Value> {
     let (m, c, n) = (x.shape()[0], channels(x), n1 * n2);
     let (d1, d2, two) = (Dim::from(n1), Dim::from(n2), Dim::from(2));
@@ -216,8 +220,8 @@ fn split(b: &mut Builder, x: &Value, n1: usize, n2: usize, sign: f64) -> Result<
     b.reshape(&z, [m, Dim::from(n), two])
 }
 
-/// `x * t`, complex, with `t` of sizes `dims` for the axes before the last: `x * re(t)` plus x with its parts swapped times
-/// `∓im(t)`. Real `x` becomes complex.
+/// `x * t`, complex, with `t` of sizes `dims` for the axes before the last: `x * re(t)` plus x with its parts
+/// swapped times `∓im(t)`. Real `x` becomes complex.
 fn multiply(b: &mut Builder, x: &Value, dims: &[usize], t: &[Complex]) -> Result<Value> {
     let full = [dims, &[2]].concat();
     if channels(x) == 1 {

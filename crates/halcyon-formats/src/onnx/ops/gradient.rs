@@ -28,8 +28,9 @@ pub fn used(m: &Model) -> bool {
     m.proto.graph.iter().any(|g| any(&g.node)) || m.proto.functions.iter().any(|f| any(&f.node))
 }
 
-/// `d y / d x` for every x of `xs`, of the sum of y's elements. Operands are the values at which to take it, of `xs` and then of `zs`;
-/// where they are not the tensors of these names, what leads from them to y is built again on the operands.
+/// `d y / d x` for every x of `xs`, of the sum of y's elements. Operands are the values at which to take it,
+/// of `xs` and then of `zs`; where they are not the tensors of these names, what leads from them to y is
+/// built again on the operands.
 fn gradient(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let xs = c.strings("xs")?.ok_or_else(|| c.invalid("attribute 'xs' is missing"))?;
     let names: Vec<String> = xs.iter().cloned().chain(c.strings("zs")?.unwrap_or_default()).collect();

@@ -59,8 +59,8 @@ fn gather_elements(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.value(n))
 }
 
-/// Row-major place of each tuple along the last axis of `index`, among axes of sizes `dims`. A tuple with a part outside its
-/// axis gives a place past the end, so that the device reports it.
+/// Row-major place of each tuple along the last axis of `index`, among axes of sizes `dims`. A tuple with a
+/// part outside its axis gives a place past the end, so that the device reports it.
 fn places(b: &mut Builder, index: &Value, dims: &[Dim]) -> Result<Value> {
     let last = index.rank() - 1;
     let index = b.cast(index, DType::I64)?;
@@ -189,7 +189,8 @@ fn reverse_sequence(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let back = b.scalar(S::Sub, &[&last, &t])?;
     let inside = b.scalar(S::Lt, &[&t, &lens])?;
     let from = b.scalar(S::Select, &[&inside, &back, &t])?;
-    // Rows of the batch and time axes merged. A length past the end gives a row past the end, which the device reports.
+    // Rows of the batch and time axes merged. A length past the end gives a row past the end, which the
+    // device reports.
     let which = along(b, n, batch, 2)?;
     let (outer, inner, size_in) = if batch == 0 { (&which, &from, steps) } else { (&from, &which, n) };
     let at = b.scalar(S::Mul, &[outer, &size(size_in)])?;
@@ -214,7 +215,8 @@ fn reduction(c: &Call<'_>) -> Result<ScatterKind> {
     })
 }
 
-/// Scatters with `f(builder, base, updates, kind)`. Bools are computed as numbers: a sum is any, a product is all.
+/// Scatters with `f(builder, base, updates, kind)`. Bools are computed as numbers: a sum is any, a product is
+/// all.
 fn scatter(
     b: &mut Builder,
     c: &Call<'_>,
@@ -266,7 +268,8 @@ fn scatter_nd(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     })
 }
 
-/// Values and indices, sorted either way: the operator leaves unsorted order open. The count is an attribute before version 10.
+/// Values and indices, sorted either way: the operator leaves unsorted order open. The count is an attribute
+/// before version 10.
 fn top_k(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let axis = c.axis(c.int("axis", -1)?, x.rank())?;

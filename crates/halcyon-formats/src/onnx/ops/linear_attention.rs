@@ -25,8 +25,8 @@ const MOST_PARTS: usize = 2048;
 /// Its exponential is 0 in f32. Differences of sums of larger decays would cancel, or be NaN.
 const STRONGEST: f64 = -104.0;
 
-/// Operands by head: `q [b, hk, h / hk, t, dk]`, `k [b, hk, 1, t, dk]`, `v [b, hk, 1, t, dv]`, `decay [b, hk, 1, t, dk or 1]`,
-/// `beta [b, hk or 1, 1, t, 1]`, in the type that is computed in.
+/// Operands by head: `q [b, hk, h / hk, t, dk]`, `k [b, hk, 1, t, dk]`, `v [b, hk, 1, t, dv]`, `decay [b, hk,
+/// 1, t, dk or 1]`, `beta [b, hk or 1, 1, t, 1]`, in the type that is computed in.
 struct Operands {
     q: Value,
     k: Value,
@@ -154,9 +154,10 @@ fn known(d: Dim) -> Result<usize> {
 
 /// The results of `n` tokens from `start`, and the state after them.
 ///
-/// With decays that sum up to `g` from the start of the part, token `i` sees the value of token `j` by
-/// `(q_i exp(g_i - g_j)) · k_j`, and the earlier state by `q_i exp(g_i)` (Yang et al., "Gated linear attention transformers
-/// with hardware-efficient training", 2024). Rules that correct by what the state holds go token by token.
+/// With decays that sum up to `g` from the start of the part, token `i` sees the value of token `j` by `(q_i
+/// exp(g_i - g_j)) · k_j`, and the earlier state by `q_i exp(g_i)` (Yang et al., "Gated linear attention
+/// transformers with hardware-efficient training", 2024). Rules that correct by what the state holds go token
+/// by token.
 fn advance(b: &mut Builder, x: &Operands, state: &Value, start: usize, n: usize) -> Result<(Value, Value)> {
     let part = |b: &mut Builder, v: &Value| b.narrow(v, 3, start.into(), n.into());
     let (q, k, mut v) = (part(b, &x.q)?, part(b, &x.k)?, part(b, &x.v)?);

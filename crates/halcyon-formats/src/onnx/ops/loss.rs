@@ -30,8 +30,8 @@ pub const ROWS: &[Row] = &[
     }),
 ];
 
-/// `-x[n, target[n, d…], d…] * weight[target[n, d…]]`, of logarithms `x` `[n, classes, d…]` in the type sums are taken in. Ignored
-/// targets count as a loss and a weight of zero; the mean is over the weights.
+/// `-x[n, target[n, d…], d…] * weight[target[n, d…]]`, of logarithms `x` `[n, classes, d…]` in the type sums
+/// are taken in. Ignored targets count as a loss and a weight of zero; the mean is over the weights.
 fn negative_log_likelihood(b: &mut Builder, c: &Call<'_>, x: &Value) -> Result<Value> {
     let target = c.arg(1)?;
     if !x.dtype().is_float() || !target.dtype().is_int() {

@@ -30,8 +30,8 @@ fn trilu(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
 /// Largest matrix whose elimination is unrolled into the graph.
 const LARGEST: usize = 128;
 
-/// Gaussian elimination with the largest element of each column as its pivot; the determinant is the product of the pivots,
-/// with its sign changed by each exchange of rows.
+/// Gaussian elimination with the largest element of each column as its pivot; the determinant is the product
+/// of the pivots, with its sign changed by each exchange of rows.
 fn det(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let [lead @ .., rows, columns] = &x.shape()[..] else {

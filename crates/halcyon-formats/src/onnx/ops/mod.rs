@@ -1,5 +1,5 @@
-//! The operators the importer knows. Adding one is a row in the table of its file and, where the row needs more than a
-//! line, a function there. A function builds every version of its operator that the row claims.
+//! The operators the importer knows. Adding one is a row in the table of its file and, where the row needs
+//! more than a line, a function there. A function builds every version of its operator that the row claims.
 
 mod activation;
 mod attention;

@@ -26,8 +26,9 @@ pub const ROWS: &[Row] = &[
     row("RMSNormalization", 23, &["axis", "epsilon", "stash_type"], rms_normalization),
 ];
 
-/// Statistics per channel, or (before version 9, `spatial` 0) per feature. In training they are those of the batch, and the
-/// running ones are results: the attribute says so from version 14 on and before 7, the number of results between.
+/// Statistics per channel, or (before version 9, `spatial` 0) per feature. In training they are those of the
+/// batch, and the running ones are results: the attribute says so from version 14 on and before 7, the number
+/// of results between.
 fn batch_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let asks = (1..5).any(|i| c.wants(i));
     let training = match c.opset {
@@ -231,7 +232,8 @@ fn affine(b: &mut Builder, c: &Call<'_>, x: &Value, scale: &Value, bias: &Value)
     Err(c.invalid(format!("scale {} and bias {} are not one per channel of {}", scale.ty, bias.ty, x.ty)))
 }
 
-/// Statistics per group of neighbouring channels. Scale and bias are per group before version 21, per channel from it on.
+/// Statistics per group of neighbouring channels. Scale and bias are per group before version 21, per channel
+/// from it on.
 fn group_normalization(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, eps) = (c.arg(0)?, c.float("epsilon", 1e-5)?);
     float(c, x)?;
@@ -298,8 +300,8 @@ fn mean_variance(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, to)?)
 }
 
-/// `x / (bias + alpha / size * Σ x²)^beta`, the sum over `size` neighbouring channels of which `(size - 1) / 2`, rounded down,
-/// come before (Krizhevsky et al. 2012).
+/// `x / (bias + alpha / size * Σ x²)^beta`, the sum over `size` neighbouring channels of which `(size - 1) /
+/// 2`, rounded down, come before (Krizhevsky et al. 2012).
 fn lrn(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     float(c, x)?;

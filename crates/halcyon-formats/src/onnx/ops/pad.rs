@@ -113,7 +113,8 @@ fn mirrored(c: &Call<'_>, mode: &str, n: Dim, lo: i64, hi: i64) -> Result<Value>
     Ok(Host { dtype: DType::I64, dims: vec![vals.len()], vals }.into())
 }
 
-/// The middle of the operand, or the operand in the middle of zeros. An odd element is cropped or added at the end.
+/// The middle of the operand, or the operand in the middle of zeros. An odd element is cropped or added at
+/// the end.
 fn center_crop_pad(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let to = shape_of(b, c, c.arg(1)?, "the shape of CenterCropPad")?;

@@ -103,8 +103,8 @@ pub struct Pooled {
     pub cut: Vec<(i64, i64)>,
 }
 
-/// Kernel and window of a pool. In ceiling mode the end padding changes so that the last, partial window counts; a window
-/// that would start in the end padding does not.
+/// Kernel and window of a pool. In ceiling mode the end padding changes so that the last, partial window
+/// counts; a window that would start in the end padding does not.
 pub fn pool(b: &mut Builder, c: &Call<'_>, kind: PoolKind) -> Result<Pooled> {
     spatial(c)?;
     let x = c.arg(0)?;
@@ -161,7 +161,8 @@ fn average(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let Pooled { x, pool: mut p, given, .. } = pool(b, c, PoolKind::Avg { count_include_pad: false })?;
     let mut x = b.id(&x)?;
     if c.flag("count_include_pad", false)? {
-        // Padding counts, but not what ceiling mode adds to it: the first kind becomes explicit, the second stays.
+        // Padding counts, but not what ceiling mode adds to it: the first kind becomes explicit, the second
+        // stays.
         let (mut lo, mut hi) = (vec![0; 2], vec![0; 2]);
         for (k, given) in given.iter().enumerate() {
             let end = given.1.min(p.pad[k].1);

@@ -1,9 +1,10 @@
 //! Products of 8-bit integers.
 //!
-//! Sums are exact: they run through the f32 kernels in parts so short that no partial sum passes 2^24, up to which f32 holds
-//! every integer, and the parts are added in i32. So the result is the same whatever the order of the additions, and wraps in 32
-//! bits as the operators allow. Known weights and zero points tell how long a part may be; else the types do. Where even
-//! one term could be too large, products run in i32 and convolutions in f64.
+//! Sums are exact: they run through the f32 kernels in parts so short that no partial sum passes 2^24, up to
+//! which f32 holds every integer, and the parts are added in i32. So the result is the same whatever the
+//! order of the additions, and wraps in 32 bits as the operators allow. Known weights and zero points tell
+//! how long a part may be; else the types do. Where even one term could be too large, products run in i32 and
+//! convolutions in f64.
 
 use super::nn::{channels, conv_attrs};
 use super::{Row, one, row};
@@ -54,7 +55,8 @@ fn magnitude(x: &Value, zero: Option<&Value>) -> u64 {
     zeros(x, zero).into_iter().map(far).max().unwrap_or(0).max(1)
 }
 
-/// The elements of a known weight, minus the zero point of their output, as magnitudes: `get(element, output)`.
+/// The elements of a known weight, minus the zero point of their output, as magnitudes: `get(element,
+/// output)`.
 fn weights(w: &Value, zero: Option<&Value>, outputs: usize) -> Option<impl Fn(usize, usize) -> u64 + use<>> {
     let data = w.data().ok().flatten()?;
     let signed = match data.dtype {
@@ -75,8 +77,8 @@ fn weights(w: &Value, zero: Option<&Value>, outputs: usize) -> Option<impl Fn(us
     })
 }
 
-/// Cuts `0..n` into runs in which the sum of `cost(i, o)` stays within `limit` for each of `outs`. `None` where one element is
-/// too much or the runs are too many.
+/// Cuts `0..n` into runs in which the sum of `cost(i, o)` stays within `limit` for each of `outs`. `None`
+/// where one element is too much or the runs are too many.
 pub fn runs(
     n: usize,
     outs: usize,
@@ -134,7 +136,8 @@ fn add_all(b: &mut Builder, c: &Call<'_>, parts: Vec<Value>) -> Result<Value> {
     parts.try_fold(first, |sum, p| b.scalar(S::Add, &[&sum, &p]))
 }
 
-/// A zero point or scale of a matrix: one for all, one per row (of the left operand) or per column, or of the matrix's rank.
+/// A zero point or scale of a matrix: one for all, one per row (of the left operand) or per column, or of the
+/// matrix's rank.
 fn per_line(b: &mut Builder, v: &Value, rows: bool) -> Result<Value> {
     if v.shape().numel().is(1) {
         return b.reshape(v, Shape::scalar());

@@ -19,7 +19,8 @@ fn dtype(c: &Call<'_>, name: &str) -> Result<Option<DType>> {
     if c.int(name, 0)? == 0 { Ok(None) } else { c.dtype(name) }
 }
 
-/// A scale or zero point so that it broadcasts to `x`: one for all, one per place of an axis, or one per block of an axis.
+/// A scale or zero point so that it broadcasts to `x`: one for all, one per place of an axis, or one per
+/// block of an axis.
 fn spread(b: &mut Builder, c: &Call<'_>, v: &Value, x: &Value) -> Result<Value> {
     if v.shape().numel().is(1) {
         return b.reshape(v, Shape::scalar());
@@ -49,7 +50,8 @@ fn spread(b: &mut Builder, c: &Call<'_>, v: &Value, x: &Value) -> Result<Value> 
     if n.div_ceil(block) != parts {
         return Err(bad());
     }
-    // Each scale along a new axis as often as its block is long, merged, and cut to size. All of these are views.
+    // Each scale along a new axis as often as its block is long, merged, and cut to size. All of these are
+    // views.
     let block = block.min(n.max(1));
     let mut s = v.shape().to_vec();
     s.insert(axis + 1, Dim::from(1));
@@ -100,7 +102,8 @@ fn quantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         // Quotients of integers are exact enough in f64 to round as they should.
         None => DType::F64,
     };
-    // Casts, not operations in a half type, say where to round: a fused kernel keeps what lies between in f32.
+    // Casts, not operations in a half type, say where to round: a fused kernel keeps what lies between in
+    // f32.
     let (wide, scale) = (b.cast(x, via)?, b.cast(scale, via)?);
     let (wide, scale) = (b.cast(&wide, via.compute())?, b.cast(&scale, via.compute())?);
     let scale = spread(b, c, &scale, x)?;
@@ -148,7 +151,8 @@ fn dequantize(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&y, to)?)
 }
 
-/// To u8, with the scale and zero point that make the operand's range, which is made to hold 0, that of the result.
+/// To u8, with the scale and zero point that make the operand's range, which is made to hold 0, that of the
+/// result.
 fn dynamic(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     if x.dtype() != DType::F32 {

@@ -76,8 +76,8 @@ fn bernoulli(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&hit, to)?)
 }
 
-/// `[batch, classes]` unnormalised log-probabilities to `[batch, sample_size]` classes: how many of the running sums of the
-/// probabilities are at most a uniform number.
+/// `[batch, classes]` unnormalised log-probabilities to `[batch, sample_size]` classes: how many of the
+/// running sums of the probabilities are at most a uniform number.
 fn multinomial(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let to = c.dtype("dtype")?.unwrap_or(DType::I32);

@@ -1,5 +1,5 @@
-//! Recurrent layers, unrolled: one product of the weights with all time steps, then a few nodes per step. The two directions
-//! of a bidirectional layer run side by side as a batch where they have the same activations.
+//! Recurrent layers, unrolled: one product of the weights with all time steps, then a few nodes per step. The
+//! two directions of a bidirectional layer run side by side as a batch where they have the same activations.
 
 use super::activation::hard;
 use super::{Row, row};
@@ -72,8 +72,8 @@ enum Act {
 }
 
 impl Act {
-    /// Takes the parameters it has from the front of `alpha` and `beta`, its operator's defaults where they have ended. NaN
-    /// stands for those of `ScaledTanh`, which has none. `None` for a name that is not known.
+    /// Takes the parameters it has from the front of `alpha` and `beta`, its operator's defaults where they
+    /// have ended. NaN stands for those of `ScaledTanh`, which has none. `None` for a name that is not known.
     fn parse(
         name: &str,
         alpha: &mut impl Iterator<Item = f32>,
@@ -477,7 +477,8 @@ fn layer(b: &mut Builder, c: &Call<'_>, kind: Kind) -> Result<Vec<Value>> {
     Ok(out)
 }
 
-/// All steps of the input times the input weights, plus the bias: `[d, t, b, gates * h]`, each direction in the order of its steps.
+/// All steps of the input times the input weights, plus the bias: `[d, t, b, gates * h]`, each direction in
+/// the order of its steps.
 fn project(
     b: &mut Builder,
     x: &Value,

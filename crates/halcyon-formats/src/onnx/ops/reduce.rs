@@ -28,7 +28,8 @@ pub const ROWS: &[Row] = &[
     row("ReduceSumSquare", 1, ATTRS, |b, c| reduce(b, c, R::Sum, Some(S::Mul), None)),
 ];
 
-/// Axes and whether they are kept. The axes became an operand in version 13 for ReduceSum, in 18 for the others.
+/// Axes and whether they are kept. The axes became an operand in version 13 for ReduceSum, in 18 for the
+/// others.
 fn axes(b: &mut Builder, c: &Call<'_>) -> Result<(Vec<usize>, bool)> {
     let rank = c.arg(0)?.rank();
     let keep = c.flag("keepdims", true)?;
@@ -44,7 +45,8 @@ fn axes(b: &mut Builder, c: &Call<'_>) -> Result<(Vec<usize>, bool)> {
     Ok((c.axes(&given, rank)?, keep))
 }
 
-/// `after(reduce(before(x)))`; a binary `before` takes x twice. Half types are computed in the type their sums are taken in.
+/// `after(reduce(before(x)))`; a binary `before` takes x twice. Half types are computed in the type their
+/// sums are taken in.
 fn reduce(b: &mut Builder, c: &Call<'_>, kind: R, before: Option<S>, after: Option<S>) -> Result<Vec<Value>> {
     let (axes, keep) = axes(b, c)?;
     let x = c.arg(0)?;
@@ -58,7 +60,8 @@ fn reduce(b: &mut Builder, c: &Call<'_>, kind: R, before: Option<S>, after: Opti
     };
     let y = b.reduce(kind, &x, &axes, keep)?;
     let y = match after {
-        // Roots and logarithms of integers are taken in f64 and truncated, since the result has the operand's type.
+        // Roots and logarithms of integers are taken in f64 and truncated, since the result has the operand's
+        // type.
         Some(op) => {
             let f = b.cast(&y, if to.is_float() { y.dtype() } else { DType::F64 })?;
             b.scalar(op, &[&f])?

@@ -1,7 +1,8 @@
 //! Interpolation to other sizes at places that follow from the sizes alone.
 //!
-//! An axis is resized by itself: each result is a weighted sum of taps, elements of the operand whose places and weights are
-//! computed here in f64. The taps become gathers (or views where they are regular), the weights constants.
+//! An axis is resized by itself: each result is a weighted sum of taps, elements of the operand whose places
+//! and weights are computed here in f64. The taps become gathers (or views where they are regular), the
+//! weights constants.
 
 use super::calc::{along, bin, floats, indices};
 use super::{Row, one, row};

@@ -26,7 +26,8 @@ pub const ROWS: &[Row] = &[
     ),
 ];
 
-/// Most sampled elements of a RoiAlign: with adaptive sampling their number follows from the regions, which are data.
+/// Most sampled elements of a RoiAlign: with adaptive sampling their number follows from the regions, which
+/// are data.
 const MOST_SAMPLES: usize = 1 << 31;
 
 fn image(c: &Call<'_>, x: &Value) -> Result<(usize, usize)> {
@@ -79,8 +80,8 @@ impl Side {
         with(b, S::Max, &g, 0.0)
     }
 
-    /// Both taps of every sample, and which samples there are, as `[regions, bins, grid]` inside a shape of 5 axes.
-    /// A sample more than one element outside is zero; up to there the border's elements continue.
+    /// Both taps of every sample, and which samples there are, as `[regions, bins, grid]` inside a shape of 5
+    /// axes. A sample more than one element outside is zero; up to there the border's elements continue.
     fn taps(&self, b: &mut Builder, per: &Value, grid: usize, second: bool) -> Result<(Vec<Tap>, Value)> {
         let (bins_at, grid_at) = if second { (3, 4) } else { (1, 2) };
         let dtype = self.start.dtype();
@@ -113,8 +114,8 @@ impl Side {
     }
 }
 
-/// Each bin of a region is the mean (or the maximum, over the four weighted neighbours of each sample) of bilinear samples.
-/// He et al., "Mask R-CNN" (2017).
+/// Each bin of a region is the mean (or the maximum, over the four weighted neighbours of each sample) of
+/// bilinear samples. He et al., "Mask R-CNN" (2017).
 fn roi_align(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, rois, batch) = (c.arg(0)?, c.arg(1)?, c.arg(2)?);
     let (h, w) = image(c, x)?;
@@ -212,7 +213,8 @@ fn round_away(b: &mut Builder, x: &Value) -> Result<Value> {
     bin(b, S::Mul, &a, &s)
 }
 
-/// Each bin of a region is the maximum of the elements it touches, 0 if there are none. Girshick, "Fast R-CNN" (2015).
+/// Each bin of a region is the maximum of the elements it touches, 0 if there are none. Girshick, "Fast
+/// R-CNN" (2015).
 fn max_roi_pool(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, rois) = (c.arg(0)?, c.arg(1)?);
     let (h, w) = image(c, x)?;

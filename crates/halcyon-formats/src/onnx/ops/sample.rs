@@ -1,6 +1,8 @@
-//! Interpolation at places that are data: GridSample and AffineGrid, and the sampler that DeformConv and RoiAlign share.
+//! Interpolation at places that are data: GridSample and AffineGrid, and the sampler that DeformConv and
+//! RoiAlign share.
 //!
-//! The operand becomes a matrix with one row per place and one column per channel, so that each tap is one gather of rows.
+//! The operand becomes a matrix with one row per place and one column per channel, so that each tap is one
+//! gather of rows.
 
 use super::calc::{along, bin, clamp, floats, index_type, known, nth, select, trailing, with, within};
 use super::{Row, one, row};
@@ -41,7 +43,8 @@ pub struct Rows {
 }
 
 impl Rows {
-    /// Of `[images…, channels, sizes…]`, whose leading axes merge. `first` is left for the caller to shape: `image * places`.
+    /// Of `[images…, channels, sizes…]`, whose leading axes merge. `first` is left for the caller to shape:
+    /// `image * places`.
     pub fn new(b: &mut Builder, x: &Value, sizes: &[usize]) -> Result<Rows> {
         let lead = x.rank() - sizes.len() - 1;
         let numel = |d: &[Dim]| Shape::from(d).numel();
@@ -243,8 +246,8 @@ fn cubic(b: &mut Builder, x: &Value, near: bool) -> Result<Value> {
     Ok(y)
 }
 
-/// `y[n, c, p…] = x[n, c, grid[n, p…]]`. The grid's last axis has the coordinates from the innermost axis outwards, -1 and 1
-/// being the operand's borders.
+/// `y[n, c, p…] = x[n, c, grid[n, p…]]`. The grid's last axis has the coordinates from the innermost axis
+/// outwards, -1 and 1 being the operand's borders.
 fn grid_sample(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (x, grid) = (c.arg(0)?, c.arg(1)?);
     let r = x.rank().saturating_sub(2);

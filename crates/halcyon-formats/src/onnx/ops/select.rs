@@ -1,4 +1,5 @@
-//! Operators whose result's shape depends on data. The host finds which elements they take; the device moves them.
+//! Operators whose result's shape depends on data. The host finds which elements they take; the device moves
+//! them.
 
 use super::{Row, one, row};
 use crate::onnx::build::{Builder, Value};

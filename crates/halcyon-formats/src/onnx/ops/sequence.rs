@@ -1,4 +1,5 @@
-//! Sequences and optionals: lists of values that exist while a model is built; their tensors are in the graph.
+//! Sequences and optionals: lists of values that exist while a model is built; their tensors are in the
+//! graph.
 
 use super::text::Words;
 use super::{Row, item_row};
@@ -38,7 +39,8 @@ pub const ROWS: &[Row] = &[
 
 /// Parts that a tensor is split into at most.
 const PARTS: usize = 65_536;
-/// Sequences and optionals inside each other. Standard operators make no more than two; walking them recurses.
+/// Sequences and optionals inside each other. Standard operators make no more than two; walking them
+/// recurses.
 const NESTED: usize = 8;
 
 fn nested(c: &Call<'_>, i: &Item) -> Result<()> {

@@ -34,7 +34,8 @@ fn channels(c: &Call<'_>, x: &Value) -> Result<usize> {
     }
 }
 
-/// The axis was an attribute before version 20 and is an operand from it on; `dft_length` crops or pads with zeros.
+/// The axis was an attribute before version 20 and is an operand from it on; `dft_length` crops or pads with
+/// zeros.
 fn dft(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = c.arg(0)?;
     let parts = channels(c, x)?;

@@ -113,7 +113,8 @@ fn tensor_scatter(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
         if circular {
             at = b.scalar(S::Mod, &[&at, &n])?;
         } else {
-            // A scatter would count a negative place from the end; here it is out of range, which the device reports.
+            // A scatter would count a negative place from the end; here it is out of range, which the device
+            // reports.
             let (zero, past) = (b.lit(&at, 0), b.lit(&at, i64::MAX >> 1));
             let below = b.scalar(S::Lt, &[&at, &zero])?;
             at = b.scalar(S::Select, &[&below, &past, &at])?;

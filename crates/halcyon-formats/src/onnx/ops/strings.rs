@@ -69,8 +69,8 @@ fn concat(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     Ok(vec![copies(&dims, joined)?.into()])
 }
 
-/// Removes stop words, then changes the case. Nothing left gives one empty string. Case follows Unicode, which is what every
-/// locale does but those of Turkish, Azeri and Lithuanian.
+/// Removes stop words, then changes the case. Nothing left gives one empty string. Case follows Unicode,
+/// which is what every locale does but those of Turkish, Azeri and Lithuanian.
 fn normalize(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let x = c.text(0)?;
     if !matches!(x.dims[..], [_] | [1, _]) {
@@ -103,8 +103,8 @@ fn normalize(_: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     Ok(vec![Text::new(&dims, vals)?.into()])
 }
 
-/// Parts of each string along a new last axis, filled up with empty strings, and their number. Without a delimiter, runs of
-/// white space separate.
+/// Parts of each string along a new last axis, filled up with empty strings, and their number. Without a
+/// delimiter, runs of white space separate.
 fn split(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let x = c.text(0)?;
     let delimiter = c.string("delimiter", "")?;

@@ -1,8 +1,9 @@
-//! Strings where operators of numbers meet them: moving them about, comparing them, and turning them into numbers and back.
+//! Strings where operators of numbers meet them: moving them about, comparing them, and turning them into
+//! numbers and back.
 //!
-//! An operator that only moves or compares elements runs on strings as on numbers: each distinct string stands for its place in
-//! the sorted list of all of them (so equal strings are equal numbers, their order is kept, and the empty string, which fills
-//! gaps, is 0).
+//! An operator that only moves or compares elements runs on strings as on numbers: each distinct string
+//! stands for its place in the sorted list of all of them (so equal strings are equal numbers, their order is
+//! kept, and the empty string, which fills gaps, is 0).
 
 use crate::onnx::build::{Builder, Value};
 use crate::onnx::item::{Item, Text};
@@ -158,8 +159,8 @@ impl Words {
     }
 }
 
-/// A number as Python prints it: the fewest digits that read back as the same number of its type, with an exponent from 1e16 on
-/// and below 1e-4.
+/// A number as Python prints it: the fewest digits that read back as the same number of its type, with an
+/// exponent from 1e16 on and below 1e-4.
 pub fn spell(v: Scalar, dtype: DType) -> String {
     let f = match v {
         Scalar::F(f) => f,
@@ -206,8 +207,8 @@ pub fn spell(v: Scalar, dtype: DType) -> String {
     }
 }
 
-/// A string as a number: integers exactly where they fit 64 bits, else what stands there as a decimal number, `INF` or `NaN` in
-/// any case. A decimal number becomes an integer by cutting off its fraction.
+/// A string as a number: integers exactly where they fit 64 bits, else what stands there as a decimal number,
+/// `INF` or `NaN` in any case. A decimal number becomes an integer by cutting off its fraction.
 pub fn number(c: &Call<'_>, s: &str, dtype: DType) -> Result<Scalar> {
     let t = s.trim();
     let not = || c.invalid(format!("'{s}' is no number of type {dtype}"));
@@ -235,7 +236,8 @@ pub fn number(c: &Call<'_>, s: &str, dtype: DType) -> Result<Scalar> {
     Ok(Scalar::F(f.trunc()).cast(dtype))
 }
 
-/// Cast and CastLike where strings are involved, `numbers` for the rest. `to` is the type of the result; `None` for strings.
+/// Cast and CastLike where strings are involved, `numbers` for the rest. `to` is the type of the result;
+/// `None` for strings.
 pub fn cast(
     b: &mut Builder,
     c: &Call<'_>,

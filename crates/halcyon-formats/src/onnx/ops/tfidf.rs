@@ -51,11 +51,11 @@ fn words(b: &mut Builder, c: &Call<'_>, pool: &[String]) -> Result<Vec<Item>> {
 /// Bound on pairs of length and distance, each of which takes a few nodes.
 const PASSES: usize = 1024;
 
-/// Counts in `[length]` or `[batch, length]` tokens the n-grams of `pool`, and weighs them as the attributes say. A token is any
-/// number; what is no token of the pool may be any number that the pool lacks.
+/// Counts in `[length]` or `[batch, length]` tokens the n-grams of `pool`, and weighs them as the attributes
+/// say. A token is any number; what is no token of the pool may be any number that the pool lacks.
 ///
-/// An n-gram of length `l` occurs at distance `s` where tokens `i, i + s, … i + (l - 1) s` are its own. Every distance from 1 to
-/// `max_skip_count + 1` counts, for single tokens only the first.
+/// An n-gram of length `l` occurs at distance `s` where tokens `i, i + s, … i + (l - 1) s` are its own. Every
+/// distance from 1 to `max_skip_count + 1` counts, for single tokens only the first.
 pub fn vectorize(b: &mut Builder, c: &Call<'_>, x: &Value, pool: &[i64]) -> Result<Value> {
     let need = |name: &str| c.ints(name)?.ok_or_else(|| c.invalid(format!("attribute '{name}' is missing")));
     let (indexes, starts) = (need("ngram_indexes")?, need("ngram_counts")?);

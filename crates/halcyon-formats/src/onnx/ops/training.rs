@@ -35,7 +35,8 @@ fn scalar(b: &mut Builder, c: &Call<'_>, i: usize, like: &Value) -> Result<Value
     b.cast(&v, like.dtype())
 }
 
-/// The operands after rate and count, as `groups` lists of one length: tensors, their gradients, and what belongs to them.
+/// The operands after rate and count, as `groups` lists of one length: tensors, their gradients, and what
+/// belongs to them.
 fn tensors<'a>(c: &Call<'a>, groups: usize) -> Result<Vec<Vec<&'a Value>>> {
     let all = c.args()?;
     let rest = all.get(2..).unwrap_or(&[]);
@@ -109,7 +110,8 @@ fn average(b: &mut Builder, k: f32, x: &Value, y: &Value) -> Result<Value> {
     b.scalar(S::Add, &[&x, &y])
 }
 
-/// Kingma and Ba, "Adam: a method for stochastic optimization" (2015), with the two regularizations of the operator.
+/// Kingma and Ba, "Adam: a method for stochastic optimization" (2015), with the two regularizations of the
+/// operator.
 fn adam(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let (alpha, beta) = (c.float("alpha", 0.9)?, c.float("beta", 0.999)?);
     let (norm, post) = (c.float("norm_coefficient", 0.0)?, c.float("norm_coefficient_post", 0.0)?);
@@ -141,7 +143,8 @@ fn adam(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     Ok(listed(out))
 }
 
-/// `v' = alpha * v + beta * g`, with `beta` 1 in the first step; `x' = x - r * v'`, or `x - r * (g + alpha * v')` after Nesterov.
+/// `v' = alpha * v + beta * g`, with `beta` 1 in the first step; `x' = x - r * v'`, or `x - r * (g + alpha *
+/// v')` after Nesterov.
 fn momentum(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let need =
         |name: &str| c.opt_float(name)?.ok_or_else(|| c.invalid(format!("attribute '{name}' is missing")));

@@ -107,8 +107,8 @@ impl Best {
 
 /// Flat places of the maxima of a pool, the first in row-major order where several are equal.
 ///
-/// Windows grow by doubling, axis after axis: the best of 2k elements is the better of the best of two windows of k, and a window
-/// of any size is covered by two that overlap.
+/// Windows grow by doubling, axis after axis: the best of 2k elements is the better of the best of two
+/// windows of k, and a window of any size is covered by two that overlap.
 pub fn places(b: &mut Builder, c: &Call<'_>, pooled: &Pooled, y: &Shape) -> Result<Value> {
     let x = c.arg(0)?;
     let rank = x.rank();

@@ -128,8 +128,8 @@ fn unsqueeze(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.reshape(x, to)?)
 }
 
-/// The part of an axis of size `n` that a slice names. Symbolic bounds are taken to lie inside the axis, which binding checks;
-/// they need a step of 1.
+/// The part of an axis of size `n` that a slice names. Symbolic bounds are taken to lie inside the axis,
+/// which binding checks; they need a step of 1.
 fn bounds(c: &Call<'_>, n: Dim, start: Num, end: Num, step: i64) -> Result<Range> {
     if step == 0 {
         return Err(c.invalid("a step is zero"));

@@ -1,5 +1,5 @@
-//! Resizing, sampling, pooling and detection: versions, types, edges and what is refused. The values come from the definitions
-//! or, where these are long, from onnxruntime.
+//! Resizing, sampling, pooling and detection: versions, types, edges and what is refused. The values come
+//! from the definitions or, where these are long, from onnxruntime.
 
 use crate::onnx::proto::*;
 use crate::onnx::test_models::*;
@@ -203,7 +203,8 @@ fn transposed_convolution_by_version() {
     let w = [t(&[1, 1, 3], &[1f32; 3])];
     let n = || of("ConvTranspose", &["x", "w0"]);
     check(11, n(), &x, &w, &[1, 1, 4], &[1.0, 3.0, 3.0, 2.0]);
-    // The odd element of the padding is at the start from version 11 on, unless SAME_UPPER asks for it at the end.
+    // The odd element of the padding is at the start from version 11 on, unless SAME_UPPER asks for it at the
+    // end.
     let three = || n().ints("output_shape", &[3]);
     check(11, three(), &x, &w, &[1, 1, 3], &[3.0, 3.0, 2.0]);
     check(11, three().text("auto_pad", "SAME_UPPER"), &x, &w, &[1, 1, 3], &[1.0, 3.0, 3.0]);

@@ -1,9 +1,10 @@
-//! Scaled dot-product attention without the matrix of scores (Milakov and Gimelshein, "Online normalizer calculation for
-//! softmax", 2018; Dao et al., "FlashAttention", 2022): blocks of keys, a running maximum and a running sum per row.
+//! Scaled dot-product attention without the matrix of scores (Milakov and Gimelshein, "Online normalizer
+//! calculation for softmax", 2018; Dao et al., "FlashAttention", 2022): blocks of keys, a running maximum and
+//! a running sum per row.
 //!
-//! The query heads that share a key head are rows of one product, so that keys and values are read once for all of them. Many rows
-//! run in blocks (`flash.rs`); a few, as in decoding, here, which reads keys and values once, as they lie.
-//! Keys are never split among threads: results depend on the shape alone.
+//! The query heads that share a key head are rows of one product, so that keys and values are read once for
+//! all of them. Many rows run in blocks (`flash.rs`); a few, as in decoding, here, which reads keys and
+//! values once, as they lie. Keys are never split among threads: results depend on the shape alone.
 
 use super::flash;
 use super::gemm::{Epilogue, Mat, MatMut};
@@ -116,12 +117,13 @@ impl Layout {
 
 /// `y = softmax(scale q k^T + mask) v` per batch and head.
 ///
-/// `mask` is added to the scores (`[batch, heads, queries, keys]`, stride 0 where it repeats). `lengths` says how many keys
-/// are valid: empty for all, one number for every batch, or one per batch; larger numbers count as all. A row that sees no
-/// key, or whose scores are all -inf, is NaN, as the definition has it.
+/// `mask` is added to the scores (`[batch, heads, queries, keys]`, stride 0 where it repeats). `lengths` says
+/// how many keys are valid: empty for all, one number for every batch, or one per batch; larger numbers count
+/// as all. A row that sees no key, or whose scores are all -inf, is NaN, as the definition has it.
 ///
 /// # Safety
-/// Every element of the operands is readable (of `k` and `v` up to the valid length) and of `y` writable; `y` overlaps nothing.
+/// Every element of the operands is readable (of `k` and `v` up to the valid length) and of `y` writable; `y`
+/// overlaps nothing.
 ///
 /// # Panics
 /// When `heads` is not a multiple of `kv_heads`, or `lengths` has another number of entries.
@@ -212,8 +214,8 @@ unsafe fn few_rows(isa: Isa, layout: &Layout, job: &flash::Job<'_>, rows: flash:
         n.min(valid)
     };
     let most = (0..rows).map(sees).max().unwrap_or(0);
-    // SAFETY: a worker's scratch is its own; the slices are disjoint pieces of it, zeroed before use; operands by the
-    // caller's promise.
+    // SAFETY: a worker's scratch is its own; the slices are disjoint pieces of it, zeroed before use;
+    // operands by the caller's promise.
     unsafe {
         let piece = |i: usize, n: usize| {
             let p = own.add(at[i]);

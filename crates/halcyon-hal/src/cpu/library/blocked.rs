@@ -1,10 +1,12 @@
 //! Convolution over channels in blocks of one vector: images as `[N, C / B, H, W, B]`.
 //!
-//! A register tile holds up to fourteen pixels of a row (as many as registers allow) by two blocks of output channels. Its sums run
-//! over blocks of input channels, taps and channels of a block, in that order; each step reads a vector of weights for each block of outputs and one
-//! input value for each pixel, which all lie close together, so nothing is gathered or packed on the way. Weights lie in the same
-//! order as the sums, `[O / B, C / groups / b, KH, KW, b, B]`. An input whose channels come one by one (`b` = 1, `[N, C, H, W]`: the
-//! first layer's) is read in place; padding is a copy of the part of the image that a job reads, with zeros around it.
+//! A register tile holds up to fourteen pixels of a row (as many as registers allow) by two blocks of output
+//! channels. Its sums run over blocks of input channels, taps and channels of a block, in that order; each
+//! step reads a vector of weights for each block of outputs and one input value for each pixel, which all lie
+//! close together, so nothing is gathered or packed on the way. Weights lie in the same order as the sums,
+//! `[O / B, C / groups / b, KH, KW, b, B]`. An input whose channels come one by one (`b` = 1, `[N, C, H, W]`:
+//! the first layer's) is read in place; padding is a copy of the part of the image that a job reads, with
+//! zeros around it.
 
 use super::blocked_tile::{Act, Tile, depthwise, half, prefetch_lines, tile};
 use super::conv::Conv;
@@ -21,8 +23,8 @@ const PART_WEIGHTS: usize = 1 << 20;
 /// Parts for each thread, so that one that is held up does not hold up all.
 const PARTS: usize = 4;
 
-/// What happens to the sums: `act(sum * scale + bias + residual)`. Scale and bias have one value for each output channel, the
-/// residual lies as the output does; null where absent.
+/// What happens to the sums: `act(sum * scale + bias + residual)`. Scale and bias have one value for each
+/// output channel, the residual lies as the output does; null where absent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Finish {
     pub scale: SharedConst<f32>,
@@ -57,7 +59,8 @@ enum Cut {
     Channels { pairs: usize },
 }
 
-/// An input as a job reads it: a pointer to what the first tap of the job's first pixel reads, and distances in floats.
+/// An input as a job reads it: a pointer to what the first tap of the job's first pixel reads, and distances
+/// in floats.
 #[derive(Clone, Copy)]
 struct Source {
     at: SharedConst<f32>,
@@ -74,7 +77,8 @@ struct Rect {
 }
 
 impl Blocked {
-    /// `None` where the channels do not come in whole blocks, or the geometry is not this kernel's: three spatial axes, spread inputs.
+    /// `None` where the channels do not come in whole blocks, or the geometry is not this kernel's: three
+    /// spatial axes, spread inputs.
     pub fn new(isa: Isa, conv: Conv, inner: usize) -> Option<Blocked> {
         let lanes = lanes(isa);
         let w = &conv.window;
@@ -130,7 +134,8 @@ impl Blocked {
     /// Packs `[O, C / groups, KH, KW]`.
     ///
     /// # Safety
-    /// All weights are readable at `w`; [`Blocked::weights`] floats are writable at `to` and overlap nothing else.
+    /// All weights are readable at `w`; [`Blocked::weights`] floats are writable at `to` and overlap nothing
+    /// else.
     pub unsafe fn pack(&self, team: &Team, w: *const f32, to: *mut f32) {
         let (b, taps) = (self.lanes, self.conv.window.kernel_size());
         let (inner, blocks) = if self.is_depthwise() { (1, 1) } else { (self.inner, self.group_in()) };
@@ -153,7 +158,8 @@ impl Blocked {
         });
     }
 
-    /// What a rectangle of the output reads: its first row and column (negative in padding), rows and columns.
+    /// What a rectangle of the output reads: its first row and column (negative in padding), rows and
+    /// columns.
     fn reads(&self, r: Rect) -> (isize, isize, usize, usize) {
         let w = &self.conv.window;
         let span = |axis: usize, (a, b): (usize, usize)| {
@@ -229,9 +235,9 @@ impl Blocked {
     /// The convolution.
     ///
     /// # Safety
-    /// `x` covers the input, `w` what [`Blocked::pack`] wrote, `y` the output, which overlaps nothing else; `work` covers
-    /// [`Blocked::workspace`] floats for the team's number of threads; the pointers of `finish` cover what it says; the chain of `post`
-    /// is for this output.
+    /// `x` covers the input, `w` what [`Blocked::pack`] wrote, `y` the output, which overlaps nothing else;
+    /// `work` covers [`Blocked::workspace`] floats for the team's number of threads; the pointers of `finish`
+    /// cover what it says; the chain of `post` is for this output.
     pub(crate) unsafe fn run(
         &self,
         team: &Team,
@@ -277,8 +283,9 @@ impl Blocked {
                             false => self.in_place(r, xs.get().wrapping_add(n * image)),
                         };
                         for pair in first..end {
-                            // Weights come from far away: the next ones are asked for while these are used. After this part comes,
-                            // as the other threads go on as well, most likely this one.
+                            // Weights come from far away: the next ones are asked for while these are used.
+                            // After this part comes, as the other threads go on as well, most likely this
+                            // one.
                             let next =
                                 if pair + 1 < end { pair + 1 } else { (p + team.threads()) * each_part };
                             let next = Some(next).filter(|next| n == 0 && *next < pairs);
@@ -345,7 +352,8 @@ impl Blocked {
         let first = j.max(0) as usize;
         for p in 0..planes {
             for k in 0..h {
-                // SAFETY: the caller's; what is copied lies inside the image, and `to` has room for every plane.
+                // SAFETY: the caller's; what is copied lies inside the image, and `to` has room for every
+                // plane.
                 unsafe {
                     let to = to.add((p * h + k) * v * b);
                     let row = i + k as isize;
@@ -374,7 +382,8 @@ struct Job<'a> {
 }
 
 impl Job<'_> {
-    /// One pair of blocks of output channels of image `n`, in a rectangle that reads `s`. The weights of pair `next` are asked for.
+    /// One pair of blocks of output channels of image `n`, in a rectangle that reads `s`. The weights of pair
+    /// `next` are asked for.
     unsafe fn pair(&self, s: Source, n: usize, pair: usize, r: Rect, next: Option<usize>) {
         let (b, c) = (self.b, &self.b.conv);
         let (w, lanes) = (&c.window, b.lanes);

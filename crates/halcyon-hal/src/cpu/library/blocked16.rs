@@ -1,17 +1,20 @@
 //! Convolution of bf16 images in blocks of 32 channels, `[N, C / 32, H, W, 32]`, with sums in f32.
 //!
-//! A pixel's block is 64 bytes, one row of a tile register: sixteen pixels by thirty-two channels are the left operand of a product of
-//! tiles, and weights packed as `[O / 32, C / 32 / groups, KH, KW, 2, 16, 16, 2]` (halves of the output's block, pairs of input channels,
-//! output channels, the pair) the right ones. Sums run over blocks of input channels and taps without leaving the registers
-//! (`blocked16_tile.rs`); then scale, bias, residual and activation are applied in f32, and the result is rounded once.
+//! A pixel's block is 64 bytes, one row of a tile register: sixteen pixels by thirty-two channels are the
+//! left operand of a product of tiles, and weights packed as `[O / 32, C / 32 / groups, KH, KW, 2, 16, 16,
+//! 2]` (halves of the output's block, pairs of input channels, output channels, the pair) the right ones.
+//! Sums run over blocks of input channels and taps without leaving the registers (`blocked16_tile.rs`); then
+//! scale, bias, residual and activation are applied in f32, and the result is rounded once.
 //!
-//! Pixels of a tile need to lie at one distance from each other. Where nothing is padded and nothing skipped, the image is read in place, all
-//! of its rows as one: with a kernel wider than a pixel some sums in between belong to no output and are dropped. Else the part of
-//! the image that a job reads is copied, with zeros around it; of an image that is read with strides, each residue of rows and
-//! columns becomes an image of its own, so that every tap reads neighbours. An input whose channels do not fill a block (`[N, C, H, W]`:
-//! the first layer's) is copied pixel by pixel; a step is then a piece of a row of taps.
+//! Pixels of a tile need to lie at one distance from each other. Where nothing is padded and nothing skipped,
+//! the image is read in place, all of its rows as one: with a kernel wider than a pixel some sums in between
+//! belong to no output and are dropped. Else the part of the image that a job reads is copied, with zeros
+//! around it; of an image that is read with strides, each residue of rows and columns becomes an image of its
+//! own, so that every tap reads neighbours. An input whose channels do not fill a block (`[N, C, H, W]`: the
+//! first layer's) is copied pixel by pixel; a step is then a piece of a row of taps.
 //!
-//! `tdpbf16ps` takes denormals for zero and rounds to nearest even; where there are no tiles the same sums run on vectors.
+//! `tdpbf16ps` takes denormals for zero and rounds to nearest even; where there are no tiles the same sums
+//! run on vectors.
 
 use super::blocked_tile::Act;
 use super::blocked16_tile::{Finish16, HALF, PIXELS, Place, Steps, Sums, finish, on_vectors};
@@ -39,13 +42,14 @@ const B16: usize = 2;
 /// Bytes of a pixel's block.
 const PIXEL: usize = BLOCK * B16;
 
-/// Whether this processor has what the kernels need beside this set: tile registers for bf16, and instructions that narrow to it.
+/// Whether this processor has what the kernels need beside this set: tile registers for bf16, and
+/// instructions that narrow to it.
 pub fn available(isa: Isa) -> bool {
     isa.has_bf16() && amx::available().bf16
 }
 
-/// What happens to the sums: `act(sum * scale + bias + residual)`. Scale and bias have one value for each output channel, the
-/// residual lies as the output does; null where absent.
+/// What happens to the sums: `act(sum * scale + bias + residual)`. Scale and bias have one value for each
+/// output channel, the residual lies as the output does; null where absent.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct After {
     pub scale: SharedConst<f32>,
@@ -134,9 +138,10 @@ struct Part {
 }
 
 impl Blocked16 {
-    /// `None` where the channels do not come in whole blocks (of an input that is not in blocks: are more than a few), or the geometry is not this kernel's: three spatial axes, spread inputs,
-    /// dilated columns of an input that is not in blocks. `threads` is the team's number; `tiles` says whether to use tile registers,
-    /// which [`amx::available`] must have.
+    /// `None` where the channels do not come in whole blocks (of an input that is not in blocks: are more
+    /// than a few), or the geometry is not this kernel's: three spatial axes, spread inputs, dilated columns
+    /// of an input that is not in blocks. `threads` is the team's number; `tiles` says whether to use tile
+    /// registers, which [`amx::available`] must have.
     pub fn new(conv: Conv, inner: usize, threads: usize, tiles: bool) -> Option<Blocked16> {
         let w = &conv.window;
         let whole = |c: usize| (c / conv.groups).is_multiple_of(BLOCK);
@@ -211,7 +216,8 @@ impl Blocked16 {
     /// Packs `[O, C / groups, KH, KW]` of bf16.
     ///
     /// # Safety
-    /// All weights are readable at `w`; [`Blocked16::weights`] bytes are writable at `to`, at a multiple of 2, and overlap nothing else.
+    /// All weights are readable at `w`; [`Blocked16::weights`] bytes are writable at `to`, at a multiple of
+    /// 2, and overlap nothing else.
     pub unsafe fn pack(&self, team: &Team, w: *const u16, to: *mut u16) {
         let c = &self.conv;
         let (taps, kw, channels) = (c.window.kernel_size(), c.window.kernel[2], c.c_in / c.groups);
@@ -460,8 +466,8 @@ impl Blocked16 {
     /// The convolution.
     ///
     /// # Safety
-    /// `x` covers the input, `w` what [`Blocked16::pack`] wrote, `y` the output, which overlaps nothing else; `work` covers
-    /// [`Blocked16::workspace`] bytes; the pointers of `after` cover what it says.
+    /// `x` covers the input, `w` what [`Blocked16::pack`] wrote, `y` the output, which overlaps nothing else;
+    /// `work` covers [`Blocked16::workspace`] bytes; the pointers of `after` cover what it says.
     ///
     /// # Panics
     /// When the team has another number of threads than this was made for.
@@ -554,8 +560,8 @@ impl Blocked16 {
     }
 }
 
-/// Runs `f(thread, part)` for all parts. Each thread begins with a range that is its own, whatever the op, and then helps the others: what one op
-/// has written there, the same core's cache holds for the next one.
+/// Runs `f(thread, part)` for all parts. Each thread begins with a range that is its own, whatever the op,
+/// and then helps the others: what one op has written there, the same core's cache holds for the next one.
 pub(crate) fn by_place(team: &Team, parts: usize, f: &(dyn Fn(usize, usize) + Sync)) {
     /// Of more threads, the last ones only help.
     const MOST: usize = 64;
@@ -621,7 +627,8 @@ struct Job<'a> {
     after: After,
 }
 
-/// The tiles of a part: `lines` rows of `pixels` each (one row where rows follow each other), each cut into tiles of one size.
+/// The tiles of a part: `lines` rows of `pixels` each (one row where rows follow each other), each cut into
+/// tiles of one size.
 #[derive(Clone, Copy)]
 struct Grid {
     lines: usize,
@@ -672,7 +679,8 @@ impl Job<'_> {
         Grid { lines, pixels, line, tiles, rows: pixels.div_ceil(tiles), pitch }
     }
 
-    /// A part of the work. `x` is the place of the first image's first pixel, `image` bytes before the next one's.
+    /// A part of the work. `x` is the place of the first image's first pixel, `image` bytes before the next
+    /// one's.
     unsafe fn part(&self, x: *const u8, image: usize, p: Part) {
         let b = self.b;
         let g = self.grid(p.rect);
@@ -728,7 +736,8 @@ impl Job<'_> {
         Pair { n, places, at, pixel }
     }
 
-    /// The sums of two tiles (one, if it is the last) by one block of output channels, and the end of those before.
+    /// The sums of two tiles (one, if it is the last) by one block of output channels, and the end of those
+    /// before.
     #[inline]
     unsafe fn pair(&self, line: &mut Line, pair: &Pair, ob: usize, (ahead, lines): (*const u8, usize)) {
         let b = self.b;
@@ -745,7 +754,8 @@ impl Job<'_> {
             lines,
         };
         let to = line.sums[0];
-        // SAFETY: the caller's: pixels lie in their buffers for all steps; there is room for the sums of two tiles.
+        // SAFETY: the caller's: pixels lie in their buffers for all steps; there is room for the sums of two
+        // tiles.
         unsafe {
             #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
             if b.tiles {
@@ -776,7 +786,8 @@ impl Job<'_> {
         }
     }
 
-    /// Scale, bias, residual and activation of a tile's pixels, on their way to memory; those between rows are dropped.
+    /// Scale, bias, residual and activation of a tile's pixels, on their way to memory; those between rows
+    /// are dropped.
     #[inline]
     unsafe fn tile_done(
         &self,

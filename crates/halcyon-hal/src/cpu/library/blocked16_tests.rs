@@ -1,4 +1,5 @@
-//! Convolution of bf16 over blocks of 32 channels against f64 on the same rounded operands, on tiles and on vectors, between guard pages.
+//! Convolution of bf16 over blocks of 32 channels against f64 on the same rounded operands, on tiles and on
+//! vectors, between guard pages.
 
 use super::blocked_tile::Act;
 use super::blocked16::*;

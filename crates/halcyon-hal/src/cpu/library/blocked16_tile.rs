@@ -1,4 +1,5 @@
-//! The inner loops of [`super::blocked16`]: sums of a tile or two of pixels by one block of output channels, and what follows them.
+//! The inner loops of [`super::blocked16`]: sums of a tile or two of pixels by one block of output channels,
+//! and what follows them.
 
 use super::blocked_tile::Act;
 use super::simd::{Simd, dispatch_simd};
@@ -34,12 +35,12 @@ pub(crate) struct Steps<'a> {
     pub lines: usize,
 }
 
-/// Sums of one tile of pixels, at `x[0]`, or of two by a block of output channels, on the tile registers. `meanwhile` runs while the
-/// products are under way.
+/// Sums of one tile of pixels, at `x[0]`, or of two by a block of output channels, on the tile registers.
+/// `meanwhile` runs while the products are under way.
 ///
 /// # Safety
-/// The thread's registers are configured as [`config`] says; all pixels' places are readable at every step's offset, and the weights; the
-/// sums at `out` are writable, and `meanwhile` leaves the registers alone.
+/// The thread's registers are configured as [`config`] says; all pixels' places are readable at every step's
+/// offset, and the weights; the sums at `out` are writable, and `meanwhile` leaves the registers alone.
 #[cfg(all(target_arch = "x86_64", target_os = "linux"))]
 #[inline(always)]
 pub(crate) unsafe fn on_tiles(s: &Steps<'_>, x: &[*const u8], out: *mut f32, meanwhile: impl FnOnce()) {
@@ -146,8 +147,8 @@ pub(crate) const fn config(rows: usize, pairs: usize) -> crate::cpu::amx::TileCo
 }
 
 dispatch_simd! {
-    /// What [`on_tiles`] does, on vectors of f32: for processors without tiles, and to compare with. Sums are added channel by
-    /// channel here.
+    /// What [`on_tiles`] does, on vectors of f32: for processors without tiles, and to compare with. Sums are
+    /// added channel by channel here.
     ///
     /// # Safety
     /// All pixels' places are readable at every step's offset, and the weights; the sums are writable.

@@ -1,4 +1,5 @@
-//! Depthwise convolution and pooling of bf16 images in blocks of 32 channels: on vectors of f32, for every instruction set.
+//! Depthwise convolution and pooling of bf16 images in blocks of 32 channels: on vectors of f32, for every
+//! instruction set.
 
 use super::blocked_tile::Act;
 use super::blocked16::{After, PARTS, by_place};
@@ -48,7 +49,8 @@ impl Depthwise16 {
     /// Packs `[C, 1, KH, KW]` of bf16 as `[C / 32, KH, KW, 32]` of f32.
     ///
     /// # Safety
-    /// All weights are readable at `w`; [`Depthwise16::weights`] floats are writable at `to` and overlap nothing else.
+    /// All weights are readable at `w`; [`Depthwise16::weights`] floats are writable at `to` and overlap
+    /// nothing else.
     pub(crate) unsafe fn pack(&self, w: *const u16, to: *mut f32) {
         let taps = self.conv.window.kernel_size();
         for c in 0..self.conv.c_in {
@@ -65,8 +67,8 @@ impl Depthwise16 {
     /// The convolution.
     ///
     /// # Safety
-    /// `x` covers the input, `w` what [`Depthwise16::pack`] wrote, `y` the output, which overlaps nothing else; the pointers of `after` cover
-    /// what it says.
+    /// `x` covers the input, `w` what [`Depthwise16::pack`] wrote, `y` the output, which overlaps nothing
+    /// else; the pointers of `after` cover what it says.
     pub(crate) unsafe fn run(
         &self,
         team: &Team,
@@ -110,7 +112,8 @@ impl Depthwise16 {
 /// Pools images of so many blocks of channels.
 ///
 /// # Safety
-/// `x` covers the window's input in pixels of a block for each block of each image, `y` its output; they do not overlap.
+/// `x` covers the window's input in pixels of a block for each block of each image, `y` its output; they do
+/// not overlap.
 pub(crate) unsafe fn pool(
     team: &Team,
     isa: Isa,
@@ -150,8 +153,8 @@ pub(crate) unsafe fn pool(
     });
 }
 
-/// Calls `f(plane, row, first, n)` for all pixels of the output, in runs of at most [`RUN`] of a row. Parts are rows of all of an image's
-/// blocks of channels, as convolutions are cut.
+/// Calls `f(plane, row, first, n)` for all pixels of the output, in runs of at most [`RUN`] of a row. Parts
+/// are rows of all of an image's blocks of channels, as convolutions are cut.
 fn each_run(
     team: &Team,
     w: &Window,
@@ -175,7 +178,8 @@ fn each_run(
 }
 
 dispatch_simd! {
-    /// The taps of pixels `first..first + n` of a row of the output: weighted and added, the largest, or added.
+    /// The taps of pixels `first..first + n` of a row of the output: weighted and added, the largest, or
+    /// added.
     ///
     /// # Safety
     /// `x` covers the window's input, `weights` its taps where they are weighted, `sums` `n` pixels.

@@ -93,8 +93,9 @@ pub(crate) fn conv(
         let work = r.bufs.get(places + 1).map_or(std::ptr::null_mut(), |b| b.ptr as *mut f32);
         let x = ptr::<f32>(r, 0, &xv);
         let finish = simple.bind(r);
-        // SAFETY: the kernel's checks: dense operands inside their buffers, an output and a workspace shared with nothing; weights
-        // are packed by the device or here; the chain lives in this closure, whose run is under way.
+        // SAFETY: the kernel's checks: dense operands inside their buffers, an output and a workspace shared
+        // with nothing; weights are packed by the device or here; the chain lives in this closure, whose run
+        // is under way.
         unsafe {
             let w = if packed.is_some() {
                 r.bufs[1].ptr as *const f32
@@ -197,8 +198,8 @@ fn conv16(
         let work = r.bufs.get(places + 1).map_or(std::ptr::null_mut(), |b| b.ptr);
         let (x, y) = (ptr::<u16>(r, 0, &xv), r.bufs[places].ptr);
         let after = simple.after(r, wide);
-        // SAFETY: the kernel's checks: dense operands inside their buffers, an output and a workspace shared with nothing; weights
-        // are packed by the device or here.
+        // SAFETY: the kernel's checks: dense operands inside their buffers, an output and a workspace shared
+        // with nothing; weights are packed by the device or here.
         unsafe {
             let w = if packed {
                 r.bufs[1].ptr as *const u8
@@ -240,8 +241,9 @@ struct Simple {
 }
 
 impl Simple {
-    /// Reads a chain as scale, bias, residual and activation, each at most once and in this order, over `[N, O / B, pixels, B]`. A product of
-    /// bf16 is widened at the chain's beginning, and its result may be rounded to bf16 at its end: what is between is f32.
+    /// Reads a chain as scale, bias, residual and activation, each at most once and in this order, over `[N,
+    /// O / B, pixels, B]`. A product of bf16 is widened at the chain's beginning, and its result may be
+    /// rounded to bf16 at its end: what is between is f32.
     fn of(call: &LibraryCall<'_>, e: &Epilogue<'_>, dims: [usize; 4]) -> Option<Simple> {
         let f = e.fused;
         let [out] = &f.outs[..] else { return None };
@@ -274,7 +276,8 @@ impl Simple {
             }
         };
         let mut narrowed = false;
-        // The chain's value so far, and how much has been done to it: 1 scale, 2 bias, 3 residual, 4 activation.
+        // The chain's value so far, and how much has been done to it: 1 scale, 2 bias, 3 residual, 4
+        // activation.
         let (mut value, mut done) = (None, 0);
         for (i, instr) in f.body.iter().enumerate() {
             let i = i as u32;

@@ -1,5 +1,5 @@
-//! Convolution and pooling over channels in blocks against the plain kernels' reference, for every instruction set here, between guard
-//! pages.
+//! Convolution and pooling over channels in blocks against the plain kernels' reference, for every
+//! instruction set here, between guard pages.
 
 use super::blocked::*;
 use super::blocked_tile::{Act, pool as pool_tiles};

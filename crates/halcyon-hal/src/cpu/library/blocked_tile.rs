@@ -35,7 +35,8 @@ pub(crate) struct Tile {
     /// The first pixel's output, and the distance to the second block's.
     pub y: *mut f32,
     pub next_y: usize,
-    /// From the first pixel of the tile to the first of its second half, in the input and in the output: the halves may lie in two rows.
+    /// From the first pixel of the tile to the first of its second half, in the input and in the output: the
+    /// halves may lie in two rows.
     pub half_x: usize,
     pub half_y: usize,
     /// At the first channel; null where absent.
@@ -44,7 +45,8 @@ pub(crate) struct Tile {
     /// At the first pixel, laid out as the output.
     pub residual: *const f32,
     pub act: Act,
-    /// Weights that later tiles read, up to `end`, and how many cache lines of them to ask for at each tap of each block.
+    /// Weights that later tiles read, up to `end`, and how many cache lines of them to ask for at each tap of
+    /// each block.
     pub ahead: *const f32,
     pub end: *const f32,
     pub lines: usize,
@@ -58,8 +60,8 @@ pub(crate) fn prefetch_lines(floats: usize, steps: usize) -> usize {
     floats.div_ceil(LINE).div_ceil(steps.max(1))
 }
 
-/// The widest tile for vectors of so many lanes: 2 accumulators for each pixel, 2 vectors of weights and one input value stay in
-/// registers (32 with AVX-512 and on aarch64, else 16).
+/// The widest tile for vectors of so many lanes: 2 accumulators for each pixel, 2 vectors of weights and one
+/// input value stay in registers (32 with AVX-512 and on aarch64, else 16).
 pub(crate) const fn pixels(lanes: usize) -> usize {
     if lanes == 16 || cfg!(target_arch = "aarch64") { MOST } else { 6 }
 }
@@ -72,7 +74,8 @@ pub(crate) const fn half(pixels: usize) -> usize {
 }
 
 dispatch_simd! {
-    /// `T` pixels by `R` blocks of output channels, `P` vectors from pixel to pixel of the input (0: not known here).
+    /// `T` pixels by `R` blocks of output channels, `P` vectors from pixel to pixel of the input (0: not
+    /// known here).
     unsafe fn sized[const T: usize, const R: usize, const P: usize][T, R, P](isa, t: &mut Tile) = sized_body
 }
 
@@ -171,7 +174,8 @@ macro_rules! by_width {
     };
 }
 
-/// A tile of `n` pixels (at most [`pixels`]) by `r` (1 or 2) blocks of output channels. Moves [`Tile::ahead`] on.
+/// A tile of `n` pixels (at most [`pixels`]) by `r` (1 or 2) blocks of output channels. Moves [`Tile::ahead`]
+/// on.
 ///
 /// # Safety
 /// The pointers cover what the tile reads and writes.

@@ -113,7 +113,8 @@ pub(super) fn moved<T>(m: Mat<T>, by: isize) -> Mat<T> {
     Mat { ptr: m.ptr.wrapping_offset(by), ..m }
 }
 
-/// Matrix product of any views and number types. f32 and halves sum in f32, f64 in f64, integers wrap. Bytes may go into i32.
+/// Matrix product of any views and number types. f32 and halves sum in f32, f64 in f64, integers wrap. Bytes
+/// may go into i32.
 pub(crate) fn matmul(isa: Isa, call: &LibraryCall<'_>) -> Result<CpuKernel, Declined> {
     matmul_where(isa, call, isa.bf16_is_faster().then(|| Bf16Code::best(isa)))
 }
@@ -170,7 +171,8 @@ pub(super) fn matmul_where(
                         let $a = moved(ma, x + i * p.step[0]);
                         let $b = moved(mb, y + i * p.step[1]);
                         let $c = c.wrapping_offset(z + i * p.step[2]);
-                        // SAFETY: the kernel's checks: views stay in their buffers, the result is dense and shared with nothing.
+                        // SAFETY: the kernel's checks: views stay in their buffers, the result is dense and
+                        // shared with nothing.
                         unsafe { $e };
                     }
                 });
@@ -256,8 +258,8 @@ fn matmul_packed(
     let kernel = CpuKernel::new(format!("cpu.gemm.{}.packed", isa.name()), call, move |r| {
         let a = Mat { ptr: ptr::<f32>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
         let c = MatMut::rows(r.bufs[out].ptr as *mut f32, n);
-        // SAFETY: the kernel's checks: the left operand and the result lie in their buffers; the device binds what `pack` wrote;
-        // the chain lives in this closure, whose run is under way.
+        // SAFETY: the kernel's checks: the left operand and the result lie in their buffers; the device binds
+        // what `pack` wrote; the chain lives in this closure, whose run is under way.
         unsafe {
             let b = Packed::new(shape, r.bufs[1].ptr as *const f32);
             let epi = Epilogue { post: PostRun::new(post.as_ref(), r), ..Epilogue::default() };
@@ -302,7 +304,8 @@ pub(crate) fn conv(isa: Isa, call: &LibraryCall<'_>, c: &op::Conv) -> Result<Cpu
         macro_rules! rows {
             ($t:ty) => {{
                 let (x, w) = (ptr::<$t>(r, 0, &xv), ptr::<$t>(r, 1, &wv));
-                // SAFETY: the kernel's checks: dense operands inside their buffers, an output shared with nothing.
+                // SAFETY: the kernel's checks: dense operands inside their buffers, an output shared with
+                // nothing.
                 unsafe { conv_rows(r.team, r.isa, &conv, x, w, std::ptr::null(), false, none, y as *mut $t) }
             }};
         }
@@ -343,8 +346,8 @@ fn conv_packed(
     let (out, args) = (call.inputs.len(), post.as_ref().map_or(0, |p| p.args));
     let kernel = CpuKernel::new(format!("cpu.conv.{}.packed", isa.name()), call, move |r| {
         let x = ptr::<f32>(r, 0, &xv);
-        // SAFETY: the kernel's checks: operands inside their buffers, an output shared with nothing; the device binds what
-        // `pack` wrote, so the weights themselves are not read.
+        // SAFETY: the kernel's checks: operands inside their buffers, an output shared with nothing; the
+        // device binds what `pack` wrote, so the weights themselves are not read.
         unsafe {
             let w = ConvWeights::new(isa, &conv, r.bufs[1].ptr as *const f32);
             let (null, y) = (std::ptr::null(), r.bufs[out].ptr as *mut f32);
@@ -527,7 +530,8 @@ fn soft(isa: Isa, call: &LibraryCall<'_>, axis: usize, log: bool) -> Result<CpuK
 
 /// `n` dense elements of an operand.
 fn elements<'a, T>(r: &Run<'a>, buf: usize, v: &View, n: usize) -> &'a [T] {
-    // SAFETY: the callers have checked that the operand is dense and has `n` elements, the kernel that the buffer holds them.
+    // SAFETY: the callers have checked that the operand is dense and has `n` elements, the kernel that the
+    // buffer holds them.
     unsafe { std::slice::from_raw_parts(ptr::<T>(r, buf, v), n) }
 }
 

@@ -1,8 +1,9 @@
 //! Convolution over one to three spatial axes: `NC[DHW]` input, `OI[DHW]` weights, groups.
 //!
-//! f32 runs as a matrix product whose right operand (the unrolled input) is never stored: its panels are gathered straight
-//! into the product's packing buffers. One-by-one kernels skip the gathering, depthwise kernels run row by row. Spread inputs
-//! (transposed convolution) and other element types take the row-by-row path with their accumulation type.
+//! f32 runs as a matrix product whose right operand (the unrolled input) is never stored: its panels are
+//! gathered straight into the product's packing buffers. One-by-one kernels skip the gathering, depthwise
+//! kernels run row by row. Spread inputs (transposed convolution) and other element types take the row-by-row
+//! path with their accumulation type.
 
 use super::elem::Elem;
 use super::gemm::{Epilogue, Mat, MatMut, PackElem, PackShape, Packed, Panels, gemm, gemm_packed_a};
@@ -74,7 +75,8 @@ impl Conv {
     }
 }
 
-/// Weights packed for many calls: the groups' left operands, one after another. The memory is whoever packed it's.
+/// Weights packed for many calls: the groups' left operands, one after another. The memory is whoever packed
+/// it's.
 #[derive(Clone, Copy, Debug)]
 pub struct ConvWeights {
     conv: Conv,
@@ -97,7 +99,8 @@ impl ConvWeights {
     /// Packs `[c_out, c_in / groups, kernel..]` weights.
     ///
     /// # Safety
-    /// `conv.weight_len()` elements at `w` are readable, [`ConvWeights::floats`] at `dst` writable; they do not overlap.
+    /// `conv.weight_len()` elements at `w` are readable, [`ConvWeights::floats`] at `dst` writable; they do
+    /// not overlap.
     pub unsafe fn pack<T: PackElem>(team: Option<&Team>, isa: Isa, conv: &Conv, w: *const T, dst: *mut f32) {
         let (m, k, shape) = (conv.c_out / conv.groups, conv.k(), ConvWeights::shape(isa, conv));
         for g in 0..conv.groups {
@@ -276,11 +279,12 @@ unsafe fn copy_piece<S: Simd>(src: *const f32, step: usize, n: usize, out: *mut 
     }
 }
 
-/// `y = act(conv(x, w) + bias)` in f32. `bias` has `c_out` elements or is null. `packed` are the same weights packed.
+/// `y = act(conv(x, w) + bias)` in f32. `bias` has `c_out` elements or is null. `packed` are the same weights
+/// packed.
 ///
 /// # Safety
-/// The pointers cover the lengths that `conv` states; `y` overlaps nothing else. `w` is not read where `packed` is given.
-/// `post` is for rows of one output plane each.
+/// The pointers cover the lengths that `conv` states; `y` overlaps nothing else. `w` is not read where
+/// `packed` is given. `post` is for rows of one output plane each.
 ///
 /// # Panics
 /// When `packed` belongs to another convolution.
@@ -399,8 +403,8 @@ struct DepthLine<'a> {
 /// The most taps of [`depthwise`].
 const DEPTH_TAPS: usize = 128;
 
-/// Every tap of four vectors of outputs in registers, in the order of the taps; outputs near the edges leave out the taps that
-/// miss the line.
+/// Every tap of four vectors of outputs in registers, in the order of the taps; outputs near the edges leave
+/// out the taps that miss the line.
 #[inline(always)]
 unsafe fn depth_body<S: Simd>(l: &DepthLine<'_>) {
     let w = l.w;
@@ -581,7 +585,8 @@ dispatch! {
     fn row[T: Elem][T](isa, r: Row<'_, T>) = row_body
 }
 
-/// Convolution row by row, any geometry and element type (halves are summed in f32 and rounded once, integers wrap).
+/// Convolution row by row, any geometry and element type (halves are summed in f32 and rounded once, integers
+/// wrap).
 ///
 /// # Safety
 /// As [`conv_f32`].
@@ -613,8 +618,8 @@ pub unsafe fn conv_rows<T: Elem>(
     let work = conv.macs();
     let parts = if work < 100_000 { 1 } else { lines.min(team.threads() * 8) };
     team.run_with(parts, &|worker, part| {
-        // SAFETY: the caller's operands; lines of different parts are disjoint; a worker's sums are its own and are
-        // written before they are read.
+        // SAFETY: the caller's operands; lines of different parts are disjoint; a worker's sums are its own
+        // and are written before they are read.
         unsafe {
             let acc = buf.get().add(worker * each) as *mut T::Acc;
             for i in 0..ow {

@@ -103,7 +103,8 @@ fn convolutions_follow_f64_between_guard_pages() {
                     reference(&c, &up(x.slice()), &up(w.slice()), with_bias.then_some(&wide[..]), relu);
                 let mut kept = vec![f32::NAN; ConvWeights::floats(isa, &c).unwrap_or(0)];
                 let packed = ConvWeights::floats(isa, &c).map(|_| {
-                    // SAFETY: the guarded vectors have the lengths that `c` states, and `kept` what packing needs.
+                    // SAFETY: the guarded vectors have the lengths that `c` states, and `kept` what packing
+                    // needs.
                     unsafe {
                         ConvWeights::pack(Some(&team), isa, &c, w.ptr(), kept.as_mut_ptr());
                         ConvWeights::new(isa, &c, kept.as_ptr())

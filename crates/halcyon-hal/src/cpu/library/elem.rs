@@ -2,8 +2,8 @@
 
 use half::{bf16, f16};
 
-/// An element and the type its sums are kept in: halves in f32, small integers in 32 bits, the rest in themselves. Integer
-/// sums wrap.
+/// An element and the type its sums are kept in: halves in f32, small integers in 32 bits, the rest in
+/// themselves. Integer sums wrap.
 pub trait Elem: Copy + Send + Sync + 'static {
     type Acc: Copy + Send + Sync + Default + PartialOrd + 'static;
     /// The least value, negative infinity for floats.

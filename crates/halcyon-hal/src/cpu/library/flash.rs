@@ -1,8 +1,10 @@
-//! Blocks of attention in registers: scores and weights are kept transposed, a row per key and a column per query.
+//! Blocks of attention in registers: scores and weights are kept transposed, a row per key and a column per
+//! query.
 //!
-//! In this form a score tile is `keys x queries` with queries along the vector, so that the running maximum and sum of a query
-//! are a lane's, and a block of weights is what the second product wants for its left operand, as it lies. Keys are read where
-//! they lie, queries and values are packed into panels of the micro-tile's width.
+//! In this form a score tile is `keys x queries` with queries along the vector, so that the running maximum
+//! and sum of a query are a lane's, and a block of weights is what the second product wants for its left
+//! operand, as it lies. Keys are read where they lie, queries and values are packed into panels of the
+//! micro-tile's width.
 
 use super::attention::{Attention, Heads};
 use super::gemm::pack;
@@ -14,7 +16,8 @@ use crate::cpu::vmath;
 
 /// Most queries of a block: a multiple of every micro-tile's rows and columns. Half of it is one, too.
 pub(super) const BQ: usize = 192;
-/// Distance of rows of scores: an odd number of cache lines, so that a column's rows fall into all sets of a cache.
+/// Distance of rows of scores: an odd number of cache lines, so that a column's rows fall into all sets of a
+/// cache.
 const PITCH: usize = BQ + 16;
 /// Keys of a block: a multiple of the widest micro-tile's rows.
 const BK: usize = 132;
@@ -190,8 +193,8 @@ unsafe fn hide<S: Simd>(
     }
 }
 
-/// Scores become weights: the running maxima `m` and sums `l` of the first `width` columns move on, `keep` is what the earlier
-/// weights are to be multiplied by.
+/// Scores become weights: the running maxima `m` and sums `l` of the first `width` columns move on, `keep` is
+/// what the earlier weights are to be multiplied by.
 #[inline(always)]
 unsafe fn fold<S: Simd>(
     s: *mut f32,
@@ -301,7 +304,8 @@ unsafe fn block_body<S: Simd>(job: &Job<'_>, at: Rows, own: *mut f32) {
             }
         }
         std::ptr::write_bytes(o, 0, tall * dv);
-        // Keys in natural order are read where they lie, unless their distance maps many of them to one set of the cache.
+        // Keys in natural order are read where they lie, unless their distance maps many of them to one set
+        // of the cache.
         let step = job.k.strides[2];
         let direct = job.k.strides[3] == 1 && step > 0 && step % 512 != 0;
         let mut k0 = 0;

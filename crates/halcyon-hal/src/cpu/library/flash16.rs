@@ -1,13 +1,14 @@
-//! Attention of bf16 operands on tile registers (AMX): scores and outputs are summed in f32, softmax is f32, its weights are rounded to bf16
-//! for the second product.
+//! Attention of bf16 operands on tile registers (AMX): scores and outputs are summed in f32, softmax is f32,
+//! its weights are rounded to bf16 for the second product.
 //!
-//! A part is 32 queries of one head. It takes keys 256 at a time: scores in the first cache level, row after row, then a running maximum
-//! and sum per row (as in [`super::attention`]), weights, and their product with the values on top of what there was, scaled down where
-//! the maximum rose. Keys and values of a head are packed once for all its queries, by the thread that takes them. Keys are never split
-//! among threads: results depend on the shape alone.
+//! A part is 32 queries of one head. It takes keys 256 at a time: scores in the first cache level, row after
+//! row, then a running maximum and sum per row (as in [`super::attention`]), weights, and their product with
+//! the values on top of what there was, scaled down where the maximum rose. Keys and values of a head are
+//! packed once for all its queries, by the thread that takes them. Keys are never split among threads:
+//! results depend on the shape alone.
 //!
-//! Cost. The products of a head are `4 queries keys d` flops, the exponentials `queries keys`: at 128 features both take about as long on
-//! the processor measured.
+//! Cost. The products of a head are `4 queries keys d` flops, the exponentials `queries keys`: at 128
+//! features both take about as long on the processor measured.
 
 use super::attention::{Attention, Heads};
 use super::mat::Mat;
@@ -97,12 +98,12 @@ struct Job<'a, M, Y> {
     y: Heads<SharedMut<Y>>,
 }
 
-/// `y = softmax(scale q k^T + mask) v` per batch and head, as [`super::attention::attention`] has it. Denormal factors and sums count as
-/// zero.
+/// `y = softmax(scale q k^T + mask) v` per batch and head, as [`super::attention::attention`] has it.
+/// Denormal factors and sums count as zero.
 ///
 /// # Safety
-/// Every element of the operands is readable and of `y` writable; `y` overlaps nothing; the process has tile registers for bf16
-/// ([`Isa::has_bf16_tiles`]).
+/// Every element of the operands is readable and of `y` writable; `y` overlaps nothing; the process has tile
+/// registers for bf16 ([`Isa::has_bf16_tiles`]).
 pub(super) unsafe fn attention_bf16<M: MaskElem, Y: OutElem>(
     team: &Team,
     isa: Isa,
@@ -262,11 +263,12 @@ unsafe fn rows<M: MaskElem, Y: OutElem>(
     }
 }
 
-/// Scores of a row become weights in bf16, zeros from `seen` to `padded`; the greatest score seen so far, and the sum of the weights before
-/// they were rounded.
+/// Scores of a row become weights in bf16, zeros from `seen` to `padded`; the greatest score seen so far, and
+/// the sum of the weights before they were rounded.
 ///
 /// # Safety
-/// `padded`, a multiple of 32, scores and weights are the caller's, and a mask of `seen` elements or null; the processor has AVX512_BF16.
+/// `padded`, a multiple of 32, scores and weights are the caller's, and a mask of `seen` elements or null;
+/// the processor has AVX512_BF16.
 #[target_feature(enable = "avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c")]
 unsafe fn weigh(
     s: *mut f32,

@@ -32,7 +32,8 @@ pub(crate) fn rows(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKernel, Dec
     }
     let d = x.dtype;
     CpuKernel::new("cpu.gather", call, move |r| {
-        // SAFETY: the kernel's checks: views stay inside their buffers, the output is dense and shared with nothing.
+        // SAFETY: the kernel's checks: views stay inside their buffers, the output is dense and shared with
+        // nothing.
         with_size!(d, T => unsafe { run_rows::<T>(r, n, stride, &idx, &before, &after) })
     })
 }
@@ -90,7 +91,8 @@ pub(crate) fn elements(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKernel,
             let ip = SharedConst(r.bufs[1].ptr as *const u8);
             r.team.ranges(at.numel, GRAIN, &|a, b| {
                 for q in a..b {
-                    // SAFETY: the kernel's checks; the index is not larger than x outside the axis; elements are disjoint.
+                    // SAFETY: the kernel's checks; the index is not larger than x outside the axis; elements
+                    // are disjoint.
                     unsafe {
                         let i = place(idx.get(ip.get(), q), n, r.fault);
                         *dst.get().add(q) = *src.get().offset(at.at(q) + i as isize * stride);
@@ -115,7 +117,8 @@ pub(crate) fn class_index(
         let (src, dst) = (SharedConst(r.bufs[0].ptr as *const u8), SharedMut(r.bufs[1].ptr as *mut i64));
         r.team.ranges(labels.walk.numel, GRAIN, &|a, b| {
             for q in a..b {
-                // SAFETY: the kernel's checks: the view stays inside its buffer, the output is dense; elements are disjoint.
+                // SAFETY: the kernel's checks: the view stays inside its buffer, the output is dense;
+                // elements are disjoint.
                 unsafe {
                     let l = labels.get(src.get(), q);
                     let ok = l >= 0 && (l as u64) < n as u64;

@@ -1,8 +1,8 @@
 //! Matrix multiplication, `C = alpha A B + beta C`.
 //!
-//! Products of many rows and columns run on packed panels (`panels.rs`); few rows or columns do not ([`super::gemv`]). f16 and
-//! bf16 are widened while packing. K is cut into blocks that depend on K alone and is never split among threads, so
-//! results do not depend on the number of threads.
+//! Products of many rows and columns run on packed panels (`panels.rs`); few rows or columns do not
+//! ([`super::gemv`]). f16 and bf16 are widened while packing. K is cut into blocks that depend on K alone and
+//! is never split among threads, so results do not depend on the number of threads.
 
 use super::gemv;
 pub use super::mat::{Epilogue, Mat, MatMut};
@@ -80,7 +80,8 @@ pub(super) fn kc_max(k: usize) -> usize {
 
 /// Where panels of B come from.
 pub(crate) trait Panels: Sync {
-    /// Packs columns `j .. j + cols` and steps `k0 .. k0 + kc` as `dst[k * nr + c]`, with zeros up to `nr`, some whole vectors.
+    /// Packs columns `j .. j + cols` and steps `k0 .. k0 + kc` as `dst[k * nr + c]`, with zeros up to `nr`,
+    /// some whole vectors.
     unsafe fn pack<S: Simd>(&self, k0: usize, kc: usize, j: usize, cols: usize, nr: usize, dst: *mut f32);
     /// Packs columns `j..end`, panel after panel; the last one is as wide as the vectors it needs.
     #[inline(always)]
@@ -132,8 +133,8 @@ impl<T: Storage> Panels for Mat<T> {
     }
 }
 
-/// How a packed operand lies, block after block of K: the left one as contiguous rows, the right one in panels of a register tile's
-/// columns, of which the last is as wide as the vectors it needs.
+/// How a packed operand lies, block after block of K: the left one as contiguous rows, the right one in
+/// panels of a register tile's columns, of which the last is as wide as the vectors it needs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct PackShape {
     isa: Isa,
@@ -176,7 +177,8 @@ impl PackShape {
         self.width() * self.k
     }
 
-    /// Where row `i`, or the panel that begins with column `i`, begins, for the block of K from `k0` of `kc` steps.
+    /// Where row `i`, or the panel that begins with column `i`, begins, for the block of K from `k0` of `kc`
+    /// steps.
     fn at(&self, k0: usize, kc: usize, i: usize) -> usize {
         k0 * self.width() + i * kc
     }
@@ -184,7 +186,8 @@ impl PackShape {
     /// Packs the left operand.
     ///
     /// # Safety
-    /// Every element of the matrix is readable, [`PackShape::floats`] at `dst` are writable and overlap nothing else.
+    /// Every element of the matrix is readable, [`PackShape::floats`] at `dst` are writable and overlap
+    /// nothing else.
     pub unsafe fn pack_a<T: PackElem>(&self, team: Option<&Team>, a: Mat<T>, dst: *mut f32) {
         debug_assert!(self.side == Side::Rows);
         let (src, rs, cs) = (SharedConst(a.ptr), a.rs, a.cs);
@@ -274,13 +277,14 @@ pub(super) fn spread(team: Option<&Team>, parts: usize, f: &(dyn Fn(usize, usize
     }
 }
 
-/// `C = act(alpha A B + beta C + bias)` in f32, `A` m x k, `B` k x n, any strides. A and B may be f32, f16 or bf16.
+/// `C = act(alpha A B + beta C + bias)` in f32, `A` m x k, `B` k x n, any strides. A and B may be f32, f16 or
+/// bf16.
 ///
 /// Sums are in f32, in an order that depends on the shape alone.
 ///
 /// # Safety
-/// Every element of A, B and the biases is readable and every element of C writable (readable too unless beta is 0); C
-/// overlaps neither A, B nor itself.
+/// Every element of A, B and the biases is readable and every element of C writable (readable too unless beta
+/// is 0); C overlaps neither A, B nor itself.
 pub unsafe fn gemm<A: PackElem, B: PackElem>(
     team: &Team,
     isa: Isa,
@@ -305,12 +309,14 @@ pub unsafe fn gemm<A: PackElem, B: PackElem>(
     }
 }
 
-/// Whether [`gemm`] multiplies by way of panels, so that a packed right operand gives the same numbers and spares work.
+/// Whether [`gemm`] multiplies by way of panels, so that a packed right operand gives the same numbers and
+/// spares work.
 pub fn by_panels<A, B>(m: usize, n: usize, a: &Mat<A>, b: &Mat<B>) -> bool {
     Form::of(m, n, a, b) == Form::Panels
 }
 
-/// Which code does a product. A function of shape and strides alone, so that numbers do not depend on threads.
+/// Which code does a product. A function of shape and strides alone, so that numbers do not depend on
+/// threads.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(super) enum Form {
     /// Few rows.

@@ -1,24 +1,30 @@
-//! Matrix products with bf16 factors and f32 sums: on the tile registers of AMX, or AVX512_BF16's `vdpbf16ps`, where the processor has them.
+//! Matrix products with bf16 factors and f32 sums: on the tile registers of AMX, or AVX512_BF16's
+//! `vdpbf16ps`, where the processor has them.
 //!
-//! What the numbers are: factors are bf16 (f32 operands are rounded to nearest, ties to even, while they are packed); every
-//! product of two bf16 is exact in f32; a lane adds two products per step, each as a multiply-add that rounds to nearest
-//! even, whatever the thread's rounding mode. **Denormal bf16 factors count as zero, and so do
-//! denormal sums**: products below 2^-126 vanish. f32 factors thus lose all but 8 bits, which `MatmulPrecision::Medium` allows and
-//! `Highest` and `High` do not. For bf16 operands only the denormals and the order of the sums differ from [`super::gemm::gemm`], which
-//! widens them; calls ask for this file at `Medium` alone all the same, so that levels O0 and O1 (`Highest`) stay the reference.
+//! What the numbers are: factors are bf16 (f32 operands are rounded to nearest, ties to even, while they are
+//! packed); every product of two bf16 is exact in f32; a lane adds two products per step, each as a
+//! multiply-add that rounds to nearest even, whatever the thread's rounding mode. **Denormal bf16 factors
+//! count as zero, and so do denormal sums**: products below 2^-126 vanish. f32 factors thus lose all but 8
+//! bits, which `MatmulPrecision::Medium` allows and `Highest` and `High` do not. For bf16 operands only the
+//! denormals and the order of the sums differ from [`super::gemm::gemm`], which widens them; calls ask for
+//! this file at `Medium` alone all the same, so that levels O0 and O1 (`Highest`) stay the reference.
 //!
-//! Results depend on shape and strides, not on the number of threads. Products with few rows or columns are bound by memory and run as
-//! [`super::gemm::gemm`] does them, in f32; so does everything where both are missing ("bf16 or better").
+//! Results depend on shape and strides, not on the number of threads. Products with few rows or columns are
+//! bound by memory and run as [`super::gemm::gemm`] does them, in f32; so does everything where both are
+//! missing ("bf16 or better").
 //!
-//! On tile registers ([`Bf16Code::Tiles`], `tiles.rs`) a product adds 16 pairs to each of 16 x 16 sums, with the same rounding and the same
-//! treatment of denormals. `vdpbf16ps` is for processors without them. On the Intel processor measured that instruction does half the flops of f32
-//! multiply-adds and tiles do 15 times as many; other processors do twice. Calls use bf16 where [`Isa::bf16_is_faster`].
+//! On tile registers ([`Bf16Code::Tiles`], `tiles.rs`) a product adds 16 pairs to each of 16 x 16 sums, with
+//! the same rounding and the same treatment of denormals. `vdpbf16ps` is for processors without them. On the
+//! Intel processor measured that instruction does half the flops of f32 multiply-adds and tiles do 15 times
+//! as many; other processors do twice. Calls use bf16 where [`Isa::bf16_is_faster`].
 //!
-//! Cost of `vdpbf16ps`. One step of the 12 x 32 micro-tile is 24 instructions (64 flops each) on 12 + 32 lanes of 4 bytes: 1,536 flops on 176 bytes of
-//! cache, so the ceiling is the instruction's rate. Around it, for a product of size n: packing reads and writes both operands (2 n^2
-//! elements of 2 bytes in, as much out), and C is written once per 1,024 steps of K. Measured beside the
-//! instruction on registers (two cores of an Intel Xeon with AVX512_BF16, other work on the machine): the best of 5 runs had 93 to 97 % of the best peak, 205 GFLOP/s, at 1024.
-//! At 2048 one core had medians of 93 to 95 %. `examples/narrow_gemm.rs` measures products beside their instruction.
+//! Cost of `vdpbf16ps`. One step of the 12 x 32 micro-tile is 24 instructions (64 flops each) on 12 + 32
+//! lanes of 4 bytes: 1,536 flops on 176 bytes of cache, so the ceiling is the instruction's rate. Around it,
+//! for a product of size n: packing reads and writes both operands (2 n^2 elements of 2 bytes in, as much
+//! out), and C is written once per 1,024 steps of K. Measured beside the instruction on registers (two cores
+//! of an Intel Xeon with AVX512_BF16, other work on the machine): the best of 5 runs had 93 to 97 % of the
+//! best peak, 205 GFLOP/s, at 1024. At 2048 one core had medians of 93 to 95 %. `examples/narrow_gemm.rs`
+//! measures products beside their instruction.
 
 use super::gemm::{Epilogue, Form, Mat, MatMut, PackElem, gemm};
 #[cfg(target_arch = "x86_64")]
@@ -167,8 +173,9 @@ impl Bf16Code {
     }
 }
 
-/// `C = act(alpha A B + beta C + bias)` with bf16 factors and f32 sums: A is m x k, B is k x n, any strides, f32 or bf16. With a bf16
-/// result each element is rounded once, to nearest even, and the epilogue's `beta` is ignored.
+/// `C = act(alpha A B + beta C + bias)` with bf16 factors and f32 sums: A is m x k, B is k x n, any strides,
+/// f32 or bf16. With a bf16 result each element is rounded once, to nearest even, and the epilogue's `beta`
+/// is ignored.
 ///
 /// # Safety
 /// As [`gemm`].

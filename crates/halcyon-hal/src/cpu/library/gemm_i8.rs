@@ -1,21 +1,24 @@
 //! Exact matrix products of 8-bit integers: `C = A B` in i32, which wraps.
 //!
-//! On tile registers (`tiles.rs`) every mix of signed and unsigned bytes has its instruction, and operands are multiplied as they are.
+//! On tile registers (`tiles.rs`) every mix of signed and unsigned bytes has its instruction, and operands
+//! are multiplied as they are.
 //!
-//! With AVX512_VNNI, four steps of K go through one `vpdpbusd` per lane, which multiplies unsigned by signed bytes. The left operand
-//! is packed unsigned (an i8 plus 128), the right one signed (a u8 minus 128), and sums start from what that changed, known per row of
-//! A and column of B when they are packed:
-//! `sum a b = sum a' b' - 128 s_a sum b' + 128 u_b sum a`, s_a being 1 for signed A, u_b 1 for unsigned B.
-//! The sums of the instruction do not saturate. AVX2 and other processors widen to 16 bits and multiply pairs
-//! (`vpmaddwd`, or plain integers), exact as well. So the result is the same on every processor, for any number of threads.
+//! With AVX512_VNNI, four steps of K go through one `vpdpbusd` per lane, which multiplies unsigned by signed
+//! bytes. The left operand is packed unsigned (an i8 plus 128), the right one signed (a u8 minus 128), and
+//! sums start from what that changed, known per row of A and column of B when they are packed: `sum a b = sum
+//! a' b' - 128 s_a sum b' + 128 u_b sum a`, s_a being 1 for signed A, u_b 1 for unsigned B. The sums of the
+//! instruction do not saturate. AVX2 and other processors widen to 16 bits and multiply pairs (`vpmaddwd`, or
+//! plain integers), exact as well. So the result is the same on every processor, for any number of threads.
 //! Zero points are the caller's business: `sum (a - x)(b - y)` is a correction of the same form.
 //!
-//! Cost. One step of the 12 x 32 micro-tile is 24 instructions of 64 multiply-adds on 12 + 32 lanes of 4 bytes: 3,072 operations on
-//! 176 bytes of cache, so the ceiling is the instruction's rate, four times that of f32. Packing and C, written once per 2,048 steps
-//! of K in 4 bytes, weigh four times what they do for f32. `examples/narrow_gemm.rs` measures it beside the instruction on registers (two
-//! cores of an Intel Xeon, other work on the machine): the best of 5 runs had 80 to 83 % of the best peak, 1,450 Gop/s, at 1024. At 2048
-//! no undisturbed run of two threads was had; on one, shares of 61 to 77 % came out. What did not help: asking for C's lines before the
-//! sums (within the noise), panels of B in the first cache level instead of A's (8 % slower at 1024, 3 % at 2048).
+//! Cost. One step of the 12 x 32 micro-tile is 24 instructions of 64 multiply-adds on 12 + 32 lanes of 4
+//! bytes: 3,072 operations on 176 bytes of cache, so the ceiling is the instruction's rate, four times that
+//! of f32. Packing and C, written once per 2,048 steps of K in 4 bytes, weigh four times what they do for
+//! f32. `examples/narrow_gemm.rs` measures it beside the instruction on registers (two cores of an Intel
+//! Xeon, other work on the machine): the best of 5 runs had 80 to 83 % of the best peak, 1,450 Gop/s, at
+//! 1024. At 2048 no undisturbed run of two threads was had; on one, shares of 61 to 77 % came out. What did
+//! not help: asking for C's lines before the sums (within the noise), panels of B in the first cache level
+//! instead of A's (8 % slower at 1024, 3 % at 2048).
 
 use super::lanes::{Kind, LaneElem, Panels, Place, Right, batch, pack_lanes, product};
 use super::mat::{Mat, MatMut};
@@ -75,7 +78,8 @@ trait Ints: Copy {
     unsafe fn dot(acc: Self::V, a: Self::V, b: Self::V) -> Self::V;
 }
 
-/// `R x (NV W)` sums over `kc` lanes, begun with the operands' heads where they have some (B's only with `b_head`).
+/// `R x (NV W)` sums over `kc` lanes, begun with the operands' heads where they have some (B's only with
+/// `b_head`).
 #[inline(always)]
 unsafe fn micro<S: Ints, const R: usize, const MR: usize, const NV: usize>(
     kc: usize,
@@ -85,8 +89,8 @@ unsafe fn micro<S: Ints, const R: usize, const MR: usize, const NV: usize>(
     b: *const u32,
     out: &Place<i32>,
 ) {
-    // SAFETY: the caller's pointers; `out` says how much of the tile exists. Loops over the sums have constant bounds and no exits, or
-    // the compiler would keep them in memory.
+    // SAFETY: the caller's pointers; `out` says how much of the tile exists. Loops over the sums have
+    // constant bounds and no exits, or the compiler would keep them in memory.
     unsafe {
         let (mut a, mut b) = (a, b);
         let mut acc = [[S::zero(); NV]; R];
@@ -307,7 +311,8 @@ macro_rules! with_kind {
     };
 }
 
-/// `C = A B` in i32, wrapping: A is m x k of i8 or u8, B is k x n of i8 or u8, any strides. Without steps of K, C is zero.
+/// `C = A B` in i32, wrapping: A is m x k of i8 or u8, B is k x n of i8 or u8, any strides. Without steps of
+/// K, C is zero.
 ///
 /// # Safety
 /// Every element of A and B is readable, of C writable; C overlaps nothing.
@@ -378,7 +383,8 @@ pub unsafe fn gemm_i8_batched<A: Byte, B: Byte>(
     });
 }
 
-/// [`gemm_i8`] with operands and result of one type, in which it wraps. C is row-major with `ldc` elements from row to row.
+/// [`gemm_i8`] with operands and result of one type, in which it wraps. C is row-major with `ldc` elements
+/// from row to row.
 ///
 /// # Safety
 /// As [`gemm_i8`].
@@ -407,7 +413,8 @@ pub unsafe fn gemm_i8_wrapped<T: Byte>(
     });
 }
 
-/// A right operand packed once for many products: weights, with the sums of their columns where those are needed.
+/// A right operand packed once for many products: weights, with the sums of their columns where those are
+/// needed.
 #[derive(Debug)]
 pub struct PackedI8(Form8);
 
@@ -524,7 +531,8 @@ mod x86 {
     #[derive(Clone, Copy)]
     struct Words;
 
-    // SAFETY (of every block below): the caller is compiled for these instructions, and its promise about its pointers.
+    // SAFETY (of every block below): the caller is compiled for these instructions, and its promise about its
+    // pointers.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl Ints for Words {
         type V = __m256i;
@@ -689,8 +697,8 @@ mod x86 {
         }
     }
 
-    /// Lane j is byte j of each of four rows: 4 x 4 blocks of 32 bits are turned across the register, then bytes within
-    /// each 128 bits.
+    /// Lane j is byte j of each of four rows: 4 x 4 blocks of 32 bits are turned across the register, then
+    /// bytes within each 128 bits.
     #[inline(always)]
     unsafe fn quads(r0: __m128i, r1: __m128i, r2: __m128i, r3: __m128i) -> __m512i {
         // SAFETY: AVX-512 F and BW by the caller's condition.
@@ -729,7 +737,8 @@ mod x86 {
         }
     }
 
-    /// Writes the heads of packed panels: `scale (sum of the line's bytes + less k)`, the bytes being unsigned or signed.
+    /// Writes the heads of packed panels: `scale (sum of the line's bytes + less k)`, the bytes being
+    /// unsigned or signed.
     ///
     /// # Safety
     /// `dst` holds the panels; the processor has AVX512_VNNI.

@@ -1,4 +1,5 @@
-//! Products of bf16 and of 8-bit integers against f64 and i64, for every instruction set here, between guard pages.
+//! Products of bf16 and of 8-bit integers against f64 and i64, for every instruction set here, between guard
+//! pages.
 
 use super::gemm::{Epilogue, Mat, MatMut};
 use super::gemm_bf16::*;
@@ -8,7 +9,8 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::{SharedConst, Team};
 use half::bf16;
 
-/// Strides of a matrix: by rows, by columns, with gaps after rows, or neither stride 1; and the elements it spans.
+/// Strides of a matrix: by rows, by columns, with gaps after rows, or neither stride 1; and the elements it
+/// spans.
 fn strides(layout: usize, rows: usize, cols: usize) -> (usize, usize, usize) {
     let (rs, cs) = [(cols, 1), (1, rows), (cols + 3, 1), (2 * cols + 1, 2)][layout];
     let len = if rows * cols == 0 { 0 } else { (rows - 1) * rs + (cols - 1) * cs + 1 };

@@ -1,9 +1,10 @@
-//! Products with few rows: matrix-vector, and up to [`ROWS`] vectors at once. The large operand is read once, from where it
-//! lies, in the order it lies in; everything else stays in the first cache level.
+//! Products with few rows: matrix-vector, and up to [`ROWS`] vectors at once. The large operand is read once,
+//! from where it lies, in the order it lies in; everything else stays in the first cache level.
 //!
-//! Two forms, by the layout of the large operand `B` (k x n). Rows contiguous: `c += a_k * B[k, :]` over a chunk of columns,
-//! several k at a time, each element a chain of multiply-adds in the order of k. Columns contiguous: dot products, four columns
-//! at a time, each in lanes that are summed at the end. Neither order depends on how the columns are shared out.
+//! Two forms, by the layout of the large operand `B` (k x n). Rows contiguous: `c += a_k * B[k, :]` over a
+//! chunk of columns, several k at a time, each element a chain of multiply-adds in the order of k. Columns
+//! contiguous: dot products, four columns at a time, each in lanes that are summed at the end. Neither order
+//! depends on how the columns are shared out.
 
 use super::gemm::{Epilogue, Mat, MatMut, PackElem};
 use super::simd::{Simd, Storage, dispatch_simd};
@@ -15,8 +16,8 @@ pub const ROWS: usize = 8;
 /// Products smaller than this many multiply-adds stay on the calling thread.
 const SERIAL: usize = 64 << 10;
 
-/// `buf[i][j] += sum over q < KB of a[i][q] * b[q][j]` for `M` rows and `cols` columns; rows of `a` are `lda` apart, rows of
-/// `buf` are `ldb` apart.
+/// `buf[i][j] += sum over q < KB of a[i][q] * b[q][j]` for `M` rows and `cols` columns; rows of `a` are `lda`
+/// apart, rows of `buf` are `ldb` apart.
 #[inline(always)]
 unsafe fn axpy<S: Simd, T: Storage, const M: usize, const KB: usize>(
     a: *const f32,
@@ -79,8 +80,8 @@ struct Job<T> {
     epi: Epilogue,
 }
 
-/// Sums on their way to C: `m` rows of `cols`, from column `j0`. One function for all forms and sizes, as loops over an epilogue become a
-/// copy for each of its cases.
+/// Sums on their way to C: `m` rows of `cols`, from column `j0`. One function for all forms and sizes, as
+/// loops over an epilogue become a copy for each of its cases.
 ///
 /// # Safety
 /// `sums` covers `m * cols` floats; that part of C is writable.
@@ -138,7 +139,8 @@ dispatch_simd! {
     unsafe fn rows_form[T: Storage, const M: usize][T, M](isa, w: &Job<T>, j0: usize, j1: usize, buf: *mut f32) = rows_body
 }
 
-/// Dot products of `M` rows of `a` with `R` columns of B, in `U` registers each. The order of each sum does not depend on R.
+/// Dot products of `M` rows of `a` with `R` columns of B, in `U` registers each. The order of each sum does
+/// not depend on R.
 #[inline(always)]
 unsafe fn dots<S: Simd, T: Storage, const M: usize, const R: usize, const U: usize>(
     w: &Job<T>,
@@ -358,8 +360,8 @@ unsafe fn columns<B: Storage>(isa: Isa, m: usize, w: &Job<B>, j0: usize, j1: usi
     rows!(1 2 3 4 5 6 7 8);
 }
 
-/// `y = act(alpha A x + beta y + bias)`: A is m x k with contiguous rows or columns, x has k elements `x_stride` apart, y has
-/// m. `bias_row` of the epilogue is per element of y.
+/// `y = act(alpha A x + beta y + bias)`: A is m x k with contiguous rows or columns, x has k elements
+/// `x_stride` apart, y has m. `bias_row` of the epilogue is per element of y.
 ///
 /// # Safety
 /// As [`super::gemm::gemm`].

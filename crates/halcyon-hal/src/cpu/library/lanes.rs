@@ -1,9 +1,10 @@
-//! The driver of matrix products whose operands are packed into 32-bit lanes, each with a few consecutive steps of K: two bf16,
-//! four 8-bit integers, two 16-bit ones.
+//! The driver of matrix products whose operands are packed into 32-bit lanes, each with a few consecutive
+//! steps of K: two bf16, four 8-bit integers, two 16-bit ones.
 //!
-//! A is packed once for all threads, each thread packs the columns of B it multiplies: panels of A stay in the first cache level, a chunk
-//! of B's columns in the second. The order of the sums is that of [`super::gemm`] with a lane in the place of an f32: K is cut into blocks
-//! that depend on K alone and is never split among threads.
+//! A is packed once for all threads, each thread packs the columns of B it multiplies: panels of A stay in
+//! the first cache level, a chunk of B's columns in the second. The order of the sums is that of
+//! [`super::gemm`] with a lane in the place of an f32: K is cut into blocks that depend on K alone and is
+//! never split among threads.
 
 use super::gemm::{k_block, k_blocks, kc_max, spread};
 use super::mat::{Mat, MatMut};
@@ -63,9 +64,9 @@ pub(crate) trait Kind: Sync {
     unsafe fn tile(&self, kc: usize, a: *const u32, b: *const u32, out: &Place<Self::C>);
 }
 
-/// Packs `extent` lines of `k` elements into panels of `width` lines:
-/// `dst[p * width * (head + lanes) + (head + l) * width + r]` is lane `l` of line `p * width + r`, zero where there is no such line.
-/// Element `q` of a line is in lane `q / GROUP`, the first one lowest. The head is left as it is.
+/// Packs `extent` lines of `k` elements into panels of `width` lines: `dst[p * width * (head + lanes) + (head
+/// + l) * width + r]` is lane `l` of line `p * width + r`, zero where there is no such line. Element `q` of a
+/// line is in lane `q / GROUP`, the first one lowest. The head is left as it is.
 #[inline(always)]
 pub(crate) unsafe fn pack_lanes<T: LaneElem>(
     src: *const T,
@@ -172,7 +173,8 @@ struct Block<'a, K: Kind> {
     last: bool,
 }
 
-/// Tiles of rows `p0..p1` (in panels of A) and columns `q0..q1` (in panels of B); `buf` holds a chunk of packed B.
+/// Tiles of rows `p0..p1` (in panels of A) and columns `q0..q1` (in panels of B); `buf` holds a chunk of
+/// packed B.
 unsafe fn tiles<K: Kind>(w: &Block<'_, K>, p0: usize, p1: usize, q0: usize, q1: usize, buf: *mut u32) {
     let (a_len, b_len) = (K::MR * (w.kc + K::HEAD), K::NR * (w.kc + K::HEAD));
     let b = match w.b {
@@ -294,7 +296,8 @@ pub(crate) unsafe fn product<K: Kind>(
     }
 }
 
-/// How a product is cut; a function of the shape and the number of threads. Only the cut of K reaches the numbers.
+/// How a product is cut; a function of the shape and the number of threads. Only the cut of K reaches the
+/// numbers.
 struct Cut {
     nr: usize,
     threads: usize,
@@ -327,7 +330,8 @@ impl Cut {
         Cut { nr, threads, kc, mb, n_panels, chunk, chunks, share_b }
     }
 
-    /// A multiple of a cache line, so that the panels of B after it begin on one: vectors of theirs would straddle lines.
+    /// A multiple of a cache line, so that the panels of B after it begin on one: vectors of theirs would
+    /// straddle lines.
     fn a_floats(&self) -> usize {
         (self.mb * self.kc).next_multiple_of(16)
     }
@@ -343,8 +347,8 @@ impl Cut {
     }
 }
 
-/// Runs `f(item, threads)` for a batch of products of `work` multiply-adds each: one after the other on all threads where they
-/// are large or few, else whole products side by side, each on one thread.
+/// Runs `f(item, threads)` for a batch of products of `work` multiply-adds each: one after the other on all
+/// threads where they are large or few, else whole products side by side, each on one thread.
 pub(crate) fn batch(team: &Team, items: usize, work: usize, f: &(dyn Fn(usize, usize) + Sync)) {
     const SERIAL: usize = 1 << 20;
     if items < team.threads() || work > 256 << 20 {
@@ -413,7 +417,8 @@ mod wide {
     ) {
         let lanes = k.div_ceil(T::GROUP);
         let (len, panels) = (width * (head + lanes), extent.div_ceil(width));
-        // SAFETY: the caller's; lines at or past `extent` and steps at or past `k` are not read, lanes past a panel not written.
+        // SAFETY: the caller's; lines at or past `extent` and steps at or past `k` are not read, lanes past a
+        // panel not written.
         unsafe {
             if ks == 1 {
                 for p in 0..panels {
@@ -453,10 +458,12 @@ mod wide {
         }
     }
 
-    /// `dst[l * stride + r]` is lane `l` of line `r < there` (zero for `there <= r < held`), the lines being contiguous.
+    /// `dst[l * stride + r]` is lane `l` of line `r < there` (zero for `there <= r < held`), the lines being
+    /// contiguous.
     ///
     /// # Safety
-    /// Elements that exist are readable, `lanes` rows of `held <= 16` lanes at `dst` writable; in a function compiled for what T needs.
+    /// Elements that exist are readable, `lanes` rows of `held <= 16` lanes at `dst` writable; in a function
+    /// compiled for what T needs.
     #[inline(always)]
     pub(crate) unsafe fn turn<T: LaneVector>(
         src: *const T,
@@ -468,8 +475,8 @@ mod wide {
         dst: *mut u32,
         stride: usize,
     ) {
-        // SAFETY: the caller's; with no elements asked for, nothing is read. Loops have constant bounds, or the compiler would
-        // keep the vectors in memory.
+        // SAFETY: the caller's; with no elements asked for, nothing is read. Loops have constant bounds, or
+        // the compiler would keep the vectors in memory.
         unsafe {
             let w = mask16(held);
             for l in (0..lanes).step_by(16) {

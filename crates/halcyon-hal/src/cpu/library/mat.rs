@@ -4,7 +4,8 @@ use super::post::PostRun;
 use super::simd::{Simd, dispatch_simd};
 use crate::cpu::team::SharedConst;
 
-/// A matrix in memory: element `(i, j)` is at `ptr[i * rs + j * cs]`. Strides count elements and may be zero or negative.
+/// A matrix in memory: element `(i, j)` is at `ptr[i * rs + j * cs]`. Strides count elements and may be zero
+/// or negative.
 #[derive(Debug)]
 pub struct Mat<T> {
     pub ptr: *const T,
@@ -168,7 +169,8 @@ pub(crate) struct Tile {
     pub j: usize,
     pub store: Store,
     pub epi: Epilogue,
-    /// Memory that a later tile reads, to be brought near meanwhile: two cache lines in every [`STRIDE`] steps. Or null.
+    /// Memory that a later tile reads, to be brought near meanwhile: two cache lines in every [`STRIDE`]
+    /// steps. Or null.
     pub ahead: *const f32,
 }
 
@@ -203,8 +205,8 @@ impl<S: Simd> Step<S> for Fma {
     }
 }
 
-/// The left operand of a register tile: lane `k` of row `i` is at `ptr[i * rs + k * ks]`. Callers give `ks` as a constant, so that the
-/// places of the steps of an unrolled loop are constants too.
+/// The left operand of a register tile: lane `k` of row `i` is at `ptr[i * rs + k * ks]`. Callers give `ks`
+/// as a constant, so that the places of the steps of an unrolled loop are constants too.
 #[derive(Clone, Copy)]
 pub(crate) struct TileRows {
     pub ptr: *const f32,
@@ -212,11 +214,13 @@ pub(crate) struct TileRows {
     pub ks: usize,
 }
 
-/// Steps of a turn of the loop: with one, counting pointers on takes a third of the time on processors with 16 registers.
+/// Steps of a turn of the loop: with one, counting pointers on takes a third of the time on processors with
+/// 16 registers.
 const UNROLL: usize = 4;
 
-/// `R x (NV W)` sums over `kc` steps, in registers. Each sum is the same whatever R and NV. Lane `k` of column `j` of the right operand is
-/// at `b[k * NV * W + j]`; both operands are readable for `i < R`, `j < NV W`, `k < kc`. `ahead` as in [`Tile`].
+/// `R x (NV W)` sums over `kc` steps, in registers. Each sum is the same whatever R and NV. Lane `k` of
+/// column `j` of the right operand is at `b[k * NV * W + j]`; both operands are readable for `i < R`, `j < NV
+/// W`, `k < kc`. `ahead` as in [`Tile`].
 #[inline(always)]
 pub(crate) unsafe fn sums<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
     kc: usize,
@@ -280,8 +284,8 @@ pub(crate) unsafe fn sums<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
     }
 }
 
-/// The tile of [`sums`], stored through the epilogue. `out` may have fewer rows than R and fewer columns; its rows and columns are
-/// writable.
+/// The tile of [`sums`], stored through the epilogue. `out` may have fewer rows than R and fewer columns; its
+/// rows and columns are writable.
 #[inline(always)]
 pub(crate) unsafe fn register_tile<S: Simd, D: Step<S>, const R: usize, const NV: usize>(
     kc: usize,
@@ -292,7 +296,8 @@ pub(crate) unsafe fn register_tile<S: Simd, D: Step<S>, const R: usize, const NV
     // SAFETY: the caller's pointers; `out` says how much of the tile exists.
     unsafe {
         let acc = sums::<S, D, R, NV>(kc, a, b, out.ahead);
-        // Loops over the accumulators have constant bounds and no exits, or the compiler would keep them in memory.
+        // Loops over the accumulators have constant bounds and no exits, or the compiler would keep them in
+        // memory.
         let full = out.cs == 1 && out.rows == R && out.cols == NV * S::W;
         if full && out.store != Store::Other {
             let add = out.store == Store::Add;
@@ -316,8 +321,9 @@ pub(crate) unsafe fn register_tile<S: Simd, D: Step<S>, const R: usize, const NV
 }
 
 dispatch_simd! {
-    /// Stores the sums of a tile of any size, element order and rounding as in the fast path of [`register_tile`]: one function for all
-    /// tiles of an instruction set. Rows of `sums` are `vectors` times 16 floats, of which each vector fills the first lanes.
+    /// Stores the sums of a tile of any size, element order and rounding as in the fast path of
+    /// [`register_tile`]: one function for all tiles of an instruction set. Rows of `sums` are `vectors`
+    /// times 16 floats, of which each vector fills the first lanes.
     ///
     /// # Safety
     /// `sums` covers the rows of `out`, which are writable.

@@ -21,7 +21,8 @@ struct Job<T: Elem, O> {
     cols: usize,
 }
 
-/// `R` rows: sums in the first cache level, `KB` steps of k for each time they are touched, in the order of k.
+/// `R` rows: sums in the first cache level, `KB` steps of k for each time they are touched, in the order of
+/// k.
 #[inline(always)]
 fn rows_body<const FMA: bool, T: Elem, O: Elem<Acc = T::Acc>, const R: usize>(w: &Job<T, O>, i: usize) {
     let mut acc = [[T::Acc::default(); NR]; R];
@@ -78,8 +79,8 @@ dispatch! {
     fn tile[T: Elem, O: Elem<Acc = T::Acc>][T, O](isa, w: &Job<T, O>) = tile_body
 }
 
-/// `C = A B` for any element type, summed in the element's accumulation type in the order of k. `O` may be another type with
-/// the same accumulation type: i8 times i8 into i32, say.
+/// `C = A B` for any element type, summed in the element's accumulation type in the order of k. `O` may be
+/// another type with the same accumulation type: i8 times i8 into i32, say.
 ///
 /// # Safety
 /// Every element of A and B is readable, of C writable; C overlaps nothing.
@@ -132,8 +133,8 @@ pub unsafe fn gemm_any<T: Elem, O: Elem<Acc = T::Acc>>(
     }
 }
 
-/// `C = act(alpha A B + bias)` with f16 or bf16 (or f32) operands and result: summed in f32, rounded once. C is row-major with
-/// `ldc` elements from row to row; `beta` of the epilogue is ignored.
+/// `C = act(alpha A B + bias)` with f16 or bf16 (or f32) operands and result: summed in f32, rounded once. C
+/// is row-major with `ldc` elements from row to row; `beta` of the epilogue is ignored.
 ///
 /// # Safety
 /// As [`gemm`].

@@ -149,8 +149,9 @@ fn extent(o: &Operand) -> Result<usize, Declined> {
 }
 
 impl CpuKernel {
-    /// A kernel for `call` whose `body` may rely on this: inputs and outputs are as large as their views reach, outputs can
-    /// be written and share no buffer with another operand, except output 0 with input 0 when the call is in place.
+    /// A kernel for `call` whose `body` may rely on this: inputs and outputs are as large as their views
+    /// reach, outputs can be written and share no buffer with another operand, except output 0 with input 0
+    /// when the call is in place.
     pub(crate) fn new(
         name: impl Into<String>,
         call: &LibraryCall<'_>,
@@ -180,7 +181,8 @@ impl CpuKernel {
         self
     }
 
-    /// The body gets so many bytes of scratch, at a multiple of 64 bytes, as one more buffer after the outputs.
+    /// The body gets so many bytes of scratch, at a multiple of 64 bytes, as one more buffer after the
+    /// outputs.
     pub(crate) fn with_workspace(mut self, bytes: usize) -> CpuKernel {
         self.workspace = bytes;
         if bytes > 0 {
@@ -189,8 +191,8 @@ impl CpuKernel {
         self
     }
 
-    /// The body finds `input` as `pack` wrote it: `floats` floats. `pack` may rely on its operand being as large as the call's
-    /// view reaches, and on room for so many floats, at a multiple of 64 bytes or not.
+    /// The body finds `input` as `pack` wrote it: `floats` floats. `pack` may rely on its operand being as
+    /// large as the call's view reaches, and on room for so many floats, at a multiple of 64 bytes or not.
     pub(crate) fn with_packed(
         mut self,
         input: usize,

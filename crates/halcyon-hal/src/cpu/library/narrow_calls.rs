@@ -32,8 +32,9 @@ use halcyon_ir::layout::View;
 use halcyon_ir::target::MatmulPrecision;
 use half::bf16;
 
-/// Products of narrow types that have kernels of their own: bytes into i32, on every processor; where bf16 gains, bf16 factors into
-/// bf16 or f32, and f32 rounded to bf16, at [`MatmulPrecision::Medium`] alone. A chain on top of a bf16 product reads its f32 sums.
+/// Products of narrow types that have kernels of their own: bytes into i32, on every processor; where bf16
+/// gains, bf16 factors into bf16 or f32, and f32 rounded to bf16, at [`MatmulPrecision::Medium`] alone. A
+/// chain on top of a bf16 product reads its f32 sums.
 pub(super) fn narrow_matmul(
     isa: Isa,
     call: &LibraryCall<'_>,
@@ -95,8 +96,8 @@ fn halves<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
         p.groups(|x, y, z| {
             let (a, b) = ((moved(a, x), p.step[0]), (moved(b, y), p.step[1]));
             let c = (MatMut::rows(c.wrapping_offset(z), p.n), p.step[2]);
-            // SAFETY: the kernel's checks: views stay in their buffers, the result is dense and shared with nothing; the chain lives in
-            // this closure, whose run is under way.
+            // SAFETY: the kernel's checks: views stay in their buffers, the result is dense and shared with
+            // nothing; the chain lives in this closure, whose run is under way.
             unsafe {
                 let post = PostRun::new(post.as_ref(), r).below(z.unsigned_abs() / p.n.max(1));
                 let epi = Epilogue { post, ..Epilogue::default() };
@@ -144,8 +145,9 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     let kernel = CpuKernel::new(format!("cpu.gemm_bf16.{}.packed", code.name()), call, move |r| {
         let a = Mat { ptr: ptr::<A>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
         let c = MatMut::rows(r.bufs[out].ptr as *mut C, p.n);
-        // SAFETY: the kernel's checks: the left operand and the result lie in their buffers; the device binds what `pack` wrote;
-        // the chain lives in this closure, whose run is under way; the process has tile registers.
+        // SAFETY: the kernel's checks: the left operand and the result lie in their buffers; the device binds
+        // what `pack` wrote; the chain lives in this closure, whose run is under way; the process has tile
+        // registers.
         unsafe {
             let epi = Epilogue { post: PostRun::new(post.as_ref(), r), ..Epilogue::default() };
             gemm_bf16_tiles(r.team, isa, p.m, p.n, p.k, a, r.bufs[1].ptr, c, epi);
@@ -158,7 +160,8 @@ fn halves_packed<A: Bf16Elem, B: Bf16Elem, C: Bf16Out>(
     }))
 }
 
-/// The packed form of a product's right operand with so many elements to a lane, and the strides of both operands, if it is one product.
+/// The packed form of a product's right operand with so many elements to a lane, and the strides of both
+/// operands, if it is one product.
 #[cfg(target_arch = "x86_64")]
 fn packable(p: &Product, which: usize, group: usize) -> Result<(PackedShape, [(isize, isize); 2]), Declined> {
     if which != 1 || p.k == 0 || p.batch != 1 || !p.outer.is_empty() {
@@ -188,7 +191,8 @@ fn bytes<A: Byte, B: Byte>(isa: Isa, call: &LibraryCall<'_>, p: &Product) -> Res
         p.groups(|x, y, z| {
             let (a, b) = ((moved(a, x), p.step[0]), (moved(b, y), p.step[1]));
             let c = (MatMut::rows(c.wrapping_offset(z), p.n), p.step[2]);
-            // SAFETY: the kernel's checks: views stay in their buffers, the result is dense and shared with nothing.
+            // SAFETY: the kernel's checks: views stay in their buffers, the result is dense and shared with
+            // nothing.
             unsafe { gemm_i8_batched(r.team, r.isa, p.batch, p.m, p.n, p.k, a, b, c) };
         });
     })
@@ -222,8 +226,8 @@ fn bytes_packed<A: Byte, B: Byte>(
     let kernel = CpuKernel::new("cpu.gemm_i8.amx_int8.packed", call, move |r: &Run<'_>| {
         let a = Mat { ptr: ptr::<A>(r, 0, &p.a), rs: sa.0, cs: sa.1 };
         let c = MatMut::rows(r.bufs[2].ptr as *mut i32, p.n);
-        // SAFETY: the kernel's checks: the left operand and the result lie in their buffers; the device binds what `pack` wrote; the
-        // process has tile registers.
+        // SAFETY: the kernel's checks: the left operand and the result lie in their buffers; the device binds
+        // what `pack` wrote; the process has tile registers.
         unsafe { gemm_i8_tiles(r.team, p.m, p.n, p.k, a, (r.bufs[1].ptr, B::SIGNED), c) };
     })?;
     Ok(kernel.with_packed(1, shape.bytes() / 4, key, move |team, from, to| {
@@ -243,7 +247,8 @@ pub(super) fn attend_halves(
     Err(Declined::because("attention of bf16 is for tile registers"))
 }
 
-/// Attention whose queries, keys and values are bf16, with a mask of f32 or bf16 of the scores' shape, on tile registers.
+/// Attention whose queries, keys and values are bf16, with a mask of f32 or bf16 of the scores' shape, on
+/// tile registers.
 #[cfg(target_arch = "x86_64")]
 pub(super) fn attend_halves(
     isa: Isa,
@@ -284,7 +289,8 @@ fn attend_as<M: MaskElem + 'static, Y: OutElem + 'static>(
             |i: usize| Heads { ptr: SharedConst(ptr::<bf16>(r, i, &views[i])), strides: strides(&views[i]) };
         let y = Heads { ptr: SharedMut(r.bufs[last].ptr as *mut Y), strides: strides(&out) };
         let mask = mask.as_ref().map(|m| Heads { ptr: SharedConst(ptr::<M>(r, 3, m)), strides: strides(m) });
-        // SAFETY: the kernel's checks: views inside their buffers, an output shared with nothing; there are tile registers.
+        // SAFETY: the kernel's checks: views inside their buffers, an output shared with nothing; there are
+        // tile registers.
         unsafe { attention_bf16(r.team, r.isa, &a, heads(0), heads(1), heads(2), mask, y) }
     })
 }

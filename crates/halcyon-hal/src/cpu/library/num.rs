@@ -213,7 +213,8 @@ macro_rules! with_size {
 }
 pub(crate) use with_size;
 
-/// Where the elements of a strided operand lie, by their row-major number: axes of size 1 are dropped and neighbours merged.
+/// Where the elements of a strided operand lie, by their row-major number: axes of size 1 are dropped and
+/// neighbours merged.
 #[derive(Clone, Debug)]
 pub(crate) struct Walk {
     axes: SmallVec<[(usize, isize); 6]>,

@@ -11,7 +11,8 @@ use crate::cpu::sys::Isa;
 use crate::cpu::team::Team;
 use half::bf16;
 
-/// A right operand packed once for many products: weights. In bf16 where the processor multiplies bf16, else widened.
+/// A right operand packed once for many products: weights. In bf16 where the processor multiplies bf16, else
+/// widened.
 #[derive(Debug)]
 pub struct PackedBf16(Form16);
 

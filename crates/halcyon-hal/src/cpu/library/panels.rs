@@ -1,12 +1,14 @@
 //! Products by panels: `C = alpha A B + beta C` with B in packed panels and the rows of A read as they lie.
 //!
-//! Blocking as in Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008), but for one thing: a register
-//! tile reads its rows of A where they are, one value of each row a step, so that A is packed only where its rows are not contiguous
-//! f32. A part of the work is a block of rows by a chunk of columns for all of K: its piece of C stays in the second cache
-//! level from one block of K to the next, and so do the chunk's panels from one tile of rows to the next.
+//! Blocking as in Goto and van de Geijn, "Anatomy of high-performance matrix multiplication" (2008), but for
+//! one thing: a register tile reads its rows of A where they are, one value of each row a step, so that A is
+//! packed only where its rows are not contiguous f32. A part of the work is a block of rows by a chunk of
+//! columns for all of K: its piece of C stays in the second cache level from one block of K to the next, and
+//! so do the chunk's panels from one tile of rows to the next.
 //!
-//! Cost. A step of the widest tile (9 rows by 3 vectors of AVX-512) is 27 multiply-adds for 12 loads; one by 12 rows and 2 vectors, which
-//! this replaced, was 24 for 14. On processors that lower their clock with the power they draw, fewer loads are also a faster clock.
+//! Cost. A step of the widest tile (9 rows by 3 vectors of AVX-512) is 27 multiply-adds for 12 loads; one by
+//! 12 rows and 2 vectors, which this replaced, was 24 for 14. On processors that lower their clock with the
+//! power they draw, fewer loads are also a faster clock.
 
 use super::gemm::{Epilogue, Mat, MatMut, Packed, Panels, k_block, k_blocks, kc_max, spread};
 use super::mat::{AHEAD, STRIDE, Tile};
@@ -193,7 +195,8 @@ unsafe fn block_body<S: Simd, P: Panels>(w: &Block<'_, P>) {
     }
 }
 
-/// How a product is cut; a function of the shape, the number of threads and the caches. Only the cut of K reaches the numbers.
+/// How a product is cut; a function of the shape, the number of threads and the caches. Only the cut of K
+/// reaches the numbers.
 struct Shape {
     isa: Isa,
     m: usize,
@@ -235,7 +238,8 @@ impl Shape {
         if own && threads > 1 {
             chunk = chunk.min((panels / (PARTS * threads)).max(1));
         }
-        // Enough parts to share: fewer rows first (the panels are read again, from a cache), then fewer columns.
+        // Enough parts to share: fewer rows first (the panels are read again, from a cache), then fewer
+        // columns.
         let want = if threads == 1 { 1 } else { PARTS * threads };
         if !own {
             let few = rows >= m;
@@ -418,8 +422,8 @@ pub(crate) unsafe fn gemm_panels<T: Storage, P: Panels>(
     }
 }
 
-/// Floats of scratch that [`panels_inline`] needs, where tiles read the left operand as it lies (contiguous rows of f32, or packed)
-/// or do not.
+/// Floats of scratch that [`panels_inline`] needs, where tiles read the left operand as it lies (contiguous
+/// rows of f32, or packed) or do not.
 pub(crate) fn inline_floats(isa: Isa, m: usize, n: usize, k: usize, direct: bool) -> usize {
     Shape::new(isa, m, n, k, 1, direct, false).floats().next_multiple_of(1024)
 }

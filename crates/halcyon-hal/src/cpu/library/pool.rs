@@ -10,8 +10,9 @@ use crate::cpu::team::{SharedConst, SharedMut, Team};
 pub enum Pool {
     /// The largest element; NaN if one is NaN; the least value (-inf) where the window lies in padding only.
     Max,
-    /// The mean. Padding counts as zeros if `count_include_pad`, else it is left out of sum and count. Places past the far
-    /// padding never count. Integers truncate; a window without elements gives NaN on floats and 0 on integers.
+    /// The mean. Padding counts as zeros if `count_include_pad`, else it is left out of sum and count. Places
+    /// past the far padding never count. Integers truncate; a window without elements gives NaN on floats and
+    /// 0 on integers.
     Average { count_include_pad: bool },
 }
 
@@ -109,8 +110,8 @@ pub unsafe fn pool<T: Elem>(
     let (xs, ys) = (SharedConst(x), SharedMut(y));
     let parts = if lines * ow * window.kernel_size() < 50_000 { 1 } else { lines.min(team.threads() * 4) };
     team.run_with(parts, &|worker, part| {
-        // SAFETY: the caller's images; lines of different parts are disjoint; a worker's sums are its own and are written
-        // before they are read.
+        // SAFETY: the caller's images; lines of different parts are disjoint; a worker's sums are its own and
+        // are written before they are read.
         unsafe {
             let acc = buf.get().add(worker * each) as *mut T::Acc;
             for i in 0..ow {

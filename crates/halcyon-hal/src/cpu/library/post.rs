@@ -1,7 +1,9 @@
-//! The epilogue of a product or a convolution: an element-wise chain over runs of the result that are still in the cache.
+//! The epilogue of a product or a convolution: an element-wise chain over runs of the result that are still
+//! in the cache.
 //!
-//! The result is a matrix, row after row. The kernel calls `PostRun::run_rows` on a part when its sums are complete; the chain reads
-//! them there, and its other operands where they lie, and writes its own result over them.
+//! The result is a matrix, row after row. The kernel calls `PostRun::run_rows` on a part when its sums are
+//! complete; the chain reads them there, and its other operands where they lie, and writes its own result
+//! over them.
 
 use super::Run;
 #[cfg(target_arch = "x86_64")]
@@ -116,7 +118,8 @@ unsafe fn widen_body<S: Simd>(from: *const bf16, n: usize, to: *mut f32) {
     }
 }
 
-/// Rounds floats to nearest even, row by row (first element, elements from row to row); with AVX512_BF16, denormals become zero.
+/// Rounds floats to nearest even, row by row (first element, elements from row to row); with AVX512_BF16,
+/// denormals become zero.
 ///
 /// # Safety
 /// The rows are readable and writable, and do not overlap.
@@ -169,8 +172,8 @@ unsafe fn round_pairs(rows: usize, n: usize, from: (*const f32, isize), to: (*mu
     }
 }
 
-/// A chain with the buffers of a run and the row of the whole result at which a part begins, as the kernels pass it around. The
-/// default does nothing.
+/// A chain with the buffers of a run and the row of the whole result at which a part begins, as the kernels
+/// pass it around. The default does nothing.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct PostRun(Option<(SharedConst<Post>, SharedConst<Run<'static>>, usize)>);
 
@@ -178,7 +181,8 @@ impl Load {
     /// A part of the operand as the chain sees it, row after row, where it lies or copied to `own`.
     ///
     /// # Safety
-    /// `base` is the operand's buffer, which the kernel has checked against the view; `own` has room for the part.
+    /// `base` is the operand's buffer, which the kernel has checked against the view; `own` has room for the
+    /// part.
     unsafe fn part<T: Elem>(
         &self,
         isa: Isa,
@@ -211,7 +215,8 @@ impl Load {
         }
         for i in 0..p.rows {
             let (from, to) = (src.wrapping_offset(i as isize * rs), own.wrapping_add(i * p.cols));
-            // SAFETY: the elements lie in the operand's view, which the kernel has checked against its buffer.
+            // SAFETY: the elements lie in the operand's view, which the kernel has checked against its
+            // buffer.
             unsafe {
                 match cs {
                     1 => T::put(isa, from, p.cols, to),
@@ -295,7 +300,8 @@ impl Part {
 }
 
 impl Post {
-    /// The chain of a call's epilogue over an f32 result with so many columns. The op itself reads the first `own` inputs.
+    /// The chain of a call's epilogue over an f32 result with so many columns. The op itself reads the first
+    /// `own` inputs.
     pub(crate) fn new(call: &LibraryCall<'_>, own: usize, columns: usize) -> Result<Option<Post>, Declined> {
         let post = Post::or_half(call, own, columns)?;
         let half = call
@@ -307,8 +313,8 @@ impl Post {
         Ok(post)
     }
 
-    /// [`Post::new`] where the product and the chain's result may be bf16, for kernels that call [`PostRun::run_into`]. The chain reads
-    /// f32 sums, which it does not round to the product's type.
+    /// [`Post::new`] where the product and the chain's result may be bf16, for kernels that call
+    /// [`PostRun::run_into`]. The chain reads f32 sums, which it does not round to the product's type.
     pub(crate) fn or_half(
         call: &LibraryCall<'_>,
         own: usize,
@@ -479,7 +485,8 @@ impl Post {
                     let x = a.map(|i| regs[i.min(k)]);
                     // An operand that is not there is any block.
                     let x = x.map(|p| if p.is_null() { regs[a[0]] } else { p });
-                    // SAFETY: operands were made by earlier steps and hold `n` values of their type; the block is no operand's.
+                    // SAFETY: operands were made by earlier steps and hold `n` values of their type; the
+                    // block is no operand's.
                     unsafe { self.apply(isa, *op, n, own, x) };
                     own as *const u8
                 }
@@ -563,7 +570,8 @@ impl PostRun {
         unsafe { self.run_rows(isa, (row, 1), (col, n), c, n) }
     }
 
-    /// Rows and columns, each as the first and how many, whose sums are at `c` with `rs` elements from row to row.
+    /// Rows and columns, each as the first and how many, whose sums are at `c` with `rs` elements from row to
+    /// row.
     ///
     /// # Safety
     /// As [`PostRun::run`], for every row.

@@ -11,7 +11,8 @@ use halcyon_ir::op::ReduceKind;
 /// Elements below which one thread works alone.
 const GRAIN: usize = 16 << 10;
 
-/// Each line is walked by one thread in order; floats are kept in f64 on the way and rounded where they are written.
+/// Each line is walked by one thread in order; floats are kept in f64 on the way and rounded where they are
+/// written.
 pub(crate) fn scan(
     call: &LibraryCall<'_>,
     kind: ReduceKind,

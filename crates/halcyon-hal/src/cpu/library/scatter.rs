@@ -31,7 +31,8 @@ unsafe fn put<T: Num>(kind: ScatterKind, d: *mut T, u: T) {
 unsafe fn start<T: Copy + Send + Sync>(r: &Run<'_>, base: &Walk) {
     let (s, d) = (r.bufs[0].ptr as *const T, r.bufs[3].ptr as *mut T);
     if !std::ptr::eq(s, d) {
-        // SAFETY: the kernel's checks: the base's view is inside its buffer, the output is dense and shared with nothing.
+        // SAFETY: the kernel's checks: the base's view is inside its buffer, the output is dense and shared
+        // with nothing.
         unsafe { copy::view(r.team, s, base, d) };
     }
 }
@@ -154,7 +155,8 @@ fn common(a: usize, b: usize) -> usize {
     if b == 0 { a.max(1) } else { common(b, a % b) }
 }
 
-/// `out = base; out[.., p .. p + len, ..] = update` along the axis, `p` a device scalar. In place only the update is written.
+/// `out = base; out[.., p .. p + len, ..] = update` along the axis, `p` a device scalar. In place only the
+/// update is written.
 pub(crate) fn update_slice(call: &LibraryCall<'_>, axis: usize) -> Result<CpuKernel, Declined> {
     let [base, update, position] = call.inputs else {
         return Err(Declined::because("three operands are needed"));

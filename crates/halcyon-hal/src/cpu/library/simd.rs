@@ -1,8 +1,8 @@
 //! One vector type per instruction set, behind one trait, so that each kernel is written once.
 //!
 //! The methods are `#[inline(always)]` and must be reached from a function compiled for the instruction set
-//! (`dispatch_simd!` makes one): that is the safety condition of every `unsafe fn` here, beside those of its pointers.
-//! Partial loads and stores touch only the lanes asked for.
+//! (`dispatch_simd!` makes one): that is the safety condition of every `unsafe fn` here, beside those of its
+//! pointers. Partial loads and stores touch only the lanes asked for.
 
 use super::mat::{Fma, Tile, TileRows, register_tile};
 use crate::cpu::sys::Isa;
@@ -16,7 +16,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     type V: Copy;
     /// Lanes.
     const W: usize;
-    /// Rows of attention's register tiles, chosen with [`Simd::NV`] so that the accumulators stay in registers.
+    /// Rows of attention's register tiles, chosen with [`Simd::NV`] so that the accumulators stay in
+    /// registers.
     const MR: usize;
     /// Vectors of a row of those.
     const NV: usize;
@@ -88,8 +89,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
             }
         }
     }
-    /// `x[i] = e^(x[i] - base[i])`, added to `sum[i]`, for each of `rows` rows that begin `stride` apart. `base` is as long as
-    /// `sum`, a multiple of W.
+    /// `x[i] = e^(x[i] - base[i])`, added to `sum[i]`, for each of `rows` rows that begin `stride` apart.
+    /// `base` is as long as `sum`, a multiple of W.
     #[inline(always)]
     unsafe fn weigh(x: *mut f32, rows: usize, stride: usize, base: &[f32], sum: &mut [f32]) {
         for j in 0..rows {
@@ -106,7 +107,8 @@ pub(crate) trait Simd: Copy + Send + Sync + 'static {
     /// Most rows, and vectors of a row, of the register tile of [`super::panels`].
     const ROWS: usize;
     const VECS: usize;
-    /// The tile over rows of A as they lie, `rs` floats apart; see [`super::mat::register_tile`]. `out` has ROWS, ROWS - 1, 4, 2 or 1 rows.
+    /// The tile over rows of A as they lie, `rs` floats apart; see [`super::mat::register_tile`]. `out` has
+    /// ROWS, ROWS - 1, 4, 2 or 1 rows.
     unsafe fn tile(kc: usize, a: *const f32, rs: isize, b: *const f32, out: &Tile);
 
     #[inline(always)]
@@ -308,8 +310,8 @@ mod x86 {
         unsafe { _mm256_cmpgt_epi32(_mm256_set1_epi32(n as i32), _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7)) }
     }
 
-    // SAFETY (of every block below): the trait's condition, that the caller is compiled for these instructions, and the
-    // caller's promise about its pointers.
+    // SAFETY (of every block below): the trait's condition, that the caller is compiled for these
+    // instructions, and the caller's promise about its pointers.
     #[allow(clippy::undocumented_unsafe_blocks)]
     impl Simd for Avx2 {
         type V = __m256;
@@ -704,8 +706,9 @@ unsafe fn narrow_bf16_body<S: Simd>(src: &[f32], dst: &mut [bf16]) {
     }
 }
 
-/// Defines an unsafe function that runs `$body::<S, ..>(args)`, generic over the [`Simd`] type, compiled for `isa`. The two
-/// bracketed lists are the further generic parameters, declared and named: `f[T: Storage][T](isa, ...) = body`.
+/// Defines an unsafe function that runs `$body::<S, ..>(args)`, generic over the [`Simd`] type, compiled for
+/// `isa`. The two bracketed lists are the further generic parameters, declared and named: `f[T:
+/// Storage][T](isa, ...) = body`.
 macro_rules! dispatch_simd {
     ($(#[$doc:meta])* $vis:vis unsafe fn $name:ident [$($g:tt)*] [$($u:tt)*] ($isa:ident $(, $arg:ident: $ty:ty)* $(,)?) = $body:ident) => {
         $(#[$doc])*

@@ -1,8 +1,9 @@
 //! Softmax, log-softmax, layer and RMS normalisation over contiguous rows.
 //!
-//! Storage is f32, f16 or bf16; the arithmetic is f32 with the exponential of [`crate::cpu::vmath`] (under 1.5 ulp). Sums run
-//! in the lanes of four registers that are added up at the end, in an order that depends on the row's length alone. Softmax of
-//! a half type rounds after every step, the norms compute in f32 and round once: so their definitions have it.
+//! Storage is f32, f16 or bf16; the arithmetic is f32 with the exponential of [`crate::cpu::vmath`] (under
+//! 1.5 ulp). Sums run in the lanes of four registers that are added up at the end, in an order that depends
+//! on the row's length alone. Softmax of a half type rounds after every step, the norms compute in f32 and
+//! round once: so their definitions have it.
 
 use super::gemm::PackElem;
 use super::simd::{Simd, dispatch_simd};
@@ -158,8 +159,8 @@ dispatch_simd! {
     unsafe fn rows_f32[][](isa, kind: Kind, n: usize, x: &[f32], y: &mut [f32], scale: &[f32], shift: &[f32]) = rows_body
 }
 
-/// Softmax of `x`, which it overwrites, or its logarithm, into `y`, with every step rounded to `T` as the definition in `T` has
-/// it. The last step is left to the caller. The row `room` may be overwritten.
+/// Softmax of `x`, which it overwrites, or its logarithm, into `y`, with every step rounded to `T` as the
+/// definition in `T` has it. The last step is left to the caller. The row `room` may be overwritten.
 #[inline(always)]
 unsafe fn soft_half_body<S: Simd, T: PackElem>(log: bool, x: &mut [f32], y: &mut [f32], room: &mut [T]) {
     let round = |v: &mut [f32], room: &mut [T]| {
@@ -237,7 +238,8 @@ unsafe fn over_rows<T: PackElem>(
     });
 }
 
-/// Softmax of each of `rows` rows of `n`: `exp(x - max) / sum`. A row with NaN or +inf, or of -inf alone, is NaN.
+/// Softmax of each of `rows` rows of `n`: `exp(x - max) / sum`. A row with NaN or +inf, or of -inf alone, is
+/// NaN.
 ///
 /// # Safety
 /// `x` and `y` cover `rows * n` elements and do not overlap.
@@ -255,8 +257,8 @@ pub unsafe fn log_softmax<T: PackElem>(team: &Team, isa: Isa, rows: usize, n: us
     unsafe { over_rows(team, isa, Kind::LogSoftmax, rows, n, x, y, &[], &[]) }
 }
 
-/// `(x - mean) / sqrt(variance + eps) * scale + shift` over each row (Ba, Kiros and Hinton, "Layer normalization", 2016), with
-/// the variance of the whole row. Empty `scale` or `shift` are left out.
+/// `(x - mean) / sqrt(variance + eps) * scale + shift` over each row (Ba, Kiros and Hinton, "Layer
+/// normalization", 2016), with the variance of the whole row. Empty `scale` or `shift` are left out.
 ///
 /// # Safety
 /// As [`softmax`].
@@ -282,8 +284,8 @@ pub unsafe fn layer_norm<T: PackElem>(
     unsafe { over_rows(team, isa, Kind::Layer { eps }, rows, n, x, y, scale, shift) }
 }
 
-/// `x / sqrt(mean(x^2) + eps) * scale` over each row (Zhang and Sennrich, "Root mean square layer normalization", 2019). An
-/// empty `scale` is left out.
+/// `x / sqrt(mean(x^2) + eps) * scale` over each row (Zhang and Sennrich, "Root mean square layer
+/// normalization", 2019). An empty `scale` is left out.
 ///
 /// # Safety
 /// As [`softmax`].

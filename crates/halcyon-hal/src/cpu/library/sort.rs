@@ -11,7 +11,8 @@ use std::cmp::Ordering;
 /// Elements below which one thread works alone.
 const GRAIN: usize = 16 << 10;
 
-/// Index of the largest or smallest element of each line. NaN is the extreme of both; of equals the first, or the last.
+/// Index of the largest or smallest element of each line. NaN is the extreme of both; of equals the first, or
+/// the last.
 pub(crate) fn arg_reduce(
     call: &LibraryCall<'_>,
     max: bool,

@@ -38,7 +38,8 @@ impl Rng {
     }
 }
 
-/// Whether products of these sizes are tested here: an emulator (HALCYON_EMULATED=1) would take minutes for the large ones.
+/// Whether products of these sizes are tested here: an emulator (HALCYON_EMULATED=1) would take minutes for
+/// the large ones.
 pub(crate) fn bearable(m: usize, n: usize, k: usize) -> bool {
     m * n * k < 20 << 20 || std::env::var("HALCYON_EMULATED").map_or(true, |v| v != "1")
 }
@@ -61,7 +62,8 @@ pub(crate) enum Side {
     End,
 }
 
-/// Memory of exactly `n` elements with an inaccessible page on each side, one of them adjacent to the elements.
+/// Memory of exactly `n` elements with an inaccessible page on each side, one of them adjacent to the
+/// elements.
 pub(crate) struct Guarded<T> {
     base: *mut u8,
     bytes: usize,
@@ -92,7 +94,8 @@ mod os {
             let p = mmap(std::ptr::null_mut(), len, 0, 0x22, -1, 0);
             assert!(p as isize != -1, "mmap");
             let inner = len - 2 * super::PAGE;
-            // Of an operand without elements nothing is accessible; some emulators refuse a range without pages.
+            // Of an operand without elements nothing is accessible; some emulators refuse a range without
+            // pages.
             assert!(inner == 0 || mprotect(p.byte_add(super::PAGE), inner, 3) == 0, "mprotect");
             p as *mut u8
         }

@@ -1,15 +1,19 @@
 //! The driver of matrix products on tile registers (AMX): pairs of bf16 into f32, quads of bytes into i32.
 //!
-//! The micro-kernel keeps 32 x 32 sums in four registers and takes 64 bytes of K of 32 rows and of 32 columns a step: four loads of
-//! 1 KiB for four products. Every sum is added up along K in order, whatever the cuts and the number of threads.
+//! The micro-kernel keeps 32 x 32 sums in four registers and takes 64 bytes of K of 32 rows and of 32 columns
+//! a step: four loads of 1 KiB for four products. Every sum is added up along K in order, whatever the cuts
+//! and the number of threads.
 //!
-//! Cost. A step is 64 cycles of products and 4 KiB of loads. On the processor measured, loads from the first cache level alone keep the registers at
-//! 80 % of their rate, from the second at 60 %, and beyond that 10 bytes a cycle come. So a few steps of A are multiplied by two panels of B before the next ones are
-//! taken (sums wait in a small buffer), and what is needed next, of B and of the result's memory, is asked for ahead.
+//! Cost. A step is 64 cycles of products and 4 KiB of loads. On the processor measured, loads from the first
+//! cache level alone keep the registers at 80 % of their rate, from the second at 60 %, and beyond that 10
+//! bytes a cycle come. So a few steps of A are multiplied by two panels of B before the next ones are taken
+//! (sums wait in a small buffer), and what is needed next, of B and of the result's memory, is asked for
+//! ahead.
 //!
-//! B is packed in panels of 32 columns: `[panel][step][2][16 lanes][16 columns]` with lanes of 4 bytes, zeros where there is no such column or
-//! no such K. A is read where it lies when its rows are contiguous and of the type that is multiplied (the last, incomplete step from a copy with zeros), else it is
-//! packed as `[panel][step][32 rows][64 bytes]`, block by block, by the thread that multiplies the block.
+//! B is packed in panels of 32 columns: `[panel][step][2][16 lanes][16 columns]` with lanes of 4 bytes, zeros
+//! where there is no such column or no such K. A is read where it lies when its rows are contiguous and of
+//! the type that is multiplied (the last, incomplete step from a copy with zeros), else it is packed as
+//! `[panel][step][32 rows][64 bytes]`, block by block, by the thread that multiplies the block.
 
 use super::lanes::{LaneVector, pack_lanes, turn};
 use super::mat::{Mat, MatMut};
@@ -29,7 +33,8 @@ const LANES: usize = 16;
 pub(super) const TILE: usize = 1024;
 /// Bytes of K in a block.
 const KC: usize = 8192;
-/// Steps that the micro-kernel takes before it goes to the next panel of B: 16 KiB of A stay in the first cache level meanwhile.
+/// Steps that the micro-kernel takes before it goes to the next panel of B: 16 KiB of A stay in the first
+/// cache level meanwhile.
 const CHUNK: usize = 8;
 /// Products of so few steps are not cut: that much of A stays near anyway.
 const SHORT: usize = 12;
@@ -110,7 +115,8 @@ impl PackedShape {
     /// Packs the right operand, on a team if there is one.
     ///
     /// # Safety
-    /// The operand is readable, [`PackedShape::bytes`] at `dst` are writable and nobody else's; the processor has AVX512_BF16.
+    /// The operand is readable, [`PackedShape::bytes`] at `dst` are writable and nobody else's; the processor
+    /// has AVX512_BF16.
     pub(crate) unsafe fn pack<T: Source>(&self, team: Option<&Team>, b: Mat<T>, dst: *mut u8) {
         debug_assert_eq!(T::GROUP, self.group);
         let panels = self.panels();
@@ -245,11 +251,12 @@ pub(crate) enum Right<T> {
     Packed(SharedConst<u8>),
 }
 
-/// Gets rows (first, count) and columns (first, count) of the product, whose sums of 4 bytes are at a pointer with so many from row to
-/// row, to do with as it likes.
+/// Gets rows (first, count) and columns (first, count) of the product, whose sums of 4 bytes are at a pointer
+/// with so many from row to row, to do with as it likes.
 pub(crate) type Finish<'a> = dyn Fn((usize, usize), (usize, usize), *mut u8, usize) + Sync + 'a;
 
-/// The memory that sums end in, which the micro-kernel asks for ahead of time: the first row, and bytes from row to row and of an element.
+/// The memory that sums end in, which the micro-kernel asks for ahead of time: the first row, and bytes from
+/// row to row and of an element.
 #[derive(Clone, Copy)]
 pub(crate) struct Near {
     pub at: *mut u8,
@@ -280,7 +287,8 @@ pub(super) const CHUNK_ROWS: usize = PANEL;
 /// What the micro-kernel reads and writes: sums of 32 rows and 32 columns.
 pub(super) struct Micro {
     pub steps: usize,
-    /// The first row's bytes, bytes from row to row, from the 16th row to the 17th's place, and from step to step.
+    /// The first row's bytes, bytes from row to row, from the 16th row to the 17th's place, and from step to
+    /// step.
     pub a: *const u8,
     pub a_stride: isize,
     pub a_below: isize,
@@ -303,7 +311,8 @@ pub(super) struct Micro {
 }
 
 impl Micro {
-    /// Steps of A, whose first row is at `a`: bytes from row to row, from the first to the 17th, and from step to step. B and C are the caller's to name.
+    /// Steps of A, whose first row is at `a`: bytes from row to row, from the first to the 17th, and from
+    /// step to step. B and C are the caller's to name.
     pub(super) fn new(steps: usize, a: *const u8, a_stride: isize, a_below: isize, a_step: usize) -> Micro {
         Micro {
             steps,
@@ -469,8 +478,8 @@ struct Left<T> {
 /// `C = A B` on at most `threads` threads of the team: A is m x k, B is k x n.
 ///
 /// # Safety
-/// A and B are readable (a packed B is of this shape), what sums go to is writable and overlaps nothing; the processor has what K multiplies by and AVX512_BF16,
-/// and the process tile registers.
+/// A and B are readable (a packed B is of this shape), what sums go to is writable and overlaps nothing; the
+/// processor has what K multiplies by and AVX512_BF16, and the process tile registers.
 pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
     team: &Team,
     threads: usize,
@@ -525,7 +534,8 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
     let steps = shape.steps();
     for kb in 0..blocks {
         let (s0, s1) = (steps * kb / blocks, steps * (kb + 1) / blocks);
-        // SAFETY: the scratch begins with the counters, and each thread's buffers with a tag; nobody else runs yet.
+        // SAFETY: the scratch begins with the counters, and each thread's buffers with a tag; nobody else
+        // runs yet.
         let next = unsafe {
             for w in 0..cut.threads {
                 base.get().add(counters + w * cut.bytes).cast::<usize>().write(usize::MAX);
@@ -547,7 +557,8 @@ pub(crate) unsafe fn product<K: Code, A: Source, B: Source>(
                     if chunk >= cut.chunks {
                         break;
                     }
-                    // SAFETY: the caller's; blocks and chunks are disjoint parts of C, and the buffers are this thread's.
+                    // SAFETY: the caller's; blocks and chunks are disjoint parts of C, and the buffers are
+                    // this thread's.
                     unsafe { job.get().run::<K>(tiles, block, chunk, own) };
                 }
             }

@@ -59,7 +59,8 @@ pub(super) unsafe fn on_tiles<A: Byte>(
     }
 }
 
-/// [`super::gemm_i8::gemm_i8`] on tile registers with the right operand (and whether it is signed) as [`pack_i8_tiles`] packs it.
+/// [`super::gemm_i8::gemm_i8`] on tile registers with the right operand (and whether it is signed) as
+/// [`pack_i8_tiles`] packs it.
 ///
 /// # Safety
 /// As [`super::gemm_i8::gemm_i8`]; the process has the registers (`Isa::has_int8_tiles`).

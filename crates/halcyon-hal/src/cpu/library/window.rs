@@ -13,15 +13,18 @@ pub struct Window {
     /// Zeros before and after each axis; negative values crop.
     pub pad_lo: [isize; 3],
     pub pad_hi: [isize; 3],
-    /// Spread of the input: its elements sit this far apart, with zeros in between (a transposed convolution's stride).
+    /// Spread of the input: its elements sit this far apart, with zeros in between (a transposed
+    /// convolution's stride).
     pub input_dilation: [usize; 3],
 }
 
 impl Window {
-    /// Geometry over `input.len()` (1 to 3) axes with output sizes rounded down. `pads` are `(low, high)` per axis.
+    /// Geometry over `input.len()` (1 to 3) axes with output sizes rounded down. `pads` are `(low, high)` per
+    /// axis.
     ///
     /// # Errors
-    /// `Shape` or `Argument` when the lists differ in length, a stride or dilation is zero, or sizes overflow.
+    /// `Shape` or `Argument` when the lists differ in length, a stride or dilation is zero, or sizes
+    /// overflow.
     pub fn new(
         input: &[usize],
         kernel: &[usize],
@@ -116,7 +119,8 @@ impl Window {
         (p >= 0 && p % s == 0 && p / s < self.input[axis] as isize).then_some((p / s) as usize)
     }
 
-    /// Outputs `lo..hi` on `axis` for which tap `t` stays inside the spread input (whether or not it meets an element).
+    /// Outputs `lo..hi` on `axis` for which tap `t` stays inside the spread input (whether or not it meets an
+    /// element).
     #[inline(always)]
     pub(crate) fn span(&self, axis: usize, t: usize) -> (usize, usize) {
         let s = self.stride[axis] as isize;

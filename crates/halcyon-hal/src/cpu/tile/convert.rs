@@ -234,7 +234,8 @@ unsafe fn turn_body<S: Simd>(s: *const f32, r: Rect, d: *mut f32) {
     }
 }
 dispatch_simd! {
-    /// Copies a rectangle of four-byte elements with `rs` 1 (a transposed tile) into a block. Bits are moved as they are.
+    /// Copies a rectangle of four-byte elements with `rs` 1 (a transposed tile) into a block. Bits are moved
+    /// as they are.
     ///
     /// # Safety
     /// As [`load`].
@@ -304,7 +305,8 @@ unsafe fn stream_body<const V: bool>(s: *const u8, d: *mut u8, bytes: usize) {
     }
 }
 dispatch_raw! {
-    /// Copies past the caches where the processor can. [`fence`] must follow on this thread before others read.
+    /// Copies past the caches where the processor can. [`fence`] must follow on this thread before others
+    /// read.
     ///
     /// # Safety
     /// Both ranges are valid and do not overlap.

@@ -52,7 +52,8 @@ struct Worker<'a> {
 #[cfg(target_arch = "x86_64")]
 const AHEAD: usize = 8;
 
-/// Asks for the lines that lie `AHEAD` blocks behind this one, where the target has such an instruction. An address outside the operand is no fault, only no help.
+/// Asks for the lines that lie `AHEAD` blocks behind this one, where the target has such an instruction. An
+/// address outside the operand is no fault, only no help.
 #[inline]
 fn prefetch(block: *const u8, bytes: usize) {
     #[cfg(target_arch = "x86_64")]
@@ -305,7 +306,8 @@ impl Worker<'_> {
 
     fn out_ptr(&self, o: usize, out: &Out) -> *mut u8 {
         let at = self.outs[o] * out.dtype.size() as isize;
-        // SAFETY: the plan has checked that the view stays inside the operand, whose buffer the kernel has checked.
+        // SAFETY: the plan has checked that the view stays inside the operand, whose buffer the kernel has
+        // checked.
         unsafe { self.r.bufs[self.p.inputs + o].ptr.offset(at) }
     }
 
@@ -314,8 +316,9 @@ impl Worker<'_> {
         let r = Rect { rows, cols, rs: out.at.stride[row], cs: out.at.stride[col], pitch: cols };
         let (src, dst) = (self.regs[out.value], self.out_ptr(o, out));
         let n = rows * cols;
-        // SAFETY: the register holds the block; the rectangle is inside the output (see `out_ptr`) and this part's own. In
-        // place, a register that lies in the input is the output's own memory at the same place, which a copy allows.
+        // SAFETY: the register holds the block; the rectangle is inside the output (see `out_ptr`) and this
+        // part's own. In place, a register that lies in the input is the output's own memory at the same
+        // place, which a copy allows.
         unsafe {
             if out.stream {
                 let same = self.p.raw || out.dtype.compute() == out.dtype;
@@ -412,8 +415,8 @@ impl Worker<'_> {
                 self.regs[reg] = d;
                 let fill = m.fill.map_or(Scalar::I(0), |p| param(self.p, self.r, p));
                 let lane = self.p.lane(l.dtype);
-                // SAFETY: a slot holds a block of any lane; only elements inside the mask are read, and those are inside
-                // the operand.
+                // SAFETY: a slot holds a block of any lane; only elements inside the mask are read, and those
+                // are inside the operand.
                 unsafe {
                     convert::splat(
                         lane.size(),
@@ -436,8 +439,8 @@ impl Worker<'_> {
         let src = unsafe { base.offset(at * size) };
         if l.direct {
             self.regs[reg] = src;
-            // Arithmetic keeps the processor from running far enough ahead by itself to hide the memory. Rows that every
-            // block reads are in the cache anyway.
+            // Arithmetic keeps the processor from running far enough ahead by itself to hide the memory. Rows
+            // that every block reads are in the cache anyway.
             if !self.p.axes[..=row].iter().zip(&l.at.stride).any(|(a, s)| a.dim > 1 && *s == 0) {
                 prefetch(src, rows * cols * size as usize);
             }

@@ -1,9 +1,11 @@
-//! The tile executor: runs a fused chain block by block, each instruction over a whole block in the first-level cache.
+//! The tile executor: runs a fused chain block by block, each instruction over a whole block in the
+//! first-level cache.
 //!
-//! A `plan::Plan` is made once per fused kernel: the space is collapsed, two of its axes are chosen to make blocks of at
-//! most `BLOCK` elements, instructions get registers. Operands that are contiguous and need no conversion are used where they lie;
-//! everything else (strides, broadcasts, masks, small types) is brought into a block first. Reductions go into 64-bit
-//! accumulators, in an order that depends on shapes alone, so results do not depend on the number of threads.
+//! A `plan::Plan` is made once per fused kernel: the space is collapsed, two of its axes are chosen to make
+//! blocks of at most `BLOCK` elements, instructions get registers. Operands that are contiguous and need no
+//! conversion are used where they lie; everything else (strides, broadcasts, masks, small types) is brought
+//! into a block first. Reductions go into 64-bit accumulators, in an order that depends on shapes alone, so
+//! results do not depend on the number of threads.
 
 pub(super) mod convert;
 mod exec;
@@ -22,7 +24,8 @@ use super::sys::Isa;
 use crate::{Declined, LibraryCall};
 use halcyon_ir::fused::{Fused, Param};
 
-/// Elements of a block: long enough to hide what an instruction costs, short enough that a chain stays in 48 KiB.
+/// Elements of a block: long enough to hide what an instruction costs, short enough that a chain stays in 48
+/// KiB.
 pub(crate) const BLOCK: usize = 256;
 
 /// The kernel of a fused chain.

@@ -116,8 +116,8 @@ fn f32_body<const FMA: bool>(op: ScalarOp, d: &mut [f32], a: &[f32], b: &[f32], 
         S::Atan2 => bin!(d a b, |x, y| vm::atan2::<FMA>(x, y)),
         S::Min => bin!(d a b, |x, y| min_f32(x, y)),
         S::Max => bin!(d a b, |x, y| max_f32(x, y)),
-        // Rounded once in every set of instructions. A product that overflows before the sum would give NaN or infinity where there
-        // is a number; f64 holds it exactly.
+        // Rounded once in every set of instructions. A product that overflows before the sum would give NaN
+        // or infinity where there is a number; f64 holds it exactly.
         S::Fma => tri!(d a b c, |x, y, z| {
             if FMA { x.mul_add(y, z) } else { (f64::from(x) * f64::from(y) + f64::from(z)) as f32 }
         }),
@@ -328,8 +328,8 @@ pub(super) unsafe fn slm<'a, T>(p: *mut u8, n: usize) -> &'a mut [T] {
 /// One op over `n` elements. `dtype` is the type of its operands (of the last two for a select).
 ///
 /// # Safety
-/// The operands hold `n` lanes of `dtype` (a select's first: bytes), the destination has room for `n` lanes of the result
-/// type and overlaps no operand.
+/// The operands hold `n` lanes of `dtype` (a select's first: bytes), the destination has room for `n` lanes
+/// of the result type and overlaps no operand.
 pub(crate) unsafe fn apply(isa: Isa, op: ScalarOp, dtype: DType, n: usize, d: *mut u8, x: [*const u8; 3]) {
     let lane = Lane::of(dtype);
     macro_rules! s {

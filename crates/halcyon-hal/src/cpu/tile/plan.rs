@@ -530,7 +530,8 @@ fn block_shape(f: &Fused, views: &[View], first_out: usize, border: usize) -> Bl
     };
     let col = (0..dims.len()).max_by_key(|&k| (score(k), k)).unwrap_or(dims.len() - 1);
     let n = dims[col].max(1);
-    // An operand that walks across memory along the columns is read in squares, so that its cache lines are used whole.
+    // An operand that walks across memory along the columns is read in squares, so that its cache lines are
+    // used whole.
     let crosses = |v: &View, j: usize| v.strides[col].abs() > 1 && v.strides[j].abs() == 1;
     let across = |j: usize| {
         memory().filter(|(v, out)| !(*out && (j >= border || col >= border)) && crosses(v, j)).count()
@@ -560,8 +561,9 @@ fn block_shape(f: &Fused, views: &[View], first_out: usize, border: usize) -> Bl
     BlockShape { row: None, col: Some(col), rows: 1, cols, square: false }
 }
 
-/// Gives each register a block slot. A slot is free again after the last use of its register; the destination of an
-/// instruction never shares a slot with an operand. Parameters and values kept between blocks have slots of their own.
+/// Gives each register a block slot. A slot is free again after the last use of its register; the destination
+/// of an instruction never shares a slot with an operand. Parameters and values kept between blocks have
+/// slots of their own.
 fn registers(
     steps: &[Step],
     pinned: &[(usize, usize)],

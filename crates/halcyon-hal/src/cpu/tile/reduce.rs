@@ -1,4 +1,5 @@
-//! Accumulators of reductions: 64-bit, so that sums of f32 keep their accuracy over any length, in a fixed order.
+//! Accumulators of reductions: 64-bit, so that sums of f32 keep their accuracy over any length, in a fixed
+//! order.
 
 use super::lane::Lane;
 use super::ops::{max_f32, max_f64, min_f32, min_f64, sl};
@@ -137,7 +138,8 @@ pub(super) unsafe fn accumulate(
     let p = acc.as_mut_ptr() as *mut u8;
     macro_rules! go {
         ($f:ident) => {
-            // SAFETY: the caller's; u64, i64 and f64 have one size and alignment and any bits are a value of each.
+            // SAFETY: the caller's; u64, i64 and f64 have one size and alignment and any bits are a value of
+            // each.
             unsafe { $f(isa, kind, s, sl(x, n), super::ops::slm(p, acc.len())) }
         };
     }

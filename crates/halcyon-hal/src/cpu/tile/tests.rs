@@ -313,7 +313,8 @@ fn every_cast_and_bitcast() {
     }
 }
 
-/// A view of a random kind over a buffer, with the buffer's size: dense, permuted, broadcast, strided, reversed, shifted.
+/// A view of a random kind over a buffer, with the buffer's size: dense, permuted, broadcast, strided,
+/// reversed, shifted.
 fn random_view(rng: &mut Rng, shape: &[usize]) -> (View, usize) {
     let r = shape.len();
     let mut perm: Vec<usize> = (0..r).collect();
@@ -476,7 +477,8 @@ fn reductions_of_every_kind_and_layout() {
                 outs: vec![out(0, d, &shape[..rank - reduced], Some(kind))],
             };
             for dev in &devs {
-                // Sums cancel, so their errors are measured against what was added; every factor of a product may round.
+                // Sums cancel, so their errors are measured against what was added; every factor of a product
+                // may round.
                 let slack = match kind {
                     // In f64 the reference, one running sum, is the one that rounds more.
                     ReduceKind::Sum if d == DType::F64 => (64.0, shape.iter().product::<usize>() as f64),
@@ -606,7 +608,8 @@ fn blocks_stay_inside_their_operands() {
     }
 }
 
-/// Rounded once under every set of instructions, also where the product alone would overflow or lose the digits that count.
+/// Rounded once under every set of instructions, also where the product alone would overflow or lose the
+/// digits that count.
 #[test]
 fn multiply_add_rounds_once_under_every_instruction_set() {
     use crate::cpu::library::{Fault, Run};

@@ -1,9 +1,10 @@
 //! Attention by cuDNN: its fused kernels, which it finds for one pattern of operations (`graph.rs`).
 //!
-//! The pattern is the one that NVIDIA's cudnn-frontend makes for libraries before 9.21, and that newer ones know, too: the product with the
-//! keys, the scale, where causal a comparison of indices that selects -inf, the softmax in parts (maximum, difference, exponential, sum,
-//! quotient), and the product with the values. A logarithm of the sums that nobody reads belongs to it: without it libraries have no engine
-//! (seen with 9.10.2 and 9.28).
+//! The pattern is the one that NVIDIA's cudnn-frontend makes for libraries before 9.21, and that newer ones
+//! know, too: the product with the keys, the scale, where causal a comparison of indices that selects -inf,
+//! the softmax in parts (maximum, difference, exponential, sum, quotient), and the product with the values. A
+//! logarithm of the sums that nobody reads belongs to it: without it libraries have no engine (seen with
+//! 9.10.2 and 9.28).
 
 use super::dnn::{Dnn, TITLE, type_number};
 use super::graph::{ALIGNMENT, BOOLEAN, Builder, F32, Graphs, I32, Place, Plan, Pointwise, Reduce, Tensor};
@@ -18,13 +19,15 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 
-/// Oldest version. NVIDIA names 9.10.0 and 9.10.1 as wrong, and those before want a large number in place of -inf.
+/// Oldest version. NVIDIA names 9.10.0 and 9.10.1 as wrong, and those before want a large number in place of
+/// -inf.
 pub const SINCE: [i32; 3] = [9, 10, 2];
 /// Oldest generation of devices.
 pub const GENERATION: i32 = 8;
 /// Queries below which a generated kernel divides the keys among workgroups.
 const FEW_QUERIES: usize = 16;
-/// Multiply-adds below which a call is not worth the half second or more that the library compiles for its sizes.
+/// Multiply-adds below which a call is not worth the half second or more that the library compiles for its
+/// sizes.
 const SMALL: usize = 1 << 26;
 /// Longest row.
 const WIDEST: usize = 256;
@@ -298,8 +301,9 @@ impl Body for Run {
         let all: SmallVec<[*mut c_void; 8]> = inputs.chain([place(at[3])]).chain(values).collect();
         let room = at.get(4).map_or(ptr::null_mut(), |at| place(*at));
         let handle = dnn.bind(stream)?;
-        // SAFETY: the kernel's checks: operands lie in their buffers, and the result shares none; scalars lie in the plan, and are not
-        // written. Buffers stay until the work has run, and captured graphs keep their kernels. The handle made the plan; its lock is held.
+        // SAFETY: the kernel's checks: operands lie in their buffers, and the result shares none; scalars lie
+        // in the plan, and are not written. Buffers stay until the work has run, and captured graphs keep
+        // their kernels. The handle made the plan; its lock is held.
         let done = unsafe { p.plan.execute(handle.0, &p.ids, &all, room) };
         done.map_err(|e| failed(&dnn.context, TITLE, &format!("attention ({})", e.call), e.code, &e.text))
     }

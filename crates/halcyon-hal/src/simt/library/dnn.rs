@@ -77,7 +77,8 @@ const FMA_MATH: c_int = 3;
 const RELU: c_int = 1;
 const IDENTITY: c_int = 5;
 const PROPAGATE_NAN: c_int = 1;
-/// Algorithms: implicit products (0, 1) and an explicit one; the others transform the image, which costs digits.
+/// Algorithms: implicit products (0, 1) and an explicit one; the others transform the image, which costs
+/// digits.
 const PRODUCTS: [c_int; 3] = [0, 1, 2];
 /// The one algorithm that a bias without an activation goes with.
 const PRECOMPUTED: c_int = 1;
@@ -544,8 +545,8 @@ impl Body for Plan {
         let (one, zero): (*const c_void, _) = (ptr::from_ref(&self.one).cast(), 0u64);
         let zero: *const c_void = ptr::from_ref(&zero).cast();
         let handle = dnn.bind(stream)?;
-        // SAFETY: the descriptions are live; the kernel's checks: operands lie in their buffers, and the result shares none. The scalars
-        // are read before the call returns.
+        // SAFETY: the descriptions are live; the kernel's checks: operands lie in their buffers, and the
+        // result shares none. The scalars are read before the call returns.
         let code = unsafe {
             match &self.on_top {
                 None => (f.forward)(

@@ -1,7 +1,8 @@
 //! cuDNN's backend interface (`cudnn_graph.h`): graphs of operations.
 //!
-//! A description is made, gets attributes and is finished; it does not change afterwards. Operations that are connected by tensors without
-//! memory are a graph. The library proposes engines for it, best first, and an engine gives a plan, which is run with a pack of addresses.
+//! A description is made, gets attributes and is finished; it does not change afterwards. Operations that are
+//! connected by tensors without memory are a graph. The library proposes engines for it, best first, and an
+//! engine gives a plan, which is run with a pack of addresses.
 
 use super::dnn::status;
 use super::functions_of_one;
@@ -258,7 +259,8 @@ impl Description {
         let made = Description::empty(api, kind)?;
         for (name, value) in attributes {
             let (of, n, from) = value.parts();
-            // SAFETY: so many values of this type lie there; they are copied before the call returns. Descriptions among them are live.
+            // SAFETY: so many values of this type lie there; they are copied before the call returns.
+            // Descriptions among them are live.
             let code = unsafe { (api.f.set)(made.raw, *name, of, n as i64, from) };
             api.check(code, || format!("attribute {name} of {}", kind.1))?;
         }
@@ -368,7 +370,8 @@ impl Builder {
         Ok(())
     }
 
-    /// A function of up to three operands, computed in a type, into `out`. An index has the axis that it counts along.
+    /// A function of up to three operands, computed in a type, into `out`. An index has the axis that it
+    /// counts along.
     pub fn pointwise_into(
         &mut self,
         mode: Pointwise,
@@ -441,8 +444,8 @@ impl Builder {
         Ok(out)
     }
 
-    /// The plan of the first engine that the library proposes, gives the same result in each run, and is content with a workspace of so
-    /// many bytes. `handle` is used by no other thread meanwhile.
+    /// The plan of the first engine that the library proposes, gives the same result in each run, and is
+    /// content with a workspace of so many bytes. `handle` is used by no other thread meanwhile.
     pub fn plan(mut self, handle: Handle, most: usize) -> Result<Plan, String> {
         let operations = std::mem::take(&mut self.operations);
         let graph = self.keep(
@@ -533,13 +536,13 @@ pub struct Plan {
 }
 
 impl Plan {
-    /// Enqueues a run in the handle's stream. Each tensor that is not virtual has its address, in the device's memory or, for values, the
-    /// host's.
+    /// Enqueues a run in the handle's stream. Each tensor that is not virtual has its address, in the
+    /// device's memory or, for values, the host's.
     ///
     /// # Safety
-    /// The memory at the addresses is as large as the tensors say, and so is the workspace; the results' is shared with nothing. It stays
-    /// until the work has run, and the plan for as long as a captured graph with the work is launched. `handle` made the plan; no other
-    /// thread uses it, and its stream is live.
+    /// The memory at the addresses is as large as the tensors say, and so is the workspace; the results' is
+    /// shared with nothing. It stays until the work has run, and the plan for as long as a captured graph
+    /// with the work is launched. `handle` made the plan; no other thread uses it, and its stream is live.
     pub unsafe fn execute(
         &self,
         handle: Handle,

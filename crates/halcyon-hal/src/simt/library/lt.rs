@@ -1,5 +1,6 @@
-//! cuBLASLt and hipBLASLt: products with an algorithm chosen by the library, a bias and an activation. hipBLASLt has cuBLASLt's
-//! interface under its own names and numbers. (`cublasLt.h` of the CUDA toolkit 12; `hipblaslt.h` and `hipblas-common.h` of ROCm 6.)
+//! cuBLASLt and hipBLASLt: products with an algorithm chosen by the library, a bias and an activation.
+//! hipBLASLt has cuBLASLt's interface under its own names and numbers. (`cublasLt.h` of the CUDA toolkit 12;
+//! `hipblaslt.h` and `hipblas-common.h` of ROCm 6.)
 
 use super::ending::{Bias, Ending};
 use super::product::{Matrix, Product, Scale, alignment};
@@ -163,8 +164,8 @@ fn status(side: Side, code: Code) -> &'static str {
 /// Bytes, and elements of 8-bit floats, that everything about their products is a multiple of.
 const SIXTEEN: usize = 16;
 
-/// What `cublasLtMatmul` says of FP8 kernels: both factors run along the sum (the first one transposed, the second not), and pointers,
-/// sizes and strides are multiples of 16 bytes.
+/// What `cublasLtMatmul` says of FP8 kernels: both factors run along the sum (the first one transposed, the
+/// second not), and pointers, sizes and strides are multiples of 16 bytes.
 fn eight_bits_fit(p: &Product) -> Result<(), Declined> {
     let [a, b, c] = p.alignment(WORKSPACE_ALIGNMENT).map(|a| a as usize);
     if !p.k.is_multiple_of(SIXTEEN) || !p.n.is_multiple_of(SIXTEEN) || c < SIXTEEN {
@@ -382,7 +383,8 @@ struct Made {
     destroy: unsafe extern "system" fn(Handle) -> Code,
 }
 
-// SAFETY: descriptions are data of the library that is read while a call is under way; what changes them has a lock.
+// SAFETY: descriptions are data of the library that is read while a call is under way; what changes them has
+// a lock.
 unsafe impl Send for Made {}
 // SAFETY: as above.
 unsafe impl Sync for Made {}
@@ -575,8 +577,8 @@ impl Body for Plan {
         for [x, y, z] in &self.calls {
             let (a, b) = (a.wrapping_add_signed(*x as i64), b.wrapping_add_signed(*y as i64));
             let c = c.wrapping_add_signed(*z as i64);
-            // SAFETY: the descriptions are live; the kernel's checks: views lie in their buffers, and the result shares none. The scalars
-            // are read before the call returns.
+            // SAFETY: the descriptions are live; the kernel's checks: views lie in their buffers, and the
+            // result shares none. The scalars are read before the call returns.
             let code = unsafe {
                 (f.matmul)(
                     lt.handle,

@@ -1,7 +1,8 @@
 //! Kernels of the vendors: products by cuBLASLt, hipBLASLt and rocBLAS, convolutions and attention by cuDNN.
 //!
-//! The libraries are optional and loaded when the first call asks for one; a call that they do not take, or that a generated kernel does
-//! better, is declined with the reason. What a run needs is decided when the kernel is made: a run neither allocates nor waits.
+//! The libraries are optional and loaded when the first call asks for one; a call that they do not take, or
+//! that a generated kernel does better, is declined with the reason. What a run needs is decided when the
+//! kernel is made: a run neither allocates nor waits.
 
 mod attention;
 mod dnn;
@@ -218,7 +219,8 @@ impl Libraries {
                 o.dtype
             )));
         }
-        // On CUDA f32 at the highest precision is multiplied without matrix units; on ROCm rocBLAS uses them for every type.
+        // On CUDA f32 at the highest precision is multiplied without matrix units; on ROCm rocBLAS uses them
+        // for every type.
         let plain = self.family().side == Side::Cuda
             && call.precision == MatmulPrecision::Highest
             && call.inputs.iter().chain(call.outputs).all(|o| o.dtype == DType::F32);
@@ -244,8 +246,9 @@ impl Libraries {
                 dnn.kernel(self.owner, call, conv)
             }
             _ => {
-                // The passes were told that dense operands are taken, so others are copied and the call is asked for again. One reason after
-                // the other may come up; when all operands are dense and it is still declined, nothing else multiplies the bytes.
+                // The passes were told that dense operands are taken, so others are copied and the call is
+                // asked for again. One reason after the other may come up; when all operands are dense and it
+                // is still declined, nothing else multiplies the bytes.
                 let spread = |d: Declined| match bytes && d.dense.is_empty() {
                     true => {
                         let dense = (0..2).filter(|&i| !call.inputs[i].view.is_dense()).collect();
@@ -344,7 +347,8 @@ impl SimtKernel {
         self.needs.get(i).is_some_and(|n| n.write)
     }
 
-    /// Checks the buffers of a run. What the kernel reads and writes lies inside of them then, and what it writes is nobody else's.
+    /// Checks the buffers of a run. What the kernel reads and writes lies inside of them then, and what it
+    /// writes is nobody else's.
     pub fn check(&self, buffers: &[&SimtBuffer]) -> Result<()> {
         let bad = |what: String| Err(Error::argument(self.name.as_str(), what));
         if buffers.len() != self.needs.len() {

@@ -1,4 +1,5 @@
-//! A matrix product as BLAS libraries take it: column-major matrices with a leading dimension, and batches by a stride.
+//! A matrix product as BLAS libraries take it: column-major matrices with a leading dimension, and batches by
+//! a stride.
 //!
 //! Row-major C = A B is column-major Cᵀ = Bᵀ Aᵀ, so the call's right operand is the library's first one.
 
@@ -9,7 +10,8 @@ use halcyon_ir::op::Op;
 use halcyon_ir::passes::bytes;
 use halcyon_ir::target::Work;
 
-/// Multiply-adds below which a product is a generated kernel: a launch costs as much, and choosing an algorithm more.
+/// Multiply-adds below which a product is a generated kernel: a launch costs as much, and choosing an
+/// algorithm more.
 const TINY: usize = 1 << 15;
 /// Calls that one product may be made of, where its batch has no single stride.
 const MANY: usize = 16;
@@ -76,7 +78,8 @@ const TYPES: &[(DType, DType)] = &[
     (DType::I8, DType::I32),
 ];
 
-/// How a matrix of these sizes and strides lies, if a leading dimension says it: whether by rows, and the dimension.
+/// How a matrix of these sizes and strides lies, if a leading dimension says it: whether by rows, and the
+/// dimension.
 fn lies(rows: usize, cols: usize, rs: isize, cs: isize) -> Option<(bool, usize)> {
     let at_least = |stride: isize, n: usize| stride >= n as isize;
     if (cs == 1 || cols == 1) && (rows == 1 || at_least(rs, cols)) {
@@ -200,7 +203,8 @@ impl Product {
         [a, b, self.result].map(|d| d.size() as isize)
     }
 
-    /// What every call's a, b and c begin at a multiple of, in bytes, in buffers that begin at a multiple of `most`.
+    /// What every call's a, b and c begin at a multiple of, in bytes, in buffers that begin at a multiple of
+    /// `most`.
     pub fn alignment(&self, most: usize) -> [u32; 3] {
         let sizes = self.sizes();
         std::array::from_fn(|x| {

@@ -1,5 +1,5 @@
-//! rocBLAS: plain products, where hipBLASLt is missing or has none. (`rocblas-types.h` and `rocblas-functions.h`; the numbers have held
-//! since ROCm 4.)
+//! rocBLAS: plain products, where hipBLASLt is missing or has none. (`rocblas-types.h` and
+//! `rocblas-functions.h`; the numbers have held since ROCm 4.)
 
 use super::product::Product;
 use super::tensile::Kernels;
@@ -88,8 +88,9 @@ pub struct RocBlas {
 struct Handles {
     /// Its stream is set before each call.
     usual: Handle,
-    /// Another one, and the stream that serves captures alone. Choosing a stream asks the stream for its state, which no capture permits in
-    /// ROCm before 6.2 (rocBLAS #1432, #1438), so it is done before one begins.
+    /// Another one, and the stream that serves captures alone. Choosing a stream asks the stream for its
+    /// state, which no capture permits in ROCm before 6.2 (rocBLAS #1432, #1438), so it is done before one
+    /// begins.
     capturing: Option<(Handle, Handle)>,
 }
 // SAFETY: names inside of the library; their lock lets one thread use them at a time.
@@ -228,12 +229,14 @@ struct Plan {
 
 impl Plan {
     /// # Safety
-    /// The handle is live; the addresses are those of matrices that the product describes, or the handle is asked for its memory alone.
+    /// The handle is live; the addresses are those of matrices that the product describes, or the handle is
+    /// asked for its memory alone.
     unsafe fn call(&self, handle: Handle, a: Address, b: Address, c: Address) -> Code {
         let (p, zero) = (&self.product, 0u64);
         let [factors, result, compute] = self.types;
         let operation = |by_rows: bool| OPERATIONS[usize::from(!by_rows)];
-        // SAFETY: the caller's; dimensions fit, which was checked when the product was made; the scalars are read before it returns.
+        // SAFETY: the caller's; dimensions fit, which was checked when the product was made; the scalars are
+        // read before it returns.
         unsafe {
             (self.blas.api.f.gemm)(
                 handle,

@@ -1,8 +1,10 @@
 //! Whether AMD's libraries can be used for a device.
 //!
-//! Their kernels lie in files beside them, by architecture (`lib/rocblas/library/TensileLibrary_lazy_gfx90a.dat`). Without those of the
-//! device rocBLAS ends the process at its first product, and hipBLASLt goes on with nothing; so it is looked for them first. A library
-//! that brings another HIP runtime than the driver's would take its streams for its own, so it is not used either.
+//! Their kernels lie in files beside them, by architecture
+//! (`lib/rocblas/library/TensileLibrary_lazy_gfx90a.dat`). Without those of the device rocBLAS ends the
+//! process at its first product, and hipBLASLt goes on with nothing; so it is looked for them first. A
+//! library that brings another HIP runtime than the driver's would take its streams for its own, so it is not
+//! used either.
 
 use crate::simt::adapter::Adapter;
 use crate::simt::sys::{Context, Side};
@@ -24,7 +26,8 @@ pub struct Kernels {
 }
 
 impl Kernels {
-    /// Fails where a library of AMD's, one function of which is at this address, has no kernels for the device.
+    /// Fails where a library of AMD's, one function of which is at this address, has no kernels for the
+    /// device.
     pub fn check(&self, context: &Context, function: usize) -> Result<()> {
         if context.api.family.side == Side::Cuda {
             return Ok(());
@@ -88,7 +91,8 @@ fn named<'a>(maps: &'a str, name: &str) -> BTreeSet<&'a Path> {
     mapped(maps).map(|(_, file)| file).filter(own).collect()
 }
 
-/// Whether a folder, or one below it, has kernels for an architecture: an index of them, and something that names it.
+/// Whether a folder, or one below it, has kernels for an architecture: an index of them, and something that
+/// names it.
 fn has(folder: &Path, architecture: &str) -> bool {
     fn search(folder: &Path, depth: usize, architecture: &str, found: &mut [bool; 2]) {
         for path in crate::probe::entries(folder) {

@@ -1,7 +1,8 @@
 //! Writes kernels with Rust as the macro language: expression handles with operators, closures for blocks.
 //!
 //! Reads and `let`s are emitted where they are called, so program order is memory order; pure expressions are
-//! hash-consed and rendered once per block that uses them. A misuse is remembered and returned by [`Builder::finish`].
+//! hash-consed and rendered once per block that uses them. A misuse is remembered and returned by
+//! [`Builder::finish`].
 
 mod expr;
 
@@ -382,7 +383,8 @@ impl Builder {
         self.read(Ty::of(buf.dtype), Read::Global { buf: buf.id, index, guard: Some(guard.id) })
     }
 
-    /// Reads a vector of a buffer declared with [`Builder::raw_buffer`] ([`Read::Vector`]); the index counts vectors.
+    /// Reads a vector of a buffer declared with [`Builder::raw_buffer`] ([`Read::Vector`]); the index counts
+    /// vectors.
     pub fn load_vector<'a>(&'a self, buf: Buf, ty: Ty, index: impl Operand<'a>) -> E<'a> {
         let index = self.at(buf, index);
         self.read(ty, Read::Vector { buf: buf.id, ty, index, guard: None })
@@ -418,8 +420,9 @@ impl Builder {
         self.emit(Stmt::StoreWord { buf: buf.id, index, value })
     }
 
-    /// Reads `n` elements of 8, 16 or 32 bits from `first` on, 16 bytes or else a word at a time. `n` elements are whole words; where they
-    /// are whole vectors, too, the first one lies at a multiple of 16 bytes, and else of a word.
+    /// Reads `n` elements of 8, 16 or 32 bits from `first` on, 16 bytes or else a word at a time. `n`
+    /// elements are whole words; where they are whole vectors, too, the first one lies at a multiple of 16
+    /// bytes, and else of a word.
     pub fn load_run<'a>(&'a self, buf: Buf, first: E<'a>, n: u32) -> Vec<E<'a>> {
         self.run_of(buf, first, n, None)
     }
@@ -625,7 +628,8 @@ impl Builder {
         self.emit(Stmt::FragmentReduce { dst, src, op })
     }
 
-    /// Rounds sums, from a column on, to a left operand; the place in workgroup memory as in [`Stmt::FragmentConvert`].
+    /// Rounds sums, from a column on, to a left operand; the place in workgroup memory as in
+    /// [`Stmt::FragmentConvert`].
     pub fn convert_fragment<'a>(
         &'a self,
         dst: FragmentId,
@@ -674,8 +678,9 @@ impl Builder {
         self.add(Expr::Vector(ty, [g(0), g(1), g(2), g(3)]))
     }
 
-    /// Combines `value` over a one-dimensional workgroup of a power of two items, and gives the result to all of them:
-    /// a tree over `scratch`, an array of at least as many items as the group and of the value's type. Deterministic.
+    /// Combines `value` over a one-dimensional workgroup of a power of two items, and gives the result to all
+    /// of them: a tree over `scratch`, an array of at least as many items as the group and of the value's
+    /// type. Deterministic.
     pub fn group_reduce<'a>(&'a self, op: Reduce, value: E<'a>, scratch: Local<'a>) -> E<'a> {
         let n = self.inner.borrow().k.workgroup[0];
         if !n.is_power_of_two() {

@@ -115,8 +115,8 @@ impl<M: Memory + ?Sized> Run<'_, M> {
         v
     }
 
-    /// An element of the work-item's subgroup's matrix at its place in a map; of rows the one of the row. A report and nothing where the
-    /// matrix was never set.
+    /// An element of the work-item's subgroup's matrix at its place in a map; of rows the one of the row. A
+    /// report and nothing where the matrix was never set.
     pub(super) fn element(&mut self, f: u32, at: [Reg; 2], pc: usize) -> Option<&mut f32> {
         let [row, column] = at.map(|r| self.get(r) as usize);
         let [_, columns] = self.kernel.fragments[f as usize].shape();

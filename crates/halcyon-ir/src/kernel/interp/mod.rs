@@ -1,9 +1,10 @@
 //! Runs any kernel on the host, work-item by work-item, and watches what it does to memory.
 //!
-//! A kernel is compiled to flat code over a register file per work-item. Work-items run one after another to the next
-//! barrier or subgroup operation, in an order that a seed shuffles. With [`Options::sanitize`] every access is checked
-//! against shadow memory: bytes never written, and bytes that two work-items touch with at least one write and no barrier
-//! between them. Out-of-bounds accesses are always caught: reads give 0, writes do nothing.
+//! A kernel is compiled to flat code over a register file per work-item. Work-items run one after another to
+//! the next barrier or subgroup operation, in an order that a seed shuffles. With [`Options::sanitize`] every
+//! access is checked against shadow memory: bytes never written, and bytes that two work-items touch with at
+//! least one write and no barrier between them. Out-of-bounds accesses are always caught: reads give 0,
+//! writes do nothing.
 
 mod code;
 mod matrix;
@@ -17,7 +18,8 @@ use code::{Code, Ins, NONE, Reg};
 use shadow::Shadow;
 use std::fmt;
 
-/// Memory that a kernel's buffers are in. Bytes are addressed per buffer; callers check bounds with [`Memory::len`] first.
+/// Memory that a kernel's buffers are in. Bytes are addressed per buffer; callers check bounds with
+/// [`Memory::len`] first.
 pub trait Memory {
     /// Bytes of buffer `buf`.
     fn len(&self, buf: usize) -> usize;
@@ -148,8 +150,8 @@ impl Interp {
     /// Runs a launch. Buffers are in the kernel's order.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a launch that does not match the kernel; [`Error::Internal`] if work-items wait at different
-    /// barriers (the verifier rules that out) or a loop does not advance.
+    /// [`Error::Argument`] for a launch that does not match the kernel; [`Error::Internal`] if work-items
+    /// wait at different barriers (the verifier rules that out) or a loop does not advance.
     pub fn run<M: Memory + ?Sized>(&self, launch: &Launch, memory: &mut M, o: &Options) -> Result<Outcome> {
         let k = &self.kernel;
         let bad = |what: String| Error::argument(format!("kernel {}", k.name), what);

@@ -1,10 +1,11 @@
-//! Attention in one pass over the keys with a running maximum and sum (Milakov and Gimelshein 2018; Dao et al. 2022), so no score
-//! matrix is stored.
+//! Attention in one pass over the keys with a running maximum and sum (Milakov and Gimelshein 2018; Dao et
+//! al. 2022), so no score matrix is stored.
 //!
-//! Five kernels: on matrix units that of `attention_matrix.rs`; for few queries that of `attention_split.rs`, and where a device cannot
-//! have it a workgroup per query whose work-items take a key each; tiles of queries and keys in workgroup memory; and, on CPUs, a work-item
-//! per query. The query heads that share a key head are rows of one tile. A query whose keys are all masked gives NaN, as the definition has
-//! it. Of the keys past a causal limit none is read by a tile whose queries all lie before it.
+//! Five kernels: on matrix units that of `attention_matrix.rs`; for few queries that of `attention_split.rs`,
+//! and where a device cannot have it a workgroup per query whose work-items take a key each; tiles of queries
+//! and keys in workgroup memory; and, on CPUs, a work-item per query. The query heads that share a key head
+//! are rows of one tile. A query whose keys are all masked gives NaN, as the definition has it. Of the keys
+//! past a causal limit none is read by a tile whose queries all lie before it.
 
 use super::attention_matrix::{self as matrix, Tile as MatrixTile};
 use super::attention_split::{self as split, Split};
@@ -19,12 +20,14 @@ use crate::target::{Caps, Declined, Operand};
 
 const NEG_INF: f64 = f64::NEG_INFINITY;
 
-/// Kernels for the composite `attention` (attributes `causal`, `scale`): q `[b, h, sq, d]`, k and v `[b, hk, sk, d]`, and maybe
-/// an additive mask that broadcasts to `[b, h, sq, sk]`, of a type that is computed in as theirs is; q, k and v of one float type, `d` up to
+/// Kernels for the composite `attention` (attributes `causal`, `scale`): q `[b, h, sq, d]`, k and v `[b, hk,
+/// sk, d]`, and maybe an additive mask that broadcasts to `[b, h, sq, sk]`, of a type that is computed in as
+/// theirs is; q, k and v of one float type, `d` up to
 /// 256. Rows of q, k and v are contiguous, their other strides free.
 ///
 /// # Errors
-/// Declines longer rows, values of another width than the keys', and with `needs_dense` rows that are not contiguous.
+/// Declines longer rows, values of another width than the keys', and with `needs_dense` rows that are not
+/// contiguous.
 pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
     let cx = context(op, inputs, outputs, caps)?;
     cx.build(cx.default(), inputs, outputs)
@@ -65,7 +68,8 @@ fn context<'c>(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &'c Caps)
     let Some(scale) = c.float("scale") else {
         return Err(Declined::because("attention: no scale"));
     };
-    // The definition multiplies by a literal of the type that it computes in, which under mixed precision is not the operands'.
+    // The definition multiplies by a literal of the type that it computes in, which under mixed precision is
+    // not the operands'.
     let computed = c.body.nodes().iter().find(|n| n.op == Op::Matmul).map(|n| n.ty.dtype);
     let scale = Scalar::F(scale).cast(computed.unwrap_or(inputs[0].dtype)).as_f64();
     let p = Problem::new(inputs, c.flag("causal"), scale)?;
@@ -197,8 +201,8 @@ impl Problem {
         })
     }
 
-    /// Whether products on matrix units are multiplied by the scale only as distances from the largest, which no mask and no change of
-    /// order forbids.
+    /// Whether products on matrix units are multiplied by the scale only as distances from the largest, which
+    /// no mask and no change of order forbids.
     pub fn late(&self) -> bool {
         self.mask.is_none() && self.scale > 0.0
     }
@@ -365,7 +369,8 @@ impl<'a> Running<'a> {
         Running { b, top: b.var_of(ty, NEG_INF), sum: b.var_of(ty, 0) }
     }
 
-    /// Takes in the maximum of more scores. Gives what to subtract from scores and what to multiply earlier sums by.
+    /// Takes in the maximum of more scores. Gives what to subtract from scores and what to multiply earlier
+    /// sums by.
     fn raise(self, top: E<'a>) -> (E<'a>, E<'a>) {
         let old = self.top.get();
         let new = self.b.let_(old.max(top));
@@ -471,7 +476,8 @@ impl Cx<'_> {
         }
     }
 
-    /// One query per work-item, keys in blocks; a block's products with the query are summed in as many lanes.
+    /// One query per work-item, keys in blocks; a block's products with the query are summed in as many
+    /// lanes.
     fn by_item(&self, args: Args, wg: u32, block: u32) -> Result<Lowered, Declined> {
         let b = Builder::with_index("attention_item", [wg, 1, 1], self.ix);
         let io = Io::declare(&b, self);

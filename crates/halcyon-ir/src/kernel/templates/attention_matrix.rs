@@ -1,10 +1,10 @@
-//! Attention on matrix units, for prompts: a workgroup has a tile of queries, each of its subgroups some rows of that in registers, and
-//! goes over the keys in tiles (Dao et al. 2022; Dao 2023).
+//! Attention on matrix units, for prompts: a workgroup has a tile of queries, each of its subgroups some rows
+//! of that in registers, and goes over the keys in tiles (Dao et al. 2022; Dao 2023).
 //!
-//! Keys and values pass workgroup memory, each in a place of its own: while one is multiplied, the other's next tile is on its way
-//! into registers. Scores, the running maximum and sum of a row, and the results stay in registers, in f32, from the first key to the
-//! last. Weights are rounded to the operands' type for the second product; the sum they are divided by is of the weights before that.
-//! Exponentials are powers of two.
+//! Keys and values pass workgroup memory, each in a place of its own: while one is multiplied, the other's
+//! next tile is on its way into registers. Scores, the running maximum and sum of a row, and the results stay
+//! in registers, in f32, from the first key to the last. Weights are rounded to the operands' type for the
+//! second product; the sum they are divided by is of the weights before that. Exponentials are powers of two.
 
 use super::attention::{Cx, Problem};
 use super::common::*;
@@ -70,7 +70,8 @@ pub(super) fn choose(cx: &Cx<'_>) -> Option<Tile> {
     if rows < op.m as usize {
         return None;
     }
-    // More queries for each key that is read, where registers are left for two such groups and enough groups are left for all units.
+    // More queries for each key that is read, where registers are left for two such groups and enough groups
+    // are left for all units.
     let groups = cx.p.b * cx.p.hk * rows.div_ceil(8 * op.m as usize);
     let subgroups = match rows.div_ceil(op.m as usize) {
         0..=2 => 2,
@@ -116,7 +117,8 @@ impl Layout {
         let part = t.rows * op.m as u32;
         let queries = t.subgroups * part;
         let width = (p.d as u32).max(1).next_multiple_of(op.n as u32);
-        // The padding puts what a subgroup reads at once into different banks: rows of keys along the sum, of values across it.
+        // The padding puts what a subgroup reads at once into different banks: rows of keys along the sum, of
+        // values across it.
         let pitches = [width + per, width + 8];
         let values = t.keys * pitches[0];
         let own = (values + t.keys * pitches[1]).max(queries * pitches[0]) * size;
@@ -173,7 +175,8 @@ struct Rows<'a> {
     per: u32,
     /// Elements of a row.
     d: E<'a>,
-    /// Of each of a work-item's vectors: its row in the tile, its place in that, and where it goes, in vectors; and rows that are to be added.
+    /// Of each of a work-item's vectors: its row in the tile, its place in that, and where it goes, in
+    /// vectors; and rows that are to be added.
     vectors: Vec<([E<'a>; 3], u32)>,
     /// Whether it has the last one, too, where not all do.
     last: Option<E<'a>>,
@@ -192,7 +195,8 @@ impl<'a> Rows<'a> {
         let all = rows * run;
         let vectors: Vec<_> = (0..all.div_ceil(l.items))
             .map(|i| {
-                // Where whole rows are between a work-item's vectors they differ by a number that all of the group share.
+                // Where whole rows are between a work-item's vectors they differ by a number that all of the
+                // group share.
                 let (skip, more) = match l.items.is_multiple_of(run) {
                     true => (0, i * (l.items / run)),
                     false => (i * l.items, 0),
@@ -207,8 +211,8 @@ impl<'a> Rows<'a> {
         Rows { b, buf, aligned, per: l.per, d, vectors, last }
     }
 
-    /// Reads rows; zeros where they are not there. `start` tells of a row, and of rows after it, where the first begins, how much further the other
-    /// does, and whether that is there.
+    /// Reads rows; zeros where they are not there. `start` tells of a row, and of rows after it, where the
+    /// first begins, how much further the other does, and whether that is there.
     fn fetch(&self, start: impl Fn(E<'a>, u32) -> [E<'a>; 3]) -> Vec<E<'a>> {
         let b = self.b;
         let one = |(i, ([row, at, _], more)): (usize, &([E<'a>; 3], u32))| {
@@ -247,8 +251,9 @@ struct Block {
     scores: Vec<FragmentId>,
     weight: FragmentId,
     results: Vec<FragmentId>,
-    /// The largest score so far and the sum of the weights; what is subtracted from scores and what earlier sums are multiplied by; a
-    /// row's share of a tile, over the columns that lie in one register and over all.
+    /// The largest score so far and the sum of the weights; what is subtracted from scores and what earlier
+    /// sums are multiplied by; a row's share of a tile, over the columns that lie in one register and over
+    /// all.
     top: FragmentId,
     sum: FragmentId,
     shift: FragmentId,
@@ -285,8 +290,9 @@ impl Block {
         }
     }
 
-    /// Weights of the scores: powers of two of their distances from the largest, times `factor` or, of scores that are what they are to be,
-    /// log₂ e. Only distances are multiplied by that: the lowest number of a type, which hides keys, would become -inf. Earlier sums follow.
+    /// Weights of the scores: powers of two of their distances from the largest, times `factor` or, of scores
+    /// that are what they are to be, log₂ e. Only distances are multiplied by that: the lowest number of a
+    /// type, which hides keys, would become -inf. Earlier sums follow.
     fn softmax<'a>(&self, b: &'a Builder, factor: Option<E<'a>>) {
         let scaled = |x: E<'a>| factor.map_or(x, |f| x * f);
         // Of a score and of a maximum, whose `shift` is multiplied already.
@@ -304,7 +310,8 @@ impl Block {
         b.reduce_fragment(Reduce::Max, self.share, self.columns);
         b.map_fragment(self.share, |_, _| {
             let (old, new) = (b.element(self.top), b.let_(b.element(self.top).max(b.element(self.share))));
-            // With only -inf so far any finite shift leaves every weight at 0, where -inf minus -inf would not.
+            // With only -inf so far any finite shift leaves every weight at 0, where -inf minus -inf would
+            // not.
             let shift = b.let_(new.equals(NEG_INF).select(b.constant(Ty::F32, 0), scaled(new)));
             b.set_element(self.decay, weight(old, shift));
             b.set_element(self.shift, shift);
@@ -384,8 +391,8 @@ impl<'a> Group<'a> {
         [at(self.r0, b.index(0)), at(last, self.sq - 1)]
     }
 
-    /// Puts the queries into registers, through the place of the keys. Rows past the end repeat the last one; only their stores are
-    /// left out.
+    /// Puts the queries into registers, through the place of the keys. Rows past the end repeat the last one;
+    /// only their stores are left out.
     fn queries(&self, buf: (Buf, bool), blocks: &[Block]) {
         let (b, pitch) = (self.b, self.l.pitches[0]);
         let rows = Rows::new(b, self.l, self.l.queries, (pitch, 0), buf, self.d);
@@ -405,8 +412,8 @@ impl<'a> Group<'a> {
         b.barrier();
     }
 
-    /// Scores of a tile of keys: adds the mask and multiplies, where `factor` does not come later, and hides the keys that a query does not
-    /// see.
+    /// Scores of a tile of keys: adds the mask and multiplies, where `factor` does not come later, and hides
+    /// the keys that a query does not see.
     fn finish(&self, block: &Block, first: E<'a>, factor: Option<E<'a>>) {
         let b = self.b;
         b.map_fragment(block.columns, |row, column| {
@@ -560,7 +567,8 @@ impl Cx<'_> {
         let [bh, hk, shared, sq, sk, d] = ["bh", "hk", "shared", "sq", "sk", "d"].map(|n| b.size(n));
         let [qs, ks, vs] = ["q", "k", "v"].map(|n| sizes(b, n, 3));
         let ms = sizes(b, "m", if mask.is_some() { 4 } else { 0 });
-        // Where scores are not multiplied yet their maximum and their distances from it are: one instruction less.
+        // Where scores are not multiplied yet their maximum and their distances from it are: one instruction
+        // less.
         let late = p.late();
         let scale = b.param("scale", Ty::F32);
         let scale = if late { b.let_(scale * LOG2_E) } else { scale };

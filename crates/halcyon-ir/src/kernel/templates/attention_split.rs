@@ -1,9 +1,11 @@
-//! Attention for few queries, as in the generation of text: it waits for the keys and values to be read (Dao et al. 2023, flash-decoding).
+//! Attention for few queries, as in the generation of text: it waits for the keys and values to be read (Dao
+//! et al. 2023, flash-decoding).
 //!
-//! A workgroup has a part of the keys of a key head and all rows that share them (query heads, times queries), so each row of K and V is
-//! read once for up to eight rows, 16 bytes at a time where the layout allows. A team of work-items has a key, each of them some of its
-//! columns; teams take keys side by side. Where batch and heads leave compute units idle the keys are split among groups: each
-//! writes its part's sums with their maximum and weight, and a second kernel joins them. The number of parts is a parameter.
+//! A workgroup has a part of the keys of a key head and all rows that share them (query heads, times
+//! queries), so each row of K and V is read once for up to eight rows, 16 bytes at a time where the layout
+//! allows. A team of work-items has a key, each of them some of its columns; teams take keys side by side.
+//! Where batch and heads leave compute units idle the keys are split among groups: each writes its part's
+//! sums with their maximum and weight, and a second kernel joins them. The number of parts is a parameter.
 
 use super::attention::{Cx, Io, Query};
 use super::common::*;
@@ -118,7 +120,8 @@ impl Layout {
         }
     }
 
-    /// A work-item's columns of the row at `start`; zeros where `inside` does not hold and past the row's end.
+    /// A work-item's columns of the row at `start`; zeros where `inside` does not hold and past the row's
+    /// end.
     fn load<'a>(
         &self,
         b: &'a Builder,
@@ -196,7 +199,8 @@ impl Cx<'_> {
         })
     }
 
-    /// Groups of four warps or waves for each unit; the keys of heads that fill the units anyway are not split.
+    /// Groups of four warps or waves for each unit; the keys of heads that fill the units anyway are not
+    /// split.
     pub(super) fn split_default(&self) -> Option<Split> {
         let heads = self.p.b * self.p.hk * self.blocks(ROWS);
         let groups = if heads >= 2 * self.caps.units() { 0 } else { 4 };
@@ -228,8 +232,8 @@ impl Cx<'_> {
         all.into_iter().map(|(s, ..)| s).take(16).collect()
     }
 
-    /// Whether the rows are few enough: up to one group's always, twice as many where keys are long (what the second group reads lies in
-    /// a cache).
+    /// Whether the rows are few enough: up to one group's always, twice as many where keys are long (what the
+    /// second group reads lies in a cache).
     pub(super) fn few(&self) -> bool {
         let most = ROWS as usize;
         self.rows() <= most || (self.rows() <= 2 * most && self.p.sk >= 2 * LEAST)
@@ -310,7 +314,8 @@ impl Cx<'_> {
                     x.into_iter().map(|x| b.let_(x)).collect()
                 })
                 .collect();
-            // Scores that this work-item adds up: where the products are, the key within the step, and the row.
+            // Scores that this work-item adds up: where the products are, the key within the step, and the
+            // row.
             let all = l.deep * n_rows * l.lanes;
             let own: Vec<_> = (0..all.div_ceil(n_items))
                 .map(|s| {
@@ -361,7 +366,8 @@ impl Cx<'_> {
                 let old = b.let_(top.get());
                 b.for_(0, tile, 1, |c| top.set(top.get().max(scores.load(mine * (tile + 1) + c))));
                 let new = b.let_(top.get());
-                // With only -inf so far any finite shift leaves every weight at 0, where -inf minus -inf would not.
+                // With only -inf so far any finite shift leaves every weight at 0, where -inf minus -inf
+                // would not.
                 let shift = b.let_(new.equals(NEG_INF).select(b.constant(self.ty, 0), new));
                 for s in 0..tile.div_ceil(sharing) {
                     let c = b.let_(member + s * sharing);
@@ -425,7 +431,8 @@ impl Cx<'_> {
         });
     }
 
-    /// Joins the parts' sums: a group for each row. A part counts by how far its maximum is below the largest.
+    /// Joins the parts' sums: a group for each row. A part counts by how far its maximum is below the
+    /// largest.
     fn join(&self, args: &Args, l: &Layout) -> Result<Lowered, Declined> {
         let n = self
             .joining()

@@ -36,7 +36,8 @@ pub(super) fn row_major(inputs: &[Operand], which: impl IntoIterator<Item = usiz
     if bad.is_empty() { Ok(()) } else { Err(Declined::needs_dense(bad)) }
 }
 
-/// The index type that reaches every element of the operands: i32, with room for the tile overhang of guarded reads, or i64.
+/// The index type that reaches every element of the operands: i32, with room for the tile overhang of guarded
+/// reads, or i64.
 pub(super) fn index_type(inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Ty, Declined> {
     let far = inputs.iter().chain(outputs).any(|o| {
         let (lo, hi) = o.view.range().unwrap_or((0, 0));
@@ -91,8 +92,8 @@ pub(super) fn sizes<'a>(b: &'a Builder, name: &str, n: usize) -> Vec<E<'a>> {
     (0..n).map(|i| b.size(&format!("{name}{i}"))).collect()
 }
 
-/// Finishes a kernel, checks it against the device and launches it over at least `groups` groups. The buffers are the
-/// op's inputs and then its output.
+/// Finishes a kernel, checks it against the device and launches it over at least `groups` groups. The buffers
+/// are the op's inputs and then its output.
 pub(super) fn single(b: Builder, args: &Args, groups: usize, caps: &Caps) -> Result<Lowered, Declined> {
     let k = b.finish().map_err(declined)?;
     verify_for(&k, caps).map_err(declined)?;

@@ -1,5 +1,6 @@
-//! Convolution, direct: each work-item computes up to four output channels at one place, on CPUs at eight places in a row.
-//! Kernels have three spatial axes; fewer are padded with unit axes. A pointwise convolution is a matrix product.
+//! Convolution, direct: each work-item computes up to four output channels at one place, on CPUs at eight
+//! places in a row. Kernels have three spatial axes; fewer are padded with unit axes. A pointwise convolution
+//! is a matrix product.
 
 use super::common::*;
 use crate::dtype::DType;
@@ -11,7 +12,8 @@ use crate::layout::View;
 use crate::op::{Conv, Op};
 use crate::target::{Caps, Declined, Operand};
 
-/// Kernels for [`Op::Conv`]: input `[n, c, i…]` and weight `[o, c/groups, k…]` of one float type, one to three spatial axes.
+/// Kernels for [`Op::Conv`]: input `[n, c, i…]` and weight `[o, c/groups, k…]` of one float type, one to
+/// three spatial axes.
 ///
 /// # Errors
 /// Declines with `needs_dense` unless both operands are row-major; declines more than three spatial axes.
@@ -39,7 +41,8 @@ pub fn lower_as(
     }
 }
 
-/// The kernels that the device can have for a convolution. A pointwise one is tuned as the product that it is.
+/// The kernels that the device can have for a convolution. A pointwise one is tuned as the product that it
+/// is.
 ///
 /// # Errors
 /// As [`lower`].

@@ -1,5 +1,6 @@
-//! Gathers, scatters and slice updates. Indices may be negative (from the end); one out of range is clamped and sets the
-//! fault word. Scatters are deterministic: one work-item owns each result and walks the updates in order.
+//! Gathers, scatters and slice updates. Indices may be negative (from the end); one out of range is clamped
+//! and sets the fault word. Scatters are deterministic: one work-item owns each result and walks the updates
+//! in order.
 
 use crate::error::Result;
 use crate::kernel::access::{Access, GROUP, Template, typed};
@@ -86,8 +87,8 @@ fn scatter_op(kind: ScatterKind) -> Option<ScalarOp> {
     }
 }
 
-/// Scatter along an axis. With `rows`, index `[i…]` names whole slices (updates `[a…, i…, b…]`); else index and updates have one
-/// shape, no larger than the base outside the axis.
+/// Scatter along an axis. With `rows`, index `[i…]` names whole slices (updates `[a…, i…, b…]`); else index
+/// and updates have one shape, no larger than the base outside the axis.
 ///
 /// Each result walks the updates of its column in index order: work is results × updates, without atomics.
 pub(in crate::kernel) fn scatter(
@@ -156,7 +157,8 @@ pub(in crate::kernel) fn scatter(
     t.finish(groups, caps.max_groups)
 }
 
-/// Writes `update` at `position` along `axis` of a tensor already in the output's buffer (clamped so that it fits).
+/// Writes `update` at `position` along `axis` of a tensor already in the output's buffer (clamped so that it
+/// fits).
 pub(in crate::kernel) fn update_slice(
     axis: usize,
     update: &Operand,

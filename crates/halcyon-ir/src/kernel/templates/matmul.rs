@@ -1,8 +1,9 @@
 //! Matrix product of strided operands: `y[b…, i, j] = Σ a[b…, i, k] * w[b…, k, j]`.
 //!
-//! On matrix units the kernel of `matmul_matrix.rs`. Else five. On GPUs a tiled one through workgroup memory and one for a few rows or columns, whose workgroup splits the
-//! sum; on CPUs one whose work-item owns a block of rows and columns, and one for long dot products; anywhere, for tiny
-//! products, one output per work-item.
+//! On matrix units the kernel of `matmul_matrix.rs`. Else five. On GPUs a tiled one through workgroup memory
+//! and one for a few rows or columns, whose workgroup splits the sum; on CPUs one whose work-item owns a
+//! block of rows and columns, and one for long dot products; anywhere, for tiny products, one output per
+//! work-item.
 
 use super::common::*;
 use super::matmul_matrix::{self as matrix, Tile as MatrixTile};
@@ -334,17 +335,20 @@ impl Cx<'_> {
         p.m.min(p.n) <= 8 && p.k >= 64 && self.caps.max_workgroup >= 64
     }
 
-    /// Whether the split kernel's right operand, after a narrow product was turned, is contiguous along the sum.
+    /// Whether the split kernel's right operand, after a narrow product was turned, is contiguous along the
+    /// sum.
     fn split_along_k(p: &Problem) -> bool {
         if p.m > p.n { p.ak.abs() <= p.am.abs() } else { p.bk.abs() <= p.bn.abs() }
     }
 
-    /// A narrow product as the split kernel sees it, few rows by many columns, and where its right operand begins.
+    /// A narrow product as the split kernel sees it, few rows by many columns, and where its right operand
+    /// begins.
     fn turned(&self, p: &Problem) -> (Problem, isize) {
         if p.m > p.n { (p.transposed(), self.offsets[0]) } else { (p.clone(), self.offsets[1]) }
     }
 
-    /// Neighbours of the right operand that a work-item of the split kernel reads at a time: 16 bytes, or one.
+    /// Neighbours of the right operand that a work-item of the split kernel reads at a time: 16 bytes, or
+    /// one.
     fn run(&self, p: &Problem, offset: isize) -> u32 {
         let along_k = p.bk.abs() <= p.bn.abs();
         let (fast, slow, extent) = if along_k { (p.bk, p.bn, p.k) } else { (p.bn, p.bk, p.n) };
@@ -380,8 +384,8 @@ impl Cx<'_> {
             let items: u32 = if caps.max_workgroup >= 256 { 256 } else { 64 };
             let columns = match (Self::split_along_k(p), self.turned(p)) {
                 (true, _) => items / 64,
-                // A work-item's columns are 16 bytes, of which four make whole sectors of a cache's line; more where that
-                // leaves work for all.
+                // A work-item's columns are 16 bytes, of which four make whole sectors of a cache's line;
+                // more where that leaves work for all.
                 (false, (t, offset)) if self.run(&t, offset) > 1 => {
                     let each = self.run(&t, offset) as usize;
                     let groups = |c: u32| t.n.div_ceil(c as usize * each) * t.m.div_ceil(4) * t.batches();
@@ -543,8 +547,8 @@ impl Cx<'_> {
         single(b, &args, (p.batches() * p.m * p.n).div_ceil(wg as usize), self.caps)
     }
 
-    /// Tiles of both operands in workgroup memory, `each * each` outputs per work-item. Consecutive work-items read along
-    /// the axis that is contiguous in memory.
+    /// Tiles of both operands in workgroup memory, `each * each` outputs per work-item. Consecutive
+    /// work-items read along the axis that is contiguous in memory.
     fn tiled(&self, p: &Problem, mut args: Args, t: Tile) -> Result<Lowered, Declined> {
         let (class, edge, n_items) = (p.rank_class(), t.edge(), t.side * t.side);
         let along_k = (p.ak.abs() <= p.am.abs(), p.bk.abs() <= p.bn.abs());
@@ -606,8 +610,8 @@ impl Cx<'_> {
         single(b, &args, groups, self.caps)
     }
 
-    /// For few rows: a workgroup owns some columns of up to four rows and splits the sum over its work-items. `flipped`: the
-    /// problem is the transpose of the op's, so the buffers change places.
+    /// For few rows: a workgroup owns some columns of up to four rows and splits the sum over its work-items.
+    /// `flipped`: the problem is the transpose of the op's, so the buffers change places.
     fn split(
         &self,
         p: &Problem,
@@ -716,8 +720,8 @@ impl Cx<'_> {
         single(b, &args, groups, self.caps)
     }
 
-    /// For CPUs, rows of the right operand contiguous: a block of rows and columns per work-item, whose inner loops run
-    /// over consecutive columns, so that a compiler turns them into vectors.
+    /// For CPUs, rows of the right operand contiguous: a block of rows and columns per work-item, whose inner
+    /// loops run over consecutive columns, so that a compiler turns them into vectors.
     fn block(
         &self,
         p: &Problem,
@@ -768,7 +772,8 @@ impl Cx<'_> {
         single(b, &args, blocks.div_ceil(wg as usize), self.caps)
     }
 
-    /// For CPUs, both operands contiguous along the sum: one output per work-item, summed in independent lanes.
+    /// For CPUs, both operands contiguous along the sum: one output per work-item, summed in independent
+    /// lanes.
     fn dot(&self, p: &Problem, mut args: Args, width: u32, wg: u32) -> Result<Lowered, Declined> {
         let class = p.rank_class();
         let b = Builder::with_index("matmul_dot", [wg, 1, 1], self.ix);

@@ -1,9 +1,11 @@
-//! Matrix products on matrix units: a workgroup has a tile of the result, each of its subgroups a part of that in registers.
+//! Matrix products on matrix units: a workgroup has a tile of the result, each of its subgroups a part of
+//! that in registers.
 //!
-//! Both operands go through workgroup memory in two stages: while products of one are computed, the next step's elements are on their
-//! way into registers. They are read in 16 bytes where the layout allows that, which is part of the program's text, and keep the order
-//! they have in memory; rows are padded, so that what a subgroup reads at once lies in different banks. At the end the sums go through
-//! the same memory, so that the result is written in runs. Sums are f32 throughout, and rounded once.
+//! Both operands go through workgroup memory in two stages: while products of one are computed, the next
+//! step's elements are on their way into registers. They are read in 16 bytes where the layout allows that,
+//! which is part of the program's text, and keep the order they have in memory; rows are padded, so that what
+//! a subgroup reads at once lies in different banks. At the end the sums go through the same memory, so that
+//! the result is written in runs. Sums are f32 throughout, and rounded once.
 
 use super::common::*;
 use super::matmul::{Cx, Problem, Shape, fill};
@@ -180,8 +182,8 @@ pub(super) fn legal(p: &Problem, out: DType, op: MatrixOp, t: Tile, caps: &Caps)
 struct Carrier<'a> {
     side: Side,
     buf: Buf,
-    /// Of each of its vectors: the row and the place along the sum, within the step, of its first element, and where it goes in a
-    /// stage, in vectors.
+    /// Of each of its vectors: the row and the place along the sum, within the step, of its first element,
+    /// and where it goes in a stage, in vectors.
     vectors: Vec<[E<'a>; 3]>,
     start: E<'a>,
     /// Number of rows, and their stride and the sum's.
@@ -343,8 +345,8 @@ impl Cx<'_> {
                 let load = |f: FragmentId, i: u32, side: usize, edge: u8| {
                     let d = l.sides[side];
                     let (row, k) = if d.along_k { (d.pitch, k) } else { (1, k * d.pitch) };
-                    // Of the left operand a row's elements are next to each other in a row-major tile, of the right one in a
-                    // column-major tile.
+                    // Of the left operand a row's elements are next to each other in a row-major tile, of the
+                    // right one in a column-major tile.
                     let column_major = d.along_k == (side == 1);
                     b.load_fragment(
                         f,
@@ -369,8 +371,8 @@ impl Cx<'_> {
     }
 }
 
-/// Writes the sums of a subgroup, a row of its matrices at a time and through its own part of workgroup memory. `whole`: rows of the
-/// result begin at 16 bytes.
+/// Writes the sums of a subgroup, a row of its matrices at a time and through its own part of workgroup
+/// memory. `whole`: rows of the result begin at 16 bytes.
 #[allow(clippy::too_many_arguments)]
 fn write<'a>(
     b: &'a Builder,

@@ -9,11 +9,13 @@ use crate::kernel::tune::{Choices, Variant};
 use crate::op::Op;
 use crate::target::{Caps, Declined, Operand};
 
-/// Kernels for the composites `layer_norm` (operands x, scale and maybe bias; attributes `axis`, `eps`) and `rms_norm` (x and
-/// scale; `eps`), on float types. The variance is that of the deviations from the mean, in a pass of its own.
+/// Kernels for the composites `layer_norm` (operands x, scale and maybe bias; attributes `axis`, `eps`) and
+/// `rms_norm` (x and scale; `eps`), on float types. The variance is that of the deviations from the mean, in
+/// a pass of its own.
 ///
 /// # Errors
-/// Declines scale or bias that are not shaped like the normalised axes, and with `needs_dense` what is not row-major.
+/// Declines scale or bias that are not shaped like the normalised axes, and with `needs_dense` what is not
+/// row-major.
 pub fn lower(op: &Op, inputs: &[Operand], outputs: &[Operand], caps: &Caps) -> Result<Lowered, Declined> {
     let p = problem(op, inputs, outputs)?;
     build(&p, By::choose(p.rows, p.n, 1, Ty::of(inputs[0].dtype), caps), inputs, outputs, caps)

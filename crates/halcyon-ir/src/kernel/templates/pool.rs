@@ -1,5 +1,6 @@
-//! Pooling and its gradient, one output element per work-item. The gradient gathers: each input element adds up the windows
-//! it won (maximum) or is part of (average), so nothing is written twice and the order of sums is fixed.
+//! Pooling and its gradient, one output element per work-item. The gradient gathers: each input element adds
+//! up the windows it won (maximum) or is part of (average), so nothing is written twice and the order of sums
+//! is fixed.
 
 use super::common::*;
 use crate::kernel::ir::Ty;
@@ -8,8 +9,8 @@ use crate::kernel::{Buf, Builder, E};
 use crate::op::{Op, Pool, PoolKind, ReduceKind};
 use crate::target::{Caps, Declined, Operand};
 
-/// Kernels for [`Op::Pool`] (`[n, c, i…]`, numbers for the maximum, floats for the average) and [`Op::PoolGrad`] (operands x,
-/// y, dy of one float type). One to three spatial axes.
+/// Kernels for [`Op::Pool`] (`[n, c, i…]`, numbers for the maximum, floats for the average) and
+/// [`Op::PoolGrad`] (operands x, y, dy of one float type). One to three spatial axes.
 ///
 /// # Errors
 /// Declines with `needs_dense` unless the operands are row-major; declines more than three spatial axes.
@@ -93,7 +94,8 @@ impl<'a> Sizes<'a> {
         Sizes { planes, y, k, i, s, d, l }
     }
 
-    /// Runs `f` with the input index (in its plane) under each element, inside the input, of the window at `o`; in order.
+    /// Runs `f` with the input index (in its plane) under each element, inside the input, of the window at
+    /// `o`; in order.
     fn window(&self, b: &'a Builder, o: &[E<'a>], f: impl FnOnce(E<'a>)) {
         let place = |a: usize, k: E<'a>| b.let_(o[a] * self.s[a] + k * self.d[a] - self.l[a]);
         let inside = |a: usize, p: E<'a>| p.ge(0).and(p.lt(self.i[a]));
@@ -112,7 +114,8 @@ impl<'a> Sizes<'a> {
         });
     }
 
-    /// Runs `f` with the coordinates of each window that covers input element `i`, in order of kernel elements.
+    /// Runs `f` with the coordinates of each window that covers input element `i`, in order of kernel
+    /// elements.
     fn covering(&self, b: &'a Builder, i: &[E<'a>], f: impl FnOnce(&[E<'a>])) {
         // The window at `o` has kernel element `k` on `i` where `o * stride = i + lo - k * dilation`.
         let at = |a: usize, k: E<'a>| {
@@ -194,7 +197,8 @@ fn forward(
     single(b, &args, total.div_ceil(wg as usize), caps)
 }
 
-/// One input element per work-item: `f` is given the plane, the element's coordinates, its index and the sum to add to.
+/// One input element per work-item: `f` is given the plane, the element's coordinates, its index and the sum
+/// to add to.
 fn gradient(
     g: &Geometry,
     buffers: Vec<usize>,

@@ -1,4 +1,5 @@
-//! Kernels that reduce and rewrite rows: a workgroup per row, or one work-item per row whose sums run in independent lanes.
+//! Kernels that reduce and rewrite rows: a workgroup per row, or one work-item per row whose sums run in
+//! independent lanes.
 
 use super::common::*;
 use crate::dtype::Scalar;
@@ -20,7 +21,8 @@ pub(super) enum By {
 }
 
 impl By {
-    /// `rows` rows of `n` elements; `gap` is the distance of a row's elements, which are `gap` rows' neighbours.
+    /// `rows` rows of `n` elements; `gap` is the distance of a row's elements, which are `gap` rows'
+    /// neighbours.
     pub(super) fn choose(rows: usize, n: usize, gap: usize, ty: Ty, caps: &Caps) -> By {
         let enough_rows = rows >= 256 * caps.units();
         let want: u32 = if n >= 1024 { 256 } else { 64 };
@@ -83,8 +85,8 @@ impl By {
     }
 }
 
-/// How many neighbours a work-item of a group takes at a time, in rows of `n` elements that lie next to each other: 16 bytes of the
-/// first operand, one where operands do not begin at such places or have other types.
+/// How many neighbours a work-item of a group takes at a time, in rows of `n` elements that lie next to each
+/// other: 16 bytes of the first operand, one where operands do not begin at such places or have other types.
 pub(super) fn run(n: usize, operands: &[Operand]) -> u32 {
     let Some(first) = operands.first().filter(|o| o.dtype.size() <= 4) else { return 1 };
     let run = 16 / first.dtype.size();

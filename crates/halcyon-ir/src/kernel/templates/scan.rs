@@ -99,8 +99,8 @@ pub(in crate::kernel) fn arg_reduce(
     t.finish(groups, caps.max_groups)
 }
 
-/// Stable order of each line: an element's place is the number of elements that come before it. One work-item per element,
-/// `len` comparisons each; ties go by index, so no order of work-items changes the result.
+/// Stable order of each line: an element's place is the number of elements that come before it. One work-item
+/// per element, `len` comparisons each; ties go by index, so no order of work-items changes the result.
 pub(in crate::kernel) fn arg_sort(
     axis: usize,
     descending: bool,

@@ -1,5 +1,5 @@
-//! Softmax and its logarithm along one axis: the row's maximum, the sum of exponentials of what is below it, then the values.
-//! A row whose maximum is -inf or NaN is NaN throughout, as the definition has it.
+//! Softmax and its logarithm along one axis: the row's maximum, the sum of exponentials of what is below it,
+//! then the values. A row whose maximum is -inf or NaN is NaN throughout, as the definition has it.
 
 use super::common::*;
 use super::rows::{By, Line, Row, run};
@@ -11,8 +11,8 @@ use crate::kernel::{Builder, E};
 use crate::op::Op;
 use crate::target::{Caps, Declined, Operand};
 
-/// Kernels for the composites `softmax` and `log_softmax` (attribute `axis`) on any float type, with the rounding of their
-/// bodies.
+/// Kernels for the composites `softmax` and `log_softmax` (attribute `axis`) on any float type, with the
+/// rounding of their bodies.
 ///
 /// # Errors
 /// Declines with `needs_dense` unless the operand is row-major.

@@ -1,7 +1,8 @@
-//! Small floats as element-wise arithmetic on the bits of f32, without branches. The host does the same in `minifloat`.
+//! Small floats as element-wise arithmetic on the bits of f32, without branches. The host does the same in
+//! `minifloat`.
 //!
-//! Every step is exact in f32, and none works on numbers below its smallest normal, which a device may flush to zero; what is
-//! that small goes through integers.
+//! Every step is exact in f32, and none works on numbers below its smallest normal, which a device may flush
+//! to zero; what is that small goes through integers.
 
 use crate::convert::Rounding;
 use crate::dtype::{DType, Scalar};
@@ -56,7 +57,8 @@ impl<'a> Arith<'a> {
         if self.g.dtype(x) == d { Ok(x) } else { self.g.bitcast(x, d) }
     }
 
-    /// A native number as f32; what f32 does not hold is rounded to odd where a second rounding could tell the difference.
+    /// A native number as f32; what f32 does not hold is rounded to odd where a second rounding could tell
+    /// the difference.
     fn source(&mut self, x: NodeId, powers: bool) -> Result<NodeId> {
         match self.g.dtype(x) {
             DType::F64 => self.odd(x),
@@ -85,7 +87,8 @@ impl<'a> Arith<'a> {
         self.bits(bits, DType::F32)
     }
 
-    /// A 32- or 64-bit integer to f32, rounded towards zero and to odd. Negative ones, which have no power of two, just stay so.
+    /// A 32- or 64-bit integer to f32, rounded towards zero and to odd. Negative ones, which have no power of
+    /// two, just stay so.
     fn odd_int(&mut self, x: NodeId, d: DType) -> Result<NodeId> {
         let mut y = x;
         // Of a number from `from` on, `low` bits are dropped, and 4 to 24 are left.
@@ -194,8 +197,8 @@ pub(super) fn encode(g: &mut Graph, x: NodeId, d: DType) -> Result<NodeId> {
     a.cast(y, DType::U8)
 }
 
-/// A native number to patterns (u8) of E8M0. Negative numbers are NaN, -0 is zero. `saturate` moves what is outside of the range
-/// to its nearer end, else it is NaN.
+/// A native number to patterns (u8) of E8M0. Negative numbers are NaN, -0 is zero. `saturate` moves what is
+/// outside of the range to its nearer end, else it is NaN.
 pub(crate) fn encode_e8m0(g: &mut Graph, x: NodeId, rounding: Rounding, saturate: bool) -> Result<NodeId> {
     // 2^-127 and 2^127 in f32.
     const LO: u32 = 1 << 22;
@@ -215,7 +218,8 @@ pub(crate) fn encode_e8m0(g: &mut Graph, x: NodeId, rounding: Rounding, saturate
         let outside = a.op(S::Or, &[under, over])?;
         bad = a.op(S::Or, &[bad, outside])?;
     }
-    // From where on the significand counts as one more power, in normal numbers and in those from 2^-127 to 2^-126.
+    // From where on the significand counts as one more power, in normal numbers and in those from 2^-127 to
+    // 2^-126.
     let (add, second) = match rounding {
         Rounding::Nearest => (1u32 << 22, LO + (LO >> 1)),
         Rounding::Up => ((1 << 23) - 1, LO + 1),

@@ -1,10 +1,10 @@
 //! Removes the types that no kernel handles: packed integers and small floats ([`DType::is_native`]).
 //!
-//! Inside the new graph a small value has a carrier, one byte to an element: i8 or u8 that hold the integer, u8 with the
-//! pattern of a float in its low bits. What only moves elements (views, gather, concat, select) does so with carriers, bits
-//! and all. What computes takes a float's number out of its pattern into f32, and rounds or wraps its result to the type
-//! again. Packed bytes (u8) are at the borders alone: inputs, large constants and outputs. All of it is ordinary
-//! element-wise arithmetic, which fuses.
+//! Inside the new graph a small value has a carrier, one byte to an element: i8 or u8 that hold the integer,
+//! u8 with the pattern of a float in its low bits. What only moves elements (views, gather, concat, select)
+//! does so with carriers, bits and all. What computes takes a float's number out of its pattern into f32, and
+//! rounds or wraps its result to the type again. Packed bytes (u8) are at the borders alone: inputs, large
+//! constants and outputs. All of it is ordinary element-wise arithmetic, which fuses.
 //!
 //! The values are those of `reference::eval`, but for arithmetic on small floats, which happens in f32.
 
@@ -33,8 +33,8 @@ pub fn applies(g: &Graph) -> bool {
             .any(|n| small(n.ty.dtype) || matches!(&n.op, Op::Composite(c) if applies(&c.body)))
 }
 
-/// The graph without small types. Composites with such types must have been inlined, and shapes must be known. Inputs and
-/// outputs of 8 bits keep their shapes as u8; those of fewer bits become vectors of bytes.
+/// The graph without small types. Composites with such types must have been inlined, and shapes must be
+/// known. Inputs and outputs of 8 bits keep their shapes as u8; those of fewer bits become vectors of bytes.
 ///
 /// # Errors
 /// [`Error::Unsupported`] for custom ops on small types.
@@ -209,7 +209,8 @@ fn closed(op: &Op, d: DType) -> bool {
         }
 }
 
-/// Whether the identity of a maximum or minimum may come through: that of the wide type is past the small one's ends.
+/// Whether the identity of a maximum or minimum may come through: that of the wide type is past the small
+/// one's ends.
 fn extreme(op: &Op) -> Option<ReduceKind> {
     match op {
         Op::Reduce { kind, .. } | Op::Scan { kind, exclusive: true, .. } => Some(*kind),

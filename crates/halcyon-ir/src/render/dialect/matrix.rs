@@ -1,8 +1,10 @@
-//! Products of matrices on NVIDIA's and AMD's matrix units: types, and the functions that load, multiply and store them.
+//! Products of matrices on NVIDIA's and AMD's matrix units: types, and the functions that load, multiply and
+//! store them.
 //!
-//! Which work-item has which elements is fixed by the instruction: for `mma.sync` in the PTX ISA (sections "Matrix Fragments for mma.m16n8k16
-//! with floating point type" and "… mma.m16n8k8"), for MFMA and WMMA in AMD's ISA documents and its matrix instruction calculator. A product
-//! here is 16 × 16, two instructions on NVIDIA's (m16n8k16), one on AMD's.
+//! Which work-item has which elements is fixed by the instruction: for `mma.sync` in the PTX ISA (sections
+//! "Matrix Fragments for mma.m16n8k16 with floating point type" and "… mma.m16n8k8"), for MFMA and WMMA in
+//! AMD's ISA documents and its matrix instruction calculator. A product here is 16 × 16, two instructions on
+//! NVIDIA's (m16n8k16), one on AMD's.
 
 use crate::kernel::ir::{MatrixOp, MatrixType};
 
@@ -34,9 +36,9 @@ struct h_sum { float r[H_SUM]; };
 struct h_rows { float r[H_ROWS]; };
 ";
 
-/// MFMA: work-item `l` has four elements along k from `4 (l / 16)` of row (of B, column) `l % 16`, and of the sums column `l % 16`, rows
-/// `4 (l / 16)` on. WMMA: all sixteen of row `l % 16`, both halves of the wave the same, and of the sums column `l % 16`, every other
-/// row from `l / 16` on.
+/// MFMA: work-item `l` has four elements along k from `4 (l / 16)` of row (of B, column) `l % 16`, and of the
+/// sums column `l % 16`, rows `4 (l / 16)` on. WMMA: all sixteen of row `l % 16`, both halves of the wave the
+/// same, and of the sums column `l % 16`, every other row from `l / 16` on.
 pub(super) const HIP_HEADER: &str = "\
 #if defined(__gfx90a__) || defined(__gfx940__) || defined(__gfx941__) || defined(__gfx942__) || defined(__gfx950__)
 #define H_OPERAND 2

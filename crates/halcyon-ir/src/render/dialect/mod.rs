@@ -35,7 +35,8 @@ pub struct Dialect {
     pub buffer_arg: &'static str,
     /// A scalar argument: `$t`, `$n`, `$i`.
     pub param_arg: &'static str,
-    /// The buffer of arguments `g`, in words of eight bytes; empty where kernels cannot take addresses from it.
+    /// The buffer of arguments `g`, in words of eight bytes; empty where kernels cannot take addresses from
+    /// it.
     pub arguments: &'static str,
     /// Arguments after these.
     pub extra_args: &'static str,

@@ -1,4 +1,5 @@
-//! OpenCL C 1.2 without extensions but fp64 where f64 is used. f16 is storage only (`vload_half`, `vstore_half`).
+//! OpenCL C 1.2 without extensions but fp64 where f64 is used. f16 is storage only (`vload_half`,
+//! `vstore_half`).
 
 use super::{Dialect, Language};
 use crate::kernel::ir::Ty;

@@ -1,5 +1,5 @@
-//! Functions the WGSL writer emits where they are called. `$T` is the type, `$U` and `$I` the integers of its width, `$s` the type's
-//! name, `@` the function's own name.
+//! Functions the WGSL writer emits where they are called. `$T` is the type, `$U` and `$I` the integers of its
+//! width, `$s` the type's name, `@` the function's own name.
 
 use super::{float_constant, int_constant, math, ty_name};
 use crate::dtype::DType;
@@ -68,8 +68,8 @@ fn fixed(name: &str) -> Option<String> {
             "fn @(x: f32) -> u32 {\n    let u = bitcast<u32>(x);\n    if ((u & 0x7fffffffu) > 0x7f800000u) {\n        \
              return (u >> 16u) | 64u;\n    }\n    return (u + 0x7fffu + ((u >> 16u) & 1u)) >> 16u;\n}\n"
         }
-        // The language's own packing may round either way, and may flush denormals, which are data in f16. Below 2^-14 the
-        // significand counts steps of 2^-24.
+        // The language's own packing may round either way, and may flush denormals, which are data in f16.
+        // Below 2^-14 the significand counts steps of 2^-24.
         "h_f16_f32" => {
             "fn @(h: u32) -> f32 {\n    let sign = (h & 0x8000u) << 16u;\n    let rest = h & 0x7fffu;\n    if (rest < 0x400u) {\n        \
              return bitcast<f32>(bitcast<u32>(f32(rest) * 5.9604644775390625e-8) | sign);\n    }\n    \
@@ -190,8 +190,9 @@ fn float(base: &str, ty: Ty) -> Option<String> {
              return select(y, x, x {} y);\n}}\n",
             if base == "h_min" { "<" } else { ">" }
         ),
-        // The language allows 2.5 units of the last place, which is enough to quantise a number to its neighbour. What the quotient
-        // leaves, from exact products of halves of the significands, corrects it.
+        // The language allows 2.5 units of the last place, which is enough to quantise a number to its
+        // neighbour. What the quotient leaves, from exact products of halves of the significands, corrects
+        // it.
         "h_div" => format!(
             "fn @(x: $T, y: $T) -> $T {{\n    let q = x / y;\n    let p = q * y;\n    let a = h_head_$s(q);\n    let b = h_head_$s(y);\n    \
              let e = ((a * b - p) + a * (y - b) + (q - a) * b) + (q - a) * (y - b);\n    let c = q + ((x - p) - e) / y;\n    \
@@ -199,8 +200,9 @@ fn float(base: &str, ty: Ty) -> Option<String> {
             magnitude("c"),
             magnitude("c")
         ),
-        // A product alone may be past the range of what its sum with a third number is; then all is scaled, by little, for beyond that
-        // no third number brings it back, and what rounding the product loses is added, since much may cancel.
+        // A product alone may be past the range of what its sum with a third number is; then all is scaled,
+        // by little, for beyond that no third number brings it back, and what rounding the product loses is
+        // added, since much may cancel.
         "h_fma" => {
             let f = if ty == Ty::F64 { "x * y + z" } else { "fma(x, y, z)" };
             format!(

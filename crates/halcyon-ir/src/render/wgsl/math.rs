@@ -1,7 +1,8 @@
-//! Mathematical functions of f32 and f64 from additions, multiplications, divisions and roots alone, because WGSL's own may be off by
-//! thousands of units of the last place, and has none of f64.
+//! Mathematical functions of f32 and f64 from additions, multiplications, divisions and roots alone, because
+//! WGSL's own may be off by thousands of units of the last place, and has none of f64.
 //!
-//! f32: the reductions of the CPU's `vmath.rs`, with the same fits ([`crate::fits`]). f64: shorter intervals and Taylor's series, Horner's rule.
+//! f32: the reductions of the CPU's `vmath.rs`, with the same fits ([`crate::fits`]). f64: shorter intervals
+//! and Taylor's series, Horner's rule.
 
 use crate::fits;
 use crate::kernel::ir::Ty;
@@ -115,7 +116,8 @@ fn f32_only(name: &str) -> Option<String> {
     Some(match name {
         "magnitude_mask" => "fn @() -> u32 {\n    return 0x7fffffffu;\n}\n".into(),
         "pow2" => "fn @(k: i32) -> f32 {\n    return bitcast<f32>(u32(k + 127) << 23u);\n}\n".into(),
-        // The first 12 bits of the significand, and all but the last 4. Compilers simplify (1 + x) - 1, but not through a mask.
+        // The first 12 bits of the significand, and all but the last 4. Compilers simplify (1 + x) - 1, but
+        // not through a mask.
         "head" => one("    return bitcast<f32>(bitcast<u32>(x) & 0xfffff000u);\n"),
         "cut" => one("    return bitcast<f32>(bitcast<u32>(x) & 0xfffffff0u);\n"),
         // x 2^k for k in -252..=254, rounding once in the denormal range.
@@ -208,8 +210,8 @@ fn f32_only(name: &str) -> Option<String> {
              let r = 2.0 * h_asin_half_f32(sqrt((1.0 - a) * 0.5));\n        return select(r, 3.1415927 - r, x < 0.0);\n    }\n    \
              return 1.5707963 - (h_copysign_f32(h_asin_half_f32(a), x) + 4.371139e-8);\n",
         ),
-        // erfc(a) for a >= 0, where a^2 = c b^2: exp(-a^2) / (1 + 2a) times a polynomial in (a - 2) / (a + 2). The exponential is taken
-        // of a head of b of 12 bits, whose square is exact, and of the rest.
+        // erfc(a) for a >= 0, where a^2 = c b^2: exp(-a^2) / (1 + 2a) times a polynomial in (a - 2) / (a +
+        // 2). The exponential is taken of a head of b of 12 bits, whose square is exact, and of the rest.
         "erfc_pos" => format!(
             "fn @(a_: f32, b_: f32, c: f32) -> f32 {{\n    let a = min(a_, 16.0);\n    let b = min(b_, 16.0);\n    let t = (a - 2.0) / (a + 2.0);\n    \
              let p = {};\n    let h = bitcast<f32>(bitcast<u32>(b) & 0xfffff000u);\n    let d = c * ((h - b) * (b + h));\n    \
@@ -252,8 +254,9 @@ fn log_edges(ty: &str) -> String {
     )
 }
 
-/// sin and cos of what is left of x after quarters of a turn. Up to 2^10 the multiple of pi / 2 is taken off in parts whose products are
-/// exact; beyond, x is multiplied by as many words of 2 / pi as it needs (M. Payne and R. Hanek 1983).
+/// sin and cos of what is left of x after quarters of a turn. Up to 2^10 the multiple of pi / 2 is taken off
+/// in parts whose products are exact; beyond, x is multiplied by as many words of 2 / pi as it needs (M.
+/// Payne and R. Hanek 1983).
 fn trig32(p: &dyn Fn(&str, &[f32]) -> String) -> String {
     let series = format!(
         "    let s = r * r;\n    let sin = s * r * {} + r;\n    let cos = s * s * {} + (1.0 - 0.5 * s);\n    return Trig32(sin, cos, q);\n}}\n",
@@ -421,9 +424,11 @@ fn @(x: f64) -> Trig64 {
     reduce.to_string() + &series
 }
 
-/// x^y with C99's special cases. log2 x is two numbers, made from exact products of heads of half the significand.
+/// x^y with C99's special cases. log2 x is two numbers, made from exact products of heads of half the
+/// significand.
 fn pow(ty: Ty) -> String {
-    // log2 e as such a head and a rest; from where numbers are whole, and from where even; half of the exponents' range.
+    // log2 e as such a head and a rest; from where numbers are whole, and from where even; half of the
+    // exponents' range.
     let (c1, c2, whole, even, top) = match ty {
         Ty::F64 => (
             "1.4426950216293335",

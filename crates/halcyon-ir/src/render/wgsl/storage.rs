@@ -1,4 +1,5 @@
-//! How buffers are declared, read and written: elements under 32 bits in words, 64-bit ones in two words where a binding is shared.
+//! How buffers are declared, read and written: elements under 32 bits in words, 64-bit ones in two words
+//! where a binding is shared.
 
 use super::{Options, Writer, ty_name};
 use crate::dtype::DType;

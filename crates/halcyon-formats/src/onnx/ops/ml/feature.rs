@@ -62,7 +62,8 @@ fn scaler(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.cast(&x, DType::F32)?)
 }
 
-/// Each row divided by its maximum, the sum of its magnitudes, or the root of the sum of its squares, where that is not 0.
+/// Each row divided by its maximum, the sum of its magnitudes, or the root of the sum of its squares, where
+/// that is not 0.
 fn normalizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let x = float(b, c.arg(0)?)?;
     if x.rank() == 0 {
@@ -155,7 +156,8 @@ fn imputer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.reshape(&y, x.shape())?)
 }
 
-/// The operands beside each other as f32, each cut or filled up with zeros to its declared size. A vector counts as a row.
+/// The operands beside each other as f32, each cut or filled up with zeros to its declared size. A vector
+/// counts as a row.
 fn feature_vectorizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let args = c.args()?;
     let sizes = match c.ints("inputdimensions")? {
@@ -191,8 +193,8 @@ fn feature_vectorizer(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(b.concat(&parts.iter().collect::<Vec<_>>(), 1)?)
 }
 
-/// A new last axis with a 1 at the place of the category. What is no category becomes zeros, or is an error (at run time, as
-/// an index out of range) where `zeros` is 0.
+/// A new last axis with a 1 at the place of the category. What is no category becomes zeros, or is an error
+/// (at run time, as an index out of range) where `zeros` is 0.
 fn one_hot_encoder(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let zeros = c.flag("zeros", true)?;
     let texts = c.strings("cats_strings")?.filter(|v| !v.is_empty());

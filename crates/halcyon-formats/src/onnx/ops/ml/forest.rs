@@ -1,7 +1,8 @@
-//! Decision trees as graph ops. All trees lie in one table of nodes, and all rows of the input walk all trees at once: a
-//! tensor `[N, trees]` holds the node where each walk is, and one step looks up that node's feature, its threshold, and the
-//! node that follows the outcome of the comparison (less, equal, greater, or neither: NaN). One table of followers serves
-//! every mode and both ways of treating missing values. Leaves follow themselves, so a walk may end early.
+//! Decision trees as graph ops. All trees lie in one table of nodes, and all rows of the input walk all trees
+//! at once: a tensor `[N, trees]` holds the node where each walk is, and one step looks up that node's
+//! feature, its threshold, and the node that follows the outcome of the comparison (less, equal, greater, or
+//! neither: NaN). One table of followers serves every mode and both ways of treating missing values. Leaves
+//! follow themselves, so a walk may end early.
 
 use super::integers;
 use crate::data;
@@ -365,8 +366,8 @@ impl Forest {
         }
     }
 
-    /// Where every tree votes for one target: roots in the order of targets, equally many for each, filled up with a leaf that
-    /// changes nothing.
+    /// Where every tree votes for one target: roots in the order of targets, equally many for each, filled up
+    /// with a leaf that changes nothing.
     fn groups(&mut self) -> Option<(Vec<usize>, usize)> {
         let single = self.single.take()?;
         let mut count = vec![0usize; self.targets];

@@ -1,5 +1,6 @@
-//! LabelEncoder and CategoryMapper, and the labels of classifiers. Numbers are looked up in the graph, by a binary search
-//! in the sorted keys; strings are never in the graph, so what takes or gives them is looked up on the host.
+//! LabelEncoder and CategoryMapper, and the labels of classifiers. Numbers are looked up in the graph, by a
+//! binary search in the sorted keys; strings are never in the graph, so what takes or gives them is looked up
+//! on the host.
 
 use super::{DOMAIN, integers};
 use crate::data;

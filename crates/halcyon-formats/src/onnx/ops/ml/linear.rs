@@ -65,8 +65,8 @@ fn regressor(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(single(b, &y)?)
 }
 
-/// Results: the label `[N]` and the scores `[N, classes]`. One row of coefficients for two classes scores the second.
-/// `multi_class` says how the model was trained, which `post_transform` already reflects.
+/// Results: the label `[N]` and the scores `[N, classes]`. One row of coefficients for two classes scores the
+/// second. `multi_class` says how the model was trained, which `post_transform` already reflects.
 fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let (post, classes) = (Post::of(c)?, Classes::of(c, LABELS_INTS)?);
     let rows = match c.floats("intercepts")? {

@@ -1,7 +1,8 @@
 //! Domain `ai.onnx.ml`: features, labels, linear models, support vectors, tree ensembles.
 //!
-//! Where the specification leaves results open (which columns a single score of two classes becomes, which label it
-//! gives), they are those of ONNX Runtime's CPU provider, so that converted models give what they were tested with.
+//! Where the specification leaves results open (which columns a single score of two classes becomes, which
+//! label it gives), they are those of ONNX Runtime's CPU provider, so that converted models give what they
+//! were tested with.
 
 pub mod feature;
 mod forest;
@@ -21,7 +22,8 @@ use halcyon_ir::{DType, Dim, Result, Scalar, Shape};
 
 const DOMAIN: &str = "ai.onnx.ml";
 
-/// The operand as a matrix `[N, F]` of floats: f64 stays, everything else becomes f32. A vector counts as one row.
+/// The operand as a matrix `[N, F]` of floats: f64 stays, everything else becomes f32. A vector counts as one
+/// row.
 fn matrix(b: &mut Builder, c: &Call<'_>, x: &Value) -> Result<Value> {
     let x = float(b, x)?;
     match x.rank() {

@@ -71,8 +71,9 @@ fn softmax_zero(b: &mut Builder, x: &Value) -> Result<Value> {
     b.scalar(S::Div, &[&e, &sum])
 }
 
-/// The inverse of the normal distribution function, `sqrt(2) * erfinv(2x - 1)`, by the approximation of S. Winitzki (A handy
-/// approximation for the error function and its inverse, 2008) with a = 0.147, whose relative error is below 0.002.
+/// The inverse of the normal distribution function, `sqrt(2) * erfinv(2x - 1)`, by the approximation of S.
+/// Winitzki (A handy approximation for the error function and its inverse, 2008) with a = 0.147, whose
+/// relative error is below 0.002.
 fn probit(b: &mut Builder, x: &Value) -> Result<Value> {
     let a = 0.147f64;
     let lit = |b: &mut Builder, v: f64| b.lit(x, v);
@@ -103,7 +104,8 @@ fn probit(b: &mut Builder, x: &Value) -> Result<Value> {
     b.scalar(S::Mul, &[&v, &root2])
 }
 
-/// The two columns that one score `[N]` of two classes becomes. `share`: the score is one of 1, else one around 0.
+/// The two columns that one score `[N]` of two classes becomes. `share`: the score is one of 1, else one
+/// around 0.
 pub fn pair(b: &mut Builder, c: &Call<'_>, post: Post, s: &Value, share: bool) -> Result<Value> {
     let neg = b.scalar(S::Neg, &[s])?;
     match post {

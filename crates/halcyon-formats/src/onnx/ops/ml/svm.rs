@@ -107,8 +107,8 @@ fn kernel(b: &mut Builder, c: &Call<'_>, x: &Value, n: usize) -> Result<Value> {
     }
 }
 
-/// `[N, 1]`: the sum of the kernel's values times the coefficients, plus rho. Without support vectors the coefficients are
-/// those of the features.
+/// `[N, 1]`: the sum of the kernel's values times the coefficients, plus rho. Without support vectors the
+/// coefficients are those of the features.
 fn regressor(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     let post = Post::of(c)?;
     let x = matrix(b, c, c.arg(0)?)?;
@@ -132,8 +132,8 @@ fn regressor(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Value>> {
     one(single(b, &y)?)
 }
 
-/// Results: the label `[N]` and the scores: per class with probabilities or without support vectors, else one per pair of
-/// classes (two columns where there are two classes).
+/// Results: the label `[N]` and the scores: per class with probabilities or without support vectors, else one
+/// per pair of classes (two columns where there are two classes).
 fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let (post, classes) = (Post::of(c)?, Classes::of(c, LABELS_INTS)?);
     let x = matrix(b, c, c.arg(0)?)?;
@@ -207,8 +207,8 @@ fn pairs(k: usize) -> impl Iterator<Item = (usize, usize)> {
     (0..k).flat_map(move |i| (i + 1..k).map(move |j| (i, j)))
 }
 
-/// The score of each pair of classes i < j `[N, pairs]`: the support vectors of i with the coefficients of row j - 1, those of
-/// j with row i, and rho. Coefficients are `[classes - 1, vectors]`.
+/// The score of each pair of classes i < j `[N, pairs]`: the support vectors of i with the coefficients of
+/// row j - 1, those of j with row i, and rho. Coefficients are `[classes - 1, vectors]`.
 fn decisions(b: &mut Builder, c: &Call<'_>, values: &Value, counts: &[usize]) -> Result<Value> {
     let (k, n) = (counts.len(), counts.iter().sum::<usize>());
     let (w, rho) = (need(c, "coefficients")?, need(c, "rho")?);
@@ -247,7 +247,8 @@ fn decisions(b: &mut Builder, c: &Call<'_>, values: &Value, counts: &[usize]) ->
     shift(b, &s, &rho)
 }
 
-/// Which class of each pair wins, as `[N, k, k]` of 1 where the row's class wins over the column's, of the type of `s`.
+/// Which class of each pair wins, as `[N, k, k]` of 1 where the row's class wins over the column's, of the
+/// type of `s`.
 fn wins(b: &mut Builder, s: &Value, k: usize) -> Result<Value> {
     let zero = b.lit(s, 0.0);
     let first = b.scalar(S::Gt, &[s, &zero])?;
@@ -255,7 +256,8 @@ fn wins(b: &mut Builder, s: &Value, k: usize) -> Result<Value> {
     mirrored(b, &first, k)
 }
 
-/// Values `v` of the pairs i < j `[N, pairs]` as a matrix `[N, k, k]` with `v` above the diagonal, `1 - v` below it and 0 on it.
+/// Values `v` of the pairs i < j `[N, pairs]` as a matrix `[N, k, k]` with `v` above the diagonal, `1 - v`
+/// below it and 0 on it.
 fn mirrored(b: &mut Builder, v: &Value, k: usize) -> Result<Value> {
     let mut at = vec![0i64; k * k];
     let mut below = vec![0i64; k * k];
@@ -274,9 +276,9 @@ fn mirrored(b: &mut Builder, v: &Value, k: usize) -> Result<Value> {
     b.scalar(S::Select, &[&off, &m, &zero])
 }
 
-/// Probabilities of the classes from those of the pairs: the second approach of Wu, Lin and Weng (Probability estimates for
-/// multi-class classification by pairwise coupling, JMLR 5, 2004), by its iteration with the stopping rule of LIBSVM: a row
-/// that is near enough to the solution no longer changes.
+/// Probabilities of the classes from those of the pairs: the second approach of Wu, Lin and Weng (Probability
+/// estimates for multi-class classification by pairwise coupling, JMLR 5, 2004), by its iteration with the
+/// stopping rule of LIBSVM: a row that is near enough to the solution no longer changes.
 fn probabilities(
     b: &mut Builder,
     c: &Call<'_>,

@@ -1,4 +1,5 @@
-//! What the generated cases do not cover: what onnxruntime does differently or not at all, and models that are broken.
+//! What the generated cases do not cover: what onnxruntime does differently or not at all, and models that
+//! are broken.
 
 use crate::onnx::proto::*;
 use crate::onnx::stage_tests::Plain;

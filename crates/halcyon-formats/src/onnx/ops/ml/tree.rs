@@ -1,5 +1,5 @@
-//! TreeEnsemble, TreeEnsembleRegressor, TreeEnsembleClassifier: from their attributes to a [`Forest`], and from its scores to
-//! their results.
+//! TreeEnsemble, TreeEnsembleRegressor, TreeEnsembleClassifier: from their attributes to a [`Forest`], and
+//! from its scores to their results.
 
 use super::forest::{Aggregate, Branch, Forest, Mode, Place, Test};
 use super::label::{Classes, LABELS_INT64S, labels};
@@ -368,8 +368,8 @@ fn add_base(b: &mut Builder, y: &Value, base: &[f64]) -> Result<Value> {
 
 /// Results: the label `[N]` and the scores `[N, classes]`.
 ///
-/// Two classes of which only one gets votes are a single score: of the second class by convention, even if the votes name
-/// the first. It means that class if it is above 0, or above 1/2 where no weight is negative.
+/// Two classes of which only one gets votes are a single score: of the second class by convention, even if
+/// the votes name the first. It means that class if it is above 0, or above 1/2 where no weight is negative.
 fn classifier(b: &mut Builder, c: &Call<'_>) -> Result<Vec<Item>> {
     let (post, classes) = (Post::of(c)?, Classes::of(c, LABELS_INT64S)?);
     let n = classes.len();
