@@ -3,6 +3,7 @@
 
 mod bench;
 mod binary;
+mod comments;
 mod crates;
 mod docs;
 mod fuzz;
@@ -26,7 +27,7 @@ Usage: cargo xtask <command>
   test [--nightly | --fast] [--no-install] [--only STEP]... [--list]
       Install what the tests need, then run what must hold before a merge: every test, and of what is long a sample.
       --nightly     everything, whole
-      --fast        only formatting, clippy and the tests
+      --fast        only formatting, comments, clippy and the tests
       --no-install  install nothing; what is missing is skipped and named
       --only STEP   just this step (repeatable); --list names the steps and what each tier does with them
       Draws and random inputs come from a seed that the run prints; HALCYON_SEED=N repeats them.

@@ -4,7 +4,7 @@
 use crate::machine::{self, LANES, Requirements, Venv};
 use crate::report::{Counts, Outcome, Report, run, run_watching, script_result, seconds, test_result};
 use crate::tier::{Draw, SEED, Tier};
-use crate::{Failure, binary, crates, gpu_check, isa};
+use crate::{Failure, binary, comments, crates, gpu_check, isa};
 use crate::{testdata, tier};
 use std::path::PathBuf;
 use std::process::Command;
@@ -90,6 +90,7 @@ const STEPS: &[Step] = &[
     step("python", In::All, python),
     step("testdata", In::All, data),
     step("fmt", In::All, fmt),
+    step("comments", In::All, |_| comments::step()),
     step("clippy", In::All, clippy),
     step("crates", In::All, |_| crates::step()),
     step(

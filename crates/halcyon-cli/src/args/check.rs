@@ -112,7 +112,7 @@ pub struct OpsArgs {
 const OPS: &str = "\
 Results are compared with the reference: in f64 for ops that round, in the op's own type where every bit counts. The cases have odd, \
 empty and large shapes, views, NaN and infinities. A cell of the matrix is an op's share of the machine's peak, which is measured in the \
-same run (FLOP/s or bytes/s, whichever the op needs longer for); ok where it was not measured; no where it is not supported; FAIL where it is \
+same run (FLOP/s or bytes/s, whichever the op needs longer for; ! marks one above what was measured); ok where it was not measured; no where it is not supported; FAIL where it is \
 wrong. The exit code is 0 if nothing is wrong, else 1.
 
 Examples:

@@ -83,6 +83,9 @@ pub struct InspectArgs {
     /// Type of products and convolutions at O2: f32 or bf16
     #[arg(long, value_name = "TYPE")]
     pub precision: Option<String>,
+    /// Plans --precision also where this processor is slower in it (see `halcyon run --help`)
+    #[arg(long, requires = "precision")]
+    pub force_precision: bool,
     /// How many of the largest tensors to list
     #[arg(long, value_name = "N", default_value_t = 10)]
     pub top: usize,

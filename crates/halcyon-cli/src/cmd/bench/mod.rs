@@ -157,7 +157,7 @@ fn share_text(bound: Option<Bound>, seconds: f64) -> String {
 
 /// Shares beyond it are no shares: the machine was slower while its peak was measured than while it worked
 /// (other work, a lower clock), or the kernel does with fewer operations than are counted.
-const ABOVE: f64 = 1.02;
+pub(in crate::cmd) const ABOVE: f64 = 1.02;
 
 fn work_json(flops: u64, bytes: u64, seconds: f64, bound: Option<Bound>) -> Value {
     let rate = |n: u64| n as f64 / seconds.max(1e-12) / 1e9;

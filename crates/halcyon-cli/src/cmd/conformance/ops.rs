@@ -4,7 +4,7 @@ use super::{Failed, Lines, Quiet, answers, caught};
 use crate::args::{OpsArgs, named};
 use crate::cmd::bench::limits::{Limit, Limits};
 use crate::cmd::bench::works;
-use crate::cmd::bench::{percent, three};
+use crate::cmd::bench::{ABOVE, percent, three};
 use crate::cmd::{backend_json, backend_text, level_text};
 use crate::report::{self, Progress, figures, number};
 use halcyon::hal::DeviceName;
@@ -322,6 +322,7 @@ impl Speed {
             "gflops": self.flops as f64 / self.seconds.max(1e-12) / 1e9,
             "gbytes_per_s": self.bytes as f64 / self.seconds.max(1e-12) / 1e9,
             "share_of_peak": self.share(),
+            "above_peak": self.share().map(|s| s > ABOVE),
             "bound": self.limit.map(|l| l.bound),
             "peak": self.limit.map(|l| json!({ "gflops": l.flops / 1e9, "gbytes_per_s": l.bandwidth / 1e9 })),
         })
@@ -355,7 +356,7 @@ impl Cell {
                 .speed
                 .as_ref()
                 .and_then(Speed::share)
-                .map_or("ok".into(), |s| format!("{:.0}%", s * 100.0)),
+                .map_or("ok".into(), |s| format!("{:.0}%{}", s * 100.0, if s > ABOVE { "!" } else { "" })),
         }
     }
 
@@ -527,13 +528,18 @@ fn details(cells: &[&Cell]) -> String {
                 let share = s
                     .limit
                     .zip(s.share())
-                    .map_or(String::new(), |(l, v)| format!("{} of {}", percent(v), l.bound));
+                    .map_or(String::new(), |(l, v)| format!("{} of {}{}", percent(v), l.bound, above(v)));
                 row.extend([report::time(Duration::from_secs_f64(s.seconds)), s.rate(), share]);
             }
         }
         rows.push(row);
     }
     figures(rows, &[3, 4, 5, 6, 8, 9, 10])
+}
+
+/// The note behind a share that is above the measured peak.
+fn above(share: f64) -> &'static str {
+    if share > ABOVE { " (above the measured peak)" } else { "" }
 }
 
 /// Errors need no six digits.

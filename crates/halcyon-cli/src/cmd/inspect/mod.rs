@@ -231,7 +231,7 @@ impl<'a> Report<'a> {
             }
         };
         for kind in kinds {
-            let b = Backend::builder().backend_type(kind).level(level);
+            let b = Backend::builder().backend_type(kind).level(level).force_amp(a.force_precision);
             match precision.into_iter().fold(b, |b, p| b.amp(p)).build() {
                 Ok(b) => backends.push(on(&b, graphs, &model)),
                 Err(e) if only.is_some() => return Err(e),
