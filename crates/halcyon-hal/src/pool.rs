@@ -169,7 +169,7 @@ const PAGE: usize = 4096;
 const UNIT: usize = 256;
 /// Minimum bytes by which a new chunk grows a pool, if the limit allows.
 const GROWTH: usize = 32 << 20;
-/// Sizes of kept allocations from which on those are forgotten of which none is there.
+/// Number of sizes in `kept` above which sizes without allocations are removed.
 const SIZES: usize = 256;
 /// Freed bytes that may be kept even if they exceed the peak of live bytes: buffers of changing sizes reuse
 /// each other badly.
