@@ -313,7 +313,7 @@ impl DiskCache {
             memmap2::MmapOptions::new().offset(LARGE_START as u64).len(bytes).populate().map(&file)
         };
         let map = Mapped(map.map_err(|_| "it cannot be mapped")?);
-        // The digest also covers the padding after the header.
+        // The digest covers all mapped bytes.
         if head[40..56] != content_digest(&[map.as_ref()]).to_le_bytes() {
             return Err("its bytes are not those that were written");
         }

@@ -167,7 +167,7 @@ impl<S: Source> Clone for WeakBlock<S> {
 const PAGE: usize = 4096;
 /// Sizes of ranges are multiples of this or of the source's alignment, whichever is larger.
 const UNIT: usize = 256;
-/// Minimum bytes by which a new chunk grows a pool, if the limit allows.
+/// Size in bytes of a new chunk, unless the request is larger or the limit leaves less.
 const GROWTH: usize = 32 << 20;
 /// Number of sizes in `kept` above which sizes without allocations are removed.
 const SIZES: usize = 256;

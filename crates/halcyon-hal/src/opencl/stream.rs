@@ -42,6 +42,9 @@ impl Point {
     /// Calls `f` with the status when the event is done, on a thread of the driver.
     fn when_done(&self, f: impl FnOnce(i32) + Send + 'static) -> Result<()> {
         type Call = Box<dyn FnOnce(i32) + Send>;
+        /// # Safety
+        /// `data` must come from `Box::into_raw` of a `Box<Call>`, and the function must be called only once
+        /// with it.
         unsafe extern "system" fn call(_: Handle, status: i32, data: *mut c_void) {
             // SAFETY: `data` is the box leaked below, and OpenCL calls this function once.
             let f = unsafe { Box::from_raw(data.cast::<Call>()) };

@@ -178,7 +178,7 @@ fn faults(s: &StandIn) {
     assert!(reasons > 100 && kernels > 10, "{reasons} reasons, {kernels} kernels");
 
     let kernel = c.kernel(&*d).unwrap();
-    // The engines before it are not deterministic, fail or need more workspace.
+    // The engines before it are not deterministic, exceed shared memory or need more workspace.
     assert_eq!(kernel.workspace(), 4096);
     let asked = s.get("graph calls");
     let again = c.kernel(&*d).unwrap();
