@@ -79,7 +79,7 @@ pub const BUILT_IN: &[(BackendType, Row)] = &[
     (BackendType::Noop, Row { id: "noop", title: "Noop", vendor: "", priority: None, aliases: &[] }),
 ];
 
-/// The backends that may have devices: those of [`BUILT_IN`] except `auto` and `noop`, and those of
+/// The backends that may have devices: those of `BUILT_IN` except `auto` and `noop`, and those of
 /// registered drivers.
 pub fn all() -> Vec<BackendType> {
     let planned =

@@ -159,7 +159,7 @@ pub struct Capture {
     driver: Option<&'static str>,
 }
 
-/// Captures what a driver prints, if [`separate`] was called with [`Chatter::Captured`]. Captures may
+/// Captures what a driver prints, if [`separate`] was called with `Chatter::Captured`. Captures may
 /// overlap, in one or several threads. The streams belong to the process, so output during an overlap is
 /// attributed to all of the drivers.
 pub fn capture(driver: &'static str) -> Capture {

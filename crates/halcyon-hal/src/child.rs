@@ -34,7 +34,7 @@ impl Tied {
     /// Starts a command. Its standard input is replaced by the pipe.
     ///
     /// # Errors
-    /// Errors of [`Command::spawn`].
+    /// Errors of `Command::spawn`.
     pub fn spawn(command: &mut Command) -> std::io::Result<Tied> {
         let mut process = command.env(TIED, "1").stdin(Stdio::piped()).spawn()?;
         let line = process.stdin.take();

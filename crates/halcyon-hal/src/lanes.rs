@@ -151,7 +151,7 @@ impl<M: Mark> Lanes<M> {
     }
 
     /// Runs `f` while no queue has pending work and none can enqueue. Calls that skip the ledger
-    /// ([`Lanes::alone`]) are excluded by the queue's own locks.
+    /// (`Lanes::alone`) are excluded by the queue's own locks.
     pub fn still<R>(&self, f: impl FnOnce() -> Result<R>) -> Result<R> {
         let mut t = self.lock();
         let mut open = vec![];

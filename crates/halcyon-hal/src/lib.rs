@@ -327,7 +327,7 @@ pub trait Driver: Send + Sync + fmt::Debug {
     fn kind(&self) -> BackendType;
     /// The available devices, or [`Error::Unavailable`].
     fn probe(&self) -> Result<Vec<DeviceInfo>>;
-    /// As [`Driver::probe`], without the slow queries: on CUDA and ROCm the free memory, which needs a
+    /// As `Driver::probe`, without the slow queries: on CUDA and ROCm the free memory, which needs a
     /// context on each device. Used when one of the devices is opened next.
     fn list(&self) -> Result<Vec<DeviceInfo>> {
         self.probe()

@@ -69,7 +69,7 @@ pub struct State {
     /// Result of the first opening of each device, by device id. [`Error::Unavailable`] if it crashed the
     /// child.
     opened: BTreeMap<String, Result<()>>,
-    /// The answer of a child that [`prepare`] started ahead of the first request, with the key at that time.
+    /// The answer of a child that `prepare` started ahead of the first request, with the key at that time.
     asked: Option<(Key, Result<Asked>)>,
 }
 

@@ -203,7 +203,7 @@ impl Event {
         }
     }
 
-    /// The `progress` given to [`Event::new`].
+    /// The `progress` given to `Event::new`.
     pub fn progress(&self) -> Option<&dyn Progress> {
         self.0.progress.as_deref()
     }

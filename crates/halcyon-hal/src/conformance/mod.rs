@@ -25,7 +25,7 @@ pub struct Lane {
     pub driver: Arc<dyn Driver>,
     /// Two threads, and a directory for compiled programs that is deleted with this value.
     pub options: Options,
-    /// False for the noop device, whose outputs are [`crate::noop::POISON`].
+    /// False for the noop device, whose outputs are `noop::POISON`.
     pub computes: bool,
     scratch: PathBuf,
 }

@@ -126,13 +126,13 @@ impl SimtDriver {
         SimtDriver { family, libraries: Some((runtime.into(), vec![compiler.into()])), kernels: None }
     }
 
-    /// As [`SimtDriver::over`], with these compilers to choose from.
+    /// As `SimtDriver::over`, with these compilers to choose from.
     pub fn with_compilers(self, compilers: &[&str]) -> SimtDriver {
         let libraries = self.libraries.map(|l| (l.0, compilers.iter().map(|c| c.to_string()).collect()));
         SimtDriver { libraries, ..self }
     }
 
-    /// As [`SimtDriver::over`], with the vendor kernels of this library.
+    /// As `SimtDriver::over`, with the vendor kernels of this library.
     pub fn with_kernels(self, library: &str) -> SimtDriver {
         SimtDriver { kernels: Some(library.into()), ..self }
     }

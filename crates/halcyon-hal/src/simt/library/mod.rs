@@ -379,7 +379,7 @@ impl SimtKernel {
         self.body.prepare(stream)
     }
 
-    /// Enqueues the work. The buffers must have passed [`SimtKernel::check`].
+    /// Enqueues the work. The buffers must have passed `SimtKernel::check`.
     pub fn enqueue(&self, stream: Handle, buffers: &[&SimtBuffer]) -> Result<()> {
         let at: SmallVec<[Address; 6]> = buffers.iter().map(|b| b.address()).collect();
         self.body.enqueue(stream, &at)
