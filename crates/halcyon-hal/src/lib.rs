@@ -259,7 +259,7 @@ pub struct MemoryStats {
     /// The limit if one was set, else the device's memory if known.
     pub limit: Option<u64>,
     pub by_tag: BTreeMap<Tag, u64>,
-    /// Buffers allocated and freed by the user, whether or not the pool served them.
+    /// Buffers allocated and freed, whether their memory was new or reused.
     pub allocations: u64,
     pub frees: u64,
     /// How often `cached` was released to make room.
