@@ -1,5 +1,5 @@
-//! Speed of the CPU kernels beside what this machine can do: `cargo run --release -p halcyon-hal --example
-//! cpu_kernels [threads]`.
+//! Speed of the CPU kernels compared with the machine's measured peaks: `cargo run --release -p halcyon-hal
+//! --example cpu_kernels [threads]`.
 
 use halcyon_hal::cpu::library::attention::{Attention, Heads, attention};
 use halcyon_hal::cpu::library::conv::{Conv, ConvWeights, Window, conv_f32};
@@ -38,7 +38,7 @@ fn data(n: usize) -> Vec<f32> {
         .collect()
 }
 
-/// Attention of a few sizes beside the FMA peak.
+/// Attention of several sizes compared with the FMA peak.
 fn attentions(team: &Team, isa: Isa) {
     for (heads, queries, keys, d, causal) in [
         (32, 1024, 1024, 128, false),
@@ -59,15 +59,15 @@ fn attentions(team: &Team, isa: Isa) {
         };
         let (q, k, v) = (rows(&q, queries), rows(&k, keys), rows(&v, keys));
         let out = Heads { ptr: SharedMut(y.as_mut_ptr()), strides: q.strides };
-        // A causal mask leaves the pairs up to the diagonal.
+        // A causal mask keeps the pairs up to the diagonal.
         let pairs = if causal { queries * (queries + 1) / 2 } else { queries * keys };
         let flops = 4.0 * (heads * pairs * d) as f64;
-        // The peak in between, since other work on the machine moves both.
+        // The peak is measured in between, because other load on the machine affects both.
         let (mut t, mut top) = (f64::MAX, 0f64);
         for _ in 0..5 {
             top = top.max(peak::fma_flops(team, isa));
             let reps = (1e10 / flops).clamp(2.0, 200.0) as usize;
-            // SAFETY: the vectors have the lengths of the operands.
+            // SAFETY: every vector has the length of its operand.
             t = t.min(best(reps, || unsafe { attention(team, isa, &a, q, k, v, None, &[], out) }));
         }
         println!(
@@ -84,7 +84,7 @@ fn main() {
     let threads = std::env::args().nth(1).and_then(|s| s.parse().ok()).unwrap_or(2);
     let team = Team::new(threads);
     let isa = Isa::best();
-    // Parts that wait for each other, so that every thread takes one.
+    // Tasks that wait for each other, so that every thread takes one.
     let here = AtomicUsize::new(0);
     let hand_off = best(5000, || {
         here.store(0, Ordering::SeqCst);
@@ -127,12 +127,12 @@ fn main() {
         let mut c = vec![0f32; m * n];
         let flops = 2.0 * (m * n * k) as f64;
         let reps = (4e10 / flops).clamp(4.0, 300.0) as usize;
-        // The peak is measured in between, since other work on the machine moves both.
+        // The peak is measured in between, because other load on the machine affects both.
         let (mut t, mut top) = (f64::MAX, 0f64);
         for _ in 0..3 {
             top = top.max(peak::fma_flops(&team, isa));
             t = t.min(best(reps.div_ceil(3), || {
-                // SAFETY: the vectors have the sizes of the matrices.
+                // SAFETY: every vector has the size of its matrix.
                 unsafe {
                     gemm(
                         &team,
@@ -161,7 +161,7 @@ fn main() {
         let mut c = vec![0f64; n * n];
         let i: Vec<i8> = a.iter().map(|v| (v * 100.0) as i8).collect();
         let mut ci = vec![0i32; n * n];
-        // SAFETY: the vectors have the sizes of the matrices.
+        // SAFETY: every vector has the size of its matrix.
         let (t, ti) = unsafe {
             let (m, o) = (Mat::rows(a.as_ptr(), n), MatMut::rows(c.as_mut_ptr(), n));
             let t = best(5, || gemm_any::<f64, f64>(&team, isa, n, n, n, m, m, o));
@@ -183,7 +183,7 @@ fn main() {
             let am = Mat::rows(a.as_ptr(), k);
             let hm = Mat::rows(h.as_ptr(), k);
             let (x, y, e) = (x.as_ptr(), y.as_mut_ptr(), Epilogue::default());
-            // SAFETY: the vectors have the sizes of the operands.
+            // SAFETY: every vector has the size of its operand.
             unsafe {
                 t = t.min(best(10, || gemv(&team, isa, m, k, am, x, 1, y, e)));
                 tt = tt.min(best(10, || gemv(&team, isa, k, m, am.t(), x, 1, y, e)));
@@ -227,7 +227,7 @@ fn main() {
         let mut y = vec![0f32; c.output_len()];
         let flops = 2.0 * c.macs() as f64;
         let (mut t, mut top) = (f64::MAX, 0f64);
-        // SAFETY: the vectors have the lengths that `c` states.
+        // SAFETY: every vector has the length given by `c`.
         unsafe {
             let mut kept = vec![0f32; ConvWeights::floats(isa, &c).unwrap_or(0)];
             let packed = ConvWeights::floats(isa, &c).map(|_| {
@@ -268,7 +268,7 @@ fn main() {
         let top = peak::triad_bandwidth(&team, isa, rows * n * 12);
         let (px, py) = (x.as_ptr(), y.as_mut_ptr());
         let scale = data(n);
-        // SAFETY: the vectors have the lengths of the rows.
+        // SAFETY: every vector has the length of the rows.
         let (a, b) = unsafe {
             let a = best(20, || softmax(&team, isa, rows, n, px, py));
             (a, best(20, || layer_norm(&team, isa, rows, n, px, py, &scale, &scale, 1e-5)))

@@ -1,9 +1,9 @@
-//! bf16 and int8 matrix products beside a loop of their instruction on registers:
-//! `cargo run --release -p halcyon-hal --example narrow_gemm [threads] [rounds] [rows]`. With `rows`, only
-//! the products of so many rows run.
+//! Speed of bf16 and int8 matrix products compared with a register-only loop of the same instruction: `cargo
+//! run --release -p halcyon-hal --example narrow_gemm [threads] [rounds] [rows]`. With `rows`, only products
+//! with this number of rows run.
 //!
-//! Product and peak are measured in turns, so that other work on the machine moves both. Medians over the
-//! rounds, the median of the shares of the peaks before and after each run, and the best run beside the best
+//! Product and peak are measured alternately, so that other load on the machine affects both. Prints medians
+//! over the rounds, the median share of the peaks before and after each run, and the best run with the best
 //! peak.
 
 use halcyon_hal::cpu::library::gemm::{Epilogue, Mat, MatMut, gemm};
@@ -15,14 +15,14 @@ use halcyon_hal::cpu::team::Team;
 use half::bf16;
 use std::time::Instant;
 
-/// Processor time that this thread has had, in seconds.
+/// Processor time used by this thread, in seconds.
 #[cfg(all(target_os = "linux", target_pointer_width = "64"))]
 fn had() -> Option<f64> {
     unsafe extern "C" {
         fn clock_gettime(clock: std::ffi::c_int, to: *mut [i64; 2]) -> std::ffi::c_int;
     }
     let mut t = [0; 2];
-    // SAFETY: CLOCK_THREAD_CPUTIME_ID is 3; a timespec is two 64-bit integers here.
+    // SAFETY: CLOCK_THREAD_CPUTIME_ID is 3, and a timespec is two 64-bit integers on this target.
     let ok = unsafe { clock_gettime(3, &mut t) } == 0;
     ok.then(|| t[0] as f64 + t[1] as f64 * 1e-9)
 }
@@ -31,8 +31,8 @@ fn had() -> Option<f64> {
     None
 }
 
-/// Seconds that `f` takes: of the processor where this thread alone works and the system tells (other
-/// programs disturb that less), else by the clock.
+/// Seconds that `f` takes: processor time if this thread works alone and the system reports it (other load
+/// disturbs it less), else wall-clock time.
 fn seconds(team: &Team, f: impl FnOnce()) -> f64 {
     let (t, before) = (Instant::now(), had());
     f();
@@ -48,12 +48,13 @@ fn median(v: &mut [f64]) -> f64 {
     v[v.len() / 2]
 }
 
-/// Operations per second (two per multiply-add) of a loop on registers of all threads.
+/// Operations per second (two per multiply-add) of a register-only loop on all threads.
 fn peak_of(team: &Team, isa: Isa, kind: MulAdd) -> f64 {
     peak::multiply_add(team, isa, kind).map_or(0.0, |mut r| median(&mut r))
 }
 
-/// Interleaves the peak with the products; prints the median rate of each and its share of the median peak.
+/// Measures the peak and the products alternately; prints each product's median rate and its median share of
+/// the peak.
 fn rates(
     team: &Team,
     rounds: usize,
@@ -69,7 +70,7 @@ fn rates(
         for (run, found) in runs.iter_mut().zip(&mut found) {
             let r = ops * reps as f64 / seconds(team, || (0..reps).for_each(|_| run.1()));
             let next = top();
-            // The first round warms up.
+            // The first round is a warm-up.
             if round > 0 {
                 found.push((r, r / ((here + next) / 2.0)));
                 tops.push(next);
@@ -132,10 +133,10 @@ fn main() {
             MatMut::rows(ci.as_mut_ptr(), n),
         );
         println!("{m} {n} {k}");
-        // A product as something to measure.
+        // Wraps a product in a closure to measure.
         macro_rules! run {
             ($e:expr) => {
-                // SAFETY: the vectors have the sizes of the matrices.
+                // SAFETY: every vector has the size of its matrix.
                 &mut || unsafe { $e }
             };
         }
@@ -153,7 +154,7 @@ fn main() {
             print!("  {}", Bf16Code::best(isa).name());
             let (ah, bh, bt) =
                 (Mat::rows(ah.as_ptr(), k), Mat::rows(bh.as_ptr(), n), Mat::rows(bh.as_ptr(), k).t());
-            // SAFETY: as above.
+            // SAFETY: `bh` has `k * n` elements.
             let packed = unsafe { PackedBf16::b(isa, bh, k, n) };
             rates(
                 t,
@@ -173,7 +174,7 @@ fn main() {
         if isa.has_vnni() {
             let (au, ai) = (Mat::rows(au.as_ptr(), k), Mat::rows(ai.as_ptr(), k));
             let (b, bt) = (Mat::rows(bi.as_ptr(), n), Mat::rows(bi.as_ptr(), k).t());
-            // SAFETY: as above.
+            // SAFETY: `b` has `k * n` elements.
             let packed = unsafe { PackedI8::b(isa, b, k, n) };
             print!("  int8");
             rates(

@@ -1,9 +1,9 @@
-//! Fused chains on the CPU against the machine's memory bandwidth.
+//! Fused chains on the CPU compared with the machine's memory bandwidth.
 //!
-//! `cargo run --release -p halcyon-hal --example tile_bench [threads]`. Each line: the best time of many
-//! interleaved runs, the rate at which the bytes that have to move moved, and that rate as a share of the
-//! best plain copy's (read 1, write 1). The last column is the least processor time per thread, which other
-//! programs on the machine disturb less.
+//! `cargo run --release -p halcyon-hal --example tile_bench [threads]`. Each line shows the best time of many
+//! interleaved runs, the rate at which the necessary bytes moved, and its share of the best plain copy's rate
+//! (read 1, write 1). The last column is the lowest processor time per thread, which other load disturbs
+//! less.
 
 use halcyon_hal::cpu::CpuDevice;
 use halcyon_hal::{BufferRef, Command, Device, Options, Result, Tag, Target};
@@ -56,7 +56,7 @@ fn case(dev: &CpuDevice, name: &'static str, f: &Fused, sizes: &[usize]) -> Resu
     Ok(Case { name, kernel, buffers, bytes: f.bytes(), best: f64::INFINITY, cpu: f64::INFINITY })
 }
 
-/// Seconds of processor time that the threads of this process have had; 0 where the system does not tell.
+/// Processor time of this process's threads in seconds; 0 if the system does not report it.
 fn cpu_seconds() -> f64 {
     let Ok(tasks) = std::fs::read_dir("/proc/self/task") else {
         return 0.0;

@@ -1,5 +1,5 @@
-//! Names of backends: one enum, parsed from every alias in use. Backends of drivers that are registered from
-//! outside ([`crate::registry::register`]) have names of their own.
+//! Names of backends: one enum, parsed from every alias in use. Backends of drivers registered at run time
+//! ([`crate::registry::register`]) bring their own names.
 
 use crate::{Error, Result, registry};
 use serde::{Deserialize, Serialize};
@@ -18,9 +18,9 @@ pub enum BackendType {
     OpenCl,
     WebGpu,
     Cpu,
-    /// Allocates and validates, computes nothing; only when named.
+    /// Allocates and validates but computes nothing; used only when named.
     Noop,
-    /// A backend that is not planned here. Its driver brings the row; the names parse while that driver is
+    /// A backend of a registered driver, which provides the row. Its names can be parsed while the driver is
     /// registered.
     Other(&'static Row),
 }
@@ -30,15 +30,15 @@ pub enum BackendType {
 pub struct Row {
     /// Lower-case letters, digits, `-` and `_`, as in `cuda`.
     pub id: &'static str,
-    /// The name as people write it: `CUDA`.
+    /// Display name: `CUDA`.
     pub title: &'static str,
     pub vendor: &'static str,
-    /// Higher is tried first; `None` is never chosen automatically.
+    /// Higher is tried first; `None`: never chosen automatically.
     pub priority: Option<u32>,
     pub aliases: &'static [&'static str],
 }
 
-/// The backends that are planned here.
+/// The backends known to this crate, whether or not this build has their drivers.
 pub const BUILT_IN: &[(BackendType, Row)] = &[
     (BackendType::Auto, Row { id: "auto", title: "Auto", vendor: "", priority: None, aliases: &[] }),
     (
@@ -79,14 +79,15 @@ pub const BUILT_IN: &[(BackendType, Row)] = &[
     (BackendType::Noop, Row { id: "noop", title: "Noop", vendor: "", priority: None, aliases: &[] }),
 ];
 
-/// The backends that may have devices: those that are planned, and those of the drivers that were registered.
+/// The backends that may have devices: those of `BUILT_IN` except `auto` and `noop`, and those of
+/// registered drivers.
 pub fn all() -> Vec<BackendType> {
     let planned =
         BUILT_IN.iter().map(|(b, _)| *b).filter(|b| !matches!(b, BackendType::Auto | BackendType::Noop));
     planned.chain(others()).collect()
 }
 
-/// The backends of drivers from outside.
+/// The backends of registered drivers.
 fn others() -> impl Iterator<Item = BackendType> {
     registry::drivers().into_iter().map(|d| d.kind()).filter(|k| matches!(k, BackendType::Other(_)))
 }
@@ -102,7 +103,7 @@ impl BackendType {
     pub fn row(self) -> &'static Row {
         match self {
             BackendType::Other(row) => row,
-            // Every other variant has a row; the test below holds the table to it.
+            // Every other variant has a row; a test below checks this.
             b => BUILT_IN.iter().find(|(x, _)| *x == b).map_or(&BUILT_IN[0].1, |(_, row)| row),
         }
     }
@@ -115,7 +116,7 @@ impl BackendType {
         self.row().vendor
     }
 
-    /// PyTorch's name for this kind of device: `cuda` for ROCm too.
+    /// PyTorch's name for this kind of device; ROCm is `cuda` too.
     pub fn torch_name(self) -> Option<&'static str> {
         match self {
             BackendType::Cuda | BackendType::Rocm => Some("cuda"),
@@ -127,7 +128,7 @@ impl BackendType {
         }
     }
 
-    /// The name as people write it: `OpenCL`.
+    /// Display name: `OpenCL`.
     pub fn title(self) -> &'static str {
         self.row().title
     }
@@ -141,7 +142,7 @@ impl fmt::Display for BackendType {
 
 impl FromStr for BackendType {
     type Err = Error;
-    /// Any name of a planned or a registered backend, in any case.
+    /// Any name of a built-in or registered backend, case-insensitive.
     fn from_str(s: &str) -> Result<BackendType> {
         let l = s.trim().to_ascii_lowercase();
         let known: Vec<BackendType> = BUILT_IN.iter().map(|(b, _)| *b).chain(others()).collect();
@@ -155,7 +156,7 @@ impl FromStr for BackendType {
     }
 }
 
-/// What a name that is in use elsewhere means here: a sentence's beginning, or nothing.
+/// A hint for a name used by other projects: the start of a sentence, or empty.
 fn meant(name: &str) -> String {
     const ELSEWHERE: &[(&[&str], &str)] = &[
         (&["gpu", "accelerator", "dgpu", "igpu"], "auto, the default, takes the first GPU that is there"),
@@ -187,7 +188,7 @@ impl TryFrom<String> for BackendType {
     }
 }
 
-/// A backend by any of its names, and which of its devices where a number follows: `cuda`, `cuda:1`.
+/// Any name of a backend, optionally followed by a device index: `cuda`, `cuda:1`.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct DeviceName {
     pub backend: BackendType,

@@ -1,7 +1,7 @@
-//! Compiled programs and packed constants on disk: one file per key, checked when read, replaced atomically,
-//! bounded in size.
+//! Compiled programs and packed constants on disk: one file per key, validated when read, replaced
+//! atomically, bounded in total size.
 //!
-//! Nothing here can fail a build: what cannot be read is made again, what cannot be written is logged once.
+//! Errors here never fail a build: what cannot be read is rebuilt, and a failure to write is logged once.
 
 use crate::Error;
 use halcyon_ir::data::Bytes;
@@ -16,10 +16,10 @@ const MAGIC: &[u8; 8] = b"HLCYPRG1";
 const HEADER: usize = 8 + 16 + 16 + 8;
 const EXTENSION: &str = "bin";
 
-/// Bytes that one directory may take before its oldest entries go.
+/// Maximum bytes of one directory; beyond it the least recently used entries are deleted.
 pub const DEFAULT_LIMIT: u64 = 256 << 20;
 
-/// A directory of compiled programs.
+/// A directory of cache entries.
 #[derive(Debug)]
 pub struct DiskCache {
     dir: PathBuf,
@@ -27,7 +27,7 @@ pub struct DiskCache {
     complained: AtomicBool,
 }
 
-/// 128-bit FNV-1a (Fowler, Noll, Vo) over parts, each with its length, so that their borders matter.
+/// 128-bit FNV-1a (Fowler, Noll, Vo) over the parts, each with its length, so that the boundaries count.
 pub fn digest(parts: &[&[u8]]) -> u128 {
     let mut h = 0x6c62_272e_07bb_0142_62b8_2175_6295_c58d_u128;
     let mut eat = |bytes: &[u8]| {
@@ -42,27 +42,27 @@ pub fn digest(parts: &[&[u8]]) -> u128 {
     h
 }
 
-/// Says what is kept on disk between runs ([`Kept`]'s text form).
+/// Environment variable that selects what is kept on disk between runs ([`Kept`]'s text form).
 pub const VARIABLE: &str = "HALCYON_CACHE";
 
 /// What is kept on disk between runs.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Kept {
-    /// Compiled programs, and packed constants where reading them is faster than packing again.
+    /// Compiled programs, and packed constants if reading them is faster than packing them again.
     #[default]
     Usual,
     /// Nothing: `off`.
     Nothing,
     /// No packed constants: `programs`.
     Programs,
-    /// Packed constants also where packing again is faster: `packed`.
+    /// Packed constants even if packing them again is faster: `packed`.
     Packed,
 }
 
-/// What `HALCYON_CACHE` says.
+/// The setting of `HALCYON_CACHE`.
 ///
 /// # Errors
-/// [`Error::Argument`] for a word that is none of it.
+/// [`Error::Argument`] for an unknown word.
 pub fn kept() -> crate::Result<Kept> {
     let Some(v) = std::env::var_os(VARIABLE).filter(|v| !v.is_empty()) else { return Ok(Kept::Usual) };
     let words = [("off", Kept::Nothing), ("programs", Kept::Programs), ("packed", Kept::Packed)];
@@ -78,7 +78,7 @@ pub fn kept() -> crate::Result<Kept> {
     }
 }
 
-/// The variables that the system's cache directory follows from, the first that counts first.
+/// The environment variables that locate the cache directory, by priority.
 pub fn variables() -> &'static [&'static str] {
     if cfg!(target_os = "windows") {
         &["LOCALAPPDATA"]
@@ -89,9 +89,9 @@ pub fn variables() -> &'static [&'static str] {
     }
 }
 
-/// The user's cache directory for Halcyon, where the system has one and HALCYON_CACHE is not `off`.
+/// The user's cache directory for Halcyon; `None` if the system has none or HALCYON_CACHE is `off`.
 pub fn user_dir() -> Option<PathBuf> {
-    // A word that is not known is an error where a backend is opened; nothing is written before that.
+    // Opening a backend reports an unknown word; nothing may be written before that.
     if !matches!(kept(), Ok(k) if k != Kept::Nothing) {
         return None;
     }
@@ -104,11 +104,11 @@ pub fn user_dir() -> Option<PathBuf> {
     base.map(|b| b.join("halcyon"))
 }
 
-/// Removes variables that name relative folders from the environment, so that drivers' libraries do not make
-/// folders in the working directory either. Only where the system shows that no other thread runs yet: call
-/// it first. Returns what was removed.
+/// Removes variables that name relative directories from the environment, so that drivers' libraries do not
+/// create directories in the working directory either. Does so only if the system reports that no other
+/// thread is running, so call it first. Returns what was removed.
 pub fn ignore_relative() -> Vec<(&'static str, PathBuf)> {
-    // Only Linux tells how many threads there are.
+    // Only Linux reports the number of threads.
     if !fs::read_dir("/proc/self/task").is_ok_and(|d| d.count() == 1) {
         return vec![];
     }
@@ -116,7 +116,8 @@ pub fn ignore_relative() -> Vec<(&'static str, PathBuf)> {
     for name in ["XDG_CACHE_HOME", "XDG_CONFIG_HOME", "XDG_DATA_HOME", "HOME"] {
         let set = std::env::var_os(name).filter(|v| !v.is_empty()).map(PathBuf::from);
         if let Some(path) = set.filter(|p| !p.is_absolute()) {
-            // SAFETY: this thread is the only one, so nobody reads the environment meanwhile.
+            // SAFETY: `/proc/self/task` lists one thread, this one, so no other thread accesses the
+            // environment.
             unsafe { std::env::remove_var(name) };
             gone.push((name, path));
         }
@@ -124,8 +125,8 @@ pub fn ignore_relative() -> Vec<(&'static str, PathBuf)> {
     gone
 }
 
-/// A folder that a variable names. A relative one does not count, as the XDG specification has it: it would
-/// be another one in each working directory.
+/// The directory that a variable names. A relative one is ignored, as the XDG specification requires: it
+/// would differ between working directories.
 fn absolute(variable: &str) -> Option<PathBuf> {
     let path = std::env::var_os(variable).filter(|v| !v.is_empty()).map(PathBuf::from)?;
     if !path.is_absolute() {
@@ -136,7 +137,7 @@ fn absolute(variable: &str) -> Option<PathBuf> {
 }
 
 impl DiskCache {
-    /// A cache in `dir`, which is made on the first write.
+    /// A cache in `dir`, which the first write creates.
     pub fn new(dir: PathBuf, limit: u64) -> DiskCache {
         DiskCache { dir, limit, complained: AtomicBool::new(false) }
     }
@@ -145,7 +146,7 @@ impl DiskCache {
         self.dir.join(format!("{key:032x}.{EXTENSION}"))
     }
 
-    /// The bytes stored under `key`. A damaged entry is deleted.
+    /// The bytes stored under `key`. A corrupt entry is deleted.
     pub fn get(&self, key: u128) -> Option<Vec<u8>> {
         let path = self.path(key);
         let mut file = fs::read(&path).ok()?;
@@ -164,7 +165,7 @@ impl DiskCache {
         Some(file.split_off(HEADER))
     }
 
-    /// Stores bytes under `key`: readers see the whole entry or none.
+    /// Stores bytes under `key` atomically: readers see the whole entry or none.
     pub fn put(&self, key: u128, data: &[u8]) {
         if let Err(e) = self.write(key, data)
             && !self.complained.swap(true, Ordering::Relaxed)
@@ -183,7 +184,7 @@ impl DiskCache {
         })
     }
 
-    /// Writes an entry aside, and puts it in its place when it is whole.
+    /// Writes an entry to a temporary file, then renames it.
     fn replace(
         &self,
         key: u128,
@@ -199,7 +200,7 @@ impl DiskCache {
             drop(f);
             let path = self.path(key);
             fs::rename(&temporary, &path).or_else(|e| {
-                // An empty folder in its place is damage too.
+                // An empty directory at the entry's path is removed as corrupt.
                 fs::remove_dir(&path).map_err(|_| e)?;
                 fs::rename(&temporary, &path)
             })
@@ -211,20 +212,20 @@ impl DiskCache {
         written
     }
 
-    /// Eviction takes the entries that were used least recently; where the time cannot be set, the oldest.
+    /// Marks an entry as used: eviction deletes the entries with the oldest modification time.
     fn touch(&self, path: &Path) {
         if let Ok(f) = fs::File::options().append(true).open(path) {
             let _ = f.set_modified(SystemTime::now());
         }
     }
 
-    /// Forgets an entry.
+    /// Deletes an entry.
     pub fn remove(&self, key: u128) {
         let _ = fs::remove_file(self.path(key));
     }
 
-    /// Deletes the oldest entries until a tenth of the limit is free, and what interrupted writers left;
-    /// never the entry `keep`.
+    /// Deletes the oldest entries until a tenth of the limit is free, and files of interrupted writers. Never
+    /// deletes the entry `keep`.
     fn evict(&self, keep: u128) {
         let Ok(dir) = fs::read_dir(&self.dir) else { return };
         let kept = self.path(keep);
@@ -258,16 +259,16 @@ impl DiskCache {
     }
 }
 
-/// Large entries, which are mapped: packed constants. They are found by a key that is cheap to make, and hold
-/// the digest of the content they were made from, which is compared.
+/// Large entries that are mapped into memory: packed constants. The key is cheap to compute; the entry also
+/// stores the digest of the source content, which is compared.
 impl DiskCache {
-    /// Whether there is an entry, whatever it holds.
+    /// Whether an entry exists; its content is not checked.
     pub fn has(&self, key: u128) -> bool {
         self.path(key).is_file()
     }
 
-    /// The `bytes` bytes that [`DiskCache::put_large`] stored for this key and content, mapped. A damaged
-    /// entry, and one of other content, is deleted with a warning.
+    /// Maps the `bytes` bytes that [`DiskCache::put_large`] stored for this key and content. A corrupt entry
+    /// or one with other content is deleted with a warning.
     pub fn map(&self, key: u128, content: u128, bytes: usize) -> Option<Arc<dyn Bytes>> {
         let path = self.path(key);
         let why = match self.map_checked(&path, key, content, bytes) {
@@ -305,22 +306,22 @@ impl DiskCache {
         if head[24..40] != content.to_le_bytes() {
             return Err("it was made from other values");
         }
-        // SAFETY: read-only, private to this process, and read as plain bytes. Entries are replaced and
-        // deleted as whole files, which leaves a map of theirs as it was; nothing of ours writes into one or
-        // cuts it short.
+        // SAFETY: the map is read-only and private, and its bytes are valid for any content. Entries are
+        // replaced and deleted as whole files, which leaves existing maps unchanged; this program never
+        // writes to or truncates an entry in place.
         let map = unsafe {
             memmap2::MmapOptions::new().offset(LARGE_START as u64).len(bytes).populate().map(&file)
         };
         let map = Mapped(map.map_err(|_| "it cannot be mapped")?);
-        // Also the bytes behind the head that no one reads are part of what was written.
+        // The digest covers all mapped bytes.
         if head[40..56] != content_digest(&[map.as_ref()]).to_le_bytes() {
             return Err("its bytes are not those that were written");
         }
         Ok(map)
     }
 
-    /// Stores `bytes` bytes, which `read` gives piece by piece (offset, room). Does nothing for what would
-    /// take more than half of the cache.
+    /// Stores `bytes` bytes, which `read` provides in pieces (offset, destination). Does nothing if they
+    /// exceed half of the cache's limit.
     pub fn put_large<E>(
         &self,
         key: u128,
@@ -365,9 +366,9 @@ impl DiskCache {
 
 const LARGE_MAGIC: &[u8; 8] = b"HLCYPAK1";
 const LARGE_HEAD: usize = 8 + 16 + 16 + 16;
-/// Where the bytes of a large entry start: at a page, so that they are aligned as memory is.
+/// Offset of the bytes in a large entry: a page, so that the mapped bytes are page-aligned.
 const LARGE_START: usize = 4096;
-/// Bytes that are digested by themselves, so that threads can share the work.
+/// Bytes per independently computed digest, so that threads can share the work.
 const PIECE: usize = 1 << 20;
 
 struct Mapped(memmap2::Mmap);
@@ -389,9 +390,9 @@ impl Pieces {
     }
 }
 
-/// Digest of a piece at the speed of memory: eight lanes of xor, multiply by an odd number and rotate, each a
-/// bijection of the lane, so that a change of one word changes the result; folded by [`digest`]. It finds
-/// damage, not forgery.
+/// Digest of a piece at memory bandwidth: eight 64-bit accumulators, each updated by xor, multiplication by
+/// an odd number and rotation. Each update is a bijection of the accumulator, so a change of one word changes
+/// the result. [`digest`] combines the accumulators. It detects corruption, not forgery.
 fn piece_digest(bytes: &[u8]) -> u128 {
     const ODD: u64 = 0x9E37_79B9_7F4A_7C15;
     let mut lanes: [u64; 8] = std::array::from_fn(|i| ODD.rotate_left(i as u32 * 8));
@@ -409,7 +410,7 @@ fn piece_digest(bytes: &[u8]) -> u128 {
     digest(&[&(bytes.len() as u64).to_le_bytes(), &lanes])
 }
 
-/// Digest of large parts, with their borders, by as many threads as the process may use.
+/// Digest of large parts, including their boundaries, computed by up to eight threads.
 pub fn content_digest(parts: &[&[u8]]) -> u128 {
     let pieces: Vec<&[u8]> = parts.iter().flat_map(|p| p.chunks(PIECE)).collect();
     let lengths: Vec<usize> = parts.iter().map(|p| p.len()).collect();
@@ -428,7 +429,7 @@ pub fn content_digest(parts: &[&[u8]]) -> u128 {
         }
     };
     std::thread::scope(|s| {
-        // Where a thread cannot be started, the others do its share.
+        // If a thread cannot be started, the others do its share.
         let others: Vec<_> =
             (1..threads).filter_map(|_| std::thread::Builder::new().spawn_scoped(s, work).ok()).collect();
         work();
@@ -466,10 +467,10 @@ mod tests {
         }
         fs::write(&path, &whole[..20]).unwrap();
         assert!(c.get(7).is_none(), "a short file");
-        // An entry under another name.
+        // An entry under another key.
         fs::write(c.path(9), &whole).unwrap();
         assert!(c.get(9).is_none());
-        // Only entries are left, no temporary file.
+        // Only entries remain, no temporary files.
         assert!(
             fs::read_dir(dir.path().join("a/b"))
                 .unwrap()
@@ -540,7 +541,7 @@ mod tests {
         let map = c.map(1, 5, data.len()).unwrap();
         assert_eq!(map.bytes(), data);
         assert_eq!(map.bytes().as_ptr() as usize % 64, 0);
-        // Replaced and deleted while it is mapped: the map stays.
+        // A mapped entry stays valid when its file is replaced or deleted.
         put(6);
         assert!(c.map(1, 5, data.len()).is_none(), "made from other values");
         assert!(!c.has(1));
@@ -559,7 +560,7 @@ mod tests {
             fs::write(&path, &whole[..len]).unwrap();
             assert!(c.map(1, 5, data.len()).is_none(), "{len} bytes");
         }
-        // A source that fails leaves nothing, and neither does what is too large.
+        // A failing source stores nothing, and neither does an entry that is too large.
         assert_eq!(c.put_large(2, 0, 100, |_, _| Err("no")), Err("no"));
         let small = DiskCache::new(dir.path().into(), 1000);
         small.put_large(3, 0, 600, |_, _| Err("not read")).unwrap();

@@ -1,30 +1,30 @@
-//! What drivers print.
+//! Capture of what drivers print.
 //!
-//! Vendors' libraries write to the standard streams when they are loaded, list devices or compile: greetings,
-//! warnings about the environment, debug lines. A program whose standard output is read by other programs
-//! must keep that out of it, and its own messages apart from it. Such a program calls [`separate`] once,
-//! before anything is loaded, and writes by [`out`] and [`err`] from then on:
+//! Vendor libraries write to the standard streams when they are loaded, list devices or compile: banners,
+//! warnings about the environment, debug lines. A program whose standard output is parsed must keep these
+//! lines out of it and apart from its own messages. Such a program calls [`separate`] once, before it loads
+//! anything, and from then on writes to [`out`] and [`err`]:
 //!
-//! - File descriptor 1 then leads to standard error, so whatever a library prints, whenever it does, is not
-//!   in the program's output.
-//! - While a library is loaded, asked for devices, opened or compiles ([`capture`]), both streams lead into a
-//!   pipe. The lines go to the log (level debug, target `halcyon_hal::chatter`) and to the program
-//!   ([`show`]), with the driver's name.
+//! - File descriptor 1 is redirected to standard error, so that nothing a library prints reaches the
+//!   program's output.
+//! - While a library is loaded, lists devices, opens one or compiles ([`capture`]), both streams are
+//!   redirected to a pipe. The lines go to the log (level debug, target `halcyon_hal::chatter`) and to the
+//!   program ([`show`]), with the driver's name.
 //!
-//! A program that does not call [`separate`] keeps its streams as they are. So does every program on systems
-//! other than Unix.
+//! A program that does not call [`separate`] keeps its streams unchanged, and so does every program on
+//! systems other than Unix.
 
 use std::io::Write;
 
-/// Receives a line that a driver printed, with the driver's name.
+/// Receives a line printed by a driver, with the driver's name.
 pub type Show = fn(driver: &str, line: &str);
 
-/// Names the function that is given each line, once for the same driver and line. The first call counts.
+/// Sets the function that receives each line, once per driver and line. Later calls have no effect.
 pub fn show(f: Show) {
     let _ = lines::SHOW.set(f);
 }
 
-/// Hands over what a driver printed in another process.
+/// Reports text that a driver printed in another process.
 pub fn said(driver: &str, text: &str) {
     lines::tell(driver, text);
 }
@@ -34,7 +34,7 @@ mod lines {
     use std::sync::{Mutex, OnceLock};
 
     pub(super) static SHOW: OnceLock<super::Show> = OnceLock::new();
-    /// Most lines that are handed over.
+    /// Maximum number of lines reported.
     const MOST: usize = 1000;
 
     pub(super) fn tell(driver: &str, text: &str) {
@@ -54,17 +54,18 @@ mod lines {
     }
 }
 
-/// The program's standard output, whatever is done to file descriptor 1.
+/// The program's standard output, even if file descriptor 1 is redirected.
 pub fn out() -> Stream {
     Stream(Which::Out)
 }
 
-/// The program's standard error, whatever is done to file descriptor 2.
+/// The program's standard error, even if file descriptor 2 is redirected.
 pub fn err() -> Stream {
     Stream(Which::Err)
 }
 
-/// The number of the program's standard output or error. It allocates nothing, so a signal's handler may ask.
+/// The file descriptor of the program's standard output or error. Does not allocate, so signal handlers may
+/// call it.
 #[cfg(unix)]
 pub(crate) fn descriptor(err: bool) -> i32 {
     use std::os::fd::AsRawFd;
@@ -87,7 +88,7 @@ enum Which {
 }
 
 impl Stream {
-    /// Whether a person reads along. (The standard library's own streams may lead elsewhere.)
+    /// Whether the program's stream is a terminal. (File descriptors 1 and 2 may be redirected.)
     pub fn is_terminal(&self) -> bool {
         use std::io::IsTerminal;
         #[cfg(unix)]
@@ -132,17 +133,17 @@ impl Write for Stream {
     }
 }
 
-/// What happens to what drivers print from [`separate`] on.
+/// What to do with drivers' output after [`separate`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Chatter {
-    /// It goes to the log and to the function of [`show`].
+    /// Send it to the log and to the function of [`show`].
     Captured,
-    /// It goes to standard error: of a child, whose parent reads that.
+    /// Send it to standard error: for a child process whose parent reads that.
     ToStderr,
 }
 
-/// Keeps what drivers print out of this program's standard output, as said above. The first call counts.
-/// Where it cannot be done (no free file descriptors) the streams stay as they are.
+/// Keeps drivers' output out of this program's standard output, see the module. Later calls have no effect.
+/// If it fails (no free file descriptors), the streams stay unchanged.
 pub fn separate(chatter: Chatter) {
     #[cfg(unix)]
     unix::separate(chatter);
@@ -150,7 +151,7 @@ pub fn separate(chatter: Chatter) {
     let _ = chatter;
 }
 
-/// Until it is dropped, what is printed to the standard streams is taken for this driver's.
+/// While this value lives, output to the standard streams is attributed to its driver.
 #[must_use]
 #[derive(Debug)]
 pub struct Capture {
@@ -158,9 +159,9 @@ pub struct Capture {
     driver: Option<&'static str>,
 }
 
-/// Captures what a driver prints, where [`separate`] has asked for that. Several captures may overlap, in one
-/// thread or in many; the streams are the process's, so what is printed then is given to all of their
-/// drivers.
+/// Captures what a driver prints, if [`separate`] was called with `Chatter::Captured`. Captures may
+/// overlap, in one or several threads. The streams belong to the process, so output during an overlap is
+/// attributed to all of the drivers.
 pub fn capture(driver: &'static str) -> Capture {
     #[cfg(unix)]
     return Capture { driver: unix::begin(driver).then_some(driver) };
@@ -189,7 +190,7 @@ mod unix {
     use std::sync::{Arc, Condvar, Mutex, OnceLock};
     use std::time::Duration;
 
-    /// The program's own ways out.
+    /// The program's own output streams.
     #[derive(Debug)]
     pub(super) struct Streams {
         pub out: File,
@@ -199,25 +200,25 @@ mod unix {
 
     pub(super) static STREAMS: OnceLock<Streams> = OnceLock::new();
 
-    /// Most bytes of one capture that are kept.
+    /// Maximum bytes kept of one capture.
     const MOST: usize = 1 << 16;
-    /// How long what is in the pipe may take to be read.
+    /// Time limit for reading the rest of the pipe.
     const PATIENCE: Duration = Duration::from_secs(1);
 
-    /// Lets a file descriptor lead to where another one leads.
+    /// Redirects a file descriptor to the target of another one.
     fn redirect(to: BorrowedFd<'_>, number: i32) -> bool {
-        // SAFETY: `to` is open, and 0 to 2 are the standard streams, which are open in every process of
-        // Rust's (its start sees to that). Nobody owns them, so no other file is closed by this.
+        // SAFETY: `to` is an open descriptor. `number` is 1 or 2, which Rust's runtime opens at start if they
+        // are closed; no Rust object owns them, so closing their old targets invalidates nothing.
         unsafe { libc::dup2(to.as_raw_fd(), number) >= 0 }
     }
 
-    /// Brings out what the C library holds back of standard output.
+    /// Flushes the C library's standard output.
     fn flush_c() {
         unsafe extern "C" {
             #[cfg_attr(target_vendor = "apple", link_name = "__stdoutp")]
             static stdout: *mut libc::FILE;
         }
-        // SAFETY: the C library's own stream, which lives as long as the process.
+        // SAFETY: `stdout` is initialised by the C library and lives as long as the process.
         unsafe { libc::fflush(stdout) };
     }
 
@@ -232,7 +233,7 @@ mod unix {
             && redirect(err.as_fd(), 1)
         {
             let _ = STREAMS.set(Streams { out, err, chatter });
-            // Files that are written by `-` and `/dev/stdout` mean the same as `out`.
+            // Files named `-` and `/dev/stdout` must go to the same stream as `out`.
             halcyon_ir::output::set_standard(|which| match which {
                 halcyon_ir::output::Standard::Out => Box::new(super::out()),
                 halcyon_ir::output::Standard::Err => Box::new(super::err()),
@@ -240,7 +241,7 @@ mod unix {
         }
     }
 
-    /// What was read from the pipe since the capture began.
+    /// The bytes read from the pipe since the capture began, and the number of marks seen.
     #[derive(Debug, Default)]
     struct Heard {
         bytes: Mutex<(Vec<u8>, u64)>,
@@ -251,14 +252,14 @@ mod unix {
     struct Pipe {
         to: PipeWriter,
         heard: Arc<Heard>,
-        /// Who is being listened to.
+        /// The drivers being captured.
         drivers: Vec<&'static str>,
         marks: u64,
     }
 
     static PIPE: Mutex<Option<Pipe>> = Mutex::new(None);
 
-    /// Ends a capture within the pipe. No driver prints it.
+    /// Marks the end of a capture in the pipe. No driver prints it.
     const MARK: &[u8] = b"\0halcyon: the capture ends here\0";
 
     fn listen(mut from: PipeReader, heard: &Heard) {
@@ -283,7 +284,7 @@ mod unix {
                 h.1 += 1;
                 heard.more.notify_all();
             } else if kept.len() > 2 * MOST {
-                // The beginning is kept, and the end, in which a mark may be half read.
+                // Keep the beginning, and the end, which may be the start of a mark.
                 let end = kept.split_off(kept.len() - MARK.len());
                 kept.truncate(MOST);
                 kept.extend(end);
@@ -299,7 +300,7 @@ mod unix {
         Some(Pipe { to, heard, drivers: vec![], marks: 0 })
     }
 
-    /// Whether the capture has begun.
+    /// Returns whether the capture has begun.
     pub(super) fn begin(driver: &'static str) -> bool {
         if STREAMS.get().is_none_or(|s| s.chatter != Chatter::Captured) {
             return false;
@@ -335,7 +336,7 @@ mod unix {
         if p.drivers.is_empty() {
             restore();
         }
-        // The mark comes after all that was printed until now.
+        // The mark follows everything printed so far.
         if p.to.write_all(MARK).is_err() {
             return;
         }

@@ -1,9 +1,9 @@
-//! Work in a child process, for what may take the process down that does it.
+//! Runs work that may crash the process in a child process.
 //!
-//! Children end with their parent, however that one ends. The parent holds the writing end of a pipe that is
-//! the child's standard input ([`Tied`]); the system closes it with the parent, and a thread of the child
-//! that waits for that ([`end_with_parent`]) ends the child at once, also while another thread of it is stuck
-//! in a driver. This needs nothing but pipes, so it holds on Linux, macOS and Windows alike.
+//! Children end with their parent, however it ends. The parent holds the write end of a pipe that is the
+//! child's standard input ([`Tied`]). The operating system closes it when the parent ends; a thread of the
+//! child waits for that ([`end_with_parent`]) and terminates the child at once, even while another thread
+//! hangs in a driver. This needs only pipes, so it works on Linux, macOS and Windows.
 
 use std::io::Read;
 use std::process::{Child, ChildStdin, Command, Stdio};
@@ -12,28 +12,29 @@ use std::sync::mpsc::{Receiver, channel};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
-/// Set in a child, so that it does not start another.
+/// Set in a child, so that it does not start children itself.
 pub const VARIABLE: &str = "HALCYON_PROBE_CHILD";
 
-/// Set in a child whose standard input is the pipe that its parent holds.
+/// Set in a child whose standard input is the parent's pipe.
 pub const TIED: &str = "HALCYON_TIED_CHILD";
 
-/// Most bytes that are kept of what a child writes to one of its streams. More is read and dropped.
+/// Maximum bytes kept of each output stream of a child. Further output is read and discarded.
 const MOST: usize = 16 << 20;
 
-/// A child that ends with this process, or when this is dropped, provided that it calls [`end_with_parent`].
+/// A child that ends with this process or when this value is dropped, provided that it calls
+/// [`end_with_parent`].
 #[derive(Debug)]
 pub struct Tied {
     process: Child,
-    /// Taken out of `process`, whose `wait` would close it.
+    /// Moved out of `process`, because `Child::wait` would close it.
     _line: Option<ChildStdin>,
 }
 
 impl Tied {
-    /// Starts a command. Its standard input is taken for the pipe.
+    /// Starts a command. Its standard input is replaced by the pipe.
     ///
     /// # Errors
-    /// Those of starting it.
+    /// Errors of `Command::spawn`.
     pub fn spawn(command: &mut Command) -> std::io::Result<Tied> {
         let mut process = command.env(TIED, "1").stdin(Stdio::piped()).spawn()?;
         let line = process.stdin.take();
@@ -45,8 +46,8 @@ impl Tied {
     }
 }
 
-/// In a child of [`Tied::spawn`]: ends this process when its parent is gone. Elsewhere it does nothing. A
-/// program whose executable is started as such a child calls this first, before a library is loaded.
+/// In a child of [`Tied::spawn`]: terminates this process when its parent ends. No effect elsewhere. A
+/// program that is started as such a child must call this first, before it loads a library.
 pub fn end_with_parent() {
     static WATCHED: AtomicBool = AtomicBool::new(false);
     if std::env::var_os(TIED).is_none() || WATCHED.swap(true, Ordering::Relaxed) {
@@ -55,7 +56,7 @@ pub fn end_with_parent() {
     let Some(mut line) = own_input() else { return };
     let (ready, is_ready) = channel();
     let watch = move || {
-        // What a new thread needs locks of the loader for is done by now: a driver may hold them for ever.
+        // The thread has started, so it needs no more loader locks, which a hanging driver may hold.
         let _ = ready.send(());
         let mut piece = [0u8; 64];
         loop {
@@ -72,13 +73,14 @@ pub fn end_with_parent() {
     }
 }
 
-/// Standard input as a file of its own. Libraries that read standard input find nothing there from now on.
+/// Duplicates standard input and replaces it by `/dev/null`, so that libraries cannot read from the pipe.
 #[cfg(unix)]
 fn own_input() -> Option<std::fs::File> {
     use std::os::fd::{AsFd, AsRawFd};
     let line = std::io::stdin().as_fd().try_clone_to_owned().ok()?;
     if let Ok(null) = std::fs::File::open("/dev/null") {
-        // SAFETY: both descriptors are open; the number 0 keeps being open.
+        // SAFETY: `null` is an open descriptor, and descriptor 0 is open because `try_clone_to_owned`
+        // duplicated it. `dup2` replaces descriptor 0 atomically, so it stays open.
         unsafe { libc::dup2(null.as_raw_fd(), 0) };
     }
     Some(line.into())
@@ -95,10 +97,10 @@ fn own_input() -> Option<std::fs::File> {
     None
 }
 
-/// Ends the process without what libraries registered for its end, which may wait for a driver that is stuck.
+/// Ends the process without running exit handlers of libraries, which may wait for a hanging driver.
 fn end_now() -> ! {
     #[cfg(unix)]
-    // SAFETY: it ends the process, and takes no lock.
+    // SAFETY: `_exit` has no preconditions; it ends the process without running handlers or taking locks.
     unsafe {
         libc::_exit(1)
     }
@@ -109,24 +111,25 @@ fn end_now() -> ! {
             fn GetCurrentProcess() -> isize;
             fn TerminateProcess(process: isize, code: u32) -> i32;
         }
-        // SAFETY: the handle is this process's own, which may be ended.
+        // SAFETY: `GetCurrentProcess` returns a pseudo-handle that is always valid and has the right to
+        // terminate.
         unsafe { TerminateProcess(GetCurrentProcess(), 1) };
     }
     #[cfg(not(unix))]
     std::process::abort()
 }
 
-/// What a child wrote, and how it ended where it did not end well: `ended with signal: 11 (SIGSEGV)`.
+/// A child's output and, if it failed, how it ended: `ended with signal: 11 (SIGSEGV)`.
 #[derive(Debug)]
 pub struct Output {
     pub out: String,
     pub err: String,
     pub end: Result<(), String>,
-    /// It did not end by itself.
+    /// The child was ended by the time limit.
     pub hung: bool,
 }
 
-/// Reads along. The receiver hears when everything was read.
+/// Reads a pipe in a thread. The receiver is signalled at its end.
 fn follow(pipe: Option<impl Read + Send + 'static>) -> (Arc<Mutex<Vec<u8>>>, Receiver<()>) {
     let kept: Arc<Mutex<Vec<u8>>> = Arc::default();
     let (done, is_done) = channel();
@@ -134,7 +137,7 @@ fn follow(pipe: Option<impl Read + Send + 'static>) -> (Arc<Mutex<Vec<u8>>>, Rec
         let kept = kept.clone();
         std::thread::spawn(move || {
             let mut piece = [0; 1 << 13];
-            // What was read before an error stays.
+            // Data read before an error is kept.
             while let Ok(n @ 1..) = pipe.read(&mut piece) {
                 let mut kept = kept.lock().unwrap_or_else(|e| e.into_inner());
                 let room = MOST.saturating_sub(kept.len()).min(n);
@@ -146,15 +149,15 @@ fn follow(pipe: Option<impl Read + Send + 'static>) -> (Arc<Mutex<Vec<u8>>>, Rec
     (kept, is_done)
 }
 
-/// Runs a command with nothing to read, for at most `limit`. What it wrote until then is kept.
+/// Runs a command without input for at most `limit`. Output until then is kept.
 ///
 /// # Errors
-/// Those of starting it.
+/// Errors of starting the command.
 pub fn output(command: &mut Command, limit: Duration) -> std::io::Result<Output> {
     output_patient(command, limit, limit, &mut || {})
 }
 
-/// As [`output`]; `slow` is called once where the command has not ended after `patience`.
+/// As [`output`]; calls `slow` once if the command has not ended after `patience`.
 ///
 /// # Errors
 /// As [`output`].
@@ -191,7 +194,7 @@ pub fn output_patient(
         }
     };
     let text = |(kept, is_done): (Arc<Mutex<Vec<u8>>>, Receiver<()>)| {
-        // What a driver started may hold the pipe open for longer than its process lived.
+        // A grandchild may hold the pipe open after the child has ended.
         let _ = is_done.recv_timeout(Duration::from_secs(1));
         let kept = kept.lock().unwrap_or_else(|e| e.into_inner());
         String::from_utf8_lossy(&kept).into_owned()
@@ -218,7 +221,7 @@ mod tests {
         let o = o.unwrap();
         assert_eq!((o.out.as_str(), o.err.as_str(), o.hung, slow), ("a\n", "b\n", false, 1));
         assert_eq!(o.end, Err("ended with exit status: 3".into()));
-        // What the child left behind holds its pipes, and is not waited for.
+        // A grandchild that holds the pipes open is not waited for.
         let o = output(&mut sh("echo a; sleep 30 & exit 0"), minute).unwrap();
         assert!(o.out == "a\n" && o.end.is_ok());
         let o = output(&mut sh("echo a; exec sleep 100"), Duration::from_millis(200)).unwrap();

@@ -8,7 +8,7 @@
 //! memory_pool = "best-fit:2GiB,defragment"    # or a table: strategy, initial_size, max_size, defragment
 //! ```
 //!
-//! It is the file that `HALCYON_CONFIG` names (`off` for none), else `halcyon/config.toml` in the user's
+//! It is the file named by `HALCYON_CONFIG` (`off` for none), else `halcyon/config.toml` in the user's
 //! configuration directory.
 
 use crate::policy::{Fallback, Policy};
@@ -23,7 +23,7 @@ use std::path::PathBuf;
 /// Names the configuration file; `off` for none.
 pub const VARIABLE: &str = "HALCYON_CONFIG";
 
-/// What the file may set.
+/// The settings of the file.
 #[derive(Clone, Debug, Default, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct Config {
@@ -34,7 +34,7 @@ pub struct Config {
     pub memory_pool: Option<MemoryPoolConfig>,
 }
 
-/// Where the file is looked for, and whether the user named it.
+/// The path of the file, and whether the user named it.
 fn path() -> Option<(PathBuf, bool)> {
     match std::env::var_os(VARIABLE) {
         Some(v) if v.is_empty() || v.eq_ignore_ascii_case("off") => return None,
@@ -52,11 +52,11 @@ fn path() -> Option<(PathBuf, bool)> {
     base.map(|b| (b.join("halcyon").join("config.toml"), false))
 }
 
-/// The file and what it sets; `None` where there is none.
+/// The file's path and settings; `None` if there is no file.
 ///
 /// # Errors
-/// [`Error::Io`] for a file that cannot be read, also where one that `HALCYON_CONFIG` names is not there;
-/// [`Error::Format`] for one that is no TOML, or sets what is not known.
+/// [`Error::Io`] for a file that cannot be read, or that `HALCYON_CONFIG` names and does not exist;
+/// [`Error::Format`] for invalid TOML or unknown settings.
 pub fn load() -> Result<Option<(PathBuf, Config)>> {
     let Some((path, named)) = path() else { return Ok(None) };
     let text = match input::text_of(&path, input::TEXT) {
@@ -82,8 +82,8 @@ pub fn load() -> Result<Option<(PathBuf, Config)>> {
     }
 }
 
-/// Nothing is there that the user could have meant: no file, a service's home that is no directory or another
-/// user's, a system without files.
+/// Whether the error means that the user has no such file: no file, a home directory that is no directory or
+/// belongs to another user, a system without files.
 fn nobodys(kind: ErrorKind) -> bool {
     use ErrorKind::*;
     matches!(kind, NotFound | NotADirectory | PermissionDenied | Unsupported)

@@ -1,15 +1,15 @@
-//! Which work under way uses which memory: what orders the queues of one device.
+//! Hazard tracking: which pending work uses which memory. It orders the queues of one device.
 
 use smallvec::SmallVec;
 use std::collections::VecDeque;
 
-/// Ranges of addresses (or of numbers that stand for whole buffers), sorted and without overlaps once
-/// settled.
+/// Ranges of addresses (or of numbers that stand for whole buffers). After [`Spans::settle`] they are sorted
+/// and disjoint.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Spans(SmallVec<[(usize, usize); 8]>);
 
 impl Spans {
-    /// Adds `bytes` from `start` on. [`Spans::settle`] must follow before anything is asked.
+    /// Adds `bytes` from `start` on. [`Spans::settle`] must be called before any query.
     pub fn add(&mut self, start: usize, bytes: usize) {
         if bytes > 0 {
             self.0.push((start, start.saturating_add(bytes)));
@@ -27,7 +27,7 @@ impl Spans {
         });
     }
 
-    /// Whether some address is in both.
+    /// Whether the two sets share an address.
     pub fn meets(&self, o: &Spans) -> bool {
         let (mut i, mut j) = (0, 0);
         while let (Some(a), Some(b)) = (self.0.get(i), o.0.get(j)) {
@@ -39,12 +39,12 @@ impl Spans {
         false
     }
 
-    /// Whether all of `start..end` is in.
+    /// Whether the set contains all of `start..end`.
     pub fn covers(&self, start: usize, end: usize) -> bool {
         self.0.iter().any(|s| s.0 <= start && end <= s.1)
     }
 
-    /// What of a range is not in.
+    /// The parts of a range that are not in the set.
     pub fn without(&self, (from, end): (usize, usize)) -> SmallVec<[(usize, usize); 4]> {
         let (mut left, mut start) = (SmallVec::new(), from);
         for s in self.0.iter().filter(|s| s.1 > from && s.0 < end) {
@@ -64,7 +64,7 @@ impl Spans {
     }
 }
 
-/// What some work reads and writes.
+/// The memory that some work reads and writes.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Access {
     pub reads: Spans,
@@ -77,13 +77,13 @@ impl Access {
         self.writes.settle();
     }
 
-    /// Whether one writes what the other uses. Both are settled.
+    /// Whether either one writes memory that the other uses. Both must be settled.
     pub fn conflicts(&self, o: &Access) -> bool {
         self.writes.meets(&o.writes) || self.writes.meets(&o.reads) || self.reads.meets(&o.writes)
     }
 }
 
-/// Work under way.
+/// Pending work.
 #[derive(Debug)]
 pub(crate) struct Entry<T> {
     ticket: u64,
@@ -92,7 +92,7 @@ pub(crate) struct Entry<T> {
     pub mark: T,
 }
 
-/// The work under way of all queues of a device, in the order in which it was handed over.
+/// The pending work of all queues of a device, in submission order.
 #[derive(Debug)]
 pub(crate) struct Ledger<T> {
     next: u64,
@@ -106,13 +106,13 @@ impl<T> Default for Ledger<T> {
 }
 
 impl<T> Ledger<T> {
-    /// Work of other queues than `lane` that must end before work with this access begins. A queue is in
-    /// order by itself.
+    /// Pending work of other queues that must finish before work with this access starts. Work of `lane`
+    /// itself is left out: a queue is in order.
     pub fn before(&self, lane: u64, access: &Access) -> impl Iterator<Item = &Entry<T>> {
         self.entries.iter().filter(move |e| e.lane != lane && e.access.conflicts(access))
     }
 
-    /// Enters work; its ticket. Tickets rise in the order of entering.
+    /// Adds work and returns its ticket. Tickets increase in the order of the calls.
     pub fn enter(&mut self, lane: u64, access: Access, mark: T) -> u64 {
         self.next += 1;
         self.entries.push_back(Entry { ticket: self.next, lane, access, mark });
@@ -127,22 +127,22 @@ impl<T> Ledger<T> {
         self.place(ticket).is_some()
     }
 
-    /// The work has ended.
+    /// Removes finished work.
     pub fn leave(&mut self, ticket: u64) -> Option<Entry<T>> {
         self.place(ticket).and_then(|i| self.entries.remove(i))
     }
 
-    /// Drops work that has ended, as `f` finds.
+    /// Removes the entries for which `f` returns false: finished work.
     pub fn retain(&mut self, f: impl FnMut(&Entry<T>) -> bool) {
         self.entries.retain(f);
     }
 
-    /// The oldest work under way.
+    /// The ticket of the oldest pending work.
     pub fn oldest(&self) -> Option<u64> {
         self.entries.front().map(|e| e.ticket)
     }
 
-    /// The ticket given last.
+    /// The ticket issued last.
     pub fn newest(&self) -> u64 {
         self.next
     }

@@ -1,9 +1,9 @@
-//! The process's own allocator.
+//! Global allocators of a process.
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 
-/// The system's allocator with a count of what it was asked for: for tests and measurements, as a program's
+/// The system allocator with a counter of allocations, for tests and measurements as a program's
 /// `#[global_allocator]`.
 #[derive(Debug, Default)]
 pub struct Counting(AtomicU64);
@@ -13,41 +13,43 @@ impl Counting {
         Counting(AtomicU64::new(0))
     }
 
-    /// Allocations and growths so far, by all threads.
+    /// Allocations and reallocations so far, in all threads.
     pub fn allocations(&self) -> u64 {
         self.0.load(Ordering::Relaxed)
     }
 }
 
-// SAFETY: every call goes to the system's allocator as it is.
+// SAFETY: every method forwards to the system allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
         self.0.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's.
+        // SAFETY: `GlobalAlloc::alloc` requires the same of `layout` (non-zero size) as `System.alloc`.
         unsafe { System.alloc(layout) }
     }
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
         self.0.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's.
+        // SAFETY: `GlobalAlloc::alloc_zeroed` requires the same of `layout` (non-zero size) as
+        // `System.alloc_zeroed`.
         unsafe { System.alloc_zeroed(layout) }
     }
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
         self.0.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: the caller's.
+        // SAFETY: `ptr` was allocated by `System` with `layout` (all methods forward to it), and
+        // `GlobalAlloc::realloc` requires `size` to be valid.
         unsafe { System.realloc(ptr, layout, size) }
     }
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the caller's.
+        // SAFETY: `ptr` was allocated by `System` with `layout`, because all methods forward to it.
         unsafe { System.dealloc(ptr, layout) }
     }
 }
 
-/// The system's allocator, which remembers what it refused: as the `#[global_allocator]` of a command that
-/// says so ([`end_when_out`]).
+/// The system allocator, which records the size of a failed request. For use as `#[global_allocator]` with
+/// [`end_when_out`].
 #[derive(Debug, Default)]
 pub struct Noted;
 
-/// Bytes that the system refused last.
+/// Size in bytes of the last failed request.
 static REFUSED: AtomicUsize = AtomicUsize::new(0);
 
 fn noted(p: *mut u8, bytes: usize) -> *mut u8 {
@@ -57,34 +59,33 @@ fn noted(p: *mut u8, bytes: usize) -> *mut u8 {
     p
 }
 
-// SAFETY: every call goes to the system's allocator as it is.
+// SAFETY: every method forwards to the system allocator unchanged.
 unsafe impl GlobalAlloc for Noted {
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the arguments are passed on unchanged, so what the caller guarantees for them holds for the
-        // system's allocator.
+        // SAFETY: `layout` is passed on unchanged; `GlobalAlloc::alloc` requires the same of it as
+        // `System.alloc`.
         noted(unsafe { System.alloc(layout) }, layout.size())
     }
     unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: the arguments are passed on unchanged, so what the caller guarantees for them holds for the
-        // system's allocator.
+        // SAFETY: `layout` is passed on unchanged; `GlobalAlloc::alloc_zeroed` requires the same of it as
+        // `System.alloc_zeroed`.
         noted(unsafe { System.alloc_zeroed(layout) }, layout.size())
     }
     unsafe fn realloc(&self, ptr: *mut u8, layout: Layout, size: usize) -> *mut u8 {
-        // SAFETY: the arguments are passed on unchanged, so what the caller guarantees for them holds for the
-        // system's allocator.
+        // SAFETY: `ptr` was allocated by `System` with `layout`, because all methods forward to it;
+        // `GlobalAlloc::realloc` requires `size` to be valid.
         noted(unsafe { System.realloc(ptr, layout, size) }, size)
     }
     unsafe fn dealloc(&self, ptr: *mut u8, layout: Layout) {
-        // SAFETY: the arguments are passed on unchanged, so what the caller guarantees for them holds for the
-        // system's allocator.
+        // SAFETY: `ptr` was allocated by `System` with `layout`, because all methods forward to it.
         unsafe { System.dealloc(ptr, layout) }
     }
 }
 
-/// Has the process end with exit code 5 and one message where it would be ended for want of memory: by an
-/// allocation that cannot fail in an orderly way, in Rust (of a process with [`Noted`]) or in a driver's
-/// library. Without it such an end is a signal. `json` has the message on standard output as the command
-/// prints errors. Where there are no signals this does nothing.
+/// Makes the process exit with code 5 and one message if it would crash for lack of memory: at an infallible
+/// allocation in Rust (in a process with [`Noted`]) or in a driver's library. Without it such a process ends
+/// by a signal. With `json`, standard output gets the message in the format of the command's errors. No
+/// effect on systems without signals.
 pub fn end_when_out(json: bool) {
     #[cfg(unix)]
     out::install(json);
@@ -106,7 +107,7 @@ mod out {
         fn _exit(code: c_int) -> !;
     }
 
-    /// The same numbers on Linux and macOS, but for the bus error's.
+    /// The numbers are the same on Linux and macOS, except that of the bus error.
     const ABORT: c_int = 6;
     const SEGMENT: c_int = 11;
     const BUS: c_int = if cfg!(target_os = "linux") { 7 } else { 10 };
@@ -114,7 +115,7 @@ mod out {
     const PAGE: u64 = 4096;
 
     static JSON: AtomicBool = AtomicBool::new(false);
-    /// Bytes of address space that the process may have; 0 without a limit.
+    /// The limit of the process's address space in bytes; 0: none.
     static LIMIT: AtomicU64 = AtomicU64::new(0);
 
     pub fn install(json: bool) {
@@ -123,19 +124,21 @@ mod out {
         let line = limits.lines().find_map(|l| l.strip_prefix("Max address space"));
         let limit: u64 = line.and_then(|l| l.split_whitespace().next()?.parse().ok()).unwrap_or(0);
         LIMIT.store(limit, Ordering::Relaxed);
-        // Where memory is limited, C libraries go on with the null that they got.
+        // Under a limit, C libraries may dereference the null pointer of a failed allocation.
         let numbers = if limit > 0 { &[ABORT, SEGMENT, BUS][..] } else { &[ABORT] };
         for n in numbers {
             let handler: extern "C" fn(c_int) = ended;
-            // SAFETY: the handler calls what may be called in one: read, write, open, signal and _exit.
+            // SAFETY: `handler` has the signature that `signal` expects and calls only async-signal-safe
+            // functions: read, write, open, signal and _exit.
             unsafe { signal(*n, handler as usize) };
         }
     }
 
-    /// Bytes of address space that the process has.
+    /// The process's address space in use, in bytes.
     fn used() -> u64 {
         let mut text = [0u8; 64];
-        // SAFETY: the path ends with a NUL, and at most the length of the array is read into it.
+        // SAFETY: the path is a NUL-terminated literal, and `read` writes at most `text.len()` bytes to
+        // `text`.
         let n = unsafe {
             let fd = open(c"/proc/self/statm".as_ptr(), 0);
             read(fd, text.as_mut_ptr().cast(), text.len())
@@ -145,11 +148,11 @@ mod out {
     }
 
     fn say(fd: c_int, text: &[u8]) {
-        // SAFETY: the bytes are those of a slice. Nothing is left to do where they cannot be written.
+        // SAFETY: the pointer and length are those of a slice. A failure to write is ignored.
         unsafe { write(fd, text.as_ptr().cast(), text.len()) };
     }
 
-    /// A number without an allocation.
+    /// Formats a number without allocating.
     fn digits(mut n: u64, to: &mut [u8; 20]) -> &[u8] {
         let mut at = to.len();
         loop {
@@ -166,8 +169,8 @@ mod out {
         let (refused, limit) = (REFUSED.load(Ordering::Relaxed) as u64, LIMIT.load(Ordering::Relaxed));
         let full = limit > 0 && used() > limit / 4 * 3;
         if !(full || number == ABORT && refused > 0) {
-            // Not for want of memory: what follows ends the process as it would have.
-            // SAFETY: restoring the default action may be done in a handler.
+            // Not caused by lack of memory: the default action ends the process as usual.
+            // SAFETY: `signal` is async-signal-safe, and the default action is always valid.
             unsafe { signal(number, DEFAULT) };
             return;
         }
@@ -191,21 +194,21 @@ mod out {
             say(fd, b" bytes is reached. ");
         }
         say(fd, end);
-        // SAFETY: it ends the process and runs nothing of it.
+        // SAFETY: `_exit` has no preconditions; it ends the process without running any handlers.
         unsafe { _exit(5) }
     }
 }
 
-/// Gives memory that was freed and that the allocator keeps back to the system, where there is such a call
-/// (glibc): what planning leaves behind then makes room for the plan. Says whether anything was given back.
+/// Returns freed memory that the allocator keeps to the system, if the C library supports it (glibc), so that
+/// memory freed by planning is available to the plan. Returns whether memory was released.
 pub fn trim() -> bool {
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     {
         unsafe extern "C" {
             fn malloc_trim(pad: usize) -> std::ffi::c_int;
         }
-        // SAFETY: it takes no pointer, and the allocator locks what it works on; live allocations are not
-        // touched.
+        // SAFETY: `malloc_trim` takes no pointer, locks the allocator's structures itself and does not touch
+        // live allocations.
         unsafe { malloc_trim(0) == 1 }
     }
     #[cfg(not(all(target_os = "linux", target_env = "gnu")))]
@@ -218,7 +221,7 @@ pub fn trim() -> bool {
 mod tests {
     #[test]
     fn what_is_free_is_given_back_and_what_is_not_stays() {
-        // Pieces that are too small to be mapped by themselves, of which every second one is freed.
+        // Blocks too small to be mapped separately; every second one is freed.
         let mut pieces: Vec<Option<Vec<u8>>> = (0..4000u32).map(|i| Some(vec![i as u8; 16 << 10])).collect();
         pieces.iter_mut().step_by(2).for_each(|p| *p = None);
         let gave = super::trim();

@@ -1,4 +1,4 @@
-//! Memory of the host that a device copies from and to without a detour.
+//! Host memory that a device copies to and from directly, without a staging buffer.
 
 use crate::{Error, Options, Result};
 use std::fmt;
@@ -6,9 +6,9 @@ use std::ops::{Deref, DerefMut};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Bytes of the host, zeroed, at an address that stays; page-locked where the driver can. Dropping it gives
-/// them back. It is [`halcyon_ir::data::Bytes`], so [`crate::Device::import`] takes it without a copy where
-/// memory is unified.
+/// Zeroed host memory at a fixed address, page-locked if the driver supports it. Dropping it frees it. It
+/// implements [`halcyon_ir::data::Bytes`], so [`crate::Device::import`] uses it without a copy on devices
+/// with unified memory.
 pub struct HostBuffer {
     memory: Box<dyn Pages>,
     bytes: usize,
@@ -16,16 +16,16 @@ pub struct HostBuffer {
     _loan: Loan,
 }
 
-/// Who owns the memory of a [`HostBuffer`].
+/// The owner of a [`HostBuffer`]'s memory.
 ///
 /// # Safety
-/// `start` gives the same address each time, from which on as many bytes as were asked for are initialised
-/// and nobody else's, as long as the value lives.
+/// `start` must return the same address each time. As long as the value lives, the requested number of bytes
+/// from that address on must be initialised and used by nothing else.
 pub(crate) unsafe trait Pages: Send + Sync {
     fn start(&self) -> *mut u8;
 }
 
-/// What a device's host buffers take together. Not every driver has such buffers.
+/// The total size of a device's host buffers. Not every driver has such buffers.
 #[derive(Debug)]
 #[cfg_attr(
     not(any(feature = "cpu", feature = "cuda", feature = "opencl", feature = "rocm")),
@@ -37,7 +37,7 @@ pub(crate) struct Account {
     used: Arc<AtomicU64>,
 }
 
-/// Bytes of an account, until it is dropped.
+/// Bytes charged to an account until this value is dropped.
 #[derive(Debug)]
 pub(crate) struct Loan {
     used: Arc<AtomicU64>,
@@ -64,7 +64,8 @@ impl Account {
         self.used.load(Ordering::Acquire)
     }
 
-    /// A buffer of `bytes` bytes in memory that `pages` makes, or the driver's reason.
+    /// A buffer of `bytes` bytes over the memory that `pages` allocates. The error of `pages` is the driver's
+    /// reason.
     pub(crate) fn buffer(
         &self,
         bytes: usize,
@@ -91,7 +92,7 @@ impl Account {
 }
 
 impl HostBuffer {
-    /// Whether the driver keeps the pages in memory.
+    /// Whether the pages are page-locked.
     pub fn is_locked(&self) -> bool {
         self.locked
     }
@@ -100,14 +101,16 @@ impl HostBuffer {
 impl Deref for HostBuffer {
     type Target = [u8];
     fn deref(&self) -> &[u8] {
-        // SAFETY: so many initialised bytes from there on are this value's.
+        // SAFETY: `Pages` guarantees that the `bytes` bytes from `start` on are initialised, live as long as
+        // `self.memory`, and belong to this value alone; `&self` excludes writes through `deref_mut`.
         unsafe { std::slice::from_raw_parts(self.memory.start(), self.bytes) }
     }
 }
 
 impl DerefMut for HostBuffer {
     fn deref_mut(&mut self) -> &mut [u8] {
-        // SAFETY: as above, and the value is borrowed exclusively.
+        // SAFETY: `Pages` guarantees that the `bytes` bytes from `start` on are initialised and belong to
+        // this value alone, and `&mut self` excludes other references to them.
         unsafe { std::slice::from_raw_parts_mut(self.memory.start(), self.bytes) }
     }
 }

@@ -1,4 +1,4 @@
-//! The queues of one device: its own and its streams', ordered among each other by what their work reads and
+//! The queues of one device (its own and its streams'), ordered among each other by what their work reads and
 //! writes.
 
 use crate::Result;
@@ -7,41 +7,40 @@ use std::fmt;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// The device's own queue among the lanes.
+/// The id of the device's own queue.
 const OWN: u64 = 0;
 
-/// A point of a queue.
+/// A point in a queue.
 pub(crate) trait Mark: Send + Sync + fmt::Debug {
-    /// Whether the device has come to it, or never will.
+    /// Whether the device has reached it, or never will.
     fn is_done(&self) -> bool;
-    /// Waits for it.
+    /// Waits until the device reaches it.
     fn wait(&self) -> Result<()>;
 }
 
-/// What the driver's queues can do for their order.
+/// The ordering operations of a driver's queue.
 pub(crate) trait Fenced {
     type Mark: Mark;
-    /// What is enqueued from here on begins when these are done.
+    /// Makes everything enqueued later wait for these marks.
     fn behind(&self, marks: &[Arc<Self::Mark>]) -> Result<()>;
-    /// A point behind all that was enqueued.
+    /// A mark after all commands enqueued so far.
     fn mark(&self) -> Result<Self::Mark>;
-    /// Waits for all that was enqueued.
+    /// Waits for all commands enqueued so far.
     fn finish(&self) -> Result<()>;
-    /// Hands over what was enqueued, so that other queues may wait for it.
+    /// Submits the enqueued commands, so that other queues may wait for them.
     fn flush(&self) -> Result<()> {
         Ok(())
     }
 }
 
-/// What the queues of one device know of each other.
+/// The shared state of the queues of one device.
 #[derive(Debug)]
 pub(crate) struct Lanes<M> {
-    /// Work under way, each with the point of its end. Whoever enqueues while there are streams holds this
-    /// lock.
+    /// Pending work with the mark at its end. While streams exist, this lock is held to enqueue.
     traffic: Mutex<Ledger<Arc<M>>>,
-    /// Streams, until their work is done.
+    /// Number of open streams. A dropped stream counts until its work is done.
     streams: AtomicUsize,
-    /// Calls of the device's own queue that found no streams.
+    /// Running calls of the device's own queue that skip the ledger because no stream existed.
     unseen: AtomicUsize,
     next: AtomicU64,
 }
@@ -55,12 +54,12 @@ impl<M> Default for Lanes<M> {
 
 impl<M: Mark> Lanes<M> {
     fn lock(&self) -> MutexGuard<'_, Ledger<Arc<M>>> {
-        // Every update leaves the ledger whole, so a panic elsewhere does not damage it.
+        // Every update leaves the ledger consistent, so a poisoned lock is safe to use.
         self.traffic.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// A lane for a stream. `own` is the device's queue, which has nothing under way afterwards that the
-    /// ledger does not know.
+    /// Returns an id for a new stream's queue. Waits until the device's queue `own` has no pending work that
+    /// the ledger does not contain.
     pub fn open(&self, own: &impl Fenced<Mark = M>) -> Result<u64> {
         self.streams.fetch_add(1, Ordering::SeqCst);
         while self.unseen.load(Ordering::SeqCst) > 0 {
@@ -70,13 +69,12 @@ impl<M: Mark> Lanes<M> {
         Ok(self.next.fetch_add(1, Ordering::Relaxed))
     }
 
-    /// A stream's work is done, and no more will come.
+    /// Closes a stream whose work is done.
     pub fn close(&self) {
         self.streams.fetch_sub(1, Ordering::SeqCst);
     }
 
-    /// Runs a call of the device's own queue that needs no order with streams, because there are none. `None`
-    /// where there are.
+    /// Runs a call of the device's own queue without ordering if there are no streams. `None` if there are.
     pub fn alone<R>(&self, f: impl FnOnce() -> R) -> Option<R> {
         struct Count<'a>(&'a AtomicUsize);
         impl Drop for Count<'_> {
@@ -84,13 +82,14 @@ impl<M: Mark> Lanes<M> {
                 self.0.fetch_sub(1, Ordering::SeqCst);
             }
         }
-        // Both sides write their own number and then look at the other's, so one of them sees the other.
+        // Both sides write their own counter before they read the other's (SeqCst), so at least one of them
+        // sees the other.
         self.unseen.fetch_add(1, Ordering::SeqCst);
         let _end = Count(&self.unseen);
         (self.streams.load(Ordering::SeqCst) == 0).then(f)
     }
 
-    /// Enqueues work behind what it conflicts with; the point of its end.
+    /// Enqueues work after everything it conflicts with; returns the mark at its end.
     pub fn ordered<R>(
         &self,
         lane: u64,
@@ -101,7 +100,7 @@ impl<M: Mark> Lanes<M> {
         self.marked(lane, queue, access, || f().map(|r| (None, r)))
     }
 
-    /// [`Lanes::ordered`] for work that may know the point of its end.
+    /// As [`Lanes::ordered`], for work that may create the mark at its end itself.
     pub fn marked<R>(
         &self,
         lane: u64,
@@ -110,7 +109,7 @@ impl<M: Mark> Lanes<M> {
         f: impl FnOnce() -> Result<(Option<M>, R)>,
     ) -> Result<(Arc<M>, R)> {
         let mut t = self.lock();
-        // Asked with the lock: nothing moves meanwhile.
+        // Evaluated under the lock, so that no buffer is moved in between.
         let mut access = access();
         access.settle();
         t.retain(|e| !e.mark.is_done());
@@ -118,7 +117,7 @@ impl<M: Mark> Lanes<M> {
         if !before.is_empty() {
             queue.behind(&before)?;
         }
-        // What was enqueued before an error runs too.
+        // Commands enqueued before an error run too, so they are entered in either case.
         let (end, made) = match f() {
             Ok((Some(m), r)) => (m, Ok(r)),
             Ok((None, r)) => (queue.mark()?, Ok(r)),
@@ -151,8 +150,8 @@ impl<M: Mark> Lanes<M> {
         self.marked(OWN, queue, access, f)
     }
 
-    /// Runs `f` while no queue has work under way and none gets any, but for calls that found no streams,
-    /// which the queue's own locks keep out.
+    /// Runs `f` while no queue has pending work and none can enqueue. Calls that skip the ledger
+    /// (`Lanes::alone`) are excluded by the queue's own locks.
     pub fn still<R>(&self, f: impl FnOnce() -> Result<R>) -> Result<R> {
         let mut t = self.lock();
         let mut open = vec![];
@@ -164,7 +163,7 @@ impl<M: Mark> Lanes<M> {
         f()
     }
 
-    /// Waits for the work of streams that is under way. What failed is told by its own events.
+    /// Waits for the pending work of streams. Their events report errors.
     pub fn drain(&self) {
         if self.streams.load(Ordering::SeqCst) == 0 {
             return;

@@ -1,16 +1,18 @@
-//! Hardware abstraction layer: drivers, devices, memory, selection. All FFI of the project is here.
+//! Hardware abstraction layer: drivers, devices, memory and device selection. All FFI of the project is in
+//! this crate.
 //!
-//! The contract, which every driver keeps and [`conformance`] checks:
+//! The driver contract, which [`conformance`] checks for every driver:
 //! - Probing never panics. A missing library is [`Error::Unavailable`] with everything that was tried and
-//!   what to do.
-//! - A device is in order: commands of one [`Device::submit`] and of successive ones act as if run one after
-//!   another. [`Device::read`] waits for what was submitted before it. [`stream`]s are further queues, which
-//!   run beside it and each other; work on the same memory is ordered all the same.
-//! - The caller validates shapes and bindings ([`halcyon_ir::kernel`]'s verifier); a device validates sizes
-//!   of buffers, and gives typed errors for what only the driver can know (memory, compile logs, a lost
-//!   device).
-//! - Buffers hold undefined bytes when allocated. Bytes past the end are never touched by a correct kernel.
-//! - A kernel that meets a bad index clamps it and sets the device's fault word, see [`Device::take_fault`].
+//!   what the user can do.
+//! - A device is in order: the commands of one [`Device::submit`] and of successive calls behave as if they
+//!   ran one after another. [`Device::read`] waits for everything submitted before it. [`stream`]s are
+//!   further queues that run concurrently with the device's queue; work on the same memory is still ordered.
+//! - The caller validates shapes and bindings (with the verifier in [`halcyon_ir::kernel`]). A device
+//!   validates buffer sizes and returns typed errors for what only the driver can know (memory, compile logs,
+//!   a lost device).
+//! - A new buffer's contents are undefined. A correct kernel never accesses bytes past the end of a buffer.
+//! - A kernel that meets an index out of range clamps it and sets the device's fault word, see
+//!   [`Device::take_fault`].
 
 pub mod backend;
 #[cfg(not(target_arch = "wasm32"))]
@@ -25,7 +27,7 @@ pub mod conformance;
 pub mod cpu;
 #[cfg(all(feature = "cuda", not(target_arch = "wasm32")))]
 pub mod cuda;
-// Each driver uses a part of it.
+// No driver uses all of it.
 #[allow(dead_code)]
 mod hazard;
 pub mod heap;
@@ -73,7 +75,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// Facts about a device, read from the driver; `None` where it does not tell.
+/// Properties of a device as reported by its driver; `None` if the driver does not report one.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct DeviceInfo {
     pub backend: BackendType,
@@ -85,15 +87,15 @@ pub struct DeviceInfo {
     pub driver_version: Option<String>,
     /// Bytes.
     pub total_memory: Option<u64>,
-    /// Bytes that nobody used when the device was looked at or opened; `None` where the driver has no such
+    /// Free device memory in bytes when the device was probed or opened; `None` if the driver has no such
     /// query.
     pub free_memory: Option<u64>,
     pub compute_capability: Option<String>,
     pub compute_units: Option<u32>,
     pub unified_memory: bool,
-    /// A CPU pretending to be a GPU (PoCL, lavapipe): never chosen unless named.
+    /// Runs on the CPU (PoCL, lavapipe). Chosen only if named.
     pub software: bool,
-    /// Whatever else the driver tells, by its own names.
+    /// Further driver-specific properties, under the driver's names.
     pub properties: BTreeMap<String, String>,
 }
 
@@ -107,14 +109,14 @@ pub enum Tag {
     Io,
     /// Keys and values of attention.
     Kv,
-    /// What an optimiser keeps for each parameter.
+    /// The optimiser's state for each parameter.
     Optimizer,
 }
 
-/// Device memory. Dropping it returns it to the device's pool.
+/// Device memory. Dropping the last reference returns it to the device's pool.
 pub trait Buffer: Send + Sync + fmt::Debug {
     fn bytes(&self) -> usize;
-    /// Where it lies on a device that replays captured work ([`Device::capture`]): equal numbers are the same
+    /// Identifies its memory on a device that supports [`Device::capture`]: equal numbers are the same
     /// memory, until buffers are moved.
     fn place(&self) -> Option<u64> {
         None
@@ -126,19 +128,19 @@ pub type BufferRef = Arc<dyn Buffer>;
 /// A compiled kernel.
 pub trait Program: Send + Sync + fmt::Debug {
     fn name(&self) -> &str;
-    /// The source the device's compiler got, where there is one.
+    /// The source passed to the device's compiler, if any.
     fn source(&self) -> Option<&str> {
         None
     }
     fn as_any(&self) -> &dyn Any;
 }
 
-/// One piece of submitted work.
+/// One unit of submitted work.
 #[derive(Debug)]
 pub enum Command<'a> {
-    /// Buffers in the kernel's order; `params` in the kernel's order. A kernel that can fault
-    /// (`Stmt::SetError`) has the fault word (u32) as its last buffer, which the device binds itself, and a
-    /// parameter named `fault`, for which the device passes this command's `fault`.
+    /// `buffers` and `params` are in the kernel's order. A kernel that can fault (`Stmt::SetError`) declares
+    /// the fault word (u32) as its last buffer, which the device binds itself, and a parameter named `fault`,
+    /// to which the device passes this command's `fault`.
     Launch {
         program: &'a Arc<dyn Program>,
         groups: [u32; 3],
@@ -146,8 +148,8 @@ pub enum Command<'a> {
         params: &'a [Scalar],
         fault: u32,
     },
-    /// Buffers: inputs, outputs, then the workspace if the kernel wants one. `args` are the plan's run-time
-    /// arguments.
+    /// `buffers` are the inputs, the outputs, then the workspace if the kernel needs one. `args` are the
+    /// plan's run-time arguments.
     Library {
         kernel: &'a Arc<dyn LibraryKernel>,
         buffers: &'a [BufferRef],
@@ -169,10 +171,10 @@ pub struct Timing {
     pub nanoseconds: u64,
 }
 
-/// What a device did since it was opened. Every number is counted where the work happens.
+/// Counters of a device since it was opened. Each is incremented where the work happens.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Counters {
-    /// Kernels built by the device's compiler or interpreter.
+    /// Kernels compiled by the device's compiler or prepared by its interpreter.
     pub compiles: u64,
     /// Kernels found in the disk cache.
     pub compile_cache_hits: u64,
@@ -183,18 +185,18 @@ pub struct Counters {
     pub downloads: u64,
     pub downloaded_bytes: u64,
     pub device_copies: u64,
-    /// Requests to the driver or the system (not those that the pool served).
+    /// Requests to the driver or the operating system, without those served by the pool.
     pub allocations: u64,
-    /// Launches of captured commands ([`Device::capture`]); what they run is counted above as if it were
-    /// submitted.
+    /// Launches of captures ([`Device::capture`]). Their commands are included in the counters above as if
+    /// they were submitted.
     #[serde(default)]
     pub replays: u64,
-    /// Bytes copied from other devices without the host ([`Device::copy_from_peer`]).
+    /// Bytes copied directly from other devices ([`Device::copy_from_peer`]).
     #[serde(default)]
     pub peer_bytes: u64,
 }
 
-/// The live form of [`Counters`].
+/// The atomic counters behind [`Counters`].
 #[derive(Debug, Default)]
 pub struct Counts {
     pub compiles: AtomicU64,
@@ -235,46 +237,47 @@ impl Counts {
     }
 }
 
-/// Bytes of a device's memory in use by this process, through this device, and what its pool did.
+/// Memory that this process uses through this device, in bytes, and statistics of its pool.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct MemoryStats {
-    /// Held by live buffers, with what their sizes are rounded up by.
+    /// Bytes of live buffers, including the rounding of their sizes.
     pub allocated: u64,
     /// Highest value of `allocated`.
     pub peak: u64,
-    /// What made up `peak`, when it was reached first.
+    /// Breakdown of `peak` by tag, taken when `peak` was first reached.
     pub peak_by_tag: BTreeMap<Tag, u64>,
-    /// Given by the driver: `allocated` and `cached`.
+    /// Bytes obtained from the driver: `allocated` plus `cached`.
     pub reserved: u64,
     /// Highest value of `reserved`; never above `limit`.
     pub peak_reserved: u64,
-    /// Given by the driver and not live: freed buffers that the pool keeps, unused parts of its chunks.
+    /// Bytes obtained from the driver and not live: freed buffers that the pool keeps and unused parts of its
+    /// chunks.
     pub cached: u64,
-    /// The largest piece of `cached` that one buffer can take.
+    /// The largest part of `cached` that one buffer can use.
     pub largest_free: u64,
-    /// The cap, if one was set, else the device's memory where known.
+    /// The limit if one was set, else the device's memory if known.
     pub limit: Option<u64>,
     pub by_tag: BTreeMap<Tag, u64>,
-    /// Buffers that were handed out and given back, whatever memory served them.
+    /// Buffers allocated and freed, whether their memory was new or reused.
     pub allocations: u64,
     pub frees: u64,
-    /// Times that `cached` was given back for want of room.
+    /// How often `cached` was released to make room.
     pub trims: u64,
     pub defragmentations: u64,
     pub moved_bytes: u64,
-    /// Defragmentations that moved a buffer: an address that was taken at an earlier generation may be
-    /// another's.
+    /// Number of defragmentations that moved a buffer. An address read at an earlier generation may now
+    /// belong to another buffer.
     pub generation: u64,
-    /// Requests that ended in [`Error::OutOfMemory`].
+    /// Requests that failed with [`Error::OutOfMemory`].
     pub refusals: u64,
-    /// Of the host, in [`HostBuffer`]s of the device; not part of the above.
+    /// Host bytes in the device's [`HostBuffer`]s; not included in the fields above.
     pub pinned: u64,
 }
 
 impl MemoryStats {
-    /// Share of the free bytes that lie outside of the largest free range: `1 - largest_free / cached`, 0
-    /// where nothing is free.
+    /// Share of the free bytes outside of the largest free range: `1 - largest_free / cached`, or 0 if
+    /// nothing is free.
     pub fn fragmentation(&self) -> f64 {
         if self.cached == 0 { 0.0 } else { 1.0 - self.largest_free as f64 / self.cached as f64 }
     }
@@ -284,47 +287,48 @@ impl MemoryStats {
         self.allocated as f64 / (1u64 << 20) as f64
     }
 
-    /// MiB (1024² bytes) that live buffers may still take; `None` where neither a limit nor the device's
-    /// memory is known.
+    /// MiB (1024² bytes) still available to live buffers; `None` if neither a limit nor the device's memory
+    /// is known.
     pub fn free_mb(&self) -> Option<f64> {
         self.limit.map(|l| l.saturating_sub(self.allocated) as f64 / (1u64 << 20) as f64)
     }
 }
 
-/// Settings for opening a device.
+/// Options for opening a device.
 #[derive(Clone, Debug, Default, PartialEq)]
 pub struct Options {
-    /// Worker threads of the CPU device, the caller included. `None`: one per core the process may use.
+    /// Worker threads of the CPU device, including the calling thread. `None`: one per core available to the
+    /// process.
     pub threads: Option<usize>,
-    /// Whether the CPU device uses instruction sets beyond the target's baseline. `None`: what the processor
-    /// has.
+    /// Whether the CPU device uses instruction sets beyond the target's baseline. `None`: whatever the
+    /// processor supports.
     pub simd: Option<bool>,
-    /// Whether CUDA devices use cuDNN. Switched on, a device without it does not open, and one with it has
-    /// the property `cudnn`. `None`: where it is found.
+    /// Whether CUDA devices use cuDNN. `Some(true)`: opening a device fails if cuDNN is not found, and
+    /// devices have the property `cudnn`. `None`: use it if found.
     pub cudnn: Option<bool>,
     /// Whether CUDA and ROCm devices use matrix units (tensor cores). `Some(false)`: neither generated
-    /// kernels nor the vendors' libraries do; the libraries are then asked only for what they do without.
-    /// `None`: where they are found.
+    /// kernels nor vendor libraries use them, and the libraries are asked only for algorithms that need none.
+    /// `None`: use them if present.
     pub matrix_units: Option<bool>,
-    /// Bytes that the driver may give: live buffers and what the pool keeps.
+    /// Maximum bytes obtained from the driver: live buffers plus what the pool keeps.
     pub memory_limit: Option<u64>,
-    /// How buffers get their memory; `None` is the default.
+    /// How the pool allocates; `None` is the default strategy.
     pub memory_pool: Option<MemoryPoolConfig>,
-    /// Bytes that [`Device::alloc_host`] may take. `None`: half of the machine's memory.
+    /// Maximum bytes of [`Device::alloc_host`]. `None`: half of the machine's memory.
     pub host_limit: Option<u64>,
     /// Directory for compiled programs. `None`: the user's cache directory.
     pub cache_dir: Option<PathBuf>,
-    /// Times every command.
+    /// Measures the device time of every command.
     pub profile: bool,
 }
 
-/// A family of devices reached through one runtime library.
+/// Finds and opens the devices that one runtime library provides.
 pub trait Driver: Send + Sync + fmt::Debug {
     fn kind(&self) -> BackendType;
-    /// The devices there are, or [`Error::Unavailable`].
+    /// The available devices, or [`Error::Unavailable`].
     fn probe(&self) -> Result<Vec<DeviceInfo>>;
-    /// The same without what takes long to ask: on CUDA and ROCm how much memory is free, which needs a
-    /// context on each device. For whoever opens one of them next.
+    /// As `Driver::probe`, without the slow queries: on CUDA and ROCm the free memory, which needs a
+    /// context on each device. Used when one of the devices is opened next.
     fn list(&self) -> Result<Vec<DeviceInfo>> {
         self.probe()
     }
@@ -337,18 +341,18 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     fn counters(&self) -> Counters;
     fn memory(&self) -> MemoryStats;
 
-    /// Bytes of the device's memory that nobody uses now, asked of its driver, or of the system where the
-    /// device lives in the machine's memory. `None` where neither tells.
+    /// Free device memory in bytes, queried from the driver (or from the operating system for devices that
+    /// share host memory). `None` if neither reports it.
     fn free_memory(&self) -> Option<u64> {
         None
     }
 
-    /// Bytes that buffers can still take: what the limit leaves, and no more than what is free with what the
-    /// pool keeps. `None` where neither is known.
+    /// Bytes that buffers can still take: the remainder of the limit, capped by the free memory plus what the
+    /// pool keeps. `None` if neither is known.
     fn available(&self) -> Option<u64> {
         let m = self.memory();
         let left = m.limit.map(|l| l.saturating_sub(m.allocated));
-        // What the pool keeps is handed out again, or given back when the driver has no more.
+        // The pool reuses its cached memory, or releases it when the driver has no more.
         let free = self.free_memory().map(|f| f.saturating_add(m.cached));
         match (left, free) {
             (Some(a), Some(b)) => Some(a.min(b)),
@@ -356,7 +360,7 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         }
     }
 
-    /// What a check of memory has to say where [`Device::free_memory`] is not known; else empty.
+    /// Note for messages about memory checks if [`Device::free_memory`] is unknown; else empty.
     fn unknown_free(&self) -> &'static str {
         match self.free_memory() {
             Some(_) => "",
@@ -366,21 +370,21 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         }
     }
 
-    /// At least `bytes` bytes (0 gives a valid empty buffer).
+    /// Allocates at least `bytes` bytes (0 gives a valid empty buffer).
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef>;
 
-    /// Bytes by which such an [`Device::alloc`] raises [`MemoryStats::allocated`], where nothing that was
-    /// freed serves it.
+    /// Bytes by which [`Device::alloc`] of this size and tag raises [`MemoryStats::allocated`] if no freed
+    /// buffer is reused.
     fn footprint(&self, bytes: usize, _tag: Tag) -> usize {
         bytes
     }
 
-    /// `bytes` bytes of a buffer from `offset` on as a buffer, which keeps the whole alive. The caller sees
-    /// to it that parts that overlap are not in use by one command. `offset` is a multiple of
-    /// [`Target::part_alignment`].
+    /// A buffer over `bytes` bytes of another one from `offset` on. It keeps the whole buffer alive. `offset`
+    /// must be a multiple of [`Target::part_alignment`]. The caller must not use overlapping parts in one
+    /// command.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where the device has no such thing; [`Error::Argument`] for a range outside of
+    /// [`Error::Unsupported`] if the device does not support it; [`Error::Argument`] for a range outside of
     /// the buffer.
     fn part(&self, of: &BufferRef, offset: usize, bytes: usize) -> Result<BufferRef> {
         let _ = (of, offset, bytes);
@@ -390,12 +394,12 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         ))
     }
 
-    /// Memory of the host that copies to and from the device need no detour for: locked pages where the
-    /// driver has them.
+    /// Allocates host memory that the device copies to and from directly, without a staging buffer:
+    /// page-locked memory if the driver has it.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where the device has no such thing; [`Error::OutOfMemory`] past
-    /// [`Options::host_limit`], or where the system has none left.
+    /// [`Error::Unsupported`] if the device does not support it; [`Error::OutOfMemory`] past
+    /// [`Options::host_limit`], or if the system has no memory left.
     fn alloc_host(&self, bytes: usize) -> Result<HostBuffer> {
         let _ = bytes;
         Err(Error::unsupported(
@@ -404,11 +408,11 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         ))
     }
 
-    /// Waits, and moves buffers together so that free memory lies in large ranges. Buffers keep their
-    /// contents, and everything that holds them (tensors, plans, captured graphs) goes on as before.
+    /// Waits for submitted work, then moves buffers together so that free memory forms large ranges. Buffers
+    /// keep their contents; tensors, plans and captured graphs that hold them stay valid.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where the device has no pool; the driver's own.
+    /// [`Error::Unsupported`] if the device has no pool; errors of the driver.
     fn defragment(&self) -> Result<Defragmented> {
         Err(Error::unsupported(
             format!("moving buffers on {}", self.info().id),
@@ -416,7 +420,8 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         ))
     }
 
-    /// A buffer over host memory without a copy, where the device shares it. The memory is never written.
+    /// A buffer over host memory without a copy, if the device shares host memory. The memory is never
+    /// written.
     fn import(&self, _data: Arc<dyn halcyon_ir::data::Bytes>) -> Option<BufferRef> {
         None
     }
@@ -426,17 +431,17 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     /// Waits for submitted work, then copies out.
     fn read(&self, src: &BufferRef, offset: usize, dst: &mut [u8]) -> Result<()>;
 
-    /// Writes a constant in the layout that a kernel of this device reads it in ([`LibraryKernel::packing`]).
-    /// `from` holds the constant as it is, `to` has the packing's size.
+    /// Rewrites a constant into the layout in which a kernel of this device reads it
+    /// ([`LibraryKernel::packing`]). `from` holds the original constant; `to` has the size of the packing.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a kernel that reads nothing packed, or of another device.
+    /// [`Error::Argument`] if the kernel does not read packed constants or belongs to another device.
     fn pack(&self, kernel: &dyn LibraryKernel, _from: &BufferRef, _to: &BufferRef) -> Result<()> {
         Err(Error::argument("pack", format!("{} reads nothing packed", kernel.name())))
     }
 
-    /// [`Device::pack`] of constants that lie on the host: kernel, bytes, destination. One buffer at a time
-    /// holds a constant as it is, and none where the device reads it on the host.
+    /// [`Device::pack`] for constants in host memory: kernel, bytes, destination. At most one temporary
+    /// buffer holds an original constant at a time; devices that read host memory need none.
     ///
     /// # Errors
     /// As [`Device::pack`]; [`Error::OutOfMemory`].
@@ -450,8 +455,7 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         Ok(())
     }
 
-    /// Bytes of the host's memory that [`Device::pack_host`] takes for a while to pack these constants,
-    /// besides buffers.
+    /// Bytes of temporary host memory that [`Device::pack_host`] needs for these constants, besides buffers.
     fn pack_room(&self, _constants: &[&[u8]]) -> usize {
         0
     }
@@ -463,7 +467,7 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
     /// Whether [`Device::copy_from_peer`] copies from another device.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] with the reason where it does not.
+    /// [`Error::Unsupported`] with the reason if it does not.
     fn can_copy_from(&self, from: &dyn Device) -> Result<()> {
         Err(Error::unsupported(
             format!("copies from {} to {}", from.info().id, self.info().id),
@@ -471,11 +475,11 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         ))
     }
 
-    /// Copies `bytes` bytes of another device's buffer into one of this device, without the host: behind what
-    /// was submitted to either, and before what will be.
+    /// Copies `bytes` bytes from another device's buffer into one of this device, without going through the
+    /// host. The copy runs after all work submitted to either device so far and before later work.
     ///
     /// # Errors
-    /// As [`Device::can_copy_from`]; [`Error::Argument`] for a range outside of a buffer; those of the
+    /// As [`Device::can_copy_from`]; [`Error::Argument`] for a range outside of a buffer; errors of the
     /// driver.
     fn copy_from_peer(
         &self,
@@ -490,48 +494,48 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         self.can_copy_from(from)
     }
 
-    /// The driver's own, for [`Device::copy_from_peer`] of another of its devices.
+    /// The driver's device type, for [`Device::copy_from_peer`] between devices of one driver.
     fn as_peer(&self) -> Option<&dyn Any> {
         None
     }
 
-    /// Takes commands to be launched any number of times by one call each; nothing runs yet. See [`replay`]
-    /// for what holds.
+    /// Records commands so that one call launches them any number of times. Nothing runs yet. See [`replay`]
+    /// for the guarantees.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where the device, or its runtime, has no such thing: the commands are to be
-    /// submitted as ever; [`Error::Argument`] for a command whose buffers are not all among the recording's;
-    /// those of the driver.
+    /// [`Error::Unsupported`] if the device or its runtime cannot capture (submit the commands instead);
+    /// [`Error::Argument`] for a command with a buffer that is not in the recording's list; errors of the
+    /// driver.
     fn capture(&self, recording: &Recording<'_>) -> Result<Arc<dyn Replay>> {
         let _ = recording;
         Err(Error::unsupported(format!("captured commands on {}", self.info().id), "Submit the commands"))
     }
 
-    /// Launches captured commands, in order with what is submitted. `false`, and nothing runs, where a buffer
-    /// does not lie where it lay: the commands are to be captured again.
+    /// Launches captured commands, in order with submitted work. Returns `false` and runs nothing if a buffer
+    /// is not at its captured address; the commands must then be captured again.
     ///
     /// # Errors
-    /// [`Error::Argument`] for another number of buffers or values, and for another device's capture; those
+    /// [`Error::Argument`] for a wrong number of buffers or values, or for another device's capture; errors
     /// of the driver.
     fn replay(&self, replay: &dyn Replay, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
         let _ = (buffers, values);
         Err(replay::foreign(replay, &self.info().id))
     }
 
-    /// Waits for all that was submitted, to streams too.
+    /// Waits for all submitted work, including that of streams.
     fn synchronize(&self) -> Result<()>;
 
-    /// A further queue of this device, see [`stream`].
+    /// Creates a further queue of this device, see [`stream`].
     ///
     /// # Errors
-    /// [`Error::Unsupported`] where the driver has none; those of the driver.
+    /// [`Error::Unsupported`] if the driver has no streams; errors of the driver.
     fn create_stream(&self, options: &StreamOptions) -> Result<Arc<dyn Stream>> {
         let _ = options;
         Err(Error::unsupported(format!("streams on {}", self.info().id), "Use the device's own queue"))
     }
 
-    /// Waits, then takes the id of the first fault since the last call. Those of streams are told by their
-    /// events.
+    /// Waits, then returns and clears the id of the first fault since the last call. Faults of streams are
+    /// reported by their events.
     fn take_fault(&self) -> Result<Option<u32>>;
     /// Device times of the commands submitted since the last call, in order; empty unless opened with
     /// `profile`.
@@ -539,18 +543,18 @@ pub trait Device: Target + Send + Sync + fmt::Debug {
         Ok(vec![])
     }
 
-    /// Libraries that this device may have kernels of its own in: the name, and what was found or why it is
-    /// not used. It loads them.
+    /// The libraries that may contain kernels for this device: each name with what was found, or why it is
+    /// not used. Loads the libraries.
     fn kernel_libraries(&self) -> Vec<(String, String)> {
         vec![]
     }
 
-    /// Gives cached memory back to the system; returns the bytes freed.
+    /// Releases cached memory to the system; returns the bytes freed.
     fn empty_cache(&self) -> u64;
     fn as_target(&self) -> &dyn Target;
 }
 
-/// What a device in the machine's memory has free: what the machine has, and no more than the device.
+/// Free memory of a device that uses host memory: the machine's free memory, capped by the device's total.
 #[cfg(any(feature = "opencl", feature = "webgpu"))]
 fn host_memory(total: Option<u64>) -> Option<u64> {
     halcyon_ir::host::memory().map(|m| m.0.min(total.unwrap_or(u64::MAX)))
@@ -565,7 +569,7 @@ impl DeviceInfo {
         &self.id
     }
 
-    /// The driver's name for it.
+    /// The name that the driver reports.
     pub fn name(&self) -> &str {
         &self.name
     }
@@ -575,13 +579,13 @@ impl DeviceInfo {
         self.total_memory.map(|b| b as f64 / GIB)
     }
 
-    /// Memory that nothing used when the device was looked at, in GiB (1024³ bytes).
+    /// Free memory when the device was probed or opened, in GiB (1024³ bytes).
     pub fn free_memory_gb(&self) -> Option<f64> {
         self.free_memory.map(|b| b as f64 / GIB)
     }
 
-    /// The device as PyTorch names it: `cuda:0` for `rocm:0` too, `mps`, `xpu:0`, `xla:0`, `cpu`. `None`
-    /// where PyTorch has no such device.
+    /// PyTorch's name of the device: `cuda:0` (for `rocm:0` too), `mps`, `xpu:0`, `xla:0`, `cpu`. `None` if
+    /// PyTorch has no such device.
     pub fn torch_device(&self) -> Option<String> {
         self.backend.torch_name().map(|n| match self.backend {
             BackendType::Cpu | BackendType::Metal => n.into(),
@@ -590,7 +594,7 @@ impl DeviceInfo {
     }
 }
 
-/// That a backend has no device of this number among `all`.
+/// The error for a device index that does not exist. `all` lists the existing devices.
 fn no_device(backend: BackendType, index: usize, all: impl Iterator<Item = DeviceInfo>) -> Error {
     let tried: Vec<String> = all.map(|d| format!("{}:{} {}", backend, d.index, d.name)).collect();
     let fix = match tried.len() {
@@ -607,8 +611,7 @@ fn no_device(backend: BackendType, index: usize, all: impl Iterator<Item = Devic
     }
 }
 
-/// What the loader says of a library: the message of the innermost cause, which names what it met, without
-/// the library's own name.
+/// The loader's message for a library: the innermost error, without the library's name as prefix.
 #[cfg(all(
     any(feature = "cuda", feature = "rocm", feature = "opencl", feature = "tpu", feature = "webgpu"),
     not(target_arch = "wasm32")
@@ -626,18 +629,18 @@ fn loader_text(name: &str, e: &dyn std::error::Error) -> String {
     }
 }
 
-/// Why none of these names could be loaded, in a few words: `thing` is not on this machine, or one is and
-/// fails. `tried` has a line for each name, `NAME: what the loader said`.
+/// Summarises why no name could be loaded: `thing` is not on this machine, or a file exists but fails to
+/// load. `tried` has one line per name, `NAME: loader's message`.
 #[cfg(all(
     any(feature = "cuda", feature = "rocm", feature = "opencl", feature = "tpu", feature = "webgpu"),
     not(target_arch = "wasm32")
 ))]
 fn not_loaded(thing: &str, tried: &[String]) -> String {
-    // What the loaders of Linux, macOS and Windows say of a file that is not there.
+    // Messages of the loaders of Linux, macOS and Windows for a missing file.
     let said = ["cannot open shared object file: No such file or directory", "no such file", "os error 126"];
     let absent = |t: &String| {
         let Some((name, what)) = t.split_once(": ") else { return false };
-        // A path was named by the user, or found: then something should be there.
+        // A path was set by the user or found by a search, so a missing file is a failure, not absence.
         let named = name.contains(['/', '\\']) && !name.starts_with("/System/");
         !named && said.iter().any(|s| what.contains(s)) && !what.contains("it is built for")
     };
@@ -647,8 +650,8 @@ fn not_loaded(thing: &str, tried: &[String]) -> String {
     }
 }
 
-/// Whether a path leads to an ELF file whose class or machine is not this program's. Of such a file glibc
-/// says that it does not exist.
+/// Whether a path is an ELF file of another class or machine than this program. glibc reports such a file as
+/// missing.
 #[cfg(all(
     any(feature = "cuda", feature = "rocm", feature = "opencl", feature = "tpu", feature = "webgpu"),
     not(target_arch = "wasm32")
@@ -659,7 +662,7 @@ fn foreign(path: &std::path::Path) -> bool {
         std::io::Read::read_exact(&mut std::fs::File::open(p).ok()?, &mut head).ok()?;
         head.starts_with(b"\x7fELF").then_some(head)
     };
-    // Class and byte order, then the machine.
+    // Class and byte order, then machine.
     let kind = |h: [u8; 20]| (h[4], h[5], h[18], h[19]);
     let own = std::env::current_exe().ok().and_then(|p| head(&p));
     head(path).zip(own).is_some_and(|(a, b)| kind(a) != kind(b))

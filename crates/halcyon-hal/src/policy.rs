@@ -1,4 +1,4 @@
-//! In which order backends are looked at, and what happens where the one that was asked for is not there.
+//! The order in which backends are considered, and the fallback if the requested one is not available.
 
 use crate::{BackendType, Error, Result, backend};
 use serde::{Deserialize, Serialize};
@@ -14,7 +14,7 @@ pub struct Policy {
     backends: Vec<BackendType>,
 }
 
-/// A policy with a name.
+/// A named policy.
 #[derive(Debug)]
 pub struct Named {
     pub name: &'static str,
@@ -23,10 +23,10 @@ pub struct Named {
     pub about: &'static str,
 }
 
-/// Name of the order that the priorities of [`backend::BUILT_IN`] give.
+/// Name of the order by the priorities of [`backend::BUILT_IN`].
 pub const BY_PRIORITY: &str = "priority";
 
-/// The orders that have a name, besides [`BY_PRIORITY`].
+/// The named orders besides [`BY_PRIORITY`].
 pub const POLICIES: &[Named] = {
     use BackendType::*;
     &[
@@ -50,7 +50,7 @@ pub const POLICIES: &[Named] = {
 };
 
 impl Default for Policy {
-    /// By priority: [`backend::all`].
+    /// The backends of [`backend::all`] that have a priority, highest first.
     fn default() -> Policy {
         let mut backends = backend::all();
         backends.retain(|b| b.row().priority.is_some());
@@ -60,10 +60,10 @@ impl Default for Policy {
 }
 
 impl Policy {
-    /// An order of the caller's.
+    /// An order chosen by the caller.
     ///
     /// # Errors
-    /// [`Error::Argument`] for an empty list, a backend that stands twice, and `auto`.
+    /// [`Error::Argument`] for an empty list, a repeated backend, and `auto`.
     pub fn of(backends: &[BackendType]) -> Result<Policy> {
         let bad = |what: String| Err(Error::argument("backends", what));
         if backends.is_empty() {
@@ -81,18 +81,18 @@ impl Policy {
         Ok(Policy { name, backends: backends.to_vec() })
     }
 
-    /// `priority`, `torchbridge`, `cuda,cpu`.
+    /// The name or the list as text: `priority`, `torchbridge`, `cuda,cpu`.
     pub fn name(&self) -> &str {
         &self.name
     }
 
-    /// Whether the caller wrote the backends down one by one: each of them then counts as named, its software
-    /// devices too.
+    /// Whether the caller listed the backends one by one. Each then counts as named, including its software
+    /// devices.
     pub fn is_list(&self) -> bool {
         self.name != BY_PRIORITY && POLICIES.iter().all(|p| p.name != self.name)
     }
 
-    /// First to last. What is left out is never chosen.
+    /// First to last. Backends that are not in the list are never chosen.
     pub fn backends(&self) -> &[BackendType] {
         &self.backends
     }
@@ -100,7 +100,7 @@ impl Policy {
 
 impl FromStr for Policy {
     type Err = Error;
-    /// A name of [`POLICIES`], `priority`, or backends with commas between.
+    /// A name of [`POLICIES`], `priority`, or backends separated by commas.
     fn from_str(s: &str) -> Result<Policy> {
         let name = s.trim().to_ascii_lowercase();
         if name == BY_PRIORITY {
@@ -127,7 +127,7 @@ impl fmt::Display for Policy {
     }
 }
 
-/// How a policy stands in a file: a string as for [`Policy::from_str`], or a list of names.
+/// The form in a file: a string as for [`Policy::from_str`], or a list of names.
 #[derive(Deserialize)]
 #[serde(untagged)]
 enum Spelling {
@@ -151,15 +151,15 @@ impl From<Policy> for String {
     }
 }
 
-/// What happens where the first choice is not there, does not open or has too little memory.
+/// What to do if the first choice does not exist, does not open or has too little memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Fallback {
-    /// An error. What counts where a backend is named.
+    /// Return an error. The default for a named backend.
     Never,
-    /// The next in the order. What counts for `auto`.
+    /// Try the next one in the order. The default for `auto`.
     Next,
-    /// The CPU.
+    /// Use the CPU.
     Cpu,
 }
 
@@ -185,10 +185,10 @@ impl fmt::Display for Fallback {
     }
 }
 
-/// Who set something.
+/// The source of a setting.
 #[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub enum SetBy {
-    /// Nobody.
+    /// Not set.
     Default,
     Caller,
     /// An environment variable.

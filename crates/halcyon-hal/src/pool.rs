@@ -1,9 +1,9 @@
-//! Memory pools, shared by the drivers. By default a caching allocator: freed memory is kept by size and
-//! handed out again, because fresh pages and driver calls cost more than most kernels. The other strategies
-//! take large chunks of the driver and hand out ranges of them, which can be moved together.
+//! Memory pools, shared by the drivers. The default is a caching allocator: freed memory is kept by size and
+//! reused, because fresh pages and driver calls cost more than most kernels. The other strategies obtain
+//! large chunks from the driver and allocate ranges of them, which can be moved together.
 //!
-//! What the driver gave (live buffers, kept ones, unused parts of chunks) never passes the cap.
-//! `docs/memory.md` has the whole.
+//! The memory obtained from the driver (live buffers, kept ones, unused parts of chunks) never exceeds the
+//! limit. See `docs/memory.md`.
 
 mod config;
 mod ranges;
@@ -21,32 +21,33 @@ use std::sync::{Arc, Mutex, MutexGuard, RwLock, Weak};
 
 /// Allocates and frees the memory of one driver.
 pub trait Source: Send + Sync + 'static {
-    /// One allocation; dropping it gives it back.
+    /// One allocation; dropping it frees it.
     type Raw: Send + Sync + fmt::Debug;
     type Place: Place;
 
-    /// Exactly `bytes` bytes (never 0), or the driver's reason.
+    /// Allocates exactly `bytes` bytes (never 0); the error is the driver's reason.
     fn allocate(&self, bytes: usize) -> std::result::Result<Self::Raw, String>;
 
-    /// What commands name: an allocation, or a range (offset, bytes) of it. It keeps alive what it needs.
+    /// The handle that commands use for an allocation or for a range (offset, bytes) of it. It keeps alive
+    /// whatever it needs.
     fn place(
         &self,
         raw: &Self::Raw,
         range: Option<(usize, usize)>,
     ) -> std::result::Result<Self::Place, String>;
 
-    /// Where ranges may start; a power of two.
+    /// Alignment of the start of ranges; a power of two.
     fn alignment(&self) -> usize {
         1
     }
 
-    /// Most bytes of one allocation.
+    /// Maximum bytes of one allocation.
     fn most(&self) -> u64 {
         u64::MAX
     }
 }
 
-/// Where a buffer lies, as the driver's calls name it. It changes when the buffer is moved, which the driver
+/// A buffer's location as used in the driver's calls. It changes when the buffer is moved, which the driver
 /// does only while no command runs and none is being submitted.
 pub trait Place: Send + Sync + fmt::Debug {
     fn replace(&self, with: Self);
@@ -59,8 +60,7 @@ impl<T: Send + Sync + fmt::Debug> Place for RwLock<T> {
     }
 }
 
-/// A copy that moves a buffer. Where both places are in one allocation they may overlap; `to` is then below
-/// `from`.
+/// A copy that moves a buffer. Within one allocation the two ranges may overlap; `to` is then below `from`.
 #[derive(Debug)]
 pub struct Relocation<'a, R> {
     pub from: (&'a R, usize),
@@ -76,27 +76,27 @@ impl<R> Relocation<'_, R> {
     }
 }
 
-/// What [`crate::Device::defragment`] did.
+/// The result of [`crate::Device::defragment`].
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Defragmented {
     pub moved_buffers: u64,
     pub moved_bytes: u64,
-    /// Given back to the driver.
+    /// Bytes returned to the driver.
     pub released_bytes: u64,
     /// Bytes of the largest free range.
     pub largest_free_before: u64,
     pub largest_free_after: u64,
 }
 
-/// Brings free memory together, for a request that finds none: [`Pool::defragment`] with the driver's copies.
+/// Called when no free range fits a request: runs [`Pool::defragment`] with the driver's copies.
 pub type Defragment<'a> = &'a dyn Fn() -> Result<Defragmented>;
 
 struct State<S: Source> {
-    /// Freed allocations by size, the oldest of each first, with when they came.
+    /// Freed allocations by size, oldest first, each with a number that increases in the order of freeing.
     kept: BTreeMap<usize, Vec<(u64, S::Raw)>>,
-    /// By number; numbers grow.
+    /// By id; ids increase.
     chunks: BTreeMap<u64, Chunk<S::Raw>>,
-    /// What lies in chunks, by number.
+    /// Live ranges of chunks, by id.
     live: HashMap<u64, Live<S>>,
     next: u64,
     stats: MemoryStats,
@@ -120,13 +120,13 @@ pub struct Pool<S: Source> {
     source: S,
     device: String,
     config: MemoryPoolConfig,
-    /// Ranges are multiples of it.
+    /// Sizes of ranges are multiples of this.
     unit: usize,
     state: Mutex<State<S>>,
     counts: Arc<Counts>,
 }
 
-/// Memory on loan from a pool; clones share it, and the last one gives it back.
+/// Memory borrowed from a pool. Clones share it; dropping the last one returns it.
 pub struct Block<S: Source>(Arc<Held<S>>);
 
 impl<S: Source> Clone for Block<S> {
@@ -145,16 +145,16 @@ struct Held<S: Source> {
 }
 
 enum Home<R> {
-    /// An allocation of its own; taken out when it is given back.
+    /// A separate allocation; taken out of the option when the block is freed.
     Own(Option<R>),
-    /// A range of a chunk: its number in `live`.
+    /// A range of a chunk: its key in `live`.
     Range(u64),
 }
 
-/// As long as it lives, the block stays where it is.
+/// The block is not moved while this value lives.
 pub struct Pinned<S: Source>(Block<S>);
 
-/// A block that this does not keep.
+/// A weak reference to a block.
 pub struct WeakBlock<S: Source>(Weak<Held<S>>);
 
 impl<S: Source> Clone for WeakBlock<S> {
@@ -163,21 +163,21 @@ impl<S: Source> Clone for WeakBlock<S> {
     }
 }
 
-/// What is rounded to pages alone.
+/// Rounding of large long-lived allocations.
 const PAGE: usize = 4096;
-/// Ranges of chunks are multiples of this, or of the source's alignment.
+/// Sizes of ranges are multiples of this or of the source's alignment, whichever is larger.
 const UNIT: usize = 256;
-/// Bytes by which chunks grow a pool, if the request is not larger.
+/// Size in bytes of a new chunk, unless the request is larger or the limit leaves less.
 const GROWTH: usize = 32 << 20;
-/// Sizes of kept allocations from which on those are forgotten of which none is there.
+/// Number of sizes in `kept` above which sizes without allocations are removed.
 const SIZES: usize = 256;
-/// What may be kept although more than was ever live at a time: buffers of changing sizes fit each other
-/// badly.
+/// Freed bytes that may be kept even if they exceed the peak of live bytes: buffers of changing sizes reuse
+/// each other badly.
 const KEPT: u64 = 256 << 20;
 
-/// Bytes that a request takes of a pool of the default strategy, whatever memory serves it. What a plan holds
-/// for long (weights, scratch) is rounded to pages from 1 MiB on; the rest comes and goes in changing sizes
-/// and gets a size class, so that it finds what others freed.
+/// Bytes that a request occupies in a pool of the default strategy. Long-lived buffers of a plan (weights,
+/// scratch) are rounded to pages from 1 MiB on. All others come in changing sizes and are rounded to a size
+/// class, so that they can reuse what others freed.
 pub fn footprint(bytes: usize, tag: Tag) -> usize {
     match tag {
         Tag::Weights | Tag::Activations | Tag::Workspace if bytes >= 1 << 20 => {
@@ -187,7 +187,7 @@ pub fn footprint(bytes: usize, tag: Tag) -> usize {
     }
 }
 
-/// Rounds up to one of eight steps per power of two, at least 256 bytes: at most 12.5 % is lost.
+/// Rounds up to one of eight steps per power of two, at least 256 bytes. The overhead is at most 12.5 %.
 fn size_class(bytes: usize) -> usize {
     let b = bytes.max(256);
     let step = (b.checked_next_power_of_two().unwrap_or(1 << (usize::BITS - 1)) >> 4).max(64);
@@ -195,7 +195,7 @@ fn size_class(bytes: usize) -> usize {
 }
 
 impl<S: Source> State<S> {
-    /// Bytes that the driver may still give.
+    /// Bytes that may still be requested from the driver.
     fn room(&self) -> u64 {
         self.stats.limit.map_or(u64::MAX, |l| l.saturating_sub(self.stats.reserved))
     }
@@ -206,7 +206,7 @@ impl<S: Source> State<S> {
         s.peak_reserved = s.peak_reserved.max(s.reserved);
     }
 
-    /// Gives the allocation back that was freed first; its bytes.
+    /// Frees the kept allocation that was freed first by the user; returns its bytes.
     fn evict(&mut self) -> Option<u64> {
         let oldest = |(class, v): (&usize, &Vec<(u64, S::Raw)>)| Some((v.first()?.0, *class));
         let (_, class) = self.kept.iter().filter_map(oldest).min()?;
@@ -219,7 +219,7 @@ impl<S: Source> State<S> {
         Some(class as u64)
     }
 
-    /// Gives chunks back in which nothing lies, but for `keep`; their bytes.
+    /// Frees empty chunks except `keep`; returns their bytes.
     fn release(&mut self, keep: Option<u64>) -> u64 {
         let before = self.stats.reserved;
         let reserved = &mut self.stats.reserved;
@@ -231,7 +231,7 @@ impl<S: Source> State<S> {
         before - self.stats.reserved
     }
 
-    /// Everything that is kept and not in use, back to the driver; its bytes.
+    /// Returns all kept and unused memory to the driver; returns the bytes.
     fn trim(&mut self) -> u64 {
         let mut freed = self.release(None);
         while let Some(n) = self.evict() {
@@ -246,7 +246,7 @@ impl<S: Source> State<S> {
         self.chunks.values().map(|c| c.ranges.largest()).fold(kept, usize::max) as u64
     }
 
-    /// The figures as they are shown.
+    /// The statistics, with derived fields filled in.
     fn shown(&self) -> MemoryStats {
         let mut s = self.stats.clone();
         s.cached = s.reserved - s.allocated;
@@ -255,18 +255,19 @@ impl<S: Source> State<S> {
     }
 }
 
-/// Why a request was not served: the text, and whether moving buffers could help.
+/// Why a request failed, and whether moving buffers could help.
 struct Full {
     why: String,
     scattered: bool,
 }
 
 impl<S: Source> Pool<S> {
-    /// A pool as `options` say, which takes at most `total` bytes, what the device has, if they set no cap.
+    /// A pool with the settings of `options`. If they set no limit, `total` (the device's memory) is the
+    /// limit.
     ///
     /// # Errors
-    /// [`Error::Argument`] for settings that contradict each other; [`Error::OutOfMemory`] where there is no
-    /// room for the initial size.
+    /// [`Error::Argument`] for contradictory settings; [`Error::OutOfMemory`] if there is no memory for the
+    /// initial size.
     pub fn new(
         source: S,
         device: String,
@@ -298,7 +299,7 @@ impl<S: Source> Pool<S> {
     }
 
     fn lock(&self) -> MutexGuard<'_, State<S>> {
-        // Every update leaves the state whole, so a panic elsewhere does not damage it.
+        // Every update leaves the state consistent, so a poisoned lock is safe to use.
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
@@ -306,7 +307,7 @@ impl<S: Source> Pool<S> {
         self.config.strategy == AllocationStrategy::Exclusive
     }
 
-    /// Bytes that a request takes of this pool.
+    /// Bytes that a request occupies in this pool.
     pub fn footprint(&self, bytes: usize, tag: Tag) -> usize {
         match self.exclusive() {
             true => footprint(bytes, tag),
@@ -314,12 +315,12 @@ impl<S: Source> Pool<S> {
         }
     }
 
-    /// A block of at least `bytes` bytes. Where there is none, what the pool keeps is given back and the
-    /// request repeated, then, if the pool is set to it, buffers are moved together by `defragment` (without
-    /// the pool's lock) and the request repeated once more.
+    /// A block of at least `bytes` bytes. If none fits, the pool releases its kept memory and retries. If
+    /// defragmentation is enabled, it then calls `defragment` (without the pool's lock) and retries once
+    /// more.
     ///
     /// # Errors
-    /// [`Error::OutOfMemory`] with what would fit.
+    /// [`Error::OutOfMemory`], which says how much would fit.
     pub fn alloc(self: &Arc<Self>, bytes: usize, tag: Tag, defragment: Defragment<'_>) -> Result<Block<S>> {
         let class = self.footprint(bytes, tag);
         let mut s = self.lock();
@@ -386,7 +387,7 @@ impl<S: Source> Pool<S> {
         Ok(Block(block))
     }
 
-    /// An allocation for one buffer: a kept one, else one of the driver's. With its bytes.
+    /// An allocation for one buffer, reused from the kept ones or new, with its size in bytes.
     fn whole(&self, s: &mut State<S>, class: usize) -> std::result::Result<(S::Raw, usize), Full> {
         // Best fit within 25 % of the request.
         let fit = s
@@ -426,11 +427,11 @@ impl<S: Source> Pool<S> {
         Ok((raw, class))
     }
 
-    /// A range of a chunk: (chunk, offset).
+    /// Allocates a range of a chunk: (chunk, offset).
     fn range(&self, s: &mut State<S>, class: usize) -> std::result::Result<(u64, usize), Full> {
         let fits = s.chunks.iter().filter_map(|(k, c)| Some((c.ranges.fit(class)?, *k)));
         let found = match self.config.strategy {
-            // Chunks are in their order.
+            // The map iterates over the chunks in order.
             AllocationStrategy::FirstFit => fits.map(|(_, k)| k).next(),
             _ => fits.min_by_key(|((n, _), k)| (*n, *k)).map(|(_, k)| k),
         };
@@ -443,8 +444,8 @@ impl<S: Source> Pool<S> {
             .ok_or_else(|| Full { why: "the new chunk is too small".into(), scattered: false })
     }
 
-    /// A chunk that holds `class` bytes: of the usual size, else as small as it may be, else once more
-    /// without the chunks that are free.
+    /// Adds a chunk that holds `class` bytes: of the usual size, else of the smallest possible size, else
+    /// once more after releasing empty chunks.
     fn grow(&self, s: &mut State<S>, class: usize) -> std::result::Result<u64, Full> {
         if class as u64 > self.source.most() {
             let why = format!("the device allows {} bytes in one buffer", self.source.most());
@@ -475,13 +476,13 @@ impl<S: Source> Pool<S> {
                 }
             }
         }
-        // Moving helps where what is free would be enough.
+        // Moving buffers helps if the free memory would suffice in total.
         let free: usize = s.chunks.values().map(|c| c.ranges.free_bytes()).sum();
         let scattered = (free as u64).saturating_add(s.room()) >= class as u64;
         Err(Full { why, scattered })
     }
 
-    /// One more chunk, within the cap.
+    /// Adds one chunk, within the limit.
     fn add_chunk(&self, s: &mut State<S>, bytes: usize) -> std::result::Result<u64, Full> {
         if bytes as u64 > s.room() {
             return Err(Full { why: "over the limit set for this device".into(), scattered: false });
@@ -537,24 +538,24 @@ impl<S: Source> Pool<S> {
         self.lock().shown()
     }
 
-    /// Gives back what is kept and not in use; the bytes.
+    /// Returns kept and unused memory to the driver; returns the bytes.
     pub fn trim(&self) -> u64 {
         self.lock().trim()
     }
 
-    /// Moves buffers together and gives chunks back that are then free, the largest of them only where
-    /// another range is as large. `copy` gets the moves one after the other. The caller sees to it that no
-    /// command runs or is being submitted meanwhile, and that what is submitted later runs after the copies.
-    /// `copy` must not ask the pool for anything.
+    /// Moves buffers together, then frees the empty chunks; the largest of them is kept if no other free
+    /// range is as large. `copy` is called for one move after another. The caller must ensure that no command
+    /// runs or is being submitted meanwhile, and that commands submitted later run after the copies. `copy`
+    /// must not call the pool.
     ///
     /// # Errors
-    /// The copy's own, and [`Error::Driver`] where a new place cannot be named; what was moved before stays
-    /// moved.
+    /// Errors of `copy`, and [`Error::Driver`] if a new location cannot be created. Earlier moves stay in
+    /// effect.
     pub fn defragment(
         &self,
         copy: &mut dyn FnMut(Relocation<'_, S::Raw>) -> Result<()>,
     ) -> Result<Defragmented> {
-        // Dropped after the lock: the last handle on a block asks for it.
+        // Must be dropped after the guard: dropping the last reference to a block locks the pool.
         let mut held: Vec<Arc<Held<S>>> = vec![];
         let mut guard = self.lock();
         let s = &mut *guard;
@@ -571,7 +572,7 @@ impl<S: Source> Pool<S> {
             .filter_map(|n| {
                 let l = s.live.get(n)?;
                 let alive = l.held.upgrade();
-                // What is being given back now stays until it is.
+                // A block that is being freed concurrently must not move.
                 let pinned = l.pins > 0 || alive.is_none();
                 held.extend(alive);
                 let chunk = chunks.iter().position(|c| *c == l.chunk)?;
@@ -606,7 +607,7 @@ impl<S: Source> Pool<S> {
         result.map(|()| did)
     }
 
-    /// One move: a new place, the copy, and then the block knows it.
+    /// Performs one move: creates the new place, copies, then updates the block.
     fn relocate(
         &self,
         s: &mut State<S>,
@@ -634,17 +635,17 @@ impl<S: Source> Pool<S> {
 }
 
 impl<S: Source> Block<S> {
-    /// The bytes that were asked for.
+    /// The requested size in bytes.
     pub fn bytes(&self) -> usize {
         self.0.bytes
     }
 
-    /// Bytes that it takes: those that were asked for, rounded up.
+    /// The occupied bytes: the requested size, rounded up.
     pub fn room(&self) -> usize {
         self.0.class
     }
 
-    /// Tells it from the other blocks that are held.
+    /// A number that is unique among live blocks.
     pub fn key(&self) -> usize {
         Arc::as_ptr(&self.0) as usize
     }
@@ -653,12 +654,12 @@ impl<S: Source> Block<S> {
         WeakBlock(Arc::downgrade(&self.0))
     }
 
-    /// Where it lies now. It may be elsewhere when the driver's lock was let go of meanwhile.
+    /// The current location. It may change while the driver's lock is not held.
     pub fn place(&self) -> &S::Place {
         &self.0.place
     }
 
-    /// Keeps the block where it is, for someone who holds its address.
+    /// Prevents moves of the block, for callers that hold its address.
     pub fn pin(&self) -> Pinned<S> {
         self.pins(1);
         Pinned(self.clone())

@@ -1,12 +1,12 @@
-//! Looking for devices safely and quickly, for backends whose libraries are other people's.
+//! Safe and fast probing of devices, for backends with third-party libraries.
 //!
-//! A driver that is broken can end the process that looks, or keep it for ever, and a healthy one (PoCL and
-//! lavapipe bring a whole compiler) takes tens of milliseconds to load. So the first look is made in a child
-//! process where the program offers an executable for it ([`set_executable`]), and so is the first opening of
-//! each device. What came of it is remembered on disk, under a digest of what the devices depend on, with the
-//! state of every library that was loaded ([`files`]). While that holds no child is needed; where all devices
-//! were software ones, which are only used when named, or nothing was loaded, the drivers need not be loaded
-//! to list them.
+//! A broken driver can crash or hang the probing process, and even a working one (PoCL and lavapipe include a
+//! compiler) takes tens of milliseconds to load. The first probe therefore runs in a child process if the
+//! program provides an executable for it ([`set_executable`]), and so does the first opening of each device.
+//! The result is stored on disk under a digest of what the devices depend on, together with the state of
+//! every library that was loaded ([`files`]). While that is unchanged, no child is needed. If all devices
+//! were software devices (used only when named), or no library was loaded, listing the devices does not load
+//! the drivers at all.
 
 pub mod files;
 
@@ -20,57 +20,56 @@ use std::process::Command;
 use std::sync::{Mutex, MutexGuard, OnceLock};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
-/// How long a child may look for devices, or open one, where [`LIMIT_VARIABLE`] does not say.
+/// Time limit of a child that probes or opens a device, unless [`LIMIT_VARIABLE`] is set.
 const PROBE_TIME: Duration = Duration::from_secs(30);
 
-/// Seconds that a child may take, for drivers that need longer.
+/// Environment variable: the time limit of a child in seconds, for slow drivers.
 pub const LIMIT_VARIABLE: &str = "HALCYON_PROBE_TIMEOUT";
 
-/// After so long, what is waited for is told.
+/// After this time the user is told what the process is waiting for.
 const PATIENCE: Duration = Duration::from_secs(2);
 
-/// For so long a driver that crashed or hung is not looked at again while nothing has changed.
+/// How long a driver that crashed or hung is not tried again while nothing has changed.
 const REMEMBERED: Duration = Duration::from_secs(24 * 3600);
 
 static EXECUTABLE: OnceLock<PathBuf> = OnceLock::new();
 static NOTICE: OnceLock<fn(&str)> = OnceLock::new();
 
-/// Names the executable that answers `__probe BACKEND` with [`report`] on its standard output, and `__probe
-/// BACKEND --open N` with [`report_open`]. The first call counts.
+/// Sets the executable that answers `__probe BACKEND` with [`report`] on its standard output, and `__probe
+/// BACKEND --open N` with [`report_open`]. Later calls have no effect.
 pub fn set_executable(exe: PathBuf) {
     let _ = EXECUTABLE.set(exe);
 }
 
-/// Names the function that is told what is waited for, where a driver takes long to answer. The first call
-/// counts.
+/// Sets the function that receives a message when a driver is slow to answer. Later calls have no effect.
 pub fn set_notice(f: fn(&str)) {
     let _ = NOTICE.set(f);
 }
 
-/// How the devices of one library are looked for.
+/// How to probe the devices of one library.
 #[derive(Debug)]
 pub struct Look {
     pub backend: BackendType,
-    /// Looks in this process.
+    /// Probes in this process.
     pub here: fn() -> Result<Vec<DeviceInfo>>,
-    /// Whether a look that did no harm may be repeated in this process. Else the child's answer is the
-    /// answer.
+    /// Whether a probe that succeeded in a child is repeated in this process. If not, the child's answer is
+    /// used.
     pub repeat: bool,
     /// What the answer depends on, below a root directory (`/` outside of tests).
     pub depends: fn(&Path) -> Depends,
-    /// What to do where a driver ends the process that looks.
+    /// What the user can do if a driver crashes the probing process.
     pub fix: &'static str,
     pub state: Mutex<State>,
 }
 
-/// What this process has found out by a look.
+/// The results of probes in this process.
 #[derive(Debug)]
 pub struct State {
     known: Known,
-    /// What came of the first opening of a device, by its id. [`Error::Unavailable`] where it ended the
+    /// Result of the first opening of each device, by device id. [`Error::Unavailable`] if it crashed the
     /// child.
     opened: BTreeMap<String, Result<()>>,
-    /// What a child answered that was asked before somebody wanted to know, and the key then.
+    /// The answer of a child that `prepare` started ahead of the first request, with the key at that time.
     asked: Option<(Key, Result<Asked>)>,
 }
 
@@ -89,27 +88,26 @@ impl Default for State {
 #[derive(Debug)]
 enum Known {
     Nothing,
-    /// It did not end the process that made it: later ones are made here.
+    /// The probe did not crash the child: later probes run in this process.
     Safe,
-    /// It is not repeated in this process.
+    /// The final answer: the probe is not repeated in this process.
     Answer(Result<Vec<DeviceInfo>>),
 }
 
-/// What a list of devices depends on besides the start of the machine, its device nodes and its kernel
-/// modules.
+/// What a list of devices depends on, besides the boot, device nodes and kernel modules.
 #[derive(Debug, Default)]
 pub struct Depends {
-    /// Libraries: the names count, and the state of the files that they may lead to.
+    /// Libraries: their names, and the state of the files that the loader may find for them.
     pub libraries: Vec<String>,
-    /// Libraries that are loaded when a device is opened.
+    /// Libraries that are loaded only when a device is opened.
     pub later: Vec<String>,
-    /// Files that register drivers, each with the driver's library where the file names one.
+    /// Files that register drivers, each with the driver's library if the file names one.
     pub manifests: Vec<(PathBuf, Option<PathBuf>)>,
-    /// Beginnings of the names of variables that steer the libraries.
+    /// Prefixes of environment variables that affect the libraries.
     pub variables: &'static [&'static str],
 }
 
-/// What a probing child says of the devices.
+/// A probing child's answer.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 enum Answer {
     Devices(Vec<DeviceInfo>),
@@ -117,31 +115,31 @@ enum Answer {
     Failed(String),
 }
 
-/// What a child prints: one line of JSON.
+/// The output of a child: one line of JSON.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 struct Asked {
-    /// Of a child that opened a device: nothing.
+    /// `None` from a child that opened a device.
     answer: Option<Answer>,
-    /// The libraries that it has loaded; `None` where the system does not tell.
+    /// The libraries that the child loaded; `None` if the system does not report them.
     loaded: Option<Vec<Seen>>,
 }
 
-/// What is kept on disk of a look.
+/// The record of a probe on disk.
 #[derive(Debug, Serialize, Deserialize)]
 struct Record {
     outcome: Outcome,
-    /// What was loaded.
+    /// The libraries that were loaded.
     loaded: Vec<Seen>,
-    /// Ids of devices that were opened, and how that ended the child where it did.
+    /// Ids of devices that were opened; for those whose opening crashed the child, how it ended.
     opened: BTreeMap<String, Option<String>>,
-    /// Seconds since 1970.
+    /// Unix time in seconds.
     at: u64,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
 enum Outcome {
     Answered(Answer),
-    /// How the child ended.
+    /// How the child terminated.
     Fatal(String),
 }
 
@@ -150,7 +148,7 @@ impl Record {
         Record { outcome, loaded, opened: BTreeMap::new(), at: now() }
     }
 
-    /// Whether it is of the same files, and of harm not too long ago.
+    /// Whether the libraries are unchanged and a recorded crash is recent enough.
     fn holds(&self) -> bool {
         let harm = matches!(self.outcome, Outcome::Fatal(_)) || self.opened.values().any(Option::is_some);
         let young = (self.at..=self.at + REMEMBERED.as_secs()).contains(&now());
@@ -162,18 +160,18 @@ fn now() -> u64 {
     SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |t| t.as_secs())
 }
 
-/// Where looks are remembered.
+/// The cache of probe records.
 fn memory() -> Option<DiskCache> {
     cache::user_dir().map(|d| DiskCache::new(d.join("probe"), 1 << 20))
 }
 
-/// Forgets what earlier looks found, on disk and in this process: the next ones are made anew, by children.
+/// Deletes the results of earlier probes, on disk and in this process. The next probes run in children.
 pub fn forget() {
     if let Some(dir) = cache::user_dir() {
         for file in
             entries(&dir.join("probe")).into_iter().filter(|f| f.extension().is_some_and(|e| e == "bin"))
         {
-            // What cannot be removed is looked at, and its files compared, as before.
+            // A file that cannot be removed is validated as before.
             let _ = std::fs::remove_file(file);
         }
     }
@@ -182,13 +180,13 @@ pub fn forget() {
     }
 }
 
-/// Lets children look at all drivers of which nothing is known, at the same time. The looks that follow take
-/// their answers.
+/// Starts a child for each driver without a valid record, in parallel. The probes that follow use their
+/// answers.
 pub fn prepare() {
     let (Some(exe), false) = (EXECUTABLE.get(), in_child()) else { return };
     std::thread::scope(|s| {
         for look in looks() {
-            // Where no thread can be started, the look is made when it is wanted.
+            // If no thread can be started, the probe runs when it is needed.
             let _ = std::thread::Builder::new().spawn_scoped(s, move || {
                 let mut state = look.lock();
                 let key = look.key(Path::new("/"));
@@ -201,10 +199,10 @@ pub fn prepare() {
     });
 }
 
-/// How long a child may take: what [`LIMIT_VARIABLE`] says, else 30 seconds.
+/// The time limit of a child: [`LIMIT_VARIABLE`], else 30 seconds.
 ///
 /// # Errors
-/// [`Error::Argument`] where the variable is no number of seconds.
+/// [`Error::Argument`] if the variable is not a number of seconds from 1 to 3600.
 pub fn limit() -> Result<Duration> {
     let Some(text) = std::env::var_os(LIMIT_VARIABLE).filter(|v| !v.is_empty()) else {
         return Ok(PROBE_TIME);
@@ -215,7 +213,7 @@ pub fn limit() -> Result<Duration> {
     seconds.map(Duration::from_secs).ok_or_else(wrong)
 }
 
-/// Whether this process is a child that looks for another one.
+/// Whether this process is a probing child.
 fn in_child() -> bool {
     std::env::var_os(child::VARIABLE).is_some()
 }
@@ -234,11 +232,10 @@ impl Look {
         files::key(self.backend.id(), &(self.depends)(root), root)
     }
 
-    /// Devices, by the cheapest way that is safe.
+    /// The devices, by the cheapest method that is safe.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with what was tried, or with the way the child ended where a driver took it
-    /// down.
+    /// [`Error::Unavailable`] with what was tried, or with how the child ended if a driver crashed it.
     pub fn devices(&self) -> Result<Vec<DeviceInfo>> {
         if in_child() {
             return self.look_here();
@@ -266,7 +263,7 @@ impl Look {
         found
     }
 
-    /// What is remembered and still holds.
+    /// The stored record, if it is still valid.
     fn recall(&self, memory: Option<&DiskCache>, key: Key) -> Option<Record> {
         let record: Record = serde_json::from_slice(&memory?.get(key.digest)?).ok()?;
         let harm = matches!(record.outcome, Outcome::Fatal(_));
@@ -281,7 +278,7 @@ impl Look {
         }
     }
 
-    /// The answer and what is known then, from memory or from a child.
+    /// The answer and the resulting state, from the stored record or a child.
     fn find(
         &self,
         memory: Option<&DiskCache>,
@@ -323,7 +320,7 @@ impl Look {
             let e = self.fatal(&format!("{HARM} gave no answer"), false);
             return (Err(e.clone()), Known::Answer(Err(e)));
         };
-        // What changed meanwhile may not be what the child has seen.
+        // Do not store the answer if the dependencies changed while the child ran.
         if let Some(loaded) = loaded
             && key.whole
             && self.key(root) == key
@@ -335,12 +332,11 @@ impl Look {
         (found, known)
     }
 
-    /// Whether an answer of an earlier look is the answer, so that no driver is loaded to find the same
-    /// again.
+    /// Whether an earlier answer can be used without loading the drivers again.
     fn is_final(&self, a: &Answer, loaded: &[Seen], root: &Path) -> bool {
         match a {
             Answer::Devices(d) => !d.is_empty() && (!self.repeat || d.iter().all(|d| d.software)),
-            // A driver may find a device later that it does not find now, where the system has one.
+            // If the machine has device nodes, a loaded driver may find a device later.
             Answer::Unavailable { .. } => loaded.is_empty() || files::device_nodes(root).is_empty(),
             Answer::Failed(_) => false,
         }
@@ -354,13 +350,13 @@ impl Look {
         }
     }
 
-    /// Lets a child open a device before this process opens it for the first time: a driver may crash or hang
-    /// at that too, or load more libraries. Nothing is done without an executable for it. `kind` is the name
-    /// under which the device is listed.
+    /// Opens a device in a child before this process opens it for the first time, because the driver may
+    /// crash, hang or load more libraries then. Does nothing if no executable was set. `kind` is the backend
+    /// that lists the device.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with the way the child ended where the driver took it down. An error of the
-    /// driver's own is none here: it comes again where the device is opened.
+    /// [`Error::Unavailable`] with how the child ended if the driver crashed it. Errors returned by the
+    /// driver are ignored: opening the device in this process reports them.
     pub fn may_open(&self, kind: BackendType, index: usize) -> Result<()> {
         match EXECUTABLE.get() {
             Some(exe) if !in_child() => self.try_open(kind, index, memory().as_ref(), Path::new("/"), exe),
@@ -417,7 +413,7 @@ impl Look {
         result
     }
 
-    /// The libraries and what is registered with them, each of which may be what ended a child.
+    /// The libraries and registered drivers that may have crashed a child.
     fn suspects(&self) -> Vec<String> {
         let depends = (self.depends)(Path::new("/"));
         let registered = |(file, driver): (PathBuf, Option<PathBuf>)| match driver {
@@ -431,7 +427,7 @@ impl Look {
         Error::Unavailable { backend: self.backend.id().into(), tried, reason, fix }
     }
 
-    /// A driver that ended a child. `how` is the reason as it was told then.
+    /// The error for a driver that crashed a child. `how` is the recorded reason.
     fn fatal(&self, how: &str, remembered: bool) -> Error {
         let reason = match remembered {
             true => format!("{how} (this is remembered; `halcyon devices --refresh` looks again)"),
@@ -440,11 +436,11 @@ impl Look {
         self.unavailable(self.suspects(), reason, self.fix.into())
     }
 
-    /// What a child process finds: runs `exe __probe BACKEND`.
+    /// Probes in a child process: runs `exe __probe BACKEND`.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with the way it ended where a driver took it down; [`Error::Io`] where it did
-    /// not start.
+    /// [`Error::Unavailable`] with how the child ended if a driver crashed it; [`Error::Io`] if it could not
+    /// be started.
     fn via_child(&self, exe: &Path) -> Result<Asked> {
         self.ask(Command::new(exe).args(["__probe", self.backend.id()]), limit()?, "")
     }
@@ -480,10 +476,10 @@ impl Look {
     }
 }
 
-/// How the reason begins where a driver took a child down.
+/// Start of the message if a driver crashed a child.
 const HARM: &str = "a driver failed while it was looked at: the probing process";
 
-/// Files of a directory, in order of name.
+/// The files of a directory, sorted by name.
 pub fn entries(dir: &Path) -> Vec<PathBuf> {
     let mut v: Vec<PathBuf> =
         std::fs::read_dir(dir).into_iter().flatten().flatten().map(|e| e.path()).collect();
@@ -491,7 +487,7 @@ pub fn entries(dir: &Path) -> Vec<PathBuf> {
     v
 }
 
-/// The answer of a probing child, as one line; `None` for backends that are not looked at in children.
+/// The answer of a probing child, as one line; `None` for backends that are not probed in children.
 pub fn report(kind: BackendType) -> Option<String> {
     let look = looks().into_iter().find(|l| l.backend == kind)?;
     let before = files::mapped();
@@ -503,14 +499,14 @@ pub fn report(kind: BackendType) -> Option<String> {
     Some(line(Some(answer), &before))
 }
 
-/// The answer of a child that opens a device, as one line. An error of the driver's is none: it comes again
-/// in the parent.
+/// The answer of a child that opens a device, as one line. Errors of the driver are ignored: the parent meets
+/// them again.
 ///
 /// # Errors
-/// Where this build has no such driver.
+/// [`Error::Unavailable`] if this build has no such driver.
 pub fn report_open(kind: BackendType, index: usize) -> Result<String> {
     let before = files::mapped();
-    // What the driver says is not asked for.
+    // The driver's error is reported by the parent.
     let opened = registry::driver(kind)?.open(index, &Options::default()).ok();
     let text = line(None, &before);
     drop(opened);

@@ -1,4 +1,4 @@
-//! Drivers by backend. Adding one is adding a line to `built_in`; others are registered at run time.
+//! The drivers of this process. `built_in` lists those of this build; others are registered at run time.
 
 use crate::backend::BUILT_IN;
 use crate::{BackendType, Driver, Error, Result};
@@ -33,10 +33,10 @@ pub fn drivers() -> Vec<Arc<dyn Driver>> {
     DRIVERS.read().unwrap_or_else(|e| e.into_inner()).clone()
 }
 
-/// Adds a driver, or replaces the one of its backend. From then on its names parse, and selection knows it.
+/// Adds a driver, or replaces the one of the same backend. Its names can be parsed and selected from then on.
 ///
 /// # Errors
-/// [`Error::Argument`] for a backend from outside whose names are no names, or belong to another one.
+/// [`Error::Argument`] if the names of a registered backend are malformed or belong to another backend.
 pub fn register(d: Arc<dyn Driver>) -> Result<()> {
     let kind = d.kind();
     let mut v = DRIVERS.write().unwrap_or_else(|e| e.into_inner());
@@ -48,7 +48,7 @@ pub fn register(d: Arc<dyn Driver>) -> Result<()> {
     Ok(())
 }
 
-/// Whether a backend may have the names it has beside those that are known.
+/// Checks that a backend's names are well-formed and not used by the `known` backends.
 fn check(kind: BackendType, known: impl Iterator<Item = BackendType>) -> Result<()> {
     let bad = |what: String| Err(Error::argument("register", what));
     match kind {
@@ -71,7 +71,7 @@ fn check(kind: BackendType, known: impl Iterator<Item = BackendType>) -> Result<
     Ok(())
 }
 
-/// The driver of a backend; [`Error::Unavailable`] where this build has none.
+/// The driver of a backend; [`Error::Unavailable`] if this build has none.
 pub fn driver(kind: BackendType) -> Result<Arc<dyn Driver>> {
     drivers().into_iter().find(|d| d.kind() == kind).ok_or_else(|| {
         let (reason, fix) = match kind {

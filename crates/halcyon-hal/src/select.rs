@@ -1,11 +1,11 @@
-//! Choosing a device, and saying why.
+//! Selection of a device, with a report of the reasons.
 //!
-//! A backend that is named is that backend, or an error unless a [`Fallback`] is asked for. `Auto` goes
+//! A named backend is used, or its absence is an error unless a [`Fallback`] is requested. `Auto` goes
 //! through an order of backends ([`Policy`]): the caller's, else the environment's (`HALCYON_BACKENDS`), else
-//! the configuration file's ([`crate::config`]), else by priority. It takes the first device that is there,
-//! opens, has the memory that is needed, and takes the work. Software devices (a CPU behind a graphics
-//! interface) come after all others, the CPU backend included; but an order that lists backends one by one
-//! names them, and then a software device has its backend's place.
+//! the configuration file's ([`crate::config`]), else by priority. It takes the first device that exists,
+//! opens, has the required memory and accepts the work. Software devices (a graphics driver that runs on the
+//! CPU) come after all others, including the CPU backend. An order that lists backends one by one names them;
+//! their software devices then keep the backend's place.
 
 use crate::config;
 use crate::policy::{Fallback, Policy, SetBy};
@@ -15,48 +15,49 @@ use serde::{Deserialize, Serialize};
 use std::fmt;
 use std::sync::Arc;
 
-/// The environment variable with the order of backends: a policy's name, or names of backends with commas
-/// between.
+/// The environment variable with the order of backends: a policy's name, or names of backends separated by
+/// commas.
 pub const VARIABLE: &str = "HALCYON_BACKENDS";
 
-/// A backend or device that was looked at.
+/// A backend or device that was considered.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Candidate {
     pub backend: BackendType,
-    /// Set where the backend has devices.
+    /// `None` if the backend has no devices.
     pub device: Option<String>,
     pub name: Option<String>,
     pub priority: Option<u32>,
-    /// The rule that rejected it; `None` for the chosen one.
+    /// Why it was rejected; `None` for the chosen one.
     pub rejected: Option<String>,
-    /// The same in a few words.
+    /// A short form of `rejected`.
     #[serde(default)]
     pub brief: Option<String>,
-    /// Bytes that the work needs of it, where that was asked.
+    /// Bytes that the work needs on it, if they were checked.
     pub required: Option<u64>,
-    /// Bytes that it had left then.
+    /// Bytes that were free at the check.
     pub free: Option<u64>,
-    /// Bytes that it lacks.
+    /// Bytes by which `free` falls short.
     pub missing: Option<u64>,
 }
 
-/// Report of a choice: what was chosen, by which rule, and why nothing else was.
+/// The report of a selection: the chosen device, the rule that chose it, and why each other candidate was
+/// rejected.
 #[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
 pub struct Selection {
     pub requested: BackendType,
     pub device: DeviceInfo,
     pub rule: String,
-    /// The order that was gone through.
+    /// The order of backends that was used.
     pub policy: Policy,
-    /// Who set it.
+    /// The source of the policy.
     pub policy_by: SetBy,
     pub fallback: Fallback,
-    /// Every backend and device that was looked at, in that order.
+    /// Every backend and device that was considered, in order.
     pub candidates: Vec<Candidate>,
 }
 
 impl Selection {
-    /// That of a device that the caller made or opened.
+    /// The report for a device that the caller provided.
     pub fn given(device: DeviceInfo) -> Selection {
         Selection {
             requested: device.backend,
@@ -85,17 +86,17 @@ impl fmt::Display for Selection {
     }
 }
 
-/// What a backend reports about itself.
+/// The availability of one backend.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct BackendReport {
     pub id: BackendType,
     pub available: bool,
-    /// Why it has no device: all that is known.
+    /// Why it has no device, in full.
     pub reason: Option<String>,
-    /// The same in a few words.
+    /// A short form of `reason`.
     #[serde(default)]
     pub brief: Option<String>,
-    /// What was tried, a line for each library or driver.
+    /// What was tried, one line per library or driver.
     #[serde(default)]
     pub tried: Vec<String>,
     /// What the user can do.
@@ -105,7 +106,7 @@ pub struct BackendReport {
 }
 
 impl BackendReport {
-    /// What a look at a backend gave.
+    /// The report of a probe's result.
     pub fn of(id: BackendType, found: Result<Vec<DeviceInfo>>) -> BackendReport {
         let none = |reason: String| BackendReport {
             id,
@@ -139,7 +140,7 @@ impl BackendReport {
     }
 }
 
-/// An error in a few words, for a list of devices: what is wrong, without what was tried and what to do.
+/// A short description of an error for a list of devices: the cause, without what was tried and what to do.
 pub fn brief(e: &Error) -> String {
     match e {
         Error::Unavailable { reason, .. } => reason.clone(),
@@ -160,16 +161,16 @@ pub fn discover() -> Vec<BackendReport> {
     backend::all().into_iter().map(look).collect()
 }
 
-/// What is asked for. What is `None` is looked up in the environment and the configuration file.
+/// A request for a device. The environment and the configuration file supply fields that are `None`.
 #[derive(Clone, Debug)]
 pub struct Request {
     pub backend: BackendType,
-    /// Which of a named backend's devices; the first if `None`.
+    /// The device index within a named backend; `None`: the first.
     pub index: Option<usize>,
     pub policy: Option<Policy>,
-    /// `Never` for a named backend and `Next` for `Auto`, if nothing else is set.
+    /// Default: `Never` for a named backend, `Next` for `Auto`.
     pub fallback: Option<Fallback>,
-    /// Bytes that the device must have left.
+    /// Bytes that must be free on the device.
     pub memory: u64,
 }
 
@@ -180,30 +181,30 @@ impl Default for Request {
 }
 
 impl Request {
-    /// With nothing set.
+    /// A request for a backend with no other settings.
     pub fn of(backend: BackendType) -> Request {
         Request { backend, index: None, policy: None, fallback: None, memory: 0 }
     }
 }
 
-/// Asks an open device whether it takes the work. Its error rejects the device; [`Error::OutOfMemory`] tells
-/// by how much.
+/// Asks whether an open device accepts the work. An error rejects the device; [`Error::OutOfMemory`] also
+/// reports by how much the memory falls short.
 pub type Admit<'a> = &'a mut dyn FnMut(&Arc<dyn Device>) -> Result<()>;
 
-/// Opens the device that a request leads to.
+/// Selects and opens a device.
 ///
 /// # Errors
-/// [`Error::Unavailable`] where no device is there, [`Error::OutOfMemory`] where those that are there have
-/// too little memory (with what each lacks), a device's own error where it alone was asked,
-/// [`Error::Argument`] for an order that is none, and those of [`config::load`].
+/// [`Error::Unavailable`] if no device exists; [`Error::OutOfMemory`] if the existing ones have too little
+/// memory (with the shortfall of each); the device's own error if only one was considered;
+/// [`Error::Argument`] for an invalid order; errors of [`config::load`].
 pub fn open(request: &Request, options: &Options) -> Result<(Arc<dyn Device>, Selection)> {
     open_for(request, options, &mut |_| Ok(()))
 }
 
-/// As [`open`], for work that not every device may take.
+/// As [`open`], for work that a device may decline.
 ///
 /// # Errors
-/// As [`open`]; what `admit` says, where one device alone was asked.
+/// As [`open`]; the error of `admit` if only one device was considered.
 pub fn open_for(
     request: &Request,
     options: &Options,
@@ -259,7 +260,7 @@ pub fn open_for(
     Err(search.nothing())
 }
 
-/// What counts for one request.
+/// The effective settings of one request.
 struct Settings {
     policy: Policy,
     policy_by: SetBy,
@@ -269,7 +270,8 @@ struct Settings {
 
 impl Settings {
     fn of(r: &Request) -> Result<Settings> {
-        // A wrong value is an error whatever is chosen, as one of `HALCYON_BACKENDS` is.
+        // An invalid instruction-set limit is an error whichever device is chosen, like an invalid
+        // `HALCYON_BACKENDS`.
         #[cfg(feature = "cpu")]
         crate::cpu::isa::limit()?;
         let file = config::load()?;
@@ -293,7 +295,7 @@ impl Settings {
         Ok(Settings { policy, policy_by, fallback, memory_pool: file.memory_pool })
     }
 
-    /// `the order torchbridge (HALCYON_BACKENDS)`.
+    /// For messages: `the order torchbridge (HALCYON_BACKENDS)`.
     fn order(&self) -> String {
         format!("the order {} ({})", self.policy, self.policy_by)
     }
@@ -306,11 +308,11 @@ struct Search<'a, 'b> {
     options: &'a Options,
     admit: Admit<'b>,
     candidates: Vec<Candidate>,
-    /// Of devices that are there.
+    /// Errors of devices that exist.
     errors: Vec<(BackendType, Error)>,
 }
 
-/// Refuses a device with less memory than `need`.
+/// Rejects a device with less than `need` bytes free.
 fn room(d: &Arc<dyn Device>, need: u64) -> Result<()> {
     if need == 0 {
         return Ok(());
@@ -358,7 +360,7 @@ impl Search<'_, '_> {
         }
     }
 
-    /// Opens a device and asks whether it takes the work.
+    /// Opens a device and checks that it accepts the work.
     fn try_one(&mut self, driver: &dyn Driver, index: usize) -> Result<Arc<dyn Device>> {
         let d = driver.open(index, self.options)?;
         room(&d, self.request.memory)?;
@@ -366,7 +368,7 @@ impl Search<'_, '_> {
         Ok(d)
     }
 
-    /// The device that the request names.
+    /// Opens the device that the request names.
     fn named(&mut self) -> Result<Found> {
         let backend = self.request.backend;
         let driver = registry::driver(backend)?;
@@ -379,8 +381,9 @@ impl Search<'_, '_> {
         Ok((d, info))
     }
 
-    /// The first device in an order that takes the work: software devices last, or where the order names each
-    /// backend (`named`) last of their own backend. `only` gives up after the first that is there.
+    /// The first device in an order that accepts the work. Software devices come last overall or, if the
+    /// order names each backend (`named`), last within their backend. `only` stops after the first existing
+    /// device.
     fn first_of(&mut self, order: &[BackendType], only: bool, named: bool) -> Option<Found> {
         let by_priority = Policy::default().backends() == order;
         let (mut chosen, mut software) = (None, vec![]);
@@ -436,12 +439,12 @@ impl Search<'_, '_> {
         chosen
     }
 
-    /// Tries a device that is there, and notes what came of it.
+    /// Tries an existing device and records the result.
     fn consider(&mut self, driver: &dyn Driver, info: DeviceInfo) -> Option<Found> {
         match self.try_one(driver, info.index) {
             Ok(d) => {
                 self.note(info.backend, Some(&info), None);
-                // What was listed without opening it may lack this.
+                // A device that was listed without being opened may lack its free memory.
                 let info = DeviceInfo { free_memory: d.info().free_memory, ..info };
                 Some((d, info))
             }
@@ -452,7 +455,7 @@ impl Search<'_, '_> {
         }
     }
 
-    /// Notes the backends that an order does not have.
+    /// Records the backends that an order leaves out.
     fn left_out(&mut self, order: &[BackendType]) {
         for b in backend::all().into_iter().filter(|b| !order.contains(b)) {
             let why = match b.row().priority {
@@ -477,7 +480,7 @@ impl Search<'_, '_> {
         (device, selection)
     }
 
-    /// Why nothing was chosen.
+    /// The error if nothing was chosen.
     fn nothing(self) -> Error {
         let short: Vec<(&String, u64, u64, u64)> = self
             .errors
@@ -491,7 +494,7 @@ impl Search<'_, '_> {
             .collect();
         match (&self.errors[..], &short[..]) {
             ([(_, one)], _) => one.clone(),
-            // The one that lacks least stands for all, and all are named.
+            // Report the figures of the device with the smallest shortfall; the message lists all devices.
             (_, [_, ..]) => {
                 let least = short.iter().min_by_key(|(_, need, free, _)| need.saturating_sub(*free));
                 let (_, requested, free, total) = least.copied().unwrap_or((short[0].0, 0, 0, 0));

@@ -1,15 +1,16 @@
-//! Streams: queues of a device beside its own, events that order them, and copies that nobody waits for.
+//! Streams: further queues of a device, events that order them, and asynchronous copies.
 //!
-//! - A stream is in order. Streams of one device, and the device's own queue
-//!   ([`Device::submit`](crate::Device::submit)), run side by side where the device can, unless they use the
-//!   same memory: work that writes what other work reads or writes waits for it, in the order of the calls.
-//!   Reads do not exclude each other. No caller has to order anything for the results to be defined; events
-//!   are for order beyond that.
-//! - A call hands work over and returns. Commands, programs and memory that they use stay alive until they
-//!   have run, whatever the caller drops; what a copy reads of the host is owned by it or shared with it.
-//! - What goes wrong in a stream is told by the next [`Event`] recorded in it. Memory that failed work was to
-//!   write is spoiled until it is written again: what reads it, in any queue, fails with the same error,
-//!   where the device keeps account (`cpu`), or with the driver's.
+//! - A stream is in order. Streams of one device and the device's own queue
+//!   ([`Device::submit`](crate::Device::submit)) run concurrently if the device can. Hazards are resolved
+//!   automatically: work that writes memory which other work reads or writes waits for it, in the order of
+//!   the calls; reads do not exclude each other. Results are therefore defined without any events; events add
+//!   further ordering.
+//! - A call enqueues work and returns. The commands, programs and memory in use stay alive until the work has
+//!   run, even if the caller drops them. Host memory that a copy reads is owned by the copy or shared with
+//!   it.
+//! - Errors are reported by the next [`Event`] recorded in the stream. Outputs of failed work are poisoned
+//!   until overwritten: work that reads them, in any queue, fails with the same error if the device tracks
+//!   poisoned memory (`cpu`), or with the driver's error.
 //! - Dropping a stream cancels nothing.
 
 use crate::{BufferRef, Command, Error, Replay, Result};
@@ -29,27 +30,27 @@ use std::task::{Context, Poll, Waker};
 pub struct StreamOptions {
     /// Threads of a stream of the CPU device. `None`: half of the device's, at least one.
     pub threads: Option<usize>,
-    /// Events tell when the device began and ended ([`Event::elapsed`]), where asking costs time. On the CPU
-    /// they always do.
+    /// Records when the work of each event ran ([`Event::elapsed`]) on devices where this costs time. The CPU
+    /// device always records it.
     pub profile: bool,
 }
 
-/// A queue of a device. See the [module](self) for what holds.
+/// A queue of a device. See the [module](self) for its guarantees.
 pub trait Stream: Send + Sync + fmt::Debug {
-    /// Whether work of this stream can run at one time with work of the device's other queues.
+    /// Whether work of this stream can run concurrently with work of the device's other queues.
     fn overlaps(&self) -> bool;
 
     /// Enqueues the commands.
     ///
     /// # Errors
-    /// What can be said at once, as [`Device::submit`](crate::Device::submit); the rest is told by the next
-    /// event.
+    /// Errors detected at once, as of [`Device::submit`](crate::Device::submit). The next event reports all
+    /// others.
     fn submit(&self, commands: &[Command<'_>]) -> Result<()>;
 
-    /// Launches captured commands, as [`Device::replay`](crate::Device::replay).
+    /// Launches captured commands, as [`Device::replay`](crate::Device::replay) does.
     ///
     /// # Errors
-    /// As there.
+    /// As [`Device::replay`](crate::Device::replay).
     fn replay(&self, replay: &dyn Replay, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
         let _ = (buffers, values);
         Err(crate::replay::foreign(replay, "this stream's device"))
@@ -61,28 +62,27 @@ pub trait Stream: Send + Sync + fmt::Debug {
     /// [`Error::Argument`] for a range outside of the buffer.
     fn write(&self, dst: &BufferRef, offset: usize, src: Arc<dyn Bytes>) -> Result<()>;
 
-    /// Enqueues a copy of `bytes` bytes to the host and records an event behind it.
+    /// Enqueues a copy of `bytes` bytes to the host and records an event after it.
     ///
     /// # Errors
-    /// [`Error::Argument`] for a range outside of the buffer; [`Error::OutOfMemory`] where the host has no
-    /// room.
+    /// [`Error::Argument`] for a range outside of the buffer; [`Error::OutOfMemory`] if the host has no
+    /// memory for the copy.
     fn read(&self, src: &BufferRef, offset: usize, bytes: usize) -> Result<Download>;
 
-    /// An event that is done when what was enqueued before is.
+    /// Records an event that completes when all work enqueued so far has completed.
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     fn record(&self) -> Result<Event>;
 
-    /// What is enqueued from here on begins when the event is done. The caller does not wait, unless the
-    /// event is another device's and the driver cannot be told of it (`webgpu`).
+    /// Makes later work of this stream wait for the event. The call returns at once, unless the event belongs
+    /// to another device and the driver cannot express that dependency (`webgpu`).
     ///
     /// # Errors
-    /// Those of the driver.
+    /// Errors of the driver.
     fn wait(&self, event: &Event) -> Result<()>;
 
-    /// Waits for what was enqueued; what its events, and the work since the last one, report: see
-    /// [`Event::wait`].
+    /// Waits for all enqueued work. Returns the fault of the work since the last event, see [`Event::wait`].
     ///
     /// # Errors
     /// As [`Event::wait`].
@@ -91,17 +91,17 @@ pub trait Stream: Send + Sync + fmt::Debug {
     }
 }
 
-/// When the work that an event reports ran: nanoseconds on a clock that the device's streams share.
+/// When the work of an event ran, in nanoseconds on a clock shared by the device's streams.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Elapsed {
-    /// Start of the first command since the event before.
+    /// Start of the first command after the previous event.
     pub begin: u64,
-    /// End of the last one.
+    /// End of the last command.
     pub end: u64,
 }
 
-/// What happened in a stream between two events. Drivers write it, before they complete the event or tell
-/// others that the memory is written.
+/// The outcome of a stream's work between two events. Drivers fill it before they complete the event and
+/// before they announce the written memory to other queues.
 #[derive(Debug, Default)]
 pub struct Report {
     fault: AtomicU32,
@@ -110,22 +110,22 @@ pub struct Report {
 }
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Every update leaves the value whole, so a panic elsewhere does not damage it.
+    // Every update leaves the value consistent, so a poisoned lock is safe to use.
     m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
 impl Report {
-    /// Where kernels report a bad index; 0 is none.
+    /// The word in which kernels report a fault; 0 is none.
     pub fn fault(&self) -> &AtomicU32 {
         &self.fault
     }
 
-    /// Keeps the first error.
+    /// Records an error; only the first one is kept.
     pub fn fail(&self, e: Error) {
         lock(&self.error).get_or_insert(e);
     }
 
-    /// Work ran from `begin` to `end`.
+    /// Extends the measured interval by work that ran from `begin` to `end`.
     pub fn ran(&self, begin: u64, end: u64) {
         let mut all = lock(&self.elapsed);
         let e = all.get_or_insert(Elapsed { begin, end });
@@ -140,7 +140,7 @@ impl Report {
     }
 }
 
-/// Nanoseconds since the process first asked.
+/// Nanoseconds since the first call in this process.
 #[cfg(feature = "cpu")]
 pub(crate) fn now() -> u64 {
     use std::{sync::OnceLock, time::Instant};
@@ -148,21 +148,21 @@ pub(crate) fn now() -> u64 {
     START.get_or_init(Instant::now).elapsed().as_nanos() as u64
 }
 
-/// How a driver sees that an event is done, where the driver does not say so by itself.
+/// How to detect completion of an event whose driver does not call [`Event::complete`] by itself.
 pub trait Progress: Send + Sync {
-    /// Looks, without waiting, whether the device has come that far and the report is whole. Not asked where
-    /// the driver completes the event by itself.
+    /// Whether the device has reached the event and the report is complete. Does not wait. Not called for
+    /// drivers that complete the event themselves.
     fn poll(&self) -> bool {
         false
     }
-    /// Waits for the device, without promise that it has come that far then.
+    /// Waits for the device. May return before the event is reached.
     fn wait(&self) {}
-    /// Somebody is to be called when the event is done: sees to it that it is looked at ([`Event::is_done`])
-    /// though nobody asks.
+    /// Called when a callback was registered: the driver must then poll [`Event::is_done`] by itself until
+    /// the event is done.
     fn watch(&self, event: &Event) {
         let _ = event;
     }
-    /// The driver's own.
+    /// The driver's type.
     fn as_any(&self) -> &dyn Any;
 }
 
@@ -170,45 +170,45 @@ type Callback = Box<dyn FnOnce() + Send>;
 
 struct Inner {
     report: Arc<Report>,
-    /// Callbacks; `None` once it is done.
+    /// Callbacks; `None` once the event is done.
     then: Mutex<Option<Vec<Callback>>>,
     done: Condvar,
     progress: Option<Box<dyn Progress>>,
 }
 
-/// A point in a stream. It is a future's source too: `event.await` is [`Event::wait`] on any executor.
+/// A point in a stream. `event.await` is [`Event::wait`] on any executor.
 #[derive(Clone)]
 pub struct Event(Arc<Inner>);
 
 impl Event {
-    /// An event over what `report` gathers. The driver calls [`Event::complete`].
+    /// An event with the given report. The driver must call [`Event::complete`].
     pub fn new(report: Arc<Report>, progress: Option<Box<dyn Progress>>) -> Event {
         Event(Arc::new(Inner { report, then: Mutex::new(Some(vec![])), done: Condvar::new(), progress }))
     }
 
-    /// An event that is done.
+    /// An event that is already done.
     pub fn completed(report: Arc<Report>) -> Event {
         Event(Arc::new(Inner { report, then: Mutex::new(None), done: Condvar::new(), progress: None }))
     }
 
-    /// For drivers: the device has come to this event. Calls what waits for it.
+    /// For drivers: marks the event as done and runs its callbacks.
     pub fn complete(&self) {
         let then = lock(&self.0.then).take();
         self.0.done.notify_all();
         for f in then.into_iter().flatten() {
-            // What an executor's waker does wrong must not end the driver's thread.
+            // A panic in a callback (an executor's waker) must not end the driver's thread.
             if catch_unwind(AssertUnwindSafe(f)).is_err() {
                 tracing::error!("a callback of an event panicked");
             }
         }
     }
 
-    /// What the driver made it with.
+    /// The `progress` given to `Event::new`.
     pub fn progress(&self) -> Option<&dyn Progress> {
         self.0.progress.as_deref()
     }
 
-    /// Whether the device has come to it. Does not wait.
+    /// Whether the device has reached the event. Does not wait.
     pub fn is_done(&self) -> bool {
         let open = || lock(&self.0.then).is_some();
         if self.progress().is_some_and(|p| open() && p.poll()) {
@@ -217,8 +217,8 @@ impl Event {
         !open()
     }
 
-    /// Waits; the id of the first fault of the work since the event before in its stream, as in
-    /// [`Device::take_fault`](crate::Device::take_fault). The answer is the same each time.
+    /// Waits. Returns the id of the first fault of the work since the stream's previous event, as
+    /// [`Device::take_fault`](crate::Device::take_fault) does. Repeated calls return the same result.
     ///
     /// # Errors
     /// The first error of that work.
@@ -237,19 +237,19 @@ impl Event {
         self.0.report.outcome()
     }
 
-    /// What is known by now of what [`Event::wait`] will say. It is all of it for work whose memory has been
-    /// read since.
+    /// The part of [`Event::wait`]'s result that is known now. It is complete for work whose outputs have
+    /// been read since.
     ///
     /// # Errors
     /// As [`Event::wait`].
     pub fn so_far(&self) -> Result<Option<u32>> {
-        // Drivers that say nothing by themselves fill the report when they are asked.
+        // Drivers without completion callbacks fill the report when polled.
         self.is_done();
         self.0.report.outcome()
     }
 
-    /// Calls `f` when it is done, at once if it is. `f` runs on a thread of the driver: it must be short and
-    /// must not wait for a stream.
+    /// Calls `f` when the event is done, or at once if it is. `f` runs on a thread of the driver: it must be
+    /// short and must not wait for a stream.
     pub fn on_done(&self, f: impl FnOnce() + Send + 'static) {
         let mut then = lock(&self.0.then);
         match &mut *then {
@@ -267,8 +267,8 @@ impl Event {
         }
     }
 
-    /// When the device did the work since the event before, once it is done; `None` where nothing ran, or
-    /// nobody measured.
+    /// When the work since the previous event ran, once the event is done; `None` if nothing ran or times
+    /// were not measured.
     pub fn elapsed(&self) -> Option<Elapsed> {
         if self.is_done() { *lock(&self.0.report.elapsed) } else { None }
     }
@@ -294,11 +294,11 @@ impl IntoFuture for Event {
     }
 }
 
-/// The future of an [`Event`]. Dropping it leaves the work as it is.
+/// The future of an [`Event`]. Dropping it does not cancel the work.
 #[derive(Debug)]
 pub struct Reached {
     event: Event,
-    /// Whom the event wakes; there once it was polled.
+    /// The waker that the event calls; set by the first poll.
     waker: Option<Arc<Mutex<Waker>>>,
 }
 
@@ -316,7 +316,7 @@ impl Future for Reached {
             return Poll::Ready(self.event.so_far());
         }
         match &self.waker {
-            // The task may have moved to another executor meanwhile.
+            // The task may have moved to another executor since the last poll.
             Some(w) => lock(w).clone_from(cx.waker()),
             None => {
                 let w = Arc::new(Mutex::new(cx.waker().clone()));
@@ -324,21 +324,21 @@ impl Future for Reached {
                 self.event.on_done(move || lock(&w).wake_by_ref());
             }
         }
-        // It may have been done before the waker was there.
+        // The event may have completed before the waker was registered.
         if self.event.is_done() { Poll::Ready(self.event.so_far()) } else { Poll::Pending }
     }
 }
 
-/// Bytes on their way to the host.
+/// An asynchronous copy to the host.
 #[derive(Debug)]
 pub struct Download {
     event: Event,
-    /// The driver writes them until the event is done, and nobody else looks.
+    /// Written by the driver until the event is done; not read before.
     bytes: Arc<Mutex<Vec<u8>>>,
 }
 
 impl Download {
-    /// For drivers: `bytes` holds what was copied when the event is done.
+    /// For drivers: `bytes` must hold the copied bytes when the event is done.
     pub fn new(event: Event, bytes: Arc<Mutex<Vec<u8>>>) -> Download {
         Download { event, bytes }
     }
@@ -347,7 +347,7 @@ impl Download {
         &self.event
     }
 
-    /// Waits; the bytes. A fault is not looked at: it is the event's.
+    /// Waits and returns the bytes. A fault is not checked; query the event for it.
     ///
     /// # Errors
     /// As [`Event::wait`].

@@ -1,15 +1,14 @@
-//! What tuning found, kept on disk: a JSON file that several processes may read and write at once.
+//! Results of tuning on disk: a JSON file that several processes may read and write concurrently.
 //!
-//! An entry is what is best for one key of a template on one device with one driver, and which variants were
-//! rejected there and why. Two tables merge in any order to the same table, and every write merges with what
-//! is in the file, under a lock, and replaces it whole: processes that tune at once lose nothing of each
-//! other. The file is bounded; entries that were not used for longest go first. A damaged file counts as
-//! empty, with a warning, and gets another name (`NAME.bad`, `NAME.bad.1`) before a new one is written. A
-//! file that is something else, or a cache of another version, is never touched: to use it as a tuning cache
-//! is an error.
+//! An entry holds the best variant for one key of a template on one device and driver, and the variants
+//! rejected there with the reasons. Merging tables is commutative. Every write merges with the file's content
+//! under a lock and replaces the whole file, so that concurrent processes lose no results. The file is
+//! bounded; the least recently used entries are dropped first. A corrupt file counts as empty, with a
+//! warning, and is renamed (`NAME.bad`, `NAME.bad.1`) before a new one is written. Any other file, or a cache
+//! of another version, is never modified: using it as a tuning cache is an error.
 //!
 //! While a candidate runs, a file beside the cache names it ([`Guard`]), locked by its process. If the
-//! process ends there, the file is left without a lock, and [`TuningCache::recover`] rejects the candidate.
+//! process crashes, the file remains without a lock, and [`TuningCache::recover`] rejects the candidate.
 
 mod file;
 
@@ -30,31 +29,31 @@ use std::time::{Duration, SystemTime};
 
 /// Version of the file's format.
 pub const FORMAT: u32 = 1;
-/// Entries that a file keeps.
+/// Maximum entries of a file.
 pub const MOST_ENTRIES: usize = 4096;
-/// Bytes that a file may take.
+/// Maximum bytes of a file.
 pub const MOST_BYTES: usize = 8 << 20;
-/// Rejections that an entry keeps.
+/// Maximum rejections of an entry.
 const MOST_REJECTIONS: usize = 64;
 const DAY: u64 = 24 * 3600;
 
-/// Names the tuning mode ([`TuningMode`]'s text form).
+/// Environment variable with the tuning mode ([`TuningMode`]'s text form).
 pub const VARIABLE: &str = "HALCYON_TUNING";
-/// Names the tuning cache's file; `off` for none.
+/// Environment variable with the path of the tuning cache; `off` for none.
 pub const FILE_VARIABLE: &str = "HALCYON_TUNING_CACHE";
 
 /// When kernels are tuned. Tuned kernels are used from level O2 on.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default, Serialize, Deserialize)]
 #[serde(try_from = "String", into = "String")]
 pub enum TuningMode {
-    /// Never, and what is known is not used.
+    /// Never tune, and ignore existing results.
     Off,
-    /// On request alone; what is known is used.
+    /// Tune only on request; use existing results.
     #[default]
     Cached,
-    /// A thread tunes what plans ask for, while they run as they are; later plans use what it found.
+    /// A thread tunes the kernels of plans while they run untuned; later plans use the results.
     Background,
-    /// A new plan's kernels are tuned before it is first run, for so long in all.
+    /// Tune a new plan's kernels before its first run, within this total time.
     Budget(Duration),
 }
 
@@ -102,23 +101,23 @@ impl FromStr for TuningMode {
     }
 }
 
-/// Why a variant is never tried again on a device with its driver.
+/// Why a variant is never tried again on a device with this driver.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum Why {
-    /// Its results are others than the default's.
+    /// Its results differ from the default's.
     Wrong,
-    /// The device's compiler refuses it.
+    /// The device's compiler rejects it.
     DoesNotCompile,
-    /// The device lacks something that it needs.
+    /// The device lacks a feature or resource that it needs.
     DoesNotFit,
     /// The driver reported an error.
     DeviceError,
-    /// The process ended while it ran.
+    /// The process crashed while it ran.
     Crashed,
-    /// It did not end.
+    /// It did not finish.
     Hung,
-    /// It took many times the default's time.
+    /// It took many times as long as the default.
     TooSlow,
 }
 
@@ -136,12 +135,12 @@ impl fmt::Display for Why {
     }
 }
 
-/// A variant in quarantine.
+/// A rejected variant.
 #[derive(Clone, PartialEq, Eq, PartialOrd, Ord, Debug, Serialize, Deserialize)]
 pub struct Rejection {
     pub variant: Variant,
     pub why: Why,
-    /// What was seen.
+    /// What was observed.
     pub detail: String,
 }
 
@@ -149,36 +148,37 @@ pub struct Rejection {
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Best {
     pub variant: Variant,
-    /// Digest of its kernels, hexadecimal: it counts as long as the template builds these.
+    /// Digest of its kernels, hexadecimal. The result is valid while the template builds these kernels.
     pub program: String,
-    /// What the heuristic took.
+    /// The variant that the heuristic chose.
     pub default: Variant,
-    /// The default's time over the variant's: the median of pairs of bursts, and its 95 % interval.
+    /// The default's time divided by the variant's: the median over pairs of bursts, and its 95 % confidence
+    /// interval.
     pub gain: f64,
     pub interval: (f64, f64),
-    /// Seconds of a run.
+    /// Seconds per run.
     pub seconds: f64,
     pub default_seconds: f64,
-    /// Largest difference from the default's result as a share of what is allowed.
+    /// Largest difference from the default's result, relative to the tolerance.
     pub error: f64,
-    /// Variants that ran, the default with them.
+    /// Number of variants that ran, including the default.
     pub tried: usize,
-    /// When it was measured, in seconds since 1970.
+    /// Unix time of the measurement, in seconds.
     pub measured: u64,
 }
 
-/// What is known of a key on a device.
+/// The results for one key on one device.
 #[derive(Clone, PartialEq, Debug, Serialize, Deserialize)]
 pub struct Entry {
-    /// As [`device_key`] has it.
+    /// As returned by [`device_key`].
     pub device: String,
     /// [`halcyon_ir::kernel::tune::Choices::key`].
     pub key: String,
-    /// `None` where tuning has not come to its end yet.
+    /// `None` if tuning has not finished.
     pub best: Option<Best>,
-    /// By variant.
+    /// Sorted by variant.
     pub rejected: Vec<Rejection>,
-    /// When a plan used it last, in seconds since 1970.
+    /// Unix time at which a plan last used it, in seconds.
     pub used: u64,
 }
 
@@ -200,7 +200,7 @@ impl Entry {
         self.used = self.used.max(other.used);
     }
 
-    /// The best variant, unless it was rejected since.
+    /// The best variant, unless it has been rejected since.
     pub fn best(&self) -> Option<&Best> {
         self.best.as_ref().filter(|b| self.rejected.iter().all(|r| r.variant != b.variant))
     }
@@ -214,7 +214,7 @@ fn now() -> u64 {
     SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).map_or(0, |d| d.as_secs())
 }
 
-/// What a tuned kernel depends on besides itself: the device, its driver and its limits.
+/// Identifies what tuning results depend on besides the kernel: the device, its driver and its limits.
 pub fn device_key(info: &DeviceInfo, caps: &Caps) -> String {
     let driver = info.driver_version.as_deref().unwrap_or("unknown");
     let platform = info.properties.get("platform_version").map_or("", |s| s.as_str());
@@ -257,13 +257,13 @@ impl Table {
         self.0.get(&(device.to_string(), key.to_string()))
     }
 
-    /// Adds an entry to what is known. The order in which entries are added changes nothing.
+    /// Adds an entry. The order of additions does not matter.
     pub fn add(&mut self, e: &Entry) {
         match self.0.get_mut(&(e.device.clone(), e.key.clone())) {
             Some(old) => old.merge(e),
             None => {
                 let mut new = Entry { best: None, rejected: vec![], ..e.clone() };
-                // Also sorts and bounds what a file brings.
+                // Merging also sorts and bounds the entries of a file.
                 new.merge(e);
                 self.0.insert((e.device.clone(), e.key.clone()), new);
             }
@@ -274,7 +274,7 @@ impl Table {
         other.entries().for_each(|e| self.add(e));
     }
 
-    /// Keeps the entries that were used last.
+    /// Keeps the `most` most recently used entries.
     fn trim(&mut self, most: usize) {
         if self.0.len() <= most {
             return;
@@ -287,11 +287,11 @@ impl Table {
         }
     }
 
-    /// The file's text, of at most so many bytes.
+    /// The file's text, of at most `most_bytes` bytes.
     fn render(&mut self, most_bytes: usize) -> String {
         loop {
             let document = Document { format: FORMAT, entries: self.0.values().cloned().collect() };
-            // Values of these types always have a text.
+            // Serialising these types cannot fail.
             let text = serde_json::to_string_pretty(&document).unwrap_or_default() + "\n";
             if text.len() <= most_bytes || self.0.is_empty() {
                 return text;
@@ -308,11 +308,11 @@ impl Table {
         t
     }
 
-    /// Reads a file; `None` where there is none.
+    /// Reads a file; `None` if it does not exist.
     ///
     /// # Errors
-    /// [`Error::Io`] for a file that cannot be read, [`Error::Format`] for one that is no tuning cache, is
-    /// damaged, or is of another version.
+    /// [`Error::Io`] for a file that cannot be read; [`Error::Format`] for one that is not a tuning cache, is
+    /// corrupt, or has another version.
     pub fn read(path: &Path) -> Result<Option<Table>> {
         match file::look(path)? {
             There::Nothing => Ok(None),
@@ -323,8 +323,7 @@ impl Table {
     }
 }
 
-/// Refuses a file that a user names as tuning cache and that is something else, before anything is done with
-/// it.
+/// Rejects a file that the user names as tuning cache but that is something else, before it is used.
 ///
 /// # Errors
 /// [`Error::Format`], [`Error::Io`]
@@ -339,7 +338,7 @@ fn io(path: &Path, e: impl fmt::Display) -> Error {
     Error::Io { path: path.display().to_string(), what: e.to_string() }
 }
 
-/// A table with its file, or without one.
+/// A table, optionally backed by a file.
 #[derive(Debug, Default)]
 pub struct TuningCache {
     path: Option<PathBuf>,
@@ -347,17 +346,17 @@ pub struct TuningCache {
     loaded: AtomicBool,
     complained: AtomicBool,
     touched: AtomicBool,
-    /// What the user has to know of the file.
+    /// Messages for the user about the file.
     said: Mutex<Vec<String>>,
 }
 
 impl TuningCache {
-    /// With a file, which is read when it is first asked, and made on the first write.
+    /// A cache with a file, which is read on first use and created by the first write.
     pub fn at(path: impl Into<PathBuf>) -> TuningCache {
         TuningCache { path: Some(path.into()), ..TuningCache::default() }
     }
 
-    /// For this process alone.
+    /// A cache of this process only.
     pub fn memory() -> TuningCache {
         TuningCache::default()
     }
@@ -367,7 +366,7 @@ impl TuningCache {
     }
 
     fn lock(&self) -> MutexGuard<'_, Table> {
-        // Entries are added whole, so a panic in another thread leaves the table usable.
+        // Entries are added whole, so a poisoned lock is safe to use.
         let mut t = self.table.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(path) = self.path.as_deref().filter(|_| !self.loaded.swap(true, Ordering::Relaxed)) {
             match file::look(path) {
@@ -392,8 +391,8 @@ impl TuningCache {
         self.said.lock().unwrap_or_else(|e| e.into_inner()).push(what);
     }
 
-    /// What is wrong with the file, once: that it is damaged, and where a damaged one was put. Reads it if
-    /// that has not happened yet.
+    /// Returns and clears the warnings about the file: that it is corrupt, and where a corrupt one was moved.
+    /// Reads the file if that has not happened yet.
     pub fn warnings(&self) -> Vec<String> {
         drop(self.lock());
         std::mem::take(&mut *self.said.lock().unwrap_or_else(|e| e.into_inner()))
@@ -407,7 +406,7 @@ impl TuningCache {
         self.lock().get(device, key).cloned()
     }
 
-    /// What plans for a device ask.
+    /// The tuned variants for plans on a device.
     pub fn known(&self, device: &str) -> Known {
         let mut known = Known::default();
         for e in self.lock().entries().filter(|e| e.device == device) {
@@ -420,13 +419,13 @@ impl TuningCache {
         known
     }
 
-    /// Adds to what is known, in memory.
+    /// Adds an entry in memory.
     pub fn add(&self, e: &Entry) {
         self.lock().add(e);
     }
 
-    /// Notes that plans use these keys, so that they are kept longest. Writes at most once in a process, and
-    /// only what is news by a day.
+    /// Marks these keys as used, so that they are kept longest. Writes the file at most once per process, and
+    /// only if a time stamp is more than a day old.
     pub fn touch(&self, device: &str, keys: &[&str]) {
         if keys.is_empty() || self.path.is_none() || self.touched.load(Ordering::Relaxed) {
             return;
@@ -445,16 +444,17 @@ impl TuningCache {
         }
     }
 
-    /// Merges with the file and replaces it. Afterwards this table has what other processes have found, too.
+    /// Merges with the file and replaces it. Afterwards this table also contains the results of other
+    /// processes.
     ///
     /// # Errors
-    /// [`Error::Io`] where the file or its folder cannot be written, or another process holds it for longer
-    /// than ten seconds. What was found stays in memory.
+    /// [`Error::Io`] if the file or its directory cannot be written, or another process holds the lock for
+    /// more than ten seconds. The results stay in memory.
     pub fn save(&self) -> Result<()> {
         self.edit(|_| ())
     }
 
-    /// As [`TuningCache::save`]; what fails is a warning, once.
+    /// As [`TuningCache::save`]; the first failure is logged as a warning.
     pub fn save_or_warn(&self) {
         if let Err(e) = self.save()
             && !self.complained.swap(true, Ordering::Relaxed)
@@ -463,7 +463,7 @@ impl TuningCache {
         }
     }
 
-    /// Takes all variants of a device out of quarantine.
+    /// Clears the rejections of a device.
     ///
     /// # Errors
     /// As [`TuningCache::save`].
@@ -471,10 +471,10 @@ impl TuningCache {
         self.edit(|t| t.0.values_mut().filter(|e| e.device == device).for_each(|e| e.rejected.clear()))
     }
 
-    /// Adds the entries of another file. Returns how many it had.
+    /// Adds the entries of another file. Returns their number.
     ///
     /// # Errors
-    /// As [`Table::read`], also where there is no file; as [`TuningCache::save`].
+    /// As [`Table::read`]; [`Error::Io`] if the file does not exist; as [`TuningCache::save`].
     pub fn import(&self, from: &Path) -> Result<usize> {
         let there = Table::read(from)?.ok_or_else(|| io(from, "there is no such file"))?;
         self.lock().merge(&there);
@@ -482,7 +482,7 @@ impl TuningCache {
         Ok(there.len())
     }
 
-    /// Merges what is known into another file. Returns how many entries this is.
+    /// Merges this table into another file. Returns the number of this table's entries.
     ///
     /// # Errors
     /// As [`TuningCache::save`].
@@ -495,7 +495,7 @@ impl TuningCache {
         Ok(ours.len())
     }
 
-    /// Merges, changes and writes the table, under the lock of the file.
+    /// Merges with the file, applies `change` and writes the table, under the file's lock.
     fn edit(&self, change: impl FnOnce(&mut Table)) -> Result<()> {
         let mut t = self.lock();
         let Some(path) = &self.path else {
@@ -519,7 +519,7 @@ impl TuningCache {
         output::write(path, text.as_bytes())
     }
 
-    /// A file that names the candidate under way; `None` for a cache without a file.
+    /// Creates a file that will name the running candidate; `None` for a cache without a file.
     ///
     /// # Errors
     /// As [`TuningCache::save`].
@@ -533,18 +533,18 @@ impl TuningCache {
             let path = with_suffix(path, &format!("{RUNNING}{}-{n}", std::process::id()));
             match File::options().create_new(true).read(true).write(true).open(&path) {
                 Ok(f) => break (path, f),
-                // An earlier process of that number died and nobody has looked yet.
+                // Left by a crashed process with the same id, and not recovered yet.
                 Err(e) if e.kind() == ErrorKind::AlreadyExists => {}
                 Err(e) => return Err(io(&path, e)),
             }
         };
-        // Nobody else knows the file yet.
+        // No other process knows the file yet, so this does not block.
         file.lock().map_err(|e| io(&path, e))?;
         Ok(Some(Guard { path, file }))
     }
 
-    /// Rejects the candidates in which processes ended, this one's children among them: `why` and `detail`
-    /// say what is known of that. Returns them by key.
+    /// Rejects the candidates that were running when processes crashed, including child processes: `why` and
+    /// `detail` give the reason. Returns them by key.
     ///
     /// # Errors
     /// As [`TuningCache::save`].
@@ -571,7 +571,7 @@ impl TuningCache {
             let _held = Held::new(path)?;
             for p in &left {
                 let Ok(mut file) = File::options().read(true).write(true).open(p) else { continue };
-                // Its process is alive.
+                // Locked: its process is alive.
                 if file.try_lock().is_err() {
                     continue;
                 }
@@ -598,7 +598,7 @@ impl TuningCache {
     }
 }
 
-/// What files that name candidates under way have in their names.
+/// Part of the names of files that name running candidates.
 const RUNNING: &str = ".running-";
 
 #[derive(Serialize, Deserialize)]
@@ -608,7 +608,7 @@ struct Running {
     variant: Variant,
 }
 
-/// Names the candidate that this process runs, for the case that it does not come back.
+/// Records the candidate that this process runs, in case the process crashes.
 #[derive(Debug)]
 pub struct Guard {
     path: PathBuf,
@@ -616,7 +616,7 @@ pub struct Guard {
 }
 
 impl Guard {
-    /// What follows may end the process.
+    /// Records a candidate before it runs.
     ///
     /// # Errors
     /// [`Error::Io`]
@@ -625,7 +625,7 @@ impl Guard {
         self.write(&text(&r))
     }
 
-    /// It has come back.
+    /// Clears the record after the candidate has run.
     ///
     /// # Errors
     /// [`Error::Io`]

@@ -1,11 +1,11 @@
-//! Checks that every driver makes before it touches memory.
+//! Checks that every driver performs before it accesses memory.
 
 use crate::{Error, Result};
 use halcyon_ir::kernel::{BufferDecl, Kernel, ParamDecl, Stmt, Ty, const_bits};
 use halcyon_ir::{DType, Scalar};
 use smallvec::SmallVec;
 
-/// Fails unless `offset..offset + bytes` lies inside a buffer of `size` bytes.
+/// Fails unless `offset..offset + bytes` lies within a buffer of `size` bytes.
 pub fn range(call: &str, size: usize, offset: usize, bytes: usize) -> Result<()> {
     match offset.checked_add(bytes) {
         Some(end) if end <= size => Ok(()),
@@ -16,8 +16,8 @@ pub fn range(call: &str, size: usize, offset: usize, bytes: usize) -> Result<()>
     }
 }
 
-/// Fails unless both ranges, each given as the buffer's size and the offset, lie inside and do not overlap in
-/// one buffer.
+/// Fails unless both ranges, each given as [buffer size, offset], lie within their buffers and do not overlap
+/// if both are in one buffer (`same`).
 pub fn copy(src: [usize; 2], dst: [usize; 2], bytes: usize, same: bool) -> Result<()> {
     range("copy", src[0], src[1], bytes)?;
     range("copy", dst[0], dst[1], bytes)?;
@@ -28,19 +28,19 @@ pub fn copy(src: [usize; 2], dst: [usize; 2], bytes: usize, same: bool) -> Resul
     Ok(())
 }
 
-/// What a launch of a kernel must bring.
+/// The buffers and parameters of a kernel.
 #[derive(Clone, Debug)]
 pub struct Signature {
     pub name: String,
-    /// As declared; with a fault word as the last one, which a launch does not bring.
+    /// As declared, including the fault word as the last one, which the device binds itself.
     pub buffers: Vec<BufferDecl>,
     pub params: Vec<ParamDecl>,
-    /// Whether the kernel has the fault word.
+    /// Whether the kernel uses the fault word.
     pub faults: bool,
     fault_param: Option<usize>,
 }
 
-/// Bits of one argument, in its type.
+/// The bits of one argument, with its type.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Argument {
     pub ty: Ty,
@@ -48,10 +48,10 @@ pub struct Argument {
 }
 
 impl Signature {
-    /// What launches of a verified kernel must bring.
+    /// The signature of a verified kernel.
     ///
     /// # Errors
-    /// [`Error::Internal`] where a kernel that can fault lacks the fault word or the `fault` parameter.
+    /// [`Error::Internal`] if a kernel that can fault lacks the fault word or the `fault` parameter.
     pub fn of(k: &Kernel) -> Result<Signature> {
         let mut sets = false;
         let mut elsewhere = false;
@@ -61,7 +61,7 @@ impl Signature {
                 elsewhere |= buf.ix() + 1 != k.buffers.len();
             }
         });
-        // A kernel may declare the word and then find no use for it.
+        // A kernel may declare the fault word without using it.
         let fault_param = k.params.iter().position(|p| p.name == "fault");
         let faults = sets || fault_param.is_some();
         if faults {
@@ -83,7 +83,7 @@ impl Signature {
         })
     }
 
-    /// Buffers that a launch brings.
+    /// Number of buffers that the caller passes to a launch.
     pub fn bound(&self) -> usize {
         self.buffers.len() - self.faults as usize
     }
@@ -93,11 +93,11 @@ impl Signature {
         self.fault_param == Some(param)
     }
 
-    /// Arguments of a launch. `params` has a value for every parameter; that of `fault` is taken from the
-    /// command instead.
+    /// The arguments of a launch. `params` has a value for every parameter; the value of `fault` is replaced
+    /// by the command's.
     ///
     /// # Errors
-    /// [`Error::Internal`] that names the kernel and what does not fit.
+    /// [`Error::Internal`] that names the kernel and the mismatch.
     pub fn arguments(
         &self,
         buffers: usize,

@@ -1,4 +1,4 @@
-//! The contract of `halcyon_hal`, checked on every driver that is present.
+//! The driver contract of `halcyon_hal`, checked on every available driver.
 
 mod common;
 
@@ -37,7 +37,7 @@ fn devices_keep_their_programs_and_opencl_keeps_them_on_disk() {
             assert_eq!(got, [Scalar::F(11.0)], "the cached program is right");
         }
         if l.driver.kind() == BackendType::WebGpu {
-            // Where the driver's own caches hold pipelines; llvmpipe's never do.
+            // Only if the driver's pipeline caches contain pipelines; llvmpipe's never do.
             let dir = l.options.cache_dir.as_ref().unwrap().join("webgpu");
             let kept = std::fs::read_dir(dir).map_or(0, |d| d.count());
             let warm = l.open();

@@ -1,5 +1,5 @@
-//! The OpenCL driver really uses the library: a proxy sees its launches, and a read-back that the proxy
-//! falsifies changes the answer. And a library that is missing or named wrongly is reported, not passed over.
+//! The OpenCL driver uses the library: a proxy counts its launches, and a read-back falsified by the proxy
+//! changes the result. A missing or misnamed library is reported, not skipped silently.
 #![cfg(all(unix, feature = "opencl"))]
 
 mod common;
@@ -11,7 +11,7 @@ use halcyon_hal::{BackendType, Error, Options, registry};
 use halcyon_ir::{DType, Scalar};
 use std::process::{Command, Output};
 
-/// Runs one of the ignored tests below in a process of its own.
+/// Runs one of the ignored tests below in its own process.
 fn child(name: &str) -> Command {
     let mut c = Command::new(std::env::current_exe().unwrap());
     c.args(["--exact", name, "--ignored", "--nocapture", "--test-threads=1"]);
@@ -59,7 +59,7 @@ fn launches_are_seen_and_a_falsified_read_changes_the_answer() {
         "only the second value differs: {bad}"
     );
     assert_eq!(proxy::seen(&counts).falsified, 1);
-    // A read-back that never comes is not falsified.
+    // If the selected read-back does not occur, nothing is falsified.
     let mut c = child("child_computes");
     proxy::through(&mut c, &lib, &counts, Some("2"));
     assert_eq!(line(&c.output().unwrap()), want);

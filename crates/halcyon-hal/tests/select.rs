@@ -1,4 +1,4 @@
-//! Which device is chosen, of drivers made for the purpose, and what the report says.
+//! Device selection with fake drivers: the chosen device and the report.
 
 use halcyon_hal::noop::NoopDriver;
 use halcyon_hal::policy::{Fallback, Policy, SetBy};
@@ -6,7 +6,7 @@ use halcyon_hal::select::{Request, Selection, open, open_for};
 use halcyon_hal::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result, registry};
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Devices by their bytes of memory; `None` does not open.
+/// Devices by their bytes of memory; `None` fails to open.
 #[derive(Debug)]
 struct Fake {
     kind: BackendType,
@@ -45,7 +45,7 @@ impl Driver for Fake {
     }
 }
 
-/// Drivers are registered for the whole process, so one test at a time has them.
+/// Drivers are registered per process, so only one test at a time may use them.
 fn machine(fakes: Vec<Fake>) -> MutexGuard<'static, ()> {
     static ONE: Mutex<()> = Mutex::new(());
     let guard = ONE.lock().unwrap_or_else(|e| e.into_inner());
@@ -64,7 +64,7 @@ fn fake(kind: BackendType, devices: &[Option<u64>]) -> Fake {
     Fake { kind, software: false, devices: devices.to_vec() }
 }
 
-/// With the order given, so that no file or variable of this machine counts.
+/// Sets the order explicitly, so that this machine's configuration does not matter.
 fn request(backend: BackendType, order: &str, fallback: Option<Fallback>, memory: u64) -> Request {
     Request { policy: Some(order.parse().unwrap()), fallback, memory, ..Request::of(backend) }
 }
@@ -114,7 +114,7 @@ fn a_backend_in_a_list_is_named() {
         ("webgpu,opencl,cpu", "webgpu:0"),
         ("cuda,opencl,cpu", "opencl:0"),
         ("cpu,opencl", "cpu:0"),
-        // Orders with a name are about kinds of devices: none is named.
+        // Named orders refer to kinds of devices and name no backend.
         ("priority", "cpu:0"),
         ("inference", "cpu:0"),
     ] {
@@ -122,10 +122,10 @@ fn a_backend_in_a_list_is_named() {
         assert_eq!(s.device.id, want, "{order}: {s}");
     }
     assert!(rejected(&auto("priority"), "opencl:0").contains("used only when named"));
-    // Among a backend's devices those of hardware come first, and memory still counts.
+    // Hardware devices of a backend come before its software devices, and memory is still checked.
     let s = choose(&request(BackendType::Auto, "opencl,cpu", None, 9 * GIB));
     assert!(s.is_err() || s.unwrap().device.id == "cpu:0");
-    // What comes next after a backend that is not there is named too.
+    // The backends that follow a missing one also count as named.
     let s = choose(&request(BackendType::Cuda, "opencl,cpu", Some(Fallback::Next), 0)).unwrap();
     assert_eq!(s.device.id, "opencl:0", "{s}");
 }
@@ -163,7 +163,7 @@ fn a_named_backend_is_strict_unless_a_fallback_is_asked_for() {
     let s = with(BackendType::Cuda, Some(Fallback::Cpu), 0).unwrap();
     assert_eq!(s.device.backend, BackendType::Cpu);
     assert!(s.rule.contains("the CPU is the fallback"), "{}", s.rule);
-    // Nowhere at all.
+    // No fallback at all.
     let e = with(BackendType::WebGpu, Some(Fallback::Never), 0).unwrap_err();
     assert_eq!(e.exit_code(), 4, "{e}");
 }
@@ -176,7 +176,7 @@ fn auto_may_be_told_to_go_no_further_than_the_first() {
     assert_eq!(r(Fallback::Never).unwrap_err().exit_code(), 5);
     let s = r(Fallback::Cpu).unwrap();
     assert_eq!(s.device.backend, BackendType::Cpu);
-    // What is not there does not count as first.
+    // A missing backend does not count as the first.
     let s = choose(&request(BackendType::Auto, "metal,cuda,cpu", Some(Fallback::Never), 0)).unwrap();
     assert_eq!(s.device.id, "cuda:0");
 }
@@ -223,7 +223,7 @@ fn work_that_a_device_refuses_goes_to_the_next() {
     .unwrap();
     assert_eq!((s.device.id.as_str(), asked), ("rocm:0", 2));
     assert!(rejected(&s, "cuda:0").contains("f64"), "{s}");
-    // Where all refuse, the first reason is the answer.
+    // If all devices decline, the first reason is returned.
     let e =
         open_for(&r, &Options::default(), &mut |_| Err(Error::unsupported("f64", "Use f32"))).unwrap_err();
     assert_eq!(e.exit_code(), 3, "{e}");

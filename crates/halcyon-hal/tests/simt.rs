@@ -1,5 +1,5 @@
-//! The drivers of CUDA and ROCm over stand-ins of the vendors' libraries: what fails is a typed error,
-//! nothing is left behind, and the answers really come from the library.
+//! The CUDA and ROCm drivers on stand-ins for the vendor libraries: failures are typed errors, nothing leaks,
+//! and the results come from the library.
 #![cfg(all(unix, feature = "cuda", feature = "rocm"))]
 
 #[path = "simt/attention.rs"]
@@ -22,15 +22,15 @@ use halcyon_hal::{Command, Device, Driver, Error, Options, Result, StreamOptions
 use halcyon_ir::{DType, Scalar};
 use std::sync::{Arc, Mutex};
 
-/// The libraries have one state: tests that count take turns.
+/// A stand-in's state is global, so tests that read its counters run one at a time.
 static ALONE: Mutex<()> = Mutex::new(());
 
-/// What the library holds for its users.
+/// The resources that the library's users hold.
 fn held(s: &StandIn) -> [i64; 8] {
     ["memory", "pages", "streams", "events", "modules", "contexts", "graphs", "execs"].map(|n| s.get(n))
 }
 
-/// A kernel, copies and a stream on a device opened for it; the answer of `x * 2 + 1` for 1, 2, 3.
+/// Opens a device and runs a kernel, copies and a stream; returns `x * 2 + 1` for 1, 2, 3, twice.
 fn work(s: &StandIn) -> Result<Vec<f64>> {
     let dir = tempfile::tempdir().unwrap();
     let options = Options { cache_dir: Some(dir.path().into()), profile: true, ..Options::default() };
@@ -40,7 +40,7 @@ fn work(s: &StandIn) -> Result<Vec<f64>> {
     Ok(answer)
 }
 
-/// That, on a device.
+/// As `work`, on an open device.
 fn work_on(d: &Arc<dyn Device>) -> Result<Vec<f64>> {
     let p = d.compile(&affine(DType::F32))?;
     let x = pack(DType::F32, &[1.0, 2.0, 3.0].map(Scalar::F));
@@ -59,7 +59,7 @@ fn work_on(d: &Arc<dyn Device>) -> Result<Vec<f64>> {
     let mut bytes = vec![0; x.len()];
     d.read(&b, 0, &mut bytes)?;
     drop(host);
-    // Both were read, so one of the two is what a falsified read-back made of it.
+    // Both results are returned, so a falsified read-back shows up in one of them.
     let (one, other) = (unpack(DType::F32, &from_stream), unpack(DType::F32, &bytes));
     Ok(one.iter().chain(&other).map(|v| v.as_f64()).collect())
 }
@@ -78,7 +78,7 @@ fn memory_that_another_process_took_is_not_free() {
         let d = s.driver.open(0, &Options::default()).unwrap();
         let open = d.free_memory().unwrap();
         assert!(open <= all && d.available().unwrap() <= open && d.unknown_free().is_empty(), "{kind}");
-        // Nobody asks the pool: its limit stays, and the driver's answer counts.
+        // The pool's limit is unchanged; the driver's answer determines what is available.
         s.set("others", (open - (1 << 20)) as i64);
         assert_eq!(d.free_memory(), Some(1 << 20), "{kind}");
         assert_eq!(d.available(), Some(1 << 20), "{kind}");
@@ -99,7 +99,7 @@ fn what_fails_is_an_error_and_nothing_is_left() {
         let kind = s.driver.kind();
         let (before, launches) = (held(&s), s.get("launches"));
         assert_eq!(work(&s).unwrap(), ANSWER, "{kind}");
-        // Events of a stream may be looked at a moment longer.
+        // The watcher thread may hold events of a stream a moment longer.
         let settled = || {
             for _ in 0..6000 {
                 if held(&s) == before {
@@ -112,7 +112,7 @@ fn what_fails_is_an_error_and_nothing_is_left() {
         settled();
         assert_eq!(s.get("launches") - launches, 2, "{kind}");
 
-        // Every allocation fails in turn.
+        // Each allocation fails in turn.
         let n = s.get("allocations");
         work(&s).unwrap();
         let n = s.get("allocations") - n;
@@ -120,7 +120,7 @@ fn what_fails_is_an_error_and_nothing_is_left() {
         for i in 0..n {
             s.set("fail allocation", i);
             match work(&s) {
-                // A pool's second try.
+                // The pool's retry succeeded.
                 Ok(v) => assert_eq!(v, ANSWER, "{kind}: allocation {i}"),
                 Err(e) => {
                     let memory =
@@ -132,13 +132,13 @@ fn what_fails_is_an_error_and_nothing_is_left() {
             settled();
         }
 
-        // A byte that is read back is another one: it is seen.
+        // A falsified byte of a read-back is noticed.
         s.set("falsify", 13);
         let v = work(&s).unwrap();
         assert!(v != ANSWER && v.iter().zip(ANSWER).filter(|(a, b)| **a != *b).count() == 1, "{kind}: {v:?}");
         s.set("falsify", -1);
 
-        // Many writes and no event: locked pages are used again.
+        // With many writes and no event, page-locked memory is reused.
         let d = s.driver.open(0, &Options::default()).unwrap();
         let (b, t) =
             (d.alloc(8 << 20, Tag::Io).unwrap(), d.create_stream(&StreamOptions::default()).unwrap());
@@ -150,7 +150,7 @@ fn what_fails_is_an_error_and_nothing_is_left() {
         drop((b, t, d));
         settled();
 
-        // Times of a stream span all of its commands, however many there were.
+        // A stream's time spans all of its commands, whatever their number.
         let d = s.driver.open(0, &Options::default()).unwrap();
         let t = d.create_stream(&StreamOptions { profile: true, ..StreamOptions::default() }).unwrap();
         let (a, b) = (d.alloc(64, Tag::Io).unwrap(), d.alloc(64, Tag::Io).unwrap());
@@ -161,7 +161,7 @@ fn what_fails_is_an_error_and_nothing_is_left() {
         let e = t.record().unwrap();
         e.wait().unwrap();
         let ran = e.elapsed().unwrap();
-        // A microsecond for each of the stand-in's events: two of a command.
+        // The stand-in advances by a microsecond per event; each command has two.
         assert!(ran.end - ran.begin >= 2 * 5000 * 1000 - 1000, "{kind}: {ran:?}");
         drop((e, t, a, b, d));
         settled();
@@ -169,7 +169,7 @@ fn what_fails_is_an_error_and_nothing_is_left() {
         graphs::check(&s);
         settled();
 
-        // The device is lost in the middle.
+        // The device is lost during use.
         let d = s.driver.open(0, &Options::default()).unwrap();
         let b = d.alloc(64, Tag::Io).unwrap();
         s.set("lost", 719);
@@ -180,7 +180,7 @@ fn what_fails_is_an_error_and_nothing_is_left() {
         drop((b, d));
         settled();
 
-        // No device at all.
+        // No devices.
         s.set("devices", 0);
         let e = s.driver.probe().unwrap_err();
         assert!(e.exit_code() == 4 && e.to_string().contains("finds no device"), "{kind}: {e}");

@@ -1,5 +1,5 @@
-//! The hand-written kernels compiled and run by the OpenCL device there is, as lowered for it and as lowered
-//! for a GPU, against the float64 reference.
+//! The kernel templates on the available OpenCL device, lowered for it and for a GPU, compared with the
+//! float64 reference.
 
 mod common;
 
@@ -13,7 +13,7 @@ use halcyon_ir::reference::eval_f64;
 use halcyon_ir::target::{Caps, Operand};
 use halcyon_ir::{ConstData, DType, Graph, NodeId, Result, Scalar, TensorType};
 
-/// A device that shares its workgroups' memory among 256 work-items.
+/// Capabilities of a GPU: workgroups of at most 256 work-items and 32 KiB of workgroup memory.
 fn like_a_gpu(caps: &Caps) -> Caps {
     Caps {
         is_cpu: false,
@@ -58,8 +58,8 @@ fn check(shapes: &[&[usize]], build: impl Fn(&mut Graph, &[NodeId]) -> Result<No
     }
 }
 
-/// Products on the matrix units of NVIDIA's GPUs and of AMD's, whose waves are 64 or 32 work-items: stand-ins
-/// exchange registers as the instructions do, so that a wrong place of an element gives wrong results.
+/// Products on the matrix units of NVIDIA's GPUs and of AMD's with waves of 64 or 32 work-items. The
+/// stand-ins exchange registers as the instructions do, so a misplaced element gives wrong results.
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 #[test]
 fn products_on_matrix_units() {
@@ -79,7 +79,8 @@ fn products_on_matrix_units() {
                 ([35, 33, 65], [false, true]),
             ];
             for ([m, k, n], turned) in shapes {
-                // Multiples of 1/8 below 2, which all types hold, so that products and sums are exact.
+                // Multiples of 1/8 between -2 and 2, which all types represent, so that products and sums are
+                // exact.
                 let mut data =
                     |n: usize| -> Vec<f64> { (0..n).map(|_| (r.next() >> 59) as f64 / 8.0 - 2.0).collect() };
                 let (a, b) = (data(m * k), data(k * n));
@@ -109,8 +110,8 @@ fn products_on_matrix_units() {
     }
 }
 
-/// Prompts there: as products, with rows that a work-item reads of others' registers, and weights that become
-/// operands.
+/// Attention for prompts on matrix units: as products, with reads of other work-items' registers, and weights
+/// that become operands.
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 #[test]
 fn attention_on_matrix_units() {
@@ -124,7 +125,7 @@ fn attention_on_matrix_units() {
             MatrixType::BF16 => (DType::BF16, 2f64.powi(-8)),
             _ => (o.operand.storage(), 2f64.powi(-10)),
         }) {
-            // Batch, query heads, key heads, queries, keys, length of a row; whether masked.
+            // Batch, query heads, key heads, queries, keys, row length; whether masked.
             for ([n, h, hk, sq, sk, w], masked) in
                 [([1, 4, 2, 40, 75, 64], false), ([2, 2, 1, 33, 37, 20], true)]
             {
@@ -242,7 +243,7 @@ fn attention() {
         let (q, k) = ([2, 4, sq, d], [2, 2, sk, d]);
         check(&[&q, &k, &k, &[sq, sk]], |g, x| g.attention(x[0], x[1], x[2], Some(x[3]), true, 0.2));
     }
-    // Few queries of many keys, as a GPU gets them: in parts.
+    // Few queries and many keys, which GPUs process in parts.
     for (h, sq, sk, d) in [(4, 1, 700, 64), (2, 3, 300, 20)] {
         let (q, k) = ([1, h, sq, d], [1, 1, sk, d]);
         check(&[&q, &k, &k, &[sq, sk]], |g, x| g.attention(x[0], x[1], x[2], Some(x[3]), true, 0.2));

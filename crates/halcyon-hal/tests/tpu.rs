@@ -1,11 +1,11 @@
-//! The handshake with a PJRT plugin, with libraries made for the purpose.
+//! The handshake with a PJRT plugin, tested with small libraries.
 #![cfg(feature = "tpu")]
 
 use halcyon_hal::tpu::sys::{Version, version};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// A library with this body, or `None` without a C compiler.
+/// Compiles a library from C source; `None` without a C compiler.
 fn library(dir: &Path, name: &str, source: &str) -> Option<PathBuf> {
     let (from, to) = (dir.join(format!("{name}.c")), dir.join(format!("{name}.so")));
     std::fs::write(&from, source).unwrap();

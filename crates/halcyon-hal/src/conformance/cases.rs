@@ -1,4 +1,4 @@
-//! The cases, each named by what must hold.
+//! The cases, each named by the property that must hold.
 
 use super::Lane;
 use super::kernels::*;
@@ -18,7 +18,7 @@ pub fn info_and_caps_are_sane(l: &Lane) {
     assert!(i.free_memory.is_none_or(|f| Some(f) <= i.total_memory), "{i:?}");
     assert!(i.compute_units.is_none_or(|n| n > 0));
     assert!(c.units() > 0 && c.compute_units.is_none_or(|n| n > 0));
-    // A device in the machine's memory has what the machine has left.
+    // Devices that share host memory must report the host's free memory.
     if l.computes && (i.software || i.unified_memory) && halcyon_ir::host::memory().is_some() {
         assert!(
             i.free_memory.is_some() && d.free_memory().is_some() && infos[0].free_memory.is_some(),
@@ -42,7 +42,7 @@ pub fn info_and_caps_are_sane(l: &Lane) {
         assert!(i.name.contains("computes nothing") && i.software);
     }
     assert!(l.driver.open(10_000, &l.options).is_err_and(|e| e.exit_code() == 4), "no such device");
-    // The report of a device survives its own format.
+    // The device's info survives serialisation.
     let text = serde_json::to_string(i).unwrap();
     assert_eq!(&serde_json::from_str::<crate::DeviceInfo>(&text).unwrap(), i);
 }
@@ -78,7 +78,7 @@ pub fn empty_buffers_are_buffers(l: &Lane) {
     assert!(d.write(&a, 0, &[1]).is_err());
     assert!(d.read(&a, 1, &mut []).is_err());
     d.submit(&[]).unwrap();
-    // A launch may bind one and find nothing to do.
+    // A launch may bind an empty buffer if it does not access it.
     let p = d.compile(&affine(DType::F32)).unwrap();
     let params = [Scalar::I(0), Scalar::F(1.0), Scalar::F(1.0)];
     launch(&*d, &p, [1, 1, 1], &[&a, &b], &params).unwrap();
@@ -120,7 +120,7 @@ pub fn copies_move_the_range_and_nothing_else(l: &Lane) {
     assert_eq!(download(&*d, &b), want);
     assert_eq!(download(&*d, &a), x);
     assert_eq!(d.counters().device_copies, 2);
-    // Ranges of one buffer that overlap are refused: drivers would differ in what they do.
+    // Overlapping ranges of one buffer are rejected: drivers would differ in their results.
     let c = Command::Copy { src: &a, src_offset: 0, dst: &a, dst_offset: 99, bytes: 100 };
     assert!(d.submit(&[c]).is_err());
     let c = Command::Copy { src: &a, src_offset: 0, dst: &a, dst_offset: 100, bytes: 100 };
@@ -146,7 +146,7 @@ pub fn a_part_of_a_buffer_is_a_buffer_over_its_bytes(l: &Lane) {
     assert!(d.write(&part, 99, &[0; 2]).is_err(), "the whole goes on there, the part does not");
     assert!(d.part(&whole, align, 256).is_err() && d.part(&whole, usize::MAX, 2).is_err());
     assert_eq!(d.part(&whole, 256, 0).unwrap().bytes(), 0);
-    // It keeps the whole alive.
+    // The part keeps the whole buffer alive.
     drop(whole);
     assert_eq!(d.memory().allocated, allocated);
     assert_eq!(download(&*d, &part)[1..3], [7, 8]);
@@ -202,7 +202,7 @@ pub fn over_the_limit_is_out_of_memory(l: &Lane) {
     assert!(requested == 600_000 && total == 1 << 20 && free < 600_000);
     drop(keep);
     d.alloc(600_000, Tag::Weights).unwrap();
-    // More than any machine has, with no limit set.
+    // More than any machine has, without a limit.
     let e = l.open().alloc(1 << 60, Tag::Io).unwrap_err();
     assert_eq!(e.exit_code(), 5, "{e}");
 }
@@ -212,7 +212,7 @@ pub fn a_kernel_computes_in_every_type(l: &Lane) {
     let mut r = Random::fresh();
     for dtype in d.caps().storage.clone().into_iter().filter(|t| *t != DType::Bool) {
         let n = 1 + r.below(200) as usize;
-        // Small integers: exact in every type.
+        // Small integers are exact in every type.
         let x: Vec<Scalar> = (0..n).map(|_| Scalar::I(r.below(20) as i64)).collect();
         let (a, c) = (1 + r.below(4) as i64, r.below(10) as i64);
         let p = d.compile(&affine(dtype)).unwrap();
@@ -306,7 +306,7 @@ pub fn commands_act_in_order(l: &Lane) {
         |buffers| Command::Launch { program: &p, groups: [32, 1, 1], buffers, params: &params, fault: 0 };
     let mut want = 0i32;
     for round in 0..20 {
-        // x -> 3x + 1 twice, then once more over a copy, in one list.
+        // x -> 3x + 1 twice, then once more after a copy, in one list.
         d.submit(&[
             go(&there),
             go(&back),
@@ -338,7 +338,7 @@ pub fn a_bad_index_is_reported_once(l: &Lane) {
         let idx: Vec<Scalar> = index.iter().map(|i| Scalar::I(*i)).collect();
         let buffers =
             [table.clone(), upload(&*d, &pack(DType::I32, &idx)), upload(&*d, &vec![0; index.len() * 4])];
-        // The value given for `fault` is not used.
+        // The value passed for `fault` is ignored.
         let params = [Scalar::I(10), Scalar::I(index.len() as i64), Scalar::U(999)];
         d.submit(&[Command::Launch {
             program: &p,
@@ -385,7 +385,7 @@ pub fn counters_count_what_happened(l: &Lane) {
     assert_eq!((c.launches, c.uploads, c.uploaded_bytes), (5, 2, 800));
     assert_eq!((c.downloads, c.downloaded_bytes, c.library_calls), (1, 100, 0));
     assert_eq!(c.allocations, 2);
-    // A refused launch is not counted.
+    // A rejected launch is not counted.
     assert!(launch(&*d, &p, [4, 1, 1], &[&a], &params).is_err());
     assert_eq!(d.counters().launches, 5);
 }
@@ -393,7 +393,7 @@ pub fn counters_count_what_happened(l: &Lane) {
 pub fn what_the_verifier_refuses_does_not_compile(l: &Lane) {
     let d = l.open();
     let mut k = affine(DType::F32);
-    // The store goes to a buffer that is not there.
+    // Makes the store refer to a buffer that does not exist.
     fn spoil(b: &mut [Stmt]) {
         for s in b {
             match s {
@@ -406,7 +406,7 @@ pub fn what_the_verifier_refuses_does_not_compile(l: &Lane) {
     spoil(&mut k.body);
     let e = d.compile(&k).unwrap_err();
     assert!(e.to_string().contains("affine_f32"), "{e}");
-    // More work-items in a group than the device takes.
+    // More work-items in a workgroup than the device supports.
     let b = Builder::new("too_wide", [d.caps().max_workgroup, 2, 1]);
     let x = b.raw_buffer(DType::F32, true);
     b.store(x, b.local_id(0), 1.0);
@@ -428,7 +428,7 @@ pub fn two_openings_live_side_by_side(l: &Lane) {
     let ((r, p, a), (s, ..)) = (run(&*d), run(&*e));
     assert_eq!(r, s);
     assert_eq!(d.counters().launches, 1, "each counts its own");
-    // What belongs to one is refused by the other, unless they share the host's memory.
+    // Buffers and programs of one device instance are rejected by another, unless both share host memory.
     if d.import(Arc::new(x.clone())).is_none() {
         assert!(e.read(&a, 0, &mut [0; 4]).is_err());
         let own = e.alloc(32, Tag::Io).unwrap();
@@ -468,11 +468,11 @@ pub fn any_order_of_drops_is_fine(l: &Lane) {
     let p = d.compile(&affine(DType::F32)).unwrap();
     let (a, b) = (upload(&*d, &[0; 4000]), upload(&*d, &[0; 4000]));
     let params = [Scalar::I(1000), Scalar::F(1.0), Scalar::F(1.0)];
-    // Buffers and programs go while their launch may still run.
+    // Buffers and programs are dropped while their launch may still run.
     launch(&*d, &p, [32, 1, 1], &[&a, &b], &params).unwrap();
     drop((a, p));
     d.synchronize().unwrap();
-    // The device goes before what it made.
+    // The device is dropped before what it created.
     let p = d.compile(&affine(DType::F32)).unwrap();
     let weak = Arc::downgrade(&d);
     drop(d);
@@ -510,7 +510,7 @@ pub fn a_program_serves_again_from_memory_or_disk(l: &Lane) {
     d.compile(&affine(DType::F32)).unwrap();
     d.compile(&affine(DType::I32)).unwrap();
     let c = d.counters();
-    // Two kernels; a device may leave it to its caller to keep the programs of one opening.
+    // Two kernels. A device need not keep programs itself, so the repeated one may be compiled twice.
     assert!((2..=3).contains(&c.compiles) && c.compile_cache_hits == 0, "{c:?}");
     let warm = l.open();
     let p = warm.compile(&affine(DType::F32)).unwrap();

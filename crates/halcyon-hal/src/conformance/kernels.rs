@@ -1,12 +1,12 @@
-//! Random numbers, bytes, and small kernels, for tests of drivers.
+//! Random numbers, bytes and small kernels for driver tests.
 
 use crate::{BufferRef, Command, Device, Program, Result, Tag};
 use halcyon_ir::kernel::{Builder, Kernel, Reduce, Ty};
 use halcyon_ir::{DType, Scalar};
 use std::sync::Arc;
 
-/// Pseudo-random numbers (xorshift64*, Vigna 2016) from a seed that is new in every run and printed, so that
-/// a failure shows it.
+/// Pseudo-random numbers (xorshift64*, Vigna 2016). The seed is new in every run and is printed, so that
+/// failures can be reproduced.
 #[derive(Debug)]
 pub struct Random(u64);
 
@@ -38,12 +38,12 @@ impl Random {
     }
 }
 
-/// Bytes of values in a type.
+/// Encodes values as bytes of a type.
 pub fn pack(dtype: DType, values: &[Scalar]) -> Vec<u8> {
     values.iter().flat_map(|v| v.to_bytes(dtype)[..dtype.size()].to_vec()).collect()
 }
 
-/// Values of bytes in a type.
+/// Decodes bytes of a type to values.
 pub fn unpack(dtype: DType, bytes: &[u8]) -> Vec<Scalar> {
     bytes.chunks_exact(dtype.size()).map(|b| Scalar::from_bytes(dtype, b)).collect()
 }
@@ -62,7 +62,7 @@ pub fn download(d: &dyn Device, b: &BufferRef) -> Vec<u8> {
     out
 }
 
-/// One launch without a fault id.
+/// Submits one launch without a fault id.
 pub fn launch(
     d: &dyn Device,
     program: &Arc<dyn Program>,
@@ -85,8 +85,8 @@ pub fn affine(dtype: DType) -> Kernel {
     b.finish().unwrap()
 }
 
-/// All types a parameter may have (numbers). Writes each to the first element of its own buffer; the types
-/// alternate in size.
+/// Parameters of all numeric types, in an order that alternates their sizes. Each is written to the first
+/// element of its own buffer.
 pub fn params_of_every_type(f64: bool) -> (Kernel, Vec<Ty>) {
     let mut types = vec![Ty::I32, Ty::I64, Ty::U64, Ty::U32, Ty::F32, Ty::I64, Ty::F32];
     if f64 {
@@ -101,8 +101,8 @@ pub fn params_of_every_type(f64: bool) -> (Kernel, Vec<Ty>) {
     (b.finish().unwrap(), types)
 }
 
-/// Every work-item of a three-dimensional grid adds one to its own element and writes its group's and its own
-/// place.
+/// Every work-item of a three-dimensional grid adds one to its own element and writes its workgroup's and its
+/// own index.
 pub fn grid() -> Kernel {
     let b = Builder::new("grid", [4, 2, 2]);
     let (count, place) = (b.raw_buffer(DType::I32, true), b.raw_buffer(DType::I32, true));
@@ -114,7 +114,7 @@ pub fn grid() -> Kernel {
     b.finish().unwrap()
 }
 
-/// `out[i] = table[index[i]]` with indexes outside `0..n` clamped and reported.
+/// `out[i] = table[index[i]]`; indices outside `0..n` are clamped and reported.
 pub fn gather() -> Kernel {
     let b = Builder::new("gather_checked", [16, 1, 1]);
     let (table, index) = (b.raw_buffer(DType::F32, false), b.raw_buffer(DType::I32, false));
@@ -132,7 +132,7 @@ pub fn gather() -> Kernel {
     b.finish().unwrap()
 }
 
-/// Sum of each group's 64 elements, through workgroup memory and barriers.
+/// Sum of each workgroup's 64 elements, through workgroup memory and barriers.
 pub fn group_sum() -> Kernel {
     let b = Builder::new("group_sum", [64, 1, 1]);
     let (x, y) = (b.raw_buffer(DType::F32, false), b.raw_buffer(DType::F32, true));
@@ -143,7 +143,7 @@ pub fn group_sum() -> Kernel {
     b.finish().unwrap()
 }
 
-/// One work-item that takes a while: `y[0] = x[0] * a + … ` over and over.
+/// One slow work-item: evaluates `v = v * a + 1` `n` times.
 pub fn slow() -> Kernel {
     let b = Builder::new("slow", [1, 1, 1]);
     let (x, y) = (b.raw_buffer(DType::F32, false), b.raw_buffer(DType::F32, true));

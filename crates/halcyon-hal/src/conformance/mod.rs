@@ -1,4 +1,4 @@
-//! The contract of this crate as a suite that every driver runs, also one from outside.
+//! The driver contract as a test suite, for built-in and external drivers.
 //!
 //! In a test file of the driver's crate:
 //! ```no_run
@@ -6,8 +6,8 @@
 //! # impl MyDriver { fn new() -> std::sync::Arc<dyn halcyon_hal::Driver> { unimplemented!() } }
 //! halcyon_hal::conformance_tests!([halcyon_hal::conformance::Lane::new(MyDriver::new()).unwrap()]);
 //! ```
-//! That is one `#[test]` per case. A case panics where the driver breaks the contract, as tests do: this
-//! module is for tests alone, and nothing else in the crate uses it.
+//! This expands to one `#[test]` per case. A case panics if the driver breaks the contract. The module is
+//! meant for tests; nothing else in the crate uses it.
 
 pub mod cases;
 pub mod kernels;
@@ -19,22 +19,22 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// One driver under test.
+/// One driver under test: a test device.
 #[derive(Debug)]
 pub struct Lane {
     pub driver: Arc<dyn Driver>,
-    /// Two threads, and a directory for compiled programs that goes with the lane.
+    /// Two threads, and a directory for compiled programs that is deleted with this value.
     pub options: Options,
-    /// False for the device whose launches leave poison.
+    /// False for the noop device, whose outputs are `noop::POISON`.
     pub computes: bool,
     scratch: PathBuf,
 }
 
 impl Lane {
-    /// Registers a driver from outside, so that its names parse.
+    /// Registers an external driver, so that its names can be parsed.
     ///
     /// # Errors
-    /// The driver's reason why it has no device; those of [`registry::register`].
+    /// The driver's reason for having no device; errors of [`registry::register`].
     pub fn new(driver: Arc<dyn Driver>) -> Result<Lane> {
         static NEXT: AtomicU32 = AtomicU32::new(0);
         driver.probe()?;
@@ -48,7 +48,7 @@ impl Lane {
         Ok(Lane { driver, options, computes, scratch })
     }
 
-    /// The driver's first device, opened anew.
+    /// A new instance of the driver's first device.
     pub fn open(&self) -> Arc<dyn Device> {
         self.open_with(|_| ())
     }
@@ -68,15 +68,15 @@ impl Lane {
 
 impl Drop for Lane {
     fn drop(&mut self) {
-        // Only the cache is in it, and only where the driver keeps one.
+        // The directory contains only the cache, and exists only if the driver has one.
         let _ = std::fs::remove_dir_all(&self.scratch);
     }
 }
 
-/// Makes a `#[test]` of every case, which runs on each [`Lane`] that the expression gives.
+/// Expands to a `#[test]` of every case. Each runs on every [`Lane`] of the given expression.
 #[macro_export]
 macro_rules! conformance_tests {
-    // The one list of them.
+    // The only list of the cases.
     (@each $how:tt $lanes:expr) => {
         $crate::conformance_tests! {
             $how $lanes;
@@ -137,7 +137,7 @@ macro_rules! conformance_tests {
     };
 }
 
-/// Every case by its name, for programs that check a driver. A case panics where the driver breaks the
+/// Every case with its name, for programs that check a driver. A case panics if the driver breaks the
 /// contract.
 pub const CASES: &[(&str, fn(&Lane))] = {
     const fn table(all: &'static [(&'static str, fn(&Lane))]) -> &'static [(&'static str, fn(&Lane))] {

@@ -1,4 +1,4 @@
-//! Memory pools of every strategy: buffers that share an allocation, and that are moved.
+//! Memory pools of every strategy: buffers that share an allocation and are moved.
 
 use super::Lane;
 use super::kernels::*;
@@ -21,7 +21,7 @@ fn fill(d: &dyn Device, r: &mut Random, bytes: usize) -> (BufferRef, Vec<u8>) {
     (upload(d, &data), data)
 }
 
-/// Buffers of `each` bytes until the pool has no room.
+/// Allocates buffers of `each` bytes until the pool is full.
 fn fill_up(d: &dyn Device, r: &mut Random, each: usize) -> Vec<(BufferRef, Vec<u8>)> {
     let mut all = vec![];
     loop {
@@ -49,7 +49,8 @@ pub fn buffers_of_one_chunk_keep_to_themselves(l: &Lane) {
         let mut live: Vec<(BufferRef, Vec<u8>)> = vec![];
         for step in 0..150 {
             match r.below(8) {
-                // Rounded up they are less than half of the cap: what there is none of is not what is tested.
+                // Even rounded up they fill less than half of the limit; running out of memory is not tested
+                // here.
                 0..3 if live.len() < 14 => {
                     let n = 1 + r.below(50_000) as usize;
                     let before = d.memory().allocated;
@@ -62,7 +63,7 @@ pub fn buffers_of_one_chunk_keep_to_themselves(l: &Lane) {
                     live.swap_remove(gone);
                 }
                 4 | 5 if live.len() > 1 => {
-                    // A copy from one to another, at odd places.
+                    // A copy between two buffers, at unaligned offsets.
                     let (a, b) = (r.below(live.len() as u64) as usize, r.below(live.len() as u64) as usize);
                     if a == b {
                         continue;
@@ -78,7 +79,7 @@ pub fn buffers_of_one_chunk_keep_to_themselves(l: &Lane) {
                         .copy_from_slice(&from.1[src_offset..src_offset + n]);
                 }
                 6 if live.len() > 1 => {
-                    // A launch that reads one and writes another.
+                    // A launch that reads one buffer and writes another.
                     let (a, b) = (r.below(live.len() as u64) as usize, r.below(live.len() as u64) as usize);
                     if a == b {
                         continue;
@@ -99,7 +100,7 @@ pub fn buffers_of_one_chunk_keep_to_themselves(l: &Lane) {
                 _ => {}
             }
         }
-        // Holes, whatever chance made.
+        // Free every second buffer, so that there are holes.
         let mut i = 0;
         live.retain(|_| {
             i += 1;
@@ -118,14 +119,14 @@ pub fn buffers_of_one_chunk_keep_to_themselves(l: &Lane) {
         d.empty_cache();
         assert_eq!(d.memory().reserved, 0, "{strategy}");
     }
-    // Chance may leave a pool without holes, but not all of them.
+    // Some pools may have no holes by chance, but not all of them.
     assert!(moved > 0);
 }
 
 pub fn a_scattered_pool_holds_a_large_buffer_after_it_moved(l: &Lane) {
     for strategy in ARENAS {
         let mut r = Random::fresh();
-        // Every second buffer goes: half of the memory is free, in small pieces.
+        // Free every second buffer: half of the memory is free, in small ranges.
         let mut scattered = |pool: &str| {
             let d = open(l, pool);
             let all = fill_up(&*d, &mut r, 30_000);
@@ -137,7 +138,7 @@ pub fn a_scattered_pool_holds_a_large_buffer_after_it_moved(l: &Lane) {
         assert!(m.fragmentation() > 0.9 && m.largest_free < 70_000, "{m:?}");
         let e = d.alloc(300_000, Tag::Kv).unwrap_err();
         assert!(e.exit_code() == 5 && e.to_string().contains("scattered"), "{e}");
-        // Asked for, it is the same as when a request sets it off.
+        // An explicit defragmentation has the same effect as one that an allocation triggers.
         let did = d.defragment().unwrap();
         assert!(did.moved_buffers > 0 && did.moved_bytes >= did.moved_buffers * 30_000, "{did:?}");
         assert!(did.largest_free_before < 70_000 && did.largest_free_after >= 300_000, "{did:?}");
@@ -154,7 +155,7 @@ pub fn a_scattered_pool_holds_a_large_buffer_after_it_moved(l: &Lane) {
             assert_eq!(&download(&*d, b), want, "{strategy}");
         }
     }
-    // Of its own for each buffer, there is nothing to move; what is kept goes.
+    // In the exclusive strategy no buffer is moved; kept memory is released.
     let d = l.open();
     drop(d.alloc(50_000, Tag::Io).unwrap());
     let did = d.defragment().unwrap();
@@ -189,7 +190,7 @@ pub fn work_goes_on_while_another_thread_moves_buffers(l: &Lane) {
                 std::thread::yield_now();
             }
         });
-        // Also where the work fails, so that the thread ends.
+        // Also if the work panics, so that the thread ends.
         let _stop = Stop(&stop);
         let mut r = Random::fresh();
         let mut live: VecDeque<(BufferRef, usize)> = VecDeque::new();
@@ -206,7 +207,7 @@ pub fn work_goes_on_while_another_thread_moves_buffers(l: &Lane) {
                 live.push_back((a, n));
             }
             if live.len() > 8 || moved.load(Ordering::Acquire) >= 20 {
-                // The oldest lies lowest and leaves a hole.
+                // The oldest buffer has the lowest offset and leaves a hole.
                 let Some((a, n)) = live.pop_front() else { break };
                 let want = match l.computes {
                     true => Scalar::I((0x0101_0101 * 2 + 5) * 2 + 5),
@@ -218,7 +219,7 @@ pub fn work_goes_on_while_another_thread_moves_buffers(l: &Lane) {
     });
 }
 
-/// Ends the other thread.
+/// Tells the other thread to end when dropped.
 struct Stop<'a>(&'a AtomicBool);
 
 impl Drop for Stop<'_> {
@@ -234,7 +235,7 @@ pub fn settings_that_contradict_each_other_open_nothing(l: &Lane) {
     };
     let o = crate::Options { memory_pool: Some(config), ..l.options.clone() };
     assert_eq!(l.driver.open(0, &o).unwrap_err().exit_code(), 2);
-    // The smaller of the two caps counts.
+    // The smaller of the two limits applies.
     let d = l.open_with(|o| {
         o.memory_pool = Some("buddy:1MiB".parse().unwrap());
         o.memory_limit = Some(256 << 10);
@@ -249,7 +250,7 @@ pub fn host_buffers_are_counted_and_copied_from_and_to(l: &Lane) {
     let mut h = match d.alloc_host(100_001) {
         Ok(h) => h,
         Err(e) => {
-            // A driver may have none; these have.
+            // External and other drivers may have none; these must.
             let must = [BackendType::Cpu, BackendType::Cuda, BackendType::Rocm, BackendType::OpenCl];
             assert!(matches!(e, Error::Unsupported { .. }) && !must.contains(&l.driver.kind()), "{e}");
             return;
@@ -268,7 +269,7 @@ pub fn host_buffers_are_counted_and_copied_from_and_to(l: &Lane) {
     let Error::OutOfMemory { requested, free, total, .. } = e else { panic!("{e}") };
     assert_eq!((requested, free, total), (1 << 20, (1 << 20) - 100_001, 1 << 20));
     assert_eq!(d.alloc_host(0).unwrap().len(), 0);
-    // Where memory is unified it is a buffer as it is.
+    // On devices with unified memory it can be imported as a buffer.
     let shared = d.import(Arc::new(h));
     let own = !matches!(l.driver.kind(), BackendType::Other(_));
     assert!(!own || shared.is_some() == (l.driver.kind() == BackendType::Cpu));

@@ -1,4 +1,4 @@
-//! The contract of [`crate::stream`]. A device without streams passes: there is nothing to hold.
+//! The contract of [`crate::stream`]. Devices without streams pass.
 
 use super::Lane;
 use super::kernels::*;
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
-/// Whether the device has streams at all.
+/// Whether the device supports streams.
 fn has_streams(d: &dyn Device) -> bool {
     match d.create_stream(&StreamOptions::default()) {
         Ok(_) => true,
@@ -28,7 +28,7 @@ fn stream(d: &dyn Device) -> Arc<dyn Stream> {
     d.create_stream(&StreamOptions::default()).unwrap()
 }
 
-/// Wakes a thread; counts.
+/// Unparks a thread and counts the wake-ups.
 struct Unpark(std::thread::Thread, AtomicUsize);
 
 impl Wake for Unpark {
@@ -38,7 +38,7 @@ impl Wake for Unpark {
     }
 }
 
-/// The smallest executor: polls when woken, never else.
+/// A minimal executor that polls only when woken.
 fn block_on<F: Future>(f: F) -> F::Output {
     let me = Arc::new(Unpark(std::thread::current(), AtomicUsize::new(1)));
     let waker = Waker::from(me.clone());
@@ -77,8 +77,8 @@ impl Queue {
     }
 }
 
-/// Writes, kernels and copies in three queues over few buffers, some of them dropped and made anew meanwhile,
-/// give what one queue gives: nothing but the order of the calls decides.
+/// Writes, kernels and copies in three queues over a few buffers, some of which are dropped and allocated
+/// again, give the same results as one queue in the order of the calls.
 pub fn queues_that_share_memory_act_in_the_order_of_the_calls(l: &Lane) {
     let d = l.open();
     if !has_streams(&*d) {
@@ -131,7 +131,7 @@ pub fn queues_that_share_memory_act_in_the_order_of_the_calls(l: &Lane) {
                 want[a][at..at + data.len()].copy_from_slice(&data);
             }
             _ => {
-                // A buffer goes while work may use it, and its memory may come back as another's.
+                // The buffer is dropped while work may use it, and its memory may be reused for another one.
                 have[a] = d.alloc(n * 4, Tag::Io).unwrap();
                 match q {
                     Queue::Own(d) => d.write(&have[a], 0, &vec![7; n * 4]).unwrap(),
@@ -195,7 +195,7 @@ pub fn a_stream_alone_is_in_order_and_its_copies_own_their_data(l: &Lane) {
         (8000, 1600)
     );
     assert_eq!(s.synchronize().unwrap(), None);
-    // Nothing at all is fine too.
+    // Empty submissions and copies are valid.
     s.submit(&[]).unwrap();
     s.write(&a, 400, Arc::new(vec![])).unwrap();
     assert!(s.read(&a, 0, 0).unwrap().take().unwrap().is_empty());
@@ -230,7 +230,8 @@ pub fn events_tell_faults_once_and_errors_are_values(l: &Lane) {
     let after = run(&*s, &[1, 2], 8);
     let g = s.record().unwrap();
     if l.computes {
-        // Known once the memory can be read; the first one, the same each time, and of no other work.
+        // Known once the output can be read: the first fault, the same at each call, without those of other
+        // work.
         assert_eq!(unpack(DType::F32, &download(&*d, &bad)), [3.0, 9.0, 0.0].map(Scalar::F));
         assert!(matches!(e.so_far(), Ok(Some(5))), "{e:?}");
         assert_eq!(
@@ -242,7 +243,7 @@ pub fn events_tell_faults_once_and_errors_are_values(l: &Lane) {
     }
     assert_eq!((f.wait().unwrap(), g.wait().unwrap()), (None, None));
     assert_eq!(d.take_fault().unwrap(), None, "the device's own queue met none");
-    // Mistakes.
+    // Invalid calls.
     let small = d.alloc(8, Tag::Io).unwrap();
     assert!(s.write(&small, 4, Arc::new(vec![0u8; 5])).is_err() && s.read(&small, usize::MAX, 2).is_err());
     let one = [small.clone()];
@@ -271,7 +272,7 @@ pub fn callbacks_and_futures_come_without_anyone_waiting(l: &Lane) {
     }
     let order: Vec<i32> = (0..10).map(|_| told.recv_timeout(Duration::from_secs(60)).unwrap()).collect();
     assert_eq!(order, (0..10).collect::<Vec<_>>());
-    // A future that is dropped, one that is polled by several tasks in turn, one that is awaited late.
+    // A dropped future, one that is polled by several tasks in turn, and one that is awaited late.
     s.submit(&[copy()]).unwrap();
     drop(s.record().unwrap().into_future());
     s.submit(&[copy()]).unwrap();
@@ -303,7 +304,7 @@ pub fn what_is_dropped_early_lives_as_long_as_the_work(l: &Lane) {
         let groups = [n.div_ceil(32) as u32, 1, 1];
         s.submit(&[Command::Launch { program: &p, groups, buffers: &buffers, params: &params, fault: 0 }])
             .unwrap();
-        // The input goes with this round.
+        // The input is dropped in this round.
         last = next;
     }
     let got = s.read(&last, 0, n * 4).unwrap();
@@ -318,7 +319,7 @@ pub fn what_is_dropped_early_lives_as_long_as_the_work(l: &Lane) {
         assert!(start.elapsed().as_secs() < 60, "memory stays: {:?}", d.memory());
         std::thread::yield_now();
     }
-    // The device goes before its stream.
+    // The device is dropped before its stream.
     let s = stream(&*d);
     let b = d.alloc(64, Tag::Io).unwrap();
     drop(d);
@@ -331,8 +332,8 @@ fn overlap(a: Elapsed, b: Elapsed) -> f64 {
     both / (a.end - a.begin).min(b.end - b.begin).max(1) as f64
 }
 
-/// By the device's own times: most of the shorter piece of work runs while the other does. Where both use one
-/// place that one of them writes, none of it does.
+/// Measured by the device's own times: most of the shorter work runs concurrently with the longer one. If one
+/// writes memory that the other uses, they do not overlap at all.
 pub fn two_streams_overlap_where_the_device_can(l: &Lane) {
     let d = l.open();
     if !has_streams(&*d) {
@@ -398,7 +399,7 @@ pub fn two_streams_overlap_where_the_device_can(l: &Lane) {
     assert!(best.0 > 0.5, "{}: {best:?}", l.name());
     // One reads what the other writes.
     let (e, f) = (go(&s, &p, &x, &y, n), go(&t, &p, &y, &z, n));
-    // The second waited for the work of the first, not for the event behind that.
+    // The second waits for the first one's work, not for its event.
     assert_eq!((f.wait().unwrap(), e.wait().unwrap()), (None, None));
     assert_eq!(overlap(e.elapsed().unwrap(), f.elapsed().unwrap()), 0.0, "{}", l.name());
 }
@@ -423,7 +424,7 @@ pub fn an_event_of_one_device_orders_another(l: &Lane) {
     an_event_orders(l, l);
 }
 
-/// An event of the first lane's device, which the second's waits for.
+/// An event of the first device, for which a stream of the second one waits.
 pub fn an_event_orders(l: &Lane, m: &Lane) {
     let (d, e) = (l.open(), m.open());
     if !has_streams(&*d) || !has_streams(&*e) {

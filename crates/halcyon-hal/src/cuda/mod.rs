@@ -1,5 +1,5 @@
-//! NVIDIA GPUs: the driver library (libcuda) and the run-time compiler (NVRTC), both loaded at run time; no
-//! toolkit and no header is needed. See [`crate::simt`] for what is shared with ROCm.
+//! NVIDIA GPUs through the driver library (libcuda) and the run-time compiler (NVRTC), both loaded at run
+//! time. No toolkit and no headers are needed. See [`crate::simt`] for the code shared with ROCm.
 
 use crate::BackendType;
 use crate::probe::{Depends, Look, State};
@@ -95,7 +95,7 @@ pub static CUDA: Family = Family {
     look: &LOOK,
 };
 
-/// The library is loaded in a child first: one that does not match the kernel's module can end the process.
+/// Probed in a child first: a library that does not match the kernel module can crash the process.
 pub static LOOK: Look = Look {
     backend: BackendType::Cuda,
     here: || Ok(Adapter::all(CUDA.load(&CUDA.candidates())?)?.iter().map(Adapter::info).collect()),
@@ -122,18 +122,18 @@ fn architecture(a: &Adapter) -> Option<String> {
     a.capability().map(|(major, minor)| format!("sm_{major}{minor}"))
 }
 
-/// From sm_80 on (Ampere) `mma.sync` takes bf16 and TF32, too.
+/// `mma.sync` supports bf16 and TF32 from sm_80 (Ampere) on.
 fn matrix(architecture: Option<&str>) -> Vec<MatrixOp> {
     let number = architecture.and_then(|a| a.strip_prefix("sm_")?.parse::<u32>().ok());
     if number.is_some_and(|n| n >= 80) { MATRIX_CUDA.to_vec() } else { vec![] }
 }
 
-/// f16 came with compute capability 5.3, products of 8-bit floats with 8.9.
+/// f16 arithmetic requires compute capability 5.3, products of 8-bit floats 8.9.
 fn halves(capability: Option<(u32, u32)>, _: Option<&str>) -> Halves {
     Halves { f16: capability.is_some_and(|c| c >= (5, 3)), f8: capability.map(|c| c >= (8, 9)) }
 }
 
-/// Nothing that loosens arithmetic: kernels say themselves where a product and a sum are rounded once.
+/// No flag that relaxes arithmetic: kernels say explicitly where a multiply-add is rounded once.
 fn flags(architecture: Option<&str>) -> Option<Vec<String>> {
     let architecture = format!("--gpu-architecture={}", architecture?);
     Some([architecture.as_str(), "--std=c++17", "--fmad=false"].map(String::from).into())

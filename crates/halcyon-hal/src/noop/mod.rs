@@ -1,6 +1,6 @@
-//! A device that computes nothing: it holds real memory, verifies kernels, checks every command and counts.
-//! What a launch would have written is filled with [`POISON`], so nobody takes it for a result. It is used
-//! only when named.
+//! A device that computes nothing: it allocates memory, verifies kernels, validates every command and counts.
+//! Outputs of launches are filled with [`POISON`], so that they cannot be mistaken for results. Used only
+//! when named.
 
 use crate::pool::{Block, Pool, Source};
 use crate::stream::Report;
@@ -19,11 +19,11 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 use std::time::Instant;
 
-/// What every byte of a buffer is after a launch that would have written it: NaN in the float types, -1 in
-/// the signed ones.
+/// The value of every byte of a buffer after a launch that writes it: NaN in float types, -1 in signed
+/// integers.
 pub const POISON: u8 = 0xFF;
 
-/// The driver that computes nothing.
+/// The driver of the noop device.
 #[derive(Debug)]
 pub struct NoopDriver;
 
@@ -82,7 +82,7 @@ fn info() -> DeviceInfo {
 #[derive(Debug)]
 pub(crate) struct HostMemory;
 
-/// Bytes, and where in them a buffer starts.
+/// An allocation, and the offset at which the buffer starts.
 pub(crate) type Place = (Arc<Mutex<Vec<u8>>>, usize);
 
 impl Source for HostMemory {
@@ -111,7 +111,7 @@ struct NoopBuffer {
 }
 
 impl NoopBuffer {
-    /// Works on its bytes. The device's turn is taken: nothing moves.
+    /// Gives access to the buffer's bytes. The caller holds the device's `turn`, so the buffer is not moved.
     fn with<T>(&self, f: impl FnOnce(&mut [u8]) -> T) -> T {
         let place = self.block.place().read().unwrap_or_else(|e| e.into_inner());
         let mut all = place.0.lock().unwrap_or_else(|e| e.into_inner());
@@ -158,16 +158,16 @@ struct NoopDevice {
     caps: Caps,
     counts: Arc<Counts>,
     pool: Arc<Pool<HostMemory>>,
-    /// Held while commands or copies run, and while buffers are moved.
+    /// Held while commands or copies run and while buffers are moved.
     turn: Arc<Mutex<()>>,
     programs: Mutex<HashMap<u128, Arc<NoopProgram>>>,
-    /// Where profiling is on.
+    /// `Some` if profiling is on.
     timings: Option<Mutex<Vec<Timing>>>,
     number: u64,
 }
 
-/// What checks and counts commands: the device and its streams, which do all at once and are in order
-/// therefore.
+/// Validates and counts commands for the device and its streams. Both execute immediately, so they are in
+/// order.
 #[derive(Debug)]
 struct Checker {
     id: String,
@@ -208,7 +208,7 @@ impl Stream for NoopStream {
     }
 
     fn wait(&self, event: &Event) -> Result<()> {
-        // Those of this device are done. What became of another device's work is told there.
+        // Events of this device are always done. Errors of other devices' work are reported there.
         let _ = event.wait();
         Ok(())
     }
@@ -223,7 +223,7 @@ impl NoopDevice {
 
 impl Checker {
     fn turn(&self) -> MutexGuard<'_, ()> {
-        // It guards no value.
+        // The mutex protects no data, so a poisoned lock is safe to use.
         self.turn.lock().unwrap_or_else(|e| e.into_inner())
     }
 
@@ -329,7 +329,7 @@ impl Device for NoopDevice {
         self.pool.defragment(&mut |m| {
             let from = m.from.0.lock().unwrap_or_else(|e| e.into_inner());
             let data = from[m.from.1..m.from.1 + m.bytes].to_vec();
-            // It may be the same allocation.
+            // `to` may be the same allocation, whose lock must be released first.
             drop(from);
             let mut to = m.to.0.lock().unwrap_or_else(|e| e.into_inner());
             to[m.to.1..m.to.1 + m.bytes].copy_from_slice(&data);

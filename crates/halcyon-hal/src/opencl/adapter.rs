@@ -1,4 +1,4 @@
-//! Platforms and devices: what there is, and what it says about itself.
+//! Platforms and devices, and their properties.
 
 use super::sys::{self, Api, Handle};
 use crate::{BackendType, Caps, DeviceInfo, Error, Result};
@@ -11,18 +11,19 @@ pub struct Adapter {
     pub api: &'static Api,
     pub platform: Handle,
     pub device: Handle,
-    /// Under which name it is listed, and its place there.
+    /// The backend that lists it; `index`: its number there.
     pub backend: BackendType,
     pub index: usize,
 }
 
-// SAFETY: platform and device handles are plain names inside the library, valid for its lifetime, and every
-// query on them may run on any thread (OpenCL 1.2, appendix A.2).
+// SAFETY: platform and device handles are opaque, valid as long as the library is loaded, and may be queried
+// from any thread (OpenCL 1.2, appendix A.2).
 unsafe impl Send for Adapter {}
-// SAFETY: as above.
+// SAFETY: queries do not modify the handles and are thread-safe (OpenCL 1.2, appendix A.2).
 unsafe impl Sync for Adapter {}
 
-/// Bytes of an information query that is asked for its size first; `query(size, value, size_ret)`.
+/// The result of a query of variable size: calls `query(size, value, size_ret)` for the size, then for the
+/// bytes.
 pub fn query_bytes(
     query: impl Fn(usize, *mut c_void, *mut usize) -> i32,
 ) -> std::result::Result<Vec<u8>, i32> {
@@ -41,7 +42,7 @@ pub fn query_bytes(
     }
 }
 
-/// Text up to its terminator.
+/// Text up to its NUL terminator.
 pub fn text(mut b: Vec<u8>) -> String {
     if let Some(n) = b.iter().position(|&c| c == 0) {
         b.truncate(n);
@@ -56,17 +57,17 @@ fn unavailable(api: &Api, tried: Vec<String>, reason: String) -> Error {
 }
 
 impl Adapter {
-    /// Every device of every platform of the library. A platform without devices is skipped.
+    /// Every device of every platform of the library. Platforms without devices are skipped.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where there is none, with each platform and what it said.
+    /// [`Error::Unavailable`] if there is none, with each platform's answer.
     pub fn all(api: &'static Api) -> Result<Vec<Adapter>> {
-        // Drivers initialise at the first question. PoCL 3.1 does not wait for that in a second thread: it
-        // finds no device there, or a half-made one.
+        // Drivers initialise at the first query. PoCL 3.1 does not synchronise that: a concurrent thread
+        // finds no device or a partly initialised one.
         static FIRST: Mutex<()> = Mutex::new(());
         let _one_at_a_time = FIRST.lock().unwrap_or_else(|e| e.into_inner());
         let mut n = 0u32;
-        // SAFETY: asking for the count: no entries, no list.
+        // SAFETY: a query of the count, with no entries and no list.
         let code = unsafe { (api.clGetPlatformIDs)(0, std::ptr::null_mut(), &mut n) };
         if code != sys::SUCCESS && code != sys::PLATFORM_NOT_FOUND_KHR {
             return Err(unavailable(api, vec![], format!("clGetPlatformIDs gave {}", sys::code_name(code))));
@@ -79,7 +80,7 @@ impl Adapter {
             ));
         }
         let mut platforms: Vec<Handle> = vec![std::ptr::null_mut(); n as usize];
-        // SAFETY: the list has `n` places.
+        // SAFETY: `platforms` has room for `n` entries.
         let code = unsafe { (api.clGetPlatformIDs)(n, platforms.as_mut_ptr(), &mut n) };
         if code != sys::SUCCESS {
             return Err(unavailable(api, vec![], format!("clGetPlatformIDs gave {}", sys::code_name(code))));
@@ -89,14 +90,14 @@ impl Adapter {
         let mut said = vec![];
         for platform in platforms {
             let mut n = 0u32;
-            // SAFETY: `platform` comes from the library; asking for the count.
+            // SAFETY: `platform` comes from the library; a query of the count.
             let code = unsafe {
                 (api.clGetDeviceIDs)(platform, sys::DEVICE_TYPE_ALL, 0, std::ptr::null_mut(), &mut n)
             };
             let mut devices: Vec<Handle> = vec![std::ptr::null_mut(); n as usize];
             let code = match code {
                 sys::SUCCESS if n > 0 => {
-                    // SAFETY: the list has `n` places.
+                    // SAFETY: `devices` has room for `n` entries.
                     unsafe {
                         (api.clGetDeviceIDs)(platform, sys::DEVICE_TYPE_ALL, n, devices.as_mut_ptr(), &mut n)
                     }
@@ -139,7 +140,7 @@ impl Adapter {
     }
 
     fn bytes(&self, param: u32) -> Option<Vec<u8>> {
-        // SAFETY: the device comes from the library, and `query_bytes` gives a buffer of the size it passes.
+        // SAFETY: the device comes from the library, and `query_bytes` passes a buffer of `n` bytes.
         query_bytes(|n, p, r| unsafe { (self.api.clGetDeviceInfo)(self.device, param, n, p, r) }).ok()
     }
 
@@ -147,7 +148,7 @@ impl Adapter {
         self.bytes(param).map(text).filter(|s| !s.is_empty())
     }
 
-    /// An integer of 4 or 8 bytes.
+    /// An integer property of 4 or 8 bytes.
     fn number(&self, param: u32) -> Option<u64> {
         let b = self.bytes(param)?;
         match b.len() {
@@ -161,8 +162,8 @@ impl Adapter {
         self.number(param).map(|n| n != 0)
     }
 
-    /// Bytes of the device's memory that nobody uses now: what the machine has free where the device lives in
-    /// its memory, and AMD's attribute. OpenCL itself has no such query.
+    /// Free device memory in bytes: the host's for devices that share its memory, else from AMD's attribute.
+    /// OpenCL itself has no such query.
     pub fn free_memory(&self) -> Option<u64> {
         let cpu = self.number(sys::DEVICE_TYPE).unwrap_or(0) & sys::DEVICE_TYPE_CPU != 0;
         let total = self.number(sys::DEVICE_GLOBAL_MEM_SIZE);
@@ -170,12 +171,12 @@ impl Adapter {
             return crate::host_memory(total);
         }
         let amd = self.string(sys::DEVICE_EXTENSIONS).is_some_and(|e| e.contains(sys::AMD_ATTRIBUTES));
-        // In KiB: what is free, then the largest piece.
+        // In KiB: the free memory, then the largest free block.
         let free = amd.then(|| self.number(sys::DEVICE_GLOBAL_FREE_MEMORY_AMD)).flatten()?;
         Some((free << 10).min(total.unwrap_or(u64::MAX)))
     }
 
-    /// Facts as the driver tells them.
+    /// The properties that the driver reports.
     pub fn info(&self) -> DeviceInfo {
         let extensions = self.string(sys::DEVICE_EXTENSIONS).unwrap_or_default();
         let has = |e: &str| extensions.split_whitespace().any(|x| x == e);
@@ -224,8 +225,8 @@ impl Adapter {
         }
     }
 
-    /// Options for the compiler: nothing that loosens arithmetic, and IEEE division and roots where the
-    /// device has them.
+    /// Compiler options: nothing that relaxes arithmetic, and IEEE division and square root if the device
+    /// supports them.
     pub fn build_options(&self) -> &'static str {
         let config = self.number(sys::DEVICE_SINGLE_FP_CONFIG).unwrap_or(0);
         if config & sys::FP_CORRECTLY_ROUNDED_DIVIDE_SQRT != 0 {
@@ -235,26 +236,26 @@ impl Adapter {
         }
     }
 
-    /// Where ranges of a buffer may start, bytes: at least what the largest vector takes.
+    /// Alignment of sub-buffers in bytes: at least that of the largest vector type.
     pub fn alignment(&self) -> usize {
         self.number(sys::DEVICE_MEM_BASE_ADDR_ALIGN).map_or(128, |bits| (bits / 8).clamp(1, 1 << 20) as usize)
     }
 
-    /// Limits and abilities, from the driver; where it does not answer, the least that OpenCL 1.2 allows.
+    /// Limits and features; what the driver does not report is set to the minimum of OpenCL 1.2.
     pub fn caps(&self) -> Caps {
         let u32_of = |p: u32, least: u64| self.number(p).unwrap_or(least).min(u32::MAX as u64) as u32;
         let full = self.string(sys::DEVICE_PROFILE).is_none_or(|p| p == "FULL_PROFILE");
         let extensions = self.string(sys::DEVICE_EXTENSIONS).unwrap_or_default();
         let i64 = full || extensions.split_whitespace().any(|e| e == "cles_khr_int64");
         let f64 = self.number(sys::DEVICE_DOUBLE_FP_CONFIG).unwrap_or(0) != 0;
-        // Arguments share a space of at least 1024 bytes; half of it is left to scalars.
+        // Arguments share at least 1024 bytes; half of it is reserved for scalars.
         let arguments = u32_of(sys::DEVICE_MAX_PARAMETER_SIZE, 1024);
         Caps {
             storage: Caps::storage_of(f64, i64),
             f64,
             i64,
             f16_arithmetic: extensions.split_whitespace().any(|e| e == "cl_khr_fp16"),
-            // OpenCL has no such type.
+            // OpenCL has no such types.
             f8_products: Some(false),
             // Sub-groups are an extension whose width is known only per kernel.
             subgroup: None,
@@ -262,7 +263,7 @@ impl Adapter {
             workgroup_memory: u32_of(sys::DEVICE_LOCAL_MEM_SIZE, 32 << 10),
             max_bindings: arguments / 2 / size_of::<Handle>() as u32,
             max_binding_bytes: self.number(sys::DEVICE_MAX_MEM_ALLOC_SIZE).unwrap_or(128 << 20),
-            // Group indexes are i32 in kernels; OpenCL itself has no smaller limit.
+            // Workgroup indices are i32 in kernels; OpenCL itself has no lower limit.
             max_groups: 65_535,
             offset_alignment: 1,
             compute_units: self.number(sys::DEVICE_MAX_COMPUTE_UNITS).map(|n| n as u32),
@@ -273,7 +274,7 @@ impl Adapter {
 }
 
 fn platform_text(api: &Api, platform: Handle, param: u32) -> String {
-    // SAFETY: the platform comes from the library, and `query_bytes` gives a buffer of the size it passes.
+    // SAFETY: the platform comes from the library, and `query_bytes` passes a buffer of `n` bytes.
     query_bytes(|n, p, r| unsafe { (api.clGetPlatformInfo)(platform, param, n, p, r) })
         .map(text)
         .unwrap_or_default()

@@ -23,10 +23,10 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Programs kept in memory; beyond it those that nothing else holds are dropped.
+/// Programs kept in memory. Beyond this number, those without other users are dropped.
 const MANY_PROGRAMS: usize = 2048;
 
-/// One context, queue and pool.
+/// An open device: one context, queue and pool.
 #[derive(Debug)]
 pub struct OpenClDevice {
     adapter: Adapter,
@@ -40,7 +40,7 @@ pub struct OpenClDevice {
     host: Account,
     programs: Mutex<HashMap<u128, Arc<ClProgram>>>,
     disk: Option<DiskCache>,
-    /// Tells its buffers and programs from those of other devices.
+    /// Identifies this device instance; buffers and programs of another instance are rejected.
     number: u64,
 }
 
@@ -50,7 +50,7 @@ impl OpenClDevice {
         let (api, info, caps) = (adapter.api, adapter.info(), adapter.caps());
         let properties = [sys::CONTEXT_PLATFORM, adapter.platform as isize, 0];
         let mut code = 0;
-        // SAFETY: the properties end in zero, and the device is one of the platform's.
+        // SAFETY: `properties` is zero-terminated, and the device belongs to the platform.
         let raw = unsafe {
             (api.clCreateContext)(
                 properties.as_ptr(),
@@ -61,7 +61,7 @@ impl OpenClDevice {
                 &mut code,
             )
         };
-        // SAFETY: a context created just now, released by its own function.
+        // SAFETY: `clCreateContext` returned this context with one reference.
         let context = unsafe { Owned::new(raw, code, api.clReleaseContext) }
             .map_err(|c| sys::driver_error(&info.id, "clCreateContext", c))?;
         let context = Arc::new(context);
@@ -92,13 +92,14 @@ impl OpenClDevice {
         })
     }
 
-    /// Enqueues one command of the device's own queue in order with streams; the point of its end.
+    /// Enqueues one command of the device's own queue, ordered with streams; returns the event of its
+    /// completion.
     fn own(&self, access: impl FnOnce() -> Access, f: impl FnOnce() -> Result<Owned>) -> Result<Arc<Point>> {
         let f = || f().map(|e| (Some(self.queue.point(e)), ()));
         self.shared.lanes.own_marked(&self.queue, access, f).map(|(point, ())| point)
     }
 
-    /// Compiles source text, or takes its binary from the disk cache.
+    /// Compiles source text, or loads its binary from the disk cache.
     fn build(&self, name: &str, text: &str, entry: &str, items: u32) -> Result<Owned> {
         let b = Builder {
             adapter: &self.adapter,
@@ -108,7 +109,7 @@ impl OpenClDevice {
         };
         let platform = self.info.properties.get("platform_version").map_or("", |s| s.as_str());
         let device_version = self.info.properties.get("version").map_or("", |s| s.as_str());
-        // The text stands for the kernel's key: it also changes when a renderer does.
+        // The text serves as the kernel's key because it also changes when a renderer does.
         let key = cache::digest(&[
             text.as_bytes(),
             b.options.as_bytes(),
@@ -200,7 +201,7 @@ impl Device for OpenClDevice {
             Some(r) => r?,
             None if src.is_empty() => {}
             None => {
-                // SAFETY: the range was checked, and `src` outlives the wait.
+                // SAFETY: the range was validated, and `src` outlives the wait.
                 let write = || unsafe { self.queue.write_later(b, offset, src) };
                 self.own(|| b.writing(), write)?.wait()?;
             }
@@ -218,7 +219,8 @@ impl Device for OpenClDevice {
             None if dst.is_empty() => self.queue.finish()?,
             None => {
                 let (to, n) = (dst.as_mut_ptr(), dst.len());
-                // SAFETY: the range was checked, and `dst` outlives the wait, which an error makes too.
+                // SAFETY: the range was validated, and `dst` outlives the wait, which also happens after an
+                // error.
                 let read = || unsafe { self.queue.read_later(b, offset, to, n) };
                 match self.own(|| b.reading(), read) {
                     Ok(point) => point.wait()?,
@@ -236,7 +238,7 @@ impl Device for OpenClDevice {
 
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
         let key = kernel.key();
-        // The lock is held while compiling, so that two threads do not build one kernel twice.
+        // The lock is held while compiling, so that two threads do not build the same kernel.
         let mut programs = self.programs.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(p) = programs.get(&key) {
             return Ok(p.clone());
@@ -277,7 +279,8 @@ impl Device for OpenClDevice {
         Ok(())
     }
 
-    /// A queue of its own. Whether it runs beside the others is the driver's and the hardware's decision.
+    /// A stream has its own OpenCL queue. Whether it overlaps with others depends on the driver and the
+    /// hardware.
     fn create_stream(&self, options: &StreamOptions) -> Result<Arc<dyn Stream>> {
         let failed = |c| sys::driver_error(&self.info.id, "clCreateBuffer", c);
         let word = memory::buffer(self.adapter.api, &self.context, 4).map_err(failed)?;
@@ -343,7 +346,7 @@ mod tests {
         let warm = device(&o).unwrap();
         warm.build("k", text, "k", 1).unwrap();
         assert_eq!((warm.counters().compiles, warm.counters().compile_cache_hits), (0, 1));
-        // An entry that is whole, but holds no program.
+        // A valid cache entry that contains no program.
         let files: Vec<_> =
             std::fs::read_dir(dir.path().join("opencl")).unwrap().flatten().map(|e| e.path()).collect();
         let [file] = &files[..] else { panic!("{files:?}") };

@@ -1,4 +1,4 @@
-//! Buffers and where the pool gets them.
+//! Buffers and the pool's source of device memory.
 
 use super::sys::{self, Api, Handle, Owned};
 use crate::Buffer;
@@ -16,9 +16,9 @@ use std::sync::{Arc, RwLock, RwLockReadGuard};
 pub struct ClSource {
     pub api: &'static Api,
     pub context: Arc<Owned>,
-    /// Most bytes of one buffer.
+    /// Maximum bytes of one buffer.
     pub max: u64,
-    /// Where sub-buffers may start, bytes.
+    /// Alignment of sub-buffers in bytes.
     pub alignment: usize,
 }
 
@@ -26,11 +26,12 @@ pub struct ClSource {
 #[derive(Debug)]
 pub struct Memory {
     pub object: Arc<Owned>,
-    /// The driver tells no addresses: from this number on, each byte of it has one of its own.
+    /// OpenCL exposes no addresses. Hazard tracking uses a unique number per byte instead; this is the first
+    /// one.
     at: usize,
 }
 
-/// The object that stands for a buffer in commands, and its first byte's number.
+/// The OpenCL object of a buffer, and the number of its first byte.
 #[derive(Debug)]
 pub struct Spot {
     object: Arc<Owned>,
@@ -44,7 +45,7 @@ impl Source for ClSource {
 
     fn allocate(&self, bytes: usize) -> Result<Memory, String> {
         static NEXT: AtomicUsize = AtomicUsize::new(0);
-        // Some implementations accept any size and fail at the first use, so the limit they report is checked
+        // Some implementations accept any size and fail at the first use, so their reported limit is enforced
         // here.
         if bytes as u64 > self.max {
             return Err(format!("the device allows {} bytes in one buffer", self.max));
@@ -60,7 +61,8 @@ impl Source for ClSource {
         };
         let region = [offset, bytes];
         let mut code = 0;
-        // SAFETY: the buffer is live, and the region is the structure of two sizes that this type asks for.
+        // SAFETY: the buffer is live, and `region` has the layout of `cl_buffer_region`, two sizes, as this
+        // type requires.
         let part = unsafe {
             (self.api.clCreateSubBuffer)(
                 raw.object.raw(),
@@ -70,7 +72,7 @@ impl Source for ClSource {
                 &mut code,
             )
         };
-        // SAFETY: a buffer created just now, released by its own function. It keeps the whole alive.
+        // SAFETY: `clCreateSubBuffer` returned this object with one reference; it keeps the parent alive.
         let part = unsafe { Owned::new(part, code, self.api.clReleaseMemObject) };
         part.map(|p| RwLock::new(Spot { object: Arc::new(p), at: raw.at.wrapping_add(offset) }))
             .map_err(|c| format!("clCreateSubBuffer gave {}", sys::code_name(c)))
@@ -85,20 +87,20 @@ impl Source for ClSource {
     }
 }
 
-/// A buffer of its own, outside the pool.
+/// A buffer outside the pool.
 pub fn buffer(api: &'static Api, context: &Owned, bytes: usize) -> Result<Owned, i32> {
     buffer_with(api, context, bytes, sys::MEM_READ_WRITE)
 }
 
 fn buffer_with(api: &'static Api, context: &Owned, bytes: usize, flags: u64) -> Result<Owned, i32> {
     let mut code = 0;
-    // SAFETY: the context is live; no host memory is passed.
+    // SAFETY: the context is live, and no host memory is passed.
     let raw = unsafe { (api.clCreateBuffer)(context.raw(), flags, bytes, std::ptr::null_mut(), &mut code) };
-    // SAFETY: a buffer created just now, released by its own function.
+    // SAFETY: `clCreateBuffer` returned this buffer with one reference; `clReleaseMemObject` releases it.
     unsafe { Owned::new(raw, code, api.clReleaseMemObject) }
 }
 
-/// Memory that the driver allocated where it can copy from, mapped as long as this lives.
+/// Host memory allocated by the driver, mapped as long as this value lives.
 #[derive(Debug)]
 pub struct ClPages {
     api: &'static Api,
@@ -107,12 +109,12 @@ pub struct ClPages {
     at: *mut c_void,
 }
 
-// SAFETY: an address that nothing else uses; the library may be called from any thread.
+// SAFETY: the value owns the mapping, and the library's functions may be called from any thread.
 unsafe impl Send for ClPages {}
-// SAFETY: as above.
+// SAFETY: `&self` only yields the address; users of the raw pages order their accesses.
 unsafe impl Sync for ClPages {}
 
-// SAFETY: the mapping stays as it is until the value is dropped, has the size asked for, and was zeroed when
+// SAFETY: the mapping stays unchanged until the value is dropped, has the requested size, and was zeroed when
 // it was made.
 unsafe impl Pages for ClPages {
     fn start(&self) -> *mut u8 {
@@ -121,7 +123,7 @@ unsafe impl Pages for ClPages {
 }
 
 impl ClPages {
-    /// `bytes` bytes (at least one is taken), or the driver's reason.
+    /// Allocates `bytes` bytes (at least one); the error is the driver's reason.
     pub fn new(
         api: &'static Api,
         context: &Owned,
@@ -132,7 +134,7 @@ impl ClPages {
         let buffer = buffer_with(api, context, bytes, sys::MEM_READ_WRITE | sys::MEM_ALLOC_HOST_PTR)
             .map_err(|c| format!("clCreateBuffer gave {}", sys::code_name(c)))?;
         let (mut code, flags) = (0, sys::MAP_READ | sys::MAP_WRITE);
-        // SAFETY: queue and buffer are live, and the call waits.
+        // SAFETY: the queue and the buffer are live; the range is the whole buffer, and the call blocks.
         let at = unsafe {
             (api.clEnqueueMapBuffer)(
                 queue.raw(),
@@ -150,7 +152,7 @@ impl ClPages {
         if code != sys::SUCCESS || at.is_null() {
             return Err(format!("clEnqueueMapBuffer gave {}", sys::code_name(code)));
         }
-        // SAFETY: the mapping has this size and is the caller's alone.
+        // SAFETY: the mapping has `bytes` bytes at `at`, which nothing else uses yet.
         unsafe { std::ptr::write_bytes(at.cast::<u8>(), 0, bytes) };
         Ok(ClPages { api, buffer, queue, at })
     }
@@ -158,7 +160,7 @@ impl ClPages {
 
 impl Drop for ClPages {
     fn drop(&mut self) {
-        // SAFETY: mapped once, by this queue. The buffer is released after, which waits for the command.
+        // SAFETY: mapped once, by this queue. The runtime releases the buffer only after this command.
         let code = unsafe {
             (self.api.clEnqueueUnmapMemObject)(
                 self.queue.raw(),
@@ -175,16 +177,16 @@ impl Drop for ClPages {
     }
 }
 
-/// Device memory on loan from the pool.
+/// Device memory borrowed from the pool.
 pub struct ClBuffer {
     pub block: Block<ClSource>,
-    /// Number of the device that it belongs to.
+    /// Id of the device that it belongs to.
     pub owner: u64,
 }
 
 impl ClBuffer {
-    /// The object that commands name. While the locks of the queue and, with streams, of the ledger are held
-    /// it stays the buffer's.
+    /// The OpenCL object of the buffer. It does not change while the locks of the queue and, with streams, of
+    /// the ledger are held.
     pub fn object(&self) -> Arc<Owned> {
         self.spot().object.clone()
     }
@@ -197,7 +199,7 @@ impl ClBuffer {
         self.block.place().read().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// Where it lies among the numbers that stand for the device's memory, and how many it takes.
+    /// The buffer's range in the numbering of device memory: the first number and the count.
     pub(crate) fn span(&self) -> (usize, usize) {
         (self.spot().at, self.block.room().max(1))
     }

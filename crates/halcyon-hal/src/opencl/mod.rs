@@ -1,7 +1,7 @@
-//! OpenCL 1.2 and later, loaded at run time. Kernels come through the IR; there is no vendor library.
+//! OpenCL 1.2 and later, loaded at run time. All kernels come from the kernel IR; no vendor library is used.
 //!
-//! A registered driver (ICD) that is broken can end the process that looks for devices: [`crate::probe`]
-//! looks in a child first.
+//! A broken driver (ICD) can crash a process that lists devices, so [`crate::probe`] does it in a child
+//! first.
 
 pub mod adapter;
 pub mod device;
@@ -17,7 +17,7 @@ pub use probe::LOOK;
 use crate::{BackendType, Device, DeviceInfo, Driver, Error, Options, Result, chatter, no_device};
 use std::sync::Arc;
 
-/// The OpenCL driver, under the name of one backend.
+/// The OpenCL driver, listed as one backend.
 #[derive(Debug)]
 pub struct OpenClDriver {
     kind: BackendType,
@@ -26,15 +26,15 @@ pub struct OpenClDriver {
 impl OpenClDriver {
     /// Every device of the library.
     pub const ANY: OpenClDriver = OpenClDriver { kind: BackendType::OpenCl };
-    /// Intel's graphics processors and accelerators, under their own name. They are OpenCL devices too.
+    /// Intel's GPUs and accelerators as a separate backend. They are also listed as OpenCL devices.
     pub const INTEL: OpenClDriver = OpenClDriver { kind: BackendType::Intel };
 
     fn lists(&self, d: &DeviceInfo) -> bool {
-        // Intel's driver for CPUs has its vendor too.
+        // Intel's driver for CPUs has the same vendor name.
         self.kind == BackendType::OpenCl || (!d.software && d.vendor.to_ascii_lowercase().contains("intel"))
     }
 
-    /// Those of all devices that go by this name, with their new numbers.
+    /// The devices that belong to this backend, renumbered.
     fn own(&self, all: Vec<DeviceInfo>) -> Result<Vec<DeviceInfo>> {
         let others: Vec<String> = all.iter().map(|d| format!("{} {}", d.id, d.name)).collect();
         let mut own: Vec<DeviceInfo> = all.into_iter().filter(|d| self.lists(d)).collect();
@@ -54,7 +54,7 @@ impl OpenClDriver {
         }
     }
 
-    /// An error under this backend's name.
+    /// Replaces the backend's name in an error.
     fn named(&self, e: Error) -> Error {
         match e {
             Error::Unavailable { tried, reason, fix, .. } => {
@@ -72,8 +72,7 @@ impl Driver for OpenClDriver {
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
         let mut all = LOOK.devices().map_err(|e| self.named(e))?;
-        // A look that is remembered tells what was free then. The library is loaded only where it has a
-        // query.
+        // A stored probe has outdated free memory. The library is loaded only for devices that can report it.
         let mut now = None;
         for d in &mut all {
             let amd = d.properties.get("extensions").is_some_and(|e| e.contains(sys::AMD_ATTRIBUTES));
@@ -93,7 +92,7 @@ impl Driver for OpenClDriver {
         LOOK.may_open(self.kind, index).map_err(|e| self.named(e))?;
         let _driver = chatter::capture(LOOK.backend.id());
         let all = sys::load().and_then(adapter::Adapter::all).map_err(|e| self.named(e))?;
-        // Facts are a dozen questions each.
+        // Querying a device's info takes a dozen calls.
         let all_of_them = self.kind == BackendType::OpenCl;
         let own: Vec<adapter::Adapter> =
             all.into_iter().filter(|a| all_of_them || self.lists(&a.info())).collect();

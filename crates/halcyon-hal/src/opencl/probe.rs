@@ -1,4 +1,4 @@
-//! What a look at the OpenCL drivers is made of; [`crate::probe`] makes it.
+//! The probe of the OpenCL library, run by [`crate::probe`].
 
 use super::{adapter::Adapter, sys};
 use crate::probe::{Depends, Look, State, entries};

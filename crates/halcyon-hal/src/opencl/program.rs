@@ -1,4 +1,4 @@
-//! Programs: rendered, compiled or taken from the disk cache.
+//! Programs: rendered, then compiled or loaded from the disk cache.
 
 use super::adapter::{self, Adapter};
 use super::sys::{self, Handle, Owned};
@@ -7,15 +7,15 @@ use crate::{Error, Program, Result};
 use std::any::Any;
 use std::ffi::{CString, c_char, c_void};
 
-/// A compiled kernel and what its launches must bring.
+/// A compiled kernel with its signature.
 #[derive(Debug)]
 pub struct ClProgram {
     pub signature: Signature,
     pub workgroup: [u32; 3],
-    /// The kernel object. Its arguments are set under the lock of the queue.
+    /// The kernel object. Its arguments are set under the queue's lock.
     pub kernel: Owned,
     pub source: String,
-    /// Number of the device that it belongs to.
+    /// Id of the device that it belongs to.
     pub owner: u64,
 }
 
@@ -51,10 +51,10 @@ impl Builder<'_> {
         let api = self.adapter.api;
         let (pointer, length) = (text.as_ptr().cast::<c_char>(), text.len());
         let mut code = 0;
-        // SAFETY: one string with its length; the library copies it.
+        // SAFETY: one string is passed with its length; the library copies it.
         let raw =
             unsafe { (api.clCreateProgramWithSource)(self.context.raw(), 1, &pointer, &length, &mut code) };
-        // SAFETY: a program created just now, released by its own function.
+        // SAFETY: `clCreateProgramWithSource` returned this program with one reference.
         let program = unsafe { Owned::new(raw, code, api.clReleaseProgram) }
             .map_err(|c| sys::driver_error(self.id, "clCreateProgramWithSource", c))?;
         match self.build(&program)? {
@@ -67,13 +67,15 @@ impl Builder<'_> {
         }
     }
 
-    /// A program from what [`Builder::binary`] gave; `None` where the driver does not take it (any more).
+    /// A program from the result of [`Builder::binary`]; `None` if the driver rejects it, for instance after
+    /// an update.
     pub fn from_binary(&self, binary: &[u8]) -> Option<Owned> {
         let api = self.adapter.api;
         let (pointer, length) = (binary.as_ptr(), binary.len());
         let (mut status, mut code) = (0, 0);
         let device = self.adapter.device;
-        // SAFETY: one device, one binary with its length; the library copies it and checks its form.
+        // SAFETY: one device and one binary with its length are passed; the library copies and validates the
+        // binary.
         let raw = unsafe {
             (api.clCreateProgramWithBinary)(
                 self.context.raw(),
@@ -85,7 +87,7 @@ impl Builder<'_> {
                 &mut code,
             )
         };
-        // SAFETY: a program created just now, released by its own function.
+        // SAFETY: `clCreateProgramWithBinary` returned this program with one reference.
         let program = unsafe { Owned::new(raw, code, api.clReleaseProgram) }.ok()?;
         (status == sys::SUCCESS && self.build(&program).ok()? == sys::SUCCESS).then_some(program)
     }
@@ -93,8 +95,8 @@ impl Builder<'_> {
     fn build(&self, program: &Owned) -> Result<i32> {
         let options = CString::new(self.options).map_err(|e| Error::internal(e.to_string()))?;
         let device: Handle = self.adapter.device;
-        // SAFETY: the program and the device are live, the options end in zero, and no callback is given, so
-        // the call waits.
+        // SAFETY: the program and the device are live, and `options` is NUL-terminated. Without a callback
+        // the call blocks.
         Ok(unsafe {
             (self.adapter.api.clBuildProgram)(
                 program.raw(),
@@ -110,7 +112,7 @@ impl Builder<'_> {
     fn log(&self, program: &Owned) -> String {
         let api = self.adapter.api;
         let query = |n: usize, p: *mut c_void, r: *mut usize| {
-            // SAFETY: `query_bytes` gives a buffer of the size it passes.
+            // SAFETY: `query_bytes` passes a buffer of `n` bytes; the program and the device are live.
             unsafe {
                 (api.clGetProgramBuildInfo)(
                     program.raw(),
@@ -126,12 +128,12 @@ impl Builder<'_> {
         if log.is_empty() { "the compiler gave no log".into() } else { log }
     }
 
-    /// The driver's binary of a built program; `None` where it gives none.
+    /// The driver's binary of a built program; `None` if it provides none.
     pub fn binary(&self, program: &Owned) -> Option<Vec<u8>> {
         let api = self.adapter.api;
         let mut size = 0usize;
         let word = size_of::<usize>();
-        // SAFETY: the program is of one device, so the answer is one size.
+        // SAFETY: the program has one device, so the result is one size.
         let code = unsafe {
             (api.clGetProgramInfo)(
                 program.raw(),
@@ -146,7 +148,8 @@ impl Builder<'_> {
         }
         let mut out = vec![0u8; size];
         let mut pointer = out.as_mut_ptr();
-        // SAFETY: one pointer, to a buffer of the size that the driver asked for.
+        // SAFETY: the program has one device, so one pointer is read, to a buffer of the size that the driver
+        // reported.
         let code = unsafe {
             (api.clGetProgramInfo)(
                 program.raw(),
@@ -159,19 +162,19 @@ impl Builder<'_> {
         (code == sys::SUCCESS).then_some(out)
     }
 
-    /// The entry point of a built program, which must take groups of `items` work-items.
+    /// The entry point of a built program. Fails unless it supports workgroups of `items` work-items.
     pub fn kernel(&self, program: &Owned, entry: &str, items: u32) -> Result<Owned> {
         let api = self.adapter.api;
         let name = CString::new(entry).map_err(|e| Error::internal(e.to_string()))?;
         let mut code = 0;
-        // SAFETY: the program is built and the name ends in zero.
+        // SAFETY: the program is built, and `name` is NUL-terminated.
         let raw = unsafe { (api.clCreateKernel)(program.raw(), name.as_ptr(), &mut code) };
-        // SAFETY: a kernel created just now, released by its own function.
+        // SAFETY: `clCreateKernel` returned this kernel with one reference.
         let kernel = unsafe { Owned::new(raw, code, api.clReleaseKernel) }
             .map_err(|c| sys::driver_error(self.id, &format!("clCreateKernel({entry})"), c))?;
         let mut limit = 0usize;
         let word = size_of::<usize>();
-        // SAFETY: the answer is one size.
+        // SAFETY: the kernel and the device are live, and the result is one size.
         let code = unsafe {
             (api.clGetKernelWorkGroupInfo)(
                 kernel.raw(),

@@ -11,39 +11,38 @@ use halcyon_ir::kernel::Ty;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard, RwLock};
 
-/// Finished timings kept as numbers beyond this many waiting events.
+/// Number of pending events at which their times are collected.
 const MANY_EVENTS: usize = 4096;
 
 #[derive(Debug, Default)]
 struct State {
     done: Vec<Timing>,
     events: Vec<Option<Owned>>,
-    /// A kernel that can fault ran since the fault word was last read.
+    /// Whether a kernel that can fault ran since the fault word was last read.
     may_have_faulted: bool,
 }
 
-/// One in-order queue and the fault word of its device.
+/// One in-order queue with its own fault word.
 #[derive(Debug)]
 pub struct Queue {
     pub(super) api: &'static Api,
     raw: Arc<Owned>,
     fault: Owned,
     pub(super) id: Arc<str>,
-    /// For the figures of an out-of-memory error.
+    /// For the figures of out-of-memory errors.
     pool: Arc<Pool<ClSource>>,
     profile: bool,
-    /// It is a stream's: the times of its commands are told together.
+    /// Whether it belongs to a stream: its commands are then timed together.
     spans: bool,
-    /// Copies to and from the host read it, so that no buffer moves meanwhile; they do not wait for each
-    /// other.
+    /// Locked for reading by host copies, which may run concurrently, so that no buffer is moved meanwhile.
     moves: RwLock<()>,
     state: Mutex<State>,
 }
 
-/// Bytes of the detour that a move within one buffer takes where its places overlap.
+/// Size in bytes of the staging buffer for moves whose ranges overlap.
 const DETOUR: usize = 1 << 20;
 
-/// The submission of one list of commands; holds the queue's lock.
+/// Enqueues a list of commands. Holds the queue's lock.
 #[derive(Debug)]
 pub struct Submission<'a> {
     queue: &'a Queue,
@@ -63,9 +62,10 @@ impl Queue {
         let (api, device) = (adapter.api, adapter.device);
         let mut code = 0;
         let properties = if profile { sys::QUEUE_PROFILING_ENABLE } else { 0 };
-        // SAFETY: a live context and one of its devices.
+        // SAFETY: the context is live, and `device` belongs to it.
         let raw = unsafe { (api.clCreateCommandQueue)(context.raw(), device, properties, &mut code) };
-        // SAFETY: a queue created just now, released by its own function.
+        // SAFETY: `clCreateCommandQueue` returned this queue with one reference; `clReleaseCommandQueue`
+        // releases it.
         let raw = unsafe { Owned::new(raw, code, api.clReleaseCommandQueue) }
             .map_err(|c| sys::driver_error(id, "clCreateCommandQueue", c))?;
         let (raw, moves, state) = (Arc::new(raw), RwLock::default(), Mutex::default());
@@ -75,7 +75,7 @@ impl Queue {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Every update leaves the state whole, so a panic elsewhere does not damage it.
+        // Every update leaves the state consistent, so a poisoned lock is safe to use.
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
@@ -99,7 +99,8 @@ impl Queue {
     }
 
     fn write_raw(&self, dst: Handle, offset: usize, src: &[u8]) -> Result<()> {
-        // SAFETY: the caller checked the range; the call waits, so `src` outlives the copy.
+        // SAFETY: callers pass a live buffer and a range inside of it; the call blocks, so `src` outlives the
+        // copy.
         let code = unsafe {
             (self.api.clEnqueueWriteBuffer)(
                 self.raw.raw(),
@@ -117,7 +118,8 @@ impl Queue {
     }
 
     fn read_raw(&self, src: Handle, offset: usize, dst: &mut [u8]) -> Result<()> {
-        // SAFETY: the caller checked the range; the call waits, so `dst` outlives the copy.
+        // SAFETY: callers pass a live buffer and a range inside of it; the call blocks, so `dst` outlives the
+        // copy.
         let code = unsafe {
             (self.api.clEnqueueReadBuffer)(
                 self.raw.raw(),
@@ -134,24 +136,24 @@ impl Queue {
         self.check("clEnqueueReadBuffer", code)
     }
 
-    /// Copies host bytes to a range that was checked, after all submitted work.
+    /// Copies host bytes to a validated range, after all submitted work.
     pub fn write(&self, dst: &ClBuffer, offset: usize, src: &[u8]) -> Result<()> {
         let _stays = self.moves.read().unwrap_or_else(|e| e.into_inner());
         if src.is_empty() { Ok(()) } else { self.write_raw(dst.object().raw(), offset, src) }
     }
 
-    /// Copies a range that was checked to the host, after all submitted work.
+    /// Copies a validated range to the host, after all submitted work.
     pub fn read(&self, src: &ClBuffer, offset: usize, dst: &mut [u8]) -> Result<()> {
         let _stays = self.moves.read().unwrap_or_else(|e| e.into_inner());
         if dst.is_empty() { self.finish() } else { self.read_raw(src.object().raw(), offset, dst) }
     }
 
-    /// The queue's object, for what outlives this value.
+    /// The OpenCL queue, for users that outlive this value.
     pub fn object(&self) -> Arc<Owned> {
         self.raw.clone()
     }
 
-    /// Waits, and moves the pool's buffers together.
+    /// Waits, then moves the pool's buffers together.
     pub fn defragment(&self, context: &Owned) -> Result<Defragmented> {
         let _state = self.lock();
         let _moves = self.moves.write().unwrap_or_else(|e| e.into_inner());
@@ -162,7 +164,7 @@ impl Queue {
         did
     }
 
-    /// One move. The pool's lock is held, so errors must not ask it for figures.
+    /// Performs one move. The pool's lock is held, so error paths must not query the pool.
     fn relocate(
         &self,
         context: &Owned,
@@ -170,7 +172,8 @@ impl Queue {
         m: &Relocation<'_, Memory>,
     ) -> Result<()> {
         let copy = |src: &Owned, from: usize, dst: &Owned, to: usize, bytes: usize| {
-            // SAFETY: both are live, the ranges lie inside of them and do not overlap.
+            // SAFETY: both objects are live; the pool places both ranges inside of them; overlapping ranges
+            // are split below.
             let code = unsafe {
                 (self.api.clEnqueueCopyBuffer)(
                     self.raw.raw(),
@@ -197,7 +200,7 @@ impl Queue {
                     .map_err(|c| sys::driver_error(&self.id, "clCreateBuffer", c))?,
             ),
         };
-        // Towards lower places, so each piece is read before it is written over.
+        // Moves go to lower offsets, so each piece is read before it is overwritten.
         for at in (0..m.bytes).step_by(DETOUR) {
             let n = DETOUR.min(m.bytes - at);
             copy(from, start + at, room, 0, n)?;
@@ -211,11 +214,11 @@ impl Queue {
     }
 
     pub fn finish(&self) -> Result<()> {
-        // SAFETY: the queue is live.
+        // SAFETY: `self` holds a reference to the queue.
         self.check("clFinish", unsafe { (self.api.clFinish)(self.raw.raw()) })
     }
 
-    /// Waits, then takes and clears the fault word.
+    /// Waits, then returns and clears the fault word.
     pub fn take_fault(&self) -> Result<Option<u32>> {
         let mut s = self.lock();
         self.finish()?;
@@ -232,14 +235,14 @@ impl Queue {
         Ok((id != 0).then_some(id))
     }
 
-    /// Waits, then takes the times of all commands since the last call.
+    /// Waits, then returns the times of all commands since the last call.
     pub fn take_timings(&self) -> Result<Vec<Timing>> {
         let mut s = self.lock();
         self.settle(&mut s)?;
         Ok(std::mem::take(&mut s.done))
     }
 
-    /// Turns events into times.
+    /// Converts events to times.
     fn settle(&self, s: &mut State) -> Result<()> {
         if s.events.is_empty() {
             return Ok(());
@@ -261,14 +264,14 @@ impl Queue {
         sys::stamp(self.api, e, which).or_else(|c| self.check("clGetEventProfilingInfo", c).map(|()| 0))
     }
 
-    /// The events of the commands since the last call, where they are timed.
+    /// The events of the timed commands since the last call.
     pub fn take_events(&self) -> Vec<Option<Owned>> {
         std::mem::take(&mut self.lock().events)
     }
 
-    /// What follows begins when these events are done.
+    /// Makes all later commands wait for these events.
     pub fn barrier(&self, events: &[Handle]) -> Result<()> {
-        // SAFETY: the queue is live, and so are the events, as the caller holds them.
+        // SAFETY: `self` holds a reference to the queue; callers hold references to all `events`.
         let code = unsafe {
             (self.api.clEnqueueBarrierWithWaitList)(
                 self.raw.raw(),
@@ -280,10 +283,11 @@ impl Queue {
         self.check("clEnqueueBarrierWithWaitList", code)
     }
 
-    /// An event that is done when all that was enqueued is.
+    /// An event that completes when all commands enqueued so far have completed.
     pub fn marker(&self) -> Result<Owned> {
         let mut event: Handle = std::ptr::null_mut();
-        // SAFETY: the queue is live; without a list the marker waits for all before it.
+        // SAFETY: `self` holds a reference to the queue. Without a wait list the marker waits for all earlier
+        // commands.
         let code = unsafe {
             (self.api.clEnqueueMarkerWithWaitList)(self.raw.raw(), 0, std::ptr::null(), &mut event)
         };
@@ -291,24 +295,26 @@ impl Queue {
     }
 
     fn event(&self, call: &str, raw: Handle, code: i32) -> Result<Owned> {
-        // SAFETY: the call gave us this event, and with it one reference.
+        // SAFETY: if `code` is success, the enqueue call returned `raw` with one reference.
         unsafe { Owned::new(raw, code, self.api.clReleaseEvent) }.or_else(|c| {
             self.check(call, c).and_then(|()| Err(Error::internal(format!("{call} gave no event"))))
         })
     }
 
     pub fn flush(&self) -> Result<()> {
-        // SAFETY: the queue is live.
+        // SAFETY: `self` holds a reference to the queue.
         self.check("clFlush", unsafe { (self.api.clFlush)(self.raw.raw()) })
     }
 
-    /// Enqueues a copy to a range that was checked; the event of its end.
+    /// Enqueues a copy to a validated range; returns the event of its completion.
     ///
     /// # Safety
-    /// `src` stays as it is until the event is done.
+    /// `offset + src.len()` must not exceed the buffer's size. `src` must stay valid and unchanged until the
+    /// event is done.
     pub unsafe fn write_later(&self, dst: &ClBuffer, offset: usize, src: &[u8]) -> Result<Owned> {
         let mut event: Handle = std::ptr::null_mut();
-        // SAFETY: the range is inside of the buffer; the rest is the caller's.
+        // SAFETY: `write_later` requires a range inside of the buffer, and `src` valid and unchanged until
+        // the event is done.
         let code = unsafe {
             (self.api.clEnqueueWriteBuffer)(
                 self.raw.raw(),
@@ -325,10 +331,11 @@ impl Queue {
         self.event("clEnqueueWriteBuffer", event, code)
     }
 
-    /// Enqueues a copy of a range that was checked to the host; the event of its end.
+    /// Enqueues a copy of a validated range to the host; returns the event of its completion.
     ///
     /// # Safety
-    /// `bytes` bytes from `dst` on belong to the device until the event is done.
+    /// `offset + bytes` must not exceed the buffer's size. The `bytes` bytes at `dst` must stay valid, and
+    /// nothing else may access them, until the event is done.
     pub unsafe fn read_later(
         &self,
         src: &ClBuffer,
@@ -336,13 +343,18 @@ impl Queue {
         dst: *mut u8,
         bytes: usize,
     ) -> Result<Owned> {
-        // SAFETY: the caller's.
+        // SAFETY: `read_later` requires a range inside of the buffer and exclusive use of `bytes` bytes at
+        // `dst` until the event is done.
         unsafe { self.read_raw_later(src.handle(), offset, dst, bytes) }
     }
 
+    /// # Safety
+    /// `src` must be a live buffer with `bytes` bytes from `offset` on. The `bytes` bytes at `dst` must stay
+    /// valid, and nothing else may access them, until the event is done.
     unsafe fn read_raw_later(&self, src: Handle, offset: usize, dst: *mut u8, bytes: usize) -> Result<Owned> {
         let mut event: Handle = std::ptr::null_mut();
-        // SAFETY: the range is inside of the buffer; the rest is the caller's.
+        // SAFETY: `read_raw_later` requires a range inside of the live buffer and exclusive use of `bytes`
+        // bytes at `dst` until the event is done.
         let code = unsafe {
             (self.api.clEnqueueReadBuffer)(
                 self.raw.raw(),
@@ -359,27 +371,28 @@ impl Queue {
         self.event("clEnqueueReadBuffer", event, code)
     }
 
-    /// Where a kernel that can fault ran since the word was last cleared, enqueues a copy of the word;
-    /// whether it did.
+    /// If a kernel that can fault ran since the fault word was last cleared, enqueues a copy of the word and
+    /// returns true.
     ///
     /// # Safety
-    /// `to` belongs to the device until what is enqueued now is done.
+    /// `to` must stay valid, and nothing else may access it, until the commands enqueued so far are done.
     pub unsafe fn read_fault(&self, to: *mut u32) -> Result<bool> {
         if !self.lock().may_have_faulted {
             return Ok(false);
         }
-        // SAFETY: the word has four bytes; the rest is the caller's.
+        // SAFETY: the fault word has four bytes; `read_fault` requires exclusive use of `to` until the copy
+        // is done.
         unsafe { self.read_raw_later(self.fault.raw(), 0, to.cast(), 4)? };
         Ok(true)
     }
 
-    /// Enqueues clearing the fault word, where a kernel may have set it.
+    /// Enqueues clearing the fault word if a kernel may have set it.
     pub fn clear_fault(&self) -> Result<()> {
         static NONE: u32 = 0;
         if !std::mem::take(&mut self.lock().may_have_faulted) {
             return Ok(());
         }
-        // SAFETY: a static is never freed; the word has four bytes.
+        // SAFETY: the source is a static, and the fault word has four bytes.
         let code = unsafe {
             (self.api.clEnqueueWriteBuffer)(
                 self.raw.raw(),
@@ -398,13 +411,13 @@ impl Queue {
 }
 
 impl Submission<'_> {
-    /// Keeps the event of an enqueued command; `None` for a command that had nothing to do.
+    /// Stores the event of an enqueued command; `None` for a command that had nothing to do.
     fn note(&mut self, event: Option<Handle>) -> Result<()> {
         if !self.queue.profile {
             return Ok(());
         }
         let event = match event {
-            // SAFETY: the enqueue call gave us this event, and with it one reference.
+            // SAFETY: the enqueue call returned this event with one reference.
             Some(raw) => Some(
                 unsafe { Owned::new(raw, sys::SUCCESS, self.queue.api.clReleaseEvent) }
                     .map_err(|c| sys::driver_error(&self.queue.id, "clEnqueue…", c))?,
@@ -414,7 +427,7 @@ impl Submission<'_> {
         self.state.events.push(event);
         if self.state.events.len() >= MANY_EVENTS {
             match self.queue.spans {
-                // Its first and its last command are what is told of a stream.
+                // A stream reports only the start of its first and the end of its last command.
                 true => {
                     let mut all = std::mem::take(&mut self.state.events).into_iter().flatten();
                     let first = all.next();
@@ -427,7 +440,7 @@ impl Submission<'_> {
         Ok(())
     }
 
-    /// Sets all arguments and enqueues the kernel. The number and types were checked against its signature.
+    /// Sets all arguments and enqueues the kernel. They must match the signature in number and types.
     pub fn launch(
         &mut self,
         p: &ClProgram,
@@ -442,8 +455,8 @@ impl Submission<'_> {
         let mut at = 0u32;
         let mut set = |bytes: usize, value: *const c_void| {
             // SAFETY: the library copies `bytes` bytes from `value` before it returns. No other thread sets
-            // arguments of this kernel meanwhile: the queue's lock is held, and where the device has several
-            // queues, that of all.
+            // arguments of this kernel meanwhile: the queue's lock is held and, if the device has streams,
+            // the lock of all queues.
             let code = unsafe { (q.api.clSetKernelArg)(k, at, bytes, value) };
             if code != sys::SUCCESS {
                 q.check(&format!("clSetKernelArg({}, {at})", p.signature.name), code)?;
@@ -478,8 +491,8 @@ impl Submission<'_> {
         let mut event: Handle = std::ptr::null_mut();
         let out = if q.profile { &raw mut event } else { std::ptr::null_mut() };
         // SAFETY: the queue and kernel are live, all arguments are set, and the sizes have three dimensions.
-        // Buffers stay alive: the queue keeps what it has enqueued, and the pool hands a freed buffer only to
-        // later commands of this queue, or of others that wait for this one.
+        // Buffers stay alive: the queue retains what it has enqueued, and the pool reuses a freed buffer only
+        // for later commands of this queue or of queues that wait for this one.
         let code = unsafe {
             (q.api.clEnqueueNDRangeKernel)(
                 q.raw.raw(),
@@ -500,7 +513,7 @@ impl Submission<'_> {
         self.note(q.profile.then_some(event))
     }
 
-    /// Copies between ranges that were checked and do not overlap.
+    /// Copies between validated ranges that do not overlap.
     pub fn copy(
         &mut self,
         src: &ClBuffer,
@@ -515,7 +528,8 @@ impl Submission<'_> {
         let q = self.queue;
         let mut event: Handle = std::ptr::null_mut();
         let out = if q.profile { &raw mut event } else { std::ptr::null_mut() };
-        // SAFETY: both buffers are live and the ranges lie inside them.
+        // SAFETY: both buffers are live, and the caller validated that the ranges lie inside of them and do
+        // not overlap.
         let code = unsafe {
             (q.api.clEnqueueCopyBuffer)(
                 q.raw.raw(),
@@ -533,7 +547,7 @@ impl Submission<'_> {
         self.note(q.profile.then_some(event))
     }
 
-    /// Hands what was enqueued to the device.
+    /// Submits the enqueued commands to the device.
     pub fn flush(self) -> Result<()> {
         self.queue.flush()
     }

@@ -14,7 +14,7 @@ use std::any::Any;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// A point of a queue.
+/// An event of a queue that others wait for.
 #[derive(Debug)]
 pub(crate) struct Point {
     api: &'static Api,
@@ -23,10 +23,10 @@ pub(crate) struct Point {
 }
 
 impl Point {
-    /// What the driver says of it: 0 is done, below that failed.
+    /// The execution status: 0 is done, negative values are errors.
     fn status(&self) -> Option<i32> {
         let mut status = 0i32;
-        // SAFETY: the event is live; the answer is one 32-bit number.
+        // SAFETY: `self` holds a reference to the event, and the result is one 32-bit number.
         let code = unsafe {
             (self.api.clGetEventInfo)(
                 self.event.raw(),
@@ -39,26 +39,29 @@ impl Point {
         (code == sys::SUCCESS).then_some(status)
     }
 
-    /// Calls `f` with the status when it is done, on a thread of the driver.
+    /// Calls `f` with the status when the event is done, on a thread of the driver.
     fn when_done(&self, f: impl FnOnce(i32) + Send + 'static) -> Result<()> {
         type Call = Box<dyn FnOnce(i32) + Send>;
+        /// # Safety
+        /// `data` must come from `Box::into_raw` of a `Box<Call>`, and the function must be called only once
+        /// with it.
         unsafe extern "system" fn call(_: Handle, status: i32, data: *mut c_void) {
-            // SAFETY: the box that was given away below; OpenCL calls once.
+            // SAFETY: `data` is the box leaked below, and OpenCL calls this function once.
             let f = unsafe { Box::from_raw(data.cast::<Call>()) };
-            // A panic must not reach the driver.
+            // A panic must not unwind into the driver.
             if std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| f(status))).is_err() {
                 tracing::error!("a callback of an OpenCL event panicked");
             }
         }
         let data = Box::into_raw(Box::new(Box::new(f) as Call));
-        // SAFETY: the event is live, and `call` takes what `data` points at.
+        // SAFETY: the event is live, and `call` expects a pointer to the leaked box.
         let code = unsafe {
             (self.api.clSetEventCallback)(self.event.raw(), sys::COMPLETE, Some(call), data.cast())
         };
         if code != sys::SUCCESS {
-            // SAFETY: the driver did not take it, so it is ours again.
+            // SAFETY: the driver did not register the callback, so it never uses `data`.
             let f = unsafe { Box::from_raw(data) };
-            // Whatever `f` keeps for the device may go only now.
+            // What `f` keeps alive for the device may be released only after the event.
             let _ = self.wait();
             f(code.min(0));
             return sys::check(&self.id, "clSetEventCallback", code);
@@ -74,7 +77,7 @@ impl Mark for Point {
 
     fn wait(&self) -> Result<()> {
         let raw = self.event.raw();
-        // SAFETY: the event is live.
+        // SAFETY: `self` holds a reference to the event.
         sys::check(&self.id, "clWaitForEvents", unsafe { (self.api.clWaitForEvents)(1, &raw) })
     }
 }
@@ -101,19 +104,19 @@ impl Fenced for Queue {
 }
 
 impl Queue {
-    /// An event of this queue as a point of it.
+    /// Wraps an event of this queue.
     pub(super) fn point(&self, event: Owned) -> Point {
         Point { api: self.api, id: self.id.clone(), event }
     }
 }
 
-/// What the queues of one device share.
+/// The state shared by the queues of one device.
 #[derive(Debug)]
 pub(crate) struct Shared {
     pub api: &'static Api,
     pub context: Arc<Owned>,
     pub id: String,
-    /// Tells its buffers and programs from those of other devices.
+    /// Identifies this device instance; buffers and programs of another instance are rejected.
     pub number: u64,
     pub counts: Arc<Counts>,
     pub lanes: Lanes<Point>,
@@ -136,7 +139,7 @@ impl Shared {
         })
     }
 
-    /// Enqueues commands, and says how far it came.
+    /// Enqueues commands up to the first invalid one.
     pub fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin();
         for c in commands {
@@ -174,7 +177,7 @@ impl Shared {
             .ok_or_else(|| Error::argument("launch", format!("{} was compiled for another device", p.name())))
     }
 
-    /// What commands use. What is wrong with them is said when they are enqueued.
+    /// The memory that commands use. Invalid commands are reported when they are enqueued.
     pub fn access(&self, commands: &[Command<'_>]) -> Access {
         let mut a = Access::default();
         let at = |b: &BufferRef| self.buffer("", b).ok().map(ClBuffer::span);
@@ -198,8 +201,8 @@ impl Shared {
     }
 }
 
-/// What is behind an [`Event`]: a marker, and what has to be done when it is done, by the driver's callback
-/// or by who asks first.
+/// The state behind an [`Event`]: a marker, and what to do when it is done. The driver's callback or the
+/// first caller that polls does it.
 struct Marker {
     shared: Arc<Shared>,
     point: Arc<Point>,
@@ -207,16 +210,16 @@ struct Marker {
     open: Mutex<Option<Open>>,
 }
 
-/// What an event needs until it is done.
+/// What an event holds until it is done.
 struct Open {
     /// The events of timed commands.
     stamps: Vec<Option<Owned>>,
-    /// Where the device copies to.
+    /// The destination of a copy to the host.
     _keep: Option<Arc<Mutex<Vec<u8>>>>,
 }
 
 impl Marker {
-    /// The marker has this status, which is final. The report is whole afterwards.
+    /// Completes the report. `status` is the marker's final status.
     fn end(&self, status: i32) {
         let mut open = self.open.lock().unwrap_or_else(|e| e.into_inner());
         let Some(o) = open.take() else { return };
@@ -232,7 +235,7 @@ impl Marker {
     }
 }
 
-/// One of two handles on a marker; the other is the callback's.
+/// A handle on a marker for the [`Event`]; the driver's callback has another one.
 struct Asked(Arc<Marker>);
 
 impl Progress for Asked {
@@ -242,7 +245,7 @@ impl Progress for Asked {
     }
 
     fn wait(&self) {
-        // The marker's status says what became of it.
+        // The marker's status reports the error.
         if let Err(e) = self.0.point.wait() {
             tracing::debug!("an event of a stream failed: {e}");
         }
@@ -259,13 +262,14 @@ pub(crate) struct ClStream {
     shared: Arc<Shared>,
     queue: Queue,
     lane: u64,
-    /// Of what follows the last event. Held over every call, so that a report and the queue agree.
+    /// The report of the work since the last event. Held during every call, so that it matches the queue's
+    /// content.
     report: Mutex<Arc<Report>>,
 }
 
 impl ClStream {
-    /// A stream over a queue of its own. `own` is the device's, which has nothing under way afterwards that
-    /// the ledger does not know.
+    /// Creates a stream with its own queue. Waits until the device's queue `own` has no pending work that the
+    /// ledger does not contain.
     pub fn new(shared: &Arc<Shared>, own: &Queue, queue: Queue) -> Result<ClStream> {
         let lane = shared.lanes.open(own)?;
         Ok(ClStream { shared: shared.clone(), queue, lane, report: Mutex::default() })
@@ -283,7 +287,7 @@ impl ClStream {
         self.shared.lanes.marked(self.lane, &self.queue, access, f)
     }
 
-    /// After an error, waits: what the host lends to the queue is about to go.
+    /// Waits after an error, because host memory lent to the queue is about to be released.
     fn settled<R>(&self, r: Result<R>) -> Result<R> {
         if r.is_err() {
             self.queue.finish()?;
@@ -291,7 +295,7 @@ impl ClStream {
         r
     }
 
-    /// Ends the report under way in an event. `keep` is what the device uses until then.
+    /// Records an event that ends the current report. `keep` is memory that the device uses until then.
     fn close(&self, report: &mut Arc<Report>, keep: Option<Arc<Mutex<Vec<u8>>>>) -> Result<Event> {
         let (point, stamps) = self.ordered(Access::default, || {
             self.queue.clear_fault()?;
@@ -321,7 +325,8 @@ impl Stream for ClStream {
             || self.shared.access(commands),
             || {
                 self.shared.enqueue(&self.queue, commands)?;
-                // SAFETY: the word is the report's, which lives until the callback below has let go of it.
+                // SAFETY: the word belongs to the report, which the callback below keeps alive until the copy
+                // is done.
                 let read = unsafe { self.queue.read_fault(report.fault().as_ptr())? };
                 Ok((None, read))
             },
@@ -344,7 +349,8 @@ impl Stream for ClStream {
         let (point, ()) = self.settled(self.ordered(
             || b.writing(),
             || {
-                // SAFETY: the range was checked; the callback below keeps the bytes until they are copied.
+                // SAFETY: the range was validated; the callback below keeps the bytes alive until they are
+                // copied.
                 let event = unsafe { self.queue.write_later(b, offset, bytes)? };
                 Ok((Some(self.queue.point(event)), ()))
             },
@@ -363,9 +369,9 @@ impl Stream for ClStream {
         let at = to.as_mut_ptr();
         let to = Arc::new(Mutex::new(to));
         if bytes > 0 {
-            // SAFETY: the range was checked, and the vector has room for it, which nobody else looks at
-            // before the event is done. What keeps it until then is the callback that `close` sets, or an
-            // error's wait for the queue.
+            // SAFETY: the range was validated, and the vector has `bytes` bytes, which nothing accesses
+            // before the event is done. The callback set by `close` keeps it alive until then; after an
+            // error, `settled` waits for the queue.
             let read = || unsafe { self.queue.read_later(b, offset, at, bytes) };
             self.settled(self.ordered(|| b.reading(), || Ok((Some(self.queue.point(read()?)), ()))))?;
         }
@@ -390,9 +396,10 @@ impl Stream for ClStream {
         let foreign = match marker {
             Some(_) => None,
             None => {
-                // SAFETY: the context is live.
+                // SAFETY: `shared` holds a reference to the context.
                 let raw = unsafe { (api.clCreateUserEvent)(self.shared.context.raw(), &mut code) };
-                // SAFETY: an event created just now, released by its own function.
+                // SAFETY: `clCreateUserEvent` returned this event with one reference; `clReleaseEvent`
+                // releases it.
                 let own = unsafe { Owned::new(raw, code, api.clReleaseEvent) };
                 Some(own.map_err(|c| sys::driver_error(&self.shared.id, "clCreateUserEvent", c))?)
             }
@@ -403,8 +410,8 @@ impl Stream for ClStream {
         });
         if let Some(own) = foreign {
             event.on_done(move || {
-                // SAFETY: the event is live, and its status is set here only. A failure would leave the queue
-                // waiting: it is said.
+                // SAFETY: `own` holds a reference to the event, and its status is set only here. If this
+                // fails the queue waits forever, so it is logged.
                 let code = unsafe { (api.clSetUserEventStatus)(own.raw(), sys::COMPLETE) };
                 if code != sys::SUCCESS {
                     tracing::error!(code = %sys::code_name(code), "an event of another device could not be passed on");
@@ -417,11 +424,11 @@ impl Stream for ClStream {
 
 impl Drop for ClStream {
     fn drop(&mut self) {
-        // The queue goes on until it is empty; until then the device counts it.
+        // The queue continues until it is empty; until then the device counts the stream.
         let shared = self.shared.clone();
         match self.ordered(Access::default, || Ok((None, ()))) {
             Ok((point, ())) => {
-                // On an error it was called already.
+                // On an error, `when_done` has already called the closure.
                 let _ = point.when_done(move |_| shared.lanes.close());
             }
             Err(e) => {

@@ -1,9 +1,7 @@
-//! The OpenCL library: loaded at run time, one table of its functions, its constants, and its error codes in
-//! words.
+//! The OpenCL library, loaded at run time: its functions, constants and error names.
 //!
-//! Values are those of Khronos' `CL/cl.h`. A binding crate is not used because the ones there are fall
-//! through to the system's library when the named one does not load, and reduce the loader's reason to a
-//! number.
+//! Values are those of Khronos' `CL/cl.h`. No binding crate is used because the available ones fall back to
+//! the system's library if the named one does not load, and reduce the loader's message to a number.
 
 use crate::{Error, Result};
 use std::collections::BTreeMap;
@@ -14,7 +12,7 @@ pub type Handle = *mut c_void;
 
 macro_rules! api {
     ($($name:ident($($t:ty),*) -> $r:ty;)*) => {
-        /// The functions that this driver calls, from one loaded library that is never unloaded.
+        /// The functions that this driver uses, from one library that is never unloaded.
         #[allow(non_snake_case)]
         pub struct Api {
             /// The name or path that was loaded.
@@ -23,12 +21,12 @@ macro_rules! api {
         }
 
         impl Api {
-            /// Every function of the table, or the name of one that the library lacks.
+            /// Resolves all functions of the table; the error is the name of a missing one.
             fn resolve(lib: &libloading::Library, library: String) -> std::result::Result<Api, &'static str> {
                 Ok(Api {
                     library,
                     $($name: {
-                        // SAFETY: the type is the one that the OpenCL specification gives this function.
+                        // SAFETY: the OpenCL specification declares the function with this type.
                         let f = unsafe { lib.get::<unsafe extern "system" fn($($t),*) -> $r>(concat!(stringify!($name), "\0").as_bytes()) };
                         *f.map_err(|_| stringify!($name))?
                     },)*
@@ -89,26 +87,26 @@ impl std::fmt::Debug for Api {
     }
 }
 
-/// An object of the library that is released when dropped. Contexts, queues, buffers, programs and kernels
-/// keep what they depend on alive themselves (by OpenCL's own reference counts), so the order of drops does
-/// not matter.
+/// A reference to an OpenCL object, released when dropped. Contexts, queues, buffers, programs and kernels
+/// keep their dependencies alive by OpenCL's reference counts, so the order of drops does not matter.
 pub struct Owned {
     raw: Handle,
     release: unsafe extern "system" fn(Handle) -> i32,
 }
 
-// SAFETY: OpenCL objects may be used and released from any thread; the one exception, setting the arguments
-// of a kernel, is made under the lock of the only queue, or of all (OpenCL 1.2, appendix A.2).
+// SAFETY: OpenCL objects may be used and released from any thread. The exception, setting a kernel's
+// arguments, happens only under the lock of the only queue, or of all queues (OpenCL 1.2, appendix A.2).
 unsafe impl Send for Owned {}
-// SAFETY: as above.
+// SAFETY: OpenCL's functions are thread-safe except for `clSetKernelArg`, which is called under a lock
+// (OpenCL 1.2, appendix A.2).
 unsafe impl Sync for Owned {}
 
 impl Owned {
-    /// Takes over one reference to `raw`, or gives the code that the creating call left in `code`.
+    /// Takes ownership of one reference to `raw`; the error is the creating call's `code`.
     ///
     /// # Safety
-    /// Where `code` is success, `raw` must be a live object whose reference is the caller's, and `release`
-    /// its release function.
+    /// If `code` is success, `raw` must be null or a live object with a reference that the caller owns, and
+    /// `release` its release function.
     pub unsafe fn new(
         raw: Handle,
         code: i32,
@@ -128,7 +126,7 @@ impl Owned {
 
 impl Drop for Owned {
     fn drop(&mut self) {
-        // SAFETY: by `new`, one reference to a live object is ours, and it is given back once.
+        // SAFETY: `new` requires one owned reference to a live object, which is released once.
         let code = unsafe { (self.release)(self.raw) };
         if code != SUCCESS {
             tracing::warn!(code = %code_name(code), "an OpenCL object could not be released");
@@ -155,7 +153,7 @@ pub const DEVICE_MAX_WORK_GROUP_SIZE: u32 = 0x1004;
 pub const DEVICE_MAX_CLOCK_FREQUENCY: u32 = 0x100C;
 pub const DEVICE_MAX_MEM_ALLOC_SIZE: u32 = 0x1010;
 pub const DEVICE_MAX_PARAMETER_SIZE: u32 = 0x1017;
-/// Bits.
+/// In bits.
 pub const DEVICE_MEM_BASE_ADDR_ALIGN: u32 = 0x1019;
 pub const DEVICE_GLOBAL_MEM_SIZE: u32 = 0x101F;
 pub const DEVICE_LOCAL_MEM_SIZE: u32 = 0x1023;
@@ -173,18 +171,18 @@ pub const FP_CORRECTLY_ROUNDED_DIVIDE_SQRT: u64 = 1 << 7;
 pub const DEVICE_DOUBLE_FP_CONFIG: u32 = 0x1032;
 pub const DEVICE_HOST_UNIFIED_MEMORY: u32 = 0x1035;
 pub const DEVICE_OPENCL_C_VERSION: u32 = 0x103D;
-/// With `cl_nv_device_attribute_query`.
+/// Requires `cl_nv_device_attribute_query`.
 pub const DEVICE_COMPUTE_CAPABILITY_MAJOR_NV: u32 = 0x4000;
 pub const DEVICE_COMPUTE_CAPABILITY_MINOR_NV: u32 = 0x4001;
 /// The extension with AMD's attributes.
 pub const AMD_ATTRIBUTES: &str = "cl_amd_device_attribute_query";
-/// With [`AMD_ATTRIBUTES`]; KiB.
+/// Requires [`AMD_ATTRIBUTES`]; in KiB.
 pub const DEVICE_GLOBAL_FREE_MEMORY_AMD: u32 = 0x4039;
 pub const CONTEXT_PLATFORM: isize = 0x1084;
 pub const QUEUE_PROFILING_ENABLE: u64 = 1 << 1;
 pub const MEM_READ_WRITE: u64 = 1 << 0;
 pub const MEM_ALLOC_HOST_PTR: u64 = 1 << 4;
-/// With the origin and the size, both `usize`.
+/// Takes the origin and the size, both `usize`.
 pub const BUFFER_CREATE_TYPE_REGION: u32 = 0x1220;
 pub const MAP_READ: u64 = 1 << 0;
 pub const MAP_WRITE: u64 = 1 << 1;
@@ -196,7 +194,7 @@ pub const PROFILING_COMMAND_START: u32 = 0x1282;
 pub const PROFILING_COMMAND_END: u32 = 0x1283;
 pub const EVENT_COMMAND_EXECUTION_STATUS: u32 = 0x11D3;
 pub const FALSE: u32 = 0;
-/// The status of an event.
+/// Status of a finished event.
 pub const COMPLETE: i32 = 0;
 
 pub const SUCCESS: i32 = 0;
@@ -289,10 +287,10 @@ pub fn driver_error(device: &str, call: &str, code: i32) -> Error {
     }
 }
 
-/// When a command began or ended, in nanoseconds of the device's clock.
+/// The time at which a command started or ended, in nanoseconds of the device's clock.
 pub fn stamp(api: &Api, event: &Owned, which: u32) -> std::result::Result<u64, i32> {
     let mut t = 0u64;
-    // SAFETY: the event is live; the answer is one 64-bit number.
+    // SAFETY: the event is live, and the result is one 64-bit number.
     let code = unsafe {
         (api.clGetEventProfilingInfo)(event.raw(), which, 8, (&raw mut t).cast(), std::ptr::null_mut())
     };
@@ -304,7 +302,7 @@ pub fn check(device: &str, call: &str, code: i32) -> Result<()> {
     if code == SUCCESS { Ok(()) } else { Err(driver_error(device, call, code)) }
 }
 
-/// What to do where there is no OpenCL.
+/// What the user can do if OpenCL is missing.
 pub fn fix() -> String {
     let s = if cfg!(target_os = "linux") {
         "Install a GPU driver with OpenCL and the loader (apt-get install ocl-icd-libopencl1), or PoCL to run on the CPU \
@@ -337,10 +335,10 @@ pub fn candidates() -> Vec<String> {
     names.iter().map(|s| s.to_string()).collect()
 }
 
-/// The OpenCL library. A failure is not remembered, so a library installed later is found.
+/// Loads the OpenCL library. Failures are not remembered, so a library installed later is found.
 ///
 /// # Errors
-/// [`Error::Unavailable`] with the loader's reason for every name tried.
+/// [`Error::Unavailable`] with the loader's message for every name tried.
 pub fn load() -> Result<&'static Api> {
     load_from(&candidates())
 }
@@ -355,8 +353,8 @@ pub fn load_from(names: &[String]) -> Result<&'static Api> {
         if let Some(api) = loaded.get(name) {
             return Ok(api);
         }
-        // SAFETY: loading runs the library's initialisers. It is an OpenCL library by its name or by the
-        // user's word.
+        // SAFETY: loading runs the library's initialisers. By its name, or because the user named it, it is
+        // an OpenCL library.
         let lib = match unsafe { libloading::Library::new(name) } {
             Ok(l) => l,
             Err(e) => {
@@ -366,7 +364,7 @@ pub fn load_from(names: &[String]) -> Result<&'static Api> {
         };
         match Api::resolve(&lib, name.clone()) {
             Ok(api) => {
-                // Drivers leave threads and exit handlers behind, so the library stays.
+                // Drivers leave threads and exit handlers behind, so the library is never unloaded.
                 std::mem::forget(lib);
                 let api: &'static Api = Box::leak(Box::new(api));
                 loaded.insert(name.clone(), api);

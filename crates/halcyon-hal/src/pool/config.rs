@@ -1,26 +1,26 @@
-//! How a pool is set up, as a value, as text and as a file's entry.
+//! Settings of a pool: the type, its text form and its form in the configuration file.
 
 use crate::{Error, Result};
 use serde::{Deserialize, Deserializer, Serialize};
 use std::fmt;
 use std::str::FromStr;
 
-/// Where a pool gets the memory of a buffer from.
+/// How a pool obtains the memory of a buffer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum AllocationStrategy {
-    /// Every buffer is an allocation of the driver; freed ones are kept and handed out again.
+    /// Each buffer is an allocation of the driver; freed ones are kept and reused.
     #[default]
     Exclusive,
-    /// Ranges of large chunks: the smallest free one that holds the buffer.
+    /// Ranges of large chunks: the smallest free range that fits.
     BestFit,
-    /// Ranges of large chunks: the first free one that holds the buffer.
+    /// Ranges of large chunks: the first free range that fits.
     FirstFit,
-    /// Ranges of large chunks, in powers of two that are split and merged.
+    /// Ranges of large chunks, in powers of two that are split and merged (buddy allocator).
     Buddy,
 }
 
-/// Each strategy with its name.
+/// The strategies and their names.
 const STRATEGIES: [(AllocationStrategy, &str); 4] = [
     (AllocationStrategy::Exclusive, "exclusive"),
     (AllocationStrategy::BestFit, "best-fit"),
@@ -36,7 +36,7 @@ impl fmt::Display for AllocationStrategy {
 
 impl FromStr for AllocationStrategy {
     type Err = Error;
-    /// Any case; `-`, `_` or nothing between the words.
+    /// Case-insensitive; `-`, `_` or nothing between the words.
     fn from_str(s: &str) -> Result<Self> {
         let plain = |s: &str| s.trim().to_ascii_lowercase().replace(['-', '_'], "");
         STRATEGIES.iter().find(|(_, n)| plain(n) == plain(s)).map(|(s, _)| *s).ok_or_else(|| {
@@ -46,18 +46,17 @@ impl FromStr for AllocationStrategy {
     }
 }
 
-/// Settings of a device's memory pool. As text: `best-fit`, `best-fit:512MiB` (at most), `buddy:64MiB..2GiB`
-/// (at first, at most), each with `,defragment` behind it where that is wanted.
+/// Settings of a device's memory pool. Text forms: `best-fit`, `best-fit:512MiB` (maximum),
+/// `buddy:64MiB..2GiB` (initial and maximum), each optionally followed by `,defragment`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 pub struct MemoryPoolConfig {
-    /// Bytes that are taken of the driver when the device is opened; 0 for `Exclusive`, which has no use for
-    /// them.
+    /// Bytes obtained from the driver when the device is opened; must be 0 for `Exclusive`.
     pub initial_size: u64,
-    /// The most bytes that the driver ever gives: live buffers, kept ones and unused parts of chunks. `None`:
-    /// what the device has.
+    /// Maximum bytes obtained from the driver: live buffers, kept ones and unused parts of chunks. `None`:
+    /// the device's memory.
     pub max_size: Option<u64>,
     pub strategy: AllocationStrategy,
-    /// Moves buffers together where a request finds no range that is large enough.
+    /// Moves buffers together when no free range fits a request.
     pub defragment: bool,
 }
 
@@ -66,7 +65,7 @@ impl MemoryPoolConfig {
         MemoryPoolConfig { strategy, ..MemoryPoolConfig::default() }
     }
 
-    /// Refuses settings that contradict each other.
+    /// Rejects contradictory settings.
     ///
     /// # Errors
     /// [`Error::Argument`].
@@ -95,10 +94,10 @@ impl MemoryPoolConfig {
     }
 }
 
-/// Units of sizes, each also without its `iB` or `B`.
+/// Suffixes of sizes, each also accepted with `iB` or `B`.
 const UNITS: [(&str, u32); 4] = [("k", 10), ("m", 20), ("g", 30), ("t", 40)];
 
-/// Bytes as a text: `4096`, `512M`, `512MiB`, `2G` (powers of 1024).
+/// Parses a size in bytes: `4096`, `512M`, `512MiB`, `2G` (powers of 1024).
 pub fn size(s: &str) -> Option<u64> {
     let t = s.trim().to_ascii_lowercase();
     let t = t.strip_suffix("ib").or(t.strip_suffix('b')).unwrap_or(&t);
@@ -159,7 +158,7 @@ impl fmt::Display for MemoryPoolConfig {
 }
 
 impl<'de> Deserialize<'de> for MemoryPoolConfig {
-    /// A table of its fields, or the text.
+    /// A table of the fields, or the text form.
     fn deserialize<D: Deserializer<'de>>(d: D) -> std::result::Result<Self, D::Error> {
         #[derive(Deserialize)]
         #[serde(untagged)]

@@ -1,23 +1,22 @@
-//! Which range of a chunk a request gets: bookkeeping over offsets, with no memory behind it.
+//! Which range of a chunk serves a request: bookkeeping of offsets, without access to memory.
 
 use super::AllocationStrategy;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// The free ranges of one chunk. Ranges that touch are one, except in buddies, where only halves of one whole
-/// become one.
+/// The free ranges of one chunk. Adjacent free ranges are merged; in a buddy allocator only the two halves of
+/// one block are.
 #[derive(Clone, Debug)]
 pub(super) struct Ranges {
     strategy: AllocationStrategy,
     bytes: usize,
     free_bytes: usize,
-    /// Bytes by offset.
+    /// Offset to bytes.
     free: BTreeMap<usize, usize>,
-    /// The same as (bytes, offset).
+    /// The same ranges as (bytes, offset).
     sizes: BTreeSet<(usize, usize)>,
 }
 
-/// Bytes that a request takes: a multiple of `unit`, a power of two, or a power of two of its own for
-/// buddies.
+/// Bytes that a request occupies: a multiple of `unit`, or a power of two for buddies.
 pub(super) fn rounded(strategy: AllocationStrategy, bytes: usize, unit: usize) -> usize {
     let b = bytes.max(unit);
     match strategy {
@@ -27,8 +26,8 @@ pub(super) fn rounded(strategy: AllocationStrategy, bytes: usize, unit: usize) -
 }
 
 impl Ranges {
-    /// All of `bytes` is free. It is a multiple of the unit; buddies start as the powers of two that it is
-    /// the sum of, the largest first.
+    /// All of `bytes`, a multiple of the unit, is free. Buddies start as the powers of two whose sum is
+    /// `bytes`, the largest first.
     pub(super) fn new(strategy: AllocationStrategy, bytes: usize) -> Ranges {
         let mut r = Ranges { strategy, bytes, free_bytes: 0, free: BTreeMap::new(), sizes: BTreeSet::new() };
         let mut at = 0;
@@ -43,7 +42,7 @@ impl Ranges {
         r
     }
 
-    /// With these ranges (offset, bytes) taken, which must be free of each other.
+    /// All bytes free except `taken` (offset, bytes), which must not overlap.
     pub(super) fn with(strategy: AllocationStrategy, bytes: usize, taken: &[(usize, usize)]) -> Ranges {
         let mut r = Ranges::new(strategy, bytes);
         for (at, n) in taken {
@@ -70,12 +69,12 @@ impl Ranges {
         self.sizes.last().map_or(0, |(n, _)| *n)
     }
 
-    /// Free ranges (bytes, offset) of at least so many bytes, the smallest first.
+    /// Free ranges (bytes, offset) of at least this size, smallest first.
     pub(super) fn from(&self, bytes: usize) -> impl DoubleEndedIterator<Item = (usize, usize)> + '_ {
         self.sizes.range((bytes, 0)..).copied()
     }
 
-    /// The free range that a request of so many (rounded) bytes would be cut from, as (bytes, offset).
+    /// The free range (bytes, offset) from which a request of this rounded size would be served.
     pub(super) fn fit(&self, bytes: usize) -> Option<(usize, usize)> {
         match self.strategy {
             AllocationStrategy::FirstFit => {
@@ -85,13 +84,13 @@ impl Ranges {
         }
     }
 
-    /// Takes a range; its offset.
+    /// Allocates a range; returns its offset.
     pub(super) fn take(&mut self, bytes: usize) -> Option<usize> {
         let (_, at) = self.fit(bytes)?;
         self.take_at(at, bytes).then_some(at)
     }
 
-    /// Takes this very range, if it is free.
+    /// Allocates exactly this range if it is free.
     pub(super) fn take_at(&mut self, at: usize, bytes: usize) -> bool {
         let Some((start, n)) = self.free.range(..=at).next_back().map(|(s, n)| (*s, *n)) else {
             return false;
@@ -102,7 +101,7 @@ impl Ranges {
         self.remove(start, n);
         match self.strategy {
             AllocationStrategy::Buddy => {
-                // Halves, of which the one without the range stays free.
+                // Split in halves; the half without the range stays free.
                 let (mut start, mut n) = (start, n);
                 while n > bytes {
                     n /= 2;
@@ -123,7 +122,7 @@ impl Ranges {
         true
     }
 
-    /// Gives back what was taken at `at`.
+    /// Frees the range at `at`.
     pub(super) fn give(&mut self, at: usize, bytes: usize) {
         let (mut at, mut n) = (at, bytes);
         match self.strategy {
@@ -163,19 +162,19 @@ impl Ranges {
     }
 }
 
-/// A range that is taken.
+/// An allocated range.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Lying {
-    /// Number of the chunk.
+    /// Index of the chunk.
     pub chunk: usize,
     pub offset: usize,
     pub bytes: usize,
-    /// It must stay.
+    /// Must not be moved.
     pub pinned: bool,
 }
 
-/// A taken range, by its number, goes elsewhere. Inside of one chunk the places may overlap; then it goes to
-/// a lower one.
+/// Moves an allocated range, given by its index. `from` and `to` are (chunk, offset). Within one chunk the
+/// two may overlap; `to` is then lower.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) struct Move {
     pub block: usize,
@@ -183,8 +182,8 @@ pub(super) struct Move {
     pub to: (usize, usize),
 }
 
-/// Moves, one after the other, that bring free ranges together: inside of chunks, and out of those that can
-/// be emptied. `chunks` are their bytes.
+/// A sequence of moves that merges free ranges within chunks and empties chunks where possible. `chunks`
+/// holds their sizes in bytes.
 pub(super) fn compact(strategy: AllocationStrategy, chunks: &[usize], blocks: &[Lying]) -> Vec<Move> {
     let mut c = Compaction { strategy, chunks, at: blocks.to_vec(), moves: vec![] };
     match strategy {
@@ -200,7 +199,7 @@ pub(super) fn compact(strategy: AllocationStrategy, chunks: &[usize], blocks: &[
 struct Compaction<'a> {
     strategy: AllocationStrategy,
     chunks: &'a [usize],
-    /// Where the ranges are by now.
+    /// The current positions of the ranges.
     at: Vec<Lying>,
     moves: Vec<Move>,
 }
@@ -212,7 +211,7 @@ impl Compaction<'_> {
         (b.chunk, b.offset) = to;
     }
 
-    /// Ranges in a chunk, by offset.
+    /// The ranges of a chunk, by offset.
     fn inside(&self, chunk: usize) -> Vec<usize> {
         let mut v: Vec<usize> = (0..self.at.len()).filter(|b| self.at[*b].chunk == chunk).collect();
         v.sort_by_key(|b| self.at[*b].offset);
@@ -225,7 +224,7 @@ impl Compaction<'_> {
         Ranges::with(self.strategy, self.chunks[chunk], &taken)
     }
 
-    /// Everything to the start of its chunk.
+    /// Moves every range towards the start of its chunk.
     fn slide(&mut self) {
         for chunk in 0..self.chunks.len() {
             let mut end = 0;
@@ -239,7 +238,8 @@ impl Compaction<'_> {
         }
     }
 
-    /// The chunk with the least in it goes to the others, if all of it finds room; then the next.
+    /// Moves the contents of the least filled chunk to the others if all of it fits, then continues with the
+    /// next.
     fn evacuate(&mut self) {
         let load = |c: &Self, chunk: usize| c.inside(chunk).iter().map(|b| c.at[*b].bytes).sum::<usize>();
         let mut order: Vec<usize> = (0..self.chunks.len()).filter(|k| load(self, *k) > 0).collect();
@@ -262,8 +262,9 @@ impl Compaction<'_> {
         }
     }
 
-    /// Of two free ranges of one size, the one takes in what is in the other's buddy, which then merges with
-    /// it. From small to large, so that at most one of each size is left where nothing is pinned.
+    /// For two free ranges of one size, moves the contents of one's buddy into the other one, so that the
+    /// first merges with its buddy. Proceeds from small to large; unless ranges are pinned, at most one free
+    /// range of each size remains.
     fn merge(&mut self) {
         let mut rooms: Vec<Ranges> = (0..self.chunks.len()).map(|k| self.ranges(k)).collect();
         let most = self.chunks.iter().max().map_or(0, |n| n.ilog2());
@@ -273,7 +274,7 @@ impl Compaction<'_> {
                 for (k, r) in rooms.iter().enumerate() {
                     free.extend(r.from(size).take_while(|(n, _)| *n == size).map(|(_, at)| (k, at)));
                 }
-                // The highest gives its buddy away, the lowest takes it in.
+                // The highest free range has its buddy emptied; the lowest receives the contents.
                 let pair = free.iter().rev().find_map(|&(k, at)| {
                     let buddy = at ^ size;
                     let inside = |l: &Lying| l.chunk == k && (buddy..buddy + size).contains(&l.offset);
@@ -304,12 +305,12 @@ mod tests {
     const ARENAS: [AllocationStrategy; 3] =
         [AllocationStrategy::BestFit, AllocationStrategy::FirstFit, AllocationStrategy::Buddy];
 
-    /// What must hold between the free ranges and those that are taken.
+    /// Checks the invariants of the free ranges against the allocated ones.
     fn check(r: &Ranges, taken: &[(usize, usize)]) {
         let mut all: Vec<(usize, usize, bool)> = taken.iter().map(|(at, n)| (*at, *n, true)).collect();
         all.extend(r.free.iter().map(|(at, n)| (*at, *n, false)));
         all.sort();
-        // Neither gaps nor overlaps, from start to end.
+        // No gaps and no overlaps, from start to end.
         let mut end = 0;
         for (at, n, _) in &all {
             assert_eq!((*at, *n > 0), (end, true), "{all:?}");
@@ -329,12 +330,12 @@ mod tests {
         assert_eq!(r.is_free(), taken.is_empty());
     }
 
-    /// Requests (bytes) and returns (which of those that are taken).
+    /// Requests (bytes) and frees (index of an allocated range).
     fn steps() -> impl Strategy<Value = Vec<(bool, usize)>> {
         proptest::collection::vec((any::<bool>(), 0usize..3000), 0..150)
     }
 
-    /// Chunks after some requests and returns: their bytes and what is taken.
+    /// The allocated ranges of chunks after some requests and frees.
     fn fragmented(s: AllocationStrategy, chunks: &[usize], steps: &[(bool, usize)]) -> Vec<Lying> {
         let mut rooms: Vec<Ranges> = chunks.iter().map(|n| Ranges::new(s, *n)).collect();
         let mut taken: Vec<Lying> = vec![];
@@ -365,7 +366,7 @@ mod tests {
                         let bytes = rounded(s, *n, UNIT);
                         let largest = r.largest();
                         let got = r.take(bytes);
-                        // A range is found exactly where there is one.
+                        // A range is found exactly if one is large enough.
                         prop_assert_eq!(got.is_some(), largest >= bytes);
                         taken.extend(got.map(|at| (at, bytes)));
                     }
@@ -429,7 +430,7 @@ mod tests {
     #[test]
     fn each_strategy_takes_the_range_that_it_is_named_after() {
         use AllocationStrategy::*;
-        // Free: 512 at 0, 128 at 1024, 256 at 1536, 256 at the end.
+        // Free: 512 bytes at 0, 128 at 1024, 256 at 1536, 256 at the end.
         let taken = [(512, 512), (1152, 384), (1792, 2048)];
         let free = |s| Ranges::with(s, 4096, &taken);
         assert_eq!(free(BestFit).take(100), Some(1024));
@@ -460,7 +461,7 @@ mod tests {
         }
         let pinned: Vec<Lying> = blocks.iter().map(|b| Lying { pinned: true, ..*b }).collect();
         assert!(compact(BestFit, &[1024, 1024], &pinned).is_empty());
-        // Two halves of which one is taken, in two chunks: one chunk is free after.
+        // Two chunks, each half full: afterwards one of them is empty.
         let moves = compact(Buddy, &[1024, 1024], &[l(0, 0, 512), l(1, 0, 512)]);
         assert_eq!(moves.len(), 1, "{moves:?}");
     }

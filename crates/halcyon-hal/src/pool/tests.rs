@@ -1,7 +1,7 @@
 use super::*;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// A source that gives numbers for memory, up to so many bytes at a time.
+/// A source whose memory is a number, with a maximum size per allocation.
 struct Fake(usize);
 impl Source for Fake {
     type Raw = usize;
@@ -51,7 +51,7 @@ fn the_limit_and_the_driver_both_say_out_of_memory() {
     let keep = p.get(3000, Tag::Io).unwrap();
     let e = p.get(3000, Tag::Weights).unwrap_err();
     assert_eq!(e.exit_code(), 5);
-    // What is live, for what, and what would fit.
+    // The message lists live bytes by tag and what would fit.
     let fits = 4096 - footprint(3000, Tag::Io);
     for part in ["4096", "Weights", &format!("Io {}", 4096 - fits), &format!("at most {fits} bytes")] {
         assert!(e.to_string().contains(part), "{part}: {e}");
@@ -97,12 +97,12 @@ fn what_is_kept_counts_against_the_cap_and_goes_first_in_first_out() {
     let all: Vec<_> = (1..=4).map(|n| p.get(n << 20, Tag::Weights).unwrap()).collect();
     drop(all);
     assert_eq!((p.stats().reserved, p.stats().cached, p.stats().trims), (10 << 20, 10 << 20, 0));
-    // None of them is near enough in size. The first two that were freed, 1 and 2 MiB, do not make room for
-    // 6; the third does.
+    // No kept size is close enough. Evicting the first two freed allocations (1 and 2 MiB) does not make room
+    // for 6 MiB; evicting the third does.
     let b = p.get(6 << 20, Tag::Weights).unwrap();
     let s = p.stats();
     assert_eq!((s.reserved, s.cached, s.largest_free, s.trims), (10 << 20, 4 << 20, 4 << 20, 1));
-    // What cannot fit leaves the rest alone.
+    // A request that cannot fit leaves the cache alone.
     assert!(p.get(5 << 20, Tag::Weights).is_err());
     assert_eq!(p.stats().cached, 4 << 20);
     drop(b);
@@ -129,18 +129,18 @@ fn chunks_are_taken_within_the_cap_and_given_back() {
         );
         assert_eq!(p.footprint(100 << 10, Tag::Io), takes);
         let a = p.get(100 << 10, Tag::Kv).unwrap();
-        // The second chunk is what the cap leaves.
+        // The second chunk has the size that the limit leaves.
         let s = p.stats();
         assert_eq!((s.reserved, s.peak_reserved), (1 << 20, 1 << 20));
         assert_eq!((s.allocated, s.by_tag[&Tag::Kv]), (takes as u64, takes as u64));
         assert_eq!(s.cached, s.reserved - s.allocated);
         assert!(s.fragmentation() > 0.0 && s.fragmentation() < 1.0);
         assert!(p.get(2 << 20, Tag::Io).is_err());
-        // The chunk in which nothing lies goes.
+        // The empty chunk is released.
         assert_eq!(p.trim(), 64 << 10);
         drop(a);
         assert_eq!(p.stats().largest_free, if strategy == "buddy" { 512 << 10 } else { 960 << 10 });
-        // A request that one chunk could hold if the free one were gone gets it.
+        // A request that fits one chunk only after the empty chunk is released succeeds.
         assert!(strategy == "buddy" || p.get(1 << 20, Tag::Io).is_ok());
         assert!(strategy == "buddy" || p.stats().trims == 1);
         drop(p);
@@ -150,7 +150,7 @@ fn chunks_are_taken_within_the_cap_and_given_back() {
     assert!(e.exit_code() == 5 && e.to_string().contains("initial size"), "{e}");
 }
 
-/// A source whose memory can be looked at, and copied.
+/// A source whose memory the test can read and copy.
 trait Memory: Source {
     fn with<T>(place: &Self::Place, bytes: usize, f: impl FnOnce(&mut [u8]) -> T) -> T;
     fn copy(m: Relocation<'_, Self::Raw>);
@@ -159,11 +159,13 @@ trait Memory: Source {
 #[cfg(feature = "cpu")]
 impl Memory for crate::cpu::memory::HostSource {
     fn with<T>(place: &Self::Place, bytes: usize, f: impl FnOnce(&mut [u8]) -> T) -> T {
-        // SAFETY: the block's own bytes; tests hold a lock while they look at any, or move any.
+        // SAFETY: `place` points to the `bytes` bytes of a live block. The tests hold the `turn` lock while
+        // they access or move blocks, so no other reference exists.
         f(unsafe { std::slice::from_raw_parts_mut(place.get(), bytes) })
     }
     fn copy(m: Relocation<'_, Self::Raw>) {
-        // SAFETY: both ranges are inside of their allocations.
+        // SAFETY: the pool places both ranges of `m.bytes` bytes inside their allocations; `copy` allows
+        // overlap.
         unsafe { std::ptr::copy(m.from.0.start().add(m.from.1), m.to.0.start().add(m.to.1), m.bytes) };
     }
 }
@@ -179,7 +181,7 @@ impl Memory for crate::noop::HostMemory {
     }
 }
 
-/// Counts what a source gave and has not got back, by itself.
+/// Counts the bytes that a source has allocated and not freed, independently of the pool.
 struct Counted<S> {
     source: S,
     given: Arc<AtomicU64>,
@@ -229,8 +231,8 @@ fn move_in<S: Memory>(p: &Pool<Counted<S>>, turn: &Mutex<()>) -> Result<Defragme
     })
 }
 
-/// Several threads take and give back blocks of any size, write to them, look at them later, and now and then
-/// move everything. What the source gave never passes the cap, and nobody's bytes change.
+/// Several threads allocate and free blocks of any size, write to them, check them later, and sometimes
+/// defragment. The source never exceeds the limit, and no block's contents change.
 fn stress<S: Memory>(source: impl Fn() -> S, config: &str) {
     const CAP: u64 = 3 << 19;
     const THREADS: u64 = 4;
@@ -254,7 +256,7 @@ fn stress<S: Memory>(source: impl Fn() -> S, config: &str) {
                 };
                 let mut mine: Vec<(Block<Counted<S>>, u8)> = vec![];
                 for step in 0..1500u64 {
-                    // More than the cap holds, so that requests fail too.
+                    // More than the limit allows, so that some requests fail.
                     if mine.len() < 24 && below(5) > 1 {
                         let most = 1 << (6 + below(14));
                         let n = 1 + below(most) as usize;
@@ -291,7 +293,7 @@ fn stress<S: Memory>(source: impl Fn() -> S, config: &str) {
     let s = p.stats();
     assert_eq!((s.allocated, s.allocations), (0, s.frees), "{s:?}");
     assert_eq!(s.refusals, refused.load(Ordering::Relaxed));
-    // The two accounts agree, and neither passed the cap.
+    // The pool's statistics agree with the source's count, and neither exceeded the limit.
     assert_eq!((s.reserved, s.peak_reserved), (given.load(Ordering::SeqCst), most.load(Ordering::SeqCst)));
     assert!(s.peak <= s.peak_reserved && s.peak_reserved <= CAP, "{s:?}");
     assert!(s.refusals > 0 && s.peak_reserved > CAP / 2, "the cap was met: {s:?}");
@@ -365,7 +367,7 @@ fn a_scattered_pool_takes_a_large_block_after_it_moved_and_a_pinned_one_stays() 
         intact(&all);
         drop((b, all));
         assert_eq!(p.stats().largest_free, 1 << 20);
-        // With one block in the middle that may not move, no half of the pool comes free.
+        // While one of each pair of blocks is pinned, no half of the pool becomes free.
         let all = fill(&p);
         let pins: Vec<Pinned<Source>> = all.iter().skip(7).step_by(2).map(|(b, _)| b.pin()).collect();
         let e = p.alloc(512 << 10, Tag::Kv, &|| move_in(&p, &turn)).unwrap_err();
@@ -375,7 +377,7 @@ fn a_scattered_pool_takes_a_large_block_after_it_moved_and_a_pinned_one_stays() 
         let b = p.alloc(512 << 10, Tag::Kv, &|| move_in(&p, &turn)).unwrap();
         intact(&all);
         drop(b);
-        // A clone holds it as the block does.
+        // A clone keeps the memory allocated as the block itself does.
         let (part, before) = (all[0].0.clone(), p.stats().allocated);
         drop(all);
         assert_eq!(p.stats().allocated, before / 16);

@@ -1,8 +1,8 @@
-//! What a list of devices depends on, and which files a look at them has loaded.
+//! What a list of devices depends on, and which files a probe loaded.
 //!
-//! A look that did no harm says something about the files that were loaded then, and about nothing else. So a
-//! memory of it counts only while each of these files is the same ([`Seen`]), and while nothing has changed
-//! in the places where the loader looks for them ([`Key`]): another file there could be loaded instead.
+//! A successful probe is valid only for the files that it loaded. A record of it therefore holds only while
+//! each of these files is unchanged ([`Seen`]) and while nothing changed in the places where the loader
+//! searches ([`Key`]): a new file there could be loaded instead.
 
 use super::{Depends, entries};
 use crate::cache;
@@ -10,10 +10,10 @@ use serde::{Deserialize, Serialize};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// Most files of the loader's folders that are looked at. Where there are more, nothing is remembered.
+/// Maximum number of files examined in the loader's directories. If there are more, nothing is stored.
 const MOST: usize = 20_000;
 
-/// Folders below the usual ones in which glibc looks for libraries that are made for one kind of processor.
+/// Subdirectories of library directories in which glibc searches for processor-specific libraries.
 const BY_PROCESSOR: [&str; 11] = [
     "glibc-hwcaps",
     "tls",
@@ -28,8 +28,7 @@ const BY_PROCESSOR: [&str; 11] = [
     "atomics",
 ];
 
-/// Folders in which a loader looks after all others, below the root; those of this processor's Debian folder
-/// too.
+/// Default directories of the loader, below the root, including Debian's directories for this architecture.
 const USUAL: [&str; 9] = [
     "lib",
     "usr/lib",
@@ -42,7 +41,7 @@ const USUAL: [&str; 9] = [
     "usr/lib/aarch64-linux-gnu",
 ];
 
-/// A file or folder as it was: place, size, and times to the nanosecond.
+/// The recorded state of a file or directory.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
 pub struct Seen {
     path: PathBuf,
@@ -54,15 +53,15 @@ impl Seen {
         Seen { state: state(&path), path }
     }
 
-    /// Whether it is the same now.
+    /// Whether the state is unchanged.
     pub fn holds(&self) -> bool {
         !self.state.is_empty() && state(&self.path) == self.state
     }
 }
 
-/// What tells one file at a path from another: device and number of the file, size, time of its content and
-/// of its last change of any kind, which cannot be set. Of a folder it changes when a file in it is made,
-/// renamed or removed. Empty where nothing is there.
+/// Identifies the version of a file: device and inode number, size, modification time, and change time (which
+/// cannot be set by programs). A directory's state changes when an entry is created, renamed or removed.
+/// Empty if the path does not exist.
 #[cfg(unix)]
 fn state(path: &Path) -> String {
     use std::os::unix::fs::MetadataExt;
@@ -77,16 +76,17 @@ fn state(path: &Path) -> String {
     format!("{} {:?}", m.len(), m.modified().ok())
 }
 
-/// Digest of what a list of devices depends on.
+/// A digest of what a list of devices depends on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Key {
     pub digest: u128,
-    /// Whether everything that counts is in it. Where it is not, a look that did no harm is not remembered.
+    /// Whether the digest covers everything relevant. If not, successful probes are not stored.
     pub whole: bool,
 }
 
-/// The key of a backend on the system below a root directory (`/` outside of tests). Devices come and go with
-/// a start of the machine, a driver's files, its kernel module, device nodes, and variables that filter.
+/// The key of a backend on the system below a root directory (`/` outside of tests). It covers what can
+/// change the list of devices: a reboot, a driver's files, its kernel module, device nodes, and variables
+/// that filter devices.
 pub fn key(backend: &str, depends: &Depends, root: &Path) -> Key {
     let at = |p: &str| root.join(p);
     let mut parts: Vec<String> = vec!["look 2".into(), env!("CARGO_PKG_VERSION").into(), backend.into()];
@@ -122,7 +122,7 @@ pub fn key(backend: &str, depends: &Depends, root: &Path) -> Key {
     Key { digest: cache::digest(&bytes), whole }
 }
 
-/// The nodes by which drivers reach devices.
+/// The device nodes that drivers use.
 pub fn device_nodes(root: &Path) -> Vec<String> {
     let nodes = entries(&root.join("dev")).into_iter().filter(|p| {
         let name = p.file_name().unwrap_or_default().to_string_lossy();
@@ -131,8 +131,8 @@ pub fn device_nodes(root: &Path) -> Vec<String> {
     entries(&root.join("dev/dri")).into_iter().chain(nodes).map(|p| p.display().to_string()).collect()
 }
 
-/// The variables that steer the libraries, and the state of files and folders that they name. Whether that is
-/// all of it.
+/// Collects the variables that affect the libraries, and the state of the files and directories they name.
+/// Returns whether that is complete.
 fn variables(depends: &Depends, parts: &mut Vec<String>) -> bool {
     let steers = |name: &str| depends.variables.iter().chain(&["LD_", "DYLD_"]).any(|f| name.starts_with(f));
     let mut all: Vec<(String, String)> = std::env::vars_os()
@@ -142,30 +142,31 @@ fn variables(depends: &Depends, parts: &mut Vec<String>) -> bool {
     all.sort();
     let mut whole = true;
     for (name, value) in all {
-        // These name folders of many programs, whose times change with every one of them.
+        // These name directories that many programs change.
         if name != "HOME" && !name.starts_with("XDG_") {
             let named = value.split([':', ';', ',', ' ']).filter(|p| p.contains('/'));
             parts.extend(named.map(|p| state(Path::new(p))));
         }
-        // The loader puts something in for these: what it is depends on the processor and on who asks.
+        // The loader expands `$` in these depending on the processor and the library, so the key would be
+        // incomplete.
         whole &= !(name.starts_with("LD_") && value.contains('$'));
         parts.push(format!("{name}={value}"));
     }
     whole
 }
 
-/// Collects the state of the places where a loader looks for libraries.
+/// Collects the state of the places where a loader searches for libraries.
 struct Places<'a> {
-    /// Names without a folder, which the loader looks for.
+    /// File names without a directory, which the loader searches for.
     names: BTreeSet<String>,
     parts: &'a mut Vec<String>,
     left: usize,
 }
 
 impl Places<'_> {
-    /// Whether everything was looked at.
+    /// Returns whether everything was examined.
     fn all(&mut self, root: &Path) -> bool {
-        // As glibc and musl read it: an empty entry is the working directory, and an empty variable is none.
+        // As in glibc and musl: an empty entry is the working directory, an empty variable is ignored.
         let listed = std::env::var_os("LD_LIBRARY_PATH").unwrap_or_default().to_string_lossy().into_owned();
         let mut whole = true;
         for entry in listed.split([':', ';']).filter(|_| !listed.is_empty()) {
@@ -176,12 +177,12 @@ impl Places<'_> {
                     Err(_) => whole = false,
                 }
             }
-            // A user's folder, in which any library may be the one that another one needs.
+            // A directory of the user's: any library in it may be a dependency of another.
             self.folder(&folder, true, 0);
         }
         let cache = root.join("etc/ld.so.cache");
         self.note(&cache);
-        // The cache has paths as texts that end in zero.
+        // The cache contains paths as NUL-terminated strings.
         for text in std::fs::read(&cache).unwrap_or_default().split(|b| *b == 0) {
             let Ok(path) = std::str::from_utf8(text) else { continue };
             let name = path.rsplit('/').next().unwrap_or_default();
@@ -200,7 +201,7 @@ impl Places<'_> {
         self.parts.push(format!("{} {}", path.display(), state(path)));
     }
 
-    /// A folder, and of the libraries in it all, or those that are looked for by name.
+    /// Adds a directory and its libraries: all (`every`), or only those searched by name.
     fn folder(&mut self, folder: &Path, every: bool, depth: usize) {
         if self.left == 0 {
             return;
@@ -227,7 +228,7 @@ impl Places<'_> {
                 self.folder(&below, every, depth + 1);
             }
         }
-        // Their names are versions of the processor's architecture: x86-64-v3.
+        // Its subdirectories are named after versions of the architecture: x86-64-v3.
         if folder.ends_with("glibc-hwcaps") {
             for below in entries(folder).into_iter().filter(|p| p.is_dir()) {
                 self.folder(&below, every, depth + 1);
@@ -236,13 +237,13 @@ impl Places<'_> {
     }
 }
 
-/// Shared libraries that this process has mapped; `None` where the system does not tell, or where one of them
-/// is no longer there.
+/// The shared libraries mapped into this process; `None` if the system does not report them or one has been
+/// deleted.
 pub fn mapped() -> Option<BTreeSet<PathBuf>> {
     let text = std::fs::read_to_string("/proc/self/maps").ok()?;
     let mut all = BTreeSet::new();
     for line in text.lines() {
-        // Address, permissions, offset, device, inode, path.
+        // Fields: address, permissions, offset, device, inode, path.
         let Some(path) = line.find('/').map(|at| &line[at..]) else { continue };
         let permissions = line.split_whitespace().nth(1).unwrap_or_default();
         let generated = ["/memfd:", "/dev/", "/SYSV"].iter().any(|p| path.starts_with(p));
@@ -260,7 +261,7 @@ pub fn mapped() -> Option<BTreeSet<PathBuf>> {
     Some(all)
 }
 
-/// The state of the libraries that are mapped now and were not before, and of the folders they lie in.
+/// The state of the libraries mapped since `before`, and of their directories.
 pub fn loaded_since(before: &Option<BTreeSet<PathBuf>>) -> Option<Vec<Seen>> {
     let (before, now) = (before.as_ref()?, mapped()?);
     let files: Vec<PathBuf> = now.difference(before).cloned().collect();
@@ -281,7 +282,7 @@ mod tests {
         let before = Seen::of(file.clone());
         assert!(before.holds());
         let time = std::fs::metadata(&file).unwrap().modified().unwrap();
-        // Another file of the same size, with the time of the first.
+        // Another file of the same size and modification time.
         let other = dir.path().join("other");
         std::fs::write(&other, "two").unwrap();
         std::fs::File::options().append(true).open(&other).unwrap().set_modified(time).unwrap();

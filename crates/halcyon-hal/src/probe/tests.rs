@@ -1,6 +1,6 @@
 use super::*;
 
-/// A look that finds what the noop driver lists.
+/// A probe that finds the noop driver's devices.
 fn noop() -> Look {
     Look {
         backend: BackendType::Noop,
@@ -23,7 +23,7 @@ fn noop() -> Look {
     }
 }
 
-/// An executable that runs a script, whatever its arguments.
+/// An executable that runs a script, ignoring its arguments.
 fn script(dir: &Path, text: &str) -> PathBuf {
     use std::os::unix::fs::PermissionsExt;
     let path = dir.join(format!("script{}", entries(dir).len()));
@@ -38,7 +38,7 @@ fn make(root: &Path, path: &str, text: &str) {
     std::fs::write(p, text).unwrap();
 }
 
-/// An executable that gives an answer, having loaded some files.
+/// An executable that prints an answer with a list of loaded files.
 fn saying(dir: &Path, answer: Option<Answer>, loaded: &[&Path]) -> PathBuf {
     let loaded = loaded.iter().map(|p| Seen::of(p.to_path_buf())).collect();
     let text = serde_json::to_string(&Asked { answer, loaded: Some(loaded) }).unwrap();
@@ -67,7 +67,7 @@ fn a_child_that_dies_hangs_or_says_nothing_is_an_unavailable_backend() {
     assert!(matches!(e, Error::Unavailable { ref tried, .. } if tried == &["x".to_string()]), "{e}");
 }
 
-/// A machine below a folder, and a memory.
+/// A machine below a directory, with a probe cache.
 struct World {
     dir: tempfile::TempDir,
     memory: DiskCache,
@@ -116,31 +116,32 @@ fn a_look_is_remembered_and_only_software_devices_are_listed_from_memory() {
     assert!(found.unwrap() == software && matches!(known, Known::Safe));
     let (found, known) = w.find(&w.dies);
     assert!(found.unwrap() == software && matches!(known, Known::Nothing), "from memory");
-    // Another file in the place of one that was loaded: what it does is not known.
+    // A loaded library was replaced: the record is invalid.
     std::fs::write(&lib, "b").unwrap();
     assert!(matches!(w.find(&w.dies), (Err(_), Known::Answer(_))), "a child looked");
 
-    // With hardware the look is repeated here.
+    // With a hardware device the probe is repeated in this process.
     let w = World::new();
     make(&w.root(), "lib/liba.so", "a");
     let lib = w.root().join("lib/liba.so");
     assert!(matches!(w.find(&w.saying(Answer::Devices(hardware), &[&lib])).1, Known::Safe));
     let (found, known) = w.find(&w.dies);
     assert!(found.unwrap() == software && matches!(known, Known::Safe));
-    // Where nothing was found, nothing is loaded to find it again.
+    // If no device was found, no driver is loaded to confirm it.
     let nothing = || Answer::Unavailable { tried: vec![], reason: "none".into(), fix: "none".into() };
     for loaded in [&[][..], &[&*lib]] {
         let w = World::new();
         assert!(w.find(&w.saying(nothing(), loaded)).0.is_err());
         let (found, known) = w.find(&w.dies);
         assert!(found.unwrap_err().to_string().contains("none") && matches!(known, Known::Nothing));
-        // But a driver that was loaded beside a device may find it another time: a child is asked.
+        // A driver that was loaded on a machine with device nodes may find a device later: a child is
+        // started.
         make(&w.root(), "dev/nvidia0", "");
         assert!(w.find(&w.saying(nothing(), loaded)).0.is_err());
         let (found, _) = w.find(&w.dies);
         assert_eq!(found.unwrap_err().to_string().contains("signal"), !loaded.is_empty());
     }
-    // A look that is not repeated here is the answer, whatever was loaded.
+    // A probe with `repeat: false` uses the child's answer, whatever was loaded.
     let never = Look { here: || panic!("not here"), repeat: false, ..noop() };
     let find = |exe: &Path| never.find(None, &w.root(), exe, &mut None);
     let (found, known) = find(&w.saying(nothing(), &[&lib]));
@@ -155,12 +156,12 @@ fn a_crash_is_remembered_as_one_until_something_changes() {
     let well = w.saying(Answer::Devices(software.clone()), &[]);
     let said = |exe: &Path| w.find(exe).0.unwrap_err().to_string();
     assert!(said(&w.dies).contains("signal"));
-    // The child that would do well is not asked.
+    // The child that would succeed is not started.
     let e = said(&well);
     assert!(e.contains("signal") && e.contains("halcyon devices --refresh"), "{e}");
     make(&w.root(), "usr/lib/libnoop.so", "another one");
     assert_eq!(w.find(&well).0.unwrap(), software);
-    // After a day a child is asked again.
+    // After a day a child is started again.
     let mut old = Record::of(Outcome::Fatal("it crashed".into()), vec![]);
     assert!(old.holds());
     old.at -= REMEMBERED.as_secs() + 1;
@@ -175,7 +176,7 @@ fn a_device_is_opened_by_a_child_first_and_what_came_of_it_is_remembered() {
     let w = World::new();
     let open = |look: &Look, exe: &Path| look.try_open(BackendType::Noop, 0, Some(&w.memory), &w.root(), exe);
     let well = saying(&w.dir.path().join("scripts"), None, &[]);
-    // Without a memory of the look there is none of the opening, but in this process.
+    // Without a stored probe, openings are remembered only in this process.
     let look = noop();
     open(&look, &well).unwrap();
     open(&look, &w.dies).unwrap();
@@ -183,7 +184,7 @@ fn a_device_is_opened_by_a_child_first_and_what_came_of_it_is_remembered() {
     w.find(&w.saying(Answer::Devices((noop().here)().unwrap()), &[])).0.unwrap();
     open(&noop(), &well).unwrap();
     open(&noop(), &w.dies).unwrap();
-    // With another compiler everything is looked at anew.
+    // A new compiler library invalidates all records.
     make(&w.root(), "lib64/libcompiler.so", "x");
     w.find(&w.saying(Answer::Devices((noop().here)().unwrap()), &[])).0.unwrap();
     for exe in [&w.dies, &well] {

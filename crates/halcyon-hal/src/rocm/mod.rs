@@ -1,5 +1,5 @@
-//! AMD GPUs: the HIP runtime (libamdhip64) and its run-time compiler (hipRTC), both loaded at run time. See
-//! [`crate::simt`] for what is shared with CUDA.
+//! AMD GPUs through the HIP runtime (libamdhip64) and its run-time compiler (hipRTC), both loaded at run
+//! time. See [`crate::simt`] for the code shared with CUDA.
 
 use crate::BackendType;
 use crate::probe::{self, Depends, Look, State};
@@ -11,7 +11,7 @@ use halcyon_ir::render::{Language, MATRIX_HIP};
 use std::path::Path;
 use std::sync::Mutex;
 
-/// The driver of every HIP device of AMD's.
+/// The driver of every AMD device of the HIP runtime.
 pub const DRIVER: SimtDriver = SimtDriver::new(&ROCM);
 
 /// Names, numbers and flags of HIP.
@@ -34,7 +34,7 @@ pub static ROCM: Family = Family {
     compilers: if cfg!(target_os = "windows") {
         &["hiprtc0701.dll", "hiprtc0604.dll", "hiprtc0507.dll"]
     } else {
-        // Before ROCm 6 the runtime has the compiler's functions too.
+        // Before ROCm 6 the runtime library also contains the compiler's functions.
         &["libhiprtc.so.7", "libhiprtc.so.6", "libhiprtc.so.5", "libhiprtc.so", "libamdhip64.so.5"]
     },
     compiler_variable: "HALCYON_HIPRTC_LIBRARY",
@@ -43,7 +43,7 @@ pub static ROCM: Family = Family {
     toolkit_variables: &["ROCM_PATH", "HIP_PATH"],
     toolkits: &["/opt/rocm"],
     packages: &[],
-    // hipDeviceAttribute_t, whose numbers have held since HIP 5; properties would come in a structure whose
+    // hipDeviceAttribute_t, stable since HIP 5. The structure of device properties is not used because its
     // layout changed.
     attributes: Attributes {
         max_workgroup: 56,
@@ -91,7 +91,7 @@ pub static ROCM: Family = Family {
     look: &LOOK,
 };
 
-/// The library is loaded in a child first: an old one can end the process.
+/// Probed in a child first: an old library can crash the process.
 pub static LOOK: Look = Look {
     backend: BackendType::Rocm,
     here: || Ok(Adapter::all(ROCM.load(&ROCM.candidates())?)?.iter().map(Adapter::info).collect()),
@@ -116,10 +116,10 @@ pub static LOOK: Look = Look {
     state: Mutex::new(State::new()),
 };
 
-/// The compiler's name of the device at a place on the bus (`0000:65:00.0`), from what the kernel's driver
-/// says of it below a root directory: `gfx_target_version` 90010 is gfx90a (major, minor and stepping in two
-/// decimal digits each; the last two are spelled in hexadecimal). The runtime takes it for another one where
-/// a variable says so, for all devices or for one node.
+/// The compiler's name of the device at a PCI address (`0000:65:00.0`), from the kernel driver's files below
+/// a root directory: `gfx_target_version` 90010 is gfx90a (major, minor and stepping in two decimal digits
+/// each; the last two are written in hexadecimal). Environment variables override it for all devices or for
+/// one node, as in the runtime.
 fn architecture(bus: &str, root: &Path, variable: &dyn Fn(&str) -> Option<String>) -> Option<String> {
     let mut numbers = bus.split([':', '.']).map(|n| u32::from_str_radix(n, 16));
     let mut next = || numbers.next()?.ok();
@@ -146,20 +146,21 @@ fn architecture(bus: &str, root: &Path, variable: &dyn Fn(&str) -> Option<String
     None
 }
 
-/// The numbers of `10.3.0`.
+/// Parses `10.3.0`.
 fn three(text: &str) -> Option<[u32; 3]> {
     let all: Option<Vec<u32>> = text.split('.').map(|n| n.parse().ok()).collect();
     all?.try_into().ok()
 }
 
-/// Nothing that loosens arithmetic: kernels say themselves where a product and a sum are rounded once.
-/// Without an architecture hipRTC compiles for the device that the thread has chosen.
+/// No flag that relaxes arithmetic: kernels say explicitly where a multiply-add is rounded once. Without an
+/// architecture hipRTC compiles for the thread's current device.
 fn flags(architecture: Option<&str>) -> Option<Vec<String>> {
     let architecture = architecture.map(|a| format!("--offload-arch={a}"));
     Some(architecture.into_iter().chain(["-std=c++17", "-ffp-contract=off"].map(String::from)).collect())
 }
 
-/// Matrix units and the waves that use them: MFMA with bf16 of the later form (CDNA 2 and 3), WMMA (RDNA 3).
+/// Architectures with matrix units and their wave sizes: MFMA with the later bf16 instructions (CDNA 2 and
+/// 3), WMMA (RDNA 3).
 const MATRIX: [(&str, u8); 8] = [
     ("gfx90a", 64),
     ("gfx940", 64),
@@ -171,7 +172,7 @@ const MATRIX: [(&str, u8); 8] = [
     ("gfx1103", 32),
 ];
 
-/// f16 in every architecture from gfx8 on; products of 8-bit floats in CDNA 3 and 4 and in RDNA 4.
+/// f16 arithmetic: all architectures from gfx8 on. Products of 8-bit floats: CDNA 3 and 4, RDNA 4.
 fn halves(_: Option<(u32, u32)>, architecture: Option<&str>) -> Halves {
     let Some(name) = architecture.and_then(|a| a.split(':').next()) else { return Halves::default() };
     let f8 = ["gfx940", "gfx941", "gfx942", "gfx950"].contains(&name) || name.starts_with("gfx12");
@@ -179,7 +180,7 @@ fn halves(_: Option<(u32, u32)>, architecture: Option<&str>) -> Halves {
 }
 
 fn matrix(architecture: Option<&str>) -> Vec<MatrixOp> {
-    // What follows a colon are features that are on or off (`gfx90a:xnack-`).
+    // A colon separates feature flags (`gfx90a:xnack-`).
     let name = architecture.and_then(|a| a.split(':').next());
     let width = MATRIX.iter().find(|(n, _)| Some(*n) == name).map(|(_, w)| *w);
     MATRIX_HIP.into_iter().filter(|o| Some(o.width) == width).collect()
@@ -244,7 +245,7 @@ mod tests {
         ] {
             assert_eq!(architecture(bus, dir.path(), &|_| None).as_deref(), want, "{bus}");
         }
-        // Node 3 is taken for another one than the rest; what is no version counts for nothing.
+        // Node 3 has its own override; a malformed version is ignored.
         let variable = |name: &str| match name {
             "HSA_OVERRIDE_GFX_VERSION_3" => Some("10.3.0".to_string()),
             "HSA_OVERRIDE_GFX_VERSION_1" => Some("9".to_string()),

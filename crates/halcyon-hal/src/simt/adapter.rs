@@ -1,4 +1,4 @@
-//! Devices: what there is, and what it says about itself.
+//! The devices of a runtime and their properties.
 
 use super::sys::{self, Api, Code, Context};
 use crate::{Caps, DeviceInfo, Error, Result};
@@ -8,7 +8,7 @@ use std::ffi::{c_char, c_int};
 #[derive(Clone, Copy, Debug)]
 pub struct Adapter {
     pub api: &'static Api,
-    /// The runtime's number.
+    /// The runtime's device number.
     pub device: c_int,
     pub index: usize,
 }
@@ -17,7 +17,7 @@ impl Adapter {
     /// Every device of the runtime.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where there is none, with what the runtime said.
+    /// [`Error::Unavailable`] if there is none, with the runtime's answer.
     pub fn all(api: &'static Api) -> Result<Vec<Adapter>> {
         let family = api.family;
         let none = |reason: String| Error::Unavailable {
@@ -26,11 +26,11 @@ impl Adapter {
             reason,
             fix: family.fix.into(),
         };
-        // SAFETY: no flag is defined.
+        // SAFETY: `init` may be called any number of times; no flags are defined.
         let code = unsafe { (api.f.init)(0) };
         let mut n = 0;
         let (call, code) = match code {
-            // SAFETY: one number is written.
+            // SAFETY: the runtime writes one number to `n`.
             sys::SUCCESS => ("counting the devices", unsafe { (api.f.device_count)(&mut n) }),
             c => ("initialising", c),
         };
@@ -48,7 +48,7 @@ impl Adapter {
         let mut all = vec![];
         for index in 0..n {
             let mut device = 0;
-            // SAFETY: one number is written; the index is below the count.
+            // SAFETY: the runtime writes one number to `device`; `index` is below the count.
             let code = unsafe { (api.f.device)(&mut device, index) };
             if code != sys::SUCCESS {
                 return Err(none(format!("device {index} gave {}", sys::code_name(family, code))));
@@ -62,10 +62,10 @@ impl Adapter {
         format!("{}:{}", self.api.family.kind, self.index)
     }
 
-    /// A number about the device; `None` where the runtime does not tell.
+    /// A numeric attribute of the device; `None` if the runtime does not report it.
     pub fn number(&self, attribute: c_int) -> Option<i32> {
         let mut v = 0;
-        // SAFETY: one number is written; the device is the runtime's.
+        // SAFETY: the runtime writes one number to `v`; `self.device` is a number from its list.
         let code = unsafe { (self.api.f.device_attribute)(&mut v, attribute, self.device) };
         (code == sys::SUCCESS).then_some(v)
     }
@@ -76,24 +76,25 @@ impl Adapter {
 
     fn text(&self, f: unsafe extern "system" fn(*mut c_char, c_int, c_int) -> Code) -> Option<String> {
         let mut text = [0u8; 256];
-        // SAFETY: at most as many bytes are written as the buffer has.
+        // SAFETY: at most `text.len()` bytes are written to `text`; `self.device` is a number from the
+        // runtime's list.
         let code = unsafe { f(text.as_mut_ptr().cast(), text.len() as c_int, self.device) };
         let end = text.iter().position(|c| *c == 0).unwrap_or(text.len());
         let text = String::from_utf8_lossy(&text[..end]).trim().to_string();
         (code == sys::SUCCESS && !text.is_empty()).then_some(text)
     }
 
-    /// `0000:65:00.0`.
+    /// The PCI address: `0000:65:00.0`.
     pub fn bus(&self) -> Option<String> {
         self.text(self.api.f.device_bus)
     }
 
-    /// Whether kernels of two streams can run at one time.
+    /// Whether kernels of two streams can run concurrently.
     pub fn concurrent(&self) -> bool {
         self.positive(self.api.family.attributes.concurrent).is_some()
     }
 
-    /// Major and minor number of its generation.
+    /// Major and minor compute capability.
     pub fn capability(&self) -> Option<(u32, u32)> {
         let a = self.api.family.attributes;
         let minor = self.number(a.minor).and_then(|v| u32::try_from(v).ok())?;
@@ -104,10 +105,10 @@ impl Adapter {
         (self.api.family.architecture)(self)
     }
 
-    /// `12.4`, of the version of the interface that the driver has.
+    /// Version of the driver's API: `12.4`.
     fn driver_version(&self) -> Option<String> {
         let mut v = 0;
-        // SAFETY: one number is written.
+        // SAFETY: the runtime writes one number to `v`.
         let code = unsafe { (self.api.f.driver_version)(&mut v) };
         if code != sys::SUCCESS || v <= 0 {
             return None;
@@ -118,19 +119,20 @@ impl Adapter {
         })
     }
 
-    /// [`Context::free_memory`] of a device that is not open. It takes a context, on a thread of its own:
-    /// which device the caller's thread is about does not change.
+    /// [`Context::free_memory`] of a device that is not open. It creates a context on a separate thread, so
+    /// that the calling thread's current device does not change.
     pub fn free_memory(&self) -> Option<u64> {
         let unified = self.positive(self.api.family.attributes.integrated).is_some();
         let ask = || Context::new(self.api, self.device, self.id()).ok()?.free_memory(unified);
         std::thread::scope(|s| s.spawn(ask).join().ok().flatten())
     }
 
-    /// Facts as the driver tells them, but for free memory, which takes a context ([`Adapter::free_memory`]).
+    /// The properties that the driver reports, without free memory, which needs a context
+    /// ([`Adapter::free_memory`]).
     pub fn info(&self) -> DeviceInfo {
         let (family, a) = (self.api.family, self.api.family.attributes);
         let mut total = 0usize;
-        // SAFETY: one number is written.
+        // SAFETY: the runtime writes one number to `total`; `self.device` is a number from its list.
         let code = unsafe { (self.api.f.device_memory)(&mut total, self.device) };
         let number = |attribute| self.positive(attribute).map(|n| n.to_string());
         let texts = [
@@ -162,13 +164,13 @@ impl Adapter {
         }
     }
 
-    /// Limits and abilities; where the driver does not answer, the least that every device of the family has.
+    /// Limits and features; what the driver does not report is set to the minimum of the family's devices.
     pub fn caps(&self) -> Caps {
         let a = self.api.family.attributes;
         let halves = (self.api.family.halves)(self.capability(), self.architecture().as_deref());
         Caps {
             storage: Caps::storage_of(true, true),
-            // Every device of both families has them.
+            // Every device of both families supports these.
             f64: true,
             i64: true,
             f16_arithmetic: halves.f16,
@@ -176,10 +178,10 @@ impl Adapter {
             subgroup: self.positive(a.subgroup).filter(|n| [32, 64].contains(n)),
             max_workgroup: self.positive(a.max_workgroup).unwrap_or(256),
             workgroup_memory: self.positive(a.workgroup_memory).unwrap_or(32 << 10),
-            // Arguments share 4 KiB; half of it is left to scalars.
+            // Arguments share 4 KiB; half of it is reserved for scalars.
             max_bindings: 2048 / 8,
             max_binding_bytes: u64::MAX,
-            // Of the second and third dimension; the first has more.
+            // Limit of the second and third dimension; the first one's is higher.
             max_groups: 65_535,
             offset_alignment: 1,
             compute_units: self.positive(a.compute_units),

@@ -29,29 +29,29 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 
-/// Programs kept in memory; beyond it those that nothing else holds are dropped.
+/// Programs kept in memory. Beyond this number, those without other users are dropped.
 const MANY_PROGRAMS: usize = 2048;
 
-/// What the queues of one device share.
+/// The state shared by the queues of one device.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    /// Tells its buffers and programs from those of other devices.
+    /// Identifies this device instance; buffers and programs of another instance are rejected.
     pub number: u64,
     pub counts: Arc<Counts>,
     pub lanes: Lanes<Point>,
     pub staging: Staging,
     pub watcher: Watcher,
-    /// Whether kernels of two streams can run at one time.
+    /// Whether kernels of two streams can run concurrently.
     pub overlaps: bool,
-    /// When streams' times begin.
+    /// The time stamp that is zero for streams' times.
     origin: OnceLock<Stamp>,
-    /// Whether this device reaches the memory of others, by their numbers, as far as somebody asked.
+    /// Whether this device reaches the memory of others, by device number; filled on demand.
     pub peers: Mutex<HashMap<i32, bool>>,
-    /// Last: what is above is given back in it.
+    /// Last, because dropping the fields above needs it.
     pub context: Arc<Context>,
 }
 
-/// One context, queue and pool.
+/// An open device: one context, queue and pool.
 #[derive(Debug)]
 pub struct SimtDevice {
     info: DeviceInfo,
@@ -59,7 +59,7 @@ pub struct SimtDevice {
     toolchain: Toolchain,
     pub(super) queue: Queue,
     pub(super) pool: Arc<Pool<SimtSource>>,
-    /// Where commands are captured, once some were.
+    /// The queue that records captures, created by the first one.
     pub(super) recorder: Mutex<Option<Queue>>,
     host: Account,
     programs: Mutex<HashMap<u128, Arc<SimtProgram>>>,
@@ -90,12 +90,12 @@ impl Shared {
             .ok_or_else(|| Error::argument("submit", format!("{} is another device's kernel", k.name())))
     }
 
-    /// When streams' times begin.
+    /// The time stamp that is zero for streams' times.
     pub fn origin(&self) -> Result<&Stamp> {
         self.origin.get().ok_or_else(|| Error::internal("a stream without a beginning"))
     }
 
-    /// Enqueues commands, as far as nothing is wrong with them.
+    /// Enqueues commands up to the first invalid one.
     pub fn enqueue(&self, queue: &Queue, commands: &[Command<'_>]) -> Result<()> {
         let mut s = queue.begin()?;
         for c in commands {
@@ -128,7 +128,7 @@ impl Shared {
         Ok(())
     }
 
-    /// What commands use. What is wrong with them is said when they are enqueued.
+    /// The memory that commands use. Invalid commands are reported when they are enqueued.
     pub fn access(&self, commands: &[Command<'_>]) -> Access {
         let mut a = Access::default();
         let at = |b: &BufferRef| self.buffer("", b).ok().map(SimtBuffer::span);
@@ -223,7 +223,7 @@ impl SimtDevice {
         })
     }
 
-    /// Enqueues work of the device's own queue in order with streams.
+    /// Enqueues work of the device's own queue, ordered with streams.
     pub(super) fn own<R>(
         &self,
         access: impl FnOnce() -> Access,
@@ -233,7 +233,7 @@ impl SimtDevice {
         self.shared.lanes.own(&self.queue, access, f)
     }
 
-    /// Waits for what was enqueued; after an error for all that was.
+    /// Waits for the enqueued work; after an error, for everything enqueued.
     fn waited(&self, made: Result<(Arc<Point>, ())>) -> Result<()> {
         match made {
             Ok((point, ())) => point.wait(),
@@ -244,7 +244,7 @@ impl SimtDevice {
         }
     }
 
-    /// Compiles source text, or takes its binary from the disk cache.
+    /// Compiles source text, or loads its binary from the disk cache.
     pub(super) fn build(&self, name: &str, text: &str, entry: &str, items: u32) -> Result<Function> {
         let start = std::time::Instant::now();
         let disk = self.disk.as_ref();
@@ -318,7 +318,8 @@ impl Device for SimtDevice {
             None if src.is_empty() => {}
             None => {
                 let (from, n) = (src.as_ptr().cast(), src.len());
-                // SAFETY: the range was checked, and `src` outlives the wait, which an error makes too.
+                // SAFETY: the range was validated, and `src` outlives the wait: `waited` waits even after an
+                // error.
                 let write = || unsafe { self.queue.write_later(b, offset, from, n) };
                 self.waited(self.own(|| b.writing(), write))?;
             }
@@ -336,7 +337,8 @@ impl Device for SimtDevice {
             None if dst.is_empty() => self.queue.finish()?,
             None => {
                 let (to, n) = (dst.as_mut_ptr().cast(), dst.len());
-                // SAFETY: the range was checked, and `dst` outlives the wait, which an error makes too.
+                // SAFETY: the range was validated, and `dst` outlives the wait: `waited` waits even after an
+                // error.
                 let read = || unsafe { self.queue.read_later(b, offset, to, n) };
                 self.waited(self.own(|| b.reading(), read))?;
             }
@@ -348,7 +350,7 @@ impl Device for SimtDevice {
 
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
         let key = kernel.key();
-        // The lock is held while compiling, so that two threads do not build one kernel twice.
+        // The lock is held while compiling, so that two threads do not build the same kernel.
         let mut programs = self.programs.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(p) = programs.get(&key) {
             return Ok(p.clone());
@@ -423,7 +425,7 @@ impl Device for SimtDevice {
         Ok(())
     }
 
-    /// A queue of its own. Whether it runs beside the others is the hardware's decision.
+    /// A stream has its own queue of the runtime. Whether it overlaps with others depends on the hardware.
     fn create_stream(&self, options: &StreamOptions) -> Result<Arc<dyn Stream>> {
         let counts = self.shared.counts.clone();
         let queue = Queue::new(&self.shared.context, self.pool.clone(), counts, options.profile, true)?;

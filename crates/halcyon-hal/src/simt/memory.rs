@@ -1,4 +1,4 @@
-//! Buffers and where the pool gets them.
+//! Buffers and the pool's source of device memory.
 
 use super::sys::{self, Address, Context};
 use crate::Buffer;
@@ -11,7 +11,7 @@ use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-/// The pool's source: one device's memory.
+/// The pool's source: the memory of one device.
 #[derive(Debug)]
 pub struct SimtSource(pub Arc<Context>);
 
@@ -23,11 +23,11 @@ pub struct Memory {
 }
 
 impl Memory {
-    /// `bytes` bytes, or the runtime's reason.
+    /// Allocates `bytes` bytes; the error is the runtime's reason.
     pub fn new(context: &Arc<Context>, bytes: usize) -> Result<Memory, String> {
         context.enter().map_err(|e| e.to_string())?;
         let mut at = 0;
-        // SAFETY: one address is written.
+        // SAFETY: the runtime writes one address to `at`.
         let code = unsafe { (context.api.f.alloc)(&mut at, bytes) };
         if code != sys::SUCCESS || at == 0 {
             return Err(sys::code_name(context.api.family, code));
@@ -39,7 +39,8 @@ impl Memory {
 impl Drop for Memory {
     fn drop(&mut self) {
         let code = match self.context.visit() {
-            // SAFETY: allocated once, by this context. The runtime waits for the work that uses it.
+            // SAFETY: `self.at` was allocated by this context and is freed once. The runtime waits for work
+            // that uses it.
             Ok(_visit) => unsafe { (self.context.api.f.free)(self.at) },
             Err(e) => return tracing::warn!(device = self.context.id, "memory could not be freed: {e}"),
         };
@@ -50,7 +51,7 @@ impl Drop for Memory {
     }
 }
 
-/// The address of a buffer's first byte.
+/// The address of a buffer's first byte. Changes when the buffer is moved.
 #[derive(Debug)]
 pub struct Spot(AtomicU64);
 
@@ -78,20 +79,20 @@ impl Source for SimtSource {
     }
 }
 
-/// Pages of the host that the device copies from and to by itself.
+/// Host pages that the device accesses directly.
 #[derive(Debug)]
 pub struct SimtPages {
     context: Arc<Context>,
     at: *mut c_void,
 }
 
-// SAFETY: an address that nothing else uses; the runtime may be called from any thread.
+// SAFETY: the value owns the pages, and the runtime's functions may be called from any thread.
 unsafe impl Send for SimtPages {}
-// SAFETY: as above.
+// SAFETY: `&self` only yields the address; users of the raw pages order their accesses.
 unsafe impl Sync for SimtPages {}
 
-// SAFETY: the pages stay where they are until the value is dropped, have the size asked for, and were zeroed
-// when they were made.
+// SAFETY: the pages stay at one address until the value is dropped, have the requested size, and were zeroed
+// when allocated. The value owns them.
 unsafe impl Pages for SimtPages {
     fn start(&self) -> *mut u8 {
         self.at.cast()
@@ -99,16 +100,16 @@ unsafe impl Pages for SimtPages {
 }
 
 impl SimtPages {
-    /// `bytes` bytes (at least one is taken), or the runtime's reason.
+    /// Allocates `bytes` bytes (at least one); the error is the runtime's reason.
     pub fn new(context: &Arc<Context>, bytes: usize) -> Result<SimtPages, String> {
         context.enter().map_err(|e| e.to_string())?;
         let (bytes, mut at) = (bytes.max(1), std::ptr::null_mut());
-        // SAFETY: one address is written.
+        // SAFETY: the runtime writes one address to `at`.
         let code = unsafe { (context.api.f.alloc_host)(&mut at, bytes, sys::PORTABLE) };
         if code != sys::SUCCESS || at.is_null() {
             return Err(sys::code_name(context.api.family, code));
         }
-        // SAFETY: the pages have this size and are the caller's alone.
+        // SAFETY: the runtime returned `bytes` bytes at `at`, which nothing else uses yet.
         unsafe { std::ptr::write_bytes(at.cast::<u8>(), 0, bytes) };
         Ok(SimtPages { context: context.clone(), at })
     }
@@ -119,21 +120,24 @@ impl SimtPages {
         self.at
     }
 
-    /// Copies bytes to the beginning. Nobody else uses the pages meanwhile, and they have room for it.
+    /// Copies bytes to the start. The pages must be large enough, and nothing else may use them meanwhile.
     pub(crate) fn copy_from(&self, bytes: &[u8]) {
-        // SAFETY: the owner's word.
+        // SAFETY: callers took pages of at least `bytes.len()` bytes, which no other thread or device command
+        // uses.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), self.at.cast(), bytes.len()) }
     }
 
-    /// Copies words to the place of word `at`, likewise.
+    /// Copies words to the pages from word `at` on, under the same conditions.
     pub(crate) fn copy_words(&self, at: usize, words: &[u64]) {
-        // SAFETY: the owner's word; pages begin at a multiple of eight.
+        // SAFETY: callers allocated at least `8 * (at + words.len())` bytes and no pending command uses this
+        // part; pages are 8-byte aligned.
         unsafe { std::ptr::copy_nonoverlapping(words.as_ptr(), self.at.cast::<u64>().add(at), words.len()) }
     }
 
-    /// Copies bytes from the beginning, likewise.
+    /// Copies bytes from the start, under the same conditions.
     pub(crate) fn copy_to(&self, bytes: &mut [u8]) {
-        // SAFETY: the owner's word.
+        // SAFETY: callers took pages of at least `bytes.len()` bytes, and waited for the command that wrote
+        // them.
         unsafe { std::ptr::copy_nonoverlapping(self.at.cast(), bytes.as_mut_ptr(), bytes.len()) }
     }
 }
@@ -141,7 +145,7 @@ impl SimtPages {
 impl Drop for SimtPages {
     fn drop(&mut self) {
         let code = match self.context.visit() {
-            // SAFETY: allocated once, by this context.
+            // SAFETY: `self.at` was allocated by this context and is freed once.
             Ok(_visit) => unsafe { (self.context.api.f.free_host)(self.at) },
             Err(e) => {
                 let id = &self.context.id;
@@ -155,20 +159,20 @@ impl Drop for SimtPages {
     }
 }
 
-/// Device memory on loan from the pool.
+/// Device memory borrowed from the pool.
 pub struct SimtBuffer {
     pub block: Block<SimtSource>,
-    /// Number of the device that it belongs to.
+    /// Id of the device that it belongs to.
     pub owner: u64,
 }
 
 impl SimtBuffer {
-    /// The first byte's address. While the queue's lock is held it stays the buffer's.
+    /// The address of the first byte. It cannot change while the queue's lock is held.
     pub fn address(&self) -> Address {
         self.block.place().0.load(Ordering::Acquire)
     }
 
-    /// The addresses it takes: the first one and how many.
+    /// The address range: the first address and the number of bytes.
     pub(crate) fn span(&self) -> (usize, usize) {
         (self.address() as usize, self.block.room().max(1))
     }

@@ -1,9 +1,9 @@
-//! What the CUDA and ROCm drivers share. HIP is CUDA's driver interface under other names, so there is one
-//! driver with a table of both ([`sys`]); a [`Family`] says which names, libraries, numbers and compiler
-//! flags are meant.
+//! The code shared by the CUDA and ROCm drivers. HIP is CUDA's driver API under other names, so there is one
+//! driver with a table of both ([`sys`]). A [`Family`] holds the names, libraries, numbers and compiler flags
+//! of each.
 //!
-//! Kernels come through the IR, rendered to CUDA C++ or HIP C++ without any header and compiled at run time
-//! (NVRTC, hipRTC); binaries are kept on disk.
+//! Kernels come from the kernel IR, rendered to CUDA C++ or HIP C++ without headers and compiled at run time
+//! (NVRTC, hipRTC). Binaries are cached on disk.
 
 pub mod adapter;
 pub mod device;
@@ -25,7 +25,7 @@ use halcyon_ir::render::Language;
 use std::sync::Arc;
 use sys::Side;
 
-/// Numbers of the attributes of a device.
+/// Numbers of the runtime's device attributes.
 #[derive(Clone, Copy, Debug)]
 pub struct Attributes {
     pub max_workgroup: i32,
@@ -42,67 +42,67 @@ pub struct Attributes {
     pub minor: i32,
 }
 
-/// A library that the device is used without where it is missing.
+/// An optional vendor library.
 #[derive(Clone, Copy, Debug)]
 pub struct VendorLibrary {
-    /// As its vendor writes it: `cuBLASLt`.
+    /// The vendor's spelling: `cuBLASLt`.
     pub title: &'static str,
     pub names: &'static [&'static str],
-    /// The variable that names the only one to try.
+    /// The environment variable that names the only library to try.
     pub variable: &'static str,
-    /// Folders below Python's packages.
+    /// Directories below Python's package directories.
     pub packages: &'static [&'static str],
     /// Whether the number in its file name is the driver's major version.
     pub with_driver: bool,
     pub fix: &'static str,
 }
 
-/// One of the two.
+/// CUDA or ROCm.
 #[derive(Clone, Copy, Debug)]
 pub struct Family {
     pub kind: BackendType,
     pub side: Side,
     pub title: &'static str,
-    /// What the user installs: "NVIDIA driver".
+    /// What the user must install: "NVIDIA driver".
     pub runtime: &'static str,
     pub vendor: &'static str,
     pub language: Language,
-    /// The runtime: file names, and the variable that names the only one to try.
+    /// The runtime: file names, and the environment variable that names the only one to try.
     pub libraries: &'static [&'static str],
     pub library_variable: &'static str,
     pub fix: &'static str,
-    /// What to do where the library is there and finds no device.
+    /// What the user can do if the library loads but finds no device.
     pub no_device: &'static str,
-    /// The run-time compiler, likewise.
+    /// The run-time compiler: file names and variable as for the runtime.
     pub compilers: &'static [&'static str],
     pub compiler_variable: &'static str,
     pub compiler_fix: &'static str,
-    /// Variables that name the toolkit's folder, its usual folders, and those of Python's packages.
+    /// Environment variables that name the toolkit's directory, its default directories, and those in Python
+    /// packages.
     pub toolkit_variables: &'static [&'static str],
     pub toolkits: &'static [&'static str],
     pub packages: &'static [&'static str],
     pub attributes: Attributes,
-    /// Libraries with kernels of the vendor's own: products with a choice of algorithm, plain products,
-    /// convolutions.
+    /// Vendor libraries with kernels: products with a choice of algorithms, plain products, convolutions.
     pub products: VendorLibrary,
     pub plain_products: Option<VendorLibrary>,
     pub convolutions: Option<VendorLibrary>,
-    /// The compiler's name of a device: `sm_90`, `gfx90a`.
+    /// The compiler's name of a device's architecture: `sm_90`, `gfx90a`.
     pub architecture: fn(&adapter::Adapter) -> Option<String>,
-    /// The compiler's flags for an architecture; `None` where it must be known.
+    /// The compiler's flags for an architecture; `None` if it must be known but is not.
     pub flags: fn(Option<&str>) -> Option<Vec<String>>,
-    /// What the matrix units of an architecture do.
+    /// The operations of an architecture's matrix units.
     pub matrix: fn(Option<&str>) -> Vec<MatrixOp>,
-    /// What a device of this capability and architecture computes in.
+    /// The small float types that a device of this capability and architecture computes in.
     pub halves: fn(Option<(u32, u32)>, Option<&str>) -> Halves,
     pub look: &'static Look,
 }
 
-/// Arithmetic of a device in narrow floats.
+/// A device's arithmetic in 16-bit and 8-bit floats.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Halves {
     pub f16: bool,
-    /// Products of 8-bit floats; `None` where the architecture is not known.
+    /// Products of 8-bit floats; `None` if the architecture is unknown.
     pub f8: Option<bool>,
 }
 
@@ -110,9 +110,9 @@ pub struct Halves {
 #[derive(Debug)]
 pub struct SimtDriver {
     family: &'static Family,
-    /// Runtime, and compilers to choose from, where a test names them.
+    /// Set by tests: the runtime, and the compilers to choose from.
     libraries: Option<(String, Vec<String>)>,
-    /// The library that has all of the vendor's kernels, where a test names one.
+    /// Set by tests: one library with the functions of all vendor libraries.
     kernels: Option<String>,
 }
 
@@ -121,23 +121,23 @@ impl SimtDriver {
         SimtDriver { family, libraries: None, kernels: None }
     }
 
-    /// A driver over these libraries, whatever else there is, and without any of the vendor's kernels.
+    /// A driver that uses exactly these libraries and no vendor kernels.
     pub fn over(family: &'static Family, runtime: &str, compiler: &str) -> SimtDriver {
         SimtDriver { family, libraries: Some((runtime.into(), vec![compiler.into()])), kernels: None }
     }
 
-    /// That, with these compilers to choose from.
+    /// As `SimtDriver::over`, with these compilers to choose from.
     pub fn with_compilers(self, compilers: &[&str]) -> SimtDriver {
         let libraries = self.libraries.map(|l| (l.0, compilers.iter().map(|c| c.to_string()).collect()));
         SimtDriver { libraries, ..self }
     }
 
-    /// That, with the vendor's kernels from this library.
+    /// As `SimtDriver::over`, with the vendor kernels of this library.
     pub fn with_kernels(self, library: &str) -> SimtDriver {
         SimtDriver { kernels: Some(library.into()), ..self }
     }
 
-    /// Where the vendor's kernels are looked for.
+    /// Where to search for vendor libraries.
     fn sources(&self) -> library::Sources {
         match (&self.kernels, &self.libraries) {
             (Some(path), _) => library::Sources::Named(path.clone()),
@@ -159,10 +159,11 @@ impl Driver for SimtDriver {
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
         let mut all = self.list()?;
-        // A look that is remembered has no memory that is free now. The library is known to load here.
+        // A stored probe has no current free memory. The library is known to load here.
         let _driver = chatter::capture(self.family.kind.id());
         for a in self.adapters().unwrap_or_default() {
-            // To ask for it takes what opening the device takes, which a child has tried first.
+            // Querying free memory creates a context, as opening the device does, so a child tries that
+            // first.
             let may =
                 self.libraries.is_some() || self.family.look.may_open(self.family.kind, a.index).is_ok();
             if let Some(d) = all.iter_mut().find(|d| may && d.index == a.index) {
@@ -188,7 +189,8 @@ impl Driver for SimtDriver {
         let a = all
             .get(index)
             .ok_or_else(|| no_device(self.family.kind, index, all.iter().map(adapter::Adapter::info)))?;
-        // Without one no kernel could be built, so another backend is the better choice.
+        // A device without a compiler could build no kernels, so opening it fails and another backend is
+        // chosen.
         let compilers =
             self.libraries.as_ref().map_or_else(|| self.family.compiler_candidates(), |l| l.1.clone());
         Ok(Arc::new(device::SimtDevice::open(a, &compilers, self.sources(), options)?))

@@ -6,12 +6,12 @@ use crate::lanes::Fenced;
 use crate::{BufferRef, Command, Counts, Device, Error, Result, validate};
 use std::sync::{Arc, Mutex};
 
-/// Held over a copy, which holds the queues of both devices: two in opposite directions would wait for each
-/// other.
+/// Held during a copy, which locks the queues of both devices: two copies in opposite directions would
+/// deadlock.
 static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
 impl SimtDevice {
-    /// The other device, and how memory gets here; no way where it is the same device.
+    /// The other device and how memory is copied from it; `None` if it is this device.
     fn peer<'a>(&self, from: &'a dyn Device) -> Result<(&'a SimtDevice, Option<Peers>)> {
         let (here, api) = (&self.shared.context, self.shared.context.api);
         let refused = |why: String, next: &str| {
@@ -45,7 +45,7 @@ impl SimtDevice {
                 reaches
             }
         };
-        // The runtime would take the way through the host by itself, and say nothing.
+        // The runtime would silently copy through the host.
         match reaches {
             true => Ok((other, Some(peers))),
             false => refused("the one does not reach the other's memory".into(), next),
@@ -88,11 +88,11 @@ impl SimtDevice {
             }
         };
         let both = || {
-            // What is submitted to it meanwhile comes behind.
+            // Work submitted to the other device meanwhile runs later.
             let _still = other.queue.begin()?;
             let before = other.queue.mark()?;
             let copied = self.own(|| d.writing(), || copy(before));
-            // The other device's queue goes on when its memory was read.
+            // The other device's queue continues after its memory was read.
             there.enter()?;
             other.queue.behind(&[copied?.0])
         };

@@ -1,4 +1,4 @@
-//! Programs: rendered, compiled at run time or taken from the disk cache.
+//! Programs: rendered, then compiled at run time or loaded from the disk cache.
 
 use super::sys::{self, Code, Compiler, Context, Handle};
 use super::toolchain::Failed;
@@ -10,21 +10,21 @@ use std::any::Any;
 use std::ffi::{CString, c_char};
 use std::sync::{Arc, Mutex};
 
-/// `CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK`, and HIP's.
+/// `CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK`; the same number in HIP.
 const MAX_THREADS: i32 = 0;
 
-/// A compiled kernel and what its launches must bring.
+/// A compiled kernel with its signature.
 #[derive(Debug)]
 pub struct SimtProgram {
     pub signature: Signature,
     pub workgroup: [u32; 3],
     pub function: Function,
     pub source: String,
-    /// What it was made of.
+    /// The kernel IR that it was compiled from.
     pub kernel: Kernel,
-    /// Its entry points that take arguments from a buffer.
+    /// Entry points that read arguments from a buffer.
     pub indirect: Mutex<Vec<(Indirect, Arc<Function>)>>,
-    /// Number of the device that it belongs to.
+    /// Id of the device that it belongs to.
     pub owner: u64,
 }
 
@@ -50,9 +50,9 @@ pub struct Function {
     raw: Handle,
 }
 
-// SAFETY: names inside of the runtime, whose functions may be called from any thread.
+// SAFETY: the fields are opaque handles of the runtime, whose functions may be called from any thread.
 unsafe impl Send for Function {}
-// SAFETY: as above.
+// SAFETY: the handles are never modified after loading, and the runtime's functions are thread-safe.
 unsafe impl Sync for Function {}
 
 impl Function {
@@ -60,23 +60,24 @@ impl Function {
         self.raw
     }
 
-    /// The entry point of a binary, or of PTX that ends in zero, which must take groups of `items`
-    /// work-items.
+    /// Loads the entry point of a binary, or of NUL-terminated PTX. Fails unless it supports workgroups of
+    /// `items` work-items.
     pub fn load(context: &Arc<Context>, binary: &[u8], entry: &str, items: u32) -> Result<Function, Failed> {
         context.enter()?;
         let f = &context.api.f;
         let mut module: Handle = std::ptr::null_mut();
-        // SAFETY: a whole image, which has its size within or ends in zero; the runtime copies it.
+        // SAFETY: `binary` is a complete image, which contains its size or ends in NUL; the runtime copies
+        // it.
         let code = unsafe { (f.module_load)(&mut module, binary.as_ptr().cast()) };
         let loaded = context.check(&format!("loading the module of {entry}"), code);
         loaded.map_err(|e| Failed::of(code, e))?;
         let mut function = Function { context: context.clone(), module, raw: std::ptr::null_mut() };
         let name = CString::new(entry).map_err(|e| Error::internal(e.to_string()))?;
-        // SAFETY: the module is loaded and the name ends in zero.
+        // SAFETY: the module is loaded, and `name` is NUL-terminated.
         let code = unsafe { (f.module_function)(&mut function.raw, module, name.as_ptr()) };
         context.check(&format!("looking for {entry} in its module"), code)?;
         let mut limit = 0;
-        // SAFETY: one number is written.
+        // SAFETY: the runtime writes one number to `limit`.
         let code = unsafe { (f.function_attribute)(&mut limit, MAX_THREADS, function.raw) };
         context.check(&format!("asking for the limits of {entry}"), code)?;
         if (limit as i64) < items as i64 {
@@ -95,7 +96,7 @@ impl Function {
 impl Drop for Function {
     fn drop(&mut self) {
         let code = match self.context.visit() {
-            // SAFETY: loaded once. The runtime waits for launches that are under way.
+            // SAFETY: the module was loaded once. The runtime waits for pending launches.
             Ok(_visit) => unsafe { (self.context.api.f.module_unload)(self.module) },
             Err(_) => return,
         };
@@ -106,23 +107,23 @@ impl Drop for Function {
     }
 }
 
-/// What the run-time compiler makes.
+/// The format that the run-time compiler produces.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Output {
-    /// Code of one architecture.
+    /// Code for one architecture.
     Binary,
-    /// Text in NVIDIA's intermediate language, which the driver compiles when it is loaded.
+    /// NVIDIA's intermediate language as text, which the driver compiles when it is loaded.
     Ptx,
 }
 
 impl Output {
-    /// Whether the runtime finds the end of it.
+    /// Whether the runtime can find the end of it.
     pub fn is_whole(self, made: &[u8]) -> bool {
         self == Output::Binary || made.last() == Some(&0)
     }
 }
 
-/// A program of the run-time compiler.
+/// A program object of the run-time compiler.
 struct Unit<'a> {
     compiler: &'a Compiler,
     raw: Handle,
@@ -130,13 +131,13 @@ struct Unit<'a> {
 
 impl Drop for Unit<'_> {
     fn drop(&mut self) {
-        // SAFETY: created once.
+        // SAFETY: the compiler created `raw` once.
         unsafe { (self.compiler.f.destroy)(&mut self.raw) };
     }
 }
 
 impl Compiler {
-    /// Compiles source text to a binary, or to PTX with the zero behind it.
+    /// Compiles source text to a binary, or to NUL-terminated PTX.
     ///
     /// # Errors
     /// [`Error::Compile`] with the compiler's log.
@@ -158,7 +159,7 @@ impl Compiler {
         let flags = flags.iter().map(|f| c_text(f)).collect::<Result<Vec<_>>>()?;
         let flags: Vec<*const c_char> = flags.iter().map(|f| f.as_ptr()).collect();
         let mut unit = Unit { compiler: self, raw: std::ptr::null_mut() };
-        // SAFETY: two texts that end in zero, no headers; the compiler copies them.
+        // SAFETY: both texts are NUL-terminated and there are no headers; the compiler copies them.
         let code = unsafe {
             (self.f.create)(
                 &mut unit.raw,
@@ -170,11 +171,12 @@ impl Compiler {
             )
         };
         if code != sys::SUCCESS {
-            // Nothing was made that could be destroyed.
+            // The compiler created nothing that could be destroyed.
             std::mem::forget(unit);
             return Err(failed("creating a program", code));
         }
-        // SAFETY: as many flags as are said, each of which ends in zero.
+        // SAFETY: `flags` has `flags.len()` pointers to NUL-terminated strings that live until the call
+        // returns.
         let code = unsafe { (self.f.compile)(unit.raw, flags.len() as i32, flags.as_ptr()) };
         if code != sys::SUCCESS {
             let log = self.log(&unit).filter(|l| !l.trim().is_empty());
@@ -187,13 +189,13 @@ impl Compiler {
             (Output::Ptx, None) => return Err(Error::internal(format!("{} makes no PTX", self.library))),
         };
         let mut size = 0usize;
-        // SAFETY: one number is written; the program was compiled.
+        // SAFETY: the compiler writes one number to `size`; the program was compiled.
         let code = unsafe { size_of(unit.raw, &mut size) };
         if code != sys::SUCCESS || size == 0 {
             return Err(failed("asking for what was made", code));
         }
         let mut made = vec![0u8; size];
-        // SAFETY: the buffer has the size that the compiler asked for.
+        // SAFETY: `made` has the size that the compiler reported.
         match unsafe { take(unit.raw, made.as_mut_ptr().cast()) } {
             sys::SUCCESS if output.is_whole(&made) => Ok(made),
             code => Err(failed("taking what was made", code)),
@@ -202,12 +204,12 @@ impl Compiler {
 
     fn log(&self, unit: &Unit<'_>) -> Option<String> {
         let mut size = 0usize;
-        // SAFETY: one number is written.
+        // SAFETY: the compiler writes one number to `size`.
         if unsafe { (self.f.log_size)(unit.raw, &mut size) } != sys::SUCCESS || size == 0 {
             return None;
         }
         let mut log = vec![0u8; size];
-        // SAFETY: the buffer has the size that the compiler asked for.
+        // SAFETY: `log` has the size that the compiler reported.
         if unsafe { (self.f.log)(unit.raw, log.as_mut_ptr().cast()) } != sys::SUCCESS {
             return None;
         }

@@ -1,11 +1,11 @@
-//! Where Python's packages lie, since NVIDIA's libraries come as such, too:
+//! Directories of Python packages, which may contain NVIDIA's libraries:
 //! `site-packages/nvidia/<library>/lib`.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 
-/// Folders of packages: of the Python that is named, of active environments, of what `python3` in the path
-/// means, the user's, the system's.
+/// Package directories: of the Python named by HALCYON_PYTHON, of active environments, of `python3` in the
+/// path, the user's, the system's.
 pub fn packages() -> Vec<PathBuf> {
     let variable = |n: &str| std::env::var_os(n).filter(|v| !v.is_empty());
     let mut roots: Vec<PathBuf> = vec![];
@@ -17,27 +17,27 @@ pub fn packages() -> Vec<PathBuf> {
     below(&roots)
 }
 
-/// The names of Python's program.
+/// File names of the Python interpreter.
 const PROGRAMS: [&str; 2] = if cfg!(windows) { ["python.exe", "python3.exe"] } else { ["python3", "python"] };
 
-/// Where the environments lie whose programs a list of folders finds. A link is not followed: that of a
-/// virtual environment leads out of it. What is relative to the current folder is left out, since libraries
-/// are loaded from there.
+/// The environments of the Python interpreters in a list of directories. Links are not followed, because the
+/// one of a virtual environment leads out of it. Relative directories are ignored, because libraries are
+/// loaded from the result.
 fn in_path(path: &OsStr) -> Vec<PathBuf> {
     let folders = std::env::split_paths(path).filter(|f| f.is_absolute());
     let there = |f: &PathBuf| PROGRAMS.iter().any(|p| f.join(p).is_file());
     folders.filter(there).filter_map(|f| root_of(&f.join(PROGRAMS[0]))).collect()
 }
 
-/// Where the environment of a program lies: `/x` of `/x/bin/python3`. On Windows it is beside `Scripts`, or
-/// the program's own folder.
+/// The environment of an interpreter: `/x` for `/x/bin/python3`. On Windows it is the parent of `Scripts`, or
+/// the interpreter's directory.
 fn root_of(program: &Path) -> Option<PathBuf> {
     let folder = program.parent().filter(|f| f.is_absolute())?;
     let own = cfg!(windows) && !folder.ends_with("Scripts");
     if own { Some(folder.into()) } else { folder.parent().map(PathBuf::from) }
 }
 
-/// The folders of packages below roots, each once.
+/// The package directories below roots, without duplicates.
 fn below(roots: &[PathBuf]) -> Vec<PathBuf> {
     let mut all: Vec<PathBuf> = vec![];
     let mut seen = vec![];
@@ -82,7 +82,7 @@ mod tests {
         std::fs::create_dir_all(site(&empty)).unwrap();
         std::fs::create_dir_all(empty.join("bin")).unwrap();
         std::fs::write(system.join("bin/python3"), "").unwrap();
-        // A virtual environment's program is a link to the system's, its lib64 one to its lib.
+        // A virtual environment's interpreter links to the system's, and its lib64 to its lib.
         symlink(system.join("bin/python3"), venv.join("bin/python")).unwrap();
         symlink(venv.join("lib"), venv.join("lib64")).unwrap();
         let path = std::env::join_paths([
@@ -96,7 +96,7 @@ mod tests {
         assert_eq!(roots, [venv.clone(), system.clone(), venv.clone()]);
         assert_eq!(below(&roots), [site(&venv), site(&system)]);
         assert_eq!(root_of(&venv.join("bin/python3")), Some(venv));
-        // A name alone says nothing of a place.
+        // A name without a directory has no environment.
         assert_eq!(root_of(Path::new("python3")), None);
     }
 }

@@ -12,15 +12,16 @@ use smallvec::SmallVec;
 use std::ffi::c_void;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Timings are taken when this many are under way.
+/// Number of pending timings at which they are collected.
 const MANY_EVENTS: usize = 4096;
-/// Bytes of the detour that a move within one allocation takes where its places overlap.
+/// Size in bytes of the staging buffer for moves whose ranges overlap.
 const DETOUR: usize = 4 << 20;
 
-/// Gives an event back, in whichever thread that is.
+/// Destroys an event, from any thread.
 fn forget_event(context: &Context, raw: Handle) {
     let code = match context.visit() {
-        // SAFETY: created once, and its owner goes; the runtime keeps what it still needs.
+        // SAFETY: `raw` was created by this context and its owner is being dropped, so it is destroyed once.
+        // The runtime defers the destruction while it is in use.
         Ok(_visit) => unsafe { (context.api.f.event_destroy)(raw) },
         Err(e) => return tracing::warn!(device = context.id, "an event could not be destroyed: {e}"),
     };
@@ -30,28 +31,28 @@ fn forget_event(context: &Context, raw: Handle) {
     }
 }
 
-/// A point of a queue that others wait for.
+/// An event that other queues or the host wait for.
 #[derive(Debug)]
 pub struct Point {
     context: Arc<Context>,
     raw: Handle,
 }
 
-// SAFETY: a name inside of the runtime, whose functions may be called from any thread.
+// SAFETY: `raw` is an opaque handle of the runtime, whose functions may be called from any thread.
 unsafe impl Send for Point {}
-// SAFETY: as above.
+// SAFETY: `raw` is never modified, and the runtime's event functions are thread-safe.
 unsafe impl Sync for Point {}
 
 impl Mark for Point {
     fn is_done(&self) -> bool {
-        // SAFETY: the event is live. Any answer but "not yet" is final.
+        // SAFETY: `self` owns the event, so it is live. Any answer but `NOT_READY` is final.
         self.context.enter().is_err()
             || unsafe { (self.context.api.f.event_query)(self.raw) } != sys::NOT_READY
     }
 
     fn wait(&self) -> Result<()> {
         self.context.enter()?;
-        // SAFETY: the event is live.
+        // SAFETY: `self` owns the event, so it is live.
         self.context.check("waiting for an event", unsafe { (self.context.api.f.event_wait)(self.raw) })
     }
 }
@@ -67,7 +68,7 @@ impl Fenced for Queue {
 
     fn behind(&self, marks: &[Arc<Point>]) -> Result<()> {
         for m in marks {
-            // SAFETY: both are live; no flag is defined.
+            // SAFETY: `self` owns the stream and `m` the event; no flags are defined.
             let code = unsafe { (self.context.api.f.stream_behind)(self.raw, m.raw, 0) };
             self.check("ordering two streams", code)?;
         }
@@ -77,10 +78,10 @@ impl Fenced for Queue {
     fn mark(&self) -> Result<Point> {
         let f = &self.context.api.f;
         let mut raw: Handle = std::ptr::null_mut();
-        // SAFETY: one handle is written.
+        // SAFETY: the runtime writes one handle to `raw`.
         self.check("creating an event", unsafe { (f.event_create)(&mut raw, sys::DISABLE_TIMING) })?;
         let point = Point { context: self.context.clone(), raw };
-        // SAFETY: both are live.
+        // SAFETY: `point` owns the event and `self` the stream.
         self.check("recording an event", unsafe { (f.event_record)(raw, self.raw) })?;
         Ok(point)
     }
@@ -90,34 +91,34 @@ impl Fenced for Queue {
     }
 }
 
-/// A point of the queue whose time is asked for.
+/// An event with a time stamp.
 #[derive(Debug)]
 pub struct Stamp {
     context: Arc<Context>,
     raw: Handle,
 }
 
-// SAFETY: a name inside of the runtime, whose functions may be called from any thread.
+// SAFETY: `raw` is an opaque handle of the runtime, whose functions may be called from any thread.
 unsafe impl Send for Stamp {}
-// SAFETY: as above.
+// SAFETY: `raw` is never modified, and the runtime's event functions are thread-safe.
 unsafe impl Sync for Stamp {}
 
 impl Stamp {
-    /// A point behind all that was enqueued.
+    /// Records an event after all commands enqueued so far.
     fn new(context: &Arc<Context>, stream: Handle) -> Result<Stamp> {
         let mut raw: Handle = std::ptr::null_mut();
-        // SAFETY: one handle is written.
+        // SAFETY: the runtime writes one handle to `raw`.
         context.check("creating an event", unsafe { (context.api.f.event_create)(&mut raw, 0) })?;
         let stamp = Stamp { context: context.clone(), raw };
-        // SAFETY: both are live.
+        // SAFETY: `stamp` owns the event; the caller passes its own live stream.
         context.check("recording an event", unsafe { (context.api.f.event_record)(raw, stream) })?;
         Ok(stamp)
     }
 
-    /// Nanoseconds since an earlier one. Both have been reached.
+    /// Nanoseconds since an earlier stamp. Both must have been reached.
     pub fn since(&self, begin: &Stamp) -> Result<u64> {
         let mut ms = 0f32;
-        // SAFETY: one number is written; both are live.
+        // SAFETY: the runtime writes one number to `ms`; both stamps own their events.
         let code = unsafe { (self.context.api.f.event_elapsed)(&mut ms, begin.raw, self.raw) };
         self.context.check("asking for the time of a command", code)?;
         Ok((ms.max(0.0) as f64 * 1e6) as u64)
@@ -133,13 +134,13 @@ impl Drop for Stamp {
 #[derive(Debug, Default)]
 struct State {
     done: Vec<Timing>,
-    /// Begin and end of timed commands; `None` of those that had nothing to do.
+    /// Start and end of timed commands; `None` for commands that had nothing to do.
     stamps: Vec<Option<(Stamp, Stamp)>>,
-    /// A kernel that can fault ran since the fault word was last read.
+    /// Whether a kernel that can fault ran since the fault word was last read.
     may_have_faulted: bool,
 }
 
-/// One stream of the runtime, and the fault word of its device.
+/// One stream of the runtime, with its own fault word.
 #[derive(Debug)]
 pub struct Queue {
     context: Arc<Context>,
@@ -148,17 +149,17 @@ pub struct Queue {
     pool: Arc<Pool<SimtSource>>,
     counts: Arc<Counts>,
     profile: bool,
-    /// It is a stream's: the times of its commands are told together.
+    /// Whether it belongs to a stream: its commands are then timed together.
     spans: bool,
     state: Mutex<State>,
 }
 
-// SAFETY: the stream is a name inside of the runtime, whose functions may be called from any thread.
+// SAFETY: `raw` is an opaque handle of the runtime, whose functions may be called from any thread.
 unsafe impl Send for Queue {}
-// SAFETY: as above; what is enqueued is ordered by the state's lock.
+// SAFETY: the runtime's stream functions are thread-safe; the mutable state is behind a mutex.
 unsafe impl Sync for Queue {}
 
-/// The submission of one list of commands; holds the queue's lock.
+/// Enqueues a list of commands. Holds the queue's lock.
 #[derive(Debug)]
 pub struct Submission<'a> {
     queue: &'a Queue,
@@ -180,19 +181,19 @@ impl Queue {
             next: "Free memory on the device, or choose another one".into(),
         })?;
         let mut raw: Handle = std::ptr::null_mut();
-        // SAFETY: one handle is written.
+        // SAFETY: the runtime writes one handle to `raw`.
         let code = unsafe { (context.api.f.stream_create)(&mut raw, sys::NON_BLOCKING) };
         context.check("creating a stream", code)?;
         let state = Mutex::default();
         let q = Queue { context: context.clone(), raw, fault, pool, counts, profile, spans, state };
-        // SAFETY: four bytes of an allocation of four.
+        // SAFETY: `q.fault` is an allocation of four bytes, and `raw` the stream created above.
         let code = unsafe { (context.api.f.fill)(q.fault.at, 0, 4, raw) };
         context.check("clearing the fault word", code)?;
         Ok(q)
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Every update leaves the state whole, so a panic elsewhere does not damage it.
+        // Every update leaves the state consistent, so a poisoned lock is safe to use.
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
@@ -205,12 +206,12 @@ impl Queue {
         self.raw
     }
 
-    /// Where its kernels report a bad index.
+    /// Address of the fault word of this queue's kernels.
     pub fn fault_at(&self) -> Address {
         self.fault.at
     }
 
-    /// What runs in it is counted there.
+    /// The counters of commands in this queue.
     pub fn counts(&self) -> &Counts {
         &self.counts
     }
@@ -220,26 +221,26 @@ impl Queue {
         self.profile
     }
 
-    /// Waits for a point, in a thread that has entered the context.
+    /// Waits for an event. The thread must have entered the context.
     pub fn wait_for(&self, point: &Point) -> Result<()> {
-        // SAFETY: the event is live.
+        // SAFETY: `point` owns the event, so it is live.
         self.check("waiting for an event", unsafe { (self.context.api.f.event_wait)(point.raw) })
     }
 
-    /// Moves a point behind all that was enqueued.
+    /// Records an event again, after all commands enqueued so far.
     pub fn mark_again(&self, point: &Point) -> Result<()> {
-        // SAFETY: both are live.
+        // SAFETY: `point` owns the event and `self` the stream.
         self.check("recording an event", unsafe { (self.context.api.f.event_record)(point.raw, self.raw) })
     }
 
-    /// Waits for all that was enqueued.
+    /// Waits for all enqueued commands.
     pub fn finish(&self) -> Result<()> {
         self.context.enter()?;
-        // SAFETY: the stream is live.
+        // SAFETY: `self` owns the stream, so it is live.
         self.check("waiting for the stream", unsafe { (self.context.api.f.stream_wait)(self.raw) })
     }
 
-    /// Copies host bytes to a range that was checked, after all submitted work.
+    /// Copies host bytes to a validated range, after all submitted work.
     pub fn write(&self, dst: &SimtBuffer, offset: usize, src: &[u8]) -> Result<()> {
         let _state = self.lock();
         self.context.enter()?;
@@ -250,14 +251,15 @@ impl Queue {
     }
 
     fn write_raw(&self, to: Address, src: &[u8]) -> Result<()> {
-        // SAFETY: the range is inside of the buffer, and the wait below is before `src` goes.
+        // SAFETY: callers pass an address with `src.len()` bytes inside of a live allocation; `finish` below
+        // waits for the copy before the borrow of `src` ends.
         let code = unsafe { (self.context.api.f.write)(to, src.as_ptr().cast(), src.len(), self.raw) };
         let copied = self.check("copying to the device", code);
         self.finish()?;
         copied
     }
 
-    /// Copies a range that was checked to the host, after all submitted work.
+    /// Copies a validated range to the host, after all submitted work.
     pub fn read(&self, src: &SimtBuffer, offset: usize, dst: &mut [u8]) -> Result<()> {
         let _state = self.lock();
         self.context.enter()?;
@@ -268,14 +270,15 @@ impl Queue {
     }
 
     fn read_raw(&self, from: Address, dst: &mut [u8]) -> Result<()> {
-        // SAFETY: the range is inside of the buffer, and the wait below is before `dst` goes.
+        // SAFETY: callers pass an address with `dst.len()` bytes inside of a live allocation; `finish` below
+        // waits for the copy before the borrow of `dst` ends.
         let code = unsafe { (self.context.api.f.read)(dst.as_mut_ptr().cast(), from, dst.len(), self.raw) };
         let copied = self.check("copying from the device", code);
         self.finish()?;
         copied
     }
 
-    /// Waits, and moves the pool's buffers together.
+    /// Waits, then moves the pool's buffers together.
     pub fn defragment(&self) -> Result<Defragmented> {
         let _state = self.lock();
         self.finish()?;
@@ -285,10 +288,11 @@ impl Queue {
         did
     }
 
-    /// One move. The pool's lock is held, so errors must not ask it for figures.
+    /// Performs one move. The pool's lock is held, so error paths must not query the pool.
     fn relocate(&self, detour: &mut Option<Memory>, m: &Relocation<'_, Memory>) -> Result<()> {
         let copy = |from: Address, to: Address, bytes: usize| {
-            // SAFETY: both ranges lie in live allocations and do not overlap.
+            // SAFETY: both ranges of `bytes` bytes lie in live allocations of the pool and do not overlap,
+            // checked below.
             self.check("moving a buffer", unsafe { (self.context.api.f.copy)(to, from, bytes, self.raw) })
         };
         let (from, to) = (m.from.0.at + m.from.1 as u64, m.to.0.at + m.to.1 as u64);
@@ -304,7 +308,7 @@ impl Queue {
                 next: "Free memory on the device".into(),
             })?),
         };
-        // Towards lower places, so each piece is read before it is written over.
+        // Moves go to lower addresses, so each piece is read before it is overwritten.
         for at in (0..m.bytes).step_by(DETOUR) {
             let n = DETOUR.min(m.bytes - at);
             copy(from + at as u64, room.at, n)?;
@@ -313,21 +317,22 @@ impl Queue {
         Ok(())
     }
 
-    /// A point whose time is asked for, behind all that was enqueued.
+    /// A time stamp after all commands enqueued so far.
     pub fn stamp(&self) -> Result<Stamp> {
         self.context.enter()?;
         Stamp::new(&self.context, self.raw)
     }
 
-    /// Begin and end of the commands since the last call, where they are timed.
+    /// Start and end of the timed commands since the last call.
     pub fn take_stamps(&self) -> Vec<(Stamp, Stamp)> {
         std::mem::take(&mut self.lock().stamps).into_iter().flatten().collect()
     }
 
-    /// Enqueues a copy to a range that was checked.
+    /// Enqueues a copy to a validated range.
     ///
     /// # Safety
-    /// `bytes` bytes from `src` on stay as they are until it is done.
+    /// `offset + bytes` must not exceed the buffer's size. The `bytes` bytes at `src` must stay valid and
+    /// unchanged until the copy is done.
     pub unsafe fn write_later(
         &self,
         dst: &SimtBuffer,
@@ -335,23 +340,27 @@ impl Queue {
         src: *const c_void,
         bytes: usize,
     ) -> Result<()> {
-        // SAFETY: the range is inside of the buffer; the rest is the caller's.
+        // SAFETY: the range lies inside of the buffer, and `src` holds `bytes` bytes until the copy is done,
+        // as `write_later` requires.
         unsafe { self.write_raw_later(dst.address() + offset as u64, src, bytes) }
     }
 
     /// Enqueues a copy to an address.
     ///
     /// # Safety
-    /// As [`Queue::write_later`], and the range lies in an allocation.
+    /// The `bytes` bytes at `to` must lie in a live allocation. The `bytes` bytes at `src` must stay valid
+    /// and unchanged until the copy is done.
     pub unsafe fn write_raw_later(&self, to: Address, src: *const c_void, bytes: usize) -> Result<()> {
-        // SAFETY: the caller's.
+        // SAFETY: `write_raw_later` requires valid source and destination ranges of `bytes` bytes until the
+        // copy is done.
         self.check("copying to the device", unsafe { (self.context.api.f.write)(to, src, bytes, self.raw) })
     }
 
-    /// Enqueues a copy of a range that was checked to the host.
+    /// Enqueues a copy of a validated range to the host.
     ///
     /// # Safety
-    /// `bytes` bytes from `dst` on belong to the device until it is done.
+    /// `offset + bytes` must not exceed the buffer's size. The `bytes` bytes at `dst` must stay valid, and
+    /// nothing else may access them, until the copy is done.
     pub unsafe fn read_later(
         &self,
         src: &SimtBuffer,
@@ -360,26 +369,28 @@ impl Queue {
         bytes: usize,
     ) -> Result<()> {
         let from = src.address() + offset as u64;
-        // SAFETY: the range is inside of the buffer; the rest is the caller's.
+        // SAFETY: `read_later` requires that the source range lies inside of the buffer and that `dst` has
+        // `bytes` exclusive bytes until the copy is done.
         self.check("copying from the device", unsafe {
             (self.context.api.f.read)(dst, from, bytes, self.raw)
         })
     }
 
-    /// Whether a kernel that can fault ran since the word was last cleared.
+    /// Whether a kernel that can fault ran since the fault word was last cleared.
     pub fn may_have_faulted(&self) -> bool {
         self.lock().may_have_faulted
     }
 
-    /// Enqueues a copy of the fault word to pages, and clearing it.
+    /// Enqueues a copy of the fault word to host pages, then clears the word.
     ///
     /// # Safety
-    /// The pages belong to the device until it is done.
+    /// `to` must live until the copy is done, and nothing else may access its first four bytes until then.
     pub unsafe fn move_fault(&self, to: &SimtPages) -> Result<()> {
         let f = &self.context.api.f;
-        // SAFETY: the word has four bytes, and the pages more; the rest is the caller's.
+        // SAFETY: the fault word has four bytes and pages at least as many; `move_fault` requires that they
+        // stay valid until the copy is done.
         self.check("reading the fault word", unsafe { (f.read)(to.at(), self.fault.at, 4, self.raw) })?;
-        // SAFETY: as above.
+        // SAFETY: `self.fault` is a live allocation of four bytes.
         self.check("clearing the fault word", unsafe { (f.fill)(self.fault.at, 0, 4, self.raw) })?;
         self.lock().may_have_faulted = false;
         Ok(())
@@ -391,7 +402,7 @@ impl Queue {
         Ok(Submission { queue: self, state })
     }
 
-    /// Waits, then takes and clears the fault word.
+    /// Waits, then returns and clears the fault word.
     pub fn take_fault(&self) -> Result<Option<u32>> {
         let mut s = self.lock();
         self.finish()?;
@@ -408,14 +419,14 @@ impl Queue {
         Ok((id != 0).then_some(id))
     }
 
-    /// Waits, then takes the times of all commands since the last call.
+    /// Waits, then returns the times of all commands since the last call.
     pub fn take_timings(&self) -> Result<Vec<Timing>> {
         let mut s = self.lock();
         self.settle(&mut s)?;
         Ok(std::mem::take(&mut s.done))
     }
 
-    /// Turns stamps into times.
+    /// Converts stamps to times.
     fn settle(&self, s: &mut State) -> Result<()> {
         if s.stamps.is_empty() {
             return Ok(());
@@ -440,7 +451,7 @@ impl Drop for Queue {
         if let Err(e) = self.finish() {
             tracing::warn!(device = self.context.id, "a queue ends with {e}");
         }
-        // SAFETY: created once, and nothing is under way.
+        // SAFETY: `self` created the stream and destroys it once; `finish` above waited for its work.
         let code = unsafe { (self.context.api.f.stream_destroy)(self.raw) };
         if code != sys::SUCCESS {
             let code = sys::code_name(self.context.api.family, code);
@@ -450,7 +461,7 @@ impl Drop for Queue {
 }
 
 impl Submission<'_> {
-    /// Enqueues one command, timed where the device is profiled.
+    /// Enqueues one command, timed if the device is profiled.
     fn timed(&mut self, f: impl FnOnce(&Queue) -> Result<()>) -> Result<()> {
         let q = self.queue;
         if !q.profile {
@@ -469,7 +480,7 @@ impl Submission<'_> {
         self.state.stamps.push(stamps);
         if self.state.stamps.len() >= MANY_EVENTS {
             match self.queue.spans {
-                // Its first and its last command are what is told of a stream.
+                // A stream reports only the start of its first and the end of its last command.
                 true => {
                     let mut all = std::mem::take(&mut self.state.stamps).into_iter().flatten();
                     let first = all.next();
@@ -482,7 +493,7 @@ impl Submission<'_> {
         Ok(())
     }
 
-    /// Enqueues a kernel. The number and types of its arguments were checked against its signature.
+    /// Enqueues a kernel. The arguments must match the program's signature in number and types.
     pub fn launch(
         &mut self,
         p: &SimtProgram,
@@ -493,7 +504,7 @@ impl Submission<'_> {
         if groups.contains(&0) {
             return self.note(None);
         }
-        // The first bytes of a word are the value of a smaller type.
+        // An argument of a smaller type is read from the first bytes of its word.
         const { assert!(cfg!(target_endian = "little")) };
         let mut words: SmallVec<[u64; 32]> = buffers.iter().map(|b| b.address()).collect();
         if p.signature.faults {
@@ -505,7 +516,7 @@ impl Submission<'_> {
         Ok(())
     }
 
-    /// Enqueues an entry point of a program, whose arguments are these words.
+    /// Enqueues an entry point of a program with these words as its arguments.
     pub fn launch_words(
         &mut self,
         p: &SimtProgram,
@@ -517,9 +528,9 @@ impl Submission<'_> {
             words.iter_mut().map(|w| std::ptr::from_mut(w).cast()).collect();
         self.timed(|q| {
             let ([x, y, z], [i, j, k]) = (groups, p.workgroup);
-            // SAFETY: the function is loaded and gets as many arguments of at most eight bytes as it has,
-            // which the runtime copies. The buffers stay: the pool hands a freed one only to later commands
-            // of this stream.
+            // SAFETY: the function is loaded and gets as many arguments, of at most eight bytes each, as it
+            // has; the runtime copies them. The buffers stay allocated: the pool reuses a freed one only for
+            // later commands of this stream.
             let code = unsafe {
                 (q.context.api.f.launch)(
                     function.raw(),
@@ -543,7 +554,7 @@ impl Submission<'_> {
         })
     }
 
-    /// Copies from a range of another device to one of this device. Both were checked.
+    /// Copies between validated ranges, from another device to this one.
     pub fn copy_peer(
         &mut self,
         peers: Peers,
@@ -553,7 +564,7 @@ impl Submission<'_> {
     ) -> Result<()> {
         let (to, from) = (to.0.address() + to.1 as u64, src.address() + offset as u64);
         self.timed(|q| {
-            // SAFETY: both buffers are live and the ranges lie inside of them.
+            // SAFETY: both buffers are live, and the caller validated that the ranges lie inside of them.
             let code = unsafe { q.context.copy_peer(peers, to, (other, from), bytes, q.raw) };
             q.check("copying from another device", code)
         })
@@ -562,27 +573,30 @@ impl Submission<'_> {
     /// Enqueues a captured graph.
     ///
     /// # Safety
-    /// It is live, and so is all that it uses, until it has run.
+    /// `exec` must be a live graph of `graphs`' runtime. It and everything it uses must stay live until it
+    /// has run.
     pub unsafe fn launch_graph(&mut self, graphs: &GraphFunctions, exec: Handle, faults: bool) -> Result<()> {
-        // SAFETY: the stream is live; the rest is the caller's.
+        // SAFETY: the queue owns the stream; `launch_graph` requires that `exec` and what it uses are live
+        // until it has run.
         self.timed(|q| q.check("launching a graph", unsafe { (graphs.launch)(exec, q.raw) }))?;
         self.state.may_have_faulted |= faults;
         Ok(())
     }
 
-    /// Enqueues a kernel of the vendor's, whose buffers were checked.
+    /// Enqueues a vendor kernel with validated buffers.
     pub fn library(&mut self, k: &SimtKernel, buffers: &[&SimtBuffer]) -> Result<()> {
         self.timed(|q| k.enqueue(q.raw, buffers))
     }
 
-    /// Copies between ranges that were checked and do not overlap.
+    /// Copies between validated ranges that do not overlap.
     pub fn copy(&mut self, src: (&SimtBuffer, usize), dst: (&SimtBuffer, usize), bytes: usize) -> Result<()> {
         if bytes == 0 {
             return self.note(None);
         }
         let (from, to) = (src.0.address() + src.1 as u64, dst.0.address() + dst.1 as u64);
         self.timed(|q| {
-            // SAFETY: both buffers are live and the ranges lie inside of them.
+            // SAFETY: both buffers are live, and the caller validated that the ranges lie inside of them and
+            // do not overlap.
             let code = unsafe { (q.context.api.f.copy)(to, from, bytes, q.raw) };
             q.check("copying on the device", code)
         })

@@ -1,14 +1,14 @@
-//! Captured graphs of the runtime.
+//! Captures as graphs of the runtime.
 //!
-//! Commands are recorded by capturing a stream that serves nothing else, rather than by building nodes one by
-//! one: what a vendor's library enqueues is recorded the same way, and both runtimes have had it for long.
-//! Only calls of the recording thread are kept from what would wait.
+//! Commands are recorded by stream capture on a dedicated stream, not by building graph nodes: this also
+//! records what vendor libraries enqueue, and both runtimes have supported it for long. The capture mode
+//! restricts only calls of the recording thread.
 //!
-//! What changes from launch to launch lies in one buffer of words: the values of variables, and the address
-//! of the queue's fault word for each kernel that can fault. Kernels that take any of it have a second entry
-//! point ([`render::render_indirect`]) that reads it there. A launch copies the words from locked pages if
-//! they are others than those that lie there, in the order of its queue; a ring of places in the pages lets
-//! several launches be under way.
+//! What changes between launches is stored in one buffer of 64-bit words: the values of variables, and the
+//! address of the queue's fault word for each kernel that can fault. Kernels that use any of these have a
+//! second entry point ([`render::render_indirect`]) that reads them from the buffer. If the words differ from
+//! the buffer's content, a launch copies them from page-locked memory in queue order. A ring of slots in that
+//! memory allows several launches to be pending.
 
 use super::device::{Shared, SimtDevice};
 use super::memory::{Memory, SimtBuffer, SimtPages};
@@ -28,10 +28,10 @@ use smallvec::SmallVec;
 use std::any::Any;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// Places for the words of launches that are under way.
+/// Slots for the words of pending launches.
 const SLOTS: usize = 16;
 
-/// What a graph holds of the runtime, until it is instantiated or given up.
+/// An uninstantiated graph of the runtime.
 struct Template<'a> {
     graphs: &'a GraphFunctions,
     raw: Handle,
@@ -40,28 +40,29 @@ struct Template<'a> {
 impl Drop for Template<'_> {
     fn drop(&mut self) {
         if !self.raw.is_null() {
-            // SAFETY: made once; what was instantiated from it is its own.
+            // SAFETY: the runtime created `raw` once; graphs instantiated from it are independent.
             unsafe { (self.graphs.destroy)(self.raw) };
         }
     }
 }
 
-/// A graph that can be launched.
+/// An instantiated graph.
 #[derive(Debug)]
 struct Exec {
     context: Arc<Context>,
     raw: Handle,
 }
 
-// SAFETY: a name inside of the runtime, whose functions may be called from any thread.
+// SAFETY: `raw` is an opaque handle of the runtime, whose functions may be called from any thread.
 unsafe impl Send for Exec {}
-// SAFETY: as above.
+// SAFETY: `raw` is never modified; launches are serialised by the lock of [`Ring`].
 unsafe impl Sync for Exec {}
 
 impl Drop for Exec {
     fn drop(&mut self) {
         if let (Ok(_visit), Ok(g)) = (self.context.visit(), &self.context.api.graphs) {
-            // SAFETY: made once, and no launch is under way: the owner waited.
+            // SAFETY: `raw` was created once, and no launch is pending: dropping `SimtReplay` waits for all
+            // of them first.
             let code = unsafe { (g.exec_destroy)(self.raw) };
             if code != sys::SUCCESS {
                 let code = sys::code_name(self.context.api.family, code);
@@ -71,7 +72,7 @@ impl Drop for Exec {
     }
 }
 
-/// A buffer that a launch brings.
+/// A buffer that each launch passes, with its captured address.
 #[derive(Debug)]
 struct Bound {
     at: u64,
@@ -79,36 +80,36 @@ struct Bound {
     writes: bool,
 }
 
-/// What launches share and change.
+/// The mutable state shared by launches.
 #[derive(Debug)]
 struct Ring {
-    /// As many words as the buffer of arguments has, for each slot.
+    /// As many words as the argument buffer has, for each slot.
     pages: Option<SimtPages>,
-    /// Of each slot, the point behind the last launch whose words lie there.
+    /// For each slot, the event after the last launch that used it.
     slots: Vec<Option<Point>>,
     now: usize,
-    /// What lies in the buffer of arguments, and the queue that copied it there; no queue if that is unknown.
+    /// The content of the argument buffer and the queue that copied it there; `by` is `None` if unknown.
     sent: Vec<u64>,
     by: Option<u64>,
-    /// What the launch at hand wants there.
+    /// The words of the current launch.
     words: Vec<u64>,
 }
 
-/// Captured commands.
+/// A capture.
 #[derive(Debug)]
 pub(crate) struct SimtReplay {
-    /// First, so that it goes before what it uses.
+    /// First, so that it is dropped before what it uses.
     exec: Exec,
     ring: Mutex<Ring>,
     buffers: Vec<Bound>,
-    /// By variable, its word and type.
+    /// Index and type of each variable's word.
     variables: Vec<(usize, Ty)>,
-    /// Words that take the address of the queue's fault word.
+    /// Indices of words that hold the address of the queue's fault word.
     faults: Vec<usize>,
-    /// The buffer of words; it never moves.
+    /// The argument buffer; it never moves.
     arguments: Option<Memory>,
     commands: usize,
-    /// What one launch counts.
+    /// Counters of one launch.
     counts: Counters,
     _functions: Vec<Arc<Function>>,
     _programs: Vec<Arc<dyn Program>>,
@@ -117,11 +118,11 @@ pub(crate) struct SimtReplay {
 }
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    // A panic between leaves points and words that are whole.
+    // A panic leaves the events and words consistent, so a poisoned lock is safe to use.
     m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// Whether a launch gets what was captured.
+/// Checks that a launch passes as many items as were captured.
 fn check(what: &str, given: usize, wanted: usize) -> Result<()> {
     match given == wanted {
         true => Ok(()),
@@ -129,7 +130,7 @@ fn check(what: &str, given: usize, wanted: usize) -> Result<()> {
     }
 }
 
-/// How a launch is recorded whose kernel reads words of the buffer.
+/// How to record a launch whose kernel reads words of the argument buffer.
 struct Words {
     function: Arc<Function>,
     indirect: Indirect,
@@ -137,9 +138,9 @@ struct Words {
 }
 
 impl SimtDevice {
-    /// The entry point of a program that takes these arguments from a buffer.
+    /// The entry point of a program that reads these arguments from a buffer.
     fn indirect(&self, p: &SimtProgram, indirect: &Indirect) -> Result<Arc<Function>> {
-        // Held while compiling, so that two threads do not build one twice.
+        // Held while compiling, so that two threads do not build the same entry point.
         let mut all = lock(&p.indirect);
         if let Some((_, f)) = all.iter().find(|(i, _)| i == indirect) {
             return Ok(f.clone());
@@ -153,7 +154,7 @@ impl SimtDevice {
     }
 }
 
-/// Where the words of each command lie, of all together, and what each variable and fault word is.
+/// The words of each command, their total, and the words of variables and fault addresses.
 #[derive(Default)]
 struct Layout {
     commands: Vec<Option<Words>>,
@@ -238,7 +239,7 @@ impl SimtReplay {
             pages = Some(SimtPages::new(context, all).map_err(|why| full(all, "locked memory", why))?);
         }
         let mut recorder = lock(&d.recorder);
-        // One that a failed capture left behind may be stuck.
+        // The queue of a failed capture is not put back, because it may be unusable.
         let queue = match recorder.take() {
             Some(q) => q,
             None => {
@@ -251,15 +252,15 @@ impl SimtReplay {
                 shared.kernel(kernel)?.prepare(queue.raw())?;
             }
         }
-        // Nothing moves while addresses are read.
+        // Buffers are not moved while their addresses are read.
         let still = d.queue.begin()?;
         let buffers = bound(shared, r)?;
         let before = queue.counts().snapshot();
-        // SAFETY: the stream is live and idle, and nothing else uses it.
+        // SAFETY: the queue owns the stream, which is idle and used by this capture only.
         context.check("beginning a capture", unsafe { (graphs.begin)(queue.raw(), sys::THREAD_LOCAL) })?;
         let recorded = record(shared, &queue, r, &layout, arguments.as_ref().map(|a| a.at));
         let mut template = Template { graphs, raw: std::ptr::null_mut() };
-        // SAFETY: the capture was begun above, by this thread; one handle is written.
+        // SAFETY: this thread began the capture above; one handle is written.
         let code = unsafe { (graphs.end)(queue.raw(), &mut template.raw) };
         recorded?;
         context.check("ending a capture", code)?;
@@ -267,7 +268,7 @@ impl SimtReplay {
         *recorder = Some(queue);
         drop(still);
         let mut raw: Handle = std::ptr::null_mut();
-        // SAFETY: a whole graph; one handle is written; no flag is set.
+        // SAFETY: `template.raw` is a complete graph; one handle is written; no flags are set.
         let code = unsafe { (graphs.instantiate)(&mut raw, template.raw, 0) };
         context.check("instantiating a graph", code)?;
         let exec = Exec { context: context.clone(), raw };
@@ -308,14 +309,14 @@ impl SimtReplay {
         })
     }
 
-    /// A capture of this device.
+    /// Returns the capture if this device recorded it.
     pub fn of<'a>(shared: &Arc<Shared>, replay: &'a dyn Replay) -> Result<&'a SimtReplay> {
         let own = |r: &&SimtReplay| Arc::ptr_eq(&r.shared, shared);
         let r = replay.as_any().downcast_ref::<SimtReplay>().filter(own);
         r.ok_or_else(|| replay::foreign(replay, &shared.context.id))
     }
 
-    /// What a launch uses. What is wrong with the buffers is said when it is enqueued.
+    /// The memory that a launch uses. Invalid buffers are reported when it is enqueued.
     pub fn access(&self, buffers: &[&BufferRef]) -> Access {
         let mut a = Access::default();
         let of = |b: &BufferRef| self.shared.buffer("", b).ok().map(SimtBuffer::span);
@@ -335,14 +336,14 @@ impl SimtReplay {
         a
     }
 
-    /// Enqueues a launch; `false` where a buffer lies elsewhere. The caller keeps the order with other
-    /// queues.
+    /// Enqueues a launch; returns `false` if a buffer is not at its captured address. The caller orders it
+    /// with other queues.
     pub fn launch(&self, queue: &Queue, buffers: &[&BufferRef], values: &[Scalar]) -> Result<bool> {
         check("buffers", buffers.len(), self.buffers.len())?;
         check("values", values.len(), self.variables.len())?;
         let mut ring = lock(&self.ring);
         let mut s = queue.begin()?;
-        // With the queue's lock, so that nothing moves meanwhile.
+        // The queue's lock is held, so no buffer is moved meanwhile.
         let at = |b: &BufferRef| self.shared.buffer("replay", b).map(SimtBuffer::address);
         for (b, was) in buffers.iter().zip(&self.buffers) {
             if at(b)? != was.at {
@@ -353,7 +354,7 @@ impl SimtReplay {
         for ((w, ty), v) in self.variables.iter().zip(values) {
             ring.words[*w] = const_bits(*ty, *v);
         }
-        // A failure below leaves unknown what lies there.
+        // If a later step fails, the buffer's content is unknown.
         let by = ring.by.take();
         let sent = by == Some(queue.fault_at()) && ring.sent == ring.words;
         if !sent {
@@ -361,8 +362,8 @@ impl SimtReplay {
         }
         let graphs = self.shared.context.api.graphs.as_ref();
         let graphs = graphs.map_err(|f| Error::internal(format!("a graph without {f}")))?;
-        // SAFETY: the buffers lie where they lay, and stay as those of any launch; what else it uses, this
-        // value keeps until it has run.
+        // SAFETY: the buffers are at their captured addresses, checked above, and stay allocated as for any
+        // launch. This value keeps everything else that the graph uses until it has run.
         unsafe { s.launch_graph(graphs, self.exec.raw, !self.faults.is_empty()) }?;
         let now = ring.now;
         match &ring.slots[now] {
@@ -382,7 +383,7 @@ impl SimtReplay {
         Ok(true)
     }
 
-    /// Copies the words through the next slot. It may have to wait for the launch that has it.
+    /// Copies the words through the next slot. Waits if a pending launch still uses it.
     fn send(&self, ring: &mut Ring, queue: &Queue) -> Result<()> {
         ring.now = (ring.now + 1) % SLOTS;
         if let Some(p) = &ring.slots[ring.now] {
@@ -392,8 +393,8 @@ impl SimtReplay {
         let first = ring.now * ring.words.len();
         pages.copy_words(first, &ring.words);
         let bytes = 8 * ring.words.len();
-        // SAFETY: the buffer of arguments has so many bytes, and the slot is left alone until the launch
-        // behind has run.
+        // SAFETY: the argument buffer has `bytes` bytes, the slot lies within the pages, and it is not
+        // written again before its launch has run.
         unsafe { queue.write_raw_later(words.at, pages.at().cast::<u64>().add(first).cast(), bytes) }?;
         ring.sent.copy_from_slice(&ring.words);
         Counts::add(&self.shared.counts.uploads, 1);
@@ -402,7 +403,7 @@ impl SimtReplay {
     }
 }
 
-/// Where the buffers of a recording lie, and what is done with them.
+/// The addresses of a recording's buffers, and how the commands use them.
 fn bound(shared: &Shared, r: &Recording<'_>) -> Result<Vec<Bound>> {
     let mut access = shared.access(r.commands);
     access.settle();
@@ -411,7 +412,7 @@ fn bound(shared: &Shared, r: &Recording<'_>) -> Result<Vec<Bound>> {
         let (at, bytes) = shared.buffer("capture", b)?.span();
         all.add(at, bytes);
         let (reads, writes) = (access.reads.covers(at, at + bytes), access.writes.covers(at, at + bytes));
-        // Of what nobody knows a use, the most is taken.
+        // A buffer with unknown use counts as written.
         buffers.push(Bound { at: at as u64, reads, writes: writes || !reads });
     }
     all.settle();
@@ -431,7 +432,7 @@ fn bound(shared: &Shared, r: &Recording<'_>) -> Result<Vec<Bound>> {
     Ok(buffers)
 }
 
-/// Enqueues the commands in a stream that is captured.
+/// Enqueues the commands in a stream that is being captured.
 fn record(
     shared: &Shared,
     queue: &Queue,
@@ -466,7 +467,7 @@ fn record(
 impl Drop for SimtReplay {
     fn drop(&mut self) {
         let _visit = self.shared.context.visit();
-        // Not every runtime keeps a graph until its launches have run.
+        // Not every runtime keeps a graph alive until its launches have run.
         let slots = &self.ring.get_mut().unwrap_or_else(|e| e.into_inner()).slots;
         for p in slots.iter().flatten() {
             if let Err(e) = p.wait() {

@@ -1,4 +1,4 @@
-//! Streams: further in-order queues of a device, ordered among each other by the runtime's events.
+//! Streams: further in-order queues of a device, ordered among each other by events of the runtime.
 
 use super::device::Shared;
 use super::memory::SimtPages;
@@ -15,17 +15,17 @@ use std::collections::VecDeque;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard};
 use std::time::Duration;
 
-/// How long the watcher looks for more before it ends.
+/// How long the watcher thread waits for new events before it ends.
 const IDLE: Duration = Duration::from_millis(200);
-/// How long it pauses where several events are open.
+/// Polling interval while several events are pending.
 const PAUSE: Duration = Duration::from_micros(50);
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Every update leaves the value whole, so a panic elsewhere does not damage it.
+    // Every update leaves the value consistent, so a poisoned lock is safe to use.
     m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
-/// A thread that completes events that nobody asks for, started when there are any.
+/// A thread that completes events when no caller polls them. Started on demand.
 #[derive(Debug, Default)]
 pub(crate) struct Watcher(Arc<(Mutex<Watched>, Condvar)>);
 
@@ -48,7 +48,7 @@ impl Watcher {
         match thread {
             Ok(_) => w.runs = true,
             Err(e) => {
-                // Whoever waits for them completes them; those of futures are completed now.
+                // Without a thread, waiters complete the events; those with callbacks are completed here.
                 tracing::warn!("no thread for events: {e}");
                 let open = std::mem::take(&mut w.open);
                 drop(w);
@@ -72,7 +72,7 @@ fn watch(both: &(Mutex<Watched>, Condvar)) {
             }
             w.open.drain(..).collect()
         };
-        // Alone, an event is waited for; among several any may be next.
+        // A single event is waited for. Several are polled, because any of them may complete first.
         if let [e] = &open[..]
             && let Some(p) = e.progress()
         {
@@ -92,15 +92,15 @@ fn watch(both: &(Mutex<Watched>, Condvar)) {
     }
 }
 
-/// Pages of the host between two uses, by their sizes.
+/// Free page-locked host buffers, with their sizes.
 #[derive(Debug, Default)]
 pub(crate) struct Staging(Mutex<Vec<(usize, SimtPages)>>);
 
-/// Bytes of pages that are kept.
+/// Maximum bytes of pages kept.
 const KEPT: usize = 64 << 20;
 
 impl Staging {
-    /// Pages of at least so many bytes.
+    /// Pages of at least `bytes` bytes.
     fn take(&self, shared: &Shared, bytes: usize) -> Result<(usize, SimtPages)> {
         let size = bytes.max(4096).next_power_of_two();
         let mut kept = lock(&self.0);
@@ -127,8 +127,7 @@ impl Staging {
     }
 }
 
-/// What is behind an [`Event`]: a point of the stream, and what has to be done when the device has come to
-/// it.
+/// The state behind an [`Event`]: the runtime's event, and what to do when the device reaches it.
 struct Marker {
     shared: Arc<Shared>,
     point: Arc<Point>,
@@ -136,19 +135,19 @@ struct Marker {
     open: Mutex<Option<Open>>,
 }
 
-/// What an event needs until it is done.
+/// What an event holds until it is done.
 struct Open {
     stamps: Vec<(Stamp, Stamp)>,
-    /// Where the fault word went.
+    /// The pages that receive the fault word.
     fault: Option<(usize, SimtPages)>,
-    /// Pages that the device read.
+    /// Pages that the device reads.
     written: Vec<(usize, SimtPages)>,
-    /// Pages that the device wrote, and where they go.
+    /// Pages that the device writes, and the destination of their content.
     read: Option<((usize, SimtPages), Arc<Mutex<Vec<u8>>>)>,
 }
 
 impl Marker {
-    /// The device has come to it. The report is whole afterwards.
+    /// Completes the report once the device has reached the event.
     fn end(&self) {
         let mut open = lock(&self.open);
         let Some(o) = open.take() else { return };
@@ -188,7 +187,7 @@ impl Progress for Asked {
     }
 
     fn wait(&self) {
-        // What became of it is said when the report is made.
+        // `end` reports the error.
         if let Err(e) = self.0.point.wait() {
             tracing::debug!("an event of a stream failed: {e}");
         }
@@ -199,7 +198,7 @@ impl Progress for Asked {
     }
 }
 
-/// What follows the last event.
+/// What has accumulated since the last event.
 #[derive(Debug, Default)]
 struct Since {
     report: Arc<Report>,
@@ -212,12 +211,12 @@ pub(crate) struct SimtStream {
     shared: Arc<Shared>,
     queue: Queue,
     lane: u64,
-    /// Held over every call, so that a report and the queue agree.
+    /// Held during every call, so that the report matches the queue's content.
     since: Mutex<Since>,
 }
 
 impl SimtStream {
-    /// A stream over a queue of its own. `own` is the device's.
+    /// Creates a stream with its own queue. `own` is the device's queue.
     pub fn new(shared: &Arc<Shared>, own: &Queue, queue: Queue) -> Result<SimtStream> {
         let lane = shared.lanes.open(own)?;
         Ok(SimtStream { shared: shared.clone(), queue, lane, since: Mutex::default() })
@@ -232,7 +231,7 @@ impl SimtStream {
         self.shared.lanes.ordered(self.lane, &self.queue, access, f)
     }
 
-    /// Ends the report under way in an event.
+    /// Records an event that ends the current report.
     fn close(
         &self,
         since: &mut Since,
@@ -243,7 +242,8 @@ impl SimtStream {
             fault = Some(self.shared.staging.take(&self.shared, 4)?);
         }
         let enqueue = || match &fault {
-            // SAFETY: the pages are the marker's from here on, or wait below for the queue.
+            // SAFETY: `pages` moves to the marker, which waits before it releases them; after an error
+            // `finish` below waits for the queue.
             Some((_, pages)) => unsafe { self.queue.move_fault(pages) },
             None => Ok(()),
         };
@@ -260,7 +260,7 @@ impl SimtStream {
         let (shared, open) = (self.shared.clone(), Mutex::new(Some(open)));
         let marker = Arc::new(Marker { shared, point, report: report.clone(), open });
         let event = Event::new(report, Some(Box::new(Asked(marker))));
-        // Pages go back, and futures wake, though nobody asks.
+        // Ensures that pages are released and futures woken even if no caller polls.
         self.shared.watcher.watch(event.clone());
         Ok(event)
     }
@@ -294,13 +294,13 @@ impl Stream for SimtStream {
         }
         let pages = self.shared.staging.take(&self.shared, bytes.len())?;
         pages.1.copy_from(bytes);
-        // SAFETY: the range was checked; the pages live until the stream's next event is done, which the drop
-        // makes too.
+        // SAFETY: the range was validated. `pages` has `bytes.len()` bytes and lives until the stream's next
+        // event is done; dropping the stream waits too.
         let write = || unsafe { self.queue.write_later(b, offset, pages.1.at(), bytes.len()) };
         let made = self.ordered(|| b.writing(), write);
         since.written.push(pages);
         made?;
-        // Without an event for long, the pages would be ever more.
+        // Without events, the pages would accumulate without bound.
         if since.written.iter().map(|p| p.0).sum::<usize>() > KEPT {
             self.queue.finish()?;
             since.written.drain(..).for_each(|p| self.shared.staging.give(p));
@@ -317,8 +317,8 @@ impl Stream for SimtStream {
         let to = Arc::new(Mutex::new(halcyon_ir::host::zeros(bytes, "a copy to the host")?));
         let pages = self.shared.staging.take(&self.shared, bytes)?;
         if bytes > 0 {
-            // SAFETY: the range was checked; the pages are the event's below, and after an error wait for the
-            // queue.
+            // SAFETY: the range was validated. `pages` has `bytes` bytes, is used by nothing else and moves
+            // to the event below; after an error `finish` waits for the queue.
             let read = || unsafe { self.queue.read_later(b, offset, pages.1.at(), bytes) };
             if let Err(e) = self.ordered(|| b.reading(), read) {
                 self.queue.finish()?;
@@ -345,7 +345,7 @@ impl Stream for SimtStream {
             Some(m) => self
                 .ordered(Access::default, || self.queue.behind(std::slice::from_ref(&m.0.point)))
                 .map(drop),
-            // The runtime has no events of other libraries. What failed there is told there.
+            // Events of other libraries are unknown to the runtime. Their own waiters see the error.
             None => {
                 if let Err(e) = event.wait() {
                     tracing::debug!("an event of another device failed: {e}");
@@ -359,7 +359,7 @@ impl Stream for SimtStream {
 impl Drop for SimtStream {
     fn drop(&mut self) {
         let _visit = self.shared.context.visit();
-        // Pages that it wrote from are still in use until then.
+        // Pages that the device reads or writes are in use until then.
         if let Err(e) = self.queue.finish() {
             tracing::warn!(device = self.shared.context.id, "a stream ends with {e}");
         }

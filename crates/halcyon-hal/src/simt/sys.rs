@@ -1,6 +1,6 @@
-//! Functions of the two runtimes, loaded at run time. HIP has CUDA's driver interface under its own names, so
-//! one table has a row for each function with both names. (CUDA: "CUDA Driver API" and "NVRTC" of the
-//! toolkit's documentation; HIP: `hip_runtime_api.h` and `hiprtc.h`.)
+//! Functions of the two runtimes, loaded at run time. HIP has CUDA's driver API under its own names, so one
+//! table lists both names of each function. (CUDA: "CUDA Driver API" and "NVRTC" of the toolkit's
+//! documentation; HIP: `hip_runtime_api.h` and `hiprtc.h`.)
 
 use super::{Family, VendorLibrary, python};
 use crate::{Error, Result};
@@ -10,34 +10,34 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-/// What a function gives: 0 is success. The numbers of the errors are the same in both runtimes.
+/// A function's result: 0 is success. Both runtimes use the same error numbers.
 pub type Code = c_int;
-/// A stream, an event, a module or a function.
+/// A stream, event, module or function.
 pub type Handle = *mut c_void;
-/// An address on a device.
+/// A device address.
 pub type Address = u64;
 
 pub const SUCCESS: Code = 0;
-/// What [`Family::load`] loads, in errors.
+/// The name in errors of the library loaded by [`Family::load`].
 const RUNTIME: &str = "runtime";
 pub const OUT_OF_MEMORY: Code = 2;
-/// What initialising gives where there is no device: "no device", of HIP "invalid device" too.
+/// Results of initialisation if there is no device: "no device", in HIP also "invalid device".
 pub const NONE: [Code; 2] = [100, 101];
 pub const NOT_READY: Code = 600;
 pub const PEER_ENABLED: Code = 704;
-/// What loading a module gives where the driver cannot use what the compiler made: its format, no code for
-/// the device, PTX that is wrong, without a compiler, too new, or not permitted.
+/// Errors of module loading that mean that the driver cannot use the compiler's output: wrong format, no code
+/// for the device, invalid PTX, no PTX compiler, PTX version too new, or not permitted.
 pub const REFUSED: [Code; 6] = [200, 209, 218, 221, 222, 223];
-/// Of a stream: it does not wait for the default one.
+/// Stream flag: no implicit synchronisation with the default stream.
 pub const NON_BLOCKING: c_uint = 1;
-/// Of an event: nobody asks when it was.
+/// Event flag: no time stamp is recorded.
 pub const DISABLE_TIMING: c_uint = 2;
-/// Of a capture: only the thread that records is kept from calls that could wait.
+/// Capture mode: only the capturing thread is forbidden to make calls that could synchronise.
 pub const THREAD_LOCAL: c_int = 1;
-/// Of host memory: every context may copy from it.
+/// Host memory flag: usable from every context.
 pub const PORTABLE: c_uint = 1;
 
-/// Which of the two names of a function counts.
+/// Which of a function's two names applies.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub enum Side {
     Cuda,
@@ -53,7 +53,7 @@ macro_rules! functions {
         }
 
         impl $table {
-            /// The functions of a library, or the name of the one that it lacks.
+            /// Resolves the functions in a library; the error is the name of a missing one.
             pub(crate) fn resolve(lib: &libloading::Library, side: $crate::simt::sys::Side) -> std::result::Result<$table, &'static str> {
                 Ok($table {
                     $($field: {
@@ -61,7 +61,7 @@ macro_rules! functions {
                             $crate::simt::sys::Side::Cuda => $cuda,
                             $crate::simt::sys::Side::Hip => $hip,
                         };
-                        // SAFETY: the type is the one that both interfaces give this function.
+                        // SAFETY: both APIs declare this function with this type.
                         let f = unsafe {
                             lib.get::<unsafe extern "system" fn($($argument),*) -> $crate::simt::sys::Code>(name.as_bytes())
                         };
@@ -75,7 +75,7 @@ macro_rules! functions {
 pub(super) use functions;
 
 functions! {
-    /// The runtime.
+    /// Functions of the runtime.
     Functions {
         init: "cuInit", "hipInit", (c_uint);
         driver_version: "cuDriverGetVersion", "hipDriverGetVersion", (*mut c_int);
@@ -114,7 +114,7 @@ functions! {
 }
 
 functions! {
-    /// Captured graphs, which older runtimes lack.
+    /// Functions for captured graphs; older runtimes lack them.
     GraphFunctions {
         begin: "cuStreamBeginCapture_v2", "hipStreamBeginCapture", (Handle, c_int);
         end: "cuStreamEndCapture", "hipStreamEndCapture", (Handle, *mut Handle);
@@ -126,7 +126,7 @@ functions! {
 }
 
 functions! {
-    /// The run-time compiler.
+    /// Functions of the run-time compiler.
     CompilerFunctions {
         version: "nvrtcVersion", "hiprtcVersion", (*mut c_int, *mut c_int);
         create: "nvrtcCreateProgram", "hiprtcCreateProgram",
@@ -141,7 +141,7 @@ functions! {
 }
 
 functions! {
-    /// What NVRTC alone has, since 11.2: which generations it knows, and PTX, which the driver compiles.
+    /// Functions of NVRTC only, since 11.2: the known architectures, and PTX, which the driver compiles.
     PtxFunctions {
         generations: "nvrtcGetNumSupportedArchs", "nvrtcGetNumSupportedArchs", (*mut c_int);
         generation: "nvrtcGetSupportedArchs", "nvrtcGetSupportedArchs", (*mut c_int);
@@ -150,25 +150,25 @@ functions! {
     }
 }
 
-/// A function of a library, or its name. Its type is the one that the interface gives it.
+/// Resolves one function of a library; the error is its name. The type must be the one that the API declares.
 macro_rules! get {
     ($lib:ident, $name:literal, ($($argument:ty),*)) => {{
-        // SAFETY: as said above.
+        // SAFETY: the uses below pass the type that the API declares for the function.
         let f = unsafe { $lib.get::<unsafe extern "system" fn($($argument),*) -> Code>($name.as_bytes()) };
         *f.map_err(|_| $name)?
     }};
 }
 
 impl PtxFunctions {
-    /// Numbers of the generations that the compiler knows; none where it does not tell.
+    /// The architectures that the compiler knows, as numbers; empty if it does not report them.
     fn known(&self) -> Vec<u32> {
         let mut n = 0;
-        // SAFETY: one number is written.
+        // SAFETY: the compiler writes one number to `n`.
         if unsafe { (self.generations)(&mut n) } != SUCCESS {
             return vec![];
         }
         let mut all: Vec<c_int> = vec![0; usize::try_from(n).unwrap_or(0)];
-        // SAFETY: as many numbers are written as the compiler said just now.
+        // SAFETY: `all` has room for as many numbers as the compiler reported above.
         match unsafe { (self.generation)(all.as_mut_ptr()) } {
             SUCCESS => all.into_iter().filter_map(|g| u32::try_from(g).ok()).collect(),
             _ => vec![],
@@ -176,19 +176,19 @@ impl PtxFunctions {
     }
 }
 
-/// Whether a device reaches another one's memory.
+/// Queries whether a device can access another one's memory.
 type CanAccess = unsafe extern "system" fn(*mut c_int, c_int, c_int) -> Code;
 
-/// How memory gets from one device to another.
+/// The functions that copy memory between devices.
 #[derive(Clone, Copy, Debug)]
 pub enum Peers {
-    /// CUDA names both by their contexts.
+    /// CUDA identifies devices by their contexts.
     Contexts {
         can: CanAccess,
         enable: unsafe extern "system" fn(Handle, c_uint) -> Code,
         copy: unsafe extern "system" fn(Address, Handle, Address, Handle, usize, Handle) -> Code,
     },
-    /// HIP by their numbers.
+    /// HIP identifies devices by their numbers.
     Devices {
         can: CanAccess,
         enable: unsafe extern "system" fn(c_int, c_uint) -> Code,
@@ -213,10 +213,10 @@ impl Peers {
     }
 }
 
-/// How a thread says which device its next calls mean.
+/// How a thread selects the device of its next calls.
 #[derive(Clone, Copy)]
 enum Current {
-    /// CUDA: the device's primary context, which is retained first.
+    /// CUDA: the device's primary context, which must be retained first.
     Context {
         retain: unsafe extern "system" fn(*mut Handle, c_int) -> Code,
         release: unsafe extern "system" fn(c_int) -> Code,
@@ -224,7 +224,7 @@ enum Current {
         push: unsafe extern "system" fn(Handle) -> Code,
         pop: unsafe extern "system" fn(*mut Handle) -> Code,
     },
-    /// HIP: its number.
+    /// HIP: the device number.
     Device {
         set: unsafe extern "system" fn(c_int) -> Code,
         get: unsafe extern "system" fn(*mut c_int) -> Code,
@@ -235,7 +235,7 @@ enum Current {
 #[allow(missing_debug_implementations)]
 pub struct Api {
     pub f: Functions,
-    /// Or the function that is missing.
+    /// The error is the name of a missing function.
     pub graphs: std::result::Result<GraphFunctions, &'static str>,
     pub peers: std::result::Result<Peers, &'static str>,
     current: Current,
@@ -251,7 +251,7 @@ pub struct Compiler {
     pub library: String,
     pub family: &'static Family,
     pub version: (i32, i32),
-    /// Numbers of the generations that it knows (90 is sm_90), as far as it tells.
+    /// The architectures that it knows, as numbers (90 is sm_90); empty if it does not report them.
     pub generations: Vec<u32>,
 }
 
@@ -268,7 +268,7 @@ impl std::fmt::Debug for Compiler {
 }
 
 impl Compiler {
-    /// `libnvrtc.so.12 12.9`.
+    /// For messages: `libnvrtc.so.12 12.9`.
     pub fn describe(&self) -> String {
         format!("{} {}.{}", self.library, self.version.0, self.version.1)
     }
@@ -293,10 +293,10 @@ impl Current {
 }
 
 impl Api {
-    /// The first number of the version of the interface that the driver has.
+    /// Major version of the driver's API.
     pub fn major(&self) -> Option<u32> {
         let mut v = 0;
-        // SAFETY: one number is written.
+        // SAFETY: the runtime writes one number to `v`.
         let code = unsafe { (self.f.driver_version)(&mut v) };
         let v = u32::try_from(v).ok().filter(|v| code == SUCCESS && *v > 0)?;
         Some(match self.family.side {
@@ -306,11 +306,11 @@ impl Api {
     }
 }
 
-/// A device that this process holds open; calls of the runtime mean it after [`Context::enter`].
+/// A retained device context. After [`Context::enter`], the thread's runtime calls refer to this device.
 #[derive(Debug)]
 pub struct Context {
     pub api: &'static Api,
-    /// The runtime's number of the device.
+    /// The runtime's device number.
     pub device: c_int,
     /// CUDA's primary context; null in HIP.
     raw: Handle,
@@ -318,16 +318,16 @@ pub struct Context {
     pub id: String,
 }
 
-// SAFETY: a context is a name inside of the runtime, whose functions may be called from any thread.
+// SAFETY: `raw` is an opaque handle of the runtime, whose functions may be called from any thread.
 unsafe impl Send for Context {}
-// SAFETY: as above.
+// SAFETY: no field is modified after construction, and the runtime's functions are thread-safe.
 unsafe impl Sync for Context {}
 
 impl Context {
     pub fn new(api: &'static Api, device: c_int, id: String) -> Result<Context> {
         let mut raw: Handle = std::ptr::null_mut();
         if let Current::Context { retain, .. } = api.current {
-            // SAFETY: the device was listed by the runtime.
+            // SAFETY: `device` is a number from the runtime's list; one handle is written to `raw`.
             check(api, &id, "cuDevicePrimaryCtxRetain", unsafe { retain(&mut raw, device) })?;
         }
         let c = Context { api, device, raw, id };
@@ -335,12 +335,12 @@ impl Context {
         Ok(c)
     }
 
-    /// Bytes of the device's memory that nobody uses, as the runtime tells now. A device in the machine's
-    /// memory has no more than that.
+    /// Free device memory in bytes, as the runtime reports it. For a device that shares host memory, at most
+    /// the host's free memory.
     pub fn free_memory(&self, unified: bool) -> Option<u64> {
         self.enter().ok()?;
         let (mut free, mut total) = (0usize, 0usize);
-        // SAFETY: two numbers are written.
+        // SAFETY: the runtime writes one number each to `free` and `total`.
         let code = unsafe { (self.api.f.memory_info)(&mut free, &mut total) };
         let told = (code == SUCCESS).then_some(free as u64);
         let host = if unified { halcyon_ir::host::memory().map(|m| m.0) } else { None };
@@ -350,29 +350,29 @@ impl Context {
         }
     }
 
-    /// The next calls of this thread are about this device.
+    /// Makes this device the target of the calling thread's next calls.
     pub fn enter(&self) -> Result<()> {
         let (call, code) = match self.api.current {
-            // SAFETY: the context is retained.
+            // SAFETY: `new` retained the context.
             Current::Context { set, .. } => ("cuCtxSetCurrent", unsafe { set(self.raw) }),
-            // SAFETY: the device was listed by the runtime.
+            // SAFETY: `self.device` is a number from the runtime's list.
             Current::Device { set, .. } => ("hipSetDevice", unsafe { set(self.device) }),
         };
         self.check(call, code)
     }
 
-    /// The calls of this thread are about this device until the value goes, and then about what they were
-    /// about before: for what is given back in the middle of something else, maybe another device's work.
+    /// Makes this device the target of the thread's calls until the returned value is dropped, then restores
+    /// the previous one. Used by destructors, which may run in the middle of another device's work.
     pub fn visit(&self) -> Result<Visit<'_>> {
         let mut before = None;
         match self.api.current {
             Current::Context { push, .. } => {
-                // SAFETY: the context is retained.
+                // SAFETY: `new` retained the context.
                 self.check("cuCtxPushCurrent", unsafe { push(self.raw) })?;
             }
             Current::Device { get, .. } => {
                 let mut device = 0;
-                // SAFETY: one number is written.
+                // SAFETY: the runtime writes one number to `device`.
                 self.check("hipGetDevice", unsafe { get(&mut device) })?;
                 before = Some(device).filter(|d| *d != self.device);
                 self.enter()?;
@@ -385,18 +385,19 @@ impl Context {
     pub fn reaches(&self, peers: Peers, other: &Context) -> Result<bool> {
         let (Peers::Contexts { can, .. } | Peers::Devices { can, .. }) = peers;
         let mut yes = 0;
-        // SAFETY: one number is written; the runtime listed both devices.
+        // SAFETY: the runtime writes one number to `yes`; both device numbers are from its list.
         let code = unsafe { can(&mut yes, self.device, other.device) };
         self.check("asking for access to another device", code)?;
         Ok(yes != 0)
     }
 
-    /// Lets this device, which the thread has entered, use another one's memory. Doing it again is no error.
+    /// Enables access to another device's memory. The thread must have entered this device. Repeated calls
+    /// succeed.
     pub fn reach(&self, peers: Peers, other: &Context) -> Result<()> {
         let code = match peers {
-            // SAFETY: the context is retained; no flag is defined.
+            // SAFETY: `other.raw` is a retained context; no flags are defined.
             Peers::Contexts { enable, .. } => unsafe { enable(other.raw, 0) },
-            // SAFETY: the runtime listed the device; no flag is defined.
+            // SAFETY: `other.device` is a number from the runtime's list; no flags are defined.
             Peers::Devices { enable, .. } => unsafe { enable(other.device, 0) },
         };
         match code {
@@ -408,7 +409,8 @@ impl Context {
     /// Enqueues a copy from another device in a stream of this one.
     ///
     /// # Safety
-    /// Both ranges lie in live allocations of their devices, until it is done.
+    /// Both ranges of `bytes` bytes must lie in live allocations of their devices until the copy is done, and
+    /// `stream` must be a live stream of this device.
     pub unsafe fn copy_peer(
         &self,
         peers: Peers,
@@ -418,9 +420,10 @@ impl Context {
         stream: Handle,
     ) -> Code {
         match peers {
-            // SAFETY: the caller's word.
+            // SAFETY: `copy_peer` requires valid ranges and a live stream; both contexts are retained.
             Peers::Contexts { copy, .. } => unsafe { copy(to, self.raw, from, other.raw, bytes, stream) },
-            // SAFETY: the caller's word.
+            // SAFETY: `copy_peer` requires valid ranges and a live stream; both device numbers are from the
+            // runtime's list.
             Peers::Devices { copy, .. } => unsafe {
                 copy(to, self.device, from, other.device, bytes, stream)
             },
@@ -437,7 +440,7 @@ impl Context {
 #[derive(Debug)]
 pub struct Visit<'a> {
     context: &'a Context,
-    /// The device that HIP had chosen, if it was another one.
+    /// The device that was current in HIP, if it was another one.
     before: Option<c_int>,
 }
 
@@ -446,10 +449,11 @@ impl Drop for Visit<'_> {
         let code = match (self.context.api.current, self.before) {
             (Current::Context { pop, .. }, _) => {
                 let mut popped: Handle = std::ptr::null_mut();
-                // SAFETY: one handle is written; the context was pushed by this thread.
+                // SAFETY: the runtime writes one handle to `popped`; `visit` pushed the context in this
+                // thread.
                 unsafe { pop(&mut popped) }
             }
-            // SAFETY: the runtime said so of itself.
+            // SAFETY: `hipGetDevice` returned this number in `visit`.
             (Current::Device { set, .. }, Some(device)) => unsafe { set(device) },
             (Current::Device { .. }, None) => SUCCESS,
         };
@@ -463,7 +467,8 @@ impl Drop for Visit<'_> {
 impl Drop for Context {
     fn drop(&mut self) {
         if let Current::Context { release, .. } = self.api.current {
-            // SAFETY: it was retained once, and all that was made in it is gone: it holds this value.
+            // SAFETY: `new` retained the context once, and everything created in it holds this value and is
+            // gone.
             let code = unsafe { release(self.device) };
             if code != SUCCESS {
                 tracing::warn!(device = self.id, code = %code_name(self.api.family, code), "the context could not be released");
@@ -472,8 +477,8 @@ impl Drop for Context {
     }
 }
 
-/// An error's name and number. HIP's names are CUDA's in another spelling, so the number stands with a word
-/// for both.
+/// An error's name and number. HIP's error names differ only in spelling, so the number is given with one
+/// text for both.
 pub fn code_name(family: &Family, code: Code) -> String {
     let s = match code {
         1 => "invalid value",
@@ -550,13 +555,13 @@ fn check(api: &Api, device: &str, call: &str, code: Code) -> Result<()> {
     if code == SUCCESS { Ok(()) } else { Err(driver_error(api.family, device, call, code)) }
 }
 
-/// A variable's value that is not empty.
+/// A non-empty environment variable.
 fn variable(name: &str) -> Option<String> {
     std::env::var_os(name).filter(|v| !v.is_empty()).map(|v| v.to_string_lossy().into_owned())
 }
 
 impl Family {
-    /// Names and paths of the runtime to try, in order.
+    /// Names and paths to try for the runtime, in order.
     pub fn candidates(&self) -> Vec<String> {
         match variable(self.library_variable) {
             Some(named) => vec![named],
@@ -564,8 +569,8 @@ impl Family {
         }
     }
 
-    /// Names and paths of the run-time compiler to try, in order: the loader's path, the toolkit's folders,
-    /// Python's packages.
+    /// Names and paths to try for the run-time compiler, in order: the loader's path, the toolkit's
+    /// directories, Python packages.
     pub fn compiler_candidates(&self) -> Vec<String> {
         match variable(self.compiler_variable) {
             Some(named) => vec![named],
@@ -573,7 +578,7 @@ impl Family {
         }
     }
 
-    /// Names and paths of one of the vendor's other libraries to try, in order.
+    /// Names and paths to try for another vendor library, in order.
     pub fn library_candidates(&self, l: &VendorLibrary) -> Vec<String> {
         match variable(l.variable) {
             Some(named) => vec![named],
@@ -581,7 +586,7 @@ impl Family {
         }
     }
 
-    /// What is loaded when a device is opened: the compiler and the vendor's other libraries.
+    /// Libraries that are loaded when a device is opened: the compiler and the other vendor libraries.
     pub fn later(&self) -> Vec<String> {
         let more = [Some(&self.products), self.plain_products.as_ref(), self.convolutions.as_ref()];
         let more = more.into_iter().flatten().flat_map(|l| self.library_candidates(l));
@@ -604,10 +609,10 @@ impl Family {
         all
     }
 
-    /// The runtime. A failure is not remembered, so a library installed later is found.
+    /// Loads the runtime. Failures are not remembered, so a library installed later is found.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] with the loader's reason for every name tried.
+    /// [`Error::Unavailable`] with the loader's message for every name tried.
     pub fn load(&'static self, names: &[String]) -> Result<&'static Api> {
         static LOADED: Mutex<BTreeMap<String, &'static Api>> = Mutex::new(BTreeMap::new());
         self.first(&LOADED, names, RUNTIME, self.fix, &|lib, name| {
@@ -618,7 +623,7 @@ impl Family {
         })
     }
 
-    /// The run-time compiler.
+    /// Loads the run-time compiler.
     ///
     /// # Errors
     /// As [`Family::load`].
@@ -631,7 +636,7 @@ impl Family {
                 Side::Hip => None,
             };
             let mut version = (0, 0);
-            // SAFETY: two numbers are written.
+            // SAFETY: the compiler writes one number each to the two fields.
             unsafe { (f.version)(&mut version.0, &mut version.1) };
             let generations = ptx.as_ref().map_or_else(Vec::new, PtxFunctions::known);
             Ok(Compiler { f, ptx, library: name.into(), family: self, version, generations })
@@ -650,13 +655,13 @@ impl Family {
         let _driver = crate::chatter::capture(self.kind.id());
         let mut tried = vec![];
         for name in names {
-            // Both families may be given one library by name.
+            // One library name may be given for both families.
             let key = format!("{} {name}", self.kind);
             if let Some(t) = loaded.get(&key) {
                 return Ok(t);
             }
-            // SAFETY: loading runs the library's initialisers. It is the vendor's by its name or by the
-            // user's word.
+            // SAFETY: loading runs the library's initialisers. By its name, or because the user named it, it
+            // is the vendor's library.
             let lib = match unsafe { Library::new(name) } {
                 Ok(l) => l,
                 Err(e) => {
@@ -666,7 +671,7 @@ impl Family {
             };
             match resolve(&lib, name) {
                 Ok(t) => {
-                    // Drivers leave threads and exit handlers behind, so the library stays.
+                    // Drivers leave threads and exit handlers behind, so the library is never unloaded.
                     std::mem::forget(lib);
                     let t: &'static T = Box::leak(Box::new(t));
                     loaded.insert(key, t);
@@ -683,9 +688,9 @@ impl Family {
     }
 }
 
-/// Names in the order in which they promise most beside a driver of this major version: its own and older
-/// ones, newest first; those whose names do not tell; newer ones. For libraries that have the version of CUDA
-/// or HIP in their file names.
+/// Sorts names by how likely they work with a driver of this major version: its own and older versions,
+/// newest first; names without a version; newer versions. For libraries with the version of CUDA or HIP in
+/// their file names.
 pub fn by_major(mut names: Vec<String>, driver: u32) -> Vec<String> {
     names.sort_by_cached_key(|n| match major_of(n) {
         Some(m) if m <= driver => (0, driver - m),
@@ -695,8 +700,8 @@ pub fn by_major(mut names: Vec<String>, driver: u32) -> Vec<String> {
     names
 }
 
-/// The major version in a file name: `libnvrtc.so.12`, `nvrtc64_120_0.dll`. Links are followed to the name
-/// that tells.
+/// The major version in a file name: `libnvrtc.so.12`, `nvrtc64_120_0.dll`. Follows links until a name
+/// contains it.
 fn major_of(name: &str) -> Option<u32> {
     let of = |file: &str| -> Option<u32> {
         match (file.split_once(".so."), file.strip_suffix(".dll")) {
@@ -704,7 +709,7 @@ fn major_of(name: &str) -> Option<u32> {
             (None, Some(stem)) => {
                 let v = stem.split_once("64_")?.1.split('_').next()?;
                 let v: u32 = v.parse().ok()?;
-                // With the minor version's digit (`120`), or alone (`12`).
+                // With the minor version's digit (`120`) or without (`12`).
                 Some(if v >= 100 { v / 10 } else { v })
             }
             _ => None,

@@ -1,8 +1,7 @@
-//! Which run-time compiler makes a device's kernels.
+//! Choice of the run-time compiler for a device.
 //!
-//! A machine may have several: of the toolkit, of Python's packages, newer than the driver or older than the
-//! card. So each is asked for one trivial kernel, which the driver has to load, and the next one is tried
-//! where it does not.
+//! A machine may have several: the toolkit's, those of Python packages, versions newer than the driver or too
+//! old for the device. Each is tried with a trivial kernel, which the driver must load, until one succeeds.
 
 use super::adapter::Adapter;
 use super::program::{Function, Output};
@@ -12,44 +11,44 @@ use crate::{Error, Result};
 use std::collections::BTreeSet;
 use std::sync::{Arc, Mutex};
 
-/// A kernel that every compiler makes and every device runs.
+/// A kernel that every compiler accepts and every device runs.
 const TRIVIAL: (&str, &str) = (
     "halcyon_loads",
     "extern \"C\" __global__ void __launch_bounds__(1)\nhalcyon_loads(unsigned int* x) {\n  x[0] = 1u;\n}\n",
 );
 
-/// A run-time compiler and how it is asked for kernels of one device.
+/// A run-time compiler with its settings for one device.
 #[derive(Debug)]
 pub struct Toolchain {
     pub compiler: &'static Compiler,
     flags: Vec<String>,
     output: Output,
-    /// What the text of a kernel does not say and its binary depends on, beside the flags.
+    /// Properties of the device that a kernel's binary depends on, besides its text and the flags.
     device: [String; 2],
-    /// Compilers that are not used, and why.
+    /// Compilers that were rejected, and why.
     pub passed: Vec<String>,
 }
 
-/// How a compiler serves a device.
+/// How to use a compiler for a device.
 struct Service {
     flags: Vec<String>,
     output: Output,
 }
 
-/// What a compiler was found to be good for.
+/// The result of trying a compiler.
 enum Verdict {
     Loads,
-    /// Why another compiler may do better.
+    /// Another compiler may work better; the reason.
     No(String),
 }
 
 impl Toolchain {
-    /// The first of these compilers whose kernels the device loads, as `family`'s order and the driver's
-    /// version have them; those that make PTX alone, since they do not know the device yet, and those of a
-    /// newer major version than the driver come last.
+    /// The first of these compilers whose kernels the device loads, in the order of `family` and the driver's
+    /// version. Compilers that can only make PTX because they do not know the device yet, and those of a
+    /// newer major version than the driver, come last.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where there is none, with a reason for each; errors of a device that fails
+    /// [`Error::Unavailable`] if there is none, with a reason for each; errors of a device that fails
     /// otherwise.
     pub fn choose(
         adapter: &Adapter,
@@ -60,7 +59,7 @@ impl Toolchain {
         let family = adapter.api.family;
         let info = adapter.info();
         let architecture = adapter.architecture();
-        // Said of the device, so it is no reason to look at compilers.
+        // An unknown architecture is a problem of the device, so no compiler is tried.
         (family.flags)(architecture.as_deref()).ok_or_else(|| {
             Error::unsupported(
                 format!("{}: the driver does not tell its architecture", info.id),
@@ -95,7 +94,7 @@ impl Toolchain {
             };
             let newer = family.side == Side::Cuda && major.is_some_and(|m| compiler.version.0 > m as i32);
             if newer || service.output == Output::Ptx {
-                // Of those the newest knows most.
+                // Among these, the newest compiler comes first.
                 let rank = (newer, std::cmp::Reverse(compiler.version));
                 later.push((rank, made(compiler, service)));
                 continue;
@@ -128,7 +127,7 @@ impl Toolchain {
         })
     }
 
-    /// `libnvrtc.so.12 12.9`, and what it makes where that is not the device's own code.
+    /// For messages: `libnvrtc.so.12 12.9`, and its output format if that is not the device's own code.
     pub fn describe(&self) -> String {
         let what = match self.output {
             Output::Binary => String::new(),
@@ -140,7 +139,7 @@ impl Toolchain {
         format!("{}{what}", self.compiler.describe())
     }
 
-    /// Whether the device loads a kernel of it. What was found is kept for the process.
+    /// Whether the device loads a kernel from this compiler. Success is remembered for the process.
     fn proven(&self, context: &Arc<Context>, disk: Option<&DiskCache>) -> Result<Verdict> {
         static GOOD: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
         let key = format!("{} {} {:?}", context.id, self.compiler.library, self.flags);
@@ -148,7 +147,8 @@ impl Toolchain {
         if good.contains(&key) {
             return Ok(Verdict::Loads);
         }
-        // One that cannot compile is not excused by what another one of its version left on the disk.
+        // The library's name is part of the text, so that the compiler is not accepted because of a binary
+        // that another one of the same version left in the disk cache.
         let (name, text) = (TRIVIAL.0, format!("// {}\n{}", self.compiler.library, TRIVIAL.1));
         match self.build(context, disk, name, &text, name, 1) {
             Ok(_) => {
@@ -161,7 +161,7 @@ impl Toolchain {
         }
     }
 
-    /// An entry point of source text, and whether its binary came from the disk.
+    /// An entry point of source text, and whether its binary came from the disk cache.
     pub fn build(
         &self,
         context: &Arc<Context>,
@@ -171,8 +171,8 @@ impl Toolchain {
         entry: &str,
         items: u32,
     ) -> Result<(Function, bool), Failed> {
-        // The text stands for the kernel's key: it also changes when a renderer does. The flags tell what is
-        // made of it.
+        // The text serves as the kernel's key because it also changes when a renderer does. The flags
+        // determine what is compiled from it.
         let version = format!("{:?}", self.compiler.version);
         let mut parts = vec![text.as_bytes(), version.as_bytes(), env!("CARGO_PKG_VERSION").as_bytes()];
         parts.extend(self.device.iter().map(|d| d.as_bytes()));
@@ -196,7 +196,7 @@ impl Toolchain {
                 }
             }
         }
-        // hipRTC may ask which device is meant.
+        // hipRTC may query the current device.
         context.enter().map_err(Failed::Other)?;
         let binary = self
             .compiler
@@ -210,20 +210,20 @@ impl Toolchain {
     }
 }
 
-/// How a compiler makes kernels for an architecture, or why it cannot.
+/// How to use a compiler for an architecture, or why it cannot be used.
 fn serve(compiler: &Compiler, architecture: Option<&str>) -> Result<Service, String> {
     let family = compiler.family;
     let flags =
         |a: Option<&str>| (family.flags)(a).ok_or_else(|| "the architecture is not known".to_string());
     let own = || Ok(Service { flags: flags(architecture)?, output: Output::Binary });
-    // AMD's compilers say what they know by refusing.
+    // AMD's compilers do not list architectures; they report an unknown one when compiling.
     let Some(number) = architecture.and_then(|a| a.strip_prefix("sm_")?.parse::<u32>().ok()) else {
         return own();
     };
     if compiler.generations.is_empty() || compiler.generations.contains(&number) {
         return own();
     }
-    // Code for one generation runs on later ones when the driver compiles it.
+    // PTX for one architecture also runs on later ones, because the driver compiles it.
     match compiler.generations.iter().filter(|g| **g < number).max() {
         Some(g) if compiler.ptx.is_some() => {
             Ok(Service { flags: flags(Some(&format!("compute_{g}")))?, output: Output::Ptx })
@@ -232,16 +232,16 @@ fn serve(compiler: &Compiler, architecture: Option<&str>) -> Result<Service, Str
     }
 }
 
-/// Why there is no entry point.
+/// Why an entry point could not be built.
 #[derive(Debug)]
 pub enum Failed {
-    /// The driver does not take what the compiler made.
+    /// The driver rejects the compiler's output.
     Refused(Error),
     Other(Error),
 }
 
 impl Failed {
-    /// By what loading a module gave.
+    /// Classifies the result of loading a module.
     pub fn of(code: sys::Code, error: Error) -> Failed {
         if REFUSED.contains(&code) { Failed::Refused(error) } else { Failed::Other(error) }
     }

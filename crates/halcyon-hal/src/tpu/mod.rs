@@ -1,6 +1,6 @@
-//! Tensor processing units, by a PJRT plugin (`libtpu.so`). The plugin is looked for, loaded and asked for
-//! its version; execution is not supported yet, so there are never devices here, and the reason says what was
-//! found.
+//! Tensor processing units, through a PJRT plugin (`libtpu.so`). The plugin is searched for, loaded and
+//! queried for its version. Execution is not supported yet, so no devices are listed; the reason names what
+//! was found.
 
 pub mod sys;
 
@@ -26,7 +26,7 @@ impl Driver for TpuDriver {
     }
 }
 
-/// A plugin is loaded in a child alone: it can end the process that loads it, and nothing here could use it.
+/// The plugin is loaded only in a child: it can crash the process, and this process has no use for it.
 pub static LOOK: Look = Look {
     backend: BackendType::Tpu,
     here: || Err(unavailable(&sys::candidates())),
@@ -41,7 +41,7 @@ pub static LOOK: Look = Look {
     state: Mutex::new(State::new()),
 };
 
-/// What these names of plugins led to.
+/// The error for these plugin names, with what was found.
 fn unavailable(names: &[String]) -> Error {
     let backend = BackendType::Tpu.id().to_string();
     let (mut tried, mut found) = (vec![], None);

@@ -1,4 +1,4 @@
-//! The head of a PJRT plugin's table of functions (OpenXLA, `xla/pjrt/c/pjrt_c_api.h`): enough to ask for its
+//! The start of a PJRT plugin's function table (OpenXLA, `xla/pjrt/c/pjrt_c_api.h`): enough to query its
 //! version.
 
 use std::collections::BTreeMap;
@@ -6,7 +6,7 @@ use std::ffi::c_void;
 use std::path::PathBuf;
 use std::sync::Mutex;
 
-/// Names the one library that is tried.
+/// Environment variable that names the only library to try.
 pub const VARIABLE: &str = "HALCYON_TPU_LIBRARY";
 
 /// `PJRT_Api_Version`.
@@ -26,22 +26,22 @@ struct Api {
     version: ApiVersion,
 }
 
-/// Version of the interface that a plugin was built for.
+/// The PJRT API version that a plugin was built for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Version {
     pub major: i32,
     pub minor: i32,
 }
 
-/// Where a plugin may lie: what the variables of libtpu and JAX name, Python's package in the active
-/// environment, the loader's path.
+/// Possible locations of a plugin: the environment variables of libtpu and JAX, the Python package of the
+/// active environment, the loader's path.
 pub fn candidates() -> Vec<String> {
     let var = |n: &str| std::env::var(n).ok().filter(|v| !v.trim().is_empty());
     if let Some(one) = var(VARIABLE) {
         return vec![one];
     }
     let mut names: Vec<String> = var("TPU_LIBRARY_PATH").into_iter().collect();
-    // `name:path` with commas between.
+    // `name:path`, separated by commas.
     let pairs = var("PJRT_NAMES_AND_LIBRARY_PATHS").unwrap_or_default();
     names.extend(pairs.split(',').filter_map(|p| p.trim().strip_prefix("tpu:")).map(String::from));
     let python = std::env::var_os("VIRTUAL_ENV").map(|v| PathBuf::from(v).join("lib"));
@@ -55,34 +55,36 @@ pub fn candidates() -> Vec<String> {
     names
 }
 
-/// Loads a plugin, which stays, and asks for its version.
+/// Loads a plugin permanently and queries its version.
 ///
 /// # Errors
-/// What the loader says, or what is wrong with the library.
+/// The loader's message, or what is wrong with the library.
 pub fn version(name: &str) -> Result<Version, String> {
     static SEEN: Mutex<BTreeMap<String, Version>> = Mutex::new(BTreeMap::new());
     let mut seen = SEEN.lock().unwrap_or_else(|e| e.into_inner());
     if let Some(v) = seen.get(name) {
         return Ok(*v);
     }
-    // SAFETY: loading runs the library's initialisers. It is a PJRT plugin by its name or by the user's word.
+    // SAFETY: loading runs the library's initialisers. By its name, or because the user named it, it is a
+    // PJRT plugin.
     let lib = unsafe { libloading::Library::new(name) }.map_err(|e| crate::loader_text(name, &e))?;
-    // Its initialisers may have started threads: it stays, whatever it turns out to be.
+    // Its initialisers may have started threads, so it is never unloaded.
     let lib = std::mem::ManuallyDrop::new(lib);
-    // SAFETY: the type is the one that the PJRT interface gives this function.
+    // SAFETY: the PJRT API declares `GetPjrtApi` with this type.
     let get = unsafe { lib.get::<unsafe extern "C" fn() -> *const Api>(b"GetPjrtApi\0") };
     let get = get.map_err(|_| "it has no function GetPjrtApi".to_string())?;
-    // SAFETY: the function takes nothing and gives a table that lives as long as the library, or null.
+    // SAFETY: `GetPjrtApi` takes no arguments and returns null or a table that lives as long as the library.
     let api = unsafe { get() };
     if api.is_null() {
         return Err("GetPjrtApi gave no table".into());
     }
-    // SAFETY: a table begins with its size; nothing past it is read before it is known to be there.
+    // SAFETY: `api` is not null, and a PJRT table begins with its size. Later members are read only if the
+    // size covers them.
     let size = unsafe { std::ptr::addr_of!((*api).struct_size).read_unaligned() };
     if size < size_of::<Api>() {
         return Err(format!("its table has {size} bytes, a version needs {}", size_of::<Api>()));
     }
-    // SAFETY: the table is at least as large as its head.
+    // SAFETY: `size` covers `Api`, checked above.
     let head = unsafe { std::ptr::addr_of!((*api).version).read_unaligned() };
     if head.struct_size < size_of::<ApiVersion>() {
         return Err(format!("its version has {} bytes, not {}", head.struct_size, size_of::<ApiVersion>()));

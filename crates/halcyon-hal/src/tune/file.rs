@@ -1,4 +1,4 @@
-//! The file of a tuning cache: what lies there, whose it is, the lock under which it is written.
+//! The file of a tuning cache: classification of existing content and the lock for writing.
 
 use super::{Document, FORMAT, MOST_BYTES, Table, io};
 use crate::{Error, Result};
@@ -9,24 +9,24 @@ use std::fs::{self, File, TryLockError};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-/// How long a process waits for another to write.
+/// How long a process waits for another one's lock.
 const PATIENCE: Duration = Duration::from_secs(10);
-/// Damaged files that are kept.
+/// Maximum number of corrupt files kept.
 const MOST_KEPT: usize = 100;
 
-/// What lies at a path.
+/// What exists at a path.
 pub enum There {
     Nothing,
-    /// A file without content, which nobody can lose.
+    /// A file without content, which may be overwritten.
     Empty,
     Table(Table),
-    /// It was written by this program, and is cut short or changed.
+    /// Written by this program, but truncated or changed.
     Damaged(Error),
-    /// Another file, a device, or a cache of another version.
+    /// Another kind of file, a device, or a cache of another version.
     NotOurs(Error),
 }
 
-/// Reads what lies at a path and changes nothing.
+/// Reads and classifies what exists at a path. Changes nothing.
 ///
 /// # Errors
 /// [`Error::Io`]
@@ -59,12 +59,12 @@ pub fn look(path: &Path) -> Result<There> {
     })
 }
 
-/// A table; `None` for a file without content; else whether the file is ours, and what it is.
+/// The table; `None` for an empty file; as error whether the file is ours and what is wrong with it.
 fn sort(bytes: &[u8]) -> std::result::Result<Option<Table>, (bool, String)> {
     if bytes.iter().all(|b| b.is_ascii_whitespace()) {
         return Ok(None);
     }
-    // What is left of a file where the system stopped before it wrote the bytes.
+    // Zeros remain if the system crashed before the data was written.
     if bytes.iter().all(|b| *b == 0) {
         return Err((true, "zeros".into()));
     }
@@ -93,14 +93,14 @@ fn sort(bytes: &[u8]) -> std::result::Result<Option<Table>, (bool, String)> {
     }
 }
 
-/// Whether text begins as [`Table::render`] begins it, whatever the space between.
+/// Whether text begins as [`Table::render`] begins it, ignoring white space.
 fn begins_as_ours(bytes: &[u8]) -> bool {
     let start = format!("{{\"format\":{FORMAT},\"entries\":[");
     let mut have = bytes.iter().filter(|b| !b.is_ascii_whitespace());
     start.bytes().all(|want| have.next().is_none_or(|b| *b == want))
 }
 
-/// The file that a path means, which is ours or not there yet.
+/// Resolves a path to a file that is ours or does not exist yet.
 ///
 /// # Errors
 /// [`Error::Format`] for anything else; [`Error::Io`].
@@ -114,7 +114,7 @@ pub fn own(path: &Path) -> Result<PathBuf> {
     }
 }
 
-/// Renames a damaged file to a name that is free, and returns that.
+/// Renames a corrupt file to a free name; returns that name.
 pub fn set_aside(path: &Path) -> Result<PathBuf> {
     let names = (0..MOST_KEPT).map(|n| if n == 0 { ".bad".into() } else { format!(".bad.{n}") });
     let free = names.map(|n| with_suffix(path, &n)).find(|to| fs::symlink_metadata(to).is_err());
@@ -125,8 +125,8 @@ pub fn set_aside(path: &Path) -> Result<PathBuf> {
     Ok(to)
 }
 
-/// The lock under which a cache's file is written. The file of the lock stays: who deleted it would take it
-/// from under another.
+/// The lock for writing a cache's file. The lock file is never deleted, because another process may hold a
+/// lock on it.
 pub struct Held(File);
 
 impl Held {

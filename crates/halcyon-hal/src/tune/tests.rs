@@ -68,7 +68,7 @@ proptest! {
             prop_assert!(e.rejected.len() <= MOST_REJECTIONS);
             prop_assert!(e.rejected.is_sorted_by(|x, y| x.variant < y.variant));
         }
-        // What is written is read back.
+        // What is written can be read back.
         let mut t = whole.clone();
         prop_assert_eq!(&parsed(&t.render(MOST_BYTES)), &whole);
     }
@@ -148,7 +148,7 @@ fn what_is_damaged_is_kept_under_a_name_of_its_own() {
         assert_eq!(&fs::read(&path).unwrap(), bad);
         c.add(&filled());
         c.save().unwrap();
-        // None of those before is written over.
+        // Files that were moved aside earlier are not overwritten.
         for (k, (bad, _)) in damaged[..=n].iter().enumerate() {
             let kept = if k == 0 { "tuning.json.bad".into() } else { format!("tuning.json.bad.{k}") };
             assert_eq!(&fs::read(path.with_file_name(kept)).unwrap(), bad);
@@ -159,7 +159,7 @@ fn what_is_damaged_is_kept_under_a_name_of_its_own() {
         fs::write(&path, bad).unwrap();
         assert!(matches!(TuningCache::memory().import(&path), Err(Error::Format { .. })));
     }
-    // An empty file loses nothing.
+    // An empty file is not moved aside.
     fs::write(&path, b"").unwrap();
     let c = TuningCache::at(&path);
     c.add(&filled());
@@ -242,7 +242,7 @@ fn a_place_that_cannot_be_written_is_a_typed_error() {
     assert_eq!(c.known("d").len(), 1, "it stays in memory");
     let e = TuningCache::memory().import(&dir.path().join("none")).unwrap_err();
     assert!(e.to_string().contains("no such file"), "{e}");
-    // A folder where the file should be.
+    // A directory at the file's path.
     assert!(matches!(TuningCache::at(dir.path()).save(), Err(Error::Format { .. })));
 }
 
@@ -282,7 +282,7 @@ fn what_ran_when_a_process_ended_is_rejected() {
     let mut done = c.guard().unwrap().unwrap();
     done.begin("d", "done", &variant(2)).unwrap();
     done.end().unwrap();
-    // As a process leaves them that ends: there, and not locked.
+    // The state after a crash: the files exist and are not locked.
     let mut dead = c.guard().unwrap().unwrap();
     dead.begin("d", "dead", &variant(3)).unwrap();
     for g in [&dead, &done] {

@@ -1,11 +1,11 @@
-//! Adapters: what there is, and what it says about itself.
+//! Adapters and their properties.
 
 use super::{budget, probe, sys};
 use crate::{BackendType, Caps, DeviceInfo, Error, Result};
 use halcyon_ir::render::wgsl;
 use std::sync::Mutex;
 
-/// One adapter, with its place among those of its backend.
+/// One adapter, with its index in its backend.
 #[derive(Clone, Debug)]
 pub struct Adapter {
     pub raw: wgpu::Adapter,
@@ -13,8 +13,8 @@ pub struct Adapter {
     pub index: usize,
 }
 
-/// Features that kernels use where they are there. The rest is left off, so that limits of one adapter do not
-/// depend on it.
+/// Features that kernels use if available. Others are not requested, so that an adapter's limits do not
+/// depend on them.
 const FEATURES: wgpu::Features = wgpu::Features::SHADER_F16
     .union(wgpu::Features::SHADER_I16)
     .union(wgpu::Features::SHADER_F64)
@@ -24,13 +24,13 @@ const FEATURES: wgpu::Features = wgpu::Features::SHADER_F16
     .union(wgpu::Features::TIMESTAMP_QUERY_INSIDE_ENCODERS);
 
 impl Adapter {
-    /// Every adapter of a backend that has compute shaders: discrete ones first, software last.
+    /// Every adapter of a backend with compute shaders: discrete ones first, software adapters last.
     ///
     /// # Errors
-    /// [`Error::Unavailable`] where there is none.
+    /// [`Error::Unavailable`] if there is none.
     pub fn all(kind: BackendType) -> Result<Vec<Adapter>> {
-        // Drivers initialise at the first question, and not all do so in two threads. What was found stays:
-        // asking again costs as much as the first time.
+        // Drivers initialise at the first query, not all of them thread-safely. The result is kept, because a
+        // repeated query is as slow as the first.
         static FOUND: Mutex<Vec<Adapter>> = Mutex::new(vec![]);
         if kind == BackendType::Metal && !cfg!(target_vendor = "apple") {
             return Err(unavailable(kind, "Metal exists on Apple's systems only", vec![]));
@@ -98,7 +98,7 @@ impl Adapter {
         format!("{of:?}")
     }
 
-    /// What rendered modules may use.
+    /// The optional features that rendered modules may use.
     pub fn options(&self) -> wgsl::Options {
         let f = self.features();
         wgsl::Options {
@@ -114,8 +114,8 @@ impl Adapter {
         self.raw.get_info().device_type == wgpu::DeviceType::Cpu
     }
 
-    /// Bytes of the adapter's memory that nobody uses now: what the machine has free where the adapter lives
-    /// in its memory, else what the interface below tells.
+    /// Free memory of the adapter in bytes: the host's for adapters that share its memory, else from the API
+    /// below.
     pub fn free_memory(&self) -> Option<u64> {
         let info = self.raw.get_info();
         let unified = matches!(info.device_type, wgpu::DeviceType::Cpu | wgpu::DeviceType::IntegratedGpu);
@@ -125,7 +125,7 @@ impl Adapter {
         }
     }
 
-    /// Facts as the library tells them, and those of memory from the interface below.
+    /// The properties that `wgpu` reports, and memory from the API below.
     pub fn info(&self) -> DeviceInfo {
         let i = self.raw.get_info();
         let l = self.raw.limits();
@@ -176,12 +176,12 @@ impl Adapter {
         }
     }
 
-    /// Limits and abilities. Subgroup operations are left to workgroup memory: WGSL promises neither a size
-    /// nor that a subgroup is a run of the local index.
+    /// Limits and features. Subgroup operations are replaced by workgroup memory: WGSL guarantees neither a
+    /// subgroup size nor that a subgroup is a contiguous range of local indices.
     pub fn caps(&self) -> Caps {
         let (l, f) = (self.raw.limits(), self.features());
         let i64 = f.contains(wgpu::Features::SHADER_INT64);
-        // What takes f64 apart does so in 64-bit integers.
+        // Decomposing f64 values uses 64-bit integers.
         let f64 = i64 && f.contains(wgpu::Features::SHADER_F64);
         let cores = || std::thread::available_parallelism().map_or(1, |n| n.get() as u32);
         Caps {
@@ -189,25 +189,25 @@ impl Adapter {
             f64,
             i64,
             f16_arithmetic: f.contains(wgpu::Features::SHADER_F16),
-            // WGSL has no such type.
+            // WGSL has no such types.
             f8_products: Some(false),
             subgroup: None,
             max_workgroup: l.max_compute_invocations_per_workgroup.min(l.max_compute_workgroup_size_x),
             workgroup_memory: l.max_compute_workgroup_storage_size,
-            // One is left to what watches loops.
+            // One is reserved for the word of aborted loops.
             max_bindings: l.max_storage_buffers_per_shader_stage.saturating_sub(self.is_cpu() as u32),
             max_binding_bytes: l.max_storage_buffer_binding_size.min(l.max_buffer_size),
             max_groups: l.max_compute_workgroups_per_dimension,
             // Whole buffers are bound; offsets are arguments.
             offset_alignment: 1,
-            // WebGPU does not tell; a software adapter has the machine's.
+            // WebGPU does not report it; a software adapter uses the machine's cores.
             compute_units: self.is_cpu().then(cores),
             is_cpu: self.is_cpu(),
             matrix: vec![],
         }
     }
 
-    /// An open device with what kernels use and all that the adapter allows.
+    /// Opens the device with the features that kernels use and the adapter's maximum limits.
     pub fn request(&self) -> Result<(wgpu::Device, wgpu::Queue)> {
         let d = wgpu::DeviceDescriptor {
             label: Some("halcyon"),

@@ -1,15 +1,15 @@
-//! How much memory an adapter has and has left. WebGPU has no such query, the interfaces below it do:
-//! Vulkan's VK_EXT_memory_budget, which counts what other processes use, and DXGI's budget of a process.
-//! Metal has none for memory of others.
+//! Total and free memory of an adapter. WebGPU has no such query, but the APIs below it do: Vulkan's
+//! VK_EXT_memory_budget, which includes other processes, and DXGI's per-process budget. Metal has none that
+//! includes other processes.
 
-/// Bytes of an adapter's own memory.
+/// An adapter's own memory in bytes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Memory {
     pub total: Option<u64>,
     pub free: Option<u64>,
 }
 
-/// As the interface below tells now.
+/// The current values, queried from the API below.
 pub fn of(adapter: &wgpu::Adapter) -> Memory {
     #[cfg(not(target_vendor = "apple"))]
     if let Some(m) = vulkan(adapter) {
@@ -23,16 +23,15 @@ pub fn of(adapter: &wgpu::Adapter) -> Memory {
     Memory::default()
 }
 
-/// The largest heap on the device: where a part of it can be written from the host, that part is listed once
-/// more.
+/// Uses the largest device-local heap: a host-visible part of it may be listed as another heap.
 #[cfg(not(target_vendor = "apple"))]
 fn vulkan(adapter: &wgpu::Adapter) -> Option<Memory> {
     use ash::vk;
-    // SAFETY: nothing that is asked for below changes or destroys what wgpu owns.
+    // SAFETY: the queries below neither change nor destroy objects that wgpu owns.
     let hal = unsafe { adapter.as_hal::<wgpu::hal::api::Vulkan>() }?;
     let (instance, device) = (hal.shared_instance(), hal.raw_physical_device());
     let raw = instance.raw_instance();
-    // SAFETY: the physical device belongs to the instance, and both live as long as the adapter.
+    // SAFETY: the physical device belongs to the instance, and `hal` keeps both alive.
     let (properties, plain, extensions) = unsafe {
         let extensions = raw.enumerate_device_extension_properties(device).unwrap_or_default();
         (
@@ -46,24 +45,24 @@ fn vulkan(adapter: &wgpu::Adapter) -> Option<Memory> {
         .filter(on_device)
         .max_by_key(|i| plain.memory_heaps[*i].size)?;
     let total = plain.memory_heaps[heap].size;
-    // The longer form of the question came with Vulkan 1.1.
+    // The extensible query requires Vulkan 1.1.
     let asks = instance.instance_api_version().min(properties.api_version) >= vk::API_VERSION_1_1;
     let told = extensions.iter().any(|e| e.extension_name_as_c_str() == Ok(ash::ext::memory_budget::NAME));
     let free = (asks && told).then(|| {
         let mut budget = vk::PhysicalDeviceMemoryBudgetPropertiesEXT::default();
         let mut all = vk::PhysicalDeviceMemoryProperties2::default().push_next(&mut budget);
-        // SAFETY: as above; the device has the extension whose structure is chained, and both structures
-        // outlive the call.
+        // SAFETY: the physical device belongs to the instance, and `hal` keeps both alive. The device
+        // supports the extension of the chained structure, and both structures outlive the call.
         unsafe { raw.get_physical_device_memory_properties2(device, &mut all) };
         budget.heap_budget[heap].saturating_sub(budget.heap_usage[heap])
     });
     Some(Memory { total: Some(total), free: free.map(|f| f.min(total)) })
 }
 
-/// Of the memory on the device (the segment group "local", the first).
+/// The device-local memory (segment group "local", the default).
 #[cfg(windows)]
 fn dxgi(adapter: &wgpu::Adapter) -> Option<Memory> {
-    // SAFETY: nothing that is asked for below changes or destroys what wgpu owns.
+    // SAFETY: the query below neither changes nor destroys objects that wgpu owns.
     let hal = unsafe { adapter.as_hal::<wgpu::hal::api::Dx12>() }?;
     let info = hal.raw_adapter().query_video_memory_info(Default::default()).ok()?;
     Some(Memory { total: None, free: Some(info.Budget.saturating_sub(info.CurrentUsage)) })

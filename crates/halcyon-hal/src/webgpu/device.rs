@@ -19,10 +19,10 @@ use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 
-/// Programs kept in memory; beyond it those that nothing else holds are dropped.
+/// Programs kept in memory. Beyond this number, those without other users are dropped.
 const MANY_PROGRAMS: usize = 2048;
 
-/// One device, queue and pool.
+/// An open device, its queue and its pool.
 #[derive(Debug)]
 pub struct WebGpuDevice {
     adapter: Adapter,
@@ -33,7 +33,7 @@ pub struct WebGpuDevice {
     pool: Arc<Pool<WgSource>>,
     builder: Arc<Builder>,
     programs: Mutex<HashMap<u128, Arc<WgProgram>>>,
-    /// Tells its buffers and programs from those of other devices.
+    /// Identifies this device instance; buffers and programs of another instance are rejected.
     number: u64,
 }
 
@@ -127,7 +127,7 @@ impl Device for WebGpuDevice {
     fn alloc(&self, bytes: usize, tag: Tag) -> Result<BufferRef> {
         let most = self.caps.max_binding_bytes;
         if bytes as u64 > most && self.available().is_none_or(|free| bytes as u64 <= free) {
-            // A kernel binds a buffer whole: there is memory, and freeing more would not help.
+            // A kernel binds a buffer whole. There is enough memory, so freeing some would not help.
             return Err(Error::unsupported(
                 format!(
                     "{bytes} bytes in one buffer ({tag:?}) on {}, which binds at most {most}",
@@ -169,7 +169,7 @@ impl Device for WebGpuDevice {
 
     fn compile(&self, kernel: &Kernel) -> Result<Arc<dyn Program>> {
         let key = kernel.key();
-        // The lock is held while compiling, so that two threads do not build one kernel twice.
+        // The lock is held while compiling, so that two threads do not build the same kernel.
         let mut programs = self.programs.lock().unwrap_or_else(|e| e.into_inner());
         if let Some(p) = programs.get(&key) {
             return Ok(p.clone());
@@ -188,7 +188,7 @@ impl Device for WebGpuDevice {
         self.core.queue.run(|s| self.core.enqueue(s, commands))
     }
 
-    /// Streams share the one queue that `wgpu` has: they are in order among each other too.
+    /// Streams share `wgpu`'s only queue, so they are in order among each other.
     fn create_stream(&self, _: &StreamOptions) -> Result<Arc<dyn Stream>> {
         Ok(Arc::new(WgStream::new(&self.core)?))
     }

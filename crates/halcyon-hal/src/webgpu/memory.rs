@@ -1,4 +1,4 @@
-//! Buffers and where the pool gets them.
+//! Buffers and the pool's source of device memory.
 
 use super::sys;
 use crate::Buffer;
@@ -11,14 +11,14 @@ use std::sync::RwLock;
 #[derive(Debug)]
 pub struct WgSource {
     pub device: wgpu::Device,
-    /// Most bytes of one buffer: a kernel binds it whole.
+    /// Maximum bytes of one buffer: a kernel binds it whole.
     pub max: u64,
-    /// Where a binding may start, bytes.
+    /// Alignment of bindings in bytes.
     pub alignment: usize,
 }
 
-/// A buffer, or a range of one. A dispatch binds its storage for reading and writing, so several ranges of
-/// one buffer do not conflict.
+/// A buffer or a range of one. All storage is bound for reading and writing, so several ranges of one buffer
+/// in a dispatch do not conflict.
 #[derive(Clone, Debug, PartialEq)]
 pub struct Slice {
     pub buffer: wgpu::Buffer,
@@ -72,7 +72,7 @@ impl Source for WgSource {
     }
 }
 
-/// A buffer of its own, outside the pool. `bytes` is a multiple of 4.
+/// A buffer outside the pool. `bytes` must be a multiple of 4.
 pub fn buffer(
     device: &wgpu::Device,
     bytes: u64,
@@ -82,15 +82,15 @@ pub fn buffer(
     sys::scoped(device, || device.create_buffer(&d))
 }
 
-/// Device memory on loan from the pool.
+/// Device memory borrowed from the pool.
 pub struct WgBuffer {
     pub block: Block<WgSource>,
-    /// Number of the device that it belongs to.
+    /// Id of the device that it belongs to.
     pub owner: u64,
 }
 
 impl WgBuffer {
-    /// Where it lies. While the queue's lock is held it stays there.
+    /// The current location. It cannot change while the queue's lock is held.
     pub fn slice(&self) -> Slice {
         self.block.place().read().unwrap_or_else(|e| e.into_inner()).clone()
     }

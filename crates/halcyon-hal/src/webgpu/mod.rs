@@ -1,9 +1,9 @@
-//! WebGPU through `wgpu`: Vulkan, Direct3D 12 and Metal. Kernels come through the IR as WGSL; there is no
-//! vendor library.
+//! WebGPU through `wgpu`, on Vulkan, Direct3D 12 and Metal. All kernels come from the kernel IR as WGSL; no
+//! vendor library is used.
 //!
-//! `wgpu` finds the system's libraries at run time, so a build needs none. Its calls report errors through
-//! scopes, and one is open around every call made here ([`sys::scoped`]); what arrives outside of one (a lost
-//! device) is kept and returned by the next call.
+//! `wgpu` loads the system's libraries at run time, so a build needs none. It reports errors through error
+//! scopes; one is open around every call made here ([`sys::scoped`]). Errors outside of a scope (a lost
+//! device) are kept and returned by the next call.
 
 pub mod adapter;
 mod budget;
@@ -20,16 +20,16 @@ pub use probe::LOOK;
 use crate::{BackendType, Device, DeviceInfo, Driver, Options, Result, chatter, no_device};
 use std::sync::Arc;
 
-/// The driver of one backend that `wgpu` reaches.
+/// The driver of one backend that uses `wgpu`.
 #[derive(Debug)]
 pub struct WebGpuDriver {
     kind: BackendType,
 }
 
 impl WebGpuDriver {
-    /// Whatever adapters there are.
+    /// All adapters.
     pub const ANY: WebGpuDriver = WebGpuDriver { kind: BackendType::WebGpu };
-    /// Apple's devices, under their own name.
+    /// Apple's devices as a separate backend.
     pub const METAL: WebGpuDriver = WebGpuDriver { kind: BackendType::Metal };
 }
 
@@ -40,7 +40,7 @@ impl Driver for WebGpuDriver {
 
     fn probe(&self) -> Result<Vec<DeviceInfo>> {
         let mut all = self.list()?;
-        // A look that is remembered tells what was free then.
+        // A stored probe has outdated free memory.
         if all.iter().any(|d| !d.software && !d.unified_memory) {
             let _driver = chatter::capture(self.kind.id());
             for a in adapter::Adapter::all(self.kind)? {
@@ -54,7 +54,7 @@ impl Driver for WebGpuDriver {
 
     fn list(&self) -> Result<Vec<DeviceInfo>> {
         if self.kind == BackendType::Metal {
-            // Part of the system, not a driver that somebody registered.
+            // Metal is part of the system, so it is not probed in a child as third-party drivers are.
             return Ok(adapter::Adapter::all(self.kind)?.iter().map(|a| a.info()).collect());
         }
         let mut all = LOOK.devices()?;

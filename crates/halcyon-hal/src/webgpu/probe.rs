@@ -1,5 +1,5 @@
-//! What a look at the adapters is made of ([`crate::probe`] makes it), and what Vulkan finds its drivers by.
-//! `wgpu` itself only says that there is no adapter.
+//! The probe of the adapters, run by [`crate::probe`], and the files that register Vulkan drivers. They
+//! explain a missing adapter, for which `wgpu` gives no reason.
 
 use super::adapter::Adapter;
 use crate::probe::{Depends, Look, State, entries};
@@ -7,7 +7,7 @@ use crate::{BackendType, DeviceInfo, Result};
 use std::path::{Path, PathBuf};
 use std::sync::Mutex;
 
-/// The adapters of every interface.
+/// The adapters of every API.
 pub static LOOK: Look = Look {
     backend: BackendType::WebGpu,
     here,
@@ -18,10 +18,10 @@ pub static LOOK: Look = Look {
     state: Mutex::new(State::new()),
 };
 
-/// Whether Vulkan is the one interface of this system, found by a library and files that register drivers.
+/// Whether Vulkan is the only API of this system, with a loader library and files that register drivers.
 pub const VULKAN: bool = cfg!(all(unix, not(target_vendor = "apple")));
 
-/// The name by which `wgpu` loads Vulkan where [`VULKAN`] holds.
+/// The name by which `wgpu` loads Vulkan's loader if [`VULKAN`] is set.
 pub const LIBRARY: &str = if cfg!(target_os = "android") { "libvulkan.so" } else { "libvulkan.so.1" };
 
 fn here() -> Result<Vec<DeviceInfo>> {
@@ -51,7 +51,7 @@ fn depends(root: &Path) -> Depends {
     }
 }
 
-/// Folders in which Vulkan's loader looks for such files, in its order.
+/// Directories that Vulkan's loader searches for such files, in its order.
 fn folders(root: &Path, kind: &str) -> Vec<PathBuf> {
     let one = |name: &str| std::env::var_os(name).map(PathBuf::from).filter(|p| p.is_absolute());
     let home = |rest: &str| one("HOME").map(|h| h.join(rest));
@@ -69,8 +69,8 @@ fn folders(root: &Path, kind: &str) -> Vec<PathBuf> {
     all.iter().map(|d| d.join(kind)).collect()
 }
 
-/// The files that register drivers, each with the library that it names: what a variable lists, else what the
-/// folders hold.
+/// The files that register drivers, each with the library that it names. A variable may list them; otherwise
+/// they are in the loader's directories.
 pub fn drivers(root: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
     if !VULKAN {
         return vec![];
@@ -95,8 +95,8 @@ pub fn drivers(root: &Path) -> Vec<(PathBuf, Option<PathBuf>)> {
         .collect()
 }
 
-/// The library that a driver's file names. A path with directories is relative to the file; a bare name is
-/// the loader's to find.
+/// The library named by a driver's file. A path with directories is relative to the file; a bare name is left
+/// to the dynamic loader.
 fn library_of(file: &Path) -> Option<PathBuf> {
     let manifest: serde_json::Value = serde_json::from_slice(&std::fs::read(file).ok()?).ok()?;
     let named = ["ICD", "layer"].iter().find_map(|of| manifest[of]["library_path"].as_str());
@@ -107,22 +107,22 @@ fn library_of(file: &Path) -> Option<PathBuf> {
     })
 }
 
-/// Why Vulkan's own library cannot be used.
+/// Checks whether Vulkan's loader library can be used.
 ///
 /// # Errors
-/// The loader's reason, or the function that the library lacks.
+/// The dynamic loader's message, or the function that the library lacks.
 pub fn library(name: &str) -> std::result::Result<(), String> {
-    // SAFETY: loading runs the library's initialisers. It is the library that `wgpu` loads by the same name.
+    // SAFETY: loading runs the library's initialisers. `wgpu` loads the same library by the same name.
     let lib = unsafe { libloading::Library::new(name) }.map_err(|e| crate::loader_text(name, &e))?;
-    // Its drivers leave threads and exit handlers behind: it stays.
+    // Its drivers leave threads and exit handlers behind, so it is never unloaded.
     let lib = std::mem::ManuallyDrop::new(lib);
-    // SAFETY: the function is looked for, not called.
+    // SAFETY: the function is looked up but not called, so its type does not matter.
     let entry = unsafe { lib.get::<unsafe extern "system" fn()>(b"vkGetInstanceProcAddr\0") };
     entry.map(drop).map_err(|_| "it has no function vkGetInstanceProcAddr".into())
 }
 
-/// What became of each registered driver where they gave no adapter: its file, its library, and the loader's
-/// reason or what it lacks.
+/// Why each registered driver gave no adapter: its file, its library, and the dynamic loader's message or
+/// what it lacks.
 pub fn driver_reasons() -> Vec<String> {
     let one = |(file, library): (PathBuf, Option<PathBuf>)| {
         let file = file.display();
@@ -130,12 +130,12 @@ pub fn driver_reasons() -> Vec<String> {
             return format!("{file}: it cannot be read, or names no library");
         };
         let name = library.display().to_string();
-        // SAFETY: loading runs the library's initialisers. Vulkan's loader has just loaded the same library.
+        // SAFETY: loading runs the library's initialisers. Vulkan's loader has loaded the same library.
         let lib = match unsafe { libloading::Library::new(&library) } {
             Ok(l) => std::mem::ManuallyDrop::new(l),
             Err(e) => return format!("{file}: {name}: {}", crate::loader_text(&name, &e)),
         };
-        // SAFETY: the function is looked for, not called.
+        // SAFETY: the function is looked up but not called, so its type does not matter.
         let entry = unsafe { lib.get::<unsafe extern "system" fn()>(b"vk_icdGetInstanceProcAddr\0") };
         match entry {
             Ok(_) => format!("{file}: {name}: it has no device with compute shaders here"),

@@ -1,4 +1,4 @@
-//! Programs: rendered to WGSL and made into pipelines.
+//! Programs: rendered to WGSL and compiled to pipelines.
 
 use super::sys;
 use crate::cache::{self, DiskCache};
@@ -11,21 +11,21 @@ use std::any::Any;
 use std::collections::HashMap;
 use std::sync::{Arc, Mutex};
 
-/// The binding of each buffer of a launch: equal where two are one memory, which WebGPU lets a dispatch bind
-/// once.
+/// The binding index of each buffer of a launch. Buffers with the same memory share one, because a dispatch
+/// may bind memory only once.
 pub type Bindings = SmallVec<[usize; 16]>;
 
-/// Rounds that loops do at a time where a device gives them up early and a size is large.
+/// Unroll factor of loops on devices that abort long ones, if a size is large.
 const UNROLL: u32 = 8;
 
-/// A pipeline for one way of binding.
+/// A pipeline for one pattern of bindings.
 #[derive(Debug)]
 pub struct Variant {
     pub pipeline: wgpu::ComputePipeline,
     pub layout: wgpu::BindGroupLayout,
 }
 
-/// A compiled kernel and what its launches must bring.
+/// A compiled kernel with its signature.
 #[derive(Debug)]
 pub struct WgProgram {
     pub signature: Signature,
@@ -34,9 +34,9 @@ pub struct WgProgram {
     kernel: Kernel,
     source: String,
     builder: Arc<Builder>,
-    /// By binding, and whether loops may be long; the plain one is there from the start.
+    /// By bindings, and whether loops may be long. The variant with distinct bindings is compiled at once.
     variants: Mutex<HashMap<(Bindings, bool), Arc<Variant>>>,
-    /// Number of the device that it belongs to.
+    /// Id of the device that it belongs to.
     pub owner: u64,
 }
 
@@ -60,26 +60,26 @@ pub struct Builder {
     pub device: wgpu::Device,
     pub id: String,
     pub options: wgsl::Options,
-    /// The parameters' group, the same for all programs.
+    /// The bind group layout of parameters, the same for all programs.
     pub params: wgpu::BindGroupLayout,
     pub counts: Arc<Counts>,
     pub kept: Option<Kept>,
-    /// Kernels by what their loops write where the device gives them up.
+    /// Kernel names by the number that their aborted loops write.
     pub marks: Mutex<HashMap<u32, String>>,
 }
 
-/// Pipelines on disk, in the driver's own form.
+/// Pipelines on disk, in the driver's format.
 #[derive(Debug)]
 pub struct Kept {
     disk: DiskCache,
-    /// The adapter and its driver.
+    /// Identifies the adapter and its driver.
     adapter: String,
-    /// Bytes of a cache without a pipeline. A driver whose caches never hold more keeps nothing (llvmpipe).
+    /// Bytes of a cache without pipelines. A driver whose caches are never larger stores nothing (llvmpipe).
     empty: usize,
 }
 
 impl Kept {
-    /// `None` where the device has no such caches (Vulkan alone has).
+    /// `None` if the device does not support pipeline caches (only Vulkan does).
     pub fn new(device: &wgpu::Device, disk: DiskCache, adapter: String) -> Option<Kept> {
         let cache = pipeline_cache(device, None)?;
         Some(Kept { disk, adapter, empty: cache.get_data()?.len() })
@@ -91,25 +91,25 @@ impl Kept {
     }
 }
 
-/// An empty cache, or one from what such a cache gave before; `None` where the device takes neither.
+/// A pipeline cache, empty or from stored data; `None` if the device does not accept it.
 fn pipeline_cache(device: &wgpu::Device, data: Option<&[u8]>) -> Option<wgpu::PipelineCache> {
     if !device.features().contains(wgpu::Features::PIPELINE_CACHE) {
         return None;
     }
     let d = wgpu::PipelineCacheDescriptor { label: None, data, fallback: false };
-    // SAFETY: the data is what `get_data` gave for the same adapter, driver and program: it lies on disk
-    // under a key of them, with a digest that is checked when it is read.
+    // SAFETY: `data` comes from `get_data` for the same adapter, driver and program: it is stored under a key
+    // of these, with a digest that is checked when it is read.
     sys::scoped(device, || unsafe { device.create_pipeline_cache(&d) }).ok()
 }
 
-/// Bytes of parameters that a kernel may have: what is bound of the ring at a time.
+/// Maximum bytes of a kernel's parameters: the size of the bound part of the ring.
 pub const PARAM_BYTES: u32 = 4096;
 
 impl Builder {
-    /// A program for a verified kernel.
+    /// Compiles a verified kernel.
     ///
     /// # Errors
-    /// [`Error::Unsupported`] for what WGSL cannot say, [`Error::Compile`] with the compiler's log.
+    /// [`Error::Unsupported`] for what WGSL cannot express; [`Error::Compile`] with the compiler's log.
     pub fn program(self: &Arc<Self>, kernel: &Kernel, owner: u64) -> Result<WgProgram> {
         let signature = Signature::of(kernel)?;
         let params = wgsl::param_layout(kernel.params.iter().map(|p| p.ty));
@@ -175,7 +175,7 @@ impl Builder {
                 module: &module,
                 entry_point: Some(entry),
                 compilation_options: wgpu::PipelineCompilationOptions {
-                    // Kernels write workgroup memory before they read it; the interpreter checks that.
+                    // Kernels write workgroup memory before they read it; the interpreter checks this.
                     zero_initialize_workgroup_memory: false,
                     ..Default::default()
                 },
@@ -210,8 +210,8 @@ impl Builder {
 }
 
 impl WgProgram {
-    /// The pipeline for a way of binding, compiled when it is met first. `long`: a loop may have more rounds
-    /// than the device does.
+    /// The pipeline for a pattern of bindings, compiled on first use. `long`: a loop may exceed the device's
+    /// iteration limit.
     pub fn bound(&self, bindings: &Bindings, long: bool) -> Result<Arc<Variant>> {
         let key = (bindings.clone(), long && self.builder.options.short_loops);
         let mut v = self.variants.lock().unwrap_or_else(|e| e.into_inner());
@@ -224,8 +224,8 @@ impl WgProgram {
     }
 }
 
-/// A buffer that kernels read and write, whether or not this one does both: one usage for all, so none
-/// conflicts.
+/// A storage buffer layout. All are read-write, even if the kernel only reads: a single usage cannot
+/// conflict.
 pub fn storage(binding: u32) -> wgpu::BindGroupLayoutEntry {
     wgpu::BindGroupLayoutEntry {
         binding,

@@ -12,24 +12,24 @@ use halcyon_ir::kernel::{self, Ty};
 use smallvec::SmallVec;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock};
 
-/// Bytes of parameters of the launches that are handed over together.
+/// Bytes of kernel parameters per submission.
 const RING: u64 = 128 << 10;
-/// A size from which on loops over it, or over two such sizes, may have more rounds than a device does that
-/// gives loops up.
+/// Sizes from this on may make a loop (over one such size, or over two) exceed the iteration limit of devices
+/// that abort long loops.
 const LONG: u64 = 1 << 12;
-/// Commands that are timed together.
+/// Maximum number of commands timed together.
 const STAMPED: u32 = 512;
-/// Bytes that one mapping reads, and that are written before the queue is asked to take them.
+/// Maximum bytes read by one mapping, and written between submissions.
 const CHUNK: usize = 32 << 20;
-/// Bytes of the detour that moves within one buffer take.
+/// Size in bytes of the staging buffer for moves within one buffer.
 const DETOUR: u64 = 1 << 20;
 
 #[derive(Debug, Default)]
 struct State {
     done: Vec<Timing>,
-    /// A kernel that can fault ran since the fault word was last read.
+    /// Whether a kernel that can fault ran since the fault word was last read.
     may_have_faulted: bool,
-    /// What reads are mapped from; kept for the next one.
+    /// The mappable buffer of reads; kept for the next one.
     staging: Option<wgpu::Buffer>,
 }
 
@@ -38,54 +38,54 @@ struct State {
 struct Clock {
     set: wgpu::QuerySet,
     resolved: wgpu::Buffer,
-    /// Nanoseconds of a tick.
+    /// Nanoseconds per tick.
     period: f64,
 }
 
-/// One in-order queue and the fault word of its device.
+/// One in-order queue with its own fault word.
 #[derive(Debug)]
 pub struct Queue {
     device: wgpu::Device,
     raw: wgpu::Queue,
     id: String,
     fault: wgpu::Buffer,
-    /// Where the device gives loops up early: the word that such a loop sets.
+    /// On devices that abort long loops: the word that an aborted loop sets.
     cut: Option<wgpu::Buffer>,
-    /// Parameters of the launches under way, each launch's at an offset of its own.
+    /// Parameters of the pending launches, each at its own offset.
     ring: wgpu::Buffer,
     ring_group: wgpu::BindGroup,
     ring_align: u32,
     max_groups: u32,
-    /// For the figures of an out-of-memory error.
+    /// For the figures of out-of-memory errors.
     pool: Arc<Pool<WgSource>>,
     clock: Option<Clock>,
     stray: Arc<Stray>,
-    /// Copies what the language's own copy does not: bytes at any place, and within one buffer.
+    /// A kernel for copies that WebGPU's own cannot do: unaligned ones, and within one buffer.
     byte_copy: OnceLock<WgProgram>,
     builder: Arc<Builder>,
     state: Mutex<State>,
 }
 
-/// A copy to the host under way.
+/// A pending copy to the host.
 #[derive(Debug)]
 pub struct Fetch {
     staging: wgpu::Buffer,
     mapped: Arc<Mutex<Option<std::result::Result<(), String>>>>,
     index: wgpu::SubmissionIndex,
-    /// Where the bytes lie in the staging buffer.
+    /// The range of the bytes in the staging buffer.
     bytes: std::ops::Range<usize>,
-    /// Where the words begin.
+    /// Offset of the fault word and the word of aborted loops.
     words: usize,
     fault: bool,
     cut: bool,
 }
 
-/// The submission of one list of commands; holds the queue's lock.
+/// Enqueues a list of commands. Holds the queue's lock.
 #[derive(Debug)]
 pub struct Submission<'a> {
     queue: &'a Queue,
     state: MutexGuard<'a, State>,
-    /// The fault word of those who submit, and whether a kernel got it.
+    /// The submitter's fault word; `faulted`: whether a kernel used it.
     fault: &'a wgpu::Buffer,
     faulted: bool,
     encoder: Option<wgpu::CommandEncoder>,
@@ -96,7 +96,7 @@ pub struct Submission<'a> {
 }
 
 impl Queue {
-    /// `profile`: every command is timed, which an adapter may be unable to.
+    /// `profile`: times every command, which not every adapter supports.
     pub fn new(
         device: wgpu::Device,
         raw: wgpu::Queue,
@@ -181,7 +181,7 @@ impl Queue {
     }
 
     fn lock(&self) -> MutexGuard<'_, State> {
-        // Every update leaves the state whole, so a panic elsewhere does not damage it.
+        // Every update leaves the state consistent, so a poisoned lock is safe to use.
         self.state.lock().unwrap_or_else(|e| e.into_inner())
     }
 
@@ -201,23 +201,23 @@ impl Queue {
         }
     }
 
-    /// Runs calls with every kind of error caught.
+    /// Runs calls inside error scopes of every kind.
     fn call<T>(&self, name: &str, f: impl FnOnce() -> Result<T>) -> Result<T> {
         self.stray.check(&self.id)?;
         match sys::scoped(&self.device, f) {
-            // What was found before the call names the cause better.
+            // An earlier error names the cause better than one of this call.
             Ok(r) => r,
             Err(e) => Err(self.error(name, &e)),
         }
     }
 
-    /// Copies host bytes to a range that was checked, after all submitted work.
+    /// Copies host bytes to a validated range, after all submitted work.
     pub fn write(&self, dst: &WgBuffer, offset: usize, src: &[u8]) -> Result<()> {
         if src.is_empty() {
             return Ok(());
         }
         let mut state = self.lock();
-        // Words in the middle go as they are; what lies past the end of a buffer is its own padding.
+        // Whole words are written directly. Bytes past the end of a buffer are its padding.
         let head = (offset.next_multiple_of(4) - offset).min(src.len());
         let (first, rest) = src.split_at(head);
         let last = offset + src.len() == memory_end(dst);
@@ -249,7 +249,7 @@ impl Queue {
         Ok(())
     }
 
-    /// Writes bytes that are not whole words, by a kernel, since a copy moves words.
+    /// Writes bytes that are not whole words with a kernel, because WebGPU copies whole words only.
     fn patch<'a>(
         &'a self,
         state: MutexGuard<'a, State>,
@@ -269,7 +269,7 @@ impl Queue {
         patched.map(|(state, _)| state)
     }
 
-    /// Copies a range that was checked to the host, after all submitted work.
+    /// Copies a validated range to the host, after all submitted work.
     pub fn read(&self, src: &WgBuffer, offset: usize, dst: &mut [u8]) -> Result<()> {
         if dst.is_empty() {
             return self.finish();
@@ -279,7 +279,7 @@ impl Queue {
         self.read_raw(&mut state, &from.buffer, from.offset as usize + offset, dst)
     }
 
-    /// Waits, and moves the pool's buffers together.
+    /// Waits, then moves the pool's buffers together.
     pub fn defragment(&self) -> Result<Defragmented> {
         let _state = self.lock();
         self.finish()?;
@@ -289,11 +289,12 @@ impl Queue {
         did
     }
 
-    /// One move, handed over at once. The pool's lock is held, so errors must not ask it for figures.
+    /// Performs and submits one move. The pool's lock is held, so error paths must not query the pool.
     fn relocate(&self, detour: &mut Option<wgpu::Buffer>, m: &Relocation<'_, wgpu::Buffer>) -> Result<()> {
         let failed = |call: &str, e: wgpu::Error| sys::driver_error(&self.id, call, sys::text(&e));
         let (from, to) = ((m.from.0, m.from.1 as u64), (m.to.0, m.to.1 as u64));
-        // Inside of one buffer a copy takes a detour, also where its ranges lie apart.
+        // WebGPU forbids copies within one buffer, even of disjoint ranges, so they go through a staging
+        // buffer.
         let room = match (m.same, &mut *detour) {
             (false, _) => None,
             (true, Some(d)) => Some(&*d),
@@ -307,7 +308,7 @@ impl Queue {
             let mut e = self.device.create_command_encoder(&Default::default());
             match room {
                 None => e.copy_buffer_to_buffer(from.0, from.1, to.0, to.1, m.bytes as u64),
-                // Towards lower places, so each piece is read before it is written over.
+                // Moves go to lower offsets, so each piece is read before it is overwritten.
                 Some(room) => {
                     for at in (0..m.bytes as u64).step_by(DETOUR as usize) {
                         let n = DETOUR.min(m.bytes as u64 - at);
@@ -327,7 +328,7 @@ impl Queue {
             let start = at / 4 * 4;
             let end = (at + part.len()).next_multiple_of(4);
             let bytes = (end - start) as u64;
-            // The word of loops that were given up comes along behind.
+            // The word of aborted loops is appended.
             let all = bytes + if self.cut.is_some() { 4 } else { 0 };
             let staging = self.staging(state, all)?;
             let view = self.call("mapAsync", || {
@@ -367,7 +368,7 @@ impl Queue {
         Ok(())
     }
 
-    /// A buffer of at least `bytes` that can be mapped.
+    /// A mappable buffer of at least `bytes` bytes.
     fn staging(&self, state: &mut State, bytes: u64) -> Result<wgpu::Buffer> {
         if let Some(b) = &state.staging
             && b.size() >= bytes
@@ -386,14 +387,14 @@ impl Queue {
         r.map(|_| ()).map_err(|e| sys::driver_error(&self.id, "poll", sys::text(&e)))
     }
 
-    /// Enqueues what `f` asks for and hands it to the device, also where `f` fails at a later command.
+    /// Enqueues and submits the commands of `f`, including those before a failed one.
     pub fn run(&self, f: impl FnOnce(&mut Submission<'_>) -> Result<()>) -> Result<()> {
         let (mut state, faulted) = self.run_with(self.lock(), &self.fault, f)?;
         state.may_have_faulted |= faulted;
         Ok(())
     }
 
-    /// As [`Queue::run`], for a stream with a fault word of its own; whether a kernel got it.
+    /// As [`Queue::run`], with a stream's own fault word; returns whether a kernel used it.
     pub fn run_for(
         &self,
         fault: &wgpu::Buffer,
@@ -437,9 +438,8 @@ impl Queue {
         Ok(b)
     }
 
-    /// Enqueues a copy of a checked range of a buffer to the host, behind all that was submitted. Where words
-    /// say what became of kernels (faults, if `fault` is given, and loops that were given up) they come along
-    /// and are cleared.
+    /// Enqueues a copy of a validated range to the host, after all submitted work. Also copies and clears the
+    /// fault word, if `fault` is given, and the word of aborted loops, if there is one.
     pub fn fetch(
         &self,
         from: Option<(&WgBuffer, usize, usize)>,
@@ -483,15 +483,15 @@ impl Queue {
         Ok(fetch)
     }
 
-    /// What was fetched, if the device has come so far: the bytes go to `to`, what became of kernels to
-    /// `report`. Does not wait.
+    /// If the device has reached the fetch, copies its bytes to `to`, adds faults and errors to `report` and
+    /// returns true. Does not wait.
     pub fn fetched(&self, f: &Fetch, to: &mut [u8], report: &Report) -> bool {
         if let Err(e) = self.poll(wgpu::PollType::Poll) {
             report.fail(e);
             return true;
         }
         let Some(got) = f.mapped.lock().unwrap_or_else(|e| e.into_inner()).take() else {
-            // A device that is lost maps nothing any more.
+            // A lost device completes no mappings.
             return self.stray.check(&self.id).map_err(|e| report.fail(e)).is_err();
         };
         let view = got.and_then(|()| f.staging.get_mapped_range(..).map_err(|e| sys::text(&e)));
@@ -515,7 +515,7 @@ impl Queue {
         true
     }
 
-    /// Waits until the device has come to what was fetched.
+    /// Waits until the device has reached the fetch.
     pub fn await_fetch(&self, f: &Fetch) {
         if let Err(e) =
             self.poll(wgpu::PollType::Wait { submission_index: Some(f.index.clone()), timeout: None })
@@ -524,7 +524,7 @@ impl Queue {
         }
     }
 
-    /// The error of loops that were left; the word is the number of their kernel.
+    /// The error of an aborted loop; `word` is the number of its kernel.
     fn gave_up(&self, word: u32) -> Error {
         let marks = self.builder.marks.lock().unwrap_or_else(|e| e.into_inner());
         let kernel = marks.get(&word).map_or("unknown", String::as_str);
@@ -541,7 +541,7 @@ impl Queue {
         self.call("poll", || self.poll(wgpu::PollType::wait_indefinitely()))
     }
 
-    /// Waits, then takes and clears the fault word.
+    /// Waits, then returns and clears the fault word.
     pub fn take_fault(&self) -> Result<Option<u32>> {
         let mut s = self.lock();
         self.finish()?;
@@ -576,7 +576,7 @@ impl Queue {
         let (n, from, to) = (b.param("n", Ty::U32), b.param("from", Ty::U32), b.param("to", Ty::U32));
         let i = b.linear_id().to(Ty::U32);
         b.if_(i.lt(n), || b.store(dst, to + i, b.load(src, from + i)));
-        // No one asked for this kernel, so it is not counted.
+        // Not requested by the caller, so this kernel is not counted.
         let own = Builder {
             device: self.device.clone(),
             id: self.id.clone(),
@@ -591,7 +591,7 @@ impl Queue {
     }
 }
 
-/// Bytes of a buffer that mean anything.
+/// Bytes of a buffer without padding.
 fn memory_end(b: &WgBuffer) -> usize {
     b.block.bytes()
 }
@@ -603,7 +603,7 @@ impl Submission<'_> {
         self.encoder.get_or_insert_with(|| device.create_command_encoder(&Default::default()))
     }
 
-    /// Marks the start (0) or the end (1) of a command.
+    /// Records the start (0) or the end (1) of a command.
     fn stamp(&mut self, end: u32) {
         let q = self.queue;
         if let Some(c) = &q.clock {
@@ -612,7 +612,7 @@ impl Submission<'_> {
         }
     }
 
-    /// Counts a command as timed; `did` is false where it had nothing to do.
+    /// Counts a command as timed; `did` is false if it had nothing to do.
     fn note(&mut self, did: bool) -> Result<()> {
         if self.queue.clock.is_none() {
             return Ok(());
@@ -621,7 +621,7 @@ impl Submission<'_> {
         if self.timed.len() as u32 >= STAMPED { self.flush() } else { Ok(()) }
     }
 
-    /// Enqueues a kernel. The number and types of what it gets were checked against its signature.
+    /// Enqueues a kernel. Its arguments must match the signature in number and types.
     pub fn launch(
         &mut self,
         p: &WgProgram,
@@ -660,7 +660,7 @@ impl Submission<'_> {
                 "Use a smaller batch",
             ));
         }
-        // One memory is bound once.
+        // A dispatch may bind the same range only once.
         let mut bound: SmallVec<[&Slice; 16]> = SmallVec::new();
         let bindings: Bindings = buffers
             .iter()
@@ -713,7 +713,7 @@ impl Submission<'_> {
         Ok(())
     }
 
-    /// Copies between ranges that were checked and do not overlap.
+    /// Copies between validated ranges that do not overlap.
     pub fn copy(
         &mut self,
         src: &WgBuffer,
@@ -728,7 +728,7 @@ impl Submission<'_> {
         self.stamp(0);
         let (from, to) = (src.slice(), dst.slice());
         let words = src_offset.is_multiple_of(4) && dst_offset.is_multiple_of(4);
-        // Past the end of a buffer is padding.
+        // Bytes past the end of a buffer are padding.
         let whole = bytes.is_multiple_of(4) || dst_offset + bytes == memory_end(dst);
         if words && whole && from.buffer != to.buffer {
             let n = bytes.next_multiple_of(4) as u64;
@@ -756,12 +756,12 @@ impl Submission<'_> {
         self.dispatch(p, groups, &[from.clone(), to.clone()], &arguments)
     }
 
-    /// Gives what is encoded to the device.
+    /// Submits what is encoded.
     fn hand_over(&mut self) {
         self.pass = None;
         if !self.params.is_empty() {
-            // Writes come before the commands of their submission and after those of earlier ones, so the
-            // ring starts anew each time.
+            // `write_buffer` takes effect before the commands of this submission and after those of earlier
+            // ones, so the ring is reused from the start.
             self.params.resize(self.params.len().next_multiple_of(4), 0);
             self.queue.raw.write_buffer(&self.queue.ring, 0, &self.params);
             self.params.clear();
@@ -771,7 +771,7 @@ impl Submission<'_> {
         }
     }
 
-    /// Hands what was enqueued to the device, and where commands are timed, waits for their times.
+    /// Submits the enqueued commands. If they are timed, waits for their times.
     fn flush(&mut self) -> Result<()> {
         let q = self.queue;
         let n = self.timed.len() as u32;

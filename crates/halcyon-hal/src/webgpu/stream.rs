@@ -1,5 +1,5 @@
-//! Streams over the one queue that `wgpu` has. They are in order among each other, so they add no overlap,
-//! but calls that return at once: copies to the host, events and futures.
+//! Streams over `wgpu`'s only queue. They are in order among each other, so they add no overlap, only
+//! asynchronous calls: copies to the host, events and futures.
 
 use super::memory::WgBuffer;
 use super::program::WgProgram;
@@ -13,19 +13,19 @@ use std::collections::VecDeque;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard};
 
-/// What a device shares with its streams.
+/// The state that a device shares with its streams.
 #[derive(Debug)]
 pub struct Core {
     pub queue: Queue,
     counts: Arc<Counts>,
     id: String,
     number: u64,
-    /// Events that somebody is to be called for, and whether there is a thread that looks after them.
+    /// Events with callbacks, and whether a thread is polling them.
     watched: Mutex<(VecDeque<Event>, bool)>,
 }
 
 fn lock<T>(m: &Mutex<T>) -> MutexGuard<'_, T> {
-    // Every update leaves the value whole, so a panic elsewhere does not damage it.
+    // Every update leaves the value consistent, so a poisoned lock is safe to use.
     m.lock().unwrap_or_else(|e| e.into_inner())
 }
 
@@ -74,7 +74,7 @@ impl Core {
     }
 }
 
-/// What is behind an [`Event`]. The device is asked: it says nothing by itself.
+/// The state behind an [`Event`]. The device must be polled; it makes no callbacks by itself.
 struct Marker {
     core: Arc<Core>,
     fetch: Fetch,
@@ -94,7 +94,7 @@ impl Progress for Marker {
         self.core.queue.await_fetch(&self.fetch);
     }
 
-    /// One thread for the events of a device, as long as there are any.
+    /// Starts one thread per device that polls its events while there are any.
     fn watch(&self, event: &Event) {
         let mut w = lock(&self.core.watched);
         w.0.push_back(event.clone());
@@ -112,7 +112,7 @@ impl Progress for Marker {
                     return;
                 };
                 drop(w);
-                // What became of it is told to whoever asks.
+                // The event reports its outcome to its waiters.
                 let _ = e.wait();
             }
         };
@@ -131,7 +131,7 @@ impl Progress for Marker {
 pub struct WgStream {
     core: Arc<Core>,
     fault: wgpu::Buffer,
-    /// Of what follows the last event, and whether a kernel got the fault word since.
+    /// The report of the work since the last event, and whether a kernel used the fault word since.
     open: Mutex<(Arc<Report>, bool)>,
 }
 
@@ -197,7 +197,7 @@ impl Stream for WgStream {
     fn wait(&self, event: &Event) -> Result<()> {
         let marker = event.progress().and_then(|p| p.as_any().downcast_ref::<Marker>());
         if !marker.is_some_and(|m| Arc::ptr_eq(&m.core, &self.core)) {
-            // What became of another device's work is told there.
+            // Errors of another device's work are reported there.
             let _ = event.wait();
         }
         Ok(())

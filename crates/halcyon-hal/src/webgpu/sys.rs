@@ -1,4 +1,4 @@
-//! The instances, waiting for what is ready at once, and errors as values.
+//! `wgpu` instances, blocking on its futures, and errors as values.
 
 use crate::{BackendType, Error, Result};
 use std::future::Future;
@@ -6,7 +6,7 @@ use std::pin::pin;
 use std::sync::{Arc, Mutex, OnceLock};
 use std::task::{Context, Poll, Waker};
 
-/// The systems' interfaces that a backend uses. WebGPU's own over OpenGL lacks too much.
+/// The APIs below that a backend uses. OpenGL is left out because it lacks too many features.
 pub fn backends(kind: BackendType) -> wgpu::Backends {
     match kind {
         BackendType::Metal => wgpu::Backends::METAL,
@@ -14,7 +14,7 @@ pub fn backends(kind: BackendType) -> wgpu::Backends {
     }
 }
 
-/// The instance of a backend. It lives as long as the process: drivers do not like to be loaded twice.
+/// The instance of a backend. It is never dropped, because some drivers fail when they are loaded twice.
 pub fn instance(kind: BackendType) -> &'static wgpu::Instance {
     static ANY: OnceLock<wgpu::Instance> = OnceLock::new();
     static METAL: OnceLock<wgpu::Instance> = OnceLock::new();
@@ -22,13 +22,13 @@ pub fn instance(kind: BackendType) -> &'static wgpu::Instance {
     cell.get_or_init(|| {
         let mut d = wgpu::InstanceDescriptor::new_without_display_handle();
         d.backends = backends(kind);
-        // Without the systems' validation layers, whatever the build: kernels are verified before.
+        // No validation layers, even in debug builds: kernels are verified before.
         d.flags = wgpu::InstanceFlags::empty();
         wgpu::Instance::new(d)
     })
 }
 
-/// The value of a future of `wgpu`. Outside of a browser these are ready when they are made.
+/// Polls a `wgpu` future to completion. Outside of browsers they are ready at once.
 pub fn ready<F: Future>(f: F) -> F::Output {
     let mut f = pin!(f);
     loop {
@@ -39,7 +39,7 @@ pub fn ready<F: Future>(f: F) -> F::Output {
     }
 }
 
-/// What went wrong outside of a scope.
+/// The first error outside of a scope.
 #[derive(Debug, Default)]
 pub struct Stray(Mutex<Option<(String, String)>>);
 
@@ -50,7 +50,7 @@ impl Stray {
         s.get_or_insert((call.into(), text));
     }
 
-    /// Fails with what came in since the last call. A device that is lost stays so.
+    /// Returns and clears an error since the last call. A lost device stays lost.
     pub fn check(&self, device: &str) -> Result<()> {
         let mut s = self.0.lock().unwrap_or_else(|e| e.into_inner());
         let Some((call, text)) = s.clone() else {
@@ -65,14 +65,14 @@ impl Stray {
 
 const LOST: &str = "device lost";
 
-/// Keeps errors that no scope catches; the library's own handler would panic.
+/// Records errors outside of scopes; `wgpu`'s default handler would panic.
 pub fn watch(device: &wgpu::Device) -> Arc<Stray> {
     let stray = Arc::new(Stray::default());
     let s = stray.clone();
     device.on_uncaptured_error(Arc::new(move |e: wgpu::Error| s.put("wgpu", e.to_string())));
     let s = stray.clone();
     device.set_device_lost_callback(move |reason, text| {
-        // A device that was dropped is not lost.
+        // A dropped device is not lost.
         if reason != wgpu::DeviceLostReason::Destroyed {
             s.put(LOST, format!("{reason:?}: {text}"));
         }
@@ -80,7 +80,7 @@ pub fn watch(device: &wgpu::Device) -> Arc<Stray> {
     stray
 }
 
-/// Runs calls with a scope for each kind of error; the first that was caught.
+/// Runs calls inside one scope per kind of error; returns the first error caught.
 pub fn scoped<T>(device: &wgpu::Device, f: impl FnOnce() -> T) -> std::result::Result<T, wgpu::Error> {
     let memory = device.push_error_scope(wgpu::ErrorFilter::OutOfMemory);
     let internal = device.push_error_scope(wgpu::ErrorFilter::Internal);
@@ -93,7 +93,7 @@ pub fn scoped<T>(device: &wgpu::Device, f: impl FnOnce() -> T) -> std::result::R
     }
 }
 
-/// An error with its causes in one line.
+/// An error with its sources in one line.
 pub fn text(e: &dyn std::error::Error) -> String {
     let mut t = e.to_string();
     let mut at = e.source();

@@ -1,4 +1,4 @@
-//! What the driver tests share: the lanes of this machine.
+//! Shared by the driver tests: the test devices of this machine.
 #![allow(dead_code, unused_imports)]
 
 pub use halcyon_hal::conformance::Lane;
@@ -8,8 +8,8 @@ use halcyon_hal::{BackendType, registry};
 #[cfg(all(unix, feature = "cuda", feature = "rocm"))]
 pub mod standin;
 
-/// Every driver of this build that has a device, and those of CUDA and ROCm over stand-ins. OpenCL may be
-/// absent, unless HALCYON_REQUIRE_LANES=1.
+/// Every driver of this build that has a device, and the CUDA and ROCm drivers over stand-ins. OpenCL and
+/// WebGPU may be missing unless HALCYON_REQUIRE_LANES=1.
 pub fn lanes() -> Vec<Lane> {
     let mut out = vec![];
     for driver in registry::drivers() {
@@ -19,7 +19,7 @@ pub fn lanes() -> Vec<Lane> {
             Err(e) => {
                 let always = [BackendType::Cpu, BackendType::Noop];
                 assert!(!always.contains(&kind), "{kind} must always be there: {e}");
-                // What CI has implementations of. The others want the hardware, and Metal the system too.
+                // CI has implementations of these. Others need the hardware, and Metal also the system.
                 let lane = [BackendType::OpenCl, BackendType::WebGpu].contains(&kind)
                     || (kind == BackendType::Metal && cfg!(target_vendor = "apple"));
                 assert!(!lane || std::env::var("HALCYON_REQUIRE_LANES").as_deref() != Ok("1"), "{e}");

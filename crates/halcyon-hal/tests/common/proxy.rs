@@ -1,11 +1,11 @@
-//! Builds and drives the proxy OpenCL library of `tests/proxy/proxy.c`. Another crate's tests may include
+//! Builds and controls the proxy OpenCL library of `tests/proxy/proxy.c`. Tests of other crates may include
 //! this file by path.
 #![allow(dead_code)]
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-/// The proxy, compiled into `dir`; `None` where there is no C compiler, unless HALCYON_REQUIRE_LANES=1.
+/// Compiles the proxy into `dir`; `None` without a C compiler, which is an error if HALCYON_REQUIRE_LANES=1.
 pub fn build(dir: &Path) -> Option<PathBuf> {
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("../halcyon-hal/tests/proxy/proxy.c");
     let library = dir.join("libhalcyon-proxy-opencl.so");
@@ -27,7 +27,7 @@ pub fn build(dir: &Path) -> Option<PathBuf> {
     }
 }
 
-/// Makes `command` use the proxy; `corrupt` is the read-back to falsify (see proxy.c).
+/// Makes `command` use the proxy; `corrupt` selects the read-back to falsify (see proxy.c).
 pub fn through(command: &mut Command, proxy: &Path, counts: &Path, corrupt: Option<&str>) {
     command
         .env("HALCYON_OPENCL_LIBRARY", proxy)
@@ -38,7 +38,7 @@ pub fn through(command: &mut Command, proxy: &Path, counts: &Path, corrupt: Opti
     }
 }
 
-/// What the proxy counted.
+/// The proxy's counters.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Seen {
     pub launches: u64,

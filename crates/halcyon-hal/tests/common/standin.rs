@@ -1,5 +1,5 @@
-//! Drivers of CUDA and ROCm over libraries that stand in for the vendors' (`tests/simt`): built here, where
-//! there is a C++ compiler. Another crate's tests may include this file by path.
+//! CUDA and ROCm drivers over stand-ins for the vendor libraries (`tests/simt`), built if there is a C++
+//! compiler. Tests of other crates may include this file by path.
 #![allow(dead_code)]
 
 #[path = "standin_build.rs"]
@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::{Arc, LazyLock};
 
-/// A stand-in that is loaded, and a driver over it.
+/// A loaded stand-in and a driver that uses it.
 #[derive(Debug)]
 pub struct StandIn {
     pub driver: Arc<SimtDriver>,
@@ -23,17 +23,17 @@ pub struct StandIn {
 }
 
 impl StandIn {
-    /// One of what the library counts.
+    /// Reads one of the library's counters.
     pub fn get(&self, name: &str) -> i64 {
         let name = CString::new(name).unwrap();
-        // SAFETY: a text that ends in zero.
+        // SAFETY: `name` is NUL-terminated, and `open` resolved the function with its type in the source.
         unsafe { (self.get)(name.as_ptr()) }
     }
 
-    /// Sets one of what the library can be told.
+    /// Sets one of the library's controls.
     pub fn set(&self, name: &str, v: i64) {
         let name = CString::new(name).unwrap();
-        // SAFETY: as above.
+        // SAFETY: `name` is NUL-terminated, and `open` resolved the function with its type in the source.
         assert_eq!(unsafe { (self.set)(name.as_ptr(), v) }, 0);
     }
 }
@@ -43,17 +43,16 @@ type Row = (fn() -> &'static Family, &'static str, &'static [&'static str]);
 
 static ROWS: [Row; 2] =
     [(|| &cuda::CUDA, "cuda", &[]), (|| amd(|_| Some("gfx90a".into())), "hip", &["-DSTANDIN_HIP"])];
-/// One of AMD's GPUs whose waves are 32 work-items.
+/// An AMD GPU with waves of 32 work-items.
 const WAVES_OF_32: Row = (
     || amd(|_| Some("gfx1100".into())),
     "hip32",
     &["-DSTANDIN_HIP", "-DSTANDIN_WARP=32", "-DSTANDIN_ARCH=\"gfx1100\""],
 );
-/// A libcuda from before there were graphs.
+/// A libcuda without support for graphs.
 const OLDER: Row = (|| &cuda::CUDA, "cuda-older", &["-DSTANDIN_OLDER"]);
 
-/// The folder for what is built, or `None` where there is no C++ compiler, which HALCYON_REQUIRE_LANES=1 does
-/// not allow.
+/// The build directory; `None` without a C++ compiler, which is an error if HALCYON_REQUIRE_LANES=1.
 fn folder() -> Option<PathBuf> {
     let compiler = Command::new("c++").arg("--version").output();
     if !cfg!(target_os = "linux") || compiler.is_err() {
@@ -64,7 +63,7 @@ fn folder() -> Option<PathBuf> {
     Some(Path::new(env!("CARGO_TARGET_TMPDIR")).join("standin"))
 }
 
-/// Both, or none where they cannot be built.
+/// Both stand-ins, or none if they cannot be built.
 pub fn all() -> Vec<Arc<StandIn>> {
     static BUILT: LazyLock<Vec<Arc<StandIn>>> = LazyLock::new(|| {
         let Some(dir) = folder() else { return vec![] };
@@ -73,7 +72,7 @@ pub fn all() -> Vec<Arc<StandIn>> {
     BUILT.clone()
 }
 
-/// Backends with the paths of their libraries, for another process to load; none where they cannot be built.
+/// Backends with the paths of their stand-ins, for loading in another process; none if they cannot be built.
 pub fn paths() -> Vec<(&'static Family, String)> {
     static BUILT: LazyLock<Vec<(&'static Family, String)>> = LazyLock::new(|| {
         let Some(dir) = folder() else { return vec![] };
@@ -82,24 +81,24 @@ pub fn paths() -> Vec<(&'static Family, String)> {
     BUILT.clone()
 }
 
-/// [`WAVES_OF_32`], as [`all`].
+/// The stand-in of [`WAVES_OF_32`]; `None` if it cannot be built.
 pub fn waves_of_32() -> Option<Arc<StandIn>> {
     static BUILT: LazyLock<Option<Arc<StandIn>>> =
         LazyLock::new(|| folder().map(|dir| Arc::new(load(&WAVES_OF_32, &dir))));
     BUILT.clone()
 }
 
-/// [`OLDER`]; the caller has seen that [`all`] are there.
+/// The stand-in of [`OLDER`]. Only call this if [`all`] is not empty.
 pub fn older() -> StandIn {
     load(&OLDER, &Path::new(env!("CARGO_TARGET_TMPDIR")).join("standin"))
 }
 
-/// HIP, on an architecture: the kernel's topology tells none of a stand-in's device.
+/// HIP with a fixed architecture: the kernel's topology files do not list a stand-in's device.
 fn amd(architecture: fn(&Adapter) -> Option<String>) -> &'static Family {
     Box::leak(Box::new(Family { architecture, ..rocm::ROCM }))
 }
 
-/// Each process has a library of its own: it has a state.
+/// Each process builds its own library, because the library has state.
 fn build((_, name, flags): &Row, dir: &Path) -> PathBuf {
     let sources = PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../halcyon-hal/tests/simt");
     let lib = dir.join(format!("{name}-{}.so", std::process::id()));
@@ -113,7 +112,7 @@ fn load(row: &Row, dir: &Path) -> StandIn {
     s
 }
 
-/// A copy of a stand-in, which has a state of its own. `name` is the file's, in a folder of this process.
+/// A copy of a stand-in with separate state. `name` is its file name in a directory of this process.
 pub fn copy(s: &StandIn, name: &str) -> StandIn {
     let from = Path::new(&s.path);
     let dir = from.with_extension("copies");
@@ -125,11 +124,12 @@ pub fn copy(s: &StandIn, name: &str) -> StandIn {
 
 fn open(family: &'static Family, lib: &Path) -> StandIn {
     let path = lib.display().to_string();
-    // SAFETY: the library was built just now; it has no initialisers but of its own state. It stays.
+    // SAFETY: `build` compiled this library; its initialisers only set up its own state. It is never
+    // unloaded.
     let l = std::mem::ManuallyDrop::new(unsafe { libloading::Library::new(lib) }.unwrap());
-    // SAFETY: the types are those of the source.
+    // SAFETY: the types are those of the functions in standin.cpp, and the library is never unloaded.
     let (get, set) = unsafe { (*l.get(b"standin_get").unwrap(), *l.get(b"standin_set").unwrap()) };
-    // The same library stands in for those of the vendor's kernels.
+    // The same library replaces those of the vendor's kernels.
     let driver = Arc::new(SimtDriver::over(family, &path, &path).with_kernels(&path));
     StandIn { driver, path, get, set }
 }

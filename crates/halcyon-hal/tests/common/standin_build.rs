@@ -1,10 +1,10 @@
-//! Builds the libraries that stand in for the vendors' (`tests/simt`). Tests and the development commands
-//! include this file by path.
+//! Builds the stand-ins for the vendor libraries (`tests/simt`). Tests and the development commands include
+//! this file by path.
 
 use std::path::Path;
 use std::process::Command;
 
-/// Compiles `sources`' stand-in to `lib`. Kernels that it is given are compiled into the folder `modules`.
+/// Compiles the stand-in in `sources` to `lib`. At run time it compiles kernels into the directory `modules`.
 pub fn compile(sources: &Path, modules: &Path, lib: &Path, flags: &[&str]) -> Result<(), String> {
     std::fs::create_dir_all(modules).map_err(|e| format!("{}: {e}", modules.display()))?;
     let mut c = Command::new("c++");
@@ -12,7 +12,7 @@ pub fn compile(sources: &Path, modules: &Path, lib: &Path, flags: &[&str]) -> Re
     c.arg(format!("-DH_KERNEL=\"{}\"", sources.join("kernel.h").display()));
     c.arg(format!("-DH_FOLDER=\"{}\"", modules.display()));
     c.arg("-o").arg(lib).arg(sources.join("standin.cpp")).arg("-ldl");
-    // Where the kernels of AMD's libraries would lie: in files beside them, by architecture.
+    // AMD's libraries keep their kernels in files beside them, by architecture.
     let folder = lib.parent().unwrap_or(Path::new("."));
     for (library, architecture) in
         ["rocblas", "hipblaslt"].into_iter().flat_map(|l| [(l, "gfx90a"), (l, "gfx1100")])

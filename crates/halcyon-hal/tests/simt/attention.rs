@@ -1,4 +1,4 @@
-//! Attention of cuDNN, against sums in f64.
+//! Attention by cuDNN, compared with sums in f64.
 
 use crate::ALONE;
 use crate::common::standin::{self, StandIn};
@@ -10,10 +10,10 @@ use halcyon_ir::op::Op;
 use halcyon_ir::{DType, Graph, Scalar, TensorType};
 use std::sync::Arc;
 
-/// Large enough to show where it is left out.
+/// Large enough that omitting it changes results noticeably.
 const SCALE: f64 = 0.4;
 
-/// The composite, which does not look at sizes here.
+/// The attention composite. Its sizes do not matter here.
 fn attention(causal: bool, scale: f64) -> Op {
     let mut g = Graph::new();
     let x = g.input("x", TensorType::new(DType::F32, [1, 1, 2, 8]));
@@ -21,7 +21,7 @@ fn attention(causal: bool, scale: f64) -> Op {
     g.node(y).op.clone()
 }
 
-/// Results, by the definition.
+/// The results by definition.
 fn expected(call: &Call<'_>, causal: bool, scale: f64) -> Vec<f64> {
     let values = call.values();
     let dense = |i: usize| -> Vec<f64> {
@@ -59,23 +59,23 @@ fn call<'a>(op: &'a Op, dtype: DType, views: [View; 3]) -> Call<'a> {
     Call { seed: fresh(), ..Call::new(op, &inputs, (dtype, &shape)) }
 }
 
-/// Another number in each run of the tests.
+/// A different number in each run of the tests.
 fn fresh() -> u64 {
     let now = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap();
     now.as_nanos() as u64 | 1
 }
 
-/// Dense operands: batch, query heads, key heads, queries, keys, row.
+/// Dense operands: batch, query heads, key heads, queries, keys, row length.
 fn dense([b, h, hk, sq, sk, d]: [usize; 6]) -> [View; 3] {
     [View::dense(&[b, h, sq, d]), View::dense(&[b, hk, sk, d]), View::dense(&[b, hk, sk, d])]
 }
 
-/// Heads between rows.
+/// Operands with the heads between the rows.
 fn turned([b, h, hk, sq, sk, d]: [usize; 6]) -> [View; 3] {
     [(h, sq), (hk, sk), (hk, sk)].map(|(h, s)| View::dense(&[b, s, h, d]).permute(&[0, 2, 1, 3]))
 }
 
-/// Part of something larger; rows begin 16 bytes apart.
+/// Windows of larger tensors; rows start at multiples of 16 bytes.
 fn windows([b, h, hk, sq, sk, d]: [usize; 6]) -> [View; 3] {
     let of = |h: usize, s: usize| {
         let all = View::dense(&[b, h + 1, s + 3, d + 16]);
@@ -144,7 +144,7 @@ fn declined(s: &StandIn, d: &dyn Device) {
     assert_eq!(s.get("graph calls"), asked, "the library was not asked");
 }
 
-/// What the library does not do is a reason or an error, whichever call it is, and nothing is left of it.
+/// Whichever call of the library fails, it is declined with a reason or an error, and nothing leaks.
 fn faults(s: &StandIn) {
     let op = attention(true, SCALE);
     let c = call(&op, DType::F16, dense(SHARED));
@@ -162,7 +162,7 @@ fn faults(s: &StandIn) {
                 assert_eq!(s.get("descriptions"), none, "{n}: {e:?}");
                 reasons += 1;
             }
-            // Another engine did it.
+            // Another engine was used.
             Ok(k) => {
                 assert!(k.name() == "cudnn.attention.f16.causal" && s.get("descriptions") > none);
                 kernels += 1;
@@ -178,7 +178,7 @@ fn faults(s: &StandIn) {
     assert!(reasons > 100 && kernels > 10, "{reasons} reasons, {kernels} kernels");
 
     let kernel = c.kernel(&*d).unwrap();
-    // The engines before are not deterministic, do not fit, or want more room.
+    // The engines before it are not deterministic, exceed shared memory or need more workspace.
     assert_eq!(kernel.workspace(), 4096);
     let asked = s.get("graph calls");
     let again = c.kernel(&*d).unwrap();
@@ -205,7 +205,7 @@ fn faults(s: &StandIn) {
     captured(&*d, &c, &kernel, &buffers);
 }
 
-/// Plans of so many sizes are kept; kernels keep theirs.
+/// The plans of a limited number of sizes are kept; kernels keep their own.
 fn kept(s: &StandIn) {
     let (op, d) = (attention(false, SCALE), s.driver.open(0, &Options::default()).unwrap());
     let make =
@@ -223,7 +223,7 @@ fn kept(s: &StandIn) {
     assert_eq!(s.get("descriptions"), full);
 }
 
-/// A captured run reads the memory of the launch, and keeps the plan.
+/// A captured run uses the buffers of the launch and keeps the plan alive.
 fn captured(
     d: &dyn Device,
     c: &Call<'_>,

@@ -1,22 +1,23 @@
-// Part of standin.cpp: stands in for cuBLASLt, or with STANDIN_HIP for hipBLASLt. It computes in double on the host, and refuses what the
-// documentation says that the real one refuses. Numbers of enumerations are those of the vendors' headers.
+// Part of standin.cpp: the stand-in for cuBLASLt or, with STANDIN_HIP, for hipBLASLt. It computes in double
+// on the host, and rejects what the real library rejects according to its documentation. Enumeration values
+// are those of the vendors' headers.
 
 #include <cmath>
 #include <functional>
 
 enum { LT_OK = 0, LT_NOT_INITIALISED = 1, LT_INVALID = HIP ? 3 : 7, LT_FAILED = HIP ? 5 : 13, LT_NOT_SUPPORTED = HIP ? 7 : 15 };
-// cudaDataType and hipDataType.
+// Values of cudaDataType and hipDataType.
 enum { R32 = 0, R64 = 1, R16 = 2, I8 = 3, I32 = 10, RB16 = 14, E4M3 = HIP ? 1000 : 28, E5M2 = HIP ? 1001 : 29 };
 
-// What the tests ask for and set.
+// Counters and controls of the tests.
 static int64_t handles_, descriptions_, library_calls_, endings_, fail_library_ = -1, hide_products_, winograds_;
-// Of graph.cpp.
+// Those of graph.cpp.
 static int64_t graph_calls_, attentions_, fail_graph_ = -1, dnn_version_ = 91002;
 
-// Work of a library, in the order of its stream.
+// Enqueues work of a library in its stream.
 static int on_stream(Handle s, const std::function<int()>& work) { return enqueue(s, work); }
 
-// Whether this call is the one that was told to fail.
+// Counts a call; returns whether it is the one set to fail.
 static bool fails() {
     library_calls_++;
     return fail_library_ >= 0 && fail_library_-- == 0;
@@ -43,7 +44,7 @@ static uint16_t half_bits(double v) {
     if (std::isnan(v)) return sign | 0x7e00;
     int e;
     frexp(a, &e);
-    // Spacing of halves at this magnitude; ties go to even, as the processor rounds.
+    // Spacing of half-precision numbers at this magnitude; ties go to even, as on the processor.
     double unit = ldexp(1, (e < -13 ? -13 : e) - 11), r = nearbyint(a / unit) * unit;
     if (r >= 65536 || std::isinf(a)) return sign | 0x7c00;
     if (r < ldexp(1, -14)) return sign | (uint16_t)ldexp(r, 24);
@@ -51,14 +52,14 @@ static uint16_t half_bits(double v) {
     return sign | (uint16_t)((e + 14) << 10 | ((int)ldexp(r, 11 - e) & 1023));
 }
 static float cut(double v, int digits) {
-    // Nearest float with so many digits behind the first, ties to even.
+    // The nearest float with this many digits after the leading one, ties to even.
     if (!std::isfinite(v) || v == 0) return (float)v;
     int e;
     frexp(v, &e);
     double unit = ldexp(1, e - 1 - digits);
     return (float)(nearbyint(v / unit) * unit);
 }
-// 8-bit floats: those of the OCP's specification on CUDA, those without a negative zero on gfx940 and its kin.
+// 8-bit floats: the OCP specification's on CUDA, those without a negative zero on gfx940 and its relatives.
 static double eight_value(uint8_t u, int mantissa) {
     int exponent = 7 - mantissa, bias = (1 << (exponent - 1)) - !HIP, e = u >> mantissa & ((1 << exponent) - 1);
     int m = u & ((1 << mantissa) - 1), top = (1 << exponent) - 1;
@@ -101,11 +102,11 @@ static void store_value(int t, Address at, int64_t i, double v) {
     }
 }
 
-// A column-major matrix, and how many of them.
+// A column-major matrix, and the size of its batch.
 struct Matrix {
     int type;
     int64_t rows, cols, ld, batch = 1, step = 0;
-    // Elements from the first to behind the last.
+    // Extent from the first element to the end of the last one.
     size_t bytes() const {
         int64_t last = (batch - 1) * step + (cols - 1) * ld + rows;
         return (size_t)last * type_size(type);
@@ -122,7 +123,7 @@ struct Ending {
 };
 static double gelu_by_tanh(double x) { return 0.5 * x * (1 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x))); }
 
-// D = op(A) op(B), and the ending. `digits` of the factors count, where they are not all.
+// D = op(A) op(B), then the epilogue. If not 0, `digits` is the precision of the factors.
 static void multiply(const Matrix& a, Address pa, bool ta, const Matrix& b, Address pb, bool tb, const Matrix& d, Address pd,
                      int digits, const Ending& e) {
     int64_t k = ta ? a.rows : a.cols;
@@ -172,7 +173,7 @@ enum { LT_F32 = HIP ? 2 : 68, LT_TF32 = HIP ? 6 : 77, LT_F64 = HIP ? 7 : 70, LT_
 
 LT(cublasLtCreate, hipblasLtCreate)(Handle* h) {
     LOCK;
-    // One for a newer CUDA than the driver's.
+    // A library for a newer CUDA than the driver's.
     if (!HIP && compiler_ > DRIVER_MAJOR) return LT_NOT_INITIALISED;
     if (!initialised_ || current_ < 0 || lost_ || hide_products_) return LT_NOT_INITIALISED;
     *h = new LtHandle{current_};
@@ -291,7 +292,7 @@ LT(cublasLtMatmulPreferenceSetAttribute, hipblasLtMatmulPreferenceSetAttribute)(
     return LT_OK;
 }
 
-// What an algorithm was made for. The real ones are as opaque, and as much one problem's.
+// What an algorithm was selected for. The real ones are opaque too, and valid for one problem only.
 struct Algorithm {
     uint32_t problem;
     uint16_t workspace;
@@ -306,13 +307,13 @@ static uint32_t problem(const LtDesc& d, const Matrix& a, const Matrix& b, const
 }
 static int log2_of(uint64_t v) { return v ? __builtin_ctzll(v) : 8; }
 
-// Whether the library has kernels for it.
+// Whether the library has kernels for a problem.
 static int supported(const LtDesc& d, const Matrix& a, const Matrix& b, const Matrix& c) {
     int64_t m = d.ta ? a.cols : a.rows, k = d.ta ? a.rows : a.cols, n = d.tb ? b.rows : b.cols;
     if ((d.tb ? b.cols : b.rows) != k || c.rows != m || c.cols != n) return LT_INVALID;
     for (const Matrix* x : {&a, &b, &c})
         if (x->rows <= 0 || x->cols <= 0 || x->ld < x->rows || x->batch != c.batch) return LT_INVALID;
-    // Results must not lie over each other.
+    // Results of a batch must not overlap.
     if (c.batch > 1 && c.step < (c.cols - 1) * c.ld + c.rows) return LT_INVALID;
     struct Row { int compute, scale, factor, result; };
     static const std::vector<Row> rows = {
@@ -320,13 +321,14 @@ static int supported(const LtDesc& d, const Matrix& a, const Matrix& b, const Ma
         {LT_F32, R32, RB16, R32}, {LT_F32, R32, R16, R32}, {LT_I32, I32, I8, I32}};
     bool eight = type_size(a.type) == 1 && a.type != I8;
     if (eight || (type_size(b.type) == 1 && b.type != I8)) {
-        // FP8: both of it, the first transposed, 16 bytes everywhere; one factor at least has the longer significand on CUDA.
+        // FP8: both factors, the first one transposed, everything aligned to 16 bytes. On CUDA at least one
+        // factor has the longer significand.
         if (!eight || type_size(b.type) != 1 || b.type == I8) return LT_NOT_SUPPORTED;
         if (!HIP && a.type == E5M2 && b.type == E5M2) return LT_NOT_SUPPORTED;
         if (d.compute != LT_F32 || d.scale != R32 || (c.type != R32 && c.type != R16 && c.type != RB16)) return LT_NOT_SUPPORTED;
         if (!d.ta || d.tb || m % 16 || k % 16 || a.ld % 16 || b.ld % 16 || a.step % 16 || b.step % 16) return LT_NOT_SUPPORTED;
         if (c.ld * (int64_t)type_size(c.type) % 16) return LT_NOT_SUPPORTED;
-        // The bias of sums in f32 is of another type.
+        // With f32 results the bias has another type.
         if ((d.epilogue & 4) && c.type == R32) return LT_NOT_SUPPORTED;
         return LT_OK;
     }
@@ -355,22 +357,22 @@ LT(cublasLtMatmulAlgoGetHeuristic, hipblasLtMatmulAlgoGetHeuristic)(Handle h, Ha
     const LtPreference& preference = *(LtPreference*)p;
     if (!same(mc, *(Matrix*)out)) return LT_INVALID;
     if (int code = supported(desc, ma, mb, mc)) return code;
-    // Long sums are split, where there is room for their parts.
+    // Long sums are split if the workspace has room for the partial sums.
     int64_t k = desc.ta ? ma.rows : ma.cols;
     uint64_t room = k >= 64 && preference.workspace >= 4096 && (preference.reductions & 2) ? 4096 : 0;
     if ((desc.epilogue & 4) && desc.bias % type_size(mc.type)) return LT_NOT_SUPPORTED;
     Algorithm algorithm = {problem(desc, ma, mb, mc), (uint16_t)room, {}};
-    // Wide loads where the caller says that they are possible; 4 bits each.
+    // Wide loads if the caller states a sufficient alignment; 4 bits each.
     auto most = [](uint64_t v) { return log2_of(v) > 4 ? 4 : log2_of(v); };
     algorithm.alignment[0] = (uint8_t)(most(preference.alignment[0]) | most(preference.alignment[1]) << 4);
     algorithm.alignment[1] = (uint8_t)(most(preference.alignment[2]) | most(desc.epilogue & 4 ? desc.bias : 0) << 4);
-    // FP8 kernels read 16 bytes, whatever they are told.
+    // FP8 kernels load 16 bytes regardless of the preference.
     if (type_size(ma.type) == 1 && ma.type != I8) {
         for (int i = 0; i < 3; i++)
             if (preference.alignment[i] < 16) return LT_NOT_SUPPORTED;
         algorithm.alignment[0] = 4 << 4 | 4;
     }
-    // hipBLASLt is not told: its algorithms take what they like.
+    // hipBLASLt has no such preferences: its algorithms require any alignment.
     if (HIP) algorithm.alignment[0] = algorithm.alignment[1] = 4 << 4 | 4;
     const size_t words = HIP ? 3 : 8;
     memset(results, 0, (words + 4) * 8);
@@ -430,12 +432,12 @@ LT(cublasLtMatmul, hipblasLtMatmul)(Handle h, Handle d, const void* alpha, Addre
     });
 }
 
-// ---- what the tests ask for and set
+// ---- counters and controls of the tests
 
 static int64_t libraries_get(const std::string& n) {
     if (n == "handles") return handles_;
     if (n == "descriptions") return descriptions_;
-    // Products and convolutions that were asked for, and those with a chain on top.
+    // Number of products and convolutions, and of those with an epilogue.
     if (n == "library calls") return library_calls_;
     if (n == "endings") return endings_;
     if (n == "winograds") return winograds_;
@@ -447,9 +449,9 @@ static int64_t libraries_get(const std::string& n) {
 static int libraries_set(const std::string& n, int64_t v) {
     // The v-th call from now on fails, once.
     if (n == "fail library") fail_library_ = v;
-    // The library of products cannot be initialised.
+    // The library of products fails to initialise.
     else if (n == "hide products") hide_products_ = v;
-    // As "fail library", of calls about graphs of operations.
+    // As "fail library", for calls of the graph API.
     else if (n == "fail graph") fail_graph_ = v;
     // 91002 is 9.10.2.
     else if (n == "dnn version") dnn_version_ = v;

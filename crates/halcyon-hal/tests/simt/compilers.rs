@@ -1,4 +1,4 @@
-//! Which run-time compiler is taken where there are several.
+//! The choice among several run-time compilers.
 
 use crate::common::standin::{self, StandIn};
 use crate::common::*;
@@ -9,7 +9,7 @@ use halcyon_hal::{BackendType, Device, Driver, Error, Options, Result, cuda};
 use halcyon_ir::DType;
 use std::sync::Arc;
 
-/// What the doctor says of the compiler.
+/// The device's description of its compiler.
 fn told(d: &dyn Device) -> String {
     d.kernel_libraries().pop().unwrap().1
 }
@@ -26,7 +26,7 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
     };
     let good = one("libnvrtc.so.12.a", &[]);
     let newer = one("libnvrtc.so.13", &[("compiler", 13)]);
-    // It says nothing of its version in its name.
+    // Its file name contains no version.
     let unnamed = one("libnvrtc.so", &[("compiler", 13)]);
     let broken = one("libnvrtc.so.12.b", &[("broken", 1)]);
     let before = one("libnvrtc.so.12.c", &[("newest generation", 86)]);
@@ -38,8 +38,7 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
         driver.open(0, &Options { cache_dir: Some(cache.path().into()), ..Options::default() })
     };
 
-    // Of the driver's major version, whichever comes first in the path; one trivial kernel shows it, once in
-    // a process.
+    // The first one of the driver's major version is chosen. One trivial kernel proves it, once per process.
     let d = open(&[&unnamed, &newer, &good]).unwrap();
     assert_eq!((good.get("compiles"), newer.get("compiles"), unnamed.get("compiles")), (1, 0, 0));
     assert_eq!(told(&*d), format!("{} 12.4", good.path));
@@ -48,7 +47,7 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
     assert_eq!((good.get("compiles"), d.counters().compiles), (1, 0));
     assert_eq!(work_on(&d).unwrap(), ANSWER);
 
-    // One that cannot compile, and one that no longer knows the device, are passed over and named.
+    // A compiler that fails and one that no longer supports the device are skipped and listed.
     let d = open(&[&broken, &behind, &good]).unwrap();
     let (text, property) = (told(&*d), d.info().properties["compilers_passed_over"].clone());
     for (c, why) in [(&broken, "libnvrtc-builtins"), (&behind, "it does not know devices as old as sm_90")] {
@@ -57,11 +56,11 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
     }
     assert_eq!(behind.get("compiles"), 0);
 
-    // What the driver does not load, either: each of these codes means the compiler.
+    // A compiler whose output the driver does not load is skipped, too; each of these codes means that.
     for code in [200, 209, 218, 221, 222, 223] {
         let other = one(&format!("libnvrtc.so.12.{code}"), &[]);
         s.set("refuse module", code);
-        // A cache of its own: the kernel must be compiled.
+        // An empty cache, so that the kernel must be compiled.
         let dir = tempfile::tempdir().unwrap();
         let driver = SimtDriver::over(&cuda::CUDA, &s.path, "").with_compilers(&[&other.path, &good.path]);
         let d =
@@ -69,14 +68,14 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
         let text = told(&*d);
         assert!(text.starts_with(&good.path) && text.contains(&format!("error {code} ")), "{text}");
     }
-    // Others are the device's.
+    // Other codes are errors of the device.
     let other = one("libnvrtc.so.12.719", &[]);
     s.set("refuse module", 719);
     let e = open(&[&other, &good]).unwrap_err();
     assert!(matches!(e, Error::Driver { .. }) && e.to_string().contains("719"), "{e}");
 
-    // A device that is newer than the compiler: PTX, which the driver compiles; its key is another one in the
-    // same cache.
+    // A device newer than the compiler uses PTX, which the driver compiles. It has another key in the same
+    // cache.
     let own = d.compile(&affine(DType::F32)).unwrap();
     let ptx = s.get("ptx");
     let d = open(&[&before]).unwrap();
@@ -85,28 +84,28 @@ fn a_compiler_whose_kernels_the_driver_loads_is_taken() {
     assert!(s.get("ptx") >= ptx + 2, "the trivial kernel and the other one");
     assert_eq!(own.source(), d.compile(&affine(DType::F32)).unwrap().source());
     assert_eq!((d.counters().compiles, d.counters().compile_cache_hits), (1, 0));
-    // It comes behind one that knows the device.
+    // A compiler that knows the device is preferred.
     assert!(told(&*open(&[&before, &good]).unwrap()).starts_with(&good.path));
-    // From the disk it is PTX again; what has lost its end is built again.
+    // PTX is loaded from the disk cache as PTX; a truncated entry is rebuilt.
     let (warm, ptx) = (open(&[&before]).unwrap(), s.get("ptx"));
     assert_eq!(work_on(&warm).unwrap(), ANSWER);
     assert_eq!((warm.counters().compile_cache_hits, s.get("ptx")), (1, ptx + 1));
 
-    // None that does: where each was found, and what is wrong with it.
+    // If none works, the error lists where each was found and what is wrong with it.
     let e = open(&[&unnamed, &newer, &broken]).unwrap_err();
     let Error::Unavailable { tried, reason, fix, .. } = &e else { panic!("{e}") };
     assert!(reason.contains("no run-time compiler makes kernels that the driver of cuda:0 loads"), "{e}");
     assert!(tried.len() == 3 && tried[1].contains("13.4: ") && tried[1].contains("error 200"), "{tried:?}");
     assert!(fix.contains("nvidia-cuda-nvrtc"), "{fix}");
 
-    // cuBLASLt for a newer CUDA than the driver's is no reason to do without one that is there.
+    // A cuBLASLt for a newer CUDA than the driver's does not hide one that works.
     let driver = SimtDriver::over(&cuda::CUDA, &s.path, &s.path).with_kernels(&newer.path);
     let found = driver.open(0, &Options::default()).unwrap().kernel_libraries();
     assert!(found[0].1.contains(&newer.path) && found[0].1.contains("not initialised"), "{found:?}");
 }
 
-/// NVRTC itself, where Python's packages have it: what the driver asks of it, and PTX that keeps products and
-/// sums apart.
+/// The real NVRTC, if a Python package has it: the functions that the driver uses, and PTX that does not fuse
+/// multiplications and additions.
 #[test]
 fn nvrtc_makes_ptx_for_devices_that_it_does_not_know() {
     let named = std::env::var_os("HALCYON_PYTHON").is_some();
@@ -127,9 +126,9 @@ fn nvrtc_makes_ptx_for_devices_that_it_does_not_know() {
     };
     let ptx = String::from_utf8(make(&format!("compute_{newest}"), Output::Ptx).unwrap()).unwrap();
     assert!(ptx.ends_with('\0') && ptx.contains(&format!(".target sm_{newest}")), "{ptx}");
-    // Rounded each: the driver's compiler leaves them so.
+    // Explicitly rounded operations, which the driver's compiler does not fuse.
     assert!(ptx.contains("mul.rn.f32") && ptx.contains("add.rn.f32") && !ptx.contains("fma"), "{ptx}");
     assert!(make("sm_90", Output::Binary).unwrap().starts_with(b"\x7fELF"));
-    // There is no code of a device in what was compiled for all.
+    // A virtual architecture yields no device code.
     assert!(make("compute_90", Output::Binary).is_err() && make("sm_999", Output::Binary).is_err());
 }

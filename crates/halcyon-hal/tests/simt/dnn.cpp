@@ -1,4 +1,5 @@
-// Part of standin.cpp: stands in for cuDNN's convolutions, as blas.cpp does for cuBLASLt. Numbers are those of version 9.
+// Part of standin.cpp: the stand-in for cuDNN's convolutions, as blas.cpp is for cuBLASLt. Numbers are those
+// of version 9.
 
 enum { DNN_OK = 0, DNN_NOT_INITIALISED = 1001, DNN_BAD = 2000, DNN_NOT_SUPPORTED = 3000, DNN_FAILED = 5000 };
 
@@ -22,7 +23,7 @@ struct Convolution {
 struct Activation { int mode = -1, nan = 0; };
 static std::set<Handle> dnn_handles, dnn_tensors, dnn_filters, dnn_convs, dnn_activations;
 
-// cudnnDataType_t in cudaDataType's numbers.
+// Converts cudnnDataType_t to cudaDataType.
 static int dnn_type(int t) { return t == 0 ? (int)R32 : t == 1 ? (int)R64 : t == 2 ? (int)R16 : t == 9 ? (int)RB16 : -1; }
 
 extern "C" int cudnnGetProperty(int which, int* v) {
@@ -128,7 +129,7 @@ static int check_conv(Handle h, Handle x, Handle w, Handle c, Handle y) {
     if (current_ != ((DnnHandle*)h)->device) return DNN_BAD;
     const Problem p{*(Tensor*)x, *(Tensor*)w, *(Tensor*)y, *(Convolution*)c};
     size_t n = p.x.dims.size(), s = p.c.pad.size();
-    // Fewer than two spatial axes are not there.
+    // Fewer than two spatial axes are not supported.
     if (n != s + 2 || s < 2 || s > 3 || p.w.dims.size() != n || p.y.dims.size() != n) return DNN_NOT_SUPPORTED;
     if (p.x.dims[1] != p.w.dims[1] * p.c.groups || p.w.dims[0] % p.c.groups || p.y.dims[0] != p.x.dims[0] || p.y.dims[1] != p.w.dims[0])
         return DNN_BAD;
@@ -140,8 +141,8 @@ static int check_conv(Handle h, Handle x, Handle w, Handle c, Handle y) {
     if (p.c.compute != (p.x.type == R64 ? (int)R64 : (int)R32)) return DNN_NOT_SUPPORTED;
     return DNN_OK;
 }
-// Algorithm 1 takes a workspace, algorithm 0 none; 4 (by Fourier) is not deterministic here, so that somebody must look, and 6 (Winograd's)
-// costs digits.
+// Algorithm 1 needs a workspace, algorithm 0 none. 4 (FFT) is not deterministic here, so that the driver must
+// check, and 6 (Winograd) loses precision.
 static size_t room_of(int algorithm) { return algorithm == 1 ? 8192 : algorithm == 4 ? 1 << 20 : 0; }
 
 struct Performance_ {
@@ -160,7 +161,7 @@ extern "C" int cudnnGetConvolutionForwardAlgorithm_v7(Handle h, Handle x, Handle
     int math = ((Convolution*)c)->math;
     // f32 on tensor cores is TF32.
     bool single = ((Tensor*)x)->type == R32;
-    // Winograd's is for windows of three by three.
+    // Winograd is for 3 x 3 windows.
     const Tensor& window = *(Tensor*)w;
     bool three = window.dims.size() == 4 && window.dims[2] == 3 && window.dims[3] == 3;
     const int order[4] = {4, three ? 6 : 1, three ? 1 : 0, 0};
@@ -193,12 +194,12 @@ static int forward(Handle h, const void* alpha, Handle hx, Address x, Handle hw,
         (bias && !inside(bias, (size_t)tw.dims[0] * type_size(ty.type))))
         return DNN_FAILED;
     if (!apart(y, ty.bytes(), x, tx.bytes()) || !apart(y, ty.bytes(), w, tw.bytes())) return DNN_BAD;
-    // What Winograd's transforms cost, in few digits more than a half has.
+    // The precision left by Winograd's transforms: few digits more than half precision has.
     int digits = algorithm == 6 ? 8 : tx.type == R32 && c.math != 3 ? 10 : 0;
     winograds_ += algorithm == 6;
     return on_stream(stream, [=]() {
         if (bytes) memset((void*)room, 0xee, bytes);
-        // Two spatial axes get a third one of size 1.
+        // With two spatial axes, a third one of size 1 is prepended.
         auto three = [](const std::vector<int64_t>& v, size_t from, int64_t fill) {
             std::vector<int64_t> r(v.begin() + (long)from, v.end());
             while (r.size() < 3) r.insert(r.begin(), fill);
@@ -252,7 +253,7 @@ extern "C" int cudnnConvolutionBiasActivationForward(Handle h, const void* alpha
     int mode = ((Activation*)ha)->mode;
     if (mode != 1 && mode != 5) return DNN_NOT_SUPPORTED;
     if (mode == 1 && ((Activation*)ha)->nan != 1) return DNN_BAD;
-    // Without an activation there is one algorithm.
+    // Without an activation only one algorithm is supported.
     if (mode == 5 && algorithm != 1) return DNN_NOT_SUPPORTED;
     if (!bias || !inside(z, ((Tensor*)hz)->bytes()) || tb.dims.size() != ty.dims.size() || tb.type != ty.type) return DNN_BAD;
     if (ty.type != R32 && ty.type != R16) return DNN_NOT_SUPPORTED;

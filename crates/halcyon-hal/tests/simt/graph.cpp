@@ -1,6 +1,7 @@
-// Part of standin.cpp: stands in for cuDNN's backend interface, for one pattern of operations: attention. It refuses what the documentation
-// of cudnn_graph.h says that the real one refuses, and what version 9.28 was seen to refuse; a graph is computed operation by operation,
-// in double, and each result is rounded to its tensor's type.
+// Part of standin.cpp: the stand-in for cuDNN's backend API, for one graph of operations: attention. It
+// rejects what the real library rejects according to the documentation of cudnn_graph.h and observations of
+// version 9.28. A graph is computed operation by operation in double, and each result is rounded to its
+// tensor's type.
 
 #ifndef STANDIN_OLDER
 #include <memory>
@@ -10,7 +11,7 @@ enum {
     DNN_ATTRIBUTE_TYPE = 2010, DNN_KIND = 2012, DNN_PATTERN = 3001, DNN_SHAPE = 3002, DNN_TYPES = 3003, DNN_LAYOUT = 3004,
     DNN_SHARED = 3010, DNN_OUT_OF_MEMORY = 4003
 };
-// Kinds of descriptions.
+// Types of descriptors.
 enum { POINTWISE = 0, ENGINE = 2, CONFIG = 3, HEURISTICS = 4, PLAN = 5, OP_POINTWISE = 13, OP_GRAPH = 15, PACK = 16, TENSOR = 17, MATMUL = 18,
        OP_MATMUL = 19, REDUCTION = 21, OP_REDUCTION = 22, SOME_OP = 99 };
 // Types of attributes.
@@ -27,7 +28,7 @@ struct Rule {
     int kind, name, type;
     int64_t least, most;
     bool required;
-    // Of descriptions, their kind.
+    // For descriptors, their type.
     int of = -1;
 };
 static const Rule RULES[] = {
@@ -67,7 +68,7 @@ struct GraphTensor {
         return (size_t)last * size();
     }
 };
-// An operation: tensors by their identifiers, 0 where there is none.
+// An operation: ids of its tensors, 0 for none.
 struct Operation {
     int kind, mode = -1, precision = -1;
     int64_t axis = -1, in[3] = {0, 0, 0}, out = 0;
@@ -81,7 +82,7 @@ struct Described {
     int kind;
     bool done = false;
     std::map<int, std::vector<unsigned char>> attributes;
-    // What finishing found.
+    // Results of finalisation.
     std::shared_ptr<OperationGraph> graph;
     int engine = -1;
     template <class T> std::vector<T> all(int name) const {
@@ -102,7 +103,7 @@ static int refuse(int code, const char* why) {
     said_ = why;
     return code;
 }
-// Counts a call, and whether it is the one that was told to fail.
+// Counts a call; returns whether it is the one set to fail.
 static bool graph_fails() {
     graph_calls_++;
     return fail_graph_ >= 0 && fail_graph_-- == 0;
@@ -127,7 +128,7 @@ extern "C" int cudnnBackendCreateDescriptor(int kind, Handle* to) {
 }
 extern "C" int cudnnBackendDestroyDescriptor(Handle h) {
     LOCK;
-    // What an engine compiled goes with its plan, when launches that are under way are over.
+    // A plan's compiled code is released with it, after pending launches are done.
     if (described.count(h) && ((Described*)h)->kind == PLAN) {
         if (current_ < 0) return refuse(DNN_BAD, "a plan goes in a thread without a context");
         flush_all();
@@ -173,7 +174,7 @@ static GraphTensor tensor_of(Handle h) {
 }
 static GraphTensor tensor_at(const Described& d, int name) { return tensor_of(d.one<Handle>(name, nullptr)); }
 
-// How many operands a function has.
+// Number of operands of a function.
 static int operands_of(int mode) {
     switch (mode) {
     case 13: case 15: case 501: return 1;
@@ -269,7 +270,7 @@ static int finish_graph(Described& d) {
     return DNN_OK;
 }
 
-// The pattern of attention, from its end. Operations that do not belong to it are not known.
+// Matches the graph of attention from its end. Graphs with other operations are not supported.
 static int attention_of(const OperationGraph& g) {
     std::map<int64_t, const Operation*> makes;
     size_t used = 0;
@@ -296,7 +297,7 @@ static int attention_of(const OperationGraph& g) {
     const Operation* below = weight ? made(weight->in[0], OP_POINTWISE, 9, 0, 0) : nullptr;
     const Operation* top = below ? made(below->in[1], OP_REDUCTION, 3, 0, 0) : nullptr;
     if (!sum || !top || sum->in[0] != weight->out || top->in[0] != below->in[0]) return no();
-    // What training would keep: the logarithm of the sums, and the maximum.
+    // The statistics that training would store: the logarithm of the sums plus the maximum.
     const Operation* kept = nullptr;
     for (auto& o : g.operations)
         if (o.kind == OP_POINTWISE && o.mode == 0 && o.in[0] == top->out) kept = made(o.out, OP_POINTWISE, 0, 0, 0);
@@ -331,7 +332,8 @@ static int attention_of(const OperationGraph& g) {
     return DNN_OK;
 }
 
-// Engines, in the order of the heuristics: one with other results in each run, one without room, one that wants a large workspace, and two that do.
+// Engines in the heuristics' order: one that is not deterministic, one that exceeds shared memory, one that
+// needs a large workspace, and two that work.
 static const int ENGINES = 5;
 static int64_t room_of_engine(int engine) { return engine == 2 ? 64 << 20 : engine == 3 ? 4096 : 0; }
 
@@ -343,7 +345,7 @@ extern "C" int cudnnBackendFinalize(Handle h) {
     for (const Rule& r : RULES) {
         if (r.kind != d.kind) continue;
         if (r.required && !d.attributes.count(r.name)) return refuse(DNN_BAD, "an attribute is missing");
-        // What it refers to was not given back meanwhile.
+        // The descriptors that it refers to must not have been destroyed.
         if (r.type == T_DESC)
             for (Handle other : d.all<Handle>(r.name))
                 if (!described.count(other)) return refuse(DNN_BAD, "a description that was given back");
@@ -389,7 +391,8 @@ extern "C" int cudnnBackendGetAttribute(Handle h, int name, int type, int64_t n,
     if (!d.done) return refuse(DNN_NOT_FINISHED, "the description is not finished");
     if (d.kind == HEURISTICS && name == 202) {
         if (type != T_DESC) return refuse(DNN_ATTRIBUTE_TYPE, "an attribute of another type");
-        // As the real one: a pattern that no engine has is no error, but has no results; and some that are counted may not be given.
+        // As in the real library: an unsupported graph gives no error but no results, and fewer may be
+        // returned than were counted.
         int64_t engines = attention_of(*d.graph) == DNN_OK ? ENGINES : 0;
         if (n == 0) return *found = engines ? engines + 1 : 0, DNN_OK;
         *found = n < engines ? n : engines;
@@ -417,7 +420,7 @@ extern "C" int cudnnBackendGetAttribute(Handle h, int name, int type, int64_t n,
     }
     if (d.kind == ENGINE && name == 1303) {
         if (type != T_NOTE) return refuse(DNN_ATTRIBUTE_TYPE, "an attribute of another type");
-        // Matrix units; results that differ.
+        // Numerical notes: matrix units; not deterministic.
         const int notes[2] = {0, 4};
         *found = d.engine == 0 ? 2 : 1;
         memcpy(to, notes, sizeof(int) * (size_t)(n < *found ? n : *found));
@@ -432,7 +435,7 @@ extern "C" int cudnnBackendGetAttribute(Handle h, int name, int type, int64_t n,
     return refuse(DNN_BAD, "the description has no such attribute");
 }
 
-// Types as load_value and store_value know them.
+// Converts to the types of load_value and store_value.
 static int value_type(int t) { return t == 4 ? (int)I32 : t == 11 ? (int)I8 : dnn_type(t); }
 static double rounded(int type, double v) {
     if (type == 0) return (float)v;
@@ -442,7 +445,7 @@ static double rounded(int type, double v) {
     return load_value(value_type(type), (Address)&room, 0);
 }
 
-// Values of tensors as they are computed: dense, of each tensor's shape.
+// Values of the computed tensors: dense, in each tensor's shape.
 struct Computed {
     const OperationGraph& g;
     std::map<int64_t, Address> where;
@@ -450,7 +453,7 @@ struct Computed {
     std::map<int64_t, std::vector<double>> values;
 
     static int64_t place(const GraphTensor& t, int64_t i, const std::vector<int64_t>& shape, bool dense) {
-        // Element i of `shape`, in a tensor that broadcasts to it.
+        // Index in a tensor of element i of `shape`, to which the tensor is broadcast.
         if (dense && t.dims == shape) return i;
         int64_t at = 0, step = 1;
         for (size_t k = shape.size(); k-- > 0;) {
@@ -486,7 +489,7 @@ struct Computed {
             size_t m = (size_t)a.dims[2], inner = (size_t)a.dims[3], n = (size_t)b.dims[3];
             for (int64_t i = 0; i < y.dims[0]; i++)
                 for (int64_t j = 0; j < y.dims[1]; j++) {
-                    // Heads that share keys follow each other.
+                    // Heads that share keys are adjacent.
                     int64_t bi = i / (y.dims[0] / b.dims[0]), bj = j / (y.dims[1] / b.dims[1]);
                     const double *left = &x[(size_t)(i * a.dims[1] + j) * m * inner], *right = &w[(size_t)(bi * b.dims[1] + bj) * inner * n];
                     double* to = &r[(size_t)(i * y.dims[1] + j) * m * n];
@@ -556,7 +559,7 @@ extern "C" int cudnnBackendExecute(Handle hh, Handle hp, Handle hv) {
         if (!pointers[i]) return refuse(DNN_NULL, "no address");
         if (at->second.is_value) {
             bool whole = at->second.type == 4;
-            // The host's memory.
+            // Host memory.
             c.scalars[ids[i]] = whole ? (double)*(int32_t*)pointers[i] : (double)*(float*)pointers[i];
             continue;
         }
@@ -586,7 +589,7 @@ extern "C" int cudnnBackendExecute(Handle hh, Handle hp, Handle hv) {
         Computed now{*graph, where, scalars, {}};
         std::vector<const Operation*> left;
         for (auto& o : graph->operations) left.push_back(&o);
-        // In the order of what they read.
+        // In dependency order.
         for (bool moved = true; moved && !left.empty();) {
             moved = false;
             for (size_t i = 0; i < left.size();) {

@@ -1,4 +1,4 @@
-//! Captured commands: what they run, count, cost and refuse.
+//! Captures: what they run, count, cost and reject.
 
 use crate::common::standin::{self, StandIn};
 use crate::common::*;
@@ -67,7 +67,7 @@ impl Work {
         })
     }
 
-    /// With values for `c`, then `a`.
+    /// Launches with values for `a` and `c`.
     fn launch(&self, r: &Arc<dyn Replay>, [a, c]: [f64; 2]) -> bool {
         self.d.replay(&**r, &self.buffers(), &[c, a].map(Scalar::F)).unwrap()
     }
@@ -88,7 +88,7 @@ pub fn check(s: &StandIn) {
     assert_eq!((r.commands(), s.get("graphs"), s.get("execs")), (3, 0, 1), "{kind}");
     assert_eq!((w.d.counters().launches, w.d.counters().replays), (0, 0), "{kind}: nothing ran");
 
-    // The same as a submission, in results and counts, with new values each time.
+    // Same results and counters as a submission, with new values in each launch.
     for v in [[2.0, 1.0], [-3.0, 0.5], [0.0, 7.0]] {
         let before = w.d.counters();
         w.with(v, |c| w.d.submit(c)).unwrap();
@@ -104,12 +104,12 @@ pub fn check(s: &StandIn) {
         };
         assert_eq!(ran(&before, &between), (2, 1), "{kind}");
         assert_eq!(ran(&start, &after), (2, 1), "{kind}");
-        // Two values and the address of the fault word.
+        // Uploads: two values and the address of the fault word.
         assert_eq!((after.replays - start.replays, after.uploaded_bytes - start.uploaded_bytes), (1, 24));
     }
 
-    // Calls into the runtime: the device, the launch, the point behind it; with new values their copy and a
-    // place for them.
+    // Number of runtime calls: set the device, launch, record an event; new values add their copy and waiting
+    // for a slot.
     let calls = |v| {
         let n = s.get("calls");
         assert!(w.launch(&r, v));
@@ -124,13 +124,13 @@ pub fn check(s: &StandIn) {
     }
     assert_eq!(calls([6.0, 5.0]), 5, "{kind}");
 
-    // What the memory holds now counts, not what it held then.
+    // A launch reads the current content of memory.
     w.d.write(&w.b[0], 0, &pack(DType::F32, &[Scalar::F(10.0); N])).unwrap();
     assert!(w.launch(&r, [2.0, 1.0]));
     assert_eq!(w.answer(), [21.0; N], "{kind}");
     w.d.write(&w.b[0], 0, &pack(DType::F32, &[1.0, 2.0, 3.0, 4.0].map(Scalar::F))).unwrap();
 
-    // Many launches under way, in the device's queue and in streams: each has its own values.
+    // Many pending launches in the device's queue and in streams, each with its own values.
     s.set("defer", 1);
     let streams = [0, 1].map(|_| w.d.create_stream(&StreamOptions::default()).unwrap());
     let kept: Vec<BufferRef> = (0..60).map(|_| w.d.alloc(4 * N, Tag::Io).unwrap()).collect();
@@ -156,7 +156,7 @@ pub fn check(s: &StandIn) {
     }
     assert!(w.d.take_fault().unwrap().is_none());
 
-    // A fault is told where it was launched, and nowhere else.
+    // Only the queue of the launch reports its fault.
     w.d.write(&w.b[2], 0, &pack(DType::I32, &[9, 2, 1, 0].map(Scalar::I))).unwrap();
     let values = [Scalar::F(0.0), Scalar::F(1.0)];
     assert!(streams[0].replay(&*r, &w.buffers(), &values).unwrap());
@@ -169,7 +169,7 @@ pub fn check(s: &StandIn) {
     w.d.write(&w.b[2], 0, &pack(DType::I32, &[3, 2, 1, 0].map(Scalar::I))).unwrap();
     drop((streams, kept));
 
-    // Dropped while it is under way: it ends first.
+    // Dropping a capture waits for its pending launch.
     assert!(w.launch(&r, [8.0, 8.0]));
     drop(r);
     assert_eq!((s.get("execs"), w.answer()), (0, want([8.0, 8.0])), "{kind}");
@@ -197,11 +197,11 @@ fn refused(s: &StandIn, w: &Work) {
     argument(record(&w.buffers()[..4], &[]), "not among those of the recording");
     argument(record(&w.buffers(), &[(2, 0)]), "no parameters");
     argument(record(&w.buffers(), &[(3, 0)]), "no command 3");
-    // The number of a fault is the command's; a parameter varies once.
+    // The fault id belongs to the command; a parameter can be a variable only once.
     argument(record(&w.buffers(), &[(1, 2)]), "cannot vary");
     argument(record(&w.buffers(), &[(0, 1), (0, 1)]), "cannot vary");
 
-    // Another buffer, and one whose memory is another's by now.
+    // A different buffer, and one whose memory has been reused.
     let new = w.d.alloc(4 * N, Tag::Io).unwrap();
     let mut all = w.buffers();
     all[4] = &new;
@@ -209,14 +209,14 @@ fn refused(s: &StandIn, w: &Work) {
     assert!(w.launch(&r, [3.0, 1.0]));
     assert_eq!(w.answer(), want([3.0, 1.0]), "{kind}");
 
-    // A graph that cannot be instantiated leaves nothing, and submissions go on.
+    // A failed instantiation leaks nothing, and submissions still work.
     s.set("fail instantiate", 0);
     let e = w.capture().unwrap_err();
     assert!(matches!(e, Error::Driver { .. }) && e.to_string().contains("instantiating"), "{kind}: {e}");
     assert_eq!((s.get("graphs"), s.get("execs")), (0, 1), "{kind}");
     w.with([1.0, 2.0], |c| w.d.submit(c)).unwrap();
     assert_eq!(w.answer(), want([1.0, 2.0]), "{kind}");
-    // What fails in the middle ends the capture; the next one works.
+    // A failure during the capture ends it; the next capture works.
     let wrong = w.with([1.0; 2], |c| {
         let (Command::Launch { program, buffers, params, .. }, copy) = (&c[0], &c[2]) else { panic!() };
         let short = Command::Launch { program, groups: [1, 1, 1], buffers, params: &params[..2], fault: 0 };
@@ -237,7 +237,7 @@ fn refused(s: &StandIn, w: &Work) {
     assert!(matches!(e, Error::Unsupported { .. }) && e.to_string().contains("profiled"), "{kind}: {e}");
 }
 
-/// Buffers that were moved are seen, and a new capture runs.
+/// Moved buffers are detected, and a new capture works.
 fn moved(s: &StandIn) {
     let pool: MemoryPoolConfig = "best-fit:1MiB,defragment".parse().unwrap();
     let w = {
@@ -264,7 +264,7 @@ fn moved(s: &StandIn) {
     assert_eq!(w.answer(), want([3.0, 1.0]));
 }
 
-/// A runtime without graphs says so.
+/// A runtime without graphs reports the missing function.
 pub fn without(s: &StandIn) {
     let w = Work::new(s, &Options::default());
     let e = w.capture().unwrap_err();

@@ -1,5 +1,6 @@
-// What a rendered CUDA or HIP kernel needs to be compiled as C++ for the stand-in (standin.cpp): types, functions of the language, and
-// the work-items' side of barriers and shuffles. No header is included: there is one compilation for each kernel.
+// Everything that a rendered CUDA or HIP kernel needs to be compiled as C++ for the stand-in (standin.cpp):
+// types, built-in functions, and the work-item side of barriers and shuffles. No headers are included,
+// because this is compiled once per kernel.
 
 typedef decltype(sizeof 0) h_size;
 
@@ -7,7 +8,7 @@ struct h_uint3 {
     unsigned int x, y, z;
 };
 
-// What the stand-in tells the kernel of the work-item that runs.
+// What the stand-in tells the kernel about the running work-item.
 struct h_runtime {
     h_uint3 thread, block, block_size, grid;
     int warp;
@@ -29,10 +30,11 @@ extern "C" void h_bind(h_runtime* r) { h_now = r; }
 #define __forceinline__ inline
 #define __launch_bounds__(n)
 #define __restrict__ __restrict
-// Groups run one after another.
+// Workgroups run one after another.
 #define __shared__ static
 #define __syncthreads() h_now->sync(0)
-// The work-items of a subgroup wait for each other; a fence orders what the compiler may move, and nothing is moved here.
+// Work-items of a subgroup wait for each other. A fence only restricts reordering by the compiler, and
+// nothing is reordered here.
 #define __syncwarp() ((void)h_exchange(0, 0))
 #define __builtin_amdgcn_wave_barrier() ((void)h_exchange(0, 0))
 #define __builtin_amdgcn_fence(order, scope) static_assert((order) == __ATOMIC_ACQ_REL && sizeof(scope) == sizeof("wavefront"), "a fence of another kind")
@@ -60,7 +62,7 @@ struct float2 {
 struct float4 {
     float x, y, z, w;
 };
-// A vector load or store at another alignment would be a fault.
+// A vector load or store with another alignment would fault.
 struct alignas(16) uint4 {
     unsigned int x, y, z, w;
 };
@@ -99,7 +101,7 @@ static inline unsigned int atomicCAS(unsigned int* p, unsigned int want, unsigne
     return old;
 }
 
-// IEEE half floats, to nearest even.
+// IEEE half-precision floats, rounded to nearest even.
 static inline float h_half_to_float(unsigned short h) {
     unsigned int sign = (h & 0x8000u) << 16, e = h >> 10 & 31, m = h & 1023;
     if (e == 31) return h_bits<float>(sign | 0x7f800000u | m << 13 | (m ? 0x400000u : 0));
@@ -112,7 +114,7 @@ static inline unsigned short h_float_to_half(float x) {
     if (u > 0x7f800000u) return sign | 0x7e00u;
     if (u >= 0x477ff000u) return sign | 0x7c00u;
     if (u < 0x38800000u) {
-        // Adding lines the last bit up with the smallest half.
+        // The addition aligns the last bit with the smallest half-precision number.
         float t = h_bits<float>(u) + 0.5f;
         return sign | (h_bits<unsigned int>(t) - 0x3f000000u);
     }
@@ -147,7 +149,7 @@ struct h_half {
     h_half() = default;
     h_half(float x) : bits(h_float_to_half(x)) {}
     h_half(double x) {
-        // Rounded once: to odd first.
+        // Round to odd first, so that the result is rounded only once.
         float f = (float)x;
         unsigned int u = h_bits<unsigned int>(f);
         if (f == f && (double)f != x && !__builtin_isinf(f)) {
@@ -170,7 +172,7 @@ static inline float2 operator-(float2 a) { return {-a.x, -a.y}; }
 static inline float4 operator-(float4 a) { return {-a.x, -a.y, -a.z, -a.w}; }
 #endif
 
-// Sizes of an entry point's arguments, with the highest bit where one is an address; their number is returned.
+// Sizes of an entry point's arguments, with the highest bit set for addresses; returns their number.
 template <class T> struct h_size_of {
     static const unsigned char value = sizeof(T);
 };
@@ -183,8 +185,8 @@ template <class... A> static int h_sizes(void (*)(A...), unsigned char* to) {
     return sizeof...(A);
 }
 
-// ---- matrix units. Each work-item gives its registers and takes what the vendors' documents say from those of others, so that registers
-// in another order give other numbers.
+// ---- matrix units. Each work-item passes its registers and reads those of others as the vendors' documents
+// specify, so that a wrong order of registers gives wrong results.
 
 static inline float h_bfloat_to_float(unsigned short h) { return h_bits<float>((unsigned int)h << 16); }
 
@@ -194,10 +196,10 @@ struct h_registers {
 static h_registers h_given[2][1024];
 static unsigned int h_turn[1024];
 
-// Gives `n` registers, and the registers of the subgroup's first work-item and those after it.
+// Passes `n` registers; returns the registers of the subgroup's work-items, starting with the first.
 static inline const h_registers* h_give(const void* r, int n) {
     int me = (int)(h_now->thread.x + h_now->block_size.x * (h_now->thread.y + h_now->block_size.y * h_now->thread.z));
-    // In turns: the next ones may be given before all have read these.
+    // Two buffers alternate: the next exchange may begin before all work-items have read this one.
     h_registers* all = h_given[h_turn[me]++ & 1];
     __builtin_memcpy(all[me].r, r, n * 4);
     h_exchange(0, 0);
@@ -218,8 +220,8 @@ static inline const char* h_shared(unsigned int p) {
     return at;
 }
 
-// PTX ISA, "Warp-level matrix load instruction: ldmatrix": work-items 8 i to 8 i + 7 give the rows of matrix i; a work-item gets two
-// neighbours of row lane / 4, of the transpose with .trans.
+// PTX ISA, "Warp-level matrix load instruction: ldmatrix": work-items 8 i to 8 i + 7 pass the row addresses
+// of matrix i; a work-item gets two adjacent elements of row lane / 4, with .trans of the transpose.
 template <bool trans> static void h_ldmatrix(unsigned int& r0, unsigned int& r1, unsigned int& r2, unsigned int& r3, unsigned int p) {
     const h_registers* w = h_give(&p, 1);
     int lane = h_lane();
@@ -252,7 +254,7 @@ static void h_mma_sync(float& c0, float& c1, float& c2, float& c3, unsigned int 
     }
 }
 
-// "Matrix Fragments for mma.m16n8k8", TF32: the instruction does not look at the low 13 bits.
+// "Matrix Fragments for mma.m16n8k8", TF32: the instruction ignores the low 13 bits.
 static inline void h_mma_sync_tf32(float& c0, float& c1, float& c2, float& c3, unsigned int a0, unsigned int a1, unsigned int a2,
                                    unsigned int a3, unsigned int b0, unsigned int b1) {
     unsigned int mine[] = {a0, a1, a2, a3, b0, b1};
@@ -267,7 +269,7 @@ static inline void h_mma_sync_tf32(float& c0, float& c1, float& c2, float& c3, u
         }
     }
 }
-// PTX ISA, "cvt": of two values the first goes to the upper half.
+// PTX ISA, "cvt": the first of two values goes to the upper half.
 static inline unsigned short h_float_to_bfloat(float x) {
     unsigned int u = h_bits<unsigned int>(x);
     if ((u & 0x7fffffffu) > 0x7f800000u) return (unsigned short)(u >> 16 | 0x40);
@@ -282,8 +284,8 @@ static inline void h_cvt_tf32(unsigned int& r, float x) {
     r = (u & 0x7f800000u) == 0x7f800000u ? u : (u + 0x1000u) & 0xffffe000u;
 }
 #else
-// AMD's matrix instruction calculator: v_mfma_f32_16x16x16_f16. A[i][k] is element k % 4 of work-item i + 16 (k / 4), B[k][j] of
-// j + 16 (k / 4), D[i][j] register i % 4 of j + 16 (i / 4).
+// AMD's matrix instruction calculator: v_mfma_f32_16x16x16_f16. A[i][k] is element k % 4 of work-item i + 16
+// (k / 4), B[k][j] that of work-item j + 16 (k / 4), D[i][j] register i % 4 of work-item j + 16 (i / 4).
 template <class A, class C> static C h_mfma(float (*value)(unsigned short), A a, A b, C c, int x, int y, int z) {
     static_assert(sizeof(A) == 8 && sizeof(C) == 16, "registers of MFMA");
     h_check(warpSize == 64 && x == 0 && y == 0 && z == 0);
@@ -303,8 +305,8 @@ template <class A, class C> static C h_mfma(float (*value)(unsigned short), A a,
 #define __builtin_amdgcn_mfma_f32_16x16x16f16(a, b, c, x, y, z) h_mfma(h_half_to_float, a, b, c, x, y, z)
 #define __builtin_amdgcn_mfma_f32_16x16x16bf16_1k(a, b, c, x, y, z) h_mfma(h_bfloat_to_float, a, b, c, x, y, z)
 
-// RDNA 3 ISA, v_wmma_f32_16x16x16_f16 in waves of 32: A[i][k] is element k of work-items i and i + 16, B[k][j] of j and j + 16, D[i][j]
-// register i / 2 of j + 16 (i % 2).
+// RDNA 3 ISA, v_wmma_f32_16x16x16_f16 in waves of 32: A[i][k] is element k of work-items i and i + 16,
+// B[k][j] that of j and j + 16, D[i][j] register i / 2 of work-item j + 16 (i % 2).
 template <class A, class C> static C h_wmma(float (*value)(unsigned short), A a, A b, C c) {
     static_assert(sizeof(A) == 32 && sizeof(C) == 32, "registers of WMMA");
     h_check(warpSize == 32);
@@ -325,7 +327,7 @@ template <class A, class C> static C h_wmma(float (*value)(unsigned short), A a,
 #define __builtin_amdgcn_wmma_f32_16x16x16_bf16_w32(a, b, c) h_wmma(h_bfloat_to_float, a, b, c)
 #endif
 
-// Calls an entry point with arguments given by pointers, as the launch functions do.
+// Calls an entry point with arguments passed by pointers, as the launch functions do.
 template <int... I> struct h_list {};
 template <int N, int... I> struct h_count : h_count<N - 1, N - 1, I...> {};
 template <int... I> struct h_count<0, I...> {

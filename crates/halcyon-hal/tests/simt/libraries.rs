@@ -1,4 +1,4 @@
-//! Products and convolutions of the vendors' libraries, against sums in f64.
+//! Products and convolutions by the vendor libraries, compared with sums in f64.
 
 use crate::ALONE;
 use crate::common::standin::{self, StandIn};
@@ -17,7 +17,7 @@ use halcyon_ir::target::{Epilogue, MatmulPrecision, Work};
 use halcyon_ir::{DType, Scalar, ScalarOp};
 use std::sync::Arc;
 
-/// Numbers that the type has, of either sign.
+/// Numbers of both signs that the type represents exactly.
 fn numbers(dtype: DType, n: usize, seed: u64) -> Vec<Scalar> {
     let mut s = seed.wrapping_mul(0x9E37_79B9_7F4A_7C15) | 1;
     let mut next = || {
@@ -33,7 +33,7 @@ fn numbers(dtype: DType, n: usize, seed: u64) -> Vec<Scalar> {
     (0..n).map(|_| Scalar::from_bytes(dtype, &one(next()).to_bytes(dtype)[..dtype.size()])).collect()
 }
 
-/// One call: what it is, on which operands, and how exact.
+/// A call with its operands and precision.
 pub struct Call<'a> {
     pub op: &'a Op,
     pub inputs: Vec<Operand>,
@@ -41,7 +41,7 @@ pub struct Call<'a> {
     pub precision: MatmulPrecision,
     pub on_top: Option<&'a Fused>,
     pub seed: u64,
-    /// What the bytes of the first two operands stand for.
+    /// The small float types that the bytes of the first two operands encode.
     pub codes: Option<[DType; 2]>,
 }
 
@@ -59,7 +59,7 @@ impl<'a> Call<'a> {
         }
     }
 
-    /// The element type of an operand's values.
+    /// The type of an operand's values.
     fn means(&self, i: usize) -> DType {
         self.codes.and_then(|c| c.get(i).copied()).unwrap_or(self.inputs[i].dtype)
     }
@@ -72,14 +72,14 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// Values of the operands' buffers.
+    /// The values of the operands' buffers.
     pub fn values(&self) -> Vec<Vec<Scalar>> {
         let size = |o: &Operand| o.view.range().map_or(0, |(_, hi)| hi as usize + 1);
         let each = self.inputs.iter().enumerate();
         each.map(|(i, o)| numbers(self.means(i), size(o), self.seed.wrapping_add(i as u64))).collect()
     }
 
-    /// The kernel's name and result; on the device's own queue, or on a stream.
+    /// Runs the kernel on the device's own queue or on a stream; returns its name and the result.
     pub fn run(&self, d: &dyn Device, stream: bool) -> (String, Vec<f64>) {
         let kernel = self.kernel(d).unwrap_or_else(|e| panic!("{:?}: {e:?}", self.inputs));
         let buffers = self.buffers(d, &*kernel);
@@ -145,7 +145,7 @@ fn product(call: &Call<'_>) -> Vec<f64> {
     indices(&call.output.view.shape).map(sum).collect()
 }
 
-/// The largest difference, in parts of the largest number.
+/// The largest difference, relative to the largest number.
 pub fn error(got: &[f64], want: &[f64]) -> f64 {
     assert_eq!(got.len(), want.len());
     let most = want.iter().fold(0f64, |m, v| m.max(v.abs()));
@@ -153,7 +153,7 @@ pub fn error(got: &[f64], want: &[f64]) -> f64 {
         / most
 }
 
-/// What rounding a sum to the type costs.
+/// Relative error of rounding a sum to the type.
 pub fn tolerance(d: DType) -> f64 {
     match d {
         DType::F64 | DType::I32 => 1e-14,
@@ -172,7 +172,7 @@ const TYPES: [(DType, DType); 6] = [
     (DType::I8, DType::I32),
 ];
 
-/// Views of the two factors of a product of 32 by 96 by 48, some of them many times.
+/// Views of the factors of 32 by 96 by 48 products, some with a batch.
 fn factors() -> Vec<(&'static str, View, View)> {
     let (m, k, n) = (32, 96, 48);
     let turned = |rows: usize, cols: usize| View::dense(&[cols, rows]).permute(&[1, 0]);
@@ -204,7 +204,7 @@ fn products(s: &StandIn, d: &dyn Device, only: Option<&str>) {
             let call = Call::new(&Op::Matmul, &[(factor, a.clone()), (factor, b.clone())], (result, &shape));
             let rows = a.strides[rank - 1] == 1;
             let columns = b.strides[rank - 1] != 1;
-            // The kernels of bytes are for one layout.
+            // The kernels for bytes support one layout only.
             if kind == BackendType::Cuda && factor == DType::I8 && (!rows || !columns) {
                 let d = call.kernel(d).unwrap_err();
                 assert!(d.reason.contains("bytes are multiplied where"), "{what}: {d:?}");
@@ -214,7 +214,7 @@ fn products(s: &StandIn, d: &dyn Device, only: Option<&str>) {
             let narrow = a.offset * factor.size() as isize % 16 != 0;
             let library = match (kind, only) {
                 (BackendType::Cuda, _) => "cublaslt.",
-                // hipBLASLt has no f64, and wants operands that wide loads can take.
+                // hipBLASLt has no f64 and requires aligned operands.
                 (_, None) if factor != DType::F64 && !narrow => "hipblaslt.",
                 _ => "rocblas.",
             };
@@ -223,7 +223,7 @@ fn products(s: &StandIn, d: &dyn Device, only: Option<&str>) {
             assert!(e <= tolerance(result), "{kind}, {factor} into {result}, {what}: {e}");
         }
     }
-    // TF32 is asked for by the precision, and seen in the digits; AMD's devices multiply f32 as it is.
+    // The precision selects TF32, which is visible in the results; AMD's devices multiply f32 exactly.
     for (what, a, b) in factors() {
         let rank = a.rank();
         let shape = [&a.shape[..rank - 1], &b.shape[rank - 1..]].concat();
@@ -242,7 +242,7 @@ fn products(s: &StandIn, d: &dyn Device, only: Option<&str>) {
     }
 }
 
-/// The product of 8-bit floats, `[batch…, m, k]` by `[batch…, n, k]`.
+/// A product of 8-bit floats, `[batch…, m, k]` by `[batch…, n, k]`.
 fn of_eight_bits(types: [DType; 2], a: &View, b: &View, scaled: bool, result: DType) -> Op {
     let shapes = [a, b].map(|v| Shape::from(&v.shape[..]));
     Op::Composite(bytes::operation(types, shapes, scaled, result).unwrap())
@@ -292,7 +292,7 @@ fn eight_bits(s: &StandIn, d: &dyn Device) {
             }
         }
     }
-    // A bias and an activation on top of halves.
+    // A bias and an activation as the epilogue of a 16-bit result.
     let (a, b) = (View::dense(&[m, k]), View::dense(&[n, k]));
     for scaled in [false, true] {
         for result in [DType::BF16, DType::F32] {
@@ -323,7 +323,7 @@ fn eight_bits(s: &StandIn, d: &dyn Device) {
         let shape = [a.shape[0], b.shape[0]];
         Call::new(&op, &[(DType::U8, a), (DType::U8, b)], (DType::BF16, &shape)).kernel(d).unwrap_err()
     };
-    // Sizes that the units do not take, and types that the vendor does not have.
+    // Sizes that the matrix units do not support, and types that the vendor lacks.
     let why = declined([long, long], View::dense(&[m, 40]), View::dense(&[n, 40])).reason;
     assert!(why.contains("in multiples of 16"), "{why}");
     if cuda {
@@ -332,7 +332,7 @@ fn eight_bits(s: &StandIn, d: &dyn Device) {
         let why = declined([wide, wide], a.clone(), b.clone()).reason;
         assert!(why.contains("no algorithm"), "{why}");
     }
-    // Other layouts are copied first.
+    // Other layouts must be copied first.
     let turned = View::dense(&[k, m]).permute(&[1, 0]);
     assert_eq!(declined([long, long], turned.clone(), b.clone()).dense, [0]);
     assert_eq!(declined([long, long], a.clone(), View::dense(&[k, n]).permute(&[1, 0])).dense, [1]);
@@ -340,7 +340,7 @@ fn eight_bits(s: &StandIn, d: &dyn Device) {
     assert_eq!(declined([long, long], odd, b).dense, [0]);
 }
 
-/// A bias and an activation on top of a result, as the lowering hands it over.
+/// An epilogue of a bias and an activation, as lowering passes it.
 fn ending(dtype: DType, shape: &[usize], axis: usize, bias: bool, activation: Option<ScalarOp>) -> Fused {
     let along = View::dense(&[shape[axis]]);
     let mut strides = vec![0; shape.len()];
@@ -390,7 +390,7 @@ fn endings(s: &StandIn, d: &dyn Device) {
             }
         }
     }
-    // Chains that the library computes otherwise, or not at all, are kernels of their own.
+    // Epilogues that the library computes differently or not at all are separate kernels.
     let matrices = [(DType::F32, View::dense(&[64, 80])), (DType::F32, View::dense(&[80, 48]))];
     let declined = |f: &Fused, more: Option<View>, why: &str| {
         let inputs: Vec<_> = matrices.iter().cloned().chain(more.map(|v| (DType::F32, v))).collect();
@@ -460,8 +460,8 @@ fn convolutions(s: &StandIn, d: &dyn Device) {
             let transformed = s.get("winograds");
             let (name, got) = call.run(d, i % 2 == 0);
             let want = convolution(&call);
-            // Transforms cost digits of the sums, which halves have too, in f32: those are for f32 where it
-            // may be rounded.
+            // Transforms lose precision of the sums, which are f32 for 16-bit floats too. They are used only
+            // for f32 whose precision permits rounding.
             assert_eq!(s.get("winograds"), transformed, "{name}");
             let e = error(&got, &want);
             assert!(name.starts_with("cudnn.conv.") && e <= tolerance(dtype), "{name}, {w:?}: {e}");
@@ -507,14 +507,14 @@ fn convolutions(s: &StandIn, d: &dyn Device) {
     image(&Op::Conv(transposed), &[2, 12, 31, 29], "transposed");
 }
 
-/// A product of f32 that every library has.
+/// An f32 product that every library supports.
 fn some<'a>() -> Call<'a> {
     let inputs = [(DType::F32, View::dense(&[64, 64])), (DType::F32, View::dense(&[64, 64]))];
     Call::new(&Op::Matmul, &inputs, (DType::F32, &[64, 64]))
 }
 
-/// A captured graph runs the library's kernels, however many streams have used its handle meanwhile. What may
-/// not be asked of a stream that is captured was asked before.
+/// A captured graph runs the library's kernels, even if other streams have used its handle since. Queries
+/// that a capture forbids are made before it.
 fn captured(s: &StandIn, d: &dyn Device, library: &str) {
     let call = some();
     let kernel = call.kernel(d).unwrap();
@@ -544,13 +544,13 @@ fn faults(s: &StandIn, d: &dyn Device) {
     let submit = |buffers: &[BufferRef]| {
         d.submit(&[Command::Library { kernel: &kernel, buffers, args: &[], fault: 0 }])
     };
-    // A call that fails is an error that names it, and the next one is right.
+    // A failing call is an error that names it, and the next call works.
     s.set("fail library", 1);
     submit(&buffers).unwrap();
     let e = submit(&buffers).unwrap_err();
     assert!(matches!(e, Error::Driver { .. }) && e.to_string().contains("a product of "), "{e}");
     assert!(error(&call.run(d, false).1, &product(&call)) < 2e-7);
-    // Buffers are looked at before the library sees them.
+    // Buffers are validated before the library is called.
     let calls = s.get("library calls");
     for (bad, why) in [
         (buffers[..3].to_vec(), "3 buffers were bound"),
@@ -626,7 +626,7 @@ fn libraries_that_are_missing_are_reasons() {
         assert!(reason.contains("/nowhere/lib.so: "), "{reason}");
         let of_kernels = &found[..found.len() - 1];
         assert!(of_kernels.iter().all(|(_, text)| text.contains("/nowhere/lib.so: ")), "{found:?}");
-        // AMD's have no kernels beside them there: rocBLAS would end the process.
+        // AMD's libraries have no kernels in that directory: rocBLAS would terminate the process.
         if s.driver.kind() == BackendType::Rocm {
             let bare = standin::copy(&s, "librocblas.so.4");
             let (reason, found) = over(Some(&bare.path));

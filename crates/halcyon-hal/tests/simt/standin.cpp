@@ -1,10 +1,13 @@
-// A stand-in for the CUDA driver and NVRTC, or with STANDIN_HIP for the HIP runtime and hipRTC: devices of host memory, kernels compiled
-// as C++ (kernel.h) and run on this processor. For tests of the drivers without a GPU; the product never finds it.
+// A stand-in for the CUDA driver and NVRTC or, with STANDIN_HIP, for the HIP runtime and hipRTC: devices with
+// host memory; kernels are compiled as C++ (kernel.h) and run on this processor. For tests of the drivers
+// without a GPU; the product never loads it.
 //
-// It is strict where the real libraries are: a copy outside of an allocation loses the device for good, a call in a thread that has not
-// chosen the device of what it is about is refused (where the real ones would forgive that too), a call that a capture does not permit ends it. It counts what is alive, and can be told to fail, and to put off all that a
-// stream is given until somebody waits for it ("defer"), as a device that is slow. Built by tests/simt/mod.rs, with the path of kernel.h in H_KERNEL and a
-// folder for modules in H_FOLDER.
+// It is as strict as the real libraries or stricter: a copy outside of an allocation loses the device
+// permanently; a call in a thread that has not set the right device is rejected (the real ones would tolerate
+// some of these); a call that a capture does not permit ends the capture. It counts live objects, and can be
+// set to fail and to delay all work of a stream until it is waited for ("defer"), like a slow device. Built
+// by tests/common/standin_build.rs, with the path of kernel.h in H_KERNEL and a directory for modules in
+// H_FOLDER.
 
 #include <cstdint>
 #include <cstdio>
@@ -41,7 +44,7 @@ static const bool HIP = false;
 #define OWN_ARCH "--gpu-architecture=sm_90"
 #define STANDIN_ARCH "sm_90"
 #endif
-// The version of CUDA that the driver has.
+// The driver's CUDA version.
 static const int DRIVER_MAJOR = 12;
 #define API(cuda, hip) extern "C" int NAME(cuda, hip)
 
@@ -71,12 +74,12 @@ struct Module {
 struct Function {
     Module* module;
     void (*call)(void**);
-    // Of each argument; the highest bit marks an address.
+    // For each argument; the highest bit marks an address.
     std::vector<unsigned char> sizes;
 };
 struct Event {
     uint64_t at;
-    // Where it was recorded last, how often, and which of those have run.
+    // The queue of its last recording, how often it was recorded, and how many of these have run.
     Handle by;
     uint64_t recorded, done;
     int device;
@@ -88,18 +91,19 @@ struct Graph {
 };
 struct Stream {
     int device;
-    // Being captured, by which thread, and whether it went wrong.
+    // The graph being captured, by which thread, and whether the capture failed.
     Graph* capture;
     std::thread::id by;
     bool broken;
-    // What was put off.
+    // Delayed work.
     std::deque<Work> waiting;
 };
 
-// What the tests ask for and set: names of standin_get and standin_set.
+// Counters and controls of the tests, by their names in standin_get and standin_set.
 static int64_t devices_ = 2, memory_ = 1 << 30, fail_alloc_ = -1, lost_ = 0, falsify_ = -1, lose_at_ = -1;
 static int64_t launches_, ptx_, copies_, compiles_, allocs_, calls_, graph_launches_, peer_copies_, fail_instantiate_ = -1, defer_, peers_ = 1, refuse_module_;
-// Of the run-time compiler: its version, the oldest and the newest generation that it knows, and whether its builtins are missing.
+// Of the run-time compiler: its version, the oldest and the newest architecture it knows, and whether its
+// builtins are missing.
 static int64_t compiler_ = DRIVER_MAJOR, oldest_, newest_ = 100, broken_;
 
 static bool initialised_;
@@ -110,7 +114,7 @@ static std::map<void*, size_t> pages;
 static std::set<Handle> streams, events, modules, graphs, execs;
 static std::map<Address, int> where;
 static std::set<std::pair<int, int>> peer_access;
-// Streams that this thread captures.
+// Number of streams that this thread is capturing.
 static thread_local int capturing_;
 static uint64_t clock_;
 static int64_t used_, others_;
@@ -118,7 +122,7 @@ static int64_t used_, others_;
 static const size_t GUARD = 64;
 static const unsigned char POISON = 0xa5, FENCE = 0x5c;
 
-// Of the vendor's libraries (blas.cpp, dnn.cpp).
+// Those of the vendor libraries (blas.cpp, dnn.cpp).
 static int64_t libraries_get(const std::string& name);
 static int libraries_set(const std::string& name, int64_t v);
 
@@ -150,25 +154,25 @@ extern "C" int standin_set(const char* name, int64_t v) {
     std::string n = name;
     if (n == "devices") devices_ = v;
     else if (n == "memory") memory_ = v;
-    // What another process holds of each device.
+    // Memory of each device used by other processes.
     else if (n == "others") others_ = v;
-    // The v-th request from now on fails, once.
+    // The v-th allocation from now on fails, once.
     else if (n == "fail allocation") fail_alloc_ = v;
     // The device fails from the next call on.
     else if (n == "lost") lost_ = v;
-    // It fails from the v-th launch from now on.
+    // The device fails from the v-th launch from now on.
     else if (n == "lose at launch") lose_at_ = v;
-    // The v-th byte that is read back from now on is another one.
+    // The v-th byte read back from now on is changed.
     else if (n == "falsify") falsify_ = v;
-    // The v-th graph from now on cannot be instantiated, once.
+    // The v-th graph from now on fails to instantiate, once.
     else if (n == "fail instantiate") fail_instantiate_ = v;
-    // Whether streams put off what they are given.
+    // Whether streams delay their work.
     else if (n == "defer") defer_ = v;
     // Whether devices reach each other's memory.
     else if (n == "peers") peers_ = v;
-    // This thread is one that has not chosen a device yet.
+    // This thread has not set a device.
     else if (n == "forget") current_ = -1;
-    // What the next module gives.
+    // The error of the next module load.
     else if (n == "refuse module") refuse_module_ = v;
     else if (n == "compiler") compiler_ = v;
     else if (n == "oldest generation") oldest_ = v;
@@ -178,7 +182,7 @@ extern "C" int standin_set(const char* name, int64_t v) {
     return OK;
 }
 
-// What every call that needs a device begins with.
+// Start of every call that needs a device.
 #define ENTER                              \
     LOCK;                                  \
     calls_++;                              \
@@ -186,14 +190,14 @@ extern "C" int standin_set(const char* name, int64_t v) {
     if (current_ < 0) return INVALID_CONTEXT; \
     if (lost_) return (int)lost_
 
-// What a call begins with that gives something back: a lost device takes it, too.
+// Start of a call that releases something; a lost device accepts it too.
 #define LEAVE                                \
     LOCK;                                    \
     calls_++;                                \
     if (!initialised_) return UNINITIALISED; \
     if (current_ < 0) return INVALID_CONTEXT
 
-// What a call begins with that could wait: in a thread that captures it ends the capture.
+// Start of a call that could wait: it ends a capture by this thread.
 #define UNSAFE \
     ENTER;     \
     if (capturing_) return break_captures()
@@ -206,7 +210,7 @@ static int break_captures() {
     return CAPTURE_UNSUPPORTED;
 }
 
-// Runs what a stream put off, as long as `until` does not say that it is enough.
+// Runs a stream's delayed work until `until` returns true.
 static void flush(Stream* s, const std::function<bool()>& until = nullptr) {
     while (!s->waiting.empty() && !(until && until())) {
         Work w = std::move(s->waiting.front());
@@ -218,7 +222,7 @@ static void flush_all() {
     for (Handle s : streams) flush((Stream*)s);
 }
 
-// Hands work to a stream: into its graph where it is captured.
+// Enqueues work in a stream, or adds it to the graph being captured.
 static int enqueue(Handle h, Work w) {
     Stream* s = (Stream*)h;
     if (s->capture) {
@@ -291,7 +295,7 @@ extern "C" int hipSetDevice(int d) {
 extern "C" int hipGetDevice(int* d) {
     LOCK;
     calls_++;
-    // The first one where nothing was chosen.
+    // The first device if none was set.
     *d = current_ < 0 ? 0 : current_;
     return OK;
 }
@@ -362,7 +366,7 @@ API(cuMemAlloc_v2, hipMalloc)(Address* at, size_t n) {
 API(cuMemFree_v2, hipFree)(Address at) {
     LEAVE;
     if (capturing_) return break_captures();
-    // A lost device says so, and what it had is gone with its context.
+    // A lost device returns its error; its memory is released with its context.
     flush_all();
     auto m = memory.find(at);
     if (m == memory.end()) return INVALID;
@@ -395,7 +399,7 @@ API(cuMemFreeHost, hipHostFree)(void* at) {
     return OK;
 }
 
-// A range of the device, or the device is lost.
+// Whether the range lies in an allocation; otherwise the device is lost.
 static bool inside(Address at, size_t n) {
     auto m = memory.upper_bound(at);
     if (m != memory.begin()) {
@@ -406,11 +410,11 @@ static bool inside(Address at, size_t n) {
     lost_ = ILLEGAL_ADDRESS;
     return false;
 }
-// A stream of the device that the thread has chosen.
+// Whether it is a stream of the thread's device.
 static bool live(Handle stream) { return streams.count(stream) && ((Stream*)stream)->device == current_; }
 static bool live_event(Handle event) { return events.count(event) && ((Event*)event)->device == current_; }
 
-// Host memory that the device reads and writes by itself, later.
+// Whether it is page-locked host memory, which the device may access later.
 static bool locked(const void* at) {
     auto m = pages.upper_bound((void*)at);
     return m != pages.begin() && (--m, (char*)at < (char*)m->first + m->second);
@@ -425,7 +429,7 @@ API(cuMemcpyHtoDAsync_v2, hipMemcpyHtoDAsync)(Address to, const void* from, size
         memcpy((void*)to, from, n);
         return (int)OK;
     };
-    // Ordinary memory is read before the call returns.
+    // Pageable memory is read before the call returns.
     if (locked(from)) return enqueue(s, [=] { return copy(from); });
     std::vector<char> bytes((const char*)from, (const char*)from + n);
     return enqueue(s, [=] { return copy(bytes.data()); });
@@ -502,18 +506,18 @@ API(cuEventDestroy_v2, hipEventDestroy)(Handle e) {
     LEAVE;
     if (!live_event(e)) return INVALID_HANDLE;
     events.erase(e);
-    // What is put off may still name it: those are left to the process.
+    // Delayed work may still refer to it, so it is leaked then.
     if (!defer_) delete (Event*)e;
     return OK;
 }
-// Runs what stands before an event.
+// Runs the work before an event.
 static void reach(Event* e, uint64_t round) {
     if (e->by && streams.count(e->by)) flush((Stream*)e->by, [=] { return e->done >= round; });
 }
 API(cuEventRecord, hipEventRecord)(Handle h, Handle s) {
     ENTER;
     if (!live_event(h) || !live(s)) return INVALID_HANDLE;
-    // The real ones order a capture by it; nothing here wants that.
+    // The real libraries capture this as a dependency; the driver does not need that.
     if (((Stream*)s)->capture) return break_captures();
     Event* e = (Event*)h;
     if (e->device != ((Stream*)s)->device) return INVALID_HANDLE;
@@ -550,7 +554,7 @@ API(cuStreamWaitEvent, hipStreamWaitEvent)(Handle s, Handle h, unsigned) {
 API(cuEventElapsedTime, hipEventElapsedTime)(float* ms, Handle a, Handle b) {
     ENTER;
     if (!live_event(a) || !live_event(b) || !((Event*)a)->at || !((Event*)b)->at) return INVALID_HANDLE;
-    // A microsecond for each thing that was recorded between: no time was measured.
+    // A microsecond per event recorded in between; no time is measured.
     *ms = (float)(((Event*)b)->at - ((Event*)a)->at) * 1e-3f;
     return OK;
 }
@@ -569,7 +573,7 @@ static int enable_peer(int other) {
     if (!peers_) return 217;
     return peer_access.insert({current_, other}).second ? OK : PEER_ENABLED;
 }
-// A range of one device, or the devices are lost.
+// Whether the range lies in an allocation of one device; otherwise the devices are lost.
 static bool inside_of(int device, Address at, size_t n) {
     if (!inside(at, n)) return false;
     auto m = where.upper_bound(at);
@@ -580,7 +584,7 @@ static bool inside_of(int device, Address at, size_t n) {
 }
 static int copy_peer(Address to, int to_device, Address from, int from_device, size_t n, Handle s) {
     if (!live(s)) return INVALID_HANDLE;
-    // The test is of copies that need no detour.
+    // Only direct copies are supported.
     if (((Stream*)s)->device != to_device || !peer_access.count({to_device, from_device})) return INVALID;
     return enqueue(s, [=] {
         if (!inside_of(to_device, to, n) || !inside_of(from_device, from, n)) return (int)lost_;
@@ -609,7 +613,7 @@ extern "C" int cuMemcpyPeerAsync(Address to, Handle to_context, Address from, Ha
 }
 #endif
 
-// ---- graphs: what a captured stream was given, to be done again with the arguments of then and the memory of now.
+// ---- graphs: the work of a captured stream, run again with the captured arguments and the current memory.
 
 #ifndef STANDIN_OLDER
 API(cuStreamBeginCapture_v2, hipStreamBeginCapture)(Handle h, int mode) {
@@ -678,7 +682,7 @@ API(cuGraphDestroy, hipGraphDestroy)(Handle graph) {
 }
 #endif
 
-// ---- the compiler: a program's "binary" is the path of a shared object and its mark.
+// ---- the compiler: a program's "binary" is a mark and the path of a shared object.
 
 static const char MARK[] = "halcyon stand-in module ", PTX_MARK[] = "// halcyon stand-in ptx ";
 
@@ -703,8 +707,9 @@ static uint64_t digest(const std::string& s) {
     return h;
 }
 
-// Inline assembly of products of matrices becomes calls of kernel.h's functions, with the operands in their order; the types of vectors that
-// only clang has become structures. False for an instruction that is not known letter by letter.
+// Replaces inline assembly of matrix instructions by calls of kernel.h's functions with the same operands,
+// and vector types that only clang has by structures. Returns false for any instruction that does not match
+// exactly.
 static bool instructions(std::string& text, std::string& log) {
     static const std::map<std::string, std::string> known = {
         {"ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];", "h_ldmatrix<false>"},
@@ -726,7 +731,7 @@ static bool instructions(std::string& text, std::string& log) {
         std::string line = text.substr(quote + 1, end - quote - 1);
         auto found = known.find(line);
         if (found == known.end()) {
-            // bf16 is converted by other code where no architecture is set.
+            // Without an architecture, bf16 conversion uses other code.
             if (line != "cvt.rn.bf16.f32 %0, %1;") { log = "unknown instruction: " + line; return false; }
             at = end;
             continue;
@@ -768,7 +773,7 @@ extern "C" int nvrtcGetSupportedArchs(int* to) {
     for (int g : generations()) *to++ = g;
     return OK;
 }
-// Whether a flag's architecture is one that it knows: 1 for a device's own code, 2 for PTX alone.
+// Whether the compiler knows a flag's architecture: 1 for device code, 2 for PTX only.
 static int known(const char* flag) {
     int g = 0;
     bool own = sscanf(flag, "--gpu-architecture=sm_%d", &g) == 1;
@@ -790,7 +795,7 @@ extern "C" int NAME(nvrtcDestroyProgram, hiprtcDestroyProgram)(Handle* p) {
 }
 extern "C" int NAME(nvrtcCompileProgram, hiprtcCompileProgram)(Handle h, int n, const char* const* flags) {
     Program& p = *(Program*)h;
-    // hipRTC compiles for the current device where nothing is said.
+    // hipRTC compiles for the current device by default.
     int arch = HIP;
     for (int i = 0; i < n; i++)
         if (strstr(flags[i], "arch"))
@@ -812,7 +817,7 @@ extern "C" int NAME(nvrtcCompileProgram, hiprtcCompileProgram)(Handle h, int n, 
     replace(text, "asm(\"cvt.rn.f16.f32 %0, %1;\" : \"=h\"(r) : \"f\"(x));", "r = h_float_to_half(x);");
     if (!instructions(text, p.log)) return 6;
     std::string whole = read_file(H_KERNEL) + "\n#line 1 \"" + p.name + "\"\n" + text + "\n";
-    // An exported call for each entry point.
+    // One exported wrapper per entry point.
     for (size_t at = 0; (at = p.text.find("__launch_bounds__(", at)) != std::string::npos;) {
         size_t from = p.text.find('\n', at) + 1, to = p.text.find('(', from);
         std::string entry = p.text.substr(from, to - from);
@@ -889,7 +894,7 @@ API(cuModuleLoadData, hipModuleLoadData)(Handle* to, const void* image) {
     bool ptx = !HIP && strncmp(s, PTX_MARK, sizeof PTX_MARK - 1) == 0;
     if (!ptx && strncmp(s, MARK, sizeof MARK - 1) != 0) return INVALID_IMAGE;
     s += (ptx ? sizeof PTX_MARK : sizeof MARK) - 1;
-    // Of a newer compiler than the driver.
+    // Compiled by a newer compiler than the driver.
     if (strtol(s, (char**)&s, 10) > DRIVER_MAJOR) return ptx ? UNSUPPORTED_PTX : INVALID_IMAGE;
     ptx_ += ptx;
     void* lib = dlopen(s + 1, RTLD_NOW | RTLD_LOCAL);
@@ -923,7 +928,7 @@ API(cuModuleGetFunction, hipModuleGetFunction)(Handle* to, Handle h, const char*
     auto sizes = (int (*)(unsigned char*))dlsym(m->lib, (std::string("h_sizes_") + name).c_str());
     unsigned char all[1024];
     int n = sizes(all);
-    // Functions live as long as the process: the real ones belong to their module.
+    // Functions are never freed; the real ones belong to their module.
     *to = new Function{m, (void (*)(void**))call, std::vector<unsigned char>(all, all + n)};
     return OK;
 }
@@ -934,12 +939,12 @@ API(cuFuncGetAttribute, hipFuncGetAttribute)(int* v, int which, Handle) {
     return OK;
 }
 
-// One work-item of a group that has barriers.
+// A work-item of a workgroup with barriers.
 struct Item {
     ucontext_t context;
     std::vector<char> stack;
     uint3_ at;
-    // -1: runs, 0: waits for the group, 1: waits for its subgroup.
+    // -1: running, 0: waits for the workgroup, 1: waits for its subgroup.
     int waits;
     bool done;
     unsigned shuffles;
@@ -1021,7 +1026,7 @@ static bool run_group(uint3_ b, size_t n) {
     return true;
 }
 
-// Runs a kernel whose arguments were copied.
+// Runs a kernel with copied arguments.
 static int run_kernel(Function* k, uint3_ g, uint3_ b, std::vector<uint64_t> values) {
     if (!modules.count(k->module)) {
         fprintf(stderr, "stand-in: a kernel runs whose module was unloaded\n");

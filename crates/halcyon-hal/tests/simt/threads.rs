@@ -1,5 +1,6 @@
-//! Every call is made in a thread that has chosen the device: the stand-ins refuse others, so each of the
-//! driver's entries is used here by a thread that has not yet, or whose last call was about another device.
+//! Every runtime call is made in a thread that has set the device. The stand-ins reject other calls, so this
+//! test enters the driver in every way from threads that have not set the device or have last used another
+//! one.
 
 use crate::common::standin;
 use crate::common::*;
@@ -70,7 +71,7 @@ fn any_thread_may_use_and_drop_what_another_made() {
             then();
             u.submit(&launch).unwrap();
             then();
-            // The device's own queue, while there are streams.
+            // The device's own queue while streams exist.
             d.submit(&launch).unwrap();
             then();
             d.write(&x, 0, &[0; 4]).unwrap();
@@ -96,7 +97,7 @@ fn any_thread_may_use_and_drop_what_another_made() {
             assert_eq!(b, 1f32.to_le_bytes(), "{kind}");
             then();
             let _ = d.memory();
-            // All of it goes one by one.
+            // Drop everything one by one.
             for gone in [
                 Box::new(host) as Box<dyn std::any::Any>,
                 Box::new(untaken),
@@ -116,7 +117,7 @@ fn any_thread_may_use_and_drop_what_another_made() {
             then();
             other.empty_cache();
         }
-        // The last of it, with the libraries' handles, in a thread that knows nothing.
+        // Drop the rest, including the libraries' handles, in a thread that has not set a device.
         let handles = s.get("handles");
         assert!(!d.kernel_libraries().is_empty() && s.get("handles") > handles, "{kind}");
         std::thread::spawn(move || drop((d, other))).join().unwrap();

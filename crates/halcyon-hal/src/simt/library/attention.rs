@@ -1,10 +1,10 @@
-//! Attention by cuDNN: its fused kernels, which it finds for one pattern of operations (`graph.rs`).
+//! Attention by cuDNN's fused kernels, which it selects for one graph of operations (`graph.rs`).
 //!
-//! The pattern is the one that NVIDIA's cudnn-frontend makes for libraries before 9.21, and that newer ones
-//! know, too: the product with the keys, the scale, where causal a comparison of indices that selects -inf,
-//! the softmax in parts (maximum, difference, exponential, sum, quotient), and the product with the values. A
-//! logarithm of the sums that nobody reads belongs to it: without it libraries have no engine (seen with
-//! 9.10.2 and 9.28).
+//! The graph is the one that NVIDIA's cudnn-frontend builds for libraries before 9.21, which newer ones
+//! support too: the product with the keys, the scale, for causal attention a comparison of indices that
+//! selects -inf, the softmax in parts (maximum, difference, exponential, sum, quotient), and the product with
+//! the values. It includes an unused logarithm of the sums: without it the library has no engine (observed
+//! with 9.10.2 and 9.28).
 
 use super::dnn::{Dnn, TITLE, type_number};
 use super::graph::{ALIGNMENT, BOOLEAN, Builder, F32, Graphs, I32, Place, Plan, Pointwise, Reduce, Tensor};
@@ -19,24 +19,24 @@ use std::ffi::c_void;
 use std::ptr;
 use std::sync::Arc;
 
-/// Oldest version. NVIDIA names 9.10.0 and 9.10.1 as wrong, and those before want a large number in place of
-/// -inf.
+/// Minimum version. NVIDIA lists 9.10.0 and 9.10.1 as wrong, and earlier versions need a large negative
+/// number instead of -inf.
 pub const SINCE: [i32; 3] = [9, 10, 2];
-/// Oldest generation of devices.
+/// Minimum compute capability (major).
 pub const GENERATION: i32 = 8;
-/// Queries below which a generated kernel divides the keys among workgroups.
+/// Number of queries below which a generated kernel splits the keys among workgroups.
 const FEW_QUERIES: usize = 16;
-/// Multiply-adds below which a call is not worth the half second or more that the library compiles for its
-/// sizes.
+/// Multiply-adds below which a call does not justify the half second or more that the library spends
+/// compiling for its sizes.
 const SMALL: usize = 1 << 26;
-/// Longest row.
+/// Maximum row width.
 const WIDEST: usize = 256;
-/// Elements of two bytes between places where rows may begin.
+/// Alignment of rows in two-byte elements.
 const STEP: isize = ALIGNMENT as isize / 2;
-/// Plans that are kept for calls of the same sizes.
+/// Maximum number of plans kept.
 pub const PLANS: usize = 64;
 
-/// What a plan is made for.
+/// The parameters that determine a plan.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
 pub struct Key {
     dtype: DType,
@@ -46,22 +46,22 @@ pub struct Key {
     queries: i64,
     keys: i64,
     width: i64,
-    /// Of q, k and v.
+    /// Strides of q, k and v.
     strides: [[i64; 4]; 3],
     causal: bool,
-    /// Bits of the scale.
+    /// Bits of the scale as f32.
     scale: u32,
 }
 
-/// A call that the library is asked for.
+/// A call that the library supports.
 #[derive(Clone, Copy, Debug)]
 pub struct Attention {
     key: Key,
-    /// Bytes to the first elements of q, k and v.
+    /// Offsets in bytes of the first elements of q, k and v.
     offsets: [isize; 3],
 }
 
-/// Strides of an operand; axes of one element have those of a dense tensor, which nothing uses.
+/// Strides of an operand. Axes of size 1 get those of a dense tensor; they are never used.
 fn strides(o: &Operand) -> Option<[i64; 4]> {
     let v = &o.view;
     let dense = dense_strides(&v.shape);
@@ -139,7 +139,7 @@ impl Attention {
         }
         // The definition multiplies by a literal of the operands' type.
         let scale = c.float("scale").map(|s| Scalar::F(s).cast(dtype).as_f64() as f32);
-        // Kernels may take the maximum before they scale, which is right for a positive scale.
+        // Kernels may take the maximum before they scale, which requires a positive scale.
         let Some(scale) = scale.filter(|s| s.is_finite() && *s > 0.0) else {
             return no("cuDNN's attention has a positive, finite scale");
         };
@@ -162,16 +162,16 @@ impl Attention {
     }
 }
 
-/// A plan, and the tensors whose addresses a run brings.
+/// A plan, and the ids of the tensors whose addresses a run provides.
 pub struct Planned {
     plan: Plan,
-    /// Of q, k, v and the result, then of the values.
+    /// Ids of q, k, v and the result, then of the scalars.
     ids: Vec<i64>,
-    /// Bits of scalars that lie in the host's memory.
+    /// Bits of the scalars, which are in host memory.
     values: Vec<u32>,
 }
 
-/// A scalar of the graph.
+/// Adds the graph's scalars.
 struct Values<'a> {
     b: &'a mut Builder,
     ids: Vec<i64>,
@@ -208,7 +208,7 @@ impl Planned {
         let mut scores = x.b.pointwise(Pointwise::Mul, F32, &[dots, scale], F32)?;
         if k.causal {
             let (mut limit, key) = (x.b.index(scores, 2)?, x.b.index(scores, 3)?);
-            // Query `i` sees keys up to `i + keys - queries`.
+            // Query `i` attends to keys up to `i + keys - queries`.
             if k.keys != k.queries {
                 for (mode, n) in [(Pointwise::Add, k.keys), (Pointwise::Sub, k.queries)] {
                     let n = i32::try_from(n).map_err(|_| "a dimension is past 2³¹")?;
@@ -224,7 +224,7 @@ impl Planned {
         let below = x.b.pointwise(Pointwise::Sub, F32, &[scores, top], F32)?;
         let weights = x.b.pointwise(Pointwise::Exp, F32, &[below], F32)?;
         let sum = x.b.reduce(Reduce::Add, weights)?;
-        // What training would keep.
+        // The statistics that training would store.
         let log = x.b.pointwise(Pointwise::Log, F32, &[sum], F32)?;
         x.b.pointwise(Pointwise::Add, F32, &[top, log], F32)?;
         let shares = x.b.pointwise(Pointwise::Div, F32, &[weights, sum], of)?;
@@ -238,7 +238,7 @@ impl Planned {
 
 /// A call with its plan.
 struct Run {
-    /// Before the handle that made it.
+    /// Dropped before the handle that made it.
     planned: Arc<Planned>,
     dnn: Arc<Dnn>,
     offsets: [isize; 3],
@@ -252,13 +252,13 @@ impl std::fmt::Debug for Run {
 
 impl Drop for Run {
     fn drop(&mut self) {
-        // What the plan compiled may go with it (with the fields, behind this), which needs a context.
+        // Dropping the fields after this may release what the plan compiled, which needs a current context.
         let _ = self.dnn.context.enter();
     }
 }
 
 impl Dnn {
-    /// The plan for these sizes: one that is kept, or a new one.
+    /// The plan for these sizes, from the cache or new.
     fn planned(&self, graphs: &'static Graphs, key: &Key) -> Result<Arc<Planned>, String> {
         let mut kept = self.plans.lock().unwrap_or_else(|e| e.into_inner());
         let planned = match kept.iter().position(|(k, _)| k == key) {
@@ -268,7 +268,7 @@ impl Dnn {
                 Arc::new(Planned::new(graphs, handle.0, key)?)
             }
         };
-        // Last used last.
+        // Sorted by last use, most recent last.
         if kept.len() >= PLANS {
             kept.remove(0);
         }
@@ -301,9 +301,10 @@ impl Body for Run {
         let all: SmallVec<[*mut c_void; 8]> = inputs.chain([place(at[3])]).chain(values).collect();
         let room = at.get(4).map_or(ptr::null_mut(), |at| place(*at));
         let handle = dnn.bind(stream)?;
-        // SAFETY: the kernel's checks: operands lie in their buffers, and the result shares none; scalars lie
-        // in the plan, and are not written. Buffers stay until the work has run, and captured graphs keep
-        // their kernels. The handle made the plan; its lock is held.
+        // SAFETY: `SimtKernel::check` verified that the operands lie in their buffers and that the result
+        // overlaps with none; the scalars live in the plan and are not written. Buffers stay allocated until
+        // the work has run, and captures keep their kernels alive. The handle made the plan, and its lock is
+        // held.
         let done = unsafe { p.plan.execute(handle.0, &p.ids, &all, room) };
         done.map_err(|e| failed(&dnn.context, TITLE, &format!("attention ({})", e.call), e.code, &e.text))
     }

@@ -1,4 +1,4 @@
-//! cuDNN: convolutions, by the functions that versions 8 and 9 have (`cudnn_ops.h`, `cudnn_cnn.h`).
+//! cuDNN: convolutions, with the API that versions 8 and 9 share (`cudnn_ops.h`, `cudnn_cnn.h`).
 
 use super::attention::{GENERATION, Key, Planned, SINCE};
 use super::ending::{Bias, Ending};
@@ -18,7 +18,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 functions_of_one! {
-    /// The library.
+    /// Functions of the library.
     Functions {
         property: "cudnnGetProperty", (c_int, *mut c_int);
         create: "cudnnCreate", (*mut Handle);
@@ -64,26 +64,26 @@ pub struct Performance {
     reserved: [c_int; 3],
 }
 
-/// In messages.
+/// The library's name in messages.
 pub(super) const TITLE: &str = "cuDNN";
-/// Layout of filters: channels before space.
+/// Layout of filters: channels before spatial axes.
 const NCHW: c_int = 0;
 const CROSS_CORRELATION: c_int = 1;
 const DETERMINISTIC: c_int = 1;
-/// Of math: what the data's type has (TF32 for f32), tensor cores, f32 as it is.
+/// Math modes: the data type's default (TF32 for f32), tensor cores, exact f32.
 const DEFAULT_MATH: c_int = 0;
 const TENSOR_MATH: c_int = 1;
 const FMA_MATH: c_int = 3;
 const RELU: c_int = 1;
 const IDENTITY: c_int = 5;
 const PROPAGATE_NAN: c_int = 1;
-/// Algorithms: implicit products (0, 1) and an explicit one; the others transform the image, which costs
-/// digits.
+/// Algorithms: implicit products (0, 1) and an explicit one. The others transform the image, which loses
+/// precision.
 const PRODUCTS: [c_int; 3] = [0, 1, 2];
-/// The one algorithm that a bias without an activation goes with.
+/// The only algorithm that supports a bias without an activation.
 const PRECOMPUTED: c_int = 1;
 const MOST_ALGORITHMS: usize = 8;
-/// Multiply-adds below which a convolution is a generated kernel.
+/// Multiply-adds below which a generated kernel is used.
 const TINY: usize = 1 << 15;
 
 pub(super) fn type_number(d: DType) -> Option<c_int> {
@@ -96,7 +96,7 @@ pub(super) fn type_number(d: DType) -> Option<c_int> {
     })
 }
 
-/// Numbers of version 9 (thousands tell the kind) and of version 8.
+/// Status codes of version 9 (thousands are the category) and of version 8.
 pub(super) fn status(code: Code) -> &'static str {
     match code {
         1 | 1001 => "not initialised",
@@ -110,17 +110,17 @@ pub(super) fn status(code: Code) -> &'static str {
     }
 }
 
-/// The library with its functions.
+/// The loaded library.
 pub struct Api {
     f: Functions,
-    /// Graphs of operations, or the name of the function that is missing.
+    /// Functions for graphs of operations; the error is the name of a missing one.
     graphs: Result<Graphs, &'static str>,
     library: String,
 }
 
-/// The handle, which one thread uses at a time: it is bound to a stream.
+/// The handle, used by one thread at a time because it is bound to a stream.
 pub(super) struct Raw(pub Handle);
-// SAFETY: a name inside of the library; its lock lets one thread use it at a time.
+// SAFETY: an opaque handle of the library; its mutex lets one thread use it at a time.
 unsafe impl Send for Raw {}
 
 /// A handle of the library on one device.
@@ -129,7 +129,7 @@ pub struct Dnn {
     pub(super) handle: Mutex<Raw>,
     version: [c_int; 3],
     pub(super) context: Arc<Context>,
-    /// Plans of attention, last used last. None holds this value.
+    /// Plans of attention, sorted by last use, most recent last. Plans do not hold this value.
     pub(super) plans: Mutex<Vec<(Key, Arc<Planned>)>>,
 }
 
@@ -141,7 +141,7 @@ impl std::fmt::Debug for Dnn {
 
 type Dims = SmallVec<[c_int; 5]>;
 
-/// Sizes of a convolution, with two spatial axes at least.
+/// The parameters of a convolution, with at least two spatial axes.
 #[derive(Clone, Debug)]
 pub struct Conv {
     x: Dims,
@@ -152,9 +152,9 @@ pub struct Conv {
     dilation: Dims,
     groups: c_int,
     dtype: DType,
-    /// Bytes to the first element of x and w.
+    /// Offsets in bytes of the first elements of x and w.
     offsets: [isize; 2],
-    /// The result as the chain on top sees it: planes and what is in them.
+    /// The result's shape for the epilogue: batch, channels, and elements per channel.
     planes: [usize; 3],
 }
 
@@ -200,7 +200,7 @@ impl Conv {
                 "fewer than {TINY} multiply-adds are a generated kernel's work"
             )));
         }
-        // The library wants two spatial axes: one more of size 1 in front.
+        // The library requires two spatial axes, so one of size 1 is prepended.
         let wide = |head: &[usize], rest: &[usize], fill: usize| -> Option<Dims> {
             let fill = [fill].into_iter().filter(|_| spatial == 1);
             let all = head.iter().copied().chain(fill).chain(rest.iter().copied());
@@ -247,12 +247,12 @@ impl Dnn {
         })?;
         let mut version = [0; 3];
         for (which, v) in version.iter_mut().enumerate() {
-            // SAFETY: one number is written.
+            // SAFETY: the library writes one number to `v`.
             let code = unsafe { (api.f.property)(which as c_int, v) };
             check(context, "asking for the version", code)?;
         }
         let mut raw = ptr::null_mut();
-        // SAFETY: one handle is written; the thread has a current context.
+        // SAFETY: the library writes one handle to `raw`; the thread has a current context.
         check(context, "creating a handle", unsafe { (api.f.create)(&mut raw) })?;
         let (handle, plans) = (Mutex::new(Raw(raw)), Mutex::default());
         Ok(Dnn { api, handle, version, context: context.clone(), plans })
@@ -269,7 +269,7 @@ impl Dnn {
         format!("{} {}, {attention}", self.api.library, self.version())
     }
 
-    /// Graphs of operations, or why they are not used.
+    /// Functions for graphs of operations, or why they cannot be used.
     pub(super) fn graphs(&self) -> Result<&'static Graphs, String> {
         let graphs = self.api.graphs.as_ref().map_err(|f| format!("the library has no function {f}"))?;
         if self.version < SINCE {
@@ -277,7 +277,7 @@ impl Dnn {
         }
         let (mut generation, device) = (0, &self.context);
         let major = device.api.family.attributes.major;
-        // SAFETY: one number is written; the device is the runtime's.
+        // SAFETY: the runtime writes one number to `generation`; the device number is from its list.
         let code = unsafe { (device.api.f.device_attribute)(&mut generation, major, device.device) };
         match code == SUCCESS && generation >= GENERATION {
             true => Ok(graphs),
@@ -285,10 +285,10 @@ impl Dnn {
         }
     }
 
-    /// The handle, for work in a stream that is live. Nobody else uses it meanwhile.
+    /// Locks the handle and binds it to a live stream.
     pub(super) fn bind(&self, stream: Handle) -> Result<MutexGuard<'_, Raw>> {
         let handle = self.handle.lock().unwrap_or_else(|e| e.into_inner());
-        // SAFETY: both are live.
+        // SAFETY: `handle` is live, and `stream` is the live stream of the queue that enqueues the work.
         check(&self.context, "choosing a stream", unsafe { (self.api.f.set_stream)(handle.0, stream) })?;
         Ok(handle)
     }
@@ -300,7 +300,7 @@ impl Dnn {
         conv: Conv,
     ) -> Result<SimtKernel, Declined> {
         let ending = Ending::of(call, &conv.planes, 1)?;
-        // Of other types the library does not say whether it has a bias before it runs.
+        // For other types the library does not report whether it supports a bias before it runs.
         if !ending.of_type(call, &[DType::F32, DType::F16]) {
             return Err(Declined::because("chains are on top of f32 and f16"));
         }
@@ -335,12 +335,12 @@ impl Drop for Dnn {
     fn drop(&mut self) {
         let raw = self.handle.lock().unwrap_or_else(|e| e.into_inner()).0;
         let visit = self.context.visit();
-        // They go before the handle.
+        // Plans must be dropped before the handle.
         self.plans.lock().unwrap_or_else(|e| e.into_inner()).clear();
         if visit.is_err() {
             return;
         }
-        // SAFETY: created once; kernels hold this value, so none is left.
+        // SAFETY: the handle was created once; kernels hold this value, so none is left.
         let code = unsafe { (self.api.f.destroy)(raw) };
         if code != SUCCESS {
             tracing::warn!(device = self.context.id, code, "a library's handle could not be destroyed");
@@ -348,15 +348,15 @@ impl Drop for Dnn {
     }
 }
 
-/// A description of the library's.
+/// A descriptor of the library.
 struct Made {
     raw: Handle,
     destroy: unsafe extern "system" fn(Handle) -> Code,
 }
 
-// SAFETY: descriptions are data of the library that nothing changes after they are made.
+// SAFETY: descriptors are plain data of the library, not modified after construction.
 unsafe impl Send for Made {}
-// SAFETY: as above.
+// SAFETY: descriptors are not modified after construction, so concurrent reads are safe.
 unsafe impl Sync for Made {}
 
 impl Made {
@@ -366,7 +366,7 @@ impl Made {
         set: impl FnOnce(Handle) -> Code,
     ) -> Result<Made, String> {
         let mut raw = ptr::null_mut();
-        // SAFETY: one handle is written.
+        // SAFETY: the library writes one handle to `raw`.
         let code = unsafe { create(&mut raw) };
         if code != SUCCESS {
             return Err(format!("creating a description gave status {code} ({})", status(code)));
@@ -381,12 +381,12 @@ impl Made {
 
 impl Drop for Made {
     fn drop(&mut self) {
-        // SAFETY: created once by the library.
+        // SAFETY: the library created `raw` once, with a function whose counterpart is `destroy`.
         unsafe { (self.destroy)(self.raw) };
     }
 }
 
-/// A bias and what comes after it.
+/// The epilogue: a bias and an activation.
 struct OnTop {
     bias: Bias,
     shape: Made,
@@ -404,7 +404,7 @@ struct Plan {
     algorithm: c_int,
     workspace: usize,
     offsets: [isize; 2],
-    /// Bits of one, in the type of scalars.
+    /// Bits of 1 in the scalar type.
     one: u64,
 }
 
@@ -429,16 +429,16 @@ impl Plan {
         let tensor = |dims: &[c_int]| {
             let steps = strides(dims);
             Made::new(f.tensor_create, f.tensor_destroy, |t| {
-                // SAFETY: both lists have so many numbers.
+                // SAFETY: `dims` and `steps` both have `dims.len()` numbers.
                 unsafe { (f.tensor_set)(t, number, dims.len() as c_int, dims.as_ptr(), steps.as_ptr()) }
             })
         };
         let (x, y) = (tensor(&c.x)?, tensor(&c.y)?);
         let w = Made::new(f.filter_create, f.filter_destroy, |w| {
-            // SAFETY: the list has so many numbers.
+            // SAFETY: `c.w` has `c.w.len()` numbers.
             unsafe { (f.filter_set)(w, number, NCHW, c.w.len() as c_int, c.w.as_ptr()) }
         })?;
-        // Sums have the digits of their type, those of halves f32's.
+        // Sums have the precision of their type; those of 16-bit floats are f32.
         let exact = !loose || c.dtype != DType::F32;
         let plain = c.dtype == DType::F32 && exact;
         let math = match c.dtype {
@@ -446,19 +446,19 @@ impl Plan {
             DType::F32 if plain => FMA_MATH,
             _ => DEFAULT_MATH,
         };
-        // Halves are summed in f32.
+        // 16-bit floats are summed in f32.
         let sums = if c.dtype == DType::F64 { DType::F64 } else { DType::F32 };
         let sums = type_number(sums).unwrap_or_default();
         let conv = Made::new(f.conv_create, f.conv_destroy, |conv| {
             let (pad, stride, dilation) = (c.pad.as_ptr(), c.stride.as_ptr(), c.dilation.as_ptr());
-            // SAFETY: the three lists have so many numbers.
+            // SAFETY: the three lists each have `c.pad.len()` numbers.
             let steps = [
                 unsafe {
                     (f.conv_set)(conv, c.pad.len() as c_int, pad, stride, dilation, CROSS_CORRELATION, sums)
                 },
-                // SAFETY: the description is live.
+                // SAFETY: `conv` is the live descriptor that `Made::new` passes.
                 unsafe { (f.conv_groups)(conv, c.groups) },
-                // SAFETY: as above.
+                // SAFETY: `conv` is the live descriptor that `Made::new` passes.
                 unsafe { (f.conv_math)(conv, math) },
             ];
             steps.into_iter().find(|code| *code != SUCCESS).unwrap_or(SUCCESS)
@@ -469,7 +469,7 @@ impl Plan {
                 let mut dims: Dims = c.y.iter().map(|_| 1).collect();
                 dims[1] = c.y[1];
                 let activation = Made::new(f.activation_create, f.activation_destroy, |a| {
-                    // SAFETY: the description is live.
+                    // SAFETY: `a` is the live descriptor that `Made::new` passes.
                     unsafe { (f.activation_set)(a, activation, PROPAGATE_NAN, 0.0) }
                 })?;
                 Some(OnTop { bias, shape: tensor(&dims)?, activation })
@@ -478,7 +478,8 @@ impl Plan {
         let alone = bias.is_some_and(|(_, a)| a == IDENTITY);
         let handle = dnn.handle.lock().unwrap_or_else(|e| e.into_inner());
         let (mut found, mut all) = (0, [Performance::default(); MOST_ALGORITHMS]);
-        // SAFETY: at most as many entries are written as there are; everything else is live.
+        // SAFETY: at most `MOST_ALGORITHMS` entries are written to `all`, and one number; the handle and all
+        // descriptors are live.
         let code = unsafe {
             (f.algorithms)(
                 handle.0,
@@ -508,7 +509,7 @@ impl Plan {
             ));
         };
         let mut workspace = 0;
-        // SAFETY: one number is written; everything else is live.
+        // SAFETY: one number is written to `workspace`; the handle is locked, and all descriptors are live.
         let steps = [unsafe { (f.conv_math)(conv.raw, if plain { FMA_MATH } else { best.math }) }, unsafe {
             (f.workspace)(handle.0, x.raw, w.raw, conv.raw, y.raw, best.algorithm, &mut workspace)
         }];
@@ -545,8 +546,8 @@ impl Body for Plan {
         let (one, zero): (*const c_void, _) = (ptr::from_ref(&self.one).cast(), 0u64);
         let zero: *const c_void = ptr::from_ref(&zero).cast();
         let handle = dnn.bind(stream)?;
-        // SAFETY: the descriptions are live; the kernel's checks: operands lie in their buffers, and the
-        // result shares none. The scalars are read before the call returns.
+        // SAFETY: the descriptors are live. `SimtKernel::check` verified that the operands lie in their
+        // buffers and that the result overlaps with none. The scalars are read before the call returns.
         let code = unsafe {
             match &self.on_top {
                 None => (f.forward)(

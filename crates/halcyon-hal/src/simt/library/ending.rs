@@ -1,4 +1,4 @@
-//! Chains that the libraries put on top of a result by themselves: a bias, then an activation.
+//! Epilogues that the libraries support: a bias, then an activation.
 
 use crate::{Declined, LibraryCall};
 use halcyon_ir::fused::{InstrKind, Param};
@@ -7,24 +7,24 @@ use halcyon_ir::op::Op;
 use halcyon_ir::target::Work;
 use halcyon_ir::{DType, Scalar, ScalarOp};
 
-/// What happens to the result before it is stored.
+/// The epilogue of a result.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Ending {
     pub bias: Option<Bias>,
     pub activation: Option<ScalarOp>,
 }
 
-/// One value for each element of an axis of the result.
+/// One value per element of an axis of the result.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Bias {
-    /// Place among the call's inputs.
+    /// Index among the call's inputs.
     pub input: usize,
-    /// Bytes to its first element.
+    /// Offset of its first element in bytes.
     pub offset: isize,
 }
 
 impl Ending {
-    /// The chain of a call, over a result of this shape, with the bias along `axis`.
+    /// The epilogue of a call whose result has this shape, with the bias along `axis`.
     pub fn of(call: &LibraryCall<'_>, shape: &[usize], axis: usize) -> Result<Ending, Declined> {
         let Some(e) = call.epilogue else { return Ok(Ending::default()) };
         let no = |why: &str| Err(Declined::because(format!("the chain on top {why}")));
@@ -39,7 +39,7 @@ impl Ending {
         }
         let mut ending = Ending::default();
         let mut at = out.value as usize;
-        // From the result back to the product.
+        // Walk the chain from its result back to the product.
         for _ in 0..f.body.len() {
             let i = &f.body[at];
             let of = |k: usize| i.args[k] as usize;
@@ -55,7 +55,7 @@ impl Ending {
             };
             let fresh = ending == Ending::default();
             match &i.kind {
-                // The library's result is rounded once, after the chain.
+                // The library rounds the result once, after the epilogue.
                 InstrKind::Cast if f.body[of(0)].dtype == i.dtype => at = of(0),
                 InstrKind::Op(a @ (ScalarOp::Relu | ScalarOp::Gelu | ScalarOp::GeluTanh)) if fresh => {
                     ending.activation = Some(*a);
@@ -79,7 +79,7 @@ impl Ending {
                     {
                         return no("adds something else than a bias of its type");
                     }
-                    // The chain's other inputs follow the op's own, in their order.
+                    // The chain's other inputs follow the op's own ones, in order.
                     let own = match call.work {
                         Work::Op(Op::Composite(c)) => c.body.inputs().len(),
                         _ => 2,
@@ -105,7 +105,7 @@ impl Ending {
         no("does not read the result")
     }
 
-    /// Whether it has one of these types.
+    /// Whether there is no epilogue or the result has one of these types.
     pub fn of_type(&self, call: &LibraryCall<'_>, types: &[DType]) -> bool {
         *self == Ending::default() || types.contains(&call.outputs[0].dtype)
     }

@@ -1,8 +1,8 @@
-//! cuDNN's backend interface (`cudnn_graph.h`): graphs of operations.
+//! cuDNN's backend API (`cudnn_graph.h`): graphs of operations.
 //!
-//! A description is made, gets attributes and is finished; it does not change afterwards. Operations that are
-//! connected by tensors without memory are a graph. The library proposes engines for it, best first, and an
-//! engine gives a plan, which is run with a pack of addresses.
+//! A descriptor is created, gets attributes and is finalised; it does not change afterwards. Operations
+//! connected by virtual tensors form a graph. The library proposes engines for it, best first. An engine
+//! yields a plan, which runs with a pack of addresses.
 
 use super::dnn::status;
 use super::functions_of_one;
@@ -11,7 +11,7 @@ use std::ffi::{c_char, c_int, c_void};
 use std::{fmt, ptr};
 
 functions_of_one! {
-    /// The interface.
+    /// Functions of the API.
     Functions {
         create: "cudnnBackendCreateDescriptor", (c_int, *mut Handle);
         destroy: "cudnnBackendDestroyDescriptor", (Handle);
@@ -24,14 +24,14 @@ functions_of_one! {
 
 type LastError = unsafe extern "system" fn(*mut c_char, usize);
 
-/// The interface of a library.
+/// The loaded API.
 pub struct Graphs {
     f: Functions,
-    /// From version 9 on.
+    /// Since version 9.
     last_error: Option<LastError>,
 }
 
-/// A kind of description, and its name in messages.
+/// A type of descriptor, and its name in messages.
 #[derive(Clone, Copy)]
 struct Kind(c_int, &'static str);
 
@@ -117,9 +117,9 @@ pub enum Pointwise {
     Exp = 13,
     Log = 15,
     GreaterOrEqual = 303,
-    /// Numbers along an axis.
+    /// Indices along an axis.
     Index = 501,
-    /// The first operand where the third is true, else the second.
+    /// The first operand if the third is true, else the second.
     Select = 601,
 }
 
@@ -135,18 +135,18 @@ pub const F32: c_int = 0;
 pub const I32: c_int = 4;
 pub const BOOLEAN: c_int = 11;
 
-/// The heuristics by decision trees.
+/// Heuristics by decision trees.
 const MODE_A: c_int = 3;
-/// Of an engine's notes: results may differ from run to run.
+/// Numerical note of an engine: results may differ between runs.
 const NONDETERMINISTIC: c_int = 4;
-/// What the address of a tensor is a multiple of.
+/// Alignment of a tensor's address in bytes.
 pub const ALIGNMENT: i64 = 16;
 const MOST_ENGINES: usize = 16;
 const MOST_NOTES: usize = 32;
-/// Text of an error that is kept.
+/// Maximum length of an error text.
 const MOST_TEXT: usize = 256;
 
-/// A call that the library did not do.
+/// A call that the library rejected.
 #[derive(Debug)]
 pub struct Refused {
     pub call: String,
@@ -167,10 +167,10 @@ impl From<Refused> for String {
 }
 
 impl Graphs {
-    /// The interface of a library, or the name of the function that it lacks.
+    /// Resolves the API in a library; the error is the name of a missing function.
     pub fn resolve(lib: &libloading::Library, side: Side) -> Result<Graphs, &'static str> {
         let f = Functions::resolve(lib, side)?;
-        // SAFETY: the type is the header's. The library stays loaded for as long as the table is used.
+        // SAFETY: the header declares the function with this type. The library is never unloaded.
         let last_error = unsafe { lib.get::<LastError>(b"cudnnGetLastErrorString") }.ok().map(|f| *f);
         Ok(Graphs { f, last_error })
     }
@@ -182,7 +182,7 @@ impl Graphs {
         let mut text = status(code).to_string();
         if let Some(last_error) = self.last_error {
             let mut said = [0u8; MOST_TEXT];
-            // SAFETY: at most as many bytes are written as there are.
+            // SAFETY: at most `said.len()` bytes are written to `said`.
             unsafe { last_error(said.as_mut_ptr().cast(), said.len()) };
             let end = said.iter().position(|c| *c == 0).unwrap_or(said.len());
             let said = String::from_utf8_lossy(&said[..end]);
@@ -194,7 +194,7 @@ impl Graphs {
     }
 }
 
-/// What an attribute gets.
+/// The value of an attribute.
 #[derive(Clone, Copy)]
 enum Value<'a> {
     Handle(&'a Handle),
@@ -202,12 +202,12 @@ enum Value<'a> {
     Numbers(&'a [i64]),
     Pointers(&'a [*mut c_void]),
     Yes,
-    /// The type of the attribute, which is an enumeration, and its number.
+    /// An enumeration: the attribute's type and the number.
     Choice(c_int, &'a c_int),
 }
 
 impl Value<'_> {
-    /// The type, how many there are, and where.
+    /// The type, the number of elements, and their address.
     fn parts(&self) -> (c_int, usize, *const c_void) {
         static TRUE: bool = true;
         match *self {
@@ -221,36 +221,36 @@ impl Value<'_> {
     }
 }
 
-/// A description of the library's.
+/// A descriptor of the library.
 struct Description {
     api: &'static Graphs,
     kind: Kind,
     raw: Handle,
 }
 
-// SAFETY: descriptions are data of the library that nothing changes after they are finished.
+// SAFETY: descriptors are plain data of the library, not modified once finalised.
 unsafe impl Send for Description {}
-// SAFETY: as above.
+// SAFETY: finalised descriptors are not modified, so concurrent reads are safe.
 unsafe impl Sync for Description {}
 
 impl Drop for Description {
     fn drop(&mut self) {
-        // SAFETY: created once by the library; what refers to it went before.
+        // SAFETY: the library created `raw` once; descriptors that refer to it were dropped before.
         unsafe { (self.api.f.destroy)(self.raw) };
     }
 }
 
 impl Description {
-    /// One without attributes.
+    /// A descriptor without attributes, not finalised.
     fn empty(api: &'static Graphs, kind: Kind) -> Result<Description, Refused> {
         let mut raw = ptr::null_mut();
-        // SAFETY: one handle is written.
+        // SAFETY: the library writes one handle to `raw`.
         let code = unsafe { (api.f.create)(kind.0, &mut raw) };
         api.check(code, || format!("creating {}", kind.1))?;
         Ok(Description { api, kind, raw })
     }
 
-    /// One that is finished.
+    /// A finalised descriptor.
     fn new(
         api: &'static Graphs,
         kind: Kind,
@@ -259,31 +259,32 @@ impl Description {
         let made = Description::empty(api, kind)?;
         for (name, value) in attributes {
             let (of, n, from) = value.parts();
-            // SAFETY: so many values of this type lie there; they are copied before the call returns.
-            // Descriptions among them are live.
+            // SAFETY: `parts` returns a pointer to `n` values of this type, which are copied before the call
+            // returns. Descriptors among them are live.
             let code = unsafe { (api.f.set)(made.raw, *name, of, n as i64, from) };
             api.check(code, || format!("attribute {name} of {}", kind.1))?;
         }
-        // SAFETY: the description is live, and so are those that it refers to.
+        // SAFETY: the descriptor is live, and so are those that it refers to.
         let code = unsafe { (api.f.finalize)(made.raw) };
         api.check(code, || format!("finishing {}", kind.1))?;
         Ok(made)
     }
 
-    /// Reads at most `n` values of an attribute, and gives how many there are.
+    /// Reads at most `n` values of an attribute; returns how many exist.
     ///
     /// # Safety
-    /// `n` values of this type have room at `to`, which may be null for none.
+    /// `to` must have room for `n` values of this type. It may be null if `n` is 0.
     unsafe fn get(&self, name: c_int, of: c_int, n: usize, to: *mut c_void) -> Result<usize, Refused> {
         let mut found = 0;
-        // SAFETY: the caller's; the description is live, and one number is written.
+        // SAFETY: `get` requires room for `n` values at `to`; the descriptor is live, and one number is
+        // written to `found`.
         let code = unsafe { (self.api.f.get)(self.raw, name, of, n as i64, &mut found, to) };
         self.api.check(code, || format!("reading attribute {name} of {}", self.kind.1))?;
         Ok(usize::try_from(found).unwrap_or(0))
     }
 }
 
-/// Descriptions, of which later ones refer to earlier ones: they go in the reverse order.
+/// Descriptors, of which later ones refer to earlier ones. They are dropped in reverse order.
 #[derive(Default)]
 struct Parts(Vec<Description>);
 
@@ -293,13 +294,13 @@ impl Drop for Parts {
     }
 }
 
-/// Where the elements of a tensor are.
+/// The storage of a tensor.
 pub enum Place {
-    /// In memory, with these strides.
+    /// Device memory, with these strides.
     Memory([i64; 4]),
-    /// Nowhere: an operation's result that others read.
+    /// No memory: the result of an operation, read by others.
     Virtual,
-    /// One element, in the host's memory.
+    /// One element in host memory.
     Value,
 }
 
@@ -370,8 +371,8 @@ impl Builder {
         Ok(())
     }
 
-    /// A function of up to three operands, computed in a type, into `out`. An index has the axis that it
-    /// counts along.
+    /// Applies a function to up to three operands, computed in type `precision`, and stores to `out`. `axis`
+    /// is the axis of an index.
     pub fn pointwise_into(
         &mut self,
         mode: Pointwise,
@@ -400,7 +401,7 @@ impl Builder {
         Ok(())
     }
 
-    /// [`Builder::pointwise_into`] a tensor without memory, of this type and of the first operand's shape.
+    /// [`Builder::pointwise_into`] a virtual tensor of type `of` with the first operand's shape.
     pub fn pointwise(
         &mut self,
         mode: Pointwise,
@@ -413,14 +414,14 @@ impl Builder {
         Ok(out)
     }
 
-    /// Numbers along an axis of `like`.
+    /// Indices along an axis of `like`.
     pub fn index(&mut self, like: Tensor, axis: i64) -> Result<Tensor, Refused> {
         let out = self.tensor(I32, like.shape, Place::Virtual)?;
         self.pointwise_into(Pointwise::Index, F32, Some(axis), &[like], out)?;
         Ok(out)
     }
 
-    /// Along the last axis, in f32.
+    /// Reduces along the last axis, in f32.
     pub fn reduce(&mut self, how: Reduce, x: Tensor) -> Result<Tensor, Refused> {
         let [b, h, rows, _] = x.shape;
         let out = self.tensor(F32, [b, h, rows, 1], Place::Virtual)?;
@@ -444,8 +445,8 @@ impl Builder {
         Ok(out)
     }
 
-    /// The plan of the first engine that the library proposes, gives the same result in each run, and is
-    /// content with a workspace of so many bytes. `handle` is used by no other thread meanwhile.
+    /// The plan of the first proposed engine that is deterministic and needs at most `most` bytes of
+    /// workspace. No other thread may use `handle` meanwhile.
     pub fn plan(mut self, handle: Handle, most: usize) -> Result<Plan, String> {
         let operations = std::mem::take(&mut self.operations);
         let graph = self.keep(
@@ -463,7 +464,7 @@ impl Builder {
                 (at::HEURISTICS_MODE, Value::Choice(is::HEURISTIC_MODE, &MODE_A)),
             ],
         )?;
-        // SAFETY: nothing is read but how many there are.
+        // SAFETY: `n` is 0, so nothing is written but the number of results.
         let found = unsafe { heuristics.get(at::HEURISTICS_RESULTS, is::DESCRIPTION, 0, ptr::null_mut()) }?;
         let made = (0..found.min(MOST_ENGINES)).map(|_| Description::empty(self.api, CONFIG));
         let configs = made.collect::<Result<Vec<_>, _>>()?;
@@ -471,7 +472,7 @@ impl Builder {
         if raw.is_empty() {
             return Err("it has no engine for this shape".into());
         }
-        // SAFETY: so many descriptions lie there, which the library fills in.
+        // SAFETY: `raw` holds `raw.len()` live descriptors, which the library fills in.
         let found = unsafe {
             heuristics.get(at::HEURISTICS_RESULTS, is::DESCRIPTION, raw.len(), raw.as_mut_ptr().cast())
         }?;
@@ -499,10 +500,10 @@ impl Builder {
     ) -> Result<(Description, usize), String> {
         let engine = Description::empty(self.api, ENGINE)?;
         let mut raw = engine.raw;
-        // SAFETY: one description lies there, which the library fills in.
+        // SAFETY: `raw` is one live descriptor, which the library fills in.
         unsafe { config.get(at::CONFIG_ENGINE, is::DESCRIPTION, 1, ptr::from_mut(&mut raw).cast()) }?;
         let mut notes = [0 as c_int; MOST_NOTES];
-        // SAFETY: so many numbers have room.
+        // SAFETY: `notes` has room for `MOST_NOTES` numbers.
         let n = unsafe {
             engine.get(at::ENGINE_NOTES, is::NUMERICAL_NOTE, MOST_NOTES, notes.as_mut_ptr().cast())
         }?;
@@ -518,7 +519,7 @@ impl Builder {
             ],
         )?;
         let mut bytes = 0i64;
-        // SAFETY: one number has room.
+        // SAFETY: `bytes` has room for one number.
         unsafe { plan.get(at::PLAN_WORKSPACE, is::INT64, 1, ptr::from_mut(&mut bytes).cast()) }?;
         match usize::try_from(bytes) {
             Ok(bytes) if bytes <= most => Ok((plan, bytes)),
@@ -529,20 +530,21 @@ impl Builder {
 
 /// A graph with the engine that computes it.
 pub struct Plan {
-    /// First, so that it goes before what it was made of.
+    /// First, so that it is dropped before the parts it was made of.
     plan: Description,
     _parts: Parts,
     pub workspace: usize,
 }
 
 impl Plan {
-    /// Enqueues a run in the handle's stream. Each tensor that is not virtual has its address, in the
-    /// device's memory or, for values, the host's.
+    /// Enqueues a run in the handle's stream. `addresses` holds the address of each tensor in `ids`, i.e. of
+    /// every tensor that is not virtual: in device memory or, for scalars, in host memory.
     ///
     /// # Safety
-    /// The memory at the addresses is as large as the tensors say, and so is the workspace; the results' is
-    /// shared with nothing. It stays until the work has run, and the plan for as long as a captured graph
-    /// with the work is launched. `handle` made the plan; no other thread uses it, and its stream is live.
+    /// The memory at each address and the workspace must be as large as the tensors and the plan require, and
+    /// results must not overlap with other memory. The memory must stay valid until the work has run, and the
+    /// plan for as long as a capture with the work can be launched. `handle` must be the one that made the
+    /// plan, not be used by other threads, and have a live stream.
     pub unsafe fn execute(
         &self,
         handle: Handle,
@@ -560,7 +562,7 @@ impl Plan {
                 (at::PACK_WORKSPACE, Value::Pointers(&[workspace])),
             ],
         )?;
-        // SAFETY: the descriptions are live; the rest is the caller's.
+        // SAFETY: both descriptors are live; `execute` requires a usable handle and valid addresses.
         let code = unsafe { (plan.api.f.execute)(handle, plan.raw, pack.raw) };
         plan.api.check(code, || "running a plan".into())
     }

@@ -1,5 +1,5 @@
 //! cuBLASLt and hipBLASLt: products with an algorithm chosen by the library, a bias and an activation.
-//! hipBLASLt has cuBLASLt's interface under its own names and numbers. (`cublasLt.h` of the CUDA toolkit 12;
+//! hipBLASLt has cuBLASLt's API under its own names and numbers. (`cublasLt.h` of the CUDA toolkit 12;
 //! `hipblaslt.h` and `hipblas-common.h` of ROCm 6.)
 
 use super::ending::{Bias, Ending};
@@ -17,7 +17,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex};
 
 functions! {
-    /// The library.
+    /// Functions of the library.
     Functions {
         create: "cublasLtCreate", "hipblasLtCreate", (*mut Handle);
         destroy: "cublasLtDestroy", "hipblasLtDestroy", (Handle);
@@ -40,20 +40,20 @@ functions! {
     }
 }
 
-/// Where hipBLASLt's kernels lie.
+/// The location of hipBLASLt's kernels.
 const KERNELS: Kernels =
     Kernels { title: "hipBLASLt", folder: "hipblaslt", variable: "HIPBLASLT_TENSILE_LIBPATH" };
 
-/// How the library tells its version.
+/// How to query the library's version.
 #[derive(Clone, Copy)]
 enum Version {
-    /// Major, minor and patch one by one.
+    /// Major, minor and patch in separate calls.
     Property(unsafe extern "system" fn(c_int, *mut c_int) -> Code),
-    /// In one number, of a handle.
+    /// One number, queried from a handle.
     Number(unsafe extern "system" fn(Handle, *mut c_int) -> Code),
 }
 
-/// The library with its functions.
+/// The loaded library.
 pub struct Api {
     f: Functions,
     version: Version,
@@ -61,7 +61,7 @@ pub struct Api {
     library: String,
 }
 
-/// Numbers that the two libraries do not share. Those of element types they do.
+/// Numbers that differ between the two libraries. Those of most element types are the same.
 struct Numbers {
     /// Compute types: f32, f64, i32.
     f32: c_int,
@@ -73,14 +73,14 @@ struct Numbers {
     transposes: [c_int; 2],
     epilogue: c_int,
     bias: c_int,
-    /// Where the number is that multiplies the first factor.
+    /// Attribute: pointer to the scale of the first factor.
     scale: c_int,
     /// Attributes of a layout: batch count, stride of the batch.
     batch: [c_int; 2],
-    /// Attributes of a preference: alignments of a, b, c and d; which sums of partial products are allowed.
+    /// Attributes of a preference: alignments of a, b, c and d; permitted reductions of partial products.
     alignments: Option<[c_int; 4]>,
     reductions: Option<c_int>,
-    /// Words of an algorithm in the heuristic's answer.
+    /// Words of an algorithm in the heuristic's result.
     algorithm: usize,
 }
 
@@ -114,23 +114,23 @@ static HIP: Numbers = Numbers {
     algorithm: 3,
 };
 
-/// Compute type of cuBLASLt: f32 by way of TF32.
+/// cuBLASLt's compute type: f32 through TF32.
 const TF32: c_int = 77;
-/// Bytes that the widest load takes.
+/// Bytes of the widest load.
 const WIDEST_LOAD: u32 = 16;
-/// Attribute of a preference: the most bytes of workspace.
+/// Attribute of a preference: maximum bytes of workspace.
 const MOST_WORKSPACE: c_int = 1;
-/// Partial products are added in the type that is computed in, never in the result's.
+/// Reduction: partial products are summed in the compute type, never in the result's.
 const IN_COMPUTE_TYPE: u32 = 2;
-/// Epilogues: none, and what is added to a bias's.
+/// Epilogues: none, and flags that combine with a bias.
 const DEFAULT: u32 = 1;
 const RELU: u32 = 2;
 const BIAS: u32 = 4;
 const GELU: u32 = 32;
-/// hipBLASLt before it takes other numbers for types (`hipblasDatatype_t`).
+/// Minimum version of hipBLASLt; older ones use other numbers for types (`hipblasDatatype_t`).
 const OLDEST_HIP: i32 = 600;
 
-/// `cudaDataType` and `hipDataType`; the last two are AMD's alone.
+/// `cudaDataType` and `hipDataType`; the last two exist only in HIP.
 fn type_number(side: Side, d: DType) -> Option<c_int> {
     Some(match d {
         DType::F32 => 0,
@@ -161,11 +161,12 @@ fn status(side: Side, code: Code) -> &'static str {
     }
 }
 
-/// Bytes, and elements of 8-bit floats, that everything about their products is a multiple of.
+/// Required multiple of all sizes (elements) and alignments (bytes) in products of 8-bit floats.
 const SIXTEEN: usize = 16;
 
-/// What `cublasLtMatmul` says of FP8 kernels: both factors run along the sum (the first one transposed, the
-/// second not), and pointers, sizes and strides are multiples of 16 bytes.
+/// The requirements of FP8 kernels according to `cublasLtMatmul`: both factors are contiguous along the
+/// summed dimension (the first one transposed, the second not), and pointers, sizes and strides are multiples
+/// of 16 bytes.
 fn eight_bits_fit(p: &Product) -> Result<(), Declined> {
     let [a, b, c] = p.alignment(WORKSPACE_ALIGNMENT).map(|a| a as usize);
     if !p.k.is_multiple_of(SIXTEEN) || !p.n.is_multiple_of(SIXTEEN) || c < SIXTEEN {
@@ -196,9 +197,10 @@ pub struct Lt {
     context: Arc<Context>,
 }
 
-// SAFETY: the handle is a name inside of the library, whose functions may be called from any thread.
+// SAFETY: `handle` is an opaque handle of the library, whose functions may be called from any thread.
 unsafe impl Send for Lt {}
-// SAFETY: as above; the library's documentation allows calls with one handle at one time.
+// SAFETY: the library's documentation permits concurrent calls with one handle; no field is modified after
+// construction.
 unsafe impl Sync for Lt {}
 
 impl std::fmt::Debug for Lt {
@@ -215,7 +217,7 @@ impl Lt {
             let f = Functions::resolve(lib, family.side)?;
             macro_rules! get {
                 ($kind:path, $name:literal, ($($argument:ty),*)) => {{
-                    // SAFETY: the type is the one that the library gives this function.
+                    // SAFETY: the library declares the function with this type.
                     let f = unsafe { lib.get::<unsafe extern "system" fn($($argument),*) -> Code>($name.as_bytes()) };
                     $kind(*f.map_err(|_| $name)?)
                 }};
@@ -228,21 +230,21 @@ impl Lt {
         })?;
         let mut lt = Lt { api, handle: ptr::null_mut(), version: String::new(), context: context.clone() };
         KERNELS.check(context, api.f.matmul as usize)?;
-        // SAFETY: one handle is written; the thread has a current context.
+        // SAFETY: the library writes one handle; the thread has a current context.
         let code = unsafe { (api.f.create)(&mut lt.handle) };
         lt.check("creating a handle", code)?;
         lt.version = match api.version {
             Version::Property(f) => {
                 let mut v = [0; 3];
                 for (which, v) in v.iter_mut().enumerate() {
-                    // SAFETY: one number is written.
+                    // SAFETY: the library writes one number to `v`.
                     lt.check("asking for the version", unsafe { f(which as c_int, v) })?;
                 }
                 format!("{}.{}.{}", v[0], v[1], v[2])
             }
             Version::Number(f) => {
                 let mut v = 0;
-                // SAFETY: as above; the handle is live.
+                // SAFETY: the library writes one number to `v`; the handle was created above.
                 lt.check("asking for the version", unsafe { f(lt.handle, &mut v) })?;
                 if v < OLDEST_HIP {
                     return Err(Error::unsupported(
@@ -274,7 +276,7 @@ impl Lt {
         }
     }
 
-    /// A kernel for a product, with the call's chain on top.
+    /// A kernel for a product with the call's epilogue.
     pub fn kernel(
         self: &Arc<Lt>,
         owner: u64,
@@ -306,7 +308,7 @@ impl Lt {
             }
         }
         if p.factors[0] == DType::I8 && !hip {
-            // What `cublasLtMatmul` says of IMMA kernels with regular data ordering.
+            // The requirements of IMMA kernels with regular data ordering, according to `cublasLtMatmul`.
             let [a, b, c] = p.alignment(WORKSPACE_ALIGNMENT);
             let four = [p.n, p.k, p.a.ld, p.b.ld].iter().all(|d| d % 4 == 0) && a.min(b).min(c) >= 4;
             let steps = [p.a.step, p.b.step].iter().all(|s| s % 4 == 0);
@@ -316,7 +318,7 @@ impl Lt {
                 ));
             }
         }
-        // hipBLASLt does not say what its algorithms need, and cannot be told what there is.
+        // hipBLASLt neither reports what its algorithms require nor accepts alignments as preferences.
         let bias =
             ending.bias.map_or(WORKSPACE_ALIGNMENT as u32, |b| alignment(b.offset, WORKSPACE_ALIGNMENT));
         if hip && p.alignment(WORKSPACE_ALIGNMENT).into_iter().chain([bias]).any(|a| a < WIDEST_LOAD) {
@@ -324,10 +326,10 @@ impl Lt {
                 "operands that begin at multiples of {WIDEST_LOAD} bytes are needed"
             )));
         }
-        // AMD's devices multiply f32 as it is: few have another way.
+        // AMD's devices multiply f32 exactly; few have a faster mode.
         let factors = p.factors[0];
         let loose = !hip && factors == DType::F32 && call.precision > MatmulPrecision::Highest;
-        // Where the device has no TF32 the next one is taken.
+        // On devices without TF32 the next compute type is used.
         let computes: &[(c_int, &str)] = match factors {
             DType::F64 => &[(n.f64, "f64")],
             DType::I8 => &[(n.i32, "i8")],
@@ -362,7 +364,7 @@ impl Drop for Lt {
             return;
         }
         let code = match self.context.visit() {
-            // SAFETY: created once; kernels hold this value, so none is left.
+            // SAFETY: the handle was created once; kernels hold this value, so none is left.
             Ok(_visit) => unsafe { (self.api.f.destroy)(self.handle) },
             Err(e) => {
                 return tracing::warn!(
@@ -377,33 +379,33 @@ impl Drop for Lt {
     }
 }
 
-/// Something that the library made, and what destroys it.
+/// A descriptor of the library with its destructor.
 struct Made {
     raw: Handle,
     destroy: unsafe extern "system" fn(Handle) -> Code,
 }
 
-// SAFETY: descriptions are data of the library that is read while a call is under way; what changes them has
-// a lock.
+// SAFETY: descriptors are plain data of the library. Calls only read them; the one that is modified is behind
+// a mutex.
 unsafe impl Send for Made {}
-// SAFETY: as above.
+// SAFETY: descriptors are only read through `&self`; the one that is modified is behind a mutex.
 unsafe impl Sync for Made {}
 
 impl Drop for Made {
     fn drop(&mut self) {
-        // SAFETY: created once by the library.
+        // SAFETY: the library created `raw` once, with a function whose counterpart is `destroy`.
         unsafe { (self.destroy)(self.raw) };
     }
 }
 
-/// Sets an attribute of a description.
+/// Sets an attribute of a descriptor.
 fn set<T: Copy>(
     f: unsafe extern "system" fn(Handle, c_int, *const c_void, usize) -> Code,
     what: &Made,
     attribute: c_int,
     value: T,
 ) -> Result<(), String> {
-    // SAFETY: the value is read during the call.
+    // SAFETY: `what` is a live descriptor; the `size_of::<T>()` bytes of `value` are read during the call.
     let code = unsafe { f(what.raw, attribute, ptr::from_ref(&value).cast(), size_of::<T>()) };
     if code == SUCCESS { Ok(()) } else { Err(format!("attribute {attribute} gave status {code}")) }
 }
@@ -411,19 +413,19 @@ fn set<T: Copy>(
 /// A product with its algorithm.
 struct Plan {
     lt: Arc<Lt>,
-    /// The lock is for its pointers of bias and scale, which are others in every run.
+    /// Locked because its pointers of bias and scale are set for each run.
     desc: Mutex<Made>,
-    /// The library's first and second factor, and the product.
+    /// The library's first factor, second factor and result.
     layouts: [Made; 3],
     algorithm: Vec<u64>,
     workspace: usize,
-    /// Where the workspace is among the buffers, behind inputs and output.
+    /// Index of the workspace among the buffers, after the inputs and the output.
     inputs: usize,
     bias: Option<Bias>,
     scale: Option<Scale>,
-    /// Bits of the factor of the product: one; that of what was there is zero.
+    /// Bits of 1 in the scalar type, the factor of the product; that of the previous result is 0.
     one: u64,
-    /// Bytes to a, b and c of each call.
+    /// Offsets in bytes of a, b and c, for each call.
     calls: Vec<[isize; 3]>,
 }
 
@@ -437,7 +439,7 @@ impl std::fmt::Debug for Plan {
 }
 
 impl Plan {
-    /// Descriptions and algorithm, or why the library has none.
+    /// Creates the descriptors and asks for an algorithm; the error says why there is none.
     fn new(
         lt: &Arc<Lt>,
         p: &Product,
@@ -452,17 +454,17 @@ impl Plan {
             SUCCESS => Ok(Made { raw, destroy }),
             c => Err(format!("a description gave status {c} ({})", status(side, c))),
         };
-        // Products are scaled in the type they are computed in.
+        // Products are scaled in the compute type.
         let (scale, one) = match p.factors[0] {
             DType::F64 => (DType::F64, 1f64.to_bits()),
             DType::I8 => (DType::I32, 1),
             _ => (DType::F32, u64::from(1f32.to_bits())),
         };
         let mut raw = ptr::null_mut();
-        // SAFETY: one handle is written.
+        // SAFETY: the library writes one handle to `raw`.
         let code = unsafe { (f.desc_create)(&mut raw, compute, number(scale)?) };
         let desc = made(code, raw, f.desc_destroy)?;
-        // Column-major: the right factor comes first, and rows that follow each other are columns.
+        // Column-major: the right factor comes first, and row-major factors are stored as columns.
         for (attribute, m) in n.transposes.into_iter().zip([&p.b, &p.a]) {
             set(f.desc_set, &desc, attribute, n.operations[usize::from(!m.by_rows)])?;
         }
@@ -473,16 +475,16 @@ impl Plan {
             set(f.desc_set, &desc, n.epilogue, DEFAULT)?;
         }
         if let Some(b) = bias {
-            // The algorithm depends on the alignment of the bias; nothing is read here.
+            // The algorithm depends on the alignment of the bias pointer, which is not dereferenced here.
             set(f.desc_set, &desc, n.bias, u64::from(alignment(b.offset, WORKSPACE_ALIGNMENT)))?;
         }
         if p.scale.is_some() {
-            // That there is one is what matters: nothing is read here.
+            // Only the presence of a scale matters; the pointer is not dereferenced here.
             set(f.desc_set, &desc, n.scale, WORKSPACE_ALIGNMENT as u64)?;
         }
         let layout = |d: DType, rows: usize, cols: usize, ld: usize, step: isize| -> Result<Made, String> {
             let mut raw = ptr::null_mut();
-            // SAFETY: one handle is written.
+            // SAFETY: the library writes one handle to `raw`.
             let code =
                 unsafe { (f.layout_create)(&mut raw, number(d)?, rows as u64, cols as u64, ld as i64) };
             let layout = made(code, raw, f.layout_destroy)?;
@@ -492,7 +494,7 @@ impl Plan {
             }
             Ok(layout)
         };
-        // As it is stored: the axis along which elements follow each other is that of the rows.
+        // As stored: the contiguous axis is that of the library's rows.
         let factor = |d: DType, m: &Matrix, rows: usize, cols: usize| {
             let (x, y) = if m.by_rows { (cols, rows) } else { (rows, cols) };
             layout(d, x, y, m.ld, m.step)
@@ -504,7 +506,7 @@ impl Plan {
             layout(p.result, p.n, p.m, p.n, p.step)?,
         ];
         let mut raw = ptr::null_mut();
-        // SAFETY: one handle is written.
+        // SAFETY: the library writes one handle to `raw`.
         let code = unsafe { (f.preference_create)(&mut raw) };
         let preference = made(code, raw, f.preference_destroy)?;
         set(f.preference_set, &preference, MOST_WORKSPACE, WORKSPACE as u64)?;
@@ -517,9 +519,10 @@ impl Plan {
         if let Some(attribute) = n.reductions {
             set(f.preference_set, &preference, attribute, IN_COMPUTE_TYPE)?;
         }
-        // Algorithm, workspace, status and share of the device, and four words that mean nothing.
+        // The result holds the algorithm, workspace, status, share of the device, and four unused words.
         let (mut answer, mut found) = ([0u64; 16], 0);
-        // SAFETY: one answer of at most twelve words is written; everything else is live.
+        // SAFETY: the library writes one result of at most twelve words to `answer`, which has 16, and one
+        // number; all descriptors are live.
         let code = unsafe {
             (f.heuristic)(
                 lt.handle,
@@ -577,8 +580,8 @@ impl Body for Plan {
         for [x, y, z] in &self.calls {
             let (a, b) = (a.wrapping_add_signed(*x as i64), b.wrapping_add_signed(*y as i64));
             let c = c.wrapping_add_signed(*z as i64);
-            // SAFETY: the descriptions are live; the kernel's checks: views lie in their buffers, and the
-            // result shares none. The scalars are read before the call returns.
+            // SAFETY: the descriptors are live. `SimtKernel::check` verified that the views lie in their
+            // buffers and that the result overlaps with none. The scalars are read before the call returns.
             let code = unsafe {
                 (f.matmul)(
                     lt.handle,

@@ -1,8 +1,9 @@
-//! Kernels of the vendors: products by cuBLASLt, hipBLASLt and rocBLAS, convolutions and attention by cuDNN.
+//! Kernels of vendor libraries: products by cuBLASLt, hipBLASLt and rocBLAS, convolutions and attention by
+//! cuDNN.
 //!
-//! The libraries are optional and loaded when the first call asks for one; a call that they do not take, or
-//! that a generated kernel does better, is declined with the reason. What a run needs is decided when the
-//! kernel is made: a run neither allocates nor waits.
+//! The libraries are optional and loaded by the first call that needs one. A call that they do not support,
+//! or that a generated kernel does better, is declined with the reason. All resources of a run are determined
+//! when the kernel is created: a run neither allocates nor waits.
 
 mod attention;
 mod dnn;
@@ -30,12 +31,12 @@ use std::any::Any;
 use std::fmt;
 use std::sync::{Arc, OnceLock};
 
-/// Scratch that one call may ask for.
+/// Maximum workspace of one call, in bytes.
 const WORKSPACE: usize = 32 << 20;
-/// Where workspaces begin: a multiple of it.
+/// Alignment of workspaces.
 const WORKSPACE_ALIGNMENT: usize = 256;
 
-/// Forwards a table of functions that one vendor alone has.
+/// Declares a table of functions that only one vendor has.
 macro_rules! functions_of_one {
     ($(#[$doc:meta])* $table:ident { $($field:ident: $name:literal, ($($argument:ty),*);)* }) => {
         crate::simt::sys::functions! {
@@ -46,14 +47,14 @@ macro_rules! functions_of_one {
 }
 use functions_of_one;
 
-/// Where the libraries are looked for.
+/// Where to search for the libraries.
 #[derive(Clone, Debug)]
 pub enum Sources {
-    /// In the loader's path, the toolkit's folders and Python's packages.
+    /// The loader's path, the toolkit's directories and Python packages.
     System,
-    /// One library has the functions of all.
+    /// One library with the functions of all of them.
     Named(String),
-    /// Nowhere.
+    /// Use no libraries.
     None,
 }
 
@@ -64,10 +65,10 @@ type Absent = String;
 #[derive(Debug)]
 pub struct Libraries {
     context: Arc<Context>,
-    /// The device's number, which its kernels carry.
+    /// The device's id, stored in its kernels.
     owner: u64,
     sources: Sources,
-    /// Whether cuDNN may be used, and matrix units.
+    /// Whether cuDNN may be used; `matrix`: whether matrix units may be.
     dnn: bool,
     matrix: bool,
     products: OnceLock<Result<Arc<Lt>, Absent>>,
@@ -101,7 +102,7 @@ impl Libraries {
         }
     }
 
-    /// A library, loaded once.
+    /// Returns a library, loading it once.
     fn get<T>(
         &self,
         slot: &OnceLock<Result<Arc<T>, Absent>>,
@@ -121,7 +122,7 @@ impl Libraries {
             {
                 names = by_major(names, major);
             }
-            // One that does not go with the driver or the device leaves the next one a chance.
+            // If a library does not work with the driver or the device, the next one is tried.
             let (mut absent, mut passed) = (vec![], vec![]);
             for name in &names {
                 let opened = self.context.enter();
@@ -133,7 +134,7 @@ impl Libraries {
                         }
                         return Ok(Arc::new(opened));
                     }
-                    // The backend is there: a library of it is not.
+                    // Here the error means that the library is missing; the backend exists.
                     Err(Error::Unavailable { tried, .. }) => absent.extend(tried),
                     Err(e) => passed.push(format!("{name}: {e}")),
                 }
@@ -159,7 +160,7 @@ impl Libraries {
         self.get(&self.plain, self.family().plain_products.as_ref(), RocBlas::open)
     }
 
-    /// cuDNN and its version. Loads it.
+    /// cuDNN's version. Loads the library.
     pub fn dnn(&self) -> Result<String, Absent> {
         self.convolutions().map(|d| d.describe())
     }
@@ -168,17 +169,17 @@ impl Libraries {
         if !self.dnn {
             return Err("it is switched off".into());
         }
-        // cuDNN looks for cuBLASLt by its name alone; one that is loaded from another place already is found.
+        // cuDNN searches for cuBLASLt by name only; if it was loaded from another directory, it is found.
         let _ = self.products();
         self.get(&self.convolutions, self.family().convolutions.as_ref(), Dnn::open)
     }
 
-    /// Whether kernels may have chains on top. Loads the library of products.
+    /// Whether kernels support epilogues. Loads the library of products.
     pub fn has_endings(&self) -> bool {
         self.products().is_ok()
     }
 
-    /// What was found of each, or why it is not used. Loads them.
+    /// Each library with its version, or why it is not used. Loads the libraries.
     pub fn describe(&self) -> Vec<(String, String)> {
         let f = self.family();
         let mut all =
@@ -219,8 +220,8 @@ impl Libraries {
                 o.dtype
             )));
         }
-        // On CUDA f32 at the highest precision is multiplied without matrix units; on ROCm rocBLAS uses them
-        // for every type.
+        // CUDA multiplies f32 at the highest precision without matrix units; rocBLAS uses them for every type
+        // on ROCm.
         let plain = self.family().side == Side::Cuda
             && call.precision == MatmulPrecision::Highest
             && call.inputs.iter().chain(call.outputs).all(|o| o.dtype == DType::F32);
@@ -246,9 +247,9 @@ impl Libraries {
                 dnn.kernel(self.owner, call, conv)
             }
             _ => {
-                // The passes were told that dense operands are taken, so others are copied and the call is
-                // asked for again. One reason after the other may come up; when all operands are dense and it
-                // is still declined, nothing else multiplies the bytes.
+                // The passes were told that dense operands are supported. They copy the operands listed in
+                // `dense` and ask again. Other reasons may follow; if all operands are dense and the call is
+                // still declined, no other kernel multiplies these bytes.
                 let spread = |d: Declined| match bytes && d.dense.is_empty() {
                     true => {
                         let dense = (0..2).filter(|&i| !call.inputs[i].view.is_dense()).collect();
@@ -281,38 +282,38 @@ impl Libraries {
     }
 }
 
-/// What a kernel needs of a buffer.
+/// What a kernel requires of a buffer.
 #[derive(Clone, Copy, Debug)]
 struct Need {
     bytes: usize,
     write: bool,
 }
 
-/// Enqueues the work of one call: the stream, and the addresses of its buffers.
+/// Enqueues the work of one call in `stream`, on buffers at the addresses `at`.
 trait Body: Send + Sync + fmt::Debug {
     fn enqueue(&self, stream: Handle, at: &[Address]) -> Result<()>;
 
-    /// Does what may not be done while the stream is captured. Nothing else uses the stream.
+    /// Does what is not permitted while the stream is being captured. Nothing else may use the stream.
     fn prepare(&self, _stream: Handle) -> Result<()> {
         Ok(())
     }
 }
 
-/// A kernel of the vendor's, made for one call.
+/// A vendor library's kernel, created for one call.
 #[derive(Debug)]
 pub struct SimtKernel {
     name: String,
-    /// Number of the device that it belongs to.
+    /// Id of the device that it belongs to.
     pub owner: u64,
-    /// Inputs, the output, the workspace.
+    /// Inputs, output, workspace.
     needs: SmallVec<[Need; 6]>,
     workspace: usize,
-    /// What buffers begin at a multiple of.
+    /// Alignment of its buffers.
     alignment: usize,
     body: Box<dyn Body>,
 }
 
-/// Bytes that a buffer must have for every element of the operand to be inside of it.
+/// The size in bytes of a buffer that contains every element of the operand.
 fn extent(o: &Operand) -> Result<usize, Declined> {
     match o.view.range() {
         None => Ok(0),
@@ -347,8 +348,8 @@ impl SimtKernel {
         self.needs.get(i).is_some_and(|n| n.write)
     }
 
-    /// Checks the buffers of a run. What the kernel reads and writes lies inside of them then, and what it
-    /// writes is nobody else's.
+    /// Validates the buffers of a run: everything that the kernel reads and writes lies inside of them, and
+    /// what it writes does not overlap with other buffers.
     pub fn check(&self, buffers: &[&SimtBuffer]) -> Result<()> {
         let bad = |what: String| Err(Error::argument(self.name.as_str(), what));
         if buffers.len() != self.needs.len() {
@@ -373,12 +374,12 @@ impl SimtKernel {
         Ok(())
     }
 
-    /// Readies it for a capture of a stream that serves captures alone, before it begins.
+    /// Prepares for a capture on a stream that is used for captures only. Called before the capture begins.
     pub fn prepare(&self, stream: Handle) -> Result<()> {
         self.body.prepare(stream)
     }
 
-    /// Enqueues the work. The buffers were checked.
+    /// Enqueues the work. The buffers must have passed `SimtKernel::check`.
     pub fn enqueue(&self, stream: Handle, buffers: &[&SimtBuffer]) -> Result<()> {
         let at: SmallVec<[Address; 6]> = buffers.iter().map(|b| b.address()).collect();
         self.body.enqueue(stream, &at)
@@ -399,7 +400,7 @@ impl LibraryKernel for SimtKernel {
     }
 }
 
-/// [`Error::Driver`] for a call of a library that did not succeed.
+/// [`Error::Driver`] for a failed call of a library.
 fn failed(context: &Context, library: &str, call: &str, code: Code, text: &str) -> Error {
     Error::Driver {
         device: context.id.clone(),

@@ -1,7 +1,6 @@
-//! A matrix product as BLAS libraries take it: column-major matrices with a leading dimension, and batches by
-//! a stride.
+//! A matrix product in BLAS terms: column-major matrices with a leading dimension, and batches with a stride.
 //!
-//! Row-major C = A B is column-major Cᵀ = Bᵀ Aᵀ, so the call's right operand is the library's first one.
+//! Row-major C = A B is column-major Cᵀ = Bᵀ Aᵀ, so the call's right operand is the library's first factor.
 
 use crate::{Declined, LibraryCall};
 use halcyon_ir::DType;
@@ -10,25 +9,25 @@ use halcyon_ir::op::Op;
 use halcyon_ir::passes::bytes;
 use halcyon_ir::target::Work;
 
-/// Multiply-adds below which a product is a generated kernel: a launch costs as much, and choosing an
-/// algorithm more.
+/// Multiply-adds below which a generated kernel is used: a launch costs as much as the product, and choosing
+/// an algorithm more.
 const TINY: usize = 1 << 15;
-/// Calls that one product may be made of, where its batch has no single stride.
+/// Maximum number of library calls for one product whose batch has no single stride.
 const MANY: usize = 16;
 
-/// One operand, in elements.
+/// One operand, in units of elements.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Matrix {
     pub offset: isize,
-    /// Its rows (in the row-major sense) follow each other; otherwise its columns do.
+    /// Whether the elements of a row are contiguous (row-major); otherwise those of a column are.
     pub by_rows: bool,
-    /// Elements from row to row, or from column to column.
+    /// Distance in elements from row to row, or from column to column if column-major.
     pub ld: usize,
-    /// Elements to the next one of the batch.
+    /// Distance in elements between batch items.
     pub step: isize,
 }
 
-/// `c[i] = a[i] b[i]` with `a` m by k and `b` k by n, all row-major in the names of the call.
+/// `c[i] = a[i] b[i]` with `a` m by k and `b` k by n, all row-major in the call's terms.
 #[derive(Clone, Debug)]
 pub struct Product {
     pub m: usize,
@@ -37,27 +36,27 @@ pub struct Product {
     pub a: Matrix,
     pub b: Matrix,
     pub batch: usize,
-    /// Elements of the result to the next one of the batch.
+    /// Distance in elements between batch items of the result.
     pub step: isize,
-    /// Offsets of a, b and c, in elements, of each call.
+    /// Offsets of a, b and c in elements, for each library call.
     pub calls: Vec<[isize; 3]>,
-    /// Of the factors, and of the product.
+    /// Types of the factors; `result`: type of the product.
     pub factors: [DType; 2],
     pub result: DType,
-    /// What the product is multiplied by: one f32 of an operand.
+    /// A factor of the product: one f32 of an operand.
     pub scale: Option<Scale>,
 }
 
-/// One number on the device.
+/// One number in device memory.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Scale {
-    /// Place among the call's inputs.
+    /// Index among the call's inputs.
     pub input: usize,
-    /// Bytes to it.
+    /// Offset in bytes.
     pub offset: isize,
 }
 
-/// The types of bytes that a call of [`bytes::BYTE_MATMUL`] multiplies.
+/// The small float types that a call of [`bytes::BYTE_MATMUL`] multiplies.
 pub fn of_bytes(call: &LibraryCall<'_>) -> Option<[DType; 2]> {
     match call.work {
         Work::Op(Op::Composite(c)) => bytes::formats(c),
@@ -65,10 +64,10 @@ pub fn of_bytes(call: &LibraryCall<'_>) -> Option<[DType; 2]> {
     }
 }
 
-/// Results of products of 8-bit floats.
+/// Result types of products of 8-bit floats.
 const OF_EIGHT_BITS: &[DType] = &[DType::F32, DType::F16, DType::BF16];
 
-/// Type pairs that there are kernels for, where both factors have one.
+/// Supported pairs of factor and result type, if both factors have the same type.
 const TYPES: &[(DType, DType)] = &[
     (DType::F32, DType::F32),
     (DType::F64, DType::F64),
@@ -78,8 +77,8 @@ const TYPES: &[(DType, DType)] = &[
     (DType::I8, DType::I32),
 ];
 
-/// How a matrix of these sizes and strides lies, if a leading dimension says it: whether by rows, and the
-/// dimension.
+/// The layout of a matrix with these sizes and strides, if BLAS can express it: whether it is row-major, and
+/// the leading dimension.
 fn lies(rows: usize, cols: usize, rs: isize, cs: isize) -> Option<(bool, usize)> {
     let at_least = |stride: isize, n: usize| stride >= n as isize;
     if (cs == 1 || cols == 1) && (rows == 1 || at_least(rs, cols)) {
@@ -107,7 +106,7 @@ impl Product {
             b_view.shape.swap(rank - 2, rank - 1);
             b_view.strides.swap(rank - 2, rank - 1);
         }
-        // With a chain on top, the call's output is the chain's.
+        // With an epilogue, the call's output is the epilogue's.
         let result = match &call.epilogue {
             None => Some(call.outputs[0].dtype),
             Some(e) => e.fused.loads.iter().find(|l| l.input == e.product).map(|l| l.dtype),
@@ -146,14 +145,15 @@ impl Product {
         }
         let (mut ba, mut bb) = (head(&a.view), head(&b_view));
         collapse(&mut [&mut ba, &mut bb, &mut c], rank - 2);
-        // Sizes, and strides of a, b and c; the longest axis is the library's.
+        // Sizes, and strides of a, b and c. The longest axis becomes the library's batch.
         let mut axes: Vec<(usize, [isize; 3])> =
             (0..c.rank()).map(|i| (ba.shape[i], [ba.strides[i], bb.strides[i], c.strides[i]])).collect();
         axes.sort_by_key(|(n, _)| *n);
         let (mut batch, [sa, sb, sc]) = axes.pop().unwrap_or((1, [0; 3]));
         let (ra, ca) = strides(&a.view);
         let (rb, cb) = strides(&b_view);
-        // One right factor for a whole batch whose rows follow each other: one product with more rows.
+        // If a whole batch with contiguous rows shares one right factor, it is a single product with more
+        // rows.
         if batch > 1 && sb == 0 && sc == (m * n) as isize && sa == m as isize * ra && (ca == 1 || k == 1) {
             m *= batch;
             batch = 1;
@@ -197,14 +197,13 @@ impl Product {
         Ok(Product { m, n, k, a: a_matrix, b: b_matrix, batch, step: sc, calls, factors, result, scale })
     }
 
-    /// Bytes of an element of a, b and c.
+    /// Bytes per element of a, b and c.
     pub fn sizes(&self) -> [isize; 3] {
         let [a, b] = self.factors;
         [a, b, self.result].map(|d| d.size() as isize)
     }
 
-    /// What every call's a, b and c begin at a multiple of, in bytes, in buffers that begin at a multiple of
-    /// `most`.
+    /// Alignment in bytes of every call's a, b and c, if their buffers are aligned to `most`.
     pub fn alignment(&self, most: usize) -> [u32; 3] {
         let sizes = self.sizes();
         std::array::from_fn(|x| {
@@ -243,16 +242,16 @@ mod tests {
         let p = of(View::dense(&[64, 48]), View::dense(&[80, 48]).permute(&[1, 0]), F32).unwrap();
         assert_eq!((p.m, p.n, p.k, p.batch, p.calls.len()), (64, 80, 48, 1, 1));
         assert_eq!((p.a.by_rows, p.a.ld, p.b.by_rows, p.b.ld), (true, 48, false, 48));
-        // A window of a larger matrix: the alignment is the offset's.
+        // A window of a larger matrix: the offset determines the alignment.
         let window = View::dense(&[100, 100]).slice(&[3, 6], &[1, 1], &[64, 48]);
         let p = of(window, View::dense(&[48, 80]), F32).unwrap();
         assert_eq!((p.a.ld, p.a.offset, p.alignment(256)), (100, 306, [8, 256, 256]));
-        // One weight for a batch is one product; a broadcast left factor is not.
+        // A batch with one weight is one product; a broadcast left factor is not.
         let p = of(View::dense(&[4, 32, 48]), View::dense(&[48, 80]).expand(&[4, 48, 80]), F32).unwrap();
         assert_eq!((p.m, p.batch), (128, 1));
         let p = of(View::dense(&[32, 48]).expand(&[4, 32, 48]), View::dense(&[4, 48, 80]), F32).unwrap();
         assert_eq!((p.m, p.batch, p.a.step, p.b.step, p.step), (32, 4, 0, 3840, 2560));
-        // Heads between the rows: one call for each of the batch.
+        // Heads between the rows: one call per batch item.
         let heads = View::dense(&[2, 32, 8, 16]).permute(&[0, 2, 1, 3]);
         let p = of(heads.clone(), heads.permute(&[0, 1, 3, 2]), F32).unwrap();
         assert_eq!((p.batch, p.a.step, p.a.ld, p.calls.len()), (8, 16, 128, 2));

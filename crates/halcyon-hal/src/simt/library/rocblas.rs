@@ -1,5 +1,5 @@
-//! rocBLAS: plain products, where hipBLASLt is missing or has none. (`rocblas-types.h` and
-//! `rocblas-functions.h`; the numbers have held since ROCm 4.)
+//! rocBLAS: plain products, if hipBLASLt is missing or does not support a product. (`rocblas-types.h` and
+//! `rocblas-functions.h`; the numbers have been stable since ROCm 4.)
 
 use super::product::Product;
 use super::tensile::Kernels;
@@ -15,7 +15,7 @@ use std::ptr;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 functions_of_one! {
-    /// The library.
+    /// Functions of the library.
     Functions {
         version: "rocblas_get_version_string", (*mut c_char, usize);
         create: "rocblas_create_handle", (*mut Handle);
@@ -31,11 +31,11 @@ functions_of_one! {
     }
 }
 
-/// What a query of memory gives instead of success.
+/// Results of a memory query besides success.
 const INCREASED: Code = 9;
 const UNCHANGED: Code = 10;
 const OPERATIONS: [c_int; 2] = [111, 112];
-/// The handle always has memory of ours, so that it never takes any itself.
+/// Bytes of the handle's own workspace. A handle always has one of ours, so that the library never allocates.
 const LEAST: usize = 256;
 
 fn type_number(d: DType) -> Option<c_int> {
@@ -65,35 +65,34 @@ fn status(code: Code) -> &'static str {
     }
 }
 
-/// The library with its functions.
+/// The loaded library.
 pub struct Api {
     f: Functions,
     library: String,
 }
 
-/// Where its kernels lie.
+/// The location of its kernels.
 const KERNELS: Kernels = Kernels { title: "rocBLAS", folder: "rocblas", variable: "ROCBLAS_TENSILE_LIBPATH" };
 
-/// Handles of the library on one device, whose memory is set before each call.
+/// Handles of the library on one device. Their workspace is set before each call.
 pub struct RocBlas {
     api: &'static Api,
     handles: Mutex<Handles>,
     version: String,
     context: Arc<Context>,
-    /// Goes after the handle.
+    /// Dropped after the handles that use it.
     own: Memory,
 }
 
-/// The handles, which know neither threads nor locks.
+/// The handles, which are not thread-safe.
 struct Handles {
     /// Its stream is set before each call.
     usual: Handle,
-    /// Another one, and the stream that serves captures alone. Choosing a stream asks the stream for its
-    /// state, which no capture permits in ROCm before 6.2 (rocBLAS #1432, #1438), so it is done before one
-    /// begins.
+    /// The handle for captures with the only stream it serves. Setting a stream queries the stream's state,
+    /// which ROCm before 6.2 forbids during captures (rocBLAS #1432, #1438), so it is done before one begins.
     capturing: Option<(Handle, Handle)>,
 }
-// SAFETY: names inside of the library; their lock lets one thread use them at a time.
+// SAFETY: the fields are opaque handles of the library; a mutex lets one thread use them at a time.
 unsafe impl Send for Handles {}
 
 impl std::fmt::Debug for RocBlas {
@@ -117,7 +116,7 @@ impl RocBlas {
             next: "Free memory on the device".into(),
         })?;
         let mut text = [0u8; 64];
-        // SAFETY: at most as many bytes are written as the text has.
+        // SAFETY: at most `text.len()` bytes are written to `text`.
         unsafe { (api.f.version)(text.as_mut_ptr().cast(), text.len()) };
         let end = text.iter().position(|c| *c == 0).unwrap_or(text.len());
         let version = String::from_utf8_lossy(&text[..end]).into_owned();
@@ -129,18 +128,19 @@ impl RocBlas {
     }
 
     fn lock(&self) -> MutexGuard<'_, Handles> {
-        // A panic between leaves handles that are whole.
+        // A panic leaves the handles valid, so a poisoned lock is safe to use.
         self.handles.lock().unwrap_or_else(|e| e.into_inner())
     }
 
-    /// A handle. The thread has entered the context.
+    /// Creates a handle. The thread must have entered the context.
     fn create(&self) -> Result<Handle> {
         let f = &self.api.f;
         let mut raw = ptr::null_mut();
-        // SAFETY: one handle is written; the thread has a current device.
+        // SAFETY: the library writes one handle to `raw`; the thread has a current device.
         self.check("creating a handle", unsafe { (f.create)(&mut raw) })?;
-        // Sums come in one order, run after run.
-        // SAFETY: the handle is live; so is the memory, as long as the handle.
+        // Without atomics, sums are computed in the same order in every run.
+        // SAFETY: the library created the handle above; `self.own` has `LEAST` bytes and lives longer than
+        // the handle.
         let steps = unsafe { [(f.set_atomics)(raw, 0), (f.set_workspace)(raw, self.own.at, LEAST)] };
         let set = steps.into_iter().try_for_each(|code| self.check("preparing a handle", code));
         if let Err(e) = set {
@@ -150,9 +150,9 @@ impl RocBlas {
         Ok(raw)
     }
 
-    /// Gives a handle back. The thread has entered the context.
+    /// Destroys a handle. The thread must have entered the context.
     fn destroy(&self, raw: Handle) {
-        // SAFETY: created once, and nobody uses it any more.
+        // SAFETY: `create` made the handle, callers pass it once, and no one uses it afterwards.
         let code = unsafe { (self.api.f.destroy)(raw) };
         if code != SUCCESS {
             tracing::warn!(device = self.context.id, code, "a library's handle could not be destroyed");
@@ -214,29 +214,29 @@ impl Drop for RocBlas {
     }
 }
 
-/// A product as one call's arguments.
+/// A product as arguments of the library.
 #[derive(Debug)]
 struct Plan {
     blas: Arc<RocBlas>,
     product: Product,
-    /// Of the factors, the result, and what is computed in.
+    /// Types of the factors, the result and the computation.
     types: [c_int; 3],
     one: u64,
     workspace: usize,
-    /// Bytes to a, b and c of each call.
+    /// Offsets in bytes of a, b and c, for each call.
     calls: Vec<[isize; 3]>,
 }
 
 impl Plan {
     /// # Safety
-    /// The handle is live; the addresses are those of matrices that the product describes, or the handle is
-    /// asked for its memory alone.
+    /// `handle` must be live. The addresses must be those of matrices that the product describes, or the
+    /// handle must be in a memory query, which does not access them.
     unsafe fn call(&self, handle: Handle, a: Address, b: Address, c: Address) -> Code {
         let (p, zero) = (&self.product, 0u64);
         let [factors, result, compute] = self.types;
         let operation = |by_rows: bool| OPERATIONS[usize::from(!by_rows)];
-        // SAFETY: the caller's; dimensions fit, which was checked when the product was made; the scalars are
-        // read before it returns.
+        // SAFETY: `call` requires a live handle and valid addresses; the dimensions were checked to fit when
+        // the product was made; the scalars are read before the call returns.
         unsafe {
             (self.blas.api.f.gemm)(
                 handle,
@@ -272,14 +272,14 @@ impl Plan {
         }
     }
 
-    /// Bytes that the library wants for it.
+    /// Bytes of workspace that the library needs.
     fn room(&self) -> Result<usize> {
         let (blas, f) = (&self.blas, &self.blas.api.f);
         blas.context.enter()?;
         let handles = blas.lock();
         let handle = handles.usual;
         let mut bytes = 0;
-        // SAFETY: the handle is live, and nothing is read while it is asked for its memory.
+        // SAFETY: the handle is live, and during a memory query the library accesses no matrix.
         let (start, asked, stop) = unsafe {
             let start = (f.start_query)(handle);
             let own = blas.own.at;
@@ -306,18 +306,21 @@ impl Body for Plan {
         let handle = match handles.capturing {
             Some((handle, own)) if own == stream => handle,
             _ => {
-                // SAFETY: both are live.
+                // SAFETY: the library owns the handle; `stream` is the live stream of the queue that enqueues
+                // this.
                 let code = unsafe { (f.set_stream)(handles.usual, stream) };
                 blas.check("choosing a stream", code)?;
                 handles.usual
             }
         };
-        // SAFETY: the handle is live; memory of ours is exchanged for memory of ours, which frees none.
+        // SAFETY: the handle is live, and `room` has `bytes` bytes. Both the old and the new workspace are
+        // ours, so the library frees nothing.
         let code = unsafe { (f.set_workspace)(handle, room, bytes) };
         blas.check("preparing a product", code)?;
         for [x, y, z] in &self.calls {
             let place = |base: Address, by: &isize| base.wrapping_add_signed(*by as i64);
-            // SAFETY: the kernel's checks: views lie in their buffers, and the result shares none.
+            // SAFETY: `SimtKernel::check` verified that the views lie in their buffers and that the result
+            // overlaps with none; the handle is locked and live.
             let code = unsafe { self.call(handle, place(at[0], x), place(at[1], y), place(at[2], z)) };
             blas.check("a product", code)?;
         }
@@ -332,9 +335,9 @@ impl Body for Plan {
             Some((handle, _)) => handle,
             None => blas.create()?,
         };
-        // Without a stream until it has one.
+        // Until the stream is set successfully, the entry has none.
         handles.capturing = Some((handle, ptr::null_mut()));
-        // SAFETY: both are live.
+        // SAFETY: `create` made the handle; `stream` is the live stream of the recording queue.
         blas.check("choosing a stream", unsafe { (blas.api.f.set_stream)(handle, stream) })?;
         handles.capturing = Some((handle, stream));
         Ok(())

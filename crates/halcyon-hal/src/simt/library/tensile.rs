@@ -1,10 +1,10 @@
-//! Whether AMD's libraries can be used for a device.
+//! Checks whether AMD's libraries can be used for a device.
 //!
-//! Their kernels lie in files beside them, by architecture
-//! (`lib/rocblas/library/TensileLibrary_lazy_gfx90a.dat`). Without those of the device rocBLAS ends the
-//! process at its first product, and hipBLASLt goes on with nothing; so it is looked for them first. A
-//! library that brings another HIP runtime than the driver's would take its streams for its own, so it is not
-//! used either.
+//! Their kernels are in files beside them, by architecture
+//! (`lib/rocblas/library/TensileLibrary_lazy_gfx90a.dat`). Without files for the device rocBLAS terminates
+//! the process at its first product, and hipBLASLt continues without kernels. The files are therefore checked
+//! first. A library that loads another HIP runtime than the driver's would misinterpret its streams, so it is
+//! rejected too.
 
 use crate::simt::adapter::Adapter;
 use crate::simt::sys::{Context, Side};
@@ -12,22 +12,22 @@ use crate::{Error, Result};
 use std::collections::BTreeSet;
 use std::path::{Path, PathBuf};
 
-/// Folders below the library's own that are searched.
+/// Maximum depth of the search below the library's directory.
 const DEEPEST: usize = 3;
 
-/// Where a library's kernels lie.
+/// The location of a library's kernels.
 pub struct Kernels {
-    /// In messages.
+    /// The library's name in messages.
     pub title: &'static str,
-    /// Of the folder beside the library: `rocblas`.
+    /// The directory beside the library: `rocblas`.
     pub folder: &'static str,
-    /// The library's own variable for it.
+    /// The library's own environment variable for the directory.
     pub variable: &'static str,
 }
 
 impl Kernels {
-    /// Fails where a library of AMD's, one function of which is at this address, has no kernels for the
-    /// device.
+    /// Fails if an AMD library has no kernels for the device. `function` is the address of one of its
+    /// functions.
     pub fn check(&self, context: &Context, function: usize) -> Result<()> {
         if context.api.family.side == Side::Cuda {
             return Ok(());
@@ -55,7 +55,7 @@ impl Kernels {
                 let Some(own) = at(&maps, function).and_then(Path::parent) else {
                     return no("the place of its file is not known".into());
                 };
-                // Also where its own builds have them.
+                // Also where the library's own builds have them.
                 [self.folder, "library", "../Tensile/library"].map(|f| own.join(f)).into()
             }
         };
@@ -70,7 +70,8 @@ impl Kernels {
     }
 }
 
-/// The files of a process's mappings, whose lines are `7f10-7f20 r-xp 00000000 08:01 42   /lib/x.so`.
+/// The address ranges and files of a process's mappings, with lines `7f10-7f20 r-xp 00000000 08:01 42
+/// /lib/x.so`.
 fn mapped(maps: &str) -> impl Iterator<Item = ((usize, usize), &Path)> {
     maps.lines().filter_map(|line| {
         let (range, rest) = line.split_once(' ')?;
@@ -80,19 +81,19 @@ fn mapped(maps: &str) -> impl Iterator<Item = ((usize, usize), &Path)> {
     })
 }
 
-/// The file that an address belongs to.
+/// The file mapped at an address.
 fn at(maps: &str, address: usize) -> Option<&Path> {
     mapped(maps).find(|((from, to), _)| (*from..*to).contains(&address)).map(|(_, file)| file)
 }
 
-/// Files whose names begin so.
+/// Mapped files whose names start with `name`.
 fn named<'a>(maps: &'a str, name: &str) -> BTreeSet<&'a Path> {
     let own = |p: &&Path| p.file_name().is_some_and(|f| f.to_string_lossy().starts_with(name));
     mapped(maps).map(|(_, file)| file).filter(own).collect()
 }
 
-/// Whether a folder, or one below it, has kernels for an architecture: an index of them, and something that
-/// names it.
+/// Whether a directory or one below it has kernels for an architecture: an index file, and a file named after
+/// the architecture.
 fn has(folder: &Path, architecture: &str) -> bool {
     fn search(folder: &Path, depth: usize, architecture: &str, found: &mut [bool; 2]) {
         for path in crate::probe::entries(folder) {
