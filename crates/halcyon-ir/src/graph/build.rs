@@ -1,5 +1,5 @@
-//! One method for each op: it checks the operands' types, adds the node, and gives its number. A view that
-//! would change nothing is its operand.
+//! One method per op. It checks the operands' types, adds the node and returns its id. A view that changes
+//! nothing returns its operand.
 
 use super::{Graph, NodeId};
 use crate::custom::{Custom, CustomOp};
@@ -35,7 +35,7 @@ impl Graph {
         self.scalar(ScalarOp::Select, &[cond, a, b])
     }
 
-    /// To `dtype`; nothing where it is that already.
+    /// Casts to `dtype`. Returns `x` if it already has this dtype.
     pub fn cast(&mut self, x: NodeId, dtype: DType) -> Result<NodeId> {
         if self.dtype(x) == dtype {
             return Ok(x);
@@ -49,7 +49,7 @@ impl Graph {
         self.push(Op::Bitcast, &[x], Some(want))
     }
 
-    // Views. Each returns its operand where it would change nothing.
+    // Views. Each returns its operand if it changes nothing.
 
     pub fn reshape(&mut self, x: NodeId, shape: impl Into<Shape>) -> Result<NodeId> {
         let want = TensorType { dtype: self.dtype(x), shape: shape.into() };
@@ -86,7 +86,7 @@ impl Graph {
         self.push(Op::Expand, &[x], Some(want))
     }
 
-    /// `len[k]` elements from `start[k]` by `step[k]` on every axis.
+    /// Along each axis `k`: `len[k]` elements from `start[k]` in steps of `step[k]`.
     pub fn slice(&mut self, x: NodeId, start: &[Dim], step: &[i64], len: &[Dim]) -> Result<NodeId> {
         let same = start.iter().all(|s| s.is(0)) && step.iter().all(|s| *s == 1) && len == &self.shape(x)[..];
         if same {
@@ -100,7 +100,7 @@ impl Graph {
         self.push(Op::Slice(axes), &[x], Some(want))
     }
 
-    /// `len` elements from `start` along one axis.
+    /// The view of `len` elements from `start` along one axis.
     pub fn narrow(
         &mut self,
         x: NodeId,
@@ -183,7 +183,8 @@ impl Graph {
         self.reduce(ReduceKind::Sum, x, axes, keep)
     }
 
-    /// Matrix product with NumPy's rules: batch dimensions broadcast, rank-1 operands are a row or a column.
+    /// Matrix product by NumPy's rules: batch dimensions broadcast; a rank-1 operand is a row (left) or a
+    /// column (right).
     pub fn matmul(&mut self, a: NodeId, b: NodeId) -> Result<NodeId> {
         let (ra, rb) = (self.shape(a).rank(), self.shape(b).rank());
         if ra == 0 || rb == 0 {
@@ -262,7 +263,7 @@ impl Graph {
         self.push(Op::UpdateSlice { axis }, &[base, update, position], None)
     }
 
-    /// Labels as places among `classes`, checked ([`Op::ClassIndex`]).
+    /// Converts labels to checked class indices ([`Op::ClassIndex`]).
     pub fn class_index(
         &mut self,
         labels: NodeId,
