@@ -1,8 +1,8 @@
 //! Gradients of a convolution, as convolutions.
 //!
 //! On one spatial axis with input size `i`, kernel `k`, output `o`, stride `s`, dilation `d`, input dilation
-//! `e` and low padding `l`, the convolution is `y[q] = Σ_j x̂[q·s + j·d - l]·w[j]`, where `x̂` is `x` with `e
-//! - 1` zeros between elements. Hence
+//! `e` and low padding `l`, the convolution is `y[q] = Σ_j x̂[q·s + j·d - l]·w[j]`, where `x̂` is `x` with
+//! `e - 1` zeros between elements. Hence
 //! - `dx[p] = Σ_j ŷ[p·e + l - j·d]·w[j]`, where `ŷ` is the gradient dilated by `s`: a convolution of it with
 //!   the flipped weight, with stride `e`, dilation `d`, input dilation `s` and low padding `(k-1)·d - l`;
 //! - `dw[j] = Σ_q x̂[j·d + q·s - l]·dy[q]`: a convolution of `x` with the gradient as its weight, with stride
