@@ -33,6 +33,7 @@ pub struct Composite {
 }
 
 impl Composite {
+    /// Checks that the operand types `x` equal the body's input types. Returns the result type.
     pub fn infer(&self, x: &[&TensorType]) -> Result<TensorType> {
         let i = self.body.inputs();
         if i.len() != x.len() {
@@ -58,10 +59,12 @@ impl Composite {
             .ok_or_else(|| Error::internal(format!("composite {} has no result", self.name)))
     }
 
+    /// Replaces the symbols in the body by their sizes.
     pub fn bind(&self, b: &Bindings) -> Result<Composite> {
         Ok(Composite { name: self.name.clone(), attrs: self.attrs.clone(), body: self.body.bind(b)? })
     }
 
+    /// The integer attribute `name`, if there is one.
     pub fn int(&self, name: &str) -> Option<i64> {
         match self.attrs.get(name) {
             Some(Attr::Int(i)) => Some(*i),
@@ -69,6 +72,7 @@ impl Composite {
         }
     }
 
+    /// The float attribute `name`, if there is one.
     pub fn float(&self, name: &str) -> Option<f64> {
         match self.attrs.get(name) {
             Some(Attr::Float(f)) => Some(f.as_f64()),
@@ -76,6 +80,7 @@ impl Composite {
         }
     }
 
+    /// The dtype attribute `name`, if there is one.
     pub fn dtype(&self, name: &str) -> Option<DType> {
         match self.attrs.get(name) {
             Some(Attr::DType(d)) => Some(*d),
@@ -83,6 +88,7 @@ impl Composite {
         }
     }
 
+    /// Whether the bool attribute `name` is set.
     pub fn flag(&self, name: &str) -> bool {
         matches!(self.attrs.get(name), Some(Attr::Bool(true)))
     }

@@ -64,6 +64,7 @@ impl ConstData {
         Ok(ConstData { dtype, dims: dims.into(), blob: 0, data })
     }
 
+    /// Copies `values` into a tensor of the element type's dtype.
     pub fn from_slice<T: Element>(dims: &[usize], values: &[T]) -> Result<ConstData> {
         ConstData::from_scalars(T::DTYPE, dims, values.iter().map(|v| v.to_scalar()))
     }
@@ -103,6 +104,7 @@ impl ConstData {
         ConstData::new(dtype, dims, Arc::new(b[..dtype.size()].repeat(n)))
     }
 
+    /// The bytes of the tensor.
     pub fn bytes(&self) -> &[u8] {
         self.data.bytes()
     }
@@ -133,6 +135,7 @@ impl ConstData {
         (i < self.held()).then(|| element(self.dtype, self.bytes(), i))
     }
 
+    /// The elements in row-major order.
     pub fn scalars(&self) -> impl Iterator<Item = Scalar> + '_ {
         let (dtype, bytes) = (self.dtype, self.bytes());
         (0..self.held()).map(move |i| element(dtype, bytes, i))

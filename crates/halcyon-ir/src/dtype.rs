@@ -185,10 +185,12 @@ impl DType {
         self.compute()
     }
 
+    /// The dtype with this name in [`ROWS`].
     pub fn from_name(name: &str) -> Option<DType> {
         ROWS.iter().find(|r| r.name == name).map(|r| r.dtype)
     }
 
+    /// The dtype of an ONNX `TensorProto.DataType` code.
     pub fn from_onnx(code: i32) -> Option<DType> {
         ROWS.iter().find(|r| r.onnx == code).map(|r| r.dtype)
     }

@@ -98,7 +98,7 @@ fn bad_index(range: &str, found: &Option<(usize, i64)>, input: &Option<String>) 
 #[derive(Clone, Debug, PartialEq, serde::Serialize, serde::Deserialize)]
 pub struct UnsupportedOp {
     pub op: String,
-    /// Operator-set domain; empty for our own ops.
+    /// Operator-set domain; empty for ONNX's default domain, `ai.onnx`.
     pub domain: String,
     pub opset: i64,
     pub nodes: Vec<String>,

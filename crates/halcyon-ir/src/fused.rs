@@ -69,6 +69,7 @@ pub struct Out {
     pub view: View,
 }
 
+/// A fused kernel. It evaluates `body` at every point of `space` and stores or reduces the values in `outs`.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct Fused {
     /// Iteration space: the outer axes, then `reduced` reduced axes. At most [`MAX_RANK`] axes.
@@ -85,10 +86,12 @@ pub struct Fused {
 pub const MAX_RANK: usize = 8;
 
 impl Fused {
+    /// Sizes of the outer (not reduced) axes.
     pub fn outer(&self) -> &[usize] {
         &self.space[..self.space.len() - self.reduced]
     }
 
+    /// Sizes of the reduced axes.
     pub fn inner(&self) -> &[usize] {
         &self.space[self.space.len() - self.reduced..]
     }

@@ -28,8 +28,10 @@ impl NodeId {
     }
 }
 
+/// Operands of a node, in order.
 pub type Operands = SmallVec<[NodeId; 3]>;
 
+/// One op, its operands, its type and its span.
 #[derive(Clone, Debug, Serialize, Deserialize)]
 pub struct Node {
     pub op: Op,
@@ -45,12 +47,14 @@ pub struct InputSpec {
     pub node: NodeId,
 }
 
+/// A named output.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub struct OutputSpec {
     pub name: Arc<str>,
     pub node: NodeId,
 }
 
+/// A list of typed nodes in topological order, with named inputs and outputs.
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct Graph {
     nodes: Vec<Node>,
@@ -75,6 +79,7 @@ impl Graph {
         Graph::default()
     }
 
+    /// The nodes in topological order, indexed by [`NodeId`].
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
@@ -107,10 +112,12 @@ impl Graph {
         &self.outputs
     }
 
+    /// Dtypes of the run-time scalar arguments.
     pub fn args(&self) -> &[DType] {
         &self.args
     }
 
+    /// `(input, output)` indices of the states; see [`Graph::state`].
     pub fn states(&self) -> &[(u32, u32)] {
         &self.states
     }
@@ -136,6 +143,7 @@ impl Graph {
 
     // Leaves.
 
+    /// Adds a run-time input. Its index is the number of inputs added before. The type is not checked here.
     pub fn input(&mut self, name: &str, ty: TensorType) -> NodeId {
         let n = self.inputs.len() as u32;
         let node =
@@ -152,6 +160,7 @@ impl Graph {
         self.push_unchecked(Node { op: Op::Arg(n), inputs: smallvec![], ty, span: self.span.clone() })
     }
 
+    /// Adds a constant with the dtype and shape of `data`.
     pub fn constant(&mut self, data: ConstData) -> NodeId {
         let ty = TensorType::new(data.dtype, &data.dims);
         self.push_unchecked(Node { op: Op::Const(data), inputs: smallvec![], ty, span: self.span.clone() })
@@ -169,15 +178,18 @@ impl Graph {
         self.full(self.dtype(like), Shape::scalar(), value)
     }
 
+    /// The index along `axis`, as a tensor of this dtype and shape.
     pub fn iota(&mut self, dtype: DType, shape: impl Into<Shape>, axis: usize) -> Result<NodeId> {
         self.push(Op::Iota { axis }, &[], Some(TensorType::new(dtype, shape)))
     }
 
+    /// Declares `node` as an output. Returns the output's index.
     pub fn output(&mut self, name: &str, node: NodeId) -> u32 {
         self.outputs.push(OutputSpec { name: name.into(), node });
         self.outputs.len() as u32 - 1
     }
 
+    /// Replaces all outputs.
     pub fn set_outputs(&mut self, outputs: Vec<OutputSpec>) {
         self.outputs = outputs;
     }
@@ -334,6 +346,10 @@ impl Graph {
         Ok(out)
     }
 
+    /// Reads a graph written by [`Graph::to_bytes`], and checks its structure and types.
+    ///
+    /// # Errors
+    /// [`Error::Format`] for bytes that are not such a graph, and errors of the type rules.
     pub fn from_bytes(b: &[u8]) -> Result<Graph> {
         let bad = |what: &str| Error::Format { file: "graph".into(), what: what.into() };
         if b.get(..8) != Some(MAGIC) {

@@ -41,6 +41,7 @@ pub fn dense_strides(shape: &[usize]) -> SmallVec<[isize; 6]> {
 }
 
 impl View {
+    /// The row-major view of a whole buffer.
     pub fn dense(shape: &[usize]) -> View {
         View { shape: shape.into(), strides: dense_strides(shape), offset: 0, mask: None }
     }

@@ -15,11 +15,13 @@ use serde::{Deserialize, Serialize};
 use smallvec::SmallVec;
 use std::sync::Arc;
 
+/// Axis indices.
 pub type Axes = SmallVec<[usize; 4]>;
 
 /// The op name in errors about labels.
 pub const CROSS_ENTROPY: &str = "cross_entropy";
 
+/// The combining operation of a reduction or scan.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, PartialOrd, Ord, Serialize, Deserialize)]
 pub enum ReduceKind {
     Sum,
@@ -74,6 +76,7 @@ pub struct Conv {
 }
 
 impl Conv {
+    /// A convolution over `spatial` axes with stride and dilation 1, no padding and one group.
     pub fn new(spatial: usize) -> Conv {
         Conv {
             stride: SmallVec::from_elem(1, spatial),
@@ -116,6 +119,7 @@ impl Conv {
     }
 }
 
+/// The kind of a pool.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum PoolKind {
     /// Padding never wins. A window wholly in the padding gives -inf (or the type's lowest value).
@@ -195,6 +199,7 @@ pub struct SliceAxis {
     pub step: i64,
 }
 
+/// What a node computes. [`Op::infer`] is its type rule.
 #[derive(Clone, PartialEq, Eq, Hash, Debug, Serialize, Deserialize)]
 pub enum Op {
     /// Run-time tensor. The number is its index among the graph's inputs.

@@ -32,6 +32,7 @@ pub enum Storage {
     Output(u32),
 }
 
+/// Size and storage of a buffer.
 #[derive(Clone, Debug)]
 pub struct BufferSpec {
     pub bytes: usize,
@@ -95,6 +96,7 @@ pub struct Bounds {
 }
 
 impl Bounds {
+    /// Whether `index` is in range or equal to `ignore`.
     pub fn allows(&self, index: i64) -> bool {
         (self.low..self.end).contains(&index) || self.ignore == Some(index)
     }
@@ -106,6 +108,7 @@ impl fmt::Display for Bounds {
     }
 }
 
+/// One entry of a plan: the work, its buffers, and what it computes.
 #[derive(Clone, Debug)]
 pub struct Step {
     pub work: StepWork,
@@ -127,6 +130,7 @@ pub struct Step {
     pub tunable: Option<Arc<Tunable>>,
 }
 
+/// An output of a plan: its buffer, dtype and shape.
 #[derive(Clone, Debug)]
 pub struct PlanOutput {
     pub buffer: BufId,
@@ -165,6 +169,7 @@ pub struct PackedConst {
     pub kernel: Arc<dyn LibraryKernel>,
 }
 
+/// The steps, buffers and memory slots of one graph at one set of sizes, for one target.
 #[derive(Clone, Debug, Default)]
 pub struct Plan {
     pub buffers: Vec<BufferSpec>,
@@ -190,10 +195,12 @@ pub struct Plan {
 }
 
 impl Plan {
+    /// Total FLOPs of all steps.
     pub fn flops(&self) -> u64 {
         self.steps.iter().fold(0, |n, s| n.saturating_add(s.flops))
     }
 
+    /// Total bytes moved by all steps.
     pub fn bytes(&self) -> u64 {
         self.steps.iter().fold(0, |n, s| n.saturating_add(s.bytes))
     }

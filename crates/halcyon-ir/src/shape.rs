@@ -73,6 +73,7 @@ impl Dim {
     /// has no value and cannot be bound.
     pub const LOST: Dim = Dim(i64::MIN);
 
+    /// The symbol `name`.
     pub fn sym(name: &str) -> Dim {
         Dim::intern(vec![(vec![Atom::Sym(name.into())], 1)])
     }
@@ -164,6 +165,7 @@ impl Dim {
         }
     }
 
+    /// This dimension plus `by`.
     pub fn offset(self, by: i64) -> Dim {
         match self.known().map(|n| (n as i64).checked_add(by)) {
             Some(None) => Dim::LOST,

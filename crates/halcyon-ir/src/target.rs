@@ -29,11 +29,13 @@ pub struct Caps {
     pub f8_products: Option<bool>,
     /// Subgroup size in work-items; `None` if the device has no subgroup operations.
     pub subgroup: Option<u32>,
+    /// Maximum number of work-items in a workgroup.
     pub max_workgroup: u32,
     /// Workgroup memory in bytes.
     pub workgroup_memory: u32,
     /// Maximum number of buffers that a kernel may bind.
     pub max_bindings: u32,
+    /// Maximum size of one bound buffer in bytes.
     pub max_binding_bytes: u64,
     pub max_groups: u32,
     /// Required alignment of buffer offsets, in bytes.
@@ -208,6 +210,7 @@ pub struct Declined {
 }
 
 impl Declined {
+    /// A refusal that dense inputs would not lift.
     pub fn because(reason: impl Into<String>) -> Declined {
         Declined { reason: reason.into(), dense: vec![] }
     }

@@ -44,6 +44,7 @@ impl Graph {
         self.push(Op::Cast, &[x], Some(want))
     }
 
+    /// Reinterprets the bits as `dtype`, which must have the same size.
     pub fn bitcast(&mut self, x: NodeId, dtype: DType) -> Result<NodeId> {
         let want = TensorType { dtype, shape: self.shape(x).clone() };
         self.push(Op::Bitcast, &[x], Some(want))
@@ -51,6 +52,7 @@ impl Graph {
 
     // Views. Each returns its operand if it changes nothing.
 
+    /// The same elements in row-major order with another shape.
     pub fn reshape(&mut self, x: NodeId, shape: impl Into<Shape>) -> Result<NodeId> {
         let want = TensorType { dtype: self.dtype(x), shape: shape.into() };
         if want.shape == *self.shape(x) {
@@ -59,6 +61,7 @@ impl Graph {
         self.push(Op::Reshape, &[x], Some(want))
     }
 
+    /// Reorders the axes: axis `k` of the result is axis `perm[k]` of `x`.
     pub fn permute(&mut self, x: NodeId, perm: &[usize]) -> Result<NodeId> {
         if perm.iter().copied().eq(0..self.shape(x).rank()) {
             return Ok(x);
@@ -78,6 +81,7 @@ impl Graph {
         self.permute(x, &p)
     }
 
+    /// Broadcasts to `shape` by NumPy's rules.
     pub fn expand(&mut self, x: NodeId, shape: &Shape) -> Result<NodeId> {
         if self.shape(x) == shape {
             return Ok(x);
@@ -129,6 +133,7 @@ impl Graph {
         self.slice(x, &start, &step, &s)
     }
 
+    /// Adds `lo[k]` elements before and `hi[k]` after along each axis `k`, filled with `value`.
     pub fn pad(&mut self, x: NodeId, lo: &[usize], hi: &[usize], value: impl Into<Scalar>) -> Result<NodeId> {
         if lo.iter().chain(hi).all(|n| *n == 0) && lo.len() == self.shape(x).rank() {
             return Ok(x);
@@ -149,6 +154,7 @@ impl Graph {
         self.reshape(x, s)
     }
 
+    /// Removes an axis, which must have size 1.
     pub fn squeeze(&mut self, x: NodeId, axis: usize) -> Result<NodeId> {
         let mut s = self.shape(x).clone();
         if axis >= s.rank() || !s[axis].is(1) {
@@ -160,6 +166,7 @@ impl Graph {
         self.reshape(x, s)
     }
 
+    /// Concatenates along `axis`. All other axes must have equal sizes.
     pub fn concat(&mut self, x: &[NodeId], axis: usize) -> Result<NodeId> {
         if let [one] = x {
             return Ok(*one);
@@ -169,6 +176,7 @@ impl Graph {
 
     // Structured.
 
+    /// Reduces over `axes`. `keep` keeps them as axes of size 1. Returns `x` if `axes` is empty.
     pub fn reduce(&mut self, kind: ReduceKind, x: NodeId, axes: &[usize], keep: bool) -> Result<NodeId> {
         let mut axes: Axes = axes.into();
         axes.sort();
@@ -214,22 +222,27 @@ impl Graph {
         Ok(y)
     }
 
+    /// Convolution of `x` `[n, c, i…]` with weight `w` `[o, c/groups, k…]` ([`Conv`]).
     pub fn conv(&mut self, x: NodeId, w: NodeId, attrs: Conv) -> Result<NodeId> {
         self.push(Op::Conv(attrs), &[x, w], None)
     }
 
+    /// Pooling of `x` `[n, c, i…]` over its spatial axes ([`Pool`]).
     pub fn pool(&mut self, x: NodeId, attrs: Pool) -> Result<NodeId> {
         self.push(Op::Pool(attrs), &[x], None)
     }
 
+    /// Selects rows along `axis` by index ([`Op::Gather`]).
     pub fn gather(&mut self, x: NodeId, index: NodeId, axis: usize) -> Result<NodeId> {
         self.push(Op::Gather { axis }, &[x, index], None)
     }
 
+    /// Selects single elements along `axis` ([`Op::GatherElements`]).
     pub fn gather_elements(&mut self, x: NodeId, index: NodeId, axis: usize) -> Result<NodeId> {
         self.push(Op::GatherElements { axis }, &[x, index], None)
     }
 
+    /// Combines single elements of `upd` into `base` along `axis` ([`Op::ScatterElements`]).
     pub fn scatter_elements(
         &mut self,
         base: NodeId,
@@ -241,6 +254,7 @@ impl Graph {
         self.push(Op::ScatterElements { axis, kind }, &[base, index, upd], None)
     }
 
+    /// Combines rows of `upd` into `base` along `axis` ([`Op::ScatterRows`]).
     pub fn scatter_rows(
         &mut self,
         base: NodeId,
@@ -273,14 +287,17 @@ impl Graph {
         self.push(Op::ClassIndex { classes: classes.into(), ignore }, &[labels], None)
     }
 
+    /// Index of the largest (or smallest) element along `axis` ([`Op::ArgReduce`]).
     pub fn argreduce(&mut self, max: bool, x: NodeId, axis: usize, keep: bool, last: bool) -> Result<NodeId> {
         self.push(Op::ArgReduce { max, axis, keep, last }, &[x], None)
     }
 
+    /// Indices that sort the elements along `axis` ([`Op::ArgSort`]).
     pub fn argsort(&mut self, x: NodeId, axis: usize, descending: bool) -> Result<NodeId> {
         self.push(Op::ArgSort { axis, descending }, &[x], None)
     }
 
+    /// Running reduction along `axis`. `exclusive` excludes the element itself; `reverse` runs from the end.
     pub fn scan(
         &mut self,
         kind: ReduceKind,
@@ -292,6 +309,7 @@ impl Graph {
         self.push(Op::Scan { kind, axis, exclusive, reverse }, &[x], None)
     }
 
+    /// Adds a custom op.
     pub fn custom(&mut self, op: Arc<dyn CustomOp>, x: &[NodeId]) -> Result<NodeId> {
         self.push(Op::Custom(Custom::new(op)), x, None)
     }

@@ -122,6 +122,7 @@ impl PassOptions {
         PassOptions { level, ..PassOptions::default() }
     }
 
+    /// Whether the level includes the transformation `name` and it is not switched off.
     pub fn does(&self, name: &str) -> bool {
         let from = if FROM_O2.contains(&name) { Level::O2 } else { Level::O1 };
         self.level >= from && !self.without.contains(name)
