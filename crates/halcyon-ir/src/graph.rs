@@ -316,8 +316,8 @@ impl Graph {
         live
     }
 
-    /// Structural hash over ops, types, edges, outputs and states. It ignores spans, names and the contents
-    /// of constants.
+    /// Structural hash over ops, types, edges, outputs and states. It ignores spans and names. Of a constant
+    /// it covers dtype, shape and at most the first 64 bytes.
     pub fn structural_hash(&self) -> u64 {
         let mut h = std::collections::hash_map::DefaultHasher::new();
         self.hash(&mut h);
@@ -413,8 +413,8 @@ impl Graph {
         })
     }
 
-    /// Checks that every index in the graph (operands, inputs, outputs, states, arguments) is in range. `Err`
-    /// says which is not.
+    /// Checks the structure: operands precede their users, every input, argument, output and state index is in
+    /// range, states pair equal types, and composites are not nested too deeply. `Err` says what is wrong.
     fn well_formed(&self, depth: usize) -> Result<(), String> {
         if depth > MAX_DEPTH {
             return Err(format!("composites are nested deeper than {MAX_DEPTH}"));

@@ -240,7 +240,8 @@ impl Lowerer<'_> {
         select(self.target, self.options, op, inputs, std::slice::from_ref(output), precision, in_place)
     }
 
-    /// The library kernel of an op with a constant operand that it reads packed, if the target has one.
+    /// The library kernel of an op with a constant operand that it reads packed, and the constant. `None` if
+    /// the target has no such kernel.
     fn packed(&self, op: &Op, inputs: &[NodeId], id: NodeId) -> Result<Option<PackedCall>> {
         if !may_pack(op) || !self.options.passes.does(PACKED) {
             return Ok(None);
