@@ -1,6 +1,6 @@
 //! Files that this project writes. Every result file is written through [`Output`].
 //!
-//! - A regular file is replaced atomically: the bytes go to a new file in the same folder, which is renamed
+//! - A regular file is replaced as a whole: the bytes go to a new file in the same folder, which is renamed
 //!   when it is complete. After a failure (a full disk, a signal) the old file is unchanged, or there is
 //!   still none.
 //! - Symbolic links are followed: the link stays, and the file that it names is replaced. The new file has

@@ -394,7 +394,8 @@ impl<'a> Finder<'a> {
         let (mut todo, mut inside, mut products) = (vec![id], vec![], vec![]);
         while let Some(x) = todo.pop() {
             let n = g.node(x);
-            // Bounds the search. A search starts at every addition, so a long chain would take quadratic time.
+            // Bounds the search. A search starts at every addition, so a long chain would take quadratic
+            // time.
             let enough = products.len() > PARTS || inside.len() > 3 * PARTS;
             if n.ty.dtype != DType::I32 || x != id && self.reader(x).is_none() || enough {
                 return None;
